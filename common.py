@@ -1,0 +1,377 @@
+"""The plumbing that every script would repeat: command line, processes, precision, checkpoints, schedules, tables.
+
+Nothing here knows about the papers.
+"""
+
+import ctypes
+import dataclasses
+import difflib
+import inspect
+import json
+import math
+import os
+import platform
+import re
+import sys
+import types
+import typing
+import zipfile
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# Constants that say where and how to run, not what to compute: they do not name a run, and may differ when it resumes.
+NOT_IDENTITY = {"preset", "table", "seeds", "out_dir", "resume", "eval_only", "log_every", "prompt", "sample_tokens"}
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Command line
+
+
+def parse(Config: type, argv: list[str] | None = None) -> dict:
+    """`--name value`, `--name=value` or a bare `--flag`, for the fields of a dataclass -> the values that were given.
+
+    The comment behind a field is its help. Raises ValueError, in one line, for a name or a value that is not right.
+    """
+    argv, hints, given = list(sys.argv[1:] if argv is None else argv), typing.get_type_hints(Config), {}
+    while argv:
+        arg = argv.pop(0)
+        if arg in ("-h", "--help"):
+            print_help(Config)
+            sys.exit(0)
+        if not arg.startswith("--"):
+            raise ValueError(f"{arg!r} is not an option: write --name value")
+        name, equals, text = arg[2:].partition("=")
+        if name not in hints:
+            raise ValueError(f"unknown option --{name}{nearest(name, hints)}")
+        if not equals:
+            bare = hints[name] is bool and (not argv or argv[0].startswith("--"))
+            if not bare and not argv:
+                raise ValueError(f"--{name} needs a value")
+            text = "true" if bare else argv.pop(0)
+        given[name] = convert(name, text, hints[name])
+    return given
+
+
+def convert(name: str, text: str, hint) -> object:
+    """Text -> a value of the field's type; `none` where the type allows it."""
+    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if text.lower() == "none" and types.NoneType in kinds:
+        return None
+    kind = kinds[0]
+    try:
+        if kind is bool:
+            return {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}[text.lower()]
+        return kind(text)
+    except (ValueError, KeyError):
+        raise ValueError(f"--{name} takes a value of type {kind.__name__}, not {text!r}") from None
+
+
+def nearest(name: str, known) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f": did you mean {close[0]}?" if close else f": one of {', '.join(known)}"
+
+
+def print_help(Config: type):
+    """The script's docstring, then every constant with its default and its comment."""
+    print(sys.modules[Config.__module__].__doc__)
+    defaults = {f.name: f.default for f in dataclasses.fields(Config)}
+    for cls in [c for c in Config.__mro__ if dataclasses.is_dataclass(c)]:
+        for name, comment in re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(cls), re.M):
+            print(f"  --{name:22} {str(defaults[name]):14} {comment}")
+
+
+def configure(Config: type, presets: dict[str, dict], given: dict, row: dict | None = None):
+    """Config < preset < table row < command line -> (config, the run's name: the preset plus what differs from it)."""
+    preset = given.get("preset", next(iter(presets)))
+    if preset not in presets:
+        raise ValueError(f"unknown preset {preset!r}{nearest(preset, presets)}")
+    base = Config(**presets[preset])
+    config = Config(**{**presets[preset], **(row or {}), **given})
+    named = {k: v for k, v in {**(row or {}), **given}.items() if k not in not_identity(config) and getattr(base, k) != v}
+    slug = [f"{k}={re.sub(r'[^A-Za-z0-9.+_-]+', '_', str(v))[-60:]}" for k, v in named.items()]
+    return config, "-".join([preset, *slug])
+
+
+def not_identity(config) -> set[str]:
+    """Evaluating a trained model under another t or gamma is not another run."""
+    return NOT_IDENTITY | ({"eval_threshold", "eval_capacity_factor"} if config.eval_only else set())
+
+
+def fail(message: str):
+    """One line on stderr, from one process, and a non-zero exit."""
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(f"error: {message}", file=sys.stderr, flush=True)
+    sys.exit(1)
+
+
+@contextmanager
+def clear_errors():
+    """Turns what a user can cause (ValueError, OSError) into one line. Wrap set-up in it, not the training loop."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        fail(" ".join(str(error).split()))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Processes, devices, precision
+
+
+@dataclasses.dataclass
+class Context:
+    """Where this process stands: its rank among `world`, its device, its precision."""
+
+    rank: int
+    world: int
+    device: torch.device
+    dtype: torch.dtype
+
+    def autocast(self):
+        half = self.dtype in (torch.bfloat16, torch.float16)
+        return torch.autocast(self.device.type, self.dtype) if half else nullcontext()
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of x over all processes, on every one of them, where x was."""
+        if self.world == 1:
+            return x
+        y = x.to(self.device)
+        dist.all_reduce(y)
+        return y.to(x.device)
+
+    def barrier(self):
+        if self.world > 1:
+            dist.barrier()
+
+
+def setup(device: str = "auto", dtype: str = "auto") -> Context:
+    """Joins the processes that torchrun started (NCCL on CUDA, gloo elsewhere), and picks device and precision.
+
+    Raises ValueError for a device that is not there and for an unknown dtype.
+    """
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError("device cuda: this torch sees no CUDA device")
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+    if dtype == "auto":
+        dtype = {"cuda": "bfloat16", "cpu": "bfloat16" if cpu_has_amx() else "float32"}.get(device.split(":")[0], "float32")
+        if device.startswith("cuda") and not torch.cuda.is_bf16_supported():
+            dtype = "float16"
+    if dtype not in dtypes:
+        raise ValueError(f"unknown dtype {dtype!r}{nearest(dtype, ['auto', *dtypes])}")
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if device == "cuda":
+        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+        torch.cuda.set_device(device)
+    if world > 1 and not dist.is_initialized():
+        dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
+    if device == "cpu" and platform.libc_ver()[0] == "glibc":
+        # Large temporaries would be mapped and faulted in anew at every call; keep their memory instead (a third of a step).
+        libc = ctypes.CDLL("libc.so.6")
+        libc.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD
+        libc.mallopt(-1, -1 & 0x7FFFFFFF)  # M_TRIM_THRESHOLD
+    return Context(rank, world, torch.device(device), dtypes[dtype])
+
+
+def cpu_has_amx() -> bool:
+    """Whether bf16 products pay on this CPU. With AVX512-BF16 alone they are native, and slower than fp32 (0.6 x)."""
+    return bool(getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)())
+
+
+def seed_all(*key: int):
+    """Seeds torch from any number of integers, such as (seed, step, micro-batch)."""
+    torch.manual_seed(int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1))
+
+
+# Dense bf16 / fp16 peak of a card, FLOP/s, by a part of its name; the first match counts.
+PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12}
+PEAK_FLOPS |= {"L4": 121e12, "A10": 125e12, "V100": 125e12, "T4": 65e12, "4090": 165e12, "3090": 71e12}
+
+
+def peak_flops(context: Context) -> float | None:
+    """Of all processes together; None where it is not known."""
+    if context.device.type != "cuda" or context.dtype not in (torch.bfloat16, torch.float16):
+        return None
+    name = torch.cuda.get_device_name(context.device)
+    return next((peak * context.world for part, peak in PEAK_FLOPS.items() if part in name), None)
+
+
+def machine(context: Context) -> dict:
+    """What a result was measured on."""
+    name = platform.processor() or platform.machine()
+    if context.device.type == "cuda":
+        name = torch.cuda.get_device_name(context.device)
+    elif Path("/proc/cpuinfo").exists():
+        name = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text() + "model name : unknown")[1]
+    return {
+        "device": name,
+        "processes": context.world,
+        "threads": torch.get_num_threads(),
+        "dtype": str(context.dtype).removeprefix("torch."),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Optimisation
+
+
+def adamw(model: torch.nn.Module, learning_rate: float, betas: tuple[float, float], weight_decay: float, eps: float = 1e-8):
+    """AdamW that decays matrices and embeddings, not norms, biases or scalars (stacked biases are matrices too)."""
+    groups = {True: [], False: []}
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            bias = name.rpartition(".")[2].startswith("b")
+            groups[p.dim() >= 2 and not bias].append(p)
+    params = [{"params": ps, "weight_decay": weight_decay if decay else 0.0} for decay, ps in groups.items()]
+    return torch.optim.AdamW(params, lr=learning_rate, betas=betas, eps=eps, fused=params[0]["params"][0].device.type != "mps")
+
+
+def cosine(step: int, steps: int, warmup: float, peak: float, floor: float) -> float:
+    """Learning rate of `step` (from 0): linear over the first `warmup` share of the steps, then a cosine down to `floor`."""
+    rising = max(1, round(warmup * steps))
+    if step < rising:
+        return peak * (step + 1) / rising
+    return floor + (peak - floor) * (1 + math.cos(math.pi * (step - rising) / max(1, steps - rising))) / 2
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A run's folder
+
+
+class RunFolder:
+    """`config.json`, `metrics.jsonl`, `ckpt.pt` (and the one before it) and `result.json` of one run.
+
+    Raises ValueError where the folder belongs to a run with other constants. Only rank 0 writes.
+    """
+
+    def __init__(self, path: Path, config, context: Context, fresh: bool = False):
+        self.path, self.writes = Path(path), context.rank == 0
+        # Through JSON, so that what was written and what is compared are the same kind of values.
+        skip = not_identity(config)
+        self.config = {k: v for k, v in json.loads(json.dumps(dataclasses.asdict(config))).items() if k not in skip}
+        file = self.path / "config.json"
+        context.barrier()
+        if file.exists() and not fresh:
+            old = {k: v for k, v in read_json(file).items() if k not in skip}
+            differ = [f"{k} ({old.get(k)} there, {v} now)" for k, v in self.config.items() if old.get(k) != v]
+            if differ:
+                raise ValueError(f"{self.path} holds a run with another {', '.join(differ)}: choose another --out_dir")
+        context.barrier()
+        if self.writes:
+            self.path.mkdir(parents=True, exist_ok=True)
+            if fresh:
+                for name in ("ckpt.pt", "ckpt.prev.pt", "metrics.jsonl", "result.json"):
+                    (self.path / name).unlink(missing_ok=True)
+            if not file.exists() or fresh:
+                write_atomic(file, json.dumps(self.config, indent=1))
+        context.barrier()
+
+    def result(self, **same) -> dict | None:
+        """The finished result, if there is one with these values."""
+        file = self.path / "result.json"
+        result = read_json(file) if file.exists() else None
+        return result if result and all(result.get(k) == v for k, v in same.items()) else None
+
+    def finish(self, result: dict):
+        if self.writes:
+            write_atomic(self.path / "result.json", json.dumps(result, indent=1))
+
+    def log(self, record: dict, name: str = "metrics.jsonl"):
+        if self.writes:
+            with open(self.path / name, "a") as f:
+                f.write(json.dumps(record) + "\n")
+
+    def logged(self, name: str, **same) -> dict | None:
+        """The last whole record of a log with these values."""
+        file = self.path / name
+        found = [r for r in json_lines(file) if all(r.get(k) == v for k, v in same.items())] if file.exists() else []
+        return found[-1] if found else None
+
+    def cut_log(self, step: int):
+        """Forgets evaluations after `step`, and a torn last line: a resumed run will write them again."""
+        file = self.path / "metrics.jsonl"
+        if self.writes and file.exists():
+            write_atomic(file, "".join(json.dumps(r) + "\n" for r in json_lines(file) if r["step"] <= step))
+
+    def save(self, state: dict):
+        """Written beside, flushed, then renamed; the previous one is kept. At every moment one of the two is whole."""
+        if not self.writes:
+            return
+        new, last, previous = (self.path / n for n in ("ckpt.tmp", "ckpt.pt", "ckpt.prev.pt"))
+        with open(new, "wb") as f:
+            torch.save(state, f)
+            f.flush()
+            os.fsync(f.fileno())
+        if last.exists():
+            last.replace(previous)
+        new.replace(last)
+
+    def load(self) -> dict | None:
+        """The newest readable checkpoint, on the CPU; None if there is none. Raises ValueError if none can be read."""
+        broken = []
+        for file in (self.path / "ckpt.pt", self.path / "ckpt.prev.pt"):
+            if file.exists():
+                try:
+                    state = load_checkpoint(file)
+                    if broken and self.writes:
+                        print(f"warning: {'; '.join(broken)}; going on from {file.name}, step {state['step']}", file=sys.stderr)
+                    return state
+                except ValueError as error:
+                    broken.append(str(error))
+        if broken:
+            raise ValueError(f"{'; '.join(broken)}: nothing to go on from; --resume false starts again")
+        return None
+
+
+def load_checkpoint(file: Path) -> dict:
+    """Raises ValueError where the file is damaged. Its checksums are looked at first: torch misses a flipped byte."""
+    try:
+        with zipfile.ZipFile(file) as z:
+            bad = z.testzip()
+        if bad is None:
+            return torch.load(file, map_location="cpu", weights_only=True)
+    except (zipfile.BadZipFile, EOFError, RuntimeError, OSError) as error:
+        bad = error
+    raise ValueError(f"checkpoint {file} is corrupt ({bad})")
+
+
+def read_json(file: Path) -> dict:
+    try:
+        return json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file} is not readable JSON ({error}): delete it or restore it") from None
+
+
+def json_lines(file: Path) -> list[dict]:
+    """The records of a log; a line that a kill has torn is not one."""
+    records = []
+    for line in file.read_text().splitlines():
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            pass
+    return records
+
+
+def write_atomic(file: Path, text: str):
+    part = file.with_name(file.name + ".tmp")
+    with open(part, "w") as f:
+        f.write(text)
+        f.flush()
+        os.fsync(f.fileno())
+    part.replace(file)
+
+
+def markdown_table(headers: list[str], rows: list[list]) -> str:
+    """A table that reads well in a terminal and in a README."""
+    cells = [[str(c) for c in row] for row in [headers, *rows]]
+    width = [max(len(row[i]) for row in cells) for i in range(len(headers))]
+    lines = ["| " + " | ".join(c.ljust(w) for c, w in zip(row, width)) + " |" for row in cells]
+    return "\n".join([lines[0], "|" + "|".join("-" * (w + 2) for w in width) + "|", *lines[1:]])

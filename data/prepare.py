@@ -1,0 +1,191 @@
+"""Turn a corpus into files of token ids that training reads.
+
+    python -m data.prepare pydocs                                  # docstrings on this disk, half a minute, no network
+    python -m data.prepare wikitext103 [--source DIR]              # the hub, or a folder with wiki.{train,valid,test}.raw
+    python -m data.prepare openwebtext [--max_tokens 100000000]    # streamed when limited
+    python -m data.prepare text --source FILE_OR_DIR --out DIR     # your own UTF-8 text
+
+Writes train.bin, valid.bin and test.bin (token ids, uint16 or uint32, every document followed by the end-of-document
+token), the tokenizer's file, and meta.json (counts, hashes) into data/prepared/NAME. The folder appears whole or not at
+all; data prepared earlier stays until the new data is complete.
+"""
+
+import argparse
+import difflib
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+from data.corpora import CORPORA, SPLITS
+from data.tokenizers import Tokenizer, gpt2, load_tokenizer, train_sentencepiece
+
+PREPARED = Path(__file__).parent / "prepared"
+OUTPUTS = {"train.bin", "valid.bin", "test.bin", "tokenizer.model", "tokenizer.tiktoken", "meta.json"}
+BATCH_CHARS = 2_000_000  # of text, encoded at once
+ENOUGH = 10_000  # tokens of valid and of test that end a limited reading, once train is full
+
+
+def prepare(
+    name: str,
+    source: Path | str | None = None,
+    tokenizer: Path | str | None = None,
+    max_tokens: int | None = None,
+    out: Path | str | None = None,
+) -> Path:
+    """Prepare corpus `name` and return its folder.
+
+    source: local file or folder to read; tokenizer: file to use (default: pydocs trains its own, the others use GPT-2's);
+    max_tokens: no training document begins beyond this many tokens; out: folder, by default data/prepared/NAME.
+    Raises ValueError, OSError or ImportError with one line for the user; what `out` held before is then unchanged.
+    """
+    if name not in CORPORA:
+        nearest = difflib.get_close_matches(name, CORPORA, n=1, cutoff=0)[0]
+        raise ValueError(f"unknown corpus {name!r}; did you mean {nearest!r}? (there are {', '.join(CORPORA)})")
+    if max_tokens is not None and max_tokens < 1:
+        raise ValueError(f"max_tokens must be positive, not {max_tokens}")
+    if source is not None and not Path(source).exists():
+        raise FileNotFoundError(f"--source {source} does not exist")
+    if source is None and CORPORA[name].origin is None:
+        raise ValueError(f"corpus {name!r} needs --source FILE or DIR")
+    out = Path(out or PREPARED / name).resolve()
+    check_replaceable(out)
+    given = load_tokenizer(tokenizer) if tokenizer else None
+    documents = CORPORA[name].read(Path(source) if source else None, max_tokens is not None)
+    if name == "pydocs" and given is None:
+        documents = list(documents)
+        given = train_sentencepiece(text for split, text in documents if split == "train")
+
+    partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        meta = {"name": name, "source": str(source or CORPORA[name].origin)}
+        write(partial, documents, given or gpt2(), max_tokens, meta)
+        replace(out, partial)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return out
+
+
+def write(folder: Path, documents: Iterable[tuple[str, str]], tokenizer: Tokenizer, limit: int | None, meta: dict):
+    """Stream the documents into `folder`, meta.json last."""
+    dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
+    splits = {split: SplitFile(folder / f"{split}.bin", dtype, tokenizer.eot) for split in SPLITS}
+    needed = {"train": limit, "valid": min(limit, ENOUGH), "test": min(limit, ENOUGH)} if limit else {}
+    with tqdm(desc="encoding", unit="doc", disable=None) as bar:
+        for batch in batches(documents):
+            ids = tokenizer.encode_batch([text for _, text in batch])
+            for (split, text), tokens in zip(batch, ids, strict=True):
+                if limit is None or split != "train" or splits["train"].counts["tokens"] < limit:
+                    splits[split].append(text, tokens)
+            bar.update(len(batch))
+            bar.set_postfix(tokens=f"{sum(file.counts['tokens'] for file in splits.values()):,}")
+            if limit and all(file.counts["tokens"] >= needed[split] for split, file in splits.items()):
+                break
+    counts = {split: file.close() for split, file in splits.items()}
+    empty = [split for split in SPLITS if not counts[split]["documents"]]
+    if empty:
+        total = sum(count["documents"] for count in counts.values())
+        raise ValueError(f"split {empty[0]!r} is empty ({total:,} documents in all): give more text, or files for it")
+    tokenizer.save(folder)
+    if meta["name"] == "pydocs":
+        versions = {package: importlib.metadata.version(package) for package in ("numpy", "torch")}
+        meta["versions"] = {"python": platform.python_version(), **versions}
+    meta |= {"splits": counts, "dtype": dtype}
+    meta["tokenizer"] = {key: getattr(tokenizer, key) for key in ("kind", "vocab_size", "eot", "sha256")}
+    meta["checksum"] = checksum(meta)
+    (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
+
+
+def batches(documents: Iterable[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
+    """Documents in lists of about BATCH_CHARS characters; documents of white space are left out."""
+    batch, chars = [], 0
+    for split, text in documents:
+        if text.strip():
+            # a lone surrogate (an escape in JSON or in a docstring) has no UTF-8 form and becomes "?"
+            batch.append((split, text.encode("utf-8", "replace").decode()))
+            chars += len(text)
+        if chars >= BATCH_CHARS:
+            yield batch
+            batch, chars = [], 0
+    if batch:
+        yield batch
+
+
+class SplitFile:
+    """One .bin file being written, with what meta.json says of it."""
+
+    def __init__(self, path: Path, dtype: str, eot: int):
+        self.file, self.dtype, self.eot, self.hash = path.open("wb"), dtype, eot, hashlib.sha256()
+        self.counts = {"tokens": 0, "words": 0, "documents": 0, "bytes": 0}
+
+    def append(self, text: str, tokens: list[int]):
+        data = np.array([*tokens, self.eot], dtype=self.dtype).tobytes()
+        self.file.write(data)
+        self.hash.update(data)
+        sizes = {"tokens": len(tokens) + 1, "words": len(text.split()), "documents": 1, "bytes": len(text.encode())}
+        self.counts = {key: self.counts[key] + size for key, size in sizes.items()}
+
+    def close(self) -> dict:
+        self.file.close()
+        return self.counts | {"sha256": self.hash.hexdigest()}
+
+
+def checksum(meta: dict) -> str:
+    """One hash for the tokens of all splits and the tokenizer that made them."""
+    parts = [meta["splits"][split]["sha256"] for split in SPLITS] + [meta["tokenizer"]["sha256"]]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def check_replaceable(out: Path):
+    """Refuse to replace anything that this module did not write."""
+    foreign = sorted(entry.name for entry in out.iterdir() if entry.name not in OUTPUTS) if out.is_dir() else []
+    if foreign or (out.exists() and not out.is_dir()):
+        what = f"holds other files ({foreign[0]})" if foreign else "is a file"
+        raise ValueError(f"--out {out} {what}; give a folder that is new, empty or prepared data")
+
+
+def replace(out: Path, new: Path):
+    """Put folder `new` in the place of `out`."""
+    old = new.with_suffix(".old")
+    if out.exists():
+        out.rename(old)
+    new.rename(out)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def summary(folder: Path) -> str:
+    """The counts of a prepared corpus as a small table."""
+    meta = json.loads((folder / "meta.json").read_text())
+    keys = ("tokens", "words", "documents", "bytes")
+    rows = [f"{split:8}" + "".join(f"{meta['splits'][split][key]:>16,}" for key in keys) for split in SPLITS]
+    return "\n".join([f"{'':8}" + "".join(f"{key:>16}" for key in keys), *rows, f"-> {folder}"])
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        prog="python -m data.prepare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.error = lambda message: sys.exit(f"error: {message}")
+    parser.add_argument("name", metavar="NAME", help=", ".join(CORPORA))
+    parser.add_argument("--source", help="local file or folder to read instead of the network")
+    parser.add_argument("--tokenizer", help="tokenizer file: a GPT-2 rank file or a SentencePiece *.model")
+    parser.add_argument("--max_tokens", type=int, help="no training document begins beyond this many tokens")
+    parser.add_argument("--out", help="folder to write (default data/prepared/NAME beside this file)")
+    try:
+        print(summary(prepare(**vars(parser.parse_args()))))
+    except (ValueError, OSError, ImportError) as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+"""Two lossless tokenizers behind one interface: SentencePiece BPE and GPT-2's byte-level BPE.
+
+    train_sentencepiece(texts)   a BPE of 8,192 pieces, learned from documents in memory
+    gpt2()                       OpenAI's 50,257 tokens through tiktoken (downloaded once, then cached)
+    load_tokenizer(path)         either of them, from its file or from a folder that holds its file
+
+Both offer encode_batch, decode, vocab_size, eot, kind, sha256 and save. encode_batch adds no special token, and
+decode(encode_batch([text])[0]) == text for every text that is valid Unicode.
+"""
+
+import base64
+import binascii
+import hashlib
+import io
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import sentencepiece
+import tiktoken
+
+THREADS = os.cpu_count() or 1
+GPT2_RANKS = 50_256
+GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+
+
+class SentencePiece:
+    """A SentencePiece model, given as the bytes of its file."""
+
+    kind, filename = "sentencepiece", "tokenizer.model"
+
+    def __init__(self, model: bytes):
+        self.model = model
+        self.processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+        self.vocab_size, self.eot = self.processor.vocab_size(), self.processor.eos_id()
+        self.sha256 = hashlib.sha256(model).hexdigest()
+        self.space_mark = [self.processor.piece_to_id(f"<0x{byte:02X}>") for byte in "▁".encode()]
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        """The token ids of each text, without special tokens."""
+        batch = self.processor.encode(texts, num_threads=THREADS)
+        # SentencePiece writes a space as U+2581, so a U+2581 of the text itself would come back as a space: spell it in bytes.
+        return [self._encode_marked(text) if "▁" in text else ids for text, ids in zip(texts, batch, strict=True)]
+
+    def _encode_marked(self, text: str) -> list[int]:
+        first, *rest = self.processor.encode(text.split("▁"))
+        return first + [token for part in rest for token in self.space_mark + part]
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of the ids; an incomplete UTF-8 sequence becomes U+FFFD."""
+        return self.processor.decode(ids)
+
+    def save(self, folder: Path) -> Path:
+        """Write the tokenizer's file into `folder` and return its path."""
+        path = Path(folder) / self.filename
+        path.write_bytes(self.model)
+        return path
+
+
+class GPT2:
+    """GPT-2's tokenizer (tiktoken's `r50k_base`), given as its ranks {bytes of a token: id}."""
+
+    kind, filename = "gpt2", "tokenizer.tiktoken"
+    vocab_size, eot = GPT2_RANKS + 1, GPT2_RANKS
+
+    def __init__(self, ranks: dict[bytes, int]):
+        lines = (base64.b64encode(token) + b" %d\n" % rank for token, rank in sorted(ranks.items(), key=lambda x: x[1]))
+        self.file = b"".join(lines)
+        self.sha256 = hashlib.sha256(self.file).hexdigest()
+        special = {"<|endoftext|>": self.eot}
+        self.encoding = tiktoken.Encoding(
+            "gpt2",
+            pat_str=GPT2_PATTERN,
+            mergeable_ranks=ranks,
+            special_tokens=special,
+            explicit_n_vocab=self.vocab_size,
+        )
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        """The token ids of each text, without special tokens."""
+        return self.encoding.encode_ordinary_batch(texts, num_threads=THREADS)
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of the ids; an incomplete UTF-8 sequence becomes U+FFFD."""
+        return self.encoding.decode(ids, errors="replace")
+
+    def save(self, folder: Path) -> Path:
+        """Write the tokenizer's rank file into `folder` and return its path."""
+        path = Path(folder) / self.filename
+        path.write_bytes(self.file)
+        return path
+
+
+Tokenizer = SentencePiece | GPT2
+
+
+def train_sentencepiece(texts: Iterable[str], vocab_size: int = 8192) -> SentencePiece:
+    """Learn a lossless BPE of `vocab_size` pieces; the same texts always give the same file.
+
+    Raises ValueError when the texts are too few for that many pieces.
+    """
+    lines = (line for text in texts for line in text.split("\n") if line)
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=lines,
+            model_writer=model,
+            model_type="bpe",
+            vocab_size=vocab_size,
+            # lossless: no normalisation, every space and newline kept, unknown characters spelt in bytes
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            add_dummy_prefix=False,
+            allow_whitespace_only_pieces=True,
+            user_defined_symbols=["\n"],
+            byte_fallback=True,
+            unk_id=0,
+            eos_id=1,
+            bos_id=-1,
+            pad_id=-1,
+            max_sentence_length=1 << 20,
+            num_threads=2,  # written into the model, so a count of cores here would change its hash
+            minloglevel=2,
+        )
+    except (RuntimeError, OSError) as error:
+        raise ValueError(f"the training text is too small for a vocabulary of {vocab_size:,} pieces") from error
+    return SentencePiece(model.getvalue())
+
+
+def gpt2() -> GPT2:
+    """GPT-2's tokenizer from tiktoken's cache, or from the network; OSError says what to do when neither has it."""
+    try:
+        return GPT2(tiktoken.get_encoding("r50k_base")._mergeable_ranks)
+    except (OSError, ValueError) as error:
+        hint = (
+            "set TIKTOKEN_CACHE_DIR to a filled cache, or pass a rank file (r50k_base.tiktoken) with --tokenizer PATH"
+        )
+        raise OSError(f"the GPT-2 vocabulary cannot be downloaded ({type(error).__name__}): {hint}") from error
+
+
+def load_tokenizer(path: Path | str) -> Tokenizer:
+    """The tokenizer of a file (*.model is SentencePiece, anything else a rank file) or of a folder that holds one.
+
+    Raises FileNotFoundError when there is none and ValueError when the file is not a tokenizer.
+    """
+    path = Path(path)
+    candidates = [path / kind.filename for kind in (SentencePiece, GPT2)] if path.is_dir() else [path]
+    found = next((file for file in candidates if file.is_file()), None)
+    if found is None:
+        raise FileNotFoundError(f"no tokenizer at {path}")
+    return _read_sentencepiece(found) if found.suffix == ".model" else _read_ranks(found)
+
+
+def _read_sentencepiece(path: Path) -> SentencePiece:
+    try:
+        return SentencePiece(path.read_bytes())
+    except RuntimeError as error:
+        raise ValueError(f"{path} is not a SentencePiece model") from error
+
+
+def _read_ranks(path: Path) -> GPT2:
+    try:
+        pairs = (line.split() for line in path.read_bytes().splitlines() if line)
+        ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
+    except (ValueError, binascii.Error) as error:
+        raise ValueError(f"{path} is not a rank file (lines of base64 token and rank)") from error
+    if sorted(ranks.values()) != list(range(GPT2_RANKS)):
+        raise ValueError(f"{path} holds {len(ranks):,} ranks; GPT-2's file has {GPT2_RANKS:,}, from 0 on")
+    return GPT2(ranks)
