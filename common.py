@@ -91,9 +91,9 @@ def configure(Config: type, presets: dict[str, dict], given: dict, row: dict | N
         raise ValueError(f"unknown preset {preset!r}{nearest(preset, presets)}")
     base = Config(**presets[preset])
     config = Config(**{**presets[preset], **(row or {}), **given})
-    named = {k: v for k, v in {**(row or {}), **given}.items() if k not in not_identity(config) and getattr(base, k) != v}
-    slug = [f"{k}={re.sub(r'[^A-Za-z0-9.+_-]+', '_', str(v))[-60:]}" for k, v in named.items()]
-    return config, "-".join([preset, *slug])
+    differ = [k for k in {**(row or {}), **given} if getattr(config, k) != getattr(base, k)]
+    named = [f"{k}={getattr(config, k)}" for k in differ if k not in not_identity(config)]
+    return config, re.sub(r"[^\w.,=+-]+", "_", "-".join([preset, *named]))
 
 
 def not_identity(config) -> set[str]:
@@ -110,10 +110,10 @@ def fail(message: str):
 
 @contextmanager
 def clear_errors():
-    """Turns what a user can cause (ValueError, OSError) into one line. Wrap set-up in it, not the training loop."""
+    """Turns what a user can cause (ValueError, OSError, ImportError) into one line. For set-up, not for the loop."""
     try:
         yield
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         fail(" ".join(str(error).split()))
 
 
@@ -158,9 +158,8 @@ def setup(device: str = "auto", dtype: str = "auto") -> Context:
         raise ValueError("device cuda: this torch sees no CUDA device")
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
     if dtype == "auto":
-        dtype = {"cuda": "bfloat16", "cpu": "bfloat16" if cpu_has_amx() else "float32"}.get(device.split(":")[0], "float32")
-        if device.startswith("cuda") and not torch.cuda.is_bf16_supported():
-            dtype = "float16"
+        half = "bfloat16" if device.startswith("cuda") and torch.cuda.is_bf16_supported() else "float16"
+        dtype = half if device.startswith("cuda") else "bfloat16" if device == "cpu" and cpu_has_amx() else "float32"
     if dtype not in dtypes:
         raise ValueError(f"unknown dtype {dtype!r}{nearest(dtype, ['auto', *dtypes])}")
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -170,7 +169,7 @@ def setup(device: str = "auto", dtype: str = "auto") -> Context:
     if world > 1 and not dist.is_initialized():
         dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
     if device == "cpu" and platform.libc_ver()[0] == "glibc":
-        # Large temporaries would be mapped and faulted in anew at every call; keep their memory instead (a third of a step).
+        # Keep the memory of large temporaries: mapping and faulting it in anew at every call takes a third of a step.
         libc = ctypes.CDLL("libc.so.6")
         libc.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD
         libc.mallopt(-1, -1 & 0x7FFFFFFF)  # M_TRIM_THRESHOLD
@@ -222,19 +221,18 @@ def machine(context: Context) -> dict:
 # Optimisation
 
 
-def adamw(model: torch.nn.Module, learning_rate: float, betas: tuple[float, float], weight_decay: float, eps: float = 1e-8):
+def adamw(model: torch.nn.Module, learning_rate: float, betas: tuple[float, float], weight_decay: float, eps=1e-8):
     """AdamW that decays matrices and embeddings, not norms, biases or scalars (stacked biases are matrices too)."""
-    groups = {True: [], False: []}
+    decayed, free = [], []
     for name, p in model.named_parameters():
         if p.requires_grad:
-            bias = name.rpartition(".")[2].startswith("b")
-            groups[p.dim() >= 2 and not bias].append(p)
-    params = [{"params": ps, "weight_decay": weight_decay if decay else 0.0} for decay, ps in groups.items()]
-    return torch.optim.AdamW(params, lr=learning_rate, betas=betas, eps=eps, fused=params[0]["params"][0].device.type != "mps")
+            (free if p.dim() < 2 or name.rpartition(".")[2].startswith("b") else decayed).append(p)
+    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": free, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, eps=eps, fused=True)
 
 
 def cosine(step: int, steps: int, warmup: float, peak: float, floor: float) -> float:
-    """Learning rate of `step` (from 0): linear over the first `warmup` share of the steps, then a cosine down to `floor`."""
+    """Learning rate of `step` (from 0): a line up for the `warmup` share of the steps, a cosine down to `floor`."""
     rising = max(1, round(warmup * steps))
     if step < rising:
         return peak * (step + 1) / rising
@@ -321,7 +319,7 @@ class RunFolder:
                 try:
                     state = load_checkpoint(file)
                     if broken and self.writes:
-                        print(f"warning: {'; '.join(broken)}; going on from {file.name}, step {state['step']}", file=sys.stderr)
+                        print(f"warning: {broken[0]}; using {file.name}, of step {state['step']}", file=sys.stderr)
                     return state
                 except ValueError as error:
                     broken.append(str(error))

@@ -1,8 +1,8 @@
 """The Transformer with sparse experts: attention, FFN, experts, capacity dispatch, and the decoder language model.
 
-GPT-2's layout (pre-LN, tanh-GELU, learned positions, biases, tied embeddings); every `moe_every`-th block has experts in
-place of its FFN (XMoE 4.2). Tensor letters: B batch, T sequence length, S = B*T tokens, D model width, H heads, E experts,
-F inner width of one expert, C expert capacity, K experts per token, V vocabulary, N kept rows.
+GPT-2's layout (pre-LN, tanh-GELU, learned positions, biases, tied embeddings); every `moe_every`-th block has experts
+in place of its FFN (XMoE 4.2). Tensor letters: B batch, T sequence length, S = B*T tokens, D model width, H heads,
+E experts, F inner width of one expert, C expert capacity, K experts per token, V vocabulary, N kept rows.
 """
 
 import math
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from routers import NOT_CHOSEN, ROUTERS, Router, Routing
 
 MIN_CAPACITY = 4
+TALLY = ("tokens", "wanted", "served", "unserved", "entropy", "positive", "hidden", "load")
 
 
 @dataclass
@@ -47,7 +48,7 @@ class ModelConfig:
     capacity_factor: float | None = None  # gamma, inf for no limit; default: ffn_size / expert_size (equal FLOPs)
     eval_threshold: float | None = None  # t at test; default: threshold
     eval_capacity_factor: float | None = None  # gamma at test, inf for no limit; default: capacity_factor
-    routing_dim: int | None = None  # width the router projects to, 0 not at all; default: num_experts / 2 (hypersphere), 0
+    routing_dim: int | None = None  # d_e, what the router projects to, 0: nothing; default: E / 2 on the hypersphere
     init_temperature: float | None = None  # tau_0; default: 0.3 (softmax), 0.07 (sigmoid)
     renormalize: bool = False  # softmax gate over the K chosen experts only (X-MoE, K > 1)
     balance_choices: str = "first"  # choices that the balance loss counts: first (XMoE) or all (X-MoE, K > 1)
@@ -132,7 +133,7 @@ def within_capacity(priority: Tensor, capacity: int | None) -> Tensor:
 
 
 def experts_ffn(rows: Tensor, counts: Tensor, w_in: Tensor, b_in: Tensor, w_out: Tensor, b_out: Tensor):
-    """Each expert on its own rows, which lie together: rows (N, D), counts (E,) -> (N, D), and a list of (n_e, F) hidden.
+    """Each expert on its own rows, which lie together: rows (N, D), counts (E,) -> (N, D), and a list of hidden (n, F).
 
     The loop is over experts and its temporaries are small; `unbind` once, since indexing a stacked parameter would give
     each expert a gradient of the size of the whole stack.
@@ -147,8 +148,8 @@ def experts_ffn(rows: Tensor, counts: Tensor, w_in: Tensor, b_in: Tensor, w_out:
 def dispatch(h: Tensor, routing: Routing, capacity: int | None, weights: tuple[Tensor, ...], observe=None):
     """Sends each token to the experts that keep it and adds up their weighted outputs (XMoE eq. 2).
 
-    h (S, D); weights: the stacked (E, F, D), (E, F), (E, D, F), (E, D) of `experts_ffn`. Returns (S, D), zero for a token
-    that no expert kept, and the kept counts (E,). `observe(kept (S, E), hidden)` is called where it is given.
+    h (S, D); weights: the stacked (E, F, D), (E, F), (E, D, F), (E, D) of `experts_ffn`. Returns (S, D), zero for a
+    token that no expert kept, and the kept counts (E,). `observe(kept (S, E), hidden)` is called where it is given.
 
     Cost follows the kept rows: gathered by expert, computed as a ragged product, added back. Nothing is padded.
     """
@@ -191,7 +192,7 @@ class MoE(nn.Module):
         self.tally = None  # sums for `GPT.stats`, while they are wanted
 
     def forward(self, h: Tensor, ids: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """mask (B, T) bool: True for a real token; None if all are. Padding is served by nobody and fills no capacity."""
+        """mask (B, T) bool: True for a real token, None if all are. Nobody serves padding, and it fills no capacity."""
         flat, mask = h.flatten(0, 1), None if mask is None else mask.flatten()  # (S, D), (S,)
         routing = self.router(flat, ids.flatten(), mask)
         tokens = len(flat) if mask is None else int(mask.sum())
@@ -287,9 +288,10 @@ class GPT(nn.Module):
 
     def hidden(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """ids (B, T) -> final hidden states (B, T, D), balance loss. Raises ValueError where T > block_size."""
-        if ids.shape[1] > self.config.block_size:
-            raise ValueError(f"a sequence of {ids.shape[1]} tokens is longer than block_size = {self.config.block_size}")
-        x = self.dropout(self.wte(ids) + self.wpe.weight[: ids.shape[1]])
+        T, longest = ids.shape[1], self.config.block_size
+        if T > longest:
+            raise ValueError(f"a sequence of {T} tokens is longer than block_size = {longest}")
+        x = self.dropout(self.wte(ids) + self.wpe.weight[:T])
         total = torch.zeros((), dtype=self.ln_f.weight.dtype, device=ids.device)
         for block in self.blocks:
             x, balance = block(x, ids)
@@ -321,11 +323,12 @@ class GPT(nn.Module):
     def start_stats(self):
         """From now on the MoE layers tally what they do, until `stats` is called."""
         for moe in self.moe_layers:
-            moe.tally = dict.fromkeys(("tokens", "wanted", "served", "unserved", "entropy", "positive", "hidden", "load"), 0)
+            moe.tally = dict.fromkeys(TALLY, 0)
 
     def stats(self, reduce=lambda sums: sums) -> list[dict[str, float]]:
-        """One dict a MoE layer, about the forward passes since `start_stats`; `reduce` sums a (7 + E,) tensor over processes.
+        """One dict a MoE layer, about the forward passes since `start_stats`.
 
+        `reduce` sums a tensor (7 + E,) over processes.
         wanted, served: experts per token, before and after the capacity. cut: share of the choices that were over
         capacity. unserved: share of the tokens that no expert kept. imbalance: choices of the busiest expert over the
         mean. entropy: of the router's probabilities, in nats. positive: share of the experts' activations above 0.
@@ -352,7 +355,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def generate(self, ids: Tensor, new_tokens: int, temperature: float = 1.0, top_k: int | None = None) -> Tensor:
-        """ids (B, T) -> (B, T + new_tokens): sampled from softmax(logits / temperature) over the top_k (None: all; 1: greedy).
+        """ids (B, T) -> (B, T + new_tokens), sampled from softmax(logits / temperature) over the top_k (None: all).
 
         There is no capacity limit, so that a token depends only on its own past and not on what else is in the batch.
         Raises ValueError for expert_choice, whose experts choose among tokens that are not written yet.

@@ -24,7 +24,7 @@ def read_weights(folder: str | Path) -> tuple[dict, dict[str, Tensor]]:
     """
     folder = Path(folder)
     if not (folder / "config.json").exists():
-        raise FileNotFoundError(f"{folder} has no config.json: give the folder of a checkpoint in Hugging Face's format")
+        raise FileNotFoundError(f"{folder} has no config.json: not a checkpoint in Hugging Face's format")
     config = json.loads((folder / "config.json").read_text())
     if (folder / "model.safetensors").exists():
         try:
@@ -38,7 +38,7 @@ def read_weights(folder: str | Path) -> tuple[dict, dict[str, Tensor]]:
 
 
 def load_gpt2(folder: str | Path) -> tuple[dict, dict[str, Tensor]]:
-    """A GPT-2 checkpoint -> (arguments of `ModelConfig`, state dict of `GPT`). Raises ValueError for another architecture."""
+    """A GPT-2 checkpoint -> (arguments of `ModelConfig`, state dict of `GPT`). Raises ValueError for another model."""
     config, tensors = read_weights(folder)
     if config.get("model_type") != "gpt2":
         raise ValueError(f"{folder} holds a {config.get('model_type')} checkpoint, not gpt2")
@@ -61,8 +61,6 @@ def load_gpt2(folder: str | Path) -> tuple[dict, dict[str, Tensor]]:
     missing = [name for name in names if name not in tensors]
     if missing:
         raise ValueError(f"{folder} lacks {len(missing)} tensors of a GPT-2, the first being {missing[0]}")
-    linear = (".attn.", ".mlp.")
-    return arguments, {
-        ours: tensors[theirs].t().contiguous() if theirs.endswith("weight") and any(p in theirs for p in linear) else tensors[theirs]
-        for theirs, ours in names.items()
-    }
+    weights = {ours: tensors[theirs] for theirs, ours in names.items()}
+    linear = {ours: w.t().contiguous() for ours, w in weights.items() if w.dim() == 2 and ours.startswith("blocks")}
+    return arguments, weights | linear

@@ -168,7 +168,8 @@ class Router(nn.Module):
                 1, best.unsqueeze(1), priority_key(score.gather(1, best.unsqueeze(1)))
             ), None
         ordered, order = probs.sort(dim=1, descending=True, stable=True)  # equal scores: the lower expert first
-        rank = torch.empty_like(order).scatter_(1, order, torch.arange(self.num_experts, device=order.device).expand_as(order))
+        rank = torch.arange(self.num_experts, device=order.device).expand_as(order)
+        rank = torch.empty_like(order).scatter_(1, order, rank)  # of each expert, from 0
         count = self.top_k
         if self.select == "threshold":
             # XMoE eq. 5. In fp32 the sum of all probabilities may stop short of 1: t = 1 means all, by decree.
@@ -198,7 +199,7 @@ def priority_key(value: Tensor, rank: Tensor | int = 0) -> Tensor:
     Formed in fp32, p - i would keep 65 distinct values of p at rank 512 and 2 at rank 4,096. The bits of a float,
     read as an integer, are already in order; those of negative floats in the reverse one. float64 is compared as fp32.
     """
-    bits = value.float().contiguous().view(torch.int32)
+    bits = (value.float() + 0.0).contiguous().view(torch.int32)  # + 0.0: -0.0 equals 0.0
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() - (rank << 32)
 
 

@@ -9,8 +9,8 @@
     python train_lm.py --router switch --eval_only --eval_capacity_factor 0.5     a trained model, routed otherwise
 
 Prints, at every evaluation, cross entropy and perplexity, and how each MoE layer routes; in the end the test perplexity
-under the evaluation's capacity limit (the paper's protocol) and without one, and a sample. A run is kept in out/train_lm/NAME;
-the same command goes on where it stopped. `--help` lists every constant.
+under the evaluation's capacity limit (the paper's protocol) and without one, and a sample. A run is kept in
+out/train_lm/NAME; the same command goes on where it stopped. `--help` lists every constant.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 import common
-from data.prepare import prepare
+from data.prepare import PREPARED, prepare
 from data.tokens import TokenData
 from model import GPT, ModelConfig, count_parameters, flops_per_token
 from pretrained import load_gpt2
@@ -37,14 +37,15 @@ from pretrained import load_gpt2
 
 @dataclasses.dataclass
 class Config(ModelConfig):
+    init_std: float = 0.03  # of the normal that weights start from; the paper's 0.014 is for wider models
     preset: str = "demo"  # demo, or wikitext103 / openwebtext at -124M, -323M or -556M
     table: int | None = None  # run every row of XMoE's table 1 or 2 at the preset's scale
     seeds: int = 1  # repeat with so many seeds; give mean and deviation
     data: str = "pydocs"  # a corpus under data/prepared, or the folder of a prepared one
     seed: int = 0  # of weights, data order and dropout
-    steps: int = 300  # optimizer steps
-    batch_tokens: int = 2048  # tokens of a step, over all processes and micro-batches
-    micro_tokens: int = 2048  # tokens of one forward pass; under a capacity limit it changes the numbers
+    steps: int = 500  # optimizer steps
+    batch_tokens: int = 1024  # tokens of a step, over all processes and micro-batches
+    micro_tokens: int = 1024  # tokens of one forward pass; under a capacity limit it changes the numbers
     learning_rate: float = 1e-3  # peak
     min_learning_rate: float = 1e-5  # where the cosine ends
     warmup: float = 0.1  # share of the steps
@@ -53,7 +54,7 @@ class Config(ModelConfig):
     weight_decay: float = 0.1  # of matrices and embeddings
     grad_clip: float = 1.0  # largest norm of the gradient; 0 for no limit
     balance_coef: float = 0.01  # alpha, the weight of the balance loss
-    eval_every: int = 100  # steps from one evaluation and checkpoint to the next
+    eval_every: int = 125  # steps from one evaluation and checkpoint to the next
     eval_tokens: int = 32768  # validation tokens of each
     log_every: int = 10  # steps from one look at the loss to the next
     prompt: str = ""  # what the final sample goes on from
@@ -71,10 +72,10 @@ class Config(ModelConfig):
         for name in ("steps", "batch_tokens", "micro_tokens", "eval_every", "eval_tokens", "log_every", "seeds"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
-        if self.micro_tokens % self.block_size:
-            raise ValueError(f"micro_tokens = {self.micro_tokens} must be a multiple of block_size = {self.block_size}")
-        if self.batch_tokens % self.micro_tokens:
-            raise ValueError(f"batch_tokens = {self.batch_tokens} must be a multiple of micro_tokens = {self.micro_tokens}")
+        for whole, part in (("micro_tokens", "block_size"), ("batch_tokens", "micro_tokens")):
+            if getattr(self, whole) % getattr(self, part):
+                values = getattr(self, part), getattr(self, whole)
+                raise ValueError(f"{part} = {values[0]} does not divide {whole} = {values[1]}")
         if self.table not in (None, *TABLES):
             raise ValueError(f"train_lm.py has tables {', '.join(map(str, TABLES))}, not {self.table}")
         if self.init_from and self.router != "dense":
@@ -83,46 +84,35 @@ class Config(ModelConfig):
 
 # XMoE 4.1-4.2: 256 sequences of 1,024 tokens a step; micro-batches of 16, as in the authors' runs.
 PAPER = dict(vocab_size=50257, block_size=1024, n_layer=12, dropout=0.1, learning_rate=4.5e-4, min_learning_rate=4.5e-6)
-PAPER |= dict(batch_tokens=256 * 1024, micro_tokens=16 * 1024, eval_every=500, eval_tokens=1 << 20)
+PAPER |= dict(init_std=0.014, batch_tokens=256 * 1024, micro_tokens=16 * 1024, eval_every=500, eval_tokens=1 << 20)
 SMALL = dict(n_head=12, n_embd=768, ffn_size=3072)
 LARGE = dict(n_head=16, n_embd=1024, ffn_size=4096)
 CORPORA = {"wikitext103": 4_000, "openwebtext": 60_000}
 SIZES = {"124M": dict(SMALL, router="dense"), "323M": SMALL, "556M": LARGE}
 PRESETS = {"demo": {}} | {
-    f"{data}-{size}": dict(PAPER, data=data, steps=steps, **shape) for data, steps in CORPORA.items() for size, shape in SIZES.items()
+    f"{data}-{size}": dict(PAPER, data=data, steps=steps, **shape)
+    for data, steps in CORPORA.items()
+    for size, shape in SIZES.items()
 }
 
 # Rows of the tables: what to change, and the paper's test perplexity on OpenWebText and WikiText-103. `split` is the
 # number of experts that an FFN's width is divided into: 8 x 3072, 16 x 1536, 32 x 768, 64 x 384.
-TABLE1 = {
-    "124M": [("Dense", "dense", 1, 22.61, 22.24)],
-    "323M": [
-        ("Switch", "switch", 1, 20.11, 20.60),
-        ("Hash", "hash", 1, 21.27, 21.63),
-        ("BASE", "base", 1, 20.49, 21.13),
-        ("top-2", "topk", 2, 19.81, 20.24),
-        ("top-4", "topk", 4, 19.75, 20.14),
-        ("top-8", "topk", 8, 19.79, 20.10),
-        ("XMoE", "threshold", 2, 19.57, 20.16),
-        ("XMoE", "threshold", 4, 19.49, 20.00),
-        ("XMoE", "threshold", 8, 19.46, 19.97),
-    ],
-    "556M": [
-        ("Switch", "switch", 1, 19.17, 19.72),
-        ("Hash", "hash", 1, 20.25, 22.01),
-        ("BASE", "base", 1, 19.72, 21.03),
-        ("top-2", "topk", 2, 18.94, 19.47),
-        ("top-4", "topk", 4, 18.94, 19.36),
-        ("top-8", "topk", 8, 18.99, 19.15),
-        ("XMoE", "threshold", 2, 18.72, 19.41),
-        ("XMoE", "threshold", 4, 18.68, 19.26),
-        ("XMoE", "threshold", 8, 18.72, 19.10),
-    ],
-}
+TABLE1 = [  # method, router, split, (OpenWebText, WikiText-103) at 323M and at 556M
+    ("Switch", "switch", 1, (20.11, 20.60), (19.17, 19.72)),
+    ("Hash", "hash", 1, (21.27, 21.63), (20.25, 22.01)),
+    ("BASE", "base", 1, (20.49, 21.13), (19.72, 21.03)),
+    ("top-2", "topk", 2, (19.81, 20.24), (18.94, 19.47)),
+    ("top-4", "topk", 4, (19.75, 20.14), (18.94, 19.36)),
+    ("top-8", "topk", 8, (19.79, 20.10), (18.99, 19.15)),
+    ("XMoE", "threshold", 2, (19.57, 20.16), (18.72, 19.41)),
+    ("XMoE", "threshold", 4, (19.49, 20.00), (18.68, 19.26)),
+    ("XMoE", "threshold", 8, (19.46, 19.97), (18.72, 19.10)),
+]
+DENSE = ("dense", "dense", 1, (22.61, 22.24), ("", ""))  # 124M; the paper has no dense model of the 556M rows' width
 # A dense model's FFNs, all of them, split into E experts and trained with t = 1 and no drop; at test gamma = FLOPs * E,
 # and t = 0.9 below 1.00x.
 TABLE2 = {
-    1: [(1.00, 22.61, 22.24)],
+    1: [(1.00, *DENSE[3])],
     8: [(1.00, 22.89, 21.93), (0.75, 22.89, 21.93), (0.50, 22.90, 21.93), (0.25, 23.07, 21.97)],
     16: [(1.00, 22.94, 21.92), (0.75, 22.97, 21.92), (0.50, 23.02, 21.92), (0.25, 23.27, 21.93)],
 }
@@ -139,7 +129,7 @@ def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 @torch.no_grad()
 def evaluate(model: GPT, data: TokenData, split: str, context, max_tokens: int | None = None) -> dict:
-    """Cross entropy, perplexities, balance loss and routing statistics on a split, in micro-batches of the training size."""
+    """Cross entropy, perplexities, balance loss and routing statistics, in micro-batches of the training's size."""
     model.eval()
     model.start_stats()
     sums = torch.zeros(3, dtype=torch.float64)  # cross entropy, balance loss, tokens
@@ -169,19 +159,20 @@ def describe(scores: dict) -> str:
     for i, layer in enumerate(scores["layers"], 1):
         lines.append(
             f"  MoE layer {i}: experts wanted {layer['wanted']:.2f}, served {layer['served']:.2f} per token; "
-            f"choices cut {layer['cut']:.1%}, tokens unserved {layer['unserved']:.2%}; load imbalance {layer['imbalance']:.2f}, "
-            f"entropy {layer['entropy']:.2f}, positive {layer['positive']:.1%}"
+            f"choices cut {layer['cut']:.1%}, tokens unserved {layer['unserved']:.2%}; "
+            f"load imbalance {layer['imbalance']:.2f}, entropy {layer['entropy']:.2f}, positive {layer['positive']:.1%}"
         )
     return "\n".join(lines)
 
 
 def open_data(config: Config, context) -> TokenData:
     """The prepared corpus; the demo's is made here where it is missing."""
-    folder = Path(config.data) if Path(config.data, "meta.json").exists() else Path(__file__).parent / "data/prepared" / config.data
-    if config.data == "pydocs" and not (folder / "meta.json").exists() and context.rank == 0:
+    folder = Path(config.data) if Path(config.data).is_dir() else PREPARED / config.data
+    if config.data == "pydocs" and not folder.exists() and context.rank == 0:
         prepare("pydocs")
     context.barrier()
-    return TokenData(folder, config.block_size, config.micro_tokens, config.batch_tokens // config.micro_tokens, config.seed)
+    micros = config.batch_tokens // config.micro_tokens
+    return TokenData(folder, config.block_size, config.micro_tokens, micros, config.seed)
 
 
 def build(config: Config, data: TokenData, context) -> GPT:
@@ -195,9 +186,9 @@ def build(config: Config, data: TokenData, context) -> GPT:
         model = GPT(config)
     else:
         arguments, weights = load_gpt2(config.init_from)
-        differ = [f"{k} ({v} there, {getattr(config, k)} here)" for k, v in arguments.items() if getattr(config, k) != v]
+        differ = [f"{k} {v}, not {getattr(config, k)}" for k, v in arguments.items() if getattr(config, k) != v]
         if differ:
-            raise ValueError(f"{config.init_from} is a model with another {', '.join(differ)}")
+            raise ValueError(f"{config.init_from} has {'; '.join(differ)}")
         model = GPT(config)
         model.load_state_dict(weights)
     return model.to(context.device, torch.float64 if context.dtype == torch.float64 else torch.float32)
@@ -205,9 +196,9 @@ def build(config: Config, data: TokenData, context) -> GPT:
 
 def check_source(checkpoint: dict, data: TokenData):
     if checkpoint["tokenizer"] != data.meta["tokenizer"]["sha256"]:
-        raise ValueError(f"the checkpoint's vocabulary is not that of {data.folder}: prepare the data it was trained on")
+        raise ValueError(f"the vocabulary of {data.folder} is not that of the checkpoint: use its data, or --out_dir")
     if checkpoint["data"] != data.checksum:
-        raise ValueError(f"{data.folder} is not the data this checkpoint was trained on: choose another --out_dir")
+        raise ValueError(f"{data.folder} is not the data of the checkpoint: use its data, or another --out_dir")
 
 
 def train(config: Config, name: str, context) -> dict:
@@ -217,7 +208,8 @@ def train(config: Config, name: str, context) -> dict:
         micros = config.batch_tokens // config.micro_tokens
         if micros % context.world:
             raise ValueError(
-                f"a step of batch_tokens / micro_tokens = {micros} micro-batches cannot be dealt to {context.world} processes"
+                f"batch_tokens / micro_tokens = {micros} micro-batches a step cannot be dealt to "
+                f"{context.world} processes: change batch_tokens"
             )
         data = open_data(config, context)
         model = build(config, data, context)
@@ -257,7 +249,8 @@ def train(config: Config, name: str, context) -> dict:
     model.train()
     for step in bar:
         for group in optimizer.param_groups:
-            group["lr"] = common.cosine(step, config.steps, config.warmup, config.learning_rate, config.min_learning_rate)
+            peak, floor = config.learning_rate, config.min_learning_rate
+            group["lr"] = common.cosine(step, config.steps, config.warmup, peak, floor)
         for micro in mine:
             common.seed_all(config.seed, step, micro)  # dropout, whichever process gets this micro-batch
             x, y = (t.to(context.device, non_blocking=True) for t in data.batch("train", step, micro))
@@ -280,20 +273,19 @@ def train(config: Config, name: str, context) -> dict:
         done, last = step + 1, step + 1 == config.steps
         due = done % config.eval_every == 0 or last
         if done % config.log_every == 0 or due:
-            mean_loss, is_bad = (context.sum(torch.stack([loss_sum, bad])) / context.world).tolist()
+            mean_loss, is_bad = (context.sum(torch.stack([loss_sum / (done - since), bad])) / context.world).tolist()
             if is_bad:
                 bar.close()
-                common.fail(f"the loss is not finite at step {done} or just before; the last checkpoint in {folder.path} is sound: "
-                            "lower --learning_rate")  # fmt: skip
+                common.fail(f"the loss is not finite at step {done} or just before it: lower --learning_rate")
             speed = (done - since) * config.batch_tokens / (time.perf_counter() - clock)
-            bar.set_postfix(loss=f"{mean_loss / (done - since):.3f}", tok_s=f"{speed:,.0f}")
+            bar.set_postfix(loss=f"{mean_loss:.3f}", tok_s=f"{speed:,.0f}")
         if due:
             seconds += time.perf_counter() - clock
-            peak = common.peak_flops(context)
+            fastest = common.peak_flops(context)
             scores = evaluate(model, data, "valid", context, config.eval_tokens)
-            mfu = f", MFU {3 * flops['total'] * speed / peak:.1%}" if peak else ""
-            say(f"step {done}: train {mean_loss / (done - since):.4f}  valid {describe(scores)}\n  {speed:,.0f} tokens/s{mfu}")
-            folder.log({"step": done, "train_loss": mean_loss / (done - since), "tokens_per_second": speed, **scores})
+            mfu = f", MFU {3 * flops['total'] * speed / fastest:.1%}" if fastest else ""
+            say(f"step {done}: train {mean_loss:.4f}  {speed:,.0f} tokens/s{mfu}  valid {describe(scores)}")
+            folder.log({"step": done, "train_loss": mean_loss, "tokens_per_second": speed, **scores})
             folder.save({
                 "kind": "lm", "step": done, "seconds": seconds, "config": dataclasses.asdict(config),
                 "arguments": {f.name: getattr(config, f.name) for f in dataclasses.fields(ModelConfig)},
@@ -391,14 +383,22 @@ def table1(given: dict, context) -> str:
     """XMoE table 1: every router, with the same parameters and the same FLOPs."""
     with common.clear_errors():
         base, _ = common.configure(Config, PRESETS, given)
-    sizes, rows = ["556M"] if base.preset.endswith("556M") else ["124M", "323M"], []
-    for method, router, split, *paper in (row for size in sizes for row in TABLE1[size]):
+    wide, rows = base.preset.endswith("556M"), []
+    for method, router, split, *papers in [DENSE, *TABLE1]:
         row = {"router": router} | ({} if router == "dense" else {"expert_size": base.ffn_size // split})
         config, results = results_of(given, row, context)
-        rows.append([method, f"{config.num_experts} x {config.expert_size}", f"{results[0]['parameters']['total'] / 1e6:.1f}M"])
-        rows[-1] += [f"{p:.2f}" for p in paper]
-        rows[-1] += [spread(results, *what) for what in (("test", "ppl"), ("test_no_limit", "ppl"), ("test", "word_ppl"))]
-        rows[-1] += [layer_mean(results, *what) for what in (("wanted", ".2f"), ("served", ".2f"), ("cut", ".1%"), ("unserved", ".1%"))]
+        size = results[0]["parameters"]["total"] / 1e6
+        ours = [spread(results, *what) for what in (("test", "ppl"), ("test_no_limit", "ppl"), ("test", "word_ppl"))]
+        routing = (("wanted", ".2f"), ("served", ".2f"), ("cut", ".1%"), ("unserved", ".2%"))
+        row = [method, f"{config.num_experts} x {config.expert_size}", f"{size:.1f}M"]
+        rows.append(
+            [
+                *row,
+                *(f"{p:.2f}" if p else "" for p in papers[wide]),
+                *ours,
+                *(layer_mean(results, *what) for what in routing),
+            ]
+        )
     headers = ["method", "experts", "params", "paper, OWT", "paper, WT103", "ours", "ours, no limit", "ours, per word"]
     return common.markdown_table([*headers, "wanted", "served", "cut", "unserved"], rows)
 
@@ -420,12 +420,11 @@ def table2(given: dict, context) -> str:
             else:
                 results = trained
             kept = [layer["served"] / experts for result in results for layer in result["test"]["layers"]]
-            rows.append(["dense" if experts == 1 else "XMoE", f"{experts} x {base.ffn_size // experts}", f"{flops:.2f}x"])
-            rows[-1] += [f"{statistics.fmean(kept or [1]):.1%}", *(f"{p:.2f}" for p in paper)]
+            names = ["dense" if experts == 1 else "XMoE", f"{experts} x {base.ffn_size // experts}", f"{flops:.2f}x"]
+            rows.append([*names, f"{statistics.fmean(kept or [1]):.1%}", *(f"{p:.2f}" for p in paper)])
             rows[-1] += [spread(results, "test", "ppl"), spread(results, "test", "word_ppl")]
-    return common.markdown_table(
-        ["method", "experts", "FLOPs", "really kept", "paper, OWT", "paper, WT103", "ours", "ours, per word"], rows
-    )
+    headers = ["method", "experts", "FLOPs", "really kept", "paper, OWT", "paper, WT103", "ours", "ours, per word"]
+    return common.markdown_table(headers, rows)
 
 
 TABLES = {1: table1, 2: table2}
@@ -439,14 +438,16 @@ def main():
     if config.table:
         text = TABLES[config.table](given, context)
         if context.rank == 0:
-            print(f"\nXMoE table {config.table}, test perplexity, preset {config.preset}, {config.seeds} seed(s)\n\n{text}")
+            seeds = f"{config.seeds} seed" + "s" * (config.seeds > 1)
+            print(f"\nXMoE table {config.table}: test perplexity, preset {config.preset}, {seeds}\n\n{text}")
         return
     config, results = results_of(given, {}, context, evaluate_run if config.eval_only else train)
     if context.rank == 0:
         for result in results:
             print(report(config, result))
         if len(results) > 1:
-            print(f"\n{len(results)} seeds: ppl {spread(results, 'test', 'ppl')}, no limit {spread(results, 'test_no_limit', 'ppl')}")
+            both = [spread(results, where, "ppl") for where in ("test", "test_no_limit")]
+            print(f"\n{len(results)} seeds: test perplexity {both[0]}, without a limit {both[1]}")
 
 
 if __name__ == "__main__":

@@ -128,7 +128,7 @@ def articles(lines: Iterator[str]) -> Iterator[str]:
     """Join the lines between two top-level headings; a heading is one only after a blank line."""
     article: list[str] = []
     for line in lines:
-        heading = re.fullmatch(r" = (?!= ).*(?<! =) = \n?", line) and (not article or not article[-1].strip())
+        heading = re.fullmatch(r" = .*(?<! =) = \n?", line) and (not article or not article[-1].strip())
         if heading and any(part.strip() for part in article):
             yield "".join(article)
             article = []

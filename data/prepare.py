@@ -1,7 +1,7 @@
 """Turn a corpus into files of token ids that training reads.
 
-    python -m data.prepare pydocs                                  # docstrings on this disk, half a minute, no network
-    python -m data.prepare wikitext103 [--source DIR]              # the hub, or a folder with wiki.{train,valid,test}.raw
+    python -m data.prepare pydocs                                  # docstrings on this disk, 15 s, no network
+    python -m data.prepare wikitext103 [--source DIR]              # the hub, or DIR/wiki.{train,valid,test}.raw
     python -m data.prepare openwebtext [--max_tokens 100000000]    # streamed when limited
     python -m data.prepare text --source FILE_OR_DIR --out DIR     # your own UTF-8 text
 
@@ -43,7 +43,7 @@ def prepare(
 ) -> Path:
     """Prepare corpus `name` and return its folder.
 
-    source: local file or folder to read; tokenizer: file to use (default: pydocs trains its own, the others use GPT-2's);
+    source: local file or folder to read; tokenizer: file to use (pydocs trains its own, the others use GPT-2's);
     max_tokens: no training document begins beyond this many tokens; out: folder, by default data/prepared/NAME.
     Raises ValueError, OSError or ImportError with one line for the user; what `out` held before is then unchanged.
     """

@@ -39,7 +39,7 @@ class SentencePiece:
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """The token ids of each text, without special tokens."""
         batch = self.processor.encode(texts, num_threads=THREADS)
-        # SentencePiece writes a space as U+2581, so a U+2581 of the text itself would come back as a space: spell it in bytes.
+        # SentencePiece writes a space as U+2581, so one in the text would come back as a space: spell it in bytes.
         return [self._encode_marked(text) if "▁" in text else ids for text, ids in zip(texts, batch, strict=True)]
 
     def _encode_marked(self, text: str) -> list[int]:

@@ -18,9 +18,9 @@ from data.tokenizers import Tokenizer, load_tokenizer
 
 
 class TokenData:
-    """A folder written by `python -m data.prepare`, read as windows of T = block_size tokens, B = micro_tokens // T a batch.
+    """A folder written by `python -m data.prepare`: windows of T = block_size tokens, B = micro_tokens // T a batch.
 
-    Raises FileNotFoundError or ValueError with one line when the folder is missing, damaged or too short for block_size.
+    Raises FileNotFoundError or ValueError, in one line, when the folder is missing, damaged or too short for T.
     """
 
     def __init__(self, folder: Path | str, block_size: int, micro_tokens: int, micros_per_step: int = 1, seed: int = 0):
@@ -71,7 +71,7 @@ class TokenData:
     def eval_batches(
         self, split: str, max_tokens: int | None = None, rank: int = 0, world: int = 1
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """The split (or about its first max_tokens) in order, in windows that do not overlap, dealt round-robin to processes.
+        """The split (or about its first max_tokens) in order, in disjoint windows dealt round-robin to processes.
 
         Yields x and y, both (rows, T) with rows = B but perhaps in the last. Up to T tokens at the end are unused.
         """
@@ -83,7 +83,7 @@ class TokenData:
             yield self._windows(split, [index * self.block_size for index in range(first, last)])
 
     def _start(self, split: str, index: int) -> int:
-        """First token of sample `index`: its place in the shuffled windows of its epoch, shifted by the epoch's offset."""
+        """Where sample `index` begins: its place in its epoch's shuffled windows, shifted by the epoch's offset."""
         size, T = len(self.tokens[split]), self.block_size
         windows = max(1, size // T - 1)  # one fewer than fit, so that every offset leaves the same number
         epoch, place = divmod(index, windows)

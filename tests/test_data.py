@@ -168,6 +168,14 @@ class A:
         async def method(self):
             """Indented text of a method,
             over two lines."""
+    else:
+        @add_docstr("""Given by a decorator.""")
+        def other(self): pass
+try:
+    import fast
+except ImportError:
+    def slow():
+        """Defined in an except clause."""
 '''
     (tmp_path / "a.py").write_text(source)
     assert docstrings(tmp_path / "a.py") == [
@@ -177,6 +185,8 @@ class A:
         "One dimensional transform.",
         "The optimizer called Adam.",
         "Indented text of a method,\nover two lines.",
+        "Given by a decorator.",
+        "Defined in an except clause.",
     ]
     (tmp_path / "b.py").write_text("def broken(:\n")
     assert docstrings(tmp_path / "b.py") == []

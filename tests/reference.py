@@ -1,0 +1,181 @@
+"""The papers' equations, literally: loops over tokens and experts, slow and plain. The fast code is held against these.
+
+Nothing here comes from the fast code. `route` reads the parameters and the constants of a router object, none of its
+methods. A choice is a pair (s, e): token s chose expert e. Values are torch scalars, so gradients can be compared too.
+"""
+
+import math
+from fractions import Fraction
+from typing import NamedTuple
+
+import torch
+
+
+class Choices(NamedTuple):
+    weight: dict  # (s, e) -> scalar g: how much of expert e's output token s adds
+    turn: dict  # (s, e) -> (rank from 1, -p, s): an expert serves smaller ones first
+    balance_loss: torch.Tensor | float
+    probs: dict  # s -> E scalars
+
+
+# --- Scores and gates
+
+
+def dot_product(h, e, project=None):
+    """XMoE eq. 1, X-MoE section 3.1"""
+    return ((h if project is None else project @ h) * e).sum()
+
+
+def cosine(h, e, project=None):
+    """X-MoE eq. 7"""
+    h = h if project is None else project @ h
+    return (h * e).sum() / ((h * h).sum().sqrt() * (e * e).sum().sqrt())
+
+
+def softmax(scores):
+    largest = max(s.item() for s in scores)  # changes nothing but the range
+    exponentials = [torch.exp(s - largest) for s in scores]
+    return [x / sum(exponentials) for x in exponentials]
+
+
+def sigmoid(x):
+    return 1 / (1 + torch.exp(-x))
+
+
+# --- Selection: probabilities or scores of one token -> its experts, favourite first
+
+
+def best_first(p):
+    return sorted(range(len(p)), key=lambda e: (-p[e].item(), e))
+
+
+def top(p, k):
+    return best_first(p)[:k]
+
+
+def algorithm_1(p, t):
+    """XMoE appendix A.1; t = 1 is every expert, also where rounding makes the sum pass 1 early."""
+    if t >= 1:
+        return best_first(p)
+    chosen, total = [], 0.0
+    for e in best_first(p):
+        total = total + p[e].item()
+        chosen.append(e)
+        if total >= t:
+            break
+    return chosen
+
+
+# --- Routers
+
+
+def route(router, h, ids=None, mask=None, assigned=None):
+    """h (S, D) -> Choices. `assigned` (S,) is the balanced assignment, which `base` needs in training."""
+    E = router.num_experts
+    real = [s for s in range(len(h)) if mask is None or mask[s]]
+    if router.select == "hash":
+        pairs = [(s, int(router.expert_of_id[ids[s]])) for s in real]
+        probs = {s: [float((s, e) in pairs) for e in range(E)] for s in real}
+        return Choices(dict.fromkeys(pairs, 1.0), {(s, e): (1, 0.0, s) for s, e in pairs}, 0.0, probs)
+
+    project, experts = getattr(router.project, "weight", None), router.experts.unbind(0)
+    similarity, tau, tau0 = dot_product, 1.0, 1.0
+    if router.score == "hypersphere":
+        similarity, tau, tau0 = cosine, router.temperature, router.init_temperature
+    t = router.threshold if router.training else router.eval_threshold
+
+    weight, turn, first_probs, probs, counted = {}, {}, {}, {}, []
+    for s in real:
+        score = [similarity(h[s], e, project) for e in experts]
+        probs[s] = softmax([x / tau for x in score])
+        first_probs[s] = softmax([x / tau0 for x in score])
+        p = probs[s]
+        if router.select == "top1":
+            chosen = top(p, 1)
+        elif router.select == "topk":
+            chosen = top(p, router.top_k)
+        elif router.select == "threshold":
+            chosen = algorithm_1(p, t)
+        elif router.select == "base":
+            chosen = top(score, 1) if assigned is None else [int(assigned[s])]
+        elif router.select == "expert_choice":
+            chosen = list(range(E))
+        for i, e in enumerate(chosen):
+            g = p[e] if router.gate == "softmax" else sigmoid(score[e] / tau)  # X-MoE eq. 8
+            if router.gate == "softmax" and router.renormalize:  # X-MoE section 2.2, top-K
+                g = g / sum(p[j] for j in chosen)
+            weight[s, e] = g
+            if router.select == "expert_choice":
+                turn[s, e] = (1, -p[e].item(), s)
+            elif router.select == "base":
+                turn[s, e] = (1, -score[e].item(), s)
+            else:  # XMoE A.1: p - i, as a pair
+                turn[s, e] = (i + 1, -p[e].item(), s)
+        counted += chosen if router.balance_choices == "all" else chosen[:1]
+    loss = 0.0
+    if router.select in ("top1", "topk", "threshold"):
+        loss = balance(counted, first_probs, E)
+    return Choices(weight, turn, loss, probs)
+
+
+def balance(counted, probs, E):
+    """E * sum_e f_e P_e: XMoE eq. 7 with Switch's P_e; X-MoE eq. 9. `counted`: an expert per choice that counts."""
+    loss = 0.0
+    for e in range(E):
+        f = counted.count(e) / len(counted)
+        P = sum(p[e] for p in probs.values()) / len(probs)
+        loss = loss + E * f * P
+    return loss
+
+
+# --- Capacity, experts, layer
+
+
+def capacity(tokens, experts, gamma):
+    """XMoE eq. 3, rounded up exactly, at least 4, at most all tokens"""
+    exact = Fraction(str(gamma)) * tokens / experts
+    rounded = exact.numerator // exact.denominator + (exact.denominator > 1)
+    return min(tokens, max(4, rounded))
+
+
+def serve(turn, limit, E):
+    """The choices that are served: each expert goes through its tokens in turn, until it is full (XMoE A.1)."""
+    served = set()
+    for e in range(E):
+        queue = sorted((key, s) for (s, expert), key in turn.items() if expert == e)
+        served |= {(s, e) for _, s in (queue if limit is None else queue[:limit])}
+    return served
+
+
+def gelu(x):
+    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def expert_hidden(h, e, w_in, b_in):
+    return gelu(w_in[e] @ h + b_in[e])
+
+
+def moe(h, weight, served, w_in, b_in, w_out, b_out):
+    """XMoE eq. 2: y_s = sum over the experts that serve s of g E(h_s)"""
+    rows = []
+    for s in range(len(h)):
+        y = torch.zeros_like(h[s])
+        for e in range(len(w_in)):
+            if (s, e) in served:
+                y = y + weight[s, e] * (w_out[e] @ expert_hidden(h[s], e, w_in, b_in) + b_out[e])
+        rows.append(y)
+    return torch.stack(rows)
+
+
+# --- For comparison: the same facts as tensors
+
+
+def table(values, S, E, like):
+    """{(s, e): scalar} -> (S, E), 0 where nothing is chosen"""
+    zero = like.new_zeros(())
+    return torch.stack([torch.stack([zero + values.get((s, e), 0.0) for e in range(E)]) for s in range(S)])
+
+
+def queues(turn, E):
+    """Each expert's tokens, in the order in which it serves them"""
+    return [[s for _, s in sorted((key, s) for (s, expert), key in turn.items() if expert == e)] for e in range(E)]
