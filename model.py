@@ -88,8 +88,10 @@ class ModelConfig:
         self.eval_threshold = self.threshold if self.eval_threshold is None else self.eval_threshold
         if self.routing_dim is None:
             self.routing_dim = self.num_experts // 2 if self.score == "hypersphere" else 0
-        for name in ("capacity_factor", "eval_capacity_factor"):
-            if not getattr(self, name) > 0:
+        if self.routing_dim < 0:
+            raise ValueError(f"routing_dim must not be negative: {self.routing_dim}")
+        for name in ("capacity_factor", "eval_capacity_factor", "init_temperature"):
+            if getattr(self, name) is not None and not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
         for name in ("threshold", "eval_threshold"):
             if not 0 <= getattr(self, name) <= 1:

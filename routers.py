@@ -133,7 +133,9 @@ class Router(nn.Module):
             return Routing(*masked(probs, priority, mask), balance, probs)
 
         with torch.autocast(h.device.type, enabled=False):
-            score = self.scores(h.to(self.experts.dtype))  # (S, E)
+            h = h.to(self.experts.dtype)
+            h = h if mask is None else torch.where(mask.unsqueeze(1), h, 0.0)  # not even an overflow may leak out
+            score = self.scores(h)  # (S, E)
             logits = score / self.temperature if self.score == "hypersphere" else score
             probs = logits.softmax(dim=1)  # XMoE eq. 1
             gate = probs if self.gate == "softmax" else logits.sigmoid()  # X-MoE eq. 8
@@ -210,9 +212,9 @@ def balance_loss(counted: Tensor, probs: Tensor, mask: Tensor | None) -> Tensor:
     """
     if mask is not None:
         counted, probs = counted & mask.unsqueeze(1), torch.where(mask.unsqueeze(1), probs, 0.0)
-    tokens = probs.shape[0] if mask is None else mask.sum()
+    tokens = probs.shape[0] if mask is None else mask.sum().clamp(min=1)
     load = counted.sum(dim=0).to(probs.dtype)  # (E,)
-    return probs.shape[1] * (load / load.sum() * (probs.sum(dim=0) / tokens)).sum()
+    return probs.shape[1] * (load / load.sum().clamp(min=1) * (probs.sum(dim=0) / tokens)).sum()
 
 
 @torch.no_grad()
@@ -228,9 +230,11 @@ def balanced_assignment(score: Tensor, epsilon: float | None = None) -> Tensor:
     """
     S, E = score.shape
     seats = math.ceil(S / E)
-    if E == 1:
+    if E == 1 or S == 0:
         return torch.zeros(S, dtype=torch.int64, device=score.device)
-    spread = float(score.max() - score.min())
+    # So that a small difference is not lost beside a large common part; NaN would bid for ever, the loss will tell of it.
+    score = (score - score.min()).nan_to_num(nan=0.0, posinf=0.0)
+    spread = float(score.max())
     # Tokens that like all experts alike fill the empty seats: where every seat is taken, any starting price is fair.
     value = F.pad(score, (0, 0, 0, seats * E - S))  # (N, E)
     last = max(spread / 1000 if epsilon is None else epsilon, 1e-6 * spread, 1e-30) * S / (seats * E)

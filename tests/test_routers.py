@@ -561,3 +561,13 @@ def test_autocast_leaves_the_router_in_fp32(combination, dtype):
 def test_options_that_make_no_sense_are_refused(combination, options):
     with pytest.raises(ValueError):
         Router(D, 4, *combination, **options)
+
+
+def test_nothing_real_and_nothing_finite_end_too():
+    for combination in (("dot", "softmax", "threshold"), ("dot", "sigmoid", "base")):
+        router = make_router(combination, 4, training=True)
+        h, _, _ = make_tokens(9)
+        routing = router(h, None, torch.zeros(9, dtype=torch.bool))
+        assert not routing.wanted.any() and routing.balance_loss == 0
+    assert balanced_assignment(torch.full((9, 4), torch.nan)).bincount(minlength=4).max() == 3
+    assert balanced_assignment(torch.randn(9, 4).where(torch.rand(9, 4) < 0.5, torch.nan)).bincount().max() == 3
