@@ -3,6 +3,7 @@
 Nothing here knows about the papers.
 """
 
+import atexit
 import ctypes
 import dataclasses
 import difflib
@@ -168,6 +169,7 @@ def setup(device: str = "auto", dtype: str = "auto") -> Context:
         torch.cuda.set_device(device)
     if world > 1 and not dist.is_initialized():
         dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
+        atexit.register(dist.destroy_process_group)
     if device == "cpu" and platform.libc_ver()[0] == "glibc":
         # Keep the memory of large temporaries: mapping and faulting it in anew at every call takes a third of a step.
         libc = ctypes.CDLL("libc.so.6")
@@ -250,31 +252,36 @@ class RunFolder:
     """
 
     def __init__(self, path: Path, config, context: Context, fresh: bool = False):
-        self.path, self.writes = Path(path), context.rank == 0
+        self.path, self.context, self.fresh, self.broken = Path(path), context, fresh, []
         # Through JSON, so that what was written and what is compared are the same kind of values.
         skip = not_identity(config)
         self.config = {k: v for k, v in json.loads(json.dumps(dataclasses.asdict(config))).items() if k not in skip}
         file = self.path / "config.json"
-        context.barrier()
         if file.exists() and not fresh:
-            old = {k: v for k, v in read_json(file).items() if k not in skip}
-            differ = [f"{k} ({old.get(k)} there, {v} now)" for k, v in self.config.items() if old.get(k) != v]
+            old = read_json(file)
+            differ = [f"{k} ({old[k]} there, {v} now)" for k, v in self.config.items() if old.get(k, v) != v]
             if differ:
                 raise ValueError(f"{self.path} holds a run with another {', '.join(differ)}: choose another --out_dir")
-        context.barrier()
+        context.barrier()  # nobody writes before all have read
+
+    @property
+    def writes(self) -> bool:
+        return self.context.rank == 0
+
+    def begin(self, tokenizer):
+        """Makes the folder ready to be written to: a fresh run forgets the one before it."""
         if self.writes:
             self.path.mkdir(parents=True, exist_ok=True)
-            if fresh:
-                for name in ("ckpt.pt", "ckpt.prev.pt", "metrics.jsonl", "result.json"):
+            if self.fresh:
+                for name in ("ckpt.pt", "ckpt.prev.pt", "metrics.jsonl", "eval.jsonl", "result.json"):
                     (self.path / name).unlink(missing_ok=True)
-            if not file.exists() or fresh:
-                write_atomic(file, json.dumps(self.config, indent=1))
-        context.barrier()
+            write_atomic(self.path / "config.json", json.dumps(self.config, indent=1))
+            tokenizer.save(self.path)
 
     def result(self, **same) -> dict | None:
         """The finished result, if there is one with these values."""
         file = self.path / "result.json"
-        result = read_json(file) if file.exists() else None
+        result = read_json(file) if file.exists() and not self.fresh else None
         return result if result and all(result.get(k) == v for k, v in same.items()) else None
 
     def finish(self, result: dict):
@@ -283,6 +290,7 @@ class RunFolder:
 
     def log(self, record: dict, name: str = "metrics.jsonl"):
         if self.writes:
+            self.path.mkdir(parents=True, exist_ok=True)
             with open(self.path / name, "a") as f:
                 f.write(json.dumps(record) + "\n")
 
@@ -307,24 +315,24 @@ class RunFolder:
             torch.save(state, f)
             f.flush()
             os.fsync(f.fileno())
-        if last.exists():
+        if last.exists() and not self.broken:  # a damaged one must not take the place of the sound one before it
             last.replace(previous)
         new.replace(last)
+        self.broken = []
 
     def load(self) -> dict | None:
         """The newest readable checkpoint, on the CPU; None if there is none. Raises ValueError if none can be read."""
-        broken = []
-        for file in (self.path / "ckpt.pt", self.path / "ckpt.prev.pt"):
+        for file in [] if self.fresh else (self.path / "ckpt.pt", self.path / "ckpt.prev.pt"):
             if file.exists():
                 try:
                     state = load_checkpoint(file)
-                    if broken and self.writes:
-                        print(f"warning: {broken[0]}; using {file.name}, of step {state['step']}", file=sys.stderr)
+                    if self.broken and self.writes:
+                        print(f"warning: {self.broken[0]}; using {file.name}, of step {state['step']}", file=sys.stderr)
                     return state
                 except ValueError as error:
-                    broken.append(str(error))
-        if broken:
-            raise ValueError(f"{'; '.join(broken)}: nothing to go on from; --resume false starts again")
+                    self.broken.append(str(error))
+        if self.broken:
+            raise ValueError(f"{'; '.join(self.broken)}: nothing to go on from; --resume false starts again")
         return None
 
 

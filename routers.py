@@ -232,7 +232,7 @@ def balanced_assignment(score: Tensor, epsilon: float | None = None) -> Tensor:
     seats = math.ceil(S / E)
     if E == 1 or S == 0:
         return torch.zeros(S, dtype=torch.int64, device=score.device)
-    # So that a small difference is not lost beside a large common part; NaN would bid for ever, the loss will tell of it.
+    # So that a small difference is not lost beside a large common part. NaN would bid for ever: the loss tells of it.
     score = (score - score.min()).nan_to_num(nan=0.0, posinf=0.0)
     spread = float(score.max())
     # Tokens that like all experts alike fill the empty seats: where every seat is taken, any starting price is fair.

@@ -194,49 +194,51 @@ def build(config: Config, data: TokenData, context) -> GPT:
     return model.to(context.device, torch.float64 if context.dtype == torch.float64 else torch.float32)
 
 
-def check_source(checkpoint: dict, data: TokenData):
-    if checkpoint["tokenizer"] != data.meta["tokenizer"]["sha256"]:
-        raise ValueError(f"the vocabulary of {data.folder} is not that of the checkpoint: use its data, or --out_dir")
-    if checkpoint["data"] != data.checksum:
-        raise ValueError(f"{data.folder} is not the data of the checkpoint: use its data, or another --out_dir")
+def open_run(config: Config, name: str, context) -> tuple[TokenData, GPT, common.RunFolder, dict | None]:
+    """-> data, model, folder and the newest checkpoint (None: there is none), which the model then holds."""
+    data = open_data(config, context)
+    model = build(config, data, context)
+    folder = common.RunFolder(Path(config.out_dir, name), config, context, fresh=not config.resume)
+    checkpoint = folder.load()
+    if checkpoint:
+        for what, ours in (("tokenizer", data.meta["tokenizer"]["sha256"]), ("data", data.checksum)):
+            if checkpoint[what] != ours:
+                raise ValueError(f"the {what} of {data.folder} is not that of {folder.path}: choose another --out_dir")
+        model.load_state_dict(checkpoint["model"])
+    return data, model, folder, checkpoint
 
 
 def train(config: Config, name: str, context) -> dict:
     """Trains (or goes on training) one model -> its result, which is also in result.json."""
     say = tqdm.write if context.rank == 0 else lambda _: None
+    micros = config.batch_tokens // config.micro_tokens
     with common.clear_errors():
-        micros = config.batch_tokens // config.micro_tokens
         if micros % context.world:
             raise ValueError(
                 f"batch_tokens / micro_tokens = {micros} micro-batches a step cannot be dealt to "
                 f"{context.world} processes: change batch_tokens"
             )
-        data = open_data(config, context)
-        model = build(config, data, context)
-        folder = common.RunFolder(Path(config.out_dir, name), config, context, fresh=not config.resume)
+        data, model, folder, checkpoint = open_run(config, name, context)
         if result := folder.result(data=data.checksum):
             say(f"{name}: finished before, in {folder.path} (--resume false trains it again)")
             return result
-        checkpoint = folder.load()
-        if checkpoint:
-            check_source(checkpoint, data)
+        folder.begin(data.tokenizer)
     counts, flops = count_parameters(config), flops_per_token(config)
     say(f"{name}: {counts['total']:,} parameters, {counts['active']:,.0f} active a token; "
         f"{flops['total'] / 1e6:.1f} MFLOPs a token forward, {flops['moe'] / 1e6:.1f} of them in MoE layers; "
         f"{context.world} x {context.device.type}, {context.dtype}")  # fmt: skip
+    if model.moe_layers:
+        say("healthy routing: few choices cut and tokens unserved, load imbalance near 1, entropy well above 0")
 
     optimizer = common.adamw(model, config.learning_rate, (config.beta1, config.beta2), config.weight_decay)
     scaler = torch.amp.GradScaler(context.device.type, enabled=context.dtype == torch.float16)
     start, seconds = 0, 0.0
     if checkpoint:
-        model.load_state_dict(checkpoint["model"])
         optimizer.load_state_dict(checkpoint["optimizer"])
         scaler.load_state_dict(checkpoint["scaler"])
         start, seconds = checkpoint["step"], checkpoint["seconds"]
         folder.cut_log(start)
         say(f"{name}: goes on from step {start}")
-    if folder.writes:
-        data.tokenizer.save(folder.path)
     forward = torch.compile(model) if config.compile else model
     if context.world > 1:
         devices = [context.device] if context.device.type == "cuda" else None
@@ -275,14 +277,15 @@ def train(config: Config, name: str, context) -> dict:
         if done % config.log_every == 0 or due:
             mean_loss, is_bad = (context.sum(torch.stack([loss_sum / (done - since), bad])) / context.world).tolist()
             if is_bad:
-                bar.close()
-                common.fail(f"the loss is not finite at step {done} or just before it: lower --learning_rate")
+                not_finite(done)
             speed = (done - since) * config.batch_tokens / (time.perf_counter() - clock)
             bar.set_postfix(loss=f"{mean_loss:.3f}", tok_s=f"{speed:,.0f}")
         if due:
             seconds += time.perf_counter() - clock
             fastest = common.peak_flops(context)
             scores = evaluate(model, data, "valid", context, config.eval_tokens)
+            if not math.isfinite(scores["loss"]):  # the last update broke what the loss before it did not show
+                not_finite(done)
             mfu = f", MFU {3 * flops['total'] * speed / fastest:.1%}" if fastest else ""
             say(f"step {done}: train {mean_loss:.4f}  {speed:,.0f} tokens/s{mfu}  valid {describe(scores)}")
             folder.log({"step": done, "train_loss": mean_loss, "tokens_per_second": speed, **scores})
@@ -303,6 +306,12 @@ def train(config: Config, name: str, context) -> dict:
     return result
 
 
+def not_finite(step: int):
+    common.fail(
+        f"the loss is not finite at step {step} or just before: lower --learning_rate (nothing of it was saved)"
+    )
+
+
 def test(model: GPT, data: TokenData, context) -> dict:
     """Test perplexity at the evaluation gamma (the paper's protocol), and without a limit."""
     scores = evaluate(model, data, "test", context)
@@ -315,20 +324,14 @@ def test(model: GPT, data: TokenData, context) -> dict:
 def evaluate_run(config: Config, name: str, context) -> dict:
     """Tests a trained model (or `--init_from`), routed as the eval_ constants say; kept in the run's eval.jsonl."""
     with common.clear_errors():
-        data = open_data(config, context)
-        model = build(config, data, context)
-        folder = common.RunFolder(Path(config.out_dir, name), config, context)
-        routing = {"eval_threshold": config.eval_threshold, "eval_capacity_factor": config.eval_capacity_factor}
-        if before := folder.logged("eval.jsonl", data=data.checksum, **routing):
-            return before
-        checkpoint = folder.load()
-        if checkpoint:
-            check_source(checkpoint, data)
-            model.load_state_dict(checkpoint["model"])
-        elif not config.init_from:
+        data, model, folder, checkpoint = open_run(config, name, context)
+        if not checkpoint and not config.init_from:
             raise ValueError(f"{folder.path} has no checkpoint: train first, with the same constants")
-    result = {"name": name, "data": data.checksum, **routing, **test(model, data, context)}
-    result["sample"] = sample(config, model, data, context)
+    key = {"eval_threshold": config.eval_threshold, "eval_capacity_factor": config.eval_capacity_factor}
+    key |= {"name": name, "data": data.checksum, "step": checkpoint["step"] if checkpoint else 0}
+    if before := folder.logged("eval.jsonl", **key):
+        return before
+    result = {**key, **test(model, data, context), "sample": sample(config, model, data, context)}
     folder.log(result, "eval.jsonl")
     return result
 
