@@ -26,7 +26,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 # Constants that say where and how to run, not what to compute: they do not name a run, and may differ when it resumes.
-NOT_IDENTITY = {"preset", "table", "seeds", "out_dir", "resume", "eval_only", "log_every", "prompt", "sample_tokens"}
+# A script's Config adds its own as `not_identity`.
+NOT_IDENTITY = {"preset", "table", "seeds", "out_dir", "resume", "device", "log_every"}
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Command line
@@ -90,21 +91,22 @@ def configure(Config: type, presets: dict[str, dict], given: dict, row: dict | N
     preset = given.get("preset", next(iter(presets)))
     if preset not in presets:
         raise ValueError(f"unknown preset {preset!r}{nearest(preset, presets)}")
-    base = Config(**presets[preset])
-    config = Config(**{**presets[preset], **(row or {}), **given})
-    differ = [k for k in {**(row or {}), **given} if getattr(config, k) != getattr(base, k)]
-    named = [f"{k}={getattr(config, k)}" for k in differ if k not in not_identity(config)]
-    return config, re.sub(r"[^\w.,=+-]+", "_", "-".join([preset, *named]))
-
-
-def not_identity(config) -> set[str]:
-    """Evaluating a trained model under another t or gamma is not another run."""
-    return NOT_IDENTITY | ({"eval_threshold", "eval_capacity_factor"} if config.eval_only else set())
+    chosen = {**(row or {}), **given}
+    config = Config(**presets[preset] | chosen)
+    named = {f.name: chosen[f.name] for f in dataclasses.fields(Config) if f.name in chosen}
+    for name in list(named):  # drop what the others imply, so that a run has one name however it is written
+        fewer = {k: v for k, v in named.items() if k != name}
+        try:
+            named = fewer if Config(**presets[preset] | fewer) == config else named
+        except ValueError:
+            pass
+    slug = [f"{k}={v}" for k, v in named.items() if k not in NOT_IDENTITY | config.not_identity]
+    return config, re.sub(r"[^\w.,=+-]+", "_", "-".join([preset, *slug]))
 
 
 def fail(message: str):
-    """One line on stderr, from one process, and a non-zero exit."""
-    if int(os.environ.get("RANK", 0)) == 0:
+    """One line on stderr, from one process a node, and a non-zero exit."""
+    if int(os.environ.get("LOCAL_RANK", 0)) == 0:
         print(f"error: {message}", file=sys.stderr, flush=True)
     sys.exit(1)
 
@@ -139,7 +141,7 @@ class Context:
         """The sum of x over all processes, on every one of them, where x was."""
         if self.world == 1:
             return x
-        y = x.to(self.device)
+        y = x.to(self.device, copy=True)
         dist.all_reduce(y)
         return y.to(x.device)
 
@@ -155,26 +157,29 @@ def setup(device: str = "auto", dtype: str = "auto") -> Context:
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError("device cuda: this torch sees no CUDA device")
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if device == "cuda" else device
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device {device}: {str(error).splitlines()[0]}") from None
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
     if dtype == "auto":
-        half = "bfloat16" if device.startswith("cuda") and torch.cuda.is_bf16_supported() else "float16"
-        dtype = half if device.startswith("cuda") else "bfloat16" if device == "cpu" and cpu_has_amx() else "float32"
+        cuda = device.startswith("cuda") and torch.cuda.is_bf16_supported(including_emulation=False)
+        dtype = "bfloat16" if cuda or (device == "cpu" and cpu_has_amx()) else "float32"
     if dtype not in dtypes:
         raise ValueError(f"unknown dtype {dtype!r}{nearest(dtype, ['auto', *dtypes])}")
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    if device == "cuda":
-        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+    if device.startswith("cuda"):
         torch.cuda.set_device(device)
     if world > 1 and not dist.is_initialized():
-        dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
+        cuda = device.startswith("cuda")
+        dist.init_process_group("nccl" if cuda else "gloo", device_id=torch.device(device) if cuda else None)
         atexit.register(dist.destroy_process_group)
     if device == "cpu" and platform.libc_ver()[0] == "glibc":
         # Keep the memory of large temporaries: mapping and faulting it in anew at every call takes a third of a step.
         libc = ctypes.CDLL("libc.so.6")
         libc.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD
-        libc.mallopt(-1, -1 & 0x7FFFFFFF)  # M_TRIM_THRESHOLD
+        libc.mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD
     return Context(rank, world, torch.device(device), dtypes[dtype])
 
 
@@ -198,7 +203,7 @@ def peak_flops(context: Context) -> float | None:
     if context.device.type != "cuda" or context.dtype not in (torch.bfloat16, torch.float16):
         return None
     name = torch.cuda.get_device_name(context.device)
-    return next((peak * context.world for part, peak in PEAK_FLOPS.items() if part in name), None)
+    return next((peak * context.world for part, peak in PEAK_FLOPS.items() if re.search(rf"\b{part}\b", name)), None)
 
 
 def machine(context: Context) -> dict:
@@ -212,6 +217,9 @@ def machine(context: Context) -> dict:
         "device": name,
         "processes": context.world,
         "threads": torch.get_num_threads(),
+        "allocator": "glibc, mallopt"
+        if context.device.type == "cpu" and platform.libc_ver()[0] == "glibc"
+        else "default",
         "dtype": str(context.dtype).removeprefix("torch."),
         "torch": torch.__version__,
         "numpy": np.__version__,
@@ -223,12 +231,15 @@ def machine(context: Context) -> dict:
 # Optimisation
 
 
+BIASES = ("bias", "b_in", "b_out")
+
+
 def adamw(model: torch.nn.Module, learning_rate: float, betas: tuple[float, float], weight_decay: float, eps=1e-8):
     """AdamW that decays matrices and embeddings, not norms, biases or scalars (stacked biases are matrices too)."""
     decayed, free = [], []
     for name, p in model.named_parameters():
         if p.requires_grad:
-            (free if p.dim() < 2 or name.rpartition(".")[2].startswith("b") else decayed).append(p)
+            (free if p.dim() < 2 or name.endswith(BIASES) else decayed).append(p)
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": free, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, eps=eps, fused=True)
 
@@ -254,8 +265,8 @@ class RunFolder:
     def __init__(self, path: Path, config, context: Context, fresh: bool = False):
         self.path, self.context, self.fresh, self.broken = Path(path), context, fresh, []
         # Through JSON, so that what was written and what is compared are the same kind of values.
-        skip = not_identity(config)
-        self.config = {k: v for k, v in json.loads(json.dumps(dataclasses.asdict(config))).items() if k not in skip}
+        constants = json.loads(json.dumps(dataclasses.asdict(config)))
+        self.config = {k: v for k, v in constants.items() if k not in NOT_IDENTITY | config.not_identity}
         file = self.path / "config.json"
         if file.exists() and not fresh:
             old = read_json(file)
@@ -273,38 +284,33 @@ class RunFolder:
         if self.writes:
             self.path.mkdir(parents=True, exist_ok=True)
             if self.fresh:
-                for name in ("ckpt.pt", "ckpt.prev.pt", "metrics.jsonl", "eval.jsonl", "result.json"):
-                    (self.path / name).unlink(missing_ok=True)
+                for file in [*self.path.glob("*.pt"), *self.path.glob("*.json"), self.path / "metrics.jsonl"]:
+                    file.unlink(missing_ok=True)
             write_atomic(self.path / "config.json", json.dumps(self.config, indent=1))
             tokenizer.save(self.path)
 
-    def result(self, **same) -> dict | None:
-        """The finished result, if there is one with these values."""
-        file = self.path / "result.json"
-        result = read_json(file) if file.exists() and not self.fresh else None
+    def result(self, name: str = "result", /, **same) -> dict | None:
+        """What `finish` wrote, if it has these values."""
+        file = self.path / f"{name}.json"
+        result = read_json(file) if file.exists() and not self.fresh else {}
         return result if result and all(result.get(k) == v for k, v in same.items()) else None
 
-    def finish(self, result: dict):
-        if self.writes:
-            write_atomic(self.path / "result.json", json.dumps(result, indent=1))
-
-    def log(self, record: dict, name: str = "metrics.jsonl"):
+    def finish(self, result: dict, name: str = "result"):
         if self.writes:
             self.path.mkdir(parents=True, exist_ok=True)
-            with open(self.path / name, "a") as f:
-                f.write(json.dumps(record) + "\n")
+            write_atomic(self.path / f"{name}.json", json.dumps(result, indent=1))
 
-    def logged(self, name: str, **same) -> dict | None:
-        """The last whole record of a log with these values."""
-        file = self.path / name
-        found = [r for r in json_lines(file) if all(r.get(k) == v for k, v in same.items())] if file.exists() else []
-        return found[-1] if found else None
+    def log(self, record: dict):
+        if self.writes:
+            with open(self.path / "metrics.jsonl", "a") as f:
+                f.write(json.dumps(record) + "\n")
 
     def cut_log(self, step: int):
         """Forgets evaluations after `step`, and a torn last line: a resumed run will write them again."""
         file = self.path / "metrics.jsonl"
         if self.writes and file.exists():
-            write_atomic(file, "".join(json.dumps(r) + "\n" for r in json_lines(file) if r["step"] <= step))
+            whole = re.findall(r'^(\{"step": (\d+),.*\}\n)', file.read_text(), re.M)
+            write_atomic(file, "".join(line for line, at in whole if int(at) <= step))
 
     def save(self, state: dict):
         """Written beside, flushed, then renamed; the previous one is kept. At every moment one of the two is whole."""
@@ -343,7 +349,7 @@ def load_checkpoint(file: Path) -> dict:
             bad = z.testzip()
         if bad is None:
             return torch.load(file, map_location="cpu", weights_only=True)
-    except (zipfile.BadZipFile, EOFError, RuntimeError, OSError) as error:
+    except Exception as error:  # damage shows itself in a dozen ways
         bad = error
     raise ValueError(f"checkpoint {file} is corrupt ({bad})")
 
@@ -353,17 +359,6 @@ def read_json(file: Path) -> dict:
         return json.loads(file.read_text())
     except ValueError as error:
         raise ValueError(f"{file} is not readable JSON ({error}): delete it or restore it") from None
-
-
-def json_lines(file: Path) -> list[dict]:
-    """The records of a log; a line that a kill has torn is not one."""
-    records = []
-    for line in file.read_text().splitlines():
-        try:
-            records.append(json.loads(line))
-        except ValueError:
-            pass
-    return records
 
 
 def write_atomic(file: Path, text: str):

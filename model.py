@@ -22,7 +22,7 @@ TALLY = ("tokens", "wanted", "served", "unserved", "entropy", "positive", "hidde
 
 @dataclass
 class ModelConfig:
-    """The constants that define a model. None is filled in from the others when the object is made.
+    """The constants that define a model. A None is filled in from the others when the object is made.
 
     Left to themselves, all routers get the same parameters and the same FLOPs (XMoE eq. 6): dividing `expert_size`
     by k multiplies the experts, the choices and the capacity by k.
@@ -35,7 +35,7 @@ class ModelConfig:
     n_embd: int = 256  # D
     ffn_size: int = 1024  # inner width of a dense FFN
     dropout: float = 0.0  # after embeddings, attention weights, attention and FFN
-    init_std: float = 0.014  # of the normal that weights start from; Megatron's in XMoE
+    init_std: float = 0.03  # of the normal that weights start from; XMoE's wider models: 0.014
     router: str = "threshold"  # dense, switch, topk, threshold, hash, base or expert_choice
     score: str | None = None  # dot or hypersphere; default: the router's
     gate: str | None = None  # softmax or sigmoid; default: the router's
@@ -216,7 +216,7 @@ class MoE(nn.Module):
             self.tally["entropy"] += float(torch.special.entr(routing.probs[real].detach()).sum())
             self.tally["positive"] += sum(int((a > 0).sum()) for a in hidden)
             self.tally["hidden"] += sum(a.numel() for a in hidden)
-            self.tally["load"] = self.tally["load"] + routing.wanted.sum(dim=0).double().cpu()
+            self.tally["load"] = self.tally["load"] + routing.wanted.sum(dim=0).cpu().double()
 
         return add
 
@@ -278,7 +278,7 @@ class GPT(nn.Module):
         for name, p in self.named_parameters():
             if "router" in name or "ln_" in name:
                 continue  # these know their own start
-            if name.rpartition(".")[2].startswith("b"):  # bias, b_in, b_out
+            if name.endswith(("bias", "b_in", "b_out")):
                 nn.init.zeros_(p)
             else:  # GPT-2: what writes to the residual stream starts smaller, the deeper the model
                 writes = name.endswith(("proj.weight", "w_out"))

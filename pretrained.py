@@ -25,16 +25,20 @@ def read_weights(folder: str | Path) -> tuple[dict, dict[str, Tensor]]:
     folder = Path(folder)
     if not (folder / "config.json").exists():
         raise FileNotFoundError(f"{folder} has no config.json: not a checkpoint in Hugging Face's format")
-    config = json.loads((folder / "config.json").read_text())
-    if (folder / "model.safetensors").exists():
-        try:
-            from safetensors.torch import load_file
-        except ImportError:
-            raise ValueError("reading model.safetensors needs one more library: pip install safetensors") from None
-        return config, load_file(folder / "model.safetensors")
-    if (folder / "pytorch_model.bin").exists():
-        return config, torch.load(folder / "pytorch_model.bin", map_location="cpu", weights_only=True)
-    raise FileNotFoundError(f"{folder} has neither model.safetensors nor pytorch_model.bin")
+    file = next((f for n in ("model.safetensors", "pytorch_model.bin") if (f := folder / n).exists()), None)
+    if file is None:
+        raise FileNotFoundError(f"{folder} has neither model.safetensors nor pytorch_model.bin")
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        if file.suffix == ".bin":
+            return config, torch.load(file, map_location="cpu", weights_only=True)
+        from safetensors.torch import load_file
+
+        return config, load_file(file)
+    except ImportError:
+        raise ValueError(f"reading {file} needs one more library: pip install safetensors") from None
+    except Exception as error:  # damage shows itself in a dozen ways
+        raise ValueError(f"{folder} cannot be read: {str(error).splitlines()[0]}") from None
 
 
 def load_gpt2(folder: str | Path) -> tuple[dict, dict[str, Tensor]]:
@@ -51,8 +55,11 @@ def load_gpt2(folder: str | Path) -> tuple[dict, dict[str, Tensor]]:
         "n_embd": config["n_embd"],
         "ffn_size": config.get("n_inner") or 4 * config["n_embd"],
     }
-    if config.get("activation_function", "gelu_new") != "gelu_new":
-        raise ValueError(f"{folder} uses {config['activation_function']}; this model has gelu_new (tanh)")
+    ours = {"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "scale_attn_weights": True}
+    ours |= {"scale_attn_by_inverse_layer_idx": False, "tie_word_embeddings": True}
+    differ = [f"{k} {config[k]}, not {v}" for k, v in ours.items() if config.get(k, v) != v]
+    if differ:
+        raise ValueError(f"{folder} is a GPT-2 with {', '.join(differ)}, which model.py does not have")
     names = {f"{n}.weight": f"{n}.weight" for n in ("wte", "wpe", "ln_f")} | {"ln_f.bias": "ln_f.bias"}
     for i in range(config["n_layer"]):
         for theirs, ours in GPT2_BLOCK.items():

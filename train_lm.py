@@ -37,7 +37,6 @@ from pretrained import load_gpt2
 
 @dataclasses.dataclass
 class Config(ModelConfig):
-    init_std: float = 0.03  # of the normal that weights start from; the paper's 0.014 is for wider models
     preset: str = "demo"  # demo, or wikitext103 / openwebtext at -124M, -323M or -556M
     table: int | None = None  # run every row of XMoE's table 1 or 2 at the preset's scale
     seeds: int = 1  # repeat with so many seeds; give mean and deviation
@@ -59,6 +58,8 @@ class Config(ModelConfig):
     log_every: int = 10  # steps from one look at the loss to the next
     prompt: str = ""  # what the final sample goes on from
     sample_tokens: int = 120  # length of the final sample
+    sample_temperature: float = 0.8  # what its logits are divided by
+    sample_top_k: int = 50  # it is drawn from so many tokens
     out_dir: str = "out/train_lm"  # where runs are kept
     device: str = "auto"  # cuda, mps or cpu
     dtype: str = "auto"  # bfloat16 (CUDA, CPUs with AMX), float16 (with loss scaling), float32, float64
@@ -80,6 +81,12 @@ class Config(ModelConfig):
             raise ValueError(f"train_lm.py has tables {', '.join(map(str, TABLES))}, not {self.table}")
         if self.init_from and self.router != "dense":
             raise ValueError("--init_from loads a dense GPT-2: give --router dense")
+
+    @property
+    def not_identity(self) -> set[str]:
+        """Constants that do not make another run: evaluating a trained model under another t or gamma, say."""
+        at_test = {"eval_threshold", "eval_capacity_factor"} if self.eval_only else set()
+        return at_test | {"eval_only", "prompt", "sample_tokens", "sample_temperature", "sample_top_k"}
 
 
 # XMoE 4.1-4.2: 256 sequences of 1,024 tokens a step; micro-batches of 16, as in the authors' runs.
@@ -166,46 +173,47 @@ def describe(scores: dict) -> str:
 
 
 def open_data(config: Config, context) -> TokenData:
-    """The prepared corpus; the demo's is made here where it is missing."""
-    folder = Path(config.data) if Path(config.data).is_dir() else PREPARED / config.data
+    """The prepared corpus, whose vocabulary the config then has; the demo's is made here where it is missing."""
+    folder = PREPARED / config.data
     if config.data == "pydocs" and not folder.exists() and context.rank == 0:
         prepare("pydocs")
     context.barrier()
+    folder = folder if folder.exists() or not Path(config.data).exists() else Path(config.data)
     micros = config.batch_tokens // config.micro_tokens
-    return TokenData(folder, config.block_size, config.micro_tokens, micros, config.seed)
-
-
-def build(config: Config, data: TokenData, context) -> GPT:
-    """The model at its start: drawn from the seed, or `--init_from`."""
-    if config.vocab_size is None:
-        config.vocab_size = data.vocab_size
-    if config.vocab_size != data.vocab_size:
+    data = TokenData(folder, config.block_size, config.micro_tokens, micros, config.seed)
+    if context.rank == 0:
+        data.verify()
+    if config.vocab_size not in (None, data.vocab_size):
         raise ValueError(f"the model's vocabulary is {config.vocab_size}, that of {data.folder} is {data.vocab_size}")
+    config.vocab_size = data.vocab_size
+    return data
+
+
+def build(config: Config, checkpoint: dict | None, context) -> GPT:
+    """The model of a checkpoint, of `--init_from`, or drawn from the seed."""
     common.seed_all(config.seed)
-    if not config.init_from:
-        model = GPT(config)
-    else:
+    model = GPT(config)
+    if checkpoint:
+        model.load_state_dict(checkpoint["model"])
+    elif config.init_from:
         arguments, weights = load_gpt2(config.init_from)
         differ = [f"{k} {v}, not {getattr(config, k)}" for k, v in arguments.items() if getattr(config, k) != v]
         if differ:
             raise ValueError(f"{config.init_from} has {'; '.join(differ)}")
-        model = GPT(config)
         model.load_state_dict(weights)
     return model.to(context.device, torch.float64 if context.dtype == torch.float64 else torch.float32)
 
 
-def open_run(config: Config, name: str, context) -> tuple[TokenData, GPT, common.RunFolder, dict | None]:
-    """-> data, model, folder and the newest checkpoint (None: there is none), which the model then holds."""
-    data = open_data(config, context)
-    model = build(config, data, context)
-    folder = common.RunFolder(Path(config.out_dir, name), config, context, fresh=not config.resume)
+def load(folder: common.RunFolder, data: TokenData, context) -> dict | None:
+    """The run's newest checkpoint, if it has one; it must be one that all processes see, and of this data."""
     checkpoint = folder.load()
-    if checkpoint:
-        for what, ours in (("tokenizer", data.meta["tokenizer"]["sha256"]), ("data", data.checksum)):
-            if checkpoint[what] != ours:
-                raise ValueError(f"the {what} of {data.folder} is not that of {folder.path}: choose another --out_dir")
-        model.load_state_dict(checkpoint["model"])
-    return data, model, folder, checkpoint
+    step = checkpoint["step"] if checkpoint else 0
+    if context.sum(torch.tensor([step, step**2])).tolist() != [step * context.world, step**2 * context.world]:
+        raise ValueError(f"the processes see different checkpoints in {folder.path}: it must be on a shared disk")
+    for what, ours in (("tokenizer", data.meta["tokenizer"]["sha256"]), ("data", data.checksum)):
+        if checkpoint and checkpoint[what] != ours:
+            raise ValueError(f"the {what} of {data.folder} is not that of {folder.path}: choose another --out_dir")
+    return checkpoint
 
 
 def train(config: Config, name: str, context) -> dict:
@@ -218,10 +226,13 @@ def train(config: Config, name: str, context) -> dict:
                 f"batch_tokens / micro_tokens = {micros} micro-batches a step cannot be dealt to "
                 f"{context.world} processes: change batch_tokens"
             )
-        data, model, folder, checkpoint = open_run(config, name, context)
+        data = open_data(config, context)
+        folder = common.RunFolder(Path(config.out_dir, name), config, context, fresh=not config.resume)
         if result := folder.result(data=data.checksum):
             say(f"{name}: finished before, in {folder.path} (--resume false trains it again)")
             return result
+        checkpoint = load(folder, data, context)
+        model = build(config, checkpoint, context)
         folder.begin(data.tokenizer)
     counts, flops = count_parameters(config), flops_per_token(config)
     say(f"{name}: {counts['total']:,} parameters, {counts['active']:,.0f} active a token; "
@@ -237,15 +248,16 @@ def train(config: Config, name: str, context) -> dict:
         optimizer.load_state_dict(checkpoint["optimizer"])
         scaler.load_state_dict(checkpoint["scaler"])
         start, seconds = checkpoint["step"], checkpoint["seconds"]
-        folder.cut_log(start)
         say(f"{name}: goes on from step {start}")
+    del checkpoint  # it holds a copy of everything
+    folder.cut_log(start)
     forward = torch.compile(model) if config.compile else model
     if context.world > 1:
         devices = [context.device] if context.device.type == "cuda" else None
         forward = DistributedDataParallel(forward, device_ids=devices, broadcast_buffers=False)
 
     mine = range(context.rank, micros, context.world)  # this process's micro-batches of every step
-    loss_sum, bad = model.ln_f.weight.new_zeros(2)  # since the last evaluation: sum of losses; 1 if one was not finite
+    loss_sum = model.ln_f.weight.new_zeros(())  # since the last evaluation, on the device; once not finite, it stays so
     since, clock = start, time.perf_counter()
     bar = tqdm(range(start, config.steps), initial=start, total=config.steps, unit="step", disable=context.rank > 0)
     model.train()
@@ -254,8 +266,8 @@ def train(config: Config, name: str, context) -> dict:
             peak, floor = config.learning_rate, config.min_learning_rate
             group["lr"] = common.cosine(step, config.steps, config.warmup, peak, floor)
         for micro in mine:
-            common.seed_all(config.seed, step, micro)  # dropout, whichever process gets this micro-batch
-            x, y = (t.to(context.device, non_blocking=True) for t in data.batch("train", step, micro))
+            common.seed_all(config.seed, 1 + step, micro)  # dropout, whichever process gets this micro-batch
+            x, y = (t.to(context.device) for t in data.batch("train", step, micro))
             if context.world > 1:
                 forward.require_backward_grad_sync = micro == mine[-1]
             with context.autocast():
@@ -270,13 +282,12 @@ def train(config: Config, name: str, context) -> dict:
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
         model.after_step()
-        bad.logical_or_(~loss_sum.isfinite())
 
         done, last = step + 1, step + 1 == config.steps
         due = done % config.eval_every == 0 or last
         if done % config.log_every == 0 or due:
-            mean_loss, is_bad = (context.sum(torch.stack([loss_sum / (done - since), bad])) / context.world).tolist()
-            if is_bad:
+            mean_loss = float(context.sum(loss_sum)) / context.world / (done - since)
+            if not math.isfinite(mean_loss):
                 not_finite(done)
             speed = (done - since) * config.batch_tokens / (time.perf_counter() - clock)
             bar.set_postfix(loss=f"{mean_loss:.3f}", tok_s=f"{speed:,.0f}")
@@ -286,7 +297,7 @@ def train(config: Config, name: str, context) -> dict:
             scores = evaluate(model, data, "valid", context, config.eval_tokens)
             if not math.isfinite(scores["loss"]):  # the last update broke what the loss before it did not show
                 not_finite(done)
-            mfu = f", MFU {3 * flops['total'] * speed / fastest:.1%}" if fastest else ""
+            mfu = f", MFU {3 * flops['total'] * speed / fastest:.1%} at full capacity" if fastest else ""
             say(f"step {done}: train {mean_loss:.4f}  {speed:,.0f} tokens/s{mfu}  valid {describe(scores)}")
             folder.log({"step": done, "train_loss": mean_loss, "tokens_per_second": speed, **scores})
             folder.save({
@@ -298,7 +309,7 @@ def train(config: Config, name: str, context) -> dict:
             loss_sum.zero_()
             since, clock = done, time.perf_counter()
     result = {
-        "name": name, **test(model, data, context), "sample": sample(config, model, data, context),
+        "name": name, **test(model, data, context), **sample(config, model, data, context),
         "parameters": counts, "flops": flops, "seconds": round(seconds, 1),
         "data": data.checksum, "config": folder.config, "machine": common.machine(context),
     }  # fmt: skip
@@ -307,53 +318,60 @@ def train(config: Config, name: str, context) -> dict:
 
 
 def not_finite(step: int):
-    common.fail(
-        f"the loss is not finite at step {step} or just before: lower --learning_rate (nothing of it was saved)"
-    )
+    common.fail(f"the loss is not finite at step {step} or just before (not saved): change --learning_rate or --seed")
 
 
 def test(model: GPT, data: TokenData, context) -> dict:
     """Test perplexity at the evaluation gamma (the paper's protocol), and without a limit."""
     scores = evaluate(model, data, "test", context)
-    if not model.moe_layers:
+    if model.config.select in (None, "expert_choice"):  # dense: there is no limit; expert_choice: it is what chooses
         return {"test": scores, "test_no_limit": scores}
     with model.test_routing(capacity_factor=math.inf):
         return {"test": scores, "test_no_limit": evaluate(model, data, "test", context)}
 
 
 def evaluate_run(config: Config, name: str, context) -> dict:
-    """Tests a trained model (or `--init_from`), routed as the eval_ constants say; kept in the run's eval.jsonl."""
+    """Tests a trained model (or `--init_from`), routed as the eval_ constants say; kept beside the run."""
     with common.clear_errors():
-        data, model, folder, checkpoint = open_run(config, name, context)
+        data = open_data(config, context)
+        folder = common.RunFolder(Path(config.out_dir, name), config, context)
+        checkpoint = load(folder, data, context)
         if not checkpoint and not config.init_from:
             raise ValueError(f"{folder.path} has no checkpoint: train first, with the same constants")
-    key = {"eval_threshold": config.eval_threshold, "eval_capacity_factor": config.eval_capacity_factor}
-    key |= {"name": name, "data": data.checksum, "step": checkpoint["step"] if checkpoint else 0}
-    if before := folder.logged("eval.jsonl", **key):
-        return before
-    result = {**key, **test(model, data, context), "sample": sample(config, model, data, context)}
-    folder.log(result, "eval.jsonl")
-    return result
+        model = build(config, checkpoint, context)
+    file = f"eval-t={config.eval_threshold}-gamma={config.eval_capacity_factor}"
+    key = {"name": name, "data": data.checksum, "step": checkpoint["step"] if checkpoint else 0}
+    result = folder.result(file, **key) or {**key, **test(model, data, context)}
+    folder.finish(result, file)
+    return result | sample(config, model, data, context)
 
 
-def sample(config: Config, model: GPT, data: TokenData, context) -> str:
-    """What the model writes after the prompt, without a capacity limit."""
+def sample(config: Config, model: GPT, data: TokenData, context) -> dict:
+    """What the model writes after the prompt, without a capacity limit, and the experts that served each token."""
     if config.select == "expert_choice" or context.rank > 0:
-        return ""
+        return {}
     common.seed_all(config.seed)
     prompt = data.tokenizer.encode_batch([config.prompt])[0]
     ids = torch.tensor([[data.tokenizer.eot, *prompt]], device=context.device)
+    model.start_stats()
     with context.autocast():
-        ids = model.generate(ids, config.sample_tokens, temperature=0.8, top_k=50)
-    return data.tokenizer.decode(ids[0, 1:].tolist())
+        ids = model.generate(ids, config.sample_tokens, config.sample_temperature, config.sample_top_k)
+    served = [layer["served"] for layer in model.stats()]
+    return {"sample": data.tokenizer.decode(ids[0, 1:].tolist()), "sample_served": served}
 
 
 def report(config: Config, result: dict) -> str:
-    """Expert choice looks at later tokens: what it reaches is not the perplexity of a language model."""
+    """A finished result in words."""
+    # Expert choice looks at later tokens: what it reaches is not the perplexity of a language model.
     note = " (not causal: experts choose among later tokens too)" if config.select == "expert_choice" else ""
-    text = f"\n{result['name']}, test{note}\nwith gamma {config.eval_capacity_factor:g}: {describe(result['test'])}"
-    text += f"\nwithout a limit: {describe(result['test_no_limit'])}"
-    return text + (f"\n\nsample:\n{result['sample']}" if result["sample"] else "")
+    text = f"\n{result['name']}, test{note}; words are those of the raw text, separated by white space"
+    text += f"\nwith gamma {config.eval_capacity_factor:g}: {describe(result['test'])}"
+    if result["test_no_limit"] != result["test"]:
+        text += f"\nwithout a limit: {describe(result['test_no_limit'])}"
+    if "sample" in result:
+        served = ", ".join(f"{n:.1f}" for n in result.get("sample_served", []))
+        text += f"\n\nsample{f' ({served} experts served per token)' if served else ''}:\n{result['sample']}"
+    return text
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -382,10 +400,8 @@ def layer_mean(results: list[dict], key: str, form: str) -> str:
     return format(statistics.fmean(values), form) if values else ""
 
 
-def table1(given: dict, context) -> str:
+def table1(base: Config, given: dict, context) -> str:
     """XMoE table 1: every router, with the same parameters and the same FLOPs."""
-    with common.clear_errors():
-        base, _ = common.configure(Config, PRESETS, given)
     wide, rows = base.preset.endswith("556M"), []
     for method, router, split, *papers in [DENSE, *TABLE1]:
         row = {"router": router} | ({} if router == "dense" else {"expert_size": base.ffn_size // split})
@@ -406,10 +422,8 @@ def table1(given: dict, context) -> str:
     return common.markdown_table([*headers, "wanted", "served", "cut", "unserved"], rows)
 
 
-def table2(given: dict, context) -> str:
+def table2(base: Config, given: dict, context) -> str:
     """XMoE table 2: a dense model trained as experts (t = 1, no drop), with fewer FLOPs at test."""
-    with common.clear_errors():
-        base, _ = common.configure(Config, PRESETS, given)
     rows = []
     for experts, points in TABLE2.items():
         row = {"router": "threshold", "moe_every": 1, "num_experts": experts, "expert_size": base.ffn_size // experts}
@@ -439,7 +453,7 @@ def main():
         config, name = common.configure(Config, PRESETS, given)
         context = common.setup(config.device, config.dtype)
     if config.table:
-        text = TABLES[config.table](given, context)
+        text = TABLES[config.table](config, given, context)
         if context.rank == 0:
             seeds = f"{config.seeds} seed" + "s" * (config.seeds > 1)
             print(f"\nXMoE table {config.table}: test perplexity, preset {config.preset}, {seeds}\n\n{text}")

@@ -52,7 +52,7 @@ def prepare(
         raise ValueError(f"unknown corpus {name!r}; did you mean {nearest!r}? (there are {', '.join(CORPORA)})")
     if max_tokens is not None and max_tokens < 1:
         raise ValueError(f"max_tokens must be positive, not {max_tokens}")
-    if source is not None and not Path(source).exists():
+    if source is not None and not (str(source) and Path(source).exists()):
         raise FileNotFoundError(f"--source {source} does not exist")
     if source is None and CORPORA[name].origin is None:
         raise ValueError(f"corpus {name!r} needs --source FILE or DIR")
@@ -173,9 +173,18 @@ def summary(folder: Path) -> str:
 
 def main():
     parser = argparse.ArgumentParser(
-        prog="python -m data.prepare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m data.prepare",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
-    parser.error = lambda message: sys.exit(f"error: {message}")
+
+    def error(message: str):
+        options = ("--source", "--tokenizer", "--max_tokens", "--out")
+        close = [option for word in message.split() for option in difflib.get_close_matches(word, options, n=1)]
+        sys.exit(f"error: {message}" + (f": did you mean {close[0]}?" if close else ""))
+
+    parser.error = error
     parser.add_argument("name", metavar="NAME", help=", ".join(CORPORA))
     parser.add_argument("--source", help="local file or folder to read instead of the network")
     parser.add_argument("--tokenizer", help="tokenizer file: a GPT-2 rank file or a SentencePiece *.model")

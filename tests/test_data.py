@@ -505,3 +505,8 @@ def test_a_changed_tokenizer_is_noticed(copy, folder):
     with pytest.raises(ValueError, match="not the one that made its tokens"):
         _ = TokenData(copy, T, T * B).tokenizer
     assert TokenData(folder, T, T * B).tokenizer.vocab_size == 600
+
+
+def test_unknown_option_offers_the_nearest():
+    assert "did you mean --source?" in refused("text", "--sourse", "x")
+    assert "--source" in refused("text", "--source", "")

@@ -82,7 +82,7 @@ def test_every_router_trains_and_reports(router, options, monkeypatch, capsys):
     assert f"{result['test']['ppl']:.2f} per token" in out and f"{result['test_no_limit']['ppl']:.2f} per token" in out
     assert result["test"]["ppl"] == pytest.approx(math.exp(result["test"]["loss"]))
     assert ("tokens unserved" in out) == (router != "dense")
-    assert ("not causal" in out) == (router == "expert_choice") and ("sample:" in out) != (router == "expert_choice")
+    assert ("not causal" in out) == (router == "expert_choice") and ("\n\nsample" in out) != (router == "expert_choice")
     assert {p.name for p in only_run(options["out_dir"]).iterdir()} >= {
         "config.json",
         "metrics.jsonl",
@@ -146,10 +146,10 @@ def test_a_killed_run_ends_with_the_weights_of_one_that_was_not(options, tmp_pat
 
 def test_a_finished_run_is_not_run_again(options, monkeypatch, capsys):
     run(options, monkeypatch)
-    result = capsys.readouterr().out.split("sample:")[0].splitlines()[-6:]
+    report = capsys.readouterr().out.split("\n\n", 1)[1]
     monkeypatch.setattr(train_lm, "token_loss", None)  # whoever trains or evaluates now fails
     run(options, monkeypatch)
-    assert capsys.readouterr().out.split("sample:")[0].splitlines()[-6:] == result
+    assert capsys.readouterr().out.split("\n\n", 1)[1] == report
 
 
 def test_a_corrupt_checkpoint_gives_way_to_the_previous_one(options, monkeypatch, capsys):
@@ -207,7 +207,7 @@ def test_evaluation_under_another_routing_leaves_the_run_alone(options, monkeypa
     before = {p.name: p.read_bytes() for p in folder.iterdir()}
     capsys.readouterr()
     run(options | {"eval_only": True, "eval_threshold": 0.0, "eval_capacity_factor": 0.5}, monkeypatch)
-    record = json.loads((folder / "eval.jsonl").read_text())
+    record = json.loads((folder / "eval-t=0.0-gamma=0.5.json").read_text())
     assert record["test"]["layers"][0]["wanted"] == 1
     assert record["test"]["layers"][0]["served"] < 1 == record["test_no_limit"]["layers"][0]["served"]
     assert {n: (folder / n).read_bytes() for n in before} == before
@@ -236,9 +236,12 @@ def test_table_2_says_what_share_was_really_kept(options, monkeypatch, capsys):
     kept = [float(row[3].rstrip("%")) / 100 for row in rows]
     assert kept[0] == kept[1] == kept[5] == 1
     assert all(k <= float(row[2].rstrip("x")) + 0.02 for k, row in zip(kept, rows))
+    before = table
+    run(options | {"resume": False}, monkeypatch)  # trains again, and comes to the same
+    assert capsys.readouterr().out.split("\n\n")[-1] == before
     monkeypatch.setattr(train_lm, "token_loss", None)
     run(options, monkeypatch)
-    assert capsys.readouterr().out.split("\n\n")[-1] == table
+    assert capsys.readouterr().out.split("\n\n")[-1] == before
 
 
 def test_seeds_give_mean_and_deviation(options, monkeypatch, capsys):
@@ -263,9 +266,9 @@ BAD = {
     "expert size": ({"expert_size": 12}, "expert_size = 12 does not divide ffn_size = 32"),
     "micro-batches": ({"batch_tokens": 100}, "does not divide batch_tokens = 100"),
     "no such table": ({"table": 3}, "tables 1, 2"),
-    "no such device": ({"device": "cuda"}, "device"),
+    "no such device": ({"device": "cuda"}, "device cuda:0: "),
     "no data": ({"data": "wikitext103x"}, "python -m data.prepare"),
-    "vocabulary": ({"vocab_size": 300}, "vocabulary"),
+    "vocabulary": ({"vocab_size": 300}, "the model's vocabulary is 300"),
     "sparse init_from": ({"init_from": "."}, "dense"),
     "nothing trained": ({"eval_only": True}, "has no checkpoint"),
 }
@@ -331,7 +334,34 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_is_not_saved(options, monkey
     assert state["step"] == 4 and all(w.isfinite().all() for w in state["model"].values())
 
 
+def test_gpt2_weights_in_another_shape_or_nowhere(options, tmp_path, monkeypatch, capsys):
+    options |= {"router": "dense", "eval_only": True, "init_from": tmp_path}
+    assert "has no config.json" in refused(options, monkeypatch, capsys)
+    transformers = pytest.importorskip("transformers")
+    shape = dict(vocab_size=320, n_positions=16, n_layer=2, n_head=2, n_embd=16, n_inner=32)
+    transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape)).save_pretrained(tmp_path)
+    capsys.readouterr()
+    assert "n_layer 2, not 3" in refused(options | {"n_layer": 3}, monkeypatch, capsys)
+    run(options | {"out_dir": tmp_path / "out"}, monkeypatch)
+    assert "per word" in capsys.readouterr().out
+
+
 # Plumbing
+
+
+def test_a_run_has_one_name_however_it_is_written():
+    def name(*words, **row):
+        return common.configure(train_lm.Config, train_lm.PRESETS, common.parse(train_lm.Config, list(words)), row)[1]
+
+    switch = name("--router", "switch")
+    assert switch == "demo-router=switch" == name("--router", "switch", "--expert_size", "1024", "--num_experts", "8")
+    assert switch == name(router="switch", expert_size=1024) == name("--router", "switch", "--device", "cpu")
+    assert name("--steps", "5", "--seed", "1") == name("--seed", "1", "--steps", "5") == "demo-seed=1-steps=5"
+    others = [["--capacity_factor", "4"], ["--expert_size", "256"], ["--num_experts", "32"], ["--threshold", "0.5"]]
+    assert len({switch, *(name("--router", "switch", *words) for words in others)}) == 5
+    assert name() == name("--router", "threshold", "--expert_size", "256") == "demo"
+    routed = ["--eval_threshold", "0.5", "--eval_capacity_factor", "2"]
+    assert name("--eval_only", *routed) == "demo" != name(*routed)
 
 
 def test_help_lists_every_constant_with_its_comment(monkeypatch, capsys):
