@@ -59,7 +59,7 @@ class Router(nn.Module):
     """Scores S tokens against E experts, and chooses.
 
     The router has no bias and computes in its parameters' type (fp32) whatever the autocast type. XMoE's released code
-    ranks as here; X-MoE's leaves h unnormalised and learns no temperature, unlike eqs. 7 and 8, which are followed here.
+    ranks as here; X-MoE's leaves h unnormalised and learns no temperature, unlike eqs. 7 and 8.
 
     `renormalize` makes the softmax gate run over the K chosen only (X-MoE, K > 1); XMoE weighs by the plain
     probability. `balance_choices` is what f_e counts: each token's "first" choice (XMoE), or "all" (X-MoE, K > 1).

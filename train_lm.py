@@ -407,17 +407,11 @@ def table1(base: Config, given: dict, context) -> str:
         row = {"router": router} | ({} if router == "dense" else {"expert_size": base.ffn_size // split})
         config, results = results_of(given, row, context)
         size = results[0]["parameters"]["total"] / 1e6
-        ours = [spread(results, *what) for what in (("test", "ppl"), ("test_no_limit", "ppl"), ("test", "word_ppl"))]
+        cells = [method, f"{config.num_experts} x {config.expert_size}", f"{size:.1f}M"]
+        cells += [f"{p:.2f}" if p else "" for p in papers[wide]]
+        cells += [spread(results, *what) for what in (("test", "ppl"), ("test_no_limit", "ppl"), ("test", "word_ppl"))]
         routing = (("wanted", ".2f"), ("served", ".2f"), ("cut", ".1%"), ("unserved", ".2%"))
-        row = [method, f"{config.num_experts} x {config.expert_size}", f"{size:.1f}M"]
-        rows.append(
-            [
-                *row,
-                *(f"{p:.2f}" if p else "" for p in papers[wide]),
-                *ours,
-                *(layer_mean(results, *what) for what in routing),
-            ]
-        )
+        rows.append(cells + [layer_mean(results, *what) for what in routing])
     headers = ["method", "experts", "params", "paper, OWT", "paper, WT103", "ours", "ours, no limit", "ours, per word"]
     return common.markdown_table([*headers, "wanted", "served", "cut", "unserved"], rows)
 
@@ -431,15 +425,12 @@ def table2(base: Config, given: dict, context) -> str:
         row = {"router": "dense"} if experts == 1 else row
         _, trained = results_of(given, row, context)
         for flops, *paper in points:
-            if flops < 1:
-                at_test = {"eval_only": True, "eval_threshold": 0.9, "eval_capacity_factor": flops * experts}
-                _, results = results_of(given, row | at_test, context, evaluate_run)
-            else:
-                results = trained
+            at_test = {"eval_only": True, "eval_threshold": 0.9, "eval_capacity_factor": flops * experts}
+            results = trained if flops == 1 else results_of(given, row | at_test, context, evaluate_run)[1]
             kept = [layer["served"] / experts for result in results for layer in result["test"]["layers"]]
-            names = ["dense" if experts == 1 else "XMoE", f"{experts} x {base.ffn_size // experts}", f"{flops:.2f}x"]
-            rows.append([*names, f"{statistics.fmean(kept or [1]):.1%}", *(f"{p:.2f}" for p in paper)])
-            rows[-1] += [spread(results, "test", "ppl"), spread(results, "test", "word_ppl")]
+            cells = ["dense" if experts == 1 else "XMoE", f"{experts} x {base.ffn_size // experts}", f"{flops:.2f}x"]
+            cells += [f"{statistics.fmean(kept or [1]):.1%}", *(f"{p:.2f}" for p in paper)]
+            rows.append(cells + [spread(results, "test", "ppl"), spread(results, "test", "word_ppl")])
     headers = ["method", "experts", "FLOPs", "really kept", "paper, OWT", "paper, WT103", "ours", "ours, per word"]
     return common.markdown_table(headers, rows)
 

@@ -96,12 +96,14 @@ def test_learning_happens(options, monkeypatch):
     assert last < first - 0.3
 
 
-def test_half_precision_scales_its_loss(options, monkeypatch):
-    run(options | {"dtype": "float16"}, monkeypatch)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_keeps_weights_in_fp32_and_scales_the_loss_of_fp16(dtype, options, monkeypatch):
+    run(options | {"dtype": dtype}, monkeypatch)
     state = torch.load(only_run(options["out_dir"]) / "ckpt.pt", weights_only=True)
-    assert state["scaler"]["scale"] > 1 and all(
-        w.dtype == torch.float32 for w in state["model"].values() if w.is_floating_point()
-    )
+    assert all(w.dtype == torch.float32 for w in state["model"].values())
+    assert bool(state["scaler"]) == (dtype == "float16")
+    (layer,) = json.loads((only_run(options["out_dir"]) / "result.json").read_text())["test"]["layers"]
+    assert layer["served"] > 0
 
 
 # Resuming
