@@ -7,6 +7,7 @@ import atexit
 import ctypes
 import dataclasses
 import difflib
+import hashlib
 import inspect
 import json
 import math
@@ -101,7 +102,10 @@ def configure(Config: type, presets: dict[str, dict], given: dict, row: dict | N
         except ValueError:
             pass
     slug = [f"{k}={v}" for k, v in named.items() if k not in NOT_IDENTITY | config.not_identity]
-    return config, re.sub(r"[^\w.,=+-]+", "_", "-".join([preset, *slug]))
+    name = re.sub(r"[^\w.,=+-]+", "_", "-".join([preset, *slug]))
+    if len(name) > 160:  # a folder's name has limits; config.json says the rest
+        name = f"{name[:150]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+    return config, name
 
 
 def fail(message: str):

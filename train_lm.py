@@ -288,7 +288,7 @@ def train(config: Config, name: str, context) -> dict:
         if done % config.log_every == 0 or due:
             mean_loss = float(context.sum(loss_sum)) / context.world / (done - since)
             if not math.isfinite(mean_loss):
-                not_finite(done)
+                not_finite(bar, done)
             speed = (done - since) * config.batch_tokens / (time.perf_counter() - clock)
             bar.set_postfix(loss=f"{mean_loss:.3f}", tok_s=f"{speed:,.0f}")
         if due:
@@ -296,7 +296,7 @@ def train(config: Config, name: str, context) -> dict:
             fastest = common.peak_flops(context)
             scores = evaluate(model, data, "valid", context, config.eval_tokens)
             if not math.isfinite(scores["loss"]):  # the last update broke what the loss before it did not show
-                not_finite(done)
+                not_finite(bar, done)
             mfu = f", MFU {3 * flops['total'] * speed / fastest:.1%} at full capacity" if fastest else ""
             say(f"step {done}: train {mean_loss:.4f}  {speed:,.0f} tokens/s{mfu}  valid {describe(scores)}")
             folder.log({"step": done, "train_loss": mean_loss, "tokens_per_second": speed, **scores})
@@ -317,7 +317,8 @@ def train(config: Config, name: str, context) -> dict:
     return result
 
 
-def not_finite(step: int):
+def not_finite(bar: tqdm, step: int):
+    bar.close()
     common.fail(f"the loss is not finite at step {step} or just before (not saved): change --learning_rate or --seed")
 
 

@@ -60,7 +60,7 @@ def refused(options: dict, monkeypatch, capsys) -> str:
     """The one line of a run that must not go on."""
     with pytest.raises(SystemExit) as stop:
         run(options, monkeypatch)
-    lines = [line for line in capsys.readouterr().err.splitlines() if "step/s]" not in line and line.strip()]
+    lines = [line for line in capsys.readouterr().err.splitlines() if "step/s" not in line and line.strip()]
     assert stop.value.code == 1 and len(lines) == 1 and lines[0].startswith("error: "), lines
     return lines[0]
 
