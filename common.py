@@ -330,20 +330,29 @@ class RunFolder:
         new.replace(last)
         self.broken = []
 
-    def load(self) -> dict | None:
-        """The newest readable checkpoint, on the CPU; None if there is none. Raises ValueError if none can be read."""
+    def load(self, **same) -> dict | None:
+        """The newest readable checkpoint, on the CPU; None if there is none.
+
+        Raises ValueError if none can be read, if processes see different ones, or if its values are not `same`.
+        """
+        state = None
         for file in [] if self.fresh else (self.path / "ckpt.pt", self.path / "ckpt.prev.pt"):
-            if file.exists():
-                try:
-                    state = load_checkpoint(file)
-                    if self.broken and self.writes:
-                        print(f"warning: {self.broken[0]}; using {file.name}, of step {state['step']}", file=sys.stderr)
-                    return state
-                except ValueError as error:
-                    self.broken.append(str(error))
-        if self.broken:
+            try:
+                state = load_checkpoint(file) if file.exists() and not state else state
+            except ValueError as error:
+                self.broken.append(str(error))
+        if self.broken and not state:
             raise ValueError(f"{'; '.join(self.broken)}: nothing to go on from; --resume false starts again")
-        return None
+        step = state["step"] if state else 0
+        if self.broken and self.writes:
+            print(f"warning: {self.broken[0]}; using the one before it, of step {step}", file=sys.stderr)
+        world = self.context.world
+        if self.context.sum(torch.tensor([step, step**2])).tolist() != [step * world, step**2 * world]:
+            raise ValueError(f"the processes see different checkpoints in {self.path}: it must be on a shared disk")
+        for what, ours in same.items():
+            if state and state[what] != ours:
+                raise ValueError(f"{self.path} was trained with another {what}: choose another --out_dir")
+        return state
 
 
 def load_checkpoint(file: Path) -> dict:

@@ -204,18 +204,6 @@ def build(config: Config, checkpoint: dict | None, context) -> GPT:
     return model.to(context.device, torch.float64 if context.dtype == torch.float64 else torch.float32)
 
 
-def load(folder: common.RunFolder, data: TokenData, context) -> dict | None:
-    """The run's newest checkpoint, if it has one; it must be one that all processes see, and of this data."""
-    checkpoint = folder.load()
-    step = checkpoint["step"] if checkpoint else 0
-    if context.sum(torch.tensor([step, step**2])).tolist() != [step * context.world, step**2 * context.world]:
-        raise ValueError(f"the processes see different checkpoints in {folder.path}: it must be on a shared disk")
-    for what, ours in (("tokenizer", data.meta["tokenizer"]["sha256"]), ("data", data.checksum)):
-        if checkpoint and checkpoint[what] != ours:
-            raise ValueError(f"the {what} of {data.folder} is not that of {folder.path}: choose another --out_dir")
-    return checkpoint
-
-
 def train(config: Config, name: str, context) -> dict:
     """Trains (or goes on training) one model -> its result, which is also in result.json."""
     say = tqdm.write if context.rank == 0 else lambda _: None
@@ -231,7 +219,7 @@ def train(config: Config, name: str, context) -> dict:
         if result := folder.result(data=data.checksum):
             say(f"{name}: finished before, in {folder.path} (--resume false trains it again)")
             return result
-        checkpoint = load(folder, data, context)
+        checkpoint = folder.load(tokenizer=data.meta["tokenizer"]["sha256"], data=data.checksum)
         model = build(config, checkpoint, context)
         folder.begin(data.tokenizer)
     counts, flops = count_parameters(config), flops_per_token(config)
@@ -336,7 +324,7 @@ def evaluate_run(config: Config, name: str, context) -> dict:
     with common.clear_errors():
         data = open_data(config, context)
         folder = common.RunFolder(Path(config.out_dir, name), config, context)
-        checkpoint = load(folder, data, context)
+        checkpoint = folder.load(tokenizer=data.meta["tokenizer"]["sha256"], data=data.checksum)
         if not checkpoint and not config.init_from:
             raise ValueError(f"{folder.path} has no checkpoint: train first, with the same constants")
         model = build(config, checkpoint, context)

@@ -25,15 +25,6 @@ every_causal_variant = pytest.mark.parametrize("variant", [v for v in VARIANTS i
 train_and_test = pytest.mark.parametrize("training", [True, False], ids=["training", "test"])
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Tensors this small only wait for a second one."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def lively(module, dtype=torch.float64, training=False):
     """The module with parameters large enough for every choice to matter."""
     torch.manual_seed(0)

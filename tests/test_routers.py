@@ -26,15 +26,6 @@ every_combination = pytest.mark.parametrize("combination", COMBINATIONS, ids=lam
 train_and_test = pytest.mark.parametrize("training", [True, False], ids=["training", "test"])
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Tensors this small only wait for a second one."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def make_router(combination, num_experts, n_embd=D, seed=0, dtype=torch.float64, training=False, **options) -> Router:
     """A router whose parameters are large enough for every choice to matter."""
     torch.manual_seed(seed)

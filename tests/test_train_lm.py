@@ -308,7 +308,7 @@ def test_data_of_another_run(options, corpora, tmp_path, monkeypatch, capsys):
     link.symlink_to(corpora["a"])
     run(options, monkeypatch)
     for other, message in (
-        ("b", "the data of"),
+        ("b", "was trained with another data"),
         ("c", "another vocab_size (320 there, 330 now)"),
     ):
         link.unlink()
