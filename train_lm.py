@@ -313,7 +313,9 @@ def not_finite(bar: tqdm, step: int):
 def test(model: GPT, data: TokenData, context) -> dict:
     """Test perplexity at the evaluation gamma (the paper's protocol), and without a limit."""
     scores = evaluate(model, data, "test", context)
-    if model.config.select in (None, "expert_choice"):  # dense: there is no limit; expert_choice: it is what chooses
+    config = model.config
+    if config.eval_capacity_factor >= config.num_experts or config.select == "expert_choice":
+        # Capacity for all tokens is no limit; and to expert_choice the limit is what chooses.
         return {"test": scores, "test_no_limit": scores}
     with model.test_routing(capacity_factor=math.inf):
         return {"test": scores, "test_no_limit": evaluate(model, data, "test", context)}

@@ -81,6 +81,9 @@ def test_every_router_trains_and_reports(router, options, monkeypatch, capsys):
     result = json.loads((only_run(options["out_dir"]) / "result.json").read_text())
     assert f"{result['test']['ppl']:.2f} per token" in out and f"{result['test_no_limit']['ppl']:.2f} per token" in out
     assert result["test"]["ppl"] == pytest.approx(math.exp(result["test"]["loss"]))
+    counts = json.loads((options["data"] / "meta.json").read_text())["splits"]["test"]
+    nats = result["test"]["loss"] * counts["tokens"]  # of the whole split, shared out among its words
+    assert result["test"]["word_ppl"] == pytest.approx(math.exp(nats / counts["words"]))
     assert ("tokens unserved" in out) == (router != "dense")
     assert ("not causal" in out) == (router == "expert_choice") and ("\n\nsample" in out) != (router == "expert_choice")
     assert {p.name for p in only_run(options["out_dir"]).iterdir()} >= {
@@ -94,6 +97,23 @@ def test_learning_happens(options, monkeypatch):
     run(options | {"steps": 60, "learning_rate": 1e-2, "eval_every": 30}, monkeypatch)
     first, last = losses(options["out_dir"])
     assert last < first - 0.3
+
+
+def test_the_gradient_is_the_mean_over_the_micro_batches(options, monkeypatch):
+    """Adam and clipping would hide a wrong scale: look at the gradient before them."""
+    seen = []
+    record = lambda parameters, limit: seen.append([p.grad.clone() for p in parameters])  # noqa: E731
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", record)
+    run(options | {"steps": 1, "dtype": "float64", "balance_coef": 0.5}, monkeypatch)
+    given = common.parse(train_lm.Config, words(options | {"dtype": "float64"}))
+    config, context = common.configure(train_lm.Config, train_lm.PRESETS, given)[0], common.setup("cpu", "float64")
+    data = train_lm.open_data(config, context)
+    model = train_lm.build(config, None, context)
+    for micro in range(2):
+        x, y = data.batch("train", 0, micro)
+        logits, balance = model(x)
+        ((torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten()) + 0.5 * balance) / 2).backward()
+    torch.testing.assert_close(seen[0], [p.grad for p in model.parameters()])
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -164,6 +184,7 @@ def test_a_corrupt_checkpoint_gives_way_to_the_previous_one(options, monkeypatch
     assert "ckpt.pt is corrupt" in (err := capsys.readouterr()).err and "goes on from step 2" in err.out
     again = torch.load(folder / "ckpt.pt", weights_only=True)["model"]
     assert all(torch.equal(w, again[name]) for name, w in whole.items())
+    assert common.load_checkpoint(folder / "ckpt.prev.pt")["step"] == 2  # the damaged one did not take its place
 
     (folder / "result.json").unlink()
     flip_a_byte(folder / "ckpt.pt")
@@ -346,6 +367,20 @@ def test_gpt2_weights_in_another_shape_or_nowhere(options, tmp_path, monkeypatch
     assert "n_layer 2, not 3" in refused(options | {"n_layer": 3}, monkeypatch, capsys)
     run(options | {"out_dir": tmp_path / "out"}, monkeypatch)
     assert "per word" in capsys.readouterr().out
+
+
+def test_weights_that_the_last_update_broke_are_not_saved(options, monkeypatch, capsys):
+    """Every training loss was finite; only the evaluation can tell."""
+    updates = []
+
+    def after_step(model):
+        updates.append(1)
+        if len(updates) == 8:
+            model.ln_f.weight.data.fill_(math.inf)
+
+    monkeypatch.setattr(train_lm.GPT, "after_step", after_step)
+    assert "not finite at step 8" in refused(options | {"steps": 40, "eval_every": 4}, monkeypatch, capsys)
+    assert common.load_checkpoint(only_run(options["out_dir"]) / "ckpt.pt")["step"] == 4
 
 
 # Plumbing
