@@ -141,6 +141,10 @@ class Context:
         half = self.dtype in (torch.bfloat16, torch.float16)
         return torch.autocast(self.device.type, self.dtype) if half else nullcontext()
 
+    def send(self, x: Tensor) -> Tensor:
+        """x on the device; the host does not wait for the copy."""
+        return x.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else x.to(self.device)
+
     def sum(self, x: Tensor) -> Tensor:
         """The sum of x over all processes, on every one of them, where x was."""
         if self.world == 1:

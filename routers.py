@@ -100,6 +100,8 @@ class Router(nn.Module):
             raise ValueError(f"balance_choices must be first or all, not {balance_choices!r}")
         self.num_experts, self.score, self.gate, self.select = num_experts, score, gate, select
         self.top_k = top_k if select == "topk" else 1
+        # The most experts that a token may choose: what a host that must not ask the device knows of their number.
+        self.most = num_experts if select in ("threshold", "expert_choice") else self.top_k
         self.threshold, self.eval_threshold = threshold, threshold if eval_threshold is None else eval_threshold
         self.renormalize, self.balance_choices = renormalize, balance_choices
 

@@ -141,7 +141,7 @@ def evaluate(model: GPT, data: TokenData, split: str, context, max_tokens: int |
     model.start_stats()
     sums = torch.zeros(3, dtype=torch.float64)  # cross entropy, balance loss, tokens
     for x, y in data.eval_batches(split, max_tokens, context.rank, context.world):
-        x, y = x.to(context.device), y.to(context.device)
+        x, y = context.send(x), context.send(y)
         with context.autocast():
             logits, balance = model(x)
             loss = token_loss(logits, y)
@@ -239,7 +239,7 @@ def train(config: Config, name: str, context) -> dict:
         say(f"{name}: goes on from step {start}")
     del checkpoint  # it holds a copy of everything
     folder.cut_log(start)
-    forward = torch.compile(model) if config.compile else model
+    forward = torch.compile(model, dynamic=False) if config.compile else model
     if context.world > 1:
         devices = [context.device] if context.device.type == "cuda" else None
         forward = DistributedDataParallel(forward, device_ids=devices, broadcast_buffers=False)
@@ -255,7 +255,7 @@ def train(config: Config, name: str, context) -> dict:
             group["lr"] = common.cosine(step, config.steps, config.warmup, peak, floor)
         for micro in mine:
             common.seed_all(config.seed, 1 + step, micro)  # dropout, whichever process gets this micro-batch
-            x, y = (t.to(context.device) for t in data.batch("train", step, micro))
+            x, y = (context.send(t) for t in data.batch("train", step, micro))
             if context.world > 1:
                 forward.require_backward_grad_sync = micro == mine[-1]
             with context.autocast():

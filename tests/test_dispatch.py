@@ -1,0 +1,218 @@
+"""The experts' work, however it is done: expert by expert, or as grouped products in a buffer of fixed size."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import model
+from model import GPT, ModelConfig, MoE, dispatch, within_capacity
+from routers import NOT_CHOSEN, Routing, priority_key
+
+on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def make_case(S, E, F_, D, chosen, dtype=torch.float64, seed=0):
+    """h, routing and expert weights; of all (token, expert) pairs, the share `chosen` is wanted, by expert 1 never."""
+    rng = torch.Generator().manual_seed(seed)
+    draw = lambda *shape: torch.randn(*shape, generator=rng, dtype=torch.float64).to(dtype)  # noqa: E731
+    wanted = torch.rand(S, E, generator=rng) < chosen
+    wanted[:, 1:2] = False
+    p = torch.rand(S, E, generator=rng).to(dtype)
+    priority = priority_key(p, torch.randint(3, (S, E), generator=rng)).masked_fill(~wanted, NOT_CHOSEN)
+    gate = (p * wanted).to(torch.promote_types(dtype, torch.float32)).requires_grad_()
+    weights = [x.requires_grad_() for x in (draw(E, F_, D), draw(E, F_), draw(E, D, F_), draw(E, D))]
+    return draw(S, D).requires_grad_(), Routing(gate, priority, gate.sum(), gate), weights
+
+
+def plain(h, routing, capacity, weights):
+    """Every expert on every token, then what is not kept is left out (XMoE eq. 2)."""
+    w_in, b_in, w_out, b_out = weights
+    a = torch.einsum("sd,efd->sef", h, w_in) + b_in
+    y = torch.einsum("sef,edf->sed", F.gelu(a, approximate="tanh"), w_out) + b_out
+    return ((routing.weight * within_capacity(routing.priority, capacity)).unsqueeze(2) * y).sum(dim=1)
+
+
+def values_and_gradients(y, h, routing, weights):
+    arrow = torch.randn(y.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64).to(y.dtype)
+    return y, *torch.autograd.grad((y * arrow.to(y.device)).sum(), (h, routing.weight, *weights))
+
+
+CASES = {  # S, E, F, D, share of the pairs that are wanted, capacity
+    "drops": (9, 4, 3, 5, 0.9, 3),
+    "no drops": (9, 4, 3, 5, 0.5, None),
+    "one expert": (6, 1, 3, 4, 1.0, 4),
+    "S smaller than E": (3, 8, 2, 4, 0.6, 2),
+    "nothing is chosen": (4, 3, 2, 3, 0.0, 2),
+    "one token": (1, 5, 3, 4, 0.7, 1),
+    "expert size 1": (7, 6, 1, 4, 0.5, 3),
+}
+
+
+@pytest.mark.parametrize("S, E, F_, D, chosen, capacity", CASES.values(), ids=CASES)
+def test_gradcheck(S, E, F_, D, chosen, capacity):
+    h, routing, weights = make_case(S, E, F_, D, chosen)
+
+    def layer(h, gate, *weights):
+        return dispatch(h, routing._replace(weight=gate), capacity, weights)[0]
+
+    assert torch.autograd.gradcheck(layer, (h, routing.weight, *weights))
+    found, expected = (
+        values_and_gradients(f(h, routing, capacity, weights), h, routing, weights)
+        for f in (lambda *args: dispatch(*args)[0], plain)
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_gradcheck_where_a_gate_is_zero():
+    h, routing, weights = make_case(5, 3, 2, 4, 1.0)
+    gate = torch.where(routing.weight > 0.5, routing.weight, 0.0).detach().requires_grad_()
+    assert torch.autograd.gradcheck(
+        lambda gate: dispatch(h, routing._replace(weight=gate), 4, weights)[0], (gate,), raise_exception=True
+    )
+
+
+def test_4096_experts_of_size_1_train():  # the paper could not run it
+    config = ModelConfig(n_embd=256, expert_size=1, num_experts=4096, capacity_factor=64.0, threshold=0.1)
+    moe = MoE(config)
+    torch.manual_seed(0)
+    for p in (moe.w_in, moe.w_out, moe.b_in, moe.b_out):
+        torch.nn.init.normal_(p, std=0.5)
+    torch.nn.init.normal_(moe.router.experts, std=0.1)
+    h = torch.randn(1, 64, 256)
+    y, _ = moe(h, torch.zeros(1, 64, dtype=torch.int64))
+    weights = (moe.w_in, moe.b_in, moe.w_out, moe.b_out)
+    routing, parameters = moe.router(h[0]), (*weights, moe.router.experts)
+    expected = plain(h[0], routing, model.expert_capacity(64, 4096, 64.0), weights)
+    assert (routing.wanted.sum(dim=1) > 8).any()
+    torch.testing.assert_close(y[0], expected, rtol=1e-4, atol=1e-4)
+    found, expected = (torch.autograd.grad(x.square().mean(), parameters) for x in (y, expected))
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
+
+
+class Largest(TorchDispatchMode):
+    """The number of elements of the largest tensor that any operation made."""
+
+    def __init__(self):
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **kwargs or {})
+        for x in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(x, torch.Tensor):
+                self.numel = max(self.numel, x.untyped_storage().nbytes() // x.element_size())
+        return out
+
+
+def test_memory_is_linear_in_the_tokens():
+    E, F_, D = 8, 4, 16
+    for S in (512, 4096):
+        h, routing, weights = make_case(S, E, F_, D, 0.9, torch.float32)
+        with Largest() as largest:
+            dispatch(h, routing, S // 4, weights)[0].sum().backward()
+        assert largest.numel <= S * max(D, E)  # E * C * D is twice as much, S * E * C far more
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.data())
+def test_capacity_keeps_what_a_stable_sort_would(data):
+    S, E = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 3))
+    some = st.sampled_from([NOT_CHOSEN, NOT_CHOSEN + 1, -5, -5, 0, 3])  # many ties
+    priority = torch.tensor(data.draw(st.lists(some, min_size=S * E, max_size=S * E))).view(S, E)
+    C = data.draw(st.integers(1, S))
+    order = priority.argsort(dim=0, descending=True, stable=True)[:C]
+    expected = torch.zeros(S, E, dtype=torch.bool).scatter_(0, order, True) & (priority > NOT_CHOSEN)
+    assert torch.equal(within_capacity(priority, C), expected)
+
+
+# --- Grouped products: what CUDA runs, here on the CPU's grouped_mm
+
+
+@pytest.fixture
+def grouped(monkeypatch):
+    """Takes the grouped path wherever it is; memory that nobody wrote is NaN, so that none of it can be used unseen."""
+    monkeypatch.setattr(model, "has_grouped_mm", lambda h, w_in: True)
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(1).isnan()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("most", [None, 4])
+@pytest.mark.parametrize("capacity", [None, 2, 5, 20])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_grouped_experts_are_the_streamed_ones(grouped, dtype, capacity, most):
+    h, routing, weights = make_case(20, 6, 8, 16, 0.5, dtype)
+    choices = routing.priority > NOT_CHOSEN
+    few = choices & (choices.cumsum(dim=1) <= 4)  # at most 4 a token
+    routing = routing._replace(
+        priority=routing.priority.masked_fill(~few, NOT_CHOSEN),
+        weight=(routing.weight * few).detach().requires_grad_(),
+    )
+    found = values_and_gradients(dispatch(h, routing, capacity, weights, most)[0], h, routing, weights)
+    wide = [x.detach().double().requires_grad_() for x in (h, routing.weight, *weights)]
+    routing = routing._replace(weight=wide[1])
+    y = plain(wide[0], routing, capacity, wide[2:])
+    for x, expected in zip(found, values_and_gradients(y, wide[0], routing, wide[2:])):
+        assert x.isfinite().all()
+        assert (x.double() - expected).norm() <= (1e-5 if dtype == torch.float32 else 0.02) * expected.norm()
+
+
+def train_step(forward, ids):
+    logits, balance = forward(ids)
+    return F.cross_entropy(logits.flatten(0, 1).float(), ids.flatten()) + 0.01 * balance
+
+
+def make_gpt(router, **options):
+    config = ModelConfig(vocab_size=32, block_size=16, n_layer=2, n_head=2, n_embd=16, ffn_size=32, router=router)
+    torch.manual_seed(0)
+    return GPT(ModelConfig(**{**vars(config), **options}))
+
+
+@pytest.mark.parametrize("router", ["dense", "switch", "topk", "threshold", "hash"])
+def test_a_step_compiles_in_one_graph_which_asks_the_device_nothing(monkeypatch, router):
+    """A host read, such as item() or nonzero(), would break the graph."""
+    monkeypatch.setattr(model, "has_grouped_mm", lambda h, w_in: True)
+    gpt, ids = make_gpt(router), torch.randint(32, (2, 16))
+    compiled = torch.compile(gpt, backend="aot_eager", fullgraph=True, dynamic=False)
+    results = []
+    for forward in (gpt, compiled):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = train_step(forward, ids)
+        results.append((loss, *torch.autograd.grad(loss, list(gpt.parameters()), materialize_grads=True)))
+    torch.testing.assert_close(results[1], results[0], rtol=0.02, atol=1e-3)
+
+
+@on_cuda
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("router", ["switch", "topk", "threshold"])
+def test_a_step_on_cuda_asks_the_device_nothing_and_agrees_with_the_cpu(router, compiled):
+    gpt, ids = make_gpt(router, n_embd=64, ffn_size=128), torch.randint(32, (4, 16))
+    expected = train_step(gpt, ids)
+    gpt, ids = gpt.cuda(), ids.cuda()
+    forward = torch.compile(gpt, fullgraph=True, dynamic=False) if compiled else gpt
+    for _ in range(2):  # the first one compiles
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = train_step(forward, ids)
+        loss.backward()
+        gpt.zero_grad()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.autocast("cuda", torch.bfloat16):
+            again = train_step(forward, ids)
+        again.backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.testing.assert_close(again.cpu(), expected, rtol=0.02, atol=0.02)
+    assert all(p.grad.isfinite().all() for p in gpt.parameters())
+
+
+def test_infinite_capacity_is_no_limit():
+    h, routing, weights = make_case(9, 4, 3, 5, 0.9)
+    y, counts = dispatch(h, routing, model.expert_capacity(9, 4, math.inf), weights)
+    assert counts.sum() == (routing.priority > NOT_CHOSEN).sum()
