@@ -163,7 +163,7 @@ def dispatch(
             y = grouped_experts(h, gate, kept, counts, rows, w_in, b_in, w_out, hidden)
         else:
             y = StreamedExperts.apply(h, gate, kept, counts.tolist(), w_in, b_in, w_out, hidden)
-        y = torch.addmm(y, gate, b_out)  # sum_e g_e (W_e z + b_e): the biases need no rows
+        y = torch.addmm(y, gate, b_out.to(gate.dtype))  # sum_e g_e (W_e z + b_e): the biases need no rows
     if observe:
         observe(kept, hidden)
     return y, counts
