@@ -136,6 +136,7 @@ class Context:
     world: int
     device: torch.device
     dtype: torch.dtype
+    allocator: str = "default"
 
     def autocast(self):
         half = self.dtype in (torch.bfloat16, torch.float16)
@@ -158,8 +159,10 @@ class Context:
             dist.barrier()
 
 
-def setup(device: str = "auto", dtype: str = "auto") -> Context:
+def setup(device: str = "auto", dtype: str = "auto", keep_memory: bool = True) -> Context:
     """Joins the processes that torchrun started (NCCL on CUDA, gloo elsewhere), and picks device and precision.
+
+    `keep_memory`: on a CPU with glibc, freed memory stays with the process.
 
     Raises ValueError for a device that is not there and for an unknown dtype.
     """
@@ -183,12 +186,13 @@ def setup(device: str = "auto", dtype: str = "auto") -> Context:
         cuda = device.startswith("cuda")
         dist.init_process_group("nccl" if cuda else "gloo", device_id=torch.device(device) if cuda else None)
         atexit.register(dist.destroy_process_group)
-    if device == "cpu" and platform.libc_ver()[0] == "glibc":
-        # Keep the memory of large temporaries: mapping and faulting it in anew at every call takes a third of a step.
-        libc = ctypes.CDLL("libc.so.6")
+    allocator = "default"
+    if keep_memory and device == "cpu" and platform.libc_ver()[0] == "glibc":
+        # Mapping and faulting in the memory of large temporaries anew at every call takes a third of a step.
+        libc, allocator = ctypes.CDLL("libc.so.6"), "glibc, mallopt"
         libc.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD
         libc.mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD
-    return Context(rank, world, torch.device(device), dtypes[dtype])
+    return Context(rank, world, torch.device(device), dtypes[dtype], allocator)
 
 
 def cpu_has_amx() -> bool:
@@ -225,9 +229,7 @@ def machine(context: Context) -> dict:
         "device": name,
         "processes": context.world,
         "threads": torch.get_num_threads(),
-        "allocator": "glibc, mallopt"
-        if context.device.type == "cpu" and platform.libc_ver()[0] == "glibc"
-        else "default",
+        "allocator": context.allocator,
         "dtype": str(context.dtype).removeprefix("torch."),
         "torch": torch.__version__,
         "numpy": np.__version__,

@@ -155,40 +155,42 @@ def dispatch(
         h, w_in, b_in, w_out = (x.to(torch.get_autocast_dtype(device)) for x in (h, w_in, b_in, w_out))
     with torch.autocast(device, enabled=False):
         gate = routing.weight * kept  # (S, E)
+        weights = (w_in, b_in, w_out, b_out.to(gate.dtype))
         if has_grouped_mm(h, w_in):
             S, E = kept.shape
             rows = min(S * (most or E), E * (S if capacity is None else capacity))
             if capacity is None and rows == S * E:  # no bound at all: then the device is asked
                 rows = int(counts.sum())
-            y = grouped_experts(h, gate, kept, counts, rows, w_in, b_in, w_out, hidden)
+            y = grouped_experts(h, gate, kept, counts, rows, *weights, hidden)
         else:
-            y = StreamedExperts.apply(h, gate, kept, counts.tolist(), w_in, b_in, w_out, hidden)
-        y = torch.addmm(y, gate, b_out.to(gate.dtype))  # sum_e g_e (W_e z + b_e): the biases need no rows
+            y = StreamedExperts.apply(h, gate, kept, counts.tolist(), *weights, hidden)
     if observe:
         observe(kept, hidden)
     return y, counts
 
 
 class StreamedExperts(torch.autograd.Function):
-    """y_s = sum over the experts e that keep token s of g_se W2_e gelu(W1_e h_s + b_e): one expert after the other.
+    """y_s = sum over the experts e that keep token s of g_se (W2_e gelu(W1_e h_s + b1_e) + b2_e), expert after expert.
 
     One node with its own backward: rows are gathered again instead of kept, the temporaries of one expert are small
     enough to stay in the cache, and the stacked weights get their gradients slice by slice. For the rows of one expert,
-    with a = h W1^T + b (the only thing saved), z = gelu(a), y = g z W2^T and dy the gradient that comes in,
+    with a = h W1^T + b1 (the only thing saved), z = gelu(a), y = g z W2^T and dy the gradient that comes in,
 
         dz = dy W2        dg = rowsum(dz z)        dW2 = dy^T (g z)
-        da = g dz gelu'(a)     db = colsum(da)     dW1 = da^T h      dh = da W1
+        da = g dz gelu'(a)     db1 = colsum(da)    dW1 = da^T h      dh = da W1
+
+    and for all experts at once y += g b2, dg += dy b2^T, db2 = g^T dy, with the (S, E) gates as a matrix.
 
     h (S, D); gate (S, E), 0 where not kept; counts: the kept rows of each expert. `hidden` receives each a (n, F).
     """
 
     @staticmethod
-    def forward(ctx, h, gate, kept, counts, w_in, b_in, w_out, hidden):
+    def forward(ctx, h, gate, kept, counts, w_in, b_in, w_out, b_out, hidden):
         choice = kept.t().flatten().nonzero().squeeze(1)  # (N,), by expert, then by token
         expert, token = choice // len(h), choice % len(h)
         choice = token * len(counts) + expert  # its place in (S, E)
         g = gate.flatten().index_select(0, choice).unsqueeze(1)  # (N, 1)
-        out = torch.zeros_like(h, dtype=gate.dtype)
+        out = torch.mm(gate, b_out)
         for t, g_e, w1, b, w2 in zip(
             token.split(counts), g.split(counts), w_in.unbind(), b_in.unbind(), w_out.unbind()
         ):
@@ -197,15 +199,16 @@ class StreamedExperts(torch.autograd.Function):
             out.index_add_(0, t, torch.mm(z.to(h.dtype), w2.t()).to(out.dtype))
             hidden.append(a)
         ctx.counts = counts
-        ctx.save_for_backward(h, gate, choice, token, g, w_in, w_out, *hidden)
+        ctx.save_for_backward(h, gate, choice, token, g, w_in, w_out, b_out, *hidden)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dout):
-        h, gate, choice, token, g, w_in, w_out, *hidden = ctx.saved_tensors
+        h, gate, choice, token, g, w_in, w_out, b_out, *hidden = ctx.saved_tensors
         dg, dh = torch.empty_like(g), torch.zeros_like(h, dtype=g.dtype)
         dw_in, db_in, dw_out = torch.empty_like(w_in), w_in.new_empty(w_in.shape[:2]), torch.empty_like(w_out)
+        dgate, db_out = torch.mm(dout, b_out.t()), torch.mm(gate.t(), dout)
         dout = dout.to(h.dtype)
         rows = zip(hidden, *(x.split(ctx.counts) for x in (token, g, dg.squeeze(1))))
         experts = zip(*(w.unbind() for w in (w_in, w_out, dw_in, db_in, dw_out)))
@@ -219,8 +222,8 @@ class StreamedExperts(torch.autograd.Function):
             torch.sum(da, dim=0, out=db)
             torch.mm(da.t(), h.index_select(0, t), out=dw1)
             dh.index_add_(0, t, torch.mm(da, w1).to(dh.dtype))
-        dgate = torch.zeros_like(gate).view(-1).index_copy_(0, choice, dg.squeeze(1)).view_as(gate)
-        return dh.to(h.dtype), dgate, None, None, dw_in, db_in, dw_out, None
+        dgate.view(-1).index_add_(0, choice, dg.squeeze(1))
+        return dh.to(h.dtype), dgate, None, None, dw_in, db_in, dw_out, db_out, None
 
 
 # gelu(a) = a sigmoid(v), v = k (a + 0.044715 a^3): the tanh form, since 1 + tanh(x) = 2 sigmoid(2 x). In place, and
@@ -246,7 +249,7 @@ def has_grouped_mm(h: Tensor, w_in: Tensor) -> bool:
     return h.is_cuda and h.dtype == torch.bfloat16 and w_in.shape[1] % 8 == 0 and w_in.shape[2] % 8 == 0
 
 
-def grouped_experts(h, gate, kept, counts, rows: int, w_in, b_in, w_out, hidden: list) -> Tensor:
+def grouped_experts(h, gate, kept, counts, rows: int, w_in, b_in, w_out, b_out, hidden: list) -> Tensor:
     """`StreamedExperts` where many small products must be one kernel, and asking the device would stall it.
 
     The host knows only `rows`, the most that can be kept: the kept rows lie first, by expert, and offsets stay on the
@@ -269,7 +272,7 @@ def grouped_experts(h, gate, kept, counts, rows: int, w_in, b_in, w_out, hidden:
     z = (F.gelu(a, approximate="tanh") * g).to(h.dtype)
     y = torch.where(real, F.grouped_mm(z, w_out.transpose(1, 2), offs=ends), 0)  # (N, D)
     hidden.append(a)
-    return torch.zeros(S, y.shape[1], dtype=gate.dtype, device=h.device).index_add(0, token, y.to(gate.dtype))
+    return torch.mm(gate, b_out).index_add(0, token, y.to(gate.dtype))
 
 
 class MoE(nn.Module):
