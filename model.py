@@ -240,8 +240,8 @@ def gelu_and_slope(a: Tensor) -> tuple[Tensor, Tensor]:
     """gelu(a), and gelu'(a) = s + a s (1 - s) dv/da with s = sigmoid(v)"""
     s = gelu_curve(a)
     z = a * s
-    slope = torch.addcmul(a.new_full((), GELU_K), a, a, value=3 * GELU_C).mul_(torch.addcmul(z, z, s, value=-1))
-    return z, slope.add_(s)
+    slope = torch.addcmul(a.new_full((), GELU_K), a, a, value=3 * GELU_C)  # dv/da
+    return z, s.addcmul_(slope, torch.addcmul(z, z, s, value=-1))
 
 
 def has_grouped_mm(h: Tensor, w_in: Tensor) -> bool:

@@ -1,0 +1,427 @@
+"""Speed and memory of the MoE layer, as ratios to a dense FFN in the same run.
+
+    python bench.py layer                         four shapes, every router, and the peers that are installed
+    python bench.py step                          whole training steps at equal FLOPs
+    python bench.py size                          how time and memory grow with tokens and with the number of experts
+    python bench.py layer --device cuda --dtype bfloat16 --tokens 65536
+
+`ratio` is time over that of a dense FFN with the FLOPs of the rows that are really kept: 1 is a layer that costs
+nothing but its arithmetic. All contenders take turns, round by round, in one process; times are medians, `spread` is
+half the range between their quartiles. Routers are part of what is timed, as are their gradients. `--help` lists all.
+"""
+
+import copy
+import dataclasses
+import gc
+import importlib.util
+import json
+import math
+import os
+import re
+import statistics
+import sys
+import time
+import typing
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+import common
+from model import FFN, GPT, ModelConfig, MoE, expert_capacity, flops_per_token, within_capacity
+
+
+@dataclasses.dataclass
+class Config:
+    shapes: str = "S1,S2,S3,S4"  # of `layer`, some of these
+    tokens: int | None = None  # S; default: 4096 (layer, size), 4096 (step on a CPU), 16 x 1024 (step on CUDA)
+    routers: str = "all"  # of `layer`: all, or only the one that the shape is about
+    peers: bool = True  # of `layer`: other people's layers, where they are installed
+    rounds: int = 15  # how often each contender runs
+    patience: float = 5.0  # seconds after which a slow contender has run often enough
+    seed: int = 0  # of weights and tokens
+    threads: int = 0  # of the CPU; 0: as torch chooses
+    keep_memory: bool = True  # on a CPU: freed memory stays with the process, as in the training scripts
+    device: str = "auto"  # cuda, mps or cpu
+    dtype: str = "float32"  # float32, or bfloat16 (autocast)
+    json: str | None = None  # file that receives the records
+
+
+# D, E, F, router, K, gamma: what the shape is about. Logits have a standard deviation of 2.75.
+SHAPES = {
+    "S1": (256, 8, 1024, "switch", 1, 1.0),
+    "S2": (256, 64, 128, "threshold", 8, 8.0),
+    "S3": (768, 64, 384, "topk", 8, 8.0),
+    "S4": (768, 32, 3072, "switch", 1, 1.0),
+}
+ROUTERS = ("switch", "topk", "threshold", "hypersphere", "hash", "base", "expert_choice")
+LOGIT_STD = 2.75
+
+
+def layer_config(D: int, E: int, F: int, router: str, K: int, gamma: float) -> ModelConfig:
+    """Of one layer; `hypersphere` is X-MoE's router with the shape's K."""
+    options = {"router": router}
+    if router == "hypersphere":
+        options = {"router": "topk", "score": "hypersphere"}
+    if router in ("topk", "hypersphere"):
+        options["top_k"] = K
+    size = dict(vocab_size=8192, n_embd=D, n_head=4, ffn_size=4 * D, expert_size=F, num_experts=E)
+    return ModelConfig(**size, capacity_factor=gamma, **options)
+
+
+def make_layer(config: ModelConfig, context) -> MoE:
+    moe = MoE(config)
+    for w in (moe.w_in, moe.w_out):
+        nn.init.normal_(w, std=0.02)
+    if config.score == "dot":
+        nn.init.normal_(moe.router.experts, std=LOGIT_STD / math.sqrt(config.n_embd))
+    return moe.to(context.device)
+
+
+def kept_rows(moe: MoE, h: Tensor, ids: Tensor) -> int:
+    with torch.no_grad():
+        routing = moe.router(h.flatten(0, 1), ids.flatten())
+        capacity = expert_capacity(h.shape[0] * h.shape[1], moe.router.num_experts, moe.capacity_factor)
+        return int(within_capacity(routing.priority, capacity).sum())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Peers: (module, call, what it computes in FLOPs forward), or None where the peer has no such layer
+
+
+def mixtral(D, E, F, K, gamma, h, implementation):
+    """Hugging Face's Mixtral block: top-k without a capacity, three matrices an expert."""
+    from transformers import MixtralConfig
+    from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+
+    config = MixtralConfig(hidden_size=D, intermediate_size=F, num_local_experts=E, num_experts_per_tok=K)
+    config._experts_implementation = implementation
+    block = MixtralSparseMoeBlock(config)
+    for p in block.parameters():
+        nn.init.normal_(p, std=0.02)
+    nn.init.normal_(block.gate.weight, std=LOGIT_STD / math.sqrt(D))
+    return block, 2 * 3 * D * F * K * h.shape[0] * h.shape[1]
+
+
+def switch_transformers(D, E, F, K, gamma, h):
+    """Hugging Face's Switch layer: top-1 with a capacity, ReLU, no biases."""
+    if K > 1:
+        return None
+    from transformers import SwitchTransformersConfig
+    from transformers.models.switch_transformers.modeling_switch_transformers import SwitchTransformersSparseMLP
+
+    S = h.shape[0] * h.shape[1]
+    config = SwitchTransformersConfig(
+        d_model=D,
+        d_ff=F,
+        num_experts=E,
+        expert_capacity=expert_capacity(S, E, gamma),
+        dropout_rate=0.0,
+        router_jitter_noise=0.0,
+    )
+    block = SwitchTransformersSparseMLP(config)
+    for p in block.parameters():
+        nn.init.normal_(p, std=0.02)
+    nn.init.normal_(block.router.classifier.weight, std=LOGIT_STD / math.sqrt(D))
+    with torch.no_grad():
+        kept = int(copy.deepcopy(block).to(h.device).router(h)[0].sum())
+    return block, 2 * 2 * D * F * kept
+
+
+def st_moe(D, E, F, K, gamma, h):
+    """lucidrains' ST-MoE layer: top-n with a capacity, GEGLU of two thirds the width, dispatch by one-hot einsum."""
+    if K == 1:
+        return None
+    from st_moe_pytorch import MoE as StMoE
+
+    block = StMoE(D, E, expert_hidden_mult=F / D, gating_top_n=K, threshold_train=0.0, capacity_factor_train=gamma)
+    nn.init.normal_(block.gate.to_gates.weight, std=LOGIT_STD / math.sqrt(D))
+    with torch.no_grad():
+        kept = int(copy.deepcopy(block).to(h.device).gate(h)[0].count_nonzero())
+    return block, 2 * 3 * D * int(F * 2 / 3) * kept
+
+
+PEERS = {
+    "HF Mixtral, loop": ("transformers", lambda *a: mixtral(*a, "eager")),
+    "HF Mixtral, grouped_mm": ("transformers", lambda *a: mixtral(*a, "grouped_mm")),
+    "HF Switch": ("transformers", switch_transformers),
+    "st-moe-pytorch": ("st_moe_pytorch", st_moe),
+}
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Measuring
+
+
+def wait(context):
+    if context.device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+@dataclasses.dataclass
+class Contender:
+    """A layer, how it is called, and the FLOPs of one forward pass over the rows that it keeps."""
+
+    module: nn.Module
+    call: typing.Callable  # (module, h) -> output, auxiliary losses if any
+    flops: int
+
+    def time(self, h: Tensor, context) -> tuple[float, float]:
+        """Seconds forward and backward; the parameters' gradients are made anew, as in training."""
+        gradient, h = h, h.detach().requires_grad_()  # any numbers will do for the gradient that comes in
+        wait(context)
+        start = time.perf_counter()
+        with context.autocast():
+            y, *extra = self.call(self.module, h)
+        wait(context)
+        middle = time.perf_counter()
+        losses = [loss for loss in extra if loss.requires_grad]
+        torch.autograd.backward([y, *losses], [gradient[:, : y.shape[1]].to(y.dtype), *map(torch.ones_like, losses)])
+        wait(context)
+        end = time.perf_counter()
+        self.module.zero_grad(set_to_none=True)
+        return middle - start, end - middle
+
+
+def peak_memory(run, context) -> float:
+    """MB that `run` needs at its peak, beyond what is there before; nan where it cannot be told."""
+    gc.collect()
+    if context.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run()
+        return (torch.cuda.max_memory_allocated() - before) / 2**20
+    try:  # Linux: the highest resident size since it was reset
+        import ctypes
+
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")
+        before = status("VmRSS")
+        run()
+        return (status("VmHWM") - before) / 1024
+    except (OSError, AttributeError, TypeError):
+        return math.nan
+
+
+def status(key: str) -> int:
+    return int(re.search(rf"{key}:\s+(\d+)", Path("/proc/self/status").read_text())[1])
+
+
+def take_turns(contenders: dict, config: Config, title: str) -> dict[str, list]:
+    """name -> what its function returned, round by round. A slow one drops out once its patience is used up."""
+    samples, spent = {name: [] for name in contenders}, dict.fromkeys(contenders, 0.0)
+    bar = tqdm(range(config.rounds + 1), desc=title, unit="round", leave=False)
+    for turn in bar:
+        for name, run in contenders.items():
+            if spent[name] > config.patience and (samples[name] or turn == 1):
+                continue
+            start = time.perf_counter()
+            sample = run()
+            spent[name] += time.perf_counter() - start
+            if turn or spent[name] > config.patience:  # the first time is for warming up, unless there is only one
+                samples[name].append(sample)
+    return samples
+
+
+def middle_and_spread(values: list[float]) -> tuple[float, float]:
+    """Median, and half the range between the quartiles."""
+    if len(values) < 2:
+        return values[0], math.nan
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return middle, (high - low) / 2
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is measured
+
+
+def bench_layer(config: Config, context) -> list[dict]:
+    records, S = [], config.tokens or 4096
+    for shape in config.shapes.split(","):
+        torch.manual_seed(config.seed)
+        D, about = SHAPES[shape][0], SHAPES[shape][3]
+        h, ids = torch.randn(1, S, D, device=context.device), torch.randint(8192, (1, S), device=context.device)
+        layers = contenders(config, SHAPES[shape], h, ids, context)
+        samples = take_turns({k: partial(layer.time, h, context) for k, layer in layers.items()}, config, shape)
+        dense = statistics.median(sum(pair) for pair in samples["dense"]) / layers["dense"].flops
+        found = []
+        for name, layer in layers.items():
+            ms, spread = middle_and_spread([1e3 * sum(pair) for pair in samples[name]])
+            forward, backward = (1e3 * statistics.median(x) for x in zip(*samples[name]))
+            record = {"shape": shape, "impl": "ours" if name == f"ours, {about}" else name, "selection": name, "S": S}
+            record |= {"dtype": config.dtype, "ms": ms, "spread": spread, "forward_ms": forward}
+            record |= {"backward_ms": backward, "peak_mb": peak_memory(partial(layer.time, h, context), context)}
+            record |= {"gflops": 3 * layer.flops / 1e9, "ratio": ms / (1e3 * dense * layer.flops)}
+            found.append(record | {"runs": len(samples[name])})
+        columns = ["selection", "runs", "forward_ms", "backward_ms", "ms", "spread", "peak_mb", "gflops", "ratio"]
+        show(found, columns, f"{shape}: S {S}, D, E, F, router, K, gamma = {SHAPES[shape]}")
+        records += found
+    return records
+
+
+def contenders(config: Config, shape: tuple, h: Tensor, ids: Tensor, context) -> dict[str, Contender]:
+    """The dense FFN of the shape's own kept FLOPs, our layer under every router, and the peers that are installed."""
+    D, E, F, about, K, gamma = shape
+    layers = {"dense": None}
+    for router in [about, *(r for r in ROUTERS if r != about)] if config.routers == "all" else [about]:
+        moe = make_layer(layer_config(D, E, F, router, K, gamma), context)
+        layers[f"ours, {router}"] = Contender(moe, lambda moe, x: moe(x, ids), 4 * D * F * kept_rows(moe, h, ids))
+    rows = max(1, round(layers[f"ours, {about}"].flops / (16 * D * D)))  # of an FFN of width 4 D
+    ffn = FFN(layer_config(D, E, F, about, K, gamma)).to(context.device)
+    layers["dense"] = Contender(ffn, lambda ffn, x: (ffn(x[:, :rows]),), 16 * D * D * rows)
+    for name, (package, make) in PEERS.items() if config.peers else ():
+        if not importlib.util.find_spec(package):
+            print(f"{name}: {package} is not installed, skipped")
+            continue
+        try:
+            made = make(D, E, F, K, gamma, h)
+        except Exception as error:  # a peer may break in many ways; ours go on
+            print(f"{name}: skipped ({type(error).__name__}: {str(error).splitlines()[0]})")
+            continue
+        if made:
+            block, kept_flops = made
+            call = (lambda peer, x: peer(x)[:2]) if package == "st_moe_pytorch" else (lambda peer, x: (peer(x),))
+            layers[name] = Contender(block.to(context.device).train(), call, kept_flops)
+    return layers
+
+
+def bench_step(config: Config, context) -> list[dict]:
+    """Forward, backward, clipping, AdamW: as in train_lm.py, on random tokens."""
+    cuda, records = context.device.type == "cuda", []
+    paper = dict(n_head=12, n_layer=12, block_size=1024, vocab_size=50257)
+    demo = dict(n_head=4, n_layer=4, block_size=256, vocab_size=8192)
+    for D in (768,) if cuda else (256, 768):
+        size = (paper if cuda else demo) | dict(n_embd=D, ffn_size=4 * D)
+        tokens = config.tokens or (16 * 1024 if cuda else 4096)
+        ids = torch.randint(
+            size["vocab_size"], (tokens // size["block_size"], size["block_size"]), device=context.device
+        )
+        steps, flops = {}, {}
+        for name, router, split in (
+            ("dense", "dense", 1),
+            ("switch", "switch", 1),
+            ("topk", "topk", 8),
+            ("threshold", "threshold", 8),
+        ):
+            options = {} if router == "dense" else {"expert_size": 4 * D // split}
+            torch.manual_seed(config.seed)
+            model = GPT(ModelConfig(**size, router=router, **options)).to(context.device)
+            name = f"{name} {model.config.num_experts} x {model.config.expert_size}"
+            steps[name], flops[name] = (
+                make_step(model, ids, context),
+                3 * tokens * flops_per_token(model.config)["total"],
+            )
+        samples = take_turns(steps, config, f"width {D}")
+        names = list(steps)
+        for name in names:
+            ms, spread = middle_and_spread([1e3 * s for s in samples[name]])
+            record = {
+                "shape": f"width {D}",
+                "impl": name,
+                "S": tokens,
+                "dtype": config.dtype,
+                "ms": ms,
+                "spread": spread,
+            }
+            record |= {"tokens_per_second": 1e3 * tokens / ms, "peak_mb": peak_memory(steps[name], context)}
+            for to, other in (("dense", names[0]), ("switch", names[1])):
+                record[f"to_{to}"] = ms / (1e3 * statistics.median(samples[other]))
+            fastest = common.peak_flops(context)
+            records.append(record | {"mfu": 1e3 * flops[name] / ms / fastest if fastest else math.nan})
+        columns = ["impl", "ms", "spread", "tokens_per_second", "mfu", "peak_mb", "to_dense", "to_switch"]
+        show(records[-len(names) :], columns, f"width {D}, {tokens} tokens")
+    return records
+
+
+def make_step(model: GPT, ids: Tensor, context):
+    optimizer = common.adamw(model, 1e-4, (0.9, 0.95), 0.1)
+    forward = torch.compile(model, dynamic=False) if context.device.type == "cuda" else model
+
+    def step() -> float:
+        wait(context)
+        start = time.perf_counter()
+        with context.autocast():
+            logits, balance = forward(ids)
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), ids.flatten()) + 0.01 * balance
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        model.after_step()
+        wait(context)
+        return time.perf_counter() - start
+
+    return step
+
+
+def bench_size(config: Config, context) -> list[dict]:
+    """Tokens at 64 experts of width 128; then ever more and smaller experts, to width 1, at equal FLOPs."""
+    records, most = [], config.tokens or 65536
+    runs = [("tokens", S, 64, 128) for S in (1024, 2048, 4096, 8192, 16384, 32768, 65536) if S <= most]
+    sizes = ((8, 1024), (16, 512), (32, 256), (64, 128), (256, 32), (1024, 8), (4096, 1))
+    runs += [("experts", min(4096, most), E, F) for E, F in sizes]
+    bar = tqdm(runs, unit="size", leave=False)
+    for what, S, E, F in bar:
+        torch.manual_seed(config.seed)
+        D = 256
+        moe = make_layer(layer_config(D, E, F, "threshold", 1, 4 * D / F), context)
+        h, ids = (
+            torch.randn(1, S, D, device=context.device),
+            torch.zeros(1, S, dtype=torch.int64, device=context.device),
+        )
+        run = partial(Contender(moe, lambda moe, x, ids=ids: moe(x, ids), 0).time, h, context)
+        ms, spread = middle_and_spread([1e3 * sum(pair) for pair in take_turns({"": run}, config, what)[""]])
+        peak = peak_memory(run, context)
+        grads = sum(p.numel() for p in moe.parameters()) * 4 / 2**20
+        record = {"shape": what, "impl": "ours", "dtype": config.dtype, "S": S, "E": E, "F": F, "ms": ms}
+        record |= {"spread": spread, "us_per_token": 1e3 * ms / S, "rows_per_token": kept_rows(moe, h, ids) / S}
+        record |= {"peak_mb": peak, "kb_per_token": 1024 * (peak - grads) / S}
+        records.append(record)
+    for what in ("tokens", "experts"):
+        columns = ["S", "E", "F", "ms", "spread", "us_per_token", "rows_per_token", "peak_mb", "kb_per_token"]
+        show(
+            [r for r in records if r["shape"] == what],
+            columns,
+            f"more {what}, width 256; kb_per_token is without the weights' gradients",
+        )
+    return records
+
+
+def show(records: list[dict], columns: list[str], title: str):
+    def text(value):
+        if isinstance(value, float):
+            return "" if math.isnan(value) else f"{value:,.0f}" if value >= 1000 else f"{value:.2f}"
+        return str(value)
+
+    print(
+        f"\n{title}\n\n{common.markdown_table(columns, [[text(r[c]) for c in columns] for r in records])}", flush=True
+    )
+
+
+BENCHES = {"layer": bench_layer, "step": bench_step, "size": bench_size}
+
+
+def main():
+    with common.clear_errors():
+        what = sys.argv[1] if len(sys.argv) > 1 else ""
+        given = common.parse(Config, sys.argv[2:] if what in BENCHES else sys.argv[1:])
+        if what not in BENCHES:
+            raise ValueError(f"say what to measure: python bench.py {' | '.join(BENCHES)}")
+        config = Config(**given)
+        for shape in config.shapes.split(","):
+            if shape not in SHAPES:
+                raise ValueError(f"unknown shape {shape!r}{common.nearest(shape, SHAPES)}")
+        if config.rounds < 1 or (config.tokens or 1) < 1:
+            raise ValueError("rounds and tokens must be positive")
+        context = common.setup(config.device, config.dtype, config.keep_memory)
+    torch.set_num_threads(config.threads or torch.get_num_threads())
+    machine = common.machine(context) | {"cores": os.cpu_count()}
+    print(", ".join(f"{k} {v}" for k, v in machine.items()))
+    records = BENCHES[what](config, context)
+    if config.json:
+        common.write_atomic(Path(config.json), json.dumps([r | {"machine": machine} for r in records], indent=1))
+
+
+if __name__ == "__main__":
+    main()
