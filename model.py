@@ -5,6 +5,7 @@ in place of its FFN (XMoE 4.2). Tensor letters: B batch, T sequence length, S = 
 E experts, F inner width of one expert, C expert capacity, K experts per token, V vocabulary, N kept rows.
 """
 
+import itertools
 import math
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -170,9 +171,9 @@ def dispatch(
 
 
 class StreamedExperts(torch.autograd.Function):
-    """y_s = sum over the experts e that keep token s of g_se (W2_e gelu(W1_e h_s + b1_e) + b2_e), expert after expert.
+    """y_s = sum over the experts e that keep token s of g_se (W2_e gelu(W1_e h_s + b1_e) + b2_e), a few at a time.
 
-    One node with its own backward: rows are gathered again instead of kept, the temporaries of one expert are small
+    One node with its own backward: rows are gathered again instead of kept, the temporaries of a few experts are small
     enough to stay in the cache, and the stacked weights get their gradients slice by slice. For the rows of one expert,
     with a = h W1^T + b1 (the only thing saved), z = gelu(a), y = g z W2^T and dy the gradient that comes in,
 
@@ -191,12 +192,14 @@ class StreamedExperts(torch.autograd.Function):
         choice = token * len(counts) + expert  # its place in (S, E)
         g = gate.flatten().index_select(0, choice).unsqueeze(1)  # (N, 1)
         out = torch.mm(gate, b_out)
-        for t, g_e, w1, b, w2 in zip(
-            token.split(counts), g.split(counts), w_in.unbind(), b_in.unbind(), w_out.unbind()
-        ):
-            a = torch.addmm(b, h.index_select(0, t), w1.t())  # (n, F)
-            z = gelu_curve(a.to(g.dtype)).mul_(a).mul_(g_e)
-            out.index_add_(0, t, torch.mm(z.to(h.dtype), w2.t()).to(out.dtype))
+        w1, w2 = w_in.transpose(1, 2).unbind(), w_out.transpose(1, 2).unbind()
+        for some, rows in few_at_a_time(counts):
+            sizes, t = counts[some], token[rows]
+            x = h.index_select(0, t)  # (n, D)
+            a = b_in.index_select(0, expert[rows])  # (n, F)
+            products(x.split(sizes), w1[some], a.split(sizes), add=True)
+            z = gelu_curve(a.to(g.dtype)).mul_(a).mul_(g[rows]).to(h.dtype)
+            out.index_add_(0, t, products(z.split(sizes), w2[some], x.split(sizes), x).to(out.dtype))
             hidden.append(a)
         ctx.counts = counts
         ctx.save_for_backward(h, gate, choice, token, g, w_in, w_out, b_out, *hidden)
@@ -210,20 +213,42 @@ class StreamedExperts(torch.autograd.Function):
         dw_in, db_in, dw_out = torch.empty_like(w_in), w_in.new_empty(w_in.shape[:2]), torch.empty_like(w_out)
         dgate, db_out = torch.mm(dout, b_out.t()), torch.mm(gate.t(), dout)
         dout = dout.to(h.dtype)
-        rows = zip(hidden, *(x.split(ctx.counts) for x in (token, g, dg.squeeze(1))))
-        experts = zip(*(w.unbind() for w in (w_in, w_out, dw_in, db_in, dw_out)))
-        for (a, t, g_e, dg_e), (w1, w2, dw1, db, dw2) in zip(rows, experts):
+        w1, w2, dw1, db1, dw2 = (w.unbind() for w in (w_in, w_out, dw_in, db_in, dw_out))
+        for (some, rows), a in zip(few_at_a_time(ctx.counts), hidden):
+            sizes, t = ctx.counts[some], token[rows]
             z, slope = gelu_and_slope(a.to(g.dtype))
-            dy = dout.index_select(0, t)
-            dz = torch.mm(dy, w2).to(g.dtype)
-            torch.linalg.vecdot(dz, z, out=dg_e)
-            torch.mm(dy.t(), z.mul_(g_e).to(h.dtype), out=dw2)
-            da = dz.mul_(slope).mul_(g_e).to(h.dtype)
-            torch.sum(da, dim=0, out=db)
-            torch.mm(da.t(), h.index_select(0, t), out=dw1)
-            dh.index_add_(0, t, torch.mm(da, w1).to(dh.dtype))
+            dy, dz = dout.index_select(0, t), torch.empty_like(a)
+            dz = products(dy.split(sizes), w2[some], dz.split(sizes), dz).to(g.dtype)
+            torch.linalg.vecdot(dz, z, out=dg[rows, 0])
+            z, da = z.mul_(g[rows]).to(h.dtype), dz.mul_(slope).mul_(g[rows]).to(h.dtype)
+            products(dy.t().split(sizes, dim=1), z.split(sizes), dw2[some])
+            for da_e, db in zip(da.split(sizes), db1[some]):
+                torch.sum(da_e, dim=0, out=db)
+            x = torch.index_select(h, 0, t, out=dy)
+            products(da.t().split(sizes, dim=1), x.split(sizes), dw1[some])
+            dh.index_add_(0, t, products(da.split(sizes), w1[some], x.split(sizes), x).to(dh.dtype))
         dgate.view(-1).index_add_(0, choice, dg.squeeze(1))
         return dh.to(h.dtype), dgate, None, None, dw_in, db_in, dw_out, db_out, None
+
+
+def few_at_a_time(counts: list[int], most_rows: int = 1024) -> list[tuple[slice, slice]]:
+    """Neighbouring experts, taken together while they have at most so many rows: [(which experts, which rows)].
+
+    Small enough for the cache, and yet few calls where experts have few rows each.
+    """
+    before, first, spans = list(itertools.accumulate(counts, initial=0)), 0, []
+    for e in range(1, len(counts) + 1):
+        if e == len(counts) or before[e + 1] - before[first] > most_rows:
+            spans.append((slice(first, e), slice(before[first], before[e])))
+            first = e
+    return spans
+
+
+def products(xs, ys, outs, out=None, add: bool = False):
+    """outs[i] = xs[i] @ ys[i], or += with `add`. Returns `out`, of which the outs are parts."""
+    for x, y, part in zip(xs, ys, outs):
+        part.addmm_(x, y, beta=int(add))
+    return out
 
 
 # gelu(a) = a sigmoid(v), v = k (a + 0.044715 a^3): the tanh form, since 1 + tanh(x) = 2 sigmoid(2 x). In place, and

@@ -42,6 +42,15 @@ def values_and_gradients(y, h, routing, weights):
     return y, *torch.autograd.grad((y * arrow.to(y.device)).sum(), (h, routing.weight, *weights))
 
 
+@pytest.fixture
+def unwritten_is_nan():
+    """Memory that nobody wrote is NaN, so that none of it can be used unseen."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(1).isnan()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 CASES = {  # S, E, F, D, share of the pairs that are wanted, capacity
     "drops": (9, 4, 3, 5, 0.9, 3),
     "no drops": (9, 4, 3, 5, 0.5, None),
@@ -53,8 +62,10 @@ CASES = {  # S, E, F, D, share of the pairs that are wanted, capacity
 }
 
 
+@pytest.mark.parametrize("at_once", [1, 4, 1024])
 @pytest.mark.parametrize("S, E, F_, D, chosen, capacity", CASES.values(), ids=CASES)
-def test_gradcheck(S, E, F_, D, chosen, capacity):
+def test_gradcheck(monkeypatch, unwritten_is_nan, at_once, S, E, F_, D, chosen, capacity):
+    monkeypatch.setattr(model.few_at_a_time, "__defaults__", (at_once,))
     h, routing, weights = make_case(S, E, F_, D, chosen)
 
     def layer(h, gate, *weights):
@@ -109,13 +120,27 @@ class Largest(TorchDispatchMode):
         return out
 
 
-def test_memory_is_linear_in_the_tokens():
+def test_memory_is_linear_in_the_tokens(monkeypatch):
+    monkeypatch.setattr(model.few_at_a_time, "__defaults__", (1,))
     E, F_, D = 8, 4, 16
     for S in (512, 4096):
         h, routing, weights = make_case(S, E, F_, D, 0.9, torch.float32)
         with Largest() as largest:
             dispatch(h, routing, S // 4, weights)[0].sum().backward()
         assert largest.numel <= S * max(D, E)  # E * C * D is twice as much, S * E * C far more
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=12), st.integers(1, 20))
+def test_experts_are_taken_in_order_and_few_at_a_time(counts, most_rows):
+    spans = model.few_at_a_time(counts, most_rows)
+    assert [e for some, _ in spans for e in range(len(counts))[some]] == list(range(len(counts)))
+    assert [r for _, rows in spans for r in range(sum(counts))[rows]] == list(range(sum(counts)))
+    for some, rows in spans:
+        assert sum(counts[some]) == rows.stop - rows.start
+        assert sum(counts[some]) <= most_rows or some.stop - some.start == 1
+    for (some, _), (after, _) in zip(spans, spans[1:]):  # none is smaller than it must be
+        assert sum(counts[some]) + counts[after.start] > most_rows
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
@@ -133,20 +158,11 @@ def test_capacity_keeps_what_a_stable_sort_would(data):
 # --- Grouped products: what CUDA runs, here on the CPU's grouped_mm
 
 
-@pytest.fixture
-def grouped(monkeypatch):
-    """Takes the grouped path wherever it is; memory that nobody wrote is NaN, so that none of it can be used unseen."""
-    monkeypatch.setattr(model, "has_grouped_mm", lambda h, w_in: True)
-    torch.use_deterministic_algorithms(True)
-    assert torch.empty(1).isnan()
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 @pytest.mark.parametrize("most", [None, 4])
 @pytest.mark.parametrize("capacity", [None, 2, 5, 20])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_grouped_experts_are_the_streamed_ones(grouped, dtype, capacity, most):
+def test_grouped_experts_are_the_streamed_ones(monkeypatch, unwritten_is_nan, dtype, capacity, most):
+    monkeypatch.setattr(model, "has_grouped_mm", lambda h, w_in: True)
     h, routing, weights = make_case(20, 6, 8, 16, 0.5, dtype)
     choices = routing.priority > NOT_CHOSEN
     few = choices & (choices.cumsum(dim=1) <= 4)  # at most 4 a token

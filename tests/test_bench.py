@@ -1,0 +1,67 @@
+"""bench.py as a user runs it, at tiny sizes."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def run(*args):
+    return subprocess.run([sys.executable, "bench.py", *map(str, args)], cwd=ROOT, capture_output=True, text=True)
+
+
+def test_layer_measures_every_router_and_writes_records(tmp_path):
+    file = tmp_path / "layer.json"
+    done = run("layer", "--shapes", "S1", "--tokens", 64, "--rounds", 2, "--patience", 1, "--json", file)
+    assert done.returncode == 0, done.stderr
+    records = {r["impl"]: r for r in json.loads(file.read_text())}
+    assert {"dense", "ours", "ours, topk", "ours, threshold", "ours, hash", "ours, base"} <= set(records)
+    assert records["dense"]["ratio"] == pytest.approx(1)
+    ours, dense = records["ours"], records["dense"]
+    assert ours["selection"] == "ours, switch" and ours["shape"] == "S1" and ours["dtype"] == "float32"
+    assert ours["gflops"] == pytest.approx(dense["gflops"], rel=0.01) and ours["gflops"] > 0
+    expected = ours["ms"] / dense["ms"] * dense["gflops"] / ours["gflops"]
+    assert ours["ratio"] == pytest.approx(expected, rel=0.01)
+    assert all(r["ms"] > 0 and r["forward_ms"] < r["ms"] and r["machine"]["allocator"] for r in records.values())
+    assert "| ours, threshold" in done.stdout and "allocator" in done.stdout
+
+
+def test_step_measures_whole_steps(tmp_path):
+    file = tmp_path / "step.json"
+    done = run("step", "--tokens", 256, "--rounds", 1, "--patience", 0.1, "--json", file)
+    assert done.returncode == 0, done.stderr
+    records = json.loads(file.read_text())
+    assert [r["impl"].split()[0] for r in records] == 2 * ["dense", "switch", "topk", "threshold"]
+    for r in records:
+        assert r["tokens_per_second"] == pytest.approx(256 / r["ms"] * 1e3)
+    assert records[1]["to_switch"] == 1 and records[0]["to_dense"] == 1
+
+
+def test_size_goes_down_to_experts_of_width_1(tmp_path):
+    file = tmp_path / "size.json"
+    done = run("size", "--tokens", 1024, "--rounds", 1, "--patience", 0.1, "--json", file)
+    assert done.returncode == 0, done.stderr
+    records = json.loads(file.read_text())
+    assert [(r["S"], r["E"], r["F"]) for r in records][-1] == (1024, 4096, 1)
+    assert all(math.isfinite(r["ms"]) and r["rows_per_token"] > 0 for r in records)
+
+
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        ([], "say what to measure"),
+        (["sise"], "'sise' is not an option"),
+        (["layer", "--shapes", "S1,S9"], "unknown shape 'S9'"),
+        (["layer", "--rounds", "0"], "must be positive"),
+        (["layer", "--dtype", "float8"], "unknown dtype"),
+        (["size", "--token", "4"], "did you mean tokens?"),
+    ],
+)
+def test_bad_input_is_one_clear_line(args, message):
+    done = run(*args)
+    assert done.returncode == 1 and message in done.stderr and done.stderr.count("\n") == 1
