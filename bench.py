@@ -88,7 +88,9 @@ def kept_rows(moe: MoE, h: Tensor, ids: Tensor) -> int:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Peers: (module, call, what it computes in FLOPs forward), or None where the peer has no such layer
+# Peers: a module and the FLOPs of the rows that it keeps, or None where the peer has no such layer. All with tanh-GELU.
+
+GELU = "gelu_pytorch_tanh"
 
 
 def mixtral(D, E, F, K, gamma, h, implementation):
@@ -96,7 +98,9 @@ def mixtral(D, E, F, K, gamma, h, implementation):
     from transformers import MixtralConfig
     from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
-    config = MixtralConfig(hidden_size=D, intermediate_size=F, num_local_experts=E, num_experts_per_tok=K)
+    config = MixtralConfig(
+        hidden_size=D, intermediate_size=F, num_local_experts=E, num_experts_per_tok=K, hidden_act=GELU
+    )
     config._experts_implementation = implementation
     block = MixtralSparseMoeBlock(config)
     for p in block.parameters():
@@ -106,7 +110,7 @@ def mixtral(D, E, F, K, gamma, h, implementation):
 
 
 def switch_transformers(D, E, F, K, gamma, h):
-    """Hugging Face's Switch layer: top-1 with a capacity, ReLU, no biases."""
+    """Hugging Face's Switch layer: top-1 with a capacity, no biases."""
     if K > 1:
         return None
     from transformers import SwitchTransformersConfig
@@ -119,6 +123,7 @@ def switch_transformers(D, E, F, K, gamma, h):
         num_experts=E,
         expert_capacity=expert_capacity(S, E, gamma),
         dropout_rate=0.0,
+        dense_act_fn=GELU,
         router_jitter_noise=0.0,
     )
     block = SwitchTransformersSparseMLP(config)

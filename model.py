@@ -193,13 +193,14 @@ class StreamedExperts(torch.autograd.Function):
         g = gate.flatten().index_select(0, choice).unsqueeze(1)  # (N, 1)
         out = torch.mm(gate, b_out)
         w1, w2 = w_in.transpose(1, 2).unbind(), w_out.transpose(1, 2).unbind()
-        for some, rows in few_at_a_time(counts):
+        for some, rows in few_at_a_time(counts, max(w_in.shape[1:])):
             sizes, t = counts[some], token[rows]
             x = h.index_select(0, t)  # (n, D)
             a = b_in.index_select(0, expert[rows])  # (n, F)
             products(x.split(sizes), w1[some], a.split(sizes), add=True)
             z = gelu_curve(a.to(g.dtype)).mul_(a).mul_(g[rows]).to(h.dtype)
-            out.index_add_(0, t, products(z.split(sizes), w2[some], x.split(sizes), x).to(out.dtype))
+            y = products(z.split(sizes), w2[some], x.split(sizes), x)  # over x, which has done its work
+            out.index_add_(0, t, y.to(out.dtype))
             hidden.append(a)
         ctx.counts = counts
         ctx.save_for_backward(h, gate, choice, token, g, w_in, w_out, b_out, *hidden)
@@ -214,7 +215,7 @@ class StreamedExperts(torch.autograd.Function):
         dgate, db_out = torch.mm(dout, b_out.t()), torch.mm(gate.t(), dout)
         dout = dout.to(h.dtype)
         w1, w2, dw1, db1, dw2 = (w.unbind() for w in (w_in, w_out, dw_in, db_in, dw_out))
-        for (some, rows), a in zip(few_at_a_time(ctx.counts), hidden):
+        for (some, rows), a in zip(few_at_a_time(ctx.counts, max(w_in.shape[1:])), hidden):
             sizes, t = ctx.counts[some], token[rows]
             z, slope = gelu_and_slope(a.to(g.dtype))
             dy, dz = dout.index_select(0, t), torch.empty_like(a)
@@ -226,19 +227,20 @@ class StreamedExperts(torch.autograd.Function):
                 torch.sum(da_e, dim=0, out=db)
             x = torch.index_select(h, 0, t, out=dy)
             products(da.t().split(sizes, dim=1), x.split(sizes), dw1[some])
-            dh.index_add_(0, t, products(da.split(sizes), w1[some], x.split(sizes), x).to(dh.dtype))
+            dx = products(da.split(sizes), w1[some], x.split(sizes), x)
+            dh.index_add_(0, t, dx.to(dh.dtype))
         dgate.view(-1).index_add_(0, choice, dg.squeeze(1))
         return dh.to(h.dtype), dgate, None, None, dw_in, db_in, dw_out, db_out, None
 
 
-def few_at_a_time(counts: list[int], most_rows: int = 1024) -> list[tuple[slice, slice]]:
-    """Neighbouring experts, taken together while they have at most so many rows: [(which experts, which rows)].
+def few_at_a_time(counts: list[int], width: int, most: int = 1 << 18) -> list[tuple[slice, slice]]:
+    """Neighbouring experts, taken together while rows x width are at most `most`: [(which experts, which rows)].
 
     Small enough for the cache, and yet few calls where experts have few rows each.
     """
     before, first, spans = list(itertools.accumulate(counts, initial=0)), 0, []
     for e in range(1, len(counts) + 1):
-        if e == len(counts) or before[e + 1] - before[first] > most_rows:
+        if e == len(counts) or (before[e + 1] - before[first]) * width > most:
             spans.append((slice(first, e), slice(before[first], before[e])))
             first = e
     return spans
