@@ -366,30 +366,27 @@ def bench_size(config: Config, context) -> list[dict]:
     runs = [("tokens", S, 64, 128) for S in (1024, 2048, 4096, 8192, 16384, 32768, 65536) if S <= most]
     sizes = ((8, 1024), (16, 512), (32, 256), (64, 128), (256, 32), (1024, 8), (4096, 1))
     runs += [("experts", min(4096, most), E, F) for E, F in sizes]
-    bar = tqdm(runs, unit="size", leave=False)
-    for what, S, E, F in bar:
+    D, layers = 256, {}
+    for what, S, E, F in runs:
         torch.manual_seed(config.seed)
-        D = 256
         moe = make_layer(layer_config(D, E, F, "threshold", 1, 4 * D / F), context)
         h, ids = (
             torch.randn(1, S, D, device=context.device),
             torch.zeros(1, S, dtype=torch.int64, device=context.device),
         )
-        run = partial(Contender(moe, lambda moe, x, ids=ids: moe(x, ids), 0).time, h, context)
-        ms, spread = middle_and_spread([1e3 * sum(pair) for pair in take_turns({"": run}, config, what)[""]])
-        peak = peak_memory(run, context)
-        grads = sum(p.numel() for p in moe.parameters()) * 4 / 2**20
+        contender = Contender(moe, lambda moe, x, ids=ids: moe(x, ids), 4 * D * F * kept_rows(moe, h, ids))
+        layers[what, S, E, F] = partial(contender.time, h, context), contender.flops
+    samples = take_turns({key: run for key, (run, _) in layers.items()}, config, "sizes")
+    for (what, S, E, F), (run, flops) in layers.items():
+        ms, spread = middle_and_spread([1e3 * sum(pair) for pair in samples[what, S, E, F]])
+        peak, gradients = peak_memory(run, context), E * (2 * D * F + F + 2 * D) * 4 / 2**20
         record = {"shape": what, "impl": "ours", "dtype": config.dtype, "S": S, "E": E, "F": F, "ms": ms}
-        record |= {"spread": spread, "us_per_token": 1e3 * ms / S, "rows_per_token": kept_rows(moe, h, ids) / S}
-        record |= {"peak_mb": peak, "kb_per_token": 1024 * (peak - grads) / S}
-        records.append(record)
+        record |= {"spread": spread, "us_per_token": 1e3 * ms / S, "rows_per_token": flops / (4 * D * F * S)}
+        records.append(record | {"peak_mb": peak, "kb_per_token": 1024 * (peak - gradients) / S})
     for what in ("tokens", "experts"):
         columns = ["S", "E", "F", "ms", "spread", "us_per_token", "rows_per_token", "peak_mb", "kb_per_token"]
-        show(
-            [r for r in records if r["shape"] == what],
-            columns,
-            f"more {what}, width 256; kb_per_token is without the weights' gradients",
-        )
+        title = f"more {what}, width {D}; kb_per_token is without the weights' gradients"
+        show([r for r in records if r["shape"] == what], columns, title)
     return records
 
 
