@@ -161,8 +161,9 @@ def test_capacity_keeps_what_a_stable_sort_would(data):
 @pytest.mark.parametrize("most", [None, 4])
 @pytest.mark.parametrize("capacity", [None, 2, 5, 20])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_grouped_experts_are_the_streamed_ones(monkeypatch, unwritten_is_nan, dtype, capacity, most):
-    monkeypatch.setattr(model, "has_grouped_mm", lambda h, w_in: True)
+@pytest.mark.parametrize("grouped", [False, True], ids=["streamed", "grouped"])
+def test_both_ways_give_the_plain_sum(monkeypatch, unwritten_is_nan, grouped, dtype, capacity, most):
+    monkeypatch.setattr(model, "has_grouped_mm", lambda h, w_in: grouped)
     h, routing, weights = make_case(20, 6, 8, 16, 0.5, dtype)
     choices = routing.priority > NOT_CHOSEN
     few = choices & (choices.cumsum(dim=1) <= 4)  # at most 4 a token
@@ -177,6 +178,20 @@ def test_grouped_experts_are_the_streamed_ones(monkeypatch, unwritten_is_nan, dt
     for x, expected in zip(found, values_and_gradients(y, wide[0], routing, wide[2:])):
         assert x.isfinite().all()
         assert (x.double() - expected).norm() <= (1e-5 if dtype == torch.float32 else 0.02) * expected.norm()
+
+
+def test_both_ways_show_the_same_activations(monkeypatch, unwritten_is_nan):
+    h, routing, weights = make_case(20, 6, 8, 16, 0.5, torch.float32)
+    positive = []
+    for grouped in (False, True):
+        monkeypatch.setattr(model, "has_grouped_mm", lambda h, w_in, grouped=grouped: grouped)
+
+        def observe(kept, hidden):
+            assert all(a.isfinite().all() for a in hidden)  # unused rows too
+            positive.append(sum(int((a > 0).sum()) for a in hidden))
+
+        dispatch(h, routing, 5, weights, None, observe)
+    assert positive[0] == positive[1] > 0
 
 
 def train_step(forward, ids):
