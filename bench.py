@@ -37,7 +37,7 @@ from model import FFN, GPT, ModelConfig, MoE, expert_capacity, flops_per_token, 
 class Config:
     shapes: str = "S1,S2,S3,S4"  # of `layer`, some of these
     tokens: int | None = None  # S; default: 4096 (layer, size), 4096 (step on a CPU), 16 x 1024 (step on CUDA)
-    routers: str = "all"  # of `layer`: all, or only the one that the shape is about
+    all_routers: bool = True  # of `layer`: false measures only the one that the shape is about
     peers: bool = True  # of `layer`: other people's layers, where they are installed
     rounds: int = 15  # how often each contender runs
     patience: float = 5.0  # seconds after which a slow contender has run often enough
@@ -219,7 +219,7 @@ def take_turns(contenders: dict, config: Config, title: str) -> dict[str, list]:
     bar = tqdm(range(config.rounds + 1), desc=title, unit="round", leave=False)
     for turn in bar:
         for name, run in contenders.items():
-            if spent[name] > config.patience and (samples[name] or turn == 1):
+            if spent[name] > config.patience:
                 continue
             start = time.perf_counter()
             sample = run()
@@ -269,7 +269,7 @@ def contenders(config: Config, shape: tuple, h: Tensor, ids: Tensor, context) ->
     """The dense FFN of the shape's own kept FLOPs, our layer under every router, and the peers that are installed."""
     D, E, F, about, K, gamma = shape
     layers = {"dense": None}
-    for router in [about, *(r for r in ROUTERS if r != about)] if config.routers == "all" else [about]:
+    for router in [about, *(r for r in ROUTERS if r != about and config.all_routers)]:
         moe = make_layer(layer_config(D, E, F, router, K, gamma), context)
         layers[f"ours, {router}"] = Contender(moe, lambda moe, x: moe(x, ids), 4 * D * F * kept_rows(moe, h, ids))
     rows = max(1, round(layers[f"ours, {about}"].flops / (16 * D * D)))  # of an FFN of width 4 D
@@ -299,24 +299,20 @@ def bench_step(config: Config, context) -> list[dict]:
     for D in (768,) if cuda else (256, 768):
         size = (paper if cuda else demo) | dict(n_embd=D, ffn_size=4 * D)
         tokens = config.tokens or (16 * 1024 if cuda else 4096)
-        ids = torch.randint(
-            size["vocab_size"], (tokens // size["block_size"], size["block_size"]), device=context.device
-        )
+        with common.clear_errors():
+            if tokens % size["block_size"]:
+                raise ValueError(
+                    f"tokens must be a multiple of {size['block_size']}, the length of a sequence, not {tokens}"
+                )
+        torch.manual_seed(config.seed)
+        ids = torch.randint(size["vocab_size"], (tokens,), device=context.device).view(-1, size["block_size"])
         steps, flops = {}, {}
-        for name, router, split in (
-            ("dense", "dense", 1),
-            ("switch", "switch", 1),
-            ("topk", "topk", 8),
-            ("threshold", "threshold", 8),
-        ):
+        for router, split in {"dense": 1, "switch": 1, "topk": 8, "threshold": 8}.items():
             options = {} if router == "dense" else {"expert_size": 4 * D // split}
-            torch.manual_seed(config.seed)
             model = GPT(ModelConfig(**size, router=router, **options)).to(context.device)
-            name = f"{name} {model.config.num_experts} x {model.config.expert_size}"
-            steps[name], flops[name] = (
-                make_step(model, ids, context),
-                3 * tokens * flops_per_token(model.config)["total"],
-            )
+            name = f"{router} {model.config.num_experts} x {model.config.expert_size}"
+            flops[name] = 3 * tokens * flops_per_token(model.config)["total"]
+            steps[name] = make_step(model, ids, context)
         samples = take_turns(steps, config, f"width {D}")
         names = list(steps)
         for name in names:

@@ -112,7 +112,7 @@ class ModelConfig:
 def expert_capacity(tokens: int, num_experts: int, capacity_factor: float) -> int | None:
     """C, the rows that one expert may serve (XMoE eq. 3), of at least 4 and at most all; None is no limit.
 
-    The ceiling is that of the decimal number: gamma 1.1 of 100 tokens over 10 experts is 11, where floats say 12.
+    What is above a whole number by 1e-7 or less is rounding: gamma 1.1 of 100 tokens over 10 experts is 11, not 12.
     """
     if capacity_factor == math.inf:
         return None

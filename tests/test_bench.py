@@ -60,6 +60,7 @@ def test_size_goes_down_to_experts_of_width_1(tmp_path):
         (["layer", "--rounds", "0"], "must be positive"),
         (["layer", "--dtype", "float8"], "unknown dtype"),
         (["size", "--token", "4"], "did you mean tokens?"),
+        (["step", "--tokens", "100"], "multiple of 256"),
     ],
 )
 def test_bad_input_is_one_clear_line(args, message):

@@ -205,11 +205,14 @@ def make_gpt(router, **options):
     return GPT(ModelConfig(**{**vars(config), **options}))
 
 
-@pytest.mark.parametrize("router", ["dense", "switch", "topk", "threshold", "hash"])
-def test_a_step_compiles_in_one_graph_which_asks_the_device_nothing(monkeypatch, router):
+@pytest.mark.parametrize(
+    "router, gamma",
+    [*((r, None) for r in ("dense", "switch", "topk", "threshold", "hash")), ("switch", math.inf), ("threshold", 32.0)],
+)
+def test_a_step_compiles_in_one_graph_which_asks_the_device_nothing(monkeypatch, router, gamma):
     """A host read, such as item() or nonzero(), would break the graph."""
     monkeypatch.setattr(model, "has_grouped_mm", lambda h, w_in: True)
-    gpt, ids = make_gpt(router), torch.randint(32, (2, 16))
+    gpt, ids = make_gpt(router, **({} if gamma is None else {"capacity_factor": gamma})), torch.randint(32, (2, 16))
     compiled = torch.compile(gpt, backend="aot_eager", fullgraph=True, dynamic=False)
     results = []
     for forward in (gpt, compiled):
