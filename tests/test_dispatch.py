@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import model
@@ -205,12 +206,25 @@ def make_gpt(router, **options):
     return GPT(ModelConfig(**{**vars(config), **options}))
 
 
-@pytest.mark.parametrize(
+steps_without_drops_too = pytest.mark.parametrize(
     "router, gamma",
     [*((r, None) for r in ("dense", "switch", "topk", "threshold", "hash")), ("switch", math.inf), ("threshold", 32.0)],
 )
-def test_a_step_compiles_in_one_graph_which_asks_the_device_nothing(monkeypatch, router, gamma):
-    """A host read, such as item() or nonzero(), would break the graph."""
+
+
+@steps_without_drops_too
+def test_a_step_asks_the_device_nothing(monkeypatch, router, gamma):
+    """Tensors without values: a host read, such as int(x), tolist() or nonzero(), raises."""
+    monkeypatch.setattr(model, "has_grouped_mm", lambda h, w_in: True)
+    with FakeTensorMode():
+        gpt = make_gpt(router, **({} if gamma is None else {"capacity_factor": gamma}))
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = train_step(gpt, torch.randint(32, (2, 16)))
+        loss.backward()
+
+
+@steps_without_drops_too
+def test_a_step_compiles_in_one_graph(monkeypatch, router, gamma):
     monkeypatch.setattr(model, "has_grouped_mm", lambda h, w_in: True)
     gpt, ids = make_gpt(router, **({} if gamma is None else {"capacity_factor": gamma})), torch.randint(32, (2, 16))
     compiled = torch.compile(gpt, backend="aot_eager", fullgraph=True, dynamic=False)
