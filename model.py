@@ -5,7 +5,6 @@ in place of its FFN (XMoE 4.2). Tensor letters: B batch, T sequence length, S = 
 E experts, F inner width of one expert, C expert capacity, K experts per token, V vocabulary, N kept rows.
 """
 
-import itertools
 import math
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,11 +12,10 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
-from routers import NOT_CHOSEN, ROUTERS, Router, Routing
+from dispatch import dispatch, expert_capacity, within_capacity  # noqa: F401 (within_capacity: for those who look)
+from routers import ROUTERS, Router, Routing
 
-MIN_CAPACITY = 4
 TALLY = ("tokens", "wanted", "served", "unserved", "entropy", "positive", "hidden", "load")
 
 
@@ -106,200 +104,7 @@ class ModelConfig:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Dispatch: from what the router wants to what the experts compute
-
-
-def expert_capacity(tokens: int, num_experts: int, capacity_factor: float) -> int | None:
-    """C, the rows that one expert may serve (XMoE eq. 3), of at least 4 and at most all; None is no limit.
-
-    What is above a whole number by 1e-7 or less is rounding: gamma 1.1 of 100 tokens over 10 experts is 11, not 12.
-    """
-    if capacity_factor == math.inf:
-        return None
-    return min(tokens, max(MIN_CAPACITY, math.ceil(capacity_factor * tokens / num_experts - 1e-7)))
-
-
-def within_capacity(priority: Tensor, capacity: int | None) -> Tensor:
-    """(S, E) priorities -> (S, E) bool: of the tokens that chose it, each expert keeps the first C by priority.
-
-    Among equal priorities the earlier token comes first. Nothing is sorted: the C-th highest is an expert's bar.
-    """
-    if capacity is None or capacity >= len(priority):
-        return priority > NOT_CHOSEN
-    priority = priority.t().contiguous()  # (E, S), so that the tokens of an expert lie together
-    bar = priority.topk(capacity, dim=1, sorted=False).values.amin(dim=1, keepdim=True)  # (E, 1)
-    above, tied = priority > bar, (priority == bar) & (bar > NOT_CHOSEN)
-    room = capacity - above.sum(dim=1, keepdim=True)
-    return (above | (tied & (tied.cumsum(dim=1, dtype=torch.int32) <= room))).t()
-
-
-def dispatch(
-    h: Tensor,
-    routing: Routing,
-    capacity: int | None,
-    weights: tuple[Tensor, ...],
-    most: int | None = None,
-    observe=None,
-) -> tuple[Tensor, Tensor]:
-    """Sends each token to the experts that keep it and adds up their weighted outputs (XMoE eq. 2).
-
-    h (S, D); weights: w_in (E, F, D), b_in (E, F), w_out (E, D, F), b_out (E, D). Returns (S, D) in the gates' type
-    (fp32), zero for a token that no expert kept, and the kept counts (E,). `most` is how many experts one token may
-    choose, None where that is not known. `observe(kept, hidden)` is called where it is given: (S, E) bool, and a list
-    of tensors with F columns, the experts' pre-activations.
-
-    Cost follows the kept rows: gathered by expert, computed as a ragged product, added back. Nothing is padded.
-    """
-    kept = within_capacity(routing.priority, capacity)
-    counts, device, hidden, (w_in, b_in, w_out, b_out) = kept.sum(dim=0), h.device.type, [], weights
-    if torch.is_autocast_enabled(device):
-        h, w_in, b_in, w_out = (x.to(torch.get_autocast_dtype(device)) for x in (h, w_in, b_in, w_out))
-    with torch.autocast(device, enabled=False):
-        gate = routing.weight * kept  # (S, E)
-        weights = (w_in, b_in, w_out, b_out.to(gate.dtype))
-        if has_grouped_mm(h, w_in):
-            S, E = kept.shape
-            rows = min(S * (most or E), E * (S if capacity is None else capacity))
-            if capacity is None and rows == S * E:  # no bound at all: then the device is asked
-                rows = int(counts.sum())
-            y = grouped_experts(h, gate, kept, counts, rows, *weights, hidden)
-        else:
-            y = StreamedExperts.apply(h, gate, kept, counts.tolist(), *weights, hidden)
-    if observe:
-        observe(kept, hidden)
-    return y, counts
-
-
-class StreamedExperts(torch.autograd.Function):
-    """y_s = sum over the experts e that keep token s of g_se (W2_e gelu(W1_e h_s + b1_e) + b2_e), a few at a time.
-
-    One node with its own backward: rows are gathered again instead of kept, the temporaries of a few experts are small
-    enough to stay in the cache, and the stacked weights get their gradients slice by slice. For the rows of one expert,
-    with a = h W1^T + b1 (the only thing saved), z = gelu(a), y = g z W2^T and dy the gradient that comes in,
-
-        dz = dy W2        dg = rowsum(dz z)        dW2 = dy^T (g z)
-        da = g dz gelu'(a)     db1 = colsum(da)    dW1 = da^T h      dh = da W1
-
-    and for all experts at once y += g b2, dg += dy b2^T, db2 = g^T dy, with the (S, E) gates as a matrix.
-
-    h (S, D); gate (S, E), 0 where not kept; counts: the kept rows of each expert. `hidden` receives each a (n, F).
-    """
-
-    @staticmethod
-    def forward(ctx, h, gate, kept, counts, w_in, b_in, w_out, b_out, hidden):
-        choice = kept.t().flatten().nonzero().squeeze(1)  # (N,), by expert, then by token
-        expert, token = choice // len(h), choice % len(h)
-        choice = token * len(counts) + expert  # its place in (S, E)
-        g = gate.flatten().index_select(0, choice).unsqueeze(1)  # (N, 1)
-        out = torch.mm(gate, b_out)
-        w1, w2 = w_in.transpose(1, 2).unbind(), w_out.transpose(1, 2).unbind()
-        for some, rows in few_at_a_time(counts, max(w_in.shape[1:])):
-            sizes, t = counts[some], token[rows]
-            x = h.index_select(0, t)  # (n, D)
-            a = b_in.index_select(0, expert[rows])  # (n, F)
-            products(x.split(sizes), w1[some], a.split(sizes), add=True)
-            z = gelu_curve(a.to(g.dtype)).mul_(a).mul_(g[rows]).to(h.dtype)
-            y = products(z.split(sizes), w2[some], x.split(sizes), x)  # over x, which has done its work
-            out.index_add_(0, t, y.to(out.dtype))
-            hidden.append(a)
-        ctx.counts = counts
-        ctx.save_for_backward(h, gate, choice, token, g, w_in, w_out, b_out, *hidden)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dout):
-        h, gate, choice, token, g, w_in, w_out, b_out, *hidden = ctx.saved_tensors
-        dg, dh = torch.empty_like(g), torch.zeros_like(h, dtype=g.dtype)
-        dw_in, db_in, dw_out = torch.empty_like(w_in), w_in.new_empty(w_in.shape[:2]), torch.empty_like(w_out)
-        dgate, db_out = torch.mm(dout, b_out.t()), torch.mm(gate.t(), dout)
-        dout = dout.to(h.dtype)
-        w1, w2, dw1, db1, dw2 = (w.unbind() for w in (w_in, w_out, dw_in, db_in, dw_out))
-        for (some, rows), a in zip(few_at_a_time(ctx.counts, max(w_in.shape[1:])), hidden):
-            sizes, t = ctx.counts[some], token[rows]
-            z, slope = gelu_and_slope(a.to(g.dtype))
-            dy, dz = dout.index_select(0, t), torch.empty_like(a)
-            dz = products(dy.split(sizes), w2[some], dz.split(sizes), dz).to(g.dtype)
-            torch.sum(dz * z, dim=1, keepdim=True, out=dg[rows])
-            z, da = z.mul_(g[rows]).to(h.dtype), dz.mul_(slope).mul_(g[rows]).to(h.dtype)
-            products(dy.t().split(sizes, dim=1), z.split(sizes), dw2[some])
-            for da_e, db in zip(da.split(sizes), db1[some]):
-                torch.sum(da_e, dim=0, out=db)
-            x = torch.index_select(h, 0, t, out=dy)
-            products(da.t().split(sizes, dim=1), x.split(sizes), dw1[some])
-            dx = products(da.split(sizes), w1[some], x.split(sizes), x)
-            dh.index_add_(0, t, dx.to(dh.dtype))
-        dgate.view(-1).index_add_(0, choice, dg.squeeze(1))
-        return dh.to(h.dtype), dgate, None, None, dw_in, db_in, dw_out, db_out, None
-
-
-def few_at_a_time(counts: list[int], width: int, most: int = 1 << 18) -> list[tuple[slice, slice]]:
-    """Neighbouring experts, taken together while rows x width are at most `most`: [(which experts, which rows)].
-
-    Small enough for the cache, and yet few calls where experts have few rows each.
-    """
-    before, first, spans = list(itertools.accumulate(counts, initial=0)), 0, []
-    for e in range(1, len(counts) + 1):
-        if e == len(counts) or (before[e + 1] - before[first]) * width > most:
-            spans.append((slice(first, e), slice(before[first], before[e])))
-            first = e
-    return spans
-
-
-def products(xs, ys, outs, out=None, add: bool = False):
-    """outs[i] = xs[i] @ ys[i], or += with `add`. Returns `out`, of which the outs are parts."""
-    for x, y, part in zip(xs, ys, outs):
-        part.addmm_(x, y, beta=int(add))
-    return out
-
-
-# gelu(a) = a sigmoid(v), v = k (a + 0.044715 a^3): the tanh form, since 1 + tanh(x) = 2 sigmoid(2 x). In place, and
-# written so, it takes half of F.gelu's time on a CPU.
-GELU_K, GELU_C = 2 * math.sqrt(2 / math.pi), 2 * math.sqrt(2 / math.pi) * 0.044715
-
-
-def gelu_curve(a: Tensor) -> Tensor:
-    """sigmoid(v): gelu(a) / a"""
-    return torch.addcmul(a.new_full((), GELU_K), a, a, value=GELU_C).mul_(a).sigmoid_()
-
-
-def gelu_and_slope(a: Tensor) -> tuple[Tensor, Tensor]:
-    """gelu(a), and gelu'(a) = s + a s (1 - s) dv/da with s = sigmoid(v)"""
-    s = gelu_curve(a)
-    z = a * s
-    slope = torch.addcmul(a.new_full((), GELU_K), a, a, value=3 * GELU_C)  # dv/da
-    return z, s.addcmul_(slope, torch.addcmul(z, z, s, value=-1))
-
-
-def has_grouped_mm(h: Tensor, w_in: Tensor) -> bool:
-    """Whether the products can be `grouped_mm`: on CUDA, in bf16, with rows of a multiple of 16 bytes."""
-    return h.is_cuda and h.dtype == torch.bfloat16 and w_in.shape[1] % 8 == 0 and w_in.shape[2] % 8 == 0
-
-
-def grouped_experts(h, gate, kept, counts, rows: int, w_in, b_in, w_out, b_out, hidden: list) -> Tensor:
-    """`StreamedExperts` where many small products must be one kernel, and asking the device would stall it.
-
-    The host knows only `rows`, the most that can be kept: the kept rows lie first, by expert, and offsets stay on the
-    device. `grouped_mm` neither computes nor writes the rest, so whatever comes out of it is masked, which masks the
-    gradients on their way back too.
-    """
-    (S, E), ends = kept.shape, counts.cumsum(0, dtype=torch.int32)
-    slot = torch.where(kept, kept.cumsum(0) - 1 + ends - counts, rows)  # (S, E), `rows` where not kept
-    choice = torch.full((rows + 1,), S * E, device=h.device)
-    choice = choice.scatter_(0, slot.flatten(), torch.arange(S * E, device=h.device))[:rows]  # (N,) places in (S, E)
-    real = (choice < S * E).unsqueeze(1)  # (N, 1)
-    choice = choice.clamp(max=S * E - 1)
-    token = choice // E
-    # b_in is a column of w_in that meets a column of ones: its gradient is then a product too.
-    h = torch.cat([h, h.new_ones(S, 1), h.new_zeros(S, 7)], dim=1)
-    w_in = torch.cat([w_in, b_in.unsqueeze(2), w_in.new_zeros(*b_in.shape, 7)], dim=2)
-    x = torch.where(real, h.index_select(0, token), 0)
-    a = torch.where(real, F.grouped_mm(x, w_in.transpose(1, 2), offs=ends), 0)  # (N, F)
-    g = torch.where(real, gate.flatten().index_select(0, choice).unsqueeze(1), 0)
-    z = (F.gelu(a, approximate="tanh") * g).to(h.dtype)
-    y = torch.where(real, F.grouped_mm(z, w_out.transpose(1, 2), offs=ends), 0)  # (N, D)
-    hidden.append(a)
-    return torch.mm(gate, b_out).index_add(0, token, y.to(gate.dtype))
+# Experts in place of an FFN
 
 
 class MoE(nn.Module):

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import model
-from model import GPT, ModelConfig, MoE, dispatch, within_capacity
+import dispatch as dispatching
+from dispatch import dispatch, expert_capacity, within_capacity
+from model import GPT, ModelConfig, MoE
 from routers import NOT_CHOSEN, Routing, priority_key
 
 on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -66,7 +67,7 @@ CASES = {  # S, E, F, D, share of the pairs that are wanted, capacity
 @pytest.mark.parametrize("at_once", [1, 20, 1 << 18])
 @pytest.mark.parametrize("S, E, F_, D, chosen, capacity", CASES.values(), ids=CASES)
 def test_gradcheck(monkeypatch, unwritten_is_nan, at_once, S, E, F_, D, chosen, capacity):
-    monkeypatch.setattr(model.few_at_a_time, "__defaults__", (at_once,))
+    monkeypatch.setattr(dispatching.few_at_a_time, "__defaults__", (at_once,))
     h, routing, weights = make_case(S, E, F_, D, chosen)
 
     def layer(h, gate, *weights):
@@ -99,7 +100,7 @@ def test_4096_experts_of_size_1_train():  # the paper could not run it
     y, _ = moe(h, torch.zeros(1, 64, dtype=torch.int64))
     weights = (moe.w_in, moe.b_in, moe.w_out, moe.b_out)
     routing, parameters = moe.router(h[0]), (*weights, moe.router.experts)
-    expected = plain(h[0], routing, model.expert_capacity(64, 4096, 64.0), weights)
+    expected = plain(h[0], routing, expert_capacity(64, 4096, 64.0), weights)
     assert (routing.wanted.sum(dim=1) > 8).any()
     torch.testing.assert_close(y[0], expected, rtol=1e-4, atol=1e-4)
     found, expected = (torch.autograd.grad(x.square().mean(), parameters) for x in (y, expected))
@@ -122,7 +123,7 @@ class Largest(TorchDispatchMode):
 
 
 def test_memory_is_linear_in_the_tokens(monkeypatch):
-    monkeypatch.setattr(model.few_at_a_time, "__defaults__", (1,))
+    monkeypatch.setattr(dispatching.few_at_a_time, "__defaults__", (1,))
     E, F_, D = 8, 4, 16
     for S in (512, 4096):
         h, routing, weights = make_case(S, E, F_, D, 0.9, torch.float32)
@@ -134,7 +135,7 @@ def test_memory_is_linear_in_the_tokens(monkeypatch):
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=12), st.integers(1, 20), st.integers(1, 3))
 def test_experts_are_taken_in_order_and_few_at_a_time(counts, most_rows, width):
-    spans = model.few_at_a_time(counts, width, most_rows * width)
+    spans = dispatching.few_at_a_time(counts, width, most_rows * width)
     assert [e for some, _ in spans for e in range(len(counts))[some]] == list(range(len(counts)))
     assert [r for _, rows in spans for r in range(sum(counts))[rows]] == list(range(sum(counts)))
     for some, rows in spans:
@@ -164,7 +165,7 @@ def test_capacity_keeps_what_a_stable_sort_would(data):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("grouped", [False, True], ids=["streamed", "grouped"])
 def test_both_ways_give_the_plain_sum(monkeypatch, unwritten_is_nan, grouped, dtype, capacity, most):
-    monkeypatch.setattr(model, "has_grouped_mm", lambda h, w_in: grouped)
+    monkeypatch.setattr(dispatching, "has_grouped_mm", lambda h, w_in: grouped)
     h, routing, weights = make_case(20, 6, 8, 16, 0.5, dtype)
     choices = routing.priority > NOT_CHOSEN
     few = choices & (choices.cumsum(dim=1) <= 4)  # at most 4 a token
@@ -185,7 +186,7 @@ def test_both_ways_show_the_same_activations(monkeypatch, unwritten_is_nan):
     h, routing, weights = make_case(20, 6, 8, 16, 0.5, torch.float32)
     positive = []
     for grouped in (False, True):
-        monkeypatch.setattr(model, "has_grouped_mm", lambda h, w_in, grouped=grouped: grouped)
+        monkeypatch.setattr(dispatching, "has_grouped_mm", lambda h, w_in, grouped=grouped: grouped)
 
         def observe(kept, hidden):
             assert all(a.isfinite().all() for a in hidden)  # unused rows too
@@ -215,7 +216,7 @@ steps_without_drops_too = pytest.mark.parametrize(
 @steps_without_drops_too
 def test_a_step_asks_the_device_nothing(monkeypatch, router, gamma):
     """Tensors without values: a host read, such as int(x), tolist() or nonzero(), raises."""
-    monkeypatch.setattr(model, "has_grouped_mm", lambda h, w_in: True)
+    monkeypatch.setattr(dispatching, "has_grouped_mm", lambda h, w_in: True)
     with FakeTensorMode():
         gpt = make_gpt(router, **({} if gamma is None else {"capacity_factor": gamma}))
         with torch.autocast("cpu", torch.bfloat16):
@@ -225,7 +226,7 @@ def test_a_step_asks_the_device_nothing(monkeypatch, router, gamma):
 
 @steps_without_drops_too
 def test_a_step_compiles_in_one_graph(monkeypatch, router, gamma):
-    monkeypatch.setattr(model, "has_grouped_mm", lambda h, w_in: True)
+    monkeypatch.setattr(dispatching, "has_grouped_mm", lambda h, w_in: True)
     gpt, ids = make_gpt(router, **({} if gamma is None else {"capacity_factor": gamma})), torch.randint(32, (2, 16))
     compiled = torch.compile(gpt, backend="aot_eager", fullgraph=True, dynamic=False)
     results = []
@@ -262,5 +263,5 @@ def test_a_step_on_cuda_asks_the_device_nothing_and_agrees_with_the_cpu(router, 
 
 def test_infinite_capacity_is_no_limit():
     h, routing, weights = make_case(9, 4, 3, 5, 0.9)
-    y, counts = dispatch(h, routing, model.expert_capacity(9, 4, math.inf), weights)
+    y, counts = dispatch(h, routing, expert_capacity(9, 4, math.inf), weights)
     assert counts.sum() == (routing.priority > NOT_CHOSEN).sum()
