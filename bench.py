@@ -30,7 +30,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import common
-from model import FFN, GPT, ModelConfig, MoE, expert_capacity, flops_per_token, within_capacity
+from dispatch import expert_capacity, within_capacity
+from model import FFN, GPT, ModelConfig, MoE, flops_per_token
 
 
 @dataclasses.dataclass
@@ -73,7 +74,7 @@ def layer_config(D: int, E: int, F: int, router: str, K: int, gamma: float) -> M
 
 def make_layer(config: ModelConfig, context) -> MoE:
     moe = MoE(config)
-    for w in (moe.w_in, moe.w_out):
+    for w in (moe.layers[0].w_in, moe.layers[0].w_out):
         nn.init.normal_(w, std=0.02)
     if config.score == "dot":
         nn.init.normal_(moe.router.experts, std=LOGIT_STD / math.sqrt(config.n_embd))

@@ -241,15 +241,15 @@ def machine(context: Context) -> dict:
 # Optimisation
 
 
-BIASES = ("bias", "b_in", "b_out")
+NOT_DECAYED = ("bias", "b_in", "b_out", "ln_weight")
 
 
 def adamw(model: torch.nn.Module, learning_rate: float, betas: tuple[float, float], weight_decay: float, eps=1e-8):
-    """AdamW that decays matrices and embeddings, not norms, biases or scalars (stacked biases are matrices too)."""
+    """AdamW that decays matrices and embeddings, not norms, biases or scalars (stacked ones are matrices)."""
     decayed, free = [], []
     for name, p in model.named_parameters():
         if p.requires_grad:
-            (free if p.dim() < 2 or name.endswith(BIASES) else decayed).append(p)
+            (free if p.dim() < 2 or name.endswith(NOT_DECAYED) else decayed).append(p)
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": free, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, eps=eps, fused=True)
 

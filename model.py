@@ -1,31 +1,37 @@
-"""The Transformer with sparse experts: attention, FFN, experts, capacity dispatch, and the decoder language model.
+"""The Transformers with sparse experts: a decoder language model (GPT-2's layout) and an encoder (XLM-R's).
 
-GPT-2's layout (pre-LN, tanh-GELU, learned positions, biases, tied embeddings); every `moe_every`-th block has experts
-in place of its FFN (XMoE 4.2). Tensor letters: B batch, T sequence length, S = B*T tokens, D model width, H heads,
-E experts, F inner width of one expert, C expert capacity, K experts per token, V vocabulary, N kept rows.
+In the decoder every `moe_every`-th block has experts in place of its FFN (XMoE 4.2); in the encoder, sparse layers
+stand between the others, after those named by `moe_after` (X-MoE 4.1). Tensor letters: B batch, T sequence length, S
+tokens that are not padding, D model width, H heads, E experts, F inner width of one expert, K experts per token, V
+vocabulary, M masked tokens.
 """
 
 import math
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dispatch import dispatch, expert_capacity, within_capacity  # noqa: F401 (within_capacity: for those who look)
+from dispatch import dispatch, expert_capacity
 from routers import ROUTERS, Router, Routing
 
 TALLY = ("tokens", "wanted", "served", "unserved", "entropy", "positive", "hidden", "load")
+PAD = 1  # the encoder's `<pad>`, as in XLM-R, whose positions begin behind it
 
 
 @dataclass
-class ModelConfig:
-    """The constants that define a model. A None is filled in from the others when the object is made.
+class TransformerConfig:
+    """The constants that all models have. A None is filled in from the others when the object is made.
 
-    Left to themselves, all routers get the same parameters and the same FLOPs (XMoE eq. 6): dividing `expert_size`
-    by k multiplies the experts, the choices and the capacity by k.
+    Each model adds where its sparse layers stand and their sizes: expert_size F, num_experts E, top_k K and
+    capacity_factor gamma, whose defaults `sparse_defaults` fills in.
     """
+
+    causal: ClassVar[bool]  # whether a position sees only those before it
+    gelu: ClassVar[str]  # tanh (GPT-2) or none, the erf form (XLM-R)
 
     vocab_size: int | None = None  # V; default: that of the data
     block_size: int = 256  # T, the longest sequence
@@ -35,33 +41,32 @@ class ModelConfig:
     ffn_size: int = 1024  # inner width of a dense FFN
     dropout: float = 0.0  # after embeddings, attention weights, attention and FFN
     init_std: float = 0.03  # of the normal that weights start from; XMoE's wider models: 0.014
-    router: str = "threshold"  # dense, switch, topk, threshold, hash, base or expert_choice
+    router: str = "threshold"  # dense, switch, topk, threshold, hypersphere, hash, base or expert_choice
     score: str | None = None  # dot or hypersphere; default: the router's
     gate: str | None = None  # softmax or sigmoid; default: the router's
     select: str | None = None  # top1, topk, threshold, hash, base or expert_choice; default: the router's
-    moe_every: int = 2  # every so many blocks the FFN is sparse
-    expert_size: int | None = None  # F; default: ffn_size / 4 for topk and threshold, ffn_size for the others
-    num_experts: int | None = None  # E; default: as many parameters as 8 FFNs
-    top_k: int | None = None  # K of topk; default: ffn_size / expert_size
+    expert_layers: int = 0  # FFNs of an expert, each with a norm and a residual around it (X-MoE: 3); 0: one bare FFN
     threshold: float = 0.9  # t, the probability that the chosen experts must reach together
-    capacity_factor: float | None = None  # gamma, inf for no limit; default: ffn_size / expert_size (equal FLOPs)
     eval_threshold: float | None = None  # t at test; default: threshold
     eval_capacity_factor: float | None = None  # gamma at test, inf for no limit; default: capacity_factor
     routing_dim: int | None = None  # d_e, what the router projects to, 0: nothing; default: E / 2 on the hypersphere
     init_temperature: float | None = None  # tau_0; default: 0.3 (softmax), 0.07 (sigmoid)
-    renormalize: bool = False  # softmax gate over the K chosen experts only (X-MoE, K > 1)
-    balance_choices: str = "first"  # choices that the balance loss counts: first (XMoE) or all (X-MoE, K > 1)
+    orthogonal: bool = False  # expert embeddings start orthogonal, of norm 0.1 (base and hypersphere: always)
+    renormalize: bool | None = False  # softmax gate over the K chosen experts only (X-MoE, K > 1)
+    balance_choices: str | None = "first"  # choices that the balance loss counts: first (XMoE) or all (X-MoE, K > 1)
 
     def __post_init__(self):
         if self.router not in ("dense", *ROUTERS):
             raise ValueError(f"router must be one of {', '.join(('dense', *ROUTERS))}, not {self.router!r}")
-        for name in ("block_size", "n_layer", "n_head", "n_embd", "ffn_size", "moe_every"):
+        for name in ("block_size", "n_layer", "n_head", "n_embd", "ffn_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
         if self.n_embd % self.n_head:
             raise ValueError(f"n_head = {self.n_head} does not divide n_embd = {self.n_embd}")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must lie in [0, 1), not {self.dropout}")
+        if self.expert_layers < 0:
+            raise ValueError(f"expert_layers must not be negative: {self.expert_layers}")
         if self.router == "dense":
             if self.score or self.gate or self.select:
                 raise ValueError("router dense has no score, gate or select")
@@ -70,18 +75,7 @@ class ModelConfig:
             return
         for name, default in zip(("score", "gate", "select"), ROUTERS[self.router]):
             setattr(self, name, getattr(self, name) or default)
-        if self.expert_size is None:
-            self.expert_size = self.ffn_size // (4 if self.select in ("topk", "threshold") else 1)
-        derived = None in (self.num_experts, self.capacity_factor) or (self.top_k is None and self.select == "topk")
-        if derived and (self.expert_size < 1 or self.ffn_size % self.expert_size):
-            raise ValueError(
-                f"expert_size = {self.expert_size} does not divide ffn_size = {self.ffn_size}: "
-                "give num_experts, top_k and capacity_factor, or another expert_size"
-            )
-        ratio = self.ffn_size // self.expert_size
-        self.num_experts = 8 * ratio if self.num_experts is None else self.num_experts
-        self.top_k = (ratio if self.select == "topk" else 1) if self.top_k is None else self.top_k
-        self.capacity_factor = float(ratio) if self.capacity_factor is None else self.capacity_factor
+        self.sparse_defaults()
         if self.eval_capacity_factor is None:
             self.eval_capacity_factor = self.capacity_factor
         self.eval_threshold = self.threshold if self.eval_threshold is None else self.eval_threshold
@@ -98,19 +92,132 @@ class ModelConfig:
         if not 1 <= self.top_k <= self.num_experts:
             raise ValueError(f"top_k must lie in [1, num_experts = {self.num_experts}], not {self.top_k}")
 
+
+@dataclass
+class ModelConfig(TransformerConfig):
+    """The decoder's.
+
+    Left to themselves, all routers get the same parameters and the same FLOPs (XMoE eq. 6): dividing `expert_size`
+    by k multiplies the experts, the choices and the capacity by k.
+    """
+
+    causal, gelu = True, "tanh"
+
+    moe_every: int = 2  # every so many blocks the FFN is sparse
+    expert_size: int | None = None  # F; default: ffn_size / 4 for topk and threshold, ffn_size for the others
+    num_experts: int | None = None  # E; default: as many parameters as 8 FFNs
+    top_k: int | None = None  # K of topk; default: ffn_size / expert_size
+    capacity_factor: float | None = None  # gamma, inf for no limit; default: ffn_size / expert_size (equal FLOPs)
+
+    def __post_init__(self):
+        if self.moe_every < 1:
+            raise ValueError(f"moe_every must be positive, not {self.moe_every}")
+        super().__post_init__()
+
+    def sparse_defaults(self):
+        if self.expert_size is None:
+            self.expert_size = self.ffn_size // (4 if self.select in ("topk", "threshold") else 1)
+        derived = None in (self.num_experts, self.capacity_factor) or (self.top_k is None and self.select == "topk")
+        if derived and (self.expert_size < 1 or self.ffn_size % self.expert_size):
+            raise ValueError(
+                f"expert_size = {self.expert_size} does not divide ffn_size = {self.ffn_size}: "
+                "give num_experts, top_k and capacity_factor, or another expert_size"
+            )
+        ratio = self.ffn_size // self.expert_size
+        self.num_experts = 8 * ratio if self.num_experts is None else self.num_experts
+        self.top_k = (ratio if self.select == "topk" else 1) if self.top_k is None else self.top_k
+        self.capacity_factor = float(ratio) if self.capacity_factor is None else self.capacity_factor
+
     def sparse(self, layer: int) -> bool:
         """Whether block `layer` (from 0) has experts."""
         return self.router != "dense" and (layer + 1) % self.moe_every == 0
+
+    @property
+    def num_sparse(self) -> int:
+        """Sparse layers; `num_ffns`: dense FFNs."""
+        return sum(self.sparse(i) for i in range(self.n_layer))
+
+    @property
+    def num_ffns(self) -> int:
+        return self.n_layer - self.num_sparse
+
+
+@dataclass
+class EncoderConfig(TransformerConfig):
+    """The encoder's. X-MoE's sparse layer: 32 experts, each a stack of 3 FFNs, top-1, no capacity limit."""
+
+    causal, gelu = False, "none"
+
+    block_size: int = 128  # T, the longest sequence
+    init_std: float = 0.02  # of the normal that weights start from
+    router: str = "hypersphere"  # hypersphere (X-MoE), switch (SMoE), dense, topk, threshold, hash, base, expert_choice
+    moe_after: str = "6"  # the sparse layers stand after these layers (1 is the first), such as 3,6,6
+    expert_size: int | None = None  # F; default: ffn_size
+    expert_layers: int = 3  # FFNs of an expert, each with a norm and a residual around it; 0: one bare FFN
+    num_experts: int | None = None  # E; default: 32
+    top_k: int | None = None  # K of topk; default: 2
+    capacity_factor: float | None = None  # gamma, inf for no limit; default: inf
+    orthogonal: bool = True  # expert embeddings start orthogonal, of norm 0.1
+    renormalize: bool | None = None  # softmax gate over the K chosen experts only; default: with topk
+    balance_choices: str | None = None  # choices that the balance loss counts: first or all; default: all with topk
+
+    def __post_init__(self):
+        super().__post_init__()
+        try:
+            depths = self.sparse_after
+        except ValueError:
+            depths = [0]
+        if not all(1 <= depth <= self.n_layer for depth in depths):
+            raise ValueError(f"moe_after must name layers from 1 to n_layer = {self.n_layer}, not {self.moe_after!r}")
+
+    def sparse_defaults(self):
+        self.expert_size = self.ffn_size if self.expert_size is None else self.expert_size
+        self.num_experts = 32 if self.num_experts is None else self.num_experts
+        self.top_k = (2 if self.select == "topk" else 1) if self.top_k is None else self.top_k
+        self.capacity_factor = math.inf if self.capacity_factor is None else self.capacity_factor
+        several = self.select == "topk" and self.top_k > 1
+        self.renormalize = several if self.renormalize is None else self.renormalize
+        self.balance_choices = self.balance_choices or ("all" if several else "first")
+
+    @property
+    def sparse_after(self) -> list[int]:
+        """The layers, from 1, behind which a sparse layer stands."""
+        return [] if self.router == "dense" else sorted(int(depth) for depth in self.moe_after.split(","))
+
+    @property
+    def num_sparse(self) -> int:
+        return len(self.sparse_after)
+
+    @property
+    def num_ffns(self) -> int:
+        return self.n_layer
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Experts in place of an FFN
 
 
-class MoE(nn.Module):
-    """A sparse FFN: E experts of inner width F, a router, and a capacity. h (B, T, D) -> (B, T, D), balance loss."""
+class Experts(nn.Module):
+    """One FFN of each of E experts: w_in (E, F, D), b_in (E, F), w_out (E, D, F), b_out (E, D); perhaps a norm."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, E: int, D: int, F_: int, norm: bool):
+        super().__init__()
+        self.w_in, self.b_in = nn.Parameter(torch.empty(E, F_, D)), nn.Parameter(torch.zeros(E, F_))
+        self.w_out, self.b_out = nn.Parameter(torch.empty(E, D, F_)), nn.Parameter(torch.zeros(E, D))
+        if norm:
+            self.ln_weight, self.ln_bias = nn.Parameter(torch.ones(E, D)), nn.Parameter(torch.zeros(E, D))
+
+    def weights(self) -> tuple[Tensor, ...]:
+        return tuple(self.parameters())
+
+
+class MoE(nn.Module):
+    """A sparse FFN: E experts of inner width F, a router, and a capacity. h (B, T, D) -> (B, T, D), balance loss.
+
+    An expert is one FFN, or with `expert_layers` a stack of them (`dispatch.residual_stacks`).
+    """
+
+    def __init__(self, config: TransformerConfig):
         super().__init__()
         E, D, F_ = config.num_experts, config.n_embd, config.expert_size
         self.router = Router(
@@ -124,127 +231,71 @@ class MoE(nn.Module):
             eval_threshold=config.eval_threshold,
             routing_dim=config.routing_dim,
             init_temperature=config.init_temperature,
+            orthogonal=config.orthogonal,
             renormalize=config.renormalize,
             balance_choices=config.balance_choices,
             vocab_size=config.vocab_size,
             init_std=config.init_std,
         )
-        self.w_in, self.b_in = nn.Parameter(torch.empty(E, F_, D)), nn.Parameter(torch.zeros(E, F_))
-        self.w_out, self.b_out = nn.Parameter(torch.empty(E, D, F_)), nn.Parameter(torch.zeros(E, D))
+        self.stacked = config.expert_layers > 0
+        self.layers = nn.ModuleList(Experts(E, D, F_, self.stacked) for _ in range(config.expert_layers or 1))
         self.capacity_factor, self.eval_capacity_factor = config.capacity_factor, config.eval_capacity_factor
-        self.tally = None  # sums for `GPT.stats`, while they are wanted
+        self.gelu = config.gelu
+        self.tally = None  # sums for `stats`, while they are wanted
 
-    def forward(self, h: Tensor, ids: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """mask (B, T) bool: True for a real token, None if all are. Nobody serves padding, and it fills no capacity."""
-        flat, mask = h.flatten(0, 1), None if mask is None else mask.flatten()  # (S, D), (S,)
-        routing = self.router(flat, ids.flatten(), mask)
-        tokens = len(flat) if mask is None else int(mask.sum())
+    def forward(self, h: Tensor, ids: Tensor, real: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """real (S,): places in B * T of the tokens that are not padding, ascending; None if all are.
+
+        Nobody serves padding, and it fills no capacity. What stands there comes out as 0.
+        """
+        flat, ids = h.flatten(0, 1), ids.flatten()
+        if real is not None:
+            flat, ids = flat.index_select(0, real), ids[real]  # (S, D), (S,)
+        routing = self.router(flat, ids)
         gamma = self.capacity_factor if self.training else self.eval_capacity_factor
-        capacity = expert_capacity(tokens, self.router.num_experts, gamma)
-        weights = (self.w_in, self.b_in, self.w_out, self.b_out)
-        observe = self.observe(tokens, routing) if self.tally else None
-        y, _ = dispatch(flat, routing, capacity, weights, self.router.most, observe)
+        capacity = expert_capacity(len(flat), self.router.num_experts, gamma)
+        weights = [layer.weights() for layer in self.layers]
+        observe = self.observe(routing) if self.tally else None
+        weights = weights if self.stacked else weights[0]
+        y, _ = dispatch(flat, routing, capacity, weights, self.router.most, observe, self.gelu)
+        if real is not None:
+            y = y.new_zeros(h.shape[0] * h.shape[1], h.shape[2]).index_copy(0, real, y)
         return y.view_as(h), routing.balance_loss
 
-    def observe(self, tokens: int, routing: Routing):
+    def observe(self, routing: Routing):
         """Adds one forward pass to the tally. Each entry is a sum over tokens; `load` has one an expert."""
 
         def add(kept: Tensor, hidden: list[Tensor]):
-            real = routing.wanted.any(dim=1)  # padding wants nothing
-            self.tally["tokens"] += tokens
+            self.tally["tokens"] += len(kept)
             self.tally["wanted"] += int(routing.wanted.sum())
             self.tally["served"] += int(kept.sum())
-            self.tally["unserved"] += int((real & ~kept.any(dim=1)).sum())
-            self.tally["entropy"] += float(torch.special.entr(routing.probs[real].detach()).sum())
+            self.tally["unserved"] += int((~kept.any(dim=1)).sum())
+            self.tally["entropy"] += float(torch.special.entr(routing.probs.detach()).sum())
             self.tally["positive"] += sum(int((a > 0).sum()) for a in hidden)  # gelu(a) has the sign of a
-            self.tally["hidden"] += int(kept.sum()) * self.w_in.shape[1]
+            self.tally["hidden"] += int(kept.sum()) * sum(layer.w_in.shape[1] for layer in self.layers)
             self.tally["load"] = self.tally["load"] + routing.wanted.sum(dim=0).cpu().double()
 
         return add
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The decoder language model
+class SparseModel(nn.Module):
+    """What models with MoE layers have in common: their start, routing at test, and statistics of it."""
 
-
-class FFN(nn.Module):
-    """(B, T, D) -> (B, T, D) through `ffn_size` tanh-GELU units."""
-
-    def __init__(self, config: ModelConfig):
-        super().__init__()
-        self.fc, self.proj = nn.Linear(config.n_embd, config.ffn_size), nn.Linear(config.ffn_size, config.n_embd)
-
-    def forward(self, h: Tensor) -> Tensor:
-        return self.proj(F.gelu(self.fc(h), approximate="tanh"))
-
-
-class CausalSelfAttention(nn.Module):
-    """(B, T, D) -> (B, T, D), each position looking at itself and those before it."""
-
-    def __init__(self, config: ModelConfig):
-        super().__init__()
-        self.n_head, self.dropout = config.n_head, config.dropout
-        self.qkv, self.proj = nn.Linear(config.n_embd, 3 * config.n_embd), nn.Linear(config.n_embd, config.n_embd)
-
-    def forward(self, h: Tensor) -> Tensor:
-        q, k, v = self.qkv(h).unflatten(2, (3, self.n_head, -1)).permute(2, 0, 3, 1, 4)  # (B, H, T, D / H) each
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.dropout if self.training else 0.0)
-        return self.proj(y.transpose(1, 2).flatten(2))
-
-
-class Block(nn.Module):
-    def __init__(self, config: ModelConfig, sparse: bool):
-        super().__init__()
-        self.ln_1, self.ln_2 = nn.LayerNorm(config.n_embd), nn.LayerNorm(config.n_embd)
-        self.attn, self.dropout, self.sparse = CausalSelfAttention(config), nn.Dropout(config.dropout), sparse
-        self.ffn = MoE(config) if sparse else FFN(config)
-
-    def forward(self, x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor | float]:
-        x = x + self.dropout(self.attn(self.ln_1(x)))
-        h = self.ln_2(x)
-        y, balance = self.ffn(h, ids) if self.sparse else (self.ffn(h), 0.0)
-        return x + self.dropout(y), balance  # a token that no expert kept passes by on the residual stream
-
-
-class GPT(nn.Module):
-    """Decoder-only language model. ids (B, T) -> logits (B, T, V), and the balance loss summed over layers (scalar)."""
-
-    def __init__(self, config: ModelConfig):
-        super().__init__()
-        self.config = config
-        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
-        self.wpe = nn.Embedding(config.block_size, config.n_embd)
-        self.dropout = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(Block(config, config.sparse(i)) for i in range(config.n_layer))
-        self.ln_f = nn.LayerNorm(config.n_embd)
+    def draw(self, std: float, written_std: float):
+        """Draws all weights from normals; `written_std` is for those that write to the residual stream."""
         for name, p in self.named_parameters():
             if "router" in name or "ln_" in name:
                 continue  # these know their own start
             if name.endswith(("bias", "b_in", "b_out")):
                 nn.init.zeros_(p)
-            else:  # GPT-2: what writes to the residual stream starts smaller, the deeper the model
-                writes = name.endswith(("proj.weight", "w_out"))
-                nn.init.normal_(p, std=config.init_std / math.sqrt(2 * config.n_layer) if writes else config.init_std)
+            else:
+                nn.init.normal_(p, std=written_std if name.endswith(("proj.weight", "w_out")) else std)
+        for layer in (layer for moe in self.moe_layers if moe.stacked for layer in moe.layers):
+            nn.init.zeros_(layer.w_out)  # as in BASE layers: an inserted stack changes nothing at first
 
     @property
     def moe_layers(self) -> list[MoE]:
-        return [block.ffn for block in self.blocks if block.sparse]
-
-    def hidden(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """ids (B, T) -> final hidden states (B, T, D), balance loss. Raises ValueError where T > block_size."""
-        T, longest = ids.shape[1], self.config.block_size
-        if T > longest:
-            raise ValueError(f"a sequence of {T} tokens is longer than block_size = {longest}")
-        x = self.dropout(self.wte(ids) + self.wpe.weight[:T])
-        total = torch.zeros((), dtype=self.ln_f.weight.dtype, device=ids.device)
-        for block in self.blocks:
-            x, balance = block(x, ids)
-            total = total + balance
-        return self.ln_f(x), total
-
-    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        h, balance = self.hidden(ids)
-        return F.linear(h, self.wte.weight), balance
+        return [module for module in self.modules() if isinstance(module, MoE)]
 
     def after_step(self):
         """To be called after every optimizer step: restores what routers keep fixed."""
@@ -297,6 +348,89 @@ class GPT(nn.Module):
             moe.tally = None
         return rows
 
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Dense layers
+
+
+class FFN(nn.Module):
+    """(B, T, D) -> (B, T, D) through `ffn_size` GELU units."""
+
+    def __init__(self, config: TransformerConfig):
+        super().__init__()
+        self.fc, self.proj = nn.Linear(config.n_embd, config.ffn_size), nn.Linear(config.ffn_size, config.n_embd)
+        self.gelu = config.gelu
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.proj(F.gelu(self.fc(h), approximate=self.gelu))
+
+
+class SelfAttention(nn.Module):
+    """(B, T, D) -> (B, T, D), each position looking at all others, or at itself and those before it."""
+
+    def __init__(self, config: TransformerConfig):
+        super().__init__()
+        self.n_head, self.dropout, self.causal = config.n_head, config.dropout, config.causal
+        self.qkv, self.proj = nn.Linear(config.n_embd, 3 * config.n_embd), nn.Linear(config.n_embd, config.n_embd)
+
+    def forward(self, h: Tensor, mask: Tensor | None = None) -> Tensor:
+        """mask (B, 1, 1, T) bool: which positions may be looked at; None: all."""
+        q, k, v = self.qkv(h).unflatten(2, (3, self.n_head, -1)).permute(2, 0, 3, 1, 4)  # (B, H, T, D / H) each
+        dropout = self.dropout if self.training else 0.0
+        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=self.causal, dropout_p=dropout)
+        return self.proj(y.transpose(1, 2).flatten(2))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The decoder language model
+
+
+class Block(nn.Module):
+    """GPT-2's: each part reads a norm of the residual stream and adds to it."""
+
+    def __init__(self, config: ModelConfig, sparse: bool):
+        super().__init__()
+        self.ln_1, self.ln_2 = nn.LayerNorm(config.n_embd), nn.LayerNorm(config.n_embd)
+        self.attn, self.dropout, self.sparse = SelfAttention(config), nn.Dropout(config.dropout), sparse
+        self.ffn = MoE(config) if sparse else FFN(config)
+
+    def forward(self, x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor | float]:
+        x = x + self.dropout(self.attn(self.ln_1(x)))
+        h = self.ln_2(x)
+        y, balance = self.ffn(h, ids) if self.sparse else (self.ffn(h), 0.0)
+        return x + self.dropout(y), balance  # a token that no expert kept passes by on the residual stream
+
+
+class GPT(SparseModel):
+    """Decoder-only language model. ids (B, T) -> logits (B, T, V), and the balance loss summed over layers (scalar)."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.config = config
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        self.wpe = nn.Embedding(config.block_size, config.n_embd)
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(Block(config, config.sparse(i)) for i in range(config.n_layer))
+        self.ln_f = nn.LayerNorm(config.n_embd)
+        # GPT-2: what writes to the residual stream starts smaller, the deeper the model.
+        self.draw(config.init_std, config.init_std / math.sqrt(2 * config.n_layer))
+
+    def hidden(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """ids (B, T) -> final hidden states (B, T, D), balance loss. Raises ValueError where T > block_size."""
+        T, longest = ids.shape[1], self.config.block_size
+        if T > longest:
+            raise ValueError(f"a sequence of {T} tokens is longer than block_size = {longest}")
+        x = self.dropout(self.wte(ids) + self.wpe.weight[:T])
+        total = torch.zeros((), dtype=self.ln_f.weight.dtype, device=ids.device)
+        for block in self.blocks:
+            x, balance = block(x, ids)
+            total = total + balance
+        return self.ln_f(x), total
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        h, balance = self.hidden(ids)
+        return F.linear(h, self.wte.weight), balance
+
     @torch.no_grad()
     def generate(self, ids: Tensor, new_tokens: int, temperature: float = 1.0, top_k: int | None = None) -> Tensor:
         """ids (B, T) -> (B, T + new_tokens), sampled from softmax(logits / temperature) over the top_k (None: all).
@@ -321,42 +455,117 @@ class GPT(nn.Module):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Parameters and FLOPs, from the constants alone
+# The encoder
 
 
-def served_rows(config: ModelConfig) -> float:
+class EncoderLayer(nn.Module):
+    """XLM-R's: each part adds to its input, and a norm follows."""
+
+    def __init__(self, config: EncoderConfig):
+        super().__init__()
+        self.attn, self.ffn, self.dropout = SelfAttention(config), FFN(config), nn.Dropout(config.dropout)
+        self.ln_1, self.ln_2 = nn.LayerNorm(config.n_embd), nn.LayerNorm(config.n_embd)
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        x = self.ln_1(x + self.dropout(self.attn(x, mask)))
+        return self.ln_2(x + self.dropout(self.ffn(x)))
+
+
+class Encoder(SparseModel):
+    """XLM-R's encoder with sparse layers between its own: x + MoE(x) after each layer of `moe_after` (X-MoE eq. 2)."""
+
+    def __init__(self, config: EncoderConfig):
+        super().__init__()
+        self.config = config
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        self.wpe = nn.Embedding(
+            PAD + 1 + config.block_size, config.n_embd
+        )  # the first ones are never used, as in XLM-R
+        self.token_type = nn.Parameter(torch.empty(1, config.n_embd))  # there is one type only
+        self.ln_e, self.dropout = nn.LayerNorm(config.n_embd), nn.Dropout(config.dropout)
+        self.layers = nn.ModuleList(EncoderLayer(config) for _ in range(config.n_layer))
+        self.moes = nn.ModuleList(MoE(config) for _ in range(config.num_sparse))
+        self.draw(config.init_std, config.init_std)
+
+    def forward(self, ids: Tensor, real: Tensor | None = None, states: list | None = None) -> tuple[Tensor, Tensor]:
+        """ids (B, T) -> hidden states (B, T, D), and the balance loss summed over sparse layers (scalar).
+
+        real (S,): places in B * T of the tokens that are not PAD, which no others look at; None if there is no PAD.
+        `states` receives the output of the embeddings, and of each layer with the sparse ones behind it, where given.
+        Raises ValueError where T > block_size.
+        """
+        T, longest = ids.shape[1], self.config.block_size
+        if T > longest:
+            raise ValueError(f"a sequence of {T} tokens is longer than block_size = {longest}")
+        mask, positions = None, torch.arange(PAD + 1, PAD + 1 + T, device=ids.device)
+        if real is not None:
+            mask = ids != PAD  # (B, T)
+            positions = PAD + mask.cumsum(dim=1) * mask
+            mask = mask[:, None, None]
+        x = self.dropout(self.ln_e(self.wte(ids) + self.wpe(positions) + self.token_type))
+        total, moes = torch.zeros((), dtype=self.ln_e.weight.dtype, device=ids.device), iter(self.moes)
+        for depth, layer in enumerate(self.layers, 1):
+            if states is not None:
+                states.append(x)
+            x = layer(x, mask)
+            for _ in range(self.config.sparse_after.count(depth)):
+                y, balance = next(moes)(x, ids, real)
+                x, total = x + y, total + balance
+        if states is not None:
+            states.append(x)
+        return x, total
+
+
+class MaskedLM(SparseModel):
+    """An encoder with XLM-R's head, which sees only the M masked tokens."""
+
+    def __init__(self, config: EncoderConfig):
+        super().__init__()
+        self.config, self.encoder = config, Encoder(config)
+        self.dense, self.ln_h = nn.Linear(config.n_embd, config.n_embd), nn.LayerNorm(config.n_embd)
+        self.bias = nn.Parameter(torch.zeros(config.vocab_size))  # the output matrix is the embeddings'
+        nn.init.normal_(self.dense.weight, std=config.init_std)
+        nn.init.zeros_(self.dense.bias)
+
+    def forward(self, ids: Tensor, masked: Tensor, real: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """ids (B, T), masked (M,) places in B * T, real as in `Encoder` -> logits (M, V), balance loss."""
+        x, balance = self.encoder(ids, real)
+        x = self.ln_h(F.gelu(self.dense(x.flatten(0, 1).index_select(0, masked))))
+        return F.linear(x, self.encoder.wte.weight, self.bias), balance
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Parameters and FLOPs
+
+
+def served_rows(config: TransformerConfig) -> float:
     """Rows per token and MoE layer that the capacity leaves room for: at most K, gamma and E."""
     wants = {"topk": config.top_k, "threshold": config.num_experts, "expert_choice": config.num_experts}
     return min(wants.get(config.select, 1), config.capacity_factor, config.num_experts)
 
 
-def router_weights(config: ModelConfig) -> int:
-    D, E, dim = config.n_embd, config.num_experts, config.routing_dim
-    return 0 if config.select == "hash" else dim * D + E * dim if dim else E * D
-
-
-def count_parameters(config: ModelConfig) -> dict[str, float]:
+def count_parameters(model: SparseModel) -> dict[str, float]:
     """`total`, `active` (what one token passes through at full capacity) and `moe` (experts and routers)."""
-    D, E, F_ = config.n_embd, config.num_experts, config.expert_size
-    expert = 2 * D * F_ + F_ + D
-    router = router_weights(config) + (config.score == "hypersphere")  # its temperature
-    layers = sum(config.sparse(i) for i in range(config.n_layer))
-    ffn = 2 * D * config.ffn_size + config.ffn_size + D
-    shared = (config.vocab_size + config.block_size) * D + 2 * D  # embeddings (the head is tied to them), last norm
-    shared += config.n_layer * (4 * (D * D + D) + 4 * D) + (config.n_layer - layers) * ffn
-    moe = layers * (router + E * expert)
-    return {"total": shared + moe, "active": shared + layers * (router + served_rows(config) * expert), "moe": moe}
+
+    def size(*modules: nn.Module) -> int:
+        return sum(p.numel() for module in modules for p in module.parameters())
+
+    idle = 1 - served_rows(model.config) / model.config.num_experts
+    experts = size(*(moe.layers for moe in model.moe_layers))
+    return {"total": size(model), "active": size(model) - idle * experts, "moe": size(*model.moe_layers)}
 
 
-def flops_per_token(config: ModelConfig) -> dict[str, float]:
+def flops_per_token(config: TransformerConfig, predicted: float = 1.0) -> dict[str, float]:
     """Forward FLOPs of one token: `total` and `moe` (experts and routers). A training step costs three times as much.
 
     Products only, two FLOPs a multiply-add; attention counts the full T x T, as MFU figures do; MoE layers are taken at
-    full capacity, so what is really spent is `served` of `GPT.stats` over `served_rows` of it.
+    full capacity, so what is really spent is `served` of `stats` over `served_rows` of it. `predicted` is the share of
+    the tokens that the output layer sees; the encoder's has one more matrix.
     """
-    D, L = config.n_embd, config.n_layer
-    layers = sum(config.sparse(i) for i in range(L))
-    router = router_weights(config)
-    moe = 2 * layers * (router + served_rows(config) * 2 * D * config.expert_size)
-    dense = 2 * (L * 4 * D * D + (L - layers) * 2 * D * config.ffn_size + D * config.vocab_size)
+    D, L, dim, E = config.n_embd, config.n_layer, config.routing_dim, config.num_experts
+    router = 0 if config.select == "hash" else dim * D + E * dim if dim else E * D
+    expert = max(config.expert_layers, 1) * 2 * D * config.expert_size
+    moe = 2 * config.num_sparse * (router + served_rows(config) * expert)
+    head = D * config.vocab_size + (0 if config.causal else D * D)
+    dense = 2 * (L * 4 * D * D + config.num_ffns * 2 * D * config.ffn_size + predicted * head)
     return {"total": moe + dense + 4 * L * config.block_size * D, "moe": moe}

@@ -29,6 +29,7 @@ ROUTERS = {
     "switch": ("dot", "softmax", "top1"),
     "topk": ("dot", "softmax", "topk"),
     "threshold": ("dot", "softmax", "threshold"),
+    "hypersphere": ("hypersphere", "softmax", "top1"),
     "hash": (None, None, "hash"),
     "base": ("dot", "sigmoid", "base"),
     "expert_choice": ("dot", "softmax", "expert_choice"),
@@ -63,7 +64,8 @@ class Router(nn.Module):
 
     `renormalize` makes the softmax gate run over the K chosen only (X-MoE, K > 1); XMoE weighs by the plain
     probability. `balance_choices` is what f_e counts: each token's "first" choice (XMoE), or "all" (X-MoE, K > 1).
-    `routing_dim` is d_e, the width that W projects h to (X-MoE 3.1, typically E / 2); 0 is no projection.
+    `routing_dim` is d_e, the width that W projects h to (X-MoE 3.1, typically E / 2); 0 is no projection. `orthogonal`:
+    expert embeddings start orthogonal and of norm 0.1, which the hypersphere and BASE always do.
 
     Raises ValueError for options that do not go together.
     """
@@ -81,6 +83,7 @@ class Router(nn.Module):
         eval_threshold: float | None = None,
         routing_dim: int = 0,
         init_temperature: float | None = None,
+        orthogonal: bool = False,
         renormalize: bool = False,
         balance_choices: str = "first",
         vocab_size: int = 0,
@@ -114,7 +117,7 @@ class Router(nn.Module):
         self.experts = nn.Parameter(torch.empty(num_experts, routing_dim or n_embd))
         if routing_dim:
             nn.init.normal_(self.project.weight, std=init_std)
-        if score == "hypersphere" or select == "base":
+        if score == "hypersphere" or select == "base" or orthogonal:
             nn.init.orthogonal_(self.experts)
             self.experts.data = EMBEDDING_NORM * F.normalize(self.experts.data, dim=1)
         else:

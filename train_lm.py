@@ -222,7 +222,7 @@ def train(config: Config, name: str, context) -> dict:
         checkpoint = folder.load(tokenizer=data.meta["tokenizer"]["sha256"], data=data.checksum)
         model = build(config, checkpoint, context)
         folder.begin(data.tokenizer)
-    counts, flops = count_parameters(config), flops_per_token(config)
+    counts, flops = count_parameters(model), flops_per_token(config)
     say(f"{name}: {counts['total']:,} parameters, {counts['active']:,.0f} active a token; "
         f"{flops['total'] / 1e6:.1f} MFLOPs a token forward, {flops['moe'] / 1e6:.1f} of them in MoE layers; "
         f"{context.world} x {context.device.type}, {context.dtype}")  # fmt: skip

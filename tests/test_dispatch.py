@@ -93,12 +93,12 @@ def test_4096_experts_of_size_1_train():  # the paper could not run it
     config = ModelConfig(n_embd=256, expert_size=1, num_experts=4096, capacity_factor=64.0, threshold=0.1)
     moe = MoE(config)
     torch.manual_seed(0)
-    for p in (moe.w_in, moe.w_out, moe.b_in, moe.b_out):
+    weights = moe.layers[0].weights()
+    for p in weights:
         torch.nn.init.normal_(p, std=0.5)
     torch.nn.init.normal_(moe.router.experts, std=0.1)
     h = torch.randn(1, 64, 256)
     y, _ = moe(h, torch.zeros(1, 64, dtype=torch.int64))
-    weights = (moe.w_in, moe.b_in, moe.w_out, moe.b_out)
     routing, parameters = moe.router(h[0]), (*weights, moe.router.experts)
     expected = plain(h[0], routing, expert_capacity(64, 4096, 64.0), weights)
     assert (routing.wanted.sum(dim=1) > 8).any()
