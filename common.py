@@ -14,6 +14,7 @@ import math
 import os
 import platform
 import re
+import statistics
 import sys
 import types
 import typing
@@ -108,6 +109,34 @@ def configure(Config: type, presets: dict[str, dict], given: dict, row: dict | N
     return config, name
 
 
+def check_run(config):
+    """ValueError where constants of the same name in every script do not go together."""
+    for name in ("steps", "batch_tokens", "micro_tokens", "eval_every", "eval_tokens", "log_every", "seeds"):
+        if getattr(config, name) < 1:
+            raise ValueError(f"{name} must be positive, not {getattr(config, name)}")
+    for whole, part in (("micro_tokens", "block_size"), ("batch_tokens", "micro_tokens")):
+        if getattr(config, whole) % getattr(config, part):
+            values = getattr(config, part), getattr(config, whole)
+            raise ValueError(f"{part} = {values[0]} does not divide {whole} = {values[1]}")
+
+
+def results_of(Config: type, presets: dict, given: dict, row: dict, run) -> tuple[object, list[dict]]:
+    """One result a seed of a table's row -> the row's config, its results. `run(config, name)` skips finished runs."""
+    results = []
+    for seed in range(given.get("seed", Config.seed), given.get("seed", Config.seed) + given.get("seeds", 1)):
+        with clear_errors():
+            config, name = configure(Config, presets, {**given, "seed": seed}, row)
+        results.append(run(config, name))
+    return config, results
+
+
+def spread(values: list[float], form: str = ".2f") -> str:
+    """The mean of one number a seed, with the deviation where there are several; empty where there is none."""
+    if not values:
+        return ""
+    return f"{statistics.fmean(values):{form}}" + (f" ± {statistics.stdev(values):{form}}" if len(values) > 1 else "")
+
+
 def fail(message: str):
     """One line on stderr, from one process a node, and a non-zero exit."""
     if int(os.environ.get("LOCAL_RANK", 0)) == 0:
@@ -145,6 +174,9 @@ class Context:
     def send(self, x: Tensor) -> Tensor:
         """x on the device; the host does not wait for the copy."""
         return x.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else x.to(self.device)
+
+    def send_all(self, *xs: Tensor | None) -> list[Tensor | None]:
+        return [x if x is None else self.send(x) for x in xs]
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of x over all processes, on every one of them, where x was."""
@@ -193,6 +225,26 @@ def setup(device: str = "auto", dtype: str = "auto", keep_memory: bool = True) -
         libc.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD
         libc.mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD
     return Context(rank, world, torch.device(device), dtypes[dtype], allocator)
+
+
+def deal(config, context: Context) -> range:
+    """The micro-batches of every step that are this process's. ValueError where they cannot be dealt evenly."""
+    micros = config.batch_tokens // config.micro_tokens
+    if micros % context.world:
+        raise ValueError(
+            f"batch_tokens / micro_tokens = {micros} micro-batches a step cannot be dealt to "
+            f"{context.world} processes: change batch_tokens"
+        )
+    return range(context.rank, micros, context.world)
+
+
+def check_data(data, config, context: Context):
+    """Verifies prepared data, and gives its vocabulary to the config. ValueError where the two do not fit."""
+    if context.rank == 0:
+        data.verify()
+    if config.vocab_size not in (None, data.vocab_size):
+        raise ValueError(f"the model's vocabulary is {config.vocab_size}, that of {data.folder} is {data.vocab_size}")
+    config.vocab_size = data.vocab_size
 
 
 def cpu_has_amx() -> bool:
@@ -260,6 +312,18 @@ def cosine(step: int, steps: int, warmup: float, peak: float, floor: float) -> f
     if step < rising:
         return peak * (step + 1) / rising
     return floor + (peak - floor) * (1 + math.cos(math.pi * (step - rising) / max(1, steps - rising))) / 2
+
+
+def linear(step: int, steps: int, warmup: float, peak: float) -> float:
+    """Learning rate of `step` (from 0): a line up for the `warmup` share of the steps, a line down to 0 at `steps`."""
+    rising = max(1, round(warmup * steps))
+    return peak * min((step + 1) / rising, (steps - step) / max(1, steps - rising))
+
+
+def not_finite(bar, step: int):
+    """Ends a run whose loss is not finite."""
+    bar.close()
+    fail(f"the loss is not finite at step {step} or just before (not saved): change --learning_rate or --seed")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

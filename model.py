@@ -151,7 +151,7 @@ class EncoderConfig(TransformerConfig):
     block_size: int = 128  # T, the longest sequence
     init_std: float = 0.02  # of the normal that weights start from
     router: str = "hypersphere"  # hypersphere (X-MoE), switch (SMoE), dense, topk, threshold, hash, base, expert_choice
-    moe_after: str = "6"  # the sparse layers stand after these layers (1 is the first), such as 3,6,6
+    moe_after: str | None = None  # sparse layers stand after these layers, such as 3,6 (from 1); default: half-way
     expert_size: int | None = None  # F; default: ffn_size
     expert_layers: int = 3  # FFNs of an expert, each with a norm and a residual around it; 0: one bare FFN
     num_experts: int | None = None  # E; default: 32
@@ -163,6 +163,7 @@ class EncoderConfig(TransformerConfig):
 
     def __post_init__(self):
         super().__post_init__()
+        self.moe_after = self.moe_after or str(max(1, self.n_layer // 2))
         try:
             depths = self.sparse_after
         except ValueError:

@@ -261,3 +261,20 @@ def balanced_assignment(score: Tensor, epsilon: float | None = None) -> Tensor:
         if step <= last:
             return expert[:S]
         step = max(step / 4, last)
+
+
+def representation_collapse(count: Tensor, total: Tensor, outer: Tensor) -> float:
+    """RC = Tr(Sigma_W pinv(Sigma_B)), the smaller, the more collapsed (X-MoE eq. 11); 0 where one expert has all.
+
+    Of n tokens h (D,), each in the class of its chosen expert, from sums in float64: count (E,) tokens, total (E, D)
+    the sum of h, and outer (D, D) the sum of h h^T over all. Sigma_W is the mean covariance around class means mu_k,
+    Sigma_B = sum_k n_k / n (mu_k - mu)(mu_k - mu)^T over non-empty classes, whose rank is one less than their number.
+    """
+    count, total = count[count > 0], total[count > 0]
+    share, mean = count / count.sum(), total / count.unsqueeze(1)  # (K,), (K, D)
+    within = outer / count.sum() - (share * mean.t()) @ mean  # (D, D)
+    between = share.sqrt().unsqueeze(1) * (mean - share @ mean)  # (K, D); its square is Sigma_B
+    _, size, direction = torch.linalg.svd(between, full_matrices=False)
+    size, direction = size[: len(count) - 1], direction[: len(count) - 1]
+    sound = size > 1e-12 * size.max() if len(size) else size > 0
+    return float((((direction @ within) * direction).sum(dim=1) / size.square())[sound].sum())

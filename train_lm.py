@@ -70,13 +70,7 @@ class Config(ModelConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        for name in ("steps", "batch_tokens", "micro_tokens", "eval_every", "eval_tokens", "log_every", "seeds"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
-        for whole, part in (("micro_tokens", "block_size"), ("batch_tokens", "micro_tokens")):
-            if getattr(self, whole) % getattr(self, part):
-                values = getattr(self, part), getattr(self, whole)
-                raise ValueError(f"{part} = {values[0]} does not divide {whole} = {values[1]}")
+        common.check_run(self)
         if self.table not in (None, *TABLES):
             raise ValueError(f"train_lm.py has tables {', '.join(map(str, TABLES))}, not {self.table}")
         if self.init_from and self.router != "dense":
@@ -141,7 +135,7 @@ def evaluate(model: GPT, data: TokenData, split: str, context, max_tokens: int |
     model.start_stats()
     sums = torch.zeros(3, dtype=torch.float64)  # cross entropy, balance loss, tokens
     for x, y in data.eval_batches(split, max_tokens, context.rank, context.world):
-        x, y = context.send(x), context.send(y)
+        x, y = context.send_all(x, y)
         with context.autocast():
             logits, balance = model(x)
             loss = token_loss(logits, y)
@@ -181,11 +175,7 @@ def open_data(config: Config, context) -> TokenData:
     folder = folder if folder.exists() or not Path(config.data).exists() else Path(config.data)
     micros = config.batch_tokens // config.micro_tokens
     data = TokenData(folder, config.block_size, config.micro_tokens, micros, config.seed)
-    if context.rank == 0:
-        data.verify()
-    if config.vocab_size not in (None, data.vocab_size):
-        raise ValueError(f"the model's vocabulary is {config.vocab_size}, that of {data.folder} is {data.vocab_size}")
-    config.vocab_size = data.vocab_size
+    common.check_data(data, config, context)
     return data
 
 
@@ -207,13 +197,8 @@ def build(config: Config, checkpoint: dict | None, context) -> GPT:
 def train(config: Config, name: str, context) -> dict:
     """Trains (or goes on training) one model -> its result, which is also in result.json."""
     say = tqdm.write if context.rank == 0 else lambda _: None
-    micros = config.batch_tokens // config.micro_tokens
     with common.clear_errors():
-        if micros % context.world:
-            raise ValueError(
-                f"batch_tokens / micro_tokens = {micros} micro-batches a step cannot be dealt to "
-                f"{context.world} processes: change batch_tokens"
-            )
+        mine = common.deal(config, context)  # this process's micro-batches of every step
         data = open_data(config, context)
         folder = common.RunFolder(Path(config.out_dir, name), config, context, fresh=not config.resume)
         if result := folder.result(data=data.checksum):
@@ -244,7 +229,6 @@ def train(config: Config, name: str, context) -> dict:
         devices = [context.device] if context.device.type == "cuda" else None
         forward = DistributedDataParallel(forward, device_ids=devices, broadcast_buffers=False)
 
-    mine = range(context.rank, micros, context.world)  # this process's micro-batches of every step
     loss_sum = model.ln_f.weight.new_zeros(())  # since the last evaluation, on the device; once not finite, it stays so
     since, clock = start, time.perf_counter()
     bar = tqdm(range(start, config.steps), initial=start, total=config.steps, unit="step", disable=context.rank > 0)
@@ -255,7 +239,7 @@ def train(config: Config, name: str, context) -> dict:
             group["lr"] = common.cosine(step, config.steps, config.warmup, peak, floor)
         for micro in mine:
             common.seed_all(config.seed, 1 + step, micro)  # dropout, whichever process gets this micro-batch
-            x, y = (context.send(t) for t in data.batch("train", step, micro))
+            x, y = context.send_all(*data.batch("train", step, micro))
             if context.world > 1:
                 forward.require_backward_grad_sync = micro == mine[-1]
             with context.autocast():
@@ -276,7 +260,7 @@ def train(config: Config, name: str, context) -> dict:
         if done % config.log_every == 0 or due:
             mean_loss = float(context.sum(loss_sum)) / context.world / (done - since)
             if not math.isfinite(mean_loss):
-                not_finite(bar, done)
+                common.not_finite(bar, done)
             speed = (done - since) * config.batch_tokens / (time.perf_counter() - clock)
             bar.set_postfix(loss=f"{mean_loss:.3f}", tok_s=f"{speed:,.0f}")
         if due:
@@ -284,7 +268,7 @@ def train(config: Config, name: str, context) -> dict:
             fastest = common.peak_flops(context)
             scores = evaluate(model, data, "valid", context, config.eval_tokens)
             if not math.isfinite(scores["loss"]):  # the last update broke what the loss before it did not show
-                not_finite(bar, done)
+                common.not_finite(bar, done)
             mfu = f", MFU {3 * flops['total'] * speed / fastest:.1%} at full capacity" if fastest else ""
             say(f"step {done}: train {mean_loss:.4f}  {speed:,.0f} tokens/s{mfu}  valid {describe(scores)}")
             folder.log({"step": done, "train_loss": mean_loss, "tokens_per_second": speed, **scores})
@@ -303,11 +287,6 @@ def train(config: Config, name: str, context) -> dict:
     }  # fmt: skip
     folder.finish(result)
     return result
-
-
-def not_finite(bar: tqdm, step: int):
-    bar.close()
-    common.fail(f"the loss is not finite at step {step} or just before (not saved): change --learning_rate or --seed")
 
 
 def test(model: GPT, data: TokenData, context) -> dict:
@@ -370,19 +349,11 @@ def report(config: Config, result: dict) -> str:
 
 
 def results_of(given: dict, row: dict, context, run=train) -> tuple[Config, list[dict]]:
-    """One result a seed of a table's row -> the row's config, its results. What is on disk is not run again."""
-    results = []
-    for seed in range(given.get("seed", Config.seed), given.get("seed", Config.seed) + given.get("seeds", 1)):
-        with common.clear_errors():
-            config, name = common.configure(Config, PRESETS, {**given, "seed": seed}, row)
-        results.append(run(config, name, context))
-    return config, results
+    return common.results_of(Config, PRESETS, given, row, lambda config, name: run(config, name, context))
 
 
-def spread(results: list[dict], where: str, key: str) -> str:
-    """Mean over the seeds, with the deviation where there are several."""
-    values = [result[where][key] for result in results]
-    return f"{statistics.fmean(values):.2f}" + (f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else "")
+def perplexity(results: list[dict], where: str = "test", key: str = "ppl") -> str:
+    return common.spread([result[where][key] for result in results])
 
 
 def layer_mean(results: list[dict], key: str, form: str) -> str:
@@ -400,7 +371,7 @@ def table1(base: Config, given: dict, context) -> str:
         size = results[0]["parameters"]["total"] / 1e6
         cells = [method, f"{config.num_experts} x {config.expert_size}", f"{size:.1f}M"]
         cells += [f"{p:.2f}" if p else "" for p in papers[wide]]
-        cells += [spread(results, *what) for what in (("test", "ppl"), ("test_no_limit", "ppl"), ("test", "word_ppl"))]
+        cells += [perplexity(results), perplexity(results, "test_no_limit"), perplexity(results, key="word_ppl")]
         routing = (("wanted", ".2f"), ("served", ".2f"), ("cut", ".1%"), ("unserved", ".2%"))
         rows.append(cells + [layer_mean(results, *what) for what in routing])
     headers = ["method", "experts", "params", "paper, OWT", "paper, WT103", "ours", "ours, no limit", "ours, per word"]
@@ -421,7 +392,7 @@ def table2(base: Config, given: dict, context) -> str:
             kept = [layer["served"] / experts for result in results for layer in result["test"]["layers"]]
             cells = ["dense" if experts == 1 else "XMoE", f"{experts} x {base.ffn_size // experts}", f"{flops:.2f}x"]
             cells += [f"{statistics.fmean(kept or [1]):.1%}", *(f"{p:.2f}" for p in paper)]
-            rows.append(cells + [spread(results, "test", "ppl"), spread(results, "test", "word_ppl")])
+            rows.append(cells + [perplexity(results), perplexity(results, key="word_ppl")])
     headers = ["method", "experts", "FLOPs", "really kept", "paper, OWT", "paper, WT103", "ours", "ours, per word"]
     return common.markdown_table(headers, rows)
 
@@ -445,8 +416,8 @@ def main():
         for result in results:
             print(report(config, result))
         if len(results) > 1:
-            both = [spread(results, where, "ppl") for where in ("test", "test_no_limit")]
-            print(f"\n{len(results)} seeds: test perplexity {both[0]}, without a limit {both[1]}")
+            no_limit = perplexity(results, "test_no_limit")
+            print(f"\n{len(results)} seeds: test perplexity {perplexity(results)}, without a limit {no_limit}")
 
 
 if __name__ == "__main__":
