@@ -82,10 +82,12 @@ def nearest(name: str, known) -> str:
 def print_help(Config: type):
     """The script's docstring, then every constant with its default and its comment."""
     print(sys.modules[Config.__module__].__doc__)
-    defaults = {f.name: f.default for f in dataclasses.fields(Config)}
-    for cls in [c for c in Config.__mro__ if dataclasses.is_dataclass(c)]:
+    defaults, comments = {f.name: f.default for f in dataclasses.fields(Config)}, {}
+    for cls in [c for c in Config.__mro__ if dataclasses.is_dataclass(c)]:  # the script's own come first
         for name, comment in re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(cls), re.M):
-            print(f"  --{name:22} {str(defaults[name]):14} {comment}")
+            comments.setdefault(name, comment)
+    for name in (name for name in comments if name in defaults):
+        print(f"  --{name:22} {str(defaults[name]):14} {comments[name]}")
 
 
 def configure(Config: type, presets: dict[str, dict], given: dict, row: dict | None = None):

@@ -146,7 +146,7 @@ class StreamedExperts(torch.autograd.Function):
         token, expert = choice // len(counts), choice % len(counts)
         g = gate.flatten().index_select(0, choice).unsqueeze(1)  # (N, 1)
         out = torch.mm(gate, b_out)
-        w1, w2 = w_in.transpose(1, 2).unbind(), w_out.transpose(1, 2).unbind()
+        w1, w2, saved = w_in.transpose(1, 2).unbind(), w_out.transpose(1, 2).unbind(), []
         for some, rows in few_at_a_time(counts, max(w_in.shape[1:])):
             sizes, t = counts[some], token[rows]
             x = h.index_select(0, t)  # (n, D)
@@ -155,9 +155,10 @@ class StreamedExperts(torch.autograd.Function):
             z = GELU[gelu](a.to(g.dtype)).mul_(g[rows]).to(h.dtype)
             y = products(z.split(sizes), w2[some], x.split(sizes), x)  # over x, which has done its work
             out.index_add_(0, t, y.to(out.dtype))
-            hidden.append(a)
+            saved.append(a)
+        hidden += saved
         ctx.counts, ctx.gelu = counts, gelu
-        ctx.save_for_backward(h, gate, choice, token, g, w_in, w_out, b_out, *hidden)
+        ctx.save_for_backward(h, gate, choice, token, g, w_in, w_out, b_out, *saved)
         return out
 
     @staticmethod

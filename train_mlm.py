@@ -163,7 +163,7 @@ def evaluate(model: MaskedLM, data: MaskedData, config: Config, context, masking
     layers = model.stats(context.sum)
     for i, (moe, watch, layer) in enumerate(zip(model.moe_layers, watches, layers)):
         layer |= watch.finish(before[i] if before else None, context)
-        layer["temperature"] = float(moe.router.temperature) if moe.router.score == "hypersphere" else None
+        layer["temperature"] = temperature(moe)
     loss, count = sums.sum(dim=0).tolist()
     scores = {
         "loss": loss / count,
@@ -175,6 +175,11 @@ def evaluate(model: MaskedLM, data: MaskedData, config: Config, context, masking
         "layers": layers,
     }
     return scores, [watch.chosen for watch in watches]
+
+
+def temperature(moe: MoE) -> float | None:
+    """tau (X-MoE eq. 8); None where there is none."""
+    return moe.router.temperature.item() if moe.router.score == "hypersphere" else None
 
 
 def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
@@ -306,8 +311,7 @@ def train(config: Config, name: str, context) -> dict:
             if not math.isfinite(mean_loss):
                 common.not_finite(bar, done)
             speed = (done - since) * config.batch_tokens / (time.perf_counter() - clock)
-            warmth = {f"tau{i}": f"{float(moe.router.temperature):.3f}" for i, moe in enumerate(model.moe_layers, 1)
-                      if moe.router.score == "hypersphere"}  # fmt: skip
+            warmth = {f"tau{i}": f"{temperature(moe) or 0:.3f}" for i, moe in enumerate(model.moe_layers, 1)}
             bar.set_postfix(loss=f"{mean_loss:.3f}", tok_s=f"{speed:,.0f}", **warmth)
         if due:
             seconds += time.perf_counter() - clock

@@ -1,25 +1,23 @@
 """`train_lm.py` as a user runs it, on a small corpus and tiny models."""
 
+import dataclasses
 import json
 import math
-import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from runs import TORCHRUN, Script, finish, flip_a_byte, losses, metrics, only_run, table_rows, words
 
 import common
 import train_lm
 from data.prepare import prepare
 from data.tokenizers import train_sentencepiece
 
-ROOT = Path(__file__).parent.parent
 ROUTERS = ("dense", "switch", "topk", "threshold", "hash", "base", "expert_choice")
 TINY = dict(n_layer=2, n_head=2, n_embd=16, ffn_size=32, block_size=16, micro_tokens=64, batch_tokens=128, steps=4)
 TINY |= dict(eval_every=2, eval_tokens=128, log_every=1, sample_tokens=4, device="cpu", dtype="float32")
@@ -47,31 +45,8 @@ def options(corpora, tmp_path) -> dict:
     return TINY | {"data": corpora["a"], "out_dir": tmp_path}
 
 
-def words(options: dict) -> list[str]:
-    return [word for name, value in options.items() for word in (f"--{name}", str(value))]
-
-
-def run(options: dict, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["train_lm.py", *words(options)])
-    train_lm.main()
-
-
-def refused(options: dict, monkeypatch, capsys) -> str:
-    """The one line of a run that must not go on."""
-    with pytest.raises(SystemExit) as stop:
-        run(options, monkeypatch)
-    lines = [line for line in capsys.readouterr().err.splitlines() if "step/s" not in line and line.strip()]
-    assert stop.value.code == 1 and len(lines) == 1 and lines[0].startswith("error: "), lines
-    return lines[0]
-
-
-def only_run(folder: Path) -> Path:
-    (path,) = [path for path in folder.iterdir() if path.is_dir()]
-    return path
-
-
-def losses(folder: Path) -> list[float]:
-    return [json.loads(line)["train_loss"] for line in (only_run(folder) / "metrics.jsonl").read_text().splitlines()]
+LM = Script(train_lm)
+run, refused, script = LM.run, LM.refused, LM.start
 
 
 @pytest.mark.parametrize("router", ROUTERS)
@@ -129,21 +104,6 @@ def test_half_precision_keeps_weights_in_fp32_and_scales_the_loss_of_fp16(dtype,
 # Resuming
 
 
-def script(options: dict, *launcher: str) -> subprocess.Popen:
-    command = [*(launcher or (sys.executable,)), str(ROOT / "train_lm.py"), *words(options)]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    Path(options["out_dir"]).mkdir(exist_ok=True)
-    log = open(Path(options["out_dir"], "log.txt"), "w")  # a pipe that nobody reads would block the run
-    return subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT, text=True)
-
-
-def finish(process: subprocess.Popen, options: dict) -> str:
-    """Waits for the end, which must be a good one -> what was printed."""
-    code, out = process.wait(), Path(options["out_dir"], "log.txt").read_text()
-    assert code == 0, out
-    return out
-
-
 def test_a_killed_run_ends_with_the_weights_of_one_that_was_not(options, tmp_path):
     options |= {"steps": 300, "dropout": 0.1, "eval_every": 5, "eval_tokens": 64}
     whole, killed = (options | {"out_dir": tmp_path / name} for name in ("whole", "killed"))
@@ -192,12 +152,6 @@ def test_a_corrupt_checkpoint_gives_way_to_the_previous_one(options, monkeypatch
     assert "corrupt" in refused(options, monkeypatch, capsys)
 
 
-def flip_a_byte(file: Path):
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 0xFF
-    file.write_bytes(data)
-
-
 # Processes
 
 
@@ -205,12 +159,11 @@ def flip_a_byte(file: Path):
 def test_two_processes_compute_what_one_does(options, tmp_path, capacity_factor):
     options |= {"steps": 20, "eval_every": 1, "dtype": "float64", "dropout": 0.1, "capacity_factor": capacity_factor}
     options |= {"batch_tokens": 256, "eval_tokens": 128}
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
     runs = [options | {"out_dir": tmp_path / name} for name in ("one", "two")]
-    processes = script(runs[0]), script(runs[1], *torchrun)
+    processes = script(runs[0]), script(runs[1], *TORCHRUN)
     for process, given in zip(processes, runs):
         finish(process, given)
-    one, two = ([json.loads(line) for line in (only_run(o["out_dir"]) / "metrics.jsonl").open()] for o in runs)
+    one, two = (metrics(o["out_dir"]) for o in runs)
     assert len(one) == 20 and one[-1]["train_loss"] < one[0]["train_loss"]
     for a, b in zip(one, two):
         assert a["train_loss"] == pytest.approx(b["train_loss"], abs=1e-5)
@@ -241,7 +194,7 @@ def test_table_1_has_every_row_and_runs_none_twice(options, monkeypatch, capsys)
     options |= {"table": 1, "steps": 2, "ffn_size": 64, "sample_tokens": 1}
     run(options, monkeypatch)
     table = capsys.readouterr().out.split("\n\n")[-1]
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
+    rows = table_rows(table)
     experts = ["1 x 64", *["8 x 64"] * 3, *["16 x 32", "32 x 16", "64 x 8"] * 2]
     assert [row[1] for row in rows if row] == experts and rows[0][3:5] == ["22.61", "22.24"]
     assert rows[9][3:5] == ["19.46", "19.97"] and all(float(row[5]) > 1 for row in rows[:10])
@@ -254,7 +207,7 @@ def test_table_2_says_what_share_was_really_kept(options, monkeypatch, capsys):
     options |= {"table": 2, "steps": 2, "sample_tokens": 1}
     run(options, monkeypatch)
     table = capsys.readouterr().out.split("\n\n")[-1]
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
+    rows = table_rows(table)
     assert [row[2] for row in rows] == ["1.00x"] + ["1.00x", "0.75x", "0.50x", "0.25x"] * 2
     kept = [float(row[3].rstrip("%")) / 100 for row in rows]
     assert kept[0] == kept[1] == kept[5] == 1
@@ -406,7 +359,7 @@ def test_help_lists_every_constant_with_its_comment(monkeypatch, capsys):
         run({"help": ""}, monkeypatch)
     out = capsys.readouterr().out
     assert stop.value.code == 0
-    for name in train_lm.Config.__dataclass_fields__:
+    for name in (field.name for field in dataclasses.fields(train_lm.Config)):
         (line,) = [line for line in out.splitlines() if line.strip().startswith(f"--{name} ")]
         assert len(line.split()) > 2
 

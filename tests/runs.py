@@ -1,0 +1,73 @@
+"""What the tests of the training scripts share: running one as a user does, and looking at what it leaves behind."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+
+
+def words(options: dict) -> list[str]:
+    return [word for name, value in options.items() for word in (f"--{name}", str(value))]
+
+
+class Script:
+    """One of the training scripts, given as its module."""
+
+    def __init__(self, module):
+        self.module, self.name = module, f"{module.__name__}.py"
+
+    def run(self, options: dict, monkeypatch):
+        monkeypatch.setattr(sys, "argv", [self.name, *words(options)])
+        self.module.main()
+
+    def refused(self, options: dict, monkeypatch, capsys) -> str:
+        """The one line of a run that must not go on."""
+        with pytest.raises(SystemExit) as stop:
+            self.run(options, monkeypatch)
+        lines = [line for line in capsys.readouterr().err.splitlines() if "step/s" not in line and line.strip()]
+        assert stop.value.code == 1 and len(lines) == 1 and lines[0].startswith("error: "), lines
+        return lines[0]
+
+    def start(self, options: dict, *launcher: str) -> subprocess.Popen:
+        """As a process of its own."""
+        command = [*(launcher or (sys.executable,)), str(ROOT / self.name), *words(options)]
+        env = os.environ | {"OMP_NUM_THREADS": "1"}
+        Path(options["out_dir"]).mkdir(exist_ok=True)
+        log = open(Path(options["out_dir"], "log.txt"), "w")  # a pipe that nobody reads would block the run
+        return subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT, text=True)
+
+
+def finish(process: subprocess.Popen, options: dict) -> str:
+    """Waits for the end, which must be a good one -> what was printed."""
+    code, out = process.wait(), Path(options["out_dir"], "log.txt").read_text()
+    assert code == 0, out
+    return out
+
+
+def only_run(folder: Path) -> Path:
+    (path,) = [path for path in folder.iterdir() if path.is_dir()]
+    return path
+
+
+def metrics(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (only_run(folder) / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(folder: Path) -> list[float]:
+    return [record["train_loss"] for record in metrics(folder)]
+
+
+def table_rows(table: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.strip().splitlines()[2:]]
+
+
+def flip_a_byte(file: Path):
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    file.write_bytes(data)
