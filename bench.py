@@ -31,7 +31,7 @@ from tqdm import tqdm
 
 import common
 from dispatch import expert_capacity, within_capacity
-from model import FFN, GPT, ModelConfig, MoE, flops_per_token
+from model import FFN, GPT, EncoderConfig, MaskedLM, ModelConfig, MoE, flops_per_token
 
 
 @dataclasses.dataclass
@@ -293,50 +293,68 @@ def contenders(config: Config, shape: tuple, h: Tensor, ids: Tensor, context) ->
 
 
 def bench_step(config: Config, context) -> list[dict]:
-    """Forward, backward, clipping, AdamW: as in train_lm.py, on random tokens."""
+    """Forward, backward, clipping, AdamW: as in the training scripts, on random tokens, at equal active FLOPs."""
     cuda, records = context.device.type == "cuda", []
     paper = dict(n_head=12, n_layer=12, block_size=1024, vocab_size=50257)
     demo = dict(n_head=4, n_layer=4, block_size=256, vocab_size=8192)
-    for D in (768,) if cuda else (256, 768):
-        size = (paper if cuda else demo) | dict(n_embd=D, ffn_size=4 * D)
-        tokens = config.tokens or (16 * 1024 if cuda else 4096)
+    size, widths, T, V = (paper, (768,), 512, 250_002) if cuda else (demo, (256, 768), 128, 8192)
+    groups = {f"width {D}": (decoders, size | dict(n_embd=D)) for D in widths}
+    groups["encoder"] = encoders, size | dict(n_embd=widths[0], block_size=T, vocab_size=V)
+    for shape, (make_models, size) in groups.items():
+        tokens, T = config.tokens or (16 * 1024 if cuda else 4096), size["block_size"]
         with common.clear_errors():
-            if tokens % size["block_size"]:
-                raise ValueError(
-                    f"tokens must be a multiple of {size['block_size']}, the length of a sequence, not {tokens}"
-                )
+            if tokens % T:
+                raise ValueError(f"tokens must be a multiple of {T}, the length of a sequence, not {tokens}")
         torch.manual_seed(config.seed)
-        ids = torch.randint(size["vocab_size"], (tokens,), device=context.device).view(-1, size["block_size"])
+        ids = torch.randint(2, size["vocab_size"], (tokens,), device=context.device).view(-1, T)
+        inputs, targets, predicted = (ids,), ids.flatten(), 1.0
+        if make_models is encoders:
+            predicted = 0.15
+            masked = torch.randperm(tokens, device=context.device)[: round(predicted * tokens)].sort().values
+            inputs, targets = (ids, masked), targets[masked]
         steps, flops = {}, {}
-        for router, split in {"dense": 1, "switch": 1, "topk": 8, "threshold": 8}.items():
-            options = {} if router == "dense" else {"expert_size": 4 * D // split}
-            model = GPT(ModelConfig(**size, router=router, **options)).to(context.device)
-            name = f"{router} {model.config.num_experts} x {model.config.expert_size}"
-            flops[name] = 3 * tokens * flops_per_token(model.config)["total"]
-            steps[name] = make_step(model, ids, context)
-        samples = take_turns(steps, config, f"width {D}")
+        for name, model in make_models(size).items():
+            model = model.to(context.device)
+            flops[name] = 3 * tokens * flops_per_token(model.config, predicted)["total"]
+            steps[name] = make_step(model, inputs, targets, context)
+        samples = take_turns(steps, config, shape)
         names = list(steps)
         for name in names:
             ms, spread = middle_and_spread([1e3 * s for s in samples[name]])
-            record = {
-                "shape": f"width {D}",
-                "impl": name,
-                "S": tokens,
-                "dtype": config.dtype,
-                "ms": ms,
-                "spread": spread,
-            }
+            record = {"shape": shape, "impl": name, "S": tokens, "dtype": config.dtype, "ms": ms, "spread": spread}
             record |= {"tokens_per_second": 1e3 * tokens / ms, "peak_mb": peak_memory(steps[name], context)}
             for to, other in (("dense", names[0]), ("switch", names[1])):
                 record[f"to_{to}"] = ms / (1e3 * statistics.median(samples[other]))
             fastest = common.peak_flops(context)
             records.append(record | {"mfu": 1e3 * flops[name] / ms / fastest if fastest else math.nan})
         columns = ["impl", "ms", "spread", "tokens_per_second", "mfu", "peak_mb", "to_dense", "to_switch"]
-        show(records[-len(names) :], columns, f"width {D}, {tokens} tokens")
+        show(records[-len(names) :], columns, f"{shape}, {tokens} tokens")
     return records
 
 
-def make_step(model: GPT, ids: Tensor, context):
+def decoders(size: dict) -> dict[str, GPT]:
+    """XMoE's models: experts in every second block."""
+    models, ffn = {}, 4 * size["n_embd"]
+    for router, split in {"dense": 1, "switch": 1, "topk": 8, "threshold": 8}.items():
+        options = {} if router == "dense" else {"expert_size": ffn // split}
+        model = GPT(ModelConfig(**size, ffn_size=ffn, router=router, **options))
+        models[f"{router} {model.config.num_experts} x {model.config.expert_size}"] = model
+    return models
+
+
+def encoders(size: dict) -> dict[str, MaskedLM]:
+    """X-MoE's models: one sparse layer of 32 experts, half-way; a dense encoder whose FFNs are as much wider."""
+    ffn = 4 * size["n_embd"]
+    expert = ffn if size["n_layer"] == 12 else ffn // 4  # the demo's experts are smaller
+    wider = ffn + 3 * expert // size["n_layer"]
+    models = {f"dense, FFN {wider}": MaskedLM(EncoderConfig(**size, ffn_size=wider, router="dense"))}
+    for name, router in (("SMoE", "switch"), ("X-MoE", "hypersphere")):
+        sparse = EncoderConfig(**size, ffn_size=ffn, expert_size=expert, router=router)
+        models[f"{name} 32 x 3 x {expert}"] = MaskedLM(sparse)
+    return models
+
+
+def make_step(model: nn.Module, inputs: tuple, targets: Tensor, context):
     optimizer = common.adamw(model, 1e-4, (0.9, 0.95), 0.1)
     forward = torch.compile(model, dynamic=False) if context.device.type == "cuda" else model
 
@@ -344,8 +362,8 @@ def make_step(model: GPT, ids: Tensor, context):
         wait(context)
         start = time.perf_counter()
         with context.autocast():
-            logits, balance = forward(ids)
-            loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), ids.flatten()) + 0.01 * balance
+            logits, balance = forward(*inputs)
+            loss = nn.functional.cross_entropy(logits.flatten(0, -2).float(), targets) + 0.01 * balance
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from model import flops_per_token
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -36,7 +38,8 @@ def test_step_measures_whole_steps(tmp_path):
     done = run("step", "--tokens", 256, "--rounds", 1, "--patience", 0.1, "--json", file)
     assert done.returncode == 0, done.stderr
     records = json.loads(file.read_text())
-    assert [r["impl"].split()[0] for r in records] == 2 * ["dense", "switch", "topk", "threshold"]
+    encoders = ["dense,", "SMoE", "X-MoE"]
+    assert [r["impl"].split()[0] for r in records] == 2 * ["dense", "switch", "topk", "threshold"] + encoders
     for r in records:
         assert r["tokens_per_second"] == pytest.approx(256 / r["ms"] * 1e3)
     assert records[1]["to_switch"] == 1 and records[0]["to_dense"] == 1
@@ -66,3 +69,11 @@ def test_size_goes_down_to_experts_of_width_1(tmp_path):
 def test_bad_input_is_one_clear_line(args, message):
     done = run(*args)
     assert done.returncode == 1 and message in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_encoders_that_are_compared_cost_the_same():
+    import bench
+
+    size = dict(n_embd=256, n_head=4, n_layer=4, block_size=128, vocab_size=8192)
+    dense, smoe, xmoe = (flops_per_token(model.config)["total"] for model in bench.encoders(size).values())
+    assert smoe == pytest.approx(dense, rel=0.01) and xmoe == pytest.approx(dense, rel=0.01)
