@@ -1,4 +1,4 @@
-"""The corpora, each a function (source, streaming) -> iterator of (split, text), one text per document.
+"""The corpora of one language, each a function (source, streaming) -> iterator of (split, text), a text a document.
 
     pydocs        docstrings of the installed Python, NumPy and PyTorch (nothing is downloaded)
     wikitext103   WikiText-103, raw
@@ -31,8 +31,9 @@ Documents = Iterator[tuple[str, str]]  # (split, text)
 
 
 class Corpus(NamedTuple):
-    read: Callable[..., Documents]
+    read: Callable  # (source, streaming) -> Documents, or {language: Documents}
     origin: str | None  # where it comes from without `source`; None: it needs one
+    packages: tuple[str, ...] = ()  # read from these; such a corpus trains its own tokenizer
 
 
 def split_of(key: str, valid: float, test: float) -> str:
@@ -146,22 +147,21 @@ def openwebtext(source: Path | None, streaming: bool) -> Documents:
     yield from ((split_of(text, valid=0.0005, test=0.0005), text) for text in texts)
 
 
-def hub_rows(repository: str, config: str | None, split: str, streaming: bool) -> Iterator[str]:
-    """The `text` column of a data set on the Hugging Face hub."""
+def hub_rows(repository: str, config: str | None, split: str, streaming: bool, **options) -> Iterator[str]:
+    """The `text` column of a data set on the Hugging Face hub, or of the `data_files` among `options`."""
+    what = options.get("data_files") or " ".join(filter(None, (repository, config)))
     try:
         from datasets import load_dataset
     except ImportError as error:
         raise ImportError(
-            f"{repository} needs Hugging Face datasets: pip install datasets, or pass a local copy with --source"
+            f"{what} needs Hugging Face datasets: pip install datasets, or pass a local copy with --source"
         ) from error
     try:
-        for row in load_dataset(repository, config, split=split, streaming=streaming):
+        for row in load_dataset(repository, config, split=split, streaming=streaming, **options):
             yield row["text"]
     except Exception as error:  # the hub's client raises a dozen kinds
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise OSError(
-            f"cannot read {repository} from the hub ({reason}); a local copy goes in with --source"
-        ) from error
+        raise OSError(f"cannot read {what} ({reason}); a local copy goes in with --source") from error
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -263,7 +263,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 CORPORA = {
-    "pydocs": Corpus(pydocs, "docstrings of the installed Python, NumPy and PyTorch"),
+    "pydocs": Corpus(pydocs, "docstrings of the installed Python, NumPy and PyTorch", ("numpy", "torch")),
     "wikitext103": Corpus(wikitext103, "Salesforce/wikitext, wikitext-103-raw-v1"),
     "openwebtext": Corpus(openwebtext, "Skylion007/openwebtext"),
     "text": Corpus(text, None),

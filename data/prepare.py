@@ -4,10 +4,13 @@
     python -m data.prepare wikitext103 [--source DIR]              # the hub, or DIR/wiki.{train,valid,test}.raw
     python -m data.prepare openwebtext [--max_tokens 100000000]    # streamed when limited
     python -m data.prepare text --source FILE_OR_DIR --out DIR     # your own UTF-8 text
+    python -m data.prepare catalogs                                # Django's messages in 97 languages, no network
+    python -m data.prepare cc100 --spm PATH --languages de,sw --max_tokens 1000000       # streamed; mc4 likewise
+    python -m data.prepare cc100 --spm PATH --source DIR           # or your own: DIR/de.txt, DIR/sw.jsonl.xz
 
 Writes train.bin, valid.bin and test.bin (token ids, uint16 or uint32, every document followed by the end-of-document
-token), the tokenizer's file, and meta.json (counts, hashes) into data/prepared/NAME. The folder appears whole or not at
-all; data prepared earlier stays until the new data is complete.
+token), the tokenizer's file, and meta.json (counts, hashes, languages) into data/prepared/NAME. The folder appears
+whole or not at all; data prepared earlier stays until the new data is complete.
 """
 
 import argparse
@@ -19,19 +22,24 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
 
-from data.corpora import CORPORA, SPLITS
-from data.tokenizers import Tokenizer, gpt2, load_tokenizer, train_sentencepiece
+from data import corpora
+from data.corpora import SPLITS
+from data.multilingual import MULTILINGUAL
+from data.tokenizers import XLMR, SentencePiece, Tokenizer, gpt2, load_tokenizer, train_sentencepiece
 
+CORPORA = corpora.CORPORA | MULTILINGUAL
 PREPARED = Path(__file__).parent / "prepared"
 OUTPUTS = {"train.bin", "valid.bin", "test.bin", "tokenizer.model", "tokenizer.tiktoken", "meta.json"}
+Groups = dict[str | None, Iterable[tuple[str, str]]]  # language -> (split, text) of its documents; None: one language
+COUNTS = ("tokens", "words", "documents", "bytes", "characters")
 BATCH_CHARS = 2_000_000  # of text, encoded at once
-ENOUGH = 10_000  # tokens of valid and of test that end a limited reading, once train is full
+ENOUGH = 10_000  # tokens of valid and of test that end a limited reading (of a language), once train is full
 
 
 def prepare(
@@ -40,11 +48,15 @@ def prepare(
     tokenizer: Path | str | None = None,
     max_tokens: int | None = None,
     out: Path | str | None = None,
+    spm: Path | str | None = None,
+    languages: Sequence[str] | None = None,
 ) -> Path:
     """Prepare corpus `name` and return its folder.
 
     source: local file or folder to read; tokenizer: file to use (pydocs trains its own, the others use GPT-2's);
     max_tokens: no training document begins beyond this many tokens; out: folder, by default data/prepared/NAME.
+    Corpora of many languages count max_tokens in each, take their tokenizer from `spm`, a SentencePiece model to be
+    read with XLM-R's ids (catalogs trains its own), and can be restricted to some `languages`.
     Raises ValueError, OSError or ImportError with one line for the user; what `out` held before is then unchanged.
     """
     if name not in CORPORA:
@@ -56,51 +68,88 @@ def prepare(
         raise FileNotFoundError(f"--source {source} does not exist")
     if source is None and CORPORA[name].origin is None:
         raise ValueError(f"corpus {name!r} needs --source FILE or DIR")
+    check_options(name, tokenizer, spm, languages)
+    corpus, kind = CORPORA[name], XLMR if name in MULTILINGUAL else SentencePiece
     out = Path(out or PREPARED / name).resolve()
     check_replaceable(out)
-    given = load_tokenizer(tokenizer) if tokenizer else None
-    documents = CORPORA[name].read(Path(source) if source else None, max_tokens is not None)
-    if name == "pydocs" and given is None:
-        documents = list(documents)
-        given = train_sentencepiece(text for split, text in documents if split == "train")
+    given = load_tokenizer(spm, kind="xlmr") if spm else load_tokenizer(tokenizer) if tokenizer else None
+    documents = corpus.read(Path(source) if source else None, max_tokens is not None)
+    groups: Groups = documents if name in MULTILINGUAL else {None: documents}
+    if corpus.packages and given is None:
+        groups = {language: list(documents) for language, documents in groups.items()}
+        texts = (text for documents in groups.values() for split, text in documents if split == "train")
+        given = train_sentencepiece(texts, kind=kind)
+    if languages is not None:
+        groups = chosen(languages, groups)
 
     partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
-        meta = {"name": name, "source": str(source or CORPORA[name].origin)}
-        write(partial, documents, given or gpt2(), max_tokens, meta)
+        origin = f"{corpus.origin} and {source}" if source and name == "catalogs" else str(source or corpus.origin)
+        meta = {"name": name, "source": origin}
+        if corpus.packages:
+            versions = {package: importlib.metadata.version(package) for package in corpus.packages}
+            meta["versions"] = {"python": platform.python_version(), **versions}
+        write(partial, groups, given or gpt2(), max_tokens, meta)
         replace(out, partial)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return out
 
 
-def write(folder: Path, documents: Iterable[tuple[str, str]], tokenizer: Tokenizer, limit: int | None, meta: dict):
-    """Stream the documents into `folder`, meta.json last."""
+def check_options(name: str, tokenizer: Path | str | None, spm: Path | str | None, languages: Sequence[str] | None):
+    """Refuse what is meant for the other kind of corpus."""
+    several = ", ".join(MULTILINGUAL)
+    if name in MULTILINGUAL and tokenizer:
+        raise ValueError(f"corpus {name!r} takes a SentencePiece model, for XLM-R's ids: --spm instead of --tokenizer")
+    if name in MULTILINGUAL and not (spm or CORPORA[name].packages):
+        raise ValueError(f"corpus {name!r} needs --spm PATH: a SentencePiece model such as XLM-R's")
+    if name not in MULTILINGUAL and spm:
+        raise ValueError(f"--spm is for corpora of many languages ({several}); corpus {name!r} takes --tokenizer")
+    if name not in MULTILINGUAL and languages is not None:
+        raise ValueError(f"--languages is for corpora of many languages ({several}), not for {name!r}")
+
+
+def chosen(languages: Sequence[str], groups: Groups) -> Groups:
+    """The groups of these languages, sorted. ValueError offers the nearest name for an unknown one."""
+    for language in languages:
+        if language not in groups:
+            nearest = difflib.get_close_matches(language, groups, n=1, cutoff=0)[0]
+            raise ValueError(f"no language {language!r} among {len(groups)}; did you mean {nearest!r}?")
+    return {language: groups[language] for language in sorted(set(languages))}
+
+
+def write(folder: Path, groups: Groups, tokenizer: Tokenizer, limit: int | None, meta: dict):
+    """Stream the documents into `folder`, language by language, meta.json last."""
     dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
     splits = {split: SplitFile(folder / f"{split}.bin", dtype, tokenizer.eot) for split in SPLITS}
     needed = {"train": limit, "valid": min(limit, ENOUGH), "test": min(limit, ENOUGH)} if limit else {}
     with tqdm(desc="encoding", unit="doc", disable=None) as bar:
-        for batch in batches(documents):
-            ids = tokenizer.encode_batch([text for _, text in batch])
-            for (split, text), tokens in zip(batch, ids, strict=True):
-                if limit is None or split != "train" or splits["train"].counts["tokens"] < limit:
-                    splits[split].append(text, tokens)
-            bar.update(len(batch))
-            bar.set_postfix(tokens=f"{sum(file.counts['tokens'] for file in splits.values()):,}")
-            if limit and all(file.counts["tokens"] >= needed[split] for split, file in splits.items()):
-                break
+        for language, documents in groups.items():
+            counts = {split: file.begin(language) for split, file in splits.items()}
+            for batch in batches(documents):
+                ids = tokenizer.encode_batch([text for _, text in batch])
+                for (split, text), tokens in zip(batch, ids, strict=True):
+                    if limit is None or split != "train" or counts["train"]["tokens"] < limit:
+                        splits[split].append(text, tokens)
+                bar.update(len(batch))
+                bar.set_postfix(tokens=f"{sum(file.written for file in splits.values()):,}")
+                if limit and all(counts[split]["tokens"] >= needed[split] for split in SPLITS):
+                    break
+            if language and not counts["train"]["documents"]:
+                total = sum(count["documents"] for count in counts.values())
+                what = f"language {language!r} of {meta['source']} has no training text ({total:,} documents in all)"
+                raise ValueError(f"{what}: give more, or leave it out with --languages")
     counts = {split: file.close() for split, file in splits.items()}
     empty = [split for split in SPLITS if not counts[split]["documents"]]
     if empty:
         total = sum(count["documents"] for count in counts.values())
         raise ValueError(f"split {empty[0]!r} is empty ({total:,} documents in all): give more text, or files for it")
     tokenizer.save(folder)
-    if meta["name"] == "pydocs":
-        versions = {package: importlib.metadata.version(package) for package in ("numpy", "torch")}
-        meta["versions"] = {"python": platform.python_version(), **versions}
     meta |= {"splits": counts, "dtype": dtype}
+    if None not in groups:
+        meta["languages"] = {name: {split: splits[split].languages[name] for split in SPLITS} for name in groups}
     meta["tokenizer"] = {key: getattr(tokenizer, key) for key in ("kind", "vocab_size", "eot", "sha256")}
     meta["checksum"] = checksum(meta)
     (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
@@ -126,18 +175,27 @@ class SplitFile:
 
     def __init__(self, path: Path, dtype: str, eot: int):
         self.file, self.dtype, self.eot, self.hash = path.open("wb"), dtype, eot, hashlib.sha256()
-        self.counts = {"tokens": 0, "words": 0, "documents": 0, "bytes": 0}
+        self.written, self.languages = 0, {}  # tokens so far; language -> counts
+
+    def begin(self, language: str | None) -> dict[str, int]:
+        """What follows is of this language; returns its counts, which grow with every text."""
+        self.counts = self.languages[language] = {"start": self.written} | dict.fromkeys(COUNTS, 0)
+        return self.counts
 
     def append(self, text: str, tokens: list[int]):
         data = np.array([*tokens, self.eot], dtype=self.dtype).tobytes()
         self.file.write(data)
         self.hash.update(data)
-        sizes = {"tokens": len(tokens) + 1, "words": len(text.split()), "documents": 1, "bytes": len(text.encode())}
-        self.counts = {key: self.counts[key] + size for key, size in sizes.items()}
+        self.written += len(tokens) + 1
+        sizes = (len(tokens) + 1, len(text.split()), 1, len(text.encode()), len(text))
+        for key, size in zip(COUNTS, sizes):
+            self.counts[key] += size
 
     def close(self) -> dict:
+        """The counts of all languages together, and the SHA-256 of the file."""
         self.file.close()
-        return self.counts | {"sha256": self.hash.hexdigest()}
+        total = {key: sum(counts[key] for counts in self.languages.values()) for key in COUNTS}
+        return total | {"sha256": self.hash.hexdigest()}
 
 
 def checksum(meta: dict) -> str:
@@ -166,9 +224,10 @@ def replace(out: Path, new: Path):
 def summary(folder: Path) -> str:
     """The counts of a prepared corpus as a small table."""
     meta = json.loads((folder / "meta.json").read_text())
-    keys = ("tokens", "words", "documents", "bytes")
+    keys = COUNTS[:4]
     rows = [f"{split:8}" + "".join(f"{meta['splits'][split][key]:>16,}" for key in keys) for split in SPLITS]
-    return "\n".join([f"{'':8}" + "".join(f"{key:>16}" for key in keys), *rows, f"-> {folder}"])
+    languages = [f"{len(meta['languages'])} languages"] if "languages" in meta else []
+    return "\n".join([f"{'':8}" + "".join(f"{key:>16}" for key in keys), *rows, *languages, f"-> {folder}"])
 
 
 def main():
@@ -180,7 +239,7 @@ def main():
     )
 
     def error(message: str):
-        options = ("--source", "--tokenizer", "--max_tokens", "--out")
+        options = ("--source", "--tokenizer", "--spm", "--languages", "--max_tokens", "--out")
         close = [option for word in message.split() for option in difflib.get_close_matches(word, options, n=1)]
         sys.exit(f"error: {message}" + (f": did you mean {close[0]}?" if close else ""))
 
@@ -188,7 +247,13 @@ def main():
     parser.add_argument("name", metavar="NAME", help=", ".join(CORPORA))
     parser.add_argument("--source", help="local file or folder to read instead of the network")
     parser.add_argument("--tokenizer", help="tokenizer file: a GPT-2 rank file or a SentencePiece *.model")
-    parser.add_argument("--max_tokens", type=int, help="no training document begins beyond this many tokens")
+    parser.add_argument("--spm", help=f"SentencePiece model, for {', '.join(MULTILINGUAL)}: read with XLM-R's ids")
+    parser.add_argument("--languages", type=lambda names: names.split(","), help="de,en,sw: only these of many")
+    parser.add_argument(
+        "--max_tokens",
+        type=int,
+        help="no training document begins beyond this many tokens, of each language where there are many",
+    )
     parser.add_argument("--out", help="folder to write (default data/prepared/NAME beside this file)")
     try:
         print(summary(prepare(**vars(parser.parse_args()))))

@@ -1,11 +1,11 @@
-"""Two lossless tokenizers behind one interface: SentencePiece BPE and GPT-2's byte-level BPE.
+"""Tokenizers behind one interface: two lossless ones, SentencePiece BPE and GPT-2's byte-level BPE, and XLM-R's.
 
-    train_sentencepiece(texts)   a BPE of 8,192 pieces, learned from documents in memory
+    train_sentencepiece(texts)   a vocabulary of 8,192 tokens, learned from documents in memory
     gpt2()                       OpenAI's 50,257 tokens through tiktoken (downloaded once, then cached)
-    load_tokenizer(path)         either of them, from its file or from a folder that holds its file
+    load_tokenizer(path)         any of them, from its file or from a folder that holds its file
 
-Both offer encode_batch, decode, vocab_size, eot, kind, sha256 and save. encode_batch adds no special token, and
-decode(encode_batch([text])[0]) == text for every text that is valid Unicode.
+All offer encode_batch, decode, vocab_size, eot, kind, sha256 and save. encode_batch adds no special token, and, but for
+XLM-R's, decode(encode_batch([text])[0]) == text for every text that is valid Unicode.
 """
 
 import base64
@@ -28,10 +28,23 @@ class SentencePiece:
     """A SentencePiece model, given as the bytes of its file."""
 
     kind, filename = "sentencepiece", "tokenizer.model"
+    added = 0  # tokens that are not pieces of the model
+    # lossless: no normalisation, every space and newline kept
+    training = {
+        "model_type": "bpe",
+        "normalization_rule_name": "identity",
+        "remove_extra_whitespaces": False,
+        "add_dummy_prefix": False,
+        "allow_whitespace_only_pieces": True,
+        "user_defined_symbols": ["\n"],
+        "eos_id": 1,
+        "bos_id": -1,
+    }
 
     def __init__(self, model: bytes):
         self.model = model
-        self.processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+        self.processor = sentencepiece.SentencePieceProcessor()
+        self.processor.LoadFromSerializedProto(model)
         self.vocab_size, self.eot = self.processor.vocab_size(), self.processor.eos_id()
         self.sha256 = hashlib.sha256(model).hexdigest()
         self.space_mark = [self.processor.piece_to_id(f"<0x{byte:02X}>") for byte in "▁".encode()]
@@ -55,6 +68,40 @@ class SentencePiece:
         path = Path(folder) / self.filename
         path.write_bytes(self.model)
         return path
+
+
+class XLMR(SentencePiece):
+    """A SentencePiece model under fairseq's ids, as XLM-R has them: piece i >= 3 is token i + 1, `<mask>` the last.
+
+    Not lossless: NFKC, and white space becomes single spaces. `special` are the ids that no text is made of.
+    """
+
+    kind, added = "xlmr", 2
+    bos, pad, eos, unk = range(4)  # <s>, <pad>, </s>, <unk>
+    training = {
+        "model_type": "unigram",
+        "normalization_rule_name": "nmt_nfkc",
+        "character_coverage": 0.9995,
+        "bos_id": 1,
+        "eos_id": 2,
+    }
+
+    def __init__(self, model: bytes):
+        super().__init__(model)
+        if (self.processor.unk_id(), self.processor.bos_id(), self.processor.eos_id()) != (0, 1, 2):
+            raise ValueError("XLM-R's ids need a SentencePiece model with <unk> 0, <s> 1 and </s> 2")
+        self.vocab_size += self.added
+        self.eot, self.mask = self.eos, self.vocab_size - 1
+        self.special = (self.bos, self.pad, self.eos, self.unk, self.mask)
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        """The token ids of each text, without special tokens but `<unk>`."""
+        batch = self.processor.encode(texts, num_threads=THREADS)
+        return [[piece + 1 if piece else self.unk for piece in pieces] for pieces in batch]
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of the ids, special ones left out; an incomplete UTF-8 sequence becomes U+FFFD."""
+        return self.processor.decode([token - 1 for token in ids if token not in self.special])
 
 
 class GPT2:
@@ -91,13 +138,15 @@ class GPT2:
         return path
 
 
-Tokenizer = SentencePiece | GPT2
+Tokenizer = SentencePiece | XLMR | GPT2
 
 
-def train_sentencepiece(texts: Iterable[str], vocab_size: int = 8192) -> SentencePiece:
-    """Learn a lossless BPE of `vocab_size` pieces; the same texts always give the same file.
+def train_sentencepiece(
+    texts: Iterable[str], vocab_size: int = 8192, kind: type[SentencePiece] = SentencePiece
+) -> SentencePiece:
+    """Learn a vocabulary of `vocab_size` tokens for that kind of tokenizer; the same texts always give the same file.
 
-    Raises ValueError when the texts are too few for that many pieces.
+    Raises ValueError when the texts are too few for that many.
     """
     lines = (line for text in texts for line in text.split("\n") if line)
     model = io.BytesIO()
@@ -105,26 +154,18 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int = 8192) -> Sentenc
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=lines,
             model_writer=model,
-            model_type="bpe",
-            vocab_size=vocab_size,
-            # lossless: no normalisation, every space and newline kept, unknown characters spelt in bytes
-            normalization_rule_name="identity",
-            remove_extra_whitespaces=False,
-            add_dummy_prefix=False,
-            allow_whitespace_only_pieces=True,
-            user_defined_symbols=["\n"],
-            byte_fallback=True,
+            vocab_size=vocab_size - kind.added,
+            byte_fallback=True,  # unknown characters are spelt in bytes
             unk_id=0,
-            eos_id=1,
-            bos_id=-1,
             pad_id=-1,
             max_sentence_length=1 << 20,
             num_threads=2,  # written into the model, so a count of cores here would change its hash
             minloglevel=2,
+            **kind.training,
         )
     except (RuntimeError, OSError) as error:
         raise ValueError(f"the training text is too small for a vocabulary of {vocab_size:,} pieces") from error
-    return SentencePiece(model.getvalue())
+    return kind(model.getvalue())
 
 
 def gpt2() -> GPT2:
@@ -138,9 +179,10 @@ def gpt2() -> GPT2:
         raise OSError(f"the GPT-2 vocabulary cannot be downloaded ({type(error).__name__}): {hint}") from error
 
 
-def load_tokenizer(path: Path | str) -> Tokenizer:
+def load_tokenizer(path: Path | str, kind: str | None = None) -> Tokenizer:
     """The tokenizer of a file (*.model is SentencePiece, anything else a rank file) or of a folder that holds one.
 
+    A SentencePiece file does not say whose ids it stands for: kind "xlmr" makes them XLM-R's.
     Raises FileNotFoundError when there is none and ValueError when the file is not a tokenizer.
     """
     path = Path(path)
@@ -148,14 +190,18 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
     found = next((file for file in candidates if file.is_file()), None)
     if found is None:
         raise FileNotFoundError(f"no tokenizer at {path}")
-    return _read_sentencepiece(found) if found.suffix == ".model" else _read_ranks(found)
+    if kind == XLMR.kind:
+        return _read_sentencepiece(found, XLMR)
+    return _read_sentencepiece(found, SentencePiece) if found.suffix == ".model" else _read_ranks(found)
 
 
-def _read_sentencepiece(path: Path) -> SentencePiece:
+def _read_sentencepiece(path: Path, kind: type[SentencePiece]) -> SentencePiece:
     try:
-        return SentencePiece(path.read_bytes())
+        return kind(path.read_bytes())
     except RuntimeError as error:
         raise ValueError(f"{path} is not a SentencePiece model") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def _read_ranks(path: Path) -> GPT2:

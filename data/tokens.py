@@ -17,13 +17,13 @@ import torch
 from data.tokenizers import Tokenizer, load_tokenizer
 
 
-class TokenData:
-    """A folder written by `python -m data.prepare`: windows of T = block_size tokens, B = micro_tokens // T a batch.
+class Prepared:
+    """A folder written by `python -m data.prepare`, its tokens memory-mapped; B = micro_tokens // T rows a batch.
 
-    Raises FileNotFoundError or ValueError, in one line, when the folder is missing, damaged or too short for T.
+    Raises FileNotFoundError or ValueError, in one line, when the folder is missing or damaged.
     """
 
-    def __init__(self, folder: Path | str, block_size: int, micro_tokens: int, micros_per_step: int = 1, seed: int = 0):
+    def __init__(self, folder: Path | str, block_size: int, micro_tokens: int, micros_per_step: int, seed: int):
         if micro_tokens < block_size:
             raise ValueError(f"micro_tokens {micro_tokens} must be at least one block of {block_size} tokens")
         self.folder, self.seed = Path(folder), seed
@@ -32,7 +32,6 @@ class TokenData:
         self.checksum: str = self.meta["checksum"]
         self.vocab_size: int = self.meta["tokenizer"]["vocab_size"]
         self.tokens = {split: self._map(split) for split in self.meta["splits"]}  # split -> (N,)
-        self._orders: dict[tuple[str, int], np.ndarray] = {}
 
     def _map(self, split: str) -> np.ndarray:
         path, dtype = self.folder / f"{split}.bin", np.dtype(self.meta["dtype"])
@@ -41,15 +40,14 @@ class TokenData:
             raise FileNotFoundError(f"{path} is missing; {again(self.meta)}")
         if path.stat().st_size != expected:
             raise ValueError(f"{path} has {path.stat().st_size:,} bytes instead of {expected:,}; {again(self.meta)}")
-        if expected < (self.block_size + 1) * dtype.itemsize:
-            needed = f"block_size {self.block_size} needs {self.block_size + 1:,}"
-            raise ValueError(f"{path} has {self.meta['splits'][split]['tokens']:,} tokens and {needed}")
+        if not expected:
+            raise ValueError(f"{path} holds no text; {again(self.meta)}")
         return np.memmap(path, dtype=dtype, mode="r")
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer that made the tokens. ValueError if its file has changed since."""
-        tokenizer = load_tokenizer(self.folder)
+        tokenizer = load_tokenizer(self.folder, self.meta["tokenizer"].get("kind"))
         if tokenizer.sha256 != self.meta["tokenizer"]["sha256"]:
             raise ValueError(f"the tokenizer in {self.folder} is not the one that made its tokens; {again(self.meta)}")
         return tokenizer
@@ -61,6 +59,18 @@ class TokenData:
             with path.open("rb") as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != counts["sha256"]:
                     raise ValueError(f"{path} has changed since it was written; {again(self.meta)}")
+
+
+class TokenData(Prepared):
+    """Windows of T = block_size tokens. ValueError when a split is too short for one."""
+
+    def __init__(self, folder: Path | str, block_size: int, micro_tokens: int, micros_per_step: int = 1, seed: int = 0):
+        super().__init__(folder, block_size, micro_tokens, micros_per_step, seed)
+        for split, tokens in self.tokens.items():
+            if len(tokens) <= block_size:
+                needed = f"block_size {block_size} needs {block_size + 1:,}"
+                raise ValueError(f"{self.folder / f'{split}.bin'} has {len(tokens):,} tokens and {needed}")
+        self._orders: dict[tuple[str, int], np.ndarray] = {}
 
     def batch(self, split: str, step: int, micro: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Inputs x and targets y, both (B, T) int64 and y one token ahead; no window comes twice in an epoch."""

@@ -1,0 +1,237 @@
+"""Masked batches from a prepared corpus of many languages, as a pure function of (seed, split, step, micro).
+
+Micro-batch m of step s holds samples (s * micros_per_step + m) * B ... + B - 1 of one endless sequence. A sample is the
+next window of a language that is drawn for it, larger ones more often, but less so than their size would have it. Masks
+depend on (seed, step, micro) in training; in evaluation they are the same for everyone.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from data.tokens import Prepared, again
+
+ROUND = 16_384  # samples in which the languages have their shares
+GOLDEN = (5**0.5 - 1) / 2
+# what random numbers are for; their keys begin with it, so that no two purposes share a key
+ORDER, WINDOWS, MASKS, EVALUATION = range(4)
+
+
+class Masked(NamedTuple):
+    """B rows of T tokens, each `<s>` and text of one language; flat positions count through all B * T."""
+
+    ids: torch.Tensor  # (B, T) after masking
+    masked: torch.Tensor  # (M,) flat positions of the tokens to predict, ascending
+    targets: torch.Tensor  # (M,) what stood there
+    real: torch.Tensor | None  # (S,) flat positions of what is not padding, ascending; None: all of them
+    language: torch.Tensor  # (M,) index into MaskedData.languages
+
+
+def mask_tokens(
+    ids: np.ndarray,
+    choosable: np.ndarray,
+    rng: np.random.Generator,
+    share: float,
+    mask: int,
+    ordinary: np.ndarray,
+    replace: tuple[float, float] = (0.8, 0.1),
+) -> tuple[np.ndarray, np.ndarray]:
+    """Choose a share of each row's tokens, uniformly, and hide them; returns the new ids and the flat positions (M,).
+
+    ids (B, T); choosable (B, T) bool. Of n choosable tokens n * share are chosen, rounded up or down at random so that
+    the mean is exact, but at least one if there is any. `replace` holds the probabilities of becoming `mask` and of
+    becoming one of the `ordinary` ids; otherwise a chosen token stays as it is.
+    """
+    n = choosable.sum(axis=1)  # (B,)
+    count = np.maximum((n * share + rng.random(len(n))).astype(np.int64), n > 0)
+    order = np.where(choosable, rng.random(ids.shape), 2.0).argsort(axis=1)  # what cannot be chosen comes last
+    chosen = np.zeros(ids.shape, dtype=bool)
+    np.put_along_axis(chosen, order, np.arange(ids.shape[1]) < count[:, None], axis=1)
+    positions = np.flatnonzero(chosen)
+    original, luck = ids.ravel()[positions], rng.random(len(positions))
+    drawn = ordinary[rng.integers(len(ordinary), size=len(positions))]
+    hidden = ids.copy()
+    hidden.ravel()[positions] = np.where(luck < replace[0], mask, np.where(luck < sum(replace), drawn, original))
+    return hidden, positions
+
+
+class MaskedData(Prepared):
+    """A folder of many languages: windows of `<s>` and T - 1 = block_size - 1 tokens of one language each.
+
+    In training p_j, the probability of language j, is proportional to n_j ** exponent, n_j its training tokens; with
+    exponent 1 every token is as likely, with 0 every language. mask_share: of the tokens that are not special.
+    ValueError, in one line, when the folder has no languages or an argument makes no sense.
+    """
+
+    def __init__(
+        self,
+        folder: Path | str,
+        block_size: int,
+        micro_tokens: int,
+        micros_per_step: int = 1,
+        seed: int = 0,
+        exponent: float = 0.7,
+        mask_share: float = 0.15,
+    ):
+        if block_size < 8:
+            raise ValueError(f"block_size {block_size} must be at least 8 tokens")
+        if not 0 < mask_share <= 1:
+            raise ValueError(f"mask_share {mask_share} must be over 0 and at most 1")
+        super().__init__(folder, block_size, micro_tokens, micros_per_step, seed)
+        if "languages" not in self.meta:
+            hint = "masked language models read one of many: python -m data.prepare catalogs"
+            raise ValueError(f"{self.folder} holds {self.meta['name']!r}, a corpus of one language; {hint}")
+        self.mask_share, self.window = mask_share, block_size - 1
+        self.languages: list[str] = sorted(self.meta["languages"])
+        self.streams = {split: self._streams(split) for split in self.tokens}  # split -> (J, 2) start and tokens
+        self.bounds = {split: self._bounds(split, exponent) for split in self.tokens}
+        self.special = np.zeros(self.vocab_size, dtype=bool)
+        self.special[list(self.tokenizer.special)] = True
+        self.ordinary = np.flatnonzero(~self.special)
+        self._drawn: dict[str, tuple[int, np.ndarray]] = {}
+        self._rounds: dict[tuple[str, int], tuple[np.ndarray, np.ndarray]] = {}
+        self._passes: dict[tuple[str, int], tuple[int, int, np.ndarray]] = {}
+
+    def _streams(self, split: str) -> np.ndarray:
+        try:
+            counts = [self.meta["languages"][language][split] for language in self.languages]
+            streams = np.array([[count["start"], count["tokens"]] for count in counts], dtype=np.int64)
+        except (LookupError, TypeError, ValueError) as error:
+            raise ValueError(f"{self.folder / 'meta.json'} is damaged; {again(self.meta)}") from error
+        if len(streams) == 0 or streams.min() < 0 or streams.sum(axis=1).max() > len(self.tokens[split]):
+            raise ValueError(f"{self.folder / 'meta.json'} does not fit {split}.bin; {again(self.meta)}")
+        return streams
+
+    def _bounds(self, split: str, exponent: float) -> np.ndarray:
+        """The probabilities of the languages that have text in this split, added up: (J + 1,) from 0 to 1."""
+        weights = np.where(self.streams[split][:, 1] > 0, self.streams["train"][:, 1] ** float(exponent), 0)
+        sums = np.concatenate([[0], weights.cumsum()])
+        return sums / sums[-1]
+
+    def quotas(self, split: str, number: int) -> np.ndarray:
+        """(J,) samples of each language in round `number`: ROUND * p_j, rounded down or up, together ROUND.
+
+        Language j gets the integers between two bounds, and the bounds move on with the round: a language of 0.1
+        samples a round comes once in about ten, and what a language got in all stays within a few samples of its share.
+        """
+        shift = number * GOLDEN % 1
+        return np.diff(np.floor(shift + ROUND * self.bounds[split])).astype(np.int64)
+
+    def batch(self, split: str, step: int, micro: int = 0) -> Masked:
+        """The rows and masks of one micro-batch, for training; a language shorter than a window gives padded rows."""
+        first = (step * self.micros_per_step + micro) * self.batch_size
+        samples = [self._sample(split, index) for index in range(first, first + self.batch_size)]
+        languages = np.array([language for language, _ in samples])
+        windows = [self._window(split, language, draw) for language, draw in samples]
+        ids, length = self._rows(split, windows, self.block_size)
+        rng = np.random.default_rng((MASKS, self.seed, self._index(split), step, micro))
+        hidden, positions = self._mask(ids, rng)
+        return pack(ids, hidden, positions, length, languages)
+
+    def eval_tokens(self, split: str, max_tokens: int | None = None) -> int:
+        """How many tokens `eval_batches` reads in one masking, every window's `<s>` included, padding not."""
+        return int((self._eval_windows(split, max_tokens)[:, 2] + 1).sum())
+
+    def eval_batches(
+        self, split: str, maskings: int = 10, max_tokens: int | None = None, rank: int = 0, world: int = 1
+    ) -> Iterator[tuple[int, int, Masked]]:
+        """Every language's text in disjoint windows, masked in `maskings` ways, batches dealt round-robin to processes.
+
+        Yields (k, first, batch): masking k, and the number of the batch's first real token, which the others follow, in
+        an order of all `eval_tokens` that depends on nothing but T. The masks depend on k and the window alone. Windows
+        of a length come together and a batch is as wide as its longest. max_tokens takes about that many tokens: the
+        first window of every language, then the second of every, and so on.
+        """
+        windows = self._eval_windows(split, max_tokens)
+        firsts = np.concatenate([[0], (windows[:, 2] + 1).cumsum()]).tolist()
+        starts = range(0, len(windows), self.batch_size)
+        for turn in range(rank, maskings * len(starts), world):
+            k, begin = turn // len(starts), starts[turn % len(starts)]
+            rows = windows[begin : begin + self.batch_size]
+            ids, length = self._rows(split, rows[:, 1:3].tolist(), int(rows[:, 2].max()) + 1)
+            hidden, positions = ids.copy(), []
+            for row, (size, window) in enumerate(rows[:, 2:].tolist()):
+                # one row at a time, without its padding: the masks must not depend on what else is in the batch
+                rng = np.random.default_rng((EVALUATION, k, window))
+                hidden[row, : size + 1], chosen = self._mask(ids[row : row + 1, : size + 1], rng)
+                positions.append(row * ids.shape[1] + chosen)
+            yield k, firsts[begin], pack(ids, hidden, np.concatenate(positions), length, rows[:, 0])
+
+    def _index(self, split: str) -> int:
+        return list(self.tokens).index(split)
+
+    def _sample(self, split: str, index: int) -> tuple[int, int]:
+        """The language of sample `index` and how many samples before it are of that language."""
+        number, place = divmod(index, ROUND)
+        if (split, number) not in self._rounds:
+            known, drawn = self._drawn.get(split, (0, 0))
+            if known > number:
+                known, drawn = 0, 0
+            for earlier in range(known, number):
+                drawn = drawn + self.quotas(split, earlier)
+            self._drawn[split] = number, drawn
+            # a micro-batch may end one round and begin the next: keep two
+            self._rounds = dict(list(self._rounds.items())[-1:])
+            self._rounds[split, number] = self._round(split, number, drawn)
+        languages, draws = self._rounds[split, number]
+        return int(languages[place]), int(draws[place])
+
+    def _round(self, split: str, number: int, drawn: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Languages and their draws, (ROUND,) each, of a round before which language j was drawn drawn[j] times."""
+        quotas = self.quotas(split, number)
+        languages = np.repeat(np.arange(len(quotas)), quotas)
+        draws = np.arange(ROUND) + np.repeat(drawn + quotas - quotas.cumsum(), quotas)
+        # the draws of a language stay in order, so that it ends one pass before it begins the next
+        shuffled = np.random.default_rng((ORDER, self.seed, self._index(split), number)).permutation(languages)
+        in_order = np.empty(ROUND, dtype=np.int64)
+        in_order[shuffled.argsort(kind="stable")] = draws
+        return shuffled, in_order
+
+    def _window(self, split: str, language: int, draw: int) -> tuple[int, int]:
+        """Start and length of that draw: its place in its pass's shuffled windows, shifted by the pass's offset."""
+        first, size = self.streams[split][language].tolist()
+        windows = max(1, size // self.window - 1)  # one fewer than fit, so that every offset leaves the same number
+        number, place = divmod(draw, windows)
+        known, offset, order = self._passes.get((split, language), (None, 0, None))
+        if known != number:
+            rng = np.random.default_rng((WINDOWS, self.seed, self._index(split), language, number))
+            offset = int(rng.integers(max(1, min(self.window, size - windows * self.window + 1))))
+            order = rng.permutation(windows).astype(np.uint32)
+            self._passes[split, language] = number, offset, order
+        return first + offset + self.window * int(order[place]), min(self.window, size)
+
+    def _eval_windows(self, split: str, max_tokens: int | None) -> np.ndarray:
+        """(windows, 4): language, start, tokens and number of every window, sorted by tokens, then number."""
+        starts = [np.arange(0, size, self.window) for _, size in self.streams[split]]
+        languages = np.repeat(np.arange(len(starts)), [len(part) for part in starts])
+        places, (firsts, sizes) = np.concatenate(starts), self.streams[split][languages].T
+        tokens = np.minimum(self.window, sizes - places)
+        windows = np.stack([languages, firsts + places, tokens, np.arange(len(languages))], axis=1)
+        if max_tokens is not None:
+            windows = windows[places.argsort(kind="stable")]
+            windows = windows[: max(1, int(((windows[:, 2] + 1).cumsum() <= max_tokens).sum()))]
+        return windows[np.lexsort((windows[:, 3], windows[:, 2]))]
+
+    def _rows(self, split: str, windows: list[tuple[int, int]], width: int) -> tuple[np.ndarray, np.ndarray]:
+        """ids (B, width) of windows (start, tokens), `<s>` before and padding after each; length (B,) with `<s>`."""
+        ids = np.full((len(windows), width), self.tokenizer.pad)
+        ids[:, 0] = self.tokenizer.bos
+        for row, (start, tokens) in enumerate(windows):
+            ids[row, 1 : tokens + 1] = self.tokens[split][start : start + tokens]
+        return ids, np.array([tokens + 1 for _, tokens in windows])
+
+    def _mask(self, ids: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        return mask_tokens(ids, ~self.special[ids], rng, self.mask_share, self.tokenizer.mask, self.ordinary)
+
+
+def pack(
+    ids: np.ndarray, hidden: np.ndarray, positions: np.ndarray, length: np.ndarray, languages: np.ndarray
+) -> Masked:
+    """The batch of rows `ids` and what masking made of them; length and languages (B,)."""
+    width = ids.shape[1]
+    real = None if length.min() == width else np.flatnonzero(np.arange(width) < length[:, None])
+    arrays = hidden, positions, ids.ravel()[positions], real, languages[positions // width]
+    return Masked(*(None if array is None else torch.from_numpy(array) for array in arrays))
