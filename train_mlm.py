@@ -47,7 +47,7 @@ class Config(EncoderConfig):
     sampling_exponent: float = 0.7  # a language is drawn in proportion to its tokens to this power; 1: as it comes
     mask_share: float = 0.15  # of the tokens are to be predicted: 80% masked, 10% replaced, 10% left as they are
     seed: int = 0  # of weights, data order, masks and dropout
-    steps: int = 500  # optimizer steps
+    steps: int = 800  # optimizer steps
     batch_tokens: int = 2048  # tokens of a step, over all processes and micro-batches
     micro_tokens: int = 2048  # tokens of one forward pass; under a capacity limit it changes the numbers
     learning_rate: float = 1e-3  # peak
@@ -58,7 +58,7 @@ class Config(EncoderConfig):
     weight_decay: float = 0.01  # of matrices and embeddings
     grad_clip: float = 2.0  # largest norm of the gradient; 0 for no limit (XLM-E's; X-MoE does not say)
     balance_coef: float = 0.01  # alpha, the weight of the balance loss
-    eval_every: int = 125  # steps from one evaluation and checkpoint to the next
+    eval_every: int = 200  # steps from one evaluation and checkpoint to the next
     eval_tokens: int = 1 << 25  # validation tokens of each, at most
     eval_maskings: int = 10  # the final perplexity is the mean over so many fixed maskings; the others take one
     log_every: int = 10  # steps from one look at the loss to the next
