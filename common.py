@@ -26,6 +26,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 # Constants that say where and how to run, not what to compute: they do not name a run, and may differ when it resumes.
 # A script's Config adds its own as `not_identity`.
@@ -116,6 +117,8 @@ def check_run(config):
     for name in ("steps", "batch_tokens", "micro_tokens", "eval_every", "eval_tokens", "log_every", "seeds"):
         if getattr(config, name) < 1:
             raise ValueError(f"{name} must be positive, not {getattr(config, name)}")
+    if not 0 <= config.warmup <= 1:
+        raise ValueError(f"warmup is a share of the steps, from 0 to 1, not {config.warmup}")
     for whole, part in (("micro_tokens", "block_size"), ("batch_tokens", "micro_tokens")):
         if getattr(config, whole) % getattr(config, part):
             values = getattr(config, part), getattr(config, whole)
@@ -238,6 +241,15 @@ def deal(config, context: Context) -> range:
             f"{context.world} processes: change batch_tokens"
         )
     return range(context.rank, micros, context.world)
+
+
+def parallel(model: torch.nn.Module, config, context: Context) -> torch.nn.Module:
+    """What to call in training: the model, compiled where the config says so, its gradients averaged over processes."""
+    forward = torch.compile(model) if config.compile else model
+    if context.world == 1:
+        return forward
+    devices = [context.device] if context.device.type == "cuda" else None
+    return DistributedDataParallel(forward, device_ids=devices, broadcast_buffers=False)
 
 
 def check_data(data, config, context: Context):
@@ -433,7 +445,7 @@ def load_checkpoint(file: Path) -> dict:
         with zipfile.ZipFile(file) as z:
             bad = z.testzip()
         if bad is None:
-            return torch.load(file, map_location="cpu", weights_only=True)
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=True)  # processes of a node share it
     except Exception as error:  # damage shows itself in a dozen ways
         bad = error
     raise ValueError(f"checkpoint {file} is corrupt ({bad})")

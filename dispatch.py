@@ -69,35 +69,36 @@ def dispatch(
     else:
         known = counts.tolist()
         rows = sum(known)
-    gate = routing.weight * kept  # (S, E)
-    y = (residual_stacks if stacked else ffn_experts)(h, gate, kept, known, rows, weights, hidden, gelu)
+    gate, places = routing.weight * kept, kept_places(kept, known, rows)  # (S, E)
+    y = (residual_stacks if stacked else ffn_experts)(h, gate, places, known, weights, hidden, gelu)
     if observe:
         observe(kept, hidden)
     return y, counts
 
 
-def ffn_experts(h, gate, kept, counts: list[int] | Tensor, rows: int, weights, hidden: list, gelu: str) -> Tensor:
-    """(S, D) -> (S, D): the gated sum over FFN experts. `counts` are a list where the host knows them."""
+def ffn_experts(h, gate, places, counts: list[int] | Tensor, weights, hidden: list, gelu: str) -> Tensor:
+    """(S, D) -> (S, D): the gated sum over FFN experts. `counts` (E,) are a list where the host knows them."""
     w_in, b_in, w_out, b_out = weights
     h, w_in, b_in, w_out = (x.to(compute_type(h)) for x in (h, w_in, b_in, w_out))
     with torch.autocast(h.device.type, enabled=False):
         run = StreamedExperts.apply if isinstance(counts, list) else grouped_experts
-        return run(h, gate, kept, counts, rows, w_in, b_in, w_out, b_out.to(gate.dtype), hidden, gelu)
+        return run(h, gate, *places, counts, w_in, b_in, w_out, b_out.to(gate.dtype), hidden, gelu)
 
 
-def residual_stacks(h, gate, kept, counts, rows: int, stack: list, hidden: list, gelu: str) -> Tensor:
+def residual_stacks(h, gate, places, counts, stack: list, hidden: list, gelu: str) -> Tensor:
     """(S, D) -> (S, D): the gated sum over experts that are u <- u + FFN(LN(u)), layer by layer, from u = h.
 
     An expert's output is u - h, so that h + g f(h) is BASE layers' g u + (1 - g) h (X-MoE eq. 2, 4.1).
     """
-    S, E = kept.shape
-    choice, real = kept_places(kept, counts, rows)
+    (S, E), (choice, real) = gate.shape, places
     token, expert = choice // E, choice % E
-    kept = real & F.one_hot(expert, E).bool()  # (N, E): each row is now a token of its own, which one expert keeps
     start = u = h.to(gate.dtype).index_select(0, token)  # (N, D)
+    # Each row is now a token of its own, which its expert alone keeps, with a gate of 1.
+    own_gate = (real & F.one_hot(expert, E).bool()).to(gate.dtype)  # (N, E)
+    own_places = torch.arange(len(choice), device=choice.device) * E + expert, real
     for *ffn, ln_weight, ln_bias in stack:
         x = F.layer_norm(u, u.shape[1:]) * ln_weight.index_select(0, expert) + ln_bias.index_select(0, expert)
-        u = u + ffn_experts(x, kept.to(gate.dtype), kept, counts, rows, ffn, hidden, gelu)
+        u = u + ffn_experts(x, own_gate, own_places, counts, ffn, hidden, gelu)
     g = gate.flatten().index_select(0, choice).unsqueeze(1)  # (N, 1)
     return gate.new_zeros(S, h.shape[1]).index_add(0, token, g * (u - start))
 
@@ -137,12 +138,12 @@ class StreamedExperts(torch.autograd.Function):
 
     and for all experts at once y += g b2, dg += dy b2^T, db2 = g^T dy, with the (S, E) gates as a matrix.
 
-    h (S, D); gate (S, E), 0 where not kept; counts: the kept rows of each expert. `hidden` receives each a (n, F).
+    h (S, D); gate (S, E), 0 where not kept; choice, real: `kept_places`; counts: the kept rows of each expert, a list.
+    `hidden` receives each a (n, F).
     """
 
     @staticmethod
-    def forward(ctx, h, gate, kept, counts, rows, w_in, b_in, w_out, b_out, hidden, gelu):
-        choice, _ = kept_places(kept, counts, rows)  # (N,)
+    def forward(ctx, h, gate, choice, real, counts, w_in, b_in, w_out, b_out, hidden, gelu):
         token, expert = choice // len(counts), choice % len(counts)
         g = gate.flatten().index_select(0, choice).unsqueeze(1)  # (N, 1)
         out = torch.mm(gate, b_out)
@@ -238,15 +239,14 @@ def has_grouped_mm(h: Tensor, w_in: Tensor) -> bool:
     return h.is_cuda and compute_type(h) == torch.bfloat16 and w_in.shape[1] % 8 == 0 and w_in.shape[2] % 8 == 0
 
 
-def grouped_experts(h, gate, kept, counts, rows: int, w_in, b_in, w_out, b_out, hidden: list, gelu: str) -> Tensor:
+def grouped_experts(h, gate, choice, real, counts, w_in, b_in, w_out, b_out, hidden: list, gelu: str) -> Tensor:
     """`StreamedExperts` where many small products must be one kernel, and asking the device would stall it.
 
-    The host knows only `rows`, the most that can be kept: the kept rows lie first, by expert, and offsets stay on the
+    The host knows only N, the most that can be kept: the kept rows lie first, by expert, and offsets stay on the
     device. `grouped_mm` neither computes nor writes the rest, so whatever comes out of it is masked, which masks the
     gradients on their way back too.
     """
-    (S, E), ends = kept.shape, counts.cumsum(0, dtype=torch.int32)
-    choice, real = kept_places(kept, counts, rows)
+    (S, E), ends = gate.shape, counts.cumsum(0, dtype=torch.int32)
     token = choice // E
     # b_in is a column of w_in that meets a column of ones: its gradient is then a product too.
     h = torch.cat([h, h.new_ones(S, 1), h.new_zeros(S, 7)], dim=1)

@@ -89,6 +89,10 @@ class TransformerConfig:
         for name in ("threshold", "eval_threshold"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} must lie in [0, 1], not {getattr(self, name)}")
+        if self.top_k > 1 and self.select != "topk":
+            raise ValueError(f"top_k = {self.top_k} is for --router topk, or --select topk")
+        if self.init_temperature and self.score != "hypersphere":
+            raise ValueError("init_temperature is for --score hypersphere")
         if not 1 <= self.top_k <= self.num_experts:
             raise ValueError(f"top_k must lie in [1, num_experts = {self.num_experts}], not {self.top_k}")
 
@@ -156,7 +160,7 @@ class EncoderConfig(TransformerConfig):
     expert_layers: int = 3  # FFNs of an expert, each with a norm and a residual around it; 0: one bare FFN
     num_experts: int | None = None  # E; default: 32
     top_k: int | None = None  # K of topk; default: 2
-    capacity_factor: float | None = None  # gamma, inf for no limit; default: inf
+    capacity_factor: float | None = None  # gamma, inf for no limit; default: inf, threshold and expert_choice: 1
     orthogonal: bool = True  # expert embeddings start orthogonal, of norm 0.1
     renormalize: bool | None = None  # softmax gate over the K chosen experts only; default: with topk
     balance_choices: str | None = None  # choices that the balance loss counts: first or all; default: all with topk
@@ -175,7 +179,8 @@ class EncoderConfig(TransformerConfig):
         self.expert_size = self.ffn_size if self.expert_size is None else self.expert_size
         self.num_experts = 32 if self.num_experts is None else self.num_experts
         self.top_k = (2 if self.select == "topk" else 1) if self.top_k is None else self.top_k
-        self.capacity_factor = math.inf if self.capacity_factor is None else self.capacity_factor
+        if self.capacity_factor is None:  # these two want, or are offered, all experts
+            self.capacity_factor = 1.0 if self.select in ("threshold", "expert_choice") else math.inf
         several = self.select == "topk" and self.top_k > 1
         self.renormalize = several if self.renormalize is None else self.renormalize
         self.balance_choices = self.balance_choices or ("all" if several else "first")
@@ -477,7 +482,7 @@ class Encoder(SparseModel):
 
     def __init__(self, config: EncoderConfig):
         super().__init__()
-        self.config = config
+        self.config, self.sparse_after = config, config.sparse_after
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
         self.wpe = nn.Embedding(
             PAD + 1 + config.block_size, config.n_embd
@@ -504,14 +509,15 @@ class Encoder(SparseModel):
             positions = PAD + mask.cumsum(dim=1) * mask
             mask = mask[:, None, None]
         x = self.dropout(self.ln_e(self.wte(ids) + self.wpe(positions) + self.token_type))
-        total, moes = torch.zeros((), dtype=self.ln_e.weight.dtype, device=ids.device), iter(self.moes)
+        total = torch.zeros((), dtype=self.ln_e.weight.dtype, device=ids.device)
         for depth, layer in enumerate(self.layers, 1):
             if states is not None:
                 states.append(x)
             x = layer(x, mask)
-            for _ in range(self.config.sparse_after.count(depth)):
-                y, balance = next(moes)(x, ids, real)
-                x, total = x + y, total + balance
+            for moe, after in zip(self.moes, self.sparse_after):
+                if after == depth:
+                    y, balance = moe(x, ids, real)
+                    x, total = x + y, total + balance
         if states is not None:
             states.append(x)
         return x, total

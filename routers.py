@@ -13,7 +13,7 @@ select  which experts are chosen, and in what order an expert serves its tokens
           base          every expert gets equally many (training), best one (test)     BASE Layers
           expert_choice each expert takes the tokens it finds most probable    Expert Choice (2022)
 
-Whatever the choice, the answer is the same two (S, E) tensors of a `Routing`; `model.dispatch` needs no more.
+Whatever the choice, the answer is the same two (S, E) tensors of a `Routing`; `dispatch` needs no more.
 S tokens, D model width, E experts, K experts per token.
 """
 
@@ -264,7 +264,8 @@ def balanced_assignment(score: Tensor, epsilon: float | None = None) -> Tensor:
 
 
 def representation_collapse(count: Tensor, total: Tensor, outer: Tensor) -> float:
-    """RC = Tr(Sigma_W pinv(Sigma_B)), the smaller, the more collapsed (X-MoE eq. 11); 0 where one expert has all.
+    """RC = Tr(Sigma_W pinv(Sigma_B)), the smaller, the more collapsed (X-MoE eq. 11); 0 where one expert has all,
+    nan where h is not finite.
 
     Of n tokens h (D,), each in the class of its chosen expert, from sums in float64: count (E,) tokens, total (E, D)
     the sum of h, and outer (D, D) the sum of h h^T over all. Sigma_W is the mean covariance around class means mu_k,
@@ -274,6 +275,8 @@ def representation_collapse(count: Tensor, total: Tensor, outer: Tensor) -> floa
     share, mean = count / count.sum(), total / count.unsqueeze(1)  # (K,), (K, D)
     within = outer / count.sum() - (share * mean.t()) @ mean  # (D, D)
     between = share.sqrt().unsqueeze(1) * (mean - share @ mean)  # (K, D); its square is Sigma_B
+    if not (within.isfinite().all() and between.isfinite().all()):
+        return math.nan
     _, size, direction = torch.linalg.svd(between, full_matrices=False)
     size, direction = size[: len(count) - 1], direction[: len(count) - 1]
     sound = size > 1e-12 * size.max() if len(size) else size > 0

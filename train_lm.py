@@ -22,7 +22,6 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 import common
@@ -224,10 +223,7 @@ def train(config: Config, name: str, context) -> dict:
         say(f"{name}: goes on from step {start}")
     del checkpoint  # it holds a copy of everything
     folder.cut_log(start)
-    forward = torch.compile(model, dynamic=False) if config.compile else model
-    if context.world > 1:
-        devices = [context.device] if context.device.type == "cuda" else None
-        forward = DistributedDataParallel(forward, device_ids=devices, broadcast_buffers=False)
+    forward = common.parallel(model, config, context)
 
     loss_sum = model.ln_f.weight.new_zeros(())  # since the last evaluation, on the device; once not finite, it stays so
     since, clock = start, time.perf_counter()

@@ -1,6 +1,6 @@
 """X-MoE's encoders: masked language models of many languages, with sparse experts routed on a hypersphere (table 2).
 
-    python train_mlm.py                                        the demo: X-MoE, on 94 languages that are on this disk
+    python train_mlm.py                                        the demo: X-MoE, on 97 languages that are on this disk
     torchrun train_mlm.py --router switch                      the SMoE baseline; --router dense: no experts
     python train_mlm.py --gate sigmoid --routing_dim 8         another gate, another sphere
     python train_mlm.py --router topk --score hypersphere      two experts a token
@@ -23,7 +23,6 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 import common
@@ -72,6 +71,10 @@ class Config(EncoderConfig):
     def __post_init__(self):
         super().__post_init__()
         common.check_run(self)
+        if self.eval_maskings < 1:
+            raise ValueError(f"eval_maskings must be positive, not {self.eval_maskings}")
+        if not 0 <= self.sampling_exponent <= 1:
+            raise ValueError(f"sampling_exponent must lie in [0, 1], not {self.sampling_exponent}")
         if self.table not in (None, *TABLES):
             raise ValueError(f"train_mlm.py has tables {', '.join(map(str, TABLES))}, not {self.table}")
 
@@ -95,8 +98,8 @@ TABLE2 = [  # validation perplexity
 TABLE3 = [  # after fine-tuning: XNLI, MLQA (F1 / EM), experts frozen
     ("reduction, L2 norm", SIGMOID, "72.2, 64.3 / 46.0"),
     ("L2 norm", dict(SIGMOID, routing_dim=0), "71.5, 63.4 / 45.2"),
-    ("reduction", dict(SIGMOID, score="dot", routing_dim="half"), "71.4, 63.0 / 45.2"),
-    ("neither", dict(SIGMOID, score="dot", routing_dim=0), "71.6, 63.6 / 45.5"),
+    ("reduction", dict(router="switch", gate="sigmoid", routing_dim="half"), "71.4, 63.0 / 45.2"),
+    ("neither", dict(router="switch", gate="sigmoid"), "71.6, 63.6 / 45.5"),
 ]
 TABLE5 = [  # after fine-tuning: XNLI, MLQA (F1 / EM); routing dimensions as multiples of E
     ("E / 4", 0.25, "71.4, 64.3 / 46.4"),
@@ -113,25 +116,28 @@ TABLE5 = [  # after fine-tuning: XNLI, MLQA (F1 / EM); routing dimensions as mul
 class Watch:
     """Looks at what enters a sparse layer's router and what it chooses: RC (X-MoE eq. 11) and RF."""
 
-    def __init__(self, moe: MoE, tokens: int):
+    def __init__(self, moe: MoE, tokens: int, context):
         E, D = moe.router.num_experts, moe.layers[0].w_in.shape[2]
-        self.count, self.total = torch.zeros(E, dtype=torch.float64), torch.zeros(E, D, dtype=torch.float64)
-        self.outer, self.chosen = torch.zeros(D, D, dtype=torch.float64), torch.zeros(tokens, dtype=torch.int64)
+        wide = dict(dtype=torch.float64, device=context.device if context.device.type == "cuda" else "cpu")
+        self.count, self.total, self.outer = (torch.zeros(size, **wide) for size in ((E,), (E, D), (D, D)))
+        self.chosen = torch.zeros(tokens, dtype=torch.int16)
         self.first, self.hook = None, moe.router.register_forward_hook(self)
 
     def __call__(self, router, arguments, routing):
         if self.first is None:  # only the first masking is looked at
             return
-        h, chosen = arguments[0].double().cpu(), routing.priority.argmax(dim=1).cpu()  # (S, D), (S,)
+        h = arguments[0].to(self.outer.device).double()  # (S, D)
+        chosen = routing.priority.argmax(dim=1).to(h.device)  # (S,)
         self.count += torch.bincount(chosen, minlength=len(self.count))
         self.total.index_add_(0, chosen, h)
         self.outer.addmm_(h.t(), h)
-        self.chosen[self.first : self.first + len(chosen)] = chosen
+        self.chosen[self.first : self.first + len(chosen)] = chosen.cpu()
 
     def finish(self, before: Tensor | None, context) -> dict[str, float | None]:
         """RC and RF over all processes; RF is None where there was no checkpoint `before`, (N,) chosen experts."""
         self.hook.remove()
-        count, total, outer, self.chosen = map(context.sum, (self.count, self.total, self.outer, self.chosen))
+        count, total, outer = map(context.sum, (self.count, self.total, self.outer))
+        self.chosen = context.sum(self.chosen.int()).short()
         changed = None if before is None else float((self.chosen != before).double().mean())
         return {"rc": representation_collapse(count, total, outer), "rf": changed}
 
@@ -146,7 +152,7 @@ def evaluate(model: MaskedLM, data: MaskedData, config: Config, context, masking
     model.eval()
     model.start_stats()
     tokens = data.eval_tokens("valid", config.eval_tokens)
-    watches = [Watch(moe, tokens) for moe in model.moe_layers]
+    watches = [Watch(moe, tokens, context) for moe in model.moe_layers]
     sums = torch.zeros(len(data.languages), 2, dtype=torch.float64)  # cross entropy and masked tokens of each language
     balances = torch.zeros(2, dtype=torch.float64)
     for k, first, batch in data.eval_batches("valid", maskings, config.eval_tokens, context.rank, context.world):
@@ -155,7 +161,7 @@ def evaluate(model: MaskedLM, data: MaskedData, config: Config, context, masking
         ids, masked, targets, real = context.send_all(batch.ids, batch.masked, batch.targets, batch.real)
         with context.autocast():
             logits, balance = model(ids, masked, real)
-        losses = token_losses(logits, targets).double().cpu()
+        losses = token_losses(logits, targets).cpu().double()
         sums.index_add_(0, batch.language, torch.stack([losses, torch.ones_like(losses)], dim=1))
         balances += torch.tensor([float(balance) * len(losses), len(losses)])
     sums, balances = context.sum(sums), context.sum(balances)
@@ -196,7 +202,8 @@ def describe(scores: dict) -> str:
         warmth = "" if layer["temperature"] is None else f", temperature {layer['temperature']:.4f}"
         lines.append(
             f"  sparse layer {i}: RC {layer['rc']:.2f}, RF {changed}, load imbalance {layer['imbalance']:.2f}, "
-            f"entropy {layer['entropy']:.2f}{warmth}; tokens unserved {layer['unserved']:.2%}"
+            f"entropy {layer['entropy']:.2f}{warmth}; experts served per token {layer['served']:.2f}, "
+            f"tokens unserved {layer['unserved']:.2%}"
         )
     return "\n".join(lines)
 
@@ -211,6 +218,8 @@ def open_data(config: Config, context) -> MaskedData:
     if config.spm:
         if name != "catalogs":
             raise ValueError(f"--spm is for catalogs: give it to python -m data.prepare {name} instead")
+        if not Path(config.spm).is_file():
+            raise ValueError(f"--spm {config.spm} does not exist")
         name += "-" + hashlib.sha256(Path(config.spm).read_bytes()).hexdigest()[:8]
     folder = PREPARED / name
     if config.data == "catalogs" and not folder.exists() and context.rank == 0:
@@ -273,10 +282,7 @@ def train(config: Config, name: str, context) -> dict:
         say(f"{name}: goes on from step {start}")
     del checkpoint  # it holds a copy of everything
     folder.cut_log(start)
-    forward = torch.compile(model) if config.compile else model
-    if context.world > 1:
-        devices = [context.device] if context.device.type == "cuda" else None
-        forward = DistributedDataParallel(forward, device_ids=devices, broadcast_buffers=False)
+    forward = common.parallel(model, config, context)
 
     loss_sum = model.bias.new_zeros(())  # since the last evaluation, on the device; once not finite, it stays so
     since, clock = start, time.perf_counter()
@@ -311,8 +317,10 @@ def train(config: Config, name: str, context) -> dict:
             if not math.isfinite(mean_loss):
                 common.not_finite(bar, done)
             speed = (done - since) * config.batch_tokens / (time.perf_counter() - clock)
-            warmth = {f"tau{i}": f"{temperature(moe) or 0:.3f}" for i, moe in enumerate(model.moe_layers, 1)}
-            bar.set_postfix(loss=f"{mean_loss:.3f}", tok_s=f"{speed:,.0f}", **warmth)
+            warmth = [f"{tau:.3f}" for moe in model.moe_layers if (tau := temperature(moe))]
+            bar.set_postfix(
+                loss=f"{mean_loss:.3f}", tok_s=f"{speed:,.0f}", **({"tau": ", ".join(warmth)} if warmth else {})
+            )
         if due:
             seconds += time.perf_counter() - clock
             fastest = common.peak_flops(context)
@@ -359,18 +367,17 @@ def results_of(given: dict, row: dict, context) -> tuple[Config, list[dict]]:
 
 
 def table(rows: list, paper: str, given: dict, context) -> str:
-    """A line for each (name, what to change, the paper's number)."""
+    """A line for each (name, what to change, the paper's number); RC and the others are means over sparse layers."""
     lines = []
     for name, row, theirs in rows:
         _, results = results_of(given, row, context)
-        layers = [layer for result in results for layer in result["valid"]["layers"]]
-        measured = [[x[key] for x in layers if x[key] is not None] for key in ("rc", "imbalance", "temperature")]
-        changed = [layer["rf"] for layer in layers if layer["rf"] is not None]
-        lines.append([name, f"{results[0]['parameters']['total'] / 1e6:.1f}M", theirs,
-                      common.spread([result["valid"]["ppl"] for result in results]),
-                      *(common.spread([statistics.fmean(values)] if values else []) for values in measured),
-                      f"{statistics.fmean(changed):.1%}" if changed else ""])  # fmt: skip
-    headers = ["model", "params", f"paper, {paper}", "our perplexity", "RC", "load imbalance", "temperature", "RF"]
+        cells = [name, f"{results[0]['parameters']['total'] / 1e6:.1f}M", theirs]
+        cells.append(common.spread([result["valid"]["ppl"] for result in results]))
+        for key, form in (("rc", ".2f"), ("rf", ".1%"), ("imbalance", ".2f"), ("temperature", ".3f")):
+            values = [layer[key] for result in results for layer in result["valid"]["layers"] if layer[key] is not None]
+            cells.append(format(statistics.fmean(values), form) if values else "")
+        lines.append(cells)
+    headers = ["model", "params", f"paper, {paper}", "our perplexity", "RC", "RF", "load imbalance", "temperature"]
     return common.markdown_table(headers, lines)
 
 
@@ -383,13 +390,13 @@ def table3(base: Config, given: dict, context) -> str:
     """X-MoE table 3, pre-training: dimension reduction and L2 norm, each on and off, sigmoid gate."""
     half = base.num_experts // 2
     rows = [(name, {k: half if v == "half" else v for k, v in row.items()}, paper) for name, row, paper in TABLE3]
-    return table(rows, "XNLI, MLQA", given, context)
+    return table(rows, "fine-tuned: XNLI, MLQA", given, context)
 
 
 def table5(base: Config, given: dict, context) -> str:
     """X-MoE table 5, pre-training: the routing dimension, sigmoid gate."""
     rows = [(name, dict(SIGMOID, routing_dim=int(k * base.num_experts)), paper) for name, k, paper in TABLE5]
-    return table(rows, "XNLI, MLQA", given, context)
+    return table(rows, "fine-tuned: XNLI, MLQA", given, context)
 
 
 TABLES = {2: table2, 3: table3, 5: table5}

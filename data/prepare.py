@@ -35,7 +35,7 @@ from data.tokenizers import XLMR, SentencePiece, Tokenizer, gpt2, load_tokenizer
 
 CORPORA = corpora.CORPORA | MULTILINGUAL
 PREPARED = Path(__file__).parent / "prepared"
-OUTPUTS = {"train.bin", "valid.bin", "test.bin", "tokenizer.model", "tokenizer.tiktoken", "meta.json"}
+OUTPUTS = {"train.bin", "valid.bin", "test.bin", "tokenizer.model", "xlmr.model", "tokenizer.tiktoken", "meta.json"}
 Groups = dict[str | None, Iterable[tuple[str, str]]]  # language -> (split, text) of its documents; None: one language
 COUNTS = ("tokens", "words", "documents", "bytes", "characters")
 BATCH_CHARS = 2_000_000  # of text, encoded at once

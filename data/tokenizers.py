@@ -76,7 +76,7 @@ class XLMR(SentencePiece):
     Not lossless: NFKC, and white space becomes single spaces. `special` are the ids that no text is made of.
     """
 
-    kind, added = "xlmr", 2
+    kind, filename, added = "xlmr", "xlmr.model", 2
     bos, pad, eos, unk = range(4)  # <s>, <pad>, </s>, <unk>
     training = {
         "model_type": "unigram",
@@ -182,15 +182,15 @@ def gpt2() -> GPT2:
 def load_tokenizer(path: Path | str, kind: str | None = None) -> Tokenizer:
     """The tokenizer of a file (*.model is SentencePiece, anything else a rank file) or of a folder that holds one.
 
-    A SentencePiece file does not say whose ids it stands for: kind "xlmr" makes them XLM-R's.
+    A SentencePiece file does not say whose ids it stands for: the name xlmr.model or kind "xlmr" makes them XLM-R's.
     Raises FileNotFoundError when there is none and ValueError when the file is not a tokenizer.
     """
     path = Path(path)
-    candidates = [path / kind.filename for kind in (SentencePiece, GPT2)] if path.is_dir() else [path]
+    candidates = [path / each.filename for each in (SentencePiece, XLMR, GPT2)] if path.is_dir() else [path]
     found = next((file for file in candidates if file.is_file()), None)
     if found is None:
         raise FileNotFoundError(f"no tokenizer at {path}")
-    if kind == XLMR.kind:
+    if kind == XLMR.kind or found.name == XLMR.filename:
         return _read_sentencepiece(found, XLMR)
     return _read_sentencepiece(found, SentencePiece) if found.suffix == ".model" else _read_ranks(found)
 

@@ -17,7 +17,7 @@ from test_encoder import literal_rc
 import common
 import train_mlm
 from data.prepare import prepare
-from data.tokenizers import XLMR, train_sentencepiece
+from data.tokenizers import XLMR, load_tokenizer, train_sentencepiece
 
 MLM = Script(train_mlm)
 run, refused, script = MLM.run, MLM.refused, MLM.start
@@ -249,6 +249,10 @@ BAD = {
     "no such table": ({"table": 4}, "tables 2, 3, 5"),
     "no data": ({"data": "cc100x"}, "python -m data.prepare"),
     "vocabulary": ({"vocab_size": 999}, "the model's vocabulary is 999"),
+    "maskings": ({"eval_maskings": 0}, "eval_maskings must be positive"),
+    "exponent": ({"sampling_exponent": "nan"}, "sampling_exponent must lie in [0, 1]"),
+    "warm-up": ({"warmup": 2}, "warmup is a share of the steps"),
+    "no such spm": ({"data": "catalogs", "spm": "nowhere.model"}, "--spm nowhere.model does not exist"),
     "mask share": ({"mask_share": 0.0}, "mask_share"),
     "nowhere": ({"init_from": "nowhere"}, "has no config.json"),
     "spm with prepared data": ({"spm": "x.model"}, "--spm is for catalogs"),
@@ -289,6 +293,26 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_is_not_saved(options, monkey
     assert "not finite at step 7" in refused(options, monkeypatch, capsys)
     state = torch.load(only_run(options["out_dir"]) / "ckpt.pt", weights_only=True)
     assert state["step"] == 4 and all(w.isfinite().all() for w in state["model"].values())
+
+
+def test_weights_that_the_last_update_broke_are_not_saved(options, monkeypatch, capsys):
+    """Every training loss was finite; only the evaluation can tell."""
+    updates = []
+
+    def after_step(model):
+        updates.append(1)
+        if len(updates) == 8:
+            model.encoder.ln_e.weight.data.fill_(math.inf)
+
+    monkeypatch.setattr(train_mlm.MaskedLM, "after_step", after_step)
+    assert "not finite at step 8" in refused(options | {"steps": 40, "eval_every": 4}, monkeypatch, capsys)
+    assert common.load_checkpoint(only_run(options["out_dir"]) / "ckpt.pt")["step"] == 4
+
+
+def test_the_run_keeps_a_tokenizer_that_knows_its_ids(options, monkeypatch):
+    run(options | {"steps": 1, "eval_every": 1}, monkeypatch)
+    ours, theirs = (load_tokenizer(folder) for folder in (only_run(options["out_dir"]), options["data"]))
+    assert isinstance(ours, XLMR) and ours.encode_batch(["abc hij"]) == theirs.encode_batch(["abc hij"])
 
 
 def test_xlmr_weights_start_a_sparse_model(options, tmp_path, monkeypatch, capsys):
