@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from tqdm import tqdm
 
 # Constants that say where and how to run, not what to compute: they do not name a run, and may differ when it resumes.
 # A script's Config adds its own as `not_identity`.
@@ -140,6 +141,21 @@ def spread(values: list[float], form: str = ".2f") -> str:
     if not values:
         return ""
     return f"{statistics.fmean(values):{form}}" + (f" ± {statistics.stdev(values):{form}}" if len(values) > 1 else "")
+
+
+def start(Config: type, presets: dict) -> tuple[dict, object, "Context"]:
+    """What the command line gave, the config that it makes, and where this process stands; or one clear line."""
+    with clear_errors():
+        given = parse(Config)
+        config, _ = configure(Config, presets, given)
+        return given, config, setup(config.device, config.dtype)
+
+
+def check_weights(path: str, arguments: dict, config):
+    """ValueError where a checkpoint's arguments are not those of the config."""
+    differ = [f"{k} {v}, not {getattr(config, k)}" for k, v in arguments.items() if getattr(config, k) != v]
+    if differ:
+        raise ValueError(f"{path} has {'; '.join(differ)}")
 
 
 def fail(message: str):
@@ -437,6 +453,28 @@ class RunFolder:
             if state and state[what] != ours:
                 raise ValueError(f"{self.path} was trained with another {what}: choose another --out_dir")
         return state
+
+
+def open_run(config, name: str, data, context: Context) -> tuple[RunFolder, dict | None, dict | None]:
+    """The folder of a run, and what it holds: its result if it is finished, else the checkpoint to go on from."""
+    folder = RunFolder(Path(config.out_dir, name), config, context, fresh=not config.resume)
+    result = folder.result(data=data.checksum)
+    if result and folder.writes:
+        tqdm.write(f"{name}: finished before, in {folder.path} (--resume false trains it again)")
+    tokenizer = data.meta["tokenizer"]["sha256"]
+    return folder, result, None if result else folder.load(tokenizer=tokenizer, data=data.checksum)
+
+
+def restore(checkpoint: dict | None, optimizer, scaler, folder: RunFolder) -> tuple[int, float]:
+    """-> the step to go on from, and the seconds that were spent on those before it."""
+    step = checkpoint["step"] if checkpoint else 0
+    if checkpoint:
+        optimizer.load_state_dict(checkpoint["optimizer"])
+        scaler.load_state_dict(checkpoint["scaler"])
+        if folder.writes:
+            tqdm.write(f"{folder.path.name}: goes on from step {step}")
+    folder.cut_log(step)
+    return step, checkpoint["seconds"] if checkpoint else 0.0
 
 
 def load_checkpoint(file: Path) -> dict:

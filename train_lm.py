@@ -186,9 +186,7 @@ def build(config: Config, checkpoint: dict | None, context) -> GPT:
         model.load_state_dict(checkpoint["model"])
     elif config.init_from:
         arguments, weights = load_gpt2(config.init_from)
-        differ = [f"{k} {v}, not {getattr(config, k)}" for k, v in arguments.items() if getattr(config, k) != v]
-        if differ:
-            raise ValueError(f"{config.init_from} has {'; '.join(differ)}")
+        common.check_weights(config.init_from, arguments, config)
         model.load_state_dict(weights)
     return model.to(context.device, torch.float64 if context.dtype == torch.float64 else torch.float32)
 
@@ -199,11 +197,9 @@ def train(config: Config, name: str, context) -> dict:
     with common.clear_errors():
         mine = common.deal(config, context)  # this process's micro-batches of every step
         data = open_data(config, context)
-        folder = common.RunFolder(Path(config.out_dir, name), config, context, fresh=not config.resume)
-        if result := folder.result(data=data.checksum):
-            say(f"{name}: finished before, in {folder.path} (--resume false trains it again)")
+        folder, result, checkpoint = common.open_run(config, name, data, context)
+        if result:
             return result
-        checkpoint = folder.load(tokenizer=data.meta["tokenizer"]["sha256"], data=data.checksum)
         model = build(config, checkpoint, context)
         folder.begin(data.tokenizer)
     counts, flops = count_parameters(model), flops_per_token(config)
@@ -215,14 +211,8 @@ def train(config: Config, name: str, context) -> dict:
 
     optimizer = common.adamw(model, config.learning_rate, (config.beta1, config.beta2), config.weight_decay)
     scaler = torch.amp.GradScaler(context.device.type, enabled=context.dtype == torch.float16)
-    start, seconds = 0, 0.0
-    if checkpoint:
-        optimizer.load_state_dict(checkpoint["optimizer"])
-        scaler.load_state_dict(checkpoint["scaler"])
-        start, seconds = checkpoint["step"], checkpoint["seconds"]
-        say(f"{name}: goes on from step {start}")
+    start, seconds = common.restore(checkpoint, optimizer, scaler, folder)
     del checkpoint  # it holds a copy of everything
-    folder.cut_log(start)
     forward = common.parallel(model, config, context)
 
     loss_sum = model.ln_f.weight.new_zeros(())  # since the last evaluation, on the device; once not finite, it stays so
@@ -397,10 +387,7 @@ TABLES = {1: table1, 2: table2}
 
 
 def main():
-    with common.clear_errors():
-        given = common.parse(Config)
-        config, name = common.configure(Config, PRESETS, given)
-        context = common.setup(config.device, config.dtype)
+    given, config, context = common.start(Config, PRESETS)
     if config.table:
         text = TABLES[config.table](config, given, context)
         if context.rank == 0:

@@ -244,9 +244,7 @@ def build(config: Config, checkpoint: dict | None, context) -> MaskedLM:
         longest = arguments.pop("block_size")
         if config.block_size > longest:
             raise ValueError(f"{config.init_from} has {longest} positions, fewer than block_size = {config.block_size}")
-        differ = [f"{k} {v}, not {getattr(config, k)}" for k, v in arguments.items() if getattr(config, k) != v]
-        if differ:
-            raise ValueError(f"{config.init_from} has {'; '.join(differ)}")
+        common.check_weights(config.init_from, arguments, config)
         weights["encoder.wpe.weight"] = weights["encoder.wpe.weight"][: len(model.encoder.wpe.weight)]
         model.load_state_dict(model.state_dict() | weights)
     return model.to(context.device, torch.float64 if context.dtype == torch.float64 else torch.float32)
@@ -258,11 +256,9 @@ def train(config: Config, name: str, context) -> dict:
     with common.clear_errors():
         mine = common.deal(config, context)  # this process's micro-batches of every step
         data = open_data(config, context)
-        folder = common.RunFolder(Path(config.out_dir, name), config, context, fresh=not config.resume)
-        if result := folder.result(data=data.checksum):
-            say(f"{name}: finished before, in {folder.path} (--resume false trains it again)")
+        folder, result, checkpoint = common.open_run(config, name, data, context)
+        if result:
             return result
-        checkpoint = folder.load(tokenizer=data.meta["tokenizer"]["sha256"], data=data.checksum)
         model = build(config, checkpoint, context)
         folder.begin(data.tokenizer)
     counts, flops = count_parameters(model), flops_per_token(config, config.mask_share)
@@ -273,15 +269,9 @@ def train(config: Config, name: str, context) -> dict:
     betas = config.beta1, config.beta2
     optimizer = common.adamw(model, config.learning_rate, betas, config.weight_decay, config.eps)
     scaler = torch.amp.GradScaler(context.device.type, enabled=context.dtype == torch.float16)
-    start, seconds, chosen = 0, 0.0, None
-    if checkpoint:
-        optimizer.load_state_dict(checkpoint["optimizer"])
-        scaler.load_state_dict(checkpoint["scaler"])
-        start, seconds = checkpoint["step"], checkpoint["seconds"]
-        scores, chosen = checkpoint["scores"], checkpoint["chosen"]
-        say(f"{name}: goes on from step {start}")
+    start, seconds = common.restore(checkpoint, optimizer, scaler, folder)
+    scores, chosen = (checkpoint["scores"], checkpoint["chosen"]) if checkpoint else (None, None)
     del checkpoint  # it holds a copy of everything
-    folder.cut_log(start)
     forward = common.parallel(model, config, context)
 
     loss_sum = model.bias.new_zeros(())  # since the last evaluation, on the device; once not finite, it stays so
@@ -403,10 +393,7 @@ TABLES = {2: table2, 3: table3, 5: table5}
 
 
 def main():
-    with common.clear_errors():
-        given = common.parse(Config)
-        config, name = common.configure(Config, PRESETS, given)
-        context = common.setup(config.device, config.dtype)
+    given, config, context = common.start(Config, PRESETS)
     if config.table:
         text = TABLES[config.table](config, given, context)
         if context.rank == 0:
