@@ -481,7 +481,7 @@ def test_damaged_folders(copy, tmp_path):
     content = (copy / "train.bin").read_bytes()
     (copy / "train.bin").write_bytes(content[:-2])
     with pytest.raises(
-        ValueError, match=r"train\.bin has .* bytes instead of .* run python -m data\.prepare text again"
+        ValueError, match=r"train\.bin has .* bytes instead of .* prepare it again: python -m data\.prepare text "
     ):
         TokenData(copy, T, T * B)
     (copy / "train.bin").write_bytes(content[:-2] + bytes([content[-2] ^ 1, content[-1]]))

@@ -356,7 +356,8 @@ def test_routers_that_want_all_experts_get_one_a_token_unless_told_otherwise(rou
     encoder = make(Encoder, "X-MoE", router=router)
     encoder.start_stats()
     encoder(make_batch([12, 12, 12, 12])[0])
-    assert encoder.stats()[0]["served"] == pytest.approx(1.0, abs=0.01)
+    served = encoder.stats()[0]["served"]
+    assert 0 < served <= 1 if router == "threshold" else served == 1
 
 
 def test_the_head_sees_only_masked_tokens_and_is_tied():

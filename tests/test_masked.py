@@ -4,6 +4,7 @@ import gettext
 import gzip
 import io
 import json
+import shutil
 import struct
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from data import prepare as preparing
 from data.corpora import SPLITS, split_of
 from data.masked import Masked, MaskedData, mask_tokens
 from data.prepare import prepare
-from data.tokenizers import XLMR, SentencePiece, load_tokenizer, train_sentencepiece
+from data.tokenizers import XLMR, load_tokenizer, train_sentencepiece
 from data.tokens import TokenData
 
 ROOT = Path(__file__).parent.parent
@@ -184,7 +185,8 @@ def spm(tmp_path_factory) -> Path:
     return train_sentencepiece(texts, vocab_size=500, kind=XLMR).save(tmp_path_factory.mktemp("spm"))
 
 
-def test_ids_are_fairseqs(spm):
+def test_ids_are_fairseqs(spm, tmp_path):
+    spm = shutil.copy(spm, tmp_path / "any.model")
     tokenizer = load_tokenizer(spm, kind="xlmr")
     processor = sentencepiece.SentencePieceProcessor(model_file=str(spm))
     assert (tokenizer.bos, tokenizer.pad, tokenizer.eos, tokenizer.unk, tokenizer.mask) == (0, 1, 2, 3, 499)
@@ -755,4 +757,4 @@ def test_the_tokenizer_of_the_folder_is_xlmrs(folder, spm):
     data = MaskedData(folder, T, T * B)
     data.verify()
     assert isinstance(data.tokenizer, XLMR) and data.vocab_size == 500 == data.tokenizer.vocab_size
-    assert type(load_tokenizer(spm)) is SentencePiece and len(data.ordinary) == 495
+    assert isinstance(load_tokenizer(folder), XLMR) and len(data.ordinary) == 495
