@@ -6,6 +6,7 @@ tokens that are not padding, D model width, H heads, E experts, F inner width of
 vocabulary, M masked tokens.
 """
 
+import functools
 import math
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ class TransformerConfig:
 
     causal: ClassVar[bool]  # whether a position sees only those before it
     gelu: ClassVar[str]  # tanh (GPT-2) or none, the erf form (XLM-R)
+    relative_bias: ClassVar[bool] = False  # the encoder may have it
 
     vocab_size: int | None = None  # V; default: that of the data
     block_size: int = 256  # T, the longest sequence
@@ -155,6 +157,7 @@ class EncoderConfig(TransformerConfig):
     block_size: int = 128  # T, the longest sequence
     init_std: float = 0.02  # of the normal that weights start from
     router: str = "hypersphere"  # hypersphere (X-MoE), switch (SMoE), dense, topk, threshold, hash, base, expert_choice
+    relative_bias: bool = False  # gated relative position bias in attention (XLM-E 3.3)
     moe_after: str | None = None  # sparse layers stand after these layers, such as 3,6 (from 1); default: half-way
     expert_size: int | None = None  # F; default: ffn_size
     expert_layers: int = 3  # FFNs of an expert, each with a norm and a residual around it; 0: one bare FFN
@@ -290,7 +293,7 @@ class SparseModel(nn.Module):
     def draw(self, std: float, written_std: float):
         """Draws all weights from normals; `written_std` is for those that write to the residual stream."""
         for name, p in self.named_parameters():
-            if "router" in name or "ln_" in name:
+            if any(part in name for part in ("router", "ln_", "gate_w")):
                 continue  # these know their own start
             if name.endswith(("bias", "b_in", "b_out")):
                 nn.init.zeros_(p)
@@ -372,19 +375,81 @@ class FFN(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """(B, T, D) -> (B, T, D), each position looking at all others, or at itself and those before it."""
+    """(B, T, D) -> (B, T, D), each position looking at all others, or at itself and those before it.
+
+    With `relative_bias` what is added to the scores of a head depends on the distance, gated by the query (XLM-E 3.3).
+    """
 
     def __init__(self, config: TransformerConfig):
         super().__init__()
         self.n_head, self.dropout, self.causal = config.n_head, config.dropout, config.causal
         self.qkv, self.proj = nn.Linear(config.n_embd, 3 * config.n_embd), nn.Linear(config.n_embd, config.n_embd)
+        if config.relative_bias:
+            self.gate = nn.Parameter(torch.empty(2, config.n_embd // config.n_head))  # u and v, shared by the heads
+            self.gate_w = nn.Parameter(torch.ones(config.n_head))  # w
 
-    def forward(self, h: Tensor, mask: Tensor | None = None) -> Tensor:
-        """mask (B, 1, 1, T) bool: which positions may be looked at; None: all."""
+    def forward(self, h: Tensor, mask: Tensor | None = None, distance: Tensor | None = None) -> Tensor:
+        """mask (B, 1, 1, T) bool: which positions may be looked at, None: all; distance (H, T, T): d."""
         q, k, v = self.qkv(h).unflatten(2, (3, self.n_head, -1)).permute(2, 0, 3, 1, 4)  # (B, H, T, D / H) each
         dropout = self.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=self.causal, dropout_p=dropout)
+        if distance is not None:
+            update, reset = (q @ self.gate.t()).sigmoid().unbind(3)  # (B, H, T) each
+            # r = d + g_u d + (1 - g_u) w g_r d: the gates only scale the row of d that belongs to their query.
+            scale = 1 + update + (1 - update) * self.gate_w[:, None] * reset
+            y = biased_attention(q, k, v, scale, distance, mask, dropout)
+        else:
+            y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=self.causal, dropout_p=dropout)
         return self.proj(y.transpose(1, 2).flatten(2))
+
+
+class Distance(nn.Module):
+    """d_{i-j} of XLM-E 3.3: a learned number for each head and each bucket of distances, as in T5 (bidirectional)."""
+
+    def __init__(self, n_head: int, buckets: int = 32, longest: int = 128):
+        super().__init__()
+        self.table, self.longest = nn.Embedding(buckets, n_head), longest
+
+    def forward(self, T: int) -> Tensor:
+        """(H, T, T)"""
+        place = torch.arange(T, device=self.table.weight.device)
+        return self.table(self.bucket(place[None, :] - place[:, None])).permute(2, 0, 1)
+
+    def bucket(self, ahead: Tensor) -> Tensor:
+        """j - i -> its bucket: one half for each sign; of a half, one half is exact, the other logarithmic."""
+        half = self.table.num_embeddings // 2
+        exact, far = half // 2, ahead.abs()
+        ratio = torch.log(far.clamp(min=1) / exact) / math.log(self.longest / exact)
+        coarse = (exact + (ratio * (half - exact)).long()).clamp(max=half - 1)
+        return torch.where(far < exact, far, coarse) + half * (ahead > 0)
+
+
+def biased_attention(q, k, v, scale, distance, mask=None, dropout: float = 0.0) -> Tensor:
+    """softmax(q k / sqrt(d_k) + scale_i d_ij) v (XLM-E eqs. 7, 8). q, k, v (B, H, T, d_k); scale (B, H, T).
+
+    distance (H, T, T); mask (B, 1, 1, T) bool. On CUDA nothing of the size (B, H, T, T) is made, and attention weights
+    have no dropout, which FlexAttention does not offer.
+    """
+    if not has_flex_attention(q):
+        bias = scale.unsqueeze(3) * distance
+        bias = bias if mask is None else bias.masked_fill(~mask, -math.inf)
+        return F.scaled_dot_product_attention(q, k, v, bias.to(q.dtype), dropout_p=dropout)
+
+    def score(value, b, h, i, j):
+        value = value + scale[b, h, i] * distance[h, i, j]
+        return value if mask is None else torch.where(mask[b, 0, 0, j], value, -math.inf)
+
+    return flex_attention()(q, k, v, score_mod=score)
+
+
+def has_flex_attention(q: Tensor) -> bool:
+    return q.is_cuda
+
+
+@functools.cache
+def flex_attention():
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention)  # as it comes, it makes all scores
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -472,8 +537,8 @@ class EncoderLayer(nn.Module):
         self.attn, self.ffn, self.dropout = SelfAttention(config), FFN(config), nn.Dropout(config.dropout)
         self.ln_1, self.ln_2 = nn.LayerNorm(config.n_embd), nn.LayerNorm(config.n_embd)
 
-    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        x = self.ln_1(x + self.dropout(self.attn(x, mask)))
+    def forward(self, x: Tensor, mask: Tensor | None, distance: Tensor | None) -> Tensor:
+        x = self.ln_1(x + self.dropout(self.attn(x, mask, distance)))
         return self.ln_2(x + self.dropout(self.ffn(x)))
 
 
@@ -484,11 +549,10 @@ class Encoder(SparseModel):
         super().__init__()
         self.config, self.sparse_after = config, config.sparse_after
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
-        self.wpe = nn.Embedding(
-            PAD + 1 + config.block_size, config.n_embd
-        )  # the first ones are never used, as in XLM-R
+        self.wpe = nn.Embedding(PAD + 1 + config.block_size, config.n_embd)  # the first two stay unused, as in XLM-R
         self.token_type = nn.Parameter(torch.empty(1, config.n_embd))  # there is one type only
         self.ln_e, self.dropout = nn.LayerNorm(config.n_embd), nn.Dropout(config.dropout)
+        self.distance = Distance(config.n_head) if config.relative_bias else None  # all layers share it
         self.layers = nn.ModuleList(EncoderLayer(config) for _ in range(config.n_layer))
         self.moes = nn.ModuleList(MoE(config) for _ in range(config.num_sparse))
         self.draw(config.init_std, config.init_std)
@@ -509,11 +573,12 @@ class Encoder(SparseModel):
             positions = PAD + mask.cumsum(dim=1) * mask
             mask = mask[:, None, None]
         x = self.dropout(self.ln_e(self.wte(ids) + self.wpe(positions) + self.token_type))
+        distance = self.distance(T) if self.distance else None
         total = torch.zeros((), dtype=self.ln_e.weight.dtype, device=ids.device)
         for depth, layer in enumerate(self.layers, 1):
             if states is not None:
                 states.append(x)
-            x = layer(x, mask)
+            x = layer(x, mask, distance)
             for moe, after in zip(self.moes, self.sparse_after):
                 if after == depth:
                     y, balance = moe(x, ids, real)

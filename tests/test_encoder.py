@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import dispatch as dispatching
+import model
 from common import adamw
 from dispatch import dispatch, within_capacity
-from model import PAD, Encoder, EncoderConfig, MaskedLM, MoE, count_parameters, flops_per_token
+from model import PAD, Distance, Encoder, EncoderConfig, MaskedLM, MoE, SelfAttention, count_parameters, flops_per_token
 from routers import NOT_CHOSEN, Routing, priority_key, representation_collapse
 from train_mlm import PRESETS, Config
 
@@ -367,6 +368,118 @@ def test_the_head_sees_only_masked_tokens_and_is_tied():
     x = F.layer_norm(F.gelu(model.dense(h)), (8,), model.ln_h.weight, model.ln_h.bias)
     expected = x @ model.encoder.wte.weight.t() + model.bias
     torch.testing.assert_close(model(ids, masked, real)[0], expected[masked])
+
+
+# --- Gated relative position bias (XLM-E 3.3)
+
+
+def literal_attention(q, k, v, u, gate_v, w, table, buckets, keep):
+    """Eqs. 6 to 8 element by element; q, k, v (B, H, T, d_k), table (32, H), buckets {j - i: bucket}, keep (B, T)"""
+    B, H, T, d = q.shape
+    out = []
+    for b in range(B):
+        for head in range(H):
+            for i in range(T):
+                scores = []
+                update, reset = torch.sigmoid(q[b, head, i] @ u), torch.sigmoid(q[b, head, i] @ gate_v)
+                for j in range(T):
+                    if not keep[b, j]:
+                        continue
+                    d_ij = table[buckets[j - i], head]
+                    r = d_ij + update * d_ij + (1 - update) * w[head] * reset * d_ij
+                    scores.append((q[b, head, i] @ k[b, head, j] / math.sqrt(d) + r, v[b, head, j]))
+                weights = torch.stack([s for s, _ in scores]).softmax(dim=0)
+                out.append(sum(a * value for a, (_, value) in zip(weights, scores)))
+    return torch.stack(out).view(B, H, T, d)
+
+
+def gated_attention(seed=0):
+    config = EncoderConfig(**(SMALL | {"relative_bias": True, "router": "dense"}))
+    return lively(SelfAttention(config), seed).double().eval(), lively(Distance(2), seed).double()
+
+
+@pytest.mark.parametrize("flex", [False, True], ids=["plain", "flex"])
+@pytest.mark.parametrize("padding", [False, True])
+def test_gated_bias_is_its_formula(monkeypatch, padding, flex):
+    from torch.nn.attention import flex_attention
+
+    monkeypatch.setattr(model, "has_flex_attention", lambda q: flex)
+    monkeypatch.setattr(model, "flex_attention", lambda: flex_attention.flex_attention)  # not compiled: slow, and exact
+    attention, distance = gated_attention()
+    T = 6
+    h = torch.randn(2, T, 8, dtype=torch.float64, requires_grad=True)
+    keep = torch.ones(2, T, dtype=torch.bool)
+    keep[1, 4:] = not padding
+    with torch.set_grad_enabled(not flex):  # on a CPU, FlexAttention has no backward
+        y = attention(h, keep[:, None, None] if padding else None, distance(T))
+    q, k, v = (x.view(2, T, 2, 4).transpose(1, 2) for x in attention.qkv(h).split(8, dim=2))
+    buckets = {ahead: int(distance.bucket(torch.tensor(ahead))) for ahead in range(-T, T + 1)}
+    heads = literal_attention(q, k, v, *attention.gate, attention.gate_w, distance.table.weight, buckets, keep)
+    expected = attention.proj(heads.transpose(1, 2).reshape(2, T, 8))
+    torch.testing.assert_close(y, expected, rtol=1e-9, atol=1e-9)
+    if flex:
+        return
+    parameters, arrow = (h, *attention.parameters(), *distance.parameters()), torch.randn_like(y)
+    found, slow = (torch.autograd.grad((x * arrow).sum(), parameters) for x in (y, expected))
+    torch.testing.assert_close(found, slow, rtol=1e-8, atol=1e-9)
+    assert all(g.abs().max() > 0 for g in found)
+
+
+@pytest.mark.parametrize("update, factor", [(1e3, 2.0), (-1e3, None)])
+def test_gate_limits(monkeypatch, update, factor):
+    """Update gate 1: r = 2 d. Update gate 0: r = d + w g d."""
+    seen = []
+    monkeypatch.setattr(model, "biased_attention", lambda q, k, v, scale, *rest: seen.append((q, scale)) or v)
+    attention, distance = gated_attention()
+    with torch.no_grad():
+        attention.qkv.weight.abs_()
+        attention.qkv.bias.fill_(1.0)
+        attention.gate[0] = update
+        attention(torch.rand(2, 5, 8, dtype=torch.float64), None, distance(5))
+    ((q, scale),) = seen
+    reset = (q @ attention.gate[1]).sigmoid()
+    expected = 1 + attention.gate_w[:, None] * reset if factor is None else torch.full_like(scale, factor)
+    torch.testing.assert_close(scale, expected)
+
+
+def test_buckets_are_t5s():
+    t5 = pytest.importorskip("transformers.models.t5.modeling_t5")
+    ahead = torch.arange(-300, 301)
+    expected = t5.T5Attention._relative_position_bucket(ahead, bidirectional=True, num_buckets=32, max_distance=128)
+    assert torch.equal(Distance(2).bucket(ahead), expected)
+
+
+def test_gate_and_bias_add_2064_parameters_to_the_base_encoder():
+    sizes = dict(n_layer=12, n_head=12, n_embd=768, ffn_size=3072, vocab_size=250_002, block_size=512, router="dense")
+    with torch.device("meta"):
+        plain, gated = (Encoder(EncoderConfig(**sizes, relative_bias=on)) for on in (False, True))
+    assert count_parameters(plain)["total"] == 277_453_056
+    assert count_parameters(gated)["total"] == 277_453_056 + 2_064
+
+
+def test_an_encoder_with_gated_bias_ignores_padding_and_knows_order():
+    encoder = make(Encoder, relative_bias=True)
+    ids, real = make_batch([12, 5, 8])
+    together, _ = encoder(ids, real)
+    torch.testing.assert_close(encoder(ids[1:2, :5])[0][0], together[1, :5])
+    with torch.no_grad():
+        encoder.wpe.weight.zero_()  # the bias alone must tell the order
+    assert (encoder(ids[:1])[0][0].flip(0) - encoder(ids[:1].flip(1))[0][0]).abs().max() > 0.01
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_flex_attention_on_cuda_equals_the_plain_path():
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 4, 96, 64, device="cuda", requires_grad=True) for _ in range(3))
+    scale, distance = (1 + torch.rand(2, 4, 96, device="cuda")).requires_grad_(), Distance(4).cuda()
+    mask = (torch.arange(96, device="cuda") < torch.tensor([[96], [70]], device="cuda"))[:, None, None]
+    results = []
+    for flex in (True, False):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(model, "has_flex_attention", lambda q, flex=flex: flex)
+            y = model.biased_attention(q, k, v, scale, distance(96), mask)
+        results.append((y, *torch.autograd.grad(y.square().sum(), (q, k, v, scale, distance.table.weight))))
+    torch.testing.assert_close(*results, rtol=2e-2, atol=2e-2)
 
 
 # --- Parameters and FLOPs
