@@ -12,6 +12,7 @@ rather than downloading all of them first. No corpus but pydocs is ever held in 
 import gzip
 import hashlib
 import importlib.util
+import itertools
 import json
 import lzma
 import os
@@ -27,6 +28,7 @@ from typing import NamedTuple
 from tqdm import tqdm
 
 SPLITS = ("train", "valid", "test")
+HEAD = 1000  # lines of a text file that tell whether its documents are blocks or lines
 Documents = Iterator[tuple[str, str]]  # (split, text)
 
 
@@ -34,6 +36,7 @@ class Corpus(NamedTuple):
     read: Callable  # (source, streaming) -> Documents, or {language: Documents}
     origin: str | None  # where it comes from without `source`; None: it needs one
     packages: tuple[str, ...] = ()  # read from these; such a corpus trains its own tokenizer
+    vocabulary: Callable | None = None  # `read` of the corpus whose tokenizer it shares; None: its own
 
 
 def split_of(key: str, valid: float, test: float) -> str:
@@ -147,8 +150,10 @@ def openwebtext(source: Path | None, streaming: bool) -> Documents:
     yield from ((split_of(text, valid=0.0005, test=0.0005), text) for text in texts)
 
 
-def hub_rows(repository: str, config: str | None, split: str, streaming: bool, **options) -> Iterator[str]:
-    """The `text` column of a data set on the Hugging Face hub, or of the `data_files` among `options`."""
+def hub_rows(
+    repository: str, config: str | None, split: str, streaming: bool, column: str = "text", **options
+) -> Iterator:
+    """A column of a data set on the Hugging Face hub, or of the `data_files` among `options`."""
     what = options.get("data_files") or " ".join(filter(None, (repository, config)))
     try:
         from datasets import load_dataset
@@ -158,7 +163,7 @@ def hub_rows(repository: str, config: str | None, split: str, streaming: bool, *
         ) from error
     try:
         for row in load_dataset(repository, config, split=split, streaming=streaming, **options):
-            yield row["text"]
+            yield row[column]
     except Exception as error:  # the hub's client raises a dozen kinds
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise OSError(f"cannot read {what} ({reason}); a local copy goes in with --source") from error
@@ -201,16 +206,22 @@ def named_split(path: Path) -> str | None:
     return next((aliases[part] for part in re.split(r"[._/-]", path.as_posix().lower()) if part in aliases), None)
 
 
-def read_documents(path: Path) -> Iterator[str]:
-    """The documents of one file, by its extension (before any .gz or .xz)."""
+def read_documents(path: Path, least: int = HEAD) -> Iterator[str]:
+    """The documents of one file, by its extension (before any .gz or .xz); `least` as in read_blocks."""
     suffix = Path(path.stem).suffix if path.suffix in (".gz", ".xz") else path.suffix
     readers = {".jsonl": read_jsonl, ".parquet": read_parquet}
-    yield from readers.get(suffix, read_blocks)(path)
+    yield from readers[suffix](path) if suffix in readers else read_blocks(path, least)
 
 
-def read_blocks(path: Path) -> Iterator[str]:
+def read_blocks(path: Path, least: int) -> Iterator[str]:
+    """The blocks between blank lines; every line, where the first 1,000 have no blank one and are `least` or more."""
+    lines = (line for _, line in read_lines(path))
+    head = list(itertools.islice(lines, HEAD))
+    if len(head) >= least and all(map(str.strip, head)):
+        yield from (line for line in itertools.chain(head, lines) if line.strip())
+        return
     block: list[str] = []
-    for _, line in read_lines(path):
+    for line in itertools.chain(head, lines):
         if line.strip():
             block.append(line)
         elif block:

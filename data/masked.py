@@ -17,17 +17,17 @@ from data.tokens import Prepared, again
 ROUND = 16_384  # samples in which the languages have their shares
 GOLDEN = (5**0.5 - 1) / 2
 # what random numbers are for; their keys begin with it, so that no two purposes share a key
-ORDER, WINDOWS, MASKS, EVALUATION = range(4)
+ORDER, WINDOWS, MASKS, EVALUATION, PAIR_ORDER, PAIR_CUTS, PAIR_MASKS, PAIR_EVALUATION = range(8)
 
 
 class Masked(NamedTuple):
-    """B rows of T tokens, each `<s>` and text of one language; flat positions count through all B * T."""
+    """B rows of T tokens, each `<s>` and text of one language (pair); flat positions count through all B * T."""
 
     ids: torch.Tensor  # (B, T) after masking
     masked: torch.Tensor  # (M,) flat positions of the tokens to predict, ascending
     targets: torch.Tensor  # (M,) what stood there
     real: torch.Tensor | None  # (S,) flat positions of what is not padding, ascending; None: all of them
-    language: torch.Tensor  # (M,) index into MaskedData.languages
+    language: torch.Tensor  # (M,) index into the data's `languages`
 
 
 def mask_tokens(
@@ -38,16 +38,21 @@ def mask_tokens(
     mask: int,
     ordinary: np.ndarray,
     replace: tuple[float, float] = (0.8, 0.1),
+    span: float | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Choose a share of each row's tokens, uniformly, and hide them; returns the new ids and the flat positions (M,).
+    """Choose a share of each row's tokens and hide them; returns the new ids and the flat positions (M,), ascending.
 
     ids (B, T); choosable (B, T) bool. Of n choosable tokens n * share are chosen, rounded up or down at random so that
     the mean is exact, but at least one if there is any. `replace` holds the probabilities of becoming `mask` and of
-    becoming one of the `ordinary` ids; otherwise a chosen token stays as it is.
+    becoming one of the `ordinary` ids; otherwise a chosen token stays as it is. The tokens are chosen uniformly, or,
+    with `span`, in spans of geometric length with that mean, in random places, until there are enough; the last is cut.
     """
     n = choosable.sum(axis=1)  # (B,)
     count = np.maximum((n * share + rng.random(len(n))).astype(np.int64), n > 0)
-    order = np.where(choosable, rng.random(ids.shape), 2.0).argsort(axis=1)  # what cannot be chosen comes last
+    turn = rng.random(ids.shape)  # the lowest are chosen
+    if span is not None:
+        turn = span_turns(np.where(choosable, turn, 2.0), rng.geometric(1 / span, ids.shape))
+    order = np.where(choosable, turn, 2.0).argsort(axis=1, kind="stable")  # what cannot be chosen comes last
     chosen = np.zeros(ids.shape, dtype=bool)
     np.put_along_axis(chosen, order, np.arange(ids.shape[1]) < count[:, None], axis=1)
     positions = np.flatnonzero(chosen)
@@ -58,13 +63,25 @@ def mask_tokens(
     return hidden, positions
 
 
-class MaskedData(Prepared):
-    """A folder of many languages: windows of `<s>` and T - 1 = block_size - 1 tokens of one language each.
+def span_turns(turn: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """(B, T) turn of each token: the earliest of the spans over it, where one of `lengths` begins at every place."""
+    turns = turn.copy()
+    for back in range(1, min(int(lengths.max()), turn.shape[1])):
+        reaches = np.where(lengths[:, :-back] > back, turn[:, :-back], 2.0)
+        turns[:, back:] = np.minimum(turns[:, back:], reaches)
+    return turns
 
-    In training p_j, the probability of language j, is proportional to n_j ** exponent, n_j its training tokens; with
-    exponent 1 every token is as likely, with 0 every language. mask_share: of the tokens that are not special.
-    ValueError, in one line, when the folder has no languages or an argument makes no sense.
+
+class Multilingual(Prepared):
+    """A folder of many languages (or pairs of them), drawn in rounds of ROUND samples in which each has its share.
+
+    p_j, the probability of language j, is proportional to n_j ** exponent, n_j its training tokens (or pairs); with
+    exponent 1 each of these is as likely, with 0 every language. mask_share: of the tokens that are not special;
+    replace and span: see mask_tokens. ValueError, in one line, when the folder holds something else or an argument
+    makes no sense.
     """
+
+    place, size = "start", "tokens"  # where a language begins in a split and how much it has, in meta.json
 
     def __init__(
         self,
@@ -75,16 +92,20 @@ class MaskedData(Prepared):
         seed: int = 0,
         exponent: float = 0.7,
         mask_share: float = 0.15,
+        replace: tuple[float, float] = (0.8, 0.1),
+        span: float | None = None,
     ):
         if block_size < 8:
             raise ValueError(f"block_size {block_size} must be at least 8 tokens")
         if not 0 < mask_share <= 1:
             raise ValueError(f"mask_share {mask_share} must be over 0 and at most 1")
+        if min(replace) < 0 or sum(replace) > 1:
+            raise ValueError(f"replace {replace} must be two probabilities that add up to at most 1")
+        if span is not None and span < 1:
+            raise ValueError(f"span {span} must be at least 1 token")
         super().__init__(folder, block_size, micro_tokens, micros_per_step, seed)
-        if "languages" not in self.meta:
-            hint = "masked language models read one of many: python -m data.prepare catalogs"
-            raise ValueError(f"{self.folder} holds {self.meta['name']!r}, a corpus of one language; {hint}")
-        self.mask_share, self.window = mask_share, block_size - 1
+        self._check_kind()
+        self.mask_share, self.replace, self.span = mask_share, replace, span
         self.languages: list[str] = sorted(self.meta["languages"])
         self.streams = {split: self._streams(split) for split in self.tokens}  # split -> (J, 2) start and tokens
         self.bounds = {split: self._bounds(split, exponent) for split in self.tokens}
@@ -92,16 +113,20 @@ class MaskedData(Prepared):
         self.special[list(self.tokenizer.special)] = True
         self.ordinary = np.flatnonzero(~self.special)
         self._drawn: dict[str, tuple[int, np.ndarray]] = {}
-        self._rounds: dict[tuple[str, int], tuple[np.ndarray, np.ndarray]] = {}
-        self._passes: dict[tuple[str, int], tuple[int, int, np.ndarray]] = {}
+        self._rounds: dict[tuple[str, int], tuple] = {}
+        self._passes: dict[tuple[str, int], tuple] = {}
+
+    def _check_kind(self):
+        raise NotImplementedError
 
     def _streams(self, split: str) -> np.ndarray:
         try:
             counts = [self.meta["languages"][language][split] for language in self.languages]
-            streams = np.array([[count["start"], count["tokens"]] for count in counts], dtype=np.int64)
+            streams = np.array([[count[self.place], count[self.size]] for count in counts], dtype=np.int64)
+            total = self.meta["splits"][split][self.size]
         except (LookupError, TypeError, ValueError) as error:
             raise ValueError(f"{self.folder / 'meta.json'} is damaged; {again(self.meta)}") from error
-        if len(streams) == 0 or streams.min() < 0 or streams.sum(axis=1).max() > len(self.tokens[split]):
+        if len(streams) == 0 or streams.min() < 0 or streams.sum(axis=1).max() > total:
             raise ValueError(f"{self.folder / 'meta.json'} does not fit {split}.bin; {again(self.meta)}")
         return streams
 
@@ -119,6 +144,54 @@ class MaskedData(Prepared):
         """
         shift = number * GOLDEN % 1
         return np.diff(np.floor(shift + ROUND * self.bounds[split])).astype(np.int64)
+
+    def _index(self, split: str) -> int:
+        return list(self.tokens).index(split)
+
+    def _before(self, split: str, number: int) -> np.ndarray:
+        """(J,) samples of each language in all rounds before that one."""
+        known, drawn = self._drawn.get(split, (0, np.zeros(len(self.languages), dtype=np.int64)))
+        if known > number:
+            known, drawn = 0, np.zeros_like(drawn)
+        for earlier in range(known, number):
+            drawn = drawn + self.quotas(split, earlier)
+        self._drawn[split] = number, drawn
+        return drawn
+
+    def _round(self, split: str, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """Languages of a round's samples and how many samples before each are of its language, (ROUND,) each."""
+        quotas, drawn = self.quotas(split, number), self._before(split, number)
+        languages = np.repeat(np.arange(len(quotas)), quotas)
+        draws = np.arange(ROUND) + np.repeat(drawn + quotas - quotas.cumsum(), quotas)
+        # the draws of a language stay in order, so that it ends one pass before it begins the next
+        shuffled = np.random.default_rng((ORDER, self.seed, self._index(split), number)).permutation(languages)
+        in_order = np.empty(ROUND, dtype=np.int64)
+        in_order[shuffled.argsort(kind="stable")] = draws
+        return shuffled, in_order
+
+    def _mask(
+        self, ids: np.ndarray, rng: np.random.Generator, choosable: np.ndarray | bool = True
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """mask_tokens for ids (B, T), of those tokens that are not special and, if given, `choosable` (B, T)."""
+        choosable = ~self.special[ids] & choosable
+        mask, ordinary = self.tokenizer.mask, self.ordinary
+        return mask_tokens(ids, choosable, rng, self.mask_share, mask, ordinary, self.replace, self.span)
+
+
+class MaskedData(Multilingual):
+    """A folder of many languages: windows of `<s>` and T - 1 = block_size - 1 tokens of one language each."""
+
+    @property
+    def window(self) -> int:
+        return self.block_size - 1
+
+    def _check_kind(self):
+        hint = "masked language models read one of many: python -m data.prepare catalogs"
+        if self.meta.get("kind") == "pairs":
+            hint = f"data.pairs.PairData reads it, {hint}"
+            raise ValueError(f"{self.folder} holds {self.meta['name']!r}, translation pairs; {hint}")
+        if "languages" not in self.meta:
+            raise ValueError(f"{self.folder} holds {self.meta['name']!r}, a corpus of one language; {hint}")
 
     def batch(self, split: str, step: int, micro: int = 0) -> Masked:
         """The rows and masks of one micro-batch, for training; a language shorter than a window gives padded rows."""
@@ -160,35 +233,15 @@ class MaskedData(Prepared):
                 positions.append(row * ids.shape[1] + chosen)
             yield k, firsts[begin], pack(ids, hidden, np.concatenate(positions), length, rows[:, 0])
 
-    def _index(self, split: str) -> int:
-        return list(self.tokens).index(split)
-
     def _sample(self, split: str, index: int) -> tuple[int, int]:
         """The language of sample `index` and how many samples before it are of that language."""
         number, place = divmod(index, ROUND)
         if (split, number) not in self._rounds:
-            known, drawn = self._drawn.get(split, (0, 0))
-            if known > number:
-                known, drawn = 0, 0
-            for earlier in range(known, number):
-                drawn = drawn + self.quotas(split, earlier)
-            self._drawn[split] = number, drawn
             # a micro-batch may end one round and begin the next: keep two
             self._rounds = dict(list(self._rounds.items())[-1:])
-            self._rounds[split, number] = self._round(split, number, drawn)
+            self._rounds[split, number] = self._round(split, number)
         languages, draws = self._rounds[split, number]
         return int(languages[place]), int(draws[place])
-
-    def _round(self, split: str, number: int, drawn: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Languages and their draws, (ROUND,) each, of a round before which language j was drawn drawn[j] times."""
-        quotas = self.quotas(split, number)
-        languages = np.repeat(np.arange(len(quotas)), quotas)
-        draws = np.arange(ROUND) + np.repeat(drawn + quotas - quotas.cumsum(), quotas)
-        # the draws of a language stay in order, so that it ends one pass before it begins the next
-        shuffled = np.random.default_rng((ORDER, self.seed, self._index(split), number)).permutation(languages)
-        in_order = np.empty(ROUND, dtype=np.int64)
-        in_order[shuffled.argsort(kind="stable")] = draws
-        return shuffled, in_order
 
     def _window(self, split: str, language: int, draw: int) -> tuple[int, int]:
         """Start and length of that draw: its place in its pass's shuffled windows, shifted by the pass's offset."""
@@ -222,9 +275,6 @@ class MaskedData(Prepared):
         for row, (start, tokens) in enumerate(windows):
             ids[row, 1 : tokens + 1] = self.tokens[split][start : start + tokens]
         return ids, np.array([tokens + 1 for _, tokens in windows])
-
-    def _mask(self, ids: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        return mask_tokens(ids, ~self.special[ids], rng, self.mask_share, self.tokenizer.mask, self.ordinary)
 
 
 def pack(

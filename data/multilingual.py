@@ -172,7 +172,8 @@ def language_files(source: Path) -> dict[str, Documents]:
             files[path.name.split(".")[0]].append(path)
     if not files:
         raise FileNotFoundError(f"--source {source} holds no LANGUAGE.txt, .jsonl or .parquet (or these as .gz, .xz)")
-    return {name: hashed(text for path in files[name] for text in read_documents(path)) for name in sorted(files)}
+    texts = {name: (text for path in paths for text in read_documents(path, least=2)) for name, paths in files.items()}
+    return {name: hashed(texts[name]) for name in sorted(texts)}
 
 
 def hashed(texts: Iterable[str]) -> Documents:

@@ -7,10 +7,14 @@
     python -m data.prepare catalogs                                # Django's messages in 97 languages, no network
     python -m data.prepare cc100 --spm PATH --languages de,sw --max_tokens 1000000       # streamed; mc4 likewise
     python -m data.prepare cc100 --spm PATH --source DIR           # or your own: DIR/de.txt, DIR/sw.jsonl.xz
+    python -m data.prepare catalogs-pairs                          # the same messages beside their English, no network
+    python -m data.prepare opus100 --spm PATH --languages de-en    # streamed translation pairs
+    python -m data.prepare bitext --spm PATH --source DIR          # your own: DIR/de-en.de and DIR/de-en.en
 
 Writes train.bin, valid.bin and test.bin (token ids, uint16 or uint32, every document followed by the end-of-document
-token), the tokenizer's file, and meta.json (counts, hashes, languages) into data/prepared/NAME. The folder appears
-whole or not at all; data prepared earlier stays until the new data is complete.
+token), the tokenizer's file, and meta.json (counts, hashes, languages) into data/prepared/NAME. A translation pair is
+two documents, and train.idx, valid.idx and test.idx say where each begins. The folder appears whole or not at all; data
+prepared earlier stays until the new data is complete.
 """
 
 import argparse
@@ -29,14 +33,18 @@ import numpy as np
 from tqdm import tqdm
 
 from data import corpora
+from data.bitext import BITEXT
 from data.corpora import SPLITS
 from data.multilingual import MULTILINGUAL
 from data.tokenizers import XLMR, SentencePiece, Tokenizer, gpt2, load_tokenizer, train_sentencepiece
 
-CORPORA = corpora.CORPORA | MULTILINGUAL
+SEVERAL = MULTILINGUAL | BITEXT  # of many languages, or pairs of them
+CORPORA = corpora.CORPORA | SEVERAL
 PREPARED = Path(__file__).parent / "prepared"
-OUTPUTS = {"train.bin", "valid.bin", "test.bin", "tokenizer.model", "xlmr.model", "tokenizer.tiktoken", "meta.json"}
-Groups = dict[str | None, Iterable[tuple[str, str]]]  # language -> (split, text) of its documents; None: one language
+OUTPUTS = {f"{split}.{suffix}" for split in SPLITS for suffix in ("bin", "idx")}
+OUTPUTS |= {"tokenizer.model", "xlmr.model", "tokenizer.tiktoken", "meta.json"}
+# language -> (split, text) of its documents, or (split, text, text) of pairs; None: one language
+Groups = dict[str | None, Iterable[tuple[str, ...]]]
 COUNTS = ("tokens", "words", "documents", "bytes", "characters")
 BATCH_CHARS = 2_000_000  # of text, encoded at once
 ENOUGH = 10_000  # tokens of valid and of test that end a limited reading (of a language), once train is full
@@ -56,7 +64,8 @@ def prepare(
     source: local file or folder to read; tokenizer: file to use (pydocs trains its own, the others use GPT-2's);
     max_tokens: no training document begins beyond this many tokens; out: folder, by default data/prepared/NAME.
     Corpora of many languages count max_tokens in each, take their tokenizer from `spm`, a SentencePiece model to be
-    read with XLM-R's ids (catalogs trains its own), and can be restricted to some `languages`.
+    read with XLM-R's ids (catalogs trains its own), and can be restricted to some `languages`; those of translation
+    pairs likewise, `languages` being pairs such as de-en.
     Raises ValueError, OSError or ImportError with one line for the user; what `out` held before is then unchanged.
     """
     if name not in CORPORA:
@@ -69,15 +78,17 @@ def prepare(
     if source is None and CORPORA[name].origin is None:
         raise ValueError(f"corpus {name!r} needs --source FILE or DIR")
     check_options(name, tokenizer, spm, languages)
-    corpus, kind = CORPORA[name], XLMR if name in MULTILINGUAL else SentencePiece
+    corpus, kind = CORPORA[name], XLMR if name in SEVERAL else SentencePiece
     out = Path(out or PREPARED / name).resolve()
     check_replaceable(out)
     given = load_tokenizer(spm, kind="xlmr") if spm else load_tokenizer(tokenizer) if tokenizer else None
-    documents = corpus.read(Path(source) if source else None, max_tokens is not None)
-    groups: Groups = documents if name in MULTILINGUAL else {None: documents}
+    where = Path(source) if source else None
+    documents = corpus.read(where, max_tokens is not None)
+    groups: Groups = documents if name in SEVERAL else {None: documents}
     if corpus.packages and given is None:
         groups = {language: list(documents) for language, documents in groups.items()}
-        texts = (text for documents in groups.values() for split, text in documents if split == "train")
+        learned = corpus.vocabulary(where, False) if corpus.vocabulary else groups
+        texts = (text for documents in learned.values() for split, text in documents if split == "train")
         given = train_sentencepiece(texts, kind=kind)
     if languages is not None:
         groups = chosen(languages, groups)
@@ -86,8 +97,12 @@ def prepare(
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
-        origin = f"{corpus.origin} and {source}" if source and name == "catalogs" else str(source or corpus.origin)
-        meta = {"name": name, "source": origin}
+        origin = (
+            f"{corpus.origin} and {source}"
+            if source and name in ("catalogs", "catalogs-pairs")
+            else str(source or corpus.origin)
+        )
+        meta = {"name": name, "source": origin} | ({"kind": "pairs"} if name in BITEXT else {})
         if corpus.packages:
             versions = {package: importlib.metadata.version(package) for package in corpus.packages}
             meta["versions"] = {"python": platform.python_version(), **versions}
@@ -100,14 +115,14 @@ def prepare(
 
 def check_options(name: str, tokenizer: Path | str | None, spm: Path | str | None, languages: Sequence[str] | None):
     """Refuse what is meant for the other kind of corpus."""
-    several = ", ".join(MULTILINGUAL)
-    if name in MULTILINGUAL and tokenizer:
+    several = ", ".join(SEVERAL)
+    if name in SEVERAL and tokenizer:
         raise ValueError(f"corpus {name!r} takes a SentencePiece model, for XLM-R's ids: --spm instead of --tokenizer")
-    if name in MULTILINGUAL and not (spm or CORPORA[name].packages):
+    if name in SEVERAL and not (spm or CORPORA[name].packages):
         raise ValueError(f"corpus {name!r} needs --spm PATH: a SentencePiece model such as XLM-R's")
-    if name not in MULTILINGUAL and spm:
+    if name not in SEVERAL and spm:
         raise ValueError(f"--spm is for corpora of many languages ({several}); corpus {name!r} takes --tokenizer")
-    if name not in MULTILINGUAL and languages is not None:
+    if name not in SEVERAL and languages is not None:
         raise ValueError(f"--languages is for corpora of many languages ({several}), not for {name!r}")
 
 
@@ -123,29 +138,31 @@ def chosen(languages: Sequence[str], groups: Groups) -> Groups:
 def write(folder: Path, groups: Groups, tokenizer: Tokenizer, limit: int | None, meta: dict):
     """Stream the documents into `folder`, language by language, meta.json last."""
     dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
-    splits = {split: SplitFile(folder / f"{split}.bin", dtype, tokenizer.eot) for split in SPLITS}
+    kind = PairFile if meta.get("kind") == "pairs" else SplitFile
+    splits = {split: kind(folder / f"{split}.bin", dtype, tokenizer.eot) for split in SPLITS}
     needed = {"train": limit, "valid": min(limit, ENOUGH), "test": min(limit, ENOUGH)} if limit else {}
     with tqdm(desc="encoding", unit="doc", disable=None) as bar:
         for language, documents in groups.items():
             counts = {split: file.begin(language) for split, file in splits.items()}
             for batch in batches(documents):
-                ids = tokenizer.encode_batch([text for _, text in batch])
-                for (split, text), tokens in zip(batch, ids, strict=True):
+                ids = iter(tokenizer.encode_batch([text for _, *texts in batch for text in texts]))
+                for split, *texts in batch:
+                    tokens = [next(ids) for _ in texts]
                     if limit is None or split != "train" or counts["train"]["tokens"] < limit:
-                        splits[split].append(text, tokens)
+                        splits[split].append(texts, tokens)
                 bar.update(len(batch))
                 bar.set_postfix(tokens=f"{sum(file.written for file in splits.values()):,}")
                 if limit and all(counts[split]["tokens"] >= needed[split] for split in SPLITS):
                     break
-            if language and not counts["train"]["documents"]:
-                total = sum(count["documents"] for count in counts.values())
-                what = f"language {language!r} of {meta['source']} has no training text ({total:,} documents in all)"
+            if language and not counts["train"][kind.unit]:
+                total = sum(count[kind.unit] for count in counts.values())
+                what = f"language {language!r} of {meta['source']} has no training text ({total:,} {kind.unit} in all)"
                 raise ValueError(f"{what}: give more, or leave it out with --languages")
     counts = {split: file.close() for split, file in splits.items()}
-    empty = [split for split in SPLITS if not counts[split]["documents"]]
+    empty = [split for split in SPLITS if not counts[split][kind.unit]]
     if empty:
-        total = sum(count["documents"] for count in counts.values())
-        raise ValueError(f"split {empty[0]!r} is empty ({total:,} documents in all): give more text, or files for it")
+        total = sum(count[kind.unit] for count in counts.values())
+        raise ValueError(f"split {empty[0]!r} is empty ({total:,} {kind.unit} in all): give more text, or files for it")
     tokenizer.save(folder)
     meta |= {"splits": counts, "dtype": dtype}
     if None not in groups:
@@ -155,14 +172,14 @@ def write(folder: Path, groups: Groups, tokenizer: Tokenizer, limit: int | None,
     (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
 
 
-def batches(documents: Iterable[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
-    """Documents in lists of about BATCH_CHARS characters; documents of white space are left out."""
+def batches(documents: Iterable[tuple[str, ...]]) -> Iterator[list[tuple[str, ...]]]:
+    """Documents or pairs in lists of about BATCH_CHARS characters; those with a text of white space are left out."""
     batch, chars = [], 0
-    for split, text in documents:
-        if text.strip():
+    for split, *texts in documents:
+        if all(text.strip() for text in texts):
             # a lone surrogate (an escape in JSON or in a docstring) has no UTF-8 form and becomes "?"
-            batch.append((split, text.encode("utf-8", "replace").decode()))
-            chars += len(text)
+            batch.append((split, *(text.encode("utf-8", "replace").decode() for text in texts)))
+            chars += sum(map(len, texts))
         if chars >= BATCH_CHARS:
             yield batch
             batch, chars = [], 0
@@ -173,6 +190,8 @@ def batches(documents: Iterable[tuple[str, str]]) -> Iterator[list[tuple[str, st
 class SplitFile:
     """One .bin file being written, with what meta.json says of it."""
 
+    unit = "documents"
+
     def __init__(self, path: Path, dtype: str, eot: int):
         self.file, self.dtype, self.eot, self.hash = path.open("wb"), dtype, eot, hashlib.sha256()
         self.written, self.languages = 0, {}  # tokens so far; language -> counts
@@ -182,25 +201,62 @@ class SplitFile:
         self.counts = self.languages[language] = {"start": self.written} | dict.fromkeys(COUNTS, 0)
         return self.counts
 
-    def append(self, text: str, tokens: list[int]):
-        data = np.array([*tokens, self.eot], dtype=self.dtype).tobytes()
-        self.file.write(data)
-        self.hash.update(data)
-        self.written += len(tokens) + 1
-        sizes = (len(tokens) + 1, len(text.split()), 1, len(text.encode()), len(text))
-        for key, size in zip(COUNTS, sizes):
-            self.counts[key] += size
+    def append(self, texts: list[str], ids: list[list[int]]):
+        for text, tokens in zip(texts, ids, strict=True):
+            data = np.array([*tokens, self.eot], dtype=self.dtype).tobytes()
+            self.file.write(data)
+            self.hash.update(data)
+            self.written += len(tokens) + 1
+            sizes = (len(tokens) + 1, len(text.split()), 1, len(text.encode()), len(text))
+            for key, size in zip(COUNTS, sizes):
+                self.counts[key] += size
 
     def close(self) -> dict:
         """The counts of all languages together, and the SHA-256 of the file."""
         self.file.close()
-        total = {key: sum(counts[key] for counts in self.languages.values()) for key in COUNTS}
+        keys = dict.fromkeys([*COUNTS, self.unit])
+        total = {key: sum(counts[key] for counts in self.languages.values()) for key in keys}
         return total | {"sha256": self.hash.hexdigest()}
 
 
+class PairFile(SplitFile):
+    """SplitFile for pairs; the .idx file beside it holds where every text begins, and the end, (2 pairs + 1,) int64."""
+
+    unit = "pairs"
+
+    def __init__(self, path: Path, dtype: str, eot: int):
+        super().__init__(path, dtype, eot)
+        self.index, self.index_hash, self.pairs = path.with_suffix(".idx").open("wb"), hashlib.sha256(), 0
+        self.mark(0)
+
+    def mark(self, *places: int):
+        data = np.array(places, dtype="int64").tobytes()
+        self.index.write(data)
+        self.index_hash.update(data)
+
+    def begin(self, language: str | None) -> dict[str, int]:
+        counts = super().begin(language)
+        counts |= {"first": self.pairs, "pairs": 0}
+        return counts
+
+    def append(self, texts: list[str], ids: list[list[int]]):
+        if not all(ids):  # a text of characters that the tokenizer drops
+            return
+        start = self.written
+        super().append(texts, ids)
+        self.mark(start + len(ids[0]) + 1, self.written)
+        self.counts["pairs"] += 1
+        self.pairs += 1
+
+    def close(self) -> dict:
+        self.index.close()
+        return super().close() | {"index_sha256": self.index_hash.hexdigest()}
+
+
 def checksum(meta: dict) -> str:
-    """One hash for the tokens of all splits and the tokenizer that made them."""
-    parts = [meta["splits"][split]["sha256"] for split in SPLITS] + [meta["tokenizer"]["sha256"]]
+    """One hash for the tokens of all splits (and where pairs of them begin) and the tokenizer that made them."""
+    keys = [key for key in ("sha256", "index_sha256") if key in meta["splits"]["train"]]
+    parts = [meta["splits"][split][key] for key in keys for split in SPLITS] + [meta["tokenizer"]["sha256"]]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
@@ -224,9 +280,10 @@ def replace(out: Path, new: Path):
 def summary(folder: Path) -> str:
     """The counts of a prepared corpus as a small table."""
     meta = json.loads((folder / "meta.json").read_text())
-    keys = COUNTS[:4]
+    unit, groups = ("pairs", "language pairs") if meta.get("kind") == "pairs" else ("documents", "languages")
+    keys = ("tokens", "words", unit, "bytes")
     rows = [f"{split:8}" + "".join(f"{meta['splits'][split][key]:>16,}" for key in keys) for split in SPLITS]
-    languages = [f"{len(meta['languages'])} languages"] if "languages" in meta else []
+    languages = [f"{len(meta['languages'])} {groups}"] if "languages" in meta else []
     return "\n".join([f"{'':8}" + "".join(f"{key:>16}" for key in keys), *rows, *languages, f"-> {folder}"])
 
 
@@ -247,8 +304,10 @@ def main():
     parser.add_argument("name", metavar="NAME", help=", ".join(CORPORA))
     parser.add_argument("--source", help="local file or folder to read instead of the network")
     parser.add_argument("--tokenizer", help="tokenizer file: a GPT-2 rank file or a SentencePiece *.model")
-    parser.add_argument("--spm", help=f"SentencePiece model, for {', '.join(MULTILINGUAL)}: read with XLM-R's ids")
-    parser.add_argument("--languages", type=lambda names: names.split(","), help="de,en,sw: only these of many")
+    parser.add_argument("--spm", help=f"SentencePiece model, for {', '.join(SEVERAL)}: read with XLM-R's ids")
+    parser.add_argument(
+        "--languages", type=lambda names: names.split(","), help="de,en,sw: only these of many; de-en,en-fr: pairs"
+    )
     parser.add_argument(
         "--max_tokens",
         type=int,

@@ -41,7 +41,8 @@ class Prepared:
         if path.stat().st_size != expected:
             raise ValueError(f"{path} has {path.stat().st_size:,} bytes instead of {expected:,}; {again(self.meta)}")
         if not expected:
-            raise ValueError(f"{path} holds no text; {again(self.meta)}")
+            what = "pairs" if self.meta.get("kind") == "pairs" else "text"
+            raise ValueError(f"{path} holds no {what}; {again(self.meta)}")
         return np.memmap(path, dtype=dtype, mode="r")
 
     @cached_property
@@ -53,17 +54,18 @@ class Prepared:
         return tokenizer
 
     def verify(self, largest: int = 1 << 34):
-        """Read .bin files through and compare their SHA-256; ValueError names the first that differs.
+        """Read .bin and .idx files through and compare their SHA-256; ValueError names the first that differs.
 
         Files over `largest` bytes are left alone: they take minutes, while other processes wait. Their size is right.
         """
         for split, counts in self.meta["splits"].items():
-            path = self.folder / f"{split}.bin"
-            if path.stat().st_size > largest:
-                continue
-            with path.open("rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != counts["sha256"]:
-                    raise ValueError(f"{path} has changed since it was written; {again(self.meta)}")
+            for suffix, key in (("bin", "sha256"), ("idx", "index_sha256")):
+                path = self.folder / f"{split}.{suffix}"
+                if key not in counts or path.stat().st_size > largest:
+                    continue
+                with path.open("rb") as file:
+                    if hashlib.file_digest(file, "sha256").hexdigest() != counts[key]:
+                        raise ValueError(f"{path} has changed since it was written; {again(self.meta)}")
 
 
 class TokenData(Prepared):

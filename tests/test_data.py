@@ -510,3 +510,24 @@ def test_a_changed_tokenizer_is_noticed(copy, folder):
 def test_unknown_option_offers_the_nearest():
     assert "did you mean --source?" in refused("text", "--sourse", "x")
     assert "--source" in refused("text", "--source", "")
+
+
+@pytest.mark.parametrize(
+    "lines, blank, least, documents",
+    [
+        (3, None, 1000, 1),  # a short file is one document
+        (3, None, 2, 3),  # or one a line
+        (3, 1, 2, 2),
+        (1, None, 2, 1),
+        (1200, None, 1000, 1200),  # long ones are one a line, where no blank line tells otherwise
+        (1200, 1100, 1000, 1200),
+        (1200, 900, 1000, 2),
+    ],
+)
+def test_documents_are_blocks_or_lines(tmp_path, lines, blank, least, documents):
+    text = [f"line {i}\n" for i in range(lines)]
+    if blank is not None:
+        text.insert(blank, "\n")
+    (tmp_path / "a.txt").write_text("".join(text))
+    found = list(corpora.read_documents(tmp_path / "a.txt", least))
+    assert len(found) == documents and "".join(found) == "".join(line for line in text if line.strip())
