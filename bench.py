@@ -31,7 +31,8 @@ from tqdm import tqdm
 
 import common
 from dispatch import expert_capacity, within_capacity
-from model import FFN, GPT, EncoderConfig, MaskedLM, ModelConfig, MoE, flops_per_token
+from flops import flops_per_token
+from model import FFN, GPT, EncoderConfig, MaskedLM, ModelConfig, MoE
 
 
 @dataclasses.dataclass

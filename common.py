@@ -273,7 +273,10 @@ def check_data(data, config, context: Context):
     if context.rank == 0:
         data.verify()
     if config.vocab_size not in (None, data.vocab_size):
-        raise ValueError(f"the model's vocabulary is {config.vocab_size}, that of {data.folder} is {data.vocab_size}")
+        raise ValueError(
+            f"the model's vocabulary is {config.vocab_size}, that of {data.folder} is {data.vocab_size}: "
+            "--vocab_size none takes the data's"
+        )
     config.vocab_size = data.vocab_size
 
 
@@ -368,6 +371,7 @@ class RunFolder:
 
     def __init__(self, path: Path, config, context: Context, fresh: bool = False):
         self.path, self.context, self.fresh, self.broken = Path(path), context, fresh, []
+        self.data = {}  # what it is trained on, for its checkpoints
         # Through JSON, so that what was written and what is compared are the same kind of values.
         constants = json.loads(json.dumps(dataclasses.asdict(config)))
         self.config = {k: v for k, v in constants.items() if k not in NOT_IDENTITY | config.not_identity}
@@ -455,14 +459,17 @@ class RunFolder:
         return state
 
 
-def open_run(config, name: str, data, context: Context) -> tuple[RunFolder, dict | None, dict | None]:
-    """The folder of a run, and what it holds: its result if it is finished, else the checkpoint to go on from."""
+def open_run(config, name: str, context: Context, *data) -> tuple[RunFolder, dict | None, dict | None]:
+    """The folder of a run, and what it holds: its result if it is finished, else the checkpoint to go on from.
+
+    It is trained on one or several corpora under one tokenizer.
+    """
     folder = RunFolder(Path(config.out_dir, name), config, context, fresh=not config.resume)
-    result = folder.result(data=data.checksum)
+    folder.data = {"tokenizer": data[0].meta["tokenizer"]["sha256"], "data": "+".join(d.checksum for d in data)}
+    result = folder.result(data=folder.data["data"])
     if result and folder.writes:
         tqdm.write(f"{name}: finished before, in {folder.path} (--resume false trains it again)")
-    tokenizer = data.meta["tokenizer"]["sha256"]
-    return folder, result, None if result else folder.load(tokenizer=tokenizer, data=data.checksum)
+    return folder, result, None if result else folder.load(**folder.data)
 
 
 def restore(checkpoint: dict | None, optimizer, scaler, folder: RunFolder) -> tuple[int, float]:

@@ -560,7 +560,7 @@ class Encoder(SparseModel):
     def forward(self, ids: Tensor, real: Tensor | None = None, states: list | None = None) -> tuple[Tensor, Tensor]:
         """ids (B, T) -> hidden states (B, T, D), and the balance loss summed over sparse layers (scalar).
 
-        real (S,): places in B * T of the tokens that are not PAD, which no others look at; None if there is no PAD.
+        real (S,): places in B * T of the tokens that are not padding; None if all are. No token looks at padding.
         `states` receives the output of the embeddings, and of each layer with the sparse ones behind it, where given.
         Raises ValueError where T > block_size.
         """
@@ -569,7 +569,8 @@ class Encoder(SparseModel):
             raise ValueError(f"a sequence of {T} tokens is longer than block_size = {longest}")
         mask, positions = None, torch.arange(PAD + 1, PAD + 1 + T, device=ids.device)
         if real is not None:
-            mask = ids != PAD  # (B, T)
+            # ids != PAD will not do: XLM-E's generator may draw a PAD
+            mask = ids.new_zeros(ids.numel(), dtype=torch.bool).index_fill_(0, real, True).view(ids.shape)  # (B, T)
             positions = PAD + mask.cumsum(dim=1) * mask
             mask = mask[:, None, None]
         x = self.dropout(self.ln_e(self.wte(ids) + self.wpe(positions) + self.token_type))
@@ -604,40 +605,3 @@ class MaskedLM(SparseModel):
         x, balance = self.encoder(ids, real)
         x = self.ln_h(F.gelu(self.dense(x.flatten(0, 1).index_select(0, masked))))
         return F.linear(x, self.encoder.wte.weight, self.bias), balance
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Parameters and FLOPs
-
-
-def served_rows(config: TransformerConfig) -> float:
-    """Rows per token and MoE layer that the capacity leaves room for: at most K, gamma and E."""
-    wants = {"topk": config.top_k, "threshold": config.num_experts, "expert_choice": config.num_experts}
-    return min(wants.get(config.select, 1), config.capacity_factor, config.num_experts)
-
-
-def count_parameters(model: SparseModel) -> dict[str, float]:
-    """`total`, `active` (what one token passes through at full capacity) and `moe` (experts and routers)."""
-
-    def size(*modules: nn.Module) -> int:
-        return sum(p.numel() for module in modules for p in module.parameters())
-
-    idle = 1 - served_rows(model.config) / model.config.num_experts
-    experts = size(*(moe.layers for moe in model.moe_layers))
-    return {"total": size(model), "active": size(model) - idle * experts, "moe": size(*model.moe_layers)}
-
-
-def flops_per_token(config: TransformerConfig, predicted: float = 1.0) -> dict[str, float]:
-    """Forward FLOPs of one token: `total` and `moe` (experts and routers). A training step costs three times as much.
-
-    Products only, two FLOPs a multiply-add; attention counts the full T x T, as MFU figures do; MoE layers are taken at
-    full capacity, so what is really spent is `served` of `stats` over `served_rows` of it. `predicted` is the share of
-    the tokens that the output layer sees; the encoder's has one more matrix.
-    """
-    D, L, dim, E = config.n_embd, config.n_layer, config.routing_dim, config.num_experts
-    router = 0 if config.select == "hash" else dim * D + E * dim if dim else E * D
-    expert = max(config.expert_layers, 1) * 2 * D * config.expert_size
-    moe = 2 * config.num_sparse * (router + served_rows(config) * expert)
-    head = D * config.vocab_size + (0 if config.causal else D * D)
-    dense = 2 * (L * 4 * D * D + config.num_ffns * 2 * D * config.ffn_size + predicted * head)
-    return {"total": moe + dense + 4 * L * config.block_size * D, "moe": moe}

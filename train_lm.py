@@ -25,9 +25,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 import common
-from data.prepare import PREPARED, prepare
+from data.prepare import ready
 from data.tokens import TokenData
-from model import GPT, ModelConfig, count_parameters, flops_per_token
+from flops import count_parameters, flops_per_token
+from model import GPT, ModelConfig
 from pretrained import load_gpt2
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -167,11 +168,8 @@ def describe(scores: dict) -> str:
 
 def open_data(config: Config, context) -> TokenData:
     """The prepared corpus, whose vocabulary the config then has; the demo's is made here where it is missing."""
-    folder = PREPARED / config.data
-    if config.data == "pydocs" and not folder.exists() and context.rank == 0:
-        prepare("pydocs")
+    folder = ready(config.data, make=context.rank == 0)
     context.barrier()
-    folder = folder if folder.exists() or not Path(config.data).exists() else Path(config.data)
     micros = config.batch_tokens // config.micro_tokens
     data = TokenData(folder, config.block_size, config.micro_tokens, micros, config.seed)
     common.check_data(data, config, context)
@@ -197,7 +195,7 @@ def train(config: Config, name: str, context) -> dict:
     with common.clear_errors():
         mine = common.deal(config, context)  # this process's micro-batches of every step
         data = open_data(config, context)
-        folder, result, checkpoint = common.open_run(config, name, data, context)
+        folder, result, checkpoint = common.open_run(config, name, context, data)
         if result:
             return result
         model = build(config, checkpoint, context)
@@ -261,7 +259,7 @@ def train(config: Config, name: str, context) -> dict:
             folder.save({
                 "kind": "lm", "step": done, "seconds": seconds, "config": dataclasses.asdict(config),
                 "arguments": {f.name: getattr(config, f.name) for f in dataclasses.fields(ModelConfig)},
-                "tokenizer": data.meta["tokenizer"]["sha256"], "data": data.checksum,
+                **folder.data,
                 "model": model.state_dict(), "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(),
             })  # fmt: skip
             loss_sum.zero_()

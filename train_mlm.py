@@ -14,11 +14,9 @@ where it stopped. `--help` lists every constant.
 """
 
 import dataclasses
-import hashlib
 import math
 import statistics
 import time
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -27,8 +25,9 @@ from tqdm import tqdm
 
 import common
 from data.masked import MaskedData
-from data.prepare import PREPARED, prepare
-from model import EncoderConfig, MaskedLM, MoE, count_parameters, flops_per_token
+from data.prepare import ready
+from flops import count_parameters, flops_per_token
+from model import EncoderConfig, MaskedLM, MoE
 from pretrained import load_xlmr
 from routers import representation_collapse
 
@@ -214,18 +213,8 @@ def describe(scores: dict) -> str:
 
 def open_data(config: Config, context) -> MaskedData:
     """The prepared corpus, whose vocabulary the config then has; catalogs are prepared here where they are missing."""
-    name = config.data
-    if config.spm:
-        if name != "catalogs":
-            raise ValueError(f"--spm is for catalogs: give it to python -m data.prepare {name} instead")
-        if not Path(config.spm).is_file():
-            raise ValueError(f"--spm {config.spm} does not exist")
-        name += "-" + hashlib.sha256(Path(config.spm).read_bytes()).hexdigest()[:8]
-    folder = PREPARED / name
-    if config.data == "catalogs" and not folder.exists() and context.rank == 0:
-        prepare("catalogs", spm=config.spm, out=folder)
+    folder = ready(config.data, config.spm, make=context.rank == 0)
     context.barrier()
-    folder = folder if folder.exists() or not Path(name).exists() else Path(name)
     micros = config.batch_tokens // config.micro_tokens
     shares = config.sampling_exponent, config.mask_share
     data = MaskedData(folder, config.block_size, config.micro_tokens, micros, config.seed, *shares)
@@ -256,7 +245,7 @@ def train(config: Config, name: str, context) -> dict:
     with common.clear_errors():
         mine = common.deal(config, context)  # this process's micro-batches of every step
         data = open_data(config, context)
-        folder, result, checkpoint = common.open_run(config, name, data, context)
+        folder, result, checkpoint = common.open_run(config, name, context, data)
         if result:
             return result
         model = build(config, checkpoint, context)
@@ -324,8 +313,7 @@ def train(config: Config, name: str, context) -> dict:
             folder.save({
                 "kind": "encoder", "step": done, "seconds": seconds, "config": dataclasses.asdict(config),
                 "arguments": {f.name: getattr(config, f.name) for f in dataclasses.fields(EncoderConfig)},
-                "tokenizer": data.meta["tokenizer"]["sha256"], "data": data.checksum,
-                "scores": scores, "chosen": chosen,  # the next checkpoint's RF needs the choices
+                **folder.data, "scores": scores, "chosen": chosen,  # the next checkpoint's RF needs the choices
                 "model": model.state_dict(), "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(),
             })  # fmt: skip
             loss_sum.zero_()

@@ -113,6 +113,25 @@ def prepare(
     return out
 
 
+def ready(name: str, spm: str | None = None, make: bool = True) -> Path:
+    """The folder of corpus `name` under data/prepared, or else the folder that `name` is.
+
+    A corpus that is inside installed packages is prepared there if it is missing; `make`: by this process. With `spm`
+    (those of many languages) it has a folder for each vocabulary.
+    """
+    installed = name in CORPORA and CORPORA[name].packages
+    folder = PREPARED / name
+    if spm:
+        if not installed:
+            raise ValueError(f"--spm is for catalogs: give it to python -m data.prepare {name} instead")
+        if not Path(spm).is_file():
+            raise ValueError(f"--spm {spm} does not exist")
+        folder = PREPARED / f"{name}-{hashlib.sha256(Path(spm).read_bytes()).hexdigest()[:8]}"
+    if installed and make and not folder.exists():
+        prepare(name, spm=spm, out=folder)
+    return folder if installed or folder.exists() or not Path(name).exists() else Path(name)
+
+
 def check_options(name: str, tokenizer: Path | str | None, spm: Path | str | None, languages: Sequence[str] | None):
     """Refuse what is meant for the other kind of corpus."""
     several = ", ".join(SEVERAL)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from model import flops_per_token
+from flops import flops_per_token
 
 ROOT = Path(__file__).parent.parent
 

@@ -14,7 +14,8 @@ import dispatch as dispatching
 import model
 from common import adamw
 from dispatch import dispatch, within_capacity
-from model import PAD, Distance, Encoder, EncoderConfig, MaskedLM, MoE, SelfAttention, count_parameters, flops_per_token
+from flops import count_parameters, flops_per_token
+from model import PAD, Distance, Encoder, EncoderConfig, MaskedLM, MoE, SelfAttention
 from routers import NOT_CHOSEN, Routing, priority_key, representation_collapse
 from train_mlm import PRESETS, Config
 

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dispatch import expert_capacity, within_capacity
-from model import FFN, GPT, ModelConfig, MoE, count_parameters, flops_per_token
+from flops import count_parameters, flops_per_token
+from model import FFN, GPT, ModelConfig, MoE
 from routers import NOT_CHOSEN, ROUTERS, priority_key
 
 SMALL = {"vocab_size": 13, "block_size": 8, "n_layer": 2, "n_head": 2, "n_embd": 8, "ffn_size": 16, "num_experts": 3}
