@@ -21,7 +21,7 @@ import dataclasses
 import json
 import math
 import time
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 import torch
@@ -62,10 +62,10 @@ class Config(EncoderConfig):
     mask_share: float = 0.15  # of the tokens are masked; of a pair, in each half
     span: float | None = None  # mean length of masked spans; default: single tokens (section 3.1: spans do worse)
     seed: int = 0  # of weights, data order, masks, replaced tokens and dropout
-    steps: int = 2000  # optimizer steps
+    steps: int = 2500  # optimizer steps
     batch_tokens: int = 1024  # tokens of a step, over all processes, for sentences and again for pairs
     micro_tokens: int = 1024  # tokens of one forward pass; under a capacity limit it changes the numbers
-    learning_rate: float = 2e-3  # peak
+    learning_rate: float = 1.5e-3  # peak
     warmup: float = 0.2  # share of the steps; then a line down to 0
     beta1: float = 0.9  # Adam
     beta2: float = 0.98  # Adam
@@ -235,7 +235,7 @@ def tally(model: Electra | MaskedLM, batches, detect: bool, config: Config, cont
 def evaluate(model: Electra | MaskedLM, data: dict, config: Config, context, maskings: int) -> dict:
     """Scores on the validation text of both kinds.
 
-    `translation`: how often the generator is right on the second halves of pairs, with the first halves beside them and
+    `translation`: how often the generator is right about one half of a pair, with the whole other half beside it and
     without, the same tokens masked. `layers`: routing statistics of sparse layers. `retrieval`: see there.
     """
     model.eval()
@@ -248,8 +248,8 @@ def evaluate(model: Electra | MaskedLM, data: dict, config: Config, context, mas
     scores["layers"] = model.stats(context.sum)
     scores["translation"] = {}
     for name, beside in (("with", True), ("without", False)):
-        batches = data["pairs"].eval_batches("valid", maskings, *share, only_second=True, context=beside)
-        scores["translation"][name] = tally(model, batches, False, config, context)["generator"]
+        halves = [data["pairs"].eval_batches("valid", maskings, *share, half, beside) for half in (0, 1)]
+        scores["translation"][name] = tally(model, chain(*halves), False, config, context)["generator"]
     scores |= retrieval(model.encoder, data["pairs"], config, context)
     model.train()
     return scores
@@ -321,8 +321,8 @@ def describe(seen: dict, scores: dict, config: Config) -> str:
     found, first, chance = scores["retrieval"][layer], scores["retrieval"][0], scores["chance"]
     lines = [
         common.markdown_table(headers, rows),
-        f"masked tokens of held-out second halves: {beside['with']:.1%} right with the translation beside them, "
-        f"{beside['without']:.1%} without",
+        f"masked tokens of one half of held-out pairs: {beside['with']:.2%} right with the translation beside it, "
+        f"{beside['without']:.2%} without",
         f"held-out translations found: {found:.1%} by layer {layer} ({first:.1%} by embeddings, {chance:.1%} chance)",
     ]
     for i, layer in enumerate(scores["layers"], 1):

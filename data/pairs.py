@@ -73,10 +73,10 @@ class PairData(Multilingual):
         hidden, two = self._mask(hidden, rng, second)
         return pack(ids, hidden, np.sort(np.concatenate([one, two])), length, languages)
 
-    def eval_tokens(self, split: str, max_tokens: int | None = None, context: bool = True) -> int:
+    def eval_tokens(self, split: str, max_tokens: int | None = None, halves: tuple[int, ...] = (0, 1)) -> int:
         """How many tokens `eval_batches` reads in one masking, `<s>` and `</s>` included, padding not."""
         _, _, sizes = self._eval_pairs(split, max_tokens)
-        return int((1 + sizes[:, 0 if context else 1 :].sum(axis=1)).sum())
+        return int((1 + sizes[:, halves].sum(axis=1)).sum())
 
     def eval_batches(
         self,
@@ -85,34 +85,34 @@ class PairData(Multilingual):
         max_tokens: int | None = None,
         rank: int = 0,
         world: int = 1,
-        only_second: bool = False,
+        only: int | None = None,
         context: bool = True,
     ) -> Iterator[tuple[int, int, Masked]]:
         """Every pair, longest first, masked in `maskings` ways, batches dealt round-robin to processes.
 
         Yields (k, first, batch) as MaskedData.eval_batches does. max_tokens takes about that many tokens: the first of
-        every language's pairs, then the second of each, and so on. only_second masks nothing in the first half, and
-        the second as otherwise; without context the rows are then `<s> second </s>`, row for row the same texts under
-        the same masks, so that the two losses tell what the translation helps.
+        every language's pairs, then the second of each, and so on. With `only` 0 or 1 that half alone is masked, as
+        otherwise; without context the rows are then `<s> half </s>`, row for row the same texts under the same masks,
+        so that the two losses tell what the translation helps.
         """
-        if not context and not only_second:
-            raise ValueError("without context there is no first half to mask: only_second=True goes with context=False")
+        if not context and only is None:
+            raise ValueError("without context only one half is there: context=False goes with only=0 or only=1")
+        masked = (0, 1) if only is None else (only,)
+        shown = (0, 1) if context else masked
         languages, pairs, sizes = self._eval_pairs(split, max_tokens)
         lengths = 1 + sizes.sum(axis=1)
         cuts = self._cuts(lengths)
-        if not context:
-            lengths = 1 + sizes[:, 1]
+        lengths = 1 + sizes[:, shown].sum(axis=1)
         firsts = np.concatenate([[0], lengths.cumsum()]).tolist()
         for turn in range(rank, maskings * (len(cuts) - 1), world):
             k, number = divmod(turn, len(cuts) - 1)
             rows = slice(cuts[number], cuts[number + 1])
-            ids, length = self._rows(split, pairs[rows], sizes[rows], context)
+            ids, length = self._rows(split, pairs[rows], sizes[rows], shown)
             hidden, positions = ids.copy(), []
-            for row, (pair, (one, two)) in enumerate(zip(pairs[rows].tolist(), sizes[rows].tolist())):
-                halves = (1, one), (1 + one if context else 1, two)
-                for half in (1,) if only_second else (0, 1):
+            for row, (pair, parts) in enumerate(zip(pairs[rows].tolist(), sizes[rows].tolist())):
+                for half in masked:
                     # one half at a time: its masks must depend on nothing else
-                    begin, size = halves[half]
+                    begin, size = 1 + (parts[0] if half and context else 0), parts[half]
                     rng = np.random.default_rng((PAIR_EVALUATION, k, pair, half))
                     part = hidden[row : row + 1, begin : begin + size]
                     part[:], chosen = self._mask(part, rng)
@@ -204,15 +204,15 @@ class PairData(Multilingual):
         return languages[order], pairs[order], sizes[order]
 
     def _rows(
-        self, split: str, pairs: np.ndarray, sizes: np.ndarray, context: bool = True
+        self, split: str, pairs: np.ndarray, sizes: np.ndarray, halves: tuple[int, ...] = (0, 1)
     ) -> tuple[np.ndarray, np.ndarray]:
-        """ids (B, T) of the rows, T the longest's, and lengths (B,); without context `<s> second </s>`."""
-        length = 1 + (sizes.sum(axis=1) if context else sizes[:, 1])
+        """ids (B, T) of the rows, T the longest's, and lengths (B,), of both halves or of one."""
+        length = 1 + sizes[:, halves].sum(axis=1)
         ids = np.full((len(pairs), int(length.max())), self.tokenizer.pad)
         ids[:, 0] = self.tokenizer.bos
         for row, (pair, parts) in enumerate(zip(pairs.tolist(), sizes.tolist())):
             place = 1
-            for half in (0, 1) if context else (1,):
+            for half in halves:
                 start = self.index[split][2 * pair + half]
                 ids[row, place : place + parts[half]] = self.tokens[split][start : start + parts[half]]
                 place += parts[half]

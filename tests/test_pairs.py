@@ -474,27 +474,29 @@ def test_evaluation_depends_on_neither_seed_nor_batch_size(tmp_path):
         assert masks(other, reading(other, maskings=1)[0]) == plain
 
 
-def test_context_is_all_that_differs(tmp_path):
+@pytest.mark.parametrize("half", [0, 1])
+def test_context_is_all_that_differs(tmp_path, half):
     data = numbered(tmp_path, SIZED, mask_share=0.3)
     both = masks(data, reading(data, maskings=2)[1])
-    known, blind = (reading(data, maskings=2, only_second=True, context=context)[1] for context in (True, False))
+    known, blind = (reading(data, maskings=2, only=half, context=context)[1] for context in (True, False))
     index = data.index["valid"]
     for pair, tokens in masks(data, known).items():
-        assert tokens and min(tokens) - 4 >= index[2 * pair + 1]  # the second half alone, and as when both are masked
-        assert tokens == [token for token in both[pair] if token - 4 >= index[2 * pair + 1]]
+        begin, end = index[2 * pair + half], index[2 * pair + half + 1]  # that half alone, and as when both are masked
+        assert tokens and tokens == [token for token in both[pair] if begin <= token - 4 < end]
         assert len(both[pair]) > len(tokens)
     total = 0
     for (_, one), (first, two) in zip(known, blind, strict=True):
         assert torch.equal(one.targets, two.targets) and torch.equal(one.language, two.language)
         assert first == total
         total += two.ids.numel() if two.real is None else len(two.real)
-        for row, (_, _, second) in zip(restored(two).tolist(), rows_of(data, one), strict=True):
-            assert row[: len(second) + 2] == [0, *second, 2] and set(row[len(second) + 2 :]) <= {1}
+        for row, (_, *texts) in zip(restored(two).tolist(), rows_of(data, one), strict=True):
+            size = len(texts[half]) + 2
+            assert row[:size] == [0, *texts[half], 2] and set(row[size:]) <= {1}
         width, other = one.ids.shape[1], two.ids.shape[1]
         assert torch.equal(one.masked // width, two.masked // other)
         assert torch.equal(restored(one).flatten()[one.masked], restored(two).flatten()[two.masked])
-    assert total == data.eval_tokens("valid", context=False) < data.eval_tokens("valid")
-    with pytest.raises(ValueError, match="only_second=True"):
+    assert total == data.eval_tokens("valid", halves=(half,)) < data.eval_tokens("valid")
+    with pytest.raises(ValueError, match="context=False goes with only=0 or only=1"):
         next(data.eval_batches("valid", context=False))
 
 
