@@ -46,7 +46,7 @@ def electra_flops(config: EncoderConfig, discriminator: bool, vocabulary: int, l
     """
     D, T, H, F_, V = config.n_embd, config.block_size, config.n_head, config.ffn_size, vocabulary
     norm, softmax, dropout, gelu = 5, 5, 4, 8  # operations a number
-    attention = 8 * D * D + 4 * D * T + (softmax + dropout + 1) * T * H + (5 + dropout) * D + norm  # sic
+    attention = 8 * D * D + 4 * D * T + (softmax + dropout + 1) * T * H + (5 + dropout) * D + norm  # not norm * D: sic
     ffn = 4 * D * F_ + (gelu + 1) * F_ + (2 + dropout + norm) * D
     inputs = 2 * D * V * lookup + 2 * D * (T + 2) + (2 + norm + dropout) * D
     if discriminator:

@@ -62,7 +62,7 @@ class Config(EncoderConfig):
     mask_share: float = 0.15  # of the tokens are masked; of a pair, in each half
     span: float | None = None  # mean length of masked spans; default: single tokens (section 3.1: spans do worse)
     seed: int = 0  # of weights, data order, masks, replaced tokens and dropout
-    steps: int = 2500  # optimizer steps
+    steps: int = 2000  # optimizer steps
     batch_tokens: int = 1024  # tokens of a step, over all processes, for sentences and again for pairs
     micro_tokens: int = 1024  # tokens of one forward pass; under a capacity limit it changes the numbers
     learning_rate: float = 1.5e-3  # peak
@@ -74,7 +74,7 @@ class Config(EncoderConfig):
     grad_clip: float = 2.0  # largest norm of the gradient; 0 for no limit
     balance_coef: float = 0.01  # the weight of the balance loss, where there are sparse layers
     eval_every: int = 250  # steps from one evaluation and checkpoint to the next
-    eval_tokens: int = 1 << 15  # validation tokens of sentences, and of pairs, at most (retrieval has its own limit)
+    eval_tokens: int = 1 << 14  # validation tokens of sentences, and of pairs, at most (retrieval has its own limit)
     eval_maskings: int = 10  # the final scores are means over so many fixed maskings; the others take one
     log_every: int = 10  # steps from one look at the loss to the next
     out_dir: str = "out/train_electra"  # where runs are kept

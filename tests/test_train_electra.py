@@ -165,7 +165,7 @@ def test_look_counts_what_it_says(options):
 
 def test_f1_of_guessing_is_that_of_calling_everything_replaced():
     tokens, replaced = 1000, 137
-    sums = torch.tensor([1.0, 150, 10, tokens, 1.0, replaced, replaced, tokens, replaced], dtype=torch.float64)
+    sums = torch.tensor([1.0, 150, 10, tokens, 0.0, 1.0, replaced, replaced, tokens, replaced], dtype=torch.float64)
     scores = train_electra.scores_of(sums)
     assert scores["blind_f1"] == pytest.approx(scores["f1"])
     shares = torch.linspace(0.01, 1, 100)  # of the tokens called replaced, blindly: precision p, recall the share
