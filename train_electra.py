@@ -12,9 +12,10 @@
 A step has a batch of sentences (MLM, MRTD) and one of translation pairs (TLM, TRTD). The generator fills in the masked
 tokens; the discriminator says of every token whether it was replaced. Prints, at every evaluation, for both kinds of
 text, seen and held out: losses, how often the generator is right, accuracy and F1 of the discriminator beside the F1 of
-the best blind guess, and the share of the tokens that really were replaced; whether a translation helps the generator;
-and how many held-out sentences have their translation as the nearest. A run is kept in out/train_electra/NAME; the same
-command goes on where it stopped. The checkpoint's `encoder.` is the discriminator. `--help` lists every constant.
+the best blind guess, and the share of the tokens that really were replaced (the F1 of a guess at that rate); whether a
+translation helps the generator; and how many held-out sentences have their translation as the nearest. A run is kept in
+out/train_electra/NAME; the same command goes on where it stopped. The checkpoint's `encoder.` is the discriminator.
+`--help` lists every constant.
 """
 
 import dataclasses
@@ -312,9 +313,9 @@ COLUMNS = {  # of the table that `describe` makes
 def describe(seen: dict, scores: dict, config: Config) -> str:
     """A line for each kind of text, seen and held out, and what follows from them."""
     rows = []
-    for text, found in (("seen", seen), ("held out", scores)):
-        for kind in [kind for kind in ("sentences", "pairs") if kind in found]:
-            cells = (format(found[kind][k], form) if k in found[kind] else "" for k, (_, form) in COLUMNS.items())
+    for text, kinds in (("seen", seen), ("held out", scores)):
+        for kind in [kind for kind in ("sentences", "pairs") if kind in kinds]:
+            cells = (format(kinds[kind][k], form) if k in kinds[kind] else "" for k, (_, form) in COLUMNS.items())
             rows.append([f"{text}, {kind}", *cells])
     headers = ["text", *(header for header, _ in COLUMNS.values())]
     beside, layer = scores["translation"], middle(config)
@@ -325,11 +326,14 @@ def describe(seen: dict, scores: dict, config: Config) -> str:
         f"{beside['without']:.2%} without",
         f"held-out translations found: {found:.1%} by layer {layer} ({first:.1%} by embeddings, {chance:.1%} chance)",
     ]
-    for i, layer in enumerate(scores["layers"], 1):
+    for i, moe in enumerate(scores["layers"], 1):
         lines.append(
-            f"sparse layer {i}: experts served per token {layer['served']:.2f}, tokens unserved "
-            f"{layer['unserved']:.2%}, load imbalance {layer['imbalance']:.2f}, entropy {layer['entropy']:.2f}; "
-            f"balance loss {scores['sentences']['balance']:.3f}"
+            f"sparse layer {i}: experts served per token {moe['served']:.2f}, tokens unserved {moe['unserved']:.2%}, "
+            f"load imbalance {moe['imbalance']:.2f}, entropy {moe['entropy']:.2f}"
+        )
+    if scores["layers"]:
+        lines.append(
+            f"balance loss, sentences and pairs: {scores['sentences']['balance']:.3f}, {scores['pairs']['balance']:.3f}"
         )
     return "\n".join(lines)
 
