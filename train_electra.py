@@ -568,7 +568,7 @@ def draw(runs: list[tuple[Config, list[dict]]]) -> str:
     left.set(ylabel="%", title=f"Held-out translations found, layer {middle(config)} of {config.n_layer}")
     right.set(ylabel="%", title="Masked tokens of held-out sentences right")
     for axes in (left, right):
-        axes.set(xlabel="training FLOPs (products)", xscale="log")
+        axes.set(xlabel="training FLOPs (products)")
         axes.legend()
         axes.grid(alpha=0.3)
     figure.tight_layout()
