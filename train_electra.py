@@ -546,6 +546,7 @@ def figure1(given: dict, context) -> str:
 
 
 def draw(runs: list[tuple[Config, list[dict]]]) -> str:
+    """Both panels of figure 1 from the runs of XLM-E and of XLM, into out_dir. ImportError without matplotlib."""
     try:
         import matplotlib
     except ImportError:
