@@ -118,7 +118,7 @@ def check_run(config):
     for name in ("steps", "batch_tokens", "micro_tokens", "eval_every", "eval_tokens", "log_every", "seeds"):
         if getattr(config, name) < 1:
             raise ValueError(f"{name} must be positive, not {getattr(config, name)}")
-    if not 0 <= config.warmup <= 1:
+    if not 0 <= getattr(config, "warmup", 0) <= 1:
         raise ValueError(f"warmup is a share of the steps, from 0 to 1, not {config.warmup}")
     for whole, part in (("micro_tokens", "block_size"), ("batch_tokens", "micro_tokens")):
         if getattr(config, whole) % getattr(config, part):
@@ -206,6 +206,14 @@ class Context:
         y = x.to(self.device, copy=True)
         dist.all_reduce(y)
         return y.to(x.device)
+
+    def gather(self, x) -> list:
+        """What every process has, by rank, on every one of them; anything that can be pickled."""
+        if self.world == 1:
+            return [x]
+        everyone = [None] * self.world
+        dist.all_gather_object(everyone, x)
+        return everyone
 
     def barrier(self):
         if self.world > 1:
@@ -353,6 +361,11 @@ def linear(step: int, steps: int, warmup: float, peak: float) -> float:
     return peak * min((step + 1) / rising, (steps - step) / max(1, steps - rising))
 
 
+def inverse_sqrt(step: int, warmup: int, peak: float) -> float:
+    """Learning rate of `step` (from 0): a line up to `peak` in `warmup` steps, then falling as 1 / sqrt(step)."""
+    return peak * min((step + 1) / warmup, math.sqrt(warmup / (step + 1)))
+
+
 def not_finite(bar, step: int):
     """Ends a run whose loss is not finite."""
     bar.close()
@@ -422,17 +435,23 @@ class RunFolder:
 
     def save(self, state: dict):
         """Written beside, flushed, then renamed; the previous one is kept. At every moment one of the two is whole."""
+        last = self.path / "ckpt.pt"
+        # a damaged one must not take the place of the sound one before it
+        self.save_as(last.name, state, None if self.broken else last.with_name("ckpt.prev.pt"))
+        self.broken = []
+
+    def save_as(self, name: str, state: dict, previous: Path | None = None):
+        """A file of tensors; the one of that name before it becomes `previous`, if given."""
         if not self.writes:
             return
-        new, last, previous = (self.path / n for n in ("ckpt.tmp", "ckpt.pt", "ckpt.prev.pt"))
+        new, file = self.path / "ckpt.tmp", self.path / name
         with open(new, "wb") as f:
             torch.save(state, f)
             f.flush()
             os.fsync(f.fileno())
-        if last.exists() and not self.broken:  # a damaged one must not take the place of the sound one before it
-            last.replace(previous)
-        new.replace(last)
-        self.broken = []
+        if previous and file.exists():
+            file.replace(previous)
+        new.replace(file)
 
     def load(self, **same) -> dict | None:
         """The newest readable checkpoint, on the CPU; None if there is none.

@@ -3,6 +3,7 @@
 from torch import nn
 
 from model import EncoderConfig, SparseModel, TransformerConfig
+from translator import TranslatorConfig
 
 
 def served_rows(config: TransformerConfig) -> float:
@@ -29,13 +30,34 @@ def flops_per_token(config: TransformerConfig, predicted: float = 1.0, outputs: 
     full capacity, so what is really spent is `served` of `stats` over `served_rows` of it. `predicted` is the share of
     the tokens that the output layer sees, `outputs` its size if not V; the encoder's has one more matrix.
     """
-    D, L, dim, E = config.n_embd, config.n_layer, config.routing_dim, config.num_experts
-    router = 0 if config.select == "hash" else dim * D + E * dim if dim else E * D
-    expert = max(config.expert_layers, 1) * 2 * D * config.expert_size
-    moe = 2 * config.num_sparse * (router + served_rows(config) * expert)
+    D, L = config.n_embd, config.n_layer
+    moe = config.num_sparse * sparse_flops(config)
     head = D * (outputs or config.vocab_size) + (0 if config.causal else D * D)
     dense = 2 * (L * 4 * D * D + config.num_ffns * 2 * D * config.ffn_size + predicted * head)
     return {"total": moe + dense + 4 * L * config.block_size * D, "moe": moe}
+
+
+def sparse_flops(config: TransformerConfig) -> float:
+    """Forward FLOPs of one token in one sparse layer at full capacity: router and experts."""
+    if config.router == "dense":
+        return 0.0
+    D, dim, E = config.n_embd, config.routing_dim, config.num_experts
+    router = 0 if config.select == "hash" else dim * D + E * dim if dim else E * D
+    return 2 * (router + served_rows(config) * max(config.expert_layers, 1) * 2 * D * config.expert_size)
+
+
+def translation_flops(config: TranslatorConfig, N: float, T: float) -> dict[str, float]:
+    """Forward FLOPs of one pair, a source of N tokens and a translation of T: `total` and `moe`, as above.
+
+    A block has 4 D x D matrices for attention; in the decoder as many for the source, two of them for its N tokens.
+    """
+    D, L, M = config.n_embd, config.n_layer, config.decoder_layers
+    sparse = [[config.sparse(i) for i in range(L)], [config.sparse(i, True) for i in range(M)]]
+    moe = (N * (sum(sparse[0]) + len(config.sparse_after)) + T * sum(sparse[1])) * sparse_flops(config)
+    dense = N * (L - sum(sparse[0])) + T * (M - sum(sparse[1]))
+    matrices = 2 * (N * (4 * L + 2 * M) + T * 6 * M) * D * D + 2 * dense * 2 * D * config.ffn_size
+    scores = 4 * (L * N * N + M * T * (T + N)) * D
+    return {"total": moe + matrices + scores + 2 * T * D * config.vocab_size, "moe": moe}
 
 
 def electra_flops(config: EncoderConfig, discriminator: bool, vocabulary: int, lookup: bool) -> float:

@@ -108,6 +108,7 @@ class ModelConfig(TransformerConfig):
     """
 
     causal, gelu = True, "tanh"
+    expert_ffns: ClassVar[int] = 8  # a sparse layer has as many parameters as so many FFNs
 
     moe_every: int = 2  # every so many blocks the FFN is sparse
     expert_size: int | None = None  # F; default: ffn_size / 4 for topk and threshold, ffn_size for the others
@@ -130,7 +131,7 @@ class ModelConfig(TransformerConfig):
                 "give num_experts, top_k and capacity_factor, or another expert_size"
             )
         ratio = self.ffn_size // self.expert_size
-        self.num_experts = 8 * ratio if self.num_experts is None else self.num_experts
+        self.num_experts = self.expert_ffns * ratio if self.num_experts is None else self.num_experts
         self.top_k = (ratio if self.select == "topk" else 1) if self.top_k is None else self.top_k
         self.capacity_factor = float(ratio) if self.capacity_factor is None else self.capacity_factor
 

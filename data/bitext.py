@@ -4,6 +4,13 @@
     opus100         OPUS-100, English and 99 other languages
     bitext          your own files, aligned line by line
 
+and, under a joint BPE of their own, for translation:
+
+    catalogs-en     the messages in XMoE's five languages: German, Hebrew, Russian, Ukrainian, Chinese
+    multi30k-XX     captions of pictures, XX being de, fr or cs
+    wmt23-XX        XMoE table 4's pairs, XX being de, he, ru, uk or zh: WMT and CCMatrix, tested on WMT22 or FLORES-200
+    wmt10           X-MoE table 4's ten languages
+
 A pair is named after its two languages, the first text's first: "de-en". The pairs of one are read when they are asked
 for, one by one, and only catalogs-pairs is ever held in memory.
 """
@@ -12,10 +19,11 @@ import re
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from functools import partial
 from itertools import permutations, zip_longest
 from pathlib import Path
 
-from data.corpora import Corpus, hub_rows, named_split, read_lines, source_files, split_of
+from data.corpora import Corpus, hub_rows, named_split, one_of, read_lines, source_files, split_of
 from data.multilingual import catalog_pairs, catalogs
 
 Pairs = Iterator[tuple[str, str, str]]  # (split, first text, second text)
@@ -51,6 +59,98 @@ def opus100_pair(name: str) -> Pairs:
         if split == "train" or name not in TRAIN_ONLY:
             for row in hub_rows("Helsinki-NLP/opus-100", name, theirs, streaming=True, column="translation"):
                 yield split, row[first], row[second]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# translation: catalogs-en, multi30k-XX, wmt23-XX, wmt10
+
+
+def catalogs_en(source: Path | None, streaming: bool) -> dict[str, Pairs]:
+    """catalogs-pairs in the languages of XMoE's table 3: some 800 short pairs each."""
+    pairs = catalogs_pairs(source, streaming)
+    return {name: pairs[name] for name in ("de-en", "he-en", "ru-en", "uk-en", "zh_Hans-en")}
+
+
+def multi30k(language: str, source: Path | None, streaming: bool) -> dict[str, Pairs]:
+    """Task 1, raw: train.XX, val.XX and test_2016_flickr.XX beside their English (plain, .gz or .xz)."""
+    return {f"{language}-en": multi30k_pairs(language, source)}
+
+
+def multi30k_pairs(language: str, source: Path | None) -> Pairs:
+    for split, name, theirs in (("valid", "val", "validation"), ("test", "test_2016_flickr", "test"), TRAIN):
+        if source:
+            files = [one_of(source, f"{name}.{side}") for side in (language, "en")]
+            yield from ((split, *texts) for texts in read_pairs(files))
+        elif language == "de":
+            for row in hub_rows("bentrevett/multi30k", None, theirs, streaming=True, column=("de", "en")):
+                yield split, *row
+        else:
+            raise ValueError(f"multi30k-{language} needs --source DIR with train.{language}, train.en and so on")
+
+
+TRAIN = ("train", "train", "train")
+# language -> its training pairs on the hub: repository, configuration, columns. WMT's own, the newest there is, and for
+# Ukrainian and Hebrew, which WMT only collected later, CCMatrix. The paper does not name its files.
+WMT23 = {language: ("wmt/wmt19", f"{language}-en", None) for language in ("de", "ru", "zh")}
+CCMATRIX = "sentence-transformers/parallel-sentences-ccmatrix"
+WMT23 |= {language: (CCMATRIX, f"en-{language}", ("non_english", "english")) for language in ("he", "uk")}
+FLORES = {"he": "heb_Hebr", "uk": "ukr_Cyrl", "en": "eng_Latn"}
+# the newest WMT with that pair on the hub; Gujarati has no test set there
+WMT10 = {"cs": 18, "de": 18, "et": 18, "fi": 18, "fr": 15, "gu": 19, "hi": 14, "lv": 17, "ro": 16, "tr": 18}
+
+
+def wmt23(language: str, source: Path | None, streaming: bool) -> dict[str, Pairs]:
+    """Validated on WMT21 and tested on WMT22 (sacrebleu), or FLORES-200's dev and devtest. `source` as for bitext."""
+    name = f"{language}-en"
+    if not source:
+        return {name: wmt23_pairs(language)}
+    pairs = bitext(source, streaming)
+    if name not in pairs:
+        raise FileNotFoundError(f"--source {source} holds no {name}.{language} and {name}.en, and no {name}.tsv")
+    return {name: pairs[name]}
+
+
+def wmt23_pairs(language: str) -> Pairs:
+    for split, year, flores in (("valid", "wmt21", "dev"), ("test", "wmt22", "devtest")):
+        if language in FLORES:
+            sides = (
+                hub_rows("openlanguagedata/flores_plus", FLORES[side], flores, streaming=True)
+                for side in (language, "en")
+            )
+            yield from ((split, *texts) for texts in zip(*sides, strict=True))
+        else:
+            yield from ((split, *texts) for texts in read_pairs(sacrebleu_files(year, f"{language}-en")))
+    repository, config, columns = WMT23[language]
+    for row in hub_rows(repository, config, "train", streaming=True, column=columns or "translation"):
+        yield "train", *(row if columns else (row[language], row["en"]))
+
+
+def sacrebleu_files(test_set: str, pair: str) -> list[Path]:
+    """The source and the first reference, downloaded by sacrebleu."""
+    try:
+        from sacrebleu.utils import get_reference_files, get_source_file
+    except ImportError as error:
+        raise ImportError(f"{test_set} needs sacrebleu: pip install sacrebleu, or pass files with --source") from error
+    try:
+        return [Path(get_source_file(test_set, pair)), Path(get_reference_files(test_set, pair)[0])]
+    except (Exception, SystemExit) as error:  # it raises many kinds, and exits
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise OSError(f"cannot download {test_set} {pair} ({reason}); local files go in with --source") from error
+
+
+def wmt10(source: Path | None, streaming: bool) -> dict[str, Pairs]:
+    """Validated and tested on the sets that WMT gave with the pairs. `source` as for bitext."""
+    return bitext(source, streaming) if source else {f"{language}-en": wmt10_pairs(language) for language in WMT10}
+
+
+def wmt10_pairs(language: str) -> Pairs:
+    for split, theirs in (("valid", "validation"), ("test", "test"), ("train", "train")):
+        halves = language == "gu" and split != "train"
+        theirs = "validation" if halves else theirs
+        rows = hub_rows(f"wmt/wmt{WMT10[language]}", f"{language}-en", theirs, streaming=True, column="translation")
+        for row in rows:
+            if not halves or split_of(row["en"], valid=0.5, test=0.5) == split:
+                yield split, row[language], row["en"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -144,4 +244,8 @@ BITEXT = {
     "catalogs-pairs": Corpus(catalogs_pairs, "the message catalogs of Django", ("django",), vocabulary=catalogs),
     "opus100": Corpus(opus100, "Helsinki-NLP/opus-100"),
     "bitext": Corpus(bitext, None),
+    "catalogs-en": Corpus(catalogs_en, "the message catalogs of Django", ("django",), pieces=4_000),
+    **{f"multi30k-{x}": Corpus(partial(multi30k, x), "Multi30k, task 1", pieces=8_000) for x in ("de", "fr", "cs")},
+    **{f"wmt23-{x}": Corpus(partial(wmt23, x), f"{WMT23[x][0]}, {WMT23[x][1]}", pieces=32_000) for x in WMT23},
+    "wmt10": Corpus(wmt10, "wmt/wmt14 to wmt/wmt19", pieces=32_000),
 }

@@ -37,6 +37,7 @@ class Corpus(NamedTuple):
     origin: str | None  # where it comes from without `source`; None: it needs one
     packages: tuple[str, ...] = ()  # read from these; such a corpus trains its own tokenizer
     vocabulary: Callable | None = None  # `read` of the corpus whose tokenizer it shares; None: its own
+    pieces: int | None = None  # of a BPE that both sides of its translation pairs share, trained on them
 
 
 def split_of(key: str, valid: float, test: float) -> str:
@@ -112,19 +113,19 @@ def wikitext103(source: Path | None, streaming: bool) -> Documents:
     # valid and test first, so that a limit on the training tokens can end the reading
     for split, name in (("valid", "validation"), ("test", "test"), ("train", "train")):
         if source:
-            lines = (line for _, line in read_lines(wiki_file(source, split)))
+            lines = (line for _, line in read_lines(one_of(source, f"wiki.{split}.raw", f"wiki.{split}.tokens")))
         else:
             rows = hub_rows("Salesforce/wikitext", "wikitext-103-raw-v1", name, streaming)
             lines = (row or " \n" for row in rows)  # the hub's rows are the file's lines, its blank ones emptied
         yield from ((split, article) for article in articles(lines))
 
 
-def wiki_file(folder: Path, split: str) -> Path:
-    """wiki.{split}.raw or .tokens in `folder`, perhaps compressed."""
-    names = [f"wiki.{split}.{kind}{suffix}" for kind in ("raw", "tokens") for suffix in ("", ".gz", ".xz")]
-    found = next((folder / name for name in names if (folder / name).is_file()), None)
+def one_of(folder: Path, *names: str) -> Path:
+    """The first of these files that is in `folder`, perhaps compressed."""
+    paths = [folder / f"{name}{suffix}" for name in names for suffix in ("", ".gz", ".xz")]
+    found = next((path for path in paths if path.is_file()), None)
     if found is None:
-        raise FileNotFoundError(f"no wiki.{split}.raw or wiki.{split}.tokens (plain, .gz or .xz) in {folder}")
+        raise FileNotFoundError(f"no {' or '.join(names)} (plain, .gz or .xz) in {folder}")
     return found
 
 
@@ -151,9 +152,14 @@ def openwebtext(source: Path | None, streaming: bool) -> Documents:
 
 
 def hub_rows(
-    repository: str, config: str | None, split: str, streaming: bool, column: str = "text", **options
+    repository: str,
+    config: str | None,
+    split: str,
+    streaming: bool,
+    column: str | tuple[str, ...] = "text",
+    **options,
 ) -> Iterator:
-    """A column of a data set on the Hugging Face hub, or of the `data_files` among `options`."""
+    """A column, or several, of a data set on the Hugging Face hub, or of the `data_files` among `options`."""
     what = options.get("data_files") or " ".join(filter(None, (repository, config)))
     try:
         from datasets import load_dataset
@@ -163,7 +169,7 @@ def hub_rows(
         ) from error
     try:
         for row in load_dataset(repository, config, split=split, streaming=streaming, **options):
-            yield row[column]
+            yield row[column] if isinstance(column, str) else tuple(row[name] for name in column)
     except Exception as error:  # the hub's client raises a dozen kinds
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise OSError(f"cannot read {what} ({reason}); a local copy goes in with --source") from error

@@ -42,6 +42,7 @@ class PairData(Multilingual):
         super().__init__(folder, block_size, micro_tokens, micros_per_step, seed, exponent, mask_share, replace, span)
         self.micro_tokens, self.rounds = micro_tokens, 1 + micro_tokens // PER_ROUND
         self.index = {split: self._index_of(split) for split in self.tokens}  # split -> (2 pairs + 1,)
+        self.own: dict[tuple[str, int], np.ndarray] = {}  # (split, language) -> the pairs to draw, where not all
         self._micros = {split: [0] for split in self.tokens}  # split -> micro-batches before each sorting
 
     def _check_kind(self):
@@ -149,9 +150,8 @@ class PairData(Multilingual):
             for language in np.unique(languages):
                 own = languages == language  # their draws are in order and none is missing
                 pairs[own] = self._drawn_pairs(split, int(language), int(draws[own][0]), int(own.sum()))
-            lengths = 1 + self._sizes(split, pairs).sum(axis=1)
-            order = (-lengths).argsort(kind="stable")
-            cuts = np.array(self._cuts(lengths[order]))
+            order, cuts = self._arranged(self._sizes(split, pairs))
+            cuts = np.array(cuts)
             rng = np.random.default_rng((PAIR_CUTS, self.seed, self._index(split), turn))
             micros = rng.permutation(np.stack([cuts[:-1], cuts[1:]], axis=1))
             # the micro-batches of a step may end one and begin the next: keep two
@@ -159,10 +159,17 @@ class PairData(Multilingual):
             self._rounds[split, turn] = micros, languages[order], pairs[order]
         return self._rounds[split, turn]
 
+    def _arranged(self, sizes: np.ndarray) -> tuple[np.ndarray, list[int]]:
+        """The order of pairs with halves of these sizes, (B, 2), and where it is cut into micro-batches."""
+        lengths = 1 + sizes.sum(axis=1)
+        order = (-lengths).argsort(kind="stable")
+        return order, self._cuts(lengths[order])
+
     def _drawn_pairs(self, split: str, language: int, draw: int, count: int) -> np.ndarray:
         """The pairs of `count` draws of a language from that one on: each pass is all of its pairs, shuffled."""
         first, size = self.streams[split][language].tolist()
-        found = []
+        own = self.own.get((split, language))
+        size, found = size if own is None else len(own), []
         while count:
             number, place = divmod(draw, size)
             known, order = self._passes.get((split, language), (None, None))
@@ -170,7 +177,8 @@ class PairData(Multilingual):
                 rng = np.random.default_rng((PAIR_ORDER, self.seed, self._index(split), language, number))
                 order = rng.permutation(size).astype(np.uint32)
                 self._passes[split, language] = number, order
-            found.append(first + order[place : place + count].astype(np.int64))
+            numbers = order[place : place + count].astype(np.int64)
+            found.append(first + numbers if own is None else own[numbers])
             draw, count = draw + len(found[-1]), count - len(found[-1])
         return np.concatenate(found)
 

@@ -10,11 +10,14 @@
     python -m data.prepare catalogs-pairs                          # the same messages beside their English, no network
     python -m data.prepare opus100 --spm PATH --languages de-en    # streamed translation pairs
     python -m data.prepare bitext --spm PATH --source DIR          # your own: DIR/de-en.de and DIR/de-en.en
+    python -m data.prepare catalogs-en                             # for translation: five languages, a joint BPE
+    python -m data.prepare multi30k-de [--source DIR]              # wmt23-de, wmt10 and others likewise
+    python -m data.prepare bitext --pieces 8000 --source DIR       # your own pairs under a joint BPE
 
 Writes train.bin, valid.bin and test.bin (token ids, uint16 or uint32, every document followed by the end-of-document
 token), the tokenizer's file, and meta.json (counts, hashes, languages) into data/prepared/NAME. A translation pair is
-two documents, and train.idx, valid.idx and test.idx say where each begins. The folder appears whole or not at all; data
-prepared earlier stays until the new data is complete.
+two documents; train.idx, valid.idx and test.idx say where each begins, valid.jsonl and test.jsonl hold both as they
+were read. The folder appears whole or not at all; data prepared earlier stays until the new data is complete.
 """
 
 import argparse
@@ -27,6 +30,7 @@ import platform
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -41,12 +45,13 @@ from data.tokenizers import XLMR, SentencePiece, Tokenizer, gpt2, load_tokenizer
 SEVERAL = MULTILINGUAL | BITEXT  # of many languages, or pairs of them
 CORPORA = corpora.CORPORA | SEVERAL
 PREPARED = Path(__file__).parent / "prepared"
-OUTPUTS = {f"{split}.{suffix}" for split in SPLITS for suffix in ("bin", "idx")}
+OUTPUTS = {f"{split}.{suffix}" for split in SPLITS for suffix in ("bin", "idx", "jsonl")}
 OUTPUTS |= {"tokenizer.model", "xlmr.model", "tokenizer.tiktoken", "meta.json"}
 # language -> (split, text) of its documents, or (split, text, text) of pairs; None: one language
 Groups = dict[str | None, Iterable[tuple[str, ...]]]
 COUNTS = ("tokens", "words", "documents", "bytes", "characters")
 BATCH_CHARS = 2_000_000  # of text, encoded at once
+BPE_PAIRS = 2_000_000  # that a joint BPE is trained on, at most
 ENOUGH = 10_000  # tokens of valid and of test that end a limited reading (of a language), once train is full
 
 
@@ -58,6 +63,7 @@ def prepare(
     out: Path | str | None = None,
     spm: Path | str | None = None,
     languages: Sequence[str] | None = None,
+    pieces: int | None = None,
 ) -> Path:
     """Prepare corpus `name` and return its folder.
 
@@ -65,7 +71,7 @@ def prepare(
     max_tokens: no training document begins beyond this many tokens; out: folder, by default data/prepared/NAME.
     Corpora of many languages count max_tokens in each, take their tokenizer from `spm`, a SentencePiece model to be
     read with XLM-R's ids (catalogs trains its own), and can be restricted to some `languages`; those of translation
-    pairs likewise, `languages` being pairs such as de-en.
+    pairs likewise, `languages` being pairs such as de-en, or they train a joint BPE of so many `pieces`.
     Raises ValueError, OSError or ImportError with one line for the user; what `out` held before is then unchanged.
     """
     if name not in CORPORA:
@@ -77,7 +83,8 @@ def prepare(
         raise FileNotFoundError(f"--source {source} does not exist")
     if source is None and CORPORA[name].origin is None:
         raise ValueError(f"corpus {name!r} needs --source FILE or DIR")
-    check_options(name, tokenizer, spm, languages)
+    pieces = pieces if spm else pieces or CORPORA[name].pieces
+    check_options(name, tokenizer, spm, languages, pieces)
     corpus, kind = CORPORA[name], XLMR if name in SEVERAL else SentencePiece
     out = Path(out or PREPARED / name).resolve()
     check_replaceable(out)
@@ -85,7 +92,16 @@ def prepare(
     where = Path(source) if source else None
     documents = corpus.read(where, max_tokens is not None)
     groups: Groups = documents if name in SEVERAL else {None: documents}
-    if corpus.packages and given is None:
+    if languages is not None and pieces:
+        groups = chosen(languages, groups)
+    if pieces:
+        given = joint_bpe(groups, pieces)
+        groups = {
+            language: again
+            for language, again in corpus.read(where, max_tokens is not None).items()
+            if language in groups
+        }
+    elif corpus.packages and given is None:
         groups = {language: list(documents) for language, documents in groups.items()}
         learned = corpus.vocabulary(where, False) if corpus.vocabulary else groups
         texts = (text for documents in learned.values() for split, text in documents if split == "train")
@@ -99,7 +115,7 @@ def prepare(
     try:
         origin = (
             f"{corpus.origin} and {source}"
-            if source and name in ("catalogs", "catalogs-pairs")
+            if source and corpus.packages == ("django",)
             else str(source or corpus.origin)
         )
         meta = {"name": name, "source": origin} | ({"kind": "pairs"} if name in BITEXT else {})
@@ -132,13 +148,32 @@ def ready(name: str, spm: str | None = None, make: bool = True) -> Path:
     return folder if installed or folder.exists() or not Path(name).exists() else Path(name)
 
 
-def check_options(name: str, tokenizer: Path | str | None, spm: Path | str | None, languages: Sequence[str] | None):
+def joint_bpe(groups: Groups, pieces: int) -> XLMR:
+    """Of both sides of the training pairs, up to BPE_PAIRS, as many from each pair of languages."""
+    most = BPE_PAIRS // len(groups)
+    pairs = (islice((texts for split, *texts in pairs if split == "train"), most) for pairs in groups.values())
+    texts = (text for some in pairs for both in some for text in both)
+    return train_sentencepiece(texts, pieces + XLMR.added, XLMR, model_type="bpe")
+
+
+def check_options(
+    name: str,
+    tokenizer: Path | str | None,
+    spm: Path | str | None,
+    languages: Sequence[str] | None,
+    pieces: int | None,
+):
     """Refuse what is meant for the other kind of corpus."""
     several = ", ".join(SEVERAL)
+    if pieces is not None and (spm or name not in BITEXT):
+        raise ValueError(f"--pieces is for translation pairs ({', '.join(BITEXT)}), without --spm")
+    if pieces is not None and pieces < 1:
+        raise ValueError(f"pieces must be positive, not {pieces}")
     if name in SEVERAL and tokenizer:
         raise ValueError(f"corpus {name!r} takes a SentencePiece model, for XLM-R's ids: --spm instead of --tokenizer")
-    if name in SEVERAL and not (spm or CORPORA[name].packages):
-        raise ValueError(f"corpus {name!r} needs --spm PATH: a SentencePiece model such as XLM-R's")
+    if name in SEVERAL and not (spm or pieces or CORPORA[name].packages):
+        hint = ", or --pieces N: a joint BPE of the pairs" if name in BITEXT else ""
+        raise ValueError(f"corpus {name!r} needs --spm PATH: a SentencePiece model such as XLM-R's{hint}")
     if name not in SEVERAL and spm:
         raise ValueError(f"--spm is for corpora of many languages ({several}); corpus {name!r} takes --tokenizer")
     if name not in SEVERAL and languages is not None:
@@ -239,13 +274,18 @@ class SplitFile:
 
 
 class PairFile(SplitFile):
-    """SplitFile for pairs; the .idx file beside it holds where every text begins, and the end, (2 pairs + 1,) int64."""
+    """SplitFile for pairs; the .idx file beside it holds where every text begins, and the end, (2 pairs + 1,) int64.
+
+    Held-out pairs are kept as text too, one JSON list a line: translations are scored against what was really written.
+    """
 
     unit = "pairs"
 
     def __init__(self, path: Path, dtype: str, eot: int):
         super().__init__(path, dtype, eot)
         self.index, self.index_hash, self.pairs = path.with_suffix(".idx").open("wb"), hashlib.sha256(), 0
+        self.texts = None if path.stem == "train" else path.with_suffix(".jsonl").open("wb")
+        self.texts_hash = hashlib.sha256()
         self.mark(0)
 
     def mark(self, *places: int):
@@ -264,12 +304,20 @@ class PairFile(SplitFile):
         start = self.written
         super().append(texts, ids)
         self.mark(start + len(ids[0]) + 1, self.written)
+        if self.texts:
+            line = json.dumps(texts, ensure_ascii=False).encode() + b"\n"
+            self.texts.write(line)
+            self.texts_hash.update(line)
         self.counts["pairs"] += 1
         self.pairs += 1
 
     def close(self) -> dict:
         self.index.close()
-        return super().close() | {"index_sha256": self.index_hash.hexdigest()}
+        counts = super().close() | {"index_sha256": self.index_hash.hexdigest()}
+        if self.texts:
+            self.texts.close()
+            counts["texts_sha256"] = self.texts_hash.hexdigest()
+        return counts
 
 
 def checksum(meta: dict) -> str:
@@ -315,7 +363,7 @@ def main():
     )
 
     def error(message: str):
-        options = ("--source", "--tokenizer", "--spm", "--languages", "--max_tokens", "--out")
+        options = ("--source", "--tokenizer", "--spm", "--languages", "--pieces", "--max_tokens", "--out")
         close = [option for word in message.split() for option in difflib.get_close_matches(word, options, n=1)]
         sys.exit(f"error: {message}" + (f": did you mean {close[0]}?" if close else ""))
 
@@ -326,6 +374,9 @@ def main():
     parser.add_argument("--spm", help=f"SentencePiece model, for {', '.join(SEVERAL)}: read with XLM-R's ids")
     parser.add_argument(
         "--languages", type=lambda names: names.split(","), help="de,en,sw: only these of many; de-en,en-fr: pairs"
+    )
+    parser.add_argument(
+        "--pieces", type=int, help="of a joint BPE, trained on the translation pairs, in place of --spm"
     )
     parser.add_argument(
         "--max_tokens",

@@ -142,11 +142,11 @@ Tokenizer = SentencePiece | XLMR | GPT2
 
 
 def train_sentencepiece(
-    texts: Iterable[str], vocab_size: int = 8192, kind: type[SentencePiece] = SentencePiece
+    texts: Iterable[str], vocab_size: int = 8192, kind: type[SentencePiece] = SentencePiece, **options
 ) -> SentencePiece:
     """Learn a vocabulary of `vocab_size` tokens for that kind of tokenizer; the same texts always give the same file.
 
-    Raises ValueError when the texts are too few for that many.
+    `options` are SentencePiece's, in place of the kind's. Raises ValueError when the texts are too few for that many.
     """
     lines = (line for text in texts for line in text.split("\n") if line)
     model = io.BytesIO()
@@ -161,7 +161,7 @@ def train_sentencepiece(
             max_sentence_length=1 << 20,
             num_threads=2,  # written into the model, so a count of cores here would change its hash
             minloglevel=2,
-            **kind.training,
+            **kind.training | options,
         )
     except (RuntimeError, OSError) as error:
         raise ValueError(f"the training text is too small for a vocabulary of {vocab_size:,} pieces") from error

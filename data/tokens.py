@@ -54,12 +54,12 @@ class Prepared:
         return tokenizer
 
     def verify(self, largest: int = 1 << 34):
-        """Read .bin and .idx files through and compare their SHA-256; ValueError names the first that differs.
+        """Read .bin, .idx and .jsonl files through and compare their SHA-256; ValueError names the first that differs.
 
         Files over `largest` bytes are left alone: they take minutes, while other processes wait. Their size is right.
         """
         for split, counts in self.meta["splits"].items():
-            for suffix, key in (("bin", "sha256"), ("idx", "index_sha256")):
+            for suffix, key in (("bin", "sha256"), ("idx", "index_sha256"), ("jsonl", "texts_sha256")):
                 path = self.folder / f"{split}.{suffix}"
                 if key not in counts or path.stat().st_size > largest:
                     continue
