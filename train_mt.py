@@ -100,7 +100,7 @@ class Config(TranslatorConfig):
 PAPER = dict(n_layer=12, decoder_layers=6, n_embd=512, ffn_size=2048, n_head=8, block_size=256, expert_ffns=32)
 PAPER |= dict(learning_rate=5e-4, warmup_steps=512, batch_tokens=1 << 18, micro_tokens=1 << 14, steps=50_000)
 PAPER |= dict(eval_every=2_500, log_every=50)
-SMALL = dict(n_embd=256, ffn_size=1024, learning_rate=1e-3, steps=4_000, eval_every=500, dropout=0.1)
+SMALL = dict(n_embd=256, ffn_size=1024, steps=3_000, eval_every=500, dropout=0.1)
 # X-MoE's layer in the encoder, half-way
 HYPERSPHERE = dict(router="hypersphere", orthogonal=True)
 PRESETS = {
@@ -147,9 +147,8 @@ def translate_texts(model: Translator, texts: list[str], tokenizer: XLMR, config
     if long and context.rank == 0:
         print(f"warning: {long} of {len(ids)} texts are cut to block_size - 1 = {room} tokens", file=sys.stderr)
     special = dict(bos=tokenizer.bos, eos=tokenizer.eos, never=tuple({*tokenizer.special} - {tokenizer.eos}))
-    batches = list(
-        source_batches([text[:room] for text in ids], tokenizer.pad, tokenizer.eos, config.micro_tokens // config.beam)
-    )
+    budget = config.micro_tokens // 2  # about as many source tokens as in training, which a capacity counts
+    batches = list(source_batches([text[:room] for text in ids], tokenizer.pad, tokenizer.eos, budget))
     mine, found = batches[context.rank :: context.world], {}
     for numbers, (source, real) in tqdm(mine, desc="translating", unit="batch", leave=False, disable=context.rank > 0):
         source, real = context.send_all(source, real)

@@ -83,7 +83,7 @@ def prepare(
         raise FileNotFoundError(f"--source {source} does not exist")
     if source is None and CORPORA[name].origin is None:
         raise ValueError(f"corpus {name!r} needs --source FILE or DIR")
-    pieces = pieces if spm else pieces or CORPORA[name].pieces
+    pieces = CORPORA[name].pieces if pieces is None and not spm else pieces
     check_options(name, tokenizer, spm, languages, pieces)
     corpus, kind = CORPORA[name], XLMR if name in SEVERAL else SentencePiece
     out = Path(out or PREPARED / name).resolve()

@@ -148,11 +148,19 @@ def train_sentencepiece(
 
     `options` are SentencePiece's, in place of the kind's. Raises ValueError when the texts are too few for that many.
     """
-    lines = (line for text in texts for line in text.split("\n") if line)
+    unread = []
+
+    def lines():
+        try:
+            yield from (line for text in texts for line in text.split("\n") if line)
+        except Exception as error:  # of the texts, which SentencePiece would report as its own
+            unread.append(error)
+            raise
+
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=lines,
+            sentence_iterator=lines(),
             model_writer=model,
             vocab_size=vocab_size - kind.added,
             byte_fallback=True,  # unknown characters are spelt in bytes
@@ -164,6 +172,8 @@ def train_sentencepiece(
             **kind.training | options,
         )
     except (RuntimeError, OSError) as error:
+        if unread:
+            raise unread[0] from None
         raise ValueError(f"the training text is too small for a vocabulary of {vocab_size:,} pieces") from error
     return kind(model.getvalue())
 

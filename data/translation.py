@@ -71,9 +71,9 @@ class TranslationData(PairData):
             if not fits.all():
                 self.own[split, language] = pairs[fits]
                 total += int((~fits).sum())
-                if split == "train" and not fits.any():
-                    what = f"{self.languages[language]} in {self.folder}"
-                    raise ValueError(f"all training pairs of {what} are longer than block_size {self.block_size}")
+                if not fits.any() and (split == "train" or total == self.streams[split][:, 1].sum()):
+                    what = f"all {split} pairs of {self.languages[language]} in {self.folder}"
+                    raise ValueError(f"{what} are longer than block_size {self.block_size} tokens")
         return total
 
     def batch(self, split: str, step: int, micro: int = 0) -> Translation:
@@ -139,7 +139,8 @@ class TranslationData(PairData):
                 row[: end - begin] = self.tokens[split][begin:end]
             sides.append((ids, real_positions(np.array([end - begin for begin, end in half]), width)))
         (source, source_real), (following, target_real) = sides
-        target = np.concatenate([np.full((len(pairs), 1), self.tokenizer.bos), following[:, :-1]], axis=1)
+        before = np.where(following == self.tokenizer.eos, self.tokenizer.pad, following)[:, :-1]  # nobody reads an end
+        target = np.concatenate([np.full((len(pairs), 1), self.tokenizer.bos), before], axis=1)
         labels = following.ravel() if target_real is None else following.ravel()[target_real]
         arrays = source, source_real, target, target_real, labels
         return Translation(*(None if array is None else torch.from_numpy(array) for array in arrays))
