@@ -3,6 +3,7 @@
     python bench.py layer                         four shapes, every router, and the peers that are installed
     python bench.py step                          whole training steps at equal FLOPs
     python bench.py size                          how time and memory grow with tokens and with the number of experts
+    python bench.py translate                     beam search with a key-value cache, and without
     python bench.py layer --device cuda --dtype bfloat16 --tokens 65536
 
 `ratio` is time over that of a dense FFN with the FLOPs of the rows that are really kept: 1 is a layer that costs
@@ -14,6 +15,7 @@ import copy
 import dataclasses
 import gc
 import importlib.util
+import itertools
 import json
 import math
 import os
@@ -30,14 +32,19 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import common
+from data.prepare import ready
+from data.translation import TranslationData, source_batches
 from dispatch import expert_capacity, within_capacity
 from flops import flops_per_token
 from model import FFN, GPT, EncoderConfig, MaskedLM, ModelConfig, MoE
+from translator import Translator, TranslatorConfig
 
 
 @dataclasses.dataclass
 class Config:
     shapes: str = "S1,S2,S3,S4"  # of `layer`, some of these
+    sentences: int = 1000  # of `translate`
+    model: str = "out/train_mt/demo/model.pt"  # of `translate`; random weights where it is missing, which never end
     tokens: int | None = None  # S; default: 4096 (layer, size), 4096 (step on a CPU), 16 x 1024 (step on CUDA)
     all_routers: bool = True  # of `layer`: false measures only the one that the shape is about
     peers: bool = True  # of `layer`: other people's layers, where they are installed
@@ -406,6 +413,50 @@ def bench_size(config: Config, context) -> list[dict]:
     return records
 
 
+def bench_translate(config: Config, context) -> list[dict]:
+    """The demo's sources, of all its languages, by beam search without a capacity limit."""
+    records, file = [], Path(config.model)
+    with common.clear_errors():
+        data = TranslationData(ready("catalogs-en"), block_size=128, micro_tokens=2048)
+        state, tokenizer = common.load_checkpoint(file) if file.exists() else None, data.tokenizer
+        if state and state["tokenizer"] != tokenizer.sha256:
+            raise ValueError(f"{file} was trained with another vocabulary than that of {data.folder}")
+    torch.manual_seed(config.seed)
+    demo = dict(vocab_size=data.vocab_size, n_layer=4, decoder_layers=2, n_embd=128, ffn_size=512)
+    model = Translator(TranslatorConfig(**(state["arguments"] if state else demo))).to(context.device)
+    if state:
+        model.load_state_dict(state["model"])
+    each = -(-config.sentences // len(data.languages))
+    pairs = (pair for name in data.languages for pair in itertools.islice(data.raw("train", name), each))
+    texts = [source.tolist() for source, _ in pairs][: config.sentences]
+    batches = source_batches(texts, tokenizer.pad, tokenizer.eos, 1024)
+    batches = [context.send_all(*batch) for _, batch in batches]
+    special = dict(bos=tokenizer.bos, eos=tokenizer.eos)
+    special["never"] = (tokenizer.bos, tokenizer.pad, tokenizer.unk, tokenizer.mask)
+
+    def run(beam: int, cache: bool) -> tuple[float, int]:
+        """Seconds, and tokens of the translations."""
+        wait(context)
+        start = time.perf_counter()
+        with context.autocast():
+            found = [model.translate(*batch, beam=beam, cache=cache, **special) for batch in batches]
+        wait(context)
+        return time.perf_counter() - start, sum(len(ids) + 1 for some in found for ids in some)
+
+    ways = {(beam, cache): partial(run, beam, cache) for beam in (5, 1) for cache in (True, False)}
+    samples = take_turns(ways, config, "translate")
+    for (beam, cache), found in samples.items():
+        seconds, spread = middle_and_spread([s for s, _ in found])
+        record = {"shape": f"beam {beam}", "impl": "cache" if cache else "no cache", "dtype": config.dtype}
+        record |= {"runs": len(found), "ms": 1e3 * seconds, "spread": 1e3 * spread, "tokens": found[0][1]}
+        record |= {"sentences_per_second": len(texts) / seconds, "tokens_per_second": found[0][1] / seconds}
+        records.append(record | {"ratio": seconds / statistics.median(s for s, _ in samples[beam, True])})
+    columns = ["shape", "impl", "runs", "ms", "spread", "tokens", "sentences_per_second", "tokens_per_second", "ratio"]
+    what = f"{file}, step {state['step']}" if state else "random weights"
+    show(records, columns, f"{len(texts):,} sentences of {sum(map(len, texts)) / len(texts):.1f} tokens, {what}")
+    return records
+
+
 def show(records: list[dict], columns: list[str], title: str):
     def text(value):
         if isinstance(value, float):
@@ -417,7 +468,7 @@ def show(records: list[dict], columns: list[str], title: str):
     )
 
 
-BENCHES = {"layer": bench_layer, "step": bench_step, "size": bench_size}
+BENCHES = {"layer": bench_layer, "step": bench_step, "size": bench_size, "translate": bench_translate}
 
 
 def main():
@@ -430,8 +481,8 @@ def main():
         for shape in config.shapes.split(","):
             if shape not in SHAPES:
                 raise ValueError(f"unknown shape {shape!r}{common.nearest(shape, SHAPES)}")
-        if config.rounds < 1 or (config.tokens or 1) < 1:
-            raise ValueError("rounds and tokens must be positive")
+        if min(config.rounds, config.tokens or 1, config.sentences) < 1:
+            raise ValueError("rounds, tokens and sentences must be positive")
         context = common.setup(config.device, config.dtype, config.keep_memory)
     torch.set_num_threads(config.threads or torch.get_num_threads())
     machine = common.machine(context) | {"cores": os.cpu_count()}

@@ -90,10 +90,7 @@ class Config(TranslatorConfig):
         if self.table not in (None, *TABLES):
             raise ValueError(f"train_mt.py has tables {', '.join(map(str, TABLES))}, not {self.table}")
 
-    @property
-    def not_identity(self) -> set[str]:
-        """Constants that do not make another run: a trained model may translate with other beams."""
-        return {"translate"} | ({"beam", "length_penalty"} if self.translate else set())
+    not_identity = {"translate"}
 
 
 # XMoE 4.2 and its authors' configurations; the papers are silent on batch and steps: those are ours.
@@ -399,12 +396,16 @@ def test(model: Translator, data: TranslationData, config: Config, context) -> d
     return {"test": scores, "test_no_limit": bleu(model, data, "test", config, context, limit=False)}
 
 
-def translate_lines(config: Config, name: str, context):
+def translate_lines(config: Config, given: dict, context):
     """Prints the translation of every line of a file, an empty one for one without text, by the run's model."""
     with common.clear_errors():
-        file = Path(config.out_dir, name, "model.pt")
-        if not file.exists():
-            raise ValueError(f"{file} does not exist: train first, with the same constants")
+        # the run of these constants, or else of those that say nothing about how to search
+        constants = given, {k: v for k, v in given.items() if k not in ("beam", "length_penalty")}
+        names = [common.configure(Config, PRESETS, chosen)[1] for chosen in constants]
+        files = [Path(config.out_dir, name, "model.pt") for name in names]
+        file = next((file for file in files if file.exists()), None)
+        if file is None:
+            raise ValueError(f"{files[0]} does not exist: train first, with the same constants")
         state, tokenizer = common.load_checkpoint(file), load_tokenizer(file.parent)
         if state["tokenizer"] != tokenizer.sha256:
             raise ValueError(f"{file} was trained with another vocabulary than the tokenizer beside it")
@@ -514,7 +515,7 @@ def main():
             print(f"\n{title}\n\n{text}")
         return
     if config.translate:
-        translate_lines(*common.configure(Config, PRESETS, given), context)
+        translate_lines(config, given, context)
         return
     config, results = results_of(given, {}, context)
     if context.rank == 0:

@@ -15,6 +15,8 @@ import torch
 from data.pairs import PairData
 from data.tokens import again
 
+PART = 1 << 20  # pairs whose lengths are looked at together
+
 
 class Translation(NamedTuple):
     """B pairs; flat positions count through all B * N, or B * T, ascending, None where there is no padding."""
@@ -66,12 +68,13 @@ class TranslationData(PairData):
     def _leave_out(self, split: str) -> int:
         total = 0
         for language, (first, size) in enumerate(self.streams[split].tolist()):
-            pairs = np.arange(first, first + size)
-            fits = self._sizes(split, pairs).max(axis=1, initial=0) <= self.block_size
-            if not fits.all():
-                self.own[split, language] = pairs[fits]
-                total += int((~fits).sum())
-                if not fits.any() and (split == "train" or total == self.streams[split][:, 1].sum()):
+            parts = (np.arange(begin, min(begin + PART, first + size)) for begin in range(first, first + size, PART))
+            kept = [pairs[self._sizes(split, pairs).max(axis=1) <= self.block_size] for pairs in parts]
+            left = size - sum(map(len, kept))
+            if left:
+                self.own[split, language] = np.concatenate(kept)
+                total += left
+                if left == size and (split == "train" or total == self.streams[split][:, 1].sum()):
                     what = f"all {split} pairs of {self.languages[language]} in {self.folder}"
                     raise ValueError(f"{what} are longer than block_size {self.block_size} tokens")
         return total

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -30,7 +31,11 @@ class Script:
         """The one line of a run that must not go on."""
         with pytest.raises(SystemExit) as stop:
             self.run(options, monkeypatch)
-        lines = [line for line in capsys.readouterr().err.splitlines() if "step/s" not in line and line.strip()]
+        lines = [
+            line
+            for line in capsys.readouterr().err.splitlines()
+            if not re.search("(step|batch)/s", line) and line.strip()
+        ]
         assert stop.value.code == 1 and len(lines) == 1 and lines[0].startswith("error: "), lines
         return lines[0]
 

@@ -54,6 +54,22 @@ def test_size_goes_down_to_experts_of_width_1(tmp_path):
     assert all(math.isfinite(r["ms"]) and r["rows_per_token"] > 0 for r in records)
 
 
+def test_translate_measures_beam_search_with_a_cache_and_without(tmp_path):
+    file, nowhere = tmp_path / "translate.json", tmp_path / "model.pt"
+    given = ["--sentences", 7, "--model", nowhere, "--rounds", 1, "--patience", 0.1, "--json", file]
+    done = run("translate", *given)
+    assert done.returncode == 0, done.stderr
+    records = {(r["shape"], r["impl"]): r for r in json.loads(file.read_text())}
+    assert len(records) == 4 and "7 sentences of " in done.stdout and "random weights" in done.stdout
+    for shape in ("beam 5", "beam 1"):
+        cache, plain = records[shape, "cache"], records[shape, "no cache"]
+        assert cache["ratio"] == 1 and plain["ratio"] == pytest.approx(plain["ms"] / cache["ms"])
+        assert cache["tokens"] == plain["tokens"] > 7
+    nowhere.write_bytes(b"nothing")
+    done = run("translate", *given)
+    assert done.returncode == 1 and "model.pt is corrupt" in done.stderr.splitlines()[-1]
+
+
 @pytest.mark.parametrize(
     "args, message",
     [
