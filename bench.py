@@ -431,8 +431,7 @@ def bench_translate(config: Config, context) -> list[dict]:
     texts = [source.tolist() for source, _ in pairs][: config.sentences]
     batches = source_batches(texts, tokenizer.pad, tokenizer.eos, 1024)
     batches = [context.send_all(*batch) for _, batch in batches]
-    special = dict(bos=tokenizer.bos, eos=tokenizer.eos)
-    special["never"] = (tokenizer.bos, tokenizer.pad, tokenizer.unk, tokenizer.mask)
+    special = dict(bos=tokenizer.bos, eos=tokenizer.eos, never=tokenizer.unwritten)
 
     def run(beam: int, cache: bool) -> tuple[float, int]:
         """Seconds, and tokens of the translations."""
@@ -452,7 +451,7 @@ def bench_translate(config: Config, context) -> list[dict]:
         record |= {"sentences_per_second": len(texts) / seconds, "tokens_per_second": found[0][1] / seconds}
         records.append(record | {"ratio": seconds / statistics.median(s for s, _ in samples[beam, True])})
     columns = ["shape", "impl", "runs", "ms", "spread", "tokens", "sentences_per_second", "tokens_per_second", "ratio"]
-    what = f"{file}, step {state['step']}" if state else "random weights"
+    what = f"{file}, {state['step']}" if state else "random weights"
     show(records, columns, f"{len(texts):,} sentences of {sum(map(len, texts)) / len(texts):.1f} tokens, {what}")
     return records
 

@@ -52,9 +52,9 @@ def translation_flops(config: TranslatorConfig, N: float, T: float) -> dict[str,
     A block has 4 D x D matrices for attention; in the decoder as many for the source, two of them for its N tokens.
     """
     D, L, M = config.n_embd, config.n_layer, config.decoder_layers
-    sparse = [[config.sparse(i) for i in range(L)], [config.sparse(i, True) for i in range(M)]]
-    moe = (N * (sum(sparse[0]) + len(config.sparse_after)) + T * sum(sparse[1])) * sparse_flops(config)
-    dense = N * (L - sum(sparse[0])) + T * (M - sum(sparse[1]))
+    encoder, decoder = config.sparse_blocks(decoder=False), config.sparse_blocks(decoder=True)
+    moe = (N * (encoder + len(config.sparse_after)) + T * decoder) * sparse_flops(config)
+    dense = N * (L - encoder) + T * (M - decoder)
     matrices = 2 * (N * (4 * L + 2 * M) + T * 6 * M) * D * D + 2 * dense * 2 * D * config.ffn_size
     scores = 4 * (L * N * N + M * T * (T + N)) * D
     return {"total": moe + matrices + scores + 2 * T * D * config.vocab_size, "moe": moe}

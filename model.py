@@ -172,22 +172,10 @@ class EncoderConfig(TransformerConfig):
     def __post_init__(self):
         super().__post_init__()
         self.moe_after = self.moe_after or str(max(1, self.n_layer // 2))
-        try:
-            depths = self.sparse_after
-        except ValueError:
-            depths = [0]
-        if not all(1 <= depth <= self.n_layer for depth in depths):
-            raise ValueError(f"moe_after must name layers from 1 to n_layer = {self.n_layer}, not {self.moe_after!r}")
+        check_depths(self)
 
     def sparse_defaults(self):
-        self.expert_size = self.ffn_size if self.expert_size is None else self.expert_size
-        self.num_experts = 32 if self.num_experts is None else self.num_experts
-        self.top_k = (2 if self.select == "topk" else 1) if self.top_k is None else self.top_k
-        if self.capacity_factor is None:  # these two want, or are offered, all experts
-            self.capacity_factor = 1.0 if self.select in ("threshold", "expert_choice") else math.inf
-        several = self.select == "topk" and self.top_k > 1
-        self.renormalize = several if self.renormalize is None else self.renormalize
-        self.balance_choices = self.balance_choices or ("all" if several else "first")
+        inserted_defaults(self)
 
     @property
     def sparse_after(self) -> list[int]:
@@ -201,6 +189,28 @@ class EncoderConfig(TransformerConfig):
     @property
     def num_ffns(self) -> int:
         return self.n_layer
+
+
+def inserted_defaults(config: TransformerConfig):
+    """Sizes of sparse layers that stand between the others (X-MoE 4.1)."""
+    config.expert_size = config.ffn_size if config.expert_size is None else config.expert_size
+    config.num_experts = 32 if config.num_experts is None else config.num_experts
+    config.top_k = (2 if config.select == "topk" else 1) if config.top_k is None else config.top_k
+    if config.capacity_factor is None:  # these two want, or are offered, all experts
+        config.capacity_factor = 1.0 if config.select in ("threshold", "expert_choice") else math.inf
+    several = config.select == "topk" and config.top_k > 1
+    config.renormalize = several if config.renormalize is None else config.renormalize
+    config.balance_choices = config.balance_choices or ("all" if several else "first")
+
+
+def check_depths(config: TransformerConfig):
+    """ValueError where `moe_after` does not name layers."""
+    try:
+        depths = config.sparse_after
+    except ValueError:
+        depths = [0]
+    if not all(1 <= depth <= config.n_layer for depth in depths):
+        raise ValueError(f"moe_after must name layers from 1 to n_layer = {config.n_layer}, not {config.moe_after!r}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -357,6 +367,15 @@ class SparseModel(nn.Module):
             )
             moe.tally = None
         return rows
+
+
+def describe_routing(layer: dict[str, float]) -> str:
+    """One of `stats`' dicts in words."""
+    return (
+        f"experts wanted {layer['wanted']:.2f}, served {layer['served']:.2f} per token; "
+        f"choices cut {layer['cut']:.1%}, tokens unserved {layer['unserved']:.2%}; "
+        f"load imbalance {layer['imbalance']:.2f}, entropy {layer['entropy']:.2f}, positive {layer['positive']:.1%}"
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------

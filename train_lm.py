@@ -28,7 +28,7 @@ import common
 from data.prepare import ready
 from data.tokens import TokenData
 from flops import count_parameters, flops_per_token
-from model import GPT, ModelConfig
+from model import GPT, ModelConfig, describe_routing
 from pretrained import load_gpt2
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -158,11 +158,7 @@ def describe(scores: dict) -> str:
     line = f"{scores['loss']:.4f}  ppl {scores['ppl']:.2f} per token, {scores['word_ppl']:.1f} per word"
     lines = [line + (f"  balance {scores['balance']:.3f}" if scores["layers"] else "")]
     for i, layer in enumerate(scores["layers"], 1):
-        lines.append(
-            f"  MoE layer {i}: experts wanted {layer['wanted']:.2f}, served {layer['served']:.2f} per token; "
-            f"choices cut {layer['cut']:.1%}, tokens unserved {layer['unserved']:.2%}; "
-            f"load imbalance {layer['imbalance']:.2f}, entropy {layer['entropy']:.2f}, positive {layer['positive']:.1%}"
-        )
+        lines.append(f"  MoE layer {i}: {describe_routing(layer)}")
     return "\n".join(lines)
 
 

@@ -15,6 +15,7 @@ goes on where it stopped. `--help` lists every constant.
 """
 
 import dataclasses
+import itertools
 import math
 import re
 import statistics
@@ -33,6 +34,7 @@ from data.prepare import ready
 from data.tokenizers import XLMR, load_tokenizer
 from data.translation import TranslationData, source_batches
 from flops import count_parameters, translation_flops
+from model import describe_routing
 from translator import Translator, TranslatorConfig
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -89,6 +91,10 @@ class Config(TranslatorConfig):
             raise ValueError(f"sampling_exponent must lie in [0, 1], not {self.sampling_exponent}")
         if self.table not in (None, *TABLES):
             raise ValueError(f"train_mt.py has tables {', '.join(map(str, TABLES))}, not {self.table}")
+        if self.table == 3 and self.moe_after:
+            raise ValueError("table 3 has experts in place of FFNs: not with moe_after, nor with preset wmt10")
+        if self.translate is not None and (self.table or self.seeds > 1):
+            raise ValueError("--translate takes one trained model: not with --table or --seeds")
 
     not_identity = {"translate"}
 
@@ -98,7 +104,7 @@ PAPER = dict(n_layer=12, decoder_layers=6, n_embd=512, ffn_size=2048, n_head=8, 
 PAPER |= dict(learning_rate=5e-4, warmup_steps=512, batch_tokens=1 << 18, micro_tokens=1 << 14, steps=50_000)
 PAPER |= dict(eval_every=2_500, log_every=50)
 SMALL = dict(n_embd=256, ffn_size=1024, steps=3_000, eval_every=500, dropout=0.1)
-# X-MoE's layer in the encoder, half-way
+# X-MoE's router
 HYPERSPHERE = dict(router="hypersphere", orthogonal=True)
 PRESETS = {
     "demo": {},
@@ -134,28 +140,30 @@ def smoothed_loss(logits: Tensor, labels: Tensor, smoothing: float) -> Tensor:
 
 
 def translate_texts(model: Translator, texts: list[str], tokenizer: XLMR, config: Config, context, limit=False) -> list:
-    """The translation of each text, detokenised. Batches of one length are dealt to the processes.
+    """The translation of each text, detokenised, on one line. Batches of one length are dealt to the processes.
 
     limit: under the evaluation's capacity, where a translation depends on its batch too. A text of more than
-    block_size - 1 tokens is cut, and a line says so.
+    block_size - 1 tokens is cut, and a line says so; one without any is its own translation, which is empty.
     """
     ids, room = tokenizer.encode_batch(texts), config.block_size - 1
     long = sum(len(text) > room for text in ids)
     if long and context.rank == 0:
         print(f"warning: {long} of {len(ids)} texts are cut to block_size - 1 = {room} tokens", file=sys.stderr)
-    special = dict(bos=tokenizer.bos, eos=tokenizer.eos, never=tuple({*tokenizer.special} - {tokenizer.eos}))
+    written = [number for number, text in enumerate(ids) if text]
+    special = dict(bos=tokenizer.bos, eos=tokenizer.eos, never=tokenizer.unwritten)
     budget = config.micro_tokens // 2  # about as many source tokens as in training, which a capacity counts
-    batches = list(source_batches([text[:room] for text in ids], tokenizer.pad, tokenizer.eos, budget))
-    mine, found = batches[context.rank :: context.world], {}
+    batches = list(source_batches([ids[number][:room] for number in written], tokenizer.pad, tokenizer.eos, budget))
+    mine, found = batches[context.rank :: context.world], dict.fromkeys(range(len(texts)), "")
     for numbers, (source, real) in tqdm(mine, desc="translating", unit="batch", leave=False, disable=context.rank > 0):
         source, real = context.send_all(source, real)
         with context.autocast():
             best = model.translate(
                 source, real, beam=config.beam, length_penalty=config.length_penalty, limit=limit, **special
             )
-        found.update(zip(numbers, map(tokenizer.decode, best)))
-    found = {number: text for part in context.gather(found) for number, text in part.items()}
-    return [found[number] for number in range(len(texts))]
+        for number, ids in zip(numbers, best):
+            found[written[number]] = " ".join(tokenizer.decode(ids).split())  # a piece may be a line feed
+    parts = context.gather(found)
+    return [next((part[number] for part in parts if part[number]), "") for number in found]
 
 
 def score(translations: list[str], references: list[str]) -> dict[str, float | str]:
@@ -182,14 +190,14 @@ def bleu(model: Translator, data: TranslationData, split: str, config: Config, c
     for name, (sources, references) in texts.items():
         ours = [next(translations) for _ in sources]
         pairs[name] = score(ours, references)
-        examples.append([name, *zip(sources, references, ours)])
-    shown = [(examples[i % len(examples)][0], *examples[i % len(examples)][1 + i // len(examples)]) for i in range(5)]
+        examples.append([(name, *texts) for texts in zip(sources, references, ours)])
+    in_turn = itertools.chain.from_iterable(itertools.zip_longest(*examples))
     return {
         "bleu": statistics.fmean(pair["bleu"] for pair in pairs.values()),
         "chrf": statistics.fmean(pair["chrf"] for pair in pairs.values()),
         "pairs": pairs,
         "sentences": sum(len(sources) for sources, _ in texts.values()),
-        "examples": shown,
+        "examples": [example for example in in_turn if example][:5],
         "layers": model.stats(context.sum),
     }
 
@@ -209,8 +217,10 @@ def evaluate(model: Translator, data: TranslationData, split: str, config: Confi
             loss = smoothed_loss(logits, labels, 0.0)
         sums += torch.tensor([float(loss), float(balance), 1.0], dtype=torch.float64) * len(labels)
     loss, balance, tokens = context.sum(sums).tolist()
-    layers = model.stats(context.sum)
-    scores = bleu(model, data, split, config, context, config.eval_sentences)
+    layers = [{"name": name} | layer for name, layer in zip(model.moe_names, model.stats(context.sum))]
+    scores = {"bleu": 0.0, "chrf": 0.0}
+    if math.isfinite(loss):  # otherwise no translation would come to its end
+        scores = bleu(model, data, split, config, context, config.eval_sentences)
     model.train()
     return {
         "loss": loss / tokens,
@@ -227,13 +237,7 @@ def describe(scores: dict) -> str:
     """What one evaluation found, a line an MoE layer."""
     line = f"{scores['loss']:.4f}  ppl {scores['ppl']:.2f}  BLEU {scores['bleu']:.2f}  chrF2++ {scores['chrf']:.2f}"
     lines = [line + (f"  balance {scores['balance']:.3f}" if scores["layers"] else "")]
-    for i, layer in enumerate(scores["layers"], 1):
-        lines.append(
-            f"  MoE layer {i}: experts wanted {layer['wanted']:.2f}, served {layer['served']:.2f} per token; "
-            f"choices cut {layer['cut']:.1%}, tokens unserved {layer['unserved']:.2%}; "
-            f"load imbalance {layer['imbalance']:.2f}, entropy {layer['entropy']:.2f}, positive {layer['positive']:.1%}"
-        )
-    return "\n".join(lines)
+    return "\n".join(lines + [f"  {layer['name']}: {describe_routing(layer)}" for layer in scores["layers"]])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -276,9 +280,8 @@ def train(config: Config, name: str, context) -> dict:
     if config.data == Config.data:
         say("a smoke run: real languages, but some 800 short texts of each, too few to learn to translate")
     if any(data.left_out.values()):
-        say(
-            f"longer than block_size = {config.block_size} tokens, left out in training: {data.left_out['train']} pairs"
-        )
+        long = ", ".join(f"{count:,} {split}" for split, count in data.left_out.items())
+        say(f"left out of training and of the loss, longer than block_size = {config.block_size} tokens: {long} pairs")
 
     betas = config.beta1, config.beta2
     optimizer = common.adamw(model, config.learning_rate, betas, config.weight_decay)
@@ -337,24 +340,24 @@ def train(config: Config, name: str, context) -> dict:
                 "arguments": {f.name: getattr(config, f.name) for f in dataclasses.fields(TranslatorConfig)},
             }  # fmt: skip
             kept = [*kept, done][-config.average :]
-            folder.save_as(f"step{done}.pt", weights)
             if best is None or scores["bleu"] > best["bleu"]:
                 best = {"step": done, "bleu": scores["bleu"]}
-                folder.save_as("best.pt", weights)
+            folder.save_as(f"step{done}.pt", weights)
             folder.save({
                 **weights, "seconds": seconds, "config": dataclasses.asdict(config), "kept": kept, "best": best,
                 "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(),
             })  # fmt: skip
+            needed = {f"step{step}.pt" for step in (*kept, best["step"])}
             for file in folder.path.glob("step*.pt") if folder.writes else ():
-                if int(file.stem.removeprefix("step")) < kept[0]:
+                if file.name not in needed:
                     file.unlink()
             loss_sum.zero_()
             since, tokens, clock = done, 0, time.perf_counter()
     with common.clear_errors():
         chosen = choose(model, data, kept, best, folder, config, context)
     result = {
-        "name": name, **chosen, **test(model, data, config, context), "parameters": counts, "flops": flops,
-        "seconds": round(seconds, 1), "data": data.checksum, "config": folder.config,
+        "name": name, **chosen, **test(model, data, config, context), "parameters": counts,
+        "flops_per_pair": flops, "seconds": round(seconds, 1), "data": data.checksum, "config": folder.config,
         "machine": common.machine(context),
     }  # fmt: skip
     folder.finish(result)
@@ -375,15 +378,14 @@ def mean_weights(states: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 def choose(model: Translator, data: TranslationData, kept: list[int], best: dict, folder, config, context) -> dict:
     """Gives the model the mean weights of the last checkpoints, or the best one's, as validation BLEU has it."""
     context.barrier()  # all files are there
-    last = common.load_checkpoint(folder.path / f"step{kept[-1]}.pt")
-    states = [common.load_checkpoint(folder.path / f"step{step}.pt")["model"] for step in kept]
-    model.load_state_dict(mean_weights(states))
+    states = [common.load_checkpoint(folder.path / f"step{step}.pt") for step in kept]
+    model.load_state_dict(mean_weights([state["model"] for state in states]))
     mean = bleu(model, data, "valid", config, context, config.eval_sentences)["bleu"]
-    weights = f"the mean of steps {', '.join(map(str, kept))}"
+    weights = f"mean of the weights of steps {', '.join(map(str, kept))}"
     if mean < best["bleu"]:
-        model.load_state_dict(common.load_checkpoint(folder.path / "best.pt")["model"])
-        weights = f"step {best['step']}"
-    folder.save_as("model.pt", {**last, "model": model.state_dict()})
+        model.load_state_dict(common.load_checkpoint(folder.path / f"step{best['step']}.pt")["model"])
+        weights = f"weights of step {best['step']}"
+    folder.save_as("model.pt", {**states[-1], "step": weights, "model": model.state_dict()})
     return {"weights": weights, "valid": {"mean_bleu": mean, "best_bleu": best["bleu"], "best_step": best["step"]}}
 
 
@@ -399,8 +401,9 @@ def test(model: Translator, data: TranslationData, config: Config, context) -> d
 def translate_lines(config: Config, given: dict, context):
     """Prints the translation of every line of a file, an empty one for one without text, by the run's model."""
     with common.clear_errors():
-        # the run of these constants, or else of those that say nothing about how to search
-        constants = given, {k: v for k, v in given.items() if k not in ("beam", "length_penalty")}
+        # the run of these constants, or else of those that do not say how to search, or in what type
+        dropped = (), ("beam", "length_penalty"), ("beam", "length_penalty", "dtype")
+        constants = [{k: v for k, v in given.items() if k not in names} for names in dropped]
         names = [common.configure(Config, PRESETS, chosen)[1] for chosen in constants]
         files = [Path(config.out_dir, name, "model.pt") for name in names]
         file = next((file for file in files if file.exists()), None)
@@ -411,21 +414,27 @@ def translate_lines(config: Config, given: dict, context):
             raise ValueError(f"{file} was trained with another vocabulary than the tokenizer beside it")
         model = Translator(TranslatorConfig(**state["arguments"]))
         model.load_state_dict(state["model"])
-        if config.translate == "-":
-            lines = sys.stdin.buffer.read().decode().splitlines()
-        else:
-            lines = [line.rstrip("\n") for _, line in read_lines(Path(config.translate))]
+        path = Path("/dev/stdin" if config.translate == "-" else config.translate)
+        lines = [line.strip() for _, line in read_lines(path)] if context.rank == 0 else None  # a pipe is read once
+    lines = context.gather(lines)[0]
     model.to(context.device, torch.float64 if context.dtype == torch.float64 else torch.float32)
-    texts = iter(translate_texts(model, [line for line in lines if line.strip()], tokenizer, config, context))
-    for line in lines if context.rank == 0 else ():
-        print(next(texts) if line.strip() else "")
+    model.start_stats()
+    translations = translate_texts(model, lines, tokenizer, config, context)
+    served = ", ".join(
+        f"{name} {layer['served']:.1f}" for name, layer in zip(model.moe_names, model.stats(context.sum))
+    )
+    if context.rank == 0:
+        print("".join(f"{line}\n" for line in translations), end="")
+        if served:
+            print(f"experts served per token: {served}", file=sys.stderr)
 
 
 def report(config: Config, result: dict) -> str:
     """A finished result in words."""
     valid, lines = result["valid"], [f"\n{result['name']}, test; beam {config.beam}; {result['weights']}"]
     lines.append(
-        f"validation BLEU: mean of the last checkpoints {valid['mean_bleu']:.2f}, best one {valid['best_bleu']:.2f}"
+        f"validation BLEU: {valid['mean_bleu']:.2f} with the mean of the last weights, "
+        f"{valid['best_bleu']:.2f} with the best checkpoint's"
     )
     shown = {f"with gamma {config.eval_capacity_factor:g}": result["test"], "without a limit": result["test_no_limit"]}
     for how, scores in shown.items():
@@ -451,7 +460,7 @@ def results_of(given: dict, row: dict, context) -> tuple[Config, list[dict]]:
     return common.results_of(Config, PRESETS, given, row, lambda config, name: train(config, name, context))
 
 
-def table(rows: list, corpora: list[str], base: Config, given: dict, context) -> str:
+def table(rows: list, corpora: list[str], given: dict, context) -> str:
     """A line for each (name, what to change, the paper's BLEU and chrF2++ by language); BLEU / chrF2++ of the test set.
 
     With several corpora every one has models of its own.
@@ -462,6 +471,8 @@ def table(rows: list, corpora: list[str], base: Config, given: dict, context) ->
         config, seeds = runs[0][0], list(zip(*(results for _, results in runs)))  # a seed has a model for each corpus
         ours, limitless = cells(seeds, "test"), cells(seeds, "test_no_limit")
         papers |= {pair: language for pair in ours if (language := re.split("[-_]", pair)[0]) in paper}
+        if not {*LANGUAGES} <= {*papers.values()}:  # a mean of others is not to be compared
+            papers.pop("mean", None)
         line = [name, f"{config.num_experts} x {config.expert_size}" if config.router != "dense" else ""]
         line += [f"{seeds[0][0]['parameters']['total'] / 1e6:.1f}M", *ours.values(), limitless["mean"]]
         line += [kept_rows(seeds, "test"), kept_rows(seeds, "test_no_limit")]
@@ -492,13 +503,14 @@ def table3(base: Config, given: dict, context) -> str:
     for method, router, split, papers in TABLE3:
         row = {"router": router} | ({} if router == "dense" else {"expert_size": base.ffn_size // split})
         rows.append((method, row, dict(zip((*LANGUAGES, "mean"), papers))))
-    return table(rows, [f"wmt23-{language}" for language in LANGUAGES] if alone else [base.data], base, given, context)
+    return table(rows, [f"wmt23-{language}" for language in LANGUAGES] if alone else [base.data], given, context)
 
 
 def table4(base: Config, given: dict, context) -> str:
-    """X-MoE table 4: many languages to English X-MoE's layer half-way in the encoder. Its numbers are not known."""
+    """X-MoE table 4: its layer half-way in the encoder, many languages to English. Our copy lacks its numbers."""
     depth = {"moe_after": base.moe_after or str(max(1, base.n_layer // 2))}
-    return table([(name, row | depth, {}) for name, row in TABLE4], [base.data], base, given, context)
+    rows = [(name, row if row["router"] == "dense" else row | depth, {}) for name, row in TABLE4]
+    return table(rows, [base.data], given, context)
 
 
 TABLES = {3: table3, 4: table4}
@@ -514,7 +526,7 @@ def main():
             title = f"{paper} table {config.table}, preset {config.preset}, {seeds}: test BLEU / chrF2++"
             print(f"\n{title}\n\n{text}")
         return
-    if config.translate:
+    if config.translate is not None:
         translate_lines(config, given, context)
         return
     config, results = results_of(given, {}, context)
@@ -522,8 +534,10 @@ def main():
         for result in results:
             print(report(config, result))
         if len(results) > 1:
-            spread = common.spread([result["test"]["bleu"] for result in results])
-            print(f"\n{len(results)} seeds: test BLEU {spread}")
+            limited, free = (
+                common.spread([result[where]["bleu"] for result in results]) for where in ("test", "test_no_limit")
+            )
+            print(f"\n{len(results)} seeds: test BLEU {limited}, without a limit {free}")
 
 
 if __name__ == "__main__":

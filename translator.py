@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model import FFN, EncoderConfig, ModelConfig, MoE, SparseModel
+from model import FFN, ModelConfig, MoE, SparseModel, check_depths, inserted_defaults
 
 
 @dataclass
@@ -33,36 +33,51 @@ class TranslatorConfig(ModelConfig):
     decoder_moe: bool = True  # experts in the decoder too (the text; the authors' configurations: the encoder alone)
     moe_after: str | None = None  # X-MoE: sparse layers stand after these encoder layers, such as 3,6, and nowhere else
     expert_layers: int | None = None  # FFNs of an expert, each with a norm and a residual; default: 3 with moe_after
+    num_experts: int | None = None  # E; default: as many parameters as expert_ffns FFNs; 32 with moe_after
+    top_k: int | None = None  # K of topk; default: ffn_size / expert_size; 2 with moe_after
+    capacity_factor: float | None = None  # gamma, inf for no limit; default: ffn_size / expert_size (equal FLOPs)
+    renormalize: bool | None = None  # softmax gate over the K chosen only; default: with moe_after and topk
+    balance_choices: str | None = None  # choices that the balance loss counts; default: first; with both of these, all
 
     def __post_init__(self):
+        if self.router == "dense":
+            self.moe_after = None
+        if self.router == "dense" or self.moe_after:  # what then means nothing makes no other run
+            self.moe_every, self.expert_ffns, self.decoder_moe = 2, 8, True
         self.expert_layers = (3 if self.moe_after else 0) if self.expert_layers is None else self.expert_layers
+        if self.decoder_layers < 1 or self.expert_ffns < 1:
+            raise ValueError(f"decoder_layers, expert_ffns = {self.decoder_layers}, {self.expert_ffns}: not positive")
         super().__post_init__()
-        if self.decoder_layers < 1:
-            raise ValueError(f"decoder_layers must be positive, not {self.decoder_layers}")
-        try:
-            depths = [int(depth) for depth in (self.moe_after or "1").split(",")]
-        except ValueError:
-            depths = [0]
-        if not all(1 <= depth <= self.n_layer for depth in depths):
-            raise ValueError(f"moe_after must name layers from 1 to n_layer = {self.n_layer}, not {self.moe_after!r}")
-        if self.select == "expert_choice" and self.decoder_moe and not self.moe_after:
+        check_depths(self)
+        if self.select == "expert_choice" and self.sparse_blocks(decoder=True):
             raise ValueError("expert_choice sees later tokens, so it cannot translate: add --decoder_moe false")
 
     def sparse_defaults(self):
         if self.moe_after:
-            EncoderConfig.sparse_defaults(self)
-        else:
-            super().sparse_defaults()
+            inserted_defaults(self)
+            return
+        super().sparse_defaults()
+        self.renormalize, self.balance_choices = bool(self.renormalize), self.balance_choices or "first"
 
     @property
     def sparse_after(self) -> list[int]:
         """The encoder layers, from 1, behind which X-MoE's layers stand."""
-        dense = self.router == "dense" or not self.moe_after
-        return [] if dense else sorted(int(depth) for depth in self.moe_after.split(","))
+        return sorted(int(depth) for depth in self.moe_after.split(",")) if self.moe_after else []
 
     def sparse(self, layer: int, decoder: bool = False) -> bool:
         """Whether block `layer` (from 0) of the encoder or of the decoder has experts in place of its FFN."""
         return not self.moe_after and (self.decoder_moe or not decoder) and super().sparse(layer)
+
+    def sparse_blocks(self, decoder: bool) -> int:
+        return sum(self.sparse(i, decoder) for i in range(self.decoder_layers if decoder else self.n_layer))
+
+    @property
+    def num_sparse(self) -> int:
+        return self.sparse_blocks(False) + self.sparse_blocks(True) + len(self.sparse_after)
+
+    @property
+    def num_ffns(self) -> int:
+        return self.n_layer + self.decoder_layers - self.sparse_blocks(False) - self.sparse_blocks(True)
 
 
 class Attention(nn.Module):
@@ -107,15 +122,15 @@ class Block(nn.Module):
     def decode(self, x: Tensor, ids: Tensor, real: Tensor | None, source, mask: Tensor | None, past):
         """(R, T, D) -> the same, balance loss, keys and values of all positions so far.
 
-        source: keys and values of B sources, mask (B, 1, 1, N); R is B, or B * K, beams of a sentence side by side:
-        these share its keys and values. past: keys and values of the positions before, None if there are none.
+        source: keys and values of B sources; mask (B, 1, 1, N). R is B, or B * K where the beams of a sentence lie side
+        by side and share its keys and values. past: keys and values of the positions before, None if there are none.
         """
         h = self.ln_1(x)
         kv = self.attn.keys_values(h)
         if past is not None:
             kv = tuple(torch.cat(pair, dim=2) for pair in zip(past, kv))
         x = x + self.dropout(self.attn(h, kv, causal=past is None))
-        h = self.ln_c(x).view(len(source[0]), -1, x.shape[2])  # (B, K * T, D): a source has no order that matters here
+        h = self.ln_c(x).view(len(source[0]), -1, x.shape[2])  # (B, K * T, D): here queries need no order
         x = x + self.dropout(self.cross(h, source, mask)).view_as(x)
         return *self.add_ffn(x, ids, real), kv
 
@@ -136,15 +151,23 @@ class Translator(SparseModel):
 
     def __init__(self, config: TranslatorConfig):
         super().__init__()
-        self.config = config
+        self.config, self.sparse_after = config, config.sparse_after
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
         self.encoder = nn.ModuleList(Block(config, config.sparse(i), False) for i in range(config.n_layer))
-        self.moes = nn.ModuleList(MoE(config) for _ in config.sparse_after)
+        self.moes = nn.ModuleList(MoE(config) for _ in self.sparse_after)
         self.decoder = nn.ModuleList(Block(config, config.sparse(i, True), True) for i in range(config.decoder_layers))
         self.ln_e, self.ln_d = nn.LayerNorm(config.n_embd), nn.LayerNorm(config.n_embd)
         self.dropout = nn.Dropout(config.dropout)
         # As in GPT-2, what writes to the residual stream starts smaller, the deeper the model.
         self.draw(config.init_std, config.init_std / math.sqrt(2 * max(config.n_layer, config.decoder_layers)))
+
+    @property
+    def moe_names(self) -> list[str]:
+        """Where the MoE layers stand, in the order of `stats`."""
+        blocks = {"encoder block": self.encoder, "decoder block": self.decoder}
+        names = {id(block.ffn): f"{part} {i}" for part, own in blocks.items() for i, block in enumerate(own, 1)}
+        names |= {id(moe): f"after encoder block {depth}" for moe, depth in zip(self.moes, self.sparse_after)}
+        return [names[id(moe)] for moe in self.moe_layers]
 
     def embed(self, ids: Tensor, first: int = 0) -> Tensor:
         """ids (B, T), whose first stands at position `first` -> (B, T, D)"""
@@ -158,21 +181,25 @@ class Translator(SparseModel):
         """ids (B, N), real (S,) places in B * N of what is not padding, None if all is -> source, balance loss."""
         mask = None
         if real is not None:
-            mask = (
-                ids.new_zeros(ids.numel(), dtype=torch.bool).index_fill_(0, real, True).view(ids.shape)[:, None, None]
-            )
+            mask = ids.new_zeros(ids.numel(), dtype=torch.bool).index_fill_(0, real, True)
+            mask = mask.view(len(ids), 1, 1, -1)
         x, total, moes = self.embed(ids), self.ln_e.weight.new_zeros(()), list(self.moes)
         for depth, block in enumerate(self.encoder, 1):
             x, balance = block.encode(x, ids, real, mask)
             total = total + balance
-            for _ in range(self.config.sparse_after.count(depth)):  # X-MoE eq. 2
+            for _ in range(self.sparse_after.count(depth)):  # X-MoE eq. 2
                 y, balance = moes.pop(0)(x, ids, real)
                 x, total = x + y, total + balance
         h = self.ln_e(x)
         return Source([block.cross.keys_values(h) for block in self.decoder], mask), total
 
     def decode(self, ids: Tensor, source: Source, past: list | None = None, real: Tensor | None = None):
-        """ids (R, T), those behind `past` -> hidden states (R, T, D), balance loss, what to pass as `past` next."""
+        """ids (R, T) -> hidden states (R, T, D), balance loss, what to pass as `past` with the next ids, (R, 1).
+
+        Raises ValueError where several ids come behind a past.
+        """
+        if past and ids.shape[1] > 1:
+            raise ValueError(f"behind a past comes one token at a time, not {ids.shape[1]}")
         x = self.embed(ids, past[0][0].shape[2] if past else 0)
         total, present = self.ln_d.weight.new_zeros(()), []
         for block, kv, before in zip(self.decoder, source.keys_values, past or [None] * len(self.decoder)):
@@ -213,25 +240,27 @@ class Translator(SparseModel):
         Sources end in </s>. Of a source of n tokens before it a translation has at most 1.2 n + 10. Its score is the
         sum of its log probabilities, over its length with </s> to the power of `length_penalty`; a search ends when
         `beam` translations have ended among the best `beam` continuations. `never` are ids that no text is made of.
-        Experts have no capacity limit unless `limit`: a translation then depends on nothing but its source. Without
-        `cache` all that is written is computed again for every token, which gives the same.
+        Experts have no capacity limit, so that a translation depends on nothing but its source; with `limit` they have
+        the evaluation's. Without `cache` all that is written is computed again for every token: the same translations,
+        but for rounding and for the limit, which then counts other rows.
         """
         was_training, K = self.training, beam
         self.eval()
-        free = limit or self.config.select == "expert_choice"  # to which the limit is what chooses
-        with nullcontext() if free else self.test_routing(capacity_factor=math.inf):
+        limit = limit or self.config.select == "expert_choice"  # to which the limit is what chooses
+        with nullcontext() if limit else self.test_routing(capacity_factor=math.inf):
             encoded, _ = self.encode(source, real)
             B, device = len(source), source.device
             n = torch.full((B,), source.shape[1], device=device) if real is None else encoded.mask.sum(dim=(1, 2, 3))
             most = 6 * (n - 1) // 5 + 10  # (B,)
             state = Search(B, K, int(most.max()), bos, device)
+            banned = torch.tensor(never, dtype=torch.int64, device=device)
             found, past = [[] for _ in range(B)], None
             for t in range(int(most.max()) + 1):
-                ids = state.written.flatten(0, 1)  # (B * K, 1 + t)
-                h, _, past = self.decode(ids[:, -1:] if cache and t else ids, encoded, past)
-                scores = F.linear(h[:, -1], self.wte.weight)
-                scores = scores.to(torch.promote_types(scores.dtype, torch.float32)).log_softmax(dim=1)  # (B * K, V)
-                scores[:, list(never)] = -math.inf
+                written = state.written.flatten(0, 1)  # (B * K, 1 + t)
+                h, _, past = self.decode(written[:, -1:] if cache else written, encoded, past)
+                with torch.autocast(device.type, enabled=False):  # beams are told apart by small differences
+                    scores = F.linear(h[:, -1].to(self.wte.weight.dtype), self.wte.weight).log_softmax(dim=1)
+                scores.index_fill_(1, banned, -math.inf)
                 last = t >= most  # nothing but </s> may follow
                 scores = scores.view(-1, K, scores.shape[1])
                 scores[:, :, :eos].masked_fill_(last[:, None, None], -math.inf)

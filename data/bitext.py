@@ -12,7 +12,7 @@ and, under a joint BPE of their own, for translation:
     wmt10           X-MoE table 4's ten languages
 
 A pair is named after its two languages, the first text's first: "de-en". The pairs of one are read when they are asked
-for, one by one, and only catalogs-pairs is ever held in memory.
+for, one by one, and only those of the catalogs are ever held in memory.
 """
 
 import re
@@ -57,8 +57,9 @@ def opus100_pair(name: str) -> Pairs:
     # valid and test first, so that a limit on the training tokens can end the reading
     for split, theirs in (("valid", "validation"), ("test", "test"), ("train", "train")):
         if split == "train" or name not in TRAIN_ONLY:
-            for row in hub_rows("Helsinki-NLP/opus-100", name, theirs, streaming=True, column="translation"):
-                yield split, row[first], row[second]
+            columns = f"translation.{first}", f"translation.{second}"
+            for texts in hub_rows("Helsinki-NLP/opus-100", name, theirs, streaming=True, column=columns):
+                yield split, *texts
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -77,52 +78,73 @@ def multi30k(language: str, source: Path | None, streaming: bool) -> dict[str, P
 
 
 def multi30k_pairs(language: str, source: Path | None) -> Pairs:
-    for split, name, theirs in (("valid", "val", "validation"), ("test", "test_2016_flickr", "test"), TRAIN):
+    sides = (language, "en")
+    for split, name, theirs in MULTI30K:
         if source:
-            files = [one_of(source, f"{name}.{side}") for side in (language, "en")]
-            yield from ((split, *texts) for texts in read_pairs(files))
+            pairs = read_pairs([one_of(source, f"{name}.{side}") for side in sides])
         elif language == "de":
-            for row in hub_rows("bentrevett/multi30k", None, theirs, streaming=True, column=("de", "en")):
-                yield split, *row
+            pairs = hub_rows("bentrevett/multi30k", None, theirs, streaming=True, column=sides)
         else:
             raise ValueError(f"multi30k-{language} needs --source DIR with train.{language}, train.en and so on")
+        yield from ((split, *texts) for texts in pairs)
 
 
-TRAIN = ("train", "train", "train")
-# language -> its training pairs on the hub: repository, configuration, columns. WMT's own, the newest there is, and for
-# Ukrainian and Hebrew, which WMT only collected later, CCMatrix. The paper does not name its files.
-WMT23 = {language: ("wmt/wmt19", f"{language}-en", None) for language in ("de", "ru", "zh")}
+MULTI30K = [  # split, name in the files, name on the hub
+    ("valid", "val", "validation"),
+    ("test", "test_2016_flickr", "test"),
+    ("train", "train", "train"),
+]
 CCMATRIX = "sentence-transformers/parallel-sentences-ccmatrix"
-WMT23 |= {language: (CCMATRIX, f"en-{language}", ("non_english", "english")) for language in ("he", "uk")}
+# language -> its training pairs on the hub: repository, configuration, columns. The paper does not name its files: here
+# WMT's own, the newest there are, and CCMatrix for Ukrainian and Hebrew, which WMT collected later.
+WMT23 = {x: ("wmt/wmt19", f"{x}-en", (f"translation.{x}", "translation.en")) for x in ("de", "ru", "zh")}
+WMT23 |= {x: (CCMATRIX, f"en-{x}", ("non_english", "english")) for x in ("he", "uk")}
 FLORES = {"he": "heb_Hebr", "uk": "ukr_Cyrl", "en": "eng_Latn"}
-# the newest WMT with that pair on the hub; Gujarati has no test set there
+# the newest WMT with pairs and a test set of that language on the hub; Gujarati has no test set there
 WMT10 = {"cs": 18, "de": 18, "et": 18, "fi": 18, "fr": 15, "gu": 19, "hi": 14, "lv": 17, "ro": 16, "tr": 18}
 
 
 def wmt23(language: str, source: Path | None, streaming: bool) -> dict[str, Pairs]:
-    """Validated on WMT21 and tested on WMT22 (sacrebleu), or FLORES-200's dev and devtest. `source` as for bitext."""
+    """Validated on WMT21 and tested on WMT22 (sacrebleu), or FLORES-200's dev and devtest, as FLORES+ has them.
+
+    `source` as for bitext; where its names speak of splits, its own valid and test are taken instead.
+    """
     name = f"{language}-en"
-    if not source:
-        return {name: wmt23_pairs(language)}
-    pairs = bitext(source, streaming)
-    if name not in pairs:
+    groups = (
+        {stem: files for stem, files in aligned_files(source).items() if stem.name.split(".")[0] == name}
+        if source
+        else {}
+    )
+    if source and not groups:
         raise FileNotFoundError(f"--source {source} holds no {name}.{language} and {name}.en, and no {name}.tsv")
-    return {name: pairs[name]}
+    if any(named_split(stem.relative_to(source)) for stem in groups if source.is_dir()):
+        return {name: bitext(source, streaming)[name]}
+    return {name: wmt23_pairs(language, groups.values())}
 
 
-def wmt23_pairs(language: str) -> Pairs:
+def wmt23_pairs(language: str, files: Iterable[list[Path]]) -> Pairs:
     for split, year, flores in (("valid", "wmt21", "dev"), ("test", "wmt22", "devtest")):
-        if language in FLORES:
-            sides = (
-                hub_rows("openlanguagedata/flores_plus", FLORES[side], flores, streaming=True)
-                for side in (language, "en")
-            )
-            yield from ((split, *texts) for texts in zip(*sides, strict=True))
-        else:
-            yield from ((split, *texts) for texts in read_pairs(sacrebleu_files(year, f"{language}-en")))
+        pairs = (
+            flores_pairs(language, flores)
+            if language in FLORES
+            else read_pairs(sacrebleu_files(year, f"{language}-en"))
+        )
+        yield from ((split, *texts) for texts in pairs)
     repository, config, columns = WMT23[language]
-    for row in hub_rows(repository, config, "train", streaming=True, column=columns or "translation"):
-        yield "train", *(row if columns else (row[language], row["en"]))
+    own = (pair for paths in files for pair in read_pairs(paths))
+    pairs = own if files else hub_rows(repository, config, "train", streaming=True, column=columns)
+    yield from (("train", *texts) for texts in pairs)
+
+
+def flores_pairs(language: str, split: str) -> Iterator[tuple[str, str]]:
+    repository, columns = "openlanguagedata/flores_plus", ("id", "text")
+    sides = (hub_rows(repository, FLORES[side], split, streaming=True, column=columns) for side in (language, "en"))
+    for one, two in zip_longest(*sides, fillvalue=("", "")):
+        if one[0] != two[0]:
+            raise ValueError(
+                f"{repository}: {FLORES[language]} and {FLORES['en']} have other sentences ({one[0]}, {two[0]})"
+            )
+        yield one[1], two[1]
 
 
 def sacrebleu_files(test_set: str, pair: str) -> list[Path]:
@@ -135,7 +157,8 @@ def sacrebleu_files(test_set: str, pair: str) -> list[Path]:
         return [Path(get_source_file(test_set, pair)), Path(get_reference_files(test_set, pair)[0])]
     except (Exception, SystemExit) as error:  # it raises many kinds, and exits
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise OSError(f"cannot download {test_set} {pair} ({reason}); local files go in with --source") from error
+        hint = f"name local files {pair}.valid.* and {pair}.test.* and give --source"
+        raise OSError(f"cannot download {test_set} {pair} ({reason}); {hint}") from error
 
 
 def wmt10(source: Path | None, streaming: bool) -> dict[str, Pairs]:
@@ -144,13 +167,13 @@ def wmt10(source: Path | None, streaming: bool) -> dict[str, Pairs]:
 
 
 def wmt10_pairs(language: str) -> Pairs:
+    columns = f"translation.{language}", "translation.en"
     for split, theirs in (("valid", "validation"), ("test", "test"), ("train", "train")):
-        halves = language == "gu" and split != "train"
-        theirs = "validation" if halves else theirs
-        rows = hub_rows(f"wmt/wmt{WMT10[language]}", f"{language}-en", theirs, streaming=True, column="translation")
-        for row in rows:
-            if not halves or split_of(row["en"], valid=0.5, test=0.5) == split:
-                yield split, row[language], row["en"]
+        halved = language == "gu" and split != "train"
+        theirs = "validation" if halved else theirs
+        for texts in hub_rows(f"wmt/wmt{WMT10[language]}", f"{language}-en", theirs, streaming=True, column=columns):
+            if not halved or split_of(texts[1], valid=0.5, test=0.5) == split:
+                yield split, *texts
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@
 rather than downloading all of them first. No corpus but pydocs is ever held in memory whole.
 """
 
+import functools
 import gzip
 import hashlib
 import importlib.util
@@ -159,7 +160,10 @@ def hub_rows(
     column: str | tuple[str, ...] = "text",
     **options,
 ) -> Iterator:
-    """A column, or several, of a data set on the Hugging Face hub, or of the `data_files` among `options`."""
+    """A column of a data set on the Hugging Face hub, or of the `data_files` among `options`; or several as a tuple.
+
+    Those of a tuple may lie in one another ("translation.de"), and what is missing there is an empty text.
+    """
     what = options.get("data_files") or " ".join(filter(None, (repository, config)))
     try:
         from datasets import load_dataset
@@ -169,10 +173,15 @@ def hub_rows(
         ) from error
     try:
         for row in load_dataset(repository, config, split=split, streaming=streaming, **options):
-            yield row[column] if isinstance(column, str) else tuple(row[name] for name in column)
+            yield row[column] if isinstance(column, str) else tuple(inner(row, name) or "" for name in column)
     except Exception as error:  # the hub's client raises a dozen kinds
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise OSError(f"cannot read {what} ({reason}); a local copy goes in with --source") from error
+
+
+def inner(row: dict, name: str):
+    """ "translation.de": what row["translation"]["de"] is."""
+    return functools.reduce(lambda value, part: value[part], name.split("."), row)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -72,6 +72,15 @@ def span_turns(turn: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     return turns
 
 
+def bounds(sizes: np.ndarray, train: np.ndarray, exponent: float) -> np.ndarray:
+    """The probabilities of the languages that have text in a split, added up: (J + 1,) from 0 to 1.
+
+    sizes, train: (J,) what each has there, and in training.
+    """
+    sums = np.concatenate([[0], np.where(sizes > 0, train ** float(exponent), 0).cumsum()])
+    return sums / sums[-1]
+
+
 class Multilingual(Prepared):
     """A folder of many languages (or pairs of them), drawn in rounds of ROUND samples in which each has its share.
 
@@ -108,7 +117,8 @@ class Multilingual(Prepared):
         self.mask_share, self.replace, self.span = mask_share, replace, span
         self.languages: list[str] = sorted(self.meta["languages"])
         self.streams = {split: self._streams(split) for split in self.tokens}  # split -> (J, 2) start and tokens
-        self.bounds = {split: self._bounds(split, exponent) for split in self.tokens}
+        sizes = {split: streams[:, 1] for split, streams in self.streams.items()}
+        self.bounds = {split: bounds(sizes[split], sizes["train"], exponent) for split in sizes}
         self.special = np.zeros(self.vocab_size, dtype=bool)
         self.special[list(self.tokenizer.special)] = True
         self.ordinary = np.flatnonzero(~self.special)
@@ -130,20 +140,18 @@ class Multilingual(Prepared):
             raise ValueError(f"{self.folder / 'meta.json'} does not fit {split}.bin; {again(self.meta)}")
         return streams
 
-    def _bounds(self, split: str, exponent: float) -> np.ndarray:
-        """The probabilities of the languages that have text in this split, added up: (J + 1,) from 0 to 1."""
-        weights = np.where(self.streams[split][:, 1] > 0, self.streams["train"][:, 1] ** float(exponent), 0)
-        sums = np.concatenate([[0], weights.cumsum()])
-        return sums / sums[-1]
+    @property
+    def round_size(self) -> int:
+        return ROUND
 
     def quotas(self, split: str, number: int) -> np.ndarray:
-        """(J,) samples of each language in round `number`: ROUND * p_j, rounded down or up, together ROUND.
+        """(J,) samples of each language in round `number`: its share, rounded down or up, together `round_size`.
 
         Language j gets the integers between two bounds, and the bounds move on with the round: a language of 0.1
         samples a round comes once in about ten, and what a language got in all stays within a few samples of its share.
         """
         shift = number * GOLDEN % 1
-        return np.diff(np.floor(shift + ROUND * self.bounds[split])).astype(np.int64)
+        return np.diff(np.floor(shift + self.round_size * self.bounds[split])).astype(np.int64)
 
     def _index(self, split: str) -> int:
         return list(self.tokens).index(split)
@@ -159,13 +167,13 @@ class Multilingual(Prepared):
         return drawn
 
     def _round(self, split: str, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Languages of a round's samples and how many samples before each are of its language, (ROUND,) each."""
+        """Languages of a round's samples and how many samples before each are of its language, (round_size,) each."""
         quotas, drawn = self.quotas(split, number), self._before(split, number)
         languages = np.repeat(np.arange(len(quotas)), quotas)
-        draws = np.arange(ROUND) + np.repeat(drawn + quotas - quotas.cumsum(), quotas)
+        draws = np.arange(self.round_size) + np.repeat(drawn + quotas - quotas.cumsum(), quotas)
         # the draws of a language stay in order, so that it ends one pass before it begins the next
         shuffled = np.random.default_rng((ORDER, self.seed, self._index(split), number)).permutation(languages)
-        in_order = np.empty(ROUND, dtype=np.int64)
+        in_order = np.empty(self.round_size, dtype=np.int64)
         in_order[shuffled.argsort(kind="stable")] = draws
         return shuffled, in_order
 
@@ -235,7 +243,7 @@ class MaskedData(Multilingual):
 
     def _sample(self, split: str, index: int) -> tuple[int, int]:
         """The language of sample `index` and how many samples before it are of that language."""
-        number, place = divmod(index, ROUND)
+        number, place = divmod(index, self.round_size)
         if (split, number) not in self._rounds:
             # a micro-batch may end one round and begin the next: keep two
             self._rounds = dict(list(self._rounds.items())[-1:])

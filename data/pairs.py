@@ -25,7 +25,7 @@ class PairData(Multilingual):
     Languages are pairs of them, `language` of a batch an index into `languages`, and p_j goes by training pairs.
     """
 
-    place, size = "first", "pairs"
+    place, size, reader, corpus = "first", "pairs", "PairData", "catalogs-pairs"
 
     def __init__(
         self,
@@ -42,13 +42,14 @@ class PairData(Multilingual):
         super().__init__(folder, block_size, micro_tokens, micros_per_step, seed, exponent, mask_share, replace, span)
         self.micro_tokens, self.rounds = micro_tokens, 1 + micro_tokens // PER_ROUND
         self.index = {split: self._index_of(split) for split in self.tokens}  # split -> (2 pairs + 1,)
-        self.own: dict[tuple[str, int], np.ndarray] = {}  # (split, language) -> the pairs to draw, where not all
+        # (split, language) -> the pairs to draw, counted from its first, where these are not all
+        self.kept: dict[tuple[str, int], np.ndarray] = {}
         self._micros = {split: [0] for split in self.tokens}  # split -> micro-batches before each sorting
 
     def _check_kind(self):
         if self.meta.get("kind") != "pairs":
-            reader = "MaskedData" if "languages" in self.meta else "TokenData"
-            hint = f"{reader} reads it, PairData pairs: python -m data.prepare catalogs-pairs"
+            other = "MaskedData" if "languages" in self.meta else "TokenData"
+            hint = f"{other} reads it, {self.reader} pairs: python -m data.prepare {self.corpus}"
             raise ValueError(f"{self.folder} holds {self.meta['name']!r}, not translation pairs; {hint}")
 
     def _index_of(self, split: str) -> np.ndarray:
@@ -168,8 +169,8 @@ class PairData(Multilingual):
     def _drawn_pairs(self, split: str, language: int, draw: int, count: int) -> np.ndarray:
         """The pairs of `count` draws of a language from that one on: each pass is all of its pairs, shuffled."""
         first, size = self.streams[split][language].tolist()
-        own = self.own.get((split, language))
-        size, found = size if own is None else len(own), []
+        kept = self.kept.get((split, language))
+        size, found = size if kept is None else len(kept), []
         while count:
             number, place = divmod(draw, size)
             known, order = self._passes.get((split, language), (None, None))
@@ -178,7 +179,7 @@ class PairData(Multilingual):
                 order = rng.permutation(size).astype(np.uint32)
                 self._passes[split, language] = number, order
             numbers = order[place : place + count].astype(np.int64)
-            found.append(first + numbers if own is None else own[numbers])
+            found.append(first + (numbers if kept is None else kept[numbers].astype(np.int64)))
             draw, count = draw + len(found[-1]), count - len(found[-1])
         return np.concatenate(found)
 
@@ -198,9 +199,9 @@ class PairData(Multilingual):
 
     def _eval_pairs(self, split: str, max_tokens: int | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Languages and pairs, (B,), and sizes of their halves, (B, 2), longest pair first."""
-        counts = self.streams[split][:, 1]
-        languages = np.repeat(np.arange(len(counts)), counts)
-        places = np.concatenate([np.arange(count) for count in counts])
+        places = [self.kept.get((split, j), np.arange(count)) for j, (_, count) in enumerate(self.streams[split])]
+        languages = np.repeat(np.arange(len(places)), [len(own) for own in places])
+        places = np.concatenate(places).astype(np.int64)
         pairs = self.streams[split][languages, 0] + places
         if max_tokens is not None:
             chosen = places.argsort(kind="stable")

@@ -45,7 +45,7 @@ from data.tokenizers import XLMR, SentencePiece, Tokenizer, gpt2, load_tokenizer
 SEVERAL = MULTILINGUAL | BITEXT  # of many languages, or pairs of them
 CORPORA = corpora.CORPORA | SEVERAL
 PREPARED = Path(__file__).parent / "prepared"
-OUTPUTS = {f"{split}.{suffix}" for split in SPLITS for suffix in ("bin", "idx", "jsonl")}
+OUTPUTS = {f"{split}.{suffix}" for split in SPLITS for suffix in ("bin", "idx")} | {"valid.jsonl", "test.jsonl"}
 OUTPUTS |= {"tokenizer.model", "xlmr.model", "tokenizer.tiktoken", "meta.json"}
 # language -> (split, text) of its documents, or (split, text, text) of pairs; None: one language
 Groups = dict[str | None, Iterable[tuple[str, ...]]]
@@ -71,7 +71,8 @@ def prepare(
     max_tokens: no training document begins beyond this many tokens; out: folder, by default data/prepared/NAME.
     Corpora of many languages count max_tokens in each, take their tokenizer from `spm`, a SentencePiece model to be
     read with XLM-R's ids (catalogs trains its own), and can be restricted to some `languages`; those of translation
-    pairs likewise, `languages` being pairs such as de-en, or they train a joint BPE of so many `pieces`.
+    pairs likewise, `languages` being pairs such as de-en, or they train a joint BPE of so many `pieces` (those meant
+    for translation always, unless given `spm`).
     Raises ValueError, OSError or ImportError with one line for the user; what `out` held before is then unchanged.
     """
     if name not in CORPORA:
@@ -90,24 +91,21 @@ def prepare(
     check_replaceable(out)
     given = load_tokenizer(spm, kind="xlmr") if spm else load_tokenizer(tokenizer) if tokenizer else None
     where = Path(source) if source else None
-    documents = corpus.read(where, max_tokens is not None)
-    groups: Groups = documents if name in SEVERAL else {None: documents}
-    if languages is not None and pieces:
-        groups = chosen(languages, groups)
+
+    def read() -> Groups:
+        found = corpus.read(where, max_tokens is not None)
+        return found if name in SEVERAL else {None: found}
+
+    groups = read()
     if pieces:
-        given = joint_bpe(groups, pieces)
-        groups = {
-            language: again
-            for language, again in corpus.read(where, max_tokens is not None).items()
-            if language in groups
-        }
+        given = joint_bpe(chosen(languages, groups), pieces, max_tokens)
+        groups = read()  # from the start
     elif corpus.packages and given is None:
         groups = {language: list(documents) for language, documents in groups.items()}
         learned = corpus.vocabulary(where, False) if corpus.vocabulary else groups
         texts = (text for documents in learned.values() for split, text in documents if split == "train")
         given = train_sentencepiece(texts, kind=kind)
-    if languages is not None:
-        groups = chosen(languages, groups)
+    groups = chosen(languages, groups)
 
     partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -148,9 +146,9 @@ def ready(name: str, spm: str | None = None, make: bool = True) -> Path:
     return folder if installed or folder.exists() or not Path(name).exists() else Path(name)
 
 
-def joint_bpe(groups: Groups, pieces: int) -> XLMR:
-    """Of both sides of the training pairs, up to BPE_PAIRS, as many from each pair of languages."""
-    most = BPE_PAIRS // len(groups)
+def joint_bpe(groups: Groups, pieces: int, limit: int | None) -> XLMR:
+    """Of both sides of the first training pairs, up to BPE_PAIRS in all (or `limit`), as many from each language."""
+    most = min(BPE_PAIRS, limit or BPE_PAIRS) // len(groups)
     pairs = (islice((texts for split, *texts in pairs if split == "train"), most) for pairs in groups.values())
     texts = (text for some in pairs for both in some for text in both)
     return train_sentencepiece(texts, pieces + XLMR.added, XLMR, model_type="bpe")
@@ -180,8 +178,10 @@ def check_options(
         raise ValueError(f"--languages is for corpora of many languages ({several}), not for {name!r}")
 
 
-def chosen(languages: Sequence[str], groups: Groups) -> Groups:
-    """The groups of these languages, sorted. ValueError offers the nearest name for an unknown one."""
+def chosen(languages: Sequence[str] | None, groups: Groups) -> Groups:
+    """The groups of these languages, sorted; None: all. ValueError offers the nearest name for an unknown one."""
+    if languages is None:
+        return groups
     for language in languages:
         if language not in groups:
             nearest = difflib.get_close_matches(language, groups, n=1, cutoff=0)[0]
@@ -329,7 +329,9 @@ def checksum(meta: dict) -> str:
 
 def check_replaceable(out: Path):
     """Refuse to replace anything that this module did not write."""
-    foreign = sorted(entry.name for entry in out.iterdir() if entry.name not in OUTPUTS) if out.is_dir() else []
+    here = sorted(entry.name for entry in out.iterdir()) if out.is_dir() else []
+    # without a meta.json nothing is ours: somebody's texts may be called test.jsonl
+    foreign = [name for name in here if name not in OUTPUTS or "meta.json" not in here]
     if foreign or (out.exists() and not out.is_dir()):
         what = f"holds other files ({foreign[0]})" if foreign else "is a file"
         raise ValueError(f"--out {out} {what}; give a folder that is new, empty or prepared data")

@@ -93,6 +93,7 @@ class XLMR(SentencePiece):
         self.vocab_size += self.added
         self.eot, self.mask = self.eos, self.vocab_size - 1
         self.special = (self.bos, self.pad, self.eos, self.unk, self.mask)
+        self.unwritten = (self.bos, self.pad, self.unk, self.mask)  # what nobody writes: only an end
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """The token ids of each text, without special tokens but `<unk>`."""
@@ -153,7 +154,7 @@ def train_sentencepiece(
     def lines():
         try:
             yield from (line for text in texts for line in text.split("\n") if line)
-        except Exception as error:  # of the texts, which SentencePiece would report as its own
+        except BaseException as error:  # of the texts, or Ctrl-C: SentencePiece would report it as its own
             unread.append(error)
             raise
 
@@ -174,7 +175,10 @@ def train_sentencepiece(
     except (RuntimeError, OSError) as error:
         if unread:
             raise unread[0] from None
-        raise ValueError(f"the training text is too small for a vocabulary of {vocab_size:,} pieces") from error
+        pieces = f"{vocab_size - kind.added:,} pieces"
+        if "required_chars" in str(error):
+            raise ValueError(f"{pieces} are fewer than the characters of the training text: give more") from error
+        raise ValueError(f"the training text is too small for a vocabulary of {pieces}") from error
     return kind(model.getvalue())
 
 

@@ -61,7 +61,11 @@ class Prepared:
         for split, counts in self.meta["splits"].items():
             for suffix, key in (("bin", "sha256"), ("idx", "index_sha256"), ("jsonl", "texts_sha256")):
                 path = self.folder / f"{split}.{suffix}"
-                if key not in counts or path.stat().st_size > largest:
+                if key not in counts:
+                    continue
+                if not path.is_file():
+                    raise FileNotFoundError(f"{path} is missing; {again(self.meta)}")
+                if path.stat().st_size > largest:
                     continue
                 with path.open("rb") as file:
                     if hashlib.file_digest(file, "sha256").hexdigest() != counts[key]:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from data.masked import bounds
 from data.pairs import PairData
 from data.tokens import again
 
@@ -38,8 +39,11 @@ class TranslationData(PairData):
     """A folder of translation pairs, to be translated into `target`, whichever half of a pair that is.
 
     Pairs with more than block_size tokens on a side, `</s>` included, are left out in training and of the loss;
-    `left_out` counts them by split. ValueError where a pair of languages has no half in `target`, or nothing is left.
+    `left_out` counts them by split. ValueError where a pair of languages has no half in `target`, and where no training
+    pair of it, or no held-out pair at all, is left.
     """
+
+    reader, corpus = "TranslationData", "catalogs-en"
 
     def __init__(
         self,
@@ -62,22 +66,34 @@ class TranslationData(PairData):
                 raise ValueError(f"{self.folder} has pairs without the language {target!r}: {pairs}; see --target")
         self.reverse = np.array(
             [not name.endswith(f"-{target}") for name in self.languages]
-        )  # (J,) the first half is it
-        self.left_out = {split: self._leave_out(split) for split in self.tokens}
+        )  # (J,) it is the first half
+        sizes = {split: self._leave_out(split) for split in self.tokens}  # split -> (J,) pairs that are left
+        self.left_out = {split: int((streams[:, 1] - sizes[split]).sum()) for split, streams in self.streams.items()}
+        for split, streams in self.streams.items():
+            gone = (streams[:, 1] > 0) & (sizes[split] == 0)
+            if gone.any() and (split == "train" or not sizes[split].any()):
+                what = f"all {split} pairs of {self.languages[gone.argmax()]} in {self.folder}"
+                raise ValueError(f"{what} are longer than block_size {self.block_size} tokens")
+            self.bounds[split] = bounds(sizes[split], sizes["train"], exponent)
+        self._round_size = min(super().round_size, int(sizes["train"].sum()))
 
-    def _leave_out(self, split: str) -> int:
-        total = 0
+    @property
+    def round_size(self) -> int:
+        """At most a pass: two of them sorted together would put a pair's copies side by side."""
+        return self._round_size
+
+    def _leave_out(self, split: str) -> np.ndarray:
+        """Fills `kept` where pairs are too long; (J,) how many are not."""
+        sizes = self.streams[split][:, 1].copy()
         for language, (first, size) in enumerate(self.streams[split].tolist()):
-            parts = (np.arange(begin, min(begin + PART, first + size)) for begin in range(first, first + size, PART))
-            kept = [pairs[self._sizes(split, pairs).max(axis=1) <= self.block_size] for pairs in parts]
-            left = size - sum(map(len, kept))
-            if left:
-                self.own[split, language] = np.concatenate(kept)
-                total += left
-                if left == size and (split == "train" or total == self.streams[split][:, 1].sum()):
-                    what = f"all {split} pairs of {self.languages[language]} in {self.folder}"
-                    raise ValueError(f"{what} are longer than block_size {self.block_size} tokens")
-        return total
+            fits = np.ones(size, dtype=bool)
+            for begin in range(0, size, PART):
+                pairs = np.arange(first + begin, first + min(begin + PART, size))
+                fits[begin : begin + PART] = self._sizes(split, pairs).max(axis=1) <= self.block_size
+            if not fits.all():
+                self.kept[split, language] = np.flatnonzero(fits).astype(np.uint32)
+                sizes[language] = len(self.kept[split, language])
+        return sizes
 
     def batch(self, split: str, step: int, micro: int = 0) -> Translation:
         """One micro-batch, for training."""
@@ -87,13 +103,11 @@ class TranslationData(PairData):
     def eval_batches(
         self, split: str, max_tokens: int | None = None, rank: int = 0, world: int = 1
     ) -> Iterator[Translation]:
-        """Every pair once, longest source first, batches dealt round-robin to processes.
+        """Every pair that is not too long, batches dealt round-robin to processes.
 
         max_tokens takes about that many tokens: the first pair of every language, then the second of each, and so on.
         """
         _, pairs, sizes = self._eval_pairs(split, max_tokens)
-        fits = sizes.max(axis=1) <= self.block_size
-        pairs, sizes = pairs[fits], sizes[fits]
         order, cuts = self._arranged(sizes)
         for number in range(rank, len(cuts) - 1, world):
             yield self._pack(split, pairs[order[cuts[number] : cuts[number + 1]]])
@@ -125,12 +139,12 @@ class TranslationData(PairData):
         """By source, and within a length by translation, up and down in turns, so that neighbours are alike."""
         source, target = sizes.T
         order = np.lexsort((np.where(source % 2, target, -target), -source))
-        cuts, longest = [0], [0, 0]
-        for row, size in enumerate(sizes[order].tolist()):
-            longest = [max(pair) for pair in zip(longest, size)]
-            if (row + 1 - cuts[-1]) * sum(longest) > self.micro_tokens:
+        cuts, N, T = [0], 0, 0
+        for row, (n, t) in enumerate(sizes[order].tolist()):
+            N, T = n if n > N else N, t if t > T else T
+            if (row + 1 - cuts[-1]) * (N + T) > self.micro_tokens:
                 cuts.append(row)
-                longest = size
+                N, T = n, t
         return order, [*cuts, len(order)]
 
     def _pack(self, split: str, pairs: np.ndarray) -> Translation:
@@ -160,9 +174,11 @@ def source_batches(ids: list[list[int]], pad: int, eos: int, micro_tokens: int) 
     micro_tokens holds them with their padding; the order depends on nothing but the lengths.
     """
     order = sorted(range(len(ids)), key=lambda number: -len(ids[number]))
-    while order:
-        width = len(ids[order[0]]) + 1
-        some, order = order[: max(1, micro_tokens // width)], order[max(1, micro_tokens // width) :]
+    first = 0
+    while first < len(order):
+        width = len(ids[order[first]]) + 1
+        some = order[first : first + max(1, micro_tokens // width)]
+        first += len(some)
         source = np.full((len(some), width), pad)
         for row, number in zip(source, some):
             row[: len(ids[number]) + 1] = [*ids[number], eos]

@@ -31,11 +31,8 @@ class Script:
         """The one line of a run that must not go on."""
         with pytest.raises(SystemExit) as stop:
             self.run(options, monkeypatch)
-        lines = [
-            line
-            for line in capsys.readouterr().err.splitlines()
-            if not re.search("(step|batch)/s", line) and line.strip()
-        ]
+        lines = re.sub(r"\x1b\[A|\r", "\n", capsys.readouterr().err).splitlines()  # progress bars move about
+        lines = [line for line in lines if line.strip() and not re.search("(step|batch)/s", line)]
         assert stop.value.code == 1 and len(lines) == 1 and lines[0].startswith("error: "), lines
         return lines[0]
 

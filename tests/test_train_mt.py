@@ -1,18 +1,18 @@
 """`train_mt.py` as a user runs it, on two small pairs of languages and tiny models."""
 
-import io
 import json
 import math
 import random
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from runs import TORCHRUN, Script, finish, flip_a_byte, losses, metrics, only_run, table_rows, words
+from runs import ROOT, TORCHRUN, Script, finish, flip_a_byte, losses, metrics, only_run, table_rows, words
 
 import common
 import train_mt
@@ -97,7 +97,8 @@ def test_every_row_trains_translates_and_reports(row, options, monkeypatch, caps
         assert result["test"] == result["test_no_limit"] and "without a limit" not in out
     for record in metrics(options["out_dir"]):
         assert record["ppl"] == pytest.approx(math.exp(record["loss"])) and record["bleu"] >= 0
-    assert {p.name for p in folder.iterdir()} >= {"ckpt.pt", "model.pt", "best.pt", "step2.pt", "xlmr.model"}
+    assert {p.name for p in folder.iterdir()} >= {"ckpt.pt", "model.pt", "step2.pt", "step4.pt", "xlmr.model"}
+    assert len(torch.load(folder / "model.pt", weights_only=True)["model"]) > 10
 
 
 def test_32_pairs_are_learned_by_heart(tmp_path, monkeypatch, capsys):
@@ -182,27 +183,32 @@ def test_scores_are_of_texts_as_people_write_them():
 def test_what_is_scored_is_what_was_written_not_pieces(options, monkeypatch):
     """A model that translates perfectly gets 100, though its vocabulary knows neither the ½ nor double spaces."""
     config, context, data, model = opened(options)
-    sources, references = data.texts("test", "de-en")
-    calls = []
+    texts = {"de-en": (["eins", "zwei"], ["The  red dog… ½", "One"]), "ru-en": (["раз"], ["Two　red houses run."])}
+    monkeypatch.setattr(data, "texts", lambda split, name: texts[name])
+    known = {one: two for sides in texts.values() for one, two in zip(*sides)}
+    monkeypatch.setattr(train_mt, "translate_texts", lambda model, texts, *rest: [known[text] for text in texts])
+    scores = train_mt.bleu(model, data, "test", config, context)
+    assert [pair["bleu"] for pair in scores["pairs"].values()] == pytest.approx([100, 100])
+    assert scores["examples"] == [
+        ("de-en", "eins", known["eins"], known["eins"]),
+        ("ru-en", "раз", known["раз"], known["раз"]),
+        ("de-en", "zwei", known["zwei"], known["zwei"]),
+    ]
+    known["раз"] = "Three dogs are here."
+    scores = train_mt.bleu(model, data, "test", config, context)
+    assert [pair["bleu"] < 50 for pair in scores["pairs"].values()] == [False, True]
 
-    def perfect(model, texts, tokenizer, config, context, limit):
-        calls.append(texts)
-        return ["The  red dog… ½"] * len(texts)
 
-    monkeypatch.setattr(train_mt, "translate_texts", perfect)
-    monkeypatch.setattr(data, "texts", lambda split, name: (sources, ["The  red dog… ½"] * len(sources)))
-    assert train_mt.bleu(model, data, "test", config, context)["bleu"] == pytest.approx(100)
-    assert calls[0][: len(sources)] == sources
-
-
-def test_text_comes_out_detokenised(options):
-    """Of ids whose pieces are parts of words and punctuation."""
+def test_text_comes_out_detokenised_in_the_order_it_came(options):
+    """Of ids whose pieces are parts of words and punctuation; longest first inside."""
     config, context, data, model = opened(options)
-    text = "red house runs and blue cat runs."
-    ids = data.tokenizer.encode_batch([text])[0]
-    assert len(ids) > len(text.split())
-    model.translate = lambda source, real, **_: [ids] * len(source)
-    assert train_mt.translate_texts(model, ["Hund", "Katze"], data.tokenizer, config, context) == [text] * 2
+    texts = ["rot.", "", "Hund und Katze und Haus.", "\u200b", "Katze  läuft."]
+    model.translate = lambda source, real, **_: [[i for i in row if i not in (1, 2)] for row in source.tolist()]
+    found = train_mt.translate_texts(model, texts, data.tokenizer, config, context)
+    assert found == ["rot.", "", "Hund und Katze und Haus.", "", "Katze läuft."]
+    newline = data.tokenizer.processor.piece_to_id("<0x0A>") + 1
+    model.translate = lambda source, real, **_: [[*data.tokenizer.encode_batch(["a b"])[0], newline, 5]] * len(source)
+    assert "\n" not in train_mt.translate_texts(model, ["rot"], data.tokenizer, config, context)[0]
 
 
 def test_evaluation_is_its_literal_definition(options):
@@ -235,15 +241,20 @@ def test_the_mean_of_weights_and_the_choice_by_validation(options, monkeypatch):
     run(options | {"steps": 6}, monkeypatch)
     folder = only_run(options["out_dir"])
     saved = {file.name: torch.load(file, weights_only=True)["model"] for file in folder.glob("*.pt")}
-    assert sorted(saved) == ["best.pt", "ckpt.prev.pt", "ckpt.pt", "model.pt", "step4.pt", "step6.pt"]
+    assert sorted(saved) == ["ckpt.prev.pt", "ckpt.pt", "model.pt", "step4.pt", "step6.pt"]
     assert all(torch.equal(saved["model.pt"][name], w) for name, w in saved["step4.pt"].items())
-    assert json.loads((folder / "result.json").read_text())["weights"] == "step 4"
+    assert json.loads((folder / "result.json").read_text())["weights"] == "weights of step 4"
+    assert torch.load(folder / "model.pt", weights_only=True)["step"] == "weights of step 4"
     scores = iter([5.0, 6.0, 7.0, 8.0])
     run(options | {"steps": 6, "resume": False}, monkeypatch)
     saved = {file.name: torch.load(file, weights_only=True)["model"] for file in folder.glob("*.pt")}
     for name, w in saved["model.pt"].items():
         torch.testing.assert_close(w, (saved["step4.pt"][name] + saved["step6.pt"][name]) / 2)
-    assert json.loads((folder / "result.json").read_text())["weights"] == "the mean of steps 4, 6"
+    assert json.loads((folder / "result.json").read_text())["weights"] == "mean of the weights of steps 4, 6"
+    scores = iter([9.0, 6.0, 7.0, 8.0])  # the best one is older than those of the mean, and is kept
+    run(options | {"steps": 6, "resume": False}, monkeypatch)
+    assert sorted(file.name for file in folder.glob("step*.pt")) == ["step2.pt", "step4.pt", "step6.pt"]
+    assert json.loads((folder / "result.json").read_text())["weights"] == "weights of step 2"
 
 
 # Resuming and processes
@@ -262,7 +273,7 @@ def test_a_killed_run_ends_with_the_numbers_of_one_that_was_not(options, tmp_pat
     assert not (only_run(killed["out_dir"]) / "result.json").exists(), "the run ended before it could be killed"
     assert "goes on from step" in finish(script(killed), killed)
     finish(processes[0], whole)
-    for name in ("ckpt.pt", "model.pt", "best.pt"):
+    for name in ("ckpt.pt", "model.pt"):
         ours, theirs = (torch.load(only_run(o["out_dir"]) / name, weights_only=True) for o in (killed, whole))
         assert all(torch.equal(ours["model"][key], w) for key, w in theirs["model"].items())
     assert losses(killed["out_dir"]) == losses(whole["out_dir"])
@@ -277,6 +288,29 @@ def test_a_run_that_lost_only_its_result_writes_the_same_again(options, monkeypa
     file.unlink()
     run(options, monkeypatch)
     assert json.loads(file.read_text()) == before
+
+
+def test_a_corrupt_checkpoint_gives_way_to_the_previous_one(options, monkeypatch, capsys):
+    run(options, monkeypatch)
+    folder = only_run(options["out_dir"])
+    before = json.loads((folder / "result.json").read_text())
+    (folder / "result.json").unlink()
+    flip_a_byte(folder / "ckpt.pt")
+    run(options, monkeypatch)
+    assert "ckpt.pt is corrupt" in (err := capsys.readouterr()).err and "goes on from step 2" in err.out
+    after = json.loads((folder / "result.json").read_text())
+    assert all(after[key] == before[key] for key in ("weights", "valid", "test", "test_no_limit"))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_trains(dtype, options, monkeypatch):
+    run(options | {"dtype": dtype, "steps": 30, "eval_every": 15, "learning_rate": 1e-2}, monkeypatch)
+    first, last = losses(options["out_dir"])
+    assert last < first - 0.2
+
+
+def test_a_few_sentences_are_enough_for_a_score(options, monkeypatch):
+    run(options | {"eval_sentences": 1}, monkeypatch)
 
 
 @pytest.mark.parametrize("capacity_factor", [1.0, math.inf], ids=["drops", "no-drops"])
@@ -305,7 +339,7 @@ def test_table_3_has_every_row_and_runs_none_twice(options, monkeypatch, capsys)
     rows = table_rows(table)
     assert [row[0] for row in rows] == ["dense", "Switch", "top-2", "top-4", "XMoE", "XMoE"]
     assert [row[1] for row in rows] == ["", "2 x 32", "4 x 16", "8 x 8", "4 x 16", "8 x 8"]
-    assert [row[-2] for row in rows] == [
+    assert [row[-1] for row in rows] == [
         "25.3 / 50.9",
         "26.7 / 52.0",
         "27.4 / 53.5",
@@ -368,22 +402,26 @@ def test_table_4_has_x_moes_layer_in_the_encoder(options, monkeypatch, capsys):
 
 @pytest.fixture
 def trained(options, monkeypatch, capsys) -> dict:
+    options = {name: value for name, value in options.items() if name != "beam"}
     run(options, monkeypatch)
     capsys.readouterr()
     return options
 
 
 def test_a_file_or_standard_input_is_translated_line_by_line(trained, tmp_path, monkeypatch, capsys):
-    lines = ["Hund rot.", "", "Katze und Haus.", "   ", "blau " * 60, "rot"]
-    (tmp_path / "in.txt").write_text("\n".join(lines) + "\n")
+    lines = ["Hund rot.", "", "Katze\x0cund\u2028Haus.", "   ", "blau " * 60, "rot"]
+    (tmp_path / "in.txt").write_bytes("\r\n".join(lines).encode())
     run(trained | {"translate": tmp_path / "in.txt"}, monkeypatch)
     out, err = capsys.readouterr()
     found = out.split("\n")
     assert len(found) == len(lines) + 1 and found[1] == found[3] == found[6] == ""
-    assert "warning: 1 of 4 texts are cut to block_size - 1 = 31 tokens" in err
-    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO("\n".join(lines).encode())))
-    run(trained | {"translate": "-"}, monkeypatch)
-    assert capsys.readouterr().out == out
+    assert "warning: 1 of 6 texts are cut to block_size - 1 = 31 tokens" in err
+    assert "experts served per token: encoder block 2 " in err
+    command = [sys.executable, str(ROOT / "train_mt.py"), *words(trained | {"translate": "-"})]
+    for launcher in ([], list(TORCHRUN[1:])):
+        whole = [command[0], *launcher, *command[1:]]
+        done = subprocess.run(whole, input="\n".join(lines).encode(), capture_output=True)
+        assert done.returncode == 0 and done.stdout.decode() == out, done.stderr.decode()
     run(trained | {"translate": tmp_path / "in.txt", "beam": 1}, monkeypatch)  # the same run, searched otherwise
     assert capsys.readouterr().out.count("\n") == len(lines)
 
@@ -413,6 +451,8 @@ BAD = {
     "unprepared": ({"data": "wmt23-de"}, "python -m data.prepare wmt23-de"),
     "language": ({"target": "fr"}, "pairs without the language 'fr'"),
     "vocabulary": ({"vocab_size": 999}, "the model's vocabulary is 999"),
+    "another table's layers": ({"table": 3, "moe_after": "1"}, "not with moe_after, nor with preset wmt10"),
+    "a table of translations": ({"table": 3, "translate": "-"}, "--translate takes one trained model"),
     "beam": ({"beam": 0}, "beam must be positive"),
     "smoothing": ({"label_smoothing": 1.0}, "label_smoothing must lie in [0, 1)"),
     "not causal": ({"router": "expert_choice"}, "cannot translate: add --decoder_moe false"),
@@ -450,7 +490,8 @@ def test_data_of_another_run_and_another_vocabulary(options, corpora, tmp_path, 
 
 def test_long_pairs_are_named(options, monkeypatch, capsys):
     run(options | {"block_size": 16, "steps": 1, "eval_every": 1, "average": 1}, monkeypatch)
-    assert "longer than block_size = 16 tokens, left out in training: " in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "left out of training and of the loss, longer than block_size = 16 tokens: " in out
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_and_is_not_saved(options, monkeypatch, capsys):
@@ -464,5 +505,5 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_is_not_saved(options, monkey
 
 
 def test_without_sacrebleu_one_line_says_how_to_get_it(options, monkeypatch, capsys):
-    monkeypatch.setitem(__import__("sys").modules, "sacrebleu", None)
+    monkeypatch.setitem(sys.modules, "sacrebleu", None)
     assert "pip install sacrebleu" in refused(options, monkeypatch, capsys)

@@ -76,20 +76,20 @@ def rows_of(batch: Translation) -> list[tuple[list[int], list[int]]]:
     return [(source, [next(labels) for _ in read]) for source, read in zip(*found)]
 
 
-def test_a_joint_bpe_is_trained_on_both_sides_of_the_training_pairs(folder, source):
-    meta = json.loads((folder / "meta.json").read_text())
-    data = TranslationData(folder, T, BUDGET)
+def test_a_joint_bpe_is_trained_on_both_sides_of_the_training_pairs(tmp_path):
+    sides = {"train": ("ä bär", "a bear"), "valid": ("zebra", "zebra"), "test": ("quokka", "quokka")}
+    for split, both in sides.items():
+        for language, text in zip(("de", "en"), both):
+            (tmp_path / f"de-en.{split}.{language}").write_text("".join(f"{text} {i}\n" for i in range(40)))
+    folder = prepare("bitext", tmp_path, pieces=290, out=tmp_path / "out")
+    meta, data = json.loads((folder / "meta.json").read_text()), TranslationData(folder, T, BUDGET)
     assert meta["kind"] == "pairs" and isinstance(data.tokenizer, XLMR)
-    assert data.vocab_size == meta["tokenizer"]["vocab_size"] == 400 + XLMR.added
-    pieces = {data.tokenizer.processor.id_to_piece(i) for i in range(400)}
-    assert {"▁train"} < pieces and not any("test" in piece or "valid" in piece for piece in pieces)
-    assert {"▁de", "▁ru", "▁en"} & pieces
+    assert data.vocab_size == meta["tokenizer"]["vocab_size"] == 290 + XLMR.added
+    pieces = {data.tokenizer.processor.id_to_piece(i) for i in range(290)}
+    words = {piece for piece in pieces if not piece.startswith("<")}
+    assert {"▁bär", "▁bear"} < pieces and not any(letter in word for word in words for letter in ("z", "k"))
     # BPE, not unigram: every piece is the merge of two others
-    assert all(
-        len(piece) == 1 or any(piece[:i] in pieces and piece[i:] in pieces for i in range(1, len(piece)))
-        for piece in pieces
-        if not piece.startswith("<")
-    )
+    assert all(len(x) == 1 or any(x[:i] in pieces and x[i:] in pieces for i in range(1, len(x))) for x in words)
 
 
 def test_held_out_texts_are_kept_as_they_were_written(folder, source, tmp_path):
@@ -107,6 +107,15 @@ def test_held_out_texts_are_kept_as_they_were_written(folder, source, tmp_path):
     (copy / "test.jsonl").unlink()
     with pytest.raises(FileNotFoundError, match=r"test\.jsonl is missing; prepare it again"):
         TranslationData(copy, T, BUDGET).texts("test", "de-en")
+    with pytest.raises(FileNotFoundError, match=r"test\.jsonl is missing; prepare it again"):
+        TranslationData(copy, T, BUDGET).verify()
+
+
+def test_somebodys_own_texts_are_never_replaced(source, tmp_path):
+    (tmp_path / "test.jsonl").write_text("mine")
+    out = ["--out", tmp_path]
+    assert "holds other files (test.jsonl)" in refused("bitext", "--pieces", "400", "--source", source[0], *out)
+    assert (tmp_path / "test.jsonl").read_text() == "mine"
 
 
 def test_a_batch_is_pairs_of_the_corpus_and_a_pass_has_each_once(folder, source):
@@ -119,7 +128,7 @@ def test_a_batch_is_pairs_of_the_corpus_and_a_pass_has_each_once(folder, source)
     data.batch("train", 0)
     batches = [data.batch("train", number) for number in range(data._micros["train"][1])]
     found = Counter((tuple(s[:-1]), tuple(t[:-1])) for batch in batches for s, t in rows_of(batch))
-    assert set(found) == set(known) and max(found.values()) - min(found.values()) <= 1
+    assert set(found) == set(known) and set(found.values()) == {1}  # a turn is a pass: no pair stands beside its copy
     assert all(batch.source.numel() + batch.target.numel() <= BUDGET for batch in batches)
     real = sum(batch.tokens for batch in batches)
     assert real > 0.85 * sum(batch.source.numel() + batch.target.numel() for batch in batches)
@@ -153,8 +162,11 @@ def test_long_pairs_are_left_out_and_counted(folder, source):
     data.batch("train", 0)
     rows = [row for n in range(data._micros["train"][1]) for row in rows_of(data.batch("train", n))]
     assert max(len(side) for row in rows for side in row) <= limit and min(data.left_out.values()) > 0
-    assert len({str(row) for row in rows}) == 300 - data.left_out["train"]
+    assert len({str(row) for row in rows}) == len(rows) == 300 - data.left_out["train"]
+    shares = np.diff(data.bounds["train"])  # a pair is as likely as any other
+    assert shares == pytest.approx([len(data.kept["train", j]) / len(rows) for j in range(2)])
     assert len([1 for batch in data.eval_batches("valid") for _ in rows_of(batch)]) == 40 - data.left_out["valid"]
+    assert len([1 for batch in data.eval_batches("valid", 1) for _ in rows_of(batch)]) == 1
     assert len(data.texts("valid", "de-en")[0]) == 20  # scores are of all sentences
     with pytest.raises(ValueError, match="all (train|valid) pairs of .* are longer than block_size 8 tokens"):
         TranslationData(folder, 8, BUDGET)
@@ -176,6 +188,13 @@ def test_sources_to_translate_come_longest_first_within_the_budget():
 # corpora
 
 
+class Hub(FakeHub):
+    """Whose rows have several columns."""
+
+    def load_dataset(self, *arguments, **options):
+        yield from (row["text"] for row in super().load_dataset(*arguments, **options))
+
+
 def test_multi30k_reads_its_own_files_or_the_hub(tmp_path, monkeypatch):
     names = {"train": ("train", "train"), "valid": ("val", "validation"), "test": ("test_2016_flickr", "test")}
     rows, expected = {}, {}
@@ -186,10 +205,6 @@ def test_multi30k_reads_its_own_files_or_the_hub(tmp_path, monkeypatch):
                 file.writelines(f"{line}\n" for line in lines)
         expected[split] = list(zip(*texts))
         rows[None, theirs] = [{"de": one, "en": two} for one, two in expected[split]]
-
-    class Hub(FakeHub):
-        def load_dataset(self, *arguments, **options):
-            yield from (row["text"] for row in super().load_dataset(*arguments, **options))
 
     monkeypatch.setitem(sys.modules, "datasets", hub := Hub(rows))
     folders = [prepare("multi30k-de", src, pieces=300, out=tmp_path / str(src is None)) for src in (tmp_path, None)]
@@ -216,13 +231,11 @@ def test_wmt23_trains_on_the_hub_and_tests_on_wmt22_or_flores(tmp_path, monkeypa
     monkeypatch.setattr(sacrebleu.utils, "get_reference_files", lambda year, pair: [str(tmp_path / f"{year}.en"), "x"])
     wmt = [{"translation": {"de": one, "en": two}} for one, two in zip(texts_of("de", 90), texts_of("en", 90))]
     cc = [{"english": two, "non_english": one} for one, two in zip(texts_of("uk", 90), texts_of("en", 90))]
+    wmt.insert(5, {"translation": {"de": None, "en": "nothing"}})
     rows = {("de-en", "train"): wmt, ("en-uk", "train"): cc}
     for name in ("ukr_Cyrl", "eng_Latn"):
-        rows |= {(name, split): [{"text": x} for x in texts_of(name + split, 6)] for split in ("dev", "devtest")}
-
-    class Hub(FakeHub):
-        def load_dataset(self, *arguments, **options):
-            yield from (row["text"] for row in super().load_dataset(*arguments, **options))
+        for split in ("dev", "devtest"):
+            rows[name, split] = [{"id": i, "text": x} for i, x in enumerate(texts_of(name + split, 6), 1)]
 
     monkeypatch.setitem(sys.modules, "datasets", hub := Hub(rows))
     german, ukrainian = (prepare(f"wmt23-{x}", pieces=350, out=tmp_path / x) for x in ("de", "uk"))
@@ -237,16 +250,37 @@ def test_wmt23_trains_on_the_hub_and_tests_on_wmt22_or_flores(tmp_path, monkeypa
         ("sentence-transformers/parallel-sentences-ccmatrix", "en-uk"),
         ("openlanguagedata/flores_plus", "ukr_Cyrl"),
     }
-    write_pairs(tmp_path / "own", "ru-en", {"train": 90, "valid": 5, "test": 5})
-    own = prepare("wmt23-ru", tmp_path / "own", pieces=300, out=tmp_path / "ru")
-    assert TranslationData(own, T, BUDGET).texts("test", "ru-en")[0][1:] == texts_of("ru-en test ru", 5)[1:]
+    rows["ukr_Cyrl", "devtest"].pop(2)
+    with pytest.raises(ValueError, match=r"flores_plus: ukr_Cyrl and eng_Latn have other sentences \(4, 3\)"):
+        prepare("wmt23-uk", pieces=350, out=tmp_path / "uk2")
+    rows["de-en", "train"] = [{"translation": {"en": "no German"}}]
+    with pytest.raises(OSError, match="cannot read wmt/wmt19 de-en .*KeyError.*de"):
+        prepare("wmt23-de", pieces=350, out=tmp_path / "de2")
+
+
+def test_wmt23_takes_local_files_with_its_own_test_sets_or_theirs(tmp_path, monkeypatch):
+    import sacrebleu.utils
+
+    for side in ("ru", "en"):
+        (tmp_path / side).write_text("".join(f"{line}\n" for line in texts_of(f"wmt {side}", 8)))
+    monkeypatch.setattr(sacrebleu.utils, "get_source_file", lambda year, pair: str(tmp_path / "ru"))
+    monkeypatch.setattr(sacrebleu.utils, "get_reference_files", lambda year, pair: [str(tmp_path / "en")])
+    write_pairs(tmp_path / "all", "ru-en", {"train": 90, "valid": 5, "test": 5})
+    theirs = TranslationData(prepare("wmt23-ru", tmp_path / "all", pieces=300, out=tmp_path / "x"), T, BUDGET)
+    assert theirs.texts("test", "ru-en")[0][1:] == texts_of("ru-en test ru", 5)[1:]
+    (tmp_path / "own").mkdir()
+    for side in ("ru", "en"):
+        (tmp_path / "own" / f"ru-en.{side}").write_text("".join(f"{x}\n" for x in texts_of(f"own {side}", 90)))
+    own = TranslationData(prepare("wmt23-ru", tmp_path / "own", pieces=300, out=tmp_path / "y"), T, BUDGET)
+    assert own.meta["splits"]["train"]["pairs"] == 90 and own.texts("test", "ru-en")[1] == texts_of("wmt en", 8)
     assert "holds no zh-en.zh and zh-en.en" in refused("wmt23-zh", "--source", tmp_path / "own")
 
     def offline(*_):
         raise SystemExit(1)
 
     monkeypatch.setattr(sacrebleu.utils, "get_source_file", offline)
-    assert "cannot download wmt21 ru-en" in refused("wmt23-ru") and "--source" in refused("wmt23-ru")
+    with pytest.raises(OSError, match=r"cannot download wmt21 ru-en .* give --source"):
+        prepare("wmt23-ru", tmp_path / "own", pieces=300, out=tmp_path / "z")
 
 
 def test_wmt10_has_ten_languages_and_halves_gujarati(tmp_path, monkeypatch):
@@ -256,10 +290,6 @@ def test_wmt10_has_ten_languages_and_halves_gujarati(tmp_path, monkeypatch):
             if (language, split) != ("gu", "test"):
                 both = zip(texts_of(f"{language} {split}", 40), texts_of(f"en {language} {split}", 40))
                 rows[f"{language}-en", split] = [{"translation": {language: a, "en": b}} for a, b in both]
-
-    class Hub(FakeHub):
-        def load_dataset(self, *arguments, **options):
-            yield from (row["text"] for row in super().load_dataset(*arguments, **options))
 
     monkeypatch.setitem(sys.modules, "datasets", Hub(rows))
     data = TranslationData(prepare("wmt10", pieces=500, out=tmp_path / "wmt10"), T, BUDGET)
@@ -278,7 +308,8 @@ def test_bad_input_is_one_clear_line(source, folder, tmp_path):
     local = ["bitext", "--source", source[0], "--out", tmp_path / "out"]
     line = refused(*local, "--pieces", "400", "--languages", "de-em")
     assert "no language 'de-em' among 2; did you mean 'de-en'?" in line
-    assert "too small for a vocabulary of 90,002 pieces" in refused(*local, "--pieces", "90000")
+    assert "too small for a vocabulary of 90,000 pieces" in refused(*local, "--pieces", "90000")
+    assert "260 pieces are fewer than the characters of the training text" in refused(*local, "--pieces", "260")
     assert "pieces must be positive" in refused(*local, "--pieces", "0")
     assert "--pieces is for translation pairs" in refused("pydocs", "--pieces", "400")
     assert "without --spm" in refused(*local, "--pieces", "400", "--spm", folder / "xlmr.model")

@@ -10,6 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from flops import count_parameters, translation_flops
+from model import EncoderConfig
 from translator import Translator, TranslatorConfig
 
 V, BOS, PAD, EOS, NEVER = 40, 0, 1, 2, (0, 1, 3, 39)
@@ -183,7 +184,8 @@ def test_flops_are_what_a_counter_counts(row):
 
 def test_bad_shapes_are_one_line():
     for options, message in (
-        (dict(decoder_layers=0), "decoder_layers must be positive"),
+        (dict(decoder_layers=0), "decoder_layers, expert_ffns = 0, 8: not positive"),
+        (dict(expert_ffns=0), "decoder_layers, expert_ffns = 2, 0: not positive"),
         (dict(moe_after="3"), "moe_after must name layers from 1 to n_layer = 2, not '3'"),
         (dict(moe_after="x"), "moe_after must name layers from 1 to n_layer = 2, not 'x'"),
         (dict(router="expert_choice"), "expert_choice sees later tokens, so it cannot translate"),
@@ -192,6 +194,37 @@ def test_bad_shapes_are_one_line():
         with pytest.raises(ValueError, match=message):
             TranslatorConfig(**SIZE | options)
     TranslatorConfig(**SIZE | dict(router="expert_choice", decoder_moe=False))
+    TranslatorConfig(**SIZE | dict(router="expert_choice", moe_after="1"))
+    model = make("dense")
+    encoded, _ = model.encode(torch.tensor([[4, EOS]]))
+    _, _, past = model.decode(torch.tensor([[BOS]]), encoded)
+    with pytest.raises(ValueError, match="one token at a time, not 2"):
+        model.decode(torch.tensor([[5, 6]]), encoded, past)
+
+
+def test_what_means_nothing_makes_no_other_model():
+    plain = TranslatorConfig(**SIZE, router="dense")
+    assert plain == TranslatorConfig(**SIZE, router="dense", moe_after="1", expert_ffns=32, decoder_moe=False)
+    inserted = dict(router="hypersphere", moe_after="1")
+    assert TranslatorConfig(**SIZE, **inserted) == TranslatorConfig(**SIZE, **inserted, expert_ffns=32)
+
+
+def test_the_inserted_layer_is_the_encoders():
+    """Gate and balance loss over the K chosen, as X-MoE has it; in place of an FFN they are XMoE's."""
+    inserted = TranslatorConfig(**SIZE, router="topk", moe_after="2")
+    for name in ("num_experts", "top_k", "capacity_factor", "renormalize", "balance_choices", "expert_layers"):
+        theirs = EncoderConfig(vocab_size=V, n_layer=2, n_head=2, n_embd=16, ffn_size=32, router="topk")
+        assert getattr(inserted, name) == getattr(theirs, name)
+    replaced = TranslatorConfig(**SIZE, router="topk")
+    assert (replaced.renormalize, replaced.balance_choices) == (False, "first")
+
+
+def test_moe_layers_are_named_by_their_place():
+    assert make("threshold").moe_names == ["encoder block 2", "decoder block 2"]
+    assert make("X-MoE").moe_names == ["after encoder block 1", "after encoder block 2", "after encoder block 2"]
+    for row in ROWS:
+        model = make(row)
+        assert model.config.num_sparse == len(model.moe_layers) == len(model.moe_names)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -297,6 +330,14 @@ def test_the_limit_is_obeyed_when_it_is_asked_for():
         model.translate(source, real, beam=5, limit=limit, **OPTIONS)
         assert all(least <= layer["served"] <= most for layer in model.stats())
     assert model.moe_layers[0].eval_capacity_factor == 1.0  # as before
+
+
+def test_half_precision_finds_what_it_finds_without_a_cache():
+    """Up to rounding: logits and scores are in fp32."""
+    model, (source, real) = soon(make("threshold", torch.float32)), padded(sources([3, 6, 1, 4, 9, 12]))
+    with torch.autocast("cpu", torch.bfloat16):
+        one, two = (model.translate(source, real, beam=3, cache=cache, **OPTIONS) for cache in (True, False))
+    assert sum(a == b for a, b in zip(one, two)) >= 4
 
 
 def test_translating_leaves_the_mode_as_it_was():
