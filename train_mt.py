@@ -15,7 +15,6 @@ goes on where it stopped. `--help` lists every constant.
 """
 
 import dataclasses
-import itertools
 import math
 import re
 import statistics
@@ -191,13 +190,15 @@ def bleu(model: Translator, data: TranslationData, split: str, config: Config, c
         ours = [next(translations) for _ in sources]
         pairs[name] = score(ours, references)
         examples.append([(name, *texts) for texts in zip(sources, references, ours)])
-    in_turn = itertools.chain.from_iterable(itertools.zip_longest(*examples))
+    # from the languages in turn, and from all over the texts
+    turns = [(examples[i % len(examples)], 2 * i + 1) for i in range(5)]
+    shown = dict.fromkeys(own[place * len(own) // 10] for own, place in turns)
     return {
         "bleu": statistics.fmean(pair["bleu"] for pair in pairs.values()),
         "chrf": statistics.fmean(pair["chrf"] for pair in pairs.values()),
         "pairs": pairs,
         "sentences": sum(len(sources) for sources, _ in texts.values()),
-        "examples": [example for example in in_turn if example][:5],
+        "examples": list(shown),
         "layers": model.stats(context.sum),
     }
 
@@ -278,7 +279,9 @@ def train(config: Config, name: str, context) -> dict:
         f"{pairs:,} pairs of {', '.join(data.languages)}; {context.world} x {context.device.type}, "
         f"{context.dtype}")  # fmt: skip
     if config.data == Config.data:
-        say("a smoke run: real languages, but some 800 short texts of each, too few to learn to translate")
+        say(
+            "a smoke run: real languages, but some 800 short texts of each; what is held out often shares their phrases"
+        )
     if any(data.left_out.values()):
         long = ", ".join(f"{count:,} {split}" for split, count in data.left_out.items())
         say(f"left out of training and of the loss, longer than block_size = {config.block_size} tokens: {long} pairs")
