@@ -336,13 +336,15 @@ def train(config: Config, name: str, context) -> dict:
             scores = evaluate(model, data, "valid", config, context)
             if not math.isfinite(scores["loss"]):  # the last update broke what the loss before it did not show
                 common.not_finite(bar, done)
-            say(f"step {done}: train {mean_loss:.4f}  {speed:,.0f} tokens/s  valid {describe(scores)}")
+            fastest, per_token = common.peak_flops(context), flops["total"] / (2 * length)
+            mfu = f", MFU {3 * per_token * speed / fastest:.1%} at full capacity" if fastest else ""
+            say(f"step {done}: train {mean_loss:.4f}  {speed:,.0f} tokens/s{mfu}  valid {describe(scores)}")
             folder.log({"step": done, "train_loss": mean_loss, "tokens_per_second": speed, **scores})
             weights = {
                 "kind": "encdec", "step": done, "model": model.state_dict(), **folder.data,
                 "arguments": {f.name: getattr(config, f.name) for f in dataclasses.fields(TranslatorConfig)},
             }  # fmt: skip
-            kept = [*kept, done][-config.average :]
+            kept, former = [*kept, done][-config.average :], best
             if best is None or scores["bleu"] > best["bleu"]:
                 best = {"step": done, "bleu": scores["bleu"]}
             folder.save_as(f"step{done}.pt", weights)
@@ -350,7 +352,8 @@ def train(config: Config, name: str, context) -> dict:
                 **weights, "seconds": seconds, "config": dataclasses.asdict(config), "kept": kept, "best": best,
                 "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(),
             })  # fmt: skip
-            needed = {f"step{step}.pt" for step in (*kept, best["step"])}
+            # also by the checkpoint before this one, if this one cannot be read
+            needed = {f"step{step}.pt" for step in (*kept, best["step"], (former or best)["step"])}
             for file in folder.path.glob("step*.pt") if folder.writes else ():
                 if file.name not in needed:
                     file.unlink()
