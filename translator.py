@@ -10,7 +10,7 @@ H heads, V vocabulary.
 import math
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,8 +22,6 @@ from model import FFN, ModelConfig, MoE, SparseModel, check_depths, inserted_def
 @dataclass
 class TranslatorConfig(ModelConfig):
     """Left to themselves, all routers get the same parameters and FLOPs, as in the decoder (XMoE eq. 6)."""
-
-    relative_bias: ClassVar[bool] = False
 
     n_layer: int = 4  # of the encoder
     decoder_layers: int = 2  # of the decoder

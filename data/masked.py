@@ -82,7 +82,7 @@ def bounds(sizes: np.ndarray, train: np.ndarray, exponent: float) -> np.ndarray:
 
 
 class Multilingual(Prepared):
-    """A folder of many languages (or pairs of them), drawn in rounds of ROUND samples in which each has its share.
+    """A folder of many languages (or pairs of them), drawn in rounds of samples in which each has its share.
 
     p_j, the probability of language j, is proportional to n_j ** exponent, n_j its training tokens (or pairs); with
     exponent 1 each of these is as likely, with 0 every language. mask_share: of the tokens that are not special;
@@ -290,6 +290,10 @@ def pack(
 ) -> Masked:
     """The batch of rows `ids` and what masking made of them; length and languages (B,)."""
     width = ids.shape[1]
-    real = None if length.min() == width else np.flatnonzero(np.arange(width) < length[:, None])
-    arrays = hidden, positions, ids.ravel()[positions], real, languages[positions // width]
+    arrays = hidden, positions, ids.ravel()[positions], real_positions(length, width), languages[positions // width]
     return Masked(*(None if array is None else torch.from_numpy(array) for array in arrays))
+
+
+def real_positions(lengths: np.ndarray, width: int) -> np.ndarray | None:
+    """Flat positions (S,), in rows of that width, of what is not padding; None if nothing is."""
+    return None if lengths.min() == width else np.flatnonzero(np.arange(width) < lengths[:, None])

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from data.masked import bounds
+from data.masked import bounds, real_positions
 from data.pairs import PairData
 from data.tokens import again
 
@@ -161,11 +161,6 @@ class TranslationData(PairData):
         labels = following.ravel() if target_real is None else following.ravel()[target_real]
         arrays = source, source_real, target, target_real, labels
         return Translation(*(None if array is None else torch.from_numpy(array) for array in arrays))
-
-
-def real_positions(lengths: np.ndarray, width: int) -> np.ndarray | None:
-    """Flat positions, in rows of that width, of what is not padding; None if all is."""
-    return None if lengths.min() == width else np.flatnonzero(np.arange(width) < lengths[:, None])
 
 
 def source_batches(ids: list[list[int]], pad: int, eos: int, micro_tokens: int) -> Iterator[tuple[list[int], tuple]]:
