@@ -91,6 +91,8 @@ def test_every_row_trains_translates_and_reports(row, options, monkeypatch, caps
     served = [layer["served"] for layer in result["test"]["layers"]]
     if row in ("switch", "topk", "threshold"):
         assert max(served) <= result["config"]["capacity_factor"] + 0.5
+        assert any(layer["cut"] > 0 for layer in result["test"]["layers"])
+        assert all(layer["cut"] == 0 for layer in result["test_no_limit"]["layers"])
         more = ", ".join(f"{layer['served']:.2f}" for layer in result["test_no_limit"]["layers"])
         assert f"rows kept per token: {more}" in out
     if row in ("dense", "expert choice", "X-MoE"):  # these have no limit, or nothing but one
