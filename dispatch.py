@@ -6,6 +6,7 @@ S tokens, D model width, E experts, F inner width of one expert, C expert capaci
 
 import itertools
 import math
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -80,9 +81,12 @@ def ffn_experts(h, gate, places, counts: list[int] | Tensor, weights, hidden: li
     """(S, D) -> (S, D): the gated sum over FFN experts. `counts` (E,) are a list where the host knows them."""
     w_in, b_in, w_out, b_out = weights
     h, w_in, b_in, w_out = (x.to(compute_type(h)) for x in (h, w_in, b_in, w_out))
+    train = torch.is_grad_enabled() and any(x.requires_grad for x in (h, gate, w_in, b_in, w_out, b_out))
     with torch.autocast(h.device.type, enabled=False):
-        run = StreamedExperts.apply if isinstance(counts, list) else grouped_experts
-        return run(h, gate, *places, counts, w_in, b_in, w_out, b_out.to(gate.dtype), hidden, gelu)
+        b_out, arguments = b_out.to(gate.dtype), (h, gate, *places, counts, w_in, b_in, w_out)
+        if isinstance(counts, list):
+            return StreamedExperts.apply(*arguments, b_out, hidden, gelu, train)
+        return grouped_experts(*arguments, b_out, hidden, gelu)
 
 
 def residual_stacks(h, gate, places, counts, stack: list, hidden: list, gelu: str) -> Tensor:
@@ -130,11 +134,11 @@ class StreamedExperts(torch.autograd.Function):
     """y_s = sum over the experts e that keep token s of g_se (W2_e gelu(W1_e h_s + b1_e) + b2_e), a few at a time.
 
     One node with its own backward: rows are gathered again instead of kept, the temporaries of a few experts are small
-    enough to stay in the cache, and the stacked weights get their gradients slice by slice. For the rows of one expert,
-    with a = h W1^T + b1 (the only thing saved), z = gelu(a), y = g z W2^T and dy the gradient that comes in,
+    enough to stay near the processor, and the stacked weights get their gradients slice by slice. For the rows of one
+    expert, with a = h W1^T + b1 (the only thing saved), z = gelu(a), y = g z W2^T and dy the gradient that comes in,
 
-        dz = dy W2        dg = rowsum(dz z)        dW2 = dy^T (g z)
-        da = g dz gelu'(a)     db1 = colsum(da)    dW1 = da^T h      dh = da W1
+        dz = dy W2           dg = rowsum(dz z)     dW2 = (g dy)^T z
+        da = dz gelu'(a)     db1 = da^T g          dW1 = da^T (g h)      dh = g da W1
 
     and for all experts at once y += g b2, dg += dy b2^T, db2 = g^T dy, with the (S, E) gates as a matrix.
 
@@ -143,56 +147,53 @@ class StreamedExperts(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, h, gate, choice, real, counts, w_in, b_in, w_out, b_out, hidden, gelu):
+    def forward(ctx, h, gate, choice, real, counts, w_in, b_in, w_out, b_out, hidden, gelu, train):
         token, expert = choice // len(counts), choice % len(counts)
         g = gate.flatten().index_select(0, choice).unsqueeze(1)  # (N, 1)
-        out = torch.mm(gate, b_out)
-        w1, w2, saved = w_in.transpose(1, 2).unbind(), w_out.transpose(1, 2).unbind(), []
+        out, saved = torch.mm(gate, b_out), []
         for some, rows in few_at_a_time(counts, max(w_in.shape[1:])):
-            sizes, t = counts[some], token[rows]
+            by_expert, t = partial(split_evenly, sizes=counts[some]), token[rows]
             x = h.index_select(0, t)  # (n, D)
             a = b_in.index_select(0, expert[rows])  # (n, F)
-            products(x.split(sizes), w1[some], a.split(sizes), add=True)
-            z = GELU[gelu](a.to(g.dtype)).mul_(g[rows]).to(h.dtype)
-            y = products(z.split(sizes), w2[some], x.split(sizes), x)  # over x, which has done its work
-            out.index_add_(0, t, y.to(out.dtype))
-            saved.append(a)
-        hidden += saved
-        ctx.counts, ctx.gelu = counts, gelu
+            products(by_expert(x), w_in[some].mT, by_expert(a), add=True)
+            z, slope = gelu_and_slope(a, gelu, g.dtype, train)
+            products(by_expert(z), w_out[some].mT, by_expert(x))  # over x, which has done its work
+            out.index_add_(0, t, times(x, g[rows]))
+            hidden.append(z)
+            saved += [z, slope] if train else []
+        ctx.counts = counts
         ctx.save_for_backward(h, gate, choice, token, g, w_in, w_out, b_out, *saved)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dout):
-        h, gate, choice, token, g, w_in, w_out, b_out, *hidden = ctx.saved_tensors
+        h, gate, choice, token, g, w_in, w_out, b_out, *saved = ctx.saved_tensors
         dg, dh = torch.empty_like(g), torch.zeros_like(h, dtype=g.dtype)
         dw_in, db_in, dw_out = torch.empty_like(w_in), w_in.new_empty(w_in.shape[:2]), torch.empty_like(w_out)
         dgate, db_out = torch.mm(dout, b_out.t()), torch.mm(gate.t(), dout)
         dout = dout.to(h.dtype)
-        w1, w2, dw1, db1, dw2 = (w.unbind() for w in (w_in, w_out, dw_in, db_in, dw_out))
-        for (some, rows), a in zip(few_at_a_time(ctx.counts, max(w_in.shape[1:])), hidden):
-            sizes, t = ctx.counts[some], token[rows]
-            z, slope = GELU_AND_SLOPE[ctx.gelu](a.to(g.dtype))
-            dy, dz = dout.index_select(0, t), torch.empty_like(a)
-            dz = products(dy.split(sizes), w2[some], dz.split(sizes), dz).to(g.dtype)
-            torch.sum(dz * z, dim=1, keepdim=True, out=dg[rows])
-            z, da = z.mul_(g[rows]).to(h.dtype), dz.mul_(slope).mul_(g[rows]).to(h.dtype)
-            products(dy.t().split(sizes, dim=1), z.split(sizes), dw2[some])
-            for da_e, db in zip(da.split(sizes), db1[some]):
-                torch.sum(da_e, dim=0, out=db)
-            x = torch.index_select(h, 0, t, out=dy)
-            products(da.t().split(sizes, dim=1), x.split(sizes), dw1[some])
-            dx = products(da.split(sizes), w1[some], x.split(sizes), x)
-            dh.index_add_(0, t, dx.to(dh.dtype))
+        spans = few_at_a_time(ctx.counts, max(w_in.shape[1:]))
+        for (some, rows), z, slope in zip(spans, saved[::2], saved[1::2]):
+            by_expert, t, g_rows = partial(split_evenly, sizes=ctx.counts[some]), token[rows], g[rows]
+            dy, dz = dout.index_select(0, t), torch.empty_like(z)
+            products(by_expert(dy), w_out[some], by_expert(dz))
+            da = gelu_backward(dz, z, slope, dg[rows])
+            products(transposed(by_expert(dy.mul_(g_rows))), by_expert(z), dw_out[some])
+            x = torch.index_select(h, 0, t, out=dy).mul_(g_rows)
+            products(transposed(by_expert(da)), by_expert(x), dw_in[some])
+            for da_e, g_e, db in zip(by_expert(da), by_expert(g_rows.to(da.dtype)), db_in[some]):
+                torch.mv(da_e.t(), g_e.squeeze(1), out=db)
+            products(by_expert(da), w_in[some], by_expert(x))  # over x
+            dh.index_add_(0, t, times(x, g_rows))
         dgate.view(-1).index_add_(0, choice, dg.squeeze(1))
-        return dh.to(h.dtype), dgate, None, None, None, dw_in, db_in, dw_out, db_out, None, None
+        return dh.to(h.dtype), dgate, None, None, None, dw_in, db_in, dw_out, db_out, None, None, None
 
 
-def few_at_a_time(counts: list[int], width: int, most: int = 1 << 18) -> list[tuple[slice, slice]]:
+def few_at_a_time(counts: list[int], width: int, most: int = 1 << 20) -> list[tuple[slice, slice]]:
     """Neighbouring experts, taken together while rows x width are at most `most`: [(which experts, which rows)].
 
-    Small enough for the cache, and yet few calls where experts have few rows each.
+    Few calls where experts have few rows each, and yet temporaries that no cache is too small for.
     """
     before, first, spans = list(itertools.accumulate(counts, initial=0)), 0, []
     for e in range(1, len(counts) + 1):
@@ -202,36 +203,83 @@ def few_at_a_time(counts: list[int], width: int, most: int = 1 << 18) -> list[tu
     return spans
 
 
-def products(xs, ys, outs, out=None, add: bool = False):
-    """outs[i] = xs[i] @ ys[i], or += with `add`. Returns `out`, of which the outs are parts."""
-    for x, y, part in zip(xs, ys, outs):
-        part.addmm_(x, y, beta=int(add))
-    return out
+def split_evenly(rows: Tensor, sizes: list[int]) -> Tensor | tuple[Tensor, ...]:
+    """(n, K) -> each expert's rows: (experts, n / experts, K) where all have as many (full ones do), else a tuple."""
+    return rows.unflatten(0, (len(sizes), sizes[0])) if len(set(sizes)) == 1 else rows.split(sizes)
 
 
-# The tanh form: gelu(a) = a sigmoid(v), v = k (a + 0.044715 a^3), since 1 + tanh(x) = 2 sigmoid(2 x). In place, and
-# written so, it takes half of F.gelu's time on a CPU; F.gelu's erf form is as fast as can be.
+def transposed(xs: Tensor | tuple[Tensor, ...]) -> Tensor | list[Tensor]:
+    return xs.mT if isinstance(xs, Tensor) else [x.t() for x in xs]
+
+
+def products(xs, ys: Tensor, outs, add: bool = False):
+    """outs[i] = xs[i] @ ys[i], or += with `add`: one call where the experts' rows are split evenly."""
+    if isinstance(xs, Tensor):
+        torch.baddbmm(outs, xs, ys, beta=int(add), out=outs)
+    else:
+        for x, y, out in zip(xs, ys, outs):
+            torch.addmm(out, x, y, beta=int(add), out=out)
+
+
+def times(rows: Tensor, g: Tensor) -> Tensor:
+    """g rows, in g's type; in place where that is the type of the rows."""
+    return rows.mul_(g) if rows.dtype == g.dtype else rows * g
+
+
+def gelu_and_slope(a: Tensor, gelu: str, dtype: torch.dtype, train: bool) -> tuple[Tensor, Tensor | None]:
+    """a (n, F) -> gelu(a) and, where asked, gelu'(a), over a; computed in dtype."""
+    kind, a = a.dtype, a.to(dtype)
+    z, memory = torch.empty_like(a), None
+    for a_rows, z_rows in few_rows(a, z):
+        if not train:
+            GELU[gelu](a_rows, z_rows)
+            continue
+        memory = z.new_empty(2, *z_rows.shape) if memory is None else memory[:, : len(z_rows)]
+        GELU_AND_SLOPE[gelu](a_rows, z_rows, *memory)
+    return z.to(kind), a.to(kind)
+
+
+def gelu_backward(dz: Tensor, z: Tensor, slope: Tensor, dg: Tensor) -> Tensor:
+    """-> da = dz gelu'(a) (n, F), over dz; dg (n, 1) gets the row sums of dz z."""
+    memory = None
+    for dz_rows, z_rows, slope_rows, dg_rows in few_rows(dz, z, slope, dg):
+        memory = torch.empty_like(dz_rows, dtype=dg.dtype) if memory is None else memory[: len(dz_rows)]
+        torch.sum(torch.mul(dz_rows, z_rows, out=memory), dim=1, keepdim=True, out=dg_rows)
+        dz_rows.mul_(slope_rows)
+    return dz
+
+
+def few_rows(*tensors: Tensor, most: int = 1 << 17):
+    """Some rows of each at a time: passes over all of the first, (n, F), would leave the cache."""
+    rows = max(1, most // tensors[0].shape[1])
+    return zip(*(x.split(rows) for x in tensors))
+
+
+# The tanh form: gelu(a) = a sigmoid(v), v = k (a + 0.044715 a^3), since 1 + tanh(x) = 2 sigmoid(2 x). Written so, it
+# takes half of F.gelu's time on a CPU; F.gelu's erf form is as fast as can be. Results go into the tensors given.
 GELU_K, GELU_C = 2 * math.sqrt(2 / math.pi), 2 * math.sqrt(2 / math.pi) * 0.044715
 
 
-def gelu_curve(a: Tensor) -> Tensor:
-    """sigmoid(v): gelu(a) / a"""
-    return torch.addcmul(a.new_full((), GELU_K), a, a, value=GELU_C).mul_(a).sigmoid_()
+def gelu_curve(a: Tensor, s: Tensor) -> Tensor:
+    """s = sigmoid(v), which is gelu(a) / a"""
+    return torch.addcmul(a.new_full((), GELU_K), a, a, value=GELU_C, out=s).mul_(a).sigmoid_()
 
 
-def tanh_gelu_and_slope(a: Tensor) -> tuple[Tensor, Tensor]:
-    """gelu(a), and gelu'(a) = s + a s (1 - s) dv/da with s = sigmoid(v)"""
-    s = gelu_curve(a)
-    z = a * s
-    slope = torch.addcmul(a.new_full((), GELU_K), a, a, value=3 * GELU_C)  # dv/da
-    return z, s.addcmul_(slope, torch.addcmul(z, z, s, value=-1))
+def tanh_gelu_and_slope(a: Tensor, z: Tensor, s: Tensor, rest: Tensor):
+    """z = gelu(a), and over a gelu'(a) = s + a s (1 - s) dv/da with s = sigmoid(v)"""
+    gelu_curve(a, s)
+    torch.mul(a, s, out=z)
+    dv = torch.addcmul(a.new_full((), GELU_K), a, a, value=3 * GELU_C, out=a)
+    torch.addcmul(s, dv, torch.addcmul(z, z, s, value=-1, out=rest), out=a)
 
 
-GELU = {"tanh": lambda a: gelu_curve(a).mul_(a), "none": F.gelu}
-GELU_AND_SLOPE = {
-    "tanh": tanh_gelu_and_slope,
-    "none": lambda a: (F.gelu(a), torch.ops.aten.gelu_backward(torch.ones_like(a), a)),
-}
+def erf_gelu_and_slope(a: Tensor, z: Tensor, one: Tensor, rest: Tensor):
+    torch.ops.aten.gelu.out(a, out=z)
+    torch.ops.aten.gelu_backward.grad_input(one.fill_(1), a, grad_input=a)
+
+
+GELU = {"tanh": lambda a, z: gelu_curve(a, z).mul_(a), "none": lambda a, z: torch.ops.aten.gelu.out(a, out=z)}
+GELU_AND_SLOPE = {"tanh": tanh_gelu_and_slope, "none": erf_gelu_and_slope}
 
 
 def has_grouped_mm(h: Tensor, w_in: Tensor) -> bool:
