@@ -58,7 +58,7 @@ def dispatch(
 
     Returns (S, D) in the gates' type (fp32), zero for a token that no expert kept, and the kept counts (E,). `most` is
     how many experts one token may choose, None where that is not known. `observe(kept, hidden)` is called where it is
-    given: (S, E) bool, and a list of tensors with F columns, the experts' pre-activations.
+    given: (S, E) bool, and a list of tensors with F columns, positive where the experts' units are.
     """
     kept = within_capacity(routing.priority, capacity)
     counts, hidden, (S, E) = kept.sum(dim=0), [], kept.shape
@@ -135,15 +135,15 @@ class StreamedExperts(torch.autograd.Function):
 
     One node with its own backward: rows are gathered again instead of kept, the temporaries of a few experts are small
     enough to stay near the processor, and the stacked weights get their gradients slice by slice. For the rows of one
-    expert, with a = h W1^T + b1 (the only thing saved), z = gelu(a), y = g z W2^T and dy the gradient that comes in,
+    expert, with a = h W1^T + b1, z = gelu(a) and gelu'(a) (both saved), y = g z W2^T and dy the gradient that comes in,
 
-        dz = dy W2           dg = rowsum(dz z)     dW2 = (g dy)^T z
-        da = dz gelu'(a)     db1 = da^T g          dW1 = da^T (g h)      dh = g da W1
+        dz = dy W2             dg = rowsum(dz z)     dW2 = (g dy)^T z
+        da = g dz gelu'(a)     db1 = colsum(da)      dW1 = da^T h         dh = da W1
 
     and for all experts at once y += g b2, dg += dy b2^T, db2 = g^T dy, with the (S, E) gates as a matrix.
 
     h (S, D); gate (S, E), 0 where not kept; choice, real: `kept_places`; counts: the kept rows of each expert, a list.
-    `hidden` receives each a (n, F).
+    `hidden` receives each z (n, F). train: whether there will be a backward pass.
     """
 
     @staticmethod
@@ -156,7 +156,7 @@ class StreamedExperts(torch.autograd.Function):
             x = h.index_select(0, t)  # (n, D)
             a = b_in.index_select(0, expert[rows])  # (n, F)
             products(by_expert(x), w_in[some].mT, by_expert(a), add=True)
-            z, slope = gelu_and_slope(a, gelu, g.dtype, train)
+            z, slope = activate(a, gelu, g.dtype, slope=train)
             products(by_expert(z), w_out[some].mT, by_expert(x))  # over x, which has done its work
             out.index_add_(0, t, times(x, g[rows]))
             hidden.append(z)
@@ -175,17 +175,20 @@ class StreamedExperts(torch.autograd.Function):
         dout = dout.to(h.dtype)
         spans = few_at_a_time(ctx.counts, max(w_in.shape[1:]))
         for (some, rows), z, slope in zip(spans, saved[::2], saved[1::2]):
-            by_expert, t, g_rows = partial(split_evenly, sizes=ctx.counts[some]), token[rows], g[rows]
+            by_expert, t = partial(split_evenly, sizes=ctx.counts[some]), token[rows]
             dy, dz = dout.index_select(0, t), torch.empty_like(z)
             products(by_expert(dy), w_out[some], by_expert(dz))
-            da = gelu_backward(dz, z, slope, dg[rows])
-            products(transposed(by_expert(dy.mul_(g_rows))), by_expert(z), dw_out[some])
-            x = torch.index_select(h, 0, t, out=dy).mul_(g_rows)
-            products(transposed(by_expert(da)), by_expert(x), dw_in[some])
-            for da_e, g_e, db in zip(by_expert(da), by_expert(g_rows.to(da.dtype)), db_in[some]):
-                torch.mv(da_e.t(), g_e.squeeze(1), out=db)
-            products(by_expert(da), w_in[some], by_expert(x))  # over x
-            dh.index_add_(0, t, times(x, g_rows))
+            for dz_rows, z_rows, slope_rows, g_rows, dg_rows in few_rows(dz, z, slope, g[rows], dg[rows]):
+                torch.sum(dz_rows * z_rows, dim=1, keepdim=True, dtype=dg.dtype, out=dg_rows)
+                dz_rows.mul_(slope_rows).mul_(g_rows)
+            das = by_expert(dz)
+            products(transposed(by_expert(dy.mul_(g[rows]))), by_expert(z), dw_out[some])
+            x = torch.index_select(h, 0, t, out=dy)
+            products(transposed(das), by_expert(x), dw_in[some])
+            for da, db in zip(das, db_in[some]):
+                torch.sum(da, dim=0, out=db)
+            products(das, w_in[some], by_expert(x))  # over x
+            dh.index_add_(0, t, x.to(dh.dtype))
         dgate.view(-1).index_add_(0, choice, dg.squeeze(1))
         return dh.to(h.dtype), dgate, None, None, None, dw_in, db_in, dw_out, db_out, None, None, None
 
@@ -193,7 +196,7 @@ class StreamedExperts(torch.autograd.Function):
 def few_at_a_time(counts: list[int], width: int, most: int = 1 << 20) -> list[tuple[slice, slice]]:
     """Neighbouring experts, taken together while rows x width are at most `most`: [(which experts, which rows)].
 
-    Few calls where experts have few rows each, and yet temporaries that no cache is too small for.
+    Few calls where experts have few rows each, and yet small temporaries.
     """
     before, first, spans = list(itertools.accumulate(counts, initial=0)), 0, []
     for e in range(1, len(counts) + 1):
@@ -226,60 +229,43 @@ def times(rows: Tensor, g: Tensor) -> Tensor:
     return rows.mul_(g) if rows.dtype == g.dtype else rows * g
 
 
-def gelu_and_slope(a: Tensor, gelu: str, dtype: torch.dtype, train: bool) -> tuple[Tensor, Tensor | None]:
-    """a (n, F) -> gelu(a) and, where asked, gelu'(a), over a; computed in dtype."""
-    kind, a = a.dtype, a.to(dtype)
-    z, memory = torch.empty_like(a), None
-    for a_rows, z_rows in few_rows(a, z):
-        if not train:
-            GELU[gelu](a_rows, z_rows)
-            continue
-        memory = z.new_empty(2, *z_rows.shape) if memory is None else memory[:, : len(z_rows)]
-        GELU_AND_SLOPE[gelu](a_rows, z_rows, *memory)
-    return z.to(kind), a.to(kind)
-
-
-def gelu_backward(dz: Tensor, z: Tensor, slope: Tensor, dg: Tensor) -> Tensor:
-    """-> da = dz gelu'(a) (n, F), over dz; dg (n, 1) gets the row sums of dz z."""
-    memory = None
-    for dz_rows, z_rows, slope_rows, dg_rows in few_rows(dz, z, slope, dg):
-        memory = torch.empty_like(dz_rows, dtype=dg.dtype) if memory is None else memory[: len(dz_rows)]
-        torch.sum(torch.mul(dz_rows, z_rows, out=memory), dim=1, keepdim=True, out=dg_rows)
-        dz_rows.mul_(slope_rows)
-    return dz
-
-
 def few_rows(*tensors: Tensor, most: int = 1 << 17):
-    """Some rows of each at a time: passes over all of the first, (n, F), would leave the cache."""
+    """Some rows of each at a time: one pass after the other over all of the first, (n, F), would leave the cache."""
     rows = max(1, most // tensors[0].shape[1])
     return zip(*(x.split(rows) for x in tensors))
 
 
-# The tanh form: gelu(a) = a sigmoid(v), v = k (a + 0.044715 a^3), since 1 + tanh(x) = 2 sigmoid(2 x). Written so, it
-# takes half of F.gelu's time on a CPU; F.gelu's erf form is as fast as can be. Results go into the tensors given.
-GELU_K, GELU_C = 2 * math.sqrt(2 / math.pi), 2 * math.sqrt(2 / math.pi) * 0.044715
+def activate(a: Tensor, gelu: str, dtype: torch.dtype, slope: bool) -> tuple[Tensor, Tensor]:
+    """a (n, F) -> gelu(a) and, where `slope` is asked for, gelu'(a), which may lie over a. Computed in dtype."""
+    kind, a = a.dtype, a.to(dtype)
+    z, scratch = torch.empty_like(a), None
+    for a_rows, z_rows in few_rows(a, z):
+        scratch = z.new_empty(2, *z_rows.shape) if scratch is None else scratch[:, : len(z_rows)]
+        GELU[gelu](a_rows, z_rows, scratch, slope)
+    return z.to(kind), a.to(kind)
 
 
-def gelu_curve(a: Tensor, s: Tensor) -> Tensor:
-    """s = sigmoid(v), which is gelu(a) / a"""
-    return torch.addcmul(a.new_full((), GELU_K), a, a, value=GELU_C, out=s).mul_(a).sigmoid_()
+def tanh_gelu(a: Tensor, z: Tensor, scratch: Tensor, slope: bool):
+    """z = gelu(a) = a s and, over a, gelu'(a) = s + a s (1 - s) dv/da, with s = sigmoid(v), v = k (a + 0.044715 a^3).
 
-
-def tanh_gelu_and_slope(a: Tensor, z: Tensor, s: Tensor, rest: Tensor):
-    """z = gelu(a), and over a gelu'(a) = s + a s (1 - s) dv/da with s = sigmoid(v)"""
-    gelu_curve(a, s)
+    Since 1 + tanh(x) = 2 sigmoid(2 x). In few passes, it takes half of F.gelu's time on a CPU.
+    """
+    (s, rest), k = scratch, 2 * math.sqrt(2 / math.pi)
+    torch.addcmul(a.new_full((), k), a, a, value=0.044715 * k, out=s).mul_(a).sigmoid_()
     torch.mul(a, s, out=z)
-    dv = torch.addcmul(a.new_full((), GELU_K), a, a, value=3 * GELU_C, out=a)
-    torch.addcmul(s, dv, torch.addcmul(z, z, s, value=-1, out=rest), out=a)
+    if slope:
+        dv = torch.addcmul(a.new_full((), k), a, a, value=3 * 0.044715 * k, out=a)
+        torch.addcmul(s, dv, torch.addcmul(z, z, s, value=-1, out=rest), out=a)
 
 
-def erf_gelu_and_slope(a: Tensor, z: Tensor, one: Tensor, rest: Tensor):
+def erf_gelu(a: Tensor, z: Tensor, scratch: Tensor, slope: bool):
+    """z = gelu(a) and, over a, gelu'(a). F.gelu's erf form is as fast as can be."""
     torch.ops.aten.gelu.out(a, out=z)
-    torch.ops.aten.gelu_backward.grad_input(one.fill_(1), a, grad_input=a)
+    if slope:
+        torch.ops.aten.gelu_backward.grad_input(scratch[0].fill_(1), a, grad_input=a)
 
 
-GELU = {"tanh": lambda a, z: gelu_curve(a, z).mul_(a), "none": lambda a, z: torch.ops.aten.gelu.out(a, out=z)}
-GELU_AND_SLOPE = {"tanh": tanh_gelu_and_slope, "none": erf_gelu_and_slope}
+GELU = {"tanh": tanh_gelu, "none": erf_gelu}
 
 
 def has_grouped_mm(h: Tensor, w_in: Tensor) -> bool:

@@ -145,15 +145,15 @@ class Router(nn.Module):
             logits = score / self.temperature if self.score == "hypersphere" else score
             probs = logits.softmax(dim=1)  # XMoE eq. 1
             gate = probs if self.gate == "softmax" else logits.sigmoid()  # X-MoE eq. 8
-            priority = self.choose(score.detach(), probs.detach(), mask)
+            priority, first = self.choose(score.detach(), probs.detach(), mask)
             weight, priority = masked(gate, priority, mask)
             if self.renormalize and self.gate == "softmax":
                 weight = weight / weight.sum(dim=1, keepdim=True).clamp_min(torch.finfo(weight.dtype).tiny)
             balance = h.new_zeros((), dtype=probs.dtype)
-            if self.select in ("top1", "topk", "threshold"):
+            if first is not None:
                 counted = priority > NOT_CHOSEN
                 if self.balance_choices == "first":
-                    counted = torch.zeros_like(counted).scatter_(1, probs.argmax(dim=1, keepdim=True), True)
+                    counted = torch.zeros_like(counted).scatter_(1, first, True)
                 tau0 = (score / self.init_temperature).softmax(dim=1) if self.score == "hypersphere" else probs
                 balance = balance_loss(counted, tau0, mask)
         return Routing(weight, priority, balance, probs)
@@ -165,29 +165,31 @@ class Router(nn.Module):
             h, experts = F.normalize(h, dim=1), F.normalize(experts, dim=1)
         return h @ experts.t()
 
-    def choose(self, score: Tensor, probs: Tensor, mask: Tensor | None) -> Tensor:
-        """-> priority (S, E)"""
+    def choose(self, score: Tensor, probs: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """-> priority (S, E), and each token's first choice (S, 1) where a balance loss needs it."""
         if self.select == "expert_choice":  # every token offers itself to every expert; capacity does the choosing
-            return priority_key(probs)
+            return priority_key(probs), None
         if self.select in ("base", "top1"):
             value = score if self.select == "base" else probs
             best = value.argmax(dim=1, keepdim=True)  # equal scores: the lower expert
             if self.select == "base" and self.training:
                 real = slice(None) if mask is None else mask
                 best[real] = balanced_assignment(score[real]).unsqueeze(1)
-            chosen = priority_key(value.gather(1, best))
-            return torch.full_like(value, NOT_CHOSEN, dtype=torch.int64).scatter_(1, best, chosen)
+            priority = torch.full_like(value, NOT_CHOSEN, dtype=torch.int64)
+            priority.scatter_(1, best, priority_key(value.gather(1, best)))
+            return priority, None if self.select == "base" else best
         expert = torch.arange(self.num_experts, device=probs.device)
-        row = sort_rows((~priority_key(probs) << 32) | expert)  # the most probable first; of equal ones, the lower expert
-        order, bits, rank = row & 0xFFFFFFFF, ~(row >> 32), expert
+        # The most probable comes first; of equal ones, the lower expert.
+        ordered = sort_rows((~priority_key(probs) << 32) | expert)
+        order, bits, rank = ordered & 0xFFFFFFFF, ~(ordered >> 32), expert
         count = self.top_k
         if self.select == "threshold":
             # XMoE eq. 5. In fp32 the sum of all probabilities may stop short of 1: t = 1 means all, by decree.
             t = self.threshold if self.training else self.eval_threshold
-            ordered = bits[:, :-1].int().view(torch.float32)
-            count = 1 + (ordered.cumsum(dim=1) < t).sum(dim=1, keepdim=True) if t < 1 else self.num_experts  # (S, 1)
+            p = bits[:, :-1].int().view(torch.float32)
+            count = 1 + (p.cumsum(dim=1) < t).sum(dim=1, keepdim=True) if t < 1 else self.num_experts  # (S, 1)
         priority = torch.where(rank < count, bits - (rank << 32), NOT_CHOSEN)
-        return torch.empty_like(priority).scatter_(1, order, priority)
+        return torch.empty_like(priority).scatter_(1, order, priority), order[:, :1]
 
     @torch.no_grad()
     def after_step(self):

@@ -55,6 +55,7 @@ def unwritten_is_nan():
 
 CASES = {  # S, E, F, D, share of the pairs that are wanted, capacity
     "drops": (9, 4, 3, 5, 0.9, 3),
+    "full experts side by side": (12, 5, 3, 5, 0.95, 2),
     "no drops": (9, 4, 3, 5, 0.5, None),
     "one expert": (6, 1, 3, 4, 1.0, 4),
     "S smaller than E": (3, 8, 2, 4, 0.6, 2),
@@ -68,6 +69,7 @@ CASES = {  # S, E, F, D, share of the pairs that are wanted, capacity
 @pytest.mark.parametrize("S, E, F_, D, chosen, capacity", CASES.values(), ids=CASES)
 def test_gradcheck(monkeypatch, unwritten_is_nan, at_once, S, E, F_, D, chosen, capacity):
     monkeypatch.setattr(dispatching.few_at_a_time, "__defaults__", (at_once,))
+    monkeypatch.setattr(dispatching.few_rows, "__kwdefaults__", {"most": at_once})
     h, routing, weights = make_case(S, E, F_, D, chosen)
 
     def layer(h, gate, *weights):
@@ -87,6 +89,34 @@ def test_gradcheck_where_a_gate_is_zero():
     assert torch.autograd.gradcheck(
         lambda gate: dispatch(h, routing._replace(weight=gate), 4, weights)[0], (gate,), raise_exception=True
     )
+
+
+def test_experts_of_as_many_rows_share_their_products(monkeypatch):
+    h, routing, weights = make_case(12, 5, 3, 5, 1.0)
+    batches, batched = [], torch.baddbmm
+
+    def spy(*args, **options):
+        batches.append(len(args[0]))
+        return batched(*args, **options)
+
+    monkeypatch.setattr(torch, "baddbmm", spy)
+    monkeypatch.setattr(dispatching.few_at_a_time, "__defaults__", (20,))
+    counts = dispatch(h, routing, 2, weights)[1].tolist()
+    assert counts == [2, 0, 2, 2, 2] and batches == [2, 2]  # the first three differ; two products of the other two
+
+
+def test_what_only_the_backward_pass_needs_is_not_kept_without_one(monkeypatch):
+    h, routing, weights = make_case(9, 4, 3, 5, 0.9)
+    asked, activate = [], dispatching.activate
+    monkeypatch.setattr(
+        dispatching, "activate", lambda *args, slope: asked.append(slope) or activate(*args, slope=slope)
+    )
+    expected = dispatch(h, routing, 3, weights)[0]
+    with torch.no_grad():
+        assert torch.equal(dispatch(h, routing, 3, weights)[0], expected)
+    weights, routing = [w.detach() for w in weights], routing._replace(weight=routing.weight.detach())
+    assert torch.equal(dispatch(h.detach(), routing, 3, weights)[0], expected)
+    assert asked == [True, False, False]
 
 
 def test_4096_experts_of_size_1_train():  # the paper could not run it

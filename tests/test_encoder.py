@@ -194,13 +194,17 @@ def test_stacked_experts_as_grouped_products(monkeypatch, dtype, capacity, most)
 
 
 @pytest.mark.parametrize("exact", ["tanh", "none"])
-def test_both_forms_of_gelu_and_their_slopes(exact):
-    a = torch.linspace(-6, 6, 201, dtype=torch.float64, requires_grad=True)
+def test_both_forms_of_gelu_and_their_slopes(monkeypatch, exact):
+    a = torch.linspace(-6, 6, 201, dtype=torch.float64).view(67, 3).requires_grad_()
     expected = F.gelu(a, approximate=exact)
     (slope,) = torch.autograd.grad(expected.sum(), a)
+    monkeypatch.setattr(dispatching.few_rows, "__kwdefaults__", {"most": 25})  # 8 rows, and 3 are left
     with torch.no_grad():
-        torch.testing.assert_close(dispatching.GELU[exact](a), expected, rtol=1e-12, atol=1e-12)
-        for x, y in zip(dispatching.GELU_AND_SLOPE[exact](a), (expected, slope)):
+        alone, untouched = dispatching.activate(a.clone(), exact, a.dtype, slope=False)
+        assert torch.equal(untouched, a)
+        for x, y in zip(
+            (alone, *dispatching.activate(a.clone(), exact, a.dtype, slope=True)), (expected, expected, slope)
+        ):
             torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from scipy.optimize import linear_sum_assignment
 
 from model import dispatch
-from routers import GATES, NOT_CHOSEN, SCORES, SELECTS, Router, balanced_assignment, priority_key
+from routers import GATES, NOT_CHOSEN, SCORES, SELECTS, Router, balanced_assignment, priority_key, sort_rows
 
 D, F, V = 6, 5, 11
 HASH = (None, None, "hash")
@@ -251,6 +251,12 @@ def test_threshold_0_is_top1_bit_for_bit(score, gate, masked):
 def test_eval_threshold_holds_at_test_only(training):
     router = make_router(("dot", "softmax", "threshold"), 4, threshold=0.0, eval_threshold=1.0, training=training)
     assert router(make_tokens(5)[0]).wanted.sum() == (5 if training else 20)
+
+
+def test_rows_are_sorted_as_torch_does():
+    x = torch.randint(-9, 9, (7, 33)) << 32 | torch.randint(5, (7, 33))
+    assert torch.equal(sort_rows(x), x.sort(dim=1).values)
+    torch.library.opcheck(sort_rows, (x,))
 
 
 def pairs(floats):

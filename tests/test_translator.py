@@ -168,18 +168,20 @@ def test_experts_stand_where_the_papers_have_them():
 
 @pytest.mark.parametrize("row", ROWS)
 def test_flops_are_what_a_counter_counts(row):
-    """The counter sees all products but the experts', and theirs with b_out, which are left out of FLOPs."""
+    """The counter sees the rows that are kept, and the experts' products with b_out, which are left out of FLOPs."""
     model = make(row, torch.float32, **({} if row in ("dense", "X-MoE") else {"capacity_factor": 1.0})).train()
     source, target = torch.randint(4, 30, (2, 12)), torch.randint(4, 30, (2, 8))
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
+        model.start_stats()
         model(source, target)
     config, flops = model.config, translation_flops(model.config, 12, 8)
     tokens = {"dense": 0, "encoder alone": 24, "X-MoE": 3 * 24}.get(row, 24 + 16)  # that pass sparse layers
     stack, dim = 3 if row == "X-MoE" else 1, 2 if config.score == "hypersphere" else 0
     router = {"hash": 0}.get(row, 2 * (16 * dim + 4 * dim if dim else 4 * 16))
     assert 2 * flops["moe"] == tokens * (router + stack * 4 * 16 * 16)
-    bias = stack * 2 * 4 * 16
-    assert counter.get_total_flops() == 2 * (flops["total"] - flops["moe"]) + tokens * (router + bias)
+    bias, kept = stack * 2 * 4 * 16, sum(moe.tally["served"] for moe in model.moe_layers)
+    experts = kept * stack * 4 * 16 * config.expert_size
+    assert counter.get_total_flops() == 2 * (flops["total"] - flops["moe"]) + tokens * (router + bias) + experts
 
 
 def test_bad_shapes_are_one_line():
