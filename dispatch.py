@@ -83,10 +83,8 @@ def ffn_experts(h, gate, places, counts: list[int] | Tensor, weights, hidden: li
     h, w_in, b_in, w_out = (x.to(compute_type(h)) for x in (h, w_in, b_in, w_out))
     train = torch.is_grad_enabled() and any(x.requires_grad for x in (h, gate, w_in, b_in, w_out, b_out))
     with torch.autocast(h.device.type, enabled=False):
-        b_out, arguments = b_out.to(gate.dtype), (h, gate, *places, counts, w_in, b_in, w_out)
-        if isinstance(counts, list):
-            return StreamedExperts.apply(*arguments, b_out, hidden, gelu, train)
-        return grouped_experts(*arguments, b_out, hidden, gelu)
+        arguments = h, gate, *places, counts, w_in, b_in, w_out, b_out.to(gate.dtype), hidden, gelu
+        return StreamedExperts.apply(*arguments, train) if isinstance(counts, list) else grouped_experts(*arguments)
 
 
 def residual_stacks(h, gate, places, counts, stack: list, hidden: list, gelu: str) -> Tensor:
@@ -158,7 +156,7 @@ class StreamedExperts(torch.autograd.Function):
             products(by_expert(x), w_in[some].mT, by_expert(a), add=True)
             z, slope = activate(a, gelu, g.dtype, slope=train)
             products(by_expert(z), w_out[some].mT, by_expert(x))  # over x, which has done its work
-            out.index_add_(0, t, times(x, g[rows]))
+            out.index_add_(0, t, x.to(g.dtype).mul_(g[rows]))
             hidden.append(z)
             saved += [z, slope] if train else []
         ctx.counts = counts
@@ -179,7 +177,7 @@ class StreamedExperts(torch.autograd.Function):
             dy, dz = dout.index_select(0, t), torch.empty_like(z)
             products(by_expert(dy), w_out[some], by_expert(dz))
             for dz_rows, z_rows, slope_rows, g_rows, dg_rows in few_rows(dz, z, slope, g[rows], dg[rows]):
-                torch.sum(dz_rows * z_rows, dim=1, keepdim=True, dtype=dg.dtype, out=dg_rows)
+                torch.sum(dz_rows.to(dg.dtype) * z_rows, dim=1, keepdim=True, out=dg_rows)
                 dz_rows.mul_(slope_rows).mul_(g_rows)
             das = by_expert(dz)
             products(transposed(by_expert(dy.mul_(g[rows]))), by_expert(z), dw_out[some])
@@ -224,15 +222,11 @@ def products(xs, ys: Tensor, outs, add: bool = False):
             torch.addmm(out, x, y, beta=int(add), out=out)
 
 
-def times(rows: Tensor, g: Tensor) -> Tensor:
-    """g rows, in g's type; in place where that is the type of the rows."""
-    return rows.mul_(g) if rows.dtype == g.dtype else rows * g
-
-
 def few_rows(*tensors: Tensor, most: int = 1 << 17):
-    """Some rows of each at a time: one pass after the other over all of the first, (n, F), would leave the cache."""
-    rows = max(1, most // tensors[0].shape[1])
-    return zip(*(x.split(rows) for x in tensors))
+    """Some rows of each at a time: pass after pass over all of the first, (n, F), would leave a CPU's cache."""
+    n, width = tensors[0].shape
+    rows = n if tensors[0].is_cuda else most // width
+    return zip(*(x.split(max(1, rows)) for x in tensors))
 
 
 def activate(a: Tensor, gelu: str, dtype: torch.dtype, slope: bool) -> tuple[Tensor, Tensor]:
@@ -262,7 +256,7 @@ def erf_gelu(a: Tensor, z: Tensor, scratch: Tensor, slope: bool):
     """z = gelu(a) and, over a, gelu'(a). F.gelu's erf form is as fast as can be."""
     torch.ops.aten.gelu.out(a, out=z)
     if slope:
-        torch.ops.aten.gelu_backward.grad_input(scratch[0].fill_(1), a, grad_input=a)
+        a.copy_(torch.ops.aten.gelu_backward(scratch[0].fill_(1), a))
 
 
 GELU = {"tanh": tanh_gelu, "none": erf_gelu}

@@ -178,17 +178,18 @@ class Router(nn.Module):
             priority = torch.full_like(value, NOT_CHOSEN, dtype=torch.int64)
             priority.scatter_(1, best, priority_key(value.gather(1, best)))
             return priority, None if self.select == "base" else best
-        expert = torch.arange(self.num_experts, device=probs.device)
-        # The most probable comes first; of equal ones, the lower expert.
+        # The most probable expert comes first; of equal ones, the lower. One number says both: its upper half is the
+        # key, its lower half the expert.
+        rank = expert = torch.arange(self.num_experts, device=probs.device)
         ordered = sort_rows((~priority_key(probs) << 32) | expert)
-        order, bits, rank = ordered & 0xFFFFFFFF, ~(ordered >> 32), expert
+        key, order = ~(ordered >> 32), ordered & 0xFFFFFFFF
         count = self.top_k
         if self.select == "threshold":
             # XMoE eq. 5. In fp32 the sum of all probabilities may stop short of 1: t = 1 means all, by decree.
             t = self.threshold if self.training else self.eval_threshold
-            p = bits[:, :-1].int().view(torch.float32)
+            p = probs.gather(1, order[:, :-1])
             count = 1 + (p.cumsum(dim=1) < t).sum(dim=1, keepdim=True) if t < 1 else self.num_experts  # (S, 1)
-        priority = torch.where(rank < count, bits - (rank << 32), NOT_CHOSEN)
+        priority = torch.where(rank < count, key - (rank << 32), NOT_CHOSEN)  # `priority_key` with the rank
         return torch.empty_like(priority).scatter_(1, order, priority), order[:, :1]
 
     @torch.no_grad()

@@ -105,6 +105,30 @@ def test_experts_of_as_many_rows_share_their_products(monkeypatch):
     assert counts == [2, 0, 2, 2, 2] and batches == [2, 2]  # the first three differ; two products of the other two
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_full_experts_give_the_plain_sum(unwritten_is_nan, dtype):
+    """Large enough for a processor's own batched products."""
+    h, routing, weights = make_case(80, 6, 48, 32, 1.0, dtype)
+    y, counts = dispatch(h, routing, 40, weights)
+    assert counts.tolist() == [40, 0, 40, 40, 40, 40]
+    full = [w[2:].detach().requires_grad_() for w in weights]
+    routing = Routing(*(x[:, 2:].detach() for x in routing[:2]), routing.balance_loss, routing.probs)
+    routing.weight.requires_grad_()
+    found = values_and_gradients(dispatch(h, routing, 40, full)[0], h, routing, full)
+    wide = [x.detach().double().requires_grad_() for x in (h, routing.weight, *full)]
+    routing = routing._replace(weight=wide[1])
+    y = plain(wide[0], routing, 40, wide[2:])
+    for x, expected in zip(found, values_and_gradients(y, wide[0], routing, wide[2:])):
+        assert (x.double() - expected).norm() <= (1e-5 if dtype == torch.float32 else 0.02) * expected.norm()
+
+
+def test_a_second_backward_pass_finds_what_the_first_one_found():
+    h, routing, weights = make_case(9, 4, 3, 5, 0.9)
+    y = dispatch(h, routing, 3, weights)[0].square().sum()
+    first, second = (torch.autograd.grad(y, (h, routing.weight, *weights), retain_graph=True) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second))
+
+
 def test_what_only_the_backward_pass_needs_is_not_kept_without_one(monkeypatch):
     h, routing, weights = make_case(9, 4, 3, 5, 0.9)
     asked, activate = [], dispatching.activate
