@@ -179,7 +179,7 @@ class Router(nn.Module):
             priority.scatter_(1, best, priority_key(value.gather(1, best)))
             return priority, None if self.select == "base" else best
         # The most probable expert comes first; of equal ones, the lower. One number says both: its upper half is the
-        # key, its lower half the expert.
+        # key (of the probability in fp32), its lower half the expert.
         rank = expert = torch.arange(self.num_experts, device=probs.device)
         ordered = sort_rows((~priority_key(probs) << 32) | expert)
         key, order = ~(ordered >> 32), ordered & 0xFFFFFFFF
