@@ -34,7 +34,7 @@ from tqdm import tqdm
 import common
 from data.prepare import ready
 from data.translation import TranslationData, source_batches
-from dispatch import expert_capacity, within_capacity
+from dispatch import equal_runs, expert_capacity, few_at_a_time, products, weight_gradients, within_capacity
 from flops import flops_per_token
 from model import FFN, GPT, EncoderConfig, MaskedLM, ModelConfig, MoE
 from translator import Translator, TranslatorConfig
@@ -89,11 +89,12 @@ def make_layer(config: ModelConfig, context) -> MoE:
     return moe.to(context.device)
 
 
-def kept_rows(moe: MoE, h: Tensor, ids: Tensor) -> int:
+def kept_counts(moe: MoE, h: Tensor, ids: Tensor) -> list[int]:
+    """How many rows each expert keeps."""
     with torch.no_grad():
         routing = moe.router(h.flatten(0, 1), ids.flatten())
         capacity = expert_capacity(h.shape[0] * h.shape[1], moe.router.num_experts, moe.capacity_factor)
-        return int(within_capacity(routing.priority, capacity).sum())
+        return within_capacity(routing.priority, capacity).sum(dim=0).tolist()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -198,6 +199,34 @@ class Contender:
         return middle - start, end - middle
 
 
+@dataclasses.dataclass
+class Products(Contender):
+    """The layer's matrix products alone, on rows that lie there already: what it can hardly do without on a CPU."""
+
+    counts: list[int]
+
+    def time(self, h: Tensor, context) -> tuple[float, float]:
+        """Seconds of the two products forward, and of the four backward."""
+        w_in, w_out = (w.detach().to(context.dtype) for w in (self.module.layers[0].w_in, self.module.layers[0].w_out))
+        (F, D), dw_in, dw_out = w_in.shape[1:], torch.empty_like(w_in), torch.empty_like(w_out)
+        spans, seconds = few_at_a_time(self.counts, max(D, F)), [0.0, 0.0]
+        most = max(rows.stop - rows.start for _, rows in spans)
+        x, z = (torch.ones(most, width, dtype=w_in.dtype) for width in (D, F))
+        y, a = torch.empty_like(x), torch.empty_like(z)
+        for some, rows in spans:
+            runs, n = equal_runs(self.counts[some], h), rows.stop - rows.start
+            start = time.perf_counter()
+            products(runs, x[:n], w_in[some].mT, a[:n])
+            products(runs, z[:n], w_out[some].mT, y[:n])
+            middle = time.perf_counter()
+            products(runs, x[:n], w_out[some], a[:n])
+            weight_gradients(runs, x[:n], z[:n], dw_out[some])
+            weight_gradients(runs, z[:n], x[:n], dw_in[some])
+            products(runs, z[:n], w_in[some], y[:n])
+            seconds = [seconds[0] + middle - start, seconds[1] + time.perf_counter() - middle]
+        return tuple(seconds)
+
+
 def peak_memory(run, context) -> float:
     """MB that `run` needs at its peak, beyond what is there before; nan where it cannot be told."""
     gc.collect()
@@ -280,7 +309,10 @@ def contenders(config: Config, shape: tuple, h: Tensor, ids: Tensor, context) ->
     layers = {"dense": None}
     for router in [about, *(r for r in ROUTERS if r != about and config.all_routers)]:
         moe = make_layer(layer_config(D, E, F, router, K, gamma), context)
-        layers[f"ours, {router}"] = Contender(moe, lambda moe, x: moe(x, ids), 4 * D * F * kept_rows(moe, h, ids))
+        counts = kept_counts(moe, h, ids)
+        layers[f"ours, {router}"] = Contender(moe, lambda moe, x: moe(x, ids), 4 * D * F * sum(counts))
+        if router == about and context.device.type == "cpu":
+            layers["its products alone"] = Products(moe, None, 4 * D * F * sum(counts), counts)
     rows = max(1, round(layers[f"ours, {about}"].flops / (16 * D * D)))  # of an FFN of width 4 D
     ffn = FFN(layer_config(D, E, F, about, K, gamma)).to(context.device)
     layers["dense"] = Contender(ffn, lambda ffn, x: (ffn(x[:, :rows]),), 16 * D * D * rows)
@@ -397,7 +429,7 @@ def bench_size(config: Config, context) -> list[dict]:
             torch.randn(1, S, D, device=context.device),
             torch.zeros(1, S, dtype=torch.int64, device=context.device),
         )
-        contender = Contender(moe, lambda moe, x, ids=ids: moe(x, ids), 4 * D * F * kept_rows(moe, h, ids))
+        contender = Contender(moe, lambda moe, x, ids=ids: moe(x, ids), 4 * D * F * sum(kept_counts(moe, h, ids)))
         layers[what, S, E, F] = partial(contender.time, h, context), contender.flops
     samples = take_turns({key: run for key, (run, _) in layers.items()}, config, "sizes")
     for (what, S, E, F), (run, flops) in layers.items():

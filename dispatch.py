@@ -6,7 +6,6 @@ S tokens, D model width, E experts, F inner width of one expert, C expert capaci
 
 import itertools
 import math
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -150,12 +149,12 @@ class StreamedExperts(torch.autograd.Function):
         g = gate.flatten().index_select(0, choice).unsqueeze(1)  # (N, 1)
         out, saved = torch.mm(gate, b_out), []
         for some, rows in few_at_a_time(counts, max(w_in.shape[1:])):
-            by_expert, t = partial(split_evenly, sizes=counts[some]), token[rows]
+            runs, t = equal_runs(counts[some], h), token[rows]
             x = h.index_select(0, t)  # (n, D)
             a = b_in.index_select(0, expert[rows])  # (n, F)
-            products(by_expert(x), w_in[some].mT, by_expert(a), add=True)
+            products(runs, x, w_in[some].mT, a, add=True)
             z, slope = activate(a, gelu, g.dtype, slope=train)
-            products(by_expert(z), w_out[some].mT, by_expert(x))  # over x, which has done its work
+            products(runs, z, w_out[some].mT, x)  # over x, which has done its work
             out.index_add_(0, t, x.to(g.dtype).mul_(g[rows]))
             hidden.append(z)
             saved += [z, slope] if train else []
@@ -173,19 +172,18 @@ class StreamedExperts(torch.autograd.Function):
         dout = dout.to(h.dtype)
         spans = few_at_a_time(ctx.counts, max(w_in.shape[1:]))
         for (some, rows), z, slope in zip(spans, saved[::2], saved[1::2]):
-            by_expert, t = partial(split_evenly, sizes=ctx.counts[some]), token[rows]
+            runs, t = equal_runs(ctx.counts[some], h), token[rows]
             dy, dz = dout.index_select(0, t), torch.empty_like(z)
-            products(by_expert(dy), w_out[some], by_expert(dz))
+            products(runs, dy, w_out[some], dz)
             for dz_rows, z_rows, slope_rows, g_rows, dg_rows in few_rows(dz, z, slope, g[rows], dg[rows]):
                 torch.sum(dz_rows.to(dg.dtype) * z_rows, dim=1, keepdim=True, out=dg_rows)
                 dz_rows.mul_(slope_rows).mul_(g_rows)
-            das = by_expert(dz)
-            products(transposed(by_expert(dy.mul_(g[rows]))), by_expert(z), dw_out[some])
-            x = torch.index_select(h, 0, t, out=dy)
-            products(transposed(das), by_expert(x), dw_in[some])
-            for da, db in zip(das, db_in[some]):
-                torch.sum(da, dim=0, out=db)
-            products(das, w_in[some], by_expert(x))  # over x
+            weight_gradients(runs, dy.mul_(g[rows]), z, dw_out[some])
+            x, da = torch.index_select(h, 0, t, out=dy), dz
+            weight_gradients(runs, da, x, dw_in[some])
+            for da_run, db in zip(ragged(da, runs), stacked(db_in[some], runs)):
+                torch.sum(da_run, dim=-2, out=db)
+            products(runs, da, w_in[some], x)  # over x
             dh.index_add_(0, t, x.to(dh.dtype))
         dgate.view(-1).index_add_(0, choice, dg.squeeze(1))
         return dh.to(h.dtype), dgate, None, None, None, dw_in, db_in, dw_out, db_out, None, None, None
@@ -204,22 +202,41 @@ def few_at_a_time(counts: list[int], width: int, most: int = 1 << 20) -> list[tu
     return spans
 
 
-def split_evenly(rows: Tensor, sizes: list[int]) -> Tensor | tuple[Tensor, ...]:
-    """(n, K) -> each expert's rows: (experts, n / experts, K) where all have as many (full ones do), else a tuple."""
-    return rows.unflatten(0, (len(sizes), sizes[0])) if len(set(sizes)) == 1 else rows.split(sizes)
+def equal_runs(counts: list[int], h: Tensor) -> list[tuple[int, int]]:
+    """Neighbouring experts with equally many rows, as full ones have: [(how many experts, rows of each)].
+
+    Such a run is one batched product, which gives each thread of a CPU whole experts. The few that would then keep the
+    other threads waiting are runs of their own: all threads share one expert.
+    """
+    runs, threads = [], torch.get_num_threads() if h.device.type == "cpu" else 1
+    for rows, same in itertools.groupby(counts):
+        experts = len(list(same))
+        alone = experts % threads if 2 * (experts % threads) <= threads else 0
+        runs += [(experts - alone, rows)] * (experts > alone) + [(1, rows)] * alone
+    return runs
 
 
-def transposed(xs: Tensor | tuple[Tensor, ...]) -> Tensor | list[Tensor]:
-    return xs.mT if isinstance(xs, Tensor) else [x.t() for x in xs]
+def ragged(x: Tensor, runs: list[tuple[int, int]]) -> list[Tensor]:
+    """All experts' rows (n, K) -> each run's: (experts, rows, K), or (rows, K) of one expert."""
+    parts = x.split([experts * rows for experts, rows in runs])
+    return [part if run[0] == 1 else part.view(*run, x.shape[1]) for part, run in zip(parts, runs)]
 
 
-def products(xs, ys: Tensor, outs, add: bool = False):
-    """outs[i] = xs[i] @ ys[i], or += with `add`: one call where the experts' rows are split evenly."""
-    if isinstance(xs, Tensor):
-        torch.baddbmm(outs, xs, ys, beta=int(add), out=outs)
-    else:
-        for x, y, out in zip(xs, ys, outs):
-            torch.addmm(out, x, y, beta=int(add), out=out)
+def stacked(w: Tensor, runs: list[tuple[int, int]]) -> list[Tensor]:
+    """(E, ...) -> each run's: (experts, ...), or (...) of one expert."""
+    return [part.squeeze(0) for part in w.split([experts for experts, _ in runs])]
+
+
+def products(runs, xs: Tensor, ws: Tensor, outs: Tensor, add: bool = False):
+    """outs = xs ws for each expert's rows, or += with `add`. xs (n, K), ws (E, K, L), outs (n, L)."""
+    for x, w, out in zip(ragged(xs, runs), stacked(ws, runs), ragged(outs, runs)):
+        (torch.addmm if x.dim() == 2 else torch.baddbmm)(out, x, w, beta=int(add), out=out)
+
+
+def weight_gradients(runs, dys: Tensor, xs: Tensor, outs: Tensor):
+    """outs = dys^T xs over each expert's rows. dys (n, L), xs (n, K), outs (E, L, K)."""
+    for dy, x, out in zip(ragged(dys, runs), ragged(xs, runs), stacked(outs, runs)):
+        torch.matmul(dy.mT, x, out=out)
 
 
 def few_rows(*tensors: Tensor, most: int = 1 << 17):

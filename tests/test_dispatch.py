@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dispatch as dispatching
-from dispatch import dispatch, expert_capacity, within_capacity
+from dispatch import dispatch, equal_runs, expert_capacity, ragged, within_capacity
 from model import GPT, ModelConfig, MoE
 from routers import NOT_CHOSEN, Routing, priority_key
 
@@ -100,9 +100,27 @@ def test_experts_of_as_many_rows_share_their_products(monkeypatch):
         return batched(*args, **options)
 
     monkeypatch.setattr(torch, "baddbmm", spy)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     monkeypatch.setattr(dispatching.few_at_a_time, "__defaults__", (20,))
     counts = dispatch(h, routing, 2, weights)[1].tolist()
     assert counts == [2, 0, 2, 2, 2] and batches == [2, 2]  # the first three differ; two products of the other two
+
+
+@pytest.mark.parametrize(
+    "threads, runs",
+    [
+        (1, [(2, 7), (1, 0), (5, 3), (3, 0)]),
+        (2, [(2, 7), (1, 0), (4, 3), (1, 3), (2, 0), (1, 0)]),
+        (4, [(1, 7), (1, 7), (1, 0), (4, 3), (1, 3), (3, 0)]),  # three of four threads are better than one by one
+    ],
+)
+def test_threads_take_whole_experts_of_equal_runs_in_turns(monkeypatch, threads, runs):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    counts = [7, 7, 0, 3, 3, 3, 3, 3, 0, 0, 0]
+    assert equal_runs(counts, torch.empty(0)) == runs
+    rows = torch.arange(2.0 * sum(counts)).view(-1, 2)
+    assert torch.cat([part.reshape(-1, 2) for part in ragged(rows, runs)]).equal(rows)
+    assert [part.shape[-2] for part in ragged(rows, runs)] == [n for _, n in runs]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
