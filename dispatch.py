@@ -132,10 +132,11 @@ class StreamedExperts(torch.autograd.Function):
 
     One node with its own backward: rows are gathered again instead of kept, the temporaries of a few experts are small
     enough to stay near the processor, and the stacked weights get their gradients slice by slice. For the rows of one
-    expert, with a = h W1^T + b1, z = gelu(a) and gelu'(a) (both saved), y = g z W2^T and dy the gradient that comes in,
+    expert, with a = h W1^T + b1, z = g gelu(a) and z' = g gelu'(a) (both saved), y = z W2^T and dy the gradient that
+    comes in,
 
-        dz = dy W2             dg = rowsum(dz z)     dW2 = (g dy)^T z
-        da = g dz gelu'(a)     db1 = colsum(da)      dW1 = da^T h         dh = da W1
+        dz = dy W2     dg = rowsum(dz z) / g     dW2 = dy^T z
+        da = dz z'     db1 = colsum(da)          dW1 = da^T h     dh = da W1
 
     and for all experts at once y += g b2, dg += dy b2^T, db2 = g^T dy, with the (S, E) gates as a matrix.
 
@@ -147,15 +148,18 @@ class StreamedExperts(torch.autograd.Function):
     def forward(ctx, h, gate, choice, real, counts, w_in, b_in, w_out, b_out, hidden, gelu, train):
         token, expert = choice // len(counts), choice % len(counts)
         g = gate.flatten().index_select(0, choice).unsqueeze(1)  # (N, 1)
+        g = torch.where(g == 0, 1e-18, g)  # a gate of 0 would leave nothing of z to find dg from
         out, saved = torch.mm(gate, b_out), []
-        for some, rows in few_at_a_time(counts, max(w_in.shape[1:])):
+        spans = few_at_a_time(counts, max(w_in.shape[1:]))
+        xs = scratch(spans, h)
+        for some, rows in spans:
             runs, t = equal_runs(counts[some], h), token[rows]
-            x = h.index_select(0, t)  # (n, D)
+            x = torch.index_select(h, 0, t, out=xs[: len(t)])  # (n, D)
             a = b_in.index_select(0, expert[rows])  # (n, F)
             products(runs, x, w_in[some].mT, a, add=True)
-            z, slope = activate(a, gelu, g.dtype, slope=train)
+            z, slope = activate(a, g[rows], gelu, slope=train)
             products(runs, z, w_out[some].mT, x)  # over x, which has done its work
-            out.index_add_(0, t, x.to(g.dtype).mul_(g[rows]))
+            out.index_add_(0, t, x.to(out.dtype))
             hidden.append(z)
             saved += [z, slope] if train else []
         ctx.counts = counts
@@ -171,21 +175,22 @@ class StreamedExperts(torch.autograd.Function):
         dgate, db_out = torch.mm(dout, b_out.t()), torch.mm(gate.t(), dout)
         dout = dout.to(h.dtype)
         spans = few_at_a_time(ctx.counts, max(w_in.shape[1:]))
+        dys, dzs = scratch(spans, h), scratch(spans, saved[0])
         for (some, rows), z, slope in zip(spans, saved[::2], saved[1::2]):
             runs, t = equal_runs(ctx.counts[some], h), token[rows]
-            dy, dz = dout.index_select(0, t), torch.empty_like(z)
+            dy, dz = torch.index_select(dout, 0, t, out=dys[: len(t)]), dzs[: len(t)]
             products(runs, dy, w_out[some], dz)
-            for dz_rows, z_rows, slope_rows, g_rows, dg_rows in few_rows(dz, z, slope, g[rows], dg[rows]):
+            for dz_rows, z_rows, slope_rows, dg_rows in few_rows(dz, z, slope, dg[rows]):
                 torch.sum(dz_rows.to(dg.dtype) * z_rows, dim=1, keepdim=True, out=dg_rows)
-                dz_rows.mul_(slope_rows).mul_(g_rows)
-            weight_gradients(runs, dy.mul_(g[rows]), z, dw_out[some])
+                dz_rows.mul_(slope_rows)
+            weight_gradients(runs, dy, z, dw_out[some])
             x, da = torch.index_select(h, 0, t, out=dy), dz
             weight_gradients(runs, da, x, dw_in[some])
             for da_run, db in zip(ragged(da, runs), stacked(db_in[some], runs)):
                 torch.sum(da_run, dim=-2, out=db)
             products(runs, da, w_in[some], x)  # over x
             dh.index_add_(0, t, x.to(dh.dtype))
-        dgate.view(-1).index_add_(0, choice, dg.squeeze(1))
+        dgate.view(-1).index_add_(0, choice, dg.div_(g).squeeze(1))
         return dh.to(h.dtype), dgate, None, None, None, dw_in, db_in, dw_out, db_out, None, None, None
 
 
@@ -200,6 +205,11 @@ def few_at_a_time(counts: list[int], width: int, most: int = 1 << 20) -> list[tu
             spans.append((slice(first, e), slice(before[first], before[e])))
             first = e
     return spans
+
+
+def scratch(spans: list[tuple[slice, slice]], like: Tensor) -> Tensor:
+    """(n, K) for the most rows of any span: memory that all spans share stays in a CPU's cache."""
+    return like.new_empty(max(rows.stop - rows.start for _, rows in spans), like.shape[1])
 
 
 def equal_runs(counts: list[int], h: Tensor) -> list[tuple[int, int]]:
@@ -246,34 +256,40 @@ def few_rows(*tensors: Tensor, most: int = 1 << 17):
     return zip(*(x.split(max(1, rows)) for x in tensors))
 
 
-def activate(a: Tensor, gelu: str, dtype: torch.dtype, slope: bool) -> tuple[Tensor, Tensor]:
-    """a (n, F) -> gelu(a) and, where `slope` is asked for, gelu'(a), which may lie over a. Computed in dtype."""
-    kind, a = a.dtype, a.to(dtype)
+def activate(a: Tensor, g: Tensor, gelu: str, slope: bool) -> tuple[Tensor, Tensor]:
+    """a (n, F), g (n, 1) -> g gelu(a) and, where `slope` is asked for, g gelu'(a), which may lie over a.
+
+    Computed in the type of g.
+    """
+    kind, a = a.dtype, a.to(g.dtype)
     z, scratch = torch.empty_like(a), None
-    for a_rows, z_rows in few_rows(a, z):
+    for a_rows, z_rows, g_rows in few_rows(a, z, g):
         scratch = z.new_empty(2, *z_rows.shape) if scratch is None else scratch[:, : len(z_rows)]
-        GELU[gelu](a_rows, z_rows, scratch, slope)
+        GELU[gelu](a_rows, g_rows, z_rows, scratch, slope)
     return z.to(kind), a.to(kind)
 
 
-def tanh_gelu(a: Tensor, z: Tensor, scratch: Tensor, slope: bool):
-    """z = gelu(a) = a s and, over a, gelu'(a) = s + a s (1 - s) dv/da, with s = sigmoid(v), v = k (a + 0.044715 a^3).
+def tanh_gelu(a: Tensor, g: Tensor, z: Tensor, scratch: Tensor, slope: bool):
+    """z = g gelu(a) = g a s and, over a, g gelu'(a) = g s + g a s (1 - s) dv/da.
 
-    Since 1 + tanh(x) = 2 sigmoid(2 x). In few passes, it takes half of F.gelu's time on a CPU.
+    s = sigmoid(v), v = k (a + 0.044715 a^3), since 1 + tanh(x) = 2 sigmoid(2 x). In few passes, it takes half of
+    F.gelu's time on a CPU.
     """
-    (s, rest), k = scratch, 2 * math.sqrt(2 / math.pi)
+    (s, gs), k = scratch, 2 * math.sqrt(2 / math.pi)
     torch.addcmul(a.new_full((), k), a, a, value=0.044715 * k, out=s).mul_(a).sigmoid_()
-    torch.mul(a, s, out=z)
+    torch.mul(s, g, out=gs)
+    torch.mul(a, gs, out=z)
     if slope:
         dv = torch.addcmul(a.new_full((), k), a, a, value=3 * 0.044715 * k, out=a)
-        torch.addcmul(s, dv, torch.addcmul(z, z, s, value=-1, out=rest), out=a)
+        torch.addcmul(gs, dv, torch.addcmul(z, z, s, value=-1, out=s), out=a)
 
 
-def erf_gelu(a: Tensor, z: Tensor, scratch: Tensor, slope: bool):
-    """z = gelu(a) and, over a, gelu'(a). F.gelu's erf form is as fast as can be."""
+def erf_gelu(a: Tensor, g: Tensor, z: Tensor, scratch: Tensor, slope: bool):
+    """z = g gelu(a) and, over a, g gelu'(a). F.gelu's erf form is as fast as can be."""
     torch.ops.aten.gelu.out(a, out=z)
+    z.mul_(g)
     if slope:
-        a.copy_(torch.ops.aten.gelu_backward(scratch[0].fill_(1), a))
+        a.copy_(torch.ops.aten.gelu_backward(scratch[0].copy_(g), a))
 
 
 GELU = {"tanh": tanh_gelu, "none": erf_gelu}
