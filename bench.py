@@ -8,7 +8,8 @@
 
 `ratio` is time over that of a dense FFN with the FLOPs of the rows that are really kept: 1 is a layer that costs
 nothing but its arithmetic. All contenders take turns, round by round, in one process; times are medians, `spread` is
-half the range between their quartiles. Routers are part of what is timed, as are their gradients. `--help` lists all.
+half the range between their quartiles. Routers are part of what is timed, as are their gradients; "its products alone"
+are no layer, but a bound on what ours can reach. `--help` lists all.
 """
 
 import copy
@@ -34,7 +35,7 @@ from tqdm import tqdm
 import common
 from data.prepare import ready
 from data.translation import TranslationData, source_batches
-from dispatch import equal_runs, expert_capacity, few_at_a_time, products, weight_gradients, within_capacity
+from dispatch import expert_capacity, few_at_a_time, products, weight_gradients, within_capacity
 from flops import flops_per_token
 from model import FFN, GPT, EncoderConfig, MaskedLM, ModelConfig, MoE
 from translator import Translator, TranslatorConfig
@@ -200,21 +201,23 @@ class Contender:
 
 
 @dataclasses.dataclass
-class Products(Contender):
-    """The layer's matrix products alone, on rows that lie there already: what it can hardly do without on a CPU."""
+class Products:
+    """A layer's matrix products alone, on rows that lie in the cache already: what it cannot do without on a CPU."""
 
-    counts: list[int]
+    module: MoE
+    counts: list[int]  # the rows of each expert
+    flops: int
 
     def time(self, h: Tensor, context) -> tuple[float, float]:
         """Seconds of the two products forward, and of the four backward."""
         w_in, w_out = (w.detach().to(context.dtype) for w in (self.module.layers[0].w_in, self.module.layers[0].w_out))
         (F, D), dw_in, dw_out = w_in.shape[1:], torch.empty_like(w_in), torch.empty_like(w_out)
-        spans, seconds = few_at_a_time(self.counts, max(D, F)), [0.0, 0.0]
-        most = max(rows.stop - rows.start for _, rows in spans)
+        spans, seconds = few_at_a_time(self.counts, max(D, F), torch.get_num_threads()), [0.0, 0.0]
+        most = max(rows.stop - rows.start for _, rows, _ in spans)
         x, z = (torch.ones(most, width, dtype=w_in.dtype) for width in (D, F))
         y, a = torch.empty_like(x), torch.empty_like(z)
-        for some, rows in spans:
-            runs, n = equal_runs(self.counts[some], h), rows.stop - rows.start
+        for some, rows, runs in spans:
+            n = rows.stop - rows.start
             start = time.perf_counter()
             products(runs, x[:n], w_in[some].mT, a[:n])
             products(runs, z[:n], w_out[some].mT, y[:n])
@@ -312,7 +315,7 @@ def contenders(config: Config, shape: tuple, h: Tensor, ids: Tensor, context) ->
         counts = kept_counts(moe, h, ids)
         layers[f"ours, {router}"] = Contender(moe, lambda moe, x: moe(x, ids), 4 * D * F * sum(counts))
         if router == about and context.device.type == "cpu":
-            layers["its products alone"] = Products(moe, None, 4 * D * F * sum(counts), counts)
+            layers["its products alone"] = Products(moe, counts, 4 * D * F * sum(counts))
     rows = max(1, round(layers[f"ours, {about}"].flops / (16 * D * D)))  # of an FFN of width 4 D
     ffn = FFN(layer_config(D, E, F, about, K, gamma)).to(context.device)
     layers["dense"] = Contender(ffn, lambda ffn, x: (ffn(x[:, :rows]),), 16 * D * D * rows)

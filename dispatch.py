@@ -57,7 +57,8 @@ def dispatch(
 
     Returns (S, D) in the gates' type (fp32), zero for a token that no expert kept, and the kept counts (E,). `most` is
     how many experts one token may choose, None where that is not known. `observe(kept, hidden)` is called where it is
-    given: (S, E) bool, and a list of tensors with F columns, positive where the experts' units are.
+    given: (S, E) bool, and a list of tensors with F columns, positive where the experts' units are (gates never are
+    negative).
     """
     kept = within_capacity(routing.priority, capacity)
     counts, hidden, (S, E) = kept.sum(dim=0), [], kept.shape
@@ -138,9 +139,10 @@ class StreamedExperts(torch.autograd.Function):
         dz = dy W2     dg = rowsum(dz z) / g     dW2 = dy^T z
         da = dz z'     db1 = colsum(da)          dW1 = da^T h     dh = da W1
 
-    and for all experts at once y += g b2, dg += dy b2^T, db2 = g^T dy, with the (S, E) gates as a matrix.
+    and for all experts at once y += g b2, dg += dy b2^T, db2 = g^T dy, with the (S, E) gates as a matrix. The gate lies
+    in what is saved so that it costs no pass of its own over the rows; in fp16, z is coarse where g is below 1e-4.
 
-    h (S, D); gate (S, E), 0 where not kept; choice, real: `kept_places`; counts: the kept rows of each expert, a list.
+    h (S, D); gate (S, E) fp32, 0 where not kept; choice, real: `kept_places`; counts: each expert's kept rows, a list.
     `hidden` receives each z (n, F). train: whether there will be a backward pass.
     """
 
@@ -148,12 +150,12 @@ class StreamedExperts(torch.autograd.Function):
     def forward(ctx, h, gate, choice, real, counts, w_in, b_in, w_out, b_out, hidden, gelu, train):
         token, expert = choice // len(counts), choice % len(counts)
         g = gate.flatten().index_select(0, choice).unsqueeze(1)  # (N, 1)
-        g = torch.where(g == 0, 1e-18, g)  # a gate of 0 would leave nothing of z to find dg from
+        g = torch.where(g.abs() < 1e-18, 1e-18, g)  # a gate of 0 would leave nothing of z to find dg from
         out, saved = torch.mm(gate, b_out), []
-        spans = few_at_a_time(counts, max(w_in.shape[1:]))
-        xs = scratch(spans, h)
-        for some, rows in spans:
-            runs, t = equal_runs(counts[some], h), token[rows]
+        ctx.spans = few_at_a_time(counts, max(w_in.shape[1:]), torch.get_num_threads() if h.device.type == "cpu" else 1)
+        xs = shared_rows(ctx.spans, h)
+        for some, rows, runs in ctx.spans:
+            t = token[rows]
             x = torch.index_select(h, 0, t, out=xs[: len(t)])  # (n, D)
             a = b_in.index_select(0, expert[rows])  # (n, F)
             products(runs, x, w_in[some].mT, a, add=True)
@@ -162,7 +164,6 @@ class StreamedExperts(torch.autograd.Function):
             out.index_add_(0, t, x.to(out.dtype))
             hidden.append(z)
             saved += [z, slope] if train else []
-        ctx.counts = counts
         ctx.save_for_backward(h, gate, choice, token, g, w_in, w_out, b_out, *saved)
         return out
 
@@ -174,10 +175,9 @@ class StreamedExperts(torch.autograd.Function):
         dw_in, db_in, dw_out = torch.empty_like(w_in), w_in.new_empty(w_in.shape[:2]), torch.empty_like(w_out)
         dgate, db_out = torch.mm(dout, b_out.t()), torch.mm(gate.t(), dout)
         dout = dout.to(h.dtype)
-        spans = few_at_a_time(ctx.counts, max(w_in.shape[1:]))
-        dys, dzs = scratch(spans, h), scratch(spans, saved[0])
-        for (some, rows), z, slope in zip(spans, saved[::2], saved[1::2]):
-            runs, t = equal_runs(ctx.counts[some], h), token[rows]
+        dys, dzs = shared_rows(ctx.spans, h), shared_rows(ctx.spans, saved[0])
+        for (some, rows, runs), z, slope in zip(ctx.spans, saved[::2], saved[1::2]):
+            t = token[rows]
             dy, dz = torch.index_select(dout, 0, t, out=dys[: len(t)]), dzs[: len(t)]
             products(runs, dy, w_out[some], dz)
             for dz_rows, z_rows, slope_rows, dg_rows in few_rows(dz, z, slope, dg[rows]):
@@ -186,7 +186,7 @@ class StreamedExperts(torch.autograd.Function):
             weight_gradients(runs, dy, z, dw_out[some])
             x, da = torch.index_select(h, 0, t, out=dy), dz
             weight_gradients(runs, da, x, dw_in[some])
-            for da_run, db in zip(ragged(da, runs), stacked(db_in[some], runs)):
+            for da_run, db in zip(rows_by_run(da, runs), experts_by_run(db_in[some], runs)):
                 torch.sum(da_run, dim=-2, out=db)
             products(runs, da, w_in[some], x)  # over x
             dh.index_add_(0, t, x.to(dh.dtype))
@@ -194,58 +194,59 @@ class StreamedExperts(torch.autograd.Function):
         return dh.to(h.dtype), dgate, None, None, None, dw_in, db_in, dw_out, db_out, None, None, None
 
 
-def few_at_a_time(counts: list[int], width: int, most: int = 1 << 20) -> list[tuple[slice, slice]]:
-    """Neighbouring experts, taken together while rows x width are at most `most`: [(which experts, which rows)].
+def few_at_a_time(counts: list[int], width: int, threads: int, most: int = 1 << 20) -> list[tuple[slice, slice, list]]:
+    """Neighbouring experts, taken together while rows x width are at most `most`: [(experts, rows, `equal_runs`)].
 
     Few calls where experts have few rows each, and yet small temporaries.
     """
     before, first, spans = list(itertools.accumulate(counts, initial=0)), 0, []
     for e in range(1, len(counts) + 1):
         if e == len(counts) or (before[e + 1] - before[first]) * width > most:
-            spans.append((slice(first, e), slice(before[first], before[e])))
+            some, rows = slice(first, e), slice(before[first], before[e])
+            spans.append((some, rows, equal_runs(counts[some], threads)))
             first = e
     return spans
 
 
-def scratch(spans: list[tuple[slice, slice]], like: Tensor) -> Tensor:
-    """(n, K) for the most rows of any span: memory that all spans share stays in a CPU's cache."""
-    return like.new_empty(max(rows.stop - rows.start for _, rows in spans), like.shape[1])
-
-
-def equal_runs(counts: list[int], h: Tensor) -> list[tuple[int, int]]:
+def equal_runs(counts: list[int], threads: int) -> list[tuple[int, int]]:
     """Neighbouring experts with equally many rows, as full ones have: [(how many experts, rows of each)].
 
-    Such a run is one batched product, which gives each thread of a CPU whole experts. The few that would then keep the
-    other threads waiting are runs of their own: all threads share one expert.
+    Such a run is one batched product, which gives each thread of a CPU whole experts. A last one that would keep all
+    other threads waiting is a run of its own: they share it.
     """
-    runs, threads = [], torch.get_num_threads() if h.device.type == "cpu" else 1
+    runs = []
     for rows, same in itertools.groupby(counts):
         experts = len(list(same))
-        alone = experts % threads if 2 * (experts % threads) <= threads else 0
-        runs += [(experts - alone, rows)] * (experts > alone) + [(1, rows)] * alone
+        last = int(experts % threads == 1)
+        runs += [(experts - last, rows)] * (experts > last) + [(1, rows)] * last
     return runs
 
 
-def ragged(x: Tensor, runs: list[tuple[int, int]]) -> list[Tensor]:
+def shared_rows(spans: list[tuple[slice, slice, list]], like: Tensor) -> Tensor:
+    """(n, K) for the most rows of any span: memory that all spans share stays in a CPU's cache."""
+    return like.new_empty(max(rows.stop - rows.start for _, rows, _ in spans), like.shape[1])
+
+
+def rows_by_run(x: Tensor, runs: list[tuple[int, int]]) -> list[Tensor]:
     """All experts' rows (n, K) -> each run's: (experts, rows, K), or (rows, K) of one expert."""
     parts = x.split([experts * rows for experts, rows in runs])
     return [part if run[0] == 1 else part.view(*run, x.shape[1]) for part, run in zip(parts, runs)]
 
 
-def stacked(w: Tensor, runs: list[tuple[int, int]]) -> list[Tensor]:
+def experts_by_run(w: Tensor, runs: list[tuple[int, int]]) -> list[Tensor]:
     """(E, ...) -> each run's: (experts, ...), or (...) of one expert."""
     return [part.squeeze(0) for part in w.split([experts for experts, _ in runs])]
 
 
 def products(runs, xs: Tensor, ws: Tensor, outs: Tensor, add: bool = False):
     """outs = xs ws for each expert's rows, or += with `add`. xs (n, K), ws (E, K, L), outs (n, L)."""
-    for x, w, out in zip(ragged(xs, runs), stacked(ws, runs), ragged(outs, runs)):
+    for x, w, out in zip(rows_by_run(xs, runs), experts_by_run(ws, runs), rows_by_run(outs, runs)):
         (torch.addmm if x.dim() == 2 else torch.baddbmm)(out, x, w, beta=int(add), out=out)
 
 
 def weight_gradients(runs, dys: Tensor, xs: Tensor, outs: Tensor):
     """outs = dys^T xs over each expert's rows. dys (n, L), xs (n, K), outs (E, L, K)."""
-    for dy, x, out in zip(ragged(dys, runs), ragged(xs, runs), stacked(outs, runs)):
+    for dy, x, out in zip(rows_by_run(dys, runs), rows_by_run(xs, runs), experts_by_run(outs, runs)):
         torch.matmul(dy.mT, x, out=out)
 
 

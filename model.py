@@ -291,7 +291,7 @@ class MoE(nn.Module):
             self.tally["served"] += int(kept.sum())
             self.tally["unserved"] += int((~kept.any(dim=1)).sum())
             self.tally["entropy"] += float(torch.special.entr(routing.probs.detach()).sum())
-            self.tally["positive"] += sum(int((a > 0).sum()) for a in hidden)  # gelu(a) has the sign of a
+            self.tally["positive"] += sum(int((a > 0).sum()) for a in hidden)  # g gelu(a): the sign of a
             self.tally["hidden"] += int(kept.sum()) * sum(layer.w_in.shape[1] for layer in self.layers)
             self.tally["load"] = self.tally["load"] + routing.wanted.sum(dim=0).cpu().double()
 

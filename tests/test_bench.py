@@ -22,7 +22,9 @@ def test_layer_measures_every_router_and_writes_records(tmp_path):
     done = run("layer", "--shapes", "S1", "--tokens", 64, "--rounds", 2, "--patience", 1, "--json", file)
     assert done.returncode == 0, done.stderr
     records = {r["impl"]: r for r in json.loads(file.read_text())}
-    assert {"dense", "ours", "ours, topk", "ours, threshold", "ours, hash", "ours, base"} <= set(records)
+    assert {"dense", "ours", "its products alone", "ours, topk", "ours, threshold", "ours, hash", "ours, base"} <= set(
+        records
+    )
     assert records["dense"]["ratio"] == pytest.approx(1)
     ours, dense = records["ours"], records["dense"]
     assert ours["selection"] == "ours, switch" and ours["shape"] == "S1" and ours["dtype"] == "float32"
