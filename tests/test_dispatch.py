@@ -223,7 +223,10 @@ def test_memory_is_linear_in_the_tokens(monkeypatch):
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=12), st.integers(1, 20), st.integers(1, 3))
 def test_experts_are_taken_in_order_and_few_at_a_time(counts, most_rows, width):
-    spans = dispatching.few_at_a_time(counts, width, most_rows * width)
+    spans = dispatching.few_at_a_time(counts, width, width, most_rows * width)
+    for some, _, runs in spans:
+        assert [n for experts, n in runs for _ in range(experts)] == counts[some]
+    spans = [span[:2] for span in spans]
     assert [e for some, _ in spans for e in range(len(counts))[some]] == list(range(len(counts)))
     assert [r for _, rows in spans for r in range(sum(counts))[rows]] == list(range(sum(counts)))
     for some, rows in spans:
