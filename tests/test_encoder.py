@@ -197,15 +197,14 @@ def test_stacked_experts_as_grouped_products(monkeypatch, dtype, capacity, most)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
 def test_both_forms_of_gelu_and_their_slopes(monkeypatch, exact, dtype):
     a = torch.linspace(-6, 6, 201, dtype=dtype).view(67, 3).requires_grad_()
-    expected = F.gelu(a, approximate=exact)
+    g = torch.linspace(0.1, 2, 67, dtype=dtype).view(67, 1)
+    expected = g * F.gelu(a, approximate=exact)
     (slope,) = torch.autograd.grad(expected.sum(), a)
     monkeypatch.setattr(dispatching.few_rows, "__kwdefaults__", {"most": 25})  # 8 rows, and 3 are left
     with torch.no_grad():
-        alone, untouched = dispatching.activate(a.clone(), exact, a.dtype, slope=False)
+        alone, untouched = dispatching.activate(a.clone(), g, exact, slope=False)
         assert torch.equal(untouched, a)
-        for x, y in zip(
-            (alone, *dispatching.activate(a.clone(), exact, a.dtype, slope=True)), (expected, expected, slope)
-        ):
+        for x, y in zip((alone, *dispatching.activate(a.clone(), g, exact, slope=True)), (expected, expected, slope)):
             torch.testing.assert_close(x, y, **({} if dtype == torch.float32 else dict(rtol=1e-12, atol=1e-12)))
 
 
