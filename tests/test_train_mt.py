@@ -114,6 +114,7 @@ def test_32_pairs_are_learned_by_heart(tmp_path, monkeypatch, capsys):
     run(options, monkeypatch)
     result = json.loads((only_run(tmp_path / "out") / "result.json").read_text())
     assert result["test"]["bleu"] == result["test_no_limit"]["bleu"] == pytest.approx(100)
+    assert all(layer["served"] == layer["wanted"] for layer in result["test"]["layers"])
     capsys.readouterr()
     (tmp_path / "in.txt").write_text("".join(f"{one}\n" for one, _ in pairs))
     run(options | {"translate": tmp_path / "in.txt"}, monkeypatch)
