@@ -1,41 +1,34 @@
 """The Transformers with sparse experts: a decoder language model (GPT-2's layout) and an encoder (XLM-R's).
 
 In the decoder every `moe_every`-th block has experts in place of its FFN (XMoE 4.2); in the encoder, sparse layers
-stand between the others, after those named by `moe_after` (X-MoE 4.1). Tensor letters: B batch, T sequence length, S
-tokens that are not padding, D model width, H heads, E experts, F inner width of one expert, K experts per token, V
-vocabulary, M masked tokens.
+stand between the others, after those named by `moe_after` (X-MoE 4.1). Read `dispatch` first: it is how tokens reach
+their experts. Tensor letters: B batch, T sequence length, S tokens that are not padding, D model width, H heads,
+E experts, F inner width of one expert, C expert capacity, K experts per token, N rows that experts keep, V vocabulary,
+M masked tokens.
 """
 
 import functools
 import math
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dispatch import dispatch, expert_capacity
-from routers import ROUTERS, Router, Routing
+from routers import NOT_CHOSEN, ROUTERS, TEMPERATURES, Router
 
-TALLY = ("tokens", "wanted", "served", "unserved", "entropy", "positive", "hidden", "load")
 PAD = 1  # the encoder's `<pad>`, as in XLM-R, whose positions begin behind it
+MIN_CAPACITY = 4
+WORTH_COMPILING = 1 << 21  # numbers between two products, from which a compiled activation pays
 
 
 @dataclass
-class TransformerConfig:
-    """The constants that all models have. A None is filled in from the others when the object is made.
+class ModelConfig:
+    """The constants of all models. It holds what was said; what follows from it, where None, is in `sizes`."""
 
-    Each model adds where its sparse layers stand and their sizes: expert_size F, num_experts E, top_k K and
-    capacity_factor gamma, whose defaults `sparse_defaults` fills in.
-    """
-
-    causal: ClassVar[bool]  # whether a position sees only those before it
-    gelu: ClassVar[str]  # tanh (GPT-2) or none, the erf form (XLM-R)
-    relative_bias: ClassVar[bool] = False  # the encoder may have it
-
-    vocab_size: int | None = None  # V; default: that of the data
+    vocab_size: int | None = None  # V; None: that of the data
     block_size: int = 256  # T, the longest sequence
     n_layer: int = 4  # blocks
     n_head: int = 4  # H
@@ -43,263 +36,369 @@ class TransformerConfig:
     ffn_size: int = 1024  # inner width of a dense FFN
     dropout: float = 0.0  # after embeddings, attention weights, attention and FFN
     init_std: float = 0.03  # of the normal that weights start from; XMoE's wider models: 0.014
-    router: str = "threshold"  # dense, switch, topk, threshold, hypersphere, hash, base or expert_choice
-    score: str | None = None  # dot or hypersphere; default: the router's
-    gate: str | None = None  # softmax or sigmoid; default: the router's
-    select: str | None = None  # top1, topk, threshold, hash, base or expert_choice; default: the router's
-    expert_layers: int = 0  # FFNs of an expert, each with a norm and a residual around it (X-MoE: 3); 0: one bare FFN
+    relative_bias: bool = False  # gated relative position bias in the encoder's attention (XLM-E 3.3)
+    decoder_layers: int = 2  # blocks of a translator's decoder
+    decoder_moe: bool = True  # experts in a translator's decoder too (XMoE's text; its authors' runs: encoder alone)
+
+    # how tokens choose their experts, see routers.py; dense: no experts
+    router: Literal["dense", "switch", "topk", "threshold", "hypersphere", "hash", "base", "expert_choice"] = (
+        "threshold"
+    )
+    score: Literal["dot", "hypersphere"] | None = None  # how well a token fits an expert; None: the router's
+    gate: Literal["softmax", "sigmoid"] | None = None  # the weight of a chosen expert; None: the router's
+    select: Literal["top1", "topk", "threshold", "hash", "base", "expert_choice"] | None = None  # None: the router's
+    moe_every: int = 2  # every so many blocks have experts in place of their FFN (XMoE)
+    moe_after: tuple[int, ...] = ()  # or: sparse layers stand behind these layers, from 1 (X-MoE)
+    expert_ffns: int = 8  # XMoE: a sparse layer has as many parameters as so many FFNs
+    num_experts: int | None = None  # E
+    expert_size: int | None = None  # F
+    expert_layers: int | None = None  # FFNs of an expert, each with a norm and a residual around it; 0: one bare FFN
+    top_k: int | None = None  # K of topk
+    capacity_factor: float | None = None  # gamma, inf for no limit
+    eval_capacity_factor: float | None = None  # gamma at test
     threshold: float = 0.9  # t, the probability that the chosen experts must reach together
-    eval_threshold: float | None = None  # t at test; default: threshold
-    eval_capacity_factor: float | None = None  # gamma at test, inf for no limit; default: capacity_factor
-    routing_dim: int | None = None  # d_e, what the router projects to, 0: nothing; default: E / 2 on the hypersphere
-    init_temperature: float | None = None  # tau_0; default: 0.3 (softmax), 0.07 (sigmoid)
-    orthogonal: bool = False  # expert embeddings start orthogonal, of norm 0.1 (base and hypersphere: always)
-    renormalize: bool | None = False  # softmax gate over the K chosen experts only (X-MoE, K > 1)
-    balance_choices: str | None = "first"  # choices that the balance loss counts: first (XMoE) or all (X-MoE, K > 1)
+    eval_threshold: float | None = None  # t at test
+    routing_dim: int | None = None  # d_e, what the router projects to; 0: nothing
+    init_temperature: float | None = None  # tau_0
+    orthogonal: bool | None = None  # expert embeddings start orthogonal, of norm 0.1
+    renormalize: bool | None = None  # softmax gate over the K chosen experts only
+    balance_choices: Literal["first", "all"] | None = None  # choices that the balance loss counts
 
     def __post_init__(self):
-        if self.router not in ("dense", *ROUTERS):
-            raise ValueError(f"router must be one of {', '.join(('dense', *ROUTERS))}, not {self.router!r}")
-        for name in ("block_size", "n_layer", "n_head", "n_embd", "ffn_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
-        if self.n_embd % self.n_head:
+        if self.n_head < 1 or self.n_embd % self.n_head:
             raise ValueError(f"n_head = {self.n_head} does not divide n_embd = {self.n_embd}")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout must lie in [0, 1), not {self.dropout}")
-        if self.expert_layers < 0:
-            raise ValueError(f"expert_layers must not be negative: {self.expert_layers}")
         if self.router == "dense":
-            if self.score or self.gate or self.select:
-                raise ValueError("router dense has no score, gate or select")
-            self.num_experts = self.top_k = 1
-            self.expert_size, self.capacity_factor, self.eval_capacity_factor = self.ffn_size, math.inf, math.inf
             return
-        for name, default in zip(("score", "gate", "select"), ROUTERS[self.router]):
-            setattr(self, name, getattr(self, name) or default)
-        self.sparse_defaults()
-        if self.eval_capacity_factor is None:
-            self.eval_capacity_factor = self.capacity_factor
-        self.eval_threshold = self.threshold if self.eval_threshold is None else self.eval_threshold
-        if self.routing_dim is None:
-            self.routing_dim = self.num_experts // 2 if self.score == "hypersphere" else 0
-        if self.routing_dim < 0:
-            raise ValueError(f"routing_dim must not be negative: {self.routing_dim}")
-        for name in ("capacity_factor", "eval_capacity_factor", "init_temperature"):
-            if getattr(self, name) is not None and not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
-        for name in ("threshold", "eval_threshold"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} must lie in [0, 1], not {getattr(self, name)}")
-        if self.top_k > 1 and self.select != "topk":
-            raise ValueError(f"top_k = {self.top_k} is for --router topk, or --select topk")
-        if self.init_temperature and self.score != "hypersphere":
-            raise ValueError("init_temperature is for --score hypersphere")
-        if not 1 <= self.top_k <= self.num_experts:
-            raise ValueError(f"top_k must lie in [1, num_experts = {self.num_experts}], not {self.top_k}")
+        if self.moe_after and not all(1 <= depth <= self.n_layer for depth in self.moe_after):
+            raise ValueError(f"moe_after must name layers from 1 to n_layer = {self.n_layer}, not {self.moe_after}")
+        if not self.moe_after and self.moe_every > self.n_layer:
+            raise ValueError(f"moe_every = {self.moe_every} leaves no block of n_layer = {self.n_layer} with experts")
+        size = sizes(self)
+        if size.top_k > 1 and size.select != "topk":
+            raise ValueError(f"top_k = {size.top_k} is for --router topk, or --select topk")
+        if not 1 <= size.top_k <= size.num_experts:
+            raise ValueError(f"top_k must lie in [1, num_experts = {size.num_experts}], not {size.top_k}")
+
+    def unread(self) -> set[str]:
+        """The constants above that a model of this kind does not read."""
+        if self.router == "dense":
+            return {*Sizes._fields, "moe_every", "moe_after", "expert_ffns", "decoder_moe", "balance_coef"}
+        size, names = sizes(self), set()
+        if self.moe_after:
+            names |= {"moe_every", "expert_ffns", "decoder_moe"}
+        if size.select != "threshold":
+            names |= {"threshold", "eval_threshold"}
+        if size.select != "topk":
+            names |= {"top_k"}
+        if size.gate != "softmax":
+            names |= {"renormalize"}
+        if size.select not in ("topk", "threshold"):
+            names |= {"balance_choices"}
+        if size.select in ("base", "hash", "expert_choice"):
+            names |= {"balance_coef"}
+        if size.score != "hypersphere":
+            names |= {"init_temperature"}
+        if size.select == "hash":
+            names |= {"score", "gate", "routing_dim"}
+        if size.score == "hypersphere" or size.select in ("base", "hash"):
+            names |= {"orthogonal"}
+        return names
 
 
-@dataclass
-class ModelConfig(TransformerConfig):
-    """The decoder's.
+class Sizes(NamedTuple):
+    """A sparse layer, with nothing left open."""
 
-    Left to themselves, all routers get the same parameters and the same FLOPs (XMoE eq. 6): dividing `expert_size`
-    by k multiplies the experts, the choices and the capacity by k.
+    score: str | None
+    gate: str | None
+    select: str
+    num_experts: int
+    expert_size: int
+    expert_layers: int
+    top_k: int
+    capacity_factor: float
+    eval_capacity_factor: float
+    threshold: float
+    eval_threshold: float
+    routing_dim: int
+    init_temperature: float | None
+    orthogonal: bool
+    renormalize: bool
+    balance_choices: str
+
+
+def sizes(config: ModelConfig) -> Sizes:
+    """What a config says of its sparse layers, and what follows where it says nothing (None).
+
+    In place of FFNs all routers get the same parameters and the same FLOPs (XMoE eq. 6): dividing `expert_size` by k
+    multiplies experts, choices and capacity by k. Between layers stand X-MoE's 32 experts of three FFNs (4.1).
+    ValueError where an expert_size does not divide the FFN.
     """
-
-    causal, gelu = True, "tanh"
-    expert_ffns: ClassVar[int] = 8  # a sparse layer has as many parameters as so many FFNs
-
-    moe_every: int = 2  # every so many blocks the FFN is sparse
-    expert_size: int | None = None  # F; default: ffn_size / 4 for topk and threshold, ffn_size for the others
-    num_experts: int | None = None  # E; default: as many parameters as 8 FFNs
-    top_k: int | None = None  # K of topk; default: ffn_size / expert_size
-    capacity_factor: float | None = None  # gamma, inf for no limit; default: ffn_size / expert_size (equal FLOPs)
-
-    def __post_init__(self):
-        if self.moe_every < 1:
-            raise ValueError(f"moe_every must be positive, not {self.moe_every}")
-        super().__post_init__()
-
-    def sparse_defaults(self):
-        if self.expert_size is None:
-            self.expert_size = self.ffn_size // (4 if self.select in ("topk", "threshold") else 1)
-        derived = None in (self.num_experts, self.capacity_factor) or (self.top_k is None and self.select == "topk")
-        if derived and (self.expert_size < 1 or self.ffn_size % self.expert_size):
+    said = {name: getattr(config, name) for name in Sizes._fields if getattr(config, name) is not None}
+    size = dict(zip(("score", "gate", "select"), ROUTERS[config.router])) | said
+    topk, every = size["select"] == "topk", size["select"] in ("threshold", "expert_choice")
+    if config.moe_after:
+        several = topk and config.top_k != 1
+        follows = dict(expert_size=config.ffn_size, num_experts=32, expert_layers=3, top_k=2 if topk else 1)
+        follows |= dict(capacity_factor=1.0 if every else math.inf)  # these two want, or are offered, all experts
+        follows |= dict(orthogonal=True, renormalize=several, balance_choices="all" if several else "first")
+    else:
+        parts = 4 if size["select"] in ("topk", "threshold") else 1
+        if config.expert_size:
+            parts = config.ffn_size / config.expert_size
+        if parts % 1 and None in (config.num_experts, config.capacity_factor, config.top_k if topk else 1):
             raise ValueError(
-                f"expert_size = {self.expert_size} does not divide ffn_size = {self.ffn_size}: "
+                f"expert_size = {config.expert_size} does not divide ffn_size = {config.ffn_size}: "
                 "give num_experts, top_k and capacity_factor, or another expert_size"
             )
-        ratio = self.ffn_size // self.expert_size
-        self.num_experts = self.expert_ffns * ratio if self.num_experts is None else self.num_experts
-        self.top_k = (ratio if self.select == "topk" else 1) if self.top_k is None else self.top_k
-        self.capacity_factor = float(ratio) if self.capacity_factor is None else self.capacity_factor
-
-    def sparse(self, layer: int) -> bool:
-        """Whether block `layer` (from 0) has experts."""
-        return self.router != "dense" and (layer + 1) % self.moe_every == 0
-
-    @property
-    def num_sparse(self) -> int:
-        """Sparse layers; `num_ffns`: dense FFNs."""
-        return sum(self.sparse(i) for i in range(self.n_layer))
-
-    @property
-    def num_ffns(self) -> int:
-        return self.n_layer - self.num_sparse
-
-
-@dataclass
-class EncoderConfig(TransformerConfig):
-    """The encoder's. X-MoE's sparse layer: 32 experts, each a stack of 3 FFNs, top-1, no capacity limit."""
-
-    causal, gelu = False, "none"
-
-    block_size: int = 128  # T, the longest sequence
-    init_std: float = 0.02  # of the normal that weights start from
-    router: str = "hypersphere"  # hypersphere (X-MoE), switch (SMoE), dense, topk, threshold, hash, base, expert_choice
-    relative_bias: bool = False  # gated relative position bias in attention (XLM-E 3.3)
-    moe_after: str | None = None  # sparse layers stand after these layers, such as 3,6 (from 1); default: half-way
-    expert_size: int | None = None  # F; default: ffn_size
-    expert_layers: int = 3  # FFNs of an expert, each with a norm and a residual around it; 0: one bare FFN
-    num_experts: int | None = None  # E; default: 32
-    top_k: int | None = None  # K of topk; default: 2
-    capacity_factor: float | None = None  # gamma, inf for no limit; default: inf, threshold and expert_choice: 1
-    orthogonal: bool = True  # expert embeddings start orthogonal, of norm 0.1
-    renormalize: bool | None = None  # softmax gate over the K chosen experts only; default: with topk
-    balance_choices: str | None = None  # choices that the balance loss counts: first or all; default: all with topk
-
-    def __post_init__(self):
-        super().__post_init__()
-        self.moe_after = self.moe_after or str(max(1, self.n_layer // 2))
-        check_depths(self)
-
-    def sparse_defaults(self):
-        inserted_defaults(self)
-
-    @property
-    def sparse_after(self) -> list[int]:
-        """The layers, from 1, behind which a sparse layer stands."""
-        return [] if self.router == "dense" else sorted(int(depth) for depth in self.moe_after.split(","))
-
-    @property
-    def num_sparse(self) -> int:
-        return len(self.sparse_after)
-
-    @property
-    def num_ffns(self) -> int:
-        return self.n_layer
-
-
-def inserted_defaults(config: TransformerConfig):
-    """Sizes of sparse layers that stand between the others (X-MoE 4.1)."""
-    config.expert_size = config.ffn_size if config.expert_size is None else config.expert_size
-    config.num_experts = 32 if config.num_experts is None else config.num_experts
-    config.top_k = (2 if config.select == "topk" else 1) if config.top_k is None else config.top_k
-    if config.capacity_factor is None:  # these two want, or are offered, all experts
-        config.capacity_factor = 1.0 if config.select in ("threshold", "expert_choice") else math.inf
-    several = config.select == "topk" and config.top_k > 1
-    config.renormalize = several if config.renormalize is None else config.renormalize
-    config.balance_choices = config.balance_choices or ("all" if several else "first")
-
-
-def check_depths(config: TransformerConfig):
-    """ValueError where `moe_after` does not name layers."""
-    try:
-        depths = config.sparse_after
-    except ValueError:
-        depths = [0]
-    if not all(1 <= depth <= config.n_layer for depth in depths):
-        raise ValueError(f"moe_after must name layers from 1 to n_layer = {config.n_layer}, not {config.moe_after!r}")
+        parts = int(parts)
+        follows = dict(expert_size=config.ffn_size // max(1, parts), num_experts=config.expert_ffns * parts)
+        follows |= dict(expert_layers=0, top_k=parts if topk else 1, capacity_factor=float(parts))
+        follows |= dict(orthogonal=False, renormalize=False, balance_choices="first")
+    size = follows | size
+    hypersphere = size["score"] == "hypersphere"
+    size.setdefault("eval_capacity_factor", size["capacity_factor"])
+    size.setdefault("eval_threshold", size["threshold"])
+    size.setdefault("routing_dim", size["num_experts"] // 2 if hypersphere else 0)
+    size.setdefault("init_temperature", TEMPERATURES[size["gate"]] if hypersphere else None)
+    return Sizes(**size)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Experts in place of an FFN
+# From what a router wants to what the experts compute
+
+
+def expert_capacity(tokens: int, num_experts: int, capacity_factor: float) -> int:
+    """C, the rows that one expert may serve (XMoE eq. 3), at most all, and (ours) at least 4; gamma inf is no limit.
+
+    What is above a whole number by 1e-7 or less is rounding: gamma 1.1 of 100 tokens over 10 experts is 11, not 12.
+    """
+    if capacity_factor == math.inf:
+        return tokens
+    rows = math.ceil(capacity_factor * tokens / num_experts - 1e-7)
+    return min(tokens, max(MIN_CAPACITY, rows))
+
+
+def within_capacity(priority: Tensor, capacity: int) -> Tensor:
+    """(S, E) priorities -> (S, E) bool: of the tokens that chose it, each expert keeps the first C by priority.
+
+    Among equal priorities the earlier token comes first. Nothing is sorted: the C-th highest is an expert's bar.
+    """
+    if capacity >= len(priority):
+        return priority > NOT_CHOSEN
+    priority = priority.t().contiguous()  # (E, S), so that the tokens of an expert lie together
+    bar = priority.topk(capacity, dim=1, sorted=False).values.amin(dim=1, keepdim=True)  # (E, 1)
+    above, tied = priority > bar, (priority == bar) & (bar > NOT_CHOSEN)
+    room = capacity - above.sum(dim=1, keepdim=True)
+    return (above | (tied & (tied.cumsum(dim=1, dtype=torch.int32) <= room))).t()
+
+
+class Rows(NamedTuple):
+    """The N (token, expert) pairs that are kept, expert by expert, in rows that experts work on side by side."""
+
+    token: Tensor  # (N,)
+    expert: Tensor  # (N,)
+    gate: Tensor  # (N, 1)
+    counts: Tensor  # (E,) rows of each expert
+    real: Tensor | None  # (N, 1) bool: not spare, where the host knows only the most that can be kept; None: all are
+
+
+def kept_rows(gates: Tensor, kept: Tensor, most: int, exact: bool) -> Rows:
+    """gates (S, E), kept (S, E) bool -> Rows. `most`: how many can be kept; exact: how many are may be asked for."""
+    S, counts = len(kept), kept.sum(dim=0)
+    by_expert = kept.t().flatten()  # (E * S,)
+    if exact:
+        place, real = by_expert.nonzero(), None
+    else:
+        place = torch.nonzero_static(by_expert, size=most, fill_value=0)
+        real = (torch.arange(most, device=kept.device) < counts.sum()).unsqueeze(1)
+    place = place.squeeze(1)  # (N,)
+    gate = gates.t().flatten().index_select(0, place).unsqueeze(1)
+    if real is not None:
+        gate = torch.where(real, gate, 0.0)
+    return Rows(place % S, place // S, gate, counts, real)
+
+
+def ragged_linear(x: Tensor, w: Tensor, rows: Rows) -> Tensor:
+    """Each expert's rows times its own matrix: x (N, K), w (E, K, L) -> (N, L), in autocast's type where that is on.
+
+    Spare rows are neither read nor multiplied, and come out as 0.
+    """
+    kind = x.dtype
+    if torch.is_autocast_enabled(x.device.type):
+        kind = torch.get_autocast_dtype(x.device.type)
+    x, w = x.to(kind), w.to(kind)
+    if not has_grouped_mm(x, w):
+        counts = rows.counts.tolist()
+        *parts, spare = x.split([*counts, len(x) - sum(counts)])
+        products = [part @ matrix for part, matrix in zip(parts, w.unbind(0))]
+        return torch.cat([*products, spare.new_zeros(len(spare), w.shape[2])])
+    ends = rows.counts.cumsum(0, dtype=torch.int32)
+    if rows.real is None:
+        return F.grouped_mm(x, w, offs=ends)
+    x = torch.where(rows.real, x, 0)  # so that what comes back for spare rows, which nobody writes, is 0 as well
+    return torch.where(rows.real, F.grouped_mm(x, w, offs=ends), 0)
+
+
+def has_grouped_mm(x: Tensor, w: Tensor) -> bool:
+    """Whether `grouped_mm` takes these: bf16 with rows of a multiple of 16 bytes, on a CPU fp32 too if not compiled."""
+    kinds = [torch.bfloat16]
+    if not x.is_cuda and not torch.compiler.is_compiling():
+        kinds.append(torch.float32)
+    _, K, L = w.shape
+    whole = K * x.element_size() % 16 == 0 and L * x.element_size() % 16 == 0
+    return x.dtype in kinds and whole and len(x) > 0
+
+
+def activation(a: Tensor, b: Tensor, gate: Tensor, gelu: str) -> Tensor:
+    """gate * gelu(a + b), a and b (N, F), gate (N, 1), in the type of a."""
+    return (gate * F.gelu(a + b, approximate=gelu)).to(a.dtype)
+
+
+@functools.cache
+def compiled_activation():
+    """`activation` in one pass over memory, and one backward; as it stands where it cannot be compiled."""
+    compiled = torch.compile(activation, dynamic=True)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    a = torch.ones(2, 3, device=device, requires_grad=True)  # what is compiled for one size serves all
+    try:
+        compiled(a, a, a[:, :1], "tanh")
+    except Exception:  # no compiler, or another of many reasons: slower, but right
+        return activation
+    return compiled
 
 
 class Experts(nn.Module):
-    """One FFN of each of E experts: w_in (E, F, D), b_in (E, F), w_out (E, D, F), b_out (E, D); perhaps a norm."""
+    """One FFN of each of E experts. A row of w_in is what a unit reads, a row of w_out what it writes."""
 
-    def __init__(self, E: int, D: int, F_: int, norm: bool):
+    def __init__(self, E: int, D: int, F_: int, gelu: str):
         super().__init__()
-        self.w_in, self.b_in = nn.Parameter(torch.empty(E, F_, D)), nn.Parameter(torch.zeros(E, F_))
-        self.w_out, self.b_out = nn.Parameter(torch.empty(E, D, F_)), nn.Parameter(torch.zeros(E, D))
-        if norm:
-            self.ln_weight, self.ln_bias = nn.Parameter(torch.ones(E, D)), nn.Parameter(torch.zeros(E, D))
+        self.w_in = nn.Parameter(torch.empty(E, F_, D))
+        self.b_in = nn.Parameter(torch.zeros(E, F_))
+        self.w_out = nn.Parameter(torch.empty(E, F_, D))
+        self.b_out = nn.Parameter(torch.zeros(E, D))
+        self.gelu = gelu
 
-    def weights(self) -> tuple[Tensor, ...]:
-        return tuple(self.parameters())
+    def forward(self, x: Tensor, rows: Rows, gate: Tensor) -> Tensor:
+        """(N, D) -> gate * W_out^T gelu(W_in x + b_in), (N, D): all of an FFN but b_out."""
+        activate = activation
+        if len(x) * self.b_in.shape[1] >= WORTH_COMPILING:
+            activate = compiled_activation()
+        b = self.b_in.index_select(0, rows.expert)  # (N, F)
+        z = activate(ragged_linear(x, self.w_in.mT, rows), b, gate, self.gelu)  # (N, F)
+        del b  # with nothing of its size left but what the backward pass needs
+        return ragged_linear(z, self.w_out, rows)  # (N, D)
+
+
+def dispatch(h: Tensor, gates: Tensor, rows: Rows, ffn: Experts) -> Tensor:
+    """Sends each token to the experts that keep it and adds up their weighted outputs (XMoE eq. 2).
+
+    h (S, D); gates (S, E), 0 where not kept -> (S, D) in the gates' type (fp32), 0 for a token that no expert kept.
+    """
+    x = h.index_select(0, rows.token)  # (N, D)
+    y = ffn(x, rows, rows.gate)  # (N, D)
+    with torch.autocast(h.device.type, enabled=False):
+        biases = gates @ ffn.b_out.to(gates.dtype)  # (S, D)
+    return add_rows(biases, rows, y)
+
+
+def dispatch_stacks(h: Tensor, gates: Tensor, rows: Rows, stack: nn.ModuleList) -> Tensor:
+    """The same for experts that are u <- u + FFN(LN(u)), layer by layer, from u = h.
+
+    An expert's output is u - h, so that h + g f(h) is BASE layers' g u + (1 - g) h (X-MoE eq. 2, 4.1).
+    """
+    x = u = h.to(gates.dtype).index_select(0, rows.token)  # (N, D)
+    one = torch.ones_like(rows.gate)
+    for norm, ffn in stack:
+        y = ffn(norm(u, rows), rows, one)
+        u = u + y + ffn.b_out.index_select(0, rows.expert)
+    return add_rows(gates.new_zeros(h.shape), rows, rows.gate * (u - x))
+
+
+def add_rows(out: Tensor, rows: Rows, y: Tensor) -> Tensor:
+    """out (S, D) with each row of y (N, D) added to its token."""
+    return out.scatter_add(0, rows.token.unsqueeze(1).expand_as(y), y.to(out.dtype))
+
+
+class ExpertNorm(nn.Module):
+    """A layer norm for each expert's rows: (N, D) -> (N, D)."""
+
+    def __init__(self, E: int, D: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(E, D))
+        self.bias = nn.Parameter(torch.zeros(E, D))
+
+    def forward(self, u: Tensor, rows: Rows) -> Tensor:
+        scale = self.weight.index_select(0, rows.expert)
+        shift = self.bias.index_select(0, rows.expert)
+        return F.layer_norm(u, u.shape[1:]) * scale + shift
 
 
 class MoE(nn.Module):
-    """A sparse FFN: E experts of inner width F, a router, and a capacity. h (B, T, D) -> (B, T, D), balance loss.
+    """A sparse FFN: a router, a capacity, and E experts, each one FFN or, with `expert_layers`, a stack of them."""
 
-    An expert is one FFN, or with `expert_layers` a stack of them (`dispatch.residual_stacks`).
-    """
-
-    def __init__(self, config: TransformerConfig):
+    def __init__(self, config: ModelConfig, gelu: str):
         super().__init__()
-        E, D, F_ = config.num_experts, config.n_embd, config.expert_size
+        size, D = sizes(config), config.n_embd
+        E, F_ = size.num_experts, size.expert_size
         self.router = Router(
             D,
             E,
-            config.score,
-            config.gate,
-            config.select,
-            top_k=config.top_k,
-            threshold=config.threshold,
-            eval_threshold=config.eval_threshold,
-            routing_dim=config.routing_dim,
-            init_temperature=config.init_temperature,
-            orthogonal=config.orthogonal,
-            renormalize=config.renormalize,
-            balance_choices=config.balance_choices,
+            size.score,
+            size.gate,
+            size.select,
+            top_k=size.top_k,
+            threshold=size.threshold,
+            eval_threshold=size.eval_threshold,
+            routing_dim=size.routing_dim,
+            init_temperature=size.init_temperature,
+            orthogonal=size.orthogonal,
+            renormalize=size.renormalize,
+            balance_choices=size.balance_choices,
             vocab_size=config.vocab_size,
             init_std=config.init_std,
         )
-        self.stacked = config.expert_layers > 0
-        self.layers = nn.ModuleList(Experts(E, D, F_, self.stacked) for _ in range(config.expert_layers or 1))
-        self.capacity_factor, self.eval_capacity_factor = config.capacity_factor, config.eval_capacity_factor
-        self.gelu = config.gelu
-        self.tally = None  # sums for `stats`, while they are wanted
+        self.layers = nn.ModuleList(Experts(E, D, F_, gelu) for _ in range(max(1, size.expert_layers)))
+        self.ln_stack = nn.ModuleList(ExpertNorm(E, D) for _ in range(size.expert_layers))  # none: bare FFNs
+        self.capacity_factor, self.eval_capacity_factor = size.capacity_factor, size.eval_capacity_factor
+        self.watchers = []  # called with (self, h, routing, kept) in evaluation: see measures.py
 
     def forward(self, h: Tensor, ids: Tensor, real: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """real (S,): places in B * T of the tokens that are not padding, ascending; None if all are.
+        """h (B, T, D), ids (B, T) -> (B, T, D), balance loss.
 
-        Nobody serves padding, and it fills no capacity. What stands there comes out as 0.
+        real (S,): places in B * T of the tokens that are not padding, ascending; None if all are. Nobody serves
+        padding, and it fills no capacity. What stands there comes out as 0.
         """
         flat, ids = h.flatten(0, 1), ids.flatten()
         if real is not None:
             flat, ids = flat.index_select(0, real), ids[real]  # (S, D), (S,)
         routing = self.router(flat, ids)
+        S, E = routing.weight.shape
         gamma = self.capacity_factor if self.training else self.eval_capacity_factor
-        capacity = expert_capacity(len(flat), self.router.num_experts, gamma)
-        weights = [layer.weights() for layer in self.layers]
-        observe = self.observe(routing) if self.tally else None
-        weights = weights if self.stacked else weights[0]
-        y, _ = dispatch(flat, routing, capacity, weights, self.router.most, observe, self.gelu)
+        C = expert_capacity(S, E, gamma)
+        kept = within_capacity(routing.priority, C)  # (S, E)
+        for watch in self.watchers:
+            watch(self, flat, routing, kept)
+        gates = routing.weight * kept
+        most = min(S * self.router.most, E * C)
+        # Asking a GPU for the number of rows stalls it, but is cheaper than S * E rows.
+        rows = kept_rows(gates, kept, most, exact=not h.is_cuda or most == S * E)
+        if self.ln_stack:
+            y = dispatch_stacks(flat, gates, rows, zip(self.ln_stack, self.layers))
+        else:
+            y = dispatch(flat, gates, rows, self.layers[0])
         if real is not None:
             y = y.new_zeros(h.shape[0] * h.shape[1], h.shape[2]).index_copy(0, real, y)
         return y.view_as(h), routing.balance_loss
 
-    def observe(self, routing: Routing):
-        """Adds one forward pass to the tally. Each entry is a sum over tokens; `load` has one an expert."""
-
-        def add(kept: Tensor, hidden: list[Tensor]):
-            self.tally["tokens"] += len(kept)
-            self.tally["wanted"] += int(routing.wanted.sum())
-            self.tally["served"] += int(kept.sum())
-            self.tally["unserved"] += int((~kept.any(dim=1)).sum())
-            self.tally["entropy"] += float(torch.special.entr(routing.probs.detach()).sum())
-            self.tally["positive"] += sum(int((a > 0).sum()) for a in hidden)  # g gelu(a): the sign of a
-            self.tally["hidden"] += int(kept.sum()) * sum(layer.w_in.shape[1] for layer in self.layers)
-            self.tally["load"] = self.tally["load"] + routing.wanted.sum(dim=0).cpu().double()
-
-        return add
+    def activations(self, h: Tensor, kept: Tensor) -> Tensor:
+        """What the units of all kept rows compute before GELU, (N, F), of bare FFNs (XMoE figure 6)."""
+        rows = kept_rows(kept.to(h.dtype), kept, 0, exact=True)
+        ffn = self.layers[0]
+        return ragged_linear(h.index_select(0, rows.token), ffn.w_in.mT, rows) + ffn.b_in.index_select(0, rows.expert)
 
 
 class SparseModel(nn.Module):
-    """What models with MoE layers have in common: their start, routing at test, and statistics of it."""
+    """What models with MoE layers have in common: their start, what routers keep fixed, and routing at test."""
 
     def draw(self, std: float, written_std: float):
         """Draws all weights from normals; `written_std` is for those that write to the residual stream."""
@@ -310,8 +409,9 @@ class SparseModel(nn.Module):
                 nn.init.zeros_(p)
             else:
                 nn.init.normal_(p, std=written_std if name.endswith(("proj.weight", "w_out")) else std)
-        for layer in (layer for moe in self.moe_layers if moe.stacked for layer in moe.layers):
-            nn.init.zeros_(layer.w_out)  # as in BASE layers: an inserted stack changes nothing at first
+        for moe in self.moe_layers:
+            for _, ffn in zip(moe.ln_stack, moe.layers):
+                nn.init.zeros_(ffn.w_out)  # as in BASE layers: an inserted stack changes nothing at first
 
     @property
     def moe_layers(self) -> list[MoE]:
@@ -323,59 +423,16 @@ class SparseModel(nn.Module):
             moe.router.after_step()
 
     @contextmanager
-    def test_routing(self, threshold: float | None = None, capacity_factor: float | None = None):
-        """Inside the `with`, evaluation uses this t and gamma (None: unchanged; gamma inf: no limit)."""
-        before = [(moe.router.eval_threshold, moe.eval_capacity_factor) for moe in self.moe_layers]
-        for moe, (t, gamma) in zip(self.moe_layers, before):
-            moe.router.eval_threshold = t if threshold is None else threshold
-            moe.eval_capacity_factor = gamma if capacity_factor is None else capacity_factor
+    def no_limit(self):
+        """Inside the `with`, experts have no capacity limit at test."""
+        before = [moe.eval_capacity_factor for moe in self.moe_layers]
+        for moe in self.moe_layers:
+            moe.eval_capacity_factor = math.inf
         try:
             yield self
         finally:
-            for moe, (t, gamma) in zip(self.moe_layers, before):
-                moe.router.eval_threshold, moe.eval_capacity_factor = t, gamma
-
-    def start_stats(self):
-        """From now on the MoE layers tally what they do, until `stats` is called."""
-        for moe in self.moe_layers:
-            moe.tally = dict.fromkeys(TALLY, 0)
-
-    def stats(self, reduce=lambda sums: sums) -> list[dict[str, float]]:
-        """One dict a MoE layer, about the forward passes since `start_stats`.
-
-        `reduce` sums a tensor (7 + E,) over processes.
-        wanted, served: experts per token, before and after the capacity. cut: share of the choices that were over
-        capacity. unserved: share of the tokens that no expert kept. imbalance: choices of the busiest expert over the
-        mean. entropy: of the router's probabilities, in nats. positive: share of the experts' activations above 0.
-        """
-        rows = []
-        for moe in self.moe_layers:
-            load = torch.as_tensor(moe.tally.pop("load"), dtype=torch.float64).expand(moe.router.num_experts)
-            sums = reduce(torch.cat([torch.tensor(list(moe.tally.values()), dtype=torch.float64), load])).tolist()
-            tokens, wanted, served, unserved, entropy, positive, hidden = sums[:7]
-            tokens, wanted, hidden = max(tokens, 1), max(wanted, 1), max(hidden, 1)
-            rows.append(
-                {
-                    "wanted": wanted / tokens,
-                    "served": served / tokens,
-                    "cut": 1 - served / wanted,
-                    "unserved": unserved / tokens,
-                    "imbalance": max(sums[7:]) * moe.router.num_experts / wanted,
-                    "entropy": entropy / tokens,
-                    "positive": positive / hidden,
-                }
-            )
-            moe.tally = None
-        return rows
-
-
-def describe_routing(layer: dict[str, float]) -> str:
-    """One of `stats`' dicts in words."""
-    return (
-        f"experts wanted {layer['wanted']:.2f}, served {layer['served']:.2f} per token; "
-        f"choices cut {layer['cut']:.1%}, tokens unserved {layer['unserved']:.2%}; "
-        f"load imbalance {layer['imbalance']:.2f}, entropy {layer['entropy']:.2f}, positive {layer['positive']:.1%}"
-    )
+            for moe, gamma in zip(self.moe_layers, before):
+                moe.eval_capacity_factor = gamma
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -383,12 +440,13 @@ def describe_routing(layer: dict[str, float]) -> str:
 
 
 class FFN(nn.Module):
-    """(B, T, D) -> (B, T, D) through `ffn_size` GELU units."""
+    """(B, T, D) -> (B, T, D) through `ffn_size` GELU units. gelu: "tanh" (GPT-2) or "none", the erf form (XLM-R)."""
 
-    def __init__(self, config: TransformerConfig):
+    def __init__(self, config: ModelConfig, gelu: str):
         super().__init__()
-        self.fc, self.proj = nn.Linear(config.n_embd, config.ffn_size), nn.Linear(config.ffn_size, config.n_embd)
-        self.gelu = config.gelu
+        self.fc = nn.Linear(config.n_embd, config.ffn_size)
+        self.proj = nn.Linear(config.ffn_size, config.n_embd)
+        self.gelu = gelu
 
     def forward(self, h: Tensor) -> Tensor:
         return self.proj(F.gelu(self.fc(h), approximate=self.gelu))
@@ -400,13 +458,15 @@ class SelfAttention(nn.Module):
     With `relative_bias` what is added to the scores of a head depends on the distance, gated by the query (XLM-E 3.3).
     """
 
-    def __init__(self, config: TransformerConfig):
+    def __init__(self, config: ModelConfig, causal: bool):
         super().__init__()
-        self.n_head, self.dropout, self.causal = config.n_head, config.dropout, config.causal
-        self.qkv, self.proj = nn.Linear(config.n_embd, 3 * config.n_embd), nn.Linear(config.n_embd, config.n_embd)
+        D, self.n_head = config.n_embd, config.n_head
+        self.dropout, self.causal = config.dropout, causal
+        self.qkv = nn.Linear(D, 3 * D)
+        self.proj = nn.Linear(D, D)
         if config.relative_bias:
-            self.gate = nn.Parameter(torch.empty(2, config.n_embd // config.n_head))  # u and v, shared by the heads
-            self.gate_w = nn.Parameter(torch.ones(config.n_head))  # w
+            self.gate = nn.Parameter(torch.empty(2, D // self.n_head))  # u and v, shared by the heads
+            self.gate_w = nn.Parameter(torch.ones(self.n_head))  # w
 
     def forward(self, h: Tensor, mask: Tensor | None = None, distance: Tensor | None = None) -> Tensor:
         """mask (B, 1, 1, T) bool: which positions may be looked at, None: all; distance (H, T, T): d."""
@@ -432,14 +492,16 @@ class Distance(nn.Module):
     def forward(self, T: int) -> Tensor:
         """(H, T, T)"""
         place = torch.arange(T, device=self.table.weight.device)
-        return self.table(self.bucket(place[None, :] - place[:, None])).permute(2, 0, 1)
+        bucket = self.bucket(place[None, :] - place[:, None])  # (T, T)
+        return self.table(bucket).permute(2, 0, 1)
 
     def bucket(self, ahead: Tensor) -> Tensor:
         """j - i -> its bucket: one half for each sign; of a half, one half is exact, the other logarithmic."""
         half = self.table.num_embeddings // 2
         exact, far = half // 2, ahead.abs()
         ratio = torch.log(far.clamp(min=1) / exact) / math.log(self.longest / exact)
-        coarse = (exact + (ratio * (half - exact)).long()).clamp(max=half - 1)
+        coarse = exact + (ratio * (half - exact)).long()
+        coarse = coarse.clamp(max=half - 1)
         return torch.where(far < exact, far, coarse) + half * (ahead > 0)
 
 
@@ -451,12 +513,15 @@ def biased_attention(q, k, v, scale, distance, mask=None, dropout: float = 0.0) 
     """
     if not has_flex_attention(q):
         bias = scale.unsqueeze(3) * distance
-        bias = bias if mask is None else bias.masked_fill(~mask, -math.inf)
+        if mask is not None:
+            bias = bias.masked_fill(~mask, -math.inf)
         return F.scaled_dot_product_attention(q, k, v, bias.to(q.dtype), dropout_p=dropout)
 
     def score(value, b, h, i, j):
         value = value + scale[b, h, i] * distance[h, i, j]
-        return value if mask is None else torch.where(mask[b, 0, 0, j], value, -math.inf)
+        if mask is None:
+            return value
+        return torch.where(mask[b, 0, 0, j], value, -math.inf)
 
     return flex_attention()(q, k, v, score_mod=score)
 
@@ -481,14 +546,20 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, sparse: bool):
         super().__init__()
-        self.ln_1, self.ln_2 = nn.LayerNorm(config.n_embd), nn.LayerNorm(config.n_embd)
-        self.attn, self.dropout, self.sparse = SelfAttention(config), nn.Dropout(config.dropout), sparse
-        self.ffn = MoE(config) if sparse else FFN(config)
+        self.ln_1 = nn.LayerNorm(config.n_embd)
+        self.attn = SelfAttention(config, causal=True)
+        self.ln_2 = nn.LayerNorm(config.n_embd)
+        self.ffn = MoE(config, "tanh") if sparse else FFN(config, "tanh")
+        self.dropout, self.sparse = nn.Dropout(config.dropout), sparse
 
     def forward(self, x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor | float]:
-        x = x + self.dropout(self.attn(self.ln_1(x)))
-        h = self.ln_2(x)
-        y, balance = self.ffn(h, ids) if self.sparse else (self.ffn(h), 0.0)
+        y = self.attn(self.ln_1(x))
+        x = x + self.dropout(y)
+        h, balance = self.ln_2(x), 0.0
+        if self.sparse:
+            y, balance = self.ffn(h, ids)
+        else:
+            y = self.ffn(h)
         return x + self.dropout(y), balance  # a token that no expert kept passes by on the residual stream
 
 
@@ -501,7 +572,9 @@ class GPT(SparseModel):
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
         self.wpe = nn.Embedding(config.block_size, config.n_embd)
         self.dropout = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(Block(config, config.sparse(i)) for i in range(config.n_layer))
+        depths = range(1, 1 + config.n_layer)
+        sparse = [config.router != "dense" and depth % config.moe_every == 0 for depth in depths]
+        self.blocks = nn.ModuleList(Block(config, has_experts) for has_experts in sparse)
         self.ln_f = nn.LayerNorm(config.n_embd)
         # GPT-2: what writes to the residual stream starts smaller, the deeper the model.
         self.draw(config.init_std, config.init_std / math.sqrt(2 * config.n_layer))
@@ -512,7 +585,7 @@ class GPT(SparseModel):
         if T > longest:
             raise ValueError(f"a sequence of {T} tokens is longer than block_size = {longest}")
         x = self.dropout(self.wte(ids) + self.wpe.weight[:T])
-        total = torch.zeros((), dtype=self.ln_f.weight.dtype, device=ids.device)
+        total = self.ln_f.weight.new_zeros(())
         for block in self.blocks:
             x, balance = block(x, ids)
             total = total + balance
@@ -529,18 +602,21 @@ class GPT(SparseModel):
         There is no capacity limit, so that a token depends only on its own past and not on what else is in the batch.
         Raises ValueError for expert_choice, whose experts choose among tokens that are not written yet.
         """
-        if self.config.select == "expert_choice":
+        if any(moe.router.select == "expert_choice" for moe in self.moe_layers):
             raise ValueError("expert_choice sees later tokens, so it cannot generate")
         was_training = self.training
         self.eval()
-        with self.test_routing(capacity_factor=math.inf):
+        with self.no_limit():
             for _ in range(new_tokens):
                 h, _ = self.hidden(ids[:, -self.config.block_size :])
-                logits = F.linear(h[:, -1], self.wte.weight).float() / temperature  # (B, V)
+                logits = F.linear(h[:, -1], self.wte.weight)  # (B, V)
+                logits = logits.float() / temperature
                 if top_k is not None:
-                    floor = logits.topk(min(top_k, logits.shape[1])).values[:, -1:]
+                    best = logits.topk(min(top_k, logits.shape[1])).values
+                    floor = best[:, -1:]
                     logits = logits.masked_fill(logits < floor, -math.inf)
-                ids = torch.cat([ids, logits.softmax(dim=1).multinomial(1)], dim=1)
+                drawn = logits.softmax(dim=1).multinomial(1)
+                ids = torch.cat([ids, drawn], dim=1)
         self.train(was_training)
         return ids
 
@@ -552,29 +628,36 @@ class GPT(SparseModel):
 class EncoderLayer(nn.Module):
     """XLM-R's: each part adds to its input, and a norm follows."""
 
-    def __init__(self, config: EncoderConfig):
+    def __init__(self, config: ModelConfig):
         super().__init__()
-        self.attn, self.ffn, self.dropout = SelfAttention(config), FFN(config), nn.Dropout(config.dropout)
-        self.ln_1, self.ln_2 = nn.LayerNorm(config.n_embd), nn.LayerNorm(config.n_embd)
+        self.attn = SelfAttention(config, causal=False)
+        self.ln_1 = nn.LayerNorm(config.n_embd)
+        self.ffn = FFN(config, "none")
+        self.ln_2 = nn.LayerNorm(config.n_embd)
+        self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, mask: Tensor | None, distance: Tensor | None) -> Tensor:
-        x = self.ln_1(x + self.dropout(self.attn(x, mask, distance)))
-        return self.ln_2(x + self.dropout(self.ffn(x)))
+        y = self.attn(x, mask, distance)
+        x = self.ln_1(x + self.dropout(y))
+        y = self.ffn(x)
+        return self.ln_2(x + self.dropout(y))
 
 
 class Encoder(SparseModel):
     """XLM-R's encoder with sparse layers between its own: x + MoE(x) after each layer of `moe_after` (X-MoE eq. 2)."""
 
-    def __init__(self, config: EncoderConfig):
+    def __init__(self, config: ModelConfig):
         super().__init__()
-        self.config, self.sparse_after = config, config.sparse_after
-        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
-        self.wpe = nn.Embedding(PAD + 1 + config.block_size, config.n_embd)  # the first two stay unused, as in XLM-R
-        self.token_type = nn.Parameter(torch.empty(1, config.n_embd))  # there is one type only
-        self.ln_e, self.dropout = nn.LayerNorm(config.n_embd), nn.Dropout(config.dropout)
+        self.config, D = config, config.n_embd
+        self.wte = nn.Embedding(config.vocab_size, D)
+        self.wpe = nn.Embedding(PAD + 1 + config.block_size, D)  # the first two stay unused, as in XLM-R
+        self.token_type = nn.Parameter(torch.empty(1, D))  # there is one type only
+        self.ln_e = nn.LayerNorm(D)
+        self.dropout = nn.Dropout(config.dropout)
         self.distance = Distance(config.n_head) if config.relative_bias else None  # all layers share it
         self.layers = nn.ModuleList(EncoderLayer(config) for _ in range(config.n_layer))
-        self.moes = nn.ModuleList(MoE(config) for _ in range(config.num_sparse))
+        self.moe_after = [] if config.router == "dense" else sorted(config.moe_after)
+        self.moes = nn.ModuleList(MoE(config, "none") for _ in self.moe_after)
         self.draw(config.init_std, config.init_std)
 
     def forward(self, ids: Tensor, real: Tensor | None = None, states: list | None = None) -> tuple[Tensor, Tensor]:
@@ -590,17 +673,18 @@ class Encoder(SparseModel):
         mask, positions = None, torch.arange(PAD + 1, PAD + 1 + T, device=ids.device)
         if real is not None:
             # ids != PAD will not do: XLM-E's generator may draw a PAD
-            mask = ids.new_zeros(ids.numel(), dtype=torch.bool).index_fill_(0, real, True).view(ids.shape)  # (B, T)
+            mask = real_mask(ids, real)  # (B, T)
             positions = PAD + mask.cumsum(dim=1) * mask
             mask = mask[:, None, None]
-        x = self.dropout(self.ln_e(self.wte(ids) + self.wpe(positions) + self.token_type))
+        x = self.wte(ids) + self.wpe(positions) + self.token_type
+        x = self.dropout(self.ln_e(x))
         distance = self.distance(T) if self.distance else None
-        total = torch.zeros((), dtype=self.ln_e.weight.dtype, device=ids.device)
+        total = self.ln_e.weight.new_zeros(())
         for depth, layer in enumerate(self.layers, 1):
             if states is not None:
                 states.append(x)
             x = layer(x, mask, distance)
-            for moe, after in zip(self.moes, self.sparse_after):
+            for moe, after in zip(self.moes, self.moe_after):
                 if after == depth:
                     y, balance = moe(x, ids, real)
                     x, total = x + y, total + balance
@@ -609,13 +693,19 @@ class Encoder(SparseModel):
         return x, total
 
 
+def real_mask(ids: Tensor, real: Tensor) -> Tensor:
+    """ids (B, T), real (S,) places in B * T -> (B, T) bool, True there."""
+    return ids.new_zeros(ids.numel(), dtype=torch.bool).index_fill_(0, real, True).view(ids.shape)
+
+
 class MaskedLM(SparseModel):
     """An encoder with XLM-R's head, which sees only the M masked tokens."""
 
-    def __init__(self, config: EncoderConfig):
+    def __init__(self, config: ModelConfig):
         super().__init__()
-        self.config, self.encoder = config, Encoder(config)
-        self.dense, self.ln_h = nn.Linear(config.n_embd, config.n_embd), nn.LayerNorm(config.n_embd)
+        self.config, D = config, config.n_embd
+        self.encoder = Encoder(config)
+        self.dense, self.ln_h = nn.Linear(D, D), nn.LayerNorm(D)
         self.bias = nn.Parameter(torch.zeros(config.vocab_size))  # the output matrix is the embeddings'
         nn.init.normal_(self.dense.weight, std=config.init_std)
         nn.init.zeros_(self.dense.bias)
@@ -623,5 +713,6 @@ class MaskedLM(SparseModel):
     def forward(self, ids: Tensor, masked: Tensor, real: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """ids (B, T), masked (M,) places in B * T, real as in `Encoder` -> logits (M, V), balance loss."""
         x, balance = self.encoder(ids, real)
-        x = self.ln_h(F.gelu(self.dense(x.flatten(0, 1).index_select(0, masked))))
+        x = x.flatten(0, 1).index_select(0, masked)  # (M, D)
+        x = self.ln_h(F.gelu(self.dense(x)))
         return F.linear(x, self.encoder.wte.weight, self.bias), balance

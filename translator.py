@@ -3,220 +3,225 @@
 Every `moe_every`-th block has experts in place of its FFN, in the encoder and, with `decoder_moe`, in the decoder; with
 `moe_after`, X-MoE's sparse layers stand in the encoder instead. Where the papers say "Transformer" and no more: norms
 come first, positions are sinusoids, one matrix embeds sources and translations and makes the logits. Tensor letters:
-B sentences, K beams of each, N tokens of a source, T of a translation, S tokens that are not padding, D model width,
-H heads, V vocabulary.
+B sentences, K beams of each, R rows of the decoder (B, or B * K), N tokens of a source, T of a translation, S tokens
+that are not padding, M of a target, D model width, H heads, V vocabulary.
 """
 
 import math
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model import FFN, ModelConfig, MoE, SparseModel, check_depths, inserted_defaults
+from model import FFN, ModelConfig, MoE, SparseModel, real_mask
 
-
-@dataclass
-class TranslatorConfig(ModelConfig):
-    """Left to themselves, all routers get the same parameters and FLOPs, as in the decoder (XMoE eq. 6)."""
-
-    n_layer: int = 4  # of the encoder
-    decoder_layers: int = 2  # of the decoder
-    dropout: float = 0.1  # after embeddings, attention and FFN
-    init_std: float = 0.04  # of the normal that weights start from
-    expert_ffns: int = 8  # a sparse layer has as many parameters as so many FFNs; the paper: 32
-    decoder_moe: bool = True  # experts in the decoder too (the text; the authors' configurations: the encoder alone)
-    moe_after: str | None = None  # X-MoE: sparse layers stand after these encoder layers, such as 3,6, and nowhere else
-    expert_layers: int | None = None  # FFNs of an expert, each with a norm and a residual; default: 3 with moe_after
-    num_experts: int | None = None  # E; default: as many parameters as expert_ffns FFNs; 32 with moe_after
-    top_k: int | None = None  # K of topk; default: ffn_size / expert_size; 2 with moe_after
-    capacity_factor: float | None = None  # gamma, inf for no limit; default: ffn_size / expert_size (equal FLOPs)
-    renormalize: bool | None = None  # softmax gate over the K chosen only; default: with moe_after and topk
-    balance_choices: str | None = None  # choices that the balance loss counts; default: first; with both of these, all
-
-    def __post_init__(self):
-        if self.router == "dense":
-            self.moe_after = None
-        if self.router == "dense" or self.moe_after:  # what then means nothing makes no other run
-            self.moe_every, self.expert_ffns, self.decoder_moe = 2, 8, True
-        self.expert_layers = (3 if self.moe_after else 0) if self.expert_layers is None else self.expert_layers
-        if self.decoder_layers < 1 or self.expert_ffns < 1:
-            raise ValueError(f"decoder_layers, expert_ffns = {self.decoder_layers}, {self.expert_ffns}: not positive")
-        super().__post_init__()
-        check_depths(self)
-        if self.select == "expert_choice" and self.sparse_blocks(decoder=True):
-            raise ValueError("expert_choice sees later tokens, so it cannot translate: add --decoder_moe false")
-
-    def sparse_defaults(self):
-        if self.moe_after:
-            inserted_defaults(self)
-            return
-        super().sparse_defaults()
-        self.renormalize, self.balance_choices = bool(self.renormalize), self.balance_choices or "first"
-
-    @property
-    def sparse_after(self) -> list[int]:
-        """The encoder layers, from 1, behind which X-MoE's layers stand."""
-        return sorted(int(depth) for depth in self.moe_after.split(",")) if self.moe_after else []
-
-    def sparse(self, layer: int, decoder: bool = False) -> bool:
-        """Whether block `layer` (from 0) of the encoder or of the decoder has experts in place of its FFN."""
-        return not self.moe_after and (self.decoder_moe or not decoder) and super().sparse(layer)
-
-    def sparse_blocks(self, decoder: bool) -> int:
-        return sum(self.sparse(i, decoder) for i in range(self.decoder_layers if decoder else self.n_layer))
-
-    @property
-    def num_sparse(self) -> int:
-        return self.sparse_blocks(False) + self.sparse_blocks(True) + len(self.sparse_after)
-
-    @property
-    def num_ffns(self) -> int:
-        return self.n_layer + self.decoder_layers - self.sparse_blocks(False) - self.sparse_blocks(True)
+KeysValues = tuple[Tensor, Tensor]  # of one block: (B, H, N, D / H) each
 
 
 class Attention(nn.Module):
     """Queries of (B, T, D) look at keys and values that were made of (B, N, D): the same sequence, or the source."""
 
-    def __init__(self, config: TranslatorConfig):
+    def __init__(self, config: ModelConfig):
         super().__init__()
         D, self.n_head = config.n_embd, config.n_head
-        self.q, self.kv, self.proj = nn.Linear(D, D), nn.Linear(D, 2 * D), nn.Linear(D, D)
+        self.q = nn.Linear(D, D)
+        self.kv = nn.Linear(D, 2 * D)
+        self.proj = nn.Linear(D, D)
 
-    def keys_values(self, h: Tensor) -> tuple[Tensor, Tensor]:
+    def keys_values(self, h: Tensor) -> KeysValues:
         """(B, N, D) -> (B, H, N, D / H) each"""
-        return self.kv(h).unflatten(2, (2, self.n_head, -1)).permute(2, 0, 3, 1, 4).unbind()
+        k, v = self.kv(h).chunk(2, dim=2)
+        return self.heads(k), self.heads(v)
 
-    def forward(self, h: Tensor, kv: tuple[Tensor, Tensor], mask: Tensor | None = None, causal: bool = False) -> Tensor:
+    def heads(self, x: Tensor) -> Tensor:
+        """(B, N, D) -> (B, H, N, D / H)"""
+        return x.unflatten(2, (self.n_head, -1)).transpose(1, 2)
+
+    def forward(self, h: Tensor, kv: KeysValues, mask: Tensor | None, causal: bool = False) -> Tensor:
         """mask (B, 1, 1, N) bool: which keys may be looked at; None: all."""
-        q = self.q(h).unflatten(2, (self.n_head, -1)).transpose(1, 2)  # (B, H, T, D / H)
-        return self.proj(F.scaled_dot_product_attention(q, *kv, mask, is_causal=causal).transpose(1, 2).flatten(2))
+        q = self.heads(self.q(h))  # (B, H, T, D / H)
+        y = F.scaled_dot_product_attention(q, *kv, mask, is_causal=causal)
+        return self.proj(y.transpose(1, 2).flatten(2))
 
 
 class Block(nn.Module):
     """Each part reads a norm of the residual stream and adds to it; only the decoder's blocks look at the source."""
 
-    def __init__(self, config: TranslatorConfig, sparse: bool, decoder: bool):
+    def __init__(self, config: ModelConfig, sparse: bool, decoder: bool):
         super().__init__()
-        self.attn, self.ln_1, self.ln_2 = Attention(config), nn.LayerNorm(config.n_embd), nn.LayerNorm(config.n_embd)
+        D = config.n_embd
+        self.ln_1, self.attn = nn.LayerNorm(D), Attention(config)
         if decoder:
-            self.cross, self.ln_c = Attention(config), nn.LayerNorm(config.n_embd)
-        self.ffn, self.sparse, self.dropout = MoE(config) if sparse else FFN(config), sparse, nn.Dropout(config.dropout)
+            self.ln_c, self.cross = nn.LayerNorm(D), Attention(config)
+        self.ln_2, self.sparse = nn.LayerNorm(D), sparse
+        self.ffn = MoE(config, "tanh") if sparse else FFN(config, "tanh")
+        self.dropout = nn.Dropout(config.dropout)
 
-    def add_ffn(self, x: Tensor, ids: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor | float]:
-        h = self.ln_2(x)
-        y, balance = self.ffn(h, ids, real) if self.sparse else (self.ffn(h), 0.0)
-        return x + self.dropout(y), balance
-
-    def encode(self, x: Tensor, ids: Tensor, real: Tensor | None, mask: Tensor | None) -> tuple[Tensor, Tensor | float]:
+    def encode(self, x: Tensor, ids: Tensor, real: Tensor | None, mask: Tensor | None):
         """(B, N, D) -> the same, balance loss"""
         h = self.ln_1(x)
-        x = x + self.dropout(self.attn(h, self.attn.keys_values(h), mask))
-        return self.add_ffn(x, ids, real)
+        y = self.attn(h, self.attn.keys_values(h), mask)
+        return self.add_ffn(x + self.dropout(y), ids, real)
 
-    def decode(self, x: Tensor, ids: Tensor, real: Tensor | None, source, mask: Tensor | None, past):
+    def decode(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        real: Tensor | None,
+        source: KeysValues,
+        mask: Tensor | None,
+        past: KeysValues | None,
+    ):
         """(R, T, D) -> the same, balance loss, keys and values of all positions so far.
 
-        source: keys and values of B sources; mask (B, 1, 1, N). R is B, or B * K where the beams of a sentence lie side
-        by side and share its keys and values. past: keys and values of the positions before, None if there are none.
+        source: of B sources; mask (B, 1, 1, N). R is B, or B * K where the beams of a sentence lie side by side and
+        share its keys and values. past: of the positions before, None if there are none.
         """
         h = self.ln_1(x)
-        kv = self.attn.keys_values(h)
+        k, v = self.attn.keys_values(h)
         if past is not None:
-            kv = tuple(torch.cat(pair, dim=2) for pair in zip(past, kv))
-        x = x + self.dropout(self.attn(h, kv, causal=past is None))
-        h = self.ln_c(x).view(len(source[0]), -1, x.shape[2])  # (B, K * T, D): here queries need no order
-        x = x + self.dropout(self.cross(h, source, mask)).view_as(x)
-        return *self.add_ffn(x, ids, real), kv
+            k = torch.cat([past[0], k], dim=2)
+            v = torch.cat([past[1], v], dim=2)
+        y = self.attn(h, (k, v), None, causal=past is None)
+        x = x + self.dropout(y)
+        B = len(source[0])
+        h = self.ln_c(x).view(B, -1, x.shape[2])  # (B, K * T, D): here queries need no order
+        y = self.cross(h, source, mask).view_as(x)
+        x, balance = self.add_ffn(x + self.dropout(y), ids, real)
+        return x, balance, (k, v)
+
+    def add_ffn(self, x: Tensor, ids: Tensor, real: Tensor | None):
+        h, balance = self.ln_2(x), 0.0
+        if self.sparse:
+            y, balance = self.ffn(h, ids, real)
+        else:
+            y = self.ffn(h)
+        return x + self.dropout(y), balance
 
 
 class Source(NamedTuple):
-    """What the decoder looks at: keys and values (B, H, N, D / H) for each of its blocks, and mask (B, 1, 1, N)."""
+    """What the decoder looks at."""
 
-    keys_values: list[tuple[Tensor, Tensor]]
-    mask: Tensor | None
+    keys_values: list[KeysValues]  # for each of its blocks
+    mask: Tensor | None  # (B, 1, 1, N) bool, True where a token is not padding; None: everywhere
 
-    def rows(self, chosen: Tensor) -> "Source":
-        mask = None if self.mask is None else self.mask[chosen]
-        return Source([(k[chosen], v[chosen]) for k, v in self.keys_values], mask)
+    def sentences(self, stay: Tensor) -> "Source":
+        """stay (B,) bool -> those sentences alone"""
+        mask = None if self.mask is None else self.mask[stay]
+        return Source(rows_of(self.keys_values, stay), mask)
+
+
+def rows_of(keys_values: list[KeysValues], rows: Tensor) -> list[KeysValues]:
+    return [(k[rows], v[rows]) for k, v in keys_values]
 
 
 class Translator(SparseModel):
-    """Encoder-decoder: source and what is written so far -> logits of the next token, and the balance loss."""
+    """Encoder-decoder: source and what is written so far -> logits of the next token, and the balance loss.
 
-    def __init__(self, config: TranslatorConfig):
+    Raises ValueError for expert_choice in the decoder, whose experts choose among tokens that are not written yet.
+    """
+
+    def __init__(self, config: ModelConfig):
         super().__init__()
-        self.config, self.sparse_after = config, config.sparse_after
-        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
-        self.encoder = nn.ModuleList(Block(config, config.sparse(i), False) for i in range(config.n_layer))
-        self.moes = nn.ModuleList(MoE(config) for _ in self.sparse_after)
-        self.decoder = nn.ModuleList(Block(config, config.sparse(i, True), True) for i in range(config.decoder_layers))
-        self.ln_e, self.ln_d = nn.LayerNorm(config.n_embd), nn.LayerNorm(config.n_embd)
+        self.config, D = config, config.n_embd
+        self.moe_after = [] if config.router == "dense" else sorted(config.moe_after)
+        self.wte = nn.Embedding(config.vocab_size, D)
         self.dropout = nn.Dropout(config.dropout)
+        self.encoder = self.blocks(config.n_layer, decoder=False)
+        self.moes = nn.ModuleList(MoE(config, "tanh") for _ in self.moe_after)
+        self.decoder = self.blocks(config.decoder_layers, decoder=True)
+        self.ln_e = nn.LayerNorm(D)
+        self.ln_d = nn.LayerNorm(D)
+        for block in self.decoder:
+            if block.sparse and block.ffn.router.select == "expert_choice":
+                raise ValueError("expert_choice sees later tokens, so it cannot translate: add --decoder_moe false")
         # As in GPT-2, what writes to the residual stream starts smaller, the deeper the model.
-        self.draw(config.init_std, config.init_std / math.sqrt(2 * max(config.n_layer, config.decoder_layers)))
+        depth = max(config.n_layer, config.decoder_layers)
+        self.draw(config.init_std, config.init_std / math.sqrt(2 * depth))
+
+    def blocks(self, layers: int, decoder: bool) -> nn.ModuleList:
+        config, blocks = self.config, nn.ModuleList()
+        in_place_of_ffns = config.router != "dense" and not config.moe_after
+        if decoder and not config.decoder_moe:
+            in_place_of_ffns = False
+        for depth in range(1, 1 + layers):
+            sparse = in_place_of_ffns and depth % config.moe_every == 0
+            blocks.append(Block(config, sparse, decoder))
+        return blocks
 
     @property
     def moe_names(self) -> list[str]:
-        """Where the MoE layers stand, in the order of `stats`."""
-        blocks = {"encoder block": self.encoder, "decoder block": self.decoder}
-        names = {id(block.ffn): f"{part} {i}" for part, own in blocks.items() for i, block in enumerate(own, 1)}
-        names |= {id(moe): f"after encoder block {depth}" for moe, depth in zip(self.moes, self.sparse_after)}
-        return [names[id(moe)] for moe in self.moe_layers]
+        """Where the MoE layers stand, in the order of `moe_layers`."""
+        names = [f"encoder block {i}" for i, block in enumerate(self.encoder, 1) if block.sparse]
+        names += [f"after encoder block {depth}" for depth in self.moe_after]
+        names += [f"decoder block {i}" for i, block in enumerate(self.decoder, 1) if block.sparse]
+        return names
 
     def embed(self, ids: Tensor, first: int = 0) -> Tensor:
         """ids (B, T), whose first stands at position `first` -> (B, T, D)"""
-        D, place = self.config.n_embd, torch.arange(first, first + ids.shape[1], device=ids.device)
-        turn = torch.exp(torch.arange(0, D, 2, device=ids.device) * (-math.log(10_000) / D))
-        angle = place[:, None] * turn  # (T, D / 2)
-        sinusoids = torch.cat([angle.sin(), angle.cos()], dim=1)[:, :D].to(self.wte.weight.dtype)
-        return self.dropout(math.sqrt(D) * self.wte(ids) + sinusoids)
+        x = math.sqrt(self.config.n_embd) * self.wte(ids)
+        position = torch.arange(first, first + ids.shape[1], device=ids.device)
+        return self.dropout(x + sinusoids(position, self.config.n_embd).to(x.dtype))
 
     def encode(self, ids: Tensor, real: Tensor | None = None) -> tuple[Source, Tensor]:
         """ids (B, N), real (S,) places in B * N of what is not padding, None if all is -> source, balance loss."""
         mask = None
         if real is not None:
-            mask = ids.new_zeros(ids.numel(), dtype=torch.bool).index_fill_(0, real, True)
-            mask = mask.view(len(ids), 1, 1, -1)
-        x, total, moes = self.embed(ids), self.ln_e.weight.new_zeros(()), list(self.moes)
+            mask = real_mask(ids, real)[:, None, None]
+        x = self.embed(ids)
+        total = self.ln_e.weight.new_zeros(())
         for depth, block in enumerate(self.encoder, 1):
             x, balance = block.encode(x, ids, real, mask)
             total = total + balance
-            for _ in range(self.sparse_after.count(depth)):  # X-MoE eq. 2
-                y, balance = moes.pop(0)(x, ids, real)
-                x, total = x + y, total + balance
+            for moe, after in zip(self.moes, self.moe_after):
+                if after == depth:  # X-MoE eq. 2
+                    y, balance = moe(x, ids, real)
+                    x, total = x + y, total + balance
         h = self.ln_e(x)
-        return Source([block.cross.keys_values(h) for block in self.decoder], mask), total
+        keys_values = [block.cross.keys_values(h) for block in self.decoder]
+        return Source(keys_values, mask), total
 
-    def decode(self, ids: Tensor, source: Source, past: list | None = None, real: Tensor | None = None):
+    def decode(
+        self,
+        ids: Tensor,
+        source: Source,
+        past: list[KeysValues] | None = None,
+        real: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, list[KeysValues]]:
         """ids (R, T) -> hidden states (R, T, D), balance loss, what to pass as `past` with the next ids, (R, 1).
 
         Raises ValueError where several ids come behind a past.
         """
         if past and ids.shape[1] > 1:
             raise ValueError(f"behind a past comes one token at a time, not {ids.shape[1]}")
-        x = self.embed(ids, past[0][0].shape[2] if past else 0)
-        total, present = self.ln_d.weight.new_zeros(()), []
-        for block, kv, before in zip(self.decoder, source.keys_values, past or [None] * len(self.decoder)):
-            x, balance, so_far = block.decode(x, ids, real, kv, source.mask, before)
+        x = self.embed(ids, first=past[0][0].shape[2] if past else 0)
+        total = self.ln_d.weight.new_zeros(())
+        present = []
+        for i, block in enumerate(self.decoder):
+            before = past[i] if past else None
+            x, balance, so_far = block.decode(x, ids, real, source.keys_values[i], source.mask, before)
             total = total + balance
             present.append(so_far)
         return self.ln_d(x), total, present
 
     def forward(
-        self, source: Tensor, target: Tensor, source_real: Tensor | None = None, target_real: Tensor | None = None
+        self,
+        source: Tensor,
+        target: Tensor,
+        source_real: Tensor | None = None,
+        target_real: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """source (B, N), target (B, T) -> logits (M, V) at the M tokens of the target that are real, balance loss.
+        """source (B, N), target (B, T) -> logits (M, V) at the tokens of the target that are real, balance loss.
 
         source_real, target_real: places in B * N and in B * T of what is not padding, ascending; None if all is.
         """
         encoded, balance = self.encode(source, source_real)
         h, more, _ = self.decode(target, encoded, real=target_real)
         h = h.flatten(0, 1)
-        h = h if target_real is None else h.index_select(0, target_real)
+        if target_real is not None:
+            h = h.index_select(0, target_real)
         return F.linear(h, self.wte.weight), balance + more
 
     @torch.no_grad()
@@ -235,87 +240,128 @@ class Translator(SparseModel):
     ) -> list[list[int]]:
         """The best translation that beam search finds of each source (B, N), ids without <s> and </s>.
 
-        Sources end in </s>. Of a source of n tokens before it a translation has at most 1.2 n + 10. Its score is the
-        sum of its log probabilities, over its length with </s> to the power of `length_penalty`; a search ends when
-        `beam` translations have ended among the best `beam` continuations. `never` are ids that no text is made of.
-        Experts have no capacity limit, so that a translation depends on nothing but its source; with `limit` they have
-        the evaluation's. Without `cache` all that is written is computed again for every token: the same translations,
-        but for rounding and for the limit, which then counts other rows.
+        Sources end in </s>. Of a source of n tokens before it a translation has at most 1.2 n + 10. `never` are ids
+        that no text is made of. Experts have no capacity limit, so that a translation depends on nothing but its
+        source; with `limit` they have the evaluation's. Without `cache` all that is written is computed again for
+        every token: the same translations, but for rounding and for the limit, which then counts other rows.
         """
-        was_training, K = self.training, beam
+        was_training = self.training
         self.eval()
-        limit = limit or self.config.select == "expert_choice"  # to which the limit is what chooses
-        with nullcontext() if limit else self.test_routing(capacity_factor=math.inf):
+        if any(moe.router.select == "expert_choice" for moe in self.moe_layers):
+            limit = True  # which is what chooses
+        with nullcontext() if limit else self.no_limit():
             encoded, _ = self.encode(source, real)
-            B, device = len(source), source.device
-            n = torch.full((B,), source.shape[1], device=device) if real is None else encoded.mask.sum(dim=(1, 2, 3))
-            most = 6 * (n - 1) // 5 + 10  # (B,)
-            state = Search(B, K, int(most.max()), bos, device)
-            banned = torch.tensor(never, dtype=torch.int64, device=device)
-            found, past = [[] for _ in range(B)], None
-            for t in range(int(most.max()) + 1):
-                written = state.written.flatten(0, 1)  # (B * K, 1 + t)
-                h, _, past = self.decode(written[:, -1:] if cache else written, encoded, past)
-                with torch.autocast(device.type, enabled=False):  # beams are told apart by small differences
-                    scores = F.linear(h[:, -1].to(self.wte.weight.dtype), self.wte.weight).log_softmax(dim=1)
-                scores.index_fill_(1, banned, -math.inf)
-                last = t >= most  # nothing but </s> may follow
-                scores = scores.view(-1, K, scores.shape[1])
-                scores[:, :, :eos].masked_fill_(last[:, None, None], -math.inf)
-                scores[:, :, eos + 1 :].masked_fill_(last[:, None, None], -math.inf)
-                order = state.step(scores, eos, length_penalty)
-                going = ~(state.ended >= K) & ~last
-                if not going.all():
-                    for number, ids in zip(state.number[~going].tolist(), state.best_ids(~going)):
-                        found[number] = ids
-                    if not going.any():
-                        break
-                    order, encoded, most = order[going], encoded.rows(going), most[going]
-                    state.keep(going)
-                past = [tuple(x.index_select(0, order.flatten()) for x in kv) for kv in past] if cache else None
+            search = Search(longest_translations(source, real), beam, bos, eos, length_penalty)
+            banned = torch.tensor(never, dtype=torch.int64, device=source.device)
+            past = None
+            while len(search.sentence):
+                ids = search.written.flatten(0, 1)  # (R, 1 + t)
+                if cache:
+                    ids = ids[:, -1:]
+                h, _, past = self.decode(ids, encoded, past)
+                scores = self.log_probabilities(h[:, -1])
+                scores[:, banned] = -math.inf
+                rows, stay = search.step(scores)
+                if not stay.all():
+                    encoded = encoded.sentences(stay)
+                past = rows_of(past, rows) if cache else None
         self.train(was_training)
-        return found
+        return search.translations()
+
+    def log_probabilities(self, h: Tensor) -> Tensor:
+        """(R, D) -> (R, V) fp32 of the next token, whatever the autocast type: small differences tell beams apart."""
+        w = self.wte.weight
+        with torch.autocast(h.device.type, enabled=False):
+            logits = F.linear(h.to(w.dtype), w)
+        return logits.float().log_softmax(dim=1)
+
+
+def sinusoids(position: Tensor, D: int) -> Tensor:
+    """(T,) -> (T, D): half of them sines, half cosines (Vaswani et al. 3.5)"""
+    i = torch.arange(0, D, 2, device=position.device)
+    turn = torch.exp(-math.log(10_000) / D * i)
+    angle = position.unsqueeze(1) * turn  # (T, D / 2)
+    both = torch.cat([angle.sin(), angle.cos()], dim=1)
+    return both[:, :D]  # one less where D is odd
+
+
+def longest_translations(source: Tensor, real: Tensor | None) -> Tensor:
+    """(B, N) -> (B,), 1.2 n + 10 for n tokens before </s>."""
+    n = torch.full_like(source[:, 0], source.shape[1] - 1)
+    if real is not None:
+        n = real_mask(source, real).sum(dim=1) - 1
+    return 6 * n // 5 + 10
 
 
 class Search:
-    """The state of a beam search over B sentences with K beams each; sentences leave it as they end."""
+    """A beam search over B sentences with K beams each. Those that have ended leave it; b are left.
 
-    def __init__(self, B: int, K: int, most: int, bos: int, device):
-        self.K = K
-        self.number = torch.arange(B, device=device)  # of each sentence that is still here
-        self.written = torch.full((B, K, 1), bos, device=device)  # (B, K, 1 + t)
-        self.score = torch.full((B, K), -math.inf, device=device)  # of what is written
+    A translation's value is the sum of its log probabilities, over its length with </s> to the power of
+    `length_penalty`. A sentence ends when K translations have ended among the K best continuations, or at its longest.
+    """
+
+    def __init__(self, longest: Tensor, K: int, bos: int, eos: int, length_penalty: float):
+        """longest (B,): how many tokens a translation may have."""
+        B, device = len(longest), longest.device
+        self.longest, self.length_penalty = longest, length_penalty
+        self.K, self.eos = K, eos
+        self.ended = torch.zeros_like(longest)  # (B,) how many translations have
+        width = int(longest.max()) + 1
+        self.best = torch.full((B, width), eos, device=device)  # ids of the best, then </s>
+        self.value = torch.full((B,), -math.inf, device=device)  # of the best
+        self.sentence = torch.arange(B, device=device)  # (b,) which ones are left
+        self.written = torch.full((B, K, 1), bos, device=device)  # (b, K, 1 + t): <s> and t tokens
+        self.score = torch.full((B, K), -math.inf, device=device)  # (b, K) the sum of their log probabilities
         self.score[:, 0] = 0.0  # all beams begin alike: only one may go on
-        self.ended = torch.zeros(B, dtype=torch.int64, device=device)  # translations that have ended
-        self.best = torch.full((B,), -math.inf, device=device)  # the best of these, its length and its ids
-        self.length = torch.zeros(B, dtype=torch.int64, device=device)
-        self.ids = torch.zeros(B, most, dtype=torch.int64, device=device)
 
-    def step(self, scores: Tensor, eos: int, length_penalty: float) -> Tensor:
-        """Takes log probabilities (B, K, V) of the next token; -> (B, K) the rows, of all B * K, that go on."""
-        (B, K, V), t = scores.shape, self.written.shape[2] - 1
+    def step(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Goes on by one token, whose log probabilities are scores (b * K, V).
+
+        -> (R,) the rows, of all b * K, that go on; (b,) bool, the sentences that are left.
+        """
+        K, V = self.K, scores.shape[1]
+        t = self.written.shape[2] - 1
+        last = t >= self.longest[self.sentence]  # (b,)
+        not_end = torch.arange(V, device=scores.device) != self.eos
+        scores = scores.unflatten(0, (-1, K))  # (b, K, V)
+        scores = scores.masked_fill(last[:, None, None] & not_end, -math.inf)
+        total = self.score.unsqueeze(2) + scores
         # Of 2 K continuations at most K are ends, so that K go on.
-        score, place = (self.score[:, :, None] + scores).flatten(1).topk(2 * K)  # (B, 2 K)
+        score, place = total.flatten(1).topk(2 * K)  # (b, 2 K)
         beam, token = place // V, place % V
-        end = (token == eos) & score.isfinite()
+        self.end(score, beam, token)
+        rows = self.extend(score, beam, token)  # (b, K)
+        stay = (self.ended[self.sentence] < K) & ~last
+        self.sentence = self.sentence[stay]
+        self.written = self.written[stay]
+        self.score = self.score[stay]
+        return rows[stay].flatten(), stay
 
-        value = torch.where(end, score / (t + 1) ** length_penalty, -math.inf)[:, :K]
-        value, which = value.max(dim=1)
-        better = value > self.best
-        ids = self.written[torch.arange(B, device=place.device), beam.gather(1, which[:, None])[:, 0], 1:]  # (B, t)
-        self.ids[:, :t] = torch.where(better[:, None], ids, self.ids[:, :t])
-        self.length, self.best = torch.where(better, t, self.length), torch.where(better, value, self.best)
-        self.ended += end[:, :K].sum(dim=1)
+    def end(self, score: Tensor, beam: Tensor, token: Tensor):
+        """Counts the translations among the K best of 2 K continuations, (b, 2 K) each, and keeps the best so far."""
+        ends = (token == self.eos) & score.isfinite()
+        ends[:, self.K :] = False
+        self.ended[self.sentence] += ends.sum(dim=1)
+        length = self.written.shape[2]  # with </s>
+        value = score / length**self.length_penalty
+        value, which = value.masked_fill(~ends, -math.inf).max(dim=1)  # (b,)
+        better = value > self.value[self.sentence]
+        sentence = self.sentence[better]
+        self.value[sentence] = value[better]
+        beam = beam[better, which[better]]
+        self.best[sentence, : length - 1] = self.written[better, beam, 1:]
 
-        self.score, place = score.masked_fill(token == eos, -math.inf).topk(K)
-        beam, token = beam.gather(1, place), token.gather(1, place)
-        written = self.written.gather(1, beam[:, :, None].expand(-1, -1, t + 1))
-        self.written = torch.cat([written, token[:, :, None]], dim=2)
-        return beam + K * torch.arange(B, device=beam.device)[:, None]
+    def extend(self, score: Tensor, beam: Tensor, token: Tensor) -> Tensor:
+        """Of 2 K continuations, (b, 2 K) each, the K best that are no ends go on -> (b, K) their rows."""
+        score = score.masked_fill(token == self.eos, -math.inf)
+        self.score, which = score.topk(self.K)
+        beam = beam.gather(1, which)  # (b, K)
+        token = token.gather(1, which)
+        sentence = torch.arange(len(beam), device=beam.device).unsqueeze(1)  # (b, 1)
+        written = self.written[sentence, beam]  # (b, K, 1 + t)
+        self.written = torch.cat([written, token.unsqueeze(2)], dim=2)
+        return self.K * sentence + beam
 
-    def best_ids(self, chosen: Tensor) -> list[list[int]]:
-        return [ids[:n] for ids, n in zip(self.ids[chosen].tolist(), self.length[chosen].tolist())]
-
-    def keep(self, chosen: Tensor):
-        for name in ("number", "written", "score", "ended", "best", "length", "ids"):
-            setattr(self, name, getattr(self, name)[chosen])
+    def translations(self) -> list[list[int]]:
+        ids = self.best.tolist()
+        return [row[: row.index(self.eos)] for row in ids]

@@ -36,7 +36,8 @@ def _walk(node: ast.AST) -> Iterator[str]:
         if node.targets[0].attr == "__doc__":
             yield from map(inspect.cleandoc, _literals(node.value))
     elif isinstance(node, ast.Call) and ADD_DOC.match(_name(node.func)):
-        yield from (inspect.cleandoc(text) for argument in node.args for text in _literals(argument))
+        for argument in node.args:
+            yield from map(inspect.cleandoc, _literals(argument))
     for child in _documented(node):
         yield from _walk(child)
 

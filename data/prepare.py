@@ -2,9 +2,9 @@
 
     python -m data.prepare pydocs                                  # docstrings on this disk, 15 s, no network
     python -m data.prepare wikitext103 [--source DIR]              # the hub, or DIR/wiki.{train,valid,test}.raw
-    python -m data.prepare openwebtext [--max_tokens 100000000]    # streamed when limited
+    python -m data.prepare openwebtext [--max_tokens 100000000]    # streamed
     python -m data.prepare text --source FILE_OR_DIR --out DIR     # your own UTF-8 text
-    python -m data.prepare catalogs                                # Django's messages in 97 languages, no network
+    python -m data.prepare catalogs                                # Django's messages in 96 languages, no network
     python -m data.prepare cc100 --spm PATH --languages de,sw --max_tokens 1000000       # streamed; mc4 likewise
     python -m data.prepare cc100 --spm PATH --source DIR           # or your own: DIR/de.txt, DIR/sw.jsonl.xz
     python -m data.prepare catalogs-pairs                          # the same messages beside their English, no network
@@ -20,7 +20,6 @@ two documents; train.idx, valid.idx and test.idx say where each begins, valid.js
 were read. The folder appears whole or not at all; data prepared earlier stays until the new data is complete.
 """
 
-import argparse
 import difflib
 import hashlib
 import importlib.metadata
@@ -29,98 +28,80 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
+import tyro
 from tqdm import tqdm
 
-from data import corpora
-from data.bitext import BITEXT
-from data.corpora import SPLITS
-from data.multilingual import MULTILINGUAL
+from data.corpora import CORPORA, Corpus
+from data.files import SPLITS
 from data.tokenizers import XLMR, SentencePiece, Tokenizer, gpt2, load_tokenizer, train_sentencepiece
 
-SEVERAL = MULTILINGUAL | BITEXT  # of many languages, or pairs of them
-CORPORA = corpora.CORPORA | SEVERAL
 PREPARED = Path(__file__).parent / "prepared"
-OUTPUTS = {f"{split}.{suffix}" for split in SPLITS for suffix in ("bin", "idx")} | {"valid.jsonl", "test.jsonl"}
-OUTPUTS |= {"tokenizer.model", "xlmr.model", "tokenizer.tiktoken", "meta.json"}
-# language -> (split, text) of its documents, or (split, text, text) of pairs; None: one language
-Groups = dict[str | None, Iterable[tuple[str, ...]]]
-COUNTS = ("tokens", "words", "documents", "bytes", "characters")
+OUTPUTS = {"tokenizer.model", "xlmr.model", "tokenizer.tiktoken", "meta.json", "valid.jsonl", "test.jsonl"}
+OUTPUTS |= {f"{split}.{suffix}" for split in SPLITS for suffix in ("bin", "idx")}
 BATCH_CHARS = 2_000_000  # of text, encoded at once
 BPE_PAIRS = 2_000_000  # that a joint BPE is trained on, at most
 ENOUGH = 10_000  # tokens of valid and of test that end a limited reading (of a language), once train is full
+# language -> (split, text) of its documents, or (split, text, text) of pairs; None: one language
+Groups = dict[str | None, Iterable[tuple[str, ...]]]
 
 
 def prepare(
-    name: str,
-    source: Path | str | None = None,
-    tokenizer: Path | str | None = None,
+    name: tyro.conf.Positional[str],
+    source: str | Path | None = None,
+    tokenizer: Path | None = None,
     max_tokens: int | None = None,
-    out: Path | str | None = None,
-    spm: Path | str | None = None,
-    languages: Sequence[str] | None = None,
+    out: Path | None = None,
+    spm: Path | None = None,
+    languages: str | None = None,
     pieces: int | None = None,
 ) -> Path:
     """Prepare corpus `name` and return its folder.
 
-    source: local file or folder to read; tokenizer: file to use (pydocs trains its own, the others use GPT-2's);
-    max_tokens: no training document begins beyond this many tokens; out: folder, by default data/prepared/NAME.
-    Corpora of many languages count max_tokens in each, take their tokenizer from `spm`, a SentencePiece model to be
-    read with XLM-R's ids (catalogs trains its own), and can be restricted to some `languages`; those of translation
-    pairs likewise, `languages` being pairs such as de-en, or they train a joint BPE of so many `pieces` (those meant
-    for translation always, unless given `spm`).
     Raises ValueError, OSError or ImportError with one line for the user; what `out` held before is then unchanged.
+
+    Args:
+        name: see data/README.md; pydocs, catalogs, catalogs-pairs and catalogs-en need no network
+        source: local file or folder to read instead of the network
+        tokenizer: file for a corpus of one language, a GPT-2 rank file or a SentencePiece *.model, in place of GPT-2's
+        max_tokens: no training document begins beyond this many tokens, of each language where there are many
+        out: folder to write, by default data/prepared/NAME
+        spm: SentencePiece model for corpora of many languages, read with XLM-R's ids
+        languages: de,en,sw: only these of many; de-en,en-fr: pairs
+        pieces: of a joint BPE, trained on the translation pairs, in place of spm
     """
-    if name not in CORPORA:
-        nearest = difflib.get_close_matches(name, CORPORA, n=1, cutoff=0)[0]
-        raise ValueError(f"unknown corpus {name!r}; did you mean {nearest!r}? (there are {', '.join(CORPORA)})")
-    if max_tokens is not None and max_tokens < 1:
-        raise ValueError(f"max_tokens must be positive, not {max_tokens}")
-    if source is not None and not (str(source) and Path(source).exists()):
-        raise FileNotFoundError(f"--source {source} does not exist")
-    if source is None and CORPORA[name].origin is None:
-        raise ValueError(f"corpus {name!r} needs --source FILE or DIR")
-    pieces = CORPORA[name].pieces if pieces is None and not spm else pieces
-    check_options(name, tokenizer, spm, languages, pieces)
-    corpus, kind = CORPORA[name], XLMR if name in SEVERAL else SentencePiece
+    check_options(name, source, tokenizer, max_tokens, spm, languages, pieces)
+    corpus = CORPORA[name]
     out = Path(out or PREPARED / name).resolve()
     check_replaceable(out)
-    given = load_tokenizer(spm, kind="xlmr") if spm else load_tokenizer(tokenizer) if tokenizer else None
-    where = Path(source) if source else None
-
-    def read() -> Groups:
-        found = corpus.read(where, max_tokens is not None)
-        return found if name in SEVERAL else {None: found}
-
-    groups = read()
-    if pieces:
-        given = joint_bpe(chosen(languages, groups), pieces, max_tokens)
-        groups = read()  # from the start
-    elif corpus.packages and given is None:
-        groups = {language: list(documents) for language, documents in groups.items()}
-        learned = corpus.vocabulary(where, False) if corpus.vocabulary else groups
-        texts = (text for documents in learned.values() for split, text in documents if split == "train")
-        given = train_sentencepiece(texts, kind=kind)
-    groups = chosen(languages, groups)
+    source = Path(source) if source else None
+    everything = read(corpus, source)
+    groups = select(everything, languages)
+    if spm:
+        chosen = load_tokenizer(spm, kind="xlmr")
+    elif tokenizer:
+        chosen = load_tokenizer(tokenizer)
+    elif pieces or corpus.pieces:
+        # groups can be gone through once
+        chosen = joint_bpe(select(read(corpus, source), languages), pieces or corpus.pieces, max_tokens)
+    elif corpus.packages:
+        # of all languages, so that it does not depend on --languages
+        learned = read(CORPORA[corpus.vocabulary], source) if corpus.vocabulary else everything
+        chosen = train_sentencepiece(training_texts(learned), kind=SentencePiece if corpus.kind == "text" else XLMR)
+    else:
+        chosen = gpt2()
 
     partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
-        origin = (
-            f"{corpus.origin} and {source}"
-            if source and corpus.packages == ("django",)
-            else str(source or corpus.origin)
-        )
-        meta = {"name": name, "source": origin} | ({"kind": "pairs"} if name in BITEXT else {})
-        if corpus.packages:
-            versions = {package: importlib.metadata.version(package) for package in corpus.packages}
-            meta["versions"] = {"python": platform.python_version(), **versions}
-        write(partial, groups, given or gpt2(), max_tokens, meta)
+        meta = {"name": name, **provenance(corpus, source), "kind": corpus.kind}
+        write(partial, groups, chosen, max_tokens, meta)
         replace(out, partial)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -143,197 +124,225 @@ def ready(name: str, spm: str | None = None, make: bool = True) -> Path:
         folder = PREPARED / f"{name}-{hashlib.sha256(Path(spm).read_bytes()).hexdigest()[:8]}"
     if installed and make and not folder.exists():
         prepare(name, spm=spm, out=folder)
-    return folder if installed or folder.exists() or not Path(name).exists() else Path(name)
+    if not installed and not folder.exists() and Path(name).exists():
+        return Path(name)
+    return folder
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# what to read, and with which tokenizer
+
+
+def check_options(name: str, source, tokenizer, max_tokens, spm, languages, pieces):
+    """Refuse what makes no sense or is meant for another kind of corpus."""
+    if name not in CORPORA:
+        nearest = difflib.get_close_matches(name, CORPORA, n=1, cutoff=0)[0]
+        raise ValueError(f"unknown corpus {name!r}; did you mean {nearest!r}? (there are {', '.join(CORPORA)})")
+    corpus = CORPORA[name]
+    many = ", ".join(other for other in CORPORA if CORPORA[other].kind != "text")
+    if max_tokens is not None and max_tokens < 1:
+        raise ValueError(f"max_tokens must be positive, not {max_tokens}")
+    if source is None and corpus.read is None:
+        raise ValueError(f"corpus {name!r} needs --source FILE or DIR")
+    if source is not None and not (str(source) and Path(source).exists()):
+        raise FileNotFoundError(f"--source {source} does not exist")
+    if pieces is not None and (spm or corpus.kind != "pairs"):
+        raise ValueError("--pieces is for translation pairs (bitext, wmt10, ...), without --spm")
+    if pieces is not None and pieces < 1:
+        raise ValueError(f"pieces must be positive, not {pieces}")
+    if corpus.kind == "text" and spm:
+        raise ValueError(f"--spm is for corpora of many languages ({many}); corpus {name!r} takes --tokenizer")
+    if corpus.kind == "text" and languages is not None:
+        raise ValueError(f"--languages is for corpora of many languages ({many}), not for {name!r}")
+    if corpus.kind != "text" and tokenizer:
+        raise ValueError(f"corpus {name!r} takes a SentencePiece model, for XLM-R's ids: --spm instead of --tokenizer")
+    if corpus.kind != "text" and not (spm or pieces or corpus.pieces or corpus.packages):
+        hint = ", or --pieces N: a joint BPE of the pairs" if corpus.kind == "pairs" else ""
+        raise ValueError(f"corpus {name!r} needs --spm PATH: a SentencePiece model such as XLM-R's{hint}")
+
+
+def read(corpus: Corpus, source: Path | None) -> Groups:
+    found = corpus.local(source) if source else corpus.read()
+    groups = {None: found} if corpus.kind == "text" else found
+    if corpus.packages:  # small, and gone through twice: for the tokenizer and for the tokens
+        return {language: list(documents) for language, documents in groups.items()}
+    return groups
+
+
+def select(groups: Groups, languages: str | None) -> Groups:
+    """The groups of these languages, sorted; None: all. ValueError offers the nearest name for an unknown one."""
+    if languages is None:
+        return groups
+    chosen = sorted(set(languages.split(",")))
+    for language in chosen:
+        if language not in groups:
+            nearest = difflib.get_close_matches(language, groups, n=1, cutoff=0)[0]
+            raise ValueError(f"no language {language!r} among {len(groups)}; did you mean {nearest!r}?")
+    return {language: groups[language] for language in chosen}
+
+
+def training_texts(groups: Groups, most: int | None = None) -> Iterator[str]:
+    """Every text of the first `most` training documents or pairs of each language."""
+    for documents in groups.values():
+        train = (texts for split, *texts in documents if split == "train")
+        for texts in islice(train, most):
+            yield from texts
 
 
 def joint_bpe(groups: Groups, pieces: int, limit: int | None) -> XLMR:
     """Of both sides of the first training pairs, up to BPE_PAIRS in all (or `limit`), as many from each language."""
     most = min(BPE_PAIRS, limit or BPE_PAIRS) // len(groups)
-    pairs = (islice((texts for split, *texts in pairs if split == "train"), most) for pairs in groups.values())
-    texts = (text for some in pairs for both in some for text in both)
-    return train_sentencepiece(texts, pieces + XLMR.added, XLMR, model_type="bpe")
+    return train_sentencepiece(training_texts(groups, most), pieces + XLMR.added, XLMR, model_type="bpe")
 
 
-def check_options(
-    name: str,
-    tokenizer: Path | str | None,
-    spm: Path | str | None,
-    languages: Sequence[str] | None,
-    pieces: int | None,
-):
-    """Refuse what is meant for the other kind of corpus."""
-    several = ", ".join(SEVERAL)
-    if pieces is not None and (spm or name not in BITEXT):
-        raise ValueError(f"--pieces is for translation pairs ({', '.join(BITEXT)}), without --spm")
-    if pieces is not None and pieces < 1:
-        raise ValueError(f"pieces must be positive, not {pieces}")
-    if name in SEVERAL and tokenizer:
-        raise ValueError(f"corpus {name!r} takes a SentencePiece model, for XLM-R's ids: --spm instead of --tokenizer")
-    if name in SEVERAL and not (spm or pieces or CORPORA[name].packages):
-        hint = ", or --pieces N: a joint BPE of the pairs" if name in BITEXT else ""
-        raise ValueError(f"corpus {name!r} needs --spm PATH: a SentencePiece model such as XLM-R's{hint}")
-    if name not in SEVERAL and spm:
-        raise ValueError(f"--spm is for corpora of many languages ({several}); corpus {name!r} takes --tokenizer")
-    if name not in SEVERAL and languages is not None:
-        raise ValueError(f"--languages is for corpora of many languages ({several}), not for {name!r}")
+def provenance(corpus: Corpus, source: Path | None) -> dict:
+    """Where the text comes from, as meta.json tells it."""
+    origin = str(source or corpus.origin)
+    if source and "django" in corpus.packages:
+        origin = f"{corpus.origin} and {source}"
+    versions = {"python": platform.python_version()}
+    for package in corpus.packages:
+        versions[package] = importlib.metadata.version(package)
+    return {"source": origin, "versions": versions}
 
 
-def chosen(languages: Sequence[str] | None, groups: Groups) -> Groups:
-    """The groups of these languages, sorted; None: all. ValueError offers the nearest name for an unknown one."""
-    if languages is None:
-        return groups
-    for language in languages:
-        if language not in groups:
-            nearest = difflib.get_close_matches(language, groups, n=1, cutoff=0)[0]
-            raise ValueError(f"no language {language!r} among {len(groups)}; did you mean {nearest!r}?")
-    return {language: groups[language] for language in sorted(set(languages))}
+# ---------------------------------------------------------------------------------------------------------------------
+# writing
 
 
 def write(folder: Path, groups: Groups, tokenizer: Tokenizer, limit: int | None, meta: dict):
     """Stream the documents into `folder`, language by language, meta.json last."""
     dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
-    kind = PairFile if meta.get("kind") == "pairs" else SplitFile
-    splits = {split: kind(folder / f"{split}.bin", dtype, tokenizer.eot) for split in SPLITS}
-    needed = {"train": limit, "valid": min(limit, ENOUGH), "test": min(limit, ENOUGH)} if limit else {}
-    with tqdm(desc="encoding", unit="doc", disable=None) as bar:
+    unit = "pairs" if meta["kind"] == "pairs" else "documents"
+    counts = {}  # language -> split -> counts
+    with ExitStack() as stack, tqdm(desc="encoding", unit="doc", disable=None) as bar:
+        files = {split: stack.enter_context(SplitFiles(folder, split, dtype, unit)) for split in SPLITS}
         for language, documents in groups.items():
-            counts = {split: file.begin(language) for split, file in splits.items()}
+            counts[language] = own = {split: files[split].begin() for split in SPLITS}
             for batch in batches(documents):
-                ids = iter(tokenizer.encode_batch([text for _, *texts in batch for text in texts]))
+                ids = iter(tokenizer.encode_batch(list(chain.from_iterable(texts for _, *texts in batch))))
                 for split, *texts in batch:
-                    tokens = [next(ids) for _ in texts]
-                    if limit is None or split != "train" or counts["train"]["tokens"] < limit:
-                        splits[split].append(texts, tokens)
+                    tokens = [[*next(ids), tokenizer.eot] for _ in texts]
+                    if limit is None or split != "train" or own["train"]["tokens"] < limit:
+                        files[split].append(texts, tokens)
                 bar.update(len(batch))
-                bar.set_postfix(tokens=f"{sum(file.written for file in splits.values()):,}")
-                if limit and all(counts[split]["tokens"] >= needed[split] for split in SPLITS):
+                if limit and own["train"]["tokens"] >= limit and held_out_is_enough(own, limit):
                     break
-            if language and not counts["train"][kind.unit]:
-                total = sum(count[kind.unit] for count in counts.values())
-                what = f"language {language!r} of {meta['source']} has no training text ({total:,} {kind.unit} in all)"
+            if language and not own["train"][unit]:
+                total = sum(count[unit] for count in own.values())
+                what = f"language {language!r} of {meta['source']} has no training text ({total:,} {unit} in all)"
                 raise ValueError(f"{what}: give more, or leave it out with --languages")
-    counts = {split: file.close() for split, file in splits.items()}
-    empty = [split for split in SPLITS if not counts[split][kind.unit]]
-    if empty:
-        total = sum(count[kind.unit] for count in counts.values())
-        raise ValueError(f"split {empty[0]!r} is empty ({total:,} {kind.unit} in all): give more text, or files for it")
+    splits = {}
+    for split in SPLITS:
+        keys = [key for key in files[split].counts if key not in ("start", "first")]
+        splits[split] = {key: sum(own[split][key] for own in counts.values()) for key in keys}
+    total = sum(count[unit] for count in splits.values())
+    for split in SPLITS:
+        if not splits[split][unit]:
+            raise ValueError(f"split {split!r} is empty ({total:,} {unit} in all): give more text, or files for it")
     tokenizer.save(folder)
-    meta |= {"splits": counts, "dtype": dtype}
-    if None not in groups:
-        meta["languages"] = {name: {split: splits[split].languages[name] for split in SPLITS} for name in groups}
+    meta |= {"splits": splits, "dtype": dtype}
+    if None not in counts:
+        meta["languages"] = counts
     meta["tokenizer"] = {key: getattr(tokenizer, key) for key in ("kind", "vocab_size", "eot", "sha256")}
+    meta["files"] = {path.name: sha256(path) for path in sorted(folder.iterdir())}
     meta["checksum"] = checksum(meta)
     (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
 
 
+def held_out_is_enough(counts: dict[str, dict], limit: int) -> bool:
+    return all(counts[split]["tokens"] >= min(limit, ENOUGH) for split in ("valid", "test"))
+
+
 def batches(documents: Iterable[tuple[str, ...]]) -> Iterator[list[tuple[str, ...]]]:
     """Documents or pairs in lists of about BATCH_CHARS characters; those with a text of white space are left out."""
-    batch, chars = [], 0
+    batch = []
+    chars = 0
     for split, *texts in documents:
         if all(text.strip() for text in texts):
             # a lone surrogate (an escape in JSON or in a docstring) has no UTF-8 form and becomes "?"
             batch.append((split, *(text.encode("utf-8", "replace").decode() for text in texts)))
-            chars += sum(map(len, texts))
+            chars += sum(len(text) for text in texts)
         if chars >= BATCH_CHARS:
             yield batch
-            batch, chars = [], 0
+            batch = []
+            chars = 0
     if batch:
         yield batch
 
 
-class SplitFile:
-    """One .bin file being written, with what meta.json says of it."""
+class SplitFiles:
+    """The files of one split being written: .bin, and of pairs .idx, where every text begins, and the end.
 
-    unit = "documents"
+    Held-out pairs are kept as text too, in .jsonl, one JSON list a line: translations are scored against what was
+    really written.
+    """
 
-    def __init__(self, path: Path, dtype: str, eot: int):
-        self.file, self.dtype, self.eot, self.hash = path.open("wb"), dtype, eot, hashlib.sha256()
-        self.written, self.languages = 0, {}  # tokens so far; language -> counts
+    def __init__(self, folder: Path, split: str, dtype: str, unit: str):
+        self.dtype, self.unit = dtype, unit
+        self.tokens = (folder / f"{split}.bin").open("wb")
+        self.index = (folder / f"{split}.idx").open("wb") if unit == "pairs" else None
+        self.texts = None
+        if unit == "pairs" and split != "train":
+            self.texts = (folder / f"{split}.jsonl").open("w", encoding="utf-8")
+        self.written = self.units = 0  # tokens, and documents or pairs
+        if self.index:
+            self.index.write(np.int64(0).tobytes())
 
-    def begin(self, language: str | None) -> dict[str, int]:
-        """What follows is of this language; returns its counts, which grow with every text."""
-        self.counts = self.languages[language] = {"start": self.written} | dict.fromkeys(COUNTS, 0)
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for file in (self.tokens, self.index, self.texts):
+            if file:
+                file.close()
+
+    def begin(self) -> dict[str, int]:
+        """What follows is of another language; returns its counts, which grow with every text."""
+        self.counts = {"start": self.written, "tokens": 0, "words": 0, "bytes": 0, "characters": 0, self.unit: 0}
+        if self.index:
+            self.counts["first"] = self.units
         return self.counts
 
     def append(self, texts: list[str], ids: list[list[int]]):
+        """A document or a pair, with an end behind each text."""
+        if min(len(tokens) for tokens in ids) == 1 and self.index:
+            return  # a text of characters that the tokenizer drops
+        self.units += 1
+        self.counts[self.unit] += 1
         for text, tokens in zip(texts, ids, strict=True):
-            data = np.array([*tokens, self.eot], dtype=self.dtype).tobytes()
-            self.file.write(data)
-            self.hash.update(data)
-            self.written += len(tokens) + 1
-            sizes = (len(tokens) + 1, len(text.split()), 1, len(text.encode()), len(text))
-            for key, size in zip(COUNTS, sizes):
-                self.counts[key] += size
-
-    def close(self) -> dict:
-        """The counts of all languages together, and the SHA-256 of the file."""
-        self.file.close()
-        keys = dict.fromkeys([*COUNTS, self.unit])
-        total = {key: sum(counts[key] for counts in self.languages.values()) for key in keys}
-        return total | {"sha256": self.hash.hexdigest()}
-
-
-class PairFile(SplitFile):
-    """SplitFile for pairs; the .idx file beside it holds where every text begins, and the end, (2 pairs + 1,) int64.
-
-    Held-out pairs are kept as text too, one JSON list a line: translations are scored against what was really written.
-    """
-
-    unit = "pairs"
-
-    def __init__(self, path: Path, dtype: str, eot: int):
-        super().__init__(path, dtype, eot)
-        self.index, self.index_hash, self.pairs = path.with_suffix(".idx").open("wb"), hashlib.sha256(), 0
-        self.texts = None if path.stem == "train" else path.with_suffix(".jsonl").open("wb")
-        self.texts_hash = hashlib.sha256()
-        self.mark(0)
-
-    def mark(self, *places: int):
-        data = np.array(places, dtype="int64").tobytes()
-        self.index.write(data)
-        self.index_hash.update(data)
-
-    def begin(self, language: str | None) -> dict[str, int]:
-        counts = super().begin(language)
-        counts |= {"first": self.pairs, "pairs": 0}
-        return counts
-
-    def append(self, texts: list[str], ids: list[list[int]]):
-        if not all(ids):  # a text of characters that the tokenizer drops
-            return
-        start = self.written
-        super().append(texts, ids)
-        self.mark(start + len(ids[0]) + 1, self.written)
+            self.tokens.write(np.array(tokens, dtype=self.dtype).tobytes())
+            self.written += len(tokens)
+            self.counts["tokens"] += len(tokens)
+            self.counts["words"] += len(text.split())
+            self.counts["bytes"] += len(text.encode())
+            self.counts["characters"] += len(text)
+            if self.index:
+                self.index.write(np.int64(self.written).tobytes())
         if self.texts:
-            line = json.dumps(texts, ensure_ascii=False).encode() + b"\n"
-            self.texts.write(line)
-            self.texts_hash.update(line)
-        self.counts["pairs"] += 1
-        self.pairs += 1
+            self.texts.write(json.dumps(texts, ensure_ascii=False) + "\n")
 
-    def close(self) -> dict:
-        self.index.close()
-        counts = super().close() | {"index_sha256": self.index_hash.hexdigest()}
-        if self.texts:
-            self.texts.close()
-            counts["texts_sha256"] = self.texts_hash.hexdigest()
-        return counts
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def checksum(meta: dict) -> str:
-    """One hash for the tokens of all splits (and where pairs of them begin) and the tokenizer that made them."""
-    keys = [key for key in ("sha256", "index_sha256") if key in meta["splits"]["train"]]
-    parts = [meta["splits"][split][key] for key in keys for split in SPLITS] + [meta["tokenizer"]["sha256"]]
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+    """One hash for the data: every file, count and the tokenizer, but not where they come from."""
+    data = {key: value for key, value in meta.items() if key not in ("name", "source", "versions", "checksum")}
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 
 def check_replaceable(out: Path):
     """Refuse to replace anything that this module did not write."""
-    here = sorted(entry.name for entry in out.iterdir()) if out.is_dir() else []
+    if out.is_file():
+        raise ValueError(f"--out {out} is a file; give a folder that is new, empty or prepared data")
+    here = sorted(path.name for path in out.iterdir()) if out.exists() else []
     # without a meta.json nothing is ours: somebody's texts may be called test.jsonl
     foreign = [name for name in here if name not in OUTPUTS or "meta.json" not in here]
-    if foreign or (out.exists() and not out.is_dir()):
-        what = f"holds other files ({foreign[0]})" if foreign else "is a file"
+    if foreign:
+        what = f"holds other files ({foreign[0]})"
         raise ValueError(f"--out {out} {what}; give a folder that is new, empty or prepared data")
 
 
@@ -346,48 +355,25 @@ def replace(out: Path, new: Path):
     shutil.rmtree(old, ignore_errors=True)
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# the command
+
+
 def summary(folder: Path) -> str:
     """The counts of a prepared corpus as a small table."""
     meta = json.loads((folder / "meta.json").read_text())
-    unit, groups = ("pairs", "language pairs") if meta.get("kind") == "pairs" else ("documents", "languages")
-    keys = ("tokens", "words", unit, "bytes")
-    rows = [f"{split:8}" + "".join(f"{meta['splits'][split][key]:>16,}" for key in keys) for split in SPLITS]
-    languages = [f"{len(meta['languages'])} {groups}"] if "languages" in meta else []
-    return "\n".join([f"{'':8}" + "".join(f"{key:>16}" for key in keys), *rows, *languages, f"-> {folder}"])
+    keys = ("tokens", "words", "pairs" if meta["kind"] == "pairs" else "documents", "bytes")
+    lines = [f"{'':8}" + "".join(f"{key:>16}" for key in keys)]
+    for split in SPLITS:
+        lines.append(f"{split:8}" + "".join(f"{meta['splits'][split][key]:>16,}" for key in keys))
+    if "languages" in meta:
+        lines.append(f"{len(meta['languages'])} language" + (" pairs" if meta["kind"] == "pairs" else "s"))
+    return "\n".join([*lines, f"-> {folder}"])
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        prog="python -m data.prepare",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-
-    def error(message: str):
-        options = ("--source", "--tokenizer", "--spm", "--languages", "--pieces", "--max_tokens", "--out")
-        close = [option for word in message.split() for option in difflib.get_close_matches(word, options, n=1)]
-        sys.exit(f"error: {message}" + (f": did you mean {close[0]}?" if close else ""))
-
-    parser.error = error
-    parser.add_argument("name", metavar="NAME", help=", ".join(CORPORA))
-    parser.add_argument("--source", help="local file or folder to read instead of the network")
-    parser.add_argument("--tokenizer", help="tokenizer file: a GPT-2 rank file or a SentencePiece *.model")
-    parser.add_argument("--spm", help=f"SentencePiece model, for {', '.join(SEVERAL)}: read with XLM-R's ids")
-    parser.add_argument(
-        "--languages", type=lambda names: names.split(","), help="de,en,sw: only these of many; de-en,en-fr: pairs"
-    )
-    parser.add_argument(
-        "--pieces", type=int, help="of a joint BPE, trained on the translation pairs, in place of --spm"
-    )
-    parser.add_argument(
-        "--max_tokens",
-        type=int,
-        help="no training document begins beyond this many tokens, of each language where there are many",
-    )
-    parser.add_argument("--out", help="folder to write (default data/prepared/NAME beside this file)")
     try:
-        print(summary(prepare(**vars(parser.parse_args()))))
+        print(summary(tyro.cli(prepare, prog="python -m data.prepare", description=__doc__, use_underscores=True)))
     except (ValueError, OSError, ImportError) as error:
         sys.exit(f"error: {error}")
 

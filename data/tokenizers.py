@@ -56,8 +56,10 @@ class SentencePiece:
         return [self._encode_marked(text) if "▁" in text else ids for text, ids in zip(texts, batch, strict=True)]
 
     def _encode_marked(self, text: str) -> list[int]:
-        first, *rest = self.processor.encode(text.split("▁"))
-        return first + [token for part in rest for token in self.space_mark + part]
+        ids, *rest = self.processor.encode(text.split("▁"))
+        for part in rest:
+            ids += self.space_mark + part
+        return ids
 
     def decode(self, ids: list[int]) -> str:
         """Text of the ids; an incomplete UTF-8 sequence becomes U+FFFD."""
@@ -112,17 +114,12 @@ class GPT2:
     vocab_size, eot = GPT2_RANKS + 1, GPT2_RANKS
 
     def __init__(self, ranks: dict[bytes, int]):
-        lines = (base64.b64encode(token) + b" %d\n" % rank for token, rank in sorted(ranks.items(), key=lambda x: x[1]))
-        self.file = b"".join(lines)
+        self.file = b""
+        for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
+            self.file += base64.b64encode(token) + b" %d\n" % rank
         self.sha256 = hashlib.sha256(self.file).hexdigest()
         special = {"<|endoftext|>": self.eot}
-        self.encoding = tiktoken.Encoding(
-            "gpt2",
-            pat_str=GPT2_PATTERN,
-            mergeable_ranks=ranks,
-            special_tokens=special,
-            explicit_n_vocab=self.vocab_size,
-        )
+        self.encoding = tiktoken.Encoding("gpt2", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens=special)
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """The token ids of each text, without special tokens."""
@@ -153,7 +150,8 @@ def train_sentencepiece(
 
     def lines():
         try:
-            yield from (line for text in texts for line in text.split("\n") if line)
+            for text in texts:
+                yield from filter(None, text.split("\n"))
         except BaseException as error:  # of the texts, or Ctrl-C: SentencePiece would report it as its own
             unread.append(error)
             raise
@@ -187,10 +185,9 @@ def gpt2() -> GPT2:
     try:
         return GPT2(tiktoken.get_encoding("r50k_base")._mergeable_ranks)
     except (OSError, ValueError) as error:
-        hint = (
-            "set TIKTOKEN_CACHE_DIR to a filled cache, or pass a rank file (r50k_base.tiktoken) with --tokenizer PATH"
-        )
-        raise OSError(f"the GPT-2 vocabulary cannot be downloaded ({type(error).__name__}): {hint}") from error
+        what = f"the GPT-2 vocabulary cannot be downloaded ({type(error).__name__})"
+        hint = "set TIKTOKEN_CACHE_DIR to a filled cache, or pass r50k_base.tiktoken with --tokenizer PATH"
+        raise OSError(f"{what}: {hint}") from error
 
 
 def load_tokenizer(path: Path | str, kind: str | None = None) -> Tokenizer:
@@ -200,13 +197,17 @@ def load_tokenizer(path: Path | str, kind: str | None = None) -> Tokenizer:
     Raises FileNotFoundError when there is none and ValueError when the file is not a tokenizer.
     """
     path = Path(path)
-    candidates = [path / each.filename for each in (SentencePiece, XLMR, GPT2)] if path.is_dir() else [path]
-    found = next((file for file in candidates if file.is_file()), None)
-    if found is None:
+    if path.is_dir():
+        for each in (SentencePiece, XLMR, GPT2):
+            if (path / each.filename).is_file():
+                return load_tokenizer(path / each.filename)
+    if not path.is_file():
         raise FileNotFoundError(f"no tokenizer at {path}")
-    if kind == XLMR.kind or found.name == XLMR.filename:
-        return _read_sentencepiece(found, XLMR)
-    return _read_sentencepiece(found, SentencePiece) if found.suffix == ".model" else _read_ranks(found)
+    if kind == XLMR.kind or path.name == XLMR.filename:
+        return _read_sentencepiece(path, XLMR)
+    if path.suffix == ".model":
+        return _read_sentencepiece(path, SentencePiece)
+    return _read_ranks(path)
 
 
 def _read_sentencepiece(path: Path, kind: type[SentencePiece]) -> SentencePiece:

@@ -69,13 +69,12 @@ def algorithm_1(p, t):
 # --- Routers
 
 
-def route(router, h, ids=None, mask=None, assigned=None):
+def route(router, h, ids=None, assigned=None):
     """h (S, D) -> Choices. `assigned` (S,) is the balanced assignment, which `base` needs in training."""
     E = router.num_experts
-    real = [s for s in range(len(h)) if mask is None or mask[s]]
     if router.select == "hash":
-        pairs = [(s, int(router.expert_of_id[ids[s]])) for s in real]
-        probs = {s: [float((s, e) in pairs) for e in range(E)] for s in real}
+        pairs = [(s, int(router.expert_of_id[ids[s]])) for s in range(len(h))]
+        probs = {s: [float((s, e) in pairs) for e in range(E)] for s in range(len(h))}
         return Choices(dict.fromkeys(pairs, 1.0), {(s, e): (1, 0.0, s) for s, e in pairs}, 0.0, probs)
 
     project, experts = getattr(router.project, "weight", None), router.experts.unbind(0)
@@ -85,7 +84,7 @@ def route(router, h, ids=None, mask=None, assigned=None):
     t = router.threshold if router.training else router.eval_threshold
 
     weight, turn, first_probs, probs, counted = {}, {}, {}, {}, []
-    for s in real:
+    for s in range(len(h)):
         score = [similarity(h[s], e, project) for e in experts]
         probs[s] = softmax([x / tau for x in score])
         first_probs[s] = softmax([x / tau0 for x in score])
@@ -156,13 +155,36 @@ def expert_hidden(h, e, w_in, b_in):
 
 
 def moe(h, weight, served, w_in, b_in, w_out, b_out):
-    """XMoE eq. 2: y_s = sum over the experts that serve s of g E(h_s)"""
+    """XMoE eq. 2: y_s = sum over the experts that serve s of g E(h_s). w_in and w_out (E, F, D)"""
     rows = []
     for s in range(len(h)):
         y = torch.zeros_like(h[s])
         for e in range(len(w_in)):
             if (s, e) in served:
-                y = y + weight[s, e] * (w_out[e] @ expert_hidden(h[s], e, w_in, b_in) + b_out[e])
+                y = y + weight[s, e] * (w_out[e].t() @ expert_hidden(h[s], e, w_in, b_in) + b_out[e])
+        rows.append(y)
+    return torch.stack(rows)
+
+
+def layer_norm(u, gain, shift):
+    return (u - u.mean()) / (u.var(unbiased=False) + 1e-5).sqrt() * gain + shift
+
+
+def stacks(h, weight, served, layers):
+    """X-MoE eq. 2, 4.1: an expert is u <- u + FFN(LN(u)) from u = h, and adds g (u - h).
+
+    layers: w_in, b_in, w_out, b_out, and gain and shift (E, D) of the norm, for each FFN of the experts
+    """
+    rows = []
+    for s in range(len(h)):
+        y = torch.zeros_like(h[s])
+        for e in range(len(layers[0][0])):
+            if (s, e) in served:
+                u = h[s]
+                for w_in, b_in, w_out, b_out, gain, shift in layers:
+                    a = w_in[e] @ layer_norm(u, gain[e], shift[e]) + b_in[e]
+                    u = u + w_out[e].t() @ (a * 0.5 * (1 + torch.erf(a / math.sqrt(2)))) + b_out[e]
+                y = y + weight[s, e] * (u - h[s])
         rows.append(y)
     return torch.stack(rows)
 

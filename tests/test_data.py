@@ -1,81 +1,91 @@
-"""The data package: tokenizers lose nothing, splits share nothing, batches depend on (seed, step, micro) alone."""
+"""Making data: tokenizers lose nothing, splits share nothing, and a prepared folder is whole, or not there at all."""
 
+import gettext
 import gzip
+import io
 import json
+import lzma
 import shutil
+import struct
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
+import sentencepiece
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data import corpora
 from data import prepare as preparing
+from data.corpora import CORPORA
 from data.docstrings import docstrings
-from data.prepare import prepare
-from data.tokenizers import SentencePiece, gpt2, load_tokenizer, train_sentencepiece
-from data.tokens import TokenData
+from data.files import SPLITS, read_catalog, read_documents, read_lines, split_of
+from data.prepare import prepare, ready
+from data.tokenizers import XLMR, SentencePiece, gpt2, load_tokenizer, train_sentencepiece
 
 ROOT = Path(__file__).parent.parent
-T, B = 16, 4
 
 
-def cli(*arguments: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "data.prepare", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+def own_code() -> list[str]:
+    return [path.read_text() for path in sorted((ROOT / "data").glob("*.py"))]
 
 
-def refused(*arguments: str) -> str:
-    """The one line with which the command refuses."""
-    done = cli(*arguments)
-    assert done.returncode == 1 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
-    return done.stderr
+def lines_of(name: str, count: int) -> list[str]:
+    """Texts that are different in every language and every place."""
+    rng = np.random.default_rng(list(name.encode()))
+    return [f"{name} {i} " + " ".join(map(str, rng.integers(99, size=1 + i % 5))) for i in range(count)]
+
+
+def refusal(name: str, *arguments, **options) -> str:
+    """The one line with which a preparation refuses."""
+    with pytest.raises((ValueError, OSError, ImportError)) as error:
+        prepare(name, *arguments, **options)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def meta_of(folder: Path) -> dict:
+    return json.loads((folder / "meta.json").read_text())
 
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory) -> Path:
     """A small SentencePiece model, learned from this repository's Python."""
-    texts = [path.read_text() for path in sorted((ROOT / "data").glob("*.py"))]
-    return train_sentencepiece(texts, vocab_size=600).save(tmp_path_factory.mktemp("model"))
+    return train_sentencepiece(own_code(), vocab_size=600).save(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="session")
-def paragraphs() -> list[str]:
-    rng = np.random.default_rng(0)
-    return [f"document {i} " + " ".join(map(str, rng.integers(1000, size=12))) for i in range(600)]
+def spm(tmp_path_factory) -> Path:
+    """The same under XLM-R's ids."""
+    return train_sentencepiece(own_code(), vocab_size=500, kind=XLMR).save(tmp_path_factory.mktemp("spm"))
 
 
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory, model, paragraphs) -> Path:
-    """A prepared corpus, never written to by a test."""
-    base = tmp_path_factory.mktemp("corpus")
-    (base / "mine.txt").write_text("\n\n".join(paragraphs))
-    return prepare("text", source=base / "mine.txt", tokenizer=model, out=base / "prepared")
+class FakeHub:
+    """Stands in for the `datasets` package; counts the rows that were read."""
+
+    def __init__(self, rows: dict[tuple, list]):
+        self.rows, self.asked, self.read = rows, [], Counter()
+
+    def load_dataset(self, repository, config, split, **options):
+        assert options["streaming"]
+        self.asked.append((repository, config, split))
+        key = options.get("data_files", config), split
+        if key not in self.rows:
+            raise ConnectionError("no route\nto host")
+        for row in self.rows[key]:
+            self.read[key] += 1
+            yield {"text": row} if isinstance(row, str) else row
 
 
 @pytest.fixture
-def copy(folder, tmp_path) -> Path:
-    return Path(shutil.copytree(folder, tmp_path / "copy"))
-
-
-@pytest.fixture(scope="session")
-def gpt2_tokenizer():
-    try:
-        return gpt2()
-    except OSError as error:
-        pytest.skip(str(error))
-
-
-def documents_of(folder: Path, split: str) -> list[str]:
-    tokenizer, ids = load_tokenizer(folder), np.fromfile(folder / f"{split}.bin", dtype="uint16")
-    assert ids[-1] == tokenizer.eot
-    return [tokenizer.decode(part.tolist()[:-1]) for part in np.split(ids, np.flatnonzero(ids == tokenizer.eot) + 1)][
-        :-1
-    ]
+def hub(monkeypatch) -> FakeHub:
+    hub = FakeHub({})
+    monkeypatch.setitem(sys.modules, "datasets", hub)
+    return hub
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -88,12 +98,20 @@ unicode_text = st.text(st.characters(codec="utf-8") | st.sampled_from(" \n\t▁\
 
 
 @given(st.lists(unicode_text, max_size=4))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_sentencepiece_round_trip(model, texts):
     tokenizer = load_tokenizer(model)
     encoded = tokenizer.encode_batch(texts)
     assert [tokenizer.decode(ids) for ids in encoded] == texts
     assert all(0 <= token < tokenizer.vocab_size and token != tokenizer.eot for ids in encoded for token in ids)
+
+
+@pytest.fixture(scope="session")
+def gpt2_tokenizer():
+    try:
+        return gpt2()
+    except OSError as error:
+        pytest.skip(str(error))
 
 
 @given(st.lists(unicode_text, max_size=4))
@@ -112,8 +130,11 @@ def test_gpt2_is_the_published_vocabulary(gpt2_tokenizer, tmp_path):
     assert gpt2_tokenizer.sha256 == "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
 
 
-def test_gpt2_without_network_says_what_to_do(monkeypatch, tmp_path):
-    monkeypatch.setattr("tiktoken.get_encoding", lambda name: (_ for _ in ()).throw(ConnectionError("no route")))
+def test_gpt2_without_network_says_what_to_do(monkeypatch):
+    def offline(name):
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr("tiktoken.get_encoding", offline)
     with pytest.raises(OSError, match="--tokenizer PATH"):
         gpt2()
 
@@ -125,9 +146,8 @@ def test_decode_survives_partial_utf8(model):
 
 
 def test_training_is_deterministic_and_learns_merges(model):
-    texts = [path.read_text() for path in sorted((ROOT / "data").glob("*.py"))]
-    again, saved = train_sentencepiece(texts, vocab_size=600), load_tokenizer(model)
-    assert again.sha256 == saved.sha256 and again.vocab_size == 600
+    again = train_sentencepiece(own_code(), vocab_size=600)
+    assert again.sha256 == load_tokenizer(model).sha256 and again.vocab_size == 600
     assert len(again.encode_batch(["return"])[0]) < len("return")
     with pytest.raises(ValueError, match="too small"):
         train_sentencepiece(["a b c"])
@@ -148,8 +168,128 @@ def test_rank_file_of_another_vocabulary_is_refused(tmp_path):
         load_tokenizer(tmp_path / "other.tiktoken")
 
 
+def test_xlmr_ids_are_fairseqs(spm, tmp_path):
+    spm = shutil.copy(spm, tmp_path / "any.model")
+    tokenizer = load_tokenizer(spm, kind="xlmr")
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(spm))
+    assert (tokenizer.bos, tokenizer.pad, tokenizer.eos, tokenizer.unk, tokenizer.mask) == (0, 1, 2, 3, 499)
+    assert tokenizer.special == (0, 1, 2, 3, 499) and tokenizer.eot == 2 and tokenizer.kind == "xlmr"
+    assert tokenizer.vocab_size == 500 == processor.vocab_size() + 2
+    fairseq = ["<s>", "<pad>", "</s>", "<unk>", *(processor.id_to_piece(i) for i in range(3, 498)), "<mask>"]
+    [ids] = tokenizer.encode_batch(["def split_of(key: str)  →\n a  ｆｕｌｌ width"])
+    assert [fairseq[token] for token in ids] == processor.encode_as_pieces("def split_of(key: str) → a full width")
+    assert tokenizer.decode([0, *ids, 2, 1, 3, 499]) == "def split_of(key: str) → a full width"
+    assert min(ids) > 3 and load_tokenizer(spm).kind == "sentencepiece"
+
+
+def test_unknown_characters_without_byte_fallback():
+    model = io.BytesIO()
+    lines = iter(["a b c d", "ab cd dc ba"] * 20)
+    options = {"vocab_size": 9, "unk_id": 0, "bos_id": 1, "eos_id": 2, "hard_vocab_limit": False, "minloglevel": 2}
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=lines, model_writer=model, **options)
+    tokenizer = XLMR(model.getvalue())
+    [ids] = tokenizer.encode_batch(["a漢b"])
+    assert ids.count(3) == 1 and tokenizer.decode(ids).replace(" ", "") == "ab"
+
+
+def test_xlmr_training_gives_one_file_and_just_that_many_ids(spm):
+    again = train_sentencepiece(own_code(), vocab_size=500, kind=XLMR)
+    assert again.sha256 == load_tokenizer(spm, "xlmr").sha256 and again.vocab_size == 500
+    assert again.decode(again.encode_batch(["emoji 🙂 in bytes"])[0]) == "emoji 🙂 in bytes"
+
+
+def test_models_that_cannot_have_xlmrs_ids(tmp_path, model):
+    other = shutil.copy(model, tmp_path / "tokenizer.model")
+    with pytest.raises(ValueError, match=r"tokenizer\.model: .* <unk> 0, <s> 1 and </s> 2"):
+        load_tokenizer(other, kind="xlmr")
+    for content in (b"", b"no model"):
+        Path(other).write_bytes(content)
+        with pytest.raises(ValueError, match="not a SentencePiece model"):
+            load_tokenizer(other, kind="xlmr")
+    with pytest.raises(FileNotFoundError, match="no tokenizer"):
+        load_tokenizer(tmp_path / "absent", kind="xlmr")
+
+
 # ---------------------------------------------------------------------------------------------------------------------
-# corpora
+# files
+
+
+def test_split_shares():
+    splits = [split_of(f"text {i}", valid=0.1, test=0.2) for i in range(4000)]
+    assert [splits.count(name) / 4000 for name in SPLITS] == pytest.approx([0.7, 0.1, 0.2], abs=0.02)
+
+
+def test_text_files_of_every_kind(tmp_path):
+    (tmp_path / "a.md").write_text("one\nmore of one\n\n \n\ntwo\n")
+    (tmp_path / "b.jsonl").write_text('{"text": "three\\n\\nstill three"}\n\n{"id": 4, "text": "four"}\n')
+    with gzip.open(tmp_path / "c.jsonl.gz", "wt") as file:
+        file.write('{"text": "five"}\n')
+    with lzma.open(tmp_path / "d.txt.xz", "wt") as file:
+        file.write("six\n")
+    documents = sorted(text for _, text in corpora.text(tmp_path))
+    assert documents == sorted(["one\nmore of one\n", "two\n", "three\n\nstill three", "four", "five", "six\n"])
+
+
+def test_parquet(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    pytest.importorskip("pyarrow.parquet").write_table(
+        pyarrow.table({"text": ["one", "", "two"]}), tmp_path / "a.parquet"
+    )
+    assert list(read_documents(tmp_path / "a.parquet")) == ["one", "two"]
+    pyarrow.parquet.write_table(pyarrow.table({"words": ["one"]}), tmp_path / "b.parquet")
+    with pytest.raises(ValueError, match=r"b\.parquet has no 'text' column"):
+        list(read_documents(tmp_path / "b.parquet"))
+    (tmp_path / "c.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:-9])
+    with pytest.raises(ValueError, match=r"c\.parquet is damaged"):
+        list(read_documents(tmp_path / "c.parquet"))
+
+
+def test_splits_named_by_files(tmp_path):
+    for name in ("train-0001.txt", "my.validation.txt", "test/a.txt", "README.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    expected = [("valid", "my.validation.txt"), ("test", "test/a.txt"), ("train", "train-0001.txt")]
+    assert list(corpora.text(tmp_path)) == expected
+
+
+@pytest.mark.parametrize("line", ["{", "[1]", '{"text": 3}', '{"words": "a"}'])
+def test_bad_jsonl_names_file_and_line(tmp_path, line):
+    (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n' + line)
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 2"):
+        list(corpora.text(tmp_path))
+
+
+def test_lines_are_numbered_and_must_be_utf8(tmp_path):
+    (tmp_path / "a.txt").write_bytes("déjà vu\n".encode() + b"caf\xe9\n")
+    lines = read_lines(tmp_path / "a.txt")
+    assert next(lines) == (1, "déjà vu\n")
+    with pytest.raises(ValueError, match=r"a\.txt is not UTF-8: byte 13"):
+        next(lines)
+
+
+@pytest.mark.parametrize(
+    "lines, blank, least, documents",
+    [
+        (3, None, 1000, 1),  # a short file is one document
+        (3, None, 2, 3),  # or one a line
+        (3, 1, 2, 2),
+        (1, None, 2, 1),
+        (1200, None, 1000, 1200),  # long ones are one a line, where no blank line tells otherwise
+        (1200, 1100, 1000, 1200),
+        (1200, 900, 1000, 2),
+    ],
+)
+def test_documents_are_blocks_or_lines(tmp_path, lines, blank, least, documents):
+    text = [f"line {i}\n" for i in range(lines)]
+    if blank is not None:
+        text.insert(blank, "\n")
+    (tmp_path / "a.txt").write_text("".join(text))
+    found = list(read_documents(tmp_path / "a.txt", least))
+    assert len(found) == documents and "".join(found) == "".join(line for line in text if line.strip())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# corpora of one language
 
 
 def test_docstrings_of_definitions_and_of_compiled_functions(tmp_path):
@@ -193,8 +333,8 @@ except ImportError:
 
 
 def test_installed_documentation_is_found():
-    roots = corpora.installed_roots()
-    files = dict(corpora.python_files(roots))
+    files = corpora.python_files(corpora.installed_roots())
+    assert list(files) == sorted(files)
     assert {name.split("/")[0] for name in files} == {"python", "numpy", "torch"}
     assert not [name for name in files if "/tests/" in name or "/test/" in name or "site-packages" in name]
     names = ["torch/_torch_docs.py", "numpy/_core/_add_newdocs.py", "python/json/__init__.py", "torch/optim/adam.py"]
@@ -213,109 +353,250 @@ def test_pydocs_keeps_a_docstring_once(tmp_path):
     for i in range(60):
         text = f'"""Module number {i} of the package."""\ndef f():\n    """The same words in every file."""\n'
         (tmp_path / f"m{i:02}.py").write_text(text)
-    documents = list(corpora.pydocs(tmp_path, False))
+    documents = list(corpora.pydocs(tmp_path))
     assert len(documents) == 60 and sum("same words" in text for _, text in documents) == 1
     assert documents[0][1] == "Module number 0 of the package.\n\nThe same words in every file."
-    assert documents == list(corpora.pydocs(tmp_path, False))
+    assert documents == list(corpora.pydocs(tmp_path))
     assert {split for split, _ in documents} > {"train"}
-
-
-def test_split_shares():
-    splits = [corpora.split_of(f"text {i}", valid=0.1, test=0.2) for i in range(4000)]
-    assert [splits.count(name) / 4000 for name in corpora.SPLITS] == pytest.approx([0.7, 0.1, 0.2], abs=0.02)
 
 
 def test_articles_are_cut_at_top_level_headings(tmp_path):
     blank = " \n"
-    first = [
-        " = One = \n",
-        blank,
-        " Text with x = y = z . \n",
-        " = not a heading = \n",
-        blank,
-        " = = Section = = \n",
-        blank,
-    ]
+    first = [" = One = \n", blank, " Text with x = y = z . \n", " = not a heading = \n", blank]
+    first += [" = = Section = = \n", blank]
     second = [" = Two @-@ fold = \n", blank, " More text . \n"]
     for split in ("valid", "test"):
         (tmp_path / f"wiki.{split}.raw").write_text("".join([blank, *first, *second]))
     with gzip.open(tmp_path / "wiki.train.tokens.gz", "wt") as file:
         file.write("".join(second))
-    documents = list(corpora.wikitext103(tmp_path, False))
+    documents = list(corpora.wikitext103_files(tmp_path))
     assert [split for split, _ in documents] == ["valid", "valid", "test", "test", "train"]
     assert documents[0][1] == blank + "".join(first) and documents[1][1] == documents[4][1] == "".join(second)
     (tmp_path / "wiki.test.raw").unlink()
     with pytest.raises(FileNotFoundError, match=r"wiki\.test\.raw"):
-        list(corpora.wikitext103(tmp_path, False))
+        list(corpora.wikitext103_files(tmp_path))
 
 
-class FakeHub:
-    """Stands in for the `datasets` package: one row per line, blank lines emptied, as the hub has WikiText."""
-
-    def __init__(self, splits: dict[str, list[str]]):
-        self.splits, self.asked = splits, []
-
-    def load_dataset(self, repository, config, split, streaming):
-        self.asked.append((repository, config, split, streaming))
-        if split not in self.splits:
-            raise ConnectionError("no route\nto host")
-        return ({"text": line if line.strip() else ""} for line in self.splits[split])
-
-
-def test_the_hub_gives_what_local_files_give(tmp_path, monkeypatch):
+def test_the_hub_gives_what_local_files_give(tmp_path, hub, monkeypatch):
     lines = [" \n", " = One = \n", " \n", " Text . \n", " \n", " = Two = \n", " \n", " Text . \n"]
-    for split in corpora.SPLITS:
+    for split in SPLITS:
         (tmp_path / f"wiki.{split}.raw").write_text("".join(lines))
-    hub = FakeHub({"train": lines, "validation": lines, "test": lines})
-    monkeypatch.setitem(sys.modules, "datasets", hub)
-    assert list(corpora.wikitext103(None, True)) == list(corpora.wikitext103(tmp_path, False))
-    assert hub.asked[0] == ("Salesforce/wikitext", "wikitext-103-raw-v1", "validation", True)
-    hub.splits = {"train": ["a page", "another page"]}
-    assert [text for _, text in corpora.openwebtext(None, False)] == ["a page", "another page"]
+    rows = [line if line.strip() else "" for line in lines]  # as the hub has them
+    wiki = "wikitext-103-raw-v1"
+    hub.rows = {(wiki, split): rows for split in ("train", "validation", "test")}
+    assert list(corpora.wikitext103()) == list(corpora.wikitext103_files(tmp_path))
+    assert hub.asked[0] == ("Salesforce/wikitext", wiki, "validation")
+    hub.rows = {(None, "train"): ["a page", "another page"]}
+    assert [text for _, text in corpora.openwebtext()] == ["a page", "another page"]
     with pytest.raises(OSError, match="no route") as error:
-        list(corpora.wikitext103(None, False))
+        list(corpora.wikitext103())
     assert "\n" not in str(error.value) and "--source" in str(error.value)
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ImportError, match="pip install datasets"):
-        list(corpora.openwebtext(None, False))
-
-
-def test_text_files_of_every_kind(tmp_path):
-    (tmp_path / "a.md").write_text("one\nmore of one\n\n \n\ntwo\n")
-    (tmp_path / "b.jsonl").write_text('{"text": "three\\n\\nstill three"}\n\n{"id": 4, "text": "four"}\n')
-    with gzip.open(tmp_path / "c.jsonl.gz", "wt") as file:
-        file.write('{"text": "five"}\n')
-    documents = sorted(text for _, text in corpora.text(tmp_path, False))
-    assert documents == sorted(["one\nmore of one\n", "two\n", "three\n\nstill three", "four", "five"])
-
-
-def test_splits_named_by_files(tmp_path):
-    for name in ("train-0001.txt", "my.validation.txt", "test/a.txt", "README.md"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(name)
-    expected = [("valid", "my.validation.txt"), ("test", "test/a.txt"), ("train", "train-0001.txt")]
-    assert list(corpora.text(tmp_path, False)) == expected
-
-
-@pytest.mark.parametrize("line", ["{", "[1]", '{"text": 3}', '{"words": "a"}'])
-def test_bad_jsonl_names_file_and_line(tmp_path, line):
-    (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n' + line)
-    with pytest.raises(ValueError, match=r"a\.jsonl, line 2"):
-        list(corpora.text(tmp_path, False))
+        list(corpora.openwebtext())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# prepare
+# catalogs
+
+
+def write_mo(path: Path, texts: dict[str, str], order: str = "<", charset: str = "UTF-8") -> Path:
+    header = f"Content-Type: text/plain; charset={charset}\nPlural-Forms: nplurals=3; plural=n==1 ? 0 : n==2 ? 1 : 2;\n"
+    texts = {"": header} | texts
+    encoded = [text.encode(charset) for text in [*texts, *texts.values()]]
+    place, tables, body = 28 + 16 * len(texts), [], b""
+    for text in encoded:
+        tables += [len(text), place + len(body)]
+        body += text + b"\0"
+    head = struct.pack(f"{order}7I", 0x950412DE, 0, len(texts), 28, 28 + 8 * len(texts), 0, 0)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(head + struct.pack(f"{order}{len(tables)}I", *tables) + body)
+    return path
+
+
+CATALOG = {
+    "Save": "Speichern",
+    "month name\x04May": "Mai",
+    "%d item\0%d items": "%d Ding\0%d Dinge (2)\0%d Dinge (n)",
+    "verb\x04%d page\0%d pages": "\0%d Seiten (2)\0%d Seiten",
+    "untranslated": "",
+    "blank": " \n",
+    "ſ": "ß – 漢字",
+}
+
+
+@pytest.mark.parametrize("order", ["<", ">"])
+def test_a_catalog_holds_what_gettext_reads(tmp_path, order):
+    path = write_mo(tmp_path / "a.mo", CATALOG, order)
+    with path.open("rb") as file:
+        reader = gettext.GNUTranslations(file)
+    assert sorted(read_catalog(path)) == sorted(
+        [
+            ("Save", "Save", reader.gettext("Save")),
+            ("May", "May", reader.pgettext("month name", "May")),
+            ("%d item", "%d item", reader.ngettext("%d item", "%d items", 1)),
+            ("%d item", "%d items", reader.ngettext("%d item", "%d items", 9)),
+            ("%d page", "%d pages", reader.npgettext("verb", "%d page", "%d pages", 9)),
+            ("ſ", "ſ", reader.gettext("ſ")),
+        ]
+    )
+
+
+def test_catalogs_in_other_encodings_and_damaged_ones(tmp_path):
+    path = write_mo(tmp_path / "a.mo", {"Save": "Sérialiser"}, charset="iso-8859-1")
+    assert list(read_catalog(path)) == [("Save", "Save", "Sérialiser")]
+    whole = write_mo(path, CATALOG).read_bytes()
+    no_charset = whole.replace(b"charset=UTF-8", b"charset=NOT-8")
+    for content in (whole[:-1], whole[:40], whole[:10], b"", b"MO" + whole[2:], no_charset):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"a\.mo is damaged") as error:
+            list(read_catalog(path))
+        assert "\n" not in str(error.value)
+
+
+@pytest.fixture
+def django(tmp_path, monkeypatch) -> Path:
+    """A folder in Django's place, and languages of any size."""
+    monkeypatch.setattr(corpora, "MIN_MESSAGES", 1)
+    spec = SimpleNamespace(submodule_search_locations=[str(tmp_path / "django")])
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: spec if name == "django" else None)
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0")
+    return tmp_path / "django" / "conf" / "locale"
+
+
+def test_messages_are_sorted_split_by_english_and_never_leak(django, tmp_path):
+    english = {split: [] for split in SPLITS}
+    for i in range(200):
+        english[split_of(f"message {i}", valid=0.05, test=0.05)].append(f"message {i}")
+    held_out, other = english["valid"][:2], english["train"][:3]
+    single, plural = english["valid"][2], english["train"][3]
+    german = {text: f"de {text}" for text in [*held_out, *other]} | {f"{single}\0{plural}": "eins\0zwei\0viele"}
+    # one German text for English texts of two splits, and English that stands for another message of another split
+    german |= {other[1]: "doppelt", held_out[1]: "doppelt", other[2]: held_out[0]}
+    write_mo(django / "de" / "LC_MESSAGES" / "a.mo", german)
+    write_mo(django / "de" / "LC_MESSAGES" / "b.mo", {other[0]: f"de {other[0]}", plural: "allein"}, ">")
+    write_mo(django / "en" / "LC_MESSAGES" / "a.mo", {"menu.title": "Title"})
+    write_mo(django / "en_GB" / "LC_MESSAGES" / "a.mo", {other[0]: other[0]})
+    write_mo(tmp_path / "more" / "deep" / "er" / "sw" / "LC_MESSAGES" / "x.mo", {held_out[0]: "moja"})
+    expected = [
+        ("de", held_out[0], f"de {held_out[0]}", "valid"),
+        ("de", other[0], f"de {other[0]}", "train"),
+        ("de", single, "eins", "valid"),
+        ("de", plural, "viele", "valid"),
+        ("de", plural, "allein", "valid"),
+        ("en_GB", other[0], other[0], "train"),
+    ]
+    assert corpora.messages() == sorted(expected)
+    assert corpora.messages(tmp_path / "more") == sorted([*expected, ("sw", held_out[0], "moja", "valid")])
+    documents = corpora.catalogs(tmp_path / "more")
+    assert list(documents) == ["de", "en", "en_GB", "sw"] and documents["sw"] == [("valid", "moja")]
+    valid = {("valid", text) for text in (held_out[0], single, plural)}
+    assert len(documents["en"]) == 4 and set(documents["en"]) == {("train", other[0])} | valid
+    with pytest.raises(FileNotFoundError, match=r"no LANGUAGE/LC_MESSAGES/\*\.mo under"):
+        corpora.messages(tmp_path / "more" / "deep" / "er" / "sw" / "LC_MESSAGES")
+
+
+def test_two_singulars_of_one_plural_stay_together(django):
+    entries = [{f"message {i}\0plural": f"eins {i}\0viele"} for i in range(40)]
+    for i, texts in enumerate(entries):
+        write_mo(django / "de" / "LC_MESSAGES" / f"{i}.mo", texts)
+    assert len(corpora.messages()) == 41 and len({split for *_, split in corpora.messages()}) == 1
+
+
+def test_a_language_of_few_messages_is_left_out(django, monkeypatch):
+    monkeypatch.setattr(corpora, "MIN_MESSAGES", 3)
+    for language, count in (("af", 2), ("be", 3)):
+        texts = {f"{i}": f"{language} {i}" for i in range(count)}
+        write_mo(django / language / "LC_MESSAGES" / "a.mo", texts)
+    assert {message.language for message in corpora.messages()} == {"be"}
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match="pip install django"):
+        corpora.messages()
+
+
+def test_the_installed_catalogs():
+    pytest.importorskip("django")
+    messages = corpora.messages()
+    counts = Counter(message.language for message in messages)
+    assert len(messages) > 60_000 and len(counts) > 90 and {"de", "pt_BR", "zh_Hans", "sw"} <= set(counts)
+    assert min(counts.values()) >= 100 and "en" not in counts and messages == sorted(set(messages))
+    splits = {}
+    for _, english, message, split in messages:
+        assert splits.setdefault(english, split) == splits.setdefault(message, split) == split
+    english = {(message.english, message.split) for message in messages}
+    shares = [sum(split == name for _, split in english) / len(english) for name in SPLITS]
+    assert shares == pytest.approx([0.9, 0.05, 0.05], abs=4 * (0.05 * 0.95 / len(english)) ** 0.5)
+    german = {message.english: message.message for message in messages if message.language == "de"}
+    assert german["Please correct the error below."] == "Bitte den unten aufgeführten Fehler korrigieren."
+
+
+def code_phrases() -> list[str]:
+    """Some hundred texts of four words, enough to train a tokenizer on."""
+    words = own_code()[0].split() + own_code()[1].split()
+    return sorted({" ".join(words[i : i + 4]) for i in range(0, 1600, 2)})
+
+
+def test_catalogs_train_one_tokenizer_on_the_training_text_of_all_languages(django, tmp_path, monkeypatch):
+    phrases = code_phrases()
+    for language in ("de", "sw", "es", "es_AR"):
+        write_mo(django / language / "LC_MESSAGES" / "a.mo", {text: f"{language} {text}" for text in phrases})
+    trained = []
+
+    def train(texts, kind):
+        trained.append(sorted(texts))
+        return train_sentencepiece(trained[-1], 400, kind)
+
+    monkeypatch.setattr(preparing, "train_sentencepiece", train)
+    one = prepare("catalogs", languages="sw", out=tmp_path / "one")
+    assert list(meta_of(one)["languages"]) == ["sw"] and meta_of(one)["tokenizer"]["vocab_size"] == 400
+    prefixes = ("", "de ", "sw ", "es ", "es_AR ")
+    train_texts = [text for text in phrases if split_of(text, valid=0.05, test=0.05) == "train"]
+    assert trained == [sorted(prefix + text for text in train_texts for prefix in prefixes)]
+
+    two = prepare("catalogs-pairs", out=tmp_path / "two")
+    assert trained[1] == trained[0] and meta_of(one)["tokenizer"] == meta_of(two)["tokenizer"]
+    assert list(meta_of(two)["languages"]) == ["de-en", "es-en", "es_AR-en", "sw-en"]
+    held_out = [json.loads(line) for line in (two / "valid.jsonl").read_text().splitlines()]
+    assert len(held_out) == 4 * sum(split_of(text, 0.05, 0.05) == "valid" for text in phrases)
+    assert all(first.removeprefix(first.split()[0] + " ") == second for first, second in held_out)
+    given = prepare("catalogs-pairs", spm=one / "xlmr.model", out=tmp_path / "given")
+    assert meta_of(given)["checksum"] == meta_of(two)["checksum"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# prepared folders of one language
+
+
+@pytest.fixture(scope="session")
+def paragraphs() -> list[str]:
+    return lines_of("document", 600)
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory, model, paragraphs) -> Path:
+    """A prepared corpus, never written to by a test."""
+    base = tmp_path_factory.mktemp("corpus")
+    (base / "mine.txt").write_text("\n\n".join(paragraphs))
+    return prepare("text", source=base / "mine.txt", tokenizer=model, out=base / "prepared")
+
+
+def documents_of(folder: Path, split: str, language: str | None = None) -> list[str]:
+    """The documents of a split (of a language), decoded."""
+    meta, tokenizer = meta_of(folder), load_tokenizer(folder)
+    counts = meta["languages"][language][split] if language else {"start": 0} | meta["splits"][split]
+    ids = np.fromfile(folder / f"{split}.bin", meta["dtype"])[counts["start"] :][: counts["tokens"]]
+    parts = np.split(ids, np.flatnonzero(ids == tokenizer.eot) + 1)
+    assert len(parts.pop()) == 0  # the last one ends too
+    return [tokenizer.decode(part[:-1].tolist()) for part in parts]
 
 
 def test_prepared_text_is_the_text(folder, paragraphs):
-    found = {split: documents_of(folder, split) for split in corpora.SPLITS}
+    found = {split: documents_of(folder, split) for split in SPLITS}
     assert sorted(text.strip() for texts in found.values() for text in texts) == sorted(paragraphs)
     assert all(found.values())
-    meta = json.loads((folder / "meta.json").read_text())
     for split, texts in found.items():
-        counts = meta["splits"][split]
-        assert counts["documents"] == len(texts) and counts["bytes"] == sum(map(len, texts))
+        counts = meta_of(folder)["splits"][split]
+        assert counts["documents"] == len(texts) and counts["bytes"] == counts["characters"] == sum(map(len, texts))
         assert counts["words"] == sum(len(text.split()) for text in texts)
         assert counts["tokens"] * 2 == (folder / f"{split}.bin").stat().st_size
     assert sorted(path.name for path in folder.iterdir()) == sorted(
@@ -323,8 +604,17 @@ def test_prepared_text_is_the_text(folder, paragraphs):
     )
 
 
+def test_the_checksum_is_of_the_data_not_of_its_place(folder, paragraphs, model, tmp_path):
+    (tmp_path / "elsewhere.txt").write_text("\n\n".join(paragraphs))
+    same = prepare("text", tmp_path / "elsewhere.txt", model, out=tmp_path / "same")
+    assert meta_of(same)["checksum"] == meta_of(folder)["checksum"]
+    (tmp_path / "elsewhere.txt").write_text("\n\n".join(paragraphs[:-1]))
+    other = prepare("text", tmp_path / "elsewhere.txt", model, out=tmp_path / "other")
+    assert meta_of(other)["checksum"] != meta_of(folder)["checksum"]
+
+
 def test_lone_surrogates_do_not_stop_a_preparation(tmp_path, model):
-    for split in corpora.SPLITS:
+    for split in SPLITS:
         (tmp_path / f"{split}.jsonl").write_text('{"text": "half \\ud800 of a pair"}')
     assert documents_of(prepare("text", tmp_path, model, out=tmp_path / "out"), "train") == ["half ? of a pair"]
 
@@ -332,16 +622,16 @@ def test_lone_surrogates_do_not_stop_a_preparation(tmp_path, model):
 def test_max_tokens_ends_the_training_split(tmp_path, model, paragraphs, monkeypatch):
     monkeypatch.setattr(preparing, "BATCH_CHARS", 500)
     (tmp_path / "source").mkdir()
-    for split in corpora.SPLITS:
+    for split in SPLITS:
         (tmp_path / "source" / f"{split}.txt").write_text("\n\n".join(paragraphs[:50]))
-    meta = json.loads((prepare("text", tmp_path / "source", model, 200, tmp_path / "out") / "meta.json").read_text())
-    counts = meta["splits"]
+    counts = meta_of(prepare("text", tmp_path / "source", model, 200, tmp_path / "out"))["splits"]
     longest = max(map(len, load_tokenizer(model).encode_batch(paragraphs[:50]))) + 2
     assert 200 <= counts["train"]["tokens"] < 200 + longest
     assert counts["valid"]["documents"] == counts["test"]["documents"] == 50
 
 
-def test_interrupted_preparation_keeps_old_data(copy, tmp_path, model, monkeypatch):
+def test_interrupted_preparation_keeps_old_data(folder, tmp_path, model, monkeypatch):
+    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
     before = {path.name: path.read_bytes() for path in copy.iterdir()}
     (tmp_path / "new.txt").write_text("\n\n".join(f"entirely other text {i}" for i in range(1500)))
     monkeypatch.setattr(preparing, "BATCH_CHARS", 1000)
@@ -364,170 +654,446 @@ def test_interrupted_preparation_keeps_old_data(copy, tmp_path, model, monkeypat
     assert sorted(path.name for path in tmp_path.iterdir()) == ["copy", "new.txt"]
 
 
-def test_a_folder_of_other_files_is_never_replaced(tmp_path, model):
-    (tmp_path / "thesis.txt").write_text("precious")
-    with pytest.raises(ValueError, match=r"thesis\.txt"):
-        prepare("text", source=tmp_path / "thesis.txt", tokenizer=model, out=tmp_path)
-    assert (tmp_path / "thesis.txt").read_text() == "precious"
+@pytest.mark.parametrize("name", ["thesis.txt", "test.jsonl"])
+def test_a_folder_of_other_files_is_never_replaced(tmp_path, model, name):
+    (tmp_path / name).write_text("precious")
+    assert f"holds other files ({name})" in refusal("text", source=tmp_path / name, tokenizer=model, out=tmp_path)
+    assert "is a file" in refusal("text", source=tmp_path / name, tokenizer=model, out=tmp_path / name)
+    assert (tmp_path / name).read_text() == "precious"
 
 
-def test_bad_input_is_one_line(tmp_path, model):
-    assert "did you mean 'pydocs'" in refused("pydoc")
-    assert "needs --source" in refused("text")
-    assert "--max_tokens" in refused("pydocs", "--max_tokens", "many")
-    assert "does not exist" in refused("text", "--source", tmp_path / "absent")
+def test_bad_text_is_one_line(tmp_path, model):
     (tmp_path / "empty").mkdir()
-    common = ["--tokenizer", model, "--out", tmp_path / "out"]
-    assert "holds no file" in refused("text", "--source", tmp_path / "empty", *common)
+    options = {"tokenizer": model, "out": tmp_path / "out"}
+    assert "holds no file" in refusal("text", tmp_path / "empty", **options)
     (tmp_path / "latin.txt").write_bytes("déjà vu\n".encode() + b"caf\xe9\n")
-    assert "latin.txt is not UTF-8: byte 13" in refused("text", "--source", tmp_path / "latin.txt", *common)
+    assert "latin.txt is not UTF-8: byte 13" in refusal("text", tmp_path / "latin.txt", **options)
     (tmp_path / "one.txt").write_text("a single document")
-    assert "'valid' is empty" in refused("text", "--source", tmp_path / "one.txt", *common)
+    assert "'valid' is empty (1 documents in all)" in refusal("text", tmp_path / "one.txt", **options)
     (tmp_path / "cut.txt.gz").write_bytes(gzip.compress(b"text " * 999)[:-9])
-    assert "cut.txt.gz is damaged" in refused("text", "--source", tmp_path / "cut.txt.gz", *common)
+    assert "cut.txt.gz is damaged" in refusal("text", tmp_path / "cut.txt.gz", **options)
     assert not (tmp_path / "out").exists()
 
 
-def test_command_writes_and_reports(tmp_path, model, paragraphs):
+def test_bad_options_are_one_line(tmp_path, spm):
+    out = {"out": tmp_path / "out"}
+    assert "did you mean 'pydocs'" in refusal("pydoc", **out)
+    assert "needs --source" in refusal("text", **out) and "needs --source" in refusal("bitext", spm=spm, **out)
+    assert "max_tokens must be positive, not 0" in refusal("pydocs", max_tokens=0, **out)
+    assert "--source" in refusal("text", source="", **out)
+    assert "does not exist" in refusal("text", source=tmp_path / "absent", **out)
+    assert "takes --tokenizer" in refusal("text", source=tmp_path, spm=spm, **out)
+    assert "--languages is for" in refusal("pydocs", languages="en", **out)
+    assert "needs --spm PATH" in refusal("mc4", **out)
+    for name in ("opus100", "bitext"):
+        assert "needs --spm PATH" in (line := refusal(name, source=tmp_path, **out)) and "or --pieces N" in line
+    for name in ("catalogs", "catalogs-pairs"):
+        assert "--spm instead of --tokenizer" in refusal(name, tokenizer=spm, **out)
+    assert "--pieces is for translation pairs" in refusal("pydocs", pieces=400, **out)
+    assert "--pieces is for translation pairs" in refusal("cc100", pieces=400, **out)
+    assert "without --spm" in refusal("bitext", source=tmp_path, pieces=400, spm=spm, **out)
+    assert "pieces must be positive, not 0" in refusal("bitext", source=tmp_path, pieces=0, **out)
+    assert "multi30k-fr needs --source DIR with train.fr" in refusal("multi30k-fr", **out)
+    assert not (tmp_path / "out").exists()
+
+
+def command(*arguments) -> subprocess.CompletedProcess:
+    words = [sys.executable, "-m", "data.prepare", *map(str, arguments)]
+    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def test_the_command_writes_and_reports_or_refuses(tmp_path, model, paragraphs):
     (tmp_path / "mine.txt").write_text("\n\n".join(paragraphs))
-    done = cli("text", "--source", tmp_path / "mine.txt", "--tokenizer", model, "--out", tmp_path / "out")
-    assert done.returncode == 0 and "valid" in done.stdout
-    assert TokenData(tmp_path / "out", T, T * B).batch("train", 0)[0].shape == (B, T)
+    options = ["--source", tmp_path / "mine.txt", "--tokenizer", model, "--max_tokens", "100000"]
+    done = command("text", *options, "--out", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    rows = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines() if line.strip()}
+    for split in SPLITS:
+        counts = meta_of(tmp_path / "out")["splits"][split]
+        assert rows[split] == [f"{counts[key]:,}" for key in ("tokens", "words", "documents", "bytes")]
+    done = command("text", "--source", tmp_path / "absent")
+    assert done.returncode == 1 and done.stderr == f"error: --source {tmp_path / 'absent'} does not exist\n"
+    done = command("text", "--sourse", "x")
+    assert done.returncode == 2 and "--sourse" in done.stderr
+
+
+def test_what_is_ready(tmp_path, monkeypatch, folder):
+    monkeypatch.setattr(preparing, "PREPARED", tmp_path)
+    made = []
+    monkeypatch.setattr(preparing, "prepare", lambda name, spm, out: made.append((name, spm, out)) or out.mkdir())
+    assert ready("pydocs", make=False) == tmp_path / "pydocs" and made == []
+    assert ready("pydocs") == ready("pydocs") == tmp_path / "pydocs"
+    assert made == [("pydocs", None, tmp_path / "pydocs")]
+    assert ready(str(folder)) == folder and ready("wikitext103") == tmp_path / "wikitext103" and len(made) == 1
+    for i, text in enumerate(("one vocabulary", "another")):
+        (tmp_path / f"{i}.model").write_text(text)
+    folders = {ready("catalogs", str(tmp_path / f"{i}.model")) for i in (0, 1, 0)}
+    assert len(folders) == 2 and len(made) == 3 and tmp_path / "catalogs" not in folders
+    with pytest.raises(ValueError, match=r"--spm .*absent does not exist"):
+        ready("catalogs", str(tmp_path / "absent"))
+    with pytest.raises(ValueError, match="python -m data.prepare cc100"):
+        ready("cc100", str(tmp_path / "0.model"))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# batches
+# prepared folders of many languages
+
+SIZES = {"de": 500, "sw": 300, "zh-Hans": 20}
 
 
-def test_y_is_x_one_token_ahead(folder):
-    data = TokenData(folder, T, T * B + 5)
-    x, y = data.batch("train", 3)
-    assert x.shape == y.shape == (B, T) and x.dtype == y.dtype == torch.int64
-    assert torch.equal(x[:, 1:], y[:, :-1])
-    tokens = np.fromfile(folder / "train.bin", dtype="uint16")
-    windows = np.lib.stride_tricks.sliding_window_view(tokens, T + 1)
-    for row in torch.cat([x, y[:, -1:]], dim=1).numpy():
-        assert (windows == row).all(axis=1).any()
+@pytest.fixture(scope="session")
+def source(tmp_path_factory) -> Path:
+    """Three languages in three formats, the last in two files."""
+    base = tmp_path_factory.mktemp("languages")
+    (base / "de.txt").write_text("\n\n".join(lines_of("de", 500)))
+    with gzip.open(base / "sw.part.jsonl.gz", "wt") as file:
+        file.writelines(json.dumps({"text": text}) + "\n" for text in lines_of("sw", 300))
+    for part in range(2):
+        (base / f"zh-Hans.{part}.txt").write_text("\n\n".join(lines_of("zh-Hans", 20)[10 * part : 10 * part + 10]))
+    (base / "README.md").write_text("no language")
+    return base
 
 
-def test_batches_depend_on_seed_step_and_micro_alone(folder):
-    one, two = TokenData(folder, T, T * B, 2, seed=1), TokenData(folder, T, T * B, 2, seed=1)
-    asked = [(step, micro) for step in (0, 400, 7, 0) for micro in (1, 0)]
-    first = {key: one.batch("train", *key)[0] for key in asked}
-    for key in reversed(asked):
-        assert torch.equal(two.batch("train", *key)[0], first[key])
-    assert not torch.equal(TokenData(folder, T, T * B, 2, seed=2).batch("train", 0, 0)[0], first[0, 0])
+def test_a_folder_of_languages(source, spm, tmp_path):
+    folder = prepare("cc100", source, spm=spm, out=tmp_path / "out")
+    meta = meta_of(folder)
+    assert list(meta["languages"]) == sorted(SIZES) and meta["tokenizer"]["kind"] == "xlmr"
+    for language, size in SIZES.items():
+        expected = {split: [] for split in SPLITS}
+        for text in lines_of(language, size):
+            expected[split_of(text, valid=0.01, test=0.01)].append(text)
+        assert {split: documents_of(folder, split, language) for split in SPLITS} == expected
+    for split in SPLITS:
+        for key in ("tokens", "words", "documents", "bytes", "characters"):
+            assert meta["splits"][split][key] == sum(counts[split][key] for counts in meta["languages"].values())
+        assert (folder / f"{split}.bin").stat().st_size == 2 * meta["splits"][split]["tokens"]
+    assert preparing.summary(folder).splitlines()[-2] == "3 languages"
 
 
-def starts(data: TokenData, split: str, count: int) -> list[int]:
-    return [data._start(split, index) for index in range(count)]
+def test_languages_can_be_chosen_and_limited(source, spm, tmp_path, monkeypatch):
+    monkeypatch.setattr(preparing, "BATCH_CHARS", 500)
+    folder = prepare("cc100", source, spm=spm, languages="sw,de", max_tokens=900, out=tmp_path / "out")
+    limited = meta_of(folder)["languages"]
+    whole = meta_of(prepare("cc100", source, spm=spm, languages="sw,de", out=tmp_path / "whole"))["languages"]
+    longest = max(map(len, load_tokenizer(spm, "xlmr").encode_batch(lines_of("de", 500)))) + 2
+    assert list(limited) == list(whole) == ["de", "sw"]
+    for language, counts in limited.items():
+        assert 900 <= counts["train"]["tokens"] < 900 + longest
+        assert counts["valid"] == whole[language]["valid"]
+    unknown = refusal("cc100", source, spm=spm, languages="de,sv")
+    assert "no language 'sv' among 3; did you mean 'sw'?" in unknown
 
 
-@pytest.mark.parametrize("split", ["train", "valid"])
-def test_an_epoch_repeats_nothing_and_the_next_is_another(folder, split):
-    data = TokenData(folder, T, T * B)
-    windows = len(data.tokens[split]) // T - 1
-    both = starts(data, split, 2 * windows)
-    for epoch in (both[:windows], both[windows:]):
-        assert len(set(epoch)) == windows and len({start % T for start in epoch}) == 1
-        assert max(epoch) - min(epoch) == (windows - 1) * T and max(epoch) + T < len(data.tokens[split])
-    assert both[:windows] != both[windows:] and both[:windows] != sorted(both[:windows])
+def test_bad_languages_are_one_line(spm, tmp_path):
+    def reason(**files: bytes) -> str:
+        for path in tmp_path.glob("*.txt"):
+            path.unlink()
+        for name, content in files.items():
+            (tmp_path / f"{name}.txt").write_bytes(content)
+        line = refusal("mc4", tmp_path, spm=spm, out=tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+        return line
+
+    (tmp_path / "NOTES.md").write_text("no language")
+    good = "\n\n".join(lines_of("de", 500)).encode()
+    assert "'sw'" in reason(de=good, sw=b" \n\n") and "no training text (0 documents" in reason(de=good, sw=b"")
+    [held_out, *_] = [text for text in lines_of("sw", 500) if split_of(text, valid=0.01, test=0.01) == "test"]
+    assert "no training text (1 documents" in reason(de=good, sw=held_out.encode())
+    assert "sw.txt is not UTF-8: byte 3" in reason(de=good, sw=b"caf\xe9")
+    assert "'valid' is empty" in reason(de=lines_of("de", 1)[0].encode())
+    assert "holds no LANGUAGE.txt" in reason()
 
 
-def test_processes_share_the_data_of_one(folder):
-    """Four micro-batches a step dealt to two processes are, together, one process's: none twice, none missing."""
-    alone = TokenData(folder, T, T * B, micros_per_step=4)
-    ranks = [TokenData(folder, T, T * B, micros_per_step=4) for _ in range(2)]
-    whole = [alone.batch("train", step, micro)[0] for step in range(3) for micro in range(4)]
-    dealt = [ranks[micro % 2].batch("train", step, micro)[0] for step in range(3) for micro in range(4)]
-    assert all(map(torch.equal, whole, dealt))
-    assert len(torch.cat(whole).unique(dim=0)) == 3 * 4 * B
-    # the same samples, whatever the micro-batch: twice the rows in half the micro-batches
-    wide = TokenData(folder, T, 2 * T * B, micros_per_step=2)
-    assert torch.equal(torch.cat(whole), torch.cat([wide.batch("train", s, m)[0] for s in range(3) for m in range(2)]))
+def test_cc100_streams_what_local_files_hold(source, spm, hub, tmp_path):
+    url = "https://data.statmt.org/cc-100/{}.txt.xz".format
+    hub.rows = {(url(name), "train"): lines_of(name, size) for name, size in SIZES.items()}
+    streamed = prepare("cc100", spm=spm, languages=",".join(SIZES), out=tmp_path / "hub")
+    local = prepare("cc100", source, spm=spm, out=tmp_path / "local")
+    # blocks of a file end in a line feed, paragraphs do not: the tokens are the same
+    assert meta_of(streamed)["files"] == meta_of(local)["files"]
+    line = refusal("cc100", spm=spm, out=tmp_path / "all")
+    assert line.startswith("cannot read https://data.statmt.org/cc-100/af.txt.xz (ConnectionError: no route)")
+    assert "--source" in line
 
 
-def test_evaluation_reads_the_split_once_in_order(folder):
-    data = TokenData(folder, T, T * B)
-    tokens = torch.from_numpy(np.fromfile(folder / "valid.bin", dtype="uint16").astype(np.int64))
-    count = (len(tokens) - 1) // T * T
-    batches = list(data.eval_batches("valid"))
-    assert torch.equal(torch.cat([x for x, _ in batches]).flatten(), tokens[:count])
-    assert torch.equal(torch.cat([y for _, y in batches]).flatten(), tokens[1 : count + 1])
-    assert all(len(x) == B for x, _ in batches[:-1])
-    ranks = [list(data.eval_batches("valid", rank=rank, world=3)) for rank in range(3)]
-    assert sum(map(len, ranks)) == len(batches)
-    assert all(torch.equal(ranks[i % 3][i // 3][0], x) for i, (x, _) in enumerate(batches))
-    assert sum(x.numel() for x, _ in data.eval_batches("valid", max_tokens=5 * T)) == 5 * T
+def test_a_limit_ends_the_reading_of_a_language(spm, hub, tmp_path, monkeypatch):
+    monkeypatch.setattr(preparing, "BATCH_CHARS", 500)
+    monkeypatch.setattr(preparing, "ENOUGH", 100)
+    both = [(name, split) for name in ("de", "sw") for split in ("train", "validation")]
+    hub.rows = {(name, split): lines_of(name + split, 5000) for name, split in both}
+    folder = prepare("mc4", spm=spm, languages="de,sw", max_tokens=2000, out=tmp_path / "mc4")
+    assert ("allenai/c4", "sw", "train") in hub.asked and set(hub.read) == set(both)
+    for name, counts in meta_of(folder)["languages"].items():
+        assert counts["train"]["tokens"] >= 2000 and min(counts[split]["tokens"] for split in ("valid", "test")) >= 100
+        assert hub.read[name, "train"] < 1000 and hub.read[name, "validation"] < 50
+        own = [text for split in ("valid", "test") for text in documents_of(folder, split, name)]
+        assert own and all(text.startswith(f"{name}validation ") for text in own)
+        assert all(text.startswith(f"{name}train ") for text in documents_of(folder, "train", name))
 
 
-def test_a_split_of_exactly_one_window(copy):
-    sizes = {
-        split: counts["tokens"] for split, counts in json.loads((copy / "meta.json").read_text())["splits"].items()
-    }
-    split, size = min(sizes.items(), key=lambda item: item[1])
-    x, y = TokenData(copy, size - 1, size - 1).batch(split, 9)
-    assert x.shape == (1, size - 1) and torch.equal(x[0, 1:], y[0, :-1])
-    assert len(list(TokenData(copy, size - 1, size - 1).eval_batches(split))) == 1
-    with pytest.raises(ValueError, match=f"{split}.bin has {size} tokens and block_size {size} needs {size + 1}"):
-        TokenData(copy, size, size)
-    with pytest.raises(ValueError, match="micro_tokens"):
-        TokenData(copy, T, T - 1)
+def test_mc4_reads_all_of_both_splits_without_a_limit(hub):
+    hub.rows = {("de", "train"): lines_of("a", 100), ("de", "validation"): lines_of("b", 7)}
+    documents = list(corpora.mc4()["de"])
+    assert [text for split, text in documents if split == "train"] == lines_of("a", 100)
+    assert [text for split, text in documents if split != "train"] == lines_of("b", 7)
+    assert len(set(corpora.CC100)) == 100 and len(set(corpora.MC4)) == len(corpora.MC4)
 
 
-def test_damaged_folders(copy, tmp_path):
-    with pytest.raises(FileNotFoundError, match="data.prepare absent"):
-        TokenData(tmp_path / "absent", T, T * B)
-    content = (copy / "train.bin").read_bytes()
-    (copy / "train.bin").write_bytes(content[:-2])
-    with pytest.raises(
-        ValueError, match=r"train\.bin has .* bytes instead of .* prepare it again: python -m data\.prepare text "
-    ):
-        TokenData(copy, T, T * B)
-    (copy / "train.bin").write_bytes(content[:-2] + bytes([content[-2] ^ 1, content[-1]]))
-    with pytest.raises(ValueError, match=r"train\.bin has changed"):
-        TokenData(copy, T, T * B).verify()
-    (copy / "train.bin").write_bytes(content)
-    TokenData(copy, T, T * B).verify()
-    (copy / "test.bin").unlink()
-    with pytest.raises(FileNotFoundError, match=r"test\.bin is missing"):
-        TokenData(copy, T, T * B)
-    (copy / "meta.json").write_text("{")
-    with pytest.raises(ValueError, match=r"meta\.json is damaged"):
-        TokenData(copy, T, T * B)
-    (copy / "meta.json").unlink()
-    with pytest.raises(FileNotFoundError, match="no prepared data"):
-        TokenData(copy, T, T * B)
+# ---------------------------------------------------------------------------------------------------------------------
+# prepared folders of translation pairs
+
+PAIR_SIZES = {"de-en": 400, "en-zh-Hans": 150}
 
 
-def test_a_changed_tokenizer_is_noticed(copy, folder):
-    train_sentencepiece([path.read_text() for path in (ROOT / "data").glob("*.py")], vocab_size=500).save(copy)
-    with pytest.raises(ValueError, match="not the one that made its tokens"):
-        _ = TokenData(copy, T, T * B).tokenizer
-    assert TokenData(folder, T, T * B).tokenizer.vocab_size == 600
+def pairs(name: str, count: int, split: str = "train") -> list[tuple[str, str]]:
+    sides = name.split("-", 1)
+    return list(zip(*(lines_of(f"{name} {split} {side}", count) for side in sides)))
 
 
-def test_unknown_option_offers_the_nearest():
-    assert "did you mean --source?" in refused("text", "--sourse", "x")
-    assert "--source" in refused("text", "--source", "")
+@pytest.fixture(scope="session")
+def pair_source(tmp_path_factory) -> Path:
+    """One pair in two files for each of two parts, one as .gz; the other in a .tsv.xz. Nothing else is read."""
+    base = tmp_path_factory.mktemp("bitext")
+    for side, texts in zip(("de", "en"), zip(*pairs("de-en", 400))):
+        (base / f"de-en.a.{side}").write_text("".join(f"{text}\n" for text in texts[:200]))
+        with gzip.open(base / f"de-en.b.{side}.gz", "wt") as file:
+            file.write("\n".join(texts[200:]))
+    with lzma.open(base / "en-zh-Hans.tsv.xz", "wt") as file:
+        file.writelines(f"{one}\t{two}\n" for one, two in pairs("en-zh-Hans", 150))
+    (base / "README.md").write_text("no pair")
+    return base
 
 
-@pytest.mark.parametrize(
-    "lines, blank, least, documents",
-    [
-        (3, None, 1000, 1),  # a short file is one document
-        (3, None, 2, 3),  # or one a line
-        (3, 1, 2, 2),
-        (1, None, 2, 1),
-        (1200, None, 1000, 1200),  # long ones are one a line, where no blank line tells otherwise
-        (1200, 1100, 1000, 1200),
-        (1200, 900, 1000, 2),
-    ],
-)
-def test_documents_are_blocks_or_lines(tmp_path, lines, blank, least, documents):
-    text = [f"line {i}\n" for i in range(lines)]
-    if blank is not None:
-        text.insert(blank, "\n")
-    (tmp_path / "a.txt").write_text("".join(text))
-    found = list(corpora.read_documents(tmp_path / "a.txt", least))
-    assert len(found) == documents and "".join(found) == "".join(line for line in text if line.strip())
+def pairs_of(folder: Path, split: str, name: str) -> list[tuple[str, str]]:
+    """The pairs of a language pair, decoded from its tokens through the index."""
+    tokenizer, counts = load_tokenizer(folder), meta_of(folder)["languages"][name][split]
+    tokens, index = np.fromfile(folder / f"{split}.bin", "uint16"), np.fromfile(folder / f"{split}.idx", "int64")
+    assert index[2 * counts["first"]] == counts["start"]
+    assert index[2 * (counts["first"] + counts["pairs"])] == counts["start"] + counts["tokens"]
+    begin = 2 * counts["first"]
+    ends = index[begin : begin + 2 * counts["pairs"] + 1]
+    texts = [tokenizer.decode(tokens[a : b - 1].tolist()) for a, b in zip(ends[:-1], ends[1:])]
+    return list(zip(texts[::2], texts[1::2]))
+
+
+def test_pairs_come_back(pair_source, spm, tmp_path):
+    folder = prepare("bitext", pair_source, spm=spm, out=tmp_path / "out")
+    meta = meta_of(folder)
+    assert meta["kind"] == "pairs" and list(meta["languages"]) == sorted(PAIR_SIZES)
+    for name, size in PAIR_SIZES.items():
+        expected = {split: [] for split in SPLITS}
+        for texts in pairs(name, size):
+            expected[split_of(texts[1], valid=0.01, test=0.01)].append(texts)
+        assert {split: pairs_of(folder, split, name) for split in SPLITS} == expected
+    for split in SPLITS:
+        tokens, index = np.fromfile(folder / f"{split}.bin", "uint16"), np.fromfile(folder / f"{split}.idx", "int64")
+        assert index[0] == 0 and index[-1] == len(tokens) and (tokens[index[1:] - 1] == 2).all()
+        assert (tokens == 2).sum() == len(index) - 1 == 2 * meta["splits"][split]["pairs"]
+    assert preparing.summary(folder).splitlines()[-2] == "2 language pairs"
+    assert f"{meta['splits']['train']['pairs']:,}" in preparing.summary(folder).splitlines()[1].split()
+    assert not (folder / "train.jsonl").exists()
+    for split in ("valid", "test"):
+        held_out = [tuple(json.loads(line)) for line in (folder / f"{split}.jsonl").read_text().splitlines()]
+        assert held_out == [pair for name in meta["languages"] for pair in pairs_of(folder, split, name)]
+
+
+def test_pairs_can_be_chosen_and_limited(pair_source, spm, tmp_path, monkeypatch):
+    monkeypatch.setattr(preparing, "BATCH_CHARS", 300)
+    out = prepare("bitext", pair_source, spm=spm, languages="de-en", max_tokens=500, out=tmp_path / "out")
+    counts = meta_of(out)["languages"]
+    assert list(counts) == ["de-en"] and 500 <= counts["de-en"]["train"]["tokens"] < 600
+    found = pairs_of(out, "train", "de-en")
+    assert found == [both for both in pairs("de-en", 400) if split_of(both[1], 0.01, 0.01) == "train"][: len(found)]
+    unknown = refusal("bitext", pair_source, spm=spm, languages="de-em")
+    assert "no language 'de-em' among 2; did you mean 'de-en'?" in unknown
+
+
+def write_pairs(folder: Path, name: str, sizes: dict[str, int]):
+    """Files NAME.SPLIT.SIDE."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, count in sizes.items():
+        for side, texts in zip(name.split("-"), zip(*pairs(name, count, split))):
+            (folder / f"{name}.{split}.{side}").write_text("".join(f"{text}\r\n" for text in texts))
+
+
+def test_named_files_are_the_splits(spm, tmp_path):
+    write_pairs(tmp_path, "de-en", {"train": 5, "dev": 4, "test": 3})
+    (tmp_path / "de-en.more.tsv").write_text("not\tread\n")
+    out = prepare("bitext", tmp_path, spm=spm, out=tmp_path / "out")
+    for split, theirs, count in (("train", "train", 5), ("valid", "dev", 4), ("test", "test", 3)):
+        assert pairs_of(out, split, "de-en") == [
+            (" ".join(one.split()), " ".join(two.split())) for one, two in pairs("de-en", count, theirs)
+        ]
+
+
+def test_bad_pairs_are_one_line(spm, tmp_path):
+    def reason(**files: bytes) -> str:
+        shutil.rmtree(tmp_path / "in", ignore_errors=True)
+        (tmp_path / "in").mkdir()
+        for name, content in files.items():
+            (tmp_path / "in" / f"de-en.{name}").write_bytes(content)
+        (tmp_path / "in" / "NOTES.md").write_text("no pair")
+        line = refusal("bitext", tmp_path / "in", spm=spm, out=tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+        return line
+
+    three, five = b"a\n" * 3, b"a\n" * 4 + b"a"
+    assert "de-en.de has 3 lines and " in (line := reason(de=three, en=five)) and line.endswith("de-en.en 5")
+    assert "de-en.de has 5 lines and " in (line := reason(de=five, en=three)) and line.endswith("de-en.en 3")
+    assert "de-en.de, line 2: an empty text" in reason(de=b"a\n \na\n", en=three)
+    assert "de-en.en, line 3: an empty text" in reason(de=three, en=b"a\na\n\n")
+    assert "de-en.tsv, line 2: an empty text" in reason(tsv=b"a\tb\na\t\n")
+    assert "de-en.tsv, line 2: 2 tabs instead of one" in reason(tsv=b"a\tb\na\tb\tc\n")
+    assert "de-en.tsv, line 1: 0 tabs instead of one" in reason(tsv=b"a b\n")
+    assert "de-en.en is not UTF-8: byte 5" in reason(de=three, en=b"a\ncaf\xe9\n")
+    assert "holds no two files such as de-en.de and de-en.en" in reason()
+    assert "the two sides of de-en, not de-en.de" in reason(de=three)
+    assert "not de-en.de and de-en.tsv" in reason(de=three, tsv=b"a\tb\n")
+    assert "are the same side of the same pairs" in reason(**{"de": three, "de.gz": three, "en": three})
+    assert "split 'valid' is empty (1 pairs in all)" in reason(tsv=b"a\tb\n")
+    [held_out, *_] = [text for text in lines_of("x", 500) if split_of(text, 0.01, 0.01) == "valid"]
+    assert "'de-en' of " in reason(tsv=f"a\t{held_out}\n".encode())
+
+
+def translations(*languages: str, rows: list[tuple[str, str]]) -> list[dict]:
+    return [{"translation": dict(zip(languages, both))} for both in rows]
+
+
+def test_opus100_streams_its_splits(spm, hub, tmp_path):
+    for split in ("train", "validation", "test"):
+        hub.rows["de-en", split] = translations("de", "en", rows=pairs("de-en", 9, split))
+    hub.rows["an-en", "train"] = translations("an", "en", rows=pairs("an-en", 9))
+    hub.rows["de-en", "train"][3:3] = translations("de", "en", rows=[(" ", "nothing"), ("\u200b", "without a token")])
+    out = prepare("opus100", spm=spm, languages="an-en,de-en", out=tmp_path / "out")
+    for split, theirs in (("train", "train"), ("valid", "validation"), ("test", "test")):
+        assert pairs_of(out, split, "de-en") == pairs("de-en", 9, theirs)
+    assert len(pairs_of(out, "train", "an-en")) == 9 and pairs_of(out, "valid", "an-en") == []
+    assert ("Helsinki-NLP/opus-100", "de-en", "train") in hub.asked and len(hub.asked) == 4
+    names = list(corpora.opus100())
+    assert len(names) == 99 and names == sorted(names) and "en-fr" in names and corpora.TRAIN_ONLY < set(names)
+    line = refusal("opus100", spm=spm, out=tmp_path / "all")
+    assert "cannot read Helsinki-NLP/opus-100 af-en" in line and "no route" in line
+
+
+def test_a_joint_bpe_is_trained_on_both_sides_of_the_training_pairs(tmp_path):
+    sides = {"train": ("ä bär", "a bear"), "valid": ("zebra", "zebra"), "test": ("quokka", "quokka")}
+    for split, both in sides.items():
+        for language, text in zip(("de", "en"), both):
+            (tmp_path / f"de-en.{split}.{language}").write_text("".join(f"{text} {i}\n" for i in range(40)))
+    tokenizer = load_tokenizer(prepare("bitext", tmp_path, pieces=290, out=tmp_path / "out"))
+    assert isinstance(tokenizer, XLMR) and tokenizer.vocab_size == 290 + XLMR.added
+    pieces = {tokenizer.processor.id_to_piece(i) for i in range(290)}
+    words = {piece for piece in pieces if not piece.startswith("<")}
+    assert {"▁bär", "▁bear"} < pieces and not any(letter in word for word in words for letter in ("z", "k"))
+    # BPE, not unigram: every piece is the merge of two others
+    assert all(len(x) == 1 or any(x[:i] in pieces and x[i:] in pieces for i in range(1, len(x))) for x in words)
+
+
+def test_a_joint_bpe_that_cannot_be(tmp_path):
+    write_pairs(tmp_path, "de-en", {"train": 60, "valid": 5, "test": 5})
+    options = {"source": tmp_path, "out": tmp_path / "out"}
+    assert "too small for a vocabulary of 90,000 pieces" in refusal("bitext", pieces=90_000, **options)
+    assert "260 pieces are fewer than the characters of the training text" in refusal("bitext", pieces=260, **options)
+    (tmp_path / "de-en.train.en").write_text("a\n\n")  # what is wrong with the text is said, not the trainer's error
+    assert "de-en.train.en, line 2: an empty text" in refusal("bitext", pieces=400, **options)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# corpora for translation
+
+
+def held_out_of(folder: Path, split: str) -> list[tuple[str, str]]:
+    return [tuple(json.loads(line)) for line in (folder / f"{split}.jsonl").read_text().splitlines()]
+
+
+def test_multi30k_reads_its_own_files_or_the_hub(tmp_path, hub):
+    names = {"train": ("train", "train"), "valid": ("val", "validation"), "test": ("test_2016_flickr", "test")}
+    for split, (name, theirs) in names.items():
+        rows = pairs("de-en", 60, split)
+        for side, lines in zip(("de", "en"), zip(*rows)):
+            with gzip.open(tmp_path / f"{name}.{side}.gz", "wt") as file:
+                file.writelines(f"{line}\n" for line in lines)
+        hub.rows[None, theirs] = [{"de": one, "en": two} for one, two in rows]
+    local = prepare("multi30k-de", tmp_path, pieces=300, out=tmp_path / "local")
+    streamed = prepare("multi30k-de", pieces=300, out=tmp_path / "hub")
+    assert list(meta_of(local)["languages"]) == ["de-en"]
+    assert held_out_of(local, "valid") == pairs("de-en", 60, "valid")
+    assert meta_of(local)["files"] == meta_of(streamed)["files"]
+    assert {asked[0] for asked in hub.asked} == {"bentrevett/multi30k"}
+    assert "no val.fr (plain, .gz or .xz) in " in refusal("multi30k-fr", tmp_path, pieces=300)
+
+
+@pytest.fixture
+def wmt_files(tmp_path, monkeypatch):
+    """What sacrebleu would download."""
+    utils = pytest.importorskip("sacrebleu.utils")
+    for year in ("wmt21", "wmt22"):
+        for side, lines in zip(("de", "en"), zip(*pairs("de-en", 8, year))):
+            (tmp_path / f"{year}.{side}").write_text("".join(f"{line}\n" for line in lines))
+    monkeypatch.setattr(utils, "get_source_file", lambda year, pair: str(tmp_path / f"{year}.de"))
+    monkeypatch.setattr(utils, "get_reference_files", lambda year, pair: [str(tmp_path / f"{year}.en"), "x"])
+
+
+def test_wmt23_trains_on_the_hub_and_tests_on_wmt22(tmp_path, hub, wmt_files, monkeypatch):
+    hub.rows["de-en", "train"] = translations("de", "en", rows=pairs("de-en", 90))
+    hub.rows["de-en", "train"].insert(5, {"translation": {"de": None, "en": "nothing"}})
+    folder = prepare("wmt23-de", pieces=350, out=tmp_path / "out")
+    assert held_out_of(folder, "valid") == pairs("de-en", 8, "wmt21")
+    assert held_out_of(folder, "test") == pairs("de-en", 8, "wmt22")
+    assert meta_of(folder)["splits"]["train"]["pairs"] == 90 and hub.asked[0] == ("wmt/wmt19", "de-en", "train")
+    hub.rows["de-en", "train"] = [{"translation": {"en": "no German"}}]
+    assert "cannot read wmt/wmt19 de-en (KeyError: 'de')" in refusal("wmt23-de", pieces=350, out=tmp_path / "no")
+
+    def offline(*_):
+        raise SystemExit(1)
+
+    monkeypatch.setattr("sacrebleu.utils.get_source_file", offline)
+    line = refusal("wmt23-ru", pieces=300, out=tmp_path / "no")
+    assert "cannot download wmt21 ru-en" in line and "give --source" in line
+
+
+def test_wmt23_tests_ukrainian_and_hebrew_on_flores(tmp_path, hub):
+    rows = pairs("uk-en", 90)
+    hub.rows["en-uk", "train"] = [{"english": two, "non_english": one} for one, two in rows]
+    for name in ("ukr_Cyrl", "eng_Latn"):
+        for split in ("dev", "devtest"):
+            hub.rows[name, split] = [{"id": i, "text": x} for i, x in enumerate(lines_of(name + split, 6), 1)]
+    folder = prepare("wmt23-uk", pieces=350, out=tmp_path / "out")
+    assert held_out_of(folder, "test") == list(zip(lines_of("ukr_Cyrldevtest", 6), lines_of("eng_Latndevtest", 6)))
+    assert pairs_of(folder, "train", "uk-en") == rows
+    assert ("sentence-transformers/parallel-sentences-ccmatrix", "en-uk", "train") in hub.asked
+    assert ("openlanguagedata/flores_plus", "ukr_Cyrl", "dev") in hub.asked
+    hub.rows["ukr_Cyrl", "devtest"].pop(2)
+    line = refusal("wmt23-uk", pieces=350, out=tmp_path / "no")
+    assert "flores_plus: ukr_Cyrl and eng_Latn have other sentences (4, 3)" in line
+
+
+def test_wmt23_takes_local_files_of_its_pair(tmp_path):
+    for name in ("ru-en", "de-en"):
+        write_pairs(tmp_path, name, {"train": 90, "valid": 5, "test": 5})
+    folder = prepare("wmt23-ru", tmp_path, pieces=300, out=tmp_path / "out")
+    assert list(meta_of(folder)["languages"]) == ["ru-en"]
+    assert held_out_of(folder, "test") == pairs("ru-en", 5, "test")
+    assert "holds no zh-en.zh and zh-en.en" in refusal("wmt23-zh", tmp_path)
+
+
+def test_wmt10_has_ten_languages_and_halves_gujarati(tmp_path, hub):
+    for language in corpora.WMT10:
+        for split in ("train", "validation", "test"):
+            rows = pairs(f"{language}-en", 40, split)
+            hub.rows[f"{language}-en", split] = translations(language, "en", rows=rows)
+    del hub.rows["gu-en", "test"]
+    folder = prepare("wmt10", pieces=500, out=tmp_path / "wmt10")
+    languages = meta_of(folder)["languages"]
+    assert list(languages) == sorted(f"{x}-en" for x in ("fr", "cs", "de", "fi", "lv", "et", "ro", "hi", "tr", "gu"))
+    halves = [set(pairs_of(folder, split, "gu-en")) for split in ("valid", "test")]
+    assert halves[0] | halves[1] == set(pairs("gu-en", 40, "validation")) and not halves[0] & halves[1]
+    assert min(map(len, halves)) > 5 and pairs_of(folder, "test", "fr-en") == pairs("fr-en", 40, "test")
+    assert pairs_of(folder, "train", "gu-en") == pairs("gu-en", 40, "train")
+
+
+def test_every_corpus_says_where_it_comes_from_and_how_a_local_copy_is_read():
+    assert len(CORPORA) == 20
+    for name, corpus in CORPORA.items():
+        assert corpus.kind in ("text", "languages", "pairs") and callable(corpus.local)
+        assert (corpus.read is None) == (corpus.origin is None) == (name in ("text", "bitext"))

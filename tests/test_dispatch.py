@@ -1,47 +1,102 @@
-"""The experts' work, however it is done: expert by expert, or as grouped products in a buffer of fixed size."""
+"""From what a router wants to what experts compute: capacity, drops, and the layer against the papers' equations."""
 
 import math
+import shutil
 
 import pytest
+import reference
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
-import dispatch as dispatching
-from dispatch import dispatch, equal_runs, expert_capacity, rows_by_run, within_capacity
-from model import GPT, ModelConfig, MoE
-from routers import NOT_CHOSEN, Routing, priority_key
+import model
+from model import (
+    FFN,
+    GPT,
+    ExpertNorm,
+    Experts,
+    MaskedLM,
+    ModelConfig,
+    MoE,
+    Rows,
+    dispatch,
+    dispatch_stacks,
+    expert_capacity,
+    kept_rows,
+    ragged_linear,
+    within_capacity,
+)
+from routers import NOT_CHOSEN, ROUTERS, priority_key
 
+SMALL = dict(vocab_size=13, block_size=16, n_layer=2, n_head=2, n_embd=8, ffn_size=16, num_experts=4, expert_size=8)
+SMALL |= dict(capacity_factor=1.0)
+VARIANTS = {name: {"router": name} for name in ROUTERS} | {
+    "topk": {"router": "topk", "top_k": 2},
+    "x-moe-2": {"router": "topk", "top_k": 2, "score": "hypersphere", "renormalize": True, "balance_choices": "all"},
+    "x-moe-sigmoid": {"router": "switch", "score": "hypersphere", "gate": "sigmoid", "routing_dim": 0},
+}
+STACK = {"expert_layers": 2, "moe_after": (1,)}
+every_variant = pytest.mark.parametrize("variant", VARIANTS)
+ffn_and_stack = pytest.mark.parametrize("stack", [{}, STACK], ids=["ffn", "stack"])
+train_and_test = pytest.mark.parametrize("training", [True, False], ids=["training", "test"])
+fp32_and_bf16 = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-def make_case(S, E, F_, D, chosen, dtype=torch.float64, seed=0):
-    """h, routing and expert weights; of all (token, expert) pairs, the share `chosen` is wanted, by expert 1 never."""
-    rng = torch.Generator().manual_seed(seed)
-    draw = lambda *shape: torch.randn(*shape, generator=rng, dtype=torch.float64).to(dtype)  # noqa: E731
-    wanted = torch.rand(S, E, generator=rng) < chosen
-    wanted[:, 1:2] = False
-    p = torch.rand(S, E, generator=rng).to(dtype)
-    priority = priority_key(p, torch.randint(3, (S, E), generator=rng)).masked_fill(~wanted, NOT_CHOSEN)
-    gate = (p * wanted).to(torch.promote_types(dtype, torch.float32)).requires_grad_()
-    weights = [x.requires_grad_() for x in (draw(E, F_, D), draw(E, F_), draw(E, D, F_), draw(E, D))]
-    return draw(S, D).requires_grad_(), Routing(gate, priority, gate.sum(), gate), weights
+def lively(module, dtype=torch.float64):
+    """The module with parameters large enough for every choice to matter."""
+    torch.manual_seed(1)
+    for name, p in module.named_parameters():
+        if name.endswith("temperature"):
+            nn.init.constant_(p, 0.4)
+        elif p.dim() > 1:
+            nn.init.normal_(p, std=0.7)
+        else:
+            p.data += 0.2 * torch.randn_like(p)
+    return module.to(dtype)
 
 
-def plain(h, routing, capacity, weights):
-    """Every expert on every token, then what is not kept is left out (XMoE eq. 2)."""
-    w_in, b_in, w_out, b_out = weights
-    a = torch.einsum("sd,efd->sef", h, w_in) + b_in
-    y = torch.einsum("sef,edf->sed", F.gelu(a, approximate="tanh"), w_out) + b_out
-    return ((routing.weight * within_capacity(routing.priority, capacity)).unsqueeze(2) * y).sum(dim=1)
+def make_moe(variant="switch", dtype=torch.float64, training=False, **options) -> MoE:
+    options = SMALL | VARIANTS[variant] | options
+    gelu = "none" if options.get("expert_layers") else "tanh"
+    return lively(MoE(ModelConfig(**options), gelu), dtype).train(training)
 
 
-def values_and_gradients(y, h, routing, weights):
-    arrow = torch.randn(y.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64).to(y.dtype)
-    return y, *torch.autograd.grad((y * arrow.to(y.device)).sum(), (h, routing.weight, *weights))
+def make_batch(B, T, dtype=torch.float64):
+    rng = torch.Generator().manual_seed(0)
+    h = torch.randn(B, T, SMALL["n_embd"], generator=rng, dtype=torch.float64)
+    return h.to(dtype), torch.randint(SMALL["vocab_size"], (B, T), generator=rng)
+
+
+def crowd(moe, S):
+    """S tokens that all prefer expert 0 (dot score), each by another margin."""
+    h = torch.zeros(1, S, SMALL["n_embd"], dtype=torch.float64)
+    h[0, :, 0] = 1 + torch.randperm(S, generator=torch.Generator().manual_seed(0)) / S
+    with torch.no_grad():
+        moe.router.experts.copy_(torch.eye(*moe.router.experts.shape))
+    return h, torch.zeros(1, S, dtype=torch.int64)
+
+
+def values_and_gradients(outputs, inputs):
+    """The outputs, and the gradients of a weighted sum of them."""
+    loss = 0.0
+    for y in outputs:
+        rng = torch.Generator().manual_seed(9)
+        arrow = torch.randn(y.shape, generator=rng, dtype=torch.float64)
+        loss = loss + (y.double() * arrow).sum()
+    return *outputs, *torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)
+
+
+def assert_close(found, expected, tolerance):
+    """Each tensor, as a whole."""
+    for x, y in zip(found, expected, strict=True):
+        assert x.shape == y.shape and x.isfinite().all()
+        assert (x.double() - y.double()).norm() <= tolerance * (y.double().norm() + 1e-6)
 
 
 @pytest.fixture
@@ -53,146 +108,340 @@ def unwritten_is_nan():
     torch.use_deterministic_algorithms(False)
 
 
-CASES = {  # S, E, F, D, share of the pairs that are wanted, capacity
-    "drops": (9, 4, 3, 5, 0.9, 3),
-    "full experts side by side": (12, 5, 3, 5, 0.95, 2),
-    "no drops": (9, 4, 3, 5, 0.5, None),
-    "one expert": (6, 1, 3, 4, 1.0, 4),
-    "S smaller than E": (3, 8, 2, 4, 0.6, 2),
-    "nothing is chosen": (4, 3, 2, 3, 0.0, 2),
-    "one token": (1, 5, 3, 4, 0.7, 1),
-    "expert size 1": (7, 6, 1, 4, 0.5, 3),
-}
+def without_asking(gates, kept, most, exact):
+    """`kept_rows` as on CUDA: the host does not ask how many rows are kept."""
+    return kept_rows(gates, kept, most, exact=False)
 
 
-@pytest.mark.parametrize("at_once, threads", [(1, 2), (20, 2), (1 << 18, 1), (1 << 18, 2)])
-@pytest.mark.parametrize("S, E, F_, D, chosen, capacity", CASES.values(), ids=CASES)
-def test_gradcheck(monkeypatch, unwritten_is_nan, at_once, threads, S, E, F_, D, chosen, capacity):
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)  # which only says what is batched
-    monkeypatch.setattr(dispatching.few_at_a_time, "__defaults__", (at_once,))
-    monkeypatch.setattr(dispatching.few_rows, "__kwdefaults__", {"most": at_once})
-    h, routing, weights = make_case(S, E, F_, D, chosen)
-
-    def layer(h, gate, *weights):
-        return dispatch(h, routing._replace(weight=gate), capacity, weights)[0]
-
-    assert torch.autograd.gradcheck(layer, (h, routing.weight, *weights))
-    found, expected = (
-        values_and_gradients(f(h, routing, capacity, weights), h, routing, weights)
-        for f in (lambda *args: dispatch(*args)[0], plain)
-    )
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+@pytest.fixture
+def as_on_cuda(monkeypatch):
+    monkeypatch.setattr(model, "kept_rows", without_asking)
 
 
-def test_gradcheck_where_a_gate_is_zero():
-    h, routing, weights = make_case(5, 3, 2, 4, 1.0)
-    gate = torch.where(routing.weight > 0.5, routing.weight, 0.0).detach().requires_grad_()
-    assert torch.autograd.gradcheck(
-        lambda gate: dispatch(h, routing._replace(weight=gate), 4, weights)[0], (gate,), raise_exception=True
-    )
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("gate", [0.0, 1e-30, 1e-12])
-def test_a_gate_that_is_almost_nothing_has_its_gradient(dtype, gate):
-    h, routing, weights = make_case(20, 4, 8, 8, 1.0, dtype)
-    routing = routing._replace(weight=(routing.weight > 0).float().mul(gate).requires_grad_())
-    found = values_and_gradients(dispatch(h, routing, 20, weights)[0], h, routing, weights)
-    wide = [x.detach().double().requires_grad_() for x in (h, routing.weight, *weights)]
-    routing = routing._replace(weight=wide[1])
-    expected = values_and_gradients(plain(wide[0], routing, 20, wide[2:]), wide[0], routing, wide[2:])
-    for x, y in zip(found, expected):
-        assert (x.double() - y).norm() <= (1e-5 if dtype == torch.float32 else 0.02) * y.norm() + 1e-15
-
-
-def test_experts_of_as_many_rows_share_their_products(monkeypatch):
-    h, routing, weights = make_case(12, 5, 3, 5, 1.0)
-    batches, batched = [], torch.baddbmm
-
-    def spy(*args, **options):
-        batches.append(len(args[0]))
-        return batched(*args, **options)
-
-    monkeypatch.setattr(torch, "baddbmm", spy)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    monkeypatch.setattr(dispatching.few_at_a_time, "__defaults__", (20,))
-    counts = dispatch(h, routing, 2, weights)[1].tolist()
-    assert counts == [2, 0, 2, 2, 2] and batches == [2, 2]  # the first three differ; two products of the other two
+# --- Capacity (XMoE eq. 3) and drops
 
 
 @pytest.mark.parametrize(
-    "threads, runs",
+    "tokens, experts, gamma, expected",
     [
-        (1, [(2, 7), (1, 0), (5, 3), (3, 0)]),
-        (2, [(2, 7), (1, 0), (4, 3), (1, 3), (2, 0), (1, 0)]),
-        (4, [(2, 7), (1, 0), (4, 3), (1, 3), (3, 0)]),
+        (100, 10, 1.0, 10),
+        (100, 10, 1.1, 11),  # in floats 1.1 * 100 / 10 is more than 11
+        (100, 10, 1.01, 11),
+        (70, 7, 0.7, 7),  # in floats less than 7
+        (30, 3, 2.3, 23),
+        (100, 8, 1, 13),
+        (2048, 64, 8.0, 256),
+        (40, 8, 0.5, 4),  # at least 4
+        (1000, 64, 1e-5, 4),
+        (3, 8, 1.0, 3),  # at most all
+        (5, 1, 1.0, 5),
+        (64, 8, 8.0, 64),
+        (64, 8, 9.5, 64),
+        (64, 8, math.inf, 64),
+        (0, 8, 1.0, 0),
+        (0, 8, math.inf, 0),
     ],
 )
-def test_a_thread_has_whole_experts_or_all_share_the_last(threads, runs):
-    counts = [7, 7, 0, 3, 3, 3, 3, 3, 0, 0, 0]
-    assert equal_runs(counts, threads) == runs
-    rows = torch.arange(2.0 * sum(counts)).view(-1, 2)
-    parts = rows_by_run(rows, runs)
-    assert torch.cat([part.reshape(-1, 2) for part in parts]).equal(rows)
-    assert [part.shape[-2] for part in parts] == [n for _, n in runs]
+def test_capacity_by_hand(tokens, experts, gamma, expected):
+    assert expert_capacity(tokens, experts, gamma) == expected
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
-def test_full_experts_give_the_plain_sum(monkeypatch, unwritten_is_nan, dtype, threads):
-    """Large enough for a processor's own batched products."""
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    h, routing, weights = make_case(80, 6, 48, 32, 1.0, dtype)
-    y, counts = dispatch(h, routing, 40, weights)
-    assert counts.tolist() == [40, 0, 40, 40, 40, 40]
-    full = [w[2:].detach().requires_grad_() for w in weights]
-    routing = Routing(*(x[:, 2:].detach() for x in routing[:2]), routing.balance_loss, routing.probs)
-    routing.weight.requires_grad_()
-    found = values_and_gradients(dispatch(h, routing, 40, full)[0], h, routing, full)
-    wide = [x.detach().double().requires_grad_() for x in (h, routing.weight, *full)]
-    routing = routing._replace(weight=wide[1])
-    y = plain(wide[0], routing, 40, wide[2:])
-    for x, expected in zip(found, values_and_gradients(y, wide[0], routing, wide[2:])):
-        assert (x.double() - expected).norm() <= (1e-5 if dtype == torch.float32 else 0.02) * expected.norm()
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.integers(1, 3000), st.integers(1, 128), st.decimals("0.01", "20", places=2))
+def test_capacity_is_the_exact_ceiling(tokens, experts, gamma):
+    assert expert_capacity(tokens, experts, float(gamma)) == reference.capacity(tokens, experts, gamma)
 
 
-def test_a_second_backward_pass_finds_what_the_first_one_found():
-    h, routing, weights = make_case(9, 4, 3, 5, 0.9)
-    y = dispatch(h, routing, 3, weights)[0].square().sum()
-    first, second = (torch.autograd.grad(y, (h, routing.weight, *weights), retain_graph=True) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(first, second))
+@pytest.mark.parametrize(
+    "capacity, kept", [(1, [1]), (2, [1, 4]), (3, [0, 1, 4]), (4, [0, 1, 2, 4]), (6, [0, 1, 2, 4])]
+)
+def test_an_expert_keeps_its_first_choices_then_higher_p_then_earlier_tokens(capacity, kept):
+    p = torch.tensor([0.3, 0.6, 0.3, 0.9, 0.6, 0.8])
+    rank = torch.tensor([0, 0, 0, 0, 0, 1])
+    priority = torch.stack([priority_key(p, rank), torch.zeros(6, dtype=torch.int64)], dim=1)
+    priority[3, 0] = priority[5, 0] = NOT_CHOSEN
+    result = within_capacity(priority, capacity)
+    assert result[:, 0].nonzero()[:, 0].tolist() == kept
+    assert result[:, 1].nonzero()[:, 0].tolist() == list(range(capacity))
 
 
-def test_what_only_the_backward_pass_needs_is_not_kept_without_one(monkeypatch):
-    h, routing, weights = make_case(9, 4, 3, 5, 0.9)
-    asked, activate = [], dispatching.activate
-    monkeypatch.setattr(
-        dispatching, "activate", lambda *args, slope: asked.append(slope) or activate(*args, slope=slope)
+def test_second_choices_are_dropped_before_first_ones_however_probable():
+    p, rank = torch.tensor([0.49, 0.26, 0.48]), torch.tensor([1, 0, 1])
+    assert within_capacity(priority_key(p, rank)[:, None], 2)[:, 0].tolist() == [True, True, False]
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.data())
+def test_capacity_keeps_what_a_stable_sort_would(data):
+    S, E = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 3))
+    some = st.sampled_from([NOT_CHOSEN, NOT_CHOSEN + 1, -5, -5, 0, 3])  # many ties
+    priority = torch.tensor(data.draw(st.lists(some, min_size=S * E, max_size=S * E))).view(S, E)
+    C = data.draw(st.integers(1, S))
+    order = priority.argsort(dim=0, descending=True, stable=True)[:C]
+    expected = torch.zeros(S, E, dtype=torch.bool).scatter_(0, order, True) & (priority > NOT_CHOSEN)
+    assert torch.equal(within_capacity(priority, C), expected)
+
+
+def test_dropped_tokens_get_exactly_zero():
+    moe = make_moe(num_experts=2)
+    h, ids = crowd(moe, 12)
+    y, _ = moe(h, ids)
+    served = (y[0] != 0).any(dim=1)
+    assert served.sum() == 6  # 12 / 2 at gamma 1
+    assert set(served.nonzero()[:, 0].tolist()) == set(h[0, :, 0].topk(6).indices.tolist())
+
+
+@train_and_test
+def test_eval_capacity_factor_holds_at_test_only(training):
+    moe = make_moe(num_experts=2, training=training, capacity_factor=0.5, eval_capacity_factor=1.5)
+    y, _ = moe(*crowd(moe, 32))
+    assert (y[0] != 0).any(dim=1).sum() == (8 if training else 24)
+
+
+@pytest.mark.parametrize("S", [1, 3, 17, 40])
+@train_and_test
+@every_variant
+def test_capacity_factor_E_drops_nothing(variant, training, S):
+    moe = make_moe(variant, training=training, num_experts=6)
+    h, ids = make_batch(1, S)
+    routing = moe.router(h[0] + 5, ids[0] * 0)  # crowded: all alike
+    assert torch.equal(within_capacity(routing.priority, expert_capacity(S, 6, 6.0)), routing.wanted)
+
+
+# --- The layer against the reference
+
+
+def literal_layer(moe, h, ids):
+    """h (S, D) -> (S, D), balance loss; and how many choices are made, and served."""
+    slow = reference.route(moe.router, h, ids)
+    E, gamma = moe.router.num_experts, moe.eval_capacity_factor
+    limit = None if gamma == math.inf else reference.capacity(len(h), E, gamma)
+    served = reference.serve(slow.turn, limit, E)
+    weights = [(ffn.w_in, ffn.b_in, ffn.w_out, ffn.b_out) for ffn in moe.layers]
+    if moe.ln_stack:
+        norms = [(norm.weight, norm.bias) for norm in moe.ln_stack]
+        y = reference.stacks(h, slow.weight, served, [ffn + norm for ffn, norm in zip(weights, norms)])
+    else:
+        y = reference.moe(h, slow.weight, served, *weights[0])
+    return y, torch.as_tensor(slow.balance_loss, dtype=h.dtype), len(slow.turn), len(served)
+
+
+LAYERS = {  # gamma, expert_size, padding
+    "drops": (0.5, 8, False),
+    "padding and odd rows": (1.0, 6, True),
+    "no limit, units of their own": (math.inf, 1, False),
+    "no limit, padding": (math.inf, 8, True),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
+@pytest.mark.parametrize("gamma, expert_size, padding", LAYERS.values(), ids=LAYERS)
+@ffn_and_stack
+@every_variant
+def test_the_layer_follows_the_equations(unwritten_is_nan, variant, stack, gamma, expert_size, padding, dtype):
+    moe = make_moe(variant, dtype, capacity_factor=gamma, expert_size=expert_size, **stack)
+    h, ids = make_batch(2, 11, dtype)
+    h.requires_grad_()
+    real = (torch.arange(22) % 4 != 1).nonzero().squeeze(1) if padding else torch.arange(22)
+    y, balance = moe(h, ids, real if padding else None)
+    slow, slow_balance, choices, served = literal_layer(moe, h.flatten(0, 1)[real], ids.flatten()[real])
+    assert gamma != 0.5 or served < choices
+    slow = torch.zeros(22, 8, dtype=dtype).index_copy(0, real, slow).view(2, 11, 8)
+    inputs = (h, *moe.parameters())
+    found, expected = (values_and_gradients(out, inputs) for out in ((y, balance), (slow, slow_balance)))
+    assert_close(found, expected, 1e-9 if dtype == torch.float64 else 1e-4)
+
+
+@pytest.mark.parametrize("junk", [0.0, -1e30, torch.finfo(torch.float64).max, math.nan])
+@train_and_test
+@every_variant
+def test_padding_changes_nothing_and_gets_exactly_zero(variant, training, junk):
+    moe = make_moe(variant, training=training)
+    h, ids = make_batch(1, 17)  # capacity 5; were padding counted, it would be 6
+    mask = torch.zeros(2, 12, dtype=torch.bool)
+    mask[0], mask[1, 2:7] = True, True
+    wide, wide_ids = torch.full((2, 12, 8), junk, dtype=h.dtype), torch.zeros(2, 12, dtype=torch.int64)
+    wide[mask], wide_ids[mask] = h[0], ids[0]
+    h.requires_grad_(), wide.requires_grad_()
+    alone, among = moe(h, ids), moe(wide, wide_ids, mask.flatten().nonzero().squeeze(1))
+    assert (among[0][~mask] == 0).all()
+    expected = values_and_gradients((alone[0][0], alone[1]), (h, *moe.parameters()))
+    found = list(values_and_gradients((among[0][mask], among[1]), (wide, *moe.parameters())))
+    assert (found[2][~mask] == 0).all()
+    found[2] = found[2][mask][None]
+    assert_close(found, expected, 1e-9)
+
+
+def test_one_expert_is_an_ffn():
+    config = ModelConfig(**(SMALL | dict(num_experts=1, router="switch", expert_size=16)))
+    moe, ffn = lively(MoE(config, "tanh")), FFN(config, "tanh").double()
+    experts = moe.layers[0]
+    ffn.fc.load_state_dict({"weight": experts.w_in[0].detach(), "bias": experts.b_in[0].detach()})
+    ffn.proj.load_state_dict({"weight": experts.w_out[0].detach().t(), "bias": experts.b_out[0].detach()})
+    h, ids = make_batch(2, 5)
+    torch.testing.assert_close(moe(h, ids)[0], ffn(h))
+
+
+@ffn_and_stack
+def test_no_tokens(stack):
+    moe = make_moe("threshold", torch.float32, **stack)
+    y, balance = moe(torch.zeros(0, 3, 8), torch.zeros(0, 3, dtype=torch.int64))
+    assert y.shape == (0, 3, 8) and balance == 0
+    y, balance = moe(torch.ones(2, 3, 8), torch.zeros(2, 3, dtype=torch.int64), torch.zeros(0, dtype=torch.int64))
+    assert y.shape == (2, 3, 8) and (y == 0).all()
+    (y.sum() + balance).backward()
+    assert all(p.grad is None or (p.grad == 0).all() for p in moe.parameters())
+
+
+# --- The dispatch alone, with exactly as many rows as are kept or with some to spare
+
+CASES = {  # S, E, F, D, share of the pairs that is kept
+    "an empty expert": (9, 4, 8, 8, 0.8),
+    "one expert": (6, 1, 8, 8, 1.0),
+    "S smaller than E": (3, 8, 8, 16, 0.6),
+    "nothing is kept": (4, 3, 8, 8, 0.0),
+    "all are kept": (5, 3, 8, 8, 1.0),
+    "one token": (1, 5, 8, 8, 0.7),
+    "width 1": (7, 6, 1, 8, 0.5),
+    "width 6": (9, 4, 6, 6, 0.7),
+}
+
+
+def make_case(S, E, F_, D, share, layers, dtype):
+    """h, gates (some of them 0 although kept), kept and experts; expert 1 keeps nothing unless all is kept."""
+    rng = torch.Generator().manual_seed(0)
+    kept = torch.rand(S, E, generator=rng) < share
+    if share < 1:
+        kept[:, 1:2] = False
+    gates = torch.rand(S, E, generator=rng) * kept
+    gates = torch.where(gates < 0.2, 0.0, gates).to(torch.promote_types(dtype, torch.float32)).requires_grad_()
+    h = torch.randn(S, D, generator=rng, dtype=torch.float64).to(dtype).requires_grad_()
+    experts = nn.ModuleList(Experts(E, D, F_, "tanh") for _ in range(max(1, layers)))
+    norms = nn.ModuleList(ExpertNorm(E, D) for _ in range(layers))
+    return h, gates, kept, lively(experts, dtype), lively(norms, torch.promote_types(dtype, torch.float32))
+
+
+def send(h, gates, rows: Rows, experts, norms):
+    if norms:
+        return dispatch_stacks(h, gates, rows, zip(norms, experts))
+    return dispatch(h, gates, rows, experts[0])
+
+
+def plain(h, gates, kept, experts, norms):
+    """Every expert on every token, then what is not kept is left out (XMoE eq. 2)."""
+    x = u = h.unsqueeze(1).expand(-1, kept.shape[1], -1)  # (S, E, D)
+    for i, ffn in enumerate(experts):
+        seen = F.layer_norm(u, u.shape[2:]) * norms[i].weight + norms[i].bias if norms else u
+        a = torch.einsum("sed,efd->sef", seen, ffn.w_in) + ffn.b_in
+        y = torch.einsum("sef,efd->sed", F.gelu(a, approximate="tanh"), ffn.w_out) + ffn.b_out
+        u = u + y if norms else y
+    y = u - x if norms else u
+    return ((gates * kept).unsqueeze(2) * y).sum(dim=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=["fp64", "fp32", "bf16"])
+@pytest.mark.parametrize("spare", [None, 0, 5], ids=["exact", "just enough", "spare"])
+@pytest.mark.parametrize("layers", [0, 2], ids=["ffn", "stack"])
+@pytest.mark.parametrize("case", CASES)
+def test_dispatch_gives_the_plain_sum(unwritten_is_nan, case, layers, spare, dtype):
+    h, gates, kept, experts, norms = make_case(*CASES[case], layers, dtype)
+    kept_number = int(kept.sum())
+    rows = kept_rows(gates, kept, most=kept_number + (spare or 0), exact=spare is None)
+    assert len(rows.token) == kept_number + (spare or 0)
+    inputs = (h, gates, *experts.parameters(), *norms.parameters())
+    found = list(values_and_gradients([send(h, gates, rows, experts, norms)], inputs))
+
+    h, gates, experts, norms = (
+        h.detach().double().requires_grad_(),
+        gates.detach().double(),
+        experts.double(),
+        norms.double(),
     )
-    expected = dispatch(h, routing, 3, weights)[0]
-    with torch.no_grad():
-        assert torch.equal(dispatch(h, routing, 3, weights)[0], expected)
-    weights, routing = [w.detach() for w in weights], routing._replace(weight=routing.weight.detach())
-    assert torch.equal(dispatch(h.detach(), routing, 3, weights)[0], expected)
-    assert asked == [True, False, False]
+    inputs = (h, gates.requires_grad_(), *experts.parameters(), *norms.parameters())
+    expected = list(values_and_gradients([plain(h, gates, kept, experts, norms)], inputs))
+    found[2], expected[2] = found[2] * kept, expected[2] * kept  # gates that are not kept are constants 0
+    tolerance = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 0.03}[dtype]
+    assert found[0].dtype == torch.promote_types(dtype, torch.float32)
+    assert_close(found, expected, tolerance)
+
+
+def test_rows_stand_expert_by_expert_and_spare_ones_come_last():
+    kept = torch.tensor([[True, False, True], [True, False, False]])
+    gates = torch.tensor([[0.5, 0.0, 0.25], [1.0, 0.0, 0.0]])
+    for most in (3, 5):
+        rows = kept_rows(gates, kept, most, exact=False)
+        assert rows.token[:3].tolist() == [0, 1, 0] and rows.expert[:3].tolist() == [0, 0, 2]
+        assert rows.gate.squeeze(1).tolist() == [0.5, 1.0, 0.25, 0.0, 0.0][:most]
+        assert rows.counts.tolist() == [2, 0, 1]
+        assert rows.real.squeeze(1).tolist() == [True, True, True, False, False][:most]
+
+
+@fp32_and_bf16
+def test_spare_rows_are_neither_read_nor_written(unwritten_is_nan, dtype):
+    kept = torch.tensor([[True, False], [True, True]])
+    rows = kept_rows(kept.float(), kept, most=6, exact=False)
+    x, w = torch.ones(6, 8, dtype=dtype), torch.ones(2, 8, 8, dtype=dtype, requires_grad=True)
+    x[3:] = math.nan
+    x.requires_grad_()
+    y = ragged_linear(x, w, rows)
+    assert (y[:3] == 8).all() and (y[3:] == 0).all()
+    dx, dw = torch.autograd.grad((y * torch.ones_like(y).fill_(2)).sum(), (x, w))
+    assert (dx[:3] == 16).all() and (dx[3:] == 0).all()
+    assert (dw[0] == 4).all() and (dw[1] == 2).all()
 
 
 def test_4096_experts_of_size_1_train():  # the paper could not run it
-    config = ModelConfig(n_embd=256, expert_size=1, num_experts=4096, capacity_factor=64.0, threshold=0.1)
-    moe = MoE(config)
-    torch.manual_seed(0)
-    weights = moe.layers[0].weights()
-    for p in weights:
-        torch.nn.init.normal_(p, std=0.5)
-    torch.nn.init.normal_(moe.router.experts, std=0.1)
-    h = torch.randn(1, 64, 256)
+    options = dict(n_embd=64, expert_size=1, num_experts=4096, capacity_factor=64.0, threshold=0.1)
+    moe = lively(MoE(ModelConfig(**(SMALL | options)), "tanh"), torch.float32)
+    nn.init.normal_(moe.router.experts, std=0.1)
+    h, experts = torch.randn(1, 64, 64), moe.layers[0]
     y, _ = moe(h, torch.zeros(1, 64, dtype=torch.int64))
-    routing, parameters = moe.router(h[0]), (*weights, moe.router.experts)
-    expected = plain(h[0], routing, expert_capacity(64, 4096, 64.0), weights)
-    assert (routing.wanted.sum(dim=1) > 8).any()
-    torch.testing.assert_close(y[0], expected, rtol=1e-4, atol=1e-4)
-    found, expected = (torch.autograd.grad(x.square().mean(), parameters) for x in (y, expected))
-    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
+    routing = moe.router(h[0])
+    kept = within_capacity(routing.priority, expert_capacity(64, 4096, 64.0))
+    assert (kept.sum(dim=1) > 8).any()
+    inputs = (*experts.parameters(), moe.router.experts)
+    slow = plain(h[0], routing.weight, kept, [experts], None)
+    assert_close(values_and_gradients([y[0]], inputs), values_and_gradients([slow], inputs), 1e-4)
+
+
+# --- Half precision and compiled activations
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@ffn_and_stack
+@every_variant
+def test_autocast_sums_the_experts_in_fp32_and_leaves_routing_alone(variant, stack, kind):
+    moe = make_moe(variant, torch.float32, **stack)
+    h, ids = make_batch(2, 9, torch.float32)
+    h.requires_grad_()
+    expected = values_and_gradients(moe(h, ids), (h, *moe.parameters()))
+    with torch.autocast("cpu", kind):
+        y, balance = moe(h, ids)
+        coarse, _ = moe(h.to(kind), ids)
+    assert y.dtype == coarse.dtype == torch.float32 and torch.equal(balance, expected[1])
+    assert torch.equal((y == 0).all(dim=2), (expected[0] == 0).all(dim=2))
+    assert not torch.equal(y, expected[0])
+    assert_close(values_and_gradients((y, balance), (h, *moe.parameters())), expected, 0.05)
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="needs a compiler")
+@ffn_and_stack
+def test_compiled_activations_are_the_eager_ones(monkeypatch, tmp_path, stack):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # other processes compile too
+    results, compiled = [], model.compiled_activation
+    for worth in (model.WORTH_COMPILING, 0):
+        calls = []
+        monkeypatch.setattr(model, "compiled_activation", lambda calls=calls: calls.append(0) or compiled())
+        monkeypatch.setattr(model, "WORTH_COMPILING", worth)
+        moe = make_moe("topk", torch.float32, **stack)
+        h, ids = make_batch(2, 9, torch.float32)
+        h.requires_grad_()
+        results.append(values_and_gradients(moe(h, ids), (h, *moe.parameters())))
+        assert len(calls) == (0 if worth else len(moe.layers))
+    assert_close(results[1], results[0], 1e-5)
+
+
+# --- Cost
 
 
 class Largest(TorchDispatchMode):
@@ -210,149 +459,138 @@ class Largest(TorchDispatchMode):
         return out
 
 
-def test_memory_is_linear_in_the_tokens(monkeypatch):
-    monkeypatch.setattr(dispatching.few_at_a_time, "__defaults__", (1,))
-    E, F_, D = 8, 4, 16
-    for S in (512, 4096):
-        h, routing, weights = make_case(S, E, F_, D, 0.9, torch.float32)
-        with Largest() as largest:
-            dispatch(h, routing, S // 4, weights)[0].sum().backward()
-        assert largest.numel <= S * max(D, E)  # E * C * D is twice as much, S * E * C far more
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "spare"])
+@pytest.mark.parametrize("S", [512, 4096])
+def test_memory_follows_the_kept_rows(request, S, exact):
+    """A buffer of E * C rows would be 8 times as large, an (S, E, C) tensor S times and more."""
+    if not exact:
+        request.getfixturevalue("as_on_cuda")
+    moe = make_moe("switch", torch.float32, num_experts=8, n_embd=16, capacity_factor=math.inf)
+    h, ids = torch.randn(1, S, 16, requires_grad=True), torch.zeros(1, S, dtype=torch.int64)
+    with Largest() as largest:
+        moe(h, ids)[0].sum().backward()
+    assert largest.numel <= S * 16  # rows times the widest of D, F and E
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
-@given(st.lists(st.integers(0, 9), min_size=1, max_size=12), st.integers(1, 20), st.integers(1, 3))
-def test_experts_are_taken_in_order_and_few_at_a_time(counts, most_rows, width):
-    spans = dispatching.few_at_a_time(counts, width, width, most_rows * width)
-    for some, _, runs in spans:
-        assert [n for experts, n in runs for _ in range(experts)] == counts[some]
-    spans = [span[:2] for span in spans]
-    assert [e for some, _ in spans for e in range(len(counts))[some]] == list(range(len(counts)))
-    assert [r for _, rows in spans for r in range(sum(counts))[rows]] == list(range(sum(counts)))
-    for some, rows in spans:
-        assert sum(counts[some]) == rows.stop - rows.start
-        assert sum(counts[some]) <= most_rows or some.stop - some.start == 1
-    for (some, _), (after, _) in zip(spans, spans[1:]):  # none is smaller than it must be
-        assert sum(counts[some]) + counts[after.start] > most_rows
+@ffn_and_stack
+def test_products_follow_the_kept_rows(stack):
+    moe = make_moe("threshold", capacity_factor=0.5, **stack)
+    kept, (h, ids) = [], make_batch(2, 40)
+    moe.watchers.append(lambda moe, h, routing, kept_here: kept.append(int(kept_here.sum())))
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        moe(h, ids)
+    D, F_, E, S, layers = 8, 8, 4, 80, len(moe.layers)
+    router, biases = 2 * S * D * E, 0 if stack else 2 * S * E * D
+    assert 0 < kept[0] <= 40
+    assert counter.get_total_flops() == router + biases + layers * kept[0] * 4 * D * F_
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
-@given(st.data())
-def test_capacity_keeps_what_a_stable_sort_would(data):
-    S, E = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 3))
-    some = st.sampled_from([NOT_CHOSEN, NOT_CHOSEN + 1, -5, -5, 0, 3])  # many ties
-    priority = torch.tensor(data.draw(st.lists(some, min_size=S * E, max_size=S * E))).view(S, E)
-    C = data.draw(st.integers(1, S))
-    order = priority.argsort(dim=0, descending=True, stable=True)[:C]
-    expected = torch.zeros(S, E, dtype=torch.bool).scatter_(0, order, True) & (priority > NOT_CHOSEN)
-    assert torch.equal(within_capacity(priority, C), expected)
+# --- What CUDA runs, as far as a CPU can run it
 
 
-# --- Grouped products: what CUDA runs, here on the CPU's grouped_mm
+@fp32_and_bf16
+@pytest.mark.parametrize("gamma", [0.5, 3.0])
+@ffn_and_stack
+@every_variant
+def test_the_layer_without_asking_how_many_rows_are_kept(monkeypatch, unwritten_is_nan, variant, stack, gamma, dtype):
+    """expert_choice at gamma 3 keeps 3 rows a token."""
+    moe = make_moe(variant, torch.float32, capacity_factor=gamma, **stack)
+    h, ids = make_batch(2, 11, torch.float32)
+    inputs, results = (h.requires_grad_(), *moe.parameters()), []
+    for count_rows in (kept_rows, without_asking):
+        monkeypatch.setattr(model, "kept_rows", count_rows)
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+            outputs = moe(h, ids)
+        results.append(values_and_gradients(outputs, inputs))
+    assert_close(results[1], results[0], 1e-5 if dtype == torch.float32 else 0.02)
 
 
-@pytest.mark.parametrize("most", [None, 4])
-@pytest.mark.parametrize("capacity", [None, 2, 5, 20])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("grouped", [False, True], ids=["streamed", "grouped"])
-def test_both_ways_give_the_plain_sum(monkeypatch, unwritten_is_nan, grouped, dtype, capacity, most):
-    monkeypatch.setattr(dispatching, "has_grouped_mm", lambda h, w_in: grouped)
-    h, routing, weights = make_case(20, 6, 8, 16, 0.5, dtype)
-    choices = routing.priority > NOT_CHOSEN
-    few = choices & (choices.cumsum(dim=1) <= 4)  # at most 4 a token
-    routing = routing._replace(
-        priority=routing.priority.masked_fill(~few, NOT_CHOSEN),
-        weight=(routing.weight * few).detach().requires_grad_(),
-    )
-    found = values_and_gradients(dispatch(h, routing, capacity, weights, most)[0], h, routing, weights)
-    wide = [x.detach().double().requires_grad_() for x in (h, routing.weight, *weights)]
-    routing = routing._replace(weight=wide[1])
-    y = plain(wide[0], routing, capacity, wide[2:])
-    for x, expected in zip(found, values_and_gradients(y, wide[0], routing, wide[2:])):
-        assert x.isfinite().all()
-        assert (x.double() - expected).norm() <= (1e-5 if dtype == torch.float32 else 0.02) * expected.norm()
+STEPS = {
+    "dense": (GPT, dict(router="dense")),
+    "switch": (GPT, dict(router="switch")),
+    "switch without a limit": (GPT, dict(router="switch", capacity_factor=math.inf)),
+    "topk": (GPT, dict(router="topk", top_k=2)),
+    "threshold": (GPT, dict(router="threshold")),
+    "hash": (GPT, dict(router="hash")),
+    "expert_choice": (GPT, dict(router="expert_choice")),
+    "x-moe": (MaskedLM, dict(router="hypersphere", moe_after=(1,), capacity_factor=None)),
+    "x-moe with drops": (MaskedLM, dict(router="hypersphere", gate="sigmoid", moe_after=(1,), capacity_factor=0.5)),
+}
+every_step = pytest.mark.parametrize("row", STEPS)
 
 
-def test_both_ways_show_the_same_activations(monkeypatch, unwritten_is_nan):
-    h, routing, weights = make_case(20, 6, 8, 16, 0.5, torch.float32)
-    positive = []
-    for grouped in (False, True):
-        monkeypatch.setattr(dispatching, "has_grouped_mm", lambda h, w_in, grouped=grouped: grouped)
-
-        def observe(kept, hidden):
-            assert all(a.isfinite().all() for a in hidden)  # unused rows too
-            positive.append(sum(int((a > 0).sum()) for a in hidden))
-
-        dispatch(h, routing, 5, weights, None, observe)
-    assert positive[0] == positive[1] > 0
-
-
-def train_step(forward, ids):
-    logits, balance = forward(ids)
-    return F.cross_entropy(logits.flatten(0, 1).float(), ids.flatten()) + 0.01 * balance
-
-
-def make_gpt(router, **options):
-    config = ModelConfig(vocab_size=32, block_size=16, n_layer=2, n_head=2, n_embd=16, ffn_size=32, router=router)
+def make_step(row):
+    """A model, and the function that makes its loss out of ids (2, 16) and the places of real tokens."""
+    kind, options = STEPS[row]
     torch.manual_seed(0)
-    return GPT(ModelConfig(**{**vars(config), **options}))
+    net = kind(ModelConfig(**(SMALL | dict(n_embd=16) | options)))
+
+    def step(forward, ids, real):
+        with torch.autocast(ids.device.type, torch.bfloat16):
+            logits, balance = forward(ids) if kind is GPT else forward(ids, real[::3], real)
+        target = ids.flatten() if kind is GPT else ids.flatten()[real[::3]]
+        return F.cross_entropy(logits.flatten(0, -2).float(), target) + 0.01 * balance
+
+    return net, step
 
 
-steps_without_drops_too = pytest.mark.parametrize(
-    "router, gamma",
-    [*((r, None) for r in ("dense", "switch", "topk", "threshold", "hash")), ("switch", math.inf), ("threshold", 32.0)],
-)
-
-
-@steps_without_drops_too
-def test_a_step_asks_the_device_nothing(monkeypatch, router, gamma):
+@every_step
+def test_a_step_asks_the_device_nothing(as_on_cuda, row):
     """Tensors without values: a host read, such as int(x), tolist() or nonzero(), raises."""
-    monkeypatch.setattr(dispatching, "has_grouped_mm", lambda h, w_in: True)
     with FakeTensorMode():
-        gpt = make_gpt(router, **({} if gamma is None else {"capacity_factor": gamma}))
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = train_step(gpt, torch.randint(32, (2, 16)))
-        loss.backward()
+        net, step = make_step(row)
+        step(net, torch.randint(13, (2, 16)), torch.arange(20)).backward()
+    assert all(p.grad is not None for name, p in net.named_parameters() if "w_in" in name)
 
 
-@steps_without_drops_too
-def test_a_step_compiles_in_one_graph(monkeypatch, router, gamma):
-    monkeypatch.setattr(dispatching, "has_grouped_mm", lambda h, w_in: True)
-    gpt, ids = make_gpt(router, **({} if gamma is None else {"capacity_factor": gamma})), torch.randint(32, (2, 16))
-    compiled = torch.compile(gpt, backend="aot_eager", fullgraph=True, dynamic=False)
-    results = []
-    for forward in (gpt, compiled):
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = train_step(forward, ids)
-        results.append((loss, *torch.autograd.grad(loss, list(gpt.parameters()), materialize_grads=True)))
-    torch.testing.assert_close(results[1], results[0], rtol=0.02, atol=1e-3)
+@pytest.mark.parametrize("row", ["threshold", "hash", "x-moe with drops"])
+def test_a_step_compiles_in_one_graph(as_on_cuda, row):
+    torch.compiler.reset()
+    (net, step), results = make_step(row), []
+    ids, real = torch.randint(13, (2, 16)), torch.arange(20)
+    compiled = torch.compile(net, backend="aot_eager", fullgraph=True, dynamic=False)
+    for forward in (net, compiled):
+        results.append(values_and_gradients([step(forward, ids, real)], list(net.parameters())))
+    assert_close(results[1], results[0], 0.03)
+
+
+def test_batches_of_all_sizes_compile_in_one_graph(as_on_cuda):
+    """As those of padded batches are, S being the number of real tokens."""
+    torch.compiler.reset()
+    moe = make_moe("x-moe-sigmoid", torch.float32, capacity_factor=math.inf, **STACK)
+    compiled, (h, ids) = torch.compile(moe, backend="eager", fullgraph=True), make_batch(2, 16, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        for S in (20, 17, 30):
+            real = torch.arange(S)
+            assert_close(compiled(h, ids, real), moe(h, ids, real), 0.02)
+
+
+def test_a_layer_in_fp32_compiles_on_a_cpu():
+    """In several graphs: between them the host asks how many rows are kept."""
+    torch.compiler.reset()
+    moe, (h, ids) = make_moe("threshold", torch.float32), make_batch(2, 16, torch.float32)
+    compiled, results = torch.compile(moe, backend="aot_eager"), []
+    for layer in (moe, compiled):
+        results.append(values_and_gradients(layer(h, ids), list(moe.parameters())))
+    assert_close(results[1], results[0], 1e-5)
 
 
 @on_cuda
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("router", ["switch", "topk", "threshold"])
-def test_a_step_on_cuda_asks_the_device_nothing_and_agrees_with_the_cpu(router, compiled):
-    gpt, ids = make_gpt(router, n_embd=64, ffn_size=128), torch.randint(32, (4, 16))
-    expected = train_step(gpt, ids)
-    gpt, ids = gpt.cuda(), ids.cuda()
-    forward = torch.compile(gpt, fullgraph=True, dynamic=False) if compiled else gpt
+@pytest.mark.parametrize("row", ["switch", "topk", "threshold", "x-moe with drops"])
+def test_a_step_on_cuda_asks_the_device_nothing_and_agrees_with_the_cpu(row, compiled):
+    (net, step), ids, real = make_step(row), torch.randint(13, (2, 16)), torch.arange(20)
+    expected = step(net, ids, real)
+    net, ids, real = net.cuda(), ids.cuda(), real.cuda()
+    forward = torch.compile(net, fullgraph=True, dynamic=False) if compiled else net
     for _ in range(2):  # the first one compiles
-        with torch.autocast("cuda", torch.bfloat16):
-            loss = train_step(forward, ids)
-        loss.backward()
-        gpt.zero_grad()
+        step(forward, ids, real).backward()
+        net.zero_grad()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        with torch.autocast("cuda", torch.bfloat16):
-            again = train_step(forward, ids)
+        again = step(forward, ids, real)
         again.backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
     torch.testing.assert_close(again.cpu(), expected, rtol=0.02, atol=0.02)
-    assert all(p.grad.isfinite().all() for p in gpt.parameters())
-
-
-def test_infinite_capacity_is_no_limit():
-    h, routing, weights = make_case(9, 4, 3, 5, 0.9)
-    y, counts = dispatch(h, routing, expert_capacity(9, 4, math.inf), weights)
-    assert counts.sum() == (routing.priority > NOT_CHOSEN).sum()
+    assert all(p.grad.isfinite().all() for p in net.parameters() if p.grad is not None)

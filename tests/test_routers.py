@@ -13,26 +13,29 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linear_sum_assignment
 
-from model import dispatch
-from routers import GATES, NOT_CHOSEN, SCORES, SELECTS, Router, balanced_assignment, priority_key, sort_rows
+from model import Experts, dispatch, kept_rows
+from routers import NOT_CHOSEN, Router, balanced_assignment, priority_key
 
-D, F, V = 6, 5, 11
+D, V = 6, 11
+SCORES, GATES = ("dot", "hypersphere"), ("softmax", "sigmoid")
+SELECTS = ("top1", "topk", "threshold", "base", "expert_choice")
 HASH = (None, None, "hash")
-COMBINATIONS = [c for c in itertools.product(SCORES, GATES, SELECTS) if c[2] != "hash"] + [HASH]
-TOLERANCE = {torch.float64: {"rtol": 1e-9, "atol": 1e-9}, torch.float32: {"rtol": 2e-4, "atol": 2e-5}}
+COMBINATIONS = [*itertools.product(SCORES, GATES, SELECTS), HASH]
 quick = settings(max_examples=60, deadline=None, derandomize=True)
 
 every_combination = pytest.mark.parametrize("combination", COMBINATIONS, ids=lambda c: "-".join(filter(None, c)))
+every_gate = pytest.mark.parametrize("gate", GATES)
 train_and_test = pytest.mark.parametrize("training", [True, False], ids=["training", "test"])
 
 
-def make_router(combination, num_experts, n_embd=D, seed=0, dtype=torch.float64, training=False, **options) -> Router:
+def make_router(combination, num_experts, n_embd=D, dtype=torch.float64, training=False, top_k=1, **options) -> Router:
     """A router whose parameters are large enough for every choice to matter."""
-    torch.manual_seed(seed)
-    router = Router(n_embd, num_experts, *combination, vocab_size=V, **options).to(dtype).train(training)
+    torch.manual_seed(0)
+    top_k = top_k if combination[2] == "topk" else 1
+    router = Router(n_embd, num_experts, *combination, top_k=top_k, vocab_size=V, **options)
     for name, p in router.named_parameters():
         torch.nn.init.constant_(p, 0.4) if name == "temperature" else torch.nn.init.normal_(p)
-    return router
+    return router.to(dtype).train(training)
 
 
 def logit_router(num_experts, select, gate="softmax", dtype=torch.float64, **options) -> Router:
@@ -42,17 +45,10 @@ def logit_router(num_experts, select, gate="softmax", dtype=torch.float64, **opt
     return router
 
 
-def make_tokens(S, masked=False, seed=0, dtype=torch.float64):
-    rng = torch.Generator().manual_seed(100 + seed)
-    h = torch.randn(S, D, generator=rng, dtype=dtype).requires_grad_()
-    mask = (torch.arange(S) % 3 != 1) if masked else None
-    return h, torch.randint(V, (S,), generator=rng), mask
-
-
-def make_weights(num_experts, dtype=torch.float64):
-    rng = torch.Generator().manual_seed(200)
-    shapes = (num_experts, F, D), (num_experts, F), (num_experts, D, F), (num_experts, D)
-    return [torch.randn(s, generator=rng, dtype=dtype).requires_grad_() for s in shapes]
+def make_tokens(S, dtype=torch.float64):
+    rng = torch.Generator().manual_seed(100)
+    h = torch.randn(S, D, generator=rng, dtype=torch.float64).to(dtype).requires_grad_()
+    return h, torch.randint(V, (S,), generator=rng)
 
 
 def queues(priority):
@@ -61,105 +57,54 @@ def queues(priority):
     return [[int(s) for s in o if column[s] > NOT_CHOSEN] for o, column in zip(order, priority.t())]
 
 
-def literal(router, h, ids, mask, routing):
-    base = router.select == "base" and router.training  # what the auction finds is tested on its own
-    return reference.route(router, h, ids, mask, routing.priority.argmax(dim=1) if base else None)
-
-
-def gradients(loss, h, *parameters):
-    return torch.autograd.grad(loss + 0 * h.sum(), (h, *parameters), allow_unused=True, materialize_grads=True)
-
-
 def assert_same(fast, slow, dtype=torch.float64):
-    torch.testing.assert_close(fast, slow, **TOLERANCE[dtype])
-
-
-@contextmanager
-def at_most(seconds):
-    """Turns an endless loop into a failure."""
-
-    def stop(*_):
-        raise TimeoutError(f"not done after {seconds} s")
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+    tolerance = 1e-9 if dtype == torch.float64 else 1e-4
+    torch.testing.assert_close(fast, slow, rtol=tolerance, atol=tolerance)
 
 
 # --- Every combination against the reference
 
-CASES = {
-    "plain": (9, 4, False, {}),
-    "masked": (9, 4, True, {"top_k": 2, "routing_dim": 3}),
-    "fewer tokens than experts": (3, 7, False, {"top_k": 3, "renormalize": True, "balance_choices": "all"}),
-    "one expert": (5, 1, True, {"renormalize": True}),
-    "one token": (1, 5, False, {"top_k": 5, "threshold": 1.0}),
+CASES = {  # S, E, options
+    "plain": (9, 4, {}),
+    "top-2 of a projection": (9, 4, {"top_k": 2, "routing_dim": 3}),
+    "fewer tokens than experts": (3, 7, {"top_k": 3, "renormalize": True, "balance_choices": "all"}),
+    "one expert": (5, 1, {"renormalize": True}),
+    "one token": (1, 5, {"top_k": 5, "threshold": 1.0}),
     "all options": (
         12,
         6,
-        True,
-        {
-            "top_k": 2,
-            "threshold": 0.8,
-            "eval_threshold": 0.5,
-            "routing_dim": 2,
-            "init_temperature": 0.7,
-            "renormalize": True,
-            "balance_choices": "all",
-        },
+        dict(top_k=2, threshold=0.8, eval_threshold=0.5, routing_dim=2, init_temperature=0.7, renormalize=True),
     ),
 }
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
 @pytest.mark.parametrize("case", CASES)
 @train_and_test
 @every_combination
-def test_router_follows_the_equations(combination, training, case):
-    S, E, masked, options = CASES[case]
-    router = make_router(combination, E, training=training, **options)
-    h, ids, mask = make_tokens(S, masked)
-    routing = router(h, ids, mask)
-    slow = literal(router, h, ids, mask, routing)
+def test_router_follows_the_equations(combination, training, case, dtype):
+    S, E, options = CASES[case]
+    router = make_router(combination, E, dtype=dtype, training=training, **options)
+    h, ids = make_tokens(S, dtype)
+    routing = router(h, ids)
+    base = router.select == "base" and training  # what the auction finds is tested on its own
+    slow = reference.route(router, h, ids, routing.priority.argmax(dim=1) if base else None)
 
     slow_weight = reference.table(slow.weight, S, E, h)
-    assert_same(routing.weight, slow_weight)
+    assert_same(routing.weight, slow_weight, dtype)
     assert queues(routing.priority) == reference.queues(slow.turn, E)
     assert {(s, e) for s, e in routing.wanted.nonzero().tolist()} == set(slow.weight)
-    assert_same(routing.balance_loss, torch.as_tensor(slow.balance_loss, dtype=h.dtype))
+    assert_same(routing.balance_loss, torch.as_tensor(slow.balance_loss, dtype=dtype), dtype)
     for s, p in slow.probs.items():
-        assert_same(routing.probs[s], torch.stack([torch.as_tensor(x, dtype=h.dtype) for x in p]))
+        assert_same(routing.probs[s], torch.stack([torch.as_tensor(x, dtype=dtype) for x in p]), dtype)
 
-    arrow = torch.randn_like(routing.weight)
-    parameters = (h, *router.parameters())
-    fast_gradients = gradients((arrow * routing.weight).sum() + 3 * routing.balance_loss, *parameters)
-    slow_gradients = gradients((arrow * slow_weight).sum() + 3 * slow.balance_loss, *parameters)
-    assert_same(fast_gradients, slow_gradients)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
-@pytest.mark.parametrize(
-    "capacity, S, E, masked", [(None, 7, 4, True), (1, 8, 3, False), (2, 9, 3, True), (1, 2, 6, False), (2, 5, 1, True)]
-)
-@every_combination
-def test_dispatch_sums_what_the_served_experts_say(combination, capacity, S, E, masked, dtype):
-    router = make_router(combination, E, top_k=min(2, E), threshold=0.7, dtype=dtype)
-    h, ids, mask = make_tokens(S, masked, dtype=dtype)
-    weights = make_weights(E, dtype)
-    routing = router(h, ids, mask)
-    y, counts = dispatch(h, routing, capacity, weights)
-
-    slow = literal(router, h, ids, mask, routing)
-    served = reference.serve(slow.turn, capacity, E)
-    slow_y = reference.moe(h, slow.weight, served, *weights)
-    assert_same(y, slow_y, dtype)
-    assert counts.tolist() == [sum(e == expert for _, e in served) for expert in range(E)]
-    arrow, parameters = torch.randn_like(y), (h, *router.parameters(), *weights)
-    fast_gradients = gradients((arrow * y).sum(), *parameters)
-    assert_same(fast_gradients, gradients((arrow * slow_y).sum(), *parameters), dtype)
+    arrow, inputs = torch.randn_like(routing.weight), (h, *router.parameters())
+    fast_loss = (arrow * routing.weight).sum() + 3 * routing.balance_loss + 0 * h.sum()
+    slow_loss = (arrow * slow_weight).sum() + 3 * slow.balance_loss + 0 * h.sum()
+    found, expected = (
+        torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True) for loss in (fast_loss, slow_loss)
+    )
+    assert_same(found, expected, dtype)
 
 
 # --- Selection and priority
@@ -173,7 +118,7 @@ def test_first_choices_come_before_second_ones_whatever_their_probability():
     assert_same(routing.weight[0], torch.tensor([0.48, 0.50, 0.0], dtype=torch.float64))  # eq. 2: not renormalised
 
 
-@pytest.mark.parametrize("select", ["top1", "topk", "threshold", "base", "expert_choice"])
+@pytest.mark.parametrize("select", SELECTS)
 def test_within_a_rank_the_more_probable_token_comes_first_then_the_earlier_one(select):
     x = torch.tensor([1.0, 2.0, 1.0, 3.0, 2.0], dtype=torch.float64)
     h = torch.stack([x, -x], dim=1)
@@ -207,28 +152,23 @@ def test_threshold_takes_the_fewest_that_reach_it(t, chosen):
     assert wanted.tolist() == [[e < chosen for e in range(4)]] * 3
 
 
-# Sixteenths: what is equal in fp32, in which experts are ranked, is then equal in float64 too.
-logits_of_a_token = st.lists(st.integers(-800, 800).map(lambda i: i / 16), min_size=1, max_size=9)
-
-
 def test_a_token_that_is_not_a_number_takes_one_expert():
     h = torch.tensor([[0.0, 1.0, 2.0], [math.nan, 0.0, 0.0], [math.inf, math.inf, 0.0]], dtype=torch.float32)
-    assert logit_router(3, "threshold", threshold=0.5).float()(h).wanted.sum(dim=1).tolist() == [1, 1, 1]
+    router = logit_router(3, "threshold", dtype=torch.float32, threshold=0.5)
+    assert router(h).wanted.sum(dim=1).tolist() == [1, 1, 1]
 
 
 @quick
-@given(logits_of_a_token, st.floats(0, 1))
+@given(st.lists(st.floats(-50, 50), min_size=1, max_size=9), st.floats(0, 1))
 def test_threshold_is_minimal_and_holds_the_top1_choice(logits, t):  # XMoE eq. 5, section 3.5
     h = torch.tensor([logits], dtype=torch.float64)
     routing = logit_router(len(logits), "threshold", threshold=t)(h)
-    assert routing.wanted[0, int(h.argmax())]
+    assert routing.wanted[logit_router(len(logits), "top1")(h).wanted].all()
     chosen = routing.probs[routing.wanted].detach()
     assert t == 1 or len(chosen) == 1 or float(chosen.sum() - chosen.min()) < t + 1e-12
     assert len(chosen) == len(logits) or float(chosen.sum()) >= t - 1e-12
-    assert torch.equal(
-        routing.wanted[0].nonzero()[:, 0],
-        routing.probs[0].argsort(descending=True, stable=True)[: len(chosen)].sort().values,
-    )
+    favourites = routing.probs[0].argsort(descending=True, stable=True)[: len(chosen)]
+    assert torch.equal(routing.wanted[0].nonzero()[:, 0], favourites.sort().values)
 
 
 @quick
@@ -245,12 +185,13 @@ def test_threshold_1_reaches_every_expert_where_the_sum_stops_short():
     assert logit_router(64, "threshold", threshold=1.0, dtype=torch.float32)(h).wanted.all()
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("score, gate", list(itertools.product(SCORES, GATES)))
-def test_threshold_0_is_top1_bit_for_bit(score, gate, masked):
-    h, ids, mask = make_tokens(30, masked, dtype=torch.float32)
-    routers = [make_router((score, gate, s), 5, dtype=torch.float32, threshold=0.0) for s in ("threshold", "top1")]
-    assert all(torch.equal(a, b) for a, b in zip(*(r(h, ids, mask) for r in routers)))
+@every_gate
+@pytest.mark.parametrize("score", SCORES)
+def test_threshold_0_is_top1_bit_for_bit(score, gate):
+    h, ids = make_tokens(30, torch.float32)
+    one, two = (make_router((score, gate, s), 5, dtype=torch.float32, threshold=0.0) for s in ("threshold", "top1"))
+    for a, b in zip(one(h, ids), two(h, ids)):
+        assert torch.equal(a, b)
 
 
 @train_and_test
@@ -259,10 +200,9 @@ def test_eval_threshold_holds_at_test_only(training):
     assert router(make_tokens(5)[0]).wanted.sum() == (5 if training else 20)
 
 
-def test_rows_are_sorted_as_torch_does():
-    x = torch.randint(-9, 9, (7, 33)) << 32 | torch.randint(5, (7, 33))
-    assert torch.equal(sort_rows(x), x.sort(dim=1).values)
-    torch.library.opcheck(sort_rows, (x,))
+def test_by_default_the_threshold_is_the_same_at_test():
+    assert Router(D, 4, threshold=0.3).eval_threshold == 0.3
+    assert Router(D, 4, threshold=0.3, eval_threshold=0.0).eval_threshold == 0.0
 
 
 def pairs(floats):
@@ -272,6 +212,7 @@ def pairs(floats):
 @settings(quick, max_examples=300)
 @given(pairs(st.floats(width=32, allow_nan=False)), pairs(st.floats(width=32, allow_nan=False)))
 @example((0, 0.0), (0, -0.0))
+@example((4, -3.0e38), (5, 3.0e38))
 def test_priority_key_orders_by_rank_then_value(a, b):
     ranks, values = torch.tensor([a[0], b[0]]), torch.tensor([a[1], b[1]], dtype=torch.float32)
     first, second = priority_key(values, ranks).tolist()
@@ -281,38 +222,27 @@ def test_priority_key_orders_by_rank_then_value(a, b):
     assert min(first, second) > NOT_CHOSEN
 
 
+@pytest.mark.parametrize("rank", [512, 4095])
 @pytest.mark.parametrize("p", [1.0, 0.5, 1e-3, 1.1754944e-38, 1e-42, 0.0])
-def test_priority_key_tells_neighbouring_floats_apart_at_rank_4095(p):
+def test_priority_key_tells_neighbouring_floats_apart_at_any_rank(p, rank):
     p = np.float32(p)
     up = np.nextafter(p, np.float32(2))
     values = torch.from_numpy(np.array([p, up, 0.0], dtype=np.float32))
-    low, high, earlier = priority_key(values, torch.tensor([4095, 4095, 4094]))
+    low, high, earlier = priority_key(values, torch.tensor([rank, rank, rank - 1]))
     assert earlier > high > low
 
 
 # --- Balance loss (XMoE eq. 7, X-MoE eq. 9)
 
-BALANCING = list(itertools.product(("top1", "topk", "threshold"), GATES, (None, "padded")))
 
-
-def padded(h, junk=1e4):
-    """Two rows of padding in the middle of the tokens."""
-    mask = torch.ones(len(h) + 2, dtype=torch.bool)
-    mask[1:3] = False
-    wide = torch.full((len(h) + 2, h.shape[1]), junk, dtype=h.dtype)
-    wide[:, ::2] *= -1
-    wide[mask] = h.detach()
-    return wide, mask
-
-
-@pytest.mark.parametrize("select, gate, padding", BALANCING)
-def test_balance_loss_is_1_when_uniform_and_E_when_collapsed(select, gate, padding):
+@every_gate
+@pytest.mark.parametrize("select", ["top1", "topk", "threshold"])
+def test_balance_loss_is_1_when_uniform_and_E_when_collapsed(select, gate):
     router = logit_router(4, select, gate, top_k=2, threshold=0.5)
     uniform, collapsed = 3 * torch.eye(4).double(), torch.tensor([[-1e3, -1e3, 1e3, -2e3]] * 5).double()
     nothing_known = torch.zeros(8, 4).double()  # probabilities 1/4, all first choices on expert 0
     for h, loss in ((uniform, 1), (nothing_known, 1), (collapsed, 4)):
-        h, mask = padded(h) if padding else (h, None)
-        assert router(h, None, mask).balance_loss.item() == pytest.approx(loss, rel=1e-14)
+        assert router(h).balance_loss.item() == pytest.approx(loss, rel=1e-14)
 
 
 def test_balance_loss_counts_all_choices_where_asked_to():
@@ -327,36 +257,23 @@ def test_routers_that_balance_by_construction_have_no_balance_loss(select):
     assert make_router(("dot", "sigmoid", select), 3, training=True)(make_tokens(6)[0]).balance_loss == 0
 
 
-# --- Padding
-
-
-@pytest.mark.parametrize("junk", [0.0, 1e30, torch.finfo(torch.float64).max])
-@train_and_test
-@every_combination
-def test_padding_changes_nothing(combination, training, junk):
-    router = make_router(combination, 4, top_k=2, training=training)
-    h, ids, _ = make_tokens(9)
-    wide, mask = padded(h, junk)
-    wide_ids = torch.zeros(len(wide), dtype=torch.int64)
-    wide_ids[mask] = ids
-    wide.requires_grad_()
-    alone, among = router(h, ids), router(wide, wide_ids, mask)
-
-    assert_same(among.weight[mask], alone.weight)
-    assert (among.weight[~mask] == 0).all() and (among.priority[~mask] == NOT_CHOSEN).all()
-    assert torch.equal(among.wanted[mask], alone.wanted)
-    assert queues(among.priority[mask]) == queues(alone.priority)
-    assert_same(among.balance_loss, alone.balance_loss)
-    arrow = torch.randn_like(alone.weight)
-    parameters = list(router.parameters())
-    first = gradients((arrow * alone.weight).sum() + alone.balance_loss, h, *parameters)
-    second = gradients((arrow * among.weight[mask]).sum() + among.balance_loss, wide, *parameters)
-    assert_same(second[0][mask], first[0])
-    assert (second[0][~mask] == 0).all()
-    assert_same(second[1:], first[1:])
-
-
 # --- BASE
+
+
+@contextmanager
+def at_most(seconds):
+    """Turns an endless loop into a failure."""
+
+    def stop(*_):
+        raise TimeoutError(f"not done after {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def best_total(score):
@@ -368,7 +285,7 @@ def best_total(score):
 
 def assert_balanced_and_best(score, epsilon=None):
     S, E = score.shape
-    with at_most(3):
+    with at_most(5):
         expert = balanced_assignment(score, epsilon)
     assert expert.shape == (S,) and expert.min() >= 0 and expert.max() < E
     assert torch.bincount(expert).max() <= math.ceil(S / E)
@@ -377,27 +294,28 @@ def assert_balanced_and_best(score, epsilon=None):
     assert total >= best_total(score) - slack - 1e-5 * S * float(score.abs().max())
 
 
-SIZES = [(64, 8), (61, 8), (5, 9), (1, 3), (12, 1), (200, 4)]
+KINDS = {  # scale, offset
+    "random": (1, 0),
+    "skewed": (1, 0),
+    "duplicated": (1, 0),
+    "constant": (0, 0.3),
+    "zero": (0, 0),
+    "near a constant": (1e-6, 1),
+    "huge": (1e9, 0),
+    "tiny": (1e-9, 0),
+}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("S, E", SIZES)
-@pytest.mark.parametrize(
-    "kind", ["random", "skewed", "duplicated", "constant", "zero", "near a constant", "huge", "tiny"]
-)
+@pytest.mark.parametrize("S, E", [(64, 8), (61, 8), (5, 9), (1, 3), (12, 1), (200, 4)])
+@pytest.mark.parametrize("kind", KINDS)
 def test_balanced_assignment_is_balanced_and_nearly_the_best(kind, S, E, dtype):
     score = torch.randn(S, E, generator=torch.Generator().manual_seed(0), dtype=dtype)
     if kind == "skewed":
         score[:, 0] += 20
     if kind == "duplicated":
         score = score[torch.arange(S) % 3]
-    scale, offset = {
-        "constant": (0, 0.3),
-        "zero": (0, 0),
-        "near a constant": (1e-6, 1),
-        "huge": (1e9, 0),
-        "tiny": (1e-9, 0),
-    }.get(kind, (1, 0))
+    scale, offset = KINDS[kind]
     assert_balanced_and_best(score * scale + offset)
 
 
@@ -431,16 +349,19 @@ def test_base_balances_in_training_and_takes_the_best_expert_at_test(score, trai
     else:
         assert routing.wanted.sum(dim=0).max() > 11
         assert torch.equal(routing.priority.argmax(dim=1), scores.argmax(dim=1))
-    assert torch.equal(routing.priority[routing.wanted], priority_key(scores)[routing.wanted])
-    assert_same(
-        routing.weight[routing.wanted],
-        reference.sigmoid(scores / (0.4 if score == "hypersphere" else 1))[routing.wanted],
-    )
+
+
+def test_nothing_real_and_nothing_finite_end_too():
+    for combination in (("dot", "softmax", "threshold"), ("dot", "sigmoid", "base"), HASH):
+        routing = make_router(combination, 4, training=True)(*make_tokens(0))
+        assert routing.weight.shape == (0, 4) and routing.balance_loss == 0
+    with at_most(5):
+        assert balanced_assignment(torch.full((9, 4), torch.nan)).bincount(minlength=4).max() == 3
+        holes = torch.randn(9, 4).where(torch.rand(9, 4) < 0.5, torch.nan)
+        assert balanced_assignment(holes).bincount().max() == 3
 
 
 # --- X-MoE's hypersphere
-
-hypersphere_gates = pytest.mark.parametrize("gate", GATES)
 
 
 @pytest.mark.parametrize("routing_dim", [0, 3])
@@ -457,15 +378,22 @@ def test_hypersphere_score_is_a_cosine(routing_dim):
     assert_same(router.scores(aligned).diagonal(), torch.ones(5).double())
 
 
-@pytest.mark.parametrize("combination", [("hypersphere", "softmax", "top1"), ("dot", "sigmoid", "base")])
-def test_expert_embeddings_start_orthogonal_with_norm_0_1(combination):
-    experts = Router(16, 8, *combination).experts
+@pytest.mark.parametrize(
+    "combination, options",
+    [
+        (("hypersphere", "softmax", "top1"), {}),
+        (("dot", "sigmoid", "base"), {}),
+        (("dot", "softmax", "top1"), {"orthogonal": True}),
+    ],
+)
+def test_expert_embeddings_start_orthogonal_with_norm_0_1(combination, options):
+    experts = Router(16, 8, *combination, **options).experts
     torch.testing.assert_close(experts @ experts.t(), 0.01 * torch.eye(8), atol=1e-7, rtol=1e-5)
 
 
 @pytest.mark.parametrize("gate, tau0", [("softmax", 0.3), ("sigmoid", 0.07)])
 def test_temperature_starts_as_in_the_paper(gate, tau0):
-    assert float(Router(D, 4, "hypersphere", gate, "top1").temperature.detach()) == pytest.approx(tau0)
+    assert Router(D, 4, "hypersphere", gate, "top1").temperature.item() == pytest.approx(tau0)
 
 
 def test_after_step_restores_norms_and_keeps_the_temperature_positive():
@@ -474,10 +402,10 @@ def test_after_step_restores_norms_and_keeps_the_temperature_positive():
     torch.nn.init.constant_(router.temperature, -2.0)
     router.after_step()
     assert_same(router.experts.detach(), 0.1 * direction)
-    assert float(router.temperature.detach()) == pytest.approx(1e-4)
+    assert router.temperature.item() == pytest.approx(1e-4)
     torch.nn.init.constant_(router.temperature, 0.5)
     router.after_step()
-    assert float(router.temperature.detach()) == 0.5
+    assert router.temperature.item() == 0.5
 
 
 @pytest.mark.parametrize("combination", [("dot", "softmax", "top1"), ("dot", "sigmoid", "base"), HASH])
@@ -488,23 +416,19 @@ def test_after_step_leaves_other_routers_alone(combination):
     assert all(torch.equal(a, b) for a, b in zip(before, router.parameters()))
 
 
-@hypersphere_gates
+@every_gate
 def test_balance_loss_uses_the_constant_temperature(gate):  # X-MoE eq. 9
     router = make_router(("hypersphere", gate, "top1"), 4, init_temperature=0.2)
     h = make_tokens(10)[0]
-    routing = router(h)
-    (on_temperature,) = torch.autograd.grad(
-        routing.balance_loss, router.temperature, allow_unused=True, retain_graph=True
-    )
-    assert on_temperature is None or on_temperature == 0
+    loss = router(h).balance_loss
     p = (router.scores(h) / 0.2).softmax(dim=1)
     f = torch.bincount(p.argmax(dim=1), minlength=4).double() / 10
-    assert_same(routing.balance_loss, 4 * (f * p.mean(dim=0)).sum())
+    assert_same(loss, 4 * (f * p.mean(dim=0)).sum())
     torch.nn.init.constant_(router.temperature, 5.0)
-    assert torch.equal(router(h).balance_loss, routing.balance_loss)
+    assert torch.equal(router(h).balance_loss, loss)
 
 
-@hypersphere_gates
+@every_gate
 @pytest.mark.parametrize("select", ["top1", "topk", "threshold"])
 def test_gradient_reaches_projection_experts_and_temperature(gate, select):
     router = make_router(("hypersphere", gate, select), 5, routing_dim=3, top_k=2)
@@ -512,13 +436,17 @@ def test_gradient_reaches_projection_experts_and_temperature(gate, select):
     assert all((p.grad != 0).any() for p in (router.project.weight, router.experts, router.temperature))
 
 
-@pytest.mark.parametrize("gate", GATES)
+@every_gate
 @pytest.mark.parametrize("top_k, renormalize", [(1, False), (2, False), (2, True), (3, True)])
-def test_gradient_through_the_gate_is_a_sum_of_expert_embeddings(top_k, renormalize, gate):  # X-MoE eqs. 5, 6
+def test_gradient_through_the_gate_is_a_sum_of_expert_embeddings(top_k, renormalize, gate):  # X-MoE eqs. 4 to 6
     router = make_router(("dot", gate, "topk"), 4, top_k=top_k, renormalize=renormalize)
-    h, weights = make_tokens(7)[0], make_weights(4)
+    ffn = Experts(4, D, 5, "tanh").double()
+    for p in ffn.parameters():
+        torch.nn.init.normal_(p)
+    h = make_tokens(7)[0]
     routing = router(h)
-    y, _ = dispatch(h.detach(), routing, None, weights)  # what h does to the experts' output is the other part, J1
+    rows = kept_rows(routing.weight, routing.wanted, most=0, exact=True)
+    y = dispatch(h.detach(), routing.weight, rows, ffn)  # what h does to the experts' output is the other part, J1
     (gradient,) = torch.autograd.grad((y * torch.randn_like(y)).sum(), h)
     for s in range(7):
         only_chosen = renormalize or gate == "sigmoid"  # eq. 6 sums over the K chosen, eq. 5 over all
@@ -528,49 +456,18 @@ def test_gradient_through_the_gate_is_a_sum_of_expert_embeddings(top_k, renormal
         assert (span @ c - gradient[s, :, None]).norm() < 1e-10 * gradient[s].norm()
 
 
-# --- Types and options
+# --- Types
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @every_combination
 def test_autocast_leaves_the_router_in_fp32(combination, dtype):
     router = make_router(combination, 4, dtype=torch.float32, top_k=2, routing_dim=3)
-    h, ids, _ = make_tokens(9, dtype=torch.float32)
+    h, ids = make_tokens(9, torch.float32)
     h = h.detach().to(dtype)
     plain = router(h.float(), ids)
     with torch.autocast("cpu", torch.bfloat16):
         cast = router(h, ids)
-    assert cast.weight.dtype == cast.probs.dtype == torch.float32
-    assert combination == HASH or cast.balance_loss.dtype == torch.float32
-    assert all(torch.equal(a, b.to(a.dtype)) for a, b in zip(plain, cast))
-
-
-@pytest.mark.parametrize(
-    "combination, options",
-    [
-        (("cosine", "softmax", "top1"), {}),
-        (("dot", "relu", "top1"), {}),
-        (("dot", "softmax", "best"), {}),
-        ((None, "softmax", "top1"), {}),
-        (("dot", None, "hash"), {}),
-        ((None, "softmax", "hash"), {}),
-        (("dot", "softmax", "threshold"), {"threshold": -0.1}),
-        (("dot", "softmax", "threshold"), {"threshold": 1.1}),
-        (("dot", "softmax", "topk"), {"top_k": 0}),
-        (("dot", "softmax", "topk"), {"top_k": 5}),
-        (("dot", "softmax", "topk"), {"balance_choices": "none"}),
-    ],
-)
-def test_options_that_make_no_sense_are_refused(combination, options):
-    with pytest.raises(ValueError):
-        Router(D, 4, *combination, **options)
-
-
-def test_nothing_real_and_nothing_finite_end_too():
-    for combination in (("dot", "softmax", "threshold"), ("dot", "sigmoid", "base")):
-        router = make_router(combination, 4, training=True)
-        h, _, _ = make_tokens(9)
-        routing = router(h, None, torch.zeros(9, dtype=torch.bool))
-        assert not routing.wanted.any() and routing.balance_loss == 0
-    assert balanced_assignment(torch.full((9, 4), torch.nan)).bincount(minlength=4).max() == 3
-    assert balanced_assignment(torch.randn(9, 4).where(torch.rand(9, 4) < 0.5, torch.nan)).bincount().max() == 3
+    assert cast.weight.dtype == cast.probs.dtype == cast.balance_loss.dtype == torch.float32
+    for a, b in zip(plain, cast):
+        assert torch.equal(a, b)

@@ -7,14 +7,25 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+
+from data.prepare import prepare
+from data.tokenizers import train_sentencepiece
 
 ROOT = Path(__file__).parent.parent
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+# The smallest train_lm.py that still has experts, two micro-batches a step and two evaluations.
+TINY_LM = dict(n_layer=2, n_head=2, n_embd=16, ffn_size=32, block_size=16, micro_tokens=64, batch_tokens=128, steps=4)
+TINY_LM |= dict(eval_every=2, eval_tokens=128, log_every=1, sample_tokens=4, device="cpu", dtype="float32")
 
 
 def words(options: dict) -> list[str]:
-    return [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    found = []
+    for name, value in options.items():
+        values = value if isinstance(value, tuple) else (value,)
+        found += [f"--{name}", *map(str, values)]
+    return found
 
 
 class Script:
@@ -32,9 +43,17 @@ class Script:
         with pytest.raises(SystemExit) as stop:
             self.run(options, monkeypatch)
         lines = re.sub(r"\x1b\[A|\r", "\n", capsys.readouterr().err).splitlines()  # progress bars move about
-        lines = [line for line in lines if line.strip() and not re.search("(step|batch)/s", line)]
+        lines = [line for line in lines if line.strip() and not re.search("(step|batch)/s|s/(step|batch)", line)]
         assert stop.value.code == 1 and len(lines) == 1 and lines[0].startswith("error: "), lines
         return lines[0]
+
+    def rejected(self, options: dict, monkeypatch, capsys) -> str:
+        """What tyro says of words that are no command line, its frame taken away."""
+        with pytest.raises(SystemExit) as stop:
+            self.run(options, monkeypatch)
+        said = capsys.readouterr()
+        assert stop.value.code == 2 and not said.out
+        return " ".join(re.sub("[╭╮╰╯│─]", " ", said.err).split())
 
     def start(self, options: dict, *launcher: str) -> subprocess.Popen:
         """As a process of its own."""
@@ -57,6 +76,10 @@ def only_run(folder: Path) -> Path:
     return path
 
 
+def result_of(folder: Path) -> dict:
+    return json.loads((only_run(folder) / "result.json").read_text())
+
+
 def metrics(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (only_run(folder) / "metrics.jsonl").read_text().splitlines()]
 
@@ -73,3 +96,18 @@ def flip_a_byte(file: Path):
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 0xFF
     file.write_bytes(data)
+
+
+def text_corpora(base: Path) -> dict[str, Path]:
+    """Three prepared corpora of numbers: a and b share a tokenizer, c has the text of a and another vocabulary."""
+    rng = np.random.default_rng(0)
+    texts = ["\n\n".join(" ".join(map(str, rng.integers(200, size=20))) for _ in range(500)) for _ in range(2)]
+    tokenizers = []
+    for size in (320, 330):
+        (base / str(size)).mkdir()
+        tokenizers.append(train_sentencepiece(texts, vocab_size=size).save(base / str(size)))
+    folders = {}
+    for name, text, tokenizer in zip("abc", (*texts, texts[0]), (*tokenizers[:1], *tokenizers)):
+        (base / f"{name}.txt").write_text(text)
+        folders[name] = prepare("text", base / f"{name}.txt", tokenizer, out=base / name)
+    return folders

@@ -1,0 +1,265 @@
+"""What is measured of models: parameters, FLOPs, routing statistics, collapse and fluctuation, retrieval.
+
+Functions that the scripts and analyses share; nothing here imports a file of the project. Models and contexts are
+looked at, not made. Letters as in model.py.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Parameters and FLOPs. Products only, two FLOPs a multiply-add; a training step costs three forward passes.
+
+
+def numel(*modules: nn.Module) -> int:
+    return sum(p.numel() for module in modules for p in module.parameters())
+
+
+def count_parameters(model: nn.Module) -> dict[str, float]:
+    """`total`, `active` (what one token passes through at full capacity) and `moe` (experts and routers)."""
+    total, idle = numel(model), 0.0
+    for moe in model.moe_layers:
+        share = served_rows(moe) / moe.router.num_experts
+        idle += (1 - share) * numel(moe.layers, moe.ln_stack)
+    return {"total": total, "active": total - idle, "moe": numel(*model.moe_layers)}
+
+
+def served_rows(moe: nn.Module) -> float:
+    """Rows per token that the capacity leaves room for: at most K, gamma and E."""
+    return min(moe.router.most, moe.capacity_factor, moe.router.num_experts)
+
+
+def moe_flops(moe: nn.Module) -> float:
+    """Forward FLOPs of one token in one sparse layer at full capacity: router and experts.
+
+    What is really spent on experts is `served` of the routing statistics over `served_rows` of it.
+    """
+    router = sum(p.numel() for p in moe.router.parameters() if p.dim() == 2)
+    expert = sum(ffn.w_in[0].numel() + ffn.w_out[0].numel() for ffn in moe.layers)
+    return 2 * (router + served_rows(moe) * expert)
+
+
+def matrix_flops(body: nn.Module) -> dict[str, float]:
+    """Forward FLOPs of a token that passes through all of a module: `total` and, of that, `moe`."""
+    moe = dense = 0.0
+    for name, module in body.named_modules():
+        if hasattr(module, "router"):
+            moe += moe_flops(module)
+        elif isinstance(module, nn.Linear) and "router" not in name:
+            dense += 2 * module.weight.numel()
+    return {"total": dense + moe, "moe": moe}
+
+
+def flops_per_token(body: nn.Module, config, head: float) -> dict[str, float]:
+    """Forward FLOPs of one token: `total` and, of that, `moe`.
+
+    body: the module whose matrices every token passes through; head: FLOPs of the output layer a token. Attention
+    counts the full T x T, as MFU figures do.
+    """
+    flops = matrix_flops(body)
+    flops["total"] += 4 * config.n_layer * config.block_size * config.n_embd + head
+    return flops
+
+
+def translation_flops(model: nn.Module, N: float, T: float) -> dict[str, float]:
+    """Forward FLOPs of one pair, a source of N tokens and a translation of T: `total` and, of that, `moe`."""
+    D, L, M = model.config.n_embd, model.config.n_layer, model.config.decoder_layers
+    source, target = matrix_flops(nn.ModuleList([model.encoder, model.moes])), matrix_flops(model.decoder)
+    cross = 2 * M * D * 2 * D  # keys and values of a token of the source, in all blocks of the decoder
+    matrices = N * (source["total"] + cross) + T * (target["total"] - cross)
+    scores = 4 * D * (L * N * N + M * T * (T + N))
+    logits = 2 * T * D * model.config.vocab_size
+    return {"total": matrices + scores + logits, "moe": N * source["moe"] + T * target["moe"]}
+
+
+def electra_flops(config, discriminator: bool, vocabulary: int, lookup: bool, moe: float = 0.0) -> float:
+    """Training FLOPs of one token of XLM-E's generator or discriminator, as the script that came with ELECTRA counts.
+
+    Every operation counts, the backward pass as much as the forward one, and a masked token is one of 6.4; with
+    `lookup` an embedding is taken for a product with the whole table. `moe`: forward FLOPs of sparse layers (ours).
+    """
+    D, T, V = config.n_embd, config.block_size, vocabulary
+    # Operations a number: norm 5, softmax 5, dropout 4, GELU 8.
+    scores = 4 * D * T + (5 + 4 + 1) * T * config.n_head
+    attention = 8 * D * D + scores + (5 + 4) * D + 5  # one norm of 5, not of 5 D: sic
+    ffn = 4 * D * config.ffn_size + (8 + 1) * config.ffn_size + (2 + 4 + 5) * D
+    inputs = 2 * D * (T + 2) + (2 + 5 + 4) * D
+    if lookup:
+        inputs += 2 * D * V
+    if discriminator:
+        head = 2 * D * D + (3 + 8) * D
+    else:
+        head = (2 * D * V + 2 * D * D + (1 + 8 + 5) * D + (5 + 2) * V) / 6.4
+    return 2 * (config.n_layer * (attention + ffn) + inputs + head + moe)
+
+
+def perplexity(loss: float) -> float:
+    """Of a mean cross entropy in nats; that of a model that has diverged stays a number."""
+    return math.exp(min(loss, 700))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Routing
+
+
+class RoutingStats:
+    """Watches one MoE layer, from when it is made until `finish`, and adds up what it does with S tokens a call."""
+
+    def __init__(self, moe: nn.Module):
+        self.moe = moe
+        self.tokens = self.wanted = self.served = self.unserved = 0
+        self.entropy = 0.0  # of the router's probabilities, summed over tokens
+        self.positive = self.units = 0  # of the activations in bare FFNs
+        self.load = torch.zeros(moe.router.num_experts, dtype=torch.float64)  # choices of each expert
+        moe.watchers.append(self)
+
+    def __call__(self, moe: nn.Module, h: Tensor, routing, kept: Tensor):
+        """h (S, D); kept (S, E) bool."""
+        self.tokens += len(kept)
+        self.wanted += int(routing.wanted.sum())
+        self.served += int(kept.sum())
+        self.unserved += int((~kept.any(dim=1)).sum())
+        self.entropy += float(torch.special.entr(routing.probs.detach()).sum())
+        self.load += routing.wanted.sum(dim=0).cpu()
+        if not moe.ln_stack:
+            a = moe.activations(h, kept)
+            self.positive += int((a > 0).sum())
+            self.units += a.numel()
+
+    def finish(self, reduce=lambda sums: sums) -> dict[str, float | None]:
+        """Stops watching -> what was seen; `reduce` sums a tensor over processes.
+
+        wanted, served: experts per token, before and after the capacity. cut: share of the choices that were over
+        capacity. unserved: share of the tokens that no expert kept. imbalance: choices of the busiest expert over the
+        mean. entropy: of the router's probabilities, in nats. positive: share of the experts' activations above 0
+        (XMoE figures 1 and 6), None where experts are stacks.
+        """
+        self.moe.watchers.remove(self)
+        choices = [self.tokens, self.wanted, self.served, self.unserved]
+        sums = torch.tensor([*choices, self.entropy, self.positive, self.units], dtype=torch.float64)
+        tokens, wanted, served, unserved, entropy, positive, units = reduce(sums).tolist()
+        load = reduce(self.load)
+        tokens = max(tokens, 1)
+        return {
+            "wanted": wanted / tokens,
+            "served": served / tokens,
+            "cut": (wanted - served) / max(wanted, 1),
+            "unserved": unserved / tokens,
+            "imbalance": float(load.max()) * len(load) / max(wanted, 1),
+            "entropy": entropy / tokens,
+            "positive": positive / units if units else None,
+        }
+
+
+def describe_routing(layer: dict[str, float]) -> str:
+    """What `finish` found, in words."""
+    positive = "" if layer["positive"] is None else f", positive {layer['positive']:.1%}"
+    return (
+        f"experts wanted {layer['wanted']:.2f}, served {layer['served']:.2f} per token; "
+        f"choices cut {layer['cut']:.1%}, tokens unserved {layer['unserved']:.2%}; "
+        f"load imbalance {layer['imbalance']:.2f}, entropy {layer['entropy']:.2f}{positive}"
+    )
+
+
+class Collapse:
+    """Watches what enters one sparse layer's router and what it chooses, for RC (X-MoE eq. 11) and RF (figure 3a).
+
+    `place` says where the next tokens stand among all `tokens` of the evaluation; None: they are not looked at.
+    """
+
+    def __init__(self, moe: nn.Module, tokens: int):
+        self.moe, self.place = moe, None
+        E, (_, _, D) = moe.router.num_experts, moe.layers[0].w_in.shape
+        self.device = "cuda" if moe.layers[0].w_in.is_cuda else "cpu"  # MPS has no float64
+        wide = dict(dtype=torch.float64, device=self.device)
+        self.count = torch.zeros(E, **wide)
+        self.total = torch.zeros(E, D, **wide)  # sum of h over the tokens of each expert
+        self.outer = torch.zeros(D, D, **wide)  # sum of h h^T over all tokens
+        self.chosen = torch.zeros(tokens, dtype=torch.int32)  # first choices
+        moe.watchers.append(self)
+
+    def __call__(self, moe: nn.Module, h: Tensor, routing, kept: Tensor):
+        if self.place is None:
+            return
+        h, chosen = h.to(self.device).double(), routing.priority.argmax(dim=1).to(self.device)  # (S, D), (S,)
+        self.count += torch.bincount(chosen, minlength=len(self.count))
+        self.total.index_add_(0, chosen, h)
+        self.outer.addmm_(h.t(), h)
+        self.chosen[self.place : self.place + len(chosen)] = chosen.int().cpu()
+
+    def finish(self, before: Tensor | None, reduce=lambda sums: sums) -> dict[str, float | None]:
+        """Stops watching -> rc, and rf against the experts chosen `before`, (tokens,); None where there was nothing."""
+        self.moe.watchers.remove(self)
+        self.chosen = reduce(self.chosen)
+        rc = representation_collapse(reduce(self.count), reduce(self.total), reduce(self.outer))
+        return {"rc": rc, "rf": None if before is None else routing_fluctuation(before, self.chosen)}
+
+
+def routing_fluctuation(before: Tensor, now: Tensor) -> float:
+    """RF: the share of the same tokens whose chosen expert changed since the previous checkpoint."""
+    return float((before != now).double().mean())
+
+
+def representation_collapse(count: Tensor, total: Tensor, outer: Tensor) -> float:
+    """RC = Tr(Sigma_W pinv(Sigma_B)), the smaller, the more collapsed (X-MoE eq. 11); 0 where one expert has all,
+    nan where h is not finite.
+
+    Of n tokens h (D,), each in the class of its chosen expert, from sums in float64: count (E,) tokens, total (E, D)
+    the sum of h, and outer (D, D) the sum of h h^T over all. Sigma_W is the mean covariance around class means mu_k,
+    Sigma_B = sum_k n_k / n (mu_k - mu)(mu_k - mu)^T over non-empty classes, whose rank is one less than their number.
+    """
+    count, total = count[count > 0], total[count > 0]
+    share, mean = count / count.sum(), total / count.unsqueeze(1)  # (K,), (K, D)
+    within = outer / count.sum() - (share * mean.t()) @ mean  # (D, D)
+    between = share.sqrt().unsqueeze(1) * (mean - share @ mean)  # (K, D); its square is Sigma_B
+    if not (within.isfinite().all() and between.isfinite().all()):
+        return math.nan
+    _, size, direction = torch.linalg.svd(between, full_matrices=False)
+    size, direction = size[: len(count) - 1], direction[: len(count) - 1]
+    sound = size > 1e-12 * size.max() if len(size) else size > 0
+    along = ((direction @ within) * direction).sum(dim=1)  # within-class variance along each direction
+    return float((along / size.square())[sound].sum())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sentence vectors and retrieval
+
+
+@torch.no_grad()
+def sentence_vectors(encoder: nn.Module, rows: list[list[int]], micro_tokens: int, context) -> Tensor:
+    """(L + 1, n, D): means over the tokens of each row, of length 1, by layer (0: embeddings), as in XLM-E 4.6.
+
+    rows: ids with their special tokens, which count; a forward pass has at most micro_tokens or one row.
+    """
+    config = encoder.config
+    vectors = torch.empty(config.n_layer + 1, len(rows), config.n_embd, device=context.device)
+    order = sorted(range(len(rows)), key=lambda i: -len(rows[i]))
+    while order:
+        size = max(1, micro_tokens // len(rows[order[0]]))
+        chunk, order = order[:size], order[size:]
+        texts = [torch.tensor(rows[i]) for i in chunk]
+        ids = nn.utils.rnn.pad_sequence(texts, batch_first=True)  # (B, T)
+        lengths = torch.tensor([len(text) for text in texts])
+        keep = torch.arange(ids.shape[1]) < lengths.unsqueeze(1)
+        real = keep.flatten().nonzero().squeeze(1)
+        ids, real, keep = (context.send(x) for x in (ids, real, keep.unsqueeze(2)))
+        states = []
+        with context.autocast():
+            encoder(ids, real, states)
+        for layer, state in zip(vectors, states):
+            layer[chunk] = F.normalize((state.float() * keep).sum(dim=1), dim=1)  # the length falls out
+    return vectors
+
+
+def retrieval(one: Tensor, two: Tensor) -> Tensor:
+    """How often the nearest of n sentences is the translation, by layer: (L + 1,), the mean of both directions.
+
+    one, two (L + 1, n, D), of length 1, row i of one the translation of row i of the other (Tatoeba, XLM-E table 5).
+    """
+    near, here = one @ two.mT, torch.arange(one.shape[1], device=one.device)  # (L + 1, n, n), (n,)
+    forth = (near.argmax(dim=2) == here).float().mean(dim=1)
+    back = (near.argmax(dim=1) == here).float().mean(dim=1)
+    return (forth + back) / 2

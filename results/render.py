@@ -1,0 +1,155 @@
+"""Writes results/README.md from what is committed here: results of runs, records of bench.py, and notes by hand.
+
+    python -m results.render            writes the page
+    python -m results.render --check    writes nothing, and exits with 1 where the page is not up to date
+
+A table of runs is the script's own, as its `--table` prints it. The `result.json` of a run is kept as
+results/SCRIPT/RUN.json, each seed's in a file of its own; a row that has none is shown empty. What `bench.py --json`
+writes is kept in results/bench. Every table has a note, results/notes/SCRIPT-NUMBER.md or bench-NAME.md.
+"""
+
+import importlib
+from pathlib import Path
+from types import ModuleType
+
+import tyro
+
+import common
+import runs
+
+RESULTS = Path(__file__).parent
+SEEDS = 5  # a row is the mean over those of its first so many seeds that are there
+
+TABLES = [  # script, preset, number of the table; None: the run of the preset itself
+    ("train_lm", "demo", 1),
+    ("train_lm", "demo", 2),
+    ("train_mt", "multi30k", 3),
+    ("train_mlm", "demo", 2),
+    ("train_mlm", "demo", 3),
+    ("train_mlm", "demo", 5),
+    ("train_mt", "demo", 4),
+    ("train_mt", "demo", None),
+    ("train_electra", "demo", 2),
+]
+BENCHES = {  # file: title, and the columns
+    "layer": ("One layer, forward and backward", "shape impl runs ms spread ratio to_compiled peak_mb"),
+    "layer-default-allocator": ("One layer, with glibc's own settings", "shape impl runs ms spread ratio peak_mb"),
+    "step": ("Whole training steps", "shape impl ms spread tokens_per_second to_dense to_switch peak_mb"),
+    "size": ("More tokens, and more experts", "shape S E F ms spread us_per_token rows_per_token peak_mb kb_per_token"),
+    "translate": ("Beam search, with a cache and without", "shape impl runs ms spread tokens tokens_per_second ratio"),
+}
+
+
+def page(folder: Path = RESULTS) -> str:
+    """The whole page. ValueError where a note is missing or a result cannot be read."""
+    parts = [note(folder, "introduction")]
+    for script, preset, number in TABLES:
+        parts += table_of_runs(folder, script, preset, number)
+    parts.append(note(folder, "bench"))
+    for name, (title, columns) in BENCHES.items():
+        file = folder / "bench" / f"{name}.json"
+        if file.exists():
+            parts += [f"### {title}", table_of_records(file, columns.split()), note(folder, f"bench-{name}")]
+    parts += [note(folder, "unreproduced"), note(folder, "differences")]
+    return "\n\n".join(parts) + "\n"
+
+
+def note(folder: Path, name: str) -> str:
+    file = folder / "notes" / f"{name}.md"
+    if not file.exists():
+        raise ValueError(f"{file} is missing: write there what was run, how to read it and what it does not show")
+    return file.read_text().strip()
+
+
+def table_of_runs(folder: Path, script: str, preset: str, number: int | None) -> list[str]:
+    """Title, command, table, what it took, note."""
+    module = importlib.import_module(script)
+    base = module.Config(**{"preset": preset, "seeds": SEEDS} | module.PRESETS[preset])
+    command, name = f"python {script}.py", f"{script}-{number or preset}"
+    if preset != "demo":
+        command += f" --preset {preset}"
+    if number:
+        table = module.TABLES[number](base)
+        command += f" --table {number}"
+    else:
+        table = runs.Table(f"{script}.py, preset {preset}", ("run",), [((preset,), {})], module.cells)
+    rows = []
+    for _, change in table.rows:
+        configs = runs.seeds_of(base, change)
+        found = [read_result(folder / script, config, module) for config in configs]
+        rows.append([result for result in found if result])
+    return [f"## {table.title}", f"`{command}`{effort(rows)}", table.render(rows), note(folder, name)]
+
+
+def file_name(config, presets: dict[str, dict]) -> str:
+    name = runs.run_name(config, presets)
+    if getattr(config, "eval_only", False):  # of train_lm.py: a trained model, routed otherwise
+        name += f"-eval-t={config.eval_threshold}-gamma={config.eval_capacity_factor}"
+    return f"{name}.json"
+
+
+def read_result(folder: Path, config, script: ModuleType) -> dict | None:
+    """What was measured with that config; None where nothing is kept.
+
+    Raises ValueError where no table can be made of it, or its constants are not the config's: those of a preset change.
+    """
+    file = folder / file_name(config, script.PRESETS)
+    if not file.exists():
+        return None
+    result = runs.read_json(file)
+    try:
+        script.cells(result)
+        measured = result.get("config", {})
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{file} is not a result that its script writes today ({error!r}): measure it again") from None
+    for constant, value in runs.identity(config).items():
+        before = measured.get(constant, value)
+        if value is not None and before != value:
+            raise ValueError(f"{file} has {constant} {before}, its row {value}: measure it again, or remove it")
+    return result
+
+
+def effort(rows: list[list[dict]]) -> str:
+    """How long the runs of a table took, and on what."""
+    trained = [result for seeds in rows for result in seeds if "machine" in result]
+    machines = set()
+    for result in trained:
+        machine = result["machine"]
+        machines.add(f"{machine['device']}, threads {machine['threads']}, {machine['dtype']}, torch {machine['torch']}")
+    if not trained:
+        return ""
+    minutes = sum(result["seconds"] for result in trained) / 60
+    return f"; {minutes:.0f} minutes of training; {'; '.join(sorted(machines))}"
+
+
+def table_of_records(file: Path, columns: list[str]) -> str:
+    lines = []
+    try:
+        for record in runs.read_json(file):
+            lines.append([record_cell(record[column]) for column in columns])
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{file} is not what bench.py writes today ({error!r}): measure it again") from None
+    return runs.markdown_table(columns, lines)
+
+
+def record_cell(value: str | float | None) -> str:
+    if value is None:  # a spread of one pass
+        return ""
+    if isinstance(value, float):
+        return f"{value:,.0f}" if value >= 100 else f"{value:.2f}"
+    return str(value)
+
+
+def main(check: bool = False, folder: Path = RESULTS):
+    """check: only say whether the page is up to date; folder: where results and notes are."""
+    file = folder / "README.md"
+    with common.clear_errors():
+        new = page(folder)
+        if not check:
+            file.write_text(new)
+        elif not file.exists() or file.read_text() != new:
+            raise ValueError(f"{file} is not up to date: python -m results.render")
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

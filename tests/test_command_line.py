@@ -1,0 +1,171 @@
+"""The command line that all scripts share, shown on train_lm.py: what it takes, what it refuses, how it names a run."""
+
+import dataclasses
+import math
+import typing
+from pathlib import Path
+
+import pytest
+from helpers import TINY_LM, Script, text_corpora
+
+import runs
+import train_lm
+
+LM = Script(train_lm)
+
+
+@pytest.fixture(scope="session")
+def corpora(tmp_path_factory) -> dict[str, Path]:
+    return text_corpora(tmp_path_factory.mktemp("corpora"))
+
+
+@pytest.fixture
+def options(corpora, tmp_path) -> dict:
+    return TINY_LM | {"data": corpora["a"], "out_dir": tmp_path}
+
+
+def parse(*line: str) -> train_lm.Config:
+    return runs.command_line(train_lm.Config, train_lm.PRESETS, list(line))
+
+
+REJECTED = {  # by tyro
+    "unknown": ({"treshold": 0.5}, "Perhaps you meant: --threshold FLOAT"),
+    "of another script": ({"moe_after": 2}, "Unrecognized options: --moe_after, 2"),
+    "not an integer": ({"steps": "many"}, "Error parsing --steps: invalid literal for int() with base 10: 'many'"),
+    "half a step": ({"steps": 1.5}, "Error parsing --steps"),
+    "not a choice": ({"router": "topp"}, "invalid choice 'topp' for argument '--router'. Expected one of ('dense',"),
+    "heads": ({"n_head": 3}, "n_head = 3 does not divide n_embd = 16"),
+    "no heads": ({"n_head": 0}, "n_head = 0 does not divide n_embd = 16"),
+    "nowhere sparse": ({"moe_every": 99}, "moe_every = 99 leaves no block of n_layer = 2 with experts"),
+    "too many": ({"router": "topk", "top_k": 33}, "top_k must lie in [1, num_experts = 32], not 33"),
+    "too few": ({"router": "topk", "top_k": 0}, "top_k must lie in [1, num_experts = 32], not 0"),
+    "K of another router": ({"top_k": 2}, "top_k = 2 is for --router topk, or --select topk"),
+    "wider than an FFN": ({"expert_size": 64}, "expert_size = 64 does not divide ffn_size = 32"),
+    "width": ({"expert_size": 12}, "expert_size = 12 does not divide ffn_size = 32"),
+}
+
+
+@pytest.mark.parametrize("case", REJECTED)
+def test_words_that_are_no_command_line_are_rejected(case, options, monkeypatch, capsys):
+    given, message = REJECTED[case]
+    assert message in LM.rejected(options | given, monkeypatch, capsys)
+
+
+REFUSED = {  # in one line
+    "preset": ({"preset": "wikitext103-323"}, "preset must be one of demo, wikitext103-124M"),
+    "table": ({"table": 3}, "table must be one of 1, 2, not 3"),
+    "device": ({"device": "nonsense"}, "device nonsense: "),
+    "data": ({"data": "wikitext103x"}, "python -m data.prepare"),
+    "vocabulary": ({"vocab_size": 300}, "the model's vocabulary is 300, that of"),
+    "micro-batches": ({"batch_tokens": 100}, "micro_tokens = 64 does not divide batch_tokens = 100"),
+    "small micro-batches": ({"block_size": 128}, "micro_tokens 64 must be at least one block of 128"),
+    "no temperature": ({"sample_temperature": 0}, "sample_temperature must be over 0 and finite, not 0.0"),
+    "negative clip": ({"grad_clip": -1}, "grad_clip must be at least 0 and finite, not -1.0"),
+    "beyond 1": ({"threshold": 1.5}, "threshold must be from 0 to 1, not 1.5"),
+    "beta": ({"beta1": 1}, "beta1 must be at least 0 and below 1, not 1.0"),
+    "gamma": ({"capacity_factor": 0}, "capacity_factor must be over 0 (inf is no limit), not 0.0"),
+    "nowhere": ({"out_dir": ""}, "out_dir must be a name, not ''"),
+    "dense experts": ({"router": "dense", "num_experts": 8}, "--num_experts is not read by a model with router dense"),
+    "score of a dense model": ({"router": "dense", "score": "dot"}, "--score is not read by a model with router dense"),
+    "score of a hash": ({"router": "hash", "score": "dot"}, "--score is not read by a model with router hash"),
+    "tau of a dot": ({"init_temperature": 0.3}, "--init_temperature is not read by a model with router threshold"),
+    "t of top-1": ({"router": "switch", "threshold": 0.5}, "--threshold is not read by a model with router switch"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_makes_no_sense_is_refused_in_one_line(case, options, monkeypatch, capsys):
+    given, message = REFUSED[case]
+    assert message in LM.refused(options | given, monkeypatch, capsys)
+
+
+COUNTS = """steps seeds micro_tokens eval_every eval_tokens log_every vocab_size block_size n_layer n_head
+n_embd ffn_size decoder_layers generator_layers moe_every expert_ffns num_experts expert_size top_k eval_maskings
+eval_sentences warmup_steps beam sample_top_k"""
+RANGES = [  # names, what they may be, what they may not be
+    (COUNTS, (1,), (0, -1)),
+    ("init_std learning_rate eps init_temperature sample_temperature", (1e-12, 5.0), (0.0, -1.0, math.nan, math.inf)),
+    ("batch_tokens", (1, 10**9), (0, -1)),
+    ("seed expert_layers routing_dim sample_tokens", (0, 3), (-1,)),
+    ("min_learning_rate weight_decay grad_clip balance_coef lambda_disc", (0.0, 50.0), (-1.0, math.nan, math.inf)),
+    ("length_penalty", (-1.0, 0.0, 2.0), (math.nan, math.inf)),
+    ("warmup threshold eval_threshold sampling_exponent", (0.0, 1.0, 0.5), (-0.1, 1.1, math.nan)),
+    ("dropout beta1 beta2 label_smoothing", (0.0, 0.99), (-0.1, 1.0, math.nan)),
+    ("mask_share", (0.01, 1.0), (0.0, 1.1, math.nan)),
+    ("span", (1.0, 3.5), (0.5, math.nan, math.inf)),
+    ("capacity_factor eval_capacity_factor", (0.1, math.inf), (0.0, -1.0, math.nan)),
+    ("out_dir data pairs", ("a",), ("",)),
+]
+
+
+@pytest.mark.parametrize("names, good, bad", RANGES)
+def test_every_constant_has_its_range(names, good, bad):
+    for name in names.split():
+        Constants = dataclasses.make_dataclass("Constants", dict.fromkeys(["batch_tokens", "micro_tokens", name]))
+        sound = {"batch_tokens": 10**9, "micro_tokens": 1}
+        for value in good:
+            runs.check(Constants(**sound | {name: value}))
+        for value in bad:
+            with pytest.raises(ValueError, match=f"^{name} must be .*, not {value!r}$"):
+                runs.check(Constants(**sound | {name: value}))
+
+
+def test_no_number_is_without_a_range():
+    ranged = {name for names, *_ in RANGES for name in names.split()}
+    for name, kind in typing.get_type_hints(train_lm.Config).items():
+        if {int, float} & {kind, *typing.get_args(kind)} and typing.get_origin(kind) is not typing.ClassVar:
+            assert name in ranged | {"table"}, name
+
+
+def test_help_has_every_constant_with_its_comment(monkeypatch, capsys):
+    with pytest.raises(SystemExit) as stop:
+        LM.run({"help": ""}, monkeypatch)
+    out = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert stop.value.code == 0 and "--moe_after" not in out
+    names = [field.name for field in dataclasses.fields(train_lm.Config)]
+    for name, after in zip(names, [*names[1:], None]):
+        text = out.split(f" --{name} ")[1].split(f" --{after} ")[0]  # INT optimizer steps (default: 500)
+        assert not text.split()[1].startswith("(default"), text
+
+
+def test_options_may_be_written_in_several_ways():
+    config = parse("--steps", "3", "--learning_rate=1", "--eval_only", "true", "--resume", "False", "--top_k", "none")
+    assert (config.steps, config.learning_rate, config.eval_only, config.resume) == (3, 1.0, True, False)
+    assert config.top_k is None
+    assert parse("--preset=openwebtext-556M", "--steps", "9") == parse("--steps", "9", "--preset", "openwebtext-556M")
+    assert parse("--preset", "openwebtext-556M").n_embd == 1024
+
+
+def test_only_one_process_of_a_node_complains(options, monkeypatch, capsys):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    for wrong in ({"threshold": 1.5}, {"treshold": 0.5}):
+        with pytest.raises(SystemExit):
+            LM.run(options | wrong, monkeypatch)
+        said = capsys.readouterr()
+        assert said.out == said.err == ""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A run's name
+
+
+def name(*line: str) -> str:
+    return runs.run_name(parse(*line), train_lm.PRESETS)
+
+
+def test_a_run_is_named_by_what_differs_from_its_preset():
+    assert name() == "demo" and name("--preset", "openwebtext-323M") == "openwebtext-323M"
+    assert name("--steps", "5", "--seed", "1") == name("--seed", "1", "--steps", "5") == "demo-seed=1-steps=5"
+    assert name("--learning_rate", "1e-3", "--threshold", "0.9") == "demo"  # as it is anyway
+    for here in ("--device cpu", "--out_dir x", "--log_every 3", "--resume false", "--prompt a", "--sample_tokens 3"):
+        assert name(*here.split()) == "demo"
+    at_test = ("--eval_threshold", "0.5", "--eval_capacity_factor", "2")
+    assert name("--eval_only", "true", *at_test) == "demo" != name(*at_test)
+    switch = dataclasses.replace(parse(), router="switch", threshold=0.5)  # as a row of a table may
+    assert runs.run_name(switch, train_lm.PRESETS) == "demo-router=switch" == name("--router", "switch")
+
+
+def test_names_are_those_of_folders():
+    odd, long = name("--data", "/home/me/my text"), name("--data", "x" * 300)
+    assert odd == "demo-data=_home_me_my_text"
+    assert len(long) < 160 and long[:-8] == name("--data", "x" * 301)[:-8] and long != name("--data", "x" * 301)

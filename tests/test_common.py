@@ -1,0 +1,61 @@
+"""common.py: learning rates, the optimizer, chance, the peaks of cards."""
+
+import dataclasses
+
+import pytest
+import torch
+from helpers import TINY_LM
+
+import common
+import train_lm
+
+
+def test_learning_rates_are_their_formulas():
+    cosine = [common.cosine(step, 100, 0.1, 1.0, 0.01) for step in range(100)]
+    assert cosine[:10] == pytest.approx([0.1 * (i + 1) for i in range(10)]) and cosine[10] == 1.0
+    assert cosine[55] == pytest.approx((1 + 0.01) / 2) and 0.01 < cosine[99] < 0.0115
+    linear = [common.linear(step, 100, 0.1, 2.0) for step in range(100)]
+    assert linear[:10] == pytest.approx([0.2 * (i + 1) for i in range(10)])
+    assert linear[10:] == pytest.approx([2.0 * (100 - i) / 90 for i in range(10, 100)])
+    root = [common.inverse_sqrt(step, 16, 3.0) for step in range(100)]
+    assert root[:16] == pytest.approx([3.0 * (i + 1) / 16 for i in range(16)])
+    assert root[63] == pytest.approx(3.0 * 4 / 8) and root[15] == 3.0
+    assert common.cosine(0, 1, 0.1, 1.0, 0.0) == common.linear(0, 1, 0.0, 1.0) == 1.0  # a single step is a step
+
+
+@pytest.mark.parametrize("stacks", [0, 2], ids=["bare", "stacks"])
+def test_weight_decay_spares_norms_biases_and_the_temperature(stacks):
+    config = train_lm.Config(**TINY_LM | {"vocab_size": 10, "router": "hypersphere", "expert_layers": stacks})
+    model = train_lm.GPT(config)
+    optimizer = common.adamw(model, config)
+    decayed, free = (group["params"] for group in optimizer.param_groups)
+    names = {id(p): name for name, p in model.named_parameters()}
+    matrices = ("wte.weight", "wpe.weight", "qkv.weight", "proj.weight", "fc.weight", "w_in", "w_out")
+    assert all(names[id(p)].endswith((*matrices, "router.experts", "project.weight")) for p in decayed)
+    assert all("ln_" in names[id(p)] or names[id(p)].endswith(("bias", "b_in", "b_out", "temperature")) for p in free)
+    assert len(decayed) + len(free) == len(names)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    common.set_learning_rate(optimizer, 0.25)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25]
+    assert optimizer.defaults["betas"] == (0.9, 0.95) and optimizer.defaults["eps"] == 1e-8
+
+
+def test_chance_depends_on_every_part_of_the_key():
+    drawn = []
+    for key in [(0, 1, 2), (0, 2, 1), (1, 0, 2), (0, 1, 3), (0, 1, 2)]:
+        common.seed_all(*key)
+        drawn.append(float(torch.rand(())))
+    assert drawn[0] == drawn[4] and len(set(drawn)) == 4
+
+
+@pytest.mark.parametrize(
+    "card, peak",
+    [("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA A100-SXM4-80GB", 312e12)]
+    + [("NVIDIA A10", 125e12), ("NVIDIA L40S", 362e12), ("NVIDIA L4", 121e12), ("NVIDIA A10G", None), ("CPU", None)],
+)
+def test_peaks_of_cards(card, peak, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: card)
+    context = common.Context(0, 2, torch.device("cuda"), torch.bfloat16)
+    assert common.peak_flops(context) == (None if peak is None else 2 * peak)
+    assert common.peak_flops(dataclasses.replace(context, dtype=torch.float32)) is None
+    assert common.peak_flops(dataclasses.replace(context, device=torch.device("cpu"))) is None

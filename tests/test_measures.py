@@ -1,0 +1,386 @@
+"""measures.py: parameters and FLOPs against the papers and a counter, routing statistics, RC and RF against loops."""
+
+import copy
+import math
+from types import SimpleNamespace
+
+import pytest
+import reference
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+import common
+import measures
+from model import GPT, PAD, Encoder, MaskedLM, ModelConfig, MoE
+from routers import NOT_CHOSEN, ROUTERS, Routing
+from translator import Translator
+
+SMALL = dict(vocab_size=23, block_size=12, n_layer=2, n_head=2, n_embd=8, ffn_size=16, num_experts=4, expert_size=8)
+CPU = common.Context(0, 1, torch.device("cpu"), torch.float32)
+
+
+def small(router: str, **options) -> ModelConfig:
+    sizes = SMALL if router != "dense" else {name: SMALL[name] for name in list(SMALL)[:6]}
+    return ModelConfig(**sizes | {"router": router, "top_k": 2 if router == "topk" else None} | options)
+
+
+def lively(module: torch.nn.Module) -> torch.nn.Module:
+    """Parameters large enough for every choice to matter."""
+    torch.manual_seed(0)
+    for name, p in module.named_parameters():
+        if not name.endswith("temperature"):
+            p.data = 0.5 * torch.randn_like(p) + ("ln_" in name and name.endswith("weight"))
+    return module.double().eval()
+
+
+def on_meta(kind: type, config: ModelConfig) -> torch.nn.Module:
+    with torch.device("meta"):
+        return kind(config)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Parameters
+
+BASE = dict(vocab_size=250_002, block_size=512, n_layer=12, n_head=12, n_embd=768, ffn_size=3072)
+FFN = 2 * 768 * 3072 + 3072 + 768
+STACKS = 3 * (FFN + 2 * 768)  # X-MoE's expert: three FFNs, each with a norm
+X_MOE_ENCODER = 277_453_056 + 32 * STACKS + 16 * 768 + 32 * 16 + 1
+
+
+@pytest.mark.parametrize(
+    "kind, options, total, active",
+    [
+        (Encoder, {"router": "dense"}, 277_453_056, 277_453_056),
+        (Encoder, {"router": "dense", "relative_bias": True}, 277_453_056 + 2_064, 277_453_056 + 2_064),
+        (MaskedLM, {"router": "dense"}, 278_295_186, 278_295_186),
+        (Encoder, {"router": "hypersphere", "moe_after": (6,)}, 730_966_785, 291_637_761),
+        (Encoder, {"router": "hypersphere", "moe_after": (6,)}, X_MOE_ENCODER, X_MOE_ENCODER - 31 * STACKS),
+        (MaskedLM, {"router": "hypersphere", "moe_after": (6,)}, 731_808_915, 291_637_761 + 842_130),
+        (Encoder, {"router": "switch", "moe_after": (6,)}, 730_978_560, 730_978_560 - 31 * STACKS),
+    ],
+)
+def test_parameters_of_the_papers_encoders(kind, options, total, active):
+    counts = measures.count_parameters(on_meta(kind, ModelConfig(**BASE, **options)))
+    assert (counts["total"], counts["active"]) == (total, active)
+    assert counts["moe"] == (
+        0 if options["router"] == "dense" else counts["total"] - 277_453_056 - 842_130 * (kind == MaskedLM)
+    )
+
+
+@pytest.mark.parametrize("router, served", [("switch", 1), ("topk", 2), ("threshold", 2.5), ("hash", 1), ("base", 1)])
+@pytest.mark.parametrize("gamma", [0.5, 2.5, 9.0])
+def test_active_parameters_are_those_a_token_passes(router, served, gamma):
+    model = GPT(small(router, capacity_factor=gamma))
+    served = {0.5: 0.5, 9.0: 4 if router == "threshold" else served}.get(gamma, served)  # at most K, gamma and E
+    expert = 2 * 8 * 8 + 8 + 8
+    total = sum(p.numel() for p in model.parameters())
+    counts = measures.count_parameters(model)
+    assert counts["active"] == total - (4 - served) * expert and counts["total"] == total
+    assert counts["moe"] == 4 * expert + (0 if router == "hash" else 4 * 8)
+    assert measures.served_rows(model.moe_layers[0]) == served
+
+
+@pytest.mark.parametrize("expert_size, K", [(3072, 1), (1536, 2), (768, 4), (384, 8)])
+def test_rows_of_table_1_cost_the_same(expert_size, K):  # XMoE eq. 6
+    sizes = BASE | dict(vocab_size=50_257, block_size=1024)
+    model = on_meta(GPT, ModelConfig(**sizes, router="topk", expert_size=expert_size))
+    E = 8 * K
+    assert measures.count_parameters(model)["active"] == 124_439_808 + 6 * 768 * (E + K - 1)  # routers, output biases
+    assert measures.flops_per_token(model, model.config, 0)["moe"] == 6 * 2 * (768 * E + 2 * 768 * 3072)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# FLOPs. A counter sees the rows that are kept, and the products with b_out, which the formulas leave out.
+
+
+def counted(model: torch.nn.Module, *inputs) -> tuple[int, int]:
+    """-> FLOPs of a forward pass that torch counts, rows that experts served."""
+    watches = [measures.RoutingStats(moe) for moe in model.moe_layers]
+    model(*inputs)
+    rows = sum(watch.served for watch in watches)
+    for watch in watches:
+        watch.finish()
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
+        model(*inputs)
+    return counter.get_total_flops(), rows
+
+
+@pytest.mark.parametrize("router", ["dense", *ROUTERS])
+def test_flops_of_the_decoder_are_what_a_counter_counts(router):
+    options = {} if router == "dense" else {"capacity_factor": 1.0}
+    model = lively(GPT(small(router, **options)))
+    found, rows = counted(model, torch.randint(23, (2, 12)))
+    flops = measures.flops_per_token(model, model.config, head=2 * 8 * 23)
+    dense = 2 * (2 * 4 * 8 * 8 + 2 * 8 * 16 * (1 + (router == "dense"))) + 4 * 2 * 12 * 8 + 2 * 8 * 23  # by hand
+    per_router = {"dense": 0, "hash": 0, "hypersphere": 2 * (8 * 2 + 4 * 2)}.get(router, 2 * 4 * 8)
+    experts = 0 if router == "dense" else 2 * 2 * 8 * 8  # one row of one expert
+    assert flops == {"total": dense + per_router + experts, "moe": per_router + experts}
+    biases = 24 * 2 * 4 * 8 * (router != "dense")
+    assert found == 24 * (dense + per_router) + biases + rows * experts
+
+
+def test_flops_of_the_encoder_are_what_a_counter_counts():
+    model = lively(MaskedLM(small("hypersphere", moe_after=(1, 2), expert_layers=3)))
+    masked = torch.arange(0, 24, 4)
+    found, rows = counted(model, torch.randint(4, 23, (2, 12)), masked)
+    head = 0.25 * 2 * (8 * 8 + 8 * 23)  # a quarter of the tokens is predicted
+    flops = measures.flops_per_token(model.encoder, model.config, head)
+    router, row = 2 * (8 * 2 + 2 * 4), 3 * 2 * 2 * 8 * 8
+    dense = 2 * 2 * (4 * 8 * 8 + 2 * 8 * 16) + 4 * 2 * 12 * 8 + head
+    assert flops == {"total": dense + 2 * (router + row), "moe": 2 * (router + row)}
+    assert found == 24 * (dense + 2 * router) + rows * row and rows == 2 * 24
+
+
+@pytest.mark.parametrize("options", [{}, {"decoder_moe": False}, {"moe_after": (1,)}, {"router": "dense"}], ids=str)
+def test_flops_of_the_translator_are_what_a_counter_counts(options):
+    given = {"router": "switch", "capacity_factor": 1.0, "decoder_layers": 4} | options
+    if given["router"] == "dense":
+        del given["capacity_factor"]
+    model = lively(Translator(small(**given)))
+    found, rows = counted(model, torch.randint(4, 23, (2, 12)), torch.randint(4, 23, (2, 5)))
+    flops = measures.translation_flops(model, 12, 5)
+    stack = 3 if "moe_after" in options else 1
+    passes = {"{}": 24 + 2 * 10, "{'router': 'dense'}": 0}.get(str(options), 24)  # tokens that pass sparse layers
+    router, row = 2 * 4 * 8, stack * 2 * 2 * 8 * 8
+    assert 2 * flops["moe"] == passes * (router + row)
+    biases = 0 if "moe_after" in options else passes * 2 * 4 * 8
+    assert found == 2 * (flops["total"] - flops["moe"]) + passes * router + biases + rows * row
+
+
+@pytest.mark.parametrize(
+    "vocabulary, lookup, alone, both",
+    [(30_522, True, 6.26e19, 9.37e19), (250_002, False, 5.03e19, 8.30e19)],  # ELECTRA's defaults; XLM-R's vocabulary
+)
+def test_flops_of_xlm_e_table_4(vocabulary, lookup, alone, both):  # the paper: 6.3e19 and 9.5e19
+    tokens = 125_000 * 2_048 * 512
+    discriminator, generator = (SimpleNamespace(**BASE | {"n_layer": layers}) for layers in (12, 4))
+    first = tokens * measures.electra_flops(discriminator, True, vocabulary, lookup)
+    second = tokens * measures.electra_flops(generator, False, vocabulary, lookup)
+    assert first == pytest.approx(alone, rel=1e-3) and first + second == pytest.approx(both, rel=1e-3)
+    more = tokens * measures.electra_flops(discriminator, True, vocabulary, lookup, moe=1e6)
+    assert more - first == pytest.approx(tokens * 2 * 1e6)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Routing statistics
+
+
+def test_statistics_by_hand():
+    moe = lively(MoE(small("switch"), "tanh"))
+    watch = measures.RoutingStats(moe)
+    wanted = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0], [1, 0, 1, 0], [1, 0, 0, 0], [0, 0, 1, 1]]).bool()
+    kept = wanted & torch.tensor([True, True, True, False, True])[:, None]  # token 3 is kept by no one
+    kept[4, 3] = False
+    probs = torch.full((5, 4), 0.25, dtype=torch.float64)
+    probs[0] = torch.tensor([1.0, 0, 0, 0])
+    routing = Routing(probs * wanted, torch.where(wanted, 0, NOT_CHOSEN), torch.zeros(()), probs)
+    h = torch.randn(5, 8, dtype=torch.float64)
+    watch(moe, h, routing, kept)
+    stats = watch.finish()
+    ffn = moe.layers[0]
+    units = [ffn.w_in[e] @ h[s] + ffn.b_in[e] for s, e in kept.nonzero().tolist()]
+    positive = float((torch.stack(units) > 0).double().mean())
+    assert stats == pytest.approx(
+        {
+            "wanted": 8 / 5,
+            "served": 6 / 5,
+            "cut": 2 / 8,
+            "unserved": 1 / 5,
+            "imbalance": 4 / (8 / 4),  # expert 0, over the mean
+            "entropy": 4 * math.log(4) / 5,
+            "positive": positive,
+        }
+    )
+    words = "experts wanted 1.60, served 1.20 per token; choices cut 25.0%, tokens unserved 20.00%; load imbalance 2.00"
+    assert measures.describe_routing(stats).startswith(
+        words
+    ) and f"positive {positive:.1%}" in measures.describe_routing(stats)
+    assert "positive" not in measures.describe_routing(stats | {"positive": None})
+
+
+def literal_stats(moe: MoE, calls: list) -> dict:
+    """calls: (h (S, D), ids (S,)) of every forward pass"""
+    E, ffn = moe.router.num_experts, moe.layers[0]
+    tokens, wanted, served, unserved, entropy, positive, units, load = 0, 0, 0, 0, 0.0, 0, 0, []
+    for h, ids in calls:
+        choices = reference.route(moe.router, h, ids)
+        kept = reference.serve(choices.turn, reference.capacity(len(h), E, moe.eval_capacity_factor), E)
+        tokens, wanted, served = tokens + len(h), wanted + len(choices.turn), served + len(kept)
+        unserved += sum(not any((s, e) in kept for e in range(E)) for s in range(len(h)))
+        entropy -= sum(float(p) * math.log(p) for s in range(len(h)) for p in choices.probs[s] if p > 0)
+        load += [e for _, e in choices.turn]
+        for s, e in kept:
+            a = reference.expert_hidden(h[s], e, ffn.w_in, ffn.b_in)
+            positive, units = positive + int((a > 0).sum()), units + len(a)
+    return {
+        "wanted": wanted / tokens,
+        "served": served / tokens,
+        "cut": (wanted - served) / wanted,
+        "unserved": unserved / tokens,
+        "imbalance": max(load.count(e) for e in range(E)) / (wanted / E),
+        "entropy": entropy / tokens,
+        "positive": positive / units,
+    }
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("router", ROUTERS)
+def test_statistics_are_literal_counts_of_real_tokens(router):
+    moe = lively(MoE(small(router, capacity_factor=0.5, threshold=0.7), "tanh"))
+    batches = [(torch.randn(3, 8, 8).double(), torch.randint(23, (3, 8)), None) for _ in range(2)]
+    real = (torch.arange(24) % 5 != 2).nonzero().squeeze(1)
+    batches.append((torch.randn(3, 8, 8).double(), torch.randint(23, (3, 8)), real))  # a batch with padding
+    moe(*batches[0])  # nobody watches
+    watch = measures.RoutingStats(moe)
+    for batch in batches:
+        moe(*batch)
+    flat = [(h.flatten(0, 1), ids.flatten()) for h, ids, _ in batches]
+    flat[2] = flat[2][0][real], flat[2][1][real]
+    expected = literal_stats(moe, flat)
+    assert expected["cut"] > 0
+    assert watch.finish() == pytest.approx(expected, rel=1e-9, abs=1e-12) and not moe.watchers
+    processes = moe, copy.deepcopy(moe)
+    watches = [measures.RoutingStats(process) for process in processes]
+    for process, batch in zip((0, 1, 1), batches):
+        processes[process](*batch)
+    assert as_one(*watches) == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+def as_one(first, second, *before) -> dict:
+    """What the first of two processes finds: each sum it hands out meets the other's."""
+    sent = []
+    second.finish(*before, lambda sums: sent.append(sums.clone()) or sums)
+    return first.finish(*before, lambda sums: sums + sent.pop(0))
+
+
+def test_statistics_of_stacks_and_of_nothing():
+    moe = lively(MoE(small("switch", expert_layers=2), "none"))
+    watch = measures.RoutingStats(moe)
+    moe(torch.randn(1, 8, 8).double(), torch.zeros(1, 8, dtype=torch.int64))
+    stats = watch.finish()
+    assert stats["positive"] is None and stats["wanted"] == 1
+    nothing = measures.RoutingStats(moe).finish()
+    assert nothing["wanted"] == nothing["unserved"] == nothing["imbalance"] == 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Representation collapse (X-MoE eq. 11) and routing fluctuation
+
+
+def literal_rc(h: torch.Tensor, chosen: torch.Tensor) -> float:
+    classes = sorted(set(chosen.tolist()))
+    mu, n, D = h.mean(dim=0), len(h), h.shape[1]
+    within, between = torch.zeros(D, D, dtype=torch.float64), torch.zeros(D, D, dtype=torch.float64)
+    for k in classes:
+        mine = h[chosen == k]
+        mu_k = mine.mean(dim=0)
+        for x in mine:
+            within += torch.outer(x - mu_k, x - mu_k) / n
+        between += len(mine) / n * torch.outer(mu_k - mu, mu_k - mu)
+    # rank at most K - 1: what is left of the others is rounding
+    values, vectors = torch.linalg.eigh(between)
+    inverse = torch.zeros(D, D, dtype=torch.float64)
+    for i in values.argsort(descending=True)[: len(classes) - 1]:
+        if values[i] > 1e-15 * values.max():
+            inverse += torch.outer(vectors[:, i], vectors[:, i]) / values[i]
+    return float(torch.trace(within @ inverse))
+
+
+def rc(h: torch.Tensor, chosen: torch.Tensor, experts: int) -> float:
+    one_hot = F.one_hot(chosen, experts).double()
+    return measures.representation_collapse(one_hot.sum(dim=0), one_hot.t() @ h, h.t() @ h)
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(st.integers(0, 10_000), st.integers(5, 40), st.integers(2, 6), st.integers(2, 6))
+def test_rc_is_its_formula(seed, n, D, E):
+    rng = torch.Generator().manual_seed(seed)
+    h = torch.randn(n, D, generator=rng, dtype=torch.float64) + 5
+    chosen = torch.randint(E, (n,), generator=rng)
+    assert rc(h, chosen, E) == pytest.approx(literal_rc(h, chosen), rel=1e-6, abs=1e-9)
+
+
+def test_rc_stands_a_mean_far_from_0():
+    """Sigma_B of K classes has rank K - 1; the rounding of large means must not count as one more direction."""
+    h = torch.randn(30, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    chosen = torch.arange(30) % 3
+    assert rc(h + 1e5, chosen, 3) == pytest.approx(literal_rc(h, chosen), rel=1e-3)
+
+
+def test_rc_of_points_of_one_expert_and_of_what_is_not_finite():
+    chosen = torch.tensor([0, 0, 2, 2, 2, 3])
+    points = torch.randn(4, 5, dtype=torch.float64)[chosen]  # tokens of an expert are one point
+    assert rc(points, chosen, 4) == pytest.approx(0, abs=1e-9)
+    assert rc(points, chosen * 0, 4) == 0 and math.isnan(rc(points * math.nan, chosen, 4))
+    # by hand: two experts at -1 and 1, each spread by -0.5 and 0.5: Sigma_W = 0.25, Sigma_B = 1
+    line = torch.tensor([[-1.5], [-0.5], [0.5], [1.5]], dtype=torch.float64)
+    assert rc(line, torch.tensor([0, 0, 1, 1]), 2) == pytest.approx(0.25)
+
+
+@torch.no_grad()
+def test_collapse_looks_at_the_tokens_it_is_told_to():
+    moe = lively(MoE(small("topk"), "none"))
+    batches = [(torch.randn(2, 8, 8).double(), torch.zeros(2, 8, dtype=torch.int64)) for _ in range(3)]
+    h = torch.cat([h.flatten(0, 1) for h, _ in batches])
+    first = torch.stack([moe.router(batch[0].flatten(0, 1)).probs.argmax(dim=1) for batch in batches]).flatten()
+    watch = measures.Collapse(moe, 48)
+    moe(torch.randn(1, 8, 8).double(), torch.zeros(1, 8, dtype=torch.int64))  # another masking, say: not looked at
+    for i in (2, 0, 1):
+        watch.place = 16 * i
+        moe(*batches[i])
+    found = watch.finish(None)
+    assert found["rc"] == pytest.approx(literal_rc(h, first), rel=1e-6) and found["rf"] is None
+    assert torch.equal(watch.chosen, first.int()) and not moe.watchers
+    before = torch.where(torch.arange(48) % 4 == 0, (first + 1) % 4, first).int()
+    processes = moe, copy.deepcopy(moe)
+    watches = [measures.Collapse(process, 48) for process in processes]
+    for i, process in enumerate((0, 1, 1)):
+        watches[process].place = 16 * i
+        processes[process](*batches[i])
+    assert as_one(*watches, before) == pytest.approx({"rc": found["rc"], "rf": 0.25})
+
+
+def test_fluctuation_is_the_share_that_changed():
+    assert measures.routing_fluctuation(torch.tensor([0, 1, 2, 3, 1]), torch.tensor([0, 2, 2, 1, 1])) == 2 / 5
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sentence vectors and retrieval
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("micro_tokens", [1, 13, 1000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_sentence_vectors_are_means_of_each_sentence_alone(micro_tokens, dtype):
+    encoder = lively(Encoder(small("hypersphere", moe_after=(1,)))).to(dtype)
+    rows = [[0, *range(4, 4 + n), 2] for n in (3, 9, 1, 9, 5)]
+    vectors = measures.sentence_vectors(encoder, rows, micro_tokens, CPU)
+    assert vectors.shape == (3, 5, 8)
+    for i, row in enumerate(rows):
+        states = []
+        encoder(torch.tensor([row]), None, states)
+        places = torch.arange(PAD + 1, PAD + 1 + len(row))
+        embedded = encoder.ln_e(encoder.wte(torch.tensor(row)) + encoder.wpe(places) + encoder.token_type)
+        torch.testing.assert_close(states[0][0], embedded)  # layer 0
+        for layer, state in zip(vectors[:, i], states):
+            expected = F.normalize(state[0].mean(dim=0), dim=0).float()
+            torch.testing.assert_close(layer, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_retrieval_is_the_mean_of_both_directions():
+    one = torch.eye(4)[None]
+    assert measures.retrieval(one, one).tolist() == [1.0]
+    assert measures.retrieval(one, one[:, [1, 2, 3, 0]]).tolist() == [0.0]
+    assert measures.retrieval(torch.cat([one, one]), torch.cat([one, one[:, [1, 0, 2, 3]]])).tolist() == [1.0, 0.5]
+    # Both sentences are nearest to the first translation (1 of 2), each translation to its own sentence (2 of 2).
+    one, two = torch.tensor([[[1.0, 0.0], [0.9, 0.1]]]), torch.tensor([[[1.0, 0.0], [0.0, 1.0]]])
+    assert measures.retrieval(one, two).tolist() == [0.75]
+    assert measures.retrieval(two, one).tolist() == [0.75]
+
+
+def test_perplexity():
+    assert measures.perplexity(math.log(20.0)) == pytest.approx(20.0) and math.isfinite(measures.perplexity(1e9))

@@ -1,0 +1,235 @@
+"""`pretrained.load`: what it makes of a run's folder and of a checkpoint in Hugging Face's format.
+
+That GPT-2 and XLM-R compute what Hugging Face's do is tested in test_model.py and test_encoder.py.
+"""
+
+import dataclasses
+import json
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers import Script, flip_a_byte, only_run, result_of
+
+import common
+import train_electra
+import train_lm
+import train_mlm
+import train_mt
+from data.prepare import prepare
+from data.tokenizers import XLMR, train_sentencepiece
+from model import GPT, Encoder, ModelConfig
+from pretrained import load
+from runs import load_checkpoint
+from translator import Translator
+
+TINY = dict(n_layer=2, n_head=2, n_embd=16, ffn_size=32, block_size=16, steps=4, eval_every=2)
+TINY |= dict(batch_tokens=128, micro_tokens=128, device="cpu", dtype="float32")
+MASKED = dict(num_experts=4, expert_size=16, moe_after=(1,), capacity_factor=1.5, eval_maskings=1)
+SCRIPTS = {  # script, its constants, its kind of model
+    "lm": (train_lm, dict(data="text", threshold=0.6, eval_capacity_factor=1.5, sample_tokens=1), GPT),
+    "mlm": (train_mlm, dict(data="languages") | MASKED, Encoder),
+    "electra": (train_electra, dict(data="languages", pairs="pairs", generator_layers=1), Encoder),
+    "xlm": (train_electra, dict(data="languages", pairs="pairs", objective="mlm"), Encoder),
+    "mt": (train_mt, dict(data="pairs", decoder_layers=1, eval_sentences=4, beam=2), Translator),
+}
+
+
+@pytest.fixture(scope="session")
+def corpora(tmp_path_factory) -> dict[str, Path]:
+    """German and English as text of one language, of two, and as pairs, all under one vocabulary."""
+    base = tmp_path_factory.mktemp("corpora")
+    (base / "text").mkdir()
+    (base / "pairs").mkdir()
+    words = {"Hund": "dog", "Katze": "cat", "Haus": "house", "rot": "red", "blau": "blue", "und": "and"}
+    rng = np.random.default_rng(0)
+    german = [" ".join(rng.permutation(list(words))) for _ in range(400)]
+    english = [" ".join(words[word] for word in line.split()) for line in german]
+    for split, part in {"train": slice(0, 360), "valid": slice(360, 380), "test": slice(380, 400)}.items():
+        (base / "text" / f"de.{split}.txt").write_text("\n\n".join(german[part]))
+        (base / "text" / f"en.{split}.txt").write_text("\n\n".join(english[part]))
+        lines = [f"{a}\t{b}\n" for a, b in zip(german[part], english[part])]
+        (base / "pairs" / f"de-en.{split}.tsv").write_text("".join(lines))
+    spm = train_sentencepiece(german + english, 290, XLMR).save(base)
+    return {
+        "spm": spm,
+        "text": prepare("text", base / "text", tokenizer=spm, out=base / "prepared-text"),
+        "languages": prepare("cc100", base / "text", spm=spm, out=base / "prepared-languages"),
+        "pairs": prepare("bitext", base / "pairs", spm=spm, out=base / "prepared-pairs"),
+    }
+
+
+@pytest.fixture
+def trained(corpora, tmp_path, monkeypatch):
+    """Runs one of SCRIPTS -> the folder of its run."""
+
+    def train(name: str) -> Path:
+        script, constants, _ = SCRIPTS[name]
+        folders = {key: corpora[constants[key]] for key in ("data", "pairs") if key in constants}
+        Script(script).run(TINY | constants | folders | {"out_dir": tmp_path / "out"}, monkeypatch)
+        return only_run(tmp_path / "out")
+
+    return train
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_run_of_every_script_loads(name, trained, corpora):
+    folder = trained(name)
+    model, tokenizer = load(folder)
+    assert type(model) is SCRIPTS[name][2] and not model.training
+    theirs = XLMR(corpora["spm"].read_bytes())
+    assert tokenizer.encode_batch(["Hund und Katze"]) == theirs.encode_batch(["Hund und Katze"])
+    state = load_checkpoint(folder / ("model.pt" if name == "mt" else "ckpt.pt"))
+    for field in dataclasses.fields(ModelConfig):
+        if field.name in state["arguments"]:
+            assert getattr(model.config, field.name) == state["arguments"][field.name]
+    prefix = "encoder." if type(model) is Encoder else ""
+    weights = {key: tensor for key, tensor in state["model"].items() if key.startswith(prefix)}
+    assert {prefix + key for key in model.state_dict()} == weights.keys()
+    assert all(torch.equal(tensor, weights[prefix + key]) for key, tensor in model.state_dict().items())
+
+
+def test_a_loaded_model_computes_what_the_run_did(trained, corpora, tmp_path):
+    """Its constants too: t and gamma at test are others than the defaults."""
+    model, _ = load(trained("lm"))
+    context = common.setup("cpu", "float32")
+    data = train_lm.TokenData(corpora["text"], TINY["block_size"], TINY["micro_tokens"])
+    scores = train_lm.evaluate(model, data, "test", context)
+    expected = result_of(tmp_path / "out")["test"]
+    assert scores["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+    assert scores["layers"][0]["served"] == pytest.approx(expected["layers"][0]["served"])
+    assert scores["layers"][0]["cut"] > 0
+
+
+def one_line(folder: Path, error: type[Exception]) -> str:
+    with pytest.raises(error) as caught:
+        load(folder)
+    line = str(caught.value)
+    assert "\n" not in line.strip()
+    return line
+
+
+def test_a_damaged_checkpoint_gives_way_to_the_one_before_it(trained, capsys):
+    folder = trained("mlm")
+    before = load_checkpoint(folder / "ckpt.prev.pt")
+    flip_a_byte(folder / "ckpt.pt")
+    capsys.readouterr()
+    model, _ = load(folder)
+    warning = capsys.readouterr().err
+    assert "ckpt.pt is corrupt" in warning and "using ckpt.prev.pt" in warning and warning.count("\n") == 1
+    assert torch.equal(model.wte.weight, before["model"]["encoder.wte.weight"])
+    flip_a_byte(folder / "ckpt.prev.pt")
+    assert re.search("ckpt.pt is corrupt.*ckpt.prev.pt is corrupt", one_line(folder, ValueError))
+
+
+def test_other_bad_folders_of_runs_are_one_clear_line(trained, tmp_path):
+    folder = trained("lm")
+    file, sound = folder / "ckpt.pt", tmp_path / "sound.pt"
+    file.replace(sound)
+    (folder / "ckpt.prev.pt").unlink()
+    state = load_checkpoint(sound)
+    torch.save(state | {"model": {"wte.weight": torch.zeros(2, 2)}}, file)
+    assert "has not the weights of the model" in one_line(folder, ValueError)
+    torch.save({"weights": 1}, file)
+    assert "checkpoints of something else" in one_line(folder, ValueError)
+    sound.replace(file)
+    (folder / "xlmr.model").unlink()
+    assert "no tokenizer at" in one_line(folder, OSError)
+    for nothing in (tmp_path, tmp_path / "nowhere"):
+        assert "neither the folder of a run nor of a model" in one_line(nothing, OSError)
+
+
+# Hugging Face's format
+
+
+def save_gpt2(folder: Path):
+    transformers = pytest.importorskip("transformers")
+    shape = dict(vocab_size=50, n_positions=16, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape)).eval()
+    model.save_pretrained(folder)
+    return model
+
+
+def save_xlmr(folder: Path):
+    transformers = pytest.importorskip("transformers")
+    shape = dict(vocab_size=290, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24)
+    shape |= dict(max_position_embeddings=18, type_vocab_size=1, layer_norm_eps=1e-5)
+    model = transformers.XLMRobertaForMaskedLM(transformers.XLMRobertaConfig(**shape)).eval()
+    model.save_pretrained(folder)
+    return model
+
+
+def as_pickle(folder: Path):
+    """The weights as pytorch_model.bin, as older checkpoints have them."""
+    from safetensors.torch import load_file
+
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
+@pytest.mark.parametrize("pickled", [False, True])
+def test_gpt2_loads(pickled, tmp_path):
+    theirs = save_gpt2(tmp_path)
+    if pickled:
+        as_pickle(tmp_path)
+    model, tokenizer = load(tmp_path)
+    assert type(model) is GPT and not model.training and tokenizer is None
+    ids = torch.randint(50, (2, 16))
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids)[0], theirs(ids).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_xlmr_loads_with_its_tokenizer(tmp_path, corpora):
+    theirs = save_xlmr(tmp_path)
+    assert load(tmp_path)[1] is None
+    (tmp_path / "sentencepiece.bpe.model").write_bytes(corpora["spm"].read_bytes())
+    model, tokenizer = load(tmp_path)
+    assert type(model) is Encoder and not model.training
+    assert isinstance(tokenizer, XLMR) and tokenizer.vocab_size == model.config.vocab_size
+    ids = torch.tensor([[tokenizer.bos, *tokenizer.encode_batch(["Hund und"])[0], tokenizer.eos]])
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids)[0], theirs.roberta(ids).last_hidden_state, rtol=1e-5, atol=1e-5)
+
+
+def change(folder: Path, **values):
+    """Changes config.json; None takes a value away."""
+    config = json.loads((folder / "config.json").read_text()) | values
+    config = {name: value for name, value in config.items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def cut(file: Path):
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+BAD = {
+    "another model": (lambda f: change(f, model_type="bert"), "holds a bert checkpoint, not xlm-roberta"),
+    "another activation": (lambda f: change(f, hidden_act="relu"), "hidden_act relu, not gelu"),
+    "no size": (lambda f: change(f, hidden_size=None), "config.json lacks hidden_size"),
+    "another size": (lambda f: change(f, intermediate_size=48), "has not the weights of the model"),
+    "more layers": (lambda f: change(f, num_hidden_layers=3), "lacks 12 tensors of its model"),
+    "torn configuration": (lambda f: cut(f / "config.json"), "config.json is not readable JSON"),
+    "no configuration": (lambda f: (f / "config.json").unlink(), "has no config.json"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), "neither the folder of a run nor of a model"),
+    "torn weights": (lambda f: cut(f / "model.safetensors"), "model.safetensors cannot be read"),
+    "torn pickle": (lambda f: (as_pickle(f), cut(f / "pytorch_model.bin")), "pytorch_model.bin cannot be read"),
+    "another vocabulary": (lambda f: (f / "sentencepiece.bpe.model").write_bytes(b"?"), "is not a SentencePiece model"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_weights_are_one_clear_line(case, tmp_path):
+    save_xlmr(tmp_path)
+    spoil, message = BAD[case]
+    spoil(tmp_path)
+    line = one_line(tmp_path, (ValueError, OSError))
+    assert message in line and len(line) < 600
+
+
+def test_a_missing_library_is_one_clear_line(tmp_path, monkeypatch):
+    save_xlmr(tmp_path)
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    assert "pip install safetensors" in one_line(tmp_path, ImportError)

@@ -1,0 +1,107 @@
+"""The page of results: up to date, whole, and clear where a file is missing or damaged."""
+
+import json
+import re
+import shutil
+
+import pytest
+
+from results import render
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A copy of results/ to break."""
+    return shutil.copytree(render.RESULTS, tmp_path / "results")
+
+
+def row(page: str, title: str, label: str) -> str:
+    """The row of a table that begins with `label`, from the section with that title."""
+    section = page[page.index(f"## {title}") :]
+    return next(line for line in section.splitlines() if line.startswith(f"| {label} "))
+
+
+def test_the_committed_page_is_up_to_date():
+    render.main(check=True)
+
+
+def test_check_says_where_the_page_is_old(folder, capsys):
+    (folder / "README.md").write_text("an old page")
+    with pytest.raises(SystemExit) as stop:
+        render.main(check=True, folder=folder)
+    assert stop.value.code == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and "not up to date: python -m results.render" in error
+    assert (folder / "README.md").read_text() == "an old page"
+    render.main(folder=folder)
+    render.main(check=True, folder=folder)
+
+
+def test_a_row_shows_what_its_file_says(folder):
+    file = folder / "train_lm" / "demo-router=dense.json"
+    result = json.loads(file.read_text())
+    result["test"]["ppl"] = 123.456
+    file.write_text(json.dumps(result))
+    assert "| 123.46 " in row(render.page(folder), "XMoE table 1", "dense")
+
+
+def test_several_seeds_are_a_mean_and_a_deviation(folder):
+    result = json.loads((folder / "train_lm" / "demo-router=dense.json").read_text())
+    for seed, (name, ppl) in enumerate({"": 10.0, "-seed=1": 12.0, "-seed=2": 14.0}.items()):
+        result["test"]["ppl"] = ppl
+        result["config"]["seed"] = seed
+        (folder / "train_lm" / f"demo-router=dense{name}.json").write_text(json.dumps(result))
+    assert "| 12.00 ± 2.00 " in row(render.page(folder), "XMoE table 1", "dense")
+
+
+def test_a_missing_file_gives_an_empty_row(folder):
+    (folder / "train_lm" / "demo-router=dense.json").unlink()
+    cells = row(render.page(folder), "XMoE table 1", "dense").split("|")[1:-1]
+    assert [cell.strip() for cell in cells[:4]] == ["dense", "1 x 1024", "22.61", "22.24"]
+    assert len(cells) > 4 and not any(cell.strip() for cell in cells[4:])
+
+
+@pytest.mark.parametrize("text", ['{"test": {', "[]", '{"name": "demo"}'])
+def test_a_damaged_result_is_one_clear_line(folder, capsys, text):
+    (folder / "train_lm" / "demo-router=dense.json").write_text(text)
+    with pytest.raises(SystemExit) as stop:
+        render.main(folder=folder)
+    error = capsys.readouterr().err
+    assert stop.value.code == 1
+    assert error.startswith("error: ") and error.count("\n") == 1 and "demo-router=dense.json" in error
+
+
+def test_a_result_of_other_constants_is_one_clear_line(folder, capsys):
+    file = folder / "train_lm" / "demo-router=dense.json"
+    result = json.loads(file.read_text())
+    result["config"]["learning_rate"] = 0.5
+    file.write_text(json.dumps(result))
+    with pytest.raises(SystemExit):
+        render.main(folder=folder)
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1
+    assert "demo-router=dense.json has learning_rate 0.5, its row 0.001" in error
+
+
+def test_a_missing_note_is_one_clear_line(folder, capsys):
+    (folder / "notes" / "train_lm-1.md").unlink()
+    with pytest.raises(SystemExit):
+        render.main(folder=folder)
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and "train_lm-1.md" in error
+
+
+def test_every_committed_note_is_on_the_page():
+    page = render.page()
+    for file in (render.RESULTS / "notes").glob("*.md"):
+        assert file.read_text().strip() in page, f"{file.name} belongs to no table"
+
+
+def test_every_committed_result_is_read(folder):
+    """One whose run has another name today would be left out without a word."""
+    for file in folder.glob("*/*.json"):
+        text = file.read_text()
+        file.write_text("{")
+        with pytest.raises(ValueError, match=re.escape(file.name)):
+            render.page(folder)
+        file.write_text(text)

@@ -1,0 +1,353 @@
+"""A run's folder, resuming, processes and tables: what all scripts share, shown on train_lm.py."""
+
+import json
+import math
+import random
+import re
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import TINY_LM, TORCHRUN, Script, finish, flip_a_byte, losses, metrics, only_run, result_of, text_corpora
+from helpers import words as command
+
+import common
+import runs
+import train_lm
+
+LM = Script(train_lm)
+
+
+@pytest.fixture(scope="session")
+def corpora(tmp_path_factory) -> dict[str, Path]:
+    return text_corpora(tmp_path_factory.mktemp("corpora"))
+
+
+@pytest.fixture
+def options(corpora, tmp_path) -> dict:
+    return TINY_LM | {"data": corpora["a"], "out_dir": tmp_path}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A run's folder
+
+
+def test_a_folder_of_other_constants_is_an_error(options, monkeypatch, capsys):
+    LM.run(options, monkeypatch)
+    file = only_run(options["out_dir"]) / "config.json"
+    file.write_text(file.read_text().replace('"seed": 0', '"seed": 7'))
+    capsys.readouterr()
+    assert "another seed (7 there, 0 now): choose another --out_dir" in LM.refused(options, monkeypatch, capsys)
+    file.write_text('{"seed": 0')
+    assert "config.json is not readable JSON" in LM.refused(options, monkeypatch, capsys)
+
+
+@pytest.mark.parametrize("other, what", [("b", "data"), ("c", "tokenizer")])
+def test_data_of_another_run_is_an_error(other, what, options, corpora, tmp_path, monkeypatch, capsys):
+    """The path is the same; what is there is not."""
+    options |= {"data": tmp_path / "data", "out_dir": tmp_path / "out"}
+    options["data"].symlink_to(corpora["a"])
+    LM.run(options, monkeypatch)
+    options["data"].unlink()
+    options["data"].symlink_to(corpora[other])
+    capsys.readouterr()
+    assert f"was trained with another {what}: choose another --out_dir" in LM.refused(options, monkeypatch, capsys)
+
+
+def test_damaged_tokens_are_an_error(options, tmp_path, monkeypatch, capsys):
+    folder = shutil.copytree(options["data"], tmp_path / "damaged")
+    options |= {"data": folder}
+    tokens = folder / "train.bin"
+    flip_a_byte(tokens)
+    assert "train.bin has changed since it was written" in LM.refused(options, monkeypatch, capsys)
+    tokens.write_bytes(tokens.read_bytes()[:-10])
+    assert re.search("train.bin has [0-9,]+ bytes instead of", LM.refused(options, monkeypatch, capsys))
+    tokens.unlink()
+    assert "train.bin is missing" in LM.refused(options, monkeypatch, capsys)
+
+
+def test_a_checkpoint_has_what_it_takes_to_make_the_model_again(options, monkeypatch):
+    LM.run(options, monkeypatch)
+    state = checkpoint(options)
+    assert state.keys() >= {"kind", "step", "arguments", "model", "tokenizer", "data", "optimizer", "scaler", "seconds"}
+    assert state["kind"] == "lm" and state["arguments"]["vocab_size"] == 320 and state["step"] == 4
+    train_lm.GPT(train_lm.Config(**state["arguments"])).load_state_dict(state["model"])
+    result = result_of(options["out_dir"])
+    assert result["config"]["steps"] == 4 and result["data"] == state["data"] and result["machine"]["processes"] == 1
+    assert {"name", "seconds", "test", "test_no_limit", "parameters", "flops"} < result.keys()
+    files = {path.name for path in only_run(options["out_dir"]).iterdir()}
+    whole = {"config.json", "metrics.jsonl", "ckpt.pt", "ckpt.prev.pt", "result.json", "tokenizer.model"}
+    assert files == whole  # and nothing temporary
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Resuming
+
+
+class Stop(Exception):
+    """What ends a run in the middle."""
+
+
+def checkpoint(options: dict) -> dict:
+    return torch.load(only_run(options["out_dir"]) / "ckpt.pt", weights_only=True)
+
+
+def stop_at_step(step: int, patch):
+    def rate(now, *rest, cosine=common.cosine):
+        if now == step:
+            raise Stop
+        return cosine(now, *rest)
+
+    patch.setattr(common, "cosine", rate)
+
+
+def assert_same_end(one: dict, two: dict):
+    """Bit for bit: weights, optimizer, loss scale, what was logged, what came out."""
+    ours, theirs = checkpoint(one), checkpoint(two)
+    for part in ("model", "scaler"):
+        torch.testing.assert_close(ours[part], theirs[part], rtol=0, atol=0)
+    torch.testing.assert_close(ours["optimizer"]["state"], theirs["optimizer"]["state"], rtol=0, atol=0)
+    logs = metrics(one["out_dir"]), metrics(two["out_dir"])
+    for record in (*logs[0], *logs[1]):
+        record.pop("tokens_per_second")
+    assert logs[0] == logs[1]
+    results = result_of(one["out_dir"]), result_of(two["out_dir"])
+    for result in results:
+        result.pop("seconds")
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_run_that_was_stopped_at_any_step_ends_as_if_it_was_not(dtype, options, tmp_path, monkeypatch, capsys):
+    options |= {"steps": 5, "dropout": 0.1, "dtype": dtype}
+    whole = options | {"out_dir": tmp_path / "whole"}
+    LM.run(whole, monkeypatch)
+    assert [record["step"] for record in metrics(whole["out_dir"])] == [2, 4, 5]  # the last one, too
+    for step in range(5) if dtype == "float32" else (3,):
+        stopped = options | {"out_dir": tmp_path / str(step)}
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(Stop):
+            stop_at_step(step, patch)
+            LM.run(stopped, patch)
+        with open(only_run(stopped["out_dir"]) / "metrics.jsonl", "a") as f:
+            f.write('{"step": 5, "train_loss": 1.0}\n{"step": 5, "torn')
+        capsys.readouterr()
+        LM.run(stopped, monkeypatch)
+        assert ("goes on from step" in capsys.readouterr().out) == (step >= 2)
+        assert_same_end(stopped, whole)
+    assert bool(checkpoint(whole)["scaler"]) == (dtype == "float16")
+    assert all(w.dtype == torch.float32 for w in checkpoint(whole)["model"].values())
+
+
+def test_whenever_a_file_takes_its_name_a_run_may_stop(options, tmp_path, monkeypatch):
+    whole = options | {"out_dir": tmp_path / "whole"}
+    LM.run(whole, monkeypatch)
+    renames = []
+
+    def replace(file, target, rename=Path.replace):
+        renames.append(target)
+        if len(renames) == stop_at:
+            raise Stop
+        return rename(file, target)
+
+    for stop_at in range(1, 6):  # config, first checkpoint, its other name, second checkpoint, result
+        renames.clear()
+        stopped = options | {"out_dir": tmp_path / str(stop_at)}
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(Stop):
+            patch.setattr(Path, "replace", replace)
+            LM.run(stopped, patch)
+        LM.run(stopped, monkeypatch)
+        assert_same_end(stopped, whole)
+    assert [Path(target).name for target in renames[2:]] == ["ckpt.prev.pt", "ckpt.pt", "result.json"]
+
+
+def test_a_killed_run_ends_as_if_it_was_not(options, tmp_path, monkeypatch):
+    options |= {"steps": 100, "dropout": 0.1, "eval_every": 5, "eval_tokens": 64}
+    whole, killed = (options | {"out_dir": tmp_path / name} for name in ("whole", "killed"))
+    process = LM.start(killed)
+    while not list(killed["out_dir"].glob("*/ckpt.prev.pt")):
+        assert process.poll() is None, (killed["out_dir"] / "log.txt").read_text()
+        time.sleep(0.02)
+    time.sleep(random.uniform(0, 0.15))
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (only_run(killed["out_dir"]) / "result.json").exists(), "the run ended before it could be killed"
+    process = LM.start(killed)
+    LM.run(whole, monkeypatch)
+    assert "goes on from step" in finish(process, killed)
+    ours, theirs = checkpoint(killed), checkpoint(whole)
+    torch.testing.assert_close(ours["model"], theirs["model"], rtol=0, atol=0)
+    assert ours["step"] == 100 and losses(killed["out_dir"]) == losses(whole["out_dir"])
+
+
+def test_a_finished_run_is_not_run_again_unless_told_to(options, monkeypatch, capsys):
+    LM.run(options, monkeypatch)
+    report = capsys.readouterr().out.split("\n\n", 1)[1]
+    folder, before = only_run(options["out_dir"]), result_of(options["out_dir"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_lm, "token_loss", None)  # whoever trains or evaluates now fails
+        LM.run(options, patch)
+    out = capsys.readouterr().out
+    assert "finished before" in out and out.split("\n\n", 1)[1] == report
+    (folder / "eval-t=0.5-gamma=1.json").write_text("{}")
+    LM.run(options | {"resume": False}, monkeypatch)
+    assert "goes on" not in capsys.readouterr().out and len(metrics(options["out_dir"])) == 2
+    assert result_of(options["out_dir"])["test"] == before["test"] and not (folder / "eval-t=0.5-gamma=1.json").exists()
+
+
+def test_a_corrupt_checkpoint_gives_way_to_the_one_before_it(options, monkeypatch, capsys):
+    LM.run(options, monkeypatch)
+    folder, whole = only_run(options["out_dir"]), checkpoint(options)
+    (folder / "result.json").unlink()
+    flip_a_byte(folder / "ckpt.pt")
+    LM.run(options, monkeypatch)
+    said = capsys.readouterr()
+    assert "ckpt.pt is corrupt" in said.err and "using the one before it, of step 2" in said.err
+    assert "goes on from step 2" in said.out
+    torch.testing.assert_close(checkpoint(options)["model"], whole["model"], rtol=0, atol=0)
+    assert runs.load_checkpoint(folder / "ckpt.prev.pt")["step"] == 2  # the damaged one did not take its place
+    (folder / "result.json").unlink()
+    flip_a_byte(folder / "ckpt.pt")
+    (folder / "ckpt.prev.pt").write_bytes(b"not a checkpoint")
+    line = LM.refused(options, monkeypatch, capsys)
+    assert "ckpt.pt is corrupt" in line and "--resume false starts again" in line
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A loss that is not finite
+
+
+@pytest.mark.parametrize("bad, log_every, ends, kept", [({6}, 1, 7, 4), ({5}, 100, 8, 4), ({2}, 100, 4, None)])
+def test_a_loss_that_is_not_finite_ends_the_run(bad, log_every, ends, kept, options, monkeypatch, capsys):
+    """Also where nobody looked at that step, and later losses would be finite again."""
+    at = []
+    monkeypatch.setattr(common, "cosine", lambda step, *rest: at.append(step) or 0.0)
+    loss = train_lm.token_loss
+    monkeypatch.setattr(train_lm, "token_loss", lambda *given: loss(*given) * (math.nan if at[-1] in bad else 1))
+    given = options | {"steps": 40, "eval_every": 4, "log_every": log_every}
+    assert f"not finite at step {ends} " in LM.refused(given, monkeypatch, capsys)
+    assert not kept or checkpoint(options)["step"] == kept
+    assert (only_run(options["out_dir"]) / "ckpt.pt").exists() == bool(kept)
+
+
+def test_weights_that_the_last_update_broke_are_not_saved(options, monkeypatch, capsys):
+    """Every training loss was finite; only the evaluation can tell."""
+    updates = []
+
+    def after_step(model):
+        updates.append(1)
+        if len(updates) == 8:
+            model.ln_f.weight.data.fill_(math.inf)
+
+    monkeypatch.setattr(train_lm.GPT, "after_step", after_step)
+    assert "not finite at step 8" in LM.refused(options | {"steps": 40, "eval_every": 4}, monkeypatch, capsys)
+    assert checkpoint(options)["step"] == 4
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Micro-batches and processes
+
+
+def test_the_gradient_is_the_mean_over_the_micro_batches(options, monkeypatch):
+    """Adam and clipping would hide a wrong scale: look at the gradient before them."""
+    seen = []
+    record = lambda parameters, limit: seen.append([p.grad.double() for p in parameters])  # noqa: E731
+    options |= {"steps": 1, "balance_coef": 0.5}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.utils, "clip_grad_norm_", record)
+        for dtype in ("float64", "float16"):  # the scale of float16 is gone before its gradient is clipped
+            LM.run(options | {"dtype": dtype}, patch)
+    options |= {"dtype": "float64"}
+    config = runs.command_line(train_lm.Config, train_lm.PRESETS, command(options))
+    context = common.setup("cpu", "float64")
+    data = train_lm.open_data(config, context)
+    model = train_lm.build(runs.with_vocabulary(config, data), None, context)
+    for micro in range(2):
+        x, y = data.batch("train", 0, micro)
+        logits, balance = model(x)
+        ((torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten()) + 0.5 * balance) / 2).backward()
+    expected = [p.grad for p in model.parameters()]
+    torch.testing.assert_close(seen[0], expected)
+    for half, whole in zip(seen[1], expected):
+        assert (half - whole).norm() < 0.05 * whole.norm() + 1e-6
+
+
+@pytest.mark.parametrize("capacity_factor, resumed", [(1.0, False), (math.inf, True)], ids=["drops", "resumed"])
+def test_two_processes_compute_what_one_does(capacity_factor, resumed, options, tmp_path, monkeypatch):
+    options |= {"steps": 6, "eval_every": 2, "dtype": "float64", "dropout": 0.1, "capacity_factor": capacity_factor}
+    one, two = (options | {"out_dir": tmp_path / name, "batch_tokens": 256} for name in ("one", "two"))
+    if resumed:  # one process begins, two go on
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(Stop):
+            stop_at_step(3, patch)
+            LM.run(two, patch)
+    process = LM.start(two, *TORCHRUN)
+    LM.run(one, monkeypatch)
+    out = finish(process, two)
+    assert ("goes on from step 2" in out) == resumed and out.count("test; words are those") == 1
+    alone, together = metrics(one["out_dir"]), metrics(two["out_dir"])
+    assert len(alone) == len(together) == 3 and alone[-1]["train_loss"] < alone[0]["train_loss"]
+    for a, b in zip(alone, together):
+        assert a["train_loss"] == pytest.approx(b["train_loss"], rel=1e-6)  # it is added up in fp32
+        for key in ("loss", "balance", "tokens"):
+            assert a[key] == pytest.approx(b[key], abs=1e-9)
+        for ours, theirs in zip(a["layers"], b["layers"]):
+            assert ours == pytest.approx(theirs, abs=1e-9)
+    assert any(layer["cut"] > 0 for layer in alone[-1]["layers"]) == (capacity_factor == 1.0)
+    torch.testing.assert_close(checkpoint(one)["model"], checkpoint(two)["model"], rtol=1e-6, atol=1e-6)
+
+
+def test_the_share_of_the_peak_is_of_training_steps(options, monkeypatch, capsys):
+    monkeypatch.setattr(common, "peak_flops", lambda context: 1e9)
+    LM.run(options, monkeypatch)
+    found = re.findall(r"MFU ([\d.]+)% at full capacity", capsys.readouterr().out)
+    flops = result_of(options["out_dir"])["flops"]["total"]
+    speeds = [record["tokens_per_second"] for record in metrics(options["out_dir"])]
+    assert [float(share) for share in found] == pytest.approx([3 * flops * speed / 1e7 for speed in speeds], rel=0.01)
+
+
+def test_micro_batches_that_cannot_be_dealt(options, monkeypatch, capsys):
+    context = common.Context(0, 3, torch.device("cpu"), torch.float32)
+    monkeypatch.setattr(common, "setup", lambda *_: context)
+    monkeypatch.setattr(common.Context, "barrier", lambda self: None)
+    assert "cannot be dealt to 3 processes: change batch_tokens" in LM.refused(options, monkeypatch, capsys)
+
+
+def test_processes_that_see_different_checkpoints(options, monkeypatch, capsys):
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Stop):
+        stop_at_step(3, patch)
+        LM.run(options, patch)
+    monkeypatch.setattr(common.Context, "gather", lambda self, mine: [mine, 0])  # the other one has no disk
+    capsys.readouterr()
+    assert "the processes see different checkpoints" in LM.refused(options, monkeypatch, capsys)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tables
+
+
+def test_a_table_gives_mean_deviation_and_gaps():
+    def cells(result):
+        return {"ppl": (result["ppl"], ".2f"), "cut": (result.get("cut"), ".1%")}
+
+    rows = [(("dense", "22.61"), {}), (("Switch", "20.11"), {"router": "switch"}), (("XMoE", ""), {})]
+    table = runs.Table("title", ("method", "paper"), rows, cells)
+    text = table.render([[{"ppl": 10.0}], [{"ppl": 1.0, "cut": 0.5}, {"ppl": 3.0, "cut": 0.5}], []])
+    assert text.splitlines() == [
+        "| method | paper | ppl         | cut          |",
+        "|--------|-------|-------------|--------------|",
+        "| dense  | 22.61 | 10.00       |              |",
+        "| Switch | 20.11 | 2.00 ± 1.41 | 50.0% ± 0.0% |",
+        "| XMoE   |       |             |              |",
+    ]
+    assert runs.markdown_table(["a"], [[1], [None]]).splitlines() == ["| a    |", "|------|", "| 1    |", "| None |"]
+
+
+def test_seeds_give_mean_and_deviation(options, monkeypatch, capsys):
+    LM.run(options | {"seeds": 2, "seed": 3}, monkeypatch)
+    out = capsys.readouterr().out
+    names = {json.loads((path / "config.json").read_text())["seed"] for path in options["out_dir"].iterdir()}
+    assert (
+        names == {3, 4} and "demo, preset demo, 2 seeds" in out and " ± " in out and out.count("under the limit") == 2
+    )
