@@ -1,7 +1,6 @@
 """What is measured of models: parameters, FLOPs, routing statistics, collapse and fluctuation, retrieval.
 
-Functions that the scripts and analyses share; nothing here imports a file of the project. Models and contexts are
-looked at, not made. Letters as in model.py.
+Functions that the scripts and analyses share; nothing here imports a file of the project. Letters as in model.py.
 """
 
 import math
@@ -250,7 +249,9 @@ def sentence_vectors(encoder: nn.Module, rows: list[list[int]], micro_tokens: in
         with context.autocast():
             encoder(ids, real, states)
         for layer, state in zip(vectors, states):
-            layer[chunk] = F.normalize((state.float() * keep).sum(dim=1), dim=1)  # the length falls out
+            layer[chunk] = F.normalize(
+                (state.float() * keep).sum(dim=1), dim=1
+            )  # normalising makes dividing by the length unnecessary
     return vectors
 
 

@@ -9,6 +9,7 @@ M masked tokens.
 
 import functools
 import math
+from collections.abc import Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -21,12 +22,12 @@ from routers import NOT_CHOSEN, ROUTERS, TEMPERATURES, Router
 
 PAD = 1  # the encoder's `<pad>`, as in XLM-R, whose positions begin behind it
 MIN_CAPACITY = 4
-WORTH_COMPILING = 1 << 21  # numbers between two products, from which a compiled activation pays
+WORTH_COMPILING = 1 << 21  # activations (N x F), from which compiling the function between two products pays
 
 
 @dataclass
 class ModelConfig:
-    """The constants of all models. It holds what was said; what follows from it, where None, is in `sizes`."""
+    """The constants of all models, as they were said: a None is filled in by `sizes`."""
 
     vocab_size: int | None = None  # V; None: that of the data
     block_size: int = 256  # T, the longest sequence
@@ -129,38 +130,62 @@ class Sizes(NamedTuple):
 def sizes(config: ModelConfig) -> Sizes:
     """What a config says of its sparse layers, and what follows where it says nothing (None).
 
-    In place of FFNs all routers get the same parameters and the same FLOPs (XMoE eq. 6): dividing `expert_size` by k
-    multiplies experts, choices and capacity by k. Between layers stand X-MoE's 32 experts of three FFNs (4.1).
     ValueError where an expert_size does not divide the FFN.
     """
     said = {name: getattr(config, name) for name in Sizes._fields if getattr(config, name) is not None}
     size = dict(zip(("score", "gate", "select"), ROUTERS[config.router])) | said
-    topk, every = size["select"] == "topk", size["select"] in ("threshold", "expert_choice")
-    if config.moe_after:
-        several = topk and config.top_k != 1
-        follows = dict(expert_size=config.ffn_size, num_experts=32, expert_layers=3, top_k=2 if topk else 1)
-        follows |= dict(capacity_factor=1.0 if every else math.inf)  # these two want, or are offered, all experts
-        follows |= dict(orthogonal=True, renormalize=several, balance_choices="all" if several else "first")
-    else:
-        parts = 4 if size["select"] in ("topk", "threshold") else 1
-        if config.expert_size:
-            parts = config.ffn_size / config.expert_size
-        if parts % 1 and None in (config.num_experts, config.capacity_factor, config.top_k if topk else 1):
-            raise ValueError(
-                f"expert_size = {config.expert_size} does not divide ffn_size = {config.ffn_size}: "
-                "give num_experts, top_k and capacity_factor, or another expert_size"
-            )
-        parts = int(parts)
-        follows = dict(expert_size=config.ffn_size // max(1, parts), num_experts=config.expert_ffns * parts)
-        follows |= dict(expert_layers=0, top_k=parts if topk else 1, capacity_factor=float(parts))
-        follows |= dict(orthogonal=False, renormalize=False, balance_choices="first")
-    size = follows | size
+    follows = between_layers if config.moe_after else in_place_of_ffns
+    size = follows(config, size["select"]) | size
     hypersphere = size["score"] == "hypersphere"
     size.setdefault("eval_capacity_factor", size["capacity_factor"])
     size.setdefault("eval_threshold", size["threshold"])
     size.setdefault("routing_dim", size["num_experts"] // 2 if hypersphere else 0)
     size.setdefault("init_temperature", TEMPERATURES[size["gate"]] if hypersphere else None)
     return Sizes(**size)
+
+
+def in_place_of_ffns(config: ModelConfig, select: str) -> dict:
+    """XMoE: all routers get the same parameters and the same FLOPs (eq. 6): dividing `expert_size` by k multiplies
+    experts, choices and capacity by k."""
+    topk = select == "topk"
+    parts = 4 if select in ("topk", "threshold") else 1
+    if config.expert_size:
+        parts = config.ffn_size / config.expert_size
+    open_sizes = [config.num_experts, config.capacity_factor]
+    if topk:
+        open_sizes.append(config.top_k)
+    if parts % 1 and None in open_sizes:
+        raise ValueError(
+            f"expert_size = {config.expert_size} does not divide ffn_size = {config.ffn_size}: "
+            "give num_experts, top_k and capacity_factor, or another expert_size"
+        )
+    parts = max(1, int(parts))
+    return {
+        "num_experts": config.expert_ffns * parts,
+        "expert_size": config.ffn_size // parts,
+        "expert_layers": 0,
+        "top_k": parts if topk else 1,
+        "capacity_factor": float(parts),
+        "orthogonal": False,
+        "renormalize": False,
+        "balance_choices": "first",
+    }
+
+
+def between_layers(config: ModelConfig, select: str) -> dict:
+    """X-MoE 4.1: 32 experts, each a stack of three FFNs as wide as the dense ones; capacity is never stated."""
+    K = (config.top_k or 2) if select == "topk" else 1
+    wants_all = select in ("threshold", "expert_choice")  # or is offered all
+    return {
+        "num_experts": 32,
+        "expert_size": config.ffn_size,
+        "expert_layers": 3,
+        "top_k": K,
+        "capacity_factor": 1.0 if wants_all else math.inf,
+        "orthogonal": True,
+        "renormalize": K > 1,
+        "balance_choices": "all" if K > 1 else "first",
+    }
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -199,54 +224,62 @@ class Rows(NamedTuple):
     expert: Tensor  # (N,)
     gate: Tensor  # (N, 1)
     counts: Tensor  # (E,) rows of each expert
-    real: Tensor | None  # (N, 1) bool: not spare, where the host knows only the most that can be kept; None: all are
+    used: Tensor | None  # (N, 1) bool: False for spare rows, which lie at the end; None: there are none
 
 
-def kept_rows(gates: Tensor, kept: Tensor, most: int, exact: bool) -> Rows:
-    """gates (S, E), kept (S, E) bool -> Rows. `most`: how many can be kept; exact: how many are may be asked for."""
+def kept_rows(gates: Tensor, kept: Tensor, room: int | None = None) -> Rows:
+    """gates (S, E), kept (S, E) bool -> Rows.
+
+    room: make so many, the last ones spare, so that no GPU is asked how many are kept. None: ask, and make just those.
+    """
     S, counts = len(kept), kept.sum(dim=0)
     by_expert = kept.t().flatten()  # (E * S,)
-    if exact:
-        place, real = by_expert.nonzero(), None
+    if room is None:
+        place, used = by_expert.nonzero(), None
     else:
-        place = torch.nonzero_static(by_expert, size=most, fill_value=0)
-        real = (torch.arange(most, device=kept.device) < counts.sum()).unsqueeze(1)
+        place = torch.nonzero_static(by_expert, size=room, fill_value=0)
+        used = (torch.arange(room, device=kept.device) < counts.sum()).unsqueeze(1)
     place = place.squeeze(1)  # (N,)
     gate = gates.t().flatten().index_select(0, place).unsqueeze(1)
-    if real is not None:
-        gate = torch.where(real, gate, 0.0)
-    return Rows(place % S, place // S, gate, counts, real)
+    if used is not None:
+        gate = torch.where(used, gate, 0.0)
+    return Rows(place % S, place // S, gate, counts, used)
+
+
+def may_ask(x: Tensor) -> bool:
+    """Whether the host may read a number off the device of x without stalling it."""
+    return not x.is_cuda
 
 
 def ragged_linear(x: Tensor, w: Tensor, rows: Rows) -> Tensor:
-    """Each expert's rows times its own matrix: x (N, K), w (E, K, L) -> (N, L), in autocast's type where that is on.
+    """Each expert's rows times its own matrix: x (N, I), w (E, I, O) -> (N, O), in autocast's type where that is on.
 
     Spare rows are neither read nor multiplied, and come out as 0.
     """
-    kind = x.dtype
+    dtype = x.dtype
     if torch.is_autocast_enabled(x.device.type):
-        kind = torch.get_autocast_dtype(x.device.type)
-    x, w = x.to(kind), w.to(kind)
+        dtype = torch.get_autocast_dtype(x.device.type)
+    x, w = x.to(dtype), w.to(dtype)
     if not has_grouped_mm(x, w):
         counts = rows.counts.tolist()
         *parts, spare = x.split([*counts, len(x) - sum(counts)])
         products = [part @ matrix for part, matrix in zip(parts, w.unbind(0))]
         return torch.cat([*products, spare.new_zeros(len(spare), w.shape[2])])
     ends = rows.counts.cumsum(0, dtype=torch.int32)
-    if rows.real is None:
+    if rows.used is None:
         return F.grouped_mm(x, w, offs=ends)
-    x = torch.where(rows.real, x, 0)  # so that what comes back for spare rows, which nobody writes, is 0 as well
-    return torch.where(rows.real, F.grouped_mm(x, w, offs=ends), 0)
+    x = torch.where(rows.used, x, 0)  # on the way back this zeroes the gradient of spare rows, which nobody writes
+    return torch.where(rows.used, F.grouped_mm(x, w, offs=ends), 0)
 
 
 def has_grouped_mm(x: Tensor, w: Tensor) -> bool:
     """Whether `grouped_mm` takes these: bf16 with rows of a multiple of 16 bytes, on a CPU fp32 too if not compiled."""
-    kinds = [torch.bfloat16]
-    if not x.is_cuda and not torch.compiler.is_compiling():
-        kinds.append(torch.float32)
-    _, K, L = w.shape
-    whole = K * x.element_size() % 16 == 0 and L * x.element_size() % 16 == 0
-    return x.dtype in kinds and whole and len(x) > 0
+    dtypes = [torch.bfloat16]
+    if x.device.type == "cpu" and not torch.compiler.is_compiling():
+        dtypes.append(torch.float32)
+    _, I, O = w.shape  # noqa: E741
+    whole = I * x.element_size() % 16 == 0 and O * x.element_size() % 16 == 0
+    return x.dtype in dtypes and whole and len(x) > 0
 
 
 def activation(a: Tensor, b: Tensor, gate: Tensor, gelu: str) -> Tensor:
@@ -278,13 +311,13 @@ class Experts(nn.Module):
         self.b_out = nn.Parameter(torch.zeros(E, D))
         self.gelu = gelu
 
-    def forward(self, x: Tensor, rows: Rows, gate: Tensor) -> Tensor:
+    def forward(self, x: Tensor, rows: Rows) -> Tensor:
         """(N, D) -> gate * W_out^T gelu(W_in x + b_in), (N, D): all of an FFN but b_out."""
         activate = activation
-        if len(x) * self.b_in.shape[1] >= WORTH_COMPILING:
+        if len(x) * self.b_in.shape[1] >= WORTH_COMPILING and not torch.compiler.is_compiling():
             activate = compiled_activation()
         b = self.b_in.index_select(0, rows.expert)  # (N, F)
-        z = activate(ragged_linear(x, self.w_in.mT, rows), b, gate, self.gelu)  # (N, F)
+        z = activate(ragged_linear(x, self.w_in.mT, rows), b, rows.gate, self.gelu)  # (N, F)
         del b  # with nothing of its size left but what the backward pass needs
         return ragged_linear(z, self.w_out, rows)  # (N, D)
 
@@ -293,23 +326,24 @@ def dispatch(h: Tensor, gates: Tensor, rows: Rows, ffn: Experts) -> Tensor:
     """Sends each token to the experts that keep it and adds up their weighted outputs (XMoE eq. 2).
 
     h (S, D); gates (S, E), 0 where not kept -> (S, D) in the gates' type (fp32), 0 for a token that no expert kept.
+    g (W z + b) = W (g z) + g b: the gate costs nothing inside the activation, and all biases are one product.
     """
     x = h.index_select(0, rows.token)  # (N, D)
-    y = ffn(x, rows, rows.gate)  # (N, D)
+    y = ffn(x, rows)  # (N, D)
     with torch.autocast(h.device.type, enabled=False):
         biases = gates @ ffn.b_out.to(gates.dtype)  # (S, D)
     return add_rows(biases, rows, y)
 
 
-def dispatch_stacks(h: Tensor, gates: Tensor, rows: Rows, stack: nn.ModuleList) -> Tensor:
+def dispatch_stacks(h: Tensor, gates: Tensor, rows: Rows, stack: Iterable) -> Tensor:
     """The same for experts that are u <- u + FFN(LN(u)), layer by layer, from u = h.
 
     An expert's output is u - h, so that h + g f(h) is BASE layers' g u + (1 - g) h (X-MoE eq. 2, 4.1).
     """
     x = u = h.to(gates.dtype).index_select(0, rows.token)  # (N, D)
-    one = torch.ones_like(rows.gate)
+    ungated = rows._replace(gate=torch.ones_like(rows.gate))  # the gate weighs the whole stack, below
     for norm, ffn in stack:
-        y = ffn(norm(u, rows), rows, one)
+        y = ffn(norm(u, rows), ungated)
         u = u + y + ffn.b_out.index_select(0, rows.expert)
     return add_rows(gates.new_zeros(h.shape), rows, rows.gate * (u - x))
 
@@ -360,7 +394,7 @@ class MoE(nn.Module):
         self.layers = nn.ModuleList(Experts(E, D, F_, gelu) for _ in range(max(1, size.expert_layers)))
         self.ln_stack = nn.ModuleList(ExpertNorm(E, D) for _ in range(size.expert_layers))  # none: bare FFNs
         self.capacity_factor, self.eval_capacity_factor = size.capacity_factor, size.eval_capacity_factor
-        self.watchers = []  # called with (self, h, routing, kept) in evaluation: see measures.py
+        self.watchers = []  # called with (self, h, routing, kept); empty but during evaluations: see measures.py
 
     def forward(self, h: Tensor, ids: Tensor, real: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """h (B, T, D), ids (B, T) -> (B, T, D), balance loss.
@@ -379,9 +413,10 @@ class MoE(nn.Module):
         for watch in self.watchers:
             watch(self, flat, routing, kept)
         gates = routing.weight * kept
-        most = min(S * self.router.most, E * C)
-        # Asking a GPU for the number of rows stalls it, but is cheaper than S * E rows.
-        rows = kept_rows(gates, kept, most, exact=not h.is_cuda or most == S * E)
+        room = min(S * self.router.most, E * C)  # more cannot be kept
+        if may_ask(h) or room == S * E:  # waiting for a GPU's count is cheaper than computing S * E rows
+            room = None
+        rows = kept_rows(gates, kept, room)
         if self.ln_stack:
             y = dispatch_stacks(flat, gates, rows, zip(self.ln_stack, self.layers))
         else:
@@ -392,7 +427,7 @@ class MoE(nn.Module):
 
     def activations(self, h: Tensor, kept: Tensor) -> Tensor:
         """What the units of all kept rows compute before GELU, (N, F), of bare FFNs (XMoE figure 6)."""
-        rows = kept_rows(kept.to(h.dtype), kept, 0, exact=True)
+        rows = kept_rows(kept.to(h.dtype), kept)
         ffn = self.layers[0]
         return ragged_linear(h.index_select(0, rows.token), ffn.w_in.mT, rows) + ffn.b_in.index_select(0, rows.expert)
 
@@ -410,12 +445,17 @@ class SparseModel(nn.Module):
             else:
                 nn.init.normal_(p, std=written_std if name.endswith(("proj.weight", "w_out")) else std)
         for moe in self.moe_layers:
-            for _, ffn in zip(moe.ln_stack, moe.layers):
+            for ffn in moe.layers if moe.ln_stack else ():
                 nn.init.zeros_(ffn.w_out)  # as in BASE layers: an inserted stack changes nothing at first
 
     @property
     def moe_layers(self) -> list[MoE]:
         return [module for module in self.modules() if isinstance(module, MoE)]
+
+    @property
+    def sees_later(self) -> bool:
+        """Whether experts choose among later tokens too, so that what a decoder reaches is no language model's."""
+        return any(moe.router.select == "expert_choice" for moe in self.moe_layers)
 
     def after_step(self):
         """To be called after every optimizer step: restores what routers keep fixed."""
@@ -534,7 +574,7 @@ def has_flex_attention(q: Tensor) -> bool:
 def flex_attention():
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention)  # as it comes, it makes all scores
+    return torch.compile(flex_attention)  # uncompiled, it would make all (B, H, T, T) scores
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -602,7 +642,7 @@ class GPT(SparseModel):
         There is no capacity limit, so that a token depends only on its own past and not on what else is in the batch.
         Raises ValueError for expert_choice, whose experts choose among tokens that are not written yet.
         """
-        if any(moe.router.select == "expert_choice" for moe in self.moe_layers):
+        if self.sees_later:
             raise ValueError("expert_choice sees later tokens, so it cannot generate")
         was_training = self.training
         self.eval()

@@ -122,12 +122,13 @@ class Router(nn.Module):
             gate = probs if self.gate == "softmax" else logits.sigmoid()  # X-MoE eq. 8
             weight = torch.where(priority > NOT_CHOSEN, gate, 0.0)
             if self.renormalize and self.gate == "softmax":  # X-MoE 2.2, top-K
-                weight = weight / weight.sum(dim=1, keepdim=True)
+                total = weight.sum(dim=1, keepdim=True)  # (S, 1)
+                weight = weight / total.clamp_min(torch.finfo(total.dtype).tiny)
             balance = weight.new_zeros(())
             if self.select in ("top1", "topk", "threshold"):
                 # X-MoE eq. 9 has the constant tau_0 in place of tau.
-                uniform = (score / self.init_temperature).softmax(dim=1) if self.score == "hypersphere" else probs
-                balance = balance_loss(self.counted(priority), uniform)
+                at_tau0 = (score / self.init_temperature).softmax(dim=1) if self.score == "hypersphere" else probs
+                balance = balance_loss(self.counted(priority), at_tau0)
         return Routing(weight, priority, balance, probs)
 
     def by_hash(self, h: Tensor, ids: Tensor) -> Routing:
@@ -180,8 +181,9 @@ class Router(nn.Module):
 def priority_key(value: Tensor, rank: Tensor | int) -> Tensor:
     """One int64 that sorts by (rank ascending, value descending): XMoE's p - i (A.1), exactly.
 
-    Formed in fp32, p - i would keep 65 distinct values of p at rank 512 and 2 at rank 4,096. The bits of a float,
-    read as an integer, are already in order; those of negative floats in the reverse one. float64 is compared as fp32.
+    Formed in fp32, p - i would keep 65 distinct values at rank 512, where p is at most 1 / 512, and 2 at rank 4,096.
+    The bits of a float, read as an integer, are already in order; those of negative floats in the reverse one. float64
+    is compared as fp32.
     """
     bits = (value.float() + 0.0).contiguous().view(torch.int32)  # + 0.0: -0.0 equals 0.0
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -218,28 +220,29 @@ def balanced_assignment(score: Tensor, epsilon: float | None = None) -> Tensor:
     score = (score - score.min()).nan_to_num(nan=0.0, posinf=0.0)
     spread = float(score.max())
     # Tokens that like all experts alike fill the empty seats: where every seat is taken, any starting price is fair.
-    value = F.pad(score, (0, 0, 0, seats * E - S))  # (N, E)
-    wished = spread / 1000 if epsilon is None else epsilon
-    last = max(wished, 1e-6 * spread, 1e-30) * S / (seats * E)
-    price, step = value.new_zeros(E), max(spread / 4, last)
-    place = torch.arange(seats * E, device=score.device)
+    value = F.pad(score, (0, 0, 0, seats * E - S))  # (seats * E, E)
+    everyone = torch.arange(len(value), device=score.device)
+    final = spread / 1000 if epsilon is None else epsilon
+    final = max(final, 1e-6 * spread, 1e-30) * S / len(value)  # those that fill seats add to the error too
+    price, epsilon = value.new_zeros(E), max(spread / 4, final)
     while True:
-        expert = torch.full_like(place, E)  # E: no seat
-        paid = value.new_zeros(seats * E)
-        standing = place
+        expert = torch.full_like(everyone, E)  # E: no seat
+        paid = value.new_zeros(len(value))
+        standing = everyone
         while len(standing):
             net, choices = (value[standing] - price).topk(2, dim=1)
             choice = choices[:, 0]
             expert[standing] = choice
-            paid[standing] = price[choice] + net[:, 0] - net[:, 1] + step
-            order = paid.argsort(descending=True)
-            order = order[expert[order].argsort(stable=True)]  # by expert, the highest bid first
+            paid[standing] = price[choice] + net[:, 0] - net[:, 1] + epsilon
+            bidder = paid.argsort(descending=True)
+            bidder = bidder[expert[bidder].argsort(stable=True)]  # expert by expert, the highest bid first
             count = torch.bincount(expert, minlength=E)
-            start = count.cumsum(0) - count
-            expert[order[place - start[expert[order]] >= seats]] = E
+            first = count.cumsum(0) - count  # where each expert's bidders begin
+            place = everyone - first[expert[bidder]]  # 0 for an expert's highest bidder
             full = count >= seats
-            price[full] = paid[order[(start + seats - 1)[full]]]
+            price[full] = paid[bidder[first[full] + seats - 1]]  # the lowest bid that is seated
+            expert[bidder[place >= seats]] = E  # the others stand up again
             standing = (expert == E).nonzero().squeeze(1)
-        if step <= last:
+        if epsilon <= final:
             return expert[:S]
-        step = max(step / 4, last)
+        epsilon = max(epsilon / 4, final)

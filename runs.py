@@ -15,7 +15,7 @@ import statistics
 import sys
 import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -28,7 +28,7 @@ import common
 
 # Constants that say where and how to run, not what to compute: they do not name a run, and may differ when it resumes.
 # A script's Config adds its own as `not_identity`.
-NOT_IDENTITY = {"preset", "table", "seeds", "out_dir", "resume", "device", "log_every"}
+NOT_IDENTITY = {"preset", "table", "seeds", "out_dir", "resume", "device", "log_every", "vocab_size"}
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The command line: Config < preset < what is given
@@ -89,10 +89,14 @@ def command_line(Config: type, presets: dict[str, dict], argv: list[str] | None 
 
 def parse(default, argv: list[str]):
     """A dataclass with what argv changes in it. The comments behind its fields are the help."""
-    words = {"true": "True", "false": "False", "none": "None"}
+    words = {"true": "True", "false": "False", "none": "None"}  # tyro wants Python's spelling
+    texts = {f"--{field.name}" for field in dataclasses.fields(default) if field.type is str}
+    args = []
+    for before, word in zip(["", *argv], argv):
+        args.append(word if before in texts else words.get(word, word))
     return tyro.cli(
         type(default),
-        args=[words.get(word, word) for word in argv],
+        args=args,
         default=default,
         description=sys.modules[type(default).__module__].__doc__,
         config=(tyro.conf.FlagConversionOff,),
@@ -206,8 +210,9 @@ class Folder:
         if not self.writes:
             return
         file = self.path / name
-        # A damaged one must not take the place of the sound one before it.
-        before = None if self.broken else file.with_suffix(".prev.pt")
+        before = None
+        if name == "ckpt.pt" and not self.broken:  # a damaged one must not take the place of the sound one before it
+            before = file.with_suffix(".prev.pt")
         with replacing(file, before) as new:
             torch.save(state, new)
         self.broken = []
@@ -218,9 +223,11 @@ class Folder:
         Raises ValueError if none can be read, if processes see different ones, or if its values are not `same`.
         """
         state = None
-        for file in [] if self.fresh else (self.path / "ckpt.pt", self.path / "ckpt.prev.pt"):
+        for file in (self.path / "ckpt.pt", self.path / "ckpt.prev.pt"):
+            if state or self.fresh or not file.exists():
+                continue
             try:
-                state = load_checkpoint(file) if file.exists() and not state else state
+                state = load_checkpoint(file)
             except ValueError as error:
                 self.broken.append(str(error))
         if self.broken and not state:
@@ -275,8 +282,10 @@ def replacing(file: Path, before: Path | None = None):
 class Run:
     """What surrounds the steps of one training run: where it starts, the bar, when to evaluate, what is saved.
 
-    `result`: it is finished; `checkpoint`: to go on from; both None for a new run. data: what it is trained on. Raises
-    ValueError where the micro-batches of a step cannot be dealt evenly, or the folder holds something else.
+    `result`: it is finished; `checkpoint`: to go on from; both None for a new run. data: what it is trained on. To
+    resume, the script loads the checkpoint's weights, `begin` the optimizer, and `steps` goes on behind the last step;
+    no state of random numbers is kept, since `micros` seeds every micro-batch. Raises ValueError where the
+    micro-batches of a step cannot be dealt evenly, or the folder holds something else.
     """
 
     def __init__(self, config, presets: dict[str, dict], context: common.Context, *data):
@@ -289,10 +298,12 @@ class Run:
             )
         self.mine = range(context.rank, micros, context.world)
         self.tokenizer = data[0].tokenizer
-        self.data = {"tokenizer": self.tokenizer.sha256, "data": "+".join(source.checksum for source in data)}
+        self.checksums = {"tokenizer": self.tokenizer.sha256, "data": "+".join(source.checksum for source in data)}
         self.folder = Folder(Path(config.out_dir, self.name), identity(config), context, fresh=not config.resume)
-        self.result = self.folder.result(data=self.data["data"])
-        self.checkpoint = None if self.result else self.folder.load(**self.data)
+        self.result = self.folder.result(data=self.checksums["data"])
+        if len(set(context.gather(bool(self.result)))) > 1:
+            raise ValueError(f"the processes see different results in {self.folder.path}: it must be on a shared disk")
+        self.checkpoint = None if self.result else self.folder.load(**self.checksums)
         if self.result:
             self.say(f"{self.name}: finished before, in {self.folder.path} (--resume false trains it again)")
 
@@ -314,8 +325,9 @@ class Run:
             self.start, self.seconds = self.checkpoint["step"], self.checkpoint["seconds"]
             self.say(f"{self.name}: goes on from step {self.start}")
         self.checkpoint = None  # it holds a copy of everything
-        self.folder.begin(self.tokenizer)
-        self.folder.cut_log(self.start)
+        with common.clear_errors():
+            self.folder.begin(self.tokenizer)
+            self.folder.cut_log(self.start)
         self.restart_clock(self.start)
         self.forward = common.parallel(model, self.config, self.context)
         return self.forward
@@ -346,7 +358,7 @@ class Run:
         self.loss_sum += shown.detach() / len(self.mine)
         self.tokens += tokens * self.context.world
 
-    def evaluates(self, step: int, **shown: str) -> bool:
+    def end_step(self, step: int) -> bool:
         """Shows how the step went -> whether an evaluation is due. Ends a run whose loss is not finite."""
         done = step + 1
         due = done % self.config.eval_every == 0 or done == self.config.steps
@@ -354,7 +366,7 @@ class Run:
             self.train_loss = float(self.context.sum(self.loss_sum)) / self.context.world / (done - self.since)
             self.check_finite(self.train_loss, done)
             self.speed = self.tokens / (time.perf_counter() - self.clock)
-            self.bar.set_postfix(loss=f"{self.train_loss:.3f}", tok_s=f"{self.speed:,.0f}", **shown)
+            self.bar.set_postfix(loss=f"{self.train_loss:.3f}", tok_s=f"{self.speed:,.0f}")
         if due:
             self.seconds += time.perf_counter() - self.clock
         return due
@@ -382,12 +394,17 @@ class Run:
     def weights(self, step: int) -> dict:
         """What it takes to make the model again."""
         arguments = dataclasses.asdict(self.model.config)
-        return {"kind": self.kind, "step": step, "arguments": arguments, "model": self.model.state_dict()} | self.data
+        return {
+            "kind": self.kind,
+            "step": step,
+            "arguments": arguments,
+            "model": self.model.state_dict(),
+        } | self.checksums
 
     def finish(self, result: dict) -> dict:
         """Adds what every result has, and writes it."""
         result = {"name": self.name} | result
-        result |= {"seconds": round(self.seconds, 1), "data": self.data["data"], "config": self.folder.constants}
+        result |= {"seconds": round(self.seconds, 1), "data": self.checksums["data"], "config": self.folder.constants}
         result["machine"] = common.machine(self.context)
         self.folder.write_json("result", result)
         return result
@@ -452,19 +469,28 @@ def start(Config: type, presets: dict[str, dict]):
         return config, common.setup(config.device, config.dtype)
 
 
-def carry_out(config, context: common.Context, tables: dict, run: Callable, report: Callable, cells: Callable):
-    """A table, or one run a seed and its report. run(config, context) -> result; report(config, result) -> text."""
-    table = Table("", ("run",), [(("",), {})], cells)
+def refuse_rows(config, presets: dict[str, dict], changes: Iterable[dict]):
+    """ValueError where the command line says what the rows of a table say themselves."""
+    changed = set().union(*changes) - {"data", "moe_after"}  # which tables take from the command line
+    given = said(config, presets).keys() & changed
+    if given:
+        raise ValueError(f"its rows have a --{min(given)} of their own: leave it out")
+
+
+def carry_out(config, presets: dict, context, tables: dict, train: Callable, report: Callable, cells: Callable):
+    """A table, or one run a seed and its report. train(config, context) -> result; report(config, result) -> text."""
+    table = Table("", ("run",), [(("",), {})], cells)  # no table: one row that changes nothing
     if config.table:
         with common.clear_errors():
             if config.table not in tables:
                 raise ValueError(f"table must be one of {', '.join(map(str, tables))}, not {config.table}")
             table = tables[config.table](config)
+            refuse_rows(config, presets, [change for _, change in table.rows])
     with common.clear_errors():
         configs = [seeds_of(config, change) for _, change in table.rows]
     results = []
     for seeds in configs:
-        results.append([run(one, context) for one in seeds])
+        results.append([train(one, context) for one in seeds])
     if context.rank > 0:
         return
     if not config.table:

@@ -28,7 +28,7 @@ import runs
 from data.batches import TokenData
 from data.prepare import ready
 from model import GPT, ModelConfig, sizes
-from pretrained import load_gpt2
+from pretrained import fill, load_gpt2
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Constants: change one here, or give --name value
@@ -68,7 +68,7 @@ class Config(ModelConfig):
     eval_only: bool = False  # no training: evaluate the run's checkpoint, or --init_from
     init_from: str | None = None  # folder of a GPT-2 checkpoint in Hugging Face's format (router dense)
 
-    # Not of a decoder whose experts stand in place of FFNs.
+    # Constants of other models: as a ClassVar a constant is no option of this script, and nothing reads it.
     moe_after: ClassVar = ()
     relative_bias: ClassVar = False
     decoder_layers: ClassVar = 0
@@ -237,7 +237,7 @@ def build(config: Config, checkpoint: dict | None, context) -> GPT:
     elif config.init_from:
         arguments, weights = load_gpt2(config.init_from)
         runs.check_weights(config.init_from, arguments, config)
-        model.load_state_dict(weights)
+        fill(model, weights, config.init_from)
     return model
 
 
@@ -277,7 +277,7 @@ def train(config: Config, context) -> dict:
         run.scaler.update()
         optimizer.zero_grad(set_to_none=True)
         model.after_step()
-        if run.evaluates(step):
+        if run.end_step(step):
             scores = evaluate(model, data, "valid", context, config.eval_tokens)
             run.save(step, scores, scores["loss"], f"valid {describe(scores)}")
     scores = test(model, data, context) | sample(config, model, data, context)
@@ -288,15 +288,10 @@ def test(model: GPT, data: TokenData, context) -> dict:
     """Test perplexity at the evaluation gamma (the paper's protocol), and without a limit."""
     scores = evaluate(model, data, "test", context)
     limited = any(moe.eval_capacity_factor < moe.router.num_experts for moe in model.moe_layers)
-    if not limited or sees_later(model):  # to expert_choice the limit is what chooses
+    if not limited or model.sees_later:  # to expert_choice the limit is what chooses
         return {"test": scores, "test_no_limit": scores}
     with model.no_limit():
         return {"test": scores, "test_no_limit": evaluate(model, data, "test", context)}
-
-
-def sees_later(model: GPT) -> bool:
-    """Whether experts choose among later tokens too, so that what the model reaches is no language model's."""
-    return any(moe.router.select == "expert_choice" for moe in model.moe_layers)
 
 
 def evaluate_run(config: Config, context) -> dict:
@@ -305,7 +300,7 @@ def evaluate_run(config: Config, context) -> dict:
     with common.clear_errors():
         data = open_data(config, context)
         run = runs.Run(config, PRESETS, context, data)
-        checkpoint = run.checkpoint or run.folder.load(**run.data)
+        checkpoint = run.checkpoint or run.folder.load(**run.checksums)  # a finished run has not loaded one
         if not checkpoint and not config.init_from:
             raise ValueError(f"{run.folder.path} has no checkpoint: train first, with the same constants")
         model = build(runs.with_vocabulary(config, data), checkpoint, context)
@@ -321,7 +316,7 @@ def evaluate_run(config: Config, context) -> dict:
 
 def sample(config: Config, model: GPT, data: TokenData, context) -> dict:
     """What the model writes after the prompt, without a capacity limit, and the experts that served each token."""
-    if sees_later(model) or context.rank > 0:
+    if model.sees_later or context.rank > 0:
         return {}
     common.seed_all(config.seed)
     prompt = data.tokenizer.encode_batch([config.prompt])[0]
@@ -349,7 +344,7 @@ def report(config: Config, result: dict) -> str:
 
 def main():
     config, context = runs.start(Config, PRESETS)
-    runs.carry_out(config, context, TABLES, train, report, cells)
+    runs.carry_out(config, PRESETS, context, TABLES, train, report, cells)
 
 
 if __name__ == "__main__":

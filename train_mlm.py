@@ -76,7 +76,7 @@ class Config(ModelConfig):
     expert_size: int = 256  # F
     expert_layers: int = 3  # FFNs of an expert, each with a norm and a residual around it; 0: one bare FFN
 
-    # Not of an encoder whose experts stand between its layers.
+    # Constants of other models: as a ClassVar a constant is no option of this script, and nothing reads it.
     moe_every: ClassVar = 2
     expert_ffns: ClassVar = 8
     decoder_layers: ClassVar = 0
@@ -96,7 +96,7 @@ BASE |= dict(steps=125_000, batch_tokens=2048 * 512, micro_tokens=32 * 512, lear
 BASE |= dict(moe_after=(6,), expert_size=3072)
 PRESETS = {"demo": {}, "base": BASE}
 
-# What rows of the tables change. None is the router's own: softmax; E / 2 for the hypersphere, else no projection.
+# What rows of the tables change. None leaves it to `sizes`: softmax; E / 2 on the hypersphere, else no projection.
 SOFTMAX = dict(router="hypersphere", gate=None, routing_dim=None)
 SIGMOID = dict(router="hypersphere", gate="sigmoid", routing_dim=None)
 FINE_TUNED = "model", "paper, fine-tuned: XNLI, MLQA"  # F1 / EM
@@ -184,7 +184,8 @@ def evaluate(model: MaskedLM, data: MaskedData, config: Config, context, masking
     balances = torch.zeros((), dtype=torch.float64)
     for k, first, batch in data.eval_batches("valid", maskings, config.eval_tokens, context.rank, context.world):
         for watch in collapse:
-            watch.place = first if k == 0 else None  # RC and RF are of the first masking
+            # RC and RF are of the first masking, where this batch's tokens begin at `first` among all.
+            watch.place = first if k == 0 else None
         ids, masked, targets, real = context.send_all(batch.ids, batch.masked, batch.targets, batch.real)
         with context.autocast():
             logits, balance = model(ids, masked, real)
@@ -293,7 +294,7 @@ def train(config: Config, context) -> dict:
                 logits, balance = forward(ids, masked, real)
             mlm = token_losses(logits, targets).mean()
             loss = mlm + config.balance_coef * balance  # X-MoE eq. 10
-            run.backward(loss, shown=mlm, tokens=ids.numel())
+            run.backward(loss, shown=mlm, tokens=ids.numel() if real is None else len(real))
         run.scaler.unscale_(optimizer)
         if config.grad_clip:
             torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
@@ -301,7 +302,7 @@ def train(config: Config, context) -> dict:
         run.scaler.update()
         optimizer.zero_grad()
         model.after_step()  # expert embeddings back on their sphere
-        if run.evaluates(step):
+        if run.end_step(step):
             maskings = config.eval_maskings if step + 1 == config.steps else 1
             scores, chosen = evaluate(model, data, config, context, maskings, before=chosen)
             run.save(step, scores, scores["loss"], f"valid {describe(scores)}", valid=scores, chosen=chosen)
@@ -320,7 +321,7 @@ def report(config: Config, result: dict) -> str:
 
 def main():
     config, context = runs.start(Config, PRESETS)
-    runs.carry_out(config, context, TABLES, train, report, cells)
+    runs.carry_out(config, PRESETS, context, TABLES, train, report, cells)
 
 
 if __name__ == "__main__":

@@ -84,7 +84,11 @@ class Config(ModelConfig):
     translate: str | None = None  # no training: translate this file, or - for standard input, with the run's model
 
     relative_bias: ClassVar = False  # not of a translator
-    not_identity: ClassVar = {"translate", "beam", "length_penalty"}  # a trained model can be searched otherwise
+
+    @property
+    def not_identity(self) -> set[str]:
+        """A trained model can be searched otherwise."""
+        return {"translate"} | ({"beam", "length_penalty"} if self.translate is not None else set())
 
 
 # XMoE 4.2 and its authors' configurations; the papers are silent on batch and steps: those are ours.
@@ -288,11 +292,10 @@ def train(config: Config, context) -> dict:
             return run.result
         score([""], [""])  # is sacrebleu there?
         common.seed_all(config.seed)
-        model = Translator(runs.with_vocabulary(config, data))
+        model = common.place(Translator(runs.with_vocabulary(config, data)), context)
     best = run.checkpoint["best"] if run.checkpoint else None  # step, validation BLEU, weights
     if run.checkpoint:
         model.load_state_dict(run.checkpoint["model"])
-    common.place(model, context)
     counts = data.meta["splits"]["train"]
     length = counts["tokens"] / counts["pairs"] / 2
     parameters, flops = measures.count_parameters(model), measures.translation_flops(model, length, length)
@@ -321,7 +324,7 @@ def train(config: Config, context) -> dict:
         run.scaler.update()
         optimizer.zero_grad(set_to_none=True)
         model.after_step()
-        if run.evaluates(step):
+        if run.end_step(step):
             scores = evaluate(model, data, "valid", context, config.eval_tokens)
             run.check_finite(scores["loss"], step + 1)  # broken weights translate nothing
             valid = score_split(model, data, "valid", config, context, config.eval_sentences)
@@ -339,7 +342,8 @@ def train(config: Config, context) -> dict:
 def test(model: Translator, data: TranslationData, config: Config, context) -> dict:
     """Scores of the test set at the evaluation gamma (the paper's protocol), and without a limit."""
     scores = free = score_split(model, data, "test", config, context)
-    if any(moe.eval_capacity_factor < moe.router.num_experts for moe in model.moe_layers):
+    limited = any(moe.eval_capacity_factor < moe.router.num_experts for moe in model.moe_layers)
+    if limited and not model.sees_later:  # to expert_choice the limit is what chooses
         free = score_split(model, data, "test", config, context, limit=False)
     return {"test": scores, "test_no_limit": free}
 
@@ -367,15 +371,18 @@ def load_run(config: Config, context) -> tuple[Translator, XLMR]:
     """The best weights and the tokenizer of the run that has these constants."""
     if config.table or config.seeds > 1:
         raise ValueError("--translate takes one trained model: not with --table or --seeds")
-    file = Path(config.out_dir, runs.run_name(config, PRESETS), "model.pt")
-    if not file.exists():
-        raise ValueError(f"{file} does not exist: train first, with the same constants")
+    as_trained = replace(config, translate=None)  # searched as now, or else as by default
+    names = [runs.run_name(as_trained, PRESETS), runs.run_name(config, PRESETS)]
+    files = [Path(config.out_dir, name, "model.pt") for name in names]
+    file = next((file for file in files if file.exists()), None)
+    if file is None:
+        raise ValueError(f"{files[0]} does not exist: train first, with the same constants")
     state, tokenizer = runs.load_checkpoint(file), load_tokenizer(file.parent)
     if state["tokenizer"] != tokenizer.sha256:
         raise ValueError(f"{file} was trained with another vocabulary than the tokenizer beside it")
-    model = Translator(Config(**state["arguments"]))
+    model = common.place(Translator(Config(**state["arguments"])), context)
     model.load_state_dict(state["model"])
-    return common.place(model, context), tokenizer
+    return model, tokenizer
 
 
 def translate_file(config: Config, context, at_once: int = 1000):
@@ -401,7 +408,7 @@ def main():
     if config.translate is not None:
         translate_file(config, context)
         return
-    runs.carry_out(config, context, TABLES, train, report, cells)
+    runs.carry_out(config, PRESETS, context, TABLES, train, report, cells)
 
 
 if __name__ == "__main__":

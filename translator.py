@@ -247,7 +247,7 @@ class Translator(SparseModel):
         """
         was_training = self.training
         self.eval()
-        if any(moe.router.select == "expert_choice" for moe in self.moe_layers):
+        if self.sees_later:
             limit = True  # which is what chooses
         with nullcontext() if limit else self.no_limit():
             encoded, _ = self.encode(source, real)

@@ -51,6 +51,8 @@ class Prepared:
             raise ValueError(f"block_size {block_size} must be at least {self.least_block} tokens")
         if micro_tokens < block_size:
             raise ValueError(f"micro_tokens {micro_tokens} must be at least one block of {block_size} tokens")
+        if self.kind != "pairs" and micro_tokens % block_size:
+            raise ValueError(f"block_size {block_size} does not divide micro_tokens {micro_tokens}")
         self.folder = Path(folder)
         self.block_size = block_size
         self.micro_tokens = micro_tokens

@@ -339,7 +339,8 @@ def cc100() -> dict[str, Documents]:
     documents = {}
     for name in CC100:
         url = f"https://data.statmt.org/cc-100/{name}.txt.xz"
-        documents[name] = hashed(hub_texts("text", None, "train", data_files=url, sample_by="paragraph"), 0.01)
+        texts = hub_texts("text", None, "train", data_files=url, sample_by="paragraph")
+        documents[name] = hashed(map(str.strip, texts), 0.01)  # as those of a local copy
     return documents
 
 

@@ -117,7 +117,7 @@ def copy(folder, tmp_path) -> Path:
 
 
 def test_y_is_x_one_token_ahead_in_windows_from_everywhere(folder):
-    data = TokenData(folder, T, T * B + 5)
+    data = TokenData(folder, T, T * B)
     tokens = np.fromfile(folder / "valid.bin", dtype="uint16")
     windows = np.lib.stride_tricks.sliding_window_view(tokens, T + 1)
     found = Counter()
@@ -361,7 +361,7 @@ def windows_of(data: MaskedData, batch: Masked, split: str = "train") -> list[tu
 
 
 def test_a_batch_is_what_it_says(many):
-    data = MaskedData(many, T, T * B + 5, mask_share=0.3)
+    data = MaskedData(many, T, T * B, mask_share=0.3)
     windows = np.lib.stride_tricks.sliding_window_view(data.tokens["train"], T - 1)
     for batch in steps(data, 20):
         assert batch.ids.shape == (B, T) and batch.real is None

@@ -108,14 +108,10 @@ def unwritten_is_nan():
     torch.use_deterministic_algorithms(False)
 
 
-def without_asking(gates, kept, most, exact):
-    """`kept_rows` as on CUDA: the host does not ask how many rows are kept."""
-    return kept_rows(gates, kept, most, exact=False)
-
-
 @pytest.fixture
 def as_on_cuda(monkeypatch):
-    monkeypatch.setattr(model, "kept_rows", without_asking)
+    """The host does not ask how many rows are kept."""
+    monkeypatch.setattr(model, "may_ask", lambda x: False)
 
 
 # --- Capacity (XMoE eq. 3) and drops
@@ -346,7 +342,7 @@ def plain(h, gates, kept, experts, norms):
 def test_dispatch_gives_the_plain_sum(unwritten_is_nan, case, layers, spare, dtype):
     h, gates, kept, experts, norms = make_case(*CASES[case], layers, dtype)
     kept_number = int(kept.sum())
-    rows = kept_rows(gates, kept, most=kept_number + (spare or 0), exact=spare is None)
+    rows = kept_rows(gates, kept, None if spare is None else kept_number + spare)
     assert len(rows.token) == kept_number + (spare or 0)
     inputs = (h, gates, *experts.parameters(), *norms.parameters())
     found = list(values_and_gradients([send(h, gates, rows, experts, norms)], inputs))
@@ -369,17 +365,17 @@ def test_rows_stand_expert_by_expert_and_spare_ones_come_last():
     kept = torch.tensor([[True, False, True], [True, False, False]])
     gates = torch.tensor([[0.5, 0.0, 0.25], [1.0, 0.0, 0.0]])
     for most in (3, 5):
-        rows = kept_rows(gates, kept, most, exact=False)
+        rows = kept_rows(gates, kept, most)
         assert rows.token[:3].tolist() == [0, 1, 0] and rows.expert[:3].tolist() == [0, 0, 2]
         assert rows.gate.squeeze(1).tolist() == [0.5, 1.0, 0.25, 0.0, 0.0][:most]
         assert rows.counts.tolist() == [2, 0, 1]
-        assert rows.real.squeeze(1).tolist() == [True, True, True, False, False][:most]
+        assert rows.used.squeeze(1).tolist() == [True, True, True, False, False][:most]
 
 
 @fp32_and_bf16
 def test_spare_rows_are_neither_read_nor_written(unwritten_is_nan, dtype):
     kept = torch.tensor([[True, False], [True, True]])
-    rows = kept_rows(kept.float(), kept, most=6, exact=False)
+    rows = kept_rows(kept.float(), kept, 6)
     x, w = torch.ones(6, 8, dtype=dtype), torch.ones(2, 8, 8, dtype=dtype, requires_grad=True)
     x[3:] = math.nan
     x.requires_grad_()
@@ -497,8 +493,8 @@ def test_the_layer_without_asking_how_many_rows_are_kept(monkeypatch, unwritten_
     moe = make_moe(variant, torch.float32, capacity_factor=gamma, **stack)
     h, ids = make_batch(2, 11, torch.float32)
     inputs, results = (h.requires_grad_(), *moe.parameters()), []
-    for count_rows in (kept_rows, without_asking):
-        monkeypatch.setattr(model, "kept_rows", count_rows)
+    for may_ask in (True, False):
+        monkeypatch.setattr(model, "may_ask", lambda x, may_ask=may_ask: may_ask)
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
             outputs = moe(h, ids)
         results.append(values_and_gradients(outputs, inputs))

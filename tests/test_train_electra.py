@@ -417,7 +417,9 @@ def test_the_translation_comparison_masks_the_same_tokens(options, monkeypatch):
 
 
 def test_retrieval_is_the_mean_over_language_pairs(options):
-    config, context, data, model = opened(options | {"dtype": "float64", "block_size": 12})
+    config, context, data, model = opened(
+        options | {"dtype": "float64", "block_size": 12, "micro_tokens": 120, "batch_tokens": 240}
+    )
     encoder, pairs = model.encoder.eval(), data["pairs"]
     found = []
     for languages in ("aa-en", "bb-en"):
@@ -596,8 +598,8 @@ BAD = {
     "a generator of the baseline": ({"objective": "mlm"}, "--generator_layers is not read"),
     "balance of a dense model": ({"balance_coef": 1.0}, "--balance_coef is not read by a model with router dense"),
     "no such table": ({"table": 3}, "table must be one of 2, not 3"),
-    "a table of another objective": (XLM | {"table": 2}, "--table has rows of its own for --objective"),
-    "a figure without TLM": ({"figure": 1, "tlm": False}, "--figure has rows of its own for --tlm"),
+    "a table of another objective": (XLM | {"table": 2}, "its rows have a --objective of their own"),
+    "a figure without TLM": ({"figure": 1, "tlm": False}, "its rows have a --tlm of their own"),
     "no data": ({"data": "cc100x"}, "python -m data.prepare"),
     "no pairs": ({"pairs": "opus"}, "python -m data.prepare"),
     "vocabulary": ({"vocab_size": 999}, "the model's vocabulary is 999"),

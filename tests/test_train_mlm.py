@@ -239,7 +239,8 @@ def test_two_processes_go_on_with_what_one_would_compute(options, tmp_path, monk
 
 
 def test_table_2_has_every_row_and_runs_none_twice(options, monkeypatch, capsys):
-    options |= {"table": 2, "steps": 2, "gate": "sigmoid"}  # a row says which gate, whatever was given
+    options |= {"table": 2, "steps": 2}
+    assert "its rows have a --gate of their own" in MLM.refused(options | {"gate": "sigmoid"}, monkeypatch, capsys)
     MLM.run(options, monkeypatch)
     table = capsys.readouterr().out.split("\n\n")[-1]
     rows = table_rows(table)

@@ -425,11 +425,15 @@ def test_a_file_or_standard_input_is_translated_line_by_line(trained, tmp_path, 
 
 
 def test_a_trained_model_can_be_searched_otherwise(trained, tmp_path, monkeypatch, capsys):
+    """Another beam in training is another run: its best weights are found by other translations."""
     (tmp_path / "in.txt").write_text("Hund rot.\nKatze\n")
-    run(trained | {"translate": tmp_path / "in.txt", "beam": 1, "length_penalty": 0.5}, monkeypatch)
+    by_default = {name: value for name, value in trained.items() if name != "beam"} | {"out_dir": tmp_path / "other"}
+    run(by_default, monkeypatch)
+    assert "test; beam 5, length penalty 1\n" in capsys.readouterr().out
+    run(by_default | {"translate": tmp_path / "in.txt", "beam": 1, "length_penalty": 0.5}, monkeypatch)
     assert capsys.readouterr().out.count("\n") == 2
-    run(trained | {"beam": 1}, monkeypatch)  # the same run; what is reported was found with the beams that it had
-    assert "test; beam 2, length penalty 1\n" in capsys.readouterr().out
+    run(by_default | {"beam": 1, "steps": 1}, monkeypatch)
+    assert len(list((tmp_path / "other").iterdir())) == 2
 
 
 def test_what_cannot_be_translated_is_one_clear_line(trained, tmp_path, monkeypatch, capsys):
