@@ -485,7 +485,7 @@ def train(config: Config, context) -> dict:
             torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
         run.scaler.step(optimizer)
         run.scaler.update()
-        optimizer.zero_grad(set_to_none=True)
+        optimizer.zero_grad()
         model.after_step()
         if run.end_step(step):
             trained = {kind: scores_of(sums, context) for kind, sums in seen.items()}

@@ -242,7 +242,7 @@ def build(config: Config, checkpoint: dict | None, context) -> GPT:
 
 
 def train(config: Config, context) -> dict:
-    """Trains (or goes on training) one model -> its result, which is also in result.json."""
+    """Trains (or goes on training) a language model -> its result, which is also in result.json."""
     if config.eval_only:
         return evaluate_run(config, context)
     with common.clear_errors():
@@ -275,7 +275,7 @@ def train(config: Config, context) -> dict:
             torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
         run.scaler.step(optimizer)
         run.scaler.update()
-        optimizer.zero_grad(set_to_none=True)
+        optimizer.zero_grad()
         model.after_step()
         if run.end_step(step):
             scores = evaluate(model, data, "valid", context, config.eval_tokens)

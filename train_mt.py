@@ -284,7 +284,7 @@ def open_data(config: Config, context) -> TranslationData:
 
 
 def train(config: Config, context) -> dict:
-    """Trains (or goes on training) one model -> its result, which is also in result.json."""
+    """Trains (or goes on training) a translator -> its result, which is also in result.json."""
     with common.clear_errors():
         data = open_data(config, context)
         run = runs.Run(config, PRESETS, context, data)
@@ -322,7 +322,7 @@ def train(config: Config, context) -> dict:
             torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
         run.scaler.step(optimizer)
         run.scaler.update()
-        optimizer.zero_grad(set_to_none=True)
+        optimizer.zero_grad()
         model.after_step()
         if run.end_step(step):
             scores = evaluate(model, data, "valid", context, config.eval_tokens)

@@ -33,7 +33,6 @@ TABLES = [  # script, preset, number of the table; None: the run of the preset i
 ]
 BENCHES = {  # file: title, and the columns
     "layer": ("One layer, forward and backward", "shape impl runs ms spread ratio to_compiled peak_mb"),
-    "layer-default-allocator": ("One layer, with glibc's own settings", "shape impl runs ms spread ratio peak_mb"),
     "step": ("Whole training steps", "shape impl ms spread tokens_per_second to_dense to_switch peak_mb"),
     "size": ("More tokens, and more experts", "shape S E F ms spread us_per_token rows_per_token peak_mb kb_per_token"),
     "translate": ("Beam search, with a cache and without", "shape impl runs ms spread tokens tokens_per_second ratio"),
