@@ -81,7 +81,7 @@ class ModelConfig:
             raise ValueError(f"top_k must lie in [1, num_experts = {size.num_experts}], not {size.top_k}")
 
     def unread(self) -> set[str]:
-        """The constants above that a model of this kind does not read."""
+        """The constants, these and `balance_coef`, that a model of this kind does not read."""
         if self.router == "dense":
             return {*Sizes._fields, "moe_every", "moe_after", "expert_ffns", "decoder_moe", "balance_coef"}
         size, names = sizes(self), set()
@@ -608,6 +608,8 @@ class GPT(SparseModel):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
+        if config.moe_after:
+            raise ValueError("a decoder has experts in place of FFNs: moe_after is for encoders")
         self.config = config
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
         self.wpe = nn.Embedding(config.block_size, config.n_embd)
@@ -688,6 +690,8 @@ class Encoder(SparseModel):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
+        if config.router != "dense" and not config.moe_after:
+            raise ValueError("an encoder's sparse layers stand behind those of moe_after: name one, or router dense")
         self.config, D = config, config.n_embd
         self.wte = nn.Embedding(config.vocab_size, D)
         self.wpe = nn.Embedding(PAD + 1 + config.block_size, D)  # the first two stay unused, as in XLM-R

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import model
-from model import PAD, Distance, Encoder, EncoderLayer, MaskedLM, ModelConfig, SelfAttention
+from model import GPT, PAD, Distance, Encoder, EncoderLayer, MaskedLM, ModelConfig, SelfAttention
 
 SMALL = dict(vocab_size=23, block_size=12, n_layer=3, n_head=2, n_embd=8, ffn_size=12, num_experts=4, expert_size=6)
 SMALL |= dict(router="hypersphere", moe_after=(2,), init_std=0.02)
@@ -251,7 +251,7 @@ def test_the_head_sees_only_masked_tokens_and_is_tied():
 
 
 def test_weights_start_from_the_normal_that_was_asked_for():
-    config = ModelConfig(vocab_size=60, n_embd=64, ffn_size=256, init_std=0.05, relative_bias=True)
+    config = ModelConfig(vocab_size=60, n_embd=64, ffn_size=256, init_std=0.05, relative_bias=True, router="dense")
     masked_lm = MaskedLM(config)
     for name, p in masked_lm.named_parameters():
         if name.endswith("bias"):
@@ -369,3 +369,12 @@ def test_flex_attention_on_cuda_equals_the_plain_path(monkeypatch):
         y = model.biased_attention(q, k, v, scale, distance(96), mask)
         results.append((y, *torch.autograd.grad(y.square().sum(), (q, k, v, scale, distance.table.weight))))
     torch.testing.assert_close(*results, rtol=2e-2, atol=2e-2)
+
+
+def test_experts_stand_where_a_model_can_have_them():
+    small = dict(vocab_size=9, n_layer=2, n_head=2, n_embd=8, ffn_size=8)
+    with pytest.raises(ValueError, match="behind those of moe_after"):
+        Encoder(ModelConfig(router="switch", **small))
+    with pytest.raises(ValueError, match="moe_after is for encoders"):
+        GPT(ModelConfig(router="switch", moe_after=(1,), **small))
+    Encoder(ModelConfig(router="dense", **small))

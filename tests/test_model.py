@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from count_functions import functions_of_a_step
 from torch import nn
 
-from model import GPT, ModelConfig, MoE, sizes
+from model import GPT, MaskedLM, ModelConfig, MoE, sizes
 from routers import ROUTERS
 
 SMALL = dict(
@@ -340,7 +340,11 @@ def test_constants_that_a_model_does_not_read_change_nothing(options, some):
         outputs = []
         for given in ({}, {name: value}):
             torch.manual_seed(0)
-            outputs.append(GPT(ModelConfig(**(base | given)))(make_ids(2, 8)))
+            config = ModelConfig(**(base | given))
+            inputs = [make_ids(2, 8)]
+            if config.moe_after:
+                inputs.append(torch.arange(3))  # the masked tokens
+            outputs.append((MaskedLM if config.moe_after else GPT)(config)(*inputs))
         if name in unread:
             assert torch.equal(outputs[0][0], outputs[1][0]), name
             assert torch.equal(outputs[0][1], outputs[1][1]), name
