@@ -188,6 +188,8 @@ def test_a_split_of_exactly_one_window(folder):
         TokenData(folder, size, size)
     with pytest.raises(ValueError, match="micro_tokens 15 must be at least one block of 16"):
         TokenData(folder, T, T - 1)
+    with pytest.raises(ValueError, match=f"block_size {T} does not divide micro_tokens {T + 1}"):
+        TokenData(folder, T, T + 1)
 
 
 def test_damaged_folders(copy, tmp_path):

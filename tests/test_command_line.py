@@ -51,7 +51,14 @@ def test_words_that_are_no_command_line_are_rejected(case, options, monkeypatch,
     assert message in LM.rejected(options | given, monkeypatch, capsys)
 
 
+def test_none_and_false_are_words_in_a_text():
+    config = parse("--prompt", "none", "--resume", "false", "--init_from", "none")
+    assert (config.prompt, config.resume, config.init_from) == ("none", False, None)
+
+
 REFUSED = {  # in one line
+    "no folder can be there": ({"out_dir": "/dev/null/x"}, "/dev/null/x"),
+    "what the rows say": ({"table": 1, "expert_size": 8}, "its rows have a --expert_size of their own: leave it out"),
     "preset": ({"preset": "wikitext103-323"}, "preset must be one of demo, wikitext103-124M"),
     "table": ({"table": 3}, "table must be one of 1, 2, not 3"),
     "device": ({"device": "nonsense"}, "device nonsense: "),

@@ -351,3 +351,12 @@ def test_seeds_give_mean_and_deviation(options, monkeypatch, capsys):
     assert (
         names == {3, 4} and "demo, preset demo, 2 seeds" in out and " ± " in out and out.count("under the limit") == 2
     )
+
+
+def test_only_the_checkpoint_has_one_before_it(tmp_path):
+    folder = runs.Folder(tmp_path, {}, common.setup("cpu", "float32"))
+    for step in range(2):
+        for name in ("ckpt.pt", "model.pt"):
+            folder.save({"step": step}, name)
+    found = {file.name: runs.load_checkpoint(file)["step"] for file in tmp_path.iterdir()}
+    assert found == {"ckpt.pt": 1, "ckpt.prev.pt": 0, "model.pt": 1}

@@ -432,8 +432,8 @@ def test_a_trained_model_can_be_searched_otherwise(trained, tmp_path, monkeypatc
     assert "test; beam 5, length penalty 1\n" in capsys.readouterr().out
     run(by_default | {"translate": tmp_path / "in.txt", "beam": 1, "length_penalty": 0.5}, monkeypatch)
     assert capsys.readouterr().out.count("\n") == 2
-    run(by_default | {"beam": 1, "steps": 1}, monkeypatch)
-    assert len(list((tmp_path / "other").iterdir())) == 2
+    names = [train_mt.Config(beam=1), train_mt.Config(beam=1, translate="in.txt")]
+    assert [runs.run_name(config, train_mt.PRESETS) for config in names] == ["demo-beam=1", "demo"]
 
 
 def test_what_cannot_be_translated_is_one_clear_line(trained, tmp_path, monkeypatch, capsys):
