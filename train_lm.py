@@ -158,19 +158,24 @@ def table2(base: Config) -> runs.Table:
     return runs.Table(title, ("method", "experts", "FLOPs", "paper, OWT", "paper, WT103"), rows, cells)
 
 
+ROUTING = {"wanted": ".2f", "served": ".2f", "cut": ".1%", "unserved": ".2%"}
+
+
 def cells(result: dict) -> dict:
     """A row of either table; of the routing statistics the mean over MoE layers."""
     test, layers = result["test"], result["test"]["layers"]
-    routing = {name: fmean(layer[name] for layer in layers) if layers else None for name in ROUTING}
-    return {
+    found = {
         "params, M": (result["parameters"]["total"] / 1e6, ".1f"),
         "ours": (test["ppl"], ".2f"),
         "no limit": (result["test_no_limit"]["ppl"], ".2f"),
         "per word": (test["word_ppl"], ".0f"),
-    } | {name: (routing[name], form) for name, form in ROUTING.items()}
+    }
+    for name, form in ROUTING.items():
+        values = [layer[name] for layer in layers]
+        found[name] = fmean(values) if values else None, form
+    return found
 
 
-ROUTING = {"wanted": ".2f", "served": ".2f", "cut": ".1%", "unserved": ".2%"}
 TABLES = {1: table1, 2: table2}
 
 # ---------------------------------------------------------------------------------------------------------------------
