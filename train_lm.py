@@ -281,7 +281,7 @@ def train(config: Config, context) -> dict:
         run.scaler.step(optimizer)
         run.scaler.update()
         optimizer.zero_grad()
-        model.after_step()
+        model.after_step()  # restores what a router keeps fixed: a hypersphere its norms, the others nothing
         if run.end_step(step):
             scores = evaluate(model, data, "valid", context, config.eval_tokens)
             run.save(step, scores, scores["loss"], f"valid {describe(scores)}")

@@ -296,7 +296,7 @@ def train(config: Config, context) -> dict:
             loss = mlm + config.balance_coef * balance  # X-MoE eq. 10
             run.backward(loss, shown=mlm, tokens=ids.numel() if real is None else len(real))
         run.scaler.unscale_(optimizer)
-        if config.grad_clip:
+        if config.grad_clip:  # X-MoE does not say; XLM-E clips at 2
             torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
         run.scaler.step(optimizer)
         run.scaler.update()
