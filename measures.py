@@ -74,11 +74,11 @@ def translation_flops(model: nn.Module, N: float, T: float) -> dict[str, float]:
     return {"total": matrices + scores + logits, "moe": N * source["moe"] + T * target["moe"]}
 
 
-def electra_flops(config, discriminator: bool, vocabulary: int, lookup: bool, moe: float = 0.0) -> float:
+def electra_flops(config, discriminator: bool, vocabulary: int, lookup: bool) -> float:
     """Training FLOPs of one token of XLM-E's generator or discriminator, as the script that came with ELECTRA counts.
 
     Every operation counts, the backward pass as much as the forward one, and a masked token is one of 6.4; with
-    `lookup` an embedding is taken for a product with the whole table. `moe`: forward FLOPs of sparse layers (ours).
+    `lookup` an embedding is taken for a product with the whole table. Of dense networks, as the paper's are.
     """
     D, T, V = config.n_embd, config.block_size, vocabulary
     # Operations a number: norm 5, softmax 5, dropout 4, GELU 8.
@@ -92,7 +92,7 @@ def electra_flops(config, discriminator: bool, vocabulary: int, lookup: bool, mo
         head = 2 * D * D + (3 + 8) * D
     else:
         head = (2 * D * V + 2 * D * D + (1 + 8 + 5) * D + (5 + 2) * V) / 6.4
-    return 2 * (config.n_layer * (attention + ffn) + inputs + head + moe)
+    return 2 * (config.n_layer * (attention + ffn) + inputs + head)
 
 
 def perplexity(loss: float) -> float:
