@@ -6,8 +6,6 @@
     python train_electra.py --router hypersphere                   sparse layers in the discriminator, any router
     torchrun --nproc_per_node 8 train_electra.py --preset base     the paper's model and schedule, on 8 GPUs
     python train_electra.py --table 2                              every row of the ablation
-    python train_electra.py --figure 1                             accuracy against FLOPs, XLM-E and the baseline
-    python train_electra.py --flops true                           parameters and FLOPs of the paper's sizes
 
 A step has a batch of sentences (MLM, MRTD) and one of translation pairs (TLM, TRTD). The generator fills in the masked
 tokens; the discriminator says of every token whether it was replaced. Prints, at every evaluation, how both do on both
@@ -17,14 +15,12 @@ stopped. The checkpoint's `encoder.` is the discriminator. `--help` lists every 
 """
 
 import dataclasses
-import json
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain, islice
-from pathlib import Path
 from statistics import fmean
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -45,8 +41,6 @@ from model import Encoder, MaskedLM, ModelConfig, SparseModel
 class Config(ModelConfig):
     preset: str = "demo"  # demo, or the paper's base, large and xl
     table: int | None = None  # run every row of XLM-E's table 2 at the preset's scale
-    figure: Literal[1] | None = None  # draw XLM-E's figure 1 from the runs of XLM-E and of its baseline
-    flops: bool = False  # print parameters and FLOPs of the paper's sizes (tables 3 and 4)
     seeds: int = 1  # repeat with so many seeds; give mean and deviation
     data: str = "catalogs"  # a corpus of many languages under data/prepared, or the folder of a prepared one
     pairs: str = "catalogs-pairs"  # translation pairs under data/prepared, or the folder of prepared ones
@@ -54,7 +48,7 @@ class Config(ModelConfig):
     sampling_exponent: float = 0.7  # alpha of eq. 9: a language is drawn in proportion to its size to this power
     objective: Literal["rtd", "mlm"] = "rtd"  # rtd: XLM-E; mlm: its baseline XLM, a masked LM of n_layer layers
     tlm: bool = True  # masked LM on translation pairs as well
-    trtd: bool | None = None  # replaced token detection on translation pairs as well; None: with rtd and tlm
+    trtd: bool = True  # replaced token detection on translation pairs as well, where TLM has them
     lambda_disc: float = 50.0  # lambda, the weight of the discriminator's losses
     mask_share: float = 0.15  # of the tokens are masked; of a pair, in each half
     span: float | None = None  # mean length of masked spans; None: single tokens (section 3.1: spans do worse)
@@ -92,28 +86,15 @@ class Config(ModelConfig):
     decoder_layers: ClassVar = 0
     decoder_moe: ClassVar = True
 
-    not_identity: ClassVar = {"figure", "flops"}
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.trtd is not None and not self.tlm:
-            raise ValueError("--trtd needs --tlm true: its generator must learn from pairs")
-        if self.router != "dense" and not self.moe_after:
-            raise ValueError(f"--router {self.router} needs --moe_after: the layers that sparse ones stand behind")
+    not_identity: ClassVar = set()
 
     def unread(self) -> set[str]:
         names = super().unread()
         if self.objective == "mlm":
             names |= {"lambda_disc", "trtd", "generator_layers"}
+        if not self.tlm:
+            names |= {"trtd"}
         return names
-
-    @property
-    def detects(self) -> dict[str, bool]:
-        """What a step trains on: a kind of text -> whether the discriminator is trained on it too."""
-        kinds = {"sentences": self.objective == "rtd"}
-        if self.tlm:
-            kinds["pairs"] = kinds["sentences"] and self.trtd is not False
-        return kinds
 
 
 # XLM-E appendices A and B; micro-batches are ours. Of Large and XL the text says that they have a vocabulary of 500K,
@@ -127,19 +108,16 @@ LARGE |= dict(vocab_size=1 << 19)
 XL |= dict(vocab_size=1 << 19)
 PRESETS = {"demo": dict(block_size=128, n_embd=128, ffn_size=512), "base": BASE, "large": BASE | LARGE, "xl": BASE | XL}
 
-TABLE2 = [  # what to change, and the paper's numbers after fine-tuning: XNLI, MLQA (F1 / EM)
-    ("XLM", dict(objective="mlm"), "66.2 / 47.8"),
-    ("XLM - TLM", dict(objective="mlm", tlm=False), "64.0 / 46.0"),
-    ("XLM-E", dict(trtd=None), "76.6, 68.3 / 49.8"),
-    ("XLM-E - TRTD", dict(tlm=False), "75.1, 67.8 / 49.7"),
-    ("XLM-E - TRTD - gate", dict(tlm=False, relative_bias=False), "67.4 / 49.2"),
-]
-SIZES = {"base": "279M", "large": "840M", "xl": "2.2B"}  # table 3
-
 
 def table2(base: Config) -> runs.Table:
-    """Without TRTD, without the gated bias, and XLM."""
-    rows = [((name, paper), change) for name, change, paper in TABLE2]
+    """Without TRTD, without the gated bias, and XLM. The paper's numbers are XNLI, MLQA (F1 / EM) after fine-tuning."""
+    rows = [
+        (("XLM", "66.2 / 47.8"), dict(objective="mlm")),
+        (("XLM - TLM", "64.0 / 46.0"), dict(objective="mlm", tlm=False)),
+        (("XLM-E", "76.6, 68.3 / 49.8"), dict(trtd=True)),
+        (("XLM-E - TRTD", "75.1, 67.8 / 49.7"), dict(tlm=False)),
+        (("XLM-E - TRTD - gate", "67.4 / 49.2"), dict(tlm=False, relative_bias=False)),
+    ]
     return runs.Table("XLM-E table 2, pre-training: held-out text", ("model", "paper: XNLI, MLQA"), rows, cells)
 
 
@@ -149,7 +127,7 @@ def cells(result: dict) -> dict:
     sentences, pairs = scores["sentences"], scores["pairs"]
     return {
         "params, M": (result["parameters"]["kept"] / 1e6, ".1f"),
-        "FLOPs": (result["flops"][PRODUCTS], ".2e"),
+        "FLOPs": (result["flops"], ".2e"),
         "masked tokens right": (sentences["generator"], ".1%"),
         "in pairs": (pairs["generator"], ".1%"),
         "F1": (sentences.get("f1"), ".3f"),
@@ -216,74 +194,81 @@ def make(config: Config) -> Electra | MaskedLM:
     return (Electra if rtd else MaskedLM)(dataclasses.replace(config, relative_bias=gated))
 
 
-def kept_parameters(model: Electra | MaskedLM) -> int:
-    """Parameters of what one keeps: the discriminator with its head, or the whole baseline."""
-    return sum(p.numel() for name, p in model.named_parameters() if not name.startswith("generator."))
-
-
 # ---------------------------------------------------------------------------------------------------------------------
-# Losses, and the scores that are made with them
-
-KINDS = "sentences", "pairs"
+# Losses and scores
 
 
-def losses(forward, batch: Masked, detect: bool, context, sums: Counter) -> tuple[Tensor, Tensor | float, Tensor]:
-    """The networks on one batch -> its MLM or TLM loss, its MRTD or TRTD loss (0 without `detect`), its balance loss.
+class Answers(NamedTuple):
+    """What the networks say of a batch of S tokens, M of them masked."""
 
-    What `scores_of` needs is added to `sums`, on the device, so that nobody waits for it.
-    """
+    logits: Tensor  # (M, V) of what the masked tokens are
+    targets: Tensor  # (M,) what they are
+    balance: Tensor  # the balance loss
+    verdicts: Tensor | None  # (S,) logits, above 0 where a token seems replaced; None where nobody judged
+    replaced: Tensor | None  # (S,) bool, whether it was
+
+
+def ask(forward, batch: Masked, detect: bool, context) -> Answers:
+    """The generator (or the baseline) fills in the batch; with `detect` the discriminator judges the outcome."""
     ids, masked, targets, real = context.send_all(batch.ids, batch.masked, batch.targets, batch.real)
+    verdicts = replaced = None
     with context.autocast():
         if detect:
-            logits, balance, answers, replaced = forward(ids, masked, real, targets)
+            logits, balance, verdicts, replaced = forward(ids, masked, real, targets)
         else:
             logits, balance = forward(ids, masked, real)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    tokens = ids.numel() if real is None else len(real)
-    mlm = F.cross_entropy(logits, targets, reduction="sum")  # eq. 1
-    guessed = logits.argmax(dim=1) == targets
-    sums.update(mlm=mlm.detach(), masked=len(targets), guessed=guessed.sum())
-    sums.update(tokens=tokens, balance=tokens * balance.detach())
-    rtd = 0.0
-    if detect:
-        answers = answers.to(logits.dtype)
-        truth, called = replaced.to(answers.dtype), answers > 0
-        rtd = F.binary_cross_entropy_with_logits(answers, truth, reduction="sum")  # eqs. 3, 5
-        sums.update(rtd=rtd.detach(), right=(called == replaced).sum())
-        sums.update(replaced=replaced.sum(), called=called.sum(), found=(called & replaced).sum())
-    return mlm / max(1, len(targets)), rtd / tokens, balance
+    return Answers(logits, targets, balance, verdicts, replaced)
 
 
-def scores_of(sums: Counter, context) -> dict[str, float]:
-    """Losses and shares over all processes; blind_f1: the best F1 of an answer that sees no text."""
-    total = Counter()
-    for one in context.gather({name: float(x) for name, x in sums.items()}):
-        total.update(one)
-    tokens, masked = total["tokens"], max(1.0, total["masked"])
-    scores = {
-        "mlm": total["mlm"] / masked,
-        "generator": total["guessed"] / masked,
-        "balance": total["balance"] / tokens,
-    }
-    scores |= {"masked": int(total["masked"]), "tokens": int(tokens)}
-    if "rtd" in total:
-        share = total["replaced"] / tokens
-        scores |= {"rtd": total["rtd"] / tokens, "accuracy": total["right"] / tokens, "replaced": share}
-        scores["f1"] = 2 * total["found"] / max(1.0, total["called"] + total["replaced"])
-        scores["blind_f1"] = 2 * share / (1 + share)  # which says "replaced" of every token
-    return scores
+def losses(answers: Answers) -> tuple[Tensor, Tensor | float, Tensor]:
+    """MLM or TLM, the mean over masked tokens; MRTD or TRTD, the mean over all (0: nobody judged); the balance loss."""
+    logits = answers.logits.to(torch.promote_types(answers.logits.dtype, torch.float32))
+    mlm = F.cross_entropy(logits, answers.targets, reduction="sum") / max(1, len(answers.targets))  # eq. 1
+    if answers.verdicts is None:
+        return mlm, 0.0, answers.balance
+    truth = answers.replaced.to(logits.dtype)
+    rtd = F.binary_cross_entropy_with_logits(answers.verdicts.to(logits.dtype), truth)  # eqs. 3, 5
+    return mlm, rtd, answers.balance
 
 
-def tally(model: Electra | MaskedLM, batches: Iterable, detect: bool, config: Config, context) -> dict[str, float]:
-    """The scores of all batches of all processes; each batch's draws are fixed."""
-    sums = Counter()
-    for masking, first, batch in batches:
-        common.seed_all(config.seed, masking, first, 3)  # training has keys of three numbers
-        losses(model, batch, detect, context, sums)
-    return scores_of(sums, context)
+def count(answers: Answers) -> dict[str, float]:
+    """What `score` adds up over batches."""
+    mlm, rtd, balance = losses(answers)
+    M = len(answers.targets)
+    right = answers.logits.argmax(dim=1) == answers.targets
+    counts = {"masked": M, "mlm": M * float(mlm), "generator": int(right.sum()), "balance": M * float(balance)}
+    if answers.verdicts is not None:
+        called, replaced = answers.verdicts > 0, answers.replaced
+        S = len(replaced)
+        counts |= {"tokens": S, "rtd": S * float(rtd), "accuracy": int((called == replaced).sum())}
+        counts |= {"replaced": int(replaced.sum()), "called": int(called.sum())}
+        counts["found"] = int((called & replaced).sum())
+    return counts
 
 
 @torch.no_grad()
+def score(model: Electra | MaskedLM, batches: Iterable, detect: bool, config: Config, context) -> dict[str, float]:
+    """Mean losses and shares of right answers, over all batches of all processes; each batch's draws are fixed.
+
+    blind_f1: the F1 of calling every token replaced, the best that an answer can have which sees no text.
+    """
+    own, sums = Counter(), Counter()
+    for masking, first, batch in batches:
+        common.seed_all(config.seed, masking, first, 3)  # training has keys of three numbers
+        own.update(count(ask(model, batch, detect, context)))
+    for part in context.gather(own):
+        sums.update(part)
+    scores = {"masked": sums["masked"], "tokens": sums["tokens"]}
+    for name in ("mlm", "generator", "balance"):
+        scores[name] = sums[name] / max(1, sums["masked"])
+    if detect:
+        for name in ("rtd", "accuracy", "replaced"):
+            scores[name] = sums[name] / sums["tokens"]
+        scores["f1"] = 2 * sums["found"] / max(1, sums["called"] + sums["replaced"])
+        scores["blind_f1"] = 2 * scores["replaced"] / (1 + scores["replaced"])
+    return scores
+
+
 def evaluate(model: Electra | MaskedLM, data: dict, config: Config, context, maskings: int = 1) -> dict:
     """Scores on the validation text of both kinds.
 
@@ -291,18 +276,18 @@ def evaluate(model: Electra | MaskedLM, data: dict, config: Config, context, mas
     without, the same tokens masked. `layers`: routing statistics of sparse layers. `retrieval`: see there.
     """
     model.eval()
+    limits = config.eval_tokens, context.rank, context.world
     watches = [measures.RoutingStats(moe) for moe in model.moe_layers]
-    some = config.eval_tokens, context.rank, context.world
     scores = {"loss": 0.0}
-    for kind in KINDS:
-        batches = data[kind].eval_batches("valid", maskings, *some)
-        scores[kind] = tally(model, batches, config.objective == "rtd", config, context)
+    for kind, corpus in data.items():
+        batches = corpus.eval_batches("valid", maskings, *limits)
+        scores[kind] = score(model, batches, config.objective == "rtd", config, context)
         scores["loss"] += scores[kind]["mlm"] + config.lambda_disc * scores[kind].get("rtd", 0.0)
     scores["layers"] = [watch.finish(context.sum) for watch in watches]
     scores["translation"] = {}
     for name, beside in {"with": True, "without": False}.items():
-        halves = [data["pairs"].eval_batches("valid", maskings, *some, half, beside) for half in (0, 1)]
-        scores["translation"][name] = tally(model, chain(*halves), False, config, context)["generator"]
+        halves = [data["pairs"].eval_batches("valid", maskings, *limits, half, beside) for half in (0, 1)]
+        scores["translation"][name] = score(model, chain(*halves), False, config, context)["generator"]
     scores |= retrieval(model.encoder, data["pairs"], config, context)
     model.train()
     return scores
@@ -333,13 +318,12 @@ def middle(scores: dict) -> int:
     return round(0.75 * (len(scores["retrieval"]) - 1))
 
 
-def describe(scores: dict, seen: dict) -> str:
-    """A line for each kind of text, seen and held out, and what follows from them."""
-    texts = {f"seen {kind}": own for kind, own in seen.items()}
-    texts |= {f"held-out {kind}": scores[kind] for kind in KINDS}
+def describe(scores: dict) -> str:
+    """What one evaluation found: a line for each kind of text, one for both languages together, one a sparse layer."""
     lines = []
-    for text, own in texts.items():
-        line = f"{text}: generator: loss {own['mlm']:.3f}, {own['generator']:.1%} right"
+    for kind in ("sentences", "pairs"):
+        own = scores[kind]
+        line = f"held-out {kind}: generator: loss {own['mlm']:.3f}, {own['generator']:.1%} right"
         if "rtd" in own:
             line += f"; discriminator: loss {own['rtd']:.4f}, {own['accuracy']:.1%} right, F1 {own['f1']:.3f} "
             line += f"(blind guess {own['blind_f1']:.3f}), {own['replaced']:.1%} really replaced"
@@ -351,83 +335,29 @@ def describe(scores: dict, seen: dict) -> str:
         f"({found[0]:.1%} by embeddings, {scores['chance']:.1%} chance)"
     )
     for i, moe in enumerate(scores["layers"], 1):
-        balance = ", ".join(f"{scores[kind]['balance']:.3f}" for kind in KINDS)
+        balance = f"{scores['sentences']['balance']:.3f}, {scores['pairs']['balance']:.3f}"
         lines.append(f"sparse layer {i}: {measures.describe_routing(moe)}; balance loss of all {balance}")
     return "\n".join(lines)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# FLOPs
-
-WAYS = "ELECTRA's script", "ELECTRA's, our vocabulary", "products, backward twice"  # to count them
-PRODUCTS = WAYS[2]
-
-
-def training_flops(model: Electra | MaskedLM, config: Config) -> tuple[float, float]:
-    """Products of one token in the generator, which the baseline counts as, and in the discriminator (0: none)."""
-    D, V = config.n_embd, model.config.vocab_size
-    predicting = config.mask_share * (2 * D * V + 2 * D * D)
-    judging = 2 * D * D + 2 * D
-    if isinstance(model, MaskedLM):
-        return 3 * measures.flops_per_token(model.encoder, config, predicting)["total"], 0.0
-    generator = measures.flops_per_token(model.generator.encoder, model.generator.config, predicting)
-    discriminator = measures.flops_per_token(model.encoder, config, judging)
-    return 3 * generator["total"], 3 * discriminator["total"]
-
-
-def step_flops(model: Electra | MaskedLM, config: Config) -> float:
-    """Of a training step; pairs, too, attend over block_size positions in this count."""
-    generator, discriminator = training_flops(model, config)
-    kinds = config.detects.values()
-    return config.batch_tokens * (len(kinds) * generator + sum(kinds) * discriminator)
-
-
-def table3() -> str:
-    """XLM-E's table 3: parameters of the discriminator with its head, ours beside the paper's."""
-    rows = []
-    for preset, paper in SIZES.items():
-        config, model = on_paper(preset)
-        bias = [p.numel() for name, p in model.encoder.named_parameters() if "gate" in name or "distance" in name]
-        kept = kept_parameters(model)
-        rows.append([preset, f"{config.vocab_size:,}", paper, f"{kept:,}", f"{kept - sum(bias):,}"])
-    table = runs.markdown_table(["preset", "vocabulary", "paper", "ours", "ours without the gated bias"], rows)
-    return f"XLM-E table 3: parameters of the discriminator with its head\n\n{table}"
-
-
-def table4() -> str:
-    """XLM-E's table 4: training FLOPs of the base model, counted in three ways, beside the paper's."""
-    config, model = on_paper("base")
-    networks = (model.generator.config, False), (config, True)
-    ways = [
-        [measures.electra_flops(*network, 30_522, lookup=True) for network in networks],
-        [measures.electra_flops(*network, config.vocab_size, lookup=False) for network in networks],
-        training_flops(model, config),
-    ]
-    counted = {
-        "discriminator, one batch": ["6.3e19", *(discriminator for _, discriminator in ways)],
-        "both networks, one batch": ["9.5e19", *(sum(way) for way in ways)],
-        "both networks, both batches": ["", *(2 * sum(way) for way in ways)],
-    }
-    rows = []
-    for name, (paper, *costs) in counted.items():
-        rows.append([name, paper, *(f"{config.batch_tokens * config.steps * cost:.2e}" for cost in costs)])
-    table = runs.markdown_table(["base", "paper", *WAYS], rows)
-    return f"""XLM-E table 4: training FLOPs of 125,000 steps of batches of 2,048 x 512 tokens\n\n{table}
-
-The paper's numbers follow exactly from neither way of counting. 6.3e19 (- TRTD) and 9.5e19 (XLM-E) are close to what
-ELECTRA's script gives, with its vocabulary of 30,522, for the discriminator alone and for both networks on one batch;
-by the text both rows train both networks, on one batch a step without TRTD and on two with it."""
-
-
-def on_paper(preset: str) -> tuple[Config, Electra]:
-    """A preset's model, of shapes without numbers, with XLM-R's vocabulary where the preset names none."""
-    config = Config(**{"vocab_size": 250_002} | PRESETS[preset])
-    with torch.device("meta"):
-        return config, make(config)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # One run
+
+
+def step_flops(model: Electra | MaskedLM) -> float:
+    """Training FLOPs of a step, forward and twice that backward; pairs count as rows of block_size tokens, too."""
+    config = model.config
+    D, V = config.n_embd, config.vocab_size
+    rtd = config.objective == "rtd"
+    generator = model.generator if rtd else model
+    head = config.mask_share * 2 * D * (D + V)  # the masked tokens alone
+    batches = 1 + config.tlm  # of sentences, and of pairs
+    forward = batches * measures.flops_per_token(generator.encoder, generator.config, head)["total"]
+    if rtd:
+        head = 2 * D * D + 2 * D
+        batches = 1 + (config.tlm and config.trtd)
+        forward += batches * measures.flops_per_token(model.encoder, config, head)["total"]
+    return 3 * config.batch_tokens * forward
 
 
 def open_data(config: Config, context) -> dict[str, MaskedData | PairData]:
@@ -436,18 +366,18 @@ def open_data(config: Config, context) -> dict[str, MaskedData | PairData]:
     context.barrier()
     micros = config.batch_tokens // config.micro_tokens
     shape = config.block_size, config.micro_tokens, micros, config.seed, config.sampling_exponent, config.mask_share
-    data = {}
-    for kind, reader, folder in zip(KINDS, (MaskedData, PairData), folders):
-        data[kind] = reader(folder, *shape, replace=(1.0, 0.0), span=config.span)
-        if context.rank == 0:
-            data[kind].verify()
+    masks = dict(replace=(1.0, 0.0), span=config.span)  # what is masked always becomes the mask token
+    data = {"sentences": MaskedData(folders[0], *shape, **masks), "pairs": PairData(folders[1], *shape, **masks)}
+    if context.rank == 0:
+        for corpus in data.values():
+            corpus.verify()
     if data["sentences"].tokenizer.sha256 != data["pairs"].tokenizer.sha256:
         raise ValueError(f"{folders[0]} and {folders[1]} have different tokenizers: prepare both with the same --spm")
     return data
 
 
 def train(config: Config, context) -> dict:
-    """Trains (or goes on training) one model -> its result, which is also in result.json."""
+    """Trains one model, or goes on where it stopped -> its result, as in result.json."""
     with common.clear_errors():
         data = open_data(config, context)
         run = runs.Run(config, PRESETS, context, *data.values())
@@ -458,28 +388,30 @@ def train(config: Config, context) -> dict:
         model = common.place(make(runs.with_vocabulary(config, data["pairs"])), context)
         if run.checkpoint:
             model.load_state_dict(run.checkpoint["model"])
-    parameters = measures.count_parameters(model) | {"kept": kept_parameters(model)}
-    flops, kinds = step_flops(model, config), config.detects
+    kept = [p for name, p in model.named_parameters() if not name.startswith("generator.")]
+    parameters = measures.count_parameters(model) | {"kept": sum(p.numel() for p in kept)}
+    flops = step_flops(model)
     run.say(
         f"{run.name}: {parameters['total']:,} parameters, {parameters['kept']:,} of them to keep; "
         f"{flops / 1e9:.1f} GFLOPs a step; {len(data['sentences'].languages)} languages, "
         f"{len(data['pairs'].languages)} pairs of them"
     )
     optimizer = common.adamw(model, config)
-    forward = run.begin("encoder", model, optimizer, flops / 3 / (config.batch_tokens * len(kinds)))
-    seen = {kind: Counter() for kind in kinds}  # since the last evaluation
+    batches = 1 + config.tlm  # of a step: sentences, and pairs
+    forward = run.begin("encoder", model, optimizer, flops / 3 / (batches * config.batch_tokens))
+    rtd = config.objective == "rtd"
     for step in run.steps():
         common.set_learning_rate(optimizer, common.linear(step, config.steps, config.warmup, config.learning_rate))
         for micro in run.micros(step):
             sentences = data["sentences"].batch("train", step, micro)
-            mlm, mrtd, balance = losses(forward, sentences, kinds["sentences"], context, seen["sentences"])
-            tlm, trtd, more = 0.0, 0.0, 0.0
+            mlm, mrtd, balance = losses(ask(forward, sentences, rtd, context))
+            tlm = trtd = more = 0.0
             if config.tlm:
                 pairs = data["pairs"].batch("train", step, micro)
-                tlm, trtd, more = losses(forward, pairs, kinds["pairs"], context, seen["pairs"])
+                tlm, trtd, more = losses(ask(forward, pairs, rtd and config.trtd, context))
             balance = config.balance_coef * (balance + more)
             loss = mlm + tlm + config.lambda_disc * (mrtd + trtd) + balance  # section 3.2
-            run.backward(loss, shown=loss, tokens=config.micro_tokens * len(kinds))
+            run.backward(loss, shown=loss, tokens=batches * config.micro_tokens)
         run.scaler.unscale_(optimizer)
         if config.grad_clip:
             torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
@@ -488,72 +420,22 @@ def train(config: Config, context) -> dict:
         optimizer.zero_grad()
         model.after_step()
         if run.end_step(step):
-            trained = {kind: scores_of(sums, context) for kind, sums in seen.items()}
             scores = evaluate(model, data, config, context)
-            record = {"flops": (step + 1) * flops, "seen": trained, "held_out": scores}
-            run.save(step, record, scores["loss"], f"{record['flops']:.2e} FLOPs\n{describe(scores, trained)}")
-            seen = {kind: Counter() for kind in kinds}
+            record = {"flops": (step + 1) * flops, "held_out": scores}
+            run.save(step, record, scores["loss"], f"{record['flops']:.2e} FLOPs\n{describe(scores)}")
     scores = evaluate(model, data, config, context, config.eval_maskings)
-    result = {"held_out": scores, "parameters": parameters, "flops": {PRODUCTS: config.steps * flops}}
-    return run.finish(result)
+    return run.finish({"held_out": scores, "parameters": parameters, "flops": config.steps * flops})
 
 
 def report(config: Config, result: dict) -> str:
     """A finished result in words."""
-    flops = result["flops"][PRODUCTS]
-    return f"\n{result['name']}, {flops:.2e} FLOPs, {config.eval_maskings} maskings\n{describe(result['held_out'], {})}"
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Figure 1
-
-
-def figure1(config: Config, context):
-    """Held-out accuracy against training FLOPs at our scale, from the logs of both objectives."""
-    with common.clear_errors():
-        runs.refuse_rows(config, PRESETS, [change for _, change, _ in TABLE2])
-        figure = new_figure()
-        configs = runs.seeds_of(config, {"objective": "rtd"}) + runs.seeds_of(config, {"objective": "mlm"})
-    found, right = figure.subplots(1, 2)
-    for one in configs:
-        name = train(one, context)["name"]
-        records = [json.loads(line) for line in Path(one.out_dir, name, "metrics.jsonl").read_text().splitlines()]
-        flops = [record["flops"] for record in records]
-        scores = [record["held_out"] for record in records]
-        model, color = {"rtd": ("XLM-E", "tab:red"), "mlm": ("XLM", "tab:blue")}[one.objective]
-        label = f"{model}, seed {one.seed}"
-        found.plot(flops, [s["retrieval"][middle(s)] for s in scores], color=color, label=label)
-        right.plot(flops, [s["sentences"]["generator"] for s in scores], color=color, label=label)
-        if one.objective == "rtd":
-            right.plot(flops, [s["sentences"]["f1"] for s in scores], ":", color=color, label=f"{label}: F1")
-    found.axhline(scores[0]["chance"], color="gray", linestyle="--", label="chance")
-    found.set(xlabel="training FLOPs (products)", title="Held-out translations found")
-    right.set(xlabel="training FLOPs (products)", title="Masked tokens of held-out sentences right")
-    found.legend()
-    right.legend()
-    if context.rank == 0:
-        file = Path(config.out_dir, "figure1.png")
-        figure.savefig(file, dpi=120)
-        print(f"drawn in {file}")
-
-
-def new_figure():
-    """ImportError, in one line, without matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ImportError("--figure needs one more library: pip install matplotlib") from None
-    return Figure(figsize=(10, 4), layout="tight")
+    title = f"{result['name']}, {result['flops']:.2e} FLOPs, {config.eval_maskings} maskings"
+    return f"\n{title}\n{describe(result['held_out'])}"
 
 
 def main():
     config, context = runs.start(Config, PRESETS)
-    if config.figure:
-        figure1(config, context)
-    elif not config.flops:
-        runs.carry_out(config, PRESETS, context, TABLES, train, report, cells)
-    elif context.rank == 0:
-        print(f"{table3()}\n\n{table4()}")
+    runs.carry_out(config, PRESETS, context, TABLES, train, report, cells)
 
 
 if __name__ == "__main__":
