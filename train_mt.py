@@ -6,7 +6,7 @@
     python train_mt.py --preset multi30k                       German captions to English
     torchrun --nproc_per_node 4 train_mt.py --preset wmt23 --data wmt23-uk       the paper's model, on 4 GPUs
     python train_mt.py --table 3                               every row of a table, beside the paper's numbers
-    python train_mt.py --preset multi30k --translate FILE      a trained model, line by line; - for standard input
+    python train_mt.py --translate FILE --model out/train_mt/multi30k      a trained model, line by line
 
 Prints, at every evaluation, cross entropy, how each MoE layer routes, and BLEU and chrF2++ of the validation set; in
 the end those of the test set, with the weights whose validation BLEU was best, under the evaluation's capacity limit
@@ -29,11 +29,12 @@ from tqdm import tqdm
 
 import common
 import measures
+import pretrained
 import runs
 from data.batches import Translation, TranslationData, source_batches
 from data.files import read_lines
 from data.prepare import ready
-from data.tokenizers import XLMR, load_tokenizer
+from data.tokenizers import XLMR
 from model import ModelConfig, sizes
 from translator import Translator
 
@@ -81,14 +82,11 @@ class Config(ModelConfig):
     dtype: Literal["auto", "bfloat16", "float16", "float32", "float64"] = "auto"  # auto: bfloat16 where it is fast
     compile: bool = False  # torch.compile
     resume: bool = True  # go on from the run's newest checkpoint; false: start again
-    translate: str | None = None  # no training: translate this file, or - for standard input, with the run's model
+    translate: str | None = None  # no training: translate this file, or - for standard input, with a trained model
+    model: str = "out/train_mt/demo"  # the folder of its run
 
     relative_bias: ClassVar = False  # not of a translator
-
-    @property
-    def not_identity(self) -> set[str]:
-        """A trained model can be searched otherwise."""
-        return {"translate"} | ({"beam", "length_penalty"} if self.translate is not None else set())
+    not_identity: ClassVar = {"translate", "model"}
 
 
 # XMoE 4.2 and its authors' configurations; the papers are silent on batch and steps: those are ours.
@@ -173,7 +171,7 @@ def translate_texts(model: Translator, texts: list[str], tokenizer: XLMR, config
     limit: under the evaluation's capacity, where a translation depends on its batch too. A text of more than
     block_size - 1 tokens is cut, and a line says so; one without any is its own translation, which is empty.
     """
-    ids, room = tokenizer.encode_batch(texts), config.block_size - 1
+    ids, room = tokenizer.encode_batch(texts), model.config.block_size - 1
     long = sum(len(text) > room for text in ids)
     if long and context.rank == 0:
         print(f"warning: {long} of {len(ids)} texts are cut to block_size - 1 = {room} tokens", file=sys.stderr)
@@ -367,28 +365,13 @@ def report(config: Config, result: dict) -> str:
     return "\n".join(lines)
 
 
-def load_run(config: Config, context) -> tuple[Translator, XLMR]:
-    """The best weights and the tokenizer of the run that has these constants."""
-    if config.table or config.seeds > 1:
-        raise ValueError("--translate takes one trained model: not with --table or --seeds")
-    as_trained = replace(config, translate=None)  # searched as now, or else as by default
-    names = [runs.run_name(as_trained, PRESETS), runs.run_name(config, PRESETS)]
-    files = [Path(config.out_dir, name, "model.pt") for name in names]
-    file = next((file for file in files if file.exists()), None)
-    if file is None:
-        raise ValueError(f"{files[0]} does not exist: train first, with the same constants")
-    state, tokenizer = runs.load_checkpoint(file), load_tokenizer(file.parent)
-    if state["tokenizer"] != tokenizer.sha256:
-        raise ValueError(f"{file} was trained with another vocabulary than the tokenizer beside it")
-    model = common.place(Translator(Config(**state["arguments"])), context)
-    model.load_state_dict(state["model"])
-    return model, tokenizer
-
-
 def translate_file(config: Config, context, at_once: int = 1000):
-    """Prints the translation of every line of a file, an empty one for one without text, by the run's model."""
+    """Prints the translation of every line of a file, an empty one for one without text, by a run's best weights."""
     with common.clear_errors():
-        model, tokenizer = load_run(config, context)
+        model, tokenizer = pretrained.load(config.model)
+        if not isinstance(model, Translator):
+            raise ValueError(f"{config.model} is no translator: give --model the folder of a run of train_mt.py")
+        model = common.place(model, context)
         path = Path("/dev/stdin" if config.translate == "-" else config.translate)
         lines = [line.strip() for _, line in read_lines(path)] if context.rank == 0 else None  # a pipe is read once
     lines = context.gather(lines)[0]

@@ -119,6 +119,7 @@ def test_every_row_trains_translates_and_reports(row, options, monkeypatch, caps
         assert "nrefs:1" in pair["bleu_signature"] and "tok:13a" in pair["bleu_signature"]
         assert "nc:6" in pair["chrf_signature"] and "nw:2" in pair["chrf_signature"]
     assert out.count("reference: ") == out.count("ours:      ") == 5
+    assert "test; beam 2, length penalty 1\n" in out
     if row in ("switch", "topk", "threshold"):
         assert any(layer["cut"] > 0 for layer in limited["layers"])
         assert all(layer["cut"] == 0 for layer in free["layers"])
@@ -146,7 +147,7 @@ def test_32_pairs_are_learned_by_heart(tmp_path, monkeypatch, capsys):
     assert result_of(tmp_path / "out")["test"]["bleu"] == pytest.approx(100)
     capsys.readouterr()
     (tmp_path / "in.txt").write_text("".join(f"{one}\n" for one, _ in pairs))
-    run(options | {"translate": tmp_path / "in.txt"}, monkeypatch)
+    run(options | {"translate": tmp_path / "in.txt", "model": only_run(options["out_dir"])}, monkeypatch)
     assert capsys.readouterr().out == "".join(f"{two}\n" for _, two in pairs)
 
 
@@ -403,7 +404,7 @@ def trained_once(corpus, tmp_path_factory) -> Path:
 def trained(trained_once, options, capsys) -> dict:
     shutil.copytree(trained_once, options["out_dir"])
     capsys.readouterr()
-    return options
+    return options | {"model": only_run(options["out_dir"])}
 
 
 def test_a_file_or_standard_input_is_translated_line_by_line(trained, tmp_path, monkeypatch, capsys):
@@ -427,13 +428,9 @@ def test_a_file_or_standard_input_is_translated_line_by_line(trained, tmp_path, 
 def test_a_trained_model_can_be_searched_otherwise(trained, tmp_path, monkeypatch, capsys):
     """Another beam in training is another run: its best weights are found by other translations."""
     (tmp_path / "in.txt").write_text("Hund rot.\nKatze\n")
-    by_default = {name: value for name, value in trained.items() if name != "beam"} | {"out_dir": tmp_path / "other"}
-    run(by_default, monkeypatch)
-    assert "test; beam 5, length penalty 1\n" in capsys.readouterr().out
-    run(by_default | {"translate": tmp_path / "in.txt", "beam": 1, "length_penalty": 0.5}, monkeypatch)
+    run(trained | {"translate": tmp_path / "in.txt", "beam": 1, "length_penalty": 0.5}, monkeypatch)
     assert capsys.readouterr().out.count("\n") == 2
-    names = [train_mt.Config(beam=1), train_mt.Config(beam=1, translate="in.txt")]
-    assert [runs.run_name(config, train_mt.PRESETS) for config in names] == ["demo-beam=1", "demo"]
+    assert runs.run_name(train_mt.Config(beam=1), train_mt.PRESETS) == "demo-beam=1"
 
 
 def test_what_cannot_be_translated_is_one_clear_line(trained, tmp_path, monkeypatch, capsys):
@@ -442,14 +439,10 @@ def test_what_cannot_be_translated_is_one_clear_line(trained, tmp_path, monkeypa
     assert "is not UTF-8: byte 3" in refused(trained | {"translate": tmp_path / "latin"}, monkeypatch, capsys)
     (tmp_path / "in").write_text("rot\n")
     given = trained | {"translate": tmp_path / "in"}
-    assert "does not exist: train first" in refused(given | {"seed": 7}, monkeypatch, capsys)
-    assert "--translate takes one trained model" in refused(given | {"table": 3}, monkeypatch, capsys)
-    assert "--translate takes one trained model" in refused(given | {"seeds": 2}, monkeypatch, capsys)
-    folder = only_run(trained["out_dir"])
-    write(tmp_path / "text", {split: sentences(99, seed) for seed, split in enumerate(("train", "valid", "test"))})
-    other = prepare("bitext", tmp_path / "text", pieces=290, out=tmp_path / "other")
-    (folder / "xlmr.model").write_bytes((other / "xlmr.model").read_bytes())
-    assert "another vocabulary than the tokenizer beside it" in refused(given, monkeypatch, capsys)
+    assert "neither the folder of a run" in refused(given | {"model": tmp_path}, monkeypatch, capsys)
+    folder = trained["model"]
+    for file in ("ckpt.pt", "ckpt.prev.pt"):
+        (folder / file).unlink()
     flip_a_byte(folder / "model.pt")
     assert "model.pt is corrupt" in refused(given, monkeypatch, capsys)
 
