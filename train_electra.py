@@ -102,11 +102,11 @@ class Config(ModelConfig):
 BASE = dict(block_size=512, n_layer=12, n_head=12, n_embd=768, ffn_size=3072, generator_layers=4, dropout=0.1)
 BASE |= dict(data="cc100", pairs="opus100", steps=125_000, batch_tokens=2048 * 512, micro_tokens=32 * 512)
 BASE |= dict(learning_rate=5e-4, warmup=0.08, eval_every=5000, eval_tokens=1 << 25, moe_after=(6,))
-LARGE = dict(n_layer=24, n_head=16, n_embd=1024, ffn_size=4096, generator_layers=6, moe_after=(12,))
-XL = dict(n_layer=48, n_head=24, n_embd=1536, ffn_size=6144, generator_layers=8, moe_after=(24,))
+LARGE = BASE | dict(n_layer=24, n_head=16, n_embd=1024, ffn_size=4096, generator_layers=6, moe_after=(12,))
 LARGE |= dict(vocab_size=1 << 19)
-XL |= dict(vocab_size=1 << 19)
-PRESETS = {"demo": dict(block_size=128, n_embd=128, ffn_size=512), "base": BASE, "large": BASE | LARGE, "xl": BASE | XL}
+XL = LARGE | dict(n_layer=48, n_head=24, n_embd=1536, ffn_size=6144, generator_layers=8, moe_after=(24,))
+DEMO = dict(block_size=128, n_embd=128, ffn_size=512)
+PRESETS = {"demo": DEMO, "base": BASE, "large": LARGE, "xl": XL}
 
 
 def table2(base: Config) -> runs.Table:
@@ -149,7 +149,9 @@ class Electra(SparseModel):
         super().__init__()
         D = config.n_embd
         self.config, self.encoder = config, Encoder(config)
-        self.dense, self.ln_h, self.out = nn.Linear(D, D), nn.LayerNorm(D), nn.Linear(D, 1)
+        self.dense = nn.Linear(D, D)
+        self.ln_h = nn.LayerNorm(D)
+        self.out = nn.Linear(D, 1)
         for linear in (self.dense, self.out):
             nn.init.normal_(linear.weight, std=config.init_std)
             nn.init.zeros_(linear.bias)
@@ -235,14 +237,23 @@ def count(answers: Answers) -> dict[str, float]:
     """What `score` adds up over batches."""
     mlm, rtd, balance = losses(answers)
     M = len(answers.targets)
-    right = answers.logits.argmax(dim=1) == answers.targets
-    counts = {"masked": M, "mlm": M * float(mlm), "generator": int(right.sum()), "balance": M * float(balance)}
+    counts = {
+        "masked": M,
+        "mlm": M * float(mlm),
+        "generator": int((answers.logits.argmax(dim=1) == answers.targets).sum()),
+        "balance": M * float(balance),
+    }
     if answers.verdicts is not None:
         called, replaced = answers.verdicts > 0, answers.replaced
         S = len(replaced)
-        counts |= {"tokens": S, "rtd": S * float(rtd), "accuracy": int((called == replaced).sum())}
-        counts |= {"replaced": int(replaced.sum()), "called": int(called.sum())}
-        counts["found"] = int((called & replaced).sum())
+        counts |= {
+            "tokens": S,
+            "rtd": S * float(rtd),
+            "accuracy": int((called == replaced).sum()),
+            "replaced": int(replaced.sum()),
+            "called": int(called.sum()),
+            "found": int((called & replaced).sum()),
+        }
     return counts
 
 
@@ -367,11 +378,12 @@ def open_data(config: Config, context) -> dict[str, MaskedData | PairData]:
     micros = config.batch_tokens // config.micro_tokens
     shape = config.block_size, config.micro_tokens, micros, config.seed, config.sampling_exponent, config.mask_share
     masks = dict(replace=(1.0, 0.0), span=config.span)  # what is masked always becomes the mask token
-    data = {"sentences": MaskedData(folders[0], *shape, **masks), "pairs": PairData(folders[1], *shape, **masks)}
+    sentences = MaskedData(folders[0], *shape, **masks)
+    data = {"sentences": sentences, "pairs": PairData(folders[1], *shape, **masks)}
     if context.rank == 0:
         for corpus in data.values():
             corpus.verify()
-    if data["sentences"].tokenizer.sha256 != data["pairs"].tokenizer.sha256:
+    if sentences.tokenizer.sha256 != data["pairs"].tokenizer.sha256:
         raise ValueError(f"{folders[0]} and {folders[1]} have different tokenizers: prepare both with the same --spm")
     return data
 
