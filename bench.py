@@ -37,10 +37,7 @@ from tqdm import tqdm
 import common
 import measures
 import model
-import pretrained
 import runs
-from data.batches import TranslationData
-from data.prepare import ready
 from translator import Translator
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -488,57 +485,35 @@ def bench_size(config: Config, context) -> Iterator[dict]:
 # python bench.py translate
 
 
-@dataclass
-class TranslateConfig(Config):
-    tokens: int = 20_000  # of sources and references, of all languages evenly, from the training split
-    data: str = "catalogs-en"  # a corpus of pairs under data/prepared, or the folder of a prepared one
-    model: str = "out/train_mt/demo"  # a run's folder; where it is missing, random weights, which rarely end early
+SENTENCE = 16  # tokens of a source
 
 
-def bench_translate(config: TranslateConfig, context) -> Iterator[dict]:
-    """Beam search without a capacity limit."""
-    with common.clear_errors():
-        data = TranslationData(ready(config.data), block_size=128, micro_tokens=2048)
-        translator = load_translator(config, data).to(context.device)
-        tokenizer = data.tokenizer
-    batches = list(data.eval_batches("train", config.tokens))
-    sentences = sum(len(batch.source) for batch in batches)
-    sources = [context.send_all(batch.source, batch.source_real) for batch in batches]
-    special = dict(bos=tokenizer.bos, eos=tokenizer.eos, never=tokenizer.unwritten)
+def bench_translate(config: Config, context) -> Iterator[dict]:
+    """Beam search without a capacity limit. Weights and sources are random, so that few translations end early."""
+    torch.manual_seed(0)
+    size = dict(n_layer=4, decoder_layers=2, n_embd=128, ffn_size=512)
+    translator = Translator(model.ModelConfig(vocab_size=VOCABULARY, **size)).to(context.device)
+    sentences = max(1, config.tokens // SENTENCE)
+    sources = torch.randint(VOCABULARY, (sentences, SENTENCE), device=context.device)
 
     def translate(beam: int, cache: bool, context) -> dict:
         with context.autocast():
-            found = [translator.translate(*source, beam=beam, cache=cache, **special) for source in sources]
-        return {"tokens": sum(len(ids) + 1 for batch in found for ids in batch)}
+            found = translator.translate(sources, bos=0, eos=1, beam=beam, cache=cache)
+        return {"tokens": sum(len(ids) + 1 for ids in found)}
 
-    records = []
     for beam in (5, 1):
-        ways = {"cache": Contender(partial(translate, beam, True), {})}
-        ways["no cache"] = Contender(partial(translate, beam, False), {})
+        ways = {
+            "cache": Contender(partial(translate, beam, True), {}),
+            "no cache": Contender(partial(translate, beam, False), {}),
+        }
         found = measure(f"beam {beam}", ways, config, context)
         for record in found:
             record["sentences_per_second"] = 1e3 * sentences / record["ms"]
             record["tokens_per_second"] = 1e3 * record["tokens"] / record["ms"]
             record["ratio"] = record["ms"] / found[0]["ms"]
-        records += found
-    weights = config.model if Path(config.model).exists() else "random weights"
-    columns = "shape impl runs ms spread tokens sentences_per_second tokens_per_second peak_mb ratio"
-    show(records, columns, f"{sentences:,} sentences of {config.data}, {weights}")
-    yield from records
-
-
-def load_translator(config: TranslateConfig, data: TranslationData) -> Translator:
-    """ValueError where the folder holds something else than a translator with the data's vocabulary."""
-    if not Path(config.model).exists():
-        torch.manual_seed(0)
-        size = dict(n_layer=4, decoder_layers=2, n_embd=128, ffn_size=512)
-        return Translator(model.ModelConfig(vocab_size=data.vocab_size, **size))
-    translator, tokenizer = pretrained.load(config.model)
-    if not isinstance(translator, Translator):
-        raise ValueError(f"{config.model} is no translator: give --model the folder of a run of train_mt.py")
-    if tokenizer.sha256 != data.tokenizer.sha256:
-        raise ValueError(f"{config.model} was trained with another vocabulary than that of {data.folder}: give --data")
-    return translator
+        columns = "impl runs ms spread tokens sentences_per_second tokens_per_second peak_mb ratio"
+        show(found, columns, f"beam {beam}: {sentences} sentences of {SENTENCE} tokens")
+        yield from found
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -548,7 +523,7 @@ BENCHES = {
     "layer": (bench_layer, LayerConfig()),
     "step": (bench_step, Config()),
     "size": (bench_size, Config(tokens=65536)),
-    "translate": (bench_translate, TranslateConfig()),
+    "translate": (bench_translate, Config(tokens=2048)),
 }
 
 
