@@ -360,17 +360,53 @@ def say_paired(found: list[dict]):
 # ---------------------------------------------------------------------------------------------------------------------
 # python bench.py step
 
+
+def decoders(**size) -> dict[str, model.ModelConfig]:
+    """XMoE's models: experts in every second block, as wide as the dense FFN or an eighth of it."""
+    ffn = 4 * size["n_embd"]
+    config = partial(model.ModelConfig, **size, ffn_size=ffn)
+    return {
+        f"dense 1 x {ffn}": config(router="dense"),
+        f"switch 8 x {ffn}": config(router="switch"),
+        f"topk 64 x {ffn // 8}": config(router="topk", expert_size=ffn // 8),
+        f"threshold 64 x {ffn // 8}": config(router="threshold", expert_size=ffn // 8),
+    }
+
+
+def encoders(expert: int, **size) -> dict[str, model.ModelConfig]:
+    """X-MoE's models: one sparse layer of 32 experts, half-way; a dense encoder whose FFNs are as much wider."""
+    ffn, layers = 4 * size["n_embd"], size["n_layer"]
+    wider = ffn + 3 * expert // layers
+    sparse = partial(model.ModelConfig, **size, ffn_size=ffn, expert_size=expert, moe_after=(layers // 2,))
+    return {
+        f"dense, FFN {wider}": model.ModelConfig(**size, ffn_size=wider, router="dense"),
+        f"SMoE 32 x 3 x {expert}": sparse(router="switch"),
+        f"X-MoE 32 x 3 x {expert}": sparse(router="hypersphere"),
+    }
+
+
 MASKED = 0.15  # share of its tokens that an encoder predicts
+DEMO = dict(n_head=4, n_layer=4, vocab_size=VOCABULARY)
+PAPER = dict(n_head=12, n_layer=12, n_embd=768)
+STEPS = {
+    "demo": {
+        "width 256": (model.GPT, decoders(**DEMO, n_embd=256, block_size=256)),
+        "width 768": (model.GPT, decoders(**DEMO, n_embd=768, block_size=256)),
+        "encoder": (model.MaskedLM, encoders(256, **DEMO, n_embd=256, block_size=128)),
+    },
+    "paper": {
+        "width 768": (model.GPT, decoders(**PAPER, block_size=1024, vocab_size=50_257)),
+        "encoder": (model.MaskedLM, encoders(3072, **PAPER, block_size=512, vocab_size=250_002)),
+    },
+}
 
 
 def bench_step(config: Config, context) -> Iterator[dict]:
     """Forward, backward, clipping, AdamW: as in the training scripts, on random tokens, at equal active FLOPs."""
     fastest = common.peak_flops(context)
-    for group, (make, size) in STEPS["paper" if context.device.type == "cuda" else "demo"].items():
-        torch.manual_seed(0)
-        sequences = max(1, config.tokens // size["block_size"])
-        ids = torch.randint(size["vocab_size"], (sequences, size["block_size"]), device=context.device)
-        found = measure(group, make(size, ids), config, context)
+    for group, (kind, configs) in STEPS["paper" if context.device.type == "cuda" else "demo"].items():
+        trainees = {name: trainee(kind, each, config.tokens, context.device) for name, each in configs.items()}
+        found = measure(group, trainees, config, context)
         dense, switch, *_ = found
         for record in found:
             record["tokens_per_second"] = 1e3 * record["S"] / record["ms"]
@@ -378,53 +414,28 @@ def bench_step(config: Config, context) -> Iterator[dict]:
             record["to_dense"] = record["ms"] / dense["ms"]
             record["to_switch"] = record["ms"] / switch["ms"]
         columns = "impl runs ms spread tokens_per_second mfu peak_mb to_dense to_switch"
-        show(found, columns, f"{group}, {ids.numel()} tokens")
+        show(found, columns, f"{group}, {dense['S']} tokens")
         yield from found
 
 
-def decoders(size: dict, ids: Tensor) -> dict[str, Contender]:
-    """XMoE's models: experts in every second block."""
-    trainees, ffn = {}, 4 * size["n_embd"]
-    for router, parts in {"dense": 1, "switch": 1, "topk": 8, "threshold": 8}.items():
-        config = model.ModelConfig(**size, ffn_size=ffn, router=router, expert_size=ffn // parts)
-        net = model.GPT(config).to(ids.device)
-        flops = measures.flops_per_token(net, config, head=2 * config.n_embd * config.vocab_size)
-        experts = 1 if router == "dense" else 8 * parts
-        trainees[f"{router} {experts} x {ffn // parts}"] = trainee(net, (ids,), ids.flatten(), flops["total"])
-    return trainees
-
-
-def encoders(size: dict, ids: Tensor) -> dict[str, Contender]:
-    """X-MoE's models: one sparse layer of 32 experts, half-way; a dense encoder whose FFNs are as much wider."""
-    masked = torch.randperm(ids.numel(), device=ids.device)[: round(MASKED * ids.numel())].sort().values
-    ffn, layers = 4 * size["n_embd"], size["n_layer"]
-    expert = ffn if layers == 12 else ffn // 4  # the demo's experts are smaller
-    wider = ffn + 3 * expert // layers
-    sparse = dict(ffn_size=ffn, expert_size=expert, moe_after=(layers // 2,))
-    options = {
-        f"dense, FFN {wider}": dict(ffn_size=wider, router="dense"),
-        f"SMoE 32 x 3 x {expert}": dict(sparse, router="switch"),
-        f"X-MoE 32 x 3 x {expert}": dict(sparse, router="hypersphere"),
-    }
-    trainees = {}
-    for name, option in options.items():
-        config = model.ModelConfig(**size, **option)
-        net = model.MaskedLM(config).to(ids.device)
-        head = 2 * config.n_embd * (config.n_embd + config.vocab_size)
-        flops = measures.flops_per_token(net.encoder, config, head=MASKED * head)
-        trainees[name] = trainee(net, (ids, masked), ids.flatten()[masked], flops["total"])
-    return trainees
-
-
-def trainee(net: nn.Module, inputs: tuple[Tensor, ...], targets: Tensor, flops: float) -> Contender:
-    """flops: forward, of one token."""
+def trainee(kind: type, config: model.ModelConfig, tokens: int, device: torch.device) -> Contender:
+    """kind: GPT or MaskedLM. A step has as many whole sequences as the tokens make, one at least."""
+    torch.manual_seed(0)
+    net = kind(config).to(device)
+    T, D, V = config.block_size, config.n_embd, config.vocab_size
+    ids = torch.randint(V, (max(1, tokens // T), T), device=device)
+    S = ids.numel()
+    if kind is model.MaskedLM:
+        masked = torch.randperm(S, device=device)[: round(MASKED * S)].sort().values
+        inputs, targets = (ids, masked), ids.flatten()[masked]
+        flops = measures.flops_per_token(net.encoder, config, head=MASKED * 2 * D * (D + V))
+    else:
+        inputs, targets = (ids,), ids.flatten()
+        flops = measures.flops_per_token(net, config, head=2 * D * V)
     optimizer = torch.optim.AdamW(net.parameters(), fused=True)
-    forward = torch.compile(net, dynamic=False) if targets.is_cuda else net
-    S = inputs[0].numel()
-    return Contender(
-        partial(training_step, net, forward, optimizer, inputs, targets),
-        {"S": S, "gflops": 3 * flops * S / 1e9},
-    )
+    forward = torch.compile(net, dynamic=False) if ids.is_cuda else net
+    run = partial(training_step, net, forward, optimizer, inputs, targets)
+    return Contender(run, {"S": S, "gflops": 3 * flops["total"] * S / 1e9})
 
 
 def training_step(net, forward, optimizer, inputs, targets, context) -> dict:
@@ -438,20 +449,6 @@ def training_step(net, forward, optimizer, inputs, targets, context) -> dict:
     net.after_step()
     return {}
 
-
-DEMO = dict(n_head=4, n_layer=4, n_embd=256, block_size=256, vocab_size=VOCABULARY)
-PAPER = dict(n_head=12, n_layer=12, n_embd=768, block_size=1024, vocab_size=50_257)
-STEPS = {
-    "demo": {
-        "width 256": (decoders, DEMO),
-        "width 768": (decoders, DEMO | dict(n_embd=768)),
-        "encoder": (encoders, DEMO | dict(block_size=128)),
-    },
-    "paper": {
-        "width 768": (decoders, PAPER),
-        "encoder": (encoders, PAPER | dict(block_size=512, vocab_size=250_002)),
-    },
-}
 
 # ---------------------------------------------------------------------------------------------------------------------
 # python bench.py size

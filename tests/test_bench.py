@@ -211,12 +211,14 @@ def test_an_earlier_version_takes_turns_with_ours(records, tmp_path, capsys):
 # step and size
 
 
+SIZE = dict(n_layer=4, n_head=4, n_embd=16, vocab_size=64, block_size=16)
+TINY = {"width 16": (model.GPT, bench.decoders(**SIZE)), "encoder": (model.MaskedLM, bench.encoders(16, **SIZE))}
+
+
 def test_step_measures_whole_steps(records, monkeypatch):
-    tiny = bench.DEMO | dict(n_embd=16, vocab_size=64, block_size=16)
-    groups = {"width 16": (bench.decoders, tiny), "encoder": (bench.encoders, tiny)}
-    monkeypatch.setitem(bench.STEPS, "demo", groups)
+    monkeypatch.setitem(bench.STEPS, "demo", TINY)
     monkeypatch.setattr(common, "peak_flops", lambda context: 1e12)
-    found = records("step", "--tokens", 64, "--rounds", 2)
+    found = records("step", "--tokens", 70, "--rounds", 2)  # 4 sequences and a part of one
     encoders = ["dense,", "SMoE", "X-MoE"]
     assert [r["impl"].split()[0] for r in found] == ["dense", "switch", "topk", "threshold", *encoders]
     assert found[3]["impl"] == "threshold 64 x 8" and found[6]["impl"] == "X-MoE 32 x 3 x 16"
@@ -229,10 +231,10 @@ def test_step_measures_whole_steps(records, monkeypatch):
         assert r["mfu"] == pytest.approx(1e9 * r["gflops"] / (r["ms"] / 1e3) / 1e12)
 
 
-def test_a_step_trains():
-    tiny = bench.DEMO | dict(n_embd=16, vocab_size=64, block_size=16)
-    ids = torch.randint(64, (4, 16))
-    for trainee in (*bench.decoders(tiny, ids).values(), *bench.encoders(tiny, ids).values()):
+@pytest.mark.parametrize("kind, configs", TINY.values(), ids=TINY)
+def test_a_step_trains(kind, configs):
+    for config in configs.values():
+        trainee = bench.trainee(kind, config, 64, CPU.device)
         net = trainee.run.args[0]
         before = [p.clone() for p in net.parameters()]
         trainee.run(CPU)
@@ -243,18 +245,17 @@ def test_a_step_trains():
 @pytest.mark.parametrize("scale, group", [(scale, group) for scale in bench.STEPS for group in bench.STEPS[scale]])
 def test_models_that_are_compared_cost_the_same(scale, group, monkeypatch):
     monkeypatch.setattr(torch.optim, "AdamW", lambda *parameters, **options: None)  # it takes none without values
-    make, size = bench.STEPS[scale][group]
-    T = size["block_size"]
+    kind, configs = bench.STEPS[scale][group]
     with torch.device("meta"):
-        trainees = make(size, torch.zeros(1, T, dtype=torch.int64))
-    dense, *sparse = trainees.values()
+        dense, *sparse = (bench.trainee(kind, config, 1, torch.device("meta")) for config in configs.values())
     flops = dense.facts["gflops"]
     assert [trainee.facts["gflops"] for trainee in sparse] == pytest.approx([flops] * len(sparse), rel=0.01)
-    net, D, V = dense.run.args[0], size["n_embd"], size["vocab_size"]
-    encoder = make is bench.encoders
+    net = dense.run.args[0]
+    T, D, V = net.config.block_size, net.config.n_embd, net.config.vocab_size
+    encoder = kind is model.MaskedLM
     body = net.encoder if encoder else net
     products = sum(module.weight.numel() for module in body.modules() if isinstance(module, torch.nn.Linear))
-    products += 2 * size["n_layer"] * T * D + (0.15 * D * (D + V) if encoder else D * V)
+    products += 2 * net.config.n_layer * T * D + (0.15 * D * (D + V) if encoder else D * V)
     assert flops == pytest.approx(3 * 2 * products * T / 1e9)
 
 
