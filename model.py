@@ -84,26 +84,20 @@ class ModelConfig:
         """The constants, these and `balance_coef`, that a model of this kind does not read."""
         if self.router == "dense":
             return {*Sizes._fields, "moe_every", "moe_after", "expert_ffns", "decoder_moe", "balance_coef"}
-        size, names = sizes(self), set()
-        if self.moe_after:
-            names |= {"moe_every", "expert_ffns", "decoder_moe"}
-        if size.select != "threshold":
-            names |= {"threshold", "eval_threshold"}
-        if size.select != "topk":
-            names |= {"top_k"}
-        if size.gate != "softmax":
-            names |= {"renormalize"}
-        if size.select not in ("topk", "threshold"):
-            names |= {"balance_choices"}
-        if size.select in ("base", "hash", "expert_choice"):
-            names |= {"balance_coef"}
-        if size.score != "hypersphere":
-            names |= {"init_temperature"}
-        if size.select == "hash":
-            names |= {"score", "gate", "routing_dim"}
-        if size.score == "hypersphere" or size.select in ("base", "hash"):
-            names |= {"orthogonal"}
-        return names
+        size = sizes(self)
+        is_read = {
+            "moe_every expert_ffns decoder_moe": not self.moe_after,
+            "score gate routing_dim": size.select != "hash",
+            "init_temperature": size.score == "hypersphere",
+            "orthogonal": size.score != "hypersphere" and size.select not in ("base", "hash"),
+            "renormalize": size.gate == "softmax",
+            "threshold eval_threshold": size.select == "threshold",
+            "top_k": size.select == "topk",
+            "balance_choices": size.select in ("topk", "threshold"),
+            "balance_coef": size.select not in ("base", "hash", "expert_choice"),
+        }
+        unread = [names for names, yes in is_read.items() if not yes]
+        return set(" ".join(unread).split())
 
 
 class Sizes(NamedTuple):
