@@ -95,6 +95,9 @@ def take_turns(group: str, contenders: dict[str, Contender], config: Config, con
     return samples
 
 
+M_MMAP_THRESHOLD = -3  # glibc's number for the size from which a block is mapped
+
+
 def clock(context) -> float:
     """Milliseconds, when all that the device was asked for is done."""
     if context.device.type == "cuda":
@@ -111,7 +114,10 @@ def spread(values: list[float]) -> float | None:
 
 
 def peak_memory(contender: Contender, context) -> float | None:
-    """MB that a run needs at its peak, beyond what is there before; None where it cannot be told."""
+    """MB that a run needs at its peak, beyond what is there before; None where it cannot be told.
+
+    On a CPU every large block is mapped on its own meanwhile: the heap's holes are the allocator's, not the run's.
+    """
     gc.collect()
     if context.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -119,10 +125,13 @@ def peak_memory(contender: Contender, context) -> float | None:
         contender.run(context)
         return (torch.cuda.max_memory_allocated() - before) / 2**20
     try:  # Linux: the highest resident size since it was reset
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
+        libc = ctypes.CDLL("libc.so.6")
+        libc.malloc_trim(0)
+        libc.mallopt(M_MMAP_THRESHOLD, 1 << 20)
         Path("/proc/self/clear_refs").write_text("5")
         before = resident("VmRSS")
         contender.run(context)
+        libc.mallopt(M_MMAP_THRESHOLD, 1 << 30)  # as in common.setup
         return (resident("VmHWM") - before) / 1024
     except (OSError, AttributeError, TypeError):
         return None
