@@ -18,10 +18,15 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 
-def fail(message: str):
-    """One line on stderr, from one process a node, and a non-zero exit."""
+def warn(message: str, kind: str = "warning"):
+    """One line on stderr, from one process a node."""
     if int(os.environ.get("LOCAL_RANK", 0)) == 0:
-        print(f"error: {message}", file=sys.stderr, flush=True)
+        print(f"{kind}: {message}", file=sys.stderr, flush=True)
+
+
+def fail(message: str):
+    """One line on stderr, and a non-zero exit."""
+    warn(message, "error")
     sys.exit(1)
 
 

@@ -34,18 +34,12 @@ NOT_IDENTITY = {"preset", "table", "seeds", "out_dir", "resume", "device", "log_
 # The command line: Config < preset < what is given
 
 
-LIMITS = {  # what constants must be: (the test, their names)
-    "over 0 and finite": (
-        lambda x: 0 < x < math.inf,
-        """steps seeds batch_tokens micro_tokens eval_every eval_tokens log_every vocab_size block_size n_layer n_head
-        n_embd ffn_size decoder_layers generator_layers moe_every expert_ffns num_experts expert_size top_k
-        eval_maskings eval_sentences warmup_steps beam sample_top_k init_std learning_rate eps init_temperature
-        sample_temperature""",
-    ),
+# What numbers must be. Those that are not named here must be over 0 and finite.
+RANGES = {
     "at least 0 and finite": (
         lambda x: 0 <= x < math.inf,
-        """seed min_learning_rate weight_decay grad_clip balance_coef lambda_disc expert_layers routing_dim
-        sample_tokens""",
+        """seed expert_layers routing_dim sample_tokens min_learning_rate weight_decay grad_clip balance_coef
+        lambda_disc""",
     ),
     "from -10 to 10": (lambda x: -10 <= x <= 10, "length_penalty"),
     "from 0 to 1": (lambda x: 0 <= x <= 1, "warmup threshold eval_threshold sampling_exponent"),
@@ -53,29 +47,31 @@ LIMITS = {  # what constants must be: (the test, their names)
     "over 0 and at most 1": (lambda x: 0 < x <= 1, "mask_share"),
     "at least 1 and finite": (lambda x: 1 <= x < math.inf, "span"),
     "over 0 (inf is no limit)": (lambda x: x > 0, "capacity_factor eval_capacity_factor"),
-    "a name": (bool, "out_dir data pairs"),
 }
 
 
 def check(config):
-    """ValueError where a constant is out of its range, or two do not go together."""
-    constants = dataclasses.asdict(config)
-    for words, (good, names) in LIMITS.items():
-        for name in names.split():
-            if constants.get(name) is not None and not good(constants[name]):
-                raise ValueError(f"{name} must be {words}, not {constants[name]!r}")
+    """ValueError where a number is out of its range, or two do not go together."""
+    for name, value in dataclasses.asdict(config).items():
+        if type(value) not in (int, float):
+            continue
+        words, good = "over 0 and finite", 0 < value < math.inf
+        for others, (test, names) in RANGES.items():
+            if name in names.split():
+                words, good = others, test(value)
+        if not good:
+            raise ValueError(f"{name} must be {words}, not {value!r}")
     if config.batch_tokens % config.micro_tokens:
         raise ValueError(f"micro_tokens = {config.micro_tokens} does not divide batch_tokens = {config.batch_tokens}")
 
 
-def command_line(Config: type, presets: dict[str, dict], argv: list[str] | None = None):
+def command_line(Config: type, presets: dict[str, dict], argv: list[str]):
     """-> the config that the command line makes, by tyro: `--name value`, `--help`.
 
     Raises ValueError, in one line, for a value out of range or an option that the chosen model does not read.
     """
-    argv = sys.argv[1:] if argv is None else argv
     given = re.search(r"--preset[= ](\S+)", " ".join(argv))
-    preset = given[1] if given else next(iter(presets))
+    preset = given[1] if given else Config.preset
     if preset not in presets:
         raise ValueError(f"preset must be one of {', '.join(presets)}, not {preset!r}")
     config = parse(Config(**{"preset": preset} | presets[preset]), argv)
@@ -142,105 +138,30 @@ def with_vocabulary(config, data):
     return dataclasses.replace(config, vocab_size=data.vocab_size)
 
 
-def check_weights(path: str, arguments: dict, config):
-    """ValueError where a checkpoint's arguments are not those of the config."""
-    differ = [f"{k} {v}, not {getattr(config, k)}" for k, v in arguments.items() if getattr(config, k) != v]
-    if differ:
-        raise ValueError(f"{path} has {'; '.join(differ)}")
-
-
 # ---------------------------------------------------------------------------------------------------------------------
-# A run's folder. Only rank 0 writes.
+# Files
 
 
-class Folder:
-    """`config.json`, `metrics.jsonl`, `ckpt.pt` (and the one before it) and `result.json` of one run.
+def read_json(file: Path):
+    """What a file holds; {} where there is none."""
+    if not file.exists():
+        return {}
+    try:
+        return json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file} is not readable JSON ({error}): delete it or restore it") from None
 
-    Raises ValueError where the folder belongs to a run with other constants.
-    """
 
-    def __init__(self, path: Path, constants: dict, context: common.Context, fresh: bool = False):
-        self.path, self.constants, self.context, self.fresh = path, constants, context, fresh
-        self.writes, self.broken = context.rank == 0, []
-        file = path / "config.json"
-        old = read_json(file) if file.exists() and not fresh else {}
-        differ = [f"{k} ({old[k]} there, {v} now)" for k, v in constants.items() if old.get(k, v) != v]
-        if differ:
-            raise ValueError(f"{path} holds a run with another {', '.join(differ)}: choose another --out_dir")
-        context.barrier()  # nobody writes before all have read
-
-    def begin(self, tokenizer):
-        """Makes the folder ready to be written to: a fresh run forgets the one before it."""
-        if not self.writes:
-            return
-        self.path.mkdir(parents=True, exist_ok=True)
-        old = [*self.path.glob("*.pt"), *self.path.glob("*.json"), *self.path.glob("metrics.jsonl")]
-        for file in old if self.fresh else ():
-            file.unlink()
-        self.write_json("config", self.constants)
-        tokenizer.save(self.path)
-
-    def result(self, name: str = "result", /, **same) -> dict | None:
-        """What `write_json` wrote, if it has these values."""
-        file = self.path / f"{name}.json"
-        result = read_json(file) if file.exists() and not self.fresh else {}
-        return result if result and all(result.get(k) == v for k, v in same.items()) else None
-
-    def write_json(self, name: str, value: dict):
-        if self.writes:
-            self.path.mkdir(parents=True, exist_ok=True)
-            with replacing(self.path / f"{name}.json") as f:
-                f.write(json.dumps(value, indent=1).encode())
-
-    def log(self, record: dict):
-        if self.writes:
-            with open(self.path / "metrics.jsonl", "a") as f:
-                f.write(json.dumps(record) + "\n")
-
-    def cut_log(self, step: int):
-        """Forgets evaluations after `step`, and a torn last line: a resumed run will write them again."""
-        file = self.path / "metrics.jsonl"
-        if self.writes and file.exists():
-            whole = re.findall(r'^(\{"step": (\d+),.*\}\n)', file.read_text(), re.M)
-            with replacing(file) as f:
-                f.writelines(line.encode() for line, at in whole if int(at) <= step)
-
-    def save(self, state: dict, name: str = "ckpt.pt"):
-        """Written beside, flushed, then renamed; the previous one is kept. At every moment one of the two is whole."""
-        if not self.writes:
-            return
-        file = self.path / name
-        before = None
-        if name == "ckpt.pt" and not self.broken:  # a damaged one must not take the place of the sound one before it
-            before = file.with_suffix(".prev.pt")
-        with replacing(file, before) as new:
-            torch.save(state, new)
-        self.broken = []
-
-    def load(self, **same) -> dict | None:
-        """The newest readable checkpoint, on the CPU; None if there is none.
-
-        Raises ValueError if none can be read, if processes see different ones, or if its values are not `same`.
-        """
-        state = None
-        for file in (self.path / "ckpt.pt", self.path / "ckpt.prev.pt"):
-            if state or self.fresh or not file.exists():
-                continue
-            try:
-                state = load_checkpoint(file)
-            except ValueError as error:
-                self.broken.append(str(error))
-        if self.broken and not state:
-            raise ValueError(f"{'; '.join(self.broken)}: nothing to go on from; --resume false starts again")
-        step = state["step"] if state else 0
-        if self.broken and self.writes:
-            print(f"warning: {self.broken[0]}; using the one before it, of step {step}", file=sys.stderr)
-        if len(set(self.context.gather(step))) > 1:
-            raise ValueError(f"the processes see different checkpoints in {self.path}: it must be on a shared disk")
-        for what, ours in same.items():
-            if state and state[what] != ours:
-                raise ValueError(f"{self.path} was trained with another {what}: choose another --out_dir")
-        return state
+@contextmanager
+def replacing(file: Path):
+    """A file to write to, which takes the place of `file` when it is whole and on the disk."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_name(file.name + ".tmp")
+    with open(part, "wb") as f:
+        yield f
+        f.flush()
+        os.fsync(f.fileno())
+    part.replace(file)
 
 
 def load_checkpoint(file: Path) -> dict:
@@ -255,24 +176,26 @@ def load_checkpoint(file: Path) -> dict:
     raise ValueError(f"checkpoint {file} is corrupt ({bad})")
 
 
-def read_json(file: Path) -> dict:
-    try:
-        return json.loads(file.read_text())
-    except ValueError as error:
-        raise ValueError(f"{file} is not readable JSON ({error}): delete it or restore it") from None
+def newest(folder: Path, names: Iterable[str] = ("ckpt.pt", "ckpt.prev.pt")) -> tuple[str, dict]:
+    """-> name and content of the first of these checkpoints that is sound, on the CPU; "" and {} if there are none.
 
-
-@contextmanager
-def replacing(file: Path, before: Path | None = None):
-    """A file to write to that takes the place of `file` when it is whole and on the disk; the old becomes `before`."""
-    part = file.with_name(file.name + ".tmp")
-    with open(part, "wb") as f:
-        yield f
-        f.flush()
-        os.fsync(f.fileno())
-    if before and file.exists():
-        file.replace(before)
-    part.replace(file)
+    Raises ValueError if all are damaged.
+    """
+    damaged = []
+    for name in names:
+        if not (folder / name).exists():
+            continue
+        try:
+            state = load_checkpoint(folder / name)
+        except ValueError as error:
+            damaged.append(str(error))
+            continue
+        if damaged:
+            common.warn(f"{'; '.join(damaged)}; using {name}")
+        return name, state
+    if damaged:
+        raise ValueError(f"{'; '.join(damaged)}: no other is left; training with --resume false starts again")
+    return "", {}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -280,16 +203,18 @@ def replacing(file: Path, before: Path | None = None):
 
 
 class Run:
-    """What surrounds the steps of one training run: where it starts, the bar, when to evaluate, what is saved.
+    """What surrounds the steps of one training run: its folder, where it starts, the bar, when to evaluate.
 
-    `result`: it is finished; `checkpoint`: to go on from; both None for a new run. data: what it is trained on. To
+    `result`: it is finished; `checkpoint`: to go on from; both empty for a new run. data: what it is trained on. To
     resume, the script loads the checkpoint's weights, `begin` the optimizer, and `steps` goes on behind the last step;
-    no state of random numbers is kept, since `micros` seeds every micro-batch. Raises ValueError where the
-    micro-batches of a step cannot be dealt evenly, or the folder holds something else.
+    no state of random numbers is kept, since `micros` seeds every micro-batch. Only rank 0 writes. Raises ValueError
+    where the micro-batches of a step cannot be dealt evenly, or the folder holds something else.
     """
 
     def __init__(self, config, presets: dict[str, dict], context: common.Context, *data):
-        self.config, self.context, self.name = config, context, run_name(config, presets)
+        self.config, self.context = config, context
+        self.name, self.constants = run_name(config, presets), identity(config)
+        self.folder = Path(config.out_dir, self.name)
         micros = config.batch_tokens // config.micro_tokens
         if micros % context.world:
             raise ValueError(
@@ -299,38 +224,71 @@ class Run:
         self.mine = range(context.rank, micros, context.world)
         self.tokenizer = data[0].tokenizer
         self.checksums = {"tokenizer": self.tokenizer.sha256, "data": "+".join(source.checksum for source in data)}
-        self.folder = Folder(Path(config.out_dir, self.name), identity(config), context, fresh=not config.resume)
-        self.result = self.folder.result(data=self.checksums["data"])
-        if len(set(context.gather(bool(self.result)))) > 1:
-            raise ValueError(f"the processes see different results in {self.folder.path}: it must be on a shared disk")
-        self.checkpoint = None if self.result else self.folder.load(**self.checksums)
-        if self.result:
-            self.say(f"{self.name}: finished before, in {self.folder.path} (--resume false trains it again)")
+        self.result, self.checkpoint = {}, {}
+        if config.resume:
+            self.find()
+
+    def find(self):
+        """Looks in the folder for a result, or else for a checkpoint."""
+        before = read_json(self.folder / "config.json")
+        for name, ours in self.constants.items():
+            theirs = before.get(name, ours)
+            if theirs != ours:
+                raise ValueError(
+                    f"{self.folder} holds a run with another {name} ({theirs} there, {ours} now): "
+                    "choose another --out_dir"
+                )
+        result, file = read_json(self.folder / "result.json"), ""
+        if result.get("data") == self.checksums["data"]:
+            self.result = result
+            self.say(f"{self.name}: finished before, in {self.folder} (--resume false trains it again)")
+        else:
+            file, self.checkpoint = newest(self.folder)
+        found = bool(self.result), self.checkpoint.get("step")
+        if len(set(self.context.gather(found))) > 1:
+            raise ValueError(f"the processes see different files in {self.folder}: it must be on a shared disk")
+        for what, ours in self.checksums.items():
+            if self.checkpoint and self.checkpoint[what] != ours:
+                raise ValueError(f"{self.folder} was trained with another {what}: choose another --out_dir")
+        if file == "ckpt.prev.pt" and self.context.rank == 0:
+            (self.folder / file).replace(self.folder / "ckpt.pt")  # which is damaged or not there
 
     def say(self, text: str):
         if self.context.rank == 0:
             tqdm.write(text)
 
-    def begin(self, kind: str, model, optimizer, flops_per_token: float) -> torch.nn.Module:
-        """Makes the folder, and puts everything where the checkpoint left it -> what to call in training.
-
-        kind: lm, encoder or encdec.
-        """
-        self.kind, self.model, self.optimizer, self.flops_per_token = kind, model, optimizer, flops_per_token
+    def begin(self, model, optimizer, flops_per_token: float) -> torch.nn.Module:
+        """Makes the folder, and puts everything where the checkpoint left it -> what to call in training."""
+        self.model, self.optimizer, self.flops_per_token = model, optimizer, flops_per_token
         self.scaler = torch.amp.GradScaler(self.context.device.type, enabled=self.context.dtype == torch.float16)
         self.start, self.seconds = 0, 0.0
+        self.log = ""  # of metrics.jsonl, which is written anew with every checkpoint
         if self.checkpoint:
             optimizer.load_state_dict(self.checkpoint["optimizer"])
             self.scaler.load_state_dict(self.checkpoint["scaler"])
             self.start, self.seconds = self.checkpoint["step"], self.checkpoint["seconds"]
+            self.log = self.checkpoint["log"]
             self.say(f"{self.name}: goes on from step {self.start}")
-        self.checkpoint = None  # it holds a copy of everything
-        with common.clear_errors():
-            self.folder.begin(self.tokenizer)
-            self.folder.cut_log(self.start)
+        self.checkpoint = {}  # it holds a copy of everything
+        if self.context.rank == 0:
+            with common.clear_errors():
+                self.make_folder()
         self.restart_clock(self.start)
         self.forward = common.parallel(model, self.config, self.context)
         return self.forward
+
+    def make_folder(self):
+        """A run that starts again forgets what is there."""
+        if not self.config.resume:
+            for file in [*self.folder.glob("*.pt"), *self.folder.glob("*.json*")]:
+                file.unlink()
+        self.write_json("config.json", self.constants)
+        self.tokenizer.save(self.folder)
+
+    def write_json(self, name: str, value: dict):
+        if self.context.rank == 0:
+            with replacing(self.folder / name) as f:
+                f.write(json.dumps(value, indent=1).encode())
 
     def restart_clock(self, step: int):
         """What the bar and the log say is of the steps since the last evaluation."""
@@ -386,27 +344,33 @@ class Run:
         mfu = f", MFU {3 * self.flops_per_token * self.speed / fastest:.1%} at full capacity" if fastest else ""
         self.say(f"step {done}: train {self.train_loss:.4f}  {self.speed:,.0f} tokens/s{mfu}  {words}")
         record = {"step": done, "train_loss": self.train_loss, "tokens_per_second": self.speed}
-        self.folder.log(record | scores)
-        state |= {"optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict(), "seconds": self.seconds}
-        self.folder.save(self.weights(done) | state)
+        self.log += json.dumps(record | scores) + "\n"
+        state |= {"optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict()}
+        state |= {"seconds": self.seconds, "log": self.log}
+        if self.context.rank == 0:
+            with replacing(self.folder / "metrics.jsonl") as f:
+                f.write(self.log.encode())
+            last = self.folder / "ckpt.pt"
+            if last.exists():
+                last.replace(self.folder / "ckpt.prev.pt")  # at every moment one of the two is whole
+        self.save_model("ckpt.pt", done, **state)
         self.restart_clock(done)
 
-    def weights(self, step: int) -> dict:
-        """What it takes to make the model again."""
+    def save_model(self, name: str, step: int, **state):
+        """A file with what it takes to make the model again, as it was after so many steps, and with `state`."""
         arguments = dataclasses.asdict(self.model.config)
-        return {
-            "kind": self.kind,
-            "step": step,
-            "arguments": arguments,
-            "model": self.model.state_dict(),
-        } | self.checksums
+        state |= {"step": step, "class": type(self.model).__name__, "arguments": arguments}
+        state |= {"model": self.model.state_dict()} | self.checksums
+        if self.context.rank == 0:
+            with replacing(self.folder / name) as f:
+                torch.save(state, f)
 
     def finish(self, result: dict) -> dict:
         """Adds what every result has, and writes it."""
         result = {"name": self.name} | result
-        result |= {"seconds": round(self.seconds, 1), "data": self.checksums["data"], "config": self.folder.constants}
+        result |= {"seconds": round(self.seconds, 1), "data": self.checksums["data"], "config": self.constants}
         result["machine"] = common.machine(self.context)
-        self.folder.write_json("result", result)
+        self.write_json("result.json", result)
         return result
 
 
@@ -420,27 +384,29 @@ class Table(NamedTuple):
     title: str
     labels: tuple[str, ...]  # headers of what is known before a run: the method, the paper's numbers
     rows: list[tuple[tuple[str, ...], dict]]  # the labels' cells, and what to change for the row
-    cells: Callable[[dict], dict]  # a result -> {header: (number or None, its format)}
 
-    def render(self, results: list[list[dict]]) -> str:
-        """Markdown; for each row the results of all seeds, none where it has not been run."""
-        found = [list(map(self.cells, seeds)) for seeds in results]
-        headers = {}
-        for cells in itertools.chain(*found):
-            headers |= cells
+    def render(self, results: list[list[dict]], cells: Callable[[dict], dict]) -> str:
+        """Markdown of the results of each row's seeds, none where it has not been run.
+
+        cells: a result -> {header: (number or None, its format)}, of the same headers for all.
+        """
+        found = [list(map(cells, seeds)) for seeds in results]
+        headers = list(next(itertools.chain(*found), {}))
         lines = []
         for (labels, _), seeds in zip(self.rows, found):
-            lines.append([*labels, *(mean_cell(header, seeds) for header in headers)])
+            line = list(labels)
+            for header in headers:
+                line.append(mean_cell([numbers[header] for numbers in seeds]))
+            lines.append(line)
         return markdown_table([*self.labels, *headers], lines)
 
 
-def mean_cell(header: str, seeds: list[dict]) -> str:
-    """The mean of one number a seed, with the deviation where there are several; empty where there is none."""
-    cells = [cells[header] for cells in seeds if header in cells]
-    values = [value for value, _ in cells if value is not None]
+def mean_cell(numbers: list[tuple[float | None, str]]) -> str:
+    """The mean over seeds, with the deviation where there are several; empty where there is none."""
+    values = [value for value, _ in numbers if value is not None]
     if not values:
         return ""
-    form = cells[0][1]
+    form = numbers[0][1]
     deviation = f" ± {statistics.stdev(values):{form}}" if len(values) > 1 else ""
     return f"{statistics.fmean(values):{form}}{deviation}"
 
@@ -465,7 +431,7 @@ def seeds_of(config, change: dict) -> list:
 def start(Config: type, presets: dict[str, dict]):
     """-> the config of the command line, and where this process stands; or one clear line."""
     with common.clear_errors():
-        config = command_line(Config, presets)
+        config = command_line(Config, presets, sys.argv[1:])
         return config, common.setup(config.device, config.dtype)
 
 
@@ -479,14 +445,13 @@ def refuse_rows(config, presets: dict[str, dict], changes: Iterable[dict]):
 
 def carry_out(config, presets: dict, context, tables: dict, train: Callable, report: Callable, cells: Callable):
     """A table, or one run a seed and its report. train(config, context) -> result; report(config, result) -> text."""
-    table = Table("", ("run",), [(("",), {})], cells)  # no table: one row that changes nothing
-    if config.table:
-        with common.clear_errors():
+    table = Table(config.preset, ("run",), [(("",), {})])  # one row that changes nothing
+    with common.clear_errors():
+        if config.table:
             if config.table not in tables:
                 raise ValueError(f"table must be one of {', '.join(map(str, tables))}, not {config.table}")
             table = tables[config.table](config)
             refuse_rows(config, presets, [change for _, change in table.rows])
-    with common.clear_errors():
         configs = [seeds_of(config, change) for _, change in table.rows]
     results = []
     for seeds in configs:
@@ -497,5 +462,4 @@ def carry_out(config, presets: dict, context, tables: dict, train: Callable, rep
         for result in results[0]:
             print(report(config, result))
     if config.table or config.seeds > 1:
-        seeds = f"{config.seeds} seed" + "s" * (config.seeds > 1)
-        print(f"\n{table.title or config.preset}, preset {config.preset}, {seeds}\n\n{table.render(results)}")
+        print(f"\n{table.title}, preset {config.preset}, seeds: {config.seeds}\n\n{table.render(results, cells)}")

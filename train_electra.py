@@ -118,7 +118,7 @@ def table2(base: Config) -> runs.Table:
         (("XLM-E - TRTD", "75.1, 67.8 / 49.7"), dict(tlm=False)),
         (("XLM-E - TRTD - gate", "67.4 / 49.2"), dict(tlm=False, relative_bias=False)),
     ]
-    return runs.Table("XLM-E table 2, pre-training: held-out text", ("model", "paper: XNLI, MLQA"), rows, cells)
+    return runs.Table("XLM-E table 2, pre-training: held-out text", ("model", "paper: XNLI, MLQA"), rows)
 
 
 def cells(result: dict) -> dict:
@@ -410,7 +410,7 @@ def train(config: Config, context) -> dict:
     )
     optimizer = common.adamw(model, config)
     batches = 1 + config.tlm  # of a step: sentences, and pairs
-    forward = run.begin("encoder", model, optimizer, flops / 3 / (batches * config.batch_tokens))
+    forward = run.begin(model, optimizer, flops / 3 / (batches * config.batch_tokens))
     rtd = config.objective == "rtd"
     for step in run.steps():
         common.set_learning_rate(optimizer, common.linear(step, config.steps, config.warmup, config.learning_rate))

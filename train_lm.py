@@ -139,7 +139,7 @@ def table1(base: Config) -> runs.Table:
         paper = at_556M if base.preset.endswith("556M") else at_323M
         rows.append(((method, experts, *two_places(paper)), change))
     title = "XMoE table 1: test perplexity of every router at equal FLOPs"
-    return runs.Table(title, ("method", "experts", "paper, OWT", "paper, WT103"), rows, cells)
+    return runs.Table(title, ("method", "experts", "paper, OWT", "paper, WT103"), rows)
 
 
 def table2(base: Config) -> runs.Table:
@@ -155,7 +155,7 @@ def table2(base: Config) -> runs.Table:
             change |= {"eval_only": True, "eval_threshold": 0.9, "eval_capacity_factor": flops * experts}
         rows.append((("XMoE", f"{experts} x {base.ffn_size // experts}", f"{flops:.2f}x", *two_places(paper)), change))
     title = "XMoE table 2: test perplexity of dense models split into experts, with fewer FLOPs at test"
-    return runs.Table(title, ("method", "experts", "FLOPs", "paper, OWT", "paper, WT103"), rows, cells)
+    return runs.Table(title, ("method", "experts", "FLOPs", "paper, OWT", "paper, WT103"), rows)
 
 
 ROUTING = {"wanted": ".2f", "served": ".2f", "cut": ".1%", "unserved": ".2%"}
@@ -241,8 +241,7 @@ def build(config: Config, checkpoint: dict | None, context) -> GPT:
         model.load_state_dict(checkpoint["model"])
     elif config.init_from:
         arguments, weights = load_gpt2(config.init_from)
-        runs.check_weights(config.init_from, arguments, config)
-        fill(model, weights, config.init_from)
+        fill(model, arguments, weights, config.init_from)
     return model
 
 
@@ -265,7 +264,7 @@ def train(config: Config, context) -> dict:
     if model.moe_layers:
         run.say("healthy routing: few choices cut and tokens unserved, load imbalance near 1, entropy well above 0")
     optimizer = common.adamw(model, config)
-    forward = run.begin("lm", model, optimizer, flops["total"])
+    forward = run.begin(model, optimizer, flops["total"])
     for step in run.steps():
         peak, floor = config.learning_rate, config.min_learning_rate
         common.set_learning_rate(optimizer, common.cosine(step, config.steps, config.warmup, peak, floor))
@@ -305,17 +304,17 @@ def evaluate_run(config: Config, context) -> dict:
     with common.clear_errors():
         data = open_data(config, context)
         run = runs.Run(config, PRESETS, context, data)
-        checkpoint = run.checkpoint or run.folder.load(**run.checksums)  # a finished run has not loaded one
+        checkpoint = run.checkpoint or runs.newest(run.folder)[1]  # a finished run has not loaded one
         if not checkpoint and not config.init_from:
-            raise ValueError(f"{run.folder.path} has no checkpoint: train first, with the same constants")
+            raise ValueError(f"{run.folder} has no checkpoint: train first, with the same constants")
         model = build(runs.with_vocabulary(config, data), checkpoint, context)
     gamma = sizes(config).eval_capacity_factor if model.moe_layers else math.inf
-    file = f"eval-t={config.eval_threshold}-gamma={gamma}"
-    key = {"name": run.name, "data": data.checksum, "step": checkpoint["step"] if checkpoint else 0}
-    result = run.folder.result(file, **key)
-    if not result:
+    file = f"eval-t={config.eval_threshold}-gamma={gamma}.json"
+    key = {"name": run.name, "data": data.checksum, "step": checkpoint.get("step", 0)}
+    result = runs.read_json(run.folder / file)
+    if not key.items() <= result.items():
         result = key | test(model, data, context) | {"parameters": measures.count_parameters(model)}
-        run.folder.write_json(file, result)
+        run.write_json(file, result)
     return result | sample(config, model, data, context)
 
 

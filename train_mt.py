@@ -134,14 +134,14 @@ def table3(base: Config) -> runs.Table:
             numbers = paper.split(" | ")[LANGUAGES.index(language)]
             rows.append(((method, experts, language, numbers), change | {"data": data}))
     title = "XMoE table 3: test BLEU and chrF2++ of every router at equal FLOPs"
-    return runs.Table(title, ("method", "experts", "language", "paper"), rows, cells)
+    return runs.Table(title, ("method", "experts", "language", "paper"), rows)
 
 
 def table4(base: Config) -> runs.Table:
     """X-MoE's layer half-way in the encoder, many languages to English."""
     depth = base.moe_after or (max(1, base.n_layer // 2),)
     rows = [((method,), {"router": router, "moe_after": depth}) for method, router in TABLE4]
-    return runs.Table("X-MoE table 4: test BLEU and chrF2++ of many languages to English", ("method",), rows, cells)
+    return runs.Table("X-MoE table 4: test BLEU and chrF2++ of many languages to English", ("method",), rows)
 
 
 def cells(result: dict) -> dict:
@@ -173,8 +173,8 @@ def translate_texts(model: Translator, texts: list[str], tokenizer: XLMR, config
     """
     ids, room = tokenizer.encode_batch(texts), model.config.block_size - 1
     long = sum(len(text) > room for text in ids)
-    if long and context.rank == 0:
-        print(f"warning: {long} of {len(ids)} texts are cut to block_size - 1 = {room} tokens", file=sys.stderr)
+    if long:
+        common.warn(f"{long} of {len(ids)} texts are cut to block_size - 1 = {room} tokens")
     written = [number for number, text in enumerate(ids) if text]
     sources = [ids[number][:room] for number in written]
     budget = config.micro_tokens // 2  # about as many source tokens as in training, which a capacity counts
@@ -306,7 +306,7 @@ def train(config: Config, context) -> dict:
         long = ", ".join(f"{count:,} {split}" for split, count in data.left_out.items())
         run.say(f"left out of training and of the loss, longer than block_size = {config.block_size}: {long} pairs")
     optimizer = common.adamw(model, config)
-    forward = run.begin("encdec", model, optimizer, flops["total"] / (2 * length))
+    forward = run.begin(model, optimizer, flops["total"] / (2 * length))
     for step in run.steps():
         common.set_learning_rate(optimizer, common.inverse_sqrt(step, config.warmup_steps, config.learning_rate))
         for micro in run.micros(step):
@@ -331,7 +331,7 @@ def train(config: Config, context) -> dict:
             scores |= {"bleu": valid["bleu"], "chrf": valid["chrf"]}
             run.save(step, scores, scores["loss"], f"valid {describe(scores)}", best=best)
     model.load_state_dict(best.pop("model"))
-    run.folder.save(run.weights(best["step"]), "model.pt")
+    run.save_model("model.pt", best["step"])
     search = {"beam": config.beam, "length_penalty": config.length_penalty}
     scores = test(model, data, config, context)
     return run.finish({"best": best} | search | scores | {"parameters": parameters, "flops_per_pair": flops})

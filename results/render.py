@@ -71,13 +71,13 @@ def table_of_runs(folder: Path, script: str, preset: str, number: int | None) ->
         table = module.TABLES[number](base)
         command += f" --table {number}"
     else:
-        table = runs.Table(f"{script}.py, preset {preset}", ("run",), [((preset,), {})], module.cells)
+        table = runs.Table(f"{script}.py, preset {preset}", ("run",), [((preset,), {})])
     rows = []
     for _, change in table.rows:
         configs = runs.seeds_of(base, change)
         found = [read_result(folder / script, config, module) for config in configs]
         rows.append([result for result in found if result])
-    return [f"## {table.title}", f"`{command}`{effort(rows)}", table.render(rows), note(folder, name)]
+    return [f"## {table.title}", f"`{command}`{effort(rows)}", table.render(rows, module.cells), note(folder, name)]
 
 
 def file_name(config, presets: dict[str, dict]) -> str:

@@ -1,8 +1,39 @@
+"""What tests of train_lm.py, and of what all scripts share, run on. Other scripts have corpora of their own."""
+
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
+from helpers import TINY_LM
+
+from data.prepare import prepare
+from data.tokenizers import train_sentencepiece
 
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread():
     """Tensors as small as these only wait for a second one."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def corpora(tmp_path_factory) -> dict[str, Path]:
+    """Three prepared corpora of numbers: a and b share a tokenizer, c has the text of a and another vocabulary."""
+    base = tmp_path_factory.mktemp("corpora")
+    rng = np.random.default_rng(0)
+    texts = ["\n\n".join(" ".join(map(str, rng.integers(200, size=20))) for _ in range(500)) for _ in range(2)]
+    tokenizers = []
+    for size in (320, 330):
+        (base / str(size)).mkdir()
+        tokenizers.append(train_sentencepiece(texts, vocab_size=size).save(base / str(size)))
+    folders = {}
+    for name, text, tokenizer in zip("abc", (*texts, texts[0]), (*tokenizers[:1], *tokenizers)):
+        (base / f"{name}.txt").write_text(text)
+        folders[name] = prepare("text", base / f"{name}.txt", tokenizer, out=base / name)
+    return folders
+
+
+@pytest.fixture
+def options(corpora, tmp_path) -> dict:
+    return TINY_LM | {"data": corpora["a"], "out_dir": tmp_path}

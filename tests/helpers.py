@@ -7,11 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
-
-from data.prepare import prepare
-from data.tokenizers import train_sentencepiece
 
 ROOT = Path(__file__).parent.parent
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
@@ -96,18 +92,3 @@ def flip_a_byte(file: Path):
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 0xFF
     file.write_bytes(data)
-
-
-def text_corpora(base: Path) -> dict[str, Path]:
-    """Three prepared corpora of numbers: a and b share a tokenizer, c has the text of a and another vocabulary."""
-    rng = np.random.default_rng(0)
-    texts = ["\n\n".join(" ".join(map(str, rng.integers(200, size=20))) for _ in range(500)) for _ in range(2)]
-    tokenizers = []
-    for size in (320, 330):
-        (base / str(size)).mkdir()
-        tokenizers.append(train_sentencepiece(texts, vocab_size=size).save(base / str(size)))
-    folders = {}
-    for name, text, tokenizer in zip("abc", (*texts, texts[0]), (*tokenizers[:1], *tokenizers)):
-        (base / f"{name}.txt").write_text(text)
-        folders[name] = prepare("text", base / f"{name}.txt", tokenizer, out=base / name)
-    return folders

@@ -373,7 +373,7 @@ def test_a_step_of_a_sparse_decoder_enters_few_functions():
 
 def test_logits_equal_those_of_hugging_face_gpt2(tmp_path):
     transformers = pytest.importorskip("transformers")
-    from pretrained import load_gpt2
+    from pretrained import fill, load_gpt2
 
     torch.manual_seed(0)
     shape = dict(vocab_size=29, n_positions=16, n_embd=24, n_layer=2, n_head=3)
@@ -381,9 +381,8 @@ def test_logits_equal_those_of_hugging_face_gpt2(tmp_path):
     for p in theirs.parameters():
         nn.init.normal_(p, std=0.3)  # biases and norms too
     theirs.save_pretrained(tmp_path)
-    arguments, state = load_gpt2(tmp_path)
-    ours = GPT(ModelConfig(**arguments)).eval()
-    ours.load_state_dict(state)
+    arguments, weights = load_gpt2(tmp_path)
+    ours = fill(GPT(ModelConfig(**arguments)).eval(), arguments, weights, tmp_path)
     ids = torch.randint(29, (3, 16))
     with torch.no_grad():
         torch.testing.assert_close(ours(ids)[0], theirs(ids).logits, rtol=1e-5, atol=1e-5)

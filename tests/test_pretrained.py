@@ -206,11 +206,11 @@ def cut(file: Path):
 
 
 BAD = {
-    "another model": (lambda f: change(f, model_type="bert"), "holds a bert checkpoint, not xlm-roberta"),
+    "another model": (lambda f: change(f, model_type="bert"), "has model_type bert, not xlm-roberta"),
     "another activation": (lambda f: change(f, hidden_act="relu"), "hidden_act relu, not gelu"),
     "no size": (lambda f: change(f, hidden_size=None), "config.json lacks hidden_size"),
     "another size": (lambda f: change(f, intermediate_size=48), "has not the weights of the model"),
-    "more layers": (lambda f: change(f, num_hidden_layers=3), "lacks 12 tensors of its model"),
+    "more layers": (lambda f: change(f, num_hidden_layers=3), "has not the weights of the model"),
     "torn configuration": (lambda f: cut(f / "config.json"), "config.json is not readable JSON"),
     "no configuration": (lambda f: (f / "config.json").unlink(), "has no config.json"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "neither the folder of a run nor of a model"),

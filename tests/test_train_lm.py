@@ -3,11 +3,10 @@
 import dataclasses
 import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
-from helpers import TINY_LM, Script, losses, metrics, only_run, result_of, table_rows, text_corpora, words
+from helpers import Script, losses, metrics, only_run, result_of, table_rows, words
 
 import common
 import measures
@@ -17,16 +16,6 @@ from data.tokenizers import load_tokenizer
 
 ROUTERS = ("dense", "switch", "topk", "threshold", "hypersphere", "hash", "base", "expert_choice")
 LM = Script(train_lm)
-
-
-@pytest.fixture(scope="session")
-def corpora(tmp_path_factory) -> dict[str, Path]:
-    return text_corpora(tmp_path_factory.mktemp("corpora"))
-
-
-@pytest.fixture
-def options(corpora, tmp_path) -> dict:
-    return TINY_LM | {"data": corpora["a"], "out_dir": tmp_path}
 
 
 def opened(options: dict):
@@ -255,7 +244,7 @@ def test_table_1_has_every_row_and_runs_none_twice(options, monkeypatch, capsys)
     options |= {"table": 1, "steps": 2, "ffn_size": 64, "sample_tokens": 1}
     LM.run(options, monkeypatch)
     out = capsys.readouterr().out
-    assert "XMoE table 1: test perplexity of every router at equal FLOPs, preset demo, 1 seed\n" in out
+    assert "XMoE table 1: test perplexity of every router at equal FLOPs, preset demo, seeds: 1\n" in out
     rows = last_table(out)
     assert [row[1] for row in rows] == ["1 x 64", *["8 x 64"] * 3, *["16 x 32", "32 x 16", "64 x 8"] * 2]
     assert rows[0][2:4] == ["22.61", "22.24"] and rows[9][2:4] == ["19.46", "19.97"]

@@ -349,3 +349,8 @@ def test_xlmr_weights_start_a_sparse_model(options, corpora, tmp_path, monkeypat
         torch.testing.assert_close(model.eval()(batch.ids, batch.masked)[0], expected, rtol=1e-5, atol=1e-5)
     MLM.run(options, monkeypatch)
     assert "masked tokens" in capsys.readouterr().out
+    weights = theirs.state_dict()
+    del weights["roberta.encoder.layer.1.output.dense.bias"]
+    theirs.save_pretrained(tmp_path / "xlmr", state_dict=weights)
+    capsys.readouterr()
+    assert "has not the weights of the model" in MLM.refused(options | {"resume": False}, monkeypatch, capsys)
