@@ -13,17 +13,19 @@ from torch import Tensor, nn
 # Parameters and FLOPs. Products only, two FLOPs a multiply-add; a training step costs three forward passes.
 
 
-def numel(*modules: nn.Module) -> int:
-    return sum(p.numel() for module in modules for p in module.parameters())
+def numel(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
 
 
 def count_parameters(model: nn.Module) -> dict[str, float]:
     """`total`, `active` (what one token passes through at full capacity) and `moe` (experts and routers)."""
-    total, idle = numel(model), 0.0
+    total = active = numel(model)
+    sparse = 0
     for moe in model.moe_layers:
-        share = served_rows(moe) / moe.router.num_experts
-        idle += (1 - share) * numel(moe.layers, moe.ln_stack)
-    return {"total": total, "active": total - idle, "moe": numel(*model.moe_layers)}
+        experts = numel(moe.layers) + numel(moe.ln_stack)
+        active -= experts * (1 - served_rows(moe) / moe.router.num_experts)
+        sparse += numel(moe)
+    return {"total": total, "active": active, "moe": sparse}
 
 
 def served_rows(moe: nn.Module) -> float:
@@ -37,7 +39,7 @@ def moe_flops(moe: nn.Module) -> float:
     What is really spent on experts is `served` of the routing statistics over `served_rows` of it.
     """
     router = sum(p.numel() for p in moe.router.parameters() if p.dim() == 2)
-    expert = sum(ffn.w_in[0].numel() + ffn.w_out[0].numel() for ffn in moe.layers)
+    expert = sum(2 * ffn.w_in[0].numel() for ffn in moe.layers)
     return 2 * (router + served_rows(moe) * expert)
 
 
@@ -65,13 +67,16 @@ def flops_per_token(body: nn.Module, config, head: float) -> dict[str, float]:
 
 def translation_flops(model: nn.Module, N: float, T: float) -> dict[str, float]:
     """Forward FLOPs of one pair, a source of N tokens and a translation of T: `total` and, of that, `moe`."""
-    D, L, M = model.config.n_embd, model.config.n_layer, model.config.decoder_layers
-    source, target = matrix_flops(nn.ModuleList([model.encoder, model.moes])), matrix_flops(model.decoder)
+    config = model.config
+    D, M = config.n_embd, config.decoder_layers
+    source = matrix_flops(nn.ModuleList([model.encoder, model.moes]))
+    target = matrix_flops(model.decoder)
     cross = 2 * M * D * 2 * D  # keys and values of a token of the source, in all blocks of the decoder
-    matrices = N * (source["total"] + cross) + T * (target["total"] - cross)
-    scores = 4 * D * (L * N * N + M * T * (T + N))
-    logits = 2 * T * D * model.config.vocab_size
-    return {"total": matrices + scores + logits, "moe": N * source["moe"] + T * target["moe"]}
+    total = N * (source["total"] + cross) + T * (target["total"] - cross)
+    pairs = config.n_layer * N * N + M * T * (T + N)  # of tokens, one of which attends to the other
+    total += 4 * D * pairs
+    total += 2 * D * config.vocab_size * T  # logits
+    return {"total": total, "moe": N * source["moe"] + T * target["moe"]}
 
 
 def electra_flops(config, discriminator: bool, vocabulary: int, lookup: bool) -> float:
@@ -81,17 +86,20 @@ def electra_flops(config, discriminator: bool, vocabulary: int, lookup: bool) ->
     `lookup` an embedding is taken for a product with the whole table. Of dense networks, as the paper's are.
     """
     D, T, V = config.n_embd, config.block_size, vocabulary
+    inner, H = config.ffn_size, config.n_head
     # Operations a number: norm 5, softmax 5, dropout 4, GELU 8.
-    scores = 4 * D * T + (5 + 4 + 1) * T * config.n_head
+    scores = 4 * D * T + (5 + 4 + 1) * T * H
     attention = 8 * D * D + scores + (5 + 4) * D + 5  # one norm of 5, not of 5 D: sic
-    ffn = 4 * D * config.ffn_size + (8 + 1) * config.ffn_size + (2 + 4 + 5) * D
+    ffn = 4 * D * inner + (8 + 1) * inner + (2 + 4 + 5) * D
     inputs = 2 * D * (T + 2) + (2 + 5 + 4) * D
     if lookup:
         inputs += 2 * D * V
     if discriminator:
         head = 2 * D * D + (3 + 8) * D
     else:
-        head = (2 * D * V + 2 * D * D + (1 + 8 + 5) * D + (5 + 2) * V) / 6.4
+        hidden = 2 * D * D + (1 + 8 + 5) * D
+        logits = 2 * D * V + (5 + 2) * V
+        head = (hidden + logits) / 6.4
     return 2 * (config.n_layer * (attention + ffn) + inputs + head)
 
 
@@ -109,24 +117,25 @@ class RoutingStats:
 
     def __init__(self, moe: nn.Module):
         self.moe = moe
-        self.tokens = self.wanted = self.served = self.unserved = 0
-        self.entropy = 0.0  # of the router's probabilities, summed over tokens
-        self.positive = self.units = 0  # of the activations in bare FFNs
+        # units: the activations of bare FFNs; positive: those above 0; entropy: of the router's probabilities
+        names = "tokens", "wanted", "served", "unserved", "entropy", "positive", "units"
+        self.sums = dict.fromkeys(names, 0.0)
         self.load = torch.zeros(moe.router.num_experts, dtype=torch.float64)  # choices of each expert
         moe.watchers.append(self)
 
     def __call__(self, moe: nn.Module, h: Tensor, routing, kept: Tensor):
         """h (S, D); kept (S, E) bool."""
-        self.tokens += len(kept)
-        self.wanted += int(routing.wanted.sum())
-        self.served += int(kept.sum())
-        self.unserved += int((~kept.any(dim=1)).sum())
-        self.entropy += float(torch.special.entr(routing.probs.detach()).sum())
+        sums, probs = self.sums, routing.probs.detach()
+        sums["tokens"] += len(kept)
+        sums["wanted"] += int(routing.wanted.sum())
+        sums["served"] += int(kept.sum())
+        sums["unserved"] += len(kept) - int(kept.any(dim=1).sum())
+        sums["entropy"] += float(torch.special.entr(probs).sum())
         self.load += routing.wanted.sum(dim=0).cpu()
         if not moe.ln_stack:
             a = moe.activations(h, kept)
-            self.positive += int((a > 0).sum())
-            self.units += a.numel()
+            sums["positive"] += int((a > 0).sum())
+            sums["units"] += a.numel()
 
     def finish(self, reduce=lambda sums: sums) -> dict[str, float | None]:
         """Stops watching -> what was seen; `reduce` sums a tensor over processes.
@@ -137,19 +146,18 @@ class RoutingStats:
         (XMoE figures 1 and 6), None where experts are stacks.
         """
         self.moe.watchers.remove(self)
-        choices = [self.tokens, self.wanted, self.served, self.unserved]
-        sums = torch.tensor([*choices, self.entropy, self.positive, self.units], dtype=torch.float64)
-        tokens, wanted, served, unserved, entropy, positive, units = reduce(sums).tolist()
+        sums = torch.tensor(list(self.sums.values()), dtype=torch.float64)
+        sums = dict(zip(self.sums, reduce(sums).tolist()))
         load = reduce(self.load)
-        tokens = max(tokens, 1)
+        tokens, choices = max(sums["tokens"], 1), max(sums["wanted"], 1)
         return {
-            "wanted": wanted / tokens,
-            "served": served / tokens,
-            "cut": (wanted - served) / max(wanted, 1),
-            "unserved": unserved / tokens,
-            "imbalance": float(load.max()) * len(load) / max(wanted, 1),
-            "entropy": entropy / tokens,
-            "positive": positive / units if units else None,
+            "wanted": sums["wanted"] / tokens,
+            "served": sums["served"] / tokens,
+            "cut": (sums["wanted"] - sums["served"]) / choices,
+            "unserved": sums["unserved"] / tokens,
+            "imbalance": float(load.max()) * len(load) / choices,
+            "entropy": sums["entropy"] / tokens,
+            "positive": sums["positive"] / sums["units"] if sums["units"] else None,
         }
 
 
@@ -171,8 +179,9 @@ class Collapse:
 
     def __init__(self, moe: nn.Module, tokens: int):
         self.moe, self.place = moe, None
-        E, (_, _, D) = moe.router.num_experts, moe.layers[0].w_in.shape
-        self.device = "cuda" if moe.layers[0].w_in.is_cuda else "cpu"  # MPS has no float64
+        weight = moe.layers[0].w_in
+        E, _, D = weight.shape
+        self.device = "cuda" if weight.is_cuda else "cpu"  # MPS has no float64
         wide = dict(dtype=torch.float64, device=self.device)
         self.count = torch.zeros(E, **wide)
         self.total = torch.zeros(E, D, **wide)  # sum of h over the tokens of each expert
@@ -183,18 +192,22 @@ class Collapse:
     def __call__(self, moe: nn.Module, h: Tensor, routing, kept: Tensor):
         if self.place is None:
             return
-        h, chosen = h.to(self.device).double(), routing.priority.argmax(dim=1).to(self.device)  # (S, D), (S,)
+        h = h.to(self.device).double()  # (S, D)
+        chosen = routing.priority.argmax(dim=1).to(self.device)  # (S,)
         self.count += torch.bincount(chosen, minlength=len(self.count))
         self.total.index_add_(0, chosen, h)
         self.outer.addmm_(h.t(), h)
-        self.chosen[self.place : self.place + len(chosen)] = chosen.int().cpu()
+        end = self.place + len(chosen)
+        self.chosen[self.place : end] = chosen.int().cpu()
 
     def finish(self, before: Tensor | None, reduce=lambda sums: sums) -> dict[str, float | None]:
         """Stops watching -> rc, and rf against the experts chosen `before`, (tokens,); None where there was nothing."""
         self.moe.watchers.remove(self)
         self.chosen = reduce(self.chosen)
-        rc = representation_collapse(reduce(self.count), reduce(self.total), reduce(self.outer))
-        return {"rc": rc, "rf": None if before is None else routing_fluctuation(before, self.chosen)}
+        count, total, outer = map(reduce, (self.count, self.total, self.outer))
+        rc = representation_collapse(count, total, outer)
+        rf = None if before is None else routing_fluctuation(before, self.chosen)
+        return {"rc": rc, "rf": rf}
 
 
 def routing_fluctuation(before: Tensor, now: Tensor) -> float:
@@ -211,15 +224,17 @@ def representation_collapse(count: Tensor, total: Tensor, outer: Tensor) -> floa
     Sigma_B = sum_k n_k / n (mu_k - mu)(mu_k - mu)^T over non-empty classes, whose rank is one less than their number.
     """
     count, total = count[count > 0], total[count > 0]
-    share, mean = count / count.sum(), total / count.unsqueeze(1)  # (K,), (K, D)
-    within = outer / count.sum() - (share * mean.t()) @ mean  # (D, D)
+    n, rank = count.sum(), len(count) - 1
+    share = count / n  # (K,)
+    mean = total / count.unsqueeze(1)  # (K, D)
+    within = outer / n - (share * mean.t()) @ mean  # (D, D)
     between = share.sqrt().unsqueeze(1) * (mean - share @ mean)  # (K, D); its square is Sigma_B
-    if not (within.isfinite().all() and between.isfinite().all()):
+    if not (within.sum() + between.sum()).isfinite():
         return math.nan
     _, size, direction = torch.linalg.svd(between, full_matrices=False)
-    size, direction = size[: len(count) - 1], direction[: len(count) - 1]
-    sound = size > 1e-12 * size.max() if len(size) else size > 0
+    size, direction = size[:rank], direction[:rank]
     along = ((direction @ within) * direction).sum(dim=1)  # within-class variance along each direction
+    sound = size > 1e-12 * size[:1]  # the largest
     return float((along / size.square())[sound].sum())
 
 
@@ -235,23 +250,22 @@ def sentence_vectors(encoder: nn.Module, rows: list[list[int]], micro_tokens: in
     """
     config = encoder.config
     vectors = torch.empty(config.n_layer + 1, len(rows), config.n_embd, device=context.device)
-    order = sorted(range(len(rows)), key=lambda i: -len(rows[i]))
+    lengths = torch.tensor([len(row) for row in rows])
+    order = lengths.argsort(descending=True, stable=True).tolist()
     while order:
         size = max(1, micro_tokens // len(rows[order[0]]))
         chunk, order = order[:size], order[size:]
         texts = [torch.tensor(rows[i]) for i in chunk]
         ids = nn.utils.rnn.pad_sequence(texts, batch_first=True)  # (B, T)
-        lengths = torch.tensor([len(text) for text in texts])
-        keep = torch.arange(ids.shape[1]) < lengths.unsqueeze(1)
+        keep = torch.arange(ids.shape[1]) < lengths[chunk].unsqueeze(1)
         real = keep.flatten().nonzero().squeeze(1)
-        ids, real, keep = (context.send(x) for x in (ids, real, keep.unsqueeze(2)))
+        ids, real, keep = context.send_all(ids, real, keep.unsqueeze(2))
         states = []
         with context.autocast():
             encoder(ids, real, states)
         for layer, state in zip(vectors, states):
-            layer[chunk] = F.normalize(
-                (state.float() * keep).sum(dim=1), dim=1
-            )  # normalising makes dividing by the length unnecessary
+            total = (state.float() * keep).sum(dim=1)
+            layer[chunk] = F.normalize(total, dim=1)  # as long as that of the mean
     return vectors
 
 
@@ -260,7 +274,8 @@ def retrieval(one: Tensor, two: Tensor) -> Tensor:
 
     one, two (L + 1, n, D), of length 1, row i of one the translation of row i of the other (Tatoeba, XLM-E table 5).
     """
-    near, here = one @ two.mT, torch.arange(one.shape[1], device=one.device)  # (L + 1, n, n), (n,)
-    forth = (near.argmax(dim=2) == here).float().mean(dim=1)
-    back = (near.argmax(dim=1) == here).float().mean(dim=1)
-    return (forth + back) / 2
+    near = one @ two.mT  # (L + 1, n, n)
+    here = torch.arange(one.shape[1], device=one.device)  # (n,)
+    forth = (near.argmax(dim=2) == here).float()
+    back = (near.argmax(dim=1) == here).float()
+    return (forth.mean(dim=1) + back.mean(dim=1)) / 2

@@ -97,11 +97,11 @@ def test_rows_of_table_1_cost_the_same(expert_size, K):  # XMoE eq. 6
 # FLOPs. A counter sees the rows that are kept, and the products with b_out, which the formulas leave out.
 
 
-def counted(model: torch.nn.Module, *inputs) -> tuple[int, int]:
+def counted(model: torch.nn.Module, *inputs) -> tuple[int, float]:
     """-> FLOPs of a forward pass that torch counts, rows that experts served."""
     watches = [measures.RoutingStats(moe) for moe in model.moe_layers]
     model(*inputs)
-    rows = sum(watch.served for watch in watches)
+    rows = sum(watch.sums["served"] for watch in watches)
     for watch in watches:
         watch.finish()
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
