@@ -59,7 +59,9 @@ class Context:
 
     def send(self, x: Tensor) -> Tensor:
         """x on the device; the host does not wait for the copy."""
-        return x.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else x.to(self.device)
+        if self.device.type == "cuda":
+            return x.pin_memory().to(self.device, non_blocking=True)
+        return x.to(self.device)
 
     def send_all(self, *xs: Tensor | None) -> list[Tensor | None]:
         return [x if x is None else self.send(x) for x in xs]
@@ -88,27 +90,29 @@ class Context:
 def setup(device: str = "auto", dtype: str = "auto", keep_memory: bool = True) -> Context:
     """Joins the processes that torchrun started (NCCL on CUDA, gloo elsewhere), and picks device and precision.
 
-    `keep_memory`: on a CPU with glibc, freed memory stays with the process.
-
-    Raises ValueError for a device that is not there.
+    `keep_memory`: on a CPU with glibc, freed memory stays with the process. Raises ValueError for a device that is not
+    there.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if device == "cuda" else device
+    if device == "cuda":
+        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+    cuda = device.startswith("cuda")
     try:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"device {device}: {str(error).splitlines()[0]}") from None
-    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-    if dtype == "auto":
-        cuda = device.startswith("cuda") and torch.cuda.is_bf16_supported(including_emulation=False)
-        dtype = "bfloat16" if cuda or (device == "cpu" and cpu_has_amx()) else "float32"
-    if device.startswith("cuda"):
+    if cuda:
         torch.cuda.set_device(device)
+    if dtype == "auto":
+        fast = torch.cuda.is_bf16_supported(including_emulation=False) if cuda else device == "cpu" and cpu_has_amx()
+        dtype = "bfloat16" if fast else "float32"
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if world > 1 and not dist.is_initialized():
-        cuda = device.startswith("cuda")
-        dist.init_process_group("nccl" if cuda else "gloo", device_id=torch.device(device) if cuda else None)
+        if cuda:
+            dist.init_process_group("nccl", device_id=torch.device(device))
+        else:
+            dist.init_process_group("gloo")
         atexit.register(dist.destroy_process_group)
     allocator = "default"
     if keep_memory and device == "cpu" and platform.libc_ver()[0] == "glibc":
@@ -116,7 +120,7 @@ def setup(device: str = "auto", dtype: str = "auto", keep_memory: bool = True) -
         libc, allocator = ctypes.CDLL("libc.so.6"), "glibc, mallopt"
         libc.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD
         libc.mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD
-    return Context(rank, world, torch.device(device), dtypes[dtype], allocator)
+    return Context(rank, world, torch.device(device), getattr(torch, dtype), allocator)
 
 
 def place(model: torch.nn.Module, context: Context) -> torch.nn.Module:
@@ -153,7 +157,10 @@ def peak_flops(context: Context) -> float | None:
     if context.device.type != "cuda" or context.dtype not in (torch.bfloat16, torch.float16):
         return None
     name = torch.cuda.get_device_name(context.device)
-    return next((peak * context.world for part, peak in PEAK_FLOPS.items() if re.search(rf"\b{part}\b", name)), None)
+    for part, peak in PEAK_FLOPS.items():
+        if re.search(rf"\b{part}\b", name):
+            return peak * context.world
+    return None
 
 
 def machine(context: Context) -> dict:
@@ -201,7 +208,8 @@ def cosine(step: int, steps: int, warmup: float, peak: float, floor: float) -> f
     rising = max(1, round(warmup * steps))
     if step < rising:
         return peak * (step + 1) / rising
-    return floor + (peak - floor) * (1 + math.cos(math.pi * (step - rising) / max(1, steps - rising))) / 2
+    done = (step - rising) / max(1, steps - rising)
+    return floor + (peak - floor) * (1 + math.cos(math.pi * done)) / 2
 
 
 def linear(step: int, steps: int, warmup: float, peak: float) -> float:

@@ -16,7 +16,6 @@ import sys
 import time
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -152,18 +151,6 @@ def read_json(file: Path):
         raise ValueError(f"{file} is not readable JSON ({error}): delete it or restore it") from None
 
 
-@contextmanager
-def replacing(file: Path):
-    """A file to write to, which takes the place of `file` when it is whole and on the disk."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_name(file.name + ".tmp")
-    with open(part, "wb") as f:
-        yield f
-        f.flush()
-        os.fsync(f.fileno())
-    part.replace(file)
-
-
 def load_checkpoint(file: Path) -> dict:
     """Raises ValueError where the file is damaged. Its checksums are looked at first: torch misses a flipped byte."""
     try:
@@ -282,13 +269,25 @@ class Run:
         if not self.config.resume:
             for file in [*self.folder.glob("*.pt"), *self.folder.glob("*.json*")]:
                 file.unlink()
-        self.write_json("config.json", self.constants)
+        self.write("config.json", self.constants)
         self.tokenizer.save(self.folder)
 
-    def write_json(self, name: str, value: dict):
-        if self.context.rank == 0:
-            with replacing(self.folder / name) as f:
-                f.write(json.dumps(value, indent=1).encode())
+    def write(self, name: str, content: dict | str):
+        """A file of the folder: weights, JSON or text. It takes its name when it is whole and on the disk."""
+        if self.context.rank > 0:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        part = self.folder / f"{name}.tmp"
+        with open(part, "wb") as f:
+            if name.endswith(".pt"):
+                torch.save(content, f)
+            elif name.endswith(".json"):
+                f.write(json.dumps(content, indent=1).encode())
+            else:
+                f.write(content.encode())
+            f.flush()
+            os.fsync(f.fileno())
+        part.replace(self.folder / name)
 
     def restart_clock(self, step: int):
         """What the bar and the log say is of the steps since the last evaluation."""
@@ -345,14 +344,12 @@ class Run:
         self.say(f"step {done}: train {self.train_loss:.4f}  {self.speed:,.0f} tokens/s{mfu}  {words}")
         record = {"step": done, "train_loss": self.train_loss, "tokens_per_second": self.speed}
         self.log += json.dumps(record | scores) + "\n"
+        self.write("metrics.jsonl", self.log)
+        last = self.folder / "ckpt.pt"
+        if self.context.rank == 0 and last.exists():
+            last.replace(self.folder / "ckpt.prev.pt")  # at every moment one of the two is whole
         state |= {"optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict()}
         state |= {"seconds": self.seconds, "log": self.log}
-        if self.context.rank == 0:
-            with replacing(self.folder / "metrics.jsonl") as f:
-                f.write(self.log.encode())
-            last = self.folder / "ckpt.pt"
-            if last.exists():
-                last.replace(self.folder / "ckpt.prev.pt")  # at every moment one of the two is whole
         self.save_model("ckpt.pt", done, **state)
         self.restart_clock(done)
 
@@ -360,17 +357,14 @@ class Run:
         """A file with what it takes to make the model again, as it was after so many steps, and with `state`."""
         arguments = dataclasses.asdict(self.model.config)
         state |= {"step": step, "class": type(self.model).__name__, "arguments": arguments}
-        state |= {"model": self.model.state_dict()} | self.checksums
-        if self.context.rank == 0:
-            with replacing(self.folder / name) as f:
-                torch.save(state, f)
+        self.write(name, state | {"model": self.model.state_dict()} | self.checksums)
 
     def finish(self, result: dict) -> dict:
         """Adds what every result has, and writes it."""
         result = {"name": self.name} | result
         result |= {"seconds": round(self.seconds, 1), "data": self.checksums["data"], "config": self.constants}
         result["machine"] = common.machine(self.context)
-        self.write_json("result.json", result)
+        self.write("result.json", result)
         return result
 
 

@@ -314,7 +314,7 @@ def evaluate_run(config: Config, context) -> dict:
     result = runs.read_json(run.folder / file)
     if not key.items() <= result.items():
         result = key | test(model, data, context) | {"parameters": measures.count_parameters(model)}
-        run.write_json(file, result)
+        run.write(file, result)
     return result | sample(config, model, data, context)
 
 
