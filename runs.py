@@ -51,7 +51,7 @@ RANGES = {
 
 def check(config):
     """ValueError where a number is out of its range, or two do not go together."""
-    for name, value in dataclasses.asdict(config).items():
+    for name, value in vars(config).items():
         if type(value) not in (int, float):
             continue
         words, good = "over 0 and finite", 0 < value < math.inf
@@ -103,14 +103,13 @@ def parse(default, argv: list[str]):
 def said(config, presets: dict[str, dict]) -> dict:
     """The constants that differ from their preset's."""
     default = type(config)(**presets[config.preset])
-    names = [field.name for field in dataclasses.fields(config)]
-    return {name: getattr(config, name) for name in names if getattr(config, name) != getattr(default, name)}
+    return {name: value for name, value in vars(config).items() if value != getattr(default, name)}
 
 
 def identity(config) -> dict:
     """The constants that make a run what it is, as JSON has them."""
     dropped = NOT_IDENTITY | config.not_identity | config.unread()
-    constants = json.loads(json.dumps(dataclasses.asdict(config)))
+    constants = json.loads(json.dumps(vars(config)))
     return {name: value for name, value in constants.items() if name not in dropped}
 
 
@@ -118,8 +117,9 @@ def run_name(config, presets: dict[str, dict]) -> str:
     """The preset, and what differs from it."""
     kept, words = identity(config), [config.preset]
     for name, value in said(config, presets).items():
+        if isinstance(value, tuple):
+            value = ",".join(map(str, value))
         if name in kept:
-            value = ",".join(map(str, kept[name])) if name == "moe_after" else value
             words.append(f"{name}={value}")
     name = re.sub(r"[^\w.,=+-]+", "_", "-".join(words))
     if len(name) > 160:  # a folder's name has limits; config.json says the rest
@@ -247,14 +247,15 @@ class Run:
     def begin(self, model, optimizer, flops_per_token: float) -> torch.nn.Module:
         """Makes the folder, and puts everything where the checkpoint left it -> what to call in training."""
         self.model, self.optimizer, self.flops_per_token = model, optimizer, flops_per_token
-        self.scaler = torch.amp.GradScaler(self.context.device.type, enabled=self.context.dtype == torch.float16)
+        half = self.context.dtype == torch.float16
+        self.scaler = torch.amp.GradScaler(self.context.device.type, enabled=half)
         self.start, self.seconds = 0, 0.0
         self.log = ""  # of metrics.jsonl, which is written anew with every checkpoint
         if self.checkpoint:
             optimizer.load_state_dict(self.checkpoint["optimizer"])
             self.scaler.load_state_dict(self.checkpoint["scaler"])
-            self.start, self.seconds = self.checkpoint["step"], self.checkpoint["seconds"]
-            self.log = self.checkpoint["log"]
+            self.start = self.checkpoint["step"]
+            self.seconds, self.log = self.checkpoint["seconds"], self.checkpoint["log"]
             self.say(f"{self.name}: goes on from step {self.start}")
         self.checkpoint = {}  # it holds a copy of everything
         if self.context.rank == 0:
@@ -340,8 +341,10 @@ class Run:
         may have broken what the loss before it did not show."""
         done, fastest = step + 1, common.peak_flops(self.context)
         self.check_finite(loss, done)
-        mfu = f", MFU {3 * self.flops_per_token * self.speed / fastest:.1%} at full capacity" if fastest else ""
-        self.say(f"step {done}: train {self.train_loss:.4f}  {self.speed:,.0f} tokens/s{mfu}  {words}")
+        speed = f"{self.speed:,.0f} tokens/s"
+        if fastest:
+            speed += f", MFU {3 * self.flops_per_token * self.speed / fastest:.1%} at full capacity"
+        self.say(f"step {done}: train {self.train_loss:.4f}  {speed}  {words}")
         record = {"step": done, "train_loss": self.train_loss, "tokens_per_second": self.speed}
         self.log += json.dumps(record | scores) + "\n"
         self.write("metrics.jsonl", self.log)
