@@ -107,8 +107,8 @@ def table3() -> str:
     for name, size in SIZES.items():
         D = size["n_embd"]
         head = nn.ModuleList([nn.Linear(D, D), nn.LayerNorm(D), nn.Linear(D, 1)])
-        ours = measures.numel(encoder(**size), head)
-        plain = measures.numel(encoder(**size, relative_bias=False), head)
+        ours = measures.numel(encoder(**size)) + measures.numel(head)
+        plain = measures.numel(encoder(**size, relative_bias=False)) + measures.numel(head)
         rows.append([name, f"{size['vocab_size']:,}", PARAMETERS[name], f"{ours:,}", f"{plain:,}"])
     table = runs.markdown_table(["preset", "vocabulary", "paper", "ours", "ours without the gated bias"], rows)
     return f"XLM-E table 3: parameters of the discriminator with its head\n\n{table}"
