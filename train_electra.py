@@ -384,7 +384,8 @@ def open_data(config: Config, context) -> dict[str, MaskedData | PairData]:
         for corpus in data.values():
             corpus.verify()
     if sentences.tokenizer.sha256 != data["pairs"].tokenizer.sha256:
-        raise ValueError(f"{folders[0]} and {folders[1]} have different tokenizers: prepare both with the same --spm")
+        both = f"{folders[0]} and {folders[1]}"
+        raise ValueError(f"{both} have different tokenizers: prepare both with the same --tokenizer")
     return data
 
 

@@ -373,7 +373,7 @@ def translate_file(config: Config, context, at_once: int = 1000):
             raise ValueError(f"{config.model} is no translator: give --model the folder of a run of train_mt.py")
         model = common.place(model, context)
         path = Path("/dev/stdin" if config.translate == "-" else config.translate)
-        lines = [line.strip() for _, line in read_lines(path)] if context.rank == 0 else None  # a pipe is read once
+        lines = [line.strip() for line in read_lines(path)] if context.rank == 0 else None  # a pipe is read once
     lines = context.gather(lines)[0]
     watches = [measures.RoutingStats(moe) for moe in model.moe_layers]
     for first in range(0, len(lines), at_once):

@@ -89,7 +89,7 @@ class Prepared:
         return np.memmap(path, dtype, mode="r").view(ndarray)
 
     def _streams(self, split: str) -> ndarray:
-        names = ("first", "pairs") if self.meta["kind"] == "pairs" else ("start", "tokens")
+        names = ("first", "pairs") if self.meta["kind"] == "pairs" else ("first", "tokens")
         streams = []
         for language in self.languages:
             counts = self.meta["languages"][language][split]

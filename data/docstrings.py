@@ -1,15 +1,8 @@
-"""The documentation inside Python files, read with `ast`: nothing is imported and nothing is run.
-
-`python -m data.prepare pydocs` starts this file itself in helper processes (stdin: a JSON list of paths, stdout: a JSON
-list with the docstrings of each), so it must need nothing but the standard library.
-"""
+"""The documentation inside Python files, read with `ast`: nothing is imported and nothing is run."""
 
 import ast
-import gc
 import inspect
-import json
 import re
-import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +16,8 @@ ADD_DOC = re.compile(r"_?add_(docstr|newdoc)")
 def docstrings(path: Path | str) -> list[str]:
     """Cleaned docstrings of one file in source order; none if it does not parse."""
     try:
-        tree = ast.parse(Path(path).read_bytes())
+        with warnings.catch_warnings(action="ignore", category=SyntaxWarning):
+            tree = ast.parse(Path(path).read_bytes())
     except (SyntaxError, ValueError, RecursionError):
         return []
     return [text for text in _walk(tree) if len(text) >= MIN_LENGTH]
@@ -69,9 +63,3 @@ def _literals(node: ast.expr) -> Iterator[str]:
         case ast.Tuple(elts=elements) | ast.List(elts=elements):
             for element in elements:
                 yield from _literals(element)
-
-
-if __name__ == "__main__":
-    gc.disable()  # trees have no cycles; collecting them costs a quarter of the time
-    warnings.simplefilter("ignore", SyntaxWarning)
-    json.dump([docstrings(path) for path in json.load(sys.stdin)], sys.stdout)

@@ -1,15 +1,15 @@
 """Turn a corpus into files of token ids that training reads.
 
-    python -m data.prepare pydocs                                  # docstrings on this disk, 15 s, no network
+    python -m data.prepare pydocs                                  # docstrings on this disk, 20 s, no network
     python -m data.prepare wikitext103 [--source DIR]              # the hub, or DIR/wiki.{train,valid,test}.raw
     python -m data.prepare openwebtext [--max_tokens 100000000]    # streamed
     python -m data.prepare text --source FILE_OR_DIR --out DIR     # your own UTF-8 text
     python -m data.prepare catalogs                                # Django's messages in 96 languages, no network
-    python -m data.prepare cc100 --spm PATH --languages de,sw --max_tokens 1000000       # streamed; mc4 likewise
-    python -m data.prepare cc100 --spm PATH --source DIR           # or your own: DIR/de.txt, DIR/sw.jsonl.xz
+    python -m data.prepare cc100 --tokenizer PATH --languages de,sw --max_tokens 1000000    # streamed; mc4 likewise
+    python -m data.prepare cc100 --tokenizer PATH --source DIR     # or your own: DIR/de.txt, DIR/sw.jsonl.xz
     python -m data.prepare catalogs-pairs                          # the same messages beside their English, no network
-    python -m data.prepare opus100 --spm PATH --languages de-en    # streamed translation pairs
-    python -m data.prepare bitext --spm PATH --source DIR          # your own: DIR/de-en.de and DIR/de-en.en
+    python -m data.prepare opus100 --tokenizer PATH --languages de-en      # streamed translation pairs
+    python -m data.prepare bitext --tokenizer PATH --source DIR    # your own: DIR/de-en.de and DIR/de-en.en
     python -m data.prepare catalogs-en                             # for translation: five languages, a joint BPE
     python -m data.prepare multi30k-de [--source DIR]              # wmt23-de, wmt10 and others likewise
     python -m data.prepare bitext --pieces 8000 --source DIR       # your own pairs under a joint BPE
@@ -17,10 +17,9 @@
 Writes train.bin, valid.bin and test.bin (token ids, uint16 or uint32, every document followed by the end-of-document
 token), the tokenizer's file, and meta.json (counts, hashes, languages) into data/prepared/NAME. A translation pair is
 two documents; train.idx, valid.idx and test.idx say where each begins, valid.jsonl and test.jsonl hold both as they
-were read. The folder appears whole or not at all; data prepared earlier stays until the new data is complete.
+were read. The folder appears whole or not at all, and one that is already there is never written to.
 """
 
-import difflib
 import hashlib
 import importlib.metadata
 import json
@@ -28,8 +27,8 @@ import os
 import platform
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
 from itertools import chain, islice
 from pathlib import Path
 
@@ -42,8 +41,6 @@ from data.files import SPLITS
 from data.tokenizers import XLMR, SentencePiece, Tokenizer, gpt2, load_tokenizer, train_sentencepiece
 
 PREPARED = Path(__file__).parent / "prepared"
-OUTPUTS = {"tokenizer.model", "xlmr.model", "tokenizer.tiktoken", "meta.json", "valid.jsonl", "test.jsonl"}
-OUTPUTS |= {f"{split}.{suffix}" for split in SPLITS for suffix in ("bin", "idx")}
 BATCH_CHARS = 2_000_000  # of text, encoded at once
 BPE_PAIRS = 2_000_000  # that a joint BPE is trained on, at most
 ENOUGH = 10_000  # tokens of valid and of test that end a limited reading (of a language), once train is full
@@ -53,39 +50,35 @@ Groups = dict[str | None, Iterable[tuple[str, ...]]]
 
 def prepare(
     name: tyro.conf.Positional[str],
-    source: str | Path | None = None,
+    source: Path | None = None,
     tokenizer: Path | None = None,
     max_tokens: int | None = None,
     out: Path | None = None,
-    spm: Path | None = None,
     languages: str | None = None,
     pieces: int | None = None,
 ) -> Path:
     """Prepare corpus `name` and return its folder.
 
-    Raises ValueError, OSError or ImportError with one line for the user; what `out` held before is then unchanged.
+    Raises ValueError, OSError or ImportError with one line for the user; nothing is then written.
 
     Args:
         name: see data/README.md; pydocs, catalogs, catalogs-pairs and catalogs-en need no network
         source: local file or folder to read instead of the network
-        tokenizer: file for a corpus of one language, a GPT-2 rank file or a SentencePiece *.model, in place of GPT-2's
+        tokenizer: GPT-2 rank file or SentencePiece *.model; for many languages the latter, read with XLM-R's ids
         max_tokens: no training document begins beyond this many tokens, of each language where there are many
-        out: folder to write, by default data/prepared/NAME
-        spm: SentencePiece model for corpora of many languages, read with XLM-R's ids
+        out: folder to write, by default data/prepared/NAME; new or empty
         languages: de,en,sw: only these of many; de-en,en-fr: pairs
-        pieces: of a joint BPE, trained on the translation pairs, in place of spm
+        pieces: of a joint BPE, trained on the translation pairs, in place of a tokenizer
     """
-    check_options(name, source, tokenizer, max_tokens, spm, languages, pieces)
+    check_options(name, source, tokenizer, max_tokens, languages, pieces)
     corpus = CORPORA[name]
     out = Path(out or PREPARED / name).resolve()
-    check_replaceable(out)
-    source = Path(source) if source else None
+    if out.exists() and any(out.iterdir()):
+        raise ValueError(f"--out {out} is not empty: remove what is there, or give another folder")
     everything = read(corpus, source)
     groups = select(everything, languages)
-    if spm:
-        chosen = load_tokenizer(spm, kind="xlmr")
-    elif tokenizer:
-        chosen = load_tokenizer(tokenizer)
+    if tokenizer:
+        chosen = load_tokenizer(tokenizer, kind=None if corpus.kind == "text" else XLMR.kind)
     elif pieces or corpus.pieces:
         # groups can be gone through once
         chosen = joint_bpe(select(read(corpus, source), languages), pieces or corpus.pieces, max_tokens)
@@ -93,16 +86,20 @@ def prepare(
         # of all languages, so that it does not depend on --languages
         learned = read(CORPORA[corpus.vocabulary], source) if corpus.vocabulary else everything
         chosen = train_sentencepiece(training_texts(learned), kind=SentencePiece if corpus.kind == "text" else XLMR)
-    else:
+    elif corpus.kind == "text":
         chosen = gpt2()
+    else:
+        hint = ", or --pieces N: a joint BPE of the pairs" if corpus.kind == "pairs" else ""
+        raise ValueError(f"corpus {name!r} needs --tokenizer PATH: a SentencePiece model such as XLM-R's{hint}")
 
+    versions = {package: importlib.metadata.version(package) for package in corpus.packages}
+    versions["python"] = platform.python_version()
+    meta = {"name": name, "source": str(source or name), "versions": versions, "kind": corpus.kind}
     partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
-        meta = {"name": name, **provenance(corpus, source), "kind": corpus.kind}
         write(partial, groups, chosen, max_tokens, meta)
-        replace(out, partial)
+        partial.rename(out)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return out
@@ -114,18 +111,17 @@ def ready(name: str, spm: str | None = None, make: bool = True) -> Path:
     A corpus that is inside installed packages is prepared there if it is missing; `make`: by this process. With `spm`
     (those of many languages) it has a folder for each vocabulary.
     """
-    installed = name in CORPORA and CORPORA[name].packages
     folder = PREPARED / name
+    if name not in CORPORA or not CORPORA[name].packages:
+        if spm:
+            raise ValueError(f"--spm is for catalogs: give --tokenizer to python -m data.prepare {name} instead")
+        return folder if folder.exists() or not Path(name).exists() else Path(name)
     if spm:
-        if not installed:
-            raise ValueError(f"--spm is for catalogs: give it to python -m data.prepare {name} instead")
         if not Path(spm).is_file():
             raise ValueError(f"--spm {spm} does not exist")
-        folder = PREPARED / f"{name}-{hashlib.sha256(Path(spm).read_bytes()).hexdigest()[:8]}"
-    if installed and make and not folder.exists():
-        prepare(name, spm=spm, out=folder)
-    if not installed and not folder.exists() and Path(name).exists():
-        return Path(name)
+        folder = PREPARED / f"{name}-{sha256(Path(spm))[:8]}"
+    if make and not folder.exists():
+        prepare(name, tokenizer=spm, out=folder)
     return folder
 
 
@@ -133,32 +129,22 @@ def ready(name: str, spm: str | None = None, make: bool = True) -> Path:
 # what to read, and with which tokenizer
 
 
-def check_options(name: str, source, tokenizer, max_tokens, spm, languages, pieces):
+def check_options(name: str, source, tokenizer, max_tokens, languages, pieces):
     """Refuse what makes no sense or is meant for another kind of corpus."""
     if name not in CORPORA:
-        nearest = difflib.get_close_matches(name, CORPORA, n=1, cutoff=0)[0]
-        raise ValueError(f"unknown corpus {name!r}; did you mean {nearest!r}? (there are {', '.join(CORPORA)})")
+        raise ValueError(f"unknown corpus {name!r}; there are {', '.join(CORPORA)}")
     corpus = CORPORA[name]
-    many = ", ".join(other for other in CORPORA if CORPORA[other].kind != "text")
-    if max_tokens is not None and max_tokens < 1:
-        raise ValueError(f"max_tokens must be positive, not {max_tokens}")
     if source is None and corpus.read is None:
         raise ValueError(f"corpus {name!r} needs --source FILE or DIR")
-    if source is not None and not (str(source) and Path(source).exists()):
+    if source is not None and not source.exists():
         raise FileNotFoundError(f"--source {source} does not exist")
-    if pieces is not None and (spm or corpus.kind != "pairs"):
-        raise ValueError("--pieces is for translation pairs (bitext, wmt10, ...), without --spm")
-    if pieces is not None and pieces < 1:
-        raise ValueError(f"pieces must be positive, not {pieces}")
-    if corpus.kind == "text" and spm:
-        raise ValueError(f"--spm is for corpora of many languages ({many}); corpus {name!r} takes --tokenizer")
-    if corpus.kind == "text" and languages is not None:
-        raise ValueError(f"--languages is for corpora of many languages ({many}), not for {name!r}")
-    if corpus.kind != "text" and tokenizer:
-        raise ValueError(f"corpus {name!r} takes a SentencePiece model, for XLM-R's ids: --spm instead of --tokenizer")
-    if corpus.kind != "text" and not (spm or pieces or corpus.pieces or corpus.packages):
-        hint = ", or --pieces N: a joint BPE of the pairs" if corpus.kind == "pairs" else ""
-        raise ValueError(f"corpus {name!r} needs --spm PATH: a SentencePiece model such as XLM-R's{hint}")
+    for option, value in {"max_tokens": max_tokens, "pieces": pieces}.items():
+        if value is not None and value < 1:
+            raise ValueError(f"{option} must be positive, not {value}")
+    if languages is not None and corpus.kind == "text":
+        raise ValueError(f"--languages is for corpora of many languages, not for {name!r}")
+    if pieces and (tokenizer or corpus.kind != "pairs"):
+        raise ValueError("--pieces is for translation pairs (bitext, wmt10, ...), without --tokenizer")
 
 
 def read(corpus: Corpus, source: Path | None) -> Groups:
@@ -170,15 +156,12 @@ def read(corpus: Corpus, source: Path | None) -> Groups:
 
 
 def select(groups: Groups, languages: str | None) -> Groups:
-    """The groups of these languages, sorted; None: all. ValueError offers the nearest name for an unknown one."""
-    if languages is None:
-        return groups
-    chosen = sorted(set(languages.split(",")))
-    for language in chosen:
-        if language not in groups:
-            nearest = difflib.get_close_matches(language, groups, n=1, cutoff=0)[0]
-            raise ValueError(f"no language {language!r} among {len(groups)}; did you mean {nearest!r}?")
-    return {language: groups[language] for language in chosen}
+    """The groups of these languages, sorted; None: all. ValueError for an unknown one."""
+    chosen = languages.split(",") if languages else groups
+    unknown = set(chosen) - set(groups)
+    if unknown:
+        raise ValueError(f"no language {min(unknown)!r}; there are {', '.join(sorted(groups))}")
+    return {language: groups[language] for language in sorted(chosen)}
 
 
 def training_texts(groups: Groups, most: int | None = None) -> Iterator[str]:
@@ -195,63 +178,38 @@ def joint_bpe(groups: Groups, pieces: int, limit: int | None) -> XLMR:
     return train_sentencepiece(training_texts(groups, most), pieces + XLMR.added, XLMR, model_type="bpe")
 
 
-def provenance(corpus: Corpus, source: Path | None) -> dict:
-    """Where the text comes from, as meta.json tells it."""
-    origin = str(source or corpus.origin)
-    if source and "django" in corpus.packages:
-        origin = f"{corpus.origin} and {source}"
-    versions = {"python": platform.python_version()}
-    for package in corpus.packages:
-        versions[package] = importlib.metadata.version(package)
-    return {"source": origin, "versions": versions}
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # writing
 
 
 def write(folder: Path, groups: Groups, tokenizer: Tokenizer, limit: int | None, meta: dict):
     """Stream the documents into `folder`, language by language, meta.json last."""
-    dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
+    meta["dtype"] = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
     unit = "pairs" if meta["kind"] == "pairs" else "documents"
+    files = {split: SplitFiles(folder, split, meta["dtype"], unit) for split in SPLITS}
     counts = {}  # language -> split -> counts
-    with ExitStack() as stack, tqdm(desc="encoding", unit="doc", disable=None) as bar:
-        files = {split: stack.enter_context(SplitFiles(folder, split, dtype, unit)) for split in SPLITS}
+    with tqdm(desc="encoding", unit="doc", disable=None) as bar:
         for language, documents in groups.items():
-            counts[language] = own = {split: files[split].begin() for split in SPLITS}
+            own = counts[language] = {split: files[split].begin() for split in SPLITS}
             for batch in batches(documents):
-                ids = iter(tokenizer.encode_batch(list(chain.from_iterable(texts for _, *texts in batch))))
-                for split, *texts in batch:
-                    tokens = [[*next(ids), tokenizer.eot] for _ in texts]
-                    if limit is None or split != "train" or own["train"]["tokens"] < limit:
-                        files[split].append(texts, tokens)
+                write_batch(files, batch, tokenizer, limit)
                 bar.update(len(batch))
-                if limit and own["train"]["tokens"] >= limit and held_out_is_enough(own, limit):
+                if limit and is_enough(own, limit):
                     break
             if language and not own["train"][unit]:
-                total = sum(count[unit] for count in own.values())
-                what = f"language {language!r} of {meta['source']} has no training text ({total:,} {unit} in all)"
+                what = f"language {language!r} of {meta['source']} has no training text"
                 raise ValueError(f"{what}: give more, or leave it out with --languages")
-    splits = {}
-    for split in SPLITS:
-        keys = [key for key in files[split].counts if key not in ("start", "first")]
-        splits[split] = {key: sum(own[split][key] for own in counts.values()) for key in keys}
-    total = sum(count[unit] for count in splits.values())
-    for split in SPLITS:
-        if not splits[split][unit]:
-            raise ValueError(f"split {split!r} is empty ({total:,} {unit} in all): give more text, or files for it")
-    tokenizer.save(folder)
-    meta |= {"splits": splits, "dtype": dtype}
-    if None not in counts:
+    meta["splits"] = {split: files[split].finish() for split in SPLITS}
+    for split, total in meta["splits"].items():
+        if not total[unit]:
+            raise ValueError(f"split {split!r} is empty: give more text, or files for it")
+    if meta["kind"] != "text":
         meta["languages"] = counts
+    tokenizer.save(folder)
     meta["tokenizer"] = {key: getattr(tokenizer, key) for key in ("kind", "vocab_size", "eot", "sha256")}
     meta["files"] = {path.name: sha256(path) for path in sorted(folder.iterdir())}
     meta["checksum"] = checksum(meta)
     (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
-
-
-def held_out_is_enough(counts: dict[str, dict], limit: int) -> bool:
-    return all(counts[split]["tokens"] >= min(limit, ENOUGH) for split in ("valid", "test"))
 
 
 def batches(documents: Iterable[tuple[str, ...]]) -> Iterator[list[tuple[str, ...]]]:
@@ -267,8 +225,21 @@ def batches(documents: Iterable[tuple[str, ...]]) -> Iterator[list[tuple[str, ..
             yield batch
             batch = []
             chars = 0
-    if batch:
-        yield batch
+    yield batch
+
+
+def write_batch(files: dict[str, "SplitFiles"], batch: list[tuple[str, ...]], tokenizer: Tokenizer, limit: int | None):
+    """Each text and an end behind it; what is beyond the limit of training tokens is left out."""
+    ids = iter(tokenizer.encode_batch(list(chain.from_iterable(texts for _, *texts in batch))))
+    for split, *texts in batch:
+        tokens = [[*next(ids), tokenizer.eot] for _ in texts]
+        if limit is None or split != "train" or files["train"].counts["tokens"] < limit:
+            files[split].append(texts, tokens)
+
+
+def is_enough(counts: dict[str, dict], limit: int) -> bool:
+    held_out = min(counts[split]["tokens"] for split in ("valid", "test"))
+    return counts["train"]["tokens"] >= limit and held_out >= min(limit, ENOUGH)
 
 
 class SplitFiles:
@@ -280,47 +251,43 @@ class SplitFiles:
 
     def __init__(self, folder: Path, split: str, dtype: str, unit: str):
         self.dtype, self.unit = dtype, unit
+        self.total = Counter({"tokens": 0, "words": 0, "bytes": 0, unit: 0})
         self.tokens = (folder / f"{split}.bin").open("wb")
-        self.index = (folder / f"{split}.idx").open("wb") if unit == "pairs" else None
-        self.texts = None
-        if unit == "pairs" and split != "train":
-            self.texts = (folder / f"{split}.jsonl").open("w", encoding="utf-8")
-        self.written = self.units = 0  # tokens, and documents or pairs
-        if self.index:
+        self.index = self.texts = None
+        if unit == "pairs":
+            self.index = (folder / f"{split}.idx").open("wb")
             self.index.write(np.int64(0).tobytes())
+            if split != "train":
+                self.texts = (folder / f"{split}.jsonl").open("w", encoding="utf-8")
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        for file in (self.tokens, self.index, self.texts):
-            if file:
-                file.close()
-
-    def begin(self) -> dict[str, int]:
-        """What follows is of another language; returns its counts, which grow with every text."""
-        self.counts = {"start": self.written, "tokens": 0, "words": 0, "bytes": 0, "characters": 0, self.unit: 0}
-        if self.index:
-            self.counts["first"] = self.units
+    def begin(self) -> Counter:
+        """What follows is of another language; returns its counts, which grow, and the number of its first."""
+        first = self.total["pairs" if self.index else "tokens"]
+        self.counts = Counter({"first": first} | dict.fromkeys(self.total, 0))
         return self.counts
 
     def append(self, texts: list[str], ids: list[list[int]]):
         """A document or a pair, with an end behind each text."""
-        if min(len(tokens) for tokens in ids) == 1 and self.index:
+        if min(map(len, ids)) == 1:
             return  # a text of characters that the tokenizer drops
-        self.units += 1
-        self.counts[self.unit] += 1
-        for text, tokens in zip(texts, ids, strict=True):
-            self.tokens.write(np.array(tokens, dtype=self.dtype).tobytes())
-            self.written += len(tokens)
-            self.counts["tokens"] += len(tokens)
-            self.counts["words"] += len(text.split())
-            self.counts["bytes"] += len(text.encode())
-            self.counts["characters"] += len(text)
+        end = self.total["tokens"]
+        sizes = Counter({self.unit: 1})
+        for text, tokens in zip(texts, ids):
+            self.tokens.write(np.array(tokens, self.dtype).tobytes())
+            end += len(tokens)
             if self.index:
-                self.index.write(np.int64(self.written).tobytes())
+                self.index.write(np.int64(end).tobytes())
+            sizes.update(tokens=len(tokens), words=len(text.split()), bytes=len(text.encode()))
         if self.texts:
             self.texts.write(json.dumps(texts, ensure_ascii=False) + "\n")
+        self.total.update(sizes)
+        self.counts.update(sizes)
+
+    def finish(self) -> Counter:
+        """Close the files; returns the counts of all languages."""
+        for file in filter(None, (self.tokens, self.index, self.texts)):
+            file.close()
+        return self.total
 
 
 def sha256(path: Path) -> str:
@@ -334,27 +301,6 @@ def checksum(meta: dict) -> str:
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 
-def check_replaceable(out: Path):
-    """Refuse to replace anything that this module did not write."""
-    if out.is_file():
-        raise ValueError(f"--out {out} is a file; give a folder that is new, empty or prepared data")
-    here = sorted(path.name for path in out.iterdir()) if out.exists() else []
-    # without a meta.json nothing is ours: somebody's texts may be called test.jsonl
-    foreign = [name for name in here if name not in OUTPUTS or "meta.json" not in here]
-    if foreign:
-        what = f"holds other files ({foreign[0]})"
-        raise ValueError(f"--out {out} {what}; give a folder that is new, empty or prepared data")
-
-
-def replace(out: Path, new: Path):
-    """Put folder `new` in the place of `out`."""
-    old = new.with_suffix(".old")
-    if out.exists():
-        out.rename(old)
-    new.rename(out)
-    shutil.rmtree(old, ignore_errors=True)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # the command
 
@@ -362,12 +308,12 @@ def replace(out: Path, new: Path):
 def summary(folder: Path) -> str:
     """The counts of a prepared corpus as a small table."""
     meta = json.loads((folder / "meta.json").read_text())
-    keys = ("tokens", "words", "pairs" if meta["kind"] == "pairs" else "documents", "bytes")
-    lines = [f"{'':8}" + "".join(f"{key:>16}" for key in keys)]
-    for split in SPLITS:
-        lines.append(f"{split:8}" + "".join(f"{meta['splits'][split][key]:>16,}" for key in keys))
+    columns = list(meta["splits"]["train"])
+    lines = [f"{'':8}" + "".join(f"{name:>16}" for name in columns)]
+    for split, counts in meta["splits"].items():
+        lines.append(f"{split:8}" + "".join(f"{counts[name]:>16,}" for name in columns))
     if "languages" in meta:
-        lines.append(f"{len(meta['languages'])} language" + (" pairs" if meta["kind"] == "pairs" else "s"))
+        lines.append(f"{len(meta['languages'])} languages, or pairs of them")
     return "\n".join([*lines, f"-> {folder}"])
 
 

@@ -49,14 +49,13 @@ def numbered(kind: type, base: Path, languages: dict[str, dict[str, int | list]]
     for split in SPLITS:
         sizes, units = [], 0
         for language, own in languages.items():
-            counts = {"start": sum(sizes), "first": units}
             if kind.kind == "pairs":
+                counts = {"first": units, "pairs": len(own[split])}
                 sizes += [size for both in own[split] for size in both]
                 units += len(own[split])
-                counts["pairs"] = len(own[split])
             else:
+                counts = {"first": sum(sizes), "tokens": own[split]}
                 sizes.append(own[split])
-            counts["tokens"] = sum(sizes) - counts["start"]
             meta["languages"].setdefault(language, {})[split] = counts
         ids = np.arange(4, 4 + sum(sizes), dtype="uint32")
         if kind.kind == "pairs":
@@ -345,7 +344,7 @@ def many(tmp_path_factory) -> Path:
     (base / "source").mkdir()
     for language, count in (("de", 500), ("sw", 300), ("zh-Hans", 20)):
         (base / "source" / f"{language}.txt").write_text("\n\n".join(lines_of(language, count)))
-    return prepare("cc100", base / "source", spm=spm, out=base / "prepared")
+    return prepare("cc100", base / "source", tokenizer=spm, out=base / "prepared")
 
 
 def windows_of(data: MaskedData, batch: Masked, split: str = "train") -> list[tuple[int, int, int]]:

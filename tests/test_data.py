@@ -227,7 +227,7 @@ def test_text_files_of_every_kind(tmp_path):
     with lzma.open(tmp_path / "d.txt.xz", "wt") as file:
         file.write("six\n")
     documents = sorted(text for _, text in corpora.text(tmp_path))
-    assert documents == sorted(["one\nmore of one\n", "two\n", "three\n\nstill three", "four", "five", "six\n"])
+    assert documents == sorted(["one\nmore of one", "two", "three\n\nstill three", "four", "five", "six"])
 
 
 def test_parquet(tmp_path):
@@ -235,7 +235,7 @@ def test_parquet(tmp_path):
     pytest.importorskip("pyarrow.parquet").write_table(
         pyarrow.table({"text": ["one", "", "two"]}), tmp_path / "a.parquet"
     )
-    assert list(read_documents(tmp_path / "a.parquet")) == ["one", "two"]
+    assert list(read_documents(tmp_path / "a.parquet")) == ["one", "", "two"]
     pyarrow.parquet.write_table(pyarrow.table({"words": ["one"]}), tmp_path / "b.parquet")
     with pytest.raises(ValueError, match=r"b\.parquet has no 'text' column"):
         list(read_documents(tmp_path / "b.parquet"))
@@ -259,33 +259,32 @@ def test_bad_jsonl_names_file_and_line(tmp_path, line):
         list(corpora.text(tmp_path))
 
 
-def test_lines_are_numbered_and_must_be_utf8(tmp_path):
+def test_lines_must_be_utf8(tmp_path):
     (tmp_path / "a.txt").write_bytes("déjà vu\n".encode() + b"caf\xe9\n")
     lines = read_lines(tmp_path / "a.txt")
-    assert next(lines) == (1, "déjà vu\n")
+    assert next(lines) == "déjà vu\n"
     with pytest.raises(ValueError, match=r"a\.txt is not UTF-8: byte 13"):
         next(lines)
 
 
 @pytest.mark.parametrize(
-    "lines, blank, least, documents",
+    "lines, blank, documents",
     [
-        (3, None, 1000, 1),  # a short file is one document
-        (3, None, 2, 3),  # or one a line
-        (3, 1, 2, 2),
-        (1, None, 2, 1),
-        (1200, None, 1000, 1200),  # long ones are one a line, where no blank line tells otherwise
-        (1200, 1100, 1000, 1200),
-        (1200, 900, 1000, 2),
+        (3, None, 3),
+        (3, 1, 2),
+        (1, None, 1),
+        (1200, None, 1200),
+        (1200, 1100, 1200),  # the first 1,000 lines tell
+        (1200, 900, 2),
     ],
 )
-def test_documents_are_blocks_or_lines(tmp_path, lines, blank, least, documents):
+def test_documents_are_blocks_or_lines(tmp_path, lines, blank, documents):
     text = [f"line {i}\n" for i in range(lines)]
     if blank is not None:
         text.insert(blank, "\n")
     (tmp_path / "a.txt").write_text("".join(text))
-    found = list(read_documents(tmp_path / "a.txt", least))
-    assert len(found) == documents and "".join(found) == "".join(line for line in text if line.strip())
+    found = list(read_documents(tmp_path / "a.txt"))
+    assert len(found) == documents and "\n".join(found).split() == "".join(text).split()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -338,7 +337,7 @@ def test_installed_documentation_is_found():
     assert {name.split("/")[0] for name in files} == {"python", "numpy", "torch"}
     assert not [name for name in files if "/tests/" in name or "/test/" in name or "site-packages" in name]
     names = ["torch/_torch_docs.py", "numpy/_core/_add_newdocs.py", "python/json/__init__.py", "torch/optim/adam.py"]
-    found = ["\n".join(texts) for texts in corpora.read_docstrings([files[name] for name in names])]
+    found = ["\n".join(docstrings(files[name])) for name in names]
     expected = [
         "matmul(input, other, *, out=None) -> Tensor",
         "An array object represents a multidimensional, homogeneous array",
@@ -369,12 +368,12 @@ def test_articles_are_cut_at_top_level_headings(tmp_path):
         (tmp_path / f"wiki.{split}.raw").write_text("".join([blank, *first, *second]))
     with gzip.open(tmp_path / "wiki.train.tokens.gz", "wt") as file:
         file.write("".join(second))
-    documents = list(corpora.wikitext103_files(tmp_path))
+    documents = list(corpora.wikitext103(tmp_path))
     assert [split for split, _ in documents] == ["valid", "valid", "test", "test", "train"]
     assert documents[0][1] == blank + "".join(first) and documents[1][1] == documents[4][1] == "".join(second)
     (tmp_path / "wiki.test.raw").unlink()
     with pytest.raises(FileNotFoundError, match=r"wiki\.test\.raw"):
-        list(corpora.wikitext103_files(tmp_path))
+        list(corpora.wikitext103(tmp_path))
 
 
 def test_the_hub_gives_what_local_files_give(tmp_path, hub, monkeypatch):
@@ -384,7 +383,7 @@ def test_the_hub_gives_what_local_files_give(tmp_path, hub, monkeypatch):
     rows = [line if line.strip() else "" for line in lines]  # as the hub has them
     wiki = "wikitext-103-raw-v1"
     hub.rows = {(wiki, split): rows for split in ("train", "validation", "test")}
-    assert list(corpora.wikitext103()) == list(corpora.wikitext103_files(tmp_path))
+    assert list(corpora.wikitext103()) == list(corpora.wikitext103(tmp_path))
     assert hub.asked[0] == ("Salesforce/wikitext", wiki, "validation")
     hub.rows = {(None, "train"): ["a page", "another page"]}
     assert [text for _, text in corpora.openwebtext()] == ["a page", "another page"]
@@ -392,7 +391,7 @@ def test_the_hub_gives_what_local_files_give(tmp_path, hub, monkeypatch):
         list(corpora.wikitext103())
     assert "\n" not in str(error.value) and "--source" in str(error.value)
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ImportError, match="pip install datasets"):
+    with pytest.raises(OSError, match="pip install datasets"):
         list(corpora.openwebtext())
 
 
@@ -400,17 +399,17 @@ def test_the_hub_gives_what_local_files_give(tmp_path, hub, monkeypatch):
 # catalogs
 
 
-def write_mo(path: Path, texts: dict[str, str], order: str = "<", charset: str = "UTF-8") -> Path:
-    header = f"Content-Type: text/plain; charset={charset}\nPlural-Forms: nplurals=3; plural=n==1 ? 0 : n==2 ? 1 : 2;\n"
+def write_mo(path: Path, texts: dict[str, str]) -> Path:
+    header = "Content-Type: text/plain; charset=UTF-8\nPlural-Forms: nplurals=3; plural=n==1 ? 0 : n==2 ? 1 : 2;\n"
     texts = {"": header} | texts
-    encoded = [text.encode(charset) for text in [*texts, *texts.values()]]
+    encoded = [text.encode() for text in [*texts, *texts.values()]]
     place, tables, body = 28 + 16 * len(texts), [], b""
     for text in encoded:
         tables += [len(text), place + len(body)]
         body += text + b"\0"
-    head = struct.pack(f"{order}7I", 0x950412DE, 0, len(texts), 28, 28 + 8 * len(texts), 0, 0)
+    head = struct.pack("<7I", 0x950412DE, 0, len(texts), 28, 28 + 8 * len(texts), 0, 0)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(head + struct.pack(f"{order}{len(tables)}I", *tables) + body)
+    path.write_bytes(head + struct.pack(f"<{len(tables)}I", *tables) + body)
     return path
 
 
@@ -425,9 +424,8 @@ CATALOG = {
 }
 
 
-@pytest.mark.parametrize("order", ["<", ">"])
-def test_a_catalog_holds_what_gettext_reads(tmp_path, order):
-    path = write_mo(tmp_path / "a.mo", CATALOG, order)
+def test_a_catalog_holds_what_gettext_reads(tmp_path):
+    path = write_mo(tmp_path / "a.mo", CATALOG)
     with path.open("rb") as file:
         reader = gettext.GNUTranslations(file)
     assert sorted(read_catalog(path)) == sorted(
@@ -442,12 +440,11 @@ def test_a_catalog_holds_what_gettext_reads(tmp_path, order):
     )
 
 
-def test_catalogs_in_other_encodings_and_damaged_ones(tmp_path):
-    path = write_mo(tmp_path / "a.mo", {"Save": "Sérialiser"}, charset="iso-8859-1")
-    assert list(read_catalog(path)) == [("Save", "Save", "Sérialiser")]
-    whole = write_mo(path, CATALOG).read_bytes()
-    no_charset = whole.replace(b"charset=UTF-8", b"charset=NOT-8")
-    for content in (whole[:-1], whole[:40], whole[:10], b"", b"MO" + whole[2:], no_charset):
+def test_damaged_catalogs(tmp_path):
+    path = write_mo(tmp_path / "a.mo", CATALOG)
+    whole = path.read_bytes()
+    latin = whole.replace("ß".encode(), b"\xdf ")
+    for content in (whole[:-1], whole[:40], whole[:36], whole[:10], b"", b"MO" + whole[2:], latin):
         path.write_bytes(content)
         with pytest.raises(ValueError, match=r"a\.mo is damaged") as error:
             list(read_catalog(path))
@@ -474,7 +471,7 @@ def test_messages_are_sorted_split_by_english_and_never_leak(django, tmp_path):
     # one German text for English texts of two splits, and English that stands for another message of another split
     german |= {other[1]: "doppelt", held_out[1]: "doppelt", other[2]: held_out[0]}
     write_mo(django / "de" / "LC_MESSAGES" / "a.mo", german)
-    write_mo(django / "de" / "LC_MESSAGES" / "b.mo", {other[0]: f"de {other[0]}", plural: "allein"}, ">")
+    write_mo(django / "de" / "LC_MESSAGES" / "b.mo", {other[0]: f"de {other[0]}", plural: "allein"})
     write_mo(django / "en" / "LC_MESSAGES" / "a.mo", {"menu.title": "Title"})
     write_mo(django / "en_GB" / "LC_MESSAGES" / "a.mo", {other[0]: other[0]})
     write_mo(tmp_path / "more" / "deep" / "er" / "sw" / "LC_MESSAGES" / "x.mo", {held_out[0]: "moja"})
@@ -489,18 +486,18 @@ def test_messages_are_sorted_split_by_english_and_never_leak(django, tmp_path):
     assert corpora.messages() == sorted(expected)
     assert corpora.messages(tmp_path / "more") == sorted([*expected, ("sw", held_out[0], "moja", "valid")])
     documents = corpora.catalogs(tmp_path / "more")
-    assert list(documents) == ["de", "en", "en_GB", "sw"] and documents["sw"] == [("valid", "moja")]
+    assert sorted(documents) == ["de", "en", "en_GB", "sw"] and documents["sw"] == [("valid", "moja")]
     valid = {("valid", text) for text in (held_out[0], single, plural)}
     assert len(documents["en"]) == 4 and set(documents["en"]) == {("train", other[0])} | valid
     with pytest.raises(FileNotFoundError, match=r"no LANGUAGE/LC_MESSAGES/\*\.mo under"):
         corpora.messages(tmp_path / "more" / "deep" / "er" / "sw" / "LC_MESSAGES")
 
 
-def test_two_singulars_of_one_plural_stay_together(django):
-    entries = [{f"message {i}\0plural": f"eins {i}\0viele"} for i in range(40)]
-    for i, texts in enumerate(entries):
-        write_mo(django / "de" / "LC_MESSAGES" / f"{i}.mo", texts)
-    assert len(corpora.messages()) == 41 and len({split for *_, split in corpora.messages()}) == 1
+def test_a_text_of_two_plurals_is_in_one_split(django):
+    for i in range(40):
+        write_mo(django / "de" / "LC_MESSAGES" / f"{i}.mo", {f"message {i}\0plural": f"eins {i}\0viele {i}"})
+    splits = {split for _, english, _, split in corpora.messages() if english == "plural"}
+    assert len(corpora.messages()) == 80 and len(splits) == 1
 
 
 def test_a_language_of_few_messages_is_left_out(django, monkeypatch):
@@ -508,7 +505,7 @@ def test_a_language_of_few_messages_is_left_out(django, monkeypatch):
     for language, count in (("af", 2), ("be", 3)):
         texts = {f"{i}": f"{language} {i}" for i in range(count)}
         write_mo(django / language / "LC_MESSAGES" / "a.mo", texts)
-    assert {message.language for message in corpora.messages()} == {"be"}
+    assert {language for language, *_ in corpora.messages()} == {"be"}
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ImportError, match="pip install django"):
         corpora.messages()
@@ -517,16 +514,16 @@ def test_a_language_of_few_messages_is_left_out(django, monkeypatch):
 def test_the_installed_catalogs():
     pytest.importorskip("django")
     messages = corpora.messages()
-    counts = Counter(message.language for message in messages)
+    counts = Counter(language for language, *_ in messages)
     assert len(messages) > 60_000 and len(counts) > 90 and {"de", "pt_BR", "zh_Hans", "sw"} <= set(counts)
     assert min(counts.values()) >= 100 and "en" not in counts and messages == sorted(set(messages))
     splits = {}
     for _, english, message, split in messages:
         assert splits.setdefault(english, split) == splits.setdefault(message, split) == split
-    english = {(message.english, message.split) for message in messages}
+    english = {(english, split) for _, english, _, split in messages}
     shares = [sum(split == name for _, split in english) / len(english) for name in SPLITS]
     assert shares == pytest.approx([0.9, 0.05, 0.05], abs=4 * (0.05 * 0.95 / len(english)) ** 0.5)
-    german = {message.english: message.message for message in messages if message.language == "de"}
+    german = {english: message for language, english, message, _ in messages if language == "de"}
     assert german["Please correct the error below."] == "Bitte den unten aufgeführten Fehler korrigieren."
 
 
@@ -559,7 +556,7 @@ def test_catalogs_train_one_tokenizer_on_the_training_text_of_all_languages(djan
     held_out = [json.loads(line) for line in (two / "valid.jsonl").read_text().splitlines()]
     assert len(held_out) == 4 * sum(split_of(text, 0.05, 0.05) == "valid" for text in phrases)
     assert all(first.removeprefix(first.split()[0] + " ") == second for first, second in held_out)
-    given = prepare("catalogs-pairs", spm=one / "xlmr.model", out=tmp_path / "given")
+    given = prepare("catalogs-pairs", tokenizer=one / "xlmr.model", out=tmp_path / "given")
     assert meta_of(given)["checksum"] == meta_of(two)["checksum"]
 
 
@@ -583,8 +580,8 @@ def folder(tmp_path_factory, model, paragraphs) -> Path:
 def documents_of(folder: Path, split: str, language: str | None = None) -> list[str]:
     """The documents of a split (of a language), decoded."""
     meta, tokenizer = meta_of(folder), load_tokenizer(folder)
-    counts = meta["languages"][language][split] if language else {"start": 0} | meta["splits"][split]
-    ids = np.fromfile(folder / f"{split}.bin", meta["dtype"])[counts["start"] :][: counts["tokens"]]
+    counts = meta["languages"][language][split] if language else {"first": 0} | meta["splits"][split]
+    ids = np.fromfile(folder / f"{split}.bin", meta["dtype"])[counts["first"] :][: counts["tokens"]]
     parts = np.split(ids, np.flatnonzero(ids == tokenizer.eot) + 1)
     assert len(parts.pop()) == 0  # the last one ends too
     return [tokenizer.decode(part[:-1].tolist()) for part in parts]
@@ -596,7 +593,7 @@ def test_prepared_text_is_the_text(folder, paragraphs):
     assert all(found.values())
     for split, texts in found.items():
         counts = meta_of(folder)["splits"][split]
-        assert counts["documents"] == len(texts) and counts["bytes"] == counts["characters"] == sum(map(len, texts))
+        assert counts["documents"] == len(texts) and counts["bytes"] == sum(map(len, texts))
         assert counts["words"] == sum(len(text.split()) for text in texts)
         assert counts["tokens"] * 2 == (folder / f"{split}.bin").stat().st_size
     assert sorted(path.name for path in folder.iterdir()) == sorted(
@@ -630,10 +627,8 @@ def test_max_tokens_ends_the_training_split(tmp_path, model, paragraphs, monkeyp
     assert counts["valid"]["documents"] == counts["test"]["documents"] == 50
 
 
-def test_interrupted_preparation_keeps_old_data(folder, tmp_path, model, monkeypatch):
-    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
-    before = {path.name: path.read_bytes() for path in copy.iterdir()}
-    (tmp_path / "new.txt").write_text("\n\n".join(f"entirely other text {i}" for i in range(1500)))
+def test_an_interrupted_preparation_leaves_nothing(tmp_path, model, monkeypatch):
+    (tmp_path / "new.txt").write_text("\n\n".join(f"text number {i}" for i in range(1500)))
     monkeypatch.setattr(preparing, "BATCH_CHARS", 1000)
     encode, calls = SentencePiece.encode_batch, []
 
@@ -645,31 +640,33 @@ def test_interrupted_preparation_keeps_old_data(folder, tmp_path, model, monkeyp
 
     monkeypatch.setattr(SentencePiece, "encode_batch", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        prepare("text", source=tmp_path / "new.txt", tokenizer=model, out=copy)
-    assert {path.name: path.read_bytes() for path in copy.iterdir()} == before
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["copy", "new.txt"]
+        prepare("text", source=tmp_path / "new.txt", tokenizer=model, out=tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["new.txt"]
     monkeypatch.undo()
-    prepare("text", source=tmp_path / "new.txt", tokenizer=model, out=copy)
-    assert "entirely other" in documents_of(copy, "train")[0]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["copy", "new.txt"]
+    prepare("text", source=tmp_path / "new.txt", tokenizer=model, out=tmp_path / "out")
+    assert "text number" in documents_of(tmp_path / "out", "train")[0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new.txt", "out"]
 
 
-@pytest.mark.parametrize("name", ["thesis.txt", "test.jsonl"])
-def test_a_folder_of_other_files_is_never_replaced(tmp_path, model, name):
-    (tmp_path / name).write_text("precious")
-    assert f"holds other files ({name})" in refusal("text", source=tmp_path / name, tokenizer=model, out=tmp_path)
-    assert "is a file" in refusal("text", source=tmp_path / name, tokenizer=model, out=tmp_path / name)
-    assert (tmp_path / name).read_text() == "precious"
+def test_what_is_there_is_never_replaced(folder, tmp_path, model):
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    (tmp_path / "thesis.txt").write_text("precious")
+    for out in (folder, tmp_path):
+        line = refusal("text", source=tmp_path / "thesis.txt", tokenizer=model, out=out)
+        assert line == f"--out {out} is not empty: remove what is there, or give another folder"
+    refusal("text", source=tmp_path / "thesis.txt", tokenizer=model, out=tmp_path / "thesis.txt")
+    assert (tmp_path / "thesis.txt").read_text() == "precious"
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
 def test_bad_text_is_one_line(tmp_path, model):
     (tmp_path / "empty").mkdir()
     options = {"tokenizer": model, "out": tmp_path / "out"}
-    assert "holds no file" in refusal("text", tmp_path / "empty", **options)
+    assert "split 'train' is empty" in refusal("text", tmp_path / "empty", **options)
     (tmp_path / "latin.txt").write_bytes("déjà vu\n".encode() + b"caf\xe9\n")
     assert "latin.txt is not UTF-8: byte 13" in refusal("text", tmp_path / "latin.txt", **options)
     (tmp_path / "one.txt").write_text("a single document")
-    assert "'valid' is empty (1 documents in all)" in refusal("text", tmp_path / "one.txt", **options)
+    assert "'valid' is empty" in refusal("text", tmp_path / "one.txt", **options)
     (tmp_path / "cut.txt.gz").write_bytes(gzip.compress(b"text " * 999)[:-9])
     assert "cut.txt.gz is damaged" in refusal("text", tmp_path / "cut.txt.gz", **options)
     assert not (tmp_path / "out").exists()
@@ -677,23 +674,21 @@ def test_bad_text_is_one_line(tmp_path, model):
 
 def test_bad_options_are_one_line(tmp_path, spm):
     out = {"out": tmp_path / "out"}
-    assert "did you mean 'pydocs'" in refusal("pydoc", **out)
-    assert "needs --source" in refusal("text", **out) and "needs --source" in refusal("bitext", spm=spm, **out)
+    assert "unknown corpus 'pydoc'; there are pydocs, wikitext103, " in refusal("pydoc", **out)
+    for name in ("text", "bitext", "multi30k-fr"):
+        assert f"corpus '{name}' needs --source" in refusal(name, tokenizer=spm, **out)
     assert "max_tokens must be positive, not 0" in refusal("pydocs", max_tokens=0, **out)
-    assert "--source" in refusal("text", source="", **out)
     assert "does not exist" in refusal("text", source=tmp_path / "absent", **out)
-    assert "takes --tokenizer" in refusal("text", source=tmp_path, spm=spm, **out)
     assert "--languages is for" in refusal("pydocs", languages="en", **out)
-    assert "needs --spm PATH" in refusal("mc4", **out)
+    assert (line := refusal("mc4", **out)).endswith("needs --tokenizer PATH: a SentencePiece model such as XLM-R's")
+    write_pairs(tmp_path / "pairs", "de-en", {"train": 5, "valid": 1, "test": 1})
     for name in ("opus100", "bitext"):
-        assert "needs --spm PATH" in (line := refusal(name, source=tmp_path, **out)) and "or --pieces N" in line
-    for name in ("catalogs", "catalogs-pairs"):
-        assert "--spm instead of --tokenizer" in refusal(name, tokenizer=spm, **out)
+        line = refusal(name, source=tmp_path / "pairs", **out)
+        assert "needs --tokenizer PATH" in line and "or --pieces N" in line
     assert "--pieces is for translation pairs" in refusal("pydocs", pieces=400, **out)
     assert "--pieces is for translation pairs" in refusal("cc100", pieces=400, **out)
-    assert "without --spm" in refusal("bitext", source=tmp_path, pieces=400, spm=spm, **out)
+    assert "without --tokenizer" in refusal("bitext", source=tmp_path, pieces=400, tokenizer=spm, **out)
     assert "pieces must be positive, not 0" in refusal("bitext", source=tmp_path, pieces=0, **out)
-    assert "multi30k-fr needs --source DIR with train.fr" in refusal("multi30k-fr", **out)
     assert not (tmp_path / "out").exists()
 
 
@@ -710,7 +705,7 @@ def test_the_command_writes_and_reports_or_refuses(tmp_path, model, paragraphs):
     rows = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines() if line.strip()}
     for split in SPLITS:
         counts = meta_of(tmp_path / "out")["splits"][split]
-        assert rows[split] == [f"{counts[key]:,}" for key in ("tokens", "words", "documents", "bytes")]
+        assert rows[split] == [f"{counts[key]:,}" for key in ("tokens", "words", "bytes", "documents")]
     done = command("text", "--source", tmp_path / "absent")
     assert done.returncode == 1 and done.stderr == f"error: --source {tmp_path / 'absent'} does not exist\n"
     done = command("text", "--sourse", "x")
@@ -720,7 +715,9 @@ def test_the_command_writes_and_reports_or_refuses(tmp_path, model, paragraphs):
 def test_what_is_ready(tmp_path, monkeypatch, folder):
     monkeypatch.setattr(preparing, "PREPARED", tmp_path)
     made = []
-    monkeypatch.setattr(preparing, "prepare", lambda name, spm, out: made.append((name, spm, out)) or out.mkdir())
+    monkeypatch.setattr(
+        preparing, "prepare", lambda name, tokenizer, out: made.append((name, tokenizer, out)) or out.mkdir()
+    )
     assert ready("pydocs", make=False) == tmp_path / "pydocs" and made == []
     assert ready("pydocs") == ready("pydocs") == tmp_path / "pydocs"
     assert made == [("pydocs", None, tmp_path / "pydocs")]
@@ -755,7 +752,7 @@ def source(tmp_path_factory) -> Path:
 
 
 def test_a_folder_of_languages(source, spm, tmp_path):
-    folder = prepare("cc100", source, spm=spm, out=tmp_path / "out")
+    folder = prepare("cc100", source, tokenizer=spm, out=tmp_path / "out")
     meta = meta_of(folder)
     assert list(meta["languages"]) == sorted(SIZES) and meta["tokenizer"]["kind"] == "xlmr"
     for language, size in SIZES.items():
@@ -764,24 +761,24 @@ def test_a_folder_of_languages(source, spm, tmp_path):
             expected[split_of(text, valid=0.01, test=0.01)].append(text)
         assert {split: documents_of(folder, split, language) for split in SPLITS} == expected
     for split in SPLITS:
-        for key in ("tokens", "words", "documents", "bytes", "characters"):
+        for key in ("tokens", "words", "documents", "bytes"):
             assert meta["splits"][split][key] == sum(counts[split][key] for counts in meta["languages"].values())
         assert (folder / f"{split}.bin").stat().st_size == 2 * meta["splits"][split]["tokens"]
-    assert preparing.summary(folder).splitlines()[-2] == "3 languages"
+    assert preparing.summary(folder).splitlines()[-2] == "3 languages, or pairs of them"
 
 
 def test_languages_can_be_chosen_and_limited(source, spm, tmp_path, monkeypatch):
     monkeypatch.setattr(preparing, "BATCH_CHARS", 500)
-    folder = prepare("cc100", source, spm=spm, languages="sw,de", max_tokens=900, out=tmp_path / "out")
+    folder = prepare("cc100", source, tokenizer=spm, languages="sw,de", max_tokens=900, out=tmp_path / "out")
     limited = meta_of(folder)["languages"]
-    whole = meta_of(prepare("cc100", source, spm=spm, languages="sw,de", out=tmp_path / "whole"))["languages"]
+    whole = meta_of(prepare("cc100", source, tokenizer=spm, languages="sw,de", out=tmp_path / "whole"))["languages"]
     longest = max(map(len, load_tokenizer(spm, "xlmr").encode_batch(lines_of("de", 500)))) + 2
     assert list(limited) == list(whole) == ["de", "sw"]
     for language, counts in limited.items():
         assert 900 <= counts["train"]["tokens"] < 900 + longest
         assert counts["valid"] == whole[language]["valid"]
-    unknown = refusal("cc100", source, spm=spm, languages="de,sv")
-    assert "no language 'sv' among 3; did you mean 'sw'?" in unknown
+    unknown = refusal("cc100", source, tokenizer=spm, languages="de,sv")
+    assert "no language 'sv'; there are de, sw, zh-Hans" in unknown
 
 
 def test_bad_languages_are_one_line(spm, tmp_path):
@@ -790,15 +787,15 @@ def test_bad_languages_are_one_line(spm, tmp_path):
             path.unlink()
         for name, content in files.items():
             (tmp_path / f"{name}.txt").write_bytes(content)
-        line = refusal("mc4", tmp_path, spm=spm, out=tmp_path / "out")
+        line = refusal("mc4", tmp_path, tokenizer=spm, out=tmp_path / "out")
         assert not (tmp_path / "out").exists()
         return line
 
     (tmp_path / "NOTES.md").write_text("no language")
     good = "\n\n".join(lines_of("de", 500)).encode()
-    assert "'sw'" in reason(de=good, sw=b" \n\n") and "no training text (0 documents" in reason(de=good, sw=b"")
+    assert "'sw'" in reason(de=good, sw=b" \n\n") and "no training text" in reason(de=good, sw=b"")
     [held_out, *_] = [text for text in lines_of("sw", 500) if split_of(text, valid=0.01, test=0.01) == "test"]
-    assert "no training text (1 documents" in reason(de=good, sw=held_out.encode())
+    assert "no training text" in reason(de=good, sw=held_out.encode())
     assert "sw.txt is not UTF-8: byte 3" in reason(de=good, sw=b"caf\xe9")
     assert "'valid' is empty" in reason(de=lines_of("de", 1)[0].encode())
     assert "holds no LANGUAGE.txt" in reason()
@@ -807,11 +804,11 @@ def test_bad_languages_are_one_line(spm, tmp_path):
 def test_cc100_streams_what_local_files_hold(source, spm, hub, tmp_path):
     url = "https://data.statmt.org/cc-100/{}.txt.xz".format
     hub.rows = {(url(name), "train"): lines_of(name, size) for name, size in SIZES.items()}
-    streamed = prepare("cc100", spm=spm, languages=",".join(SIZES), out=tmp_path / "hub")
-    local = prepare("cc100", source, spm=spm, out=tmp_path / "local")
+    streamed = prepare("cc100", tokenizer=spm, languages=",".join(SIZES), out=tmp_path / "hub")
+    local = prepare("cc100", source, tokenizer=spm, out=tmp_path / "local")
     # blocks of a file end in a line feed, paragraphs do not: the tokens are the same
     assert meta_of(streamed)["files"] == meta_of(local)["files"]
-    line = refusal("cc100", spm=spm, out=tmp_path / "all")
+    line = refusal("cc100", tokenizer=spm, out=tmp_path / "all")
     assert line.startswith("cannot read https://data.statmt.org/cc-100/af.txt.xz (ConnectionError: no route)")
     assert "--source" in line
 
@@ -821,7 +818,7 @@ def test_a_limit_ends_the_reading_of_a_language(spm, hub, tmp_path, monkeypatch)
     monkeypatch.setattr(preparing, "ENOUGH", 100)
     both = [(name, split) for name in ("de", "sw") for split in ("train", "validation")]
     hub.rows = {(name, split): lines_of(name + split, 5000) for name, split in both}
-    folder = prepare("mc4", spm=spm, languages="de,sw", max_tokens=2000, out=tmp_path / "mc4")
+    folder = prepare("mc4", tokenizer=spm, languages="de,sw", max_tokens=2000, out=tmp_path / "mc4")
     assert ("allenai/c4", "sw", "train") in hub.asked and set(hub.read) == set(both)
     for name, counts in meta_of(folder)["languages"].items():
         assert counts["train"]["tokens"] >= 2000 and min(counts[split]["tokens"] for split in ("valid", "test")) >= 100
@@ -852,14 +849,15 @@ def pairs(name: str, count: int, split: str = "train") -> list[tuple[str, str]]:
 
 @pytest.fixture(scope="session")
 def pair_source(tmp_path_factory) -> Path:
-    """One pair in two files for each of two parts, one as .gz; the other in a .tsv.xz. Nothing else is read."""
+    """One pair in two files for each of two parts, one as .gz; the other as .xz. Nothing else is read."""
     base = tmp_path_factory.mktemp("bitext")
     for side, texts in zip(("de", "en"), zip(*pairs("de-en", 400))):
         (base / f"de-en.a.{side}").write_text("".join(f"{text}\n" for text in texts[:200]))
         with gzip.open(base / f"de-en.b.{side}.gz", "wt") as file:
             file.write("\n".join(texts[200:]))
-    with lzma.open(base / "en-zh-Hans.tsv.xz", "wt") as file:
-        file.writelines(f"{one}\t{two}\n" for one, two in pairs("en-zh-Hans", 150))
+    for side, texts in zip(("en", "zh-Hans"), zip(*pairs("en-zh-Hans", 150))):
+        with lzma.open(base / f"en-zh-Hans.{side}.xz", "wt") as file:
+            file.writelines(f"{text}\n" for text in texts)
     (base / "README.md").write_text("no pair")
     return base
 
@@ -868,16 +866,15 @@ def pairs_of(folder: Path, split: str, name: str) -> list[tuple[str, str]]:
     """The pairs of a language pair, decoded from its tokens through the index."""
     tokenizer, counts = load_tokenizer(folder), meta_of(folder)["languages"][name][split]
     tokens, index = np.fromfile(folder / f"{split}.bin", "uint16"), np.fromfile(folder / f"{split}.idx", "int64")
-    assert index[2 * counts["first"]] == counts["start"]
-    assert index[2 * (counts["first"] + counts["pairs"])] == counts["start"] + counts["tokens"]
     begin = 2 * counts["first"]
+    assert index[begin + 2 * counts["pairs"]] == index[begin] + counts["tokens"]
     ends = index[begin : begin + 2 * counts["pairs"] + 1]
     texts = [tokenizer.decode(tokens[a : b - 1].tolist()) for a, b in zip(ends[:-1], ends[1:])]
     return list(zip(texts[::2], texts[1::2]))
 
 
 def test_pairs_come_back(pair_source, spm, tmp_path):
-    folder = prepare("bitext", pair_source, spm=spm, out=tmp_path / "out")
+    folder = prepare("bitext", pair_source, tokenizer=spm, out=tmp_path / "out")
     meta = meta_of(folder)
     assert meta["kind"] == "pairs" and list(meta["languages"]) == sorted(PAIR_SIZES)
     for name, size in PAIR_SIZES.items():
@@ -889,7 +886,7 @@ def test_pairs_come_back(pair_source, spm, tmp_path):
         tokens, index = np.fromfile(folder / f"{split}.bin", "uint16"), np.fromfile(folder / f"{split}.idx", "int64")
         assert index[0] == 0 and index[-1] == len(tokens) and (tokens[index[1:] - 1] == 2).all()
         assert (tokens == 2).sum() == len(index) - 1 == 2 * meta["splits"][split]["pairs"]
-    assert preparing.summary(folder).splitlines()[-2] == "2 language pairs"
+    assert preparing.summary(folder).splitlines()[-2] == "2 languages, or pairs of them"
     assert f"{meta['splits']['train']['pairs']:,}" in preparing.summary(folder).splitlines()[1].split()
     assert not (folder / "train.jsonl").exists()
     for split in ("valid", "test"):
@@ -899,13 +896,13 @@ def test_pairs_come_back(pair_source, spm, tmp_path):
 
 def test_pairs_can_be_chosen_and_limited(pair_source, spm, tmp_path, monkeypatch):
     monkeypatch.setattr(preparing, "BATCH_CHARS", 300)
-    out = prepare("bitext", pair_source, spm=spm, languages="de-en", max_tokens=500, out=tmp_path / "out")
+    out = prepare("bitext", pair_source, tokenizer=spm, languages="de-en", max_tokens=500, out=tmp_path / "out")
     counts = meta_of(out)["languages"]
     assert list(counts) == ["de-en"] and 500 <= counts["de-en"]["train"]["tokens"] < 600
     found = pairs_of(out, "train", "de-en")
     assert found == [both for both in pairs("de-en", 400) if split_of(both[1], 0.01, 0.01) == "train"][: len(found)]
-    unknown = refusal("bitext", pair_source, spm=spm, languages="de-em")
-    assert "no language 'de-em' among 2; did you mean 'de-en'?" in unknown
+    unknown = refusal("bitext", pair_source, tokenizer=spm, languages="de-em")
+    assert "no language 'de-em'; there are de-en, en-zh-Hans" in unknown
 
 
 def write_pairs(folder: Path, name: str, sizes: dict[str, int]):
@@ -918,8 +915,9 @@ def write_pairs(folder: Path, name: str, sizes: dict[str, int]):
 
 def test_named_files_are_the_splits(spm, tmp_path):
     write_pairs(tmp_path, "de-en", {"train": 5, "dev": 4, "test": 3})
-    (tmp_path / "de-en.more.tsv").write_text("not\tread\n")
-    out = prepare("bitext", tmp_path, spm=spm, out=tmp_path / "out")
+    for side in ("de", "en"):
+        (tmp_path / f"de-en.more.{side}").write_text("not read\n")
+    out = prepare("bitext", tmp_path, tokenizer=spm, out=tmp_path / "out")
     for split, theirs, count in (("train", "train", 5), ("valid", "dev", 4), ("test", "test", 3)):
         assert pairs_of(out, split, "de-en") == [
             (" ".join(one.split()), " ".join(two.split())) for one, two in pairs("de-en", count, theirs)
@@ -933,26 +931,22 @@ def test_bad_pairs_are_one_line(spm, tmp_path):
         for name, content in files.items():
             (tmp_path / "in" / f"de-en.{name}").write_bytes(content)
         (tmp_path / "in" / "NOTES.md").write_text("no pair")
-        line = refusal("bitext", tmp_path / "in", spm=spm, out=tmp_path / "out")
+        line = refusal("bitext", tmp_path / "in", tokenizer=spm, out=tmp_path / "out")
         assert not (tmp_path / "out").exists()
         return line
 
     three, five = b"a\n" * 3, b"a\n" * 4 + b"a"
-    assert "de-en.de has 3 lines and " in (line := reason(de=three, en=five)) and line.endswith("de-en.en 5")
-    assert "de-en.de has 5 lines and " in (line := reason(de=five, en=three)) and line.endswith("de-en.en 3")
-    assert "de-en.de, line 2: an empty text" in reason(de=b"a\n \na\n", en=three)
+    for sizes in ({"de": three, "en": five}, {"de": five, "en": three}):
+        line = reason(**sizes)
+        assert "de-en.de and " in line and "de-en.en: one of them ends before line 4 and the other" in line
+    assert "de-en.en, line 2: an empty text" in reason(de=b"a\n \na\n", en=three)
     assert "de-en.en, line 3: an empty text" in reason(de=three, en=b"a\na\n\n")
-    assert "de-en.tsv, line 2: an empty text" in reason(tsv=b"a\tb\na\t\n")
-    assert "de-en.tsv, line 2: 2 tabs instead of one" in reason(tsv=b"a\tb\na\tb\tc\n")
-    assert "de-en.tsv, line 1: 0 tabs instead of one" in reason(tsv=b"a b\n")
     assert "de-en.en is not UTF-8: byte 5" in reason(de=three, en=b"a\ncaf\xe9\n")
-    assert "holds no two files such as de-en.de and de-en.en" in reason()
-    assert "the two sides of de-en, not de-en.de" in reason(de=three)
-    assert "not de-en.de and de-en.tsv" in reason(de=three, tsv=b"a\tb\n")
-    assert "are the same side of the same pairs" in reason(**{"de": three, "de.gz": three, "en": three})
-    assert "split 'valid' is empty (1 pairs in all)" in reason(tsv=b"a\tb\n")
+    assert "holds no file such as de-en.de, beside de-en.en" in reason()
+    assert "no de-en.en (plain, .gz or .xz) in " in reason(de=three)
+    assert "split 'valid' is empty" in reason(de=b"a\n", en=b"b\n")
     [held_out, *_] = [text for text in lines_of("x", 500) if split_of(text, 0.01, 0.01) == "valid"]
-    assert "'de-en' of " in reason(tsv=f"a\t{held_out}\n".encode())
+    assert "'de-en' of " in reason(de=b"a\n", en=held_out.encode())
 
 
 def translations(*languages: str, rows: list[tuple[str, str]]) -> list[dict]:
@@ -964,14 +958,14 @@ def test_opus100_streams_its_splits(spm, hub, tmp_path):
         hub.rows["de-en", split] = translations("de", "en", rows=pairs("de-en", 9, split))
     hub.rows["an-en", "train"] = translations("an", "en", rows=pairs("an-en", 9))
     hub.rows["de-en", "train"][3:3] = translations("de", "en", rows=[(" ", "nothing"), ("\u200b", "without a token")])
-    out = prepare("opus100", spm=spm, languages="an-en,de-en", out=tmp_path / "out")
+    out = prepare("opus100", tokenizer=spm, languages="an-en,de-en", out=tmp_path / "out")
     for split, theirs in (("train", "train"), ("valid", "validation"), ("test", "test")):
         assert pairs_of(out, split, "de-en") == pairs("de-en", 9, theirs)
     assert len(pairs_of(out, "train", "an-en")) == 9 and pairs_of(out, "valid", "an-en") == []
     assert ("Helsinki-NLP/opus-100", "de-en", "train") in hub.asked and len(hub.asked) == 4
     names = list(corpora.opus100())
-    assert len(names) == 99 and names == sorted(names) and "en-fr" in names and corpora.TRAIN_ONLY < set(names)
-    line = refusal("opus100", spm=spm, out=tmp_path / "all")
+    assert len(names) == 99 and "en-fr" in names and corpora.TRAIN_ONLY < set(names)
+    line = refusal("opus100", tokenizer=spm, out=tmp_path / "all")
     assert "cannot read Helsinki-NLP/opus-100 af-en" in line and "no route" in line
 
 
@@ -1049,7 +1043,7 @@ def test_wmt23_trains_on_the_hub_and_tests_on_wmt22(tmp_path, hub, wmt_files, mo
 
     monkeypatch.setattr("sacrebleu.utils.get_source_file", offline)
     line = refusal("wmt23-ru", pieces=300, out=tmp_path / "no")
-    assert "cannot download wmt21 ru-en" in line and "give --source" in line
+    assert "cannot read wmt21 ru-en (SystemExit: 1)" in line and "with --source" in line
 
 
 def test_wmt23_tests_ukrainian_and_hebrew_on_flores(tmp_path, hub):
@@ -1057,24 +1051,22 @@ def test_wmt23_tests_ukrainian_and_hebrew_on_flores(tmp_path, hub):
     hub.rows["en-uk", "train"] = [{"english": two, "non_english": one} for one, two in rows]
     for name in ("ukr_Cyrl", "eng_Latn"):
         for split in ("dev", "devtest"):
-            hub.rows[name, split] = [{"id": i, "text": x} for i, x in enumerate(lines_of(name + split, 6), 1)]
+            hub.rows[name, split] = [{"text": text} for text in lines_of(name + split, 6)]
     folder = prepare("wmt23-uk", pieces=350, out=tmp_path / "out")
     assert held_out_of(folder, "test") == list(zip(lines_of("ukr_Cyrldevtest", 6), lines_of("eng_Latndevtest", 6)))
     assert pairs_of(folder, "train", "uk-en") == rows
     assert ("sentence-transformers/parallel-sentences-ccmatrix", "en-uk", "train") in hub.asked
     assert ("openlanguagedata/flores_plus", "ukr_Cyrl", "dev") in hub.asked
     hub.rows["ukr_Cyrl", "devtest"].pop(2)
-    line = refusal("wmt23-uk", pieces=350, out=tmp_path / "no")
-    assert "flores_plus: ukr_Cyrl and eng_Latn have other sentences (4, 3)" in line
+    assert "zip() argument" in refusal("wmt23-uk", pieces=350, out=tmp_path / "no")
 
 
-def test_wmt23_takes_local_files_of_its_pair(tmp_path):
+def test_wmt23_takes_local_files(tmp_path):
     for name in ("ru-en", "de-en"):
         write_pairs(tmp_path, name, {"train": 90, "valid": 5, "test": 5})
-    folder = prepare("wmt23-ru", tmp_path, pieces=300, out=tmp_path / "out")
+    folder = prepare("wmt23-ru", tmp_path, languages="ru-en", pieces=300, out=tmp_path / "out")
     assert list(meta_of(folder)["languages"]) == ["ru-en"]
     assert held_out_of(folder, "test") == pairs("ru-en", 5, "test")
-    assert "holds no zh-en.zh and zh-en.en" in refusal("wmt23-zh", tmp_path)
 
 
 def test_wmt10_has_ten_languages_and_halves_gujarati(tmp_path, hub):
@@ -1092,8 +1084,8 @@ def test_wmt10_has_ten_languages_and_halves_gujarati(tmp_path, hub):
     assert pairs_of(folder, "train", "gu-en") == pairs("gu-en", 40, "train")
 
 
-def test_every_corpus_says_where_it_comes_from_and_how_a_local_copy_is_read():
+def test_every_corpus_reads_a_local_copy():
     assert len(CORPORA) == 20
     for name, corpus in CORPORA.items():
         assert corpus.kind in ("text", "languages", "pairs") and callable(corpus.local)
-        assert (corpus.read is None) == (corpus.origin is None) == (name in ("text", "bitext"))
+        assert (corpus.read is None) == (name in ("text", "bitext", "multi30k-fr", "multi30k-cs"))

@@ -57,8 +57,8 @@ def corpora(tmp_path_factory) -> dict[str, Path]:
     return {
         "spm": spm,
         "text": prepare("text", base / "text", tokenizer=spm, out=base / "prepared-text"),
-        "languages": prepare("cc100", base / "text", spm=spm, out=base / "prepared-languages"),
-        "pairs": prepare("bitext", base / "pairs", spm=spm, out=base / "prepared-pairs"),
+        "languages": prepare("cc100", base / "text", tokenizer=spm, out=base / "prepared-languages"),
+        "pairs": prepare("bitext", base / "pairs", tokenizer=spm, out=base / "prepared-pairs"),
     }
 
 

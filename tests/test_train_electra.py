@@ -60,10 +60,10 @@ def corpora(tmp_path_factory) -> dict[str, Path]:
     spm = train_sentencepiece(texts, 300, XLMR).save(base / "text")
     other = train_sentencepiece(texts[::-1] + texts[:700], 300, XLMR).save(base / "bitext")  # of the same size
     return {
-        "data": prepare("cc100", base / "text", spm=spm, out=base / "data"),
-        "pairs": prepare("bitext", base / "bitext", spm=spm, out=base / "pairs"),
-        "few": prepare("bitext", base / "few", spm=spm, out=base / "few-pairs"),
-        "other": prepare("bitext", base / "bitext", spm=other, out=base / "other"),
+        "data": prepare("cc100", base / "text", tokenizer=spm, out=base / "data"),
+        "pairs": prepare("bitext", base / "bitext", tokenizer=spm, out=base / "pairs"),
+        "few": prepare("bitext", base / "few", tokenizer=spm, out=base / "few-pairs"),
+        "other": prepare("bitext", base / "bitext", tokenizer=other, out=base / "other"),
     }
 
 
@@ -591,7 +591,7 @@ def test_corpora_that_do_not_fit(options, corpora, monkeypatch, capsys):
     one, two = (load_tokenizer(corpora[name]) for name in ("pairs", "other"))
     assert one.vocab_size == two.vocab_size and one.sha256 != two.sha256
     other = options | {"pairs": corpora["other"]}
-    assert "different tokenizers: prepare both with the same --spm" in ELECTRA.refused(other, monkeypatch, capsys)
+    assert "different tokenizers: prepare both with the same --tokenizer" in ELECTRA.refused(other, monkeypatch, capsys)
     other = options | {"data": corpora["pairs"]}
     assert "a corpus of pairs; MaskedData reads languages" in ELECTRA.refused(other, monkeypatch, capsys)
     other = options | {"pairs": corpora["data"]}
