@@ -297,7 +297,10 @@ def evaluate(model: Electra | MaskedLM, data: dict, config: Config, context, mas
     scores["layers"] = [watch.finish(context.sum) for watch in watches]
     scores["translation"] = {}
     for name, beside in {"with": True, "without": False}.items():
-        halves = [data["pairs"].eval_batches("valid", maskings, *limits, half, beside) for half in (0, 1)]
+        halves = []
+        for half in (0, 1):
+            shown = (0, 1) if beside else (half,)
+            halves.append(data["pairs"].eval_batches("valid", maskings, *limits, masked=(half,), shown=shown))
         scores["translation"][name] = score(model, chain(*halves), False, config, context)["generator"]
     scores |= retrieval(model.encoder, data["pairs"], config, context)
     model.train()

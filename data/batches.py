@@ -9,9 +9,9 @@ So a resumed run and any number of processes see the data of one uninterrupted p
 order that depends on the data and block_size alone, under masks that depend on the text alone: runs can be compared.
 """
 
-import difflib
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import islice
 from pathlib import Path
@@ -30,35 +30,38 @@ from data.tokenizers import Tokenizer, load_tokenizer
 TRAINING, EVALUATION, POOL, PASS = range(4)
 POOL_MICROS = 128  # micro-batches of pairs that are drawn and sorted together
 DRAWN = 256  # pairs that are drawn at once
+LARGEST = 1 << 34  # bytes of a file whose hash is compared: larger ones take minutes, while other processes wait
+AGAIN = "remove the folder and prepare it again: python -m data.prepare --help says how"
 
 
-def generator(purpose: int, *key: int) -> np.random.Generator:
-    return np.random.default_rng((purpose, *key))
+def generator(*key: int) -> np.random.Generator:
+    return np.random.default_rng(key)
 
 
+@dataclass(eq=False)
 class Prepared:
-    """A folder written by `python -m data.prepare`, its tokens memory-mapped; B = micro_tokens // T rows a batch.
+    """A folder written by `python -m data.prepare`, its tokens memory-mapped.
 
     Raises FileNotFoundError or ValueError, in one line, when the folder is missing, damaged or of another kind.
     """
 
-    kind: str | None = None  # of the corpora that the class reads, see data.corpora; None: any
-    example = "pydocs"
-    least_block = 8
+    folder: Path
+    block_size: int  # T, tokens of the longest row
+    micro_tokens: int  # of a micro-batch, with its padding
+    micros_per_step: int = 1
+    seed: int = 0
 
-    def __init__(self, folder: Path | str, block_size: int, micro_tokens: int, micros_per_step: int = 1, seed: int = 0):
-        if block_size < self.least_block:
-            raise ValueError(f"block_size {block_size} must be at least {self.least_block} tokens")
-        if micro_tokens < block_size:
-            raise ValueError(f"micro_tokens {micro_tokens} must be at least one block of {block_size} tokens")
-        if self.kind != "pairs" and micro_tokens % block_size:
-            raise ValueError(f"block_size {block_size} does not divide micro_tokens {micro_tokens}")
-        self.folder = Path(folder)
-        self.block_size = block_size
-        self.micro_tokens = micro_tokens
-        self.batch_size = micro_tokens // block_size
-        self.micros_per_step = micros_per_step
-        self.seed = seed
+    kind = None  # of the corpora that the class reads, see data.corpora; None: any
+    example = "pydocs"
+
+    def __post_init__(self):
+        if self.block_size < 8:
+            raise ValueError(f"block_size {self.block_size} must be at least 8 tokens")
+        if self.micro_tokens < self.block_size:
+            raise ValueError(f"micro_tokens {self.micro_tokens} must be at least one block of {self.block_size} tokens")
+        if self.kind != "pairs" and self.micro_tokens % self.block_size:
+            raise ValueError(f"block_size {self.block_size} does not divide micro_tokens {self.micro_tokens}")
+        self.batch_size = self.micro_tokens // self.block_size  # B, of rows that are all as long
         self.meta = read_meta(self.folder)
         if self.kind not in (None, self.meta["kind"]):
             what = f"{self.folder} holds {self.meta['name']!r}, a corpus of {self.meta['kind']}"
@@ -67,67 +70,58 @@ class Prepared:
         self.checksum: str = self.meta["checksum"]
         self.vocab_size: int = self.meta["tokenizer"]["vocab_size"]
         self.languages = sorted(self.meta.get("languages", []))
+        unit = "pairs" if self.meta["kind"] == "pairs" else "tokens"
         self.tokens = {}  # split -> (N,)
         self.index = {}  # split -> (2 pairs + 1,), where each text begins; of pairs alone
         self.streams = {}  # split -> (J, 2), where each language begins and how much it has: tokens, or pairs
-        for split, counts in self.meta["splits"].items():
-            self.tokens[split] = self._map(f"{split}.bin", self.meta["dtype"], counts["tokens"])
-            if self.meta["kind"] == "pairs":
-                self.index[split] = self._map(f"{split}.idx", "int64", 2 * counts["pairs"] + 1)
-            self.streams[split] = self._streams(split)
+        for split, total in self.meta["splits"].items():
+            self.tokens[split] = self._map(f"{split}.bin", self.meta["dtype"], total["tokens"])
+            if unit == "pairs":
+                self.index[split] = self._map(f"{split}.idx", "int64", 2 * total["pairs"] + 1)
+            own = [self.meta["languages"][language][split] for language in self.languages]
+            self.streams[split] = np.array([[counts["first"], counts[unit]] for counts in own], dtype=np.int64)
+
+    def _file(self, name: str) -> Path:
+        path = self.folder / name
+        if not path.is_file():
+            raise FileNotFoundError(f"{path} is missing; {AGAIN}")
+        return path
 
     def _map(self, name: str, dtype: str, count: int) -> ndarray:
-        path = self.folder / name
+        path = self._file(name)
         expected = count * np.dtype(dtype).itemsize
-        if not path.is_file():
-            raise FileNotFoundError(f"{path} is missing; {prepare_again(self.meta)}")
-        if not count:
-            raise ValueError(f"{path} holds no text; {prepare_again(self.meta)}")
         if path.stat().st_size != expected:
-            what = f"{path} has {path.stat().st_size:,} bytes instead of {expected:,}"
-            raise ValueError(f"{what}; {prepare_again(self.meta)}")
+            raise ValueError(f"{path} has {path.stat().st_size:,} bytes instead of {expected:,}; {AGAIN}")
         return np.memmap(path, dtype, mode="r").view(ndarray)
-
-    def _streams(self, split: str) -> ndarray:
-        names = ("first", "pairs") if self.meta["kind"] == "pairs" else ("first", "tokens")
-        streams = []
-        for language in self.languages:
-            counts = self.meta["languages"][language][split]
-            streams.append([counts[name] for name in names])
-        return np.array(streams, dtype=np.int64)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer that made the tokens. ValueError if its file has changed since."""
         tokenizer = load_tokenizer(self.folder)
         if tokenizer.sha256 != self.meta["tokenizer"]["sha256"]:
-            what = f"the tokenizer in {self.folder} is not the one that made its tokens"
-            raise ValueError(f"{what}; {prepare_again(self.meta)}")
+            raise ValueError(f"the tokenizer in {self.folder} is not the one that made its tokens; {AGAIN}")
         return tokenizer
 
-    def verify(self, largest: int = 1 << 34):
-        """Read the files through and compare their SHA-256; ValueError names the first that has changed.
-
-        Files over `largest` bytes are left alone: they take minutes, while other processes wait. Their size is right.
-        """
+    def verify(self):
+        """Read the files through and compare their SHA-256; ValueError names the first that has changed."""
         for name, expected in self.meta["files"].items():
-            path = self.folder / name
-            if not path.is_file():
-                raise FileNotFoundError(f"{path} is missing; {prepare_again(self.meta)}")
-            if path.stat().st_size <= largest and sha256(path) != expected:
-                raise ValueError(f"{path} has changed since it was written; {prepare_again(self.meta)}")
+            path = self._file(name)
+            if path.stat().st_size <= LARGEST and sha256(path) != expected:
+                raise ValueError(f"{path} has changed since it was written; {AGAIN}")
 
     def random(self, purpose: int, split: str, *key: int) -> np.random.Generator:
         return generator(purpose, self.seed, SPLITS.index(split), *key)
 
     def pairs_of(self, split: str, language: str) -> range:
         """The numbers of the pairs of a language pair in a split."""
-        if language not in self.languages:
-            nearest = difflib.get_close_matches(language, self.languages, n=1, cutoff=0)[0]
-            raise ValueError(f"no pair {language!r} among {len(self.languages)}; did you mean {nearest!r}?")
-        number = self.languages.index(language)
-        first, count = self.streams[split][number].tolist()
+        first, count = self.streams[split][self.languages.index(language)].tolist()
         return range(first, first + count)
+
+    def texts_of(self, split: str, pairs: ndarray) -> tuple[ndarray, ndarray]:
+        """(B, 2) where the two texts of each pair begin and how many tokens they have, `</s>` included."""
+        texts = 2 * pairs[:, None] + np.array([0, 1])
+        starts = self.index[split][texts]
+        return starts, self.index[split][texts + 1] - starts
 
     def raw(self, split: str, language: str) -> Iterator[tuple[ndarray, ndarray]]:
         """First and second text of every pair of that language pair, ids without special tokens, in order."""
@@ -142,19 +136,14 @@ def read_meta(folder: Path) -> dict:
     path = folder / "meta.json"
     if not path.is_file():
         raise FileNotFoundError(f"no prepared data in {folder}; prepare it: python -m data.prepare {folder.name}")
-    again = prepare_again({"name": folder.name})
     try:
         meta = json.loads(path.read_text())
         intact = meta["checksum"] == checksum(meta)
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is damaged; {again}") from error
+        raise ValueError(f"{path} is damaged; {AGAIN}") from error
     if not intact:
-        raise ValueError(f"{path} has changed since it was written; {again}")
+        raise ValueError(f"{path} has changed since it was written; {AGAIN}")
     return meta
-
-
-def prepare_again(meta: dict) -> str:
-    return f"prepare it again: python -m data.prepare {meta['name']} (--help says how)"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -164,8 +153,8 @@ def prepare_again(meta: dict) -> str:
 class TokenData(Prepared):
     """Windows of T = block_size tokens. ValueError when a split is too short for one."""
 
-    def __init__(self, *arguments, **options):
-        super().__init__(*arguments, **options)
+    def __post_init__(self):
+        super().__post_init__()
         for split, tokens in self.tokens.items():
             if len(tokens) <= self.block_size:
                 needed = f"block_size {self.block_size} needs {self.block_size + 1:,}"
@@ -211,25 +200,32 @@ def probabilities(sizes: ndarray, train: ndarray, exponent: float) -> ndarray:
     return weights / weights.sum()
 
 
-def shares(streams: dict[str, ndarray], exponent: float) -> dict[str, ndarray]:
-    """split -> (J,) the probability of each language."""
-    train = streams["train"][:, 1]
-    return {split: probabilities(own[:, 1], train, exponent) for split, own in streams.items()}
+def places(language: ndarray) -> ndarray:
+    """(R,) how many rows of the same language come before each; language: (R,), ascending."""
+    return np.arange(len(language)) - language.searchsorted(language)
 
 
-def pad_rows(rows: list[ndarray], pad: int, width: int = 0) -> tuple[ndarray, ndarray | None]:
-    """ids (B, T) of the rows, as wide as the longest or `width`, and the flat positions (S,) of what is not padding.
+def evenly(language: ndarray, lengths: ndarray, max_tokens: int | None) -> ndarray:
+    """Which rows make up about max_tokens tokens: the first of every language, then the second of each and so on.
 
-    None instead of the positions where nothing is padding.
+    language, lengths: (R,) of all rows, languages ascending. None: all rows.
     """
-    lengths = np.array([len(row) for row in rows])
-    width = max(width, int(lengths.max()))
-    ids = np.full((len(rows), width), pad, dtype=np.int64)
-    for number, row in enumerate(rows):
-        ids[number, : len(row)] = row
-    if lengths.min() == width:
-        return ids, None
-    return ids, np.flatnonzero(np.arange(width) < lengths[:, None])
+    if max_tokens is None:
+        return np.arange(len(language))
+    order = places(language).argsort(kind="stable")
+    enough = (lengths[order].cumsum() <= max_tokens).sum()
+    return order[: max(1, enough)]
+
+
+def pad_rows(tokens: ndarray, lengths: ndarray, pad: int, width: int = 0) -> tuple[ndarray, ndarray | None]:
+    """ids (B, T) of rows that stand one behind the other, as wide as the longest or `width`, and where they are real.
+
+    tokens: (N,), lengths: (B,). The second are the flat positions (N,) of what is not padding, None where nothing is.
+    """
+    real = np.arange(max(width, lengths.max())) < lengths[:, None]  # (B, T)
+    ids = np.full(real.shape, pad, dtype=np.int64)
+    ids[real] = tokens
+    return ids, None if real.all() else np.flatnonzero(real)
 
 
 def cut(sizes: ndarray, micro_tokens: int) -> list[tuple[int, int]]:
@@ -270,7 +266,7 @@ class Masked(NamedTuple):
 
 
 class Masking:
-    """Chooses a share of each row's tokens and hides them.
+    """Chooses a share of the tokens of each part and hides them.
 
     Of n tokens that are not special n * share are chosen, rounded up or down at random so that the mean is exact, but
     at least one if there is any: uniformly, or, with `span`, in spans of geometric length with that mean, in random
@@ -278,51 +274,57 @@ class Masking:
     mask and that it becomes a random token; otherwise it stays as it is.
     """
 
+    draws = 5  # random numbers for each token
+
     def __init__(self, tokenizer: Tokenizer, share: float, replace: tuple[float, float], span: float | None):
         if not 0 < share <= 1:
             raise ValueError(f"mask_share {share} must be over 0 and at most 1")
         if min(replace) < 0 or sum(replace) > 1:
             raise ValueError(f"replace {replace} must be two probabilities that add up to at most 1")
-        if span is not None and span < 1:
-            raise ValueError(f"span {span} must be at least 1 token")
+        if span is not None and span <= 1:
+            raise ValueError(f"span {span} must be over 1 token")
         self.share, self.replace, self.span = share, replace, span
         self.mask = tokenizer.mask
         self.special = np.zeros(tokenizer.vocab_size, dtype=bool)
         self.special[list(tokenizer.special)] = True
         self.ordinary = np.flatnonzero(~self.special)
 
-    def hide(self, ids: ndarray, rng: np.random.Generator, where: ndarray | bool = True) -> tuple[ndarray, ndarray]:
-        """The ids (B, T) after masking, and (B, T) bool which were chosen, of those `where` alone."""
-        chosen = self._choose(~self.special[ids] & where, rng)
-        count = int(chosen.sum())
-        luck = rng.random(count)
-        drawn = self.ordinary[rng.integers(len(self.ordinary), size=count)]
+    def hide(self, ids: ndarray, part: ndarray, random: ndarray, where: ndarray) -> tuple[ndarray, ndarray]:
+        """The ids (N,) after masking, and (N,) bool which were chosen, of those `where` (N,) alone.
+
+        part: (N,) ascending, the part that a token belongs to; random: (draws, N) uniform between 0 and 1.
+        """
+        turn, length, rounding, luck, other = random
+        choosable = where & ~self.special[ids]
+        chosen = self._choose(choosable, part, turn, length, rounding)
         becomes_mask, becomes_random = self.replace
-        kept = np.where(luck < becomes_mask + becomes_random, drawn, ids[chosen])
-        hidden = ids.copy()
-        hidden[chosen] = np.where(luck < becomes_mask, self.mask, kept)
-        return hidden, chosen
+        drawn = self.ordinary[(other * len(self.ordinary)).astype(np.int64)]
+        kept = np.where(luck < becomes_mask + becomes_random, drawn, ids)
+        hidden = np.where(luck < becomes_mask, self.mask, kept)
+        return np.where(chosen, hidden, ids), chosen
 
-    def _choose(self, choosable: ndarray, rng: np.random.Generator) -> ndarray:
-        """(B, T) bool, the chosen ones of the choosable."""
-        n = choosable.sum(axis=1)  # (B,)
-        count = np.floor(n * self.share + rng.random(len(n)))
-        count = np.maximum(count, n > 0)
-        turn = rng.random(choosable.shape)  # the lowest are chosen
+    def _choose(self, choosable: ndarray, part: ndarray, turn: ndarray, length: ndarray, rounding: ndarray) -> ndarray:
+        """(N,) bool, the chosen ones of the choosable."""
+        n = np.bincount(part, choosable)  # of each part
+        up = np.empty(len(n))
+        up[part] = rounding  # one number for each part will do
+        count = np.maximum(np.floor(n * self.share + up), n > 0)
         if self.span is not None:
-            turn = span_turns(turn, rng.geometric(1 / self.span, choosable.shape), choosable)
+            lengths = 1 + np.floor(np.log(1 - length) / np.log(1 - 1 / self.span))  # geometric
+            turn = span_turns(turn, lengths, choosable, part)
         turn = np.where(choosable, turn, np.inf)
-        rank = turn.argsort(axis=1, kind="stable").argsort(axis=1)
-        return rank < count[:, None]
+        chosen = np.empty(len(part), dtype=bool)
+        chosen[np.lexsort((turn, part))] = places(part) < count[part]  # the lowest turns of each part
+        return chosen
 
 
-def span_turns(turn: ndarray, lengths: ndarray, choosable: ndarray) -> ndarray:
-    """(B, T) turn of each token: the earliest of the spans over it, where one of `lengths` begins at every place."""
+def span_turns(turn: ndarray, lengths: ndarray, choosable: ndarray, part: ndarray) -> ndarray:
+    """(N,) turn of each token: the earliest of the spans over it, where one of `lengths` begins at every place."""
     begins = np.where(choosable, turn, np.inf)
     turns = begins.copy()
-    for back in range(1, min(int(lengths.max()), turn.shape[1])):
-        reaches = np.where(lengths[:, :-back] > back, begins[:, :-back], np.inf)
-        turns[:, back:] = np.minimum(turns[:, back:], reaches)
+    for back in range(1, min(int(lengths.max()), len(turn))):
+        reaches = (lengths[:-back] > back) & (part[:-back] == part[back:])
+        turns[back:] = np.minimum(turns[back:], np.where(reaches, begins[:-back], np.inf))
     return turns
 
 
@@ -334,122 +336,116 @@ class Rows(NamedTuple):
     """R texts in P parts that are masked independently: windows (P = 1) or pairs (P = 2)."""
 
     language: ndarray  # (R,) index into the data's `languages`
-    number: ndarray  # (R,) of the window, or of the pair, in its split
-    place: ndarray  # (R,) how many of its language come before it
     starts: ndarray  # (R, P) where each part begins in the tokens of the split
     sizes: ndarray  # (R, P) how many tokens it has
+
+    @property
+    def lengths(self) -> ndarray:
+        """(R,) tokens of a row: `<s>` and its parts."""
+        return 1 + self.sizes.sum(axis=1)
 
     def take(self, which: ndarray | slice) -> "Rows":
         return Rows(*(array[which] for array in self))
 
 
-def for_evaluation(rows: Rows, max_tokens: int | None) -> Rows:
-    """The longest first; of about max_tokens tokens: the first of every language, then the second of each and so on."""
-    if max_tokens is not None:
-        rows = rows.take(rows.place.argsort(kind="stable"))
-        tokens = 1 + rows.sizes.sum(axis=1)
-        enough = (tokens.cumsum() <= max_tokens).sum()
-        rows = rows.take(slice(max(1, enough)))
-    return rows.take(np.lexsort((rows.number, -rows.sizes.sum(axis=1))))
+@dataclass(eq=False)
+class RowData(Prepared):
+    """What MaskedData and PairData share: rows that are masked part by part, and their evaluation."""
+
+    exponent: float = 0.7  # languages are drawn by `probabilities` of what they have in training
+    mask_share: float = 0.15  # this and what follows: see Masking
+    replace: tuple[float, float] = (0.8, 0.1)
+    span: float | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.masking = Masking(self.tokenizer, self.mask_share, self.replace, self.span)
+        train = self.streams["train"][:, 1]
+        self.shares = {split: probabilities(own[:, 1], train, self.exponent) for split, own in self.streams.items()}
+
+    def all_rows(self, split: str) -> Rows:
+        """Every text of a split, in order."""
+        raise NotImplementedError
+
+    def eval_tokens(self, split: str, max_tokens: int | None = None) -> int:
+        """How many tokens `eval_batches` reads in one masking, without padding."""
+        return int(self._eval_rows(split, max_tokens).lengths.sum())
+
+    def eval_batches(
+        self,
+        split: str,
+        maskings: int = 10,
+        max_tokens: int | None = None,
+        rank: int = 0,
+        world: int = 1,
+        masked: tuple[int, ...] = (0, 1),
+        shown: tuple[int, ...] = (0, 1),
+    ) -> Iterator[tuple[int, int, Masked]]:
+        """(k, first, batch): all rows (max_tokens: see evenly), longest first, in `maskings` ways.
+
+        Batches are dealt round-robin to processes. k is the masking, `first` the number of the batch's first real
+        token, which the others follow. Of the parts of a row only those in `shown` are there, only those in `masked`
+        are masked. A part's masks depend on k and on where it begins, and where batches begin depends on neither, so
+        that losses with and without the translation can be compared.
+        """
+        rows = self._eval_rows(split, max_tokens)
+        batches = cut(rows.lengths[:, None], self.micro_tokens)
+        parts = [part for part in range(rows.sizes.shape[1]) if part in shown]
+        rows = Rows(rows.language, rows.starts[:, parts], rows.sizes[:, parts])
+        firsts = rows.lengths.cumsum() - rows.lengths
+        for turn in range(rank, maskings * len(batches), world):
+            k, number = divmod(turn, len(batches))
+            begin, end = batches[number]
+            some = rows.take(slice(begin, end))
+            random = self._fixed(k, some)
+            yield k, int(firsts[begin]), self._masked(split, some, random, [part in masked for part in parts])
+
+    def _eval_rows(self, split: str, max_tokens: int | None) -> Rows:
+        rows = self.all_rows(split)
+        rows = rows.take(evenly(rows.language, rows.lengths, max_tokens))
+        return rows.take(np.lexsort((rows.starts[:, 0], -rows.lengths)))
+
+    def _fixed(self, k: int, rows: Rows) -> ndarray:
+        """(draws, N) random numbers for masking k of these rows, a part's by where it begins."""
+        drawn = []
+        for starts, sizes in zip(rows.starts, rows.sizes):
+            drawn.append(np.zeros((Masking.draws, 1)))  # `<s>` is never masked
+            for start, size in zip(starts, sizes):
+                drawn.append(generator(EVALUATION, k, start).random((Masking.draws, size)))
+        return np.concatenate(drawn, axis=1)
+
+    def _masked(self, split: str, rows: Rows, random: ndarray, masked: list[bool], width: int = 0) -> Masked:
+        """The batch of these rows of N tokens; random: (draws, N), masked: (P,) whether a part is."""
+        tokens = self._tokens(split, rows)
+        sizes = np.insert(rows.sizes, 0, 1, axis=1)  # `<s>` is a part too
+        part = np.repeat(np.arange(sizes.size), sizes.flatten())
+        where = np.tile([False, *masked], len(sizes))[part]
+        hidden, chosen = self.masking.hide(tokens, part, random, where)
+        ids, real = pad_rows(hidden, rows.lengths, self.tokenizer.pad, width)
+        positions = np.arange(ids.size) if real is None else real
+        language = np.repeat(rows.language, rows.lengths)
+        return Masked(*tensors(ids, positions[chosen], tokens[chosen], real, language[chosen]))
+
+    def _tokens(self, split: str, rows: Rows) -> ndarray:
+        """(N,): of every row `<s>` and the parts; those of a pair end in `</s>`, wherever they were cut."""
+        tokens = []
+        for starts, sizes in zip(rows.starts, rows.sizes):
+            tokens.append(np.array([self.tokenizer.bos]))
+            for start, size in zip(starts, sizes):
+                part = self.tokens[split][start : start + size].astype(np.int64)
+                if self.kind == "pairs":
+                    part[-1] = self.tokenizer.eos
+                tokens.append(part)
+        return np.concatenate(tokens)
 
 
-def row_ids(data, split: str, starts: ndarray, sizes: ndarray) -> ndarray:
-    """(T,): `<s>` and the parts; those of a pair end in `</s>`, wherever they were cut."""
-    parts = [np.array([data.tokenizer.bos])]
-    for start, size in zip(starts, sizes):
-        part = data.tokens[split][start : start + size].astype(np.int64)
-        if data.kind == "pairs":
-            part[-1] = data.tokenizer.eos
-        parts.append(part)
-    return np.concatenate(parts)
-
-
-def padded_rows(data, split: str, rows: Rows, width: int = 0) -> tuple[ndarray, ndarray | None]:
-    ids = [row_ids(data, split, starts, sizes) for starts, sizes in zip(rows.starts, rows.sizes)]
-    return pad_rows(ids, data.tokenizer.pad, width)
-
-
-def masked_batch(ids: ndarray, hidden: ndarray, chosen: ndarray, real: ndarray | None, language: ndarray) -> Masked:
-    """The batch of rows `ids` (B, T) and what masking made of them; language (B,)."""
-    row, _ = chosen.nonzero()  # (M,)
-    return Masked(*tensors(hidden, np.flatnonzero(chosen), ids[chosen], real, language[row]))
-
-
-def training_batch(data, split: str, rows: Rows, rng: np.random.Generator, width: int = 0) -> Masked:
-    ids, real = padded_rows(data, split, rows, width)
-    places = np.arange(ids.shape[1])
-    ends = 1 + rows.sizes.cumsum(axis=1)  # (B, P)
-    begins = ends - rows.sizes
-    hidden = ids
-    chosen = np.zeros(ids.shape, dtype=bool)
-    for part in range(rows.sizes.shape[1]):
-        where = (places >= begins[:, part, None]) & (places < ends[:, part, None])
-        hidden, now = data.masking.hide(hidden, rng, where)
-        chosen |= now
-    return masked_batch(ids, hidden, chosen, real, rows.language)
-
-
-def evaluation_batches(
-    data, split: str, rows: Rows, maskings: int, rank: int, world: int, masked=(0, 1), shown=(0, 1)
-) -> Iterator[tuple[int, int, Masked]]:
-    """(k, first, batch): the rows in order, masked in `maskings` ways, batches dealt round-robin to processes.
-
-    k is the masking, `first` the number of the batch's first real token, which the others follow. The masks of a part
-    depend on (k, number, part) alone. Of the parts of a row only those in `shown` are there, only those in `masked` are
-    masked; where batches begin depends on neither.
-    """
-    parts = range(rows.sizes.shape[1])
-    shown = [part for part in parts if part in shown]
-    batches = cut(1 + rows.sizes.sum(axis=1, keepdims=True), data.micro_tokens)
-    rows = rows._replace(starts=rows.starts[:, shown], sizes=rows.sizes[:, shown])
-    lengths = 1 + rows.sizes.sum(axis=1)
-    firsts = lengths.cumsum() - lengths
-    for turn in range(rank, maskings * len(batches), world):
-        k, batch = divmod(turn, len(batches))
-        begin, end = batches[batch]
-        some = rows.take(slice(begin, end))
-        ids, real = padded_rows(data, split, some)
-        hidden = ids.copy()
-        chosen = np.zeros(ids.shape, dtype=bool)
-        for row, number in enumerate(some.number):
-            left = 1
-            for part, size in zip(shown, some.sizes[row]):
-                if part in masked:
-                    here = np.s_[row : row + 1, left : left + size]
-                    rng = generator(EVALUATION, k, number, part)
-                    hidden[here], chosen[here] = data.masking.hide(ids[here], rng)
-                left += size
-        yield k, int(firsts[begin]), masked_batch(ids, hidden, chosen, real, some.language)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# many languages
-
-
-class MaskedData(Prepared):
+class MaskedData(RowData):
     """A folder of many languages: windows of `<s>` and T - 1 = block_size - 1 tokens of one language each.
 
-    A row's language is drawn by `probabilities` of the training tokens, its window by chance; `mask_share`, `replace`
-    and `span` are those of Masking.
+    A row's language is drawn by `probabilities` of the training tokens, its window by chance.
     """
 
     kind, example = "languages", "catalogs"
-
-    def __init__(
-        self,
-        folder: Path | str,
-        block_size: int,
-        micro_tokens: int,
-        micros_per_step: int = 1,
-        seed: int = 0,
-        exponent: float = 0.7,
-        mask_share: float = 0.15,
-        replace: tuple[float, float] = (0.8, 0.1),
-        span: float | None = None,
-    ):
-        super().__init__(folder, block_size, micro_tokens, micros_per_step, seed)
-        self.masking = Masking(self.tokenizer, mask_share, replace, span)
-        self.shares = shares(self.streams, exponent)
 
     def batch(self, split: str, step: int, micro: int = 0) -> Masked:
         """The rows and masks of one micro-batch, for training; a language shorter than a window gives padded rows."""
@@ -457,46 +453,23 @@ class MaskedData(Prepared):
         language = rng.choice(len(self.languages), size=self.batch_size, p=self.shares[split])  # (B,)
         first, size = self.streams[split][language].T
         length = np.minimum(size, self.block_size - 1)
-        place = rng.integers(size - length + 1)
-        rows = Rows(language, place, place, (first + place)[:, None], length[:, None])
-        return training_batch(self, split, rows, rng, width=self.block_size)
+        start = first + rng.integers(size - length + 1)
+        rows = Rows(language, start[:, None], length[:, None])
+        random = rng.random((Masking.draws, rows.lengths.sum()))
+        return self._masked(split, rows, random, [True], width=self.block_size)
 
-    def eval_tokens(self, split: str, max_tokens: int | None = None) -> int:
-        """How many tokens `eval_batches` reads in one masking, every window's `<s>` included, padding not."""
-        rows = for_evaluation(self._windows(split), max_tokens)
-        return int((1 + rows.sizes).sum())
-
-    def eval_batches(
-        self, split: str, maskings: int = 10, max_tokens: int | None = None, rank: int = 0, world: int = 1
-    ) -> Iterator[tuple[int, int, Masked]]:
-        """Every language's text (see for_evaluation) in disjoint windows, as evaluation_batches gives them."""
-        rows = for_evaluation(self._windows(split), max_tokens)
-        return evaluation_batches(self, split, rows, maskings, rank, world)
-
-    def _windows(self, split: str) -> Rows:
+    def all_rows(self, split: str) -> Rows:
+        """Every language's text in disjoint windows, the last of which may be shorter."""
         width = self.block_size - 1
         first, size = self.streams[split].T
-        windows = -(-size // width)  # (J,), the last one may be shorter
-        language = np.repeat(np.arange(len(windows)), windows)
-        number = np.arange(len(language))
-        place = number - (windows.cumsum() - windows)[language]
-        starts = first[language] + place * width
-        sizes = np.minimum(width, size[language] - place * width)
-        return Rows(language, number, place, starts[:, None], sizes[:, None])
+        language = np.repeat(np.arange(len(size)), -(-size // width))
+        before = width * places(language)
+        starts = first[language] + before
+        sizes = np.minimum(width, size[language] - before)
+        return Rows(language, starts[:, None], sizes[:, None])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# pairs
-
-
-def text_places(index: ndarray, pairs: ndarray, swap: ndarray | bool = False) -> tuple[ndarray, ndarray]:
-    """(B, 2) where the two texts of each pair begin and how many tokens they have, `</s>` included; swap: (B,)."""
-    second = np.array([0, 1]) != np.reshape(swap, (-1, 1))
-    texts = 2 * pairs[:, None] + second
-    return index[texts], index[texts + 1] - index[texts]
-
-
-class PairData(Prepared):
+class PairData(RowData):
     """A folder of translation pairs: rows `<s> first </s> second </s>` of at most block_size tokens, masked.
 
     Where a row would be longer, the longer half is cut first. Languages are pairs of them, drawn by `probabilities` of
@@ -505,28 +478,16 @@ class PairData(Prepared):
 
     kind, example = "pairs", "catalogs-pairs"
 
-    def __init__(
-        self,
-        folder: Path | str,
-        block_size: int,
-        micro_tokens: int,
-        micros_per_step: int = 1,
-        seed: int = 0,
-        exponent: float = 0.7,
-        mask_share: float = 0.15,
-        replace: tuple[float, float] = (1.0, 0.0),
-        span: float | None = None,
-    ):
-        super().__init__(folder, block_size, micro_tokens, micros_per_step, seed)
-        self.masking = Masking(self.tokenizer, mask_share, replace, span)
-        self.shares = shares(self.streams, exponent)
+    def __post_init__(self):
+        super().__post_init__()
         self._pool = lru_cache(maxsize=1)(self._draw_pool)
 
     def batch(self, split: str, step: int, micro: int = 0) -> Masked:
         """The rows and masks of one micro-batch of pairs of like lengths, for training."""
         pool, place = divmod(step * self.micros_per_step + micro, POOL_MICROS)
-        rng = self.random(TRAINING, split, step, micro)
-        return training_batch(self, split, self._pool(split, pool)[place], rng)
+        rows = self._pool(split, pool)[place]
+        random = self.random(TRAINING, split, step, micro).random((Masking.draws, rows.lengths.sum()))
+        return self._masked(split, rows, random, [True, True])
 
     def _draw_pool(self, split: str, number: int) -> list[Rows]:
         """POOL_MICROS micro-batches: drawn pairs, sorted by length, cut, and shuffled.
@@ -544,52 +505,24 @@ class PairData(Prepared):
             language = np.concatenate([language, drawn])
             pairs = np.concatenate([pairs, first + rng.integers(count)])
             rows = self._rows(split, language, pairs)
-            tokens = len(pairs) + rows.sizes.sum()
-        rows = rows.take(rows.sizes.sum(axis=1).argsort(kind="stable"))
-        micros = cut(1 + rows.sizes.sum(axis=1, keepdims=True), self.micro_tokens)
+            tokens = rows.lengths.sum()
+        rows = rows.take(rows.lengths.argsort(kind="stable"))
+        micros = cut(rows.lengths[:, None], self.micro_tokens)
         return [rows.take(slice(*micro)) for micro in rng.permutation(micros)[:POOL_MICROS]]
 
-    def eval_tokens(self, split: str, max_tokens: int | None = None) -> int:
-        """How many tokens `eval_batches` reads in one masking, `<s>` and `</s>` included, padding not."""
-        rows = for_evaluation(self._all_pairs(split), max_tokens)
-        return len(rows.number) + int(rows.sizes.sum())
-
-    def eval_batches(
-        self,
-        split: str,
-        maskings: int = 10,
-        max_tokens: int | None = None,
-        rank: int = 0,
-        world: int = 1,
-        only: int | None = None,
-        context: bool = True,
-    ) -> Iterator[tuple[int, int, Masked]]:
-        """Every pair (see for_evaluation), as evaluation_batches gives them.
-
-        With `only` 0 or 1 that half alone is masked, as otherwise; without context the rows are then `<s> half </s>`,
-        row for row the same texts under the same masks, so that the two losses tell what the translation helps.
-        """
-        if not context and only is None:
-            raise ValueError("without context only one half is there: context=False goes with only=0 or only=1")
-        masked = (0, 1) if only is None else (only,)
-        shown = (0, 1) if context else masked
-        rows = for_evaluation(self._all_pairs(split), max_tokens)
-        return evaluation_batches(self, split, rows, maskings, rank, world, masked, shown)
-
-    def _all_pairs(self, split: str) -> Rows:
+    def all_rows(self, split: str) -> Rows:
         count = self.streams[split][:, 1]
         language = np.repeat(np.arange(len(count)), count)
         return self._rows(split, language, np.arange(len(language)))
 
     def _rows(self, split: str, language: ndarray, pairs: ndarray) -> Rows:
         """The longer half of a pair is cut first, until the row is a block."""
-        starts, sizes = text_places(self.index[split], pairs)
+        starts, sizes = self.texts_of(split, pairs)
         one, two = sizes.T
         room = self.block_size - 1
         one = np.minimum(one, np.maximum(room - two, room - room // 2))
         two = np.minimum(two, room - one)
-        place = pairs - self.streams[split][language, 0]
-        return Rows(language, pairs, place, starts, np.stack([one, two], axis=1))
+        return Rows(language, starts, np.stack([one, two], axis=1))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -612,6 +545,7 @@ class Translation(NamedTuple):
         return source + len(self.labels)
 
 
+@dataclass(eq=False)
 class TranslationData(Prepared):
     """A folder of translation pairs, to be translated into `target`, whichever half of a pair that is.
 
@@ -622,28 +556,21 @@ class TranslationData(Prepared):
     a language pair has no half in `target`, and where no training pair of it, or no held-out pair at all, is left.
     """
 
+    exponent: float = 1.0  # languages are drawn by `probabilities` of their pairs
+    target: str = "en"
+
     kind, example = "pairs", "catalogs-en"
 
-    def __init__(
-        self,
-        folder: Path | str,
-        block_size: int,
-        micro_tokens: int,
-        micros_per_step: int = 1,
-        seed: int = 0,
-        exponent: float = 1.0,
-        target: str = "en",
-    ):
-        if micro_tokens < 2 * block_size:
-            what = f"must hold a pair of two times block_size {block_size} tokens"
-            raise ValueError(f"micro_tokens {micro_tokens} {what}")
-        super().__init__(folder, block_size, micro_tokens, micros_per_step, seed)
+    def __post_init__(self):
+        if self.micro_tokens < 2 * self.block_size:
+            what = f"must hold a pair of two times block_size {self.block_size} tokens"
+            raise ValueError(f"micro_tokens {self.micro_tokens} {what}")
+        super().__post_init__()
         for name in self.languages:
-            if not name.startswith(f"{target}-") and not name.endswith(f"-{target}"):
+            if not name.startswith(f"{self.target}-") and not name.endswith(f"-{self.target}"):
                 pairs = ", ".join(self.languages[:8])
-                raise ValueError(f"{self.folder} has pairs without the language {target!r}: {pairs}; see --target")
-        self.target_first = np.array([not name.endswith(f"-{target}") for name in self.languages])  # (J,)
-        self.exponent = exponent
+                raise ValueError(f"{self.folder} has pairs without the language {self.target!r}: {pairs}; see --target")
+        self.target_first = np.array([not name.endswith(f"-{self.target}") for name in self.languages])  # (J,)
         self.fitting = {split: self._fitting(split) for split in SPLITS}  # split -> the pairs of each language
         self.left_out = {}
         for split, fitting in self.fitting.items():
@@ -683,67 +610,63 @@ class TranslationData(Prepared):
         taken = np.maximum(taken, sizes > 0).astype(np.int64)
         pairs = []
         for own, count in zip(self.fitting[split], taken):
-            places = np.arange(number * count, (number + 1) * count)
-            pairs.append(own[places % max(1, len(own))])
-        pairs = rng.permutation(np.concatenate(pairs))
-        pairs = pairs[by_both_lengths(self._sizes(split, pairs))]
-        micros = cut(self._sizes(split, pairs), self.micro_tokens)
-        return [pairs[begin:end] for begin, end in rng.permutation(micros)]
+            turns = np.arange(number * count, (number + 1) * count)
+            pairs.append(own[turns % max(1, len(own))])
+        micros = self._micros(split, rng.permutation(np.concatenate(pairs)))
+        return [micros[place] for place in rng.permutation(len(micros))]
 
     def eval_batches(
         self, split: str, max_tokens: int | None = None, rank: int = 0, world: int = 1
     ) -> Iterator[Translation]:
-        """Every pair that is not too long, batches dealt round-robin to processes; max_tokens: as in for_evaluation."""
-        pairs = np.concatenate(self.fitting[split])
-        if max_tokens is not None:
-            places = np.concatenate([np.arange(len(own)) for own in self.fitting[split]])
-            pairs = pairs[places.argsort(kind="stable")]
-            enough = (self._sizes(split, pairs).sum(axis=1).cumsum() <= max_tokens).sum()
-            pairs = pairs[: max(1, enough)]
-        pairs = pairs[by_both_lengths(self._sizes(split, pairs))]
-        batches = cut(self._sizes(split, pairs), self.micro_tokens)
-        for begin, end in batches[rank::world]:
-            yield self._translation(split, pairs[begin:end])
+        """Every pair that is not too long (max_tokens: see evenly), batches dealt round-robin to processes."""
+        fitting = self.fitting[split]
+        pairs = np.concatenate(fitting)
+        language = np.repeat(np.arange(len(fitting)), [len(own) for own in fitting])
+        pairs = pairs[evenly(language, self._sizes(split, pairs).sum(axis=1), max_tokens)]
+        for own in self._micros(split, pairs)[rank::world]:
+            yield self._translation(split, own)
 
     def texts(self, split: str, language: str) -> tuple[list[str], list[str]]:
         """Sources and translations as they were written, of the held-out pairs of that pair of languages."""
-        path = self.folder / f"{split}.jsonl"
-        if not path.is_file():
-            raise FileNotFoundError(f"{path} is missing; {prepare_again(self.meta)}")
         own = self.pairs_of(split, language)
-        with path.open(encoding="utf-8") as file:
+        with self._file(f"{split}.jsonl").open(encoding="utf-8") as file:
             rows = [json.loads(line) for line in islice(file, own.start, own.stop)]
         source = int(self.target_first[self.languages.index(language)])
         return [row[source] for row in rows], [row[1 - source] for row in rows]
 
+    def _micros(self, split: str, pairs: ndarray) -> list[ndarray]:
+        """These pairs in batches of like lengths: longest sources first, and of equal ones, translations up and down.
+
+        In turns, from one length of the source to the next, so that neighbours are alike.
+        """
+        source, target = self._sizes(split, pairs).T
+        up_and_down = np.where(source % 2, target, -target)
+        pairs = pairs[np.lexsort((up_and_down, -source))]
+        return [pairs[begin:end] for begin, end in cut(self._sizes(split, pairs), self.micro_tokens)]
+
     def _places(self, split: str, pairs: ndarray) -> tuple[ndarray, ndarray]:
         """(B, 2) where source and translation begin and how many tokens they have, `</s>` included."""
+        starts, sizes = self.texts_of(split, pairs)
         language = self.streams[split][:, 0].searchsorted(pairs, side="right") - 1
-        return text_places(self.index[split], pairs, swap=self.target_first[language])
+        swap = self.target_first[language, None]
+        return np.where(swap, starts[:, ::-1], starts), np.where(swap, sizes[:, ::-1], sizes)
 
     def _sizes(self, split: str, pairs: ndarray) -> ndarray:
         _, sizes = self._places(split, pairs)
         return sizes
 
     def _translation(self, split: str, pairs: ndarray) -> Translation:
-        tokens = self.tokens[split]
+        tokens, pad = self.tokens[split], self.tokenizer.pad
         starts, sizes = self._places(split, pairs)
         sources, read, written = [], [], []
         for (source, target), (n, t) in zip(starts, sizes):
             sources.append(tokens[source : source + n])
-            read.append(np.append(self.tokenizer.bos, tokens[target : target + t - 1]))
+            read += [[self.tokenizer.bos], tokens[target : target + t - 1]]
             written.append(tokens[target : target + t])
-        source, source_real = pad_rows(sources, self.tokenizer.pad)
-        target, target_real = pad_rows(read, self.tokenizer.pad)
+        source, source_real = pad_rows(np.concatenate(sources), sizes[:, 0], pad)
+        target, target_real = pad_rows(np.concatenate(read), sizes[:, 1], pad)
         labels = np.concatenate(written).astype(np.int64)
         return Translation(*tensors(source, source_real, target, target_real, labels))
-
-
-def by_both_lengths(sizes: ndarray) -> ndarray:
-    """The order by source, and within a length by translation, up and down in turns, so that neighbours are alike."""
-    source, target = sizes.T
-    up_and_down = np.where(source % 2, target, -target)
-    return np.lexsort((up_and_down, -source))
 
 
 def source_batches(ids: list[list[int]], pad: int, eos: int, micro_tokens: int) -> Iterator[tuple[list[int], tuple]]:
@@ -755,4 +678,5 @@ def source_batches(ids: list[list[int]], pad: int, eos: int, micro_tokens: int) 
     rows = [np.array([*ids[number], eos]) for number in order]
     lengths = np.array([len(row) for row in rows])
     for begin, end in cut(lengths[:, None], micro_tokens):
-        yield order[begin:end], tuple(tensors(*pad_rows(rows[begin:end], pad)))
+        batch = pad_rows(np.concatenate(rows[begin:end]), lengths[begin:end], pad)
+        yield order[begin:end], tuple(tensors(*batch))

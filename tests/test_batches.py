@@ -83,7 +83,9 @@ def numbered_texts(base: Path, sizes: dict[str, tuple[int, int]], **arguments) -
 
 def numbered_pairs(base: Path, sizes: dict[str, list[tuple[int, int]]], kind=PairData, **arguments):
     """The same pairs in every split; sizes count the </s>."""
-    return numbered(kind, base, {name: dict.fromkeys(SPLITS, own) for name, own in sizes.items()}, **arguments)
+    always = {} if kind is TranslationData else {"replace": (1.0, 0.0)}
+    languages = {name: dict.fromkeys(SPLITS, own) for name, own in sizes.items()}
+    return numbered(kind, base, languages, **(always | arguments))
 
 
 def restored(batch: Masked) -> torch.Tensor:
@@ -191,18 +193,20 @@ def test_a_split_of_exactly_one_window(folder):
         TokenData(folder, T, T + 1)
 
 
-def test_damaged_folders(copy, tmp_path):
+def test_damaged_folders(copy, tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError, match="data.prepare absent"):
         TokenData(tmp_path / "absent", T, T * B)
     content = (copy / "train.bin").read_bytes()
     (copy / "train.bin").write_bytes(content[:-2])
-    again = r"prepare it again: python -m data\.prepare text "
+    again = r"prepare it again: python -m data\.prepare "
     with pytest.raises(ValueError, match=rf"train\.bin has .* bytes instead of .* {again}"):
         TokenData(copy, T, T * B)
     (copy / "train.bin").write_bytes(content[:-2] + bytes([content[-2] ^ 1, content[-1]]))
     with pytest.raises(ValueError, match=r"train\.bin has changed"):
         TokenData(copy, T, T * B).verify()
-    TokenData(copy, T, T * B).verify(largest=0)  # a file that is too large is not read
+    with monkeypatch.context() as patch:
+        patch.setattr(batches, "LARGEST", 0)
+        TokenData(copy, T, T * B).verify()  # a file that is too large is not read
     (copy / "train.bin").write_bytes(content)
     TokenData(copy, T, T * B).verify()
     (copy / "test.bin").unlink()
@@ -221,17 +225,12 @@ def test_an_edited_count_is_noticed(copy):
     meta = json.loads(path.read_text())
     meta["splits"]["valid"]["words"] += 1
     path.write_text(json.dumps(meta))
-    with pytest.raises(ValueError, match=r"meta\.json has changed since it was written; prepare it again"):
+    with pytest.raises(ValueError, match=r"meta\.json has changed since it was written; .* prepare it again"):
         TokenData(copy, T, T * B)
     for missing in ("splits", "checksum", "tokenizer"):
         path.write_text(json.dumps({key: value for key, value in meta.items() if key != missing}))
         with pytest.raises(ValueError, match=r"meta\.json (is damaged|has changed)"):
             TokenData(copy, T, T * B)
-
-
-def test_an_empty_split_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"valid\.bin holds no text; prepare it again"):
-        numbered_texts(tmp_path, {"a": (100, 0)})
 
 
 def test_a_changed_tokenizer_is_noticed(copy, folder):
@@ -262,6 +261,14 @@ V, MASK = 1000, 999
 TOKENIZER = SimpleNamespace(special=(0, 1, 2, 3, MASK), mask=MASK, vocab_size=V)
 
 
+def hide(masking: Masking, ids: np.ndarray, rng: np.random.Generator, where=True) -> tuple[np.ndarray, np.ndarray]:
+    """ids (B, T) and what was chosen, every row a part."""
+    part = np.arange(ids.size) // ids.shape[1]
+    where = np.broadcast_to(where, ids.shape).flatten()
+    found = masking.hide(ids.flatten(), part, rng.random((Masking.draws, ids.size)), where)
+    return tuple(each.reshape(ids.shape) for each in found)
+
+
 def test_masking_is_15_percent_80_10_10():
     rng = np.random.default_rng(0)
     rows, width = 4000, 101
@@ -269,7 +276,7 @@ def test_masking_is_15_percent_80_10_10():
     ids[:, 0], ids[:, 40], ids[::2, 90:] = 0, 2, 1
     before = ids.copy()
     choosable = ~np.isin(ids, TOKENIZER.special)
-    hidden, chosen = Masking(TOKENIZER, 0.15, (0.8, 0.1), None).hide(ids, rng)
+    hidden, chosen = hide(Masking(TOKENIZER, 0.15, (0.8, 0.1), None), ids, rng)
     assert (ids == before).all() and not (chosen & ~choosable).any() and (hidden[~chosen] == ids[~chosen]).all()
     n, count = choosable.sum(axis=1), chosen.sum(axis=1)
     assert set(n) == {88, 99} and set(count[n == 88]) == {13, 14} and set(count[n == 99]) == {14, 15}
@@ -292,11 +299,11 @@ def test_always_mask_and_at_least_one():
     where = np.zeros((3, 8), dtype=bool)
     where[1, 5] = where[2] = True
     for seed in range(20):
-        hidden, chosen = Masking(TOKENIZER, 0.15, (1.0, 0.0), None).hide(ids, np.random.default_rng(seed), where)
+        hidden, chosen = hide(Masking(TOKENIZER, 0.15, (1.0, 0.0), None), ids, np.random.default_rng(seed), where)
         assert chosen[1].tolist() == [False] * 5 + [True] + [False] * 2
         assert chosen[0].sum() == 0 and chosen[2].sum() in (1, 2)
         assert ((hidden == MASK) == chosen).all()
-    _, chosen = Masking(TOKENIZER, 1.0, (0.8, 0.1), None).hide(ids, np.random.default_rng(0), where)
+    _, chosen = hide(Masking(TOKENIZER, 1.0, (0.8, 0.1), None), ids, np.random.default_rng(0), where)
     assert (chosen == where).all()
 
 
@@ -304,7 +311,7 @@ def test_spans():
     ids = np.full((400, 1000), 9)
     ids[:, ::100] = 2
     rng = np.random.default_rng(0)
-    _, chosen = Masking(TOKENIZER, 0.02, (1.0, 0.0), 3.0).hide(ids, rng)
+    _, chosen = hide(Masking(TOKENIZER, 0.02, (1.0, 0.0), 3.0), ids, rng)
     assert not chosen[:, ::100].any() and set(chosen.sum(axis=1)) <= {19, 20}  # 990 * 0.02 = 19.8
     assert within((chosen.sum(axis=1) == 20).sum(), 400, 0.8)
     # few enough to hardly touch one another; n tokens are 1 + (n - 1) / 3 spans in the mean, the last of them cut
@@ -321,7 +328,7 @@ def test_spans():
         ({"mask_share": 0}, "mask_share 0 must be"),
         ({"replace": (0.8, 0.3)}, "replace .* must be two probabilities"),
         ({"replace": (-0.1, 0.3)}, "replace .* must be"),
-        ({"span": 0.5}, "span 0.5 must be at least 1 token"),
+        ({"span": 1.0}, "span 1.0 must be over 1 token"),
         ({"block_size": 7}, "block_size 7 must be at least 8"),
         ({"micro_tokens": 31}, "micro_tokens 31 must be at least one block of 32"),
     ],
@@ -570,8 +577,6 @@ def test_raw_pairs_come_in_order(aligned, texts_of_pairs):
     for name in data.languages:
         texts = [tuple(data.tokenizer.decode(ids.tolist()) for ids in both) for both in data.raw("valid", name)]
         assert texts == texts_of_pairs[1][name, "valid"]
-    with pytest.raises(ValueError, match="no pair 'de-em' among 2; did you mean 'de-en'?"):
-        next(data.raw("train", "de-em"))
 
 
 def test_a_pair_is_drawn_by_the_smoothed_size_of_its_languages(tmp_path, monkeypatch):
@@ -702,7 +707,7 @@ def test_evaluation_masks_halves_independently(tmp_path):
 def test_context_is_all_that_differs(tmp_path, half):
     data = numbered_pairs(tmp_path, SIZED, mask_share=0.3)
     both = masks(data, reading(data, 1))
-    known, blind = (reading(data, 1, only=half, context=context) for context in (True, False))
+    known, blind = (reading(data, 1, masked=(half,), shown=shown) for shown in ((0, 1), (half,)))
     index = data.index["valid"]
     for pair, tokens in masks(data, known).items():
         begin, end = index[2 * pair + half], index[2 * pair + half + 1]  # that half alone, and as when both are masked
@@ -719,8 +724,6 @@ def test_context_is_all_that_differs(tmp_path, half):
         assert torch.equal(one.masked // one.ids.shape[1], two.masked // two.ids.shape[1])
         assert torch.equal(restored(one).flatten()[one.masked], restored(two).flatten()[two.masked])
     assert 0 < total < data.eval_tokens("valid")
-    with pytest.raises(ValueError, match="context=False goes with only=0 or only=1"):
-        next(data.eval_batches("valid", context=False))
 
 
 def test_limited_evaluation_takes_all_pairs_evenly(tmp_path):
@@ -873,9 +876,9 @@ def test_held_out_texts_are_kept_as_they_were_written(aligned, texts_of_pairs, t
     with pytest.raises(ValueError, match=r"test\.jsonl has changed"):
         TranslationData(copy, 32, 128).verify()
     (copy / "test.jsonl").unlink()
-    with pytest.raises(FileNotFoundError, match=r"test\.jsonl is missing; prepare it again"):
+    with pytest.raises(FileNotFoundError, match=r"test\.jsonl is missing; .* prepare it again"):
         TranslationData(copy, 32, 128).texts("test", "de-en")
-    with pytest.raises(FileNotFoundError, match=r"test\.jsonl is missing; prepare it again"):
+    with pytest.raises(FileNotFoundError, match=r"test\.jsonl is missing; .* prepare it again"):
         TranslationData(copy, 32, 128).verify()
 
 

@@ -51,8 +51,8 @@ def corpora(tmp_path_factory) -> dict[str, Path]:
     for split, part in {"train": slice(0, 360), "valid": slice(360, 380), "test": slice(380, 400)}.items():
         (base / "text" / f"de.{split}.txt").write_text("\n\n".join(german[part]))
         (base / "text" / f"en.{split}.txt").write_text("\n\n".join(english[part]))
-        lines = [f"{a}\t{b}\n" for a, b in zip(german[part], english[part])]
-        (base / "pairs" / f"de-en.{split}.tsv").write_text("".join(lines))
+        for side, texts in (("de", german), ("en", english)):
+            (base / "pairs" / f"de-en.{split}.{side}").write_text("".join(f"{text}\n" for text in texts[part]))
     spm = train_sentencepiece(german + english, 290, XLMR).save(base)
     return {
         "spm": spm,

@@ -54,8 +54,9 @@ def corpora(tmp_path_factory) -> dict[str, Path]:
         for language, text in lines.items():
             (base / "text" / f"{language}.{split}.txt").write_text("\n\n".join(text[part]))
         for language, folder in (("aa", "bitext"), ("bb", "bitext"), ("aa", "few")):
-            pairs = zip(lines[language][part], lines["en"][part])
-            (base / folder / f"{language}-en.{split}.tsv").write_text("".join(f"{a}\t{b}\n" for a, b in pairs))
+            for side in (language, "en"):
+                text = "".join(f"{line}\n" for line in lines[side][part])
+                (base / folder / f"{language}-en.{split}.{side}").write_text(text)
     texts = [text for language in lines.values() for text in language]
     spm = train_sentencepiece(texts, 300, XLMR).save(base / "text")
     other = train_sentencepiece(texts[::-1] + texts[:700], 300, XLMR).save(base / "bitext")  # of the same size
