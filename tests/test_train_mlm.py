@@ -45,7 +45,7 @@ def corpora(tmp_path_factory) -> dict[str, Path]:
         (base / str(size)).mkdir()
         spm = train_sentencepiece(texts, size, XLMR).save(base / str(size))
         folders[size] = prepare("cc100", base / "text", tokenizer=spm, out=base / f"prepared-{size}")
-    folders["one"] = prepare("text", base / "text" / "aa.txt", tokenizer=spm, out=base / "one")
+    folders["one"] = prepare("text", base / "text" / "cc.txt", tokenizer=spm, out=base / "one")
     return folders
 
 
