@@ -62,7 +62,7 @@ class SentencePiece(Tokenizer):
         try:
             self.processor.LoadFromSerializedProto(file)
         except RuntimeError as error:
-            raise ValueError("not a SentencePiece model") from error
+            raise ValueError("this is not a SentencePiece model") from error
         self.vocab_size, self.eot = self.processor.vocab_size(), self.processor.eos_id()
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
@@ -121,7 +121,7 @@ class GPT2(Tokenizer):
             pairs = (line.split() for line in file.splitlines() if line)
             ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
         except ValueError as error:
-            raise ValueError("not a rank file (lines of base64 token and rank)") from error
+            raise ValueError("this is not a rank file (lines of base64 token and rank)") from error
         if sorted(ranks.values()) != list(range(GPT2_RANKS)):
             raise ValueError(f"holds {len(ranks):,} ranks; GPT-2's file has {GPT2_RANKS:,}, from 0 on")
         special = {"<|endoftext|>": self.eot}

@@ -101,9 +101,9 @@ def test_the_loss_is_the_mean_over_tokens_in_fp32():
 def test_evaluation_takes_so_many_tokens_in_order(options):
     config, data, model = opened(options | {"dtype": "float64", "dropout": 0.5})
     context = common.setup("cpu", "float64")
-    some, whole = (train_lm.evaluate(model, data, "valid", context, most) for most in (128, None))
-    assert some["tokens"] == 128 < whole["tokens"] and whole["tokens"] == (len(data.tokens["valid"]) - 1) // 16 * 16
-    assert model.training and some == train_lm.evaluate(model, data, "valid", context, 128)  # no dropout
+    some, whole = (train_lm.evaluate(model, data, "valid", context, most) for most in (64, None))
+    assert some["tokens"] == 64 < whole["tokens"] and whole["tokens"] == (len(data.tokens["valid"]) - 1) // 16 * 16
+    assert model.training and some == train_lm.evaluate(model, data, "valid", context, 64)  # no dropout
     total, balances = 0.0, 0.0
     model.eval().requires_grad_(False)
     for x, y in data.eval_batches("valid", None):  # the last one is smaller
