@@ -187,20 +187,26 @@ def machine(context: Context) -> dict:
 
 
 def adamw(model: torch.nn.Module, config) -> torch.optim.AdamW:
-    """AdamW that decays matrices and embeddings, not norms, biases or scalars (stacked ones are matrices)."""
-    decayed, free = [], []
+    """AdamW that decays matrices and embeddings, not norms, biases or scalars (stacked ones are matrices).
+
+    Routers learn at `router_lr` times the rate of the rest.
+    """
+    groups = {}  # (decay, times the learning rate) -> parameters
     for name, p in model.named_parameters():
         if p.requires_grad:
             small = p.dim() < 2 or "ln_" in name or name.endswith(("bias", "b_in", "b_out"))
-            (free if small else decayed).append(p)
-    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": free, "weight_decay": 0.0}]
+            kind = 0.0 if small else config.weight_decay, config.router_lr if "router." in name else 1.0
+            groups.setdefault(kind, []).append(p)
+    options = []
+    for (decay, times), parameters in groups.items():
+        options.append({"params": parameters, "weight_decay": decay, "times": times})
     betas = config.beta1, config.beta2
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.eps, fused=True)
+    return torch.optim.AdamW(options, lr=config.learning_rate, betas=betas, eps=config.eps, fused=True)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, value: float):
     for group in optimizer.param_groups:
-        group["lr"] = value
+        group["lr"] = value * group["times"]
 
 
 def cosine(step: int, steps: int, warmup: float, peak: float, floor: float) -> float:

@@ -108,6 +108,52 @@ def perplexity(loss: float) -> float:
     return math.exp(min(loss, 700))
 
 
+def bits_per_byte(loss: float, counts: dict) -> float:
+    """Of a mean cross entropy in nats a token; counts: the `tokens` and `bytes` of the text. It compares tokenizers."""
+    return loss * counts["tokens"] / counts["bytes"] / math.log(2)
+
+
+def bootstrap(totals: Tensor, sizes: Tensor, draws: int = 1000) -> tuple[float, float]:
+    """The 95% interval of sum(totals) / sum(sizes), (R,) each, over samples of R rows drawn with replacement."""
+    rng = torch.Generator().manual_seed(0)
+    ratios = []
+    for _ in range(draws):
+        drawn = torch.randint(len(sizes), (len(sizes),), generator=rng)
+        ratios.append(totals[drawn].sum() / sizes[drawn].sum())
+    low, high = torch.stack(ratios).double().quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    return low, high
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What counting reaches. Interpolated as by Witten and Bell (1991): where n tokens followed, of `kinds` different ones,
+# the counts have a share of n / (n + kinds), and what is less specific has the rest.
+
+
+def unigrams(tokens: Tensor, size: int, rest: Tensor | None = None) -> Tensor:
+    """(V,) the probability of each of V = size tokens, by their counts among tokens (N,); rest (V,), None: uniform."""
+    counts = torch.bincount(tokens, minlength=size).double()
+    kinds = counts.count_nonzero()
+    return (counts + kinds * (1 / size if rest is None else rest)) / (counts.sum() + kinds)
+
+
+def bigram_loss(seen: tuple[Tensor, Tensor], held_out: tuple[Tensor, Tensor], size: int) -> float:
+    """Mean cross entropy in nats of each held-out token given the one before it, by counts of the pairs seen.
+
+    seen, held_out: first and second tokens of pairs, (N,) each and (M,) each, of V = size different ones.
+    """
+    single = unigrams(seen[1], size)
+    pairs, counts = torch.unique(seen[0] * size + seen[1], return_counts=True)
+    kinds = torch.bincount(pairs // size, minlength=size)  # (V,) different tokens behind each
+    total = torch.bincount(seen[0], minlength=size)
+    first, second = held_out
+    wanted = first * size + second
+    place = torch.searchsorted(pairs, wanted).clamp(max=len(pairs) - 1)
+    count = torch.where(pairs[place] == wanted, counts[place], 0)
+    rest = kinds.clamp(min=1)[first]  # of a token that was never first, all is left to `single`
+    probability = (count + rest * single[second]) / (total[first] + rest)
+    return -float(probability.log().mean())
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Routing
 

@@ -33,10 +33,11 @@ class ModelConfig:
     block_size: int = 256  # T, the longest sequence
     n_layer: int = 4  # blocks
     n_head: int = 4  # H
-    n_embd: int = 256  # D
-    ffn_size: int = 1024  # inner width of a dense FFN
+    n_embd: int = 128  # D
+    ffn_size: int = 512  # inner width of a dense FFN
     dropout: float = 0.0  # after embeddings, attention weights, attention and FFN
     init_std: float = 0.03  # of the normal that weights start from; XMoE's wider models: 0.014
+    frequency_bias: bool = False  # the output has a bias, which starts at the log frequencies of the training tokens
     relative_bias: bool = False  # gated relative position bias in the encoder's attention (XLM-E 3.3)
     decoder_layers: int = 2  # blocks of a translator's decoder
     decoder_moe: bool = True  # experts in a translator's decoder too (XMoE's text; its authors' runs: encoder alone)
@@ -59,6 +60,7 @@ class ModelConfig:
     eval_capacity_factor: float | None = None  # gamma at test
     threshold: float = 0.9  # t, the probability that the chosen experts must reach together
     eval_threshold: float | None = None  # t at test
+    router_init_std: float | None = None  # of the normal that a router's weights start from; None: init_std
     routing_dim: int | None = None  # d_e, what the router projects to; 0: nothing
     init_temperature: float | None = None  # tau_0
     orthogonal: bool | None = None  # expert embeddings start orthogonal, of norm 0.1
@@ -83,11 +85,12 @@ class ModelConfig:
     def unread(self) -> set[str]:
         """The constants, these and `balance_coef`, that a model of this kind does not read."""
         if self.router == "dense":
-            return {*Sizes._fields, "moe_every", "moe_after", "expert_ffns", "decoder_moe", "balance_coef"}
+            names = "moe_every moe_after expert_ffns decoder_moe balance_coef router_init_std router_lr"
+            return {*Sizes._fields, *names.split()}
         size = sizes(self)
         is_read = {
             "moe_every expert_ffns decoder_moe": not self.moe_after,
-            "score gate routing_dim": size.select != "hash",
+            "score gate routing_dim router_init_std router_lr": size.select != "hash",
             "init_temperature": size.score == "hypersphere",
             "orthogonal": size.score != "hypersphere" and size.select not in ("base", "hash"),
             "renormalize": size.gate == "softmax",
@@ -383,7 +386,7 @@ class MoE(nn.Module):
             renormalize=size.renormalize,
             balance_choices=size.balance_choices,
             vocab_size=config.vocab_size,
-            init_std=config.init_std,
+            init_std=config.router_init_std or config.init_std,
         )
         self.layers = nn.ModuleList(Experts(E, D, F_, gelu) for _ in range(max(1, size.expert_layers)))
         self.ln_stack = nn.ModuleList(ExpertNorm(E, D) for _ in range(size.expert_layers))  # none: bare FFNs
@@ -612,6 +615,7 @@ class GPT(SparseModel):
         sparse = [config.router != "dense" and depth % config.moe_every == 0 for depth in depths]
         self.blocks = nn.ModuleList(Block(config, has_experts) for has_experts in sparse)
         self.ln_f = nn.LayerNorm(config.n_embd)
+        self.bias = nn.Parameter(torch.zeros(config.vocab_size)) if config.frequency_bias else None  # GPT-2 has none
         # GPT-2: what writes to the residual stream starts smaller, the deeper the model.
         self.draw(config.init_std, config.init_std / math.sqrt(2 * config.n_layer))
 
@@ -629,7 +633,11 @@ class GPT(SparseModel):
 
     def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         h, balance = self.hidden(ids)
-        return F.linear(h, self.wte.weight), balance
+        return self.logits(h), balance
+
+    def logits(self, h: Tensor) -> Tensor:
+        """(..., D) -> (..., V)"""
+        return F.linear(h, self.wte.weight, self.bias)
 
     @torch.no_grad()
     def generate(self, ids: Tensor, new_tokens: int, temperature: float = 1.0, top_k: int | None = None) -> Tensor:
@@ -645,7 +653,7 @@ class GPT(SparseModel):
         with self.no_limit():
             for _ in range(new_tokens):
                 h, _ = self.hidden(ids[:, -self.config.block_size :])
-                logits = F.linear(h[:, -1], self.wte.weight)  # (B, V)
+                logits = self.logits(h[:, -1])  # (B, V)
                 logits = logits.float() / temperature
                 if top_k is not None:
                     best = logits.topk(min(top_k, logits.shape[1])).values

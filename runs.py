@@ -244,9 +244,13 @@ class Run:
         if self.context.rank == 0:
             tqdm.write(text)
 
-    def begin(self, model, optimizer, flops_per_token: float) -> torch.nn.Module:
-        """Makes the folder, and puts everything where the checkpoint left it -> what to call in training."""
+    def begin(self, model, optimizer, flops_per_token: float, bits_per_byte: float | None = None) -> torch.nn.Module:
+        """Makes the folder, and puts everything where the checkpoint left it -> what to call in training.
+
+        bits_per_byte: those of a loss of 1, if the bar is to show them in place of the loss.
+        """
         self.model, self.optimizer, self.flops_per_token = model, optimizer, flops_per_token
+        self.bits_per_byte = bits_per_byte
         half = self.context.dtype == torch.float16
         self.scaler = torch.amp.GradScaler(self.context.device.type, enabled=half)
         self.start, self.seconds = 0, 0.0
@@ -324,7 +328,10 @@ class Run:
             self.train_loss = float(self.context.sum(self.loss_sum)) / self.context.world / (done - self.since)
             self.check_finite(self.train_loss, done)
             self.speed = self.tokens / (time.perf_counter() - self.clock)
-            self.bar.set_postfix(loss=f"{self.train_loss:.3f}", tok_s=f"{self.speed:,.0f}")
+            shown = {"loss": f"{self.train_loss:.3f}", "tok_s": f"{self.speed:,.0f}"}
+            if self.bits_per_byte:
+                shown = {"bits_per_byte": f"{self.bits_per_byte * self.train_loss:.3f}", "tok_s": shown["tok_s"]}
+            self.bar.set_postfix(shown)
         if due:
             self.seconds += time.perf_counter() - self.clock
         return due

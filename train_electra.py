@@ -53,6 +53,7 @@ class Config(ModelConfig):
     mask_share: float = 0.15  # of the tokens are masked; of a pair, in each half
     span: float | None = None  # mean length of masked spans; None: single tokens (section 3.1: spans do worse)
     generator_layers: int = 2  # of the generator, which is as wide as the discriminator
+    frequency_bias: bool = True  # the generator's output bias starts at the log frequencies of the training tokens
     init_std: float = 0.02  # of the normal that weights start from
     relative_bias: bool | None = None  # gated relative position bias (section 3.3), in both networks; None: with rtd
     # of the discriminator, or of the baseline: hypersphere is X-MoE's
@@ -63,10 +64,11 @@ class Config(ModelConfig):
     batch_tokens: int = 1024  # tokens of a step, over all processes, for sentences and again for pairs
     micro_tokens: int = 1024  # tokens of one forward pass; under a capacity limit it changes the numbers
     learning_rate: float = 1.5e-3  # peak
+    router_lr: float = 1.0  # routers learn at so many times the rate of the rest
     warmup: float = 0.2  # share of the steps; then a line down to 0
     beta1: float = 0.9  # Adam
-    beta2: float = 0.98  # Adam
-    eps: float = 1e-6  # Adam
+    beta2: float = 0.999  # Adam; in small batches a token is rare: its gradient must be remembered
+    eps: float = 1e-9  # Adam
     weight_decay: float = 0.01  # of matrices and embeddings
     grad_clip: float = 2.0  # largest norm of the gradient; 0 for no limit
     balance_coef: float = 0.01  # the weight of the balance loss, where there are sparse layers
@@ -101,6 +103,7 @@ class Config(ModelConfig):
 # but only one of 2^19 gives the parameters of table 3.
 BASE = dict(block_size=512, n_layer=12, n_head=12, n_embd=768, ffn_size=3072, generator_layers=4, dropout=0.1)
 BASE |= dict(data="cc100", pairs="opus100", steps=125_000, batch_tokens=2048 * 512, micro_tokens=32 * 512)
+BASE |= dict(beta2=0.98, eps=1e-6, frequency_bias=False)
 BASE |= dict(learning_rate=5e-4, warmup=0.08, eval_every=5000, eval_tokens=1 << 25, moe_after=(6,))
 LARGE = BASE | dict(n_layer=24, n_head=16, n_embd=1024, ffn_size=4096, generator_layers=6, moe_after=(12,))
 LARGE |= dict(vocab_size=1 << 19)
@@ -280,6 +283,20 @@ def score(model: Electra | MaskedLM, batches: Iterable, detect: bool, config: Co
     return scores
 
 
+@torch.no_grad()
+def right_by_row(model: Electra | MaskedLM, batches: Iterable, context) -> tuple[Tensor, Tensor]:
+    """Of each row the masked tokens that the generator has right, and how many there are, (R,) each."""
+    right, count = [], []
+    for _, _, batch in batches:
+        answers = ask(model, batch, False, context)
+        row = batch.masked // batch.ids.shape[1]  # (M,)
+        hits = (answers.logits.argmax(dim=1) == answers.targets).cpu()
+        count.append(torch.bincount(row, minlength=len(batch.ids)))
+        right.append(torch.bincount(row, weights=hits.double(), minlength=len(batch.ids)))
+    parts = context.gather((torch.cat(right), torch.cat(count)))
+    return tuple(torch.cat(part) for part in zip(*parts))
+
+
 def evaluate(model: Electra | MaskedLM, data: dict, config: Config, context, maskings: int = 1) -> dict:
     """Scores on the validation text of both kinds.
 
@@ -295,13 +312,16 @@ def evaluate(model: Electra | MaskedLM, data: dict, config: Config, context, mas
         scores[kind] = score(model, batches, config.objective == "rtd", config, context)
         scores["loss"] += scores[kind]["mlm"] + config.lambda_disc * scores[kind].get("rtd", 0.0)
     scores["layers"] = [watch.finish(context.sum) for watch in watches]
-    scores["translation"] = {}
+    right = {}  # of the masked tokens of each half of a pair, with the other half beside it and without
     for name, beside in {"with": True, "without": False}.items():
         halves = []
         for half in (0, 1):
             shown = (0, 1) if beside else (half,)
             halves.append(data["pairs"].eval_batches("valid", maskings, *limits, masked=(half,), shown=shown))
-        scores["translation"][name] = score(model, chain(*halves), False, config, context)["generator"]
+        right[name], masked = right_by_row(model, chain(*halves), context)
+    effect = measures.bootstrap(right["with"] - right["without"], masked)
+    scores["translation"] = {name: float(rows.sum() / masked.sum()) for name, rows in right.items()}
+    scores["translation"]["effect"] = effect  # 95% interval over halves of pairs
     scores |= retrieval(model.encoder, data["pairs"], config, context)
     model.train()
     return scores
@@ -343,9 +363,13 @@ def describe(scores: dict) -> str:
             line += f"(blind guess {own['blind_f1']:.3f}), {own['replaced']:.1%} really replaced"
         lines.append(line)
     beside, found, layer = scores["translation"], scores["retrieval"], middle(scores)
+    low, high = beside["effect"]
     lines.append(
         f"masked tokens of one half of held-out pairs: {beside['with']:.2%} right with the translation beside it, "
-        f"{beside['without']:.2%} without; held-out translations found: {found[layer]:.1%} by layer {layer} "
+        f"{beside['without']:.2%} without; the difference is {low:+.2%} to {high:+.2%} (bootstrap, 95%)"
+    )
+    lines.append(
+        f"held-out translations found: {found[layer]:.1%} by layer {layer} "
         f"({found[0]:.1%} by embeddings, {scores['chance']:.1%} chance)"
     )
     for i, moe in enumerate(scores["layers"], 1):
@@ -402,6 +426,9 @@ def train(config: Config, context) -> dict:
         common.seed_all(config.seed)
         # Placed first, so that float64 loads as float64.
         model = common.place(make(runs.with_vocabulary(config, data["pairs"])), context)
+        generator = model.generator if config.objective == "rtd" else model
+        if config.frequency_bias:
+            generator.bias.data.copy_(data["sentences"].log_frequencies())
         if run.checkpoint:
             model.load_state_dict(run.checkpoint["model"])
     kept = [p for name, p in model.named_parameters() if not name.startswith("generator.")]

@@ -36,24 +36,27 @@ from pretrained import fill, load_gpt2
 
 @dataclass
 class Config(ModelConfig):
-    preset: str = "demo"  # demo, or wikitext103 / openwebtext at -124M, -323M or -556M
+    preset: str = "demo"  # demo, small, or wikitext103 / openwebtext at -124M, -323M or -556M
     table: int | None = None  # run every row of XMoE's table 1 or 2 at the preset's scale
     seeds: int = 1  # repeat with so many seeds; give mean and deviation
     data: str = "pydocs"  # a corpus under data/prepared, or the folder of a prepared one
+    frequency_bias: bool = True  # the output has a bias, which starts at the log frequencies of the training tokens
+    router_init_std: float | None = 0.3  # of the normal that a router's weights start from; None: init_std
     seed: int = 0  # of weights, data order and dropout
-    steps: int = 500  # optimizer steps
+    steps: int = 1400  # optimizer steps
     batch_tokens: int = 1024  # tokens of a step, over all processes and micro-batches
     micro_tokens: int = 1024  # tokens of one forward pass; under a capacity limit it changes the numbers
-    learning_rate: float = 1e-3  # peak
-    min_learning_rate: float = 1e-5  # where the cosine ends
+    learning_rate: float = 3e-3  # peak
+    min_learning_rate: float = 3e-5  # where the cosine ends
+    router_lr: float = 1.0  # routers learn at so many times the rate of the rest
     warmup: float = 0.1  # share of the steps
     beta1: float = 0.9  # Adam
-    beta2: float = 0.95  # Adam
+    beta2: float = 0.999  # Adam; in small batches a token is rare: its gradient must be remembered
     eps: float = 1e-8  # Adam
     weight_decay: float = 0.1  # of matrices and embeddings
     grad_clip: float = 1.0  # largest norm of the gradient; 0 for no limit
     balance_coef: float = 0.01  # alpha, the weight of the balance loss
-    eval_every: int = 125  # steps from one evaluation and checkpoint to the next
+    eval_every: int = 350  # steps from one evaluation and checkpoint to the next
     eval_tokens: int = 32768  # validation tokens of each
     log_every: int = 10  # steps from one look at the loss to the next
     prompt: str = ""  # what the final sample goes on from
@@ -76,8 +79,8 @@ class Config(ModelConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.init_from and self.router != "dense":
-            raise ValueError("--init_from loads a dense GPT-2: give --router dense")
+        if self.init_from and (self.router != "dense" or self.frequency_bias):
+            raise ValueError("--init_from loads GPT-2: give --router dense --frequency_bias false")
 
     @property
     def not_identity(self) -> set[str]:
@@ -86,17 +89,21 @@ class Config(ModelConfig):
         return at_test | {"eval_only", "prompt", "sample_tokens", "sample_temperature", "sample_top_k"}
 
 
+# Half an hour on one core.
+SMALL = dict(n_embd=256, ffn_size=1024, dropout=0.1, steps=5000, eval_every=1000)
+
 # XMoE 4.1-4.2; 256 sequences of 1,024 tokens a step, in micro-batches of 16, are the authors' runs'.
 PAPER = dict(vocab_size=50257, block_size=1024, n_layer=12, dropout=0.1, learning_rate=4.5e-4, min_learning_rate=4.5e-6)
-PAPER |= dict(init_std=0.014, batch_tokens=256 * 1024, micro_tokens=16 * 1024, eval_every=500, eval_tokens=1 << 20)
-SMALL = dict(n_head=12, n_embd=768, ffn_size=3072)
-LARGE = dict(n_head=16, n_embd=1024, ffn_size=4096)
-PRESETS = {"demo": {}}
+PAPER |= dict(beta2=0.95, init_std=0.014, router_init_std=None, frequency_bias=False)
+PAPER |= dict(batch_tokens=256 * 1024, micro_tokens=16 * 1024, eval_every=500, eval_tokens=1 << 20)
+WIDTH768 = dict(n_head=12, n_embd=768, ffn_size=3072)
+WIDTH1024 = dict(n_head=16, n_embd=1024, ffn_size=4096)
+PRESETS = {"demo": {}, "small": SMALL}
 for name, steps in {"wikitext103": 4_000, "openwebtext": 60_000}.items():
     corpus = PAPER | dict(data=name, steps=steps)
-    PRESETS[f"{name}-124M"] = corpus | SMALL | dict(router="dense")
-    PRESETS[f"{name}-323M"] = corpus | SMALL
-    PRESETS[f"{name}-556M"] = corpus | LARGE
+    PRESETS[f"{name}-124M"] = corpus | WIDTH768 | dict(router="dense")
+    PRESETS[f"{name}-323M"] = corpus | WIDTH768
+    PRESETS[f"{name}-556M"] = corpus | WIDTH1024
 
 # Rows of the tables: what to change, and the paper's test perplexity on OpenWebText and WikiText-103. `split` is the
 # number of experts that an FFN's width is divided into: 8 x 3072, 16 x 1536, 32 x 768, 64 x 384.
@@ -166,9 +173,9 @@ def cells(result: dict) -> dict:
     test, layers = result["test"], result["test"]["layers"]
     found = {
         "params, M": (result["parameters"]["total"] / 1e6, ".1f"),
+        "bits/byte": (test["bpb"], ".3f"),
         "ours": (test["ppl"], ".2f"),
         "no limit": (result["test_no_limit"]["ppl"], ".2f"),
-        "per word": (test["word_ppl"], ".0f"),
     }
     for name, form in ROUTING.items():
         values = [layer[name] for layer in layers]
@@ -190,7 +197,7 @@ def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 @torch.no_grad()
 def evaluate(model: GPT, data: TokenData, split: str, context, max_tokens: int | None = None) -> dict:
-    """Cross entropy, perplexities, balance loss and routing statistics, in micro-batches of the training's size."""
+    """Cross entropy, balance loss and routing statistics, in micro-batches of the training's size."""
     model.eval()
     watches = [measures.RoutingStats(moe) for moe in model.moe_layers]
     sums = torch.zeros(3, dtype=torch.float64)  # cross entropy, balance loss, tokens
@@ -204,9 +211,9 @@ def evaluate(model: GPT, data: TokenData, split: str, context, max_tokens: int |
     model.train()
     loss, counts = loss / tokens, data.meta["splits"][split]
     return {
-        "loss": loss,
+        "loss": loss,  # nats a token
         "ppl": measures.perplexity(loss),
-        "word_ppl": measures.perplexity(loss * counts["tokens"] / counts["words"]),
+        "bpb": measures.bits_per_byte(loss, counts),
         "balance": balance / tokens,
         "tokens": int(tokens),
         "layers": [watch.finish(context.sum) for watch in watches],
@@ -215,11 +222,65 @@ def evaluate(model: GPT, data: TokenData, split: str, context, max_tokens: int |
 
 def describe(scores: dict) -> str:
     """What one evaluation found, a line an MoE layer."""
-    line = f"{scores['loss']:.4f}  ppl {scores['ppl']:.2f} per token, {scores['word_ppl']:.1f} per word"
+    line = f"{scores['bpb']:.3f} bits per byte, perplexity {scores['ppl']:.2f}"
     lines = [line + (f"  balance {scores['balance']:.3f}" if scores["layers"] else "")]
     for i, layer in enumerate(scores["layers"], 1):
         lines.append(f"  MoE layer {i}: {measures.describe_routing(layer)}")
     return "\n".join(lines)
+
+
+def describe_counting(found: dict[str, float]) -> str:
+    if not found:
+        return "counting: not done, the training text is large"
+    return (
+        f"counting reaches {found['unigrams']:.3f} bits per byte of the test text by tokens, {found['bigrams']:.3f} "
+        f"by pairs of them that training sees, {found['all bigrams']:.3f} by all pairs of the training text"
+    )
+
+
+def counting(data: TokenData, steps: int) -> dict[str, float]:
+    """Bits per byte of the test text by counts alone: of single tokens, of pairs of what so many steps of training saw,
+    and of all pairs. None of them where the training text is too large to be counted in passing.
+    """
+    if len(data.tokens["train"]) > 2**24:
+        return {}
+    train, test = (torch.from_numpy(data.tokens[split].astype("int64")) for split in ("train", "test"))
+    pairs, held_out = torch.stack([train[:-1], train[1:]]), (test[:-1], test[1:])
+    seen = data.seen(steps)[1:]
+    losses = {
+        "unigrams": -float(measures.unigrams(train, data.vocab_size)[test].log().mean()),
+        "bigrams": measures.bigram_loss(pairs[:, seen], held_out, data.vocab_size),
+        "all bigrams": measures.bigram_loss(pairs, held_out, data.vocab_size),
+    }
+    return {name: measures.bits_per_byte(loss, data.meta["splits"]["test"]) for name, loss in losses.items()}
+
+
+@torch.no_grad()
+def easy_and_hard(model: GPT, data: TokenData, context, occurs: int = 20, most: int = 8) -> dict[str, list[str]]:
+    """The tokens that want the fewest experts of the last MoE layer, and the most, of those that occur so often.
+
+    XMoE's point: a threshold router spends on a token what it needs.
+    """
+    if not model.moe_layers or model.moe_layers[-1].router.select != "threshold" or context.rank > 0:
+        return {}
+    count = torch.zeros(data.vocab_size)
+    wanted = torch.zeros(data.vocab_size)
+
+    def watch(moe, h, routing, kept):
+        count.add_(torch.bincount(ids, minlength=len(count)))
+        wanted.index_add_(0, ids, routing.wanted.sum(dim=1).float().cpu())
+
+    model.eval()
+    model.moe_layers[-1].watchers.append(watch)
+    for x, _ in data.eval_batches("test", 1 << 16):
+        ids = x.flatten()
+        with context.autocast():
+            model(*context.send_all(x))
+    model.moe_layers[-1].watchers.remove(watch)
+    often = (count >= occurs).nonzero().squeeze(1)
+    order = often[(wanted / count)[often].argsort(stable=True)].tolist()
+    words = [data.tokenizer.decode([token]) for token in order]
+    return {"easy": words[:most], "hard": words[::-1][:most]}
 
 
 def open_data(config: Config, context) -> TokenData:
@@ -233,10 +294,12 @@ def open_data(config: Config, context) -> TokenData:
     return data
 
 
-def build(config: Config, checkpoint: dict | None, context) -> GPT:
+def build(config: Config, data: TokenData, checkpoint: dict | None, context) -> GPT:
     """The model of a checkpoint, of `--init_from`, or drawn from the seed."""
     common.seed_all(config.seed)
     model = common.place(GPT(config), context)  # first, so that float64 loads as float64
+    if config.frequency_bias:
+        model.bias.data.copy_(data.log_frequencies())
     if checkpoint:
         model.load_state_dict(checkpoint["model"])
     elif config.init_from:
@@ -254,7 +317,7 @@ def train(config: Config, context) -> dict:
         run = runs.Run(config, PRESETS, context, data)
         if run.result:
             return run.result
-        model = build(runs.with_vocabulary(config, data), run.checkpoint, context)
+        model = build(runs.with_vocabulary(config, data), data, run.checkpoint, context)
     parameters = measures.count_parameters(model)
     flops = measures.flops_per_token(model, config, head=2 * config.n_embd * data.vocab_size)
     run.say(
@@ -263,8 +326,11 @@ def train(config: Config, context) -> dict:
     )
     if model.moe_layers:
         run.say("healthy routing: few choices cut and tokens unserved, load imbalance near 1, entropy well above 0")
+    counted = counting(data, config.steps)
+    run.say(describe_counting(counted))
     optimizer = common.adamw(model, config)
-    forward = run.begin(model, optimizer, flops["total"])
+    bits = measures.bits_per_byte(1.0, data.meta["splits"]["train"])
+    forward = run.begin(model, optimizer, flops["total"], bits)
     for step in run.steps():
         peak, floor = config.learning_rate, config.min_learning_rate
         common.set_learning_rate(optimizer, common.cosine(step, config.steps, config.warmup, peak, floor))
@@ -284,7 +350,8 @@ def train(config: Config, context) -> dict:
         if run.end_step(step):
             scores = evaluate(model, data, "valid", context, config.eval_tokens)
             run.save(step, scores, scores["loss"], f"valid {describe(scores)}")
-    scores = test(model, data, context) | sample(config, model, data, context)
+    scores = test(model, data, context) | {"counting": counted}
+    scores |= easy_and_hard(model, data, context) | sample(config, model, data, context)
     return run.finish(scores | {"parameters": parameters, "flops": flops})
 
 
@@ -307,7 +374,7 @@ def evaluate_run(config: Config, context) -> dict:
         checkpoint = run.checkpoint or runs.newest(run.folder)[1]  # a finished run has not loaded one
         if not checkpoint and not config.init_from:
             raise ValueError(f"{run.folder} has no checkpoint: train first, with the same constants")
-        model = build(runs.with_vocabulary(config, data), checkpoint, context)
+        model = build(runs.with_vocabulary(config, data), data, checkpoint, context)
     gamma = sizes(config).eval_capacity_factor if model.moe_layers else math.inf
     file = f"eval-t={config.eval_threshold}-gamma={gamma}.json"
     key = {"name": run.name, "data": data.checksum, "step": checkpoint.get("step", 0)}
@@ -336,10 +403,14 @@ def report(config: Config, result: dict) -> str:
     """A finished result in words."""
     chooses = config.router == "expert_choice" or config.select == "expert_choice"
     note = " (not causal: experts choose among later tokens too)" if chooses else ""
-    text = f"\n{result['name']}, test{note}; words are those of the raw text, separated by white space"
-    text += f"\nunder the limit: {describe(result['test'])}"
+    text = f"\n{result['name']}, test{note}\nunder the limit: {describe(result['test'])}"
     if result["test_no_limit"] != result["test"]:
         text += f"\nwithout a limit: {describe(result['test_no_limit'])}"
+    if "counting" in result:
+        text += f"\n{describe_counting(result['counting'])}"
+    if "easy" in result:
+        easy, hard = " ".join(result["easy"]), " ".join(result["hard"])
+        text += f"\nfew experts of the last MoE layer are wanted by: {easy}\nmany by: {hard}"
     if "sample" in result:
         served = ", ".join(f"{n:.1f}" for n in result["sample_served"])
         text += f"\n\nsample{f' ({served} experts served per token)' if served else ''}:\n{result['sample']}"

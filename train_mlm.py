@@ -35,28 +35,30 @@ from pretrained import fill, load_xlmr
 
 @dataclass
 class Config(ModelConfig):
-    preset: str = "demo"  # demo, or base: the paper's
+    preset: str = "demo"  # demo, small, or base: the paper's
     table: int | None = None  # run every row of X-MoE's table 2, 3 or 5 at the preset's scale
     seeds: int = 1  # repeat with so many seeds; give mean and deviation
     data: str = "catalogs"  # a corpus of many languages under data/prepared, or the folder of a prepared one
     spm: str | None = None  # SentencePiece model for catalogs, such as XLM-R's; none: one trained on them
     sampling_exponent: float = 0.7  # a language is drawn in proportion to its tokens to this power; 1: as it comes
     mask_share: float = 0.15  # of the tokens are to be predicted: 80% masked, 10% replaced, 10% left as they are
-    block_size: int = 128  # T, the longest sequence
+    block_size: int = 64  # T, the longest sequence
+    frequency_bias: bool = True  # the output's bias starts at the log frequencies of the training tokens
     init_std: float = 0.02  # of the normal that weights start from
     seed: int = 0  # of weights, data order, masks and dropout
-    steps: int = 800  # optimizer steps
-    batch_tokens: int = 2048  # tokens of a step, over all processes and micro-batches
-    micro_tokens: int = 2048  # tokens of one forward pass; under a capacity limit it changes the numbers
-    learning_rate: float = 1e-3  # peak
+    steps: int = 4000  # optimizer steps
+    batch_tokens: int = 1024  # tokens of a step, over all processes and micro-batches
+    micro_tokens: int = 1024  # tokens of one forward pass; under a capacity limit it changes the numbers
+    learning_rate: float = 2e-3  # peak
+    router_lr: float = 1.0  # routers learn at so many times the rate of the rest
     warmup: float = 0.08  # share of the steps; then a line down to 0
     beta1: float = 0.9  # Adam
-    beta2: float = 0.98  # Adam
-    eps: float = 1e-6  # Adam
+    beta2: float = 0.999  # Adam; in small batches a token is rare: its gradient must be remembered
+    eps: float = 1e-9  # Adam; the gradients of experts that few tokens choose are small
     weight_decay: float = 0.01  # of matrices and embeddings
     grad_clip: float = 2.0  # largest norm of the gradient; 0 for no limit (XLM-E's; X-MoE does not say)
     balance_coef: float = 0.01  # alpha, the weight of the balance loss
-    eval_every: int = 200  # steps from one evaluation and checkpoint to the next
+    eval_every: int = 1000  # steps from one evaluation and checkpoint to the next
     eval_tokens: int = 1 << 25  # validation tokens of each, at most
     eval_maskings: int = 10  # the final perplexity is the mean over so many fixed maskings; the others take one
     log_every: int = 10  # steps from one look at the loss to the next
@@ -73,7 +75,7 @@ class Config(ModelConfig):
     )
     moe_after: tuple[int, ...] = (2,)  # sparse layers stand behind these layers, from 1
     num_experts: int = 32  # E
-    expert_size: int = 256  # F
+    expert_size: int = 128  # F
     expert_layers: int = 3  # FFNs of an expert, each with a norm and a residual around it; 0: one bare FFN
 
     # Constants of other models: as a ClassVar a constant is no option of this script, and nothing reads it.
@@ -93,8 +95,9 @@ class Config(ModelConfig):
 # X-MoE appendices A and B; micro-batches and clipping are ours.
 BASE = dict(block_size=512, n_layer=12, n_head=12, n_embd=768, ffn_size=3072, dropout=0.1, data="cc100")
 BASE |= dict(steps=125_000, batch_tokens=2048 * 512, micro_tokens=32 * 512, learning_rate=5e-4, eval_every=5000)
-BASE |= dict(moe_after=(6,), expert_size=3072)
-PRESETS = {"demo": {}, "base": BASE}
+BASE |= dict(moe_after=(6,), expert_size=3072, beta2=0.98, eps=1e-6, frequency_bias=False)
+SMALL = dict(n_embd=256, ffn_size=1024, expert_size=256, steps=8000, eval_every=2000)  # half an hour on one core
+PRESETS = {"demo": {}, "small": SMALL, "base": BASE}
 
 # What rows of the tables change. None leaves it to `sizes`: softmax; E / 2 on the hypersphere, else no projection.
 SOFTMAX = dict(router="hypersphere", gate=None, routing_dim=None)
@@ -145,6 +148,7 @@ def cells(result: dict) -> dict:
     return {
         "params, M": (result["parameters"]["total"] / 1e6, ".1f"),
         "our perplexity": (result["valid"]["ppl"], ".2f"),
+        "bits/byte": (result["valid"]["bpb"], ".3f"),
         "RC": (mean_of("rc", layers), ".2f"),
         "RF": (mean_of("rf", layers), ".1%"),
         "load imbalance": (mean_of("imbalance", layers), ".2f"),
@@ -201,33 +205,52 @@ def evaluate(model: MaskedLM, data: MaskedData, config: Config, context, masking
         tau = moe.router.temperature.item() if moe.router.score == "hypersphere" else None  # X-MoE eq. 8
         layers.append(layer | {"temperature": tau})
     model.train()
-    predicted = float(counts.sum())
-    loss = float(losses.sum()) / predicted
-    languages = {}
-    for name, total, count in zip(data.languages, losses.tolist(), counts.tolist()):
-        if count:
-            languages[name] = measures.perplexity(total / count)
-    scores = {
-        "loss": loss,
-        "ppl": measures.perplexity(loss),
-        "balance": float(balances) / predicted,
-        "tokens": tokens,
-        "predicted": int(predicted),
-        "languages": languages,
-        "layers": layers,
-    }
+    predicted = int(counts.sum())
+    scores = perplexities(losses, counts, data.languages)
+    scores["bpb"] = measures.bits_per_byte(scores["loss"], data.meta["splits"]["valid"])
+    scores |= {"balance": float(balances) / predicted, "tokens": tokens, "predicted": predicted, "layers": layers}
     return scores, [watch.chosen for watch in collapse]
 
 
 def describe(scores: dict) -> str:
     """What one evaluation found, a line a sparse layer."""
-    line = f"{scores['loss']:.4f}  ppl {scores['ppl']:.2f} ({scores['predicted']:,} masked tokens)"
+    line = f"perplexity {scores['ppl']:.2f}, {scores['bpb']:.3f} bits per byte ({scores['predicted']:,} masked tokens)"
     lines = [line + (f"  balance {scores['balance']:.3f}" if scores["layers"] else "")]
     for i, layer in enumerate(scores["layers"], 1):
         changed = "-" if layer["rf"] is None else f"{layer['rf']:.1%}"
         tau = "" if layer["temperature"] is None else f", temperature {layer['temperature']:.4f}"
         lines.append(f"  sparse layer {i}: RC {layer['rc']:.2f}, RF {changed}{tau}; {measures.describe_routing(layer)}")
     return "\n".join(lines)
+
+
+def counting(data: MaskedData, config: Config) -> dict:
+    """The perplexity of the masked validation tokens by how often each stands in its language's training text.
+
+    Each language's counts are interpolated with those of all. Nothing where the training text is too large to count.
+    """
+    train, V = torch.from_numpy(data.tokens["train"][: 2**24 + 1].astype("int64")), data.vocab_size
+    if len(train) > 2**24:
+        return {}
+    of_all = measures.unigrams(train, V)
+    tables = []
+    for first, count in data.streams["train"].tolist():
+        tables.append(measures.unigrams(train[first : first + count], V, of_all).log())
+    tables = torch.stack(tables)  # (J, V)
+    losses, counts = torch.zeros(2, len(data.languages), dtype=torch.float64)
+    for _, _, batch in data.eval_batches("valid", 1, config.eval_tokens):
+        losses.index_add_(0, batch.language, -tables[batch.language, batch.targets])
+        counts += torch.bincount(batch.language, minlength=len(counts))
+    return perplexities(losses, counts, data.languages)
+
+
+def perplexities(losses: Tensor, counts: Tensor, languages: list[str]) -> dict:
+    """Summed cross entropies (J,) of so many tokens (J,) of each language -> the mean, and perplexities."""
+    loss = float(losses.sum() / counts.sum())
+    by_language = {}
+    for name, total, count in zip(languages, losses.tolist(), counts.tolist()):
+        if count:
+            by_language[name] = measures.perplexity(total / count)
+    return {"loss": loss, "ppl": measures.perplexity(loss), "languages": by_language}
 
 
 def open_data(config: Config, context) -> MaskedData:
@@ -242,10 +265,12 @@ def open_data(config: Config, context) -> MaskedData:
     return data
 
 
-def build(config: Config, checkpoint: dict | None, context) -> MaskedLM:
+def build(config: Config, data: MaskedData, checkpoint: dict | None, context) -> MaskedLM:
     """The model of a checkpoint, of `--init_from` with new sparse layers, or drawn from the seed."""
     common.seed_all(config.seed)
     model = common.place(MaskedLM(config), context)  # first, so that float64 loads as float64
+    if config.frequency_bias:
+        model.bias.data.copy_(data.log_frequencies())
     if checkpoint:
         model.load_state_dict(checkpoint["model"])
     elif config.init_from:
@@ -274,7 +299,7 @@ def train(config: Config, context) -> dict:
         run = runs.Run(config, PRESETS, context, data)
         if run.result:
             return run.result
-        model = build(runs.with_vocabulary(config, data), run.checkpoint, context)
+        model = build(runs.with_vocabulary(config, data), data, run.checkpoint, context)
     parameters = measures.count_parameters(model)
     head = 2 * config.n_embd * (config.n_embd + data.vocab_size) * config.mask_share  # of the masked tokens alone
     flops = measures.flops_per_token(model.encoder, config, head)
@@ -282,6 +307,9 @@ def train(config: Config, context) -> dict:
         f"{run.name}: {parameters['total']:,} parameters, {parameters['active']:,.0f} active a token, "
         f"{flops['total'] / 1e6:.1f} MFLOPs forward; {len(data.languages)} languages"
     )
+    counted = counting(data, config)
+    if counted:
+        run.say(f"counting the tokens of each language reaches a perplexity of {counted['ppl']:.2f}")
     scores, chosen = None, None  # of the last evaluation
     if run.checkpoint:
         scores, chosen = run.checkpoint["valid"], run.checkpoint["chosen"]
@@ -309,7 +337,7 @@ def train(config: Config, context) -> dict:
             maskings = config.eval_maskings if step + 1 == config.steps else 1
             scores, chosen = evaluate(model, data, config, context, maskings, before=chosen)
             run.save(step, scores, scores["loss"], f"valid {describe(scores)}", valid=scores, chosen=chosen)
-    return run.finish({"valid": scores, "parameters": parameters, "flops": flops})
+    return run.finish({"valid": scores, "counting": counted, "parameters": parameters, "flops": flops})
 
 
 def report(config: Config, result: dict) -> str:
@@ -319,7 +347,15 @@ def report(config: Config, result: dict) -> str:
     for i in range(0, len(languages), 6):
         six = languages[i : i + 6]
         lines.append("  ".join(f"{name:>8} {ppl:9.2f}" for name, ppl in six))
-    return "\n".join([*lines, f"valid {describe(result['valid'])}"])
+    lines.append(f"valid {describe(result['valid'])}")
+    counted = result["counting"]
+    if counted:
+        better = sum(1 for name, ppl in languages if ppl < counted["languages"][name])
+        lines.append(
+            f"counting the tokens of each language: perplexity {counted['ppl']:.2f}; "
+            f"the model is better in {better} of {len(languages)} languages"
+        )
+    return "\n".join(lines)
 
 
 def main():

@@ -63,6 +63,7 @@ class Config(ModelConfig):
     batch_tokens: int = 2048  # tokens of a step, both sides with their padding, over all processes and micro-batches
     micro_tokens: int = 2048  # tokens of one forward pass; under a capacity limit it changes the numbers
     learning_rate: float = 2e-3  # peak
+    router_lr: float = 1.0  # routers learn at so many times the rate of the rest
     warmup_steps: int = 512  # steps to the peak; then it falls as 1 / sqrt(step)
     beta1: float = 0.9  # Adam
     beta2: float = 0.98  # Adam
@@ -85,7 +86,8 @@ class Config(ModelConfig):
     translate: str | None = None  # no training: translate this file, or - for standard input, with a trained model
     model: str = "out/train_mt/demo"  # the folder of its run
 
-    relative_bias: ClassVar = False  # not of a translator
+    frequency_bias: ClassVar = False  # these two are not of a translator
+    relative_bias: ClassVar = False
     not_identity: ClassVar = {"translate", "model"}
 
 
@@ -99,6 +101,8 @@ PRESETS = {
     "wmt23": PAPER | dict(data="wmt23-de"),
     "wmt10": PAPER | dict(data="wmt10", sampling_exponent=0.7, router="hypersphere", moe_after=(6,)),
 }
+
+AVERAGED = 5  # evaluations, whose mean weights are scored beside the best ones, never in their place
 
 # Rows of XMoE's table 3: what to change, and the paper's BLEU and chrF2++. `split` is the number of experts that an
 # FFN's width is divided into: 32 x 2048, 64 x 1024, 128 x 512.
@@ -153,6 +157,8 @@ def cells(result: dict) -> dict:
         found[f"BLEU{note}"] = scores["bleu"], ".2f"
         found[f"chrF2++{note}"] = scores["chrf"], ".2f"
         found[f"rows kept{note}"] = fmean(served) if served else None, ".2f"
+    found |= {"BLEU, valid": (result["best"]["bleu"], ".2f"), "averaged, valid": (result["averaged"]["valid"], ".2f")}
+    found["averaged, test"] = result["averaged"]["test"], ".2f"
     pairs = result["test"]["pairs"]
     if len(pairs) > 1:
         found |= {name: (pair["bleu"], ".2f") for name, pair in pairs.items()}
@@ -291,8 +297,9 @@ def train(config: Config, context) -> dict:
         score([""], [""])  # is sacrebleu there?
         common.seed_all(config.seed)
         model = common.place(Translator(runs.with_vocabulary(config, data)), context)
-    best = run.checkpoint["best"] if run.checkpoint else None  # step, validation BLEU, weights
+    best, last = None, []  # step, validation BLEU and weights; weights of the last evaluations
     if run.checkpoint:
+        best, last = run.checkpoint["best"], run.checkpoint["last"]
         model.load_state_dict(run.checkpoint["model"])
     counts = data.meta["splits"]["train"]
     length = counts["tokens"] / counts["pairs"] / 2
@@ -326,15 +333,27 @@ def train(config: Config, context) -> dict:
             scores = evaluate(model, data, "valid", context, config.eval_tokens)
             run.check_finite(scores["loss"], step + 1)  # broken weights translate nothing
             valid = score_split(model, data, "valid", config, context, config.eval_sentences)
+            weights = copy.deepcopy(model.state_dict())
+            last = [*last, weights][-AVERAGED:]
             if best is None or valid["bleu"] > best["bleu"]:
-                best = {"step": step + 1, "bleu": valid["bleu"], "model": copy.deepcopy(model.state_dict())}
+                best = {"step": step + 1, "bleu": valid["bleu"], "model": weights}
             scores |= {"bleu": valid["bleu"], "chrf": valid["chrf"]}
-            run.save(step, scores, scores["loss"], f"valid {describe(scores)}", best=best)
+            run.save(step, scores, scores["loss"], f"valid {describe(scores)}", best=best, last=last)
+    model.load_state_dict(mean_of(last))
+    averaged = {"valid": score_split(model, data, "valid", config, context, config.eval_sentences)["bleu"]}
+    averaged["test"] = score_split(model, data, "test", config, context)["bleu"]
     model.load_state_dict(best.pop("model"))
     run.save_model("model.pt", best["step"])
     search = {"beam": config.beam, "length_penalty": config.length_penalty}
     scores = test(model, data, config, context)
-    return run.finish({"best": best} | search | scores | {"parameters": parameters, "flops_per_pair": flops})
+    return run.finish(
+        {"best": best, "averaged": averaged} | search | scores | {"parameters": parameters, "flops_per_pair": flops}
+    )
+
+
+def mean_of(states: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The mean of several weights."""
+    return {name: torch.stack([state[name] for state in states]).mean(dim=0) for name in states[0]}
 
 
 def test(model: Translator, data: TranslationData, config: Config, context) -> dict:
@@ -353,6 +372,10 @@ def report(config: Config, result: dict) -> str:
         shown["without a limit"] = result["test_no_limit"]
     lines = [f"\n{result['name']}, test; beam {result['beam']}, length penalty {result['length_penalty']:g}"]
     lines += [f"weights of step {best['step']}, whose validation BLEU is best: {best['bleu']:.2f}"]
+    averaged = result["averaged"]
+    lines += [
+        f"the mean of the last {AVERAGED} weights, for comparison: {averaged['valid']:.2f}, test {averaged['test']:.2f}"
+    ]
     for how, scores in shown.items():
         served = ", ".join(f"{layer['served']:.2f}" for layer in scores["layers"])
         kept = f"; rows kept per token: {served}" if served else ""

@@ -102,6 +102,12 @@ class Prepared:
             raise ValueError(f"the tokenizer in {self.folder} is not the one that made its tokens; {AGAIN}")
         return tokenizer
 
+    def log_frequencies(self) -> Tensor:
+        """(V,) how often each token stands in the training text (of a large one, in some 16 million of its tokens)."""
+        tokens = self.tokens["train"]
+        counts = np.bincount(tokens[:: 1 + len(tokens) // 2**24], minlength=self.vocab_size) + 1.0
+        return torch.from_numpy(np.log(counts / counts.sum())).float()
+
     def verify(self):
         """Read the files through and compare their SHA-256; ValueError names the first that has changed."""
         for name, expected in self.meta["files"].items():
@@ -162,10 +168,22 @@ class TokenData(Prepared):
 
     def batch(self, split: str, step: int, micro: int = 0) -> tuple[Tensor, Tensor]:
         """Inputs x and targets y of windows at random places, both (B, T) int64 and y one token ahead."""
+        return self._windows(split, self._starts(split, step, micro))
+
+    def _starts(self, split: str, step: int, micro: int) -> ndarray:
+        """(B,)"""
         rng = self.random(TRAINING, split, step, micro)
-        places = len(self.tokens[split]) - self.block_size
-        starts = rng.integers(places, size=self.batch_size)  # (B,)
-        return self._windows(split, starts)
+        return rng.integers(len(self.tokens[split]) - self.block_size, size=self.batch_size)
+
+    def seen(self, steps: int) -> Tensor:
+        """(N,) bool: which training tokens were targets within so many steps."""
+        changes = np.zeros(len(self.tokens["train"]) + 1, dtype=np.int32)
+        for step in range(steps):
+            for micro in range(self.micros_per_step):
+                starts = self._starts("train", step, micro)
+                np.add.at(changes, starts + 1, 1)
+                np.add.at(changes, starts + 1 + self.block_size, -1)
+        return torch.from_numpy(changes[:-1].cumsum() > 0)
 
     def eval_batches(
         self, split: str, max_tokens: int | None = None, rank: int = 0, world: int = 1

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from tqdm import tqdm
 
-from data.docstrings import docstrings
+from data.docstrings import paragraphs
 from data.files import (
     aligned_files,
     named_split,
@@ -109,14 +109,14 @@ def documents(path: Path) -> Iterator[tuple[str]]:
 
 
 def pydocs(source: Path | None = None) -> Texts:
-    """Documents are source files, their docstrings joined by blank lines; a docstring is kept where it first appears.
+    """Documents are source files: the prose of their docstrings, each paragraph where it first appears.
 
     With `source` the .py files of that folder take the place of the installed packages.
     """
     files = python_files({source.name: source} if source else installed_roots())
     seen: set[str] = set()
     for name, path in tqdm(files.items(), desc="reading", disable=None):
-        new = [text for text in dict.fromkeys(docstrings(path)) if text not in seen]
+        new = [text for text in dict.fromkeys(paragraphs(path)) if text not in seen]
         seen.update(new)
         if new:
             yield split_of(f"split/{name}", valid=0.045, test=0.045), "\n\n".join(new)
