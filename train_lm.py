@@ -41,7 +41,7 @@ class Config(ModelConfig):
     seeds: int = 1  # repeat with so many seeds; give mean and deviation
     data: str = "pydocs"  # a corpus under data/prepared, or the folder of a prepared one
     frequency_bias: bool = True  # the output has a bias, which starts at the log frequencies of the training tokens
-    router_init_std: float | None = 0.3  # of the normal that a router's weights start from; None: init_std
+    router_init_std: float | None = 0.4  # of the normal that a router's weights start from; None: init_std
     seed: int = 0  # of weights, data order and dropout
     steps: int = 1400  # optimizer steps
     batch_tokens: int = 1024  # tokens of a step, over all processes and micro-batches
