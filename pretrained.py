@@ -49,7 +49,10 @@ def load_run(folder: Path, state: dict) -> tuple[nn.Module, Tokenizer]:
     model, weights = kind(ModelConfig(**arguments)), state["model"]
     if kind is Encoder:
         weights = under("encoder.", weights)
-    return fill(model, arguments, weights, folder).eval(), load_tokenizer(folder)
+    tokenizer = load_tokenizer(folder)
+    if tokenizer.sha256 != state["tokenizer"]:
+        raise ValueError(f"{folder} was trained with another vocabulary than the tokenizer in it")
+    return fill(model, arguments, weights, folder).eval(), tokenizer
 
 
 def under(prefix: str, weights: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -342,7 +342,7 @@ def hub_pairs(repository: str, config: str | None, columns: list[str], splits: I
 
 
 def bitext(source: Path) -> dict[str, Texts]:
-    """Lines of two files, PAIR.FIRST and PAIR.SECOND, perhaps with more between dots."""
+    """Lines of two files, PAIR.FIRST and PAIR.SECOND, or of PAIR.tsv, perhaps with more between dots."""
     pairs = {}
     for name, files in aligned_files(source).items():
         pairs[name] = named_or_hashed(source, {both[0]: read_pairs(*both) for both in files})

@@ -142,34 +142,39 @@ def read_parquet(path: Path) -> Iterator[str]:
 # aligned texts
 
 
-def aligned_files(source: Path) -> dict[str, list[tuple[Path, Path]]]:
-    """Pair of languages -> its files, two and two: de-en.de and de-en.en, or de-en.train.de.gz and de-en.train.en.
+def aligned_files(source: Path) -> dict[str, list[tuple[Path, ...]]]:
+    """Pair of languages -> its files, two and two: de-en.de and de-en.en, or de-en.train.de.gz and de-en.train.en; or
+    one by one: de-en.train.tsv.
 
     The name up to the first dot is the pair. A file of the first language needs its other side.
     """
     pairs = defaultdict(list)
     for path in source_files(source):
-        stem, _, first = uncompressed_name(path).rpartition(".")
+        stem, _, ending = uncompressed_name(path).rpartition(".")
         pair = stem.split(".")[0]
-        if pair.startswith(f"{first}-"):
-            second = pair.removeprefix(f"{first}-")
+        if pair.startswith(f"{ending}-"):
+            second = pair.removeprefix(f"{ending}-")
             pairs[pair].append((path, one_of(path.parent, f"{stem}.{second}")))
+        elif ending == "tsv" and "-" in pair:
+            pairs[pair].append((path,))
     if not pairs:
-        raise FileNotFoundError(
-            f"--source {source} holds no file such as de-en.de, beside de-en.en (plain, .gz or .xz)"
-        )
+        what = "no file such as de-en.de, beside de-en.en, or de-en.tsv (plain, .gz or .xz)"
+        raise FileNotFoundError(f"--source {source} holds {what}")
     return pairs
 
 
-def read_pairs(one: Path, two: Path) -> Iterator[tuple[str, str]]:
-    """The lines of two aligned files, stripped. ValueError where one is empty, and where the files differ in length."""
-    lines = zip_longest(read_lines(one), read_lines(two))
-    for number, (first, second) in enumerate(lines, start=1):
-        if first is None or second is None:
-            raise ValueError(f"{one} and {two}: one of them ends before line {number} and the other does not")
-        if not first.strip() or not second.strip():
-            raise ValueError(f"{one} and {two}, line {number}: an empty text")
-        yield first.strip(), second.strip()
+def read_pairs(*paths: Path) -> Iterator[tuple[str, str]]:
+    """The lines of two aligned files, or of one .tsv, stripped. ValueError where a line has not two texts."""
+    if len(paths) == 1:
+        rows = (line.split("\t") for line in read_lines(paths[0]))
+    else:
+        rows = zip_longest(*map(read_lines, paths), fillvalue="")
+    for number, row in enumerate(rows, start=1):
+        texts = [text.strip() for text in row]
+        if len(texts) != 2 or not all(texts):
+            names = " and ".join(path.name for path in paths)
+            raise ValueError(f"{names} in {paths[0].parent}, line {number}: not two texts")
+        yield tuple(texts)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@
     python -m data.prepare cc100 --tokenizer PATH --source DIR     # or your own: DIR/de.txt, DIR/sw.jsonl.xz
     python -m data.prepare catalogs-pairs                          # the same messages beside their English, no network
     python -m data.prepare opus100 --tokenizer PATH --languages de-en      # streamed translation pairs
-    python -m data.prepare bitext --tokenizer PATH --source DIR    # your own: DIR/de-en.de and DIR/de-en.en
+    python -m data.prepare bitext --tokenizer PATH --source DIR    # your own: DIR/de-en.{de,en} or .tsv
     python -m data.prepare catalogs-en                             # for translation: five languages, a joint BPE
     python -m data.prepare multi30k-de [--source DIR]              # wmt23-de, wmt10 and others likewise
     python -m data.prepare bitext --pieces 8000 --source DIR       # your own pairs under a joint BPE

@@ -924,6 +924,18 @@ def test_named_files_are_the_splits(spm, tmp_path):
         ]
 
 
+def test_pairs_in_a_table_are_those_of_two_files(spm, tmp_path):
+    write_pairs(tmp_path / "two", "de-en", {"train": 60, "valid": 5, "test": 5})
+    (tmp_path / "one").mkdir()
+    for split in ("train", "valid", "test"):
+        sides = [(tmp_path / "two" / f"de-en.{split}.{side}").read_text().splitlines() for side in ("de", "en")]
+        (tmp_path / "one" / f"de-en.{split}.tsv").write_text("".join(f"{a}\t{b}\n" for a, b in zip(*sides)))
+    for name in ("one", "two"):
+        prepare("bitext", tmp_path / name, tokenizer=spm, out=tmp_path / f"out-{name}")
+    for file in ("train.bin", "train.idx", "test.bin"):
+        assert (tmp_path / "out-one" / file).read_bytes() == (tmp_path / "out-two" / file).read_bytes()
+
+
 def test_bad_pairs_are_one_line(spm, tmp_path):
     def reason(**files: bytes) -> str:
         shutil.rmtree(tmp_path / "in", ignore_errors=True)
@@ -937,10 +949,13 @@ def test_bad_pairs_are_one_line(spm, tmp_path):
 
     three, five = b"a\n" * 3, b"a\n" * 4 + b"a"
     for sizes in ({"de": three, "en": five}, {"de": five, "en": three}):
-        line = reason(**sizes)
-        assert "de-en.de and " in line and "de-en.en: one of them ends before line 4 and the other" in line
-    assert "de-en.en, line 2: an empty text" in reason(de=b"a\n \na\n", en=three)
-    assert "de-en.en, line 3: an empty text" in reason(de=three, en=b"a\na\n\n")
+        assert "de-en.de and de-en.en in " in reason(**sizes) and ", line 4: not two texts" in reason(**sizes)
+    assert ", line 2: not two texts" in reason(de=b"a\n \na\n", en=three)
+    assert ", line 3: not two texts" in reason(de=three, en=b"a\na\n\n")
+    for row in (b"one", b"one\ttwo\tthree", b"one\t "):
+        assert "de-en.tsv in " in reason(tsv=b"a\tb\n" + row) and ", line 2: not two texts" in reason(
+            tsv=b"a\tb\n" + row
+        )
     assert "de-en.en is not UTF-8: byte 5" in reason(de=three, en=b"a\ncaf\xe9\n")
     assert "holds no file such as de-en.de, beside de-en.en" in reason()
     assert "no de-en.en (plain, .gz or .xz) in " in reason(de=three)
@@ -993,7 +1008,7 @@ def test_a_joint_bpe_that_cannot_be(tmp_path):
         "bitext", pieces=260, **options
     )
     (tmp_path / "de-en.train.en").write_text("a\n\n")  # what is wrong with the text is said, not the trainer's error
-    assert "de-en.train.en, line 2: an empty text" in refusal("bitext", pieces=400, **options)
+    assert "de-en.train.en in " in refusal("bitext", pieces=400, **options)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
