@@ -39,7 +39,7 @@ from model import Encoder, MaskedLM, ModelConfig, SparseModel
 
 @dataclass
 class Config(ModelConfig):
-    preset: str = "demo"  # demo, or the paper's base, large and xl
+    preset: str = "demo"  # demo, small, or the paper's base, large and xl
     table: int | None = None  # run every row of XLM-E's table 2 at the preset's scale
     seeds: int = 1  # repeat with so many seeds; give mean and deviation
     data: str = "catalogs"  # a corpus of many languages under data/prepared, or the folder of a prepared one
@@ -53,6 +53,7 @@ class Config(ModelConfig):
     mask_share: float = 0.15  # of the tokens are masked; of a pair, in each half
     span: float | None = None  # mean length of masked spans; None: single tokens (section 3.1: spans do worse)
     generator_layers: int = 2  # of the generator, which is as wide as the discriminator
+    block_size: int = 128  # T, the longest row
     frequency_bias: bool = True  # the generator's output bias starts at the log frequencies of the training tokens
     init_std: float = 0.02  # of the normal that weights start from
     relative_bias: bool | None = None  # gated relative position bias (section 3.3), in both networks; None: with rtd
@@ -108,8 +109,8 @@ BASE |= dict(learning_rate=5e-4, warmup=0.08, eval_every=5000, eval_tokens=1 << 
 LARGE = BASE | dict(n_layer=24, n_head=16, n_embd=1024, ffn_size=4096, generator_layers=6, moe_after=(12,))
 LARGE |= dict(vocab_size=1 << 19)
 XL = LARGE | dict(n_layer=48, n_head=24, n_embd=1536, ffn_size=6144, generator_layers=8, moe_after=(24,))
-DEMO = dict(block_size=128, n_embd=128, ffn_size=512)
-PRESETS = {"demo": DEMO, "base": BASE, "large": LARGE, "xl": XL}
+SMALL = dict(n_embd=256, ffn_size=1024, steps=3000, eval_every=1000)  # half an hour on one core
+PRESETS = {"demo": {}, "small": SMALL, "base": BASE, "large": LARGE, "xl": XL}
 
 
 def table2(base: Config) -> runs.Table:
