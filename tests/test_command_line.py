@@ -47,7 +47,7 @@ def test_none_and_false_are_words_in_a_text():
 REFUSED = {  # in one line
     "no folder can be there": ({"out_dir": "/dev/null/x"}, "/dev/null/x"),
     "what the rows say": ({"table": 1, "expert_size": 8}, "its rows have a --expert_size of their own: leave it out"),
-    "preset": ({"preset": "wikitext103-323"}, "preset must be one of demo, wikitext103-124M"),
+    "preset": ({"preset": "wikitext103-323"}, "preset must be one of demo, small, wikitext103-124M"),
     "table": ({"table": 3}, "table must be one of 1, 2, not 3"),
     "no table": ({"table": 0}, "table must be over 0 and finite, not 0"),
     "device": ({"device": "nonsense"}, "device nonsense: "),
@@ -63,6 +63,14 @@ REFUSED = {  # in one line
     "dense experts": ({"router": "dense", "num_experts": 8}, "--num_experts is not read by a model with router dense"),
     "score of a dense model": ({"router": "dense", "score": "dot"}, "--score is not read by a model with router dense"),
     "score of a hash": ({"router": "hash", "score": "dot"}, "--score is not read by a model with router hash"),
+    "start of a dense router": (
+        {"router": "dense", "router_init_std": 0.1},
+        "--router_init_std is not read by a model with router dense",
+    ),
+    "start of a hash": ({"router": "hash", "router_init_std": 0.1}, "--router_init_std is not read by a model with"),
+    "rate of a dense router": ({"router": "dense", "router_lr": 0.1}, "--router_lr is not read by a model with router"),
+    "rate of a hash": ({"router": "hash", "router_lr": 0.1}, "--router_lr is not read by a model with router hash"),
+    "no start": ({"router_init_std": 0}, "router_init_std must be over 0 and finite, not 0.0"),
     "tau of a dot": ({"init_temperature": 0.3}, "--init_temperature is not read by a model with router threshold"),
     "t of top-1": ({"router": "switch", "threshold": 0.5}, "--threshold is not read by a model with router switch"),
 }
@@ -143,7 +151,7 @@ def name(*line: str) -> str:
 def test_a_run_is_named_by_what_differs_from_its_preset():
     assert name() == "demo" and name("--preset", "openwebtext-323M") == "openwebtext-323M"
     assert name("--steps", "5", "--seed", "1") == name("--seed", "1", "--steps", "5") == "demo-seed=1-steps=5"
-    assert name("--learning_rate", "1e-3", "--threshold", "0.9") == "demo"  # as it is anyway
+    assert name("--learning_rate", "3e-3", "--threshold", "0.9") == "demo"  # as it is anyway
     for here in ("--device cpu", "--out_dir x", "--log_every 3", "--resume false", "--prompt a", "--sample_tokens 3"):
         assert name(*here.split()) == "demo"
     at_test = ("--eval_threshold", "0.5", "--eval_capacity_factor", "2")

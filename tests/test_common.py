@@ -28,16 +28,36 @@ def test_weight_decay_spares_norms_biases_and_the_temperature(stacks):
     config = train_lm.Config(**TINY_LM | {"vocab_size": 10, "router": "hypersphere", "expert_layers": stacks})
     model = train_lm.GPT(config)
     optimizer = common.adamw(model, config)
-    decayed, free = (group["params"] for group in optimizer.param_groups)
+    groups = {group["weight_decay"]: group["params"] for group in optimizer.param_groups}
+    assert set(groups) == {0.1, 0.0} and len(optimizer.param_groups) == 2
+    decayed, free = groups[0.1], groups[0.0]
     names = {id(p): name for name, p in model.named_parameters()}
     matrices = ("wte.weight", "wpe.weight", "qkv.weight", "proj.weight", "fc.weight", "w_in", "w_out")
     assert all(names[id(p)].endswith((*matrices, "router.experts", "project.weight")) for p in decayed)
     assert all("ln_" in names[id(p)] or names[id(p)].endswith(("bias", "b_in", "b_out", "temperature")) for p in free)
     assert len(decayed) + len(free) == len(names)
-    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
     common.set_learning_rate(optimizer, 0.25)
     assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25]
-    assert optimizer.defaults["betas"] == (0.9, 0.95) and optimizer.defaults["eps"] == 1e-8
+    assert optimizer.defaults["betas"] == (0.9, 0.999) and optimizer.defaults["eps"] == 1e-8
+
+
+@pytest.mark.parametrize("router", ["threshold", "hypersphere"])
+def test_routers_learn_at_their_own_rate(router):
+    """Adam's first step is the learning rate up or down, whatever the gradient."""
+    config = train_lm.Config(**TINY_LM | {"vocab_size": 10, "router": router, "router_lr": 0.25, "weight_decay": 0.0})
+    model = train_lm.GPT(config).double()
+    optimizer = common.adamw(model, config)
+    common.set_learning_rate(optimizer, 0.01)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    routers = 0
+    for name, p in model.named_parameters():
+        routers += ".router." in name
+        rate = 0.0025 if ".router." in name else 0.01
+        torch.testing.assert_close((p.detach() - before[name]).abs(), torch.full_like(p, rate), rtol=1e-3, atol=1e-9)
+    assert routers == {"threshold": 1, "hypersphere": 3}[router]  # expert embeddings; and W, tau
 
 
 def test_chance_depends_on_every_part_of_the_key():

@@ -19,10 +19,9 @@ import sentencepiece
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data import corpora
+from data import corpora, docstrings
 from data import prepare as preparing
 from data.corpora import CORPORA
-from data.docstrings import docstrings
 from data.files import SPLITS, read_catalog, read_documents, read_lines, split_of
 from data.prepare import prepare, ready
 from data.tokenizers import XLMR, SentencePiece, gpt2, load_tokenizer, train_sentencepiece
@@ -291,44 +290,106 @@ def test_documents_are_blocks_or_lines(tmp_path, lines, blank, documents):
 # corpora of one language
 
 
-def test_docstrings_of_definitions_and_of_compiled_functions(tmp_path):
-    source = '''
-"""A module that documents things."""
-add_docstr(torch.abs, r"""abs(input) -> Tensor
+def test_prose_of_definitions_and_of_compiled_functions(tmp_path):
+    source = """
+'A module that documents many things.'
+add_docstr(torch.abs, r'''abs(input) -> Tensor
 
-    Absolute value of {input}.""".format(**common) + " And a tail.")
-add_newdoc("numpy", "ndarray", ("T", """View of the transposed array."""))
-fft = _add_docstr(_fft.fft, """One dimensional transform.""")
-Adam.__doc__ = """The optimizer called Adam.""" + more
-print("""not documentation, only a string""")
+    The absolute value of {input}.'''.format(**common) + " And a longer tail.")
+add_newdoc("numpy", "ndarray", ("T", '''A view of the transposed array.'''))
+fft = _add_docstr(_fft.fft, '''The discrete transform in one dimension.''')
+Adam.__doc__ = '''The optimizer that is called Adam.''' + more
+topics = {"if": '''The "if" statement is used for conditional execution.''',
+          "for": '''The "for" statement is used to iterate over elements.'''}
+other = '''Not documentation, only a longer string.'''
+print('''Not documentation, only a longer string.''')
 class A:
-    """short"""
+    '''Too short.'''
     if True:
         async def method(self):
-            """Indented text of a method,
-            over two lines."""
+            '''Indented text of a method,
+            over two lines.'''
     else:
-        @add_docstr("""Given by a decorator.""")
+        @add_docstr('''Given to a method by a decorator.''')
         def other(self): pass
 try:
     import fast
 except ImportError:
     def slow():
-        """Defined in an except clause."""
-'''
+        '''Defined here in an except clause.'''
+"""
     (tmp_path / "a.py").write_text(source)
-    assert docstrings(tmp_path / "a.py") == [
-        "A module that documents things.",
-        "abs(input) -> Tensor\n\nAbsolute value of {input}. And a tail.",
-        "View of the transposed array.",
-        "One dimensional transform.",
-        "The optimizer called Adam.",
-        "Indented text of a method,\nover two lines.",
-        "Given by a decorator.",
-        "Defined in an except clause.",
+    assert docstrings.paragraphs(tmp_path / "a.py") == [
+        "A module that documents many things.",
+        "The absolute value of {input}. And a longer tail.",
+        "A view of the transposed array.",
+        "The discrete transform in one dimension.",
+        "The optimizer that is called Adam.",
+        'The "if" statement is used for conditional execution.',
+        'The "for" statement is used to iterate over elements.',
+        "Indented text of a method, over two lines.",
+        "Given to a method by a decorator.",
+        "Defined here in an except clause.",
     ]
     (tmp_path / "b.py").write_text("def broken(:\n")
-    assert docstrings(tmp_path / "b.py") == []
+    assert docstrings.paragraphs(tmp_path / "b.py") == []
+
+
+PROSE = {  # a docstring, and its paragraphs
+    "roles": (
+        "Returns what :func:`~torch.abs` and :py:class:`the class <a.B>` make of it.",
+        ["Returns what torch.abs and the class make of it."],
+    ),
+    "code and emphasis": (
+        "This ``list`` is **never** sorted, `sometimes` even *rather* long.",
+        ["This list is never sorted, sometimes even rather long."],
+    ),
+    "links": (
+        "All of it stands in `the manual <https://a.org/b>`_ and in `another one`_ too.",
+        ["All of it stands in the manual and in another one too."],
+    ),
+    "stars that mark nothing": (
+        "The area is one side * the other, of two * that are equal a square.",
+        ["The area is one side * the other, of two * that are equal a square."],
+    ),
+    "bullets and notes": (
+        "- The first of two points.\n\n2. The second of two points.\n\n.. note:: This must be known, too.\n\n"
+        "Note: So must the last one.",
+        ["The first of two points.", "The second of two points.", "This must be known, too.", "So must the last one."],
+    ),
+    "lines": (
+        "A sentence that goes\n    over two lines.\n  \nAnd  another one behind it.",
+        ["A sentence that goes over two lines.", "And another one behind it."],
+    ),
+    "before an example": ("It is used like this::\n\n    >>> f(3)\n    9", ["It is used like this:"]),
+    "doctest": (">>> Print the words of it.\nAnd so on it goes.", []),
+    "signature": ("Add(input, other, *, alpha=1) -> Tensor", []),
+    "Google's sections": (
+        "Args:\n    value: What is given to the function.\n\nReturns: What the function makes of it.\n\n"
+        "Raises:\n    ValueError: If nothing is given to it.",
+        ["What the function makes of it."],
+    ),
+    "NumPy's sections": (
+        "Sorts what is given to it.\n\nParameters\n----------\nvalues : array_like\n    Values that are to be sorted."
+        "\n\nNotes\n-----\nThe order of equal values is kept.",
+        ["Sorts what is given to it.", "The order of equal values is kept."],
+    ),
+    "a title": ("The Whole Of The Story.\n=======================\nIt was told long ago.", ["It was told long ago."]),
+    "formula": ("Y = X W^T + b, Z = (Y - mu) / sigma, 3 <= N < 4.", []),
+    "table": ("Name   Size  Kind\nfloat  4     f4.", []),
+    "no sentence": ("without a capital it is none.\n\nAnd without a mark neither\n\nToo few words here.", []),
+}
+
+
+@pytest.mark.parametrize("case", PROSE)
+def test_prose_is_whole_sentences_without_markup(case):
+    text, expected = PROSE[case]
+    assert list(docstrings.prose(text)) == expected
+
+
+def test_four_words_in_five_are_letters():
+    assert list(docstrings.prose("One two three four 5.")) == ["One two three four 5."]
+    assert list(docstrings.prose("One two three 4 5.")) == []
 
 
 def test_installed_documentation_is_found():
@@ -336,25 +397,29 @@ def test_installed_documentation_is_found():
     assert list(files) == sorted(files)
     assert {name.split("/")[0] for name in files} == {"python", "numpy", "torch"}
     assert not [name for name in files if "/tests/" in name or "/test/" in name or "site-packages" in name]
-    names = ["torch/_torch_docs.py", "numpy/_core/_add_newdocs.py", "python/json/__init__.py", "torch/optim/adam.py"]
-    found = ["\n".join(docstrings(files[name])) for name in names]
-    expected = [
-        "matmul(input, other, *, out=None) -> Tensor",
-        "An array object represents a multidimensional, homogeneous array",
-        "JSON (JavaScript Object Notation)",
-        "Implements Adam algorithm",
-    ]
-    assert all(phrase in text for phrase, text in zip(expected, found, strict=True))
-    assert len(found[0]) > 200_000  # torch's compiled functions, hundreds of them
+    expected = {
+        "torch/_torch_docs.py": "Matrix product of two tensors.",
+        "numpy/_core/_add_newdocs.py": "Produce an object that mimics broadcasting.",
+        "python/json/__init__.py": "JSON (JavaScript Object Notation)",
+        "torch/optim/adam.py": "Perform a single optimization step.",
+        "python/pydoc_data/topics.py": 'The "if" statement is used for conditional execution:',
+    }
+    found = {name: docstrings.paragraphs(files[name]) for name in expected}
+    for name, phrase in expected.items():
+        assert phrase in "\n".join(found[name])
+    for name in ("torch/_torch_docs.py", "python/pydoc_data/topics.py"):  # hundreds of functions; the manual
+        assert sum(map(len, found[name])) > 50_000
+    assert not any("\n" in paragraph for own in found.values() for paragraph in own)
 
 
-def test_pydocs_keeps_a_docstring_once(tmp_path):
+def test_pydocs_keeps_a_paragraph_once(tmp_path):
     for i in range(60):
-        text = f'"""Module number {i} of the package."""\ndef f():\n    """The same words in every file."""\n'
+        shared = "The same words in every file."
+        text = f'"""Module number {i} of the whole package."""\ndef f():\n    """{shared}\n\n    {shared}"""\n'
         (tmp_path / f"m{i:02}.py").write_text(text)
     documents = list(corpora.pydocs(tmp_path))
     assert len(documents) == 60 and sum("same words" in text for _, text in documents) == 1
-    assert documents[0][1] == "Module number 0 of the package.\n\nThe same words in every file."
+    assert documents[0][1] == "Module number 0 of the whole package.\n\nThe same words in every file."
     assert documents == list(corpora.pydocs(tmp_path))
     assert {split for split, _ in documents} > {"train"}
 

@@ -246,7 +246,7 @@ def test_the_gradient_is_the_mean_over_the_micro_batches(options, monkeypatch):
     """Adam and clipping would hide a wrong scale: look at the gradient before them."""
     seen = []
     record = lambda parameters, limit: seen.append([p.grad.double() for p in parameters])  # noqa: E731
-    options |= {"steps": 1, "balance_coef": 0.5}
+    options |= {"steps": 1, "balance_coef": 0.5, "router_init_std": 0.03}  # float16 has no room for larger gradients
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.nn.utils, "clip_grad_norm_", record)
         for dtype in ("float64", "float16"):  # the scale of float16 is gone before its gradient is clipped
@@ -255,7 +255,7 @@ def test_the_gradient_is_the_mean_over_the_micro_batches(options, monkeypatch):
     config = runs.command_line(train_lm.Config, train_lm.PRESETS, command(options))
     context = common.setup("cpu", "float64")
     data = train_lm.open_data(config, context)
-    model = train_lm.build(runs.with_vocabulary(config, data), None, context)
+    model = train_lm.build(runs.with_vocabulary(config, data), data, None, context)
     for micro in range(2):
         x, y = data.batch("train", 0, micro)
         logits, balance = model(x)
@@ -269,6 +269,7 @@ def test_the_gradient_is_the_mean_over_the_micro_batches(options, monkeypatch):
 @pytest.mark.parametrize("capacity_factor, resumed", [(1.0, False), (math.inf, True)], ids=["drops", "resumed"])
 def test_two_processes_compute_what_one_does(capacity_factor, resumed, options, tmp_path, monkeypatch):
     options |= {"steps": 6, "eval_every": 2, "dtype": "float64", "dropout": 0.1, "capacity_factor": capacity_factor}
+    options |= {"frequency_bias": False}  # which is as far as so few steps come
     one, two = (options | {"out_dir": tmp_path / name, "batch_tokens": 256} for name in ("one", "two"))
     if resumed:  # one process begins, two go on
         with pytest.MonkeyPatch.context() as patch, pytest.raises(Stop):
@@ -277,7 +278,7 @@ def test_two_processes_compute_what_one_does(capacity_factor, resumed, options, 
     process = LM.start(two, *TORCHRUN)
     LM.run(one, monkeypatch)
     out = finish(process, two)
-    assert ("goes on from step 2" in out) == resumed and out.count("test; words are those") == 1
+    assert ("goes on from step 2" in out) == resumed and out.count(", test\nunder the limit: ") == 1
     alone, together = metrics(one["out_dir"]), metrics(two["out_dir"])
     assert len(alone) == len(together) == 3 and alone[-1]["train_loss"] < alone[0]["train_loss"]
     for a, b in zip(alone, together):

@@ -23,7 +23,7 @@ def opened(options: dict):
     config = runs.command_line(train_lm.Config, train_lm.PRESETS, words(options))
     context = common.setup("cpu", config.dtype)
     data = train_lm.open_data(config, context)
-    return config, data, train_lm.build(runs.with_vocabulary(config, data), None, context)
+    return config, data, train_lm.build(runs.with_vocabulary(config, data), data, None, context)
 
 
 def last_table(out: str) -> list[list[str]]:
@@ -39,11 +39,11 @@ def test_every_router_trains_and_reports(router, options, monkeypatch, capsys):
     LM.run(options | {"router": router}, monkeypatch)
     out, result = capsys.readouterr().out, result_of(options["out_dir"])
     scores, unlimited = result["test"], result["test_no_limit"]
-    assert f"{scores['ppl']:.2f} per token" in out and f"{unlimited['ppl']:.2f} per token" in out
+    assert all(f"{of['bpb']:.3f} bits per byte, perplexity {of['ppl']:.2f}" in out for of in (scores, unlimited))
     assert scores["ppl"] == pytest.approx(math.exp(scores["loss"]))
     counts = json.loads((options["data"] / "meta.json").read_text())["splits"]["test"]
-    nats = scores["loss"] * counts["tokens"]  # of the whole split, shared out among its words
-    assert scores["word_ppl"] == pytest.approx(math.exp(nats / counts["words"]))
+    nats = scores["loss"] * counts["tokens"]  # of the whole split, shared out among its bytes
+    assert scores["bpb"] == pytest.approx(nats / counts["bytes"] / math.log(2))
     assert ("tokens unserved" in out) == (router != "dense")
     assert len(scores["layers"]) == (router != "dense") and scores["balance"] >= 0
     sees_later = router == "expert_choice"
@@ -70,7 +70,9 @@ def test_other_precisions_train(dtype, options, monkeypatch):
 
 
 def test_learning_happens(options, monkeypatch):
-    LM.run(options | {"steps": 60, "learning_rate": 1e-2, "eval_every": 30}, monkeypatch)
+    """Of numbers drawn by chance there is nothing to learn but how often each token comes."""
+    options |= {"steps": 60, "learning_rate": 1e-2, "eval_every": 30, "frequency_bias": False}
+    LM.run(options, monkeypatch)
     first, last = losses(options["out_dir"])
     assert last < first - 0.3
 
@@ -148,7 +150,7 @@ def test_evaluation_under_another_routing_leaves_the_run_alone(options, monkeypa
     assert record["test"]["layers"][0]["served"] < 1 == record["test_no_limit"]["layers"][0]["served"]
     assert {name: (folder / name).read_bytes() for name in before} == before
     out = capsys.readouterr().out
-    assert f"{record['test']['ppl']:.2f} per token" in out
+    assert f"perplexity {record['test']['ppl']:.2f}" in out
     monkeypatch.setattr(train_lm, "token_loss", None)  # whoever evaluates now fails
     LM.run(options | at_test, monkeypatch)
     assert capsys.readouterr().out.split("\n\n")[-2:] == out.split("\n\n")[-2:]
@@ -170,10 +172,11 @@ def test_an_evaluation_is_done_again_after_more_training(options, monkeypatch):
 
 def test_gpt2_weights_are_evaluated_and_trained_on(options, tmp_path, monkeypatch, capsys):
     options |= {"router": "dense", "init_from": tmp_path / "gpt2", "out_dir": tmp_path / "out"}
-    options |= {"learning_rate": 1e-9, "min_learning_rate": 0}
+    options |= {"frequency_bias": False, "learning_rate": 1e-9, "min_learning_rate": 0}
     evaluated = options | {"eval_only": True}
     assert "has no config.json" in LM.refused(evaluated, monkeypatch, capsys)
-    assert "--init_from loads a dense GPT-2" in LM.rejected(evaluated | {"router": "switch"}, monkeypatch, capsys)
+    for wrong in ({"router": "switch"}, {"frequency_bias": True}):
+        assert "--init_from loads GPT-2: give --router dense" in LM.rejected(evaluated | wrong, monkeypatch, capsys)
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     shape = dict(vocab_size=320, n_positions=16, n_layer=2, n_head=2, n_embd=16, n_inner=32, initializer_range=0.3)
@@ -249,8 +252,9 @@ def test_table_1_has_every_row_and_runs_none_twice(options, monkeypatch, capsys)
     assert [row[1] for row in rows] == ["1 x 64", *["8 x 64"] * 3, *["16 x 32", "32 x 16", "64 x 8"] * 2]
     assert rows[0][2:4] == ["22.61", "22.24"] and rows[9][2:4] == ["19.46", "19.97"]
     found = [json.loads(path.read_text()) for path in options["out_dir"].glob("*/result.json")]
-    assert sorted(row[5] for row in rows) == sorted(f"{result['test']['ppl']:.2f}" for result in found)
-    assert rows[0][8:] == [""] * 4 and all(float(row[5]) > 1 and row[8] and row[9] for row in rows[1:])
+    assert sorted(row[5] for row in rows) == sorted(f"{result['test']['bpb']:.3f}" for result in found)
+    assert sorted(row[6] for row in rows) == sorted(f"{result['test']['ppl']:.2f}" for result in found)
+    assert rows[0][8:] == [""] * 4 and all(float(row[6]) > 1 and row[8] and row[9] for row in rows[1:])
     monkeypatch.setattr(train_lm, "token_loss", None)
     LM.run(options, monkeypatch)
     assert last_table(capsys.readouterr().out) == rows

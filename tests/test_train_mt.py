@@ -332,7 +332,10 @@ def test_table_3_has_every_row_and_runs_none_twice(options, monkeypatch, capsys)
     assert len(results) == 6 and len({result["name"] for result in results}) == 6
     (dense,) = (result for result in results if result["config"]["router"] == "dense")
     assert rows[0][5] == f"{dense['test']['bleu']:.2f}" and rows[0][7] == rows[0][10] == ""  # no rows are kept there
-    assert rows[0][11:] == [f"{dense['test']['pairs'][name]['bleu']:.2f}" for name in ("de-en", "ru-en")]
+    valid, averaged = dense["best"]["bleu"], dense["averaged"]
+    expected = [valid, averaged["valid"], averaged["test"]]  # beside the scores of the best weights, not in their place
+    expected += [dense["test"]["pairs"][name]["bleu"] for name in ("de-en", "ru-en")]
+    assert rows[0][11:] == [f"{bleu:.2f}" for bleu in expected]
     assert all(float(row[7]) < float(row[10]) for row in rows[1:])  # rows kept: without a limit, more
     monkeypatch.setattr(train_mt, "smoothed_loss", None)  # whoever trains or evaluates now fails
     run(options, monkeypatch)
