@@ -189,6 +189,23 @@ def stacks(h, weight, served, layers):
     return torch.stack(rows)
 
 
+# --- Counting
+
+
+def interpolated(tokens, rest):
+    """Witten and Bell (1991): V probabilities by the counts of tokens, what they leave shared out as `rest` (V,) is."""
+    n, kinds = len(tokens), len(set(tokens))
+    if n == 0:
+        return rest
+    return [n / (n + kinds) * tokens.count(v) / n + kinds / (n + kinds) * rest[v] for v in range(len(rest))]
+
+
+def bigrams(pairs, first, V):
+    """V probabilities of what follows `first`, by the pairs seen, and by all second tokens where these leave off."""
+    single = interpolated([two for _, two in pairs], [1 / V] * V)
+    return interpolated([two for one, two in pairs if one == first], single)
+
+
 # --- For comparison: the same facts as tensors
 
 

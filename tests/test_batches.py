@@ -140,6 +140,29 @@ def test_windows_are_as_likely_in_every_part(folder):
         assert within(int(tenth), 4000, 0.1)
 
 
+def test_seen_are_the_targets_of_so_many_steps(tmp_path):
+    """No token comes twice, so that it tells its own place."""
+    data = numbered(TokenData, tmp_path, {"x": dict.fromkeys(SPLITS, 400)}, micros_per_step=2)
+    for count in (0, 1, 3, 200):
+        expected = torch.zeros(400, dtype=torch.bool)
+        for step in range(count):
+            for micro in range(2):
+                _, y = data.batch("train", step, micro)
+                expected[y.flatten() - 4] = True
+        assert torch.equal(data.seen(count), expected)
+    assert not expected[0] and expected.sum() > 390  # nothing comes before the first
+
+
+def test_log_frequencies_follow_the_training_text(folder):
+    data = TokenData(folder, T, T * B)
+    counts = Counter(data.tokens["train"].tolist())
+    p = data.log_frequencies().exp()
+    assert p.shape == (data.vocab_size,) and float(p.sum()) == pytest.approx(1, abs=1e-5)
+    by_hand = [(counts[token] + 1) / (len(data.tokens["train"]) + data.vocab_size) for token in range(data.vocab_size)]
+    torch.testing.assert_close(p, torch.tensor(by_hand))
+    assert len(counts) < data.vocab_size  # a token that never comes has its share, too
+
+
 @pytest.mark.parametrize("kind", [TokenData, MaskedData, PairData, TranslationData])
 def test_batches_depend_on_seed_split_step_and_micro_alone(folder, many, aligned, kind):
     path = {TokenData: folder, MaskedData: many}.get(kind, aligned)

@@ -43,6 +43,52 @@ def on_meta(kind: type, config: ModelConfig) -> torch.nn.Module:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Counting, and how sure a share is
+
+
+@given(st.lists(st.integers(0, 6), min_size=2, max_size=40), st.lists(st.integers(0, 6), max_size=9))
+@settings(max_examples=100, deadline=None)
+def test_counts_are_interpolated_as_by_witten_and_bell(tokens, others):
+    V, text = 7, torch.tensor(tokens)
+    single = measures.unigrams(text, V)
+    torch.testing.assert_close(single.tolist(), reference.interpolated(tokens, [1 / V] * V))
+    if others:
+        found = measures.unigrams(torch.tensor(others), V, single)
+        torch.testing.assert_close(found.tolist(), reference.interpolated(others, single.tolist()))
+    pairs = list(zip(tokens, tokens[1:]))
+    losses = []
+    for first in range(V):  # those never seen first, too
+        expected = reference.bigrams(pairs, first, V)
+        for second in range(V):
+            held_out = torch.tensor([first]), torch.tensor([second])
+            losses.append(measures.bigram_loss((text[:-1], text[1:]), held_out, V))
+        probabilities = [math.exp(-loss) for loss in losses[-V:]]
+        assert probabilities == pytest.approx(expected) and sum(probabilities) == pytest.approx(1)
+    one, two = torch.arange(V * V) // V, torch.arange(V * V) % V
+    assert measures.bigram_loss((text[:-1], text[1:]), (one, two), V) == pytest.approx(sum(losses) / V**2)
+
+
+def test_bits_per_byte_by_hand():
+    """10 tokens of 3 bits each, 15 bytes."""
+    assert measures.bits_per_byte(3 * math.log(2), {"tokens": 10, "bytes": 15, "words": 4}) == pytest.approx(2)
+
+
+def test_the_interval_of_a_share_is_that_of_its_rows():
+    same = measures.bootstrap(torch.full((9,), 1.5), torch.full((9,), 2))
+    assert same == (0.75, 0.75)
+    torch.manual_seed(0)
+    sizes = torch.randint(1, 9, (400,))
+    totals = torch.bernoulli(torch.full((400,), 0.4)).double() * sizes
+    share = float(totals.sum() / sizes.sum())
+    low, high = measures.bootstrap(totals, sizes)
+    deviation = float((totals - share * sizes).square().sum().sqrt() / sizes.sum())  # of a ratio, for many rows
+    assert low == pytest.approx(share - 1.96 * deviation, abs=0.2 * deviation)
+    assert high == pytest.approx(share + 1.96 * deviation, abs=0.2 * deviation)
+    low, high = measures.bootstrap(torch.tensor([0.0, 9.0] * 50), torch.tensor([1, 9] * 50))
+    assert low < 0.9 < high and low > 0.8  # of all that is counted, not the mean over rows
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Parameters
 
 BASE = dict(vocab_size=250_002, block_size=512, n_layer=12, n_head=12, n_embd=768, ffn_size=3072)

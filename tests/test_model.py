@@ -44,6 +44,45 @@ def make_ids(B, T, seed=0):
     return torch.randint(SMALL["vocab_size"], (B, T), generator=torch.Generator().manual_seed(seed))
 
 
+# --- Where weights start, and the output's bias
+
+
+@pytest.mark.parametrize("router, name", [("threshold", "experts"), ("hypersphere", "project.weight")])
+@pytest.mark.parametrize("std", [None, 0.5])
+def test_routers_start_as_wide_as_they_are_told(router, name, std):
+    """The dot product's expert embeddings, the hypersphere's W; those of the sphere have their norm."""
+    shape = dict(vocab_size=9, n_layer=2, n_embd=256, n_head=2, init_std=0.02, num_experts=64)
+    model = GPT(ModelConfig(router=router, router_init_std=std, **shape))
+    found = dict(model.moe_layers[0].router.named_parameters())
+    assert float(found[name].std()) == pytest.approx(std or 0.02, rel=0.05)
+    if router == "hypersphere":
+        torch.testing.assert_close(found["experts"].norm(dim=1), torch.full((64,), 0.1))
+    assert float(model.moe_layers[0].layers[0].w_in.std()) == pytest.approx(0.02, rel=0.05)  # and nothing else
+
+
+def test_the_outputs_bias_is_added_to_all_logits():
+    model, plain = make_gpt("threshold", frequency_bias=True), make_gpt("threshold")
+    assert model.state_dict().keys() - plain.state_dict().keys() == {"bias"} and plain.bias is None
+    assert not GPT(ModelConfig(**SMALL, frequency_bias=True)).bias.any()  # until a script fills it in
+    model.bias.data = 3 * torch.randn(13, dtype=torch.float64)
+    plain.load_state_dict({name: w for name, w in model.state_dict().items() if name != "bias"})
+    ids = make_ids(3, 8)
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids)[0], plain(ids)[0] + model.bias)
+
+
+def test_what_is_written_is_by_the_logits_of_a_forward_pass():
+    """With a bias that decides much of it."""
+    model = make_gpt("threshold", frequency_bias=True)
+    model.bias.data = 10 * torch.randn(13, dtype=torch.float64)
+    ids = make_ids(20, 3)
+    out = model.generate(ids, 4, top_k=1)
+    with model.no_limit(), torch.no_grad():
+        logits = model(out[:, :-1])[0][:, 2:]
+    assert torch.equal(out[:, 3:], logits.argmax(dim=2))
+    assert not torch.equal(out[:, 3:], (logits - model.bias).argmax(dim=2))
+
+
 # --- Parameters, and where the experts stand
 
 GPT2 = dict(vocab_size=50257, block_size=1024, n_layer=12, n_head=12, n_embd=768, ffn_size=3072)
