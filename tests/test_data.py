@@ -370,7 +370,7 @@ PROSE = {  # a docstring, and its paragraphs
         ["What the function makes of it."],
     ),
     "NumPy's sections": (
-        "Sorts what is given to it.\n\nParameters\n----------\nvalues : array_like\n    Values that are to be sorted."
+        "Sorts what is given to it.\n\nParameters\n----------\nX, Y : array_like\n    Values that are to be sorted."
         "\n\nNotes\n-----\nThe order of equal values is kept.",
         ["Sorts what is given to it.", "The order of equal values is kept."],
     ),
