@@ -294,8 +294,9 @@ def right_by_row(model: Electra | MaskedLM, batches: Iterable, context) -> tuple
         hits = (answers.logits.argmax(dim=1) == answers.targets).cpu()
         count.append(torch.bincount(row, minlength=len(batch.ids)))
         right.append(torch.bincount(row, weights=hits.double(), minlength=len(batch.ids)))
-    parts = context.gather((torch.cat(right), torch.cat(count)))
-    return tuple(torch.cat(part) for part in zip(*parts))
+    parts = context.gather((right, count))  # a process may have had no batch
+    right, count = (torch.cat(list(chain(*own))) for own in zip(*parts))
+    return right, count
 
 
 def evaluate(model: Electra | MaskedLM, data: dict, config: Config, context, maskings: int = 1) -> dict:

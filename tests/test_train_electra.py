@@ -3,6 +3,7 @@
 What all scripts share is tested in test_runs.py.
 """
 
+import dataclasses
 import json
 import math
 import os
@@ -420,6 +421,79 @@ def test_the_translation_comparison_masks_the_same_tokens(options, monkeypatch):
         right = [model(b.ids, b.masked, b.real)[0].argmax(dim=1) == b.targets for b in batches]
         expected = float(torch.cat(right).double().mean())
         assert scores["translation"][name] == pytest.approx(expected) and expected > 0
+
+
+def test_right_answers_are_counted_row_by_row():
+    model, batches, expected = small(), [], []
+    for lengths in ((9, 5, 7), (12, 3)):
+        batch = small_batch(lengths)[0]
+        with torch.no_grad():
+            guesses = model(batch.ids, batch.masked, batch.real)[0].argmax(dim=1)
+        known = torch.arange(len(guesses)) % 2 == 0
+        batch = batch._replace(targets=torch.where(known, guesses, (guesses + 1) % 50))
+        batches.append((0, 0, batch))
+        for row in range(len(lengths)):
+            own = [i for i, place in enumerate(batch.masked.tolist()) if place // max(lengths) == row]
+            expected.append((sum(bool(known[i]) for i in own), len(own)))
+    right, count = train_electra.right_by_row(model, batches, HERE)
+    assert list(zip(right.tolist(), count.tolist())) == expected
+    assert sum(right) > 3 and any(0 < a < b for a, b in expected)
+
+
+def test_a_process_without_a_batch_has_no_rows():
+    """There may be more processes than batches."""
+    model, context, everyone = small(), dataclasses.replace(HERE), []
+
+    def gather(own):
+        everyone.append(own)
+        return list(everyone)
+
+    context.gather = gather
+    alone = train_electra.right_by_row(model, [(0, 0, small_batch()[0])], context)
+    torch.testing.assert_close(train_electra.right_by_row(model, [], context), alone)
+
+
+def test_the_effect_of_a_translation_has_an_interval(options, monkeypatch):
+    """That of the difference, over the same rows with the other half beside them and without."""
+    config, context, data, model = opened(options)
+    found, rows = train_electra.right_by_row, []
+
+    def record(*given):
+        rows.append(found(*given))
+        rows[-1][0].add_(len(rows) * (torch.arange(len(rows[-1][0])) % 3))  # so that there is something to see
+        return rows[-1]
+
+    monkeypatch.setattr(train_electra, "right_by_row", record)
+    scores = train_electra.evaluate(model, data, config, context)
+    (beside, masked), (without, again) = rows
+    assert torch.equal(masked, again)
+    effect = scores["translation"]["effect"]
+    assert effect == measures.bootstrap(beside - without, masked)
+    difference = scores["translation"]["with"] - scores["translation"]["without"]
+    assert difference == pytest.approx(float((beside - without).sum() / masked.sum()))
+    low, high = effect
+    assert low < difference < high < 0
+    assert f"the difference is {low:+.2%} to {high:+.2%}" in train_electra.describe(scores)
+
+
+class Begun(Exception):
+    """What stops a run before its first step."""
+
+
+@pytest.mark.parametrize("given", [{}, XLM], ids=["XLM-E", "XLM"])
+@pytest.mark.parametrize("yes", [True, False])
+def test_the_generators_bias_starts_at_the_log_frequencies(given, yes, options, monkeypatch):
+    models = []
+
+    def begin(model, config):
+        models.append(model)
+        raise Begun
+
+    monkeypatch.setattr(common, "adamw", begin)
+    with pytest.raises(Begun):
+        ELECTRA.run(options | given | {"frequency_bias": yes}, monkeypatch)
+    expected = opened(options)[2]["sentences"].log_frequencies()
+    torch.testing.assert_close(generator_of(models[0]).bias.data, expected if yes else torch.zeros_like(expected))
 
 
 def test_retrieval_is_the_mean_over_language_pairs(options):
