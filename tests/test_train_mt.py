@@ -87,7 +87,7 @@ def lose(folder: Path, *names: str) -> dict:
     result = json.loads((folder / "result.json").read_text())
     for name in ("result.json", "model.pt", *names):
         (folder / name).unlink()
-    return {name: result[name] for name in ("best", "test", "test_no_limit", "parameters")}
+    return {name: result[name] for name in ("best", "averaged", "test", "test_no_limit", "parameters")}
 
 
 # Whole runs
@@ -97,6 +97,7 @@ ROWS = {  # what to say, and how many layers are sparse
     "switch": ({"router": "switch", "expert_ffns": 2}, 2),
     "topk": ({"router": "topk", "expert_ffns": 2}, 2),
     "threshold": ({"expert_ffns": 2}, 2),
+    "hash": ({"router": "hash", "expert_ffns": 2}, 2),
     "encoder alone": ({"decoder_moe": False}, 1),
     "expert choice": ({"router": "expert_choice", "decoder_moe": False}, 1),
     "X-MoE": ({"router": "hypersphere", "moe_after": "1", "num_experts": 4}, 1),
@@ -257,13 +258,20 @@ def test_text_comes_out_detokenised_in_the_order_it_came(options):
 @pytest.mark.parametrize("stopped", ["after the last checkpoint", "by a damaged one"])
 def test_the_best_weights_are_tested_and_kept_whatever_happens(stopped, options, monkeypatch, capsys):
     options |= {"steps": 8, "dropout": 0.1}
-    weights = fix_valid_bleu(monkeypatch, 5.0, 9.0, 7.0, 8.0, 8.0)  # of steps 2, 4, 6, 8, and of 8 again
+    again = (
+        (8.0, 99.0) if stopped == "by a damaged one" else (99.0,)
+    )  # of step 8 if it is trained anew, and of the mean
+    weights = fix_valid_bleu(monkeypatch, 5.0, 9.0, 7.0, 8.0, 99.0, *again)  # of steps 2, 4, 6, 8, and of their mean
     run(options, monkeypatch)
     folder, logged = only_run(options["out_dir"]), metrics(options["out_dir"])
     for end in ("as it came", "once more"):
         said, result = capsys.readouterr(), result_of(options["out_dir"])
         assert result["best"] == {"step": 4, "bleu": 9.0}
         assert "weights of step 4, whose validation BLEU is best: 9.00" in said.out
+        averaged = result["averaged"]  # better, and yet only for comparison
+        assert averaged["valid"] == 99.0 and averaged["test"] >= 0
+        scores = f"the mean of the last 5 weights, for comparison: 99.00, test {averaged['test']:.2f}"
+        assert scores in said.out
         best, last = runs.load_checkpoint(folder / "model.pt"), runs.load_checkpoint(folder / "ckpt.pt")
         assert (best["step"], last["step"]) == (4, 8)
         assert all(torch.equal(weight, weights[1][name]) for name, weight in best["model"].items())
@@ -280,10 +288,60 @@ def test_the_best_weights_are_tested_and_kept_whatever_happens(stopped, options,
     assert f"goes on from step {6 if stopped == 'by a damaged one' else 8}" in said.out
     assert all(torch.equal(weight, weights[3][name]) for name, weight in last["model"].items())
     assert before == lose(folder)
+    assert all(torch.equal(weight, weights[-1][name]) for name, weight in weights[4].items())  # the means
+    for name, mean in weights[4].items():
+        torch.testing.assert_close(mean, torch.stack([state[name] for state in weights[:4]]).mean(dim=0))
     losses = [
         [(record["train_loss"], record["loss"]) for record in log] for log in (logged, metrics(options["out_dir"]))
     ]
     assert losses[0] == losses[1] and len(losses[0]) == 4
+
+
+def test_the_mean_is_of_the_weights_of_the_last_five_evaluations(options, monkeypatch):
+    """And what is tested and kept is the best one."""
+    scored, score_split = [], train_mt.score_split
+
+    def record(model, data, split, *rest, **given):
+        scored.append((split, copy.deepcopy(model.state_dict())))
+        return score_split(model, data, split, *rest, **given)
+
+    monkeypatch.setattr(train_mt, "score_split", record)
+    weights = fix_valid_bleu(monkeypatch, 1.0, 2.0, 6.0, 3.0, 4.0, 5.0, 99.0)  # of steps 1 to 6, and of the mean
+    run(options | {"router": "dense", "steps": 6, "eval_every": 1}, monkeypatch)
+    for name, mean in weights[6].items():
+        expected = sum(state[name].double() for state in weights[1:6]) / 5
+        torch.testing.assert_close(mean.double(), expected, rtol=1e-6, atol=1e-7)
+    splits, states = zip(*scored)
+    assert splits == 7 * ("valid",) + 2 * ("test",)
+    kept = runs.load_checkpoint(only_run(options["out_dir"]) / "model.pt")["model"]
+    for state, wanted in ((states[7], weights[6]), (states[8], weights[2]), (kept, weights[2])):
+        assert all(torch.equal(w, wanted[name]) for name, w in state.items())
+
+
+def test_a_killed_run_has_the_same_mean(options, tmp_path, monkeypatch):
+    options |= {"steps": 6, "eval_every": 1, "dropout": 0.1, "eval_sentences": 1}
+    whole, stopped = (options | {"out_dir": tmp_path / name} for name in ("whole", "stopped"))
+    means, mean_of = [], train_mt.mean_of
+    monkeypatch.setattr(train_mt, "mean_of", lambda states: means.append(mean_of(states)) or means[-1])
+    run(whole, monkeypatch)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(common, "inverse_sqrt", stop_at_step(4))
+        run(stopped, patch)
+    run(stopped, monkeypatch)
+    assert len(means) == 2 and all(torch.equal(w, means[1][name]) for name, w in means[0].items())
+    assert result_of(whole["out_dir"])["averaged"] == result_of(stopped["out_dir"])["averaged"]
+    assert len(runs.load_checkpoint(only_run(whole["out_dir"]) / "ckpt.pt")["last"]) == train_mt.AVERAGED == 5
+
+
+def stop_at_step(step: int):
+    rate = common.inverse_sqrt
+
+    def stop(now, *rest):
+        if now == step:
+            raise KeyboardInterrupt
+        return rate(now, *rest)
+
+    return stop
 
 
 def test_two_processes_end_what_one_began(options, tmp_path, monkeypatch):
@@ -340,6 +398,15 @@ def test_table_3_has_every_row_and_runs_none_twice(options, monkeypatch, capsys)
     monkeypatch.setattr(train_mt, "smoothed_loss", None)  # whoever trains or evaluates now fails
     run(options, monkeypatch)
     assert capsys.readouterr().out.split("\n\n")[-1] == table
+
+
+def test_a_row_has_the_scores_of_the_mean_behind_those_of_the_best():
+    scores = {"bleu": 30.0, "chrf": 50.0, "layers": [], "pairs": {"de-en": {"bleu": 30.0}}}
+    result = {"parameters": {"total": 2e6}, "test": scores, "test_no_limit": scores | {"bleu": 31.0}}
+    result |= {"best": {"step": 4, "bleu": 40.0}, "averaged": {"valid": 41.0, "test": 29.0}}
+    found = {name: value for name, (value, _) in train_mt.cells(result).items()}
+    assert (found["BLEU"], found["BLEU, no limit"]) == (30.0, 31.0)
+    assert (found["BLEU, valid"], found["averaged, valid"], found["averaged, test"]) == (40.0, 41.0, 29.0)
 
 
 def rows_of(number: int, *argv: str) -> list[tuple]:
