@@ -50,7 +50,7 @@ class Config(ModelConfig):
     batch_tokens: int = 1024  # tokens of a step, over all processes and micro-batches
     micro_tokens: int = 1024  # tokens of one forward pass; under a capacity limit it changes the numbers
     learning_rate: float = 2e-3  # peak
-    router_lr: float = 1.0  # routers learn at so many times the rate of the rest
+    router_lr: float = 0.2  # routers learn at so many times the rate of the rest
     warmup: float = 0.08  # share of the steps; then a line down to 0
     beta1: float = 0.9  # Adam
     beta2: float = 0.999  # Adam; in small batches a token is rare: its gradient must be remembered
@@ -95,7 +95,7 @@ class Config(ModelConfig):
 # X-MoE appendices A and B; micro-batches and clipping are ours.
 BASE = dict(block_size=512, n_layer=12, n_head=12, n_embd=768, ffn_size=3072, dropout=0.1, data="cc100")
 BASE |= dict(steps=125_000, batch_tokens=2048 * 512, micro_tokens=32 * 512, learning_rate=5e-4, eval_every=5000)
-BASE |= dict(moe_after=(6,), expert_size=3072, beta2=0.98, eps=1e-6, frequency_bias=False)
+BASE |= dict(moe_after=(6,), expert_size=3072, beta2=0.98, eps=1e-6, frequency_bias=False, router_lr=1.0)
 SMALL = dict(n_embd=256, ffn_size=1024, expert_size=256, steps=8000, eval_every=2000)  # half an hour on one core
 PRESETS = {"demo": {}, "small": SMALL, "base": BASE}
 
