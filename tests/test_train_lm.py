@@ -3,8 +3,12 @@
 import dataclasses
 import json
 import math
+from collections import Counter
+from statistics import fmean
 
+import numpy as np
 import pytest
+import reference
 import torch
 from helpers import Script, losses, metrics, only_run, result_of, table_rows, words
 
@@ -13,6 +17,7 @@ import measures
 import runs
 import train_lm
 from data.tokenizers import load_tokenizer
+from routers import NOT_CHOSEN
 
 ROUTERS = ("dense", "switch", "topk", "threshold", "hypersphere", "hash", "base", "expert_choice")
 LM = Script(train_lm)
@@ -114,6 +119,82 @@ def test_evaluation_takes_so_many_tokens_in_order(options):
         balances += float(balance) * y.numel()
     assert whole["loss"] == pytest.approx(total / whole["tokens"])
     assert whole["balance"] == pytest.approx(balances / whole["tokens"])
+
+
+@pytest.mark.parametrize("yes", [True, False])
+def test_the_outputs_bias_starts_at_the_log_frequencies(yes, options):
+    _, data, model = opened(options | {"frequency_bias": yes})
+    assert ("bias" in model.state_dict()) == yes
+    if yes:
+        torch.testing.assert_close(model.bias.data, data.log_frequencies())
+
+
+def test_counting_is_its_literal_definition(options, monkeypatch, capsys):
+    config, data, _ = opened(options)
+    train, test = data.tokens["train"][:300].tolist(), data.tokens["test"][:60].tolist()
+    data.tokens |= {"train": data.tokens["train"][:300], "test": data.tokens["test"][:60]}
+    pairs, V = list(zip(train, train[1:])), data.vocab_size
+    seen = data.seen(2).tolist()
+    assert 100 < sum(seen) < 250
+    trained = [pair for place, pair in enumerate(pairs, 1) if seen[place]]
+    losses = {"unigrams": 0.0, "bigrams": 0.0, "all bigrams": 0.0}
+    single = reference.interpolated(train, [1 / V] * V)
+    losses["unigrams"] = -fmean(math.log(single[token]) for token in test)
+    for name, known in {"bigrams": trained, "all bigrams": pairs}.items():
+        found = [reference.bigrams(known, one, V)[two] for one, two in zip(test, test[1:])]
+        losses[name] = -fmean(map(math.log, found))
+    counts = data.meta["splits"]["test"]
+    expected = {name: loss * counts["tokens"] / counts["bytes"] / math.log(2) for name, loss in losses.items()}
+    assert train_lm.counting(data, 2) == pytest.approx(expected) and len(set(expected.values())) == 3
+    LM.run(options, monkeypatch)
+    out, kept = capsys.readouterr().out, result_of(options["out_dir"])["counting"]
+    assert kept == train_lm.counting(opened(options)[1], 4)
+    said = f"counting reaches {kept['unigrams']:.3f} bits per byte of the test text by tokens, {kept['bigrams']:.3f} "
+    said += f"by pairs of them that training sees, {kept['all bigrams']:.3f} by all pairs of the training text\n"
+    assert out.count(said) == 2  # before training, and beside its scores
+
+
+def test_a_large_text_is_not_counted(options):
+    _, data, _ = opened(options)
+    data.tokens["train"] = np.zeros(2**24 + 1, dtype="uint16")
+    assert train_lm.counting(data, 2) == {}
+    assert "counting: not done" in train_lm.describe_counting({})
+
+
+def test_tokens_are_ordered_by_the_experts_they_want(options, monkeypatch, capsys):
+    """By a router that wants 1 + id % 8 experts for a token."""
+    config, data, model = opened(options | {"expert_size": 32, "n_layer": 4})
+    context = common.setup("cpu", "float32")
+    router = model.moe_layers[-1].router
+    E, forward = router.num_experts, router.forward
+
+    def by_id(h, ids):
+        wanted = torch.arange(E) < 1 + ids.unsqueeze(1) % E
+        return forward(h, ids)._replace(priority=torch.where(wanted, 0, NOT_CHOSEN))
+
+    monkeypatch.setattr(router, "forward", by_id)
+    counts = Counter(token for x, _ in data.eval_batches("test", 1 << 16) for token in x.flatten().tolist())
+    often = sorted(token for token, count in counts.items() if count >= 3)
+    order = sorted(often, key=lambda token: token % E)
+    texts = [data.tokenizer.decode([token]) for token in order]
+    found = train_lm.easy_and_hard(model, data, context, occurs=3)
+    assert found == {"easy": texts[:8], "hard": texts[:-9:-1]} and len(often) < len(counts)
+    assert order[0] % E == 0 and order[-1] % E == E - 1 and not router.training
+    assert not model.moe_layers[-1].watchers
+    few = train_lm.easy_and_hard(model, data, context, occurs=1, most=3)
+    assert len(few["easy"]) == len(few["hard"]) == 3 and few["easy"] != found["easy"][:3]
+    result = {"name": "a run", "test": None, "test_no_limit": None} | found
+    monkeypatch.setattr(train_lm, "describe", lambda scores: "")
+    text = train_lm.report(config, result)
+    assert f"wanted by: {' '.join(texts[:8])}\nmany by: {' '.join(texts[:-9:-1])}" in text
+
+
+@pytest.mark.parametrize("given, rank", [({"router": "switch"}, 0), ({"router": "dense"}, 0), ({}, 1)])
+def test_only_a_threshold_gives_tokens_what_they_want(given, rank, options):
+    """And one process says so."""
+    _, data, model = opened(options | given)
+    context = dataclasses.replace(common.setup("cpu", "float32"), rank=rank)
+    assert train_lm.easy_and_hard(model, data, context) == {}
 
 
 def test_the_sample_goes_on_from_the_prompt(options, monkeypatch, capsys):

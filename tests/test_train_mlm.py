@@ -7,9 +7,11 @@ import json
 import math
 import shutil
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 import pytest
+import reference
 import torch
 from helpers import TORCHRUN, Script, finish, losses, metrics, only_run, result_of, table_rows
 
@@ -186,6 +188,52 @@ def test_evaluation_is_its_literal_definition(moe_after, options):
     again, _ = train_mlm.evaluate(model, data, config, context, 1, other)
     for layer in again["layers"]:
         assert layer["rf"] == pytest.approx(math.ceil(len(chosen[0]) / 4) / len(chosen[0]))
+
+
+def test_counting_is_its_literal_definition(options, monkeypatch, capsys):
+    """Each language's counts with those of all behind them; printed beside the model's perplexity."""
+    config, _, data, _ = opened(options | {"eval_tokens": 400})
+    V = data.vocab_size
+    of_all = reference.interpolated(data.tokens["train"].tolist(), [1 / V] * V)
+    tables = []
+    for language in range(3):
+        first, count = data.streams["train"][language]
+        tables.append(reference.interpolated(data.tokens["train"][first : first + count].tolist(), of_all))
+    losses = {name: [] for name in LANGUAGES}
+    for _, _, batch in data.eval_batches("valid", 1, 400):
+        for language, token in zip(batch.language.tolist(), batch.targets.tolist()):
+            losses[data.languages[language]].append(-math.log(tables[language][token]))
+    every = [loss for own in losses.values() for loss in own]
+    found = train_mlm.counting(data, config)
+    assert found["loss"] == pytest.approx(fmean(every)) and found["ppl"] == pytest.approx(math.exp(fmean(every)))
+    assert found["languages"] == pytest.approx({name: math.exp(fmean(own)) for name, own in losses.items()})
+    MLM.run(options | {"eval_tokens": 400}, monkeypatch)
+    out, result = capsys.readouterr().out, result_of(options["out_dir"])
+    assert result["counting"] == found
+    assert f"counting the tokens of each language reaches a perplexity of {found['ppl']:.2f}\n" in out
+    ours = result["valid"]["languages"]
+    better = sum(ours[name] < found["languages"][name] for name in LANGUAGES)
+    line = f"counting the tokens of each language: perplexity {found['ppl']:.2f}; the model is better in {better} of 3"
+    assert f"{line} languages\n" in out
+    result["valid"]["languages"] = found["languages"] | {"bb": 1.0}
+    assert "the model is better in 1 of 3 languages" in train_mlm.report(config, result)
+
+
+def test_a_large_text_is_not_counted(options, monkeypatch, capsys):
+    """And then nothing is said of it."""
+    config, _, data, _ = opened(options)
+    data.tokens["train"] = np.zeros(2**24 + 1, dtype="uint16")
+    assert train_mlm.counting(data, config) == {}
+    monkeypatch.setattr(train_mlm, "counting", lambda *_: {})
+    MLM.run(options, monkeypatch)
+    assert "counting" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("yes", [True, False])
+def test_the_outputs_bias_starts_at_the_log_frequencies(yes, options):
+    _, _, data, model = opened(options | {"frequency_bias": yes})
+    expected = data.log_frequencies() if yes else torch.zeros(data.vocab_size)
+    torch.testing.assert_close(model.bias.data, expected)
 
 
 def test_a_stopped_run_ends_with_the_numbers_of_one_that_was_not(options, tmp_path, monkeypatch, capsys):
