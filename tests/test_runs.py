@@ -291,6 +291,15 @@ def test_two_processes_compute_what_one_does(capacity_factor, resumed, options, 
     torch.testing.assert_close(checkpoint(one)["model"], checkpoint(two)["model"], rtol=1e-6, atol=1e-6)
 
 
+def test_the_bar_shows_bits_per_byte(options, monkeypatch):
+    shown = []
+    monkeypatch.setattr(runs.tqdm, "set_postfix", lambda bar, words: shown.append(words["bits_per_byte"]))
+    LM.run(options, monkeypatch)
+    counts = json.loads((options["data"] / "meta.json").read_text())["splits"]["train"]
+    bits = counts["tokens"] / counts["bytes"] / math.log(2)
+    assert shown[1::2] == [f"{bits * record['train_loss']:.3f}" for record in metrics(options["out_dir"])]
+
+
 def test_the_share_of_the_peak_is_of_training_steps(options, monkeypatch, capsys):
     monkeypatch.setattr(common, "peak_flops", lambda context: 1e9)
     LM.run(options, monkeypatch)
