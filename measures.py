@@ -125,36 +125,6 @@ def bootstrap(totals: Tensor, sizes: Tensor, draws: int = 1000) -> tuple[float, 
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What counting reaches. Interpolated as by Witten and Bell (1991): where n tokens followed, of `kinds` different ones,
-# the counts have a share of n / (n + kinds), and what is less specific has the rest.
-
-
-def unigrams(tokens: Tensor, size: int, rest: Tensor | None = None) -> Tensor:
-    """(V,) the probability of each of V = size tokens, by their counts among tokens (N,); rest (V,), None: uniform."""
-    counts = torch.bincount(tokens, minlength=size).double()
-    kinds = counts.count_nonzero()
-    return (counts + kinds * (1 / size if rest is None else rest)) / (counts.sum() + kinds)
-
-
-def bigram_loss(seen: tuple[Tensor, Tensor], held_out: tuple[Tensor, Tensor], size: int) -> float:
-    """Mean cross entropy in nats of each held-out token given the one before it, by counts of the pairs seen.
-
-    seen, held_out: first and second tokens of pairs, (N,) each and (M,) each, of V = size different ones.
-    """
-    single = unigrams(seen[1], size)
-    pairs, counts = torch.unique(seen[0] * size + seen[1], return_counts=True)
-    kinds = torch.bincount(pairs // size, minlength=size)  # (V,) different tokens behind each
-    total = torch.bincount(seen[0], minlength=size)
-    first, second = held_out
-    wanted = first * size + second
-    place = torch.searchsorted(pairs, wanted).clamp(max=len(pairs) - 1)
-    count = torch.where(pairs[place] == wanted, counts[place], 0)
-    rest = kinds.clamp(min=1)[first]  # of a token that was never first, all is left to `single`
-    probability = (count + rest * single[second]) / (total[first] + rest)
-    return -float(probability.log().mean())
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # Routing
 
 
@@ -215,6 +185,31 @@ def describe_routing(layer: dict[str, float]) -> str:
         f"choices cut {layer['cut']:.1%}, tokens unserved {layer['unserved']:.2%}; "
         f"load imbalance {layer['imbalance']:.2f}, entropy {layer['entropy']:.2f}{positive}"
     )
+
+
+@torch.no_grad()
+def easy_and_hard(model: nn.Module, batches, context, occurs: int = 20, most: int = 8) -> tuple[list[int], list[int]]:
+    """The tokens that want the fewest experts of the last MoE layer, and the most, of those that occur so often.
+
+    XMoE's point: a threshold router spends on a token what it needs. batches: ids (B, T), of which none is padding.
+    """
+    V, moe = model.config.vocab_size, model.moe_layers[-1]
+    count, wanted = torch.zeros(V), torch.zeros(V)
+
+    def watch(moe, h, routing, kept):
+        count.add_(torch.bincount(ids, minlength=V))
+        wanted.index_add_(0, ids, routing.wanted.sum(dim=1).float().cpu())
+
+    model.eval()
+    moe.watchers.append(watch)
+    for batch in batches:
+        ids = batch.flatten()
+        with context.autocast():
+            model(*context.send_all(batch))
+    moe.watchers.remove(watch)
+    often = (count >= occurs).nonzero().squeeze(1)
+    order = often[(wanted / count)[often].argsort(stable=True)].tolist()
+    return order[:most], order[::-1][:most]
 
 
 class Collapse:

@@ -25,6 +25,7 @@ from torch import Tensor
 import common
 import measures
 import runs
+from data import counting
 from data.batches import TokenData
 from data.prepare import ready
 from model import GPT, ModelConfig, sizes
@@ -238,51 +239,6 @@ def describe_counting(found: dict[str, float]) -> str:
     )
 
 
-def counting(data: TokenData, steps: int) -> dict[str, float]:
-    """Bits per byte of the test text by counts alone: of single tokens, of pairs of what so many steps of training saw,
-    and of all pairs. None of them where the training text is too large to be counted in passing.
-    """
-    if len(data.tokens["train"]) > 2**24:
-        return {}
-    train, test = (torch.from_numpy(data.tokens[split].astype("int64")) for split in ("train", "test"))
-    pairs, held_out = torch.stack([train[:-1], train[1:]]), (test[:-1], test[1:])
-    seen = data.seen(steps)[1:]
-    losses = {
-        "unigrams": -float(measures.unigrams(train, data.vocab_size)[test].log().mean()),
-        "bigrams": measures.bigram_loss(pairs[:, seen], held_out, data.vocab_size),
-        "all bigrams": measures.bigram_loss(pairs, held_out, data.vocab_size),
-    }
-    return {name: measures.bits_per_byte(loss, data.meta["splits"]["test"]) for name, loss in losses.items()}
-
-
-@torch.no_grad()
-def easy_and_hard(model: GPT, data: TokenData, context, occurs: int = 20, most: int = 8) -> dict[str, list[str]]:
-    """The tokens that want the fewest experts of the last MoE layer, and the most, of those that occur so often.
-
-    XMoE's point: a threshold router spends on a token what it needs.
-    """
-    if not model.moe_layers or model.moe_layers[-1].router.select != "threshold" or context.rank > 0:
-        return {}
-    count = torch.zeros(data.vocab_size)
-    wanted = torch.zeros(data.vocab_size)
-
-    def watch(moe, h, routing, kept):
-        count.add_(torch.bincount(ids, minlength=len(count)))
-        wanted.index_add_(0, ids, routing.wanted.sum(dim=1).float().cpu())
-
-    model.eval()
-    model.moe_layers[-1].watchers.append(watch)
-    for x, _ in data.eval_batches("test", 1 << 16):
-        ids = x.flatten()
-        with context.autocast():
-            model(*context.send_all(x))
-    model.moe_layers[-1].watchers.remove(watch)
-    often = (count >= occurs).nonzero().squeeze(1)
-    order = often[(wanted / count)[often].argsort(stable=True)].tolist()
-    words = [data.tokenizer.decode([token]) for token in order]
-    return {"easy": words[:most], "hard": words[::-1][:most]}
-
-
 def open_data(config: Config, context) -> TokenData:
     """The prepared corpus; the demo's is made here where it is missing."""
     folder = ready(config.data, make=context.rank == 0)
@@ -326,11 +282,12 @@ def train(config: Config, context) -> dict:
     )
     if model.moe_layers:
         run.say("healthy routing: few choices cut and tokens unserved, load imbalance near 1, entropy well above 0")
-    counted = counting(data, config.steps)
+    counted = counting.text_losses(data, config.steps)
+    counts = data.meta["splits"]
+    counted = {name: measures.bits_per_byte(loss, counts["test"]) for name, loss in counted.items()}
     run.say(describe_counting(counted))
     optimizer = common.adamw(model, config)
-    bits = measures.bits_per_byte(1.0, data.meta["splits"]["train"])
-    forward = run.begin(model, optimizer, flops["total"], bits)
+    forward = run.begin(model, optimizer, flops["total"], measures.bits_per_byte(1.0, counts["train"]))
     for step in run.steps():
         peak, floor = config.learning_rate, config.min_learning_rate
         common.set_learning_rate(optimizer, common.cosine(step, config.steps, config.warmup, peak, floor))
@@ -351,7 +308,10 @@ def train(config: Config, context) -> dict:
             scores = evaluate(model, data, "valid", context, config.eval_tokens)
             run.save(step, scores, scores["loss"], f"valid {describe(scores)}")
     scores = test(model, data, context) | {"counting": counted}
-    scores |= easy_and_hard(model, data, context) | sample(config, model, data, context)
+    if model.moe_layers and model.moe_layers[-1].router.select == "threshold":
+        found = measures.easy_and_hard(model, [x for x, _ in data.eval_batches("test", 1 << 16)], context)
+        scores["easy"], scores["hard"] = ([data.tokenizer.decode([token]) for token in tokens] for tokens in found)
+    scores |= sample(config, model, data, context)
     return run.finish(scores | {"parameters": parameters, "flops": flops})
 
 

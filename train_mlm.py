@@ -24,6 +24,7 @@ from torch import Tensor
 import common
 import measures
 import runs
+from data import counting
 from data.batches import MaskedData
 from data.prepare import ready
 from model import PAD, MaskedLM, ModelConfig
@@ -223,26 +224,6 @@ def describe(scores: dict) -> str:
     return "\n".join(lines)
 
 
-def counting(data: MaskedData, config: Config) -> dict:
-    """The perplexity of the masked validation tokens by how often each stands in its language's training text.
-
-    Each language's counts are interpolated with those of all. Nothing where the training text is too large to count.
-    """
-    train, V = torch.from_numpy(data.tokens["train"][: 2**24 + 1].astype("int64")), data.vocab_size
-    if len(train) > 2**24:
-        return {}
-    of_all = measures.unigrams(train, V)
-    tables = []
-    for first, count in data.streams["train"].tolist():
-        tables.append(measures.unigrams(train[first : first + count], V, of_all).log())
-    tables = torch.stack(tables)  # (J, V)
-    losses, counts = torch.zeros(2, len(data.languages), dtype=torch.float64)
-    for _, _, batch in data.eval_batches("valid", 1, config.eval_tokens):
-        losses.index_add_(0, batch.language, -tables[batch.language, batch.targets])
-        counts += torch.bincount(batch.language, minlength=len(counts))
-    return perplexities(losses, counts, data.languages)
-
-
 def perplexities(losses: Tensor, counts: Tensor, languages: list[str]) -> dict:
     """Summed cross entropies (J,) of so many tokens (J,) of each language -> the mean, and perplexities."""
     loss = float(losses.sum() / counts.sum())
@@ -307,8 +288,9 @@ def train(config: Config, context) -> dict:
         f"{run.name}: {parameters['total']:,} parameters, {parameters['active']:,.0f} active a token, "
         f"{flops['total'] / 1e6:.1f} MFLOPs forward; {len(data.languages)} languages"
     )
-    counted = counting(data, config)
+    counted = counting.language_losses(data, config.eval_tokens)
     if counted:
+        counted = perplexities(*counted, data.languages)
         run.say(f"counting the tokens of each language reaches a perplexity of {counted['ppl']:.2f}")
     scores, chosen = None, None  # of the last evaluation
     if run.checkpoint:

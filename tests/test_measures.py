@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import common
 import measures
+from data import counting
 from model import GPT, PAD, Encoder, MaskedLM, ModelConfig, MoE
 from routers import NOT_CHOSEN, ROUTERS, Routing
 from translator import Translator
@@ -50,10 +51,10 @@ def on_meta(kind: type, config: ModelConfig) -> torch.nn.Module:
 @settings(max_examples=100, deadline=None)
 def test_counts_are_interpolated_as_by_witten_and_bell(tokens, others):
     V, text = 7, torch.tensor(tokens)
-    single = measures.unigrams(text, V)
+    single = counting.unigrams(text, V)
     torch.testing.assert_close(single.tolist(), reference.interpolated(tokens, [1 / V] * V))
     if others:
-        found = measures.unigrams(torch.tensor(others), V, single)
+        found = counting.unigrams(torch.tensor(others), V, single)
         torch.testing.assert_close(found.tolist(), reference.interpolated(others, single.tolist()))
     pairs = list(zip(tokens, tokens[1:]))
     losses = []
@@ -61,11 +62,11 @@ def test_counts_are_interpolated_as_by_witten_and_bell(tokens, others):
         expected = reference.bigrams(pairs, first, V)
         for second in range(V):
             held_out = torch.tensor([first]), torch.tensor([second])
-            losses.append(measures.bigram_loss((text[:-1], text[1:]), held_out, V))
+            losses.append(counting.bigram_loss((text[:-1], text[1:]), held_out, V))
         probabilities = [math.exp(-loss) for loss in losses[-V:]]
         assert probabilities == pytest.approx(expected) and sum(probabilities) == pytest.approx(1)
     one, two = torch.arange(V * V) // V, torch.arange(V * V) % V
-    assert measures.bigram_loss((text[:-1], text[1:]), (one, two), V) == pytest.approx(sum(losses) / V**2)
+    assert counting.bigram_loss((text[:-1], text[1:]), (one, two), V) == pytest.approx(sum(losses) / V**2)
 
 
 def test_bits_per_byte_by_hand():

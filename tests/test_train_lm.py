@@ -16,6 +16,7 @@ import common
 import measures
 import runs
 import train_lm
+from data import counting
 from data.tokenizers import load_tokenizer
 from routers import NOT_CHOSEN
 
@@ -143,12 +144,14 @@ def test_counting_is_its_literal_definition(options, monkeypatch, capsys):
     for name, known in {"bigrams": trained, "all bigrams": pairs}.items():
         found = [reference.bigrams(known, one, V)[two] for one, two in zip(test, test[1:])]
         losses[name] = -fmean(map(math.log, found))
-    counts = data.meta["splits"]["test"]
-    expected = {name: loss * counts["tokens"] / counts["bytes"] / math.log(2) for name, loss in losses.items()}
-    assert train_lm.counting(data, 2) == pytest.approx(expected) and len(set(expected.values())) == 3
+    found = counting.text_losses(data, 2)
+    assert found == pytest.approx(losses) and len(set(losses.values())) == 3
     LM.run(options, monkeypatch)
     out, kept = capsys.readouterr().out, result_of(options["out_dir"])["counting"]
-    assert kept == train_lm.counting(opened(options)[1], 4)
+    _, data, _ = opened(options)
+    counts = data.meta["splits"]["test"]
+    for name, loss in counting.text_losses(data, 4).items():
+        assert kept[name] == pytest.approx(loss * counts["tokens"] / counts["bytes"] / math.log(2))
     said = f"counting reaches {kept['unigrams']:.3f} bits per byte of the test text by tokens, {kept['bigrams']:.3f} "
     said += f"by pairs of them that training sees, {kept['all bigrams']:.3f} by all pairs of the training text\n"
     assert out.count(said) == 2  # before training, and beside its scores
@@ -157,7 +160,7 @@ def test_counting_is_its_literal_definition(options, monkeypatch, capsys):
 def test_a_large_text_is_not_counted(options):
     _, data, _ = opened(options)
     data.tokens["train"] = np.zeros(2**24 + 1, dtype="uint16")
-    assert train_lm.counting(data, 2) == {}
+    assert counting.text_losses(data, 2) == {}
     assert "counting: not done" in train_lm.describe_counting({})
 
 
@@ -176,25 +179,22 @@ def test_tokens_are_ordered_by_the_experts_they_want(options, monkeypatch, capsy
     counts = Counter(token for x, _ in data.eval_batches("test", 1 << 16) for token in x.flatten().tolist())
     often = sorted(token for token, count in counts.items() if count >= 3)
     order = sorted(often, key=lambda token: token % E)
-    texts = [data.tokenizer.decode([token]) for token in order]
-    found = train_lm.easy_and_hard(model, data, context, occurs=3)
-    assert found == {"easy": texts[:8], "hard": texts[:-9:-1]} and len(often) < len(counts)
+    batches = [x for x, _ in data.eval_batches("test", 1 << 16)]
+    easy, hard = measures.easy_and_hard(model, batches, context, occurs=3)
+    assert (easy, hard) == (order[:8], order[:-9:-1]) and len(often) < len(counts)
     assert order[0] % E == 0 and order[-1] % E == E - 1 and not router.training
     assert not model.moe_layers[-1].watchers
-    few = train_lm.easy_and_hard(model, data, context, occurs=1, most=3)
-    assert len(few["easy"]) == len(few["hard"]) == 3 and few["easy"] != found["easy"][:3]
-    result = {"name": "a run", "test": None, "test_no_limit": None} | found
+    few = measures.easy_and_hard(model, batches, context, occurs=1, most=3)
+    assert len(few[0]) == len(few[1]) == 3 and few[0] != easy[:3]
+    result = {"name": "a run", "test": None, "test_no_limit": None, "easy": ["of", "the"], "hard": ["tensor"]}
     monkeypatch.setattr(train_lm, "describe", lambda scores: "")
-    text = train_lm.report(config, result)
-    assert f"wanted by: {' '.join(texts[:8])}\nmany by: {' '.join(texts[:-9:-1])}" in text
+    assert "wanted by: of the\nmany by: tensor" in train_lm.report(config, result)
 
 
-@pytest.mark.parametrize("given, rank", [({"router": "switch"}, 0), ({"router": "dense"}, 0), ({}, 1)])
-def test_only_a_threshold_gives_tokens_what_they_want(given, rank, options):
-    """And one process says so."""
-    _, data, model = opened(options | given)
-    context = dataclasses.replace(common.setup("cpu", "float32"), rank=rank)
-    assert train_lm.easy_and_hard(model, data, context) == {}
+@pytest.mark.parametrize("router", ["switch", "dense", "threshold"])
+def test_only_a_threshold_gives_tokens_what_they_want(router, options, monkeypatch):
+    LM.run(options | {"router": router}, monkeypatch)
+    assert ("easy" in result_of(options["out_dir"])) == (router == "threshold")
 
 
 def test_the_sample_goes_on_from_the_prompt(options, monkeypatch, capsys):

@@ -1,0 +1,75 @@
+"""What counting reaches: the losses of models that only know how often words, and pairs of words, were seen.
+
+They stand beside the numbers of trained models: a network that does not beat them has learned nothing worth a table.
+Counts are interpolated as by Witten and Bell (1991): where n tokens followed, of `kinds` different ones, the counts
+have a share of n / (n + kinds), and what is less specific has the rest.
+"""
+
+import torch
+from torch import Tensor
+
+from data.batches import MaskedData, TokenData
+
+LARGEST = 2**24  # tokens of a training text that is counted in passing
+
+
+def text_losses(data: TokenData, steps: int) -> dict[str, float]:
+    """Mean cross entropies in nats of the test text: by its tokens' counts, by those of pairs of tokens that so many
+    steps of training see, and by those of all pairs. Nothing where the training text is large.
+    """
+    if len(data.tokens["train"]) > LARGEST:
+        return {}
+    train, test = (torch.from_numpy(data.tokens[split].astype("int64")) for split in ("train", "test"))
+    pairs, held_out = torch.stack([train[:-1], train[1:]]), (test[:-1], test[1:])
+    seen = data.seen(steps)[1:]
+    return {
+        "unigrams": -float(unigrams(train, data.vocab_size)[test].log().mean()),
+        "bigrams": bigram_loss(pairs[:, seen], held_out, data.vocab_size),
+        "all bigrams": bigram_loss(pairs, held_out, data.vocab_size),
+    }
+
+
+def language_losses(data: MaskedData, max_tokens: int | None = None) -> tuple[Tensor, Tensor] | None:
+    """The cross entropy of masked validation tokens by their counts in their language's training text.
+
+    -> summed over each language, (J,), and how many there are, (J,); None where the training text is large. A
+    language's counts are interpolated with those of all.
+    """
+    if len(data.tokens["train"]) > LARGEST:
+        return None
+    train = torch.from_numpy(data.tokens["train"].astype("int64"))
+    of_all = unigrams(train, data.vocab_size)
+    tables = []
+    for first, count in data.streams["train"].tolist():
+        tables.append(unigrams(train[first : first + count], data.vocab_size, of_all).log())
+    tables = torch.stack(tables)  # (J, V)
+    losses, counts = torch.zeros(2, len(tables), dtype=torch.float64)
+    for _, _, batch in data.eval_batches("valid", 1, max_tokens):
+        losses.index_add_(0, batch.language, -tables[batch.language, batch.targets])
+        counts += torch.bincount(batch.language, minlength=len(counts))
+    return losses, counts
+
+
+def unigrams(tokens: Tensor, size: int, rest: Tensor | None = None) -> Tensor:
+    """(V,) the probability of each of V = size tokens, by their counts among tokens (N,); rest (V,), None: uniform."""
+    counts = torch.bincount(tokens, minlength=size).double()
+    kinds = counts.count_nonzero()
+    return (counts + kinds * (1 / size if rest is None else rest)) / (counts.sum() + kinds)
+
+
+def bigram_loss(seen: tuple[Tensor, Tensor], held_out: tuple[Tensor, Tensor], size: int) -> float:
+    """Mean cross entropy in nats of each held-out token given the one before it, by counts of the pairs seen.
+
+    seen, held_out: first and second tokens of pairs, (N,) each and (M,) each, of V = size different ones.
+    """
+    single = unigrams(seen[1], size)
+    pairs, counts = torch.unique(seen[0] * size + seen[1], return_counts=True)
+    kinds = torch.bincount(pairs // size, minlength=size)  # (V,) different tokens behind each
+    total = torch.bincount(seen[0], minlength=size)
+    first, second = held_out
+    wanted = first * size + second
+    place = torch.searchsorted(pairs, wanted).clamp(max=len(pairs) - 1)
+    count = torch.where(pairs[place] == wanted, counts[place], 0)
+    rest = kinds.clamp(min=1)[first]  # of a token that was never first, all is left to `single`
+    probability = (count + rest * single[second]) / (total[first] + rest)
+    return -float(probability.log().mean())
