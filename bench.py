@@ -143,8 +143,9 @@ def resident(key: str) -> int:
 
 
 def show(records: list[dict], columns: str, title: str):
-    columns = columns.split()
-    rows = [[in_words(record[column]) for column in columns] for record in records]
+    columns, rows = columns.split(), []
+    for record in records:
+        rows.append([in_words(record[column]) for column in columns])
     print(f"\n{title}\n\n{runs.markdown_table(columns, rows)}", flush=True)
 
 
@@ -467,8 +468,9 @@ def bench_size(config: Config, context) -> Iterator[dict]:
     """Tokens at 64 experts of width 128; then ever more and smaller experts, to width 1, at equal FLOPs."""
     D, most = 256, config.tokens
     experts = [(8, 1024), (16, 512), (32, 256), (64, 128), (256, 32), (1024, 8), (4096, 1)]  # how many, of what width
+    tokens = sorted({min(most, 2**n) for n in range(10, 17)})
     groups = {
-        "tokens": [(S, 64, 128) for S in sorted({min(most, 2**n) for n in range(10, 17)})],
+        "tokens": [(S, 64, 128) for S in tokens],
         "experts": [(min(most, 4096), *size) for size in experts],
     }
     for group, sizes in groups.items():

@@ -350,14 +350,16 @@ def train(config: Config, context) -> dict:
     run.save_model("model.pt", best["step"])
     search = {"beam": config.beam, "length_penalty": config.length_penalty}
     scores = test(model, data, config, context)
-    return run.finish(
-        {"best": best, "averaged": averaged} | search | scores | {"parameters": parameters, "flops_per_pair": flops}
-    )
+    scores |= {"best": best, "averaged": averaged, "parameters": parameters, "flops_per_pair": flops}
+    return run.finish(search | scores)
 
 
 def mean_of(states: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """The mean of several weights, and of a hash, whose whole numbers are the same in all."""
-    return {name: sum(state[name] for state in states) / len(states) for name in states[0]}
+    mean = {}
+    for name in states[0]:
+        mean[name] = sum(state[name] for state in states) / len(states)
+    return mean
 
 
 def test(model: Translator, data: TranslationData, config: Config, context) -> dict:
