@@ -14,7 +14,6 @@ the end those of the test set, with the weights whose validation BLEU was best, 
 goes on where it stopped. `--help` lists every constant.
 """
 
-import copy
 import sys
 from collections import ChainMap
 from dataclasses import dataclass, replace
@@ -337,7 +336,7 @@ def train(config: Config, context) -> dict:
             scores = evaluate(model, data, "valid", context, config.eval_tokens)
             run.check_finite(scores["loss"], step + 1)  # broken weights translate nothing
             valid = score_split(model, data, "valid", config, context, config.eval_sentences)
-            weights = copy.deepcopy(model.state_dict())
+            weights = {name: x.cpu().clone() for name, x in model.state_dict().items()}
             last = [*last, weights][-AVERAGED:]
             if best is None or valid["bleu"] > best["bleu"]:
                 best = {"step": step + 1, "bleu": valid["bleu"], "model": weights}
