@@ -88,9 +88,11 @@ class ModelConfig:
             names = "moe_every moe_after expert_ffns decoder_moe balance_coef router_init_std router_lr"
             return {*Sizes._fields, *names.split()}
         size = sizes(self)
+        orthogonal = size.orthogonal or size.score == "hypersphere" or size.select == "base"
         is_read = {
             "moe_every expert_ffns decoder_moe": not self.moe_after,
-            "score gate routing_dim router_init_std router_lr": size.select != "hash",
+            "score gate routing_dim router_lr": size.select != "hash",
+            "router_init_std": size.select != "hash" and (size.routing_dim > 0 or not orthogonal),
             "init_temperature": size.score == "hypersphere",
             "orthogonal": size.score != "hypersphere" and size.select not in ("base", "hash"),
             "renormalize": size.gate == "softmax",
@@ -633,11 +635,7 @@ class GPT(SparseModel):
 
     def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         h, balance = self.hidden(ids)
-        return self.logits(h), balance
-
-    def logits(self, h: Tensor) -> Tensor:
-        """(..., D) -> (..., V)"""
-        return F.linear(h, self.wte.weight, self.bias)
+        return F.linear(h, self.wte.weight, self.bias), balance
 
     @torch.no_grad()
     def generate(self, ids: Tensor, new_tokens: int, temperature: float = 1.0, top_k: int | None = None) -> Tensor:
@@ -653,7 +651,7 @@ class GPT(SparseModel):
         with self.no_limit():
             for _ in range(new_tokens):
                 h, _ = self.hidden(ids[:, -self.config.block_size :])
-                logits = self.logits(h[:, -1])  # (B, V)
+                logits = F.linear(h[:, -1], self.wte.weight, self.bias)  # (B, V)
                 logits = logits.float() / temperature
                 if top_k is not None:
                     best = logits.topk(min(top_k, logits.shape[1])).values

@@ -285,18 +285,19 @@ def score(model: Electra | MaskedLM, batches: Iterable, detect: bool, config: Co
 
 
 @torch.no_grad()
-def right_by_row(model: Electra | MaskedLM, batches: Iterable, context) -> tuple[Tensor, Tensor]:
-    """Of each row the masked tokens that the generator has right, and how many there are, (R,) each."""
-    right, count = [], []
-    for _, _, batch in batches:
+def right_by_row(model: Electra | MaskedLM, batches: Iterable, context) -> Tensor:
+    """(2, R): of each row the masked tokens that the generator has right, and how many there are, over all maskings."""
+    own, rows = {}, {}  # where a batch begins -> those of its rows
+    for _, first, batch in batches:
         answers = ask(model, batch, False, context)
         row = batch.masked // batch.ids.shape[1]  # (M,)
-        hits = (answers.logits.argmax(dim=1) == answers.targets).cpu()
-        count.append(torch.bincount(row, minlength=len(batch.ids)))
-        right.append(torch.bincount(row, weights=hits.double(), minlength=len(batch.ids)))
-    parts = context.gather((right, count))  # a process may have had no batch
-    right, count = (torch.cat(list(chain(*own))) for own in zip(*parts))
-    return right, count
+        right = (answers.logits.argmax(dim=1) == answers.targets).cpu()
+        counts = [torch.bincount(row, weights, minlength=len(batch.ids)) for weights in (right.double(), None)]
+        own[first] = own.get(first, 0) + torch.stack([counts[0], counts[1].double()])
+    for part in context.gather(own):
+        for first, counts in part.items():
+            rows[first] = rows.get(first, 0) + counts
+    return torch.cat([rows[first] for first in sorted(rows)], dim=1)
 
 
 def evaluate(model: Electra | MaskedLM, data: dict, config: Config, context, maskings: int = 1) -> dict:
@@ -314,16 +315,18 @@ def evaluate(model: Electra | MaskedLM, data: dict, config: Config, context, mas
         scores[kind] = score(model, batches, config.objective == "rtd", config, context)
         scores["loss"] += scores[kind]["mlm"] + config.lambda_disc * scores[kind].get("rtd", 0.0)
     scores["layers"] = [watch.finish(context.sum) for watch in watches]
-    right = {}  # of the masked tokens of each half of a pair, with the other half beside it and without
+    right = {}  # of the masked tokens of each pair, with the other half beside each half and without
     for name, beside in {"with": True, "without": False}.items():
         halves = []
         for half in (0, 1):
             shown = (0, 1) if beside else (half,)
-            halves.append(data["pairs"].eval_batches("valid", maskings, *limits, masked=(half,), shown=shown))
-        right[name], masked = right_by_row(model, chain(*halves), context)
-    effect = measures.bootstrap(right["with"] - right["without"], masked)
-    scores["translation"] = {name: float(rows.sum() / masked.sum()) for name, rows in right.items()}
-    scores["translation"]["effect"] = effect  # 95% interval over halves of pairs
+            batches = data["pairs"].eval_batches("valid", maskings, *limits, masked=(half,), shown=shown)
+            halves.append(right_by_row(model, batches, context))
+        right[name], masked = sum(halves)  # (R,) each
+    effect = measures.bootstrap(right["with"] - right["without"], masked)  # 95% interval over pairs
+    scores["translation"] = {name: float(rows.sum() / masked.sum()) for name, rows in right.items()} | {
+        "effect": effect
+    }
     scores |= retrieval(model.encoder, data["pairs"], config, context)
     model.train()
     return scores

@@ -431,12 +431,15 @@ def test_right_answers_are_counted_row_by_row():
             guesses = model(batch.ids, batch.masked, batch.real)[0].argmax(dim=1)
         known = torch.arange(len(guesses)) % 2 == 0
         batch = batch._replace(targets=torch.where(known, guesses, (guesses + 1) % 50))
-        batches.append((0, 0, batch))
+        batches.append((0, 100 - len(batches), batch))  # rows come in the order of where their batches begin
         for row in range(len(lengths)):
             own = [i for i, place in enumerate(batch.masked.tolist()) if place // max(lengths) == row]
             expected.append((sum(bool(known[i]) for i in own), len(own)))
+    expected = expected[3:] + expected[:3]
     right, count = train_electra.right_by_row(model, batches, HERE)
     assert list(zip(right.tolist(), count.tolist())) == expected
+    again = train_electra.right_by_row(model, batches + batches, HERE)  # of two maskings the sum
+    torch.testing.assert_close(again, 2 * torch.stack([right, count]))
     assert sum(right) > 3 and any(0 < a < b for a, b in expected)
 
 
@@ -460,12 +463,12 @@ def test_the_effect_of_a_translation_has_an_interval(options, monkeypatch):
 
     def record(*given):
         rows.append(found(*given))
-        rows[-1][0].add_(len(rows) * (torch.arange(len(rows[-1][0])) % 3))  # so that there is something to see
+        rows[-1][0].add_(len(rows) * (torch.arange(rows[-1].shape[1]) % 3))  # so that there is something to see
         return rows[-1]
 
     monkeypatch.setattr(train_electra, "right_by_row", record)
     scores = train_electra.evaluate(model, data, config, context)
-    (beside, masked), (without, again) = rows
+    (beside, masked), (without, again) = rows[0] + rows[1], rows[2] + rows[3]  # of both halves
     assert torch.equal(masked, again)
     effect = scores["translation"]["effect"]
     assert effect == measures.bootstrap(beside - without, masked)
