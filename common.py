@@ -87,11 +87,10 @@ class Context:
             dist.barrier()
 
 
-def setup(device: str = "auto", dtype: str = "auto", keep_memory: bool = True) -> Context:
+def setup(device: str = "auto", dtype: str = "auto") -> Context:
     """Joins the processes that torchrun started (NCCL on CUDA, gloo elsewhere), and picks device and precision.
 
-    `keep_memory`: on a CPU with glibc, freed memory stays with the process. Raises ValueError for a device that is not
-    there.
+    On a CPU with glibc, freed memory stays with the process. Raises ValueError for a device that is not there.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
@@ -115,7 +114,7 @@ def setup(device: str = "auto", dtype: str = "auto", keep_memory: bool = True) -
             dist.init_process_group("gloo")
         atexit.register(dist.destroy_process_group)
     allocator = "default"
-    if keep_memory and device == "cpu" and platform.libc_ver()[0] == "glibc":
+    if device == "cpu" and platform.libc_ver()[0] == "glibc":
         # Mapping and faulting in the memory of large temporaries anew at every call takes a third of a step.
         libc, allocator = ctypes.CDLL("libc.so.6"), "glibc, mallopt"
         libc.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD
@@ -143,7 +142,10 @@ def cpu_has_amx() -> bool:
 
 
 def seed_all(*key: int):
-    """Seeds torch from any number of integers, such as (seed, step, micro-batch)."""
+    """Seeds torch from any number of integers, such as (seed, step, micro-batch).
+
+    Missing ones count as 0: (seed,) of the weights is (seed, 0, 0), so steps are counted from 1 here.
+    """
     torch.manual_seed(int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1))
 
 
@@ -187,7 +189,7 @@ def machine(context: Context) -> dict:
 
 
 def adamw(model: torch.nn.Module, config) -> torch.optim.AdamW:
-    """AdamW that decays matrices and embeddings, not norms, biases or scalars (stacked ones are matrices).
+    """AdamW that decays matrices and embeddings, not norms, biases or scalars (the experts' biases are told by name).
 
     Routers learn at `router_lr` times the rate of the rest.
     """

@@ -272,6 +272,7 @@ def representation_collapse(count: Tensor, total: Tensor, outer: Tensor) -> floa
     between = share.sqrt().unsqueeze(1) * (mean - share @ mean)  # (K, D); its square is Sigma_B
     if not (within.sum() + between.sum()).isfinite():
         return math.nan
+    # between = U diag(size) direction, so pinv(Sigma_B) = direction^T diag(size^-2) direction, and the trace is a sum.
     _, size, direction = torch.linalg.svd(between, full_matrices=False)
     size, direction = size[:rank], direction[:rank]
     along = ((direction @ within) * direction).sum(dim=1)  # within-class variance along each direction

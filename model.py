@@ -63,7 +63,7 @@ class ModelConfig:
     router_init_std: float | None = None  # of the normal that a router's weights start from; None: init_std
     routing_dim: int | None = None  # d_e, what the router projects to; 0: nothing
     init_temperature: float | None = None  # tau_0
-    orthogonal: bool | None = None  # expert embeddings start orthogonal, of norm 0.1
+    orthogonal: bool | None = None  # expert embeddings start as orthogonal as fits, of norm 0.1
     renormalize: bool | None = None  # softmax gate over the K chosen experts only
     balance_choices: Literal["first", "all"] | None = None  # choices that the balance loss counts
 
@@ -83,7 +83,8 @@ class ModelConfig:
             raise ValueError(f"top_k must lie in [1, num_experts = {size.num_experts}], not {size.top_k}")
 
     def unread(self) -> set[str]:
-        """The constants, these and `balance_coef`, that a model of this kind does not read."""
+        """The constants, these, `balance_coef` and `router_lr`, that a model of this kind does not read: the command
+        line refuses them, and they name no run."""
         if self.router == "dense":
             names = "moe_every moe_after expert_ffns decoder_moe balance_coef router_init_std router_lr"
             return {*Sizes._fields, *names.split()}
@@ -132,7 +133,10 @@ def sizes(config: ModelConfig) -> Sizes:
     ValueError where an expert_size does not divide the FFN.
     """
     said = {name: getattr(config, name) for name in Sizes._fields if getattr(config, name) is not None}
+    # What is said wins over what the router's name says, and that over what follows from the rest.
     size = dict(zip(("score", "gate", "select"), ROUTERS[config.router])) | said
+    if size["select"] != "hash":  # a hash that is told to select otherwise needs a score and a gate
+        size = size | {"score": size["score"] or "dot", "gate": size["gate"] or "softmax"}
     follows = between_layers if config.moe_after else in_place_of_ffns
     size = follows(config, size["select"]) | size
     hypersphere = size["score"] == "hypersphere"
@@ -174,7 +178,7 @@ def in_place_of_ffns(config: ModelConfig, select: str) -> dict:
 def between_layers(config: ModelConfig, select: str) -> dict:
     """X-MoE 4.1: 32 experts, each a stack of three FFNs as wide as the dense ones; capacity is never stated."""
     K = (config.top_k or 2) if select == "topk" else 1
-    wants_all = select in ("threshold", "expert_choice")  # or is offered all
+    wants_all = select in ("threshold", "expert_choice")  # a token may choose, or offers itself to, every expert
     return {
         "num_experts": 32,
         "expert_size": config.ffn_size,
@@ -217,7 +221,11 @@ def within_capacity(priority: Tensor, capacity: int) -> Tensor:
 
 
 class Rows(NamedTuple):
-    """The N (token, expert) pairs that are kept, expert by expert, in rows that experts work on side by side."""
+    """The N (token, expert) pairs that are kept, expert by expert, in rows that experts work on side by side.
+
+    On a CPU, N is their number. On a GPU the host does not wait for it, and N is the most that there can be: the rows
+    behind the last expert's are spare (token 0, gate 0).
+    """
 
     token: Tensor  # (N,)
     expert: Tensor  # (N,)

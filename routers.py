@@ -181,9 +181,9 @@ class Router(nn.Module):
 def priority_key(value: Tensor, rank: Tensor | int) -> Tensor:
     """One int64 that sorts by (rank ascending, value descending): XMoE's p - i (A.1), exactly.
 
-    Formed in fp32, p - i would keep 65 distinct values at rank 512, where p is at most 1 / 512, and 2 at rank 4,096.
-    The bits of a float, read as an integer, are already in order; those of negative floats in the reverse one. float64
-    is compared as fp32.
+    High 32 bits: minus the rank. Low 32 bits: those of the float, which read as an integer are in the order of floats
+    once they are flipped for negative ones. Formed in fp32, p - i would keep 65 distinct values at rank 512, where p is
+    at most 1 / 512, and 2 at rank 4,096. float64 is compared as fp32.
     """
     bits = (value.float() + 0.0).contiguous().view(torch.int32)  # + 0.0: -0.0 equals 0.0
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -223,7 +223,7 @@ def balanced_assignment(score: Tensor, epsilon: float | None = None) -> Tensor:
     value = F.pad(score, (0, 0, 0, seats * E - S))  # (seats * E, E)
     everyone = torch.arange(len(value), device=score.device)
     final = spread / 1000 if epsilon is None else epsilon
-    final = max(final, 1e-6 * spread, 1e-30) * S / len(value)  # those that fill seats add to the error too
+    final = max(final, 1e-6 * spread, 1e-30) * S / len(value)  # each of len(value) bidders may miss by epsilon
     price, epsilon = value.new_zeros(E), max(spread / 4, final)
     while True:
         expert = torch.full_like(everyone, E)  # E: no seat

@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 import common
 
-# Constants that say where and how to run, not what to compute: they do not name a run, and may differ when it resumes.
+# Constants that say where and how to run, not what to compute: they may differ when a run resumes.
 # A script's Config adds its own as `not_identity`.
 NOT_IDENTITY = {"preset", "table", "seeds", "out_dir", "resume", "device", "log_every", "vocab_size"}
 
@@ -44,7 +44,7 @@ RANGES = {
     "from 0 to 1": (lambda x: 0 <= x <= 1, "warmup threshold eval_threshold sampling_exponent"),
     "at least 0 and below 1": (lambda x: 0 <= x < 1, "dropout beta1 beta2 label_smoothing"),
     "over 0 and at most 1": (lambda x: 0 < x <= 1, "mask_share"),
-    "at least 1 and finite": (lambda x: 1 <= x < math.inf, "span"),
+    "over 1 and finite": (lambda x: 1 < x < math.inf, "span"),
     "over 0 (inf is no limit)": (lambda x: x > 0, "capacity_factor eval_capacity_factor"),
 }
 
@@ -87,8 +87,11 @@ def parse(default, argv: list[str]):
     words = {"true": "True", "false": "False", "none": "None"}  # tyro wants Python's spelling
     texts = {f"--{field.name}" for field in dataclasses.fields(default) if field.type is str}
     args = []
-    for before, word in zip(["", *argv], argv):
-        args.append(word if before in texts else words.get(word, word))
+    for word in argv:
+        args += word.split("=", 1) if word.startswith("--") else [word]
+    for place, before in enumerate(args[:-1], 1):
+        if before not in texts:
+            args[place] = words.get(args[place], args[place])
     return tyro.cli(
         type(default),
         args=args,

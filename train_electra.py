@@ -322,7 +322,7 @@ def evaluate(model: Electra | MaskedLM, data: dict, config: Config, context, mas
             shown = (0, 1) if beside else (half,)
             batches = data["pairs"].eval_batches("valid", maskings, *limits, masked=(half,), shown=shown)
             halves.append(right_by_row(model, batches, context))
-        right[name], masked = sum(halves)  # (R,) each
+        right[name], masked = (halves[0] + halves[1]).unbind(0)  # (R,) each; the same are masked, with and without
     effect = measures.bootstrap(right["with"] - right["without"], masked)  # 95% interval over pairs
     scores["translation"] = {name: float(rows.sum() / masked.sum()) for name, rows in right.items()} | {
         "effect": effect
@@ -358,7 +358,7 @@ def middle(scores: dict) -> int:
 
 
 def describe(scores: dict) -> str:
-    """What one evaluation found: a line for each kind of text, one for both languages together, one a sparse layer."""
+    """What one evaluation found: a line for each kind of text, two for both languages together, one a sparse layer."""
     lines = []
     for kind in ("sentences", "pairs"):
         own = scores[kind]

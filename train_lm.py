@@ -2,13 +2,13 @@
 
     python train_lm.py                                         the demo: threshold router, on text that is on this disk
     torchrun train_lm.py --router switch                       another router, with equal parameters and FLOPs
-    torchrun train_lm.py --router threshold --expert_size 128  smaller experts: 64 of them, capacity to match
+    torchrun train_lm.py --router threshold --expert_size 64   smaller experts: 64 of them, capacity to match
     torchrun --nproc_per_node 8 train_lm.py --preset openwebtext-323M     the paper's rows, on 8 GPUs
     torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint HOST:29500 train_lm.py --preset ...
     python train_lm.py --table 1                               every row of a table, beside the paper's numbers
     python train_lm.py --router switch --eval_only true --eval_capacity_factor 0.5     a trained model, routed otherwise
 
-Prints, at every evaluation, cross entropy and perplexity, and how each MoE layer routes; in the end the test perplexity
+Prints, at every evaluation, bits per byte and perplexity, and how each MoE layer routes; in the end the test perplexity
 under the evaluation's capacity limit (the paper's protocol) and without one, and a sample. A run is kept in
 out/train_lm/NAME; the same command goes on where it stopped. `--help` lists every constant.
 """
@@ -346,7 +346,7 @@ def evaluate_run(config: Config, context) -> dict:
 
 
 def sample(config: Config, model: GPT, data: TokenData, context) -> dict:
-    """What the model writes after the prompt, without a capacity limit, and the experts that served each token."""
+    """What the model writes after the prompt, without a capacity limit, and how many experts served a token."""
     if model.sees_later or context.rank > 0:
         return {}
     common.seed_all(config.seed)
@@ -361,7 +361,7 @@ def sample(config: Config, model: GPT, data: TokenData, context) -> dict:
 
 def report(config: Config, result: dict) -> str:
     """A finished result in words."""
-    chooses = config.router == "expert_choice" or config.select == "expert_choice"
+    chooses = config.router != "dense" and sizes(config).select == "expert_choice"
     note = " (not causal: experts choose among later tokens too)" if chooses else ""
     text = f"\n{result['name']}, test{note}\nunder the limit: {describe(result['test'])}"
     if result["test_no_limit"] != result["test"]:

@@ -288,7 +288,7 @@ def train(config: Config, context) -> dict:
         f"{run.name}: {parameters['total']:,} parameters, {parameters['active']:,.0f} active a token, "
         f"{flops['total'] / 1e6:.1f} MFLOPs forward; {len(data.languages)} languages"
     )
-    counted = counting.language_losses(data, config.eval_tokens)
+    counted = counting.language_losses(data, config.eval_maskings, config.eval_tokens)
     if counted:
         counted = perplexities(*counted, data.languages)
         run.say(f"counting the tokens of each language reaches a perplexity of {counted['ppl']:.2f}")

@@ -103,7 +103,7 @@ class Prepared:
         return tokenizer
 
     def log_frequencies(self) -> Tensor:
-        """(V,) how often each token stands in the training text (of a large one, in some 16 million of its tokens)."""
+        """(V,) how often each token stands in the training text; of a large one, in up to 16 million of its tokens."""
         tokens = self.tokens["train"]
         counts = np.bincount(tokens[:: 1 + len(tokens) // 2**24], minlength=self.vocab_size) + 1.0
         return torch.from_numpy(np.log(counts / counts.sum())).float()
@@ -290,6 +290,8 @@ class Masking:
     at least one if there is any: uniformly, or, with `span`, in spans of geometric length with that mean, in random
     places, until there are enough; the last is cut. `replace` holds the probabilities that a chosen token becomes the
     mask and that it becomes a random token; otherwise it stays as it is.
+
+    Every token draws a turn, and the lowest turns of a part are chosen; a span shares the turn of its first token.
     """
 
     draws = 5  # random numbers for each token
@@ -403,8 +405,8 @@ class RowData(Prepared):
 
         Batches are dealt round-robin to processes. k is the masking, `first` the number of the batch's first real
         token, which the others follow. Of the parts of a row only those in `shown` are there, only those in `masked`
-        are masked. A part's masks depend on k and on where it begins, and where batches begin depends on neither, so
-        that losses with and without the translation can be compared.
+        are masked. A part's masks depend on k and on where it begins in the text, and batches are the same whatever is
+        `masked` or `shown`, so that losses with and without the translation can be compared.
         """
         rows = self._eval_rows(split, max_tokens)
         batches = cut(rows.lengths[:, None], self.micro_tokens)

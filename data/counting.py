@@ -29,11 +29,11 @@ def text_losses(data: TokenData, steps: int) -> dict[str, float]:
     }
 
 
-def language_losses(data: MaskedData, max_tokens: int | None = None) -> tuple[Tensor, Tensor] | None:
+def language_losses(data: MaskedData, maskings: int, max_tokens: int | None = None) -> tuple[Tensor, Tensor] | None:
     """The cross entropy of masked validation tokens by their counts in their language's training text.
 
-    -> summed over each language, (J,), and how many there are, (J,); None where the training text is large. A
-    language's counts are interpolated with those of all.
+    -> summed over each language, (J,), and how many there are, (J,), in all maskings; None where the training text is
+    large. A language's counts are interpolated with those of all.
     """
     if len(data.tokens["train"]) > LARGEST:
         return None
@@ -44,7 +44,7 @@ def language_losses(data: MaskedData, max_tokens: int | None = None) -> tuple[Te
         tables.append(unigrams(train[first : first + count], data.vocab_size, of_all).log())
     tables = torch.stack(tables)  # (J, V)
     losses, counts = torch.zeros(2, len(tables), dtype=torch.float64)
-    for _, _, batch in data.eval_batches("valid", 1, max_tokens):
+    for _, _, batch in data.eval_batches("valid", maskings, max_tokens):
         losses.index_add_(0, batch.language, -tables[batch.language, batch.targets])
         counts += torch.bincount(batch.language, minlength=len(counts))
     return losses, counts

@@ -8,6 +8,7 @@ from helpers import Script
 
 import runs
 import train_lm
+from model import sizes
 
 LM = Script(train_lm)
 
@@ -95,7 +96,7 @@ RANGES = [  # names, what they may be, what they may not be
     ("warmup threshold eval_threshold sampling_exponent", (0.0, 1.0, 0.5), (-0.1, 1.1, math.nan)),
     ("dropout beta1 beta2 label_smoothing", (0.0, 0.99), (-0.1, 1.0, math.nan)),
     ("mask_share", (0.01, 1.0), (0.0, 1.1, math.nan)),
-    ("span", (1.0, 3.5), (0.5, math.nan, math.inf)),
+    ("span", (1.5, 3.5), (1.0, math.nan, math.inf)),
     ("capacity_factor eval_capacity_factor", (0.1, math.inf), (0.0, -1.0, math.nan)),
 ]
 
@@ -164,3 +165,15 @@ def test_names_are_those_of_folders():
     odd, long = name("--data", "/home/me/my text"), name("--data", "x" * 300)
     assert odd == "demo-data=_home_me_my_text"
     assert len(long) < 160 and long[:-8] == name("--data", "x" * 301)[:-8] and long != name("--data", "x" * 301)
+
+
+def test_an_equals_sign_will_do():
+    config = runs.parse(train_lm.Config(), ["--resume=false", "--prompt=a=b", "--learning_rate=2"])
+    assert config.resume is False and config.prompt == "a=b" and config.learning_rate == 2.0
+
+
+def test_a_hash_that_selects_otherwise_has_a_score_and_a_gate():
+    size = sizes(train_lm.Config(router="hash", select="topk"))
+    assert (size.score, size.gate) == ("dot", "softmax")
+    size = sizes(train_lm.Config(router="hash", select="top1", score="hypersphere"))
+    assert (size.score, size.gate, size.init_temperature) == ("hypersphere", "softmax", 0.3)

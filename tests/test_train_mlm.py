@@ -205,7 +205,7 @@ def test_counting_is_its_literal_definition(options, monkeypatch, capsys):
         for language, token in zip(batch.language.tolist(), batch.targets.tolist()):
             losses[data.languages[language]].append(-math.log(tables[language][token]))
     every = [loss for own in losses.values() for loss in own]
-    found = train_mlm.perplexities(*counting.language_losses(data, 400), data.languages)
+    found = train_mlm.perplexities(*counting.language_losses(data, 1, 400), data.languages)
     assert found["loss"] == pytest.approx(fmean(every)) and found["ppl"] == pytest.approx(math.exp(fmean(every)))
     assert found["languages"] == pytest.approx({name: math.exp(fmean(own)) for name, own in losses.items()})
     MLM.run(options | {"eval_tokens": 400}, monkeypatch)
@@ -224,7 +224,7 @@ def test_a_large_text_is_not_counted(options, monkeypatch, capsys):
     """And then nothing is said of it."""
     config, _, data, _ = opened(options)
     data.tokens["train"] = np.zeros(2**24 + 1, dtype="uint16")
-    assert counting.language_losses(data) is None
+    assert counting.language_losses(data, 1) is None
     monkeypatch.setattr(counting, "language_losses", lambda *_: None)
     MLM.run(options, monkeypatch)
     assert "counting" not in capsys.readouterr().out
