@@ -201,11 +201,11 @@ def test_counting_is_its_literal_definition(options, monkeypatch, capsys):
         first, count = data.streams["train"][language]
         tables.append(reference.interpolated(data.tokens["train"][first : first + count].tolist(), of_all))
     losses = {name: [] for name in LANGUAGES}
-    for _, _, batch in data.eval_batches("valid", 1, 400):
+    for _, _, batch in data.eval_batches("valid", config.eval_maskings, 400):
         for language, token in zip(batch.language.tolist(), batch.targets.tolist()):
             losses[data.languages[language]].append(-math.log(tables[language][token]))
     every = [loss for own in losses.values() for loss in own]
-    found = train_mlm.perplexities(*counting.language_losses(data, 1, 400), data.languages)
+    found = train_mlm.perplexities(*counting.language_losses(data, config.eval_maskings, 400), data.languages)
     assert found["loss"] == pytest.approx(fmean(every)) and found["ppl"] == pytest.approx(math.exp(fmean(every)))
     assert found["languages"] == pytest.approx({name: math.exp(fmean(own)) for name, own in losses.items()})
     MLM.run(options | {"eval_tokens": 400}, monkeypatch)
