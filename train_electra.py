@@ -68,8 +68,8 @@ class Config(ModelConfig):
     router_lr: float = 1.0  # routers learn at so many times the rate of the rest
     warmup: float = 0.2  # share of the steps; then a line down to 0
     beta1: float = 0.9  # Adam
-    beta2: float = 0.999  # Adam; in small batches a token is rare: its gradient must be remembered
-    eps: float = 1e-9  # Adam
+    beta2: float = 0.98  # Adam
+    eps: float = 1e-6  # Adam
     weight_decay: float = 0.01  # of matrices and embeddings
     grad_clip: float = 2.0  # largest norm of the gradient; 0 for no limit
     balance_coef: float = 0.01  # the weight of the balance loss, where there are sparse layers
@@ -104,8 +104,9 @@ class Config(ModelConfig):
 # but only one of 2^19 gives the parameters of table 3.
 BASE = dict(block_size=512, n_layer=12, n_head=12, n_embd=768, ffn_size=3072, generator_layers=4, dropout=0.1)
 BASE |= dict(data="cc100", pairs="opus100", steps=125_000, batch_tokens=2048 * 512, micro_tokens=32 * 512)
-BASE |= dict(beta2=0.98, eps=1e-6, frequency_bias=False)
-BASE |= dict(learning_rate=5e-4, warmup=0.08, eval_every=5000, eval_tokens=1 << 25, moe_after=(6,))
+BASE |= dict(
+    frequency_bias=False, learning_rate=5e-4, warmup=0.08, eval_every=5000, eval_tokens=1 << 25, moe_after=(6,)
+)
 LARGE = BASE | dict(n_layer=24, n_head=16, n_embd=1024, ffn_size=4096, generator_layers=6, moe_after=(12,))
 LARGE |= dict(vocab_size=1 << 19)
 XL = LARGE | dict(n_layer=48, n_head=24, n_embd=1536, ffn_size=6144, generator_layers=8, moe_after=(24,))
