@@ -359,6 +359,11 @@ def sample(config: Config, model: GPT, data: TokenData, context) -> dict:
     return {"sample": data.tokenizer.decode(ids[0, 1:].tolist()), "sample_served": served}
 
 
+def shown(token: str) -> str:
+    """A token in one line, without the space before it."""
+    return repr(token.removeprefix(" "))[1:-1]
+
+
 def report(config: Config, result: dict) -> str:
     """A finished result in words."""
     chooses = config.router != "dense" and sizes(config).select == "expert_choice"
@@ -369,7 +374,7 @@ def report(config: Config, result: dict) -> str:
     if "counting" in result:
         text += f"\n{describe_counting(result['counting'])}"
     if "easy" in result:
-        easy, hard = " ".join(result["easy"]), " ".join(result["hard"])
+        easy, hard = (" ".join(map(shown, result[name])) for name in ("easy", "hard"))
         text += f"\nfew experts of the last MoE layer are wanted by: {easy}\nmany by: {hard}"
     if "sample" in result:
         served = ", ".join(f"{n:.1f}" for n in result["sample_served"])

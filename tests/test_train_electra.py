@@ -528,7 +528,7 @@ def test_the_discriminator_can_be_read_back(options, monkeypatch):
     state = saved(options)
     assert state["class"] == "Electra"
     first, second = state["optimizer"]["param_groups"]
-    assert (first["betas"], first["eps"], first["weight_decay"]) == ((0.9, 0.999), 1e-9, 0.01)
+    assert (first["betas"], first["eps"], first["weight_decay"]) == ((0.9, 0.98), 1e-6, 0.01)
     assert first["lr"] == pytest.approx(common.linear(1, 2, 0.2, 1.5e-3)) and second["weight_decay"] == 0
     encoder = Encoder(Config(**state["arguments"]))
     names = [name for name in state["model"] if name.startswith("encoder.")]

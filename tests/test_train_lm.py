@@ -186,9 +186,9 @@ def test_tokens_are_ordered_by_the_experts_they_want(options, monkeypatch, capsy
     assert not model.moe_layers[-1].watchers
     few = measures.easy_and_hard(model, batches, context, occurs=1, most=3)
     assert len(few[0]) == len(few[1]) == 3 and few[0] != easy[:3]
-    result = {"name": "a run", "test": None, "test_no_limit": None, "easy": ["of", "the"], "hard": ["tensor"]}
+    result = {"name": "a run", "test": None, "test_no_limit": None, "easy": [" of", "\n"], "hard": ["tensor"]}
     monkeypatch.setattr(train_lm, "describe", lambda scores: "")
-    assert "wanted by: of the\nmany by: tensor" in train_lm.report(config, result)
+    assert "wanted by: of \\n\nmany by: tensor" in train_lm.report(config, result)
 
 
 @pytest.mark.parametrize("router", ["switch", "dense", "threshold"])
