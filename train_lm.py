@@ -309,8 +309,9 @@ def train(config: Config, context) -> dict:
             run.save(step, scores, scores["loss"], f"valid {describe(scores)}")
     scores = test(model, data, context) | {"counting": counted}
     if model.moe_layers and model.moe_layers[-1].router.select == "threshold":
-        found = measures.easy_and_hard(model, [x for x, _ in data.eval_batches("test", 1 << 16)], context)
-        scores["easy"], scores["hard"] = ([data.tokenizer.decode([token]) for token in tokens] for tokens in found)
+        batches = [x for x, _ in data.eval_batches("test", 1 << 16)]
+        for name, tokens in zip(("easy", "hard"), measures.easy_and_hard(model, batches, context)):
+            scores[name] = [data.tokenizer.decode([token]) for token in tokens]
     scores |= sample(config, model, data, context)
     return run.finish(scores | {"parameters": parameters, "flops": flops})
 

@@ -370,7 +370,10 @@ class Rows(NamedTuple):
 
 @dataclass(eq=False)
 class RowData(Prepared):
-    """What MaskedData and PairData share: rows that are masked part by part, and their evaluation."""
+    """What MaskedData and PairData share: rows that are masked part by part, and their evaluation.
+
+    `all_rows(split)`, every text in order, is theirs.
+    """
 
     exponent: float = 0.7  # languages are drawn by `probabilities` of what they have in training
     mask_share: float = 0.15  # this and what follows: see Masking
@@ -382,10 +385,6 @@ class RowData(Prepared):
         self.masking = Masking(self.tokenizer, self.mask_share, self.replace, self.span)
         train = self.streams["train"][:, 1]
         self.shares = {split: probabilities(own[:, 1], train, self.exponent) for split, own in self.streams.items()}
-
-    def all_rows(self, split: str) -> Rows:
-        """Every text of a split, in order."""
-        raise NotImplementedError
 
     def eval_tokens(self, split: str, max_tokens: int | None = None) -> int:
         """How many tokens `eval_batches` reads in one masking, without padding."""

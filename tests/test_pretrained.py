@@ -133,6 +133,8 @@ def test_other_bad_folders_of_runs_are_one_clear_line(trained, tmp_path):
     state = load_checkpoint(sound)
     torch.save(state | {"model": {"wte.weight": torch.zeros(2, 2)}}, file)
     assert "has not the weights of the model" in one_line(folder, ValueError)
+    torch.save(state | {"tokenizer": "that of another run"}, file)
+    assert "another vocabulary than the tokenizer in it" in one_line(folder, ValueError)
     torch.save({"weights": 1}, file)
     assert "checkpoints of something else" in one_line(folder, ValueError)
     sound.replace(file)
