@@ -69,6 +69,11 @@ REFUSED = {  # in one line
         "--router_init_std is not read by a model with router dense",
     ),
     "start of a hash": ({"router": "hash", "router_init_std": 0.1}, "--router_init_std is not read by a model with"),
+    "start of BASE": ({"router": "base", "router_init_std": 0.1}, "--router_init_std is not read by a model with"),
+    "start on the sphere": (
+        {"router": "hypersphere", "routing_dim": 0, "router_init_std": 0.1},
+        "--router_init_std is not read by a model with router hypersphere",
+    ),
     "rate of a dense router": ({"router": "dense", "router_lr": 0.1}, "--router_lr is not read by a model with router"),
     "rate of a hash": ({"router": "hash", "router_lr": 0.1}, "--router_lr is not read by a model with router hash"),
     "no start": ({"router_init_std": 0}, "router_init_std must be over 0 and finite, not 0.0"),
@@ -177,3 +182,8 @@ def test_a_hash_that_selects_otherwise_has_a_score_and_a_gate():
     assert (size.score, size.gate) == ("dot", "softmax")
     size = sizes(train_lm.Config(router="hash", select="top1", score="hypersphere"))
     assert (size.score, size.gate, size.init_temperature) == ("hypersphere", "softmax", 0.3)
+
+
+def test_a_projection_has_a_start():
+    options = ["--router", "base", "--router_init_std", "0.1", "--routing_dim", "8"]
+    assert parse(*options).router_init_std == 0.1
