@@ -246,7 +246,7 @@ def smoothed_loss(logits: Tensor, labels: Tensor, smoothing: float) -> Tensor:
 
 @torch.no_grad()
 def evaluate(model: Translator, data: TranslationData, split: str, context, max_tokens: int) -> dict:
-    """Cross entropy (without smoothing), perplexity, balance loss and routing statistics, given the translations."""
+    """What the model gives the right translations (without smoothing), balance loss and routing statistics."""
     model.eval()
     watches = [measures.RoutingStats(moe) for moe in model.moe_layers]
     sums = torch.zeros(3, dtype=torch.float64)  # cross entropy, balance loss, tokens
@@ -261,6 +261,7 @@ def evaluate(model: Translator, data: TranslationData, split: str, context, max_
     return {
         "loss": loss / tokens,
         "ppl": measures.perplexity(loss / tokens),
+        "bpb": measures.bits_per_byte(loss / tokens, data.translation_counts(split)),
         "balance": balance / tokens,
         "tokens": int(tokens),
         "layers": [{"name": name} | watch.finish(context.sum) for name, watch in zip(model.moe_names, watches)],
@@ -269,7 +270,8 @@ def evaluate(model: Translator, data: TranslationData, split: str, context, max_
 
 def describe(scores: dict) -> str:
     """What one evaluation found, a line an MoE layer."""
-    line = f"{scores['loss']:.4f}  ppl {scores['ppl']:.2f}  BLEU {scores['bleu']:.2f}  chrF2++ {scores['chrf']:.2f}"
+    line = f"{scores['bpb']:.3f} bits per byte, perplexity {scores['ppl']:.2f}"
+    line += f"  BLEU {scores['bleu']:.2f}  chrF2++ {scores['chrf']:.2f}"
     lines = [line + (f"  balance {scores['balance']:.3f}" if scores["layers"] else "")]
     lines += [f"  {layer['name']}: {measures.describe_routing(layer)}" for layer in scores["layers"]]
     return "\n".join(lines)

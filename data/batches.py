@@ -653,6 +653,15 @@ class TranslationData(Prepared):
         source = int(self.target_first[self.languages.index(language)])
         return [row[source] for row in rows], [row[1 - source] for row in rows]
 
+    def translation_counts(self, split: str) -> dict[str, int]:
+        """`tokens` (with `</s>`) and `bytes` of all translations of a held-out split."""
+        pairs = np.arange(self.meta["splits"][split]["pairs"])
+        tokens = self._sizes(split, pairs)[:, 1].sum()
+        size = 0
+        for language in self.languages:
+            size += sum(len(text.encode()) for text in self.texts(split, language)[1])
+        return {"tokens": int(tokens), "bytes": size}
+
     def _micros(self, split: str, pairs: ndarray) -> list[ndarray]:
         """These pairs in batches of like lengths: longest sources first, and of equal ones, translations up and down.
 

@@ -200,7 +200,7 @@ def test_every_step_has_its_learning_rate_and_the_mean_gradient(options, monkeyp
 
 def test_evaluation_is_its_literal_definition(options):
     _, context, data, model = opened(options | {"dtype": "float64", "capacity_factor": math.inf, "dropout": 0.5})
-    scores, total, count = train_mt.evaluate(model, data, "valid", context, 10**9), 0.0, 0
+    scores, total, count, size = train_mt.evaluate(model, data, "valid", context, 10**9), 0.0, 0, 0
     assert model.training
     model.eval()
     for name in data.languages:
@@ -210,7 +210,9 @@ def test_evaluation_is_its_literal_definition(options):
                 logits, _ = model(torch.tensor([[*source, 2]]), torch.tensor([[0, *target]]))
             for row, label in zip(logits.log_softmax(dim=1), [*target, 2]):
                 total, count = total - float(row[label]), count + 1
+            size += len(two.encode())
     assert scores["tokens"] == count and scores["loss"] == pytest.approx(total / count)
+    assert scores["bpb"] == pytest.approx(total / size / math.log(2))  # bits, by the bytes of the translations
 
 
 def test_scores_are_of_texts_as_people_write_them():
