@@ -96,7 +96,7 @@ PAPER |= dict(learning_rate=5e-4, warmup_steps=512, batch_tokens=1 << 18, micro_
 PAPER |= dict(eval_every=2_500, log_every=50)
 # Django's messages from 96 languages to English: half an hour on one core.
 SMALL = dict(data="catalogs-pairs", sampling_exponent=0.7, n_embd=256, ffn_size=1024, dropout=0.1)
-SMALL |= dict(steps=4000, eval_every=1000, eval_sentences=10)
+SMALL |= dict(steps=3500, eval_every=500, eval_sentences=5)
 PRESETS = {
     "demo": {},
     "small": SMALL,
