@@ -251,6 +251,24 @@ class Collapse:
         return {"rc": rc, "rf": rf}
 
 
+class Load:
+    """Counts how many training tokens have each expert of a sparse layer as their first choice (X-MoE figure 3b)."""
+
+    def __init__(self, moe: nn.Module):
+        self.total = torch.zeros(moe.router.num_experts, dtype=torch.int64)
+        moe.watchers.append(self)
+
+    def __call__(self, moe: nn.Module, h: Tensor, routing, kept: Tensor):
+        if moe.training:
+            first = routing.priority.argmax(dim=1).cpu()  # (S,)
+            self.total += torch.bincount(first, minlength=len(self.total))
+
+    def take(self, reduce=lambda sums: sums) -> list[int]:
+        """(E,) what was counted since the last time."""
+        counted, self.total = self.total, torch.zeros_like(self.total)
+        return reduce(counted).tolist()
+
+
 def routing_fluctuation(before: Tensor, now: Tensor) -> float:
     """RF: the share of the same tokens whose chosen expert changed since the previous checkpoint."""
     return float((before != now).double().mean())

@@ -60,8 +60,9 @@ def check(config):
                 words, good = others, test(value)
         if not good:
             raise ValueError(f"{name} must be {words}, not {value!r}")
-    if config.batch_tokens % config.micro_tokens:
-        raise ValueError(f"micro_tokens = {config.micro_tokens} does not divide batch_tokens = {config.batch_tokens}")
+    for batch, micro in (("batch_tokens", "micro_tokens"), ("batch_size", "micro_size")):
+        if hasattr(config, batch) and getattr(config, batch) % getattr(config, micro):
+            raise ValueError(f"{micro} = {getattr(config, micro)} does not divide {batch} = {getattr(config, batch)}")
 
 
 def command_line(Config: type, presets: dict[str, dict], argv: list[str]):
@@ -77,8 +78,8 @@ def command_line(Config: type, presets: dict[str, dict], argv: list[str]):
     check(config)
     unread = said(config, presets).keys() & config.unread()
     if unread:
-        model = f"router {config.router}" + (f", objective {config.objective}" if hasattr(config, "objective") else "")
-        raise ValueError(f"--{min(unread)} is not read by a model with {model}: leave it out")
+        reads = [f"{name} {vars(config)[name]}" for name in ("router", "objective", "task") if name in vars(config)]
+        raise ValueError(f"--{min(unread)} is not read by a model with {', '.join(reads)}: leave it out")
     return config
 
 
@@ -197,19 +198,21 @@ class Run:
 
     `result`: it is finished; `checkpoint`: to go on from; both empty for a new run. data: what it is trained on. To
     resume, the script loads the checkpoint's weights, `begin` the optimizer, and `steps` goes on behind the last step;
-    no state of random numbers is kept, since `micros` seeds every micro-batch. Only rank 0 writes. Raises ValueError
-    where the micro-batches of a step cannot be dealt evenly, or the folder holds something else.
+    no state of random numbers is kept, since `micros` seeds every micro-batch. Only rank 0 writes. `total` steps, with
+    an evaluation `every` so many, are the config's unless they are given. Raises ValueError where the micro-batches of
+    a step cannot be dealt evenly, or the folder holds something else.
     """
 
-    def __init__(self, config, presets: dict[str, dict], context: common.Context, *data):
+    def __init__(self, config, presets: dict[str, dict], context: common.Context, *data, total=None, every=None):
         self.config, self.context = config, context
+        self.total, self.every = total or config.steps, every or config.eval_every
         self.name, self.constants = run_name(config, presets), identity(config)
         self.folder = Path(config.out_dir, self.name)
-        micros = config.batch_tokens // config.micro_tokens
+        micros = data[0].micros_per_step
         if micros % context.world:
             raise ValueError(
-                f"batch_tokens / micro_tokens = {micros} micro-batches a step cannot be dealt to "
-                f"{context.world} processes: change batch_tokens"
+                f"{micros} micro-batches a step cannot be dealt to {context.world} processes: "
+                f"change batch_{'tokens' if hasattr(config, 'batch_tokens') else 'size'}"
             )
         self.mine = range(context.rank, micros, context.world)
         self.tokenizer = data[0].tokenizer
@@ -304,8 +307,8 @@ class Run:
         self.loss_sum = torch.zeros((), device=self.context.device)
 
     def steps(self) -> Iterator[int]:
-        steps, silent = self.config.steps, self.context.rank > 0
-        self.bar = tqdm(range(self.start, steps), initial=self.start, total=steps, unit="step", disable=silent)
+        steps, silent = range(self.start, self.total), self.context.rank > 0
+        self.bar = tqdm(steps, initial=self.start, total=self.total, unit="step", disable=silent)
         self.model.train()
         yield from self.bar
 
@@ -326,7 +329,7 @@ class Run:
     def end_step(self, step: int) -> bool:
         """Shows how the step went -> whether an evaluation is due. Ends a run whose loss is not finite."""
         done = step + 1
-        due = done % self.config.eval_every == 0 or done == self.config.steps
+        due = done % self.every == 0 or done == self.total
         if due or done % self.config.log_every == 0:
             self.train_loss = float(self.context.sum(self.loss_sum)) / self.context.world / (done - self.since)
             self.check_finite(self.train_loss, done)

@@ -102,7 +102,15 @@ class XLMR(SentencePiece):
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """The token ids of each text, without special tokens but `<unk>`."""
         batch = self.processor.encode(texts, num_threads=THREADS)
-        return [[piece + 1 if piece else self.unk for piece in pieces] for pieces in batch]
+        return [self._ids(pieces) for pieces in batch]
+
+    def encode_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """The token ids of a text, and of each where it begins and ends in it, the space before it included."""
+        found = self.processor.encode(text, return_type="offset_mapping")
+        return self._ids(found["ids"]), found["offsets"]
+
+    def _ids(self, pieces: list[int]) -> list[int]:
+        return [piece + 1 if piece else self.unk for piece in pieces]
 
     def decode(self, ids: list[int]) -> str:
         """Text of the ids, special ones left out; an incomplete UTF-8 sequence becomes U+FFFD."""

@@ -1,0 +1,446 @@
+"""XTREME's seven tasks: from their own files, or Hugging Face's hub, to examples, to rows of tokens, and to scores.
+
+    pos, ner                  a tag for every word                      F1 of seqeval
+    xquad, mlqa, tydiqa       the part of a text that answers           F1 and exact match (em) of SQuAD, MLQA its own
+    xnli, pawsx               a label for two sentences                 accuracy
+    apps                      a label for one                           accuracy
+
+`apps` is a smoke test and no task of XTREME's: which of Django's applications a message belongs to, in all languages.
+"""
+
+import hashlib
+import json
+import re
+import string
+import sys
+import unicodedata
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache, lru_cache, partial
+from itertools import chain
+from pathlib import Path
+from statistics import fmean
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from data.batches import pad_rows, tensors
+from data.corpora import catalog_files, messages, network
+from data.files import SPLIT_NAMES, read_catalog, read_lines, source_files, uncompressed_name
+from data.tokenizers import XLMR
+
+
+class Task(NamedTuple):
+    kind: str  # tags, answer or label
+    labels: tuple[str, ...] = ()  # tags or labels; of apps those of its training examples
+    languages: str = ""  # the benchmark's
+    test: str = "test"  # the split that it scores
+
+
+UPOS = tuple("ADJ ADP ADV AUX CCONJ DET INTJ NOUN NUM PART PRON PROPN PUNCT SCONJ SYM VERB X".split())
+NER = tuple("B-LOC B-ORG B-PER I-LOC I-ORG I-PER O".split())
+NLI = ("entailment", "neutral", "contradiction")  # in the hub's order
+TASKS = {
+    "pos": Task(
+        "tags",
+        UPOS,
+        "af ar bg de el en es et eu fa fi fr he hi hu id it ja kk ko mr nl pt ru ta te th tl tr ur vi yo zh",
+    ),
+    "ner": Task(
+        "tags",
+        NER,
+        "af ar bg bn de el en es et eu fa fi fr he hi hu id it ja jv ka kk ko ml mr ms my nl pt ru sw ta te th tl tr "
+        "ur vi yo zh",
+    ),
+    "xquad": Task("answer", languages="ar de el en es hi ru th tr vi zh"),
+    "mlqa": Task("answer", languages="ar de en es hi vi zh"),
+    "tydiqa": Task("answer", languages="ar bn en fi id ko ru sw te", test="valid"),
+    "xnli": Task("label", NLI, "ar bg de el en es fr hi ru sw th tr ur vi zh"),
+    "pawsx": Task("label", ("0", "1"), "de en es fr ja ko zh"),
+    "apps": Task("label"),
+}
+NAMES = """af Afrikaans ar Arabic bg Bulgarian bn Bengali de German el Greek en English es Spanish et Estonian eu Basque
+    fa Persian fi Finnish fr French he Hebrew hi Hindi hu Hungarian id Indonesian it Italian ja Japanese kk Kazakh
+    ko Korean mr Marathi nl Dutch pt Portuguese ru Russian sw Swahili ta Tamil te Telugu th Thai tl Tagalog tr Turkish
+    ur Urdu vi Vietnamese yo Yoruba zh Chinese""".split()
+NAMES = dict(zip(NAMES[::2], NAMES[1::2]))  # as the hub has them
+CODES = {*NAMES, *"az gu jv ka lt ml ms my pa pl qu ro uk wo".split()}
+
+
+# XTREME's folders of the files; SQuAD's files are in `squad`
+FOLDERS = {"pos": "udpos", "ner": "panx"} | {
+    task: task for task in ("xquad", "mlqa", "tydiqa", "xnli", "pawsx", "apps")
+}
+
+
+class Example(NamedTuple):
+    id: str
+    texts: tuple[str, ...]  # the words of a sentence; a question and its text; one sentence or two
+    gold: list | str  # a tag for each word; answers (text, first character; -1: not in the text); a label
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Examples
+
+
+def read(task: str, split: str, source: Path | None) -> tuple[dict[str, list[Example]], list[str]]:
+    """-> the examples of every language in a split, and what was wrong with them, a line each.
+
+    source: a folder of files whose names say split and language, as XTREME's, UD's and the tasks' own do, or one file,
+    which is English where its name does not say; None: the hub. A file that cannot be used is left out, and named.
+    """
+    if task == "apps":
+        return applications(split), []
+    if source is None:
+        languages = ["en"] if split == "train" else TASKS[task].languages.split()
+        return {language: list(from_hub(task, split, language)) for language in languages}, []
+    examples, notes = {}, []
+    reader = {"tags": read_tags, "answer": read_answers, "label": read_labels}[TASKS[task].kind]
+    for language, path in files_of(task, split, source):
+        problems = Counter()
+        try:
+            found = list(reader(path, TASKS[task].labels, problems))
+        except ValueError as error:
+            notes.append(f"{error}: left out")
+            continue
+        notes += [f"{path}: {count:,} x {what}" for what, count in sorted(problems.items())]
+        if found:
+            examples.setdefault(language, []).extend(found)
+        else:
+            notes.append(f"{path} holds no example: left out")
+    return dict(sorted(examples.items())), notes
+
+
+def files_of(task: str, split: str, source: Path) -> Iterator[tuple[str, Path]]:
+    """(language, file) of a split. Without a split in its name a file is of the one that is scored."""
+    if not source.exists():
+        raise FileNotFoundError(f"{source} does not exist: it should hold the files of {task}")
+    for path in source_files(source):
+        words = re.split(r"[._-]", uncompressed_name(path).lower())
+        splits = {SPLIT_NAMES[word] for word in words if word in SPLIT_NAMES} or {TASKS[task].test}
+        languages = {word for word in words[:-1] if word in CODES} or {"en"}
+        if path == source or (split in splits and len(languages) == 1):  # MLQA also asks in one of another
+            yield min(languages), path
+
+
+def read_tags(path: Path, labels: tuple[str, ...], problems: Counter) -> Iterator[Example]:
+    """`word TAB tag` lines, or CoNLL-U's ten columns without multiword tokens and empty nodes; a blank line between
+    sentences. A word whose line is broken is left out, a tag that is unknown stays and is never right."""
+    conllu = uncompressed_name(path).endswith(".conllu")
+    words, tags = [], []
+    for number, line in enumerate(chain(read_lines(path), ["\n"])):
+        cells = line.rstrip("\r\n").split("\t")
+        if cells == [""] and words:
+            yield Example(str(number), tuple(words), tags)
+            words, tags = [], []
+        if cells == [""] or (conllu and (line.startswith("#") or not cells[0].isdigit())):
+            continue
+        if len(cells) != (10 if conllu else 2):
+            problems[f"a line with {len(cells)} columns"] += 1
+            continue
+        word, tag = (cells[1], cells[3]) if conllu else cells
+        problems.update([f"the unknown tag {tag!r}"] if tag not in labels else [])
+        words.append(word)
+        tags.append(tag)
+
+
+def read_answers(path: Path, labels: tuple[str, ...], problems: Counter) -> Iterator[Example]:
+    """SQuAD 1.1's JSON. An answer that is not where it should be is looked for in the whole text."""
+    try:
+        for article in json.loads("".join(read_lines(path)))["data"]:
+            for paragraph in article["paragraphs"]:
+                context = paragraph["context"]
+                for question in paragraph["qas"]:
+                    answers = [(str(one["text"]), int(one["answer_start"])) for one in question["answers"]]
+                    answers = [placed(context, *answer, problems) for answer in answers]
+                    problems.update([] if answers else ["a question without an answer"])
+                    yield Example(str(question["id"]), (str(question["question"]), str(context)), answers)
+    except (KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} is not in SQuAD's format ({type(error).__name__}: {error})") from None
+
+
+def placed(context: str, text: str, start: int, problems: Counter) -> tuple[str, int]:
+    if context[start : start + len(text)] == text:
+        return text, start
+    found = context.find(text)
+    problems["an answer that is " + ("elsewhere in its text" if found >= 0 else "not in its text")] += 1
+    return text, found
+
+
+def read_labels(path: Path, labels: tuple[str, ...], problems: Counter) -> Iterator[Example]:
+    """`sentence TAB sentence TAB label` lines, or JSON lines with XNLI's or PAWS-X's names for the three.
+
+    A broken line is left out, a label that is unknown stays and is never right.
+    """
+    as_json = uncompressed_name(path).endswith(".jsonl")
+    for number, line in enumerate(read_lines(path)):
+        try:
+            cells = map(str, fields(json.loads(line))) if as_json else line.rstrip("\r\n").split("\t")
+            one, two, label = cells
+        except (ValueError, KeyError, TypeError):
+            problems["a line that is not two sentences and a label"] += 1
+            continue
+        if label not in labels:
+            problems[f"the unknown label {label!r}"] += 1
+        yield Example(str(number), (one, two), label)
+
+
+def fields(row: dict) -> list:
+    """Two sentences and their label, whatever they are called."""
+    names = ("sentence1", "premise"), ("sentence2", "hypothesis"), ("label", "gold_label")
+    return [row[ours] if ours in row else row[other] for ours, other in names]
+
+
+def from_hub(task: str, split: str, language: str) -> Iterator[Example]:
+    """google/xtreme; to train on XNLI it is MultiNLI, on XQuAD and MLQA SQuAD."""
+    repository, their_split = "google/xtreme", {"valid": "validation"}.get(split, split)
+    config = {
+        "pos": f"udpos.{NAMES.get(language)}",
+        "ner": f"PAN-X.{language}",
+        "xquad": f"XQuAD.{language}" if split == "test" else "SQuAD",
+        "mlqa": "SQuAD" if split == "train" else f"MLQA.{language}.{language}",
+        "tydiqa": "tydiqa",
+        "xnli": "XNLI",
+        "pawsx": f"PAWS-X.{language}",
+    }[task]
+    if task == "xquad" and split == "test":
+        their_split = "validation"
+    if task == "xnli" and split == "train":
+        repository, config = "nyu-mll/multi_nli", None
+    with network(f"{repository} {config or ''}", "datasets"):
+        from datasets import load_dataset
+
+        rows = load_dataset(repository, config, split=their_split)
+        kind, tags = TASKS[task].kind, {"pos": "pos_tags", "ner": "ner_tags"}.get(task)
+        names = rows.features[tags].feature.names if tags else TASKS[task].labels
+        rows = list(rows)
+    for number, row in enumerate(rows):
+        if kind == "tags":
+            yield Example(str(number), tuple(row["tokens"]), [names[tag] for tag in row[tags]])
+        elif kind == "answer" and (task != "tydiqa" or row["id"].startswith(NAMES[language].lower())):
+            answers = list(zip(row["answers"]["text"], row["answers"]["answer_start"]))
+            yield Example(row["id"], (row["question"], row["context"]), answers)
+        elif kind == "label" and row.get("language", language) == language:
+            one, two, label = fields(row)
+            yield Example(str(number), (one, two), label if isinstance(label, str) else names[label])
+
+
+def applications(split: str) -> dict[str, list[Example]]:
+    """Django's messages and the application that each stands in, by language.
+
+    Split as `catalogs` is, so that nothing that is tested was seen in pre-training.
+    """
+    found = {}  # English -> its application
+    for path in sorted(catalog_files(None)):
+        for _, english, _ in read_catalog(path):
+            found.setdefault(english, path.parents[3].name)
+    sizes = Counter(found.values())
+    examples = {}
+    rows = messages()
+    rows += [("en", english, english, own) for english, own in {(english, own) for _, english, _, own in rows}]
+    for language, english, message, own in sorted(rows):
+        label = found[english] if sizes[found[english]] >= 20 else "other"
+        if own == split:
+            mine = examples.setdefault(language, [])
+            mine.append(Example(str(len(mine)), (message,), label))
+    return examples
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rows of tokens
+
+
+class Row(NamedTuple):
+    """A sequence for the encoder: an example, or a part of a long one."""
+
+    example: int  # its number
+    ids: list[int]
+    marks: list[tuple]  # (place in ids, what begins there): the number of a word, or (begin, end) in the text
+    targets: list[int]  # the tag of each mark; first and last place of the answer, 0 where it is not here; a label
+
+
+UNKNOWN = -100  # the target that `cross_entropy` passes over
+
+
+def rows_of(kind: str, examples: list[Example], tokenizer: XLMR, T: int, stride: int, labels: list[str]) -> list[Row]:
+    """All examples as rows of at most T tokens."""
+    number_of = {label: number for number, label in enumerate(labels)}
+    rows = []
+    for number, example in enumerate(examples):
+        if kind == "tags":
+            rows += tag_rows(number, example, tokenizer, T, number_of)
+        elif kind == "answer":
+            rows += answer_rows(number, example, tokenizer, T, stride)
+        else:
+            rows.append(label_row(number, example, tokenizer, T, number_of))
+    return rows
+
+
+def tag_rows(number: int, example: Example, tokenizer: XLMR, T: int, number_of: dict[str, int]) -> Iterator[Row]:
+    """`<s> words </s>`, the first piece of each word with a mark. Where a word no longer fits, a new row begins.
+
+    A word of characters that the tokenizer drops is `<unk>`.
+    """
+    row = Row(number, [tokenizer.bos], [], [])
+    for word, pieces in enumerate(tokenizer.encode_batch(list(example.texts))):
+        pieces = (pieces or [tokenizer.unk])[: T - 2]
+        if len(row.ids) + len(pieces) >= T:
+            yield row._replace(ids=[*row.ids, tokenizer.eos])
+            row = Row(number, [tokenizer.bos], [], [])
+        row.marks.append((len(row.ids), word))
+        row.targets.append(number_of.get(example.gold[word], UNKNOWN))
+        row.ids.extend(pieces)
+    yield row._replace(ids=[*row.ids, tokenizer.eos])
+
+
+def answer_rows(number: int, example: Example, tokenizer: XLMR, T: int, stride: int) -> Iterator[Row]:
+    """`<s> question </s> </s> part of the text </s>`: a part every `stride` tokens, marks on all of its tokens.
+
+    The question has at most half the row. Trained is the first of several answers.
+    """
+    question = tokenizer.encode_batch([example.texts[0]])[0][: T // 2 - 2]
+    head = [tokenizer.bos, *question, tokenizer.eos, tokenizer.eos]
+    room = T - len(head) - 1
+    stride = min(stride, room)
+    ids, spans = tokenizer.encode_offsets(example.texts[1])
+    answer = answer_places(example.gold, spans)
+    for start in range(0, max(1, len(ids) - room + stride), stride):
+        part = range(start, min(start + room, len(ids)))
+        ahead = len(head) - start  # of a token's place in the row
+        marks = [(ahead + token, spans[token]) for token in part]
+        targets = [0, 0]
+        if answer and answer[0] in part and answer[-1] in part:
+            targets = [ahead + answer[0], ahead + answer[-1]]
+        yield Row(number, [*head, *ids[start : part.stop], tokenizer.eos], marks, targets)
+
+
+def answer_places(gold: list[tuple[str, int]], spans: list[tuple[int, int]]) -> list[int]:
+    """Which tokens, that stand at these characters, hold the first answer; none where it is not in the text."""
+    if not gold or gold[0][1] < 0:
+        return []
+    text, begin = gold[0]
+    return [token for token, (first, last) in enumerate(spans) if last > begin and first < begin + len(text)]
+
+
+def label_row(number: int, example: Example, tokenizer: XLMR, T: int, number_of: dict[str, int]) -> Row:
+    """`<s> one </s> </s> two </s>`. Where that is too long, the longer sentence loses its end."""
+    texts = tokenizer.encode_batch(list(example.texts))
+    while sum(map(len, texts)) + 2 * len(texts) > T:
+        max(texts, key=len).pop()
+    ids = [tokenizer.bos]
+    for text in texts:
+        ids += [*text, tokenizer.eos, tokenizer.eos]
+    return Row(number, ids[:-1], [], [number_of.get(example.gold, UNKNOWN)])
+
+
+class Batch(NamedTuple):
+    """B rows of T tokens; flat positions count through all B * T."""
+
+    ids: Tensor  # (B, T)
+    real: Tensor | None  # (S,) flat positions of what is not padding; None: all of them
+    words: Tensor  # (M,) flat positions of the words' first pieces
+    targets: Tensor  # (M,) tags, (2 B,) first and last places of answers, or (B,) labels
+
+
+def batch_of(rows: list[Row], pad: int) -> Batch:
+    lengths = np.array([len(row.ids) for row in rows])
+    ids, real = pad_rows(np.concatenate([row.ids for row in rows]), lengths, pad)
+    words = [number * ids.shape[1] + place for number, row in enumerate(rows) for place, _ in row.marks]
+    targets = np.concatenate([row.targets for row in rows]).astype(np.int64)
+    return Batch(*tensors(ids, real, np.array(words, dtype=np.int64), targets))
+
+
+class TaskData:
+    """The training rows of a task in batches: a micro-batch is a function of (seed, step, micro) and of nothing else.
+
+    An epoch is every row once, in an order of its own; its last step is filled up with its first rows. `start` is what
+    else a run depends on, for the checksum.
+    """
+
+    def __init__(self, rows: list[Row], tokenizer: XLMR, batch_size: int, micro_size: int, seed: int, start: str):
+        self.rows, self.tokenizer, self.seed = rows, tokenizer, seed
+        self.micro_size, self.micros_per_step = micro_size, batch_size // micro_size
+        self.steps_per_epoch = -(-len(rows) // batch_size)
+        self.checksum = hashlib.sha256(repr((rows, start)).encode()).hexdigest()
+        self._order = lru_cache(maxsize=1)(self._order_epoch)
+
+    def _order_epoch(self, epoch: int) -> np.ndarray:
+        order = np.random.default_rng((self.seed, epoch)).permutation(len(self.rows))
+        return np.resize(order, self.steps_per_epoch * self.micros_per_step * self.micro_size)
+
+    def batch(self, step: int, micro: int) -> Batch:
+        epoch, place = divmod(step, self.steps_per_epoch)
+        first = (place * self.micros_per_step + micro) * self.micro_size
+        chosen = self._order(epoch)[first : first + self.micro_size]
+        return batch_of([self.rows[number] for number in chosen], self.tokenizer.pad)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Scores
+
+
+def scores(task: str, language: str, gold: list, predicted: list) -> dict[str, float]:
+    """The benchmark's, in percent. gold: of each example, as in `Example`; predicted: tags, an answer or a label."""
+    kind = TASKS[task].kind
+    if kind == "tags":
+        return {"f1": 100 * tag_f1(gold, predicted)}
+    if kind == "label":
+        return {"accuracy": 100 * fmean(one == two for one, two in zip(gold, predicted))}
+    normal = partial(mlqa_words, language=language) if task == "mlqa" else squad_words
+    f1, em = [], []
+    for answers, ours in zip(gold, predicted):
+        words = normal(ours)
+        right = [normal(text) for text, _ in answers]
+        f1.append(max((word_f1(words, one) for one in right), default=0.0))
+        em.append(float(words in right))
+    return {"f1": 100 * fmean(f1), "em": 100 * fmean(em)}
+
+
+def tag_f1(gold: list[list[str]], predicted: list[list[str]]) -> float:
+    """Of entities; of bare tags, such as UPOS, seqeval takes a run of the same tag for one."""
+    try:
+        from seqeval.metrics import f1_score
+    except ImportError as error:
+        raise ImportError("F1 of tags needs seqeval: pip install seqeval") from error
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it warns of tags without B- and I-, and of classes that nothing is in
+        return f1_score(gold, predicted)
+
+
+def word_f1(one: list[str], two: list[str]) -> float:
+    """Of two bags of words; 0 where they share none, as in SQuAD's script."""
+    shared = (Counter(one) & Counter(two)).total()
+    return 2 * shared / (len(one) + len(two)) if shared else 0.0
+
+
+def squad_words(text: str) -> list[str]:
+    """SQuAD 1.1: lower case, without ASCII punctuation, then without English articles."""
+    text = "".join(char for char in text.lower() if char not in string.punctuation)
+    return re.sub(r"\b(a|an|the)\b", " ", text).split()
+
+
+ARTICLES = {
+    "en": r"\b(a|an|the)\b",
+    "es": r"\b(un|una|unos|unas|el|la|los|las)\b",
+    "de": r"\b(ein|eine|einen|einem|eines|einer|der|die|das|den|dem|des)\b",
+    "vi": r"\b(của|là|cái|chiếc|những)\b",
+    "ar": r"\sال^|ال",
+}
+
+
+def mlqa_words(text: str, language: str) -> list[str]:
+    """MLQA: as SQuAD's, with Unicode's punctuation, the language's articles, and every Chinese character a word."""
+    text = "".join(char for char in text.lower() if char not in punctuation())
+    if language in ARTICLES:
+        text = re.sub(ARTICLES[language], " ", text)
+    if language == "zh":
+        text = re.sub(r"([\u4e00-\u9fa5])", r" \1 ", text)
+    return text.split()
+
+
+@cache
+def punctuation() -> set[str]:
+    every = map(chr, range(sys.maxunicode + 1))
+    return {char for char in every if unicodedata.category(char).startswith("P")} | set(string.punctuation)

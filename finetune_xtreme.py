@@ -1,0 +1,620 @@
+"""XTREME: an encoder is fine-tuned on English alone, and scored in every language (X-MoE and XLM-E, their tables).
+
+    python finetune_xtreme.py                              the demo, a smoke test: which of Django's applications a
+                                                           message belongs to, by the encoder of `python train_mlm.py`
+    python finetune_xtreme.py --model out/train_electra/demo                another encoder: XLM-E's discriminator
+    python finetune_xtreme.py --preset xmoe-xnli --model DIR                a task by X-MoE's appendix C, from the hub
+    python finetune_xtreme.py --preset xlme-mlqa --model /models/xlm-roberta-base --source XTREME_FOLDER
+    python finetune_xtreme.py --preset xmoe-pos --search true               every combination of what was searched
+    python finetune_xtreme.py --table 1 --source XTREME_FOLDER --seeds 5    X-MoE's 1, 3, 5, 6, 7; xlme1, xlme2, xlme7
+    python finetune_xtreme.py --model out/finetune_xtreme/RUN --predict FILE      tags, answers or labels for your text
+
+The checkpoint that is best in English (development set) is scored in every language, beside what a guess without a
+model reaches. A run is kept in out/finetune_xtreme/NAME with what it predicted, in test-LANGUAGE.jsonl; the same
+command goes on where it stopped. `--help` lists every constant.
+"""
+
+import hashlib
+import itertools
+import json
+import math
+import statistics
+from collections import ChainMap, Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from tqdm import tqdm
+
+import common
+import measures
+import pretrained
+import runs
+from data import xtreme
+from data.files import read_lines, split_of
+from data.tokenizers import XLMR, load_tokenizer
+from data.xtreme import Example, Row, TaskData
+from model import Encoder, ModelConfig, SparseModel, real_mask
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Constants: change one here, or give --name value
+
+
+@dataclass
+class Config:
+    preset: str = "demo"  # demo, or a paper and a task: xmoe-xnli, xlme-pos and so on
+    table: str | None = None  # run every row of X-MoE's table 1, 3, 5, 6 or 7, or XLM-E's xlme1, xlme2 or xlme7
+    seeds: int = 1  # repeat with so many seeds; give mean and deviation
+    search: bool = False  # run every combination of the values that the paper searched for the task
+    task: Literal["pos", "ner", "xquad", "mlqa", "tydiqa", "xnli", "pawsx", "apps"] = "apps"
+    model: str = "out/train_mlm/demo"  # the encoder: folder of a run, or of XLM-R in Hugging Face's format
+    encoders: str = "demo"  # in tables: the preset of the runs of train_mlm.py and train_electra.py that are compared
+    source: str | None = None  # folder with the task's files, or with XTREME's folders of all tasks; none: the hub
+    train_source: str | None = None  # file or folder to train on, where it is another
+    train_examples: int | None = None  # at most so many of them
+    test_examples: int | None = None  # at most so many of each language
+    frozen: bool = True  # routers and experts stay as they are (X-MoE 3.3); the balance loss still reaches the rest
+    balance_coef: float = 0.01  # alpha, the weight of the balance loss, where there are sparse layers
+    epochs: int = 10  # passes through the training rows
+    batch_size: int = 16  # rows of a step, over all processes and micro-batches
+    micro_size: int = 16  # rows of one forward pass
+    block_size: int | None = None  # tokens of the longest row; none: as many as the encoder has positions for
+    stride: int = 128  # tokens from the beginning of one part of a long text to the next; half a row at most
+    longest_answer: int = 30  # tokens
+    learning_rate: float = 3e-4  # peak
+    warmup: float = 0.1  # share of the steps; then a line down to 0
+    beta1: float = 0.9  # Adam
+    beta2: float = 0.999  # Adam
+    eps: float = 1e-8  # Adam
+    weight_decay: float = 0.0  # of matrices and embeddings
+    grad_clip: float = 1.0  # largest norm of the gradient; 0 for no limit
+    dropout: float = 0.1  # in the dense layers and before the output
+    seed: int = 0  # of the new layer's weights, data order and dropout
+    log_every: int = 10  # steps from one look at the loss to the next
+    out_dir: str = "out/finetune_xtreme"  # where runs are kept
+    device: str = "auto"  # cuda, mps or cpu
+    dtype: Literal["auto", "bfloat16", "float16", "float32", "float64"] = "auto"  # auto: bfloat16 where it is fast
+    compile: bool = False  # torch.compile
+    resume: bool = True  # go on from the run's newest checkpoint; false: start again
+    predict: str | None = None  # no training: say what --model, a run of this script, makes of this file
+
+    router_lr: ClassVar = 1.0
+    not_identity: ClassVar = {"search", "encoders", "predict", "source"}
+
+    def unread(self) -> set[str]:
+        kind = xtreme.TASKS[self.task].kind
+        return set() if kind == "answer" else {"stride", "longest_answer"}
+
+
+# X-MoE appendix C and XLM-E table 11; what has several values was searched. Clipping, dropout, Adam's constants and
+# lengths are those of XTREME's own scripts: the papers do not say.
+ANSWERS = dict(learning_rate=(2e-5, 3e-5, 4e-5), epochs=(2, 3, 4))
+XMOE = {
+    "pos": dict(batch_size=8, learning_rate=(1e-5, 2e-5, 3e-5)),
+    "ner": dict(batch_size=8, learning_rate=(5e-6, 6e-6, 7e-6, 8e-6, 9e-6)),
+    "xquad": ANSWERS,
+    "mlqa": ANSWERS,
+    "tydiqa": ANSWERS | dict(epochs=(10, 20, 40)),
+    "xnli": dict(learning_rate=2e-5, epochs=5, warmup=0.2, weight_decay=0.01),
+    "pawsx": dict(learning_rate=(1e-5, 2e-5)),
+}
+XMOE = {task: constants | dict(balance_coef=(0.0, 1e-3, 1e-2, 1e-1)) for task, constants in XMOE.items()}
+XLME = {
+    "pos": dict(batch_size=(8, 16, 32), learning_rate=(1e-5, 2e-5, 3e-5)),
+    "ner": dict(batch_size=8, learning_rate=(5e-6, 6e-6, 7e-6, 8e-6, 9e-6)),
+    "xquad": ANSWERS | dict(epochs=4),
+    "mlqa": ANSWERS,
+    "tydiqa": ANSWERS | dict(epochs=(10, 20, 40)),
+    "xnli": dict(learning_rate=(5e-6, 6e-6, 7e-6, 8e-6), warmup=12_500 / 122_720),
+    "pawsx": dict(learning_rate=(8e-6, 9e-6, 1e-5, 2e-5)),
+}
+PRESETS, SEARCHED = {"demo": {}}, {"demo": {}}
+for paper, tasks in {"xmoe": XMOE, "xlme": XLME}.items():
+    for task, constants in tasks.items():
+        name = f"{paper}-{task}"
+        SEARCHED[name] = {key: values for key, values in constants.items() if isinstance(values, tuple)}
+        middle = {key: values[len(values) // 2] for key, values in SEARCHED[name].items()}
+        length = 384 if xtreme.TASKS[task].kind == "answer" else 128
+        PRESETS[name] = dict(task=task, batch_size=32, micro_size=8, block_size=length) | constants | middle
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tables: rows of encoders, each fine-tuned on several tasks, beside the paper's numbers (F1/EM of answers)
+
+ALL = ("pos", "ner", "xquad", "mlqa", "tydiqa", "xnli", "pawsx")
+DENSE, SMOE, X_MOE = "train_mlm/{}-router=dense", "train_mlm/{}-router=switch", "train_mlm/{}"
+SMOE_SIGMOID, X_MOE_SIGMOID = f"{SMOE}-gate=sigmoid", f"{X_MOE}-gate=sigmoid"
+XLM, XLM_E = "train_electra/{}-objective=mlm", "train_electra/{}"
+ROWS = {  # title, tasks, and of each encoder: label, run, what to change, the paper's numbers
+    "1": (
+        "X-MoE table 1: XTREME",
+        ALL,
+        ("dense", DENSE, {}, "70.0, 61.1, 67.3/51.1, 58.7/41.1, 42.1/28.3, 70.1, 84.1"),
+        ("SMoE, softmax", SMOE, dict(frozen=False), "70.1, 60.9, 71.3/55.2, 62.8/44.8, 50.9/34.5, 71.5, 84.6"),
+        ("X-MoE, softmax", X_MOE, {}, "70.8, 63.2, 72.4/56.2, 64.5/46.3, 53.7/38.1, 72.0, 85.2"),
+        ("SMoE, sigmoid", SMOE_SIGMOID, dict(frozen=False), "70.6, 61.2, 71.5/55.7, 63.2/45.3, 50.1/35.1, 71.2, 85.1"),
+        ("X-MoE, sigmoid", X_MOE_SIGMOID, {}, "71.1, 62.7, 72.3/56.3, 64.3/46.0, 51.5/36.6, 72.2, 85.2"),
+    ),
+    "3": (
+        "X-MoE table 3: reduction, L2 norm, frozen routing; sigmoid gate",
+        ("xnli", "mlqa"),
+        ("reduction, norm, frozen", X_MOE_SIGMOID, {}, "72.2, 64.3/46.0"),
+        ("norm, frozen", f"{X_MOE_SIGMOID}-routing_dim=0", {}, "71.5, 63.4/45.2"),
+        ("reduction, frozen", f"{SMOE_SIGMOID}-routing_dim=16", {}, "71.4, 63.0/45.2"),
+        ("reduction, norm", X_MOE_SIGMOID, dict(frozen=False), "71.7, 63.9/45.8"),
+        ("frozen", SMOE_SIGMOID, {}, "71.6, 63.6/45.5"),
+        ("none", SMOE_SIGMOID, dict(frozen=False), "71.2, 63.2/45.3"),
+    ),
+    "5": (
+        "X-MoE table 5: the routing dimension, sigmoid gate, N = 32 experts",
+        ("xnli", "mlqa"),
+        ("N / 4", f"{X_MOE_SIGMOID}-routing_dim=8", {}, "71.4, 64.3/46.4"),
+        ("N / 2", X_MOE_SIGMOID, {}, "72.2, 64.3/46.0"),
+        ("N", f"{X_MOE_SIGMOID}-routing_dim=32", {}, "71.7, 63.8/45.9"),
+        ("2 N", f"{X_MOE_SIGMOID}-routing_dim=64", {}, "71.7, 62.7/44.8"),
+        ("4 N", f"{X_MOE_SIGMOID}-routing_dim=128", {}, "71.2, 63.1/45.0"),
+    ),
+    "6": (
+        "X-MoE table 6: the balance loss in fine-tuning, English development data",
+        ("xnli", "mlqa"),
+        ("0", X_MOE, dict(balance_coef=0.0), "71.71, 64.57"),
+        ("1e-3", X_MOE, dict(balance_coef=1e-3), "71.65, 64.40"),
+        ("1e-2", X_MOE, dict(balance_coef=1e-2), "71.93, 64.59"),
+        ("1e-1", X_MOE, dict(balance_coef=1e-1), "71.68, 64.50"),
+    ),
+    "7": (  # our copy of the paper lacks its numbers
+        "X-MoE table 7: one expert a token, and two",
+        ("xnli",),
+        ("SMoE, top-1", SMOE, dict(frozen=False), ""),
+        ("X-MoE, top-1", X_MOE, {}, ""),
+        ("SMoE, top-2", "train_mlm/{}-router=topk-top_k=2", dict(frozen=False), ""),
+        ("X-MoE, top-2", "train_mlm/{}-select=topk-top_k=2", {}, ""),
+    ),
+    "xlme1": (
+        "XLM-E table 1: XTREME",
+        ALL,
+        ("XLM-E - TRTD", f"{XLM_E}-tlm=False", {}, "74.2, 62.7, 74.3/58.2, 67.8/49.7, 57.8/40.6, 75.1, 87.1"),
+        ("XLM", XLM, {}, "70.1, 61.2, 59.8/44.3, 48.5/32.6, 43.6/29.1, 69.1, 80.9"),
+        ("XLM-E", XLM_E, {}, "75.6, 63.5, 76.2/60.2, 68.3/49.8, 62.4/45.7, 76.6, 88.3"),
+    ),
+    "xlme2": (
+        "XLM-E table 2: ablation",
+        ("xnli", "mlqa"),
+        ("XLM", XLM, {}, "?, 66.2/47.8"),
+        ("XLM - TLM", f"{XLM}-tlm=False", {}, "?, 64.0/46.0"),
+        ("XLM-E", XLM_E, {}, "76.6, 68.3/49.8"),
+        ("XLM-E - TRTD", f"{XLM_E}-tlm=False", {}, "75.1, 67.8/49.7"),
+        ("XLM-E - TRTD - gate", f"{XLM_E}-tlm=False-relative_bias=False", {}, "?, 67.4/49.2"),
+    ),
+    "xlme7": (
+        "XLM-E table 7: English minus the mean of the other languages (EM of answers)",
+        ("xquad", "mlqa", "tydiqa", "xnli", "pawsx"),
+        ("XLM", XLM, {}, ""),
+        ("XLM-E", XLM_E, {}, "14.9, 19.2, 13.1, 11.2, 8.8"),
+        ("XLM-E - TRTD", f"{XLM_E}-tlm=False", {}, "16.3, 18.6, 16.3, 11.5, 9.6"),
+    ),
+}
+
+
+def table(number: str, base: Config) -> runs.Table:
+    """A row for each encoder and task, by the paper's constants for the task unless the preset is demo."""
+    title, tasks, *encoders = ROWS[number]
+    rows = []
+    for label, encoder, change, paper in encoders:
+        change = change | {"model": f"out/{encoder.format(base.encoders)}"}
+        for task, their_number in itertools.zip_longest(tasks, filter(None, paper.split(", ")), fillvalue=""):
+            preset = f"{base.preset.split('-')[0]}-{task}"
+            constants = {"preset": preset} | PRESETS[preset] if preset in PRESETS else {"task": task}
+            rows.append(((label, task, their_number), constants | change))
+    return runs.Table(title, ("encoder", "task", "paper"), rows)
+
+
+TABLES = {number: partial(table, number) for number in ROWS}
+
+
+def cells(result: dict) -> dict:
+    """A row of any of the tables: means over languages, and what only some of them are about."""
+    main, *other = result["mean"]
+    exact = other[0] if other else main  # the paper's gaps are of EM
+    return {
+        "F1 or accuracy": (result["mean"][main], ".1f"),
+        "EM": (result["mean"][exact] if other else None, ".1f"),
+        "guess": (result["guess"][main], ".1f"),
+        "English": (result["languages"].get("en", {}).get(main), ".1f"),
+        "English ahead by": (result["gap"][exact], ".1f"),
+        "English dev": (result["valid"][main], ".1f"),
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The model
+
+
+class FineTuned(SparseModel):
+    """An encoder under XLM-R's head for a kind of task: one linear layer on tokens, or two on `<s>`."""
+
+    def __init__(self, encoder: Encoder, kind: str, outputs: int, dropout: float):
+        super().__init__()
+        self.config, self.encoder, self.kind = encoder.config, encoder, kind
+        D, std = encoder.config.n_embd, encoder.config.init_std
+        self.dropout = nn.Dropout(dropout)
+        self.dense = nn.Linear(D, D) if kind == "label" else None
+        self.out = nn.Linear(D, outputs)
+        for linear in filter(None, (self.dense, self.out)):
+            nn.init.normal_(linear.weight, std=std)
+            nn.init.zeros_(linear.bias)
+
+    def forward(self, ids: Tensor, real: Tensor | None, words: Tensor) -> tuple[Tensor, Tensor]:
+        """ids (B, T), real (S,) as in `Encoder`, words (M,) places in B * T -> logits, balance loss.
+
+        Logits are (M, tags), (B, labels), or of answers (2 B, T): where each row's begins, where it ends, and so on.
+        """
+        h, balance = self.encoder(ids, real)  # (B, T, D)
+        if self.kind == "label":
+            h = self.dropout(h[:, 0])
+            h = self.dropout(self.dense(h).tanh())
+            return self.out(h), balance
+        if self.kind == "tags":
+            h = h.flatten(0, 1).index_select(0, words)
+            return self.out(self.dropout(h)), balance
+        logits = self.out(h).transpose(1, 2)  # (B, 2, T)
+        if real is not None:
+            logits = logits.masked_fill(~real_mask(ids, real).unsqueeze(1), -torch.inf)
+        return logits.flatten(0, 1), balance
+
+    def freeze(self):
+        """Routers and experts stay as they are (X-MoE 3.3)."""
+        for moe in self.moe_layers:
+            moe.requires_grad_(False)
+
+
+def build(config: Config, labels: list[str]) -> tuple[FineTuned, XLMR]:
+    """A pre-trained encoder under a new head, and its tokenizer. ValueError where --model is something else."""
+    encoder, tokenizer = pretrained.load(config.model, dropout=config.dropout)
+    if not isinstance(encoder, Encoder):
+        raise ValueError(f"{config.model} is no encoder: give a run of train_mlm.py or train_electra.py")
+    if not isinstance(tokenizer, XLMR):
+        raise ValueError(f"{config.model} has no sentencepiece.bpe.model, the tokenizer of XLM-R")
+    common.seed_all(config.seed)
+    kind = xtreme.TASKS[config.task].kind
+    return FineTuned(encoder, kind, 2 if kind == "answer" else len(labels), config.dropout), tokenizer
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Data
+
+
+@dataclass
+class Examples:
+    """Of a task: to train on, to choose a checkpoint by, both English, and to score, of every language."""
+
+    train: list[Example]
+    valid: list[Example]
+    test: dict[str, list[Example]]
+    labels: list[str]
+
+
+def read_examples(config: Config) -> Examples:
+    """ValueError where English training or all test examples are missing. What is wrong with single ones is said.
+
+    Without a development set of its own, or where the benchmark scores that, a tenth of the training examples is held
+    out to choose by.
+    """
+    task, names = xtreme.TASKS[config.task], xtreme.FOLDERS
+    source = config.source and Path(config.source)
+    trains_on = Path(config.train_source) if config.train_source else source
+    if source and (source / names[config.task]).is_dir():
+        source = source / names[config.task]
+        if not config.train_source:
+            trains_on = trains_on / ("squad" if config.task in ("xquad", "mlqa") else names[config.task])
+    train, notes = xtreme.read(config.task, "train", trains_on)
+    test, more = xtreme.read(config.task, task.test, source)
+    valid = {}
+    if task.test != "valid":
+        valid, others = xtreme.read(config.task, "valid", trains_on)
+        more += others
+    for note in notes + more:
+        common.warn(note)
+    if "en" not in train:
+        raise ValueError(f"{trains_on} holds no English training examples of {config.task}")
+    if not test:
+        raise ValueError(f"{source} holds no {task.test} examples of {config.task}")
+    train, valid = train["en"], valid.get("en", [])
+    if not valid:
+        held_out = [split_of(" ".join(one.texts), valid=0.1, test=0.0) == "valid" for one in train]
+        valid = list(itertools.compress(train, held_out))
+        train = list(itertools.compress(train, (not held for held in held_out)))
+    limit = config.test_examples
+    test = {language: own[:limit] for language, own in test.items()}
+    labels = list(task.labels)
+    if config.task == "apps":
+        labels = sorted({one.gold for one in train})
+    return Examples(train[: config.train_examples], valid[:limit], test, labels)
+
+
+# Predicting and scoring
+
+
+@torch.no_grad()
+def predict(model: FineTuned, examples: list[Example], labels: list[str], config: Config, tokenizer, context) -> list:
+    """Of every example its tags, its answer or its label. Rows of like lengths together, dealt to the processes."""
+    model.eval()
+    rows = make_rows(model, examples, labels, config, tokenizer)
+    order = sorted(range(len(rows)), key=lambda number: -len(rows[number].ids))
+    batches = [order[first : first + config.micro_size] for first in range(0, len(order), config.micro_size)]
+    found = {}  # number of a row -> the tags of its marks; its best answer as (score, begin, end); its label
+    for numbers in batches[context.rank :: context.world]:
+        own = [rows[number] for number in numbers]
+        batch = xtreme.batch_of(own, tokenizer.pad)
+        with context.autocast():
+            logits, _ = model(*context.send_all(batch.ids, batch.real, batch.words))
+        found |= zip(numbers, read_off(model.kind, own, logits.float().cpu(), labels, config.longest_answer))
+    found = ChainMap(*context.gather(found))
+    model.train()
+    return by_example(model.kind, examples, rows, found)
+
+
+def make_rows(model: FineTuned, examples: list[Example], labels: list[str], config: Config, tokenizer) -> list[Row]:
+    longest = model.config.block_size
+    T = min(config.block_size or longest, longest)
+    return xtreme.rows_of(model.kind, examples, tokenizer, T, config.stride, labels)
+
+
+def read_off(kind: str, rows: list[Row], logits: Tensor, labels: list[str], longest: int) -> list:
+    """Of each row what `predict` keeps of it."""
+    if kind == "answer":
+        return [best_answer(row, *own, longest) for row, own in zip(rows, logits.unflatten(0, (-1, 2)))]
+    best = [labels[number] for number in logits.argmax(dim=1).tolist()]
+    if kind == "label":
+        return best
+    words = iter(best)
+    return [list(itertools.islice(words, len(row.marks))) for row in rows]
+
+
+def best_answer(row: Row, begins: Tensor, ends: Tensor, longest: int) -> tuple[float, int, int]:
+    """Score, begin and end in the text, of at most `longest` tokens; begins, ends (T,): logits."""
+    if not row.marks:
+        return -math.inf, 0, 0
+    first, last = row.marks[0][0], row.marks[-1][0] + 1
+    score = begins[first:last, None] + ends[first:last]  # (N, N): from a token of the text to another
+    score = score.masked_fill(~torch.ones_like(score, dtype=torch.bool).triu().tril(longest - 1), -math.inf)
+    begin, end = divmod(int(score.argmax()), len(score))
+    return float(score[begin, end]), row.marks[begin][1][0], row.marks[end][1][1]
+
+
+def by_example(kind: str, examples: list[Example], rows: list[Row], found: Mapping[int, list]) -> list:
+    """What was found in the rows of each example, put together."""
+    parts = defaultdict(list)
+    for number, row in enumerate(rows):
+        parts[row.example].append(found[number])
+    predicted = []
+    for number, example in enumerate(examples):
+        if kind == "tags":
+            predicted.append(list(itertools.chain(*parts[number])))
+        elif kind == "label":
+            predicted += parts[number]
+        else:
+            _, begin, end = max(parts[number])
+            predicted.append(example.texts[1][begin:end].strip())
+    return predicted
+
+
+def guess(kind: str, train: list[Example], examples: list[Example]) -> list:
+    """What needs no model: the most frequent tag or label; the first words of a text, as many as answers have."""
+    if kind == "answer":
+        words = statistics.median(len(text.split()) for one in train for text, _ in one.gold)
+        return [" ".join(one.texts[1].split()[: round(words)]) for one in examples]
+    tags = itertools.chain.from_iterable(one.gold if kind == "tags" else [one.gold] for one in train)
+    most = Counter(tags).most_common(1)[0][0]
+    return [[most] * len(one.gold) if kind == "tags" else most for one in examples]
+
+
+def main_score(scores: dict[str, float]) -> float:
+    """What chooses a checkpoint: accuracy or F1."""
+    return next(iter(scores.values()))
+
+
+def test(run: runs.Run, model: FineTuned, examples: Examples, config: Config, context) -> dict:
+    """-> scores of every language, their mean, and by how much English is ahead of the others (XLM-E table 7).
+
+    What was predicted is kept, a line an example, and not predicted again.
+    """
+    kind, languages, guesses = model.kind, {}, {}
+    for language, own in tqdm(examples.test.items(), desc="testing", unit="language", disable=context.rank > 0):
+        file = run.folder / f"test-{language}.jsonl"
+        kept = file.exists()
+        if len(set(context.gather(kept))) > 1:
+            raise ValueError(f"the processes see different files in {run.folder}: it must be on a shared disk")
+        if kept:
+            predicted = [json.loads(line)["predicted"] for line in read_lines(file)]
+        else:
+            predicted = predict(model, own, examples.labels, config, run.tokenizer, context)
+            lines = []
+            for one, ours in zip(own, predicted):
+                record = {"id": one.id, "language": language, "gold": one.gold, "predicted": ours}
+                lines.append(json.dumps(record, ensure_ascii=False) + "\n")
+            run.write(file.name, "".join(lines))
+        gold = [one.gold for one in own]
+        languages[language] = xtreme.scores(config.task, language, gold, predicted)
+        guesses[language] = xtreme.scores(config.task, language, gold, guess(kind, examples.train, own))
+    found = {
+        "languages": languages,
+        "guesses": guesses,
+        "mean": mean_of(languages),
+        "guess": mean_of(guesses),
+        "gap": {},
+    }
+    others = {language: scores for language, scores in languages.items() if language != "en"}
+    for metric, mean in mean_of(others or languages).items():
+        found["gap"][metric] = languages["en"][metric] - mean if others and "en" in languages else None
+    return found
+
+
+def mean_of(languages: dict[str, dict[str, float]]) -> dict[str, float]:
+    """Of each metric."""
+    mean = {}
+    for metric in next(iter(languages.values())):
+        mean[metric] = statistics.fmean(scores[metric] for scores in languages.values())
+    return mean
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One run
+
+
+def train(config: Config, context) -> dict:
+    """Fine-tunes (or goes on) on English, and scores every language -> the result, which is also in result.json."""
+    with common.clear_errors():
+        examples = read_examples(config)
+        model, tokenizer = build(config, examples.labels)
+        rows = make_rows(model, examples.train, examples.labels, config, tokenizer)
+        rows = [row for row in rows if set(row.targets) != {xtreme.UNKNOWN}]
+        data = TaskData(rows, tokenizer, config.batch_size, config.micro_size, config.seed, hash_of(model))
+        steps = config.epochs * data.steps_per_epoch
+        run = runs.Run(config, PRESETS, context, data, total=steps, every=data.steps_per_epoch)
+        if run.result:
+            return run.result
+    model = common.place(model, context)
+    if config.frozen:
+        model.freeze()
+    best, loads = None, []  # step, English score and weights; tokens of each expert in every 100 steps
+    watches = [measures.Load(moe) for moe in model.moe_layers]
+    if run.checkpoint:
+        best, loads = run.checkpoint["best"], run.checkpoint["loads"]
+        for watch, total in zip(watches, run.checkpoint["pending"]):
+            watch.total += total
+        model.load_state_dict(run.checkpoint["model"])
+    run.say(
+        f"{run.name}: {len(rows):,} rows of {len(examples.train):,} training examples, {steps:,} steps; "
+        f"{len(examples.valid):,} development examples; {len(examples.test)} languages to score"
+    )
+    optimizer = common.adamw(model, config)
+    forward = run.begin(model, optimizer, measures.matrix_flops(model)["total"])
+    for step in run.steps():
+        common.set_learning_rate(optimizer, common.linear(step, steps, config.warmup, config.learning_rate))
+        for micro in run.micros(step):
+            batch = data.batch(step, micro)
+            ids, real, words, targets = context.send_all(*batch)
+            with context.autocast():
+                logits, balance = forward(ids, real, words)
+                task_loss = F.cross_entropy(logits.float(), targets)
+            loss = task_loss + config.balance_coef * balance  # X-MoE eq. 10
+            run.backward(loss, shown=task_loss, tokens=ids.numel() if real is None else len(real))
+        run.scaler.unscale_(optimizer)
+        if config.grad_clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
+        run.scaler.step(optimizer)
+        run.scaler.update()
+        optimizer.zero_grad()
+        if not config.frozen:
+            model.after_step()
+        if (step + 1) % 100 == 0:
+            loads.append([watch.take(context.sum) for watch in watches])
+        if run.end_step(step):
+            predicted = predict(model, examples.valid, examples.labels, config, tokenizer, context)
+            scores = xtreme.scores(config.task, "en", [one.gold for one in examples.valid], predicted)
+            if best is None or main_score(scores) > main_score(best["scores"]):
+                weights = {name: x.cpu().clone() for name, x in model.state_dict().items()}
+                best = {"step": step + 1, "scores": scores, "model": weights}
+            pending = [watch.total for watch in watches]
+            words = f"English development: {describe(scores)}"
+            run.save(step, scores, run.train_loss, words, best=best, loads=loads, pending=pending)
+    model.load_state_dict(best.pop("model"))
+    run.save_model("model.pt", best["step"], task=config.task, labels=examples.labels)
+    scores = test(run, model, examples, config, context)
+    return run.finish(scores | {"valid": best["scores"], "step": best["step"], "loads": loads})
+
+
+def hash_of(model: nn.Module) -> str:
+    """Of its weights: the same folder may hold another model tomorrow."""
+    found = hashlib.sha256()
+    for x in model.state_dict().values():
+        found.update(x.contiguous().view(torch.uint8).numpy())
+    return found.hexdigest()
+
+
+def describe(scores: dict[str, float]) -> str:
+    return ", ".join(f"{metric} {value:.1f}" for metric, value in scores.items())
+
+
+def report(config: Config, result: dict) -> str:
+    """A finished result in words."""
+    what = "a smoke test, no task of XTREME's; " if config.task == "apps" else ""
+    lines = [f"\n{result['name']}: {what}weights of step {result['step']}, best in English development"]
+    lines += [f"{'':10}{'score':22}guess without a model"]
+    for language, scores in result["languages"].items():
+        lines += [f"{language:10}{describe(scores):22}{describe(result['guesses'][language])}"]
+    lines += [f"{'mean':10}{describe(result['mean']):22}{describe(result['guess'])}"]
+    gaps = {metric: gap for metric, gap in result["gap"].items() if gap is not None}
+    if gaps:
+        lines += [f"English is ahead of the mean of the others by {describe(gaps)}"]
+    return "\n".join(lines)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What else the command line can ask for
+
+
+def search(config: Config, context):
+    """Every combination of the values that the paper searched, by their score in English development."""
+    values = SEARCHED[config.preset]
+    if not values:
+        common.fail(f"the paper searched nothing for preset {config.preset}")
+    found = []
+    for combination in itertools.product(*values.values()):
+        change = dict(zip(values, combination))
+        result = train(replace(config, **change), context)
+        found.append((main_score(result["valid"]), change, result))
+    found.sort(key=lambda one: -one[0])
+    rows = [[*change.values(), describe(one["valid"]), describe(one["mean"])] for _, change, one in found]
+    if context.rank == 0:
+        headers = [*values, "English development", "mean over languages"]
+        print(f"\n{config.preset}, the best first\n\n{runs.markdown_table(headers, rows)}")
+
+
+def predict_file(config: Config, context):
+    """Prints what a fine-tuned model makes of a file.
+
+    Of a task with tags: a sentence of words and spaces a line -> `word TAB tag` lines, a blank one behind a sentence.
+    With answers: `question TAB text` -> the answer. With labels: one sentence, or two with a TAB -> the label.
+    """
+    with common.clear_errors():
+        name, state = runs.newest(Path(config.model), ("model.pt",))
+        if state.get("class") != FineTuned.__name__:
+            raise ValueError(f"{config.model} holds no fine-tuned model: give a folder under out/finetune_xtreme")
+        kind, labels = xtreme.TASKS[state["task"]].kind, state["labels"]
+        encoder = Encoder(ModelConfig(**state["arguments"]))
+        model = FineTuned(encoder, kind, 2 if kind == "answer" else len(labels), 0.0)
+        model.load_state_dict(state["model"])
+        tokenizer = load_tokenizer(Path(config.model))
+        examples = []
+        for number, line in enumerate(read_lines(Path(config.predict)), 1):
+            texts = line.split() if kind == "tags" else line.strip().split("\t")
+            if kind == "answer" and len(texts) != 2:
+                raise ValueError(f"{config.predict}, line {number}: not a question, a TAB and a text")
+            gold = {"tags": [""] * len(texts), "answer": [], "label": ""}[kind]
+            examples.append(Example(str(number), tuple(texts), gold))
+    model = common.place(model, context)
+    for example, found in zip(examples, predict(model, examples, labels, config, tokenizer, context)):
+        if kind == "tags":
+            found = "".join(f"{word}\t{tag}\n" for word, tag in zip(example.texts, found))
+        if context.rank == 0:
+            print(found)
+
+
+def main():
+    config, context = runs.start(Config, PRESETS)
+    if config.predict is not None:
+        predict_file(config, context)
+    elif config.search:
+        search(config, context)
+    else:
+        runs.carry_out(config, PRESETS, context, TABLES, train, report, cells)
+
+
+if __name__ == "__main__":
+    main()
