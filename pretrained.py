@@ -25,28 +25,28 @@ CHECKPOINTS = "model.pt", "ckpt.pt", "ckpt.prev.pt"
 HUGGING_FACE = "model.safetensors", "pytorch_model.bin"
 
 
-def load(path: str | Path, dropout: float = 0.0) -> tuple[nn.Module, Tokenizer | None]:
+def load(path: str | Path, **changes) -> tuple[nn.Module, Tokenizer | None]:
     """The model of a folder, on the CPU and in evaluation mode, and its tokenizer, None if the folder holds none.
 
-    dropout: of the dense layers, if it is to be trained again.
+    changes: constants of `ModelConfig` that are to be others, such as dropout where it is to be trained again.
     Raises OSError or ValueError, in one line, for a folder that holds no model, or a damaged one.
     """
     folder = Path(path)
     _, state = newest(folder, CHECKPOINTS)
     if state:
-        return load_run(folder, state, dropout)
+        return load_run(folder, state, changes)
     if any((folder / name).exists() for name in HUGGING_FACE):
-        return load_hugging_face(folder, dropout)
+        return load_hugging_face(folder, changes)
     wanted = ", ".join(CHECKPOINTS + HUGGING_FACE)
     raise FileNotFoundError(f"{folder} is neither the folder of a run nor of a model: it has none of {wanted}")
 
 
-def load_run(folder: Path, state: dict, dropout: float) -> tuple[nn.Module, Tokenizer]:
+def load_run(folder: Path, state: dict, changes: dict) -> tuple[nn.Module, Tokenizer]:
     if state.get("class") not in MODELS:
         raise ValueError(f"{folder} holds checkpoints of something else")
     kind = MODELS[state["class"]]
     known = {field.name for field in dataclasses.fields(ModelConfig)}
-    arguments = {name: state["arguments"][name] for name in known & state["arguments"].keys()} | {"dropout": dropout}
+    arguments = {name: state["arguments"][name] for name in known & state["arguments"].keys()} | changes
     model, weights = kind(ModelConfig(**arguments)), state["model"]
     if kind is Encoder:
         weights = under("encoder.", weights)
@@ -117,14 +117,13 @@ XLMR_NAMES = {
 }
 
 
-def load_hugging_face(folder: Path, dropout: float) -> tuple[nn.Module, Tokenizer | None]:
+def load_hugging_face(folder: Path, changes: dict) -> tuple[nn.Module, Tokenizer | None]:
     """GPT-2, or the encoder of XLM-R, with its tokenizer where sentencepiece.bpe.model is there."""
     if read_config(folder).get("model_type") == "gpt2":
         arguments, weights = load_gpt2(folder)
-        arguments["dropout"] = dropout
-        return fill(GPT(ModelConfig(**arguments)), arguments, weights, folder).eval(), None
+        return fill(GPT(ModelConfig(**arguments | changes)), arguments, weights, folder).eval(), None
     arguments, weights = load_xlmr(folder)
-    model = Encoder(ModelConfig(router="dense", dropout=dropout, **arguments))
+    model = Encoder(ModelConfig(router="dense", **arguments | changes))
     fill(model, arguments, under("encoder.", weights), folder)
     pieces = folder / "sentencepiece.bpe.model"
     return model.eval(), load_tokenizer(pieces, kind="xlmr") if pieces.exists() else None
