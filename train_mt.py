@@ -163,7 +163,7 @@ def cells(result: dict) -> dict:
     found |= {"BLEU, valid": (result["best"]["bleu"], ".2f"), "averaged, valid": (result["averaged"]["valid"], ".2f")}
     found["averaged, test"] = result["averaged"]["test"], ".2f"
     pairs = result["test"]["pairs"]
-    if len(pairs) > 1:
+    if 1 < len(pairs) <= 10:  # more are no table
         found |= {name: (pair["bleu"], ".2f") for name, pair in pairs.items()}
     return found
 

@@ -22,9 +22,13 @@ SEEDS = 5  # a row is the mean over those of its first so many seeds that are th
 
 TABLES = [  # script, preset, number of the table; None: the run of the preset itself
     ("train_lm", "demo", 1),
+    ("train_lm", "small", None),
     ("train_mlm", "demo", 2),
+    ("train_mlm", "small", None),
     ("train_electra", "demo", 2),
+    ("train_electra", "small", None),
     ("train_mt", "demo", None),
+    ("train_mt", "small", None),
 ]
 BENCHES = {  # file: title, and the columns
     "layer": ("One layer, forward and backward", "shape impl runs ms spread ratio to_compiled peak_mb"),
