@@ -67,7 +67,8 @@ NAMES = """af Afrikaans ar Arabic bg Bulgarian bn Bengali de German el Greek en 
     ur Urdu vi Vietnamese yo Yoruba zh Chinese""".split()
 NAMES = dict(zip(NAMES[::2], NAMES[1::2]))  # as the hub has them
 CODES = {*NAMES, *"az gu jv ka lt ml ms my pa pl qu ro uk wo".split()}
-
+LANGUAGES = {code: code for code in CODES} | {name.lower(): code for code, name in NAMES.items()}  # in names of files
+ENDINGS = {"tags": ("tsv", "conllu"), "answer": ("json",), "label": ("tsv", "jsonl")}
 
 # XTREME's folders of the files; SQuAD's files are in `squad`
 FOLDERS = {"pos": "udpos", "ner": "panx"} | {
@@ -88,8 +89,9 @@ class Example(NamedTuple):
 def read(task: str, split: str, source: Path | None) -> tuple[dict[str, list[Example]], list[str]]:
     """-> the examples of every language in a split, and what was wrong with them, a line each.
 
-    source: a folder of files whose names say split and language, as XTREME's, UD's and the tasks' own do, or one file,
-    which is English where its name does not say; None: the hub. A file that cannot be used is left out, and named.
+    source: a folder of files whose names say split and language, as XTREME's, UD's, MLQA's, XQuAD's and TyDiQA's do (as
+    SQuAD's does not, it is English), or one file, which is English where its name does not say; None: the hub. A file
+    that cannot be used is left out, and named.
     """
     if task == "apps":
         return applications(split), []
@@ -114,28 +116,47 @@ def read(task: str, split: str, source: Path | None) -> tuple[dict[str, list[Exa
 
 
 def files_of(task: str, split: str, source: Path) -> Iterator[tuple[str, Path]]:
-    """(language, file) of a split. Without a split in its name a file is of the one that is scored."""
+    """(language, file) of a split. Without a split in its name a file is of the one that is scored.
+
+    One file alone is trained on and scored, whatever its name. In a folder, XTREME's too, there are others: of several
+    languages, of none that we know, or rows for other tokenizers.
+    """
     if not source.exists():
         raise FileNotFoundError(f"{source} does not exist: it should hold the files of {task}")
     for path in source_files(source):
-        words = re.split(r"[._-]", uncompressed_name(path).lower())
+        *words, ending = re.split(r"[._-]", uncompressed_name(path).lower())
         splits = {SPLIT_NAMES[word] for word in words if word in SPLIT_NAMES} or {TASKS[task].test}
-        languages = {word for word in words[:-1] if word in CODES} or {"en"}
-        if path == source or (split in splits and len(languages) == 1):  # MLQA also asks in one of another
+        languages = {LANGUAGES[word] for word in words if word in LANGUAGES}
+        if task in ("xquad", "mlqa") or path == source:
+            languages = languages or {"en"}
+        if path == source:
+            fits = split in ("train", TASKS[task].test)
+        else:
+            fits = split in splits and ending in ENDINGS[TASKS[task].kind] and len(languages) == 1
+        if fits:
             yield min(languages), path
 
 
 def read_tags(path: Path, labels: tuple[str, ...], problems: Counter) -> Iterator[Example]:
-    """`word TAB tag` lines, or CoNLL-U's ten columns without multiword tokens and empty nodes; a blank line between
-    sentences. A word whose line is broken is left out, a tag that is unknown stays and is never right."""
+    """`word TAB tag` lines, or CoNLL-U's ten columns; a blank line between sentences.
+
+    Of CoNLL-U no empty nodes, and no multiword tokens (XTREME's own files have these in place of their parts).
+
+    A word whose line is broken is left out, a tag that is unknown stays and is never right. `_` stands for words that a
+    treebank may not show.
+    """
     conllu = uncompressed_name(path).endswith(".conllu")
     words, tags = [], []
     for number, line in enumerate(chain(read_lines(path), ["\n"])):
         cells = line.rstrip("\r\n").split("\t")
-        if cells == [""] and words:
-            yield Example(str(number), tuple(words), tags)
+        if not line.strip():
+            if set(words) == {"_"}:
+                problems["a sentence without its words"] += 1
+            elif words:
+                yield Example(str(number), tuple(words), tags)
             words, tags = [], []
-        if cells == [""] or (conllu and (line.startswith("#") or not cells[0].isdigit())):
+            continue
+        if conllu and (line.startswith("#") or re.fullmatch(r"\d+[-.]\d+", cells[0])):
             continue
         if len(cells) != (10 if conllu else 2):
             problems[f"a line with {len(cells)} columns"] += 1
@@ -147,22 +168,29 @@ def read_tags(path: Path, labels: tuple[str, ...], problems: Counter) -> Iterato
 
 
 def read_answers(path: Path, labels: tuple[str, ...], problems: Counter) -> Iterator[Example]:
-    """SQuAD 1.1's JSON. An answer that is not where it should be is looked for in the whole text."""
+    """SQuAD 1.1's JSON. An answer that is not where it should be is looked for in the whole text.
+
+    A question without an answer is left out: XTREME empties those that it tests.
+    """
+    text = "".join(read_lines(path))
     try:
-        for article in json.loads("".join(read_lines(path)))["data"]:
+        for article in json.loads(text)["data"]:
             for paragraph in article["paragraphs"]:
-                context = paragraph["context"]
+                context = str(paragraph["context"])
                 for question in paragraph["qas"]:
                     answers = [(str(one["text"]), int(one["answer_start"])) for one in question["answers"]]
-                    answers = [placed(context, *answer, problems) for answer in answers]
-                    problems.update([] if answers else ["a question without an answer"])
-                    yield Example(str(question["id"]), (str(question["question"]), str(context)), answers)
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
+                    answers = [placed(context, *answer, problems) for answer in answers if answer[0].strip()]
+                    if answers:
+                        yield Example(str(question["id"]), (str(question["question"]), context), answers)
+                    else:
+                        problems["a question without an answer"] += 1
+    except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is not in SQuAD's format ({type(error).__name__}: {error})") from None
 
 
 def placed(context: str, text: str, start: int, problems: Counter) -> tuple[str, int]:
-    if context[start : start + len(text)] == text:
+    """An answer, and where it is in the text: there, or where it is first, or -1."""
+    if start >= 0 and context[start : start + len(text)] == text:
         return text, start
     found = context.find(text)
     problems["an answer that is " + ("elsewhere in its text" if found >= 0 else "not in its text")] += 1
@@ -182,6 +210,7 @@ def read_labels(path: Path, labels: tuple[str, ...], problems: Counter) -> Itera
         except (ValueError, KeyError, TypeError):
             problems["a line that is not two sentences and a label"] += 1
             continue
+        label = "contradiction" if label == "contradictory" else label  # MultiNLI's word
         if label not in labels:
             problems[f"the unknown label {label!r}"] += 1
         yield Example(str(number), (one, two), label)
@@ -220,7 +249,8 @@ def from_hub(task: str, split: str, language: str) -> Iterator[Example]:
         if kind == "tags":
             yield Example(str(number), tuple(row["tokens"]), [names[tag] for tag in row[tags]])
         elif kind == "answer" and (task != "tydiqa" or row["id"].startswith(NAMES[language].lower())):
-            answers = list(zip(row["answers"]["text"], row["answers"]["answer_start"]))
+            answers = zip(row["answers"]["text"], row["answers"]["answer_start"])
+            answers = [placed(row["context"], *answer, Counter()) for answer in answers]
             yield Example(row["id"], (row["question"], row["context"]), answers)
         elif kind == "label" and row.get("language", language) == language:
             one, two, label = fields(row)
@@ -258,7 +288,7 @@ class Row(NamedTuple):
     example: int  # its number
     ids: list[int]
     marks: list[tuple]  # (place in ids, what begins there): the number of a word, or (begin, end) in the text
-    targets: list[int]  # the tag of each mark; first and last place of the answer, 0 where it is not here; a label
+    targets: list[int]  # the tag of each mark; first and last place of the answer, 0: it is not here; a label
 
 
 UNKNOWN = -100  # the target that `cross_entropy` passes over
@@ -298,7 +328,8 @@ def tag_rows(number: int, example: Example, tokenizer: XLMR, T: int, number_of: 
 def answer_rows(number: int, example: Example, tokenizer: XLMR, T: int, stride: int) -> Iterator[Row]:
     """`<s> question </s> </s> part of the text </s>`: a part every `stride` tokens, marks on all of its tokens.
 
-    The question has at most half the row. Trained is the first of several answers.
+    The question has at most half the row. Trained is the first of several answers, and nothing where it is not in the
+    text at all.
     """
     question = tokenizer.encode_batch([example.texts[0]])[0][: T // 2 - 2]
     head = [tokenizer.bos, *question, tokenizer.eos, tokenizer.eos]
@@ -309,8 +340,8 @@ def answer_rows(number: int, example: Example, tokenizer: XLMR, T: int, stride: 
     for start in range(0, max(1, len(ids) - room + stride), stride):
         part = range(start, min(start + room, len(ids)))
         ahead = len(head) - start  # of a token's place in the row
-        marks = [(ahead + token, spans[token]) for token in part]
-        targets = [0, 0]
+        marks = [(ahead + token, without_stop(example.texts[1], *spans[token])) for token in part]
+        targets = [0, 0] if answer else [UNKNOWN, UNKNOWN]
         if answer and answer[0] in part and answer[-1] in part:
             targets = [ahead + answer[0], ahead + answer[-1]]
         yield Row(number, [*head, *ids[start : part.stop], tokenizer.eos], marks, targets)
@@ -322,6 +353,15 @@ def answer_places(gold: list[tuple[str, int]], spans: list[tuple[int, int]]) -> 
         return []
     text, begin = gold[0]
     return [token for token, (first, last) in enumerate(spans) if last > begin and first < begin + len(text)]
+
+
+STOPS = "،؛。，、；"
+
+
+def without_stop(text: str, begin: int, end: int) -> tuple[int, int]:
+    """Where a piece is, but for stops at its end: an answer can end in `”。`, but not with the stop."""
+    kept = text[begin:end].rstrip(STOPS)
+    return begin, begin + len(kept) if kept.strip() else end
 
 
 def label_row(number: int, example: Example, tokenizer: XLMR, T: int, number_of: dict[str, int]) -> Row:
@@ -399,14 +439,22 @@ def scores(task: str, language: str, gold: list, predicted: list) -> dict[str, f
 
 
 def tag_f1(gold: list[list[str]], predicted: list[list[str]]) -> float:
-    """Of entities; of bare tags, such as UPOS, seqeval takes a run of the same tag for one."""
+    """Of entities; of bare tags, such as UPOS, seqeval takes a run of the same tag for one.
+
+    That is what it did in XTREME's days. Since 1.0 it takes off a tag's first letter, and SCONJ for CCONJ is right.
+    """
+    gold, predicted = ([[whole(tag) for tag in tags] for tags in each] for each in (gold, predicted))
     try:
         from seqeval.metrics import f1_score
     except ImportError as error:
         raise ImportError("F1 of tags needs seqeval: pip install seqeval") from error
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it warns of tags without B- and I-, and of classes that nothing is in
+        warnings.simplefilter("ignore")  # it warns of tags that are no B- and no I-, and of classes that nothing is in
         return f1_score(gold, predicted)
+
+
+def whole(tag: str) -> str:
+    return tag if tag == "O" or "-" in tag else f"{tag[:1]}-{tag}"
 
 
 def word_f1(one: list[str], two: list[str]) -> float:
