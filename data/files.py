@@ -10,6 +10,7 @@ import json
 import lzma
 import re
 import struct
+import zlib
 from collections import defaultdict
 from collections.abc import Iterator
 from itertools import chain, islice, zip_longest
@@ -83,7 +84,7 @@ def read_lines(path: Path) -> Iterator[str]:
                 offset += len(line)
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8: byte {offset + error.start}") from error
-    except (EOFError, gzip.BadGzipFile, lzma.LZMAError) as error:
+    except (EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError) as error:
         raise ValueError(f"{path} is damaged: {error}") from error
 
 
