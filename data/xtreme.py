@@ -107,7 +107,10 @@ def read(task: str, split: str, source: Path | None) -> tuple[dict[str, list[Exa
         except ValueError as error:
             notes.append(f"{error}: left out")
             continue
-        notes += [f"{path}: {count:,} x {what}" for what, count in sorted(problems.items())]
+        kinds = problems.most_common()
+        notes += [f"{path}: {count:,} x {what}" for what, count in kinds[:5]]
+        if kinds[5:]:
+            notes.append(f"{path}: {sum(count for _, count in kinds[5:]):,} other problems")
         if found:
             examples.setdefault(language, []).extend(found)
         else:
@@ -141,7 +144,6 @@ def read_tags(path: Path, labels: tuple[str, ...], problems: Counter) -> Iterato
     """`word TAB tag` lines, or CoNLL-U's ten columns; a blank line between sentences.
 
     Of CoNLL-U no empty nodes, and no multiword tokens (XTREME's own files have these in place of their parts).
-
     A word whose line is broken is left out, a tag that is unknown stays and is never right. `_` stands for words that a
     treebank may not show.
     """
