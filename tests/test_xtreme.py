@@ -812,6 +812,7 @@ def test_scores_of_answers(task, language):
         ("mlqa", "hi", ["दिल्ली।"], "दिल्ली", 100, 100),
         ("mlqa", "zh", ["北京，"], "北京", 100, 100),
         ("mlqa", "zh", ["北京"], "北方", 50, 0),
+        ("mlqa", "zh", ["$5"], "5", 100, 100),  # ASCII's symbols too
     ],
 )
 def test_scores_of_answers_by_hand(task, language, gold, predicted, f1, em):
