@@ -820,6 +820,12 @@ def test_scores_of_answers_by_hand(task, language, gold, predicted, f1, em):
     assert found == {"f1": pytest.approx(f1), "em": em}
 
 
+def test_every_article_is_left_out():
+    for language, articles in ARTICLES.items():
+        for article in articles.split():
+            assert scores("mlqa", language, [[(f"{article} 12", 0)]], ["12"])["em"] == 100
+
+
 def test_accuracy():
     counts = Counter()
     for task in ("xnli", "pawsx", "apps"):
