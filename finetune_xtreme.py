@@ -47,7 +47,7 @@ from model import Encoder, ModelConfig, SparseModel, real_mask
 
 @dataclass
 class Config:
-    preset: str = "demo"  # demo, or a paper and a task: xmoe-xnli, xlme-pos and so on
+    preset: str = "demo"  # demo, or a paper and a task: xmoe-xnli, xlme-pos and so on; of a table only the paper
     table: str | None = None  # run every row of X-MoE's table 1, 3, 5, 6 or 7, or XLM-E's xlme1, xlme2 or xlme7
     seeds: int = 1  # repeat with so many seeds; give mean and deviation
     search: bool = False  # run every combination of the values that the paper searched for the task
@@ -87,8 +87,10 @@ class Config:
     not_identity: ClassVar = {"search", "encoders", "predict", "source"}
 
     def unread(self) -> set[str]:
-        kind = xtreme.TASKS[self.task].kind
-        return set() if kind == "answer" else {"stride", "longest_answer"}
+        names = set() if xtreme.TASKS[self.task].kind == "answer" else {"stride", "longest_answer"}
+        if self.table is None:
+            names |= {"encoders"} | ({"source", "train_source"} if self.task == "apps" else set())
+        return names
 
 
 # X-MoE appendix C and XLM-E table 11; what has several values was searched. Clipping, dropout, Adam's constants and
@@ -188,7 +190,7 @@ ROWS = {  # title, tasks, and of each encoder: label, run, what to change, the p
         ("XLM - TLM", f"{XLM}-tlm=False", {}, "?, 64.0/46.0"),
         ("XLM-E", XLM_E, {}, "76.6, 68.3/49.8"),
         ("XLM-E - TRTD", f"{XLM_E}-tlm=False", {}, "75.1, 67.8/49.7"),
-        ("XLM-E - TRTD - gate", f"{XLM_E}-tlm=False-relative_bias=False", {}, "?, 67.4/49.2"),
+        ("XLM-E - TRTD - gate", f"{XLM_E}-relative_bias=False-tlm=False", {}, "?, 67.4/49.2"),
     ),
     "xlme7": (
         "XLM-E table 7: English minus the mean of the other languages (EM of answers)",
@@ -201,15 +203,16 @@ ROWS = {  # title, tasks, and of each encoder: label, run, what to change, the p
 
 
 def table(number: str, base: Config) -> runs.Table:
-    """A row for each encoder and task, by the paper's constants for the task unless the preset is demo."""
+    """A row for each encoder and task, by the constants that the preset's paper has for the task; demo's for all."""
     title, tasks, *encoders = ROWS[number]
+    defaults = {name: getattr(Config, name) for name in PRESETS[base.preset]}  # the base's preset is of another task
     rows = []
     for label, encoder, change, paper in encoders:
         change = change | {"model": f"out/{encoder.format(base.encoders)}"}
         for task, their_number in itertools.zip_longest(tasks, filter(None, paper.split(", ")), fillvalue=""):
             preset = f"{base.preset.split('-')[0]}-{task}"
             constants = {"preset": preset} | PRESETS[preset] if preset in PRESETS else {"task": task}
-            rows.append(((label, task, their_number), constants | change))
+            rows.append(((label, task, their_number), defaults | constants | change))
     return runs.Table(title, ("encoder", "task", "paper"), rows)
 
 
@@ -279,6 +282,8 @@ def build(config: Config, labels: list[str]) -> tuple[FineTuned, XLMR]:
         raise ValueError(f"{config.model} is no encoder: give a run of train_mlm.py or train_electra.py")
     if not isinstance(tokenizer, XLMR):
         raise ValueError(f"{config.model} has no sentencepiece.bpe.model, the tokenizer of XLM-R")
+    if tokenizer.vocab_size != encoder.config.vocab_size:
+        raise ValueError(f"{config.model}: its tokenizer has {tokenizer.vocab_size:,} pieces, not those of its model")
     common.seed_all(config.seed)
     kind = xtreme.TASKS[config.task].kind
     return FineTuned(encoder, kind, 2 if kind == "answer" else len(labels), config.dropout), tokenizer
@@ -301,20 +306,22 @@ class Examples:
 def read_examples(config: Config) -> Examples:
     """ValueError where English training or all test examples are missing. What is wrong with single ones is said.
 
-    Without a development set of its own, or where the benchmark scores that, a tenth of the training examples is held
-    out to choose by.
+    Where there is no development set, or the benchmark scores that, a tenth of the training examples is held out to
+    choose by.
     """
-    task, names = xtreme.TASKS[config.task], xtreme.FOLDERS
-    source = config.source and Path(config.source)
-    trains_on = Path(config.train_source) if config.train_source else source
-    if source and (source / names[config.task]).is_dir():
-        source = source / names[config.task]
-        if not config.train_source:
-            trains_on = trains_on / ("squad" if config.task in ("xquad", "mlqa") else names[config.task])
+    task, folder = xtreme.TASKS[config.task], xtreme.FOLDERS[config.task]
+    source = trains_on = config.source and Path(config.source)
+    if source and (source / folder).is_dir():
+        trains_on = source / ("squad" if config.task in ("xquad", "mlqa") else folder)
+        source = source / folder
+    if config.train_source:
+        trains_on = Path(config.train_source)
+    elif source and source.is_file():
+        raise ValueError(f"{source} is one file, to score: what to train on is --train_source")
     train, notes = xtreme.read(config.task, "train", trains_on)
     test, more = xtreme.read(config.task, task.test, source)
     valid = {}
-    if task.test != "valid":
+    if task.test != "valid" and not (trains_on and trains_on.is_file()):
         valid, others = xtreme.read(config.task, "valid", trains_on)
         more += others
     for note in notes + more:
@@ -328,6 +335,8 @@ def read_examples(config: Config) -> Examples:
         held_out = [split_of(" ".join(one.texts), valid=0.1, test=0.0) == "valid" for one in train]
         valid = list(itertools.compress(train, held_out))
         train = list(itertools.compress(train, (not held for held in held_out)))
+    if not train or not valid:
+        raise ValueError(f"too few English training examples of {config.task} to hold some out to choose by")
     limit = config.test_examples
     test = {language: own[:limit] for language, own in test.items()}
     labels = list(task.labels)
@@ -361,7 +370,9 @@ def predict(model: FineTuned, examples: list[Example], labels: list[str], config
 def make_rows(model: FineTuned, examples: list[Example], labels: list[str], config: Config, tokenizer) -> list[Row]:
     longest = model.config.block_size
     T = min(config.block_size or longest, longest)
-    return xtreme.rows_of(model.kind, examples, tokenizer, T, config.stride, labels)
+    if T < 8:
+        raise ValueError(f"block_size = {T} leaves a row no room for a question and a text: 8 or more")
+    return xtreme.rows_of(model.kind, examples, tokenizer, T, min(config.stride, T // 2), labels)
 
 
 def read_off(kind: str, rows: list[Row], logits: Tensor, labels: list[str], longest: int) -> list:
@@ -421,12 +432,12 @@ def main_score(scores: dict[str, float]) -> float:
 def test(run: runs.Run, model: FineTuned, examples: Examples, config: Config, context) -> dict:
     """-> scores of every language, their mean, and by how much English is ahead of the others (XLM-E table 7).
 
-    What was predicted is kept, a line an example, and not predicted again.
+    What was predicted is kept, a line an example, and not predicted again by these weights.
     """
     kind, languages, guesses = model.kind, {}, {}
     for language, own in tqdm(examples.test.items(), desc="testing", unit="language", disable=context.rank > 0):
         file = run.folder / f"test-{language}.jsonl"
-        kept = file.exists()
+        kept = run.start == run.total and file.exists()  # else it is of the weights of a run before this one
         if len(set(context.gather(kept))) > 1:
             raise ValueError(f"the processes see different files in {run.folder}: it must be on a shared disk")
         if kept:
@@ -473,7 +484,12 @@ def train(config: Config, context) -> dict:
         model, tokenizer = build(config, examples.labels)
         rows = make_rows(model, examples.train, examples.labels, config, tokenizer)
         rows = [row for row in rows if set(row.targets) != {xtreme.UNKNOWN}]
-        data = TaskData(rows, tokenizer, config.batch_size, config.micro_size, config.seed, hash_of(model))
+        if not rows:
+            raise ValueError(f"no training example of {config.task} has a label that is known")
+        start = hash_of(model, examples)
+        data = TaskData(rows, tokenizer, config.batch_size, config.micro_size, config.seed, start)
+        gold = [one.gold for one in examples.valid]
+        guessed = xtreme.scores(config.task, "en", gold, guess(model.kind, examples.train, examples.valid))
         steps = config.epochs * data.steps_per_epoch
         run = runs.Run(config, PRESETS, context, data, total=steps, every=data.steps_per_epoch)
         if run.result:
@@ -486,11 +502,12 @@ def train(config: Config, context) -> dict:
     if run.checkpoint:
         best, loads = run.checkpoint["best"], run.checkpoint["loads"]
         for watch, total in zip(watches, run.checkpoint["pending"]):
-            watch.total += total
+            watch.total += total * (context.rank == 0)
         model.load_state_dict(run.checkpoint["model"])
     run.say(
         f"{run.name}: {len(rows):,} rows of {len(examples.train):,} training examples, {steps:,} steps; "
-        f"{len(examples.valid):,} development examples; {len(examples.test)} languages to score"
+        f"{len(gold):,} development examples, of which a guess reaches {describe(guessed)}; "
+        f"{len(examples.test)} languages to score"
     )
     optimizer = common.adamw(model, config)
     forward = run.begin(model, optimizer, measures.matrix_flops(model)["total"])
@@ -501,7 +518,7 @@ def train(config: Config, context) -> dict:
             ids, real, words, targets = context.send_all(*batch)
             with context.autocast():
                 logits, balance = forward(ids, real, words)
-                task_loss = F.cross_entropy(logits.float(), targets)
+            task_loss = F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets)
             loss = task_loss + config.balance_coef * balance  # X-MoE eq. 10
             run.backward(loss, shown=task_loss, tokens=ids.numel() if real is None else len(real))
         run.scaler.unscale_(optimizer)
@@ -516,24 +533,25 @@ def train(config: Config, context) -> dict:
             loads.append([watch.take(context.sum) for watch in watches])
         if run.end_step(step):
             predicted = predict(model, examples.valid, examples.labels, config, tokenizer, context)
-            scores = xtreme.scores(config.task, "en", [one.gold for one in examples.valid], predicted)
+            scores = xtreme.scores(config.task, "en", gold, predicted)
             if best is None or main_score(scores) > main_score(best["scores"]):
-                weights = {name: x.cpu().clone() for name, x in model.state_dict().items()}
+                weights = {name: x.to("cpu", copy=True) for name, x in model.state_dict().items()}
                 best = {"step": step + 1, "scores": scores, "model": weights}
-            pending = [watch.total for watch in watches]
+            pending = [context.sum(watch.total) for watch in watches]
             words = f"English development: {describe(scores)}"
-            run.save(step, scores, run.train_loss, words, best=best, loads=loads, pending=pending)
+            whole = float(sum(p.detach().sum() for p in model.parameters()))  # not finite if the last update broke one
+            run.save(step, scores, whole, words, best=best, loads=loads, pending=pending)
     model.load_state_dict(best.pop("model"))
-    run.save_model("model.pt", best["step"], task=config.task, labels=examples.labels)
+    run.save_model("model.pt", best["step"], constants=run.constants, labels=examples.labels)
     scores = test(run, model, examples, config, context)
     return run.finish(scores | {"valid": best["scores"], "step": best["step"], "loads": loads})
 
 
-def hash_of(model: nn.Module) -> str:
-    """Of its weights: the same folder may hold another model tomorrow."""
-    found = hashlib.sha256()
+def hash_of(model: nn.Module, examples: Examples) -> str:
+    """Of its weights and of what it is scored on: the same folders may hold others tomorrow."""
+    found = hashlib.sha256(repr((examples.valid, examples.test)).encode("utf-8", "surrogatepass"))
     for x in model.state_dict().values():
-        found.update(x.contiguous().view(torch.uint8).numpy())
+        found.update(x.flatten().view(torch.uint8).numpy())
     return found.hexdigest()
 
 
@@ -562,8 +580,10 @@ def report(config: Config, result: dict) -> str:
 def search(config: Config, context):
     """Every combination of the values that the paper searched, by their score in English development."""
     values = SEARCHED[config.preset]
-    if not values:
-        common.fail(f"the paper searched nothing for preset {config.preset}")
+    with common.clear_errors():
+        if not values or config.table or config.seeds > 1:
+            raise ValueError(f"--search is for one preset of a paper and one seed, not for preset {config.preset}")
+        runs.refuse_rows(config, PRESETS, [values])
     found = []
     for combination in itertools.product(*values.values()):
         change = dict(zip(values, combination))
@@ -577,29 +597,30 @@ def search(config: Config, context):
 
 
 def predict_file(config: Config, context):
-    """Prints what a fine-tuned model makes of a file.
+    """Prints what a fine-tuned model makes of a file, in rows such as it was trained on.
 
     Of a task with tags: a sentence of words and spaces a line -> `word TAB tag` lines, a blank one behind a sentence.
-    With answers: `question TAB text` -> the answer. With labels: one sentence, or two with a TAB -> the label.
+    With answers: `question TAB text` -> the answer. With labels: `sentence TAB sentence`, of apps one -> the label.
     """
     with common.clear_errors():
-        name, state = runs.newest(Path(config.model), ("model.pt",))
+        _, state = runs.newest(Path(config.model), ("model.pt",))
         if state.get("class") != FineTuned.__name__:
             raise ValueError(f"{config.model} holds no fine-tuned model: give a folder under out/finetune_xtreme")
-        kind, labels = xtreme.TASKS[state["task"]].kind, state["labels"]
+        constants, labels = Config(**state["constants"]), state["labels"]
+        kind, wanted = xtreme.TASKS[constants.task].kind, 1 if constants.task == "apps" else 2
         encoder = Encoder(ModelConfig(**state["arguments"]))
         model = FineTuned(encoder, kind, 2 if kind == "answer" else len(labels), 0.0)
         model.load_state_dict(state["model"])
         tokenizer = load_tokenizer(Path(config.model))
         examples = []
         for number, line in enumerate(read_lines(Path(config.predict)), 1):
-            texts = line.split() if kind == "tags" else line.strip().split("\t")
-            if kind == "answer" and len(texts) != 2:
-                raise ValueError(f"{config.predict}, line {number}: not a question, a TAB and a text")
+            texts = line.split() if kind == "tags" else line.rstrip("\r\n").split("\t")
+            if kind != "tags" and len(texts) != wanted:
+                raise ValueError(f"{config.predict}, line {number}: {len(texts)} texts between TABs, not {wanted}")
             gold = {"tags": [""] * len(texts), "answer": [], "label": ""}[kind]
             examples.append(Example(str(number), tuple(texts), gold))
     model = common.place(model, context)
-    for example, found in zip(examples, predict(model, examples, labels, config, tokenizer, context)):
+    for example, found in zip(examples, predict(model, examples, labels, constants, tokenizer, context)):
         if kind == "tags":
             found = "".join(f"{word}\t{tag}\n" for word, tag in zip(example.texts, found))
         if context.rank == 0:

@@ -361,7 +361,7 @@ STOPS = "،؛。，、；"
 
 
 def without_stop(text: str, begin: int, end: int) -> tuple[int, int]:
-    """Where a piece is, but for stops at its end: an answer can end in `”。`, but not with the stop."""
+    """A piece without the stop at its end, which is part of no answer, though the tokenizer may join both: `”，`."""
     kept = text[begin:end].rstrip(STOPS)
     return begin, begin + len(kept) if kept.strip() else end
 
@@ -452,7 +452,7 @@ def tag_f1(gold: list[list[str]], predicted: list[list[str]]) -> float:
         raise ImportError("F1 of tags needs seqeval: pip install seqeval") from error
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it warns of tags that are no B- and no I-, and of classes that nothing is in
-        return f1_score(gold, predicted)
+        return float(f1_score(gold, predicted))  # numpy's own is no number that a checkpoint may hold
 
 
 def whole(tag: str) -> str:
