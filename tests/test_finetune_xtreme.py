@@ -302,7 +302,8 @@ def test_every_step_has_its_learning_rate_and_the_mean_gradient(task, options, m
         logits, balance = model(batch.ids, batch.real, batch.words)
         (torch.nn.functional.cross_entropy(logits, batch.targets) / 2 + 0.25 * balance).backward()
     groups = common.adamw(model, config).param_groups
-    torch.testing.assert_close(seen[0], [p.grad for group in groups for p in group["params"]])
+    expected = [p.grad for group in groups for p in group["params"]]
+    torch.testing.assert_close(seen[0], expected, rtol=1e-10, atol=1e-12)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -405,7 +406,7 @@ def test_other_test_examples_or_another_encoder_are_other_data(
 
 def test_loads_are_counted_and_two_processes_go_on_with_what_one_would_compute(options, tmp_path, monkeypatch):
     """First choices by hand, of 100 steps, over a stop and two processes; all else in the result, too."""
-    options |= {"task": "pos", "train_examples": 20, "batch_size": 4, "micro_size": 2, "epochs": 20, "dtype": "float64"}
+    options |= {"train_examples": 28, "batch_size": 4, "micro_size": 2, "epochs": 15, "dtype": "float64"}
     counts, steps = Counter(), []
 
     def record(self, *args, forward=Router.forward):
@@ -424,7 +425,7 @@ def test_loads_are_counted_and_two_processes_go_on_with_what_one_would_compute(o
     shutil.copytree(options["out_dir"], two["out_dir"])
     folder = only_run(two["out_dir"])
     state = saved(two, "ckpt.prev.pt")
-    assert state["step"] < 100 and int(state["pending"][0].sum()) > 0
+    assert state["step"] == 98 and int(state["pending"][0].sum()) > 0
     (folder / "ckpt.prev.pt").replace(folder / "ckpt.pt")
     for name in ("result.json", "model.pt", "test-de.jsonl", "test-en.jsonl"):
         (folder / name).unlink()
@@ -433,7 +434,9 @@ def test_loads_are_counted_and_two_processes_go_on_with_what_one_would_compute(o
     for name in ("languages", "guesses", "valid", "step", "loads"):
         assert ours[name] == theirs[name], name
     assert metrics(options["out_dir"])[-1]["train_loss"] == pytest.approx(losses(two["out_dir"])[-1], rel=1e-7)
-    torch.testing.assert_close(saved(two)["model"], saved(options)["model"], rtol=1e-7, atol=1e-9)
+    ours, theirs = saved(options), saved(two)
+    torch.testing.assert_close(theirs["model"], ours["model"], rtol=1e-7, atol=1e-9)
+    assert ours["step"] == 105 and torch.equal(ours["pending"][0], theirs["pending"][0])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
