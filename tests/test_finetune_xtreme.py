@@ -444,7 +444,7 @@ def test_loads_are_counted_and_two_processes_go_on_with_what_one_would_compute(o
 
 
 def test_the_checkpoint_is_the_best_in_english_development(options, monkeypatch):
-    weights, points, predict, scores = [], iter([10.0, 50.0, 80.0, 80.0, 60.0]), finetune_xtreme.predict, xtreme.scores
+    weights, points, predict = [], iter([10.0, 50.0, 80.0, 80.0, 60.0]), finetune_xtreme.predict
 
     def watched(model, examples, *rest):
         if len(examples) == COUNTS["dev"]:
@@ -454,7 +454,7 @@ def test_the_checkpoint_is_the_best_in_english_development(options, monkeypatch)
     def given(task, language, gold, predicted):
         if len(gold) == COUNTS["dev"]:
             return {"accuracy": next(points)}
-        return scores(task, language, gold, predicted)
+        return {"accuracy": {"en": 90.0, "de": 60.0}[language]}
 
     monkeypatch.setattr(finetune_xtreme, "predict", watched)
     monkeypatch.setattr(xtreme, "scores", given)
@@ -462,6 +462,7 @@ def test_the_checkpoint_is_the_best_in_english_development(options, monkeypatch)
     XTREME.run(options, monkeypatch)
     result = result_of(options["out_dir"])
     assert result["valid"] == {"accuracy": 80.0} and result["step"] == 4
+    assert result["mean"] == {"accuracy": 75.0} and result["gap"] == {"accuracy": 30.0}
     kept = saved(options, "model.pt")["model"]
     assert all(torch.equal(x, kept[name]) for name, x in weights[1].items())
     assert not all(torch.equal(x, kept[name]) for name, x in weights[2].items())
@@ -515,6 +516,22 @@ def test_the_best_answer_is_that_of_all_spans():
         score, begin, end = finetune_xtreme.best_answer(row, begins, ends, longest)
         assert (begin, end) == (10 * i, 10 * j + 5) and score == pytest.approx(float(spans[i, j]))
     assert finetune_xtreme.best_answer(row._replace(marks=[]), begins, ends, 30) == (-math.inf, 0, 0)
+
+
+def test_the_rows_of_an_example_are_put_together():
+    example, row = xtreme.Example("", ("?", "one two"), []), xtreme.Row(0, [], [], [])
+    rows = [row, row._replace(example=1), row]
+    found = {0: (5.0, 0, 3), 1: (7.0, 4, 7), 2: (1.0, 4, 7)}
+    assert finetune_xtreme.by_example("answer", [example, example], rows, found) == ["one", "two"]
+    found = {0: ["A", "B"], 1: ["C"], 2: ["D"]}
+    assert finetune_xtreme.by_example("tags", [example, example], rows, found) == [["A", "B", "D"], ["C"]]
+
+
+def test_dropout_is_that_of_the_command_line(options):
+    """Whatever the encoder was trained with."""
+    _, _, model, _, _ = opened(options | {"dropout": 0.3})
+    found = [module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)]
+    assert len(found) > 3 and set(found) == {0.3} == {layer.attn.dropout for layer in model.encoder.layers}
 
 
 def test_a_guess_is_what_counting_finds(options):
