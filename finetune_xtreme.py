@@ -502,7 +502,7 @@ def train(config: Config, context) -> dict:
     if run.checkpoint:
         best, loads = run.checkpoint["best"], run.checkpoint["loads"]
         for watch, total in zip(watches, run.checkpoint["pending"]):
-            watch.total += total * (context.rank == 0)
+            watch.total += total.to(watch.total.device) * (context.rank == 0)
         model.load_state_dict(run.checkpoint["model"])
     run.say(
         f"{run.name}: {len(rows):,} rows of {len(examples.train):,} training examples, {steps:,} steps; "

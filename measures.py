@@ -255,13 +255,13 @@ class Load:
     """Counts how many training tokens have each expert of a sparse layer as their first choice (X-MoE figure 3b)."""
 
     def __init__(self, moe: nn.Module):
-        self.total = torch.zeros(moe.router.num_experts, dtype=torch.int64)
+        self.total = torch.zeros(moe.router.num_experts, dtype=torch.int64, device=moe.layers[0].w_in.device)
         moe.watchers.append(self)
 
     def __call__(self, moe: nn.Module, h: Tensor, routing, kept: Tensor):
         if moe.training:
-            first = routing.priority.argmax(dim=1).cpu()  # (S,)
-            self.total += torch.bincount(first, minlength=len(self.total))
+            first = routing.priority.argmax(dim=1)  # (S,)
+            self.total.scatter_add_(0, first, torch.ones_like(first))  # bincount would wait for the device
 
     def take(self, reduce=lambda sums: sums) -> list[int]:
         """(E,) what was counted since the last time."""
