@@ -309,7 +309,7 @@ def read_examples(config: Config) -> Examples:
     Where there is no development set, or the benchmark scores that, a tenth of the training examples is held out to
     choose by.
     """
-    task, folder = xtreme.TASKS[config.task], xtreme.FOLDERS[config.task]
+    task, folder = xtreme.TASKS[config.task], xtreme.FOLDERS.get(config.task, config.task)
     source = trains_on = config.source and Path(config.source)
     if source and (source / folder).is_dir():
         trains_on = source / ("squad" if config.task in ("xquad", "mlqa") else folder)

@@ -70,10 +70,7 @@ CODES = {*NAMES, *"az gu jv ka lt ml ms my pa pl qu ro uk wo".split()}
 LANGUAGES = {code: code for code in CODES} | {name.lower(): code for code, name in NAMES.items()}  # in names of files
 ENDINGS = {"tags": ("tsv", "conllu"), "answer": ("json",), "label": ("tsv", "jsonl")}
 
-# XTREME's folders of the files; SQuAD's files are in `squad`
-FOLDERS = {"pos": "udpos", "ner": "panx"} | {
-    task: task for task in ("xquad", "mlqa", "tydiqa", "xnli", "pawsx", "apps")
-}
+FOLDERS = {"pos": "udpos", "ner": "panx"}  # of XTREME's files, where a task's has another name than the task
 
 
 class Example(NamedTuple):
@@ -87,7 +84,8 @@ class Example(NamedTuple):
 
 
 def read(task: str, split: str, source: Path | None) -> tuple[dict[str, list[Example]], list[str]]:
-    """-> the examples of every language in a split, and what was wrong with them, a line each.
+    """-> the examples of every language in a split (of the hub English alone, but where it is scored), and what was
+    wrong with them, a line each.
 
     source: a folder of files whose names say split and language, as XTREME's, UD's, MLQA's, XQuAD's and TyDiQA's do (as
     SQuAD's does not, it is English), or one file, which is English where its name does not say; None: the hub. A file
@@ -96,8 +94,9 @@ def read(task: str, split: str, source: Path | None) -> tuple[dict[str, list[Exa
     if task == "apps":
         return applications(split), []
     if source is None:
-        languages = ["en"] if split == "train" else TASKS[task].languages.split()
-        return {language: list(from_hub(task, split, language)) for language in languages}, []
+        languages = TASKS[task].languages.split() if split == TASKS[task].test else ["en"]
+        everything = {language: list(from_hub(task, split, language)) for language in languages}
+        return {language: own for language, own in everything.items() if own}, []
     examples, notes = {}, []
     reader = {"tags": read_tags, "answer": read_answers, "label": read_labels}[TASKS[task].kind]
     for language, path in files_of(task, split, source):

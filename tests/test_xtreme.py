@@ -302,9 +302,13 @@ def test_tags_from_the_hub(hub):
     names = xtreme.NAMES
     assert hub.asked == [("google/xtreme", f"udpos.{names[language]}", "test") for language in found]
     hub.asked.clear()
-    found, _ = read("ner", "valid", None)
+    found, _ = read("ner", "test", None)
     assert len(found) == 40 and found["jv"][0].gold == ["B-PER", "O"]
-    assert hub.asked[0] == ("google/xtreme", "PAN-X.af", "validation")
+    assert hub.asked[0] == ("google/xtreme", "PAN-X.af", "test")
+    hub.asked.clear()
+    # of what is not scored English alone is read
+    assert read("ner", "valid", None)[0].keys() == {"en"}
+    assert hub.asked == [("google/xtreme", "PAN-X.en", "validation")]
     hub.asked.clear()
     assert read("ner", "train", None)[0].keys() == {"en"} and hub.asked == [("google/xtreme", "PAN-X.en", "train")]
 
@@ -316,7 +320,7 @@ def test_answers_from_the_hub(hub):
     gold = [("Rome", 9), ("in Rome", 6), ("Paris", -1)]
     found, _ = read("tydiqa", "valid", None)
     assert found["en"] == [Example("english-1-0", ("Where?", "It is in Rome."), gold)]
-    assert [one.id for one in found["bn"]] == ["bengali-1-0"] and found["te"] == []
+    assert [one.id for one in found["bn"]] == ["bengali-1-0"] and found.keys() == {"bn", "en"}
     assert set(hub.asked) == {("google/xtreme", "tydiqa", "validation")}
     expected = {
         ("xquad", "train"): {"SQuAD": "train"},
