@@ -277,7 +277,10 @@ class FineTuned(SparseModel):
 
 def build(config: Config, labels: list[str]) -> tuple[FineTuned, XLMR]:
     """A pre-trained encoder under a new head, and its tokenizer. ValueError where --model is something else."""
-    encoder, tokenizer = pretrained.load(config.model, dropout=config.dropout)
+    folder = Path(config.model)
+    if not folder.exists():
+        raise ValueError(f"{folder} does not exist: train it with {folder.parent.name}.py, or give another --model")
+    encoder, tokenizer = pretrained.load(folder, dropout=config.dropout)
     if not isinstance(encoder, Encoder):
         raise ValueError(f"{config.model} is no encoder: give a run of train_mlm.py or train_electra.py")
     if not isinstance(tokenizer, XLMR):

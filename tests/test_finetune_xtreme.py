@@ -741,7 +741,8 @@ def test_the_search_runs_every_combination_and_names_the_best(options, monkeypat
 # Bad input
 
 BAD = {
-    "no model": ({"model": "nowhere"}, "nowhere is neither the folder of a run nor of a model"),
+    "no model": ({"model": "out/train_mlm/x"}, "out/train_mlm/x does not exist: train it with train_mlm.py"),
+    "no model in it": ({"model": "."}, ". is neither the folder of a run nor of a model"),
     "no such source": ({"source": "nowhere"}, "nowhere does not exist: it should hold the files of xnli"),
     "preset": ({"preset": "xmoe-apps"}, "preset must be one of demo, xmoe-pos"),
     "no such table": ({"table": "9", "task": "apps"}, "table must be one of 1, 3, 5, 6, 7, xlme1, xlme2, xlme7, not 9"),
