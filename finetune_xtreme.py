@@ -6,7 +6,8 @@
     python finetune_xtreme.py --preset xmoe-xnli --model DIR                a task by X-MoE's appendix C, from the hub
     python finetune_xtreme.py --preset xlme-mlqa --model /models/xlm-roberta-base --source XTREME_FOLDER
     python finetune_xtreme.py --preset xmoe-pos --search true               every combination of what was searched
-    python finetune_xtreme.py --table 1 --source XTREME_FOLDER --seeds 5    X-MoE's 1, 3, 5, 6, 7; xlme1, xlme2, xlme7
+    python finetune_xtreme.py --table 1 --preset xmoe-xnli --source XTREME_FOLDER --seeds 5    a table, by the paper's
+                                                           constants of each task: X-MoE's 1, 3, 5, 6, 7, xlme1, 2, 7
     python finetune_xtreme.py --model out/finetune_xtreme/RUN --predict FILE      tags, answers or labels for your text
 
 The checkpoint that is best in English (development set) is scored in every language, beside what a guess without a
@@ -17,10 +18,8 @@ command goes on where it stopped. `--help` lists every constant.
 import hashlib
 import itertools
 import json
-import math
 import statistics
-from collections import ChainMap, Counter, defaultdict
-from collections.abc import Mapping
+from collections import ChainMap
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -36,9 +35,9 @@ import measures
 import pretrained
 import runs
 from data import xtreme
-from data.files import read_lines, split_of
+from data.files import read_lines
 from data.tokenizers import XLMR, load_tokenizer
-from data.xtreme import Example, Row, TaskData
+from data.xtreme import Example, Examples, Row, TaskData
 from model import Encoder, ModelConfig, SparseModel, real_mask
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -47,7 +46,7 @@ from model import Encoder, ModelConfig, SparseModel, real_mask
 
 @dataclass
 class Config:
-    preset: str = "demo"  # demo, or a paper and a task: xmoe-xnli, xlme-pos and so on; of a table only the paper
+    preset: str = "demo"  # demo, or a paper and a task: xmoe-xnli, xlme-pos and so on (with --table: for all tasks)
     table: str | None = None  # run every row of X-MoE's table 1, 3, 5, 6 or 7, or XLM-E's xlme1, xlme2 or xlme7
     seeds: int = 1  # repeat with so many seeds; give mean and deviation
     search: bool = False  # run every combination of the values that the paper searched for the task
@@ -73,7 +72,7 @@ class Config:
     eps: float = 1e-8  # Adam
     weight_decay: float = 0.0  # of matrices and embeddings
     grad_clip: float = 1.0  # largest norm of the gradient; 0 for no limit
-    dropout: float = 0.1  # in the dense layers and before the output
+    dropout: float = 0.1  # in the encoder, and in the head of tags and labels
     seed: int = 0  # of the new layer's weights, data order and dropout
     log_every: int = 10  # steps from one look at the loss to the next
     out_dir: str = "out/finetune_xtreme"  # where runs are kept
@@ -83,8 +82,8 @@ class Config:
     resume: bool = True  # go on from the run's newest checkpoint; false: start again
     predict: str | None = None  # no training: say what --model, a run of this script, makes of this file
 
-    router_lr: ClassVar = 1.0
-    not_identity: ClassVar = {"search", "encoders", "predict", "source"}
+    router_lr: ClassVar = 1.0  # routers, where they are not frozen, learn at the rate of the rest
+    not_identity: ClassVar = {"search", "encoders", "predict", "source"}  # the data's checksum is of what was read
 
     def unread(self) -> set[str]:
         names = set() if xtreme.TASKS[self.task].kind == "answer" else {"stride", "longest_answer"}
@@ -93,8 +92,8 @@ class Config:
         return names
 
 
-# X-MoE appendix C and XLM-E table 11; what has several values was searched. Clipping, dropout, Adam's constants and
-# lengths are those of XTREME's own scripts: the papers do not say.
+# X-MoE appendix C and XLM-E table 11. Of several values, which the papers searched, a preset takes the middle one.
+# Clipping, dropout, Adam's constants and lengths are those of XTREME's own scripts: the papers do not say.
 ANSWERS = dict(learning_rate=(2e-5, 3e-5, 4e-5), epochs=(2, 3, 4))
 XMOE = {
     "pos": dict(batch_size=8, learning_rate=(1e-5, 2e-5, 3e-5)),
@@ -131,104 +130,83 @@ ALL = ("pos", "ner", "xquad", "mlqa", "tydiqa", "xnli", "pawsx")
 DENSE, SMOE, X_MOE = "train_mlm/{}-router=dense", "train_mlm/{}-router=switch", "train_mlm/{}"
 SMOE_SIGMOID, X_MOE_SIGMOID = f"{SMOE}-gate=sigmoid", f"{X_MOE}-gate=sigmoid"
 XLM, XLM_E = "train_electra/{}-objective=mlm", "train_electra/{}"
-ROWS = {  # title, tasks, and of each encoder: label, run, what to change, the paper's numbers
-    "1": (
-        "X-MoE table 1: XTREME",
-        ALL,
-        ("dense", DENSE, {}, "70.0, 61.1, 67.3/51.1, 58.7/41.1, 42.1/28.3, 70.1, 84.1"),
-        ("SMoE, softmax", SMOE, dict(frozen=False), "70.1, 60.9, 71.3/55.2, 62.8/44.8, 50.9/34.5, 71.5, 84.6"),
-        ("X-MoE, softmax", X_MOE, {}, "70.8, 63.2, 72.4/56.2, 64.5/46.3, 53.7/38.1, 72.0, 85.2"),
-        ("SMoE, sigmoid", SMOE_SIGMOID, dict(frozen=False), "70.6, 61.2, 71.5/55.7, 63.2/45.3, 50.1/35.1, 71.2, 85.1"),
-        ("X-MoE, sigmoid", X_MOE_SIGMOID, {}, "71.1, 62.7, 72.3/56.3, 64.3/46.0, 51.5/36.6, 72.2, 85.2"),
-    ),
-    "3": (
-        "X-MoE table 3: reduction, L2 norm, frozen routing; sigmoid gate",
-        ("xnli", "mlqa"),
-        ("reduction, norm, frozen", X_MOE_SIGMOID, {}, "72.2, 64.3/46.0"),
-        ("norm, frozen", f"{X_MOE_SIGMOID}-routing_dim=0", {}, "71.5, 63.4/45.2"),
-        ("reduction, frozen", f"{SMOE_SIGMOID}-routing_dim=16", {}, "71.4, 63.0/45.2"),
-        ("reduction, norm", X_MOE_SIGMOID, dict(frozen=False), "71.7, 63.9/45.8"),
-        ("frozen", SMOE_SIGMOID, {}, "71.6, 63.6/45.5"),
-        ("none", SMOE_SIGMOID, dict(frozen=False), "71.2, 63.2/45.3"),
-    ),
-    "5": (
-        "X-MoE table 5: the routing dimension, sigmoid gate, N = 32 experts",
-        ("xnli", "mlqa"),
-        ("N / 4", f"{X_MOE_SIGMOID}-routing_dim=8", {}, "71.4, 64.3/46.4"),
-        ("N / 2", X_MOE_SIGMOID, {}, "72.2, 64.3/46.0"),
-        ("N", f"{X_MOE_SIGMOID}-routing_dim=32", {}, "71.7, 63.8/45.9"),
-        ("2 N", f"{X_MOE_SIGMOID}-routing_dim=64", {}, "71.7, 62.7/44.8"),
-        ("4 N", f"{X_MOE_SIGMOID}-routing_dim=128", {}, "71.2, 63.1/45.0"),
-    ),
-    "6": (
-        "X-MoE table 6: the balance loss in fine-tuning, English development data",
-        ("xnli", "mlqa"),
-        ("0", X_MOE, dict(balance_coef=0.0), "71.71, 64.57"),
-        ("1e-3", X_MOE, dict(balance_coef=1e-3), "71.65, 64.40"),
-        ("1e-2", X_MOE, dict(balance_coef=1e-2), "71.93, 64.59"),
-        ("1e-1", X_MOE, dict(balance_coef=1e-1), "71.68, 64.50"),
-    ),
-    "7": (  # our copy of the paper lacks its numbers
-        "X-MoE table 7: one expert a token, and two",
-        ("xnli",),
-        ("SMoE, top-1", SMOE, dict(frozen=False), ""),
-        ("X-MoE, top-1", X_MOE, {}, ""),
-        ("SMoE, top-2", "train_mlm/{}-router=topk-top_k=2", dict(frozen=False), ""),
-        ("X-MoE, top-2", "train_mlm/{}-select=topk-top_k=2", {}, ""),
-    ),
-    "xlme1": (
-        "XLM-E table 1: XTREME",
-        ALL,
-        ("XLM-E - TRTD", f"{XLM_E}-tlm=False", {}, "74.2, 62.7, 74.3/58.2, 67.8/49.7, 57.8/40.6, 75.1, 87.1"),
-        ("XLM", XLM, {}, "70.1, 61.2, 59.8/44.3, 48.5/32.6, 43.6/29.1, 69.1, 80.9"),
-        ("XLM-E", XLM_E, {}, "75.6, 63.5, 76.2/60.2, 68.3/49.8, 62.4/45.7, 76.6, 88.3"),
-    ),
-    "xlme2": (
-        "XLM-E table 2: ablation",
-        ("xnli", "mlqa"),
-        ("XLM", XLM, {}, "?, 66.2/47.8"),
-        ("XLM - TLM", f"{XLM}-tlm=False", {}, "?, 64.0/46.0"),
-        ("XLM-E", XLM_E, {}, "76.6, 68.3/49.8"),
-        ("XLM-E - TRTD", f"{XLM_E}-tlm=False", {}, "75.1, 67.8/49.7"),
-        ("XLM-E - TRTD - gate", f"{XLM_E}-relative_bias=False-tlm=False", {}, "?, 67.4/49.2"),
-    ),
-    "xlme7": (
-        "XLM-E table 7: English minus the mean of the other languages (EM of answers)",
-        ("xquad", "mlqa", "tydiqa", "xnli", "pawsx"),
-        ("XLM", XLM, {}, ""),
-        ("XLM-E", XLM_E, {}, "14.9, 19.2, 13.1, 11.2, 8.8"),
-        ("XLM-E - TRTD", f"{XLM_E}-tlm=False", {}, "16.3, 18.6, 16.3, 11.5, 9.6"),
-    ),
+LEARN = dict(frozen=False)
+TITLES = {  # of a table: its title, and the tasks of its columns
+    "1": ("X-MoE table 1: XTREME", ALL),
+    "3": ("X-MoE table 3: reduction, L2 norm, frozen routing; sigmoid gate", ("xnli", "mlqa")),
+    "5": ("X-MoE table 5: the routing dimension, sigmoid gate, N = 32 experts", ("xnli", "mlqa")),
+    "6": ("X-MoE table 6: the balance loss in fine-tuning (the paper: validation data)", ("xnli", "mlqa")),
+    "7": ("X-MoE table 7: one expert a token, and two", ("xnli",)),
+    "xlme1": ("XLM-E table 1: XTREME", ALL),
+    "xlme2": ("XLM-E table 2: ablation", ("xnli", "mlqa")),
+    "xlme7": ("XLM-E table 7: English minus the mean of the other languages (EM of answers)", ALL[2:]),
 }
+ROWS = [  # table, encoder, its run, what to change in fine-tuning, the paper's number for each task
+    ("1", "dense", DENSE, {}, "70.0, 61.1, 67.3/51.1, 58.7/41.1, 42.1/28.3, 70.1, 84.1"),
+    ("1", "SMoE, softmax", SMOE, LEARN, "70.1, 60.9, 71.3/55.2, 62.8/44.8, 50.9/34.5, 71.5, 84.6"),
+    ("1", "X-MoE, softmax", X_MOE, {}, "70.8, 63.2, 72.4/56.2, 64.5/46.3, 53.7/38.1, 72.0, 85.2"),
+    ("1", "SMoE, sigmoid", SMOE_SIGMOID, LEARN, "70.6, 61.2, 71.5/55.7, 63.2/45.3, 50.1/35.1, 71.2, 85.1"),
+    ("1", "X-MoE, sigmoid", X_MOE_SIGMOID, {}, "71.1, 62.7, 72.3/56.3, 64.3/46.0, 51.5/36.6, 72.2, 85.2"),
+    ("3", "reduction, norm, frozen", X_MOE_SIGMOID, {}, "72.2, 64.3/46.0"),
+    ("3", "norm, frozen", f"{X_MOE_SIGMOID}-routing_dim=0", {}, "71.5, 63.4/45.2"),
+    ("3", "reduction, frozen", f"{SMOE_SIGMOID}-routing_dim=16", {}, "71.4, 63.0/45.2"),
+    ("3", "reduction, norm", X_MOE_SIGMOID, LEARN, "71.7, 63.9/45.8"),
+    ("3", "frozen", SMOE_SIGMOID, {}, "71.6, 63.6/45.5"),
+    ("3", "none", SMOE_SIGMOID, LEARN, "71.2, 63.2/45.3"),
+    ("5", "N / 4", f"{X_MOE_SIGMOID}-routing_dim=8", {}, "71.4, 64.3/46.4"),
+    ("5", "N / 2", X_MOE_SIGMOID, {}, "72.2, 64.3/46.0"),
+    ("5", "N", f"{X_MOE_SIGMOID}-routing_dim=32", {}, "71.7, 63.8/45.9"),
+    ("5", "2 N", f"{X_MOE_SIGMOID}-routing_dim=64", {}, "71.7, 62.7/44.8"),
+    ("5", "4 N", f"{X_MOE_SIGMOID}-routing_dim=128", {}, "71.2, 63.1/45.0"),
+    ("6", "0", X_MOE, dict(balance_coef=0.0), "71.71, 64.57"),
+    ("6", "1e-3", X_MOE, dict(balance_coef=1e-3), "71.65, 64.40"),
+    ("6", "1e-2", X_MOE, dict(balance_coef=1e-2), "71.93, 64.59"),
+    ("6", "1e-1", X_MOE, dict(balance_coef=1e-1), "71.68, 64.50"),
+    ("7", "SMoE, top-1", SMOE, LEARN, "?"),
+    ("7", "X-MoE, top-1", X_MOE, {}, "?"),
+    ("7", "SMoE, top-2", "train_mlm/{}-router=topk-top_k=2", LEARN, "?"),
+    ("7", "X-MoE, top-2", "train_mlm/{}-select=topk-top_k=2", {}, "?"),
+    ("xlme1", "XLM-E - TRTD", f"{XLM_E}-tlm=False", {}, "74.2, 62.7, 74.3/58.2, 67.8/49.7, 57.8/40.6, 75.1, 87.1"),
+    ("xlme1", "XLM", XLM, {}, "70.1, 61.2, 59.8/44.3, 48.5/32.6, 43.6/29.1, 69.1, 80.9"),
+    ("xlme1", "XLM-E", XLM_E, {}, "75.6, 63.5, 76.2/60.2, 68.3/49.8, 62.4/45.7, 76.6, 88.3"),
+    ("xlme2", "XLM", XLM, {}, "?, 66.2/47.8"),
+    ("xlme2", "XLM - TLM", f"{XLM}-tlm=False", {}, "?, 64.0/46.0"),
+    ("xlme2", "XLM-E", XLM_E, {}, "76.6, 68.3/49.8"),
+    ("xlme2", "XLM-E - TRTD", f"{XLM_E}-tlm=False", {}, "75.1, 67.8/49.7"),
+    ("xlme2", "XLM-E - TRTD - gate", f"{XLM_E}-relative_bias=False-tlm=False", {}, "?, 67.4/49.2"),
+    ("xlme7", "XLM", XLM, {}, "?, ?, ?, ?, ?"),
+    ("xlme7", "XLM-E", XLM_E, {}, "14.9, 19.2, 13.1, 11.2, 8.8"),
+    ("xlme7", "XLM-E - TRTD", f"{XLM_E}-tlm=False", {}, "16.3, 18.6, 16.3, 11.5, 9.6"),
+]
 
 
 def table(number: str, base: Config) -> runs.Table:
     """A row for each encoder and task, by the constants that the preset's paper has for the task; demo's for all."""
-    title, tasks, *encoders = ROWS[number]
+    title, tasks = TITLES[number]
     defaults = {name: getattr(Config, name) for name in PRESETS[base.preset]}  # the base's preset is of another task
     rows = []
-    for label, encoder, change, paper in encoders:
-        change = change | {"model": f"out/{encoder.format(base.encoders)}"}
-        for task, their_number in itertools.zip_longest(tasks, filter(None, paper.split(", ")), fillvalue=""):
-            preset = f"{base.preset.split('-')[0]}-{task}"
-            constants = {"preset": preset} | PRESETS[preset] if preset in PRESETS else {"task": task}
+    for label, encoder, change, paper in [row for own, *row in ROWS if own == number]:
+        for task, their_number in zip(tasks, paper.split(", ")):
+            preset = base.preset if base.preset == "demo" else f"{base.preset.split('-')[0]}-{task}"
+            constants = {"preset": preset, "task": task} | PRESETS[preset]
+            change = change | {"model": f"out/{encoder.format(base.encoders)}"}
             rows.append(((label, task, their_number), defaults | constants | change))
     return runs.Table(title, ("encoder", "task", "paper"), rows)
 
 
-TABLES = {number: partial(table, number) for number in ROWS}
+TABLES = {number: partial(table, number) for number in TITLES}
 
 
 def cells(result: dict) -> dict:
     """A row of any of the tables: means over languages, and what only some of them are about."""
-    main, *other = result["mean"]
-    exact = other[0] if other else main  # the paper's gaps are of EM
+    metrics = list(result["mean"])  # of answers f1 and em, else one alone
+    main, last = metrics[0], metrics[-1]
     return {
         "F1 or accuracy": (result["mean"][main], ".1f"),
-        "EM": (result["mean"][exact] if other else None, ".1f"),
+        "EM": (result["mean"].get("em"), ".1f"),
         "guess": (result["guess"][main], ".1f"),
         "English": (result["languages"].get("en", {}).get(main), ".1f"),
-        "English ahead by": (result["gap"][exact], ".1f"),
+        "English ahead by": (result["gap"].get(last), ".1f"),  # the paper's is of EM
         "English dev": (result["valid"][main], ".1f"),
     }
 
@@ -240,13 +218,13 @@ def cells(result: dict) -> dict:
 class FineTuned(SparseModel):
     """An encoder under XLM-R's head for a kind of task: one linear layer on tokens, or two on `<s>`."""
 
-    def __init__(self, encoder: Encoder, kind: str, outputs: int, dropout: float):
+    def __init__(self, encoder: Encoder, kind: str, labels: list[str], dropout: float):
         super().__init__()
-        self.config, self.encoder, self.kind = encoder.config, encoder, kind
+        self.config, self.encoder, self.kind, self.labels = encoder.config, encoder, kind, labels
         D, std = encoder.config.n_embd, encoder.config.init_std
         self.dropout = nn.Dropout(dropout)
         self.dense = nn.Linear(D, D) if kind == "label" else None
-        self.out = nn.Linear(D, outputs)
+        self.out = nn.Linear(D, len(labels) or 2)  # of answers, which have no labels: begins here, ends here
         for linear in filter(None, (self.dense, self.out)):
             nn.init.normal_(linear.weight, std=std)
             nn.init.zeros_(linear.bias)
@@ -269,11 +247,6 @@ class FineTuned(SparseModel):
             logits = logits.masked_fill(~real_mask(ids, real).unsqueeze(1), -torch.inf)
         return logits.flatten(0, 1), balance
 
-    def freeze(self):
-        """Routers and experts stay as they are (X-MoE 3.3)."""
-        for moe in self.moe_layers:
-            moe.requires_grad_(False)
-
 
 def build(config: Config, labels: list[str]) -> tuple[FineTuned, XLMR]:
     """A pre-trained encoder under a new head, and its tokenizer. ValueError where --model is something else."""
@@ -288,165 +261,61 @@ def build(config: Config, labels: list[str]) -> tuple[FineTuned, XLMR]:
     if tokenizer.vocab_size != encoder.config.vocab_size:
         raise ValueError(f"{config.model}: its tokenizer has {tokenizer.vocab_size:,} pieces, not those of its model")
     common.seed_all(config.seed)
-    kind = xtreme.TASKS[config.task].kind
-    return FineTuned(encoder, kind, 2 if kind == "answer" else len(labels), config.dropout), tokenizer
+    return FineTuned(encoder, xtreme.TASKS[config.task].kind, labels, config.dropout), tokenizer
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Data
-
-
-@dataclass
-class Examples:
-    """Of a task: to train on, to choose a checkpoint by, both English, and to score, of every language."""
-
-    train: list[Example]
-    valid: list[Example]
-    test: dict[str, list[Example]]
-    labels: list[str]
-
-
-def read_examples(config: Config) -> Examples:
-    """ValueError where English training or all test examples are missing. What is wrong with single ones is said.
-
-    Where there is no development set, or the benchmark scores that, a tenth of the training examples is held out to
-    choose by.
-    """
-    task, folder = xtreme.TASKS[config.task], xtreme.FOLDERS.get(config.task, config.task)
-    source = trains_on = config.source and Path(config.source)
-    if source and (source / folder).is_dir():
-        trains_on = source / ("squad" if config.task in ("xquad", "mlqa") else folder)
-        source = source / folder
-    if config.train_source:
-        trains_on = Path(config.train_source)
-    elif source and source.is_file():
-        raise ValueError(f"{source} is one file, to score: what to train on is --train_source")
-    train, notes = xtreme.read(config.task, "train", trains_on)
-    test, more = xtreme.read(config.task, task.test, source)
-    valid = {}
-    if task.test != "valid" and not (trains_on and trains_on.is_file()):
-        valid, others = xtreme.read(config.task, "valid", trains_on)
-        more += others
-    for note in notes + more:
-        common.warn(note)
-    if "en" not in train:
-        raise ValueError(f"{trains_on} holds no English training examples of {config.task}")
-    if not test:
-        raise ValueError(f"{source} holds no {task.test} examples of {config.task}")
-    train, valid = train["en"], valid.get("en", [])
-    if not valid:
-        held_out = [split_of(" ".join(one.texts), valid=0.1, test=0.0) == "valid" for one in train]
-        valid = list(itertools.compress(train, held_out))
-        train = list(itertools.compress(train, (not held for held in held_out)))
-    if not train or not valid:
-        raise ValueError(f"too few English training examples of {config.task} to hold some out to choose by")
-    limit = config.test_examples
-    test = {language: own[:limit] for language, own in test.items()}
-    labels = list(task.labels)
-    if config.task == "apps":
-        labels = sorted({one.gold for one in train})
-    return Examples(train[: config.train_examples], valid[:limit], test, labels)
-
-
 # Predicting and scoring
 
 
 @torch.no_grad()
-def predict(model: FineTuned, examples: list[Example], labels: list[str], config: Config, tokenizer, context) -> list:
+def predict(model: FineTuned, examples: list[Example], config: Config, tokenizer: XLMR, context) -> list:
     """Of every example its tags, its answer or its label. Rows of like lengths together, dealt to the processes."""
     model.eval()
-    rows = make_rows(model, examples, labels, config, tokenizer)
+    rows = make_rows(model, examples, config, tokenizer)
     order = sorted(range(len(rows)), key=lambda number: -len(rows[number].ids))
     batches = [order[first : first + config.micro_size] for first in range(0, len(order), config.micro_size)]
-    found = {}  # number of a row -> the tags of its marks; its best answer as (score, begin, end); its label
+    found = {}  # number of a row -> a list: the tags of its words, its label, or its best answer
     for numbers in batches[context.rank :: context.world]:
         own = [rows[number] for number in numbers]
         batch = xtreme.batch_of(own, tokenizer.pad)
         with context.autocast():
             logits, _ = model(*context.send_all(batch.ids, batch.real, batch.words))
-        found |= zip(numbers, read_off(model.kind, own, logits.float().cpu(), labels, config.longest_answer))
+        logits = logits.float().cpu()
+        found |= zip(numbers, xtreme.row_predictions(model.kind, model.labels, own, logits, config.longest_answer))
     found = ChainMap(*context.gather(found))
     model.train()
-    return by_example(model.kind, examples, rows, found)
+    return xtreme.by_example(model.kind, examples, rows, found)
 
 
-def make_rows(model: FineTuned, examples: list[Example], labels: list[str], config: Config, tokenizer) -> list[Row]:
+def make_rows(model: FineTuned, examples: list[Example], config: Config, tokenizer: XLMR) -> list[Row]:
     longest = model.config.block_size
     T = min(config.block_size or longest, longest)
     if T < 8:
         raise ValueError(f"block_size = {T} leaves a row no room for a question and a text: 8 or more")
-    return xtreme.rows_of(model.kind, examples, tokenizer, T, min(config.stride, T // 2), labels)
-
-
-def read_off(kind: str, rows: list[Row], logits: Tensor, labels: list[str], longest: int) -> list:
-    """Of each row what `predict` keeps of it."""
-    if kind == "answer":
-        return [best_answer(row, *own, longest) for row, own in zip(rows, logits.unflatten(0, (-1, 2)))]
-    best = [labels[number] for number in logits.argmax(dim=1).tolist()]
-    if kind == "label":
-        return best
-    words = iter(best)
-    return [list(itertools.islice(words, len(row.marks))) for row in rows]
-
-
-def best_answer(row: Row, begins: Tensor, ends: Tensor, longest: int) -> tuple[float, int, int]:
-    """Score, begin and end in the text, of at most `longest` tokens; begins, ends (T,): logits."""
-    if not row.marks:
-        return -math.inf, 0, 0
-    first, last = row.marks[0][0], row.marks[-1][0] + 1
-    score = begins[first:last, None] + ends[first:last]  # (N, N): from a token of the text to another
-    score = score.masked_fill(~torch.ones_like(score, dtype=torch.bool).triu().tril(longest - 1), -math.inf)
-    begin, end = divmod(int(score.argmax()), len(score))
-    return float(score[begin, end]), row.marks[begin][1][0], row.marks[end][1][1]
-
-
-def by_example(kind: str, examples: list[Example], rows: list[Row], found: Mapping[int, list]) -> list:
-    """What was found in the rows of each example, put together."""
-    parts = defaultdict(list)
-    for number, row in enumerate(rows):
-        parts[row.example].append(found[number])
-    predicted = []
-    for number, example in enumerate(examples):
-        if kind == "tags":
-            predicted.append(list(itertools.chain(*parts[number])))
-        elif kind == "label":
-            predicted += parts[number]
-        else:
-            _, begin, end = max(parts[number])
-            predicted.append(example.texts[1][begin:end].strip())
-    return predicted
-
-
-def guess(kind: str, train: list[Example], examples: list[Example]) -> list:
-    """What needs no model: the most frequent tag or label; the first words of a text, as many as answers have."""
-    if kind == "answer":
-        words = statistics.median(len(text.split()) for one in train for text, _ in one.gold)
-        return [" ".join(one.texts[1].split()[: round(words)]) for one in examples]
-    tags = itertools.chain.from_iterable(one.gold if kind == "tags" else [one.gold] for one in train)
-    most = Counter(tags).most_common(1)[0][0]
-    return [[most] * len(one.gold) if kind == "tags" else most for one in examples]
+    return xtreme.rows_of(model.kind, examples, tokenizer, T, min(config.stride, T // 2), model.labels)
 
 
 def main_score(scores: dict[str, float]) -> float:
-    """What chooses a checkpoint: accuracy or F1."""
+    """What chooses a checkpoint: accuracy or F1, the first."""
     return next(iter(scores.values()))
 
 
-def test(run: runs.Run, model: FineTuned, examples: Examples, config: Config, context) -> dict:
+def score_languages(run: runs.Run, model: FineTuned, examples: Examples, config: Config, context) -> dict:
     """-> scores of every language, their mean, and by how much English is ahead of the others (XLM-E table 7).
 
-    What was predicted is kept, a line an example, and not predicted again by these weights.
+    What was predicted is kept, a line an example, and not predicted again.
     """
     kind, languages, guesses = model.kind, {}, {}
     for language, own in tqdm(examples.test.items(), desc="testing", unit="language", disable=context.rank > 0):
         file = run.folder / f"test-{language}.jsonl"
-        kept = run.start == run.total and file.exists()  # else it is of the weights of a run before this one
+        kept = file.exists()
         if len(set(context.gather(kept))) > 1:
             raise ValueError(f"the processes see different files in {run.folder}: it must be on a shared disk")
         if kept:
             predicted = [json.loads(line)["predicted"] for line in read_lines(file)]
         else:
-            predicted = predict(model, own, examples.labels, config, run.tokenizer, context)
+            predicted = predict(model, own, config, run.tokenizer, context)
             lines = []
             for one, ours in zip(own, predicted):
                 record = {"id": one.id, "language": language, "gold": one.gold, "predicted": ours}
@@ -454,26 +323,17 @@ def test(run: runs.Run, model: FineTuned, examples: Examples, config: Config, co
             run.write(file.name, "".join(lines))
         gold = [one.gold for one in own]
         languages[language] = xtreme.scores(config.task, language, gold, predicted)
-        guesses[language] = xtreme.scores(config.task, language, gold, guess(kind, examples.train, own))
-    found = {
-        "languages": languages,
-        "guesses": guesses,
-        "mean": mean_of(languages),
-        "guess": mean_of(guesses),
-        "gap": {},
-    }
-    others = {language: scores for language, scores in languages.items() if language != "en"}
-    for metric, mean in mean_of(others or languages).items():
-        found["gap"][metric] = languages["en"][metric] - mean if others and "en" in languages else None
-    return found
+        guesses[language] = xtreme.scores(config.task, language, gold, xtreme.guess(kind, examples.train, own))
+    gap, others = {}, [scores for language, scores in languages.items() if language != "en"]
+    if others and "en" in languages:
+        gap = {metric: languages["en"][metric] - mean for metric, mean in mean_of(others).items()}
+    means = {"mean": mean_of([*languages.values()]), "guess": mean_of([*guesses.values()]), "gap": gap}
+    return {"languages": languages, "guesses": guesses} | means
 
 
-def mean_of(languages: dict[str, dict[str, float]]) -> dict[str, float]:
+def mean_of(scores: list[dict[str, float]]) -> dict[str, float]:
     """Of each metric."""
-    mean = {}
-    for metric in next(iter(languages.values())):
-        mean[metric] = statistics.fmean(scores[metric] for scores in languages.values())
-    return mean
+    return {metric: statistics.fmean(one[metric] for one in scores) for metric in scores[0]}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -483,29 +343,33 @@ def mean_of(languages: dict[str, dict[str, float]]) -> dict[str, float]:
 def train(config: Config, context) -> dict:
     """Fine-tunes (or goes on) on English, and scores every language -> the result, which is also in result.json."""
     with common.clear_errors():
-        examples = read_examples(config)
+        limits = config.train_examples, config.test_examples
+        examples = xtreme.read_examples(config.task, config.source, config.train_source, *limits)
+        for note in examples.notes:
+            common.warn(note)
         model, tokenizer = build(config, examples.labels)
-        rows = make_rows(model, examples.train, examples.labels, config, tokenizer)
+        rows = make_rows(model, examples.train, config, tokenizer)
         rows = [row for row in rows if set(row.targets) != {xtreme.UNKNOWN}]
         if not rows:
             raise ValueError(f"no training example of {config.task} has a label that is known")
         start = hash_of(model, examples)
         data = TaskData(rows, tokenizer, config.batch_size, config.micro_size, config.seed, start)
         gold = [one.gold for one in examples.valid]
-        guessed = xtreme.scores(config.task, "en", gold, guess(model.kind, examples.train, examples.valid))
+        guessed = xtreme.scores(config.task, "en", gold, xtreme.guess(model.kind, examples.train, examples.valid))
         steps = config.epochs * data.steps_per_epoch
         run = runs.Run(config, PRESETS, context, data, total=steps, every=data.steps_per_epoch)
         if run.result:
             return run.result
     model = common.place(model, context)
-    if config.frozen:
-        model.freeze()
-    best, loads = None, []  # step, English score and weights; tokens of each expert in every 100 steps
+    if config.frozen:  # routers and experts (X-MoE 3.3)
+        for moe in model.moe_layers:
+            moe.requires_grad_(False)
+    best, loads = None, []  # step, scores, weights; loads[i][layer][expert]: tokens of the i-th 100 steps
     watches = [measures.Load(moe) for moe in model.moe_layers]
     if run.checkpoint:
         best, loads = run.checkpoint["best"], run.checkpoint["loads"]
         for watch, total in zip(watches, run.checkpoint["pending"]):
-            watch.total += total.to(watch.total.device) * (context.rank == 0)
+            watch.total.copy_(total * (context.rank == 0))  # one process goes on with the sums of all
         model.load_state_dict(run.checkpoint["model"])
     run.say(
         f"{run.name}: {len(rows):,} rows of {len(examples.train):,} training examples, {steps:,} steps; "
@@ -535,23 +399,23 @@ def train(config: Config, context) -> dict:
         if (step + 1) % 100 == 0:
             loads.append([watch.take(context.sum) for watch in watches])
         if run.end_step(step):
-            predicted = predict(model, examples.valid, examples.labels, config, tokenizer, context)
+            predicted = predict(model, examples.valid, config, tokenizer, context)
             scores = xtreme.scores(config.task, "en", gold, predicted)
             if best is None or main_score(scores) > main_score(best["scores"]):
                 weights = {name: x.to("cpu", copy=True) for name, x in model.state_dict().items()}
                 best = {"step": step + 1, "scores": scores, "model": weights}
-            pending = [context.sum(watch.total) for watch in watches]
-            words = f"English development: {describe(scores)}"
-            whole = float(sum(p.detach().sum() for p in model.parameters()))  # not finite if the last update broke one
-            run.save(step, scores, whole, words, best=best, loads=loads, pending=pending)
+            pending = [context.sum(watch.total) for watch in watches]  # since the last full 100 steps
+            total = float(sum(p.detach().sum() for p in model.parameters()))  # not finite if the last update broke one
+            said = f"English development: {describe(scores)}"
+            run.save(step, scores, total, said, best=best, loads=loads, pending=pending)
     model.load_state_dict(best.pop("model"))
-    run.save_model("model.pt", best["step"], constants=run.constants, labels=examples.labels)
-    scores = test(run, model, examples, config, context)
+    run.save_model("model.pt", best["step"], constants=run.constants, labels=model.labels)
+    scores = score_languages(run, model, examples, config, context)
     return run.finish(scores | {"valid": best["scores"], "step": best["step"], "loads": loads})
 
 
 def hash_of(model: nn.Module, examples: Examples) -> str:
-    """Of its weights and of what it is scored on: the same folders may hold others tomorrow."""
+    """Of the weights and of what is scored: a run does not go on where a folder now holds others."""
     found = hashlib.sha256(repr((examples.valid, examples.test)).encode("utf-8", "surrogatepass"))
     for x in model.state_dict().values():
         found.update(x.flatten().view(torch.uint8).numpy())
@@ -570,9 +434,8 @@ def report(config: Config, result: dict) -> str:
     for language, scores in result["languages"].items():
         lines += [f"{language:10}{describe(scores):22}{describe(result['guesses'][language])}"]
     lines += [f"{'mean':10}{describe(result['mean']):22}{describe(result['guess'])}"]
-    gaps = {metric: gap for metric, gap in result["gap"].items() if gap is not None}
-    if gaps:
-        lines += [f"English is ahead of the mean of the others by {describe(gaps)}"]
+    if result["gap"]:
+        lines += [f"English is ahead of the mean of the others by {describe(result['gap'])}"]
     return "\n".join(lines)
 
 
@@ -609,10 +472,9 @@ def predict_file(config: Config, context):
         _, state = runs.newest(Path(config.model), ("model.pt",))
         if state.get("class") != FineTuned.__name__:
             raise ValueError(f"{config.model} holds no fine-tuned model: give a folder under out/finetune_xtreme")
-        constants, labels = Config(**state["constants"]), state["labels"]
+        constants = Config(**state["constants"])
         kind, wanted = xtreme.TASKS[constants.task].kind, 1 if constants.task == "apps" else 2
-        encoder = Encoder(ModelConfig(**state["arguments"]))
-        model = FineTuned(encoder, kind, 2 if kind == "answer" else len(labels), 0.0)
+        model = FineTuned(Encoder(ModelConfig(**state["arguments"])), kind, state["labels"], dropout=0.0)
         model.load_state_dict(state["model"])
         tokenizer = load_tokenizer(Path(config.model))
         examples = []
@@ -623,7 +485,7 @@ def predict_file(config: Config, context):
             gold = {"tags": [""] * len(texts), "answer": [], "label": ""}[kind]
             examples.append(Example(str(number), tuple(texts), gold))
     model = common.place(model, context)
-    for example, found in zip(examples, predict(model, examples, labels, constants, tokenizer, context)):
+    for example, found in zip(examples, predict(model, examples, constants, tokenizer, context)):
         if kind == "tags":
             found = "".join(f"{word}\t{tag}\n" for word, tag in zip(example.texts, found))
         if context.rank == 0:

@@ -277,7 +277,7 @@ class Run:
 
     def make_folder(self):
         """A run that starts again forgets what is there."""
-        if not self.config.resume:
+        if self.start == 0:
             for file in [*self.folder.glob("*.pt"), *self.folder.glob("*.json*")]:
                 file.unlink()
         self.write("config.json", self.constants)

@@ -10,25 +10,27 @@
 
 import hashlib
 import json
+import math
 import re
 import string
 import sys
 import unicodedata
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache, lru_cache, partial
 from itertools import chain
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median, mode
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from data.batches import pad_rows, tensors
 from data.corpora import catalog_files, messages, network
-from data.files import SPLIT_NAMES, read_catalog, read_lines, source_files, uncompressed_name
+from data.files import SPLIT_NAMES, read_catalog, read_lines, source_files, split_of, uncompressed_name
 from data.tokenizers import XLMR
 
 
@@ -84,7 +86,7 @@ class Example(NamedTuple):
 
 
 def read(task: str, split: str, source: Path | None) -> tuple[dict[str, list[Example]], list[str]]:
-    """-> the examples of every language in a split (of the hub English alone, but where it is scored), and what was
+    """-> the examples of every language in a split (from the hub: of what is not scored, English alone), and what was
     wrong with them, a line each.
 
     source: a folder of files whose names say split and language, as XTREME's, UD's, MLQA's, XQuAD's and TyDiQA's do (as
@@ -163,7 +165,8 @@ def read_tags(path: Path, labels: tuple[str, ...], problems: Counter) -> Iterato
             problems[f"a line with {len(cells)} columns"] += 1
             continue
         word, tag = (cells[1], cells[3]) if conllu else cells
-        problems.update([f"the unknown tag {tag!r}"] if tag not in labels else [])
+        if tag not in labels:
+            problems[f"the unknown tag {tag!r}"] += 1
         words.append(word)
         tags.append(tag)
 
@@ -270,13 +273,63 @@ def applications(split: str) -> dict[str, list[Example]]:
     sizes = Counter(found.values())
     examples = {}
     rows = messages()
-    rows += [("en", english, english, own) for english, own in {(english, own) for _, english, _, own in rows}]
+    rows += {("en", english, english, own) for _, english, _, own in rows}  # English translates itself
     for language, english, message, own in sorted(rows):
         label = found[english] if sizes[found[english]] >= 20 else "other"
         if own == split:
             mine = examples.setdefault(language, [])
             mine.append(Example(str(len(mine)), (message,), label))
     return examples
+
+
+class Examples(NamedTuple):
+    """Of a task: to train on, to choose a checkpoint by, both English, and to score, of every language."""
+
+    train: list[Example]
+    valid: list[Example]
+    test: dict[str, list[Example]]
+    labels: list[str]
+    notes: list[str]  # what was wrong with single ones
+
+
+def read_examples(
+    task: str, source: str | None, train_source: str | None, most_train: int | None, most_test: int | None
+) -> Examples:
+    """From a folder of the task's files, or of XTREME's folders of all tasks; None: the hub. train_source: others to
+    train on. ValueError where English training or all test examples are missing.
+
+    Where there is no development set, or the benchmark scores that, a tenth of the training examples is held out to
+    choose by.
+    """
+    scored, folder = TASKS[task].test, FOLDERS.get(task, task)
+    source = trains_on = source and Path(source)
+    if source and (source / folder).is_dir():
+        trains_on = source / ("squad" if task in ("xquad", "mlqa") else folder)
+        source = source / folder
+    if train_source:
+        trains_on = Path(train_source)
+    elif source and source.is_file():
+        raise ValueError(f"{source} is one file, to score: what to train on is --train_source")
+    train, notes = read(task, "train", trains_on)
+    test, more = read(task, scored, source)
+    valid = {}
+    if scored != "valid" and not (trains_on and trains_on.is_file()):
+        valid, others = read(task, "valid", trains_on)
+        more += others
+    if "en" not in train:
+        raise ValueError(f"{trains_on} holds no English training examples of {task}")
+    if not test:
+        raise ValueError(f"{source} holds no {scored} examples of {task}")
+    train, valid = train["en"], valid.get("en", [])
+    if not valid:
+        splits = [split_of(" ".join(one.texts), valid=0.1, test=0.0) for one in train]
+        valid = [one for one, split in zip(train, splits) if split == "valid"]
+        train = [one for one, split in zip(train, splits) if split == "train"]
+    if not train or not valid:
+        raise ValueError(f"too few English training examples of {task} to hold some out to choose by")
+    test = {language: own[:most_test] for language, own in test.items()}
+    labels = sorted({one.gold for one in train}) if task == "apps" else list(TASKS[task].labels)
+    return Examples(train[:most_train], valid[:most_test], test, labels, notes + more)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -289,7 +342,7 @@ class Row(NamedTuple):
     example: int  # its number
     ids: list[int]
     marks: list[tuple]  # (place in ids, what begins there): the number of a word, or (begin, end) in the text
-    targets: list[int]  # the tag of each mark; first and last place of the answer, 0: it is not here; a label
+    targets: list[int]  # tags of the marks; or first and last place of the answer, 0 if it is not here; or a label
 
 
 UNKNOWN = -100  # the target that `cross_entropy` passes over
@@ -381,7 +434,7 @@ class Batch(NamedTuple):
 
     ids: Tensor  # (B, T)
     real: Tensor | None  # (S,) flat positions of what is not padding; None: all of them
-    words: Tensor  # (M,) flat positions of the words' first pieces
+    words: Tensor  # (M,) flat positions of the marks: of words their first pieces
     targets: Tensor  # (M,) tags, (2 B,) first and last places of answers, or (B,) labels
 
 
@@ -416,6 +469,52 @@ class TaskData:
         first = (place * self.micros_per_step + micro) * self.micro_size
         chosen = self._order(epoch)[first : first + self.micro_size]
         return batch_of([self.rows[number] for number in chosen], self.tokenizer.pad)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# From rows back to examples
+
+
+def row_predictions(kind: str, labels: list[str], rows: list[Row], logits: Tensor, longest: int) -> list[list]:
+    """Of each row, in a list: the tags of its words, its label, or its best answer as (score, begin, end)."""
+    if kind == "answer":
+        return [[best_answer(row, *own, longest)] for row, own in zip(rows, logits.unflatten(0, (-1, 2)))]
+    best = iter(logits.argmax(dim=1).tolist())
+    return [[labels[next(best)] for _ in row.targets] for row in rows]
+
+
+def best_answer(row: Row, begins: Tensor, ends: Tensor, longest: int) -> tuple[float, int, int]:
+    """Score, begin and end in the text, of at most `longest` tokens; begins, ends (T,): logits."""
+    if not row.marks:
+        return -math.inf, 0, 0
+    first, last = row.marks[0][0], row.marks[-1][0] + 1
+    score = begins[first:last, None] + ends[first:last]  # (N, N): from a token of the text to another
+    allowed = torch.ones_like(score, dtype=torch.bool).triu().tril(longest - 1)  # ends not before it begins, and soon
+    score = score.masked_fill(~allowed, -math.inf)
+    begin, end = divmod(int(score.argmax()), len(score))
+    return float(score[begin, end]), row.marks[begin][1][0], row.marks[end][1][1]
+
+
+def by_example(kind: str, examples: list[Example], rows: list[Row], found: Mapping[int, list]) -> list:
+    """What was found in the rows of each example, put together."""
+    parts = [[] for _ in examples]
+    for number, row in enumerate(rows):
+        parts[row.example] += found[number]
+    if kind == "tags":
+        return parts
+    best = [max(part) for part in parts]  # of labels the only one
+    if kind == "label":
+        return best
+    return [one.texts[1][begin:end].strip() for one, (_, begin, end) in zip(examples, best)]
+
+
+def guess(kind: str, train: list[Example], examples: list[Example]) -> list:
+    """What needs no model: the most frequent tag or label; the first words of a text, as many as answers have."""
+    if kind == "answer":
+        words = median(len(text.split()) for one in train for text, _ in one.gold)
+        return [" ".join(one.texts[1].split()[: round(words)]) for one in examples]
+    most = mode(tag for one in train for tag in (one.gold if kind == "tags" else [one.gold]))
+    return [[most] * len(one.gold) if kind == "tags" else most for one in examples]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -475,7 +574,7 @@ ARTICLES = {
     "es": r"\b(un|una|unos|unas|el|la|los|las)\b",
     "de": r"\b(ein|eine|einen|einem|eines|einer|der|die|das|den|dem|des)\b",
     "vi": r"\b(của|là|cái|chiếc|những)\b",
-    "ar": r"\sال^|ال",
+    "ar": r"\sال^|ال",  # as in MLQA's script: nothing stands before a beginning, so it is ال anywhere
 }
 
 
