@@ -333,7 +333,10 @@ def score_languages(run: runs.Run, model: FineTuned, examples: Examples, config:
 
 def mean_of(scores: list[dict[str, float]]) -> dict[str, float]:
     """Of each metric."""
-    return {metric: statistics.fmean(one[metric] for one in scores) for metric in scores[0]}
+    mean = {}
+    for metric in scores[0]:
+        mean[metric] = statistics.fmean(one[metric] for one in scores)
+    return mean
 
 
 # ---------------------------------------------------------------------------------------------------------------------
