@@ -381,6 +381,9 @@ def train(config: Config, context) -> dict:
     )
     optimizer = common.adamw(model, config)
     forward = run.begin(model, optimizer, measures.matrix_flops(model)["total"])
+    if run.start == 0 and context.rank == 0:  # what is predicted there is of other weights
+        for file in run.folder.glob("test-*.jsonl"):
+            file.unlink()
     for step in run.steps():
         common.set_learning_rate(optimizer, common.linear(step, steps, config.warmup, config.learning_rate))
         for micro in run.micros(step):

@@ -277,7 +277,7 @@ class Run:
 
     def make_folder(self):
         """A run that starts again forgets what is there."""
-        if self.start == 0:
+        if not self.config.resume:
             for file in [*self.folder.glob("*.pt"), *self.folder.glob("*.json*")]:
                 file.unlink()
         self.write("config.json", self.constants)

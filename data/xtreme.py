@@ -439,6 +439,7 @@ class Batch(NamedTuple):
 
 
 def batch_of(rows: list[Row], pad: int) -> Batch:
+    """Rows as wide as the longest of them."""
     lengths = np.array([len(row.ids) for row in rows])
     ids, real = pad_rows(np.concatenate([row.ids for row in rows]), lengths, pad)
     words = [number * ids.shape[1] + place for number, row in enumerate(rows) for place, _ in row.marks]
@@ -465,6 +466,7 @@ class TaskData:
         return np.resize(order, self.steps_per_epoch * self.micros_per_step * self.micro_size)
 
     def batch(self, step: int, micro: int) -> Batch:
+        """micro_size rows, for training; steps are counted through all epochs."""
         epoch, place = divmod(step, self.steps_per_epoch)
         first = (place * self.micros_per_step + micro) * self.micro_size
         chosen = self._order(epoch)[first : first + self.micro_size]
