@@ -1,10 +1,11 @@
 """Figures, and tables that are measurements of models: what needs no training.
 
-    python analyze.py figure1                 XLM-E's figure 1, from the demo of train_electra.py and its baseline
-    python analyze.py figure1 RUN RUN ...     from the logs in these folders of runs
+    python analyze.py curve                   XLM-E's figure 1, from the demo of train_electra.py and its baseline
+    python analyze.py curve RUN RUN ...       from the logs in these folders of runs
     python analyze.py flops                   XLM-E's tables 3 and 4: parameters and FLOPs of the paper's sizes
 
-`python analyze.py figure1 --help` lists all options.
+A figure NAME is kept as NAME.png and NAME.svg in --out, with the numbers that are drawn in NAME.json.
+`python analyze.py NAME --help` says what it shows, how to read it, and lists its options.
 """
 
 import json
@@ -22,57 +23,109 @@ import runs
 from model import Encoder, ModelConfig
 
 # ---------------------------------------------------------------------------------------------------------------------
-# XLM-E figure 1
+# What the figures share
+
+COLORS = (
+    "#0072B2",
+    "#D55E00",
+    "#009E73",
+    "#CC79A7",
+    "#E69F00",
+    "#56B4E9",
+    "#000000",
+)  # told apart by any eye (Okabe-Ito)
+# Of each script, a constant that no other has: whose run a folder is.
+SCRIPTS = {"train_lm": "prompt", "train_mlm": "eval_maskings", "train_electra": "objective", "train_mt": "beam"}
+SCRIPTS |= {"finetune_xtreme": "stride"}
 
 
 @dataclass
-class Figure1:
-    # folders of runs of train_electra.py, of either objective
-    folders: tyro.conf.Positional[tuple[str, ...]] = ("out/train_electra/demo", "out/train_electra/demo-objective=mlm")
-    out: str = "figure1.png"  # what to draw in
+class Drawn:
+    """Options of every figure."""
+
+    out: str = "out/figures"  # folder for NAME.png, NAME.svg and NAME.json
 
 
-def figure1(options: Figure1):
-    """Held-out accuracy against training FLOPs at our scale."""
+def canvas(columns: int = 1, rows: int = 1, width: float = 5, height: float = 4):
+    """An empty figure, each of its axes so many inches wide and high."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise ImportError("a figure needs one more library: pip install matplotlib") from None
-    figure = Figure(figsize=(10, 4), layout="tight")
-    found, right = figure.subplots(1, 2)
-    for folder in options.folders:
-        config, records = read_run(folder)
-        model, color = {"rtd": ("XLM-E", "tab:red"), "mlm": ("XLM", "tab:blue")}[config["objective"]]
-        label = f"{model}, seed {config['seed']}"
-        flops = [record["flops"] for record in records]
-        scores = [record["held_out"] for record in records]
-        layer = round(0.75 * config["n_layer"])  # the 9th of 12, as in section 4.6
-        found.plot(flops, [s["retrieval"][layer] for s in scores], color=color, label=label)
-        right.plot(flops, [s["sentences"]["generator"] for s in scores], color=color, label=label)
-        if model == "XLM-E":
-            right.plot(flops, [s["sentences"]["f1"] for s in scores], ":", color=color, label=f"{label}: F1")
-    found.axhline(scores[0]["chance"], color="gray", linestyle="--", label="chance")
-    found.set(xlabel="training FLOPs (products)", title="Held-out translations found")
-    right.set(xlabel="training FLOPs (products)", title="Masked tokens of held-out sentences right")
-    found.legend()
-    right.legend()
-    figure.savefig(options.out, dpi=120)
-    print(f"drawn in {options.out}")
+    figure = Figure(figsize=(columns * width, rows * height), layout="constrained")
+    figure.subplots(rows, columns, squeeze=False)
+    return figure
 
 
-def read_run(folder: str) -> tuple[dict, list[dict]]:
-    """The constants of a run of train_electra.py, and its evaluations. ValueError where there are none."""
+def save(figure, name: str, caption: str, numbers: dict, options: Drawn):
+    """Keeps a figure with a caption, which names the runs, and the numbers that it shows."""
+    figure.supxlabel(caption, fontsize=8, color="0.35", wrap=True)
+    folder = Path(options.out)
+    folder.mkdir(parents=True, exist_ok=True)
+    for ending in ("png", "svg"):
+        figure.savefig(folder / f"{name}.{ending}", dpi=150)
+    content = {"caption": caption} | numbers
+    (folder / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
+    print(f"drawn in {folder / name}.png and .svg; the numbers are in {name}.json")
+
+
+def read_run(folder: str, *scripts: str) -> tuple[dict, list[dict]]:
+    """The constants of a run and its evaluations. ValueError where there are none, or it is of another script."""
     log = Path(folder, "metrics.jsonl")
     text = log.read_text() if log.exists() else ""
     if not text:
-        raise ValueError(f"{folder} holds no run with an evaluation: give folders such as out/train_electra/demo")
+        raise ValueError(f"{folder} holds no run with an evaluation: give folders such as out/{scripts[0]}/demo")
     config = runs.read_json(Path(folder, "config.json"))
-    if "objective" not in config:
-        raise ValueError(f"{folder} holds no run of train_electra.py")
+    if not any(SCRIPTS[script] in config for script in scripts):
+        raise ValueError(f"{folder} holds no run of {' or '.join(f'{script}.py' for script in scripts)}")
     try:
         return config, [json.loads(line) for line in text.splitlines()]
     except ValueError:
         raise ValueError(f"{log} has a torn line: the run was stopped there, and its command goes on with it") from None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# XLM-E figure 1
+
+
+@dataclass
+class Curve(Drawn):
+    """XLM-E's figure 1: a score against training FLOPs. Higher at the same FLOPs is better.
+
+    At our scale: held-out translations found, and masked tokens of held-out sentences right.
+    """
+
+    # folders of runs of train_electra.py, of either objective
+    folders: tyro.conf.Positional[tuple[str, ...]] = ("out/train_electra/demo", "out/train_electra/demo-objective=mlm")
+
+
+def curve(options: Curve):
+    figure = canvas(columns=2)
+    found, right = figure.axes
+    numbers = {}
+    for number, folder in enumerate(options.folders):
+        config, records = read_run(folder, "train_electra")
+        color = COLORS[number % len(COLORS)]
+        label = f"{'XLM-E' if config['objective'] == 'rtd' else 'XLM'}, seed {config['seed']}"
+        layer = round(0.75 * config["n_layer"])  # the 9th of 12, as in section 4.6
+        scores = [record["held_out"] for record in records]
+        drawn = numbers[folder] = {
+            "flops": [record["flops"] for record in records],
+            "retrieval": [score["retrieval"][layer] for score in scores],
+            "generator": [score["sentences"]["generator"] for score in scores],
+        }
+        found.plot(drawn["flops"], drawn["retrieval"], "o-", color=color, label=label)
+        right.plot(drawn["flops"], drawn["generator"], "o-", color=color, label=label)
+        if config["objective"] == "rtd":
+            drawn["f1"] = [score["sentences"]["f1"] for score in scores]
+            right.plot(drawn["flops"], drawn["f1"], "s:", color=color, label=f"{label}: F1 of replaced tokens")
+        numbers["chance"] = scores[0]["chance"]
+    found.axhline(numbers["chance"], color="gray", linestyle="--", label="chance")
+    found.set(xlabel="training FLOPs (products)", ylabel="share", title="Held-out translations found")
+    right.set(xlabel="training FLOPs (products)", ylabel="share", title="Masked tokens of held-out sentences right")
+    found.legend()
+    right.legend()
+    save(figure, "curve", f"XLM-E figure 1 at our scale: {', '.join(options.folders)}", numbers, options)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -156,7 +209,7 @@ by the text both rows train both networks, on one batch a step without TRTD and 
 # ---------------------------------------------------------------------------------------------------------------------
 # The command line
 
-ANALYSES = {"figure1": (Figure1, figure1), "flops": (Flops, flops)}
+ANALYSES = {"curve": (Curve, curve), "flops": (Flops, flops)}
 
 
 def main():

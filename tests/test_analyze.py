@@ -59,9 +59,12 @@ def test_figure_1_is_drawn_from_the_logs(folders, tmp_path, monkeypatch, capsys)
         savefig(figure, *args, **more)
 
     monkeypatch.setattr(Figure, "savefig", record)
-    file = tmp_path / "figure1.png"
-    run(monkeypatch, "figure1", *folders, "--out", file)
-    assert file.stat().st_size > 5_000 and str(file) in capsys.readouterr().out
+    run(monkeypatch, "curve", *folders, "--out", tmp_path / "drawn")
+    assert str(tmp_path / "drawn" / "curve.png") in capsys.readouterr().out
+    assert (tmp_path / "drawn" / "curve.png").stat().st_size > 5_000
+    assert "<svg" in (tmp_path / "drawn" / "curve.svg").read_text()
+    numbers = json.loads((tmp_path / "drawn" / "curve.json").read_text())
+    assert numbers[str(folders[0])]["f1"] == [0.05, 0.1] and str(folders[1]) in numbers["caption"]
     lines = {}
     for axes in figures[0].axes:
         for line in axes.lines:
@@ -73,7 +76,7 @@ def test_figure_1_is_drawn_from_the_logs(folders, tmp_path, monkeypatch, capsys)
         ("Held-out translations found", "XLM-E, seed 3"): [x, [0.2, 0.4]],
         ("Held-out translations found", "XLM, seed 3"): [x, [0.2, 0.4]],
         ("Masked tokens of held-out sentences right", "XLM-E, seed 3"): [x, [0.1, 0.2]],
-        ("Masked tokens of held-out sentences right", "XLM-E, seed 3: F1"): [x, [0.05, 0.1]],
+        ("Masked tokens of held-out sentences right", "XLM-E, seed 3: F1 of replaced tokens"): [x, [0.05, 0.1]],
         ("Masked tokens of held-out sentences right", "XLM, seed 3"): [x, [0.1, 0.2]],
     }
 
@@ -81,28 +84,28 @@ def test_figure_1_is_drawn_from_the_logs(folders, tmp_path, monkeypatch, capsys)
 def test_what_is_no_log_is_one_clear_line(folders, tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
-    assert "out/train_electra/demo holds no run" in refused(monkeypatch, capsys, "figure1")
-    assert f"{tmp_path} holds no run" in refused(monkeypatch, capsys, "figure1", *folders, tmp_path)
+    assert "out/train_electra/demo holds no run" in refused(monkeypatch, capsys, "curve")
+    assert f"{tmp_path} holds no run" in refused(monkeypatch, capsys, "curve", *folders, tmp_path)
     log = folders[0] / "metrics.jsonl"
     whole = log.read_text()
     for torn in (whole[:-20], whole.replace("}\n", "\n", 1)):
         log.write_text(torn)
-        assert f"{log} has a torn line" in refused(monkeypatch, capsys, "figure1", *folders)
+        assert f"{log} has a torn line" in refused(monkeypatch, capsys, "curve", *folders)
     log.write_text("")
-    assert f"{folders[0]} holds no run" in refused(monkeypatch, capsys, "figure1", *folders)
+    assert f"{folders[0]} holds no run" in refused(monkeypatch, capsys, "curve", *folders)
     (folders[1] / "config.json").write_text('{"seed": 1}')
-    assert f"{folders[1]} holds no run of train_electra.py" in refused(monkeypatch, capsys, "figure1", folders[1])
+    assert f"{folders[1]} holds no run of train_electra.py" in refused(monkeypatch, capsys, "curve", folders[1])
     (folders[1] / "config.json").write_text("{")
-    assert "config.json is not readable JSON" in refused(monkeypatch, capsys, "figure1", folders[1])
+    assert "config.json is not readable JSON" in refused(monkeypatch, capsys, "curve", folders[1])
 
 
 def test_a_figure_that_cannot_be_drawn_is_one_clear_line(folders, tmp_path, monkeypatch, capsys):
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "matplotlib.figure", None)
-        assert "pip install matplotlib" in refused(patch, capsys, "figure1", *folders)
+        assert "pip install matplotlib" in refused(patch, capsys, "curve", *folders)
     pytest.importorskip("matplotlib")
-    assert "nowhere" in refused(monkeypatch, capsys, "figure1", *folders, "--out", tmp_path / "nowhere" / "a.png")
-    assert "'txt' is not supported" in refused(monkeypatch, capsys, "figure1", *folders, "--out", tmp_path / "a.txt")
+    (tmp_path / "file").write_text("in the way")
+    assert "file" in refused(monkeypatch, capsys, "curve", *folders, "--out", tmp_path / "file")
 
 
 def test_a_run_leaves_what_the_figure_reads(tmp_path):
@@ -110,7 +113,7 @@ def test_a_run_leaves_what_the_figure_reads(tmp_path):
     log = (ROOT / "results/train_electra/demo.metrics.jsonl").read_text()
     (tmp_path / "metrics.jsonl").write_text(log)
     (tmp_path / "config.json").write_text(json.dumps(vars(train_electra.Config())))
-    config, records = analyze.read_run(str(tmp_path))
+    config, records = analyze.read_run(str(tmp_path), "train_electra")
     assert config["objective"] == "rtd" and len(records) == 8
 
 
@@ -155,4 +158,4 @@ def test_products_are_those_of_a_run():
 
 def test_commands_that_are_none(monkeypatch, capsys):
     for line in ((), ("figure2",)):
-        assert "python analyze.py figure1 | flops" in refused(monkeypatch, capsys, *line)
+        assert "python analyze.py curve | flops" in refused(monkeypatch, capsys, *line)
