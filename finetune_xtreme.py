@@ -6,8 +6,9 @@
     python finetune_xtreme.py --preset xmoe-xnli --model DIR                a task by X-MoE's appendix C, from the hub
     python finetune_xtreme.py --preset xlme-mlqa --model /models/xlm-roberta-base --source XTREME_FOLDER
     python finetune_xtreme.py --preset xmoe-pos --search true               every combination of what was searched
-    python finetune_xtreme.py --table 1 --preset xmoe-xnli --source XTREME_FOLDER --seeds 5    a table, by the paper's
-                                                           constants of each task: X-MoE's 1, 3, 5, 6, 7, xlme1, 2, 7
+    python finetune_xtreme.py --table 1 --source XTREME_FOLDER    a table, on a sample of each task, minutes a run:
+                                                           X-MoE's 1, 3, 5, 6 and 7, or XLM-E's xlme1, xlme2 and xlme7
+    python finetune_xtreme.py --table 1 --preset xmoe-xnli --source XTREME_FOLDER --seeds 5    by the paper's constants
     python finetune_xtreme.py --model out/finetune_xtreme/RUN --predict FILE      tags, answers or labels for your text
 
 The checkpoint that is best in English (development set) is scored in every language, beside what a guess without a
@@ -46,7 +47,7 @@ from model import Encoder, ModelConfig, SparseModel, real_mask
 
 @dataclass
 class Config:
-    preset: str = "demo"  # demo, or a paper and a task: xmoe-xnli, xlme-pos and so on (with --table: for all tasks)
+    preset: str = "demo"  # demo, or a paper and a task: xmoe-xnli, xlme-pos; sample-pos: small (--table: of all tasks)
     table: str | None = None  # run every row of X-MoE's table 1, 3, 5, 6 or 7, or XLM-E's xlme1, xlme2 or xlme7
     seeds: int = 1  # repeat with so many seeds; give mean and deviation
     search: bool = False  # run every combination of the values that the paper searched for the task
@@ -114,8 +115,20 @@ XLME = {
     "xnli": dict(learning_rate=(5e-6, 6e-6, 7e-6, 8e-6), warmup=12_500 / 122_720),
     "pawsx": dict(learning_rate=(8e-6, 9e-6, 1e-5, 2e-5)),
 }
+# For encoders of the demos' size, which take larger steps: a sample of each task.
+SAMPLE = {
+    "pos": dict(train_examples=2000, epochs=6, learning_rate=2e-3),
+    "ner": dict(train_examples=2000, epochs=6, learning_rate=2e-3),
+    "xquad": dict(train_examples=1000, epochs=3, learning_rate=1e-3),
+    "mlqa": dict(train_examples=1000, epochs=3, learning_rate=1e-3),
+    "tydiqa": dict(train_examples=1000, epochs=3, learning_rate=1e-3),
+    "xnli": dict(train_examples=5000, epochs=4),
+    "pawsx": dict(train_examples=5000, epochs=10),
+}
+COMMON = dict(batch_size=16, micro_size=16, dropout=0.0, test_examples=200)
+SAMPLE = {task: constants | COMMON for task, constants in SAMPLE.items()}
 PRESETS, SEARCHED = {"demo": {}}, {"demo": {}}
-for paper, tasks in {"xmoe": XMOE, "xlme": XLME}.items():
+for paper, tasks in {"xmoe": XMOE, "xlme": XLME, "sample": SAMPLE}.items():
     for task, constants in tasks.items():
         name = f"{paper}-{task}"
         SEARCHED[name] = {key: values for key, values in constants.items() if isinstance(values, tuple)}
@@ -181,16 +194,16 @@ ROWS = [  # table, encoder, its run, what to change in fine-tuning, the paper's 
 
 
 def table(number: str, base: Config) -> runs.Table:
-    """A row for each encoder and task, by the constants that the preset's paper has for the task; demo's for all."""
+    """A row for each encoder and task, by the constants that the preset's paper has for the task; demo: by a sample."""
     title, tasks = TITLES[number]
     defaults = {name: getattr(Config, name) for name in PRESETS[base.preset]}  # the base's preset is of another task
+    paper_of_constants = "sample" if base.preset == "demo" else base.preset.split("-")[0]
     rows = []
     for label, encoder, change, paper in [row for own, *row in ROWS if own == number]:
         for task, their_number in zip(tasks, paper.split(", ")):
-            preset = base.preset if base.preset == "demo" else f"{base.preset.split('-')[0]}-{task}"
-            constants = {"preset": preset, "task": task} | PRESETS[preset]
-            change = change | {"model": f"out/{encoder.format(base.encoders)}"}
-            rows.append(((label, task, their_number), defaults | constants | change))
+            preset = f"{paper_of_constants}-{task}"
+            run = {"preset": preset, "model": f"out/{encoder.format(base.encoders)}"}
+            rows.append(((label, task, their_number), defaults | PRESETS[preset] | run | change))
     return runs.Table(title, ("encoder", "task", "paper"), rows)
 
 
@@ -205,6 +218,7 @@ def cells(result: dict) -> dict:
         "F1 or accuracy": (result["mean"][main], ".1f"),
         "EM": (result["mean"].get("em"), ".1f"),
         "guess": (result["guess"][main], ".1f"),
+        "by word": (result["counting"].get(main), ".1f"),
         "English": (result["languages"].get("en", {}).get(main), ".1f"),
         "English ahead by": (result["gap"].get(last), ".1f"),  # the paper's is of EM
         "English dev": (result["valid"][main], ".1f"),
@@ -306,7 +320,7 @@ def score_languages(run: runs.Run, model: FineTuned, examples: Examples, config:
 
     What was predicted is kept, a line an example, and not predicted again.
     """
-    kind, languages, guesses = model.kind, {}, {}
+    kind, languages, guesses, counted = model.kind, {}, {}, {}
     for language, own in tqdm(examples.test.items(), desc="testing", unit="language", disable=context.rank > 0):
         file = run.folder / f"test-{language}.jsonl"
         kept = file.exists()
@@ -324,11 +338,14 @@ def score_languages(run: runs.Run, model: FineTuned, examples: Examples, config:
         gold = [one.gold for one in own]
         languages[language] = xtreme.scores(config.task, language, gold, predicted)
         guesses[language] = xtreme.scores(config.task, language, gold, xtreme.guess(kind, examples.train, own))
+        if kind == "tags":
+            counted[language] = xtreme.scores(config.task, language, gold, xtreme.tags_by_word(examples.train, own))
     gap, others = {}, [scores for language, scores in languages.items() if language != "en"]
     if others and "en" in languages:
         gap = {metric: languages["en"][metric] - mean for metric, mean in mean_of(others).items()}
     means = {"mean": mean_of([*languages.values()]), "guess": mean_of([*guesses.values()]), "gap": gap}
-    return {"languages": languages, "guesses": guesses} | means
+    means["counting"] = mean_of([*counted.values()]) if counted else {}
+    return {"languages": languages, "guesses": guesses, "counted": counted} | means
 
 
 def mean_of(scores: list[dict[str, float]]) -> dict[str, float]:
@@ -436,10 +453,13 @@ def report(config: Config, result: dict) -> str:
     """A finished result in words."""
     what = "a smoke test, no task of XTREME's; " if config.task == "apps" else ""
     lines = [f"\n{result['name']}: {what}weights of step {result['step']}, best in English development"]
-    lines += [f"{'':10}{'score':22}guess without a model"]
+    by_word = "each word's most frequent tag" if result["counted"] else ""
+    lines += [f"{'':10}{'score':22}{'guess without a model':24}{by_word}".rstrip()]
     for language, scores in result["languages"].items():
-        lines += [f"{language:10}{describe(scores):22}{describe(result['guesses'][language])}"]
-    lines += [f"{'mean':10}{describe(result['mean']):22}{describe(result['guess'])}"]
+        guess, counted = result["guesses"][language], result["counted"].get(language, {})
+        lines += [f"{language:10}{describe(scores):22}{describe(guess):24}{describe(counted)}".rstrip()]
+    guess, counted = result["guess"], result["counting"]
+    lines += [f"{'mean':10}{describe(result['mean']):22}{describe(guess):24}{describe(counted)}".rstrip()]
     if result["gap"]:
         lines += [f"English is ahead of the mean of the others by {describe(result['gap'])}"]
     return "\n".join(lines)

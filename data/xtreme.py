@@ -16,7 +16,7 @@ import string
 import sys
 import unicodedata
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from functools import cache, lru_cache, partial
 from itertools import chain
@@ -517,6 +517,17 @@ def guess(kind: str, train: list[Example], examples: list[Example]) -> list:
         return [" ".join(one.texts[1].split()[: round(words)]) for one in examples]
     most = mode(tag for one in train for tag in (one.gold if kind == "tags" else [one.gold]))
     return [[most] * len(one.gold) if kind == "tags" else most for one in examples]
+
+
+def tags_by_word(train: list[Example], examples: list[Example]) -> list[list[str]]:
+    """What counting finds: each word's most frequent tag, and for words that training has not the most frequent."""
+    counts = defaultdict(Counter)
+    for one in train:
+        for word, tag in zip(one.texts, one.gold):
+            counts[word.lower()][tag] += 1
+    most = sum(counts.values(), Counter()).most_common(1)[0][0]
+    tags = {word: own.most_common(1)[0][0] for word, own in counts.items()}
+    return [[tags.get(word.lower(), most) for word in one.texts] for one in examples]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

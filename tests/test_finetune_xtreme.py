@@ -219,7 +219,8 @@ def test_every_encoder_trains_on_every_kind_of_task_and_reports(encoder, task, o
     out, result = capsys.readouterr().out, result_of(options["out_dir"])
     main = {"pos": "f1", "xquad": "f1"}.get(task, "accuracy")
     assert list(result["languages"]) == list(result["guesses"]) == ["de", "en"]
-    for kind, mean in (("languages", "mean"), ("guesses", "guess")):
+    assert list(result["counted"]) == (["de", "en"] if task == "pos" else [])
+    for kind, mean in (("languages", "mean"), ("guesses", "guess"), ("counted", "counting")):
         for metric, value in result[mean].items():
             assert value == pytest.approx(fmean(scores[metric] for scores in result[kind].values()))
     english, german = (result["languages"][language] for language in ("en", "de"))
@@ -228,9 +229,13 @@ def test_every_encoder_trains_on_every_kind_of_task_and_reports(encoder, task, o
     text = lambda scores: ", ".join(f"{metric} {value:.1f}" for metric, value in scores.items())  # noqa: E731
     report = out.split("\n\n")[-1]
     assert ("a smoke test, no task of XTREME's" in report) == (task == "apps")
+    lines = report.splitlines()
     for language in ("de", "en"):
-        assert f"{language:10}{text(result['languages'][language]):22}{text(result['guesses'][language])}\n" in report
-    assert f"{'mean':10}{text(result['mean']):22}{text(result['guess'])}\n" in report
+        guess, counted = result["guesses"][language], result["counted"].get(language, {})
+        assert f"{language:10}{text(result['languages'][language]):22}{text(guess):24}{text(counted)}".rstrip() in lines
+    guess, counted = result["guess"], result["counting"]
+    assert f"{'mean':10}{text(result['mean']):22}{text(guess):24}{text(counted)}".rstrip() in lines
+    assert ("each word's most frequent tag" in report) == (task == "pos")
     assert f"English is ahead of the mean of the others by {text(result['gap'])}\n" in report
     assert f"English development: {text(result['valid'])}\n" in out
     assert result["step"] == 3 if task == "apps" else 6
@@ -552,6 +557,14 @@ def test_a_guess_is_what_counting_finds(options):
     assert median([2, 2, 4]) == 2 and guess("answer", [one, two], [one]) == ["the red"]
 
 
+def test_counting_gives_each_word_its_most_frequent_tag():
+    sentence = lambda text, tags: xtreme.Example("", tuple(text.split()), tags.split())  # noqa: E731
+    train = [sentence("The run ends", "DET NOUN VERB"), sentence("a run run", "DET VERB VERB"), sentence("x y", "X X")]
+    train += [sentence("the x z", "DET NOUN NOUN"), sentence("x u", "NOUN NOUN")]
+    found = xtreme.tags_by_word(train, [sentence("THE Run of", ""), sentence("x", "")])
+    assert found == [["DET", "VERB", "NOUN"], ["NOUN"]]
+
+
 def test_a_tenth_is_held_out_where_there_is_no_development_set(options, source, tmp_path, monkeypatch, capsys):
     """Of a file to train on, too, which is not its own development set."""
     (tmp_path / "source").mkdir()
@@ -629,7 +642,9 @@ def test_the_presets_are_the_papers():
         "xlme-xnli": (32, (5e-6, 6e-6, 7e-6, 8e-6), 10, 12_500 / 122_720, 0),
         "xlme-pawsx": (32, (8e-6, 9e-6, 1e-5, 2e-5), 10, 0.1, 0),
     }
-    assert papers.keys() | {"demo"} == PRESETS.keys() == SEARCHED.keys()
+    samples = {f"sample-{task}" for task in xtreme.TASKS if task != "apps"}
+    assert papers.keys() | samples | {"demo"} == PRESETS.keys() == SEARCHED.keys()
+    assert not any(SEARCHED[preset] for preset in samples)
     for preset, numbers in papers.items():
         config, searched = Config(preset=preset, **PRESETS[preset]), {}
         for name, value in zip(("batch_size", "learning_rate", "epochs", "warmup", "weight_decay"), numbers):
@@ -679,7 +694,7 @@ def test_a_row_has_the_constants_of_its_task_and_nothing_of_another(number, pres
     assert [labels[:2] for labels, _ in rows] == expected
     for ((_, task, _), change), (_, encoder, differs, _) in zip(rows, [own for own in encoders for _ in tasks]):
         (config,) = runs.seeds_of(base, change)
-        own = preset if preset == "demo" else f"{preset.split('-')[0]}-{task}"
+        own = f"sample-{task}" if preset == "demo" else f"{preset.split('-')[0]}-{task}"
         given = PRESETS[own] | {"task": task, "encoders": "base", "model": f"out/{encoder.format('base')}"}
         assert config == Config(preset=own, **given | differs)
 
@@ -713,7 +728,7 @@ def test_a_table_runs_every_row(options, encoders, tmp_path, monkeypatch, capsys
     ]
     (mine,) = (result for result in found if result["config"]["model"] == "out/train_mlm/demo")
     scores = mine["languages"]
-    numbers = [mine["mean"]["accuracy"], None, mine["guess"]["accuracy"], scores["en"]["accuracy"]]
+    numbers = [mine["mean"]["accuracy"], None, mine["guess"]["accuracy"], None, scores["en"]["accuracy"]]
     numbers += [scores["en"]["accuracy"] - scores["de"]["accuracy"], mine["valid"]["accuracy"]]
     assert rows[1][3:] == ["" if number is None else f"{number:.1f}" for number in numbers]
 
