@@ -1,9 +1,10 @@
-"""What is measured of models: parameters, FLOPs, routing statistics, collapse and fluctuation, retrieval.
+"""What is measured of models: parameters, FLOPs, routing statistics, collapse and fluctuation, retrieval, alignment.
 
 Functions that the scripts and analyses share; nothing here imports a file of the project. Letters as in model.py.
 """
 
 import math
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -299,17 +300,18 @@ def representation_collapse(count: Tensor, total: Tensor, outer: Tensor) -> floa
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Sentence vectors and retrieval
+# Hidden states, sentence vectors and retrieval
 
 
 @torch.no_grad()
-def sentence_vectors(encoder: nn.Module, rows: list[list[int]], micro_tokens: int, context) -> Tensor:
-    """(L + 1, n, D): means over the tokens of each row, of length 1, by layer (0: embeddings), as in XLM-E 4.6.
+def hidden_states(
+    encoder: nn.Module, rows: list[list[int]], micro_tokens: int, context
+) -> Iterator[tuple[list[int], Tensor, list[Tensor]]]:
+    """Of every forward pass, longest rows first: the numbers of its B rows, where they are real (B, T), and the
+    hidden states by layer (0: embeddings), L + 1 times (B, T, D) in fp32 or float64.
 
-    rows: ids with their special tokens, which count; a forward pass has at most micro_tokens or one row.
+    rows: ids with their special tokens; a forward pass has at most micro_tokens or one row.
     """
-    config = encoder.config
-    vectors = torch.empty(config.n_layer + 1, len(rows), config.n_embd, device=context.device)
     lengths = torch.tensor([len(row) for row in rows])
     order = lengths.argsort(descending=True, stable=True).tolist()
     while order:
@@ -319,18 +321,29 @@ def sentence_vectors(encoder: nn.Module, rows: list[list[int]], micro_tokens: in
         ids = nn.utils.rnn.pad_sequence(texts, batch_first=True)  # (B, T)
         keep = torch.arange(ids.shape[1]) < lengths[chunk].unsqueeze(1)
         real = keep.flatten().nonzero().squeeze(1)
-        ids, real, keep = context.send_all(ids, real, keep.unsqueeze(2))
+        ids, real, keep = context.send_all(ids, real, keep)
         states = []
         with context.autocast():
             encoder(ids, real, states)
+        yield chunk, keep, [state.to(torch.promote_types(state.dtype, torch.float32)) for state in states]
+
+
+def sentence_vectors(encoder: nn.Module, rows: list[list[int]], micro_tokens: int, context) -> Tensor:
+    """(L + 1, n, D): means over the tokens of each row, of length 1, by layer (0: embeddings), as in XLM-E 4.6.
+
+    rows, micro_tokens: see hidden_states; special tokens count.
+    """
+    config = encoder.config
+    vectors = torch.empty(config.n_layer + 1, len(rows), config.n_embd, device=context.device)
+    for chunk, keep, states in hidden_states(encoder, rows, micro_tokens, context):
         for layer, state in zip(vectors, states):
-            total = (state.float() * keep).sum(dim=1)
+            total = (state * keep.unsqueeze(2)).sum(dim=1)
             layer[chunk] = F.normalize(total, dim=1)  # as long as that of the mean
     return vectors
 
 
-def retrieval(one: Tensor, two: Tensor) -> Tensor:
-    """How often the nearest of n sentences is the translation, by layer: (L + 1,), the mean of both directions.
+def both_directions(one: Tensor, two: Tensor) -> Tensor:
+    """How often the nearest of n sentences is the translation, by layer: (2, L + 1), from one to two, and back.
 
     one, two (L + 1, n, D), of length 1, row i of one the translation of row i of the other (Tatoeba, XLM-E table 5).
     """
@@ -338,4 +351,75 @@ def retrieval(one: Tensor, two: Tensor) -> Tensor:
     here = torch.arange(one.shape[1], device=one.device)  # (n,)
     forth = (near.argmax(dim=2) == here).float()
     back = (near.argmax(dim=1) == here).float()
-    return (forth.mean(dim=1) + back.mean(dim=1)) / 2
+    return torch.stack([forth.mean(dim=1), back.mean(dim=1)])
+
+
+def retrieval(one: Tensor, two: Tensor) -> Tensor:
+    """(L + 1,): the mean of both directions."""
+    return both_directions(one, two).mean(dim=0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Word alignment by optimal transport (XLM-E 4.6), with the method of XLM-Align (Chi et al., 2021c)
+
+
+def sinkhorn(similarity: Tensor, rounds: int = 2) -> Tensor:
+    """(..., m, n) similarities of the pieces of two sentences -> a plan of transport between them.
+
+    What is not above 0 becomes 1e-6; a round scales first the columns, then the rows, to a sum of 1.
+    """
+    plan = torch.where(similarity > 0, similarity, 1e-6)
+    for _ in range(rounds):
+        plan = plan / plan.sum(dim=-2, keepdim=True)
+        plan = plan / plan.sum(dim=-1, keepdim=True)
+    return plan
+
+
+def itermax(plan: Tensor, rounds: int = 2, ratio: float = 0.9) -> Tensor:
+    """(..., m, n) -> bool, which pieces are aligned (SimAlign's Itermax, Jalili Sabet et al., 2020).
+
+    Those that are each other's best; then, in each further round, also those that are once `ratio` is on what has a
+    partner on one side and 0 on what has one on both. No further round once every piece of a side has a partner, or
+    where a side has only one or two.
+    """
+    aligned = each_others_best(plan)
+    if min(plan.shape[-2:]) <= 2:
+        return aligned
+    for _ in range(rounds - 1):
+        row, column = aligned.any(dim=-1, keepdim=True), aligned.any(dim=-2, keepdim=True)
+        free = ~(row & column)  # (..., m, n)
+        over = row.all(dim=-2, keepdim=True) | column.all(dim=-1, keepdim=True)
+        weight = torch.where(row | column, ratio, 1.0) * free
+        aligned = aligned | each_others_best(plan * weight) & free & ~over
+    return aligned
+
+
+def each_others_best(plan: Tensor) -> Tensor:
+    """(..., m, n) -> bool: the largest of their row and of their column, of equal ones the first."""
+    none = torch.zeros_like(plan, dtype=torch.bool)
+    of_row = none.scatter(-1, plan.argmax(dim=-1, keepdim=True), True)
+    of_column = none.scatter(-2, plan.argmax(dim=-2, keepdim=True), True)
+    return of_row & of_column
+
+
+def word_links(aligned: Tensor, one: list[int], two: list[int]) -> list[set[tuple[int, int]]]:
+    """Of each layer the pairs of words any of whose pieces are aligned.
+
+    aligned (L + 1, m, n) bool; one (m,), two (n,): the word that each piece is of.
+    """
+    links = [set() for _ in aligned]
+    for layer, i, j in aligned.nonzero().tolist():
+        links[layer].add((one[i], two[j]))
+    return links
+
+
+def alignment_error(found: list[set], sure: list[set], possible: list[set]) -> float:
+    """AER over all sentences together: 1 - (|A & S| + |A & P|) / (|A| + |S|), XLM-E eq. 10.
+
+    Of each sentence the links (word, word) that were found, the sure ones and the possible ones, which hold the sure.
+    """
+    right = total = 0
+    for A, S, P in zip(found, sure, possible, strict=True):
+        right += len(A & S) + len(A & P)
+        total += len(A) + len(S)
+    return 1 - right / total
