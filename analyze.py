@@ -227,17 +227,12 @@ def retrieval(options: Retrieval):
         texts, what = bitext_sets.tatoeba(Path(options.source)), f"Tatoeba, {options.source}"
         groups = {"Tatoeba-14": bitext_sets.TATOEBA_14, "Tatoeba-36": bitext_sets.TATOEBA_36}
         papers = PAPER_RETRIEVAL
+    if options.most < 1:
+        raise ValueError(f"most must be over 0, not {options.most}")
     texts = {language: pairs[: options.most] for language, pairs in texts.items()}
     context = common.setup(options.device, options.dtype)
     opened = open_encoders(options, context)
-    found = []  # of each encoder: language -> (2, L + 1), from English and to English
-    with tqdm(total=len(opened) * len(texts), unit="language") as bar:
-        for one in opened:
-            found.append({})
-            for language, pairs in texts.items():
-                foreign, english = (vectors_of(side, one, options, context) for side in zip(*pairs))
-                found[-1][language] = measures.both_directions(english, foreign).cpu()
-                bar.update()
+    found = find_translations(opened, texts, options, context)
     groups = {group: wanted for group, wanted in groups.items() if texts.keys() & set(wanted)}
     figure, headers = canvas(columns=len(groups), width=6), ["accuracy, %", "layer"]
     rows = [[one.name, one.layer] for one in opened] + [["chance", ""]] + [[f"paper: {name}", ""] for name in papers]
@@ -263,6 +258,19 @@ def retrieval(options: Retrieval):
     print(runs.markdown_table(headers, rows))
     numbers["languages"] = [{language: scores.tolist() for language, scores in one.items()} for one in found]
     save(figure, "retrieval", f"XLM-E figure 3 at our scale, on {what}: {', '.join(options.folders)}", numbers, options)
+
+
+def find_translations(opened: list[Opened], texts: bitext_sets.Texts, options: Encoders, context) -> list[dict]:
+    """Of each encoder: language -> how often it finds the translation by layer, (2, L + 1), from English and to it."""
+    found = []
+    with tqdm(total=len(opened) * len(texts), unit="language") as bar:
+        for one in opened:
+            found.append({})
+            for language, pairs in texts.items():
+                foreign, english = (vectors_of(side, one, options, context) for side in zip(*pairs))
+                found[-1][language] = measures.both_directions(english, foreign).cpu()
+                bar.update()
+    return found
 
 
 def vectors_of(texts: tuple[str, ...], one: Opened, options: Encoders, context) -> torch.Tensor:
@@ -302,18 +310,7 @@ def alignment(options: Alignment):
         common.warn(note)
     context = common.setup(options.device, options.dtype)
     opened = open_encoders(options, context)
-    errors, long = [], []  # of each encoder: set -> AER in percent by layer; what did not fit
-    with tqdm(total=len(opened) * sum(map(len, sets.values())), unit="pair") as bar:
-        for one in opened:
-            errors.append({})
-            long.append(Counter())
-            for name, pairs in sets.items():
-                links = []  # of each pair of sentences, by layer
-                for first in range(0, len(pairs), 32):
-                    some = pairs[first : first + 32]
-                    links += align(some, one, options, context, long[-1])
-                    bar.update(len(some))
-                errors[-1][name] = [error_of(layer, pairs) for layer in zip(*links)]
+    errors, long = align_sets(opened, sets, options, context)
     diagonals = {name: error_of([diagonal(pair) for pair in pairs], pairs) for name, pairs in sets.items()}
     rows = []
     for one, by_set in zip(opened, errors):
@@ -329,7 +326,7 @@ def alignment(options: Alignment):
     print(f"XLM-E table 6: AER, %, {how}\n\n{runs.markdown_table(['', 'layer', *sets, 'mean'], rows)}")
     for one, counts in zip(opened[::2], long[::2]):
         for what, count in counts.items():
-            print(f"{one.name}: {count} of {sum(map(len, sets.values())):,} {what}")
+            print(f"{one.name}: {count:,} of {sum(map(len, sets.values())):,} {what}")
     figure = canvas(width=7)
     (axes,) = figure.axes
     means = [list(map(fmean, zip(*by_set.values()))) for by_set in errors]
@@ -339,6 +336,23 @@ def alignment(options: Alignment):
     numbers = {"encoders": [one.name for one in opened], "layers": [one.layer for one in opened], "errors": errors}
     numbers |= {"diagonal": diagonals, "means": means, "long": long}
     save(figure, "alignment", f"XLM-E figure 4 at our scale, {how}: {', '.join(options.folders)}", numbers, options)
+
+
+def align_sets(opened: list[Opened], sets: dict[str, list[Aligned]], options: Alignment, context) -> tuple[list, list]:
+    """Of each encoder: set -> AER in percent by layer; and how many pairs did not fit into its rows."""
+    errors, long = [], []
+    with tqdm(total=len(opened) * sum(map(len, sets.values())), unit="pair") as bar:
+        for one in opened:
+            errors.append({})
+            long.append(Counter())
+            for name, pairs in sets.items():
+                links = []  # of each pair of sentences, by layer
+                for first in range(0, len(pairs), 32):
+                    some = pairs[first : first + 32]
+                    links += align(some, one, options, context, long[-1])
+                    bar.update(len(some))
+                errors[-1][name] = [error_of(layer, pairs) for layer in zip(*links)]
+    return errors, long
 
 
 def error_of(links: Iterable[set], pairs: list[Aligned]) -> float:
@@ -363,9 +377,9 @@ def align(pairs: list[Aligned], one: Opened, options: Alignment, context, long: 
             rows.append([bos, *ids, eos, *more, eos])
         else:
             long["pairs are too long for one sequence: two"] += options.together
-            long["pairs are too long even so: cut"] += max(len(ids), len(more)) > T - 2
+            long["pairs have a sentence that is too long alone: cut"] += max(len(ids), len(more)) > T - 2
             rows += [[bos, *side[: T - 2], eos] for side in (ids, more)]
-        parts.append((first, len(rows) - 1, words[: T - 2], others[: T - 2]))
+        parts.append((first, len(rows) - 1, words[: T - 2], others[: T - 2]))  # one row or two
     states = [None] * len(rows)
     for chunk, _, layers in measures.hidden_states(one.encoder, rows, options.micro_tokens, context):
         for place, row in enumerate(chunk):

@@ -338,7 +338,7 @@ def sentence_vectors(encoder: nn.Module, rows: list[list[int]], micro_tokens: in
     for chunk, keep, states in hidden_states(encoder, rows, micro_tokens, context):
         for layer, state in zip(vectors, states):
             total = (state * keep.unsqueeze(2)).sum(dim=1)
-            layer[chunk] = F.normalize(total, dim=1)  # as long as that of the mean
+            layer[chunk] = F.normalize(total, dim=1).float()  # as long as that of the mean
     return vectors
 
 
@@ -389,8 +389,8 @@ def itermax(plan: Tensor, rounds: int = 2, ratio: float = 0.9) -> Tensor:
         row, column = aligned.any(dim=-1, keepdim=True), aligned.any(dim=-2, keepdim=True)
         free = ~(row & column)  # (..., m, n)
         over = row.all(dim=-2, keepdim=True) | column.all(dim=-1, keepdim=True)
-        weight = torch.where(row | column, ratio, 1.0) * free
-        aligned = aligned | each_others_best(plan * weight) & free & ~over
+        left = torch.where(row | column, ratio * plan, plan) * free
+        aligned = aligned | each_others_best(left) & free & ~over
     return aligned
 
 

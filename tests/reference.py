@@ -218,3 +218,61 @@ def table(values, S, E, like):
 def queues(turn, E):
     """Each expert's tokens, in the order in which it serves them"""
     return [[s for _, s in sorted((key, s) for (s, expert), key in turn.items() if expert == e)] for e in range(E)]
+
+
+# --- Word alignment (XLM-E 4.6)
+
+
+def transport(S, rounds):
+    """S[i][j] -> a plan, as XLM-Align's section 3.1: first the columns are scaled to a sum of 1, then the rows."""
+    m, n = len(S), len(S[0])
+    A = [[s if s > 0 else 1e-6 for s in row] for row in S]
+    for _ in range(rounds):
+        for j in range(n):
+            total = sum(A[i][j] for i in range(m))
+            for i in range(m):
+                A[i][j] /= total
+        for i in range(m):
+            total = sum(A[i])
+            A[i] = [a / total for a in A[i]]
+    return A
+
+
+def best_of_both(A):
+    """Pairs (i, j): j is the best of i, and i of j."""
+    m, n = len(A), len(A[0])
+    found = set()
+    for i in range(m):
+        for j in range(n):
+            if A[i].index(max(A[i])) == j and [row[j] for row in A].index(max(row[j] for row in A)) == i:
+                found.add((i, j))
+    return found
+
+
+def iterative(A, rounds, ratio):
+    """SimAlign's Itermax: more pairs in every round, of what the rounds before left open."""
+    m, n = len(A), len(A[0])
+    found = best_of_both(A)
+    if min(m, n) <= 2:
+        return found
+    for _ in range(rounds - 1):
+        rows, columns = {i for i, _ in found}, {j for _, j in found}
+        if len(rows) == m or len(columns) == n:
+            break
+        weight = {0: 1.0, 1: ratio, 2: 0.0}  # of how many sides have a partner
+        left = [[A[i][j] * weight[(i in rows) + (j in columns)] for j in range(n)] for i in range(m)]
+        more = {(i, j) for i, j in best_of_both(left) if i not in rows or j not in columns}
+        found = found | more
+    return found
+
+
+def aer(found, sure, possible):
+    """XLM-E eq. 10, links counted one by one over all sentences."""
+    both_sure = both_possible = predicted = certain = 0
+    for A, S, P in zip(found, sure, possible):
+        for link in A:
+            predicted += 1
+            both_sure += link in S
+            both_possible += link in P or link in S
+        certain += len(S)
+    return 1 - (both_sure + both_possible) / (predicted + certain)
