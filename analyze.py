@@ -253,7 +253,7 @@ def retrieval(options: Retrieval):
         numbers["means"][group] = {"found": [mean.tolist() for mean in means], "chance": chance, "missing": missing}
         if missing:
             print(f"{group}: {', '.join(missing)} are missing in {options.source}")
-    figure.axes[0].legend()
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside right upper")
     print(f"\nXLM-E table 5: sentences whose translation is the nearest ({what})\n")
     print(runs.markdown_table(headers, rows))
     numbers["languages"] = [{language: scores.tolist() for language, scores in one.items()} for one in found]
@@ -319,20 +319,19 @@ def alignment(options: Alignment):
     rows.append(["the diagonal", "", *diagonals.values(), fmean(diagonals.values())])
     rows = [[f"{cell:.2f}" if isinstance(cell, float) else cell for cell in row] for row in rows]
     for name, theirs in PAPER_ALIGNMENT.items():
-        rows.append(
-            [f"paper: {name}", ""] + [theirs.get("-".join(sorted(each.split("-"))), "") for each in sets] + [""]
-        )
+        cells = [theirs.get("-".join(sorted(each.split("-"))), "") for each in sets]  # en-de is de-en
+        rows.append([f"paper: {name}", "", *cells, ""])
     how = "both sentences in one sequence" if options.together else "each sentence alone"
     print(f"XLM-E table 6: AER, %, {how}\n\n{runs.markdown_table(['', 'layer', *sets, 'mean'], rows)}")
     for one, counts in zip(opened[::2], long[::2]):
         for what, count in counts.items():
             print(f"{one.name}: {count:,} of {sum(map(len, sets.values())):,} {what}")
-    figure = canvas(width=7)
+    figure = canvas(width=8)
     (axes,) = figure.axes
     means = [list(map(fmean, zip(*by_set.values()))) for by_set in errors]
     draw_layers(axes, opened, means, fmean(diagonals.values()), "the diagonal")
     axes.set(ylabel="AER, % (lower is better)", title=f"Word alignment: mean over {', '.join(sets)}")
-    axes.legend()
+    figure.legend(loc="outside right upper")
     numbers = {"encoders": [one.name for one in opened], "layers": [one.layer for one in opened], "errors": errors}
     numbers |= {"diagonal": diagonals, "means": means, "long": long}
     save(figure, "alignment", f"XLM-E figure 4 at our scale, {how}: {', '.join(options.folders)}", numbers, options)
@@ -438,7 +437,7 @@ def gap(options: Gap):
     drawn = {"/".join(Path(model).parts[-2:]): own for model, own in gaps.items()}
     if PAPER_GAP["XLM-E"].keys() & set(tasks):
         drawn["XLM-E in the paper"] = PAPER_GAP["XLM-E"]
-    figure = canvas(width=3 + 1.5 * len(tasks))
+    figure = canvas(width=5 + len(tasks))
     (axes,) = figure.axes
     width = 0.8 / len(drawn)
     for number, (name, own) in enumerate(drawn.items()):
@@ -449,7 +448,7 @@ def gap(options: Gap):
     axes.axhline(0, color="black", linewidth=0.8)
     axes.set_xticks(range(len(tasks)), [XTREME[task] for task in tasks])
     axes.set(ylabel="points (lower is better)", title="English ahead of the mean of the other languages")
-    axes.legend()
+    figure.legend(loc="outside right upper")
     numbers = {"gaps": gaps, "paper": PAPER_GAP}
     save(figure, "gap", f"XLM-E table 7 at our scale: {', '.join(options.folders)}", numbers, options)
 
