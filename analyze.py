@@ -447,6 +447,7 @@ def gap(options: Gap):
         axes.bar(places, heights, width, color=color, label=name)
     axes.axhline(0, color="black", linewidth=0.8)
     axes.set_xticks(range(len(tasks)), [XTREME[task] for task in tasks])
+    axes.set_xlim(-0.6, len(tasks) - 0.4)
     axes.set(ylabel="points (lower is better)", title="English ahead of the mean of the other languages")
     figure.legend(loc="outside right upper")
     numbers = {"gaps": gaps, "paper": PAPER_GAP}
