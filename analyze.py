@@ -244,6 +244,7 @@ def retrieval(options: Retrieval):
         chance = fmean(1 / len(texts[language]) for language in own)
         draw_layers(axes, opened, [100 * mean.mean(dim=0) for mean in means], 100 * chance, "chance")
         axes.set(ylabel="accuracy, %, mean of both directions", title=f"{group}: {len(own)} languages")
+        axes.set_ylim(bottom=0)
         headers += [f"{group}: en to xx", "xx to en"]
         cells = [mean[:, one.layer].tolist() for one, mean in zip(opened, means)] + [(chance, chance)]
         for row, cell in zip(rows, cells):
@@ -252,7 +253,7 @@ def retrieval(options: Retrieval):
             row += papers[name][group]
         numbers["means"][group] = {"found": [mean.tolist() for mean in means], "chance": chance, "missing": missing}
         if missing:
-            print(f"{group}: {', '.join(missing)} are missing in {options.source}")
+            print(f"{group}, without what {options.source} lacks: {', '.join(missing)}")
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside right upper")
     print(f"\nXLM-E table 5: sentences whose translation is the nearest ({what})\n")
     print(runs.markdown_table(headers, rows))

@@ -494,7 +494,6 @@ def test_itermax_is_simaligns(m, n, rounds, ratio):
 
 @pytest.mark.parametrize("m, n", SHAPES)
 def test_itermax_is_that_of_the_package(m, n):
-    """pip install --no-deps simalign==0.4, scikit-learn, networkx"""
     SentenceAligner = pytest.importorskip("simalign").SentenceAligner
     similarity = measures.sinkhorn(torch.rand(40, m, n, generator=torch.Generator().manual_seed(m)).double())
     for plan in similarity:
