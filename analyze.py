@@ -285,7 +285,8 @@ def vectors_of(texts: tuple[str, ...], one: Opened, options: Encoders, context) 
 class Alignment(Encoders):
     """XLM-E's table 6 and figure 4: the error of word alignments by optimal transport (AER, lower is better).
 
-    The pieces of a sentence and of its translation are as similar as the dot products of their states say.
+    The pieces of a sentence and of its translation are as similar as the dot products of their states say. Beside it
+    stands what needs no model, the diagonal: each word with the one that is as far into the other sentence.
     """
 
     source: str | None = None  # folder of de-en.src-tgt (source ||| target, in words) and de-en.gold, and so on

@@ -156,9 +156,14 @@ def test_layer_and_number_of_sentences_are_options(tatoeba, folders, tmp_path, m
     assert rows[0][1] == "0" and rows[2] == ["chance", "", "20.0", "20.0", "20.0", "20.0"]
 
 
-def test_a_long_sentence_is_cut(tatoeba, folders, tmp_path, monkeypatch):
-    write(tatoeba / "tatoeba.fin-eng.fin", [" ".join(WORDS * 3 * n) for n in range(1, 11)])
-    run(monkeypatch, "retrieval", folders[0], "--source", tatoeba, "--out", tmp_path)
+def test_a_long_sentence_is_cut(folders):
+    options = analyze.Retrieval(folders=(str(folders[0]),))
+    one, _ = analyze.open_encoders(options, CPU)
+    text = " ".join(WORDS * 4)
+    row = [one.tokenizer.bos, *one.tokenizer.encode_batch([text])[0][:22], one.tokenizer.eos]
+    vectors = analyze.vectors_of((text,), one, options, CPU)
+    for layer, h in zip(vectors, states_of(one.encoder, row), strict=True):
+        torch.testing.assert_close(layer[0], F.normalize(h.mean(dim=0), dim=0), rtol=1e-4, atol=1e-5)
 
 
 def test_without_a_source_it_is_held_out_pairs(tokenizer, folders, tmp_path, monkeypatch, capsys):
