@@ -234,7 +234,7 @@ def retrieval(options: Retrieval):
     opened = open_encoders(options, context)
     found = find_translations(opened, texts, options, context)
     groups = {group: wanted for group, wanted in groups.items() if texts.keys() & set(wanted)}
-    figure, headers = canvas(columns=len(groups), width=6), ["accuracy, %", "layer"]
+    figure, headers = canvas(columns=len(groups), width=7, height=5), ["accuracy, %", "layer"]
     rows = [[one.name, one.layer] for one in opened] + [["chance", ""]] + [[f"paper: {name}", ""] for name in papers]
     numbers = {"encoders": [one.name for one in opened], "layers": [one.layer for one in opened], "means": {}}
     for axes, (group, wanted) in zip(figure.axes, groups.items()):
@@ -254,7 +254,7 @@ def retrieval(options: Retrieval):
         numbers["means"][group] = {"found": [mean.tolist() for mean in means], "chance": chance, "missing": missing}
         if missing:
             print(f"{group}, without what {options.source} lacks: {', '.join(missing)}")
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside right upper")
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=2)
     print(f"\nXLM-E table 5: sentences whose translation is the nearest ({what})\n")
     print(runs.markdown_table(headers, rows))
     numbers["languages"] = [{language: scores.tolist() for language, scores in one.items()} for one in found]
@@ -328,12 +328,12 @@ def alignment(options: Alignment):
     for one, counts in zip(opened[::2], long[::2]):
         for what, count in counts.items():
             print(f"{one.name}: {count:,} of {sum(map(len, sets.values())):,} {what}")
-    figure = canvas(width=8)
+    figure = canvas(width=7, height=5)
     (axes,) = figure.axes
     means = [list(map(fmean, zip(*by_set.values()))) for by_set in errors]
     draw_layers(axes, opened, means, fmean(diagonals.values()), "the diagonal")
     axes.set(ylabel="AER, % (lower is better)", title=f"Word alignment: mean over {', '.join(sets)}")
-    figure.legend(loc="outside right upper")
+    figure.legend(loc="outside upper center", ncols=2)
     numbers = {"encoders": [one.name for one in opened], "layers": [one.layer for one in opened], "errors": errors}
     numbers |= {"diagonal": diagonals, "means": means, "long": long}
     save(figure, "alignment", f"XLM-E figure 4 at our scale, {how}: {', '.join(options.folders)}", numbers, options)
@@ -439,7 +439,7 @@ def gap(options: Gap):
     drawn = {"/".join(Path(model).parts[-2:]): own for model, own in gaps.items()}
     if PAPER_GAP["XLM-E"].keys() & set(tasks):
         drawn["XLM-E in the paper"] = PAPER_GAP["XLM-E"]
-    figure = canvas(width=5 + len(tasks))
+    figure = canvas(width=6 + len(tasks), height=5)
     (axes,) = figure.axes
     width = 0.8 / len(drawn)
     for number, (name, own) in enumerate(drawn.items()):
@@ -451,7 +451,7 @@ def gap(options: Gap):
     axes.set_xticks(range(len(tasks)), [XTREME[task] for task in tasks])
     axes.set_xlim(-0.6, len(tasks) - 0.4)
     axes.set(ylabel="points (lower is better)", title="English ahead of the mean of the other languages")
-    figure.legend(loc="outside right upper")
+    figure.legend(loc="outside upper center", ncols=2)
     numbers = {"gaps": gaps, "paper": PAPER_GAP}
     save(figure, "gap", f"XLM-E table 7 at our scale: {', '.join(options.folders)}", numbers, options)
 
