@@ -550,7 +550,7 @@ def main():
         if what not in BENCHES:
             raise ValueError(f"say what to measure: python bench.py {' | '.join(BENCHES)}, each with --help")
         bench, default = BENCHES[what]
-        config = runs.parse(default, options)
+        config = runs.parse(default, options, __doc__)
         check(config)
         context = common.setup(config.device, config.dtype)
     machine = common.machine(context)

@@ -299,6 +299,30 @@ def representation_collapse(count: Tensor, total: Tensor, outer: Tensor) -> floa
     return float((along / size.square())[sound].sum())
 
 
+def spectrum(count: Tensor, total: Tensor, outer: Tensor) -> Tensor:
+    """(D,) singular values of n tokens h (D,) around their mean, over sqrt(n), the largest first; sums as above."""
+    n = count.sum()
+    mean = total.sum(dim=0) / n
+    covariance = outer / n - mean.outer(mean)
+    return torch.linalg.eigvalsh(covariance).clamp_min(0).sqrt().flip(0)
+
+
+def agreement(distance: Tensor, group: Tensor, k: int = 10) -> float:
+    """Share of the k points nearest to each of n points that are of its group; distance (n, n), group (n,)."""
+    itself = torch.eye(len(group), dtype=torch.bool, device=distance.device)
+    near = distance.masked_fill(itself, math.inf).topk(k, largest=False).indices  # (n, k)
+    return float((group[near] == group.unsqueeze(1)).double().mean())
+
+
+def inter_run_consistency(loads: Tensor) -> float:
+    """IC: the mean of the Pearson correlation matrix, its diagonal included, of m runs' expert loads (X-MoE 4.5).
+
+    loads (m, E), m at least 2: 1 where all loads are proportional up to a constant, 1 / m where they are unrelated;
+    nan where a run loads all experts alike.
+    """
+    return float(loads.double().corrcoef().mean())
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Hidden states, sentence vectors and retrieval
 

@@ -74,7 +74,8 @@ def command_line(Config: type, presets: dict[str, dict], argv: list[str]):
     preset = given[1] if given else Config.preset
     if preset not in presets:
         raise ValueError(f"preset must be one of {', '.join(presets)}, not {preset!r}")
-    config = parse(Config(**{"preset": preset} | presets[preset]), argv)
+    words = sys.modules[Config.__module__].__doc__
+    config = parse(Config(**{"preset": preset} | presets[preset]), argv, words)
     check(config)
     unread = said(config, presets).keys() & config.unread()
     if unread:
@@ -83,8 +84,8 @@ def command_line(Config: type, presets: dict[str, dict], argv: list[str]):
     return config
 
 
-def parse(default, argv: list[str]):
-    """A dataclass with what argv changes in it. The comments behind its fields are the help."""
+def parse(default, argv: list[str], description: str):
+    """A dataclass with what argv changes in it. The comments behind its fields are the help, below a description."""
     words = {"true": "True", "false": "False", "none": "None"}  # tyro wants Python's spelling
     texts = {f"--{field.name}" for field in dataclasses.fields(default) if field.type is str}
     args = []
@@ -97,7 +98,7 @@ def parse(default, argv: list[str]):
         type(default),
         args=args,
         default=default,
-        description=sys.modules[type(default).__module__].__doc__,
+        description=description,
         config=(tyro.conf.FlagConversionOff,),
         use_underscores=True,
         console_outputs=int(os.environ.get("LOCAL_RANK", 0)) == 0,

@@ -10,6 +10,7 @@ from helpers import ROOT, table_rows
 import analyze
 import measures
 import train_electra
+from figures import flops, shared
 
 
 def run(monkeypatch, *line):
@@ -113,7 +114,7 @@ def test_a_run_leaves_what_the_figure_reads(tmp_path):
     log = (ROOT / "results/train_electra/demo.metrics.jsonl").read_text()
     (tmp_path / "metrics.jsonl").write_text(log)
     (tmp_path / "config.json").write_text(json.dumps(vars(train_electra.Config())))
-    config, records = analyze.read_run(str(tmp_path), "train_electra")
+    config, records = shared.read_run(str(tmp_path), "train_electra")
     assert config["objective"] == "rtd" and len(records) == 8
 
 
@@ -121,10 +122,10 @@ def test_a_run_leaves_what_the_figure_reads(tmp_path):
 # XLM-E tables 3 and 4
 
 
-@pytest.mark.parametrize("preset", analyze.SIZES)
+@pytest.mark.parametrize("preset", flops.SIZES)
 def test_sizes_are_those_of_the_presets(preset):
     ours = train_electra.PRESETS[preset]
-    size = dict(analyze.SIZES[preset])
+    size = dict(flops.SIZES[preset])
     assert ours.get("vocab_size", 250_002) == size.pop("vocab_size")
     assert {name: ours[name] for name in size} == size
 
@@ -135,7 +136,7 @@ def test_parameters_of_table_3(preset, paper):
         model = train_electra.make(train_electra.Config(**{"vocab_size": 250_002} | train_electra.PRESETS[preset]))
     kept = sum(measures.numel(part) for part in (model.encoder, model.dense, model.ln_h, model.out))
     assert kept == pytest.approx(paper, rel=0.02)
-    (row,) = [row for row in table_rows(analyze.table3().split("\n\n")[1]) if row[0] == preset]
+    (row,) = [row for row in table_rows(flops.table3().split("\n\n")[1]) if row[0] == preset]
     assert row[3] == f"{kept:,}"
     assert preset != "base" or row[3:] == ["278,048,017", "278,045,953"]  # with and without the gated bias
 
@@ -152,10 +153,10 @@ def test_products_are_those_of_a_run():
     base = train_electra.Config(**{"vocab_size": 250_002} | train_electra.PRESETS["base"])
     with torch.device("meta"):
         model = train_electra.make(base)
-    *_, both = table_rows(analyze.table4().split("\n\n")[1])
+    *_, both = table_rows(flops.table4().split("\n\n")[1])
     assert both[4] == f"{125_000 * train_electra.step_flops(model):.2e}"
 
 
 def test_commands_that_are_none(monkeypatch, capsys):
     for line in ((), ("figure2",)):
-        assert "python analyze.py curve | flops" in refused(monkeypatch, capsys, *line)
+        assert "python analyze.py activations | gamma | " in refused(monkeypatch, capsys, *line)

@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from helpers import table_rows
 from test_analyze import refused, run
 
-import analyze
 import common
 from data import bitext_sets
 from data.bitext_sets import Aligned
 from data.prepare import prepare
 from data.tokenizers import XLMR, train_sentencepiece
+from figures import crosslingual
 from model import GPT, MaskedLM, ModelConfig
 
 pytest.importorskip("matplotlib")
@@ -124,8 +124,8 @@ def test_translations_that_are_found(tatoeba, folders, tmp_path, monkeypatch, ca
     said = capsys.readouterr().out
     numbers = numbers_of(tmp_path, "retrieval")
     assert numbers["layers"] == [2, 2, 3, 3]
-    options = analyze.Retrieval(folders=tuple(map(str, folders)), device="cpu", dtype="float32")
-    for one, found in zip(analyze.open_encoders(options, CPU), numbers["languages"], strict=True):
+    options = crosslingual.Retrieval(folders=tuple(map(str, folders)), device="cpu", dtype="float32")
+    for one, found in zip(crosslingual.open_encoders(options, CPU), numbers["languages"], strict=True):
         L = one.encoder.config.n_layer
         assert found["deu"] == [[1.0] * (L + 1)] * 2 and found["nld"] == [[0.0] * (L + 1)] * 2
         pairs = bitext_sets.tatoeba(tatoeba)["fin"]
@@ -157,11 +157,11 @@ def test_layer_and_number_of_sentences_are_options(tatoeba, folders, tmp_path, m
 
 
 def test_a_long_sentence_is_cut(folders):
-    options = analyze.Retrieval(folders=(str(folders[0]),))
-    one, _ = analyze.open_encoders(options, CPU)
+    options = crosslingual.Retrieval(folders=(str(folders[0]),))
+    one, _ = crosslingual.open_encoders(options, CPU)
     text = " ".join(WORDS * 4)
     row = [one.tokenizer.bos, *one.tokenizer.encode_batch([text])[0][:22], one.tokenizer.eos]
-    vectors = analyze.vectors_of((text,), one, options, CPU)
+    vectors = crosslingual.vectors_of((text,), one, options, CPU)
     for layer, h in zip(vectors, states_of(one.encoder, row), strict=True):
         torch.testing.assert_close(layer[0], F.normalize(h.mean(dim=0), dim=0), rtol=1e-4, atol=1e-5)
 
@@ -175,7 +175,7 @@ def test_without_a_source_it_is_held_out_pairs(tokenizer, folders, tmp_path, mon
                 write(tmp_path / "text" / f"{language}-en.{split}.{side}", texts[side][part])
     spm = tokenizer.save(tmp_path)
     prepared = prepare("bitext", tmp_path / "text", tokenizer=spm, out=tmp_path / "prepared")
-    monkeypatch.setattr(analyze, "ready", lambda name: prepared)
+    monkeypatch.setattr(crosslingual, "ready", lambda name: prepared)
     run(monkeypatch, "retrieval", folders[0], "--out", tmp_path)
     assert "Django" in capsys.readouterr().out
     numbers = numbers_of(tmp_path, "retrieval")
@@ -250,10 +250,10 @@ def test_alignment_is_a_loop_over_pieces(together, rounds, folders):
     pairs = []
     for m, n in ((2, 3), (4, 1), (1, 3), (6, 6), (40, 3)):
         pairs.append(Aligned(*([*rng.choice(WORDS, size)] for size in (m, n)), set(), set()))
-    options = analyze.Alignment(folders=(str(folders[1]),), together=together, rounds=rounds, micro_tokens=30)
-    one, _ = analyze.open_encoders(options, CPU)
+    options = crosslingual.Alignment(folders=(str(folders[1]),), together=together, rounds=rounds, micro_tokens=30)
+    one, _ = crosslingual.open_encoders(options, CPU)
     long = Counter()
-    links = analyze.align(pairs, one, options, CPU, long)
+    links = crosslingual.align(pairs, one, options, CPU, long)
     bos, eos, T = one.tokenizer.bos, one.tokenizer.eos, one.encoder.config.block_size
     apart = cut = 0
     for pair, found in zip(pairs, links, strict=True):
@@ -300,10 +300,10 @@ def test_table_6(gold, folders, tmp_path, monkeypatch, capsys):
     numbers = numbers_of(tmp_path, "alignment")
     rows = table_in(said.out)
     sets, _ = bitext_sets.word_alignments(gold)
-    options = analyze.Alignment(folders=tuple(map(str, folders)))
-    for row, one, errors in zip(rows, analyze.open_encoders(options, CPU), numbers["errors"]):
+    options = crosslingual.Alignment(folders=tuple(map(str, folders)))
+    for row, one, errors in zip(rows, crosslingual.open_encoders(options, CPU), numbers["errors"]):
         for name, pairs in sets.items():
-            links = analyze.align(pairs, one, options, CPU, Counter())
+            links = crosslingual.align(pairs, one, options, CPU, Counter())
             for layer, found in enumerate(zip(*links)):
                 expected = reference.aer(found, [pair.sure for pair in pairs], [pair.possible for pair in pairs])
                 assert errors[name][layer] == pytest.approx(100 * expected)
@@ -317,7 +317,7 @@ def test_table_6(gold, folders, tmp_path, monkeypatch, capsys):
 
 def test_the_diagonal():
     def of(m, n):
-        return analyze.diagonal(Aligned(["a"] * m, ["b"] * n, set(), set()))
+        return crosslingual.diagonal(Aligned(["a"] * m, ["b"] * n, set(), set()))
 
     assert of(3, 3) == {(0, 0), (1, 1), (2, 2)} and of(1, 4) == {(0, 0)}
     assert of(4, 2) == {(0, 0), (1, 0), (2, 1), (3, 1)}  # 3 * 2 / 4 would be 2, past the end

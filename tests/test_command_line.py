@@ -173,7 +173,7 @@ def test_names_are_those_of_folders():
 
 
 def test_an_equals_sign_will_do():
-    config = runs.parse(train_lm.Config(), ["--resume=false", "--prompt=a=b", "--learning_rate=2"])
+    config = runs.parse(train_lm.Config(), ["--resume=false", "--prompt=a=b", "--learning_rate=2"], "help")
     assert config.resume is False and config.prompt == "a=b" and config.learning_rate == 2.0
 
 

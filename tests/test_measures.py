@@ -394,6 +394,59 @@ def test_fluctuation_is_the_share_that_changed():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Spectrum, neighbours, consistency
+
+
+def test_spectrum_is_that_of_centred_states():
+    torch.manual_seed(0)
+    h, chosen = 3 + torch.randn(40, 6, dtype=torch.float64), torch.randint(3, (40,))
+    one_hot = F.one_hot(chosen, 3).double()
+    found = measures.spectrum(one_hot.sum(dim=0), one_hot.t() @ h, h.t() @ h)
+    torch.testing.assert_close(found, torch.linalg.svdvals(h - h.mean(dim=0)) / math.sqrt(40))
+
+
+def test_agreement_is_a_count_of_the_nearest():
+    torch.manual_seed(0)
+    x, group = torch.randn(30, 2), torch.randint(3, (30,))
+    same = 0
+    for i in range(30):
+        others = sorted((float((x[i] - x[j]).norm()), j) for j in range(30) if j != i)
+        same += sum(int(group[j] == group[i]) for _, j in others[:4])
+    assert measures.agreement(torch.cdist(x, x), group, k=4) == pytest.approx(same / 120)
+    apart = (torch.tensor([0.0, 0.1, 9.0, 9.1]) - torch.tensor([[0.0], [0.1], [9.0], [9.1]])).abs()
+    assert measures.agreement(apart, torch.tensor([0, 0, 1, 1]), k=1) == 1
+    assert measures.agreement(apart, torch.tensor([0, 1, 0, 1]), k=1) == 0
+
+
+def literal_consistency(loads: list[list[int]]) -> float:
+    """X-MoE 4.5, correlation by correlation."""
+    m, total = len(loads), 0.0
+    for one in loads:
+        for two in loads:
+            n = len(one)
+            a, b = sum(one) / n, sum(two) / n
+            covariance = sum((x - a) * (y - b) for x, y in zip(one, two))
+            spread = math.sqrt(sum((x - a) ** 2 for x in one) * sum((y - b) ** 2 for y in two))
+            total += covariance / spread
+    return total / m**2
+
+
+@given(st.integers(2, 6), st.integers(2, 8), st.integers(0, 999))
+@settings(max_examples=50, deadline=None)
+def test_consistency_is_the_mean_of_all_correlations(m, E, seed):
+    rng = torch.Generator().manual_seed(seed)
+    loads = torch.randint(1000, (m, E), generator=rng) + torch.eye(m, E, dtype=torch.int64)
+    expected = literal_consistency(loads.tolist()) if all(len(set(row)) > 1 for row in loads.tolist()) else math.nan
+    assert measures.inter_run_consistency(loads) == pytest.approx(expected, nan_ok=True, abs=1e-9)
+
+
+def test_consistency_of_runs_that_are_alike_or_opposite():
+    assert measures.inter_run_consistency(torch.tensor([[1, 2, 4]] * 5)) == pytest.approx(1)
+    assert measures.inter_run_consistency(torch.tensor([[1, 2, 3], [3, 2, 1]])) == pytest.approx(0)
+    assert math.isnan(measures.inter_run_consistency(torch.tensor([[1, 2, 3], [2, 2, 2]])))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Sentence vectors and retrieval
 
 

@@ -1,0 +1,214 @@
+"""What the figures share: files, runs, colors."""
+
+import json
+import textwrap
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import common
+import pretrained
+import runs
+from data.batches import MaskedData, TokenData
+from data.prepare import ready
+from model import GPT, ModelConfig, Sizes, sizes
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files
+
+
+COLORS = (
+    "#0072B2",
+    "#D55E00",
+    "#009E73",
+    "#CC79A7",
+    "#E69F00",
+    "#56B4E9",
+    "#000000",
+)  # told apart by any eye (Okabe-Ito)
+# Of each script, constants that no run of another has: whose run a folder is.
+SCRIPTS = {"train_lm": {"min_learning_rate"}, "train_mlm": {"mask_share", "init_from"}, "train_mt": {"beam"}}
+SCRIPTS |= {"train_electra": {"objective"}, "finetune_xtreme": {"train_examples"}}
+
+
+@dataclass
+class Drawn:
+    """Options of every figure."""
+
+    out: str = "out/figures"  # folder for NAME.png, NAME.svg and NAME.json
+
+
+def canvas(columns: int = 1, rows: int = 1, width: float = 5, height: float = 4):
+    """An empty figure, each of its axes so many inches wide and high."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ImportError("a figure needs one more library: pip install matplotlib") from None
+    figure = Figure(figsize=(columns * width, rows * height), layout="constrained")
+    figure.subplots(rows, columns, squeeze=False)
+    return figure
+
+
+def save(figure, name: str, caption: str, numbers: dict, options: Drawn):
+    """Keeps a figure with a caption, which names the runs, and the numbers that it shows."""
+    lines = textwrap.fill(caption, int(14 * figure.get_figwidth()), break_on_hyphens=False)
+    figure.supxlabel(lines, fontsize=8, color="0.35")
+    folder = Path(options.out)
+    folder.mkdir(parents=True, exist_ok=True)
+    for ending in ("png", "svg"):
+        figure.savefig(folder / f"{name}.{ending}", dpi=150)
+    content = {"caption": caption} | numbers
+    (folder / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
+    print(f"drawn in {folder / name}.png and .svg; the numbers are in {name}.json")
+
+
+def read_run(folder: str, *scripts: str) -> tuple[dict, list[dict]]:
+    """The constants of a run and its evaluations. ValueError where there are none, or it is of another script."""
+    log = Path(folder, "metrics.jsonl")
+    text = log.read_text() if log.exists() else ""
+    if not text:
+        raise ValueError(f"{folder} holds no run with an evaluation: give folders such as out/{scripts[0]}/demo")
+    config = runs.read_json(Path(folder, "config.json"))
+    if not any(SCRIPTS[script] <= config.keys() for script in scripts):
+        raise ValueError(f"{folder} holds no run of {' or '.join(f'{script}.py' for script in scripts)}")
+    try:
+        return config, [json.loads(line) for line in text.splitlines()]
+    except ValueError:
+        raise ValueError(f"{log} has a torn line: the run was stopped there, and its command goes on with it") from None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Trained runs
+
+
+@dataclass
+class Measured(Drawn):
+    """Options of figures for which trained models are run again."""
+
+    max_tokens: int = 1 << 16  # held-out tokens that are read for each point, at most
+    device: str = "auto"  # cuda, mps or cpu
+
+
+def size_of(config: dict) -> Sizes:
+    """Of the sparse layers of a run."""
+    known = {field.name for field in fields(ModelConfig)}
+    return sizes(ModelConfig(**{name: config[name] for name in known & config.keys()}))
+
+
+def is_sparse(config: dict) -> bool:
+    return config["router"] != "dense"
+
+
+def has_threshold(config: dict) -> bool:
+    return is_sparse(config) and size_of(config).select == "threshold"
+
+
+def is_causal(config: dict) -> bool:
+    return not is_sparse(config) or size_of(config).select != "expert_choice"
+
+
+MARKERS = "osD^vXP"
+LACKS = {  # what a run is that does not fit
+    is_sparse: "has no experts: give runs with another router than dense",
+    has_threshold: "has no threshold router",
+    is_causal: "chooses among later tokens too (expert_choice): its perplexity is no language model's",
+}
+
+
+def choose(script: str, folders: tuple[str, ...], fits: Callable[[dict], bool] | None = None) -> dict[str, dict]:
+    """folder -> constants: of the runs named, or of all finished ones of the script's demo that fit (a key of LACKS).
+
+    ValueError where a run that was named is not finished or does not fit, or none is left.
+    """
+    found = {}
+    for folder in folders or sorted(str(file.parent) for file in Path("out", script).glob("demo*/result.json")):
+        config, _ = read_run(folder, script)
+        if not Path(folder, "result.json").exists():
+            raise ValueError(f"{folder} is not finished: the command that began it goes on with it")
+        if fits is None or fits(config):
+            found[folder] = config
+        elif folders:
+            raise ValueError(f"{folder} {LACKS[fits]}")
+    if not found:
+        raise ValueError(
+            f"out/{script} holds no finished run of the demo that fits: train one, or give folders of runs"
+        )
+    return found
+
+
+def router_of(config: dict) -> str:
+    if not is_sparse(config):
+        return "dense"
+    size = size_of(config)
+    return f"{config['router']} {size.num_experts} x {size.expert_size}"
+
+
+def but_for_seed(folder: str, config: dict) -> str:
+    """The name that a run has with seed 0."""
+    if not config["seed"]:
+        return folder
+    before, _, behind = folder.rpartition(f"-seed={config['seed']}")
+    return before + behind
+
+
+def named(found: dict[str, dict], describe: Callable[[dict], str] = router_of) -> dict[str, str]:
+    """folder -> what the run is; of runs that only look alike, and differ not by seed alone, their folders' names."""
+    names = {folder: describe(config) for folder, config in found.items()}
+    kinds = {}
+    for folder, name in names.items():
+        kinds.setdefault(name, []).append(found[folder] | {"seed": 0})
+    for folder, name in names.items():
+        if any(kind != kinds[name][0] for kind in kinds[name]):
+            names[folder] = but_for_seed(Path(folder).name, found[folder])
+    return names
+
+
+def listed(found: dict[str, dict]) -> str:
+    """Runs, with their seeds, for a caption."""
+    seeds = {}
+    for folder, config in found.items():
+        seeds.setdefault(but_for_seed(folder, config), []).append(str(config["seed"]))
+    return "; ".join(f"{run}, seed {', '.join(own)}" for run, own in seeds.items())
+
+
+def styles(names: Iterable[str]) -> dict[str, dict]:
+    """name -> how its lines are drawn; runs of one name look the same."""
+    found = {}
+    for number, name in enumerate(dict.fromkeys(names)):
+        place, turn = number % len(COLORS), number // len(COLORS)
+        found[name] = dict(label=name, color=COLORS[place], marker=MARKERS[place], linestyle=("-", "--", ":")[turn % 3])
+    return found
+
+
+def from_zero(axes):
+    """The y axis begins at 0, and nothing touches its end."""
+    axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
+
+
+def legend(axes, **options):
+    """An entry for each name, of however many lines."""
+    lines, names = axes.get_legend_handles_labels()
+    entries = dict(zip(names, lines))
+    axes.legend(entries.values(), entries.keys(), **options)
+
+
+def open_runs(found: dict[str, dict], options: Measured) -> dict[str, tuple]:
+    """folder -> the run's model, its corpus, and where to run it, of all runs before the first is measured.
+
+    ValueError or OSError where a checkpoint or a corpus is gone, or the corpus is another.
+    """
+    runs.check(options)
+    opened = {}
+    for folder, config in found.items():
+        context = common.setup(options.device, config["dtype"])
+        model, _ = pretrained.load(folder)
+        corpus = ready(config["data"], config.get("spm"), make=False)
+        rows = config["block_size"], config["micro_tokens"]
+        if isinstance(model, GPT):
+            data = TokenData(corpus, *rows)
+        else:
+            data = MaskedData(corpus, *rows, exponent=config["sampling_exponent"], mask_share=config["mask_share"])
+        if data.checksum != runs.read_json(Path(folder, "result.json"))["data"]:
+            raise ValueError(f"{data.folder} has changed since {folder} was trained on it")
+        opened[folder] = common.place(model, context), data, context
+    return opened
