@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -186,6 +187,11 @@ def machine(context: Context) -> dict:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Optimisation
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, **options) -> Tensor:
+    """That of torch.nn.functional, of logits (M, V) and targets (M,), in fp32 at least."""
+    return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets, **options)
 
 
 def adamw(model: torch.nn.Module, config) -> torch.optim.AdamW:

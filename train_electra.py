@@ -229,12 +229,11 @@ def ask(forward, batch: Masked, detect: bool, context) -> Answers:
 
 def losses(answers: Answers) -> tuple[Tensor, Tensor | float, Tensor]:
     """MLM or TLM, the mean over masked tokens; MRTD or TRTD, the mean over all (0: nobody judged); the balance loss."""
-    logits = answers.logits.to(torch.promote_types(answers.logits.dtype, torch.float32))
-    mlm = F.cross_entropy(logits, answers.targets, reduction="sum") / max(1, len(answers.targets))  # eq. 1
+    mlm = common.cross_entropy(answers.logits, answers.targets, reduction="sum") / max(1, len(answers.targets))  # eq. 1
     if answers.verdicts is None:
         return mlm, 0.0, answers.balance
-    truth = answers.replaced.to(logits.dtype)
-    rtd = F.binary_cross_entropy_with_logits(answers.verdicts.to(logits.dtype), truth)  # eqs. 3, 5
+    verdicts, truth = answers.verdicts.to(mlm.dtype), answers.replaced.to(mlm.dtype)
+    rtd = F.binary_cross_entropy_with_logits(verdicts, truth)  # eqs. 3, 5
     return mlm, rtd, answers.balance
 
 

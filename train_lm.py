@@ -19,8 +19,6 @@ from statistics import fmean
 from typing import ClassVar, Literal
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 import common
 import measures
@@ -190,12 +188,6 @@ TABLES = {1: table1, 2: table2}
 # One run
 
 
-def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross entropy (scalar) of logits (B, T, V), in fp32 at least."""
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
 @torch.no_grad()
 def evaluate(model: GPT, data: TokenData, split: str, context, max_tokens: int | None = None) -> dict:
     """Cross entropy, balance loss and routing statistics, in micro-batches of the training's size."""
@@ -206,7 +198,7 @@ def evaluate(model: GPT, data: TokenData, split: str, context, max_tokens: int |
         x, y = context.send_all(x, y)
         with context.autocast():
             logits, balance = model(x)
-            loss = token_loss(logits, y)
+            loss = common.cross_entropy(logits.flatten(0, 1), y.flatten())
         sums += torch.tensor([float(loss), float(balance), 1.0], dtype=torch.float64) * y.numel()
     loss, balance, tokens = context.sum(sums).tolist()
     model.train()
@@ -295,7 +287,7 @@ def train(config: Config, context) -> dict:
             x, y = context.send_all(*data.batch("train", step, micro))
             with context.autocast():
                 logits, balance = forward(x)
-                loss = token_loss(logits, y)
+                loss = common.cross_entropy(logits.flatten(0, 1), y.flatten())
             run.backward(loss + config.balance_coef * balance, shown=loss, tokens=x.numel())
         run.scaler.unscale_(optimizer)
         if config.grad_clip:

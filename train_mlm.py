@@ -18,7 +18,6 @@ from statistics import fmean
 from typing import ClassVar, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import common
@@ -169,12 +168,6 @@ TABLES = {2: table2, 3: table3, 5: table5}
 # One run
 
 
-def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """Cross entropy (M,) of logits (M, V), in fp32 at least."""
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(logits, targets, reduction="none")
-
-
 @torch.no_grad()
 def evaluate(model: MaskedLM, data: MaskedData, config: Config, context, maskings: int, before: list[Tensor] | None):
     """-> scores on the validation text, and the experts that its tokens chose, (N,) for each sparse layer.
@@ -195,7 +188,7 @@ def evaluate(model: MaskedLM, data: MaskedData, config: Config, context, masking
         ids, masked, targets, real = context.send_all(batch.ids, batch.masked, batch.targets, batch.real)
         with context.autocast():
             logits, balance = model(ids, masked, real)
-        loss = token_losses(logits, targets).cpu().double()  # (M,)
+        loss = common.cross_entropy(logits, targets, reduction="none").cpu().double()  # (M,)
         losses.index_add_(0, batch.language, loss)
         counts.index_add_(0, batch.language, torch.ones_like(loss))
         balances += float(balance) * len(loss)
@@ -306,7 +299,7 @@ def train(config: Config, context) -> dict:
             ids, masked, targets, real = context.send_all(batch.ids, batch.masked, batch.targets, batch.real)
             with context.autocast():
                 logits, balance = forward(ids, masked, real)
-            mlm = token_losses(logits, targets).mean()
+            mlm = common.cross_entropy(logits, targets, reduction="none").mean()
             loss = mlm + config.balance_coef * balance  # X-MoE eq. 10
             run.backward(loss, shown=mlm, tokens=ids.numel() if real is None else len(real))
         run.scaler.unscale_(optimizer)

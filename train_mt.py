@@ -22,7 +22,6 @@ from statistics import fmean
 from typing import ClassVar, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
@@ -238,12 +237,6 @@ def score_split(
     }
 
 
-def smoothed_loss(logits: Tensor, labels: Tensor, smoothing: float) -> Tensor:
-    """Mean over M tokens (scalar) of (1 - s) (-log p[label]) - s mean_v log p[v], logits (M, V), in fp32 at least."""
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(logits, labels, label_smoothing=smoothing)
-
-
 @torch.no_grad()
 def evaluate(model: Translator, data: TranslationData, split: str, context, max_tokens: int) -> dict:
     """What the model gives the right translations (without smoothing), balance loss and routing statistics."""
@@ -254,7 +247,7 @@ def evaluate(model: Translator, data: TranslationData, split: str, context, max_
         batch = Translation(*context.send_all(*batch))
         with context.autocast():
             logits, balance = model(batch.source, batch.target, batch.source_real, batch.target_real)
-            loss = smoothed_loss(logits, batch.labels, 0.0)
+            loss = common.cross_entropy(logits, batch.labels)
         sums += torch.tensor([float(loss), float(balance), 1.0], dtype=torch.float64) * len(batch.labels)
     loss, balance, tokens = context.sum(sums).tolist()
     model.train()
@@ -325,7 +318,7 @@ def train(config: Config, context) -> dict:
             batch = Translation(*context.send_all(*data.batch("train", step, micro)))
             with context.autocast():
                 logits, balance = forward(batch.source, batch.target, batch.source_real, batch.target_real)
-                loss = smoothed_loss(logits, batch.labels, config.label_smoothing)
+                loss = common.cross_entropy(logits, batch.labels, label_smoothing=config.label_smoothing)
             run.backward(loss + config.balance_coef * balance, shown=loss, tokens=batch.tokens)
         run.scaler.unscale_(optimizer)
         if config.grad_clip:

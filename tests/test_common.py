@@ -79,3 +79,17 @@ def test_peaks_of_cards(card, peak, monkeypatch):
     assert common.peak_flops(context) == (None if peak is None else 2 * peak)
     assert common.peak_flops(dataclasses.replace(context, dtype=torch.float32)) is None
     assert common.peak_flops(dataclasses.replace(context, device=torch.device("cpu"))) is None
+
+
+def test_the_loss_is_its_formula_in_fp32():
+    logits, labels = torch.randn(5, 7, dtype=torch.float64), torch.tensor([0, 3, 6, 2, 3])
+    for s in (0.0, 0.1, 0.5):
+        by_hand = []
+        for row, label in zip(logits, labels):
+            p = row.exp() / row.exp().sum()
+            by_hand.append(float(-(1 - s) * p[label].log() - s * p.log().mean()))
+        found = common.cross_entropy(logits, labels, label_smoothing=s)
+        assert float(found) == pytest.approx(sum(by_hand) / 5) and found.dtype == torch.float64
+        each = common.cross_entropy(logits, labels, label_smoothing=s, reduction="none")
+        assert each.tolist() == pytest.approx(by_hand)
+    assert common.cross_entropy(logits.bfloat16(), labels).dtype == torch.float32

@@ -179,7 +179,7 @@ def test_a_finished_run_is_not_run_again_unless_told_to(options, monkeypatch, ca
     report = capsys.readouterr().out.split("\n\n", 1)[1]
     folder, before = only_run(options["out_dir"]), result_of(options["out_dir"])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train_lm, "token_loss", None)  # whoever trains or evaluates now fails
+        patch.setattr(common, "cross_entropy", None)  # whoever trains or evaluates now fails
         LM.run(options, patch)
     out = capsys.readouterr().out
     assert "finished before" in out and out.split("\n\n", 1)[1] == report
@@ -216,8 +216,8 @@ def test_a_loss_that_is_not_finite_ends_the_run(bad, log_every, ends, kept, opti
     """Also where nobody looked at that step, and later losses would be finite again."""
     at = []
     monkeypatch.setattr(common, "cosine", lambda step, *rest: at.append(step) or 0.0)
-    loss = train_lm.token_loss
-    monkeypatch.setattr(train_lm, "token_loss", lambda *given: loss(*given) * (math.nan if at[-1] in bad else 1))
+    loss = common.cross_entropy
+    monkeypatch.setattr(common, "cross_entropy", lambda *given: loss(*given) * (math.nan if at[-1] in bad else 1))
     given = options | {"steps": 40, "eval_every": 4, "log_every": log_every}
     assert f"not finite at step {ends} " in LM.refused(given, monkeypatch, capsys)
     assert not kept or checkpoint(options)["step"] == kept

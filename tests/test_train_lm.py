@@ -94,16 +94,10 @@ def test_every_step_has_its_learning_rate(options, monkeypatch):
 def test_every_weight_has_a_gradient(router, options):
     config, data, model = opened(options | {"router": router, "dtype": "float64", "capacity_factor": 32.0})
     logits, balance = model(data.batch("train", 0)[0])
-    (train_lm.token_loss(logits, data.batch("train", 0)[1]) + config.balance_coef * balance).backward()
+    loss = common.cross_entropy(logits.flatten(0, 1), data.batch("train", 0)[1].flatten())
+    (loss + config.balance_coef * balance).backward()
     still = {name for name, p in model.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0}
     assert still == set()
-
-
-def test_the_loss_is_the_mean_over_tokens_in_fp32():
-    logits, targets = torch.randn(2, 3, 7), torch.randint(7, (2, 3))
-    expected = -sum(logits[b, t].log_softmax(0)[targets[b, t]] for b in range(2) for t in range(3)) / 6
-    assert float(train_lm.token_loss(logits, targets)) == pytest.approx(float(expected), rel=1e-6)
-    assert train_lm.token_loss(logits.bfloat16(), targets).dtype == torch.float32
 
 
 def test_evaluation_takes_so_many_tokens_in_order(options):
@@ -232,7 +226,7 @@ def test_evaluation_under_another_routing_leaves_the_run_alone(options, monkeypa
     assert {name: (folder / name).read_bytes() for name in before} == before
     out = capsys.readouterr().out
     assert f"perplexity {record['test']['ppl']:.2f}" in out
-    monkeypatch.setattr(train_lm, "token_loss", None)  # whoever evaluates now fails
+    monkeypatch.setattr(common, "cross_entropy", None)  # whoever evaluates now fails
     LM.run(options | at_test, monkeypatch)
     assert capsys.readouterr().out.split("\n\n")[-2:] == out.split("\n\n")[-2:]
 
@@ -336,7 +330,7 @@ def test_table_1_has_every_row_and_runs_none_twice(options, monkeypatch, capsys)
     assert sorted(row[5] for row in rows) == sorted(f"{result['test']['bpb']:.3f}" for result in found)
     assert sorted(row[6] for row in rows) == sorted(f"{result['test']['ppl']:.2f}" for result in found)
     assert rows[0][8:] == [""] * 4 and all(float(row[6]) > 1 and row[8] and row[9] for row in rows[1:])
-    monkeypatch.setattr(train_lm, "token_loss", None)
+    monkeypatch.setattr(common, "cross_entropy", None)
     LM.run(options, monkeypatch)
     assert last_table(capsys.readouterr().out) == rows
 
@@ -354,6 +348,6 @@ def test_table_2_says_what_share_was_really_kept(options, monkeypatch, capsys):
     LM.run(options | {"resume": False}, monkeypatch)  # trains again, and comes to the same
     out = capsys.readouterr().out
     assert last_table(out) == rows and out.count("step 2: train") == 3
-    monkeypatch.setattr(train_lm, "token_loss", None)
+    monkeypatch.setattr(common, "cross_entropy", None)
     LM.run(options, monkeypatch)
     assert last_table(capsys.readouterr().out) == rows

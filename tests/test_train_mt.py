@@ -164,17 +164,6 @@ def test_half_precision_trains(dtype, options, monkeypatch):
 # Formulas
 
 
-def test_the_smoothed_loss_is_its_formula():
-    logits, labels = torch.randn(5, 7, dtype=torch.float64), torch.tensor([0, 3, 6, 2, 3])
-    for s in (0.0, 0.1, 0.5):
-        by_hand = 0.0
-        for row, label in zip(logits, labels):
-            p = row.exp() / row.exp().sum()
-            by_hand += float(-(1 - s) * p[label].log() - s * p.log().mean()) / 5
-        assert float(train_mt.smoothed_loss(logits, labels, s)) == pytest.approx(by_hand)
-    assert train_mt.smoothed_loss(logits.bfloat16(), labels, 0.1).dtype == torch.float32
-
-
 def test_every_step_has_its_learning_rate_and_the_mean_gradient(options, monkeypatch):
     seen, rates = [], []
 
@@ -191,7 +180,7 @@ def test_every_step_has_its_learning_rate_and_the_mean_gradient(options, monkeyp
     for micro in range(2):
         batch = data.batch("train", 0, micro)
         logits, balance = model(batch.source, batch.target, batch.source_real, batch.target_real)
-        ((train_mt.smoothed_loss(logits, batch.labels, 0.1) + 0.5 * balance) / 2).backward()
+        ((common.cross_entropy(logits, batch.labels, label_smoothing=0.1) + 0.5 * balance) / 2).backward()
     groups = common.adamw(model, config).param_groups
     torch.testing.assert_close(seen[0], [p.grad for group in groups for p in group["params"]])
     assert {group["betas"] for group in groups} == {(0.9, 0.98)}
@@ -397,7 +386,7 @@ def test_table_3_has_every_row_and_runs_none_twice(options, monkeypatch, capsys)
     expected += [dense["test"]["pairs"][name]["bleu"] for name in ("de-en", "ru-en")]
     assert rows[0][11:] == [f"{bleu:.2f}" for bleu in expected]
     assert all(float(row[7]) < float(row[10]) for row in rows[1:])  # rows kept: without a limit, more
-    monkeypatch.setattr(train_mt, "smoothed_loss", None)  # whoever trains or evaluates now fails
+    monkeypatch.setattr(common, "cross_entropy", None)  # whoever trains or evaluates now fails
     run(options, monkeypatch)
     assert capsys.readouterr().out.split("\n\n")[-1] == table
 
