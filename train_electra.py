@@ -18,7 +18,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain
 from statistics import fmean
 from typing import ClassVar, Literal, NamedTuple
 
@@ -340,11 +340,11 @@ def retrieval(encoder: Encoder, pairs: PairData, config: Config, context, most: 
     bos, eos, T = pairs.tokenizer.bos, pairs.tokenizer.eos, config.block_size
     found = []
     for language in pairs.languages[context.rank :: context.world]:
-        rows = list(islice(pairs.raw("valid", language), most))
         vectors = []
-        for side in zip(*rows):
-            texts = [[bos, *text[: T - 2], eos] for text in side]
-            vectors.append(measures.sentence_vectors(encoder, texts, config.micro_tokens, context))  # (L + 1, n, D)
+        for side in pairs.texts("valid", language):
+            ids = pairs.tokenizer.encode_batch(side[:most])
+            rows = [[bos, *text[: T - 2], eos] for text in ids]
+            vectors.append(measures.sentence_vectors(encoder, rows, config.micro_tokens, context))  # (L + 1, n, D)
         if rows:
             found.append([*measures.retrieval(*vectors).tolist(), 1 / len(rows)])
     everyone = chain(*context.gather(found))
@@ -412,9 +412,6 @@ def open_data(config: Config, context) -> dict[str, MaskedData | PairData]:
     masks = dict(replace=(1.0, 0.0), span=config.span)  # what is masked always becomes the mask token
     sentences = MaskedData(folders[0], *shape, **masks)
     data = {"sentences": sentences, "pairs": PairData(folders[1], *shape, **masks)}
-    if context.rank == 0:
-        for corpus in data.values():
-            corpus.verify()
     if sentences.tokenizer.sha256 != data["pairs"].tokenizer.sha256:
         both = f"{folders[0]} and {folders[1]}"
         raise ValueError(f"{both} have different tokenizers: prepare both with the same --tokenizer")

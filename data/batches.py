@@ -30,7 +30,7 @@ from data.tokenizers import Tokenizer, load_tokenizer
 TRAINING, EVALUATION, POOL, PASS = range(4)
 POOL_MICROS = 128  # micro-batches of pairs that are drawn and sorted together
 DRAWN = 256  # pairs that are drawn at once
-LARGEST = 1 << 34  # bytes of a file whose hash is compared: larger ones take minutes, while other processes wait
+LARGEST = 1 << 34  # bytes of a file whose hash is compared: larger ones take minutes
 AGAIN = "remove the folder and prepare it again: python -m data.prepare --help says how"
 
 
@@ -67,6 +67,7 @@ class Prepared:
             what = f"{self.folder} holds {self.meta['name']!r}, a corpus of {self.meta['kind']}"
             hint = f"{type(self).__name__} reads {self.kind}: python -m data.prepare {self.example}"
             raise ValueError(f"{what}; {hint}")
+        self.verify()
         self.checksum: str = self.meta["checksum"]
         self.vocab_size: int = self.meta["tokenizer"]["vocab_size"]
         self.languages = sorted(self.meta.get("languages", []))
@@ -81,26 +82,25 @@ class Prepared:
             own = [self.meta["languages"][language][split] for language in self.languages]
             self.streams[split] = np.array([[counts["first"], counts[unit]] for counts in own], dtype=np.int64)
 
-    def _file(self, name: str) -> Path:
-        path = self.folder / name
-        if not path.is_file():
-            raise FileNotFoundError(f"{path} is missing; {AGAIN}")
-        return path
+    def verify(self):
+        """ValueError or FileNotFoundError names the first file that is not as it was written."""
+        for name, expected in self.meta["files"].items():
+            path = self.folder / name
+            if not path.is_file():
+                raise FileNotFoundError(f"{path} is missing; {AGAIN}")
+            if path.stat().st_size <= LARGEST and sha256(path) != expected:
+                raise ValueError(f"{path} has changed since it was written; {AGAIN}")
 
     def _map(self, name: str, dtype: str, count: int) -> ndarray:
-        path = self._file(name)
-        expected = count * np.dtype(dtype).itemsize
-        if path.stat().st_size != expected:
-            raise ValueError(f"{path} has {path.stat().st_size:,} bytes instead of {expected:,}; {AGAIN}")
+        path = self.folder / name
+        size, expected = path.stat().st_size, count * np.dtype(dtype).itemsize
+        if size != expected:  # a cheap look at what is too large for `verify`
+            raise ValueError(f"{path} has {size:,} bytes instead of {expected:,}; {AGAIN}")
         return np.memmap(path, dtype, mode="r").view(ndarray)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer that made the tokens. ValueError if its file has changed since."""
-        tokenizer = load_tokenizer(self.folder)
-        if tokenizer.sha256 != self.meta["tokenizer"]["sha256"]:
-            raise ValueError(f"the tokenizer in {self.folder} is not the one that made its tokens; {AGAIN}")
-        return tokenizer
+        return load_tokenizer(self.folder)
 
     def log_frequencies(self) -> Tensor:
         """(V,) how often each token stands in the training text; of a large one, in up to 16 million of its tokens."""
@@ -108,33 +108,38 @@ class Prepared:
         counts = np.bincount(tokens[:: 1 + len(tokens) // 2**24], minlength=self.vocab_size) + 1.0
         return torch.from_numpy(np.log(counts / counts.sum())).float()
 
-    def verify(self):
-        """Read the files through and compare their SHA-256; ValueError names the first that has changed."""
-        for name, expected in self.meta["files"].items():
-            path = self._file(name)
-            if path.stat().st_size <= LARGEST and sha256(path) != expected:
-                raise ValueError(f"{path} has changed since it was written; {AGAIN}")
-
     def random(self, purpose: int, split: str, *key: int) -> np.random.Generator:
         return generator(purpose, self.seed, SPLITS.index(split), *key)
 
-    def pairs_of(self, split: str, language: str) -> range:
-        """The numbers of the pairs of a language pair in a split."""
-        first, count = self.streams[split][self.languages.index(language)].tolist()
-        return range(first, first + count)
-
-    def texts_of(self, split: str, pairs: ndarray) -> tuple[ndarray, ndarray]:
-        """(B, 2) where the two texts of each pair begin and how many tokens they have, `</s>` included."""
-        texts = 2 * pairs[:, None] + np.array([0, 1])
+    def pairs(self, split: str, which: ndarray) -> "Rows":
+        """Those pairs of a split, by their numbers (R,); the sizes of their texts count the `</s>`."""
+        language = self.streams[split][:, 0].searchsorted(which, side="right") - 1
+        texts = 2 * which[:, None] + np.array([0, 1])
         starts = self.index[split][texts]
-        return starts, self.index[split][texts + 1] - starts
+        return Rows(language, starts, self.index[split][texts + 1] - starts)
 
-    def raw(self, split: str, language: str) -> Iterator[tuple[ndarray, ndarray]]:
-        """First and second text of every pair of that language pair, ids without special tokens, in order."""
-        for pair in self.pairs_of(split, language):
-            begin, middle, end = self.index[split][2 * pair : 2 * pair + 3]
-            tokens = self.tokens[split][begin:end].astype(np.int64)
-            yield tokens[: middle - begin - 1], tokens[middle - begin : -1]
+    def texts(self, split: str, language: str) -> tuple[list[str], list[str]]:
+        """First and second texts, as they were written, of the held-out pairs of that pair of languages."""
+        first, count = self.streams[split][self.languages.index(language)].tolist()
+        with (self.folder / f"{split}.jsonl").open(encoding="utf-8") as file:
+            pairs = [json.loads(line) for line in islice(file, first, first + count)]
+        return [first for first, _ in pairs], [second for _, second in pairs]
+
+
+class Rows(NamedTuple):
+    """R rows of P texts, which stand anywhere in the tokens of a split: windows (P = 1) or pairs (P = 2)."""
+
+    language: ndarray  # (R,) index into the data's `languages`
+    starts: ndarray  # (R, P) where each text begins
+    sizes: ndarray  # (R, P) how many tokens it has
+
+    @property
+    def lengths(self) -> ndarray:
+        """(R,) tokens of a row: `<s>` and its texts."""
+        return 1 + self.sizes.sum(axis=1)
+
+    def take(self, which: ndarray | slice) -> "Rows":
+        return Rows(*(array[which] for array in self))
 
 
 def read_meta(folder: Path) -> dict:
@@ -145,8 +150,8 @@ def read_meta(folder: Path) -> dict:
     try:
         meta = json.loads(path.read_text())
         intact = meta["checksum"] == checksum(meta)
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is damaged; {AGAIN}") from error
+    except (ValueError, KeyError, TypeError):
+        intact = False
     if not intact:
         raise ValueError(f"{path} has changed since it was written; {AGAIN}")
     return meta
@@ -233,6 +238,12 @@ def evenly(language: ndarray, lengths: ndarray, max_tokens: int | None) -> ndarr
     order = places(language).argsort(kind="stable")
     enough = (lengths[order].cumsum() <= max_tokens).sum()
     return order[: max(1, enough)]
+
+
+def flat(starts: ndarray, sizes: ndarray) -> ndarray:
+    """(N,) the numbers of the tokens of windows that begin at `starts` and have so many tokens, (R,) each."""
+    ends = sizes.cumsum()
+    return np.arange(ends[-1]) + np.repeat(starts - (ends - sizes), sizes)
 
 
 def pad_rows(tokens: ndarray, lengths: ndarray, pad: int, width: int = 0) -> tuple[ndarray, ndarray | None]:
@@ -348,29 +359,9 @@ def span_turns(turn: ndarray, lengths: ndarray, choosable: ndarray, part: ndarra
     return turns
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# rows to be masked
-
-
-class Rows(NamedTuple):
-    """R texts in P parts that are masked independently: windows (P = 1) or pairs (P = 2)."""
-
-    language: ndarray  # (R,) index into the data's `languages`
-    starts: ndarray  # (R, P) where each part begins in the tokens of the split
-    sizes: ndarray  # (R, P) how many tokens it has
-
-    @property
-    def lengths(self) -> ndarray:
-        """(R,) tokens of a row: `<s>` and its parts."""
-        return 1 + self.sizes.sum(axis=1)
-
-    def take(self, which: ndarray | slice) -> "Rows":
-        return Rows(*(array[which] for array in self))
-
-
 @dataclass(eq=False)
 class RowData(Prepared):
-    """What MaskedData and PairData share: rows that are masked part by part, and their evaluation.
+    """What MaskedData and PairData share: rows whose texts are masked apart, and their evaluation.
 
     `all_rows(split)`, every text in order, is theirs.
     """
@@ -403,21 +394,21 @@ class RowData(Prepared):
         """(k, first, batch): all rows (max_tokens: see evenly), longest first, in `maskings` ways.
 
         Batches are dealt round-robin to processes. k is the masking, `first` the number of the batch's first real
-        token, which the others follow. Of the parts of a row only those in `shown` are there, only those in `masked`
-        are masked. A part's masks depend on k and on where it begins in the text, and batches are the same whatever is
-        `masked` or `shown`, so that losses with and without the translation can be compared.
+        token, which the others follow. Of the texts of a row only those in `shown` are there, only those in `masked`
+        are masked. A text's masks depend on k and on where it begins, and batches are the same whatever is `masked` or
+        `shown`, so that losses with and without the translation can be compared.
         """
         rows = self._eval_rows(split, max_tokens)
         batches = cut(rows.lengths[:, None], self.micro_tokens)
-        parts = [part for part in range(rows.sizes.shape[1]) if part in shown]
-        rows = Rows(rows.language, rows.starts[:, parts], rows.sizes[:, parts])
+        there = [text for text in range(rows.sizes.shape[1]) if text in shown]
+        rows = Rows(rows.language, rows.starts[:, there], rows.sizes[:, there])
         firsts = rows.lengths.cumsum() - rows.lengths
         for turn in range(rank, maskings * len(batches), world):
             k, number = divmod(turn, len(batches))
             begin, end = batches[number]
             some = rows.take(slice(begin, end))
             random = self._fixed(k, some)
-            yield k, int(firsts[begin]), self._masked(split, some, random, [part in masked for part in parts])
+            yield k, int(firsts[begin]), self._masked(split, some, random, [text in masked for text in there])
 
     def _eval_rows(self, split: str, max_tokens: int | None) -> Rows:
         rows = self.all_rows(split)
@@ -425,7 +416,7 @@ class RowData(Prepared):
         return rows.take(np.lexsort((rows.starts[:, 0], -rows.lengths)))
 
     def _fixed(self, k: int, rows: Rows) -> ndarray:
-        """(draws, N) random numbers for masking k of these rows, a part's by where it begins."""
+        """(draws, N) random numbers for masking k of these rows of N tokens, a text's by where it begins."""
         drawn = []
         for starts, sizes in zip(rows.starts, rows.sizes):
             drawn.append(np.zeros((Masking.draws, 1)))  # `<s>` is never masked
@@ -434,9 +425,14 @@ class RowData(Prepared):
         return np.concatenate(drawn, axis=1)
 
     def _masked(self, split: str, rows: Rows, random: ndarray, masked: list[bool], width: int = 0) -> Masked:
-        """The batch of these rows of N tokens; random: (draws, N), masked: (P,) whether a part is."""
-        tokens = self._tokens(split, rows)
-        sizes = np.insert(rows.sizes, 0, 1, axis=1)  # `<s>` is a part too
+        """The batch of these rows of N tokens; random: (draws, N), masked: (P,) whether a text is."""
+        sizes = np.insert(rows.sizes, 0, 1, axis=1)  # `<s>` is a text, too
+        starts = np.insert(rows.starts, 0, 0, axis=1)
+        tokens = self.tokens[split][flat(starts.flatten(), sizes.flatten())].astype(np.int64)  # (N,)
+        ends = sizes.cumsum().reshape(sizes.shape)
+        tokens[ends[:, 0] - 1] = self.tokenizer.bos
+        if self.kind == "pairs":
+            tokens[ends[:, 1:] - 1] = self.tokenizer.eos  # wherever a text was cut
         part = np.repeat(np.arange(sizes.size), sizes.flatten())
         where = np.tile([False, *masked], len(sizes))[part]
         hidden, chosen = self.masking.hide(tokens, part, random, where)
@@ -444,18 +440,6 @@ class RowData(Prepared):
         positions = np.arange(ids.size) if real is None else real
         language = np.repeat(rows.language, rows.lengths)
         return Masked(*tensors(ids, positions[chosen], tokens[chosen], real, language[chosen]))
-
-    def _tokens(self, split: str, rows: Rows) -> ndarray:
-        """(N,): of every row `<s>` and the parts; those of a pair end in `</s>`, wherever they were cut."""
-        tokens = []
-        for starts, sizes in zip(rows.starts, rows.sizes):
-            tokens.append(np.array([self.tokenizer.bos]))
-            for start, size in zip(starts, sizes):
-                part = self.tokens[split][start : start + size].astype(np.int64)
-                if self.kind == "pairs":
-                    part[-1] = self.tokenizer.eos
-                tokens.append(part)
-        return np.concatenate(tokens)
 
 
 class MaskedData(RowData):
@@ -516,32 +500,29 @@ class PairData(RowData):
         than the share of padding.
         """
         rng = self.random(POOL, split, number)
-        language = pairs = np.empty(0, dtype=np.int64)
+        pairs = np.empty(0, dtype=np.int64)
         tokens = 0
         while tokens < POOL_MICROS * self.micro_tokens:
             drawn = rng.choice(len(self.languages), size=DRAWN, p=self.shares[split])
             first, count = self.streams[split][drawn].T
-            language = np.concatenate([language, drawn])
             pairs = np.concatenate([pairs, first + rng.integers(count)])
-            rows = self._rows(split, language, pairs)
+            rows = self.pairs(split, pairs)
             tokens = rows.lengths.sum()
         rows = rows.take(rows.lengths.argsort(kind="stable"))
         micros = cut(rows.lengths[:, None], self.micro_tokens)
         return [rows.take(slice(*micro)) for micro in rng.permutation(micros)[:POOL_MICROS]]
 
     def all_rows(self, split: str) -> Rows:
-        count = self.streams[split][:, 1]
-        language = np.repeat(np.arange(len(count)), count)
-        return self._rows(split, language, np.arange(len(language)))
+        return self.pairs(split, np.arange(self.meta["splits"][split]["pairs"]))
 
-    def _rows(self, split: str, language: ndarray, pairs: ndarray) -> Rows:
-        """The longer half of a pair is cut first, until the row is a block."""
-        starts, sizes = self.texts_of(split, pairs)
-        one, two = sizes.T
+    def pairs(self, split: str, which: ndarray) -> Rows:
+        """Where a row would be longer than a block its longer half is cut, until it is not."""
+        rows = super().pairs(split, which)
+        one, two = rows.sizes.T
         room = self.block_size - 1
         one = np.minimum(one, np.maximum(room - two, room - room // 2))
         two = np.minimum(two, room - one)
-        return Rows(language, starts, np.stack([one, two], axis=1))
+        return rows._replace(sizes=np.stack([one, two], axis=1))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -602,8 +583,8 @@ class TranslationData(Prepared):
         fitting = []
         for first, count in self.streams[split].tolist():
             pairs = np.arange(first, first + count)
-            longest = self._sizes(split, pairs).max(axis=1)
-            fitting.append(pairs[longest <= self.block_size])
+            fits = (self.pairs(split, pairs).sizes <= self.block_size).all(axis=1)
+            fitting.append(pairs[fits])
         none_left = [name for name, pairs in zip(self.languages, fitting) if not len(pairs)]
         if len(none_left) == len(fitting) or (split == "train" and none_left):
             what = f"all {split} pairs of {none_left[0]} in {self.folder}"
@@ -638,25 +619,21 @@ class TranslationData(Prepared):
         self, split: str, max_tokens: int | None = None, rank: int = 0, world: int = 1
     ) -> Iterator[Translation]:
         """Every pair that is not too long (max_tokens: see evenly), batches dealt round-robin to processes."""
-        fitting = self.fitting[split]
-        pairs = np.concatenate(fitting)
-        language = np.repeat(np.arange(len(fitting)), [len(own) for own in fitting])
-        pairs = pairs[evenly(language, self._sizes(split, pairs).sum(axis=1), max_tokens)]
+        pairs = np.concatenate(self.fitting[split])
+        rows = self.pairs(split, pairs)
+        pairs = pairs[evenly(rows.language, rows.sizes.sum(axis=1), max_tokens)]
         for own in self._micros(split, pairs)[rank::world]:
             yield self._translation(split, own)
 
     def texts(self, split: str, language: str) -> tuple[list[str], list[str]]:
-        """Sources and translations as they were written, of the held-out pairs of that pair of languages."""
-        own = self.pairs_of(split, language)
-        with self._file(f"{split}.jsonl").open(encoding="utf-8") as file:
-            rows = [json.loads(line) for line in islice(file, own.start, own.stop)]
-        source = int(self.target_first[self.languages.index(language)])
-        return [row[source] for row in rows], [row[1 - source] for row in rows]
+        """Sources and translations, as they were written, of the held-out pairs of that pair of languages."""
+        both = super().texts(split, language)
+        return both[::-1] if self.target_first[self.languages.index(language)] else both
 
     def translation_counts(self, split: str) -> dict[str, int]:
         """`tokens` (with `</s>`) and `bytes` of all translations of a held-out split."""
         pairs = np.arange(self.meta["splits"][split]["pairs"])
-        tokens = self._sizes(split, pairs)[:, 1].sum()
+        tokens = self.pairs(split, pairs).sizes[:, 1].sum()
         size = 0
         for language in self.languages:
             size += sum(len(text.encode()) for text in self.texts(split, language)[1])
@@ -667,33 +644,28 @@ class TranslationData(Prepared):
 
         In turns, from one length of the source to the next, so that neighbours are alike.
         """
-        source, target = self._sizes(split, pairs).T
+        sizes = self.pairs(split, pairs).sizes
+        source, target = sizes.T
         up_and_down = np.where(source % 2, target, -target)
-        pairs = pairs[np.lexsort((up_and_down, -source))]
-        return [pairs[begin:end] for begin, end in cut(self._sizes(split, pairs), self.micro_tokens)]
+        order = np.lexsort((up_and_down, -source))
+        return [pairs[order[begin:end]] for begin, end in cut(sizes[order], self.micro_tokens)]
 
-    def _places(self, split: str, pairs: ndarray) -> tuple[ndarray, ndarray]:
-        """(B, 2) where source and translation begin and how many tokens they have, `</s>` included."""
-        starts, sizes = self.texts_of(split, pairs)
-        language = self.streams[split][:, 0].searchsorted(pairs, side="right") - 1
-        swap = self.target_first[language, None]
-        return np.where(swap, starts[:, ::-1], starts), np.where(swap, sizes[:, ::-1], sizes)
-
-    def _sizes(self, split: str, pairs: ndarray) -> ndarray:
-        _, sizes = self._places(split, pairs)
-        return sizes
+    def pairs(self, split: str, which: ndarray) -> Rows:
+        """The source first, whichever half of a pair that is."""
+        rows = super().pairs(split, which)
+        swap = self.target_first[rows.language, None]
+        starts = np.where(swap, rows.starts[:, ::-1], rows.starts)
+        return Rows(rows.language, starts, np.where(swap, rows.sizes[:, ::-1], rows.sizes))
 
     def _translation(self, split: str, pairs: ndarray) -> Translation:
         tokens, pad = self.tokens[split], self.tokenizer.pad
-        starts, sizes = self._places(split, pairs)
-        sources, read, written = [], [], []
-        for (source, target), (n, t) in zip(starts, sizes):
-            sources.append(tokens[source : source + n])
-            read += [[self.tokenizer.bos], tokens[target : target + t - 1]]
-            written.append(tokens[target : target + t])
-        source, source_real = pad_rows(np.concatenate(sources), sizes[:, 0], pad)
-        target, target_real = pad_rows(np.concatenate(read), sizes[:, 1], pad)
-        labels = np.concatenate(written).astype(np.int64)
+        rows = self.pairs(split, pairs)
+        (starts, after), (n, t) = rows.starts.T, rows.sizes.T
+        source, labels = tokens[flat(starts, n)], tokens[flat(after, t)].astype(np.int64)
+        read = np.roll(labels, 1)
+        read[t.cumsum() - t] = self.tokenizer.bos  # in place of the `</s>` before
+        source, source_real = pad_rows(source, n, pad)
+        target, target_real = pad_rows(read, t, pad)
         return Translation(*tensors(source, source_real, target, target_real, labels))
 
 

@@ -7,7 +7,6 @@
 All files may be plain, .gz or .xz. What is wrong with a file is a ValueError or an OSError of one line.
 """
 
-import json
 import re
 from collections import Counter
 from pathlib import Path
@@ -51,12 +50,11 @@ def held_out(folder: Path) -> Texts:
     corpus = Prepared(folder, block_size=8, micro_tokens=8)
     if corpus.meta["kind"] != "pairs":
         raise ValueError(f"{folder} holds no pairs of sentences")
-    lines = [json.loads(line) for line in read_lines(folder / "valid.jsonl")]
     texts = {}
     for name in corpus.languages:
-        pairs = corpus.pairs_of("valid", name)
+        pairs = list(zip(*corpus.texts("valid", name)))
         if name.endswith("-en") and len(pairs) > 1:
-            texts[name.removesuffix("-en")] = list(map(tuple, lines[pairs.start : pairs.stop]))
+            texts[name.removesuffix("-en")] = pairs
     return texts
 
 

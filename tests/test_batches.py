@@ -222,21 +222,24 @@ def test_damaged_folders(copy, tmp_path, monkeypatch):
     content = (copy / "train.bin").read_bytes()
     (copy / "train.bin").write_bytes(content[:-2])
     again = r"prepare it again: python -m data\.prepare "
-    with pytest.raises(ValueError, match=rf"train\.bin has .* bytes instead of .* {again}"):
+    with pytest.raises(ValueError, match=rf"train\.bin has changed .* {again}"):
+        TokenData(copy, T, T * B)
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match=rf"train\.bin has .* instead of .* {again}"):
+        patch.setattr(batches, "LARGEST", 0)  # a file that is too large is not read
         TokenData(copy, T, T * B)
     (copy / "train.bin").write_bytes(content[:-2] + bytes([content[-2] ^ 1, content[-1]]))
     with pytest.raises(ValueError, match=r"train\.bin has changed"):
-        TokenData(copy, T, T * B).verify()
+        TokenData(copy, T, T * B)
     with monkeypatch.context() as patch:
         patch.setattr(batches, "LARGEST", 0)
-        TokenData(copy, T, T * B).verify()  # a file that is too large is not read
+        TokenData(copy, T, T * B)
     (copy / "train.bin").write_bytes(content)
-    TokenData(copy, T, T * B).verify()
+    TokenData(copy, T, T * B)
     (copy / "test.bin").unlink()
     with pytest.raises(FileNotFoundError, match=r"test\.bin is missing"):
         TokenData(copy, T, T * B)
     (copy / "meta.json").write_text("{")
-    with pytest.raises(ValueError, match=r"meta\.json is damaged"):
+    with pytest.raises(ValueError, match=r"meta\.json has changed"):
         TokenData(copy, T, T * B)
     (copy / "meta.json").unlink()
     with pytest.raises(FileNotFoundError, match="no prepared data"):
@@ -252,14 +255,14 @@ def test_an_edited_count_is_noticed(copy):
         TokenData(copy, T, T * B)
     for missing in ("splits", "checksum", "tokenizer"):
         path.write_text(json.dumps({key: value for key, value in meta.items() if key != missing}))
-        with pytest.raises(ValueError, match=r"meta\.json (is damaged|has changed)"):
+        with pytest.raises(ValueError, match=r"meta\.json has changed"):
             TokenData(copy, T, T * B)
 
 
 def test_a_changed_tokenizer_is_noticed(copy, folder):
     train_sentencepiece([path.read_text() for path in (ROOT / "data").glob("*.py")], vocab_size=500).save(copy)
-    with pytest.raises(ValueError, match="not the one that made its tokens"):
-        _ = TokenData(copy, T, T * B).tokenizer
+    with pytest.raises(ValueError, match=r"tokenizer\.model has changed since it was written"):
+        TokenData(copy, T, T * B)
     assert TokenData(folder, T, T * B).tokenizer.vocab_size == 600
 
 
@@ -410,7 +413,6 @@ def test_a_batch_is_what_it_says(many):
 
 def test_the_tokenizer_of_the_folder_is_xlmrs(many):
     data = MaskedData(many, T, T * B)
-    data.verify()
     assert isinstance(data.tokenizer, XLMR) and data.vocab_size == 500 == data.tokenizer.vocab_size
     assert data.languages == ["de", "sw", "zh-Hans"] and len(data.masking.ordinary) == 495
 
@@ -595,11 +597,17 @@ def rows_of(data: PairData, batch: Masked) -> list[tuple[int, list[int], list[in
     return found
 
 
-def test_raw_pairs_come_in_order(aligned, texts_of_pairs):
-    data = PairData(aligned, T, 64)
+def test_held_out_pairs_are_kept_as_text_and_as_tokens(aligned, texts_of_pairs):
+    data, pairs = PairData(aligned, 999, 999), {"valid": 0, "test": 0}
     for name in data.languages:
-        texts = [tuple(data.tokenizer.decode(ids.tolist()) for ids in both) for both in data.raw("valid", name)]
-        assert texts == texts_of_pairs[1][name, "valid"]
+        for split in pairs:
+            assert list(zip(*data.texts(split, name))) == texts_of_pairs[1][name, split]
+            for both in texts_of_pairs[1][name, split]:
+                rows = data.pairs(split, np.array([pairs[split]]))
+                for start, size, ids in zip(rows.starts[0], rows.sizes[0], data.tokenizer.encode_batch(list(both))):
+                    assert data.tokens[split][start : start + size].tolist() == [*ids, 2]
+                pairs[split] += 1
+    assert pairs == {"valid": 40, "test": 30}
 
 
 def test_a_pair_is_drawn_by_the_smoothed_size_of_its_languages(tmp_path, monkeypatch):
@@ -758,16 +766,19 @@ def test_limited_evaluation_takes_all_pairs_evenly(tmp_path):
     assert len(masks(data, reading(data, max_tokens=1))) == 1
 
 
-def test_damaged_pairs(aligned, tmp_path):
+def test_damaged_pairs(aligned, tmp_path, monkeypatch):
     copy = Path(shutil.copytree(aligned, tmp_path / "copy"))
     index = copy / "valid.idx"
     content = index.read_bytes()
     index.write_bytes(content[:-8])
-    with pytest.raises(ValueError, match=r"valid\.idx has 640 bytes instead of 648"):
+    with pytest.raises(ValueError, match=r"valid\.idx has changed"):
+        PairData(copy, T, T)
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match=r"valid\.idx has 640 bytes instead of 648"):
+        patch.setattr(batches, "LARGEST", 0)
         PairData(copy, T, T)
     index.write_bytes(content[:-8] + b"\1" * 8)
     with pytest.raises(ValueError, match=r"valid\.idx has changed"):
-        PairData(copy, T, T).verify()
+        PairData(copy, T, T)
     index.unlink()
     with pytest.raises(FileNotFoundError, match=r"valid\.idx is missing"):
         PairData(copy, T, T)
@@ -871,8 +882,8 @@ def test_long_pairs_are_left_out_and_counted(aligned):
     assert whole.left_out == {"train": 0, "valid": 0, "test": 0}
     longest = {}  # split -> the longer side of every pair, with </s>
     for split in SPLITS:
-        raw = [both for name in whole.languages for both in whole.raw(split, name)]
-        longest[split] = [max(len(one), len(two)) + 1 for one, two in raw]
+        ends = np.flatnonzero(whole.tokens[split] == 2) + 1  # of each text
+        longest[split] = np.diff(ends, prepend=0).reshape(-1, 2).max(axis=1).tolist()
     limit = int(np.median(longest["valid"])) + 2
     data = TranslationData(aligned, limit, 128)
     assert data.left_out == {split: sum(size > limit for size in sizes) for split, sizes in longest.items()}
@@ -893,16 +904,13 @@ def test_held_out_texts_are_kept_as_they_were_written(aligned, texts_of_pairs, t
         assert data.texts(split, "de-en") == (german, english)
         english, russian = map(list, zip(*texts_of_pairs[1]["en-ru", split]))
         assert data.texts(split, "en-ru") == (russian, english)  # the source is what is not English
-    data.verify()
     copy = Path(shutil.copytree(aligned, tmp_path / "copy"))
     (copy / "test.jsonl").write_text((copy / "test.jsonl").read_text().replace("1", "2"))
     with pytest.raises(ValueError, match=r"test\.jsonl has changed"):
-        TranslationData(copy, 32, 128).verify()
+        TranslationData(copy, 32, 128)
     (copy / "test.jsonl").unlink()
     with pytest.raises(FileNotFoundError, match=r"test\.jsonl is missing; .* prepare it again"):
-        TranslationData(copy, 32, 128).texts("test", "de-en")
-    with pytest.raises(FileNotFoundError, match=r"test\.jsonl is missing; .* prepare it again"):
-        TranslationData(copy, 32, 128).verify()
+        TranslationData(copy, 32, 128)
 
 
 def test_bad_arguments_of_translation(aligned):

@@ -507,8 +507,8 @@ def test_retrieval_is_the_mean_over_language_pairs(options):
     found = []
     for languages in ("aa-en", "bb-en"):
         sides = [[], []]
-        for pair in list(pairs.raw("valid", languages))[:20]:
-            for side, text in zip(sides, pair):
+        for pair in list(zip(*pairs.texts("valid", languages)))[:20]:
+            for side, text in zip(sides, pairs.tokenizer.encode_batch(list(pair))):
                 states = []
                 encoder(torch.tensor([[pairs.tokenizer.bos, *text[:10], pairs.tokenizer.eos]]), None, states)
                 side.append(torch.stack([F.normalize(state[0].mean(dim=0), dim=0) for state in states]))
