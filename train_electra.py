@@ -30,7 +30,6 @@ import common
 import measures
 import runs
 from data.batches import Masked, MaskedData, PairData
-from data.prepare import ready
 from model import Encoder, MaskedLM, ModelConfig, SparseModel
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -44,7 +43,6 @@ class Config(ModelConfig):
     seeds: int = 1  # repeat with so many seeds; give mean and deviation
     data: str = "catalogs"  # a corpus of many languages under data/prepared, or the folder of a prepared one
     pairs: str = "catalogs-pairs"  # translation pairs under data/prepared, or the folder of prepared ones
-    spm: str | None = None  # SentencePiece model for catalogs, such as XLM-R's; None: one trained on them
     sampling_exponent: float = 0.7  # alpha of eq. 9: a language is drawn in proportion to its size to this power
     objective: Literal["rtd", "mlm"] = "rtd"  # rtd: XLM-E; mlm: its baseline XLM, a masked LM of n_layer layers
     tlm: bool = True  # masked LM on translation pairs as well
@@ -404,18 +402,15 @@ def step_flops(model: Electra | MaskedLM) -> float:
 
 
 def open_data(config: Config, context) -> dict[str, MaskedData | PairData]:
-    """Both corpora; catalogs are prepared here where they are missing. ValueError where their vocabularies differ."""
-    folders = [ready(name, config.spm, make=context.rank == 0) for name in (config.data, config.pairs)]
-    context.barrier()
-    micros = config.batch_tokens // config.micro_tokens
-    shape = config.block_size, config.micro_tokens, micros, config.seed, config.sampling_exponent, config.mask_share
-    masks = dict(replace=(1.0, 0.0), span=config.span)  # what is masked always becomes the mask token
-    sentences = MaskedData(folders[0], *shape, **masks)
-    data = {"sentences": sentences, "pairs": PairData(folders[1], *shape, **masks)}
-    if sentences.tokenizer.sha256 != data["pairs"].tokenizer.sha256:
-        both = f"{folders[0]} and {folders[1]}"
+    """Both corpora. ValueError where their vocabularies differ."""
+    options = {"exponent": config.sampling_exponent, "mask_share": config.mask_share, "span": config.span}
+    options |= {"replace": (1.0, 0.0)}  # what is masked always becomes the mask token
+    sentences = MaskedData.open(config.data, config, context, **options)
+    pairs = PairData.open(config.pairs, config, context, **options)
+    if sentences.tokenizer.sha256 != pairs.tokenizer.sha256:
+        both = f"{sentences.folder} and {pairs.folder}"
         raise ValueError(f"{both} have different tokenizers: prepare both with the same --tokenizer")
-    return data
+    return {"sentences": sentences, "pairs": pairs}
 
 
 def train(config: Config, context) -> dict:

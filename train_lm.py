@@ -25,7 +25,6 @@ import measures
 import runs
 from data import counting
 from data.batches import TokenData
-from data.prepare import ready
 from model import GPT, ModelConfig, sizes
 from pretrained import fill, load_gpt2
 
@@ -231,15 +230,6 @@ def describe_counting(found: dict[str, float]) -> str:
     )
 
 
-def open_data(config: Config, context) -> TokenData:
-    """The prepared corpus; the demo's is made here where it is missing."""
-    folder = ready(config.data, make=context.rank == 0)
-    context.barrier()
-    micros = config.batch_tokens // config.micro_tokens
-    data = TokenData(folder, config.block_size, config.micro_tokens, micros, config.seed)
-    return data
-
-
 def build(config: Config, data: TokenData, checkpoint: dict | None, context) -> GPT:
     """The model of a checkpoint, of `--init_from`, or drawn from the seed."""
     common.seed_all(config.seed)
@@ -259,7 +249,7 @@ def train(config: Config, context) -> dict:
     if config.eval_only:
         return evaluate_run(config, context)
     with common.clear_errors():
-        data = open_data(config, context)
+        data = TokenData.open(config.data, config, context)
         run = runs.Run(config, PRESETS, context, data)
         if run.result:
             return run.result
@@ -320,7 +310,7 @@ def evaluate_run(config: Config, context) -> dict:
     """Tests a trained model (or `--init_from`), routed as the eval_ constants say; kept beside the run."""
     config = replace(config, resume=True)  # nothing is trained that could start again
     with common.clear_errors():
-        data = open_data(config, context)
+        data = TokenData.open(config.data, config, context)
         run = runs.Run(config, PRESETS, context, data)
         checkpoint = run.checkpoint or runs.newest(run.folder)[1]  # a finished run has not loaded one
         if not checkpoint and not config.init_from:

@@ -25,7 +25,6 @@ import measures
 import runs
 from data import counting
 from data.batches import MaskedData
-from data.prepare import ready
 from model import PAD, MaskedLM, ModelConfig
 from pretrained import fill, load_xlmr
 
@@ -39,7 +38,6 @@ class Config(ModelConfig):
     table: int | None = None  # run every row of X-MoE's table 2, 3 or 5 at the preset's scale
     seeds: int = 1  # repeat with so many seeds; give mean and deviation
     data: str = "catalogs"  # a corpus of many languages under data/prepared, or the folder of a prepared one
-    spm: str | None = None  # SentencePiece model for catalogs, such as XLM-R's; none: one trained on them
     sampling_exponent: float = 0.7  # a language is drawn in proportion to its tokens to this power; 1: as it comes
     mask_share: float = 0.15  # of the tokens are to be predicted: 80% masked, 10% replaced, 10% left as they are
     block_size: int = 64  # T, the longest sequence
@@ -228,16 +226,6 @@ def perplexities(losses: Tensor, counts: Tensor, languages: list[str]) -> dict:
     return {"loss": loss, "ppl": measures.perplexity(loss), "languages": by_language}
 
 
-def open_data(config: Config, context) -> MaskedData:
-    """The prepared corpus; catalogs are prepared here where they are missing."""
-    folder = ready(config.data, config.spm, make=context.rank == 0)
-    context.barrier()
-    micros = config.batch_tokens // config.micro_tokens
-    shares = config.sampling_exponent, config.mask_share
-    data = MaskedData(folder, config.block_size, config.micro_tokens, micros, config.seed, *shares)
-    return data
-
-
 def build(config: Config, data: MaskedData, checkpoint: dict | None, context) -> MaskedLM:
     """The model of a checkpoint, of `--init_from` with new sparse layers, or drawn from the seed."""
     common.seed_all(config.seed)
@@ -268,7 +256,8 @@ def xlmr_weights(config: Config) -> tuple[dict, dict[str, Tensor]]:
 def train(config: Config, context) -> dict:
     """Trains one encoder, or goes on where it stopped -> its result, as in result.json."""
     with common.clear_errors():
-        data = open_data(config, context)
+        shares = {"exponent": config.sampling_exponent, "mask_share": config.mask_share}
+        data = MaskedData.open(config.data, config, context, **shares)
         run = runs.Run(config, PRESETS, context, data)
         if run.result:
             return run.result

@@ -31,7 +31,6 @@ import pretrained
 import runs
 from data.batches import Translation, TranslationData, source_batches
 from data.files import read_lines
-from data.prepare import ready
 from data.tokenizers import XLMR
 from model import ModelConfig, sizes
 from translator import Translator
@@ -274,19 +273,11 @@ def describe(scores: dict) -> str:
 # One run
 
 
-def open_data(config: Config, context) -> TranslationData:
-    """The prepared corpus; the demo's is made here where it is missing."""
-    folder = ready(config.data, make=context.rank == 0)
-    context.barrier()
-    micros, exponent = config.batch_tokens // config.micro_tokens, config.sampling_exponent
-    data = TranslationData(folder, config.block_size, config.micro_tokens, micros, config.seed, exponent, config.target)
-    return data
-
-
 def train(config: Config, context) -> dict:
     """Trains (or goes on training) a translator -> its result, which is also in result.json."""
     with common.clear_errors():
-        data = open_data(config, context)
+        how = {"exponent": config.sampling_exponent, "target": config.target}
+        data = TranslationData.open(config.data, config, context, **how)
         run = runs.Run(config, PRESETS, context, data)
         if run.result:
             return run.result

@@ -23,7 +23,7 @@ from numpy import ndarray
 from torch import Tensor
 
 from data.files import SPLITS
-from data.prepare import checksum, sha256
+from data.prepare import checksum, ready, sha256
 from data.tokenizers import Tokenizer, load_tokenizer
 
 # What random numbers are for. It begins the key of every generator, so that no two purposes share one.
@@ -53,6 +53,17 @@ class Prepared:
 
     kind = None  # of the corpora that the class reads, see data.corpora; None: any
     example = "pydocs"
+
+    @classmethod
+    def open(cls, name: str, config, context, **options) -> "Prepared":
+        """Corpus `name`, or the folder of a prepared one, as a script's config says.
+
+        One that is inside installed packages is prepared here where it is missing.
+        """
+        folder = ready(name, make=context.rank == 0)
+        context.barrier()
+        micros = config.batch_tokens // config.micro_tokens
+        return cls(folder, config.block_size, config.micro_tokens, micros, config.seed, **options)
 
     def __post_init__(self):
         if self.block_size < 8:

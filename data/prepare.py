@@ -105,23 +105,17 @@ def prepare(
     return out
 
 
-def ready(name: str, spm: str | None = None, make: bool = True) -> Path:
+def ready(name: str, make: bool = True) -> Path:
     """The folder of corpus `name` under data/prepared, or else the folder that `name` is.
 
-    A corpus that is inside installed packages is prepared there if it is missing; `make`: by this process. With `spm`
-    (those of many languages) it has a folder for each vocabulary.
+    A corpus that is inside installed packages is prepared there if it is missing; `make`: by this process.
     """
     folder = PREPARED / name
-    if name not in CORPORA or not CORPORA[name].packages:
-        if spm:
-            raise ValueError(f"--spm is for catalogs: give --tokenizer to python -m data.prepare {name} instead")
-        return folder if folder.exists() or not Path(name).exists() else Path(name)
-    if spm:
-        if not Path(spm).is_file():
-            raise ValueError(f"--spm {spm} does not exist")
-        folder = PREPARED / f"{name}-{sha256(Path(spm))[:8]}"
-    if make and not folder.exists():
-        prepare(name, tokenizer=spm, out=folder)
+    if name in CORPORA and CORPORA[name].packages:
+        if make and not folder.exists():
+            prepare(name, out=folder)
+    elif not folder.exists() and Path(name).exists():
+        folder = Path(name)
     return folder
 
 

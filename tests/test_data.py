@@ -780,21 +780,11 @@ def test_the_command_writes_and_reports_or_refuses(tmp_path, model, paragraphs):
 def test_what_is_ready(tmp_path, monkeypatch, folder):
     monkeypatch.setattr(preparing, "PREPARED", tmp_path)
     made = []
-    monkeypatch.setattr(
-        preparing, "prepare", lambda name, tokenizer, out: made.append((name, tokenizer, out)) or out.mkdir()
-    )
+    monkeypatch.setattr(preparing, "prepare", lambda name, out: made.append((name, out)) or out.mkdir())
     assert ready("pydocs", make=False) == tmp_path / "pydocs" and made == []
     assert ready("pydocs") == ready("pydocs") == tmp_path / "pydocs"
-    assert made == [("pydocs", None, tmp_path / "pydocs")]
+    assert made == [("pydocs", tmp_path / "pydocs")]
     assert ready(str(folder)) == folder and ready("wikitext103") == tmp_path / "wikitext103" and len(made) == 1
-    for i, text in enumerate(("one vocabulary", "another")):
-        (tmp_path / f"{i}.model").write_text(text)
-    folders = {ready("catalogs", str(tmp_path / f"{i}.model")) for i in (0, 1, 0)}
-    assert len(folders) == 2 and len(made) == 3 and tmp_path / "catalogs" not in folders
-    with pytest.raises(ValueError, match=r"--spm .*absent does not exist"):
-        ready("catalogs", str(tmp_path / "absent"))
-    with pytest.raises(ValueError, match="python -m data.prepare cc100"):
-        ready("cc100", str(tmp_path / "0.model"))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

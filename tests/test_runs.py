@@ -18,6 +18,7 @@ import common
 import runs
 import train_lm
 from data import batches
+from data.batches import TokenData
 
 LM = Script(train_lm)
 
@@ -258,7 +259,7 @@ def test_the_gradient_is_the_mean_over_the_micro_batches(options, monkeypatch):
     options |= {"dtype": "float64"}
     config = runs.command_line(train_lm.Config, train_lm.PRESETS, command(options))
     context = common.setup("cpu", "float64")
-    data = train_lm.open_data(config, context)
+    data = TokenData.open(config.data, config, context)
     model = train_lm.build(runs.with_vocabulary(config, data), data, None, context)
     for micro in range(2):
         x, y = data.batch("train", 0, micro)

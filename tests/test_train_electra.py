@@ -661,8 +661,6 @@ BAD = {
     "no data": ({"data": "cc100x"}, "python -m data.prepare"),
     "no pairs": ({"pairs": "opus"}, "python -m data.prepare"),
     "vocabulary": ({"vocab_size": 999}, "the model's vocabulary is 999"),
-    "no such spm": ({"data": "catalogs", "spm": "nowhere.model"}, "nowhere.model does not exist"),
-    "spm with prepared data": ({"spm": "x.model"}, "spm"),
 }
 
 

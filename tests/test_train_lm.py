@@ -17,6 +17,7 @@ import measures
 import runs
 import train_lm
 from data import counting
+from data.batches import TokenData
 from data.tokenizers import load_tokenizer
 from routers import NOT_CHOSEN
 
@@ -28,7 +29,7 @@ def opened(options: dict):
     """-> config, data, new model"""
     config = runs.command_line(train_lm.Config, train_lm.PRESETS, words(options))
     context = common.setup("cpu", config.dtype)
-    data = train_lm.open_data(config, context)
+    data = TokenData.open(config.data, config, context)
     return config, data, train_lm.build(runs.with_vocabulary(config, data), data, None, context)
 
 

@@ -61,7 +61,8 @@ def opened(options: dict) -> tuple:
     """What a run of these options has before its first step."""
     config = train_mlm.Config(**options)
     context = common.setup("cpu", config.dtype)
-    data = train_mlm.open_data(config, context)
+    shares = {"exponent": config.sampling_exponent, "mask_share": config.mask_share}
+    data = MaskedData.open(config.data, config, context, **shares)
     config = runs.with_vocabulary(config, data)
     return config, context, data, train_mlm.build(config, data, None, context)
 
@@ -344,8 +345,6 @@ BAD = {
     "maskings": ({"eval_maskings": 0}, "eval_maskings must be"),
     "exponent": ({"sampling_exponent": "nan"}, "sampling_exponent must be"),
     "mask share": ({"mask_share": 0.0}, "mask_share must be"),
-    "no such spm": ({"data": "catalogs", "spm": "nowhere.model"}, "--spm nowhere.model does not exist"),
-    "spm with prepared data": ({"spm": "x.model"}, "--spm is for catalogs"),
     "no weights": ({"init_from": "nowhere"}, "has no config.json"),
 }
 

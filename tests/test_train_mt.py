@@ -17,6 +17,7 @@ from helpers import ROOT, TORCHRUN, Script, finish, flip_a_byte, losses, metrics
 import common
 import runs
 import train_mt
+from data.batches import TranslationData
 from data.prepare import prepare
 from model import sizes
 
@@ -61,7 +62,8 @@ def options(corpus, tmp_path) -> dict:
 def opened(options):
     config = runs.command_line(train_mt.Config, train_mt.PRESETS, words(options))
     context = common.setup("cpu", config.dtype)
-    data = train_mt.open_data(config, context)
+    how = {"exponent": config.sampling_exponent, "target": config.target}
+    data = TranslationData.open(config.data, config, context, **how)
     common.seed_all(config.seed)
     model = train_mt.Translator(runs.with_vocabulary(config, data))
     return config, context, data, common.place(model, context)
