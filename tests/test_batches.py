@@ -266,6 +266,16 @@ def test_a_changed_tokenizer_is_noticed(copy, folder):
     assert TokenData(folder, T, T * B).tokenizer.vocab_size == 600
 
 
+def test_a_corpus_is_opened_as_the_config_says(many):
+    config = SimpleNamespace(block_size=T, micro_tokens=T * B, batch_tokens=3 * T * B, seed=5)
+    waited = []
+    context = SimpleNamespace(rank=0, barrier=lambda: waited.append(True))
+    data = MaskedData.open(str(many), config, context, exponent=0.5, mask_share=0.3)
+    by_hand = MaskedData(many, T, T * B, 3, 5, 0.5, 0.3)
+    assert waited and data.micros_per_step == 3 and same(data.batch("train", 2, 1), by_hand.batch("train", 2, 1))
+    assert not same(data.batch("train", 2, 1), MaskedData(many, T, T * B, 3, 0, 0.5, 0.3).batch("train", 2, 1))
+
+
 def test_a_folder_of_another_kind_is_refused(folder, many, aligned):
     with pytest.raises(ValueError, match="holds 'text', a corpus of text; MaskedData reads languages: .* catalogs"):
         MaskedData(folder, T, T)
@@ -895,6 +905,12 @@ def test_long_pairs_are_left_out_and_counted(aligned):
     assert len(data.texts("valid", "de-en")[0]) == 20  # scores are of all sentences
     with pytest.raises(ValueError, match="all (train|valid) pairs of .* are longer than block_size 8 tokens"):
         TranslationData(aligned, 8, 128)
+
+
+def test_one_long_side_is_enough_to_leave_a_pair_out(tmp_path):
+    data = numbered_pairs(tmp_path, {"a-en": [(9, 2), (8, 8), (2, 9), (3, 4)]}, TranslationData, block_size=8)
+    assert data.left_out == dict.fromkeys(SPLITS, 2)
+    assert sorted(len(source) for source, _ in translations_of(next(data.eval_batches("valid")))) == [3, 8]
 
 
 def test_held_out_texts_are_kept_as_they_were_written(aligned, texts_of_pairs, tmp_path):

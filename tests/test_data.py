@@ -784,6 +784,8 @@ def test_what_is_ready(tmp_path, monkeypatch, folder):
     assert ready("pydocs", make=False) == tmp_path / "pydocs" and made == []
     assert ready("pydocs") == ready("pydocs") == tmp_path / "pydocs"
     assert made == [("pydocs", tmp_path / "pydocs")]
+    monkeypatch.chdir(folder.parent)
+    assert ready(folder.name) == Path(folder.name)
     assert ready(str(folder)) == folder and ready("wikitext103") == tmp_path / "wikitext103" and len(made) == 1
 
 
