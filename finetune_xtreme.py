@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -408,7 +407,7 @@ def train(config: Config, context) -> dict:
             ids, real, words, targets = context.send_all(*batch)
             with context.autocast():
                 logits, balance = forward(ids, real, words)
-            task_loss = F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets)
+            task_loss = common.cross_entropy(logits, targets)
             loss = task_loss + config.balance_coef * balance  # X-MoE eq. 10
             run.backward(loss, shown=task_loss, tokens=ids.numel() if real is None else len(real))
         run.scaler.unscale_(optimizer)

@@ -6,7 +6,6 @@ import time
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 import tyro
 from tqdm import tqdm
 
@@ -52,8 +51,7 @@ def test(model: GPT, data: TokenData, context, max_tokens: int) -> dict:
         x, y = context.send_all(x, y)
         with context.autocast():
             logits, _ = model(x)
-            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            loss = F.cross_entropy(logits.flatten(0, 1), y.flatten())
+            loss = common.cross_entropy(logits.flatten(0, 1), y.flatten())
         total += float(loss) * y.numel()
         tokens += y.numel()
     layers = [watch.finish() for watch in watches]

@@ -202,7 +202,7 @@ def open_runs(found: dict[str, dict], options: Measured) -> dict[str, tuple]:
     for folder, config in found.items():
         context = common.setup(options.device, config["dtype"])
         model, _ = pretrained.load(folder)
-        corpus = ready(config["data"], config.get("spm"), make=False)
+        corpus = ready(config["data"], make=False)
         rows = config["block_size"], config["micro_tokens"]
         if isinstance(model, GPT):
             data = TokenData(corpus, *rows)
