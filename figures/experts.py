@@ -340,6 +340,6 @@ def speed(options: Speed):
     legend(axes)
     print(runs.markdown_table(["run", "experts", "FLOPs, limit", "FLOPs, spent", "ms"], rows))
     machine = common.machine(context)
-    where = f"{machine['device']}, {machine['threads']} threads"
+    where = f"{machine['device']}, threads {machine['threads']}"
     caption = f"XMoE figure 8 at our scale, on {where}: {listed(timed)}"
     save(figure, "speed", caption, {"settings": settings, "machine": machine}, options)

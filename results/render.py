@@ -29,6 +29,7 @@ TABLES = [  # script, preset, number of the table; None: the run of the preset i
     ("train_electra", "small", None),
     ("train_mt", "demo", None),
     ("train_mt", "small", None),
+    *(("finetune_xtreme", "demo", number) for number in ("1", "3", "5", "6", "7", "xlme1", "xlme2", "xlme7")),
 ]
 BENCHES = {  # file: title, and the columns
     "layer": ("One layer, forward and backward", "shape impl runs ms spread ratio to_compiled peak_mb"),
@@ -59,7 +60,7 @@ def note(folder: Path, name: str) -> str:
     return file.read_text().strip()
 
 
-def table_of_runs(folder: Path, script: str, preset: str, number: int | None) -> list[str]:
+def table_of_runs(folder: Path, script: str, preset: str, number: int | str | None) -> list[str]:
     """Title, command, table, what it took, note."""
     module = importlib.import_module(script)
     base = module.Config(**{"preset": preset, "seeds": SEEDS} | module.PRESETS[preset])
@@ -69,6 +70,8 @@ def table_of_runs(folder: Path, script: str, preset: str, number: int | None) ->
     if number:
         table = module.TABLES[number](base)
         command += f" --table {number}"
+        if script == "finetune_xtreme":
+            command += " --source XTREME_FOLDER"
     else:
         table = runs.Table(f"{script}.py, preset {preset}", ("run",), [((preset,), {})])
     rows = []
