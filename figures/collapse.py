@@ -54,8 +54,8 @@ class Umap(Measured):
     nearest have its expert, where the router sees them and in the plane, and how many would by chance.
     """
 
-    # folders of runs of train_mlm.py, a panel each
-    folders: tyro.conf.Positional[tuple[str, ...]] = ("out/train_mlm/demo-router=switch", "out/train_mlm/demo")
+    # folders of runs of train_mlm.py, a panel each; none: all finished ones of the demo with experts and seed 0
+    folders: tyro.conf.Positional[tuple[str, ...]] = ()
     max_tokens: int = 4096  # of the validation text, at most; the first of each language come first
     layer: int = 1  # which of the sparse layers
 
@@ -101,6 +101,7 @@ def umap(options: Umap):
     except ImportError:
         raise ImportError("this figure needs one more library: pip install umap-learn") from None
     found = choose("train_mlm", options.folders, is_sparse)
+    found = {folder: config for folder, config in found.items() if options.folders or not config["seed"]}
     names, numbers, rows = named(found), {}, []
     figure = canvas(columns=len(found), height=5.5)
     seen = {folder: routed(folder, opened, options) for folder, opened in open_runs(found, options).items()}

@@ -33,15 +33,20 @@ class Curve(Drawn):
     At our scale: held-out translations found, and masked tokens of held-out sentences right.
     """
 
-    # folders of runs of train_electra.py, of either objective
-    folders: tyro.conf.Positional[tuple[str, ...]] = ("out/train_electra/demo", "out/train_electra/demo-objective=mlm")
+    # folders of runs of train_electra.py, of either objective; none: all of the demo in out/train_electra
+    folders: tyro.conf.Positional[tuple[str, ...]] = ()
 
 
 def curve(options: Curve):
+    folders = options.folders or sorted(
+        str(log.parent) for log in Path("out/train_electra").glob("demo*/metrics.jsonl")
+    )
+    if not folders:
+        raise ValueError("out/train_electra holds no run of the demo: python train_electra.py, or give folders of runs")
     figure = canvas(columns=2)
     found, right = figure.axes
     numbers = {}
-    for number, folder in enumerate(options.folders):
+    for number, folder in enumerate(folders):
         config, records = read_run(folder, "train_electra")
         color = COLORS[number % len(COLORS)]
         label = f"{'XLM-E' if config['objective'] == 'rtd' else 'XLM'}, seed {config['seed']}"
@@ -63,7 +68,7 @@ def curve(options: Curve):
     right.set(xlabel="training FLOPs (products)", ylabel="share", title="Masked tokens of held-out sentences right")
     found.legend()
     right.legend()
-    save(figure, "curve", f"XLM-E figure 1 at our scale: {', '.join(options.folders)}", numbers, options)
+    save(figure, "curve", f"XLM-E figure 1 at our scale: {', '.join(folders)}", numbers, options)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -85,7 +85,11 @@ def test_figure_1_is_drawn_from_the_logs(folders, tmp_path, monkeypatch, capsys)
 def test_what_is_no_log_is_one_clear_line(folders, tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
-    assert "out/train_electra/demo holds no run" in refused(monkeypatch, capsys, "curve")
+    assert "out/train_electra holds no run of the demo" in refused(monkeypatch, capsys, "curve")
+    (tmp_path / "out" / "train_electra").mkdir(parents=True)
+    (tmp_path / "out" / "train_electra" / "demo").symlink_to(folders[0])
+    run(monkeypatch, "curve")
+    assert json.loads((tmp_path / "out" / "figures" / "curve.json").read_text())["out/train_electra/demo"]["f1"]
     assert f"{tmp_path} holds no run" in refused(monkeypatch, capsys, "curve", *folders, tmp_path)
     log = folders[0] / "metrics.jsonl"
     whole = log.read_text()
