@@ -5,6 +5,7 @@
     python bench.py step                          whole training steps at equal FLOPs
     python bench.py size                          how time and memory grow with tokens and with the number of experts
     python bench.py translate                     beam search with a key-value cache, and without
+    python bench.py scale                         training steps of 1, 2 and 4 processes; 8 and 64 GPUs on paper
     python bench.py layer --device cuda --dtype bfloat16 --tokens 65536
 
 `ratio` is time over that of a dense FFN with the FLOPs of the rows that are really kept: 1 is a layer that costs
@@ -18,9 +19,12 @@ import gc
 import importlib
 import json
 import math
+import os
 import re
+import socket
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -37,6 +41,7 @@ from tqdm import tqdm
 import common
 import measures
 import model
+import parallel
 import runs
 from translator import Translator
 
@@ -525,6 +530,193 @@ def bench_translate(config: Config, context) -> Iterator[dict]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# python bench.py scale
+
+
+@dataclass
+class ScaleConfig(Config):
+    processes: tuple[int, ...] = (1, 2, 4)  # how many share a step; on CUDA each has a GPU of its own
+
+
+MICROS = 4  # micro-batches of a step, which the processes share out
+SMALL = dict(n_head=4, n_layer=4, n_embd=256, ffn_size=1024, vocab_size=VOCABULARY, block_size=256, expert_size=128)
+
+
+SHARED_CORES = """
+These processes share {cores} cores ({threads} threads each) and one memory; gloo copies by way of the loopback
+device. More of them than cores cannot be faster. `communication` is what the same processes would be faster by if none
+waited for another: mostly turns on a core that others have. What it can show is that the work is shared out evenly
+and that each holds less; not what a network costs, which is below, on paper."""
+
+
+class Way(NamedTuple):
+    """How processes share a step; it is what parallel.py reads of a script's config."""
+
+    expert_parallel: int
+    shard: bool
+    micro_tokens: int
+    compile: bool = False
+
+
+def bench_scale(config: ScaleConfig, context) -> Iterator[dict]:
+    """The same training steps by more and more processes; the experts are 64 of width 128, under the threshold."""
+    with common.clear_errors():
+        for processes in config.processes:
+            if processes < 1 or MICROS % processes:
+                raise ValueError(f"{processes} processes cannot share out {MICROS} micro-batches evenly")
+            if context.device.type == "cuda" and processes > torch.cuda.device_count():
+                raise ValueError(f"{processes} processes need a GPU each, and there are {torch.cuda.device_count()}")
+    found = []
+    for processes in config.processes:
+        with tempfile.NamedTemporaryFile("r", suffix=".json") as file, socket.socket() as free:
+            free.bind(("localhost", 0))
+            port = free.getsockname()[1]
+            free.close()
+            torch.multiprocessing.spawn(scale_worker, (processes, port, config, file.name), nprocs=processes)
+            found += json.load(file)
+    for record in found:
+        record["steps_per_second"] = 1e3 / record["ms"]
+        record["speedup"] = found[0]["ms"] / record["ms"]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    columns = "processes impl runs ms spread steps_per_second speedup communication state_mb"
+    show(found, columns, f"a step of {config.tokens} tokens; speedup: over the first row")
+    if context.device.type != "cuda":
+        print(SHARED_CORES.format(cores=cores, threads=torch.get_num_threads()))
+    paper = on_paper()
+    columns = "model gpus expert_parallel state_gb exchange_kb gflops compute_ms exchange_ms gradients_ms communication"
+    show(paper, columns, PAPER_TITLE)
+    yield from found + paper
+
+
+def scale_worker(rank: int, world: int, port: int, config: ScaleConfig, file: str):
+    """One of the processes; the first writes the records. The ways take turns."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    context = common.setup(config.device, config.dtype)
+    micro_tokens = max(SMALL["block_size"], config.tokens // MICROS)
+    ways = {"no communication": Way(1, False, micro_tokens)}  # each has a model of its own
+    if world > 1:
+        ways["data parallel"] = Way(1, False, micro_tokens)
+        ways["expert parallel"] = Way(world, False, micro_tokens)
+        ways["shard"] = Way(1, True, micro_tokens)
+        ways["both"] = Way(world, True, micro_tokens)
+    steps = {name: scaled_step(way, name == "no communication", context) for name, way in ways.items()}
+    times = {name: [] for name in ways}
+    for turn in range(1 + config.rounds):
+        for name, (step, _) in steps.items():
+            context.barrier()
+            start = clock(context)
+            step()
+            slowest = max(context.gather(clock(context) - start))
+            if turn > 0:
+                times[name].append(slowest)
+    alone = statistics.median(times["no communication"])
+    records = []
+    for name, ms in times.items():
+        record = {"processes": world, "impl": name, "runs": len(ms), "ms": statistics.median(ms), "all_ms": ms}
+        record |= {"spread": spread(ms), "communication": 1 - alone / record["ms"], "state_mb": steps[name][1]}
+        records.append(record)
+    if rank == 0:
+        Path(file).write_text(json.dumps(records))
+
+
+def scaled_step(way: Way, alone: bool, context) -> tuple[Callable, float]:
+    """-> a function that does this process's part of a training step, and MB of its weights, gradients and moments."""
+    torch.manual_seed(0)
+    net = model.GPT(model.ModelConfig(**SMALL)).to(context.device)
+    if not alone:
+        parallel.split(net, way, context)
+    forward = net if alone else parallel.wrap(net, way, context)
+    groups = {}
+    for p in net.parameters():
+        groups.setdefault(type(p), []).append(p)
+    optimizer = torch.optim.AdamW([{"params": group} for group in groups.values()], fused=True)
+    T = SMALL["block_size"]
+    ids = torch.randint(VOCABULARY, (way.micro_tokens // T, T), device=context.device)
+    mine = range(context.rank, MICROS, context.world)
+
+    def step():
+        for micro in mine:
+            forward.require_backward_grad_sync = micro == mine[-1]
+            with context.autocast():
+                logits, balance = forward(ids)
+                loss = F.cross_entropy(logits.flatten(0, 1).float(), ids.flatten()) + 0.01 * balance
+            (loss / len(mine)).backward()
+        if not alone:
+            parallel.reduce(net)
+        parallel.clip_grad_norm_(net, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    held = sum(parallel.local(p).numel() for p in net.parameters())
+    return step, 16 * held / 2**20
+
+
+# What is taken for granted of a cluster: 40% of an H100's dense bf16 peak; NVLink inside a node of 8, and a port of 400
+# Gb/s a GPU between nodes, both at their nominal rate in one direction, in bytes a second.
+SPEED, NODE, NVLINK, NETWORK = 0.4 * 989e12, 8, 450e9, 50e9
+PAPER_TITLE = (
+    "on paper, a step of 262,144 tokens, nothing hidden behind anything else; exchange_kb and gflops: of a token, "
+    "forward and back; communication: its share of the step"
+)
+
+
+def on_paper() -> list[dict]:
+    """XMoE's 556M row and Switch's, as published, and XMoE's at four times the width."""
+    size = dict(n_layer=12, vocab_size=50_257, block_size=1024)
+    xmoe = dict(n_embd=1024, n_head=16, ffn_size=4096)
+    wide = dict(n_embd=4096, n_head=32, ffn_size=16384)
+    configs = {
+        "XMoE 32 x 1024": model.ModelConfig(**size, **xmoe, router="threshold"),
+        "Switch 8 x 4096": model.ModelConfig(**size, **xmoe, router="switch"),
+        "XMoE 32 x 4096": model.ModelConfig(**size, **wide, router="threshold"),
+    }
+    records = []
+    for name, config in configs.items():
+        with torch.device("meta"):
+            net = model.GPT(config)
+        E = net.moe_layers[0].router.num_experts
+        for gpus in (8, 64):
+            for N in sorted({1, 8, min(gpus, E)}):
+                records.append({"model": name} | cost_on_paper(net, gpus, N))
+    return records
+
+
+def cost_on_paper(net: model.GPT, gpus: int, N: int, tokens: int = 1 << 18) -> dict:
+    """A step by so many GPUs, the experts shared out over N neighbours.
+
+    A row goes there and back, and so does its gradient: 4 D numbers of 2 bytes each, and gamma rows a token and layer,
+    filled or not. Gradients are fp32; an all-reduce sends twice what a GPU has, and GPUs of a node that have the same
+    share the way out.
+    """
+    config, mine = net.config, tokens / gpus
+    flops = 3 * measures.flops_per_token(net, config, head=2 * config.n_embd * config.vocab_size)["total"]
+    gamma = net.moe_layers[0].capacity_factor
+    sent = len(net.moe_layers) * 4 * gamma * config.n_embd * 2 / N  # bytes of a token, to each of the N
+    near = min(N, NODE) - 1  # of the others, so many are in the same node
+    exchange = mine * sent * max(near / NVLINK, (N - 1 - near) / NETWORK)  # at once
+    experts = sum(measures.numel(moe.layers) for moe in net.moe_layers)
+    dense = measures.numel(net) - experts
+    gradients = 0.0
+    for size, apart in ((dense, 1), (experts / N, N)):  # those who have the same are so far apart
+        link = NVLINK if gpus <= NODE else min(NVLINK, NETWORK * max(1, NODE // apart))
+        copies = gpus // apart
+        gradients += 2 * 4 * size * (copies - 1) / copies / link
+    compute = mine * flops / SPEED
+    return {
+        "gpus": gpus,
+        "expert_parallel": N,
+        "state_gb": 16 * (dense + experts / N) / 2**30,
+        "exchange_kb": sent * (N - 1) / 1024,
+        "gflops": flops / 1e9,
+        "compute_ms": 1e3 * compute,
+        "exchange_ms": 1e3 * exchange,
+        "gradients_ms": 1e3 * gradients,
+        "communication": (exchange + gradients) / (compute + exchange + gradients),
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # The command line
 
 BENCHES = {
@@ -532,6 +724,7 @@ BENCHES = {
     "step": (bench_step, Config()),
     "size": (bench_size, Config(tokens=65536)),
     "translate": (bench_translate, Config(tokens=2048)),
+    "scale": (bench_scale, ScaleConfig(rounds=5)),
 }
 
 

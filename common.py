@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 
 def warn(message: str, kind: str = "warning"):
@@ -128,15 +127,6 @@ def place(model: torch.nn.Module, context: Context) -> torch.nn.Module:
     return model.to(context.device, torch.float64 if context.dtype == torch.float64 else torch.float32)
 
 
-def parallel(model: torch.nn.Module, config, context: Context) -> torch.nn.Module:
-    """What to call in training: the model, compiled where the config says so, its gradients averaged over processes."""
-    forward = torch.compile(model) if config.compile else model
-    if context.world == 1:
-        return forward
-    devices = [context.device] if context.device.type == "cuda" else None
-    return DistributedDataParallel(forward, device_ids=devices, broadcast_buffers=False)
-
-
 def cpu_has_amx() -> bool:
     """Whether bf16 products pay on this CPU. With AVX512-BF16 alone they are native, and slower than fp32 (0.6 x)."""
     return bool(getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)())
@@ -199,14 +189,14 @@ def adamw(model: torch.nn.Module, config) -> torch.optim.AdamW:
 
     Routers learn at `router_lr` times the rate of the rest.
     """
-    groups = {}  # (decay, times the learning rate) -> parameters
+    groups = {}  # (decay, times the learning rate, class: FSDP's are not stepped with others) -> parameters
     for name, p in model.named_parameters():
         if p.requires_grad:
             small = p.dim() < 2 or "ln_" in name or name.endswith(("bias", "b_in", "b_out"))
             kind = 0.0 if small else config.weight_decay, config.router_lr if "router." in name else 1.0
-            groups.setdefault(kind, []).append(p)
+            groups.setdefault((*kind, type(p)), []).append(p)
     options = []
-    for (decay, times), parameters in groups.items():
+    for (decay, times, _), parameters in groups.items():
         options.append({"params": parameters, "weight_decay": decay, "times": times})
     betas = config.beta1, config.beta2
     return torch.optim.AdamW(options, lr=config.learning_rate, betas=betas, eps=config.eps, fused=True)

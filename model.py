@@ -86,7 +86,7 @@ class ModelConfig:
         """The constants, these, `balance_coef` and `router_lr`, that a model of this kind does not read: the command
         line refuses them, and they name no run."""
         if self.router == "dense":
-            names = "moe_every moe_after expert_ffns decoder_moe balance_coef router_init_std router_lr"
+            names = "moe_every moe_after expert_ffns decoder_moe balance_coef router_init_std router_lr expert_parallel"
             return {*Sizes._fields, *names.split()}
         size = sizes(self)
         orthogonal = size.orthogonal or size.score == "hypersphere" or size.select == "base"
@@ -343,16 +343,18 @@ def dispatch(h: Tensor, gates: Tensor, rows: Rows, ffn: Experts) -> Tensor:
 
 
 def dispatch_stacks(h: Tensor, gates: Tensor, rows: Rows, stack: Iterable) -> Tensor:
-    """The same for experts that are u <- u + FFN(LN(u)), layer by layer, from u = h.
+    """The same for experts that are stacks, so that h + g f(h) is BASE layers' g u + (1 - g) h (X-MoE eq. 2, 4.1)."""
+    x = h.to(gates.dtype).index_select(0, rows.token)  # (N, D)
+    return add_rows(gates.new_zeros(h.shape), rows, rows.gate * run_stack(x, rows, stack))
 
-    An expert's output is u - h, so that h + g f(h) is BASE layers' g u + (1 - g) h (X-MoE eq. 2, 4.1).
-    """
-    x = u = h.to(gates.dtype).index_select(0, rows.token)  # (N, D)
-    ungated = rows._replace(gate=torch.ones_like(rows.gate))  # the gate weighs the whole stack, below
+
+def run_stack(x: Tensor, rows: Rows, stack: Iterable) -> Tensor:
+    """What an expert that is u <- u + FFN(LN(u)), layer by layer, from u = x, makes of its rows: u - x, (N, D)."""
+    u, ungated = x, rows._replace(gate=torch.ones_like(rows.gate))  # the gate weighs the whole stack
     for norm, ffn in stack:
         y = ffn(norm(u, rows), ungated)
         u = u + y + ffn.b_out.index_select(0, rows.expert)
-    return add_rows(gates.new_zeros(h.shape), rows, rows.gate * (u - x))
+    return u - x
 
 
 def add_rows(out: Tensor, rows: Rows, y: Tensor) -> Tensor:
@@ -401,6 +403,7 @@ class MoE(nn.Module):
         self.layers = nn.ModuleList(Experts(E, D, F_, gelu) for _ in range(max(1, size.expert_layers)))
         self.ln_stack = nn.ModuleList(ExpertNorm(E, D) for _ in range(size.expert_layers))  # none: bare FFNs
         self.capacity_factor, self.eval_capacity_factor = size.capacity_factor, size.eval_capacity_factor
+        self.exchange = None  # what takes rows to experts that are on other processes
         self.watchers = []  # called with (self, h, routing, kept); empty but during evaluations: see measures.py
 
     def forward(self, h: Tensor, ids: Tensor, real: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -424,7 +427,9 @@ class MoE(nn.Module):
         if may_ask(h) or room == S * E:  # waiting for a GPU's count is cheaper than computing S * E rows
             room = None
         rows = kept_rows(gates, kept, room)
-        if self.ln_stack:
+        if self.exchange:  # the experts are on several processes: see parallel.py
+            y = self.exchange(self, flat, rows)
+        elif self.ln_stack:
             y = dispatch_stacks(flat, gates, rows, zip(self.ln_stack, self.layers))
         else:
             y = dispatch(flat, gates, rows, self.layers[0])

@@ -24,10 +24,12 @@ import tyro
 from tqdm import tqdm
 
 import common
+import parallel
 
 # Constants that say where and how to run, not what to compute: they may differ when a run resumes.
 # A script's Config adds its own as `not_identity`.
 NOT_IDENTITY = {"preset", "table", "seeds", "out_dir", "resume", "device", "log_every", "vocab_size"}
+NOT_IDENTITY |= {"expert_parallel", "shard"}
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The command line: Config < preset < what is given
@@ -215,6 +217,7 @@ class Run:
                 f"{micros} micro-batches a step cannot be dealt to {context.world} processes: "
                 f"change batch_{'tokens' if hasattr(config, 'batch_tokens') else 'size'}"
             )
+        parallel.check(config, context)
         self.mine = range(context.rank, micros, context.world)
         self.tokenizer = data[0].tokenizer
         self.checksums = {"tokenizer": self.tokenizer.sha256, "data": "+".join(source.checksum for source in data)}
@@ -263,7 +266,7 @@ class Run:
         self.start, self.seconds = 0, 0.0
         self.log = ""  # of metrics.jsonl, which is written anew with every checkpoint
         if self.checkpoint:
-            optimizer.load_state_dict(self.checkpoint["optimizer"])
+            parallel.load_optimizer(model, optimizer, self.checkpoint["optimizer"])
             self.scaler.load_state_dict(self.checkpoint["scaler"])
             self.start = self.checkpoint["step"]
             self.seconds, self.log = self.checkpoint["seconds"], self.checkpoint["log"]
@@ -273,7 +276,7 @@ class Run:
             with common.clear_errors():
                 self.make_folder()
         self.restart_clock(self.start)
-        self.forward = common.parallel(model, self.config, self.context)
+        self.forward = parallel.wrap(model, self.config, self.context)
         return self.forward
 
     def make_folder(self):
@@ -320,6 +323,11 @@ class Run:
             if self.context.world > 1:  # gradients are exchanged with the last one
                 self.forward.require_backward_grad_sync = micro == self.mine[-1]
             yield micro
+        parallel.reduce(self.model)
+
+    def whole(self) -> torch.nn.Module:
+        """What to evaluate: the model, put together where it is split. All processes must ask together."""
+        return parallel.whole(self.model)
 
     def backward(self, loss: torch.Tensor, shown: torch.Tensor, tokens: int):
         """The gradient of one micro-batch's share of the step; `shown`: the part of its loss to look at."""
@@ -365,7 +373,7 @@ class Run:
         last = self.folder / "ckpt.pt"
         if self.context.rank == 0 and last.exists():
             last.replace(self.folder / "ckpt.prev.pt")  # at every moment one of the two is whole
-        state |= {"optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict()}
+        state |= {"optimizer": parallel.optimizer_state(self.model, self.optimizer), "scaler": self.scaler.state_dict()}
         state |= {"seconds": self.seconds, "log": self.log}
         self.save_model("ckpt.pt", done, **state)
         self.restart_clock(done)
@@ -373,8 +381,8 @@ class Run:
     def save_model(self, name: str, step: int, **state):
         """A file with what it takes to make the model again, as it was after so many steps, and with `state`."""
         arguments = dataclasses.asdict(self.model.config)
-        state |= {"step": step, "class": type(self.model).__name__, "arguments": arguments}
-        self.write(name, state | {"model": self.model.state_dict()} | self.checksums)
+        state |= {"step": step, "class": parallel.kind(self.model).__name__, "arguments": arguments}
+        self.write(name, state | {"model": parallel.whole_state(self.model)} | self.checksums)
 
     def finish(self, result: dict) -> dict:
         """Adds what every result has, and writes it."""

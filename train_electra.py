@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 import common
 import measures
+import parallel
 import runs
 from data.batches import Masked, MaskedData, PairData
 from model import Encoder, MaskedLM, ModelConfig, SparseModel
@@ -78,6 +79,8 @@ class Config(ModelConfig):
     out_dir: str = "out/train_electra"  # where runs are kept
     device: str = "auto"  # cuda, mps or cpu
     dtype: Literal["auto", "bfloat16", "float16", "float32", "float64"] = "auto"  # auto: bfloat16 where it is fast
+    expert_parallel: int = 1  # processes that share out the experts of one model, see parallel.py
+    shard: bool = False  # weights and their state lie in pieces over all processes (FSDP2)
     compile: bool = False  # torch.compile
     resume: bool = True  # go on from the run's newest checkpoint; false: start again
 
@@ -436,6 +439,7 @@ def train(config: Config, context) -> dict:
         f"{flops / 1e9:.1f} GFLOPs a step; {len(data['sentences'].languages)} languages, "
         f"{len(data['pairs'].languages)} pairs of them"
     )
+    parallel.split(model, config, context)
     optimizer = common.adamw(model, config)
     batches = 1 + config.tlm  # of a step: sentences, and pairs
     forward = run.begin(model, optimizer, flops / 3 / (batches * config.batch_tokens))
@@ -454,16 +458,16 @@ def train(config: Config, context) -> dict:
             run.backward(loss, shown=loss, tokens=batches * config.micro_tokens)
         run.scaler.unscale_(optimizer)
         if config.grad_clip:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
+            parallel.clip_grad_norm_(model, config.grad_clip)
         run.scaler.step(optimizer)
         run.scaler.update()
         optimizer.zero_grad()
         model.after_step()
         if run.end_step(step):
-            scores = evaluate(model, data, config, context)
+            scores = evaluate(run.whole(), data, config, context)
             record = {"flops": (step + 1) * flops, "held_out": scores}
             run.save(step, record, scores["loss"], f"{record['flops']:.2e} FLOPs\n{describe(scores)}")
-    scores = evaluate(model, data, config, context, config.eval_maskings)
+    scores = evaluate(run.whole(), data, config, context, config.eval_maskings)
     return run.finish({"held_out": scores, "parameters": parameters, "flops": config.steps * flops})
 
 

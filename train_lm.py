@@ -22,6 +22,7 @@ import torch
 
 import common
 import measures
+import parallel
 import runs
 from data import counting
 from data.batches import TokenData
@@ -64,6 +65,8 @@ class Config(ModelConfig):
     out_dir: str = "out/train_lm"  # where runs are kept
     device: str = "auto"  # cuda, mps or cpu
     dtype: Literal["auto", "bfloat16", "float16", "float32", "float64"] = "auto"  # auto: bfloat16 where it is fast
+    expert_parallel: int = 1  # processes that share out the experts of one model, see parallel.py
+    shard: bool = False  # weights and their state lie in pieces over all processes (FSDP2)
     compile: bool = False  # torch.compile
     resume: bool = True  # go on from the run's newest checkpoint; false: start again
     eval_only: bool = False  # no training: evaluate the run's checkpoint, or --init_from
@@ -266,6 +269,7 @@ def train(config: Config, context) -> dict:
     counts = data.meta["splits"]
     counted = {name: measures.bits_per_byte(loss, counts["test"]) for name, loss in counted.items()}
     run.say(describe_counting(counted))
+    parallel.split(model, config, context)
     optimizer = common.adamw(model, config)
     forward = run.begin(model, optimizer, flops["total"], measures.bits_per_byte(1.0, counts["train"]))
     for step in run.steps():
@@ -279,14 +283,15 @@ def train(config: Config, context) -> dict:
             run.backward(loss + config.balance_coef * balance, shown=loss, tokens=x.numel())
         run.scaler.unscale_(optimizer)
         if config.grad_clip:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
+            parallel.clip_grad_norm_(model, config.grad_clip)
         run.scaler.step(optimizer)
         run.scaler.update()
         optimizer.zero_grad()
         model.after_step()  # restores what a router keeps fixed: a hypersphere its norms, the others nothing
         if run.end_step(step):
-            scores = evaluate(model, data, "valid", context, config.eval_tokens)
+            scores = evaluate(run.whole(), data, "valid", context, config.eval_tokens)
             run.save(step, scores, scores["loss"], f"valid {describe(scores)}")
+    model = run.whole()
     scores = test(model, data, context) | {"counting": counted}
     if model.moe_layers and model.moe_layers[-1].router.select == "threshold":
         batches = [x for x, _ in data.eval_batches("test", 1 << 16)]

@@ -22,6 +22,7 @@ from torch import Tensor
 
 import common
 import measures
+import parallel
 import runs
 from data import counting
 from data.batches import MaskedData
@@ -63,6 +64,8 @@ class Config(ModelConfig):
     out_dir: str = "out/train_mlm"  # where runs are kept
     device: str = "auto"  # cuda, mps or cpu
     dtype: Literal["auto", "bfloat16", "float16", "float32", "float64"] = "auto"  # auto: bfloat16 where it is fast
+    expert_parallel: int = 1  # processes that share out the experts of one model, see parallel.py
+    shard: bool = False  # weights and their state lie in pieces over all processes (FSDP2)
     compile: bool = False  # torch.compile
     resume: bool = True  # go on from the run's newest checkpoint; false: start again
     init_from: str | None = None  # folder of an XLM-R checkpoint in Hugging Face's format; sparse layers start new
@@ -276,6 +279,7 @@ def train(config: Config, context) -> dict:
     scores, chosen = None, None  # of the last evaluation
     if run.checkpoint:
         scores, chosen = run.checkpoint["valid"], run.checkpoint["chosen"]
+    parallel.split(model, config, context)
     optimizer = common.adamw(model, config)
     forward = run.begin(model, optimizer, flops["total"])
     for step in run.steps():
@@ -291,14 +295,14 @@ def train(config: Config, context) -> dict:
             run.backward(loss, shown=mlm, tokens=ids.numel() if real is None else len(real))
         run.scaler.unscale_(optimizer)
         if config.grad_clip:  # X-MoE does not say; XLM-E clips at 2
-            torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
+            parallel.clip_grad_norm_(model, config.grad_clip)
         run.scaler.step(optimizer)
         run.scaler.update()
         optimizer.zero_grad()
         model.after_step()  # expert embeddings back on their sphere
         if run.end_step(step):
             maskings = config.eval_maskings if step + 1 == config.steps else 1
-            scores, chosen = evaluate(model, data, config, context, maskings, before=chosen)
+            scores, chosen = evaluate(run.whole(), data, config, context, maskings, before=chosen)
             run.save(step, scores, scores["loss"], f"valid {describe(scores)}", valid=scores, chosen=chosen)
     return run.finish({"valid": scores, "counting": counted, "parameters": parameters, "flops": flops})
 

@@ -27,6 +27,7 @@ from tqdm import tqdm
 
 import common
 import measures
+import parallel
 import pretrained
 import runs
 from data.batches import Translation, TranslationData, source_batches
@@ -78,6 +79,8 @@ class Config(ModelConfig):
     out_dir: str = "out/train_mt"  # where runs are kept
     device: str = "auto"  # cuda, mps or cpu
     dtype: Literal["auto", "bfloat16", "float16", "float32", "float64"] = "auto"  # auto: bfloat16 where it is fast
+    expert_parallel: int = 1  # processes that share out the experts of one model, see parallel.py
+    shard: bool = False  # weights and their state lie in pieces over all processes (FSDP2)
     compile: bool = False  # torch.compile
     resume: bool = True  # go on from the run's newest checkpoint; false: start again
     translate: str | None = None  # no training: translate this file, or - for standard input, with a trained model
@@ -299,6 +302,7 @@ def train(config: Config, context) -> dict:
     if any(data.left_out.values()):
         long = ", ".join(f"{count:,} {split}" for split, count in data.left_out.items())
         run.say(f"left out of training and of the loss, longer than block_size = {config.block_size}: {long} pairs")
+    parallel.split(model, config, context)
     optimizer = common.adamw(model, config)
     forward = run.begin(model, optimizer, flops["total"] / (2 * length))
     for step in run.steps():
@@ -311,21 +315,23 @@ def train(config: Config, context) -> dict:
             run.backward(loss + config.balance_coef * balance, shown=loss, tokens=batch.tokens)
         run.scaler.unscale_(optimizer)
         if config.grad_clip:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
+            parallel.clip_grad_norm_(model, config.grad_clip)
         run.scaler.step(optimizer)
         run.scaler.update()
         optimizer.zero_grad()
         model.after_step()
         if run.end_step(step):
-            scores = evaluate(model, data, "valid", context, config.eval_tokens)
+            now = run.whole()
+            scores = evaluate(now, data, "valid", context, config.eval_tokens)
             run.check_finite(scores["loss"], step + 1)  # broken weights translate nothing
-            valid = score_split(model, data, "valid", config, context, config.eval_sentences)
-            weights = {name: x.cpu().clone() for name, x in model.state_dict().items()}
+            valid = score_split(now, data, "valid", config, context, config.eval_sentences)
+            weights = {name: x.cpu().clone() for name, x in now.state_dict().items()}
             last = [*last, weights][-AVERAGED:]
             if best is None or valid["bleu"] > best["bleu"]:
                 best = {"step": step + 1, "bleu": valid["bleu"], "model": weights}
             scores |= {"bleu": valid["bleu"], "chrf": valid["chrf"]}
             run.save(step, scores, scores["loss"], f"valid {describe(scores)}", best=best, last=last)
+    model = run.model = run.whole()
     model.load_state_dict(mean_of(last))
     averaged = {"valid": score_split(model, data, "valid", config, context, config.eval_sentences)["bleu"]}
     averaged["test"] = score_split(model, data, "test", config, context)["bleu"]

@@ -329,3 +329,50 @@ def test_what_is_no_option_is_rejected(words, message, monkeypatch, capsys):
     with pytest.raises(SystemExit) as stop:
         bench.main()
     assert stop.value.code == 2 and message in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# python bench.py scale
+
+
+def test_processes_share_a_step_and_hold_less_each(records):
+    """Two of them; with a cluster on paper behind it."""
+    found = records("scale", "--processes", 2, "--rounds", 2, "--tokens", 1024)
+    ours, paper = found[:5], found[5:]
+    names = ["no communication", "data parallel", "expert parallel", "shard", "both"]
+    assert [record["impl"] for record in ours] == names and len(paper) == 14
+    held = {record["impl"]: record["state_mb"] for record in ours}
+    net = model.GPT(model.ModelConfig(**bench.SMALL))
+    total = sum(p.numel() for p in net.parameters())
+    experts = sum(p.numel() for moe in net.moe_layers for p in moe.layers.parameters())
+    assert held["data parallel"] == held["no communication"] == pytest.approx(16 * total / 2**20)
+    assert held["expert parallel"] == pytest.approx(16 * (total - experts / 2) / 2**20)
+    assert held["shard"] == pytest.approx(held["both"], rel=0.01) == pytest.approx(8 * total / 2**20, rel=0.02)
+    for record in ours:
+        assert record["runs"] == 2 and record["steps_per_second"] == pytest.approx(1e3 / record["ms"])
+        assert record["communication"] == pytest.approx(1 - ours[0]["ms"] / record["ms"])
+
+
+def test_the_paper_model_by_hand():
+    """XMoE's 556M row: 6 layers, gamma 4, width 1024; 32 experts of 1024 units."""
+    (row,) = [row for row in bench.on_paper() if (row["model"], row["gpus"], row["expert_parallel"]) == TWO_NODES]
+    rows = 6 * 4 * 4  # of a token: layers, rows, ways
+    assert row["exchange_kb"] == pytest.approx(rows * 1024 * 2 * 31 / 32 / 1024)
+    far = 4096 * rows * 1024 * 2 * 24 / 32 / 50e9  # to the 24 of 32 that are in other nodes
+    assert row["exchange_ms"] == pytest.approx(1e3 * far)
+    experts = 6 * 32 * (2 * 1024 * 1024 + 1024 + 1024)
+    dense = 50_257 * 1024 + 1024 * 1024 + 12 * (4 * 1024 * 1024 + 4 * 1024 + 4 * 1024) + 2 * 1024
+    dense += 6 * (2 * 4 * 1024 * 1024 + 5 * 1024 + 32 * 1024)
+    assert row["state_gb"] == pytest.approx(16 * (dense + experts / 32) / 2**30)
+    reduced = 8 * dense * 63 / 64 / 400e9 + 8 * experts / 32 / 2 / 50e9
+    assert row["gradients_ms"] == pytest.approx(1e3 * reduced)
+    busy = row["exchange_ms"] + row["gradients_ms"]
+    assert row["communication"] == pytest.approx(busy / (busy + row["compute_ms"]))
+    assert row["compute_ms"] == pytest.approx(1e12 * row["gflops"] * 4096 / (0.4 * 989e12))
+
+
+TWO_NODES = ("XMoE 32 x 1024", 64, 32)
+
+
+def test_processes_that_cannot_share_a_step_are_refused(refused):
+    assert "3 processes cannot share out 4 micro-batches evenly" in refused("scale", "--processes", 3)

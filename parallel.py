@@ -1,0 +1,291 @@
+"""Experts on several processes (--expert_parallel), and weights and their state in pieces (--shard).
+
+Both stand on torch.distributed, and are the same code on NCCL and on gloo. The processes form a mesh of W / N x N: the
+N of a row, neighbours on a node, share the experts of one model out, E / N each; those of a column hold the same ones.
+Every process routes its own micro-batch over all E experts, under that micro-batch's capacity, exactly as one process
+alone would; only then its rows travel to the experts, and the experts' answers back.
+
+A split model is for training. To evaluate it, and to save it, `whole` and `whole_state` put it together again: each
+process then works through its own batches, and needs room for the weights once, not for gradients and Adam's moments.
+"""
+
+import functools
+import warnings
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from model import Block, EncoderLayer, MoE, Rows, add_rows, expert_capacity, may_ask, run_stack, sizes
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Cutting a model
+
+
+def check(config, context):
+    """ValueError where the processes or the experts cannot be shared out as the config says."""
+    N, W = config.expert_parallel, context.world
+    if W % N:
+        raise ValueError(f"expert_parallel = {N} does not divide the number of processes, {W}")
+    if config.router != "dense" and sizes(config).num_experts % N:
+        raise ValueError(f"expert_parallel = {N} does not divide the number of experts, {sizes(config).num_experts}")
+    if (N > 1 or config.shard) and context.dtype == torch.float16:
+        raise ValueError("expert_parallel and shard do not go with float16, whose loss scale is each process's own")
+
+
+def split(model: nn.Module, config, context):
+    """Cuts a model, in place, as the config says: when its weights are loaded, and before it gets an optimizer.
+
+    Gradients that neither DDP nor FSDP sees to are marked by what `reduce` sums them over.
+    """
+    N, W = config.expert_parallel, context.world
+    if W == 1:
+        return
+    if N > 1:
+        mesh = make_mesh(context.device.type, N)
+        for moe in model.moe_layers:
+            moe.exchange = Exchange(mesh["expert"], config.micro_tokens)
+            for p in [*moe.layers.parameters(), *moe.ln_stack.parameters()]:
+                p.mesh, p.sum_over = mesh["expert"], mesh["replica"].get_group()
+                p.data = cut(p, p.data).clone()
+    if config.shard:
+        for moe in model.moe_layers:
+            for p in moe.router.parameters():  # small, and the hypersphere's temperature is a scalar
+                p.sum_over = dist.group.WORLD
+        alone = {p for p in model.parameters() if hasattr(p, "sum_over")}
+        options = {"mesh": make_mesh(context.device.type, 1)["replica"], "ignored_params": alone}
+        for module in reversed(list(model.modules())):  # those inside others come first
+            if isinstance(module, (Block, EncoderLayer, MoE)):
+                fully_shard(module, **options)
+        fully_shard(model, **options)
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # nobody works in place on what a module returns
+
+
+def wrap(model: nn.Module, config, context) -> nn.Module:
+    """What to call in training: the model, compiled where the config says so, its gradients averaged over processes."""
+    forward = torch.compile(model) if config.compile else model
+    if context.world == 1 or isinstance(model, FSDPModule):
+        return forward
+    others = [name for name, p in forward.named_parameters() if hasattr(p, "sum_over")]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(forward, others)
+    devices = [context.device] if context.device.type == "cuda" else None
+    return DistributedDataParallel(forward, device_ids=devices, broadcast_buffers=False)
+
+
+@functools.cache
+def make_mesh(device: str, N: int) -> DeviceMesh:
+    return init_device_mesh(device, (dist.get_world_size() // N, N), mesh_dim_names=("replica", "expert"))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The exchange
+
+
+class Exchange:
+    """Takes rows to the processes that have their experts, and what the experts make of them back.
+
+    All processes send each other equally many rows, the same number at every step, so that nobody has to ask how many
+    there are: R, the most that a micro-batch of `tokens` can have for the experts of one process. What is not filled
+    is 0, and no expert works on it. Under a capacity limit R is E / N times C; without one, a token may go to all that
+    a process has, or to the K that it chooses if they are fewer.
+    """
+
+    def __init__(self, mesh: DeviceMesh, tokens: int):
+        self.mesh, self.tokens = mesh, tokens
+
+    def __call__(self, moe: MoE, h: Tensor, rows: Rows) -> Tensor:
+        """h (S, D), of which `rows` are kept -> the weighted sum of the experts' outputs, (S, D), as `dispatch`."""
+        N, E = self.mesh.size(), len(rows.counts)
+        own = E // N
+        C = expert_capacity(self.tokens, E, moe.capacity_factor)
+        R = min(self.tokens * min(moe.router.most, own), own * C)
+        if len(h) > self.tokens:
+            raise ValueError(f"{len(h)} tokens at once are more than micro_tokens = {self.tokens}")
+        x = h.index_select(0, rows.token)
+        if not moe.ln_stack and torch.is_autocast_enabled(h.device.type):
+            x = x.to(torch.get_autocast_dtype(h.device.type))  # the experts would do it
+        wanted = rows.counts.view(N, own)  # of each process: the rows for its experts
+        slot = self.slots(rows, wanted, R)  # (rows,)
+        sent = self.to_all(place(x, slot, N * R))  # (N * R, D), R from each process
+        mine = self.received(self.to_all(wanted.flatten()).view(N, own), R)
+        y = work(moe, sent.index_select(0, mine.token), mine)
+        y = self.to_all(place(y, mine.token, N * R))
+        y = y.index_select(0, slot.clamp(max=N * R - 1))  # a spare row has gate 0, whatever it reads
+        return add_rows(rows.gate.new_zeros(h.shape), rows, rows.gate * y)
+
+    def to_all(self, x: Tensor) -> Tensor:
+        """The n-th of N equal parts of x goes to the n-th process; -> what they sent here, in their order."""
+        return all_to_all_single_autograd(x, None, None, self.mesh.get_group())
+
+    def slots(self, rows: Rows, wanted: Tensor, R: int) -> Tensor:
+        """Where each row is in the buffer of N * R: with its process, in the order of experts. Spare ones: behind it.
+
+        wanted: (N, E / N) rows of each process's experts.
+        """
+        N, own = wanted.shape
+        total = wanted.sum(dim=1)
+        first = total.cumsum(0) - total  # the first row of each process
+        process = rows.expert // own
+        slot = process * R + torch.arange(len(process), device=process.device) - first[process]
+        return slot if rows.used is None else torch.where(rows.used.squeeze(1), slot, N * R)
+
+    def received(self, counts: Tensor, R: int) -> Rows:
+        """counts (N, E / N), rows that each process sent for each expert here -> those rows, expert by expert.
+
+        `token` is the place in the N * R rows that came. On a GPU all of them are listed, those that are empty last.
+        """
+        N, own = counts.shape
+        lane = torch.arange(R, device=counts.device).expand(N, R).contiguous()
+        expert = torch.searchsorted(counts.cumsum(dim=1), lane, right=True).flatten()  # (N * R,); E / N: empty
+        order = expert.argsort(stable=True)
+        used, total = None, counts.sum()
+        if may_ask(counts):
+            order = order[: int(total)]
+        else:
+            used = (torch.arange(N * R, device=counts.device) < total).unsqueeze(1)
+        expert = expert[order].clamp(max=own - 1)
+        return Rows(order, expert, torch.ones_like(expert).unsqueeze(1), counts.sum(dim=0), used)
+
+
+def place(x: Tensor, slot: Tensor, size: int) -> Tensor:
+    """(size, D) with x (rows, D) in its slots and 0 elsewhere; what has the slot `size` is left out."""
+    return x.new_zeros(size + 1, x.shape[1]).index_copy(0, slot, x)[:-1]
+
+
+def work(moe: MoE, x: Tensor, rows: Rows) -> Tensor:
+    """What experts make of their rows x (rows, D), not weighted."""
+    if moe.ln_stack:
+        return run_stack(x.to(moe.ln_stack[0].weight.dtype), rows, zip(moe.ln_stack, moe.layers))
+    ffn = moe.layers[0]
+    y = ffn(x, rows)
+    return y + ffn.b_out.index_select(0, rows.expert).to(y.dtype)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Gradients
+
+
+def reduce(model: nn.Module):
+    """Gradients of what neither DDP nor FSDP sees to; to be called when a step's last backward pass is done.
+
+    An expert's gradient has come together from its own row of the mesh, in the exchange; here come the other rows. Its
+    divisor is that of all gradients, the number of processes.
+    """
+    waiting = []
+    for p in model.parameters():
+        if hasattr(p, "sum_over") and p.grad is not None:
+            p.grad /= dist.get_world_size()
+            waiting.append(dist.all_reduce(p.grad, group=p.sum_over, async_op=True))
+    for handle in waiting:
+        handle.wait()
+
+
+def clip_grad_norm_(model: nn.Module, limit: float):
+    """torch's, over all pieces of a split model."""
+    parameters = [p for p in model.parameters() if p.grad is not None]
+    if not any(map(mesh_of, parameters)):
+        nn.utils.clip_grad_norm_(parameters, limit)
+        return
+    squares = {}  # mesh over which pieces lie (None: everybody has the whole) -> of the gradients that are here
+    for p in parameters:
+        mesh, grad = mesh_of(p), local(p.grad)
+        squares[mesh] = squares.get(mesh, 0.0) + grad.square().sum()
+    for mesh, square in squares.items():
+        if mesh is not None:
+            dist.all_reduce(square, group=mesh.get_group())
+    norm = sum(squares.values()).sqrt()
+    scale = (limit / (norm + 1e-6)).clamp(max=1.0)
+    for p in parameters:
+        local(p.grad).mul_(scale)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Putting together, and cutting again
+
+
+def mesh_of(p: Tensor) -> DeviceMesh | None:
+    """The processes over which a parameter lies in pieces; None: here is all of it."""
+    return p.device_mesh if isinstance(p, DTensor) else getattr(p, "mesh", None)
+
+
+def local(x: Tensor) -> Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def put_together(p: Tensor, x: Tensor) -> Tensor:
+    """x, which is cut as the parameter p is (itself, or a moment of Adam), as a whole, on every process."""
+    if mesh_of(p) is not None and not isinstance(x, DTensor):
+        x = DTensor.from_local(x, p.mesh, [Shard(0)])
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def cut(p: Tensor, x: Tensor) -> Tensor:
+    """The opposite: this process's piece of a whole x."""
+    if isinstance(p, DTensor):
+        return distribute_tensor(x.to(p.device), p.device_mesh, p.placements, src_data_rank=None)
+    mesh = mesh_of(p)
+    return x if mesh is None else x.chunk(mesh.size())[mesh.get_local_rank()]
+
+
+@torch.no_grad()
+def whole(model: nn.Module) -> nn.Module:
+    """The model itself if it is not split, or else a copy with all its weights: all processes must ask together."""
+    if not any(map(mesh_of, model.parameters())):
+        return model
+    parts = model.state_dict(keep_vars=True)
+    first = next(model.parameters())
+    copy = kind(model)(model.config).to(first.device, first.dtype)
+    for name, x in copy.state_dict().items():
+        x.copy_(put_together(parts[name], parts[name].detach()))
+    return copy
+
+
+def kind(model: nn.Module) -> type:
+    """A model's class; fully_shard puts one of its own before it."""
+    return type(model).__mro__[2] if isinstance(model, FSDPModule) else type(model)
+
+
+@torch.no_grad()
+def whole_state(model: nn.Module) -> dict[str, Tensor]:
+    """The state of `whole(model)`, on the CPU where it had to be put together, and there on rank 0 alone."""
+    state = {}
+    for name, x in model.state_dict(keep_vars=True).items():
+        state[name] = to_save(x, x.detach())
+    return state
+
+
+def to_save(p: Tensor, x: Tensor) -> Tensor | None:
+    if mesh_of(p) is None:
+        return x
+    x = put_together(p, x)
+    return x.cpu() if dist.get_rank() == 0 else None
+
+
+def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
+    """Its state by the parameters' names, whole: it does not tell on how many processes it was."""
+    names = {p: name for name, p in model.named_parameters()}
+    state = {}
+    for p, moments in optimizer.state.items():
+        state[names[p]] = {key: to_save(p, x) if is_moment(x) else x for key, x in moments.items()}
+    return {"state": state, "param_groups": optimizer.state_dict()["param_groups"]}
+
+
+def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, saved: dict):
+    """From what `optimizer_state` gave on any number of processes, or from what torch gives, which numbers them."""
+    names = {p: name for name, p in model.named_parameters()}
+    state, groups = {}, optimizer.state_dict()["param_groups"]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for i, p in enumerate(parameters):
+        moments = saved["state"].get(names[p], saved["state"].get(i, {}))
+        state[i] = {key: cut(p, x) if is_moment(x) else x for key, x in moments.items()}
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def is_moment(x) -> bool:
+    """Adam's moments have their parameter's shape; its count of steps is a scalar."""
+    return isinstance(x, Tensor) and x.dim() > 0

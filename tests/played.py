@@ -1,0 +1,105 @@
+"""What the processes of test_parallel.py do: `play`. It imports little: starting them is most of what they cost."""
+
+import importlib
+import json
+import math
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from helpers import TINY_LM, only_run
+
+import common
+import parallel
+import train_lm
+
+STEPS, MICROS = 20, 4
+CURVES = {
+    "threshold": dict(router="threshold", capacity_factor=1.0),
+    "threshold, no drops": dict(router="threshold", capacity_factor=math.inf),
+    "topk": dict(router="topk", capacity_factor=1.0),
+    "topk, no drops": dict(router="topk", capacity_factor=math.inf),
+    "hypersphere": dict(router="hypersphere", capacity_factor=1.0),
+    "hypersphere, no drops": dict(router="hypersphere", capacity_factor=math.inf),
+}
+WAYS = {  # processes -> how each of the curves is computed
+    4: {
+        "expert_parallel 4": dict(expert_parallel=4),
+        "expert_parallel 2": dict(expert_parallel=2),
+        "shard": dict(shard=True),
+        "both": dict(expert_parallel=2, shard=True),
+    },
+    2: {"shard": dict(shard=True)},
+    1: {"alone": {}},
+}
+SOME = {  # the others: all
+    "expert_parallel 2": ("threshold", "topk, no drops", "hypersphere"),
+    "shard": ("threshold", "hypersphere, no drops"),
+    "both": ("topk", "hypersphere"),
+}
+
+
+def curve(case: str, way: dict, context) -> dict:
+    """20 steps of plain gradient descent, which shows a gradient of the wrong size, under a limit of its norm."""
+    size = TINY_LM | dict(vocab_size=40, dtype="float64", num_experts=8, expert_size=8, top_k=None)
+    size |= CURVES[case] | ({"top_k": 2} if "topk" in case else {})
+    config = train_lm.Config(**size, **way)
+    common.seed_all(0)
+    gpt = common.place(train_lm.GPT(config), context)
+    parallel.check(config, context)
+    parallel.split(gpt, config, context)
+    optimizer = torch.optim.SGD(gpt.parameters(), lr=0.3, foreach=False)
+    forward = parallel.wrap(gpt, config, context)
+    losses, mine = [], range(context.rank, MICROS, context.world)
+    for step in range(STEPS):
+        total = torch.zeros((), dtype=torch.float64)
+        for micro in mine:
+            forward.require_backward_grad_sync = micro == mine[-1]
+            common.seed_all(1, step, micro)
+            ids = 39 - torch.randint(40, (4, 17)).float().sqrt().mul(6.3).long().clamp(max=39)  # some come more often
+            logits, balance = forward(ids[:, :-1])
+            loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()) + 0.1 * balance
+            (loss / len(mine)).backward()
+            total += loss.detach() / MICROS
+        parallel.reduce(gpt)
+        parallel.clip_grad_norm_(gpt, 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        gpt.after_step()
+        losses.append(float(context.sum(total)))
+    moe = gpt.moe_layers[0]
+    experts = [*moe.layers.parameters(), *moe.ln_stack.parameters()]
+    held = [sum(parallel.local(p).untyped_storage().nbytes() for p in some) for some in (experts, gpt.parameters())]
+    return {"losses": losses, "bytes": held, "weights": parallel.whole_state(gpt)}
+
+
+def play(out: Path):
+    """What each of the processes does: the curves, then the commands of commands.json."""
+    torch.set_num_threads(1)
+    context = common.setup("cpu", "float64")
+    for name, way in WAYS[context.world].items():
+        for case in SOME.get(name, CURVES):
+            found = curve(case, way, context)
+            if context.rank == 0:
+                torch.save(found, out / f"{name}, {case}.pt")
+    for script, options, begun in json.loads((out / "commands.json").read_text()):
+        if begun and context.rank == 0:
+            half_done(Path(begun), Path(options[1 + options.index("--out_dir")]))
+        context.barrier()
+        sys.argv = [script, *options]
+        importlib.import_module(script).main()
+    (out / "done").touch()
+
+
+def half_done(whole: Path, new: Path):
+    """A copy of a run as it was after its first evaluation."""
+    shutil.copytree(whole, new)
+    run = only_run(new)
+    (run / "result.json").unlink()
+    (run / "ckpt.prev.pt").replace(run / "ckpt.pt")
+
+
+if __name__ == "__main__":
+    play(Path(sys.argv[1]))

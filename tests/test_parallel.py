@@ -1,0 +1,316 @@
+"""Experts on several processes and weights in pieces, held against one process that has everything.
+
+The exchange alone is played by threads. The rest is played by real processes on gloo, see played.py: starting them
+takes longer than what they do, so they do everything at once and the tests look at what they leave behind.
+"""
+
+import copy
+import json
+import math
+import os
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import redirect_stdout
+from pathlib import Path
+from types import SimpleNamespace
+
+import played as played_by
+import pytest
+import test_train_electra
+import test_train_mlm
+import test_train_mt
+import torch
+from helpers import ROOT, TINY_LM, TORCHRUN, Script, metrics, only_run, result_of, words
+from played import CURVES, SOME, WAYS
+from test_train_electra import corpora as electra_corpora
+from test_train_mlm import corpora as mlm_corpora
+from test_train_mt import corpus as mt_corpus
+from torch import nn
+
+import common
+import model
+import parallel
+import pretrained
+import runs
+import train_lm
+from model import ModelConfig, MoE
+
+__all__ = ["electra_corpora", "mlm_corpora", "mt_corpus"]  # fixtures
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The exchange, between threads
+
+
+class Played(parallel.Exchange):
+    """The exchange of one of N threads; what they send each other stays differentiable."""
+
+    def __init__(self, rank: int, N: int, tokens: int, hall: SimpleNamespace):
+        self.rank, self.tokens, self.hall = rank, tokens, hall
+        self.mesh = SimpleNamespace(size=lambda: N)
+
+    def to_all(self, x):
+        N = self.mesh.size()
+        assert len(x) % N == 0
+        self.hall.sent[self.rank] = x.split(len(x) // N)
+        self.hall.barrier.wait(60)
+        got = torch.cat([self.hall.sent[other][self.rank] for other in range(N)])
+        self.hall.barrier.wait(60)
+        assert len(got) == len(x)  # equal parts
+        return got
+
+
+def piece(moe: MoE, rank: int, N: int) -> MoE:
+    """A layer with the same router, and the rank's part of the same experts."""
+    part = copy.deepcopy(moe)
+    part.router = moe.router
+    for mine, whole in zip([*part.layers, *part.ln_stack], [*moe.layers, *moe.ln_stack]):
+        for name, p in whole.named_parameters():
+            delattr(mine, name)
+            E = len(p) // N
+            setattr(mine, name, p[rank * E : (rank + 1) * E])
+    return part
+
+
+LAYERS = {
+    "threshold, drops": dict(router="threshold", capacity_factor=1.0),
+    "threshold, no limit": dict(router="threshold", capacity_factor=math.inf),
+    "topk": dict(router="topk", top_k=3, capacity_factor=1.5),
+    "hypersphere": dict(router="hypersphere", capacity_factor=math.inf),
+    "stacks": dict(router="switch", expert_layers=2, capacity_factor=math.inf),
+    "stacks, drops": dict(router="hypersphere", expert_layers=2, capacity_factor=0.5),
+    "hash": dict(router="hash", capacity_factor=1.0),
+    "base": dict(router="base", capacity_factor=1.0),
+    "expert_choice": dict(router="expert_choice", capacity_factor=2.0),
+}
+
+
+@pytest.mark.parametrize("asks", [True, False], ids=["asks", "asks nobody"])
+@pytest.mark.parametrize("N", [2, 4])
+@pytest.mark.parametrize("case", LAYERS)
+def test_the_exchange_changes_nothing(case, N, asks, monkeypatch):
+    """Outputs and all gradients, of micro-batches of different sizes; as on a GPU, where nobody asks, in fp32."""
+    for module in (model, parallel):
+        monkeypatch.setattr(module, "may_ask", lambda x: asks)
+    torch.manual_seed(0)
+    size = dict(vocab_size=50, n_embd=16, num_experts=8, expert_size=8)
+    moe = MoE(ModelConfig(**size | LAYERS[case]), "tanh").to(torch.float64 if asks else torch.float32)
+    for p in moe.parameters():
+        nn.init.normal_(p, std=0.5)
+    lengths = [24, 17, 9, 1][:N]
+    inputs, weighed = [], []
+    for S in lengths:
+        inputs.append(torch.randn(1, S, 16, dtype=p.dtype).requires_grad_())
+        weighed.append(torch.randn(1, S, 16, dtype=p.dtype))
+    ids = [torch.randint(50, (1, S)) for S in lengths]
+    alone = [moe(h, ids)[0] for h, ids in zip(inputs, ids)]
+    wanted = gradients(alone, weighed, inputs, moe)
+
+    hall = SimpleNamespace(sent=[None] * N, barrier=threading.Barrier(N))
+    parts = [piece(moe, rank, N) for rank in range(N)]
+    for rank, part in enumerate(parts):
+        part.exchange = Played(rank, N, 24, hall)
+
+    def forward(rank):
+        return parts[rank](inputs[rank], ids[rank])[0]
+
+    with ThreadPoolExecutor(N) as pool:
+        together = list(pool.map(forward, range(N)))
+    close = dict(rtol=1e-9, atol=1e-9) if asks else dict(rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(together, alone, **close)
+    torch.testing.assert_close(gradients(together, weighed, inputs, moe), wanted, **close)
+
+
+def gradients(outputs, weighed, inputs, moe) -> list:
+    total = sum((y * w).sum() for y, w in zip(outputs, weighed))
+    return torch.autograd.grad(total, [*inputs, *moe.parameters()], allow_unused=True)
+
+
+def test_what_is_sent_is_as_little_as_is_sure(monkeypatch):
+    """R rows a process: E / N x C under a limit; without one, what K choices a token can come to."""
+    seen = []
+
+    def to_all(self, x):
+        seen.append(len(x))
+        return x
+
+    monkeypatch.setattr(parallel.Exchange, "to_all", to_all)
+    rows = {"threshold": (2.0, 2 * 64 // 8 * 8), "topk": (math.inf, 64 * 2 * 4), "switch": (math.inf, 64 * 4)}
+    for router, (gamma, expected) in rows.items():
+        top_k = 2 if router == "topk" else None
+        size = dict(n_embd=8, num_experts=8, expert_size=8, router=router, top_k=top_k, capacity_factor=gamma)
+        moe = MoE(ModelConfig(**size), "tanh")
+        moe.exchange = parallel.Exchange(SimpleNamespace(size=lambda: 4), 64)
+        monkeypatch.setattr(parallel, "work", lambda moe, x, rows: x)
+        moe(torch.randn(1, 64, 8), torch.zeros(1, 64, dtype=torch.long))
+        assert seen == [expected, 8, expected]
+        seen.clear()
+    with pytest.raises(ValueError, match="65 tokens at once are more than micro_tokens = 64"):
+        moe(torch.randn(1, 65, 8), torch.zeros(1, 65, dtype=torch.long))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Loss curves and whole runs, by processes
+
+
+@pytest.fixture(scope="session")
+def commands(corpora, mlm_corpora, electra_corpora, mt_corpus) -> dict[str, tuple[str, dict]]:
+    """Every script, with two micro-batches a process and step, and dropout."""
+    size = {"steps": 4, "eval_every": 2, "dtype": "float64", "dropout": 0.1}
+    lm = TINY_LM | size | {"data": corpora["a"], "batch_tokens": 512, "capacity_factor": 1.0, "router": "hypersphere"}
+    mlm = test_train_mlm.TINY | size | {"data": mlm_corpora[300], "batch_tokens": 1024, "router": "hypersphere"}
+    electra = test_train_electra.TINY | test_train_electra.EXPERTS | size | {"router": "topk", "batch_tokens": 1024}
+    electra |= {"data": electra_corpora["data"], "pairs": electra_corpora["pairs"]}
+    mt = test_train_mt.TINY | size | {"data": mt_corpus, "batch_tokens": 512, "micro_tokens": 64, "expert_ffns": 2}
+    return {
+        "lm": ("train_lm", lm),
+        "mlm": ("train_mlm", mlm),
+        "electra": ("train_electra", electra),
+        "mt": ("train_mt", mt),
+    }
+
+
+TOGETHER = {  # run of four processes -> its command, and how
+    "lm": ("lm", dict(expert_parallel=4)),
+    "lm, shard": ("lm", dict(shard=True)),
+    "mlm": ("mlm", dict(expert_parallel=2)),
+    "electra": ("electra", dict(expert_parallel=2, shard=True)),
+    "mt": ("mt", dict(expert_parallel=4, shard=True)),
+}
+RESUMED = {  # processes -> the run of four processes that they go on with, and how
+    1: [("lm, shard", {})],
+    2: [("lm", dict(shard=True)), ("lm, shard", dict(expert_parallel=2))],
+    4: [("lm, shard", dict(expert_parallel=2, shard=True))],
+}
+
+
+def let_play(out: Path, processes: int, commands: list):
+    (out / "commands.json").write_text(json.dumps(commands))
+    with open(out / "log.txt", "w") as log:
+        if processes == 1:
+            with pytest.MonkeyPatch.context() as patch, redirect_stdout(log):
+                patch.setattr(sys, "argv", [])
+                played_by.play(out)
+            return
+        env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        command = [*TORCHRUN[:-1], str(processes), played_by.__file__, str(out)]
+        subprocess.run(command, env=env, stdout=log, stderr=subprocess.STDOUT)
+    assert (out / "done").exists(), (out / "log.txt").read_text()
+
+
+@pytest.fixture(scope="session")
+def played(commands, tmp_path_factory) -> dict[int, Path]:
+    """Processes -> the folder of what so many of them did: their curves, their runs and what they went on with."""
+    folders = {processes: tmp_path_factory.mktemp(f"of{processes}-") for processes in (1, 2, 4)}
+
+    def given(processes: int, name: str, how: dict, begun: str | None = None) -> tuple:
+        script, options = commands[TOGETHER.get(name, (name,))[0]]
+        out = folders[processes] / (f"resumed {name} {how}" if begun else name)
+        return script, words(options | how | {"out_dir": out}), begun
+
+    todo = {1: [given(1, name, {}) for name in commands], 2: [], 4: []}
+    todo[4] = [given(4, name, how) for name, (_, how) in TOGETHER.items()]
+    for processes, resumed in RESUMED.items():
+        todo[processes] += [given(processes, name, how, str(folders[4] / name)) for name, how in resumed]
+    for processes in (4, 2, 1):
+        let_play(folders[processes], processes, todo[processes])
+    return folders
+
+
+def test_processes_compute_what_one_does(played):
+    """One test, since what they did is shared: pytest-xdist would have it done again for each that looks at it."""
+    for processes in (2, 4):
+        for name in WAYS[processes]:
+            for case in SOME.get(name, CURVES):
+                same_curve(played, processes, name, case)
+    for name, (script, _) in TOGETHER.items():
+        same_end(played[4] / name, played[1] / script, 4)
+    for processes, resumed in RESUMED.items():  # a run goes on with any number of them
+        for name, how in resumed:
+            folder = played[processes] / f"resumed {name} {how}"
+            same_end(folder, played[1] / TOGETHER[name][0], processes)
+            assert (only_run(folder) / "ckpt.prev.pt").exists()
+        assert (played[processes] / "log.txt").read_text().count("goes on from step 2") == len(resumed)
+
+
+def same_curve(played, processes: int, name: str, case: str):
+    """Every loss, the weights in the end, and what a process holds."""
+    alone = torch.load(played[1] / f"alone, {case}.pt")
+    together = torch.load(played[processes] / f"{name}, {case}.pt")
+    assert alone["losses"][-1] < alone["losses"][0] - 0.1
+    assert together["losses"] == pytest.approx(alone["losses"], abs=1e-9), (name, case)
+    torch.testing.assert_close(together["weights"], alone["weights"], rtol=1e-8, atol=1e-8)
+    assert together["weights"].keys() == alone["weights"].keys()
+    way = WAYS[processes][name]
+    experts, everything = (here / there for here, there in zip(together["bytes"], alone["bytes"]))
+    if "expert_parallel" in way:
+        assert experts == 1 / way["expert_parallel"]
+    if "shard" in way:  # routers are whole everywhere; with both, each replica has its experts
+        assert everything < 1.2 / processes + 0.1 * ("expert_parallel" in way)
+
+
+def same_end(folder: Path, alone: Path, processes: int):
+    """Every number of the log and the result, the weights and Adam's moments are those of one process."""
+    assert result_of(folder)["machine"]["processes"] == processes
+    assert only_run(folder).name == only_run(alone).name
+    assert flat(metrics(folder)) == pytest.approx(flat(metrics(alone)), rel=1e-6, abs=1e-8)
+    assert flat(result_of(folder)) == pytest.approx(flat(result_of(alone)), rel=1e-6, abs=1e-8)
+    ours, theirs = (runs.load_checkpoint(only_run(path) / "ckpt.pt") for path in (folder, alone))
+    assert ours["class"] == theirs["class"] and ours["arguments"].keys() == theirs["arguments"].keys()
+    torch.testing.assert_close(ours["model"], theirs["model"], rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(ours["optimizer"]["state"], theirs["optimizer"]["state"], rtol=1e-5, atol=1e-9)
+    net, _ = pretrained.load(only_run(folder))
+    assert len(net.moe_layers) > 0 and all(moe.exchange is None for moe in net.moe_layers)
+
+
+def flat(record) -> dict[str, float]:
+    """Its numbers, but those of time and of who did it."""
+    drop = "seconds", "processes", "expert_parallel", "shard", "per_second"
+    found = {}
+    for name, x in test_train_electra.flat(record).items():
+        if isinstance(x, int | float) and not any(word in name for word in drop):
+            found[name] = x
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is refused
+
+
+def test_one_line_says_what_cannot_be_shared_out(corpora, tmp_path, monkeypatch, capsys):
+    options = TINY_LM | {"data": corpora["a"], "out_dir": tmp_path}
+    script = Script(train_lm)
+    alone = script.refused(options | {"expert_parallel": 4}, monkeypatch, capsys)
+    assert "expert_parallel = 4 does not divide the number of processes, 1" in alone
+    for router in ("dense",):
+        line = script.refused(options | {"expert_parallel": 4, "router": router}, monkeypatch, capsys)
+        assert "--expert_parallel is not read by a model with router dense" in line
+    six = common.Context(0, 6, torch.device("cpu"), torch.float32)
+    config = train_lm.Config(**options | {"vocab_size": 40, "expert_parallel": 3})
+    with pytest.raises(ValueError, match="expert_parallel = 3 does not divide the number of experts, 32"):
+        parallel.check(config, six)
+    six.dtype = torch.float16
+    for how in ({"expert_parallel": 2}, {"shard": True}):
+        with pytest.raises(ValueError, match="do not go with float16"):
+            parallel.check(train_lm.Config(**options | {"vocab_size": 40} | how), six)
+    parallel.check(train_lm.Config(**options | {"vocab_size": 40}), six)
+
+
+def test_a_checkpoint_that_numbers_the_moments_can_be_read(corpora, tmp_path):
+    """As those of before processes could share a model out do."""
+    config = train_lm.Config(**TINY_LM | {"vocab_size": 40})
+    moments = []
+    for numbered in (False, True):
+        gpt = train_lm.GPT(config)
+        optimizer = common.adamw(gpt, config)
+        common.seed_all(0)
+        for p in gpt.parameters():
+            p.grad = torch.randn_like(p)
+        optimizer.step()
+        saved = optimizer.state_dict() if numbered else parallel.optimizer_state(gpt, optimizer)
+        fresh = common.adamw(gpt, config)
+        parallel.load_optimizer(gpt, fresh, saved)
+        moments.append(fresh.state_dict()["state"])
+        torch.testing.assert_close(moments[-1], optimizer.state_dict()["state"], rtol=0, atol=0)
+    torch.testing.assert_close(*moments, rtol=0, atol=0)
