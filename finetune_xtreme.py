@@ -82,7 +82,7 @@ class Config:
     resume: bool = True  # go on from the run's newest checkpoint; false: start again
     predict: str | None = None  # no training: say what --model, a run of this script, makes of this file
 
-    expert_parallel: ClassVar = 1
+    expert_parallel: ClassVar = 1  # a model for fine-tuning is whole on every process
     shard: ClassVar = False
     router_lr: ClassVar = 1.0  # routers, where they are not frozen, learn at the rate of the rest
     not_identity: ClassVar = {"search", "encoders", "predict", "source"}  # the data's checksum is of what was read

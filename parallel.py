@@ -32,7 +32,7 @@ def check(config, context):
     N, W = config.expert_parallel, context.world
     if W % N:
         raise ValueError(f"expert_parallel = {N} does not divide the number of processes, {W}")
-    if config.router != "dense" and sizes(config).num_experts % N:
+    if N > 1 and config.router != "dense" and sizes(config).num_experts % N:
         raise ValueError(f"expert_parallel = {N} does not divide the number of experts, {sizes(config).num_experts}")
     if (N > 1 or config.shard) and context.dtype == torch.float16:
         raise ValueError("expert_parallel and shard do not go with float16, whose loss scale is each process's own")
