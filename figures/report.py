@@ -185,7 +185,7 @@ def row_of(run: Run, module: ModuleType) -> dict[str, str]:
 
 def paper_tables(script: str, module: ModuleType, place: str, found: dict[str, Run], left: Left) -> Iterator[str]:
     """Tables of the script that show what `found`, {name: run} of one place, has, beside the paper's numbers."""
-    shown = set()
+    shown, numbers = set(), set()
     for preset, constants in module.PRESETS.items():
         base = module.Config(**{"preset": preset, "seeds": render.SEEDS} | constants)
         for number, make in module.TABLES.items():
@@ -202,8 +202,10 @@ def paper_tables(script: str, module: ModuleType, place: str, found: dict[str, R
                         names[name] = found[name].result
                 rows.append(list(names.values()))
                 used += names
-            if set(used) - shown:  # a baseline, say, is a row of several tables
+            alone = sum(map(bool, rows)) == 1  # a baseline, say, which is a row of several tables
+            if set(used) - shown or used and number not in numbers and not alone:
                 shown.update(used)
+                numbers.add(number)
                 given = "" if preset == "demo" else f" --preset {preset}"
                 yield f"<h3>{escape(paper.title)}</h3>"
                 said = f"<code>python {script}.py --table {number}{given}</code>, runs in <code>{escape(place)}</code>"
