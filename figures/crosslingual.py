@@ -383,7 +383,9 @@ def gap(options: Gap):
     axes.set(ylabel="points (lower is better)", title="English ahead of the mean of the other languages")
     figure.legend(loc="outside upper center", ncols=2)
     numbers = {"gaps": gaps, "paper": PAPER_GAP}
-    save(figure, "gap", f"XLM-E table 7 at our scale: {', '.join(options.folders)}", numbers, options)
+    named, more = ", ".join(options.folders[:3]), len(options.folders) - 3
+    caption = f"XLM-E table 7 at our scale: {named}{f' and {more} more' if more > 0 else ''}"
+    save(figure, "gap", caption, numbers, options)
 
 
 def read_finetuned(folders: tuple[str, ...]) -> dict[tuple[str, str], list[dict]]:
