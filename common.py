@@ -7,6 +7,7 @@ import math
 import os
 import platform
 import re
+import signal
 import sys
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -16,18 +17,36 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from tqdm import tqdm
 
 
 def warn(message: str, kind: str = "warning"):
     """One line on stderr, from one process a node."""
     if int(os.environ.get("LOCAL_RANK", 0)) == 0:
-        print(f"{kind}: {message}", file=sys.stderr, flush=True)
+        tqdm.write(f"{kind}: {message}", file=sys.stderr)  # above a bar
 
 
 def fail(message: str):
     """One line on stderr, and a non-zero exit."""
     warn(message, "error")
-    sys.exit(1)
+    leave(1)
+
+
+SIGNALS = signal.SIGTERM, signal.SIGINT  # the second is Ctrl-C
+
+
+def stop(number: int, where: str = ""):
+    """Ends the process with the exit code of this signal, 143 or 130, and one line."""
+    if int(os.environ.get("LOCAL_RANK", 0)) == 0:
+        tqdm.write(f"stopped{where}; the same command goes on", file=sys.stderr)
+    leave(128 + number)
+
+
+def leave(code: int):
+    """Ends the process; a signal meanwhile ends it without words."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    sys.exit(code)
 
 
 @contextmanager
@@ -74,6 +93,14 @@ class Context:
         dist.all_reduce(y)
         return y.to(x.device)
 
+    def most(self, number: int) -> int:
+        """The largest of the processes' numbers, on every one of them; no device is waited for."""
+        if self.world == 1:
+            return number
+        x = torch.tensor(number)
+        dist.all_reduce(x, dist.ReduceOp.MAX)
+        return int(x)
+
     def gather(self, x) -> list:
         """What every process has, by rank, on every one of them; anything that can be pickled."""
         if self.world == 1:
@@ -88,9 +115,10 @@ class Context:
 
 
 def setup(device: str = "auto", dtype: str = "auto") -> Context:
-    """Joins the processes that torchrun started (NCCL on CUDA, gloo elsewhere), and picks device and precision.
+    """Joins the processes that torchrun started, and picks device and precision.
 
-    On a CPU with glibc, freed memory stays with the process. Raises ValueError for a device that is not there.
+    Tensors on CUDA are exchanged by NCCL, those on the host by gloo. On a CPU with glibc, freed memory stays with the
+    process. Raises ValueError for a device that is not there.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
@@ -108,10 +136,16 @@ def setup(device: str = "auto", dtype: str = "auto") -> Context:
         dtype = "bfloat16" if fast else "float32"
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if world > 1 and not dist.is_initialized():
+        # On one node torchrun keeps one store through all its restarts: without a name of its own, each would find
+        # the addresses of processes that are dead (pytorch issue 135712).
+        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        one_node = os.environ.get("LOCAL_WORLD_SIZE") == str(world)
+        store, *_ = next(dist.rendezvous("env://"))
+        options = {"store": dist.PrefixStore(restart if one_node else "0", store), "rank": rank, "world_size": world}
         if cuda:
-            dist.init_process_group("nccl", device_id=torch.device(device))
+            dist.init_process_group("cpu:gloo,cuda:nccl", device_id=torch.device(device), **options)
         else:
-            dist.init_process_group("gloo")
+            dist.init_process_group("gloo", **options)
         atexit.register(dist.destroy_process_group)
     allocator = "default"
     if device == "cpu" and platform.libc_ver()[0] == "glibc":

@@ -398,7 +398,12 @@ def train(config: Config, context) -> dict:
         f"{len(examples.test)} languages to score"
     )
     optimizer = common.adamw(model, config)
-    forward = run.begin(model, optimizer, measures.matrix_flops(model)["total"])
+
+    def state():
+        pending = [context.sum(watch.total) for watch in watches]  # since the last full 100 steps
+        return {"best": best, "loads": loads, "pending": pending}
+
+    forward = run.begin(model, optimizer, measures.matrix_flops(model)["total"], state=state)
     if run.start == 0 and context.rank == 0:  # what is predicted there is of other weights
         for file in run.folder.glob("test-*.jsonl"):
             file.unlink()
@@ -428,12 +433,10 @@ def train(config: Config, context) -> dict:
             if best is None or main_score(scores) > main_score(best["scores"]):
                 weights = {name: x.to("cpu", copy=True) for name, x in model.state_dict().items()}
                 best = {"step": step + 1, "scores": scores, "model": weights}
-            pending = [context.sum(watch.total) for watch in watches]  # since the last full 100 steps
             total = float(sum(p.detach().sum() for p in model.parameters()))  # not finite if the last update broke one
-            said = f"English development: {describe(scores)}"
-            run.save(step, scores, total, said, best=best, loads=loads, pending=pending)
+            run.save(step, scores, total, f"English development: {describe(scores)}")
     model.load_state_dict(best.pop("model"))
-    run.save_model("model.pt", best["step"], constants=run.constants, labels=model.labels)
+    run.save_model("model.pt", best["step"], labels=model.labels)
     scores = score_languages(run, model, examples, config, context)
     return run.finish(scores | {"valid": best["scores"], "step": best["step"], "loads": loads})
 

@@ -5,12 +5,14 @@ result.json. The same command goes on from the newest sound checkpoint and ends 
 """
 
 import dataclasses
+import fcntl
 import hashlib
 import itertools
 import json
 import math
 import os
 import re
+import signal
 import statistics
 import sys
 import time
@@ -43,6 +45,7 @@ RANGES = {
         lambda_disc""",
     ),
     "from -10 to 10": (lambda x: -10 <= x <= 10, "length_penalty"),
+    "at least 1e-20 and finite": (lambda x: 1e-20 <= x < math.inf, "sample_temperature"),
     "from 0 to 1": (lambda x: 0 <= x <= 1, "warmup threshold eval_threshold sampling_exponent"),
     "at least 0 and below 1": (lambda x: 0 <= x < 1, "dropout beta1 beta2 label_smoothing"),
     "over 0 and at most 1": (lambda x: 0 < x <= 1, "mask_share"),
@@ -154,26 +157,50 @@ def read_json(file: Path):
         return {}
     try:
         return json.loads(file.read_text())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not readable JSON ({error}): delete it or restore it") from None
 
 
+def digest(content: dict) -> str:
+    """A hash of what stands in a JSON file, but for the one in it."""
+    content = json.loads(json.dumps({name: value for name, value in content.items() if name != "sha256"}))
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def read_result(file: Path) -> dict:
+    """A result with its hash; {} where there is none, or it is not as it was written."""
+    try:
+        result = read_json(file)
+    except ValueError:
+        result = None
+    if result == {} or isinstance(result, dict) and result.get("sha256") == digest(result):
+        return result
+    common.warn(f"{file} is not as it was written: it is made again")
+    return {}
+
+
 def load_checkpoint(file: Path) -> dict:
-    """Raises ValueError where the file is damaged. Its checksums are looked at first: torch misses a flipped byte."""
+    """Raises ValueError where the file is damaged, or something else. Its checksums are looked at first: torch misses a
+    flipped byte."""
     try:
         with zipfile.ZipFile(file) as z:
             bad = z.testzip()
         if bad is None:
-            return torch.load(file, map_location="cpu", weights_only=True, mmap=True)  # processes of a node share it
+            state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)  # processes of a node share it
+            if isinstance(state, dict) and state.keys() >= {"model", "step", "class", "arguments", "tokenizer"}:
+                return state
+            bad = "it holds something else"
     except Exception as error:  # damage shows itself in a dozen ways
         bad = error
     raise ValueError(f"checkpoint {file} is corrupt ({bad})")
 
 
-def newest(folder: Path, names: Iterable[str] = ("ckpt.pt", "ckpt.prev.pt")) -> tuple[str, dict]:
+def newest(
+    folder: Path, names: Iterable[str] = ("ckpt.pt", "ckpt.prev.pt"), refuse: Callable[[dict], str] = lambda state: ""
+) -> tuple[str, dict]:
     """-> name and content of the first of these checkpoints that is sound, on the CPU; "" and {} if there are none.
 
-    Raises ValueError if all are damaged.
+    refuse: what speaks against a sound one, in words. Raises ValueError if none is left.
     """
     damaged = []
     for name in names:
@@ -183,6 +210,10 @@ def newest(folder: Path, names: Iterable[str] = ("ckpt.pt", "ckpt.prev.pt")) -> 
             state = load_checkpoint(folder / name)
         except ValueError as error:
             damaged.append(str(error))
+            continue
+        reason = refuse(state)
+        if reason:
+            damaged.append(f"checkpoint {folder / name} {reason}")
             continue
         if damaged:
             common.warn(f"{'; '.join(damaged)}; using {name}")
@@ -221,88 +252,134 @@ class Run:
         self.mine = range(context.rank, micros, context.world)
         self.tokenizer = data[0].tokenizer
         self.checksums = {"tokenizer": self.tokenizer.sha256, "data": "+".join(source.checksum for source in data)}
-        self.result, self.checkpoint = {}, {}
+        self.result, self.checkpoint, self.damaged = {}, {}, False
         if config.resume:
             self.find()
 
     def find(self):
         """Looks in the folder for a result, or else for a checkpoint."""
-        before = read_json(self.folder / "config.json")
-        for name, ours in self.constants.items():
-            theirs = before.get(name, ours)
-            if theirs != ours:
-                raise ValueError(
-                    f"{self.folder} holds a run with another {name} ({theirs} there, {ours} now): "
-                    "choose another --out_dir"
-                )
-        result, file = read_json(self.folder / "result.json"), ""
+        constants = read_json(self.folder / "config.json")
+        if not isinstance(constants, dict):
+            raise ValueError(f"{self.folder / 'config.json'} holds no constants: delete it or restore it")
+        other = self.other(constants)
+        if other:
+            raise ValueError(f"{self.folder} holds a run with another {other}: choose another --out_dir")
+        result, file = read_result(self.folder / "result.json"), ""
         if result.get("data") == self.checksums["data"]:
             self.result = result
             self.say(f"{self.name}: finished before, in {self.folder} (--resume false trains it again)")
         else:
-            file, self.checkpoint = newest(self.folder)
+            file, self.checkpoint = newest(self.folder, refuse=self.refuse)
         found = bool(self.result), self.checkpoint.get("step")
         if len(set(self.context.gather(found))) > 1:
             raise ValueError(f"the processes see different files in {self.folder}: it must be on a shared disk")
+        self.damaged = file == "ckpt.prev.pt"  # ckpt.pt, or it is not there
+
+    def other(self, constants: dict) -> str:
+        """The first constant that is not this run's, in words."""
+        for name, ours in self.constants.items():
+            theirs = constants.get(name, ours)
+            if theirs != ours:
+                return f"{name} ({theirs} there, {ours} now)"
+        return ""
+
+    def refuse(self, state: dict) -> str:
+        """Why a run cannot go on from this checkpoint, in words."""
+        if not state.keys() >= {"constants", "data", "optimizer", "scaler", "seconds", "log", "part"}:
+            return "is not of a run that goes on"
+        other = self.other(state["constants"])
         for what, ours in self.checksums.items():
-            if self.checkpoint and self.checkpoint[what] != ours:
-                raise ValueError(f"{self.folder} was trained with another {what}: choose another --out_dir")
-        if file == "ckpt.prev.pt" and self.context.rank == 0:
-            (self.folder / file).replace(self.folder / "ckpt.pt")  # which is damaged or not there
+            other = other or what * (state[what] != ours)
+        return other and f"is of a run with another {other}"
 
     def say(self, text: str):
         if self.context.rank == 0:
             tqdm.write(text)
 
-    def begin(self, model, optimizer, flops_per_token: float, bits_per_byte: float | None = None) -> torch.nn.Module:
+    def begin(
+        self,
+        model,
+        optimizer,
+        flops_per_token: float,
+        bits_per_byte: float | None = None,
+        state: Callable[[], dict] = dict,
+    ) -> torch.nn.Module:
         """Makes the folder, and puts everything where the checkpoint left it -> what to call in training.
 
         bits_per_byte: those of a loss of 1, if the bar is to show them in place of the loss.
+        state() -> what else a checkpoint is to hold; asked of all processes.
         """
         self.model, self.optimizer, self.flops_per_token = model, optimizer, flops_per_token
-        self.bits_per_byte = bits_per_byte
+        self.bits_per_byte, self.state = bits_per_byte, state
         half = self.context.dtype == torch.float16
         self.scaler = torch.amp.GradScaler(self.context.device.type, enabled=half)
-        self.start, self.seconds = 0, 0.0
+        self.start, self.seconds, self.saved = 0, 0.0, 0
         self.log = ""  # of metrics.jsonl, which is written anew with every checkpoint
+        part = {}
         if self.checkpoint:
             parallel.load_optimizer(model, optimizer, self.checkpoint["optimizer"])
             self.scaler.load_state_dict(self.checkpoint["scaler"])
             self.start = self.checkpoint["step"]
             self.seconds, self.log = self.checkpoint["seconds"], self.checkpoint["log"]
+            part = self.checkpoint["part"]
             self.say(f"{self.name}: goes on from step {self.start}")
         self.checkpoint = {}  # it holds a copy of everything
         if self.context.rank == 0:
             with common.clear_errors():
                 self.make_folder()
         self.restart_clock(self.start)
+        if part:  # it was stopped between two evaluations
+            self.since, self.tokens = part["since"], part["tokens"]
+            self.clock -= part["seconds"]
+            self.loss_sum += part["loss_sum"].to(self.loss_sum.device)
         self.forward = parallel.wrap(model, self.config, self.context)
         return self.forward
 
     def make_folder(self):
-        """A run that starts again forgets what is there."""
+        """A run that starts again forgets what is there. ValueError where another process trains in it."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.lock = open(self.folder / "lock", "w")  # the system lets go of it when this process ends, however it ends
+        try:
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"another process is training in {self.folder}: wait for it, or end it") from None
         if not self.config.resume:
             for file in [*self.folder.glob("*.pt"), *self.folder.glob("*.json*")]:
                 file.unlink()
+        if self.damaged:
+            (self.folder / "ckpt.prev.pt").replace(self.folder / "ckpt.pt")
         self.write("config.json", self.constants)
         self.tokenizer.save(self.folder)
+        file = self.folder / "metrics.jsonl"
+        found = file.read_bytes() if file.exists() else b""
+        if found != self.log.encode() and self.log:
+            if not found.startswith(self.log.encode()):  # what is behind it is of steps that will be taken again
+                common.warn(f"{file} is not as it was written: it is made again from the checkpoint")
+            self.write(file.name, self.log)
 
     def write(self, name: str, content: dict | str):
         """A file of the folder: weights, JSON or text. It takes its name when it is whole and on the disk."""
         if self.context.rank > 0:
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
         part = self.folder / f"{name}.tmp"
-        with open(part, "wb") as f:
-            if name.endswith(".pt"):
-                torch.save(content, f)
-            elif name.endswith(".json"):
-                f.write(json.dumps(content, indent=1).encode())
-            else:
-                f.write(content.encode())
-            f.flush()
-            os.fsync(f.fileno())
-        part.replace(self.folder / name)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with open(part, "wb") as f:
+                if name.endswith(".pt"):
+                    torch.save(content, f)
+                elif name.endswith(".json"):
+                    f.write(json.dumps(content, indent=1).encode())
+                else:
+                    f.write(content.encode())
+                f.flush()
+                os.fsync(f.fileno())
+            part.replace(self.folder / name)
+        except (OSError, RuntimeError) as error:
+            if part.is_file():
+                part.unlink()
+            # torch hides the reason behind an "unexpected pos"
+            cause = error if isinstance(error, OSError) else error.__context__ or error
+            common.fail(f"{self.folder / name} cannot be written ({cause}): what was saved before is whole")
 
     def restart_clock(self, step: int):
         """What the bar and the log say is of the steps since the last evaluation."""
@@ -314,7 +391,34 @@ class Run:
         steps, silent = range(self.start, self.total), self.context.rank > 0
         self.bar = tqdm(steps, initial=self.start, total=self.total, unit="step", disable=silent)
         self.model.train()
-        yield from self.bar
+        self.asked = 0  # the signal that asks this process to stop
+        before = [signal.signal(number, self.ask) for number in common.SIGNALS]
+        try:
+            yield from self.bar
+        finally:
+            for number, handler in zip(common.SIGNALS, before):
+                signal.signal(number, handler)
+
+    def ask(self, number: int, frame):
+        """A step, or an evaluation, is finished and saved before the process ends; a second signal ends it at once."""
+        if self.asked:
+            common.stop(number)
+        self.asked = number
+
+    def stop_if_asked(self, done: int):
+        """Ends all processes where one was asked to stop behind so many steps; torchrun tells all of them."""
+        number = self.context.most(self.asked)
+        if not number:
+            return
+        if done > self.saved:
+            loss = self.context.sum(self.loss_sum).cpu() / self.context.world
+            self.check_finite(float(loss), done)
+            seconds = time.perf_counter() - self.clock
+            part = {"since": self.since, "tokens": self.tokens, "seconds": seconds, "loss_sum": loss}
+            self.save_checkpoint(done, part)
+        self.context.barrier()  # torchrun ends the others when the first one ends
+        self.bar.close()
+        common.stop(number, f" at step {done}")
 
     def micros(self, step: int) -> Iterator[int]:
         """This process's micro-batches of a step. Dropout and draws depend on nothing but (seed, step, micro)."""
@@ -349,6 +453,8 @@ class Run:
             self.bar.set_postfix(shown)
         if due:
             self.seconds += time.perf_counter() - self.clock
+        else:
+            self.stop_if_asked(done)
         return due
 
     def check_finite(self, loss: float, step: int):
@@ -358,9 +464,9 @@ class Run:
                 f"the loss is not finite at step {step} or just before (not saved): change --learning_rate or --seed"
             )
 
-    def save(self, step: int, scores: dict, loss: float, words: str, **state):
-        """Logs an evaluation and saves a checkpoint with `state` in it. Its loss must be finite, too: the last update
-        may have broken what the loss before it did not show."""
+    def save(self, step: int, scores: dict, loss: float, words: str):
+        """Logs an evaluation and saves a checkpoint. Its loss must be finite, too: the last update may have broken
+        what the loss before it did not show."""
         done, fastest = step + 1, common.peak_flops(self.context)
         self.check_finite(loss, done)
         speed = f"{self.speed:,.0f} tokens/s"
@@ -370,26 +476,37 @@ class Run:
         record = {"step": done, "train_loss": self.train_loss, "tokens_per_second": self.speed}
         self.log += json.dumps(record | scores) + "\n"
         self.write("metrics.jsonl", self.log)
+        self.save_checkpoint(done)
+        self.restart_clock(done)
+        self.stop_if_asked(done)
+
+    def save_checkpoint(self, done: int, part: dict | None = None):
+        """What it takes to go on behind so many steps; part: what is known of those since the last evaluation."""
+        state = self.state() | {"part": part or {}, "seconds": self.seconds, "log": self.log}
+        state |= {"optimizer": parallel.optimizer_state(self.model, self.optimizer), "scaler": self.scaler.state_dict()}
         last = self.folder / "ckpt.pt"
         if self.context.rank == 0 and last.exists():
-            last.replace(self.folder / "ckpt.prev.pt")  # at every moment one of the two is whole
-        state |= {"optimizer": parallel.optimizer_state(self.model, self.optimizer), "scaler": self.scaler.state_dict()}
-        state |= {"seconds": self.seconds, "log": self.log}
+            with common.clear_errors():
+                last.replace(self.folder / "ckpt.prev.pt")  # at every moment one of the two is whole
         self.save_model("ckpt.pt", done, **state)
-        self.restart_clock(done)
+        self.saved = done
 
     def save_model(self, name: str, step: int, **state):
         """A file with what it takes to make the model again, as it was after so many steps, and with `state`."""
         arguments = dataclasses.asdict(self.model.config)
         state |= {"step": step, "class": parallel.kind(self.model).__name__, "arguments": arguments}
-        self.write(name, state | {"model": parallel.whole_state(self.model)} | self.checksums)
+        state |= {"constants": self.constants, "model": parallel.whole_state(self.model)}
+        self.write(name, state | self.checksums)
 
     def finish(self, result: dict) -> dict:
         """Adds what every result has, and writes it."""
         result = {"name": self.name} | result
         result |= {"seconds": round(self.seconds, 1), "data": self.checksums["data"], "config": self.constants}
         result["machine"] = common.machine(self.context)
+        result["sha256"] = digest(result)
         self.write("result.json", result)
+        if self.context.rank == 0:
+            self.lock.close()
         return result
 
 
@@ -449,6 +566,8 @@ def seeds_of(config, change: dict) -> list:
 
 def start(Config: type, presets: dict[str, dict]):
     """-> the config of the command line, and where this process stands; or one clear line."""
+    for number in common.SIGNALS:
+        signal.signal(number, lambda number, frame: common.stop(number))
     with common.clear_errors():
         config = command_line(Config, presets, sys.argv[1:])
         return config, common.setup(config.device, config.dtype)
@@ -473,8 +592,13 @@ def carry_out(config, presets: dict, context, tables: dict, train: Callable, rep
             refuse_rows(config, presets, [change for _, change in table.rows])
         configs = [seeds_of(config, change) for _, change in table.rows]
     results = []
-    for seeds in configs:
-        results.append([train(one, context) for one in seeds])
+    try:
+        for seeds in configs:
+            results.append([train(one, context) for one in seeds])
+    except RuntimeError as error:
+        if context.world == 1 or not re.search("gloo|nccl|connection", str(error), re.IGNORECASE):
+            raise
+        common.fail(f"another process ended ({str(error).splitlines()[0]:.150}); the same command goes on")
     if context.rank > 0:
         return
     if not config.table:

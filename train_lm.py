@@ -256,6 +256,7 @@ def train(config: Config, context) -> dict:
         run = runs.Run(config, PRESETS, context, data)
         if run.result:
             return run.result
+        data.tokenizer.encode_batch([config.prompt.encode().decode()])  # what cannot be read is refused now
         model = build(runs.with_vocabulary(config, data), data, run.checkpoint, context)
     parameters = measures.count_parameters(model)
     flops = measures.flops_per_token(model, config, head=2 * config.n_embd * data.vocab_size)
@@ -297,8 +298,12 @@ def train(config: Config, context) -> dict:
         batches = [x for x, _ in data.eval_batches("test", 1 << 16)]
         for name, tokens in zip(("easy", "hard"), measures.easy_and_hard(model, batches, context)):
             scores[name] = [data.tokenizer.decode([token]) for token in tokens]
-    scores |= sample(config, model, data, context)
-    return run.finish(scores | {"parameters": parameters, "flops": flops})
+    scores |= {"parameters": parameters, "flops": flops}
+    try:
+        scores |= sample(config, model, data, context)
+    finally:  # a sample that fails costs nobody the result
+        result = run.finish(scores)
+    return result
 
 
 def test(model: GPT, data: TokenData, context) -> dict:
@@ -317,16 +322,19 @@ def evaluate_run(config: Config, context) -> dict:
     with common.clear_errors():
         data = TokenData.open(config.data, config, context)
         run = runs.Run(config, PRESETS, context, data)
-        checkpoint = run.checkpoint or runs.newest(run.folder)[1]  # a finished run has not loaded one
+        checkpoint = (
+            run.checkpoint or runs.newest(run.folder, refuse=run.refuse)[1]
+        )  # a finished run has not loaded one
         if not checkpoint and not config.init_from:
             raise ValueError(f"{run.folder} has no checkpoint: train first, with the same constants")
         model = build(runs.with_vocabulary(config, data), data, checkpoint, context)
     gamma = sizes(config).eval_capacity_factor if model.moe_layers else math.inf
     file = f"eval-t={config.eval_threshold}-gamma={gamma}.json"
     key = {"name": run.name, "data": data.checksum, "step": checkpoint.get("step", 0)}
-    result = runs.read_json(run.folder / file)
+    result = runs.read_result(run.folder / file)
     if not key.items() <= result.items():
         result = key | test(model, data, context) | {"parameters": measures.count_parameters(model)}
+        result["sha256"] = runs.digest(result)
         run.write(file, result)
     return result | sample(config, model, data, context)
 

@@ -281,7 +281,7 @@ def train(config: Config, context) -> dict:
         scores, chosen = run.checkpoint["valid"], run.checkpoint["chosen"]
     parallel.split(model, config, context)
     optimizer = common.adamw(model, config)
-    forward = run.begin(model, optimizer, flops["total"])
+    forward = run.begin(model, optimizer, flops["total"], state=lambda: {"valid": scores, "chosen": chosen})
     for step in run.steps():
         rate = common.linear(step, config.steps, config.warmup, config.learning_rate)
         common.set_learning_rate(optimizer, rate)
@@ -303,7 +303,7 @@ def train(config: Config, context) -> dict:
         if run.end_step(step):
             maskings = config.eval_maskings if step + 1 == config.steps else 1
             scores, chosen = evaluate(run.whole(), data, config, context, maskings, before=chosen)
-            run.save(step, scores, scores["loss"], f"valid {describe(scores)}", valid=scores, chosen=chosen)
+            run.save(step, scores, scores["loss"], f"valid {describe(scores)}")
     return run.finish({"valid": scores, "counting": counted, "parameters": parameters, "flops": flops})
 
 

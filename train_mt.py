@@ -17,6 +17,7 @@ goes on where it stopped. `--help` lists every constant.
 import sys
 from collections import ChainMap
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from statistics import fmean
 from typing import ClassVar, Literal
@@ -304,7 +305,7 @@ def train(config: Config, context) -> dict:
         run.say(f"left out of training and of the loss, longer than block_size = {config.block_size}: {long} pairs")
     parallel.split(model, config, context)
     optimizer = common.adamw(model, config)
-    forward = run.begin(model, optimizer, flops["total"] / (2 * length))
+    forward = run.begin(model, optimizer, flops["total"] / (2 * length), state=lambda: {"best": best, "last": last})
     for step in run.steps():
         common.set_learning_rate(optimizer, common.inverse_sqrt(step, config.warmup_steps, config.learning_rate))
         for micro in run.micros(step):
@@ -330,7 +331,7 @@ def train(config: Config, context) -> dict:
             if best is None or valid["bleu"] > best["bleu"]:
                 best = {"step": step + 1, "bleu": valid["bleu"], "model": weights}
             scores |= {"bleu": valid["bleu"], "chrf": valid["chrf"]}
-            run.save(step, scores, scores["loss"], f"valid {describe(scores)}", best=best, last=last)
+            run.save(step, scores, scores["loss"], f"valid {describe(scores)}")
     model = run.model = run.whole()
     model.load_state_dict(mean_of(last))
     averaged = {"valid": score_split(model, data, "valid", config, context, config.eval_sentences)["bleu"]}
@@ -384,18 +385,25 @@ def report(config: Config, result: dict) -> str:
 
 
 def translate_file(config: Config, context, at_once: int = 1000):
-    """Prints the translation of every line of a file, an empty one for one without text, by a run's best weights."""
+    """Prints the translation of every line of a file, an empty one for one without text, by a run's best weights.
+
+    So many are read and printed at once.
+    """
     with common.clear_errors():
         model, tokenizer = pretrained.load(config.model)
         if not isinstance(model, Translator):
             raise ValueError(f"{config.model} is no translator: give --model the folder of a run of train_mt.py")
         model = common.place(model, context)
         path = Path("/dev/stdin" if config.translate == "-" else config.translate)
-        lines = [line.strip() for line in read_lines(path)] if context.rank == 0 else None  # a pipe is read once
-    lines = context.gather(lines)[0]
+        source = map(str.strip, read_lines(path) if context.rank == 0 else [])  # a pipe is read once
     watches = [measures.RoutingStats(moe) for moe in model.moe_layers]
-    for first in range(0, len(lines), at_once):
-        translations = translate_texts(model, lines[first : first + at_once], tokenizer, config, context)
+    while True:
+        with common.clear_errors():
+            lines = list(islice(source, at_once))
+        lines = context.gather(lines)[0]
+        if not lines:
+            break
+        translations = translate_texts(model, lines, tokenizer, config, context)
         if context.rank == 0:
             print("".join(f"{line}\n" for line in translations), end="", flush=True)
     served = [watch.finish(context.sum)["served"] for watch in watches]

@@ -13,6 +13,7 @@ ever held in memory whole.
 
 import importlib.util
 import re
+import sys
 import sysconfig
 import zlib
 from collections import Counter, defaultdict
@@ -96,7 +97,22 @@ def named_or_hashed(source: Path, files: dict[Path, Iterable[tuple[str, ...]]]) 
         named[named_split(path.relative_to(source))].append(rows)
     if list(named) == [None]:
         return hashed(chain.from_iterable(named[None]), 0.01)
-    return labelled({split: chain.from_iterable(named[split]) for split in HUB_SPLITS})
+    return watched(labelled({split: chain.from_iterable(named[split]) for split in HUB_SPLITS}))
+
+
+def watched(texts: Texts) -> Texts:
+    """The same, training texts behind the others; in the end a line says how many of them are held out, too."""
+    held_out, twice = set(), 0  # hashes
+    try:
+        for split, *row in texts:
+            if split != "train":
+                held_out.add(hash(tuple(row)))
+            elif hash(tuple(row)) in held_out:
+                twice += 1
+            yield split, *row
+    finally:
+        if twice:
+            print(f"warning: {twice:,} training texts stand in valid or test, too", file=sys.stderr)
 
 
 def documents(path: Path) -> Iterator[tuple[str]]:

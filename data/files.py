@@ -74,13 +74,17 @@ def uncompressed_name(path: Path) -> str:
 
 
 def read_lines(path: Path) -> Iterator[str]:
-    """The lines of a UTF-8 file, plain, .gz or .xz; ValueError gives the byte offset of what is not UTF-8."""
+    """The lines of a UTF-8 file, plain, .gz or .xz, without the mark that some programs begin it with.
+
+    ValueError gives the byte offset of what is not UTF-8.
+    """
     opener = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix, open)
     offset = 0
     try:
         with opener(path, "rb") as file:
             for line in file:
-                yield line.decode()
+                text = line.decode()
+                yield text if offset else text.removeprefix("\ufeff")
                 offset += len(line)
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8: byte {offset + error.start}") from error
@@ -115,7 +119,7 @@ def read_jsonl(path: Path) -> Iterator[str]:
             continue
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}, line {number}: not JSON") from error
         if not isinstance(row, dict) or not isinstance(row.get("text"), str):
             raise ValueError(f"{path}, line {number}: no string named 'text'")

@@ -26,6 +26,7 @@ import json
 import os
 import platform
 import shutil
+import signal
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -311,11 +312,19 @@ def summary(folder: Path) -> str:
     return "\n".join([*lines, f"-> {folder}"])
 
 
+def stop(number: int, frame):
+    raise KeyboardInterrupt(number)
+
+
 def main():
+    signal.signal(signal.SIGTERM, stop)
     try:
         print(summary(tyro.cli(prepare, prog="python -m data.prepare", description=__doc__, use_underscores=True)))
     except (ValueError, OSError, ImportError) as error:
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt as interrupt:  # Ctrl-C, or with the number of another signal
+        print("stopped: nothing was written", file=sys.stderr)
+        sys.exit(128 + (*interrupt.args, signal.SIGINT)[0])
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """What tests of train_lm.py, and of what all scripts share, run on. Other scripts have corpora of their own."""
 
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 import torch
 from helpers import TINY_LM
 
+import common
 from data.prepare import prepare
 from data.tokenizers import train_sentencepiece
 
@@ -15,6 +17,15 @@ from data.tokenizers import train_sentencepiece
 def one_thread():
     """Tensors as small as these only wait for a second one."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def signals():
+    """Whatever a script does with them inside a test, Ctrl-C ends the tests."""
+    before = {number: signal.getsignal(number) for number in common.SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,6 @@
 """What the tests of the training scripts share: running one as a user does, and looking at what it leaves behind."""
 
+import gc
 import html
 import json
 import os
@@ -12,6 +13,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+import runs
 
 ROOT = Path(__file__).parent.parent
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
@@ -35,6 +38,7 @@ class Script:
         self.module, self.name = module, f"{module.__name__}.py"
 
     def run(self, options: dict, monkeypatch):
+        gc.collect()  # the lock of a run that was stopped in this process
         monkeypatch.setattr(sys, "argv", [self.name, *words(options)])
         self.module.main()
 
@@ -62,6 +66,28 @@ class Script:
         Path(options["out_dir"]).mkdir(exist_ok=True)
         log = open(Path(options["out_dir"], "log.txt"), "w")  # a pipe that nobody reads would block the run
         return subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT, text=True)
+
+
+def signal_at(step: int, number: int, patch):
+    """Sends the run a signal while it takes this step, from 0."""
+
+    def end_step(self, now, end=runs.Run.end_step):
+        if now == step:
+            os.kill(os.getpid(), number)
+        return end(self, now)
+
+    patch.setattr(runs.Run, "end_step", end_step)
+
+
+def stopped(script: Script, step: int, number: int, options: dict, capsys) -> str:
+    """A run that is stopped by a signal while it takes this step -> what it prints on stderr, the bar apart."""
+    capsys.readouterr()
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as stop:
+        signal_at(step, number, patch)
+        script.run(options, patch)
+    assert stop.value.code == 128 + number
+    lines = re.sub(r"\x1b\[A|\r", "\n", capsys.readouterr().err).splitlines()
+    return "\n".join(line for line in lines if line.strip() and not re.search("(step|batch)/s|s/(step|batch)", line))
 
 
 def finish(process: subprocess.Popen, options: dict) -> str:

@@ -44,7 +44,8 @@ def save_model(folder: Path, tokenizer: XLMR, kind=MaskedLM, **changes) -> Path:
         if "ln_" not in name:
             p.data = 0.3 * torch.randn_like(p)
     tokenizer.save(folder)
-    state = {"class": kind.__name__, "arguments": dataclasses.asdict(config), "tokenizer": tokenizer.sha256}
+    state = {"step": 1, "class": kind.__name__, "arguments": dataclasses.asdict(config)}
+    state |= {"tokenizer": tokenizer.sha256}
     torch.save(state | {"model": model.state_dict()}, folder / "ckpt.pt")
     return folder
 

@@ -5,7 +5,9 @@ import gzip
 import io
 import json
 import lzma
+import os
 import shutil
+import signal
 import struct
 import subprocess
 import sys
@@ -251,7 +253,42 @@ def test_splits_named_by_files(tmp_path):
     assert list(corpora.text(tmp_path)) == expected
 
 
-@pytest.mark.parametrize("line", ["{", "[1]", '{"text": 3}', '{"words": "a"}'])
+def test_a_mark_of_utf8_is_no_text(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone\ntw\xef\xbb\xbfo\n")
+    assert list(read_lines(tmp_path / "a.txt")) == ["one\n", "tw\ufeffo\n"]
+    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "one"}')
+    assert list(read_documents(tmp_path / "a.jsonl")) == ["one"]
+
+
+def test_texts_that_two_splits_have_are_counted(tmp_path, capsys):
+    for name, text in {"train": "a\nb\nc\nb\n", "valid": "b\nd\n", "test": "c\n"}.items():
+        (tmp_path / f"{name}.txt").write_text(text)
+    assert len(list(corpora.text(tmp_path))) == 7  # none is left out
+    assert capsys.readouterr().err == "warning: 3 training texts stand in valid or test, too\n"
+    (tmp_path / "train.txt").write_text("a\na\n")
+    list(corpora.text(tmp_path))
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_preparation_in_one_line(number, model, tmp_path, monkeypatch, capsys):
+    def write(*_):
+        with corpora.network("the hub", "datasets"):  # which makes other errors of what these packages raise
+            os.kill(os.getpid(), number)
+
+    (tmp_path / "a.txt").write_text("one\n\ntwo")
+    monkeypatch.setattr(preparing, "write", write)
+    words = ["text", "--source", tmp_path / "a.txt", "--tokenizer", model, "--out", tmp_path / "out"]
+    monkeypatch.setattr(sys, "argv", ["prepare", *map(str, words)])
+    before = {path.name for path in tmp_path.iterdir()}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with pytest.raises(SystemExit) as stop:
+        preparing.main()
+    assert stop.value.code == 128 + number and capsys.readouterr().err == "stopped: nothing was written\n"
+    assert before == {path.name for path in tmp_path.iterdir()}
+
+
+@pytest.mark.parametrize("line", ["{", "[1]", '{"text": 3}', '{"words": "a"}', "[" * 100_000])
 def test_bad_jsonl_names_file_and_line(tmp_path, line):
     (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n' + line)
     with pytest.raises(ValueError, match=r"a\.jsonl, line 2"):

@@ -136,7 +136,7 @@ def test_other_bad_folders_of_runs_are_one_clear_line(trained, tmp_path):
     torch.save(state | {"tokenizer": "that of another run"}, file)
     assert "another vocabulary than the tokenizer in it" in one_line(folder, ValueError)
     torch.save({"weights": 1}, file)
-    assert "checkpoints of something else" in one_line(folder, ValueError)
+    assert "it holds something else" in one_line(folder, ValueError)
     sound.replace(file)
     (folder / "xlmr.model").unlink()
     assert "no tokenizer at" in one_line(folder, OSError)

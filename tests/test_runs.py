@@ -1,17 +1,22 @@
 """A run's folder, resuming, processes and tables: what all scripts share, shown on train_lm.py."""
 
+import gc
 import json
 import math
+import os
 import random
 import re
+import resource
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import TORCHRUN, Script, finish, flip_a_byte, losses, metrics, only_run, result_of
+from helpers import TORCHRUN, Script, finish, flip_a_byte, losses, metrics, only_run, result_of, signal_at, stopped
 from helpers import words as command
 
 import common
@@ -46,7 +51,7 @@ def test_data_of_another_run_is_an_error(other, what, options, corpora, tmp_path
     options["data"].unlink()
     options["data"].symlink_to(corpora[other])
     capsys.readouterr()
-    assert f"was trained with another {what}: choose another --out_dir" in LM.refused(options, monkeypatch, capsys)
+    assert f"ckpt.pt is of a run with another {what}; checkpoint" in LM.refused(options, monkeypatch, capsys)
 
 
 def test_damaged_tokens_are_an_error(options, tmp_path, monkeypatch, capsys):
@@ -75,8 +80,32 @@ def test_a_checkpoint_has_what_it_takes_to_make_the_model_again(options, monkeyp
     assert result["config"]["steps"] == 4 and result["data"] == state["data"] and result["machine"]["processes"] == 1
     assert {"name", "seconds", "test", "test_no_limit", "parameters", "flops"} < result.keys()
     files = {path.name for path in only_run(options["out_dir"]).iterdir()}
-    whole = {"config.json", "metrics.jsonl", "ckpt.pt", "ckpt.prev.pt", "result.json", "tokenizer.model"}
+    whole = {"config.json", "metrics.jsonl", "ckpt.pt", "ckpt.prev.pt", "result.json", "tokenizer.model", "lock"}
     assert files == whole  # and nothing temporary
+
+
+@pytest.mark.parametrize("resume", [True, False])
+def test_a_second_run_in_the_same_folder_is_refused_and_touches_nothing(resume, options, monkeypatch, capsys):
+    """Whoever holds the folder goes on; the lock goes with the process, not with the file."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Stop):
+        stop_at_step(3, patch)
+        LM.run(options, patch)
+    gc.collect()  # the stopped run's lock with it
+    folder = only_run(options["out_dir"])
+    hold = "import fcntl, sys, time; f = open(sys.argv[1], 'w'); fcntl.flock(f, fcntl.LOCK_EX); print(1, flush=True)"
+    command = [sys.executable, "-c", f"{hold}; time.sleep(600)", folder / "lock"]
+    holder = subprocess.Popen(command, stdout=subprocess.PIPE)
+    holder.stdout.readline()
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    capsys.readouterr()
+    line = LM.refused(options | {"resume": resume}, monkeypatch, capsys)
+    assert "another process is training in" in line and str(folder) in line
+    assert before == {path.name: path.read_bytes() for path in folder.iterdir()}
+    LM.run(options | {"eval_only": True}, monkeypatch)  # reads a checkpoint, and writes none
+    holder.kill()
+    holder.communicate()
+    LM.run(options, monkeypatch)
+    assert len(metrics(options["out_dir"])) == 2
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -112,7 +141,7 @@ def assert_same_end(one: dict, two: dict):
     assert logs[0] == logs[1]
     results = result_of(one["out_dir"]), result_of(two["out_dir"])
     for result in results:
-        result.pop("seconds")
+        assert result.pop("sha256") and result.pop("seconds") >= 0
     assert results[0] == results[1]
 
 
@@ -158,6 +187,109 @@ def test_whenever_a_file_takes_its_name_a_run_may_stop(options, tmp_path, monkey
         assert_same_end(stopped, whole)
     names = "config.json metrics.jsonl ckpt.pt metrics.jsonl ckpt.prev.pt ckpt.pt result.json"
     assert " ".join(Path(target).name for target in renames) == names
+
+
+@pytest.mark.parametrize("number", common.SIGNALS)
+@pytest.mark.parametrize("step, evaluations", [(0, 0), (2, 1), (3, 2), (4, 3)])
+def test_a_signal_ends_a_run_behind_its_step(step, evaluations, number, options, tmp_path, monkeypatch, capsys):
+    """The state is saved between two evaluations, too; none is added, and none is left out."""
+    options |= {"steps": 5, "dropout": 0.1, "dtype": "float16" if step == 2 else "float32"}
+    whole, ended = (options | {"out_dir": tmp_path / name} for name in ("whole", "ended"))
+    handlers = [signal.getsignal(number) for number in common.SIGNALS]
+    line = stopped(LM, step, number, ended, capsys)
+    assert line == f"stopped at step {step + 1}; the same command goes on"
+    log = only_run(ended["out_dir"]) / "metrics.jsonl"
+    assert (len(metrics(ended["out_dir"])) if log.exists() else 0) == evaluations
+    LM.run(ended, monkeypatch)
+    assert f"goes on from step {step + 1}" in capsys.readouterr().out
+    LM.run(whole, monkeypatch)
+    assert_same_end(ended, whole)
+    assert handlers != [signal.getsignal(number) for number in common.SIGNALS]  # main has set its own
+
+
+def test_a_second_signal_ends_a_run_at_once(options, monkeypatch, capsys):
+    """Here while it evaluates: the checkpoint of before is kept."""
+
+    def evaluate(model, data, split, context, *most, old=train_lm.evaluate):
+        if only_run(options["out_dir"]).joinpath("ckpt.pt").exists():
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+        return old(model, data, split, context, *most)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as stop:
+        patch.setattr(train_lm, "evaluate", evaluate)
+        LM.run(options, patch)
+    assert stop.value.code == 130 and "stopped; the same command goes on" in capsys.readouterr().err
+    assert checkpoint(options)["step"] == 2
+
+
+@pytest.mark.parametrize("number", common.SIGNALS)
+@pytest.mark.parametrize("where", ["build", "test"])
+def test_a_signal_before_or_behind_the_steps_is_one_line(where, number, options, tmp_path, monkeypatch, capsys):
+    whole, ended = (options | {"out_dir": tmp_path / name} for name in ("whole", "ended"))
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as stop:
+        patch.setattr(train_lm, where, lambda *_: os.kill(os.getpid(), number))
+        LM.run(ended, patch)
+    assert stop.value.code == 128 + number
+    del stop  # it holds the run
+    assert "\nstopped; the same command goes on\n" in "\n" + capsys.readouterr().err.replace("\r", "\n")
+    LM.run(ended, monkeypatch)
+    LM.run(whole, monkeypatch)
+    assert_same_end(ended, whole)
+
+
+def test_a_broken_state_is_not_saved_by_a_signal(options, monkeypatch, capsys):
+    loss = common.cross_entropy
+    monkeypatch.setattr(common, "cross_entropy", lambda *given: loss(*given) * math.nan)
+    with pytest.raises(SystemExit) as stop:
+        signal_at(0, signal.SIGTERM, monkeypatch)
+        LM.run(options | {"log_every": 100}, monkeypatch)
+    assert stop.value.code == 1 and "not finite at step 1" in capsys.readouterr().err
+    assert not (only_run(options["out_dir"]) / "ckpt.pt").exists()
+
+
+def test_one_process_that_is_sent_a_signal_stops_both(options, tmp_path, monkeypatch):
+    options |= {"steps": 100_000, "eval_every": 40, "dtype": "float64", "dropout": 0.1, "capacity_factor": 1.0}
+    ended = options | {"out_dir": tmp_path / "ended"}
+    process = LM.start(ended, *TORCHRUN)
+    while not list(ended["out_dir"].glob("*/ckpt.pt")):
+        assert process.poll() is None, (ended["out_dir"] / "log.txt").read_text()
+        time.sleep(0.05)
+    workers = subprocess.check_output(["pgrep", "-P", str(process.pid)], text=True).split()
+    os.kill(int(workers[1]), signal.SIGTERM)
+    assert process.wait() == 1  # torchrun's own
+    out = (ended["out_dir"] / "log.txt").read_text()
+    (step,) = re.findall(r"stopped at step (\d+); the same command goes on", out)
+    state = checkpoint(ended)
+    assert (
+        state["step"] == int(step)
+        and "exitcode: 143" in out
+        and "[rank" not in out
+        and "Error: " not in out.split("ChildFailed")[0]
+    )
+    part = state["part"]
+    assert not part or part["since"] == state["step"] // 40 * 40 and part["loss_sum"] > 0
+
+
+def test_torchrun_starts_again_what_lost_a_process(options, tmp_path, monkeypatch):
+    """Twice; what is left of the others says one line, and the end is that of a run that was not disturbed."""
+    options |= {"steps": 150, "eval_every": 10, "eval_tokens": 64, "dtype": "float64", "dropout": 0.1}
+    whole, killed = (options | {"out_dir": tmp_path / name} for name in ("whole", "killed"))
+    process, log = LM.start(killed, *TORCHRUN, "--max-restarts", "2"), killed["out_dir"] / "log.txt"
+    for restart in range(2):
+        while (
+            len(losses(killed["out_dir"]) if list(killed["out_dir"].glob("*/ckpt.prev.pt")) else []) < 2 + 8 * restart
+        ):
+            assert process.poll() is None, log.read_text()
+            time.sleep(0.05)
+        workers = subprocess.check_output(["pgrep", "-P", str(process.pid)], text=True).split()
+        os.kill(int(workers[1]), signal.SIGKILL)
+    out = finish(process, killed)
+    assert out.count("goes on from step") == 2 and out.count("error: another process ended (") == 2
+    assert "Traceback" not in out and "stopped" not in out
+    LM.run(whole, monkeypatch)
+    torch.testing.assert_close(checkpoint(whole)["model"], checkpoint(killed)["model"], rtol=1e-6, atol=1e-6)
+    assert losses(killed["out_dir"]) == pytest.approx(losses(whole["out_dir"]), rel=1e-5)
 
 
 def test_a_killed_run_ends_as_if_it_was_not(options, tmp_path, monkeypatch):
@@ -210,6 +342,144 @@ def test_a_corrupt_checkpoint_gives_way_to_the_one_before_it(options, monkeypatc
     (folder / "ckpt.prev.pt").write_bytes(b"not a checkpoint")
     line = LM.refused(options, monkeypatch, capsys)
     assert "ckpt.pt is corrupt" in line and "--resume false starts again" in line
+
+
+FOREIGN = {  # what stands in ckpt.pt, made of the run's own checkpoint, and what is said of it
+    "another seed": (lambda state: state | {"constants": state["constants"] | {"seed": 1}}, "another seed (1 there, 0"),
+    "another size": (
+        lambda state: state | {"constants": state["constants"] | {"n_embd": 8}},
+        "another n_embd (8 there",
+    ),
+    "another data": (lambda state: state | {"data": "0"}, "another data"),
+    "no constants": (lambda state: state | {"constants": {}, "optimizer": {}} | {"data": "0"}, "another data"),
+    "weights alone": (lambda state: state["model"], "is corrupt (it holds something else)"),
+    "a model": (
+        lambda state: {name: state[name] for name in state.keys() - {"optimizer"}},
+        "not of a run that goes on",
+    ),
+    "a list": (lambda state: [1, 2], "is corrupt (it holds something else)"),
+    "a tensor": (lambda state: torch.zeros(3), "is corrupt (it holds something else)"),
+}
+
+
+@pytest.mark.parametrize("case", FOREIGN)
+def test_a_checkpoint_that_is_not_the_runs_own_gives_way_to_the_one_before_it(case, options, monkeypatch, capsys):
+    LM.run(options, monkeypatch)
+    folder, whole = only_run(options["out_dir"]), checkpoint(options)
+    change, words = FOREIGN[case]
+    (folder / "result.json").unlink()
+    torch.save(change(whole), folder / "ckpt.pt")
+    capsys.readouterr()
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit):
+        signal_at(2, signal.SIGTERM, patch)
+        LM.run(options, patch)
+    said = capsys.readouterr()
+    assert words in said.err and "using ckpt.prev.pt" in said.err and "goes on from step 2" in said.out
+    (folder / "ckpt.prev.pt").unlink()  # which the next save has made of the right one
+    torch.save(change(whole), folder / "ckpt.pt")
+    line = LM.refused(options, monkeypatch, capsys)
+    assert words in line and "--resume false starts again" in line
+    assert words in LM.refused(options | {"eval_only": True}, monkeypatch, capsys)
+
+
+def test_a_disk_that_is_full_ends_the_run_in_one_line(options, tmp_path, monkeypatch, capsys):
+    """By a limit on a file's size, which the system reports in the same way; what was saved before stays."""
+    whole, ended = (options | {"out_dir": tmp_path / name} for name in ("whole", "ended"))
+    stopped(LM, 0, signal.SIGTERM, ended, capsys)
+    folder, before = only_run(ended["out_dir"]), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, before[1]))
+    try:
+        line = LM.refused(ended, monkeypatch, capsys)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "ckpt.pt cannot be written ([Errno 27] File too large): what was saved before is whole" in line
+    assert not list(folder.glob("*.tmp")) and runs.newest(folder)[1]["step"] == 1
+    LM.run(ended, monkeypatch)
+    LM.run(whole, monkeypatch)
+    assert_same_end(ended, whole)
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "result.json", "metrics.jsonl", "ckpt.pt", "ckpt.prev.pt", "ckpt.pt.tmp"]
+)
+def test_a_folder_in_the_place_of_a_file_is_one_line(name, options, monkeypatch, capsys):
+    stopped(LM, 0, signal.SIGTERM, options, capsys)
+    file = only_run(options["out_dir"]) / name
+    file.unlink(missing_ok=True)
+    (file / "inside").mkdir(parents=True)
+    if name != "ckpt.pt":  # without it the run starts anew, up to its first checkpoint
+        assert file.name.removesuffix(".tmp") in LM.refused(options, monkeypatch, capsys)
+    else:
+        assert "corrupt" in LM.refused(options, monkeypatch, capsys)
+
+
+RESULTS = {  # what stands in result.json
+    "another figure": lambda old: old.replace('"tokens": ', '"tokens": 1', 1),
+    "no figures": lambda old: json.dumps({"data": json.loads(old)["data"]}),
+    "nothing": lambda old: "",
+    "null": lambda old: "null",
+    "a list": lambda old: "[]",
+    "brackets": lambda old: "[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("case", RESULTS)
+def test_a_result_that_is_not_as_it_was_written_is_made_again(case, options, monkeypatch, capsys):
+    LM.run(options, monkeypatch)
+    LM.run(options | {"eval_only": True}, monkeypatch)
+    folder = only_run(options["out_dir"])
+    (evaluated,) = folder.glob("eval-*.json")
+    for file, more in ((folder / "result.json", {}), (evaluated, {"eval_only": True})):
+        before = json.loads(file.read_text())
+        file.write_text(RESULTS[case](file.read_text()))
+        capsys.readouterr()
+        LM.run(options | more, monkeypatch)
+        assert f"{file.name} is not as it was written: it is made again" in capsys.readouterr().err
+        after = json.loads(file.read_text())
+        for result in (before, after):
+            assert result.pop("sha256") != result.pop("seconds", None)
+        assert before == after
+
+
+@pytest.mark.parametrize("content", ["null", "[]", "3"])
+def test_a_config_without_constants_is_an_error(content, options, monkeypatch, capsys):
+    stopped(LM, 0, signal.SIGTERM, options, capsys)
+    (only_run(options["out_dir"]) / "config.json").write_text(content)
+    assert "config.json holds no constants" in LM.refused(options, monkeypatch, capsys)
+
+
+def test_a_sample_that_fails_costs_nobody_the_result(options, monkeypatch, capsys):
+    assert "surrogates not allowed" in LM.refused(options | {"prompt": "\udcff"}, monkeypatch, capsys)
+    assert not list(options["out_dir"].glob("*/config.json"))  # it was refused before it began
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError):
+        patch.setattr(train_lm, "sample", lambda *_: torch.zeros(2).view(3))
+        LM.run(options, patch)
+    LM.run(options, monkeypatch)
+    out = capsys.readouterr().out
+    assert "finished before" in out and "under the limit: " in out and "sample" not in out.split("under the limit: ")[1]
+
+
+HISTORY = {  # what becomes of metrics.jsonl, and whether that is said
+    "a broken byte": (lambda old: old[:9] + b"\xff" + old[10:], True),
+    "half": (lambda old: old[: len(old) // 2], True),
+    "nothing": (lambda old: b"", True),
+    "another run's": (lambda old: b'{"step": 1}\n' + old, True),
+    "more lines": (lambda old: old + b'{"step": 3}\n{"torn', False),
+    "as it was": (lambda old: old, False),
+}
+
+
+@pytest.mark.parametrize("case", HISTORY)
+def test_the_history_is_mended_from_the_checkpoint(case, options, monkeypatch, capsys):
+    stopped(LM, 2, signal.SIGTERM, options, capsys)
+    file = only_run(options["out_dir"]) / "metrics.jsonl"
+    before, (change, said) = file.read_bytes(), HISTORY[case]
+    file.write_bytes(change(before))
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Stop):
+        stop_at_step(3, patch)
+        LM.run(options, patch)
+    assert ("metrics.jsonl is not as it was written: it is made again" in capsys.readouterr().err) == said
+    assert file.read_bytes() == before
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -60,7 +60,7 @@ def made(tokenizers, tmp_path):
             for p in model.parameters():
                 p.mul_(3.0)  # far from the start, where all tokens are nearly alike
         arguments = dataclasses.asdict(model.config)
-        state = {"class": kind.__name__, "arguments": arguments, "model": model.state_dict()}
+        state = {"step": 1, "class": kind.__name__, "arguments": arguments, "model": model.state_dict()}
         folder = tmp_path / "<b>run"
         folder.mkdir()
         torch.save(state | {"tokenizer": tokenizer.sha256}, folder / "ckpt.pt")

@@ -6,6 +6,7 @@ What all scripts share is tested in test_runs.py.
 import json
 import math
 import shutil
+import signal
 from pathlib import Path
 from statistics import fmean
 
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 import reference
 import torch
-from helpers import TORCHRUN, Script, finish, losses, metrics, only_run, result_of, table_rows
+from helpers import TORCHRUN, Script, finish, losses, metrics, only_run, result_of, stopped, table_rows
 
 import common
 import measures
@@ -236,6 +237,18 @@ def test_the_outputs_bias_starts_at_the_log_frequencies(yes, options):
     _, _, data, model = opened(options | {"frequency_bias": yes})
     expected = data.log_frequencies() if yes else torch.zeros(data.vocab_size)
     torch.testing.assert_close(model.bias.data, expected)
+
+
+def test_a_signal_between_evaluations_changes_nothing(options, tmp_path, monkeypatch, capsys):
+    options |= {"steps": 5, "dropout": 0.1}
+    whole, ended = (options | {"out_dir": tmp_path / name} for name in ("whole", "ended"))
+    assert "stopped at step 3" in stopped(MLM, 2, signal.SIGTERM, ended, capsys)
+    MLM.run(ended, monkeypatch)
+    MLM.run(whole, monkeypatch)
+    ours, theirs = (runs.load_checkpoint(only_run(each["out_dir"]) / "ckpt.pt") for each in (ended, whole))
+    for name in ("model", "valid", "chosen"):
+        torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=0, equal_nan=True)
+    assert losses(ended["out_dir"]) == losses(whole["out_dir"])
 
 
 def test_a_stopped_run_ends_with_the_numbers_of_one_that_was_not(options, tmp_path, monkeypatch, capsys):

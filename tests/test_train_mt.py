@@ -5,6 +5,7 @@ import dataclasses
 import json
 import math
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import ROOT, TORCHRUN, Script, finish, flip_a_byte, losses, metrics, only_run, result_of, table_rows, words
+from helpers import (
+    ROOT,
+    TORCHRUN,
+    Script,
+    finish,
+    flip_a_byte,
+    losses,
+    metrics,
+    only_run,
+    result_of,
+    stopped,
+    table_rows,
+    words,
+)
 
 import common
 import runs
@@ -290,6 +304,20 @@ def test_the_best_weights_are_tested_and_kept_whatever_happens(stopped, options,
     assert losses[0] == losses[1] and len(losses[0]) == 4
 
 
+@pytest.mark.parametrize("step", [2, 3])
+def test_a_signal_loses_no_weights(step, options, tmp_path, monkeypatch, capsys):
+    options |= {"steps": 5, "dropout": 0.1}
+    whole, ended = (options | {"out_dir": tmp_path / name} for name in ("whole", "ended"))
+    assert f"stopped at step {step + 1}" in stopped(MT, step, signal.SIGTERM, ended, capsys)
+    run(ended, monkeypatch)
+    run(whole, monkeypatch)
+    ours, theirs = (runs.load_checkpoint(only_run(each["out_dir"]) / "ckpt.pt") for each in (ended, whole))
+    assert lose(only_run(ended["out_dir"])) == lose(only_run(whole["out_dir"]))
+    for name in ("model", "best", "last"):
+        torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=0)
+    assert losses(ended["out_dir"]) == losses(whole["out_dir"])
+
+
 def test_the_mean_is_of_the_weights_of_the_last_five_evaluations(options, monkeypatch):
     """And what is tested and kept is the best one."""
     scored, score_split = [], train_mt.score_split
@@ -494,6 +522,20 @@ def test_a_trained_model_can_be_searched_otherwise(trained, tmp_path, monkeypatc
     run(trained | {"translate": tmp_path / "in.txt", "beam": 1, "length_penalty": 0.5}, monkeypatch)
     assert capsys.readouterr().out.count("\n") == 2
     assert runs.run_name(train_mt.Config(beam=1), train_mt.PRESETS) == "demo-beam=1"
+
+
+def test_translations_come_out_before_more_lines_are_read(trained, monkeypatch, capsys):
+    printed = []
+
+    def lines(path):
+        for _ in range(5):
+            printed.append(capsys.readouterr().out.count("\n"))
+            yield "rot\n"
+
+    monkeypatch.setattr(train_mt, "read_lines", lines)
+    config, context, *_ = opened(trained | {"translate": "-"})
+    train_mt.translate_file(config, context, at_once=2)
+    assert printed == [0, 0, 2, 0, 2]
 
 
 def test_what_cannot_be_translated_is_one_clear_line(trained, tmp_path, monkeypatch, capsys):
