@@ -322,9 +322,9 @@ def evaluate_run(config: Config, context) -> dict:
     with common.clear_errors():
         data = TokenData.open(config.data, config, context)
         run = runs.Run(config, PRESETS, context, data)
-        checkpoint = (
-            run.checkpoint or runs.newest(run.folder, refuse=run.refuse)[1]
-        )  # a finished run has not loaded one
+        checkpoint = run.checkpoint
+        if not checkpoint:  # a finished run has not loaded one
+            _, checkpoint = runs.newest(run.folder, refuse=run.refuse)
         if not checkpoint and not config.init_from:
             raise ValueError(f"{run.folder} has no checkpoint: train first, with the same constants")
         model = build(runs.with_vocabulary(config, data), data, checkpoint, context)

@@ -17,15 +17,8 @@ from model import GPT, ModelConfig, Sizes, sizes
 # Files
 
 
-COLORS = (
-    "#0072B2",
-    "#D55E00",
-    "#009E73",
-    "#CC79A7",
-    "#E69F00",
-    "#56B4E9",
-    "#000000",
-)  # told apart by any eye (Okabe-Ito)
+# Told apart by any eye (Okabe-Ito).
+COLORS = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"
 # Of each script, constants that no run of another has: whose run a folder is.
 SCRIPTS = {"train_lm": {"min_learning_rate"}, "train_mlm": {"mask_share", "init_from"}, "train_mt": {"beam"}}
 SCRIPTS |= {"train_electra": {"objective"}, "finetune_xtreme": {"train_examples"}}
