@@ -7,6 +7,8 @@ alone would; only then its rows travel to the experts, and the experts' answers 
 
 A split model is for training. To evaluate it, and to save it, `whole` and `whole_state` put it together again: each
 process then works through its own batches, and needs room for the weights once, not for gradients and Adam's moments.
+So a checkpoint is one file, whatever the number of processes. torch.distributed.checkpoint would save the pieces, but
+its metadata is a pickle, which runs what code it holds when it is read.
 """
 
 import functools

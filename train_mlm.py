@@ -99,7 +99,9 @@ BASE |= dict(steps=125_000, batch_tokens=2048 * 512, micro_tokens=32 * 512, lear
 BASE |= dict(moe_after=(6,), expert_size=3072, beta2=0.98, eps=1e-6, frequency_bias=False, router_lr=1.0)
 # Half an hour on one core; at twice the width the demo's learning rate ends in collapse.
 SMALL = dict(n_embd=256, ffn_size=1024, expert_size=256, steps=5000, eval_every=1000, learning_rate=1e-3)
-PRESETS = {"demo": {}, "small": SMALL, "base": BASE}
+# The demo on some 40 MB of real text (`python -m results.multilingual` makes it), with room for two sentences.
+MULTILINGUAL = dict(data="multilingual", block_size=128, eval_tokens=1 << 16)
+PRESETS = {"demo": {}, "multilingual": MULTILINGUAL, "small": SMALL, "base": BASE}
 
 # What rows of the tables change. None leaves it to `sizes`: softmax; E / 2 on the hypersphere, else no projection.
 SOFTMAX = dict(router="hypersphere", gate=None, routing_dim=None)
