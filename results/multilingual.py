@@ -15,8 +15,7 @@ import json
 import re
 import unicodedata
 from collections import Counter, defaultdict
-from collections.abc import Iterator
-from itertools import islice
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -141,54 +140,66 @@ def bitext(name: str, folder: Path, language: str) -> Iterator[Text]:
                 yield Text(name, split, side, (text,))
 
 
-def main(downloads: tyro.conf.Positional[Path], tested: tyro.conf.Positional[Path], out: Path = Path("data/prepared"), pieces: int = 16_384):
-    """See the head of this file."""
-    banned = scored(downloads, tested)
-    print(f"{len(banned):,} sentences are scored")
-    kept, dropped, held_out, seen = [], Counter(), set(), set()
-    for text in read(downloads):
-        if text in seen:
-            continue
-        seen.add(text)
+def select(texts: Iterable[Text], banned: set[str]) -> list[Text]:
+    """Every text once, without those with a sentence that is scored, or that is held out as well."""
+    kept, held_out, dropped = [], set(), Counter()
+    for text in dict.fromkeys(texts):
         if any(sentence in banned for one in text.texts for sentence in sentences(one)):
             dropped[text.source, "with a sentence that is scored"] += 1
             continue
         kept.append(text)
         if text.split != "train":
-            held_out.update(normal(one) for one in text.texts)
-    training = []
+            held_out.update(map(normal, text.texts))
+    found = []
     for text in kept:
-        if text.split == "train" and any(normal(one) in held_out for one in text.texts):
+        if text.split == "train" and not held_out.isdisjoint(map(normal, text.texts)):
             dropped[text.source, "that is held out, too"] += 1
         else:
-            training.append(text)
+            found.append(text)
     for (source, why), count in sorted(dropped.items()):
         print(f"{source}: {count:,} texts or pairs left out, {why}")
-    folder = out / "multilingual.source"
-    groups = defaultdict(list)  # (kind, language, split) -> texts
-    for text in training:
-        groups["pairs" if len(text.texts) == 2 else "text", text.language, text.split].append(text.texts)
-    for (kind, language, split), rows in groups.items():
-        (folder / kind).mkdir(parents=True, exist_ok=True)
-        if (kind, language, "train") not in groups:
-            continue
-        if kind == "text":
-            lines = [json.dumps({"text": text}, ensure_ascii=False) + "\n" for (text,) in rows]
-            (folder / kind / f"{language}.{split}.jsonl").write_text("".join(lines))
+    return found
+
+
+def write(folder: Path, texts: list[Text]):
+    """Files that data.prepare reads: text/de.train.jsonl, pairs/de-en.train.de and so on."""
+    groups = defaultdict(list)  # (language, split) -> texts
+    for text in texts:
+        groups[text.language, text.split].append(text.texts)
+    for (language, split), rows in groups.items():
+        if "-" in language:
+            for side, column in zip(language.split("-"), zip(*rows)):
+                lines = [" ".join(text.split()) + "\n" for text in column]
+                (folder / "pairs" / f"{language}.{split}.{side}").write_text("".join(lines))
         else:
-            for number, side in enumerate(language.split("-")):
-                lines = [" ".join(row[number].split()) + "\n" for row in rows]
-                (folder / kind / f"{language}.{split}.{side}").write_text("".join(lines))
-    sample = []
-    for (kind, language, split), rows in groups.items():
-        if kind == "text" and split == "train":
-            size = 0
-            for (text,) in rows:
-                size += len(text)
-                if size > CHARACTERS:
-                    break
-                sample.append(text)
-    tokenizer = train_sentencepiece(sample, pieces, XLMR).save(folder)
+            lines = [json.dumps({"text": text}, ensure_ascii=False) + "\n" for (text,) in rows]
+            (folder / "text" / f"{language}.{split}.jsonl").write_text("".join(lines))
+
+
+def sample(texts: list[Text]) -> Iterator[str]:
+    """Training text for the vocabulary, a little of each language."""
+    sizes = Counter()
+    for text in texts:
+        if text.split == "train" and "-" not in text.language and sizes[text.language] < CHARACTERS:
+            sizes[text.language] += len(text.texts[0])
+            yield text.texts[0]
+
+
+def main(
+    downloads: tyro.conf.Positional[Path],
+    tested: tyro.conf.Positional[Path],
+    out: Path = Path("data/prepared"),
+    pieces: int = 16_384,
+):
+    """See the head of this file."""
+    banned = scored(downloads, tested)
+    print(f"{len(banned):,} sentences are scored")
+    texts = select(read(downloads), banned)
+    folder = out / "multilingual.source"
+    for kind in ("text", "pairs"):
+        (folder / kind).mkdir(parents=True)
+    write(folder, texts)
+    tokenizer = train_sentencepiece(sample(texts), pieces, XLMR).save(folder)
     prepare("cc100", folder / "text", tokenizer, out=out / "multilingual")
     prepare("bitext", folder / "pairs", tokenizer, out=out / "multilingual-pairs")
 
