@@ -11,6 +11,7 @@ and of `tatoeba`, `wordalign` and multi30k's tests in DOWNLOADS. Exact matches, 
 -> multilingual, multilingual-pairs: prepared with one vocabulary of 16,384 pieces, learned from the training text.
 """
 
+import itertools
 import json
 import re
 import unicodedata
@@ -161,11 +162,8 @@ def select(texts: Iterable[Text], banned: set[str]) -> list[Text]:
     return found
 
 
-def write(folder: Path, texts: list[Text]):
+def write(folder: Path, groups: dict[tuple[str, str], list]):
     """Files that data.prepare reads: text/de.train.jsonl, pairs/de-en.train.de and so on."""
-    groups = defaultdict(list)  # (language, split) -> texts
-    for text in texts:
-        groups[text.language, text.split].append(text.texts)
     for (language, split), rows in groups.items():
         if "-" in language:
             for side, column in zip(language.split("-"), zip(*rows)):
@@ -176,13 +174,15 @@ def write(folder: Path, texts: list[Text]):
             (folder / "text" / f"{language}.{split}.jsonl").write_text("".join(lines))
 
 
-def sample(texts: list[Text]) -> Iterator[str]:
+def sample(groups: dict[tuple[str, str], list]) -> Iterator[str]:
     """Training text for the vocabulary, a little of each language."""
-    sizes = Counter()
-    for text in texts:
-        if text.split == "train" and "-" not in text.language and sizes[text.language] < CHARACTERS:
-            sizes[text.language] += len(text.texts[0])
-            yield text.texts[0]
+    for (language, split), rows in groups.items():
+        if split == "train" and "-" not in language:
+            ends = itertools.accumulate(len(text) for (text,) in rows)
+            for (text,), end in zip(rows, ends):
+                if end > CHARACTERS:
+                    break
+                yield text
 
 
 def main(
@@ -194,12 +194,14 @@ def main(
     """See the head of this file."""
     banned = scored(downloads, tested)
     print(f"{len(banned):,} sentences are scored")
-    texts = select(read(downloads), banned)
+    groups = defaultdict(list)  # (language or pair, split) -> texts
+    for text in select(read(downloads), banned):
+        groups[text.language, text.split].append(text.texts)
     folder = out / "multilingual.source"
     for kind in ("text", "pairs"):
         (folder / kind).mkdir(parents=True)
-    write(folder, texts)
-    tokenizer = train_sentencepiece(sample(texts), pieces, XLMR).save(folder)
+    write(folder, groups)
+    tokenizer = train_sentencepiece(sample(groups), pieces, XLMR).save(folder)
     prepare("cc100", folder / "text", tokenizer, out=out / "multilingual")
     prepare("bitext", folder / "pairs", tokenizer, out=out / "multilingual-pairs")
 
