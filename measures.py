@@ -383,6 +383,19 @@ def retrieval(one: Tensor, two: Tensor) -> Tensor:
     return both_directions(one, two).mean(dim=0)
 
 
+def whitened(one: Tensor, two: Tensor, ridge: float = 0.1) -> list[Tensor]:
+    """The vectors of `both_directions`, each side about its own mean, and with like spread in all directions.
+
+    What all sentences share outweighs in a cosine what tells them apart. ridge: of the mean variance, is added to
+    that of every direction, so that those of hardly any are not made the equals of others.
+    """
+    sides = [x - x.mean(dim=1, keepdim=True) for x in (one, two)]
+    both = torch.cat(sides, dim=1)  # (L + 1, 2 n, D)
+    variances, directions = torch.linalg.eigh(both.mT @ both / both.shape[1])  # (L + 1, D), (L + 1, D, D)
+    spread = (variances + ridge * variances.mean(dim=1, keepdim=True)).sqrt()
+    return [F.normalize(x @ (directions / spread.unsqueeze(1)), dim=2) for x in sides]
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Word alignment by optimal transport (XLM-E 4.6), with the method of XLM-Align (Chi et al., 2021c)
 

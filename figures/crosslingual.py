@@ -139,6 +139,8 @@ class Retrieval(Encoders):
     # folder of LASER's tatoeba.deu-eng.deu and .eng; none: held-out messages of Django, which need no download
     source: str | None = None
     most: int = 1000  # sentences of each language, at most
+    # not the paper's: languages about their own means and all directions of like spread, before the cosine
+    whiten: bool = False
 
 
 PAPER_RETRIEVAL = {  # table 5: English to another language, and back
@@ -191,7 +193,7 @@ def retrieval(options: Retrieval):
     save(figure, "retrieval", f"XLM-E figure 3 at our scale, on {what}: {', '.join(options.folders)}", numbers, options)
 
 
-def find_translations(opened: list[Opened], texts: bitext_sets.Texts, options: Encoders, context) -> list[dict]:
+def find_translations(opened: list[Opened], texts: bitext_sets.Texts, options: Retrieval, context) -> list[dict]:
     """Of each encoder: language -> how often it finds the translation by layer, (2, L + 1), from English and to it."""
     found = []
     with tqdm(total=len(opened) * len(texts), unit="language") as bar:
@@ -199,6 +201,8 @@ def find_translations(opened: list[Opened], texts: bitext_sets.Texts, options: E
             found.append({})
             for language, pairs in texts.items():
                 foreign, english = (vectors_of(side, one, options, context) for side in zip(*pairs))
+                if options.whiten:
+                    foreign, english = measures.whitened(foreign, english)
                 found[-1][language] = measures.both_directions(english, foreign).cpu()
                 bar.update()
     return found

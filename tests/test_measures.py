@@ -1,6 +1,7 @@
 """measures.py: parameters and FLOPs against the papers and a counter, routing statistics, RC and RF against loops."""
 
 import copy
+import itertools
 import math
 from types import SimpleNamespace
 
@@ -478,6 +479,25 @@ def test_retrieval_is_the_mean_of_both_directions():
     one, two = torch.tensor([[[1.0, 0.0], [0.9, 0.1]]]), torch.tensor([[[1.0, 0.0], [0.0, 1.0]]])
     assert measures.retrieval(one, two).tolist() == [0.75]
     assert measures.retrieval(two, one).tolist() == [0.75]
+
+
+def test_whitening_takes_out_what_all_sentences_share():
+    """The cosine of Mahalanobis; and where a language's mean or a common direction hides the translation."""
+    torch.manual_seed(0)
+    one = torch.randn(2, 30, 6, dtype=torch.float64)
+    two = one + 0.1 * torch.randn(2, 30, 6, dtype=torch.float64)
+    one[1] *= torch.tensor([9.0, 1, 1, 1, 1, 0.1])
+    two[1] *= torch.tensor([9.0, 1, 1, 1, 1, 0.1])
+    for layer, (x, y) in enumerate(zip(*measures.whitened(one, two, ridge=0.2))):
+        a, b = one[layer] - one[layer].mean(dim=0), two[layer] - two[layer].mean(dim=0)
+        covariance = (a.T @ a + b.T @ b) / 60
+        inverse = torch.linalg.inv(covariance + 0.2 * covariance.trace() / 6 * torch.eye(6))
+        for i, j in itertools.product(range(30), repeat=2):
+            cosine = a[i] @ inverse @ b[j] / ((a[i] @ inverse @ a[i]) * (b[j] @ inverse @ b[j])).sqrt()
+            assert float(x[i] @ y[j]) == pytest.approx(float(cosine), abs=1e-9)
+    hidden = two + 50 * torch.tensor([1.0, 0, 0, 0, 0, 0]), one + 50 * torch.tensor([0, 1.0, 0, 0, 0, 0])
+    assert measures.retrieval(*measures.whitened(*hidden)).min() > 0.9
+    assert measures.retrieval(*(F.normalize(x, dim=2) for x in hidden)).max() < 0.5
 
 
 def test_each_direction_counts_for_itself():
