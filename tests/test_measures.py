@@ -491,7 +491,7 @@ def test_whitening_takes_out_what_all_sentences_share():
     for layer, (x, y) in enumerate(zip(*measures.whitened(one, two, ridge=0.2))):
         a, b = one[layer] - one[layer].mean(dim=0), two[layer] - two[layer].mean(dim=0)
         covariance = (a.T @ a + b.T @ b) / 60
-        inverse = torch.linalg.inv(covariance + 0.2 * covariance.trace() / 6 * torch.eye(6))
+        inverse = torch.linalg.inv(covariance + 0.2 * covariance.trace() / 6 * torch.eye(6, dtype=torch.float64))
         for i, j in itertools.product(range(30), repeat=2):
             cosine = a[i] @ inverse @ b[j] / ((a[i] @ inverse @ a[i]) * (b[j] @ inverse @ b[j])).sqrt()
             assert float(x[i] @ y[j]) == pytest.approx(float(cosine), abs=1e-9)
