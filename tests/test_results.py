@@ -182,7 +182,7 @@ def test_no_scored_sentence_is_in_the_real_text(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(corpora, "catalogs", lambda: texts)
     monkeypatch.setattr(corpora, "catalogs_pairs", lambda: {"de-en": messages})
     monkeypatch.setattr(multilingual, "NTREX", {"deu": "de"})
-    multilingual.main(tmp_path / "downloads", tmp_path / "tested", tmp_path / "out", pieces=320)
+    multilingual.main(tmp_path / "downloads", tmp_path / "tested", tmp_path / "out", "en,de,fr,cs,zh_Hans", 320)
     said = capsys.readouterr().out
     assert "Wikipedia: 1 texts or pairs left out, with a sentence that is scored" in said
     written = ""
