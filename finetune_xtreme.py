@@ -319,12 +319,13 @@ def main_score(scores: dict[str, float]) -> float:
 def score_languages(run: runs.Run, model: FineTuned, examples: Examples, config: Config, context) -> dict:
     """-> scores of every language, their mean, and by how much English is ahead of the others (XLM-E table 7).
 
-    What was predicted is kept, a line an example, and not predicted again.
+    What was predicted is kept, a line an example, with a hash of each file, and not predicted again.
     """
     kind, languages, guesses, counted = model.kind, {}, {}, {}
+    hashes = runs.read_result(run.folder / "predicted.json")
     for language, own in tqdm(examples.test.items(), desc="testing", unit="language", disable=context.rank > 0):
         file = run.folder / f"test-{language}.jsonl"
-        kept = file.exists()
+        kept = file.is_file() and hashlib.sha256(file.read_bytes()).hexdigest() == hashes.get(language)
         if len(set(context.gather(kept))) > 1:
             raise ValueError(f"the processes see different files in {run.folder}: it must be on a shared disk")
         if kept:
@@ -335,7 +336,10 @@ def score_languages(run: runs.Run, model: FineTuned, examples: Examples, config:
             for one, ours in zip(own, predicted):
                 record = {"id": one.id, "language": language, "gold": one.gold, "predicted": ours}
                 lines.append(json.dumps(record, ensure_ascii=False) + "\n")
-            run.write(file.name, "".join(lines))
+            text = "".join(lines)
+            run.write(file.name, text)
+            hashes[language] = hashlib.sha256(text.encode()).hexdigest()
+            run.write("predicted.json", hashes | {"sha256": runs.digest(hashes)})
         gold = [one.gold for one in own]
         languages[language] = xtreme.scores(config.task, language, gold, predicted)
         guesses[language] = xtreme.scores(config.task, language, gold, xtreme.guess(kind, examples.train, own))
@@ -405,8 +409,7 @@ def train(config: Config, context) -> dict:
 
     forward = run.begin(model, optimizer, measures.matrix_flops(model)["total"], state=state)
     if run.start == 0 and context.rank == 0:  # what is predicted there is of other weights
-        for file in run.folder.glob("test-*.jsonl"):
-            file.unlink()
+        (run.folder / "predicted.json").unlink(missing_ok=True)
     for step in run.steps():
         common.set_learning_rate(optimizer, common.linear(step, steps, config.warmup, config.learning_rate))
         for micro in run.micros(step):

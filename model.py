@@ -200,7 +200,7 @@ def expert_capacity(tokens: int, num_experts: int, capacity_factor: float) -> in
 
     What is above a whole number by 1e-7 or less is rounding: gamma 1.1 of 100 tokens over 10 experts is 11, not 12.
     """
-    if capacity_factor == math.inf:
+    if capacity_factor >= num_experts:
         return tokens
     rows = math.ceil(capacity_factor * tokens / num_experts - 1e-7)
     return min(tokens, max(MIN_CAPACITY, rows))

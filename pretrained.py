@@ -47,13 +47,21 @@ def load_run(folder: Path, state: dict, changes: dict) -> tuple[nn.Module, Token
     kind = MODELS[state["class"]]
     known = {field.name for field in dataclasses.fields(ModelConfig)}
     arguments = {name: state["arguments"][name] for name in known & state["arguments"].keys()} | changes
-    model, weights = kind(ModelConfig(**arguments)), state["model"]
+    model, weights = make(kind, arguments, folder), state["model"]
     if kind is Encoder:
         weights = under("encoder.", weights)
     tokenizer = load_tokenizer(folder)
     if tokenizer.sha256 != state["tokenizer"]:
         raise ValueError(f"{folder} was trained with another vocabulary than the tokenizer in it")
     return fill(model, arguments, weights, folder).eval(), tokenizer
+
+
+def make(kind: type[nn.Module], arguments: dict, path: Path) -> nn.Module:
+    """The model that a file describes, with new weights. ValueError where there can be no such model."""
+    try:
+        return kind(ModelConfig(**arguments))
+    except (ValueError, TypeError, KeyError, RuntimeError, OverflowError) as error:
+        raise ValueError(f"{path} describes no model: {textwrap.shorten(str(error), 300)}") from error
 
 
 def under(prefix: str, weights: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -121,9 +129,9 @@ def load_hugging_face(folder: Path, changes: dict) -> tuple[nn.Module, Tokenizer
     """GPT-2, or the encoder of XLM-R, with its tokenizer where sentencepiece.bpe.model is there."""
     if read_config(folder).get("model_type") == "gpt2":
         arguments, weights = load_gpt2(folder)
-        return fill(GPT(ModelConfig(**arguments | changes)), arguments, weights, folder).eval(), None
+        return fill(make(GPT, arguments | changes, folder), arguments, weights, folder).eval(), None
     arguments, weights = load_xlmr(folder)
-    model = Encoder(ModelConfig(router="dense", **arguments | changes))
+    model = make(Encoder, {"router": "dense"} | arguments | changes, folder)
     fill(model, arguments, under("encoder.", weights), folder)
     pieces = folder / "sentencepiece.bpe.model"
     return model.eval(), load_tokenizer(pieces, kind="xlmr") if pieces.exists() else None
@@ -133,8 +141,10 @@ def load_gpt2(folder: str | Path) -> tuple[dict, dict[str, Tensor]]:
     """A GPT-2 checkpoint -> arguments of `ModelConfig`, weights of `GPT` for `fill`. ValueError for another model."""
     config = read_config(folder)
     arguments = arguments_of(folder, config, GPT2_SIZES, GPT2_FIXED)
-    arguments |= {"router": "dense", "ffn_size": config.get("n_inner") or 4 * arguments["n_embd"]}
+    inner = {"n_inner": config.get("n_inner") or 4 * arguments["n_embd"]}
+    arguments |= {"router": "dense"} | arguments_of(folder, inner, {"ffn_size": "n_inner"}, {})
     weights = read_tensors(folder, GPT2_NAMES)
+    check_sizes(folder, arguments, weights)
     for name, tensor in weights.items():
         if name.startswith("blocks") and tensor.dim() == 2:
             weights[name] = tensor.t().contiguous()  # their linear layers are (in, out)
@@ -148,16 +158,17 @@ def load_xlmr(folder: str | Path) -> tuple[dict, dict[str, Tensor]]:
     arguments = arguments_of(folder, read_config(folder), XLMR_SIZES, XLMR_FIXED)
     arguments["block_size"] -= PAD + 1  # the first positions are not used
     weights = read_tensors(folder, XLMR_NAMES)
+    check_sizes(folder, arguments, weights)
     for query in [name for name in weights if ".attn.query." in name]:
         parts = [query.replace("query", part) for part in ("query", "key", "value")]
-        if weights.keys() >= set(parts):
+        if weights.keys() >= set(parts) and len({weights[part].shape for part in parts}) == 1:
             weights[query.replace("query", "qkv")] = torch.cat([weights[part] for part in parts])
     return arguments, weights
 
 
 def read_config(folder: str | Path) -> dict:
     config = read_json(Path(folder, "config.json"))
-    if not config:
+    if not config or not isinstance(config, dict):
         raise FileNotFoundError(f"{folder} has no config.json: not a checkpoint in Hugging Face's format")
     return config
 
@@ -166,11 +177,23 @@ def arguments_of(folder: str | Path, config: dict, sizes: dict[str, str], fixed:
     """Arguments of `ModelConfig` from a configuration. ValueError where model.py has no such model."""
     for name, value in fixed.items():
         if config.get(name, value) != value:
-            raise ValueError(f"{folder} has {name} {config[name]}, not {value}: model.py has no such model")
+            raise ValueError(f"{folder} has {name} {config[name]!s:.50}, not {value}: model.py has no such model")
     missing = [theirs for theirs in sizes.values() if theirs not in config]
     if missing:
         raise ValueError(f"{folder}/config.json lacks {', '.join(missing)}")
+    for theirs in sizes.values():
+        if type(config[theirs]) is not int or config[theirs] < 1:
+            raise ValueError(f"{folder}/config.json has {theirs} {config[theirs]!r:.50}, not an integer over 0")
     return {ours: config[theirs] for ours, theirs in sizes.items()}
+
+
+def check_sizes(folder: str | Path, arguments: dict, weights: dict[str, Tensor]):
+    """ValueError where a model of these sizes would have far more weights than there are, and fill the memory."""
+    widest = max(arguments[name] for name in ("vocab_size", "block_size", "n_embd", "ffn_size"))
+    largest = max((tensor.numel() for tensor in weights.values()), default=0)
+    if arguments["n_layer"] > len(weights) or arguments["n_embd"] * widest > largest:
+        what = "has not the weights of the model that it describes: its config.json is of a larger one"
+        raise ValueError(f"{folder} {what}")
 
 
 def read_tensors(folder: str | Path, names: dict[str, str]) -> dict[str, Tensor]:
@@ -184,13 +207,13 @@ def read_tensors(folder: str | Path, names: dict[str, str]) -> dict[str, Tensor]
         else:
             file = pickled
             tensors = torch.load(file, map_location="cpu", weights_only=True)
+        renamed = {}
+        for name, tensor in tensors.items():
+            for theirs, ours in names.items():
+                name = name.replace(theirs, ours)
+            renamed[name] = tensor.detach()  # what is no tensor has none
     except ImportError:
         raise ImportError(f"reading {file} needs one more library: pip install safetensors") from None
     except Exception as error:  # damage shows itself in a dozen ways
         raise ValueError(f"{file} cannot be read: {textwrap.shorten(str(error), 300)}") from None
-    renamed = {}
-    for name, tensor in tensors.items():
-        for theirs, ours in names.items():
-            name = name.replace(theirs, ours)
-        renamed[name] = tensor
     return renamed

@@ -52,6 +52,7 @@ RANGES = {
     "over 1 and finite": (lambda x: 1 < x < math.inf, "span"),
     "over 0 (inf is no limit)": (lambda x: x > 0, "capacity_factor eval_capacity_factor"),
 }
+LARGEST = 1 << 63  # no integer reaches it
 
 
 def check(config):
@@ -59,6 +60,8 @@ def check(config):
     for name, value in vars(config).items():
         if type(value) not in (int, float):
             continue
+        if abs(value) >= LARGEST and type(value) is int:
+            raise ValueError(f"{name} must be below 2 ** 63")
         words, good = "over 0 and finite", 0 < value < math.inf
         for others, (test, names) in RANGES.items():
             if name in names.split():
@@ -81,6 +84,8 @@ def command_line(Config: type, presets: dict[str, dict], argv: list[str]):
         raise ValueError(f"preset must be one of {', '.join(presets)}, not {preset!r}")
     words = sys.modules[Config.__module__].__doc__
     config = parse(Config(**{"preset": preset} | presets[preset]), argv, words)
+    if config.preset != preset:
+        raise ValueError(f"--preset is given twice, as {preset!r} and as {config.preset!r}: give it once")
     check(config)
     unread = said(config, presets).keys() & config.unread()
     if unread:
@@ -99,15 +104,18 @@ def parse(default, argv: list[str], description: str):
     for place, before in enumerate(args[:-1], 1):
         if before not in texts:
             args[place] = words.get(args[place], args[place])
-    return tyro.cli(
-        type(default),
-        args=args,
-        default=default,
-        description=description,
-        config=(tyro.conf.FlagConversionOff,),
-        use_underscores=True,
-        console_outputs=int(os.environ.get("LOCAL_RANK", 0)) == 0,
-    )
+    try:
+        return tyro.cli(
+            type(default),
+            args=args,
+            default=default,
+            description=description,
+            config=(tyro.conf.FlagConversionOff,),
+            use_underscores=True,
+            console_outputs=int(os.environ.get("LOCAL_RANK", 0)) == 0,
+        )
+    except OverflowError as error:  # sizes are divided while the config is made
+        raise ValueError(f"a number is too large ({error})") from None
 
 
 def said(config, presets: dict[str, dict]) -> dict:
@@ -132,8 +140,9 @@ def run_name(config, presets: dict[str, dict]) -> str:
         if name in kept:
             words.append(f"{name}={value}")
     name = re.sub(r"[^\w.,=+-]+", "_", "-".join(words))
-    if len(name) > 160:  # a folder's name has limits; config.json says the rest
-        name = f"{name[:150]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+    whole = name.encode()
+    if len(whole) > 160:  # a folder's name has limits; config.json says the rest
+        name = f"{whole[:150].decode(errors='ignore')}-{hashlib.sha256(whole).hexdigest()[:8]}"
     return name
 
 
@@ -187,7 +196,8 @@ def load_checkpoint(file: Path) -> dict:
             bad = z.testzip()
         if bad is None:
             state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)  # processes of a node share it
-            if isinstance(state, dict) and state.keys() >= {"model", "step", "class", "arguments", "tokenizer"}:
+            kinds = {"model": dict, "step": int, "class": str, "arguments": dict, "tokenizer": str}
+            if isinstance(state, dict) and all(isinstance(state.get(name), kind) for name, kind in kinds.items()):
                 return state
             bad = "it holds something else"
     except Exception as error:  # damage shows itself in a dozen ways
@@ -265,7 +275,10 @@ class Run:
         if other:
             raise ValueError(f"{self.folder} holds a run with another {other}: choose another --out_dir")
         result, file = read_result(self.folder / "result.json"), ""
-        if result.get("data") == self.checksums["data"]:
+        other = self.other(result.get("config", {}))
+        if other:
+            common.warn(f"{self.folder / 'result.json'} is of a run with another {other}: it is made again")
+        elif result.get("data") == self.checksums["data"]:
             self.result = result
             self.say(f"{self.name}: finished before, in {self.folder} (--resume false trains it again)")
         else:
@@ -280,12 +293,13 @@ class Run:
         for name, ours in self.constants.items():
             theirs = constants.get(name, ours)
             if theirs != ours:
-                return f"{name} ({theirs} there, {ours} now)"
+                return f"{name} ({theirs!s:.100} there, {ours} now)"
         return ""
 
     def refuse(self, state: dict) -> str:
         """Why a run cannot go on from this checkpoint, in words."""
-        if not state.keys() >= {"constants", "data", "optimizer", "scaler", "seconds", "log", "part"}:
+        known = state.keys() >= {"data", "optimizer", "scaler", "seconds", "log", "part"}
+        if not known or not isinstance(state.get("constants"), dict):
             return "is not of a run that goes on"
         other = self.other(state["constants"])
         for what, ours in self.checksums.items():
@@ -349,7 +363,7 @@ class Run:
         if self.damaged:
             (self.folder / "ckpt.prev.pt").replace(self.folder / "ckpt.pt")
         self.write("config.json", self.constants)
-        self.tokenizer.save(self.folder)
+        self.write(self.tokenizer.filename, self.tokenizer.file)
         file = self.folder / "metrics.jsonl"
         found = file.read_bytes() if file.exists() else b""
         if found != self.log.encode() and self.log:
@@ -357,8 +371,8 @@ class Run:
                 common.warn(f"{file} is not as it was written: it is made again from the checkpoint")
             self.write(file.name, self.log)
 
-    def write(self, name: str, content: dict | str):
-        """A file of the folder: weights, JSON or text. It takes its name when it is whole and on the disk."""
+    def write(self, name: str, content: dict | str | bytes):
+        """A file of the folder: weights, JSON, text or bytes. It takes its name when it is whole and on the disk."""
         if self.context.rank > 0:
             return
         part = self.folder / f"{name}.tmp"
@@ -370,7 +384,7 @@ class Run:
                 elif name.endswith(".json"):
                     f.write(json.dumps(content, indent=1).encode())
                 else:
-                    f.write(content.encode())
+                    f.write(content if isinstance(content, bytes) else content.encode())
                 f.flush()
                 os.fsync(f.fileno())
             part.replace(self.folder / name)

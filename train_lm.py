@@ -301,9 +301,10 @@ def train(config: Config, context) -> dict:
     scores |= {"parameters": parameters, "flops": flops}
     try:
         scores |= sample(config, model, data, context)
-    finally:  # a sample that fails costs nobody the result
-        result = run.finish(scores)
-    return result
+    except Exception:  # it costs nobody the result
+        run.finish(scores)
+        raise
+    return run.finish(scores)
 
 
 def test(model: GPT, data: TokenData, context) -> dict:

@@ -161,7 +161,7 @@ def read_meta(folder: Path) -> dict:
     try:
         meta = json.loads(path.read_text())
         intact = meta["checksum"] == checksum(meta)
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         intact = False
     if not intact:
         raise ValueError(f"{path} has changed since it was written; {AGAIN}")

@@ -106,7 +106,7 @@ def read_links(line: str, one: list[str], two: list[str], problems: Counter) -> 
     """A line such as `1-1 2p3`; None where it cannot be read."""
     sure, possible = set(), set()
     for word in line.split():
-        link = re.fullmatch(r"(\d+)([-p])(\d+)", word)
+        link = re.fullmatch(r"(\d{1,9})([-p])(\d{1,9})", word)
         if link is None:
             problems["broken lines, whose sentences are left out"] += 1
             return None

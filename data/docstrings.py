@@ -17,11 +17,11 @@ def paragraphs(path: Path | str) -> list[str]:
     """The paragraphs of prose in one file's docstrings, in source order; none if it does not parse."""
     try:
         with warnings.catch_warnings(action="ignore", category=SyntaxWarning):
-            tree = ast.parse(Path(path).read_bytes())
-    except (SyntaxError, ValueError, RecursionError):
+            texts = list(_walk(ast.parse(Path(path).read_bytes())))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the last two: of what is nested too deeply
         return []
     found = []
-    for text in _walk(tree):
+    for text in texts:
         found += prose(text)
     return found
 

@@ -134,13 +134,15 @@ def read_parquet(path: Path) -> Iterator[str]:
         raise ImportError(f"{path} needs pyarrow: pip install pyarrow") from error
     try:
         file = pyarrow.parquet.ParquetFile(path)
-    except pyarrow.ArrowInvalid as error:
-        raise ValueError(f"{path} is damaged: {error}".splitlines()[0]) from error
-    if "text" not in file.schema_arrow.names:
-        raise ValueError(f"{path} has no 'text' column")
-    for batch in file.iter_batches(batch_size=1024, columns=["text"]):
-        for document in batch.column("text").to_pylist():
-            yield document or ""
+        if "text" not in file.schema_arrow.names:
+            raise ValueError(f"{path} has no 'text' column")
+        for batch in file.iter_batches(batch_size=1024, columns=["text"]):
+            for document in batch.column("text").to_pylist():
+                if not isinstance(document or "", str):
+                    raise ValueError(f"{path} has a 'text' that is no string: {document!r:.50}")
+                yield document or ""
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:  # damage shows itself in all of these ways
+        raise ValueError(f"{path} cannot be read: {error}".splitlines()[0]) from error
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -17,9 +17,11 @@
 Writes train.bin, valid.bin and test.bin (token ids, uint16 or uint32, every document followed by the end-of-document
 token), the tokenizer's file, and meta.json (counts, hashes, languages) into data/prepared/NAME. A translation pair is
 two documents; train.idx, valid.idx and test.idx say where each begins, valid.jsonl and test.jsonl hold both as they
-were read. The folder appears whole or not at all, and one that is already there is never written to.
+were read. The folder appears whole or not at all, and one that is already there is never written to. What a killed
+preparation left behind is removed by the next one of that name.
 """
 
+import glob
 import hashlib
 import importlib.metadata
 import json
@@ -96,7 +98,9 @@ def prepare(
     versions = {package: importlib.metadata.version(package) for package in corpus.packages}
     versions["python"] = platform.python_version()
     meta = {"name": name, "source": str(source or name), "versions": versions, "kind": corpus.kind}
-    partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
+    mine = f".{out.name}.{platform.node()}."  # another machine may share this disk, and knows other processes
+    partial = out.with_name(f"{mine}{os.getpid()}.partial")
+    remove_leftovers(out.parent, mine)
     partial.mkdir(parents=True)
     try:
         write(partial, groups, chosen, max_tokens, meta)
@@ -104,6 +108,24 @@ def prepare(
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return out
+
+
+def remove_leftovers(folder: Path, prefix: str):
+    """Those of preparations of the same name that were killed: PREFIX PROCESS.partial, of a process that is gone."""
+    for partial in folder.glob(f"{glob.escape(prefix)}*.partial"):
+        process = partial.name.removeprefix(prefix).removesuffix(".partial")
+        if process.isdecimal() and (int(process) == os.getpid() or not alive(int(process))):
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)  # sends nothing
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # another user's
+        pass
+    return True
 
 
 def ready(name: str, make: bool = True) -> Path:
@@ -321,7 +343,7 @@ def main():
     try:
         print(summary(tyro.cli(prepare, prog="python -m data.prepare", description=__doc__, use_underscores=True)))
     except (ValueError, OSError, ImportError) as error:
-        sys.exit(f"error: {error}")
+        sys.exit(f"error: {' '.join(str(error).split())}")
     except KeyboardInterrupt as interrupt:  # Ctrl-C, or with the number of another signal
         print("stopped: nothing was written", file=sys.stderr)
         sys.exit(128 + (*interrupt.args, signal.SIGINT)[0])

@@ -153,6 +153,7 @@ def train_sentencepiece(
     """
     lines = []
     for text in texts:
+        text = text.encode("utf-8", "replace").decode()  # a lone surrogate, see data.prepare
         lines += filter(None, text.split("\n"))
     file = io.BytesIO()
     try:

@@ -178,7 +178,7 @@ def read_answers(path: Path, labels: tuple[str, ...], problems: Counter) -> Iter
     """
     text = "".join(read_lines(path))
     try:
-        for article in json.loads(text)["data"]:
+        for article in parse(text)["data"]:
             for paragraph in article["paragraphs"]:
                 context = str(paragraph["context"])
                 for question in paragraph["qas"]:
@@ -188,8 +188,19 @@ def read_answers(path: Path, labels: tuple[str, ...], problems: Counter) -> Iter
                         yield Example(str(question["id"]), (str(question["question"]), context), answers)
                     else:
                         problems["a question without an answer"] += 1
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"{path} is not in SQuAD's format ({type(error).__name__}: {error})") from None
+
+
+def parse(text: str):
+    """What JSON says, with "?" for lone surrogates: they have no UTF-8 form. ValueError where it is no JSON."""
+    try:
+        value = json.loads(text)
+        if re.search(r"\\ud[89a-f]", text, re.IGNORECASE):
+            value = json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    return value
 
 
 def placed(context: str, text: str, start: int, problems: Counter) -> tuple[str, int]:
@@ -209,7 +220,7 @@ def read_labels(path: Path, labels: tuple[str, ...], problems: Counter) -> Itera
     as_json = uncompressed_name(path).endswith(".jsonl")
     for number, line in enumerate(read_lines(path)):
         try:
-            cells = map(str, fields(json.loads(line))) if as_json else line.rstrip("\r\n").split("\t")
+            cells = map(str, fields(parse(line))) if as_json else line.rstrip("\r\n").split("\t")
             one, two, label = cells
         except (ValueError, KeyError, TypeError):
             problems["a line that is not two sentences and a label"] += 1

@@ -58,16 +58,16 @@ def save(figure, name: str, caption: str, numbers: dict, options: Drawn):
 def read_run(folder: str, *scripts: str) -> tuple[dict, list[dict]]:
     """The constants of a run and its evaluations. ValueError where there are none, or it is of another script."""
     log = Path(folder, "metrics.jsonl")
-    text = log.read_text() if log.exists() else ""
-    if not text:
+    try:
+        records = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    except (ValueError, RecursionError):
+        raise ValueError(f"{log} has a torn line: the run was stopped there, and its command goes on with it") from None
+    if not records:
         raise ValueError(f"{folder} holds no run with an evaluation: give folders such as out/{scripts[0]}/demo")
     config = runs.read_json(Path(folder, "config.json"))
-    if not any(SCRIPTS[script] <= config.keys() for script in scripts):
+    if not isinstance(config, dict) or not any(SCRIPTS[script] <= config.keys() for script in scripts):
         raise ValueError(f"{folder} holds no run of {' or '.join(f'{script}.py' for script in scripts)}")
-    try:
-        return config, [json.loads(line) for line in text.splitlines()]
-    except ValueError:
-        raise ValueError(f"{log} has a torn line: the run was stopped there, and its command goes on with it") from None
+    return config, records
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ def page(folder: Path = RESULTS) -> str:
         file = folder / "bench" / f"{name}.json"
         if file.exists():
             parts += [f"### {title}", table_of_records(file, columns.split()), note(folder, f"bench-{name}")]
-    parts += [note(folder, "unreproduced"), note(folder, "differences")]
+    parts += [note(folder, "soak"), note(folder, "unreproduced"), note(folder, "differences")]
     return "\n\n".join(parts) + "\n"
 
 

@@ -31,6 +31,12 @@ def words(options: dict) -> list[str]:
     return found
 
 
+def said(text: str) -> list[str]:
+    """The lines of stderr, but for progress bars, which move about."""
+    lines = re.sub(r"\x1b\[A|\r", "\n", text).splitlines()
+    return [line for line in lines if line.strip() and not re.search(r"\d%\||\D/s\b|s/(step|batch)", line)]
+
+
 class Script:
     """One of the training scripts, given as its module."""
 
@@ -46,8 +52,7 @@ class Script:
         """The one line of a run that must not go on."""
         with pytest.raises(SystemExit) as stop:
             self.run(options, monkeypatch)
-        lines = re.sub(r"\x1b\[A|\r", "\n", capsys.readouterr().err).splitlines()  # progress bars move about
-        lines = [line for line in lines if line.strip() and not re.search("(step|batch)/s|s/(step|batch)", line)]
+        lines = said(capsys.readouterr().err)
         assert stop.value.code == 1 and len(lines) == 1 and lines[0].startswith("error: "), lines
         return lines[0]
 
@@ -86,8 +91,7 @@ def stopped(script: Script, step: int, number: int, options: dict, capsys) -> st
         signal_at(step, number, patch)
         script.run(options, patch)
     assert stop.value.code == 128 + number
-    lines = re.sub(r"\x1b\[A|\r", "\n", capsys.readouterr().err).splitlines()
-    return "\n".join(line for line in lines if line.strip() and not re.search("(step|batch)/s|s/(step|batch)", line))
+    return "\n".join(said(capsys.readouterr().err))
 
 
 def finish(process: subprocess.Popen, options: dict) -> str:

@@ -241,7 +241,7 @@ def test_parquet(tmp_path):
     with pytest.raises(ValueError, match=r"b\.parquet has no 'text' column"):
         list(read_documents(tmp_path / "b.parquet"))
     (tmp_path / "c.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:-9])
-    with pytest.raises(ValueError, match=r"c\.parquet is damaged"):
+    with pytest.raises(ValueError, match=r"c\.parquet cannot be read"):
         list(read_documents(tmp_path / "c.parquet"))
 
 
@@ -286,6 +286,32 @@ def test_a_signal_ends_a_preparation_in_one_line(number, model, tmp_path, monkey
         preparing.main()
     assert stop.value.code == 128 + number and capsys.readouterr().err == "stopped: nothing was written\n"
     assert before == {path.name for path in tmp_path.iterdir()}
+
+
+def test_what_a_killed_preparation_left_is_removed_by_the_next(model, tmp_path):
+    """But not what belongs to a process that lives, another machine or another name."""
+    (tmp_path / "a.txt").write_text("\n\n".join(map(str, range(2000))))
+    hold = "import os, sys, time; from data import prepare as p; p.write = lambda folder, *_: hang(folder)"
+    hold += "; hang = lambda folder: ((folder / 'train.bin').touch(), print(folder, flush=True), time.sleep(600))"
+    hold += "; from pathlib import Path; p.prepare('text', *map(Path, sys.argv[1:3]), out=Path(sys.argv[3]))"
+    command = [sys.executable, "-c", hold, tmp_path / "a.txt", model, tmp_path / "out"]
+    held, killed = (subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) for _ in range(2))
+    lives, left = (Path(process.stdout.readline().strip()) for process in (held, killed))
+    killed.kill()
+    killed.communicate()
+    again = left.with_name(left.name.replace(str(killed.pid), str(os.getpid())))  # as in a container: the same number
+    others = [left.with_name(left.name.replace(*change)) for change in ((".out.", ".more."), (".out.", ".out.far."))]
+    for folder in (again, *others):
+        folder.mkdir()
+    assert left.is_dir()
+    prepare("text", tmp_path / "a.txt", model, out=tmp_path / "out")
+    found = {path.name for path in tmp_path.glob(".*.partial")}
+    assert found == {path.name for path in (lives, *others)}
+    held.kill()
+    held.communicate()
+    shutil.rmtree(tmp_path / "out")
+    prepare("text", tmp_path / "a.txt", model, out=tmp_path / "out")
+    assert {path.name for path in tmp_path.glob(".*.partial")} == {path.name for path in others}
 
 
 @pytest.mark.parametrize("line", ["{", "[1]", '{"text": 3}', '{"words": "a"}', "[" * 100_000])

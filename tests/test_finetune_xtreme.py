@@ -1,6 +1,7 @@
 """`finetune_xtreme.py` as a user runs it, on tiny encoders and tasks of a few words whose rules are obvious."""
 
 import dataclasses
+import hashlib
 import json
 import math
 import shutil
@@ -355,7 +356,7 @@ def test_a_run_that_was_stopped_anywhere_ends_as_if_it_was_not(options, tmp_path
         return linear(step, *rest)
 
     places = [(common, "linear", rate, step) for step in range(4)]
-    places += [(Path, "replace", replace, number) for number in range(1, 11)]
+    places += [(Path, "replace", replace, number) for number in range(1, 14)]
     for place, name, function, stop_at in places:
         renames.clear()
         stopped = options | {"out_dir": tmp_path / f"{name}-{stop_at}"}
@@ -367,8 +368,9 @@ def test_a_run_that_was_stopped_anywhere_ends_as_if_it_was_not(options, tmp_path
         torch.testing.assert_close(saved(stopped)["model"], saved(whole)["model"], rtol=0, atol=0)
         for language in ("de", "en"):
             assert predictions(stopped["out_dir"], language) == predictions(whole["out_dir"], language)
-    names = "config.json metrics.jsonl ckpt.pt metrics.jsonl ckpt.prev.pt ckpt.pt model.pt"
-    assert " ".join(renames) == f"{names} test-de.jsonl test-en.jsonl result.json"
+    names = "config.json xlmr.model metrics.jsonl ckpt.pt metrics.jsonl ckpt.prev.pt ckpt.pt model.pt"
+    tested = "test-de.jsonl predicted.json test-en.jsonl predicted.json"
+    assert " ".join(renames) == f"{names} {tested} result.json"
 
 
 def test_no_language_is_predicted_twice(options, tmp_path, monkeypatch):
@@ -376,7 +378,7 @@ def test_no_language_is_predicted_twice(options, tmp_path, monkeypatch):
     calls, predict = [], finetune_xtreme.predict
     monkeypatch.setattr(finetune_xtreme, "predict", lambda *args: (calls.append(1), predict(*args))[1])
     XTREME.run(options, monkeypatch)
-    assert len(calls) == 4  # development examples after two epochs, two languages
+    assert len(calls) == 4  # the development set of two epochs, and two languages
     XTREME.run(options, monkeypatch)
     assert len(calls) == 4
 
@@ -396,14 +398,31 @@ def test_no_language_is_predicted_twice(options, tmp_path, monkeypatch):
         assert len(calls) == 4
 
 
-def test_predictions_of_other_weights_are_not_believed(options, monkeypatch):
-    """A run whose result and checkpoints are gone is trained again; what it predicted is of the run before."""
+@pytest.mark.parametrize("gone", [("result.json", "ckpt.pt", "ckpt.prev.pt"), ("result.json",)])
+@pytest.mark.parametrize("damage", ["other", "", "null", "[" * 100_000, "\udcff"])
+def test_predictions_of_before_are_not_believed(damage, gone, options, monkeypatch):
+    """They are of other weights where a run is trained again, or they are damaged."""
     XTREME.run(options, monkeypatch)
     folder, before = only_run(options["out_dir"]), predictions(options["out_dir"], "de")
+    false = "".join(json.dumps(record | {"predicted": "?"}) + "\n" for record in before)
+    (folder / "test-de.jsonl").write_bytes((false if damage == "other" else damage).encode("utf-8", "surrogateescape"))
+    whole = result_of(options["out_dir"])
+    for name in gone:
+        (folder / name).unlink()
+    XTREME.run(options, monkeypatch)
+    assert predictions(options["out_dir"], "de") == before and same(result_of(options["out_dir"])) == same(whole)
+
+
+def test_hashes_of_predictions_are_those_of_the_weights(options, monkeypatch):
+    """False predictions with a true hash, of a run whose weights are gone."""
+    XTREME.run(options, monkeypatch)
+    folder, before = only_run(options["out_dir"]), predictions(options["out_dir"], "de")
+    text = "".join(json.dumps(record | {"predicted": "?"}) + "\n" for record in before)
+    (folder / "test-de.jsonl").write_text(text)
+    hashes = json.loads((folder / "predicted.json").read_text()) | {"de": hashlib.sha256(text.encode()).hexdigest()}
+    (folder / "predicted.json").write_text(json.dumps(hashes | {"sha256": runs.digest(hashes)}))
     for name in ("result.json", "ckpt.pt", "ckpt.prev.pt"):
         (folder / name).unlink()
-    false = [record | {"predicted": "?"} for record in before]
-    (folder / "test-de.jsonl").write_text("".join(json.dumps(record) + "\n" for record in false))
     XTREME.run(options, monkeypatch)
     assert predictions(options["out_dir"], "de") == before
 

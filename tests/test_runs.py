@@ -1,5 +1,6 @@
 """A run's folder, resuming, processes and tables: what all scripts share, shown on train_lm.py."""
 
+import fcntl
 import gc
 import json
 import math
@@ -108,6 +109,21 @@ def test_a_second_run_in_the_same_folder_is_refused_and_touches_nothing(resume, 
     assert len(metrics(options["out_dir"])) == 2
 
 
+def test_a_run_holds_its_folder_to_the_end(options, monkeypatch):
+    """Alone: even whoever would share the lock waits."""
+
+    def end_step(self, step, end=runs.Run.end_step):
+        with open(self.folder / "lock") as other, pytest.raises(BlockingIOError):
+            gc.collect()
+            fcntl.flock(other, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return end(self, step)
+
+    monkeypatch.setattr(runs.Run, "end_step", end_step)
+    LM.run(options, monkeypatch)
+    with open(only_run(options["out_dir"]) / "lock") as other:
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Resuming
 
@@ -177,7 +193,7 @@ def test_whenever_a_file_takes_its_name_a_run_may_stop(options, tmp_path, monkey
             raise Stop
         return rename(file, target)
 
-    for stop_at in range(1, 8):
+    for stop_at in range(1, 9):
         renames.clear()
         stopped = options | {"out_dir": tmp_path / str(stop_at)}
         with pytest.MonkeyPatch.context() as patch, pytest.raises(Stop):
@@ -185,8 +201,18 @@ def test_whenever_a_file_takes_its_name_a_run_may_stop(options, tmp_path, monkey
             LM.run(stopped, patch)
         LM.run(stopped, monkeypatch)
         assert_same_end(stopped, whole)
-    names = "config.json metrics.jsonl ckpt.pt metrics.jsonl ckpt.prev.pt ckpt.pt result.json"
+    names = "config.json tokenizer.model metrics.jsonl ckpt.pt metrics.jsonl ckpt.prev.pt ckpt.pt result.json"
     assert " ".join(Path(target).name for target in renames) == names
+
+
+def test_a_file_is_on_the_disk_before_it_takes_its_name(options, monkeypatch):
+    """What is killed is not the disk; what loses its power is."""
+    done, fsync, replace = [], os.fsync, Path.replace
+    monkeypatch.setattr(os, "fsync", lambda number: (done.append("fsync"), fsync(number)))
+    monkeypatch.setattr(Path, "replace", lambda file, target: (done.append(file.suffix), replace(file, target)))
+    LM.run(options, monkeypatch)
+    done.remove(".pt")  # the checkpoint that becomes the previous one
+    assert done == ["fsync", ".tmp"] * 7
 
 
 @pytest.mark.parametrize("number", common.SIGNALS)
@@ -200,6 +226,8 @@ def test_a_signal_ends_a_run_behind_its_step(step, evaluations, number, options,
     assert line == f"stopped at step {step + 1}; the same command goes on"
     log = only_run(ended["out_dir"]) / "metrics.jsonl"
     assert (len(metrics(ended["out_dir"])) if log.exists() else 0) == evaluations
+    if step == 3:  # saved by its evaluation, and not once more
+        assert runs.load_checkpoint(log.with_name("ckpt.prev.pt"))["step"] == 2
     LM.run(ended, monkeypatch)
     assert f"goes on from step {step + 1}" in capsys.readouterr().out
     LM.run(whole, monkeypatch)
@@ -224,7 +252,7 @@ def test_a_second_signal_ends_a_run_at_once(options, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("number", common.SIGNALS)
-@pytest.mark.parametrize("where", ["build", "test"])
+@pytest.mark.parametrize("where", ["build", "test", "sample"])
 def test_a_signal_before_or_behind_the_steps_is_one_line(where, number, options, tmp_path, monkeypatch, capsys):
     whole, ended = (options | {"out_dir": tmp_path / name} for name in ("whole", "ended"))
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as stop:
@@ -382,18 +410,22 @@ def test_a_checkpoint_that_is_not_the_runs_own_gives_way_to_the_one_before_it(ca
     assert words in LM.refused(options | {"eval_only": True}, monkeypatch, capsys)
 
 
-def test_a_disk_that_is_full_ends_the_run_in_one_line(options, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("largest, name", [(60_000, "ckpt.pt"), (5_000, "tokenizer.model"), (100, "config.json")])
+def test_a_disk_that_is_full_ends_the_run_in_one_line(largest, name, options, tmp_path, monkeypatch, capsys):
     """By a limit on a file's size, which the system reports in the same way; what was saved before stays."""
     whole, ended = (options | {"out_dir": tmp_path / name} for name in ("whole", "ended"))
     stopped(LM, 0, signal.SIGTERM, ended, capsys)
     folder, before = only_run(ended["out_dir"]), resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, before[1]))
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    resource.setrlimit(resource.RLIMIT_FSIZE, (largest, before[1]))
     try:
         line = LM.refused(ended, monkeypatch, capsys)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert "ckpt.pt cannot be written ([Errno 27] File too large): what was saved before is whole" in line
+    assert f"{name} cannot be written ([Errno 27] File too large): what was saved before is whole" in line
     assert not list(folder.glob("*.tmp")) and runs.newest(folder)[1]["step"] == 1
+    kept = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert name == "ckpt.pt" or kept == files
     LM.run(ended, monkeypatch)
     LM.run(whole, monkeypatch)
     assert_same_end(ended, whole)
@@ -439,6 +471,23 @@ def test_a_result_that_is_not_as_it_was_written_is_made_again(case, options, mon
         for result in (before, after):
             assert result.pop("sha256") != result.pop("seconds", None)
         assert before == after
+
+
+def test_a_result_of_another_run_is_not_believed(options, tmp_path, monkeypatch, capsys):
+    """It is as it was written, and of the same data, but of other constants."""
+    options |= {"out_dir": tmp_path / "one"}
+    other = options | {"seed": 1, "out_dir": tmp_path / "other"}
+    for each in (options, other):
+        LM.run(each, monkeypatch)
+    before, file = result_of(options["out_dir"]), only_run(options["out_dir"]) / "result.json"
+    shutil.copy(only_run(other["out_dir"]) / "result.json", file)
+    capsys.readouterr()
+    LM.run(options, monkeypatch)
+    assert "result.json is of a run with another seed (1 there, 0 now): it is made again" in capsys.readouterr().err
+    after = result_of(options["out_dir"])
+    for result in (before, after):
+        assert result.pop("sha256") != result.pop("seconds")
+    assert before == after
 
 
 @pytest.mark.parametrize("content", ["null", "[]", "3"])

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import math
 import os
+import signal
 import subprocess
 from pathlib import Path
 from statistics import fmean
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import ROOT, TORCHRUN, Script, metrics, only_run, result_of, table_rows, words
+from helpers import ROOT, TORCHRUN, Script, metrics, only_run, result_of, stopped, table_rows, words
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -573,6 +574,16 @@ def test_a_stopped_run_ends_with_the_numbers_of_one_that_was_not(options, tmp_pa
     ELECTRA.run(stopped, monkeypatch)
     assert "goes on from step 2" in capsys.readouterr().out
     same_run(stopped, options)
+
+
+def test_a_signal_between_evaluations_changes_nothing(options, tmp_path, monkeypatch, capsys):
+    options |= {"steps": 5, "dropout": 0.1}
+    whole, ended = (options | {"out_dir": tmp_path / name} for name in ("whole", "ended"))
+    assert "stopped at step 3" in stopped(ELECTRA, 2, signal.SIGTERM, ended, capsys)
+    ELECTRA.run(ended, monkeypatch)
+    assert "goes on from step 3" in capsys.readouterr().out
+    ELECTRA.run(whole, monkeypatch)
+    same_run(ended, whole)
 
 
 PROCESSES = ["XLM-E", "no TRTD, TLM kept", "X-MoE discriminator", "XLM"]

@@ -249,6 +249,7 @@ def test_a_signal_between_evaluations_changes_nothing(options, tmp_path, monkeyp
     for name in ("model", "valid", "chosen"):
         torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=0, equal_nan=True)
     assert losses(ended["out_dir"]) == losses(whole["out_dir"])
+    assert result_of(ended["out_dir"])["valid"] == result_of(whole["out_dir"])["valid"]
 
 
 def test_a_stopped_run_ends_with_the_numbers_of_one_that_was_not(options, tmp_path, monkeypatch, capsys):
