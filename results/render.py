@@ -64,7 +64,8 @@ def table_of_runs(folder: Path, script: str, preset: str, number: int | str | No
     """Title, command, table, what it took, note."""
     module = importlib.import_module(script)
     base = module.Config(**{"preset": preset, "seeds": SEEDS} | module.PRESETS[preset])
-    command, name = f"python {script}.py", f"{script}-{number or preset}"
+    command = f"python {script}.py"
+    name = "-".join(filter(None, (script, preset if preset != "demo" or not number else "", str(number or ""))))
     if preset != "demo":
         command += f" --preset {preset}"
     if number:
