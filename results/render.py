@@ -20,16 +20,21 @@ import runs
 RESULTS = Path(__file__).parent
 SEEDS = 5  # a row is the mean over those of its first so many seeds that are there
 
-TABLES = [  # script, preset, number of the table; None: the run of the preset itself
+TABLES = [  # script, preset, number of the table (None: the run of the preset itself), and what else is given
     ("train_lm", "demo", 1),
     ("train_lm", "small", None),
     ("train_mlm", "demo", 2),
+    ("train_mlm", "multilingual", 2),
     ("train_mlm", "small", None),
     ("train_electra", "demo", 2),
+    ("train_electra", "demo", None, {"objective": "mlm", "steps": 2880}),
+    ("train_electra", "multilingual", None),
     ("train_electra", "small", None),
     ("train_mt", "demo", None),
     ("train_mt", "small", None),
     *(("finetune_xtreme", "demo", number) for number in ("1", "3", "5", "6", "7", "xlme1", "xlme2", "xlme7")),
+    ("finetune_xtreme", "demo", "1", {"encoders": "multilingual"}),
+    ("finetune_xtreme", "demo", "xlme1", {"encoders": "multilingual"}),
 ]
 BENCHES = {  # file: title, and the columns
     "layer": ("One layer, forward and backward", "shape impl runs ms spread ratio to_compiled peak_mb"),
@@ -42,8 +47,8 @@ BENCHES = {  # file: title, and the columns
 def page(folder: Path = RESULTS) -> str:
     """The whole page. ValueError where a note is missing or a result cannot be read."""
     parts = [note(folder, "introduction")]
-    for script, preset, number in TABLES:
-        parts += table_of_runs(folder, script, preset, number)
+    for table in TABLES:
+        parts += table_of_runs(folder, *table)
     parts.append(note(folder, "bench"))
     for name, (title, columns) in BENCHES.items():
         file = folder / "bench" / f"{name}.json"
@@ -60,26 +65,28 @@ def note(folder: Path, name: str) -> str:
     return file.read_text().strip()
 
 
-def table_of_runs(folder: Path, script: str, preset: str, number: int | str | None) -> list[str]:
-    """Title, command, table, what it took, note."""
-    module = importlib.import_module(script)
-    base = module.Config(**{"preset": preset, "seeds": SEEDS} | module.PRESETS[preset])
-    command = f"python {script}.py"
-    name = "-".join(filter(None, (script, preset if preset != "demo" or not number else "", str(number or ""))))
-    if preset != "demo":
-        command += f" --preset {preset}"
+def table_of_runs(folder: Path, script: str, preset: str, number: int | str | None, given: dict | None = None) -> list:
+    """Title, command, table, what it took, note. A table for which more is given shows what was run of it alone."""
+    module, given = importlib.import_module(script), given or {}
+    base = module.Config(**{"preset": preset, "seeds": SEEDS} | module.PRESETS[preset] | given)
+    shown = preset if preset != "demo" or not (number or given) else ""
+    options = ({"preset": preset} if preset != "demo" else {}) | given | ({"table": number} if number else {})
+    command = " ".join([f"python {script}.py", *(f"--{option} {value}" for option, value in options.items())])
     if number:
         table = module.TABLES[number](base)
-        command += f" --table {number}"
         if script == "finetune_xtreme":
             command += " --source XTREME_FOLDER"
     else:
-        table = runs.Table(f"{script}.py, preset {preset}", ("run",), [((preset,), {})])
+        table = runs.Table(f"{script}.py, {runs.run_name(base, module.PRESETS)}", ("run",), [((preset,), {})])
     rows = []
     for _, change in table.rows:
         configs = runs.seeds_of(base, change)
         found = [read_result(folder / script, config, module) for config in configs]
         rows.append([result for result in found if result])
+    if given:
+        kept = [row for row, found in zip(table.rows, rows) if found]
+        table, rows = table._replace(rows=kept), list(filter(None, rows))
+    name = "-".join(filter(None, (script, shown, *map(str, given.values()), str(number or ""))))
     return [f"## {table.title}", f"`{command}`{effort(rows)}", table.render(rows, module.cells), note(folder, name)]
 
 
