@@ -322,7 +322,9 @@ def score_languages(run: runs.Run, model: FineTuned, examples: Examples, config:
     What was predicted is kept, a line an example, with a hash of each file, and not predicted again.
     """
     kind, languages, guesses, counted = model.kind, {}, {}, {}
-    hashes = runs.read_result(run.folder / "predicted.json")
+    with common.clear_errors():
+        hashes = runs.read_result(run.folder / "predicted.json")
+        hashes.pop("sha256", None)  # the file's own
     for language, own in tqdm(examples.test.items(), desc="testing", unit="language", disable=context.rank > 0):
         file = run.folder / f"test-{language}.jsonl"
         kept = file.is_file() and hashlib.sha256(file.read_bytes()).hexdigest() == hashes.get(language)

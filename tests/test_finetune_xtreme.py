@@ -413,6 +413,15 @@ def test_predictions_of_before_are_not_believed(damage, gone, options, monkeypat
     assert predictions(options["out_dir"], "de") == before and same(result_of(options["out_dir"])) == same(whole)
 
 
+def test_a_folder_in_place_of_the_hashes_is_one_clear_line(options, monkeypatch, capsys):
+    XTREME.run(options, monkeypatch)
+    folder = only_run(options["out_dir"])
+    for name in ("result.json", "predicted.json"):
+        (folder / name).unlink()
+    (folder / "predicted.json").mkdir()
+    assert "predicted.json" in XTREME.refused(options, monkeypatch, capsys)
+
+
 def test_hashes_of_predictions_are_those_of_the_weights(options, monkeypatch):
     """False predictions with a true hash, of a run whose weights are gone."""
     XTREME.run(options, monkeypatch)
