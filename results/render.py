@@ -36,11 +36,16 @@ TABLES = [  # script, preset, number of the table (None: the run of the preset i
     ("finetune_xtreme", "demo", "1", {"encoders": "multilingual"}),
     ("finetune_xtreme", "demo", "xlme1", {"encoders": "multilingual"}),
 ]
-BENCHES = {  # file: title, and the columns
+BENCHES = {  # file: title, and the columns of its tables
     "layer": ("One layer, forward and backward", "shape impl runs ms spread ratio to_compiled peak_mb"),
     "step": ("Whole training steps", "shape impl ms spread tokens_per_second to_dense to_switch peak_mb"),
     "size": ("More tokens, and more experts", "shape S E F ms spread us_per_token rows_per_token peak_mb kb_per_token"),
     "translate": ("Beam search, with a cache and without", "shape impl runs ms spread tokens tokens_per_second ratio"),
+    "scale": (
+        "Several processes, and many GPUs on paper",
+        "processes impl runs ms spread speedup communication state_mb",
+        "model gpus expert_parallel state_gb exchange_kb gflops compute_ms exchange_ms gradients_ms communication",
+    ),
 }
 
 
@@ -50,10 +55,11 @@ def page(folder: Path = RESULTS) -> str:
     for table in TABLES:
         parts += table_of_runs(folder, *table)
     parts.append(note(folder, "bench"))
-    for name, (title, columns) in BENCHES.items():
+    for name, (title, *tables) in BENCHES.items():
         file = folder / "bench" / f"{name}.json"
         if file.exists():
-            parts += [f"### {title}", table_of_records(file, columns.split()), note(folder, f"bench-{name}")]
+            tables = [table_of_records(file, columns.split()) for columns in tables]
+            parts += [f"### {title}", *tables, note(folder, f"bench-{name}")]
     parts += [note(folder, "soak"), note(folder, "unreproduced"), note(folder, "differences")]
     return "\n\n".join(parts) + "\n"
 
@@ -132,10 +138,12 @@ def effort(rows: list[list[dict]]) -> str:
 
 
 def table_of_records(file: Path, columns: list[str]) -> str:
+    """Of the records that have the first of the columns: a file may hold two kinds."""
     lines = []
     try:
         for record in runs.read_json(file):
-            lines.append([record_cell(record[column]) for column in columns])
+            if columns[0] in record:
+                lines.append([record_cell(record[column]) for column in columns])
     except (KeyError, TypeError) as error:
         raise ValueError(f"{file} is not what bench.py writes today ({error!r}): measure it again") from None
     return runs.markdown_table(columns, lines)
