@@ -144,6 +144,8 @@ def table_of_records(file: Path, columns: list[str]) -> str:
         for record in runs.read_json(file):
             if columns[0] in record:
                 lines.append([record_cell(record[column]) for column in columns])
+        if not lines:
+            raise KeyError(columns[0])
     except (KeyError, TypeError) as error:
         raise ValueError(f"{file} is not what bench.py writes today ({error!r}): measure it again") from None
     return runs.markdown_table(columns, lines)
