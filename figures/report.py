@@ -372,12 +372,17 @@ def bench_section(folder: Path, results: Path, left: Left) -> list[tuple[str, st
             records = runs.read_json(file)
             if not isinstance(records, list) or not records:
                 raise ValueError("is no list of records of bench.py")
-            title, words = render.BENCHES.get(file.stem, (file.stem, ""))
+            title, *tables = render.BENCHES.get(file.stem, (file.stem, ""))
             plain = [name for name, value in records[0].items() if isinstance(value, str | int | float)]
-            columns = words.split() or plain
-            rows = [[render.record_cell(record[column]) for column in columns] for record in records]
+            shown = []
+            for columns in [words.split() or plain for words in tables]:
+                own = [record for record in records if columns[0] in record]
+                if not own:
+                    raise KeyError(columns[0])
+                rows = [[render.record_cell(record[column]) for column in columns] for record in own]
+                shown.append(table(columns, rows, title))
             parts.append(f'<h3>{escape(title)}</h3>\n<p class="of"><code>{escape(str(file))}</code></p>')
-            parts.append(table(columns, rows, title))
+            parts += shown
     if parts:
         parts += [note(file, left) for file in sorted((results / "notes").glob("bench*.md"))]
     return [("bench", "Benchmarks", "\n".join(parts))] if parts else []
