@@ -112,7 +112,7 @@ LARGE |= dict(vocab_size=1 << 19)
 XL = LARGE | dict(n_layer=48, n_head=24, n_embd=1536, ffn_size=6144, generator_layers=8, moe_after=(24,))
 # Half an hour on one core; at twice the width the demo's learning rate hardly learns.
 SMALL = dict(n_embd=256, ffn_size=1024, steps=2000, eval_every=500, learning_rate=7.5e-4)
-# The demo on some 40 MB of real text, and as much of pairs (`python -m results.multilingual` makes them).
+# The demo on real text and pairs in four languages (`python -m results.multilingual` makes them).
 MULTILINGUAL = dict(data="multilingual", pairs="multilingual-pairs")
 PRESETS = {"demo": {}, "multilingual": MULTILINGUAL, "small": SMALL, "base": BASE, "large": LARGE, "xl": XL}
 

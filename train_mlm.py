@@ -99,7 +99,7 @@ BASE |= dict(steps=125_000, batch_tokens=2048 * 512, micro_tokens=32 * 512, lear
 BASE |= dict(moe_after=(6,), expert_size=3072, beta2=0.98, eps=1e-6, frequency_bias=False, router_lr=1.0)
 # Half an hour on one core; at twice the width the demo's learning rate ends in collapse.
 SMALL = dict(n_embd=256, ffn_size=1024, expert_size=256, steps=5000, eval_every=1000, learning_rate=1e-3)
-# The demo on some 40 MB of real text (`python -m results.multilingual` makes it), with room for two sentences.
+# The demo on real text in four languages (`python -m results.multilingual` makes it), with room for two sentences.
 MULTILINGUAL = dict(data="multilingual", block_size=128, eval_tokens=1 << 16)
 PRESETS = {"demo": {}, "multilingual": MULTILINGUAL, "small": SMALL, "base": BASE}
 

@@ -22,6 +22,7 @@ import torch
 from numpy import ndarray
 from torch import Tensor
 
+from data.corpora import CORPORA
 from data.files import SPLITS
 from data.prepare import checksum, ready, sha256
 from data.tokenizers import Tokenizer, load_tokenizer
@@ -157,7 +158,8 @@ def read_meta(folder: Path) -> dict:
     """meta.json of a prepared folder; FileNotFoundError or ValueError when it is missing, damaged or edited."""
     path = folder / "meta.json"
     if not path.is_file():
-        raise FileNotFoundError(f"no prepared data in {folder}; prepare it: python -m data.prepare {folder.name}")
+        how = f"python -m data.prepare {folder.name}" if folder.name in CORPORA else "data/README.md says how"
+        raise FileNotFoundError(f"no prepared data in {folder}; prepare it: {how}")
     try:
         meta = json.loads(path.read_text())
         intact = meta["checksum"] == checksum(meta)

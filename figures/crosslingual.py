@@ -159,6 +159,8 @@ def retrieval(options: Retrieval):
         texts, what = bitext_sets.tatoeba(Path(options.source)), f"Tatoeba, {options.source}"
         groups = {"Tatoeba-14": bitext_sets.TATOEBA_14, "Tatoeba-36": bitext_sets.TATOEBA_36}
         papers = PAPER_RETRIEVAL
+    if options.whiten:
+        what += ", with like spread in all directions"
     if options.most < 1:
         raise ValueError(f"most must be over 0, not {options.most}")
     texts = {language: pairs[: options.most] for language, pairs in texts.items()}

@@ -84,12 +84,13 @@ def scored(downloads: Path, tested: Path) -> set[str]:
 
 def read(downloads: Path) -> Iterator[Text]:
     """Everything, with every document or pair in one split."""
-    for name, groups in (("Django", corpora.catalogs()), ("Django", corpora.catalogs_pairs())):
+    messages = corpora.catalogs()
+    for groups in (messages, corpora.catalogs_pairs()):
         for language, rows in groups.items():
             for split, *texts in rows:
-                yield Text(name, split, language, tuple(texts))
+                yield Text("Django", split, language, tuple(texts))
     yield from ntrex(downloads / "ntrex")
-    known = {*corpora.catalogs(), *NTREX.values()}
+    known = {*messages, *NTREX.values()}
     for line in read_lines(one_of(downloads / "udhr", "udhr.jsonl")):
         row = json.loads(line)
         language = {"zh-Hans": "zh_Hans", "zh-Hant": "zh_Hant"}.get(row["lang"], row["lang"])

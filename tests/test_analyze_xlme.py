@@ -157,11 +157,12 @@ def test_layer_and_number_of_sentences_are_options(tatoeba, folders, tmp_path, m
     assert rows[0][1] == "0" and rows[2] == ["chance", "", "20.0", "20.0", "20.0", "20.0"]
 
 
-def test_whitened_vectors_find_copies_and_no_shuffled_ones(tatoeba, folders, tmp_path, monkeypatch):
+def test_whitened_vectors_find_copies_and_no_shuffled_ones(tatoeba, folders, tmp_path, monkeypatch, capsys):
     numbers = {}
     for whiten in ("false", "true"):
         run(monkeypatch, "retrieval", folders[0], "--source", tatoeba, "--out", tmp_path, "--whiten", whiten)
         numbers[whiten] = numbers_of(tmp_path, "retrieval")["languages"]
+        assert ("like spread" in capsys.readouterr().out) == (whiten == "true")
     for one in numbers["true"]:
         assert set(one["deu"][0]) == {1.0} and set(one["nld"][0]) == {0.0}
     assert numbers["true"][0]["fin"] != numbers["false"][0]["fin"]

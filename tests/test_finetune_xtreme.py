@@ -368,6 +368,8 @@ def test_a_run_that_was_stopped_anywhere_ends_as_if_it_was_not(options, tmp_path
         torch.testing.assert_close(saved(stopped)["model"], saved(whole)["model"], rtol=0, atol=0)
         for language in ("de", "en"):
             assert predictions(stopped["out_dir"], language) == predictions(whole["out_dir"], language)
+        hashes = [(only_run(each["out_dir"]) / "predicted.json").read_text() for each in (stopped, whole)]
+        assert hashes[0] == hashes[1]
     names = "config.json xlmr.model metrics.jsonl ckpt.pt metrics.jsonl ckpt.prev.pt ckpt.pt model.pt"
     tested = "test-de.jsonl predicted.json test-en.jsonl predicted.json"
     assert " ".join(renames) == f"{names} {tested} result.json"
