@@ -158,7 +158,7 @@ def read_meta(folder: Path) -> dict:
     """meta.json of a prepared folder; FileNotFoundError or ValueError when it is missing, damaged or edited."""
     path = folder / "meta.json"
     if not path.is_file():
-        how = f"python -m data.prepare {folder.name}" if folder.name in CORPORA else "data/README.md says how"
+        how = f"python -m data.prepare {folder.name if folder.name in CORPORA else '--help or data/README.md says how'}"
         raise FileNotFoundError(f"no prepared data in {folder}; prepare it: {how}")
     try:
         meta = json.loads(path.read_text())

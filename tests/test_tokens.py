@@ -299,7 +299,8 @@ def test_the_page_in_a_browser(made, tmp_path):
     acts = """
         const found = {}, tokens = [...document.querySelectorAll(".text span")], said = document.getElementById("said")
         found.before = said.value
-        tokens[3].focus(); found.focus = said.value
+        tokens[3].focus(); found.reached = document.activeElement == tokens[3]
+        tokens[3].dispatchEvent(new FocusEvent("focusin", {bubbles: true})); found.focus = said.value
         tokens[5].dispatchEvent(new MouseEvent("mouseover", {bubbles: true})); found.pointed = said.value
         found.colors = tokens.map(token => getComputedStyle(token).backgroundColor)
         found.wide = document.documentElement.scrollWidth - innerWidth
@@ -307,5 +308,6 @@ def test_the_page_in_a_browser(made, tmp_path):
     found = in_chromium(tmp_path / "tokens.html", acts, 400)
     spans = [token for line in Page(page).lines for token in line]
     assert found["errors"] == [] and found["wide"] <= 0 and found["before"].startswith("· is a space")
+    assert found["reached"]  # the event is sent by hand: a window that has no focus of its own yet sends none
     assert (found["focus"], found["pointed"]) == (spans[3].title, spans[5].title)
     assert len(set(found["colors"])) == len({token.count for token in spans}) > 2
