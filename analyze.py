@@ -9,7 +9,7 @@
     python analyze.py collapse           figures 2c and 3a: RC, RF, and the spectrum of hidden states
     python analyze.py consistency        figure 3b: loads of the experts, by fine-tuning runs that differ by seed
     python analyze.py curve              XLM-E's figure 1: scores by training FLOPs
-    python analyze.py flops              tables 3 and 4: parameters and FLOPs of the paper's sizes
+    python analyze.py flops              tables 3 and 4: parameters and FLOPs; GPU-hours of the papers' scale
     python analyze.py retrieval          table 5 and figure 3: translations that encoders find, by layer
     python analyze.py alignment          table 6 and figure 4: word alignment, by layer
     python analyze.py gap                table 7: English ahead of other languages, after fine-tuning

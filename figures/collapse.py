@@ -128,8 +128,7 @@ def umap(options: Umap):
         numbers[folder] |= {"points": disk.tolist(), "experts": expert.tolist()}
         rows.append([folder, names[folder], *(f"{one:.1%}" for one in alike)])
     headers = ["run", "experts", "nearest of the same expert", "in the plane", "by chance"]
-    print(runs.markdown_table(headers, rows))
-    save(figure, "umap", f"X-MoE figures 2a and 2b at our scale: {listed(found)}", numbers, options)
+    save(figure, "umap", f"X-MoE figures 2a and 2b at our scale: {listed(found)}", numbers, options, [headers, *rows])
 
 
 @dataclass
@@ -145,6 +144,9 @@ class Collapse(Measured):
 
     # folders of runs of train_mlm.py; none: all finished ones of the demo in out/train_mlm that have experts
     folders: tyro.conf.Positional[tuple[str, ...]] = ()
+
+
+LAST = 4  # evaluations in the table
 
 
 def collapse(options: Collapse):
@@ -174,10 +176,11 @@ def collapse(options: Collapse):
             rf.plot(drawn["step"][1:], [100 * share for share in drawn["rf"][1:]], **style[name])
             spectrum.plot(range(1, 1 + len(values)), drawn["spectrum"], **style[name] | {"marker": ""})
             used = float(torch.special.entr(variance).sum().exp())
-            changed = "-" if drawn["rf"][-1] is None else f"{drawn['rf'][-1]:.1%}"
-            rows.append(
-                [folder, name, drawn["step"][-1], f"{drawn['rc'][-1]:.1f}", f"{now:.1f}", changed, f"{used:.1f}"]
-            )
+            course = [
+                ", ".join(f"{number:{form}}" for number in drawn[what][-LAST:] if number is not None)
+                for what, form in {"step": ",", "rc": ",.0f", "rf": ".1%"}.items()
+            ]
+            rows.append([folder, name, *course, f"{now:.1f}", f"{used:.1f}"])
     rc.set(xlabel="training step", ylabel="RC", yscale="log", title="Representation collapse (figure 2c)")
     rc.yaxis.set_major_formatter("{x:g}")
     rc.yaxis.set_minor_formatter("{x:g}")
@@ -187,9 +190,9 @@ def collapse(options: Collapse):
     spectrum.set(yscale="log", ylim=(1e-3, 1.3))  # a norm leaves one direction empty
     for axes in figure.axes:
         legend(axes, fontsize=8)
-    headers = ["run", "experts", "step", "RC", "RC, read again", "RF", "dimensions used"]
-    print(runs.markdown_table(headers, rows))
-    save(figure, "collapse", f"X-MoE figures 2c and 3a at our scale: {listed(found)}", numbers, options)
+    headers = ["run", "experts", "steps", "RC", "RF", "RC, read again", "dimensions used"]
+    caption = f"X-MoE figures 2c and 3a at our scale: {listed(found)}"
+    save(figure, "collapse", caption, numbers, options, [headers, *rows])
 
 
 @dataclass
@@ -242,6 +245,5 @@ def consistency(options: Consistency):
     axes.set(xlabel="fine-tuning step", ylabel="inter-run consistency", ylim=(0, 1.05))
     legend(axes, title="encoder", loc="lower left", bbox_to_anchor=(0, 1.01))
     headers = ["encoder", "runs", "sparse layer", "first 100 steps", "last 100 steps", "unrelated loads"]
-    print(runs.markdown_table(headers, rows))
     drawn = {folder: found[folder] for own in kinds.values() for folder in own}
-    save(figure, "consistency", f"X-MoE figure 3b at our scale: {listed(drawn)}", numbers, options)
+    save(figure, "consistency", f"X-MoE figure 3b at our scale: {listed(drawn)}", numbers, options, [headers, *rows])

@@ -190,9 +190,9 @@ def retrieval(options: Retrieval):
             print(f"{group}, without what {options.source} lacks: {', '.join(missing)}")
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=2)
     print(f"\nXLM-E table 5: sentences whose translation is the nearest ({what})\n")
-    print(runs.markdown_table(headers, rows))
     numbers["languages"] = [{language: scores.tolist() for language, scores in one.items()} for one in found]
-    save(figure, "retrieval", f"XLM-E figure 3 at our scale, on {what}: {', '.join(options.folders)}", numbers, options)
+    caption = f"XLM-E figure 3 at our scale, on {what}: {', '.join(options.folders)}"
+    save(figure, "retrieval", caption, numbers, options, [headers, *rows])
 
 
 def find_translations(opened: list[Opened], texts: bitext_sets.Texts, options: Retrieval, context) -> list[dict]:
@@ -260,7 +260,6 @@ def alignment(options: Alignment):
         cells = [theirs.get("-".join(sorted(each.split("-"))), "") for each in sets]  # en-de is de-en
         rows.append([f"paper: {name}", "", *cells, ""])
     how = "both sentences in one sequence" if options.together else "each sentence alone"
-    print(f"XLM-E table 6: AER, %, {how}\n\n{runs.markdown_table(['', 'layer', *sets, 'mean'], rows)}")
     for one, counts in zip(opened[::2], long[::2]):
         for what, count in counts.items():
             print(f"{one.name}: {count:,} of {sum(map(len, sets.values())):,} {what}")
@@ -272,7 +271,9 @@ def alignment(options: Alignment):
     figure.legend(loc="outside upper center", ncols=2)
     numbers = {"encoders": [one.name for one in opened], "layers": [one.layer for one in opened], "errors": errors}
     numbers |= {"diagonal": diagonals, "means": means, "long": long}
-    save(figure, "alignment", f"XLM-E figure 4 at our scale, {how}: {', '.join(options.folders)}", numbers, options)
+    print(f"XLM-E table 6: AER, %, {how}\n")
+    caption = f"XLM-E figure 4 at our scale, {how}: {', '.join(options.folders)}"
+    save(figure, "alignment", caption, numbers, options, [["", "layer", *sets, "mean"], *rows])
 
 
 def align_sets(opened: list[Opened], sets: dict[str, list[Aligned]], options: Alignment, context) -> tuple[list, list]:
@@ -371,7 +372,7 @@ def gap(options: Gap):
         rows.append([model, XTREME[task], *cells, *(theirs.get(task, "") for theirs in PAPER_GAP.values())])
         gaps[model][task] = fmean(one["gap"] for one in seeds)
     headers = ["encoder", "task", "English", "others", "gap", "guess", *(f"paper: {name}" for name in PAPER_GAP)]
-    print(f"XLM-E table 7: English minus the mean of the other languages\n\n{runs.markdown_table(headers, rows)}")
+    print("XLM-E table 7: English minus the mean of the other languages\n")
     drawn = {"/".join(Path(model).parts[-2:]): own for model, own in gaps.items()}
     if PAPER_GAP["XLM-E"].keys() & set(tasks):
         drawn["XLM-E in the paper"] = PAPER_GAP["XLM-E"]
@@ -391,7 +392,7 @@ def gap(options: Gap):
     numbers = {"gaps": gaps, "paper": PAPER_GAP}
     named, more = ", ".join(options.folders[:3]), len(options.folders) - 3
     caption = f"XLM-E table 7 at our scale: {named}{f' and {more} more' if more > 0 else ''}"
-    save(figure, "gap", caption, numbers, options)
+    save(figure, "gap", caption, numbers, options, [headers, *rows])
 
 
 def read_finetuned(folders: tuple[str, ...]) -> dict[tuple[str, str], list[dict]]:

@@ -11,7 +11,6 @@ from tqdm import tqdm
 
 import common
 import measures
-import runs
 from data.batches import TokenData
 from figures.shared import (
     Drawn,
@@ -117,8 +116,9 @@ def activations(options: Activations):
     for folder, drawn in numbers.items():
         shares = [f"{share:.1%}" for share in (drawn["positive"], *drawn["layers"])]
         rows.append([folder, names[folder], shares[0], ", ".join(shares[1:])])
-    print(runs.markdown_table(["run", "experts", "positive", "of each layer"], rows))
-    save(figure, "activations", f"XMoE figures 1 and 6 at our scale: {listed(found)}", numbers, options)
+    headers = ["run", "experts", "positive", "of each layer"]
+    caption = f"XMoE figures 1 and 6 at our scale: {listed(found)}"
+    save(figure, "activations", caption, numbers, options, [headers, *rows])
 
 
 @dataclass
@@ -173,8 +173,8 @@ def gamma(options: Gamma):
         axes.set(ylabel="test perplexity", title={"limit": "Under a limit (figure 4)", "spent": "What was spent"}[x])
         axes.set_xlabel(f"FLOPs of experts a token, {x} (1: a dense FFN's)")
         legend(axes)
-    print(runs.markdown_table(["run", "experts", "FLOPs, limit", "FLOPs, spent", "perplexity"], rows))
-    save(figure, "gamma", f"XMoE figure 4 at our scale: {listed(found)}", numbers, options)
+    headers = ["run", "experts", "FLOPs, limit", "FLOPs, spent", "perplexity"]
+    save(figure, "gamma", f"XMoE figure 4 at our scale: {listed(found)}", numbers, options, [headers, *rows])
 
 
 @dataclass
@@ -210,8 +210,8 @@ def experts(options: Required):
     for axes in figure.axes:
         from_zero(axes)
         legend(axes)
-    print(runs.markdown_table(["run", "layer", "first step", "wanted", "last step", "wanted"], rows))
-    save(figure, "experts", f"XMoE figure 5 at our scale: {listed(found)}", numbers, options)
+    headers = ["run", "layer", "first step", "wanted", "last step", "wanted"]
+    save(figure, "experts", f"XMoE figure 5 at our scale: {listed(found)}", numbers, options, [headers, *rows])
 
 
 @dataclass
@@ -279,9 +279,9 @@ def threshold(options: Threshold):
     for axes in figure.axes:
         axes.set(xlabel="threshold t", xlim=(-0.05, 1.05))
         legend(axes)
-    print(runs.markdown_table(["t is changed", "t", "perplexity", "served"], rows))
+    headers = ["t is changed", "t", "perplexity", "served"]
     caption = f"XMoE figure 7 at our scale: t changed in training ({listed(found)}), and at test ({first})"
-    save(figure, "threshold", caption, numbers, options)
+    save(figure, "threshold", caption, numbers, options, [headers, *rows])
 
 
 @dataclass
@@ -338,8 +338,8 @@ def speed(options: Speed):
     axes.set(xlabel="FLOPs of experts a token, spent (1: a dense FFN's)", ylabel="ms a batch, forward")
     from_zero(axes)
     legend(axes)
-    print(runs.markdown_table(["run", "experts", "FLOPs, limit", "FLOPs, spent", "ms"], rows))
+    headers = ["run", "experts", "FLOPs, limit", "FLOPs, spent", "ms"]
     machine = common.machine(context)
     where = f"{machine['device']}, threads {machine['threads']}"
     caption = f"XMoE figure 8 at our scale, on {where}: {listed(timed)}"
-    save(figure, "speed", caption, {"settings": settings, "machine": machine}, options)
+    save(figure, "speed", caption, {"settings": settings, "machine": machine}, options, [headers, *rows])

@@ -1,13 +1,19 @@
-"""XLM-E's tables 3 and 4: parameters and FLOPs of the paper's sizes."""
+"""XLM-E's tables 3 and 4, parameters and FLOPs of the paper's sizes; and what all papers' models take to train."""
 
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+import common
 import measures
 import runs
-from model import Encoder, ModelConfig
+import train_electra
+import train_lm
+import train_mlm
+import train_mt
+from model import GPT, Encoder, ModelConfig
+from translator import Translator
 
 SIZES = {  # appendix A. The text says a vocabulary of 500K, but only one of 2^19 gives the parameters of table 3.
     "base": dict(vocab_size=250_002, n_layer=12, n_head=12, n_embd=768, ffn_size=3072),
@@ -19,11 +25,22 @@ PARAMETERS = {"base": "279M", "large": "840M", "xl": "2.2B"}  # table 3
 
 @dataclass
 class Flops:
-    """XLM-E's tables 3 and 4: parameters and training FLOPs of the paper's sizes, counted in several ways."""
+    """XLM-E's tables 3 and 4: parameters and training FLOPs of the paper's sizes, counted in several ways.
+
+    Behind them what it would take to train each preset of the papers' scale: its matrix products, forward and twice
+    that backward, on so many GPUs of one kind that reach a stated share of their peak (MFU).
+    """
+
+    gpu: str = "H100"  # a peak in bfloat16 is known of A100, H100, H200 and others
+    mfu: float = 0.3  # what is reached of it
 
 
 def flops(options: Flops):
-    print(f"{table3()}\n\n{table4()}")
+    if options.gpu not in common.PEAK_FLOPS:
+        raise ValueError(f"gpu must be one of {', '.join(common.PEAK_FLOPS)}, not {options.gpu}")
+    if not 0 < options.mfu <= 1:
+        raise ValueError(f"mfu must be over 0 and at most 1, not {options.mfu}")
+    print(f"{table3()}\n\n{table4()}\n\n{gpu_hours(options)}")
 
 
 def encoder(**size) -> Encoder:
@@ -82,3 +99,50 @@ def table4() -> str:
 The paper's numbers follow exactly from neither way of counting. 6.3e19 (- TRTD) and 9.5e19 (XLM-E) are close to what
 ELECTRA's script gives, with its vocabulary of 30,522, for the discriminator alone and for both networks on one batch;
 by the text both rows train both networks, on one batch a step without TRTD and on two with it."""
+
+
+PRESETS = {  # of each script, and the vocabulary of those whose corpus brings it
+    train_lm: (None, "wikitext103-323M", "openwebtext-124M", "openwebtext-323M", "openwebtext-556M"),
+    train_mlm: (250_002, "base"),
+    train_electra: (250_002, "base", "large", "xl"),
+    train_mt: (32_000, "wmt23", "wmt10"),
+}
+LENGTH = 30  # tokens of a sentence of WMT
+
+
+def gpu_hours(options: Flops) -> str:
+    """What the presets of the papers' scale take."""
+    rows = []
+    for script, (vocabulary, *presets) in PRESETS.items():
+        for preset in presets:
+            config = script.Config(**{"vocab_size": vocabulary} | script.PRESETS[preset])
+            model, cost = cost_of_step(script, config)
+            total = config.steps * cost
+            hours = total / (options.mfu * common.PEAK_FLOPS[options.gpu]) / 3600
+            tokens = config.steps * config.batch_tokens * (1 + getattr(config, "tlm", False))
+            command = f"{script.__name__}.py --preset {preset}"
+            rows.append([command, f"{measures.numel(model) / 1e6:,.0f}", f"{tokens / 1e9:,.0f}", f"{total:.1e}"])
+            rows[-1] += [f"{hours:,.0f}", f"{hours / 8:,.1f} h" if hours < 8 * 48 else f"{hours / 24 / 8:,.0f} days"]
+    hours = f"{options.gpu} hours at {options.mfu:.0%} MFU"
+    table = runs.markdown_table(["preset", "params, M", "tokens, G", "FLOPs", hours, "on 8 of them"], rows)
+    return f"What the papers' scale takes\n\n{table}"
+
+
+def cost_of_step(script, config) -> tuple[nn.Module, float]:
+    """The preset's model, of shapes without numbers, and the FLOPs of one step of its training."""
+    D, V = config.n_embd, config.vocab_size
+    with torch.device("meta"):
+        if script is train_electra:
+            model = train_electra.make(config)
+            return model, train_electra.step_flops(model)
+        if script is train_mt:
+            model = Translator(config)
+            forward = measures.translation_flops(model, LENGTH, LENGTH)["total"] / (2 * LENGTH)
+        elif script is train_mlm:
+            model = train_mlm.MaskedLM(config)
+            head = config.mask_share * 2 * D * (D + V)
+            forward = measures.flops_per_token(model.encoder, config, head)["total"]
+        else:
+            model = GPT(config)
+            forward = measures.flops_per_token(model, config, 2 * D * V)["total"]
+    return model, 3 * config.batch_tokens * forward

@@ -42,17 +42,32 @@ def canvas(columns: int = 1, rows: int = 1, width: float = 5, height: float = 4)
     return figure
 
 
-def save(figure, name: str, caption: str, numbers: dict, options: Drawn):
-    """Keeps a figure with a caption, which names the runs, and the numbers that it shows."""
+def save(figure, name: str, caption: str, numbers: dict, options: Drawn, table: list = ()):
+    """Keeps a figure with a caption, which names the runs, and the numbers that it shows; prints its table, if any.
+
+    A table is its headers and its rows, and kept with the command, so that results/README.md can show it.
+    """
+    if table:
+        print(runs.markdown_table(table[0], table[1:]))
     lines = textwrap.fill(caption, int(14 * figure.get_figwidth()), break_on_hyphens=False)
     figure.supxlabel(lines, fontsize=8, color="0.35")
     folder = Path(options.out)
     folder.mkdir(parents=True, exist_ok=True)
     for ending in ("png", "svg"):
         figure.savefig(folder / f"{name}.{ending}", dpi=150)
-    content = {"caption": caption} | numbers
+    content = {"caption": caption, "command": command(name, options), "table": list(table)} | numbers
     (folder / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
     print(f"drawn in {folder / name}.png and .svg; the numbers are in {name}.json")
+
+
+def command(name: str, options: Drawn) -> str:
+    """The line that draws a figure: where it is kept apart, every option that is not as it was left."""
+    words = ["python analyze.py", name, *getattr(options, "folders", ())]
+    for option in fields(options):
+        value = getattr(options, option.name)
+        if option.name not in ("folders", "out") and value != option.default:
+            words += [f"--{option.name}", *map(str, value if isinstance(value, tuple) else [value])]
+    return " ".join(words).replace("True", "true").replace("False", "false")
 
 
 def read_run(folder: str, *scripts: str) -> tuple[dict, list[dict]]:

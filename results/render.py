@@ -5,7 +5,8 @@
 
 A table of runs is the script's own, as its `--table` prints it. The `result.json` of a run is kept as
 results/SCRIPT/RUN.json, each seed's in a file of its own; a row that has none is shown empty. What `bench.py --json`
-writes is kept in results/bench. Every table has a note, results/notes/SCRIPT-NUMBER.md or bench-NAME.md.
+writes is kept in results/bench, and the JSON beside a figure of `analyze.py` in results/analyses. Every table has a
+note, results/notes/SCRIPT-NUMBER.md, analysis-NAME.md or bench-NAME.md.
 """
 
 import importlib
@@ -36,6 +37,7 @@ TABLES = [  # script, preset, number of the table (None: the run of the preset i
     ("finetune_xtreme", "demo", "1", {"encoders": "multilingual"}),
     ("finetune_xtreme", "demo", "xlme1", {"encoders": "multilingual"}),
 ]
+ANALYSES = {}  # file: title
 BENCHES = {  # file: title, and the columns of its tables
     "layer": ("One layer, forward and backward", "shape impl runs ms spread ratio to_compiled peak_mb"),
     "step": ("Whole training steps", "shape impl ms spread tokens_per_second to_dense to_switch peak_mb"),
@@ -54,6 +56,11 @@ def page(folder: Path = RESULTS) -> str:
     parts = [note(folder, "introduction")]
     for table in TABLES:
         parts += table_of_runs(folder, *table)
+    for name, title in ANALYSES.items():
+        found = runs.read_json(folder / "analyses" / f"{name}.json")
+        headers, *rows = found["table"]
+        parts += [f"## {title}", f"`{found['command']}`", runs.markdown_table(headers, rows)]
+        parts.append(note(folder, f"analysis-{name}"))
     parts.append(note(folder, "bench"))
     for name, (title, *tables) in BENCHES.items():
         file = folder / "bench" / f"{name}.json"

@@ -147,7 +147,7 @@ def test_parameters_of_table_3(preset, paper):
 
 def test_flops_of_table_4(monkeypatch, capsys):
     run(monkeypatch, "flops")
-    *_, table, _ = capsys.readouterr().out.split("\n\n")
+    _, _, _, table, *_ = capsys.readouterr().out.split("\n\n")
     rows = table_rows(table)
     assert [row[1:4] for row in rows[:2]] == [["6.3e19", "6.26e+19", "5.03e+19"], ["9.5e19", "9.37e+19", "8.30e+19"]]
     assert rows[2][3] == "1.66e+20"
@@ -159,6 +159,26 @@ def test_products_are_those_of_a_run():
         model = train_electra.make(base)
     *_, both = table_rows(flops.table4().split("\n\n")[1])
     assert both[4] == f"{125_000 * train_electra.step_flops(model):.2e}"
+
+
+def test_gpu_hours_are_those_of_the_matrix_products():
+    rows = {row[0]: row[1:] for row in table_rows(flops.gpu_hours(flops.Flops(mfu=0.5)).split("\n\n")[1])}
+    D, L, T, V, tokens = 768, 12, 1024, 50257, 60_000 * 256 * 1024
+    total = 6 * tokens * (L * 12 * D * D + L * 2 * T * D + D * V)  # forward, and twice that backward
+    hours = total / (0.5 * 989e12) / 3600
+    assert rows["train_lm.py --preset openwebtext-124M"][:4] == ["124", "16", f"{total:.1e}", f"{hours:,.0f}"]
+    assert rows["train_lm.py --preset openwebtext-323M"][0] == "323"
+    both = table_rows(flops.table4().split("\n\n")[1])[2][4]
+    assert rows["train_electra.py --preset base"][1:3] == ["262", f"{float(both):.1e}"]
+    twice = {row[0]: row[1:] for row in table_rows(flops.gpu_hours(flops.Flops(mfu=0.25)).split("\n\n")[1])}
+    xl = "train_electra.py --preset xl"
+    assert float(twice[xl][3].replace(",", "")) == pytest.approx(2 * float(rows[xl][3].replace(",", "")), rel=0.01)
+    assert rows[xl][4].endswith(" days") and rows["train_mt.py --preset wmt10"][4].endswith(" h")
+
+
+def test_gpus_that_are_not_known_are_refused(monkeypatch, capsys):
+    assert "gpu must be one of B200, H200" in refused(monkeypatch, capsys, "flops", "--gpu", "abacus")
+    assert "mfu must be over 0 and at most 1" in refused(monkeypatch, capsys, "flops", "--mfu", "1.5")
 
 
 def test_commands_that_are_none(monkeypatch, capsys):

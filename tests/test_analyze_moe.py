@@ -325,7 +325,8 @@ def test_collapse_is_the_logs_and_that_of_the_hidden_states(draw, place, capsys)
         share = (values.square() / values.square().sum()).tolist()
         used = math.exp(-sum(p * math.log(p) for p in share if p > 0))
         cells = [cell.strip() for cell in rows[number].split("|")]
-        assert cells[4] == cells[5] == f"{layers[1]['rc']:.1f}" and cells[7] == f"{used:.1f}"
+        assert cells[3:5] == ["2, 4", ", ".join(f"{layer['rc']:,.0f}" for layer in layers)]
+        assert cells[5:8] == [f"{layers[1]['rf']:.1%}", f"{layers[1]['rc']:.1f}", f"{used:.1f}"]
     labels = [label for label, _, _ in lines(rc)]
     assert labels == ["switch 4 x 16, layer 1", "hypersphere 4 x 16, layer 1"]
 
