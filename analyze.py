@@ -2,6 +2,7 @@
 
     python analyze.py activations        XMoE's figures 1 and 6: positive activations, by number and size of experts
     python analyze.py gamma              figure 4 and table 2: perplexity with less work at test
+    python analyze.py compare            table 1: differences of trained models, with intervals
     python analyze.py experts            figure 5: experts that a token needs, in the course of training
     python analyze.py threshold          figure 7: perplexity by the threshold, in training and at test
     python analyze.py speed              figure 8: time of a batch by FLOPs
@@ -30,6 +31,7 @@ from figures import collapse, crosslingual, experts, flops, report, tokens
 ANALYSES = {  # options, which say what is shown; what is done
     "activations": (experts.Activations, experts.activations),
     "gamma": (experts.Gamma, experts.gamma),
+    "compare": (experts.Compare, experts.compare),
     "experts": (experts.Required, experts.experts),
     "threshold": (experts.Threshold, experts.threshold),
     "speed": (experts.Speed, experts.speed),

@@ -1,9 +1,11 @@
-"""XMoE's figures 1, 4, 5, 6, 7 and 8, from runs of train_lm.py."""
+"""XMoE's figures 1, 4, 5, 6, 7 and 8, and table 1 with intervals, from runs of train_lm.py."""
 
 import math
 import statistics
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import tyro
@@ -11,8 +13,10 @@ from tqdm import tqdm
 
 import common
 import measures
+import runs
 from data.batches import TokenData
 from figures.shared import (
+    COLORS,
     Drawn,
     Measured,
     canvas,
@@ -42,16 +46,21 @@ class Tested(Measured):
 
 
 @torch.no_grad()
-def test(model: GPT, data: TokenData, context, max_tokens: int) -> dict:
-    """Perplexity of the test text as the model is routed now, and what its MoE layers do."""
-    watches = [measures.RoutingStats(moe) for moe in model.moe_layers]
-    total, tokens = 0.0, 0
+def predictions(model: GPT, data: TokenData, context, max_tokens: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Of the test text, in order: logits (n, V) as the model is routed now, and the tokens that come (n,)."""
     for x, y in data.eval_batches("test", max_tokens):
         x, y = context.send_all(x, y)
         with context.autocast():
             logits, _ = model(x)
-            loss = common.cross_entropy(logits.flatten(0, 1), y.flatten())
-        total += float(loss) * y.numel()
+        yield logits.flatten(0, 1), y.flatten()
+
+
+def test(model: GPT, data: TokenData, context, max_tokens: int) -> dict:
+    """Perplexity of the test text as the model is routed now, and what its MoE layers do."""
+    watches = [measures.RoutingStats(moe) for moe in model.moe_layers]
+    total, tokens = 0.0, 0
+    for logits, y in predictions(model, data, context, max_tokens):
+        total += float(common.cross_entropy(logits, y)) * y.numel()
         tokens += y.numel()
     layers = [watch.finish() for watch in watches]
     return {"ppl": measures.perplexity(total / tokens), "layers": layers}
@@ -343,3 +352,55 @@ def speed(options: Speed):
     where = f"{machine['device']}, threads {machine['threads']}"
     caption = f"XMoE figure 8 at our scale, on {where}: {listed(timed)}"
     save(figure, "speed", caption, {"settings": settings, "machine": machine}, options, [headers, *rows])
+
+
+@dataclass
+class Compare(Tested):
+    """XMoE's table 1 with intervals: whether a router is better than others, and whether that may be chance.
+
+    The first run named (of the demo's: the demo itself) is compared with every other, all on the same text. Runs that
+    differ by seed alone are one: what counts is the mean difference over the seeds that both have. Left of 0 is better
+    than the first. The interval (95%) is over documents, drawn again a thousand times; it knows nothing of seeds, so
+    the table has their deviation, and in how many the first is better.
+    """
+
+
+def compare(options: Compare):
+    found = choose("train_lm", options.folders, is_causal)
+    names, opened, losses = named(found), open_runs(found, options), {}
+    texts = {(data.checksum, data.block_size): folder for folder, (_, data, _) in opened.items()}
+    if len(texts) > 1:
+        raise ValueError(f"{' and '.join(texts.values())} differ in their data or in block_size: give runs of one text")
+    for folder, (model, data, context) in tqdm(opened.items(), desc="testing", unit="run"):
+        nats, tokens = [], []
+        for logits, y in predictions(model, data, context, options.max_tokens):
+            nats.append(common.cross_entropy(logits, y, reduction="none").double().cpu())
+            tokens.append(y.cpu())
+        losses.setdefault(names[folder], {})[found[folder]["seed"]] = torch.cat(nats)
+    ends = torch.cat(tokens) == data.tokenizer.eot
+    document = ends.cumsum(0) - ends.long()  # of each token
+    bits = partial(measures.bits_per_byte, counts=data.meta["splits"]["test"])
+    first, rows, numbers = next(iter(losses)), [], {}
+    for name, own in losses.items():
+        drawn = numbers[name] = {"bits_per_byte": {seed: bits(float(nats.mean())) for seed, nats in own.items()}}
+        rows.append([name, runs.mean_cell([(value, ".4f") for value in drawn["bits_per_byte"].values()]), "", ""])
+        both = own.keys() & losses[first].keys()
+        if name != first and both:
+            more = torch.stack([own[seed] - losses[first][seed] for seed in sorted(both)])
+            better = int((more.mean(dim=1) > 0).sum())
+            totals = document.bincount(more.mean(dim=0))
+            low, high = map(bits, measures.bootstrap(totals, document.bincount()))
+            drawn |= {"more": bits(float(more.mean())), "interval": [low, high], "better": better, "seeds": len(both)}
+            rows[-1][2:] = f"{drawn['more']:+.4f} ({low:+.4f} to {high:+.4f})", f"{better} of {len(both)}"
+    compared = [name for name in numbers if "more" in numbers[name]]
+    figure = canvas(width=7, height=1.5 + 0.3 * len(compared))
+    (axes,) = figure.axes
+    for place, name in enumerate(compared):
+        axes.plot(numbers[name]["interval"], [place, place], color=COLORS[0])
+        axes.plot([numbers[name]["more"]], [place], "o", color=COLORS[0])
+    axes.axvline(0, color="0.6", linestyle="--")
+    axes.set_yticks(range(len(compared)), compared)
+    axes.invert_yaxis()
+    axes.set_xlabel(f"bits per byte more than {first}, 95% over {1 + int(document.max()):,} documents")
+    headers = ["run", "bits/byte", f"more than {first} (95%, documents)", f"seeds in which {first} is better"]
+    save(figure, "compare", f"XMoE table 1 at our scale: {listed(found)}", numbers, options, [headers, *rows])

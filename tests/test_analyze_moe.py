@@ -15,6 +15,7 @@ from helpers import TINY_LM, Script
 from test_analyze import refused, run
 
 import finetune_xtreme
+import measures
 import pretrained
 import runs
 import train_electra
@@ -230,6 +231,48 @@ def test_gamma_is_what_is_left_of_a_dense_ffns_work(draw, place, capsys):
         wanted = [kept[place.lm[name]] for name in names]
         assert drawn == [([point[x] for point in points], [point["ppl"] for point in points]) for points in wanted]
     assert f"{threshold[0]['ppl']:.3f}" in capsys.readouterr().out
+
+
+def test_runs_are_compared_by_seed_and_by_document(draw, place, capsys):
+    switch, threshold, again = (place.lm[name] for name in ("switch", "threshold", "seed 1"))
+    (axes,), kept = draw("compare", switch, threshold, again)
+    found = {folder: read(folder)["test"]["bpb"] for folder in (switch, threshold, again)}
+    first, other = f"switch 8 x {FFN}", f"threshold {E} x {WIDTH}"
+    assert kept[first] == {"bits_per_byte": {"0": pytest.approx(found[switch])}}
+    assert kept[other]["bits_per_byte"] == {"0": pytest.approx(found[threshold]), "1": pytest.approx(found[again])}
+    more = found[threshold] - found[switch]  # of the seed that both have
+    assert kept[other]["more"] == pytest.approx(more, abs=1e-6)
+    assert (kept[other]["better"], kept[other]["seeds"]) == (int(more > 0), 1)
+    data, sums = TokenData(place.text, 16, 64), [[0.0, 0]]
+    models = [pretrained.load(folder)[0] for folder in (threshold, switch)]
+    with torch.no_grad():
+        for x, y in data.eval_batches("test"):
+            one, two = (
+                torch.nn.functional.cross_entropy(model(x)[0].flatten(0, 1), y.flatten(), reduction="none").tolist()
+                for model in models
+            )
+            for token, a, b in zip(y.flatten().tolist(), one, two):
+                sums[-1][0] += a - b
+                sums[-1][1] += 1
+                if token == data.tokenizer.eot:
+                    sums.append([0.0, 0])
+    if not sums[-1][1]:
+        sums.pop()
+    counts = data.meta["splits"]["test"]
+    assert len(sums) > 2
+    ends = measures.bootstrap(*torch.tensor(sums, dtype=torch.float64).T)
+    low, high = (measures.bits_per_byte(end, counts) for end in ends)
+    assert kept[other]["interval"] == pytest.approx([low, high], abs=1e-6) and low < more < high
+    assert [(x, y) for _, x, y in lines(axes)][:2] == [(kept[other]["interval"], [0, 0]), ([kept[other]["more"]], [0])]
+    said = capsys.readouterr().out
+    assert f"{more:+.4f} ({low:+.4f} to {high:+.4f})" in said and f"{int(more > 0)} of 1" in said
+    assert kept["command"] == f"python analyze.py compare {switch} {threshold} {again}"
+    assert kept["table"][0][0] == "run" and len(kept["table"]) == 3
+
+
+def test_runs_without_a_seed_in_common_are_not_compared(draw, place):
+    _, kept = draw("compare", place.lm["switch"], place.lm["seed 1"])
+    assert kept[f"threshold {E} x {WIDTH}"].keys() == {"bits_per_byte"}
 
 
 def test_experts_wanted_are_the_logs(draw, place):
@@ -486,6 +529,10 @@ def test_data_that_is_gone_or_another_is_one_clear_line(place, corpora, tmp_path
     config = read(place.lm["threshold"], "config.json")
     (tmp_path / "gamma/config.json").write_text(json.dumps(config | {"data": str(corpora["b"])}))
     assert f"has changed since {tmp_path / 'gamma'}" in refused(monkeypatch, capsys, "gamma", tmp_path / "gamma")
+    result = read(tmp_path / "gamma") | {"data": TokenData(corpora["b"], 16, 64).checksum}
+    (tmp_path / "gamma/result.json").write_text(json.dumps(result))
+    both = place.lm["threshold"], tmp_path / "gamma"
+    assert "differ in their data or in block_size" in refused(monkeypatch, capsys, "compare", *both)
 
 
 def test_what_chooses_among_later_tokens_is_no_language_model():
