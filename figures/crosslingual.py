@@ -19,7 +19,7 @@ from data import bitext_sets
 from data.bitext_sets import Aligned
 from data.prepare import ready
 from data.tokenizers import XLMR
-from figures.shared import COLORS, Drawn, canvas, read_run, save
+from figures.shared import COLORS, Drawn, but_for_seed, canvas, read_run, save
 from model import Encoder
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -91,6 +91,7 @@ class Opened(NamedTuple):
     """An encoder to be measured."""
 
     name: str
+    kind: str  # the name that it has with seed 0: runs of one kind are a row of the table
     encoder: Encoder
     tokenizer: XLMR
     layer: int  # of the table
@@ -112,10 +113,19 @@ def open_encoders(options: Encoders, context) -> list[Opened]:
         if layer not in range(L + 1):
             raise ValueError(f"layer must be from 0 to {L} in {folder}, not {layer}")
         common.seed_all(0)
-        name, untrained = "/".join(folder.parts[-2:]), Encoder(encoder.config).eval()
-        found.append(Opened(name, common.place(encoder, context), tokenizer, layer))
-        found.append(Opened(f"{name}, random weights", common.place(untrained, context), tokenizer, layer))
+        name, config = "/".join(folder.parts[-2:]), runs.read_json(folder / "config.json")
+        for what, one in {"": encoder, ", random weights": Encoder(encoder.config).eval()}.items():
+            kind = but_for_seed(name, {"seed": 0} | config)
+            found.append(Opened(name + what, kind + what, common.place(one, context), tokenizer, layer))
     return found
+
+
+def rows_by_kind(opened: list[Opened], numbers: list[list[float]], form: str) -> list[list]:
+    """Rows of a table: what the encoders are, the layer, and the means over seeds of their numbers."""
+    kinds = {}
+    for one, own in zip(opened, numbers):
+        kinds.setdefault((one.kind, one.layer), []).append([(number, form) for number in own])
+    return [[*kind, *map(runs.mean_cell, zip(*seeds))] for kind, seeds in kinds.items()]
 
 
 def draw_layers(axes, opened: list[Opened], scores: list[list[float]], baseline: float, name: str):
@@ -169,7 +179,7 @@ def retrieval(options: Retrieval):
     found = find_translations(opened, texts, options, context)
     groups = {group: wanted for group, wanted in groups.items() if texts.keys() & set(wanted)}
     figure, headers = canvas(columns=len(groups), width=7, height=5), ["accuracy, %", "layer"]
-    rows = [[one.name, one.layer] for one in opened] + [["chance", ""]] + [[f"paper: {name}", ""] for name in papers]
+    cells, others = [[] for _ in opened], [["chance", ""], *([f"paper: {name}", ""] for name in papers)]
     numbers = {"encoders": [one.name for one in opened], "layers": [one.layer for one in opened], "means": {}}
     for axes, (group, wanted) in zip(figure.axes, groups.items()):
         own = [language for language in wanted if language in texts]
@@ -180,11 +190,12 @@ def retrieval(options: Retrieval):
         axes.set(ylabel="accuracy, %, mean of both directions", title=f"{group}: {len(own)} languages")
         axes.set_ylim(bottom=0)
         headers += [f"{group}: en to xx", "xx to en"]
-        cells = [mean[:, one.layer].tolist() for one, mean in zip(opened, means)] + [(chance, chance)]
-        for row, cell in zip(rows, cells):
-            row += [f"{100 * share:.1f}" for share in cell]
-        for row, name in zip(rows[len(cells) :], papers):
-            row += papers[name][group]
+        for own, one, mean in zip(cells, opened, means):
+            own += (100 * mean[:, one.layer]).tolist()
+        for row, found_there in zip(
+            others, [2 * [f"{100 * chance:.1f}"], *(theirs[group] for theirs in papers.values())]
+        ):
+            row += found_there
         numbers["means"][group] = {"found": [mean.tolist() for mean in means], "chance": chance, "missing": missing}
         if missing:
             print(f"{group}, without what {options.source} lacks: {', '.join(missing)}")
@@ -192,7 +203,7 @@ def retrieval(options: Retrieval):
     print(f"\nXLM-E table 5: sentences whose translation is the nearest ({what})\n")
     numbers["languages"] = [{language: scores.tolist() for language, scores in one.items()} for one in found]
     caption = f"XLM-E figure 3 at our scale, on {what}: {', '.join(options.folders)}"
-    save(figure, "retrieval", caption, numbers, options, [headers, *rows])
+    save(figure, "retrieval", caption, numbers, options, [headers, *rows_by_kind(opened, cells, ".1f"), *others])
 
 
 def find_translations(opened: list[Opened], texts: bitext_sets.Texts, options: Retrieval, context) -> list[dict]:
@@ -250,12 +261,12 @@ def alignment(options: Alignment):
     opened = open_encoders(options, context)
     errors, long = align_sets(opened, sets, options, context)
     diagonals = {name: error_of([diagonal(pair) for pair in pairs], pairs) for name, pairs in sets.items()}
-    rows = []
+    cells = []
     for one, by_set in zip(opened, errors):
-        cells = [by_layer[one.layer] for by_layer in by_set.values()]
-        rows.append([one.name, one.layer, *cells, fmean(cells)])
-    rows.append(["the diagonal", "", *diagonals.values(), fmean(diagonals.values())])
-    rows = [[f"{cell:.2f}" if isinstance(cell, float) else cell for cell in row] for row in rows]
+        own = [by_layer[one.layer] for by_layer in by_set.values()]
+        cells.append([*own, fmean(own)])
+    rows = rows_by_kind(opened, cells, ".2f")
+    rows.append(["the diagonal", "", *(f"{error:.2f}" for error in (*diagonals.values(), fmean(diagonals.values())))])
     for name, theirs in PAPER_ALIGNMENT.items():
         cells = [theirs.get("-".join(sorted(each.split("-"))), "") for each in sets]  # en-de is de-en
         rows.append([f"paper: {name}", "", *cells, ""])

@@ -3,6 +3,7 @@
 import dataclasses
 import gzip
 import json
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -149,6 +150,17 @@ def test_translations_that_are_found(tatoeba, folders, tmp_path, monkeypatch, ca
     assert ["paper: XLM-E", "", "74.4", "72.3", "65.0", "62.3"] in rows
     assert len(fourteen["missing"]) == 13 and "nld" not in thirty_six["missing"]
     assert f"Tatoeba-14, without what {tatoeba} lacks: ara, bul" in said
+
+
+def test_seeds_are_a_mean_and_a_deviation(tatoeba, folders, tmp_path, monkeypatch, capsys):
+    names = tmp_path / "runs" / "one", tmp_path / "runs" / "one-seed=1"
+    for seed, name in enumerate(names):
+        shutil.copytree(folders[0], name)
+        (name / "config.json").write_text(json.dumps({"seed": seed}))
+    run(monkeypatch, "retrieval", *names, "--source", tatoeba, "--out", tmp_path)
+    rows = table_in(capsys.readouterr().out)
+    assert [row[0] for row in rows[:3]] == ["runs/one", "runs/one, random weights", "chance"]
+    assert rows[0][2:4] == ["100.0 ± 0.0"] * 2
 
 
 def test_layer_and_number_of_sentences_are_options(tatoeba, folders, tmp_path, monkeypatch, capsys):
