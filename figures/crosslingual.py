@@ -87,18 +87,21 @@ class Encoders(Drawn):
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # auto: bfloat16 where it is fast
 
 
+RANDOM = ", random weights"
+
+
 class Opened(NamedTuple):
     """An encoder to be measured."""
 
     name: str
-    kind: str  # the name that it has with seed 0: runs of one kind are a row of the table
+    kind: str  # the name that it has with seed 0: runs of one kind are a row of the table, and lines of a color
     encoder: Encoder
     tokenizer: XLMR
     layer: int  # of the table
 
 
 def open_encoders(options: Encoders, context) -> list[Opened]:
-    """Every encoder, and behind it one of the same shape with random weights, which has learned nothing."""
+    """Every encoder, and behind the first of a kind one of its shape with random weights, which has learned nothing."""
     found = []
     for folder in map(Path, options.folders):
         if not folder.exists():
@@ -114,9 +117,11 @@ def open_encoders(options: Encoders, context) -> list[Opened]:
             raise ValueError(f"layer must be from 0 to {L} in {folder}, not {layer}")
         common.seed_all(0)
         name, config = "/".join(folder.parts[-2:]), runs.read_json(folder / "config.json")
-        for what, one in {"": encoder, ", random weights": Encoder(encoder.config).eval()}.items():
-            kind = but_for_seed(name, {"seed": 0} | config)
-            found.append(Opened(name + what, kind + what, common.place(one, context), tokenizer, layer))
+        kind, untrained = but_for_seed(name, {"seed": 0} | config), Encoder(encoder.config).eval()
+        first = kind not in [one.kind for one in found]
+        found.append(Opened(name, kind, common.place(encoder, context), tokenizer, layer))
+        if first:
+            found.append(Opened(name + RANDOM, kind + RANDOM, common.place(untrained, context), tokenizer, layer))
     return found
 
 
@@ -130,9 +135,12 @@ def rows_by_kind(opened: list[Opened], numbers: list[list[float]], form: str) ->
 
 def draw_layers(axes, opened: list[Opened], scores: list[list[float]], baseline: float, name: str):
     """A line by layer for each encoder and, dotted in the same color, for its shape with random weights."""
-    for number, (one, by_layer) in enumerate(zip(opened, scores)):
-        color, style = COLORS[number // 2 % len(COLORS)], "o:" if number % 2 else "o-"
-        axes.plot(range(len(by_layer)), by_layer, style, color=color, label=one.name)
+    colors, named = {}, set()
+    for one, by_layer in zip(opened, scores):
+        color = colors.setdefault(one.kind.removesuffix(RANDOM), COLORS[len(colors) % len(COLORS)])
+        label = one.kind if one.kind not in named else None  # a kind is named once
+        named.add(one.kind)
+        axes.plot(range(len(by_layer)), by_layer, "o:" if one.kind.endswith(RANDOM) else "o-", color=color, label=label)
     axes.axhline(baseline, color="gray", linestyle="--", label=name)
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_xlabel("layer (0: embeddings)")
@@ -271,7 +279,8 @@ def alignment(options: Alignment):
         cells = [theirs.get("-".join(sorted(each.split("-"))), "") for each in sets]  # en-de is de-en
         rows.append([f"paper: {name}", "", *cells, ""])
     how = "both sentences in one sequence" if options.together else "each sentence alone"
-    for one, counts in zip(opened[::2], long[::2]):
+    trained = [(one, counts) for one, counts in zip(opened, long) if not one.kind.endswith(RANDOM)]
+    for one, counts in trained:
         for what, count in counts.items():
             print(f"{one.name}: {count:,} of {sum(map(len, sets.values())):,} {what}")
     figure = canvas(width=7, height=5)
