@@ -168,6 +168,7 @@ def collapse(options: Collapse):
             variance = values.square() / values.square().sum()
             drawn = numbers[folder][f"layer {depth}"] = {
                 "step": [record["step"] for record in records],
+                "ppl": [record["ppl"] for record in records],
                 "rc": [record["layers"][i]["rc"] for record in records],
                 "rf": [record["layers"][i]["rf"] for record in records],
                 "spectrum": (values / values[0]).tolist(),
@@ -178,7 +179,7 @@ def collapse(options: Collapse):
             used = float(torch.special.entr(variance).sum().exp())
             course = [
                 ", ".join(f"{number:{form}}" for number in drawn[what][-LAST:] if number is not None)
-                for what, form in {"step": ",", "rc": ",.0f", "rf": ".1%"}.items()
+                for what, form in {"step": ",", "ppl": ".1f", "rc": ",.0f", "rf": ".1%"}.items()
             ]
             rows.append([folder, name, *course, f"{now:.1f}", f"{used:.1f}"])
     rc.set(xlabel="training step", ylabel="RC", yscale="log", title="Representation collapse (figure 2c)")
@@ -190,7 +191,7 @@ def collapse(options: Collapse):
     spectrum.set(yscale="log", ylim=(1e-3, 1.3))  # a norm leaves one direction empty
     for axes in figure.axes:
         legend(axes, fontsize=8)
-    headers = ["run", "experts", "steps", "RC", "RF", "RC, read again", "dimensions used"]
+    headers = ["run", "experts", "steps", "perplexity", "RC", "RF", "RC, read again", "dimensions used"]
     caption = f"X-MoE figures 2c and 3a at our scale: {listed(found)}"
     save(figure, "collapse", caption, numbers, options, [headers, *rows])
 

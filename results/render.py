@@ -5,8 +5,8 @@
 
 A table of runs is the script's own, as its `--table` prints it. The `result.json` of a run is kept as
 results/SCRIPT/RUN.json, each seed's in a file of its own; a row that has none is shown empty. What `bench.py --json`
-writes is kept in results/bench, and the JSON beside a figure of `analyze.py` in results/analyses. Every table has a
-note, results/notes/SCRIPT-NUMBER.md, analysis-NAME.md or bench-NAME.md.
+writes is kept in results/bench, and caption, command and table of what `analyze.py` measures in results/analyses. Every
+table has a note, results/notes/SCRIPT-NUMBER.md, analysis-NAME.md or bench-NAME.md.
 """
 
 import importlib
@@ -37,7 +37,11 @@ TABLES = [  # script, preset, number of the table (None: the run of the preset i
     ("finetune_xtreme", "demo", "1", {"encoders": "multilingual"}),
     ("finetune_xtreme", "demo", "xlme1", {"encoders": "multilingual"}),
 ]
-ANALYSES = {}  # file: title
+ANALYSES = {  # file: title
+    "collapse": "RC and RF in the course of training (X-MoE figures 2c and 3a)",
+    "retrieval-whitened": "Translations found, all directions weighed alike (XLM-E table 5)",
+    "retrieval": "Translations found, by the plain cosine (XLM-E table 5)",
+}
 BENCHES = {  # file: title, and the columns of its tables
     "layer": ("One layer, forward and backward", "shape impl runs ms spread ratio to_compiled peak_mb"),
     "step": ("Whole training steps", "shape impl ms spread tokens_per_second to_dense to_switch peak_mb"),

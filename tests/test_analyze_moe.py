@@ -368,8 +368,9 @@ def test_collapse_is_the_logs_and_that_of_the_hidden_states(draw, place, capsys)
         share = (values.square() / values.square().sum()).tolist()
         used = math.exp(-sum(p * math.log(p) for p in share if p > 0))
         cells = [cell.strip() for cell in rows[number].split("|")]
-        assert cells[3:5] == ["2, 4", ", ".join(f"{layer['rc']:,.0f}" for layer in layers)]
-        assert cells[5:8] == [f"{layers[1]['rf']:.1%}", f"{layers[1]['rc']:.1f}", f"{used:.1f}"]
+        perplexities = ", ".join(f"{record['ppl']:.1f}" for record in log(folder))
+        assert cells[3:6] == ["2, 4", perplexities, ", ".join(f"{layer['rc']:,.0f}" for layer in layers)]
+        assert cells[6:9] == [f"{layers[1]['rf']:.1%}", f"{layers[1]['rc']:.1f}", f"{used:.1f}"]
     labels = [label for label, _, _ in lines(rc)]
     assert labels == ["switch 4 x 16, layer 1", "hypersphere 4 x 16, layer 1"]
 
