@@ -166,14 +166,13 @@ def spent(model: GPT, layers: list[dict]) -> float:
 def gamma(options: Gamma):
     found = choose("train_lm", options.folders, is_causal)
     check_shares(options.shares)
-    names, numbers, rows = named(found), {}, []
+    names, numbers = named(found), {}
     for folder, (model, data, context) in tqdm(open_runs(found, options).items(), desc="testing", unit="run"):
         points = numbers[folder] = []
         for share in sorted(options.shares) if model.moe_layers else [1.0]:
             limit(model, share)
             scores = test(model, data, context, options.max_tokens)
             points.append({"limit": share, "spent": spent(model, scores["layers"]), "ppl": scores["ppl"]})
-            rows.append([folder, names[folder], *(f"{number:.3f}" for number in points[-1].values())])
     figure = canvas(columns=2)
     style = styles(names.values())
     for axes, x in zip(figure.axes, ("limit", "spent")):
@@ -182,8 +181,20 @@ def gamma(options: Gamma):
         axes.set(ylabel="test perplexity", title={"limit": "Under a limit (figure 4)", "spent": "What was spent"}[x])
         axes.set_xlabel(f"FLOPs of experts a token, {x} (1: a dense FFN's)")
         legend(axes)
-    headers = ["run", "experts", "FLOPs, limit", "FLOPs, spent", "perplexity"]
-    save(figure, "gamma", f"XMoE figure 4 at our scale: {listed(found)}", numbers, options, [headers, *rows])
+    caption = f"XMoE figure 4 at our scale: {listed(found)}"
+    save(figure, "gamma", caption, numbers, options, gamma_table(names, numbers))
+
+
+def gamma_table(names: dict[str, str], numbers: dict[str, list[dict]]) -> list[list]:
+    """A row for each kind of run and limit: what was spent, and the perplexity, means over seeds."""
+    kinds = {}
+    for folder, points in numbers.items():
+        for point in points:
+            kinds.setdefault((names[folder], point["limit"]), []).append(point)
+    rows = [["experts", "FLOPs, limit", "FLOPs, spent", "perplexity"]]
+    for kind, points in kinds.items():
+        rows.append([*kind, *(runs.mean_cell([(point[x], ".3f") for point in points]) for x in ("spent", "ppl"))])
+    return rows
 
 
 @dataclass

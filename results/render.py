@@ -38,9 +38,11 @@ TABLES = [  # script, preset, number of the table (None: the run of the preset i
     ("finetune_xtreme", "demo", "xlme1", {"encoders": "multilingual"}),
 ]
 ANALYSES = {  # file: title
+    "gamma": "Experts that do less at test (XMoE figure 4)",
     "collapse": "RC and RF in the course of training (X-MoE figures 2c and 3a)",
     "retrieval-whitened": "Translations found, all directions weighed alike (XLM-E table 5)",
     "retrieval": "Translations found, by the plain cosine (XLM-E table 5)",
+    "alignment": "Word alignment error, % (XLM-E table 6)",
 }
 BENCHES = {  # file: title, and the columns of its tables
     "layer": ("One layer, forward and backward", "shape impl runs ms spread ratio to_compiled peak_mb"),
