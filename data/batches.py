@@ -158,8 +158,10 @@ def read_meta(folder: Path) -> dict:
     """meta.json of a prepared folder; FileNotFoundError or ValueError when it is missing, damaged or edited."""
     path = folder / "meta.json"
     if not path.is_file():
-        how = f"python -m data.prepare {folder.name if folder.name in CORPORA else '--help or data/README.md says how'}"
-        raise FileNotFoundError(f"no prepared data in {folder}; prepare it: {how}")
+        how = f"prepare it: python -m data.prepare {folder.name}"
+        if folder.name not in CORPORA:
+            how = "data/README.md says how to prepare your own by python -m data.prepare"
+        raise FileNotFoundError(f"no prepared data in {folder}; {how}")
     try:
         meta = json.loads(path.read_text())
         intact = meta["checksum"] == checksum(meta)

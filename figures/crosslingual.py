@@ -102,8 +102,8 @@ class Opened(NamedTuple):
 
 def open_encoders(options: Encoders, context) -> list[Opened]:
     """Every encoder, and behind the first of a kind one of its shape with random weights, which has learned nothing."""
-    found = []
-    for folder in map(Path, options.folders):
+    found, configs = [], {}
+    for folder in dict.fromkeys(map(Path, options.folders)):
         if not folder.exists():
             raise ValueError(f"{folder} does not exist: train it with {folder.parent.name}.py, or name other folders")
         encoder, tokenizer = pretrained.load(folder)
@@ -116,12 +116,17 @@ def open_encoders(options: Encoders, context) -> list[Opened]:
         if layer not in range(L + 1):
             raise ValueError(f"layer must be from 0 to {L} in {folder}, not {layer}")
         common.seed_all(0)
-        name, config = "/".join(folder.parts[-2:]), runs.read_json(folder / "config.json")
-        kind, untrained = but_for_seed(name, {"seed": 0} | config), Encoder(encoder.config).eval()
-        first = kind not in [one.kind for one in found]
+        config = {"seed": 0} | runs.read_json(folder / "config.json")
+        name, seed = "/".join(folder.parts[-2:]), config.pop("seed")
+        kind = but_for_seed(name, seed)
+        if configs.get(kind, config) != config or name in [one.name for one in found]:
+            name, kind = str(folder), but_for_seed(str(folder), seed)  # they only look alike
+        first = kind not in configs
+        configs[kind] = config
         found.append(Opened(name, kind, common.place(encoder, context), tokenizer, layer))
         if first:
-            found.append(Opened(name + RANDOM, kind + RANDOM, common.place(untrained, context), tokenizer, layer))
+            untrained = common.place(Encoder(encoder.config).eval(), context)
+            found.append(Opened(name + RANDOM, kind + RANDOM, untrained, tokenizer, layer))
     return found
 
 
@@ -187,23 +192,22 @@ def retrieval(options: Retrieval):
     found = find_translations(opened, texts, options, context)
     groups = {group: wanted for group, wanted in groups.items() if texts.keys() & set(wanted)}
     figure, headers = canvas(columns=len(groups), width=7, height=5), ["accuracy, %", "layer"]
-    cells, others = [[] for _ in opened], [["chance", ""], *([f"paper: {name}", ""] for name in papers)]
+    cells, by_chance, of_papers = [[] for _ in opened], ["chance", ""], [[f"paper: {name}", ""] for name in papers]
     numbers = {"encoders": [one.name for one in opened], "layers": [one.layer for one in opened], "means": {}}
     for axes, (group, wanted) in zip(figure.axes, groups.items()):
-        own = [language for language in wanted if language in texts]
+        there = [language for language in wanted if language in texts]
         missing = [language for language in wanted if language not in texts]
-        means = [torch.stack([by_language[language] for language in own]).mean(dim=0) for by_language in found]
-        chance = fmean(1 / len(texts[language]) for language in own)
+        means = [torch.stack([by_language[language] for language in there]).mean(dim=0) for by_language in found]
+        chance = fmean(1 / len(texts[language]) for language in there)
         draw_layers(axes, opened, [100 * mean.mean(dim=0) for mean in means], 100 * chance, "chance")
-        axes.set(ylabel="accuracy, %, mean of both directions", title=f"{group}: {len(own)} languages")
+        axes.set(ylabel="accuracy, %, mean of both directions", title=f"{group}: {len(there)} languages")
         axes.set_ylim(bottom=0)
         headers += [f"{group}: en to xx", "xx to en"]
         for own, one, mean in zip(cells, opened, means):
             own += (100 * mean[:, one.layer]).tolist()
-        for row, found_there in zip(
-            others, [2 * [f"{100 * chance:.1f}"], *(theirs[group] for theirs in papers.values())]
-        ):
-            row += found_there
+        by_chance += 2 * [f"{100 * chance:.1f}"]
+        for row, theirs in zip(of_papers, papers.values()):
+            row += theirs[group]
         numbers["means"][group] = {"found": [mean.tolist() for mean in means], "chance": chance, "missing": missing}
         if missing:
             print(f"{group}, without what {options.source} lacks: {', '.join(missing)}")
@@ -211,7 +215,8 @@ def retrieval(options: Retrieval):
     print(f"\nXLM-E table 5: sentences whose translation is the nearest ({what})\n")
     numbers["languages"] = [{language: scores.tolist() for language, scores in one.items()} for one in found]
     caption = f"XLM-E figure 3 at our scale, on {what}: {', '.join(options.folders)}"
-    save(figure, "retrieval", caption, numbers, options, [headers, *rows_by_kind(opened, cells, ".1f"), *others])
+    table = [headers, *rows_by_kind(opened, cells, ".1f"), by_chance, *of_papers]
+    save(figure, "retrieval", caption, numbers, options, table)
 
 
 def find_translations(opened: list[Opened], texts: bitext_sets.Texts, options: Retrieval, context) -> list[dict]:

@@ -3,6 +3,7 @@
 import math
 import statistics
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -372,24 +373,29 @@ class Compare(Tested):
     The first run named (of the demo's: the demo itself) is compared with every other, all on the same text. Runs that
     differ by seed alone are one: what counts is the mean difference over the seeds that both have. Left of 0 is better
     than the first. The interval (95%) is over documents, drawn again a thousand times; it knows nothing of seeds, so
-    the table has their deviation, and in how many the first is better.
+    the table has the deviation of their differences, and in how many of them the first is better.
     """
 
 
 def compare(options: Compare):
     found = choose("train_lm", options.folders, is_causal)
     names, opened, losses = named(found), open_runs(found, options), {}
+    seeds = Counter((names[folder], config["seed"]) for folder, config in found.items())
+    for (name, seed), times in seeds.items():
+        if times > 1:
+            raise ValueError(f"{times} of the runs are {name} with seed {seed}: give one of them")
     texts = {(data.checksum, data.block_size): folder for folder, (_, data, _) in opened.items()}
     if len(texts) > 1:
         raise ValueError(f"{' and '.join(texts.values())} differ in their data or in block_size: give runs of one text")
-    for folder, (model, data, context) in tqdm(opened.items(), desc="testing", unit="run"):
-        nats, tokens = [], []
-        for logits, y in predictions(model, data, context, options.max_tokens):
-            nats.append(common.cross_entropy(logits, y, reduction="none").double().cpu())
-            tokens.append(y.cpu())
-        losses.setdefault(names[folder], {})[found[folder]["seed"]] = torch.cat(nats)
-    ends = torch.cat(tokens) == data.tokenizer.eot
+    (*_, data, _) = opened[next(iter(found))]
+    ends = torch.cat([y.flatten() for _, y in data.eval_batches("test", options.max_tokens)]) == data.tokenizer.eot
     document = ends.cumsum(0) - ends.long()  # of each token
+    if not document.any():
+        raise ValueError("only one document would be read, and intervals are over documents: raise --max_tokens")
+    for folder, (model, data, context) in tqdm(opened.items(), desc="testing", unit="run"):
+        read = predictions(model, data, context, options.max_tokens)
+        nats = [common.cross_entropy(logits, y, reduction="none").double().cpu() for logits, y in read]
+        losses.setdefault(names[folder], {})[found[folder]["seed"]] = torch.cat(nats)
     bits = partial(measures.bits_per_byte, counts=data.meta["splits"]["test"])
     first, rows, numbers = next(iter(losses)), [], {}
     for name, own in losses.items():
@@ -398,11 +404,12 @@ def compare(options: Compare):
         both = own.keys() & losses[first].keys()
         if name != first and both:
             more = torch.stack([own[seed] - losses[first][seed] for seed in sorted(both)])
-            better = int((more.mean(dim=1) > 0).sum())
-            totals = document.bincount(more.mean(dim=0))
-            low, high = map(bits, measures.bootstrap(totals, document.bincount()))
-            drawn |= {"more": bits(float(more.mean())), "interval": [low, high], "better": better, "seeds": len(both)}
-            rows[-1][2:] = f"{drawn['more']:+.4f} ({low:+.4f} to {high:+.4f})", f"{better} of {len(both)}"
+            of_seeds = [bits(float(nats.mean())) for nats in more]
+            interval = measures.bootstrap(document.bincount(more.mean(dim=0)), document.bincount())
+            drawn |= {"more": statistics.fmean(of_seeds), "of_seeds": of_seeds, "interval": [*map(bits, interval)]}
+            cell = runs.mean_cell([(number, "+.4f") for number in of_seeds]).replace("± +", "± ")
+            better = sum(number > 0 for number in of_seeds)
+            rows[-1][2:] = "{} ({:+.4f} to {:+.4f})".format(cell, *drawn["interval"]), f"{better} of {len(both)}"
     compared = [name for name in numbers if "more" in numbers[name]]
     figure = canvas(width=7, height=1.5 + 0.3 * len(compared))
     (axes,) = figure.axes

@@ -28,7 +28,8 @@ class Flops:
     """XLM-E's tables 3 and 4: parameters and training FLOPs of the paper's sizes, counted in several ways.
 
     Behind them what it would take to train each preset of the papers' scale: its matrix products, forward and twice
-    that backward, on so many GPUs of one kind that reach a stated share of their peak (MFU).
+    that backward, with experts at full capacity, on GPUs that reach a stated share of their peak (MFU). XLM-E's
+    parameters are there with the generator.
     """
 
     gpu: str = "H100"  # a peak in bfloat16 is known of A100, H100, H200 and others
@@ -102,12 +103,12 @@ by the text both rows train both networks, on one batch a step without TRTD and 
 
 
 PRESETS = {  # of each script, and the vocabulary of those whose corpus brings it
-    train_lm: (None, "wikitext103-323M", "openwebtext-124M", "openwebtext-323M", "openwebtext-556M"),
+    train_lm: (None, *(f"{corpus}-{size}M" for corpus in ("wikitext103", "openwebtext") for size in (124, 323, 556))),
     train_mlm: (250_002, "base"),
     train_electra: (250_002, "base", "large", "xl"),
     train_mt: (32_000, "wmt23", "wmt10"),
 }
-LENGTH = 30  # tokens of a sentence of WMT
+LENGTH = 30  # tokens of a sentence of WMT, about
 
 
 def gpu_hours(options: Flops) -> str:

@@ -89,6 +89,7 @@ def write(options: Report):
     for script in CURVES:
         sections += script_section(script, *places, left)
     sections += figures_section(places[0] / "figures", left)
+    sections += analyses_section(places[1], left)
     sections += bench_section(*places, left)
     sections += notes_section(places[1] / "notes", left)
     known = {*CURVES, "figures", "bench", Path(out).name}
@@ -388,9 +389,23 @@ def bench_section(folder: Path, results: Path, left: Left) -> list[tuple[str, st
     return [("bench", "Benchmarks", "\n".join(parts))] if parts else []
 
 
+def analyses_section(results: Path, left: Left) -> list[tuple[str, str, str]]:
+    """Tables of what analyze.py has measured, as they are kept."""
+    parts = []
+    for name, title in render.ANALYSES.items():
+        file = results / "analyses" / f"{name}.json"
+        with left.reading(file):
+            if file.exists():
+                command, headers, rows = render.read_analysis(file)
+                parts.append(f'<h3>{escape(title)}</h3>\n<p class="of"><code>{escape(command)}</code></p>')
+                parts.append(table(headers, [[*map(str, row)] for row in rows], title))
+                parts.append(note(results / "notes" / f"analysis-{name}.md", left))
+    return [("analyses", "Trained models, measured again", "\n".join(parts))] if parts else []
+
+
 def notes_section(folder: Path, left: Left) -> list[tuple[str, str, str]]:
     """The notes that are about no script alone."""
-    of = (*(f"{script}-" for script in CURVES), "bench")
+    of = (*(f"{script}-" for script in CURVES), *(f"analysis-{name}." for name in render.ANALYSES), "bench")
     parts = [note(file, left) for file in sorted(folder.glob("*.md")) if not file.name.startswith(of)]
     return [("notes", "Notes", "\n".join(parts))] if parts else []
 

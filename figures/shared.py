@@ -1,6 +1,7 @@
 """What the figures share: files, runs, colors."""
 
 import json
+import shlex
 import textwrap
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
@@ -61,13 +62,14 @@ def save(figure, name: str, caption: str, numbers: dict, options: Drawn, table: 
 
 
 def command(name: str, options: Drawn) -> str:
-    """The line that draws a figure: where it is kept apart, every option that is not as it was left."""
-    words = ["python analyze.py", name, *getattr(options, "folders", ())]
+    """The line that draws a figure, with every option that was changed; but --out, where it is kept."""
+    words = ["python", "analyze.py", name, *getattr(options, "folders", ())]
     for option in fields(options):
         value = getattr(options, option.name)
         if option.name not in ("folders", "out") and value != option.default:
-            words += [f"--{option.name}", *map(str, value if isinstance(value, tuple) else [value])]
-    return " ".join(words).replace("True", "true").replace("False", "false")
+            values = value if isinstance(value, tuple) else [value]
+            words += [f"--{option.name}", *(str(one).lower() if isinstance(one, bool) else str(one) for one in values)]
+    return shlex.join(words)
 
 
 def read_run(folder: str, *scripts: str) -> tuple[dict, list[dict]]:
@@ -129,7 +131,8 @@ def choose(script: str, folders: tuple[str, ...], fits: Callable[[dict], bool] |
     ValueError where a run that was named is not finished or does not fit, or none is left.
     """
     found = {}
-    for folder in folders or sorted(str(file.parent) for file in Path("out", script).glob("demo*/result.json")):
+    every = sorted(file.parent for file in Path("out", script).glob("demo*/result.json"))
+    for folder in map(str, map(Path, folders or every)):
         config, _ = read_run(folder, script)
         if not Path(folder, "result.json").exists():
             raise ValueError(f"{folder} is not finished: the command that began it goes on with it")
@@ -151,11 +154,11 @@ def router_of(config: dict) -> str:
     return f"{config['router']} {size.num_experts} x {size.expert_size}"
 
 
-def but_for_seed(folder: str, config: dict) -> str:
+def but_for_seed(folder: str, seed: int) -> str:
     """The name that a run has with seed 0."""
-    if not config["seed"]:
+    if not seed:
         return folder
-    before, _, behind = folder.rpartition(f"-seed={config['seed']}")
+    before, _, behind = folder.rpartition(f"-seed={seed}")
     return before + behind
 
 
@@ -167,7 +170,7 @@ def named(found: dict[str, dict], describe: Callable[[dict], str] = router_of) -
         kinds.setdefault(name, []).append(found[folder] | {"seed": 0})
     for folder, name in names.items():
         if any(kind != kinds[name][0] for kind in kinds[name]):
-            names[folder] = but_for_seed(Path(folder).name, found[folder])
+            names[folder] = but_for_seed(Path(folder).name, found[folder]["seed"])
     return names
 
 
@@ -175,7 +178,7 @@ def listed(found: dict[str, dict]) -> str:
     """Runs, with their seeds, for a caption."""
     seeds = {}
     for folder, config in found.items():
-        seeds.setdefault(but_for_seed(folder, config), []).append(str(config["seed"]))
+        seeds.setdefault(but_for_seed(folder, config["seed"]), []).append(str(config["seed"]))
     return "; ".join(f"{run}, seed {', '.join(own)}" for run, own in seeds.items())
 
 

@@ -17,6 +17,7 @@ import tyro
 
 import common
 import runs
+from figures import flops
 
 RESULTS = Path(__file__).parent
 SEEDS = 5  # a row is the mean over those of its first so many seeds that are there
@@ -59,14 +60,13 @@ BENCHES = {  # file: title, and the columns of its tables
 
 def page(folder: Path = RESULTS) -> str:
     """The whole page. ValueError where a note is missing or a result cannot be read."""
-    parts = [note(folder, "introduction")]
+    parts = [note(folder, "introduction"), note(folder, "verdicts")]
+    parts += [f"## {flops.gpu_hours(flops.Flops())}", note(folder, "analysis-flops")]
     for table in TABLES:
         parts += table_of_runs(folder, *table)
     for name, title in ANALYSES.items():
-        found = runs.read_json(folder / "analyses" / f"{name}.json")
-        headers, *rows = found["table"]
-        parts += [f"## {title}", f"`{found['command']}`", runs.markdown_table(headers, rows)]
-        parts.append(note(folder, f"analysis-{name}"))
+        command, headers, rows = read_analysis(folder / "analyses" / f"{name}.json")
+        parts += [f"## {title}", f"`{command}`", runs.markdown_table(headers, rows), note(folder, f"analysis-{name}")]
     parts.append(note(folder, "bench"))
     for name, (title, *tables) in BENCHES.items():
         file = folder / "bench" / f"{name}.json"
@@ -135,6 +135,16 @@ def read_result(folder: Path, config, script: ModuleType) -> dict | None:
         if value is not None and before != value:
             raise ValueError(f"{file} has {constant} {before}, its row {value}: measure it again, or remove it")
     return result
+
+
+def read_analysis(file: Path) -> tuple[str, list, list[list]]:
+    """Command, headers and rows of what analyze.py has measured. ValueError where that is not there."""
+    try:
+        found = runs.read_json(file)
+        headers, *rows = found["table"]
+        return found["command"], headers, rows
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{file} is not what analyze.py leaves today ({error!r}): measure it again") from None
 
 
 def effort(rows: list[list[dict]]) -> str:

@@ -2,15 +2,17 @@
 
 import json
 import math
+import shlex
 import shutil
 import sys
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean, median, stdev
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers import TINY_LM, Script
 from test_analyze import refused, run
 
@@ -25,7 +27,7 @@ import train_mt
 from data.batches import MaskedData, TokenData
 from data.prepare import prepare
 from data.tokenizers import XLMR, train_sentencepiece
-from figures import collapse, experts, shared
+from figures import collapse, crosslingual, experts, shared
 
 pytest.importorskip("matplotlib")
 LM_RUNS = {
@@ -33,6 +35,7 @@ LM_RUNS = {
     "seed 1": {"seed": 1},
     "t = 0.3": {"threshold": 0.3},
     "switch": {"router": "switch"},
+    "switch, seed 1": {"router": "switch", "seed": 1},
     "dense": {"router": "dense"},
     "split": dict(moe_every=1, threshold=1.0, num_experts=4, expert_size=8, capacity_factor=4.0),  # as in table 2
 }
@@ -196,12 +199,13 @@ def test_activations_are_those_of_results_and_of_a_loop(draw, place):
     assert kept[place.lm["dense"]]["layers"] == [positive / units]
     drawn = {(label, *x, *y) for label, x, y in lines(size)}
     means = {name: fmean(kept[folder]["layers"]) for name, folder in place.lm.items()}
-    of_size = {"dense": FFN, "switch": FFN}
+    of_size = dict.fromkeys(("dense", "switch", "switch, seed 1"), FFN)
     assert drawn == {
         (read(folder, "config.json")["router"], of_size.get(name, WIDTH), 100 * means[name])
         for name, folder in place.lm.items()
     }
-    full = {("dense", 1.0, 100 * means["dense"]), ("switch", 8.0, 100 * means["switch"])}
+    full = {("switch", 8.0, 100 * means[name]) for name in ("switch", "switch, seed 1")}
+    full.add(("dense", 1.0, 100 * means["dense"]))
     assert {(label, *x, *y) for label, x, y in lines(number)} == full
 
 
@@ -234,25 +238,26 @@ def test_gamma_is_what_is_left_of_a_dense_ffns_work(draw, place, capsys):
 
 
 def test_runs_are_compared_by_seed_and_by_document(draw, place, capsys):
-    switch, threshold, again = (place.lm[name] for name in ("switch", "threshold", "seed 1"))
-    (axes,), kept = draw("compare", switch, threshold, again)
-    found = {folder: read(folder)["test"]["bpb"] for folder in (switch, threshold, again)}
+    runs_of = [[place.lm[name] for name in names] for names in (("switch", "switch, seed 1"), ("threshold", "seed 1"))]
+    (axes,), kept = draw("compare", *runs_of[0], *runs_of[1])
+    one, two = ([read(folder)["test"]["bpb"] for folder in own] for own in runs_of)
     first, other = f"switch 8 x {FFN}", f"threshold {E} x {WIDTH}"
-    assert kept[first] == {"bits_per_byte": {"0": pytest.approx(found[switch])}}
-    assert kept[other]["bits_per_byte"] == {"0": pytest.approx(found[threshold]), "1": pytest.approx(found[again])}
-    more = found[threshold] - found[switch]  # of the seed that both have
+    assert kept[first] == {"bits_per_byte": {"0": pytest.approx(one[0]), "1": pytest.approx(one[1])}}
+    assert kept[other]["bits_per_byte"] == {"0": pytest.approx(two[0]), "1": pytest.approx(two[1])}
+    of_seeds = [b - a for a, b in zip(one, two)]
+    more = fmean(of_seeds)
+    assert kept[other]["of_seeds"] == pytest.approx(of_seeds, abs=1e-6)
     assert kept[other]["more"] == pytest.approx(more, abs=1e-6)
-    assert (kept[other]["better"], kept[other]["seeds"]) == (int(more > 0), 1)
     data, sums = TokenData(place.text, 16, 64), [[0.0, 0]]
-    models = [pretrained.load(folder)[0] for folder in (threshold, switch)]
+    models = [[pretrained.load(folder)[0] for folder in own] for own in runs_of]
     with torch.no_grad():
         for x, y in data.eval_batches("test"):
-            one, two = (
-                torch.nn.functional.cross_entropy(model(x)[0].flatten(0, 1), y.flatten(), reduction="none").tolist()
-                for model in models
-            )
-            for token, a, b in zip(y.flatten().tolist(), one, two):
-                sums[-1][0] += a - b
+            losses = [
+                [F.cross_entropy(model(x)[0].flatten(0, 1), y.flatten(), reduction="none").tolist() for model in own]
+                for own in models
+            ]
+            for token, a, b in zip(y.flatten().tolist(), zip(*losses[0]), zip(*losses[1])):
+                sums[-1][0] += fmean(b) - fmean(a)
                 sums[-1][1] += 1
                 if token == data.tokenizer.eot:
                     sums.append([0.0, 0])
@@ -265,13 +270,31 @@ def test_runs_are_compared_by_seed_and_by_document(draw, place, capsys):
     assert kept[other]["interval"] == pytest.approx([low, high], abs=1e-6) and low < more < high
     assert [(x, y) for _, x, y in lines(axes)][:2] == [(kept[other]["interval"], [0, 0]), ([kept[other]["more"]], [0])]
     said = capsys.readouterr().out
-    assert f"{more:+.4f} ({low:+.4f} to {high:+.4f})" in said and f"{int(more > 0)} of 1" in said
-    assert kept["command"] == f"python analyze.py compare {switch} {threshold} {again}"
+    cell = f"{more:+.4f} ± {stdev(of_seeds):.4f} ({low:+.4f} to {high:+.4f})"
+    assert cell in said and f" {sum(number > 0 for number in of_seeds)} of 2 " in said
+    assert kept["command"] == shlex.join(["python", "analyze.py", "compare", *runs_of[0], *runs_of[1]])
     assert kept["table"][0][0] == "run" and len(kept["table"]) == 3
 
 
+def test_a_table_is_of_means_over_seeds():
+    names = {"a": "switch", "b": "switch", "c": "dense"}
+    point = {"limit": 0.5, "spent": 0.4, "ppl": 1.0}
+    rows = experts.gamma_table(names, {"a": [point], "b": [point | {"ppl": 3.0}], "c": [point | {"limit": 1.0}]})
+    assert rows[1:] == [["switch", 0.5, "0.400 ± 0.000", "2.000 ± 1.414"], ["dense", 1.0, "0.400", "1.000"]]
+
+
+def test_a_command_can_be_given_again():
+    options = experts.Gamma(folders=("out/True north", "x"), shares=(0.5, 1.0), max_tokens=7, out="elsewhere")
+    assert shared.command("gamma", options) == (
+        "python analyze.py gamma 'out/True north' x --max_tokens 7 --shares 0.5 1.0"
+    )
+    assert shared.command("gamma", experts.Gamma()) == "python analyze.py gamma"
+    whitened = crosslingual.Retrieval(folders=("x",), whiten=True)
+    assert shared.command("retrieval", whitened) == "python analyze.py retrieval x --whiten true"
+
+
 def test_runs_without_a_seed_in_common_are_not_compared(draw, place):
-    _, kept = draw("compare", place.lm["switch"], place.lm["seed 1"])
+    _, kept = draw("compare", place.lm["switch"], place.lm["seed 1"], f"{place.lm['switch']}/")  # one run, twice
     assert kept[f"threshold {E} x {WIDTH}"].keys() == {"bits_per_byte"}
 
 
@@ -458,7 +481,7 @@ def test_consistency_is_the_mean_correlation(draw, tuned):
     line, chance = lines(axes)
     assert line[1] == [100, 200] and line[2] == pytest.approx([1, pearson.mean()])
     assert chance[2] == pytest.approx([1 / 3] * 2)
-    (own,) = [value for name, value in kept.items() if name != "caption"]
+    (own,) = [value for name, value in kept.items() if name not in ("caption", "command", "table")]
     assert own["layers"] == [line[2]] and [Path(folder).name for folder in own["runs"]] == [
         "demo",
         "demo-seed=1",
@@ -532,6 +555,11 @@ def test_data_that_is_gone_or_another_is_one_clear_line(place, corpora, tmp_path
     assert f"has changed since {tmp_path / 'gamma'}" in refused(monkeypatch, capsys, "gamma", tmp_path / "gamma")
     result = read(tmp_path / "gamma") | {"data": TokenData(corpora["b"], 16, 64).checksum}
     (tmp_path / "gamma/result.json").write_text(json.dumps(result))
+    assert "raise --max_tokens" in refused(monkeypatch, capsys, "compare", place.lm["threshold"], "--max_tokens", 16)
+    again = shutil.copytree(place.lm["threshold"], tmp_path / "again")
+    assert f"2 of the runs are threshold {E} x {WIDTH} with seed 0" in refused(
+        monkeypatch, capsys, "compare", place.lm["threshold"], again
+    )
     both = place.lm["threshold"], tmp_path / "gamma"
     assert "differ in their data or in block_size" in refused(monkeypatch, capsys, "compare", *both)
 

@@ -152,6 +152,18 @@ def test_translations_that_are_found(tatoeba, folders, tmp_path, monkeypatch, ca
     assert f"Tatoeba-14, without what {tatoeba} lacks: ara, bul" in said
 
 
+def test_what_only_looks_alike_is_no_seed(folders, tmp_path):
+    names = [str(tmp_path / parent / "runs" / "one") for parent in ("x", "y", "z")]
+    for name, config in zip(names, ({"n_embd": 1}, {"n_embd": 2}, {"n_embd": 1})):
+        shutil.copytree(folders[0], name)
+        Path(name, "config.json").write_text(json.dumps(config))
+    options = crosslingual.Retrieval(folders=(*names, f"{names[0]}/"), device="cpu", dtype="float32")
+    opened = crosslingual.open_encoders(options, CPU)
+    assert [one.kind for one in opened[::2]] == ["runs/one", *names[1:]] and len(opened) == 6
+    rows = crosslingual.rows_by_kind([opened[0], opened[0], opened[1]], [[1.0, 5.0], [3.0, 5.0], [4.0, 6.0]], ".1f")
+    assert [row[2:] for row in rows] == [["2.0 ± 1.4", "5.0 ± 0.0"], ["4.0", "6.0"]]
+
+
 def test_seeds_are_a_mean_and_a_deviation(tatoeba, folders, tmp_path, monkeypatch, capsys):
     names = tmp_path / "runs" / "one", tmp_path / "runs" / "one-seed=1"
     for seed, name in enumerate(names):

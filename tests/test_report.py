@@ -249,6 +249,9 @@ def test_benchmarks_and_notes(place, page):
         shown = [[[text for text, _ in row] for row in rows[1:]] for of, rows in found.tables if of == title]
         file = render.RESULTS / "bench" / f"{name}.json"
         assert shown == [table_rows(render.table_of_records(file, columns.split())) for columns in tables]
+    for name, title in render.ANALYSES.items():
+        _, headers, rows = render.read_analysis(render.RESULTS / "analyses" / f"{name}.json")
+        assert found.table(title) == [headers, *([*map(str, row)] for row in rows)]
     text = " ".join("".join(found.sections.values()).split())
     for file in (render.RESULTS / "notes").glob("*.md"):
         for block in file.read_text().split("\n\n"):

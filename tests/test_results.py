@@ -67,6 +67,18 @@ def test_a_row_shows_what_its_file_says(folder):
     assert "| 123.46 " in row(render.page(folder), "XMoE table 1", "dense")
 
 
+def test_an_analysis_shows_its_command_and_table(folder, capsys):
+    file = folder / "analyses" / "gamma.json"
+    command, table = "python analyze.py gamma X", [["experts", "limit"], ["dense", 0.5]]
+    file.write_text(json.dumps({"command": command, "table": table}))
+    page = render.page(folder)
+    assert f"`{command}`\n\n| experts | limit |" in page and "\n| dense   | 0.5   |\n" in page
+    for damaged in ("{}", json.dumps({"table": table}), json.dumps({"command": command, "table": None})):
+        file.write_text(damaged)
+        with pytest.raises(ValueError, match=r"gamma\.json is not what analyze.py leaves today"):
+            render.page(folder)
+
+
 def test_several_seeds_are_a_mean_and_a_deviation(folder):
     result = json.loads((folder / "train_lm" / DENSE).read_text())
     for seed, (name, ppl) in enumerate({"": 10.0, "-seed=1": 12.0, "-seed=2": 14.0}.items()):
