@@ -39,6 +39,7 @@ TABLES = [  # script, preset, number of the table (None: the run of the preset i
     ("finetune_xtreme", "demo", "xlme1", {"encoders": "multilingual"}),
 ]
 ANALYSES = {  # file: title
+    "compare": "Differences of routers (XMoE table 1)",
     "gamma": "Experts that do less at test (XMoE figure 4)",
     "collapse": "RC and RF in the course of training (X-MoE figures 2c and 3a)",
     "retrieval-whitened": "Translations found, all directions weighed alike (XLM-E table 5)",
