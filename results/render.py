@@ -24,7 +24,7 @@ SEEDS = 5  # a row is the mean over those of its first so many seeds that are th
 
 TABLES = [  # script, preset, number of the table (None: the run of the preset itself), and what else is given
     ("train_lm", "demo", 1),
-    ("train_lm", "small", None),
+    ("train_lm", "small", 1),
     ("train_mlm", "demo", 2),
     ("train_mlm", "multilingual", 2),
     ("train_mlm", "small", None),
