@@ -1,6 +1,7 @@
 """XLM-E's tables 3 and 4, parameters and FLOPs of the paper's sizes; and what all papers' models take to train."""
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import nn
@@ -23,7 +24,7 @@ SIZES = {  # appendix A. The text says a vocabulary of 500K, but only one of 2^1
 PARAMETERS = {"base": "279M", "large": "840M", "xl": "2.2B"}  # table 3
 
 
-@dataclass
+@dataclass(frozen=True)
 class Flops:
     """XLM-E's tables 3 and 4: parameters and training FLOPs of the paper's sizes, counted in several ways.
 
@@ -111,6 +112,7 @@ PRESETS = {  # of each script, and the vocabulary of those whose corpus brings i
 LENGTH = 30  # tokens of a sentence of WMT, about
 
 
+@cache
 def gpu_hours(options: Flops) -> str:
     """What the presets of the papers' scale take."""
     rows = []
