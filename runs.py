@@ -557,7 +557,7 @@ def mean_cell(numbers: list[tuple[float | None, str]]) -> str:
     if not values:
         return ""
     form = numbers[0][1]
-    deviation = f" ± {statistics.stdev(values):{form}}" if len(values) > 1 else ""
+    deviation = f" ± {statistics.stdev(values):{form.lstrip('+')}}" if len(values) > 1 else ""
     return f"{statistics.fmean(values):{form}}{deviation}"
 
 

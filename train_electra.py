@@ -132,7 +132,7 @@ def table2(base: Config) -> runs.Table:
 def cells(result: dict) -> dict:
     """A row of the table."""
     scores = result["held_out"]
-    sentences, pairs = scores["sentences"], scores["pairs"]
+    sentences, pairs, beside = scores["sentences"], scores["pairs"], scores["translation"]
     return {
         "params, M": (result["parameters"]["kept"] / 1e6, ".1f"),
         "FLOPs": (result["flops"], ".2e"),
@@ -140,6 +140,7 @@ def cells(result: dict) -> dict:
         "in pairs": (pairs["generator"], ".1%"),
         "F1": (sentences.get("f1"), ".3f"),
         "F1 in pairs": (pairs.get("f1"), ".3f"),
+        "translation adds": (beside["with"] - beside["without"], "+.2%"),
         "translations found": (scores["retrieval"][middle(scores)], ".1%"),
     }
 

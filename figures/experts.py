@@ -407,7 +407,7 @@ def compare(options: Compare):
             of_seeds = [bits(float(nats.mean())) for nats in more]
             interval = measures.bootstrap(document.bincount(more.mean(dim=0)), document.bincount())
             drawn |= {"more": statistics.fmean(of_seeds), "of_seeds": of_seeds, "interval": [*map(bits, interval)]}
-            cell = runs.mean_cell([(number, "+.4f") for number in of_seeds]).replace("± +", "± ")
+            cell = runs.mean_cell([(number, "+.4f") for number in of_seeds])
             better = sum(number > 0 for number in of_seeds)
             rows[-1][2:] = "{} ({:+.4f} to {:+.4f})".format(cell, *drawn["interval"]), f"{better} of {len(both)}"
     compared = [name for name in numbers if "more" in numbers[name]]
