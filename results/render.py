@@ -44,6 +44,7 @@ ANALYSES = {  # file: title
     "collapse": "RC and RF in the course of training (X-MoE figures 2c and 3a)",
     "retrieval-whitened": "Translations found, all directions weighed alike (XLM-E table 5)",
     "retrieval": "Translations found, by the plain cosine (XLM-E table 5)",
+    "part-of-speech": "Part of speech after fine-tuning, by the encoder's seed (XLM-E table 7)",
     "alignment": "Word alignment error, % (XLM-E table 6)",
 }
 BENCHES = {  # file: title, and the columns of its tables
