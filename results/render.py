@@ -34,6 +34,8 @@ TABLES = [  # script, preset, number of the table (None: the run of the preset i
     ("train_electra", "small", None),
     ("train_mt", "demo", None),
     ("train_mt", "small", None),
+    ("finetune_xtreme", "demo", None),
+    ("finetune_xtreme", "demo", None, {"frozen": False}),
     *(("finetune_xtreme", "demo", number) for number in ("1", "3", "5", "6", "7", "xlme1", "xlme2", "xlme7")),
     ("finetune_xtreme", "demo", "1", {"encoders": "multilingual"}),
     ("finetune_xtreme", "demo", "xlme1", {"encoders": "multilingual"}),
@@ -42,6 +44,8 @@ ANALYSES = {  # file: title
     "compare": "Differences of routers (XMoE table 1)",
     "gamma": "Experts that do less at test (XMoE figure 4)",
     "collapse": "RC and RF in the course of training (X-MoE figures 2c and 3a)",
+    "collapse-multilingual": "RC and RF on real text (X-MoE figures 2c and 3a)",
+    "consistency": "Loads of the experts, fine-tuning runs of three seeds (X-MoE figure 3b)",
     "retrieval-whitened": "Translations found, all directions weighed alike (XLM-E table 5)",
     "retrieval": "Translations found, by the plain cosine (XLM-E table 5)",
     "part-of-speech": "Part of speech after fine-tuning, by the encoder's seed (XLM-E table 7)",
@@ -92,7 +96,10 @@ def table_of_runs(folder: Path, script: str, preset: str, number: int | str | No
     base = module.Config(**{"preset": preset, "seeds": SEEDS} | module.PRESETS[preset] | given)
     shown = preset if preset != "demo" or not (number or given) else ""
     options = ({"preset": preset} if preset != "demo" else {}) | given | ({"table": number} if number else {})
-    command = " ".join([f"python {script}.py", *(f"--{option} {value}" for option, value in options.items())])
+    said = (
+        f"--{option} {str(value).lower() if isinstance(value, bool) else value}" for option, value in options.items()
+    )
+    command = " ".join([f"python {script}.py", *said])
     if number:
         table = module.TABLES[number](base)
         if script == "finetune_xtreme":
