@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 import shutil
+from collections import Counter
 
 import pytest
 
@@ -129,6 +130,19 @@ def test_every_committed_note_is_on_the_page(folder):
     page = render.page(folder)
     for file in (render.RESULTS / "notes").glob("*.md"):
         assert file.read_text().strip() in page, f"{file.name} belongs to no table"
+
+
+def test_links_to_sections_lead_to_one():
+    """As GitHub names them: lower case, no punctuation, and a number behind the second of a name."""
+    page = (render.RESULTS / "README.md").read_text()
+    names = Counter()
+    for title in re.findall(r"^#+ (.*)$", page, re.M):
+        name = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+        names[name] += 1
+        names[f"{name}-{names[name] - 1}"] += names[name] > 1
+    found = re.findall(r"\]\(#(.*?)\)", page)
+    found += re.findall(r"\]\(results/README\.md#(.*?)\)", (render.RESULTS.parent / "README.md").read_text())
+    assert len(found) > 5 and [link for link in found if not names[link]] == []
 
 
 def test_every_committed_result_is_read(committed):
