@@ -653,6 +653,8 @@ def test_table_2_has_every_row_and_runs_none_twice(options, monkeypatch, capsys)
     expected += [f"{sentences['f1']:.3f}", f"{pairs['f1']:.3f}", f"{beside['with'] - beside['without']:+.2%}"]
     expected += [f"{whole['held_out']['retrieval'][2]:.1%}"]
     assert rows["XLM-E"][2:] == expected
+    beside |= {"with": 0.5, "without": 0.25}
+    assert train_electra.cells(whole)["translation adds"] == (0.25, "+.2%")
     monkeypatch.setattr(train_electra, "ask", None)  # whoever trains or evaluates now fails
     ELECTRA.run(options, monkeypatch)
     assert capsys.readouterr().out.split("\n\n")[-1] == table
