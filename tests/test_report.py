@@ -266,6 +266,7 @@ def test_benchmarks_and_notes(place, page):
 # ---------------------------------------------------------------------------------------------------------------------
 # What is damaged, foreign or hostile
 
+SCALE = json.loads((render.RESULTS / "bench" / "scale.json").read_text())
 DAMAGED = {  # a file, what is in it, what the page says
     "torn": ("train_lm/x/result.json", '{"test": {', "out/train_lm/x/result.json: not readable JSON"),
     "deep": ("train_lm/x/result.json", "[" * 100_000, "out/train_lm/x/result.json: not "),
@@ -285,6 +286,11 @@ DAMAGED = {  # a file, what is in it, what the page says
     "caption": ("figures/good.json", "{", "out/figures/good.json: not readable JSON"),
     "figure": ("figures/x.pdf", "a", "out/figures/x.pdf: no figure"),
     "bench": ("bench/layer.json", [{"shape": "S1"}], "out/bench/layer.json: not what its script writes"),
+    "half of a bench": (
+        "bench/scale.json",
+        [record for record in SCALE if "processes" in record],
+        "out/bench/scale.json: not what its script writes",
+    ),
     "no bench": ("x.json", {"a": 1}, "out/x.json: no list of records"),
 }
 
