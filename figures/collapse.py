@@ -139,7 +139,8 @@ class Collapse(Measured):
     falls, X-MoE's is higher and rises). RF: share of the validation tokens whose expert changed since the checkpoint
     before (in the paper X-MoE's is lower). Both are from the logs. Spectrum: singular values of the hidden states of
     the newest checkpoint around their mean, over the largest; the faster they fall, the fewer dimensions are used. The
-    table has RC again, of these hidden states, and the dimensions that are used (e to the entropy of the variances).
+    table has the last evaluations of the logs, then RC again, of these hidden states, and the dimensions that are used
+    (e to the entropy of the variances).
     """
 
     # folders of runs of train_mlm.py; none: all finished ones of the demo in out/train_mlm that have experts

@@ -87,7 +87,7 @@ class Encoders(Drawn):
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # auto: bfloat16 where it is fast
 
 
-RANDOM = ", random weights"
+RANDOM = ", random weights"  # behind the name of an encoder that has learned nothing
 
 
 class Opened(NamedTuple):

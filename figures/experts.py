@@ -387,7 +387,7 @@ def compare(options: Compare):
     texts = {(data.checksum, data.block_size): folder for folder, (_, data, _) in opened.items()}
     if len(texts) > 1:
         raise ValueError(f"{' and '.join(texts.values())} differ in their data or in block_size: give runs of one text")
-    (*_, data, _) = opened[next(iter(found))]
+    _, data, _ = next(iter(opened.values()))
     ends = torch.cat([y.flatten() for _, y in data.eval_batches("test", options.max_tokens)]) == data.tokenizer.eot
     document = ends.cumsum(0) - ends.long()  # of each token
     if not document.any():

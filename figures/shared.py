@@ -63,13 +63,19 @@ def save(figure, name: str, caption: str, numbers: dict, options: Drawn, table: 
 
 def command(name: str, options: Drawn) -> str:
     """The line that draws a figure, with every option that was changed; but --out, where it is kept."""
-    words = ["python", "analyze.py", name, *getattr(options, "folders", ())]
-    for option in fields(options):
-        value = getattr(options, option.name)
-        if option.name not in ("folders", "out") and value != option.default:
-            values = value if isinstance(value, tuple) else [value]
-            words += [f"--{option.name}", *(str(one).lower() if isinstance(one, bool) else str(one) for one in values)]
-    return shlex.join(words)
+    own = [option for option in fields(options) if option.name not in ("folders", "out")]
+    values = {option.name: getattr(options, option.name) for option in own}
+    changed = {option.name: values[option.name] for option in own if values[option.name] != option.default}
+    return shlex.join(["python", "analyze.py", name, *getattr(options, "folders", ()), *flags(changed)])
+
+
+def flags(options: dict) -> list[str]:
+    """Options as words of a command: {"whiten": True, "shares": (0.5, 1.0)} is --whiten true --shares 0.5 1.0."""
+    words = []
+    for name, value in options.items():
+        values = value if isinstance(value, tuple) else [value]
+        words += [f"--{name}", *(str(one).lower() if isinstance(one, bool) else str(one) for one in values)]
+    return words
 
 
 def read_run(folder: str, *scripts: str) -> tuple[dict, list[dict]]:

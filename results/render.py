@@ -18,6 +18,7 @@ import tyro
 import common
 import runs
 from figures import flops
+from figures.shared import flags
 
 RESULTS = Path(__file__).parent
 SEEDS = 5  # a row is the mean over those of its first so many seeds that are there
@@ -98,10 +99,7 @@ def table_of_runs(folder: Path, script: str, preset: str, number: int | str | No
     base = module.Config(**{"preset": preset, "seeds": SEEDS} | module.PRESETS[preset] | given)
     shown = preset if preset != "demo" or not (number or given) else ""
     options = ({"preset": preset} if preset != "demo" else {}) | given | ({"table": number} if number else {})
-    said = (
-        f"--{option} {str(value).lower() if isinstance(value, bool) else value}" for option, value in options.items()
-    )
-    command = " ".join([f"python {script}.py", *said])
+    command = " ".join([f"python {script}.py", *flags(options)])
     if number:
         table = module.TABLES[number](base)
         if script == "finetune_xtreme":

@@ -168,6 +168,10 @@ def test_gpu_hours_are_those_of_the_matrix_products():
     hours = total / (0.5 * 989e12) / 3600
     assert rows["train_lm.py --preset openwebtext-124M"][:4] == ["124", "16", f"{total:.1e}", f"{hours:,.0f}"]
     assert rows["train_lm.py --preset openwebtext-323M"][0] == "323"
+    T, V, ffn, d_e, E = 512, 250_002, 4 * D * 3072, 16, 32
+    dense = L * (8 * D * D + ffn) + 4 * L * T * D + 0.15 * 2 * D * (D + V)
+    total = 3 * 125_000 * 2048 * T * (dense + 3 * ffn + 2 * d_e * (D + E))  # a token has one expert, of three FFNs
+    assert rows["train_mlm.py --preset base"][1:3] == ["131", f"{total:.1e}"]
     both = table_rows(flops.table4().split("\n\n")[1])[2][4]
     assert rows["train_electra.py --preset base"][1:3] == ["262", f"{float(both):.1e}"]
     twice = {row[0]: row[1:] for row in table_rows(flops.gpu_hours(flops.Flops(mfu=0.25)).split("\n\n")[1])}
