@@ -443,7 +443,7 @@ def trainee(kind: type, config: model.ModelConfig, tokens: int, device: torch.de
     if kind is model.MaskedLM:
         masked = torch.randperm(S, device=device)[: round(MASKED * S)].sort().values
         inputs, targets = (ids, masked), ids.flatten()[masked]
-        flops = measures.flops_per_token(net.encoder, config, head=MASKED * 2 * D * (D + V))
+        flops = measures.flops_per_token(net.encoder, config, head=MASKED * measures.masked_head_flops(config))
     else:
         inputs, targets = (ids,), ids.flatten()
         flops = measures.flops_per_token(net, config, head=2 * D * V)

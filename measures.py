@@ -66,6 +66,11 @@ def flops_per_token(body: nn.Module, config, head: float) -> dict[str, float]:
     return flops
 
 
+def masked_head_flops(config) -> float:
+    """Forward FLOPs of the masked LM's output layer, of a masked token: its dense layer and the logits."""
+    return 2 * config.n_embd * (config.n_embd + config.vocab_size)
+
+
 def translation_flops(model: nn.Module, N: float, T: float) -> dict[str, float]:
     """Forward FLOPs of one pair, a source of N tokens and a translation of T: `total` and, of that, `moe`."""
     config = model.config

@@ -393,11 +393,10 @@ def describe(scores: dict) -> str:
 
 def step_flops(model: Electra | MaskedLM) -> float:
     """Training FLOPs of a step, forward and twice that backward; pairs count as rows of block_size tokens, too."""
-    config = model.config
-    D, V = config.n_embd, config.vocab_size
+    config, D = model.config, model.config.n_embd
     rtd = config.objective == "rtd"
     generator = model.generator if rtd else model
-    head = config.mask_share * 2 * D * (D + V)  # the masked tokens alone
+    head = config.mask_share * measures.masked_head_flops(generator.config)  # of the masked tokens alone
     batches = 1 + config.tlm  # of sentences, and of pairs
     forward = batches * measures.flops_per_token(generator.encoder, generator.config, head)["total"]
     if rtd:

@@ -268,7 +268,7 @@ def train(config: Config, context) -> dict:
             return run.result
         model = build(runs.with_vocabulary(config, data), data, run.checkpoint, context)
     parameters = measures.count_parameters(model)
-    head = 2 * config.n_embd * (config.n_embd + data.vocab_size) * config.mask_share  # of the masked tokens alone
+    head = config.mask_share * measures.masked_head_flops(model.config)  # of the masked tokens alone
     flops = measures.flops_per_token(model.encoder, config, head)
     run.say(
         f"{run.name}: {parameters['total']:,} parameters, {parameters['active']:,.0f} active a token, "

@@ -133,7 +133,6 @@ def gpu_hours(options: Flops) -> str:
 
 def cost_of_step(script, config) -> tuple[nn.Module, float]:
     """The preset's model, of shapes without numbers, and the FLOPs of one step of its training."""
-    D, V = config.n_embd, config.vocab_size
     with torch.device("meta"):
         if script is train_electra:
             model = train_electra.make(config)
@@ -143,9 +142,9 @@ def cost_of_step(script, config) -> tuple[nn.Module, float]:
             forward = measures.translation_flops(model, LENGTH, LENGTH)["total"] / (2 * LENGTH)
         elif script is train_mlm:
             model = train_mlm.MaskedLM(config)
-            head = config.mask_share * 2 * D * (D + V)
+            head = config.mask_share * measures.masked_head_flops(config)
             forward = measures.flops_per_token(model.encoder, config, head)["total"]
         else:
             model = GPT(config)
-            forward = measures.flops_per_token(model, config, 2 * D * V)["total"]
+            forward = measures.flops_per_token(model, config, 2 * config.n_embd * config.vocab_size)["total"]
     return model, 3 * config.batch_tokens * forward

@@ -176,7 +176,7 @@ def test_flops_of_the_encoder_are_what_a_counter_counts():
     masked = torch.arange(0, 24, 4)
     found, rows = counted(model, torch.randint(4, 23, (2, 12)), masked)
     head = 0.25 * 2 * (8 * 8 + 8 * 23)  # a quarter of the tokens is predicted
-    flops = measures.flops_per_token(model.encoder, model.config, head)
+    flops = measures.flops_per_token(model.encoder, model.config, 0.25 * measures.masked_head_flops(model.config))
     router, row = 2 * (8 * 2 + 2 * 4), 3 * 2 * 2 * 8 * 8
     dense = 2 * 2 * (4 * 8 * 8 + 2 * 8 * 16) + 4 * 2 * 12 * 8 + head
     assert flops == {"total": dense + 2 * (router + row), "moe": 2 * (router + row)}
