@@ -250,7 +250,7 @@ def dense_layers(h: Tensor, flops: float) -> dict[str, Contender]:
 
     def compiled(x: Tensor):
         a = F.linear(x, ffn.fc.weight)
-        activate = model.compiled_activation() if a.numel() >= model.WORTH_COMPILING else model.activation
+        activate = model.compiled_activation(a.device.type) if a.numel() >= model.WORTH_COMPILING else model.activation
         return ffn.proj(activate(a, ffn.fc.bias, gate, "tanh")), 0.0
 
     return {

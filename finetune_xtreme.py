@@ -178,8 +178,8 @@ ROWS = [  # table, encoder, its run, what to change in fine-tuning, the paper's 
     ("6", "1e-1", X_MOE, dict(balance_coef=1e-1), "71.68, 64.50"),
     ("7", "SMoE, top-1", SMOE, LEARN, "?"),
     ("7", "X-MoE, top-1", X_MOE, {}, "?"),
-    ("7", "SMoE, top-2", "train_mlm/{}-router=topk-top_k=2", LEARN, "?"),
-    ("7", "X-MoE, top-2", "train_mlm/{}-select=topk-top_k=2", {}, "?"),
+    ("7", "SMoE, top-2", "train_mlm/{}-router=topk", LEARN, "?"),
+    ("7", "X-MoE, top-2", "train_mlm/{}-select=topk", {}, "?"),
     ("xlme1", "XLM-E - TRTD", f"{XLM_E}-tlm=False", {}, "74.2, 62.7, 74.3/58.2, 67.8/49.7, 57.8/40.6, 75.1, 87.1"),
     ("xlme1", "XLM", XLM, {}, "70.1, 61.2, 59.8/44.3, 48.5/32.6, 43.6/29.1, 69.1, 80.9"),
     ("xlme1", "XLM-E", XLM_E, {}, "75.6, 63.5, 76.2/60.2, 68.3/49.8, 62.4/45.7, 76.6, 88.3"),
@@ -265,14 +265,7 @@ class FineTuned(SparseModel):
 
 def build(config: Config, labels: list[str]) -> tuple[FineTuned, XLMR]:
     """A pre-trained encoder under a new head, and its tokenizer. ValueError where --model is something else."""
-    folder = Path(config.model)
-    if not folder.exists():
-        raise ValueError(f"{folder} does not exist: train it with {folder.parent.name}.py, or give another --model")
-    encoder, tokenizer = pretrained.load(folder, dropout=config.dropout)
-    if not isinstance(encoder, Encoder):
-        raise ValueError(f"{config.model} is no encoder: give a run of train_mlm.py or train_electra.py")
-    if not isinstance(tokenizer, XLMR):
-        raise ValueError(f"{config.model} has no sentencepiece.bpe.model, the tokenizer of XLM-R")
+    encoder, tokenizer = pretrained.load_encoder(config.model, dropout=config.dropout)
     if tokenizer.vocab_size != encoder.config.vocab_size:
         raise ValueError(f"{config.model}: its tokenizer has {tokenizer.vocab_size:,} pieces, not those of its model")
     common.seed_all(config.seed)

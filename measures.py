@@ -5,6 +5,7 @@ Functions that the scripts and analyses share; nothing here imports a file of th
 
 import math
 from collections.abc import Iterator
+from statistics import fmean
 
 import torch
 import torch.nn.functional as F
@@ -132,6 +133,12 @@ def bootstrap(totals: Tensor, sizes: Tensor, draws: int = 1000) -> tuple[float, 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Routing
+
+
+def mean_over_layers(name: str, layers: list[dict]) -> float | None:
+    """Of the layers that have one; None where none has."""
+    values = [layer[name] for layer in layers if layer[name] is not None]
+    return fmean(values) if values else None
 
 
 class RoutingStats:
@@ -355,6 +362,11 @@ def hidden_states(
         with context.autocast():
             encoder(ids, real, states)
         yield chunk, keep, [state.to(torch.promote_types(state.dtype, torch.float32)) for state in states]
+
+
+def middle_layer(L: int) -> int:
+    """Of an encoder with L layers that whose sentence vectors are shown, the 9th of 12 (XLM-E 4.6); 0: embeddings."""
+    return round(0.75 * L)
 
 
 def sentence_vectors(encoder: nn.Module, rows: list[list[int]], micro_tokens: int, context) -> Tensor:

@@ -135,7 +135,9 @@ def sizes(config: ModelConfig) -> Sizes:
     said = {name: getattr(config, name) for name in Sizes._fields if getattr(config, name) is not None}
     # What is said wins over what the router's name says, and that over what follows from the rest.
     size = dict(zip(("score", "gate", "select"), ROUTERS[config.router])) | said
-    if size["select"] != "hash":  # a hash that is told to select otherwise needs a score and a gate
+    if size["select"] == "hash":  # has no score and no gate, where another router's name says them
+        size = size | {"score": None, "gate": None}
+    else:  # and a hash that is told to select otherwise needs both
         size = size | {"score": size["score"] or "dot", "gate": size["gate"] or "softmax"}
     follows = between_layers if config.moe_after else in_place_of_ffns
     size = follows(config, size["select"]) | size
@@ -295,10 +297,9 @@ def activation(a: Tensor, b: Tensor, gate: Tensor, gelu: str) -> Tensor:
 
 
 @functools.cache
-def compiled_activation():
-    """`activation` in one pass over memory, and one backward; as it stands where it cannot be compiled."""
+def compiled_activation(device: str):
+    """`activation` in one pass over memory, and one backward; as it stands where that device cannot compile it."""
     compiled = torch.compile(activation, dynamic=True)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     a = torch.ones(2, 3, device=device, requires_grad=True)  # what is compiled for one size serves all
     try:
         compiled(a, a, a[:, :1], "tanh")
@@ -322,7 +323,7 @@ class Experts(nn.Module):
         """(N, D) -> gate * W_out^T gelu(W_in x + b_in), (N, D): all of an FFN but b_out."""
         activate = activation
         if len(x) * self.b_in.shape[1] >= WORTH_COMPILING and not torch.compiler.is_compiling():
-            activate = compiled_activation()
+            activate = compiled_activation(x.device.type)
         b = self.b_in.index_select(0, rows.expert)  # (N, F)
         z = activate(ragged_linear(x, self.w_in.mT, rows), b, rows.gate, self.gelu)  # (N, F)
         del b  # with nothing of its size left but what the backward pass needs
@@ -468,6 +469,12 @@ class SparseModel(nn.Module):
     def sees_later(self) -> bool:
         """Whether experts choose among later tokens too, so that what a decoder reaches is no language model's."""
         return any(moe.router.select == "expert_choice" for moe in self.moe_layers)
+
+    @property
+    def limited_at_test(self) -> bool:
+        """Whether choices may be cut at test. To expert_choice the limit is what chooses."""
+        limited = any(moe.eval_capacity_factor < moe.router.num_experts for moe in self.moe_layers)
+        return limited and not self.sees_later
 
     def after_step(self):
         """To be called after every optimizer step: restores what routers keep fixed."""

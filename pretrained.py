@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from data.tokenizers import Tokenizer, load_tokenizer
+from data.tokenizers import XLMR, Tokenizer, load_tokenizer
 from model import GPT, PAD, Encoder, ModelConfig
 from runs import newest, read_json
 from translator import Translator
@@ -39,6 +39,19 @@ def load(path: str | Path, **changes) -> tuple[nn.Module, Tokenizer | None]:
         return load_hugging_face(folder, changes)
     wanted = ", ".join(CHECKPOINTS + HUGGING_FACE)
     raise FileNotFoundError(f"{folder} is neither the folder of a run nor of a model: it has none of {wanted}")
+
+
+def load_encoder(path: str | Path, **changes) -> tuple[Encoder, XLMR]:
+    """The same of a folder that must hold an encoder."""
+    folder = Path(path)
+    if not folder.exists():
+        raise ValueError(f"{folder} does not exist: train it with {folder.parent.name}.py, or name another folder")
+    encoder, tokenizer = load(folder, **changes)
+    if not isinstance(encoder, Encoder):
+        raise ValueError(f"{folder} is no encoder: give a run of train_mlm.py or train_electra.py")
+    if not isinstance(tokenizer, XLMR):
+        raise ValueError(f"{folder} has no sentencepiece.bpe.model, the tokenizer of XLM-R")
+    return encoder, tokenizer
 
 
 def load_run(folder: Path, state: dict, changes: dict) -> tuple[nn.Module, Tokenizer]:

@@ -31,7 +31,7 @@ import parallel
 # Constants that say where and how to run, not what to compute: they may differ when a run resumes.
 # A script's Config adds its own as `not_identity`.
 NOT_IDENTITY = {"preset", "table", "seeds", "out_dir", "resume", "device", "log_every", "vocab_size"}
-NOT_IDENTITY |= {"expert_parallel", "shard"}
+NOT_IDENTITY |= {"expert_parallel", "shard", "compile"}
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The command line: Config < preset < what is given

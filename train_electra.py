@@ -84,7 +84,7 @@ class Config(ModelConfig):
     compile: bool = False  # torch.compile
     resume: bool = True  # go on from the run's newest checkpoint; false: start again
 
-    # Constants of other models: as a ClassVar a constant is no option of this script, and nothing reads it.
+    # Constants of other models: as a ClassVar a constant is no option of this script.
     moe_every: ClassVar = 2
     expert_ffns: ClassVar = 8
     decoder_layers: ClassVar = 0
@@ -357,8 +357,8 @@ def retrieval(encoder: Encoder, pairs: PairData, config: Config, context, most: 
 
 
 def middle(scores: dict) -> int:
-    """The layer whose sentence vectors are shown: the 9th of 12, as in section 4.6."""
-    return round(0.75 * (len(scores["retrieval"]) - 1))
+    """The layer whose sentence vectors are shown."""
+    return measures.middle_layer(len(scores["retrieval"]) - 1)
 
 
 def describe(scores: dict) -> str:

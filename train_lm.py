@@ -15,7 +15,6 @@ out/train_lm/NAME; the same command goes on where it stopped. `--help` lists eve
 
 import math
 from dataclasses import dataclass, replace
-from statistics import fmean
 from typing import ClassVar, Literal
 
 import torch
@@ -72,7 +71,7 @@ class Config(ModelConfig):
     eval_only: bool = False  # no training: evaluate the run's checkpoint, or --init_from
     init_from: str | None = None  # folder of a GPT-2 checkpoint in Hugging Face's format (router dense)
 
-    # Constants of other models: as a ClassVar a constant is no option of this script, and nothing reads it.
+    # Constants of other models: as a ClassVar a constant is no option of this script.
     moe_after: ClassVar = ()
     relative_bias: ClassVar = False
     decoder_layers: ClassVar = 0
@@ -179,8 +178,7 @@ def cells(result: dict) -> dict:
         "no limit": (result["test_no_limit"]["ppl"], ".2f"),
     }
     for name, form in ROUTING.items():
-        values = [layer[name] for layer in layers]
-        found[name] = fmean(values) if values else None, form
+        found[name] = measures.mean_over_layers(name, layers), form
     return found
 
 
@@ -310,8 +308,7 @@ def train(config: Config, context) -> dict:
 def test(model: GPT, data: TokenData, context) -> dict:
     """Test perplexity at the evaluation gamma (the paper's protocol), and without a limit."""
     scores = evaluate(model, data, "test", context)
-    limited = any(moe.eval_capacity_factor < moe.router.num_experts for moe in model.moe_layers)
-    if not limited or model.sees_later:  # to expert_choice the limit is what chooses
+    if not model.limited_at_test:
         return {"test": scores, "test_no_limit": scores}
     with model.no_limit():
         return {"test": scores, "test_no_limit": evaluate(model, data, "test", context)}
@@ -347,9 +344,11 @@ def sample(config: Config, model: GPT, data: TokenData, context) -> dict:
     common.seed_all(config.seed)
     prompt = data.tokenizer.encode_batch([config.prompt])[0]
     ids = torch.tensor([[data.tokenizer.eot, *prompt]], device=context.device)
-    watches = [measures.RoutingStats(moe) for moe in model.moe_layers]
     with context.autocast():
         ids = model.generate(ids, config.sample_tokens, config.sample_temperature, config.sample_top_k)
+        watches = [measures.RoutingStats(moe) for moe in model.moe_layers]  # of each token once
+        with torch.no_grad(), model.no_limit():
+            model.eval().hidden(ids[:, -config.block_size :])
     served = [watch.finish()["served"] for watch in watches]
     return {"sample": data.tokenizer.decode(ids[0, 1:].tolist()), "sample_served": served}
 

@@ -3,7 +3,7 @@
     python train_mlm.py                                        the demo: X-MoE, on 97 languages that are on this disk
     torchrun train_mlm.py --router switch                      the SMoE baseline; --router dense: no experts
     python train_mlm.py --gate sigmoid --routing_dim 8         another gate, another sphere
-    python train_mlm.py --router topk --score hypersphere      two experts a token
+    python train_mlm.py --select topk                          two experts a token
     torchrun --nproc_per_node 8 train_mlm.py --preset base     the paper's model and schedule, on 8 GPUs
     python train_mlm.py --table 2                              every row of a table, beside the paper's numbers
 
@@ -14,7 +14,6 @@ where it stopped. `--help` lists every constant.
 """
 
 from dataclasses import dataclass
-from statistics import fmean
 from typing import ClassVar, Literal
 
 import torch
@@ -79,7 +78,7 @@ class Config(ModelConfig):
     expert_size: int = 128  # F
     expert_layers: int = 3  # FFNs of an expert, each with a norm and a residual around it; 0: one bare FFN
 
-    # Constants of other models: as a ClassVar a constant is no option of this script, and nothing reads it.
+    # Constants of other models: as a ClassVar a constant is no option of this script.
     moe_every: ClassVar = 2
     expert_ffns: ClassVar = 8
     decoder_layers: ClassVar = 0
@@ -153,16 +152,11 @@ def cells(result: dict) -> dict:
         "params, M": (result["parameters"]["total"] / 1e6, ".1f"),
         "our perplexity": (result["valid"]["ppl"], ".2f"),
         "bits/byte": (result["valid"]["bpb"], ".3f"),
-        "RC": (mean_of("rc", layers), ".2f"),
-        "RF": (mean_of("rf", layers), ".1%"),
-        "load imbalance": (mean_of("imbalance", layers), ".2f"),
-        "temperature": (mean_of("temperature", layers), ".3f"),
+        "RC": (measures.mean_over_layers("rc", layers), ".2f"),
+        "RF": (measures.mean_over_layers("rf", layers), ".1%"),
+        "load imbalance": (measures.mean_over_layers("imbalance", layers), ".2f"),
+        "temperature": (measures.mean_over_layers("temperature", layers), ".3f"),
     }
-
-
-def mean_of(name: str, layers: list[dict]) -> float | None:
-    values = [layer[name] for layer in layers if layer[name] is not None]
-    return fmean(values) if values else None
 
 
 TABLES = {2: table2, 3: table3, 5: table5}

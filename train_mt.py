@@ -355,8 +355,7 @@ def mean_of(states: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 def test(model: Translator, data: TranslationData, config: Config, context) -> dict:
     """Scores of the test set at the evaluation gamma (the paper's protocol), and without a limit."""
     scores = free = score_split(model, data, "test", config, context)
-    limited = any(moe.eval_capacity_factor < moe.router.num_experts for moe in model.moe_layers)
-    if limited and not model.sees_later:  # to expert_choice the limit is what chooses
+    if model.limited_at_test:
         free = score_split(model, data, "test", config, context, limit=False)
     return {"test": scores, "test_no_limit": free}
 

@@ -19,7 +19,7 @@ from data import bitext_sets
 from data.bitext_sets import Aligned
 from data.prepare import ready
 from data.tokenizers import XLMR
-from figures.shared import COLORS, Drawn, but_for_seed, canvas, read_run, save
+from figures.shared import COLORS, Drawn, but_for_seed, canvas, named, read_run, save
 from model import Encoder
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -46,11 +46,13 @@ def curve(options: Curve):
     figure = canvas(columns=2)
     found, right = figure.axes
     numbers = {}
-    for number, folder in enumerate(folders):
-        config, records = read_run(folder, "train_electra")
+    read = {folder: read_run(folder, "train_electra") for folder in folders}
+    configs = {folder: config for folder, (config, _) in read.items()}
+    names = named(configs, lambda config: "XLM-E" if config["objective"] == "rtd" else "XLM")
+    for number, (folder, (config, records)) in enumerate(read.items()):
         color = COLORS[number % len(COLORS)]
-        label = f"{'XLM-E' if config['objective'] == 'rtd' else 'XLM'}, seed {config['seed']}"
-        layer = round(0.75 * config["n_layer"])  # the 9th of 12, as in section 4.6
+        label = f"{names[folder]}, seed {config['seed']}"
+        layer = measures.middle_layer(config["n_layer"])
         scores = [record["held_out"] for record in records]
         drawn = numbers[folder] = {
             "flops": [record["flops"] for record in records],
@@ -104,15 +106,9 @@ def open_encoders(options: Encoders, context) -> list[Opened]:
     """Every encoder, and behind the first of a kind one of its shape with random weights, which has learned nothing."""
     found, configs = [], {}
     for folder in dict.fromkeys(map(Path, options.folders)):
-        if not folder.exists():
-            raise ValueError(f"{folder} does not exist: train it with {folder.parent.name}.py, or name other folders")
-        encoder, tokenizer = pretrained.load(folder)
-        if not isinstance(encoder, Encoder):
-            raise ValueError(f"{folder} is no encoder: give runs of train_electra.py or train_mlm.py")
-        if not isinstance(tokenizer, XLMR):
-            raise ValueError(f"{folder} has no sentencepiece.bpe.model, the tokenizer of XLM-R")
+        encoder, tokenizer = pretrained.load_encoder(folder)
         L = encoder.config.n_layer
-        layer = round(0.75 * L) if options.layer is None else options.layer
+        layer = measures.middle_layer(L) if options.layer is None else options.layer
         if layer not in range(L + 1):
             raise ValueError(f"layer must be from 0 to {L} in {folder}, not {layer}")
         common.seed_all(0)

@@ -67,10 +67,6 @@ def test(model: GPT, data: TokenData, context, max_tokens: int) -> dict:
     return {"ppl": measures.perplexity(total / tokens), "layers": layers}
 
 
-def mean_of(name: str, layers: list[dict]) -> float:
-    return statistics.fmean(layer[name] for layer in layers)
-
-
 @dataclass
 class Activations(Tested):
     """XMoE's figures 1 and 6: the share of positive activations in FFNs, by the number of experts and by their size.
@@ -161,7 +157,7 @@ def spent(model: GPT, layers: list[dict]) -> float:
     """FLOPs of the experts that served a token, the mean of all layers, as a share of a dense FFN's."""
     if not layers:
         return 1.0
-    return mean_of("served", layers) * sizes(model.config).expert_size / model.config.ffn_size
+    return measures.mean_over_layers("served", layers) * sizes(model.config).expert_size / model.config.ffn_size
 
 
 def gamma(options: Gamma):
@@ -267,7 +263,7 @@ def threshold(options: Threshold):
     def point(t: float, folder: str) -> dict:
         scores = test(*opened[folder], options.max_tokens)
         bar.update()
-        return {"threshold": t, "ppl": scores["ppl"], "served": mean_of("served", scores["layers"])}
+        return {"threshold": t, "ppl": scores["ppl"], "served": measures.mean_over_layers("served", scores["layers"])}
 
     numbers = {"in training": {}, "at test": [], "at test, no limit": []}
     for folder, config in sorted(found.items(), key=lambda item: item[1]["threshold"]):

@@ -21,6 +21,7 @@ from types import ModuleType
 from typing import NamedTuple
 from xml.etree import ElementTree
 
+import measures
 import runs
 from results import render
 
@@ -216,14 +217,10 @@ def paper_tables(script: str, module: ModuleType, place: str, found: dict[str, R
 
 def measured_with(config, run: Run, script: str, left: Left) -> bool:
     """Whether a run of that name has that config's constants: those of a preset change."""
-    measured = run.result.get("config", {})
-    for constant, value in runs.identity(config).items():
-        before = measured.get(constant, value)
-        if value is not None and before != value:
-            reason = f"has {constant} {before}, its row in the tables {value}: measure it again"
-            left.add(Path(run.place, script, run.name), reason)
-            return False
-    return True
+    difference = render.difference(run.result, config)
+    if difference:
+        left.add(Path(run.place, script, run.name), f"{difference}: measure it again")
+    return not difference
 
 
 def all_runs(found: list[Run], module: ModuleType) -> str:
@@ -283,11 +280,11 @@ def curves(script: str, found: list[Run]) -> Iterator[str]:
 
 
 def value_at(record: dict, path: str) -> float | None:
-    """A finite number of an evaluation; of a list by layers that of the layer at three quarters (XLM-E 4.6)."""
+    """A finite number of an evaluation; of a list by layers that of the middle one."""
     for name in path.split("."):
         record = record.get(name) if isinstance(record, dict) else None
     if isinstance(record, list) and record:
-        record = record[round(0.75 * (len(record) - 1))]
+        record = record[measures.middle_layer(len(record) - 1)]
     return record if type(record) in (int, float) and math.isfinite(record) else None
 
 
@@ -377,11 +374,7 @@ def bench_section(folder: Path, results: Path, left: Left) -> list[tuple[str, st
             plain = [name for name, value in records[0].items() if isinstance(value, str | int | float)]
             shown = []
             for columns in [words.split() or plain for words in tables]:
-                own = [record for record in records if columns[0] in record]
-                if not own:
-                    raise KeyError(columns[0])
-                rows = [[render.record_cell(record[column]) for column in columns] for record in own]
-                shown.append(table(columns, rows, title))
+                shown.append(table(columns, render.rows_of_records(records, columns), title))
             parts.append(f'<h3>{escape(title)}</h3>\n<p class="of"><code>{escape(str(file))}</code></p>')
             parts += shown
     if parts:

@@ -26,6 +26,7 @@ SEEDS = 5  # a row is the mean over those of its first so many seeds that are th
 TABLES = [  # script, preset, number of the table (None: the run of the preset itself), and what else is given
     ("train_lm", "demo", 1),
     ("train_lm", "small", 1),
+    ("train_lm", "small", 1, {"data": "enwiki", "dropout": 0.0, "steps": 2500}),
     ("train_mlm", "demo", 2),
     ("train_mlm", "multilingual", 2),
     ("train_mlm", "small", None),
@@ -115,7 +116,9 @@ def table_of_runs(folder: Path, script: str, preset: str, number: int | str | No
         kept = [row for row, found in zip(table.rows, rows) if found]
         table, rows = table._replace(rows=kept), list(filter(None, rows))
     name = "-".join(filter(None, (script, shown, *map(str, given.values()), str(number or ""))))
-    return [f"## {table.title}", f"`{command}`{effort(rows)}", table.render(rows, module.cells), note(folder, name)]
+    scale = filter(None, (shown, given.get("data"), given.get("encoders"))) if number else ()
+    title = ", ".join([table.title, *scale])
+    return [f"## {title}", f"`{command}`{effort(rows)}", table.render(rows, module.cells), note(folder, name)]
 
 
 def file_name(config, presets: dict[str, dict]) -> str:
@@ -136,14 +139,22 @@ def read_result(folder: Path, config, script: ModuleType) -> dict | None:
     result = runs.read_json(file)
     try:
         script.cells(result)
-        measured = result.get("config", {})
-    except (KeyError, TypeError) as error:
+        found = difference(result, config)
+    except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{file} is not a result that its script writes today ({error!r}): measure it again") from None
+    if found:
+        raise ValueError(f"{file} {found}: measure it again, or remove it")
+    return result
+
+
+def difference(result: dict, config) -> str:
+    """What a result says of the first of its constants that is not the config's; empty where there is none."""
+    measured = result.get("config", {})
     for constant, value in runs.identity(config).items():
         before = measured.get(constant, value)
         if value is not None and before != value:
-            raise ValueError(f"{file} has {constant} {before}, its row {value}: measure it again, or remove it")
-    return result
+            return f"has {constant} {before}, its row in the tables {value}"
+    return ""
 
 
 def read_analysis(file: Path) -> tuple[str, list, list[list]]:
@@ -170,17 +181,18 @@ def effort(rows: list[list[dict]]) -> str:
 
 
 def table_of_records(file: Path, columns: list[str]) -> str:
-    """Of the records that have the first of the columns: a file may hold two kinds."""
-    lines = []
     try:
-        for record in runs.read_json(file):
-            if columns[0] in record:
-                lines.append([record_cell(record[column]) for column in columns])
-        if not lines:
-            raise KeyError(columns[0])
+        return runs.markdown_table(columns, rows_of_records(runs.read_json(file), columns))
     except (KeyError, TypeError) as error:
         raise ValueError(f"{file} is not what bench.py writes today ({error!r}): measure it again") from None
-    return runs.markdown_table(columns, lines)
+
+
+def rows_of_records(records: list[dict], columns: list[str]) -> list[list[str]]:
+    """Of the records that have the first of the columns: a file may hold two kinds. KeyError where none has."""
+    rows = [[record_cell(record[column]) for column in columns] for record in records if columns[0] in record]
+    if not rows:
+        raise KeyError(columns[0])
+    return rows
 
 
 def record_cell(value: str | float | None) -> str:

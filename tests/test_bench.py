@@ -179,7 +179,7 @@ def test_the_compiled_gelu_is_ours(monkeypatch):
         calls.append(arguments)
         return model.activation(*arguments)
 
-    monkeypatch.setattr(model, "compiled_activation", lambda: compiled)
+    monkeypatch.setattr(model, "compiled_activation", lambda device: compiled)
     h = torch.randn(1, 128, 256)
     for enough in (10**9, 1):
         monkeypatch.setattr(model, "WORTH_COMPILING", enough)

@@ -427,7 +427,9 @@ def test_compiled_activations_are_the_eager_ones(monkeypatch, tmp_path, stack):
     results, compiled = [], model.compiled_activation
     for worth in (model.WORTH_COMPILING, 0):
         calls = []
-        monkeypatch.setattr(model, "compiled_activation", lambda calls=calls: calls.append(0) or compiled())
+        monkeypatch.setattr(
+            model, "compiled_activation", lambda device, calls=calls: calls.append(0) or compiled(device)
+        )
         monkeypatch.setattr(model, "WORTH_COMPILING", worth)
         moe = make_moe("topk", torch.float32, **stack)
         h, ids = make_batch(2, 9, torch.float32)

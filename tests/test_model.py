@@ -356,6 +356,21 @@ def test_what_was_said_wins_and_nothing_is_written_back():
     assert sizes(ModelConfig(router="topk", select="threshold")).select == "threshold"
 
 
+@pytest.mark.parametrize("router", [*ROUTERS])
+@pytest.mark.parametrize("kind, where", [(GPT, {}), (MaskedLM, {"moe_after": (1,)})])
+def test_a_router_told_to_select_by_hash_is_the_hash_router(router, kind, where):
+    base = SMALL | where | dict(num_experts=4, capacity_factor=None, score="hypersphere")
+    assert sizes(ModelConfig(**base | {"router": router, "select": "hash"}))[:3] == (None, None, "hash")
+    losses = []
+    for names in ({"router": router, "select": "hash"}, {"router": "hash"}):
+        torch.manual_seed(0)
+        model = kind(ModelConfig(**base | names))
+        model.after_step()
+        inputs = [make_ids(2, 8), torch.arange(3)] if where else [make_ids(2, 8)]
+        losses.append(model(*inputs)[0])
+    assert torch.equal(*losses)
+
+
 UNREAD = {  # by models with these options, of the constants of a sparse layer
     "dense": (dict(router="dense"), {"score", "num_experts", "threshold", "moe_every", "expert_ffns", "decoder_moe"}),
     "switch": (dict(router="switch"), {"threshold", "eval_threshold", "top_k", "init_temperature", "balance_choices"}),

@@ -6,13 +6,15 @@ import re
 import shutil
 from collections import Counter
 
+import numpy as np
 import pytest
 
 import runs
 import train_lm
 from data import corpora
 from data.batches import PairData, Prepared
-from results import multilingual, render
+from data.tokenizers import load_tokenizer
+from results import multilingual, render, wikipedia
 
 DENSE = "demo-router=dense.json"
 
@@ -115,7 +117,7 @@ def test_a_result_of_other_constants_is_one_clear_line(folder, capsys):
         render.main(folder=folder)
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1
-    assert f"{DENSE} has learning_rate 0.5, its row 0.003" in error
+    assert f"{DENSE} has learning_rate 0.5, its row in the tables 0.003" in error
 
 
 def test_a_missing_note_is_one_clear_line(folder, capsys):
@@ -232,3 +234,16 @@ def test_no_scored_sentence_is_in_the_real_text(tmp_path, monkeypatch, capsys):
     corpus = Prepared(tmp_path / "out" / "multilingual", block_size=8, micro_tokens=8)
     pairs = PairData(tmp_path / "out" / "multilingual-pairs", 16, 64, 64, 0)
     assert corpus.tokenizer.sha256 == pairs.tokenizer.sha256 and {"cs-en", "de-en", "fr-en"} <= {*pairs.languages}
+
+
+def test_the_wikipedia_of_the_results_is_split_by_article(tmp_path, capsys):
+    articles = [f"= {number} =\nThe article number {number}, about nothing.\nAnd more." for number in range(300)]
+    (tmp_path / "train.txt").write_text("\n\n".join(articles) + "\n")
+    (tmp_path / "valid.txt").write_text("= A =\nOne\n\n= B =\nTwo\n\n= C =\nThree\n\n= D =\nFour\n\n= E =\nFive\n")
+    wikipedia.main(tmp_path, tmp_path / "prepared", pieces=300)
+    counts = runs.read_json(tmp_path / "prepared" / "meta.json")["splits"]
+    assert {split: own["documents"] for split, own in counts.items()} == {"train": 300, "valid": 3, "test": 2}
+    tokenizer = load_tokenizer(tmp_path / "prepared")
+    test = np.fromfile(tmp_path / "prepared" / "test.bin", dtype="uint16")
+    assert tokenizer.vocab_size == 300 and tokenizer.decode(test[: test.tolist().index(1)].tolist()) == "= B =\nTwo"
+    assert "-> " in capsys.readouterr().out

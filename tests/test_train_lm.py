@@ -209,6 +209,14 @@ def test_the_sample_goes_on_from_the_prompt(options, monkeypatch, capsys):
     assert samples[0].strip() == expected.strip()
 
 
+def test_each_token_of_the_sample_is_counted_once(options, monkeypatch):
+    config, data, model = opened(options | {"sample_tokens": 5})
+    stats, watch = [], measures.RoutingStats
+    monkeypatch.setattr(measures, "RoutingStats", lambda moe: stats.append(watch(moe)) or stats[-1])
+    served = train_lm.sample(config, model, data, common.setup("cpu", config.dtype))["sample_served"]
+    assert [own.sums["tokens"] for own in stats] == [1 + 5] * len(served) and not model.training
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # A trained model, and weights from elsewhere
 
