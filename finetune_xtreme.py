@@ -415,12 +415,7 @@ def train(config: Config, context) -> dict:
             task_loss = common.cross_entropy(logits, targets)
             loss = task_loss + config.balance_coef * balance  # X-MoE eq. 10
             run.backward(loss, shown=task_loss, tokens=ids.numel() if real is None else len(real))
-        run.scaler.unscale_(optimizer)
-        if config.grad_clip:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
-        run.scaler.step(optimizer)
-        run.scaler.update()
-        optimizer.zero_grad()
+        run.update()
         if not config.frozen:
             model.after_step()
         if (step + 1) % 100 == 0:

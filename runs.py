@@ -453,6 +453,15 @@ class Run:
         self.loss_sum += shown.detach() / len(self.mine)
         self.tokens += tokens * self.context.world
 
+    def update(self):
+        """Moves the weights along the gradient of all micro-batches, clipped to a norm of grad_clip (0: as it is)."""
+        self.scaler.unscale_(self.optimizer)
+        if self.config.grad_clip:
+            parallel.clip_grad_norm_(self.model, self.config.grad_clip)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+
     def end_step(self, step: int) -> bool:
         """Shows how the step went -> whether an evaluation is due. Ends a run whose loss is not finite."""
         done = step + 1

@@ -458,12 +458,7 @@ def train(config: Config, context) -> dict:
             balance = config.balance_coef * (balance + more)
             loss = mlm + tlm + config.lambda_disc * (mrtd + trtd) + balance  # section 3.2
             run.backward(loss, shown=loss, tokens=batches * config.micro_tokens)
-        run.scaler.unscale_(optimizer)
-        if config.grad_clip:
-            parallel.clip_grad_norm_(model, config.grad_clip)
-        run.scaler.step(optimizer)
-        run.scaler.update()
-        optimizer.zero_grad()
+        run.update()
         model.after_step()
         if run.end_step(step):
             scores = evaluate(run.whole(), data, config, context)

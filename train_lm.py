@@ -280,12 +280,7 @@ def train(config: Config, context) -> dict:
                 logits, balance = forward(x)
                 loss = common.cross_entropy(logits.flatten(0, 1), y.flatten())
             run.backward(loss + config.balance_coef * balance, shown=loss, tokens=x.numel())
-        run.scaler.unscale_(optimizer)
-        if config.grad_clip:
-            parallel.clip_grad_norm_(model, config.grad_clip)
-        run.scaler.step(optimizer)
-        run.scaler.update()
-        optimizer.zero_grad()
+        run.update()
         model.after_step()  # restores what a router keeps fixed: a hypersphere its norms, the others nothing
         if run.end_step(step):
             scores = evaluate(run.whole(), data, "valid", context, config.eval_tokens)

@@ -289,12 +289,7 @@ def train(config: Config, context) -> dict:
             mlm = common.cross_entropy(logits, targets, reduction="none").mean()
             loss = mlm + config.balance_coef * balance  # X-MoE eq. 10
             run.backward(loss, shown=mlm, tokens=ids.numel() if real is None else len(real))
-        run.scaler.unscale_(optimizer)
-        if config.grad_clip:  # X-MoE does not say; XLM-E clips at 2
-            parallel.clip_grad_norm_(model, config.grad_clip)
-        run.scaler.step(optimizer)
-        run.scaler.update()
-        optimizer.zero_grad()
+        run.update()
         model.after_step()  # expert embeddings back on their sphere
         if run.end_step(step):
             maskings = config.eval_maskings if step + 1 == config.steps else 1

@@ -314,12 +314,7 @@ def train(config: Config, context) -> dict:
                 logits, balance = forward(batch.source, batch.target, batch.source_real, batch.target_real)
                 loss = common.cross_entropy(logits, batch.labels, label_smoothing=config.label_smoothing)
             run.backward(loss + config.balance_coef * balance, shown=loss, tokens=batch.tokens)
-        run.scaler.unscale_(optimizer)
-        if config.grad_clip:
-            parallel.clip_grad_norm_(model, config.grad_clip)
-        run.scaler.step(optimizer)
-        run.scaler.update()
-        optimizer.zero_grad()
+        run.update()
         model.after_step()
         if run.end_step(step):
             now = run.whole()

@@ -71,7 +71,7 @@ def table4() -> str:
     config, small = discriminator.config, generator.config
     D, V = config.n_embd, config.vocab_size
     judging = 2 * D * D + 2 * D
-    predicting = 0.15 * 2 * D * (D + V)  # the masked tokens alone
+    predicting = 0.15 * measures.masked_head_flops(small)  # the masked tokens alone
     ways = {  # FLOPs of a token in the discriminator and in the generator
         "ELECTRA's script": (
             measures.electra_flops(config, True, 30_522, lookup=True),
