@@ -45,6 +45,7 @@ TABLES = [  # script, preset, number of the table (None: the run of the preset i
 ]
 ANALYSES = {  # file: title
     "compare": "Differences of routers (XMoE table 1)",
+    "compare-wikipedia": "Differences of routers, small, on English Wikipedia (XMoE table 1)",
     "gamma": "Experts that do less at test (XMoE figure 4)",
     "collapse": "RC and RF in the course of training (X-MoE figures 2c and 3a)",
     "collapse-multilingual": "RC and RF on real text (X-MoE figures 2c and 3a)",
