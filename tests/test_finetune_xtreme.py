@@ -28,6 +28,7 @@ from data.prepare import prepare
 from data.tokenizers import XLMR, train_sentencepiece
 from data.xtreme import best_answer, by_example, guess
 from finetune_xtreme import PRESETS, ROWS, SEARCHED, TABLES, TITLES, Config, FineTuned
+from model import sizes
 from routers import Router
 
 XTREME = Script(finetune_xtreme)
@@ -718,12 +719,11 @@ def test_a_row_s_encoder_is_a_run_of_the_other_scripts_under_its_name(number):
     known = names_of(train_mlm, "demo") | names_of(train_electra, "demo")
     for label, encoder, _, _ in [row for own, *row in ROWS if own == number]:
         name = encoder.format("demo")
-        if number != "7" or "top_k" not in name:
+        if "=topk" not in name:
             assert name in known, label
             continue
-        parts = dict(part.split("=") for part in name.split("-")[1:])
-        config = train_mlm.Config(**parts | {"top_k": int(parts["top_k"])})
-        assert f"train_mlm/{runs.run_name(config, train_mlm.PRESETS)}" == name
+        config = train_mlm.Config(**dict(part.split("=") for part in name.split("-")[1:]))
+        assert f"train_mlm/{runs.run_name(config, train_mlm.PRESETS)}" == name and sizes(config).top_k == 2
 
 
 @pytest.mark.parametrize("preset", ["demo", "xmoe-xnli", "xlme-pos"])
@@ -753,11 +753,11 @@ def test_a_table_runs_every_row(options, encoders, tmp_path, monkeypatch, capsys
     assert "out/train_mlm/tiny-router=switch does not exist" in XTREME.refused(
         options | {"encoders": "tiny"}, monkeypatch, capsys
     )
-    for name, encoder in (("router=switch", "switch"), ("", "hypersphere"), ("router=topk-top_k=2", "switch")):
+    for name, encoder in (("router=switch", "switch"), ("", "hypersphere"), ("router=topk", "switch")):
         folder = tmp_path / "out" / "train_mlm" / "-".join(filter(None, ("demo", name)))
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.symlink_to(encoders[encoder])
-    (tmp_path / "out" / "train_mlm" / "demo-select=topk-top_k=2").symlink_to(encoders["hypersphere"])
+    (tmp_path / "out" / "train_mlm" / "demo-select=topk").symlink_to(encoders["hypersphere"])
     options["out_dir"] = tmp_path / "runs"
     XTREME.run(options, monkeypatch)
     rows = table_rows(capsys.readouterr().out.split("\n\n")[-1])
@@ -766,8 +766,8 @@ def test_a_table_runs_every_row(options, encoders, tmp_path, monkeypatch, capsys
     assert sorted((result["config"]["model"], result["config"]["frozen"]) for result in found) == [
         ("out/train_mlm/demo", True),
         ("out/train_mlm/demo-router=switch", False),
-        ("out/train_mlm/demo-router=topk-top_k=2", False),
-        ("out/train_mlm/demo-select=topk-top_k=2", True),
+        ("out/train_mlm/demo-router=topk", False),
+        ("out/train_mlm/demo-select=topk", True),
     ]
     (mine,) = (result for result in found if result["config"]["model"] == "out/train_mlm/demo")
     scores = mine["languages"]
