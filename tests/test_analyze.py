@@ -1,6 +1,7 @@
 """`analyze.py`: figures from the logs of runs, tables that need no run, and what a user can get wrong."""
 
 import json
+import shutil
 import sys
 
 import pytest
@@ -80,6 +81,17 @@ def test_figure_1_is_drawn_from_the_logs(folders, tmp_path, monkeypatch, capsys)
         ("Masked tokens of held-out sentences right", "XLM-E, seed 3: F1 of replaced tokens"): [x, [0.05, 0.1]],
         ("Masked tokens of held-out sentences right", "XLM, seed 3"): [x, [0.1, 0.2]],
     }
+
+
+def test_figure_1_tells_runs_apart_that_only_look_alike(folders, tmp_path, monkeypatch):
+    Figure = pytest.importorskip("matplotlib.figure").Figure
+    labels = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **more: labels.append(figure.axes[0].lines))
+    other = shutil.copytree(folders[0], tmp_path / "without-pairs")
+    (other / "config.json").write_text(json.dumps({"objective": "rtd", "seed": 3, "n_layer": 3, "tlm": False}))
+    run(monkeypatch, "curve", *folders, other, "--out", tmp_path / "drawn")
+    names = [line.get_label() for line in labels[0]]
+    assert names == ["rtd, seed 3", "XLM, seed 3", "without-pairs, seed 3", "chance"]
 
 
 def test_what_is_no_log_is_one_clear_line(folders, tmp_path, monkeypatch, capsys):

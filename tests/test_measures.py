@@ -157,6 +157,12 @@ def counted(model: torch.nn.Module, *inputs) -> tuple[int, float]:
     return counter.get_total_flops(), rows
 
 
+def test_what_is_shown_of_layers():
+    assert [measures.middle_layer(L) for L in (2, 4, 6, 12, 24)] == [2, 3, 4, 9, 18]
+    layers = [{"rc": 0.0, "rf": None}, {"rc": 3.0, "rf": None}, {"rc": None, "rf": None}]
+    assert measures.mean_over_layers("rc", layers) == 1.5 and measures.mean_over_layers("rf", layers) is None
+
+
 @pytest.mark.parametrize("router", ["dense", *ROUTERS])
 def test_flops_of_the_decoder_are_what_a_counter_counts(router):
     options = {} if router == "dense" else {"capacity_factor": 1.0}

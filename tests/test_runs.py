@@ -43,6 +43,17 @@ def test_a_folder_of_other_constants_is_an_error(options, monkeypatch, capsys):
     assert "config.json is not readable JSON" in LM.refused(options, monkeypatch, capsys)
 
 
+@pytest.mark.parametrize("limit, moved", [(0.0, (3.0, 4.0)), (1.0, (0.6, 0.8)), (9.0, (3.0, 4.0))])
+def test_an_update_goes_along_the_clipped_gradient_and_forgets_it(limit, moved):
+    run, weight = object.__new__(runs.Run), torch.nn.Parameter(torch.zeros(2))
+    run.model, run.config = torch.nn.ParameterList([weight]), train_lm.Config(grad_clip=limit)
+    run.optimizer, run.scaler = torch.optim.SGD([weight], lr=1.0), torch.amp.GradScaler("cpu", enabled=False)
+    for _ in range(2):
+        (weight * torch.tensor([3.0, 4.0])).sum().backward()
+        run.update()
+    torch.testing.assert_close(weight.detach(), -2 * torch.tensor(moved))
+
+
 @pytest.mark.parametrize("other, what", [("b", "data"), ("c", "tokenizer")])
 def test_data_of_another_run_is_an_error(other, what, options, corpora, tmp_path, monkeypatch, capsys):
     """The path is the same; what is there is not."""

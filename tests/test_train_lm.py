@@ -210,11 +210,12 @@ def test_the_sample_goes_on_from_the_prompt(options, monkeypatch, capsys):
 
 
 def test_each_token_of_the_sample_is_counted_once(options, monkeypatch):
-    config, data, model = opened(options | {"sample_tokens": 5})
+    config, data, model = opened(options | {"sample_tokens": 5, "eval_capacity_factor": 0.1})
     stats, watch = [], measures.RoutingStats
     monkeypatch.setattr(measures, "RoutingStats", lambda moe: stats.append(watch(moe)) or stats[-1])
     served = train_lm.sample(config, model, data, common.setup("cpu", config.dtype))["sample_served"]
     assert [own.sums["tokens"] for own in stats] == [1 + 5] * len(served) and not model.training
+    assert served == [own.sums["wanted"] / 6 for own in stats]  # without a limit, though there is one
 
 
 # ---------------------------------------------------------------------------------------------------------------------
