@@ -19,7 +19,7 @@ from data import bitext_sets
 from data.bitext_sets import Aligned
 from data.prepare import ready
 from data.tokenizers import XLMR
-from figures.shared import COLORS, Drawn, but_for_seed, canvas, named, read_run, save
+from figures.shared import COLORS, Drawn, all_but_seed, but_for_seed, canvas, named, read_run, save
 from model import Encoder
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -112,8 +112,8 @@ def open_encoders(options: Encoders, context) -> list[Opened]:
         if layer not in range(L + 1):
             raise ValueError(f"layer must be from 0 to {L} in {folder}, not {layer}")
         common.seed_all(0)
-        config = {"seed": 0} | runs.read_json(folder / "config.json")
-        name, seed = "/".join(folder.parts[-2:]), config.pop("seed")
+        constants = runs.read_json(folder / "config.json")
+        name, seed, config = "/".join(folder.parts[-2:]), constants.get("seed", 0), all_but_seed(constants)
         kind = but_for_seed(name, seed)
         if configs.get(kind, config) != config or name in [one.name for one in found]:
             name, kind = str(folder), but_for_seed(str(folder), seed)  # they only look alike

@@ -173,11 +173,16 @@ def named(found: dict[str, dict], describe: Callable[[dict], str] = router_of) -
     names = {folder: describe(config) for folder, config in found.items()}
     kinds = {}
     for folder, name in names.items():
-        kinds.setdefault(name, []).append(found[folder] | {"seed": 0})
+        kinds.setdefault(name, []).append(all_but_seed(found[folder]))
     for folder, name in names.items():
         if any(kind != kinds[name][0] for kind in kinds[name]):
             names[folder] = but_for_seed(Path(folder).name, found[folder]["seed"])
     return names
+
+
+def all_but_seed(config: dict) -> dict:
+    """What makes two runs seeds of one. A constant left open is none: another version may not have known it."""
+    return {name: value for name, value in config.items() if name != "seed" and value is not None}
 
 
 def listed(found: dict[str, dict]) -> str:
