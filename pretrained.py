@@ -42,7 +42,7 @@ def load(path: str | Path, **changes) -> tuple[nn.Module, Tokenizer | None]:
 
 
 def load_encoder(path: str | Path, **changes) -> tuple[Encoder, XLMR]:
-    """The same of a folder that must hold an encoder."""
+    """The same of a folder that must hold an encoder with XLM-R's kind of tokenizer; else ValueError or OSError."""
     folder = Path(path)
     if not folder.exists():
         raise ValueError(f"{folder} does not exist: train it with {folder.parent.name}.py, or name another folder")
