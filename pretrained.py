@@ -45,7 +45,7 @@ def load_encoder(path: str | Path, **changes) -> tuple[Encoder, XLMR]:
     """The same of a folder that must hold an encoder with XLM-R's kind of tokenizer; else ValueError or OSError."""
     folder = Path(path)
     if not folder.exists():
-        raise ValueError(f"{folder} does not exist: train it with {folder.parent.name}.py, or name another folder")
+        raise ValueError(f"{folder} does not exist: train it with train_mlm.py, or name another folder")
     encoder, tokenizer = load(folder, **changes)
     if not isinstance(encoder, Encoder):
         raise ValueError(f"{folder} is no encoder: give a run of train_mlm.py or train_electra.py")

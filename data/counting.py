@@ -1,14 +1,17 @@
-"""What counting reaches: the losses of models that only know how often words, and pairs of words, were seen.
+"""What counting reaches: the losses of models that only know how often tokens, and pairs of tokens, were seen.
 
-They stand beside the numbers of trained models: a network that does not beat them has learned nothing worth a table.
+And the translations of a memory of what it was shown. They stand beside the numbers of trained models: a network that
+does not beat them has learned nothing worth a table.
 Counts are interpolated as by Witten and Bell (1991): where n tokens followed, of `kinds` different ones, the counts
 have a share of n / (n + kinds), and what is less specific has the rest.
 """
 
+import numpy as np
 import torch
+from numpy import ndarray
 from torch import Tensor
 
-from data.batches import MaskedData, TokenData
+from data.batches import MaskedData, TokenData, TranslationData
 
 LARGEST = 2**24  # tokens of a training text that is counted in passing
 
@@ -73,3 +76,38 @@ def bigram_loss(seen: tuple[Tensor, Tensor], held_out: tuple[Tensor, Tensor], si
     rest = kinds.clamp(min=1)[first]  # of a token that was never first, all is left to `single`
     probability = (count + rest * single[second]) / (total[first] + rest)
     return -float(probability.log().mean())
+
+
+def remembered(data: TranslationData, language: str) -> list[str]:
+    """A translation memory: for every test text of a pair of languages, the translation of the most similar training
+    text.
+
+    Similar: the cosine of the tokens that either has, a token's weight being log(N / those of N training texts that
+    have it). Nothing where the training text is large.
+    """
+    if len(data.tokens["train"]) > LARGEST:
+        return []
+    train, test = (different_tokens(data, split, language) for split in ("train", "test"))
+    tokens, text = np.concatenate(train), np.repeat(np.arange(len(train)), [len(own) for own in train])
+    counts = np.bincount(tokens, minlength=data.vocab_size)
+    weight = np.log(len(train) / np.maximum(counts, 1)) ** 2  # (V,) squared: both texts have one
+    having = np.split(text[tokens.argsort(kind="stable")], counts.cumsum())  # token -> training texts
+    length = np.sqrt(np.bincount(text, weight[tokens], minlength=len(train))) + 1e-9
+    found = []
+    for own in test:
+        shared = np.zeros(len(train))
+        for token in own:
+            shared[having[token]] += weight[token]
+        found.append((shared / length).argmax())  # a test text's own length is the same for all
+    first, _ = data.streams["train"][data.languages.index(language)]
+    rows = data.pairs("train", first + np.array(found, dtype=np.int64))
+    where = zip(rows.starts[:, 1], rows.sizes[:, 1])
+    return [data.tokenizer.decode(data.tokens["train"][start : start + size].tolist()) for start, size in where]
+
+
+def different_tokens(data: TranslationData, split: str, language: str) -> list[ndarray]:
+    """Of each source of a pair of languages, without its `</s>`."""
+    first, count = data.streams[split][data.languages.index(language)]
+    rows = data.pairs(split, np.arange(first, first + count))
+    where = zip(rows.starts[:, 0], rows.sizes[:, 0])
+    return [np.unique(data.tokens[split][start : start + size - 1]) for start, size in where]

@@ -136,7 +136,11 @@ def ready(name: str, make: bool = True) -> Path:
     folder = PREPARED / name
     if name in CORPORA and CORPORA[name].packages:
         if make and not folder.exists():
-            prepare(name, out=folder)
+            try:
+                prepare(name, out=folder)
+            except (OSError, ValueError):
+                if not folder.exists():  # else another process was faster
+                    raise
     elif not folder.exists() and Path(name).exists():
         folder = Path(name)
     return folder
@@ -190,8 +194,8 @@ def training_texts(groups: Groups, most: int | None = None) -> Iterator[str]:
 
 
 def joint_bpe(groups: Groups, pieces: int, limit: int | None) -> XLMR:
-    """Of both sides of the first training pairs, up to BPE_PAIRS in all (or `limit`), as many from each language."""
-    most = min(BPE_PAIRS, limit or BPE_PAIRS) // len(groups)
+    """Of both sides of the first training pairs, BPE_PAIRS in all, or so many that each language may have tokens."""
+    most = min(BPE_PAIRS // len(groups), limit or BPE_PAIRS)
     return train_sentencepiece(training_texts(groups, most), pieces + XLMR.added, XLMR, model_type="bpe")
 
 

@@ -522,7 +522,10 @@ def by_example(kind: str, examples: list[Example], rows: list[Row], found: Mappi
 
 
 def guess(kind: str, train: list[Example], examples: list[Example]) -> list:
-    """What needs no model: the most frequent tag or label; the first words of a text, as many as answers have."""
+    """What needs no model: the most frequent tag or label; the first words of a text, as many as answers have.
+
+    Words end at white space, so in Chinese, Japanese and Thai the guess is often a whole sentence or more.
+    """
     if kind == "answer":
         words = median(len(text.split()) for one in train for text, _ in one.gold)
         return [" ".join(one.texts[1].split()[: round(words)]) for one in examples]

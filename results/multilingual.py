@@ -15,6 +15,7 @@ A hundred languages can be had, but an encoder of the demos' size learns little 
 import itertools
 import json
 import re
+import shutil
 import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
@@ -203,6 +204,7 @@ def main(
     for text in select((text for text in read(downloads) if {*text.language.split("-")} <= wanted), banned):
         groups[text.language, text.split].append(text.texts)
     folder = out / "multilingual.source"
+    shutil.rmtree(folder, ignore_errors=True)  # what a killed call left
     for kind in ("text", "pairs"):
         (folder / kind).mkdir(parents=True)
     write(folder, groups)

@@ -149,7 +149,10 @@ def read_result(folder: Path, config, script: ModuleType) -> dict | None:
 
 
 def difference(result: dict, config) -> str:
-    """What a result says of the first of its constants that is not the config's; empty where there is none."""
+    """What a result says of the first of its constants that is not the config's; empty where there is none.
+
+    A constant that the config leaves open (None) may have any value.
+    """
     measured = result.get("config", {})
     for constant, value in runs.identity(config).items():
         before = measured.get(constant, value)

@@ -7,6 +7,7 @@ DOWNLOADS holds train.txt and valid.txt (plain, .gz or .xz): articles as WikiExt
 learned from the first training articles.
 """
 
+import shutil
 from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
@@ -23,6 +24,7 @@ LEARNED_FROM = 4000  # articles
 def main(downloads: tyro.conf.Positional[Path], out: Path = PREPARED / "enwiki", pieces: int = 8192):
     """See the head of this file."""
     folder = out.with_name(f"{out.name}.source")
+    shutil.rmtree(folder, ignore_errors=True)  # what a killed call left
     (folder / "text").mkdir(parents=True)
 
     def write(split: str, articles: Iterable[str]):

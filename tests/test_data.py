@@ -12,6 +12,7 @@ import struct
 import subprocess
 import sys
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -852,6 +853,21 @@ def test_what_is_ready(tmp_path, monkeypatch, folder):
     assert ready(str(folder)) == folder and ready("wikitext103") == tmp_path / "wikitext103" and len(made) == 1
 
 
+@pytest.mark.parametrize("error", [OSError(39, "Directory not empty"), ValueError("--out is not empty")])
+def test_two_commands_may_prepare_the_same_corpus(error, tmp_path, monkeypatch):
+    def fails(name, out, faster=True):
+        if faster:
+            out.mkdir()
+        raise error
+
+    monkeypatch.setattr(preparing, "PREPARED", tmp_path)
+    monkeypatch.setattr(preparing, "prepare", partial(fails, faster=False))
+    with pytest.raises(type(error)):
+        ready("pydocs")
+    monkeypatch.setattr(preparing, "prepare", fails)
+    assert ready("pydocs") == tmp_path / "pydocs"
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # prepared folders of many languages
 
@@ -1116,6 +1132,15 @@ def test_a_joint_bpe_is_trained_on_both_sides_of_the_training_pairs(tmp_path):
     assert {"▁bär", "▁bear"} < pieces and not any(letter in word for word in words for letter in ("z", "k"))
     # BPE, not unigram: every piece is the merge of two others
     assert all(len(x) == 1 or any(x[:i] in pieces and x[i:] in pieces for i in range(1, len(x))) for x in words)
+
+
+@pytest.mark.parametrize("limit, most", [(None, 1_000_000), (1, 1), (3_000_000, 1_000_000)])
+def test_a_joint_bpe_reads_no_more_pairs_than_a_language_has_tokens(limit, most, monkeypatch):
+    read = []
+    monkeypatch.setattr(preparing, "training_texts", lambda groups, most: read.append(most))
+    monkeypatch.setattr(preparing, "train_sentencepiece", lambda *rest, **options: None)
+    preparing.joint_bpe({"de-en": [], "fr-en": []}, 300, limit)
+    assert read == [most]
 
 
 def test_a_joint_bpe_that_cannot_be(tmp_path):

@@ -210,6 +210,9 @@ def test_no_scored_sentence_is_in_the_real_text(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(corpora, "catalogs", lambda: texts)
     monkeypatch.setattr(corpora, "catalogs_pairs", lambda: {"de-en": messages})
     monkeypatch.setattr(multilingual, "NTREX", {"deu": "de"})
+    killed = tmp_path / "out" / "multilingual.source" / "pairs" / "cs-en.train.cs"  # an earlier call was
+    killed.parent.mkdir(parents=True)
+    killed.write_text("scored   sentence\n")
     multilingual.main(tmp_path / "downloads", tmp_path / "tested", tmp_path / "out", "en,de,fr,cs,zh_Hans", 320)
     said = capsys.readouterr().out
     assert "Wikipedia: 1 texts or pairs left out, with a sentence that is scored" in said
@@ -240,6 +243,9 @@ def test_the_wikipedia_of_the_results_is_split_by_article(tmp_path, capsys):
     articles = [f"= {number} =\nThe article number {number}, about nothing.\nAnd more." for number in range(300)]
     (tmp_path / "train.txt").write_text("\n\n".join(articles) + "\n")
     (tmp_path / "valid.txt").write_text("= A =\nOne\n\n= B =\nTwo\n\n= C =\nThree\n\n= D =\nFour\n\n= E =\nFive\n")
+    killed = tmp_path / "prepared.source" / "text" / "more.train.txt"  # an earlier call was
+    killed.parent.mkdir(parents=True)
+    killed.write_text("Half of\n")
     wikipedia.main(tmp_path, tmp_path / "prepared", pieces=300)
     counts = runs.read_json(tmp_path / "prepared" / "meta.json")["splits"]
     assert {split: own["documents"] for split, own in counts.items()} == {"train": 300, "valid": 3, "test": 2}

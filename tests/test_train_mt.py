@@ -31,6 +31,7 @@ from helpers import (
 import common
 import runs
 import train_mt
+from data import counting
 from data.batches import TranslationData
 from data.prepare import prepare
 from model import sizes
@@ -223,11 +224,18 @@ def test_evaluation_is_its_literal_definition(options):
 def test_scores_are_of_texts_as_people_write_them():
     """Tokenised or lowercased text would score otherwise; sacrebleu does the tokenising."""
     reference = ["He said: “it isn't red, is it?” (Not yet.)", "The U.S. house costs $1,000.50."]
-    same = train_mt.score(reference, reference)
+    same = train_mt.score(reference, reference, "en")
     assert same["bleu"] == pytest.approx(100) and same["chrf"] == pytest.approx(100)
     tokenised = ["He said : “ it is n't red , is it ? ” ( Not yet . )", "The U . S . house costs $ 1 , 000.50 ."]
-    assert train_mt.score(tokenised, reference)["bleu"] < 80
-    assert train_mt.score([text.lower() for text in reference], reference)["bleu"] < 90
+    assert train_mt.score(tokenised, reference, "en")["bleu"] < 80
+    assert train_mt.score([text.lower() for text in reference], reference, "en")["bleu"] < 90
+
+
+@pytest.mark.parametrize("language", ["zh", "zh_Hans"])
+def test_chinese_is_scored_by_its_characters(language):
+    """It has no spaces: a text that differs in one place would otherwise have no word right."""
+    reference, ours = ["我昨天在图书馆看了一本书。"], ["我昨天在图书馆读了一本书。"]
+    assert train_mt.score(ours, reference, language)["bleu"] > 60 > 20 > train_mt.score(ours, reference, "en")["bleu"]
 
 
 def test_what_is_scored_is_what_was_written_not_pieces(options, monkeypatch):
@@ -244,6 +252,9 @@ def test_what_is_scored_is_what_was_written_not_pieces(options, monkeypatch):
     known["раз"] = "Three dogs are here."
     scores = train_mt.score_split(model, data, "test", config, context)
     assert [pair["bleu"] < 50 for pair in scores["pairs"].values()] == [False, True]
+    to_chinese = dataclasses.replace(config, target="zh")
+    (pair, _) = train_mt.score_split(model, data, "test", to_chinese, context)["pairs"].values()
+    assert "tok:zh" in pair["bleu_signature"]
 
 
 def test_text_comes_out_detokenised_in_the_order_it_came(options):
@@ -412,7 +423,8 @@ def test_table_3_has_every_row_and_runs_none_twice(options, monkeypatch, capsys)
     (dense,) = (result for result in results if result["config"]["router"] == "dense")
     assert rows[0][5] == f"{dense['test']['bleu']:.2f}" and rows[0][7] == rows[0][10] == ""  # no rows are kept there
     valid, averaged = dense["best"]["bleu"], dense["averaged"]
-    expected = [valid, averaged["valid"], averaged["test"]]  # beside the scores of the best weights, not in their place
+    expected = [dense["memory"]["bleu"], valid]
+    expected += [averaged["valid"], averaged["test"]]  # beside the scores of the best weights, not in their place
     expected += [dense["test"]["pairs"][name]["bleu"] for name in ("de-en", "ru-en")]
     assert rows[0][11:] == [f"{bleu:.2f}" for bleu in expected]
     assert all(float(row[7]) < float(row[10]) for row in rows[1:])  # rows kept: without a limit, more
@@ -421,12 +433,66 @@ def test_table_3_has_every_row_and_runs_none_twice(options, monkeypatch, capsys)
     assert capsys.readouterr().out.split("\n\n")[-1] == table
 
 
+def most_similar(text: list[int], texts: list[list[int]]) -> set[int]:
+    """Which of the texts have the largest cosine with it, a token's weight being log(N / texts that have it)."""
+    weight = {}
+    for token in set(text).union(*texts):
+        weight[token] = math.log(len(texts) / max(1, sum(token in own for own in texts)))
+    cosines = []
+    for own in texts:
+        shared = sum(weight[token] ** 2 for token in set(text) & set(own))
+        length = math.sqrt(sum(weight[token] ** 2 for token in set(own)))
+        cosines.append(shared / length if length else 0.0)
+    return {number for number, cosine in enumerate(cosines) if cosine > max(cosines) - 1e-9}
+
+
+@pytest.mark.parametrize("name", ["de-en", "en-ru"])
+def test_a_memory_gives_the_translation_of_the_most_similar_text(name, corpus, tmp_path):
+    pairs = {"train": sentences(60, 0), "valid": sentences(2, 1), "test": sentences(9, 2)}
+    pairs["train"][5], pairs["test"][1] = ("und", "a text of its own"), ("und", "another")
+    write(tmp_path / "text", pairs, "de-en")
+    write(tmp_path / "text", {split: [pair[::-1] for pair in own[1:]] for split, own in pairs.items()}, "en-ru")
+    data = TranslationData(prepare("bitext", tmp_path / "text", pieces=320, out=tmp_path / "corpus"), 32, 128)
+    train, test = (pairs[split][name == "en-ru" :] for split in ("train", "test"))
+    texts = data.tokenizer.encode_batch([source for source, _ in train])
+    found = counting.remembered(data, name)
+    assert len(found) == len(test) and len(set(found)) > 4
+    for (source, _), ours in zip(test, found):
+        similar = most_similar(data.tokenizer.encode_batch([source])[0], texts)
+        assert ours in {train[number][1] for number in similar}
+    assert found[test.index(("und", "another"))] == "a text of its own"
+
+
+def test_a_memory_stands_beside_the_models_scores(options, monkeypatch, capsys):
+    _, _, data, _ = opened(options)
+    remembered, own = counting.remembered, ["a text of its own"] * 5
+    monkeypatch.setattr(counting, "remembered", lambda data, name: own if name == "ru-en" else remembered(data, name))
+    scores = []
+    for name in data.languages:
+        scores.append(train_mt.score(counting.remembered(data, name), data.texts("test", name)[1], "en"))
+    assert scores[0]["bleu"] > scores[1]["bleu"]
+    MT.run(options, monkeypatch)
+    out, kept = capsys.readouterr().out, result_of(options["out_dir"])["memory"]
+    for metric in ("bleu", "chrf"):
+        assert kept[metric] == pytest.approx((scores[0][metric] + scores[1][metric]) / 2)
+    said = f"training text, has BLEU {kept['bleu']:.2f}  chrF2++ {kept['chrf']:.2f} of the test text\n"
+    assert out.count(said) == 2  # before training, and beside its scores
+
+
+def test_a_large_text_is_not_remembered(options):
+    _, _, data, _ = opened(options)
+    data.tokens["train"] = np.zeros(2**24 + 1, dtype="uint16")
+    assert counting.remembered(data, "de-en") == [] and train_mt.score_memory(data) == {}
+    assert "not tried" in train_mt.describe_memory({})
+
+
 def test_a_row_has_the_scores_of_the_mean_behind_those_of_the_best():
     scores = {"bleu": 30.0, "chrf": 50.0, "layers": [], "pairs": {"de-en": {"bleu": 30.0}}}
     result = {"parameters": {"total": 2e6}, "test": scores, "test_no_limit": scores | {"bleu": 31.0}}
-    result |= {"best": {"step": 4, "bleu": 40.0}, "averaged": {"valid": 41.0, "test": 29.0}}
+    result |= {"memory": {"bleu": 20.0}, "best": {"step": 4, "bleu": 40.0}, "averaged": {"valid": 41.0, "test": 29.0}}
     found = {name: value for name, (value, _) in train_mt.cells(result).items()}
     assert (found["BLEU"], found["BLEU, no limit"]) == (30.0, 31.0)
+    assert found["BLEU, memory"] == 20.0
     assert (found["BLEU, valid"], found["averaged, valid"], found["averaged, test"]) == (40.0, 41.0, 29.0)
 
 
@@ -594,4 +660,7 @@ def test_long_pairs_are_named(options, monkeypatch, capsys):
 def test_without_sacrebleu_one_line_says_how_to_get_it(options, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "sacrebleu", None)
     assert "pip install sacrebleu" in refused(options, monkeypatch, capsys)
+    monkeypatch.undo()
+    with pytest.raises(ImportError, match=r"sacrebleu\[ja\]"):  # it splits Japanese with the help of another
+        train_mt.score([""], [""], "ja")
     assert not options["out_dir"].exists()
