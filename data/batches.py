@@ -31,7 +31,7 @@ from data.tokenizers import Tokenizer, load_tokenizer
 TRAINING, EVALUATION, POOL, PASS = range(4)
 POOL_MICROS = 128  # micro-batches of pairs that are drawn and sorted together
 DRAWN = 256  # pairs that are drawn at once
-LARGEST = 1 << 34  # bytes of a file whose hash is compared: larger ones take minutes
+HASHED_UP_TO = 1 << 34  # bytes of a file whose hash is compared: larger ones take minutes
 AGAIN = "remove the folder and prepare it again: python -m data.prepare --help says how"
 
 
@@ -100,7 +100,7 @@ class Prepared:
             path = self.folder / name
             if not path.is_file():
                 raise FileNotFoundError(f"{path} is missing; {AGAIN}")
-            if path.stat().st_size <= LARGEST and sha256(path) != expected:
+            if path.stat().st_size <= HASHED_UP_TO and sha256(path) != expected:
                 raise ValueError(f"{path} has changed since it was written; {AGAIN}")
 
     def _map(self, name: str, dtype: str, count: int) -> ndarray:

@@ -15,14 +15,14 @@ from typing import NamedTuple
 from data.batches import Prepared
 from data.files import one_of, read_lines, read_pairs, source_files, uncompressed_name
 
-Texts = dict[str, list[tuple[str, str]]]  # language -> pairs of a sentence and its English translation
+Pairs = dict[str, list[tuple[str, str]]]  # language -> pairs of a sentence and its English translation
 
 TATOEBA_14 = "ara bul cmn deu ell fra hin rus spa swh tha tur urd vie".split()  # XLM-E's, those of XNLI
 TATOEBA_36 = """afr ara ben bul cmn deu ell est eus fin fra heb hin hun ind ita jav jpn kat kaz kor mal mar nld pes por
     rus spa swh tam tel tgl tha tur urd vie""".split()  # XTREME's
 
 
-def tatoeba(folder: Path) -> Texts:
+def tatoeba(folder: Path) -> Pairs:
     """Those of the 36 languages that the folder has, with `tatoeba.` before their names or without.
 
     XTREME's own copies, de-en.en and so on, will not do: their English side is sorted.
@@ -45,7 +45,7 @@ def tatoeba(folder: Path) -> Texts:
     return texts
 
 
-def held_out(folder: Path) -> Texts:
+def held_out(folder: Path) -> Pairs:
     """The validation pairs of every language with English that has at least two, as they were written."""
     corpus = Prepared(folder, block_size=8, micro_tokens=8)
     if corpus.meta["kind"] != "pairs":

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from data.batches import MaskedData, TokenData, TranslationData
 
-LARGEST = 2**24  # tokens of a training text that is counted in passing
+COUNTED_UP_TO = 2**24  # tokens of a training text that is counted in passing
 
 
 def text_losses(data: TokenData, steps: int) -> dict[str, float]:
     """Mean cross entropies in nats of the test text: by its tokens' counts, by those of pairs of tokens that so many
     steps of training see, and by those of all pairs. Nothing where the training text is large.
     """
-    if len(data.tokens["train"]) > LARGEST:
+    if len(data.tokens["train"]) > COUNTED_UP_TO:
         return {}
     train, test = (torch.from_numpy(data.tokens[split].astype("int64")) for split in ("train", "test"))
     pairs, held_out = torch.stack([train[:-1], train[1:]]), (test[:-1], test[1:])
@@ -38,7 +38,7 @@ def language_losses(data: MaskedData, maskings: int, max_tokens: int | None = No
     -> summed over each language, (J,), and how many there are, (J,), in all maskings; None where the training text is
     large. A language's counts are interpolated with those of all.
     """
-    if len(data.tokens["train"]) > LARGEST:
+    if len(data.tokens["train"]) > COUNTED_UP_TO:
         return None
     train = torch.from_numpy(data.tokens["train"].astype("int64"))
     of_all = unigrams(train, data.vocab_size)
@@ -85,7 +85,7 @@ def remembered(data: TranslationData, language: str) -> list[str]:
     Similar: the cosine of the tokens that either has, a token's weight being log(N / those of N training texts that
     have it). Nothing where the training text is large.
     """
-    if len(data.tokens["train"]) > LARGEST:
+    if len(data.tokens["train"]) > COUNTED_UP_TO:
         return []
     train, test = (different_tokens(data, split, language) for split in ("train", "test"))
     tokens, text = np.concatenate(train), np.repeat(np.arange(len(train)), [len(own) for own in train])

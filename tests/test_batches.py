@@ -225,13 +225,13 @@ def test_damaged_folders(copy, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=rf"train\.bin has changed .* {again}"):
         TokenData(copy, T, T * B)
     with monkeypatch.context() as patch, pytest.raises(ValueError, match=rf"train\.bin has .* instead of .* {again}"):
-        patch.setattr(batches, "LARGEST", 0)  # a file that is too large is not read
+        patch.setattr(batches, "HASHED_UP_TO", 0)  # a file that is too large is not read
         TokenData(copy, T, T * B)
     (copy / "train.bin").write_bytes(content[:-2] + bytes([content[-2] ^ 1, content[-1]]))
     with pytest.raises(ValueError, match=r"train\.bin has changed"):
         TokenData(copy, T, T * B)
     with monkeypatch.context() as patch:
-        patch.setattr(batches, "LARGEST", 0)
+        patch.setattr(batches, "HASHED_UP_TO", 0)
         TokenData(copy, T, T * B)
     (copy / "train.bin").write_bytes(content)
     TokenData(copy, T, T * B)
@@ -788,7 +788,7 @@ def test_damaged_pairs(aligned, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"valid\.idx has changed"):
         PairData(copy, T, T)
     with monkeypatch.context() as patch, pytest.raises(ValueError, match=r"valid\.idx has 640 bytes instead of 648"):
-        patch.setattr(batches, "LARGEST", 0)
+        patch.setattr(batches, "HASHED_UP_TO", 0)
         PairData(copy, T, T)
     index.write_bytes(content[:-8] + b"\1" * 8)
     with pytest.raises(ValueError, match=r"valid\.idx has changed"):
