@@ -106,8 +106,8 @@ def remembered(data: TranslationData, language: str) -> list[str]:
 
 
 def different_tokens(data: TranslationData, split: str, language: str) -> list[ndarray]:
-    """Of each source of a pair of languages, without its `</s>`."""
+    """Of each source of a pair of languages; its `</s>`, which all have, weighs nothing."""
     first, count = data.streams[split][data.languages.index(language)]
     rows = data.pairs(split, np.arange(first, first + count))
     where = zip(rows.starts[:, 0], rows.sizes[:, 0])
-    return [np.unique(data.tokens[split][start : start + size - 1]) for start, size in where]
+    return [np.unique(data.tokens[split][start : start + size]) for start, size in where]
