@@ -29,6 +29,8 @@ TABLES = [  # script, preset, number of the table (None: the run of the preset i
     ("train_lm", "small", 1, {"data": "enwiki", "dropout": 0.0, "steps": 2500}),
     ("train_mlm", "demo", 2),
     ("train_mlm", "multilingual", 2),
+    ("train_mlm", "multilingual", 2, {"learning_rate": 1e-3}),
+    ("train_mlm", "multilingual", None, {"router": "switch", "num_experts": 1}),
     ("train_mlm", "small", None),
     ("train_electra", "demo", 2),
     ("train_electra", "demo", None, {"objective": "mlm", "steps": 2880}),
@@ -37,6 +39,7 @@ TABLES = [  # script, preset, number of the table (None: the run of the preset i
     ("train_electra", "small", None),
     ("train_mt", "demo", None),
     ("train_mt", "small", None),
+    ("train_mt", "multi30k", 3),
     ("finetune_xtreme", "demo", None),
     ("finetune_xtreme", "demo", None, {"frozen": False}),
     *(("finetune_xtreme", "demo", number) for number in ("1", "3", "5", "6", "7", "xlme1", "xlme2", "xlme7")),
@@ -117,8 +120,10 @@ def table_of_runs(folder: Path, script: str, preset: str, number: int | str | No
         kept = [row for row, found in zip(table.rows, rows) if found]
         table, rows = table._replace(rows=kept), list(filter(None, rows))
     name = "-".join(filter(None, (script, shown, *map(str, given.values()), str(number or ""))))
-    scale = filter(None, (shown, given.get("data"), given.get("encoders"))) if number else ()
-    title = ", ".join([table.title, *scale])
+    title = table.title
+    if number:
+        scale = (shown, *(given.get(name) for name in ("data", "encoders", "learning_rate")))
+        title = ", ".join([title, *map(str, filter(None, scale))])
     return [f"## {title}", f"`{command}`{effort(rows)}", table.render(rows, module.cells), note(folder, name)]
 
 
