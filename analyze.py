@@ -51,6 +51,9 @@ ANALYSES = {  # options, which say what is shown; what is done
 def main():
     what, *options = sys.argv[1:] or [""]
     with common.clear_errors():
+        if what in ("-h", "--help"):
+            print(__doc__)
+            return
         if what not in ANALYSES:
             raise ValueError(f"say what to analyze: python analyze.py {' | '.join(ANALYSES)}, each with --help")
         Options, analysis = ANALYSES[what]

@@ -42,6 +42,7 @@ import common
 import measures
 import model
 import parallel
+import routers
 import runs
 from translator import Translator
 
@@ -132,9 +133,9 @@ def peak_memory(contender: Contender, context) -> float | None:
     try:  # Linux: the highest resident size since it was reset
         libc = ctypes.CDLL("libc.so.6")
         libc.malloc_trim(0)
-        libc.mallopt(M_MMAP_THRESHOLD, 1 << 20)
         Path("/proc/self/clear_refs").write_text("5")
         before = resident("VmRSS")
+        libc.mallopt(M_MMAP_THRESHOLD, 1 << 20)
         contender.run(context)
         libc.mallopt(M_MMAP_THRESHOLD, 1 << 30)  # as in common.setup
         return (resident("VmHWM") - before) / 1024
@@ -317,7 +318,6 @@ SHAPES = {
     "S3": Shape(768, 64, 384, "topk", 8, 8.0),
     "S4": Shape(768, 32, 3072, "switch", 1, 1.0),
 }
-ROUTERS = ("switch", "topk", "threshold", "hypersphere", "hash", "base", "expert_choice")
 
 
 @dataclass
@@ -354,7 +354,7 @@ def contenders(config: LayerConfig, shape: Shape, earlier: ModuleType | None, de
     layers = dense_layers(h, ours.facts["gflops"] * 1e9 / 3) | {"ours": ours}
     if earlier:
         layers["ours, before"] = our_layer(earlier, shape, h, ids)
-    for router in ROUTERS if config.all_routers else ():
+    for router in routers.ROUTERS if config.all_routers else ():
         if router != shape.router:
             layers[f"ours, {router}"] = our_layer(model, shape._replace(router=router), h, ids)
     for name, make in PEERS.items() if config.peers else ():
@@ -740,6 +740,9 @@ def check(config: Config):
 def main():
     what, *options = sys.argv[1:] or [""]
     with common.clear_errors():
+        if what in ("-h", "--help"):
+            print(__doc__)
+            return
         if what not in BENCHES:
             raise ValueError(f"say what to measure: python bench.py {' | '.join(BENCHES)}, each with --help")
         bench, default = BENCHES[what]

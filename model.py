@@ -52,8 +52,8 @@ class ModelConfig:
     moe_every: int = 2  # every so many blocks have experts in place of their FFN (XMoE)
     moe_after: tuple[int, ...] = ()  # or: sparse layers stand behind these layers, from 1 (X-MoE)
     expert_ffns: int = 8  # XMoE: a sparse layer has as many parameters as so many FFNs
-    num_experts: int | None = None  # E
-    expert_size: int | None = None  # F
+    num_experts: int | None = None  # E; None: expert_ffns * ffn_size / expert_size, of X-MoE 32
+    expert_size: int | None = None  # F; None: a quarter of ffn_size for topk and threshold, else all of it
     expert_layers: int | None = None  # FFNs of an expert, each with a norm and a residual around it; 0: one bare FFN
     top_k: int | None = None  # K of topk
     capacity_factor: float | None = None  # gamma, inf for no limit
@@ -65,7 +65,7 @@ class ModelConfig:
     init_temperature: float | None = None  # tau_0
     orthogonal: bool | None = None  # expert embeddings start as orthogonal as fits, of norm 0.1
     renormalize: bool | None = None  # softmax gate over the K chosen experts only
-    balance_choices: Literal["first", "all"] | None = None  # choices that the balance loss counts
+    balance_choices: Literal["first", "all"] | None = None  # what the balance loss counts: a token's best, all
 
     def __post_init__(self):
         if self.n_head < 1 or self.n_embd % self.n_head:
@@ -300,9 +300,9 @@ def activation(a: Tensor, b: Tensor, gate: Tensor, gelu: str) -> Tensor:
 def compiled_activation(device: str):
     """`activation` in one pass over memory, and one backward; as it stands where that device cannot compile it."""
     compiled = torch.compile(activation, dynamic=True)
-    a = torch.ones(2, 3, device=device, requires_grad=True)  # what is compiled for one size serves all
+    a, b, gate = (torch.ones(5, width, device=device, requires_grad=True) for width in (3, 3, 1))
     try:
-        compiled(a, a, a[:, :1], "tanh")
+        compiled(a, b, gate, "tanh")  # what is compiled for one size serves all
     except Exception:  # no compiler, or another of many reasons: slower, but right
         return activation
     return compiled
@@ -576,24 +576,24 @@ def biased_attention(q, k, v, scale, distance, mask=None, dropout: float = 0.0) 
             bias = bias.masked_fill(~mask, -math.inf)
         return F.scaled_dot_product_attention(q, k, v, bias.to(q.dtype), dropout_p=dropout)
 
+    if mask is None:  # one graph for both: of more than a few, torch gives up compiling
+        mask = torch.ones(len(q), 1, 1, q.shape[2], dtype=torch.bool, device=q.device)
+
     def score(value, b, h, i, j):
-        value = value + scale[b, h, i] * distance[h, i, j]
-        if mask is None:
-            return value
-        return torch.where(mask[b, 0, 0, j], value, -math.inf)
+        return torch.where(mask[b, 0, 0, j], value + scale[b, h, i] * distance[h, i, j], -math.inf)
 
     return flex_attention()(q, k, v, score_mod=score)
 
 
 def has_flex_attention(q: Tensor) -> bool:
-    return q.is_cuda
+    return q.is_cuda and q.shape[-1] >= 16  # the narrowest heads that it takes
 
 
 @functools.cache
 def flex_attention():
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention)  # uncompiled, it would make all (B, H, T, T) scores
+    return torch.compile(flex_attention, dynamic=True)  # uncompiled, it would make all (B, H, T, T) scores
 
 
 # ---------------------------------------------------------------------------------------------------------------------

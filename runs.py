@@ -78,7 +78,7 @@ def command_line(Config: type, presets: dict[str, dict], argv: list[str]):
 
     Raises ValueError, in one line, for a value out of range or an option that the chosen model does not read.
     """
-    given = re.search(r"--preset[= ](\S+)", " ".join(argv))
+    given = re.search(r"(?:^|\0)--preset[=\0]([^\0]+)", "\0".join(argv))  # not inside another option's text
     preset = given[1] if given else Config.preset
     if preset not in presets:
         raise ValueError(f"preset must be one of {', '.join(presets)}, not {preset!r}")
@@ -438,7 +438,7 @@ class Run:
         """This process's micro-batches of a step. Dropout and draws depend on nothing but (seed, step, micro)."""
         for micro in self.mine:
             common.seed_all(self.config.seed, 1 + step, micro)
-            if self.context.world > 1:  # gradients are exchanged with the last one
+            if self.context.world > 1:  # gradients are exchanged with the last one (with --shard, each)
                 self.forward.require_backward_grad_sync = micro == self.mine[-1]
             yield micro
         parallel.reduce(self.model)

@@ -2,9 +2,9 @@
 # A training script on several nodes under Slurm, one process a GPU:
 #
 #     sbatch examples/slurm.sh train_lm.py --preset openwebtext-556M --expert_parallel 8
-#     sbatch --nodes 8 examples/slurm.sh train_electra.py --preset xl --shard true
+#     sbatch --nodes 8 examples/slurm.sh train_electra.py --preset xl --vocab_size none --shard true
 #
-# Submit it from this folder, which all nodes must see, with the Python environment active and the data prepared
+# Submit it from the folder of the scripts, which all nodes must see, with the Python environment active and the data prepared
 # (python -m data.prepare --help). A job that was stopped goes on by the same command, on any number of nodes whose
 # processes share out a step's micro-batches evenly.
 
@@ -19,7 +19,7 @@
 set -euo pipefail
 export OMP_NUM_THREADS=8
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-srun torchrun \
+srun --cpus-per-task "$SLURM_CPUS_PER_TASK" torchrun \
     --nnodes "$SLURM_NNODES" \
     --nproc_per_node "$SLURM_GPUS_ON_NODE" \
     --rdzv_id "$SLURM_JOB_ID" \

@@ -215,7 +215,7 @@ def retrieval(options: Retrieval):
     save(figure, "retrieval", caption, numbers, options, table)
 
 
-def find_translations(opened: list[Opened], texts: bitext_sets.Texts, options: Retrieval, context) -> list[dict]:
+def find_translations(opened: list[Opened], texts: bitext_sets.Pairs, options: Retrieval, context) -> list[dict]:
     """Of each encoder: language -> how often it finds the translation by layer, (2, L + 1), from English and to it."""
     found = []
     with tqdm(total=len(opened) * len(texts), unit="language") as bar:

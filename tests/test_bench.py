@@ -5,11 +5,13 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers import ROOT
 
+import analyze
 import bench
 import common
 import model
@@ -111,6 +113,22 @@ def test_peak_memory_is_that_of_what_is_freed_again():
 
     much, little = bench.measure("", {"much": use(16 << 20), "little": use(1)}, bench.Config(rounds=1), CPU)
     assert much["peak_mb"] == pytest.approx(64, abs=8) and little["peak_mb"] < 8
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_where_memory_cannot_be_measured_the_allocator_stays_as_it_is(monkeypatch):
+    """In a container /proc/self/clear_refs may not be written."""
+    set_to = []
+    libc = SimpleNamespace(malloc_trim=lambda pad: 1, mallopt=lambda what, value: set_to.append(value))
+    monkeypatch.setattr(bench.ctypes, "CDLL", lambda name: libc)
+    contender = bench.Contender(lambda context: {}, {})
+    assert bench.peak_memory(contender, CPU) is not None and set_to == [1 << 20, 1 << 30]
+
+    def refuse(path, text):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(bench.Path, "write_text", refuse)
+    assert bench.peak_memory(contender, CPU) is None and len(set_to) == 2
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -313,6 +331,13 @@ def test_translate_measures_beam_search_with_a_cache_and_without(records, monkey
 def test_bad_input_is_one_clear_line(words, message, refused, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert message in refused(*words.split())
+
+
+@pytest.mark.parametrize("script", [bench, analyze])
+def test_help_says_what_there_is(script, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["script.py", "--help"])
+    script.main()
+    assert capsys.readouterr().out.strip() == script.__doc__.strip()
 
 
 @pytest.mark.parametrize(

@@ -135,6 +135,7 @@ def test_options_may_be_written_in_several_ways():
     assert config.top_k is None
     assert parse("--preset=openwebtext-556M", "--steps", "9") == parse("--steps", "9", "--preset", "openwebtext-556M")
     assert parse("--preset", "openwebtext-556M").n_embd == 1024
+    assert parse("--prompt", "give --preset big").preset == "demo"
 
 
 def test_only_one_process_of_a_node_complains(options, monkeypatch, capsys):

@@ -1,6 +1,7 @@
 """The encoder: parity with XLM-R, where X-MoE's sparse layers stand, padding, and XLM-E's position bias."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -283,6 +284,12 @@ def literal_attention(q, k, v, u, gate_v, w, table, buckets, keep):
 def gated_attention():
     config = ModelConfig(**(SMALL | {"relative_bias": True, "router": "dense"}))
     return lively(SelfAttention(config, causal=False)).double().eval(), lively(Distance(2)).double()
+
+
+@pytest.mark.parametrize("width, is_cuda, takes", [(16, True, True), (8, True, False), (64, False, False)])
+def test_flex_attention_is_for_cuda_and_heads_of_16_or_more(width, is_cuda, takes):
+    q = torch.ones(1, 2, 3, width)
+    assert model.has_flex_attention(SimpleNamespace(is_cuda=is_cuda, shape=q.shape)) == takes
 
 
 @pytest.mark.parametrize("flex", [False, True], ids=["plain", "flex"])
