@@ -181,8 +181,12 @@ def named(found: dict[str, dict], describe: Callable[[dict], str] = router_of) -
 
 
 def all_but_seed(config: dict) -> dict:
-    """What makes two runs seeds of one. A constant left open is none: another version may not have known it."""
-    return {name: value for name, value in config.items() if name != "seed" and value is not None}
+    """What makes two runs seeds of one. A constant left open is none: another version may not have known it.
+
+    Nor is what a version before may have kept, though it makes no other run.
+    """
+    unlike = {"seed"} | runs.NOT_IDENTITY
+    return {name: value for name, value in config.items() if name not in unlike and value is not None}
 
 
 def listed(found: dict[str, dict]) -> str:

@@ -168,7 +168,7 @@ def test_seeds_are_a_mean_and_a_deviation(tatoeba, folders, tmp_path, monkeypatc
     names = tmp_path / "runs" / "one", tmp_path / "runs" / "one-seed=1"
     for seed, name in enumerate(names):
         shutil.copytree(folders[0], name)
-        constants = {"seed": seed} | ({} if seed else {"of_before": None})  # an older version's, which it left open
+        constants = {"seed": seed} | ({} if seed else {"of_before": None, "compile": False})  # an older version's
         (name / "config.json").write_text(json.dumps(constants))
     run(monkeypatch, "retrieval", *names, "--source", tatoeba, "--out", tmp_path)
     rows = table_in(capsys.readouterr().out)
