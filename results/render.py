@@ -25,6 +25,7 @@ SEEDS = 5  # a row is the mean over those of its first so many seeds that are th
 
 TABLES = [  # script, preset, number of the table (None: the run of the preset itself), and what else is given
     ("train_lm", "demo", 1),
+    ("train_lm", "demo", 2),
     ("train_lm", "small", 1),
     ("train_lm", "small", 1, {"data": "enwiki", "dropout": 0.0, "steps": 2500}),
     ("train_mlm", "demo", 2),
