@@ -106,7 +106,7 @@ def remembered(data: TranslationData, language: str) -> list[str]:
 
 
 def different_tokens(data: TranslationData, split: str, language: str) -> list[ndarray]:
-    """Of each source of a pair of languages; its `</s>`, which all have, weighs nothing."""
+    """Of each source of a pair of languages, (n,) ids; the `</s>`, which all have, weighs nothing."""
     first, count = data.streams[split][data.languages.index(language)]
     rows = data.pairs(split, np.arange(first, first + count))
     where = zip(rows.starts[:, 0], rows.sizes[:, 0])

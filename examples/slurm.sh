@@ -4,8 +4,8 @@
 #     sbatch examples/slurm.sh train_lm.py --preset openwebtext-556M --expert_parallel 8
 #     sbatch --nodes 8 examples/slurm.sh train_electra.py --preset xl --vocab_size none --shard true
 #
-# Submit it from the folder of the scripts, which all nodes must see, with the Python environment active and the data prepared
-# (python -m data.prepare --help). A job that was stopped goes on by the same command, on any number of nodes whose
+# Submit it from the folder of the scripts, which all nodes must see, with the Python environment active and the data
+# prepared (python -m data.prepare --help). A job that was stopped goes on by the same command, on any number of nodes whose
 # processes share out a step's micro-batches evenly.
 
 #SBATCH --job-name=nanoxmoe
