@@ -152,11 +152,13 @@ def table1(base: Config) -> runs.Table:
 def table2(base: Config) -> runs.Table:
     """A dense model trained as experts in all blocks (t = 1, no drop).
 
-    At test gamma is FLOPs x E and, below 1.00x, t is 0.9.
+    At test gamma is FLOPs x E and, below 1.00x, t is 0.9. Where a router starts from larger weights than the rest, it
+    starts from a quarter of that: one that decides early all but shuts the experts that it does not want.
     """
+    start = base.router_init_std and base.router_init_std / 4
     rows = [(("dense", "", "1.00x", *two_places(TABLE1[0][3])), {"router": "dense"})]
     for experts, flops, *paper in TABLE2:
-        change = {"router": "threshold", "moe_every": 1, "threshold": 1.0}
+        change = {"router": "threshold", "moe_every": 1, "threshold": 1.0, "router_init_std": start}
         change |= {"num_experts": experts, "expert_size": base.ffn_size // experts, "capacity_factor": float(experts)}
         if flops < 1:
             change |= {"eval_only": True, "eval_threshold": 0.9, "eval_capacity_factor": flops * experts}
