@@ -366,7 +366,7 @@ def bitext(source: Path) -> dict[str, Texts]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# translation: multi30k-XX, wmt23-XX, wmt10
+# translation: multi30k and multi30k-XX, wmt23-XX, wmt10
 
 MULTI30K = {"valid": "val", "test": "test_2016_flickr", "train": "train"}  # split -> name of its files
 CCMATRIX = "sentence-transformers/parallel-sentences-ccmatrix"
@@ -389,12 +389,15 @@ def multi30k() -> dict[str, Texts]:
     return {"de-en": hub_pairs("bentrevett/multi30k", None, ["de", "en"])}
 
 
-def multi30k_files(language: str, source: Path) -> dict[str, Texts]:
-    """train.XX, val.XX and test_2016_flickr.XX beside their English (plain, .gz or .xz)."""
-    splits = {}
-    for split, name in MULTI30K.items():
-        splits[split] = read_pairs(one_of(source, f"{name}.{language}"), one_of(source, f"{name}.en"))
-    return {f"{language}-en": labelled(splits)}
+def multi30k_files(languages: str, source: Path) -> dict[str, Texts]:
+    """train.XX, val.XX and test_2016_flickr.XX of each language beside their English (plain, .gz or .xz)."""
+    pairs = {}
+    for language in languages.split():
+        splits = {}
+        for split, name in MULTI30K.items():
+            splits[split] = read_pairs(one_of(source, f"{name}.{language}"), one_of(source, f"{name}.en"))
+        pairs[f"{language}-en"] = labelled(splits)
+    return pairs
 
 
 def wmt23(language: str) -> dict[str, Texts]:
@@ -448,6 +451,7 @@ CORPORA = {
     "catalogs-en": Corpus("pairs", catalogs_en, catalogs_en, packages=("django",), pieces=4_000),
     "opus100": Corpus("pairs", bitext, opus100),
     "bitext": Corpus("pairs", bitext),
+    "multi30k": Corpus("pairs", partial(multi30k_files, "de fr cs"), pieces=8_000),
     "multi30k-de": Corpus("pairs", partial(multi30k_files, "de"), multi30k, pieces=8_000),
     "multi30k-fr": Corpus("pairs", partial(multi30k_files, "fr"), pieces=8_000),
     "multi30k-cs": Corpus("pairs", partial(multi30k_files, "cs"), pieces=8_000),

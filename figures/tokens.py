@@ -13,7 +13,7 @@ import torch
 import common
 import pretrained
 from figures.shared import Drawn, canvas, save
-from model import GPT, Encoder
+from model import GPT, Encoder, sizes
 
 
 @dataclass
@@ -27,6 +27,7 @@ class Tokens(Drawn):
 
     run: str = "out/train_lm/demo"  # folder of a run of train_lm.py, train_mlm.py or train_electra.py
     text: str = "Return the sum of all elements. If the list is empty, raise a ValueError instead of returning zero."
+    threshold: float | None = None  # t of a threshold router, in place of the run's at test
     no_limit: bool = False  # experts serve all who want them; false: the evaluation's capacity, for this text alone
 
 
@@ -38,6 +39,8 @@ def tokens(options: Tokens):
     caption = (
         f"{options.run}: full, the expert serves the token; hollow, its capacity is used up; right, experts wanted"
     )
+    if options.threshold is not None:
+        caption += f"; t = {options.threshold}"
     numbers = {"run": options.run, "text": options.text, "tokens": shown, "layers": layers}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph")  # `families` has said so
@@ -57,6 +60,11 @@ def route(options: Tokens) -> tuple[list[str], list[dict]]:
         raise ValueError(f"{options.run} is a translator: give a run of train_lm.py, train_mlm.py or train_electra.py")
     if not model.moe_layers:
         raise ValueError(f"{options.run} is a dense model, no token chooses: give a --run with another router")
+    if options.threshold is not None:
+        if sizes(model.config).select != "threshold":
+            raise ValueError(f"{options.run} has no threshold router: without --threshold")
+        for moe in model.moe_layers:
+            moe.router.eval_threshold = options.threshold
     ids = tokenizer.encode_batch([options.text])[0]
     if not ids:
         raise ValueError("the text is empty: say one with --text")

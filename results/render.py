@@ -25,9 +25,11 @@ SEEDS = 5  # a row is the mean over those of its first so many seeds that are th
 
 TABLES = [  # script, preset, number of the table (None: the run of the preset itself), and what else is given
     ("train_lm", "demo", 1),
+    ("train_lm", "demo", 1, {"router_init_std": 0.4}),
     ("train_lm", "demo", 2),
-    ("train_lm", "small", 1),
+    ("train_lm", "small", 1, {"router_init_std": 0.28}),
     ("train_lm", "small", 1, {"data": "enwiki", "dropout": 0.0, "steps": 2500}),
+    ("train_lm", "small", 1, {"data": "enwiki", "dropout": 0.0, "steps": 2500, "router_init_std": 0.28}),
     ("train_mlm", "demo", 2),
     ("train_mlm", "multilingual", 2),
     ("train_mlm", "multilingual", 2, {"learning_rate": 1e-3}),
@@ -49,8 +51,9 @@ TABLES = [  # script, preset, number of the table (None: the run of the preset i
 ]
 ANALYSES = {  # file: title
     "compare": "Differences of routers (XMoE table 1)",
-    "compare-wikipedia": "Differences of routers, small, on English Wikipedia (XMoE table 1)",
+    "compare-wikipedia": "Differences of routers from 0.28, small, on English Wikipedia (XMoE table 1)",
     "gamma": "Experts that do less at test (XMoE figure 4)",
+    "threshold": "Another threshold at test (XMoE figure 7)",
     "collapse": "RC and RF in the course of training (X-MoE figures 2c and 3a)",
     "collapse-multilingual": "RC and RF on real text (X-MoE figures 2c and 3a)",
     "consistency": "Loads of the experts, fine-tuning runs of three seeds (X-MoE figure 3b)",
@@ -123,7 +126,9 @@ def table_of_runs(folder: Path, script: str, preset: str, number: int | str | No
     name = "-".join(filter(None, (script, shown, *map(str, given.values()), str(number or ""))))
     title = table.title
     if number:
-        scale = (shown, *(given.get(name) for name in ("data", "encoders", "learning_rate")))
+        scale = [shown, *(given.get(name) for name in ("data", "encoders", "learning_rate"))]
+        if "router_init_std" in given:
+            scale.append(f"routers from {given['router_init_std']}")
         title = ", ".join([title, *map(str, filter(None, scale))])
     return [f"## {title}", f"`{command}`{effort(rows)}", table.render(rows, module.cells), note(folder, name)]
 

@@ -65,13 +65,13 @@ REFUSED = {  # in one line
     "score of a dense model": ({"router": "dense", "score": "dot"}, "--score is not read by a model with router dense"),
     "score of a hash": ({"router": "hash", "score": "dot"}, "--score is not read by a model with router hash"),
     "start of a dense router": (
-        {"router": "dense", "router_init_std": 0.1},
+        {"router": "dense", "router_init_std": 0.2},
         "--router_init_std is not read by a model with router dense",
     ),
-    "start of a hash": ({"router": "hash", "router_init_std": 0.1}, "--router_init_std is not read by a model with"),
-    "start of BASE": ({"router": "base", "router_init_std": 0.1}, "--router_init_std is not read by a model with"),
+    "start of a hash": ({"router": "hash", "router_init_std": 0.2}, "--router_init_std is not read by a model with"),
+    "start of BASE": ({"router": "base", "router_init_std": 0.2}, "--router_init_std is not read by a model with"),
     "start on the sphere": (
-        {"router": "hypersphere", "routing_dim": 0, "router_init_std": 0.1},
+        {"router": "hypersphere", "routing_dim": 0, "router_init_std": 0.2},
         "--router_init_std is not read by a model with router hypersphere",
     ),
     "rate of a dense router": ({"router": "dense", "router_lr": 0.1}, "--router_lr is not read by a model with router"),

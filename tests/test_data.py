@@ -1178,7 +1178,15 @@ def test_multi30k_reads_its_own_files_or_the_hub(tmp_path, hub):
     assert held_out_of(local, "valid") == pairs("de-en", 60, "valid")
     assert meta_of(local)["files"] == meta_of(streamed)["files"]
     assert {asked[0] for asked in hub.asked} == {"bentrevett/multi30k"}
-    assert "no val.fr (plain, .gz or .xz) in " in refusal("multi30k-fr", tmp_path, pieces=300)
+    for language in ("fr", "cs"):
+        for split, (name, _) in names.items():
+            rows = pairs(f"{language}-en", 60, split)
+            (tmp_path / f"{name}.{language}").write_text("".join(f"{one}\n" for one, _ in rows))
+    three = meta_of(prepare("multi30k", tmp_path, pieces=300, out=tmp_path / "three"))
+    assert set(three["languages"]) == {"de-en", "fr-en", "cs-en"} and three["splits"]["train"]["pairs"] == 180
+    (tmp_path / "val.fr").unlink()
+    for name in ("multi30k", "multi30k-fr"):
+        assert "no val.fr (plain, .gz or .xz) in " in refusal(name, tmp_path, pieces=300)
 
 
 @pytest.fixture
@@ -1249,7 +1257,7 @@ def test_wmt10_has_ten_languages_and_halves_gujarati(tmp_path, hub):
 
 
 def test_every_corpus_reads_a_local_copy():
-    assert len(CORPORA) == 20
+    assert len(CORPORA) == 21
     for name, corpus in CORPORA.items():
         assert corpus.kind in ("text", "languages", "pairs") and callable(corpus.local)
-        assert (corpus.read is None) == (name in ("text", "bitext", "multi30k-fr", "multi30k-cs"))
+        assert (corpus.read is None) == (name in ("text", "bitext", "multi30k", "multi30k-fr", "multi30k-cs"))

@@ -62,7 +62,7 @@ def made(tokenizers, tmp_path):
         arguments = dataclasses.asdict(model.config)
         state = {"step": 1, "class": kind.__name__, "arguments": arguments, "model": model.state_dict()}
         folder = tmp_path / "<b>run"
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)
         torch.save(state | {"tokenizer": tokenizer.sha256}, folder / "ckpt.pt")
         tokenizer.save(folder)
         return folder
@@ -241,6 +241,16 @@ def test_other_fonts_are_taken_where_ours_lacks_a_character(monkeypatch, capsys)
     tokens.families("\U0010ff00")  # no font has what is no character
     error = capsys.readouterr().err
     assert error.startswith("warning: no font here has ") and error.count("\n") == 1
+
+
+def test_another_threshold(made, tmp_path, monkeypatch, capsys):
+    theirs = made(GPT, **DECODERS["threshold"] | {"eval_threshold": 0.4})
+    expected = tokens.route(tokens.Tokens(run=str(theirs), text=TEXT))
+    folder = str(made(GPT, **DECODERS["threshold"]))
+    assert tokens.route(tokens.Tokens(run=folder, text=TEXT, threshold=0.4)) == expected
+    assert tokens.route(tokens.Tokens(run=folder, text=TEXT)) != expected
+    said = refused(monkeypatch, capsys, "tokens", "--run", made(GPT, **DECODERS["topk"]), "--threshold", "0.4")
+    assert "has no threshold router: without --threshold" in said
 
 
 # ---------------------------------------------------------------------------------------------------------------------
