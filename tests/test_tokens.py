@@ -252,6 +252,7 @@ def test_another_threshold(made, tmp_path, monkeypatch, capsys):
     run(monkeypatch, "tokens", "--run", folder, "--text", TEXT, "--threshold", "0.4", "--out", tmp_path / "drawn")
     numbers = json.loads((tmp_path / "drawn" / "tokens.json").read_text())
     assert numbers["layers"] == json.loads(json.dumps(expected[1])) and numbers["caption"].endswith("; t = 0.4")
+    capsys.readouterr()  # which fonts are missing
     said = refused(monkeypatch, capsys, "tokens", "--run", made(GPT, **DECODERS["topk"]), "--threshold", "0.4")
     assert "has no threshold router: without --threshold" in said
 
