@@ -45,7 +45,7 @@ from translator import Translator
 
 @dataclass
 class Config(ModelConfig):
-    preset: str = "demo"  # demo, small, multi30k, wmt23 (XMoE) or wmt10 (X-MoE)
+    preset: str = "demo"  # demo, multi30k, wmt23 (XMoE) or wmt10 (X-MoE)
     table: int | None = None  # run every row of XMoE's table 3 or X-MoE's table 4 at the preset's scale
     seeds: int = 1  # repeat with so many seeds; give mean and deviation
     data: str = "catalogs-en"  # a corpus of translation pairs under data/prepared, or the folder of a prepared one
@@ -98,12 +98,8 @@ class Config(ModelConfig):
 PAPER = dict(n_layer=12, decoder_layers=6, n_embd=512, ffn_size=2048, n_head=8, block_size=256, expert_ffns=32)
 PAPER |= dict(learning_rate=5e-4, warmup_steps=512, batch_tokens=1 << 18, micro_tokens=1 << 14, steps=50_000)
 PAPER |= dict(eval_every=2_500, log_every=50)
-# Django's messages from 96 languages to English: half an hour on one core.
-SMALL = dict(data="catalogs-pairs", sampling_exponent=0.7, n_embd=256, ffn_size=1024, dropout=0.1)
-SMALL |= dict(steps=3500, eval_every=500, eval_sentences=5)
 PRESETS = {
     "demo": {},
-    "small": SMALL,
     "multi30k": dict(data="multi30k-de", eval_every=500),  # German captions to English: 8 minutes on one core
     "wmt23": PAPER | dict(data="wmt23-de"),
     "wmt10": PAPER | dict(data="wmt10", sampling_exponent=0.7, router="hypersphere", moe_after=(6,)),

@@ -41,7 +41,6 @@ TABLES = [  # script, preset, number of the table (None: the run of the preset i
     ("train_electra", "multilingual", None),
     ("train_electra", "small", None),
     ("train_mt", "demo", None),
-    ("train_mt", "small", None),
     ("train_mt", "multi30k", 3),
     ("finetune_xtreme", "demo", None),
     ("finetune_xtreme", "demo", None, {"frozen": False}),
