@@ -221,14 +221,14 @@ def cross_entropy(logits: Tensor, targets: Tensor, **options) -> Tensor:
 def adamw(model: torch.nn.Module, config) -> torch.optim.AdamW:
     """AdamW that decays matrices and embeddings, not norms, biases or scalars (the experts' biases are told by name).
 
-    Routers learn at `router_lr` times the rate of the rest.
+    Routers learn at `router_lr` times the rate of the rest, and what distances add to attention at `distance_lr` times.
     """
     groups = {}  # (decay, times the learning rate, class: FSDP's are not stepped with others) -> parameters
     for name, p in model.named_parameters():
         if p.requires_grad:
             small = p.dim() < 2 or "ln_" in name or name.endswith(("bias", "b_in", "b_out"))
-            kind = 0.0 if small else config.weight_decay, config.router_lr if "router." in name else 1.0
-            groups.setdefault((*kind, type(p)), []).append(p)
+            times = config.router_lr if "router." in name else config.distance_lr if "distance." in name else 1.0
+            groups.setdefault((0.0 if small else config.weight_decay, times, type(p)), []).append(p)
     options = []
     for (decay, times, _), parameters in groups.items():
         options.append({"params": parameters, "weight_decay": decay, "times": times})

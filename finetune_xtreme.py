@@ -85,6 +85,7 @@ class Config:
     expert_parallel: ClassVar = 1  # a model for fine-tuning is whole on every process
     shard: ClassVar = False
     router_lr: ClassVar = 1.0  # routers, where they are not frozen, learn at the rate of the rest
+    distance_lr: ClassVar = 1.0
     not_identity: ClassVar = {"search", "encoders", "predict", "source"}  # the data's checksum is of what was read
 
     def unread(self) -> set[str]:

@@ -83,11 +83,12 @@ class ModelConfig:
             raise ValueError(f"top_k must lie in [1, num_experts = {size.num_experts}], not {size.top_k}")
 
     def unread(self) -> set[str]:
-        """The constants, these, `balance_coef` and `router_lr`, that a model of this kind does not read: the command
-        line refuses them, and they name no run."""
+        """The constants, these and some of the scripts', that a model of this kind does not read: the command line
+        refuses them, and they name no run."""
+        names = set() if self.relative_bias else {"distance_lr"}
         if self.router == "dense":
-            names = "moe_every moe_after expert_ffns decoder_moe balance_coef router_init_std router_lr expert_parallel"
-            return {*Sizes._fields, *names.split()}
+            more = "moe_every moe_after expert_ffns decoder_moe balance_coef router_init_std router_lr expert_parallel"
+            return {*names, *Sizes._fields, *more.split()}
         size = sizes(self)
         orthogonal = size.orthogonal or size.score == "hypersphere" or size.select == "base"
         is_read = {
@@ -103,7 +104,7 @@ class ModelConfig:
             "balance_coef": size.select not in ("base", "hash", "expert_choice"),
         }
         unread = [names for names, yes in is_read.items() if not yes]
-        return set(" ".join(unread).split())
+        return names | set(" ".join(unread).split())
 
 
 class Sizes(NamedTuple):

@@ -89,7 +89,8 @@ def command_line(Config: type, presets: dict[str, dict], argv: list[str]):
     check(config)
     unread = said(config, presets).keys() & config.unread()
     if unread:
-        reads = [f"{name} {vars(config)[name]}" for name in ("router", "objective", "task") if name in vars(config)]
+        kinds = "router", "relative_bias", "objective", "task"
+        reads = [f"{name} {vars(config)[name]}" for name in kinds if name in vars(config)]
         raise ValueError(f"--{min(unread)} is not read by a model with {', '.join(reads)}: leave it out")
     return config
 

@@ -30,6 +30,7 @@ import common
 import measures
 import parallel
 import runs
+from data import counting
 from data.batches import Masked, MaskedData, PairData
 from model import Encoder, MaskedLM, ModelConfig, SparseModel
 
@@ -48,7 +49,7 @@ class Config(ModelConfig):
     objective: Literal["rtd", "mlm"] = "rtd"  # rtd: XLM-E; mlm: its baseline XLM, a masked LM of n_layer layers
     tlm: bool = True  # masked LM on translation pairs as well
     trtd: bool = True  # replaced token detection on translation pairs as well, where TLM has them
-    lambda_disc: float = 50.0  # lambda, the weight of the discriminator's losses
+    lambda_disc: float = 5.0  # lambda, the weight of the discriminator's losses; 50 holds a young generator back
     mask_share: float = 0.15  # of the tokens are masked; of a pair, in each half
     span: float | None = None  # mean length of masked spans; None: single tokens (section 3.1: spans do worse)
     generator_layers: int = 2  # of the generator, which is as wide as the discriminator
@@ -65,10 +66,11 @@ class Config(ModelConfig):
     micro_tokens: int = 1024  # tokens of one forward pass; under a capacity limit it changes the numbers
     learning_rate: float = 1.5e-3  # peak
     router_lr: float = 1.0  # routers learn at so many times the rate of the rest
-    warmup: float = 0.2  # share of the steps; then a line down to 0
+    distance_lr: float = 10.0  # the relative bias likewise: in so few steps it would not grow to look at neighbours
+    warmup: float = 0.1  # share of the steps; then a line down to 0
     beta1: float = 0.9  # Adam
-    beta2: float = 0.98  # Adam
-    eps: float = 1e-6  # Adam
+    beta2: float = 0.999  # Adam; in small batches a token is rare: its gradient must be remembered
+    eps: float = 1e-9  # Adam; the gradients of rare tokens are small
     weight_decay: float = 0.01  # of matrices and embeddings
     grad_clip: float = 2.0  # largest norm of the gradient; 0 for no limit
     balance_coef: float = 0.01  # the weight of the balance loss, where there are sparse layers
@@ -94,6 +96,8 @@ class Config(ModelConfig):
 
     def unread(self) -> set[str]:
         names = super().unread()
+        if gated(self):
+            names.discard("distance_lr")
         if self.objective == "mlm":
             names |= {"lambda_disc", "trtd", "generator_layers"}
         if not self.tlm:
@@ -106,7 +110,7 @@ class Config(ModelConfig):
 BASE = dict(block_size=512, n_layer=12, n_head=12, n_embd=768, ffn_size=3072, generator_layers=4, dropout=0.1)
 BASE |= dict(data="cc100", pairs="opus100", steps=125_000, batch_tokens=2048 * 512, micro_tokens=32 * 512)
 BASE |= dict(learning_rate=5e-4, warmup=0.08, eval_every=5000, eval_tokens=1 << 25, moe_after=(6,))
-BASE |= dict(frequency_bias=False)
+BASE |= dict(frequency_bias=False, lambda_disc=50.0, beta2=0.98, eps=1e-6, distance_lr=1.0)
 LARGE = BASE | dict(n_layer=24, n_head=16, n_embd=1024, ffn_size=4096, generator_layers=6, moe_after=(12,))
 LARGE |= dict(vocab_size=1 << 19)
 XL = LARGE | dict(n_layer=48, n_head=24, n_embd=1536, ffn_size=6144, generator_layers=8, moe_after=(24,))
@@ -200,9 +204,13 @@ def sample(logits: Tensor) -> Tensor:
 
 def make(config: Config) -> Electra | MaskedLM:
     """XLM-E's networks, or its baseline."""
-    rtd = config.objective == "rtd"
-    gated = rtd if config.relative_bias is None else config.relative_bias
-    return (Electra if rtd else MaskedLM)(dataclasses.replace(config, relative_bias=gated))
+    network = Electra if config.objective == "rtd" else MaskedLM
+    return network(dataclasses.replace(config, relative_bias=gated(config)))
+
+
+def gated(config: Config) -> bool:
+    """Whether the networks have the gated relative bias."""
+    return config.objective == "rtd" if config.relative_bias is None else config.relative_bias
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -387,6 +395,13 @@ def describe(scores: dict) -> str:
     return "\n".join(lines)
 
 
+def describe_counting(right: dict[str, float]) -> str:
+    return (
+        f"counting is right on {right['tokens']:.1%} of the masked tokens of sentences by the tokens of each language, "
+        f"on {right['neighbours']:.1%} by the two beside each as well (first masking)"
+    )
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # One run
 
@@ -441,6 +456,10 @@ def train(config: Config, context) -> dict:
         f"{flops / 1e9:.1f} GFLOPs a step; {len(data['sentences'].languages)} languages, "
         f"{len(data['pairs'].languages)} pairs of them"
     )
+    counted = counting.masked_scores(data["sentences"], config.eval_tokens)
+    counted = {name: float(right.sum() / many.sum()) for name, (_, right, many) in counted.items()}
+    if counted:
+        run.say(describe_counting(counted))
     parallel.split(model, config, context)
     optimizer = common.adamw(model, config)
     batches = 1 + config.tlm  # of a step: sentences, and pairs
@@ -465,13 +484,15 @@ def train(config: Config, context) -> dict:
             record = {"flops": (step + 1) * flops, "held_out": scores}
             run.save(step, record, scores["loss"], f"{record['flops']:.2e} FLOPs\n{describe(scores)}")
     scores = evaluate(run.whole(), data, config, context, config.eval_maskings)
-    return run.finish({"held_out": scores, "parameters": parameters, "flops": config.steps * flops})
+    flops *= config.steps
+    return run.finish({"held_out": scores, "counting": counted, "parameters": parameters, "flops": flops})
 
 
 def report(config: Config, result: dict) -> str:
     """A finished result in words."""
     title = f"{result['name']}, {result['flops']:.2e} FLOPs, {config.eval_maskings} maskings"
-    return f"\n{title}\n{describe(result['held_out'])}"
+    counted = result.get("counting")
+    return "\n".join(["", title, describe(result["held_out"]), *([describe_counting(counted)] if counted else [])])
 
 
 def main():

@@ -349,6 +349,13 @@ class Masking:
         hidden = np.where(luck < becomes_mask, self.mask, kept)
         return np.where(chosen, hidden, ids), chosen
 
+    def odds(self, shown: Tensor) -> Tensor:
+        """How many times as probable as before a token is once a chosen place shows it; 1 for the mask token."""
+        becomes_mask, becomes_random = self.replace
+        kept = 1 - becomes_mask - becomes_random
+        times = 1 + len(self.ordinary) * kept / max(becomes_random, 1e-9)
+        return torch.where(shown == self.mask, 1.0, times).double()
+
     def _choose(self, choosable: ndarray, part: ndarray, turn: ndarray, length: ndarray, rounding: ndarray) -> ndarray:
         """(N,) bool, the chosen ones of the choosable."""
         n = np.bincount(part, choosable)  # of each part

@@ -1,4 +1,4 @@
-"""What counting reaches: the losses of models that only know how often tokens, and pairs of tokens, were seen.
+"""What counting reaches: the scores of models that only know how often tokens, and pairs of tokens, were seen.
 
 And the translations of a memory of what it was shown. They stand beside the numbers of trained models: a network that
 does not beat them has learned nothing worth a table.
@@ -32,32 +32,55 @@ def text_losses(data: TokenData, steps: int) -> dict[str, float]:
     }
 
 
-def language_losses(data: MaskedData, maskings: int, max_tokens: int | None = None) -> tuple[Tensor, Tensor] | None:
-    """The cross entropy of masked validation tokens by their counts in their language's training text.
+def masked_scores(data: MaskedData, max_tokens: int | None = None) -> dict[str, Tensor]:
+    """How well counts fill in the validation text, masked in the first way. Nothing where the training text is large.
 
-    -> summed over each language, (J,), and how many there are, (J,), in all maskings; None where the training text is
-    large. A language's counts are interpolated with those of all.
+    Of each language, (3, J): summed cross entropies in nats, how often the most probable token is right, and how many
+    are masked. `tokens`: by the counts of the language, interpolated with those of all. `neighbours`: by the pairs of
+    the language as well, p(x | l, r) ~ p(x | l) p(x | r) / p(x) between l and r. Like a model, counting knows how
+    probable a token is that is shown in a masked place.
     """
-    if len(data.tokens["train"]) > COUNTED_UP_TO:
-        return None
-    train = torch.from_numpy(data.tokens["train"].astype("int64"))
-    of_all = unigrams(train, data.vocab_size)
-    tables = []
-    for first, count in data.streams["train"].tolist():
-        tables.append(unigrams(train[first : first + count], data.vocab_size, of_all).log())
-    tables = torch.stack(tables)  # (J, V)
-    losses, counts = torch.zeros(2, len(tables), dtype=torch.float64)
-    for _, _, batch in data.eval_batches("valid", maskings, max_tokens):
-        losses.index_add_(0, batch.language, -tables[batch.language, batch.targets])
-        counts += torch.bincount(batch.language, minlength=len(counts))
-    return losses, counts
+    train, V = torch.from_numpy(data.tokens["train"].astype("int64")), data.vocab_size
+    if len(train) > COUNTED_UP_TO:
+        return {}
+    streams, of_all = data.streams["train"].tolist(), unigrams(train, V)
+    tables = torch.stack([unigrams(train[first : first + count], V, of_all) for first, count in streams])  # (J, V)
+    J = len(tables)
+    own = torch.arange(J).repeat_interleave(torch.tensor([count for _, count in streams])) * V + train  # in J * V
+    following, preceding = pairs(own[:-1], train[1:], (J * V, V)), pairs(own[1:], train[:-1], (J * V, V))
+    found = {name: torch.zeros(3, J, dtype=torch.float64) for name in ("tokens", "neighbours")}
+    for _, _, batch in data.eval_batches("valid", 1, max_tokens):
+        ids = batch.ids.flatten()
+        for some in torch.arange(len(batch.masked)).split(max(1, 2**22 // V)):  # M places
+            place, language, target = batch.masked[some], batch.language[some], batch.targets[some]
+            left, shown, right = (ids.roll(shift)[place] for shift in (1, 0, -1))  # `<s>` begins a row, never masked
+            single = tables[language]  # (M, V)
+            follow = interpolated(following.index_select(0, language * V + left).to_dense(), single)
+            precede = interpolated(preceding.index_select(0, language * V + right).to_dense(), single)
+            for name, p in {"tokens": single, "neighbours": follow * precede / single}.items():
+                p = p.scatter_reduce(1, shown[:, None], data.masking.odds(shown)[:, None], "prod")
+                loss = p.sum(dim=1).log() - p.gather(1, target[:, None]).squeeze(1).log()
+                best = (p.argmax(dim=1) == target).double()
+                found[name].index_add_(1, language, torch.stack([loss, best, torch.ones_like(loss)]))
+    return found
+
+
+def pairs(one: Tensor, other: Tensor, size: tuple[int, int]) -> Tensor:
+    """Sparse counts of how often each (N,) of the one stood beside each (N,) of the other."""
+    ones = torch.ones(len(one))
+    return torch.sparse_coo_tensor(torch.stack([one, other]), ones, size, check_invariants=True).coalesce()
 
 
 def unigrams(tokens: Tensor, size: int, rest: Tensor | None = None) -> Tensor:
     """(V,) the probability of each of V = size tokens, by their counts among tokens (N,); rest (V,), None: uniform."""
     counts = torch.bincount(tokens, minlength=size).double()
-    kinds = counts.count_nonzero()
-    return (counts + kinds * (1 / size if rest is None else rest)) / (counts.sum() + kinds)
+    return interpolated(counts, torch.full_like(counts, 1 / size) if rest is None else rest)
+
+
+def interpolated(counts: Tensor, rest: Tensor) -> Tensor:
+    """Counts (..., V) -> probabilities, with `rest` (..., V) for what was not seen: all of it where nothing was."""
+    kinds = counts.count_nonzero(dim=-1).clamp(min=1).unsqueeze(-1)
+    return (counts + kinds * rest) / (counts.sum(dim=-1, keepdim=True) + kinds)
 
 
 def bigram_loss(seen: tuple[Tensor, Tensor], held_out: tuple[Tensor, Tensor], size: int) -> float:

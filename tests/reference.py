@@ -206,6 +206,20 @@ def bigrams(pairs, first, V):
     return interpolated([two for one, two in pairs if one == first], single)
 
 
+def between(behind, ahead, left, right, single):
+    """V probabilities of what stands between two tokens: each neighbour on its own, by pairs seen, and `single`."""
+    follow = interpolated([two for one, two in behind if one == left], single)
+    precede = interpolated([one for one, two in ahead if two == right], single)
+    both = [f * p / s for f, p, s in zip(follow, precede, single)]
+    return [value / sum(both) for value in both]
+
+
+def shown(p, token, kept, drawn):
+    """Bayes: V probabilities of a place that shows a token, which is the right one, `kept`, or one of so many drawn."""
+    both = [value * (kept * (v == token) + drawn) for v, value in enumerate(p)]
+    return [value / sum(both) for value in both]
+
+
 # --- For comparison: the same facts as tensors
 
 

@@ -8,6 +8,8 @@ from helpers import TINY_LM
 
 import common
 import train_lm
+import train_mlm
+from model import MaskedLM
 
 
 def test_learning_rates_are_their_formulas():
@@ -58,6 +60,20 @@ def test_routers_learn_at_their_own_rate(router):
         rate = 0.0025 if ".router." in name else 0.01
         torch.testing.assert_close((p.detach() - before[name]).abs(), torch.full_like(p, rate), rtol=1e-3, atol=1e-9)
     assert routers == {"threshold": 1, "hypersphere": 3}[router]  # expert embeddings; and W, tau
+
+
+def test_distances_learn_at_their_own_rate():
+    config = train_mlm.Config(vocab_size=10, router="dense", distance_lr=4.0, weight_decay=0.0)
+    for names, rate in (["encoder.distance.table.weight"], 0.04), (["encoder.layers.0.attn.gate", "bias"], 0.01):
+        model = MaskedLM(config).double()
+        optimizer = common.adamw(model, config)
+        common.set_learning_rate(optimizer, 0.01)
+        for name in names:
+            p = model.get_parameter(name)
+            before = p.detach().clone()
+            p.grad = torch.randn_like(p).sign()
+            optimizer.step()
+            torch.testing.assert_close((p.detach() - before).abs(), torch.full_like(p, rate), rtol=1e-3, atol=1e-9)
 
 
 def test_chance_depends_on_every_part_of_the_key():

@@ -25,6 +25,7 @@ import common
 import measures
 import runs
 import train_electra
+from data import counting
 from data.batches import Masked, PairData
 from data.prepare import prepare
 from data.tokenizers import XLMR, load_tokenizer, train_sentencepiece
@@ -281,6 +282,11 @@ def test_steps_of_all_sizes_compile_in_one_graph():
 # FLOPs
 
 
+@pytest.mark.parametrize("given", [{}, XLM | {"relative_bias": True}, {"relative_bias": True}])
+def test_the_rate_of_a_bias_that_is_there_makes_another_run(given):
+    assert runs.identity(Config(**given)) != runs.identity(Config(**given, distance_lr=2.0))
+
+
 DETECTS = {  # what is given, and the batches of a step: does the discriminator judge them?
     "XLM-E": ({}, (True, True)),
     "sentences alone": ({"tlm": False}, (True,)),
@@ -340,6 +346,22 @@ def test_every_row_trains_and_reports(row, options, monkeypatch, capsys):
     assert ("sparse layer 1: experts wanted" in out) == sparse and ("discriminator: loss" in out) == rtd
     assert "right with the translation beside it" in out and "held-out translations found" in out
     assert f"{result['held_out']['pairs']['generator']:.1%} right" in out[out.rindex("held-out pairs: generator") :]
+
+
+def test_counting_stands_beside_the_generator(options, monkeypatch, capsys):
+    """By the same sentences that are evaluated; nothing is said of a text that is too large to count."""
+    ELECTRA.run(options, monkeypatch)
+    out, found = capsys.readouterr().out, result_of(options["out_dir"])["counting"]
+    config = Config(**options)
+    for name, (_, right, masked) in counting.masked_scores(
+        train_electra.open_data(config, HERE)["sentences"], 256
+    ).items():
+        assert found[name] == right.sum() / masked.sum() > 0
+    line = f"right on {found['tokens']:.1%} of the masked tokens of sentences by the tokens of each language, "
+    assert out.count(line + f"on {found['neighbours']:.1%} by the two beside each as well (first masking)\n") == 2
+    monkeypatch.setattr(counting, "masked_scores", lambda *_: {})
+    ELECTRA.run(options | {"resume": False}, monkeypatch)
+    assert "counting" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("row", DETECTS)
@@ -668,6 +690,8 @@ BAD = {
     "lambda without a discriminator": (XLM | {"lambda_disc": 1.0}, "--lambda_disc is not read"),
     "a generator of the baseline": ({"objective": "mlm"}, "--generator_layers is not read"),
     "balance of a dense model": ({"balance_coef": 1.0}, "--balance_coef is not read by a model with router dense"),
+    "rate of the baseline's bias": (XLM | {"distance_lr": 2.0}, "--distance_lr is not read"),
+    "rate of no bias": ({"relative_bias": False, "distance_lr": 2.0}, "relative_bias False, objective rtd: leave"),
     "no such table": ({"table": 3}, "table must be one of 2, not 3"),
     "a table of another objective": (XLM | {"table": 2}, "its rows have a --objective of their own"),
     "a table without TLM": ({"table": 2, "tlm": False}, "its rows have a --tlm of their own"),
