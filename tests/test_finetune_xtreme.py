@@ -247,7 +247,7 @@ def test_every_encoder_trains_on_every_kind_of_task_and_reports(encoder, task, o
 LEARNED = {
     "pos": dict(epochs=8, learning_rate=1e-2),
     "xquad": dict(epochs=15, learning_rate=1e-2),
-    "xnli": dict(epochs=16, learning_rate=1e-2),
+    "xnli": dict(epochs=60, learning_rate=1e-3),  # at a higher rate two of the three words become one
 }
 
 
