@@ -310,6 +310,12 @@ def main_score(scores: dict[str, float]) -> float:
     return next(iter(scores.values()))
 
 
+COUNTING = {  # kind of task: what finds its answers by counting words, and what that is called
+    "tags": (xtreme.tags_by_word, "each word's most frequent tag"),
+    "label": (xtreme.labels_by_word, "naive Bayes over words"),
+}
+
+
 def score_languages(run: runs.Run, model: FineTuned, examples: Examples, config: Config, context) -> dict:
     """-> scores of every language, their mean, and by how much English is ahead of the others (XLM-E table 7).
 
@@ -339,8 +345,9 @@ def score_languages(run: runs.Run, model: FineTuned, examples: Examples, config:
         gold = [one.gold for one in own]
         languages[language] = xtreme.scores(config.task, language, gold, predicted)
         guesses[language] = xtreme.scores(config.task, language, gold, xtreme.guess(kind, examples.train, own))
-        if kind == "tags":
-            counted[language] = xtreme.scores(config.task, language, gold, xtreme.tags_by_word(examples.train, own))
+        if kind in COUNTING:
+            by_word, _ = COUNTING[kind]
+            counted[language] = xtreme.scores(config.task, language, gold, by_word(examples.train, own))
     gap, others = {}, [scores for language, scores in languages.items() if language != "en"]
     if others and "en" in languages:
         gap = {metric: languages["en"][metric] - mean for metric, mean in mean_of(others).items()}
@@ -451,7 +458,7 @@ def report(config: Config, result: dict) -> str:
     """A finished result in words."""
     what = "a smoke test, no task of XTREME's; " if config.task == "apps" else ""
     lines = [f"\n{result['name']}: {what}weights of step {result['step']}, best in English development"]
-    by_word = "each word's most frequent tag" if result["counted"] else ""
+    _, by_word = COUNTING.get(xtreme.TASKS[config.task].kind, (None, ""))
     lines += [f"{'':10}{'score':22}{'guess without a model':24}{by_word}".rstrip()]
     for language, scores in result["languages"].items():
         guess, counted = result["guesses"][language], result["counted"].get(language, {})

@@ -544,6 +544,25 @@ def tags_by_word(train: list[Example], examples: list[Example]) -> list[list[str
     return [[tags.get(word.lower(), most) for word in one.texts] for one in examples]
 
 
+def labels_by_word(train: list[Example], examples: list[Example]) -> list[str]:
+    """What counting finds: the likeliest label by the words of each text (naive Bayes over those that training has)."""
+    labels, counts = Counter(one.gold for one in train), defaultdict(Counter)  # word -> label -> examples
+    for one in train:
+        for word in words_by_text(one):
+            counts[word][one.gold] += 1
+
+    def likelihood(label: str, words: list) -> float:
+        of_words = sum(math.log((counts[word][label] + 1) / (labels[label] + 2)) for word in words)
+        return math.log(labels[label]) + of_words
+
+    known = [[word for word in words_by_text(one) if word in counts] for one in examples]
+    return [max(labels, key=partial(likelihood, words=words)) for words in known]
+
+
+def words_by_text(one: Example) -> set[tuple[int, str]]:
+    return {(number, word) for number, text in enumerate(one.texts) for word in re.findall(r"\w+", text.lower())}
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Scores
 

@@ -222,7 +222,7 @@ def test_every_encoder_trains_on_every_kind_of_task_and_reports(encoder, task, o
     out, result = capsys.readouterr().out, result_of(options["out_dir"])
     main = {"pos": "f1", "xquad": "f1"}.get(task, "accuracy")
     assert list(result["languages"]) == list(result["guesses"]) == ["de", "en"]
-    assert list(result["counted"]) == (["de", "en"] if task == "pos" else [])
+    assert list(result["counted"]) == ([] if task == "xquad" else ["de", "en"])
     for kind, mean in (("languages", "mean"), ("guesses", "guess"), ("counted", "counting")):
         for metric, value in result[mean].items():
             assert value == pytest.approx(fmean(scores[metric] for scores in result[kind].values()))
@@ -239,6 +239,7 @@ def test_every_encoder_trains_on_every_kind_of_task_and_reports(encoder, task, o
     guess, counted = result["guess"], result["counting"]
     assert f"{'mean':10}{text(result['mean']):22}{text(guess):24}{text(counted)}".rstrip() in lines
     assert ("each word's most frequent tag" in report) == (task == "pos")
+    assert ("naive Bayes over words" in report) == (task in ("xnli", "apps"))
     assert f"English is ahead of the mean of the others by {text(result['gap'])}\n" in report
     assert f"English development: {text(result['valid'])}\n" in out
     assert result["step"] == 3 if task == "apps" else 6
@@ -607,6 +608,20 @@ def test_counting_gives_each_word_its_most_frequent_tag():
     train += [sentence("the x z", "DET NOUN NOUN"), sentence("x u", "NOUN NOUN")]
     found = xtreme.tags_by_word(train, [sentence("THE Run of", ""), sentence("x", "")])
     assert found == [["DET", "VERB", "NOUN"], ["NOUN"]]
+
+
+def test_counting_gives_each_example_its_likeliest_label():
+    """Bayes' theorem for what of an example's words is known; a word counts once, in each text by itself."""
+    one = lambda first, second, label="": xtreme.Example("", (first, second), label)  # noqa: E731
+    train = [one("red, red dog", "blue", "a"), one("red cat", "blue", "a"), one("blue", "dog red", "b")]
+    found = xtreme.labels_by_word(train, [one("Red", "?"), one("", "RED"), one("x", "y"), one("blue", "blue")])
+    a, b = (2 / 3) * (3 / 4), (1 / 3) * (1 / 3)  # red in the first text: 2 of 2, 0 of 1; one is added, of two
+    assert a > b and found[0] == "a"
+    a, b = (2 / 3) * (1 / 4), (1 / 3) * (2 / 3)  # in the second: 0 of 2, 1 of 1
+    assert a < b and found[1] == "b"
+    assert found[2] == "a"  # nothing is known: the most frequent
+    a, b = (2 / 3) * (1 / 4) * (3 / 4), (1 / 3) * (2 / 3) * (1 / 3)
+    assert a > b and found[3] == "a"
 
 
 def test_a_tenth_is_held_out_where_there_is_no_development_set(options, source, tmp_path, monkeypatch, capsys):
