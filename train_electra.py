@@ -114,7 +114,7 @@ BASE |= dict(frequency_bias=False, lambda_disc=50.0, beta2=0.98, eps=1e-6, dista
 LARGE = BASE | dict(n_layer=24, n_head=16, n_embd=1024, ffn_size=4096, generator_layers=6, moe_after=(12,))
 LARGE |= dict(vocab_size=1 << 19)
 XL = LARGE | dict(n_layer=48, n_head=24, n_embd=1536, ffn_size=6144, generator_layers=8, moe_after=(24,))
-# Half an hour on one core; at twice the width the demo's learning rate hardly learns.
+# Twice the width, at which the demo's learning rate hardly learned (before its lambda, beta2 and eps).
 SMALL = dict(n_embd=256, ffn_size=1024, steps=2000, eval_every=500, learning_rate=7.5e-4)
 # The demo on real text and pairs in four languages (`python -m results.multilingual` makes them).
 MULTILINGUAL = dict(data="multilingual", pairs="multilingual-pairs")

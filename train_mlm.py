@@ -42,7 +42,7 @@ class Config(ModelConfig):
     mask_share: float = 0.4  # of the tokens are to be predicted (80% masked, 10% replaced); 0.15 teaches less in a demo
     block_size: int = 64  # T, the longest sequence
     frequency_bias: bool = True  # the output's bias starts at the log frequencies of the training tokens
-    relative_bias: bool = True  # XLM-E's gated bias; from learned positions alone so short a run learns no word order
+    relative_bias: bool = True  # XLM-E's gated bias; with learned positions alone 4,000 steps stay behind counting
     init_std: float = 0.02  # of the normal that weights start from
     seed: int = 0  # of weights, data order, masks and dropout
     steps: int = 8000  # optimizer steps
@@ -101,7 +101,7 @@ BASE = dict(block_size=512, n_layer=12, n_head=12, n_embd=768, ffn_size=3072, dr
 BASE |= dict(steps=125_000, batch_tokens=2048 * 512, micro_tokens=32 * 512, learning_rate=5e-4, eval_every=5000)
 BASE |= dict(moe_after=(6,), expert_size=3072, beta2=0.98, eps=1e-6, router_lr=1.0)
 BASE |= dict(mask_share=0.15, frequency_bias=False, relative_bias=False, distance_lr=1.0)
-# Half an hour on one core; at twice the width the demo's learning rate ends in collapse.
+# Twice the width, at which the demo's learning rate ended in collapse (before it had the bias and 40% masks).
 SMALL = dict(n_embd=256, ffn_size=1024, expert_size=256, steps=5000, eval_every=1000, learning_rate=1e-3)
 # The demo on real text in four languages (`python -m results.multilingual` makes it), with room for two sentences.
 MULTILINGUAL = dict(data="multilingual", block_size=128, eval_tokens=1 << 16)

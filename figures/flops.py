@@ -98,7 +98,7 @@ def table4() -> str:
     table = runs.markdown_table(["base", "paper", *ways], rows)
     return f"""XLM-E table 4: training FLOPs of 125,000 steps of batches of 2,048 x 512 tokens\n\n{table}
 
-The paper's numbers follow exactly from neither way of counting. 6.3e19 (- TRTD) and 9.5e19 (XLM-E) are close to what
+The paper's numbers follow exactly from none of these ways. 6.3e19 (- TRTD) and 9.5e19 (XLM-E) are close to what
 ELECTRA's script gives, with its vocabulary of 30,522, for the discriminator alone and for both networks on one batch;
 by the text both rows train both networks, on one batch a step without TRTD and on two with it."""
 

@@ -1,4 +1,4 @@
-"""Makes the text and the translation pairs that the results on real text were trained on.
+"""Makes the text and the translation pairs of the presets `multilingual`: four languages, real text.
 
     python -m results.multilingual DOWNLOADS TESTED --out data/prepared
 

@@ -7,6 +7,7 @@ import math
 import shutil
 import signal
 from collections import Counter
+from fractions import Fraction
 from itertools import product
 from pathlib import Path
 from statistics import fmean, median
@@ -221,6 +222,13 @@ def test_every_encoder_trains_on_every_kind_of_task_and_reports(encoder, task, o
     XTREME.run(for_apps(options) if task == "apps" else options, monkeypatch)
     out, result = capsys.readouterr().out, result_of(options["out_dir"])
     main = {"pos": "f1", "xquad": "f1"}.get(task, "accuracy")
+    if task == "xnli":
+        _, examples, *_ = opened(options)
+        by_word = [xtreme.labels_by_word(examples.train, examples.test[language]) for language in ("de", "en")]
+        gold = [[one.gold for one in examples.test[language]] for language in ("de", "en")]
+        assert [100 * np.mean(np.array(a) == b) for a, b in zip(by_word, gold)] == pytest.approx(
+            [result["counted"][language]["accuracy"] for language in ("de", "en")]
+        )
     assert list(result["languages"]) == list(result["guesses"]) == ["de", "en"]
     assert list(result["counted"]) == ([] if task == "xquad" else ["de", "en"])
     for kind, mean in (("languages", "mean"), ("guesses", "guess"), ("counted", "counting")):
@@ -610,18 +618,30 @@ def test_counting_gives_each_word_its_most_frequent_tag():
     assert found == [["DET", "VERB", "NOUN"], ["NOUN"]]
 
 
-def test_counting_gives_each_example_its_likeliest_label():
-    """Bayes' theorem for what of an example's words is known; a word counts once, in each text by itself."""
-    one = lambda first, second, label="": xtreme.Example("", (first, second), label)  # noqa: E731
-    train = [one("red, red dog", "blue", "a"), one("red cat", "blue", "a"), one("blue", "dog red", "b")]
-    found = xtreme.labels_by_word(train, [one("Red", "?"), one("", "RED"), one("x", "y"), one("blue", "blue")])
-    a, b = (2 / 3) * (3 / 4), (1 / 3) * (1 / 3)  # red in the first text: 2 of 2, 0 of 1; one is added, of two
-    assert a > b and found[0] == "a"
-    a, b = (2 / 3) * (1 / 4), (1 / 3) * (2 / 3)  # in the second: 0 of 2, 1 of 1
-    assert a < b and found[1] == "b"
-    assert found[2] == "a"  # nothing is known: the most frequent
-    a, b = (2 / 3) * (1 / 4) * (3 / 4), (1 / 3) * (2 / 3) * (1 / 3)
-    assert a > b and found[3] == "a"
+@pytest.mark.parametrize("count", [12, 40])
+def test_counting_gives_each_example_its_likeliest_label(count):
+    """Bayes' theorem in fractions. A word counts once in a text, and in each text by itself; unknown ones do not."""
+    rng, letters = np.random.default_rng(0), np.array(list("abcdefgh"))
+
+    def drawn(words: np.ndarray) -> xtreme.Example:
+        texts = (", ".join(rng.choice(words, 1 + rng.integers(4))).title() + "." for _ in range(2))
+        return xtreme.Example("", tuple(texts), str(rng.choice(["x", "y", "z"], p=[0.4, 0.3, 0.3])))
+
+    def has(one: xtreme.Example, place: int, letter: str) -> bool:
+        return letter in one.texts[place].lower()
+
+    train, examples = [drawn(letters[:5]) for _ in range(count)], [drawn(letters) for _ in range(300)]
+    found = xtreme.labels_by_word(train, examples)
+    for one, label in zip(examples, found, strict=True):
+        likely = {}
+        for each in "xyz":
+            own = [other for other in train if other.gold == each]
+            likely[each] = Fraction(len(own), len(train))
+            for place, letter in product((0, 1), "abcde"):
+                if has(one, place, letter):
+                    likely[each] *= Fraction(sum(has(other, place, letter) for other in own) + 1, len(own) + 2)
+        assert likely[label] == max(likely.values())
+    assert set(found) == {"x", "y", "z"}
 
 
 def test_a_tenth_is_held_out_where_there_is_no_development_set(options, source, tmp_path, monkeypatch, capsys):
