@@ -807,7 +807,8 @@ def test_a_table_runs_every_row(options, encoders, tmp_path, monkeypatch, capsys
     (mine,) = (result for result in found if result["config"]["model"] == "out/train_mlm/demo")
     scores = mine["languages"]
     numbers = [mine["mean"]["accuracy"], None, mine["guess"]["accuracy"], mine["counting"]["accuracy"]]
-    numbers += [scores["en"]["accuracy"], scores["en"]["accuracy"] - scores["de"]["accuracy"], mine["valid"]["accuracy"]]
+    english, german = (scores[language]["accuracy"] for language in ("en", "de"))
+    numbers += [english, english - german, mine["valid"]["accuracy"]]
     assert rows[1][3:] == ["" if number is None else f"{number:.1f}" for number in numbers]
 
 
