@@ -17,12 +17,12 @@ command goes on where it stopped. `--help` lists every constant.
 """
 
 import hashlib
-import itertools
 import json
 import statistics
 from collections import ChainMap
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain, islice, product
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -85,7 +85,7 @@ class Config:
     expert_parallel: ClassVar = 1  # a model for fine-tuning is whole on every process
     shard: ClassVar = False
     router_lr: ClassVar = 1.0  # routers, where they are not frozen, learn at the rate of the rest
-    distance_lr: ClassVar = 1.0
+    distance_lr: ClassVar = 1.0  # and so does what distances add
     not_identity: ClassVar = {"search", "encoders", "predict", "source"}  # the data's checksum is of what was read
 
     def unread(self) -> set[str]:
@@ -322,6 +322,9 @@ def score_languages(run: runs.Run, model: FineTuned, examples: Examples, config:
     What was predicted is kept, a line an example, with a hash of each file, and not predicted again.
     """
     kind, languages, guesses, counted = model.kind, {}, {}, {}
+    if kind in COUNTING:
+        by_word, _ = COUNTING[kind]
+        counts = iter(by_word(examples.train, [*chain.from_iterable(examples.test.values())]))  # reads training once
     with common.clear_errors():
         hashes = runs.read_result(run.folder / "predicted.json")
         hashes.pop("sha256", None)  # the file's own
@@ -346,8 +349,7 @@ def score_languages(run: runs.Run, model: FineTuned, examples: Examples, config:
         languages[language] = xtreme.scores(config.task, language, gold, predicted)
         guesses[language] = xtreme.scores(config.task, language, gold, xtreme.guess(kind, examples.train, own))
         if kind in COUNTING:
-            by_word, _ = COUNTING[kind]
-            counted[language] = xtreme.scores(config.task, language, gold, by_word(examples.train, own))
+            counted[language] = xtreme.scores(config.task, language, gold, [*islice(counts, len(own))])
     gap, others = {}, [scores for language, scores in languages.items() if language != "en"]
     if others and "en" in languages:
         gap = {metric: languages["en"][metric] - mean for metric, mean in mean_of(others).items()}
@@ -482,7 +484,7 @@ def search(config: Config, context):
             raise ValueError(f"--search is for one preset of a paper and one seed, not for preset {config.preset}")
         runs.refuse_rows(config, PRESETS, [values])
     found = []
-    for combination in itertools.product(*values.values()):
+    for combination in product(*values.values()):
         change = dict(zip(values, combination))
         result = train(replace(config, **change), context)
         found.append((main_score(result["valid"]), change, result))

@@ -545,7 +545,7 @@ def tags_by_word(train: list[Example], examples: list[Example]) -> list[list[str
 
 
 def labels_by_word(train: list[Example], examples: list[Example]) -> list[str]:
-    """What counting finds: the likeliest label by the words of each text (naive Bayes over those that training has)."""
+    """What counting finds: the likeliest label by naive Bayes over the words that its texts share with training."""
     labels, counts = Counter(one.gold for one in train), defaultdict(Counter)  # word -> label -> examples
     for one in train:
         for word in words_by_text(one):
@@ -560,6 +560,7 @@ def labels_by_word(train: list[Example], examples: list[Example]) -> list[str]:
 
 
 def words_by_text(one: Example) -> set[tuple[int, str]]:
+    """Every word once, with the number of its text: premise and hypothesis say different things by the same word."""
     return {(number, word) for number, text in enumerate(one.texts) for word in re.findall(r"\w+", text.lower())}
 
 
