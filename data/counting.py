@@ -1,7 +1,7 @@
 """What counting reaches: the scores of models that only know how often tokens, and pairs of tokens, were seen.
 
-And the translations of a memory of what it was shown. They stand beside the numbers of trained models, so that
-one sees where a network has learned less than that.
+And the translations of a memory of what it was shown. They stand beside the numbers of trained models, so that one sees
+where a network has learned less.
 Counts are interpolated as by Witten and Bell (1991): where n tokens followed, of `kinds` different ones, the counts
 have a share of n / (n + kinds), and what is less specific has the rest.
 """
@@ -37,8 +37,8 @@ def masked_scores(data: MaskedData, max_tokens: int | None = None) -> dict[str, 
 
     Of each language, (3, J): summed cross entropies in nats, how often the most probable token is right, and how many
     are masked. `tokens`: by the counts of the language, interpolated with those of all. `neighbours`: by the pairs of
-    the language as well, p(x | l, r) ~ p(x | l) p(x | r) / p(x) between l and r. What is shown in a
-    masked place (the mask, another token or the right one) is weighed by its odds, as a model may learn to.
+    the language as well, p(x | l, r) ~ p(x | l) p(x | r) / p(x) between l and r. What is shown in a masked
+    place (the mask, another token or the right one) is weighed by its odds, as a model may learn to.
     """
     train, V = torch.from_numpy(data.tokens["train"].astype("int64")), data.vocab_size
     if len(train) > COUNTED_UP_TO:

@@ -117,7 +117,7 @@ def table_of_runs(folder: Path, script: str, preset: str, number: int | str | No
     name = "-".join(filter(None, (script, shown, *map(str, given.values()), str(number or ""))))
     title = table.title
     if number:
-        scale = [shown, *(given.get(name) for name in ("data", "encoders", "learning_rate"))]
+        scale = [shown, given.get("data")]
         if "mask_share" in given:
             scale.append(f"{given['mask_share']:.0%} masked")
         if given.get("relative_bias") is False:
