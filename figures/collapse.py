@@ -21,6 +21,7 @@ from figures.shared import (
     canvas,
     choose,
     from_zero,
+    has_scores,
     is_sparse,
     legend,
     listed,
@@ -30,7 +31,7 @@ from figures.shared import (
     save,
     styles,
 )
-from model import Encoder
+from model import Encoder, MoE
 
 
 @torch.no_grad()
@@ -44,6 +45,19 @@ def read_valid(model: Encoder, data: MaskedData, context, max_tokens: int, watch
             model(ids, real)
 
 
+def watch_added(moe: MoE) -> list[torch.Tensor]:
+    """Of each batch to come (S,): the length of what the layer adds to a token, over that of the token's own vector."""
+    added = []
+
+    def look(_, given, answer):
+        (x, _, real), (y, _) = given, answer
+        share = (y.norm(dim=2) / x.norm(dim=2)).flatten()
+        added.append(share if real is None else share[real])
+
+    moe.register_forward_hook(look)
+    return added
+
+
 @dataclass
 class Umap(Measured):
     """X-MoE's figures 2a and 2b: tokens as a sparse layer's router sees them, laid out in the hyperbolic plane by UMAP.
@@ -54,7 +68,7 @@ class Umap(Measured):
     nearest have its expert, where the router sees them and in the plane, and how many would by chance.
     """
 
-    # folders of runs of train_mlm.py, a panel each; none: all finished ones of the demo with experts and seed 0
+    # folders of runs of train_mlm.py, a panel each; none: all finished ones of the demo whose routers learn and seed 0
     folders: tyro.conf.Positional[tuple[str, ...]] = ()
     max_tokens: int = 4096  # of the validation text, at most; the first of each language come first
     layer: int = 1  # which of the sparse layers
@@ -100,7 +114,7 @@ def umap(options: Umap):
         from umap import UMAP
     except ImportError:
         raise ImportError("this figure needs one more library: pip install umap-learn") from None
-    found = choose("train_mlm", options.folders, is_sparse)
+    found = choose("train_mlm", options.folders, has_scores)
     found = {folder: config for folder, config in found.items() if options.folders or not config["seed"]}
     names, numbers, rows = named(found), {}, []
     figure = canvas(columns=len(found), height=5.5)
@@ -139,8 +153,8 @@ class Collapse(Measured):
     falls, X-MoE's is higher and rises). RF: share of the validation tokens whose expert changed since the checkpoint
     before (in the paper X-MoE's is lower). Both are from the logs. Spectrum: singular values of the hidden states of
     the newest checkpoint around their mean, over the largest; the faster they fall, the fewer dimensions are used. The
-    table has the last evaluations of the logs, then RC again, of these hidden states, and the dimensions that are used
-    (e to the entropy of the variances).
+    table has the last evaluations of the logs, then RC again, of these hidden states, the dimensions that are used
+    (e to the entropy of the variances), and how long the vector is that the layer adds to a token's, over that one.
     """
 
     # folders of runs of train_mlm.py; none: all finished ones of the demo in out/train_mlm that have experts
@@ -160,6 +174,7 @@ def collapse(options: Collapse):
         config, records = read_run(folder, "train_mlm")
         max_tokens = min(options.max_tokens, config["eval_tokens"])
         watches = [measures.Collapse(moe, data.eval_tokens("valid", max_tokens)) for moe in model.moe_layers]
+        added = [watch_added(moe) for moe in model.moe_layers]
         read_valid(model, data, context, max_tokens, watches)
         numbers[folder] = {}
         for i, (depth, watch) in enumerate(zip(sorted(config["moe_after"]), watches)):
@@ -182,7 +197,8 @@ def collapse(options: Collapse):
                 ", ".join(f"{number:{form}}" for number in drawn[what][-LAST:] if number is not None)
                 for what, form in {"step": ",", "ppl": ".1f", "rc": ",.0f", "rf": ".1%"}.items()
             ]
-            rows.append([folder, name, *course, f"{now:.1f}", f"{used:.1f}"])
+            share = float(torch.cat(added[i]).mean())
+            rows.append([folder, name, *course, f"{now:.1f}", f"{used:.1f}", f"{share:.1%}"])
     rc.set(xlabel="training step", ylabel="RC", yscale="log", title="Representation collapse (figure 2c)")
     rc.yaxis.set_major_formatter("{x:g}")
     rc.yaxis.set_minor_formatter("{x:g}")
@@ -192,7 +208,7 @@ def collapse(options: Collapse):
     spectrum.set(yscale="log", ylim=(1e-3, 1.3))  # a norm leaves one direction empty
     for axes in figure.axes:
         legend(axes, fontsize=8)
-    headers = ["run", "experts", "steps", "perplexity", "RC", "RF", "RC, read again", "dimensions used"]
+    headers = ["run", "experts", "steps", "perplexity", "RC", "RF", "RC, read again", "dimensions used", "adds"]
     caption = f"X-MoE figures 2c and 3a at our scale: {listed(found)}"
     save(figure, "collapse", caption, numbers, options, [headers, *rows])
 

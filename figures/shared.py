@@ -115,6 +115,10 @@ def is_sparse(config: dict) -> bool:
     return config["router"] != "dense"
 
 
+def has_scores(config: dict) -> bool:
+    return is_sparse(config) and size_of(config).select != "hash"
+
+
 def has_threshold(config: dict) -> bool:
     return is_sparse(config) and size_of(config).select == "threshold"
 
@@ -126,6 +130,7 @@ def is_causal(config: dict) -> bool:
 MARKERS = "osD^vXP"
 LACKS = {  # what a run is that does not fit
     is_sparse: "has no experts: give runs with another router than dense",
+    has_scores: "has no router that compares tokens with experts (dense, hash)",
     has_threshold: "has no threshold router",
     is_causal: "chooses among later tokens too (expert_choice): its perplexity is no language model's",
 }

@@ -384,7 +384,7 @@ def test_collapse_is_the_logs_and_that_of_the_hidden_states(draw, place, capsys)
         layers = [record["layers"][0] for record in log(folder)]
         assert lines(rc)[number][1:] == ([2, 4], [layer["rc"] for layer in layers])
         assert lines(rf)[number][1:] == ([4], [100 * layers[1]["rf"]])
-        h, _, _ = entering(folder, place.languages)
+        h, _, moe = entering(folder, place.languages)
         values = torch.linalg.svdvals(h - h.mean(dim=0))
         drawn = torch.tensor(lines(spectrum)[number][2])
         torch.testing.assert_close(drawn, (values / values[0]).float(), rtol=1e-3, atol=1e-5)
@@ -393,7 +393,9 @@ def test_collapse_is_the_logs_and_that_of_the_hidden_states(draw, place, capsys)
         cells = [cell.strip() for cell in rows[number].split("|")]
         perplexities = ", ".join(f"{record['ppl']:.1f}" for record in log(folder))
         assert cells[3:6] == ["2, 4", perplexities, ", ".join(f"{layer['rc']:,.0f}" for layer in layers)]
-        assert cells[6:9] == [f"{layers[1]['rf']:.1%}", f"{layers[1]['rc']:.1f}", f"{used:.1f}"]
+        y, _ = moe(h[None], torch.zeros(1, len(h), dtype=torch.long))  # no capacity limit: each token for itself
+        added = float((y[0].detach().norm(dim=1) / h.norm(dim=1)).mean())
+        assert cells[6:10] == [f"{layers[1]['rf']:.1%}", f"{layers[1]['rc']:.1f}", f"{used:.1f}", f"{added:.1%}"]
     labels = [label for label, _, _ in lines(rc)]
     assert labels == ["switch 4 x 16, layer 1", "hypersphere 4 x 16, layer 1"]
 
@@ -503,7 +505,11 @@ def test_runs_that_do_not_fit_are_one_clear_line(place, tmp_path, monkeypatch, c
         assert f"{mlm['X-MoE']} holds no run of train_lm.py" in told(name, mlm["X-MoE"])
     for name in ("umap", "collapse"):
         assert f"{lm['switch']} holds no run of train_mlm.py" in told(name, lm["switch"])
-        assert f"{mlm['dense']} has no experts" in told(name, mlm["X-MoE"], mlm["dense"])
+    assert f"{mlm['dense']} has no experts" in told("collapse", mlm["X-MoE"], mlm["dense"])
+    hashed = shutil.copytree(mlm["SMoE"], tmp_path / "hashed")
+    (hashed / "config.json").write_text(json.dumps(read(mlm["SMoE"], "config.json") | {"router": "hash"}))
+    for folder in (mlm["dense"], hashed):
+        assert f"{folder} has no router that compares tokens" in told("umap", mlm["X-MoE"], folder)
     for name in ("threshold", "experts"):
         for other in ("switch", "dense"):
             assert f"{lm[other]} has no threshold router" in told(name, lm["threshold"], lm[other])
