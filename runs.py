@@ -599,7 +599,8 @@ def start(Config: type, presets: dict[str, dict]):
 
 def refuse_rows(config, presets: dict[str, dict], changes: Iterable[dict]):
     """ValueError where the command line says what the rows of a table say themselves."""
-    changed = set().union(*changes) - {"data", "moe_after", "preset"}  # which tables take from the command line
+    of_both = {"data", "moe_after", "preset", "steps"}  # tables take them from the command line
+    changed = set().union(*changes) - of_both
     given = said(config, presets).keys() & changed
     if given:
         raise ValueError(f"its rows have a --{min(given)} of their own: leave it out")

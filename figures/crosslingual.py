@@ -62,8 +62,8 @@ def curve(options: Curve):
         found.plot(drawn["flops"], drawn["retrieval"], "o-", color=color, label=label)
         right.plot(drawn["flops"], drawn["generator"], "o-", color=color, label=label)
         if config["objective"] == "rtd":
-            drawn["f1"] = [score["sentences"]["f1"] for score in scores]
-            right.plot(drawn["flops"], drawn["f1"], "s:", color=color, label=f"{label}: F1 of replaced tokens")
+            drawn["saved"] = [score["sentences"]["saved"] for score in scores]
+            right.plot(drawn["flops"], drawn["saved"], "s:", color=color, label=f"{label}: loss saved on replaced ones")
         numbers["chance"] = scores[0]["chance"]
     found.axhline(numbers["chance"], color="gray", linestyle="--", label="chance")
     found.set(xlabel="training FLOPs (products)", ylabel="share", title="Held-out translations found")

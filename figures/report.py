@@ -33,7 +33,7 @@ CURVES = {
     "train_electra": {
         "training loss": "train_loss",
         "masked tokens of held-out sentences right": "held_out.sentences.generator",
-        "F1 of replaced tokens": "held_out.sentences.f1",
+        "loss saved on replaced tokens": "held_out.sentences.saved",
         "held-out translations found": "held_out.retrieval",
     },
     "train_mt": {"training loss": "train_loss", "validation perplexity": "ppl", "validation BLEU": "bleu"},

@@ -33,7 +33,7 @@ def refused(monkeypatch, capsys, *line) -> str:
 
 
 def evaluation(step: int, rtd: bool) -> dict:
-    scores = {"generator": step / 10, "f1": step / 20} if rtd else {"generator": step / 10}
+    scores = {"generator": step / 10, "saved": step / 20} if rtd else {"generator": step / 10}
     held_out = {"sentences": scores, "retrieval": [0.1, 0.2, step / 5, 0.3], "chance": 0.05}  # 3 layers: the 2nd counts
     return {"step": step, "flops": step * 1e12, "held_out": held_out}
 
@@ -66,7 +66,7 @@ def test_figure_1_is_drawn_from_the_logs(folders, tmp_path, monkeypatch, capsys)
     assert (tmp_path / "drawn" / "curve.png").stat().st_size > 5_000
     assert "<svg" in (tmp_path / "drawn" / "curve.svg").read_text()
     numbers = json.loads((tmp_path / "drawn" / "curve.json").read_text())
-    assert numbers[str(folders[0])]["f1"] == [0.05, 0.1] and str(folders[1]) in numbers["caption"]
+    assert numbers[str(folders[0])]["saved"] == [0.05, 0.1] and str(folders[1]) in numbers["caption"]
     lines = {}
     for axes in figures[0].axes:
         for line in axes.lines:
@@ -78,7 +78,7 @@ def test_figure_1_is_drawn_from_the_logs(folders, tmp_path, monkeypatch, capsys)
         ("Held-out translations found", "XLM-E, seed 3"): [x, [0.2, 0.4]],
         ("Held-out translations found", "XLM, seed 3"): [x, [0.2, 0.4]],
         ("Masked tokens of held-out sentences right", "XLM-E, seed 3"): [x, [0.1, 0.2]],
-        ("Masked tokens of held-out sentences right", "XLM-E, seed 3: F1 of replaced tokens"): [x, [0.05, 0.1]],
+        ("Masked tokens of held-out sentences right", "XLM-E, seed 3: loss saved on replaced ones"): [x, [0.05, 0.1]],
         ("Masked tokens of held-out sentences right", "XLM, seed 3"): [x, [0.1, 0.2]],
     }
 
@@ -101,7 +101,7 @@ def test_what_is_no_log_is_one_clear_line(folders, tmp_path, monkeypatch, capsys
     (tmp_path / "out" / "train_electra").mkdir(parents=True)
     (tmp_path / "out" / "train_electra" / "demo").symlink_to(folders[0])
     run(monkeypatch, "curve")
-    assert json.loads((tmp_path / "out" / "figures" / "curve.json").read_text())["out/train_electra/demo"]["f1"]
+    assert json.loads((tmp_path / "out" / "figures" / "curve.json").read_text())["out/train_electra/demo"]["saved"]
     assert f"{tmp_path} holds no run" in refused(monkeypatch, capsys, "curve", *folders, tmp_path)
     log = folders[0] / "metrics.jsonl"
     whole = log.read_text()

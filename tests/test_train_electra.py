@@ -152,25 +152,24 @@ def test_losses_are_the_papers_equations(monkeypatch):
 
     config = Config(**TINY)
     scores = score(model, [(0, 0, batch)], True, config, HERE)
-    hits = sum(a and b for a, b in zip(called, truth))
-    precision, recall = hits / sum(called), hits / sum(truth)
     expected = dict(mlm=float(mlm), rtd=float(rtd), masked=len(batch.masked), tokens=len(real), balance=0)
     expected |= dict(generator=guessed / len(batch.masked), replaced=sum(truth) / len(real))
     expected |= dict(accuracy=fmean(a == b for a, b in zip(called, truth)))
-    expected |= dict(f1=2 * precision * recall / (precision + recall) if hits else 0, blind_f1=scores["blind_f1"])
+    blind = -fmean(math.log(fmean(truth) if was else 1 - fmean(truth)) for was in truth)
+    expected |= dict(saved=1 - float(rtd) / blind)
     assert scores == pytest.approx(expected)
     twice = score(model, [(0, 0, batch), (1, 0, batch)], True, config, HERE)
     assert twice == pytest.approx(expected | dict(masked=2 * len(batch.masked), tokens=2 * len(real)))
 
 
-def test_f1_of_guessing_is_that_of_calling_everything_replaced(monkeypatch):
+def test_a_blind_guess_saves_nothing(monkeypatch):
     model, batch = small(), small_batch()[0]
-    monkeypatch.setattr(model.out.bias, "data", torch.full((1,), 1e9, dtype=torch.float64))
-    scores = score(model, [(0, 0, batch)], True, Config(**TINY), HERE)
-    assert scores["blind_f1"] == pytest.approx(scores["f1"]) and scores["accuracy"] == scores["replaced"] > 0
-    shares = torch.linspace(0.01, 1, 100)  # of the tokens called replaced, blindly: precision p, recall the share
-    p = scores["replaced"]
-    assert scores["blind_f1"] == pytest.approx(float((2 * p * shares / (p + shares)).max()))
+    p = score(model, [(0, 0, batch)], True, Config(**TINY), HERE)["replaced"]
+    monkeypatch.setattr(model.out.weight, "data", torch.zeros_like(model.out.weight))
+    for chance in (p, p / 2, (1 + p) / 2):
+        monkeypatch.setattr(model.out.bias, "data", torch.full_like(model.out.bias, math.log(chance / (1 - chance))))
+        saved = score(model, [(0, 0, batch)], True, Config(**TINY), HERE)["saved"]
+        assert saved == pytest.approx(0, abs=1e-9) if chance == p else saved < -0.01
 
 
 def test_a_sample_equal_to_the_original_counts_as_original(monkeypatch):
@@ -335,8 +334,8 @@ def test_every_row_trains_and_reports(row, options, monkeypatch, capsys):
         for kind in ("sentences", "pairs"):
             scores = held_out[kind]
             assert (scores["balance"] > 0) == sparse
-            assert 0 < scores["mlm"] < 20 and 0 <= scores["generator"] <= 1 and ("f1" in scores) == rtd
-            assert not rtd or (0 < scores["replaced"] <= 0.25 and 0 < scores["rtd"] < 5 and scores["accuracy"] > 0)
+            assert 0 < scores["mlm"] < 20 and 0 <= scores["generator"] <= 1 and ("saved" in scores) == rtd
+            assert not rtd or (0 < scores["replaced"] <= 0.5 and 0 < scores["rtd"] < 5 and scores["accuracy"] > 0)
         assert set(held_out["translation"]) == {"with", "without", "effect"} and len(held_out["layers"]) == sparse
         assert len(held_out["retrieval"]) == 3 and 0 < held_out["chance"] < 0.2
     for kind in ("sentences", "pairs"):  # two maskings in the end, one on the way
@@ -665,16 +664,18 @@ def test_table_2_has_every_row_and_runs_none_twice(options, monkeypatch, capsys)
     ELECTRA.run(options, monkeypatch)
     table = capsys.readouterr().out.split("\n\n")[-1]
     rows = {row[0]: row for row in table_rows(table)}
-    assert list(rows) == ["XLM", "XLM - TLM", "XLM-E", "XLM-E - TRTD", "XLM-E - TRTD - gate"]
-    assert [bool(row[6]) for row in rows.values()] == [False, False, True, True, True]
+    longer = ["XLM, XLM-E's FLOPs", "XLM with the bias, XLM-E's FLOPs"]
+    assert list(rows) == ["XLM", *longer, "XLM - TLM", "XLM-E", "XLM-E - TRTD", "XLM-E - TRTD - gate"]
+    assert [bool(row[6]) for row in rows.values()] == [False, False, False, False, True, True, True]
     results = [json.loads(path.read_text()) for path in options["out_dir"].glob("*/result.json")]
-    assert len(results) == 5 and len({(r["config"]["steps"], r["data"]) for r in results}) == 1
+    assert len(results) == 7 and len({r["data"] for r in results}) == 1
+    assert sorted(r["config"]["steps"] for r in results) == [2, 2, 2, 2, 2, 3, 3]
     (whole,) = [r for r in results if r["config"]["objective"] == "rtd" and r["config"]["tlm"]]
     sentences, pairs = whole["held_out"]["sentences"], whole["held_out"]["pairs"]
     expected = [f"{whole['parameters']['kept'] / 1e6:.1f}", f"{whole['flops']:.2e}"]
     expected += [f"{sentences['generator']:.1%}", f"{pairs['generator']:.1%}"]
     beside = whole["held_out"]["translation"]
-    expected += [f"{sentences['f1']:.3f}", f"{pairs['f1']:.3f}", f"{beside['with'] - beside['without']:+.2%}"]
+    expected += [f"{sentences['saved']:.1%}", f"{pairs['saved']:.1%}", f"{beside['with'] - beside['without']:+.2%}"]
     expected += [f"{whole['held_out']['retrieval'][2]:.1%}"]
     assert rows["XLM-E"][2:] == expected
     beside |= {"with": 0.5, "without": 0.25}
@@ -682,6 +683,17 @@ def test_table_2_has_every_row_and_runs_none_twice(options, monkeypatch, capsys)
     monkeypatch.setattr(train_electra, "ask", None)  # whoever trains or evaluates now fails
     ELECTRA.run(options, monkeypatch)
     assert capsys.readouterr().out.split("\n\n")[-1] == table
+
+
+@pytest.mark.parametrize("preset", train_electra.PRESETS)
+def test_xlm_of_equal_flops_has_them(preset):
+    presets, vocabulary = train_electra.PRESETS, {"multilingual": 16384, "base": 250_002}.get(preset, 8192)
+    flops = {}
+    for objective in ("rtd", "mlm"):
+        config = Config(**{"preset": preset, "vocab_size": vocabulary} | presets[preset] | {"objective": objective})
+        with torch.device("meta"):
+            flops[objective] = train_electra.step_flops(train_electra.make(config))
+    assert flops["rtd"] / flops["mlm"] == pytest.approx(train_electra.EQUAL_FLOPS[preset], rel=1e-3)
 
 
 # What a user can get wrong
