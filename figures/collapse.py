@@ -154,7 +154,7 @@ class Collapse(Measured):
     before (in the paper X-MoE's is lower). Both are from the logs. Spectrum: singular values of the hidden states of
     the newest checkpoint around their mean, over the largest; the faster they fall, the fewer dimensions are used. The
     table has the last evaluations of the logs, then RC again, of these hidden states, the dimensions that are used
-    (e to the entropy of the variances), and how long the vector is that the layer adds to a token's, over that one.
+    (e to the entropy of the variances), and "adds": the length of what the layer adds to a token, over the token's own.
     """
 
     # folders of runs of train_mlm.py; none: all finished ones of the demo in out/train_mlm that have experts
