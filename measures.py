@@ -32,7 +32,7 @@ def count_parameters(model: nn.Module) -> dict[str, float]:
 
 def served_rows(moe: nn.Module) -> float:
     """Rows per token that the capacity leaves room for: at most K, gamma and E."""
-    return min(moe.router.most, moe.capacity_factor, moe.router.num_experts)
+    return min(moe.router.max_choices, moe.capacity_factor, moe.router.num_experts)
 
 
 def moe_flops(moe: nn.Module) -> float:

@@ -92,12 +92,13 @@ class ModelConfig:
         size = sizes(self)
         orthogonal = size.orthogonal or size.score == "hypersphere" or size.select == "base"
         is_read = {
-            "moe_every expert_ffns decoder_moe": not self.moe_after,
+            "moe_every decoder_moe": not self.moe_after,
+            "expert_ffns": not self.moe_after and self.num_experts is None,
             "score gate routing_dim router_lr": size.select != "hash",
             "router_init_std": size.select != "hash" and (size.routing_dim > 0 or not orthogonal),
             "init_temperature": size.score == "hypersphere",
             "orthogonal": size.score != "hypersphere" and size.select not in ("base", "hash"),
-            "renormalize": size.gate == "softmax",
+            "renormalize": size.gate == "softmax" and (size.select == "threshold" or size.top_k > 1),
             "threshold eval_threshold": size.select == "threshold",
             "top_k": size.select == "topk",
             "balance_choices": size.select in ("topk", "threshold"),
@@ -425,7 +426,7 @@ class MoE(nn.Module):
         for watch in self.watchers:
             watch(self, flat, routing, kept)
         gates = routing.weight * kept
-        room = min(S * self.router.most, E * C)  # more cannot be kept
+        room = min(S * self.router.max_choices, E * C)  # more cannot be kept
         if may_ask(h) or room == S * E:  # waiting for a GPU's count is cheaper than computing S * E rows
             room = None
         rows = kept_rows(gates, kept, room)

@@ -105,7 +105,7 @@ class Exchange:
         N, E = self.mesh.size(), len(rows.counts)
         own = E // N
         C = expert_capacity(self.tokens, E, moe.capacity_factor)
-        R = min(self.tokens * min(moe.router.most, own), own * C)
+        R = min(self.tokens * min(moe.router.max_choices, own), own * C)
         if len(h) > self.tokens:
             raise ValueError(f"{len(h)} tokens at once are more than micro_tokens = {self.tokens}")
         x = h.index_select(0, rows.token)

@@ -89,9 +89,10 @@ class Router(nn.Module):
         self.top_k = top_k if select == "topk" else 1
         self.threshold = threshold
         self.eval_threshold = threshold if eval_threshold is None else eval_threshold
-        self.renormalize, self.balance_choices = renormalize, balance_choices
-        # The most experts that a token may choose: what a host that must not ask the device knows of their number.
-        self.most = num_experts if select in ("threshold", "expert_choice") else self.top_k
+        self.renormalize = renormalize and (select == "threshold" or self.top_k > 1)  # one gate alone would be 1
+        self.balance_choices = balance_choices
+        # Bounds the rows that a GPU must make room for, without asking it how many were chosen.
+        self.max_choices = num_experts if select in ("threshold", "expert_choice") else self.top_k
         if select == "hash":
             # One hash for all runs and layers: "fixed" must not depend on the seed or on how many numbers were drawn.
             rng = torch.Generator().manual_seed(0)

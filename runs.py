@@ -52,6 +52,7 @@ RANGES = {
     "over 1 and finite": (lambda x: 1 < x < math.inf, "span"),
     "over 0 (inf is no limit)": (lambda x: x > 0, "capacity_factor eval_capacity_factor"),
 }
+RANGE_OF = {name: (words, good) for words, (good, names) in RANGES.items() for name in names.split()}
 LARGEST = 1 << 63  # no integer reaches it
 
 
@@ -62,11 +63,8 @@ def check(config):
             continue
         if abs(value) >= LARGEST and type(value) is int:
             raise ValueError(f"{name} must be below 2 ** 63")
-        words, good = "over 0 and finite", 0 < value < math.inf
-        for others, (test, names) in RANGES.items():
-            if name in names.split():
-                words, good = others, test(value)
-        if not good:
+        words, good = RANGE_OF.get(name, ("over 0 and finite", lambda x: 0 < x < math.inf))
+        if not good(value):
             raise ValueError(f"{name} must be {words}, not {value!r}")
     for batch, micro in (("batch_tokens", "micro_tokens"), ("batch_size", "micro_size")):
         if hasattr(config, batch) and getattr(config, batch) % getattr(config, micro):
@@ -87,11 +85,12 @@ def command_line(Config: type, presets: dict[str, dict], argv: list[str]):
     if config.preset != preset:
         raise ValueError(f"--preset is given twice, as {preset!r} and as {config.preset!r}: give it once")
     check(config)
-    unread = said(config, presets).keys() & config.unread()
+    unread = min(said(config, presets).keys() & config.unread(), default=None)
     if unread:
-        kinds = "router", "relative_bias", "objective", "task"
-        reads = [f"{name} {vars(config)[name]}" for name in kinds if name in vars(config)]
-        raise ValueError(f"--{min(unread)} is not read by a model with {', '.join(reads)}: leave it out")
+        kinds = "router", "score", "gate", "select", "relative_bias", "objective", "task"
+        values = {name: vars(config).get(name) for name in kinds if name != unread}
+        reads = [f"{name} {value}" for name, value in values.items() if value is not None]
+        raise ValueError(f"--{unread} is not read by a model with {', '.join(reads)}: leave it out")
     return config
 
 
@@ -253,8 +252,9 @@ class Run:
         self.total, self.every = total or config.steps, every or config.eval_every
         self.name, self.constants = run_name(config, presets), identity(config)
         self.folder = Path(config.out_dir, self.name)
+        self.trains = not getattr(config, "eval_only", False)  # train_lm.py can evaluate alone
         micros = data[0].micros_per_step
-        if micros % context.world:
+        if self.trains and micros % context.world:
             raise ValueError(
                 f"{micros} micro-batches a step cannot be dealt to {context.world} processes: "
                 f"change batch_{'tokens' if hasattr(config, 'batch_tokens') else 'size'}"
@@ -281,7 +281,8 @@ class Run:
             common.warn(f"{self.folder / 'result.json'} is of a run with another {other}: it is made again")
         elif result.get("data") == self.checksums["data"]:
             self.result = result
-            self.say(f"{self.name}: finished before, in {self.folder} (--resume false trains it again)")
+            again = " (--resume false trains it again)" * self.trains
+            self.say(f"{self.name}: finished before, in {self.folder}{again}")
         else:
             file, self.checkpoint = newest(self.folder, refuse=self.refuse)
         found = bool(self.result), self.checkpoint.get("step")
@@ -442,7 +443,6 @@ class Run:
             if self.context.world > 1:  # gradients are exchanged with the last one (with --shard, each)
                 self.forward.require_backward_grad_sync = micro == self.mine[-1]
             yield micro
-        parallel.reduce(self.model)
 
     def whole(self) -> torch.nn.Module:
         """What to evaluate: the model, put together where it is split. All processes must ask together."""
@@ -456,6 +456,7 @@ class Run:
 
     def update(self):
         """Moves the weights along the gradient of all micro-batches, clipped to a norm of grad_clip (0: as it is)."""
+        parallel.reduce(self.model)
         self.scaler.unscale_(self.optimizer)
         if self.config.grad_clip:
             parallel.clip_grad_norm_(self.model, self.config.grad_clip)
@@ -601,6 +602,10 @@ def refuse_rows(config, presets: dict[str, dict], changes: Iterable[dict]):
     """ValueError where the command line says what the rows of a table say themselves."""
     of_both = {"data", "moe_after", "preset", "steps"}  # tables take them from the command line
     changed = set().union(*changes) - of_both
+    if "router" in changed:  # these would make another router of it
+        changed |= {"score", "select"}
+    if "expert_size" in changed:  # these follow from it, so that all rows have equal FLOPs
+        changed |= {"num_experts", "top_k", "capacity_factor"}
     given = said(config, presets).keys() & changed
     if given:
         raise ValueError(f"its rows have a --{min(given)} of their own: leave it out")

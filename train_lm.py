@@ -86,7 +86,10 @@ class Config(ModelConfig):
     def not_identity(self) -> set[str]:
         """Constants that do not make another run: evaluating a trained model under another t or gamma, say."""
         at_test = {"eval_threshold", "eval_capacity_factor"} if self.eval_only else set()
-        return at_test | {"eval_only", "prompt", "sample_tokens", "sample_temperature", "sample_top_k"}
+        return at_test | {"eval_only"} | OF_SAMPLE
+
+
+OF_SAMPLE = {"prompt", "sample_tokens", "sample_temperature", "sample_top_k"}
 
 
 # Half an hour on one core.
@@ -206,6 +209,7 @@ def evaluate(model: GPT, data: TokenData, split: str, context, max_tokens: int |
     return {
         "loss": loss,  # nats a token
         "ppl": measures.perplexity(loss),
+        "word_ppl": measures.perplexity(loss * counts["tokens"] / counts["words"]),  # of words between blanks
         "bpb": measures.bits_per_byte(loss, counts),
         "balance": balance / tokens,
         "tokens": int(tokens),
@@ -215,7 +219,7 @@ def evaluate(model: GPT, data: TokenData, split: str, context, max_tokens: int |
 
 def describe(scores: dict) -> str:
     """What one evaluation found, a line an MoE layer."""
-    line = f"{scores['bpb']:.3f} bits per byte, perplexity {scores['ppl']:.2f}"
+    line = f"{scores['bpb']:.3f} bits per byte, perplexity {scores['ppl']:.2f} ({scores['word_ppl']:.1f} a word)"
     lines = [line + (f"  balance {scores['balance']:.3f}" if scores["layers"] else "")]
     for i, layer in enumerate(scores["layers"], 1):
         lines.append(f"  MoE layer {i}: {measures.describe_routing(layer)}")
@@ -248,12 +252,16 @@ def build(config: Config, data: TokenData, checkpoint: dict | None, context) -> 
 def train(config: Config, context) -> dict:
     """Trains (or goes on training) a language model -> its result, which is also in result.json."""
     if config.eval_only:
-        return evaluate_run(config, context)
+        config = replace(config, resume=True)  # nothing is trained that could start again
     with common.clear_errors():
         data = TokenData.open(config.data, config, context)
         run = runs.Run(config, PRESETS, context, data)
-        if run.result:
-            return run.result
+    other_sample = run.result and not config.table and OF_SAMPLE & runs.said(config, PRESETS).keys()
+    if config.eval_only or other_sample:
+        return evaluate_run(config, run, data, context)
+    if run.result:
+        return run.result
+    with common.clear_errors():
         data.tokenizer.encode_batch([config.prompt.encode().decode()])  # what cannot be read is refused now
         model = build(runs.with_vocabulary(config, data), data, run.checkpoint, context)
     parameters = measures.count_parameters(model)
@@ -309,17 +317,14 @@ def test(model: GPT, data: TokenData, context) -> dict:
         return {"test": scores, "test_no_limit": evaluate(model, data, "test", context)}
 
 
-def evaluate_run(config: Config, context) -> dict:
+def evaluate_run(config: Config, run: runs.Run, data: TokenData, context) -> dict:
     """Tests a trained model (or `--init_from`), routed as the eval_ constants say; kept beside the run."""
-    config = replace(config, resume=True)  # nothing is trained that could start again
     with common.clear_errors():
-        data = TokenData.open(config.data, config, context)
-        run = runs.Run(config, PRESETS, context, data)
         checkpoint = run.checkpoint
         if not checkpoint:  # a finished run has not loaded one
             _, checkpoint = runs.newest(run.folder, refuse=run.refuse)
         if not checkpoint and not config.init_from:
-            raise ValueError(f"{run.folder} has no checkpoint: train first, with the same constants")
+            raise ValueError(f"{run.folder} has no checkpoint: train first, with the same constants but eval_ ones")
         model = build(runs.with_vocabulary(config, data), data, checkpoint, context)
     gamma = sizes(config).eval_capacity_factor if model.moe_layers else math.inf
     file = f"eval-t={config.eval_threshold}-gamma={gamma}.json"
@@ -357,8 +362,9 @@ def report(config: Config, result: dict) -> str:
     """A finished result in words."""
     chooses = config.router != "dense" and sizes(config).select == "expert_choice"
     note = " (not causal: experts choose among later tokens too)" if chooses else ""
-    text = f"\n{result['name']}, test{note}\nunder the limit: {describe(result['test'])}"
-    if result["test_no_limit"] != result["test"]:
+    limited = result["test_no_limit"] != result["test"]
+    text = f"\n{result['name']}, test{note}\n{'under the limit: ' * limited}{describe(result['test'])}"
+    if limited:
         text += f"\nwithout a limit: {describe(result['test_no_limit'])}"
     if "counting" in result:
         text += f"\n{describe_counting(result['counting'])}"

@@ -34,7 +34,7 @@ from pretrained import fill, load_xlmr
 
 @dataclass
 class Config(ModelConfig):
-    preset: str = "demo"  # demo, small, or base: the paper's
+    preset: str = "demo"  # demo, multilingual, small, or base: the paper's
     table: int | None = None  # run every row of X-MoE's table 2, 3 or 5 at the preset's scale
     seeds: int = 1  # repeat with so many seeds; give mean and deviation
     data: str = "catalogs"  # a corpus of many languages under data/prepared, or the folder of a prepared one
@@ -156,7 +156,6 @@ def cells(result: dict) -> dict:
     return {
         "params, M": (result["parameters"]["total"] / 1e6, ".1f"),
         "our perplexity": (result["valid"]["ppl"], ".2f"),
-        "bits/byte": (result["valid"]["bpb"], ".3f"),
         "RC": (measures.mean_over_layers("rc", layers), ".2f"),
         "RF": (measures.mean_over_layers("rf", layers), ".1%"),
         "load imbalance": (measures.mean_over_layers("imbalance", layers), ".2f"),
@@ -204,14 +203,13 @@ def evaluate(model: MaskedLM, data: MaskedData, config: Config, context, masking
     model.train()
     predicted = int(counts.sum())
     scores = perplexities(losses, counts, data.languages)
-    scores["bpb"] = measures.bits_per_byte(scores["loss"], data.meta["splits"]["valid"])
     scores |= {"balance": float(balances) / predicted, "tokens": tokens, "predicted": predicted, "layers": layers}
     return scores, [watch.chosen for watch in collapse]
 
 
 def describe(scores: dict) -> str:
     """What one evaluation found, a line a sparse layer."""
-    line = f"perplexity {scores['ppl']:.2f}, {scores['bpb']:.3f} bits per byte ({scores['predicted']:,} masked tokens)"
+    line = f"perplexity {scores['ppl']:.2f} ({scores['predicted']:,} masked tokens)"
     lines = [line + (f"  balance {scores['balance']:.3f}" if scores["layers"] else "")]
     for i, layer in enumerate(scores["layers"], 1):
         changed = "-" if layer["rf"] is None else f"{layer['rf']:.1%}"

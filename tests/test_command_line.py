@@ -48,6 +48,10 @@ def test_none_and_false_are_words_in_a_text():
 REFUSED = {  # in one line
     "no folder can be there": ({"out_dir": "/dev/null/x"}, "/dev/null/x"),
     "what the rows say": ({"table": 1, "expert_size": 8}, "its rows have a --expert_size of their own: leave it out"),
+    "another choice than the rows'": ({"table": 1, "select": "base"}, "its rows have a --select of their own"),
+    "another score than the rows'": ({"table": 1, "score": "hypersphere"}, "its rows have a --score of their own"),
+    "no equal FLOPs": ({"table": 1, "capacity_factor": 1}, "its rows have a --capacity_factor of their own"),
+    "experts beside the label": ({"table": 1, "num_experts": 16}, "its rows have a --num_experts of their own"),
     "preset": ({"preset": "wikitext103-323"}, "preset must be one of demo, small, wikitext103-124M"),
     "table": ({"table": 3}, "table must be one of 1, 2, not 3"),
     "no table": ({"table": 0}, "table must be over 0 and finite, not 0"),
@@ -79,6 +83,9 @@ REFUSED = {  # in one line
     "no start": ({"router_init_std": 0}, "router_init_std must be over 0 and finite, not 0.0"),
     "tau of a dot": ({"init_temperature": 0.3}, "--init_temperature is not read by a model with router threshold"),
     "t of top-1": ({"router": "switch", "threshold": 0.5}, "--threshold is not read by a model with router switch"),
+    "t of a choice": ({"select": "top1", "threshold": 0.5}, "not read by a model with router threshold, select top1:"),
+    "two ways to say E": ({"num_experts": 16, "expert_ffns": 4}, "--expert_ffns is not read by a model with router"),
+    "a gate of 1": ({"router": "switch", "renormalize": True}, "--renormalize is not read by a model with router"),
 }
 
 

@@ -374,6 +374,8 @@ def test_a_router_told_to_select_by_hash_is_the_hash_router(router, kind, where)
 UNREAD = {  # by models with these options, of the constants of a sparse layer
     "dense": (dict(router="dense"), {"score", "num_experts", "threshold", "moe_every", "expert_ffns", "decoder_moe"}),
     "switch": (dict(router="switch"), {"threshold", "eval_threshold", "top_k", "init_temperature", "balance_choices"}),
+    "E is said": (dict(num_experts=4), {"expert_ffns"}),
+    "one of K": (dict(router="topk", top_k=1), {"renormalize"}),
     "topk": (dict(router="topk"), {"threshold", "eval_threshold", "init_temperature"}),
     "threshold": (dict(router="threshold"), {"top_k", "init_temperature"}),
     "hash": (dict(router="hash"), {"score", "gate", "routing_dim", "orthogonal", "threshold", "init_temperature"}),

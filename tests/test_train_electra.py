@@ -150,26 +150,42 @@ def test_losses_are_the_papers_equations(monkeypatch):
     torch.testing.assert_close(fast, torch.autograd.grad(slow_mlm + 50 * slow_rtd, parameters))
     assert all(g.abs().max() > 0 for g in fast)
 
-    config = Config(**TINY)
-    scores = score(model, [(0, 0, batch)], True, config, HERE)
+    config, special = Config(**TINY), (49, *range(4, 12))
+    scores = score(model, [(0, 0, batch)], special, True, config, HERE)
     expected = dict(mlm=float(mlm), rtd=float(rtd), masked=len(batch.masked), tokens=len(real), balance=0)
     expected |= dict(generator=guessed / len(batch.masked), replaced=sum(truth) / len(real))
     expected |= dict(accuracy=fmean(a == b for a, b in zip(called, truth)))
-    blind = -fmean(math.log(fmean(truth) if was else 1 - fmean(truth)) for was in truth)
+    masked, tokens = batch.masked.tolist(), original.flatten().tolist()
+    certain = [place not in masked and tokens[place] in special for place in real.tolist()]  # to be original
+    share = sum(truth) / certain.count(False)
+    blind = -sum(math.log(share if was else 1 - share) for was, sure in zip(truth, certain) if not sure) / len(truth)
     expected |= dict(saved=1 - float(rtd) / blind)
-    assert scores == pytest.approx(expected)
-    twice = score(model, [(0, 0, batch), (1, 0, batch)], True, config, HERE)
+    assert scores == pytest.approx(expected) and any(certain)
+    twice = score(model, [(0, 0, batch), (1, 0, batch)], special, True, config, HERE)
     assert twice == pytest.approx(expected | dict(masked=2 * len(batch.masked), tokens=2 * len(real)))
 
 
 def test_a_blind_guess_saves_nothing(monkeypatch):
     model, batch = small(), small_batch()[0]
-    p = score(model, [(0, 0, batch)], True, Config(**TINY), HERE)["replaced"]
+    p = score(model, [(0, 0, batch)], [49], True, Config(**TINY), HERE)["replaced"]
     monkeypatch.setattr(model.out.weight, "data", torch.zeros_like(model.out.weight))
     for chance in (p, p / 2, (1 + p) / 2):
         monkeypatch.setattr(model.out.bias, "data", torch.full_like(model.out.bias, math.log(chance / (1 - chance))))
-        saved = score(model, [(0, 0, batch)], True, Config(**TINY), HERE)["saved"]
+        saved = score(model, [(0, 0, batch)], [49], True, Config(**TINY), HERE)["saved"]
         assert saved == pytest.approx(0, abs=1e-9) if chance == p else saved < -0.01
+
+
+def test_knowing_what_is_never_masked_saves_nothing(monkeypatch):
+    model, (batch, real, original) = small(), small_batch()
+    special = torch.tensor([49, *range(4, 12)])
+    maskable = torch.isin(real, batch.masked) | ~torch.isin(original.flatten()[real], special)
+    answers = ask(model, batch, True, HERE)
+    share = answers.replaced.sum() / maskable.sum()
+    verdicts = torch.where(maskable, (share / (1 - share)).log().double(), -50.0)
+    monkeypatch.setattr(train_electra, "ask", lambda *_: answers._replace(verdicts=verdicts))
+    assert not maskable.all() and answers.replaced.any()
+    scores = score(model, [(0, 0, batch)], special.tolist(), True, Config(**TINY), HERE)
+    assert scores["saved"] == pytest.approx(0, abs=1e-6)
 
 
 def test_a_sample_equal_to_the_original_counts_as_original(monkeypatch):
@@ -333,10 +349,10 @@ def test_every_row_trains_and_reports(row, options, monkeypatch, capsys):
     for held_out in (records[0]["held_out"], result["held_out"]):
         for kind in ("sentences", "pairs"):
             scores = held_out[kind]
-            assert (scores["balance"] > 0) == sparse
+            assert (scores["balance"] > 0) == sparse and 0 < scores["masked"] <= 0.5 * scores["tokens"]
             assert 0 < scores["mlm"] < 20 and 0 <= scores["generator"] <= 1 and ("saved" in scores) == rtd
             assert not rtd or (0 < scores["rtd"] < 5 and scores["accuracy"] > 0)
-            assert not rtd or 0 < scores["replaced"] * scores["tokens"] <= scores["masked"] <= 0.5 * scores["tokens"]
+            assert not rtd or 0 < scores["replaced"] * scores["tokens"] <= scores["masked"]
         assert set(held_out["translation"]) == {"with", "without", "effect"} and len(held_out["layers"]) == sparse
         assert len(held_out["retrieval"]) == 3 and 0 < held_out["chance"] < 0.2
     for kind in ("sentences", "pairs"):  # two maskings in the end, one on the way
@@ -665,7 +681,7 @@ def test_table_2_has_every_row_and_runs_none_twice(options, monkeypatch, capsys)
     ELECTRA.run(options, monkeypatch)
     table = capsys.readouterr().out.split("\n\n")[-1]
     rows = {row[0]: row for row in table_rows(table)}
-    longer = ["XLM, XLM-E's FLOPs", "XLM with the bias, XLM-E's FLOPs"]
+    longer = ["XLM, 1.354 x the steps", "XLM with the bias, 1.354 x the steps"]
     assert list(rows) == ["XLM", *longer, "XLM - TLM", "XLM-E", "XLM-E - TRTD", "XLM-E - TRTD - gate"]
     assert [bool(row[6]) for row in rows.values()] == [False, False, False, False, True, True, True]
     results = [json.loads(path.read_text()) for path in options["out_dir"].glob("*/result.json")]

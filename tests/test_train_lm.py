@@ -51,6 +51,7 @@ def test_every_router_trains_and_reports(router, options, monkeypatch, capsys):
     counts = json.loads((options["data"] / "meta.json").read_text())["splits"]["test"]
     nats = scores["loss"] * counts["tokens"]  # of the whole split, shared out among its bytes
     assert scores["bpb"] == pytest.approx(nats / counts["bytes"] / math.log(2))
+    assert scores["word_ppl"] == pytest.approx(math.exp(min(700, nats / counts["words"])))
     assert ("tokens unserved" in out) == (router != "dense")
     assert len(scores["layers"]) == (router != "dense") and scores["balance"] >= 0
     sees_later = router == "expert_choice"
@@ -62,7 +63,7 @@ def test_every_router_trains_and_reports(router, options, monkeypatch, capsys):
         norms = weights["blocks.1.ffn.router.experts"].norm(dim=1)
         torch.testing.assert_close(norms, torch.full_like(norms, 0.1))
     limited = router in ("switch", "topk", "threshold", "hypersphere", "hash", "base")
-    assert ("without a limit" in out) == (unlimited != scores) == limited
+    assert ("without a limit" in out) == ("under the limit" in out) == (unlimited != scores) == limited
     if limited:
         assert unlimited["layers"][0]["cut"] == 0 and scores["layers"][0]["cut"] > 0
 
@@ -197,7 +198,8 @@ def test_the_sample_goes_on_from_the_prompt(options, monkeypatch, capsys):
     given = options | {"eval_only": True, "prompt": "12 34", "sample_tokens": 6, "sample_top_k": 1}
     capsys.readouterr()
     samples = []
-    for change in ({}, {}, {"sample_tokens": 0}, {"seed": 0, "sample_temperature": 5.0}):  # top 1: nothing is drawn
+    # With top 1 nothing is drawn. A finished run takes another prompt, too.
+    for change in ({}, {"eval_only": False}, {"sample_tokens": 0}, {"seed": 0, "sample_temperature": 5.0}):
         LM.run(given | change, monkeypatch)
         samples.append(capsys.readouterr().out.split("served per token):\n")[1].rstrip("\n"))
     assert samples[0] == samples[1] == samples[3] and samples[2].strip() == "12 34"
@@ -239,6 +241,19 @@ def test_evaluation_under_another_routing_leaves_the_run_alone(options, monkeypa
     monkeypatch.setattr(common, "cross_entropy", None)  # whoever evaluates now fails
     LM.run(options | at_test, monkeypatch)
     assert capsys.readouterr().out.split("\n\n")[-2:] == out.split("\n\n")[-2:]
+
+
+def test_evaluating_needs_no_even_deal_of_micro_batches(options, monkeypatch, capsys):
+    LM.run(options, monkeypatch)
+    context = common.Context(0, 3, torch.device("cpu"), torch.float32)
+    monkeypatch.setattr(common, "setup", lambda *_: context)
+    monkeypatch.setattr(common.Context, "barrier", lambda self: None)
+    monkeypatch.setattr(common.Context, "gather", lambda self, own: [own])
+    monkeypatch.setattr(common.Context, "sum", lambda self, own: own)
+    assert "cannot be dealt to 3" in LM.refused(options | {"seed": 1}, monkeypatch, capsys)
+    LM.run(options | {"eval_only": True, "eval_capacity_factor": 0.5}, monkeypatch)
+    out = capsys.readouterr().out
+    assert "under the limit" in out and "--resume" not in out
 
 
 def test_an_evaluation_is_done_again_after_more_training(options, monkeypatch):

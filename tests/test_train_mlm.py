@@ -93,10 +93,7 @@ def test_every_row_trains_and_reports(row, options, monkeypatch, capsys):
     MLM.run(options | ROWS[row], monkeypatch)
     out, scores = capsys.readouterr().out, result_of(options["out_dir"])["valid"]
     assert scores["ppl"] == pytest.approx(math.exp(scores["loss"]))
-    numbers = f"perplexity {scores['ppl']:.2f}, {scores['bpb']:.3f} bits per byte"
-    assert f"valid {numbers} ({scores['predicted']:,} masked tokens)" in out
-    counts = json.loads((options["data"] / "meta.json").read_text())["splits"]["valid"]
-    assert scores["bpb"] == pytest.approx(scores["loss"] * counts["tokens"] / counts["bytes"] / math.log(2))
+    assert f"valid perplexity {scores['ppl']:.2f} ({scores['predicted']:,} masked tokens)" in out
     assert list(scores["languages"]) == list(LANGUAGES)
     assert all(f"{language} {ppl:9.2f}" in out for language, ppl in scores["languages"].items())
     assert len(scores["layers"]) == sparse
@@ -335,8 +332,8 @@ def test_table_2_has_every_row_and_runs_none_twice(options, monkeypatch, capsys)
     table = capsys.readouterr().out.split("\n\n")[-1]
     rows = table_rows(table)
     assert [row[1] for row in rows] == ["23.51", "19.02", "18.72", "19.59", "19.12"]
-    assert all(float(row[3]) > 1 and float(row[4]) > 0 for row in rows)
-    assert [bool(row[8]) for row in rows] == [0, 0, 1, 0, 1]  # temperature
+    assert all(float(row[2]) >= 0 and float(row[3]) > 1 for row in rows)
+    assert [bool(row[7]) for row in rows] == [0, 0, 1, 0, 1]  # temperature
     names = {path.name.replace("demo", "") for path in options["out_dir"].iterdir()}
     gates = [json.loads(path.read_text())["gate"] for path in options["out_dir"].glob("*router=switch*/config.json")]
     assert len(names) == 5 and sorted(map(str, gates)) == ["None", "sigmoid"]
