@@ -22,7 +22,7 @@ import statistics
 from collections import ChainMap
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, islice, product
+from itertools import product
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -89,6 +89,8 @@ class Config:
     not_identity: ClassVar = {"search", "encoders", "predict", "source"}  # the data's checksum is of what was read
 
     def unread(self) -> set[str]:
+        if self.predict is not None:
+            return set()  # the model's own constants are read
         names = set() if xtreme.TASKS[self.task].kind == "answer" else {"stride", "longest_answer"}
         if self.table is None:
             names |= {"encoders"} | ({"source", "train_source"} if self.task == "apps" else set())
@@ -297,9 +299,14 @@ def predict(model: FineTuned, examples: list[Example], config: Config, tokenizer
     return xtreme.by_example(model.kind, examples, rows, found)
 
 
+def longest_row(model: FineTuned, config: Config) -> int:
+    """T: a preset's block_size, or as many positions as the encoder has."""
+    positions = model.config.block_size
+    return min(config.block_size or positions, positions)
+
+
 def make_rows(model: FineTuned, examples: list[Example], config: Config, tokenizer: XLMR) -> list[Row]:
-    longest = model.config.block_size
-    T = min(config.block_size or longest, longest)
+    T = longest_row(model, config)
     if T < 8:
         raise ValueError(f"block_size = {T} leaves a row no room for a question and a text: 8 or more")
     return xtreme.rows_of(model.kind, examples, tokenizer, T, min(config.stride, T // 2), model.labels)
@@ -322,9 +329,7 @@ def score_languages(run: runs.Run, model: FineTuned, examples: Examples, config:
     What was predicted is kept, a line an example, with a hash of each file, and not predicted again.
     """
     kind, languages, guesses, counted = model.kind, {}, {}, {}
-    if kind in COUNTING:
-        by_word, _ = COUNTING[kind]
-        counts = iter(by_word(examples.train, [*chain.from_iterable(examples.test.values())]))  # reads training once
+    by_word = COUNTING[kind][0](examples.train) if kind in COUNTING else None
     with common.clear_errors():
         hashes = runs.read_result(run.folder / "predicted.json")
         hashes.pop("sha256", None)  # the file's own
@@ -348,8 +353,8 @@ def score_languages(run: runs.Run, model: FineTuned, examples: Examples, config:
         gold = [one.gold for one in own]
         languages[language] = xtreme.scores(config.task, language, gold, predicted)
         guesses[language] = xtreme.scores(config.task, language, gold, xtreme.guess(kind, examples.train, own))
-        if kind in COUNTING:
-            counted[language] = xtreme.scores(config.task, language, gold, [*islice(counts, len(own))])
+        if by_word:
+            counted[language] = xtreme.scores(config.task, language, gold, by_word(own))
     gap, others = {}, [scores for language, scores in languages.items() if language != "en"]
     if others and "en" in languages:
         gap = {metric: languages["en"][metric] - mean for metric, mean in mean_of(others).items()}
@@ -378,6 +383,9 @@ def train(config: Config, context) -> dict:
         for note in examples.notes:
             common.warn(note)
         model, tokenizer = build(config, examples.labels)
+        T = longest_row(model, config)
+        if "block_size" in runs.said(config, PRESETS) and T < (config.block_size or 0):
+            raise ValueError(f"{config.model} has {T} positions, fewer than --block_size {config.block_size}")
         rows = make_rows(model, examples.train, config, tokenizer)
         rows = [row for row in rows if set(row.targets) != {xtreme.UNKNOWN}]
         if not rows:
@@ -402,7 +410,8 @@ def train(config: Config, context) -> dict:
             watch.total.copy_(total * (context.rank == 0))  # one process goes on with the sums of all
         model.load_state_dict(run.checkpoint["model"])
     run.say(
-        f"{run.name}: {len(rows):,} rows of {len(examples.train):,} training examples, {steps:,} steps; "
+        f"{run.name}: {len(rows):,} rows of {len(examples.train):,} training examples, up to {T} tokens each; "
+        f"{steps:,} steps; "
         f"{len(gold):,} development examples, of which a guess reaches {describe(guessed)}; "
         f"{len(examples.test)} languages to score"
     )
@@ -441,7 +450,7 @@ def train(config: Config, context) -> dict:
     model.load_state_dict(best.pop("model"))
     run.save_model("model.pt", best["step"], labels=model.labels)
     scores = score_languages(run, model, examples, config, context)
-    return run.finish(scores | {"valid": best["scores"], "step": best["step"], "loads": loads})
+    return run.finish(scores | {"valid": best["scores"], "step": best["step"], "loads": loads, "longest_row": T})
 
 
 def hash_of(model: nn.Module, examples: Examples) -> str:
@@ -502,6 +511,9 @@ def predict_file(config: Config, context):
     With answers: `question TAB text` -> the answer. With labels: `sentence TAB sentence`, of apps one -> the label.
     """
     with common.clear_errors():
+        more = runs.said(config, PRESETS).keys() - {"predict", "model", "device", "dtype"}
+        if more:
+            raise ValueError(f"--predict reads --model, --device and --dtype: leave out --{min(more)}")
         _, state = runs.newest(Path(config.model), ("model.pt",))
         if state.get("class") != FineTuned.__name__:
             raise ValueError(f"{config.model} holds no fine-tuned model: give a folder under out/finetune_xtreme")

@@ -4,7 +4,7 @@ Functions that the scripts and analyses share; nothing here imports a file of th
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from statistics import fmean
 
 import torch
@@ -369,12 +369,14 @@ def middle_layer(L: int) -> int:
     return round(0.75 * L)
 
 
-def sentence_vectors(encoder: nn.Module, rows: list[list[int]], micro_tokens: int, context) -> Tensor:
-    """(L + 1, n, D): means over the tokens of each row, of length 1, by layer (0: embeddings), as in XLM-E 4.6.
+def sentence_vectors(encoder: nn.Module, tokenizer, texts: Sequence[str], micro_tokens: int, context) -> Tensor:
+    """(L + 1, n, D): means over the tokens of each text, of length 1, by layer (0: embeddings), as in XLM-E 4.6.
 
-    rows, micro_tokens: see hidden_states; special tokens count.
+    A text stands between <s> and </s>, which count, and is cut where the encoder has no more positions.
     """
     config = encoder.config
+    ids = tokenizer.encode_batch(list(texts))
+    rows = [[tokenizer.bos, *own[: config.block_size - 2], tokenizer.eos] for own in ids]
     vectors = torch.empty(config.n_layer + 1, len(rows), config.n_embd, device=context.device)
     for chunk, keep, states in hidden_states(encoder, rows, micro_tokens, context):
         for layer, state in zip(vectors, states):

@@ -407,7 +407,7 @@ class MoE(nn.Module):
         self.ln_stack = nn.ModuleList(ExpertNorm(E, D) for _ in range(size.expert_layers))  # none: bare FFNs
         self.capacity_factor, self.eval_capacity_factor = size.capacity_factor, size.eval_capacity_factor
         self.exchange = None  # what takes rows to experts that are on other processes
-        self.watchers = []  # called with (self, h, routing, kept); empty but during evaluations: see measures.py
+        self.watchers = []  # called with (self, h, routing, kept); see measures.py; empty but where routing is measured
 
     def forward(self, h: Tensor, ids: Tensor, real: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """h (B, T, D), ids (B, T) -> (B, T, D), balance loss.

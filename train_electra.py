@@ -19,6 +19,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from statistics import fmean
 from typing import ClassVar, Literal, NamedTuple
@@ -361,16 +362,12 @@ def retrieval(encoder: Encoder, pairs: PairData, config: Config, context, most: 
 
     The mean over language pairs, of at most `most` sentences each, by layer (0: embeddings); `chance` beside it.
     """
-    bos, eos, T = pairs.tokenizer.bos, pairs.tokenizer.eos, config.block_size
-    found = []
+    how = dict(micro_tokens=config.micro_tokens, context=context)
+    found, vectors_of = [], partial(measures.sentence_vectors, encoder, pairs.tokenizer, **how)
     for language in pairs.languages[context.rank :: context.world]:
-        vectors = []
-        for side in pairs.texts("valid", language):
-            ids = pairs.tokenizer.encode_batch(side[:most])
-            rows = [[bos, *text[: T - 2], eos] for text in ids]
-            vectors.append(measures.sentence_vectors(encoder, rows, config.micro_tokens, context))  # (L + 1, n, D)
-        if rows:
-            found.append([*measures.retrieval(*vectors).tolist(), 1 / len(rows)])
+        sides = [side[:most] for side in pairs.texts("valid", language)]
+        if sides[0]:
+            found.append([*measures.retrieval(*map(vectors_of, sides)).tolist(), 1 / len(sides[0])])
     everyone = chain(*context.gather(found))
     *right, chance = [fmean(column) for column in zip(*everyone)]
     return {"retrieval": right, "chance": chance}

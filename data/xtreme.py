@@ -17,7 +17,7 @@ import sys
 import unicodedata
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache, lru_cache, partial
 from itertools import chain
 from pathlib import Path
@@ -533,7 +533,7 @@ def guess(kind: str, train: list[Example], examples: list[Example]) -> list:
     return [[most] * len(one.gold) if kind == "tags" else most for one in examples]
 
 
-def tags_by_word(train: list[Example], examples: list[Example]) -> list[list[str]]:
+def tags_by_word(train: list[Example]) -> Callable[[list[Example]], list[list[str]]]:
     """What counting finds: each word's most frequent tag, and for words that training has not the most frequent."""
     counts = defaultdict(Counter)
     for one in train:
@@ -541,10 +541,10 @@ def tags_by_word(train: list[Example], examples: list[Example]) -> list[list[str
             counts[word.lower()][tag] += 1
     most = sum(counts.values(), Counter()).most_common(1)[0][0]
     tags = {word: own.most_common(1)[0][0] for word, own in counts.items()}
-    return [[tags.get(word.lower(), most) for word in one.texts] for one in examples]
+    return lambda examples: [[tags.get(word.lower(), most) for word in one.texts] for one in examples]
 
 
-def labels_by_word(train: list[Example], examples: list[Example]) -> list[str]:
+def labels_by_word(train: list[Example]) -> Callable[[list[Example]], list[str]]:
     """What counting finds: the likeliest label by naive Bayes over the words that its texts share with training."""
     labels, counts = Counter(one.gold for one in train), defaultdict(Counter)  # word -> label -> examples
     for one in train:
@@ -555,8 +555,11 @@ def labels_by_word(train: list[Example], examples: list[Example]) -> list[str]:
         of_words = sum(math.log((counts[word][label] + 1) / (labels[label] + 2)) for word in words)
         return math.log(labels[label]) + of_words
 
-    known = [[word for word in words_by_text(one) if word in counts] for one in examples]
-    return [max(labels, key=partial(likelihood, words=words)) for words in known]
+    def likeliest(one: Example) -> str:
+        known = [word for word in words_by_text(one) if word in counts]
+        return max(labels, key=partial(likelihood, words=known))
+
+    return lambda examples: [likeliest(one) for one in examples]
 
 
 def words_by_text(one: Example) -> set[tuple[int, str]]:

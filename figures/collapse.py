@@ -85,8 +85,8 @@ def routed(folder: str, opened: tuple, options: Umap) -> tuple[torch.Tensor, tor
     states, experts = [], []
 
     def watch(moe, h, routing, kept):
-        h = h.to(moe.router.experts.dtype)
-        states.append(moe.router.project(h).cpu())
+        with torch.autocast(h.device.type, enabled=False):  # as in the router itself
+            states.append(moe.router.project(h.to(moe.router.experts.dtype)).cpu())
         experts.append(routing.priority.argmax(dim=1).cpu())
 
     model.moe_layers[options.layer - 1].watchers.append(watch)

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Literal, NamedTuple
@@ -64,8 +65,9 @@ def curve(options: Curve):
         if config["objective"] == "rtd":
             drawn["saved"] = [score["sentences"]["saved"] for score in scores]
             right.plot(drawn["flops"], drawn["saved"], "s:", color=color, label=f"{label}: loss saved on replaced ones")
-        numbers["chance"] = scores[0]["chance"]
-    found.axhline(numbers["chance"], color="gray", linestyle="--", label="chance")
+        drawn["chance"] = scores[0]["chance"]
+    for chance in {drawn["chance"] for drawn in numbers.values()}:  # of each corpus
+        found.axhline(chance, color="gray", linestyle="--", label="chance")
     found.set(xlabel="training FLOPs (products)", ylabel="share", title="Held-out translations found")
     right.set(xlabel="training FLOPs (products)", ylabel="share", title="Masked tokens of held-out sentences right")
     found.legend()
@@ -136,11 +138,11 @@ def rows_by_kind(opened: list[Opened], numbers: list[list[float]], form: str) ->
 
 def draw_layers(axes, opened: list[Opened], scores: list[list[float]], baseline: float, name: str):
     """A line by layer for each encoder and, dotted in the same color, for its shape with random weights."""
-    colors, named = {}, set()
+    colors, shown = {}, set()
     for one, by_layer in zip(opened, scores):
         color = colors.setdefault(one.kind.removesuffix(RANDOM), COLORS[len(colors) % len(COLORS)])
-        label = one.kind if one.kind not in named else None  # a kind is named once
-        named.add(one.kind)
+        label = one.kind if one.kind not in shown else None  # a kind is named once
+        shown.add(one.kind)
         axes.plot(range(len(by_layer)), by_layer, "o:" if one.kind.endswith(RANDOM) else "o-", color=color, label=label)
     axes.axhline(baseline, color="gray", linestyle="--", label=name)
     axes.xaxis.get_major_locator().set_params(integer=True)
@@ -221,20 +223,15 @@ def find_translations(opened: list[Opened], texts: bitext_sets.Pairs, options: R
     with tqdm(total=len(opened) * len(texts), unit="language") as bar:
         for one in opened:
             found.append({})
+            how = dict(micro_tokens=options.micro_tokens, context=context)
+            vectors_of = partial(measures.sentence_vectors, one.encoder, one.tokenizer, **how)
             for language, pairs in texts.items():
-                foreign, english = (vectors_of(side, one, options, context) for side in zip(*pairs))
+                foreign, english = map(vectors_of, zip(*pairs))
                 if options.whiten:
                     foreign, english = measures.whitened(foreign, english)
                 found[-1][language] = measures.both_directions(english, foreign).cpu()
                 bar.update()
     return found
-
-
-def vectors_of(texts: tuple[str, ...], one: Opened, options: Encoders, context) -> torch.Tensor:
-    """(L + 1, n, D) of `<s> text </s>`, cut where the encoder has no more positions."""
-    tokenizer, room = one.tokenizer, one.encoder.config.block_size - 2
-    rows = [[tokenizer.bos, *ids[:room], tokenizer.eos] for ids in tokenizer.encode_batch(list(texts))]
-    return measures.sentence_vectors(one.encoder, rows, options.micro_tokens, context)
 
 
 @dataclass
@@ -335,8 +332,10 @@ def align(pairs: list[Aligned], one: Opened, options: Alignment, context, long: 
         if options.together and len(ids) + len(more) + 3 <= T:
             rows.append([bos, *ids, eos, *more, eos])
         else:
-            long["pairs are too long for one sequence: two"] += options.together
-            long["pairs have a sentence that is too long alone: cut"] += max(len(ids), len(more)) > T - 2
+            if options.together:
+                long["pairs are too long for one sequence: two"] += 1
+            if max(len(ids), len(more)) > T - 2:
+                long["pairs have a sentence that is too long alone: cut"] += 1
             rows += [[bos, *side[: T - 2], eos] for side in (ids, more)]
         parts.append((first, len(rows) - 1, words[: T - 2], others[: T - 2]))  # one row or two
     states = [None] * len(rows)
@@ -411,31 +410,35 @@ def gap(options: Gap):
     axes.set(ylabel="points (lower is better)", title="English ahead of the mean of the other languages")
     figure.legend(loc="outside upper center", ncols=2)
     numbers = {"gaps": gaps, "paper": PAPER_GAP}
-    named, more = ", ".join(options.folders[:3]), len(options.folders) - 3
-    caption = f"XLM-E table 7 at our scale: {named}{f' and {more} more' if more > 0 else ''}"
+    some, more = ", ".join(options.folders[:3]), len(options.folders) - 3
+    caption = f"XLM-E table 7 at our scale: {some}{f' and {more} more' if more > 0 else ''}"
     save(figure, "gap", caption, numbers, options, [headers, *rows])
 
 
 def read_finetuned(folders: tuple[str, ...]) -> dict[tuple[str, str], list[dict]]:
-    """(encoder, task) -> scores of each seed. ValueError where there are none, or they differ in more than the seed."""
-    found, first = {}, {}
-    for folder in folders:
-        for file in sorted(Path(folder).rglob("result.json")):
-            result = runs.read_json(file)
-            if not result.get("gap"):
-                common.warn(f"{file} is left out: not of finetune_xtreme.py, or without English or other languages")
-                continue
-            constants = result["config"]
-            key = constants["model"], constants["task"]
-            before, theirs = first.setdefault(key, (file, constants))
-            unlike = [name for name in constants if name != "seed" and constants[name] != theirs.get(name)]
-            if unlike:
-                what = f"{before} and {file} are of the same encoder and task, with another {unlike[0]}"
-                raise ValueError(f"{what}: give the folders of those that are meant")
-            metric = list(result["gap"])[-1]  # of answers EM
-            english, ahead = result["languages"]["en"][metric], result["gap"][metric]
-            scores = {"English": english, "others": english - ahead, "gap": ahead, "guess": result["guess"][metric]}
-            found.setdefault(key, []).append(scores)
+    """(encoder, task) -> scores of each seed. ValueError where there are none, or they differ not by the seed alone."""
+    found, first, seeds = {}, {}, {}
+    files = [file for folder in folders for file in sorted(Path(folder).rglob("result.json"))]
+    for file in {file.resolve(): file for file in files}.values():
+        result = runs.read_json(file)
+        if not result.get("gap"):
+            common.warn(f"{file} is left out: not of finetune_xtreme.py, or without English or other languages")
+            continue
+        constants = result["config"]
+        key = constants["model"], constants["task"]
+        before, theirs = first.setdefault(key, (file, all_but_seed(constants)))
+        ours = all_but_seed(constants)
+        unlike = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
+        if unlike:
+            what = f"{before} and {file} are of the same encoder and task, with another {unlike[0]}"
+            raise ValueError(f"{what}: give the folders of those that are meant")
+        again = seeds.setdefault((*key, constants["seed"]), file)
+        if again != file:
+            raise ValueError(f"{again} and {file} are of the same encoder, task and seed: give the folder of one")
+        metric = list(result["gap"])[-1]  # of answers EM
+        english, ahead = result["languages"]["en"][metric], result["gap"][metric]
+        scores = {"English": english, "others": english - ahead, "gap": ahead, "guess": result["guess"][metric]}
+        found.setdefault(key, []).append(scores)
     if not found:
         raise ValueError(f"no result of finetune_xtreme.py in {', '.join(folders)}: run it, or name its folders")
     return found

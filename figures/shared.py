@@ -1,4 +1,4 @@
-"""What the figures share: files, runs, colors."""
+"""What the figures share: how they are drawn, files, runs."""
 
 import json
 import shlex
@@ -15,21 +15,11 @@ from data.prepare import ready
 from model import GPT, ModelConfig, Sizes, sizes
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Files
-
+# Drawing
 
 # Told apart by any eye (Okabe-Ito).
 COLORS = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"
-# Of each script, constants that no run of another has: whose run a folder is.
-SCRIPTS = {"train_lm": {"min_learning_rate"}, "train_mlm": {"mask_share", "init_from"}, "train_mt": {"beam"}}
-SCRIPTS |= {"train_electra": {"objective"}, "finetune_xtreme": {"train_examples"}}
-
-
-@dataclass
-class Drawn:
-    """Options of every figure."""
-
-    out: str = "out/figures"  # folder for NAME.png, NAME.svg and NAME.json
+MARKERS = "osD^vXP"
 
 
 def canvas(columns: int = 1, rows: int = 1, width: float = 5, height: float = 4):
@@ -41,6 +31,42 @@ def canvas(columns: int = 1, rows: int = 1, width: float = 5, height: float = 4)
     figure = Figure(figsize=(columns * width, rows * height), layout="constrained")
     figure.subplots(rows, columns, squeeze=False)
     return figure
+
+
+def styles(names: Iterable[str]) -> dict[str, dict]:
+    """name -> how its lines are drawn; runs of one name look the same."""
+    found = {}
+    for number, name in enumerate(dict.fromkeys(names)):
+        place, turn = number % len(COLORS), number // len(COLORS)
+        found[name] = dict(label=name, color=COLORS[place], marker=MARKERS[place], linestyle=("-", "--", ":")[turn % 3])
+    return found
+
+
+def from_zero(axes):
+    """The y axis begins at 0, and nothing touches its end."""
+    axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
+
+
+def legend(axes, **options):
+    """An entry for each name, of however many lines."""
+    lines, names = axes.get_legend_handles_labels()
+    entries = dict(zip(names, lines))
+    axes.legend(entries.values(), entries.keys(), **options)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files
+
+# Of each script, constants that no run of another has: whose run a folder is.
+SCRIPTS = {"train_lm": {"min_learning_rate"}, "train_mlm": {"mask_share", "init_from"}, "train_mt": {"beam"}}
+SCRIPTS |= {"train_electra": {"objective"}, "finetune_xtreme": {"train_examples"}}
+
+
+@dataclass
+class Drawn:
+    """Options of every figure."""
+
+    out: str = "out/figures"  # folder for NAME.png, NAME.svg and NAME.json
 
 
 def save(figure, name: str, caption: str, numbers: dict, options: Drawn, table: list = ()):
@@ -127,7 +153,6 @@ def is_causal(config: dict) -> bool:
     return not is_sparse(config) or size_of(config).select != "expert_choice"
 
 
-MARKERS = "osD^vXP"
 LACKS = {  # what a run is that does not fit
     is_sparse: "has no experts: give runs with another router than dense",
     has_scores: "has no router that compares tokens with experts (dense, hash)",
@@ -200,27 +225,6 @@ def listed(found: dict[str, dict]) -> str:
     for folder, config in found.items():
         seeds.setdefault(but_for_seed(folder, config["seed"]), []).append(str(config["seed"]))
     return "; ".join(f"{run}, seed {', '.join(own)}" for run, own in seeds.items())
-
-
-def styles(names: Iterable[str]) -> dict[str, dict]:
-    """name -> how its lines are drawn; runs of one name look the same."""
-    found = {}
-    for number, name in enumerate(dict.fromkeys(names)):
-        place, turn = number % len(COLORS), number // len(COLORS)
-        found[name] = dict(label=name, color=COLORS[place], marker=MARKERS[place], linestyle=("-", "--", ":")[turn % 3])
-    return found
-
-
-def from_zero(axes):
-    """The y axis begins at 0, and nothing touches its end."""
-    axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
-
-
-def legend(axes, **options):
-    """An entry for each name, of however many lines."""
-    lines, names = axes.get_legend_handles_labels()
-    entries = dict(zip(names, lines))
-    axes.legend(entries.values(), entries.keys(), **options)
 
 
 def open_runs(found: dict[str, dict], options: Measured) -> dict[str, tuple]:

@@ -1,5 +1,6 @@
 """`analyze.py`, XMoE's and X-MoE's figures: what is drawn against logs, results and literal loops, on tiny runs."""
 
+import dataclasses
 import json
 import math
 import shlex
@@ -425,6 +426,19 @@ class Flat:
 
     def fit_transform(self, x):
         return np.ascontiguousarray(x[:, :2])
+
+
+def test_umap_sees_what_the_router_does_in_any_type(place):
+    """The router computes in fp32 where the layers around it do not."""
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        folder = str(place.mlm["X-MoE"])
+        opened = collapse.open_runs({folder: runs.read_json(Path(folder, "config.json"))}, collapse.Umap())[folder]
+        context = dataclasses.replace(opened[2], dtype=dtype)
+        found.append(collapse.routed(folder, (*opened[:2], context), collapse.Umap(max_tokens=1 << 16))[0])
+    assert found[1].dtype == torch.float32
+    assert not torch.equal(*found)
+    torch.testing.assert_close(*found, rtol=0.1, atol=0.1)
 
 
 def test_umap_is_given_what_the_router_compares(draw, place, monkeypatch):

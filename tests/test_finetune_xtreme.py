@@ -224,7 +224,7 @@ def test_every_encoder_trains_on_every_kind_of_task_and_reports(encoder, task, o
     main = {"pos": "f1", "xquad": "f1"}.get(task, "accuracy")
     if task == "xnli":
         _, examples, *_ = opened(options)
-        by_word = [xtreme.labels_by_word(examples.train, examples.test[language]) for language in ("de", "en")]
+        by_word = [xtreme.labels_by_word(examples.train)(examples.test[language]) for language in ("de", "en")]
         gold = [[one.gold for one in examples.test[language]] for language in ("de", "en")]
         assert [100 * np.mean(np.array(a) == b) for a, b in zip(by_word, gold)] == pytest.approx(
             [result["counted"][language]["accuracy"] for language in ("de", "en")]
@@ -614,7 +614,7 @@ def test_counting_gives_each_word_its_most_frequent_tag():
     sentence = lambda text, tags: xtreme.Example("", tuple(text.split()), tags.split())  # noqa: E731
     train = [sentence("The run ends", "DET NOUN VERB"), sentence("a run run", "DET VERB VERB"), sentence("x y", "X X")]
     train += [sentence("the x z", "DET NOUN NOUN"), sentence("x u", "NOUN NOUN")]
-    found = xtreme.tags_by_word(train, [sentence("THE Run of", ""), sentence("x", "")])
+    found = xtreme.tags_by_word(train)([sentence("THE Run of", ""), sentence("x", "")])
     assert found == [["DET", "VERB", "NOUN"], ["NOUN"]]
 
 
@@ -631,7 +631,7 @@ def test_counting_gives_each_example_its_likeliest_label(count):
         return letter in one.texts[place].lower()
 
     train, examples = [drawn(letters[:5]) for _ in range(count)], [drawn(letters) for _ in range(300)]
-    found = xtreme.labels_by_word(train, examples)
+    found = xtreme.labels_by_word(train)(examples)
     for one, label in zip(examples, found, strict=True):
         likely = {}
         for each in "xyz":
@@ -849,7 +849,9 @@ BAD = {
     "micro-batch": ({"micro_size": 3}, "micro_size = 3 does not divide batch_size = 8"),
     "rate": ({"learning_rate": "nan"}, "learning_rate must be over 0 and finite"),
     "longest row": ({"block_size": 7}, "block_size = 7 leaves a row no room"),
-    "predict": ({"predict": "in.txt"}, "holds no fine-tuned model: give a folder under out/finetune_xtreme"),
+    "longer row": ({"block_size": 64}, "has 32 positions, fewer than --block_size 64"),
+    "predict": ({"predict": "in.txt"}, "--predict reads --model, --device and --dtype: leave out --batch_size"),
+    "predict answers": ({"predict": "in.txt", "longest_answer": 4}, "--predict reads --model, --device and --dtype"),
 }
 
 
@@ -865,6 +867,8 @@ def test_other_models_are_refused(options, encoders, corpora, tmp_path, monkeypa
         return XTREME.refused(options | given, monkeypatch, capsys)
 
     assert "is no encoder: give a run of train_mlm.py" in refused(model=encoders["decoder"])
+    alone = {"predict": "in.txt", "model": encoders["decoder"], "device": "cpu"}
+    assert "holds no fine-tuned model: give a folder under" in XTREME.refused(alone, monkeypatch, capsys)
     XTREME.run(options | {"epochs": 1}, monkeypatch)
     capsys.readouterr()
     assert "holds checkpoints of something else" in refused(model=only_run(options["out_dir"]))
@@ -912,8 +916,9 @@ def test_broken_rows_are_reported_and_left_out(options, source, tmp_path, monkey
         f"warning: {train}: 1 x the unknown label 'maybe'",
         f"warning: {test} is not UTF-8: byte 0: left out",
     ]
-    assert "48 rows of 49 training examples" in said.out
+    assert "48 rows of 49 training examples, up to 32 tokens each" in said.out
     result = result_of(options["out_dir"])
+    assert result["longest_row"] == 32
     assert list(result["languages"]) == ["en"] and result["gap"] == {}
     assert "English is ahead" not in said.out
 

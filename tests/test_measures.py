@@ -462,8 +462,10 @@ def test_consistency_of_runs_that_are_alike_or_opposite():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_sentence_vectors_are_means_of_each_sentence_alone(micro_tokens, dtype):
     encoder = lively(Encoder(small("hypersphere", moe_after=(1,)))).to(dtype)
-    rows = [[0, *range(4, 4 + n), 2] for n in (3, 9, 1, 9, 5)]
-    vectors = measures.sentence_vectors(encoder, rows, micro_tokens, CPU)
+    texts = [[*range(4, 4 + n)] for n in (3, 9, 1, 9, 5)]
+    rows = [[0, *text, 2] for text in texts]
+    tokenizer = SimpleNamespace(bos=0, eos=2, encode_batch=lambda texts: texts)
+    vectors = measures.sentence_vectors(encoder, tokenizer, texts, micro_tokens, CPU)
     assert vectors.shape == (3, 5, 8)
     for i, row in enumerate(rows):
         states = []
