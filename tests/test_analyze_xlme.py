@@ -435,7 +435,10 @@ def test_what_is_no_result_is_one_clear_line(finished, tmp_path, monkeypatch, ca
     assert "no result of finetune_xtreme.py in out/finetune_xtreme" in refused(monkeypatch, capsys, "gap")
     save_result(finished / "e", "out/train_mlm/demo", "xnli", 60, 61, epochs=4)
     assert "with another epochs" in refused(monkeypatch, capsys, "gap", finished)
-    assert "with another epochs" in refused(monkeypatch, capsys, "gap", finished / "e", finished / "d")
+    save_result(finished / "f", "out/train_mlm/demo", "xnli", 60, 61, frozen=False)
+    for order in ("df", "fd"):  # whichever of the two has a constant that the other lacks
+        assert "with another frozen" in refused(monkeypatch, capsys, "gap", *(finished / name for name in order))
+    shutil.rmtree(finished / "f")
     shutil.copytree(finished / "d", finished / "d" / "again")
     assert "of the same encoder, task and seed" in refused(monkeypatch, capsys, "gap", finished / "d")
     shutil.rmtree(finished / "d" / "again")
