@@ -56,10 +56,16 @@ class Config:
 
     tokens: int = 4096  # of the layer, of a step, of all sources; size: the most
     rounds: int = 15  # how often each contender runs, after a first time for warming up
-    patience: float = 5.0  # seconds after which a slow contender has run often enough
     device: str = "auto"  # cuda, mps or cpu
     dtype: Literal["float32", "bfloat16"] = "float32"  # bfloat16: by autocast
     json: str | None = None  # file that receives the records
+
+
+@dataclass
+class TurnsConfig(Config):
+    """What measurements read whose contenders take turns in one process: all but scale."""
+
+    patience: float = 5.0  # seconds after which a slow contender has run often enough
 
 
 class Contender(NamedTuple):
@@ -67,7 +73,7 @@ class Contender(NamedTuple):
     facts: dict  # what its record says that need not be measured
 
 
-def measure(group: str, contenders: dict[str, Contender], config: Config, context) -> list[dict]:
+def measure(group: str, contenders: dict[str, Contender], config: TurnsConfig, context) -> list[dict]:
     """A record for each: facts, the medians of what was measured (times in ms), their spread, and memory."""
     records = []
     for name, samples in take_turns(group, contenders, config, context).items():
@@ -81,7 +87,7 @@ def measure(group: str, contenders: dict[str, Contender], config: Config, contex
     return records
 
 
-def take_turns(group: str, contenders: dict[str, Contender], config: Config, context) -> dict[str, list[dict]]:
+def take_turns(group: str, contenders: dict[str, Contender], config: TurnsConfig, context) -> dict[str, list[dict]]:
     """name -> what it measured, round by round; a slow one drops out once its patience is used up.
 
     The first round is for warming up. Every other one goes backwards: nobody always follows the same neighbour.
@@ -106,8 +112,8 @@ M_MMAP_THRESHOLD = -3  # glibc's number for the size from which a block is mappe
 
 def clock(context) -> float:
     """Milliseconds, when all that the device was asked for is done."""
-    if context.device.type == "cuda":
-        torch.cuda.synchronize()
+    if context.device.type != "cpu":
+        torch.accelerator.synchronize()
     return 1e3 * time.perf_counter()
 
 
@@ -321,7 +327,7 @@ SHAPES = {
 
 
 @dataclass
-class LayerConfig(Config):
+class LayerConfig(TurnsConfig):
     shapes: tuple[Literal["S1", "S2", "S3", "S4"], ...] = ("S1", "S2", "S3", "S4")  # some of these
     all_routers: bool = True  # false: only the one that the shape is about
     peers: bool = True  # other people's layers, where they are installed
@@ -416,7 +422,7 @@ STEPS = {
 }
 
 
-def bench_step(config: Config, context) -> Iterator[dict]:
+def bench_step(config: TurnsConfig, context) -> Iterator[dict]:
     """Forward, backward, clipping, AdamW: as in the training scripts, on random tokens, at equal active FLOPs."""
     fastest = common.peak_flops(context)
     for group, (kind, configs) in STEPS["paper" if context.device.type == "cuda" else "demo"].items():
@@ -469,8 +475,11 @@ def training_step(net, forward, optimizer, inputs, targets, context) -> dict:
 # python bench.py size
 
 
-def bench_size(config: Config, context) -> Iterator[dict]:
-    """Tokens at 64 experts of width 128; then ever more and smaller experts, to width 1, at equal FLOPs."""
+def bench_size(config: TurnsConfig, context) -> Iterator[dict]:
+    """Tokens at 64 experts of width 128; then ever more and smaller experts, to width 1, at equal capacity.
+
+    Rows are those that a threshold of 0.9 wants: from 256 experts on, fewer than the capacity has room for.
+    """
     D, most = 256, config.tokens
     experts = [(8, 1024), (16, 512), (32, 256), (64, 128), (256, 32), (1024, 8), (4096, 1)]  # how many, of what width
     tokens = sorted({min(most, 2**n) for n in range(10, 17)})
@@ -490,7 +499,7 @@ def bench_size(config: Config, context) -> Iterator[dict]:
             record["us_per_token"] = 1e3 * record["ms"] / S
             record["kb_per_token"] = None if peak is None else 1024 * (peak - gradients) / S
         columns = "S E F runs ms spread us_per_token rows_per_token peak_mb kb_per_token"
-        show(found, columns, f"more {group}, width {D}; kb_per_token is without the weights' gradients")
+        show(found, columns, f"more {group}, width {D}; kb_per_token is without the experts' gradients")
         yield from found
 
 
@@ -501,7 +510,7 @@ def bench_size(config: Config, context) -> Iterator[dict]:
 SENTENCE = 16  # tokens of a source
 
 
-def bench_translate(config: Config, context) -> Iterator[dict]:
+def bench_translate(config: TurnsConfig, context) -> Iterator[dict]:
     """Beam search without a capacity limit. Weights and sources are random, so that few translations end early."""
     torch.manual_seed(0)
     size = dict(n_layer=4, decoder_layers=2, n_embd=128, ffn_size=512)
@@ -579,7 +588,7 @@ def bench_scale(config: ScaleConfig, context) -> Iterator[dict]:
         record["speedup"] = found[0]["ms"] / record["ms"]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     columns = "processes impl runs ms spread steps_per_second speedup communication state_mb"
-    show(found, columns, f"a step of {config.tokens} tokens; speedup: over the first row")
+    show(found, columns, f"a step of {MICROS * micro_tokens_of(config)} tokens; speedup: over the first row")
     if context.device.type != "cuda":
         print(SHARED_CORES.format(cores=cores, threads=torch.get_num_threads()))
     paper = on_paper()
@@ -588,12 +597,18 @@ def bench_scale(config: ScaleConfig, context) -> Iterator[dict]:
     yield from found + paper
 
 
+def micro_tokens_of(config: ScaleConfig) -> int:
+    """A whole number of sequences."""
+    T = SMALL["block_size"]
+    return max(T, config.tokens // MICROS // T * T)
+
+
 def scale_worker(rank: int, world: int, port: int, config: ScaleConfig, file: str):
     """One of the processes; the first writes the records. The ways take turns."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     context = common.setup(config.device, config.dtype)
-    micro_tokens = max(SMALL["block_size"], config.tokens // MICROS)
+    micro_tokens = micro_tokens_of(config)
     ways = {"no communication": Way(1, False, micro_tokens)}  # each has a model of its own
     if world > 1:
         ways["data parallel"] = Way(1, False, micro_tokens)
@@ -721,16 +736,16 @@ def cost_on_paper(net: model.GPT, gpus: int, N: int, tokens: int = 1 << 18) -> d
 
 BENCHES = {
     "layer": (bench_layer, LayerConfig()),
-    "step": (bench_step, Config()),
-    "size": (bench_size, Config(tokens=65536)),
-    "translate": (bench_translate, Config(tokens=2048)),
+    "step": (bench_step, TurnsConfig()),
+    "size": (bench_size, TurnsConfig(tokens=65536)),
+    "translate": (bench_translate, TurnsConfig(tokens=2048)),
     "scale": (bench_scale, ScaleConfig(rounds=5)),
 }
 
 
 def check(config: Config):
     for name in ("tokens", "rounds", "patience"):
-        value = getattr(config, name)
+        value = getattr(config, name, 1)
         if not value > 0:
             raise ValueError(f"{name} must be over 0, not {value}")
     if config.json:

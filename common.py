@@ -150,9 +150,10 @@ def setup(device: str = "auto", dtype: str = "auto") -> Context:
     allocator = "default"
     if device == "cpu" and platform.libc_ver()[0] == "glibc":
         # Mapping and faulting in the memory of large temporaries anew at every call takes a third of a step.
-        libc, allocator = ctypes.CDLL("libc.so.6"), "glibc, mallopt"
-        libc.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD
-        libc.mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD
+        libc = ctypes.CDLL("libc.so.6")
+        if libc.mallopt(-3, 1 << 30):  # M_MMAP_THRESHOLD; an older glibc refuses so much, and the next alone does harm
+            libc.mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD
+            allocator = "glibc, mallopt"
     return Context(rank, world, torch.device(device), getattr(torch, dtype), allocator)
 
 

@@ -511,9 +511,7 @@ def predict_file(config: Config, context):
     With answers: `question TAB text` -> the answer. With labels: `sentence TAB sentence`, of apps one -> the label.
     """
     with common.clear_errors():
-        more = runs.said(config, PRESETS).keys() - {"predict", "model", "device", "dtype"}
-        if more:
-            raise ValueError(f"--predict reads --model, --device and --dtype: leave out --{min(more)}")
+        runs.refuse_others(config, PRESETS, "predict", "model device dtype")
         _, state = runs.newest(Path(config.model), ("model.pt",))
         if state.get("class") != FineTuned.__name__:
             raise ValueError(f"{config.model} holds no fine-tuned model: give a folder under out/finetune_xtreme")

@@ -278,12 +278,12 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
 
 
 def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, saved: dict):
-    """From what `optimizer_state` gave on any number of processes, or from what torch gives, which numbers them."""
+    """From what `optimizer_state` gave, on any number of processes."""
     names = {p: name for name, p in model.named_parameters()}
     state, groups = {}, optimizer.state_dict()["param_groups"]
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for i, p in enumerate(parameters):
-        moments = saved["state"].get(names[p], saved["state"].get(i, {}))
+        moments = saved["state"].get(names[p], {})
         state[i] = {key: cut(p, x) if is_moment(x) else x for key, x in moments.items()}
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 

@@ -85,13 +85,29 @@ def command_line(Config: type, presets: dict[str, dict], argv: list[str]):
     if config.preset != preset:
         raise ValueError(f"--preset is given twice, as {preset!r} and as {config.preset!r}: give it once")
     check(config)
-    unread = min(said(config, presets).keys() & config.unread(), default=None)
+    if not getattr(config, "table", None):  # its rows are other models
+        refuse_unread(config, presets, config.unread())
+    return config
+
+
+def refuse_unread(config, presets: dict[str, dict], names: set[str]):
+    """ValueError where one of the names is given."""
+    unread = min(said(config, presets).keys() & names, default=None)
     if unread:
         kinds = "router", "score", "gate", "select", "relative_bias", "objective", "task"
         values = {name: vars(config).get(name) for name in kinds if name != unread}
-        reads = [f"{name} {value}" for name, value in values.items() if value is not None]
-        raise ValueError(f"--{unread} is not read by a model with {', '.join(reads)}: leave it out")
-    return config
+        reads = ", ".join(f"{name} {value}" for name, value in values.items() if value is not None)
+        what = f"table {config.table}" if getattr(config, "table", None) else f"a model with {reads}"
+        raise ValueError(f"--{unread} is not read by {what}: leave it out")
+
+
+def refuse_others(config, presets: dict[str, dict], option: str, read: str):
+    """ValueError where more is given than an option reads that only uses a trained model."""
+    more = said(config, presets).keys() - {option, *read.split()}
+    if config.preset != type(config).preset:
+        more.add("preset")
+    if more:
+        raise ValueError(f"--{option} reads --{', --'.join(read.split())} alone: leave out --{min(more)}")
 
 
 def parse(default, argv: list[str], description: str):
@@ -621,6 +637,7 @@ def carry_out(config, presets: dict, context, tables: dict, train: Callable, rep
             table = tables[config.table](config)
             refuse_rows(config, presets, [change for _, change in table.rows])
         configs = [seeds_of(config, change) for _, change in table.rows]
+        refuse_unread(config, presets, set.intersection(*(one.unread() for seeds in configs for one in seeds)))
     results = []
     try:
         for seeds in configs:

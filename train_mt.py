@@ -93,6 +93,9 @@ class Config(ModelConfig):
     relative_bias: ClassVar = False
     not_identity: ClassVar = {"translate", "model"}
 
+    def unread(self) -> set[str]:
+        return super().unread() | ({"model"} if self.translate is None else set())
+
 
 # XMoE 4.2 and its authors' configurations; the papers are silent on batch and steps: those are ours.
 PAPER = dict(n_layer=12, decoder_layers=6, n_embd=512, ffn_size=2048, n_head=8, block_size=256, expert_ffns=32)
@@ -132,11 +135,12 @@ def table3(base: Config) -> runs.Table:
         corpora = {language: f"wmt23-{language}" for language in LANGUAGES if language != "mean"}
     rows = []
     for method, router, split, paper in TABLE3:
-        size = base.ffn_size // split
-        experts = f"{base.expert_ffns * split} x {size}" if router != "dense" else ""
-        change = {"router": router}
-        if router != "dense" and size != sizes(replace(base, router=router)).expert_size:
-            change["expert_size"] = size
+        experts, change = "", {"router": router}
+        if router != "dense":
+            size = base.ffn_size // split
+            experts = f"{base.expert_ffns * split} x {size}"
+            if size != sizes(replace(base, router=router)).expert_size:
+                change["expert_size"] = size
         for language, data in corpora.items():
             numbers = paper.split(" | ")[LANGUAGES.index(language)]
             rows.append(((method, experts, language, numbers), change | {"data": data}))
@@ -404,11 +408,12 @@ def report(config: Config, result: dict) -> str:
 
 
 def translate_file(config: Config, context, at_once: int = 1000):
-    """Prints the translation of every line of a file, an empty one for one without text, by a run's best weights.
+    """Prints the translation of every line of a file, an empty one for one without text.
 
-    So many are read and printed at once.
+    So many are read and printed at once. The weights are a finished run's best, or the last of one that goes on.
     """
     with common.clear_errors():
+        runs.refuse_others(config, PRESETS, "translate", "model beam length_penalty micro_tokens device dtype")
         model, tokenizer = pretrained.load(config.model)
         if not isinstance(model, Translator):
             raise ValueError(f"{config.model} is no translator: give --model the folder of a run of train_mt.py")

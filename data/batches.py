@@ -350,7 +350,7 @@ class Masking:
         return np.where(chosen, hidden, ids), chosen
 
     def odds(self, shown: Tensor) -> Tensor:
-        """How many times as probable as before a token is once a chosen place shows it; 1 for the mask token."""
+        """By what the weight of a token is multiplied once a chosen place shows it (not normalised); 1 for the mask."""
         becomes_mask, becomes_random = self.replace
         kept = 1 - becomes_mask - becomes_random
         times = 1 + len(self.ordinary) * kept / max(becomes_random, 1e-9)
@@ -522,14 +522,13 @@ class PairData(RowData):
         than the share of padding.
         """
         rng = self.random(POOL, split, number)
-        pairs = np.empty(0, dtype=np.int64)
-        tokens = 0
+        parts, tokens = [], 0
         while tokens < POOL_MICROS * self.micro_tokens:
             drawn = rng.choice(len(self.languages), size=DRAWN, p=self.shares[split])
             first, count = self.streams[split][drawn].T
-            pairs = np.concatenate([pairs, first + rng.integers(count)])
-            rows = self.pairs(split, pairs)
-            tokens = rows.lengths.sum()
+            parts.append(self.pairs(split, first + rng.integers(count)))
+            tokens += parts[-1].lengths.sum()
+        rows = Rows(*map(np.concatenate, zip(*parts)))
         rows = rows.take(rows.lengths.argsort(kind="stable"))
         micros = cut(rows.lengths[:, None], self.micro_tokens)
         return [rows.take(slice(*micro)) for micro in rng.permutation(micros)[:POOL_MICROS]]

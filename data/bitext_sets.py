@@ -85,8 +85,9 @@ def word_alignments(folder: Path) -> tuple[dict[str, list[Aligned]], list[str]]:
         texts, links = list(read_lines(path)), list(read_lines(gold))
         if len(texts) != len(links):
             raise ValueError(f"{path} has {len(texts):,} sentence pairs and {gold.name} {len(links):,} lines of links")
-        problems = Counter()
-        sets[name] = []
+        if name in sets:
+            raise ValueError(f"{folder} holds {name} twice, once in {path.parent}: give the folder of one")
+        problems, sets[name] = Counter(), []
         for number, (text, line) in enumerate(zip(texts, links), 1):
             one, bar, two = text.partition("|||")
             if not bar or not one.split() or not two.split():

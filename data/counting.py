@@ -1,7 +1,7 @@
 """What counting reaches: the scores of models that only know how often tokens, and pairs of tokens, were seen.
 
-And the translations of a memory of what it was shown. They stand beside the numbers of trained models, so that one sees
-where a network has learned less.
+`remembered` is a translation memory. They stand beside the numbers of trained models, so that one sees where a network
+has learned less.
 Counts are interpolated as by Witten and Bell (1991): where n tokens followed, of `kinds` different ones, the counts
 have a share of n / (n + kinds), and what is less specific has the rest.
 """
@@ -47,7 +47,8 @@ def masked_scores(data: MaskedData, max_tokens: int | None = None) -> dict[str, 
     tables = torch.stack([unigrams(train[first : first + count], V, of_all) for first, count in streams])  # (J, V)
     J = len(tables)
     own = torch.arange(J).repeat_interleave(torch.tensor([count for _, count in streams])) * V + train  # in J * V
-    following, preceding = pairs(own[:-1], train[1:], (J * V, V)), pairs(own[1:], train[:-1], (J * V, V))
+    size = J * V, V
+    following, preceding = counts_beside(own[:-1], train[1:], size), counts_beside(own[1:], train[:-1], size)
     found = {name: torch.zeros(3, J, dtype=torch.float64) for name in ("tokens", "neighbours")}
     for _, _, batch in data.eval_batches("valid", 1, max_tokens):
         ids = batch.ids.flatten()
@@ -65,7 +66,7 @@ def masked_scores(data: MaskedData, max_tokens: int | None = None) -> dict[str, 
     return found
 
 
-def pairs(one: Tensor, other: Tensor, size: tuple[int, int]) -> Tensor:
+def counts_beside(one: Tensor, other: Tensor, size: tuple[int, int]) -> Tensor:
     """Sparse counts of how often each (N,) of the one stood beside each (N,) of the other."""
     ones = torch.ones(len(one))
     return torch.sparse_coo_tensor(torch.stack([one, other]), ones, size, check_invariants=True).coalesce()
@@ -89,13 +90,13 @@ def bigram_loss(seen: tuple[Tensor, Tensor], held_out: tuple[Tensor, Tensor], si
     seen, held_out: first and second tokens of pairs, (N,) each and (M,) each, of V = size different ones.
     """
     single = unigrams(seen[1], size)
-    pairs, counts = torch.unique(seen[0] * size + seen[1], return_counts=True)
-    kinds = torch.bincount(pairs // size, minlength=size)  # (V,) different tokens behind each
+    codes, counts = torch.unique(seen[0] * size + seen[1], return_counts=True)
+    kinds = torch.bincount(codes // size, minlength=size)  # (V,) different tokens behind each
     total = torch.bincount(seen[0], minlength=size)
     first, second = held_out
     wanted = first * size + second
-    place = torch.searchsorted(pairs, wanted).clamp(max=len(pairs) - 1)
-    count = torch.where(pairs[place] == wanted, counts[place], 0)
+    place = torch.searchsorted(codes, wanted).clamp(max=len(codes) - 1)
+    count = torch.where(codes[place] == wanted, counts[place], 0)
     rest = kinds.clamp(min=1)[first]  # of a token that was never first, all is left to `single`
     probability = (count + rest * single[second]) / (total[first] + rest)
     return -float(probability.log().mean())

@@ -95,11 +95,15 @@ def read(task: str, split: str, source: Path | None) -> tuple[dict[str, list[Exa
     """
     if task == "apps":
         return applications(split), []
-    if source is None:
-        languages = TASKS[task].languages.split() if split == TASKS[task].test else ["en"]
-        everything = {language: list(from_hub(task, split, language)) for language in languages}
-        return {language: own for language, own in everything.items() if own}, []
     examples, notes = {}, []
+    if source is None:
+        for language in TASKS[task].languages.split() if split == TASKS[task].test else ["en"]:
+            problems = Counter()
+            own = list(from_hub(task, split, language, problems))
+            notes += in_lines(f"{task} from the hub, {split}, {language}", problems)
+            if own:
+                examples[language] = own
+        return examples, notes
     reader = {"tags": read_tags, "answer": read_answers, "label": read_labels}[TASKS[task].kind]
     for language, path in files_of(task, split, source):
         problems = Counter()
@@ -108,15 +112,21 @@ def read(task: str, split: str, source: Path | None) -> tuple[dict[str, list[Exa
         except ValueError as error:
             notes.append(f"{error}: left out")
             continue
-        kinds = problems.most_common()
-        notes += [f"{path}: {count:,} x {what}" for what, count in kinds[:5]]
-        if kinds[5:]:
-            notes.append(f"{path}: {sum(count for _, count in kinds[5:]):,} other problems")
+        notes += in_lines(str(path), problems)
         if found:
             examples.setdefault(language, []).extend(found)
         else:
             notes.append(f"{path} holds no example: left out")
     return dict(sorted(examples.items())), notes
+
+
+def in_lines(where: str, problems: Counter) -> list[str]:
+    """The five most frequent, and how many others there are."""
+    kinds = problems.most_common()
+    lines = [f"{where}: {count:,} x {what}" for what, count in kinds[:5]]
+    if kinds[5:]:
+        lines.append(f"{where}: {sum(count for _, count in kinds[5:]):,} other problems")
+    return lines
 
 
 def files_of(task: str, split: str, source: Path) -> Iterator[tuple[str, Path]]:
@@ -237,14 +247,14 @@ def fields(row: dict) -> list:
     return [row[ours] if ours in row else row[other] for ours, other in names]
 
 
-def from_hub(task: str, split: str, language: str) -> Iterator[Example]:
-    """google/xtreme; to train on XNLI it is MultiNLI, on XQuAD and MLQA SQuAD."""
+def from_hub(task: str, split: str, language: str, problems: Counter) -> Iterator[Example]:
+    """google/xtreme; to train on XNLI it is MultiNLI, to train on XQuAD and MLQA, and to choose, SQuAD."""
     repository, their_split = "google/xtreme", {"valid": "validation"}.get(split, split)
     config = {
         "pos": f"udpos.{NAMES.get(language)}",
         "ner": f"PAN-X.{language}",
         "xquad": f"XQuAD.{language}" if split == "test" else "SQuAD",
-        "mlqa": "SQuAD" if split == "train" else f"MLQA.{language}.{language}",
+        "mlqa": f"MLQA.{language}.{language}" if split == "test" else "SQuAD",
         "tydiqa": "tydiqa",
         "xnli": "XNLI",
         "pawsx": f"PAWS-X.{language}",
@@ -265,8 +275,11 @@ def from_hub(task: str, split: str, language: str) -> Iterator[Example]:
             yield Example(str(number), tuple(row["tokens"]), [names[tag] for tag in row[tags]])
         elif kind == "answer" and (task != "tydiqa" or row["id"].startswith(NAMES[language].lower())):
             answers = zip(row["answers"]["text"], row["answers"]["answer_start"])
-            answers = [placed(row["context"], *answer, Counter()) for answer in answers]
-            yield Example(row["id"], (row["question"], row["context"]), answers)
+            answers = [placed(row["context"], *answer, problems) for answer in answers]
+            if answers:
+                yield Example(row["id"], (row["question"], row["context"]), answers)
+            else:
+                problems["a question without an answer"] += 1
         elif kind == "label" and row.get("language", language) == language:
             one, two, label = fields(row)
             yield Example(str(number), (one, two), label if isinstance(label, str) else names[label])

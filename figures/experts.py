@@ -20,9 +20,11 @@ from figures.shared import (
     COLORS,
     Drawn,
     Measured,
+    all_but_seed,
     canvas,
     choose,
     from_zero,
+    has_bare_ffns,
     has_threshold,
     is_causal,
     is_sparse,
@@ -92,7 +94,7 @@ def dense_positive(model: GPT, data: TokenData, context, max_tokens: int) -> lis
 
 
 def activations(options: Activations):
-    found = choose("train_lm", options.folders)
+    found = choose("train_lm", options.folders, has_bare_ffns)
     names, numbers = named(found), {}
     for folder, (model, data, context) in tqdm(open_runs(found, options).items(), desc="testing", unit="run"):
         config = found[folder]
@@ -147,7 +149,7 @@ def check_shares(shares: tuple[float, ...]):
 def limit(model: GPT, share: float):
     """Limits all MoE layers at test to a share of a dense FFN's FLOPs."""
     for moe in model.moe_layers:
-        E, width = moe.layers[0].b_in.shape
+        E, width = len(moe.layers[0].b_in), sum(ffn.b_in.shape[1] for ffn in moe.layers)
         moe.eval_capacity_factor = share * model.config.ffn_size / width
         split = E * width == model.config.ffn_size and moe.router.threshold >= 1  # as in table 2
         moe.router.eval_threshold = 0.9 if split and share < 1 else sizes(model.config).eval_threshold
@@ -157,7 +159,8 @@ def spent(model: GPT, layers: list[dict]) -> float:
     """FLOPs of the experts that served a token, the mean of all layers, as a share of a dense FFN's."""
     if not layers:
         return 1.0
-    return measures.mean_over_layers("served", layers) * sizes(model.config).expert_size / model.config.ffn_size
+    width = sum(ffn.b_in.shape[1] for ffn in model.moe_layers[0].layers)
+    return measures.mean_over_layers("served", layers) * width / model.config.ffn_size
 
 
 def gamma(options: Gamma):
@@ -252,8 +255,9 @@ def threshold(options: Threshold):
     if not options.thresholds or not all(0 <= t <= 1 for t in options.thresholds):
         raise ValueError(f"--thresholds must lie from 0 to 1, not {options.thresholds}")
     first, *others = found
+    but_for_threshold = {folder: all_but_seed(config) | {"threshold": 0} for folder, config in found.items()}
     for folder in others:
-        if found[folder] | {"seed": 0, "threshold": 0} != found[first] | {"seed": 0, "threshold": 0}:
+        if but_for_threshold[folder] != but_for_threshold[first]:
             if options.folders:
                 raise ValueError(f"{folder} and {first} differ by more than --threshold and --seed")
             del found[folder]
@@ -318,10 +322,10 @@ class Speed(Tested):
 def speed(options: Speed):
     check_shares(options.shares)
     found = choose("train_lm", options.folders)
-    names, timed = named(found), {}
+    names, first = named(found), {}
     for folder, name in names.items():
-        if name not in [names[other] for other in timed]:
-            timed[folder] = found[folder]
+        first.setdefault(name, folder)
+    timed = {folder: found[folder] for folder in first.values()}
     opened, settings = open_runs(timed, options), []
     for folder, config in timed.items():
         shares = sorted(options.shares) if is_sparse(config) else [1.0]

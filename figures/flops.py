@@ -112,7 +112,7 @@ PRESETS = {  # of each script, and the vocabulary of those whose corpus brings i
 LENGTH = 30  # tokens of a sentence of WMT, about
 
 
-@cache
+@cache  # the tests ask for it many times
 def gpu_hours(options: Flops) -> str:
     """What the presets of the papers' scale take."""
     rows = []

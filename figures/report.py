@@ -93,7 +93,7 @@ def write(options: Report):
     sections += analyses_section(places[1], left)
     sections += bench_section(*places, left)
     sections += notes_section(places[1] / "notes", left)
-    known = {*CURVES, "figures", "bench", Path(out).name}
+    known = {*CURVES, "figures", "bench", "report.html", Path(out).name}
     for path in sorted(places[0].iterdir()) if places[0].is_dir() else ():
         if path.name not in known and path.suffix != ".json":
             left.add(path, "not of this project")

@@ -149,6 +149,10 @@ def has_threshold(config: dict) -> bool:
     return is_sparse(config) and size_of(config).select == "threshold"
 
 
+def has_bare_ffns(config: dict) -> bool:
+    return not is_sparse(config) or size_of(config).expert_layers == 0
+
+
 def is_causal(config: dict) -> bool:
     return not is_sparse(config) or size_of(config).select != "expert_choice"
 
@@ -157,6 +161,7 @@ LACKS = {  # what a run is that does not fit
     is_sparse: "has no experts: give runs with another router than dense",
     has_scores: "has no router that compares tokens with experts (dense, hash)",
     has_threshold: "has no threshold router",
+    has_bare_ffns: "has experts of several layers, whose activations are not one share",
     is_causal: "chooses among later tokens too (expert_choice): its perplexity is no language model's",
 }
 

@@ -12,6 +12,7 @@ import torch
 
 import common
 import pretrained
+import runs
 from figures.shared import Drawn, canvas, save
 from model import GPT, Encoder, sizes
 
@@ -55,6 +56,7 @@ def route(options: Tokens) -> tuple[list[str], list[dict]]:
     wanted: how many experts it chose; served: [expert, gate] of those that keep it, the largest gate first; cut: the
     experts whose capacity is used up. ValueError for a text or a model that has nothing to show.
     """
+    runs.check(options)
     model, tokenizer = pretrained.load(options.run)
     if not isinstance(model, GPT | Encoder):
         raise ValueError(f"{options.run} is a translator: give a run of train_lm.py, train_mlm.py or train_electra.py")

@@ -6,7 +6,8 @@
 A table of runs is the script's own, as its `--table` prints it. The `result.json` of a run is kept as
 results/SCRIPT/RUN.json, each seed's in a file of its own; a row that has none is shown empty. What `bench.py --json`
 writes is kept in results/bench, and caption, command and table of what `analyze.py` measures in results/analyses. Every
-table has a note, results/notes/SCRIPT-NUMBER.md, analysis-NAME.md or bench-NAME.md.
+table has a note: results/notes/SCRIPT-PRESET-GIVEN-NUMBER.md (without what is the demo's, or not there),
+analysis-NAME.md or bench-NAME.md.
 """
 
 import importlib
@@ -125,6 +126,8 @@ def table_of_runs(folder: Path, script: str, preset: str, number: int | str | No
         if "router_init_std" in given:
             scale.append(f"routers from {given['router_init_std']}")
         title = ", ".join([title, *map(str, filter(None, scale))])
+    seeds = max(map(len, rows), default=1)
+    command += f" --seeds {seeds}" if seeds > 1 else ""
     return [f"## {title}", f"`{command}`{effort(rows)}", table.render(rows, module.cells), note(folder, name)]
 
 
@@ -169,6 +172,8 @@ def difference(result: dict, config) -> str:
 
 def read_analysis(file: Path) -> tuple[str, list, list[list]]:
     """Command, headers and rows of what analyze.py has measured. ValueError where that is not there."""
+    if not file.exists():
+        raise ValueError(f"{file} is missing: measure it, or take it out of ANALYSES")
     try:
         found = runs.read_json(file)
         headers, *rows = found["table"]

@@ -29,6 +29,8 @@ from data.batches import MaskedData, TokenData
 from data.prepare import prepare
 from data.tokenizers import XLMR, train_sentencepiece
 from figures import collapse, crosslingual, experts, shared
+from model import GPT, ModelConfig
+from model import sizes as model_sizes
 
 pytest.importorskip("matplotlib")
 LM_RUNS = {
@@ -509,6 +511,27 @@ def test_consistency_is_the_mean_correlation(draw, tuned):
 # What a user can get wrong
 
 
+def test_experts_of_several_layers_spend_as_many_times_more():
+    config = ModelConfig(
+        vocab_size=40,
+        n_layer=2,
+        n_head=2,
+        n_embd=16,
+        ffn_size=32,
+        block_size=16,
+        router="topk",
+        expert_layers=2,
+        top_k=2,
+    )
+    model = GPT(config)
+    size = model_sizes(config)
+    layers = [{"served": 1.5}] * len(model.moe_layers)
+    assert experts.spent(model, layers) == pytest.approx(1.5 * 2 * size.expert_size / config.ffn_size)
+    experts.limit(model, 0.5)
+    gamma = model.moe_layers[0].eval_capacity_factor
+    assert gamma * 2 * size.expert_size == pytest.approx(0.5 * config.ffn_size)
+
+
 def test_runs_that_do_not_fit_are_one_clear_line(place, tmp_path, monkeypatch, capsys):
     lm, mlm = place.lm, place.mlm
 
@@ -527,6 +550,9 @@ def test_runs_that_do_not_fit_are_one_clear_line(place, tmp_path, monkeypatch, c
     for name in ("threshold", "experts"):
         for other in ("switch", "dense"):
             assert f"{lm[other]} has no threshold router" in told(name, lm["threshold"], lm[other])
+    stacks = shutil.copytree(lm["switch"], tmp_path / "stacks")
+    (stacks / "config.json").write_text(json.dumps(read(lm["switch"], "config.json") | {"expert_layers": 2}))
+    assert f"{stacks} has experts of several layers" in told("activations", lm["switch"], stacks)
     assert "differ by more than --threshold and --seed" in told("threshold", lm["threshold"], lm["split"])
     for shares in ((0,), (1, -1), ("nan",)):
         assert "--shares must be numbers over 0" in told("gamma", lm["switch"], "--shares", *shares)

@@ -76,7 +76,7 @@ def test_contenders_take_turns_until_their_patience_is_used_up(time_passes):
         return bench.Contender(run, {})
 
     contenders = {"quick": runs_for("quick", 1), "slow": runs_for("slow", 30)}
-    samples = bench.take_turns("", contenders, bench.Config(rounds=4, patience=0.02), CPU)
+    samples = bench.take_turns("", contenders, bench.TurnsConfig(rounds=4, patience=0.02), CPU)
     # once each for warming up, then backwards, and then there is only one
     assert calls == ["quick", "slow", "slow", "quick", "quick", "quick", "quick"]
     assert samples["slow"] == [{"call": 3, "ms": 30}]
@@ -91,7 +91,7 @@ def test_a_record_has_medians_and_half_the_range_between_quartiles(time_passes):
         return {"tokens": next(tokens)}
 
     one = bench.Contender(run, {"S": 5})
-    (record,) = bench.measure("group", {"one": one}, bench.Config(rounds=5), CPU)
+    (record,) = bench.measure("group", {"one": one}, bench.TurnsConfig(rounds=5), CPU)
     assert record.pop("peak_mb") is None or sys.platform == "linux"
     assert record == {
         "shape": "group",
@@ -111,7 +111,7 @@ def test_peak_memory_is_that_of_what_is_freed_again():
     def use(floats: int):
         return bench.Contender(lambda context: {"sum": float(torch.ones(floats).sum())}, {})
 
-    much, little = bench.measure("", {"much": use(16 << 20), "little": use(1)}, bench.Config(rounds=1), CPU)
+    much, little = bench.measure("", {"much": use(16 << 20), "little": use(1)}, bench.TurnsConfig(rounds=1), CPU)
     assert much["peak_mb"] == pytest.approx(64, abs=8) and little["peak_mb"] < 8
 
 

@@ -850,8 +850,8 @@ BAD = {
     "rate": ({"learning_rate": "nan"}, "learning_rate must be over 0 and finite"),
     "longest row": ({"block_size": 7}, "block_size = 7 leaves a row no room"),
     "longer row": ({"block_size": 64}, "has 32 positions, fewer than --block_size 64"),
-    "predict": ({"predict": "in.txt"}, "--predict reads --model, --device and --dtype: leave out --batch_size"),
-    "predict answers": ({"predict": "in.txt", "longest_answer": 4}, "--predict reads --model, --device and --dtype"),
+    "predict": ({"predict": "in.txt"}, "--predict reads --model, --device, --dtype alone: leave out --batch_size"),
+    "predict answers": ({"predict": "in.txt", "longest_answer": 4}, "--predict reads --model, --device, --dtype alone"),
 }
 
 

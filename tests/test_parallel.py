@@ -295,22 +295,3 @@ def test_one_line_says_what_cannot_be_shared_out(corpora, tmp_path, monkeypatch,
         with pytest.raises(ValueError, match="do not go with float16"):
             parallel.check(train_lm.Config(**options | {"vocab_size": 40} | how), six)
     parallel.check(train_lm.Config(**options | {"vocab_size": 40}), six)
-
-
-def test_a_checkpoint_that_numbers_the_moments_can_be_read(corpora, tmp_path):
-    """As those of before processes could share a model out do."""
-    config = train_lm.Config(**TINY_LM | {"vocab_size": 40})
-    moments = []
-    for numbered in (False, True):
-        gpt = train_lm.GPT(config)
-        optimizer = common.adamw(gpt, config)
-        common.seed_all(0)
-        for p in gpt.parameters():
-            p.grad = torch.randn_like(p)
-        optimizer.step()
-        saved = optimizer.state_dict() if numbered else parallel.optimizer_state(gpt, optimizer)
-        fresh = common.adamw(gpt, config)
-        parallel.load_optimizer(gpt, fresh, saved)
-        moments.append(fresh.state_dict()["state"])
-        torch.testing.assert_close(moments[-1], optimizer.state_dict()["state"], rtol=0, atol=0)
-    torch.testing.assert_close(*moments, rtol=0, atol=0)

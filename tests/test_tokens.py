@@ -255,6 +255,8 @@ def test_another_threshold(made, tmp_path, monkeypatch, capsys):
     capsys.readouterr()  # which fonts are missing
     said = refused(monkeypatch, capsys, "tokens", "--run", made(GPT, **DECODERS["topk"]), "--threshold", "0.4")
     assert "has no threshold router: without --threshold" in said
+    said = refused(monkeypatch, capsys, "tokens", "--run", folder, "--threshold", "-7")
+    assert "threshold must be from 0 to 1, not -7.0" in said
 
 
 # ---------------------------------------------------------------------------------------------------------------------

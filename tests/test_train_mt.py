@@ -84,6 +84,17 @@ def opened(options):
     return config, context, data, common.place(model, context)
 
 
+def translating(options) -> dict:
+    """What `--translate` reads of them, with the run that they made."""
+    read = ("beam", "micro_tokens", "device", "dtype")
+    return {name: options[name] for name in read} | {"model": only_run(options["out_dir"])}
+
+
+def to_translate(options) -> tuple:
+    config = runs.command_line(train_mt.Config, train_mt.PRESETS, words(options))
+    return config, common.setup("cpu", config.dtype)
+
+
 def fix_valid_bleu(monkeypatch, *scores: float) -> list[dict]:
     """The BLEU of each validation from now on -> the weights that were validated."""
     scores, weights, score_split = iter(scores), [], train_mt.score_split
@@ -165,7 +176,7 @@ def test_32_pairs_are_learned_by_heart(tmp_path, monkeypatch, capsys):
     assert result_of(tmp_path / "out")["test"]["bleu"] == pytest.approx(100)
     capsys.readouterr()
     (tmp_path / "in.txt").write_text("".join(f"{one}\n" for one, _ in pairs))
-    run(options | {"translate": tmp_path / "in.txt", "model": only_run(options["out_dir"])}, monkeypatch)
+    run(translating(options) | {"translate": tmp_path / "in.txt"}, monkeypatch)
     assert capsys.readouterr().out == "".join(f"{two}\n" for _, two in pairs)
 
 
@@ -561,7 +572,7 @@ def trained_once(corpus, tmp_path_factory) -> Path:
 def trained(trained_once, options, capsys) -> dict:
     shutil.copytree(trained_once, options["out_dir"])
     capsys.readouterr()
-    return options | {"model": only_run(options["out_dir"])}
+    return translating(options)
 
 
 def test_a_file_or_standard_input_is_translated_line_by_line(trained, tmp_path, monkeypatch, capsys):
@@ -577,7 +588,7 @@ def test_a_file_or_standard_input_is_translated_line_by_line(trained, tmp_path, 
     command = [*TORCHRUN, str(ROOT / "train_mt.py"), *words(trained | {"translate": "-"})]
     done = subprocess.run(command, input="\n".join(lines).encode(), capture_output=True)
     assert done.returncode == 0 and done.stdout.decode() == out, done.stderr.decode()
-    config, context, *_ = opened(trained | {"translate": tmp_path / "in.txt"})
+    config, context = to_translate(trained | {"translate": tmp_path / "in.txt"})
     train_mt.translate_file(config, context, at_once=2)  # so many lines at a time: the same ones, in the same order
     assert capsys.readouterr().out == out
 
@@ -599,7 +610,7 @@ def test_translations_come_out_before_more_lines_are_read(trained, monkeypatch, 
             yield "rot\n"
 
     monkeypatch.setattr(train_mt, "read_lines", lines)
-    config, context, *_ = opened(trained | {"translate": "-"})
+    config, context = to_translate(trained | {"translate": "-"})
     train_mt.translate_file(config, context, at_once=2)
     assert printed == [0, 0, 2, 0, 2]
 
@@ -611,6 +622,9 @@ def test_what_cannot_be_translated_is_one_clear_line(trained, tmp_path, monkeypa
     (tmp_path / "in").write_text("rot\n")
     given = trained | {"translate": tmp_path / "in"}
     assert "neither the folder of a run" in refused(given | {"model": tmp_path}, monkeypatch, capsys)
+    alone = "--translate reads --model, --beam, --length_penalty, --micro_tokens, --device, --dtype alone: leave out --"
+    for name, value in {"steps": 3, "table": 3, "preset": "multi30k"}.items():
+        assert f"{alone}{name}" in refused(given | {name: value}, monkeypatch, capsys)
     folder = trained["model"]
     for file in ("ckpt.pt", "ckpt.prev.pt"):
         (folder / file).unlink()
@@ -628,6 +642,12 @@ BAD = {
     "vocabulary": ({"vocab_size": 999}, "the model's vocabulary is 999"),
     "another table's layers": ({"table": 3, "moe_after": "1"}, "not with moe_after, nor with preset wmt10"),
     "beam": ({"beam": 0}, "beam must be"),
+    "nothing to translate": (
+        {"model": "out/train_mt/multi30k"},
+        "--model is not read by a model with router threshold",
+    ),
+    "no row's experts": ({"table": 4, "threshold": 0.5}, "--threshold is not read by table 4: leave it out"),
+    "no row's decoder": ({"table": 4, "decoder_moe": False}, "--decoder_moe is not read by table 4"),
     "length penalty": ({"length_penalty": 200}, "length_penalty must be from -10 to 10"),
     "smoothing": ({"label_smoothing": 1.0}, "label_smoothing must be"),
     "warm-up": ({"warmup_steps": 0}, "warmup_steps must be"),

@@ -316,9 +316,14 @@ def test_tags_from_the_hub(hub):
 def test_answers_from_the_hub(hub):
     answers = {"text": ["Rome", "in Rome", "Paris"], "answer_start": [9, 6, 0]}
     row = {"question": "Where?", "context": "It is in Rome.", "answers": answers}
-    hub.rows = [row | {"id": "english-1-0"}, row | {"id": "bengali-1-0"}]
+    unanswered = row | {"id": "english-2-0", "answers": {"text": [], "answer_start": []}}
+    hub.rows = [row | {"id": "english-1-0"}, row | {"id": "bengali-1-0"}, unanswered]
     gold = [("Rome", 9), ("in Rome", 6), ("Paris", -1)]
-    found, _ = read("tydiqa", "valid", None)
+    found, notes = read("tydiqa", "valid", None)
+    wrong = [
+        f"tydiqa from the hub, valid, {language}: 1 x an answer that is not in its text" for language in ("bn", "en")
+    ]
+    assert {*wrong, "tydiqa from the hub, valid, en: 1 x a question without an answer"} <= set(notes)
     assert found["en"] == [Example("english-1-0", ("Where?", "It is in Rome."), gold)]
     assert [one.id for one in found["bn"]] == ["bengali-1-0"] and found.keys() == {"bn", "en"}
     assert set(hub.asked) == {("google/xtreme", "tydiqa", "validation")}
@@ -327,6 +332,7 @@ def test_answers_from_the_hub(hub):
         ("xquad", "valid"): None,
         ("xquad", "test"): {f"XQuAD.{code}": "validation" for code in "ar de el en es hi ru th tr vi zh".split()},
         ("mlqa", "train"): {"SQuAD": "train"},
+        ("mlqa", "valid"): {"SQuAD": "validation"},
         ("mlqa", "test"): {f"MLQA.{code}.{code}": "test" for code in "ar de en es hi vi zh".split()},
     }
     for (task, split), asked in expected.items():
