@@ -86,10 +86,7 @@ class Config(ModelConfig):
     def not_identity(self) -> set[str]:
         """Constants that do not make another run: evaluating a trained model under another t or gamma, say."""
         at_test = {"eval_threshold", "eval_capacity_factor"} if self.eval_only else set()
-        return at_test | {"eval_only"} | OF_SAMPLE
-
-
-OF_SAMPLE = {"prompt", "sample_tokens", "sample_temperature", "sample_top_k"}
+        return at_test | {"eval_only", "prompt", "sample_tokens", "sample_temperature", "sample_top_k"}
 
 
 # Half an hour on one core.
@@ -256,7 +253,7 @@ def train(config: Config, context) -> dict:
     with common.clear_errors():
         data = TokenData.open(config.data, config, context)
         run = runs.Run(config, PRESETS, context, data)
-    other_sample = run.result and not config.table and OF_SAMPLE & runs.said(config, PRESETS).keys()
+    other_sample = run.result.get("sample_of", sample_of(config)) != sample_of(config)
     if config.eval_only or other_sample:
         return evaluate_run(config, run, data, context)
     if run.result:
@@ -350,7 +347,13 @@ def sample(config: Config, model: GPT, data: TokenData, context) -> dict:
         with torch.no_grad(), model.no_limit():
             model.eval().hidden(ids[:, -config.block_size :])
     served = [watch.finish()["served"] for watch in watches]
-    return {"sample": data.tokenizer.decode(ids[0, 1:].tolist()), "sample_served": served}
+    text = data.tokenizer.decode(ids[0, 1:].tolist())
+    return {"sample": text, "sample_served": served, "sample_of": sample_of(config)}
+
+
+def sample_of(config: Config) -> list:
+    """What a sample is made of, beside the model."""
+    return [config.prompt, config.sample_tokens, config.sample_temperature, config.sample_top_k]
 
 
 def shown(token: str) -> str:

@@ -682,11 +682,13 @@ def test_table_2_has_every_row_and_runs_none_twice(options, monkeypatch, capsys)
     table = capsys.readouterr().out.split("\n\n")[-1]
     rows = {row[0]: row for row in table_rows(table)}
     longer = ["XLM, 1.354 x the steps", "XLM with the bias, 1.354 x the steps"]
-    assert list(rows) == ["XLM", *longer, "XLM - TLM", "XLM-E", "XLM-E - TRTD", "XLM-E - TRTD - gate"]
-    assert [bool(row[6]) for row in rows.values()] == [False, False, False, False, True, True, True]
+    alone = ["XLM-E - TRTD", "XLM-E - TRTD, 2 x the steps", "XLM-E - TRTD - gate"]
+    assert list(rows) == ["XLM", *longer, "XLM - TLM", "XLM-E", *alone]
+    assert [bool(row[6]) for row in rows.values()] == [False, False, False, False, True, True, True, True]
+    assert rows["XLM-E"][3] == rows[alone[1]][3] != rows[alone[0]][3]  # FLOPs
     results = [json.loads(path.read_text()) for path in options["out_dir"].glob("*/result.json")]
-    assert len(results) == 7 and len({r["data"] for r in results}) == 1
-    assert sorted(r["config"]["steps"] for r in results) == [2, 2, 2, 2, 2, 3, 3]
+    assert len(results) == 8 and len({r["data"] for r in results}) == 1
+    assert sorted(r["config"]["steps"] for r in results) == [2, 2, 2, 2, 2, 3, 3, 4]
     (whole,) = [r for r in results if r["config"]["objective"] == "rtd" and r["config"]["tlm"]]
     sentences, pairs = whole["held_out"]["sentences"], whole["held_out"]["pairs"]
     expected = [f"{whole['parameters']['kept'] / 1e6:.1f}", f"{whole['flops']:.2e}"]
