@@ -37,6 +37,7 @@ TABLES = [  # script, preset, number of the table (None: the run of the preset i
     ("train_mlm", "demo", 2, SHORT),
     ("train_mlm", "demo", 2, {"relative_bias": False} | SHORT),
     ("train_electra", "demo", 2),
+    ("train_electra", "multilingual", 2),
     ("train_mt", "demo", None),
     ("train_mt", "multi30k", 3),
     ("finetune_xtreme", "demo", None),
