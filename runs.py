@@ -104,8 +104,6 @@ def refuse_unread(config, presets: dict[str, dict], names: set[str]):
 def refuse_others(config, presets: dict[str, dict], option: str, read: str):
     """ValueError where more is given than an option reads that only uses a trained model."""
     more = said(config, presets).keys() - {option, *read.split()}
-    if config.preset != type(config).preset:
-        more.add("preset")
     if more:
         raise ValueError(f"--{option} reads --{', --'.join(read.split())} alone: leave out --{min(more)}")
 

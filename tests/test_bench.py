@@ -360,6 +360,11 @@ def test_what_is_no_option_is_rejected(words, message, monkeypatch, capsys):
 # python bench.py scale
 
 
+@pytest.mark.parametrize("tokens, micro_tokens", [(100, 256), (4096, 1024), (5000, 1024), (5120, 1280)])
+def test_a_step_is_of_whole_sequences(tokens, micro_tokens):
+    assert bench.micro_tokens_of(bench.ScaleConfig(tokens=tokens)) == micro_tokens
+
+
 def test_processes_share_a_step_and_hold_less_each(records):
     """Two of them; with a cluster on paper behind it."""
     found = records("scale", "--processes", 2, "--rounds", 2, "--tokens", 1024)

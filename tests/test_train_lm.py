@@ -203,6 +203,8 @@ def test_the_sample_goes_on_from_the_prompt(options, monkeypatch, capsys):
         LM.run(given | change, monkeypatch)
         samples.append(capsys.readouterr().out.split("served per token):\n")[1].rstrip("\n"))
     assert samples[0] == samples[1] == samples[3] and samples[2].strip() == "12 34"
+    LM.run(options | {"prompt": "56"}, monkeypatch)  # of a finished run, and nothing else is changed
+    assert capsys.readouterr().out.split("served per token):\n")[1].strip().startswith("56")
     tokenizer = load_tokenizer(options["data"])
     _, data, model = opened(options)
     model.load_state_dict(torch.load(only_run(options["out_dir"]) / "ckpt.pt", weights_only=True)["model"])
