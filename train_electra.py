@@ -318,7 +318,7 @@ def right_by_row(model: Electra | MaskedLM, batches: Iterable, context) -> Tenso
     own, rows = [], {}  # where a batch begins, and the counts of its rows
     for _, first, batch in batches:
         answers = ask(model, batch, False, context)
-        right = (answers.logits.argmax(dim=1) == answers.targets).double().cpu()
+        right = (answers.logits.argmax(dim=1) == answers.targets).cpu().double()  # MPS has no float64
         row = batch.masked // batch.ids.shape[1]  # (M,)
         counts = torch.zeros(2, len(batch.ids), dtype=torch.float64)
         own.append((first, counts.index_add(1, row, torch.stack([right, torch.ones_like(right)]))))

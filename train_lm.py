@@ -252,6 +252,7 @@ def train(config: Config, context) -> dict:
         config = replace(config, resume=True)  # nothing is trained that could start again
     with common.clear_errors():
         data = TokenData.open(config.data, config, context)
+        data.tokenizer.encode_batch([config.prompt.encode().decode()])  # what cannot be read is refused now
         run = runs.Run(config, PRESETS, context, data)
     other_sample = run.result.get("sample_of", sample_of(config)) != sample_of(config)
     if config.eval_only or other_sample:
@@ -259,7 +260,6 @@ def train(config: Config, context) -> dict:
     if run.result:
         return run.result
     with common.clear_errors():
-        data.tokenizer.encode_batch([config.prompt.encode().decode()])  # what cannot be read is refused now
         model = build(runs.with_vocabulary(config, data), data, run.checkpoint, context)
     parameters = measures.count_parameters(model)
     flops = measures.flops_per_token(model, config, head=2 * config.n_embd * data.vocab_size)

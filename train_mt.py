@@ -94,7 +94,7 @@ class Config(ModelConfig):
     not_identity: ClassVar = {"translate", "model"}
 
     def unread(self) -> set[str]:
-        return super().unread() | ({"model"} if self.translate is None else set())
+        return super().unread() | ({"model"} if self.translate is None else set())  # whose weights to translate with
 
 
 # XMoE 4.2 and its authors' configurations; the papers are silent on batch and steps: those are ours.

@@ -37,7 +37,7 @@ from figures.shared import (
     size_of,
     styles,
 )
-from model import GPT, sizes
+from model import GPT, MoE, sizes
 
 
 @dataclass
@@ -146,10 +146,15 @@ def check_shares(shares: tuple[float, ...]):
         raise ValueError(f"--shares must be numbers over 0, not {shares}")
 
 
+def width_of(moe: MoE) -> int:
+    """Units that a row meets in an expert, in all of its layers."""
+    return sum(ffn.b_in.shape[1] for ffn in moe.layers)
+
+
 def limit(model: GPT, share: float):
     """Limits all MoE layers at test to a share of a dense FFN's FLOPs."""
     for moe in model.moe_layers:
-        E, width = len(moe.layers[0].b_in), sum(ffn.b_in.shape[1] for ffn in moe.layers)
+        E, width = moe.router.num_experts, width_of(moe)
         moe.eval_capacity_factor = share * model.config.ffn_size / width
         split = E * width == model.config.ffn_size and moe.router.threshold >= 1  # as in table 2
         moe.router.eval_threshold = 0.9 if split and share < 1 else sizes(model.config).eval_threshold
@@ -159,8 +164,7 @@ def spent(model: GPT, layers: list[dict]) -> float:
     """FLOPs of the experts that served a token, the mean of all layers, as a share of a dense FFN's."""
     if not layers:
         return 1.0
-    width = sum(ffn.b_in.shape[1] for ffn in model.moe_layers[0].layers)
-    return measures.mean_over_layers("served", layers) * width / model.config.ffn_size
+    return measures.mean_over_layers("served", layers) * width_of(model.moe_layers[0]) / model.config.ffn_size
 
 
 def gamma(options: Gamma):

@@ -30,7 +30,6 @@ from data.prepare import prepare
 from data.tokenizers import XLMR, train_sentencepiece
 from figures import collapse, crosslingual, experts, shared
 from model import GPT, ModelConfig
-from model import sizes as model_sizes
 
 pytest.importorskip("matplotlib")
 LM_RUNS = {
@@ -507,29 +506,16 @@ def test_consistency_is_the_mean_correlation(draw, tuned):
     ]
 
 
+def test_experts_of_several_layers_spend_as_many_times_more():
+    width = dict(n_embd=16, ffn_size=32, expert_size=8, expert_layers=2)
+    model = GPT(ModelConfig(vocab_size=40, block_size=16, n_layer=2, n_head=2, router="topk", **width))
+    assert experts.spent(model, [{"served": 1.5}]) == pytest.approx(1.5 * 2 * 8 / 32)
+    experts.limit(model, 0.5)
+    assert model.moe_layers[0].eval_capacity_factor * 2 * 8 == pytest.approx(0.5 * 32)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # What a user can get wrong
-
-
-def test_experts_of_several_layers_spend_as_many_times_more():
-    config = ModelConfig(
-        vocab_size=40,
-        n_layer=2,
-        n_head=2,
-        n_embd=16,
-        ffn_size=32,
-        block_size=16,
-        router="topk",
-        expert_layers=2,
-        top_k=2,
-    )
-    model = GPT(config)
-    size = model_sizes(config)
-    layers = [{"served": 1.5}] * len(model.moe_layers)
-    assert experts.spent(model, layers) == pytest.approx(1.5 * 2 * size.expert_size / config.ffn_size)
-    experts.limit(model, 0.5)
-    gamma = model.moe_layers[0].eval_capacity_factor
-    assert gamma * 2 * size.expert_size == pytest.approx(0.5 * config.ffn_size)
 
 
 def test_runs_that_do_not_fit_are_one_clear_line(place, tmp_path, monkeypatch, capsys):

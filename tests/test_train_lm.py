@@ -213,6 +213,13 @@ def test_the_sample_goes_on_from_the_prompt(options, monkeypatch, capsys):
     assert samples[0].strip() == expected.strip()
 
 
+def test_a_prompt_that_is_no_text_is_refused_of_a_finished_run_too(options, monkeypatch, capsys):
+    LM.run(options, monkeypatch)
+    capsys.readouterr()
+    for more in ({}, {"eval_only": True}):
+        assert "surrogates not allowed" in LM.refused(options | {"prompt": "\udcff"} | more, monkeypatch, capsys)
+
+
 def test_each_token_of_the_sample_is_counted_once(options, monkeypatch):
     config, data, model = opened(options | {"sample_tokens": 5, "eval_capacity_factor": 0.1})
     stats, watch = [], measures.RoutingStats
