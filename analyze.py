@@ -22,8 +22,6 @@ in --out, with the numbers that are drawn in NAME.json. `python analyze.py NAME 
 it, and lists its options.
 """
 
-import sys
-
 import common
 import runs
 from figures import collapse, crosslingual, experts, flops, report, tokens
@@ -49,14 +47,8 @@ ANALYSES = {  # options, which say what is shown; what is done
 
 
 def main():
-    what, *options = sys.argv[1:] or [""]
     with common.clear_errors():
-        if what in ("-h", "--help"):
-            print(__doc__)
-            return
-        if what not in ANALYSES:
-            raise ValueError(f"say what to analyze: python analyze.py {' | '.join(ANALYSES)}, each with --help")
-        Options, analysis = ANALYSES[what]
+        Options, analysis, options = runs.chosen(ANALYSES, __doc__, "say what to analyze")
         analysis(runs.parse(Options(), options, Options.__doc__))
 
 

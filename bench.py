@@ -155,16 +155,9 @@ def resident(key: str) -> int:
 
 
 def show(records: list[dict], columns: str, title: str):
-    columns, rows = columns.split(), []
-    for record in records:
-        rows.append([in_words(record[column]) for column in columns])
+    columns = columns.split()
+    rows = [[runs.cell(record[column]) for column in columns] for record in records]
     print(f"\n{title}\n\n{runs.markdown_table(columns, rows)}", flush=True)
-
-
-def in_words(value) -> str:
-    if isinstance(value, float):
-        return f"{value:,.2f}"
-    return "" if value is None else str(value)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -363,6 +356,8 @@ def contenders(config: LayerConfig, shape: Shape, earlier: ModuleType | None, de
     for router in routers.ROUTERS if config.all_routers else ():
         if router != shape.router:
             layers[f"ours, {router}"] = our_layer(model, shape._replace(router=router), h, ids)
+    if config.peers:  # with Mixtral's choices: K of all, no capacity
+        layers["ours, no limit"] = our_layer(model, shape._replace(router="topk", gamma=math.inf), h, ids)
     for name, make in PEERS.items() if config.peers else ():
         try:
             layers[name] = make(shape, h)
@@ -753,14 +748,8 @@ def check(config: Config):
 
 
 def main():
-    what, *options = sys.argv[1:] or [""]
     with common.clear_errors():
-        if what in ("-h", "--help"):
-            print(__doc__)
-            return
-        if what not in BENCHES:
-            raise ValueError(f"say what to measure: python bench.py {' | '.join(BENCHES)}, each with --help")
-        bench, default = BENCHES[what]
+        bench, default, options = runs.chosen(BENCHES, __doc__, "say what to measure")
         config = runs.parse(default, options, __doc__)
         check(config)
         context = common.setup(config.device, config.dtype)

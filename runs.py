@@ -586,6 +586,13 @@ def mean_cell(numbers: list[tuple[float | None, str]]) -> str:
     return f"{statistics.fmean(values):{form}}{deviation}"
 
 
+def cell(value: str | float | None) -> str:
+    """A measurement in a table: two digits behind the point, none from 100 on; empty where there is none."""
+    if isinstance(value, float):
+        return f"{value:,.0f}" if value >= 100 else f"{value:.2f}"
+    return "" if value is None else str(value)
+
+
 def markdown_table(headers: list[str], rows: list[list]) -> str:
     """A table that reads well in a terminal and in a README."""
     columns = []
@@ -601,6 +608,18 @@ def seeds_of(config, change: dict) -> list:
     """A table row's config, once for every seed."""
     seeds = range(config.seed, config.seed + config.seeds)
     return [dataclasses.replace(config, **change, seed=seed) for seed in seeds]
+
+
+def chosen(entries: dict[str, tuple], words: str, question: str) -> tuple:
+    """-> what the first word of the command line names, and the options behind it. words: the help."""
+    name, *options = sys.argv[1:] or [""]
+    if name in ("-h", "--help"):
+        print(words)
+        sys.exit()
+    if name not in entries:
+        script = Path(sys.argv[0]).name
+        raise ValueError(f"{question}: python {script} {' | '.join(entries)}, each with --help")
+    return *entries[name], options
 
 
 def start(Config: type, presets: dict[str, dict]):

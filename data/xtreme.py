@@ -17,7 +17,7 @@ import sys
 import unicodedata
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, lru_cache, partial
 from itertools import chain
 from pathlib import Path
@@ -182,10 +182,7 @@ def read_tags(path: Path, labels: tuple[str, ...], problems: Counter) -> Iterato
 
 
 def read_answers(path: Path, labels: tuple[str, ...], problems: Counter) -> Iterator[Example]:
-    """SQuAD 1.1's JSON. An answer that is not where it should be is looked for in the whole text.
-
-    A question without an answer is left out: XTREME empties those that it tests.
-    """
+    """SQuAD 1.1's JSON."""
     text = "".join(read_lines(path))
     try:
         for article in parse(text)["data"]:
@@ -193,11 +190,7 @@ def read_answers(path: Path, labels: tuple[str, ...], problems: Counter) -> Iter
                 context = str(paragraph["context"])
                 for question in paragraph["qas"]:
                     answers = [(str(one["text"]), int(one["answer_start"])) for one in question["answers"]]
-                    answers = [placed(context, *answer, problems) for answer in answers if answer[0].strip()]
-                    if answers:
-                        yield Example(str(question["id"]), (str(question["question"]), context), answers)
-                    else:
-                        problems["a question without an answer"] += 1
+                    yield from answered(str(question["id"]), str(question["question"]), context, answers, problems)
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"{path} is not in SQuAD's format ({type(error).__name__}: {error})") from None
 
@@ -213,13 +206,25 @@ def parse(text: str):
     return value
 
 
-def placed(context: str, text: str, start: int, problems: Counter) -> tuple[str, int]:
-    """An answer, and where it is in the text: there, or where it is first, or -1."""
-    if start >= 0 and context[start : start + len(text)] == text:
-        return text, start
-    found = context.find(text)
-    problems["an answer that is " + ("elsewhere in its text" if found >= 0 else "not in its text")] += 1
-    return text, found
+def answered(
+    name: str, question: str, context: str, answers: Iterable[tuple[str, int]], problems: Counter
+) -> Iterator[Example]:
+    """A question with its answers (text, where it begins); none where it has none: XTREME empties those that it tests.
+
+    An answer that is not where it should be is looked for in the whole text; its place is -1 where it is nowhere.
+    """
+    places = []
+    for text, start in answers:
+        if not text.strip():
+            continue
+        if start < 0 or context[start : start + len(text)] != text:
+            start = context.find(text)
+            problems["an answer that is " + ("elsewhere in its text" if start >= 0 else "not in its text")] += 1
+        places.append((text, start))
+    if places:
+        yield Example(name, (question, context), places)
+    else:
+        problems["a question without an answer"] += 1
 
 
 def read_labels(path: Path, labels: tuple[str, ...], problems: Counter) -> Iterator[Example]:
@@ -275,11 +280,7 @@ def from_hub(task: str, split: str, language: str, problems: Counter) -> Iterato
             yield Example(str(number), tuple(row["tokens"]), [names[tag] for tag in row[tags]])
         elif kind == "answer" and (task != "tydiqa" or row["id"].startswith(NAMES[language].lower())):
             answers = zip(row["answers"]["text"], row["answers"]["answer_start"])
-            answers = [placed(row["context"], *answer, problems) for answer in answers]
-            if answers:
-                yield Example(row["id"], (row["question"], row["context"]), answers)
-            else:
-                problems["a question without an answer"] += 1
+            yield from answered(row["id"], row["question"], row["context"], answers, problems)
         elif kind == "label" and row.get("language", language) == language:
             one, two, label = fields(row)
             yield Example(str(number), (one, two), label if isinstance(label, str) else names[label])

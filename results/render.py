@@ -205,18 +205,10 @@ def table_of_records(file: Path, columns: list[str]) -> str:
 
 def rows_of_records(records: list[dict], columns: list[str]) -> list[list[str]]:
     """Of the records that have the first of the columns: a file may hold two kinds. KeyError where none has."""
-    rows = [[record_cell(record[column]) for column in columns] for record in records if columns[0] in record]
+    rows = [[runs.cell(record[column]) for column in columns] for record in records if columns[0] in record]
     if not rows:
         raise KeyError(columns[0])
     return rows
-
-
-def record_cell(value: str | float | None) -> str:
-    if value is None:  # a spread of one pass
-        return ""
-    if isinstance(value, float):
-        return f"{value:,.0f}" if value >= 100 else f"{value:.2f}"
-    return str(value)
 
 
 def main(check: bool = False, folder: Path = RESULTS):

@@ -150,8 +150,9 @@ def test_layer_as_a_user_runs_it(tmp_path):
 
 def test_layer_measures_every_router_and_peer_against_the_dense_ones(records, capsys):
     found = {r["impl"]: r for r in records("layer", "--shapes", "S1", "--tokens", 64, "--rounds", 2, "--patience", 1)}
-    others = ["topk", "threshold", "hypersphere", "hash", "base", "expert_choice"]
-    assert list(found)[:9] == ["dense", "dense, compiled GELU", "ours", *(f"ours, {router}" for router in others)]
+    others = ["topk", "threshold", "hypersphere", "hash", "base", "expert_choice", "no limit"]
+    assert list(found)[:10] == ["dense", "dense, compiled GELU", "ours", *(f"ours, {other}" for other in others)]
+    assert found["ours, no limit"]["gflops"] == pytest.approx(3 * 4 * 256 * 1024 * 64 / 1e9)  # of every token
     out = capsys.readouterr().out
     for peer in bench.PEERS:  # there, or said why not
         assert (peer in found) != (f"{peer}: skipped" in out)
@@ -336,7 +337,9 @@ def test_bad_input_is_one_clear_line(words, message, refused, monkeypatch, tmp_p
 @pytest.mark.parametrize("script", [bench, analyze])
 def test_help_says_what_there_is(script, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["script.py", "--help"])
-    script.main()
+    with pytest.raises(SystemExit) as ended:
+        script.main()
+    assert not ended.value.code
     assert capsys.readouterr().out.strip() == script.__doc__.strip()
 
 
