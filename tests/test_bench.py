@@ -334,9 +334,10 @@ def test_bad_input_is_one_clear_line(words, message, refused, monkeypatch, tmp_p
     assert message in refused(*words.split())
 
 
+@pytest.mark.parametrize("asked", ["-h", "--help"])
 @pytest.mark.parametrize("script", [bench, analyze])
-def test_help_says_what_there_is(script, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["script.py", "--help"])
+def test_help_says_what_there_is(script, asked, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["script.py", asked])
     with pytest.raises(SystemExit) as ended:
         script.main()
     assert not ended.value.code

@@ -681,6 +681,18 @@ def test_a_table_gives_mean_deviation_and_gaps():
     assert runs.markdown_table(["a"], [[1], [None]]).splitlines() == ["| a    |", "|------|", "| 1    |", "| None |"]
 
 
+def test_a_measurement_has_two_digits_or_none():
+    assert [*map(runs.cell, (None, 3, "S1", 1.0, 99.99, 100.0, 1234.5))] == [
+        "",
+        "3",
+        "S1",
+        "1.00",
+        "99.99",
+        "100",
+        "1,234",
+    ]
+
+
 def test_seeds_give_mean_and_deviation(options, monkeypatch, capsys):
     LM.run(options | {"seeds": 2, "seed": 3}, monkeypatch)
     out = capsys.readouterr().out

@@ -178,12 +178,13 @@ def test_answers_that_are_not_where_they_should_be(tmp_path):
     text = "It is in Rome."
     asked = [("there", text, [("Rome", 9)]), ("moved", text, [("Rome", 4)]), ("gone", text, [("Paris", 9)])]
     asked += [("none", text, []), ("emptied", text, [("", 0)]), ("behind", text, [("Rome", -5)])]
+    asked += [("first", text, [("It", 3)])]
     path = write(tmp_path / "xquad.de.json", squad(*asked))
     found, notes = read("xquad", "test", tmp_path)
     gold = {one.texts[0]: one.gold for one in found["de"]}
     right = [("Rome", 9)]
-    assert gold == {"there": right, "moved": right, "gone": [("Paris", -1)], "behind": right}
-    said = ["2 x an answer that is elsewhere in its text", "2 x a question without an answer"]
+    assert gold == {"there": right, "moved": right, "gone": [("Paris", -1)], "behind": right, "first": [("It", 0)]}
+    said = ["3 x an answer that is elsewhere in its text", "2 x a question without an answer"]
     assert notes == [f"{path}: {what}" for what in (*said, "1 x an answer that is not in its text")]
 
 
