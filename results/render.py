@@ -33,6 +33,8 @@ TABLES = [  # script, preset, number of the table (None: the run of the preset i
     ("train_lm", "small", 1, {"data": "enwiki", "dropout": 0.0, "steps": 2500}),
     ("train_mlm", "demo", 2),
     ("train_mlm", "demo", None, {"router": "hash"}),
+    ("train_mlm", "demo", None, {"router": "switch", "num_experts": 1}),
+    ("train_mlm", "demo", None, {"router": "switch", "num_experts": 4}),
     ("train_mlm", "multilingual", 2),
     ("train_mlm", "demo", 2, SHORT),
     ("train_mlm", "demo", 2, {"relative_bias": False} | SHORT),
