@@ -266,15 +266,16 @@ GELU = "gelu_pytorch_tanh"
 
 
 def hf_mixtral(implementation: str, shape: Shape, h: Tensor) -> Contender:
-    """Hugging Face's Mixtral block: top-k without a capacity, three matrices an expert."""
+    """Hugging Face's Mixtral block: top-k without a capacity. Its experts have three matrices, two thirds as wide."""
     from transformers import MixtralConfig
     from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
-    size = dict(hidden_size=shape.D, intermediate_size=shape.F, num_local_experts=shape.E)
+    width = 8 * round(2 * shape.F / 3 / 8)
+    size = dict(hidden_size=shape.D, intermediate_size=width, num_local_experts=shape.E)
     config = MixtralConfig(**size, num_experts_per_tok=shape.K, hidden_act=GELU)
     config._experts_implementation = implementation
     block = draw(MixtralSparseMoeBlock(config), "gate.weight").to(h.device)
-    return layer(block, lambda x: (block(x), 0.0), h, 6 * shape.D * shape.F * shape.K * h.shape[1])
+    return layer(block, lambda x: (block(x), 0.0), h, 6 * shape.D * width * shape.K * h.shape[1])
 
 
 def hf_switch(activation: str, shape: Shape, h: Tensor) -> Contender:

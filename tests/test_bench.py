@@ -168,6 +168,18 @@ def test_layer_measures_every_router_and_peer_against_the_dense_ones(records, ca
         assert 0 < record["forward_ms"] < record["ms"] and 0 < record["backward_ms"] < record["ms"]
 
 
+@pytest.mark.parametrize("name", bench.SHAPES)
+def test_mixtral_has_as_many_flops_and_parameters_as_our_layer(name, monkeypatch):
+    shape, h = bench.SHAPES[name], torch.zeros(1, 4, bench.SHAPES[name].D)
+    blocks = []
+    monkeypatch.setattr(bench, "draw", lambda block, router: blocks.append(block) or block)
+    with torch.device("meta"):
+        flops = bench.hf_mixtral("eager", shape, h.to("meta")).facts["gflops"] * 1e9
+    weights = sum(p.numel() for name, p in blocks[0].named_parameters() if "experts" in name)
+    assert flops == pytest.approx(3 * 2 * weights / shape.E * shape.K * 4)  # there and twice back, of K experts a token
+    assert weights == pytest.approx(2 * shape.D * shape.F * shape.E, rel=0.04)
+
+
 @pytest.mark.parametrize("router, kept", [("switch", 8), ("hash", 8), ("topk", 24), ("hypersphere", 24), ("base", 64)])
 def test_flops_are_those_of_the_rows_that_are_kept(router, kept):
     """64 tokens that are all alike want the same experts, which have room for 8."""
