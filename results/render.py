@@ -53,6 +53,7 @@ ANALYSES = {  # file: title
     "gamma": "Experts that do less at test (XMoE figure 4)",
     "threshold": "Another threshold at test (XMoE figure 7)",
     "collapse": "RC and RF in the course of training (X-MoE figures 2c and 3a)",
+    "collapse-multilingual": "RC and RF on real text (X-MoE figures 2c and 3a)",
     "consistency": "Loads of the experts, fine-tuning runs of three seeds (X-MoE figure 3b)",
     "retrieval-whitened": "Translations found, whitened (XLM-E table 5)",
     "retrieval": "Translations found, by the plain cosine (XLM-E table 5)",
