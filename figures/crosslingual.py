@@ -390,8 +390,9 @@ def gap(options: Gap):
         seeds = results[model, task]
         cells = [runs.mean_cell([(one[what], ".1f") for one in seeds]) for what in seeds[0]]
         rows.append([model, XTREME[task], *cells, *(theirs.get(task, "") for theirs in PAPER_GAP.values())])
-        gaps[model][task] = fmean(one["gap"] for one in seeds)
-    headers = ["encoder", "task", "English", "others", "gap", "guess", *(f"paper: {name}" for name in PAPER_GAP)]
+        if seeds[0]["gap"] is not None:
+            gaps[model][task] = fmean(one["gap"] for one in seeds)
+    headers = ["encoder", "task", *next(iter(results.values()))[0], *(f"paper: {name}" for name in PAPER_GAP)]
     print("XLM-E table 7: English minus the mean of the other languages\n")
     drawn = {"/".join(Path(model).parts[-2:]): own for model, own in gaps.items()}
     if PAPER_GAP["XLM-E"].keys() & set(tasks):
@@ -416,13 +417,16 @@ def gap(options: Gap):
 
 
 def read_finetuned(folders: tuple[str, ...]) -> dict[tuple[str, str], list[dict]]:
-    """(encoder, task) -> scores of each seed. ValueError where there are none, or they differ not by the seed alone."""
+    """(encoder, task) -> scores of each seed. ValueError where there are none, or they differ not by the seed alone.
+
+    Those of a task without an English test are None, and so is the gap.
+    """
     found, first, seeds = {}, {}, {}
     files = [file for folder in folders for file in sorted(Path(folder).rglob("result.json"))]
     for file in {file.resolve(): file for file in files}.values():
         result = runs.read_json(file)
-        if not result.get("gap"):
-            common.warn(f"{file} is left out: not of finetune_xtreme.py, or without English or other languages")
+        if not result.get("languages", {}).keys() - {"en"}:
+            common.warn(f"{file} is left out: not of finetune_xtreme.py, or of English alone")
             continue
         constants = result["config"]
         key = constants["model"], constants["task"]
@@ -435,9 +439,11 @@ def read_finetuned(folders: tuple[str, ...]) -> dict[tuple[str, str], list[dict]
         again = seeds.setdefault((*key, constants["seed"]), file)
         if again != file:
             raise ValueError(f"{again} and {file} are of the same encoder, task and seed: give the folder of one")
-        metric = list(result["gap"])[-1]  # of answers EM
-        english, ahead = result["languages"]["en"][metric], result["gap"][metric]
-        scores = {"English": english, "others": english - ahead, "gap": ahead, "guess": result["guess"][metric]}
+        metric = list(result["mean"])[-1]  # of answers EM
+        others = fmean(own[metric] for language, own in result["languages"].items() if language != "en")
+        scores = {"English": result["languages"].get("en", {}).get(metric), "others": others}
+        scores |= {"gap": result["gap"].get(metric), "guess": result["guess"][metric]}
+        scores["by word"] = result["counting"].get(metric)
         found.setdefault(key, []).append(scores)
     if not found:
         raise ValueError(f"no result of finetune_xtreme.py in {', '.join(folders)}: run it, or name its folders")

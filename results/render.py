@@ -36,6 +36,7 @@ TABLES = [  # script, preset, number of the table (None: the run of the preset i
     ("train_mlm", "demo", None, {"router": "switch", "num_experts": 1}),
     ("train_mlm", "demo", None, {"router": "switch", "num_experts": 4}),
     ("train_mlm", "multilingual", 2),
+    ("train_mlm", "multilingual", 2, {"n_embd": 64, "ffn_size": 256, "expert_size": 256}),
     ("train_mlm", "demo", 2, SHORT),
     ("train_mlm", "demo", 2, {"relative_bias": False} | SHORT),
     ("train_electra", "demo", 2),
@@ -47,6 +48,13 @@ TABLES = [  # script, preset, number of the table (None: the run of the preset i
     ("finetune_xtreme", "demo", "1"),
     ("finetune_xtreme", "demo", "xlme1"),
 ]
+IN_TITLES = {  # constant: what a table's title says of it, where it is given
+    "data": "{}",
+    "mask_share": "{:.0%} masked",
+    "relative_bias": "learned positions alone",  # it is given where it is off
+    "router_init_std": "routers from {}",
+    "n_embd": "width {}",
+}
 ANALYSES = {  # file: title
     "compare": "Differences of routers (XMoE table 1)",
     "compare-wikipedia": "Differences of routers, small, on English Wikipedia (XMoE table 1)",
@@ -122,14 +130,8 @@ def table_of_runs(folder: Path, script: str, preset: str, number: int | str | No
     name = "-".join(filter(None, (script, shown, *map(str, given.values()), str(number or ""))))
     title = table.title
     if number:
-        scale = [shown, given.get("data")]
-        if "mask_share" in given:
-            scale.append(f"{given['mask_share']:.0%} masked")
-        if given.get("relative_bias") is False:
-            scale.append("learned positions alone")
-        if "router_init_std" in given:
-            scale.append(f"routers from {given['router_init_std']}")
-        title = ", ".join([title, *map(str, filter(None, scale))])
+        scale = [says.format(given[constant]) for constant, says in IN_TITLES.items() if constant in given]
+        title = ", ".join(filter(None, [title, shown, *scale]))
     seeds = max(map(len, rows), default=1)
     command += f" --seeds {seeds}" if seeds > 1 else ""
     return [f"## {title}", f"`{command}`{effort(rows)}", table.render(rows, module.cells), note(folder, name)]

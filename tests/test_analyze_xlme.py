@@ -402,11 +402,14 @@ def test_broken_lines_are_counted(gold, folders, tmp_path, monkeypatch, capsys):
 def save_result(folder: Path, model: str, task: str, english: float, others: float, **more):
     """What finetune_xtreme.py leaves behind, as far as it is read."""
     metrics = ("f1", "em") if task == "xquad" else ("accuracy",)
-    mean = dict.fromkeys(metrics, english)
-    result = {"languages": {"en": mean, "de": {}}, "gap": dict.fromkeys(metrics, english - others)}
-    result["guess"] = dict.fromkeys(metrics, 33.0)
+    languages = {"en": dict.fromkeys(metrics, english), "de": dict.fromkeys(metrics, others - 1)}
+    languages["zh"] = dict.fromkeys(metrics, others + 1)
+    result = {"languages": languages, "gap": dict.fromkeys(metrics, english - others)}
+    result |= {"mean": dict.fromkeys(metrics), "guess": dict.fromkeys(metrics, 33.0), "counting": {}}
     if task == "xquad":
         result["gap"]["f1"] = -1.0  # the gap is of EM
+    else:
+        result["counting"]["accuracy"] = 45.0
     constants = {"model": model, "task": task, "seed": 0, "epochs": 3} | more
     folder.mkdir(parents=True)
     (folder / "result.json").write_text(json.dumps(result | {"config": constants}))
@@ -427,12 +430,23 @@ def test_table_7(finished, tmp_path, monkeypatch, capsys):
     rows = table_in(capsys.readouterr().out)
     xlm_e, mlm, paper = "out/train_electra/demo", "out/train_mlm/demo", ["10.4", "11.5", "11.2"]
     assert rows == [
-        [xlm_e, "XQuAD", "50.0", "41.0", "9.0", "33.0", "15.9", "16.3", "14.9"],
-        [xlm_e, "XNLI", "72.0 ± 2.8", "61.0 ± 1.4", "11.0 ± 1.4", "33.0 ± 0.0", *paper],
-        [mlm, "XNLI", "60.0", "61.0", "-1.0", "33.0", *paper],
+        [xlm_e, "XQuAD", "50.0", "41.0", "9.0", "33.0", "", "15.9", "16.3", "14.9"],
+        [xlm_e, "XNLI", "72.0 ± 2.8", "61.0 ± 1.4", "11.0 ± 1.4", "33.0 ± 0.0", "45.0 ± 0.0", *paper],
+        [mlm, "XNLI", "60.0", "61.0", "-1.0", "33.0", "45.0", *paper],
     ]
     gaps = numbers_of(tmp_path, "gap")["gaps"]
     assert gaps == {xlm_e: {"xquad": 9, "xnli": 11}, mlm: {"xnli": -1}}
+
+
+def test_a_task_that_is_not_tested_in_english_has_no_gap(finished, tmp_path, monkeypatch, capsys):
+    file = finished / "d" / "result.json"
+    result = json.loads(file.read_text())
+    del result["languages"]["en"]
+    file.write_text(json.dumps(result | {"gap": {}}))
+    run(monkeypatch, "gap", finished / "a", finished / "d", "--out", tmp_path)
+    rows = table_in(capsys.readouterr().out)
+    assert rows[-1][:7] == ["out/train_mlm/demo", "XNLI", "", "61.0", "", "33.0", "45.0"]
+    assert numbers_of(tmp_path, "gap")["gaps"] == {"out/train_electra/demo": {"xnli": 10}, "out/train_mlm/demo": {}}
 
 
 def test_what_is_no_result_is_one_clear_line(finished, tmp_path, monkeypatch, capsys):
