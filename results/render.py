@@ -31,6 +31,7 @@ TABLES = [  # script, preset, number of the table (None: the run of the preset i
     ("train_lm", "demo", 2),
     ("train_lm", "small", 1, {"router_init_std": 0.28}),
     ("train_lm", "small", 1, {"data": "enwiki", "dropout": 0.0, "steps": 2500}),
+    ("train_lm", "small", 2, {"data": "enwiki", "dropout": 0.0, "steps": 2500}),
     ("train_mlm", "demo", 2),
     ("train_mlm", "demo", None, {"router": "hash"}),
     ("train_mlm", "demo", None, {"router": "switch", "num_experts": 1}),
@@ -65,7 +66,10 @@ ANALYSES = {  # file: title
     "consistency": "Loads of the experts, fine-tuning runs of three seeds (X-MoE figure 3b)",
     "retrieval-whitened": "Translations found, whitened (XLM-E table 5)",
     "retrieval": "Translations found, by the plain cosine (XLM-E table 5)",
+    "retrieval-multilingual": "Translations found by encoders of real text (XLM-E table 5)",
+    "alignment-multilingual": "Words aligned by encoders of real text (XLM-E table 6)",
     "part-of-speech": "Part of speech after fine-tuning, at equal FLOPs (XLM-E table 7)",
+    "transfer-multilingual": "After fine-tuning on English, encoders of real text (XLM-E table 7)",
 }
 BENCHES = {  # file: title, and the columns of its tables
     "layer": ("One layer, forward and backward", "shape impl runs ms spread ratio to_compiled peak_mb"),
