@@ -463,6 +463,7 @@ def test_what_is_no_result_is_one_clear_line(finished, tmp_path, monkeypatch, ca
     shutil.rmtree(finished / "d" / "again")
     (finished / "e" / "result.json").write_text("{")
     assert "not readable JSON" in refused(monkeypatch, capsys, "gap", finished)
-    (finished / "e" / "result.json").write_text(json.dumps({"name": "demo", "gap": {}, "config": {}}))
-    run(monkeypatch, "gap", finished, "--out", tmp_path)
-    assert "result.json is left out" in capsys.readouterr().err
+    for languages in ({}, {"languages": {"en": {"accuracy": 60.0}}}):
+        (finished / "e" / "result.json").write_text(json.dumps({"name": "demo", "gap": {}, "config": {}} | languages))
+        run(monkeypatch, "gap", finished, "--out", tmp_path)
+        assert "result.json is left out" in capsys.readouterr().err
