@@ -32,6 +32,7 @@ TABLES = [  # script, preset, number of the table (None: the run of the preset i
     ("train_lm", "small", 1, {"router_init_std": 0.28}),
     ("train_lm", "small", 1, {"data": "enwiki", "dropout": 0.0, "steps": 2500}),
     ("train_lm", "small", 2, {"data": "enwiki", "dropout": 0.0, "steps": 2500}),
+    ("train_lm", "small", 2, {"data": "enwiki", "dropout": 0.0, "steps": 2500, "learning_rate": 1e-3}),
     ("train_mlm", "demo", 2),
     ("train_mlm", "demo", None, {"router": "hash"}),
     ("train_mlm", "demo", None, {"router": "switch", "num_experts": 1}),
@@ -55,6 +56,7 @@ IN_TITLES = {  # constant: what a table's title says of it, where it is given
     "relative_bias": "learned positions alone",  # it is given where it is off
     "router_init_std": "routers from {}",
     "n_embd": "width {}",
+    "learning_rate": "rate {}",
 }
 ANALYSES = {  # file: title
     "compare": "Differences of routers (XMoE table 1)",
