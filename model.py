@@ -53,7 +53,7 @@ class ModelConfig:
     moe_after: tuple[int, ...] = ()  # or: sparse layers stand behind these layers, from 1 (X-MoE)
     expert_ffns: int = 8  # XMoE: a sparse layer has as many parameters as so many FFNs
     num_experts: int | None = None  # E; None: expert_ffns * ffn_size / expert_size, of X-MoE 32
-    expert_size: int | None = None  # F; None: a quarter of ffn_size for topk and threshold, else all of it
+    expert_size: int | None = None  # F; None: ffn_size, or for topk and threshold in place of FFNs a quarter of it
     expert_layers: int | None = None  # FFNs of an expert, each with a norm and a residual around it; 0: one bare FFN
     top_k: int | None = None  # K of topk
     capacity_factor: float | None = None  # gamma, inf for no limit
@@ -104,7 +104,7 @@ class ModelConfig:
             "balance_choices": size.select in ("topk", "threshold"),
             "balance_coef": size.select not in ("base", "hash", "expert_choice"),
         }
-        unread = [names for names, yes in is_read.items() if not yes]
+        unread = [words for words, yes in is_read.items() if not yes]
         return names | set(" ".join(unread).split())
 
 
@@ -200,7 +200,7 @@ def between_layers(config: ModelConfig, select: str) -> dict:
 
 
 def expert_capacity(tokens: int, num_experts: int, capacity_factor: float) -> int:
-    """C, the rows that one expert may serve (XMoE eq. 3), at most all, and (ours) at least 4; gamma inf is no limit.
+    """C, the rows that one expert may serve (XMoE eq. 3), at most all, at least 4; gamma inf is no limit.
 
     What is above a whole number by 1e-7 or less is rounding: gamma 1.1 of 100 tokens over 10 experts is 11, not 12.
     """
@@ -227,8 +227,8 @@ def within_capacity(priority: Tensor, capacity: int) -> Tensor:
 class Rows(NamedTuple):
     """The N (token, expert) pairs that are kept, expert by expert, in rows that experts work on side by side.
 
-    On a CPU, N is their number. On a GPU the host does not wait for it, and N is the most that there can be: the rows
-    behind the last expert's are spare (token 0, gate 0).
+    On a CPU, N is their number. On a GPU the host does not wait for it (but where all tokens might go to all experts),
+    and N is the most that there can be: the rows behind the last expert's are spare (token 0, gate 0).
     """
 
     token: Tensor  # (N,)

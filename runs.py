@@ -30,8 +30,9 @@ import parallel
 
 # Constants that say where and how to run, not what to compute: they may differ when a run resumes.
 # A script's Config adds its own as `not_identity`.
-NOT_IDENTITY = {"preset", "table", "seeds", "out_dir", "resume", "device", "log_every", "vocab_size"}
+NOT_IDENTITY = {"preset", "table", "seeds", "out_dir", "resume", "device", "log_every"}
 NOT_IDENTITY |= {"expert_parallel", "shard", "compile"}
+NOT_IDENTITY |= {"vocab_size"}  # the data's, and data are compared by their checksum
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The command line: Config < preset < what is given

@@ -296,7 +296,7 @@ def train(config: Config, context) -> dict:
             ids, masked, targets, real = context.send_all(batch.ids, batch.masked, batch.targets, batch.real)
             with context.autocast():
                 logits, balance = forward(ids, masked, real)
-            mlm = common.cross_entropy(logits, targets, reduction="none").mean()
+            mlm = common.cross_entropy(logits, targets)
             loss = mlm + config.balance_coef * balance  # X-MoE eq. 10
             run.backward(loss, shown=mlm, tokens=ids.numel() if real is None else len(real))
         run.update()

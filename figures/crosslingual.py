@@ -366,6 +366,7 @@ class Gap(Drawn):
     """XLM-E's table 7: the score in English minus the mean of the other languages, after fine-tuning in English.
 
     Lower is better, where the score is well above a guess's: who guesses in all languages has no gap. Answers by EM.
+    Guess, and counting "by word", are means over the other languages too.
     """
 
     # of finished runs of finetune_xtreme.py, or of many of them; seeds are averaged
@@ -440,11 +441,16 @@ def read_finetuned(folders: tuple[str, ...]) -> dict[tuple[str, str], list[dict]
         if again != file:
             raise ValueError(f"{again} and {file} are of the same encoder, task and seed: give the folder of one")
         metric = list(result["mean"])[-1]  # of answers EM
-        others = fmean(own[metric] for language, own in result["languages"].items() if language != "en")
-        scores = {"English": result["languages"].get("en", {}).get(metric), "others": others}
-        scores |= {"gap": result["gap"].get(metric), "guess": result["guess"][metric]}
-        scores["by word"] = result["counting"].get(metric)
+        scores = {"English": result["languages"].get("en", {}).get(metric)}
+        scores |= {"others": mean_of_others(result["languages"], metric), "gap": result["gap"].get(metric)}
+        scores |= {"guess": mean_of_others(result["guesses"], metric)}
+        scores |= {"by word": mean_of_others(result["counted"], metric)}
         found.setdefault(key, []).append(scores)
     if not found:
         raise ValueError(f"no result of finetune_xtreme.py in {', '.join(folders)}: run it, or name its folders")
     return found
+
+
+def mean_of_others(scores: dict[str, dict], metric: str) -> float | None:
+    """Of languages that are not English; None where there are no scores."""
+    return fmean(own[metric] for language, own in scores.items() if language != "en") if scores else None

@@ -16,11 +16,7 @@ import train_mt
 from model import GPT, Encoder, ModelConfig
 from translator import Translator
 
-SIZES = {  # appendix A. The text says a vocabulary of 500K, but only one of 2^19 gives the parameters of table 3.
-    "base": dict(vocab_size=250_002, n_layer=12, n_head=12, n_embd=768, ffn_size=3072),
-    "large": dict(vocab_size=1 << 19, n_layer=24, n_head=16, n_embd=1024, ffn_size=4096),
-    "xl": dict(vocab_size=1 << 19, n_layer=48, n_head=24, n_embd=1536, ffn_size=6144),
-}
+XLMR = 250_002  # tokens of the vocabulary that an encoder's corpus brings
 PARAMETERS = {"base": "279M", "large": "840M", "xl": "2.2B"}  # table 3
 
 
@@ -45,6 +41,12 @@ def flops(options: Flops):
     print(f"{table3()}\n\n{table4()}\n\n{gpu_hours(options)}")
 
 
+def size_of(preset: str) -> dict[str, int]:
+    """What XLM-E's preset says of its discriminator."""
+    constants = {"vocab_size": XLMR} | train_electra.PRESETS[preset]
+    return {name: constants[name] for name in ("vocab_size", "n_layer", "n_head", "n_embd", "ffn_size")}
+
+
 def encoder(**size) -> Encoder:
     """One of the paper's, of shapes without numbers."""
     with torch.device("meta"):
@@ -54,20 +56,20 @@ def encoder(**size) -> Encoder:
 def table3() -> str:
     """Parameters of the discriminator with its head, ours beside the paper's."""
     rows = []
-    for name, size in SIZES.items():
+    for name, paper in PARAMETERS.items():
+        size = size_of(name)
         D = size["n_embd"]
         head = nn.ModuleList([nn.Linear(D, D), nn.LayerNorm(D), nn.Linear(D, 1)])
         ours = measures.numel(encoder(**size)) + measures.numel(head)
         plain = measures.numel(encoder(**size, relative_bias=False)) + measures.numel(head)
-        rows.append([name, f"{size['vocab_size']:,}", PARAMETERS[name], f"{ours:,}", f"{plain:,}"])
+        rows.append([name, f"{size['vocab_size']:,}", paper, f"{ours:,}", f"{plain:,}"])
     table = runs.markdown_table(["preset", "vocabulary", "paper", "ours", "ours without the gated bias"], rows)
     return f"XLM-E table 3: parameters of the discriminator with its head\n\n{table}"
 
 
 def table4() -> str:
     """Training FLOPs of the base model, counted in three ways, beside the paper's."""
-    discriminator = encoder(**SIZES["base"])
-    generator = encoder(**SIZES["base"] | {"n_layer": 4})
+    discriminator, generator = encoder(**size_of("base")), encoder(**size_of("base") | {"n_layer": 4})
     config, small = discriminator.config, generator.config
     D, V = config.n_embd, config.vocab_size
     judging = 2 * D * D + 2 * D
@@ -105,8 +107,8 @@ by the text both rows train both networks, on one batch a step without TRTD and 
 
 PRESETS = {  # of each script, and the vocabulary of those whose corpus brings it
     train_lm: (None, *(f"{corpus}-{size}M" for corpus in ("wikitext103", "openwebtext") for size in (124, 323, 556))),
-    train_mlm: (250_002, "base"),
-    train_electra: (250_002, "base", "large", "xl"),
+    train_mlm: (XLMR, "base"),
+    train_electra: (XLMR, "base", "large", "xl"),
     train_mt: (32_000, "wmt23", "wmt10"),
 }
 LENGTH = 30  # tokens of a sentence of WMT, about

@@ -405,11 +405,14 @@ def save_result(folder: Path, model: str, task: str, english: float, others: flo
     languages = {"en": dict.fromkeys(metrics, english), "de": dict.fromkeys(metrics, others - 1)}
     languages["zh"] = dict.fromkeys(metrics, others + 1)
     result = {"languages": languages, "gap": dict.fromkeys(metrics, english - others)}
-    result |= {"mean": dict.fromkeys(metrics), "guess": dict.fromkeys(metrics, 33.0), "counting": {}}
+    result |= {"mean": dict.fromkeys(metrics), "counted": {}}
+    result["guesses"] = {language: dict.fromkeys(metrics, 33.0) for language in ("de", "zh")}
     if task == "xquad":
         result["gap"]["f1"] = -1.0  # the gap is of EM
     else:
-        result["counting"]["accuracy"] = 45.0
+        result["counted"] = {"de": {"accuracy": 44.0}, "zh": {"accuracy": 46.0}}
+    for scores in filter(None, (result["guesses"], result["counted"])):
+        scores["en"] = dict.fromkeys(metrics, 99.0)  # is not among the others
     constants = {"model": model, "task": task, "seed": 0, "epochs": 3} | more
     folder.mkdir(parents=True)
     (folder / "result.json").write_text(json.dumps(result | {"config": constants}))
