@@ -34,6 +34,8 @@ TABLES = [  # script, preset, number of the table (None: the run of the preset i
     ("train_lm", "small", 2, {"data": "enwiki", "dropout": 0.0, "steps": 2500}),
     ("train_lm", "small", 2, {"data": "enwiki", "dropout": 0.0, "steps": 2500, "learning_rate": 1e-3}),
     ("train_mlm", "demo", 2),
+    ("train_mlm", "demo", 3),
+    ("train_mlm", "demo", 5),
     ("train_mlm", "demo", None, {"router": "hash"}),
     ("train_mlm", "demo", None, {"router": "switch", "num_experts": 1}),
     ("train_mlm", "demo", None, {"router": "switch", "num_experts": 4}),
