@@ -441,10 +441,13 @@ def read_finetuned(folders: tuple[str, ...]) -> dict[tuple[str, str], list[dict]
         if again != file:
             raise ValueError(f"{again} and {file} are of the same encoder, task and seed: give the folder of one")
         metric = list(result["mean"])[-1]  # of answers EM
-        scores = {"English": result["languages"].get("en", {}).get(metric)}
-        scores |= {"others": mean_of_others(result["languages"], metric), "gap": result["gap"].get(metric)}
-        scores |= {"guess": mean_of_others(result["guesses"], metric)}
-        scores |= {"by word": mean_of_others(result["counted"], metric)}
+        scores = {
+            "English": result["languages"].get("en", {}).get(metric),
+            "others": mean_of_others(result["languages"], metric),
+            "gap": result["gap"].get(metric),
+            "guess": mean_of_others(result["guesses"], metric),
+            "by word": mean_of_others(result["counted"], metric),
+        }
         found.setdefault(key, []).append(scores)
     if not found:
         raise ValueError(f"no result of finetune_xtreme.py in {', '.join(folders)}: run it, or name its folders")

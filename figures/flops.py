@@ -16,7 +16,7 @@ import train_mt
 from model import GPT, Encoder, ModelConfig
 from translator import Translator
 
-XLMR = 250_002  # tokens of the vocabulary that an encoder's corpus brings
+XLMR_VOCABULARY = 250_002  # tokens of the vocabulary that an encoder's corpus brings
 PARAMETERS = {"base": "279M", "large": "840M", "xl": "2.2B"}  # table 3
 
 
@@ -43,7 +43,7 @@ def flops(options: Flops):
 
 def size_of(preset: str) -> dict[str, int]:
     """What XLM-E's preset says of its discriminator."""
-    constants = {"vocab_size": XLMR} | train_electra.PRESETS[preset]
+    constants = {"vocab_size": XLMR_VOCABULARY} | train_electra.PRESETS[preset]
     return {name: constants[name] for name in ("vocab_size", "n_layer", "n_head", "n_embd", "ffn_size")}
 
 
@@ -107,8 +107,8 @@ by the text both rows train both networks, on one batch a step without TRTD and 
 
 PRESETS = {  # of each script, and the vocabulary of those whose corpus brings it
     train_lm: (None, *(f"{corpus}-{size}M" for corpus in ("wikitext103", "openwebtext") for size in (124, 323, 556))),
-    train_mlm: (XLMR, "base"),
-    train_electra: (XLMR, "base", "large", "xl"),
+    train_mlm: (XLMR_VOCABULARY, "base"),
+    train_electra: (XLMR_VOCABULARY, "base", "large", "xl"),
     train_mt: (32_000, "wmt23", "wmt10"),
 }
 LENGTH = 30  # tokens of a sentence of WMT, about
