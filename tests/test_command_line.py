@@ -168,6 +168,7 @@ def test_a_run_is_named_by_what_differs_from_its_preset():
     assert name("--learning_rate", "3e-3", "--threshold", "0.9") == "demo"  # as it is anyway
     for here in ("--device cpu", "--out_dir x", "--log_every 3", "--resume false", "--prompt a", "--sample_tokens 3"):
         assert name(*here.split()) == "demo"
+    assert name("--vocab_size", "8192") == "demo"  # the data's, or refused
     at_test = ("--eval_threshold", "0.5", "--eval_capacity_factor", "2")
     assert name("--eval_only", "true", *at_test) == "demo" != name(*at_test)
     switch = dataclasses.replace(parse(), router="switch", threshold=0.5)  # as a row of a table may
