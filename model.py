@@ -1,199 +1,27 @@
-"""The Transformers with sparse experts: a decoder language model (GPT-2's layout) and an encoder (XLM-R's).
+"""The sparse layer, and Transformers that have it: a decoder (GPT-2's layout), an encoder (XLM-R's), and both together.
 
-In the decoder every `moe_every`-th block has experts in place of its FFN (XMoE 4.2); in the encoder, sparse layers
-stand between the others, after those named by `moe_after` (X-MoE 4.1). Read `dispatch` first: it is how tokens reach
-their experts. Tensor letters: B batch, T sequence length, S tokens that are not padding, D model width, H heads,
-E experts, F inner width of one expert, C expert capacity, K experts per token, N rows that experts keep, V vocabulary,
-M masked tokens.
+XMoE's experts stand in place of the FFN of every `moe_every`-th block; X-MoE's sparse layers stand between the layers
+of an encoder, behind those that `moe_after` names. Read `dispatch` first: it is how tokens reach their experts. A model
+reads the constants of a script's Config by name. Tensor letters: B batch, T sequence length, S tokens that are not
+padding, D model width, H heads, E experts, F inner width of one expert, C expert capacity, K experts per token, N rows
+that experts keep, V vocabulary, M masked tokens.
 """
 
 import functools
 import math
-from collections.abc import Iterable
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from routers import NOT_CHOSEN, ROUTERS, TEMPERATURES, Router
+from routers import NOT_CHOSEN, ROUTERS
 
 PAD = 1  # the encoder's `<pad>`, as in XLM-R, whose positions begin behind it
 MIN_CAPACITY = 4
 WORTH_COMPILING = 1 << 21  # activations (N x F), from which compiling the function between two products pays
-
-
-@dataclass
-class ModelConfig:
-    """The constants of all models, as they were said: a None is filled in by `sizes`."""
-
-    vocab_size: int | None = None  # V; None: that of the data
-    block_size: int = 256  # T, the longest sequence
-    n_layer: int = 4  # blocks
-    n_head: int = 4  # H
-    n_embd: int = 128  # D
-    ffn_size: int = 512  # inner width of a dense FFN
-    dropout: float = 0.0  # after embeddings, attention weights, attention and FFN
-    init_std: float = 0.03  # of the normal that weights start from; XMoE's wider models: 0.014
-    frequency_bias: bool = False  # the output has a bias, which starts at the log frequencies of the training tokens
-    relative_bias: bool = False  # gated relative position bias in the encoder's attention (XLM-E 3.3)
-    decoder_layers: int = 2  # blocks of a translator's decoder
-    decoder_moe: bool = True  # experts in a translator's decoder too (XMoE's text; its authors' runs: encoder alone)
-
-    # how tokens choose their experts, see routers.py; dense: no experts
-    router: Literal["dense", "switch", "topk", "threshold", "hypersphere", "hash", "base", "expert_choice"] = (
-        "threshold"
-    )
-    score: Literal["dot", "hypersphere"] | None = None  # how well a token fits an expert; None: the router's
-    gate: Literal["softmax", "sigmoid"] | None = None  # the weight of a chosen expert; None: the router's
-    select: Literal["top1", "topk", "threshold", "hash", "base", "expert_choice"] | None = None  # None: the router's
-    moe_every: int = 2  # every so many blocks have experts in place of their FFN (XMoE)
-    moe_after: tuple[int, ...] = ()  # or: sparse layers stand behind these layers, from 1 (X-MoE)
-    expert_ffns: int = 8  # XMoE: a sparse layer has as many parameters as so many FFNs
-    num_experts: int | None = None  # E; None: expert_ffns * ffn_size / expert_size, of X-MoE 32
-    expert_size: int | None = None  # F; None: ffn_size, or for topk and threshold in place of FFNs a quarter of it
-    expert_layers: int | None = None  # FFNs of an expert, each with a norm and a residual around it; 0: one bare FFN
-    top_k: int | None = None  # K of topk
-    capacity_factor: float | None = None  # gamma, inf for no limit
-    eval_capacity_factor: float | None = None  # gamma at test
-    threshold: float = 0.9  # t, the probability that the chosen experts must reach together
-    eval_threshold: float | None = None  # t at test
-    router_init_std: float | None = None  # of the normal that a router's weights start from; None: init_std
-    routing_dim: int | None = None  # d_e, what the router projects to; 0: nothing
-    init_temperature: float | None = None  # tau_0
-    orthogonal: bool | None = None  # expert embeddings start as orthogonal as fits, of norm 0.1
-    renormalize: bool | None = None  # softmax gate over the K chosen experts only
-    balance_choices: Literal["first", "all"] | None = None  # what the balance loss counts: a token's best, all
-
-    def __post_init__(self):
-        if self.n_head < 1 or self.n_embd % self.n_head:
-            raise ValueError(f"n_head = {self.n_head} does not divide n_embd = {self.n_embd}")
-        if self.router == "dense":
-            return
-        if self.moe_after and not all(1 <= depth <= self.n_layer for depth in self.moe_after):
-            raise ValueError(f"moe_after must name layers from 1 to n_layer = {self.n_layer}, not {self.moe_after}")
-        if not self.moe_after and self.moe_every > self.n_layer:
-            raise ValueError(f"moe_every = {self.moe_every} leaves no block of n_layer = {self.n_layer} with experts")
-        size = sizes(self)
-        if size.top_k > 1 and size.select != "topk":
-            raise ValueError(f"top_k = {size.top_k} is for --router topk, or --select topk")
-        if not 1 <= size.top_k <= size.num_experts:
-            raise ValueError(f"top_k must lie in [1, num_experts = {size.num_experts}], not {size.top_k}")
-
-    def unread(self) -> set[str]:
-        """The constants, these and some of the scripts', that a model of this kind does not read: the command line
-        refuses them, and they name no run."""
-        names = set() if self.relative_bias else {"distance_lr"}
-        if self.router == "dense":
-            more = "moe_every moe_after expert_ffns decoder_moe balance_coef router_init_std router_lr expert_parallel"
-            return {*names, *Sizes._fields, *more.split()}
-        size = sizes(self)
-        orthogonal = size.orthogonal or size.score == "hypersphere" or size.select == "base"
-        is_read = {
-            "moe_every decoder_moe": not self.moe_after,
-            "expert_ffns": not self.moe_after and self.num_experts is None,
-            "score gate routing_dim router_lr": size.select != "hash",
-            "router_init_std": size.select != "hash" and (size.routing_dim > 0 or not orthogonal),
-            "init_temperature": size.score == "hypersphere",
-            "orthogonal": size.score != "hypersphere" and size.select not in ("base", "hash"),
-            "renormalize": size.gate == "softmax" and (size.select == "threshold" or size.top_k > 1),
-            "threshold eval_threshold": size.select == "threshold",
-            "top_k": size.select == "topk",
-            "balance_choices": size.select in ("topk", "threshold"),
-            "balance_coef": size.select not in ("base", "hash", "expert_choice"),
-        }
-        unread = [words for words, yes in is_read.items() if not yes]
-        return names | set(" ".join(unread).split())
-
-
-class Sizes(NamedTuple):
-    """A sparse layer, with nothing left open."""
-
-    score: str | None
-    gate: str | None
-    select: str
-    num_experts: int
-    expert_size: int
-    expert_layers: int
-    top_k: int
-    capacity_factor: float
-    eval_capacity_factor: float
-    threshold: float
-    eval_threshold: float
-    routing_dim: int
-    init_temperature: float | None
-    orthogonal: bool
-    renormalize: bool
-    balance_choices: str
-
-
-def sizes(config: ModelConfig) -> Sizes:
-    """What a config says of its sparse layers, and what follows where it says nothing (None).
-
-    ValueError where an expert_size does not divide the FFN.
-    """
-    said = {name: getattr(config, name) for name in Sizes._fields if getattr(config, name) is not None}
-    # What is said wins over what the router's name says, and that over what follows from the rest.
-    size = dict(zip(("score", "gate", "select"), ROUTERS[config.router])) | said
-    if size["select"] == "hash":  # has no score and no gate, where another router's name says them
-        size = size | {"score": None, "gate": None}
-    else:  # and a hash that is told to select otherwise needs both
-        size = size | {"score": size["score"] or "dot", "gate": size["gate"] or "softmax"}
-    follows = between_layers if config.moe_after else in_place_of_ffns
-    size = follows(config, size["select"]) | size
-    hypersphere = size["score"] == "hypersphere"
-    size.setdefault("eval_capacity_factor", size["capacity_factor"])
-    size.setdefault("eval_threshold", size["threshold"])
-    size.setdefault("routing_dim", size["num_experts"] // 2 if hypersphere else 0)
-    size.setdefault("init_temperature", TEMPERATURES[size["gate"]] if hypersphere else None)
-    return Sizes(**size)
-
-
-def in_place_of_ffns(config: ModelConfig, select: str) -> dict:
-    """XMoE: all routers get the same parameters and the same FLOPs (eq. 6): dividing `expert_size` by k multiplies
-    experts, choices and capacity by k."""
-    topk = select == "topk"
-    parts = 4 if select in ("topk", "threshold") else 1
-    if config.expert_size:
-        parts = config.ffn_size / config.expert_size
-    open_sizes = [config.num_experts, config.capacity_factor]
-    if topk:
-        open_sizes.append(config.top_k)
-    if parts % 1 and None in open_sizes:
-        raise ValueError(
-            f"expert_size = {config.expert_size} does not divide ffn_size = {config.ffn_size}: "
-            "give num_experts, top_k and capacity_factor, or another expert_size"
-        )
-    parts = max(1, int(parts))
-    return {
-        "num_experts": config.expert_ffns * parts,
-        "expert_size": config.ffn_size // parts,
-        "expert_layers": 0,
-        "top_k": parts if topk else 1,
-        "capacity_factor": float(parts),
-        "orthogonal": False,
-        "renormalize": False,
-        "balance_choices": "first",
-    }
-
-
-def between_layers(config: ModelConfig, select: str) -> dict:
-    """X-MoE 4.1: 32 experts, each a stack of three FFNs as wide as the dense ones; capacity is never stated."""
-    K = (config.top_k or 2) if select == "topk" else 1
-    wants_all = select in ("threshold", "expert_choice")  # a token may choose, or offers itself to, every expert
-    return {
-        "num_experts": 32,
-        "expert_size": config.ffn_size,
-        "expert_layers": 3,
-        "top_k": K,
-        "capacity_factor": 1.0 if wants_all else math.inf,
-        "orthogonal": True,
-        "renormalize": K > 1,
-        "balance_choices": "all" if K > 1 else "first",
-    }
-
+CHECK_CHOICES = False  # tests switch it on: a router must not choose more experts than its `most`
 
 # ---------------------------------------------------------------------------------------------------------------------
 # From what a router wants to what the experts compute
@@ -262,14 +90,18 @@ def may_ask(x: Tensor) -> bool:
     return not x.is_cuda
 
 
+def product_type(x: Tensor) -> torch.dtype:
+    """The type in which x is multiplied by a matrix: autocast's where that is on."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
 def ragged_linear(x: Tensor, w: Tensor, rows: Rows) -> Tensor:
     """Each expert's rows times its own matrix: x (N, I), w (E, I, O) -> (N, O), in autocast's type where that is on.
 
     Spare rows are neither read nor multiplied, and come out as 0.
     """
-    dtype = x.dtype
-    if torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
+    dtype = product_type(x)
     x, w = x.to(dtype), w.to(dtype)
     if not has_grouped_mm(x, w):
         counts = rows.counts.tolist()
@@ -290,7 +122,7 @@ def has_grouped_mm(x: Tensor, w: Tensor) -> bool:
         dtypes.append(torch.float32)
     _, I, O = w.shape  # noqa: E741
     whole = I * x.element_size() % 16 == 0 and O * x.element_size() % 16 == 0
-    return x.dtype in dtypes and whole and len(x) > 0
+    return x.dtype in dtypes and whole and len(x) > 0 and (x.device.type == "cpu" or len(w) < 1024)
 
 
 def activation(a: Tensor, b: Tensor, gate: Tensor, gelu: str) -> Tensor:
@@ -345,19 +177,14 @@ def dispatch(h: Tensor, gates: Tensor, rows: Rows, ffn: Experts) -> Tensor:
     return add_rows(biases, rows, y)
 
 
-def dispatch_stacks(h: Tensor, gates: Tensor, rows: Rows, stack: Iterable) -> Tensor:
-    """The same for experts that are stacks, so that h + g f(h) is BASE layers' g u + (1 - g) h (X-MoE eq. 2, 4.1)."""
-    x = h.to(gates.dtype).index_select(0, rows.token)  # (N, D)
-    return add_rows(gates.new_zeros(h.shape), rows, rows.gate * run_stack(x, rows, stack))
+def dispatch_apart(h: Tensor, gates: Tensor, rows: Rows, work) -> Tensor:
+    """The same where the gate cannot go inside: of experts that are stacks, or that other processes work.
 
-
-def run_stack(x: Tensor, rows: Rows, stack: Iterable) -> Tensor:
-    """What an expert that is u <- u + FFN(LN(u)), layer by layer, from u = x, makes of its rows: u - x, (N, D)."""
-    u, ungated = x, rows._replace(gate=torch.ones_like(rows.gate))  # the gate weighs the whole stack
-    for norm, ffn in stack:
-        y = ffn(norm(u, rows), ungated)
-        u = u + y + ffn.b_out.index_select(0, rows.expert)
-    return u - x
+    work: x (N, D), rows -> what the experts make of x, (N, D). Of stacks h + g f(h) is BASE layers' g u + (1 - g) h
+    (X-MoE eq. 2, 4.1).
+    """
+    x = h.index_select(0, rows.token)  # (N, D)
+    return add_rows(gates.new_zeros(h.shape), rows, rows.gate * work(x, rows))
 
 
 def add_rows(out: Tensor, rows: Rows, y: Tensor) -> Tensor:
@@ -380,71 +207,133 @@ class ExpertNorm(nn.Module):
 
 
 class MoE(nn.Module):
-    """A sparse FFN: a router, a capacity, and E experts, each one FFN or, with `expert_layers`, a stack of them."""
+    """A sparse FFN: a router, a capacity, and E experts of inner width F_.
 
-    def __init__(self, config: ModelConfig, gelu: str):
+    layers: 0 for experts that are one bare FFN (XMoE); else experts are stacks of so many FFNs, each with a norm and a
+    residual around it (X-MoE). gamma, eval_gamma: the capacity factors in training and at test; inf is no limit.
+    """
+
+    def __init__(self, router: nn.Module, D: int, F_: int, gelu: str, gamma: float, eval_gamma: float, layers: int = 0):
         super().__init__()
-        size, D = sizes(config), config.n_embd
-        E, F_ = size.num_experts, size.expert_size
-        self.router = Router(
-            D,
-            E,
-            size.score,
-            size.gate,
-            size.select,
-            top_k=size.top_k,
-            threshold=size.threshold,
-            eval_threshold=size.eval_threshold,
-            routing_dim=size.routing_dim,
-            init_temperature=size.init_temperature,
-            orthogonal=size.orthogonal,
-            renormalize=size.renormalize,
-            balance_choices=size.balance_choices,
-            vocab_size=config.vocab_size,
-            init_std=config.router_init_std or config.init_std,
-        )
-        self.layers = nn.ModuleList(Experts(E, D, F_, gelu) for _ in range(max(1, size.expert_layers)))
-        self.ln_stack = nn.ModuleList(ExpertNorm(E, D) for _ in range(size.expert_layers))  # none: bare FFNs
-        self.capacity_factor, self.eval_capacity_factor = size.capacity_factor, size.eval_capacity_factor
-        self.exchange = None  # what takes rows to experts that are on other processes
-        self.watchers = []  # called with (self, h, routing, kept); see measures.py; empty but where routing is measured
+        self.router, E = router, router.E
+        self.experts = nn.ModuleList(Experts(E, D, F_, gelu) for _ in range(max(1, layers)))
+        self.norms = nn.ModuleList(ExpertNorm(E, D) for _ in range(layers))
+        self.gamma, self.eval_gamma = gamma, eval_gamma
+        self.exchange = None  # takes rows to experts on other processes, see engine/parallel.py
+        self.watchers = []  # called with (self, h, routing, kept), where routing is measured
 
-    def forward(self, h: Tensor, ids: Tensor, real: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """h (B, T, D), ids (B, T) -> (B, T, D), balance loss.
+    def forward(self, h: Tensor, ids: Tensor, real: Tensor | None = None, first: int = 0) -> tuple[Tensor, Tensor]:
+        """h (B, T, D), ids (B, T), at positions from `first` on -> (B, T, D), balance loss.
 
         real (S,): places in B * T of the tokens that are not padding, ascending; None if all are. Nobody serves
         padding, and it fills no capacity. What stands there comes out as 0.
         """
+        B, T, D = h.shape
+        position = torch.arange(first, first + T, device=h.device).repeat(B)
         flat, ids = h.flatten(0, 1), ids.flatten()
         if real is not None:
-            flat, ids = flat.index_select(0, real), ids[real]  # (S, D), (S,)
-        routing = self.router(flat, ids)
+            flat, ids, position = flat.index_select(0, real), ids[real], position[real]
+        routing = self.router(flat, ids, position)
         S, E = routing.weight.shape
-        gamma = self.capacity_factor if self.training else self.eval_capacity_factor
-        C = expert_capacity(S, E, gamma)
-        kept = within_capacity(routing.priority, C)  # (S, E)
+        kept = within_capacity(routing.priority, self.capacity(S))  # (S, E)
+        if CHECK_CHOICES:
+            check_choices(self.router, routing.wanted)
         for watch in self.watchers:
             watch(self, flat, routing, kept)
         gates = routing.weight * kept
-        room = min(S * self.router.max_choices, E * C)  # more cannot be kept
+        room = self.room(S, E)
         if may_ask(h) or room == S * E:  # waiting for a GPU's count is cheaper than computing S * E rows
             room = None
-        rows = kept_rows(gates, kept, room)
-        if self.exchange:  # the experts are on several processes: see parallel.py
-            y = self.exchange(self, flat, rows)
-        elif self.ln_stack:
-            y = dispatch_stacks(flat, gates, rows, zip(self.ln_stack, self.layers))
-        else:
-            y = dispatch(flat, gates, rows, self.layers[0])
+        y = self.serve(flat, gates, kept_rows(gates, kept, room))
         if real is not None:
-            y = y.new_zeros(h.shape[0] * h.shape[1], h.shape[2]).index_copy(0, real, y)
+            y = y.new_zeros(B * T, D).index_copy(0, real, y)
         return y.view_as(h), routing.balance_loss
+
+    def capacity(self, S: int) -> int:
+        """C: how many of S tokens one expert may serve."""
+        return expert_capacity(S, self.router.E, self.gamma if self.training else self.eval_gamma)
+
+    def room(self, S: int, experts: int) -> int:
+        """The most rows that S tokens can have for so many of the experts."""
+        return min(S * min(self.router.max_choices, experts), experts * self.capacity(S))
+
+    def serve(self, h: Tensor, gates: Tensor, rows: Rows) -> Tensor:
+        """h (S, D), gates (S, E), 0 where not kept -> the weighted sum of the experts' outputs, (S, D)."""
+        if not self.norms and self.exchange is None:
+            return dispatch(h, gates, rows, self.experts[0])
+        # A bare FFN rounds its input to the products' type anyway; a stack adds to it.
+        h = h.to(gates.dtype if self.norms else product_type(h))
+        work = self.unweighted if self.exchange is None else functools.partial(self.exchange, self.unweighted)
+        return dispatch_apart(h, gates, rows, work)
+
+    def unweighted(self, x: Tensor, rows: Rows) -> Tensor:
+        """What experts make of their rows: x (N, D) -> (N, D), before a gate weighs it.
+
+        A stack is u <- u + FFN(LN(u)), layer by layer, from u = x, and its output u - x.
+        """
+        rows = rows._replace(gate=torch.ones_like(rows.gate))
+        if not self.norms:
+            y = self.experts[0](x, rows)
+            return y + self.experts[0].b_out.index_select(0, rows.expert).to(y.dtype)
+        u = x
+        for norm, ffn in zip(self.norms, self.experts):
+            y = ffn(norm(u, rows), rows)
+            u = u + y + ffn.b_out.index_select(0, rows.expert)
+        return u - x
 
     def activations(self, h: Tensor, kept: Tensor) -> Tensor:
         """What the units of all kept rows compute before GELU, (N, F), of bare FFNs (XMoE figure 6)."""
         rows = kept_rows(kept.to(h.dtype), kept)
-        ffn = self.layers[0]
-        return ragged_linear(h.index_select(0, rows.token), ffn.w_in.mT, rows) + ffn.b_in.index_select(0, rows.expert)
+        ffn = self.experts[0]
+        a = ragged_linear(h.index_select(0, rows.token), ffn.w_in.mT, rows)
+        return a + ffn.b_in.index_select(0, rows.expert)
+
+
+def check_choices(router: nn.Module, wanted: Tensor):
+    """Raises AssertionError where a token wants more experts than its router says, and a GPU would make room for."""
+    most = int(wanted.sum(dim=1).max()) if len(wanted) else 0
+    name = type(router).__name__
+    assert most <= router.max_choices, f"{name} chose {most} experts for a token, and says most = {router.max_choices}"
+
+
+def in_place_of_ffn(config, V: int, gelu: str) -> MoE:
+    """XMoE's layer. Every router gets the same parameters and the same FLOPs (eq. 6): cutting an FFN's width into
+    `split` parts gives `split` times as many experts, choices and places.
+
+    Raises ValueError where the width cannot be cut so.
+    """
+    router = ROUTERS[config.router]
+    split = config.split or router.split
+    if config.ffn_size % split:
+        raise ValueError(f"split = {split} does not divide ffn_size = {config.ffn_size}")
+    at_test = config.capacity if config.eval_capacity is None else config.eval_capacity
+    return MoE(
+        router(config, E=config.expert_ffns * split, K=split, V=V),
+        config.n_embd,
+        config.ffn_size // split,
+        gelu,
+        gamma=config.capacity * split,
+        eval_gamma=at_test * split,
+    )
+
+
+def between_layers(config, V: int, gelu: str) -> MoE:
+    """X-MoE's layer (4.1), of `experts` stacks. Raises ValueError where top_k is more than that."""
+    if not 1 <= config.top_k <= config.experts:
+        raise ValueError(f"top_k must lie in [1, experts = {config.experts}], not {config.top_k}")
+    router = ROUTERS[config.router]
+    at_test = config.capacity_factor if config.eval_capacity_factor is None else config.eval_capacity_factor
+    if router.sees_later and math.isinf(config.capacity_factor):
+        raise ValueError(f"router {config.router} chooses by the capacity: give --capacity_factor, such as 1")
+    return MoE(
+        router(config, E=config.experts, K=config.top_k, V=V, x_moe=True),
+        config.n_embd,
+        config.expert_size,
+        gelu,
+        gamma=config.capacity_factor,
+        eval_gamma=at_test,
+        layers=config.expert_layers,
+    )
 
 
 class SparseModel(nn.Module):
@@ -453,14 +342,14 @@ class SparseModel(nn.Module):
     def draw(self, std: float, written_std: float):
         """Draws all weights from normals; `written_std` is for those that write to the residual stream."""
         for name, p in self.named_parameters():
-            if any(part in name for part in ("router", "ln_", "gate_w")):
+            if any(part in name for part in ("router", "ln_", "norms", "gate_w")):
                 continue  # these know their own start
             if name.endswith(("bias", "b_in", "b_out")):
                 nn.init.zeros_(p)
             else:
                 nn.init.normal_(p, std=written_std if name.endswith(("proj.weight", "w_out")) else std)
         for moe in self.moe_layers:
-            for ffn in moe.layers if moe.ln_stack else ():
+            for ffn in moe.experts if moe.norms else ():
                 nn.init.zeros_(ffn.w_out)  # as in BASE layers: an inserted stack changes nothing at first
 
     @property
@@ -468,14 +357,19 @@ class SparseModel(nn.Module):
         return [module for module in self.modules() if isinstance(module, MoE)]
 
     @property
+    def parts(self) -> list[nn.Module]:
+        """What FSDP gathers at a time; those inside others come first."""
+        return [m for m in reversed(list(self.modules())) if isinstance(m, (Block, EncoderLayer, MoE))]
+
+    @property
     def sees_later(self) -> bool:
         """Whether experts choose among later tokens too, so that what a decoder reaches is no language model's."""
-        return any(moe.router.select == "expert_choice" for moe in self.moe_layers)
+        return any(moe.router.sees_later for moe in self.moe_layers)
 
     @property
     def limited_at_test(self) -> bool:
         """Whether choices may be cut at test. To expert_choice the limit is what chooses."""
-        limited = any(moe.eval_capacity_factor < moe.router.num_experts for moe in self.moe_layers)
+        limited = any(moe.eval_gamma < moe.router.E for moe in self.moe_layers)
         return limited and not self.sees_later
 
     def after_step(self):
@@ -486,14 +380,14 @@ class SparseModel(nn.Module):
     @contextmanager
     def no_limit(self):
         """Inside the `with`, experts have no capacity limit at test."""
-        before = [moe.eval_capacity_factor for moe in self.moe_layers]
+        before = [moe.eval_gamma for moe in self.moe_layers]
         for moe in self.moe_layers:
-            moe.eval_capacity_factor = math.inf
+            moe.eval_gamma = math.inf
         try:
             yield self
         finally:
             for moe, gamma in zip(self.moe_layers, before):
-                moe.eval_capacity_factor = gamma
+                moe.eval_gamma = gamma
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -503,7 +397,7 @@ class SparseModel(nn.Module):
 class FFN(nn.Module):
     """(B, T, D) -> (B, T, D) through `ffn_size` GELU units. gelu: "tanh" (GPT-2) or "none", the erf form (XLM-R)."""
 
-    def __init__(self, config: ModelConfig, gelu: str):
+    def __init__(self, config, gelu: str):
         super().__init__()
         self.fc = nn.Linear(config.n_embd, config.ffn_size)
         self.proj = nn.Linear(config.ffn_size, config.n_embd)
@@ -519,13 +413,15 @@ class SelfAttention(nn.Module):
     With `relative_bias` what is added to the scores of a head depends on the distance, gated by the query (XLM-E 3.3).
     """
 
-    def __init__(self, config: ModelConfig, causal: bool):
+    def __init__(self, config, causal: bool):
         super().__init__()
         D, self.n_head = config.n_embd, config.n_head
+        if D % self.n_head:
+            raise ValueError(f"n_head = {self.n_head} does not divide n_embd = {D}")
         self.dropout, self.causal = config.dropout, causal
         self.qkv = nn.Linear(D, 3 * D)
         self.proj = nn.Linear(D, D)
-        if config.relative_bias:
+        if not causal and config.relative_bias:
             self.gate = nn.Parameter(torch.empty(2, D // self.n_head))  # u and v, shared by the heads
             self.gate_w = nn.Parameter(torch.ones(self.n_head))  # w
 
@@ -605,12 +501,12 @@ def flex_attention():
 class Block(nn.Module):
     """GPT-2's: each part reads a norm of the residual stream and adds to it."""
 
-    def __init__(self, config: ModelConfig, sparse: bool):
+    def __init__(self, config, V: int, sparse: bool):
         super().__init__()
         self.ln_1 = nn.LayerNorm(config.n_embd)
         self.attn = SelfAttention(config, causal=True)
         self.ln_2 = nn.LayerNorm(config.n_embd)
-        self.ffn = MoE(config, "tanh") if sparse else FFN(config, "tanh")
+        self.ffn = in_place_of_ffn(config, V, "tanh") if sparse else FFN(config, "tanh")
         self.dropout, self.sparse = nn.Dropout(config.dropout), sparse
 
     def forward(self, x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor | float]:
@@ -624,22 +520,25 @@ class Block(nn.Module):
         return x + self.dropout(y), balance  # a token that no expert kept passes by on the residual stream
 
 
+def every_so_many(config, layers: int) -> list[bool]:
+    """Which of so many blocks have experts in place of their FFN."""
+    return [config.router != "dense" and depth % config.moe_every == 0 for depth in range(1, 1 + layers)]
+
+
 class GPT(SparseModel):
     """Decoder-only language model. ids (B, T) -> logits (B, T, V), and the balance loss summed over layers (scalar)."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config, V: int):
         super().__init__()
-        if config.moe_after:
-            raise ValueError("a decoder has experts in place of FFNs: moe_after is for encoders")
-        self.config = config
-        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        self.config, self.vocab_size = config, V
+        self.wte = nn.Embedding(V, config.n_embd)
         self.wpe = nn.Embedding(config.block_size, config.n_embd)
         self.dropout = nn.Dropout(config.dropout)
-        depths = range(1, 1 + config.n_layer)
-        sparse = [config.router != "dense" and depth % config.moe_every == 0 for depth in depths]
-        self.blocks = nn.ModuleList(Block(config, has_experts) for has_experts in sparse)
+        self.blocks = nn.ModuleList(
+            Block(config, V, has_experts) for has_experts in every_so_many(config, config.n_layer)
+        )
         self.ln_f = nn.LayerNorm(config.n_embd)
-        self.bias = nn.Parameter(torch.zeros(config.vocab_size)) if config.frequency_bias else None  # GPT-2 has none
+        self.bias = nn.Parameter(torch.zeros(V)) if config.frequency_bias else None  # GPT-2 has none
         # GPT-2: what writes to the residual stream starts smaller, the deeper the model.
         self.draw(config.init_std, config.init_std / math.sqrt(2 * config.n_layer))
 
@@ -692,7 +591,7 @@ class GPT(SparseModel):
 class EncoderLayer(nn.Module):
     """XLM-R's: each part adds to its input, and a norm follows."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config):
         super().__init__()
         self.attn = SelfAttention(config, causal=False)
         self.ln_1 = nn.LayerNorm(config.n_embd)
@@ -707,23 +606,30 @@ class EncoderLayer(nn.Module):
         return self.ln_2(x + self.dropout(y))
 
 
+def layers_before_sparse(config) -> list[int]:
+    """The layers, from 1, behind which sparse ones stand. Raises ValueError where there are no such layers."""
+    if config.router == "dense":
+        return []
+    if not config.moe_after or not all(1 <= depth <= config.n_layer for depth in config.moe_after):
+        raise ValueError(f"moe_after must name layers from 1 to n_layer = {config.n_layer}, not {config.moe_after}")
+    return sorted(config.moe_after)
+
+
 class Encoder(SparseModel):
     """XLM-R's encoder with sparse layers between its own: x + MoE(x) after each layer of `moe_after` (X-MoE eq. 2)."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config, V: int):
         super().__init__()
-        if config.router != "dense" and not config.moe_after:
-            raise ValueError("an encoder's sparse layers stand behind those of moe_after: name one, or router dense")
-        self.config, D = config, config.n_embd
-        self.wte = nn.Embedding(config.vocab_size, D)
+        self.config, self.vocab_size, D = config, V, config.n_embd
+        self.wte = nn.Embedding(V, D)
         self.wpe = nn.Embedding(PAD + 1 + config.block_size, D)  # the first two stay unused, as in XLM-R
         self.token_type = nn.Parameter(torch.empty(1, D))  # there is one type only
         self.ln_e = nn.LayerNorm(D)
         self.dropout = nn.Dropout(config.dropout)
         self.distance = Distance(config.n_head) if config.relative_bias else None  # all layers share it
         self.layers = nn.ModuleList(EncoderLayer(config) for _ in range(config.n_layer))
-        self.moe_after = [] if config.router == "dense" else sorted(config.moe_after)
-        self.moes = nn.ModuleList(MoE(config, "none") for _ in self.moe_after)
+        self.moe_after = layers_before_sparse(config)
+        self.moes = nn.ModuleList(between_layers(config, V, "none") for _ in self.moe_after)
         self.draw(config.init_std, config.init_std)
 
     def forward(self, ids: Tensor, real: Tensor | None = None, states: list | None = None) -> tuple[Tensor, Tensor]:
@@ -767,12 +673,12 @@ def real_mask(ids: Tensor, real: Tensor) -> Tensor:
 class MaskedLM(SparseModel):
     """An encoder with XLM-R's head, which sees only the M masked tokens."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config, V: int):
         super().__init__()
-        self.config, D = config, config.n_embd
-        self.encoder = Encoder(config)
+        self.config, self.vocab_size, D = config, V, config.n_embd
+        self.encoder = Encoder(config, V)
         self.dense, self.ln_h = nn.Linear(D, D), nn.LayerNorm(D)
-        self.bias = nn.Parameter(torch.zeros(config.vocab_size))  # the output matrix is the embeddings'
+        self.bias = nn.Parameter(torch.zeros(V))  # the output matrix is the embeddings'
         nn.init.normal_(self.dense.weight, std=config.init_std)
         nn.init.zeros_(self.dense.bias)
 
@@ -782,3 +688,228 @@ class MaskedLM(SparseModel):
         x = x.flatten(0, 1).index_select(0, masked)  # (M, D)
         x = self.ln_h(F.gelu(self.dense(x)))
         return F.linear(x, self.encoder.wte.weight, self.bias), balance
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The encoder-decoder (XMoE 4.2). Where the papers say "Transformer" and no more: norms come first, positions are
+# sinusoids, one matrix embeds sources and translations and makes the logits. B sentences, K beams of each, R rows of
+# the decoder (B, or B * K), N tokens of a source, T of a translation.
+
+KeysValues = tuple[Tensor, Tensor]  # of one block: (B, H, N, D / H) each
+
+
+class Attention(nn.Module):
+    """Queries of (B, T, D) look at keys and values that were made of (B, N, D): the same sequence, or the source."""
+
+    def __init__(self, config):
+        super().__init__()
+        D, self.n_head = config.n_embd, config.n_head
+        self.q = nn.Linear(D, D)
+        self.kv = nn.Linear(D, 2 * D)
+        self.proj = nn.Linear(D, D)
+
+    def keys_values(self, h: Tensor) -> KeysValues:
+        """(B, N, D) -> (B, H, N, D / H) each"""
+        k, v = self.kv(h).chunk(2, dim=2)
+        return self.heads(k), self.heads(v)
+
+    def heads(self, x: Tensor) -> Tensor:
+        """(B, N, D) -> (B, H, N, D / H)"""
+        return x.unflatten(2, (self.n_head, -1)).transpose(1, 2)
+
+    def forward(self, h: Tensor, kv: KeysValues, mask: Tensor | None, causal: bool = False) -> Tensor:
+        """mask (B, 1, 1, N) bool: which keys may be looked at; None: all."""
+        q = self.heads(self.q(h))  # (B, H, T, D / H)
+        y = F.scaled_dot_product_attention(q, *kv, mask, is_causal=causal)
+        return self.proj(y.transpose(1, 2).flatten(2))
+
+
+class TranslatorBlock(nn.Module):
+    """Each part reads a norm of the residual stream and adds to it; only the decoder's blocks look at the source."""
+
+    def __init__(self, config, V: int, sparse: bool, decoder: bool):
+        super().__init__()
+        D = config.n_embd
+        self.ln_1, self.attn = nn.LayerNorm(D), Attention(config)
+        if decoder:
+            self.ln_c, self.cross = nn.LayerNorm(D), Attention(config)
+        self.ln_2, self.sparse = nn.LayerNorm(D), sparse
+        self.ffn = in_place_of_ffn(config, V, "tanh") if sparse else FFN(config, "tanh")
+        self.dropout = nn.Dropout(config.dropout)
+
+    def encode(self, x: Tensor, ids: Tensor, real: Tensor | None, mask: Tensor | None):
+        """(B, N, D) -> the same, balance loss"""
+        h = self.ln_1(x)
+        y = self.attn(h, self.attn.keys_values(h), mask)
+        return self.add_ffn(x + self.dropout(y), ids, real)
+
+    def decode(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        real: Tensor | None,
+        source: KeysValues,
+        mask: Tensor | None,
+        past: KeysValues | None,
+    ):
+        """(R, T, D) -> the same, balance loss, keys and values of all positions so far.
+
+        source: of B sources; mask (B, 1, 1, N). R is B, or B * K where the beams of a sentence lie side by side and
+        share its keys and values. past: of the positions before, None if there are none.
+        """
+        h = self.ln_1(x)
+        k, v = self.attn.keys_values(h)
+        if past is not None:
+            k = torch.cat([past[0], k], dim=2)
+            v = torch.cat([past[1], v], dim=2)
+        y = self.attn(h, (k, v), None, causal=past is None)
+        x = x + self.dropout(y)
+        B = len(source[0])
+        h = self.ln_c(x).view(B, -1, x.shape[2])  # (B, K * T, D): here queries need no order
+        y = self.cross(h, source, mask).view_as(x)
+        x, balance = self.add_ffn(x + self.dropout(y), ids, real, first=k.shape[2] - x.shape[1])
+        return x, balance, (k, v)
+
+    def add_ffn(self, x: Tensor, ids: Tensor, real: Tensor | None, first: int = 0):
+        h, balance = self.ln_2(x), 0.0
+        if self.sparse:
+            y, balance = self.ffn(h, ids, real, first)
+        else:
+            y = self.ffn(h)
+        return x + self.dropout(y), balance
+
+
+class Source(NamedTuple):
+    """What the decoder looks at."""
+
+    keys_values: list[KeysValues]  # for each of its blocks
+    mask: Tensor | None  # (B, 1, 1, N) bool, True where a token is not padding; None: everywhere
+
+    def sentences(self, stay: Tensor) -> "Source":
+        """stay (B,) bool -> those sentences alone"""
+        mask = None if self.mask is None else self.mask[stay]
+        return Source(rows_of(self.keys_values, stay), mask)
+
+
+def rows_of(keys_values: list[KeysValues], rows: Tensor) -> list[KeysValues]:
+    return [(k[rows], v[rows]) for k, v in keys_values]
+
+
+class Translator(SparseModel):
+    """Encoder-decoder: source and what is written so far -> logits of the next token, and the balance loss.
+
+    Raises ValueError for expert_choice in the decoder, whose experts choose among tokens that are not written yet.
+    """
+
+    def __init__(self, config, V: int):
+        super().__init__()
+        self.config, self.vocab_size, D = config, V, config.n_embd
+        self.moe_after = layers_before_sparse(config) if config.moe_after else []
+        self.wte = nn.Embedding(V, D)
+        self.dropout = nn.Dropout(config.dropout)
+        self.encoder = self.blocks(config.n_layer, decoder=False)
+        self.moes = nn.ModuleList(between_layers(config, V, "tanh") for _ in self.moe_after)
+        self.decoder = self.blocks(config.decoder_layers, decoder=True)
+        self.ln_e = nn.LayerNorm(D)
+        self.ln_d = nn.LayerNorm(D)
+        for block in self.decoder:
+            if block.sparse and block.ffn.router.sees_later:
+                raise ValueError("expert_choice sees later tokens, so it cannot translate: add --decoder_moe false")
+        # As in GPT-2, what writes to the residual stream starts smaller, the deeper the model.
+        depth = max(config.n_layer, config.decoder_layers)
+        self.draw(config.init_std, config.init_std / math.sqrt(2 * depth))
+
+    def blocks(self, layers: int, decoder: bool) -> nn.ModuleList:
+        config, sparse = self.config, [False] * layers
+        if not config.moe_after and (config.decoder_moe or not decoder):
+            sparse = every_so_many(config, layers)
+        return nn.ModuleList(TranslatorBlock(config, self.vocab_size, has_experts, decoder) for has_experts in sparse)
+
+    @property
+    def moe_names(self) -> list[str]:
+        """Where the MoE layers stand, in the order of `moe_layers`."""
+        names = [f"encoder block {i}" for i, block in enumerate(self.encoder, 1) if block.sparse]
+        names += [f"after encoder block {depth}" for depth in self.moe_after]
+        names += [f"decoder block {i}" for i, block in enumerate(self.decoder, 1) if block.sparse]
+        return names
+
+    def embed(self, ids: Tensor, first: int = 0) -> Tensor:
+        """ids (B, T), whose first stands at position `first` -> (B, T, D)"""
+        x = math.sqrt(self.config.n_embd) * self.wte(ids)
+        position = torch.arange(first, first + ids.shape[1], device=ids.device)
+        return self.dropout(x + sinusoids(position, self.config.n_embd).to(x.dtype))
+
+    def encode(self, ids: Tensor, real: Tensor | None = None) -> tuple[Source, Tensor]:
+        """ids (B, N), real (S,) places in B * N of what is not padding, None if all is -> source, balance loss."""
+        mask = None
+        if real is not None:
+            mask = real_mask(ids, real)[:, None, None]
+        x = self.embed(ids)
+        total = self.ln_e.weight.new_zeros(())
+        for depth, block in enumerate(self.encoder, 1):
+            x, balance = block.encode(x, ids, real, mask)
+            total = total + balance
+            for moe, after in zip(self.moes, self.moe_after):
+                if after == depth:  # X-MoE eq. 2
+                    y, balance = moe(x, ids, real)
+                    x, total = x + y, total + balance
+        h = self.ln_e(x)
+        keys_values = [block.cross.keys_values(h) for block in self.decoder]
+        return Source(keys_values, mask), total
+
+    def decode(
+        self,
+        ids: Tensor,
+        source: Source,
+        past: list[KeysValues] | None = None,
+        real: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, list[KeysValues]]:
+        """ids (R, T) -> hidden states (R, T, D), balance loss, what to pass as `past` with the next ids, (R, 1).
+
+        Raises ValueError where several ids come behind a past.
+        """
+        if past and ids.shape[1] > 1:
+            raise ValueError(f"behind a past comes one token at a time, not {ids.shape[1]}")
+        x = self.embed(ids, first=past[0][0].shape[2] if past else 0)
+        total = self.ln_d.weight.new_zeros(())
+        present = []
+        for i, block in enumerate(self.decoder):
+            before = past[i] if past else None
+            x, balance, so_far = block.decode(x, ids, real, source.keys_values[i], source.mask, before)
+            total = total + balance
+            present.append(so_far)
+        return self.ln_d(x), total, present
+
+    def forward(
+        self,
+        source: Tensor,
+        target: Tensor,
+        source_real: Tensor | None = None,
+        target_real: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """source (B, N), target (B, T) -> logits (M, V) at the tokens of the target that are real, balance loss.
+
+        source_real, target_real: places in B * N and in B * T of what is not padding, ascending; None if all is.
+        """
+        encoded, balance = self.encode(source, source_real)
+        h, more, _ = self.decode(target, encoded, real=target_real)
+        h = h.flatten(0, 1)
+        if target_real is not None:
+            h = h.index_select(0, target_real)
+        return F.linear(h, self.wte.weight), balance + more
+
+    def log_probabilities(self, h: Tensor) -> Tensor:
+        """(R, D) -> (R, V) fp32 of the next token, whatever the autocast type: small differences tell beams apart."""
+        w = self.wte.weight
+        with torch.autocast(h.device.type, enabled=False):
+            logits = F.linear(h.to(w.dtype), w)
+        return logits.float().log_softmax(dim=1)
+
+
+def sinusoids(position: Tensor, D: int) -> Tensor:
+    """(T,) -> (T, D): half of them sines, half cosines (Vaswani et al. 3.5)"""
+    i = torch.arange(0, D, 2, device=position.device)
+    turn = torch.exp(-math.log(10_000) / D * i)
+    angle = position.unsqueeze(1) * turn  # (T, D / 2)
+    both = torch.cat([angle.sin(), angle.cos()], dim=1)
+    return both[:, :D]  # one less where D is odd

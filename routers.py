@@ -1,20 +1,8 @@
-"""How a token chooses its experts: score x gate x select -> (weight, priority).
+"""How a token chooses its experts. One class is one router; to add yours, write one with a `choose` method and name it.
 
-score   how well token h fits expert e
-          dot           h . e, or (W h) . e with a routing dimension                     XMoE eq. 1
-          hypersphere   cos(W h, e), on a low-dimensional sphere                        X-MoE eq. 7
-gate    how much of a chosen expert's output the token adds
-          softmax       the probability over all experts                   XMoE eq. 2, X-MoE eq. 8
-          sigmoid       each expert judged on its own                                   X-MoE eq. 8
-select  which experts are chosen, and in what order an expert serves its tokens
-          top1, topk    the most probable one / K                                 Switch, XMoE 3.5
-          threshold     the fewest whose probabilities sum to t                         XMoE eq. 5
-          hash          a fixed random expert per token id                             Hash Layers
-          base          every expert gets equally many (training), best one (test)     BASE Layers
-          expert_choice each expert takes the tokens it finds most probable    Expert Choice (2022)
-
-Whatever the choice, the answer is the same two (S, E) tensors of a `Routing`; the dispatch in model.py needs no more.
-S tokens, D model width, E experts, K experts per token.
+A router answers with two (S, E) tensors: `weight`, how much of an expert's output is added to the token, and
+`priority`, how early the expert should serve it. The dispatch in model.py needs no more: each expert keeps the tokens
+of its C highest priorities. S tokens, D model width, E experts, K experts per token.
 """
 
 import math
@@ -24,19 +12,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# The names people type -> (score, gate, select).
-ROUTERS = {
-    "switch": ("dot", "softmax", "top1"),
-    "topk": ("dot", "softmax", "topk"),
-    "threshold": ("dot", "softmax", "threshold"),
-    "hypersphere": ("hypersphere", "softmax", "top1"),
-    "hash": (None, None, "hash"),
-    "base": ("dot", "sigmoid", "base"),
-    "expert_choice": ("dot", "softmax", "expert_choice"),
-}
 NOT_CHOSEN = torch.iinfo(torch.int64).min
-EMBEDDING_NORM = 0.1  # X-MoE 3.1: sets how fast an expert's angle can turn
+EMBEDDING_NORM = 0.1  # X-MoE 3.1: it sets how fast the angle of an expert's embedding can turn
 TEMPERATURES = {"softmax": 0.3, "sigmoid": 0.07}  # X-MoE's tau_0 for each gate
+ROUTERS = {}  # the name that people type -> its class
+
+
+def router(name: str):
+    """Registers a class, so that `--router name` finds it."""
+
+    def register(cls):
+        ROUTERS[name] = cls
+        return cls
+
+    return register
 
 
 class Routing(NamedTuple):
@@ -54,137 +43,221 @@ class Routing(NamedTuple):
 
 
 class Router(nn.Module):
-    """Scores S tokens against E experts, and chooses.
+    """Scores S tokens against E experts; a subclass chooses.
 
-    The router has no bias and computes in its parameters' type (fp32) whatever the autocast type. XMoE's released code
-    ranks as here; X-MoE's leaves h unnormalised and learns no temperature, unlike eqs. 7 and 8.
+    config  has the constants that `reads` names, and n_embd
+    K       experts per token of a router that takes a fixed number (XMoE: `split`, X-MoE: `top_k`)
+    V       size of the vocabulary, for a router that looks at token ids
+    x_moe   the conventions of X-MoE's layers: embeddings start orthogonal, and with K > 1 the softmax gate runs over
+            the K chosen experts and the balance loss counts all of them. XMoE weighs by the plain probability (eq. 2)
+            and counts first choices (eq. 7).
 
-    routing_dim: d_e, the width that W projects h to (X-MoE 3.1); 0 is no projection. orthogonal: expert embeddings
-    start orthogonal and of norm 0.1, which the hypersphere and BASE always do. renormalize: the softmax gate runs over
-    the K chosen only (X-MoE, K > 1); XMoE weighs by the plain probability. balance_choices: what f_e counts, each
-    token's "first" choice (XMoE), or "all" (X-MoE, K > 1).
+    A router has no bias, and computes in its parameters' type (fp32) whatever the autocast type. XMoE's released code
+    ranks as here. X-MoE's leaves h unnormalised and learns no temperature, unlike its equations 7 and 8.
     """
 
-    def __init__(
-        self,
-        n_embd: int,
-        num_experts: int,
-        score: str | None = "dot",
-        gate: str | None = "softmax",
-        select: str = "threshold",
-        *,
-        top_k: int = 1,
-        threshold: float = 0.9,
-        eval_threshold: float | None = None,
-        routing_dim: int = 0,
-        init_temperature: float | None = None,
-        orthogonal: bool = False,
-        renormalize: bool = False,
-        balance_choices: str = "first",
-        vocab_size: int = 0,
-        init_std: float = 0.014,
-    ):
+    score = "dot"  # h . e (XMoE eq. 1), or "hypersphere": cos(W h, e) (X-MoE eq. 7)
+    gate = "softmax"  # the probability over all experts, or "sigmoid": each expert judged on its own (X-MoE eq. 8)
+    split = 1  # parts that an FFN's width is cut into, where the config does not say
+    most = 1  # experts that a token may choose at most; None: all. A GPU makes room for so many
+    balanced = True  # whether it is trained with the balance loss
+    sees_later = False  # whether its choices depend on later tokens, so that it cannot generate
+    orthogonal = False  # whether expert embeddings start orthogonal whatever the layer
+    reads = {"score", "gate", "routing_dim", "init_temperature", "router_std", "router_lr"}  # constants of the config
+
+    def __init__(self, config, E: int, K: int = 1, V: int = 0, x_moe: bool = False):
         super().__init__()
-        self.num_experts, self.score, self.gate, self.select = num_experts, score, gate, select
-        self.top_k = top_k if select == "topk" else 1
-        self.threshold = threshold
-        self.eval_threshold = threshold if eval_threshold is None else eval_threshold
-        self.renormalize = renormalize and (select == "threshold" or self.top_k > 1)  # one gate alone would be 1
-        self.balance_choices = balance_choices
-        # Bounds the rows that a GPU must make room for, without asking it how many were chosen.
-        self.max_choices = num_experts if select in ("threshold", "expert_choice") else self.top_k
-        if select == "hash":
-            # One hash for all runs and layers: "fixed" must not depend on the seed or on how many numbers were drawn.
-            rng = torch.Generator().manual_seed(0)
-            self.register_buffer("expert_of_id", torch.randint(num_experts, (vocab_size,), generator=rng))
-            return
-        self.project = nn.Linear(n_embd, routing_dim, bias=False) if routing_dim else nn.Identity()
-        self.experts = nn.Parameter(torch.empty(num_experts, routing_dim or n_embd))
-        if routing_dim:
-            nn.init.normal_(self.project.weight, std=init_std)
-        if score == "hypersphere" or select == "base" or orthogonal:
+        self.config, self.E, self.K = config, E, K
+        self.score, self.gate = config.score or self.score, config.gate or self.gate
+        self.on_sphere = self.score == "hypersphere"
+        self.over_chosen = x_moe and K > 1
+        d_e = config.routing_dim  # X-MoE 3.1: W projects h to so many dimensions; 0: there is no W
+        if d_e is None:
+            d_e = E // 2 if self.on_sphere else 0
+        self.project = nn.Linear(config.n_embd, d_e, bias=False) if d_e else nn.Identity()
+        self.experts = nn.Parameter(torch.empty(E, d_e or config.n_embd))
+        if d_e:
+            nn.init.normal_(self.project.weight, std=config.router_std)
+        if self.on_sphere or self.orthogonal or x_moe:
             nn.init.orthogonal_(self.experts)
             self.experts.data = EMBEDDING_NORM * F.normalize(self.experts.data, dim=1)
         else:
-            nn.init.normal_(self.experts, std=init_std)
-        if score == "hypersphere":
-            self.init_temperature = init_temperature or TEMPERATURES[gate]
-            self.temperature = nn.Parameter(torch.tensor(float(self.init_temperature)))
+            nn.init.normal_(self.experts, std=config.router_std)
+        if self.on_sphere:
+            self.init_temperature = config.init_temperature or TEMPERATURES[self.gate]  # tau_0
+            self.temperature = nn.Parameter(torch.tensor(float(self.init_temperature)))  # tau
 
-    def forward(self, h: Tensor, ids: Tensor | None = None) -> Routing:
-        """h (S, D), real tokens alone; ids (S,), which only `hash` reads."""
-        if self.select == "hash":
-            return self.by_hash(h, ids)
+    @property
+    def max_choices(self) -> int:
+        return self.most or self.E
+
+    def choose(self, score: Tensor, probs: Tensor) -> Tensor:
+        """score (S, E), probs (S, E), both without gradient -> priority (S, E), see `by_rank`."""
+        raise TypeError(f"{type(self).__name__} has no `choose` method")
+
+    def forward(self, h: Tensor, ids: Tensor | None = None, position: Tensor | None = None) -> Routing:
+        """h (S, D) of real tokens alone, their ids (S,) and their positions in their sequences (S,)."""
         with torch.autocast(h.device.type, enabled=False):
             score = self.scores(h.to(self.experts.dtype))  # (S, E)
-            logits = score / self.temperature if self.score == "hypersphere" else score
+            logits = score / self.temperature if self.on_sphere else score
             probs = logits.softmax(dim=1)  # XMoE eq. 1
             priority = self.choose(score.detach(), probs.detach())
             gate = probs if self.gate == "softmax" else logits.sigmoid()  # X-MoE eq. 8
             weight = torch.where(priority > NOT_CHOSEN, gate, 0.0)
-            if self.renormalize and self.gate == "softmax":  # X-MoE 2.2, top-K
+            if self.over_chosen and self.gate == "softmax":  # X-MoE 2.2
                 total = weight.sum(dim=1, keepdim=True)  # (S, 1)
                 weight = weight / total.clamp_min(torch.finfo(total.dtype).tiny)
             balance = weight.new_zeros(())
-            if self.select in ("top1", "topk", "threshold"):
+            if self.balanced:
                 # X-MoE eq. 9 has the constant tau_0 in place of tau.
-                at_tau0 = (score / self.init_temperature).softmax(dim=1) if self.score == "hypersphere" else probs
+                at_tau0 = (score / self.init_temperature).softmax(dim=1) if self.on_sphere else probs
                 balance = balance_loss(self.counted(priority), at_tau0)
         return Routing(weight, priority, balance, probs)
-
-    def by_hash(self, h: Tensor, ids: Tensor) -> Routing:
-        chosen = F.one_hot(self.expert_of_id[ids], self.num_experts).bool()  # (S, E)
-        weight = chosen.to(torch.promote_types(h.dtype, torch.float32))
-        priority = torch.where(chosen, 0, NOT_CHOSEN)  # all equal: the earlier token first
-        return Routing(weight, priority, weight.new_zeros(()), weight)
 
     def scores(self, h: Tensor) -> Tensor:
         """(S, D) -> (S, E)"""
         h, experts = self.project(h), self.experts
-        if self.score == "hypersphere":  # X-MoE eq. 7
+        if self.on_sphere:  # X-MoE eq. 7
             h, experts = F.normalize(h, dim=1), F.normalize(experts, dim=1)
         return h @ experts.t()
 
-    def choose(self, score: Tensor, probs: Tensor) -> Tensor:
-        """-> priority (S, E)"""
-        if self.select == "expert_choice":  # every token offers itself to every expert; capacity does the choosing
-            return priority_key(probs, 0)
-        if self.select == "base":
-            expert = balanced_assignment(score) if self.training else score.argmax(dim=1)  # (S,)
-            chosen = F.one_hot(expert, self.num_experts).bool()  # (S, E)
-            return torch.where(chosen, priority_key(score, 0), NOT_CHOSEN)
-        # The most probable expert comes first; of equal ones, the lower.
-        p, order = probs.sort(dim=1, descending=True, stable=True)
-        rank = torch.arange(self.num_experts, device=probs.device)
-        count = self.top_k
-        if self.select == "threshold":  # XMoE eq. 5
-            t = self.threshold if self.training else self.eval_threshold
-            count = 1 + (p[:, :-1].cumsum(dim=1) < t).sum(dim=1, keepdim=True)  # (S, 1)
-            if t >= 1:  # by decree: in fp32 the sum of all probabilities may stop short of 1, or reach it early
-                count = self.num_experts
-        priority = torch.where(rank < count, priority_key(p, rank), NOT_CHOSEN)
-        return torch.empty_like(priority).scatter_(1, order, priority)
-
     def counted(self, priority: Tensor) -> Tensor:
         """(S, E) bool: the choices that the balance loss counts."""
-        if self.balance_choices == "all":
+        if self.over_chosen:
             return priority > NOT_CHOSEN
-        return F.one_hot(priority.argmax(dim=1), self.num_experts).bool()  # a first choice has the highest priority
+        return one_hot(priority.argmax(dim=1), self.E)  # a first choice has the highest priority
 
     @torch.no_grad()
     def after_step(self):
-        """Puts expert embeddings back on their sphere (X-MoE 3.1) and keeps the temperature positive."""
-        if self.score == "hypersphere":
+        """To be called after an optimizer step: expert embeddings return to their sphere (X-MoE 3.1), tau stays > 0."""
+        if self.on_sphere:
             self.experts.mul_(EMBEDDING_NORM / self.experts.norm(dim=1, keepdim=True))
             self.temperature.clamp_(min=1e-4)
 
 
-def priority_key(value: Tensor, rank: Tensor | int) -> Tensor:
-    """One int64 that sorts by (rank ascending, value descending): XMoE's p - i (A.1), exactly.
+# ---------------------------------------------------------------------------------------------------------------------
+# The routers
 
-    High 32 bits: minus the rank. Low 32 bits: those of the float, which read as an integer are in the order of floats
-    once they are flipped for negative ones. Formed in fp32, p - i would keep 65 distinct values at rank 512, where p is
-    at most 1 / 512, and 2 at rank 4,096. float64 is compared as fp32.
+
+@router("topk")
+class TopK(Router):
+    """The K most probable experts (XMoE 3.5)."""
+
+    split = 4
+    reads = Router.reads | {"top_k"}
+
+    @property
+    def most(self) -> int:
+        return self.K
+
+    def choose(self, score, probs):
+        order = probs.sort(dim=1, descending=True, stable=True).indices  # of equal experts the lower comes first
+        return by_rank(order, probs, self.most)
+
+
+@router("switch")
+class Switch(TopK):
+    """The most probable expert (Switch Transformers); in X-MoE's layers its baseline SMoE."""
+
+    split = most = 1
+    reads = Router.reads
+
+
+@router("hypersphere")
+class Hypersphere(TopK):
+    """The nearest experts on a sphere of few dimensions (X-MoE)."""
+
+    score, split = "hypersphere", 1
+
+
+@router("threshold")
+class Threshold(Router):
+    """The fewest experts whose probabilities sum to t (XMoE eq. 5)."""
+
+    split, most = 4, None
+    reads = Router.reads | {"threshold", "eval_threshold"}
+
+    def choose(self, score, probs):
+        p, order = probs.sort(dim=1, descending=True, stable=True)
+        t = self.config.threshold
+        if not self.training and self.config.eval_threshold is not None:
+            t = self.config.eval_threshold
+        count = 1 + (p[:, :-1].cumsum(dim=1) < t).sum(dim=1, keepdim=True)  # (S, 1)
+        if t >= 1:  # by decree: in fp32 the sum of all probabilities may stop short of 1, or reach it early
+            count = self.E
+        return by_rank(order, probs, count)
+
+
+@router("base")
+class Base(Router):
+    """In training every expert gets equally many tokens, at test a token gets its best expert (BASE Layers)."""
+
+    gate, balanced, orthogonal = "sigmoid", False, True
+
+    def choose(self, score, probs):
+        expert = balanced_assignment(score) if self.training else score.argmax(dim=1)  # (S,)
+        return torch.where(one_hot(expert, self.E), priority_key(score, 0), NOT_CHOSEN)
+
+
+@router("expert_choice")
+class ExpertChoice(Router):
+    """Each expert takes the tokens that it finds most probable (Expert Choice, Zhou et al. 2022).
+
+    Every token offers itself to every expert, and the capacity does the choosing.
+    """
+
+    most, balanced, sees_later = None, False, True
+
+    def choose(self, score, probs):
+        return priority_key(probs, 0)
+
+
+@router("hash")
+class Hash(Router):
+    """A fixed random expert for each token id, of weight 1 (Hash Layers). Nothing is learned."""
+
+    balanced, reads = False, set()
+
+    def __init__(self, config, E: int, K: int = 1, V: int = 0, x_moe: bool = False):
+        nn.Module.__init__(self)
+        self.E, self.on_sphere = E, False
+        # One hash for all runs and layers: "fixed" must not depend on the seed or on how many numbers were drawn.
+        rng = torch.Generator().manual_seed(0)
+        self.register_buffer("expert_of_id", torch.randint(E, (V,), generator=rng))
+
+    def forward(self, h, ids, position=None):
+        chosen = one_hot(self.expert_of_id[ids], self.E)  # (S, E)
+        weight = chosen.to(torch.promote_types(h.dtype, torch.float32))
+        priority = torch.where(chosen, 0, NOT_CHOSEN)  # all are equal: the earlier token comes first
+        return Routing(weight, priority, weight.new_zeros(()), weight)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Priorities and the balance loss
+
+
+def one_hot(index: Tensor, E: int) -> Tensor:
+    """(S,) -> (S, E) bool"""
+    return index.unsqueeze(1) == torch.arange(E, device=index.device)
+
+
+def by_rank(order: Tensor, probs: Tensor, count: Tensor | int) -> Tensor:
+    """Priorities (S, E) of tokens that choose the first `count` experts of their `order`: XMoE's p - i (A.1).
+
+    order (S, E): each token's experts, the best first; probs (S, E); count: a number, or one a token (S, 1). All first
+    choices come before all second ones; of equal rank i, the more probable comes first.
+    """
+    rank = torch.arange(probs.shape[1], device=probs.device)
+    in_order = torch.where(rank < count, priority_key(probs.gather(1, order), rank), NOT_CHOSEN)  # (S, E)
+    return torch.empty_like(in_order).scatter_(1, order, in_order)
+
+
+def priority_key(value: Tensor, rank: Tensor | int) -> Tensor:
+    """One int64 that sorts by (rank ascending, value descending), exactly.
+
+    The high 32 bits are minus the rank. The low 32 bits are those of the float, which read as an integer are in the
+    order of floats once they are flipped for negative ones. Formed in fp32, p - i would keep 65 distinct values at rank
+    512, where p is at most 1 / 512, and 2 at rank 4,096. A float64 is compared as fp32.
     """
     bits = (value.float() + 0.0).contiguous().view(torch.int32)  # + 0.0: -0.0 equals 0.0
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -202,48 +275,63 @@ def balance_loss(counted: Tensor, probs: Tensor) -> Tensor:
     return probs.shape[1] * (f * P).sum()
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# BASE's balanced assignment
+
+
 @torch.no_grad()
 def balanced_assignment(score: Tensor, epsilon: float | None = None) -> Tensor:
     """The assignment of S tokens to E experts, at most ceil(S / E) each, of the highest total score (BASE Layers).
 
-    Bertsekas' auction for similar objects: each token without a seat bids for its best expert, net of prices, as much
-    as it prefers that one to the second best, plus epsilon; an expert seats its highest bidders and its price is
-    the lowest bid it seats. The total is within S * epsilon of the best one. Falling epsilons share their prices, which
-    settles near-ties quickly. Each round asks the device whether anyone still stands.
-
-    score (S, E) -> (S,) int64. epsilon is in units of score; None is 1/1000 of its range.
+    score (S, E) -> (S,) int64. The total is within S * epsilon of the best one; epsilon is in units of score, None is
+    1/1000 of its range. Auctions with a falling epsilon hand their prices on, which settles near-ties quickly.
     """
     S, E = score.shape
     seats = math.ceil(S / E)
     if E == 1 or S == 0:
         return torch.zeros(S, dtype=torch.int64, device=score.device)
-    # So that a small difference is not lost beside a large common part. NaN would bid for ever: the loss tells of it.
+    # From 0, so that a small difference is not lost beside a large common part. NaN would bid for ever.
     score = (score - score.min()).nan_to_num(nan=0.0, posinf=0.0)
     spread = float(score.max())
-    # Tokens that like all experts alike fill the empty seats: where every seat is taken, any starting price is fair.
+    # Bidders that like all experts alike fill the empty seats: where every seat is taken, any starting price is fair.
     value = F.pad(score, (0, 0, 0, seats * E - S))  # (seats * E, E)
-    everyone = torch.arange(len(value), device=score.device)
     final = spread / 1000 if epsilon is None else epsilon
     final = max(final, 1e-6 * spread, 1e-30) * S / len(value)  # each of len(value) bidders may miss by epsilon
     price, epsilon = value.new_zeros(E), max(spread / 4, final)
     while True:
-        expert = torch.full_like(everyone, E)  # E: no seat
-        paid = value.new_zeros(len(value))
-        standing = everyone
-        while len(standing):
-            net, choices = (value[standing] - price).topk(2, dim=1)
-            choice = choices[:, 0]
-            expert[standing] = choice
-            paid[standing] = price[choice] + net[:, 0] - net[:, 1] + epsilon
-            bidder = paid.argsort(descending=True)
-            bidder = bidder[expert[bidder].argsort(stable=True)]  # expert by expert, the highest bid first
-            count = torch.bincount(expert, minlength=E)
-            first = count.cumsum(0) - count  # where each expert's bidders begin
-            place = everyone - first[expert[bidder]]  # 0 for an expert's highest bidder
-            full = count >= seats
-            price[full] = paid[bidder[first[full] + seats - 1]]  # the lowest bid that is seated
-            expert[bidder[place >= seats]] = E  # the others stand up again
-            standing = (expert == E).nonzero().squeeze(1)
+        expert = auction(value, price, seats, epsilon)
         if epsilon <= final:
             return expert[:S]
         epsilon = max(epsilon / 4, final)
+
+
+def auction(value: Tensor, price: Tensor, seats: int, epsilon: float) -> Tensor:
+    """Bertsekas' auction for similar objects: N bidders for E experts of N / E seats each -> (N,) the expert of each.
+
+    value (N, E): what a seat is worth to a bidder. price (E,) is raised in place. Each round asks the device whether
+    anyone still stands.
+    """
+    N, E = value.shape
+    everyone = torch.arange(N, device=value.device)
+    expert = torch.full_like(everyone, E)  # E: has no seat
+    paid = value.new_zeros(N)
+    standing = everyone
+    while len(standing):
+        # Bid: for the best expert, as much over its price as it is better than the second best, and epsilon.
+        net, choices = (value[standing] - price).topk(2, dim=1)
+        choice = choices[:, 0]
+        expert[standing] = choice
+        paid[standing] = price[choice] + net[:, 0] - net[:, 1] + epsilon
+        # Rank: the bidders of each expert, the highest bid first.
+        bidder = paid.argsort(descending=True)
+        bidder = bidder[expert[bidder].argsort(stable=True)]
+        count = torch.bincount(expert, minlength=E)
+        first = count.cumsum(0) - count  # where each expert's bidders begin
+        place = everyone - first[expert[bidder]]  # 0 for an expert's highest bidder
+        # Price: a full expert costs the lowest bid that it seats.
+        full = count >= seats
+        price[full] = paid[bidder[first[full] + seats - 1]]
+        # Seat: who bid less than those stands up again.
+        expert[bidder[place >= seats]] = E
+        standing = (expert == E).nonzero().squeeze(1)
+    return expert

@@ -1,170 +1,190 @@
-"""XMoE's language models: a decoder with sparse experts under any router (tables 1 and 2).
+"""XMoE's language models (tables 1 and 2): a GPT whose every second FFN is 8 * split small experts.
 
-    python train_lm.py                                         the demo: threshold router, on text that is on this disk
-    torchrun train_lm.py --router switch                       another router, with equal parameters and FLOPs
-    torchrun train_lm.py --router threshold --expert_size 64   smaller experts: 64 of them, capacity to match
-    torchrun --nproc_per_node 8 train_lm.py --preset openwebtext-323M     the paper's rows, on 8 GPUs
+    python train_lm.py                                     the demo: threshold router, on text that is on this disk
+    python train_lm.py --router switch --capacity 0.5      an ablation; it has a folder of its own under out/
+    python train_lm.py --split 8                           smaller experts: 64 of them, capacity to match
+    python train_lm.py --table 1 --seeds 3                 every row of a table, beside the paper's numbers
+    python train_lm.py --eval_only true --eval_threshold 0.5                  a trained model, routed otherwise
+    torchrun --nproc_per_node 8 train_lm.py --preset openwebtext-323M         the paper's size, on 8 GPUs
     torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint HOST:29500 train_lm.py --preset ...
-    python train_lm.py --table 1                               every row of a table, beside the paper's numbers
-    python train_lm.py --router switch --eval_only true --eval_capacity_factor 0.5     a trained model, routed otherwise
 
 Prints, at every evaluation, bits per byte and perplexity, and how each MoE layer routes; in the end the test perplexity
 under the evaluation's capacity limit (the paper's protocol) and without one, and a sample. A run is kept in
 out/train_lm/NAME; the same command goes on where it stopped. `--help` lists every constant.
 """
 
-import math
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 
-import common
-import measures
-import parallel
-import runs
+from analysis import flops, measures
 from data import counting
 from data.batches import TokenData
-from model import GPT, ModelConfig, sizes
-from pretrained import fill, load_gpt2
+from engine import parallel, pretrained
+from engine.device import clear_errors, seed_all
+from engine.optim import adamw, cosine, cross_entropy, set_learning_rate
+from engine.run import Run, newest, read_json
+from engine.table import Table, carry_out, start
+from model import GPT
+from routers import ROUTERS
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Constants: change one here, or give --name value
 
 
 @dataclass
-class Config(ModelConfig):
+class Config:
     preset: str = "demo"  # demo, small, or wikitext103 / openwebtext at -124M, -323M or -556M
     table: int | None = None  # run every row of XMoE's table 1 or 2 at the preset's scale
     seeds: int = 1  # repeat with so many seeds; give mean and deviation
     data: str = "pydocs"  # a corpus under data/prepared, or the folder of a prepared one
-    frequency_bias: bool = True  # the output has a bias, which starts at the log frequencies of the training tokens
-    router_init_std: float | None = 0.1  # of the normal that a router's weights start from; None: init_std
     seed: int = 0  # of weights, data order and dropout
+    # the model
+    n_layer: int = 4  # blocks
+    n_head: int = 4  # H
+    n_embd: int = 128  # D
+    ffn_size: int = 512  # inner width of a dense FFN
+    block_size: int = 256  # T, the longest sequence
+    dropout: float = 0.0  # after embeddings, attention weights, attention and FFN
+    init_std: float = 0.03  # of the normal that weights start from
+    frequency_bias: bool = True  # the output has a bias, which starts at the log frequencies of the training tokens
+    # its experts
+    router: str = "threshold"  # dense, or a name in routers.ROUTERS
+    score: Literal["dot", "hypersphere"] | None = None  # how well a token fits an expert; None: the router's
+    gate: Literal["softmax", "sigmoid"] | None = None  # the weight of a chosen expert; None: the router's
+    moe_every: int = 2  # every so many blocks have experts in place of their FFN
+    expert_ffns: int = 8  # a sparse layer has as many parameters as so many FFNs
+    split: int | None = None  # parts of an FFN's width: expert_ffns * split experts; None: the router's (eq. 6)
+    capacity: float = 1.0  # work of the experts, in dense FFNs; the paper's gamma is capacity * split
+    eval_capacity: float | None = None  # at test; None: the same
+    threshold: float = 0.9  # t, the probability that the chosen experts must reach together (eq. 5)
+    eval_threshold: float | None = None  # at test; None: the same
+    routing_dim: int | None = None  # d_e, what the router projects to; 0: nothing; None: on a hypersphere E / 2
+    init_temperature: float | None = None  # tau_0 of a hypersphere; None: the gate's
+    router_std: float = 0.1  # of the normal that a router's weights start from
+    balance_coef: float = 0.01  # alpha, the weight of the balance loss (eq. 8)
+    # training
     steps: int = 1400  # optimizer steps
     batch_tokens: int = 1024  # tokens of a step, over all processes and micro-batches
     micro_tokens: int = 1024  # tokens of one forward pass; under a capacity limit it changes the numbers
     learning_rate: float = 3e-3  # peak
     min_learning_rate: float = 3e-5  # where the cosine ends
-    router_lr: float = 1.0  # routers learn at so many times the rate of the rest
     warmup: float = 0.1  # share of the steps
     beta1: float = 0.9  # Adam
     beta2: float = 0.999  # Adam; in small batches a token is rare: its gradient must be remembered
     eps: float = 1e-8  # Adam
     weight_decay: float = 0.1  # of matrices and embeddings
     grad_clip: float = 1.0  # largest norm of the gradient; 0 for no limit
-    balance_coef: float = 0.01  # alpha, the weight of the balance loss
     eval_every: int = 350  # steps from one evaluation and checkpoint to the next
     eval_tokens: int = 32768  # validation tokens of each
     log_every: int = 10  # steps from one look at the loss to the next
-    prompt: str = ""  # what the final sample goes on from
-    sample_tokens: int = 120  # length of the final sample
+    # a sample of the trained model
+    prompt: str = ""  # what it goes on from
+    sample_tokens: int = 120  # its length
     sample_temperature: float = 0.8  # what its logits are divided by
     sample_top_k: int = 50  # it is drawn from so many tokens
+    # where and how
     out_dir: str = "out/train_lm"  # where runs are kept
     device: str = "auto"  # cuda, mps or cpu
-    dtype: Literal["auto", "bfloat16", "float16", "float32", "float64"] = "auto"  # auto: bfloat16 where it is fast
-    expert_parallel: int = 1  # processes that share out the experts of one model, see parallel.py
+    dtype: Literal["auto", "bfloat16", "float32", "float64"] = "auto"  # auto: bfloat16 where it is fast
+    expert_parallel: int = 1  # processes that share out the experts of one model, see engine/parallel.py
     shard: bool = False  # weights and their state lie in pieces over all processes (FSDP2)
     compile: bool = False  # torch.compile
     resume: bool = True  # go on from the run's newest checkpoint; false: start again
     eval_only: bool = False  # no training: evaluate the run's checkpoint, or --init_from
     init_from: str | None = None  # folder of a GPT-2 checkpoint in Hugging Face's format (router dense)
 
-    # Constants of other models: as a ClassVar a constant is no option of this script.
-    moe_after: ClassVar = ()
-    relative_bias: ClassVar = False
-    decoder_layers: ClassVar = 0
-    decoder_moe: ClassVar = True
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.init_from and (self.router != "dense" or self.frequency_bias):
-            raise ValueError("--init_from loads GPT-2: give --router dense --frequency_bias false")
-
     @property
-    def not_identity(self) -> set[str]:
-        """Constants that do not make another run: evaluating a trained model under another t or gamma, say."""
-        at_test = {"eval_threshold", "eval_capacity_factor"} if self.eval_only else set()
+    def where(self) -> set[str]:
+        """Constants that make no other run: evaluating a trained model under another t or capacity, say."""
+        at_test = {"eval_threshold", "eval_capacity"} if self.eval_only else set()
         return at_test | {"eval_only", "prompt", "sample_tokens", "sample_temperature", "sample_top_k"}
 
 
-# Half an hour on one core.
-SMALL = dict(n_embd=256, ffn_size=1024, dropout=0.1, steps=5000, eval_every=1000)
+# XMoE 4.1 and 4.2; 256 sequences of 1,024 tokens a step, in micro-batches of 16, are the authors' runs'.
+PAPER = dict(
+    n_layer=12,
+    block_size=1024,
+    dropout=0.1,
+    init_std=0.014,
+    frequency_bias=False,
+    router_std=0.014,
+    batch_tokens=256 * 1024,
+    micro_tokens=16 * 1024,
+    learning_rate=4.5e-4,
+    min_learning_rate=4.5e-6,
+    beta2=0.95,
+    eval_every=500,
+    eval_tokens=1 << 20,
+)
+BASE = PAPER | dict(n_head=12, n_embd=768, ffn_size=3072)
+WIDE = PAPER | dict(n_head=16, n_embd=1024, ffn_size=4096)
+PRESETS = {
+    "demo": {},
+    "small": dict(n_embd=256, ffn_size=1024, dropout=0.1, steps=5000, eval_every=1000),  # half an hour on one core
+    "wikitext103-124M": BASE | dict(data="wikitext103", steps=4_000, router="dense"),
+    "wikitext103-323M": BASE | dict(data="wikitext103", steps=4_000),
+    "wikitext103-556M": WIDE | dict(data="wikitext103", steps=4_000),
+    "openwebtext-124M": BASE | dict(data="openwebtext", steps=60_000, router="dense"),
+    "openwebtext-323M": BASE | dict(data="openwebtext", steps=60_000),
+    "openwebtext-556M": WIDE | dict(data="openwebtext", steps=60_000),
+}
 
-# XMoE 4.1-4.2; 256 sequences of 1,024 tokens a step, in micro-batches of 16, are the authors' runs'.
-PAPER = dict(vocab_size=50257, block_size=1024, n_layer=12, dropout=0.1, learning_rate=4.5e-4, min_learning_rate=4.5e-6)
-PAPER |= dict(beta2=0.95, init_std=0.014, router_init_std=None, frequency_bias=False)
-PAPER |= dict(batch_tokens=256 * 1024, micro_tokens=16 * 1024, eval_every=500, eval_tokens=1 << 20)
-WIDTH768 = dict(n_head=12, n_embd=768, ffn_size=3072)
-WIDTH1024 = dict(n_head=16, n_embd=1024, ffn_size=4096)
-PRESETS = {"demo": {}, "small": SMALL}
-for name, steps in {"wikitext103": 4_000, "openwebtext": 60_000}.items():
-    corpus = PAPER | dict(data=name, steps=steps)
-    PRESETS[f"{name}-124M"] = corpus | WIDTH768 | dict(router="dense")
-    PRESETS[f"{name}-323M"] = corpus | WIDTH768
-    PRESETS[f"{name}-556M"] = corpus | WIDTH1024
+# ---------------------------------------------------------------------------------------------------------------------
+# Tables: rows, and the paper's test perplexity on OpenWebText and WikiText-103
 
-# Rows of the tables: what to change, and the paper's test perplexity on OpenWebText and WikiText-103. `split` is the
-# number of experts that an FFN's width is divided into: 8 x 3072, 16 x 1536, 32 x 768, 64 x 384.
 TABLE1 = [  # method, router, split, at 323M, at 556M
-    ("dense", "dense", 1, (22.61, 22.24), ("", "")),  # 124M; the paper has no dense model of the 556M rows' width
-    ("Switch", "switch", 1, (20.11, 20.60), (19.17, 19.72)),
-    ("Hash", "hash", 1, (21.27, 21.63), (20.25, 22.01)),
-    ("BASE", "base", 1, (20.49, 21.13), (19.72, 21.03)),
-    ("top-2", "topk", 2, (19.81, 20.24), (18.94, 19.47)),
-    ("top-4", "topk", 4, (19.75, 20.14), (18.94, 19.36)),
-    ("top-8", "topk", 8, (19.79, 20.10), (18.99, 19.15)),
-    ("XMoE", "threshold", 2, (19.57, 20.16), (18.72, 19.41)),
-    ("XMoE", "threshold", 4, (19.49, 20.00), (18.68, 19.26)),
-    ("XMoE", "threshold", 8, (19.46, 19.97), (18.72, 19.10)),
+    ("dense", "dense", 1, ("22.61", "22.24"), ("", "")),  # 124M; the paper has no dense model as wide as 556M's
+    ("Switch", "switch", 1, ("20.11", "20.60"), ("19.17", "19.72")),
+    ("Hash", "hash", 1, ("21.27", "21.63"), ("20.25", "22.01")),
+    ("BASE", "base", 1, ("20.49", "21.13"), ("19.72", "21.03")),
+    ("top-2", "topk", 2, ("19.81", "20.24"), ("18.94", "19.47")),
+    ("top-4", "topk", 4, ("19.75", "20.14"), ("18.94", "19.36")),
+    ("top-8", "topk", 8, ("19.79", "20.10"), ("18.99", "19.15")),
+    ("XMoE", "threshold", 2, ("19.57", "20.16"), ("18.72", "19.41")),
+    ("XMoE", "threshold", 4, ("19.49", "20.00"), ("18.68", "19.26")),
+    ("XMoE", "threshold", 8, ("19.46", "19.97"), ("18.72", "19.10")),
 ]
 TABLE2 = [  # experts, FLOPs at test
-    (8, 1.00, 22.89, 21.93),
-    (8, 0.75, 22.89, 21.93),
-    (8, 0.50, 22.90, 21.93),
-    (8, 0.25, 23.07, 21.97),
-    (16, 1.00, 22.94, 21.92),
-    (16, 0.75, 22.97, 21.92),
-    (16, 0.50, 23.02, 21.92),
-    (16, 0.25, 23.27, 21.93),
+    (8, 1.00, "22.89", "21.93"),
+    (8, 0.75, "22.89", "21.93"),
+    (8, 0.50, "22.90", "21.93"),
+    (8, 0.25, "23.07", "21.97"),
+    (16, 1.00, "22.94", "21.92"),
+    (16, 0.75, "22.97", "21.92"),
+    (16, 0.50, "23.02", "21.92"),
+    (16, 0.25, "23.27", "21.93"),
 ]
 
 
-def two_places(numbers: tuple) -> list[str]:
-    return [f"{number:.2f}" if number else "" for number in numbers]
-
-
-def table1(base: Config) -> runs.Table:
+def table1(base: Config) -> Table:
     """Every router, with the same parameters and the same FLOPs."""
     rows = []
     for method, router, split, at_323M, at_556M in TABLE1:
-        size, change = base.ffn_size // split, {"router": router}
-        experts = f"1 x {size}" if router == "dense" else f"{base.expert_ffns * split} x {size}"
-        if router != "dense" and size != sizes(replace(base, router=router)).expert_size:
-            change["expert_size"] = size
+        change = {"router": router}
+        if router != "dense" and split != ROUTERS[router].split:
+            change["split"] = split
+        experts = 1 if router == "dense" else base.expert_ffns * split
         paper = at_556M if base.preset.endswith("556M") else at_323M
-        rows.append(((method, experts, *two_places(paper)), change))
+        rows.append(((method, f"{experts} x {base.ffn_size // split}", *paper), change))
     title = "XMoE table 1: test perplexity of every router at equal FLOPs"
-    return runs.Table(title, ("method", "experts", "paper, OWT", "paper, WT103"), rows)
+    return Table(title, ("method", "experts", "paper, OWT", "paper, WT103"), rows)
 
 
-def table2(base: Config) -> runs.Table:
-    """A dense model trained as experts in all blocks (t = 1, no drop).
-
-    At test gamma is FLOPs x E and, below 1.00x, t is 0.9.
-    """
-    rows = [(("dense", "", "1.00x", *two_places(TABLE1[0][3])), {"router": "dense"})]
-    for experts, flops, *paper in TABLE2:
-        change = {"router": "threshold", "moe_every": 1, "threshold": 1.0}
-        change |= {"num_experts": experts, "expert_size": base.ffn_size // experts, "capacity_factor": float(experts)}
-        if flops < 1:
-            change |= {"eval_only": True, "eval_threshold": 0.9, "eval_capacity_factor": flops * experts}
-        rows.append((("XMoE", f"{experts} x {base.ffn_size // experts}", f"{flops:.2f}x", *two_places(paper)), change))
+def table2(base: Config) -> Table:
+    """A dense model whose FFNs are split into experts: t = 1, no drop. With fewer FLOPs at test t is 0.9."""
+    rows = [(("dense", "", "1.00x", *TABLE1[0][3]), {"router": "dense"})]
+    for experts, work, *paper in TABLE2:
+        change = dict(router="threshold", moe_every=1, threshold=1.0, expert_ffns=1, split=experts)
+        if work < 1:
+            change |= dict(eval_only=True, eval_threshold=0.9, eval_capacity=work)
+        rows.append((("XMoE", f"{experts} x {base.ffn_size // experts}", f"{work:.2f}x", *paper), change))
     title = "XMoE table 2: test perplexity of dense models split into experts, with fewer FLOPs at test"
-    return runs.Table(title, ("method", "experts", "FLOPs", "paper, OWT", "paper, WT103"), rows)
+    return Table(title, ("method", "experts", "FLOPs", "paper, OWT", "paper, WT103"), rows)
 
 
+TABLES = {1: table1, 2: table2}
 ROUTING = {"wanted": ".2f", "served": ".2f", "cut": ".1%", "unserved": ".2%"}
 
 
@@ -182,8 +202,6 @@ def cells(result: dict) -> dict:
     return found
 
 
-TABLES = {1: table1, 2: table2}
-
 # ---------------------------------------------------------------------------------------------------------------------
 # One run
 
@@ -198,7 +216,7 @@ def evaluate(model: GPT, data: TokenData, split: str, context, max_tokens: int |
         x, y = context.send_all(x, y)
         with context.autocast():
             logits, balance = model(x)
-            loss = common.cross_entropy(logits.flatten(0, 1), y.flatten())
+            loss = cross_entropy(logits.flatten(0, 1), y.flatten())
         sums += torch.tensor([float(loss), float(balance), 1.0], dtype=torch.float64) * y.numel()
     loss, balance, tokens = context.sum(sums).tolist()
     model.train()
@@ -212,6 +230,136 @@ def evaluate(model: GPT, data: TokenData, split: str, context, max_tokens: int |
         "tokens": int(tokens),
         "layers": [watch.finish(context.sum) for watch in watches],
     }
+
+
+def train(config: Config, context) -> dict:
+    """Trains (or goes on training) a language model -> its result, which is also in result.json."""
+    if config.eval_only:
+        config = replace(config, resume=True)  # nothing is trained that could start again
+    with clear_errors():
+        data = TokenData.open(config.data, config, context)
+        data.tokenizer.encode_batch([config.prompt.encode().decode()])  # what cannot be read is refused now
+        run = Run(config, PRESETS, context, data)
+    if config.eval_only or run.result and run.result["sample_of"] != sample_of(config):
+        return evaluate_run(config, run, data, context)
+    if run.result:
+        return run.result
+    with clear_errors():
+        model = build(config, data, context)
+        counts = describe_size(run, model, data)
+        forward = parallel.wrap(model, config, context)
+        optimizer = adamw(model, config)
+        bits_per_byte = measures.bits_per_byte(1.0, data.meta["splits"]["train"])
+        run.resume(model, optimizer, counts["flops"]["total"], bits_per_byte)
+    for step in run.steps():
+        peak, floor = config.learning_rate, config.min_learning_rate
+        set_learning_rate(optimizer, cosine(step, config.steps, config.warmup, peak, floor))
+        for micro in run.micros:
+            seed_all(config.seed, 1 + step, micro)  # all that is random: so a resumed run is the same run
+            forward.require_backward_grad_sync = micro == run.micros[-1]  # processes exchange gradients once
+            x, y = context.send_all(*data.batch("train", step, micro))
+            with context.autocast():
+                logits, balance = forward(x)
+                loss = cross_entropy(logits.flatten(0, 1), y.flatten())
+            ((loss + config.balance_coef * balance) / len(run.micros)).backward()
+            run.add(loss, tokens=x.numel())
+        parallel.clip_grad_norm_(model, config.grad_clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        model.after_step()  # restores what a router keeps fixed: a hypersphere its norms, the others nothing
+        if run.due(step + 1):
+            scores = evaluate(parallel.whole(model), data, "valid", context, config.eval_tokens)
+            run.save(step + 1, scores, scores["loss"], f"valid {describe(scores)}")
+    model = parallel.whole(model)
+    scores = test(model, data, context) | counts
+    if model.moe_layers and model.moe_layers[-1].router.most is None and not model.sees_later:
+        batches = [x for x, _ in data.eval_batches("test", 1 << 16)]
+        for name, tokens in zip(("easy", "hard"), measures.easy_and_hard(model, batches, context)):
+            scores[name] = [data.tokenizer.decode([token]) for token in tokens]
+    return run.finish(scores | sample(config, model, data, context))
+
+
+def build(config: Config, data: TokenData, context) -> GPT:
+    """The model drawn from the seed, or of `--init_from`."""
+    if config.init_from and (config.router != "dense" or config.frequency_bias):
+        raise ValueError("--init_from loads GPT-2: give --router dense --frequency_bias false")
+    seed_all(config.seed)
+    model = context.place(GPT(config, data.vocab_size))
+    if config.frequency_bias:
+        model.bias.data.copy_(data.log_frequencies())
+    if config.init_from:
+        pretrained.fill(model, *pretrained.load_gpt2(config.init_from), config.init_from)
+    return model
+
+
+def describe_size(run: Run, model: GPT, data: TokenData) -> dict:
+    """Prints, and returns, the model's size and its work, and what counting reaches on the same text."""
+    config = model.config
+    parameters = flops.count_parameters(model)
+    work = flops.flops_per_token(model, config, head=2 * config.n_embd * model.vocab_size)
+    run.context.say(
+        f"{run.name}: {parameters['total']:,} parameters, {parameters['active']:,.0f} active a token; "
+        f"{work['total'] / 1e6:.1f} MFLOPs a token forward, {work['moe'] / 1e6:.1f} of them in MoE layers"
+    )
+    if model.moe_layers:
+        run.context.say("healthy routing: few tokens unserved, load imbalance near 1, entropy well above 0")
+    counted = counting.text_losses(data, config.steps)
+    counted = {name: measures.bits_per_byte(loss, data.meta["splits"]["test"]) for name, loss in counted.items()}
+    run.context.say(describe_counting(counted))
+    return {"parameters": parameters, "flops": work, "counting": counted}
+
+
+def test(model: GPT, data: TokenData, context) -> dict:
+    """Test perplexity at the evaluation's capacity (the paper's protocol), and without a limit."""
+    scores = evaluate(model, data, "test", context)
+    if not model.limited_at_test:
+        return {"test": scores, "test_no_limit": scores}
+    with model.no_limit():
+        return {"test": scores, "test_no_limit": evaluate(model, data, "test", context)}
+
+
+def evaluate_run(config: Config, run: Run, data: TokenData, context) -> dict:
+    """Tests a trained model (or `--init_from`), routed as the eval_ constants say; kept beside the run."""
+    with clear_errors():
+        _, checkpoint = newest(run.folder)
+        if not checkpoint and not config.init_from:
+            raise ValueError(f"{run.folder} has no checkpoint: train first, with the same constants but eval_ ones")
+        model = build(config, data, context)
+    if checkpoint:
+        model.load_state_dict(checkpoint["model"])
+    file = f"eval-t={config.eval_threshold}-capacity={config.eval_capacity}.json"
+    key = {"name": run.name, "step": checkpoint.get("step", 0)}
+    result = read_json(run.folder / file)
+    if not key.items() <= result.items():
+        result = key | test(model, data, context) | {"parameters": flops.count_parameters(model)}
+        run.write(file, result)
+    return result | sample(config, model, data, context)
+
+
+def sample(config: Config, model: GPT, data: TokenData, context) -> dict:
+    """What the model writes after the prompt, without a capacity limit, and how many experts served a token."""
+    if model.sees_later or context.rank > 0:
+        return {"sample_of": sample_of(config)}
+    seed_all(config.seed)
+    prompt = data.tokenizer.encode_batch([config.prompt])[0]
+    ids = torch.tensor([[data.tokenizer.eot, *prompt]], device=context.device)
+    with context.autocast():
+        ids = model.generate(ids, config.sample_tokens, config.sample_temperature, config.sample_top_k)
+        watches = [measures.RoutingStats(moe) for moe in model.moe_layers]  # of each token once
+        with torch.no_grad(), model.no_limit():
+            model.eval().hidden(ids[:, -config.block_size :])
+    served = [watch.finish()["served"] for watch in watches]
+    text = data.tokenizer.decode(ids[0, 1:].tolist())
+    return {"sample": text, "sample_served": served, "sample_of": sample_of(config)}
+
+
+def sample_of(config: Config) -> list:
+    """What a sample is made of, beside the model."""
+    return [config.prompt, config.sample_tokens, config.sample_temperature, config.sample_top_k]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Words
 
 
 def describe(scores: dict) -> str:
@@ -232,139 +380,15 @@ def describe_counting(found: dict[str, float]) -> str:
     )
 
 
-def build(config: Config, data: TokenData, checkpoint: dict | None, context) -> GPT:
-    """The model of a checkpoint, of `--init_from`, or drawn from the seed."""
-    common.seed_all(config.seed)
-    model = common.place(GPT(config), context)  # first, so that float64 loads as float64
-    if config.frequency_bias:
-        model.bias.data.copy_(data.log_frequencies())
-    if checkpoint:
-        model.load_state_dict(checkpoint["model"])
-    elif config.init_from:
-        arguments, weights = load_gpt2(config.init_from)
-        fill(model, arguments, weights, config.init_from)
-    return model
-
-
-def train(config: Config, context) -> dict:
-    """Trains (or goes on training) a language model -> its result, which is also in result.json."""
-    if config.eval_only:
-        config = replace(config, resume=True)  # nothing is trained that could start again
-    with common.clear_errors():
-        data = TokenData.open(config.data, config, context)
-        data.tokenizer.encode_batch([config.prompt.encode().decode()])  # what cannot be read is refused now
-        run = runs.Run(config, PRESETS, context, data)
-    other_sample = run.result.get("sample_of", sample_of(config)) != sample_of(config)
-    if config.eval_only or other_sample:
-        return evaluate_run(config, run, data, context)
-    if run.result:
-        return run.result
-    with common.clear_errors():
-        model = build(runs.with_vocabulary(config, data), data, run.checkpoint, context)
-    parameters = measures.count_parameters(model)
-    flops = measures.flops_per_token(model, config, head=2 * config.n_embd * data.vocab_size)
-    run.say(
-        f"{run.name}: {parameters['total']:,} parameters, {parameters['active']:,.0f} active a token; "
-        f"{flops['total'] / 1e6:.1f} MFLOPs a token forward, {flops['moe'] / 1e6:.1f} of them in MoE layers"
-    )
-    if model.moe_layers:
-        run.say("healthy routing: few tokens unserved, load imbalance near 1, entropy well above 0")
-    counted = counting.text_losses(data, config.steps)
-    counts = data.meta["splits"]
-    counted = {name: measures.bits_per_byte(loss, counts["test"]) for name, loss in counted.items()}
-    run.say(describe_counting(counted))
-    parallel.split(model, config, context)
-    optimizer = common.adamw(model, config)
-    forward = run.begin(model, optimizer, flops["total"], measures.bits_per_byte(1.0, counts["train"]))
-    for step in run.steps():
-        peak, floor = config.learning_rate, config.min_learning_rate
-        common.set_learning_rate(optimizer, common.cosine(step, config.steps, config.warmup, peak, floor))
-        for micro in run.micros(step):
-            x, y = context.send_all(*data.batch("train", step, micro))
-            with context.autocast():
-                logits, balance = forward(x)
-                loss = common.cross_entropy(logits.flatten(0, 1), y.flatten())
-            run.backward(loss + config.balance_coef * balance, shown=loss, tokens=x.numel())
-        run.update()
-        model.after_step()  # restores what a router keeps fixed: a hypersphere its norms, the others nothing
-        if run.end_step(step):
-            scores = evaluate(run.whole(), data, "valid", context, config.eval_tokens)
-            run.save(step, scores, scores["loss"], f"valid {describe(scores)}")
-    model = run.whole()
-    scores = test(model, data, context) | {"counting": counted}
-    if model.moe_layers and model.moe_layers[-1].router.select == "threshold":
-        batches = [x for x, _ in data.eval_batches("test", 1 << 16)]
-        for name, tokens in zip(("easy", "hard"), measures.easy_and_hard(model, batches, context)):
-            scores[name] = [data.tokenizer.decode([token]) for token in tokens]
-    scores |= {"parameters": parameters, "flops": flops}
-    try:
-        scores |= sample(config, model, data, context)
-    except Exception:  # it costs nobody the result
-        run.finish(scores)
-        raise
-    return run.finish(scores)
-
-
-def test(model: GPT, data: TokenData, context) -> dict:
-    """Test perplexity at the evaluation gamma (the paper's protocol), and without a limit."""
-    scores = evaluate(model, data, "test", context)
-    if not model.limited_at_test:
-        return {"test": scores, "test_no_limit": scores}
-    with model.no_limit():
-        return {"test": scores, "test_no_limit": evaluate(model, data, "test", context)}
-
-
-def evaluate_run(config: Config, run: runs.Run, data: TokenData, context) -> dict:
-    """Tests a trained model (or `--init_from`), routed as the eval_ constants say; kept beside the run."""
-    with common.clear_errors():
-        checkpoint = run.checkpoint
-        if not checkpoint:  # a finished run has not loaded one
-            _, checkpoint = runs.newest(run.folder, refuse=run.refuse)
-        if not checkpoint and not config.init_from:
-            raise ValueError(f"{run.folder} has no checkpoint: train first, with the same constants but eval_ ones")
-        model = build(runs.with_vocabulary(config, data), data, checkpoint, context)
-    gamma = sizes(config).eval_capacity_factor if model.moe_layers else math.inf
-    file = f"eval-t={config.eval_threshold}-gamma={gamma}.json"
-    key = {"name": run.name, "data": data.checksum, "step": checkpoint.get("step", 0)}
-    result = runs.read_result(run.folder / file)
-    if not key.items() <= result.items():
-        result = key | test(model, data, context) | {"parameters": measures.count_parameters(model)}
-        result["sha256"] = runs.digest(result)
-        run.write(file, result)
-    return result | sample(config, model, data, context)
-
-
-def sample(config: Config, model: GPT, data: TokenData, context) -> dict:
-    """What the model writes after the prompt, without a capacity limit, and how many experts served a token."""
-    if model.sees_later or context.rank > 0:
-        return {}
-    common.seed_all(config.seed)
-    prompt = data.tokenizer.encode_batch([config.prompt])[0]
-    ids = torch.tensor([[data.tokenizer.eot, *prompt]], device=context.device)
-    with context.autocast():
-        ids = model.generate(ids, config.sample_tokens, config.sample_temperature, config.sample_top_k)
-        watches = [measures.RoutingStats(moe) for moe in model.moe_layers]  # of each token once
-        with torch.no_grad(), model.no_limit():
-            model.eval().hidden(ids[:, -config.block_size :])
-    served = [watch.finish()["served"] for watch in watches]
-    text = data.tokenizer.decode(ids[0, 1:].tolist())
-    return {"sample": text, "sample_served": served, "sample_of": sample_of(config)}
-
-
-def sample_of(config: Config) -> list:
-    """What a sample is made of, beside the model."""
-    return [config.prompt, config.sample_tokens, config.sample_temperature, config.sample_top_k]
-
-
-def shown(token: str) -> str:
-    """A token in one line, without the space before it."""
-    return repr(token.removeprefix(" "))[1:-1]
+def shown(tokens: list[str]) -> str:
+    """Tokens in one line, without the space before each."""
+    return " ".join(repr(token.removeprefix(" "))[1:-1] for token in tokens)
 
 
 def report(config: Config, result: dict) -> str:
     """A finished result in words."""
-    chooses = config.router != "dense" and sizes(config).select == "expert_choice"
-    note = " (not causal: experts choose among later tokens too)" if chooses else ""
+    sees_later = config.router != "dense" and ROUTERS[config.router].sees_later
+    note = " (not causal: experts choose among later tokens too)" if sees_later else ""
     limited = result["test_no_limit"] != result["test"]
     text = f"\n{result['name']}, test{note}\n{'under the limit: ' * limited}{describe(result['test'])}"
     if limited:
@@ -372,8 +396,8 @@ def report(config: Config, result: dict) -> str:
     if "counting" in result:
         text += f"\n{describe_counting(result['counting'])}"
     if "easy" in result:
-        easy, hard = (" ".join(map(shown, result[name])) for name in ("easy", "hard"))
-        text += f"\nfew experts of the last MoE layer are wanted by: {easy}\nmany by: {hard}"
+        text += f"\nfew experts of the last MoE layer are wanted by: {shown(result['easy'])}"
+        text += f"\nmany by: {shown(result['hard'])}"
     if "sample" in result:
         served = ", ".join(f"{n:.1f}" for n in result["sample_served"])
         text += f"\n\nsample{f' ({served} experts served per token)' if served else ''}:\n{result['sample']}"
@@ -381,8 +405,8 @@ def report(config: Config, result: dict) -> str:
 
 
 def main():
-    config, context = runs.start(Config, PRESETS)
-    runs.carry_out(config, PRESETS, context, TABLES, train, report, cells)
+    config, context = start(Config, PRESETS)
+    carry_out(config, PRESETS, context, TABLES, train, report, cells)
 
 
 if __name__ == "__main__":

@@ -7,17 +7,16 @@ A run of train_lm.py is a GPT, of train_mlm.py or train_electra.py an Encoder (w
 discriminator), of train_mt.py a Translator.
 """
 
-import dataclasses
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
 
 from data.tokenizers import XLMR, Tokenizer, load_tokenizer
-from model import GPT, PAD, Encoder, ModelConfig
-from runs import newest, read_json
-from translator import Translator
+from engine.run import newest, read_json
+from model import GPT, PAD, Encoder, Translator
 
 MODELS = {"GPT": GPT, "MaskedLM": Encoder, "Electra": Encoder, "Translator": Translator}  # trained, and loaded
 # Of a run: the translator that was best, or else the newest checkpoint and the one before it.
@@ -28,7 +27,7 @@ HUGGING_FACE = "model.safetensors", "pytorch_model.bin"
 def load(path: str | Path, **changes) -> tuple[nn.Module, Tokenizer | None]:
     """The model of a folder, on the CPU and in evaluation mode, and its tokenizer, None if the folder holds none.
 
-    changes: constants of `ModelConfig` that are to be others, such as dropout where it is to be trained again.
+    changes: constants that are to be others, such as dropout where it is to be trained again.
     Raises OSError or ValueError, in one line, for a folder that holds no model, or a damaged one.
     """
     folder = Path(path)
@@ -57,23 +56,21 @@ def load_encoder(path: str | Path, **changes) -> tuple[Encoder, XLMR]:
 def load_run(folder: Path, state: dict, changes: dict) -> tuple[nn.Module, Tokenizer]:
     if state.get("class") not in MODELS:
         raise ValueError(f"{folder} holds checkpoints of something else")
-    kind = MODELS[state["class"]]
-    known = {field.name for field in dataclasses.fields(ModelConfig)}
-    arguments = {name: state["arguments"][name] for name in known & state["arguments"].keys()} | changes
-    model, weights = make(kind, arguments, folder), state["model"]
+    kind, weights = MODELS[state["class"]], state["model"]
+    model = make(kind, state["constants"] | changes, state["vocab_size"], folder)
     if kind is Encoder:
         weights = under("encoder.", weights)
     tokenizer = load_tokenizer(folder)
-    if tokenizer.sha256 != state["tokenizer"]:
+    if tokenizer.sha256 != state["identity"]["tokenizer_checksum"]:
         raise ValueError(f"{folder} was trained with another vocabulary than the tokenizer in it")
-    return fill(model, arguments, weights, folder).eval(), tokenizer
+    return fill(model, {}, weights, folder).eval(), tokenizer
 
 
-def make(kind: type[nn.Module], arguments: dict, path: Path) -> nn.Module:
+def make(kind: type[nn.Module], constants: dict, V: int, path: Path) -> nn.Module:
     """The model that a file describes, with new weights. ValueError where there can be no such model."""
     try:
-        return kind(ModelConfig(**arguments))
-    except (ValueError, TypeError, KeyError, RuntimeError, OverflowError) as error:
+        return kind(SimpleNamespace(**constants), V)
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, OverflowError) as error:
         raise ValueError(f"{path} describes no model: {textwrap.shorten(str(error), 300)}") from error
 
 
@@ -86,10 +83,10 @@ def under(prefix: str, weights: dict[str, Tensor]) -> dict[str, Tensor]:
 def fill(model: nn.Module, arguments: dict, weights: dict[str, Tensor], path: str | Path) -> nn.Module:
     """The model with all its weights; others are left out. ValueError where they are of another model.
 
-    arguments: those of the `ModelConfig` that the weights are for.
+    arguments: the constants that the weights are for.
     """
     for name, value in arguments.items():
-        ours = getattr(model.config, name)
+        ours = model.vocab_size if name == "vocab_size" else getattr(model.config, name)
         if ours != value:
             raise ValueError(f"{path} has {name} {value}, not {ours}")
     try:
@@ -104,6 +101,7 @@ def fill(model: nn.Module, arguments: dict, weights: dict[str, Tensor], path: st
 # Hugging Face's format. Of each kind of model: what our constants are called there; what model.py has no other value
 # for; and parts of the names of tensors, theirs and ours, in the order in which they are replaced.
 
+DEFAULTS = dict(router="dense", dropout=0.0, init_std=0.02, frequency_bias=False, relative_bias=False)
 GPT2_SIZES = {"block_size": "n_positions"} | {name: name for name in ("vocab_size", "n_layer", "n_head", "n_embd")}
 GPT2_FIXED = {"model_type": "gpt2", "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5}
 GPT2_FIXED |= {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "tie_word_embeddings": True}
@@ -142,16 +140,17 @@ def load_hugging_face(folder: Path, changes: dict) -> tuple[nn.Module, Tokenizer
     """GPT-2, or the encoder of XLM-R, with its tokenizer where sentencepiece.bpe.model is there."""
     if read_config(folder).get("model_type") == "gpt2":
         arguments, weights = load_gpt2(folder)
-        return fill(make(GPT, arguments | changes, folder), arguments, weights, folder).eval(), None
+        model = make(GPT, DEFAULTS | arguments | changes, arguments["vocab_size"], folder)
+        return fill(model, arguments, weights, folder).eval(), None
     arguments, weights = load_xlmr(folder)
-    model = make(Encoder, {"router": "dense"} | arguments | changes, folder)
+    model = make(Encoder, DEFAULTS | arguments | changes, arguments["vocab_size"], folder)
     fill(model, arguments, under("encoder.", weights), folder)
     pieces = folder / "sentencepiece.bpe.model"
     return model.eval(), load_tokenizer(pieces, kind="xlmr") if pieces.exists() else None
 
 
 def load_gpt2(folder: str | Path) -> tuple[dict, dict[str, Tensor]]:
-    """A GPT-2 checkpoint -> arguments of `ModelConfig`, weights of `GPT` for `fill`. ValueError for another model."""
+    """A GPT-2 checkpoint -> constants, weights of `GPT` for `fill`. ValueError for another model."""
     config = read_config(folder)
     arguments = arguments_of(folder, config, GPT2_SIZES, GPT2_FIXED)
     inner = {"n_inner": config.get("n_inner") or 4 * arguments["n_embd"]}
@@ -165,7 +164,7 @@ def load_gpt2(folder: str | Path) -> tuple[dict, dict[str, Tensor]]:
 
 
 def load_xlmr(folder: str | Path) -> tuple[dict, dict[str, Tensor]]:
-    """An XLM-R checkpoint -> (arguments of `ModelConfig` but the router, weights of `MaskedLM`, for `fill`, without a
+    """An XLM-R checkpoint -> (constants but the router, weights of `MaskedLM`, for `fill`, without a
     head if it has none). ValueError for another model.
     """
     arguments = arguments_of(folder, read_config(folder), XLMR_SIZES, XLMR_FIXED)
@@ -187,7 +186,7 @@ def read_config(folder: str | Path) -> dict:
 
 
 def arguments_of(folder: str | Path, config: dict, sizes: dict[str, str], fixed: dict) -> dict:
-    """Arguments of `ModelConfig` from a configuration. ValueError where model.py has no such model."""
+    """Constants from a configuration. ValueError where model.py has no such model."""
     for name, value in fixed.items():
         if config.get(name, value) != value:
             raise ValueError(f"{folder} has {name} {config[name]!s:.50}, not {value}: model.py has no such model")

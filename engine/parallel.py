@@ -23,53 +23,27 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from model import Block, EncoderLayer, MoE, Rows, add_rows, expert_capacity, may_ask, run_stack, sizes
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Cutting a model
 
 
 def check(config, context):
-    """ValueError where the processes or the experts cannot be shared out as the config says."""
-    N, W = config.expert_parallel, context.world
+    """Raises ValueError where the processes cannot be shared out as the config says."""
+    N, W = getattr(config, "expert_parallel", 1), context.world
     if W % N:
         raise ValueError(f"expert_parallel = {N} does not divide the number of processes, {W}")
-    if N > 1 and config.router != "dense" and sizes(config).num_experts % N:
-        raise ValueError(f"expert_parallel = {N} does not divide the number of experts, {sizes(config).num_experts}")
-    if (N > 1 or config.shard) and context.dtype == torch.float16:
-        raise ValueError("expert_parallel and shard do not go with float16, whose loss scale is each process's own")
-
-
-def split(model: nn.Module, config, context):
-    """Cuts a model, in place, as the config says: when its weights are loaded, and before it gets an optimizer.
-
-    Gradients that neither DDP nor FSDP sees to are marked by what `reduce` sums them over.
-    """
-    N, W = config.expert_parallel, context.world
-    if W == 1:
-        return
-    if N > 1:
-        mesh = make_mesh(context.device.type, N)
-        for moe in model.moe_layers:
-            moe.exchange = Exchange(mesh["expert"], config.micro_tokens)
-            for p in [*moe.layers.parameters(), *moe.ln_stack.parameters()]:
-                p.mesh, p.sum_over = mesh["expert"], mesh["replica"].get_group()
-                p.data = cut(p, p.data).clone()
-    if config.shard:
-        for moe in model.moe_layers:
-            for p in moe.router.parameters():  # small, and the hypersphere's temperature is a scalar
-                p.sum_over = dist.group.WORLD
-        alone = {p for p in model.parameters() if hasattr(p, "sum_over")}
-        options = {"mesh": make_mesh(context.device.type, 1)["replica"], "ignored_params": alone}
-        for module in reversed(list(model.modules())):  # those inside others come first
-            if isinstance(module, (Block, EncoderLayer, MoE)):
-                fully_shard(module, **options)
-        fully_shard(model, **options)
-        warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # nobody works in place on what a module returns
 
 
 def wrap(model: nn.Module, config, context) -> nn.Module:
-    """What to call in training: the model, compiled where the config says so, its gradients averaged over processes."""
+    """Cuts a model as the config says -> what to call in training, its gradients averaged over all processes.
+
+    To be called before the model gets an optimizer. Raises ValueError where the experts cannot be shared out.
+    """
+    N, shard = getattr(config, "expert_parallel", 1), getattr(config, "shard", False)
+    if context.world > 1 and N > 1:
+        share_experts(model, make_mesh(context.device.type, N), config.micro_tokens)
+    if context.world > 1 and shard:
+        shard_weights(model, make_mesh(context.device.type, 1)["replica"])
     forward = torch.compile(model) if config.compile else model
     if context.world == 1 or isinstance(model, FSDPModule):
         return forward
@@ -77,6 +51,33 @@ def wrap(model: nn.Module, config, context) -> nn.Module:
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(forward, others)
     devices = [context.device] if context.device.type == "cuda" else None
     return DistributedDataParallel(forward, device_ids=devices, broadcast_buffers=False)
+
+
+def share_experts(model: nn.Module, mesh: DeviceMesh, micro_tokens: int):
+    """Each process of a row of the mesh keeps its part of every layer's experts.
+
+    Gradients that neither DDP nor FSDP sees to are marked by what `clip_grad_norm_` sums them over.
+    """
+    N = mesh["expert"].size()
+    for moe in model.moe_layers:
+        E = moe.router.E
+        if E % N:
+            raise ValueError(f"expert_parallel = {N} does not divide the number of experts, {E}")
+        moe.exchange = Exchange(mesh["expert"], moe.room(micro_tokens, E // N))
+        for p in [*moe.experts.parameters(), *moe.norms.parameters()]:
+            p.mesh, p.sum_over = mesh["expert"], mesh["replica"].get_group()
+            p.data = cut(p, p.data).clone()
+
+
+def shard_weights(model: nn.Module, mesh: DeviceMesh):
+    """FSDP2. Routers stay whole: they are small, and the hypersphere's temperature is a scalar."""
+    for moe in model.moe_layers:
+        for p in moe.router.parameters():
+            p.sum_over = dist.group.WORLD
+    alone = {p for p in model.parameters() if hasattr(p, "sum_over")}
+    for module in [*model.parts, model]:
+        fully_shard(module, mesh=mesh, ignored_params=alone)
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # nobody works in place on what a module returns
 
 
 @functools.cache
@@ -91,67 +92,67 @@ def make_mesh(device: str, N: int) -> DeviceMesh:
 class Exchange:
     """Takes rows to the processes that have their experts, and what the experts make of them back.
 
-    All processes send each other equally many rows, the same number at every step, so that nobody has to ask how many
-    there are: R, the most that a micro-batch of `tokens` can have for the experts of one process. What is not filled
-    is 0, and no expert works on it. Under a capacity limit R is E / N times C; without one, a token may go to all that
-    a process has, or to the K that it chooses if they are fewer.
+    All processes send each other R rows, the same number at every step, so that nobody has to ask how many there are:
+    the most that a micro-batch can have for the experts of one process (`MoE.room`). Under a capacity limit R is E / N
+    times C; without one, a token may go to all that a process has, or to the K that it chooses if they are fewer. What
+    is not filled is 0, and no expert works on it.
     """
 
-    def __init__(self, mesh: DeviceMesh, tokens: int):
-        self.mesh, self.tokens = mesh, tokens
+    def __init__(self, mesh: DeviceMesh, R: int):
+        self.mesh, self.R = mesh, R
 
-    def __call__(self, moe: MoE, h: Tensor, rows: Rows) -> Tensor:
-        """h (S, D), of which `rows` are kept -> the weighted sum of the experts' outputs, (S, D), as `dispatch`."""
-        N, E = self.mesh.size(), len(rows.counts)
-        own = E // N
-        C = expert_capacity(self.tokens, E, moe.capacity_factor)
-        R = min(self.tokens * min(moe.router.max_choices, own), own * C)
-        if len(h) > self.tokens:
-            raise ValueError(f"{len(h)} tokens at once are more than micro_tokens = {self.tokens}")
-        x = h.index_select(0, rows.token)
-        if not moe.ln_stack and torch.is_autocast_enabled(h.device.type):
-            x = x.to(torch.get_autocast_dtype(h.device.type))  # the experts would do it
-        wanted = rows.counts.view(N, own)  # of each process: the rows for its experts
-        slot = self.slots(rows, wanted, R)  # (rows,)
+    def __call__(self, work, x: Tensor, rows) -> Tensor:
+        """x (rows, D), each for its expert -> work(x, rows), (rows, D), done where the experts are.
+
+        rows: model.Rows, of all E experts here and of a process's own there.
+        """
+        N, R = self.mesh.size(), self.R
+        wanted = rows.counts.view(N, -1)  # (N, E / N) of each process: the rows for its experts
+        slot = self.slots(rows, wanted)  # (rows,)
         sent = self.to_all(place(x, slot, N * R))  # (N * R, D), R from each process
-        mine = self.received(self.to_all(wanted.flatten()).view(N, own), R)
-        y = work(moe, sent.index_select(0, mine.token), mine)
+        mine = self.received(self.to_all(wanted.flatten()).view(N, -1), rows)
+        y = work(sent.index_select(0, mine.token), mine)
         y = self.to_all(place(y, mine.token, N * R))
-        y = y.index_select(0, slot.clamp(max=N * R - 1))  # a spare row has gate 0, whatever it reads
-        return add_rows(rows.gate.new_zeros(h.shape), rows, rows.gate * y)
+        return y.index_select(0, slot.clamp(max=N * R - 1))  # a spare row has gate 0, whatever it reads
 
     def to_all(self, x: Tensor) -> Tensor:
         """The n-th of N equal parts of x goes to the n-th process; -> what they sent here, in their order."""
         return all_to_all_single_autograd(x, None, None, self.mesh.get_group())
 
-    def slots(self, rows: Rows, wanted: Tensor, R: int) -> Tensor:
+    def slots(self, rows, wanted: Tensor) -> Tensor:
         """Where each row is in the buffer of N * R: with its process, in the order of experts. Spare ones: behind it.
 
         wanted: (N, E / N) rows of each process's experts.
         """
-        N, own = wanted.shape
+        (N, own), R = wanted.shape, self.R
         total = wanted.sum(dim=1)
         first = total.cumsum(0) - total  # the first row of each process
         process = rows.expert // own
         slot = process * R + torch.arange(len(process), device=process.device) - first[process]
         return slot if rows.used is None else torch.where(rows.used.squeeze(1), slot, N * R)
 
-    def received(self, counts: Tensor, R: int) -> Rows:
+    def received(self, counts: Tensor, rows):
         """counts (N, E / N), rows that each process sent for each expert here -> those rows, expert by expert.
 
         `token` is the place in the N * R rows that came. On a GPU all of them are listed, those that are empty last.
         """
-        N, own = counts.shape
+        (N, own), R = counts.shape, self.R
         lane = torch.arange(R, device=counts.device).expand(N, R).contiguous()
         expert = torch.searchsorted(counts.cumsum(dim=1), lane, right=True).flatten()  # (N * R,); E / N: empty
         order = expert.argsort(stable=True)
         used, total = None, counts.sum()
-        if may_ask(counts):
-            order = order[: int(total)]
-        else:
+        if counts.is_cuda:  # nobody asks it how many there are
             used = (torch.arange(N * R, device=counts.device) < total).unsqueeze(1)
+        else:
+            order = order[: int(total)]
         expert = expert[order].clamp(max=own - 1)
-        return Rows(order, expert, torch.ones_like(expert).unsqueeze(1), counts.sum(dim=0), used)
+        return rows._replace(
+            token=order,
+            expert=expert,
+            gate=torch.ones_like(expert).unsqueeze(1),
+            counts=counts.sum(dim=0),
+            used=used,
+        )
 
 
 def place(x: Tensor, slot: Tensor, size: int) -> Tensor:
@@ -159,24 +160,15 @@ def place(x: Tensor, slot: Tensor, size: int) -> Tensor:
     return x.new_zeros(size + 1, x.shape[1]).index_copy(0, slot, x)[:-1]
 
 
-def work(moe: MoE, x: Tensor, rows: Rows) -> Tensor:
-    """What experts make of their rows x (rows, D), not weighted."""
-    if moe.ln_stack:
-        return run_stack(x.to(moe.ln_stack[0].weight.dtype), rows, zip(moe.ln_stack, moe.layers))
-    ffn = moe.layers[0]
-    y = ffn(x, rows)
-    return y + ffn.b_out.index_select(0, rows.expert).to(y.dtype)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Gradients
 
 
-def reduce(model: nn.Module):
-    """Gradients of what neither DDP nor FSDP sees to; to be called when a step's last backward pass is done.
+def clip_grad_norm_(model: nn.Module, limit: float):
+    """torch's, over all pieces of a model, when a step's last backward pass is done; limit 0 does not clip.
 
-    An expert's gradient has come together from its own row of the mesh, in the exchange; here come the other rows. Its
-    divisor is that of all gradients, the number of processes.
+    First come the gradients that neither DDP nor FSDP sees to. An expert's has come together from its own row of the
+    mesh in the exchange; here the other rows are added. Its divisor is that of all gradients, the number of processes.
     """
     waiting = []
     for p in model.parameters():
@@ -185,14 +177,14 @@ def reduce(model: nn.Module):
             waiting.append(dist.all_reduce(p.grad, group=p.sum_over, async_op=True))
     for handle in waiting:
         handle.wait()
-
-
-def clip_grad_norm_(model: nn.Module, limit: float):
-    """torch's, over all pieces of a split model."""
     parameters = [p for p in model.parameters() if p.grad is not None]
-    if not any(map(mesh_of, parameters)):
+    if limit and any(map(mesh_of, parameters)):
+        clip_pieces(parameters, limit)
+    elif limit:
         nn.utils.clip_grad_norm_(parameters, limit)
-        return
+
+
+def clip_pieces(parameters: list[Tensor], limit: float):
     squares = {}  # mesh over which pieces lie (None: everybody has the whole) -> of the gradients that are here
     for p in parameters:
         mesh, grad = mesh_of(p), local(p.grad)
@@ -241,7 +233,7 @@ def whole(model: nn.Module) -> nn.Module:
         return model
     parts = model.state_dict(keep_vars=True)
     first = next(model.parameters())
-    copy = kind(model)(model.config).to(first.device, first.dtype)
+    copy = kind(model)(model.config, model.vocab_size).to(first.device, first.dtype)
     for name, x in copy.state_dict().items():
         x.copy_(put_together(parts[name], parts[name].detach()))
     return copy
@@ -266,6 +258,16 @@ def to_save(p: Tensor, x: Tensor) -> Tensor | None:
         return x
     x = put_together(p, x)
     return x.cpu() if dist.get_rank() == 0 else None
+
+
+@torch.no_grad()
+def load_model(model: nn.Module, saved: dict[str, Tensor]):
+    """From what `whole_state` gave, on any number of processes. Raises ValueError where it is of another model."""
+    state = model.state_dict(keep_vars=True)
+    if state.keys() != saved.keys():
+        raise ValueError(f"the checkpoint is of another model: {min(state.keys() ^ saved.keys())} is in one alone")
+    for name, p in state.items():
+        p.copy_(cut(p, saved[name]))
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:

@@ -1,0 +1,1 @@
+"""Figures, and tables that are measurements of trained models."""

@@ -1,0 +1,172 @@
+"""The command line: a script's Config, changed by a preset, changed by what is given.
+
+A Config is a flat dataclass. The comment behind a constant is its `--help`; what it may be stands in `LIMITS`.
+"""
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import re
+import sys
+
+import tyro
+
+from routers import ROUTERS
+
+# Constants that say where and how to run, not what to compute: they name no run, and may differ when it goes on.
+WHERE = {"preset", "table", "seeds", "out_dir", "resume", "device", "log_every", "expert_parallel", "shard", "compile"}
+
+# Constants of sparse layers, which a dense model does not read.
+SPARSE = {"moe_every", "expert_ffns", "split", "capacity", "eval_capacity", "decoder_moe"}  # XMoE's
+SPARSE |= {"moe_after", "experts", "expert_size", "expert_layers", "top_k", "capacity_factor", "eval_capacity_factor"}
+SPARSE |= {"expert_parallel", "balance_coef"}
+
+ANY = 2**62
+LIMITS = {  # the least and the most that a number may be; one that is not named here must be over 0 and finite
+    "seed": (0, ANY),
+    "expert_layers": (0, ANY),
+    "routing_dim": (0, ANY),
+    "sample_tokens": (0, ANY),
+    "min_learning_rate": (0, 1),
+    "weight_decay": (0, 1),
+    "grad_clip": (0, 1e9),
+    "balance_coef": (0, 1e9),
+    "lambda_disc": (0, 1e9),
+    "length_penalty": (-10, 10),
+    "warmup": (0, 1),
+    "threshold": (0, 1),
+    "eval_threshold": (0, 1),
+    "sampling_exponent": (0, 1),
+    "mask_share": (1e-6, 1),
+    "dropout": (0, 0.9999),
+    "label_smoothing": (0, 0.9999),
+    "beta1": (0, 0.999999),
+    "beta2": (0, 0.999999),
+    "span": (1.0001, 1e9),
+    "sample_temperature": (1e-20, 1e9),
+    "capacity": (1e-9, math.inf),
+    "eval_capacity": (1e-9, math.inf),
+    "capacity_factor": (1e-9, math.inf),
+    "eval_capacity_factor": (1e-9, math.inf),
+}
+
+
+def check(config):
+    """Raises ValueError where a number is out of its limits, or two do not go together."""
+    for name, value in vars(config).items():
+        if type(value) not in (int, float):
+            continue
+        if name in LIMITS:
+            low, high = LIMITS[name]
+            if not low <= value <= high:
+                raise ValueError(f"{name} must lie from {low:g} to {high:g}, not {value!r}")
+        elif not 0 < value < ANY:
+            raise ValueError(f"{name} must be over 0 and finite, not {value!r}")
+    for batch, micro in (("batch_tokens", "micro_tokens"), ("batch_size", "micro_size")):
+        if hasattr(config, batch) and getattr(config, batch) % getattr(config, micro):
+            raise ValueError(f"{micro} = {getattr(config, micro)} does not divide {batch} = {getattr(config, batch)}")
+    if hasattr(config, "router") and config.router not in {"dense", *ROUTERS}:
+        raise ValueError(f"router must be dense or one of {', '.join(ROUTERS)}, not {config.router!r}")
+
+
+def command_line(Config: type, presets: dict[str, dict], argv: list[str]):
+    """-> the config that the command line makes, by tyro: `--name value`, `--help`.
+
+    Raises ValueError, in one line, for a value out of its limits or an option that the chosen model does not read.
+    """
+    given = re.search(r"(?:^|\0)--preset[=\0]([^\0]+)", "\0".join(argv))  # not inside another option's text
+    preset = given[1] if given else Config.preset
+    if preset not in presets:
+        raise ValueError(f"preset must be one of {', '.join(presets)}, not {preset!r}")
+    words = sys.modules[Config.__module__].__doc__
+    config = parse(Config(**{"preset": preset} | presets[preset]), argv, words)
+    if config.preset != preset:
+        raise ValueError(f"--preset is given twice, as {preset!r} and as {config.preset!r}: give it once")
+    check(config)
+    if not config.table:  # its rows are other models
+        refuse(config, presets, unread(config))
+    return config
+
+
+def parse(default, argv: list[str], description: str):
+    """A dataclass with what argv changes in it. The comments behind its fields are the help, below a description."""
+    words = {"true": "True", "false": "False", "none": "None"}  # tyro wants Python's spelling
+    texts = {f"--{field.name}" for field in dataclasses.fields(default) if field.type is str}
+    args = []
+    for word in argv:
+        args += word.split("=", 1) if word.startswith("--") else [word]
+    for place, before in enumerate(args[:-1], 1):
+        if before not in texts:
+            args[place] = words.get(args[place], args[place])
+    return tyro.cli(
+        type(default),
+        args=args,
+        default=default,
+        description=description,
+        config=(tyro.conf.FlagConversionOff,),
+        use_underscores=True,
+        console_outputs=int(os.environ.get("LOCAL_RANK", 0)) == 0,
+    )
+
+
+def said(config, presets: dict[str, dict]) -> dict:
+    """The constants that differ from their preset's."""
+    default = type(config)(**presets[config.preset])
+    return {name: value for name, value in vars(config).items() if value != getattr(default, name)}
+
+
+def unread(config) -> set[str]:
+    """The constants that a run of this kind does not read: the command line refuses them, and they name no run.
+
+    A router says what it reads; what else a script leaves out is told by a method `unread` of its Config.
+    """
+    own = set(config.unread()) if hasattr(config, "unread") else set()
+    if not hasattr(config, "router"):
+        return own
+    of_routers = set().union(*(router.reads for router in ROUTERS.values()))
+    if config.router == "dense":
+        return own | of_routers | SPARSE
+    chosen = ROUTERS[config.router]
+    return own | of_routers - chosen.reads | (set() if chosen.balanced else {"balance_coef"})
+
+
+def refuse(config, presets: dict[str, dict], names: set[str]):
+    """Raises ValueError where one of the names is given."""
+    given = min(said(config, presets).keys() & names, default=None)
+    if given:
+        kinds = {
+            name: vars(config)[name] for name in ("router", "objective", "task", "table") if vars(config).get(name)
+        }
+        what = ", ".join(f"--{name} {value}" for name, value in kinds.items())
+        raise ValueError(f"--{given} is not read with {what}: leave it out")
+
+
+def refuse_others(config, presets: dict[str, dict], option: str, read: set[str]):
+    """Raises ValueError where more is given than an option reads that only uses a trained model."""
+    more = said(config, presets).keys() - {option} - read
+    if more:
+        raise ValueError(f"--{option} reads --{', --'.join(sorted(read))} alone: leave out --{min(more)}")
+
+
+def identity(config) -> dict:
+    """The constants that make a run what it is, as JSON has them. A Config may name more of those that do not."""
+    dropped = WHERE | unread(config) | getattr(config, "where", set())
+    constants = json.loads(json.dumps(vars(config)))
+    return {name: value for name, value in constants.items() if name not in dropped}
+
+
+def run_name(config, presets: dict[str, dict]) -> str:
+    """The preset, and what differs from it."""
+    kept, words = identity(config), [config.preset]
+    for name, value in said(config, presets).items():
+        if isinstance(value, tuple):
+            value = ",".join(map(str, value))
+        if name in kept:
+            words.append(f"{name}={value}")
+    name = re.sub(r"[^\w.,=+-]+", "_", "-".join(words))
+    whole = name.encode()
+    if len(whole) > 160:  # a folder's name has limits; config.json says the rest
+        name = f"{whole[:150].decode(errors='ignore')}-{hashlib.sha256(whole).hexdigest()[:8]}"
+    return name

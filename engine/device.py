@@ -1,0 +1,210 @@
+"""Where a process stands: its device, its precision, its rank among others, its random numbers."""
+
+import atexit
+import ctypes
+import dataclasses
+import os
+import platform
+import re
+import sys
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from tqdm import tqdm
+
+
+def warn(message: str, kind: str = "warning"):
+    """One line on stderr, from one process a node."""
+    if int(os.environ.get("LOCAL_RANK", 0)) == 0:
+        tqdm.write(f"{kind}: {message}", file=sys.stderr)  # above a bar
+
+
+def fail(message: str):
+    """One line on stderr, and a non-zero exit."""
+    warn(message, "error")
+    sys.exit(1)
+
+
+@contextmanager
+def clear_errors():
+    """Turns what a user can cause (ValueError, OSError, ImportError) into one line. For set-up, not for the loop."""
+    try:
+        yield
+    except (ValueError, OSError, ImportError) as error:
+        fail(" ".join(str(error).split()))
+
+
+@dataclasses.dataclass
+class Context:
+    """Where this process stands: its rank among `world` processes, its device, its precision."""
+
+    rank: int
+    world: int
+    device: torch.device
+    dtype: torch.dtype
+    allocator: str = "default"
+
+    def autocast(self):
+        """Inside the `with`, matrix products are in bfloat16 where that is the precision."""
+        if self.dtype != torch.bfloat16:
+            return nullcontext()
+        return torch.autocast(self.device.type, self.dtype)
+
+    def send_all(self, *xs: Tensor | None) -> list[Tensor | None]:
+        """The tensors on the device; the host does not wait for the copies."""
+        return [x if x is None else self.send(x) for x in xs]
+
+    def send(self, x: Tensor) -> Tensor:
+        if self.device.type == "cuda":
+            return x.pin_memory().to(self.device, non_blocking=True)
+        return x.to(self.device)
+
+    def place(self, model: torch.nn.Module) -> torch.nn.Module:
+        """The model on the device, in fp32 (autocast does the rest) or float64."""
+        return model.to(self.device, torch.float64 if self.dtype == torch.float64 else torch.float32)
+
+    def say(self, text: str):
+        """Prints from one process alone, above a bar."""
+        if self.rank == 0:
+            tqdm.write(text)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of x over all processes, on every one of them, where x was."""
+        if self.world == 1:
+            return x
+        y = x.to(self.device, copy=True)
+        dist.all_reduce(y)
+        return y.to(x.device)
+
+    def most(self, number: int) -> int:
+        """The largest of the processes' numbers, on every one of them; no device is waited for."""
+        if self.world == 1:
+            return number
+        x = torch.tensor(number)
+        dist.all_reduce(x, dist.ReduceOp.MAX)
+        return int(x)
+
+    def gather(self, x) -> list:
+        """What every process has, by rank, on every one of them; anything that can be pickled."""
+        if self.world == 1:
+            return [x]
+        everyone = [None] * self.world
+        dist.all_gather_object(everyone, x)
+        return everyone
+
+    def barrier(self):
+        if self.world > 1:
+            dist.barrier()
+
+
+def setup(device: str = "auto", dtype: str = "auto") -> Context:
+    """Joins the processes that torchrun started, and picks device and precision.
+
+    Raises ValueError for a device that is not there.
+    """
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    if device == "cuda":
+        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device {device}: {str(error).splitlines()[0]}") from None
+    cuda = device.startswith("cuda")
+    if cuda:
+        torch.cuda.set_device(device)
+    if dtype == "auto":
+        fast = torch.cuda.is_bf16_supported(including_emulation=False) if cuda else device == "cpu" and cpu_has_amx()
+        dtype = "bfloat16" if fast else "float32"
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if world > 1 and not dist.is_initialized():
+        join(rank, world, device if cuda else None)
+    allocator = keep_memory() if device == "cpu" else "default"
+    return Context(rank, world, torch.device(device), getattr(torch, dtype), allocator)
+
+
+def join(rank: int, world: int, cuda: str | None):
+    """Makes one group of the processes: tensors on CUDA are exchanged by NCCL, those on the host by gloo."""
+    # On one node torchrun keeps one store through all its restarts: without a name of its own, each would find
+    # the addresses of processes that are dead (pytorch issue 135712).
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    one_node = os.environ.get("LOCAL_WORLD_SIZE") == str(world)
+    store, *_ = next(dist.rendezvous("env://"))
+    store = dist.PrefixStore(restart if one_node else "0", store)
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    card = torch.device(cuda) if cuda else None
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, device_id=card)
+    atexit.register(dist.destroy_process_group)
+
+
+def keep_memory() -> str:
+    """Lets glibc keep freed memory: mapping and faulting in large temporaries anew takes a third of a CPU's step."""
+    if platform.libc_ver()[0] != "glibc":
+        return "default"
+    libc = ctypes.CDLL("libc.so.6")
+    if not libc.mallopt(-3, 1 << 30):  # M_MMAP_THRESHOLD; an older glibc refuses so much, and the next alone does harm
+        return "default"
+    libc.mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD
+    return "glibc, mallopt"
+
+
+def cpu_has_amx() -> bool:
+    """Whether bf16 products pay on this CPU. With AVX512-BF16 alone they are native, and slower than fp32 (0.6 x)."""
+    return bool(getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)())
+
+
+def seed_all(*key: int):
+    """Seeds torch from any number of integers, such as (seed, step, micro-batch).
+
+    Missing ones count as 0: (seed,) of the weights is (seed, 0, 0), so scripts count steps from 1 here.
+    """
+    torch.manual_seed(int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1))
+
+
+# Dense bf16 peak of a card, in TFLOP/s, by a part of its name; the first match counts.
+PEAK_TFLOPS = {
+    "B200": 2250,
+    "H200": 989,
+    "H100 PCIe": 756,
+    "H100": 989,
+    "A100": 312,
+    "L40S": 362,
+    "L4": 121,
+    "A10": 125,
+    "4090": 165,
+    "3090": 71,
+}
+
+
+def peak_flops(context: Context) -> float | None:
+    """FLOP/s of all processes together; None where it is not known."""
+    if context.device.type != "cuda" or context.dtype != torch.bfloat16:
+        return None
+    name = torch.cuda.get_device_name(context.device)
+    for part, peak in PEAK_TFLOPS.items():
+        if re.search(rf"\b{part}\b", name):
+            return 1e12 * peak * context.world
+    return None
+
+
+def machine(context: Context) -> dict:
+    """What a result was measured on."""
+    name = platform.processor() or platform.machine()
+    if context.device.type == "cuda":
+        name = torch.cuda.get_device_name(context.device)
+    elif Path("/proc/cpuinfo").exists():
+        name = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text() + "model name : unknown")[1]
+    return {
+        "device": name,
+        "processes": context.world,
+        "threads": torch.get_num_threads(),
+        "allocator": context.allocator,
+        "dtype": str(context.dtype).removeprefix("torch."),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+    }

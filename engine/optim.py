@@ -1,0 +1,59 @@
+"""The loss, the optimizer, and learning rates by step."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, **options) -> Tensor:
+    """That of torch.nn.functional, of logits (M, V) and targets (M,), in fp32 at least."""
+    return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets, **options)
+
+
+def adamw(model: torch.nn.Module, config) -> torch.optim.AdamW:
+    """AdamW that decays matrices and embeddings, not norms, biases or scalars (the experts' are told by their names).
+
+    Routers learn at `router_lr` times the rate of the rest, and what distances add to attention at `distance_lr` times,
+    where a config has these.
+    """
+    times_of = {"router.": getattr(config, "router_lr", 1.0), "distance.": getattr(config, "distance_lr", 1.0)}
+    groups = {}  # (weight decay, times the learning rate, class) -> parameters
+    for name, p in model.named_parameters():
+        if not p.requires_grad:
+            continue
+        small = p.dim() < 2 or "ln_" in name or "norms." in name or name.endswith(("bias", "b_in", "b_out"))
+        decay = 0.0 if small else config.weight_decay
+        times = math.prod(times for part, times in times_of.items() if part in name)
+        groups.setdefault((decay, times, type(p)), []).append(p)  # FSDP's parameters are not stepped with others
+    options = []
+    for (decay, times, _), parameters in groups.items():
+        options.append({"params": parameters, "weight_decay": decay, "times": times})
+    betas = config.beta1, config.beta2
+    return torch.optim.AdamW(options, lr=config.learning_rate, betas=betas, eps=config.eps, fused=True)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, value: float):
+    for group in optimizer.param_groups:
+        group["lr"] = value * group["times"]
+
+
+def cosine(step: int, steps: int, warmup: float, peak: float, floor: float) -> float:
+    """Learning rate of `step` (from 0): a line up for the `warmup` share of the steps, a cosine down to `floor`."""
+    rising = max(1, round(warmup * steps))
+    if step < rising:
+        return peak * (step + 1) / rising
+    done = (step - rising) / max(1, steps - rising)
+    return floor + (peak - floor) * (1 + math.cos(math.pi * done)) / 2
+
+
+def linear(step: int, steps: int, warmup: float, peak: float) -> float:
+    """Learning rate of `step` (from 0): a line up for the `warmup` share of the steps, a line down to 0 at `steps`."""
+    rising = max(1, round(warmup * steps))
+    return peak * min((step + 1) / rising, (steps - step) / max(1, steps - rising))
+
+
+def inverse_sqrt(step: int, warmup: int, peak: float) -> float:
+    """Learning rate of `step` (from 0): a line up to `peak` in `warmup` steps, then falling as 1 / sqrt(step)."""
+    return peak * min((step + 1) / warmup, math.sqrt(warmup / (step + 1)))

@@ -1,0 +1,356 @@
+"""One training run: its folder, where it goes on, its bar, its checkpoints.
+
+A run is kept in out_dir/NAME: config.json, metrics.jsonl (a line an evaluation), ckpt.pt and the one before it,
+result.json. The same command goes on from the newest sound checkpoint and ends as if it had never been stopped.
+"""
+
+import json
+import math
+import os
+import signal
+import sys
+import time
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from filelock import FileLock, Timeout
+from tqdm import tqdm
+
+from engine import parallel
+from engine.config import identity, run_name
+from engine.device import Context, clear_errors, fail, machine, peak_flops, warn
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files
+
+
+def read_json(file: Path) -> dict:
+    """What a file holds; {} where there is none. Raises ValueError where it holds no JSON object."""
+    if not file.exists():
+        return {}
+    try:
+        content = json.loads(file.read_text())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is not readable JSON ({error}): delete it or restore it") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} holds no JSON object: delete it or restore it")
+    return content
+
+
+def write(file: Path, content: dict | str | bytes):
+    """Weights, JSON, text or bytes. The file takes its name when it is whole and on the disk.
+
+    Ends the process with one line where it cannot be written; what was saved before is whole.
+    """
+    part = file.with_name(f"{file.name}.tmp")
+    try:
+        with open(part, "wb") as f:
+            if file.suffix == ".pt":
+                torch.save(content, f)
+            elif file.suffix == ".json":
+                f.write(json.dumps(content, indent=1).encode())
+            else:
+                f.write(content if isinstance(content, bytes) else content.encode())
+            f.flush()
+            os.fsync(f.fileno())
+        part.replace(file)
+    except (OSError, RuntimeError) as error:
+        if part.is_file():
+            part.unlink()
+        cause = error if isinstance(error, OSError) else error.__context__ or error  # torch hides the reason
+        fail(f"{file} cannot be written ({cause}): what was saved before is whole")
+
+
+def load_checkpoint(file: Path) -> dict:
+    """Raises ValueError where the file is damaged, or something else. Its checksums are looked at first: torch misses a
+    flipped byte."""
+    try:
+        with zipfile.ZipFile(file) as z:
+            bad = z.testzip()
+        if bad is None:
+            state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)  # processes of a node share it
+            if isinstance(state, dict) and state.keys() >= {"model", "step", "class", "constants", "identity"}:
+                return state
+            bad = "it holds something else"
+    except Exception as error:  # damage shows itself in a dozen ways
+        bad = error
+    raise ValueError(f"checkpoint {file} is corrupt ({bad})")
+
+
+def newest(folder: Path, names: tuple[str, ...] = ("ckpt.pt", "ckpt.prev.pt")) -> tuple[str, dict]:
+    """-> name and content of the first of these checkpoints that is sound, on the CPU; "" and {} if there are none.
+
+    Raises ValueError if there are some, and none is sound.
+    """
+    damaged = []
+    for name in names:
+        if not (folder / name).exists():
+            continue
+        try:
+            state = load_checkpoint(folder / name)
+        except ValueError as error:
+            damaged.append(str(error))
+            continue
+        if damaged:
+            warn(f"{'; '.join(damaged)}; using {name}")
+        return name, state
+    if damaged:
+        raise ValueError(f"{'; '.join(damaged)}: no other is left; training with --resume false starts again")
+    return "", {}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Signals
+
+SIGNALS = signal.SIGTERM, signal.SIGINT  # the second is Ctrl-C
+
+
+def stop(number: int, where: str = ""):
+    """Ends the process with one line and the exit code of this signal, 143 or 130."""
+    for each in SIGNALS:
+        signal.signal(each, signal.SIG_DFL)
+    if int(os.environ.get("LOCAL_RANK", 0)) == 0:
+        tqdm.write(f"stopped{where}; the same command goes on", file=sys.stderr)
+    sys.exit(128 + number)
+
+
+@contextmanager
+def handled(handler):
+    """Inside the `with`, SIGTERM and Ctrl-C call handler(number, frame)."""
+    before = [signal.signal(number, handler) for number in SIGNALS]
+    try:
+        yield
+    finally:
+        for number, old in zip(SIGNALS, before):
+            signal.signal(number, old)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One run
+
+
+class Run:
+    """The folder of one training run, and what surrounds its steps.
+
+    `result`: the run is finished, and this is what it found; else empty. `kept`: what a script wants in checkpoints
+    beside model and optimizer, restored when the run goes on; a function in it is called when one is saved. data: what
+    the run is trained on. `total` steps, with an evaluation `every` so many, are the config's unless they are given.
+    Only rank 0 writes. Raises ValueError where the micro-batches of a step cannot be dealt evenly, or the folder holds
+    another run.
+    """
+
+    def __init__(self, config, presets: dict[str, dict], context: Context, *data, total=None, every=None):
+        self.config, self.context = config, context
+        self.total, self.every = total or config.steps, every or config.eval_every
+        self.name = run_name(config, presets)
+        self.folder = Path(config.out_dir, self.name)
+        micros = data[0].micros_per_step
+        if micros % context.world:
+            raise ValueError(
+                f"{micros} micro-batches a step cannot be dealt to {context.world} processes: "
+                f"change batch_{'tokens' if hasattr(config, 'batch_tokens') else 'size'}"
+            )
+        parallel.check(config, context)
+        self.micros = range(context.rank, micros, context.world)  # this process's
+        self.tokenizer = data[0].tokenizer
+        self.identity = identity(config)
+        self.identity["data_checksum"] = "+".join(source.checksum for source in data)
+        self.identity["tokenizer_checksum"] = self.tokenizer.sha256
+        self.result, self.checkpoint, self.found, self.kept = {}, {}, "", {}
+        if config.resume:
+            self.find()
+
+    def find(self):
+        """Looks in the folder for a result, or else for a checkpoint."""
+        self.refuse_other(read_json(self.folder / "config.json"), "config.json")
+        self.result = read_json(self.folder / "result.json")
+        self.refuse_other(self.result.get("config", {}), "result.json")
+        if self.result:
+            self.context.say(f"{self.name}: finished before, in {self.folder} (--resume false trains it again)")
+        else:
+            self.load()
+        found = bool(self.result), self.checkpoint.get("step")
+        if len(set(self.context.gather(found))) > 1:
+            raise ValueError(f"the processes see different files in {self.folder}: it must be on a shared disk")
+
+    def load(self):
+        """Takes the newest sound checkpoint."""
+        self.found, self.checkpoint = newest(self.folder)
+        self.refuse_other(self.checkpoint.get("identity", {}), self.found)
+        self.kept = self.checkpoint.get("kept", {})
+
+    def refuse_other(self, found: dict, name: str):
+        """The one place that decides whether a file belongs to this run: by its constants and its data's checksums."""
+        for constant, ours in self.identity.items():
+            theirs = found.get(constant, ours)
+            if theirs != ours:
+                other = f"{constant} ({theirs!s:.100} there, {ours!s:.100} now)"
+                raise ValueError(f"{self.folder / name} is of a run with another {other}: choose another --out_dir")
+
+    def resume(self, model, optimizer, flops_per_token: float, bits_per_byte: float | None = None):
+        """Makes the folder, and puts everything where the checkpoint left it, or at the start.
+
+        flops_per_token: forward, for MFU. bits_per_byte: those of a loss of 1, if the bar is to show them.
+        """
+        self.model, self.optimizer = model, optimizer
+        self.flops_per_token, self.bits_per_byte = flops_per_token, bits_per_byte
+        state, self.checkpoint = self.checkpoint, {}
+        self.start, self.saved = state.get("step", 0), -1
+        self.seconds, self.log = state.get("seconds", 0.0), state.get("log", "")  # of metrics.jsonl
+        if state:
+            parallel.load_model(model, state["model"])
+            parallel.load_optimizer(model, optimizer, state["optimizer"])
+            self.context.say(f"{self.name}: goes on from step {self.start}")
+        if self.context.rank == 0:
+            with clear_errors():
+                self.make_folder()
+        self.open_window(self.start)
+        if state:
+            self.clock -= state["window"]["seconds"]
+            self.since, self.tokens = state["window"]["since"], state["window"]["tokens"]
+            self.loss_sum += state["window"]["loss_sum"].to(self.loss_sum.device)
+
+    def make_folder(self):
+        """A run that starts again forgets what is there. Raises ValueError where another process trains in it."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.lock = FileLock(self.folder / "lock")
+        try:
+            self.lock.acquire(blocking=False)
+        except Timeout:
+            raise ValueError(f"another process is training in {self.folder}: wait for it, or end it") from None
+        if not self.config.resume:
+            for file in [*self.folder.glob("*.pt"), *self.folder.glob("*.json*")]:
+                file.unlink()
+        elif self.found == "ckpt.prev.pt":  # ckpt.pt is damaged or gone, and must not take this one's place
+            (self.folder / "ckpt.prev.pt").replace(self.folder / "ckpt.pt")
+        self.write("config.json", self.identity)
+        self.write(self.tokenizer.filename, self.tokenizer.file)
+        if self.log:
+            self.write("metrics.jsonl", self.log)  # without the lines of steps that will be taken again
+
+    def write(self, name: str, content: dict | str | bytes):
+        """A file of the folder, from rank 0 alone."""
+        if self.context.rank == 0:
+            write(self.folder / name, content)
+
+    # -- the steps
+
+    def steps(self) -> Iterator[int]:
+        """The numbers of the steps, under a bar. Behind each, a process that was asked to stop saves and ends."""
+        self.asked = 0  # the signal that asks this process to stop
+        steps, silent = range(self.start, self.total), self.context.rank > 0
+        self.bar = tqdm(steps, initial=self.start, total=self.total, unit="step", disable=silent)
+        self.model.train()
+        with handled(self.ask):
+            for step in self.bar:
+                yield step
+                if (step + 1) % self.config.log_every == 0:
+                    self.look(step + 1)
+                self.stop_if_asked(step + 1)
+
+    def ask(self, number: int, frame):
+        """The step, or the evaluation, is finished and saved before the process ends; a second signal ends it."""
+        if self.asked:
+            stop(number)
+        self.asked = number
+
+    def add(self, loss: torch.Tensor, tokens: int):
+        """Counts one micro-batch of this process; `loss` is the part of its loss that the bar shows."""
+        self.loss_sum += loss.detach() / len(self.micros)
+        self.tokens += tokens * self.context.world
+
+    def open_window(self, step: int):
+        """What the bar and the log say is of the steps since the last evaluation."""
+        self.since, self.tokens, self.clock = step, 0, time.perf_counter()
+        # On the device: once not finite, it stays so, and nobody waits for it at every step.
+        self.loss_sum = torch.zeros((), device=self.context.device)
+
+    def look(self, done: int):
+        """Reads the loss, shows it, and ends a run whose loss is not finite."""
+        if done == self.since:  # it was looked at when it was saved
+            return
+        self.train_loss = float(self.context.sum(self.loss_sum)) / self.context.world / (done - self.since)
+        self.check_finite(self.train_loss, done)
+        self.speed = self.tokens / (time.perf_counter() - self.clock)
+        shown = {"loss": f"{self.train_loss:.3f}"}
+        if self.bits_per_byte:
+            shown = {"bits_per_byte": f"{self.bits_per_byte * self.train_loss:.3f}"}
+        self.bar.set_postfix(shown | {"tok_s": f"{self.speed:,.0f}"})
+
+    def check_finite(self, loss: float, done: int):
+        if not math.isfinite(loss):
+            self.bar.close()
+            fail(f"the loss is not finite at step {done} or just before (not saved): change --learning_rate or --seed")
+
+    def due(self, done: int) -> bool:
+        """Whether an evaluation is due behind so many steps; if so, the training loss is looked at first."""
+        if done % self.every and done != self.total:
+            return False
+        self.look(done)
+        self.seconds += time.perf_counter() - self.clock
+        return True
+
+    def save(self, done: int, scores: dict, loss: float, words: str):
+        """Logs an evaluation and saves a checkpoint.
+
+        The evaluation's loss must be finite, too: the last update may have broken what the loss before did not show.
+        """
+        self.check_finite(loss, done)
+        speed, fastest = f"{self.speed:,.0f} tokens/s", peak_flops(self.context)
+        if fastest:
+            speed += f", MFU {3 * self.flops_per_token * self.speed / fastest:.1%} at full capacity"
+        self.context.say(f"step {done}: train {self.train_loss:.4f}  {speed}  {words}")
+        record = {"step": done, "train_loss": self.train_loss, "tokens_per_second": self.speed}
+        self.log += json.dumps(record | scores) + "\n"
+        self.write("metrics.jsonl", self.log)
+        self.open_window(done)
+        self.save_checkpoint(done)
+        self.open_window(done)
+
+    def save_checkpoint(self, done: int):
+        """What it takes to go on behind so many steps. At every moment one of the two files is whole."""
+        loss = self.context.sum(self.loss_sum).cpu() / self.context.world
+        self.check_finite(float(loss), done)
+        seconds = time.perf_counter() - self.clock
+        state = {
+            "optimizer": parallel.optimizer_state(self.model, self.optimizer),
+            "seconds": self.seconds,
+            "log": self.log,
+            "window": {"since": self.since, "tokens": self.tokens, "seconds": seconds, "loss_sum": loss},
+            "kept": {name: value() if callable(value) else value for name, value in self.kept.items()},
+        }
+        last = self.folder / "ckpt.pt"
+        if self.context.rank == 0 and last.exists():
+            with clear_errors():
+                last.replace(self.folder / "ckpt.prev.pt")
+        self.save_model("ckpt.pt", self.model, done, **state)
+        self.saved = done
+
+    def save_model(self, name: str, model, step: int, **state):
+        """A file with what it takes to make the model again, and with `state`."""
+        state |= {"step": step, "class": parallel.kind(model).__name__, "identity": self.identity}
+        state |= {"constants": vars(model.config), "vocab_size": model.vocab_size}
+        self.write(name, state | {"model": parallel.whole_state(model)})
+
+    def stop_if_asked(self, done: int):
+        """Ends all processes behind the same step where one was asked to stop; torchrun asks all of them."""
+        number = self.context.most(self.asked)
+        if not number:
+            return
+        if done != self.saved:
+            self.save_checkpoint(done)
+        self.context.barrier()  # torchrun ends the others when the first one ends
+        self.bar.close()
+        stop(number, f" at step {done}")
+
+    def finish(self, result: dict) -> dict:
+        """Adds what every result has, and writes it."""
+        result = {"name": self.name} | result | {"seconds": round(self.seconds, 1)}
+        result |= {"config": self.identity, "machine": machine(self.context)}
+        self.write("result.json", result)
+        if self.context.rank == 0:
+            self.lock.release()
+        return json.loads(json.dumps(result))  # as one that is read again

@@ -1,0 +1,107 @@
+"""Tables of runs beside the paper's numbers, and what a script's `main` does."""
+
+import dataclasses
+import itertools
+import statistics
+import sys
+from collections.abc import Callable
+from typing import NamedTuple
+
+from engine.config import command_line, refuse, said, unread
+from engine.device import clear_errors, setup
+from engine.run import handled, stop
+
+
+class Table(NamedTuple):
+    """Rows of runs beside the paper's numbers."""
+
+    title: str
+    labels: tuple[str, ...]  # headers of what is known before a run: the method, the paper's numbers
+    rows: list[tuple[tuple[str, ...], dict]]  # the labels' cells, and what to change for the row
+
+    def render(self, results: list[list[dict]], cells: Callable[[dict], dict]) -> str:
+        """Markdown of the results of each row's seeds, none where it has not been run.
+
+        cells: a result -> {header: (number or None, its format)}, of the same headers for all.
+        """
+        found = [list(map(cells, seeds)) for seeds in results]
+        headers = list(next(itertools.chain(*found), {}))
+        lines = []
+        for (labels, _), seeds in zip(self.rows, found):
+            line = list(labels)
+            for header in headers:
+                line.append(mean_cell([numbers[header] for numbers in seeds]))
+            lines.append(line)
+        return markdown_table([*self.labels, *headers], lines)
+
+
+def mean_cell(numbers: list[tuple[float | None, str]]) -> str:
+    """The mean over seeds, with the deviation where there are several; empty where there is none."""
+    values = [value for value, _ in numbers if value is not None]
+    if not values:
+        return ""
+    form = numbers[0][1]
+    deviation = f" ± {statistics.stdev(values):{form.lstrip('+')}}" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):{form}}{deviation}"
+
+
+def cell(value: str | float | None) -> str:
+    """A measurement in a table: two digits behind the point, none from 100 on; empty where there is none."""
+    if isinstance(value, float):
+        return f"{value:,.0f}" if value >= 100 else f"{value:.2f}"
+    return "" if value is None else str(value)
+
+
+def markdown_table(headers: list[str], rows: list[list]) -> str:
+    """A table that reads well in a terminal and in a README."""
+    columns = []
+    for column in zip(headers, *rows):
+        width = max(len(str(cell)) for cell in column)
+        columns.append([str(cell).ljust(width) for cell in column])
+    head, *lines = ["| " + " | ".join(line) + " |" for line in zip(*columns)]
+    rule = "|" + "|".join("-" * (len(column[0]) + 2) for column in columns) + "|"
+    return "\n".join([head, rule, *lines])
+
+
+def seeds_of(config, change: dict) -> list:
+    """The configs of one row, one for every seed."""
+    seeds = range(config.seed, config.seed + config.seeds)
+    return [dataclasses.replace(config, **change, seed=seed) for seed in seeds]
+
+
+def start(Config: type, presets: dict[str, dict]):
+    """-> the config of the command line, and where this process stands; or one clear line."""
+    handled(lambda number, frame: stop(number)).__enter__()  # for as long as the process lives
+    with clear_errors():
+        config = command_line(Config, presets, sys.argv[1:])
+        return config, setup(config.device, config.dtype)
+
+
+def carry_out(config, presets: dict, context, tables: dict, train: Callable, report: Callable, cells: Callable):
+    """A table, or one run a seed and its report. train(config, context) -> result; report(config, result) -> text."""
+    table = Table(config.preset, ("run",), [(("",), {})])  # one row that changes nothing
+    with clear_errors():
+        if config.table:
+            if config.table not in tables:
+                raise ValueError(f"table must be one of {', '.join(map(str, tables))}, not {config.table}")
+            table = tables[config.table](config)
+            refuse_rows(config, presets, table)
+    results = [[train(one, context) for one in seeds_of(config, change)] for _, change in table.rows]
+    if context.rank > 0:
+        return
+    if not config.table:
+        for result in results[0]:
+            print(report(config, result))
+    if config.table or config.seeds > 1:
+        print(f"\n{table.title}, preset {config.preset}, seeds: {config.seeds}\n\n{table.render(results, cells)}")
+
+
+def refuse_rows(config, presets: dict[str, dict], table: Table):
+    """Raises ValueError where the command line gives what the rows of a table give, or what none of them reads."""
+    of_both = {"data", "moe_after", "preset", "steps"}  # tables take them from the command line
+    changed = set().union(*(change for _, change in table.rows)) - of_both
+    given = said(config, presets).keys() & changed
+    if given:
+        raise ValueError(f"its rows have a --{min(given)} of their own: leave it out")
+    never = [unread(dataclasses.replace(config, **change)) for _, change in table.rows]
+    refuse(config, presets, set.intersection(*never))
