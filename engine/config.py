@@ -23,6 +23,9 @@ SPARSE = {"moe_every", "expert_ffns", "split", "capacity", "eval_capacity", "dec
 SPARSE |= {"moe_after", "experts", "expert_size", "expert_layers", "top_k", "capacity_factor", "eval_capacity_factor"}
 SPARSE |= {"expert_parallel", "balance_coef"}
 
+# Constants that decide which others are read; a message that refuses one names them.
+REASONS = ("router", "objective", "tlm", "relative_bias", "task", "table")
+
 ANY = 2**62
 LIMITS = {  # the least and the most that a number may be; one that is not named here must be over 0 and finite
     "seed": (0, ANY),
@@ -136,11 +139,12 @@ def refuse(config, presets: dict[str, dict], names: set[str]):
     """Raises ValueError where one of the names is given."""
     given = min(said(config, presets).keys() & names, default=None)
     if given:
-        kinds = {
-            name: vars(config)[name] for name in ("router", "objective", "task", "table") if vars(config).get(name)
-        }
-        what = ", ".join(f"--{name} {value}" for name, value in kinds.items())
-        raise ValueError(f"--{given} is not read with {what}: leave it out")
+        reasons = []
+        for name in REASONS:
+            value = vars(config).get(name)
+            if value is not None and value is not True:  # what is switched off is a reason too
+                reasons.append(f"--{name} {value}")
+        raise ValueError(f"--{given} is not read with {', '.join(reasons)}: leave it out")
 
 
 def refuse_others(config, presets: dict[str, dict], option: str, read: set[str]):

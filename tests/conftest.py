@@ -8,9 +8,9 @@ import pytest
 import torch
 from helpers import TINY_LM
 
-import common
 from data.prepare import prepare
 from data.tokenizers import train_sentencepiece
+from engine.run import SIGNALS
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -22,7 +22,7 @@ def one_thread():
 @pytest.fixture(autouse=True)
 def signals():
     """Whatever a script does with them inside a test, Ctrl-C ends the tests."""
-    before = {number: signal.getsignal(number) for number in common.SIGNALS}
+    before = {number: signal.getsignal(number) for number in SIGNALS}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-import runs
+from engine.run import Run
 
 ROOT = Path(__file__).parent.parent
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
@@ -76,12 +76,12 @@ class Script:
 def signal_at(step: int, number: int, patch):
     """Sends the run a signal while it takes this step, from 0."""
 
-    def end_step(self, now, end=runs.Run.end_step):
-        if now == step:
+    def due(self, done, due=Run.due):
+        if done == step + 1:
             os.kill(os.getpid(), number)
-        return end(self, now)
+        return due(self, done)
 
-    patch.setattr(runs.Run, "end_step", end_step)
+    patch.setattr(Run, "due", due)
 
 
 def stopped(script: Script, step: int, number: int, options: dict, capsys) -> str:
