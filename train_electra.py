@@ -118,7 +118,7 @@ LARGE |= dict(vocab_size=1 << 19)
 XL = LARGE | dict(n_layer=48, n_head=24, n_embd=1536, ffn_size=6144, generator_layers=8, moe_after=(24,))
 # Twice the width, at which the demo's learning rate hardly learned (before its lambda, beta2 and eps).
 SMALL = dict(n_embd=256, ffn_size=1024, learning_rate=7.5e-4)
-# The demo on real text and pairs in four languages (`python -m results.multilingual` makes them).
+# The demo on real text and pairs in four languages (`python -m data.multilingual` makes them).
 MULTILINGUAL = dict(data="multilingual", pairs="multilingual-pairs")
 PRESETS = {"demo": {}, "multilingual": MULTILINGUAL, "small": SMALL, "base": BASE, "large": LARGE, "xl": XL}
 # How many steps of XLM cost what one of XLM-E does, with the preset's own sizes and vocabulary.

@@ -103,7 +103,7 @@ BASE |= dict(moe_after=(6,), expert_size=3072, beta2=0.98, eps=1e-6, router_lr=1
 BASE |= dict(mask_share=0.15, frequency_bias=False, relative_bias=False, distance_lr=1.0)
 # Twice the width, at which the demo's learning rate ended in collapse (before it had the bias and 40% masks).
 SMALL = dict(n_embd=256, ffn_size=1024, expert_size=256, steps=5000, eval_every=1000, learning_rate=1e-3)
-# The demo on real text in four languages (`python -m results.multilingual` makes it), with room for two sentences.
+# The demo on real text in four languages (`python -m data.multilingual` makes it), with room for two sentences.
 MULTILINGUAL = dict(data="multilingual", block_size=128, eval_tokens=1 << 16)
 PRESETS = {"demo": {}, "multilingual": MULTILINGUAL, "small": SMALL, "base": BASE}
 
