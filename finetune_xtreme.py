@@ -34,10 +34,11 @@ import common
 import measures
 import pretrained
 import runs
-from data import xtreme
+from data import xtreme, xtreme_rows, xtreme_scores
 from data.files import read_lines
 from data.tokenizers import XLMR, load_tokenizer
-from data.xtreme import Example, Examples, Row, TaskData
+from data.xtreme import Example, Examples
+from data.xtreme_rows import Row, TaskData
 from model import Encoder, ModelConfig, SparseModel, real_mask
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -289,14 +290,14 @@ def predict(model: FineTuned, examples: list[Example], config: Config, tokenizer
     found = {}  # number of a row -> a list: the tags of its words, its label, or its best answer
     for numbers in batches[context.rank :: context.world]:
         own = [rows[number] for number in numbers]
-        batch = xtreme.batch_of(own, tokenizer.pad)
+        batch = xtreme_rows.batch_of(own, tokenizer.pad)
         with context.autocast():
             logits, _ = model(*context.send_all(batch.ids, batch.real, batch.words))
         logits = logits.float().cpu()
-        found |= zip(numbers, xtreme.row_predictions(model.kind, model.labels, own, logits, config.longest_answer))
+        found |= zip(numbers, xtreme_rows.row_predictions(model.kind, model.labels, own, logits, config.longest_answer))
     found = ChainMap(*context.gather(found))
     model.train()
-    return xtreme.by_example(model.kind, examples, rows, found)
+    return xtreme_rows.by_example(model.kind, examples, rows, found)
 
 
 def longest_row(model: FineTuned, config: Config) -> int:
@@ -309,7 +310,7 @@ def make_rows(model: FineTuned, examples: list[Example], config: Config, tokeniz
     T = longest_row(model, config)
     if T < 8:
         raise ValueError(f"block_size = {T} leaves a row no room for a question and a text: 8 or more")
-    return xtreme.rows_of(model.kind, examples, tokenizer, T, min(config.stride, T // 2), model.labels)
+    return xtreme_rows.rows_of(model.kind, examples, tokenizer, T, min(config.stride, T // 2), model.labels)
 
 
 def main_score(scores: dict[str, float]) -> float:
@@ -318,8 +319,8 @@ def main_score(scores: dict[str, float]) -> float:
 
 
 COUNTING = {  # kind of task: what finds its answers by counting words, and what that is called
-    "tags": (xtreme.tags_by_word, "each word's most frequent tag"),
-    "label": (xtreme.labels_by_word, "naive Bayes over words"),
+    "tags": (xtreme_scores.tags_by_word, "each word's most frequent tag"),
+    "label": (xtreme_scores.labels_by_word, "naive Bayes over words"),
 }
 
 
@@ -351,10 +352,12 @@ def score_languages(run: runs.Run, model: FineTuned, examples: Examples, config:
             hashes[language] = hashlib.sha256(text.encode()).hexdigest()
             run.write("predicted.json", hashes | {"sha256": runs.digest(hashes)})
         gold = [one.gold for one in own]
-        languages[language] = xtreme.scores(config.task, language, gold, predicted)
-        guesses[language] = xtreme.scores(config.task, language, gold, xtreme.guess(kind, examples.train, own))
+        languages[language] = xtreme_scores.scores(config.task, language, gold, predicted)
+        guesses[language] = xtreme_scores.scores(
+            config.task, language, gold, xtreme_scores.guess(kind, examples.train, own)
+        )
         if by_word:
-            counted[language] = xtreme.scores(config.task, language, gold, by_word(own))
+            counted[language] = xtreme_scores.scores(config.task, language, gold, by_word(own))
     gap, others = {}, [scores for language, scores in languages.items() if language != "en"]
     if others and "en" in languages:
         gap = {metric: languages["en"][metric] - mean for metric, mean in mean_of(others).items()}
@@ -387,13 +390,15 @@ def train(config: Config, context) -> dict:
         if "block_size" in runs.said(config, PRESETS) and T < (config.block_size or 0):
             raise ValueError(f"{config.model} has {T} positions, fewer than --block_size {config.block_size}")
         rows = make_rows(model, examples.train, config, tokenizer)
-        rows = [row for row in rows if set(row.targets) != {xtreme.UNKNOWN}]
+        rows = [row for row in rows if set(row.targets) != {xtreme_rows.UNKNOWN}]
         if not rows:
             raise ValueError(f"no training example of {config.task} has a label that is known")
         start = hash_of(model, examples)
         data = TaskData(rows, tokenizer, config.batch_size, config.micro_size, config.seed, start)
         gold = [one.gold for one in examples.valid]
-        guessed = xtreme.scores(config.task, "en", gold, xtreme.guess(model.kind, examples.train, examples.valid))
+        guessed = xtreme_scores.scores(
+            config.task, "en", gold, xtreme_scores.guess(model.kind, examples.train, examples.valid)
+        )
         steps = config.epochs * data.steps_per_epoch
         run = runs.Run(config, PRESETS, context, data, total=steps, every=data.steps_per_epoch)
         if run.result:
@@ -441,7 +446,7 @@ def train(config: Config, context) -> dict:
             loads.append([watch.take(context.sum) for watch in watches])
         if run.end_step(step):
             predicted = predict(model, examples.valid, config, tokenizer, context)
-            scores = xtreme.scores(config.task, "en", gold, predicted)
+            scores = xtreme_scores.scores(config.task, "en", gold, predicted)
             if best is None or main_score(scores) > main_score(best["scores"]):
                 weights = {name: x.to("cpu", copy=True) for name, x in model.state_dict().items()}
                 best = {"step": step + 1, "scores": scores, "model": weights}
