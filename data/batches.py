@@ -388,7 +388,8 @@ class TranslationData(Prepared):
         second = [name.endswith(f"-{self.target}") for name in self.languages]
         for name, one, two in zip(self.languages, first, second):
             if not (one or two):
-                raise ValueError(f"{self.folder} has pairs {name} without the language {self.target!r}; see --target")
+                what = f"pairs without the language {self.target!r}: {name}"
+                raise ValueError(f"{self.folder} has {what}; see --target")
         self.target_first = ~np.array(second)  # (J,)
         self.fitting = {}
         self.left_out = {}

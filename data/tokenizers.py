@@ -95,7 +95,6 @@ class XLMR(SentencePiece):
         if (model.unk_id(), model.bos_id(), model.eos_id()) != (0, 1, 2):
             raise ValueError("XLM-R's ids need a SentencePiece model with <unk> 0, <s> 1 and </s> 2")
         self.vocab_size += self.added
-        self.eot = self.eos
         self.mask = self.vocab_size - 1
         self.special = (self.bos, self.pad, self.eos, self.unk, self.mask)
         self.unwritten = (self.bos, self.pad, self.unk, self.mask)  # what a model must never write: all but the end
