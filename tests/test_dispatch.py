@@ -418,22 +418,22 @@ def test_autocast_sums_the_experts_in_fp32_and_leaves_routing_alone(variant, lay
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="needs a compiler")
-@ffn_and_stack
-def test_compiled_activations_are_the_eager_ones(monkeypatch, tmp_path, layers):
+def test_compiled_activations_are_the_eager_ones(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # other processes compile too
-    results, compiled = [], model.compiled_activation
-    for worth in (model.WORTH_COMPILING, 0):
-        calls = []
-        monkeypatch.setattr(
-            model, "compiled_activation", lambda device, calls=calls: calls.append(0) or compiled(device)
-        )
-        monkeypatch.setattr(model, "WORTH_COMPILING", worth)
-        moe = make_moe("topk", torch.float32, layers=layers)
-        h, ids = make_batch(2, 9, torch.float32)
-        h.requires_grad_()
-        results.append(values_and_gradients(moe(h, ids), (h, *moe.parameters())))
-        assert len(calls) == (0 if worth else len(moe.experts))
-    assert_close(results[1], results[0], 1e-5)
+    compile, calls = model.compiled_activation, []
+    monkeypatch.setattr(model, "compiled_activation", lambda device: calls.append(device) or compile(device))
+    for layers in (0, 2):
+        results = []
+        for worth, times in ((model.WORTH_COMPILING, 0), (0, max(1, layers))):
+            calls.clear()
+            with monkeypatch.context() as patch:
+                patch.setattr(model, "WORTH_COMPILING", worth)
+                moe = make_moe("topk", torch.float32, layers=layers)
+                h, ids = make_batch(2, 9, torch.float32)
+                h.requires_grad_()
+                results.append(values_and_gradients(moe(h, ids), (h, *moe.parameters())))
+            assert calls == ["cpu"] * times
+        assert_close(results[1], results[0], 1e-5)
 
 
 # --- Cost
