@@ -521,7 +521,9 @@ class Block(nn.Module):
 
 
 def every_so_many(config, layers: int) -> list[bool]:
-    """Which of so many blocks have experts in place of their FFN."""
+    """Which of so many blocks have experts in place of their FFN. Raises ValueError where not even the last has."""
+    if config.router != "dense" and config.moe_every > config.n_layer:
+        raise ValueError(f"moe_every = {config.moe_every} leaves no block of n_layer = {config.n_layer} with experts")
     return [config.router != "dense" and depth % config.moe_every == 0 for depth in range(1, 1 + layers)]
 
 
