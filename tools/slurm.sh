@@ -1,8 +1,8 @@
 #!/bin/bash
 # A training script on several nodes under Slurm, one process a GPU:
 #
-#     sbatch examples/slurm.sh train_lm.py --preset openwebtext-556M --expert_parallel 8
-#     sbatch --nodes 8 examples/slurm.sh train_electra.py --preset xl --vocab_size none --shard true
+#     sbatch tools/slurm.sh train_lm.py --preset openwebtext-556M --expert_parallel 8
+#     sbatch --nodes 8 tools/slurm.sh train_electra.py --preset xl --shard true
 #
 # Submit it from the folder of the scripts, which all nodes must see, with the Python environment active and the data
 # prepared (python -m data.prepare --help). A job that was stopped goes on by the same command, on any number of nodes whose
