@@ -24,7 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import train_electra
 from analysis import measures
 from data import counting
-from data.batches import Masked, PairData
+from data.batches import Masked
 from data.prepare import prepare
 from data.tokenizers import XLMR, load_tokenizer, train_sentencepiece
 from engine.device import Context, seed_all, setup
@@ -32,7 +32,7 @@ from engine.optim import linear
 from engine.pretrained import load_encoder
 from engine.run import load_checkpoint
 from model import PAD
-from train_electra import Config, Electra, ask, generator_of, losses, sample, score
+from train_electra import Config, Electra, ask, generator_of, losses, right_by_row, sample, score
 
 ELECTRA = Script(train_electra)
 TINY = dict(n_layer=2, n_head=2, n_embd=16, ffn_size=32, block_size=16, micro_tokens=128, batch_tokens=256, steps=4)
@@ -415,21 +415,22 @@ def test_masks_are_always_the_mask_token(options):
 
 
 def test_the_translation_comparison_masks_the_same_tokens(options, monkeypatch):
+    """With the other half beside each half and without; the difference has an interval over pairs."""
     config, context, data, model = opened(options | {"dropout": 0.5})
     masked = [batch.targets for *_, batch in data["pairs"].eval_batches("valid", 1, config.eval_tokens)]
     with torch.no_grad():
         model.generator.bias[torch.cat(masked).mode().values] += 5  # so that some guesses are right
-    seen = []
+    seen, rows = [], []
 
-    def record(model, batch, *rest):
+    def record(model, batches, context):
         assert not model.training
-        seen.append(batch)
-        return ask(model, batch, *rest)
+        seen.append([batch for *_, batch in batches])
+        rows.append(right_by_row(model, [(0, place, batch) for place, batch in enumerate(seen[-1])], context))
+        return rows[-1]
 
-    monkeypatch.setattr(train_electra, "ask", record)
+    monkeypatch.setattr(train_electra, "right_by_row", record)
     scores = train_electra.evaluate(model, data, config, context)
-    pairs = len(list(data["pairs"].eval_batches("valid", 1, config.eval_tokens)))
-    beside, without = seen[-4 * pairs : -2 * pairs], seen[-2 * pairs :]
+    beside, without = seen[0] + seen[1], seen[2] + seen[3]
     for a, b in zip(beside, without, strict=True):
         assert torch.equal(a.targets, b.targets) and a.ids.shape[1] > b.ids.shape[1]
     model.eval()
@@ -437,6 +438,10 @@ def test_the_translation_comparison_masks_the_same_tokens(options, monkeypatch):
         right = [model(b.ids, b.masked, b.real)[0].argmax(dim=1) == b.targets for b in batches]
         expected = float(torch.cat(right).double().mean())
         assert scores["translation"][name] == pytest.approx(expected) and expected > 0
+    (with_it, count), (alone, _) = rows[0] + rows[1], rows[2] + rows[3]
+    low, high = scores["translation"]["effect"]
+    assert (low, high) == tuple(measures.bootstrap(with_it - alone, count))
+    assert f"the difference is {low:+.2%} to {high:+.2%}" in train_electra.describe(scores)
 
 
 def test_right_answers_are_counted_row_by_row():
@@ -452,34 +457,11 @@ def test_right_answers_are_counted_row_by_row():
             own = [i for i, place in enumerate(batch.masked.tolist()) if place // max(lengths) == row]
             expected.append((sum(bool(known[i]) for i in own), len(own)))
     expected = expected[3:] + expected[:3]
-    right, count = train_electra.right_by_row(model, batches, HERE)
+    right, count = right_by_row(model, batches, HERE)
     assert list(zip(right.tolist(), count.tolist())) == expected
-    again = train_electra.right_by_row(model, batches + batches, HERE)  # of two maskings the sum
+    again = right_by_row(model, batches + batches, HERE)  # of two maskings the sum
     torch.testing.assert_close(again, 2 * torch.stack([right, count]))
     assert sum(right) > 3 and any(0 < a < b for a, b in expected)
-
-
-def test_the_effect_of_a_translation_has_an_interval(options, monkeypatch):
-    """That of the difference, over the same rows with the other half beside them and without."""
-    config, context, data, model = opened(options)
-    found, rows = train_electra.right_by_row, []
-
-    def record(*given):
-        rows.append(found(*given))
-        rows[-1][0].add_(len(rows) * (torch.arange(rows[-1].shape[1]) % 3))  # so that there is something to see
-        return rows[-1]
-
-    monkeypatch.setattr(train_electra, "right_by_row", record)
-    scores = train_electra.evaluate(model, data, config, context)
-    (beside, masked), (without, again) = rows[0] + rows[1], rows[2] + rows[3]  # of both halves
-    assert torch.equal(masked, again)
-    effect = scores["translation"]["effect"]
-    assert effect == measures.bootstrap(beside - without, masked)
-    difference = scores["translation"]["with"] - scores["translation"]["without"]
-    assert difference == pytest.approx(float((beside - without).sum() / masked.sum()))
-    low, high = effect
-    assert low < difference < high < 0
-    assert f"the difference is {low:+.2%} to {high:+.2%}" in train_electra.describe(scores)
 
 
 @pytest.mark.parametrize("given", [{}, XLM], ids=["XLM-E", "XLM"])
@@ -608,14 +590,9 @@ def test_table_2_has_every_row_and_runs_none_twice(options, monkeypatch, capsys)
     results = [json.loads(path.read_text()) for path in options["out_dir"].glob("*/result.json")]
     assert sorted(r["config"]["steps"] for r in results) == [2, 2, 2, 2, 2, 3, 3, 4]
     (whole,) = [r for r in results if r["config"]["objective"] == "rtd" and r["config"]["tlm"]]
-    sentences, pairs = whole["held_out"]["sentences"], whole["held_out"]["pairs"]
-    expected = [f"{whole['parameters']['kept'] / 1e6:.1f}", f"{whole['flops']:.2e}"]
-    expected += [f"{sentences['generator']:.1%}", f"{pairs['generator']:.1%}"]
-    beside = whole["held_out"]["translation"]
-    expected += [f"{sentences['saved']:.1%}", f"{pairs['saved']:.1%}", f"{beside['with'] - beside['without']:+.2%}"]
-    expected += [f"{whole['held_out']['retrieval'][2]:.1%}"]
-    assert rows["XLM-E"][2:] == expected
-    beside |= {"with": 0.5, "without": 0.25}
+    cells = [format(value, form) for value, form in train_electra.cells(whole).values()]
+    assert rows["XLM-E"][2:] == cells and cells[0] == f"{whole['parameters']['kept'] / 1e6:.1f}"
+    whole["held_out"]["translation"] |= {"with": 0.5, "without": 0.25}
     assert train_electra.cells(whole)["translation adds"] == (0.25, "+.2%")
     monkeypatch.setattr(train_electra, "ask", None)  # whoever trains or evaluates now fails
     ELECTRA.run(options, monkeypatch)
