@@ -24,21 +24,26 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import ClassVar, Literal
+from types import SimpleNamespace
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-import common
-import measures
-import pretrained
-import runs
-from data import xtreme
+from analysis import flops, measures
+from data import xtreme, xtreme_rows, xtreme_scores
 from data.files import read_lines
 from data.tokenizers import XLMR, load_tokenizer
-from data.xtreme import Example, Examples, Row, TaskData
-from model import Encoder, ModelConfig, SparseModel, real_mask
+from data.xtreme import Example, Examples
+from data.xtreme_rows import Row, TaskData
+from engine import parallel, pretrained
+from engine.config import refuse_others, said
+from engine.device import clear_errors, seed_all, warn
+from engine.optim import adamw, cross_entropy, linear, set_learning_rate
+from engine.run import Run, newest
+from engine.table import Table, carry_out, markdown_table, start
+from model import Encoder, SparseModel, real_mask
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Constants: change one here, or give --name value
@@ -77,16 +82,14 @@ class Config:
     log_every: int = 10  # steps from one look at the loss to the next
     out_dir: str = "out/finetune_xtreme"  # where runs are kept
     device: str = "auto"  # cuda, mps or cpu
-    dtype: Literal["auto", "bfloat16", "float16", "float32", "float64"] = "auto"  # auto: bfloat16 where it is fast
+    dtype: Literal["auto", "bfloat16", "float32", "float64"] = "auto"  # auto: bfloat16 where it is fast
     compile: bool = False  # torch.compile
     resume: bool = True  # go on from the run's newest checkpoint; false: start again
     predict: str | None = None  # no training: say what --model, a run of this script, makes of this file
 
-    expert_parallel: ClassVar = 1  # a model for fine-tuning is whole on every process
-    shard: ClassVar = False
-    router_lr: ClassVar = 1.0  # routers, where they are not frozen, learn at the rate of the rest
-    distance_lr: ClassVar = 1.0  # and so does what distances add
-    not_identity: ClassVar = {"search", "encoders", "predict", "source"}  # the data's checksum is of what was read
+    @property
+    def where(self) -> set[str]:
+        return {"search", "encoders", "predict", "source"}  # the data's checksum is of what was read
 
     def unread(self) -> set[str]:
         if self.predict is not None:
@@ -146,7 +149,7 @@ for paper, tasks in {"xmoe": XMOE, "xlme": XLME, "sample": SAMPLE}.items():
 ALL = ("pos", "ner", "xquad", "mlqa", "tydiqa", "xnli", "pawsx")
 DENSE, SMOE, X_MOE = "train_mlm/{}-router=dense", "train_mlm/{}-router=switch", "train_mlm/{}"
 SMOE_SIGMOID, X_MOE_SIGMOID = f"{SMOE}-gate=sigmoid", f"{X_MOE}-gate=sigmoid"
-XLM, XLM_E = "train_electra/{}-objective=mlm", "train_electra/{}"
+XLM, XLM_E = "train_electra/{}-objective=mlm-relative_bias=False", "train_electra/{}"
 LEARN = dict(frozen=False)
 TITLES = {  # of a table: its title, and the tasks of its columns
     "1": ("X-MoE table 1: XTREME", ALL),
@@ -181,23 +184,23 @@ ROWS = [  # table, encoder, its run, what to change in fine-tuning, the paper's 
     ("6", "1e-1", X_MOE, dict(balance_coef=1e-1), "71.68, 64.50"),
     ("7", "SMoE, top-1", SMOE, LEARN, "?"),
     ("7", "X-MoE, top-1", X_MOE, {}, "?"),
-    ("7", "SMoE, top-2", "train_mlm/{}-router=topk", LEARN, "?"),
-    ("7", "X-MoE, top-2", "train_mlm/{}-select=topk", {}, "?"),
+    ("7", "SMoE, top-2", "train_mlm/{}-router=topk-top_k=2", LEARN, "?"),
+    ("7", "X-MoE, top-2", "train_mlm/{}-top_k=2", {}, "?"),
     ("xlme1", "XLM-E - TRTD", f"{XLM_E}-tlm=False", {}, "74.2, 62.7, 74.3/58.2, 67.8/49.7, 57.8/40.6, 75.1, 87.1"),
     ("xlme1", "XLM", XLM, {}, "70.1, 61.2, 59.8/44.3, 48.5/32.6, 43.6/29.1, 69.1, 80.9"),
     ("xlme1", "XLM-E", XLM_E, {}, "75.6, 63.5, 76.2/60.2, 68.3/49.8, 62.4/45.7, 76.6, 88.3"),
     ("xlme2", "XLM", XLM, {}, "?, 66.2/47.8"),
-    ("xlme2", "XLM - TLM", f"{XLM}-tlm=False", {}, "?, 64.0/46.0"),
+    ("xlme2", "XLM - TLM", "train_electra/{}-objective=mlm-tlm=False-relative_bias=False", {}, "?, 64.0/46.0"),
     ("xlme2", "XLM-E", XLM_E, {}, "76.6, 68.3/49.8"),
     ("xlme2", "XLM-E - TRTD", f"{XLM_E}-tlm=False", {}, "75.1, 67.8/49.7"),
-    ("xlme2", "XLM-E - TRTD - gate", f"{XLM_E}-relative_bias=False-tlm=False", {}, "?, 67.4/49.2"),
+    ("xlme2", "XLM-E - TRTD - gate", f"{XLM_E}-tlm=False-relative_bias=False", {}, "?, 67.4/49.2"),
     ("xlme7", "XLM", XLM, {}, "?, ?, ?, ?, ?"),
     ("xlme7", "XLM-E", XLM_E, {}, "14.9, 19.2, 13.1, 11.2, 8.8"),
     ("xlme7", "XLM-E - TRTD", f"{XLM_E}-tlm=False", {}, "16.3, 18.6, 16.3, 11.5, 9.6"),
 ]
 
 
-def table(number: str, base: Config) -> runs.Table:
+def table(number: str, base: Config) -> Table:
     """A row for each encoder and task, by the constants that the preset's paper has for the task; demo: by a sample."""
     title, tasks = TITLES[number]
     defaults = {name: getattr(Config, name) for name in PRESETS[base.preset]}  # the base's preset is of another task
@@ -208,7 +211,7 @@ def table(number: str, base: Config) -> runs.Table:
             preset = f"{paper_of_constants}-{task}"
             run = {"preset": preset, "model": f"out/{encoder.format(base.encoders)}"}
             rows.append(((label, task, their_number), defaults | PRESETS[preset] | run | change))
-    return runs.Table(title, ("encoder", "task", "paper"), rows)
+    return Table(title, ("encoder", "task", "paper"), rows)
 
 
 TABLES = {number: partial(table, number) for number in TITLES}
@@ -238,14 +241,15 @@ class FineTuned(SparseModel):
 
     def __init__(self, encoder: Encoder, kind: str, labels: list[str], dropout: float):
         super().__init__()
-        self.config, self.encoder, self.kind, self.labels = encoder.config, encoder, kind, labels
+        self.config, self.vocab_size = encoder.config, encoder.vocab_size
+        self.encoder, self.kind, self.labels = encoder, kind, labels
         D, std = encoder.config.n_embd, encoder.config.init_std
         self.dropout = nn.Dropout(dropout)
         self.dense = nn.Linear(D, D) if kind == "label" else None
         self.out = nn.Linear(D, len(labels) or 2)  # of answers, which have no labels: begins here, ends here
-        for linear in filter(None, (self.dense, self.out)):
-            nn.init.normal_(linear.weight, std=std)
-            nn.init.zeros_(linear.bias)
+        for layer in filter(None, (self.dense, self.out)):
+            nn.init.normal_(layer.weight, std=std)
+            nn.init.zeros_(layer.bias)
 
     def forward(self, ids: Tensor, real: Tensor | None, words: Tensor) -> tuple[Tensor, Tensor]:
         """ids (B, T), real (S,) as in `Encoder`, words (M,) places in B * T -> logits, balance loss.
@@ -269,9 +273,9 @@ class FineTuned(SparseModel):
 def build(config: Config, labels: list[str]) -> tuple[FineTuned, XLMR]:
     """A pre-trained encoder under a new head, and its tokenizer. ValueError where --model is something else."""
     encoder, tokenizer = pretrained.load_encoder(config.model, dropout=config.dropout)
-    if tokenizer.vocab_size != encoder.config.vocab_size:
+    if tokenizer.vocab_size != encoder.vocab_size:
         raise ValueError(f"{config.model}: its tokenizer has {tokenizer.vocab_size:,} pieces, not those of its model")
-    common.seed_all(config.seed)
+    seed_all(config.seed)
     return FineTuned(encoder, xtreme.TASKS[config.task].kind, labels, config.dropout), tokenizer
 
 
@@ -289,14 +293,14 @@ def predict(model: FineTuned, examples: list[Example], config: Config, tokenizer
     found = {}  # number of a row -> a list: the tags of its words, its label, or its best answer
     for numbers in batches[context.rank :: context.world]:
         own = [rows[number] for number in numbers]
-        batch = xtreme.batch_of(own, tokenizer.pad)
+        batch = xtreme_rows.batch_of(own, tokenizer.pad)
         with context.autocast():
             logits, _ = model(*context.send_all(batch.ids, batch.real, batch.words))
         logits = logits.float().cpu()
-        found |= zip(numbers, xtreme.row_predictions(model.kind, model.labels, own, logits, config.longest_answer))
+        found |= zip(numbers, xtreme_rows.row_predictions(model.kind, model.labels, own, logits, config.longest_answer))
     found = ChainMap(*context.gather(found))
     model.train()
-    return xtreme.by_example(model.kind, examples, rows, found)
+    return xtreme_rows.by_example(model.kind, examples, rows, found)
 
 
 def longest_row(model: FineTuned, config: Config) -> int:
@@ -309,7 +313,7 @@ def make_rows(model: FineTuned, examples: list[Example], config: Config, tokeniz
     T = longest_row(model, config)
     if T < 8:
         raise ValueError(f"block_size = {T} leaves a row no room for a question and a text: 8 or more")
-    return xtreme.rows_of(model.kind, examples, tokenizer, T, min(config.stride, T // 2), model.labels)
+    return xtreme_rows.rows_of(model.kind, examples, tokenizer, T, min(config.stride, T // 2), model.labels)
 
 
 def main_score(scores: dict[str, float]) -> float:
@@ -318,43 +322,31 @@ def main_score(scores: dict[str, float]) -> float:
 
 
 COUNTING = {  # kind of task: what finds its answers by counting words, and what that is called
-    "tags": (xtreme.tags_by_word, "each word's most frequent tag"),
-    "label": (xtreme.labels_by_word, "naive Bayes over words"),
+    "tags": (xtreme_scores.tags_by_word, "each word's most frequent tag"),
+    "label": (xtreme_scores.labels_by_word, "naive Bayes over words"),
 }
 
 
-def score_languages(run: runs.Run, model: FineTuned, examples: Examples, config: Config, context) -> dict:
+def score_languages(run: Run, model: FineTuned, examples: Examples, config: Config, context) -> dict:
     """-> scores of every language, their mean, and by how much English is ahead of the others (XLM-E table 7).
 
-    What was predicted is kept, a line an example, with a hash of each file, and not predicted again.
+    What was predicted is kept in test-LANGUAGE.jsonl, a line an example.
     """
     kind, languages, guesses, counted = model.kind, {}, {}, {}
     by_word = COUNTING[kind][0](examples.train) if kind in COUNTING else None
-    with common.clear_errors():
-        hashes = runs.read_result(run.folder / "predicted.json")
-        hashes.pop("sha256", None)  # the file's own
     for language, own in tqdm(examples.test.items(), desc="testing", unit="language", disable=context.rank > 0):
-        file = run.folder / f"test-{language}.jsonl"
-        kept = file.is_file() and hashlib.sha256(file.read_bytes()).hexdigest() == hashes.get(language)
-        if len(set(context.gather(kept))) > 1:
-            raise ValueError(f"the processes see different files in {run.folder}: it must be on a shared disk")
-        if kept:
-            predicted = [json.loads(line)["predicted"] for line in read_lines(file)]
-        else:
-            predicted = predict(model, own, config, run.tokenizer, context)
-            lines = []
-            for one, ours in zip(own, predicted):
-                record = {"id": one.id, "language": language, "gold": one.gold, "predicted": ours}
-                lines.append(json.dumps(record, ensure_ascii=False) + "\n")
-            text = "".join(lines)
-            run.write(file.name, text)
-            hashes[language] = hashlib.sha256(text.encode()).hexdigest()
-            run.write("predicted.json", hashes | {"sha256": runs.digest(hashes)})
+        predicted = predict(model, own, config, run.tokenizer, context)
+        lines = []
+        for one, ours in zip(own, predicted):
+            record = {"id": one.id, "language": language, "gold": one.gold, "predicted": ours}
+            lines.append(json.dumps(record, ensure_ascii=False) + "\n")
+        run.write(f"test-{language}.jsonl", "".join(lines))
         gold = [one.gold for one in own]
-        languages[language] = xtreme.scores(config.task, language, gold, predicted)
-        guesses[language] = xtreme.scores(config.task, language, gold, xtreme.guess(kind, examples.train, own))
+        languages[language] = xtreme_scores.scores(config.task, language, gold, predicted)
+        guess = xtreme_scores.guess(kind, examples.train, own)
+        guesses[language] = xtreme_scores.scores(config.task, language, gold, guess)
         if by_word:
-            counted[language] = xtreme.scores(config.task, language, gold, by_word(own))
+            counted[language] = xtreme_scores.scores(config.task, language, gold, by_word(own))
     gap, others = {}, [scores for language, scores in languages.items() if language != "en"]
     if others and "en" in languages:
         gap = {metric: languages["en"][metric] - mean for metric, mean in mean_of(others).items()}
@@ -377,78 +369,80 @@ def mean_of(scores: list[dict[str, float]]) -> dict[str, float]:
 
 def train(config: Config, context) -> dict:
     """Fine-tunes (or goes on) on English, and scores every language -> the result, which is also in result.json."""
-    with common.clear_errors():
+    with clear_errors():
         limits = config.train_examples, config.test_examples
         examples = xtreme.read_examples(config.task, config.source, config.train_source, *limits)
         for note in examples.notes:
-            common.warn(note)
+            warn(note)
         model, tokenizer = build(config, examples.labels)
         T = longest_row(model, config)
-        if "block_size" in runs.said(config, PRESETS) and T < (config.block_size or 0):
+        if "block_size" in said(config, PRESETS) and T < (config.block_size or 0):
             raise ValueError(f"{config.model} has {T} positions, fewer than --block_size {config.block_size}")
         rows = make_rows(model, examples.train, config, tokenizer)
-        rows = [row for row in rows if set(row.targets) != {xtreme.UNKNOWN}]
+        rows = [row for row in rows if set(row.targets) != {xtreme_rows.UNKNOWN}]
         if not rows:
             raise ValueError(f"no training example of {config.task} has a label that is known")
         start = hash_of(model, examples)
         data = TaskData(rows, tokenizer, config.batch_size, config.micro_size, config.seed, start)
         gold = [one.gold for one in examples.valid]
-        guessed = xtreme.scores(config.task, "en", gold, xtreme.guess(model.kind, examples.train, examples.valid))
+        guessed = xtreme_scores.scores(
+            config.task, "en", gold, xtreme_scores.guess(model.kind, examples.train, examples.valid)
+        )
         steps = config.epochs * data.steps_per_epoch
-        run = runs.Run(config, PRESETS, context, data, total=steps, every=data.steps_per_epoch)
+        run = Run(config, PRESETS, context, data, total=steps, every=data.steps_per_epoch)
         if run.result:
             return run.result
-    model = common.place(model, context)
+    model = context.place(model)
     if config.frozen:  # routers and experts (X-MoE 3.3)
         for moe in model.moe_layers:
             moe.requires_grad_(False)
-    best, loads = None, []  # step, scores, weights; loads[i][layer][expert]: tokens of the i-th 100 steps
-    watches = [measures.Load(moe) for moe in model.moe_layers]
-    if run.checkpoint:
-        best, loads = run.checkpoint["best"], run.checkpoint["loads"]
-        for watch, total in zip(watches, run.checkpoint["pending"]):
-            watch.total.copy_(total * (context.rank == 0))  # one process goes on with the sums of all
-        model.load_state_dict(run.checkpoint["model"])
-    run.say(
+    context.say(
         f"{run.name}: {len(rows):,} rows of {len(examples.train):,} training examples, up to {T} tokens each; "
         f"{steps:,} steps; "
         f"{len(gold):,} development examples, of which a guess reaches {describe(guessed)}; "
         f"{len(examples.test)} languages to score"
     )
-    optimizer = common.adamw(model, config)
+    forward = parallel.wrap(model, config, context)
+    optimizer = adamw(model, config)
+    watches = [measures.Load(moe) for moe in model.moe_layers]
+    loads = run.kept.setdefault("loads", [])  # [i][layer][expert]: tokens of the i-th 100 steps
+    for watch, total in zip(watches, run.kept.get("pending", [])):  # of the steps since the last full 100
+        watch.total.copy_(total * (context.rank == 0))  # one process goes on with the sums of all
+    run.kept["pending"] = lambda: [context.sum(watch.total) for watch in watches]
+    with clear_errors():
+        run.resume(model, optimizer, flops.matrix_flops(model)["total"])
 
-    def state():
-        pending = [context.sum(watch.total) for watch in watches]  # since the last full 100 steps
-        return {"best": best, "loads": loads, "pending": pending}
-
-    forward = run.begin(model, optimizer, measures.matrix_flops(model)["total"], state=state)
-    if run.start == 0 and context.rank == 0:  # what is predicted there is of other weights
-        (run.folder / "predicted.json").unlink(missing_ok=True)
     for step in run.steps():
-        common.set_learning_rate(optimizer, common.linear(step, steps, config.warmup, config.learning_rate))
-        for micro in run.micros(step):
-            batch = data.batch(step, micro)
-            ids, real, words, targets = context.send_all(*batch)
+        set_learning_rate(optimizer, linear(step, steps, config.warmup, config.learning_rate))
+        for micro in run.micros:
+            seed_all(config.seed, 1 + step, micro)  # all that is random: so a resumed run is the same run
+            forward.require_backward_grad_sync = micro == run.micros[-1]  # processes exchange gradients once
+            ids, real, words, targets = context.send_all(*data.batch(step, micro))
             with context.autocast():
                 logits, balance = forward(ids, real, words)
-            task_loss = common.cross_entropy(logits, targets)
-            loss = task_loss + config.balance_coef * balance  # X-MoE eq. 10
-            run.backward(loss, shown=task_loss, tokens=ids.numel() if real is None else len(real))
-        run.update()
+            loss = cross_entropy(logits, targets)
+            ((loss + config.balance_coef * balance) / len(run.micros)).backward()  # X-MoE eq. 10
+            run.add(loss, tokens=ids.numel() if real is None else len(real))
+        parallel.clip_grad_norm_(model, config.grad_clip)
+        optimizer.step()
+        optimizer.zero_grad()
         if not config.frozen:
             model.after_step()
         if (step + 1) % 100 == 0:
             loads.append([watch.take(context.sum) for watch in watches])
-        if run.end_step(step):
+        if run.due(step + 1):
             predicted = predict(model, examples.valid, config, tokenizer, context)
-            scores = xtreme.scores(config.task, "en", gold, predicted)
+            scores = xtreme_scores.scores(config.task, "en", gold, predicted)
+            best = run.kept.get("best")
             if best is None or main_score(scores) > main_score(best["scores"]):
                 weights = {name: x.to("cpu", copy=True) for name, x in model.state_dict().items()}
-                best = {"step": step + 1, "scores": scores, "model": weights}
+                run.kept["best"] = {"step": step + 1, "scores": scores, "model": weights}
             total = float(sum(p.detach().sum() for p in model.parameters()))  # not finite if the last update broke one
-            run.save(step, scores, total, f"English development: {describe(scores)}")
-    model.load_state_dict(best.pop("model"))
-    run.save_model("model.pt", best["step"], labels=model.labels)
+            run.save(step + 1, scores, total, f"English development: {describe(scores)}")
+
+    best = run.kept["best"]
+    model.load_state_dict(best["model"])
+    run.save_model("model.pt", model, best["step"], labels=model.labels)
     scores = score_languages(run, model, examples, config, context)
     return run.finish(scores | {"valid": best["scores"], "step": best["step"], "loads": loads, "longest_row": T})
 
@@ -488,10 +482,12 @@ def report(config: Config, result: dict) -> str:
 def search(config: Config, context):
     """Every combination of the values that the paper searched, by their score in English development."""
     values = SEARCHED[config.preset]
-    with common.clear_errors():
+    with clear_errors():
         if not values or config.table or config.seeds > 1:
             raise ValueError(f"--search is for one preset of a paper and one seed, not for preset {config.preset}")
-        runs.refuse_rows(config, PRESETS, [values])
+        given = said(config, PRESETS).keys() & values.keys()
+        if given:
+            raise ValueError(f"--search tries every --{min(given)} of the paper: leave it out")
     found = []
     for combination in product(*values.values()):
         change = dict(zip(values, combination))
@@ -501,7 +497,7 @@ def search(config: Config, context):
     rows = [[*change.values(), describe(one["valid"]), describe(one["mean"])] for _, change, one in found]
     if context.rank == 0:
         headers = [*values, "English development", "mean over languages"]
-        print(f"\n{config.preset}, the best first\n\n{runs.markdown_table(headers, rows)}")
+        print(f"\n{config.preset}, the best first\n\n{markdown_table(headers, rows)}")
 
 
 def predict_file(config: Config, context):
@@ -510,14 +506,16 @@ def predict_file(config: Config, context):
     Of a task with tags: a sentence of words and spaces a line -> `word TAB tag` lines, a blank one behind a sentence.
     With answers: `question TAB text` -> the answer. With labels: `sentence TAB sentence`, of apps one -> the label.
     """
-    with common.clear_errors():
-        runs.refuse_others(config, PRESETS, "predict", "model device dtype")
-        _, state = runs.newest(Path(config.model), ("model.pt",))
+    with clear_errors():
+        refuse_others(config, PRESETS, "predict", {"model", "device", "dtype"})
+        _, state = newest(Path(config.model), ("model.pt",))
         if state.get("class") != FineTuned.__name__:
             raise ValueError(f"{config.model} holds no fine-tuned model: give a folder under out/finetune_xtreme")
-        constants = Config(**state["constants"])
+        identity = state["identity"]
+        constants = Config(**{name: identity[name] for name in identity.keys() & vars(Config()).keys()})
         kind, wanted = xtreme.TASKS[constants.task].kind, 1 if constants.task == "apps" else 2
-        model = FineTuned(Encoder(ModelConfig(**state["arguments"])), kind, state["labels"], dropout=0.0)
+        encoder = Encoder(SimpleNamespace(**state["constants"]), state["vocab_size"])
+        model = FineTuned(encoder, kind, state["labels"], dropout=0.0)
         model.load_state_dict(state["model"])
         tokenizer = load_tokenizer(Path(config.model))
         examples = []
@@ -527,7 +525,7 @@ def predict_file(config: Config, context):
                 raise ValueError(f"{config.predict}, line {number}: {len(texts)} texts between TABs, not {wanted}")
             gold = {"tags": [""] * len(texts), "answer": [], "label": ""}[kind]
             examples.append(Example(str(number), tuple(texts), gold))
-    model = common.place(model, context)
+    model = context.place(model)
     for example, found in zip(examples, predict(model, examples, constants, tokenizer, context)):
         if kind == "tags":
             found = "".join(f"{word}\t{tag}\n" for word, tag in zip(example.texts, found))
@@ -536,13 +534,13 @@ def predict_file(config: Config, context):
 
 
 def main():
-    config, context = runs.start(Config, PRESETS)
+    config, context = start(Config, PRESETS)
     if config.predict is not None:
         predict_file(config, context)
     elif config.search:
         search(config, context)
     else:
-        runs.carry_out(config, PRESETS, context, TABLES, train, report, cells)
+        carry_out(config, PRESETS, context, TABLES, train, report, cells)
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ def expert_capacity(tokens: int, num_experts: int, capacity_factor: float) -> in
     return min(tokens, max(MIN_CAPACITY, rows))
 
 
-def within_capacity(priority: Tensor, capacity: int) -> Tensor:
+def within_capacity(priority, capacity: int):
     """(S, E) priorities -> (S, E) bool: of the tokens that chose it, each expert keeps the first C by priority.
 
     Among equal priorities the earlier token comes first. Nothing is sorted: the C-th highest is an expert's bar.
@@ -66,7 +66,7 @@ class Rows(NamedTuple):
     used: Tensor | None  # (N, 1) bool: False for spare rows, which lie at the end; None: there are none
 
 
-def kept_rows(gates: Tensor, kept: Tensor, room: int | None = None) -> Rows:
+def kept_rows(gates, kept, room: int | None = None) -> Rows:
     """gates (S, E), kept (S, E) bool -> Rows.
 
     room: make so many, the last ones spare, so that no GPU is asked how many are kept. None: ask, and make just those.
@@ -85,18 +85,18 @@ def kept_rows(gates: Tensor, kept: Tensor, room: int | None = None) -> Rows:
     return Rows(place % S, place // S, gate, counts, used)
 
 
-def may_ask(x: Tensor) -> bool:
+def may_ask(x) -> bool:
     """Whether the host may read a number off the device of x without stalling it."""
     return not x.is_cuda
 
 
-def product_type(x: Tensor) -> torch.dtype:
+def product_type(x) -> torch.dtype:
     """The type in which x is multiplied by a matrix: autocast's where that is on."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
-def ragged_linear(x: Tensor, w: Tensor, rows: Rows) -> Tensor:
+def ragged_linear(x, w, rows: Rows):
     """Each expert's rows times its own matrix: x (N, I), w (E, I, O) -> (N, O), in autocast's type where that is on.
 
     Spare rows are neither read nor multiplied, and come out as 0.
@@ -115,7 +115,7 @@ def ragged_linear(x: Tensor, w: Tensor, rows: Rows) -> Tensor:
     return torch.where(rows.used, F.grouped_mm(x, w, offs=ends), 0)
 
 
-def has_grouped_mm(x: Tensor, w: Tensor) -> bool:
+def has_grouped_mm(x, w) -> bool:
     """Whether `grouped_mm` takes these: bf16 with rows of a multiple of 16 bytes, on a CPU fp32 too if not compiled."""
     dtypes = [torch.bfloat16]
     if x.device.type == "cpu" and not torch.compiler.is_compiling():
@@ -125,7 +125,7 @@ def has_grouped_mm(x: Tensor, w: Tensor) -> bool:
     return x.dtype in dtypes and whole and len(x) > 0 and (x.device.type == "cpu" or len(w) < 1024)
 
 
-def activation(a: Tensor, b: Tensor, gate: Tensor, gelu: str) -> Tensor:
+def activation(a, b, gate, gelu: str):
     """gate * gelu(a + b), a and b (N, F), gate (N, 1), in the type of a."""
     return (gate * F.gelu(a + b, approximate=gelu)).to(a.dtype)
 
@@ -153,7 +153,7 @@ class Experts(nn.Module):
         self.b_out = nn.Parameter(torch.zeros(E, D))
         self.gelu = gelu
 
-    def forward(self, x: Tensor, rows: Rows) -> Tensor:
+    def forward(self, x, rows: Rows):
         """(N, D) -> gate * W_out^T gelu(W_in x + b_in), (N, D): all of an FFN but b_out."""
         activate = activation
         if len(x) * self.b_in.shape[1] >= WORTH_COMPILING and not torch.compiler.is_compiling():
@@ -164,7 +164,7 @@ class Experts(nn.Module):
         return ragged_linear(z, self.w_out, rows)  # (N, D)
 
 
-def dispatch(h: Tensor, gates: Tensor, rows: Rows, ffn: Experts) -> Tensor:
+def dispatch(h, gates, rows: Rows, ffn: Experts):
     """Sends each token to the experts that keep it and adds up their weighted outputs (XMoE eq. 2).
 
     h (S, D); gates (S, E), 0 where not kept -> (S, D) in the gates' type (fp32), 0 for a token that no expert kept.
@@ -177,7 +177,7 @@ def dispatch(h: Tensor, gates: Tensor, rows: Rows, ffn: Experts) -> Tensor:
     return add_rows(biases, rows, y)
 
 
-def dispatch_apart(h: Tensor, gates: Tensor, rows: Rows, work) -> Tensor:
+def dispatch_apart(h, gates, rows: Rows, work):
     """The same where the gate cannot go inside: of experts that are stacks, or that other processes work.
 
     work: x (N, D), rows -> what the experts make of x, (N, D). Of stacks h + g f(h) is BASE layers' g u + (1 - g) h
@@ -187,7 +187,7 @@ def dispatch_apart(h: Tensor, gates: Tensor, rows: Rows, work) -> Tensor:
     return add_rows(gates.new_zeros(h.shape), rows, rows.gate * work(x, rows))
 
 
-def add_rows(out: Tensor, rows: Rows, y: Tensor) -> Tensor:
+def add_rows(out, rows: Rows, y):
     """out (S, D) with each row of y (N, D) added to its token."""
     return out.scatter_add(0, rows.token.unsqueeze(1).expand_as(y), y.to(out.dtype))
 
@@ -200,7 +200,7 @@ class ExpertNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(E, D))
         self.bias = nn.Parameter(torch.zeros(E, D))
 
-    def forward(self, u: Tensor, rows: Rows) -> Tensor:
+    def forward(self, u, rows: Rows):
         scale = self.weight.index_select(0, rows.expert)
         shift = self.bias.index_select(0, rows.expert)
         return F.layer_norm(u, u.shape[1:]) * scale + shift
@@ -222,7 +222,7 @@ class MoE(nn.Module):
         self.exchange = None  # takes rows to experts on other processes, see engine/parallel.py
         self.watchers = []  # called with (self, h, routing, kept), where routing is measured
 
-    def forward(self, h: Tensor, ids: Tensor, real: Tensor | None = None, first: int = 0) -> tuple[Tensor, Tensor]:
+    def forward(self, h, ids, real=None, first: int = 0):
         """h (B, T, D), ids (B, T), at positions from `first` on -> (B, T, D), balance loss.
 
         real (S,): places in B * T of the tokens that are not padding, ascending; None if all are. Nobody serves
@@ -257,7 +257,7 @@ class MoE(nn.Module):
         """The most rows that S tokens can have for so many of the experts."""
         return min(S * min(self.router.max_choices, experts), experts * self.capacity(S))
 
-    def serve(self, h: Tensor, gates: Tensor, rows: Rows) -> Tensor:
+    def serve(self, h, gates, rows: Rows):
         """h (S, D), gates (S, E), 0 where not kept -> the weighted sum of the experts' outputs, (S, D)."""
         if not self.norms and self.exchange is None:
             return dispatch(h, gates, rows, self.experts[0])
@@ -266,7 +266,7 @@ class MoE(nn.Module):
         work = self.unweighted if self.exchange is None else functools.partial(self.exchange, self.unweighted)
         return dispatch_apart(h, gates, rows, work)
 
-    def unweighted(self, x: Tensor, rows: Rows) -> Tensor:
+    def unweighted(self, x, rows: Rows):
         """What experts make of their rows: x (N, D) -> (N, D), before a gate weighs it.
 
         A stack is u <- u + FFN(LN(u)), layer by layer, from u = x, and its output u - x.
@@ -281,7 +281,7 @@ class MoE(nn.Module):
             u = u + y + ffn.b_out.index_select(0, rows.expert)
         return u - x
 
-    def activations(self, h: Tensor, kept: Tensor) -> Tensor:
+    def activations(self, h, kept):
         """What the units of all kept rows compute before GELU, (N, F), of bare FFNs (XMoE figure 6)."""
         rows = kept_rows(kept.to(h.dtype), kept)
         ffn = self.experts[0]
@@ -289,7 +289,7 @@ class MoE(nn.Module):
         return a + ffn.b_in.index_select(0, rows.expert)
 
 
-def check_choices(router: nn.Module, wanted: Tensor):
+def check_choices(router: nn.Module, wanted):
     """Raises AssertionError where a token wants more experts than its router says, and a GPU would make room for."""
     most = int(wanted.sum(dim=1).max()) if len(wanted) else 0
     name = type(router).__name__
@@ -403,7 +403,7 @@ class FFN(nn.Module):
         self.proj = nn.Linear(config.ffn_size, config.n_embd)
         self.gelu = gelu
 
-    def forward(self, h: Tensor) -> Tensor:
+    def forward(self, h):
         return self.proj(F.gelu(self.fc(h), approximate=self.gelu))
 
 
@@ -425,7 +425,7 @@ class SelfAttention(nn.Module):
             self.gate = nn.Parameter(torch.empty(2, D // self.n_head))  # u and v, shared by the heads
             self.gate_w = nn.Parameter(torch.ones(self.n_head))  # w
 
-    def forward(self, h: Tensor, mask: Tensor | None = None, distance: Tensor | None = None) -> Tensor:
+    def forward(self, h, mask=None, distance=None):
         """mask (B, 1, 1, T) bool: which positions may be looked at, None: all; distance (H, T, T): d."""
         q, k, v = self.qkv(h).unflatten(2, (3, self.n_head, -1)).permute(2, 0, 3, 1, 4)  # (B, H, T, D / H) each
         dropout = self.dropout if self.training else 0.0
@@ -446,13 +446,13 @@ class Distance(nn.Module):
         super().__init__()
         self.table, self.longest = nn.Embedding(buckets, n_head), longest
 
-    def forward(self, T: int) -> Tensor:
+    def forward(self, T: int):
         """(H, T, T)"""
         place = torch.arange(T, device=self.table.weight.device)
         bucket = self.bucket(place[None, :] - place[:, None])  # (T, T)
         return self.table(bucket).permute(2, 0, 1)
 
-    def bucket(self, ahead: Tensor) -> Tensor:
+    def bucket(self, ahead):
         """j - i -> its bucket: one half for each sign; of a half, one half is exact, the other logarithmic."""
         half = self.table.num_embeddings // 2
         exact, far = half // 2, ahead.abs()
@@ -462,7 +462,7 @@ class Distance(nn.Module):
         return torch.where(far < exact, far, coarse) + half * (ahead > 0)
 
 
-def biased_attention(q, k, v, scale, distance, mask=None, dropout: float = 0.0) -> Tensor:
+def biased_attention(q, k, v, scale, distance, mask=None, dropout: float = 0.0):
     """softmax(q k / sqrt(d_k) + scale_i d_ij) v (XLM-E eqs. 7, 8). q, k, v (B, H, T, d_k); scale (B, H, T).
 
     distance (H, T, T); mask (B, 1, 1, T) bool. On CUDA nothing of the size (B, H, T, T) is made, and attention weights
@@ -483,7 +483,7 @@ def biased_attention(q, k, v, scale, distance, mask=None, dropout: float = 0.0) 
     return flex_attention()(q, k, v, score_mod=score)
 
 
-def has_flex_attention(q: Tensor) -> bool:
+def has_flex_attention(q) -> bool:
     return q.is_cuda and q.shape[-1] >= 16  # the narrowest heads that it takes
 
 
@@ -509,7 +509,7 @@ class Block(nn.Module):
         self.ffn = in_place_of_ffn(config, V, "tanh") if sparse else FFN(config, "tanh")
         self.dropout, self.sparse = nn.Dropout(config.dropout), sparse
 
-    def forward(self, x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor | float]:
+    def forward(self, x, ids) -> tuple[Tensor, Tensor | float]:
         y = self.attn(self.ln_1(x))
         x = x + self.dropout(y)
         h, balance = self.ln_2(x), 0.0
@@ -542,7 +542,7 @@ class GPT(SparseModel):
         # GPT-2: what writes to the residual stream starts smaller, the deeper the model.
         self.draw(config.init_std, config.init_std / math.sqrt(2 * config.n_layer))
 
-    def hidden(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+    def hidden(self, ids):
         """ids (B, T) -> final hidden states (B, T, D), balance loss. Raises ValueError where T > block_size."""
         T, longest = ids.shape[1], self.config.block_size
         if T > longest:
@@ -554,12 +554,12 @@ class GPT(SparseModel):
             total = total + balance
         return self.ln_f(x), total
 
-    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, ids):
         h, balance = self.hidden(ids)
         return F.linear(h, self.wte.weight, self.bias), balance
 
     @torch.no_grad()
-    def generate(self, ids: Tensor, new_tokens: int, temperature: float = 1.0, top_k: int | None = None) -> Tensor:
+    def generate(self, ids, new_tokens: int, temperature: float = 1.0, top_k: int | None = None):
         """ids (B, T) -> (B, T + new_tokens), sampled from softmax(logits / temperature) over the top_k (None: all).
 
         There is no capacity limit, so that a token depends only on its own past and not on what else is in the batch.
@@ -599,7 +599,7 @@ class EncoderLayer(nn.Module):
         self.ln_2 = nn.LayerNorm(config.n_embd)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, mask: Tensor | None, distance: Tensor | None) -> Tensor:
+    def forward(self, x, mask, distance):
         y = self.attn(x, mask, distance)
         x = self.ln_1(x + self.dropout(y))
         y = self.ffn(x)
@@ -632,7 +632,7 @@ class Encoder(SparseModel):
         self.moes = nn.ModuleList(between_layers(config, V, "none") for _ in self.moe_after)
         self.draw(config.init_std, config.init_std)
 
-    def forward(self, ids: Tensor, real: Tensor | None = None, states: list | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, ids, real=None, states: list | None = None):
         """ids (B, T) -> hidden states (B, T, D), and the balance loss summed over sparse layers (scalar).
 
         real (S,): places in B * T of the tokens that are not padding; None if all are. No token looks at padding.
@@ -665,7 +665,7 @@ class Encoder(SparseModel):
         return x, total
 
 
-def real_mask(ids: Tensor, real: Tensor) -> Tensor:
+def real_mask(ids, real):
     """ids (B, T), real (S,) places in B * T -> (B, T) bool, True there."""
     return ids.new_zeros(ids.numel(), dtype=torch.bool).index_fill_(0, real, True).view(ids.shape)
 
@@ -682,7 +682,7 @@ class MaskedLM(SparseModel):
         nn.init.normal_(self.dense.weight, std=config.init_std)
         nn.init.zeros_(self.dense.bias)
 
-    def forward(self, ids: Tensor, masked: Tensor, real: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, ids, masked, real=None):
         """ids (B, T), masked (M,) places in B * T, real as in `Encoder` -> logits (M, V), balance loss."""
         x, balance = self.encoder(ids, real)
         x = x.flatten(0, 1).index_select(0, masked)  # (M, D)
@@ -708,16 +708,16 @@ class Attention(nn.Module):
         self.kv = nn.Linear(D, 2 * D)
         self.proj = nn.Linear(D, D)
 
-    def keys_values(self, h: Tensor) -> KeysValues:
+    def keys_values(self, h) -> KeysValues:
         """(B, N, D) -> (B, H, N, D / H) each"""
         k, v = self.kv(h).chunk(2, dim=2)
         return self.heads(k), self.heads(v)
 
-    def heads(self, x: Tensor) -> Tensor:
+    def heads(self, x):
         """(B, N, D) -> (B, H, N, D / H)"""
         return x.unflatten(2, (self.n_head, -1)).transpose(1, 2)
 
-    def forward(self, h: Tensor, kv: KeysValues, mask: Tensor | None, causal: bool = False) -> Tensor:
+    def forward(self, h, kv: KeysValues, mask, causal: bool = False):
         """mask (B, 1, 1, N) bool: which keys may be looked at; None: all."""
         q = self.heads(self.q(h))  # (B, H, T, D / H)
         y = F.scaled_dot_product_attention(q, *kv, mask, is_causal=causal)
@@ -737,21 +737,13 @@ class TranslatorBlock(nn.Module):
         self.ffn = in_place_of_ffn(config, V, "tanh") if sparse else FFN(config, "tanh")
         self.dropout = nn.Dropout(config.dropout)
 
-    def encode(self, x: Tensor, ids: Tensor, real: Tensor | None, mask: Tensor | None):
+    def encode(self, x, ids, real, mask):
         """(B, N, D) -> the same, balance loss"""
         h = self.ln_1(x)
         y = self.attn(h, self.attn.keys_values(h), mask)
         return self.add_ffn(x + self.dropout(y), ids, real)
 
-    def decode(
-        self,
-        x: Tensor,
-        ids: Tensor,
-        real: Tensor | None,
-        source: KeysValues,
-        mask: Tensor | None,
-        past: KeysValues | None,
-    ):
+    def decode(self, x, ids, real, source: KeysValues, mask, past: KeysValues | None):
         """(R, T, D) -> the same, balance loss, keys and values of all positions so far.
 
         source: of B sources; mask (B, 1, 1, N). R is B, or B * K where the beams of a sentence lie side by side and
@@ -770,7 +762,7 @@ class TranslatorBlock(nn.Module):
         x, balance = self.add_ffn(x + self.dropout(y), ids, real, first=k.shape[2] - x.shape[1])
         return x, balance, (k, v)
 
-    def add_ffn(self, x: Tensor, ids: Tensor, real: Tensor | None, first: int = 0):
+    def add_ffn(self, x, ids, real, first: int = 0):
         h, balance = self.ln_2(x), 0.0
         if self.sparse:
             y, balance = self.ffn(h, ids, real, first)
@@ -785,13 +777,13 @@ class Source(NamedTuple):
     keys_values: list[KeysValues]  # for each of its blocks
     mask: Tensor | None  # (B, 1, 1, N) bool, True where a token is not padding; None: everywhere
 
-    def sentences(self, stay: Tensor) -> "Source":
+    def sentences(self, stay) -> "Source":
         """stay (B,) bool -> those sentences alone"""
         mask = None if self.mask is None else self.mask[stay]
         return Source(rows_of(self.keys_values, stay), mask)
 
 
-def rows_of(keys_values: list[KeysValues], rows: Tensor) -> list[KeysValues]:
+def rows_of(keys_values: list[KeysValues], rows) -> list[KeysValues]:
     return [(k[rows], v[rows]) for k, v in keys_values]
 
 
@@ -833,13 +825,13 @@ class Translator(SparseModel):
         names += [f"decoder block {i}" for i, block in enumerate(self.decoder, 1) if block.sparse]
         return names
 
-    def embed(self, ids: Tensor, first: int = 0) -> Tensor:
+    def embed(self, ids, first: int = 0):
         """ids (B, T), whose first stands at position `first` -> (B, T, D)"""
         x = math.sqrt(self.config.n_embd) * self.wte(ids)
         position = torch.arange(first, first + ids.shape[1], device=ids.device)
         return self.dropout(x + sinusoids(position, self.config.n_embd).to(x.dtype))
 
-    def encode(self, ids: Tensor, real: Tensor | None = None) -> tuple[Source, Tensor]:
+    def encode(self, ids, real=None) -> tuple[Source, Tensor]:
         """ids (B, N), real (S,) places in B * N of what is not padding, None if all is -> source, balance loss."""
         mask = None
         if real is not None:
@@ -857,13 +849,7 @@ class Translator(SparseModel):
         keys_values = [block.cross.keys_values(h) for block in self.decoder]
         return Source(keys_values, mask), total
 
-    def decode(
-        self,
-        ids: Tensor,
-        source: Source,
-        past: list[KeysValues] | None = None,
-        real: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, list[KeysValues]]:
+    def decode(self, ids, source: Source, past: list[KeysValues] | None = None, real=None):
         """ids (R, T) -> hidden states (R, T, D), balance loss, what to pass as `past` with the next ids, (R, 1).
 
         Raises ValueError where several ids come behind a past.
@@ -880,13 +866,7 @@ class Translator(SparseModel):
             present.append(so_far)
         return self.ln_d(x), total, present
 
-    def forward(
-        self,
-        source: Tensor,
-        target: Tensor,
-        source_real: Tensor | None = None,
-        target_real: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, source, target, source_real=None, target_real=None):
         """source (B, N), target (B, T) -> logits (M, V) at the tokens of the target that are real, balance loss.
 
         source_real, target_real: places in B * N and in B * T of what is not padding, ascending; None if all is.
@@ -898,7 +878,7 @@ class Translator(SparseModel):
             h = h.index_select(0, target_real)
         return F.linear(h, self.wte.weight), balance + more
 
-    def log_probabilities(self, h: Tensor) -> Tensor:
+    def log_probabilities(self, h):
         """(R, D) -> (R, V) fp32 of the next token, whatever the autocast type: small differences tell beams apart."""
         w = self.wte.weight
         with torch.autocast(h.device.type, enabled=False):
@@ -906,7 +886,7 @@ class Translator(SparseModel):
         return logits.float().log_softmax(dim=1)
 
 
-def sinusoids(position: Tensor, D: int) -> Tensor:
+def sinusoids(position, D: int):
     """(T,) -> (T, D): half of them sines, half cosines (Vaswani et al. 3.5)"""
     i = torch.arange(0, D, 2, device=position.device)
     turn = torch.exp(-math.log(10_000) / D * i)

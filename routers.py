@@ -37,7 +37,7 @@ class Routing(NamedTuple):
     probs: Tensor  # (S, E) fp32: softmax over the experts (hash: one-hot)
 
     @property
-    def wanted(self) -> Tensor:
+    def wanted(self):
         """(S, E) bool: which experts each token chose, before any capacity."""
         return self.priority > NOT_CHOSEN
 
@@ -91,11 +91,11 @@ class Router(nn.Module):
     def max_choices(self) -> int:
         return self.most or self.E
 
-    def choose(self, score: Tensor, probs: Tensor) -> Tensor:
+    def choose(self, score, probs):
         """score (S, E), probs (S, E), both without gradient -> priority (S, E), see `by_rank`."""
         raise TypeError(f"{type(self).__name__} has no `choose` method")
 
-    def forward(self, h: Tensor, ids: Tensor | None = None, position: Tensor | None = None) -> Routing:
+    def forward(self, h, ids=None, position=None) -> Routing:
         """h (S, D) of real tokens alone, their ids (S,) and their positions in their sequences (S,)."""
         with torch.autocast(h.device.type, enabled=False):
             score = self.scores(h.to(self.experts.dtype))  # (S, E)
@@ -114,14 +114,14 @@ class Router(nn.Module):
                 balance = balance_loss(self.counted(priority), at_tau0)
         return Routing(weight, priority, balance, probs)
 
-    def scores(self, h: Tensor) -> Tensor:
+    def scores(self, h):
         """(S, D) -> (S, E)"""
         h, experts = self.project(h), self.experts
         if self.on_sphere:  # X-MoE eq. 7
             h, experts = F.normalize(h, dim=1), F.normalize(experts, dim=1)
         return h @ experts.t()
 
-    def counted(self, priority: Tensor) -> Tensor:
+    def counted(self, priority):
         """(S, E) bool: the choices that the balance loss counts."""
         if self.over_chosen:
             return priority > NOT_CHOSEN
@@ -236,12 +236,12 @@ class Hash(Router):
 # Priorities and the balance loss
 
 
-def one_hot(index: Tensor, E: int) -> Tensor:
+def one_hot(index, E: int):
     """(S,) -> (S, E) bool"""
     return index.unsqueeze(1) == torch.arange(E, device=index.device)
 
 
-def by_rank(order: Tensor, probs: Tensor, count: Tensor | int) -> Tensor:
+def by_rank(order, probs, count: Tensor | int):
     """Priorities (S, E) of tokens that choose the first `count` experts of their `order`: XMoE's p - i (A.1).
 
     order (S, E): each token's experts, the best first; probs (S, E); count: a number, or one a token (S, 1). All first
@@ -252,7 +252,7 @@ def by_rank(order: Tensor, probs: Tensor, count: Tensor | int) -> Tensor:
     return torch.empty_like(in_order).scatter_(1, order, in_order)
 
 
-def priority_key(value: Tensor, rank: Tensor | int) -> Tensor:
+def priority_key(value, rank: Tensor | int):
     """One int64 that sorts by (rank ascending, value descending), exactly.
 
     The high 32 bits are minus the rank. The low 32 bits are those of the float, which read as an integer are in the
@@ -264,7 +264,7 @@ def priority_key(value: Tensor, rank: Tensor | int) -> Tensor:
     return ordered.long() - (rank << 32)
 
 
-def balance_loss(counted: Tensor, probs: Tensor) -> Tensor:
+def balance_loss(counted, probs):
     """E * sum_e f_e P_e (XMoE eq. 7 as its authors' code has it, X-MoE eq. 9; Switch's definition).
 
     f_e is the share of the counted (S, E) choices that fall on expert e, before any drop; P_e the mean of probs[:, e].
@@ -280,7 +280,7 @@ def balance_loss(counted: Tensor, probs: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def balanced_assignment(score: Tensor, epsilon: float | None = None) -> Tensor:
+def balanced_assignment(score, epsilon: float | None = None):
     """The assignment of S tokens to E experts, at most ceil(S / E) each, of the highest total score (BASE Layers).
 
     score (S, E) -> (S,) int64. The total is within S * epsilon of the best one; epsilon is in units of score, None is
@@ -305,7 +305,7 @@ def balanced_assignment(score: Tensor, epsilon: float | None = None) -> Tensor:
         epsilon = max(epsilon / 4, final)
 
 
-def auction(value: Tensor, price: Tensor, seats: int, epsilon: float) -> Tensor:
+def auction(value, price, seats: int, epsilon: float):
     """Bertsekas' auction for similar objects: N bidders for E experts of N / E seats each -> (N,) the expert of each.
 
     value (N, E): what a seat is worth to a bidder. price (E,) is raised in place. Each round asks the device whether

@@ -154,7 +154,7 @@ LARGE = dict(generator_layers=6, n_layer=24, n_head=16, n_embd=1024, ffn_size=40
 XL = dict(generator_layers=8, n_layer=48, n_head=24, n_embd=1536, ffn_size=6144, moe_after=(24,))
 PRESETS = {
     "demo": {},
-    # Real text and pairs in four languages; `python -m results.multilingual` prepares them.
+    # Real text and pairs in four languages; `python -m data.multilingual` prepares them.
     "multilingual": dict(data="multilingual", pairs="multilingual-pairs"),
     # Twice the width. At the demo's learning rate it hardly learned, before it had this lambda, beta2 and eps.
     "small": dict(n_embd=256, ffn_size=1024, learning_rate=7.5e-4),

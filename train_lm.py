@@ -14,6 +14,7 @@ out/train_lm/NAME; the same command goes on where it stopped. `--help` lists eve
 """
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -232,25 +233,39 @@ def evaluate(model: GPT, data: TokenData, split: str, context, max_tokens: int |
     }
 
 
+def build(config: Config, data: TokenData, context) -> GPT:
+    """The model drawn from the seed, or that of `--init_from`."""
+    if config.init_from and (config.router != "dense" or config.frequency_bias):
+        raise ValueError("--init_from loads GPT-2: give --router dense --frequency_bias false")
+    seed_all(config.seed)
+    model = context.place(GPT(config, data.vocab_size))
+    if config.frequency_bias:
+        model.bias.data.copy_(data.log_frequencies())
+    if config.init_from:
+        pretrained.fill(model, *pretrained.load_gpt2(config.init_from), config.init_from)
+    return model
+
+
 def train(config: Config, context) -> dict:
     """Trains (or goes on training) a language model -> its result, which is also in result.json."""
     if config.eval_only:
-        config = replace(config, resume=True)  # nothing is trained that could start again
+        return evaluate_run(config, context)
     with clear_errors():
         data = TokenData.open(config.data, config, context)
-        data.tokenizer.encode_batch([config.prompt.encode().decode()])  # what cannot be read is refused now
         run = Run(config, PRESETS, context, data)
-    if config.eval_only or run.result and run.result["sample_of"] != sample_of(config):
-        return evaluate_run(config, run, data, context)
-    if run.result:
-        return run.result
-    with clear_errors():
+        if run.result:
+            return run.result
         model = build(config, data, context)
-        counts = describe_size(run, model, data)
+        parameters = flops.count_parameters(model)
+        work = flops.flops_per_token(model, config, head=2 * config.n_embd * data.vocab_size)
+        context.say(f"{run.name}: {describe_size(parameters, work)}")
+        counted = counting.text_losses(data, config.steps)
+        counted = {name: measures.bits_per_byte(loss, data.meta["splits"]["test"]) for name, loss in counted.items()}
+        context.say(describe_counting(counted))
         forward = parallel.wrap(model, config, context)
         optimizer = adamw(model, config)
-        bits_per_byte = measures.bits_per_byte(1.0, data.meta["splits"]["train"])
-        run.resume(model, optimizer, counts["flops"]["total"], bits_per_byte)
+        run.resume(model, optimizer, work["total"], measures.bits_per_byte(1.0, data.meta["splits"]["train"]))
+
     for step in run.steps():
         peak, floor = config.learning_rate, config.min_learning_rate
         set_learning_rate(optimizer, cosine(step, config.steps, config.warmup, peak, floor))
@@ -270,43 +285,14 @@ def train(config: Config, context) -> dict:
         if run.due(step + 1):
             scores = evaluate(parallel.whole(model), data, "valid", context, config.eval_tokens)
             run.save(step + 1, scores, scores["loss"], f"valid {describe(scores)}")
+
     model = parallel.whole(model)
-    scores = test(model, data, context) | counts
+    result = test(model, data, context) | {"counting": counted, "parameters": parameters, "flops": work}
     if model.moe_layers and model.moe_layers[-1].router.most is None and not model.sees_later:
         batches = [x for x, _ in data.eval_batches("test", 1 << 16)]
         for name, tokens in zip(("easy", "hard"), measures.easy_and_hard(model, batches, context)):
-            scores[name] = [data.tokenizer.decode([token]) for token in tokens]
-    return run.finish(scores | sample(config, model, data, context))
-
-
-def build(config: Config, data: TokenData, context) -> GPT:
-    """The model drawn from the seed, or of `--init_from`."""
-    if config.init_from and (config.router != "dense" or config.frequency_bias):
-        raise ValueError("--init_from loads GPT-2: give --router dense --frequency_bias false")
-    seed_all(config.seed)
-    model = context.place(GPT(config, data.vocab_size))
-    if config.frequency_bias:
-        model.bias.data.copy_(data.log_frequencies())
-    if config.init_from:
-        pretrained.fill(model, *pretrained.load_gpt2(config.init_from), config.init_from)
-    return model
-
-
-def describe_size(run: Run, model: GPT, data: TokenData) -> dict:
-    """Prints, and returns, the model's size and its work, and what counting reaches on the same text."""
-    config = model.config
-    parameters = flops.count_parameters(model)
-    work = flops.flops_per_token(model, config, head=2 * config.n_embd * model.vocab_size)
-    run.context.say(
-        f"{run.name}: {parameters['total']:,} parameters, {parameters['active']:,.0f} active a token; "
-        f"{work['total'] / 1e6:.1f} MFLOPs a token forward, {work['moe'] / 1e6:.1f} of them in MoE layers"
-    )
-    if model.moe_layers:
-        run.context.say("healthy routing: few tokens unserved, load imbalance near 1, entropy well above 0")
-    counted = counting.text_losses(data, config.steps)
-    counted = {name: measures.bits_per_byte(loss, data.meta["splits"]["test"]) for name, loss in counted.items()}
-    run.context.say(describe_counting(counted))
-    return {"parameters": parameters, "flops": work, "counting": counted}
+            result[name] = [data.tokenizer.decode([token]) for token in tokens]
+    return run.finish(result)
 
 
 def test(model: GPT, data: TokenData, context) -> dict:
@@ -318,9 +304,11 @@ def test(model: GPT, data: TokenData, context) -> dict:
         return {"test": scores, "test_no_limit": evaluate(model, data, "test", context)}
 
 
-def evaluate_run(config: Config, run: Run, data: TokenData, context) -> dict:
+def evaluate_run(config: Config, context) -> dict:
     """Tests a trained model (or `--init_from`), routed as the eval_ constants say; kept beside the run."""
     with clear_errors():
+        data = TokenData.open(config.data, config, context)
+        run = Run(replace(config, resume=True), PRESETS, context, data)
         _, checkpoint = newest(run.folder)
         if not checkpoint and not config.init_from:
             raise ValueError(f"{run.folder} has no checkpoint: train first, with the same constants but eval_ ones")
@@ -333,29 +321,28 @@ def evaluate_run(config: Config, run: Run, data: TokenData, context) -> dict:
     if not key.items() <= result.items():
         result = key | test(model, data, context) | {"parameters": flops.count_parameters(model)}
         run.write(file, result)
-    return result | sample(config, model, data, context)
+    return result
 
 
-def sample(config: Config, model: GPT, data: TokenData, context) -> dict:
-    """What the model writes after the prompt, without a capacity limit, and how many experts served a token."""
-    if model.sees_later or context.rank > 0:
-        return {"sample_of": sample_of(config)}
+@torch.no_grad()
+def sample(config: Config, folder: Path, context) -> str:
+    """What a trained model writes after the prompt, without a capacity limit."""
+    with clear_errors():
+        model, tokenizer = pretrained.load(folder)
+        prompt = tokenizer.encode_batch([config.prompt])[0]
+    if model.sees_later:
+        return "no sample: the experts choose among tokens that are not written yet"
+    model = context.place(model)
     seed_all(config.seed)
-    prompt = data.tokenizer.encode_batch([config.prompt])[0]
-    ids = torch.tensor([[data.tokenizer.eot, *prompt]], device=context.device)
+    ids = torch.tensor([[tokenizer.eot, *prompt]], device=context.device)
     with context.autocast():
         ids = model.generate(ids, config.sample_tokens, config.sample_temperature, config.sample_top_k)
-        watches = [measures.RoutingStats(moe) for moe in model.moe_layers]  # of each token once
-        with torch.no_grad(), model.no_limit():
-            model.eval().hidden(ids[:, -config.block_size :])
-    served = [watch.finish()["served"] for watch in watches]
-    text = data.tokenizer.decode(ids[0, 1:].tolist())
-    return {"sample": text, "sample_served": served, "sample_of": sample_of(config)}
-
-
-def sample_of(config: Config) -> list:
-    """What a sample is made of, beside the model."""
-    return [config.prompt, config.sample_tokens, config.sample_temperature, config.sample_top_k]
+        watches = [measures.RoutingStats(moe) for moe in model.moe_layers]
+        with model.no_limit():
+            model.hidden(ids[:, -config.block_size :])  # each token once, to count its experts
+    served = ", ".join(f"{watch.finish()['served']:.1f}" for watch in watches)
+    title = f"sample ({served} experts served per token)" if served else "sample"
+    return f"{title}:\n{tokenizer.decode(ids[0, 1:].tolist())}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -369,6 +356,13 @@ def describe(scores: dict) -> str:
     for i, layer in enumerate(scores["layers"], 1):
         lines.append(f"  MoE layer {i}: {measures.describe_routing(layer)}")
     return "\n".join(lines)
+
+
+def describe_size(parameters: dict, work: dict) -> str:
+    return (
+        f"{parameters['total']:,} parameters, {parameters['active']:,.0f} active a token; "
+        f"{work['total'] / 1e6:.1f} MFLOPs a token forward, {work['moe'] / 1e6:.1f} of them in MoE layers"
+    )
 
 
 def describe_counting(found: dict[str, float]) -> str:
@@ -398,15 +392,19 @@ def report(config: Config, result: dict) -> str:
     if "easy" in result:
         text += f"\nfew experts of the last MoE layer are wanted by: {shown(result['easy'])}"
         text += f"\nmany by: {shown(result['hard'])}"
-    if "sample" in result:
-        served = ", ".join(f"{n:.1f}" for n in result["sample_served"])
-        text += f"\n\nsample{f' ({served} experts served per token)' if served else ''}:\n{result['sample']}"
     return text
 
 
 def main():
     config, context = start(Config, PRESETS)
-    carry_out(config, PRESETS, context, TABLES, train, report, cells)
+
+    def report_and_sample(config, result):
+        folder = Path(config.out_dir, result["name"])
+        if not (folder / "ckpt.pt").exists():  # --init_from, which was evaluated alone
+            return report(config, result)
+        return f"{report(config, result)}\n\n{sample(config, folder, context)}"
+
+    carry_out(config, PRESETS, context, TABLES, train, report_and_sample, cells)
 
 
 if __name__ == "__main__":

@@ -104,7 +104,7 @@ class Config:
 
 PRESETS = {
     "demo": {},
-    # Real text in four languages, with room for two sentences; `python -m results.multilingual` prepares it.
+    # Real text in four languages, with room for two sentences; `python -m data.multilingual` prepares it.
     "multilingual": dict(data="multilingual", block_size=128, eval_tokens=1 << 16),
     # Twice the width. At the demo's learning rate it collapsed, before it had the relative bias and 40% masks.
     "small": dict(n_embd=256, ffn_size=1024, expert_size=256, steps=5000, eval_every=1000, learning_rate=1e-3),

@@ -1,7 +1,7 @@
 """XMoE's and X-MoE's translation models: an encoder-decoder with sparse experts under any router.
 
     python train_mt.py                                         the demo: five languages to English, some 800 texts each
-    torchrun train_mt.py --router switch                       another router, with equal parameters and FLOPs
+    python train_mt.py --router switch                         another router, with equal parameters and FLOPs
     python -m data.prepare multi30k-de --source DIR            then
     python train_mt.py --preset multi30k                       German captions to English
     torchrun --nproc_per_node 4 train_mt.py --preset wmt23 --data wmt23-uk       the paper's model, on 4 GPUs
@@ -14,57 +14,84 @@ the end those of the test set, with the weights whose validation BLEU was best, 
 goes on where it stopped. `--help` lists every constant.
 """
 
+import math
 import re
 import sys
 from collections import ChainMap
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
-import common
-import measures
-import parallel
-import pretrained
-import runs
+from analysis import flops, measures
 from data import counting
 from data.batches import Translation, TranslationData, source_batches
 from data.files import read_lines
 from data.tokenizers import XLMR
-from model import ModelConfig, sizes
-from translator import Translator
+from engine import parallel, pretrained
+from engine.config import refuse_others
+from engine.device import clear_errors, seed_all, warn
+from engine.optim import adamw, cross_entropy, inverse_sqrt, set_learning_rate
+from engine.run import Run
+from engine.table import Table, carry_out, start
+from model import Translator, real_mask, rows_of
+from routers import ROUTERS
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Constants: change one here, or give --name value
 
 
 @dataclass
-class Config(ModelConfig):
+class Config:
     preset: str = "demo"  # demo, multi30k, wmt23 (XMoE) or wmt10 (X-MoE)
     table: int | None = None  # run every row of XMoE's table 3 or X-MoE's table 4 at the preset's scale
     seeds: int = 1  # repeat with so many seeds; give mean and deviation
     data: str = "catalogs-en"  # a corpus of translation pairs under data/prepared, or the folder of a prepared one
     target: str = "en"  # the language to translate into, from the other of each pair
     sampling_exponent: float = 1.0  # a pair of languages is drawn in proportion to its size to this power
-    block_size: int = 128  # longest source and longest translation in training; longer pairs are left out
+    seed: int = 0  # of weights, data order and dropout
+    # the model
     n_layer: int = 4  # blocks of the encoder
     decoder_layers: int = 2  # blocks of the decoder
+    n_head: int = 4  # H
     n_embd: int = 128  # D
     ffn_size: int = 512  # inner width of a dense FFN
+    block_size: int = 128  # longest source and longest translation in training; longer pairs are left out
     dropout: float = 0.3  # after embeddings, attention and FFN
     init_std: float = 0.04  # of the normal that weights start from
-    expert_ffns: int = 8  # a sparse layer has as many parameters as so many FFNs; the paper: 32
-    seed: int = 0  # of weights, data order and dropout
+    # its experts: XMoE's, in place of FFNs, or X-MoE's, between the encoder's layers
+    router: str = "threshold"  # dense, or a name in routers.ROUTERS
+    score: Literal["dot", "hypersphere"] | None = None  # how well a token fits an expert; None: the router's
+    gate: Literal["softmax", "sigmoid"] | None = None  # the weight of a chosen expert; None: the router's
+    moe_every: int = 2  # XMoE: every so many blocks have experts in place of their FFN
+    decoder_moe: bool = True  # XMoE: in the decoder, too (the text; the authors' runs have the encoder's alone)
+    expert_ffns: int = 8  # XMoE: a sparse layer has as many parameters as so many FFNs; the paper: 32
+    split: int | None = None  # XMoE: parts of an FFN's width, expert_ffns * split experts; None: the router's
+    capacity: float = 1.0  # XMoE: work of the experts, in dense FFNs; the paper's gamma is capacity * split
+    eval_capacity: float | None = None  # at test; None: the same
+    moe_after: tuple[int, ...] = ()  # X-MoE: sparse layers stand behind these layers of the encoder, from 1
+    experts: int = 32  # X-MoE: E
+    expert_size: int = 512  # X-MoE: F
+    expert_layers: int = 3  # X-MoE: FFNs of an expert, each with a norm and a residual around it
+    top_k: int = 1  # X-MoE: K, experts per token
+    capacity_factor: float = math.inf  # X-MoE: gamma; inf: no limit
+    eval_capacity_factor: float | None = None  # at test; None: the same
+    threshold: float = 0.9  # t, the probability that the chosen experts must reach together
+    eval_threshold: float | None = None  # at test; None: the same
+    routing_dim: int | None = None  # d_e, what the router projects to; 0: nothing; None: on a hypersphere E / 2
+    init_temperature: float | None = None  # tau_0 of a hypersphere; None: the gate's
+    router_std: float = 0.04  # of the normal that a router's weights start from
+    balance_coef: float = 0.01  # alpha, the weight of the balance loss
+    # training
     steps: int = 1500  # optimizer steps
     batch_tokens: int = 2048  # tokens of a step, both sides with their padding, over all processes and micro-batches
     micro_tokens: int = 2048  # tokens of one forward pass; under a capacity limit it changes the numbers
     learning_rate: float = 2e-3  # peak
-    router_lr: float = 1.0  # routers learn at so many times the rate of the rest
     warmup_steps: int = 512  # steps to the peak; then it falls as 1 / sqrt(step)
     beta1: float = 0.9  # Adam
     beta2: float = 0.98  # Adam
@@ -72,46 +99,64 @@ class Config(ModelConfig):
     weight_decay: float = 1e-4  # of matrices and embeddings
     grad_clip: float = 0.0  # largest norm of the gradient; 0 for no limit
     label_smoothing: float = 0.1  # share of the target that is spread over the vocabulary
-    balance_coef: float = 0.01  # alpha, the weight of the balance loss
-    beam: int = 5  # beams of a translation
-    length_penalty: float = 1.0  # a translation's log probability is divided by its length to this power
     eval_every: int = 300  # steps from one evaluation and checkpoint to the next
     eval_tokens: int = 1 << 20  # validation tokens of each loss, at most
     eval_sentences: int = 3000  # validation sentences of each BLEU, at most, from every pair of languages
     log_every: int = 10  # steps from one look at the loss to the next
+    # translating
+    beam: int = 5  # beams of a translation
+    length_penalty: float = 1.0  # a translation's log probability is divided by its length to this power
+    translate: str | None = None  # no training: translate this file, or - for standard input, with a trained model
+    model: str = "out/train_mt/demo"  # the folder of its run
+    # where and how
     out_dir: str = "out/train_mt"  # where runs are kept
     device: str = "auto"  # cuda, mps or cpu
-    dtype: Literal["auto", "bfloat16", "float16", "float32", "float64"] = "auto"  # auto: bfloat16 where it is fast
-    expert_parallel: int = 1  # processes that share out the experts of one model, see parallel.py
+    dtype: Literal["auto", "bfloat16", "float32", "float64"] = "auto"  # auto: bfloat16 where it is fast
+    expert_parallel: int = 1  # processes that share out the experts of one model, see engine/parallel.py
     shard: bool = False  # weights and their state lie in pieces over all processes (FSDP2)
     compile: bool = False  # torch.compile
     resume: bool = True  # go on from the run's newest checkpoint; false: start again
-    translate: str | None = None  # no training: translate this file, or - for standard input, with a trained model
-    model: str = "out/train_mt/demo"  # the folder of its run
 
-    frequency_bias: ClassVar = False  # these two are not of a translator
-    relative_bias: ClassVar = False
-    not_identity: ClassVar = {"translate", "model"}
+    @property
+    def where(self) -> set[str]:
+        """Constants that make no other run: what a trained model is to translate."""
+        return {"translate", "model"}
 
     def unread(self) -> set[str]:
-        return super().unread() | ({"model"} if self.translate is None else set())  # whose weights to translate with
+        """Constants that a run does not read because of others."""
+        names = {"model"} if self.translate is None else set()
+        if self.moe_after:
+            return names | {"moe_every", "decoder_moe", "expert_ffns", "split", "capacity", "eval_capacity"}
+        return names | {"experts", "expert_size", "expert_layers", "top_k", "capacity_factor", "eval_capacity_factor"}
 
 
 # XMoE 4.2 and its authors' configurations; the papers are silent on batch and steps: those are ours.
-PAPER = dict(n_layer=12, decoder_layers=6, n_embd=512, ffn_size=2048, n_head=8, block_size=256, expert_ffns=32)
-PAPER |= dict(learning_rate=5e-4, warmup_steps=512, batch_tokens=1 << 18, micro_tokens=1 << 14, steps=50_000)
-PAPER |= dict(eval_every=2_500, log_every=50)
+PAPER = dict(
+    n_layer=12,
+    decoder_layers=6,
+    n_embd=512,
+    ffn_size=2048,
+    n_head=8,
+    block_size=256,
+    learning_rate=5e-4,
+    warmup_steps=512,
+    batch_tokens=1 << 18,
+    micro_tokens=1 << 14,
+    steps=50_000,
+    eval_every=2_500,
+    log_every=50,
+)
+X_MOE = dict(router="hypersphere", moe_after=(6,), expert_size=2048)
 PRESETS = {
     "demo": {},
     "multi30k": dict(data="multi30k-de", eval_every=500),  # German captions to English: 8 minutes on one core
-    "wmt23": PAPER | dict(data="wmt23-de"),
-    "wmt10": PAPER | dict(data="wmt10", sampling_exponent=0.7, router="hypersphere", moe_after=(6,)),
+    "wmt23": PAPER | dict(data="wmt23-de", expert_ffns=32),
+    "wmt10": PAPER | X_MOE | dict(data="wmt10", sampling_exponent=0.7),
 }
 
-AVERAGED = 5  # evaluations, whose mean weights are scored beside the best ones, never in their place
+# ---------------------------------------------------------------------------------------------------------------------
+# Tables: rows, and the paper's BLEU and chrF2++
 
-# Rows of XMoE's table 3: what to change, and the paper's BLEU and chrF2++. `split` is the number of experts that an
-# FFN's width is divided into: 32 x 2048, 64 x 1024, 128 x 512.
 LANGUAGES = ("uk", "de", "ru", "he", "zh", "mean")
 TABLE3 = [  # method, router, split, for each language
     ("dense", "dense", 1, "29.2 / 53.0 | 28.2 / 52.2 | 25.3 / 50.9 | 32.8 / 58.0 | 16.7 / 43.4 | 26.4 / 51.5"),
@@ -125,7 +170,7 @@ TABLE3 = [  # method, router, split, for each language
 TABLE4 = [("dense", "dense"), ("SMoE", "switch"), ("X-MoE", "hypersphere")]
 
 
-def table3(base: Config) -> runs.Table:
+def table3(base: Config) -> Table:
     """Every router, with the same parameters and the same FLOPs; at the paper's scale a model for each language."""
     if base.moe_after:
         raise ValueError("table 3 has experts in place of FFNs: not with moe_after, nor with preset wmt10")
@@ -137,22 +182,21 @@ def table3(base: Config) -> runs.Table:
     for method, router, split, paper in TABLE3:
         experts, change = "", {"router": router}
         if router != "dense":
-            size = base.ffn_size // split
-            experts = f"{base.expert_ffns * split} x {size}"
-            if size != sizes(replace(base, router=router)).expert_size:
-                change["expert_size"] = size
+            experts = f"{base.expert_ffns * split} x {base.ffn_size // split}"
+            if split != ROUTERS[router].split:
+                change["split"] = split
         for language, data in corpora.items():
             numbers = paper.split(" | ")[LANGUAGES.index(language)]
             rows.append(((method, experts, language, numbers), change | {"data": data}))
     title = "XMoE table 3: test BLEU and chrF2++ of every router at equal FLOPs"
-    return runs.Table(title, ("method", "experts", "language", "paper"), rows)
+    return Table(title, ("method", "experts", "language", "paper"), rows)
 
 
-def table4(base: Config) -> runs.Table:
+def table4(base: Config) -> Table:
     """X-MoE's layer half-way in the encoder, many languages to English."""
     depth = base.moe_after or (max(1, base.n_layer // 2),)
     rows = [((method,), {"router": router, "moe_after": depth}) for method, router in TABLE4]
-    return runs.Table("X-MoE table 4: test BLEU and chrF2++ of many languages to English", ("method",), rows)
+    return Table("X-MoE table 4: test BLEU and chrF2++ of many languages to English", ("method",), rows)
 
 
 def cells(result: dict) -> dict:
@@ -160,13 +204,11 @@ def cells(result: dict) -> dict:
     found = {"params, M": (result["parameters"]["total"] / 1e6, ".1f")}
     for where, note in {"test": "", "test_no_limit": ", no limit"}.items():
         scores = result[where]
-        served = [layer["served"] for layer in scores["layers"]]
         found[f"BLEU{note}"] = scores["bleu"], ".2f"
         found[f"chrF2++{note}"] = scores["chrf"], ".2f"
-        found[f"rows kept{note}"] = fmean(served) if served else None, ".2f"
+        found[f"rows kept{note}"] = measures.mean_over_layers("served", scores["layers"]), ".2f"
     found["BLEU, memory"] = result["memory"].get("bleu"), ".2f"
-    found |= {"BLEU, valid": (result["best"]["bleu"], ".2f"), "averaged, valid": (result["averaged"]["valid"], ".2f")}
-    found["averaged, test"] = result["averaged"]["test"], ".2f"
+    found["BLEU, valid"] = result["best"]["bleu"], ".2f"
     pairs = result["test"]["pairs"]
     if 1 < len(pairs) <= 10:  # more are no table
         found |= {name: (pair["bleu"], ".2f") for name, pair in pairs.items()}
@@ -176,30 +218,145 @@ def cells(result: dict) -> dict:
 TABLES = {3: table3, 4: table4}
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Beam search
+
+
+@torch.no_grad()
+def translate(model: Translator, source, real, tokenizer: XLMR, beam=5, length_penalty=1.0, limit=False) -> list:
+    """Translates by beam search: for each of B sources the ids of the best translation, without <s> and </s>.
+
+    source (B, N) ends in </s>; real (S,): see `Translator.encode`. Of a source of n tokens before </s> the translation
+    has at most 1.2 n + 10. Experts have no capacity limit, so that a translation depends on its source alone; with
+    `limit` they have the evaluation's. Keys and values of what is written are kept, so that each step reads one token.
+    """
+    was_training = model.training
+    model.eval()
+    limited = limit or model.sees_later  # of experts that choose their tokens, the limit is what chooses
+    with nullcontext() if limited else model.no_limit():
+        encoded, _ = model.encode(source, real)
+        longest = longest_translations(source, real)
+        search = Search(longest, beam, tokenizer.bos, tokenizer.eos, length_penalty)
+        never = torch.tensor(tokenizer.unwritten, dtype=torch.int64, device=source.device)  # no text is made of these
+        past = None
+        while len(search.sentence):
+            last = search.written[:, :, -1:].flatten(0, 1)  # (b * K, 1)
+            h, _, past = model.decode(last, encoded, past)
+            scores = model.log_probabilities(h[:, -1])  # (b * K, V)
+            scores[:, never] = -math.inf
+            rows, stay = search.step(scores)
+            if not stay.all():
+                encoded = encoded.sentences(stay)
+            past = rows_of(past, rows)
+    model.train(was_training)
+    return search.translations()
+
+
+def longest_translations(source, real):
+    """(B, N) -> (B,): 1.2 n + 10 of a source with n tokens before </s>."""
+    n = torch.full_like(source[:, 0], source.shape[1] - 1)
+    if real is not None:
+        n = real_mask(source, real).sum(dim=1) - 1
+    return 6 * n // 5 + 10
+
+
+class Search:
+    """A beam search over B sentences with K beams each; b of the sentences are still searched.
+
+    The value of a translation is the sum of its log probabilities over its length, with </s>, to the power of
+    `length_penalty`. A sentence is done when K of its translations have ended among the K best continuations of a step,
+    or when it is as long as it may be.
+    """
+
+    def __init__(self, longest, K: int, bos: int, eos: int, length_penalty: float):
+        """longest (B,): how many tokens a translation may have."""
+        B, device = len(longest), longest.device
+        self.longest, self.length_penalty = longest, length_penalty
+        self.K, self.eos = K, eos
+        self.ended = torch.zeros_like(longest)  # (B,) how many translations of a sentence have ended
+        width = int(longest.max()) + 1
+        self.best = torch.full((B, width), eos, device=device)  # the best of them, filled up with </s>
+        self.value = torch.full((B,), -math.inf, device=device)  # and its value
+        self.sentence = torch.arange(B, device=device)  # (b,) which sentences are still searched
+        self.written = torch.full((B, K, 1), bos, device=device)  # (b, K, 1 + t) <s> and t tokens
+        self.score = torch.full((B, K), -math.inf, device=device)  # (b, K) the sum of their log probabilities
+        self.score[:, 0] = 0.0  # the beams of a sentence are all alike at first: only one goes on
+
+    def step(self, scores):
+        """Goes on by one token: scores (b * K, V), its log probabilities.
+
+        -> (R,) which of the b * K rows go on, in their new order; (b,) bool, which sentences do.
+        """
+        K, V = self.K, scores.shape[1]
+        t = self.written.shape[2] - 1
+        last = t >= self.longest[self.sentence]  # (b,)
+        not_end = torch.arange(V, device=scores.device) != self.eos
+        scores = scores.unflatten(0, (-1, K))  # (b, K, V)
+        scores = scores.masked_fill(last[:, None, None] & not_end, -math.inf)
+        total = self.score.unsqueeze(2) + scores
+        # Of 2 K continuations at most K are ends, so that K go on.
+        score, place = total.flatten(1).topk(2 * K)  # (b, 2 K)
+        beam, token = place // V, place % V
+        self.end(score, beam, token)
+        rows = self.extend(score, beam, token)  # (b, K)
+        stay = (self.ended[self.sentence] < K) & ~last
+        self.sentence = self.sentence[stay]
+        self.written = self.written[stay]
+        self.score = self.score[stay]
+        return rows[stay].flatten(), stay
+
+    def end(self, score, beam, token):
+        """Of 2 K continuations, (b, 2 K) each: counts the ends among the K best, and keeps the best translation."""
+        ends = (token == self.eos) & score.isfinite()
+        ends[:, self.K :] = False
+        self.ended[self.sentence] += ends.sum(dim=1)
+        length = self.written.shape[2]  # with </s>
+        value = score / length**self.length_penalty
+        value, which = value.masked_fill(~ends, -math.inf).max(dim=1)  # (b,)
+        better = value > self.value[self.sentence]
+        sentence = self.sentence[better]
+        self.value[sentence] = value[better]
+        beam = beam[better, which[better]]
+        self.best[sentence, : length - 1] = self.written[better, beam, 1:]
+
+    def extend(self, score, beam, token):
+        """Of 2 K continuations, (b, 2 K) each: the K best that are no ends go on -> (b, K) rows that they extend."""
+        score = score.masked_fill(token == self.eos, -math.inf)
+        self.score, which = score.topk(self.K)
+        beam = beam.gather(1, which)  # (b, K)
+        token = token.gather(1, which)
+        sentence = torch.arange(len(beam), device=beam.device).unsqueeze(1)  # (b, 1)
+        written = self.written[sentence, beam]  # (b, K, 1 + t)
+        self.written = torch.cat([written, token.unsqueeze(2)], dim=2)
+        return self.K * sentence + beam
+
+    def translations(self) -> list[list[int]]:
+        ids = self.best.tolist()
+        return [row[: row.index(self.eos)] for row in ids]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Translating and scoring
 
 
-def translate_texts(model: Translator, texts: list[str], tokenizer: XLMR, config: Config, context, limit=False) -> list:
-    """The translation of each text, detokenised, on one line. Batches of like lengths are dealt to the processes.
+def translate_texts(model: Translator, texts: list[str], tokenizer: XLMR, config, context, limit=False) -> list[str]:
+    """The translation of each text, as people write it, in one line. Processes share out batches of like lengths.
 
-    limit: under the evaluation's capacity, where a translation depends on its batch too. A text of more than
-    block_size - 1 tokens is cut, and a line says so; one without any is its own translation, which is empty.
+    limit: see `translate`. A text of more than block_size - 1 tokens is cut, and a warning says so; the translation of
+    a text without tokens is empty.
     """
     ids, room = tokenizer.encode_batch(texts), model.config.block_size - 1
     long = sum(len(text) > room for text in ids)
     if long:
-        common.warn(f"{long} of {len(ids)} texts are cut to block_size - 1 = {room} tokens")
+        warn(f"{long} of {len(ids)} texts are cut to block_size - 1 = {room} tokens")
     written = [number for number, text in enumerate(ids) if text]
     sources = [ids[number][:room] for number in written]
     budget = config.micro_tokens // 2  # about as many source tokens as in training, which a capacity counts
     batches = list(source_batches(sources, tokenizer.pad, tokenizer.eos, budget))[context.rank :: context.world]
-    options = dict(beam=config.beam, length_penalty=config.length_penalty, limit=limit)
-    options |= dict(bos=tokenizer.bos, eos=tokenizer.eos, never=tokenizer.unwritten)
     found = {}  # number of a text -> its translation
     for numbers, batch in tqdm(batches, desc="translating", unit="batch", leave=False, disable=context.rank > 0):
         source, real = context.send_all(*batch)
         with context.autocast():
-            best = model.translate(source, real, **options)
+            best = translate(model, source, real, tokenizer, config.beam, config.length_penalty, limit)
         for number, translation in zip(numbers, best):
             text = tokenizer.decode(translation)
             found[written[number]] = " ".join(text.split())  # a piece may be a line feed
@@ -208,7 +365,10 @@ def translate_texts(model: Translator, texts: list[str], tokenizer: XLMR, config
 
 
 def score(translations: list[str], references: list[str], language: str) -> dict[str, float | str]:
-    """BLEU and chrF2++ of a corpus, both texts as people write them: sacrebleu splits that language's words itself."""
+    """BLEU and chrF2++ of a corpus. Both sides are texts as people write them: sacrebleu finds the words itself.
+
+    Raises ImportError where sacrebleu, or what it needs for a language, is not installed.
+    """
     try:
         from sacrebleu import BLEU, CHRF
 
@@ -225,8 +385,9 @@ def score(translations: list[str], references: list[str], language: str) -> dict
 def score_split(
     model: Translator, data: TranslationData, split: str, config: Config, context, most=None, limit=True
 ) -> dict:
-    """Scores of every pair of languages, of `most` sentences each, their means, five examples, routing statistics."""
-    watches = [measures.RoutingStats(moe) for moe in model.moe_layers]
+    """Translates a split, at most so many sentences of each pair of languages (None: all) -> scores of every pair,
+    their means, five examples, routing statistics."""
+    watches = list(map(measures.RoutingStats, model.moe_layers))
     pairs, texts = {}, []
     for name in data.languages:
         sources, references = (side[:most] for side in data.texts(split, name))
@@ -246,29 +407,32 @@ def score_split(
 
 
 def score_memory(data: TranslationData) -> dict[str, float]:
-    """BLEU and chrF2++ of a translation memory on the test set, in the mean over pairs of languages.
+    """BLEU and chrF2++ of a translation memory on the test set, means over pairs of languages.
 
-    {} where the training text is large.
+    {} where the training text is too large to be searched.
     """
-    found = []
+    bleu, chrf = [], []
     for name in data.languages:
         remembered = counting.remembered(data, name)
         if remembered:
-            found.append(score(remembered, data.texts("test", name)[1], data.target))
-    return {metric: fmean(scores[metric] for scores in found) for metric in ("bleu", "chrf")} if found else {}
+            _, references = data.texts("test", name)
+            scores = score(remembered, references, data.target)
+            bleu.append(scores["bleu"])
+            chrf.append(scores["chrf"])
+    return {"bleu": fmean(bleu), "chrf": fmean(chrf)} if bleu else {}
 
 
 @torch.no_grad()
 def evaluate(model: Translator, data: TranslationData, split: str, context, max_tokens: int) -> dict:
-    """What the model gives the right translations (without smoothing), balance loss and routing statistics."""
+    """Cross entropy of the right translations (not smoothed), balance loss and routing statistics."""
     model.eval()
-    watches = [measures.RoutingStats(moe) for moe in model.moe_layers]
+    watches = list(map(measures.RoutingStats, model.moe_layers))
     sums = torch.zeros(3, dtype=torch.float64)  # cross entropy, balance loss, tokens
     for batch in data.eval_batches(split, max_tokens, context.rank, context.world):
         batch = Translation(*context.send_all(*batch))
         with context.autocast():
             logits, balance = model(batch.source, batch.target, batch.source_real, batch.target_real)
-            loss = common.cross_entropy(logits, batch.labels)
+            loss = cross_entropy(logits, batch.labels)
         sums += torch.tensor([float(loss), float(balance), 1.0], dtype=torch.float64) * len(batch.labels)
     loss, balance, tokens = context.sum(sums).tolist()
     model.train()
@@ -285,17 +449,22 @@ def evaluate(model: Translator, data: TranslationData, split: str, context, max_
 def describe_memory(scores: dict[str, float]) -> str:
     if not scores:
         return "a translation memory: not tried, the training text is large"
-    reached = f"BLEU {scores['bleu']:.2f}  chrF2++ {scores['chrf']:.2f} of the test text"
+    reached = f"{describe_scores(scores)} of the test text"
     return f"a translation memory, which gives the translation of the most similar training text, has {reached}"
 
 
 def describe(scores: dict) -> str:
     """What one evaluation found, a line an MoE layer."""
-    line = f"{scores['bpb']:.3f} bits per byte, perplexity {scores['ppl']:.2f}"
-    line += f"  BLEU {scores['bleu']:.2f}  chrF2++ {scores['chrf']:.2f}"
-    lines = [line + (f"  balance {scores['balance']:.3f}" if scores["layers"] else "")]
-    lines += [f"  {layer['name']}: {measures.describe_routing(layer)}" for layer in scores["layers"]]
-    return "\n".join(lines)
+    text = f"{scores['bpb']:.3f} bits per byte, perplexity {scores['ppl']:.2f}  {describe_scores(scores)}"
+    if scores["layers"]:
+        text += f"  balance {scores['balance']:.3f}"
+    for layer in scores["layers"]:
+        text += f"\n  {layer['name']}: {measures.describe_routing(layer)}"
+    return text
+
+
+def describe_scores(scores: dict) -> str:
+    return f"BLEU {scores['bleu']:.2f}  chrF2++ {scores['chrf']:.2f}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -304,74 +473,58 @@ def describe(scores: dict) -> str:
 
 def train(config: Config, context) -> dict:
     """Trains (or goes on training) a translator -> its result, which is also in result.json."""
-    with common.clear_errors():
-        how = {"exponent": config.sampling_exponent, "target": config.target}
-        data = TranslationData.open(config.data, config, context, **how)
-        run = runs.Run(config, PRESETS, context, data)
+    with clear_errors():
+        data = TranslationData.open(
+            config.data, config, context, exponent=config.sampling_exponent, target=config.target
+        )
+        run = Run(config, PRESETS, context, data)
         if run.result:
             return run.result
         score([""], [""], config.target)  # is sacrebleu there?
-        common.seed_all(config.seed)
-        model = common.place(Translator(runs.with_vocabulary(config, data)), context)
-    best, last = None, []  # step, validation BLEU and weights; weights of the last evaluations
-    if run.checkpoint:
-        best, last = run.checkpoint["best"], run.checkpoint["last"]
-        model.load_state_dict(run.checkpoint["model"])
-    counts = data.meta["splits"]["train"]
-    length = counts["tokens"] / counts["pairs"] / 2
-    parameters, flops = measures.count_parameters(model), measures.translation_flops(model, length, length)
-    run.say(
-        f"{run.name}: {parameters['total']:,} parameters, {parameters['active']:,.0f} active a token; a pair of "
-        f"2 x {length:.1f} tokens takes {flops['total'] / 1e6:.1f} MFLOPs forward, {flops['moe'] / 1e6:.1f} of them in "
-        f"MoE layers; {counts['pairs']:,} pairs of {', '.join(data.languages)}"
-    )
-    memory = score_memory(data)
-    run.say(describe_memory(memory))
-    if any(data.left_out.values()):
-        long = ", ".join(f"{count:,} {split}" for split, count in data.left_out.items())
-        run.say(f"left out of training and of the loss, longer than block_size = {config.block_size}: {long} pairs")
-    parallel.split(model, config, context)
-    optimizer = common.adamw(model, config)
-    forward = run.begin(model, optimizer, flops["total"] / (2 * length), state=lambda: {"best": best, "last": last})
+        seed_all(config.seed)
+        model = context.place(Translator(config, data.vocab_size))
+        counts = data.meta["splits"]["train"]
+        length = counts["tokens"] / counts["pairs"] / 2
+        parameters, work = flops.count_parameters(model), flops.translation_flops(model, length, length)
+        context.say(f"{run.name}: {describe_size(parameters, work, length, data)}")
+        memory = score_memory(data)
+        context.say(describe_memory(memory))
+        forward = parallel.wrap(model, config, context)
+        optimizer = adamw(model, config)
+        run.resume(model, optimizer, work["total"] / (2 * length))
+
     for step in run.steps():
-        common.set_learning_rate(optimizer, common.inverse_sqrt(step, config.warmup_steps, config.learning_rate))
-        for micro in run.micros(step):
+        set_learning_rate(optimizer, inverse_sqrt(step, config.warmup_steps, config.learning_rate))
+        for micro in run.micros:
+            seed_all(config.seed, 1 + step, micro)  # all that is random: so a resumed run is the same run
+            forward.require_backward_grad_sync = micro == run.micros[-1]  # processes exchange gradients once
             batch = Translation(*context.send_all(*data.batch("train", step, micro)))
             with context.autocast():
                 logits, balance = forward(batch.source, batch.target, batch.source_real, batch.target_real)
-                loss = common.cross_entropy(logits, batch.labels, label_smoothing=config.label_smoothing)
-            run.backward(loss + config.balance_coef * balance, shown=loss, tokens=batch.tokens)
-        run.update()
+                loss = cross_entropy(logits, batch.labels, label_smoothing=config.label_smoothing)
+            ((loss + config.balance_coef * balance) / len(run.micros)).backward()
+            run.add(loss, tokens=batch.tokens)
+        parallel.clip_grad_norm_(model, config.grad_clip)
+        optimizer.step()
+        optimizer.zero_grad()
         model.after_step()
-        if run.end_step(step):
-            now = run.whole()
+        if run.due(step + 1):
+            now = parallel.whole(model)
             scores = evaluate(now, data, "valid", context, config.eval_tokens)
             run.check_finite(scores["loss"], step + 1)  # broken weights translate nothing
             valid = score_split(now, data, "valid", config, context, config.eval_sentences)
-            weights = {name: x.cpu().clone() for name, x in now.state_dict().items()}
-            last = [*last, weights][-AVERAGED:]
-            if best is None or valid["bleu"] > best["bleu"]:
-                best = {"step": step + 1, "bleu": valid["bleu"], "model": weights}
+            if valid["bleu"] > run.kept.get("best", {}).get("bleu", -1):
+                weights = {name: x.cpu().clone() for name, x in now.state_dict().items()}
+                run.kept["best"] = {"step": step + 1, "bleu": valid["bleu"], "model": weights}
             scores |= {"bleu": valid["bleu"], "chrf": valid["chrf"]}
-            run.save(step, scores, scores["loss"], f"valid {describe(scores)}")
-    model = run.model = run.whole()
-    model.load_state_dict(mean_of(last))
-    averaged = {"valid": score_split(model, data, "valid", config, context, config.eval_sentences)["bleu"]}
-    averaged["test"] = score_split(model, data, "test", config, context)["bleu"]
-    model.load_state_dict(best.pop("model"))
-    run.save_model("model.pt", best["step"])
-    search = {"beam": config.beam, "length_penalty": config.length_penalty}
-    scores = test(model, data, config, context)
-    scores |= {"memory": memory, "best": best, "averaged": averaged, "parameters": parameters, "flops_per_pair": flops}
-    return run.finish(search | scores)
+            run.save(step + 1, scores, scores["loss"], f"valid {describe(scores)}")
 
-
-def mean_of(states: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The mean of several weights, and of a hash, whose whole numbers are the same in all."""
-    mean = {}
-    for name in states[0]:
-        mean[name] = sum(state[name] for state in states) / len(states)
-    return mean
+    model, best = parallel.whole(model), run.kept["best"]
+    model.load_state_dict(best["model"])
+    run.save_model("model.pt", model, best["step"])
+    result = test(model, data, config, context) | {"beam": config.beam, "length_penalty": config.length_penalty}
+    result |= {"memory": memory, "parameters": parameters, "flops_per_pair": work}
+    return run.finish(result | {"best": {"step": best["step"], "bleu": best["bleu"]}})
 
 
 def test(model: Translator, data: TranslationData, config: Config, context) -> dict:
@@ -382,47 +535,64 @@ def test(model: Translator, data: TranslationData, config: Config, context) -> d
     return {"test": scores, "test_no_limit": free}
 
 
+def describe_size(parameters: dict, work: dict, length: float, data: TranslationData) -> str:
+    text = (
+        f"{parameters['total']:,} parameters, {parameters['active']:,.0f} active a token; a pair of 2 x {length:.1f} "
+        f"tokens takes {work['total'] / 1e6:.1f} MFLOPs forward, {work['moe'] / 1e6:.1f} of them in MoE layers; "
+        f"{data.meta['splits']['train']['pairs']:,} pairs of {', '.join(data.languages)}"
+    )
+    if any(data.left_out.values()):
+        long = ", ".join(f"{count:,} {split}" for split, count in data.left_out.items())
+        text += f"\nleft out of training and of the loss, longer than block_size = {data.block_size}: {long} pairs"
+    return text
+
+
 def report(config: Config, result: dict) -> str:
     """A finished result in words."""
-    best, shown = result["best"], {"under the limit": result["test"]}
-    if result["test_no_limit"] != result["test"]:
-        shown["without a limit"] = result["test_no_limit"]
-    lines = [f"\n{result['name']}, test; beam {result['beam']}, length penalty {result['length_penalty']:g}"]
-    lines += [f"weights of step {best['step']}, whose validation BLEU is best: {best['bleu']:.2f}"]
-    averaged = result["averaged"]
-    lines += [
-        f"the mean of the last {AVERAGED} weights, for comparison: {averaged['valid']:.2f}, test {averaged['test']:.2f}"
+    best, limited, free = result["best"], result["test"], result["test_no_limit"]
+    lines = [
+        f"\n{result['name']}, test; beam {result['beam']}, length penalty {result['length_penalty']:g}",
+        f"weights of step {best['step']}, whose validation BLEU is best: {best['bleu']:.2f}",
+        *describe_split("under the limit", limited),
     ]
-    for how, scores in shown.items():
-        served = ", ".join(f"{layer['served']:.2f}" for layer in scores["layers"])
-        kept = f"; rows kept per token: {served}" if served else ""
-        lines += [f"{how}: BLEU {scores['bleu']:.2f}  chrF2++ {scores['chrf']:.2f}{kept}"]
-        for name, pair in scores["pairs"].items():
-            lines += [f"  {name:12} BLEU {pair['bleu']:6.2f}  chrF2++ {pair['chrf']:6.2f}"]
-    lines += [describe_memory(result["memory"])]
-    any_pair = next(iter(result["test"]["pairs"].values()))
-    lines += [f"BLEU {any_pair['bleu_signature']}", f"chrF2++ {any_pair['chrf_signature']}", ""]
-    for name, source, reference, ours in scores["examples"]:
-        lines += [f"{name}: {source}", f"  reference: {reference}", f"  ours:      {ours}"]
+    if free != limited:
+        lines += describe_split("without a limit", free)
+    any_pair = next(iter(limited["pairs"].values()))
+    lines.append(describe_memory(result["memory"]))
+    lines.append(f"BLEU {any_pair['bleu_signature']}\nchrF2++ {any_pair['chrf_signature']}\n")
+    for name, source, reference, ours in free["examples"]:
+        lines.append(f"{name}: {source}\n  reference: {reference}\n  ours:      {ours}")
     return "\n".join(lines)
 
 
-def translate_file(config: Config, context, at_once: int = 1000):
-    """Prints the translation of every line of a file, an empty one for one without text.
+def describe_split(how: str, scores: dict) -> list[str]:
+    """The scores of a split, with a line for each pair of languages."""
+    served = ", ".join(f"{layer['served']:.2f}" for layer in scores["layers"])
+    kept = f"; rows kept per token: {served}" if served else ""
+    lines = [f"{how}: {describe_scores(scores)}{kept}"]
+    for name, pair in scores["pairs"].items():
+        lines.append(f"  {name:12} BLEU {pair['bleu']:6.2f}  chrF2++ {pair['chrf']:6.2f}")
+    return lines
 
-    So many are read and printed at once. The weights are a finished run's best, or the last of one that goes on.
+
+def translate_file(config: Config, context, at_once: int = 1000):
+    """Prints the translation of every line of a file; of an empty line an empty one.
+
+    at_once: how many lines are read before their translations are printed. The weights are the best of a finished run,
+    or the last of one that is not finished.
     """
-    with common.clear_errors():
-        runs.refuse_others(config, PRESETS, "translate", "model beam length_penalty micro_tokens device dtype")
+    with clear_errors():
+        read = {"model", "beam", "length_penalty", "micro_tokens", "device", "dtype"}
+        refuse_others(config, PRESETS, "translate", read)
         model, tokenizer = pretrained.load(config.model)
         if not isinstance(model, Translator):
             raise ValueError(f"{config.model} is no translator: give --model the folder of a run of train_mt.py")
-        model = common.place(model, context)
+        model = context.place(model)
         path = Path("/dev/stdin" if config.translate == "-" else config.translate)
         source = map(str.strip, read_lines(path) if context.rank == 0 else [])  # a pipe is read once
-    watches = [measures.RoutingStats(moe) for moe in model.moe_layers]
+    watches = list(map(measures.RoutingStats, model.moe_layers))
     while True:
-        with common.clear_errors():
+        with clear_errors():
             lines = list(islice(source, at_once))
         lines = context.gather(lines)[0]
         if not lines:
@@ -437,11 +607,11 @@ def translate_file(config: Config, context, at_once: int = 1000):
 
 
 def main():
-    config, context = runs.start(Config, PRESETS)
+    config, context = start(Config, PRESETS)
     if config.translate is not None:
         translate_file(config, context)
         return
-    runs.carry_out(config, PRESETS, context, TABLES, train, report, cells)
+    carry_out(config, PRESETS, context, TABLES, train, report, cells)
 
 
 if __name__ == "__main__":

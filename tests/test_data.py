@@ -12,13 +12,14 @@ import struct
 import subprocess
 import sys
 from collections import Counter
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import sentencepiece
+from filelock import FileLock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -228,8 +229,12 @@ def test_text_files_of_every_kind(tmp_path):
         file.write('{"text": "five"}\n')
     with lzma.open(tmp_path / "d.txt.xz", "wt") as file:
         file.write("six\n")
+    (tmp_path / "e.json").write_text('{"text": "seven", "url": "x"}\n')
+    (tmp_path / ".git").mkdir()
+    for name in (".hidden.txt", ".git/config"):
+        (tmp_path / name).write_text("not read")
     documents = sorted(text for _, text in corpora.text(tmp_path))
-    assert documents == sorted(["one\nmore of one", "two", "three\n\nstill three", "four", "five", "six"])
+    assert documents == sorted(["one\nmore of one", "two", "three\n\nstill three", "four", "five", "six", "seven"])
 
 
 def test_parquet(tmp_path):
@@ -257,6 +262,8 @@ def test_splits_named_by_files(tmp_path):
 def test_a_mark_of_utf8_is_no_text(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone\ntw\xef\xbb\xbfo\n")
     assert list(read_lines(tmp_path / "a.txt")) == ["one\n", "tw\ufeffo\n"]
+    (tmp_path / "empty.txt").write_bytes(b"\xef\xbb\xbf")
+    assert list(read_documents(tmp_path / "empty.txt")) == []
     (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "one"}')
     assert list(read_documents(tmp_path / "a.jsonl")) == ["one"]
 
@@ -271,63 +278,11 @@ def test_texts_that_two_splits_have_are_counted(tmp_path, capsys):
     assert not capsys.readouterr().err
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_a_preparation_in_one_line(number, model, tmp_path, monkeypatch, capsys):
-    def write(*_):
-        with corpora.network("the hub", "datasets"):  # which makes other errors of what these packages raise
-            os.kill(os.getpid(), number)
-
-    (tmp_path / "a.txt").write_text("one\n\ntwo")
-    monkeypatch.setattr(preparing, "write", write)
-    words = ["text", "--source", tmp_path / "a.txt", "--tokenizer", model, "--out", tmp_path / "out"]
-    monkeypatch.setattr(sys, "argv", ["prepare", *map(str, words)])
-    before = {path.name for path in tmp_path.iterdir()}
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    with pytest.raises(SystemExit) as stop:
-        preparing.main()
-    assert stop.value.code == 128 + number and capsys.readouterr().err == "stopped: nothing was written\n"
-    assert before == {path.name for path in tmp_path.iterdir()}
-
-
-def test_what_a_killed_preparation_left_is_removed_by_the_next(model, tmp_path):
-    """But not what belongs to a process that lives, another machine or another name."""
-    (tmp_path / "a.txt").write_text("\n\n".join(map(str, range(2000))))
-    hold = "import os, sys, time; from data import prepare as p; p.write = lambda folder, *_: hang(folder)"
-    hold += "; hang = lambda folder: ((folder / 'train.bin').touch(), print(folder, flush=True), time.sleep(600))"
-    hold += "; from pathlib import Path; p.prepare('text', *map(Path, sys.argv[1:3]), out=Path(sys.argv[3]))"
-    command = [sys.executable, "-c", hold, tmp_path / "a.txt", model, tmp_path / "out"]
-    held, killed = (subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) for _ in range(2))
-    lives, left = (Path(process.stdout.readline().strip()) for process in (held, killed))
-    killed.kill()
-    killed.communicate()
-    again = left.with_name(left.name.replace(str(killed.pid), str(os.getpid())))  # as in a container: the same number
-    others = [left.with_name(left.name.replace(*change)) for change in ((".out.", ".more."), (".out.", ".out.far."))]
-    for folder in (again, *others):
-        folder.mkdir()
-    assert left.is_dir()
-    prepare("text", tmp_path / "a.txt", model, out=tmp_path / "out")
-    found = {path.name for path in tmp_path.glob(".*.partial")}
-    assert found == {path.name for path in (lives, *others)}
-    held.kill()
-    held.communicate()
-    shutil.rmtree(tmp_path / "out")
-    prepare("text", tmp_path / "a.txt", model, out=tmp_path / "out")
-    assert {path.name for path in tmp_path.glob(".*.partial")} == {path.name for path in others}
-
-
 @pytest.mark.parametrize("line", ["{", "[1]", '{"text": 3}', '{"words": "a"}', "[" * 100_000])
 def test_bad_jsonl_names_file_and_line(tmp_path, line):
     (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n' + line)
     with pytest.raises(ValueError, match=r"a\.jsonl, line 2"):
         list(corpora.text(tmp_path))
-
-
-def test_lines_must_be_utf8(tmp_path):
-    (tmp_path / "a.txt").write_bytes("déjà vu\n".encode() + b"caf\xe9\n")
-    lines = read_lines(tmp_path / "a.txt")
-    assert next(lines) == "déjà vu\n"
-    with pytest.raises(ValueError, match=r"a\.txt is not UTF-8: byte 13"):
-        next(lines)
 
 
 @pytest.mark.parametrize(
@@ -441,6 +396,7 @@ PROSE = {  # a docstring, and its paragraphs
     "a title": ("The Whole Of The Story.\n=======================\nIt was told long ago.", ["It was told long ago."]),
     "formula": ("Y = X W^T + b, Z = (Y - mu) / sigma, 3 <= N < 4.", []),
     "table": ("Name   Size  Kind\nfloat  4     f4.", []),
+    "four words in five": ("One two three four 5.\n\nOne two three 4 5.", ["One two three four 5."]),
     "no sentence": ("without a capital it is none.\n\nAnd without a mark neither\n\nToo few words here.", []),
 }
 
@@ -451,29 +407,19 @@ def test_prose_is_whole_sentences_without_markup(case):
     assert list(docstrings.prose(text)) == expected
 
 
-def test_four_words_in_five_are_letters():
-    assert list(docstrings.prose("One two three four 5.")) == ["One two three four 5."]
-    assert list(docstrings.prose("One two three 4 5.")) == []
-
-
 def test_installed_documentation_is_found():
-    files = corpora.python_files(corpora.installed_roots())
+    pytest.importorskip("numpy")
+    texts = {Path(name).name: corpora.package(name) for name in ("torch", "numpy")}
+    files = corpora.python_files(texts | {"python": Path(json.__file__).parent.parent})
     assert list(files) == sorted(files)
-    assert {name.split("/")[0] for name in files} == {"python", "numpy", "torch"}
-    assert not [name for name in files if "/tests/" in name or "/test/" in name or "site-packages" in name]
+    assert not [name for name in files if {"tests", "test", "site-packages"}.intersection(name.split("/"))]
     expected = {
         "torch/_torch_docs.py": "Matrix product of two tensors.",
         "numpy/_core/_add_newdocs.py": "Produce an object that mimics broadcasting.",
-        "python/json/__init__.py": "JSON (JavaScript Object Notation)",
-        "torch/optim/adam.py": "Perform a single optimization step.",
         "python/pydoc_data/topics.py": 'The "if" statement is used for conditional execution:',
     }
-    found = {name: docstrings.paragraphs(files[name]) for name in expected}
     for name, phrase in expected.items():
-        assert phrase in "\n".join(found[name])
-    for name in ("torch/_torch_docs.py", "python/pydoc_data/topics.py"):  # hundreds of functions; the manual
-        assert sum(map(len, found[name])) > 50_000
-    assert not any("\n" in paragraph for own in found.values() for paragraph in own)
+        assert phrase in "\n".join(docstrings.paragraphs(files[name]))
 
 
 def test_pydocs_keeps_a_paragraph_once(tmp_path):
@@ -756,27 +702,6 @@ def test_max_tokens_ends_the_training_split(tmp_path, model, paragraphs, monkeyp
     assert counts["valid"]["documents"] == counts["test"]["documents"] == 50
 
 
-def test_an_interrupted_preparation_leaves_nothing(tmp_path, model, monkeypatch):
-    (tmp_path / "new.txt").write_text("\n\n".join(f"text number {i}" for i in range(1500)))
-    monkeypatch.setattr(preparing, "BATCH_CHARS", 1000)
-    encode, calls = SentencePiece.encode_batch, []
-
-    def interrupted(self, texts):
-        calls.append(len(texts))
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return encode(self, texts)
-
-    monkeypatch.setattr(SentencePiece, "encode_batch", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        prepare("text", source=tmp_path / "new.txt", tokenizer=model, out=tmp_path / "out")
-    assert [path.name for path in tmp_path.iterdir()] == ["new.txt"]
-    monkeypatch.undo()
-    prepare("text", source=tmp_path / "new.txt", tokenizer=model, out=tmp_path / "out")
-    assert "text number" in documents_of(tmp_path / "out", "train")[0]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["new.txt", "out"]
-
-
 def test_what_is_there_is_never_replaced(folder, tmp_path, model):
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     (tmp_path / "thesis.txt").write_text("precious")
@@ -841,6 +766,98 @@ def test_the_command_writes_and_reports_or_refuses(tmp_path, model, paragraphs):
     assert done.returncode == 2 and "--sourse" in done.stderr
 
 
+def test_wikipedia_is_split_by_article_and_learns_from_the_first(tmp_path, monkeypatch):
+    (tmp_path / "train.txt").write_text("\n\n".join(f"= {n} =\nThe article number {n}.\nMore." for n in range(300)))
+    (tmp_path / "valid.txt").write_text("= A =\nOne\n\n= B =\nTwo\n\n= C =\nThree\n")
+    learned = []
+
+    def train(texts, kind):
+        learned.extend(texts)
+        return train_sentencepiece(learned, 300, kind)
+
+    monkeypatch.setattr(preparing, "train_sentencepiece", train)
+    monkeypatch.setitem(CORPORA, "enwiki", CORPORA["enwiki"]._replace(learn_from=200))
+    folder = prepare("enwiki", tmp_path, out=tmp_path / "out")
+    assert learned == [f"= {n} =\nThe article number {n}.\nMore." for n in range(200)]
+    assert len(documents_of(folder, "train")) == 300 and documents_of(folder, "test") == ["= B =\nTwo"]
+    assert documents_of(folder, "valid") == ["= A =\nOne", "= C =\nThree"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# preparations that are stopped, killed, or at work twice
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_preparation_after_the_batch_that_is_encoded(number, model, tmp_path, monkeypatch, capsys):
+    encode, encoded = SentencePiece.encode_batch, []
+
+    def interrupted(self, texts):
+        os.kill(os.getpid(), number)
+        encoded.append(encode(self, texts))
+        return encoded[-1]
+
+    (tmp_path / "a.txt").write_text("\n\n".join(f"text number {n}" for n in range(1500)))
+    monkeypatch.setattr(SentencePiece, "encode_batch", interrupted)
+    monkeypatch.setattr(preparing, "stop_signals", [])
+    words = ["text", "--source", tmp_path / "a.txt", "--tokenizer", model, "--out", tmp_path / "out"]
+    monkeypatch.setattr(sys, "argv", ["prepare", *map(str, words)])
+    with pytest.raises(SystemExit) as stop:
+        preparing.main()
+    assert stop.value.code == 128 + number and capsys.readouterr().err == "stopped: nothing was written\n"
+    assert len(encoded) == 1 and {path.name for path in tmp_path.iterdir()} == {"a.txt", ".out.lock"}
+    assert signal.getsignal(number) == signal.SIG_DFL  # a second one acts at once
+
+
+def test_what_a_killed_preparation_left_is_removed_by_the_next(model, tmp_path):
+    (tmp_path / "a.txt").write_text("\n\n".join(map(str, range(2000))))
+    hang = "import sys, time; from pathlib import Path; from data import prepare as p\n"
+    hang += (
+        "p.write = lambda folder, *_: ((folder / 'train.bin').touch(), print(folder, flush=True), time.sleep(600))\n"
+    )
+    hang += "p.prepare('text', *map(Path, sys.argv[1:3]), out=Path(sys.argv[3]))"
+    command = [sys.executable, "-c", hang, tmp_path / "a.txt", model, tmp_path / "out"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as killed:
+        left = Path(killed.stdout.readline().strip())
+        killed.kill()
+    assert [path.name for path in left.iterdir()] == ["train.bin"] and not (tmp_path / "out").exists()
+    other = tmp_path / ".out.more.new.partial"  # of another name
+    other.mkdir()
+    folder = prepare("text", tmp_path / "a.txt", model, out=tmp_path / "out")
+    assert not left.exists() and other.is_dir()
+    with pytest.raises(KeyboardInterrupt), pytest.MonkeyPatch.context() as patch:
+        shutil.rmtree(folder)
+        patch.setattr(preparing, "stop_signals", [signal.SIGTERM])
+        patch.setattr(preparing, "write_batch", None)  # the reading of documents stops before a batch is full
+        prepare("text", tmp_path / "a.txt", model, out=folder)
+    assert not folder.exists() and not left.exists()
+
+
+def test_a_second_preparation_waits_for_the_first(model, tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("one")
+    monkeypatch.setattr(preparing, "PREPARED", tmp_path)
+    with ThreadPoolExecutor() as pool:
+        with FileLock(tmp_path / ".pydocs.lock"):
+            waiting = pool.submit(prepare, "text", tmp_path / "a.txt", model, out=tmp_path / "pydocs")
+            training = pool.submit(ready, "pydocs")  # as a script does
+            with pytest.raises(TimeoutError):
+                waiting.result(timeout=0.5)
+            (tmp_path / "pydocs").mkdir()
+            (tmp_path / "pydocs" / "meta.json").touch()
+        with pytest.raises(ValueError, match="is not empty"):
+            waiting.result()
+        assert training.result() == tmp_path / "pydocs"
+    monkeypatch.setattr(preparing, "read", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        prepare("pydocs", out=tmp_path / "broken")
+    monkeypatch.setattr(preparing, "prepare", refusing)
+    with pytest.raises(OSError, match="full"):
+        ready("catalogs")
+
+
+def refusing(name, out):
+    raise OSError("the disk is full")
+
+
 def test_what_is_ready(tmp_path, monkeypatch, folder):
     monkeypatch.setattr(preparing, "PREPARED", tmp_path)
     made = []
@@ -851,21 +868,6 @@ def test_what_is_ready(tmp_path, monkeypatch, folder):
     monkeypatch.chdir(folder.parent)
     assert ready(folder.name) == Path(folder.name)
     assert ready(str(folder)) == folder and ready("wikitext103") == tmp_path / "wikitext103" and len(made) == 1
-
-
-@pytest.mark.parametrize("error", [OSError(39, "Directory not empty"), ValueError("--out is not empty")])
-def test_two_commands_may_prepare_the_same_corpus(error, tmp_path, monkeypatch):
-    def fails(name, out, faster=True):
-        if faster:
-            out.mkdir()
-        raise error
-
-    monkeypatch.setattr(preparing, "PREPARED", tmp_path)
-    monkeypatch.setattr(preparing, "prepare", partial(fails, faster=False))
-    with pytest.raises(type(error)):
-        ready("pydocs")
-    monkeypatch.setattr(preparing, "prepare", fails)
-    assert ready("pydocs") == tmp_path / "pydocs"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1030,34 +1032,12 @@ def test_pairs_come_back(pair_source, spm, tmp_path):
         assert held_out == [pair for name in meta["languages"] for pair in pairs_of(folder, split, name)]
 
 
-def test_pairs_can_be_chosen_and_limited(pair_source, spm, tmp_path, monkeypatch):
-    monkeypatch.setattr(preparing, "BATCH_CHARS", 300)
-    out = prepare("bitext", pair_source, tokenizer=spm, languages="de-en", max_tokens=500, out=tmp_path / "out")
-    counts = meta_of(out)["languages"]
-    assert list(counts) == ["de-en"] and 500 <= counts["de-en"]["train"]["tokens"] < 600
-    found = pairs_of(out, "train", "de-en")
-    assert found == [both for both in pairs("de-en", 400) if split_of(both[1], 0.01, 0.01) == "train"][: len(found)]
-    unknown = refusal("bitext", pair_source, tokenizer=spm, languages="de-em")
-    assert "no language 'de-em'; there are de-en, en-zh-Hans" in unknown
-
-
 def write_pairs(folder: Path, name: str, sizes: dict[str, int]):
     """Files NAME.SPLIT.SIDE."""
     folder.mkdir(parents=True, exist_ok=True)
     for split, count in sizes.items():
         for side, texts in zip(name.split("-"), zip(*pairs(name, count, split))):
             (folder / f"{name}.{split}.{side}").write_text("".join(f"{text}\r\n" for text in texts))
-
-
-def test_named_files_are_the_splits(spm, tmp_path):
-    write_pairs(tmp_path, "de-en", {"train": 5, "dev": 4, "test": 3})
-    for side in ("de", "en"):
-        (tmp_path / f"de-en.more.{side}").write_text("not read\n")
-    out = prepare("bitext", tmp_path, tokenizer=spm, out=tmp_path / "out")
-    for split, theirs, count in (("train", "train", 5), ("valid", "dev", 4), ("test", "test", 3)):
-        assert pairs_of(out, split, "de-en") == [
-            (" ".join(one.split()), " ".join(two.split())) for one, two in pairs("de-en", count, theirs)
-        ]
 
 
 def test_pairs_in_a_table_are_those_of_two_files(spm, tmp_path):
@@ -1134,13 +1114,22 @@ def test_a_joint_bpe_is_trained_on_both_sides_of_the_training_pairs(tmp_path):
     assert all(len(x) == 1 or any(x[:i] in pieces and x[i:] in pieces for i in range(1, len(x))) for x in words)
 
 
-@pytest.mark.parametrize("limit, most", [(None, 1_000_000), (1, 1), (3_000_000, 1_000_000)])
-def test_a_joint_bpe_reads_no_more_pairs_than_a_language_has_tokens(limit, most, monkeypatch):
-    read = []
-    monkeypatch.setattr(preparing, "training_texts", lambda groups, most: read.append(most))
-    monkeypatch.setattr(preparing, "train_sentencepiece", lambda *rest, **options: None)
-    preparing.joint_bpe({"de-en": [], "fr-en": []}, 300, limit)
-    assert read == [most]
+@pytest.mark.parametrize("limit, texts", [(None, 14), (3, 6)])
+def test_a_joint_bpe_reads_no_more_pairs_than_it_needs(limit, texts, tmp_path, monkeypatch):
+    """BPE_PAIRS in all, and no more of a pair of languages than its training text may have tokens."""
+    for name in ("de-en", "fr-en"):
+        write_pairs(tmp_path / "in", name, {"train": 60, "valid": 5, "test": 5})
+    learned = []
+
+    def train(texts, *_, **options):
+        learned.extend(texts)
+        return train_sentencepiece(own_code(), 500, XLMR)
+
+    monkeypatch.setattr(preparing, "BPE_PAIRS", 7 * 2)
+    monkeypatch.setattr(preparing, "train_sentencepiece", train)
+    prepare("bitext", tmp_path / "in", pieces=498, max_tokens=limit, out=tmp_path / "out")
+    expected = [text for name in ("de-en", "fr-en") for pair in pairs(name, texts // 2) for text in pair]
+    assert learned == expected
 
 
 def test_a_joint_bpe_that_cannot_be(tmp_path):
@@ -1233,14 +1222,6 @@ def test_wmt23_tests_ukrainian_and_hebrew_on_flores(tmp_path, hub):
     assert "zip() argument" in refusal("wmt23-uk", pieces=350, out=tmp_path / "no")
 
 
-def test_wmt23_takes_local_files(tmp_path):
-    for name in ("ru-en", "de-en"):
-        write_pairs(tmp_path, name, {"train": 90, "valid": 5, "test": 5})
-    folder = prepare("wmt23-ru", tmp_path, languages="ru-en", pieces=300, out=tmp_path / "out")
-    assert list(meta_of(folder)["languages"]) == ["ru-en"]
-    assert held_out_of(folder, "test") == pairs("ru-en", 5, "test")
-
-
 def test_wmt10_has_ten_languages_and_halves_gujarati(tmp_path, hub):
     for language in corpora.WMT10:
         for split in ("train", "validation", "test"):
@@ -1257,7 +1238,7 @@ def test_wmt10_has_ten_languages_and_halves_gujarati(tmp_path, hub):
 
 
 def test_every_corpus_reads_a_local_copy():
-    assert len(CORPORA) == 21
+    assert len(CORPORA) == 22
     for name, corpus in CORPORA.items():
         assert corpus.kind in ("text", "languages", "pairs") and callable(corpus.local)
-        assert (corpus.read is None) == (name in ("text", "bitext", "multi30k", "multi30k-fr", "multi30k-cs"))
+        assert (corpus.read is None) == (name in ("text", "bitext", "enwiki", "multi30k", "multi30k-fr", "multi30k-cs"))

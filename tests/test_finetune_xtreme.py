@@ -24,10 +24,11 @@ import runs
 import train_electra
 import train_lm
 import train_mlm
-from data import xtreme
+from data import xtreme, xtreme_rows, xtreme_scores
 from data.prepare import prepare
 from data.tokenizers import XLMR, train_sentencepiece
-from data.xtreme import best_answer, by_example, guess
+from data.xtreme_rows import best_answer, by_example
+from data.xtreme_scores import guess
 from finetune_xtreme import PRESETS, ROWS, SEARCHED, TABLES, TITLES, Config, FineTuned
 from model import sizes
 from routers import Router
@@ -224,7 +225,7 @@ def test_every_encoder_trains_on_every_kind_of_task_and_reports(encoder, task, o
     main = {"pos": "f1", "xquad": "f1"}.get(task, "accuracy")
     if task == "xnli":
         _, examples, *_ = opened(options)
-        by_word = [xtreme.labels_by_word(examples.train)(examples.test[language]) for language in ("de", "en")]
+        by_word = [xtreme_scores.labels_by_word(examples.train)(examples.test[language]) for language in ("de", "en")]
         gold = [[one.gold for one in examples.test[language]] for language in ("de", "en")]
         assert [100 * np.mean(np.array(a) == b) for a, b in zip(by_word, gold)] == pytest.approx(
             [result["counted"][language]["accuracy"] for language in ("de", "en")]
@@ -289,8 +290,8 @@ def test_the_balance_loss_reaches_the_hidden_states_through_frozen_experts(optio
     _, examples, model, tokenizer, _ = opened(options)
     for moe in model.moe_layers:
         moe.requires_grad_(False)
-    rows = xtreme.rows_of("label", examples.train[:4], tokenizer, 32, 8, examples.labels)
-    batch = xtreme.batch_of(rows, tokenizer.pad)
+    rows = xtreme_rows.rows_of("label", examples.train[:4], tokenizer, 32, 8, examples.labels)
+    batch = xtreme_rows.batch_of(rows, tokenizer.pad)
     _, balance = model(batch.ids, batch.real, batch.words)
     balance.backward()
     assert model.encoder.wte.weight.grad.abs().sum() > 0 and model.encoder.layers[0].ffn.fc.weight.grad is not None
@@ -317,7 +318,7 @@ def test_every_step_has_its_learning_rate_and_the_mean_gradient(task, options, m
     for moe in model.moe_layers:
         moe.requires_grad_(False)
     rows = finetune_xtreme.make_rows(model, examples.train, config, tokenizer)
-    data = xtreme.TaskData(rows, tokenizer, 8, 4, 0, "")
+    data = xtreme_rows.TaskData(rows, tokenizer, 8, 4, 0, "")
     for micro in range(2):
         batch = data.batch(0, micro)
         logits, balance = model(batch.ids, batch.real, batch.words)
@@ -519,7 +520,7 @@ def test_the_checkpoint_is_the_best_in_english_development(options, monkeypatch)
         return {"accuracy": {"en": 90.0, "de": 60.0}[language]}
 
     monkeypatch.setattr(finetune_xtreme, "predict", watched)
-    monkeypatch.setattr(xtreme, "scores", given)
+    monkeypatch.setattr(xtreme_scores, "scores", given)
     options |= {"epochs": 4, "train_examples": 16}
     XTREME.run(options, monkeypatch)
     result = result_of(options["out_dir"])
@@ -553,7 +554,7 @@ def test_predictions_are_kept_and_a_file_is_predicted_as_they_were(task, options
         assert [(record["id"], record["language"]) for record in kept] == [(one.id, language) for one in own]
         gold, predicted = ([record[name] for record in kept] for name in ("gold", "predicted"))
         assert gold == json.loads(json.dumps([one.gold for one in own]))
-        assert xtreme.scores(task, language, gold, predicted) == pytest.approx(result["languages"][language])
+        assert xtreme_scores.scores(task, language, gold, predicted) == pytest.approx(result["languages"][language])
         lines = [(" " if task == "pos" else "\t").join(one.texts) + "\n" for one in own]
         (tmp_path / "in.txt").write_text("".join(lines))
         XTREME.run({"predict": tmp_path / "in.txt", "model": folder, "device": "cpu", "dtype": "float32"}, monkeypatch)
@@ -570,7 +571,7 @@ def test_the_best_answer_is_that_of_all_spans():
     generator = torch.Generator().manual_seed(0)
     for longest in (1, 2, 30):
         begins, ends = torch.randn(2, 12, generator=generator)
-        row = xtreme.Row(0, [], [(place, (10 * place, 10 * place + 5)) for place in range(4, 11)], [])
+        row = xtreme_rows.Row(0, [], [(place, (10 * place, 10 * place + 5)) for place in range(4, 11)], [])
         spans = {(i, j): begins[i] + ends[j] for i in range(4, 11) for j in range(i, min(i + longest, 11))}
         i, j = max(spans, key=spans.get)
         score, begin, end = best_answer(row, begins, ends, longest)
@@ -579,7 +580,7 @@ def test_the_best_answer_is_that_of_all_spans():
 
 
 def test_the_rows_of_an_example_are_put_together():
-    example, row = xtreme.Example("", ("?", "one two"), []), xtreme.Row(0, [], [], [])
+    example, row = xtreme.Example("", ("?", "one two"), []), xtreme_rows.Row(0, [], [], [])
     rows = [row, row._replace(example=1), row]
     found = {0: [(5.0, 0, 3)], 1: [(7.0, 4, 7)], 2: [(1.0, 4, 7)]}
     assert by_example("answer", [example, example], rows, found) == ["one", "two"]
@@ -614,7 +615,7 @@ def test_counting_gives_each_word_its_most_frequent_tag():
     sentence = lambda text, tags: xtreme.Example("", tuple(text.split()), tags.split())  # noqa: E731
     train = [sentence("The run ends", "DET NOUN VERB"), sentence("a run run", "DET VERB VERB"), sentence("x y", "X X")]
     train += [sentence("the x z", "DET NOUN NOUN"), sentence("x u", "NOUN NOUN")]
-    found = xtreme.tags_by_word(train)([sentence("THE Run of", ""), sentence("x", "")])
+    found = xtreme_scores.tags_by_word(train)([sentence("THE Run of", ""), sentence("x", "")])
     assert found == [["DET", "VERB", "NOUN"], ["NOUN"]]
 
 
@@ -631,7 +632,7 @@ def test_counting_gives_each_example_its_likeliest_label(count):
         return letter in one.texts[place].lower()
 
     train, examples = [drawn(letters[:5]) for _ in range(count)], [drawn(letters) for _ in range(300)]
-    found = xtreme.labels_by_word(train)(examples)
+    found = xtreme_scores.labels_by_word(train)(examples)
     for one, label in zip(examples, found, strict=True):
         likely = {}
         for each in "xyz":
@@ -677,9 +678,11 @@ def test_logits_are_those_of_transformers(kind, tmp_path, corpora):
     if kind == "label":
         ours.dense.load_state_dict(head.dense.state_dict())
     ours.out.load_state_dict((head.out_proj if kind == "label" else head).state_dict())
-    own = [xtreme.Row(0, tokenizer.encode_batch([text])[0][:30], [], []) for text in ("dog and cat", "red", "big dog")]
+    own = [
+        xtreme_rows.Row(0, tokenizer.encode_batch([text])[0][:30], [], []) for text in ("dog and cat", "red", "big dog")
+    ]
     own = [row._replace(ids=[0, *row.ids, 2], marks=[(0, 0), (len(row.ids), 1)]) for row in own]
-    batch = xtreme.batch_of(own, tokenizer.pad)
+    batch = xtreme_rows.batch_of(own, tokenizer.pad)
     mask = torch.tensor([[place < len(row.ids) for place in range(batch.ids.shape[1])] for row in own])
     assert not mask.all() and len(ours.state_dict()) > 20
     with torch.no_grad():

@@ -43,7 +43,7 @@ import train_electra
 import train_lm
 import train_mlm
 import train_mt
-from data import bitext_sets, corpora, xtreme
+from data import bitext_sets, corpora, xtreme, xtreme_rows
 from data.batches import MaskedData, PairData, TokenData
 from data.files import read_catalog, read_documents, read_lines, read_mo, read_pairs
 from data.prepare import prepare
@@ -357,7 +357,7 @@ def task(name: str, folder: Path):
         for note in notes:
             check_line(note, str(folder))
         for own in examples.values():
-            xtreme.rows_of(kind, own, pieces(), 32, 8, list(labels))
+            xtreme_rows.rows_of(kind, own, pieces(), 32, 8, list(labels))
 
 
 TEXT = lines("A first text – Straße.", "漢字 and so on.", "", "The second one.", "", "Ein dritter.")

@@ -6,15 +6,11 @@ import re
 import shutil
 from collections import Counter
 
-import numpy as np
 import pytest
 
 import runs
 import train_lm
-from data import corpora
-from data.batches import PairData, Prepared
-from data.tokenizers import load_tokenizer
-from results import multilingual, render, wikipedia
+from results import render
 
 DENSE = "demo-router=dense.json"
 
@@ -155,101 +151,3 @@ def test_every_committed_result_is_read(committed):
         with pytest.raises(ValueError, match=re.escape(file.name)):
             render.page(committed)
         file.write_text(text)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The real text
-
-
-SCORED = {  # one sentence of each kind of set
-    "udpos/train-en.tsv": "".join(f"Dogs\tNOUN\n{n}\tNUM\n\n" for n in range(40)),
-    "udpos/test-en.tsv": "A\tDET\nscored\tADJ\nsentence\tNOUN\n\n",
-    "panx/train-en.tsv": "".join(f"Dogs\tO\n{n}\tO\n\n" for n in range(40)),
-    "panx/test-de.tsv": "Berlin\tB-LOC\nist\tO\n\n",
-    "xnli/train-en.tsv": "".join(f"one\t{n}\tneutral\n" for n in range(40)),
-    "xnli/test-de.tsv": "Ein Satz.\tScored hypothesis\tneutral\n",
-    "pawsx/train-en.tsv": "".join(f"one\t{n}\t1\n" for n in range(40)),
-    "pawsx/test-de.tsv": "Erstens\tZweitens, getestet\t1\n",
-}
-ANSWERED = []
-for n in range(40):
-    question = {"id": str(n), "question": f"Who is {n}?", "answers": [{"text": "Last", "answer_start": 23}]}
-    ANSWERED.append({"paragraphs": [{"context": "First. Tested context. Last", "qas": [question]}]})
-for name in ("squad/train-en", "xquad/xquad.en", "mlqa/test-en", "tydiqa/goldp.en.train", "tydiqa/goldp.en.dev"):
-    SCORED[f"{name}.json"] = json.dumps({"data": ANSWERED})
-DOWNLOADS = {
-    "tatoeba/tatoeba.deu-eng.deu": "Eins zum Finden\n",
-    "tatoeba/tatoeba.deu-eng.eng": "One to be found\n",
-    "wordalign/de-en.src-tgt": "ausgerichtete Wörter ||| aligned words\n",
-    "wordalign/de-en.gold": "1-1 2-2\n",
-    "ntrex/DOCUMENT_IDS.tsv": "a\na\nb\n",
-    "ntrex/newstest2019-src.eng.txt": "News one\nNews two\nAligned\n",
-    "ntrex/newstest2019-ref.deu.txt": "Nachricht eins\nausgerichtete Wörter\nNeues\n",
-    "udhr/udhr.jsonl": json.dumps({"lang": "de", "text": "Alle Menschen\nTested context."}) + "\n",
-    "enwiki-2021/train.txt": "= A =\nAn article. Ａ scored   sentence\n\n= B =\nAnother article\n",
-    "enwiki-2021/valid.txt": "Held out\n",
-    "multi30k/test_2016_flickr.de": "Ein Bild\n",
-}
-for source, languages in {"multi30k": ("de", "fr", "cs"), "tatoeba-en-de": ("de",), "tatoeba-en-zh": ("zh",)}.items():
-    for side in (*languages, "en"):
-        scored_line = {"de": "Eins zum Finden", "en": "Something else"}.get(side, "...")
-        rows = [f"{source} {side} {number}" for number in range(300)]
-        DOWNLOADS[f"{source}/train.{side}"] = "\n".join([*rows, scored_line, f"{source} held out {side}"]) + "\n"
-        DOWNLOADS[f"{source}/valid.{side}"] = f"{source} held out {side}\n"
-
-
-def test_no_scored_sentence_is_in_the_real_text(tmp_path, monkeypatch, capsys):
-    for base, files in (("tested", SCORED), ("downloads", DOWNLOADS)):
-        for name, text in files.items():
-            (tmp_path / base / name).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / base / name).write_text(text)
-    messages = [("train", f"Nachricht {number}", f"Message {number}") for number in range(50)]
-    messages += [("train", "Zweitens, getestet", "Second"), ("train", "Drittens", "Scored hypothesis")]
-    messages += [("valid", "Viertens", "Fourth"), ("test", "Fünftens", "Fifth")]
-    texts = {"de": [(split, one) for split, one, _ in messages], "en": [(split, two) for split, _, two in messages]}
-    monkeypatch.setattr(corpora, "catalogs", lambda: texts)
-    monkeypatch.setattr(corpora, "catalogs_pairs", lambda: {"de-en": messages})
-    monkeypatch.setattr(multilingual, "NTREX", {"deu": "de"})
-    killed = tmp_path / "out" / "multilingual.source" / "pairs" / "cs-en.train.cs"  # an earlier call was
-    killed.parent.mkdir(parents=True)
-    killed.write_text("scored   sentence\n")
-    multilingual.main(tmp_path / "downloads", tmp_path / "tested", tmp_path / "out", "en,de,fr,cs,zh_Hans", 320)
-    said = capsys.readouterr().out
-    assert "Wikipedia: 1 texts or pairs left out, with a sentence that is scored" in said
-    written = ""
-    for file in (tmp_path / "out" / "multilingual.source").rglob("*.*"):
-        if file.suffix != ".model":
-            written += file.read_text()
-    for scored in (
-        "scored   sentence",
-        "Zweitens, getestet",
-        "Scored hypothesis",
-        "Tested context",
-        "Eins zum Finden",
-        "ausgerichtete",
-    ):
-        assert scored not in written
-    for kept in ("Another article", "Nachricht 7", "tatoeba-en-de en 17", "Viertens", "Neues"):
-        assert kept in written
-    for split in ("train", "valid"):
-        rows = (tmp_path / "out" / "multilingual.source" / "pairs" / f"de-en.{split}.de").read_text().splitlines()
-        assert ("tatoeba-en-de held out de" in rows) == (split == "valid")
-    corpus = Prepared(tmp_path / "out" / "multilingual", block_size=8, micro_tokens=8)
-    pairs = PairData(tmp_path / "out" / "multilingual-pairs", 16, 64, 64, 0)
-    assert corpus.tokenizer.sha256 == pairs.tokenizer.sha256 and {"cs-en", "de-en", "fr-en"} <= {*pairs.languages}
-
-
-def test_the_wikipedia_of_the_results_is_split_by_article(tmp_path, capsys):
-    articles = [f"= {number} =\nThe article number {number}, about nothing.\nAnd more." for number in range(300)]
-    (tmp_path / "train.txt").write_text("\n\n".join(articles) + "\n")
-    (tmp_path / "valid.txt").write_text("= A =\nOne\n\n= B =\nTwo\n\n= C =\nThree\n\n= D =\nFour\n\n= E =\nFive\n")
-    killed = tmp_path / "prepared.source" / "text" / "more.train.txt"  # an earlier call was
-    killed.parent.mkdir(parents=True)
-    killed.write_text("Half of\n")
-    wikipedia.main(tmp_path, tmp_path / "prepared", pieces=300)
-    counts = runs.read_json(tmp_path / "prepared" / "meta.json")["splits"]
-    assert {split: own["documents"] for split, own in counts.items()} == {"train": 300, "valid": 3, "test": 2}
-    tokenizer = load_tokenizer(tmp_path / "prepared")
-    test = np.fromfile(tmp_path / "prepared" / "test.bin", dtype="uint16")
-    assert tokenizer.vocab_size == 300 and tokenizer.decode(test[: test.tolist().index(1)].tolist()) == "= B =\nTwo"
-    assert "-> " in capsys.readouterr().out

@@ -1,0 +1,232 @@
+"""From examples of XTREME's tasks to rows of tokens and batches, and from an encoder's outputs back to predictions."""
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from itertools import islice
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from data.batches import pad_rows, tensors
+from data.tokenizers import XLMR
+from data.xtreme import Example
+
+UNKNOWN = -100  # the target that `cross_entropy` passes over
+Span = tuple[int, int]  # the first character of a piece of text, and the one behind its last
+STOPS = "،؛。，、；"
+
+
+class Row(NamedTuple):
+    """A sequence for the encoder: an example, or a part of a long one."""
+
+    example: int  # its number
+    ids: list[int]
+    marks: list[tuple]  # (place in ids, what begins there): the number of a word, or (begin, end) in the text
+    targets: list[int]  # a tag for each mark; or first and last place of the answer, 0 if it is not here; or a label
+
+
+def rows_of(kind: str, examples: list[Example], tokenizer: XLMR, T: int, stride: int, labels: list[str]) -> list[Row]:
+    """All examples as rows of at most T tokens. Unknown labels become UNKNOWN."""
+    maker = RowMaker(tokenizer, T, stride, labels)
+    makers = {"tags": maker.tag_rows, "answer": maker.answer_rows, "label": maker.label_rows}
+    rows = []
+    for number, example in enumerate(examples):
+        rows += makers[kind](number, example)
+    return rows
+
+
+class RowMaker:
+    def __init__(self, tokenizer: XLMR, T: int, stride: int, labels: list[str]):
+        self.tokenizer, self.T, self.stride = tokenizer, T, stride
+        self.numbers = {label: number for number, label in enumerate(labels)}
+
+    def number_of(self, label: str) -> int:
+        return self.numbers.get(label, UNKNOWN)
+
+    def tag_rows(self, number: int, example: Example) -> Iterator[Row]:
+        """`<s> words </s>` with a mark on the first piece of each word. A word that no longer fits begins a new row.
+
+        A word of which the tokenizer keeps nothing is `<unk>`.
+        """
+        tokenizer = self.tokenizer
+        row = Row(number, [tokenizer.bos], [], [])
+        words = tokenizer.encode_batch(list(example.texts))
+        for word, pieces in enumerate(words):
+            pieces = pieces or [tokenizer.unk]
+            pieces = pieces[: self.T - 2]
+            if len(row.ids) + len(pieces) >= self.T:
+                row.ids.append(tokenizer.eos)
+                yield row
+                row = Row(number, [tokenizer.bos], [], [])
+            row.marks.append((len(row.ids), word))
+            row.targets.append(self.number_of(example.gold[word]))
+            row.ids.extend(pieces)
+        row.ids.append(tokenizer.eos)
+        yield row
+
+    def answer_rows(self, number: int, example: Example) -> Iterator[Row]:
+        """`<s> question </s> </s> part of the text </s>` with marks on all tokens of the text.
+
+        A part begins every `stride` tokens. A long question is cut to half the row. The target is the first of several
+        answers; an example whose answer is not in the text trains nothing.
+        """
+        question, text = example.texts
+        tokenizer = self.tokenizer
+        [asked] = tokenizer.encode_batch([question])
+        asked = asked[: self.T // 2 - 2]
+        head = [tokenizer.bos, *asked, tokenizer.eos, tokenizer.eos]
+        room = self.T - len(head) - 1
+        stride = min(self.stride, room)
+        ids, spans = tokenizer.encode_offsets(text)
+        answer = answer_places(example.gold, spans)
+        for start in range(0, max(1, len(ids) - room + stride), stride):
+            part = range(start, min(start + room, len(ids)))
+            shift = len(head) - start  # from a token's place in the text to its place in the row
+            marks = [(shift + token, without_stop(text, *spans[token])) for token in part]
+            if not answer:
+                targets = [UNKNOWN, UNKNOWN]
+            elif answer[0] in part and answer[-1] in part:
+                targets = [shift + answer[0], shift + answer[-1]]
+            else:
+                targets = [0, 0]
+            own = ids[start : part.stop]
+            yield Row(number, [*head, *own, tokenizer.eos], marks, targets)
+
+    def label_rows(self, number: int, example: Example) -> Iterator[Row]:
+        """`<s> one </s> </s> two </s>`. Where that is too long, the longer sentence loses its end."""
+        tokenizer = self.tokenizer
+        texts = tokenizer.encode_batch(list(example.texts))
+        room = self.T - 2 * len(texts)
+        while sum(map(len, texts)) > room:
+            max(texts, key=len).pop()
+        ids = [tokenizer.bos]
+        for text in texts:
+            ids += [*text, tokenizer.eos, tokenizer.eos]
+        yield Row(number, ids[:-1], [], [self.number_of(example.gold)])
+
+
+def answer_places(gold: list[tuple[str, int]], spans: list[Span]) -> list[int]:
+    """The tokens that hold the first answer, given the characters at which each begins and ends."""
+    if not gold or gold[0][1] < 0:
+        return []
+    text, begin = gold[0]
+    end = begin + len(text)
+    places = []
+    for token, (first, last) in enumerate(spans):
+        if last > begin and first < end:
+            places.append(token)
+    return places
+
+
+def without_stop(text: str, begin: int, end: int) -> Span:
+    """A piece without the stop at its end: a tokenizer may join both, as in `”，`, but no answer ends in a stop."""
+    kept = text[begin:end].rstrip(STOPS)
+    return begin, begin + len(kept) if kept.strip() else end
+
+
+class Batch(NamedTuple):
+    """B rows of T tokens; flat positions count through all B * T."""
+
+    ids: Tensor  # (B, T)
+    real: Tensor | None  # (S,) flat positions of what is not padding; None: all of them
+    words: Tensor  # (M,) flat positions of the marks
+    targets: Tensor  # (M,) tags, (2 B,) first and last places of answers, or (B,) labels
+
+
+def batch_of(rows: list[Row], pad: int) -> Batch:
+    """The rows, padded to the longest of them."""
+    lengths = np.array([len(row.ids) for row in rows])
+    tokens = np.concatenate([row.ids for row in rows])
+    ids, real = pad_rows(tokens, lengths, pad)
+    words = []
+    for number, row in enumerate(rows):
+        first = number * ids.shape[1]
+        words += [first + place for place, _ in row.marks]
+    words = np.array(words, np.int64)
+    targets = np.concatenate([row.targets for row in rows])
+    return Batch(*tensors(ids, real, words, targets.astype(np.int64)))
+
+
+class TaskData:
+    """The training rows of a task in batches: a micro-batch is a function of (seed, step, micro) and of nothing else.
+
+    An epoch is every row once in a random order; its last step is filled up with the epoch's first rows. `start` is
+    what a run depends on besides, for the checksum.
+    """
+
+    def __init__(self, rows: list[Row], tokenizer: XLMR, batch_size: int, micro_size: int, seed: int, start: str):
+        self.rows, self.tokenizer, self.seed = rows, tokenizer, seed
+        self.micro_size = micro_size
+        self.micros_per_step = batch_size // micro_size
+        self.steps_per_epoch = math.ceil(len(rows) / batch_size)
+        content = repr((rows, start))
+        self.checksum = hashlib.sha256(content.encode()).hexdigest()
+        self._order = lru_cache(maxsize=1)(self._order_of_epoch)
+
+    def _order_of_epoch(self, epoch: int) -> np.ndarray:
+        rng = np.random.default_rng((self.seed, epoch))
+        order = rng.permutation(len(self.rows))
+        steps = self.steps_per_epoch
+        return np.resize(order, steps * self.micros_per_step * self.micro_size)
+
+    def batch(self, step: int, micro: int) -> Batch:
+        """micro_size rows for training; steps are counted through all epochs."""
+        epoch, place = divmod(step, self.steps_per_epoch)
+        first = (place * self.micros_per_step + micro) * self.micro_size
+        chosen = self._order(epoch)[first : first + self.micro_size]
+        rows = [self.rows[number] for number in chosen]
+        return batch_of(rows, self.tokenizer.pad)
+
+
+Answer = tuple[float, int, int]  # its score, and its begin and end in the text
+
+
+def row_predictions(kind: str, labels: list[str], rows: list[Row], logits: Tensor, longest: int) -> list[list]:
+    """A list for each row: the tags of its words, its label, or its best answer."""
+    if kind == "answer":
+        pairs = logits.unflatten(0, (-1, 2))  # (B, 2, T) the answers' begins and ends
+        return [[best_answer(row, *own, longest)] for row, own in zip(rows, pairs)]
+    best = logits.argmax(dim=1).tolist()
+    found = iter(labels[number] for number in best)
+    return [list(islice(found, len(row.targets))) for row in rows]
+
+
+def best_answer(row: Row, begins: Tensor, ends: Tensor, longest: int) -> Answer:
+    """The likeliest answer of at most `longest` tokens.
+
+    begins, ends: (T,) logits of each token to be the answer's first or last.
+    """
+    if not row.marks:
+        return -math.inf, 0, 0
+    first, _ = row.marks[0]
+    last, _ = row.marks[-1]
+    text = slice(first, last + 1)
+    score = begins[text, None] + ends[text]  # (N, N) from a token of the text to another
+    allowed = torch.ones_like(score, dtype=torch.bool)
+    allowed = allowed.triu().tril(longest - 1)
+    score = score.masked_fill(~allowed, -math.inf)
+    begin, end = divmod(int(score.argmax()), len(score))
+    _, (first_char, _) = row.marks[begin]
+    _, (_, last_char) = row.marks[end]
+    return float(score[begin, end]), first_char, last_char
+
+
+def by_example(kind: str, examples: list[Example], rows: list[Row], found: Mapping[int, list]) -> list:
+    """The prediction for each example, from what was found in its rows: found[number of the row]."""
+    parts = [[] for _ in examples]
+    for number, row in enumerate(rows):
+        parts[row.example] += found[number]
+    if kind == "tags":
+        return parts
+    best = [max(part) for part in parts]  # an answer of the highest score; there is but one label
+    if kind == "label":
+        return best
+    answers = []
+    for example, (_, begin, end) in zip(examples, best):
+        _, text = example.texts
+        answers.append(text[begin:end].strip())
+    return answers

@@ -1,0 +1,176 @@
+"""The scores of XTREME's tasks as the benchmark computes them, and what predictions without a model reach."""
+
+import math
+import re
+import string
+import sys
+import unicodedata
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Callable, Container
+from functools import cache, partial
+from itertools import chain
+from operator import eq
+from statistics import fmean, median, mode
+
+from data.xtreme import TASKS, Example
+
+Words = list[str]
+ARTICLES = {
+    "en": r"\b(a|an|the)\b",
+    "es": r"\b(un|una|unos|unas|el|la|los|las)\b",
+    "de": r"\b(ein|eine|einen|einem|eines|einer|der|die|das|den|dem|des)\b",
+    "vi": r"\b(của|là|cái|chiếc|những)\b",
+    "ar": r"\sال^|ال",  # as in MLQA's script; its first half never matches, so this is ال anywhere
+}
+
+
+def scores(task: str, language: str, gold: list, predicted: list) -> dict[str, float]:
+    """In percent. gold: of each example, as in `Example`; predicted: tags, an answer or a label."""
+    kind = TASKS[task].kind
+    if kind == "tags":
+        return {"f1": 100 * tag_f1(gold, predicted)}
+    if kind == "label":
+        return {"accuracy": 100 * fmean(map(eq, gold, predicted))}
+    words_of = squad_words
+    if task == "mlqa":
+        words_of = partial(mlqa_words, language=language)
+    f1, em = [], []
+    for answers, answer in zip(gold, predicted):
+        words = words_of(answer)
+        right = [words_of(text) for text, _ in answers]
+        best = max((word_f1(words, one) for one in right), default=0.0)
+        f1.append(best)
+        em.append(float(words in right))
+    return {"f1": 100 * fmean(f1), "em": 100 * fmean(em)}
+
+
+def tag_f1(gold: list[Words], predicted: list[Words]) -> float:
+    """F1 of entities. Of tags without B- and I-, such as UPOS, a run of equal ones is an entity.
+
+    That is how seqeval 0.0.12 read them, which XTREME used, and it took each SYM and SCONJ for an entity of its own
+    (S- stood for a single). seqeval 1.2.2 drops a tag's first letter, so that SCONJ for CCONJ would be right.
+    """
+    try:
+        from seqeval.metrics import f1_score
+    except ImportError as error:
+        raise ImportError("F1 of tags needs seqeval: pip install seqeval") from error
+    gold = [list(map(with_prefix, tags)) for tags in gold]
+    predicted = [list(map(with_prefix, tags)) for tags in predicted]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of tags without B- and I-, and of classes without an entity
+        return float(f1_score(gold, predicted))
+
+
+def with_prefix(tag: str) -> str:
+    if tag == "O" or "-" in tag:
+        return tag
+    return f"{tag[:1]}-{tag}"
+
+
+def word_f1(one: Words, two: Words) -> float:
+    """F1 of two bags of words; 0 where they share none, even if both are empty, as in SQuAD's script."""
+    shared = Counter(one) & Counter(two)
+    if not shared:
+        return 0.0
+    total = len(one) + len(two)
+    return 2 * shared.total() / total
+
+
+def squad_words(text: str) -> list[str]:
+    """SQuAD 1.1: lower case, without ASCII punctuation, then without English articles."""
+    text = without(string.punctuation, text.lower())
+    return re.sub(ARTICLES["en"], " ", text).split()
+
+
+def mlqa_words(text: str, language: str) -> list[str]:
+    """MLQA: as SQuAD's, with Unicode's punctuation, the language's articles, and every Chinese character a word."""
+    text = without(punctuation(), text.lower())
+    if language in ARTICLES:
+        text = re.sub(ARTICLES[language], " ", text)
+    if language == "zh":
+        text = re.sub(r"([\u4e00-\u9fa5])", r" \1 ", text)
+    return text.split()
+
+
+def without(characters: Container[str], text: str) -> str:
+    return "".join(char for char in text if char not in characters)
+
+
+@cache
+def punctuation() -> set[str]:
+    found = set(string.punctuation)
+    for char in map(chr, range(sys.maxunicode + 1)):
+        if unicodedata.category(char).startswith("P"):
+            found.add(char)
+    return found
+
+
+Predictor = Callable[[list[Example]], list]  # examples -> the prediction for each
+
+
+def guess(kind: str, train: list[Example], examples: list[Example]) -> list:
+    """The most frequent tag or label; of a text its first words, as many as answers have (the median).
+
+    Words end at white space, so the guess is often a whole sentence or more in Chinese, Japanese and Thai.
+    """
+    if kind == "label":
+        return [mode(one.gold for one in train)] * len(examples)
+    if kind == "tags":
+        most = mode(chain.from_iterable(one.gold for one in train))
+        return [[most] * len(one.gold) for one in examples]
+    answers = chain.from_iterable(one.gold for one in train)
+    words = round(median(len(text.split()) for text, _ in answers))
+    guesses = []
+    for _, text in (one.texts for one in examples):
+        guesses.append(" ".join(text.split()[:words]))
+    return guesses
+
+
+def tags_by_word(train: list[Example]) -> Predictor:
+    """Tags each word with its most frequent tag in training, or with the most frequent of all where it is new."""
+    counts = defaultdict(Counter)  # word -> tag -> how often
+    for one in train:
+        for word, tag in zip(one.texts, one.gold):
+            counts[word.lower()][tag] += 1
+    most = most_frequent(sum(counts.values(), Counter()))
+    tag_of = {word: most_frequent(own) for word, own in counts.items()}
+
+    def tags(example: Example) -> list[str]:
+        return [tag_of.get(word.lower(), most) for word in example.texts]
+
+    return lambda examples: list(map(tags, examples))
+
+
+def most_frequent(counts: Counter) -> str:
+    [(tag, _)] = counts.most_common(1)
+    return tag
+
+
+def labels_by_word(train: list[Example]) -> Predictor:
+    """Chooses the likeliest label by naive Bayes over the words that an example shares with training."""
+    labels = Counter(one.gold for one in train)
+    counts = defaultdict(Counter)  # word -> label -> examples
+    for one in train:
+        for word in words_by_text(one):
+            counts[word][one.gold] += 1
+
+    def likelihood(label: str, words: list) -> float:
+        examples = labels[label]
+        shares = [(counts[word][label] + 1) / (examples + 2) for word in words]
+        return math.log(examples) + sum(map(math.log, shares))
+
+    def likeliest(example: Example) -> str:
+        known = [word for word in words_by_text(example) if word in counts]
+        return max(labels, key=partial(likelihood, words=known))
+
+    return lambda examples: list(map(likeliest, examples))
+
+
+def words_by_text(one: Example) -> set[tuple[int, str]]:
+    """Every word once, with the number of its text: in a premise it says something else than in a hypothesis."""
+    words = set()
+    for number, text in enumerate(one.texts):
+        own = re.findall(r"\w+", text.lower())
+        words.update((number, word) for word in own)
+    return words

@@ -1,0 +1,78 @@
+"""The corpus of real text in four languages: no sentence that is scored, and no document in two splits."""
+
+import json
+
+from data import corpora, multilingual
+from data.batches import PairData, Prepared
+
+SCORED = {  # one sentence of each kind of set
+    "udpos/train-en.tsv": "".join(f"Dogs\tNOUN\n{n}\tNUM\n\n" for n in range(40)),
+    "udpos/test-en.tsv": "A\tDET\nscored\tADJ\nsentence\tNOUN\n\n",
+    "udpos/test-zh.tsv": "东\tPROPN\n京\tPROPN\n\n",
+    "panx/train-en.tsv": "".join(f"Dogs\tO\n{n}\tO\n\n" for n in range(40)),
+    "panx/test-de.tsv": "Berlin\tB-LOC\nist\tO\n\n",
+    "xnli/train-en.tsv": "".join(f"one\t{n}\tneutral\n" for n in range(40)),
+    "xnli/test-de.tsv": "Ein Satz.\tScored hypothesis\tneutral\n",
+    "pawsx/train-en.tsv": "".join(f"one\t{n}\t1\n" for n in range(40)),
+    "pawsx/test-de.tsv": "Erstens\tZweitens, getestet\t1\n",
+}
+ANSWERED = []
+for n in range(40):
+    question = {"id": str(n), "question": f"Who is {n}?", "answers": [{"text": "Last", "answer_start": 23}]}
+    ANSWERED.append({"paragraphs": [{"context": "First. Tested context. Last", "qas": [question]}]})
+for name in ("squad/train-en", "xquad/xquad.en", "mlqa/test-en", "tydiqa/goldp.en.train", "tydiqa/goldp.en.dev"):
+    SCORED[f"{name}.json"] = json.dumps({"data": ANSWERED})
+DOWNLOADS = {
+    "tatoeba/tatoeba.deu-eng.deu": "Eins zum Finden\n",
+    "tatoeba/tatoeba.deu-eng.eng": "One to be found\n",
+    "wordalign/de-en.src-tgt": "ausgerichtete Wörter ||| aligned words\n",
+    "wordalign/de-en.gold": "1-1 2-2\n",
+    "ntrex/DOCUMENT_IDS.tsv": "a\na\nb\n",
+    "ntrex/newstest2019-src.eng.txt": "News one\nNews two\nAligned\n",
+    "ntrex/newstest2019-ref.deu.txt": "Nachricht eins\nausgerichtete Wörter\nNeues\n",
+    "udhr/udhr.jsonl": json.dumps({"lang": "de", "text": "Alle Menschen\nTested context."}) + "\n",
+    "enwiki-2021/train.txt": "= A =\nAn article. Ａ scored   sentence\n\n= B =\nAnother article\n",
+    "enwiki-2021/valid.txt": "Held out\n",
+    "multi30k/test_2016_flickr.de": "Ein Bild\n",
+}
+for source, languages in {"multi30k": ("de", "fr", "cs"), "tatoeba-en-de": ("de",), "tatoeba-en-zh": ("zh",)}.items():
+    for side in (*languages, "en"):
+        scored_line = {"de": "Eins zum Finden", "en": "Something else", "zh": "东京"}.get(side, "...")
+        rows = [f"{source} {side} {number}" for number in range(300)]
+        DOWNLOADS[f"{source}/train.{side}"] = "\n".join([*rows, scored_line, f"{source} held out {side}"]) + "\n"
+        DOWNLOADS[f"{source}/valid.{side}"] = f"{source} held out {side}\n"
+
+
+def test_no_scored_sentence_is_in_the_real_text(tmp_path, monkeypatch, capsys):
+    for base, files in (("tested", SCORED), ("downloads", DOWNLOADS)):
+        for name, text in files.items():
+            (tmp_path / base / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / base / name).write_text(text)
+    messages = [("train", f"Nachricht {number}", f"Message {number}") for number in range(50)]
+    messages += [("train", "Zweitens, getestet", "Second"), ("train", "Drittens", "Scored hypothesis")]
+    messages += [("valid", "Viertens", "Fourth"), ("test", "Fünftens", "Fifth")]
+    texts = {"de": [(split, one) for split, one, _ in messages], "en": [(split, two) for split, _, two in messages]}
+    monkeypatch.setattr(corpora, "catalogs", lambda: texts)
+    monkeypatch.setattr(corpora, "catalogs_pairs", lambda: {"de-en": messages})
+    monkeypatch.setattr(multilingual, "NTREX", {"deu": "de"})
+    multilingual.main(tmp_path / "downloads", tmp_path / "tested", tmp_path / "out", pieces=320)
+    said = capsys.readouterr().out
+    assert "Wikipedia: 1 texts or pairs left out, with a sentence that is scored" in said
+    corpus = Prepared(tmp_path / "out" / "multilingual", block_size=8, micro_tokens=8)
+    pairs = PairData(tmp_path / "out" / "multilingual-pairs", 16, 64, 64, 0)
+    assert corpus.tokenizer.sha256 == pairs.tokenizer.sha256
+    assert corpus.languages == ["de", "en", "fr", "zh_Hans"] and pairs.languages == ["de-en", "fr-en", "zh_Hans-en"]
+    written = {}  # whether of pairs, split -> everything
+    for data in (corpus, pairs):
+        for split, tokens in data.tokens.items():
+            written[data is pairs, split] = data.tokenizer.decode(tokens.tolist())
+    everything = "\n".join(written.values())
+    hidden = (
+        "scored sentence, Zweitens, getestet, Scored hypothesis, Tested context, Eins zum Finden, ausgerichtete, 东京"
+    )
+    for scored in hidden.split(", "):
+        assert scored not in everything
+    for kept in ("Another article", "Nachricht 7", "tatoeba-en-de en 17", "Viertens", "Neues"):
+        assert kept in everything
+    for (_, split), text in written.items():
+        assert ("tatoeba-en-de held out de" in text) == (split == "valid")
