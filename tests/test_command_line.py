@@ -59,7 +59,7 @@ REFUSED = {  # in one line
     "data": ({"data": "wikitext103x"}, "python -m data.prepare"),
     "vocabulary": ({"vocab_size": 300}, "the model's vocabulary is 300, that of"),
     "micro-batches": ({"batch_tokens": 100}, "micro_tokens = 64 does not divide batch_tokens = 100"),
-    "small micro-batches": ({"block_size": 128}, "micro_tokens 64 must be at least one block of 128"),
+    "small micro-batches": ({"block_size": 128}, "micro_tokens 64 must hold rows of block_size 128"),
     "no temperature": ({"sample_temperature": 0}, "sample_temperature must be at least 1e-20 and finite, not 0.0"),
     "negative clip": ({"grad_clip": -1}, "grad_clip must be at least 0 and finite, not -1.0"),
     "beyond 1": ({"threshold": 1.5}, "threshold must be from 0 to 1, not 1.5"),

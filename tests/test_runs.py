@@ -23,7 +23,7 @@ from helpers import words as command
 import common
 import runs
 import train_lm
-from data import batches
+from data import folder as prepared
 from data.batches import TokenData
 
 LM = Script(train_lm)
@@ -75,7 +75,7 @@ def test_damaged_tokens_are_an_error(options, tmp_path, monkeypatch, capsys):
     tokens.write_bytes(tokens.read_bytes()[:-10])
     assert "train.bin has changed since it was written" in LM.refused(options, monkeypatch, capsys)
     with monkeypatch.context() as patch:
-        patch.setattr(batches, "HASHED_UP_TO", 0)  # too large to be read through
+        patch.setattr(prepared, "HASHED_UP_TO", 0)  # too large to be read through
         assert re.search("train.bin has [0-9,]+ bytes instead of", LM.refused(options, patch, capsys))
     tokens.unlink()
     assert "train.bin is missing" in LM.refused(options, monkeypatch, capsys)

@@ -52,7 +52,10 @@ def corpora(tmp_path_factory) -> dict[str, Path]:
     lines = {}
     for language, letters in {"aa": "abcdefg", "bb": "hijklmnop", "en": "qrstuv"}.items():
         vocabulary = ["".join(rng.choice(list(letters), rng.integers(2, 6))) for _ in range(40)]
-        lines[language] = [" ".join(vocabulary[x] for x in row[: 2 + i % 5]) for i, row in enumerate(meanings)]
+        lines[language] = []
+        for i, row in enumerate(meanings):
+            words_of_row = [vocabulary[x] for x in row[: 2 + i % 5]]
+            lines[language].append(" ".join(words_of_row))
     for folder in ("text", "bitext", "few"):
         (base / folder).mkdir()
     for split, part in {"train": slice(0, 600), "valid": slice(600, 650), "test": slice(650, 700)}.items():

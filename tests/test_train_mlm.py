@@ -221,7 +221,9 @@ def test_counting_is_its_literal_definition(options, monkeypatch, capsys):
     after = [text + train[sum(map(len, texts[: i + 1])) :][:1] for i, text in enumerate(texts)]
     before = [train[: sum(map(len, texts[:i]))][-1:] + text for i, text in enumerate(texts)]
     singles = [reference.interpolated(text, of_all) for text in texts]
-    losses = {what: {name: [] for name in LANGUAGES} for what in ("tokens", "neighbours")}
+    losses = {}
+    for what in ("tokens", "neighbours"):
+        losses[what] = {name: [] for name in LANGUAGES}
     right, seen = Counter(), Counter()
     for _, _, batch in data.eval_batches("valid", 1, 150):
         T, first = batch.ids.shape[1], int(batch.ids[0, 0])
