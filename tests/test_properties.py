@@ -25,20 +25,22 @@ from functools import cache, partial, wraps
 from pathlib import Path
 from typing import NamedTuple
 
+import bench
+import common
+import pretrained
 import pytest
+import runs
 import torch
+from figures import report
+from figures.shared import read_run
 from helpers import ROOT
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 from test_data import CATALOG, write_mo
 
 import analyze
-import bench
-import common
 import data.prepare
 import finetune_xtreme
-import pretrained
-import runs
 import train_electra
 import train_lm
 import train_mlm
@@ -48,8 +50,6 @@ from data.batches import MaskedData, PairData, TokenData
 from data.files import read_catalog, read_documents, read_lines, read_mo, read_pairs
 from data.prepare import prepare
 from data.tokenizers import GPT2_RANKS, XLMR, load_tokenizer, train_sentencepiece
-from figures import report
-from figures.shared import read_run
 from model import GPT, Encoder, ModelConfig, expert_capacity, sizes
 
 COMMON = dict(deadline=None, database=None, suppress_health_check=list(HealthCheck))

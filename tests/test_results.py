@@ -7,8 +7,8 @@ import shutil
 from collections import Counter
 
 import pytest
-
 import runs
+
 import train_lm
 from results import render
 
