@@ -26,7 +26,6 @@ from statistics import fmean
 from typing import Literal
 
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
 from analysis import flops, measures
@@ -120,15 +119,15 @@ class Config:
 
     @property
     def where(self) -> set[str]:
+        """Constants that make no other run: what a trained model is to translate."""
         return {"translate", "model"}
 
     def unread(self) -> set[str]:
         """Constants that a run does not read because of others."""
-        names = {"model"} if self.translate is None else set()  # whose weights to translate with
+        names = {"model"} if self.translate is None else set()
         if self.moe_after:
             return names | {"moe_every", "decoder_moe", "expert_ffns", "split", "capacity", "eval_capacity"}
-        names |= {"experts", "expert_size", "expert_layers", "top_k", "capacity_factor", "eval_capacity_factor"}
-        return names
+        return names | {"experts", "expert_size", "expert_layers", "top_k", "capacity_factor", "eval_capacity_factor"}
 
 
 # XMoE 4.2 and its authors' configurations; the papers are silent on batch and steps: those are ours.
@@ -139,7 +138,6 @@ PAPER = dict(
     ffn_size=2048,
     n_head=8,
     block_size=256,
-    expert_ffns=32,
     learning_rate=5e-4,
     warmup_steps=512,
     batch_tokens=1 << 18,
@@ -148,12 +146,12 @@ PAPER = dict(
     eval_every=2_500,
     log_every=50,
 )
-X_MOE = dict(data="wmt10", sampling_exponent=0.7, router="hypersphere", moe_after=(6,), expert_size=2048, expert_ffns=8)
+X_MOE = dict(router="hypersphere", moe_after=(6,), expert_size=2048)
 PRESETS = {
     "demo": {},
     "multi30k": dict(data="multi30k-de", eval_every=500),  # German captions to English: 8 minutes on one core
-    "wmt23": PAPER | dict(data="wmt23-de"),
-    "wmt10": PAPER | X_MOE,
+    "wmt23": PAPER | dict(data="wmt23-de", expert_ffns=32),
+    "wmt10": PAPER | X_MOE | dict(data="wmt10", sampling_exponent=0.7),
 }
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -206,10 +204,9 @@ def cells(result: dict) -> dict:
     found = {"params, M": (result["parameters"]["total"] / 1e6, ".1f")}
     for where, note in {"test": "", "test_no_limit": ", no limit"}.items():
         scores = result[where]
-        served = [layer["served"] for layer in scores["layers"]]
         found[f"BLEU{note}"] = scores["bleu"], ".2f"
         found[f"chrF2++{note}"] = scores["chrf"], ".2f"
-        found[f"rows kept{note}"] = fmean(served) if served else None, ".2f"
+        found[f"rows kept{note}"] = measures.mean_over_layers("served", scores["layers"]), ".2f"
     found["BLEU, memory"] = result["memory"].get("bleu"), ".2f"
     found["BLEU, valid"] = result["best"]["bleu"], ".2f"
     pairs = result["test"]["pairs"]
@@ -225,48 +222,37 @@ TABLES = {3: table3, 4: table4}
 
 
 @torch.no_grad()
-def translate(
-    model: Translator,
-    source: Tensor,
-    real: Tensor | None,
-    tokenizer: XLMR,
-    beam: int = 5,
-    length_penalty: float = 1.0,
-    limit: bool = False,
-    cache: bool = True,
-) -> list[list[int]]:
-    """The best translation that beam search finds of each source (B, N), ids without <s> and </s>.
+def translate(model: Translator, source, real, tokenizer: XLMR, beam=5, length_penalty=1.0, limit=False) -> list:
+    """Translates by beam search: for each of B sources the ids of the best translation, without <s> and </s>.
 
-    Sources end in </s>; real (S,) as in `Translator`. Of a source of n tokens before </s> a translation has at most
-    1.2 n + 10. Experts have no capacity limit, so that a translation depends on nothing but its source; with `limit`
-    they have the evaluation's. Without `cache` all that is written is computed again for every token: the same
-    translations, but for rounding and for the limit, which then counts other rows.
+    source (B, N) ends in </s>; real (S,): see `Translator.encode`. Of a source of n tokens before </s> the translation
+    has at most 1.2 n + 10. Experts have no capacity limit, so that a translation depends on its source alone; with
+    `limit` they have the evaluation's. Keys and values of what is written are kept, so that each step reads one token.
     """
     was_training = model.training
     model.eval()
-    with nullcontext() if limit or model.sees_later else model.no_limit():  # of expert_choice the limit is what chooses
+    limited = limit or model.sees_later  # of experts that choose their tokens, the limit is what chooses
+    with nullcontext() if limited else model.no_limit():
         encoded, _ = model.encode(source, real)
         longest = longest_translations(source, real)
         search = Search(longest, beam, tokenizer.bos, tokenizer.eos, length_penalty)
         never = torch.tensor(tokenizer.unwritten, dtype=torch.int64, device=source.device)  # no text is made of these
         past = None
         while len(search.sentence):
-            ids = search.written.flatten(0, 1)  # (R, 1 + t)
-            if cache:
-                ids = ids[:, -1:]
-            h, _, past = model.decode(ids, encoded, past)
-            scores = model.log_probabilities(h[:, -1])
+            last = search.written[:, :, -1:].flatten(0, 1)  # (b * K, 1)
+            h, _, past = model.decode(last, encoded, past)
+            scores = model.log_probabilities(h[:, -1])  # (b * K, V)
             scores[:, never] = -math.inf
             rows, stay = search.step(scores)
             if not stay.all():
                 encoded = encoded.sentences(stay)
-            past = rows_of(past, rows) if cache else None
+            past = rows_of(past, rows)
     model.train(was_training)
     return search.translations()
 
 
-def longest_translations(source: Tensor, real: Tensor | None) -> Tensor:
-    """(B, N) -> (B,), 1.2 n + 10 for n tokens before </s>."""
+def longest_translations(source, real):
+    """(B, N) -> (B,): 1.2 n + 10 of a source with n tokens before </s>."""
     n = torch.full_like(source[:, 0], source.shape[1] - 1)
     if real is not None:
         n = real_mask(source, real).sum(dim=1) - 1
@@ -274,30 +260,31 @@ def longest_translations(source: Tensor, real: Tensor | None) -> Tensor:
 
 
 class Search:
-    """A beam search over B sentences with K beams each. Those that have ended leave it; b are left.
+    """A beam search over B sentences with K beams each; b of the sentences are still searched.
 
-    A translation's value is the sum of its log probabilities, over its length with </s> to the power of
-    `length_penalty`. A sentence ends when K translations have ended among the K best continuations, or at its longest.
+    The value of a translation is the sum of its log probabilities over its length, with </s>, to the power of
+    `length_penalty`. A sentence is done when K of its translations have ended among the K best continuations of a step,
+    or when it is as long as it may be.
     """
 
-    def __init__(self, longest: Tensor, K: int, bos: int, eos: int, length_penalty: float):
+    def __init__(self, longest, K: int, bos: int, eos: int, length_penalty: float):
         """longest (B,): how many tokens a translation may have."""
         B, device = len(longest), longest.device
         self.longest, self.length_penalty = longest, length_penalty
         self.K, self.eos = K, eos
-        self.ended = torch.zeros_like(longest)  # (B,) how many translations have
+        self.ended = torch.zeros_like(longest)  # (B,) how many translations of a sentence have ended
         width = int(longest.max()) + 1
-        self.best = torch.full((B, width), eos, device=device)  # ids of the best, then </s>
-        self.value = torch.full((B,), -math.inf, device=device)  # of the best
-        self.sentence = torch.arange(B, device=device)  # (b,) which ones are left
-        self.written = torch.full((B, K, 1), bos, device=device)  # (b, K, 1 + t): <s> and t tokens
+        self.best = torch.full((B, width), eos, device=device)  # the best of them, filled up with </s>
+        self.value = torch.full((B,), -math.inf, device=device)  # and its value
+        self.sentence = torch.arange(B, device=device)  # (b,) which sentences are still searched
+        self.written = torch.full((B, K, 1), bos, device=device)  # (b, K, 1 + t) <s> and t tokens
         self.score = torch.full((B, K), -math.inf, device=device)  # (b, K) the sum of their log probabilities
-        self.score[:, 0] = 0.0  # all beams begin alike: only one may go on
+        self.score[:, 0] = 0.0  # the beams of a sentence are all alike at first: only one goes on
 
-    def step(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """Goes on by one token, whose log probabilities are scores (b * K, V).
+    def step(self, scores):
+        """Goes on by one token: scores (b * K, V), its log probabilities.
 
-        -> (R,) the rows, of all b * K, that go on; (b,) bool, the sentences that are left.
+        -> (R,) which of the b * K rows go on, in their new order; (b,) bool, which sentences do.
         """
         K, V = self.K, scores.shape[1]
         t = self.written.shape[2] - 1
@@ -317,8 +304,8 @@ class Search:
         self.score = self.score[stay]
         return rows[stay].flatten(), stay
 
-    def end(self, score: Tensor, beam: Tensor, token: Tensor):
-        """Counts the translations among the K best of 2 K continuations, (b, 2 K) each, and keeps the best so far."""
+    def end(self, score, beam, token):
+        """Of 2 K continuations, (b, 2 K) each: counts the ends among the K best, and keeps the best translation."""
         ends = (token == self.eos) & score.isfinite()
         ends[:, self.K :] = False
         self.ended[self.sentence] += ends.sum(dim=1)
@@ -331,8 +318,8 @@ class Search:
         beam = beam[better, which[better]]
         self.best[sentence, : length - 1] = self.written[better, beam, 1:]
 
-    def extend(self, score: Tensor, beam: Tensor, token: Tensor) -> Tensor:
-        """Of 2 K continuations, (b, 2 K) each, the K best that are no ends go on -> (b, K) their rows."""
+    def extend(self, score, beam, token):
+        """Of 2 K continuations, (b, 2 K) each: the K best that are no ends go on -> (b, K) rows that they extend."""
         score = score.masked_fill(token == self.eos, -math.inf)
         self.score, which = score.topk(self.K)
         beam = beam.gather(1, which)  # (b, K)
@@ -351,11 +338,11 @@ class Search:
 # Translating and scoring
 
 
-def translate_texts(model: Translator, texts: list[str], tokenizer: XLMR, config: Config, context, limit=False) -> list:
-    """The translation of each text, detokenised, on one line. Batches of like lengths are dealt to the processes.
+def translate_texts(model: Translator, texts: list[str], tokenizer: XLMR, config, context, limit=False) -> list[str]:
+    """The translation of each text, as people write it, in one line. Processes share out batches of like lengths.
 
-    limit: under the evaluation's capacity, where a translation depends on its batch too. A text of more than
-    block_size - 1 tokens is cut, and a line says so; one without any is its own translation, which is empty.
+    limit: see `translate`. A text of more than block_size - 1 tokens is cut, and a warning says so; the translation of
+    a text without tokens is empty.
     """
     ids, room = tokenizer.encode_batch(texts), model.config.block_size - 1
     long = sum(len(text) > room for text in ids)
@@ -378,7 +365,10 @@ def translate_texts(model: Translator, texts: list[str], tokenizer: XLMR, config
 
 
 def score(translations: list[str], references: list[str], language: str) -> dict[str, float | str]:
-    """BLEU and chrF2++ of a corpus, both texts as people write them: sacrebleu splits that language's words itself."""
+    """BLEU and chrF2++ of a corpus. Both sides are texts as people write them: sacrebleu finds the words itself.
+
+    Raises ImportError where sacrebleu, or what it needs for a language, is not installed.
+    """
     try:
         from sacrebleu import BLEU, CHRF
 
@@ -395,8 +385,9 @@ def score(translations: list[str], references: list[str], language: str) -> dict
 def score_split(
     model: Translator, data: TranslationData, split: str, config: Config, context, most=None, limit=True
 ) -> dict:
-    """Scores of every pair of languages, of `most` sentences each, their means, five examples, routing statistics."""
-    watches = [measures.RoutingStats(moe) for moe in model.moe_layers]
+    """Translates a split, at most so many sentences of each pair of languages (None: all) -> scores of every pair,
+    their means, five examples, routing statistics."""
+    watches = list(map(measures.RoutingStats, model.moe_layers))
     pairs, texts = {}, []
     for name in data.languages:
         sources, references = (side[:most] for side in data.texts(split, name))
@@ -416,23 +407,26 @@ def score_split(
 
 
 def score_memory(data: TranslationData) -> dict[str, float]:
-    """BLEU and chrF2++ of a translation memory on the test set, in the mean over pairs of languages.
+    """BLEU and chrF2++ of a translation memory on the test set, means over pairs of languages.
 
-    {} where the training text is large.
+    {} where the training text is too large to be searched.
     """
-    found = []
+    bleu, chrf = [], []
     for name in data.languages:
         remembered = counting.remembered(data, name)
         if remembered:
-            found.append(score(remembered, data.texts("test", name)[1], data.target))
-    return {metric: fmean(scores[metric] for scores in found) for metric in ("bleu", "chrf")} if found else {}
+            _, references = data.texts("test", name)
+            scores = score(remembered, references, data.target)
+            bleu.append(scores["bleu"])
+            chrf.append(scores["chrf"])
+    return {"bleu": fmean(bleu), "chrf": fmean(chrf)} if bleu else {}
 
 
 @torch.no_grad()
 def evaluate(model: Translator, data: TranslationData, split: str, context, max_tokens: int) -> dict:
-    """What the model gives the right translations (without smoothing), balance loss and routing statistics."""
+    """Cross entropy of the right translations (not smoothed), balance loss and routing statistics."""
     model.eval()
-    watches = [measures.RoutingStats(moe) for moe in model.moe_layers]
+    watches = list(map(measures.RoutingStats, model.moe_layers))
     sums = torch.zeros(3, dtype=torch.float64)  # cross entropy, balance loss, tokens
     for batch in data.eval_batches(split, max_tokens, context.rank, context.world):
         batch = Translation(*context.send_all(*batch))
@@ -455,17 +449,22 @@ def evaluate(model: Translator, data: TranslationData, split: str, context, max_
 def describe_memory(scores: dict[str, float]) -> str:
     if not scores:
         return "a translation memory: not tried, the training text is large"
-    reached = f"BLEU {scores['bleu']:.2f}  chrF2++ {scores['chrf']:.2f} of the test text"
+    reached = f"{describe_scores(scores)} of the test text"
     return f"a translation memory, which gives the translation of the most similar training text, has {reached}"
 
 
 def describe(scores: dict) -> str:
     """What one evaluation found, a line an MoE layer."""
-    line = f"{scores['bpb']:.3f} bits per byte, perplexity {scores['ppl']:.2f}"
-    line += f"  BLEU {scores['bleu']:.2f}  chrF2++ {scores['chrf']:.2f}"
-    lines = [line + (f"  balance {scores['balance']:.3f}" if scores["layers"] else "")]
-    lines += [f"  {layer['name']}: {measures.describe_routing(layer)}" for layer in scores["layers"]]
-    return "\n".join(lines)
+    text = f"{scores['bpb']:.3f} bits per byte, perplexity {scores['ppl']:.2f}  {describe_scores(scores)}"
+    if scores["layers"]:
+        text += f"  balance {scores['balance']:.3f}"
+    for layer in scores["layers"]:
+        text += f"\n  {layer['name']}: {measures.describe_routing(layer)}"
+    return text
+
+
+def describe_scores(scores: dict) -> str:
+    return f"BLEU {scores['bleu']:.2f}  chrF2++ {scores['chrf']:.2f}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -550,29 +549,37 @@ def describe_size(parameters: dict, work: dict, length: float, data: Translation
 
 def report(config: Config, result: dict) -> str:
     """A finished result in words."""
-    best, shown = result["best"], {"under the limit": result["test"]}
-    if result["test_no_limit"] != result["test"]:
-        shown["without a limit"] = result["test_no_limit"]
-    lines = [f"\n{result['name']}, test; beam {result['beam']}, length penalty {result['length_penalty']:g}"]
-    lines += [f"weights of step {best['step']}, whose validation BLEU is best: {best['bleu']:.2f}"]
-    for how, scores in shown.items():
-        served = ", ".join(f"{layer['served']:.2f}" for layer in scores["layers"])
-        kept = f"; rows kept per token: {served}" if served else ""
-        lines += [f"{how}: BLEU {scores['bleu']:.2f}  chrF2++ {scores['chrf']:.2f}{kept}"]
-        for name, pair in scores["pairs"].items():
-            lines += [f"  {name:12} BLEU {pair['bleu']:6.2f}  chrF2++ {pair['chrf']:6.2f}"]
-    lines += [describe_memory(result["memory"])]
-    any_pair = next(iter(result["test"]["pairs"].values()))
-    lines += [f"BLEU {any_pair['bleu_signature']}", f"chrF2++ {any_pair['chrf_signature']}", ""]
-    for name, source, reference, ours in scores["examples"]:
-        lines += [f"{name}: {source}", f"  reference: {reference}", f"  ours:      {ours}"]
+    best, limited, free = result["best"], result["test"], result["test_no_limit"]
+    lines = [
+        f"\n{result['name']}, test; beam {result['beam']}, length penalty {result['length_penalty']:g}",
+        f"weights of step {best['step']}, whose validation BLEU is best: {best['bleu']:.2f}",
+        *describe_split("under the limit", limited),
+    ]
+    if free != limited:
+        lines += describe_split("without a limit", free)
+    any_pair = next(iter(limited["pairs"].values()))
+    lines.append(describe_memory(result["memory"]))
+    lines.append(f"BLEU {any_pair['bleu_signature']}\nchrF2++ {any_pair['chrf_signature']}\n")
+    for name, source, reference, ours in free["examples"]:
+        lines.append(f"{name}: {source}\n  reference: {reference}\n  ours:      {ours}")
     return "\n".join(lines)
 
 
-def translate_file(config: Config, context, at_once: int = 1000):
-    """Prints the translation of every line of a file, an empty one for one without text.
+def describe_split(how: str, scores: dict) -> list[str]:
+    """The scores of a split, with a line for each pair of languages."""
+    served = ", ".join(f"{layer['served']:.2f}" for layer in scores["layers"])
+    kept = f"; rows kept per token: {served}" if served else ""
+    lines = [f"{how}: {describe_scores(scores)}{kept}"]
+    for name, pair in scores["pairs"].items():
+        lines.append(f"  {name:12} BLEU {pair['bleu']:6.2f}  chrF2++ {pair['chrf']:6.2f}")
+    return lines
 
-    So many are read and printed at once. The weights are a finished run's best, or the last of one that goes on.
+
+def translate_file(config: Config, context, at_once: int = 1000):
+    """Prints the translation of every line of a file; of an empty line an empty one.
+
+    at_once: how many lines are read before their translations are printed. The weights are the best of a finished run,
+    or the last of one that is not finished.
     """
     with clear_errors():
         read = {"model", "beam", "length_penalty", "micro_tokens", "device", "dtype"}
@@ -583,7 +590,7 @@ def translate_file(config: Config, context, at_once: int = 1000):
         model = context.place(model)
         path = Path("/dev/stdin" if config.translate == "-" else config.translate)
         source = map(str.strip, read_lines(path) if context.rank == 0 else [])  # a pipe is read once
-    watches = [measures.RoutingStats(moe) for moe in model.moe_layers]
+    watches = list(map(measures.RoutingStats, model.moe_layers))
     while True:
         with clear_errors():
             lines = list(islice(source, at_once))

@@ -1,137 +1,188 @@
-"""What counting reaches: the scores of models that only know how often tokens, and pairs of tokens, were seen.
+"""What counting reaches: scores without any network, to print beside those of trained models.
 
-`remembered` is a translation memory. They stand beside the numbers of trained models, so that one sees where a network
-has learned less.
-Counts are interpolated as by Witten and Bell (1991): where n tokens followed, of `kinds` different ones, the counts
-have a share of n / (n + kinds), and what is less specific has the rest.
+Counts are interpolated as by Witten and Bell (1991): where n tokens of `kinds` different ones were seen, their counts
+weigh n / (n + kinds), and a less specific distribution has the rest. Where the training text is so large that counting
+would take long, these functions return nothing.
 """
+
+from collections import defaultdict
+from collections.abc import Iterator
 
 import numpy as np
 import torch
-from numpy import ndarray
 from torch import Tensor
 
-from data.batches import MaskedData, TokenData, TranslationData
-
-COUNTED_UP_TO = 2**24  # tokens of a training text that is counted in passing
+COUNTED_UP_TO = 2**24  # tokens of a training text
 
 
-def text_losses(data: TokenData, steps: int) -> dict[str, float]:
-    """Mean cross entropies in nats of the test text: by its tokens' counts, by those of pairs of tokens that so many
-    steps of training see, and by those of all pairs. Nothing where the training text is large.
-    """
-    if len(data.tokens["train"]) > COUNTED_UP_TO:
-        return {}
-    train, test = (torch.from_numpy(data.tokens[split].astype("int64")) for split in ("train", "test"))
-    pairs, held_out = torch.stack([train[:-1], train[1:]]), (test[:-1], test[1:])
-    seen = data.seen(steps)[1:]
-    return {
-        "unigrams": -float(unigrams(train, data.vocab_size)[test].log().mean()),
-        "bigrams": bigram_loss(pairs[:, seen], held_out, data.vocab_size),
-        "all bigrams": bigram_loss(pairs, held_out, data.vocab_size),
-    }
+def is_large(data) -> bool:
+    return len(data.tokens["train"]) > COUNTED_UP_TO
 
 
-def masked_scores(data: MaskedData, max_tokens: int | None = None) -> dict[str, Tensor]:
-    """How well counts fill in the validation text, masked in the first way. Nothing where the training text is large.
-
-    Of each language, (3, J): summed cross entropies in nats, how often the most probable token is right, and how many
-    are masked. `tokens`: by the counts of the language, interpolated with those of all. `neighbours`: by the pairs of
-    the language as well, p(x | l, r) ~ p(x | l) p(x | r) / p(x) between l and r. What is shown in a masked
-    place (the mask, another token or the right one) is weighed by its odds, as a model may learn to.
-    """
-    train, V = torch.from_numpy(data.tokens["train"].astype("int64")), data.vocab_size
-    if len(train) > COUNTED_UP_TO:
-        return {}
-    streams, of_all = data.streams["train"].tolist(), unigrams(train, V)
-    tables = torch.stack([unigrams(train[first : first + count], V, of_all) for first, count in streams])  # (J, V)
-    J = len(tables)
-    own = torch.arange(J).repeat_interleave(torch.tensor([count for _, count in streams])) * V + train  # in J * V
-    size = J * V, V
-    following, preceding = counts_beside(own[:-1], train[1:], size), counts_beside(own[1:], train[:-1], size)
-    found = {name: torch.zeros(3, J, dtype=torch.float64) for name in ("tokens", "neighbours")}
-    for _, _, batch in data.eval_batches("valid", 1, max_tokens):
-        ids = batch.ids.flatten()
-        for some in torch.arange(len(batch.masked)).split(max(1, 2**22 // V)):  # M places
-            place, language, target = batch.masked[some], batch.language[some], batch.targets[some]
-            left, shown, right = (ids.roll(shift)[place] for shift in (1, 0, -1))  # `<s>` begins a row, never masked
-            single = tables[language]  # (M, V)
-            follow = interpolated(following.index_select(0, language * V + left).to_dense(), single)
-            precede = interpolated(preceding.index_select(0, language * V + right).to_dense(), single)
-            for name, p in {"tokens": single, "neighbours": follow * precede / single}.items():
-                p = p.scatter_reduce(1, shown[:, None], data.masking.odds(shown)[:, None], "prod")
-                loss = p.sum(dim=1).log() - p.gather(1, target[:, None]).squeeze(1).log()
-                best = (p.argmax(dim=1) == target).double()
-                found[name].index_add_(1, language, torch.stack([loss, best, torch.ones_like(loss)]))
-    return found
-
-
-def counts_beside(one: Tensor, other: Tensor, size: tuple[int, int]) -> Tensor:
-    """Sparse counts of how often each (N,) of the one stood beside each (N,) of the other."""
-    ones = torch.ones(len(one))
-    return torch.sparse_coo_tensor(torch.stack([one, other]), ones, size, check_invariants=True).coalesce()
-
-
-def unigrams(tokens: Tensor, size: int, rest: Tensor | None = None) -> Tensor:
-    """(V,) the probability of each of V = size tokens, by their counts among tokens (N,); rest (V,), None: uniform."""
-    counts = torch.bincount(tokens, minlength=size).double()
-    return interpolated(counts, torch.full_like(counts, 1 / size) if rest is None else rest)
+def tokens_of(data, split: str) -> Tensor:
+    return torch.from_numpy(data.tokens[split].astype("int64"))
 
 
 def interpolated(counts: Tensor, rest: Tensor) -> Tensor:
-    """Counts (..., V) -> probabilities, with `rest` (..., V) for what was not seen: all of it where nothing was."""
-    kinds = counts.count_nonzero(dim=-1).clamp(min=1).unsqueeze(-1)
-    return (counts + kinds * rest) / (counts.sum(dim=-1, keepdim=True) + kinds)
+    """(V,) probabilities by counts (V,), and by `rest` (V,), which has all the weight where nothing was seen."""
+    kinds = counts.count_nonzero().clamp(min=1)
+    return (counts + kinds * rest) / (counts.sum() + kinds)
 
 
-def bigram_loss(seen: tuple[Tensor, Tensor], held_out: tuple[Tensor, Tensor], size: int) -> float:
-    """Mean cross entropy in nats of each held-out token given the one before it, by counts of the pairs seen.
+def unigrams(tokens: Tensor, V: int, rest=None) -> Tensor:
+    """(V,) the probabilities of V tokens by their counts among tokens (N,), and by `rest`; None: uniform."""
+    counts = torch.bincount(tokens, minlength=V).double()
+    if rest is None:
+        rest = torch.full_like(counts, 1 / V)
+    return interpolated(counts, rest)
 
-    seen, held_out: first and second tokens of pairs, (N,) each and (M,) each, of V = size different ones.
+
+def text_losses(data, steps: int) -> dict[str, float]:
+    """Cross entropies of TokenData's test text, in nats per token, by counts of its training text.
+
+    They count single tokens, the pairs of neighbours that so many steps of training see, or all pairs.
     """
-    single = unigrams(seen[1], size)
-    codes, counts = torch.unique(seen[0] * size + seen[1], return_counts=True)
-    kinds = torch.bincount(codes // size, minlength=size)  # (V,) different tokens behind each
-    total = torch.bincount(seen[0], minlength=size)
+    if is_large(data):
+        return {}
+    V = data.vocab_size
+    train, test = tokens_of(data, "train"), tokens_of(data, "test")
+    one, two = train[:-1], train[1:]  # all pairs of neighbours
+    targets = data.seen(steps)[1:]  # which second tokens training sees
+    seen = one[targets], two[targets]
+    held_out = test[:-1], test[1:]
+    single = unigrams(train, V)[test].log().mean()
+    return {
+        "unigrams": -float(single),
+        "bigrams": bigram_loss(seen, held_out, V),
+        "all bigrams": bigram_loss((one, two), held_out, V),
+    }
+
+
+def bigram_loss(seen: tuple, held_out: tuple, V: int) -> float:
+    """Mean cross entropy, in nats, of each held-out token given the one before it, by counts of the pairs seen.
+
+    seen, held_out: the first and the second tokens of pairs, (N,) and (M,) each, of V different ones.
+    """
     first, second = held_out
-    wanted = first * size + second
-    place = torch.searchsorted(codes, wanted).clamp(max=len(codes) - 1)
-    count = torch.where(codes[place] == wanted, counts[place], 0)
-    rest = kinds.clamp(min=1)[first]  # of a token that was never first, all is left to `single`
-    probability = (count + rest * single[second]) / (total[first] + rest)
+    codes = seen[0] * V + seen[1]  # each different pair as one number
+    codes, counts = codes.unique(return_counts=True)
+    wanted = first * V + second
+    place = torch.searchsorted(codes, wanted)
+    place = place.clamp(max=len(codes) - 1)
+    found = codes[place] == wanted
+    count = torch.where(found, counts[place], 0)
+    n = torch.bincount(seen[0], minlength=V)[first]
+    kinds = torch.bincount(codes // V, minlength=V)[first]
+    kinds = kinds.clamp(min=1)  # a first token that was never seen leaves all weight to single tokens
+    single = unigrams(seen[1], V)[second]
+    probability = (count + kinds * single) / (n + kinds)
     return -float(probability.log().mean())
 
 
-def remembered(data: TranslationData, language: str) -> list[str]:
-    """A translation memory: for every test text of a pair of languages, the translation of the most similar training
-    text.
+class Beside:
+    """Counts which of V tokens stood beside each key."""
 
-    Similar: the cosine of the tokens that either has, a token's weight being log(N / those of N training texts that
-    have it). Nothing where the training text is large.
+    def __init__(self, keys: Tensor, tokens: Tensor, V: int):
+        self.keys, order = keys.sort()
+        self.tokens = tokens[order]
+        self.V = V
+
+    def count(self, key: int) -> Tensor:
+        both = torch.tensor([key, key + 1])
+        begin, end = torch.searchsorted(self.keys, both)
+        tokens = self.tokens[begin:end]
+        return torch.bincount(tokens, minlength=self.V)
+
+
+def masked_scores(data, max_tokens=None) -> dict[str, Tensor]:
+    """How well counts predict the masked tokens of MaskedData's validation text, in the first of its maskings.
+
+    `tokens` uses the counts of a language, interpolated with those of all languages. `neighbours` also uses the tokens
+    l and r on both sides: p(x | l, r) ~ p(x | l) p(x | r) / p(x). Both know that the token shown may be the right one.
+
+    Returns (3, J) for each: summed cross entropies in nats of each language, how often the most probable token is
+    right, and how many tokens are masked.
     """
-    if len(data.tokens["train"]) > COUNTED_UP_TO:
+    if is_large(data):
+        return {}
+    V, J = data.vocab_size, len(data.languages)
+    train = tokens_of(data, "train")
+    of_all = unigrams(train, V)
+    singles, language = [], []
+    for first, count in data.streams["train"].tolist():
+        language += [len(singles)] * count
+        own = train[first : first + count]
+        singles.append(unigrams(own, V, of_all))
+    keys = torch.tensor(language) * V + train  # a language and a token as one number
+    following = Beside(keys[:-1], train[1:], V)
+    preceding = Beside(keys[1:], train[:-1], V)
+    by_tokens = torch.zeros(3, J).double()
+    by_neighbours = torch.zeros(3, J).double()
+    for _, _, batch in data.eval_batches("valid", 1, max_tokens):
+        ids = batch.ids.flatten()
+        odds = data.masking.odds(ids[batch.masked])
+        ids = [*ids.tolist(), data.tokenizer.bos]  # a row follows its last token, and begins with `<s>`
+        masked = zip(batch.masked.tolist(), batch.language.tolist(), odds)
+        for (place, language, odd), target in zip(masked, batch.targets.tolist()):
+            single = singles[language]
+            after = following.count(language * V + ids[place - 1])
+            before = preceding.count(language * V + ids[place + 1])
+            after, before = interpolated(after, single), interpolated(before, single)
+            both = after * before / single
+            by_tokens[:, language] += score(single, ids[place], odd, target)
+            by_neighbours[:, language] += score(both, ids[place], odd, target)
+    return {"tokens": by_tokens, "neighbours": by_neighbours}
+
+
+def score(p: Tensor, shown: int, odds: Tensor, target: int) -> Tensor:
+    """(3,) the cross entropy of a target, whether it is the most probable, and 1; p: (V,), not normalised."""
+    p = p.clone()
+    p[shown] *= odds
+    loss = p.sum().log() - p[target].log()
+    right = p.argmax() == target
+    return torch.tensor([loss, right, 1]).double()
+
+
+def remembered(data, language: str) -> list[str]:
+    """For each test source of a language pair of TranslationData, the translation of the most similar training source.
+
+    Similar is the cosine of the tokens that they have; a token weighs log(N / n) where n of N training sources have it.
+    """
+    if is_large(data):
         return []
-    train, test = (different_tokens(data, split, language) for split in ("train", "test"))
-    tokens, text = np.concatenate(train), np.repeat(np.arange(len(train)), [len(own) for own in train])
-    counts = np.bincount(tokens, minlength=data.vocab_size)
-    weight = np.log(len(train) / np.maximum(counts, 1)) ** 2  # (V,) squared: both texts have one
-    having = np.split(text[tokens.argsort(kind="stable")], counts.cumsum())  # token -> training texts
-    length = np.sqrt(np.bincount(text, weight[tokens], minlength=len(train))) + 1e-9
-    found = []
-    for own in test:
+    train = different_tokens(data, "train", language)
+    having = defaultdict(list)  # token -> the numbers of the training sources that have it
+    for number, tokens in enumerate(train):
+        for token in tokens:
+            having[token].append(number)
+    weight = np.zeros(data.vocab_size)
+    for token, numbers in having.items():
+        idf = np.log(len(train) / len(numbers))
+        weight[token] = idf**2  # both sources have the token
+    lengths = [weight[tokens].sum() for tokens in train]
+    lengths = np.sqrt(lengths) + 1e-9
+    nearest = []
+    for tokens in different_tokens(data, "test", language):
         shared = np.zeros(len(train))
-        for token in own:
+        for token in tokens:
             shared[having[token]] += weight[token]
-        found.append((shared / length).argmax())  # a test text's own length is the same for all
-    first, _ = data.streams["train"][data.languages.index(language)]
-    rows = data.pairs("train", first + np.array(found, dtype=np.int64))
-    where = zip(rows.starts[:, 1], rows.sizes[:, 1])
-    return [data.tokenizer.decode(data.tokens["train"][start : start + size].tolist()) for start, size in where]
+        nearest.append((shared / lengths).argmax())  # a test source's own length is the same for all
+    first, _ = data.stream("train", language)
+    nearest = first + np.array(nearest, dtype=int)
+    return list(map(data.tokenizer.decode, texts_of(data, "train", nearest, side=1)))
 
 
-def different_tokens(data: TranslationData, split: str, language: str) -> list[ndarray]:
-    """Of each source of a pair of languages, (n,) ids; the `</s>`, which all have, weighs nothing."""
-    first, count = data.streams[split][data.languages.index(language)]
-    rows = data.pairs(split, np.arange(first, first + count))
-    where = zip(rows.starts[:, 0], rows.sizes[:, 0])
-    return [np.unique(data.tokens[split][start : start + size]) for start, size in where]
+def different_tokens(data, split: str, language: str) -> list[list[int]]:
+    """The different tokens of each source of a language pair. All have the `</s>`, which therefore weighs nothing."""
+    first, count = data.stream(split, language)
+    numbers = np.arange(first, first + count)
+    return [sorted(set(tokens)) for tokens in texts_of(data, split, numbers, side=0)]
+
+
+def texts_of(data, split: str, numbers: np.ndarray, side: int) -> Iterator[list[int]]:
+    """The tokens of the sources (side 0) or of the translations (side 1) of the pairs with these numbers."""
+    pairs = data.pairs(split, numbers)
+    starts = pairs.starts[:, side]
+    ends = starts + pairs.sizes[:, side]
+    for start, end in zip(starts, ends):
+        yield data.tokens[split][start:end].tolist()

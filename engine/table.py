@@ -88,7 +88,9 @@ def carry_out(config, presets: dict, context, tables: dict, train: Callable, rep
                 raise ValueError(f"table must be one of {', '.join(map(str, tables))}, not {config.table}")
             table = tables[config.table](config)
             refuse_rows(config, presets, table)
-    results = [[train(one, context) for one in seeds_of(config, change)] for _, change in table.rows]
+    results = []
+    for _, change in table.rows:
+        results.append([train(one, context) for one in seeds_of(config, change)])
     if context.rank > 0:
         return
     if not config.table:

@@ -53,7 +53,7 @@ REFUSED = {  # in one line
     "width": ({"split": 12}, "split = 12 does not divide ffn_size = 32"),
     "nowhere sparse": ({"moe_every": 99}, "moe_every = 99 leaves no block of n_layer = 2 with experts"),
     "micro-batches": ({"batch_tokens": 100}, "micro_tokens = 64 does not divide batch_tokens = 100"),
-    "small micro-batches": ({"block_size": 128}, "micro_tokens 64 must be at least one block of 128"),
+    "small micro-batches": ({"block_size": 128}, "micro_tokens 64 must hold rows of block_size 128"),
     "no temperature": ({"sample_temperature": 0}, "sample_temperature must lie from 1e-20 to 1e+09, not 0.0"),
     "beyond 1": ({"threshold": 1.5}, "threshold must lie from 0 to 1, not 1.5"),
     "no start": ({"router_std": 0}, "router_std must be over 0 and finite, not 0.0"),

@@ -1,8 +1,7 @@
-"""Making data: tokenizers lose nothing, splits share nothing, and a prepared folder is whole, or not there at all."""
+"""Making data: splits share nothing, and a prepared folder is whole, or not there at all."""
 
 import gettext
 import gzip
-import io
 import json
 import lzma
 import os
@@ -18,17 +17,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import sentencepiece
 from filelock import FileLock
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from data import corpora, docstrings
 from data import prepare as preparing
 from data.corpora import CORPORA
 from data.files import SPLITS, read_catalog, read_documents, read_lines, split_of
 from data.prepare import prepare, ready
-from data.tokenizers import XLMR, SentencePiece, gpt2, load_tokenizer, train_sentencepiece
+from data.tokenizers import XLMR, SentencePiece, load_tokenizer, train_sentencepiece
 
 ROOT = Path(__file__).parent.parent
 
@@ -89,128 +85,6 @@ def hub(monkeypatch) -> FakeHub:
     hub = FakeHub({})
     monkeypatch.setitem(sys.modules, "datasets", hub)
     return hub
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# tokenizers
-
-# no lone surrogates: they have no UTF-8 form
-unicode_text = st.text(
-    st.characters(codec="utf-8", exclude_characters="▁") | st.sampled_from(" \n\t\r\0")
-) | st.sampled_from(["</s>", "<unk>", "<0x41>", "  a   b \n\n  c ", "<|endoftext|>"])
-
-
-@given(st.lists(unicode_text, max_size=4))
-@settings(max_examples=200, deadline=None)
-def test_sentencepiece_round_trip(model, texts):
-    tokenizer = load_tokenizer(model)
-    encoded = tokenizer.encode_batch(texts)
-    assert [tokenizer.decode(ids) for ids in encoded] == texts
-    assert all(0 <= token < tokenizer.vocab_size and token != tokenizer.eot for ids in encoded for token in ids)
-
-
-@pytest.fixture(scope="session")
-def gpt2_tokenizer():
-    try:
-        return gpt2()
-    except OSError as error:
-        pytest.skip(str(error))
-
-
-@given(st.lists(unicode_text, max_size=4))
-@settings(max_examples=100, deadline=None)
-def test_gpt2_round_trip(gpt2_tokenizer, texts):
-    encoded = gpt2_tokenizer.encode_batch(texts)
-    assert [gpt2_tokenizer.decode(ids) for ids in encoded] == texts
-    assert all(gpt2_tokenizer.eot not in ids for ids in encoded)
-
-
-def test_gpt2_is_the_published_vocabulary(gpt2_tokenizer, tmp_path):
-    assert gpt2_tokenizer.encode_batch(["Hello world"]) == [[15496, 995]]
-    assert (gpt2_tokenizer.vocab_size, gpt2_tokenizer.eot) == (50257, 50256)
-    gpt2_tokenizer.save(tmp_path)
-    assert load_tokenizer(tmp_path).sha256 == gpt2_tokenizer.sha256
-    assert gpt2_tokenizer.sha256 == "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
-
-
-def test_gpt2_without_network_says_what_to_do(monkeypatch):
-    def offline(name):
-        raise ConnectionError("no route")
-
-    monkeypatch.setattr("tiktoken.get_encoding", offline)
-    with pytest.raises(OSError, match="--tokenizer PATH"):
-        gpt2()
-
-
-def test_decode_survives_partial_utf8(model):
-    tokenizer = load_tokenizer(model)
-    [ids] = tokenizer.encode_batch(["🙂"])
-    assert len(ids) == 4 and "\ufffd" in tokenizer.decode(ids[:2])
-
-
-def test_training_is_deterministic_and_learns_merges(model):
-    again = train_sentencepiece(own_code(), vocab_size=600)
-    assert again.sha256 == load_tokenizer(model).sha256 and again.vocab_size == 600
-    assert len(again.encode_batch(["return"])[0]) < len("return")
-    with pytest.raises(ValueError, match="no vocabulary of 8,192 pieces from this text: Vocabulary size too high"):
-        train_sentencepiece(["a b c"])
-
-
-@pytest.mark.parametrize("name", ["tokenizer.model", "tokenizer.tiktoken"])
-def test_bad_tokenizer_files(tmp_path, name):
-    with pytest.raises(FileNotFoundError, match="no tokenizer"):
-        load_tokenizer(tmp_path)
-    (tmp_path / name).write_text("IQ== 0\nnot a tokenizer\n")
-    with pytest.raises(ValueError, match=name):
-        load_tokenizer(tmp_path)
-
-
-def test_rank_file_of_another_vocabulary_is_refused(tmp_path):
-    (tmp_path / "other.tiktoken").write_text("IQ== 0\nIg== 1\n")
-    with pytest.raises(ValueError, match="holds 2 ranks"):
-        load_tokenizer(tmp_path / "other.tiktoken")
-
-
-def test_xlmr_ids_are_fairseqs(spm, tmp_path):
-    spm = shutil.copy(spm, tmp_path / "any.model")
-    tokenizer = load_tokenizer(spm, kind="xlmr")
-    processor = sentencepiece.SentencePieceProcessor(model_file=str(spm))
-    assert (tokenizer.bos, tokenizer.pad, tokenizer.eos, tokenizer.unk, tokenizer.mask) == (0, 1, 2, 3, 499)
-    assert tokenizer.special == (0, 1, 2, 3, 499) and tokenizer.eot == 2 and tokenizer.kind == "xlmr"
-    assert tokenizer.vocab_size == 500 == processor.vocab_size() + 2
-    fairseq = ["<s>", "<pad>", "</s>", "<unk>", *(processor.id_to_piece(i) for i in range(3, 498)), "<mask>"]
-    [ids] = tokenizer.encode_batch(["def split_of(key: str)  →\n a  ｆｕｌｌ width"])
-    assert [fairseq[token] for token in ids] == processor.encode_as_pieces("def split_of(key: str) → a full width")
-    assert tokenizer.decode([0, *ids, 2, 1, 3, 499]) == "def split_of(key: str) → a full width"
-    assert min(ids) > 3 and load_tokenizer(spm).kind == "sentencepiece"
-
-
-def test_unknown_characters_without_byte_fallback():
-    model = io.BytesIO()
-    lines = iter(["a b c d", "ab cd dc ba"] * 20)
-    options = {"vocab_size": 9, "unk_id": 0, "bos_id": 1, "eos_id": 2, "hard_vocab_limit": False, "minloglevel": 2}
-    sentencepiece.SentencePieceTrainer.train(sentence_iterator=lines, model_writer=model, **options)
-    tokenizer = XLMR(model.getvalue())
-    [ids] = tokenizer.encode_batch(["a漢b"])
-    assert ids.count(3) == 1 and tokenizer.decode(ids).replace(" ", "") == "ab"
-
-
-def test_xlmr_training_gives_one_file_and_just_that_many_ids(spm):
-    again = train_sentencepiece(own_code(), vocab_size=500, kind=XLMR)
-    assert again.sha256 == load_tokenizer(spm, "xlmr").sha256 and again.vocab_size == 500
-    assert again.decode(again.encode_batch(["emoji 🙂 in bytes"])[0]) == "emoji 🙂 in bytes"
-
-
-def test_models_that_cannot_have_xlmrs_ids(tmp_path, model):
-    other = shutil.copy(model, tmp_path / "tokenizer.model")
-    with pytest.raises(ValueError, match=r"tokenizer\.model: .* <unk> 0, <s> 1 and </s> 2"):
-        load_tokenizer(other, kind="xlmr")
-    for content in (b"", b"no model"):
-        Path(other).write_bytes(content)
-        with pytest.raises(ValueError, match="not a SentencePiece model"):
-            load_tokenizer(other, kind="xlmr")
-    with pytest.raises(FileNotFoundError, match="no tokenizer"):
-        load_tokenizer(tmp_path / "absent", kind="xlmr")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

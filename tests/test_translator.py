@@ -1,40 +1,39 @@
-"""The encoder-decoder against torch's own layers, incremental decoding and beam search against plain ones."""
+"""The encoder-decoder against torch's own layers, its step-by-step decoding and its beam search against plain ones."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from model import ModelConfig
-from translator import Translator
+from model import Translator
+from train_mt import Config, translate
 
 V, BOS, PAD, EOS, NEVER = 40, 0, 1, 2, (0, 1, 3, 39)
-OPTIONS = dict(bos=BOS, eos=EOS, never=NEVER)
-SIZE = dict(vocab_size=V, block_size=32, n_layer=2, decoder_layers=2, n_head=2, n_embd=16, ffn_size=32, init_std=0.3)
-SPARSE = dict(num_experts=4, expert_size=16)
+TOKENIZER = SimpleNamespace(bos=BOS, eos=EOS, unwritten=NEVER)
+SIZE = dict(block_size=32, n_layer=2, decoder_layers=2, n_head=2, n_embd=16, ffn_size=32, init_std=0.3, dropout=0.0)
 ROWS = {
     "dense": dict(router="dense"),
-    "switch": dict(router="switch", **SPARSE),
-    "top-2": dict(router="topk", top_k=2, **SPARSE),
-    "threshold": dict(router="threshold", **SPARSE),
-    "hash": dict(router="hash", **SPARSE),
-    "base": dict(router="base", **SPARSE),
-    "hypersphere": dict(router="hypersphere", **SPARSE),
-    "encoder alone": dict(router="threshold", decoder_moe=False, **SPARSE),
-    "X-MoE": dict(router="hypersphere", moe_after=(1, 2, 2), **SPARSE),
+    "switch": dict(router="switch", expert_ffns=4),
+    "top-2": dict(router="topk", expert_ffns=2, split=2),
+    "threshold": dict(router="threshold", expert_ffns=2, split=2),
+    "hash": dict(router="hash", expert_ffns=4),
+    "base": dict(router="base", expert_ffns=4),
+    "encoder alone": dict(router="threshold", expert_ffns=2, split=2, decoder_moe=False),
+    "X-MoE": dict(router="hypersphere", experts=4, expert_size=16, moe_after=(1, 2, 2)),
 }
 every_row = pytest.mark.parametrize("row", ROWS)
 
 
-def make(row: str, dtype=torch.float64, seed: int = 0, **options) -> Translator:
-    """Weights large enough for a token to make a difference."""
-    torch.manual_seed(seed)
-    model = Translator(ModelConfig(**SIZE | ROWS[row] | options)).to(dtype).eval()
+def make(row: str, dtype=torch.float64, **options) -> Translator:
+    """Weights so large that a token makes a difference."""
+    torch.manual_seed(0)
+    model = Translator(Config(**SIZE | ROWS[row] | options), V).to(dtype).eval()
     for moe in model.moe_layers:
-        for layer in moe.layers:
-            nn.init.normal_(layer.w_out, std=0.3)
+        for ffn in moe.experts:
+            nn.init.normal_(ffn.w_out, std=0.3)
     return model
 
 
@@ -50,7 +49,7 @@ def sources(lengths: list[int], seed: int = 0) -> list[list[int]]:
     return [[*torch.randint(4, V - 1, (n,), generator=rng).tolist(), EOS] for n in lengths]
 
 
-def padded(rows: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor | None]:
+def padded(rows: list[list[int]]) -> tuple:
     width = max(map(len, rows))
     ids = torch.tensor([row + [PAD] * (width - len(row)) for row in rows])
     if min(map(len, rows)) == width:
@@ -58,7 +57,8 @@ def padded(rows: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor | None]:
     return ids, (ids.flatten() != PAD).nonzero().squeeze(1)
 
 
-# --- The model
+# ---------------------------------------------------------------------------------------------------------------------
+# The model
 
 
 def torchs_layer(kind, block, config) -> nn.Module:
@@ -88,7 +88,7 @@ def torchs_layer(kind, block, config) -> nn.Module:
     return layer.eval()
 
 
-def literal_embedding(model: Translator, ids: torch.Tensor) -> torch.Tensor:
+def literal_embedding(model: Translator, ids):
     """Sinusoids as Vaswani et al. write them, and embeddings times sqrt(D)."""
     D = model.config.n_embd
     x = torch.zeros(*ids.shape, D, dtype=torch.float64)
@@ -153,80 +153,55 @@ def test_no_logit_depends_on_a_later_token_without_a_limit(row):
 
 
 @every_row
-def test_every_weight_has_a_gradient(row):
-    model = make(row).train()
+def test_every_weight_has_a_gradient_and_balance_losses_are_added(row):
+    model, losses = make(row).train(), []
+    for moe in model.moe_layers:
+        moe.register_forward_hook(lambda _, __, out: losses.append(float(out[1].detach())))
     (source, real), (target, target_real) = padded(sources([5, 9, 20])), padded(sources([7, 3, 20], 1))
     logits, balance = model(source, target, real, target_real)
     (logits.square().mean() + balance).backward()
     assert {name for name, p in model.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0} == set()
-
-
-@pytest.mark.parametrize("row", ["threshold", "X-MoE"])
-def test_balance_losses_of_all_sparse_layers_are_added(row):
-    model, (source, target) = make(row), (torch.tensor(sources([6, 6], seed)) for seed in (0, 1))
-    losses = []
-    for moe in model.moe_layers:
-        moe.register_forward_hook(lambda _, __, out: losses.append(out[1].item()))
-    _, balance = model(source, target)
-    assert len(losses) == len(model.moe_layers)
-    assert balance.item() == pytest.approx(sum(losses)) and min(losses) > 0
-
-
-PAPER = dict(vocab_size=32_002, n_layer=12, decoder_layers=6, n_embd=512, ffn_size=2048, n_head=8, expert_ffns=32)
-FFN = 2 * 512 * 2048 + 2048 + 512
-ATTENTION = 4 * (512**2 + 512)
-BLOCKS = 12 * (ATTENTION + FFN + 4 * 512) + 6 * (2 * ATTENTION + FFN + 6 * 512)
-DENSE = 32_002 * 512 + BLOCKS + 4 * 512
+    assert len(losses) == len(model.moe_layers) and float(balance) == pytest.approx(sum(losses))
 
 
 @pytest.mark.parametrize(
-    "options, sparse, parameters",
+    "options, encoder, decoder, after",
     [
-        (dict(router="dense"), ([], []), DENSE),
-        (dict(router="threshold", expert_size=512), ([2, 4, 6, 8, 10, 12], [2, 4, 6]), None),
-        (dict(router="threshold", expert_size=512, decoder_moe=False), ([2, 4, 6, 8, 10, 12], []), None),
-        (dict(router="hypersphere", moe_after=(6,)), ([], []), DENSE + 32 * 3 * (FFN + 2 * 512) + 16 * (512 + 32) + 1),
+        (dict(router="dense"), [], [], []),
+        (dict(router="threshold"), [2, 4, 6, 8, 10, 12], [2, 4, 6], []),
+        (dict(router="threshold", decoder_moe=False), [2, 4, 6, 8, 10, 12], [], []),
+        (dict(router="topk", moe_every=6), [6, 12], [6], []),
+        (dict(router="hypersphere", moe_after=(6, 2)), [], [], [2, 6]),
     ],
-    ids=lambda value: str(value) if isinstance(value, dict) else None,
 )
-def test_experts_stand_where_the_papers_have_them(options, sparse, parameters):
+def test_experts_stand_where_the_papers_have_them(options, encoder, decoder, after):
     with torch.device("meta"):
-        model = Translator(ModelConfig(**PAPER, **options))
-    found = [[i for i, block in enumerate(blocks, 1) if block.sparse] for blocks in (model.encoder, model.decoder)]
-    assert found == list(sparse)
-    experts = 128 * (2 * 512 * 512 + 512 + 512) + 128 * 512
-    expected = parameters or DENSE + sum(map(len, sparse)) * (experts - FFN)
-    assert sum(p.numel() for p in model.parameters()) == expected
+        model = Translator(Config(**SIZE | dict(n_layer=12, decoder_layers=6, expert_size=16) | options), V)
+    sparse = [[i for i, block in enumerate(blocks, 1) if block.sparse] for blocks in (model.encoder, model.decoder)]
+    assert sparse == [encoder, decoder]
+    names = [f"encoder block {i}" for i in encoder] + [f"after encoder block {i}" for i in after]
+    assert model.moe_names == names + [f"decoder block {i}" for i in decoder]
+    blocks = [model.encoder[i - 1].ffn for i in encoder]
+    expected = [*blocks, *model.moes, *(model.decoder[i - 1].ffn for i in decoder)]
+    assert all(ours is theirs for ours, theirs in zip(model.moe_layers, expected, strict=True))
 
 
-def test_the_inserted_layer_is_the_encoders():
-    """Gate and balance loss over the K chosen, as X-MoE has it; in place of an FFN they are XMoE's."""
-    inserted = make("X-MoE", router="topk", num_experts=None, expert_size=None, top_k=None).moe_layers[0]
-    assert (inserted.router.renormalize, inserted.router.balance_choices) == (True, "all")
-    assert (inserted.capacity_factor, len(inserted.ln_stack), inserted.router.num_experts) == (math.inf, 3, 32)
-    replaced = make("top-2").moe_layers[0]
-    assert (replaced.router.renormalize, replaced.router.balance_choices) == (False, "first")
-    assert (replaced.capacity_factor, len(replaced.ln_stack)) == (2.0, 0)
-
-
-def test_moe_layers_are_named_by_their_place():
-    assert make("threshold").moe_names == ["encoder block 2", "decoder block 2"]
-    assert make("encoder alone").moe_names == ["encoder block 2"]
-    after = ["after encoder block 1", "after encoder block 2", "after encoder block 2"]
-    assert make("X-MoE").moe_names == after
-    for row in ROWS:
-        model = make(row)
-        places = {id(moe): name for moe, name in zip(model.moe_layers, model.moe_names, strict=True)}
-        assert all(places[id(b.ffn)] == f"encoder block {i}" for i, b in enumerate(model.encoder, 1) if b.sparse)
-        assert all(places[id(b.ffn)] == f"decoder block {i}" for i, b in enumerate(model.decoder, 1) if b.sparse)
-        assert [places[id(moe)] for moe in model.moes] == (after if row == "X-MoE" else [])
+@pytest.mark.parametrize("row, sums_to_one", [("X-MoE", True), ("top-2", False)])
+def test_the_gate_of_an_inserted_layer_is_over_the_chosen_experts(row, sums_to_one):
+    """As X-MoE has it; of one in place of an FFN it is XMoE's probability."""
+    given = dict(router="topk", top_k=2) if row == "X-MoE" else {}
+    model, weights = make(row, **given), []
+    for moe in model.moe_layers:
+        moe.watchers.append(lambda moe, h, routing, kept: weights.append(routing.weight.sum(dim=1)))
+    model(torch.tensor(sources([6, 6])), torch.tensor(sources([6, 6], 1)))
+    sums = torch.cat(weights)
+    assert (sums - 1).abs().max() < 1e-6 if sums_to_one else sums.max() < 1
 
 
 def test_what_cannot_be_is_one_line():
     with pytest.raises(ValueError, match="expert_choice sees later tokens, so it cannot translate: add --decoder_moe"):
-        Translator(ModelConfig(**SIZE, router="expert_choice"))
-    Translator(ModelConfig(**SIZE, router="expert_choice", decoder_moe=False))
-    Translator(ModelConfig(**SIZE, router="expert_choice", moe_after=(1,)))
+        Translator(Config(**SIZE, router="expert_choice"), V)
+    Translator(Config(**SIZE, router="expert_choice", decoder_moe=False), V)
     model = make("dense")
     encoded, _ = model.encode(torch.tensor([[4, EOS]]))
     _, _, past = model.decode(torch.tensor([[BOS]]), encoded)
@@ -234,11 +209,12 @@ def test_what_cannot_be_is_one_line():
         model.decode(torch.tensor([[5, 6]]), encoded, past)
 
 
-# --- Decoding
+# ---------------------------------------------------------------------------------------------------------------------
+# Decoding
 
 
 @every_row
-def test_cached_decoding_is_uncached_decoding(row):
+def test_decoding_token_by_token_is_decoding_at_once(row):
     model = make(row, torch.float32)
     (source, real), target = padded(sources([5, 9, 2])), torch.tensor(sources([8, 8, 8], 1))
     with torch.no_grad(), model.no_limit():
@@ -250,7 +226,7 @@ def test_cached_decoding_is_uncached_decoding(row):
             torch.testing.assert_close(h[:, 0], whole[:, t], atol=1e-5, rtol=1e-5)
 
 
-def log_probs(model: Translator, source: list[int], written: list[int]) -> torch.Tensor:
+def log_probs(model: Translator, source: list[int], written: list[int]):
     """Of the next token, from the whole model, nothing kept from before."""
     with torch.no_grad(), model.no_limit():
         logits, _ = model(torch.tensor([source]), torch.tensor([[BOS, *written]]))
@@ -278,74 +254,55 @@ def plain_beam_search(model: Translator, source: list[int], K: int, penalty: flo
 
 @pytest.mark.parametrize(
     "row, K, penalty",
-    [
-        ("dense", 1, 1.0),
-        ("dense", 2, 0.0),
-        ("dense", 5, 0.6),
-        ("threshold", 3, 1.0),
-        ("threshold", 5, 0.6),
-        ("X-MoE", 2, 0.0),
-    ],
+    [("dense", 1, 1.0), ("dense", 2, 0.0), ("dense", 5, 0.6), ("threshold", 3, 1.0), ("X-MoE", 2, 0.0)],
 )
 def test_beam_search_is_the_plain_one(row, K, penalty):
+    """Of sentences together, with keys and values kept."""
     model, rows = soon(make(row), 1.5 if row == "X-MoE" else 2.0), sources([3, 6, 1, 4, 0])
-    source, real = padded(rows)
     expected = [plain_beam_search(model, row, K, penalty) for row in rows]
-    for cache in (True, False):
-        found = model.translate(source, real, beam=K, length_penalty=penalty, cache=cache, **OPTIONS)
-        assert found == expected
+    assert translate(model, *padded(rows), TOKENIZER, beam=K, length_penalty=penalty) == expected
     assert len({len(ids) for ids in expected}) > 1  # they leave at different times
 
 
 def test_a_translation_has_at_most_1_2_n_and_10_tokens():
-    model = soon(make("dense"), -50.0)
-    rows = sources([0, 1, 5, 10, 23])
-    found = model.translate(*padded(rows), beam=2, **OPTIONS)
+    model, rows = soon(make("dense"), -50.0), sources([0, 1, 5, 10, 23])
+    found = translate(model, *padded(rows), TOKENIZER, beam=2)
     assert [len(ids) for ids in found] == [10, 11, 16, 22, 37]
-    assert not {token for ids in found for token in ids} & {*NEVER, EOS}
+    assert not set(sum(found, [])) & {*NEVER, EOS}
 
 
 @every_row
 def test_padding_and_the_batch_do_not_change_a_translation_without_a_limit(row):
     model, rows = soon(make(row)), sources([3, 11, 1, 4, 7, 7])
-    alone = [model.translate(torch.tensor([row]), beam=3, **OPTIONS)[0] for row in rows]
-    assert model.translate(*padded(rows), beam=3, **OPTIONS) == alone
-    assert model.translate(*padded(rows[::-1]), beam=3, **OPTIONS) == alone[::-1]
+    alone = [translate(model, torch.tensor([row]), None, TOKENIZER, beam=3)[0] for row in rows]
+    assert translate(model, *padded(rows), TOKENIZER, beam=3) == alone
+    assert translate(model, *padded(rows[::-1]), TOKENIZER, beam=3) == alone[::-1]
 
 
 @pytest.mark.parametrize("limit", [True, False])
 def test_the_limit_is_obeyed_when_it_is_asked_for(limit):
-    model = make("threshold", eval_capacity_factor=1.0, threshold=1.0)
-    kept = []
+    model, kept = make("threshold", eval_capacity=0.5, threshold=1.0), []
     for moe in model.moe_layers:
         moe.watchers.append(lambda moe, h, routing, kept_here: kept.append(kept_here))
-    model.translate(*padded(sources([9, 9, 8, 9])), beam=5, limit=limit, **OPTIONS)
+    translate(model, *padded(sources([9, 9, 8, 9])), TOKENIZER, limit=limit)
     assert len(kept) > 10
     for here in kept:
         capacity = max(4, math.ceil(len(here) / 4)) if limit else len(here)
         assert (here.sum(dim=0) == capacity).all()
-    assert model.moe_layers[0].eval_capacity_factor == 1.0  # as before
+    assert model.moe_layers[0].eval_gamma == 1.0  # as before
 
 
-def test_expert_choice_in_the_encoder_keeps_its_limit():
-    """There the limit is what chooses; without it every expert would serve every token."""
-    model, served = make("encoder alone", router="expert_choice", capacity_factor=1.0), []
+def test_experts_that_choose_their_tokens_keep_their_limit():
+    """It is what chooses; without it every expert would serve every token."""
+    model, served = make("encoder alone", router="expert_choice", capacity=0.5), []
     model.moe_layers[0].watchers.append(lambda moe, h, routing, kept: served.append(int(kept.sum())))
-    model.translate(torch.tensor(sources([15, 15])), beam=2, **OPTIONS)
+    translate(model, torch.tensor(sources([15, 15])), None, TOKENIZER, beam=2)
     assert served == [32]
-
-
-def test_half_precision_finds_what_it_finds_without_a_cache():
-    """Up to rounding: logits and scores are in fp32."""
-    model, (source, real) = soon(make("threshold", torch.float32)), padded(sources([3, 6, 1, 4, 9, 12]))
-    with torch.autocast("cpu", torch.bfloat16):
-        one, two = (model.translate(source, real, beam=3, cache=cache, **OPTIONS) for cache in (True, False))
-    assert sum(a == b for a, b in zip(one, two)) >= 4
 
 
 @pytest.mark.parametrize("training", [True, False])
 def test_translating_leaves_the_mode_as_it_was_and_drops_nothing_out(training):
     model = soon(make("threshold", dropout=0.5)).train(training)
-    one, two = (model.translate(*padded(sources([3, 4])), beam=2, **OPTIONS) for _ in range(2))
+    one, two = (translate(model, *padded(sources([3, 4])), TOKENIZER, beam=2) for _ in range(2))
     assert one == two
     assert all(module.training == training for module in model.modules())

@@ -1,0 +1,172 @@
+"""A folder that `python -m data.prepare` wrote: checked, and its tokens mapped into memory."""
+
+import json
+import os
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy import ndarray
+from torch import Tensor
+
+from data.corpora import CORPORA
+from data.files import SPLITS
+from data.prepare import checksum, ready, sha256
+from data.tokenizers import Tokenizer, load_tokenizer
+
+HASHED_UP_TO = 1 << 34  # bytes; hashing a larger file takes minutes, so only its size is compared
+AGAIN = "remove the folder and prepare it again: python -m data.prepare --help says how"
+
+
+def read_meta(folder: Path) -> dict:
+    """meta.json of a prepared folder. FileNotFoundError or ValueError names the file that is missing or has changed."""
+    path = folder / "meta.json"
+    if not path.is_file():
+        how = "data/README.md says how to prepare your own by python -m data.prepare"
+        if folder.name in CORPORA:
+            how = f"prepare it: python -m data.prepare {folder.name}"
+        raise FileNotFoundError(f"no prepared data in {folder}; {how}")
+    try:
+        meta = json.loads(path.read_text())
+        intact = meta["checksum"] == checksum(meta)
+    except (ValueError, KeyError, TypeError, RecursionError):
+        intact = False
+    if not intact:
+        raise ValueError(f"{path} has changed since it was written; {AGAIN}")
+    for name, expected in meta["files"].items():
+        file = folder / name
+        if not file.is_file():
+            raise FileNotFoundError(f"{file} is missing; {AGAIN}")
+        if file.stat().st_size <= HASHED_UP_TO and sha256(file) != expected:
+            raise ValueError(f"{file} has changed since it was written; {AGAIN}")
+    return meta
+
+
+def map_numbers(path: str, dtype: str, count: int) -> ndarray:
+    """The numbers in a file, which stay on the disk until they are used."""
+    size = os.path.getsize(path)
+    expected = count * np.dtype(dtype).itemsize
+    if size != expected:
+        raise ValueError(f"{path} has {size:,} bytes instead of {expected:,}; {AGAIN}")
+    return np.memmap(path, dtype, mode="r").view(ndarray)
+
+
+class Rows(NamedTuple):
+    """R rows of P texts each, as places in the tokens of a split. A window has one text, a pair has two."""
+
+    language: ndarray  # (R,) index into the data's `languages`
+    starts: ndarray  # (R, P) where each text begins
+    sizes: ndarray  # (R, P) how many tokens it has
+
+    @property
+    def lengths(self) -> ndarray:
+        """(R,) the tokens of each row: `<s>` and its texts."""
+        return 1 + self.sizes.sum(axis=1)
+
+    def take(self, which: ndarray | slice) -> "Rows":
+        return Rows(*(array[which] for array in self))
+
+
+@dataclass(eq=False)
+class Prepared:
+    """A folder that `python -m data.prepare` wrote.
+
+    Raises FileNotFoundError or ValueError, in one line, where it is missing, damaged or of another kind.
+    """
+
+    folder: Path
+    block_size: int  # T, the tokens of the longest row
+    micro_tokens: int  # the most tokens of a micro-batch, padding included
+    micros_per_step: int = 1
+    seed: int = 0
+
+    kind = None  # of the corpora that the class reads, see data.corpora; None: any
+
+    @classmethod
+    def open(cls, name: str, config, context, **options) -> "Prepared":
+        """The corpus `name`, or the prepared folder `name`, read as a script's config says.
+
+        A corpus that is inside installed packages is prepared first where that has not been done.
+        """
+        folder = ready(name, make=context.rank == 0)
+        context.barrier()
+        micros = config.batch_tokens // config.micro_tokens
+        sizes = config.block_size, config.micro_tokens, micros
+        return cls(folder, *sizes, config.seed, **options)
+
+    def __post_init__(self):
+        if self.block_size < 8:
+            raise ValueError(f"block_size {self.block_size} must be at least 8 tokens")
+        self.batch_size, rest = divmod(self.micro_tokens, self.block_size)  # B, where all rows are equally long
+        if self.batch_size == 0 or (rest and self.kind != "pairs"):
+            raise ValueError(f"micro_tokens {self.micro_tokens} must hold rows of block_size {self.block_size} tokens")
+        self.meta = read_meta(self.folder)
+        if self.kind not in (None, self.meta["kind"]):
+            found = f"{self.folder} holds {self.meta['name']!r}, a corpus of {self.meta['kind']}"
+            raise ValueError(f"{found}; {type(self).__name__} reads {self.kind}: data/README.md lists them")
+        self.checksum = self.meta["checksum"]
+        self.vocab_size = self.meta["tokenizer"]["vocab_size"]
+        self.languages = sorted(self.meta.get("languages", []))  # J languages, or pairs of them
+        self.tokens = {}  # split -> (N,)
+        self.index = {}  # split -> (2 * pairs + 1,): where each text of a pair begins, and the end
+        self.streams = {}  # split -> (J, 2): the number of each language's first token (or pair), and its count
+        for split in SPLITS:
+            self.map_split(split)
+
+    def map_split(self, split):
+        unit = "pairs" if self.meta["kind"] == "pairs" else "tokens"
+        total = self.meta["splits"][split]
+        file = self.folder / split
+        self.tokens[split] = map_numbers(f"{file}.bin", self.meta["dtype"], total["tokens"])
+        if unit == "pairs":
+            texts = 2 * total["pairs"]
+            self.index[split] = map_numbers(f"{file}.idx", "int64", texts + 1)
+        streams = []
+        for language in self.languages:
+            own = self.meta["languages"][language][split]
+            streams.append([own["first"], own[unit]])
+        self.streams[split] = np.array(streams, dtype=np.int64)
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        return load_tokenizer(self.folder)
+
+    def random(self, purpose: int, split, *key) -> np.random.Generator:
+        start = purpose, self.seed, SPLITS.index(split)
+        return np.random.default_rng((*start, *key))
+
+    def log_frequencies(self) -> Tensor:
+        """(V,) the log of each token's share of the training text, counted in at most 16 million of its tokens."""
+        tokens = self.tokens["train"]
+        every = 1 + len(tokens) // 2**24
+        counts = np.bincount(tokens[::every], minlength=self.vocab_size) + 1
+        shares = counts / counts.sum()
+        return torch.from_numpy(np.log(shares)).float()
+
+    def stream(self, split, language: str) -> tuple[int, int]:
+        """The number of the first token (or pair) of a language, and how many it has."""
+        return tuple(self.streams[split][self.languages.index(language)].tolist())
+
+    def all_pairs(self, split) -> ndarray:
+        """The numbers of all pairs of a split."""
+        return np.arange(self.meta["splits"][split]["pairs"])
+
+    def pairs(self, split, numbers: ndarray) -> Rows:
+        """The pairs of a split that have these numbers (R,). The size of each text includes its `</s>`."""
+        first = self.streams[split][:, 0]
+        language = first.searchsorted(numbers, side="right") - 1
+        texts = 2 * numbers[:, None] + np.array([0, 1])  # (R, 2)
+        starts = self.index[split][texts]
+        ends = self.index[split][texts + 1]
+        return Rows(language, starts, ends - starts)
+
+    def texts(self, split, language: str) -> tuple[list[str], list[str]]:
+        """The first and the second texts of a language pair in "valid" or "test", as they were written."""
+        first, count = self.stream(split, language)
+        with (self.folder / f"{split}.jsonl").open(encoding="utf-8") as file:
+            pairs = list(map(json.loads, islice(file, first, first + count)))
+        return [one for one, _ in pairs], [two for _, two in pairs]

@@ -1,0 +1,153 @@
+"""Tokenizers: nothing is lost, XLM-R's ids are fairseq's, and a file that is none is refused in one line."""
+
+import io
+import shutil
+from pathlib import Path
+
+import pytest
+import sentencepiece
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data.tokenizers import XLMR, SentencePiece, gpt2, load_tokenizer, train_sentencepiece
+
+FOLDER = Path(__file__).parent.parent / "data"
+CODE = [path.read_text() for path in sorted(FOLDER.glob("*.py"))]
+
+
+@pytest.fixture(scope="session")
+def model() -> SentencePiece:
+    return train_sentencepiece(CODE, vocab_size=600)
+
+
+@pytest.fixture(scope="session")
+def xlmr() -> XLMR:
+    return train_sentencepiece(CODE, vocab_size=500, kind=XLMR)
+
+
+@pytest.fixture(scope="session")
+def gpt2_tokenizer():
+    try:
+        return gpt2()
+    except OSError as error:
+        pytest.skip(str(error))
+
+
+# no lone surrogates: they have no UTF-8 form
+characters = st.characters(codec="utf-8", exclude_characters="▁") | st.sampled_from(" \n\t\r\0")
+special = st.sampled_from(["</s>", "<unk>", "<0x41>", "  a   b \n\n  c ", "<|endoftext|>"])
+texts = st.lists(st.text(characters) | special, max_size=4)
+
+
+@given(texts)
+@settings(max_examples=200, deadline=None)
+def test_sentencepiece_loses_nothing(model, texts):
+    encoded = model.encode_batch(texts)
+    assert [model.decode(ids) for ids in encoded] == texts
+    tokens = set().union(*encoded)
+    assert model.eot not in tokens and max(tokens, default=0) < 600
+
+
+@given(texts)
+@settings(max_examples=100, deadline=None)
+def test_gpt2_loses_nothing(gpt2_tokenizer, texts):
+    encoded = gpt2_tokenizer.encode_batch(texts)
+    assert [gpt2_tokenizer.decode(ids) for ids in encoded] == texts
+    assert all(gpt2_tokenizer.eot not in ids for ids in encoded)
+
+
+def test_gpt2_is_the_published_vocabulary(gpt2_tokenizer, tmp_path):
+    assert gpt2_tokenizer.encode_batch(["Hello world"]) == [[15496, 995]]
+    assert (gpt2_tokenizer.vocab_size, gpt2_tokenizer.eot) == (50257, 50256)
+    gpt2_tokenizer.save(tmp_path)
+    assert load_tokenizer(tmp_path).sha256 == gpt2_tokenizer.sha256
+    assert gpt2_tokenizer.sha256 == "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
+
+
+def test_gpt2_without_network_says_what_to_do(monkeypatch):
+    def offline(name):
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr("tiktoken.get_encoding", offline)
+    with pytest.raises(OSError, match="--tokenizer PATH"):
+        gpt2()
+
+
+def test_part_of_a_character_can_be_decoded(model):
+    [ids] = model.encode_batch(["🙂"])
+    assert len(ids) == 4 and "\ufffd" in model.decode(ids[:2])
+
+
+@pytest.mark.parametrize("kind, size", [(SentencePiece, 600), (XLMR, 500)])
+def test_the_same_texts_give_the_same_file(model, xlmr, kind, size, tmp_path):
+    first = model if kind is SentencePiece else xlmr
+    again = train_sentencepiece(CODE, size, kind)
+    assert again.sha256 == first.sha256 and again.vocab_size == size and type(again) is kind
+    assert len(again.encode_batch(["return"])[0]) < len("return")  # it has learned words
+    assert again.decode(again.encode_batch(["emoji 🙂 in bytes"])[0]) == "emoji 🙂 in bytes"
+    again.save(tmp_path)
+    loaded = load_tokenizer(tmp_path)
+    assert type(loaded) is kind and loaded.sha256 == first.sha256
+
+
+def test_a_text_that_is_too_short_is_one_line():
+    with pytest.raises(ValueError, match="no vocabulary of 8,192 pieces from this text: Vocabulary size too high"):
+        train_sentencepiece(["a b c"])
+
+
+def test_xlmr_ids_are_fairseqs(xlmr, tmp_path):
+    file = shutil.copy(xlmr.save(tmp_path), tmp_path / "any.model")
+    tokenizer = load_tokenizer(file, kind="xlmr")
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(file))
+    pieces = [processor.id_to_piece(i) for i in range(3, 498)]
+    fairseq = ["<s>", "<pad>", "</s>", "<unk>", *pieces, "<mask>"]
+    special = [tokenizer.bos, tokenizer.pad, tokenizer.eos, tokenizer.unk, tokenizer.mask]
+    assert special == list(tokenizer.special) == [0, 1, 2, 3, 499]
+    assert tokenizer.unwritten == (0, 1, 3, 499) and tokenizer.eot == 2
+    assert tokenizer.vocab_size == len(fairseq) == processor.vocab_size() + 2
+    [ids] = tokenizer.encode_batch(["def split_of(key: str)  →\n a  ｆｕｌｌ width"])
+    plain = "def split_of(key: str) → a full width"
+    assert [fairseq[token] for token in ids] == processor.encode_as_pieces(plain)
+    assert tokenizer.decode([0, *ids, 2, 1, 3, 499]) == plain
+    assert load_tokenizer(file).kind == "sentencepiece"
+
+
+def test_offsets_say_where_a_token_stands(xlmr):
+    text = "for number  in range(9)"
+    ids, offsets = xlmr.encode_offsets(text)
+    assert [ids] == xlmr.encode_batch([text])
+    for token, (begin, end) in zip(ids, offsets):
+        assert xlmr.decode([token]).strip() == text[begin:end].strip()
+
+
+def test_unknown_characters_without_byte_fallback():
+    file = io.BytesIO()
+    lines = iter(["a b c d", "ab cd dc ba"] * 20)
+    options = {"vocab_size": 9, "unk_id": 0, "bos_id": 1, "eos_id": 2, "hard_vocab_limit": False, "minloglevel": 2}
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=lines, model_writer=file, **options)
+    tokenizer = XLMR(file.getvalue())
+    [ids] = tokenizer.encode_batch(["a漢b"])
+    assert ids.count(tokenizer.unk) == 1 and tokenizer.decode(ids).replace(" ", "") == "ab"
+
+
+@pytest.mark.parametrize(
+    "name, content, reason",
+    [
+        ("tokenizer.model", b"no model", "not a SentencePiece model"),
+        ("xlmr.model", b"", "not a SentencePiece model"),
+        ("tokenizer.tiktoken", b"IQ== 0\nnot a tokenizer\n", "not a rank file"),
+        ("tokenizer.tiktoken", b"IQ== 0\nIg== 1\n", "holds 2 ranks"),
+    ],
+)
+def test_a_bad_file_is_one_line(tmp_path, name, content, reason):
+    with pytest.raises(FileNotFoundError, match="no tokenizer"):
+        load_tokenizer(tmp_path)
+    (tmp_path / name).write_bytes(content)
+    for path in (tmp_path, tmp_path / name):
+        with pytest.raises(ValueError, match=f"{name}: .*{reason}"):
+            load_tokenizer(path)
+
+
+def test_a_model_that_cannot_have_xlmrs_ids(model, tmp_path):
+    with pytest.raises(ValueError, match=r"tokenizer\.model: .* <unk> 0, <s> 1 and </s> 2"):
+        load_tokenizer(model.save(tmp_path), kind="xlmr")
