@@ -1,55 +1,60 @@
-"""Figures, and tables that are measurements of models: what needs no training.
+"""Figures, and tables that are measurements of finished models. Nothing is trained here.
 
-    python analyze.py activations        XMoE's figures 1 and 6: positive activations, by number and size of experts
-    python analyze.py gamma              figure 4 and table 2: perplexity with less work at test
-    python analyze.py compare            table 1: differences of trained models, with intervals
-    python analyze.py experts            figure 5: experts that a token needs, in the course of training
-    python analyze.py threshold          figure 7: perplexity by the threshold, in training and at test
-    python analyze.py speed              figure 8: time of a batch by FLOPs
-    python analyze.py umap               X-MoE's figures 2a and 2b: tokens as a router sees them
-    python analyze.py collapse           figures 2c and 3a: RC, RF, and the spectrum of hidden states
-    python analyze.py consistency        figure 3b: loads of the experts, by fine-tuning runs that differ by seed
-    python analyze.py curve              XLM-E's figure 1: scores by training FLOPs
-    python analyze.py flops              tables 3 and 4: parameters and FLOPs; GPU-hours of the papers' scale
-    python analyze.py retrieval          table 5 and figure 3: translations that encoders find, by layer
-    python analyze.py alignment          table 6 and figure 4: word alignment, by layer
-    python analyze.py gap                table 7: English ahead of other languages, after fine-tuning
-    python analyze.py tokens             your text: how many experts each token wants, and which serve it
-    python analyze.py report             one page of HTML with all that is found under out/ and results/
+    python analyze.py activations    XMoE's figures 1 and 6: positive activations, by number and by size of experts
+    python analyze.py gamma          XMoE's figure 4 and table 2: perplexity with less work at test
+    python analyze.py experts        XMoE's figure 5: experts that a token needs, in the course of training
+    python analyze.py threshold      XMoE's figure 7: perplexity by the threshold, in training and at test
+    python analyze.py speed          XMoE's figure 8: time of a batch by its FLOPs
+    python analyze.py compare        XMoE's table 1: differences between trained models, with intervals
+    python analyze.py umap           X-MoE's figures 2a and 2b: tokens as a router sees them
+    python analyze.py collapse       X-MoE's figures 2c and 3a: collapse (RC) and fluctuation (RF) in training
+    python analyze.py consistency    X-MoE's figure 3b: loads of the experts in fine-tuning runs that differ by seed
+    python analyze.py curve          XLM-E's figure 1: scores by training FLOPs
+    python analyze.py flops          XLM-E's tables 3 and 4: parameters and FLOPs of the paper's sizes
+    python analyze.py retrieval      XLM-E's table 5 and figure 3: translations that encoders find, by layer
+    python analyze.py alignment      XLM-E's table 6 and figure 4: word alignment, by layer
+    python analyze.py gap            XLM-E's table 7: English ahead of other languages, after fine-tuning
+    python analyze.py tokens         your text: how many experts each token wants, and which ones serve it
 
-By default they read the runs that the demos and tables left under out/. A figure NAME is kept as NAME.png and NAME.svg
-in --out, with the numbers that are drawn in NAME.json. `python analyze.py NAME --help` says what it shows, how to read
-it, and lists its options.
+They read the runs that the demos and the tables left under out/, or the folders of runs that you name. A figure is
+written to NAME.png and NAME.svg in --out, and the numbers in it to NAME.json. `python analyze.py NAME --help` says what
+a figure shows, how to read it, and which options it has.
 """
 
-import common
-import runs
-from figures import collapse, crosslingual, experts, flops, report, tokens
+import sys
 
-ANALYSES = {  # options, which say what is shown; what is done
-    "activations": (experts.Activations, experts.activations),
-    "gamma": (experts.Gamma, experts.gamma),
-    "compare": (experts.Compare, experts.compare),
-    "experts": (experts.Required, experts.experts),
-    "threshold": (experts.Threshold, experts.threshold),
-    "speed": (experts.Speed, experts.speed),
-    "umap": (collapse.Umap, collapse.umap),
-    "collapse": (collapse.Collapse, collapse.collapse),
-    "consistency": (collapse.Consistency, collapse.consistency),
-    "curve": (crosslingual.Curve, crosslingual.curve),
+from analysis import flops, tokens, x_moe, xlm_e, xmoe
+from engine.config import parse
+from engine.device import clear_errors
+
+ANALYSES = {  # name: the options, whose docstring says what is shown; the function that shows it
+    "activations": (xmoe.Activations, xmoe.activations),
+    "gamma": (xmoe.Gamma, xmoe.gamma),
+    "experts": (xmoe.Required, xmoe.experts),
+    "threshold": (xmoe.Threshold, xmoe.threshold),
+    "speed": (xmoe.Speed, xmoe.speed),
+    "compare": (xmoe.Compare, xmoe.compare),
+    "umap": (x_moe.Umap, x_moe.umap),
+    "collapse": (x_moe.Collapse, x_moe.collapse),
+    "consistency": (x_moe.Consistency, x_moe.consistency),
+    "curve": (xlm_e.Curve, xlm_e.curve),
     "flops": (flops.Flops, flops.flops),
-    "retrieval": (crosslingual.Retrieval, crosslingual.retrieval),
-    "alignment": (crosslingual.Alignment, crosslingual.alignment),
-    "gap": (crosslingual.Gap, crosslingual.gap),
+    "retrieval": (xlm_e.Retrieval, xlm_e.retrieval),
+    "alignment": (xlm_e.Alignment, xlm_e.alignment),
+    "gap": (xlm_e.Gap, xlm_e.gap),
     "tokens": (tokens.Tokens, tokens.tokens),
-    "report": (report.Report, report.write),
 }
 
 
 def main():
-    with common.clear_errors():
-        Options, analysis, options = runs.chosen(ANALYSES, __doc__, "say what to analyze")
-        analysis(runs.parse(Options(), options, Options.__doc__))
+    name, *argv = sys.argv[1:] or ["--help"]
+    if name in ("-h", "--help"):
+        return print(__doc__)
+    with clear_errors():
+        if name not in ANALYSES:
+            raise ValueError(f"{name!r} is no figure: python analyze.py {' | '.join(ANALYSES)}")
+        Options, analysis = ANALYSES[name]
+        analysis(parse(Options(), argv, Options.__doc__))
 
 
 if __name__ == "__main__":

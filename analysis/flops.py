@@ -1,9 +1,17 @@
-"""Parameters and FLOPs, counted from the weights of a model. Letters as in model.py.
+"""Parameters and FLOPs, counted from the weights of a model; XLM-E's tables 3 and 4. Letters as in model.py.
 
-Products alone count, two FLOPs a multiply-add; a training step costs three forward passes.
+Only matrix products count, with two FLOPs a multiply-add. A training step costs three forward passes. Whatever matrices
+an expert, a router or a dense layer has are counted, so a model that was changed is counted right.
 """
 
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import torch
 from torch import nn
+
+from engine.table import markdown_table
+from model import Encoder
 
 
 def numel(module: nn.Module) -> int:
@@ -16,24 +24,32 @@ def count_parameters(model: nn.Module) -> dict[str, float]:
     sparse = 0
     for moe in model.moe_layers:
         experts = numel(moe.experts) + numel(moe.norms)
-        active -= experts * (1 - served_rows(moe) / moe.router.E)
+        idle = 1 - served_rows(moe) / moe.router.E
+        active -= experts * idle
         sparse += numel(moe)
     return {"total": total, "active": active, "moe": sparse}
 
 
 def served_rows(moe: nn.Module) -> float:
-    """Rows per token that the capacity leaves room for: at most K, gamma and E."""
-    return min(moe.router.max_choices, moe.gamma, moe.router.E)
+    """Experts per token that the capacity leaves room for: at most as many as a token may choose, gamma, and E."""
+    router = moe.router
+    return min(router.max_choices, moe.gamma, router.E)
+
+
+def row_flops(moe: nn.Module) -> float:
+    """Forward FLOPs of one token in one expert."""
+    matrices = [p for p in moe.experts.parameters() if p.dim() == 3]  # (E, F, D) each
+    return 2 * sum(p.numel() for p in matrices) / moe.router.E
 
 
 def moe_flops(moe: nn.Module) -> float:
     """Forward FLOPs of one token in one sparse layer at full capacity: router and experts.
 
-    What is really spent on experts is `served` of the routing statistics over `served_rows` of it.
+    What is really spent on experts is `served` of the routing statistics times `row_flops`.
     """
-    router = sum(p.numel() for p in moe.router.parameters() if p.dim() == 2)
-    experts = sum(p.numel() for p in moe.experts.parameters() if p.dim() == 3)  # (E, F, D) each
-    return 2 * (router + served_rows(moe) * experts / moe.router.E)
+    matrices = [p for p in moe.router.parameters() if p.dim() == 2]
+    router = 2 * sum(p.numel() for p in matrices)
+    return router + served_rows(moe) * row_flops(moe)
 
 
 def matrix_flops(body: nn.Module) -> dict[str, float]:
@@ -54,12 +70,13 @@ def flops_per_token(body: nn.Module, config, head: float) -> dict[str, float]:
     counts the full T x T, as MFU figures do.
     """
     flops = matrix_flops(body)
-    flops["total"] += 4 * config.n_layer * config.block_size * config.n_embd + head
+    attention = 4 * config.block_size * config.n_embd
+    flops["total"] += config.n_layer * attention + head
     return flops
 
 
 def masked_head_flops(model: nn.Module) -> float:
-    """Forward FLOPs of a MaskedLM's output layer, of a masked token: its dense layer and the logits."""
+    """Forward FLOPs of the output layer of a MaskedLM, of one masked token: its dense layer and the logits."""
     D = model.config.n_embd
     return 2 * D * (D + model.vocab_size)
 
@@ -70,33 +87,114 @@ def translation_flops(model: nn.Module, N: float, T: float) -> dict[str, float]:
     D, M = config.n_embd, config.decoder_layers
     source = matrix_flops(nn.ModuleList([model.encoder, model.moes]))
     target = matrix_flops(model.decoder)
-    cross = 2 * M * D * 2 * D  # keys and values of a token of the source, in all blocks of the decoder
-    total = N * (source["total"] + cross) + T * (target["total"] - cross)
-    pairs = config.n_layer * N * N + M * T * (T + N)  # of tokens, one of which attends to the other
-    total += 4 * D * pairs
+    cross = 2 * M * D * 2 * D  # the decoder's keys and values of one source token, in all of its blocks
+    total = N * (source["total"] + cross)
+    total += T * (target["total"] - cross)
+    looks = config.n_layer * N * N + M * T * (T + N)  # pairs of tokens, one of which attends to the other
+    total += 4 * D * looks
     total += 2 * D * model.vocab_size * T  # logits
-    return {"total": total, "moe": N * source["moe"] + T * target["moe"]}
+    moe = N * source["moe"] + T * target["moe"]
+    return {"total": total, "moe": moe}
 
 
-def electra_flops(config, discriminator: bool, vocabulary: int, lookup: bool) -> float:
+# ---------------------------------------------------------------------------------------------------------------------
+# XLM-E's tables 3 and 4
+
+TOKENS = 125_000 * 2048 * 512  # of the base model's training
+# The discriminators of table 3. Of the larger two the text says a vocabulary of 500K; 2^19 gives the table's numbers.
+SIZES = {
+    "base": dict(V=250_002, n_layer=12, n_head=12, n_embd=768),
+    "large": dict(V=1 << 19, n_layer=24, n_head=16, n_embd=1024),
+    "xl": dict(V=1 << 19, n_layer=48, n_head=24, n_embd=1536),
+}
+PAPER_PARAMETERS = {"base": "279M", "large": "840M", "xl": "2.2B"}
+
+
+@dataclass
+class Flops:
+    """XLM-E's tables 3 and 4: parameters and training FLOPs of the paper's sizes. There are no options."""
+
+
+def flops(options: Flops):
+    print("XLM-E table 3: parameters of the discriminator with its head\n")
+    print(table3())
+    print("\nXLM-E table 4: training FLOPs of 125,000 steps of batches of 2,048 x 512 tokens\n")
+    print(table4())
+    print("""
+No way of counting gives exactly the paper's numbers. Its 6.3e19 for XLM-E without TRTD is close to what ELECTRA's
+script counts, with ELECTRA's vocabulary, for the discriminator alone, and its 9.5e19 for XLM-E to what that script
+counts for both networks on one batch a step. By the text both rows train both networks, on two batches a step with
+TRTD and on one without.""")
+
+
+def encoder(V: int, relative_bias: bool = True, **sizes) -> Encoder:
+    """A dense encoder of the paper, whose weights have shapes but no values."""
+    config = SimpleNamespace(router="dense", block_size=512, dropout=0.1, init_std=0.02)
+    config.relative_bias, config.ffn_size = relative_bias, 4 * sizes["n_embd"]
+    vars(config).update(sizes)
+    with torch.device("meta"):
+        return Encoder(config, V)
+
+
+def table3() -> str:
+    """Parameters, ours beside the paper's."""
+    rows = []
+    for name, sizes in SIZES.items():
+        D = sizes["n_embd"]
+        head = D * D + D + 2 * D + D + 1  # a dense layer, a norm, and a number for each token
+        ours = head + numel(encoder(**sizes))
+        plain = head + numel(encoder(**sizes, relative_bias=False))
+        counts = [f"{count:,}" for count in (ours, plain)]
+        rows.append([name, f"{sizes['V']:,}", PAPER_PARAMETERS[name], *counts])
+    return markdown_table(["preset", "vocabulary", "paper", "ours", "ours without the gated bias"], rows)
+
+
+def table4() -> str:
+    """Training FLOPs of the base model, counted in three ways, beside the paper's."""
+    large, small = encoder(**SIZES["base"]), encoder(**SIZES["base"] | {"n_layer": 4})
+    D, V, config = large.config.n_embd, large.vocab_size, large.config
+    detection = 2 * D * D + 2 * D
+    prediction = 0.15 * masked_head_flops(small)  # of the masked tokens alone
+    forward = flops_per_token(large, config, detection), flops_per_token(small, small.config, prediction)
+    ways = {  # training FLOPs of one token in the discriminator and in the generator
+        "ELECTRA's script": electra_flops_of_both(large, small, 30_522, lookup=True),
+        "ELECTRA's, our vocabulary": electra_flops_of_both(large, small, V, lookup=False),
+        "products, backward twice": [3 * count["total"] for count in forward],
+    }
+    rows = [
+        ["discriminator, one batch", "6.3e19"],
+        ["both networks, one batch", "9.5e19"],
+        ["both networks, both batches", ""],
+    ]
+    for one, other in ways.values():
+        costs = one, one + other, 2 * (one + other)
+        for row, cost in zip(rows, costs):
+            row.append(f"{TOKENS * cost:.2e}")
+    return markdown_table(["base", "paper", *ways], rows)
+
+
+def electra_flops_of_both(large: Encoder, small: Encoder, V: int, lookup: bool) -> list[float]:
+    return [electra_flops(large.config, True, V, lookup), electra_flops(small.config, False, V, lookup)]
+
+
+def electra_flops(config, discriminator: bool, V: int, lookup: bool) -> float:
     """Training FLOPs of one token of XLM-E's generator or discriminator, as the script that came with ELECTRA counts.
 
-    Every operation counts, the backward pass as much as the forward one, and a masked token is one of 6.4; with
-    `lookup` an embedding is taken for a product with the whole table. Of dense networks, as the paper's are.
+    Every operation counts, the backward pass costs as much as the forward pass, and one token of 6.4 is masked. With
+    `lookup` an embedding costs a product with the whole table of V rows. The networks are dense, as the paper's are.
     """
-    D, T, V = config.n_embd, config.block_size, vocabulary
-    inner, H = config.ffn_size, config.n_head
-    # Operations a number: norm 5, softmax 5, dropout 4, GELU 8.
-    scores = 4 * D * T + (5 + 4 + 1) * T * H
-    attention = 8 * D * D + scores + (5 + 4) * D + 5  # one norm of 5, not of 5 D: sic
-    ffn = 4 * D * inner + (8 + 1) * inner + (2 + 4 + 5) * D
-    inputs = 2 * D * (T + 2) + (2 + 5 + 4) * D
+    D, T, H, inner = config.n_embd, config.block_size, config.n_head, config.ffn_size
+    # Operations a number: norm 5, softmax 5, dropout 4, GELU 8, bias 1 or 2.
+    scores = 4 * D * T + 10 * T * H
+    attention = 8 * D * D + scores + 9 * D + 5  # the script counts 5 for one norm where 5 D would be right
+    ffn = 4 * D * inner + 9 * inner + 11 * D
+    inputs = 2 * D * (T + 2) + 11 * D
     if lookup:
         inputs += 2 * D * V
     if discriminator:
-        head = 2 * D * D + (3 + 8) * D
+        head = 2 * D * D + 11 * D
     else:
-        hidden = 2 * D * D + (1 + 8 + 5) * D
-        logits = 2 * D * V + (5 + 2) * V
+        hidden = 2 * D * D + 14 * D
+        logits = 2 * D * V + 7 * V
         head = (hidden + logits) / 6.4
     return 2 * (config.n_layer * (attention + ffn) + inputs + head)

@@ -19,18 +19,20 @@ def perplexity(loss: float) -> float:
 
 def bits_per_byte(loss: float, counts: dict) -> float:
     """Of a mean cross entropy in nats a token; counts: the `tokens` and `bytes` of the text. It compares tokenizers."""
-    return loss * counts["tokens"] / counts["bytes"] / math.log(2)
+    nats = loss * counts["tokens"] / counts["bytes"]
+    return nats / math.log(2)
 
 
-def bootstrap(totals: Tensor, sizes: Tensor, draws: int = 1000) -> tuple[float, float]:
+def bootstrap(totals: Tensor, sizes: Tensor, draws: int = 1000) -> list[float]:
     """The 95% interval of sum(totals) / sum(sizes), (R,) each, over samples of R rows drawn with replacement."""
-    rng = torch.Generator().manual_seed(0)
+    rng, R = torch.Generator().manual_seed(0), len(sizes)
     ratios = []
     for _ in range(draws):
-        drawn = torch.randint(len(sizes), (len(sizes),), generator=rng)
-        ratios.append(totals[drawn].sum() / sizes[drawn].sum())
-    low, high = torch.stack(ratios).double().quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
-    return low, high
+        drawn = torch.randint(R, (R,), generator=rng)
+        total, size = totals[drawn].sum(), sizes[drawn].sum()
+        ratios.append(total / size)
+    ends = torch.tensor([0.025, 0.975], dtype=torch.float64)
+    return torch.stack(ratios).double().quantile(ends).tolist()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -39,8 +41,14 @@ def bootstrap(totals: Tensor, sizes: Tensor, draws: int = 1000) -> tuple[float, 
 
 def mean_over_layers(name: str, layers: list[dict]) -> float | None:
     """Of the layers that have one; None where none has."""
-    values = [layer[name] for layer in layers if layer[name] is not None]
+    values = [layer[name] for layer in layers]
+    values = [value for value in values if value is not None]
     return fmean(values) if values else None
+
+
+def as_it_is(sums: Tensor) -> Tensor:
+    """In place of a sum over processes where there is one process."""
+    return sums
 
 
 class RoutingStats:
@@ -54,21 +62,24 @@ class RoutingStats:
         self.load = torch.zeros(moe.router.E, dtype=torch.float64)  # choices of each expert
         moe.watchers.append(self)
 
-    def __call__(self, moe: nn.Module, h: Tensor, routing, kept: Tensor):
+    def __call__(self, moe, h: Tensor, routing, kept: Tensor):
         """h (S, D); kept (S, E) bool."""
-        sums, probs = self.sums, routing.probs.detach()
+        load = routing.wanted.sum(dim=0).cpu()
+        sums = self.sums
         sums["tokens"] += len(kept)
-        sums["wanted"] += int(routing.wanted.sum())
+        sums["wanted"] += int(load.sum())
         sums["served"] += int(kept.sum())
-        sums["unserved"] += len(kept) - int(kept.any(dim=1).sum())
-        sums["entropy"] += float(torch.special.entr(probs).sum())
-        self.load += routing.wanted.sum(dim=0).cpu()
+        passed_by = ~kept.any(dim=1)
+        sums["unserved"] += int(passed_by.sum())
+        entropy = torch.special.entr(routing.probs.detach())
+        sums["entropy"] += float(entropy.sum())
+        self.load += load
         if not moe.norms:
             a = moe.activations(h, kept)
             sums["positive"] += int((a > 0).sum())
             sums["units"] += a.numel()
 
-    def finish(self, reduce=lambda sums: sums) -> dict[str, float | None]:
+    def finish(self, reduce=as_it_is) -> dict:
         """Stops watching -> what was seen; `reduce` sums a tensor over processes.
 
         wanted, served: experts per token, before and after the capacity. cut: share of the choices that were over
@@ -78,17 +89,17 @@ class RoutingStats:
         """
         self.moe.watchers.remove(self)
         sums = torch.tensor(list(self.sums.values()), dtype=torch.float64)
-        sums = dict(zip(self.sums, reduce(sums).tolist()))
+        tokens, wanted, served, unserved, entropy, positive, units = reduce(sums).tolist()
         load = reduce(self.load)
-        tokens, choices = max(sums["tokens"], 1), max(sums["wanted"], 1)
+        tokens, choices = max(tokens, 1), max(wanted, 1)
         return {
-            "wanted": sums["wanted"] / tokens,
-            "served": sums["served"] / tokens,
-            "cut": (sums["wanted"] - sums["served"]) / choices,
-            "unserved": sums["unserved"] / tokens,
+            "wanted": wanted / tokens,
+            "served": served / tokens,
+            "cut": (wanted - served) / choices,
+            "unserved": unserved / tokens,
             "imbalance": float(load.max()) * len(load) / choices,
-            "entropy": sums["entropy"] / tokens,
-            "positive": sums["positive"] / sums["units"] if sums["units"] else None,
+            "entropy": entropy / tokens,
+            "positive": positive / units if units else None,
         }
 
 
@@ -103,7 +114,7 @@ def describe_routing(layer: dict[str, float]) -> str:
 
 
 @torch.no_grad()
-def easy_and_hard(model: nn.Module, batches, context, occurs: int = 20, most: int = 8) -> tuple[list[int], list[int]]:
+def easy_and_hard(model, batches, context, occurs: int = 20, most: int = 8) -> tuple[list, list]:
     """The tokens that want the fewest experts of the last MoE layer, and the most, of those that occur so often.
 
     XMoE's point: a threshold router spends on a token what it needs. batches: ids (B, T), of which none is padding.
@@ -112,8 +123,9 @@ def easy_and_hard(model: nn.Module, batches, context, occurs: int = 20, most: in
     count, wanted = torch.zeros(V), torch.zeros(V)
 
     def watch(moe, h, routing, kept):
+        experts = routing.wanted.sum(dim=1).to(wanted)
         count.add_(torch.bincount(ids, minlength=V))
-        wanted.index_add_(0, ids, routing.wanted.sum(dim=1).float().cpu())
+        wanted.index_add_(0, ids, experts)
 
     model.eval()
     moe.watchers.append(watch)
@@ -123,7 +135,8 @@ def easy_and_hard(model: nn.Module, batches, context, occurs: int = 20, most: in
             model(*context.send_all(batch))
     moe.watchers.remove(watch)
     often = (count >= occurs).nonzero().squeeze(1)
-    order = often[(wanted / count)[often].argsort(stable=True)].tolist()
+    mean = wanted[often] / count[often]
+    order = often[mean.argsort(stable=True)].tolist()
     return order[:most], order[::-1][:most]
 
 
@@ -145,7 +158,7 @@ class Collapse:
         self.chosen = torch.zeros(tokens, dtype=torch.int32)  # first choices
         moe.watchers.append(self)
 
-    def __call__(self, moe: nn.Module, h: Tensor, routing, kept: Tensor):
+    def __call__(self, moe, h: Tensor, routing, kept: Tensor):
         if self.place is None:
             return
         h = h.to(self.device).double()  # (S, D)
@@ -156,12 +169,12 @@ class Collapse:
         end = self.place + len(chosen)
         self.chosen[self.place : end] = chosen.int().cpu()
 
-    def finish(self, before: Tensor | None, reduce=lambda sums: sums) -> dict[str, float | None]:
+    def finish(self, before: Tensor | None, reduce=as_it_is) -> dict:
         """Stops watching -> rc, and rf against the experts chosen `before`, (tokens,); None where there was nothing."""
         self.moe.watchers.remove(self)
         self.chosen = reduce(self.chosen)
-        count, total, outer = map(reduce, (self.count, self.total, self.outer))
-        rc = representation_collapse(count, total, outer)
+        sums = map(reduce, (self.count, self.total, self.outer))
+        rc = representation_collapse(*sums)
         rf = None if before is None else routing_fluctuation(before, self.chosen)
         return {"rc": rc, "rf": rf}
 
@@ -170,15 +183,16 @@ class Load:
     """Counts how many training tokens have each expert of a sparse layer as their first choice (X-MoE figure 3b)."""
 
     def __init__(self, moe: nn.Module):
-        self.total = torch.zeros(moe.router.E, dtype=torch.int64, device=moe.experts[0].w_in.device)
+        device = moe.experts[0].w_in.device
+        self.total = torch.zeros(moe.router.E, dtype=torch.int64, device=device)
         moe.watchers.append(self)
 
-    def __call__(self, moe: nn.Module, h: Tensor, routing, kept: Tensor):
+    def __call__(self, moe, h: Tensor, routing, kept: Tensor):
         if moe.training:
             first = routing.priority.argmax(dim=1)  # (S,)
             self.total.scatter_add_(0, first, torch.ones_like(first))  # bincount would wait for the device
 
-    def take(self, reduce=lambda sums: sums) -> list[int]:
+    def take(self, reduce=as_it_is) -> list[int]:
         """(E,) what was counted since the last time."""
         counted, self.total = self.total, torch.zeros_like(self.total)
         return reduce(counted).tolist()
@@ -190,42 +204,30 @@ def routing_fluctuation(before: Tensor, now: Tensor) -> float:
 
 
 def representation_collapse(count: Tensor, total: Tensor, outer: Tensor) -> float:
-    """RC = Tr(Sigma_W pinv(Sigma_B)), the smaller, the more collapsed (X-MoE eq. 11); 0 where one expert has all,
-    nan where h is not finite.
+    """RC = Tr(Sigma_W pinv(Sigma_B)), the smaller, the more collapsed (X-MoE eq. 11).
 
     Of n tokens h (D,), each in the class of its chosen expert, from sums in float64: count (E,) tokens, total (E, D)
     the sum of h, and outer (D, D) the sum of h h^T over all. Sigma_W is the mean covariance around class means mu_k,
     Sigma_B = sum_k n_k / n (mu_k - mu)(mu_k - mu)^T over non-empty classes, whose rank is one less than their number.
+    0 where one expert has all tokens, nan where h is not finite.
     """
     count, total = count[count > 0], total[count > 0]
     n, rank = count.sum(), len(count) - 1
     share = count / n  # (K,)
     mean = total / count.unsqueeze(1)  # (K, D)
     within = outer / n - (share * mean.t()) @ mean  # (D, D)
-    between = share.sqrt().unsqueeze(1) * (mean - share @ mean)  # (K, D); its square is Sigma_B
-    if not (within.sum() + between.sum()).isfinite():
+    centred = mean - share @ mean
+    between = share.sqrt().unsqueeze(1) * centred  # (K, D); its square is Sigma_B
+    total = within.sum() + between.sum()
+    if not total.isfinite():
         return math.nan
     # between = U diag(size) direction, so pinv(Sigma_B) = direction^T diag(size^-2) direction, and the trace is a sum.
     _, size, direction = torch.linalg.svd(between, full_matrices=False)
     size, direction = size[:rank], direction[:rank]
     along = ((direction @ within) * direction).sum(dim=1)  # within-class variance along each direction
     sound = size > 1e-12 * size[:1]  # the largest
-    return float((along / size.square())[sound].sum())
-
-
-def spectrum(count: Tensor, total: Tensor, outer: Tensor) -> Tensor:
-    """(D,) singular values of n tokens h (D,) around their mean, over sqrt(n), the largest first; sums as above."""
-    n = count.sum()
-    mean = total.sum(dim=0) / n
-    covariance = outer / n - mean.outer(mean)
-    return torch.linalg.eigvalsh(covariance).clamp_min(0).sqrt().flip(0)
-
-
-def agreement(distance: Tensor, group: Tensor, k: int = 10) -> float:
-    """Share of the k points nearest to each of n points that are of its group; distance (n, n), group (n,)."""
-    itself = torch.eye(len(group), dtype=torch.bool, device=distance.device)
-    near = distance.masked_fill(itself, math.inf).topk(k, largest=False).indices  # (n, k)
-    return float((group[near] == group.unsqueeze(1)).double().mean())
+    terms = along / size.square()
+    return float(terms[sound].sum())
 
 
 def inter_run_consistency(loads: Tensor) -> float:
@@ -242,11 +244,9 @@ def inter_run_consistency(loads: Tensor) -> float:
 
 
 @torch.no_grad()
-def hidden_states(
-    encoder: nn.Module, rows: list[list[int]], micro_tokens: int, context
-) -> Iterator[tuple[list[int], Tensor, list[Tensor]]]:
-    """Of every forward pass, longest rows first: the numbers of its B rows, where they are real (B, T), and the
-    hidden states by layer (0: embeddings), L + 1 times (B, T, D) in fp32 or float64.
+def hidden_states(encoder: nn.Module, rows: list[list], micro_tokens: int, context) -> Iterator[tuple]:
+    """Of every forward pass, longest rows first: the numbers of its B rows, where they are real (B, T) bool, and a list
+    of the hidden states by layer (0: embeddings), L + 1 times (B, T, D) in fp32 or float64.
 
     rows: ids with their special tokens; a forward pass has at most micro_tokens or one row.
     """
@@ -257,13 +257,15 @@ def hidden_states(
         chunk, order = order[:size], order[size:]
         texts = [torch.tensor(rows[i]) for i in chunk]
         ids = nn.utils.rnn.pad_sequence(texts, batch_first=True)  # (B, T)
-        keep = torch.arange(ids.shape[1]) < lengths[chunk].unsqueeze(1)
+        place = torch.arange(ids.shape[1])
+        keep = place < lengths[chunk].unsqueeze(1)
         real = keep.flatten().nonzero().squeeze(1)
         ids, real, keep = context.send_all(ids, real, keep)
         states = []
         with context.autocast():
             encoder(ids, real, states)
-        yield chunk, keep, [state.to(torch.promote_types(state.dtype, torch.float32)) for state in states]
+        wide = torch.promote_types(states[0].dtype, torch.float32)
+        yield chunk, keep, [state.to(wide) for state in states]
 
 
 def middle_layer(L: int) -> int:
@@ -271,15 +273,17 @@ def middle_layer(L: int) -> int:
     return round(0.75 * L)
 
 
-def sentence_vectors(encoder: nn.Module, tokenizer, texts: Sequence[str], micro_tokens: int, context) -> Tensor:
+def sentence_vectors(encoder, tokenizer, texts: Sequence[str], micro_tokens: int, context) -> Tensor:
     """(L + 1, n, D): means over the tokens of each text, of length 1, by layer (0: embeddings), as in XLM-E 4.6.
 
     A text stands between <s> and </s>, which count, and is cut where the encoder has no more positions.
     """
     config = encoder.config
+    room = config.block_size - 2
     ids = tokenizer.encode_batch(list(texts))
-    rows = [[tokenizer.bos, *own[: config.block_size - 2], tokenizer.eos] for own in ids]
-    vectors = torch.empty(config.n_layer + 1, len(rows), config.n_embd, device=context.device)
+    rows = [[tokenizer.bos, *own[:room], tokenizer.eos] for own in ids]
+    shape = config.n_layer + 1, len(rows), config.n_embd
+    vectors = torch.empty(shape, device=context.device)
     for chunk, keep, states in hidden_states(encoder, rows, micro_tokens, context):
         for layer, state in zip(vectors, states):
             total = (state * keep.unsqueeze(2)).sum(dim=1)
@@ -294,9 +298,9 @@ def both_directions(one: Tensor, two: Tensor) -> Tensor:
     """
     near = one @ two.mT  # (L + 1, n, n)
     here = torch.arange(one.shape[1], device=one.device)  # (n,)
-    forth = (near.argmax(dim=2) == here).float()
-    back = (near.argmax(dim=1) == here).float()
-    return torch.stack([forth.mean(dim=1), back.mean(dim=1)])
+    forth = near.argmax(dim=2) == here  # (L + 1, n)
+    back = near.argmax(dim=1) == here
+    return torch.stack([forth, back]).float().mean(dim=2)
 
 
 def retrieval(one: Tensor, two: Tensor) -> Tensor:
@@ -312,9 +316,12 @@ def whitened(one: Tensor, two: Tensor, ridge: float = 0.1) -> list[Tensor]:
     """
     sides = [x - x.mean(dim=1, keepdim=True) for x in (one, two)]
     both = torch.cat(sides, dim=1)  # (L + 1, 2 n, D)
-    variances, directions = torch.linalg.eigh(both.mT @ both / both.shape[1])  # (L + 1, D), (L + 1, D, D)
-    spread = (variances + ridge * variances.mean(dim=1, keepdim=True)).sqrt()
-    return [F.normalize(x @ (directions / spread.unsqueeze(1)), dim=2) for x in sides]
+    covariance = both.mT @ both / both.shape[1]
+    variances, directions = torch.linalg.eigh(covariance)  # (L + 1, D), (L + 1, D, D)
+    mean = variances.mean(dim=1, keepdim=True)
+    spread = (variances + ridge * mean).sqrt()
+    turned = directions / spread.unsqueeze(1)
+    return [F.normalize(x @ turned, dim=2) for x in sides]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -344,24 +351,27 @@ def itermax(plan: Tensor, rounds: int = 2, ratio: float = 0.9) -> Tensor:
     if min(plan.shape[-2:]) <= 2:
         return aligned
     for _ in range(rounds - 1):
-        row, column = aligned.any(dim=-1, keepdim=True), aligned.any(dim=-2, keepdim=True)
+        row = aligned.any(dim=-1, keepdim=True)  # (..., m, 1) whether a piece has a partner
+        column = aligned.any(dim=-2, keepdim=True)
         free = ~(row & column)  # (..., m, n)
         over = row.all(dim=-2, keepdim=True) | column.all(dim=-1, keepdim=True)
-        left = torch.where(row | column, ratio * plan, plan) * free
-        aligned = aligned | each_others_best(left) & free & ~over
+        left = free * torch.where(row | column, ratio * plan, plan)
+        more = each_others_best(left) & free & ~over
+        aligned = aligned | more
     return aligned
 
 
 def each_others_best(plan: Tensor) -> Tensor:
     """(..., m, n) -> bool: the largest of their row and of their column, of equal ones the first."""
     none = torch.zeros_like(plan, dtype=torch.bool)
-    of_row = none.scatter(-1, plan.argmax(dim=-1, keepdim=True), True)
-    of_column = none.scatter(-2, plan.argmax(dim=-2, keepdim=True), True)
-    return of_row & of_column
+    best = plan.argmax(dim=-1, keepdim=True)
+    of_row = none.scatter(-1, best, True)
+    best = plan.argmax(dim=-2, keepdim=True)
+    return of_row & none.scatter(-2, best, True)
 
 
-def word_links(aligned: Tensor, one: list[int], two: list[int]) -> list[set[tuple[int, int]]]:
-    """Of each layer the pairs of words any of whose pieces are aligned.
+def word_links(aligned: Tensor, one: list[int], two: list[int]) -> list[set]:
+    """Of each layer the pairs (word, word) any of whose pieces are aligned.
 
     aligned (L + 1, m, n) bool; one (m,), two (n,): the word that each piece is of.
     """
@@ -377,7 +387,7 @@ def alignment_error(found: list[set], sure: list[set], possible: list[set]) -> f
     Of each sentence the links (word, word) that were found, the sure ones and the possible ones, which hold the sure.
     """
     right = total = 0
-    for A, S, P in zip(found, sure, possible, strict=True):
-        right += len(A & S) + len(A & P)
-        total += len(A) + len(S)
+    for own, S, P in zip(found, sure, possible, strict=True):
+        right += len(own & S) + len(own & P)
+        total += len(own) + len(S)
     return 1 - right / total

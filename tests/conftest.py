@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers import TINY_LM
 
+import model
 from data.prepare import prepare
 from data.tokenizers import train_sentencepiece
 from engine.run import SIGNALS
@@ -17,6 +18,12 @@ from engine.run import SIGNALS
 def one_thread():
     """Tensors as small as these only wait for a second one."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def choices_are_checked():
+    """In every test of the suite a router that chooses more than its `most` is an error."""
+    model.CHECK_CHOICES = True
 
 
 @pytest.fixture(autouse=True)
@@ -48,3 +55,26 @@ def corpora(tmp_path_factory) -> dict[str, Path]:
 @pytest.fixture
 def options(corpora, tmp_path) -> dict:
     return TINY_LM | {"data": corpora["a"], "out_dir": tmp_path}
+
+
+@pytest.fixture
+def draw(monkeypatch, tmp_path):
+    """Runs a command of analyze.py -> the axes that it drew, and what it kept."""
+    from test_analyze import kept, run
+
+    Figure = pytest.importorskip("matplotlib.figure").Figure
+    figures, savefig = [], Figure.savefig
+
+    def record(figure, *args, **more):
+        figures.append(figure)
+        savefig(figure, *args, **more)
+
+    monkeypatch.setattr(Figure, "savefig", record)
+
+    def command(name, *line):
+        run(monkeypatch, name, *line, "--out", tmp_path / "drawn")
+        assert (tmp_path / "drawn" / f"{name}.png").stat().st_size > 5_000
+        assert "<svg" in (tmp_path / "drawn" / f"{name}.svg").read_text()
+        return figures[-1].axes, kept(tmp_path, name)
+
+    return command

@@ -1,17 +1,19 @@
-"""`analyze.py`: figures from the logs of runs, tables that need no run, and what a user can get wrong."""
+"""`analyze.py`: its commands, which runs are meant, how figures and tables are made of records."""
 
+import importlib
 import json
-import shutil
 import sys
 
 import pytest
-import torch
-from helpers import ROOT, table_rows
+from helpers import ROOT
 
 import analyze
-import measures
 import train_electra
-from figures import flops, shared
+import train_lm
+import train_mlm
+from analysis import shared
+from analysis.shared import Panel
+from engine.config import identity
 
 
 def run(monkeypatch, *line):
@@ -24,12 +26,100 @@ def refused(monkeypatch, capsys, *line) -> str:
     with pytest.raises(SystemExit) as stop:
         run(monkeypatch, *line)
     error = capsys.readouterr().err
-    assert stop.value.code == 1 and error.startswith("error: ") and error.count("\n") == 1
+    assert stop.value.code == 1 and error.startswith("error: ") and error.count("\n") == 1, error
     return error
 
 
+def lines(axes) -> list[tuple]:
+    """(label, x, y) of every line that is drawn."""
+    found = []
+    for line in axes.lines:
+        found.append((line.get_label(), list(line.get_xdata()), list(line.get_ydata())))
+    return found
+
+
+def kept(folder, name: str) -> dict:
+    return json.loads((folder / "drawn" / f"{name}.json").read_text())
+
+
 # ---------------------------------------------------------------------------------------------------------------------
-# XLM-E figure 1
+# Records
+
+
+RECORDS = [
+    {"run": "a", "kind": "one", "x": 1, "y": 2.0, "z": None},
+    {"run": "b", "kind": "one", "x": 1, "y": 4.0, "z": 0.5},
+    {"run": "a", "kind": "one", "x": 2, "y": None, "z": 1.5},
+    {"run": "c", "kind": "two", "x": 1, "y": 123.456, "z": None},
+]
+
+
+def test_a_table_has_means_over_records_that_are_alike():
+    assert shared.table_of(RECORDS, ("kind", "x")) == [
+        ["kind", "x", "y", "z"],
+        ["one", 1, "3 ± 1.4142", "0.5"],
+        ["one", 2, "", "1.5"],
+        ["two", 1, "123.46", ""],
+    ]
+
+
+def test_lines_are_drawn_through_the_records_of_a_run():
+    pytest.importorskip("matplotlib")
+    other = [{"kind": "two", "x": 3, "y": 1.0}, {"kind": "three", "x": 3, "y": 1.0}]
+    panels = Panel("", RECORDS, "kind", "x", "y", {"chance": 3.0}), Panel("", other, "kind", "x", "y", joined=False)
+    first, second = shared.draw(panels).axes
+    one, again, two, chance = lines(first)
+    assert [one, again, two] == [("one", [1], [2.0]), ("one", [1], [4.0]), ("two", [1], [123.456])]
+    assert chance[::2] == ("chance", [3.0, 3.0])
+    assert [text.get_text() for text in first.get_legend().get_texts()] == ["one", "two", "chance"]
+    looks = {line.get_label(): (line.get_color(), line.get_marker()) for line in (*first.lines[:3], *second.lines)}
+    assert looks["two"] == (second.lines[0].get_color(), second.lines[0].get_marker())
+    assert len(set(looks.values())) == 3 and second.lines[0].get_linestyle() == "None"
+
+
+def test_no_two_of_many_lines_look_alike():
+    panel = Panel("", [{"name": str(number)} for number in range(49)], "name", "", "")
+    assert len({tuple(look.values()) for look in shared.styles([panel]).values()}) == 49
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Which runs are meant
+
+
+def test_runs_are_told_apart_by_their_constants():
+    for name in (*shared.SCRIPTS, "train_mt"):
+        constants = identity(importlib.import_module(name).Config()).keys()
+        assert [script for script, own in shared.SCRIPTS.items() if own <= constants] == [name][: name != "train_mt"]
+
+
+def test_names_tell_what_runs_are():
+    base, switch = identity(train_lm.Config()), identity(train_lm.Config(router="switch"))
+    found = {"out/a": base, "out/a-seed=1": base | {"seed": 1}, "out/b": switch}
+    names = {"out/a": "threshold 32 x 128", "out/a-seed=1": "threshold 32 x 128", "out/b": "switch 8 x 512"}
+    assert shared.named(found) == names
+    assert shared.listed(found) == "out/a, seed 0, 1; out/b, seed 0"
+    found["out/a-steps=9-seed=1"] = base | {"steps": 9, "seed": 1}
+    more = "threshold 32 x 128, steps 1400"
+    assert [*shared.named(found).values()] == [more, more, "switch 8 x 512", "threshold 32 x 128, steps 9"]
+    other = {"x-model=y-seed=1-epochs=2-seed=1": {"seed": 1}, "x-model=y-seed=1-epochs=2": {"seed": 0}}
+    assert shared.listed(other) == "x-model=y-seed=1-epochs=2, seed 1, 0"
+    assert shared.describe(identity(train_lm.Config(router="dense"))) == "dense"
+    assert shared.describe(identity(train_mlm.Config(experts=4, expert_size=6))) == "hypersphere 4 x 6"
+
+
+def test_what_routers_are_is_asked_of_their_classes():
+    constants = {
+        name: identity(train_lm.Config(router=name)) for name in ("dense", "hash", "threshold", "expert_choice")
+    }
+    asked = {name: (shared.reads(own, "score"), shared.reads(own, "threshold")) for name, own in constants.items()}
+    assert asked == dict(dense=(False, False), hash=(False, False), threshold=(True, True), expert_choice=(True, False))
+    assert [shared.sees_later(own) for own in constants.values()] == [False, False, False, True]
+    with pytest.raises(ValueError, match="routers.py does not have"):
+        shared.is_sparse({"router": "of yesterday"})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# XLM-E's figure 1, from logs alone
 
 
 def evaluation(step: int, rtd: bool) -> dict:
@@ -52,64 +142,27 @@ def folders(tmp_path) -> list:
     return made
 
 
-def test_figure_1_is_drawn_from_the_logs(folders, tmp_path, monkeypatch, capsys):
-    Figure = pytest.importorskip("matplotlib.figure").Figure
-    figures, savefig = [], Figure.savefig
-
-    def record(figure, *args, **more):
-        figures.append(figure)
-        savefig(figure, *args, **more)
-
-    monkeypatch.setattr(Figure, "savefig", record)
-    run(monkeypatch, "curve", *folders, "--out", tmp_path / "drawn")
-    assert str(tmp_path / "drawn" / "curve.png") in capsys.readouterr().out
-    assert (tmp_path / "drawn" / "curve.png").stat().st_size > 5_000
-    assert "<svg" in (tmp_path / "drawn" / "curve.svg").read_text()
-    numbers = json.loads((tmp_path / "drawn" / "curve.json").read_text())
-    assert numbers[str(folders[0])]["saved"] == [0.05, 0.1] and str(folders[1]) in numbers["caption"]
-    lines = {}
-    for axes in figures[0].axes:
-        for line in axes.lines:
-            lines[axes.get_title(), line.get_label()] = [list(numbers) for numbers in line.get_data()]
-    chance = lines.pop(("Held-out translations found", "chance"))
-    assert chance[1] == [0.05, 0.05]
+def test_figure_1_is_drawn_from_the_logs(folders, draw):
+    (found, right, saved), numbers = draw("curve", *folders)
     x = [1e12, 2e12]
-    assert lines == {
-        ("Held-out translations found", "XLM-E, seed 3"): [x, [0.2, 0.4]],
-        ("Held-out translations found", "XLM, seed 3"): [x, [0.2, 0.4]],
-        ("Masked tokens of held-out sentences right", "XLM-E, seed 3"): [x, [0.1, 0.2]],
-        ("Masked tokens of held-out sentences right", "XLM-E, seed 3: loss saved on replaced ones"): [x, [0.05, 0.1]],
-        ("Masked tokens of held-out sentences right", "XLM, seed 3"): [x, [0.1, 0.2]],
-    }
+    assert lines(found)[:2] == [("XLM-E, seed 3", x, [0.2, 0.4]), ("XLM, seed 3", x, [0.2, 0.4])]
+    assert lines(found)[2][::2] == ("chance", [0.05, 0.05])
+    assert lines(right) == [("XLM-E, seed 3", x, [0.1, 0.2]), ("XLM, seed 3", x, [0.1, 0.2])]
+    assert lines(saved)[0] == ("XLM-E, seed 3", x, [0.05, 0.1])
+    assert str(folders[1]) in numbers["caption"]
+    assert numbers["command"].startswith(f"python analyze.py curve {folders[0]}")
+    assert numbers["records"][3]["run"] == str(folders[1])
+    assert numbers["table"][2] == ["XLM-E, seed 3", 2e12, "0.4", "0.2", "0.1"]
 
 
-def test_figure_1_tells_runs_apart_that_only_look_alike(folders, tmp_path, monkeypatch):
-    Figure = pytest.importorskip("matplotlib.figure").Figure
-    labels = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **more: labels.append(figure.axes[0].lines))
-    other = shutil.copytree(folders[0], tmp_path / "without-pairs")
-    (other / "config.json").write_text(json.dumps({"objective": "rtd", "seed": 3, "n_layer": 3, "tlm": False}))
-    run(monkeypatch, "curve", *folders, other, "--out", tmp_path / "drawn")
-    names = [line.get_label() for line in labels[0]]
-    assert names == ["rtd, seed 3", "XLM, seed 3", "without-pairs, seed 3", "chance"]
-
-
-def test_what_is_no_log_is_one_clear_line(folders, tmp_path, monkeypatch, capsys):
-    pytest.importorskip("matplotlib")
+def test_what_is_no_log_is_one_clear_line(folders, draw, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert "out/train_electra holds no run of the demo" in refused(monkeypatch, capsys, "curve")
     (tmp_path / "out" / "train_electra").mkdir(parents=True)
     (tmp_path / "out" / "train_electra" / "demo").symlink_to(folders[0])
-    run(monkeypatch, "curve")
-    assert json.loads((tmp_path / "out" / "figures" / "curve.json").read_text())["out/train_electra/demo"]["saved"]
-    assert f"{tmp_path} holds no run" in refused(monkeypatch, capsys, "curve", *folders, tmp_path)
-    log = folders[0] / "metrics.jsonl"
-    whole = log.read_text()
-    for torn in (whole[:-20], whole.replace("}\n", "\n", 1)):
-        log.write_text(torn)
-        assert f"{log} has a torn line" in refused(monkeypatch, capsys, "curve", *folders)
-    log.write_text("")
-    assert f"{folders[0]} holds no run" in refused(monkeypatch, capsys, "curve", *folders)
+    assert draw("curve")[1]["records"][0]["run"] == "out/train_electra/demo"
+    capsys.readouterr()
+    assert f"{tmp_path} holds no run of train_electra.py" in refused(monkeypatch, capsys, "curve", *folders, tmp_path)
     (folders[1] / "config.json").write_text('{"seed": 1}')
     assert f"{folders[1]} holds no run of train_electra.py" in refused(monkeypatch, capsys, "curve", folders[1])
     (folders[1] / "config.json").write_text("{")
@@ -129,66 +182,14 @@ def test_a_run_leaves_what_the_figure_reads(tmp_path):
     """Names of train_electra.py's log and constants, as results/ keeps them of real runs."""
     log = (ROOT / "results/train_electra/demo.metrics.jsonl").read_text()
     (tmp_path / "metrics.jsonl").write_text(log)
-    (tmp_path / "config.json").write_text(json.dumps(vars(train_electra.Config())))
+    (tmp_path / "config.json").write_text(json.dumps(identity(train_electra.Config())))
     config, records = shared.read_run(str(tmp_path), "train_electra")
     assert config["objective"] == "rtd" and len(records) == 8
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# XLM-E tables 3 and 4
-
-
-@pytest.mark.parametrize("preset, paper", [("base", 279e6), ("large", 840e6), ("xl", 2.2e9)])
-def test_parameters_of_table_3(preset, paper):
-    with torch.device("meta"):
-        model = train_electra.make(train_electra.Config(**{"vocab_size": 250_002} | train_electra.PRESETS[preset]))
-    kept = sum(measures.numel(part) for part in (model.encoder, model.dense, model.ln_h, model.out))
-    assert kept == pytest.approx(paper, rel=0.02)
-    (row,) = [row for row in table_rows(flops.table3().split("\n\n")[1]) if row[0] == preset]
-    assert row[3] == f"{kept:,}"
-    assert preset != "base" or row[3:] == ["278,048,017", "278,045,953"]  # with and without the gated bias
-
-
-def test_flops_of_table_4(monkeypatch, capsys):
-    run(monkeypatch, "flops")
-    _, _, _, table, *_ = capsys.readouterr().out.split("\n\n")
-    rows = table_rows(table)
-    assert [row[1:4] for row in rows[:2]] == [["6.3e19", "6.26e+19", "5.03e+19"], ["9.5e19", "9.37e+19", "8.30e+19"]]
-    assert rows[2][3] == "1.66e+20"
-
-
-def test_products_are_those_of_a_run():
-    base = train_electra.Config(**{"vocab_size": 250_002} | train_electra.PRESETS["base"])
-    with torch.device("meta"):
-        model = train_electra.make(base)
-    *_, both = table_rows(flops.table4().split("\n\n")[1])
-    assert both[4] == f"{125_000 * train_electra.step_flops(model):.2e}"
-
-
-def test_gpu_hours_are_those_of_the_matrix_products():
-    rows = {row[0]: row[1:] for row in table_rows(flops.gpu_hours(flops.Flops(mfu=0.5)).split("\n\n")[1])}
-    D, L, T, V, tokens = 768, 12, 1024, 50257, 60_000 * 256 * 1024
-    total = 6 * tokens * (L * 12 * D * D + L * 2 * T * D + D * V)  # forward, and twice that backward
-    hours = total / (0.5 * 989e12) / 3600
-    assert rows["train_lm.py --preset openwebtext-124M"][:4] == ["124", "16", f"{total:.1e}", f"{hours:,.0f}"]
-    assert rows["train_lm.py --preset openwebtext-323M"][0] == "323"
-    T, V, ffn, d_e, E = 512, 250_002, 4 * D * 3072, 16, 32
-    dense = L * (8 * D * D + ffn) + 4 * L * T * D + 0.15 * 2 * D * (D + V)
-    total = 3 * 125_000 * 2048 * T * (dense + 3 * ffn + 2 * d_e * (D + E))  # a token has one expert, of three FFNs
-    assert rows["train_mlm.py --preset base"][1:3] == ["131", f"{total:.1e}"]
-    both = table_rows(flops.table4().split("\n\n")[1])[2][4]
-    assert rows["train_electra.py --preset base"][1:3] == ["262", f"{float(both):.1e}"]
-    twice = {row[0]: row[1:] for row in table_rows(flops.gpu_hours(flops.Flops(mfu=0.25)).split("\n\n")[1])}
-    xl = "train_electra.py --preset xl"
-    assert float(twice[xl][3].replace(",", "")) == pytest.approx(2 * float(rows[xl][3].replace(",", "")), rel=0.01)
-    assert rows[xl][4].endswith(" days") and rows["train_mt.py --preset wmt10"][4].endswith(" h")
-
-
-def test_gpus_that_are_not_known_are_refused(monkeypatch, capsys):
-    assert "gpu must be one of B200, H200" in refused(monkeypatch, capsys, "flops", "--gpu", "abacus")
-    assert "mfu must be over 0 and at most 1" in refused(monkeypatch, capsys, "flops", "--mfu", "1.5")
-
-
 def test_commands_that_are_none(monkeypatch, capsys):
-    for line in ((), ("figure2",)):
-        assert "python analyze.py activations | gamma | " in refused(monkeypatch, capsys, *line)
+    assert "'figure2' is no figure: python analyze.py activations | gamma | " in refused(monkeypatch, capsys, "figure2")
+    for line in ((), ("--help",)):
+        run(monkeypatch, *line)
+        said = capsys.readouterr().out
+        assert all(f"python analyze.py {name} " in said for name in analyze.ANALYSES)

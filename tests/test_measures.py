@@ -1,4 +1,4 @@
-"""measures.py: parameters and FLOPs against the papers and a counter, routing statistics, RC and RF against loops."""
+"""analysis/measures.py: routing statistics, RC, RF and consistency, retrieval and word alignment against loops."""
 
 import copy
 import itertools
@@ -11,37 +11,21 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
+from test_flops import lively, small
 
-import common
-import measures
+from analysis import measures
 from data import counting
-from model import GPT, PAD, Encoder, MaskedLM, ModelConfig, MoE
+from engine.device import Context
+from model import PAD, Encoder, MoE, between_layers, in_place_of_ffn
 from routers import NOT_CHOSEN, ROUTERS, Routing
-from translator import Translator
 
-SMALL = dict(vocab_size=23, block_size=12, n_layer=2, n_head=2, n_embd=8, ffn_size=16, num_experts=4, expert_size=8)
-CPU = common.Context(0, 1, torch.device("cpu"), torch.float32)
-
-
-def small(router: str, **options) -> ModelConfig:
-    sizes = SMALL if router != "dense" else {name: SMALL[name] for name in list(SMALL)[:6]}
-    return ModelConfig(**sizes | {"router": router, "top_k": 2 if router == "topk" else None} | options)
+CPU = Context(0, 1, torch.device("cpu"), torch.float32)
+V = 23
 
 
-def lively(module: torch.nn.Module) -> torch.nn.Module:
-    """Parameters large enough for every choice to matter."""
-    torch.manual_seed(0)
-    for name, p in module.named_parameters():
-        if not name.endswith("temperature"):
-            p.data = 0.5 * torch.randn_like(p) + ("ln_" in name and name.endswith("weight"))
-    return module.double().eval()
-
-
-def on_meta(kind: type, config: ModelConfig) -> torch.nn.Module:
-    with torch.device("meta"):
-        return kind(config)
+def layer(router: str, **changes) -> MoE:
+    """XMoE's, of 4 experts of width 8."""
+    return lively(in_place_of_ffn(small(router, **changes), V, "tanh"))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -77,7 +61,7 @@ def test_bits_per_byte_by_hand():
 
 def test_the_interval_of_a_share_is_that_of_its_rows():
     same = measures.bootstrap(torch.full((9,), 1.5), torch.full((9,), 2))
-    assert same == (0.75, 0.75)
+    assert same == [0.75, 0.75]
     torch.manual_seed(0)
     sizes = torch.randint(1, 9, (400,))
     totals = torch.bernoulli(torch.full((400,), 0.4)).double() * sizes
@@ -91,138 +75,11 @@ def test_the_interval_of_a_share_is_that_of_its_rows():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Parameters
-
-BASE = dict(vocab_size=250_002, block_size=512, n_layer=12, n_head=12, n_embd=768, ffn_size=3072)
-FFN = 2 * 768 * 3072 + 3072 + 768
-STACKS = 3 * (FFN + 2 * 768)  # X-MoE's expert: three FFNs, each with a norm
-X_MOE_ENCODER = 277_453_056 + 32 * STACKS + 16 * 768 + 32 * 16 + 1
-
-
-@pytest.mark.parametrize(
-    "kind, options, total, active",
-    [
-        (Encoder, {"router": "dense"}, 277_453_056, 277_453_056),
-        (Encoder, {"router": "dense", "relative_bias": True}, 277_453_056 + 2_064, 277_453_056 + 2_064),
-        (MaskedLM, {"router": "dense"}, 278_295_186, 278_295_186),
-        (Encoder, {"router": "hypersphere", "moe_after": (6,)}, 730_966_785, 291_637_761),
-        (Encoder, {"router": "hypersphere", "moe_after": (6,)}, X_MOE_ENCODER, X_MOE_ENCODER - 31 * STACKS),
-        (MaskedLM, {"router": "hypersphere", "moe_after": (6,)}, 731_808_915, 291_637_761 + 842_130),
-        (Encoder, {"router": "switch", "moe_after": (6,)}, 730_978_560, 730_978_560 - 31 * STACKS),
-    ],
-)
-def test_parameters_of_the_papers_encoders(kind, options, total, active):
-    counts = measures.count_parameters(on_meta(kind, ModelConfig(**BASE, **options)))
-    assert (counts["total"], counts["active"]) == (total, active)
-    assert counts["moe"] == (
-        0 if options["router"] == "dense" else counts["total"] - 277_453_056 - 842_130 * (kind == MaskedLM)
-    )
-
-
-@pytest.mark.parametrize("router, served", [("switch", 1), ("topk", 2), ("threshold", 2.5), ("hash", 1), ("base", 1)])
-@pytest.mark.parametrize("gamma", [0.5, 2.5, 9.0])
-def test_active_parameters_are_those_a_token_passes(router, served, gamma):
-    model = GPT(small(router, capacity_factor=gamma))
-    served = {0.5: 0.5, 9.0: 4 if router == "threshold" else served}.get(gamma, served)  # at most K, gamma and E
-    expert = 2 * 8 * 8 + 8 + 8
-    total = sum(p.numel() for p in model.parameters())
-    counts = measures.count_parameters(model)
-    assert counts["active"] == total - (4 - served) * expert and counts["total"] == total
-    assert counts["moe"] == 4 * expert + (0 if router == "hash" else 4 * 8)
-    assert measures.served_rows(model.moe_layers[0]) == served
-
-
-@pytest.mark.parametrize("expert_size, K", [(3072, 1), (1536, 2), (768, 4), (384, 8)])
-def test_rows_of_table_1_cost_the_same(expert_size, K):  # XMoE eq. 6
-    sizes = BASE | dict(vocab_size=50_257, block_size=1024)
-    model = on_meta(GPT, ModelConfig(**sizes, router="topk", expert_size=expert_size))
-    E = 8 * K
-    assert measures.count_parameters(model)["active"] == 124_439_808 + 6 * 768 * (E + K - 1)  # routers, output biases
-    assert measures.flops_per_token(model, model.config, 0)["moe"] == 6 * 2 * (768 * E + 2 * 768 * 3072)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# FLOPs. A counter sees the rows that are kept, and the products with b_out, which the formulas leave out.
-
-
-def counted(model: torch.nn.Module, *inputs) -> tuple[int, float]:
-    """-> FLOPs of a forward pass that torch counts, rows that experts served."""
-    watches = [measures.RoutingStats(moe) for moe in model.moe_layers]
-    model(*inputs)
-    rows = sum(watch.sums["served"] for watch in watches)
-    for watch in watches:
-        watch.finish()
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
-        model(*inputs)
-    return counter.get_total_flops(), rows
-
-
-def test_what_is_shown_of_layers():
-    assert [measures.middle_layer(L) for L in (2, 4, 6, 12, 24)] == [2, 3, 4, 9, 18]
-    layers = [{"rc": 0.0, "rf": None}, {"rc": 3.0, "rf": None}, {"rc": None, "rf": None}]
-    assert measures.mean_over_layers("rc", layers) == 1.5 and measures.mean_over_layers("rf", layers) is None
-
-
-@pytest.mark.parametrize("router", ["dense", *ROUTERS])
-def test_flops_of_the_decoder_are_what_a_counter_counts(router):
-    options = {} if router == "dense" else {"capacity_factor": 1.0}
-    model = lively(GPT(small(router, **options)))
-    found, rows = counted(model, torch.randint(23, (2, 12)))
-    flops = measures.flops_per_token(model, model.config, head=2 * 8 * 23)
-    dense = 2 * (2 * 4 * 8 * 8 + 2 * 8 * 16 * (1 + (router == "dense"))) + 4 * 2 * 12 * 8 + 2 * 8 * 23  # by hand
-    per_router = {"dense": 0, "hash": 0, "hypersphere": 2 * (8 * 2 + 4 * 2)}.get(router, 2 * 4 * 8)
-    experts = 0 if router == "dense" else 2 * 2 * 8 * 8  # one row of one expert
-    assert flops == {"total": dense + per_router + experts, "moe": per_router + experts}
-    biases = 24 * 2 * 4 * 8 * (router != "dense")
-    assert found == 24 * (dense + per_router) + biases + rows * experts
-
-
-def test_flops_of_the_encoder_are_what_a_counter_counts():
-    model = lively(MaskedLM(small("hypersphere", moe_after=(1, 2), expert_layers=3)))
-    masked = torch.arange(0, 24, 4)
-    found, rows = counted(model, torch.randint(4, 23, (2, 12)), masked)
-    head = 0.25 * 2 * (8 * 8 + 8 * 23)  # a quarter of the tokens is predicted
-    flops = measures.flops_per_token(model.encoder, model.config, 0.25 * measures.masked_head_flops(model.config))
-    router, row = 2 * (8 * 2 + 2 * 4), 3 * 2 * 2 * 8 * 8
-    dense = 2 * 2 * (4 * 8 * 8 + 2 * 8 * 16) + 4 * 2 * 12 * 8 + head
-    assert flops == {"total": dense + 2 * (router + row), "moe": 2 * (router + row)}
-    assert found == 24 * (dense + 2 * router) + rows * row and rows == 2 * 24
-
-
-@pytest.mark.parametrize("options", [{}, {"decoder_moe": False}, {"moe_after": (1,)}, {"router": "dense"}], ids=str)
-def test_flops_of_the_translator_are_what_a_counter_counts(options):
-    given = {"router": "switch", "capacity_factor": 1.0, "decoder_layers": 4} | options
-    if given["router"] == "dense":
-        del given["capacity_factor"]
-    model = lively(Translator(small(**given)))
-    found, rows = counted(model, torch.randint(4, 23, (2, 12)), torch.randint(4, 23, (2, 5)))
-    flops = measures.translation_flops(model, 12, 5)
-    stack = 3 if "moe_after" in options else 1
-    passes = {"{}": 24 + 2 * 10, "{'router': 'dense'}": 0}.get(str(options), 24)  # tokens that pass sparse layers
-    router, row = 2 * 4 * 8, stack * 2 * 2 * 8 * 8
-    assert 2 * flops["moe"] == passes * (router + row)
-    biases = 0 if "moe_after" in options else passes * 2 * 4 * 8
-    assert found == 2 * (flops["total"] - flops["moe"]) + passes * router + biases + rows * row
-
-
-@pytest.mark.parametrize(
-    "vocabulary, lookup, alone, both",
-    [(30_522, True, 6.26e19, 9.37e19), (250_002, False, 5.03e19, 8.30e19)],  # ELECTRA's defaults; XLM-R's vocabulary
-)
-def test_flops_of_xlm_e_table_4(vocabulary, lookup, alone, both):  # the paper: 6.3e19 and 9.5e19
-    tokens = 125_000 * 2_048 * 512
-    discriminator, generator = (SimpleNamespace(**BASE | {"n_layer": layers}) for layers in (12, 4))
-    first = tokens * measures.electra_flops(discriminator, True, vocabulary, lookup)
-    second = tokens * measures.electra_flops(generator, False, vocabulary, lookup)
-    assert first == pytest.approx(alone, rel=1e-3) and first + second == pytest.approx(both, rel=1e-3)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # Routing statistics
 
 
 def test_statistics_by_hand():
-    moe = lively(MoE(small("switch"), "tanh"))
+    moe = layer("switch")
     watch = measures.RoutingStats(moe)
     wanted = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0], [1, 0, 1, 0], [1, 0, 0, 0], [0, 0, 1, 1]]).bool()
     kept = wanted & torch.tensor([True, True, True, False, True])[:, None]  # token 3 is kept by no one
@@ -233,7 +90,7 @@ def test_statistics_by_hand():
     h = torch.randn(5, 8, dtype=torch.float64)
     watch(moe, h, routing, kept)
     stats = watch.finish()
-    ffn = moe.layers[0]
+    (ffn,) = moe.experts
     units = [ffn.w_in[e] @ h[s] + ffn.b_in[e] for s, e in kept.nonzero().tolist()]
     positive = float((torch.stack(units) > 0).double().mean())
     assert stats == pytest.approx(
@@ -254,17 +111,24 @@ def test_statistics_by_hand():
     assert "positive" not in measures.describe_routing(stats | {"positive": None})
 
 
+def test_what_is_shown_of_layers():
+    assert [measures.middle_layer(L) for L in (2, 4, 6, 12, 24)] == [2, 3, 4, 9, 18]
+    layers = [{"rc": 0.0, "rf": None}, {"rc": 3.0, "rf": None}, {"rc": None, "rf": None}]
+    assert measures.mean_over_layers("rc", layers) == 1.5 and measures.mean_over_layers("rf", layers) is None
+
+
 def literal_stats(moe: MoE, calls: list) -> dict:
-    """calls: (h (S, D), ids (S,)) of every forward pass"""
-    E, ffn = moe.router.num_experts, moe.layers[0]
+    """calls: (h (S, D), ids (S,)) of every forward pass. What routers choose is held against loops elsewhere."""
+    E, (ffn,) = moe.router.E, moe.experts
     tokens, wanted, served, unserved, entropy, positive, units, load = 0, 0, 0, 0, 0.0, 0, 0, []
     for h, ids in calls:
-        choices = reference.route(moe.router, h, ids)
-        kept = reference.serve(choices.turn, reference.capacity(len(h), E, moe.eval_capacity_factor), E)
-        tokens, wanted, served = tokens + len(h), wanted + len(choices.turn), served + len(kept)
+        routing = moe.router(h, ids)
+        turn = {(s, e): (-int(routing.priority[s, e]), s) for s, e in routing.wanted.nonzero().tolist()}
+        kept = reference.serve(turn, reference.capacity(len(h), E, moe.eval_gamma), E)
+        tokens, wanted, served = tokens + len(h), wanted + len(turn), served + len(kept)
         unserved += sum(not any((s, e) in kept for e in range(E)) for s in range(len(h)))
-        entropy -= sum(float(p) * math.log(p) for s in range(len(h)) for p in choices.probs[s] if p > 0)
-        load += [e for _, e in choices.turn]
+        entropy -= sum(p * math.log(p) for p in routing.probs.flatten().tolist() if p > 0)
+        load += [e for _, e in turn]
         for s, e in kept:
             a = reference.expert_hidden(h[s], e, ffn.w_in, ffn.b_in)
             positive, units = positive + int((a > 0).sum()), units + len(a)
@@ -282,7 +146,7 @@ def literal_stats(moe: MoE, calls: list) -> dict:
 @torch.no_grad()
 @pytest.mark.parametrize("router", ROUTERS)
 def test_statistics_are_literal_counts_of_real_tokens(router):
-    moe = lively(MoE(small(router, capacity_factor=0.5, threshold=0.7), "tanh"))
+    moe = layer(router, capacity=0.25, threshold=0.7)
     batches = [(torch.randn(3, 8, 8).double(), torch.randint(23, (3, 8)), None) for _ in range(2)]
     real = (torch.arange(24) % 5 != 2).nonzero().squeeze(1)
     batches.append((torch.randn(3, 8, 8).double(), torch.randint(23, (3, 8)), real))  # a batch with padding
@@ -310,7 +174,7 @@ def as_one(first, second, *before) -> dict:
 
 
 def test_statistics_of_stacks_and_of_nothing():
-    moe = lively(MoE(small("switch", expert_layers=2), "none"))
+    moe = lively(between_layers(small("switch", moe_after=(1,)), V, "none"))
     watch = measures.RoutingStats(moe)
     moe(torch.randn(1, 8, 8).double(), torch.zeros(1, 8, dtype=torch.int64))
     stats = watch.finish()
@@ -375,7 +239,7 @@ def test_rc_of_points_of_one_expert_and_of_what_is_not_finite():
 
 @torch.no_grad()
 def test_collapse_looks_at_the_tokens_it_is_told_to():
-    moe = lively(MoE(small("topk"), "none"))
+    moe = layer("topk", capacity=2.0)
     batches = [(torch.randn(2, 8, 8).double(), torch.zeros(2, 8, dtype=torch.int64)) for _ in range(3)]
     h = torch.cat([h.flatten(0, 1) for h, _ in batches])
     first = torch.stack([moe.router(batch[0].flatten(0, 1)).probs.argmax(dim=1) for batch in batches]).flatten()
@@ -401,28 +265,7 @@ def test_fluctuation_is_the_share_that_changed():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Spectrum, neighbours, consistency
-
-
-def test_spectrum_is_that_of_centred_states():
-    torch.manual_seed(0)
-    h, chosen = 3 + torch.randn(40, 6, dtype=torch.float64), torch.randint(3, (40,))
-    one_hot = F.one_hot(chosen, 3).double()
-    found = measures.spectrum(one_hot.sum(dim=0), one_hot.t() @ h, h.t() @ h)
-    torch.testing.assert_close(found, torch.linalg.svdvals(h - h.mean(dim=0)) / math.sqrt(40))
-
-
-def test_agreement_is_a_count_of_the_nearest():
-    torch.manual_seed(0)
-    x, group = torch.randn(30, 2), torch.randint(3, (30,))
-    same = 0
-    for i in range(30):
-        others = sorted((float((x[i] - x[j]).norm()), j) for j in range(30) if j != i)
-        same += sum(int(group[j] == group[i]) for _, j in others[:4])
-    assert measures.agreement(torch.cdist(x, x), group, k=4) == pytest.approx(same / 120)
-    apart = (torch.tensor([0.0, 0.1, 9.0, 9.1]) - torch.tensor([[0.0], [0.1], [9.0], [9.1]])).abs()
-    assert measures.agreement(apart, torch.tensor([0, 0, 1, 1]), k=1) == 1
-    assert measures.agreement(apart, torch.tensor([0, 1, 0, 1]), k=1) == 0
+# Consistency of loads
 
 
 def literal_consistency(loads: list[list[int]]) -> float:
@@ -461,7 +304,7 @@ def test_consistency_of_runs_that_are_alike_or_opposite():
 @pytest.mark.parametrize("micro_tokens", [1, 13, 1000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_sentence_vectors_are_means_of_each_sentence_alone(micro_tokens, dtype):
-    encoder = lively(Encoder(small("hypersphere", moe_after=(1,)))).to(dtype)
+    encoder = lively(Encoder(small("hypersphere", moe_after=(1,)), V)).to(dtype)
     texts = [[*range(4, 4 + n)] for n in (3, 9, 1, 9, 5)]
     rows = [[0, *text, 2] for text in texts]
     tokenizer = SimpleNamespace(bos=0, eos=2, encode_batch=lambda texts: texts)

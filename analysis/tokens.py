@@ -1,0 +1,134 @@
+"""What a model does with your text: how many experts each token wants, and which ones serve it."""
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+
+from analysis.shared import canvas, keep
+from engine import pretrained
+from engine.config import check
+from model import GPT, Encoder
+
+
+@dataclass
+class Tokens:
+    """How many experts each token of a text wants, layer by layer, and which ones serve it. XMoE: easy ones want few.
+
+    A row is a token, a column an expert. A full dot: the expert serves the token, the darker, the larger its gate. A
+    hollow one: the token wants the expert, whose capacity is used up. At the right is how many experts a token wants.
+    """
+
+    run: str = "out/train_lm/demo"  # folder of a run of train_lm.py, train_mlm.py or train_electra.py
+    text: str = "Return the sum of all elements. If the list is empty, raise a ValueError instead of returning zero."
+    threshold: float | None = None  # t of a threshold router, in place of the run's at test
+    no_limit: bool = False  # experts serve all who want them; false: the evaluation's capacity, for this text alone
+    out: str = "out/figures"  # folder for tokens.png, tokens.svg and tokens.json
+
+
+def tokens(options: Tokens):
+    shown, layers = route(options)
+    caption = (
+        f"{options.run}: full, the expert serves the token; hollow, its capacity is used up; right, experts wanted"
+    )
+    if options.threshold is not None:
+        caption += f"; t = {options.threshold}"
+    numbers = {"run": options.run, "text": options.text, "tokens": shown, "layers": layers}
+    keep(draw_tokens(shown, layers), "tokens", caption, options, numbers)
+
+
+@torch.no_grad()
+def route(options: Tokens) -> tuple[list, list]:
+    """The tokens as they are shown, and what each sparse layer does with every one of them:
+
+    wanted: how many experts it chose; served: [expert, gate] of those that keep it; cut: the experts whose capacity is
+    used up. Raises ValueError for a text or a model that has nothing to show.
+    """
+    check(options)
+    model, tokenizer = pretrained.load(options.run)
+    if not isinstance(model, GPT | Encoder) or not model.moe_layers:
+        raise ValueError(f"{options.run} is no language model or encoder with experts: give another --run")
+    if options.threshold is not None:
+        if "threshold" not in model.moe_layers[0].router.reads:
+            raise ValueError(f"{options.run} has no threshold router: leave out --threshold")
+        model.config.eval_threshold = options.threshold
+    ids = tokenizer.encode_batch([options.text])[0]
+    if not ids:
+        raise ValueError("the text is empty: give one with --text")
+    if isinstance(model, Encoder):
+        ids = [tokenizer.bos, *ids, tokenizer.eos]
+        names = [f"behind layer {depth}" for depth in model.moe_after]
+    else:
+        every = model.config.moe_every
+        names = [f"block {depth}" for depth in range(every, 1 + len(model.blocks), every)]
+    longest = model.config.block_size
+    if len(ids) > longest:
+        raise ValueError(f"the text has {len(ids)} tokens, {options.run} reads at most {longest}: give a part of it")
+    layers = []
+
+    def watch(moe, h, routing, kept):
+        layers.append({"name": names[len(layers)]} | describe_layer(routing, kept))
+
+    for moe in model.moe_layers:
+        moe.watchers.append(watch)
+    with model.no_limit() if options.no_limit else nullcontext():
+        model(torch.tensor([ids]))
+    return [written(tokenizer, token) for token in ids], layers
+
+
+def describe_layer(routing, kept: torch.Tensor) -> dict:
+    S, E = kept.shape
+    served, cut = [[] for _ in range(S)], [[] for _ in range(S)]
+    for token, expert in routing.wanted.nonzero().tolist():
+        if kept[token, expert]:
+            gate = float(routing.weight[token, expert])
+            served[token].append([expert, gate])
+        else:
+            cut[token].append(expert)
+    wanted = routing.wanted.sum(dim=1).tolist()
+    return {"experts": E, "wanted": wanted, "served": served, "cut": cut}
+
+
+def written(tokenizer, token: int) -> str:
+    """A token as it is shown: a space is ·, the end of a line ⏎; what is invisible or part of a character is spelt."""
+    if tokenizer.kind == "xlmr" and token <= tokenizer.unk:
+        return ("<s>", "<pad>", "</s>", "<unk>")[token]
+    if tokenizer.kind == "gpt2":
+        text = tokenizer.encoding.decode_single_token_bytes(token)
+    else:
+        piece = token - 1 if tokenizer.kind == "xlmr" else token
+        text = tokenizer.processor.id_to_piece(piece).encode()
+        if tokenizer.processor.is_byte(piece):  # <0xE4>
+            text = bytes([int(text[3:5], 16)])
+    marks = {" ": "·", "\u2581": "·", "\n": "⏎", "\t": "⇥"}
+    shown = ""
+    for char in text.decode(errors="backslashreplace"):
+        if char not in marks and not char.isprintable():
+            char = repr(char)[1:-1]
+        shown += marks.get(char, char)
+    return shown
+
+
+def draw_tokens(shown: list[str], layers: list[dict]):
+    """Tokens by experts, one set of axes for each sparse layer."""
+    T = len(shown)
+    figure = canvas(columns=len(layers), width=4.6, height=0.23 * T + 1)
+    for axes, layer in zip(figure.axes, layers):
+        x, y, gates, hollow_x, hollow_y = [], [], [], [], []
+        for row in range(T):
+            for expert, gate in layer["served"][row]:
+                x.append(expert)
+                y.append(row)
+                gates.append(gate)
+            hollow_x += layer["cut"][row]
+            hollow_y += [row] * len(layer["cut"][row])
+            axes.text(layer["experts"] + 0.5, row, layer["wanted"][row], va="center", fontsize=8)
+        axes.scatter(hollow_x, hollow_y, s=34, facecolors="none", edgecolors="0.55", linewidths=0.8)
+        points = axes.scatter(x, y, s=38, c=gates, cmap="viridis_r", vmin=0, vmax=1)
+        axes.set(xlabel="expert", title=layer["name"], yticks=range(T), yticklabels=[])
+        axes.set(xlim=(-1, layer["experts"]), ylim=(T - 0.5, -0.5))
+        axes.grid(axis="y", color="0.92")
+        axes.set_axisbelow(True)
+    figure.axes[0].set_yticks(range(T), shown, fontsize=9, parse_math=False)
+    figure.colorbar(points, ax=figure.axes, label="gate", pad=0.06, fraction=0.03, aspect=40)
+    return figure

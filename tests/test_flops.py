@@ -1,0 +1,202 @@
+"""analysis/flops.py: parameters and FLOPs against the papers, by hand, and against a counter of torch."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import table_rows
+from test_analyze import run
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+import train_electra
+from analysis import flops, measures
+from model import GPT, Encoder, MaskedLM, Translator
+from routers import ROUTERS
+
+V = 23
+SMALL = dict(block_size=12, n_layer=2, n_head=2, n_embd=8, ffn_size=16, dropout=0.0, init_std=0.02)
+SMALL |= dict(frequency_bias=False, relative_bias=False, router_std=0.1, decoder_layers=4, decoder_moe=True)
+SMALL |= dict(score=None, gate=None, threshold=0.9, eval_threshold=None, routing_dim=None, init_temperature=None)
+SMALL |= dict(moe_every=2, expert_ffns=2, split=2, capacity=1.0, eval_capacity=None)  # 4 experts of width 8
+SMALL |= dict(moe_after=(), experts=4, expert_size=8, expert_layers=3, top_k=1)
+SMALL |= dict(capacity_factor=math.inf, eval_capacity_factor=None)
+
+
+def small(router: str, **changes) -> SimpleNamespace:
+    return SimpleNamespace(**SMALL | {"router": router} | changes)
+
+
+def lively(module: torch.nn.Module) -> torch.nn.Module:
+    """Parameters large enough for every choice to matter."""
+    torch.manual_seed(0)
+    for name, p in module.named_parameters():
+        if not name.endswith("temperature"):
+            is_scale = ("ln_" in name or "norms." in name) and name.endswith("weight")
+            p.data = 0.5 * torch.randn_like(p) + is_scale
+    return module.double().eval()
+
+
+def on_meta(kind: type, config, size: int) -> torch.nn.Module:
+    with torch.device("meta"):
+        return kind(config, size)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Parameters
+
+PAPER = dict(block_size=512, n_layer=12, n_head=12, n_embd=768, ffn_size=3072, experts=32, expert_size=3072)
+PAPER |= dict(expert_ffns=8, split=None)
+FFN = 2 * 768 * 3072 + 3072 + 768
+STACKS = 3 * (FFN + 2 * 768)  # X-MoE's expert: three FFNs, each with a norm
+X_MOE_ENCODER = 277_453_056 + 32 * STACKS + 16 * 768 + 32 * 16 + 1
+
+
+@pytest.mark.parametrize(
+    "kind, router, changes, total, active",
+    [
+        (Encoder, "dense", {}, 277_453_056, 277_453_056),
+        (Encoder, "dense", {"relative_bias": True}, 277_453_056 + 2_064, 277_453_056 + 2_064),
+        (MaskedLM, "dense", {}, 278_295_186, 278_295_186),
+        (Encoder, "hypersphere", {"moe_after": (6,)}, 730_966_785, 291_637_761),
+        (Encoder, "hypersphere", {"moe_after": (6,)}, X_MOE_ENCODER, X_MOE_ENCODER - 31 * STACKS),
+        (MaskedLM, "hypersphere", {"moe_after": (6,)}, 731_808_915, 291_637_761 + 842_130),
+        (Encoder, "switch", {"moe_after": (6,)}, 730_978_560, 730_978_560 - 31 * STACKS),
+    ],
+)
+def test_parameters_of_the_papers_encoders(kind, router, changes, total, active):
+    model = on_meta(kind, small(router, **PAPER | changes), 250_002)
+    counts = flops.count_parameters(model)
+    assert (counts["total"], counts["active"]) == (total, active)
+    dense = 277_453_056 + 842_130 * (kind is MaskedLM) + 2_064 * changes.get("relative_bias", False)
+    assert counts["moe"] == total - dense
+
+
+@pytest.mark.parametrize("router, served", [("switch", 1), ("topk", 2), ("threshold", 2.5), ("hash", 1), ("base", 1)])
+@pytest.mark.parametrize("gamma", [0.5, 2.5, 9.0])
+def test_active_parameters_are_those_a_token_passes(router, served, gamma):
+    model = GPT(small(router, capacity=gamma / 2), V)
+    served = {0.5: 0.5, 9.0: 4 if router == "threshold" else served}.get(gamma, served)  # at most K, gamma and E
+    expert = 2 * 8 * 8 + 8 + 8
+    total = sum(p.numel() for p in model.parameters())
+    counts = flops.count_parameters(model)
+    assert counts["active"] == total - (4 - served) * expert and counts["total"] == total
+    assert counts["moe"] == 4 * expert + (0 if router == "hash" else 4 * 8)
+    assert flops.served_rows(model.moe_layers[0]) == served
+
+
+@pytest.mark.parametrize("K", [1, 2, 4, 8])
+def test_rows_of_table_1_cost_the_same(K):  # XMoE eq. 6
+    model = on_meta(GPT, small("topk", **PAPER | dict(block_size=1024, split=K)), 50_257)
+    E = 8 * K
+    assert flops.count_parameters(model)["active"] == 124_439_808 + 6 * 768 * (E + K - 1)  # routers, output biases
+    assert flops.flops_per_token(model, model.config, 0)["moe"] == 6 * 2 * (768 * E + 2 * 768 * 3072)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# FLOPs. A counter sees the rows that are kept, and the products with b_out, which the formulas leave out.
+
+
+def counted(model: torch.nn.Module, *inputs) -> tuple[int, float]:
+    """-> FLOPs of a forward pass that torch counts, rows that experts served."""
+    watches = [measures.RoutingStats(moe) for moe in model.moe_layers]
+    model(*inputs)
+    rows = sum(watch.sums["served"] for watch in watches)
+    for watch in watches:
+        watch.finish()
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
+        model(*inputs)
+    return counter.get_total_flops(), rows
+
+
+@pytest.mark.parametrize("router", ["dense", *ROUTERS])
+def test_flops_of_the_decoder_are_what_a_counter_counts(router):
+    model = lively(GPT(small(router, capacity=0.5), V))  # gamma = 1
+    found, rows = counted(model, torch.randint(V, (2, 12)))
+    work = flops.flops_per_token(model, model.config, head=2 * 8 * V)
+    dense = 2 * (2 * 4 * 8 * 8 + 2 * 8 * 16 * (1 + (router == "dense"))) + 4 * 2 * 12 * 8 + 2 * 8 * V  # by hand
+    per_router = {"dense": 0, "hash": 0, "hypersphere": 2 * (8 * 2 + 4 * 2)}.get(router, 2 * 4 * 8)
+    experts = 0 if router == "dense" else 2 * 2 * 8 * 8  # one row of one expert
+    assert work == {"total": dense + per_router + experts, "moe": per_router + experts}
+    biases = 24 * 2 * 4 * 8 * (router != "dense")
+    assert found == 24 * (dense + per_router) + biases + rows * experts
+
+
+def test_a_third_matrix_of_an_expert_counts():
+    """Of experts that were changed, say to gated ones, the formulas need not be told."""
+    model = lively(GPT(small("topk"), V))
+    before = flops.moe_flops(model.moe_layers[0])
+    assert flops.row_flops(model.moe_layers[0]) == 2 * 2 * 8 * 8
+    (ffn,) = model.moe_layers[0].experts
+    ffn.w_gate = torch.nn.Parameter(torch.zeros(4, 8, 8))
+    assert flops.row_flops(model.moe_layers[0]) == 3 * 2 * 8 * 8
+    assert flops.moe_flops(model.moe_layers[0]) == before + 2 * 2 * 8 * 8  # a token has two experts
+    assert flops.matrix_flops(model)["moe"] == flops.moe_flops(model.moe_layers[0])
+
+
+def test_flops_of_the_encoder_are_what_a_counter_counts():
+    model = lively(MaskedLM(small("hypersphere", moe_after=(1, 2)), V))
+    found, rows = counted(model, torch.randint(4, V, (2, 12)), torch.arange(0, 24, 4))
+    head = 0.25 * 2 * (8 * 8 + 8 * V)  # a quarter of the tokens is predicted
+    work = flops.flops_per_token(model.encoder, model.config, 0.25 * flops.masked_head_flops(model))
+    router, row = 2 * (8 * 2 + 2 * 4), 3 * 2 * 2 * 8 * 8
+    dense = 2 * 2 * (4 * 8 * 8 + 2 * 8 * 16) + 4 * 2 * 12 * 8 + head
+    assert work == {"total": dense + 2 * (router + row), "moe": 2 * (router + row)}
+    assert found == 24 * (dense + 2 * router) + rows * row and rows == 2 * 24
+
+
+@pytest.mark.parametrize("changes", [{}, {"decoder_moe": False}, {"moe_after": (1,)}, {"router": "dense"}], ids=str)
+def test_flops_of_the_translator_are_what_a_counter_counts(changes):
+    model = lively(Translator(small(**{"router": "switch", "capacity": 0.5, "capacity_factor": 1.0} | changes), V))
+    found, rows = counted(model, torch.randint(4, V, (2, 12)), torch.randint(4, V, (2, 5)))
+    work = flops.translation_flops(model, 12, 5)
+    stack = 3 if "moe_after" in changes else 1
+    passes = {"{}": 24 + 2 * 10, "{'router': 'dense'}": 0}.get(str(changes), 24)  # tokens that pass sparse layers
+    router, row = 2 * 4 * 8, stack * 2 * 2 * 8 * 8
+    assert 2 * work["moe"] == passes * (router + row)
+    biases = 0 if "moe_after" in changes else passes * 2 * 4 * 8
+    assert found == 2 * (work["total"] - work["moe"]) + passes * router + biases + rows * row
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# XLM-E's tables 3 and 4
+
+
+@pytest.mark.parametrize("preset, paper", [("base", 279e6), ("large", 840e6), ("xl", 2.2e9)])
+def test_parameters_of_table_3(preset, paper):
+    """Those of the script's own model, made as its preset says."""
+    model = on_meta(
+        train_electra.Electra, train_electra.Config(**train_electra.PRESETS[preset]), flops.SIZES[preset]["V"]
+    )
+    kept = sum(flops.numel(part) for part in (model.encoder, model.dense, model.ln_h, model.out))
+    assert kept == pytest.approx(paper, rel=0.02)
+    (row,) = [row for row in table_rows(flops.table3()) if row[0] == preset]
+    assert row[3] == f"{kept:,}"
+    assert preset != "base" or row[3:] == ["278,048,017", "278,045,953"]  # with and without the gated bias
+
+
+def test_flops_of_table_4(monkeypatch, capsys):  # the paper: 6.3e19 and 9.5e19
+    run(monkeypatch, "flops")
+    table = capsys.readouterr().out.split("\n\n")[3]
+    rows = table_rows(table)
+    assert [row[1:4] for row in rows[:2]] == [["6.3e19", "6.26e+19", "5.03e+19"], ["9.5e19", "9.37e+19", "8.30e+19"]]
+    assert rows[2][3] == "1.66e+20"
+    T, D, L, vocabulary = 512, 768, 12, 250_002
+    one = L * (24 * D * D + 4 * T * D) + 2 * D * D + 2 * D
+    other = 4 * (24 * D * D + 4 * T * D) + 0.15 * 2 * D * (D + vocabulary)
+    assert rows[2][4] == f"{2 * 3 * flops.TOKENS * (one + other):.2e}"
+
+
+def test_operations_of_electras_script_one_by_one():
+    """A norm is 5 operations a number, a softmax 5, a dropout 4, GELU 8; a bias, a sum or a scale 1."""
+    D, T, H, inner, L, size = 8, 12, 2, 16, 2, 23
+    config = SimpleNamespace(n_layer=L, n_head=H, n_embd=D, ffn_size=inner, block_size=T)
+    norm, softmax, dropout, gelu = 5, 5, 4, 8
+    attention = 4 * 2 * D * D + 2 * 2 * D * T + (1 + softmax + dropout) * T * H + (dropout + norm) * D + norm
+    ffn = 2 * 2 * D * inner + (1 + gelu) * inner + (2 + dropout + norm) * D
+    body = L * (attention + ffn) + 2 * D * (T + 2) + (2 + norm + dropout) * D
+    judging = 2 * D * D + (3 + gelu) * D
+    predicting = 2 * D * D + (1 + gelu + norm) * D + 2 * D * size + (2 + softmax) * size
+    assert flops.electra_flops(config, True, size, lookup=True) == 2 * (body + 2 * D * size + judging)
+    assert flops.electra_flops(config, False, size, lookup=False) == pytest.approx(2 * (body + predicting / 6.4))

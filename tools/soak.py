@@ -1,0 +1,348 @@
+"""Trouble at random moments, to show that nothing which a training script has saved is lost.
+
+    python tools/soak.py                                      300 faults, shared out over the five scripts that train
+    python tools/soak.py --faults 1000 --scripts train_lm     more of them, of one script
+
+The runs are tiny. A round begins in an empty folder: one to four faults befall the run, and then the same command goes
+on to the end. The weights, losses and figures that it leaves must equal, bit for bit, those of a run that nobody
+troubled, and whatever was stopped or refused must have said so in one line. The faults are processes that are killed,
+or asked to stop; a second command on the same folder; a disk that takes no more; and files that are damaged.
+
+Prints how often each fault was tried on each script, and how often something went wrong. A fault that comes too late to
+do anything does not count. What went wrong is kept in out/soak. Each command is a fork of this process, which has
+imported everything, so it needs Linux or macOS.
+"""
+
+import importlib
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+os.environ["OMP_NUM_THREADS"] = "1"  # a fork has no threads but its own
+sys.path.insert(0, str(Path(__file__).parents[1]))  # where the project's modules are
+
+import torch
+import torch._dynamo  # noqa: F401
+from tqdm import tqdm
+
+from data.prepare import prepare
+from data.tokenizers import XLMR, train_sentencepiece
+from engine.config import check, parse
+from engine.device import clear_errors
+from engine.run import load_checkpoint, read_json
+from engine.table import markdown_table
+
+TINY = "--n_layer 2 --n_head 2 --n_embd 16 --ffn_size 32 --block_size 16 --micro_tokens 128 --batch_tokens 256 "
+TINY += "--steps 20 --eval_every 3 --dropout 0.1 "
+SPARSE = "--experts 4 --expert_size 16 --moe_after 1 "
+OPTIONS = {  # of each script; `make_data` leaves its files in the folder {base}
+    "train_lm": TINY + "--data {base}/text --eval_tokens 64 --sample_tokens 4",
+    "train_mlm": TINY + SPARSE + "--data {base}/languages --eval_maskings 2",
+    "train_electra": TINY + "--data {base}/languages --pairs {base}/pairs --generator_layers 1 --eval_tokens 256",
+    "train_mt": TINY + "--data {base}/pairs --decoder_layers 2 --warmup_steps 2 --eval_sentences 2 --beam 2",
+    "finetune_xtreme": "--model {base}/encoder --task apps --steps 20 --eval_every 3 --batch_size 8 --micro_size 4",
+}
+SIGNALS = {"SIGKILL": (signal.SIGKILL, -9), "SIGTERM": (signal.SIGTERM, 143), "Ctrl-C": (signal.SIGINT, 130)}
+KINDS = {"two at once": 2, "full disk": 4, "damaged file": 12}  # a fault, and how often it is drawn
+KINDS |= {"SIGKILL": 10, "SIGTERM": 4, "Ctrl-C": 4}
+VARYING = {"seconds", "tokens_per_second", "window", "log", "constants"}  # equal runs may differ in these
+CHECKPOINTS = {"ckpt.pt", "ckpt.prev.pt"}
+
+
+@dataclass
+class Config:
+    faults: int = 300  # of all scripts together
+    scripts: tuple[str, ...] = tuple(OPTIONS)  # some of these
+    seed: int = 0  # of the faults
+    out_dir: str = "out/soak"  # where what went wrong is kept
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Commands, and what they leave
+
+
+def begin(call, words: Path, largest: int = resource.RLIM_INFINITY) -> int:
+    """Makes that call in a fork, whose files may have so many bytes -> its id. What it says goes to a file."""
+    process = os.fork()
+    if process:
+        return process
+    code = 1
+    try:
+        file = os.open(words, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+        tqdm.set_lock(threading.RLock())  # a fork killed with the parent's lock would keep it
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest, largest))
+        call()
+        code = 0
+    except SystemExit as stop:
+        code = stop.code or 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
+
+
+def end(process: int) -> int:
+    """Its exit code, or minus the signal that killed it."""
+    _, status = os.waitpid(process, 0)
+    return os.waitstatus_to_exitcode(status)
+
+
+def step_of(run: Path, names=CHECKPOINTS) -> int:
+    """The step of the newest sound one of these checkpoints; -1 where there is none."""
+    steps = [-1]
+    for name in names:
+        try:
+            steps.append(load_checkpoint(run / name)["step"])
+        except ValueError:
+            pass
+    return max(steps)
+
+
+def outcome(run: Path) -> dict:
+    """What must be the same, however often a run was stopped: its files, but for what measures time."""
+    found = {}
+    for file in run.iterdir():
+        if file.name in ("ckpt.prev.pt", "lock"):  # which step the former has depends on where the run was stopped
+            continue
+        if file.suffix == ".pt":
+            found[file.name] = without_times(load_checkpoint(file))
+        elif file.name == "result.json":
+            found[file.name] = without_times(read_json(file))
+        else:
+            found[file.name] = re.sub(rb'"tokens_per_second": [^,}]*', b"", file.read_bytes())
+    return found
+
+
+def without_times(record: dict) -> dict:
+    return {name: value for name, value in record.items() if name not in VARYING}
+
+
+def same(one, two) -> bool:
+    """Whether two values, or all in two collections, are equal bit for bit."""
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one.view(-1).view(torch.uint8), two.view(-1).view(torch.uint8))
+    if isinstance(one, dict):
+        return one.keys() == two.keys() and all(same(one[name], two[name]) for name in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(two) and all(map(same, one, two))
+    return one == two
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Faults
+
+
+def flip(file: Path, foreign: Path):
+    data = bytearray(file.read_bytes() or b"0")
+    data[random.randrange(len(data))] ^= 0xFF
+    file.write_bytes(data)
+
+
+DAMAGES = [  # to a file of a run; foreign: the same file of a run with another seed
+    flip,
+    lambda file, foreign: os.truncate(file, file.stat().st_size // 2),
+    lambda file, foreign: os.truncate(file, 0),
+    lambda file, foreign: shutil.copy(foreign, file),
+    lambda file, foreign: file.unlink(),
+]
+
+
+class Soak:
+    """The runs of one script: one that nobody troubles, one of another seed, and one in trouble.
+
+    The method of a fault says in words what went wrong: "" is nothing, and None that it came too late to do anything.
+    """
+
+    def __init__(self, script: str, base: Path):
+        self.script, self.base, self.main = script, base / script, importlib.import_module(script).main
+        self.options = OPTIONS[script].format(base=base)
+        self.tried, self.wrong, self.out = Counter(), Counter(), self.base / "troubled"
+        self.base.mkdir()
+        begun = time.perf_counter()
+        self.whole = self.untroubled("whole", seed=0)
+        self.seconds = time.perf_counter() - begun
+        self.foreign = self.untroubled("foreign", seed=1)
+        self.run = self.out / self.whole.name
+        self.expected = outcome(self.whole)
+
+    def untroubled(self, name: str, seed: int) -> Path:
+        """A run's folder."""
+        if end(self.start(self.base / name, seed=seed)):
+            raise ValueError(f"{self.script}.py fails untroubled: {self.words()}")
+        return next((self.base / name).glob("*/"))
+
+    def start(self, out: Path, words: str = "words", seed: int = 0, **limit) -> int:
+        where = f"--out_dir {out} --seed {seed} --log_every 1 --device cpu --dtype float32"
+        argv = f"{self.script} {self.options} {where}".split()
+
+        def call():
+            sys.argv = argv
+            self.main()
+
+        return begin(call, self.base / words, **limit)
+
+    def words(self, name: str = "words") -> str:
+        return (self.base / name).read_text()
+
+    def judge(self, code: int, allowed: set[int], words: str = "words") -> str:
+        """What is wrong with how a command ended."""
+        said = self.words(words)
+        lines = re.findall(r"^(?:error|stopped).*", re.sub(r"\r|\x1b\[A", "\n", said), re.M)
+        if "Traceback" in said:
+            return "a traceback"
+        if code not in allowed:
+            return f"exit code {code}"
+        if len(lines) != (code > 0):
+            return f"{len(lines)} lines"
+        if code:
+            return ""
+        found = outcome(self.run)
+        other = found.keys() ^ self.expected.keys()
+        other |= {name for name in found.keys() - other if not same(found[name], self.expected[name])}
+        return f"other {', '.join(other)}" if other else ""
+
+    def signal(self, kind: str) -> str | None:
+        number, code_of_stopped = SIGNALS[kind]
+        process = self.start(self.out)
+        time.sleep(random.uniform(0, self.seconds))
+        os.kill(process, number)
+        code = end(process)
+        wrong = self.judge(code, {0, code_of_stopped, -number})  # the last: `main` had not begun yet
+        return wrong or (None if code == 0 else "")
+
+    def two_at_once(self) -> str | None:
+        one = self.start(self.out)
+        time.sleep(random.uniform(0, self.seconds))
+        two = self.start(self.out, "second")
+        codes = {"words": end(one), "second": end(two)}
+        for words, code in codes.items():
+            wrong = self.judge(code, {0, 1}, words)
+            if wrong:
+                return wrong
+            if code and "another process is training in" not in self.words(words):
+                return "refused for another reason"
+        refused = sum(codes.values())
+        return "both were refused" if refused == 2 else "" if refused else None
+
+    def full_disk(self) -> str | None:
+        """No file may become larger than a part of a checkpoint."""
+        (self.run / "result.json").unlink(missing_ok=True)  # a finished run writes nothing
+        before, size = step_of(self.run), (self.whole / "ckpt.pt").stat().st_size
+        code = end(self.start(self.out, largest=int(random.uniform(0.1, 1) * size)))
+        wrong = self.judge(code, {0, 1})
+        if wrong or code == 0:
+            return wrong or None
+        return "a checkpoint is lost" if step_of(self.run) < before else ""
+
+    def damaged_file(self) -> str:
+        """The command must go on to the end, or refuse what nothing can mend; then the file is put back."""
+        if not (self.run / "ckpt.pt").exists():
+            shutil.rmtree(self.out)
+            shutil.copytree(self.whole, self.run)
+        file = random.choice([file for file in self.run.iterdir() if (self.foreign / file.name).exists()])
+        if file.name != "result.json":
+            (self.run / "result.json").unlink(missing_ok=True)  # a finished run looks at nothing else
+        before, content = step_of(self.run), file.read_bytes()
+        random.choice(DAMAGES)(file, self.foreign / file.name)
+        left = step_of(self.run, CHECKPOINTS - {file.name})
+        hopeless = file.suffix == ".json" or file.name in CHECKPOINTS and left < 0
+        code = end(self.start(self.out))
+        wrong = self.judge(code, {0, int(hopeless)})
+        if code and not wrong:
+            file.write_bytes(content)
+            return "a checkpoint is lost" if step_of(self.run) < before else ""
+        return wrong
+
+    def trouble(self, kind: str, out_dir: Path):
+        """One fault, or the end of a round."""
+        if kind == "the end":
+            wrong = self.judge(end(self.start(self.out)), {0})
+        elif kind in SIGNALS:
+            wrong = self.signal(kind)
+        else:
+            wrong = getattr(self, kind.replace(" ", "_"))()
+        self.tried[kind] += wrong is not None
+        if wrong:
+            self.wrong[kind] += 1
+            kept = out_dir / f"{self.script}-{self.wrong.total()}"
+            shutil.copytree(self.base, kept, dirs_exist_ok=True)
+            print(f"WRONG: {self.script}, {kind}: {wrong}; see {kept}", flush=True)
+            shutil.rmtree(self.out)
+            self.out.mkdir()
+
+    def go(self, faults: int, out_dir: Path):
+        """So many faults, in rounds."""
+        while faults > sum(self.tried[kind] for kind in KINDS):
+            shutil.rmtree(self.out, ignore_errors=True)
+            self.out.mkdir()
+            for kind in random.choices(list(KINDS), list(KINDS.values()), k=random.randint(1, 4)):
+                self.trouble(kind, out_dir)
+            self.trouble("the end", out_dir)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Data, and the command line
+
+
+def make_data(base: Path):
+    """The messages of Django in two languages, as a text, as languages and as pairs, and an encoder of them."""
+    lines = Path(__file__).read_text().splitlines()
+    small = {"normalization_rule_name": "identity"}  # XLM-R's rules would be as large as a checkpoint
+    tokenizer = train_sentencepiece(lines, 400, XLMR, **small).save(base)
+    prepare("text", Path(__file__).parents[1] / "results/README.md", tokenizer, out=base / "text")
+    for name, corpus, languages in (("languages", "catalogs", "de,en"), ("pairs", "catalogs-pairs", "de-en")):
+        prepare(corpus, tokenizer=tokenizer, languages=languages, max_tokens=4000, out=base / name)
+    words = "train_mlm " + OPTIONS["train_mlm"] + " --steps 1 --device cpu --out_dir {base}/encoders"
+    sys.argv = words.format(base=base).split()
+    importlib.import_module("train_mlm").main()
+    encoder = next((base / "encoders").glob("*/"))
+    encoder.rename(base / "encoder")
+
+
+def table(soaks: list[Soak]) -> str:
+    rows = []
+    for kind in (*KINDS, "the end"):
+        rows.append([kind, *(f"{soak.tried[kind]}, {soak.wrong[kind]}" for soak in soaks)])
+    return markdown_table(["tried, wrong", *(soak.script for soak in soaks)], rows)
+
+
+def main():
+    with clear_errors():
+        config = parse(Config(), sys.argv[1:], __doc__)
+        check(config)
+        unknown = set(config.scripts) - OPTIONS.keys()
+        if unknown:
+            raise ValueError(f"{min(unknown)!r} is none of the scripts: {', '.join(OPTIONS)}")
+    torch.set_num_threads(1)
+    random.seed(config.seed)
+    soaks, out_dir = [], Path(config.out_dir)
+    out_dir.mkdir(parents=True, exist_ok=True)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)  # a fork has no handler until `main` sets one
+    with tempfile.TemporaryDirectory(prefix="soak-") as folder:
+        base = Path(folder)
+        if end(begin(lambda: make_data(base), base / "words")):
+            sys.exit((base / "words").read_text())
+        for script in config.scripts:
+            soaks.append(Soak(script, base))
+            soaks[-1].go(-(-config.faults // len(config.scripts)), out_dir)
+            print(table(soaks), flush=True)
+    sys.exit(any(soak.wrong for soak in soaks))
+
+
+if __name__ == "__main__":
+    main()
