@@ -35,7 +35,7 @@ import train_mlm
 import train_mt
 from data import bitext_sets, corpora, xtreme, xtreme_rows
 from data.batches import MaskedData, PairData, TokenData
-from data.files import read_catalog, read_documents, read_lines, read_pairs
+from data.files import read_catalog, read_documents, read_lines
 from data.prepare import prepare
 from data.tokenizers import XLMR, load_tokenizer, train_sentencepiece
 from engine import pretrained
@@ -344,17 +344,6 @@ def use_run(folder: Path):
         pretrained.load(run.folder)
 
 
-def make_wikitext(folder: Path):
-    for split in ("train", "valid", "test"):
-        (folder / f"wiki.{split}.raw").write_bytes(lines(" ", " = A = ", " ", "b c"))
-
-
-def make_multi30k(folder: Path):
-    for name in corpora.MULTI30K.values():
-        for language in ("de", "en"):
-            (folder / f"{name}.{language}").write_bytes(SENTENCES)
-
-
 CASES = {
     "text": Case(
         files({"a.txt": TEXT, "b.txt.gz": gzip.compress(TEXT), "c.txt.xz": lzma.compress(TEXT)}),
@@ -365,12 +354,10 @@ CASES = {
     "languages": Case(
         files({"de.txt": TEXT, "sw.1.jsonl.xz": lzma.compress(rows({"text": "A"}))}), partial(corpus, "cc100")
     ),
-    "wikitext": Case(make_wikitext, partial(corpus, "wikitext103")),
     "bitext": Case(
         files({"de-en.de": SENTENCES, "de-en.en": SENTENCES, "sw-en.tsv": lines("moja\tone", "mbili\ttwo")}),
         partial(corpus, "bitext"),
     ),
-    "multi30k": Case(make_multi30k, partial(corpus, "multi30k-de")),
     "python": Case(files({"a.py": PYTHON}), partial(corpus, "pydocs")),
     "catalog": Case(lambda folder: write_mo(folder / "a.mo", CATALOG), lambda f: list(read_catalog(f / "a.mo"))),
     "tags": Case(files({"train-en.tsv": TAGS, "test-de.tsv": TAGS, "de-ud-test.conllu": CONLLU}), partial(task, "pos")),
@@ -440,49 +427,6 @@ def test_what_was_found_stays_mended(name, tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Folders of any files
-
-ANY_NAME = """a.txt de.txt de.train.txt b.jsonl c.parquet d.txt.gz de-en.de de-en.en de-en.tsv de-en.train.tsv train.de
-    train.en val.de val.en test_2016_flickr.de test_2016_flickr.en wiki.train.raw wiki.valid.tokens wiki.test.raw.xz
-    x.py .hidden train-en.tsv test-de.tsv en-ud-train.conllu squad.train.json xquad.en.json train-en.jsonl
-    de-en.src-tgt de-en.gold tatoeba.deu-eng.deu tatoeba.deu-eng.eng""".split()
-SOME_CONTENT = [
-    TEXT,
-    SENTENCES,
-    TAGS,
-    CONLLU,
-    SQUAD,
-    NLI,
-    PYTHON,
-    rows({"text": "A"}),
-    b"",
-    b"\n",
-    b"\xef\xbb\xbf",
-    DEEP,
-]
-ANY_CONTENT = st.sampled_from(SOME_CONTENT) | st.binary(max_size=60) | st.text().map(str.encode)
-READERS = {name: partial(corpus, name) for name in ("text", "cc100", "bitext", "multi30k-de", "wikitext103", "pydocs")}
-READERS |= {name: partial(task, name) for name in ("pos", "mlqa", "pawsx")}
-READERS |= {"links": bitext_sets.word_alignments, "tatoeba": bitext_sets.tatoeba}
-
-
-@pytest.mark.parametrize("name", READERS)
-def test_a_folder_of_any_files_is_read_or_refused_in_a_line(name, tmp_path):
-    folder = tmp_path / "folder"
-
-    @profile
-    @given(st.dictionaries(st.sampled_from(ANY_NAME), ANY_CONTENT, max_size=6))
-    def check(contents):
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
-        files(contents)(folder)
-        with redirect_stderr(io.StringIO()):
-            answer(lambda: READERS[name](folder), str(folder))
-
-    check()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # What was written is read
 
 LINES = st.text(st.characters(codec="utf-8", exclude_characters="\n\t\ufeff")).map(str.strip).filter(bool)
@@ -502,16 +446,6 @@ def test_lines_come_back(place, texts, ending):
     assert list(read_lines(path)) == [f"{text}\n" for text in texts]
     path.write_bytes(pack(b"\xef\xbb\xbf" + "\n\n \n".join(texts).encode()))
     assert list(read_documents(path)) == texts
-
-
-@profile
-@given(pairs=st.lists(st.tuples(LINES, LINES)))
-def test_pairs_come_back(place, pairs):
-    paths = place / "de-en.tsv", place / "de-en.de", place / "de-en.en"
-    paths[0].write_bytes(lines(*("\t".join(pair) for pair in pairs)))
-    for path, side in zip(paths[1:], zip(*pairs) if pairs else ((), ())):
-        path.write_bytes(lines(*side))
-    assert list(read_pairs(paths[0])) == list(read_pairs(*paths[1:])) == pairs
 
 
 @profile
