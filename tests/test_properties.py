@@ -22,28 +22,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
-import bench
-import common
-import pretrained
 import pytest
-import runs
 import torch
-<<<<<<< HEAD
-from figures import report
-from figures.shared import read_run
-from helpers import ROOT
-from hypothesis import HealthCheck, assume, example, given, settings
-from hypothesis import strategies as st
-from test_data import CATALOG, write_mo
-
-import analyze
-import data.prepare
-=======
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from test_data import CATALOG, write_mo
 
->>>>>>> 8b3c18c913a813430a281a4b8643c3101cff3c29
 import finetune_xtreme
 import train_electra
 import train_lm
@@ -53,10 +37,6 @@ from data import bitext_sets, corpora, xtreme, xtreme_rows
 from data.batches import MaskedData, PairData, TokenData
 from data.files import read_catalog, read_documents, read_lines
 from data.prepare import prepare
-<<<<<<< HEAD
-from data.tokenizers import GPT2_RANKS, XLMR, load_tokenizer, train_sentencepiece
-from model import GPT, Encoder, ModelConfig, expert_capacity, sizes
-=======
 from data.tokenizers import XLMR, load_tokenizer, train_sentencepiece
 from engine import pretrained
 from engine.config import command_line, run_name
@@ -65,7 +45,6 @@ from engine.optim import adamw
 from engine.run import Run
 from engine.table import seeds_of
 from model import GPT
->>>>>>> 8b3c18c913a813430a281a4b8643c3101cff3c29
 
 COMMON = dict(deadline=None, database=None, suppress_health_check=list(HealthCheck))
 settings.register_profile("few", max_examples=8, derandomize=True, **COMMON)
