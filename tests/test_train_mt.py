@@ -54,7 +54,7 @@ def sentences(count: int, seed: int, words: dict[str, str] = WORDS) -> list[tupl
     """Texts of three to eight words and a full stop, translated word by word."""
     rng = np.random.default_rng(seed)
     drawn = [rng.choice(list(words), rng.integers(3, 9)) for _ in range(count)]
-    return [(" ".join(text) + ".", " ".join(words[word] for word in text) + ".") for text in drawn]
+    return [(" ".join(text) + ".", " ".join(map(words.get, text)) + ".") for text in drawn]
 
 
 def write(folder: Path, pairs: dict[str, list[tuple[str, str]]], name: str = "de-en"):
@@ -269,7 +269,7 @@ def test_text_comes_out_detokenised_in_the_order_it_came(options, monkeypatch):
     assert len(data.tokenizer.encode_batch(texts)[2]) > 6
 
     def copied(model, source, *_):
-        return [[i for i in row if i not in (1, 2)] for row in source.tolist()]
+        return [row[row > 2].tolist() for row in source]
 
     monkeypatch.setattr(train_mt, "translate", copied)
     found = train_mt.translate_texts(model, texts, data.tokenizer, config, context)

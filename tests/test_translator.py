@@ -177,8 +177,8 @@ def test_every_weight_has_a_gradient_and_balance_losses_are_added(row):
 def test_experts_stand_where_the_papers_have_them(options, encoder, decoder, after):
     with torch.device("meta"):
         model = Translator(Config(**SIZE | dict(n_layer=12, decoder_layers=6, expert_size=16) | options), V)
-    sparse = [[i for i, block in enumerate(blocks, 1) if block.sparse] for blocks in (model.encoder, model.decoder)]
-    assert sparse == [encoder, decoder]
+    for blocks, expected in ((model.encoder, encoder), (model.decoder, decoder)):
+        assert [i for i, block in enumerate(blocks, 1) if block.sparse] == expected
     names = [f"encoder block {i}" for i in encoder] + [f"after encoder block {i}" for i in after]
     assert model.moe_names == names + [f"decoder block {i}" for i in decoder]
     blocks = [model.encoder[i - 1].ffn for i in encoder]
