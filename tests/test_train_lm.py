@@ -412,7 +412,6 @@ def test_it_has_the_balance_loss_the_capacity_and_the_flops(name, registered, op
 
 @pytest.mark.parametrize("name", OWN)
 def test_a_gpu_makes_room_for_what_it_chooses(name, registered, options, monkeypatch):
-    monkeypatch.setattr(model, "CHECK_CHOICES", True)
     _, data, net = opened(options | {"router": name, "dtype": "float64", "capacity": 2.0})
     found, made, real = [], [], model.kept_rows
     monkeypatch.setattr(model, "kept_rows", lambda *given: made.append(real(*given)) or made[-1])
@@ -422,7 +421,7 @@ def test_a_gpu_makes_room_for_what_it_chooses(name, registered, options, monkeyp
         logits, balance = net(data.batch("train", 0)[0])
         found.append([logits, *torch.autograd.grad((logits.square().mean() + balance), list(net.parameters()))])
     torch.testing.assert_close(found[0], found[1])
-    assert made[0].used is None and len(made[1].token) == net.moe_layers[0].room(64, SIZES[name][0])
+    assert made[0].used is None and len(made[1].token) == net.moe_layers[0].most_rows(64, SIZES[name][0])
     assert len(made[0].token) == made[1].used.sum()
 
 
