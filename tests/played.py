@@ -7,8 +7,6 @@ import shutil
 import sys
 from pathlib import Path
 
-import common
-import parallel
 import torch
 import torch.nn.functional as F
 from helpers import TINY_LM, only_run

@@ -16,12 +16,8 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 
-import common
-import parallel
 import played as played_by
-import pretrained
 import pytest
-import runs
 import test_train_electra
 import test_train_mt
 import torch
