@@ -139,6 +139,18 @@ def test_its_split_says_experts_capacity_and_flops(name):
 
 
 @pytest.mark.parametrize("name", OWN)
+def test_each_expert_keeps_the_first_of_those_that_choose_it(name):
+    moe, (h, ids), seen = layer(name, capacity=0.5), tokens(2, 24), []
+    moe.watchers.append(lambda moe, h, routing, kept: seen.append((routing, kept)))
+    moe(h, ids)
+    ((routing, kept),) = seen
+    for wanted, priority, served in zip(routing.wanted.t(), routing.priority.t(), kept.t()):
+        queue = sorted((-int(priority[s]), s) for s in wanted.nonzero().flatten().tolist())
+        assert served.nonzero().flatten().tolist() == sorted(s for _, s in queue[: 48 // 8])  # half of S / 4
+    assert kept.sum() < routing.wanted.sum()
+
+
+@pytest.mark.parametrize("name", OWN)
 def test_a_gpu_makes_room_for_what_it_chooses(name, monkeypatch):
     moe, (h, ids) = layer(name, capacity=0.5), tokens(2, 12)
     results = []
@@ -186,7 +198,7 @@ def test_a_decoder_that_remembers_gives_positions_that_go_on():
 def test_one_that_sees_later_tokens_writes_and_translates_nothing():
     gpt = GPT(constants(router="own_later"), 13)
     assert gpt.sees_later and not gpt.limited_at_test
-    with pytest.raises(ValueError, match="sees later tokens, so it cannot generate"):
+    with pytest.raises(ValueError, match="own_later sees later tokens, so it cannot generate"):
         gpt.generate(torch.zeros(1, 2, dtype=torch.int64), 1)
     config = constants(router="own_later", moe_after=(), decoder_layers=2, decoder_moe=True)
     with pytest.raises(ValueError, match="sees later tokens, so it cannot translate"):
