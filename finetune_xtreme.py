@@ -57,6 +57,7 @@ class Config:
     table: str | None = None  # run every row of X-MoE's table 1, 3, 5, 6 or 7, or XLM-E's xlme1, xlme2 or xlme7
     seeds: int = 1  # repeat with so many seeds; give mean and deviation
     search: bool = False  # run every combination of the values that the paper searched for the task
+    # the task, its data and the encoder
     task: Literal["pos", "ner", "xquad", "mlqa", "tydiqa", "xnli", "pawsx", "apps"] = "apps"
     model: str = "out/train_mlm/demo"  # the encoder: folder of a run, or of XLM-R in Hugging Face's format
     encoders: str = "demo"  # in tables: the preset of the runs of train_mlm.py and train_electra.py that are compared

@@ -253,6 +253,7 @@ def test_what_is_scored_is_what_was_written_not_pieces(options, monkeypatch):
     assert [pair["bleu"] for pair in scores["pairs"].values()] == pytest.approx([100, 100])
     named = [("de-en", "eins"), ("de-en", "zwei"), ("ru-en", "раз")]
     assert scores["examples"] == [(name, one, known[one], known[one]) for name, one in named]
+    assert train_mt.score_split(model, data, "test", config, context, most=1)["sentences"] == 2
     known["раз"] = "Three dogs are here."
     scores = train_mt.score_split(model, data, "test", config, context)
     assert [pair["bleu"] < 50 for pair in scores["pairs"].values()] == [False, True]
