@@ -332,7 +332,7 @@ def sample(config: Config, folder: Path, context) -> str:
     """What a trained model writes after the prompt, without a capacity limit."""
     with clear_errors():
         model, tokenizer = pretrained.load(folder)
-        prompt = tokenizer.encode_batch([config.prompt])[0]
+        prompt = tokenizer.encode_batch([config.prompt.encode().decode()])[0]  # ValueError for half a character
     if model.sees_later:
         return "no sample: the experts choose among tokens that are not written yet"
     model = context.place(model)

@@ -1,19 +1,14 @@
-"""A router of one's own: a class of ten lines, registered by its name, is all that the scripts need to know."""
-
-import signal
+"""What a layer, a model and the FLOPs know of a router of one's own: `train_lm.py` with one stands in its tests."""
 
 import pytest
 import torch
-from helpers import Script, constants, lively, losses, only_run, result_of, stopped, values_and_gradients
+from helpers import constants, lively, values_and_gradients
 
 import model
-import train_lm
 from analysis.flops import moe_flops, served_rows
-from engine.config import command_line
 from model import GPT, Encoder, MaskedLM, Translator, in_place_of_ffn
 from routers import NOT_CHOSEN, ROUTERS, Router, Routing, balance_loss, by_rank, one_hot, priority_key, router
 
-LM = Script(train_lm)
 OWN = ("own_random", "own_soft", "own_position", "own_later")
 
 
@@ -81,37 +76,6 @@ def layer(name: str, **changes):
 def tokens(B: int, T: int):
     rng = torch.Generator().manual_seed(0)
     return torch.randn(B, T, 8, generator=rng, dtype=torch.float64), torch.zeros(B, T, dtype=torch.int64)
-
-
-@pytest.mark.parametrize("name", OWN)
-def test_it_trains_and_resumes_bit_for_bit(name, options, tmp_path, monkeypatch, capsys):
-    whole, ended = (options | {"router": name, "dropout": 0.1, "out_dir": tmp_path / place} for place in "ab")
-    LM.run(whole, monkeypatch)
-    out = capsys.readouterr().out
-    assert f"router={name}" in only_run(whole["out_dir"]).name
-    stopped(LM, 2, signal.SIGTERM, ended, capsys)
-    LM.run(ended, monkeypatch)
-    assert "goes on from step 3" in capsys.readouterr().out
-    states = [torch.load(only_run(one["out_dir"]) / "ckpt.pt") for one in (whole, ended)]
-    torch.testing.assert_close(states[0]["model"], states[1]["model"], rtol=0, atol=0)
-    assert losses(whole["out_dir"]) == losses(ended["out_dir"])
-    results = [result_of(one["out_dir"]) for one in (whole, ended)]
-    assert results[0]["test"] == results[1]["test"]
-    sees_later = ROUTERS[name].sees_later
-    assert ("not causal" in out) == ("no sample" in out) == sees_later
-    assert ("easy" in results[0]) == (name == "own_soft")  # the one whose tokens choose as many as they like
-
-
-@pytest.mark.parametrize("name, first", [("own_random", "best"), ("own_soft", "best"), ("own_position", "position")])
-def test_it_has_the_balance_loss_of_its_first_choices(name, first):
-    h, ids = tokens(2, 6)
-    routing = layer(name).router(h.flatten(0, 1), ids.flatten(), torch.arange(6).repeat(2))
-    E = routing.probs.shape[1]
-    by_hand, counted = 0.0, routing.probs.argmax(dim=1) if first == "best" else torch.arange(6).repeat(2) % E
-    for e in range(E):
-        by_hand += E * (counted == e).double().mean() * routing.probs[:, e].mean()
-    torch.testing.assert_close(routing.balance_loss, by_hand)
-    assert routing.balance_loss.requires_grad
 
 
 def test_one_that_is_balanced_by_itself_has_none():
@@ -212,18 +176,6 @@ def test_it_stands_between_the_layers_of_an_encoder_too():
     logits, balance = net(torch.randint(4, 13, (2, 8)), torch.arange(5))
     (logits.sum() + balance).backward()
     assert net.moe_layers[0].router.experts.grad.any() and net.moe_layers[0].experts[0].w_in.grad.any()
-
-
-def test_the_command_line_knows_it_and_what_it_reads():
-    def parse(*line):
-        return command_line(train_lm.Config, train_lm.PRESETS, list(line))
-
-    assert parse("--router", "own_random", "--score", "hypersphere").score == "hypersphere"
-    for name, constant in ((OWN[0], "threshold"), (OWN[2], "score"), (OWN[3], "balance_coef")):
-        with pytest.raises(ValueError, match=f"--{constant} is not read with --router {name}: leave it out"):
-            parse("--router", name, f"--{constant}", "dot" if constant == "score" else "0.5")
-    with pytest.raises(ValueError, match="router must be dense or one of .*, own_soft, .*, not 'mine'"):
-        parse("--router", "mine")
 
 
 def test_a_router_that_does_not_choose_says_so():
