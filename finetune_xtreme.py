@@ -18,17 +18,19 @@ command goes on where it stopped. `--help` lists every constant.
 
 import hashlib
 import json
-import statistics
 from collections import ChainMap
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
+from operator import itemgetter
 from pathlib import Path
+from statistics import fmean
 from types import SimpleNamespace
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from tqdm import tqdm
 
 from analysis import flops, measures
@@ -55,6 +57,7 @@ class Config:
     table: str | None = None  # run every row of X-MoE's table 1, 3, 5, 6 or 7, or XLM-E's xlme1, xlme2 or xlme7
     seeds: int = 1  # repeat with so many seeds; give mean and deviation
     search: bool = False  # run every combination of the values that the paper searched for the task
+    # the task, its data and the encoder
     task: Literal["pos", "ner", "xquad", "mlqa", "tydiqa", "xnli", "pawsx", "apps"] = "apps"
     model: str = "out/train_mlm/demo"  # the encoder: folder of a run, or of XLM-R in Hugging Face's format
     encoders: str = "demo"  # in tables: the preset of the runs of train_mlm.py and train_electra.py that are compared
@@ -62,6 +65,7 @@ class Config:
     train_source: str | None = None  # file or folder to train on, where it is another
     train_examples: int | None = None  # at most so many of them
     test_examples: int | None = None  # at most so many of each language
+    # training
     frozen: bool = True  # routers and experts stay as they are (X-MoE 3.3); the balance loss still reaches the rest
     balance_coef: float = 0.01  # alpha, the weight of the balance loss, where there are sparse layers
     epochs: int = 10  # passes through the training rows
@@ -78,8 +82,9 @@ class Config:
     weight_decay: float = 0.0  # of matrices and embeddings
     grad_clip: float = 1.0  # largest norm of the gradient; 0 for no limit
     dropout: float = 0.1  # in the encoder, and in the head of tags and labels
-    seed: int = 0  # of the new layer's weights, data order and dropout
+    seed: int = 0  # of the new layers' weights, data order and dropout
     log_every: int = 10  # steps from one look at the loss to the next
+    # where and how
     out_dir: str = "out/finetune_xtreme"  # where runs are kept
     device: str = "auto"  # cuda, mps or cpu
     dtype: Literal["auto", "bfloat16", "float32", "float64"] = "auto"  # auto: bfloat16 where it is fast
@@ -89,59 +94,61 @@ class Config:
 
     @property
     def where(self) -> set[str]:
-        return {"search", "encoders", "predict", "source"}  # the data's checksum is of what was read
+        """Constants that make no other run. Of the source it is what was read that counts, by a checksum."""
+        return {"search", "encoders", "predict", "source"}
 
     def unread(self) -> set[str]:
-        if self.predict is not None:
-            return set()  # the model's own constants are read
-        names = set() if xtreme.TASKS[self.task].kind == "answer" else {"stride", "longest_answer"}
+        """Constants that a run does not read because of others: see engine/config.py."""
+        names = set()
+        if self.predict is not None:  # refused by predict_file
+            return names
+        if xtreme.TASKS[self.task].kind != "answer":
+            names |= {"stride", "longest_answer"}
         if self.table is None:
-            names |= {"encoders"} | ({"source", "train_source"} if self.task == "apps" else set())
+            names |= {"encoders"}
+        if self.table is None and self.task == "apps":
+            names |= {"source", "train_source"}
         return names
 
 
-# X-MoE appendix C and XLM-E table 11. Of several values, which the papers searched, a preset takes the middle one.
-# Clipping, dropout, Adam's constants and lengths are those of XTREME's own scripts: the papers do not say.
-ANSWERS = dict(learning_rate=(2e-5, 3e-5, 4e-5), epochs=(2, 3, 4))
-XMOE = {
-    "pos": dict(batch_size=8, learning_rate=(1e-5, 2e-5, 3e-5)),
-    "ner": dict(batch_size=8, learning_rate=(5e-6, 6e-6, 7e-6, 8e-6, 9e-6)),
-    "xquad": ANSWERS,
-    "mlqa": ANSWERS,
-    "tydiqa": ANSWERS | dict(epochs=(10, 20, 40)),
-    "xnli": dict(learning_rate=2e-5, epochs=5, warmup=0.2, weight_decay=0.01),
-    "pawsx": dict(learning_rate=(1e-5, 2e-5)),
+# X-MoE appendix C and XLM-E table 11. A tuple: the paper searched these values, and the preset takes the middle one.
+# Clipping, dropout, Adam's constants and lengths are those of XTREME's own scripts: the papers do not say. `sample` is
+# for encoders of the demos' size, which take larger steps, on a part of each task.
+BALANCE = (0.0, 1e-3, 1e-2, 1e-1)
+TAG_RATES = (1e-5, 2e-5, 3e-5)
+NER_RATES = (5e-6, 6e-6, 7e-6, 8e-6, 9e-6)
+ANSWER_RATES = (2e-5, 3e-5, 4e-5)
+SMALL = dict(batch_size=16, micro_size=16, dropout=0.0, test_examples=200)
+TASKS = {
+    "xmoe-pos": dict(batch_size=8, learning_rate=TAG_RATES, balance_coef=BALANCE),
+    "xmoe-ner": dict(batch_size=8, learning_rate=NER_RATES, balance_coef=BALANCE),
+    "xmoe-xquad": dict(learning_rate=ANSWER_RATES, epochs=(2, 3, 4), balance_coef=BALANCE),
+    "xmoe-mlqa": dict(learning_rate=ANSWER_RATES, epochs=(2, 3, 4), balance_coef=BALANCE),
+    "xmoe-tydiqa": dict(learning_rate=ANSWER_RATES, epochs=(10, 20, 40), balance_coef=BALANCE),
+    "xmoe-xnli": dict(learning_rate=2e-5, epochs=5, warmup=0.2, weight_decay=0.01, balance_coef=BALANCE),
+    "xmoe-pawsx": dict(learning_rate=(1e-5, 2e-5), balance_coef=BALANCE),
+    "xlme-pos": dict(batch_size=(8, 16, 32), learning_rate=TAG_RATES),
+    "xlme-ner": dict(batch_size=8, learning_rate=NER_RATES),
+    "xlme-xquad": dict(learning_rate=ANSWER_RATES, epochs=4),
+    "xlme-mlqa": dict(learning_rate=ANSWER_RATES, epochs=(2, 3, 4)),
+    "xlme-tydiqa": dict(learning_rate=ANSWER_RATES, epochs=(10, 20, 40)),
+    "xlme-xnli": dict(learning_rate=(5e-6, 6e-6, 7e-6, 8e-6), warmup=12_500 / 122_720),
+    "xlme-pawsx": dict(learning_rate=(8e-6, 9e-6, 1e-5, 2e-5)),
+    "sample-pos": SMALL | dict(train_examples=2000, epochs=6, learning_rate=2e-3),
+    "sample-ner": SMALL | dict(train_examples=2000, epochs=6, learning_rate=2e-3),
+    "sample-xquad": SMALL | dict(train_examples=1000, epochs=3, learning_rate=1e-3),
+    "sample-mlqa": SMALL | dict(train_examples=1000, epochs=3, learning_rate=1e-3),
+    "sample-tydiqa": SMALL | dict(train_examples=1000, epochs=3, learning_rate=1e-3),
+    "sample-xnli": SMALL | dict(train_examples=5000, epochs=4),
+    "sample-pawsx": SMALL | dict(train_examples=5000, epochs=10),
 }
-XMOE = {task: constants | dict(balance_coef=(0.0, 1e-3, 1e-2, 1e-1)) for task, constants in XMOE.items()}
-XLME = {
-    "pos": dict(batch_size=(8, 16, 32), learning_rate=(1e-5, 2e-5, 3e-5)),
-    "ner": dict(batch_size=8, learning_rate=(5e-6, 6e-6, 7e-6, 8e-6, 9e-6)),
-    "xquad": ANSWERS | dict(epochs=4),
-    "mlqa": ANSWERS,
-    "tydiqa": ANSWERS | dict(epochs=(10, 20, 40)),
-    "xnli": dict(learning_rate=(5e-6, 6e-6, 7e-6, 8e-6), warmup=12_500 / 122_720),
-    "pawsx": dict(learning_rate=(8e-6, 9e-6, 1e-5, 2e-5)),
-}
-# For encoders of the demos' size, which take larger steps: a sample of each task.
-SAMPLE = {
-    "pos": dict(train_examples=2000, epochs=6, learning_rate=2e-3),
-    "ner": dict(train_examples=2000, epochs=6, learning_rate=2e-3),
-    "xquad": dict(train_examples=1000, epochs=3, learning_rate=1e-3),
-    "mlqa": dict(train_examples=1000, epochs=3, learning_rate=1e-3),
-    "tydiqa": dict(train_examples=1000, epochs=3, learning_rate=1e-3),
-    "xnli": dict(train_examples=5000, epochs=4),
-    "pawsx": dict(train_examples=5000, epochs=10),
-}
-COMMON = dict(batch_size=16, micro_size=16, dropout=0.0, test_examples=200)
-SAMPLE = {task: constants | COMMON for task, constants in SAMPLE.items()}
-PRESETS, SEARCHED = {"demo": {}}, {"demo": {}}
-for paper, tasks in {"xmoe": XMOE, "xlme": XLME, "sample": SAMPLE}.items():
-    for task, constants in tasks.items():
-        name = f"{paper}-{task}"
-        SEARCHED[name] = {key: values for key, values in constants.items() if isinstance(values, tuple)}
-        middle = {key: values[len(values) // 2] for key, values in SEARCHED[name].items()}
-        length = 384 if xtreme.TASKS[task].kind == "answer" else 128
-        PRESETS[name] = dict(task=task, batch_size=32, micro_size=8, block_size=length) | constants | middle
+PRESETS, SEARCHED = {"demo": {}}, {"demo": {}}  # SEARCHED: a preset's constants with all values that were searched
+for name, constants in TASKS.items():
+    task = name.partition("-")[2]
+    length = 384 if xtreme.TASKS[task].kind == "answer" else 128
+    SEARCHED[name] = {constant: values for constant, values in constants.items() if isinstance(values, tuple)}
+    middle = {constant: values[len(values) // 2] for constant, values in SEARCHED[name].items()}
+    PRESETS[name] = dict(task=task, batch_size=32, micro_size=8, block_size=length) | constants | middle
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Tables: rows of encoders, each fine-tuned on several tasks, beside the paper's numbers (F1/EM of answers)
@@ -204,13 +211,16 @@ def table(number: str, base: Config) -> Table:
     """A row for each encoder and task, by the constants that the preset's paper has for the task; demo: by a sample."""
     title, tasks = TITLES[number]
     defaults = {name: getattr(Config, name) for name in PRESETS[base.preset]}  # the base's preset is of another task
-    paper_of_constants = "sample" if base.preset == "demo" else base.preset.split("-")[0]
+    paper = "sample" if base.preset == "demo" else base.preset.partition("-")[0]
     rows = []
-    for label, encoder, change, paper in [row for own, *row in ROWS if own == number]:
-        for task, their_number in zip(tasks, paper.split(", ")):
-            preset = f"{paper_of_constants}-{task}"
-            run = {"preset": preset, "model": f"out/{encoder.format(base.encoders)}"}
-            rows.append(((label, task, their_number), defaults | PRESETS[preset] | run | change))
+    for table, label, encoder, change, numbers in ROWS:
+        if table != number:
+            continue
+        run = f"out/{encoder.format(base.encoders)}"
+        for task, theirs in zip(tasks, numbers.split(", ")):
+            preset = f"{paper}-{task}"
+            own = defaults | PRESETS[preset] | dict(preset=preset, model=run)
+            rows.append(((label, task, theirs), own | change))
     return Table(title, ("encoder", "task", "paper"), rows)
 
 
@@ -251,10 +261,11 @@ class FineTuned(SparseModel):
             nn.init.normal_(layer.weight, std=std)
             nn.init.zeros_(layer.bias)
 
-    def forward(self, ids: Tensor, real: Tensor | None, words: Tensor) -> tuple[Tensor, Tensor]:
-        """ids (B, T), real (S,) as in `Encoder`, words (M,) places in B * T -> logits, balance loss.
+    def forward(self, ids, real, words):
+        """ids (B, T), real (S,) as in `Encoder`, words (M,) places of words in B * T -> logits, balance loss.
 
-        Logits are (M, tags), (B, labels), or of answers (2 B, T): where each row's begins, where it ends, and so on.
+        Logits of tags are (M, tags), of labels (B, labels), of answers (2 B, T): where the first row's answer begins,
+        where it ends, then the second row's, and so on.
         """
         h, balance = self.encoder(ids, real)  # (B, T, D)
         if self.kind == "label":
@@ -271,7 +282,7 @@ class FineTuned(SparseModel):
 
 
 def build(config: Config, labels: list[str]) -> tuple[FineTuned, XLMR]:
-    """A pre-trained encoder under a new head, and its tokenizer. ValueError where --model is something else."""
+    """A pre-trained encoder under a new head, and its tokenizer. Raises ValueError where --model is something else."""
     encoder, tokenizer = pretrained.load_encoder(config.model, dropout=config.dropout)
     if tokenizer.vocab_size != encoder.vocab_size:
         raise ValueError(f"{config.model}: its tokenizer has {tokenizer.vocab_size:,} pieces, not those of its model")
@@ -285,19 +296,20 @@ def build(config: Config, labels: list[str]) -> tuple[FineTuned, XLMR]:
 
 @torch.no_grad()
 def predict(model: FineTuned, examples: list[Example], config: Config, tokenizer: XLMR, context) -> list:
-    """Of every example its tags, its answer or its label. Rows of like lengths together, dealt to the processes."""
+    """For each example its tags, its answer or its label. Processes share out batches of rows of like lengths."""
     model.eval()
     rows = make_rows(model, examples, config, tokenizer)
-    order = sorted(range(len(rows)), key=lambda number: -len(rows[number].ids))
-    batches = [order[first : first + config.micro_size] for first in range(0, len(order), config.micro_size)]
-    found = {}  # number of a row -> a list: the tags of its words, its label, or its best answer
-    for numbers in batches[context.rank :: context.world]:
+    longest_first = sorted(range(len(rows)), key=lambda number: -len(rows[number].ids))
+    size, found = config.micro_size, {}  # number of a row -> a list: the tags of its words, its label, its best answer
+    for first in range(context.rank * size, len(rows), context.world * size):
+        numbers = longest_first[first : first + size]
         own = [rows[number] for number in numbers]
         batch = xtreme_rows.batch_of(own, tokenizer.pad)
         with context.autocast():
             logits, _ = model(*context.send_all(batch.ids, batch.real, batch.words))
         logits = logits.float().cpu()
-        found |= zip(numbers, xtreme_rows.row_predictions(model.kind, model.labels, own, logits, config.longest_answer))
+        predicted = xtreme_rows.row_predictions(model.kind, model.labels, own, logits, config.longest_answer)
+        found.update(zip(numbers, predicted))
     found = ChainMap(*context.gather(found))
     model.train()
     return xtreme_rows.by_example(model.kind, examples, rows, found)
@@ -310,6 +322,7 @@ def longest_row(model: FineTuned, config: Config) -> int:
 
 
 def make_rows(model: FineTuned, examples: list[Example], config: Config, tokenizer: XLMR) -> list[Row]:
+    """Raises ValueError where a row would be too short for anything."""
     T = longest_row(model, config)
     if T < 8:
         raise ValueError(f"block_size = {T} leaves a row no room for a question and a text: 8 or more")
@@ -328,39 +341,53 @@ COUNTING = {  # kind of task: what finds its answers by counting words, and what
 
 
 def score_languages(run: Run, model: FineTuned, examples: Examples, config: Config, context) -> dict:
-    """-> scores of every language, their mean, and by how much English is ahead of the others (XLM-E table 7).
+    """Scores every language, beside a guess and what counting words finds -> these, their means, and the gap: by how
+    much English is ahead of the mean of the others (XLM-E table 7).
 
     What was predicted is kept in test-LANGUAGE.jsonl, a line an example.
     """
-    kind, languages, guesses, counted = model.kind, {}, {}, {}
-    by_word = COUNTING[kind][0](examples.train) if kind in COUNTING else None
+    kind, by_word = model.kind, None
+    if kind in COUNTING:
+        by_word = COUNTING[kind][0](examples.train)
+    languages, guesses, counted = {}, {}, {}
     for language, own in tqdm(examples.test.items(), desc="testing", unit="language", disable=context.rank > 0):
-        predicted = predict(model, own, config, run.tokenizer, context)
-        lines = []
-        for one, ours in zip(own, predicted):
-            record = {"id": one.id, "language": language, "gold": one.gold, "predicted": ours}
-            lines.append(json.dumps(record, ensure_ascii=False) + "\n")
-        run.write(f"test-{language}.jsonl", "".join(lines))
         gold = [one.gold for one in own]
-        languages[language] = xtreme_scores.scores(config.task, language, gold, predicted)
-        guess = xtreme_scores.guess(kind, examples.train, own)
-        guesses[language] = xtreme_scores.scores(config.task, language, gold, guess)
+        score = partial(xtreme_scores.scores, config.task, language, gold)
+        predicted = predict(model, own, config, run.tokenizer, context)
+        keep(run, language, own, predicted)
+        languages[language] = score(predicted)
+        guesses[language] = score(xtreme_scores.guess(kind, examples.train, own))
         if by_word:
-            counted[language] = xtreme_scores.scores(config.task, language, gold, by_word(own))
-    gap, others = {}, [scores for language, scores in languages.items() if language != "en"]
-    if others and "en" in languages:
-        gap = {metric: languages["en"][metric] - mean for metric, mean in mean_of(others).items()}
-    means = {"mean": mean_of([*languages.values()]), "guess": mean_of([*guesses.values()]), "gap": gap}
-    means["counting"] = mean_of([*counted.values()]) if counted else {}
-    return {"languages": languages, "guesses": guesses, "counted": counted} | means
+            counted[language] = score(by_word(own))
+    scores = {"languages": languages, "guesses": guesses, "counted": counted}
+    means = {"mean": mean_of(languages), "guess": mean_of(guesses), "counting": mean_of(counted)}
+    return scores | means | {"gap": gap_of(languages)}
 
 
-def mean_of(scores: list[dict[str, float]]) -> dict[str, float]:
-    """Of each metric."""
-    mean = {}
-    for metric in scores[0]:
-        mean[metric] = statistics.fmean(one[metric] for one in scores)
-    return mean
+def keep(run: Run, language: str, examples: list[Example], predicted: list):
+    lines = []
+    for one, ours in zip(examples, predicted):
+        record = {"id": one.id, "language": language, "gold": one.gold, "predicted": ours}
+        lines.append(json.dumps(record, ensure_ascii=False) + "\n")
+    run.write(f"test-{language}.jsonl", "".join(lines))
+
+
+def gap_of(languages: dict[str, dict]) -> dict[str, float]:
+    """English minus the mean of the other languages, of each metric; {} where there are not both."""
+    others = {language: scores for language, scores in languages.items() if language != "en"}
+    if not others or len(others) == len(languages):
+        return {}
+    mean = mean_of(others)
+    return {metric: value - mean[metric] for metric, value in languages["en"].items()}
+
+
+def mean_of(languages: dict[str, dict]) -> dict[str, float]:
+    """The mean over languages of each metric; {} where there are no languages."""
+    values = {}
+    for scores in languages.values():
+        for metric, value in scores.items():
+            values.setdefault(metric, []).append(value)
+    return {metric: fmean(own) for metric, own in values.items()}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -370,48 +397,25 @@ def mean_of(scores: list[dict[str, float]]) -> dict[str, float]:
 def train(config: Config, context) -> dict:
     """Fine-tunes (or goes on) on English, and scores every language -> the result, which is also in result.json."""
     with clear_errors():
-        limits = config.train_examples, config.test_examples
-        examples = xtreme.read_examples(config.task, config.source, config.train_source, *limits)
-        for note in examples.notes:
-            warn(note)
-        model, tokenizer = build(config, examples.labels)
-        T = longest_row(model, config)
-        if "block_size" in said(config, PRESETS) and T < (config.block_size or 0):
-            raise ValueError(f"{config.model} has {T} positions, fewer than --block_size {config.block_size}")
-        rows = make_rows(model, examples.train, config, tokenizer)
-        rows = [row for row in rows if set(row.targets) != {xtreme_rows.UNKNOWN}]
-        if not rows:
-            raise ValueError(f"no training example of {config.task} has a label that is known")
-        start = hash_of(model, examples)
-        data = TaskData(rows, tokenizer, config.batch_size, config.micro_size, config.seed, start)
-        gold = [one.gold for one in examples.valid]
-        guessed = xtreme_scores.scores(
-            config.task, "en", gold, xtreme_scores.guess(model.kind, examples.train, examples.valid)
-        )
+        examples, model, data = set_up(config)
         steps = config.epochs * data.steps_per_epoch
         run = Run(config, PRESETS, context, data, total=steps, every=data.steps_per_epoch)
-        if run.result:
-            return run.result
-    model = context.place(model)
-    if config.frozen:  # routers and experts (X-MoE 3.3)
-        for moe in model.moe_layers:
-            moe.requires_grad_(False)
-    context.say(
-        f"{run.name}: {len(rows):,} rows of {len(examples.train):,} training examples, up to {T} tokens each; "
-        f"{steps:,} steps; "
-        f"{len(gold):,} development examples, of which a guess reaches {describe(guessed)}; "
-        f"{len(examples.test)} languages to score"
-    )
-    forward = parallel.wrap(model, config, context)
-    optimizer = adamw(model, config)
-    watches = [measures.Load(moe) for moe in model.moe_layers]
-    loads = run.kept.setdefault("loads", [])  # [i][layer][expert]: tokens of the i-th 100 steps
-    for watch, total in zip(watches, run.kept.get("pending", [])):  # of the steps since the last full 100
-        watch.total.copy_(total * (context.rank == 0))  # one process goes on with the sums of all
-    run.kept["pending"] = lambda: [context.sum(watch.total) for watch in watches]
+    if run.result:
+        return run.result
     with clear_errors():
+        model = context.place(model)
+        if config.frozen:  # routers and experts (X-MoE 3.3)
+            for moe in model.moe_layers:
+                moe.requires_grad_(False)
+        context.say(f"{run.name}: {describe_data(config, examples, data, model)}")
+        forward = parallel.wrap(model, config, context)
+        optimizer = adamw(model, config)
+        watches = list(map(measures.Load, model.moe_layers))
+        loads = run.kept.setdefault("loads", [])  # [i][layer][expert]: tokens of the i-th 100 steps
+        for watch, total in zip(watches, run.kept.get("pending", [])):  # of the steps since the last full 100
+            watch.total.copy_(total * (context.rank == 0))  # one process goes on with the sums of all
+        run.kept["pending"] = lambda: [context.sum(watch.total) for watch in watches]
         run.resume(model, optimizer, flops.matrix_flops(model)["total"])
-
     for step in run.steps():
         set_learning_rate(optimizer, linear(step, steps, config.warmup, config.learning_rate))
         for micro in run.micros:
@@ -431,8 +435,8 @@ def train(config: Config, context) -> dict:
         if (step + 1) % 100 == 0:
             loads.append([watch.take(context.sum) for watch in watches])
         if run.due(step + 1):
-            predicted = predict(model, examples.valid, config, tokenizer, context)
-            scores = xtreme_scores.scores(config.task, "en", gold, predicted)
+            predicted = predict(model, examples.valid, config, data.tokenizer, context)
+            scores = score_english(config, examples, predicted)
             best = run.kept.get("best")
             if best is None or main_score(scores) > main_score(best["scores"]):
                 weights = {name: x.to("cpu", copy=True) for name, x in model.state_dict().items()}
@@ -444,7 +448,32 @@ def train(config: Config, context) -> dict:
     model.load_state_dict(best["model"])
     run.save_model("model.pt", model, best["step"], labels=model.labels)
     scores = score_languages(run, model, examples, config, context)
-    return run.finish(scores | {"valid": best["scores"], "step": best["step"], "loads": loads, "longest_row": T})
+    scores |= {"valid": best["scores"], "step": best["step"], "loads": loads}
+    return run.finish(scores | {"longest_row": longest_row(model, config)})
+
+
+def set_up(config: Config) -> tuple[Examples, FineTuned, TaskData]:
+    """What a run starts from. Raises ValueError, OSError or ImportError where something is missing."""
+    limits = config.train_examples, config.test_examples
+    examples = xtreme.read_examples(config.task, config.source, config.train_source, *limits)
+    for note in examples.notes:
+        warn(note)
+    model, tokenizer = build(config, examples.labels)
+    T = longest_row(model, config)
+    if "block_size" in said(config, PRESETS) and T < (config.block_size or 0):
+        raise ValueError(f"{config.model} has {T} positions, fewer than --block_size {config.block_size}")
+    rows = make_rows(model, examples.train, config, tokenizer)
+    rows = [row for row in rows if set(row.targets) != {xtreme_rows.UNKNOWN}]
+    if not rows:
+        raise ValueError(f"no training example of {config.task} has a label that is known")
+    start = hash_of(model, examples)
+    return examples, model, TaskData(rows, tokenizer, config.batch_size, config.micro_size, config.seed, start)
+
+
+def score_english(config: Config, examples: Examples, predicted: list) -> dict[str, float]:
+    """Scores of predictions for the development set, which choose the checkpoint."""
+    gold = [one.gold for one in examples.valid]
+    return xtreme_scores.scores(config.task, "en", gold, predicted)
 
 
 def hash_of(model: nn.Module, examples: Examples) -> str:
@@ -455,24 +484,39 @@ def hash_of(model: nn.Module, examples: Examples) -> str:
     return found.hexdigest()
 
 
+def describe_data(config: Config, examples: Examples, data: TaskData, model: FineTuned) -> str:
+    guess = xtreme_scores.guess(model.kind, examples.train, examples.valid)
+    reached = describe(score_english(config, examples, guess))
+    return (
+        f"{len(data.rows):,} rows of {len(examples.train):,} training examples, up to {longest_row(model, config)} "
+        f"tokens each; {config.epochs * data.steps_per_epoch:,} steps; {len(examples.valid):,} development examples, "
+        f"of which a guess reaches {reached}; {len(examples.test)} languages to score"
+    )
+
+
 def describe(scores: dict[str, float]) -> str:
     return ", ".join(f"{metric} {value:.1f}" for metric, value in scores.items())
 
 
 def report(config: Config, result: dict) -> str:
-    """A finished result in words."""
+    """A finished result in words: a table of the languages, and by how much English is ahead."""
+    kind = xtreme.TASKS[config.task].kind
     what = "a smoke test, no task of XTREME's; " if config.task == "apps" else ""
-    lines = [f"\n{result['name']}: {what}weights of step {result['step']}, best in English development"]
-    _, by_word = COUNTING.get(xtreme.TASKS[config.task].kind, (None, ""))
-    lines += [f"{'':10}{'score':22}{'guess without a model':24}{by_word}".rstrip()]
+    by_word = COUNTING[kind][1] if kind in COUNTING else ""
+    lines = [
+        f"\n{result['name']}: {what}weights of step {result['step']}, best in English development",
+        f"{'':10}{'score':22}{'guess without a model':24}{by_word}".rstrip(),
+    ]
     for language, scores in result["languages"].items():
-        guess, counted = result["guesses"][language], result["counted"].get(language, {})
-        lines += [f"{language:10}{describe(scores):22}{describe(guess):24}{describe(counted)}".rstrip()]
-    guess, counted = result["guess"], result["counting"]
-    lines += [f"{'mean':10}{describe(result['mean']):22}{describe(guess):24}{describe(counted)}".rstrip()]
+        lines.append(line_of(language, scores, result["guesses"][language], result["counted"].get(language, {})))
+    lines.append(line_of("mean", result["mean"], result["guess"], result["counting"]))
     if result["gap"]:
-        lines += [f"English is ahead of the mean of the others by {describe(result['gap'])}"]
+        lines.append(f"English is ahead of the mean of the others by {describe(result['gap'])}")
     return "\n".join(lines)
+
+
+def line_of(language: str, scores: dict, guess: dict, counted: dict) -> str:
+    return f"{language:10}{describe(scores):22}{describe(guess):24}{describe(counted)}".rstrip()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -480,7 +524,7 @@ def report(config: Config, result: dict) -> str:
 
 
 def search(config: Config, context):
-    """Every combination of the values that the paper searched, by their score in English development."""
+    """Runs every combination of the values that the paper searched, and orders them by English development."""
     values = SEARCHED[config.preset]
     with clear_errors():
         if not values or config.table or config.seeds > 1:
@@ -492,9 +536,10 @@ def search(config: Config, context):
     for combination in product(*values.values()):
         change = dict(zip(values, combination))
         result = train(replace(config, **change), context)
-        found.append((main_score(result["valid"]), change, result))
-    found.sort(key=lambda one: -one[0])
-    rows = [[*change.values(), describe(one["valid"]), describe(one["mean"])] for _, change, one in found]
+        row = [*combination, describe(result["valid"]), describe(result["mean"])]
+        found.append((main_score(result["valid"]), row))
+    found.sort(key=itemgetter(0), reverse=True)
+    rows = [row for _, row in found]
     if context.rank == 0:
         headers = [*values, "English development", "mean over languages"]
         print(f"\n{config.preset}, the best first\n\n{markdown_table(headers, rows)}")
@@ -508,29 +553,41 @@ def predict_file(config: Config, context):
     """
     with clear_errors():
         refuse_others(config, PRESETS, "predict", {"model", "device", "dtype"})
-        _, state = newest(Path(config.model), ("model.pt",))
-        if state.get("class") != FineTuned.__name__:
-            raise ValueError(f"{config.model} holds no fine-tuned model: give a folder under out/finetune_xtreme")
-        identity = state["identity"]
-        constants = Config(**{name: identity[name] for name in identity.keys() & vars(Config()).keys()})
-        kind, wanted = xtreme.TASKS[constants.task].kind, 1 if constants.task == "apps" else 2
-        encoder = Encoder(SimpleNamespace(**state["constants"]), state["vocab_size"])
-        model = FineTuned(encoder, kind, state["labels"], dropout=0.0)
-        model.load_state_dict(state["model"])
-        tokenizer = load_tokenizer(Path(config.model))
-        examples = []
-        for number, line in enumerate(read_lines(Path(config.predict)), 1):
-            texts = line.split() if kind == "tags" else line.rstrip("\r\n").split("\t")
-            if kind != "tags" and len(texts) != wanted:
-                raise ValueError(f"{config.predict}, line {number}: {len(texts)} texts between TABs, not {wanted}")
-            gold = {"tags": [""] * len(texts), "answer": [], "label": ""}[kind]
-            examples.append(Example(str(number), tuple(texts), gold))
+        constants, model, tokenizer = load_fine_tuned(Path(config.model))
+        examples = list(read_unlabelled(config.predict, constants.task))
     model = context.place(model)
     for example, found in zip(examples, predict(model, examples, constants, tokenizer, context)):
-        if kind == "tags":
+        if model.kind == "tags":
             found = "".join(f"{word}\t{tag}\n" for word, tag in zip(example.texts, found))
         if context.rank == 0:
             print(found)
+
+
+def load_fine_tuned(folder: Path) -> tuple[Config, FineTuned, XLMR]:
+    """A finished run of this script: its constants, its best weights, its tokenizer. Raises ValueError for others."""
+    _, state = newest(folder, ("model.pt",))
+    if state.get("class") != FineTuned.__name__:
+        raise ValueError(f"{folder} holds no fine-tuned model: give a folder under out/finetune_xtreme")
+    known = state["identity"].keys() & vars(Config()).keys()
+    config = Config(**{name: state["identity"][name] for name in known})
+    encoder = Encoder(SimpleNamespace(**state["constants"]), state["vocab_size"])
+    model = FineTuned(encoder, xtreme.TASKS[config.task].kind, state["labels"], dropout=0.0)
+    model.load_state_dict(state["model"])
+    return config, model, load_tokenizer(folder)
+
+
+def read_unlabelled(file: str, task: str) -> Iterator[Example]:
+    """An example a line. Raises ValueError for a line with another number of texts than the task has."""
+    kind, wanted = xtreme.TASKS[task].kind, 1 if task == "apps" else 2
+    for number, line in enumerate(read_lines(Path(file)), 1):
+        if kind == "tags":
+            words = line.split()
+            yield Example(str(number), tuple(words), [""] * len(words))
+            continue
+        texts = line.rstrip("\r\n").split("\t")
+        if len(texts) != wanted:
+            raise ValueError(f"{file}, line {number}: {len(texts)} texts between TABs, not {wanted}")
+        yield Example(str(number), tuple(texts), [] if kind == "answer" else "")
 
 
 def main():

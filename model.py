@@ -521,7 +521,9 @@ class Block(nn.Module):
 
 
 def every_so_many(config, layers: int) -> list[bool]:
-    """Which of so many blocks have experts in place of their FFN."""
+    """Which of so many blocks have experts in place of their FFN. Raises ValueError where not even the last has."""
+    if config.router != "dense" and config.moe_every > config.n_layer:
+        raise ValueError(f"moe_every = {config.moe_every} leaves no block of n_layer = {config.n_layer} with experts")
     return [config.router != "dense" and depth % config.moe_every == 0 for depth in range(1, 1 + layers)]
 
 
@@ -563,10 +565,10 @@ class GPT(SparseModel):
         """ids (B, T) -> (B, T + new_tokens), sampled from softmax(logits / temperature) over the top_k (None: all).
 
         There is no capacity limit, so that a token depends only on its own past and not on what else is in the batch.
-        Raises ValueError for expert_choice, whose experts choose among tokens that are not written yet.
+        Raises ValueError for a router that sees later tokens, as expert_choice does: they are not written yet.
         """
         if self.sees_later:
-            raise ValueError("expert_choice sees later tokens, so it cannot generate")
+            raise ValueError(f"router {self.config.router} sees later tokens, so it cannot generate")
         was_training = self.training
         self.eval()
         with self.no_limit():
@@ -790,7 +792,7 @@ def rows_of(keys_values: list[KeysValues], rows) -> list[KeysValues]:
 class Translator(SparseModel):
     """Encoder-decoder: source and what is written so far -> logits of the next token, and the balance loss.
 
-    Raises ValueError for expert_choice in the decoder, whose experts choose among tokens that are not written yet.
+    Raises ValueError where the decoder's router sees later tokens, as expert_choice does: they are not written yet.
     """
 
     def __init__(self, config, V: int):
@@ -806,7 +808,9 @@ class Translator(SparseModel):
         self.ln_d = nn.LayerNorm(D)
         for block in self.decoder:
             if block.sparse and block.ffn.router.sees_later:
-                raise ValueError("expert_choice sees later tokens, so it cannot translate: add --decoder_moe false")
+                raise ValueError(
+                    f"router {config.router} sees later tokens, so it cannot translate: add --decoder_moe false"
+                )
         # As in GPT-2, what writes to the residual stream starts smaller, the deeper the model.
         depth = max(config.n_layer, config.decoder_layers)
         self.draw(config.init_std, config.init_std / math.sqrt(2 * depth))

@@ -474,9 +474,8 @@ def describe_scores(scores: dict) -> str:
 def train(config: Config, context) -> dict:
     """Trains (or goes on training) a translator -> its result, which is also in result.json."""
     with clear_errors():
-        data = TranslationData.open(
-            config.data, config, context, exponent=config.sampling_exponent, target=config.target
-        )
+        how = {"exponent": config.sampling_exponent, "target": config.target}
+        data = TranslationData.open(config.data, config, context, **how)
         run = Run(config, PRESETS, context, data)
         if run.result:
             return run.result

@@ -1,15 +1,16 @@
-"""Models that were trained before: a run of these scripts, or GPT-2's and XLM-R's weights in Hugging Face's format.
+"""Models that were trained before: runs of these scripts, or GPT-2 and XLM-R in Hugging Face's format.
 
     model, tokenizer = load("out/train_mlm/demo")         the newest sound checkpoint of a run
     model, tokenizer = load("/models/xlm-roberta-base")   downloaded by hand: nothing is downloaded here
 
-A run of train_lm.py is a GPT, of train_mlm.py or train_electra.py an Encoder (without its head; of XLM-E's the
-discriminator), of train_mt.py a Translator.
+A run of train_lm.py gives a GPT; of train_mlm.py and train_electra.py an Encoder, without its head (of XLM-E the
+discriminator's); of train_mt.py a Translator.
 """
 
 import textwrap
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,17 +19,19 @@ from data.tokenizers import XLMR, Tokenizer, load_tokenizer
 from engine.run import newest, read_json
 from model import GPT, PAD, Encoder, Translator
 
+Weights = dict[str, Tensor]  # by the names that model.py has for them
+
 MODELS = {"GPT": GPT, "MaskedLM": Encoder, "Electra": Encoder, "Translator": Translator}  # trained, and loaded
-# Of a run: the translator that was best, or else the newest checkpoint and the one before it.
+# Files of a run: the best weights of a translator, or else the newest checkpoint, or the one before it.
 CHECKPOINTS = "model.pt", "ckpt.pt", "ckpt.prev.pt"
 HUGGING_FACE = "model.safetensors", "pytorch_model.bin"
 
 
 def load(path: str | Path, **changes) -> tuple[nn.Module, Tokenizer | None]:
-    """The model of a folder, on the CPU and in evaluation mode, and its tokenizer, None if the folder holds none.
+    """The model in a folder, on the CPU and in evaluation mode, and its tokenizer, None where the folder holds none.
 
-    changes: constants that are to be others, such as dropout where it is to be trained again.
-    Raises OSError or ValueError, in one line, for a folder that holds no model, or a damaged one.
+    changes: constants to replace, such as the dropout of a model that will be trained again.
+    Raises OSError or ValueError, in one line, for a folder that holds no model or a damaged one.
     """
     folder = Path(path)
     _, state = newest(folder, CHECKPOINTS)
@@ -41,7 +44,7 @@ def load(path: str | Path, **changes) -> tuple[nn.Module, Tokenizer | None]:
 
 
 def load_encoder(path: str | Path, **changes) -> tuple[Encoder, XLMR]:
-    """The same of a folder that must hold an encoder with XLM-R's kind of tokenizer; else ValueError or OSError."""
+    """As `load`, of a folder that must hold an encoder with XLM-R's kind of tokenizer."""
     folder = Path(path)
     if not folder.exists():
         raise ValueError(f"{folder} does not exist: train it with train_mlm.py, or name another folder")
@@ -54,161 +57,202 @@ def load_encoder(path: str | Path, **changes) -> tuple[Encoder, XLMR]:
 
 
 def load_run(folder: Path, state: dict, changes: dict) -> tuple[nn.Module, Tokenizer]:
-    if state.get("class") not in MODELS:
+    """From a run's checkpoint, and the tokenizer that lies beside it."""
+    if state["class"] not in MODELS:
         raise ValueError(f"{folder} holds checkpoints of something else")
     kind, weights = MODELS[state["class"]], state["model"]
-    model = make(kind, state["constants"] | changes, state["vocab_size"], folder)
     if kind is Encoder:
-        weights = under("encoder.", weights)
+        weights = part_of(weights, "encoder.")
     tokenizer = load_tokenizer(folder)
     if tokenizer.sha256 != state["identity"]["tokenizer_checksum"]:
         raise ValueError(f"{folder} was trained with another vocabulary than the tokenizer in it")
+    model = make(kind, state["constants"] | changes, state["vocab_size"], folder)
     return fill(model, {}, weights, folder).eval(), tokenizer
 
 
 def make(kind: type[nn.Module], constants: dict, V: int, path: Path) -> nn.Module:
-    """The model that a file describes, with new weights. ValueError where there can be no such model."""
+    """A model with new weights. Raises ValueError where there is none with these constants, which a file gave."""
     try:
         return kind(SimpleNamespace(**constants), V)
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, OverflowError) as error:
-        raise ValueError(f"{path} describes no model: {textwrap.shorten(str(error), 300)}") from error
+        raise ValueError(f"{path} describes no model: {short(error)}") from error
 
 
-def under(prefix: str, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A part's weights, under the names that it has for them."""
+def fill(model: nn.Module, sizes: dict, weights: Weights, path: str | Path) -> nn.Module:
+    """The model with these weights in it; it may need only some of them.
+
+    sizes: the constants of the model that the weights are of. Raises ValueError where that is another model.
+    """
+    for name, size in sizes.items():
+        ours = model.vocab_size if name == "vocab_size" else getattr(model.config, name)
+        if ours != size:
+            raise ValueError(f"{path} has {name} {size}, not {ours}")
+    needed = model.state_dict().keys() & weights.keys()
+    try:
+        model.load_state_dict({name: weights[name] for name in needed})
+    except RuntimeError as error:
+        raise ValueError(f"{path} has not the weights of the model that it describes: {short(error)}") from None
+    return model
+
+
+def part_of(weights: Weights, prefix: str) -> Weights:
+    """The weights of one part of a model, by the names that they have in that part."""
     names = [name for name in weights if name.startswith(prefix)]
     return {name.removeprefix(prefix): weights[name] for name in names}
 
 
-def fill(model: nn.Module, arguments: dict, weights: dict[str, Tensor], path: str | Path) -> nn.Module:
-    """The model with all its weights; others are left out. ValueError where they are of another model.
-
-    arguments: the constants that the weights are for.
-    """
-    for name, value in arguments.items():
-        ours = model.vocab_size if name == "vocab_size" else getattr(model.config, name)
-        if ours != value:
-            raise ValueError(f"{path} has {name} {value}, not {ours}")
-    try:
-        model.load_state_dict({name: weights[name] for name in model.state_dict() if name in weights})
-    except RuntimeError as error:
-        reason = textwrap.shorten(str(error), 300)
-        raise ValueError(f"{path} has not the weights of the model that it describes: {reason}") from None
-    return model
+def short(error: Exception) -> str:
+    return textwrap.shorten(str(error), 300)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Hugging Face's format. Of each kind of model: what our constants are called there; what model.py has no other value
-# for; and parts of the names of tensors, theirs and ours, in the order in which they are replaced.
+# Hugging Face's format
 
-DEFAULTS = dict(router="dense", dropout=0.0, init_std=0.02, frequency_bias=False, relative_bias=False)
-GPT2_SIZES = {"block_size": "n_positions"} | {name: name for name in ("vocab_size", "n_layer", "n_head", "n_embd")}
-GPT2_FIXED = {"model_type": "gpt2", "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5}
-GPT2_FIXED |= {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "tie_word_embeddings": True}
-GPT2_NAMES = {
-    "transformer.": "",  # of models with a head
-    "h.": "blocks.",
-    "attn.c_attn": "attn.qkv",
-    "attn.c_proj": "attn.proj",
-    "mlp.c_fc": "ffn.fc",
-    "mlp.c_proj": "ffn.proj",
-}
-XLMR_SIZES = dict(vocab_size="vocab_size", block_size="max_position_embeddings", n_layer="num_hidden_layers")
-XLMR_SIZES |= dict(n_head="num_attention_heads", n_embd="hidden_size", ffn_size="intermediate_size")
-XLMR_FIXED = {"model_type": "xlm-roberta", "hidden_act": "gelu", "layer_norm_eps": 1e-5, "pad_token_id": PAD}
-XLMR_FIXED |= {"type_vocab_size": 1, "position_embedding_type": "absolute", "tie_word_embeddings": True}
-XLMR_NAMES = {
-    "roberta.": "",  # of models with a head
-    "embeddings.word_embeddings": "encoder.wte",
-    "embeddings.position_embeddings": "encoder.wpe",
-    "embeddings.token_type_embeddings.weight": "encoder.token_type",
-    "embeddings.LayerNorm": "encoder.ln_e",
-    "encoder.layer.": "encoder.layers.",
-    "attention.self.": "attn.",
-    "attention.output.dense": "attn.proj",
-    "attention.output.LayerNorm": "ln_1",
-    "intermediate.dense": "ffn.fc",
-    "output.dense": "ffn.proj",
-    "output.LayerNorm": "ln_2",
-    "lm_head.dense": "dense",
-    "lm_head.layer_norm": "ln_h",
-    "lm_head.bias": "bias",
-}
+
+class Format(NamedTuple):
+    """How a kind of model is written down."""
+
+    sizes: dict[str, str]  # our constants, and their names in config.json
+    fixed: dict  # values in config.json for which model.py has a model
+    names: dict[str, str]  # parts of the tensors' names, theirs and ours, replaced in this order
+
+
+OTHERS = dict(router="dense", dropout=0.0, init_std=0.02, frequency_bias=False, relative_bias=False)
+GPT2_FORMAT = Format(
+    sizes={
+        "vocab_size": "vocab_size",
+        "block_size": "n_positions",
+        "n_layer": "n_layer",
+        "n_head": "n_head",
+        "n_embd": "n_embd",
+        "ffn_size": "n_inner",
+    },
+    fixed={
+        "model_type": "gpt2",
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-5,
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+        "tie_word_embeddings": True,
+    },
+    names={
+        "transformer.": "",  # of models with a head
+        "h.": "blocks.",
+        "attn.c_attn": "attn.qkv",
+        "attn.c_proj": "attn.proj",
+        "mlp.c_fc": "ffn.fc",
+        "mlp.c_proj": "ffn.proj",
+    },
+)
+XLMR_FORMAT = Format(
+    sizes={
+        "vocab_size": "vocab_size",
+        "block_size": "max_position_embeddings",
+        "n_layer": "num_hidden_layers",
+        "n_head": "num_attention_heads",
+        "n_embd": "hidden_size",
+        "ffn_size": "intermediate_size",
+    },
+    fixed={
+        "model_type": "xlm-roberta",
+        "hidden_act": "gelu",
+        "layer_norm_eps": 1e-5,
+        "pad_token_id": PAD,
+        "type_vocab_size": 1,
+        "position_embedding_type": "absolute",
+        "tie_word_embeddings": True,
+    },
+    names={
+        "roberta.": "",  # of models with a head
+        "embeddings.word_embeddings": "encoder.wte",
+        "embeddings.position_embeddings": "encoder.wpe",
+        "embeddings.token_type_embeddings.weight": "encoder.token_type",
+        "embeddings.LayerNorm": "encoder.ln_e",
+        "encoder.layer.": "encoder.layers.",
+        "attention.self.": "attn.",
+        "attention.output.dense": "attn.proj",
+        "attention.output.LayerNorm": "ln_1",
+        "intermediate.dense": "ffn.fc",
+        "output.dense": "ffn.proj",
+        "output.LayerNorm": "ln_2",
+        "lm_head.dense": "dense",
+        "lm_head.layer_norm": "ln_h",
+        "lm_head.bias": "bias",
+    },
+)
 
 
 def load_hugging_face(folder: Path, changes: dict) -> tuple[nn.Module, Tokenizer | None]:
     """GPT-2, or the encoder of XLM-R, with its tokenizer where sentencepiece.bpe.model is there."""
-    if read_config(folder).get("model_type") == "gpt2":
-        arguments, weights = load_gpt2(folder)
-        model = make(GPT, DEFAULTS | arguments | changes, arguments["vocab_size"], folder)
-        return fill(model, arguments, weights, folder).eval(), None
-    arguments, weights = load_xlmr(folder)
-    model = make(Encoder, DEFAULTS | arguments | changes, arguments["vocab_size"], folder)
-    fill(model, arguments, under("encoder.", weights), folder)
     pieces = folder / "sentencepiece.bpe.model"
-    return model.eval(), load_tokenizer(pieces, kind="xlmr") if pieces.exists() else None
+    tokenizer = None
+    if read_config(folder).get("model_type") == "gpt2":
+        kind, (sizes, weights) = GPT, load_gpt2(folder)
+    else:
+        kind, (sizes, weights) = Encoder, load_xlmr(folder)
+        weights = part_of(weights, "encoder.")
+        if pieces.exists():
+            tokenizer = load_tokenizer(pieces, kind="xlmr")
+    model = make(kind, OTHERS | sizes | changes, sizes["vocab_size"], folder)
+    return fill(model, sizes, weights, folder).eval(), tokenizer
 
 
-def load_gpt2(folder: str | Path) -> tuple[dict, dict[str, Tensor]]:
-    """A GPT-2 checkpoint -> constants, weights of `GPT` for `fill`. ValueError for another model."""
+def load_gpt2(folder: str | Path) -> tuple[dict, Weights]:
+    """The constants of a GPT-2, and its weights for `GPT`. Raises ValueError for another model."""
     config = read_config(folder)
-    arguments = arguments_of(folder, config, GPT2_SIZES, GPT2_FIXED)
-    inner = {"n_inner": config.get("n_inner") or 4 * arguments["n_embd"]}
-    arguments |= {"router": "dense"} | arguments_of(folder, inner, {"ffn_size": "n_inner"}, {})
-    weights = read_tensors(folder, GPT2_NAMES)
-    check_sizes(folder, arguments, weights)
+    if not config.get("n_inner") and type(config.get("n_embd")) is int:
+        config["n_inner"] = 4 * config["n_embd"]
+    sizes, weights = read_model(folder, config, GPT2_FORMAT)
     for name, tensor in weights.items():
         if name.startswith("blocks") and tensor.dim() == 2:
             weights[name] = tensor.t().contiguous()  # their linear layers are (in, out)
-    return arguments, weights
+    return sizes, weights
 
 
-def load_xlmr(folder: str | Path) -> tuple[dict, dict[str, Tensor]]:
-    """An XLM-R checkpoint -> (constants but the router, weights of `MaskedLM`, for `fill`, without a
-    head if it has none). ValueError for another model.
+def load_xlmr(folder: str | Path) -> tuple[dict, Weights]:
+    """The constants of an XLM-R, and its weights for `MaskedLM`, without the head where it has none.
+
+    Raises ValueError for another model.
     """
-    arguments = arguments_of(folder, read_config(folder), XLMR_SIZES, XLMR_FIXED)
-    arguments["block_size"] -= PAD + 1  # the first positions are not used
-    weights = read_tensors(folder, XLMR_NAMES)
-    check_sizes(folder, arguments, weights)
-    for query in [name for name in weights if ".attn.query." in name]:
-        parts = [query.replace("query", part) for part in ("query", "key", "value")]
-        if weights.keys() >= set(parts) and len({weights[part].shape for part in parts}) == 1:
-            weights[query.replace("query", "qkv")] = torch.cat([weights[part] for part in parts])
-    return arguments, weights
+    sizes, weights = read_model(folder, read_config(folder), XLMR_FORMAT)
+    sizes["block_size"] -= PAD + 1  # the first positions are not used
+    for name in [name for name in weights if ".attn.query." in name]:
+        parts = [weights.get(name.replace("query", part)) for part in ("query", "key", "value")]
+        if all(part is not None and part.shape == parts[0].shape for part in parts):
+            weights[name.replace("query", "qkv")] = torch.cat(parts)
+    return sizes, weights
 
 
 def read_config(folder: str | Path) -> dict:
     config = read_json(Path(folder, "config.json"))
-    if not config or not isinstance(config, dict):
+    if not config:
         raise FileNotFoundError(f"{folder} has no config.json: not a checkpoint in Hugging Face's format")
     return config
 
 
-def arguments_of(folder: str | Path, config: dict, sizes: dict[str, str], fixed: dict) -> dict:
-    """Constants from a configuration. ValueError where model.py has no such model."""
-    for name, value in fixed.items():
+def read_model(folder: str | Path, config: dict, form: Format) -> tuple[dict, Weights]:
+    """Sizes and weights by our names. Raises ValueError where model.py has no such model, or the weights are fewer."""
+    for name, value in form.fixed.items():
         if config.get(name, value) != value:
             raise ValueError(f"{folder} has {name} {config[name]!s:.50}, not {value}: model.py has no such model")
-    missing = [theirs for theirs in sizes.values() if theirs not in config]
-    if missing:
-        raise ValueError(f"{folder}/config.json lacks {', '.join(missing)}")
-    for theirs in sizes.values():
-        if type(config[theirs]) is not int or config[theirs] < 1:
-            raise ValueError(f"{folder}/config.json has {theirs} {config[theirs]!r:.50}, not an integer over 0")
-    return {ours: config[theirs] for ours, theirs in sizes.items()}
-
-
-def check_sizes(folder: str | Path, arguments: dict, weights: dict[str, Tensor]):
-    """ValueError where a model of these sizes would have far more weights than there are, and fill the memory."""
-    widest = max(arguments[name] for name in ("vocab_size", "block_size", "n_embd", "ffn_size"))
+    sizes = {}
+    for ours, theirs in form.sizes.items():
+        if theirs not in config:
+            raise ValueError(f"{folder}/config.json lacks {theirs}")
+        sizes[ours] = size = config[theirs]
+        if type(size) is not int or size < 1:
+            raise ValueError(f"{folder}/config.json has {theirs} {size!r:.50}, not an integer over 0")
+    weights = read_tensors(folder, form.names)
+    # A model of far larger sizes than its weights would fill the memory before they are found to be missing.
+    widest = max(sizes[name] for name in ("vocab_size", "block_size", "n_embd", "ffn_size"))
     largest = max((tensor.numel() for tensor in weights.values()), default=0)
-    if arguments["n_layer"] > len(weights) or arguments["n_embd"] * widest > largest:
+    if sizes["n_layer"] > len(weights) or sizes["n_embd"] * widest > largest:
         what = "has not the weights of the model that it describes: its config.json is of a larger one"
         raise ValueError(f"{folder} {what}")
+    return sizes, weights
 
 
-def read_tensors(folder: str | Path, names: dict[str, str]) -> dict[str, Tensor]:
+def read_tensors(folder: str | Path, names: dict[str, str]) -> Weights:
     """The tensors of model.safetensors or pytorch_model.bin, under our names where model.py has such tensors."""
     file, pickled = (Path(folder, name) for name in HUGGING_FACE)
     try:
@@ -227,5 +271,5 @@ def read_tensors(folder: str | Path, names: dict[str, str]) -> dict[str, Tensor]
     except ImportError:
         raise ImportError(f"reading {file} needs one more library: pip install safetensors") from None
     except Exception as error:  # damage shows itself in a dozen ways
-        raise ValueError(f"{file} cannot be read: {textwrap.shorten(str(error), 300)}") from None
+        raise ValueError(f"{file} cannot be read: {short(error)}") from None
     return renamed

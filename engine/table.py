@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import signal
 import statistics
 import sys
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from typing import NamedTuple
 
 from engine.config import command_line, refuse, said, unread
 from engine.device import clear_errors, setup
-from engine.run import handled, stop
+from engine.run import SIGNALS, stop
 
 
 class Table(NamedTuple):
@@ -71,7 +72,8 @@ def seeds_of(config, change: dict) -> list:
 
 def start(Config: type, presets: dict[str, dict]):
     """-> the config of the command line, and where this process stands; or one clear line."""
-    handled(lambda number, frame: stop(number)).__enter__()  # for as long as the process lives
+    for each in SIGNALS:
+        signal.signal(each, lambda number, frame: stop(number))
     with clear_errors():
         config = command_line(Config, presets, sys.argv[1:])
         return config, setup(config.device, config.dtype)

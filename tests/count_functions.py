@@ -11,7 +11,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from model import GPT, ModelConfig  # noqa: E402
+from train_lm import GPT, Config  # noqa: E402
 
 
 def entered(step) -> list[str]:
@@ -36,7 +36,7 @@ def entered(step) -> list[str]:
 
 def functions_of_a_step() -> list[str]:
     """Of a forward and a backward pass through GPT with the threshold router."""
-    model = GPT(ModelConfig(vocab_size=32, block_size=8, n_layer=2, n_head=2, n_embd=16, ffn_size=32))
+    model = GPT(Config(block_size=8, n_layer=2, n_head=2, n_embd=16, ffn_size=32), 32)
     ids = torch.randint(32, (2, 8))
 
     def step():

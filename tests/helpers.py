@@ -11,8 +11,10 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from engine.run import Run
 
@@ -21,6 +23,41 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 # The smallest train_lm.py that still has experts, two micro-batches a step and two evaluations.
 TINY_LM = dict(n_layer=2, n_head=2, n_embd=16, ffn_size=32, block_size=16, micro_tokens=64, batch_tokens=128, steps=4)
 TINY_LM |= dict(eval_every=2, eval_tokens=128, log_every=1, sample_tokens=4, device="cpu", dtype="float32")
+
+# All constants that the core reads, of models that are smaller still.
+CONSTANTS = dict(n_layer=2, n_head=2, n_embd=8, ffn_size=16, block_size=16, dropout=0.0, init_std=0.1, moe_every=2)
+CONSTANTS |= dict(frequency_bias=False, relative_bias=False, expert_ffns=4, split=None, capacity=1.0, moe_after=(1,))
+CONSTANTS |= dict(experts=4, expert_size=8, expert_layers=2, top_k=1, capacity_factor=float("inf"), router="switch")
+CONSTANTS |= dict(score=None, gate=None, threshold=0.9, routing_dim=None, init_temperature=None, router_std=0.1)
+CONSTANTS |= dict(eval_capacity=None, eval_capacity_factor=None, eval_threshold=None)
+
+
+def constants(**changes) -> SimpleNamespace:
+    """A config as models and routers read it."""
+    return SimpleNamespace(**CONSTANTS | changes)
+
+
+def lively(module: torch.nn.Module, dtype=torch.float64) -> torch.nn.Module:
+    """The module with parameters large enough for every choice to matter."""
+    torch.manual_seed(1)
+    for name, p in module.named_parameters():
+        if name.endswith("temperature"):
+            torch.nn.init.constant_(p, 0.4)
+        elif p.dim() > 1:
+            torch.nn.init.normal_(p, std=0.7)
+        else:
+            p.data += 0.2 * torch.randn_like(p)
+    return module.to(dtype)
+
+
+def values_and_gradients(outputs, inputs) -> tuple:
+    """The outputs, and the gradients of a weighted sum of them."""
+    loss = 0.0
+    for y in outputs:
+        rng = torch.Generator().manual_seed(9)
+        arrow = torch.randn(y.shape, generator=rng, dtype=torch.float64)
+        loss = loss + (y.double() * arrow).sum()
+    return *outputs, *torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)
 
 
 def words(options: dict) -> list[str]:

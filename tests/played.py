@@ -7,12 +7,12 @@ import shutil
 import sys
 from pathlib import Path
 
+import common
+import parallel
 import torch
 import torch.nn.functional as F
 from helpers import TINY_LM, only_run
 
-import common
-import parallel
 import train_lm
 
 STEPS, MICROS = 20, 4

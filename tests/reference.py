@@ -69,50 +69,56 @@ def algorithm_1(p, t):
 # --- Routers
 
 
-def route(router, h, ids=None, assigned=None):
-    """h (S, D) -> Choices. `assigned` (S,) is the balanced assignment, which `base` needs in training."""
-    E = router.num_experts
-    if router.select == "hash":
+def route(router, h, ids=None, assigned=None, x_moe=False):
+    """h (S, D) -> Choices. `assigned` (S,) is the balanced assignment, which BASE needs in training.
+
+    x_moe: X-MoE's layers divide by the sum over K > 1 chosen experts, and their balance loss counts all of them.
+    """
+    kind, E, several = type(router).__name__, router.E, x_moe and getattr(router, "K", 1) > 1
+    if kind == "Hash":
         pairs = [(s, int(router.expert_of_id[ids[s]])) for s in range(len(h))]
-        probs = {s: [float((s, e) in pairs) for e in range(E)] for s in range(len(h))}
+        probs = {}
+        for s in range(len(h)):
+            probs[s] = [float((s, e) in pairs) for e in range(E)]
         return Choices(dict.fromkeys(pairs, 1.0), {(s, e): (1, 0.0, s) for s, e in pairs}, 0.0, probs)
 
-    project, experts = getattr(router.project, "weight", None), router.experts.unbind(0)
+    project, experts, gate = getattr(router.project, "weight", None), router.experts.unbind(0), router.gate
     similarity, tau, tau0 = dot_product, 1.0, 1.0
     if router.score == "hypersphere":
         similarity, tau, tau0 = cosine, router.temperature, router.init_temperature
-    t = router.threshold if router.training else router.eval_threshold
+    t = router.config.threshold
+    if not router.training and router.config.eval_threshold is not None:
+        t = router.config.eval_threshold
 
     weight, turn, first_probs, probs, counted = {}, {}, {}, {}, []
     for s in range(len(h)):
         score = [similarity(h[s], e, project) for e in experts]
-        probs[s] = softmax([x / tau for x in score])
+        p = probs[s] = softmax([x / tau for x in score])
         first_probs[s] = softmax([x / tau0 for x in score])
-        p = probs[s]
-        if router.select == "top1":
+        if kind in ("TopK", "Hypersphere"):
+            chosen = top(p, router.K)
+        elif kind == "Switch":
             chosen = top(p, 1)
-        elif router.select == "topk":
-            chosen = top(p, router.top_k)
-        elif router.select == "threshold":
+        elif kind == "Threshold":
             chosen = algorithm_1(p, t)
-        elif router.select == "base":
+        elif kind == "Base":
             chosen = top(score, 1) if assigned is None else [int(assigned[s])]
-        elif router.select == "expert_choice":
+        elif kind == "ExpertChoice":
             chosen = list(range(E))
         for i, e in enumerate(chosen):
-            g = p[e] if router.gate == "softmax" else sigmoid(score[e] / tau)  # X-MoE eq. 8
-            if router.gate == "softmax" and router.renormalize:  # X-MoE section 2.2, top-K
+            g = p[e] if gate == "softmax" else sigmoid(score[e] / tau)  # X-MoE eq. 8
+            if gate == "softmax" and several:  # X-MoE section 2.2, top-K
                 g = g / sum(p[j] for j in chosen)
             weight[s, e] = g
-            if router.select == "expert_choice":
+            if kind == "ExpertChoice":
                 turn[s, e] = (1, -p[e].item(), s)
-            elif router.select == "base":
+            elif kind == "Base":
                 turn[s, e] = (1, -score[e].item(), s)
             else:  # XMoE A.1: p - i, as a pair
                 turn[s, e] = (i + 1, -p[e].item(), s)
-        counted += chosen if router.balance_choices == "all" else chosen[:1]
+        counted += chosen if several else chosen[:1]
     loss = 0.0
-    if router.select in ("top1", "topk", "threshold"):
+    if kind not in ("Base", "ExpertChoice"):
         loss = balance(counted, first_probs, E)
     return Choices(weight, turn, loss, probs)
 
@@ -225,13 +231,19 @@ def shown(p, token, kept, drawn):
 
 def table(values, S, E, like):
     """{(s, e): scalar} -> (S, E), 0 where nothing is chosen"""
-    zero = like.new_zeros(())
-    return torch.stack([torch.stack([zero + values.get((s, e), 0.0) for e in range(E)]) for s in range(S)])
+    zero, rows = like.new_zeros(()), []
+    for s in range(S):
+        rows.append(torch.stack([zero + values.get((s, e), 0.0) for e in range(E)]))
+    return torch.stack(rows)
 
 
 def queues(turn, E):
     """Each expert's tokens, in the order in which it serves them"""
-    return [[s for _, s in sorted((key, s) for (s, expert), key in turn.items() if expert == e)] for e in range(E)]
+    found = []
+    for e in range(E):
+        queue = sorted((key, s) for (s, expert), key in turn.items() if expert == e)
+        found.append([s for _, s in queue])
+    return found
 
 
 # --- Word alignment (XLM-E 4.6)

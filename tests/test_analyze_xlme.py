@@ -285,6 +285,12 @@ def test_alignment_is_a_loop_over_pieces(together, folders):
         pairs.append(Aligned(*([*rng.choice(WORDS, size)] for size in (m, n)), set(), set()))
     options = xlm_e.Alignment(folders=(str(folders[1]),), together=together, micro_tokens=30)
     one, _ = xlm_e.open_encoders(options, CPU)
+    length = {word: len(one.tokenizer.encode_batch([word])[0]) for word in WORDS}
+    for total in (21, 22):  # pieces of both sides that just fit into one row of 24, and just do not
+        words = []
+        while sum(map(length.get, words)) != total or len(words) < 2:
+            words = [str(word) for word in rng.choice(WORDS, 8)]
+        pairs.append(Aligned(words[:1], words[1:], set(), set()))
     links = xlm_e.align(pairs, one, options, CPU)
     bos, eos, T = one.tokenizer.bos, one.tokenizer.eos, one.encoder.config.block_size
     apart = cut = 0

@@ -7,6 +7,7 @@ import pytest
 import reference
 import torch
 import torch.nn.functional as F
+from helpers import constants, lively, values_and_gradients
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -21,75 +22,68 @@ from model import (
     ExpertNorm,
     Experts,
     MaskedLM,
-    ModelConfig,
     MoE,
     Rows,
     dispatch,
-    dispatch_stacks,
+    dispatch_apart,
     expert_capacity,
     kept_rows,
     ragged_linear,
     within_capacity,
 )
-from routers import NOT_CHOSEN, ROUTERS, priority_key
+from routers import NOT_CHOSEN, ROUTERS, Switch, by_rank, priority_key
 
-SMALL = dict(vocab_size=13, block_size=16, n_layer=2, n_head=2, n_embd=8, ffn_size=16, num_experts=4, expert_size=8)
-SMALL |= dict(capacity_factor=1.0)
-VARIANTS = {name: {"router": name} for name in ROUTERS} | {
-    "topk": {"router": "topk", "top_k": 2},
-    "x-moe-2": {"router": "topk", "top_k": 2, "score": "hypersphere", "renormalize": True, "balance_choices": "all"},
-    "x-moe-sigmoid": {"router": "switch", "score": "hypersphere", "gate": "sigmoid", "routing_dim": 0},
-}
-STACK = {"expert_layers": 2, "moe_after": (1,)}
+D, V = 8, 13
+VARIANTS = {name: (name, {}) for name in ROUTERS}  # name of the router, constants
+VARIANTS |= {"topk": ("topk", {"K": 2}), "threshold": ("threshold", {"threshold": 0.7})}
+VARIANTS |= {"x-moe-2": ("topk", {"K": 2, "score": "hypersphere", "x_moe": True})}
+VARIANTS |= {"x-moe-sigmoid": ("switch", {"score": "hypersphere", "gate": "sigmoid", "routing_dim": 0})}
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
-ffn_and_stack = pytest.mark.parametrize("stack", [{}, STACK], ids=["ffn", "stack"])
+ffn_and_stack = pytest.mark.parametrize("layers", [0, 2], ids=["ffn", "stack"])
 train_and_test = pytest.mark.parametrize("training", [True, False], ids=["training", "test"])
 fp32_and_bf16 = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-def lively(module, dtype=torch.float64):
-    """The module with parameters large enough for every choice to matter."""
-    torch.manual_seed(1)
-    for name, p in module.named_parameters():
-        if name.endswith("temperature"):
-            nn.init.constant_(p, 0.4)
-        elif p.dim() > 1:
-            nn.init.normal_(p, std=0.7)
-        else:
-            p.data += 0.2 * torch.randn_like(p)
-    return module.to(dtype)
+def make_moe(
+    variant="switch",
+    dtype=torch.float64,
+    training=False,
+    layers=0,
+    E=4,
+    F_=8,
+    gamma=1.0,
+    eval_gamma=None,
+    K=1,
+    x_moe=False,
+    **changes,
+) -> MoE:
+    """A layer with parameters large enough for every choice to matter."""
+    name, more = VARIANTS[variant]
+    own = {"K": K, "x_moe": x_moe} | more | changes
+    router = ROUTERS[name](constants(n_embd=D, **without(own)), E, K=own["K"], V=V, x_moe=own["x_moe"])
+    gelu = "none" if layers else "tanh"
+    moe = MoE(router, D, F_, gelu, gamma, gamma if eval_gamma is None else eval_gamma, layers)
+    return lively(moe, dtype).train(training)
 
 
-def make_moe(variant="switch", dtype=torch.float64, training=False, **options) -> MoE:
-    options = SMALL | VARIANTS[variant] | options
-    gelu = "none" if options.get("expert_layers") else "tanh"
-    return lively(MoE(ModelConfig(**options), gelu), dtype).train(training)
+def without(own: dict) -> dict:
+    return {name: value for name, value in own.items() if name not in ("K", "x_moe")}
 
 
 def make_batch(B, T, dtype=torch.float64):
     rng = torch.Generator().manual_seed(0)
-    h = torch.randn(B, T, SMALL["n_embd"], generator=rng, dtype=torch.float64)
-    return h.to(dtype), torch.randint(SMALL["vocab_size"], (B, T), generator=rng)
+    h = torch.randn(B, T, D, generator=rng, dtype=torch.float64)
+    return h.to(dtype), torch.randint(V, (B, T), generator=rng)
 
 
 def crowd(moe, S):
     """S tokens that all prefer expert 0 (dot score), each by another margin."""
-    h = torch.zeros(1, S, SMALL["n_embd"], dtype=torch.float64)
+    h = torch.zeros(1, S, D, dtype=torch.float64)
     h[0, :, 0] = 1 + torch.randperm(S, generator=torch.Generator().manual_seed(0)) / S
     with torch.no_grad():
         moe.router.experts.copy_(torch.eye(*moe.router.experts.shape))
     return h, torch.zeros(1, S, dtype=torch.int64)
-
-
-def values_and_gradients(outputs, inputs):
-    """The outputs, and the gradients of a weighted sum of them."""
-    loss = 0.0
-    for y in outputs:
-        rng = torch.Generator().manual_seed(9)
-        arrow = torch.randn(y.shape, generator=rng, dtype=torch.float64)
-        loss = loss + (y.double() * arrow).sum()
-    return *outputs, *torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)
 
 
 def assert_close(found, expected, tolerance):
@@ -110,8 +104,9 @@ def unwritten_is_nan():
 
 @pytest.fixture
 def as_on_cuda(monkeypatch):
-    """The host does not ask how many rows are kept."""
+    """The host asks for nothing that the device has: not how many rows are kept, nor whether choices are too many."""
     monkeypatch.setattr(model, "may_ask", lambda x: False)
+    monkeypatch.setattr(model, "CHECK_CHOICES", False)
 
 
 # --- Capacity (XMoE eq. 3) and drops
@@ -179,7 +174,7 @@ def test_capacity_keeps_what_a_stable_sort_would(data):
 
 
 def test_dropped_tokens_get_exactly_zero():
-    moe = make_moe(num_experts=2)
+    moe = make_moe(E=2)
     h, ids = crowd(moe, 12)
     y, _ = moe(h, ids)
     served = (y[0] != 0).any(dim=1)
@@ -188,8 +183,8 @@ def test_dropped_tokens_get_exactly_zero():
 
 
 @train_and_test
-def test_eval_capacity_factor_holds_at_test_only(training):
-    moe = make_moe(num_experts=2, training=training, capacity_factor=0.5, eval_capacity_factor=1.5)
+def test_the_capacity_of_evaluation_holds_at_test_only(training):
+    moe = make_moe(E=2, training=training, gamma=0.5, eval_gamma=1.5)
     y, _ = moe(*crowd(moe, 32))
     assert (y[0] != 0).any(dim=1).sum() == (8 if training else 24)
 
@@ -198,7 +193,7 @@ def test_eval_capacity_factor_holds_at_test_only(training):
 @train_and_test
 @every_variant
 def test_capacity_factor_E_drops_nothing(variant, training, S):
-    moe = make_moe(variant, training=training, num_experts=6)
+    moe = make_moe(variant, training=training, E=6)
     h, ids = make_batch(1, S)
     routing = moe.router(h[0] + 5, ids[0] * 0)  # crowded: all alike
     assert torch.equal(within_capacity(routing.priority, expert_capacity(S, 6, 6.0)), routing.wanted)
@@ -207,22 +202,22 @@ def test_capacity_factor_E_drops_nothing(variant, training, S):
 # --- The layer against the reference
 
 
-def literal_layer(moe, h, ids):
+def literal_layer(moe, h, ids, x_moe):
     """h (S, D) -> (S, D), balance loss; and how many choices are made, and served."""
-    slow = reference.route(moe.router, h, ids)
-    E, gamma = moe.router.num_experts, moe.eval_capacity_factor
+    slow = reference.route(moe.router, h, ids, x_moe=x_moe)
+    E, gamma = moe.router.E, moe.eval_gamma
     limit = None if gamma == math.inf else reference.capacity(len(h), E, gamma)
     served = reference.serve(slow.turn, limit, E)
-    weights = [(ffn.w_in, ffn.b_in, ffn.w_out, ffn.b_out) for ffn in moe.layers]
-    if moe.ln_stack:
-        norms = [(norm.weight, norm.bias) for norm in moe.ln_stack]
+    weights = [(ffn.w_in, ffn.b_in, ffn.w_out, ffn.b_out) for ffn in moe.experts]
+    if moe.norms:
+        norms = [(norm.weight, norm.bias) for norm in moe.norms]
         y = reference.stacks(h, slow.weight, served, [ffn + norm for ffn, norm in zip(weights, norms)])
     else:
         y = reference.moe(h, slow.weight, served, *weights[0])
     return y, torch.as_tensor(slow.balance_loss, dtype=h.dtype), len(slow.turn), len(served)
 
 
-LAYERS = {  # gamma, expert_size, padding
+LAYERS = {  # gamma, F, padding
     "drops": (0.5, 8, False),
     "padding and odd rows": (1.0, 6, True),
     "no limit, units of their own": (math.inf, 1, False),
@@ -231,18 +226,20 @@ LAYERS = {  # gamma, expert_size, padding
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
-@pytest.mark.parametrize("gamma, expert_size, padding", LAYERS.values(), ids=LAYERS)
+@pytest.mark.parametrize("gamma, F_, padding", LAYERS.values(), ids=LAYERS)
 @ffn_and_stack
 @every_variant
-def test_the_layer_follows_the_equations(unwritten_is_nan, variant, stack, gamma, expert_size, padding, dtype):
-    moe = make_moe(variant, dtype, capacity_factor=gamma, expert_size=expert_size, **stack)
+def test_the_layer_follows_the_equations(unwritten_is_nan, variant, layers, gamma, F_, padding, dtype):
+    moe = make_moe(variant, dtype, gamma=gamma, F_=F_, layers=layers)
     h, ids = make_batch(2, 11, dtype)
     h.requires_grad_()
     real = (torch.arange(22) % 4 != 1).nonzero().squeeze(1) if padding else torch.arange(22)
     y, balance = moe(h, ids, real if padding else None)
-    slow, slow_balance, choices, served = literal_layer(moe, h.flatten(0, 1)[real], ids.flatten()[real])
+    slow, slow_balance, choices, served = literal_layer(
+        moe, h.flatten(0, 1)[real], ids.flatten()[real], variant == "x-moe-2"
+    )
     assert gamma != 0.5 or served < choices
-    slow = torch.zeros(22, 8, dtype=dtype).index_copy(0, real, slow).view(2, 11, 8)
+    slow = torch.zeros(22, D, dtype=dtype).index_copy(0, real, slow).view(2, 11, D)
     inputs = (h, *moe.parameters())
     found, expected = (values_and_gradients(out, inputs) for out in ((y, balance), (slow, slow_balance)))
     assert_close(found, expected, 1e-9 if dtype == torch.float64 else 1e-4)
@@ -256,7 +253,7 @@ def test_padding_changes_nothing_and_gets_exactly_zero(variant, training, junk):
     h, ids = make_batch(1, 17)  # capacity 5; were padding counted, it would be 6
     mask = torch.zeros(2, 12, dtype=torch.bool)
     mask[0], mask[1, 2:7] = True, True
-    wide, wide_ids = torch.full((2, 12, 8), junk, dtype=h.dtype), torch.zeros(2, 12, dtype=torch.int64)
+    wide, wide_ids = torch.full((2, 12, D), junk, dtype=h.dtype), torch.zeros(2, 12, dtype=torch.int64)
     wide[mask], wide_ids[mask] = h[0], ids[0]
     h.requires_grad_(), wide.requires_grad_()
     alone, among = moe(h, ids), moe(wide, wide_ids, mask.flatten().nonzero().squeeze(1))
@@ -269,9 +266,8 @@ def test_padding_changes_nothing_and_gets_exactly_zero(variant, training, junk):
 
 
 def test_one_expert_is_an_ffn():
-    config = ModelConfig(**(SMALL | dict(num_experts=1, router="switch", expert_size=16)))
-    moe, ffn = lively(MoE(config, "tanh")), FFN(config, "tanh").double()
-    experts = moe.layers[0]
+    moe, ffn = make_moe(E=1, F_=16), FFN(constants(n_embd=D, ffn_size=16), "tanh").double()
+    experts = moe.experts[0]
     ffn.fc.load_state_dict({"weight": experts.w_in[0].detach(), "bias": experts.b_in[0].detach()})
     ffn.proj.load_state_dict({"weight": experts.w_out[0].detach().t(), "bias": experts.b_out[0].detach()})
     h, ids = make_batch(2, 5)
@@ -279,8 +275,8 @@ def test_one_expert_is_an_ffn():
 
 
 @ffn_and_stack
-def test_no_tokens(stack):
-    moe = make_moe("threshold", torch.float32, **stack)
+def test_no_tokens(layers):
+    moe = make_moe("threshold", torch.float32, layers=layers)
     y, balance = moe(torch.zeros(0, 3, 8), torch.zeros(0, 3, dtype=torch.int64))
     assert y.shape == (0, 3, 8) and balance == 0
     y, balance = moe(torch.ones(2, 3, 8), torch.zeros(2, 3, dtype=torch.int64), torch.zeros(0, dtype=torch.int64))
@@ -318,9 +314,12 @@ def make_case(S, E, F_, D, share, layers, dtype):
 
 
 def send(h, gates, rows: Rows, experts, norms):
-    if norms:
-        return dispatch_stacks(h, gates, rows, zip(norms, experts))
-    return dispatch(h, gates, rows, experts[0])
+    """As a layer does with rows of its own making; of stacks in the gates' type."""
+    if not norms:
+        return dispatch(h, gates, rows, experts[0])
+    layer = make_moe(layers=len(norms))
+    layer.experts, layer.norms = experts, norms
+    return dispatch_apart(h.to(gates.dtype), gates, rows, layer.unweighted)
 
 
 def plain(h, gates, kept, experts, norms):
@@ -387,10 +386,9 @@ def test_spare_rows_are_neither_read_nor_written(unwritten_is_nan, dtype):
 
 
 def test_4096_experts_of_size_1_train():  # the paper could not run it
-    options = dict(n_embd=64, expert_size=1, num_experts=4096, capacity_factor=64.0, threshold=0.1)
-    moe = lively(MoE(ModelConfig(**(SMALL | options)), "tanh"), torch.float32)
-    nn.init.normal_(moe.router.experts, std=0.1)
-    h, experts = torch.randn(1, 64, 64), moe.layers[0]
+    moe = make_moe("threshold", torch.float32, E=4096, F_=1, gamma=64.0, threshold=0.02)
+    nn.init.normal_(moe.router.experts, std=0.3)
+    h, experts = torch.randn(1, 64, D), moe.experts[0]
     y, _ = moe(h, torch.zeros(1, 64, dtype=torch.int64))
     routing = moe.router(h[0])
     kept = within_capacity(routing.priority, expert_capacity(64, 4096, 64.0))
@@ -403,17 +401,16 @@ def test_4096_experts_of_size_1_train():  # the paper could not run it
 # --- Half precision and compiled activations
 
 
-@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @ffn_and_stack
 @every_variant
-def test_autocast_sums_the_experts_in_fp32_and_leaves_routing_alone(variant, stack, kind):
-    moe = make_moe(variant, torch.float32, **stack)
+def test_autocast_sums_the_experts_in_fp32_and_leaves_routing_alone(variant, layers):
+    moe = make_moe(variant, torch.float32, layers=layers)
     h, ids = make_batch(2, 9, torch.float32)
     h.requires_grad_()
     expected = values_and_gradients(moe(h, ids), (h, *moe.parameters()))
-    with torch.autocast("cpu", kind):
+    with torch.autocast("cpu", torch.bfloat16):
         y, balance = moe(h, ids)
-        coarse, _ = moe(h.to(kind), ids)
+        coarse, _ = moe(h.bfloat16(), ids)
     assert y.dtype == coarse.dtype == torch.float32 and torch.equal(balance, expected[1])
     assert torch.equal((y == 0).all(dim=2), (expected[0] == 0).all(dim=2))
     assert not torch.equal(y, expected[0])
@@ -421,22 +418,22 @@ def test_autocast_sums_the_experts_in_fp32_and_leaves_routing_alone(variant, sta
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="needs a compiler")
-@ffn_and_stack
-def test_compiled_activations_are_the_eager_ones(monkeypatch, tmp_path, stack):
+def test_compiled_activations_are_the_eager_ones(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # other processes compile too
-    results, compiled = [], model.compiled_activation
-    for worth in (model.WORTH_COMPILING, 0):
-        calls = []
-        monkeypatch.setattr(
-            model, "compiled_activation", lambda device, calls=calls: calls.append(0) or compiled(device)
-        )
-        monkeypatch.setattr(model, "WORTH_COMPILING", worth)
-        moe = make_moe("topk", torch.float32, **stack)
-        h, ids = make_batch(2, 9, torch.float32)
-        h.requires_grad_()
-        results.append(values_and_gradients(moe(h, ids), (h, *moe.parameters())))
-        assert len(calls) == (0 if worth else len(moe.layers))
-    assert_close(results[1], results[0], 1e-5)
+    compile, calls = model.compiled_activation, []
+    monkeypatch.setattr(model, "compiled_activation", lambda device: calls.append(device) or compile(device))
+    for layers in (0, 2):
+        results = []
+        for worth, times in ((model.WORTH_COMPILING, 0), (0, max(1, layers))):
+            calls.clear()
+            with monkeypatch.context() as patch:
+                patch.setattr(model, "WORTH_COMPILING", worth)
+                moe = make_moe("topk", torch.float32, layers=layers)
+                h, ids = make_batch(2, 9, torch.float32)
+                h.requires_grad_()
+                results.append(values_and_gradients(moe(h, ids), (h, *moe.parameters())))
+            assert calls == ["cpu"] * times
+        assert_close(results[1], results[0], 1e-5)
 
 
 # --- Cost
@@ -463,56 +460,105 @@ def test_memory_follows_the_kept_rows(request, S, exact):
     """A buffer of E * C rows would be 8 times as large, an (S, E, C) tensor S times and more."""
     if not exact:
         request.getfixturevalue("as_on_cuda")
-    moe = make_moe("switch", torch.float32, num_experts=8, n_embd=16, capacity_factor=math.inf)
-    h, ids = torch.randn(1, S, 16, requires_grad=True), torch.zeros(1, S, dtype=torch.int64)
+    moe = make_moe("switch", torch.float32, E=8, gamma=math.inf)
+    h, ids = torch.randn(1, S, D, requires_grad=True), torch.zeros(1, S, dtype=torch.int64)
     with Largest() as largest:
         moe(h, ids)[0].sum().backward()
-    assert largest.numel <= S * 16  # rows times the widest of D, F and E
+    assert largest.numel <= S * 8  # rows times the widest of D, F and E
 
 
 @ffn_and_stack
-def test_products_follow_the_kept_rows(stack):
-    moe = make_moe("threshold", capacity_factor=0.5, **stack)
+def test_products_follow_the_kept_rows(layers):
+    moe = make_moe("threshold", gamma=0.5, layers=layers)
     kept, (h, ids) = [], make_batch(2, 40)
     moe.watchers.append(lambda moe, h, routing, kept_here: kept.append(int(kept_here.sum())))
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         moe(h, ids)
-    D, F_, E, S, layers = 8, 8, 4, 80, len(moe.layers)
-    router, biases = 2 * S * D * E, 0 if stack else 2 * S * E * D
+    F_, E, S = 8, 4, 80
+    router, biases = 2 * S * D * E, 0 if layers else 2 * S * E * D
     assert 0 < kept[0] <= 40
-    assert counter.get_total_flops() == router + biases + layers * kept[0] * 4 * D * F_
+    assert counter.get_total_flops() == router + biases + max(1, layers) * kept[0] * 4 * D * F_
 
 
 # --- What CUDA runs, as far as a CPU can run it
 
 
+LIMITS = {  # gamma, padding
+    "drops": (0.5, False),
+    "drops and padding": (0.5, True),
+    "two rows a token": (2.0, False),
+    "three rows a token": (3.0, False),
+    "no limit": (math.inf, False),
+    "no limit, padding": (math.inf, True),
+}
+
+
 @fp32_and_bf16
-@pytest.mark.parametrize("gamma", [0.5, 3.0])
+@pytest.mark.parametrize("gamma, padding", LIMITS.values(), ids=LIMITS)
 @ffn_and_stack
 @every_variant
-def test_the_layer_without_asking_how_many_rows_are_kept(monkeypatch, unwritten_is_nan, variant, stack, gamma, dtype):
-    """expert_choice at gamma 3 keeps 3 rows a token."""
-    moe = make_moe(variant, torch.float32, capacity_factor=gamma, **stack)
+def test_a_layer_that_makes_room_computes_what_one_that_counts_does(
+    monkeypatch, unwritten_is_nan, variant, layers, gamma, padding, dtype
+):
+    """On a GPU nobody asks how many rows are kept: there is room for the most that there can be."""
+    moe = make_moe(variant, torch.float32, training=True, layers=layers, gamma=gamma)
     h, ids = make_batch(2, 11, torch.float32)
-    inputs, results = (h.requires_grad_(), *moe.parameters()), []
+    real = (torch.arange(22) % 4 != 1).nonzero().squeeze(1) if padding else None
+    inputs, results, sizes = (h.requires_grad_(), *moe.parameters()), [], []
+    serve = moe.serve
+    monkeypatch.setattr(moe, "serve", lambda h, gates, rows: sizes.append(len(rows.token)) or serve(h, gates, rows))
     for may_ask in (True, False):
         monkeypatch.setattr(model, "may_ask", lambda x, may_ask=may_ask: may_ask)
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
-            outputs = moe(h, ids)
+            outputs = moe(h, ids, real)
         results.append(values_and_gradients(outputs, inputs))
     assert_close(results[1], results[0], 1e-5 if dtype == torch.float32 else 0.02)
+    kept, room = sizes
+    S = 22 if real is None else len(real)
+    assert kept <= room == moe.room(S, 4) or room == kept  # where all may go to all, counting is cheaper
+
+
+@pytest.mark.parametrize(
+    "gamma, E, most, room", [(0.5, 8, 1, 64), (2.0, 8, 1, 64), (0.5, 8, 2, 32), (math.inf, 8, 3, 192)]
+)
+def test_room_is_as_little_as_is_sure(gamma, E, most, room):
+    """Of the tokens' choices and the experts' places the fewer; of some of the experts, as many as they can have."""
+    moe = make_moe("topk", E=E, gamma=gamma, K=most)
+    moe.router.K = most
+    assert moe.router.max_choices == most
+    assert moe.room(64, E) == min(64 * most, E * moe.capacity(64))
+    assert moe.room(64, 2) == min(64 * min(most, 2), 2 * moe.capacity(64))
+
+
+class Greedy(Switch):
+    """Says that a token chooses one expert, and chooses two."""
+
+    def choose(self, score, probs):
+        return by_rank(probs.argsort(dim=1, descending=True), probs, 2)
+
+
+def test_a_router_that_chooses_more_than_it_says_is_caught():
+    moe = make_moe("switch")
+    greedy = Greedy(constants(n_embd=D), 4).double()
+    greedy.load_state_dict(moe.router.state_dict())
+    assert moe(*make_batch(2, 5))[0].isfinite().all()
+    moe.router = greedy
+    with pytest.raises(AssertionError, match="Greedy chose 2 experts for a token, and says most = 1"):
+        moe(*make_batch(2, 5))
+    greedy.most = 2
+    moe(*make_batch(2, 5))
 
 
 STEPS = {
     "dense": (GPT, dict(router="dense")),
     "switch": (GPT, dict(router="switch")),
-    "switch without a limit": (GPT, dict(router="switch", capacity_factor=math.inf)),
-    "topk": (GPT, dict(router="topk", top_k=2)),
+    "switch without a limit": (GPT, dict(router="switch", capacity=math.inf)),
+    "topk": (GPT, dict(router="topk", split=2)),
     "threshold": (GPT, dict(router="threshold")),
     "hash": (GPT, dict(router="hash")),
     "expert_choice": (GPT, dict(router="expert_choice")),
-    "x-moe": (MaskedLM, dict(router="hypersphere", moe_after=(1,), capacity_factor=None)),
-    "x-moe with drops": (MaskedLM, dict(router="hypersphere", gate="sigmoid", moe_after=(1,), capacity_factor=0.5)),
+    "x-moe": (MaskedLM, dict(router="hypersphere")),
+    "x-moe with drops": (MaskedLM, dict(router="hypersphere", gate="sigmoid", capacity_factor=0.5)),
 }
 every_step = pytest.mark.parametrize("row", STEPS)
 
@@ -521,7 +567,7 @@ def make_step(row):
     """A model, and the function that makes its loss out of ids (2, 16) and the places of real tokens."""
     kind, options = STEPS[row]
     torch.manual_seed(0)
-    net = kind(ModelConfig(**(SMALL | dict(n_embd=16) | options)))
+    net = kind(constants(**{"n_embd": 16, "ffn_size": 32} | options), V)
 
     def step(forward, ids, real):
         with torch.autocast(ids.device.type, torch.bfloat16):
@@ -537,7 +583,7 @@ def test_a_step_asks_the_device_nothing(as_on_cuda, row):
     """Tensors without values: a host read, such as int(x), tolist() or nonzero(), raises."""
     with FakeTensorMode():
         net, step = make_step(row)
-        step(net, torch.randint(13, (2, 16)), torch.arange(20)).backward()
+        step(net, torch.randint(V, (2, 16)), torch.arange(20)).backward()
     assert all(p.grad is not None for name, p in net.named_parameters() if "w_in" in name)
 
 
@@ -545,7 +591,7 @@ def test_a_step_asks_the_device_nothing(as_on_cuda, row):
 def test_a_step_compiles_in_one_graph(as_on_cuda, row):
     torch.compiler.reset()
     (net, step), results = make_step(row), []
-    ids, real = torch.randint(13, (2, 16)), torch.arange(20)
+    ids, real = torch.randint(V, (2, 16)), torch.arange(20)
     compiled = torch.compile(net, backend="aot_eager", fullgraph=True, dynamic=False)
     for forward in (net, compiled):
         results.append(values_and_gradients([step(forward, ids, real)], list(net.parameters())))
@@ -555,7 +601,7 @@ def test_a_step_compiles_in_one_graph(as_on_cuda, row):
 def test_batches_of_all_sizes_compile_in_one_graph(as_on_cuda):
     """As those of padded batches are, S being the number of real tokens."""
     torch.compiler.reset()
-    moe = make_moe("x-moe-sigmoid", torch.float32, capacity_factor=math.inf, **STACK)
+    moe = make_moe("x-moe-sigmoid", torch.float32, gamma=math.inf, layers=2)
     compiled, (h, ids) = torch.compile(moe, backend="eager", fullgraph=True), make_batch(2, 16, torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         for S in (20, 17, 30):
@@ -576,8 +622,8 @@ def test_a_layer_in_fp32_compiles_on_a_cpu():
 @on_cuda
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("row", ["switch", "topk", "threshold", "x-moe with drops"])
-def test_a_step_on_cuda_asks_the_device_nothing_and_agrees_with_the_cpu(row, compiled):
-    (net, step), ids, real = make_step(row), torch.randint(13, (2, 16)), torch.arange(20)
+def test_a_step_on_cuda_asks_the_device_nothing_and_agrees_with_the_cpu(as_on_cuda, row, compiled):
+    (net, step), ids, real = make_step(row), torch.randint(V, (2, 16)), torch.arange(20)
     expected = step(net, ids, real)
     net, ids, real = net.cuda(), ids.cuda(), real.cuda()
     forward = torch.compile(net, fullgraph=True, dynamic=False) if compiled else net

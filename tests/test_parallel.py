@@ -16,8 +16,12 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 
+import common
+import parallel
 import played as played_by
+import pretrained
 import pytest
+import runs
 import test_train_electra
 import test_train_mlm
 import test_train_mt
@@ -29,11 +33,7 @@ from test_train_mlm import corpora as mlm_corpora
 from test_train_mt import corpus as mt_corpus
 from torch import nn
 
-import common
 import model
-import parallel
-import pretrained
-import runs
 import train_lm
 from model import ModelConfig, MoE
 

@@ -9,18 +9,19 @@ import numpy as np
 import pytest
 import reference
 import torch
+from helpers import constants, values_and_gradients
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linear_sum_assignment
+from torch.nn.functional import normalize
 
 from model import Experts, dispatch, kept_rows
-from routers import NOT_CHOSEN, Router, balanced_assignment, priority_key
+from routers import NOT_CHOSEN, ROUTERS, Router, balanced_assignment, by_rank, priority_key
 
 D, V = 6, 11
 SCORES, GATES = ("dot", "hypersphere"), ("softmax", "sigmoid")
-SELECTS = ("top1", "topk", "threshold", "base", "expert_choice")
-HASH = (None, None, "hash")
-COMBINATIONS = [*itertools.product(SCORES, GATES, SELECTS), HASH]
+COMBINATIONS = [*itertools.product(ROUTERS.keys() - {"hash"}, SCORES, GATES), ("hash", None, None)]
+COMBINATIONS.sort(key=str)
 quick = settings(max_examples=60, deadline=None, derandomize=True)
 
 every_combination = pytest.mark.parametrize("combination", COMBINATIONS, ids=lambda c: "-".join(filter(None, c)))
@@ -28,19 +29,18 @@ every_gate = pytest.mark.parametrize("gate", GATES)
 train_and_test = pytest.mark.parametrize("training", [True, False], ids=["training", "test"])
 
 
-def make_router(combination, num_experts, n_embd=D, dtype=torch.float64, training=False, top_k=1, **options) -> Router:
+def make_router(name, E, K=1, x_moe=False, dtype=torch.float64, training=False, **changes) -> Router:
     """A router whose parameters are large enough for every choice to matter."""
     torch.manual_seed(0)
-    top_k = top_k if combination[2] == "topk" else 1
-    router = Router(n_embd, num_experts, *combination, top_k=top_k, vocab_size=V, **options)
-    for name, p in router.named_parameters():
-        torch.nn.init.constant_(p, 0.4) if name == "temperature" else torch.nn.init.normal_(p)
+    router = ROUTERS[name](constants(**{"n_embd": D} | changes), E, K=K, V=V, x_moe=x_moe)
+    for parameter, p in router.named_parameters():
+        torch.nn.init.constant_(p, 0.4) if parameter == "temperature" else torch.nn.init.normal_(p)
     return router.to(dtype).train(training)
 
 
-def logit_router(num_experts, select, gate="softmax", dtype=torch.float64, **options) -> Router:
+def logit_router(name, E, **changes) -> Router:
     """A router whose logits are h itself."""
-    router = make_router(("dot", gate, select), num_experts, num_experts, dtype=dtype, **options)
+    router = make_router(name, E, n_embd=E, **changes)
     torch.nn.init.eye_(router.experts)
     return router
 
@@ -53,8 +53,11 @@ def make_tokens(S, dtype=torch.float64):
 
 def queues(priority):
     """Each expert's tokens, in the order in which it serves them."""
-    order = [column.argsort(descending=True, stable=True) for column in priority.t()]
-    return [[int(s) for s in o if column[s] > NOT_CHOSEN] for o, column in zip(order, priority.t())]
+    found = []
+    for column in priority.t():
+        order = column.argsort(descending=True, stable=True)
+        found.append([int(s) for s in order if column[s] > NOT_CHOSEN])
+    return found
 
 
 def assert_same(fast, slow, dtype=torch.float64):
@@ -64,17 +67,13 @@ def assert_same(fast, slow, dtype=torch.float64):
 
 # --- Every combination against the reference
 
-CASES = {  # S, E, options
-    "plain": (9, 4, {}),
-    "top-2 of a projection": (9, 4, {"top_k": 2, "routing_dim": 3}),
-    "fewer tokens than experts": (3, 7, {"top_k": 3, "renormalize": True, "balance_choices": "all"}),
-    "one expert": (5, 1, {"renormalize": True}),
-    "one token": (1, 5, {"top_k": 5, "threshold": 1.0}),
-    "all options": (
-        12,
-        6,
-        dict(top_k=2, threshold=0.8, eval_threshold=0.5, routing_dim=2, init_temperature=0.7, renormalize=True),
-    ),
+CASES = {  # S, E, K, x_moe, constants
+    "plain": (9, 4, 1, False, {}),
+    "top-2 of a projection": (9, 4, 2, False, {"routing_dim": 3}),
+    "fewer tokens than experts": (3, 7, 3, True, {"routing_dim": 0}),
+    "one expert": (5, 1, 1, True, {"routing_dim": 0}),
+    "one token": (1, 5, 5, False, {"threshold": 1.0}),
+    "all options": (12, 6, 2, True, dict(threshold=0.8, eval_threshold=0.5, routing_dim=2, init_temperature=0.7)),
 }
 
 
@@ -83,27 +82,26 @@ CASES = {  # S, E, options
 @train_and_test
 @every_combination
 def test_router_follows_the_equations(combination, training, case, dtype):
-    S, E, options = CASES[case]
-    router = make_router(combination, E, dtype=dtype, training=training, **options)
+    (name, score, gate), (S, E, K, x_moe, options) = combination, CASES[case]
+    router = make_router(name, E, K, x_moe, dtype, training, score=score, gate=gate, **options)
     h, ids = make_tokens(S, dtype)
     routing = router(h, ids)
-    base = router.select == "base" and training  # what the auction finds is tested on its own
-    slow = reference.route(router, h, ids, routing.priority.argmax(dim=1) if base else None)
+    assigned = routing.priority.argmax(dim=1) if name == "base" and training else None  # the auction has its own tests
+    slow = reference.route(router, h, ids, assigned, x_moe)
 
     slow_weight = reference.table(slow.weight, S, E, h)
     assert_same(routing.weight, slow_weight, dtype)
     assert queues(routing.priority) == reference.queues(slow.turn, E)
     assert {(s, e) for s, e in routing.wanted.nonzero().tolist()} == set(slow.weight)
+    assert routing.wanted.sum(dim=1).max() <= router.max_choices
     assert_same(routing.balance_loss, torch.as_tensor(slow.balance_loss, dtype=dtype), dtype)
     for s, p in slow.probs.items():
         assert_same(routing.probs[s], torch.stack([torch.as_tensor(x, dtype=dtype) for x in p]), dtype)
 
-    arrow, inputs = torch.randn_like(routing.weight), (h, *router.parameters())
-    fast_loss = (arrow * routing.weight).sum() + 3 * routing.balance_loss + 0 * h.sum()
-    slow_loss = (arrow * slow_weight).sum() + 3 * slow.balance_loss + 0 * h.sum()
-    found, expected = (
-        torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True) for loss in (fast_loss, slow_loss)
-    )
+    inputs = (h, *router.parameters())
+    fast_loss = (*routing[:1], routing.balance_loss + 0 * h.sum())
+    slow_loss = (slow_weight, slow.balance_loss + 0 * h.sum())
+    found, expected = (values_and_gradients(loss, inputs)[2:] for loss in (fast_loss, slow_loss))
     assert_same(found, expected, dtype)
 
 
@@ -112,21 +110,21 @@ def test_router_follows_the_equations(combination, training, case, dtype):
 
 def test_first_choices_come_before_second_ones_whatever_their_probability():
     p = torch.tensor([[0.48, 0.50, 0.02], [0.36, 0.30, 0.34], [0.01, 0.04, 0.95]], dtype=torch.float64)
-    routing = logit_router(3, "topk", top_k=2)(p.log())
+    routing = logit_router("topk", 3, K=2)(p.log())
     assert routing.wanted.tolist() == [[True, True, False], [True, False, True], [False, True, True]]
     assert queues(routing.priority) == [[1, 0], [0, 2], [2, 1]]  # token 0 wants expert 0 with 0.48, but second
     assert_same(routing.weight[0], torch.tensor([0.48, 0.50, 0.0], dtype=torch.float64))  # eq. 2: not renormalised
 
 
-@pytest.mark.parametrize("select", SELECTS)
-def test_within_a_rank_the_more_probable_token_comes_first_then_the_earlier_one(select):
+@pytest.mark.parametrize("name", ["switch", "topk", "threshold", "base", "expert_choice"])
+def test_within_a_rank_the_more_probable_token_comes_first_then_the_earlier_one(name):
     x = torch.tensor([1.0, 2.0, 1.0, 3.0, 2.0], dtype=torch.float64)
     h = torch.stack([x, -x], dim=1)
-    assert queues(logit_router(2, select)(h).priority)[0] == [3, 1, 4, 0, 2]
+    assert queues(logit_router(name, 2, gate="softmax")(h).priority)[0] == [3, 1, 4, 0, 2]
 
 
 def test_hash_serves_tokens_in_order():
-    router, ids = make_router(HASH, 3), torch.arange(40) % V
+    router, ids = make_router("hash", 3), torch.arange(40) % V
     for e, queue in enumerate(queues(router(torch.zeros(40, D), ids).priority)):
         assert queue == [s for s in range(40) if router.expert_of_id[ids[s]] == e]
 
@@ -135,38 +133,38 @@ def test_hash_is_the_same_in_every_run_and_uses_every_expert():
     tables = []
     for seed in (1, 2):
         torch.manual_seed(seed)
-        tables.append(Router(D, 4, *HASH, vocab_size=1000).expert_of_id)
+        tables.append(ROUTERS["hash"](constants(), 4, V=1000).expert_of_id)
     assert torch.equal(*tables)
     assert torch.bincount(tables[0], minlength=4).min() > 200
 
 
-@pytest.mark.parametrize("select, chosen", [("top1", 1), ("topk", 2), ("base", 1)])
-def test_of_equal_scores_the_lower_expert_wins(select, chosen):
-    wanted = logit_router(4, select, top_k=2)(torch.zeros(3, 4)).wanted
+@pytest.mark.parametrize("name, K, chosen", [("switch", 1, 1), ("topk", 2, 2), ("base", 1, 1)])
+def test_of_equal_scores_the_lower_expert_wins(name, K, chosen):
+    wanted = logit_router(name, 4, K=K)(torch.zeros(3, 4)).wanted
     assert wanted.tolist() == [[e < chosen for e in range(4)]] * 3
 
 
 @pytest.mark.parametrize("t, chosen", [(0, 1), (0.25, 1), (0.26, 2), (0.5, 2), (0.75, 3), (0.76, 4), (1, 4)])
 def test_threshold_takes_the_fewest_that_reach_it(t, chosen):
-    wanted = logit_router(4, "threshold", threshold=t)(torch.zeros(3, 4)).wanted  # four times exactly 1/4
+    wanted = logit_router("threshold", 4, threshold=t)(torch.zeros(3, 4)).wanted  # four times exactly 1/4
     assert wanted.tolist() == [[e < chosen for e in range(4)]] * 3
 
 
 def test_a_token_that_is_not_a_number_takes_one_expert():
     h = torch.tensor([[0.0, 1.0, 2.0], [math.nan, 0.0, 0.0], [math.inf, math.inf, 0.0]], dtype=torch.float32)
-    router = logit_router(3, "threshold", dtype=torch.float32, threshold=0.5)
+    router = logit_router("threshold", 3, dtype=torch.float32, threshold=0.5)
     assert router(h).wanted.sum(dim=1).tolist() == [1, 1, 1]
 
 
 @quick
 @given(st.lists(st.floats(-50, 50), min_size=1, max_size=9), st.floats(0, 1))
 def test_threshold_is_minimal_and_holds_the_top1_choice(logits, t):  # XMoE eq. 5, section 3.5
-    h = torch.tensor([logits], dtype=torch.float64)
-    routing = logit_router(len(logits), "threshold", threshold=t)(h)
-    assert routing.wanted[logit_router(len(logits), "top1")(h).wanted].all()
+    h, E = torch.tensor([logits], dtype=torch.float64), len(logits)
+    routing = logit_router("threshold", E, threshold=t)(h)
+    assert routing.wanted[logit_router("switch", E)(h).wanted].all()
     chosen = routing.probs[routing.wanted].detach()
     assert t == 1 or len(chosen) == 1 or float(chosen.sum() - chosen.min()) < t + 1e-12
-    assert len(chosen) == len(logits) or float(chosen.sum()) >= t - 1e-12
+    assert len(chosen) == E or float(chosen.sum()) >= t - 1e-12
     favourites = routing.probs[0].argsort(descending=True, stable=True)[: len(chosen)]
     assert torch.equal(routing.wanted[0].nonzero()[:, 0], favourites.sort().values)
 
@@ -176,33 +174,30 @@ def test_threshold_is_minimal_and_holds_the_top1_choice(logits, t):  # XMoE eq. 
 @example(logits=[0.0, -1e30, -200.0, -104.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_threshold_1_reaches_every_expert(logits, dtype):
-    router = logit_router(len(logits), "threshold", threshold=1.0, dtype=dtype)
+    router = logit_router("threshold", len(logits), threshold=1.0, dtype=dtype)
     assert router(torch.tensor([logits], dtype=dtype)).wanted.all()
 
 
 def test_threshold_1_reaches_every_expert_where_the_sum_stops_short():
     h = torch.randn(50, 64, generator=torch.Generator().manual_seed(0))
-    assert logit_router(64, "threshold", threshold=1.0, dtype=torch.float32)(h).wanted.all()
+    assert logit_router("threshold", 64, threshold=1.0, dtype=torch.float32)(h).wanted.all()
 
 
 @every_gate
 @pytest.mark.parametrize("score", SCORES)
 def test_threshold_0_is_top1_bit_for_bit(score, gate):
     h, ids = make_tokens(30, torch.float32)
-    one, two = (make_router((score, gate, s), 5, dtype=torch.float32, threshold=0.0) for s in ("threshold", "top1"))
+    same = dict(dtype=torch.float32, score=score, gate=gate, threshold=0.0)
+    one, two = (make_router(name, 5, **same) for name in ("threshold", "switch"))
     for a, b in zip(one(h, ids), two(h, ids)):
         assert torch.equal(a, b)
 
 
 @train_and_test
-def test_eval_threshold_holds_at_test_only(training):
-    router = make_router(("dot", "softmax", "threshold"), 4, threshold=0.0, eval_threshold=1.0, training=training)
-    assert router(make_tokens(5)[0]).wanted.sum() == (5 if training else 20)
-
-
-def test_by_default_the_threshold_is_the_same_at_test():
-    assert Router(D, 4, threshold=0.3).eval_threshold == 0.3
-    assert Router(D, 4, threshold=0.3, eval_threshold=0.0).eval_threshold == 0.0
+@pytest.mark.parametrize("t, at_test, wanted", [(0.0, 1.0, 20), (0.0, None, 5), (1.0, 0.0, 5), (1.0, None, 20)])
+def test_eval_threshold_holds_at_test_only(training, t, at_test, wanted):
+    router = make_router("threshold", 4, threshold=t, eval_threshold=at_test, training=training)
+    assert router(make_tokens(5)[0]).wanted.sum() == ((20 if t else 5) if training else wanted)
 
 
 def pairs(floats):
@@ -232,29 +227,38 @@ def test_priority_key_tells_neighbouring_floats_apart_at_any_rank(p, rank):
     assert earlier > high > low
 
 
+def test_by_rank_takes_the_order_it_is_given():
+    """Of all tokens as many, or of each its own number."""
+    order = torch.tensor([[2, 0, 1], [0, 2, 1]])
+    probs = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.2, 0.7]])
+    assert queues(by_rank(order, probs, 2)) == [[1, 0], [], [0, 1]]
+    assert queues(by_rank(order, probs, torch.tensor([[3], [1]]))) == [[1, 0], [0], [0]]
+
+
 # --- Balance loss (XMoE eq. 7, X-MoE eq. 9)
 
 
 @every_gate
-@pytest.mark.parametrize("select", ["top1", "topk", "threshold"])
-def test_balance_loss_is_1_when_uniform_and_E_when_collapsed(select, gate):
-    router = logit_router(4, select, gate, top_k=2, threshold=0.5)
+@pytest.mark.parametrize("name, K", [("switch", 1), ("topk", 2), ("threshold", 1)])
+def test_balance_loss_is_1_when_uniform_and_E_when_collapsed(name, K, gate):
+    router = logit_router(name, 4, K=K, gate=gate, threshold=0.5)
     uniform, collapsed = 3 * torch.eye(4).double(), torch.tensor([[-1e3, -1e3, 1e3, -2e3]] * 5).double()
     nothing_known = torch.zeros(8, 4).double()  # probabilities 1/4, all first choices on expert 0
     for h, loss in ((uniform, 1), (nothing_known, 1), (collapsed, 4)):
         assert router(h).balance_loss.item() == pytest.approx(loss, rel=1e-14)
 
 
-def test_balance_loss_counts_all_choices_where_asked_to():
+def test_x_moes_balance_loss_counts_all_choices():
     p = torch.tensor([[0.6, 0.3, 0.1], [0.6, 0.1, 0.3]], dtype=torch.float64)  # P = 0.6, 0.2, 0.2
-    first, every = (logit_router(3, "topk", top_k=2, balance_choices=b)(p.log()) for b in ("first", "all"))
+    first, every = (logit_router("topk", 3, K=2, x_moe=x_moe)(p.log()) for x_moe in (False, True))
     assert first.balance_loss.item() == pytest.approx(3 * 0.6)
     assert every.balance_loss.item() == pytest.approx(3 * (0.5 * 0.6 + 0.25 * 0.2 + 0.25 * 0.2))
+    assert_same(every.weight[0], torch.tensor([2 / 3, 1 / 3, 0.0], dtype=torch.float64))  # 2.2: over the K chosen
 
 
-@pytest.mark.parametrize("select", ["base", "expert_choice"])
-def test_routers_that_balance_by_construction_have_no_balance_loss(select):
-    assert make_router(("dot", "sigmoid", select), 3, training=True)(make_tokens(6)[0]).balance_loss == 0
+@pytest.mark.parametrize("name", [name for name, kind in ROUTERS.items() if not kind.balanced])
+def test_routers_that_balance_by_construction_have_no_balance_loss(name):
+    assert make_router(name, 3, training=True)(*make_tokens(6)).balance_loss == 0
 
 
 # --- BASE
@@ -299,7 +303,6 @@ KINDS = {  # scale, offset
     "skewed": (1, 0),
     "duplicated": (1, 0),
     "constant": (0, 0.3),
-    "zero": (0, 0),
     "near a constant": (1e-6, 1),
     "huge": (1e9, 0),
     "tiny": (1e-9, 0),
@@ -336,7 +339,7 @@ def test_finer_epsilon_finds_the_very_best_assignment():
 @pytest.mark.parametrize("score", SCORES)
 @train_and_test
 def test_base_balances_in_training_and_takes_the_best_expert_at_test(score, training):
-    router = make_router((score, "sigmoid", "base"), 4, training=training)
+    router = make_router("base", 4, training=training, score=score, routing_dim=0)
     with torch.no_grad():
         router.experts[1:] *= -1
         router.experts[1:] += router.experts[0]
@@ -352,8 +355,8 @@ def test_base_balances_in_training_and_takes_the_best_expert_at_test(score, trai
 
 
 def test_nothing_real_and_nothing_finite_end_too():
-    for combination in (("dot", "softmax", "threshold"), ("dot", "sigmoid", "base"), HASH):
-        routing = make_router(combination, 4, training=True)(*make_tokens(0))
+    for name in ROUTERS:
+        routing = make_router(name, 4, training=True)(*make_tokens(0))
         assert routing.weight.shape == (0, 4) and routing.balance_loss == 0
     with at_most(5):
         assert balanced_assignment(torch.full((9, 4), torch.nan)).bincount(minlength=4).max() == 3
@@ -361,12 +364,12 @@ def test_nothing_real_and_nothing_finite_end_too():
         assert balanced_assignment(holes).bincount().max() == 3
 
 
-# --- X-MoE's hypersphere
+# --- Where routers start, and X-MoE's hypersphere
 
 
 @pytest.mark.parametrize("routing_dim", [0, 3])
 def test_hypersphere_score_is_a_cosine(routing_dim):
-    router = make_router(("hypersphere", "softmax", "top1"), 5, routing_dim=routing_dim)
+    router = make_router("hypersphere", 5, routing_dim=routing_dim)
     h = 10 * make_tokens(50)[0].detach()
     before = router.scores(h)
     assert before.abs().max() <= 1 + 1e-12
@@ -379,26 +382,38 @@ def test_hypersphere_score_is_a_cosine(routing_dim):
 
 
 @pytest.mark.parametrize(
-    "combination, options",
-    [
-        (("hypersphere", "softmax", "top1"), {}),
-        (("dot", "sigmoid", "base"), {}),
-        (("dot", "softmax", "top1"), {"orthogonal": True}),
-    ],
+    "name, x_moe", [("hypersphere", False), ("base", False), ("switch", True), ("threshold", True)]
 )
-def test_expert_embeddings_start_orthogonal_with_norm_0_1(combination, options):
-    experts = Router(16, 8, *combination, **options).experts
+def test_expert_embeddings_start_orthogonal_with_norm_0_1(name, x_moe):
+    experts = ROUTERS[name](constants(n_embd=16, routing_dim=0), 8, x_moe=x_moe).experts
     torch.testing.assert_close(experts @ experts.t(), 0.01 * torch.eye(8), atol=1e-7, rtol=1e-5)
 
 
+@pytest.mark.parametrize("routing_dim, d_e", [(None, 32), (0, 0), (8, 8)])
+def test_the_projection_is_as_narrow_and_all_starts_as_wide_as_told(routing_dim, d_e):
+    sphere, dot = (
+        ROUTERS[name](constants(n_embd=256, router_std=0.5, routing_dim=routing_dim), 64)
+        for name in ("hypersphere", "threshold")
+    )
+    assert sphere.experts.shape == (64, d_e or 256)
+    if d_e:
+        assert sphere.project.weight.shape == (d_e, 256)
+        assert float(sphere.project.weight.std()) == pytest.approx(0.5, rel=0.05)
+    torch.testing.assert_close(sphere.experts.norm(dim=1), torch.full((64,), 0.1))
+    assert dot.experts.shape == (64, routing_dim or 256)  # None projects on a hypersphere alone
+    assert float(dot.experts.std()) == pytest.approx(0.5, rel=0.1)
+
+
 @pytest.mark.parametrize("gate, tau0", [("softmax", 0.3), ("sigmoid", 0.07)])
-def test_temperature_starts_as_in_the_paper(gate, tau0):
-    assert Router(D, 4, "hypersphere", gate, "top1").temperature.item() == pytest.approx(tau0)
+def test_temperature_starts_as_in_the_paper_or_as_told(gate, tau0):
+    for given_tau, expected in ((None, tau0), (0.5, 0.5)):
+        router = ROUTERS["hypersphere"](constants(gate=gate, init_temperature=given_tau), 4)
+        assert router.temperature.item() == pytest.approx(expected) == pytest.approx(router.init_temperature)
 
 
 def test_after_step_restores_norms_and_keeps_the_temperature_positive():
-    router = make_router(("hypersphere", "softmax", "top1"), 5)
-    direction = torch.nn.functional.normalize(router.experts.detach(), dim=1)
+    router = make_router("hypersphere", 5)
+    direction = normalize(router.experts.detach(), dim=1)
     torch.nn.init.constant_(router.temperature, -2.0)
     router.after_step()
     assert_same(router.experts.detach(), 0.1 * direction)
@@ -408,9 +423,9 @@ def test_after_step_restores_norms_and_keeps_the_temperature_positive():
     assert router.temperature.item() == 0.5
 
 
-@pytest.mark.parametrize("combination", [("dot", "softmax", "top1"), ("dot", "sigmoid", "base"), HASH])
-def test_after_step_leaves_other_routers_alone(combination):
-    router = make_router(combination, 5)
+@pytest.mark.parametrize("name", ["switch", "base", "hash"])
+def test_after_step_leaves_other_routers_alone(name):
+    router = make_router(name, 5)
     before = [p.clone() for p in router.parameters()]
     router.after_step()
     assert all(torch.equal(a, b) for a, b in zip(before, router.parameters()))
@@ -418,7 +433,7 @@ def test_after_step_leaves_other_routers_alone(combination):
 
 @every_gate
 def test_balance_loss_uses_the_constant_temperature(gate):  # X-MoE eq. 9
-    router = make_router(("hypersphere", gate, "top1"), 4, init_temperature=0.2)
+    router = make_router("hypersphere", 4, gate=gate, init_temperature=0.2)
     h = make_tokens(10)[0]
     loss = router(h).balance_loss
     p = (router.scores(h) / 0.2).softmax(dim=1)
@@ -429,17 +444,9 @@ def test_balance_loss_uses_the_constant_temperature(gate):  # X-MoE eq. 9
 
 
 @every_gate
-@pytest.mark.parametrize("select", ["top1", "topk", "threshold"])
-def test_gradient_reaches_projection_experts_and_temperature(gate, select):
-    router = make_router(("hypersphere", gate, select), 5, routing_dim=3, top_k=2)
-    router(make_tokens(9)[0]).weight.square().sum().backward()
-    assert all((p.grad != 0).any() for p in (router.project.weight, router.experts, router.temperature))
-
-
-@every_gate
-@pytest.mark.parametrize("top_k, renormalize", [(1, False), (2, False), (2, True), (3, True)])
-def test_gradient_through_the_gate_is_a_sum_of_expert_embeddings(top_k, renormalize, gate):  # X-MoE eqs. 4 to 6
-    router = make_router(("dot", gate, "topk"), 4, top_k=top_k, renormalize=renormalize)
+@pytest.mark.parametrize("K, x_moe", [(1, False), (2, False), (2, True), (3, True)])
+def test_gradient_through_the_gate_is_a_sum_of_expert_embeddings(K, x_moe, gate):  # X-MoE eqs. 4 to 6
+    router = make_router("topk", 4, K, x_moe, gate=gate)
     ffn = Experts(4, D, 5, "tanh").double()
     for p in ffn.parameters():
         torch.nn.init.normal_(p)
@@ -449,7 +456,7 @@ def test_gradient_through_the_gate_is_a_sum_of_expert_embeddings(top_k, renormal
     y = dispatch(h.detach(), routing.weight, rows, ffn)  # what h does to the experts' output is the other part, J1
     (gradient,) = torch.autograd.grad((y * torch.randn_like(y)).sum(), h)
     for s in range(7):
-        only_chosen = renormalize or gate == "sigmoid"  # eq. 6 sums over the K chosen, eq. 5 over all
+        only_chosen = x_moe or gate == "sigmoid"  # eq. 6 sums over the K chosen, eq. 5 over all
         span = (router.experts[routing.wanted[s]] if only_chosen else router.experts).detach().t()  # (D, at most 4 < D)
         c = torch.linalg.lstsq(span, gradient[s, :, None]).solution
         assert gradient[s].norm() > 1e-3
@@ -462,7 +469,8 @@ def test_gradient_through_the_gate_is_a_sum_of_expert_embeddings(top_k, renormal
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @every_combination
 def test_autocast_leaves_the_router_in_fp32(combination, dtype):
-    router = make_router(combination, 4, dtype=torch.float32, top_k=2, routing_dim=3)
+    name, score, gate = combination
+    router = make_router(name, 4, K=2, dtype=torch.float32, score=score, gate=gate, routing_dim=3)
     h, ids = make_tokens(9, torch.float32)
     h = h.detach().to(dtype)
     plain = router(h.float(), ids)

@@ -161,7 +161,7 @@ def test_every_weight_has_a_gradient_and_balance_losses_are_added(row):
     logits, balance = model(source, target, real, target_real)
     (logits.square().mean() + balance).backward()
     assert {name for name, p in model.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0} == set()
-    assert len(losses) == len(model.moe_layers) and float(balance) == pytest.approx(sum(losses))
+    assert len(losses) == len(model.moe_layers) and float(balance.detach()) == pytest.approx(sum(losses))
 
 
 @pytest.mark.parametrize(

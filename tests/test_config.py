@@ -1,0 +1,169 @@
+"""The command line that all scripts share, shown on train_lm.py: what it takes, what it refuses, how it names a run."""
+
+import dataclasses
+import math
+
+import pytest
+from helpers import Script
+
+import train_lm
+import train_mlm
+from engine.config import check, command_line, identity, run_name
+from engine.config import parse as parse_words
+
+LM = Script(train_lm)
+
+
+def parse(*line: str) -> train_lm.Config:
+    return command_line(train_lm.Config, train_lm.PRESETS, list(line))
+
+
+REJECTED = {  # by tyro
+    "unknown": ({"treshold": 0.5}, "Perhaps you meant: --threshold FLOAT"),
+    "of another script": ({"moe_after": 2}, "Unrecognized options: --moe_after, 2"),
+    "not an integer": ({"steps": "many"}, "Error parsing --steps: invalid literal for int() with base 10: 'many'"),
+    "half a step": ({"steps": 1.5}, "Error parsing --steps"),
+    "not a choice": ({"gate": "tanh"}, "invalid choice 'tanh' for argument '--gate'"),
+}
+
+
+@pytest.mark.parametrize("case", REJECTED)
+def test_words_that_are_no_command_line_are_rejected(case, options, monkeypatch, capsys):
+    given, message = REJECTED[case]
+    assert message in LM.rejected(options | given, monkeypatch, capsys)
+
+
+def test_none_and_false_are_words_in_a_text():
+    config = parse("--prompt", "none", "--resume", "false", "--init_from", "none")
+    assert (config.prompt, config.resume, config.init_from) == ("none", False, None)
+
+
+REFUSED = {  # in one line
+    "no folder can be there": ({"out_dir": "/dev/null/x"}, "/dev/null/x"),
+    "router": ({"router": "topp"}, "router must be dense or one of topk, switch, hypersphere"),
+    "preset": ({"preset": "wikitext103-323"}, "preset must be one of demo, small, wikitext103-124M"),
+    "table": ({"table": 3}, "table must be one of 1, 2, not 3"),
+    "no table": ({"table": 0}, "table must be over 0 and finite, not 0"),
+    "what the rows say": ({"table": 1, "split": 8}, "its rows have a --split of their own: leave it out"),
+    "another router than the rows'": ({"table": 1, "router": "base"}, "its rows have a --router of their own"),
+    "device": ({"device": "nonsense"}, "device nonsense: "),
+    "data": ({"data": "wikitext103x"}, "python -m data.prepare"),
+    "heads": ({"n_head": 3}, "n_head = 3 does not divide n_embd = 16"),
+    "no heads": ({"n_head": 0}, "n_head must be over 0 and finite, not 0"),
+    "width": ({"split": 12}, "split = 12 does not divide ffn_size = 32"),
+    "nowhere sparse": ({"moe_every": 99}, "moe_every = 99 leaves no block of n_layer = 2 with experts"),
+    "micro-batches": ({"batch_tokens": 100}, "micro_tokens = 64 does not divide batch_tokens = 100"),
+    "small micro-batches": ({"block_size": 128}, "micro_tokens 64 must hold rows of block_size 128"),
+    "no temperature": ({"sample_temperature": 0}, "sample_temperature must lie from 1e-20 to 1e+09, not 0.0"),
+    "beyond 1": ({"threshold": 1.5}, "threshold must lie from 0 to 1, not 1.5"),
+    "no start": ({"router_std": 0}, "router_std must be over 0 and finite, not 0.0"),
+    "dense experts": ({"router": "dense", "split": 8}, "--split is not read with --router dense: leave it out"),
+    "score of a dense model": ({"router": "dense", "score": "dot"}, "--score is not read with --router dense"),
+    "score of a hash": ({"router": "hash", "score": "dot"}, "--score is not read with --router hash"),
+    "start of a hash": ({"router": "hash", "router_std": 0.2}, "--router_std is not read with --router hash"),
+    "balance of BASE": ({"router": "base", "balance_coef": 0.2}, "--balance_coef is not read with --router base"),
+    "t of top-1": ({"router": "switch", "threshold": 0.5}, "--threshold is not read with --router switch"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_makes_no_sense_is_refused_in_one_line(case, options, monkeypatch, capsys):
+    given, message = REFUSED[case]
+    assert message in LM.refused(options | given, monkeypatch, capsys)
+
+
+COUNTS = """steps seeds micro_tokens eval_every eval_tokens log_every block_size n_layer n_head n_embd ffn_size
+decoder_layers moe_every expert_ffns split experts expert_size top_k sample_top_k"""
+RANGES = [  # names, what they may be, what they may not be
+    (COUNTS, (1,), (0, -1)),
+    ("init_std router_std learning_rate eps init_temperature", (1e-12, 5.0), (0.0, -1.0, math.nan, math.inf)),
+    ("batch_tokens", (1, 10**9), (0, -1, 10**400)),
+    ("seed expert_layers routing_dim sample_tokens", (0, 3), (-1,)),
+    ("grad_clip balance_coef lambda_disc", (0.0, 50.0), (-1.0, math.nan, math.inf)),
+    ("min_learning_rate weight_decay", (0.0, 1.0), (-1.0, math.nan, 1.1)),
+    ("length_penalty", (-1.0, 0.0, 2.0), (math.nan, math.inf)),
+    ("warmup threshold eval_threshold sampling_exponent", (0.0, 1.0, 0.5), (-0.1, 1.1, math.nan)),
+    ("dropout beta1 beta2 label_smoothing", (0.0, 0.99), (-0.1, 1.0, math.nan)),
+    ("mask_share", (0.01, 1.0), (0.0, 1.1, math.nan)),
+    ("span", (1.5, 3.5), (1.0, math.nan, math.inf)),
+    ("capacity eval_capacity capacity_factor eval_capacity_factor", (0.1, math.inf), (0.0, -1.0, math.nan)),
+]
+
+
+@pytest.mark.parametrize("names, good, bad", RANGES)
+def test_every_constant_has_its_range(names, good, bad):
+    for name in names.split():
+        Constants = dataclasses.make_dataclass("Constants", dict.fromkeys(["batch_tokens", "micro_tokens", name]))
+        sound = {"batch_tokens": 10**9, "micro_tokens": 1}
+        for value in good:
+            check(Constants(**sound | {name: value}))
+        for value in bad:
+            with pytest.raises(ValueError, match=f"^{name} must .*, not {value!r}$"):
+                check(Constants(**sound | {name: value}))
+
+
+def test_help_has_every_constant_with_its_comment(monkeypatch, capsys):
+    with pytest.raises(SystemExit) as stop:
+        LM.run({"help": ""}, monkeypatch)
+    out = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert stop.value.code == 0 and "--moe_after" not in out
+    out = out.split(" options ")[1]  # behind the commands that the script's docstring shows
+    names = [field.name for field in dataclasses.fields(train_lm.Config)]
+    for name, after in zip(names, [*names[1:], None]):
+        text = out.split(f" --{name} ")[1].split(f" --{after} ")[0]  # INT optimizer steps (default: 500)
+        assert not text.split()[1].startswith("(default"), text
+
+
+def test_options_may_be_written_in_several_ways():
+    config = parse("--steps", "3", "--learning_rate=1", "--eval_only", "true", "--resume", "False", "--split", "none")
+    assert (config.steps, config.learning_rate, config.eval_only, config.resume) == (3, 1.0, True, False)
+    assert config.split is None
+    assert parse("--preset=openwebtext-556M", "--steps", "9") == parse("--steps", "9", "--preset", "openwebtext-556M")
+    assert parse("--preset", "openwebtext-556M").n_embd == 1024
+    assert parse("--prompt", "give --preset big").preset == "demo"
+
+
+def test_only_one_process_of_a_node_complains(options, monkeypatch, capsys):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    for wrong in ({"threshold": 1.5}, {"treshold": 0.5}):
+        with pytest.raises(SystemExit):
+            LM.run(options | wrong, monkeypatch)
+        said = capsys.readouterr()
+        assert said.out == said.err == ""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A run's name
+
+
+def name(*line: str) -> str:
+    return run_name(parse(*line), train_lm.PRESETS)
+
+
+def test_a_run_is_named_by_what_differs_from_its_preset():
+    assert name() == "demo" and name("--preset", "openwebtext-323M") == "openwebtext-323M"
+    assert name("--steps", "5", "--seed", "1") == name("--seed", "1", "--steps", "5") == "demo-seed=1-steps=5"
+    assert name("--learning_rate", "3e-3", "--threshold", "0.9") == "demo"  # as it is anyway
+    for here in ("--device cpu", "--out_dir x", "--log_every 3", "--resume false", "--prompt a", "--sample_tokens 3"):
+        assert name(*here.split()) == "demo"
+    at_test = ("--eval_threshold", "0.5", "--eval_capacity", "2")
+    assert name("--eval_only", "true", *at_test) == "demo" != name(*at_test)
+    switch = dataclasses.replace(parse(), router="switch", threshold=0.5)  # as a row of a table may
+    assert run_name(switch, train_lm.PRESETS) == "demo-router=switch" == name("--router", "switch")
+
+
+def test_names_are_those_of_folders():
+    odd, long = name("--data", "/home/me/my text"), name("--data", "x" * 300)
+    assert odd == "demo-data=_home_me_my_text"
+    assert len(long) < 160 and long[:-8] == name("--data", "x" * 301)[:-8] and long != name("--data", "x" * 301)
+
+
+def test_an_equals_sign_will_do():
+    config = parse_words(train_lm.Config(), ["--resume=false", "--prompt=a=b", "--learning_rate=2"], "help")
+    assert config.resume is False and config.prompt == "a=b" and config.learning_rate == 2.0
+
+
+def test_several_values_name_a_run_too():
+    config = command_line(train_mlm.Config, train_mlm.PRESETS, ["--moe_after", "1", "2"])
+    assert "moe_after=1,2" in run_name(config, train_mlm.PRESETS)
+    assert identity(config)["moe_after"] == [1, 2]  # as JSON has it

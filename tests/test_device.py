@@ -1,0 +1,154 @@
+"""Learning rates, the optimizer and the loss; devices, chance and what is the sum over processes."""
+
+import dataclasses
+
+import pytest
+import torch
+from helpers import constants
+
+from engine import device, optim
+from model import GPT, Encoder, MaskedLM
+
+ADAM = dict(learning_rate=1e-3, weight_decay=0.1, beta1=0.9, beta2=0.98, eps=1e-9)
+
+
+def test_learning_rates_are_their_formulas():
+    cosine = [optim.cosine(step, 100, 0.1, 1.0, 0.01) for step in range(100)]
+    assert cosine[:10] == pytest.approx([0.1 * (i + 1) for i in range(10)]) and cosine[10] == 1.0
+    assert cosine[55] == pytest.approx((1 + 0.01) / 2) and 0.01 < cosine[99] < 0.0115
+    linear = [optim.linear(step, 100, 0.1, 2.0) for step in range(100)]
+    assert linear[:10] == pytest.approx([0.2 * (i + 1) for i in range(10)])
+    assert linear[10:] == pytest.approx([2.0 * (100 - i) / 90 for i in range(10, 100)])
+    root = [optim.inverse_sqrt(step, 16, 3.0) for step in range(100)]
+    assert root[:16] == pytest.approx([3.0 * (i + 1) / 16 for i in range(16)])
+    assert root[63] == pytest.approx(3.0 * 4 / 8) and root[15] == 3.0
+    assert optim.cosine(0, 1, 0.1, 1.0, 0.0) == optim.linear(0, 1, 0.0, 1.0) == 1.0  # a single step is a step
+
+
+@pytest.mark.parametrize("stacks", [0, 2], ids=["bare", "stacks"])
+def test_weight_decay_spares_norms_biases_and_the_temperature(stacks):
+    config = constants(router="hypersphere", expert_layers=stacks, **ADAM)
+    model = (Encoder if stacks else GPT)(config, 10)
+    optimizer = optim.adamw(model, config)
+    groups = {group["weight_decay"]: group["params"] for group in optimizer.param_groups}
+    assert set(groups) == {0.1, 0.0} and len(optimizer.param_groups) == 2
+    decayed, free = groups[0.1], groups[0.0]
+    names = {id(p): name for name, p in model.named_parameters()}
+    matrices = ("token_type", "wte.weight", "wpe.weight", "qkv.weight", "proj.weight", "fc.weight", "w_in", "w_out")
+    assert all(names[id(p)].endswith((*matrices, "router.experts", "project.weight")) for p in decayed)
+    assert all(
+        "ln_" in names[id(p)]
+        or "norms." in names[id(p)]
+        or names[id(p)].endswith(("bias", "b_in", "b_out", "temperature"))
+        for p in free
+    )
+    assert len(decayed) + len(free) == len(names)
+    optim.set_learning_rate(optimizer, 0.25)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25]
+    assert optimizer.defaults["betas"] == (0.9, 0.98) and optimizer.defaults["eps"] == 1e-9
+
+
+@pytest.mark.parametrize("router", ["threshold", "hypersphere"])
+def test_routers_learn_at_their_own_rate(router):
+    """Adam's first step is the learning rate up or down, whatever the gradient."""
+    config = constants(router=router, router_lr=0.25, **ADAM | {"weight_decay": 0.0})
+    model = GPT(config, 10).double()
+    optimizer = optim.adamw(model, config)
+    optim.set_learning_rate(optimizer, 0.01)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for p in model.parameters():
+        p.grad = torch.randn_like(p).sign()
+    optimizer.step()
+    routers = 0
+    for name, p in model.named_parameters():
+        routers += ".router." in name
+        rate = 0.0025 if ".router." in name else 0.01
+        torch.testing.assert_close((p.detach() - before[name]).abs(), torch.full_like(p, rate), rtol=1e-3, atol=1e-9)
+    assert routers == {"threshold": 1, "hypersphere": 3}[router]  # expert embeddings; and W, tau
+
+
+def test_distances_learn_at_their_own_rate():
+    config = constants(router="dense", relative_bias=True, distance_lr=4.0, **ADAM | {"weight_decay": 0.0})
+    for names, rate in (["encoder.distance.table.weight"], 0.04), (["encoder.layers.0.attn.gate", "bias"], 0.01):
+        model = MaskedLM(config, 10).double()
+        optimizer = optim.adamw(model, config)
+        optim.set_learning_rate(optimizer, 0.01)
+        for name in names:
+            p = model.get_parameter(name)
+            before = p.detach().clone()
+            p.grad = torch.randn_like(p).sign()
+            optimizer.step()
+            torch.testing.assert_close((p.detach() - before).abs(), torch.full_like(p, rate), rtol=1e-3, atol=1e-9)
+
+
+def test_chance_depends_on_every_part_of_the_key():
+    drawn = []
+    for key in [(0, 1, 2), (0, 2, 1), (1, 0, 2), (0, 1, 3), (0, 1, 2)]:
+        device.seed_all(*key)
+        drawn.append(float(torch.rand(())))
+    assert drawn[0] == drawn[4] and len(set(drawn)) == 4
+
+
+@pytest.mark.parametrize(
+    "card, peak",
+    [("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA A100-SXM4-80GB", 312e12)]
+    + [("NVIDIA A10", 125e12), ("NVIDIA L40S", 362e12), ("NVIDIA L4", 121e12), ("NVIDIA A10G", None), ("CPU", None)],
+)
+def test_peaks_of_cards(card, peak, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: card)
+    context = device.Context(0, 2, torch.device("cuda"), torch.bfloat16)
+    assert device.peak_flops(context) == (None if peak is None else 2 * peak)
+    assert device.peak_flops(dataclasses.replace(context, dtype=torch.float32)) is None
+    assert device.peak_flops(dataclasses.replace(context, device=torch.device("cpu"))) is None
+
+
+def test_one_process_is_its_own_sum_and_speaks(capsys):
+    context = device.setup("cpu", "float64")
+    assert (context.rank, context.world, context.device.type, context.dtype) == (0, 1, "cpu", torch.float64)
+    x = torch.arange(3.0)
+    assert torch.equal(context.sum(x), x) and context.most(7) == 7 and context.gather("a") == ["a"]
+    assert context.send_all(x, None)[1] is None and torch.equal(context.send_all(x)[0], x)
+    context.say("a line")
+    dataclasses.replace(context, rank=1).say("another")
+    assert capsys.readouterr().out == "a line\n"
+    found = device.machine(context)
+    assert (found["processes"], found["dtype"], found["torch"]) == (1, "float64", torch.__version__)
+
+
+@pytest.mark.parametrize(
+    "dtype, weights, products", [("bfloat16", "float32", "bfloat16"), ("float64",) * 3, ("float32",) * 3]
+)
+def test_weights_and_products_have_their_precision(dtype, weights, products):
+    context = device.setup("cpu", dtype)
+    layer = context.place(torch.nn.Linear(4, 4))
+    with context.autocast():
+        y = layer(torch.randn(2, 4, dtype=layer.weight.dtype))
+    assert (layer.weight.dtype, y.dtype) == (getattr(torch, weights), getattr(torch, products))
+
+
+def test_what_a_user_can_cause_is_one_line(capsys, monkeypatch):
+    for error in (ValueError("two\n lines"), OSError(2, "gone"), ImportError("no such library")):
+        with pytest.raises(SystemExit) as stop, device.clear_errors():
+            raise error
+        assert stop.value.code == 1 and capsys.readouterr().err.count("\n") == 1
+    with pytest.raises(ZeroDivisionError), device.clear_errors():  # a fault of ours
+        raise ZeroDivisionError
+    with pytest.raises(ValueError, match="^device nonsense: "):
+        device.setup("nonsense")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    device.warn("once a node is enough")
+    assert capsys.readouterr().err == ""
+
+
+def test_the_loss_is_its_formula_in_fp32():
+    logits, labels = torch.randn(5, 7, dtype=torch.float64), torch.tensor([0, 3, 6, 2, 3])
+    for s in (0.0, 0.1, 0.5):
+        by_hand = []
+        for row, label in zip(logits, labels):
+            p = row.exp() / row.exp().sum()
+            by_hand.append(float(-(1 - s) * p[label].log() - s * p.log().mean()))
+        found = optim.cross_entropy(logits, labels, label_smoothing=s)
+        assert float(found) == pytest.approx(sum(by_hand) / 5) and found.dtype == torch.float64
+        each = optim.cross_entropy(logits, labels, label_smoothing=s, reduction="none")
+        assert each.tolist() == pytest.approx(by_hand)
+    assert optim.cross_entropy(logits.bfloat16(), labels).dtype == torch.float32

@@ -1,0 +1,219 @@
+"""A router of one's own: a class of ten lines, registered by its name, is all that the scripts need to know."""
+
+import signal
+
+import pytest
+import torch
+from helpers import Script, constants, lively, losses, only_run, result_of, stopped, values_and_gradients
+
+import model
+import train_lm
+from analysis.flops import moe_flops, served_rows
+from engine.config import command_line
+from model import GPT, Encoder, MaskedLM, Translator, in_place_of_ffn
+from routers import NOT_CHOSEN, ROUTERS, Router, Routing, balance_loss, by_rank, one_hot, priority_key, router
+
+LM = Script(train_lm)
+OWN = ("own_random", "own_soft", "own_position", "own_later")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered():
+    """The routers below, for this file alone."""
+    before = dict(ROUTERS)
+
+    @router("own_random")
+    class TopOneRandom(Router):
+        """The most probable expert, and another by chance."""
+
+        split = most = 2
+
+        def choose(self, score, probs):
+            best = probs.argmax(dim=1, keepdim=True)
+            order = torch.rand_like(probs).scatter(1, best, 2.0).argsort(dim=1, descending=True)
+            return by_rank(order, probs, 2)
+
+    @router("own_soft")
+    class SoftThreshold(Router):
+        """Every expert at least half as probable as the best one; the weights of the chosen sum to 1."""
+
+        split, most = 4, None
+
+        def choose(self, score, probs):
+            enough = probs >= probs.max(dim=1, keepdim=True).values / 2
+            return torch.where(enough, priority_key(probs, 0), NOT_CHOSEN)
+
+        def forward(self, h, ids=None, position=None):
+            routing = super().forward(h, ids, position)
+            return routing._replace(weight=routing.weight / routing.weight.sum(dim=1, keepdim=True))
+
+    @router("own_position")
+    class ByPosition(Router):
+        """As many experts take turns as there are, position by position; each weighs by its probability."""
+
+        reads = {"router_std"}
+
+        def forward(self, h, ids=None, position=None):
+            probs = self.scores(h.to(self.experts.dtype)).softmax(dim=1)
+            chosen = one_hot(position % self.E, self.E)
+            priority = torch.where(chosen, priority_key(probs.detach(), 0), NOT_CHOSEN)
+            return Routing(torch.where(chosen, probs, 0.0), priority, balance_loss(chosen, probs), probs)
+
+    @router("own_later")
+    class Mean(Router):
+        """Every token goes where the mean of all of them goes."""
+
+        sees_later, balanced = True, False
+
+        def choose(self, score, probs):
+            return by_rank(probs.mean(dim=0, keepdim=True).expand_as(probs).argsort(dim=1, descending=True), probs, 1)
+
+    yield
+    ROUTERS.clear()
+    ROUTERS.update(before)
+
+
+def layer(name: str, **changes):
+    """XMoE's layer with this router: dense FFNs would have 32 units."""
+    return lively(in_place_of_ffn(constants(router=name, ffn_size=32, **changes), 13, "tanh"))
+
+
+def tokens(B: int, T: int):
+    rng = torch.Generator().manual_seed(0)
+    return torch.randn(B, T, 8, generator=rng, dtype=torch.float64), torch.zeros(B, T, dtype=torch.int64)
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_it_trains_and_resumes_bit_for_bit(name, options, tmp_path, monkeypatch, capsys):
+    whole, ended = (options | {"router": name, "dropout": 0.1, "out_dir": tmp_path / place} for place in "ab")
+    LM.run(whole, monkeypatch)
+    out = capsys.readouterr().out
+    assert f"router={name}" in only_run(whole["out_dir"]).name
+    stopped(LM, 2, signal.SIGTERM, ended, capsys)
+    LM.run(ended, monkeypatch)
+    assert "goes on from step 3" in capsys.readouterr().out
+    states = [torch.load(only_run(one["out_dir"]) / "ckpt.pt") for one in (whole, ended)]
+    torch.testing.assert_close(states[0]["model"], states[1]["model"], rtol=0, atol=0)
+    assert losses(whole["out_dir"]) == losses(ended["out_dir"])
+    results = [result_of(one["out_dir"]) for one in (whole, ended)]
+    assert results[0]["test"] == results[1]["test"]
+    sees_later = ROUTERS[name].sees_later
+    assert ("not causal" in out) == ("no sample" in out) == sees_later
+    assert ("easy" in results[0]) == (name == "own_soft")  # the one whose tokens choose as many as they like
+
+
+@pytest.mark.parametrize("name, first", [("own_random", "best"), ("own_soft", "best"), ("own_position", "position")])
+def test_it_has_the_balance_loss_of_its_first_choices(name, first):
+    h, ids = tokens(2, 6)
+    routing = layer(name).router(h.flatten(0, 1), ids.flatten(), torch.arange(6).repeat(2))
+    E = routing.probs.shape[1]
+    by_hand, counted = 0.0, routing.probs.argmax(dim=1) if first == "best" else torch.arange(6).repeat(2) % E
+    for e in range(E):
+        by_hand += E * (counted == e).double().mean() * routing.probs[:, e].mean()
+    torch.testing.assert_close(routing.balance_loss, by_hand)
+    assert routing.balance_loss.requires_grad
+
+
+def test_one_that_is_balanced_by_itself_has_none():
+    h, ids = tokens(1, 6)
+    assert layer("own_later")(h, ids)[1] == 0
+
+
+SIZES = {  # by hand: experts, units of an expert, experts that a token may choose, rows per token at full capacity
+    "own_random": (8, 16, 2, 2),
+    "own_soft": (16, 8, 16, 4),
+    "own_position": (4, 32, 1, 1),
+    "own_later": (4, 32, 1, 1),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_its_split_says_experts_capacity_and_flops(name):
+    moe, (E, F, most, served) = layer(name), SIZES[name]
+    assert (moe.router.E, moe.experts[0].w_in.shape, moe.router.max_choices) == (E, (E, F, 8), most)
+    assert moe.gamma == moe.eval_gamma == E / 4 and moe.capacity(48) == 48 // 4  # gamma S / E
+    assert served_rows(moe) == served
+    assert moe_flops(moe) == 2 * (8 * E + 32 * 8 * 2)  # the router, and one dense FFN's work
+    doubled = layer(name, capacity=2.0, split=1)
+    assert (doubled.router.E, doubled.gamma, doubled.experts[0].w_in.shape[1]) == (4, 2.0, 32)
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_gpu_makes_room_for_what_it_chooses(name, monkeypatch):
+    moe, (h, ids) = layer(name, capacity=0.5), tokens(2, 12)
+    results = []
+    for may_ask in (True, False):
+        monkeypatch.setattr(model, "may_ask", lambda x, may_ask=may_ask: may_ask)
+        torch.manual_seed(5)  # own_random draws
+        results.append(values_and_gradients(moe(h, ids), list(moe.parameters())))
+    torch.testing.assert_close(results[0], results[1])
+
+
+def test_weights_that_are_shared_out_sum_to_1():
+    h, ids = tokens(1, 12)
+    routing = layer("own_soft").router(h[0], ids[0])
+    torch.testing.assert_close(routing.weight.sum(dim=1), torch.ones(12).double())
+    least = routing.probs.where(routing.wanted, 1.0).amin(dim=1)
+    assert (2 * least >= routing.probs.amax(dim=1)).all() and 1 < routing.wanted.sum() / 12 < 16
+
+
+def test_positions_are_those_in_a_tokens_own_sequence():
+    """Whatever else is in the batch, whatever is padding, and from the first one of a piece that goes on."""
+    moe, (h, ids) = layer("own_position"), tokens(2, 6)
+    seen = []
+    moe.watchers.append(lambda moe, h, routing, kept: seen.append(routing.wanted.int().argmax(dim=1).tolist()))
+    moe(h, ids)
+    moe(h, ids, torch.tensor([0, 1, 2, 6, 7, 10]))
+    moe(h, ids, first=3)
+    assert seen == [[0, 1, 2, 3, 0, 1] * 2, [0, 1, 2, 0, 1, 0], [3, 0, 1, 2, 3, 0] * 2]
+
+
+def test_a_decoder_that_remembers_gives_positions_that_go_on():
+    torch.manual_seed(0)
+    config = constants(router="own_position", moe_after=(), decoder_layers=2, decoder_moe=True)
+    net = lively(Translator(config, 13)).eval()
+    source, ids = torch.tensor([[3, 4, 5]]), torch.tensor([[2, 7, 1, 9]])
+    with torch.no_grad(), net.no_limit():
+        encoded, _ = net.encode(source)
+        whole, _, _ = net.decode(ids, encoded)
+        past, pieces = None, []
+        for id in ids[0]:
+            h, _, past = net.decode(id[None, None], encoded, past)
+            pieces.append(h)
+    torch.testing.assert_close(torch.cat(pieces, dim=1), whole)
+
+
+def test_one_that_sees_later_tokens_writes_and_translates_nothing():
+    gpt = GPT(constants(router="own_later"), 13)
+    assert gpt.sees_later and not gpt.limited_at_test
+    with pytest.raises(ValueError, match="sees later tokens, so it cannot generate"):
+        gpt.generate(torch.zeros(1, 2, dtype=torch.int64), 1)
+    config = constants(router="own_later", moe_after=(), decoder_layers=2, decoder_moe=True)
+    with pytest.raises(ValueError, match="sees later tokens, so it cannot translate"):
+        Translator(config, 13)
+    with pytest.raises(ValueError, match="router own_later chooses by the capacity: give --capacity_factor"):
+        Encoder(constants(router="own_later"), 13)
+
+
+def test_it_stands_between_the_layers_of_an_encoder_too():
+    net = lively(MaskedLM(constants(router="own_soft"), 13))
+    logits, balance = net(torch.randint(4, 13, (2, 8)), torch.arange(5))
+    (logits.sum() + balance).backward()
+    assert net.moe_layers[0].router.experts.grad.any() and net.moe_layers[0].experts[0].w_in.grad.any()
+
+
+def test_the_command_line_knows_it_and_what_it_reads():
+    def parse(*line):
+        return command_line(train_lm.Config, train_lm.PRESETS, list(line))
+
+    assert parse("--router", "own_random", "--score", "hypersphere").score == "hypersphere"
+    for name, constant in ((OWN[0], "threshold"), (OWN[2], "score"), (OWN[3], "balance_coef")):
+        with pytest.raises(ValueError, match=f"--{constant} is not read with --router {name}: leave it out"):
+            parse("--router", name, f"--{constant}", "dot" if constant == "score" else "0.5")
+    with pytest.raises(ValueError, match="router must be dense or one of .*, own_soft, .*, not 'mine'"):
+        parse("--router", "mine")
+
+
+def test_a_router_that_does_not_choose_says_so():
+    with pytest.raises(TypeError, match="Router has no `choose` method"):
+        Router(constants(), 4)(torch.randn(3, 8))
