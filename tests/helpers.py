@@ -156,7 +156,10 @@ def losses(folder: Path) -> list[float]:
 
 
 def table_rows(table: str) -> list[list[str]]:
-    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.strip().splitlines()[2:]]
+    rows = []
+    for line in table.strip().splitlines()[2:]:
+        rows.append([cell.strip() for cell in line.split("|")[1:-1]])
+    return rows
 
 
 def flip_a_byte(file: Path):

@@ -252,7 +252,9 @@ def queues(turn, E):
 def transport(S, rounds):
     """S[i][j] -> a plan, as XLM-Align's section 3.1: first the columns are scaled to a sum of 1, then the rows."""
     m, n = len(S), len(S[0])
-    A = [[s if s > 0 else 1e-6 for s in row] for row in S]
+    A = []
+    for row in S:
+        A.append([s if s > 0 else 1e-6 for s in row])
     for _ in range(rounds):
         for j in range(n):
             total = sum(A[i][j] for i in range(m))
@@ -286,7 +288,9 @@ def iterative(A, rounds, ratio):
         if len(rows) == m or len(columns) == n:
             break
         weight = {0: 1.0, 1: ratio, 2: 0.0}  # of how many sides have a partner
-        left = [[A[i][j] * weight[(i in rows) + (j in columns)] for j in range(n)] for i in range(m)]
+        left = []
+        for i in range(m):
+            left.append([A[i][j] * weight[(i in rows) + (j in columns)] for j in range(n)])
         more = {(i, j) for i, j in best_of_both(left) if i not in rows or j not in columns}
         found = found | more
     return found

@@ -1,19 +1,14 @@
-"""A router of one's own: a class of ten lines, registered by its name, is all that the scripts need to know."""
-
-import signal
+"""What a layer, a model and the FLOPs know of a router of one's own: `train_lm.py` with one stands in its tests."""
 
 import pytest
 import torch
-from helpers import Script, constants, lively, losses, only_run, result_of, stopped, values_and_gradients
+from helpers import constants, lively, values_and_gradients
 
 import model
-import train_lm
 from analysis.flops import moe_flops, served_rows
-from engine.config import command_line
 from model import GPT, Encoder, MaskedLM, Translator, in_place_of_ffn
 from routers import NOT_CHOSEN, ROUTERS, Router, Routing, balance_loss, by_rank, one_hot, priority_key, router
 
-LM = Script(train_lm)
 OWN = ("own_random", "own_soft", "own_position", "own_later")
 
 
@@ -83,37 +78,6 @@ def tokens(B: int, T: int):
     return torch.randn(B, T, 8, generator=rng, dtype=torch.float64), torch.zeros(B, T, dtype=torch.int64)
 
 
-@pytest.mark.parametrize("name", OWN)
-def test_it_trains_and_resumes_bit_for_bit(name, options, tmp_path, monkeypatch, capsys):
-    whole, ended = (options | {"router": name, "dropout": 0.1, "out_dir": tmp_path / place} for place in "ab")
-    LM.run(whole, monkeypatch)
-    out = capsys.readouterr().out
-    assert f"router={name}" in only_run(whole["out_dir"]).name
-    stopped(LM, 2, signal.SIGTERM, ended, capsys)
-    LM.run(ended, monkeypatch)
-    assert "goes on from step 3" in capsys.readouterr().out
-    states = [torch.load(only_run(one["out_dir"]) / "ckpt.pt") for one in (whole, ended)]
-    torch.testing.assert_close(states[0]["model"], states[1]["model"], rtol=0, atol=0)
-    assert losses(whole["out_dir"]) == losses(ended["out_dir"])
-    results = [result_of(one["out_dir"]) for one in (whole, ended)]
-    assert results[0]["test"] == results[1]["test"]
-    sees_later = ROUTERS[name].sees_later
-    assert ("not causal" in out) == ("no sample" in out) == sees_later
-    assert ("easy" in results[0]) == (name == "own_soft")  # the one whose tokens choose as many as they like
-
-
-@pytest.mark.parametrize("name, first", [("own_random", "best"), ("own_soft", "best"), ("own_position", "position")])
-def test_it_has_the_balance_loss_of_its_first_choices(name, first):
-    h, ids = tokens(2, 6)
-    routing = layer(name).router(h.flatten(0, 1), ids.flatten(), torch.arange(6).repeat(2))
-    E = routing.probs.shape[1]
-    by_hand, counted = 0.0, routing.probs.argmax(dim=1) if first == "best" else torch.arange(6).repeat(2) % E
-    for e in range(E):
-        by_hand += E * (counted == e).double().mean() * routing.probs[:, e].mean()
-    torch.testing.assert_close(routing.balance_loss, by_hand)
-    assert routing.balance_loss.requires_grad
-
-
 def test_one_that_is_balanced_by_itself_has_none():
     h, ids = tokens(1, 6)
     assert layer("own_later")(h, ids)[1] == 0
@@ -136,6 +100,18 @@ def test_its_split_says_experts_capacity_and_flops(name):
     assert moe_flops(moe) == 2 * (8 * E + 32 * 8 * 2)  # the router, and one dense FFN's work
     doubled = layer(name, capacity=2.0, split=1)
     assert (doubled.router.E, doubled.gamma, doubled.experts[0].w_in.shape[1]) == (4, 2.0, 32)
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_each_expert_keeps_the_first_of_those_that_choose_it(name):
+    moe, (h, ids), seen = layer(name, capacity=0.5), tokens(2, 24), []
+    moe.watchers.append(lambda moe, h, routing, kept: seen.append((routing, kept)))
+    moe(h, ids)
+    ((routing, kept),) = seen
+    for wanted, priority, served in zip(routing.wanted.t(), routing.priority.t(), kept.t()):
+        queue = sorted((-int(priority[s]), s) for s in wanted.nonzero().flatten().tolist())
+        assert served.nonzero().flatten().tolist() == sorted(s for _, s in queue[: 48 // 8])  # half of S / 4
+    assert kept.sum() < routing.wanted.sum()
 
 
 @pytest.mark.parametrize("name", OWN)
@@ -186,7 +162,7 @@ def test_a_decoder_that_remembers_gives_positions_that_go_on():
 def test_one_that_sees_later_tokens_writes_and_translates_nothing():
     gpt = GPT(constants(router="own_later"), 13)
     assert gpt.sees_later and not gpt.limited_at_test
-    with pytest.raises(ValueError, match="sees later tokens, so it cannot generate"):
+    with pytest.raises(ValueError, match="own_later sees later tokens, so it cannot generate"):
         gpt.generate(torch.zeros(1, 2, dtype=torch.int64), 1)
     config = constants(router="own_later", moe_after=(), decoder_layers=2, decoder_moe=True)
     with pytest.raises(ValueError, match="sees later tokens, so it cannot translate"):
@@ -200,18 +176,6 @@ def test_it_stands_between_the_layers_of_an_encoder_too():
     logits, balance = net(torch.randint(4, 13, (2, 8)), torch.arange(5))
     (logits.sum() + balance).backward()
     assert net.moe_layers[0].router.experts.grad.any() and net.moe_layers[0].experts[0].w_in.grad.any()
-
-
-def test_the_command_line_knows_it_and_what_it_reads():
-    def parse(*line):
-        return command_line(train_lm.Config, train_lm.PRESETS, list(line))
-
-    assert parse("--router", "own_random", "--score", "hypersphere").score == "hypersphere"
-    for name, constant in ((OWN[0], "threshold"), (OWN[2], "score"), (OWN[3], "balance_coef")):
-        with pytest.raises(ValueError, match=f"--{constant} is not read with --router {name}: leave it out"):
-            parse("--router", name, f"--{constant}", "dot" if constant == "score" else "0.5")
-    with pytest.raises(ValueError, match="router must be dense or one of .*, own_soft, .*, not 'mine'"):
-        parse("--router", "mine")
 
 
 def test_a_router_that_does_not_choose_says_so():

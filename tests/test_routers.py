@@ -330,10 +330,12 @@ def test_balanced_assignment_of_small_scores(data, S, E, epsilon):
     assert_balanced_and_best(torch.tensor(rows), epsilon)
 
 
-def test_finer_epsilon_finds_the_very_best_assignment():
-    score = torch.randint(0, 9, (20, 4), generator=torch.Generator().manual_seed(0)).double()
-    expert = balanced_assignment(score, 1 / 21)  # totals are integers, and 20 / 21 < 1
-    assert float(score.gather(1, expert[:, None]).sum()) == best_total(score)
+@pytest.mark.parametrize("S, E", [(20, 4), (17, 4), (12, 6)])
+def test_finer_epsilon_finds_the_very_best_assignment(S, E):
+    for seed in range(20):
+        score = torch.randint(0, 9, (S, E), generator=torch.Generator().manual_seed(seed)).double()
+        expert = balanced_assignment(score, 1 / (S + 1))  # totals are integers, and S / (S + 1) < 1
+        assert float(score.gather(1, expert[:, None]).sum()) == best_total(score)
 
 
 @pytest.mark.parametrize("score", SCORES)
