@@ -21,7 +21,6 @@ from routers import NOT_CHOSEN, ROUTERS
 PAD = 1  # the encoder's `<pad>`, as in XLM-R, whose positions begin behind it
 MIN_CAPACITY = 4
 WORTH_COMPILING = 1 << 21  # activations (N x F), from which compiling the function between two products pays
-CHECK_CHOICES = False  # tests switch it on: a router must not choose more experts than its `most`
 
 # ---------------------------------------------------------------------------------------------------------------------
 # From what a router wants to what the experts compute
@@ -122,6 +121,7 @@ def has_grouped_mm(x, w) -> bool:
         dtypes.append(torch.float32)
     _, I, O = w.shape  # noqa: E741
     whole = I * x.element_size() % 16 == 0 and O * x.element_size() % 16 == 0
+    # On CUDA the kernel takes fewer than 1,024 groups.
     return x.dtype in dtypes and whole and len(x) > 0 and (x.device.type == "cpu" or len(w) < 1024)
 
 
@@ -160,7 +160,7 @@ class Experts(nn.Module):
             activate = compiled_activation(x.device.type)
         b = self.b_in.index_select(0, rows.expert)  # (N, F)
         z = activate(ragged_linear(x, self.w_in.mT, rows), b, rows.gate, self.gelu)  # (N, F)
-        del b  # with nothing of its size left but what the backward pass needs
+        del b  # it is as large as z, and the backward pass does not need it
         return ragged_linear(z, self.w_out, rows)  # (N, D)
 
 
@@ -178,10 +178,10 @@ def dispatch(h, gates, rows: Rows, ffn: Experts):
 
 
 def dispatch_apart(h, gates, rows: Rows, work):
-    """The same where the gate cannot go inside: of experts that are stacks, or that other processes work.
+    """The same, but each output is weighed after it is computed: for stacks, and for experts on other processes.
 
-    work: x (N, D), rows -> what the experts make of x, (N, D). Of stacks h + g f(h) is BASE layers' g u + (1 - g) h
-    (X-MoE eq. 2, 4.1).
+    work(x, rows) -> what the experts make of x (N, D), not weighed, (N, D). Of stacks h + g f(h) is BASE layers'
+    g u + (1 - g) h (X-MoE eq. 2, 4.1).
     """
     x = h.index_select(0, rows.token)  # (N, D)
     return add_rows(gates.new_zeros(h.shape), rows, rows.gate * work(x, rows))
@@ -236,15 +236,14 @@ class MoE(nn.Module):
         routing = self.router(flat, ids, position)
         S, E = routing.weight.shape
         kept = within_capacity(routing.priority, self.capacity(S))  # (S, E)
-        if CHECK_CHOICES:
-            check_choices(self.router, routing.wanted)
+        if may_ask(h) and not torch.compiler.is_compiling():
+            check_choices(self.router, routing)
         for watch in self.watchers:
             watch(self, flat, routing, kept)
         gates = routing.weight * kept
-        room = self.room(S, E)
-        if may_ask(h) or room == S * E:  # waiting for a GPU's count is cheaper than computing S * E rows
-            room = None
-        y = self.serve(flat, gates, kept_rows(gates, kept, room))
+        most = self.most_rows(S, E)  # known without asking a GPU how many are kept
+        exact = may_ask(h) or most == S * E  # asking is cheaper than computing S * E rows
+        y = self.serve(flat, gates, kept_rows(gates, kept, None if exact else most))
         if real is not None:
             y = y.new_zeros(B * T, D).index_copy(0, real, y)
         return y.view_as(h), routing.balance_loss
@@ -253,7 +252,7 @@ class MoE(nn.Module):
         """C: how many of S tokens one expert may serve."""
         return expert_capacity(S, self.router.E, self.gamma if self.training else self.eval_gamma)
 
-    def room(self, S: int, experts: int) -> int:
+    def most_rows(self, S: int, experts: int) -> int:
         """The most rows that S tokens can have for so many of the experts."""
         return min(S * min(self.router.max_choices, experts), experts * self.capacity(S))
 
@@ -289,11 +288,14 @@ class MoE(nn.Module):
         return a + ffn.b_in.index_select(0, rows.expert)
 
 
-def check_choices(router: nn.Module, wanted):
-    """Raises AssertionError where a token wants more experts than its router says, and a GPU would make room for."""
-    most = int(wanted.sum(dim=1).max()) if len(wanted) else 0
-    name = type(router).__name__
-    assert most <= router.max_choices, f"{name} chose {most} experts for a token, and says most = {router.max_choices}"
+def check_choices(router: nn.Module, routing):
+    """Raises ValueError where a router chooses more experts than its class says, for which a GPU would have no room."""
+    name, priority = type(router).__name__, routing.priority
+    if priority.dtype != torch.int64:
+        raise ValueError(f"{name}: a priority is int64, not {priority.dtype}: make it with by_rank or priority_key")
+    most = int(routing.wanted.sum(dim=1).max()) if len(priority) else 0
+    if most > router.max_choices:
+        raise ValueError(f"{name} chose {most} experts for a token, but its class says most = {router.most}")
 
 
 def in_place_of_ffn(config, V: int, gelu: str) -> MoE:

@@ -46,7 +46,8 @@ class Router(nn.Module):
     """Scores S tokens against E experts; a subclass chooses.
 
     config  has the constants that `reads` names, and n_embd
-    K       experts per token of a router that takes a fixed number (XMoE: `split`, X-MoE: `top_k`)
+    K       how many experts TopK takes: XMoE's layer passes `split` (more parts, more choices), X-MoE's `top_k`.
+            Switch, Base and Hash take one whatever K is, and Threshold as many as a token needs
     V       size of the vocabulary, for a router that looks at token ids
     x_moe   the conventions of X-MoE's layers: embeddings start orthogonal, and with K > 1 the softmax gate runs over
             the K chosen experts and the balance loss counts all of them. XMoE weighs by the plain probability (eq. 2)
@@ -70,7 +71,7 @@ class Router(nn.Module):
         self.config, self.E, self.K = config, E, K
         self.score, self.gate = config.score or self.score, config.gate or self.gate
         self.on_sphere = self.score == "hypersphere"
-        self.over_chosen = x_moe and K > 1
+        self.over_chosen = x_moe and K > 1  # weights sum to 1 over the chosen experts, and all of them are counted
         d_e = config.routing_dim  # X-MoE 3.1: W projects h to so many dimensions; 0: there is no W
         if d_e is None:
             d_e = E // 2 if self.on_sphere else 0
@@ -152,7 +153,7 @@ class TopK(Router):
 
     def choose(self, score, probs):
         order = probs.sort(dim=1, descending=True, stable=True).indices  # of equal experts the lower comes first
-        return by_rank(order, probs, self.most)
+        return by_rank(order, probs, self.max_choices)
 
 
 @router("switch")
@@ -244,10 +245,13 @@ def one_hot(index, E: int):
 def by_rank(order, probs, count: Tensor | int):
     """Priorities (S, E) of tokens that choose the first `count` experts of their `order`: XMoE's p - i (A.1).
 
-    order (S, E): each token's experts, the best first; probs (S, E); count: a number, or one a token (S, 1). All first
-    choices come before all second ones; of equal rank i, the more probable comes first.
+    order (S, E): each token's experts, the best first, of which those behind the first `count` do not matter; probs
+    (S, E); count: a number, or one for each token (S,). All first choices come before all second ones; of equal rank i,
+    the more probable comes first.
     """
     rank = torch.arange(probs.shape[1], device=probs.device)
+    if isinstance(count, Tensor):
+        count = count.reshape(-1, 1)  # (S, 1)
     in_order = torch.where(rank < count, priority_key(probs.gather(1, order), rank), NOT_CHOSEN)  # (S, E)
     return torch.empty_like(in_order).scatter_(1, order, in_order)
 
@@ -255,9 +259,9 @@ def by_rank(order, probs, count: Tensor | int):
 def priority_key(value, rank: Tensor | int):
     """One int64 that sorts by (rank ascending, value descending), exactly.
 
-    The high 32 bits are minus the rank. The low 32 bits are those of the float, which read as an integer are in the
-    order of floats once they are flipped for negative ones. Formed in fp32, p - i would keep 65 distinct values at rank
-    512, where p is at most 1 / 512, and 2 at rank 4,096. A float64 is compared as fp32.
+    Why not the float p - i: in fp32 it keeps 65 distinct values at rank 512, where p is at most 1 / 512, and 2 at rank
+    4,096. So minus the rank stands in the high 32 bits, and the float in the low ones. A float's bits, read as int32,
+    sort as the float does, but those of negative ones run backwards: they are flipped. A float64 is compared as fp32.
     """
     bits = (value.float() + 0.0).contiguous().view(torch.int32)  # + 0.0: -0.0 equals 0.0
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -296,7 +300,8 @@ def balanced_assignment(score, epsilon: float | None = None):
     # Bidders that like all experts alike fill the empty seats: where every seat is taken, any starting price is fair.
     value = F.pad(score, (0, 0, 0, seats * E - S))  # (seats * E, E)
     final = spread / 1000 if epsilon is None else epsilon
-    final = max(final, 1e-6 * spread, 1e-30) * S / len(value)  # each of len(value) bidders may miss by epsilon
+    final = max(final, 1e-6 * spread, 1e-30)  # by less than fp32 can tell apart, bids would not rise
+    final = final * S / len(value)  # each of len(value) bidders may miss by epsilon
     price, epsilon = value.new_zeros(E), max(spread / 4, final)
     while True:
         expert = auction(value, price, seats, epsilon)

@@ -147,7 +147,7 @@ TABLE1 = [  # method, router, split, at 323M, at 556M
     ("XMoE", "threshold", 4, ("19.49", "20.00"), ("18.68", "19.26")),
     ("XMoE", "threshold", 8, ("19.46", "19.97"), ("18.72", "19.10")),
 ]
-TABLE2 = [  # experts, FLOPs at test
+TABLE2 = [  # experts, FLOPs at test, the paper's numbers
     (8, 1.00, "22.89", "21.93"),
     (8, 0.75, "22.89", "21.93"),
     (8, 0.50, "22.90", "21.93"),
@@ -213,7 +213,8 @@ def evaluate(model: GPT, data: TokenData, split: str, context, max_tokens: int |
     model.eval()
     watches = [measures.RoutingStats(moe) for moe in model.moe_layers]
     sums = torch.zeros(3, dtype=torch.float64)  # cross entropy, balance loss, tokens
-    for x, y in data.eval_batches(split, max_tokens, context.rank, context.world):
+    for number, (x, y) in enumerate(data.eval_batches(split, max_tokens, context.rank, context.world)):
+        seed_all(model.config.seed, 0, 1 + context.rank + number * context.world)  # for a router that draws
         x, y = context.send_all(x, y)
         with context.autocast():
             logits, balance = model(x)
@@ -264,14 +265,15 @@ def train(config: Config, context) -> dict:
         context.say(describe_counting(counted))
         forward = parallel.wrap(model, config, context)
         optimizer = adamw(model, config)
-        run.resume(model, optimizer, work["total"], measures.bits_per_byte(1.0, data.meta["splits"]["train"]))
+        bits_per_nat = measures.bits_per_byte(1.0, data.meta["splits"]["train"])  # of a loss, which the bar shows
+        run.resume(model, optimizer, work["total"], bits_per_nat)
 
     for step in run.steps():
         peak, floor = config.learning_rate, config.min_learning_rate
         set_learning_rate(optimizer, cosine(step, config.steps, config.warmup, peak, floor))
         for micro in run.micros:
             seed_all(config.seed, 1 + step, micro)  # all that is random: so a resumed run is the same run
-            forward.require_backward_grad_sync = micro == run.micros[-1]  # processes exchange gradients once
+            forward.require_backward_grad_sync = micro == run.micros[-1]  # DDP reads it
             x, y = context.send_all(*data.batch("train", step, micro))
             with context.autocast():
                 logits, balance = forward(x)

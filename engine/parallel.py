@@ -63,7 +63,7 @@ def share_experts(model: nn.Module, mesh: DeviceMesh, micro_tokens: int):
         E = moe.router.E
         if E % N:
             raise ValueError(f"expert_parallel = {N} does not divide the number of experts, {E}")
-        moe.exchange = Exchange(mesh["expert"], moe.room(micro_tokens, E // N))
+        moe.exchange = Exchange(mesh["expert"], moe.most_rows(micro_tokens, E // N))
         for p in [*moe.experts.parameters(), *moe.norms.parameters()]:
             p.mesh, p.sum_over = mesh["expert"], mesh["replica"].get_group()
             p.data = cut(p, p.data).clone()
@@ -93,9 +93,9 @@ class Exchange:
     """Takes rows to the processes that have their experts, and what the experts make of them back.
 
     All processes send each other R rows, the same number at every step, so that nobody has to ask how many there are:
-    the most that a micro-batch can have for the experts of one process (`MoE.room`). Under a capacity limit R is E / N
-    times C; without one, a token may go to all that a process has, or to the K that it chooses if they are fewer. What
-    is not filled is 0, and no expert works on it.
+    the most that a micro-batch can have for the experts of one process (`MoE.most_rows`). Under a capacity limit R is
+    E / N times C; without one, a token may go to all that a process has, or to the K that it chooses if they are fewer.
+    What is not filled is 0, and no expert works on it.
     """
 
     def __init__(self, mesh: DeviceMesh, R: int):

@@ -159,7 +159,7 @@ class Run:
         self.identity = identity(config)
         self.identity["data_checksum"] = "+".join(source.checksum for source in data)
         self.identity["tokenizer_checksum"] = self.tokenizer.sha256
-        self.result, self.checkpoint, self.found, self.kept = {}, {}, "", {}
+        self.result, self.checkpoint, self.checkpoint_name, self.kept = {}, {}, "", {}
         if config.resume:
             self.find()
 
@@ -172,14 +172,14 @@ class Run:
             self.context.say(f"{self.name}: finished before, in {self.folder} (--resume false trains it again)")
         else:
             self.load()
-        found = bool(self.result), self.checkpoint.get("step")
-        if len(set(self.context.gather(found))) > 1:
+        seen = bool(self.result), self.checkpoint.get("step")
+        if len(set(self.context.gather(seen))) > 1:
             raise ValueError(f"the processes see different files in {self.folder}: it must be on a shared disk")
 
     def load(self):
         """Takes the newest sound checkpoint."""
-        self.found, self.checkpoint = newest(self.folder)
-        self.refuse_other(self.checkpoint.get("identity", {}), self.found)
+        self.checkpoint_name, self.checkpoint = newest(self.folder)
+        self.refuse_other(self.checkpoint.get("identity", {}), self.checkpoint_name)
         self.kept = self.checkpoint.get("kept", {})
 
     def refuse_other(self, found: dict, name: str):
@@ -211,6 +211,7 @@ class Run:
         if state:
             self.clock -= state["window"]["seconds"]
             self.since, self.tokens = state["window"]["since"], state["window"]["tokens"]
+            # The mean over processes: each of them adds it, and `look` divides by their number.
             self.loss_sum += state["window"]["loss_sum"].to(self.loss_sum.device)
 
     def make_folder(self):
@@ -224,7 +225,7 @@ class Run:
         if not self.config.resume:
             for file in [*self.folder.glob("*.pt"), *self.folder.glob("*.json*")]:
                 file.unlink()
-        elif self.found == "ckpt.prev.pt":  # ckpt.pt is damaged or gone, and must not take this one's place
+        elif self.checkpoint_name == "ckpt.prev.pt":  # ckpt.pt is damaged or gone, and must not take this one's place
             (self.folder / "ckpt.prev.pt").replace(self.folder / "ckpt.pt")
         self.write("config.json", self.identity)
         self.write(self.tokenizer.filename, self.tokenizer.file)
@@ -306,9 +307,9 @@ class Run:
         record = {"step": done, "train_loss": self.train_loss, "tokens_per_second": self.speed}
         self.log += json.dumps(record | scores) + "\n"
         self.write("metrics.jsonl", self.log)
-        self.open_window(done)
+        self.open_window(done)  # in the checkpoint it is empty: this evaluation has closed it
         self.save_checkpoint(done)
-        self.open_window(done)
+        self.open_window(done)  # again, since writing a file is not training
 
     def save_checkpoint(self, done: int):
         """What it takes to go on behind so many steps. At every moment one of the two files is whole."""

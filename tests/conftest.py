@@ -8,7 +8,6 @@ import pytest
 import torch
 from helpers import TINY_LM
 
-import model
 from data.prepare import prepare
 from data.tokenizers import train_sentencepiece
 from engine.run import SIGNALS
@@ -18,12 +17,6 @@ from engine.run import SIGNALS
 def one_thread():
     """Tensors as small as these only wait for a second one."""
     torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def choices_are_checked():
-    """In every test of the suite a router that chooses more than its `most` is an error."""
-    model.CHECK_CHOICES = True
 
 
 @pytest.fixture(autouse=True)

@@ -7,22 +7,19 @@ import shutil
 import sys
 from pathlib import Path
 
-import common
-import parallel
 import torch
 import torch.nn.functional as F
 from helpers import TINY_LM, only_run
 
 import train_lm
+from engine import parallel
+from engine.device import seed_all, setup
 
-STEPS, MICROS = 20, 4
+STEPS, MICROS = 10, 4
 CURVES = {
-    "threshold": dict(router="threshold", capacity_factor=1.0),
-    "threshold, no drops": dict(router="threshold", capacity_factor=math.inf),
-    "topk": dict(router="topk", capacity_factor=1.0),
-    "topk, no drops": dict(router="topk", capacity_factor=math.inf),
-    "hypersphere": dict(router="hypersphere", capacity_factor=1.0),
-    "hypersphere, no drops": dict(router="hypersphere", capacity_factor=math.inf),
+    "threshold": dict(router="threshold", expert_ffns=2, split=4),
+    "topk, no drops": dict(router="topk", expert_ffns=4, split=2, capacity=math.inf),
+    "hypersphere": dict(router="hypersphere", expert_ffns=8, split=1),
 }
 WAYS = {  # processes -> how each of the curves is computed
     4: {
@@ -35,42 +32,38 @@ WAYS = {  # processes -> how each of the curves is computed
     1: {"alone": {}},
 }
 SOME = {  # the others: all
-    "expert_parallel 2": ("threshold", "topk, no drops", "hypersphere"),
-    "shard": ("threshold", "hypersphere, no drops"),
-    "both": ("topk", "hypersphere"),
+    "expert_parallel 2": ("threshold",),
+    "shard": ("threshold", "hypersphere"),
+    "both": ("topk, no drops", "hypersphere"),
 }
 
 
 def curve(case: str, way: dict, context) -> dict:
-    """20 steps of plain gradient descent, which shows a gradient of the wrong size, under a limit of its norm."""
-    size = TINY_LM | dict(vocab_size=40, dtype="float64", num_experts=8, expert_size=8, top_k=None)
-    size |= CURVES[case] | ({"top_k": 2} if "topk" in case else {})
-    config = train_lm.Config(**size, **way)
-    common.seed_all(0)
-    gpt = common.place(train_lm.GPT(config), context)
+    """Ten steps of plain gradient descent, which shows a gradient of the wrong size, under a limit of its norm."""
+    config = train_lm.Config(**TINY_LM | {"dtype": "float64"} | CURVES[case] | way)
+    seed_all(0)
+    gpt = context.place(train_lm.GPT(config, 40))
     parallel.check(config, context)
-    parallel.split(gpt, config, context)
-    optimizer = torch.optim.SGD(gpt.parameters(), lr=0.3, foreach=False)
     forward = parallel.wrap(gpt, config, context)
+    optimizer = torch.optim.SGD(gpt.parameters(), lr=0.3, foreach=False)
     losses, mine = [], range(context.rank, MICROS, context.world)
     for step in range(STEPS):
         total = torch.zeros((), dtype=torch.float64)
         for micro in mine:
             forward.require_backward_grad_sync = micro == mine[-1]
-            common.seed_all(1, step, micro)
+            seed_all(1, step, micro)
             ids = 39 - torch.randint(40, (4, 17)).float().sqrt().mul(6.3).long().clamp(max=39)  # some come more often
             logits, balance = forward(ids[:, :-1])
             loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()) + 0.1 * balance
             (loss / len(mine)).backward()
             total += loss.detach() / MICROS
-        parallel.reduce(gpt)
         parallel.clip_grad_norm_(gpt, 0.5)
         optimizer.step()
         optimizer.zero_grad()
         gpt.after_step()
         losses.append(float(context.sum(total)))
     moe = gpt.moe_layers[0]
-    experts = [*moe.layers.parameters(), *moe.ln_stack.parameters()]
+    experts = [*moe.experts.parameters(), *moe.norms.parameters()]
     held = [sum(parallel.local(p).untyped_storage().nbytes() for p in some) for some in (experts, gpt.parameters())]
     return {"losses": losses, "bytes": held, "weights": parallel.whole_state(gpt)}
 
@@ -78,7 +71,7 @@ def curve(case: str, way: dict, context) -> dict:
 def play(out: Path):
     """What each of the processes does: the curves, then the commands of commands.json."""
     torch.set_num_threads(1)
-    context = common.setup("cpu", "float64")
+    context = setup("cpu", "float64")
     for name, way in WAYS[context.world].items():
         for case in SOME.get(name, CURVES):
             found = curve(case, way, context)

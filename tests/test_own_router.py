@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from helpers import constants, lively
+from helpers import constants, lively, values_and_gradients
 
+import model
 from analysis.flops import moe_flops, served_rows
 from model import GPT, Encoder, MaskedLM, Translator, in_place_of_ffn
 from routers import NOT_CHOSEN, ROUTERS, Router, Routing, balance_loss, by_rank, one_hot, priority_key, router
@@ -101,6 +102,37 @@ def test_its_split_says_experts_capacity_and_flops(name):
     assert (doubled.router.E, doubled.gamma, doubled.experts[0].w_in.shape[1]) == (4, 2.0, 32)
 
 
+@pytest.mark.parametrize("name", OWN)
+def test_each_expert_keeps_the_first_of_those_that_choose_it(name):
+    moe, (h, ids), seen = layer(name, capacity=0.5), tokens(2, 24), []
+    moe.watchers.append(lambda moe, h, routing, kept: seen.append((routing, kept)))
+    moe(h, ids)
+    ((routing, kept),) = seen
+    for wanted, priority, served in zip(routing.wanted.t(), routing.priority.t(), kept.t()):
+        queue = sorted((-int(priority[s]), s) for s in wanted.nonzero().flatten().tolist())
+        assert served.nonzero().flatten().tolist() == sorted(s for _, s in queue[: 48 // 8])  # half of S / 4
+    assert kept.sum() < routing.wanted.sum()
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_gpu_makes_room_for_what_it_chooses(name, monkeypatch):
+    moe, (h, ids) = layer(name, capacity=0.5), tokens(2, 12)
+    results = []
+    for may_ask in (True, False):
+        monkeypatch.setattr(model, "may_ask", lambda x, may_ask=may_ask: may_ask)
+        torch.manual_seed(5)  # own_random draws
+        results.append(values_and_gradients(moe(h, ids), list(moe.parameters())))
+    torch.testing.assert_close(results[0], results[1])
+
+
+def test_weights_that_are_shared_out_sum_to_1():
+    h, ids = tokens(1, 12)
+    routing = layer("own_soft").router(h[0], ids[0])
+    torch.testing.assert_close(routing.weight.sum(dim=1), torch.ones(12).double())
+    least = routing.probs.where(routing.wanted, 1.0).amin(dim=1)
+    assert (2 * least >= routing.probs.amax(dim=1)).all() and 1 < routing.wanted.sum() / 12 < 16
+
+
 def test_positions_are_those_in_a_tokens_own_sequence():
     """Whatever else is in the batch, whatever is padding, and from the first one of a piece that goes on."""
     moe, (h, ids) = layer("own_position"), tokens(2, 6)
@@ -130,7 +162,7 @@ def test_a_decoder_that_remembers_gives_positions_that_go_on():
 def test_one_that_sees_later_tokens_writes_and_translates_nothing():
     gpt = GPT(constants(router="own_later"), 13)
     assert gpt.sees_later and not gpt.limited_at_test
-    with pytest.raises(ValueError, match="sees later tokens, so it cannot generate"):
+    with pytest.raises(ValueError, match="own_later sees later tokens, so it cannot generate"):
         gpt.generate(torch.zeros(1, 2, dtype=torch.int64), 1)
     config = constants(router="own_later", moe_after=(), decoder_layers=2, decoder_moe=True)
     with pytest.raises(ValueError, match="sees later tokens, so it cannot translate"):

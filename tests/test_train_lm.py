@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import signal
 from collections import Counter
 from statistics import fmean
 
@@ -11,9 +10,8 @@ import numpy as np
 import pytest
 import reference
 import torch
-from helpers import Script, losses, metrics, only_run, result_of, stopped, table_rows, words
+from helpers import Script, losses, metrics, only_run, result_of, table_rows, words
 
-import model
 import train_lm
 from analysis import flops, measures
 from data import counting
@@ -24,7 +22,7 @@ from engine.config import command_line
 from engine.device import setup
 from engine.optim import cosine, cross_entropy
 from engine.run import load_checkpoint
-from routers import NOT_CHOSEN, ROUTERS, Router, Routing, balance_loss, by_rank, one_hot, priority_key, router
+from routers import NOT_CHOSEN, ROUTERS
 
 LM = Script(train_lm)
 
@@ -132,14 +130,16 @@ def test_every_weight_has_a_gradient(name, options):
 
 
 def test_evaluation_takes_so_many_tokens_in_order(options):
-    _, data, net = opened(options | {"dtype": "float64", "dropout": 0.5})
+    _, data, net = opened(options | {"dtype": "float64", "dropout": 0.5, "micro_tokens": 80, "batch_tokens": 80})
     context = setup("cpu", "float64")
-    some, whole = (train_lm.evaluate(net, data, "valid", context, most) for most in (64, None))
-    assert some["tokens"] == 64 < whole["tokens"] and whole["tokens"] == (len(data.tokens["valid"]) - 1) // 16 * 16
-    assert net.training and some == train_lm.evaluate(net, data, "valid", context, 64)  # no dropout
+    some, whole = (train_lm.evaluate(net, data, "valid", context, most) for most in (80, None))
+    assert some["tokens"] == 80 < whole["tokens"] and whole["tokens"] == (len(data.tokens["valid"]) - 1) // 16 * 16
+    assert net.training and some == train_lm.evaluate(net, data, "valid", context, 80)  # no dropout
     total, balances = 0.0, 0.0
     net.eval().requires_grad_(False)
-    for x, y in data.eval_batches("valid", None):  # the last one is smaller
+    batches = list(data.eval_batches("valid", None))
+    assert batches[-1][1].numel() < 80 == batches[0][1].numel()
+    for x, y in batches:
         logits, balance = net(x)
         total -= float(logits.log_softmax(dim=2).gather(2, y.unsqueeze(2)).sum())
         balances += float(balance) * y.numel()
@@ -291,155 +291,6 @@ def test_gpt2_weights_are_evaluated_and_trained_on(options, tmp_path, monkeypatc
     assert scores["loss"] == pytest.approx(total / count, rel=1e-5) and scores["tokens"] == count
     LM.run(options, monkeypatch)  # training starts there, too
     assert result_of(options["out_dir"])["test"]["loss"] == pytest.approx(scores["loss"], rel=1e-5)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# A router of one's own: a class of ten lines, and its name
-
-
-class OneByChance(Router):
-    """The most probable expert, and a second by chance."""
-
-    split = most = 2
-
-    def choose(self, score, probs):
-        best = probs.argmax(dim=1, keepdim=True)
-        order = torch.rand_like(probs).scatter(1, best, 2.0).argsort(dim=1, descending=True)
-        return by_rank(order, probs, 2)
-
-
-class NearTheBest(Router):
-    """Every expert at least half as probable as the best one; the weights of the chosen sum to 1."""
-
-    split, most = 4, None
-
-    def choose(self, score, probs):
-        return torch.where(probs >= probs.amax(dim=1, keepdim=True) / 2, priority_key(probs, 0), NOT_CHOSEN)
-
-    def forward(self, h, ids=None, position=None):
-        routing = super().forward(h, ids, position)
-        return routing._replace(weight=routing.weight / routing.weight.sum(dim=1, keepdim=True))
-
-
-class ByPosition(Router):
-    """The experts take turns along a sequence."""
-
-    reads = {"router_std"}
-
-    def forward(self, h, ids=None, position=None):
-        probs = self.scores(h.to(self.experts.dtype)).softmax(dim=1)
-        chosen = one_hot(position % self.E, self.E)
-        priority = torch.where(chosen, priority_key(probs.detach(), 0), NOT_CHOSEN)
-        return Routing(torch.where(chosen, probs, 0.0), priority, balance_loss(chosen, probs), probs)
-
-
-class ByTheMean(Router):
-    """All tokens go where their mean goes."""
-
-    sees_later = True
-
-    def choose(self, score, probs):
-        expert = probs.mean(dim=0).argmax().expand(len(probs))
-        return torch.where(one_hot(expert, self.E), priority_key(probs, 0), NOT_CHOSEN)
-
-
-OWN = {"one_by_chance": OneByChance, "near_the_best": NearTheBest, "by_position": ByPosition}
-SIZES = {  # by hand, of 8 FFNs of 32 units: experts, units of one, experts a token may choose, rows at capacity 0.5
-    "one_by_chance": (16, 16, 2, 1),
-    "near_the_best": (32, 8, 32, 2),
-    "by_position": (8, 32, 1, 0.5),
-}
-
-
-@pytest.fixture
-def registered():
-    """For one test: others go through all of ROUTERS."""
-    every = OWN | {"by_the_mean": ByTheMean}
-    for name, cls in every.items():
-        router(name)(cls)
-    yield
-    for name in every:
-        del ROUTERS[name]
-
-
-def routed(net, batch) -> tuple:
-    """-> what the only sparse layer's router decides, and what is kept"""
-    seen = []
-    net.moe_layers[0].watchers.append(lambda moe, h, routing, kept: seen.append((routing, kept)))
-    net(batch)
-    net.moe_layers[0].watchers.clear()
-    return seen[0]
-
-
-@pytest.mark.parametrize("name", OWN)
-def test_a_router_of_ones_own_trains_and_resumes_bit_for_bit(name, registered, options, tmp_path, monkeypatch, capsys):
-    whole, ended = (options | {"router": name, "dropout": 0.1, "out_dir": tmp_path / place} for place in "ab")
-    LM.run(whole, monkeypatch)
-    assert f"router={name}" in only_run(whole["out_dir"]).name
-    stopped(LM, 2, signal.SIGTERM, ended, capsys)
-    LM.run(ended, monkeypatch)
-    assert "goes on from step 3" in capsys.readouterr().out
-    one, two = (load_checkpoint(only_run(of["out_dir"]) / "ckpt.pt") for of in (whole, ended))
-    torch.testing.assert_close(one["model"], two["model"], rtol=0, atol=0)
-    assert losses(whole["out_dir"]) == losses(ended["out_dir"])
-    assert result_of(whole["out_dir"])["test"] == result_of(ended["out_dir"])["test"]
-
-
-@pytest.mark.parametrize("name", OWN)
-def test_it_has_the_balance_loss_the_capacity_and_the_flops(name, registered, options):
-    options |= {"router": name, "dtype": "float64", "router_std": 1.0, "capacity": 0.5}
-    _, data, net = opened(options)
-    moe, (E, units, most, rows) = net.moe_layers[0], SIZES[name]
-    batch = data.batch("train", 0)[0]
-    routing, kept = routed(net, batch)
-    S = batch.numel()
-    assert (moe.router.E, moe.router.max_choices, moe.experts[0].w_in.shape) == (E, most, (E, units, 16))
-    by_hand, first = 0.0, routing.priority.argmax(dim=1)
-    for e in range(E):
-        by_hand += E * (first == e).double().mean() * routing.probs[:, e].mean()
-    torch.testing.assert_close(net(batch)[1], by_hand)
-    C = S // 16  # gamma S / E, where gamma is split / 2 and E is 8 split
-    for e in range(E):
-        queue = sorted((-int(routing.priority[s, e]), s) for s in range(S) if routing.wanted[s, e])
-        assert kept[:, e].nonzero().flatten().tolist() == sorted(s for _, s in queue[:C])
-    assert kept.sum() < routing.wanted.sum()
-    assert flops.moe_flops(moe) == 2 * (E * 16 + rows * 2 * units * 16)  # router, and rows through W_in and W_out
-    if name == "near_the_best":
-        torch.testing.assert_close(routing.weight.sum(dim=1), torch.ones(S).double())
-    if name == "by_position":
-        assert routing.wanted.int().argmax(dim=1).tolist() == [*range(8), *range(8)] * 4
-
-
-@pytest.mark.parametrize("name", OWN)
-def test_a_gpu_makes_room_for_what_it_chooses(name, registered, options, monkeypatch):
-    monkeypatch.setattr(model, "CHECK_CHOICES", True)
-    _, data, net = opened(options | {"router": name, "dtype": "float64", "capacity": 2.0})
-    found, made, real = [], [], model.kept_rows
-    monkeypatch.setattr(model, "kept_rows", lambda *given: made.append(real(*given)) or made[-1])
-    for asks in (True, False):
-        monkeypatch.setattr(model, "may_ask", lambda x, asks=asks: asks)
-        torch.manual_seed(5)  # a second expert is drawn
-        logits, balance = net(data.batch("train", 0)[0])
-        found.append([logits, *torch.autograd.grad((logits.square().mean() + balance), list(net.parameters()))])
-    torch.testing.assert_close(found[0], found[1])
-    assert made[0].used is None and len(made[1].token) == net.moe_layers[0].room(64, SIZES[name][0])
-    assert len(made[0].token) == made[1].used.sum()
-
-
-def test_one_that_sees_later_tokens_trains_and_writes_nothing(registered, options, monkeypatch, capsys):
-    LM.run(options | {"router": "by_the_mean"}, monkeypatch)
-    out = capsys.readouterr().out
-    assert "test (not causal" in out and "no sample" in out
-    net, _ = pretrained.load(only_run(options["out_dir"]))
-    with pytest.raises(ValueError, match="by_the_mean sees later tokens, so it cannot generate"):
-        net.generate(torch.zeros(1, 2, dtype=torch.int64), 1)
-
-
-def test_the_command_line_knows_what_it_reads(registered, options, monkeypatch, capsys):
-    _, _, net = opened(options | {"router": "one_by_chance", "score": "hypersphere"})
-    assert net.moe_layers[0].router.on_sphere
-    said = LM.refused(options | {"router": "by_position", "score": "dot"}, monkeypatch, capsys)
-    assert "--score is not read with --router by_position: leave it out" in said
 
 
 # ---------------------------------------------------------------------------------------------------------------------

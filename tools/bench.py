@@ -70,7 +70,8 @@ def measure(group: str, contenders: dict, config: Config, context) -> list[dict]
     for name, times in take_turns(contenders, config, context).items():
         record = {"shape": group, "impl": name, "runs": len(times)}
         record |= contenders[name].facts
-        record |= {"ms": statistics.median(times), "all_ms": times, "spread": spread(times)}
+        record["ms"] = statistics.median(times)
+        record |= {"all_ms": times, "spread": spread(times)}
         record["peak_mb"] = peak_memory(contenders[name], context)
         records.append(record)
     return records
@@ -250,7 +251,8 @@ def dense_layers(h: Tensor, gflops: float, context) -> dict[str, Contender]:
         return ffn(x), 0.0
 
     def compiled(x: Tensor) -> tuple[Tensor, float]:
-        a, activate = F.linear(x, ffn.fc.weight), model.activation
+        a = F.linear(x, ffn.fc.weight)
+        activate = model.activation
         if a.numel() >= model.WORTH_COMPILING:
             activate = model.compiled_activation(a.device.type)
         z = activate(a, ffn.fc.bias, gate, "tanh")
@@ -486,8 +488,9 @@ def main():
         context.say(", ".join(words))
         records = bench(config, context)
     if config.json and context.rank == 0:
-        lines = ",\n".join(json.dumps(record | {"machine": where}) for record in records)
-        Path(config.json).write_text(f"[\n{lines}\n]\n")
+        lines = [json.dumps(record | {"machine": where}) for record in records]
+        text = ",\n".join(lines)  # a record a line
+        Path(config.json).write_text(f"[\n{text}\n]\n")
 
 
 if __name__ == "__main__":

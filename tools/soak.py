@@ -54,7 +54,11 @@ OPTIONS = {  # of each script; `make_data` leaves its files in the folder {base}
     "finetune_xtreme": "--model {base}/encoder --train_examples 60 --test_examples 3 --batch_size 8 --micro_size 4 "
     "--epochs 3",
 }
-SIGNALS = {"SIGKILL": (signal.SIGKILL, -9), "SIGTERM": (signal.SIGTERM, 143), "Ctrl-C": (signal.SIGINT, 130)}
+SIGNALS = {  # a fault: the signal, and the exit code of a process that it stops
+    "SIGKILL": (signal.SIGKILL, -9),
+    "SIGTERM": (signal.SIGTERM, 143),
+    "Ctrl-C": (signal.SIGINT, 130),
+}
 KINDS = {"two at once": 2, "full disk": 4, "damaged file": 12}  # a fault, and how often it is drawn
 KINDS |= {"SIGKILL": 10, "SIGTERM": 4, "Ctrl-C": 4}
 VARYING = {"seconds", "tokens_per_second", "window", "log", "constants"}  # equal runs may differ in these
