@@ -1,11 +1,9 @@
 """What the tests of the training scripts share: running one as a user does, and looking at what it leaves behind."""
 
 import gc
-import html
 import json
 import os
 import re
-import shutil
 import struct
 import subprocess
 import sys
@@ -173,22 +171,3 @@ def flip_a_byte(file: Path):
         place = largest.header_offset + 30 + name + extra + largest.file_size // 2
     data[place] ^= 0xFF
     file.write_bytes(data)
-
-
-def in_chromium(page: Path, script: str, width: int = 1280) -> dict:
-    """Opens a page in headless Chromium, and runs a script that fills `found` -> what it found, and `errors`."""
-    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if not browser:
-        pytest.skip("Chromium is not installed")
-    watch = "const errors = []; addEventListener('error', event => errors.push(String(event.message)), true)"
-    done = "found.errors = errors; document.body.textContent = '<<<' + JSON.stringify(found) + '>>>'"
-    act = f"<script>addEventListener('load', () => {{ {script}; {done} }})</script>"
-    copy, text = page.with_name("acted.html"), page.read_text(encoding="utf-8")
-    copy.write_text(text.replace("<title>", f"<script>{watch}</script><title>", 1) + act, encoding="utf-8")
-    command = [browser, "--headless=new", "--no-sandbox", "--disable-gpu", "--dump-dom", "--enable-logging=stderr"]
-    command += [f"--window-size={width},900", f"--user-data-dir={page.parent / 'browser'}", copy.resolve().as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert "CONSOLE" not in done.stderr, done.stderr
-    words = re.search("&lt;&lt;&lt;(.*)&gt;&gt;&gt;", done.stdout, re.S)
-    assert words, done.stdout[-2000:]
-    return json.loads(html.unescape(words[1]))

@@ -21,7 +21,7 @@ from helpers import TORCHRUN, Script, finish, flip_a_byte, losses, metrics, only
 from helpers import words as command
 
 import train_lm
-from data import batches
+from data import folder as folder_module
 from data.batches import TokenData
 from engine import run as engine_run
 from engine import table
@@ -69,7 +69,7 @@ def test_damaged_tokens_are_an_error(options, tmp_path, monkeypatch, capsys):
     tokens.write_bytes(tokens.read_bytes()[:-10])
     assert "train.bin has changed since it was written" in LM.refused(options, monkeypatch, capsys)
     with monkeypatch.context() as patch:
-        patch.setattr(batches, "HASHED_UP_TO", 0)  # too large to be read through
+        patch.setattr(folder_module, "HASHED_UP_TO", 0)  # too large to be read through
         assert re.search("train.bin has [0-9,]+ bytes instead of", LM.refused(options, patch, capsys))
     tokens.unlink()
     assert "train.bin is missing" in LM.refused(options, monkeypatch, capsys)
