@@ -40,15 +40,18 @@ def expert_capacity(tokens: int, num_experts: int, capacity_factor: float) -> in
 def within_capacity(priority, capacity: int):
     """(S, E) priorities -> (S, E) bool: of the tokens that chose it, each expert keeps the first C by priority.
 
-    Among equal priorities the earlier token comes first. Nothing is sorted: the C-th highest is an expert's bar.
+    Among equal priorities the earlier token comes first. Nothing is sorted: the C-th highest is an expert's bar, and
+    of the tokens exactly at the bar the earliest take the places that are left.
     """
     if capacity >= len(priority):
         return priority > NOT_CHOSEN
     priority = priority.t().contiguous()  # (E, S), so that the tokens of an expert lie together
     bar = priority.topk(capacity, dim=1, sorted=False).values.amin(dim=1, keepdim=True)  # (E, 1)
-    above, tied = priority > bar, (priority == bar) & (bar > NOT_CHOSEN)
-    room = capacity - above.sum(dim=1, keepdim=True)
-    return (above | (tied & (tied.cumsum(dim=1, dtype=torch.int32) <= room))).t()
+    above = priority > bar
+    tied = (priority == bar) & (bar > NOT_CHOSEN)
+    places_left = capacity - above.sum(dim=1, keepdim=True)  # (E, 1)
+    number = tied.cumsum(dim=1, dtype=torch.int32)  # of a token among those that are tied, the earliest is 1
+    return (above | tied & (number <= places_left)).t()
 
 
 class Rows(NamedTuple):
