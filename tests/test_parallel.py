@@ -109,7 +109,7 @@ def test_the_exchange_changes_nothing(case, N, asks, monkeypatch):
     hall = SimpleNamespace(sent=[None] * N, barrier=threading.Barrier(N))
     parts = [piece(moe, rank, N) for rank in range(N)]
     for rank, part in enumerate(parts):
-        part.exchange = Played(rank, N, moe.room(24, 8 // N), hall)
+        part.exchange = Played(rank, N, moe.most_rows(24, 8 // N), hall)
 
     def forward(rank):
         return parts[rank](inputs[rank], ids[rank])[0]
@@ -135,7 +135,7 @@ def gradients(outputs, weighed, inputs, moe) -> list:
     ids=["a limit", "K choices", "one choice"],
 )
 def test_what_is_sent_is_as_little_as_is_sure(case, rows):
-    assert layer(**case).room(64, experts=2) == rows
+    assert layer(**case).most_rows(64, experts=2) == rows
 
 
 # ---------------------------------------------------------------------------------------------------------------------
