@@ -1,6 +1,6 @@
 """`train_mlm.py` as a user runs it, on three small languages and tiny models: what is particular to it.
 
-What all scripts share is tested in test_runs.py.
+What all scripts share is tested in test_run.py.
 """
 
 import json

@@ -1,6 +1,6 @@
 """`train_mt.py` as a user runs it, on two small pairs of languages and tiny models.
 
-The network and its beam search are tested in test_translator.py; what all scripts share, in test_runs.py.
+The network and its beam search are tested in test_translator.py; what all scripts share, in test_run.py.
 """
 
 import copy
