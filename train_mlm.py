@@ -220,6 +220,7 @@ def evaluate(model: MaskedLM, data: MaskedData, config: Config, context, masking
     losses, counts = torch.zeros(2, len(data.languages), dtype=torch.float64)  # of the masked tokens of each language
     balances = torch.zeros((), dtype=torch.float64)
     for k, first, batch in data.eval_batches("valid", maskings, config.eval_tokens, context.rank, context.world):
+        seed_all(config.seed, 0, 1 + k, first)  # for a router that draws
         for watch in collapse:
             # RC and RF are of the first masking, where this batch's tokens begin at `first` among all.
             watch.place = first if k == 0 else None

@@ -428,7 +428,8 @@ def evaluate(model: Translator, data: TranslationData, split: str, context, max_
     model.eval()
     watches = list(map(measures.RoutingStats, model.moe_layers))
     sums = torch.zeros(3, dtype=torch.float64)  # cross entropy, balance loss, tokens
-    for batch in data.eval_batches(split, max_tokens, context.rank, context.world):
+    for number, batch in enumerate(data.eval_batches(split, max_tokens, context.rank, context.world)):
+        seed_all(model.config.seed, 0, 1 + context.rank + number * context.world)  # for a router that draws
         batch = Translation(*context.send_all(*batch))
         with context.autocast():
             logits, balance = model(batch.source, batch.target, batch.source_real, batch.target_real)

@@ -22,7 +22,7 @@ from engine.config import command_line
 from engine.device import setup
 from engine.optim import cosine, cross_entropy
 from engine.run import load_checkpoint
-from routers import NOT_CHOSEN, ROUTERS
+from routers import NOT_CHOSEN, ROUTERS, Router, by_rank
 
 LM = Script(train_lm)
 
@@ -366,3 +366,22 @@ def test_table_2_says_what_share_was_really_kept(options, monkeypatch, capsys):
     LM.run(options | {"resume": False}, monkeypatch)  # trains again, and comes to the same
     out = capsys.readouterr().out
     assert last_table(out) == rows and out.count("step 2: train") == 3
+
+
+class Drawn(Router):
+    """Two experts by chance."""
+
+    split = most = 2
+
+    def choose(self, score, probs):
+        return by_rank(torch.rand_like(probs).argsort(dim=1), probs, 2)
+
+
+def test_an_evaluation_draws_the_same_every_time(options, monkeypatch):
+    monkeypatch.setitem(ROUTERS, "drawn", Drawn)
+    config, data, net = opened(options | {"router": "drawn"})
+    found = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        found.append(train_lm.evaluate(net, data, "valid", setup("cpu", config.dtype))["loss"])
+    assert found[0] == found[1]
