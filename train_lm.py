@@ -342,13 +342,16 @@ def sample(config: Config, folder: Path, context) -> str:
     seed_all(config.seed)
     ids = torch.tensor([[tokenizer.eot, *prompt]], device=context.device)
     with context.autocast():
-        ids = model.generate(ids, config.sample_tokens, config.sample_temperature, config.sample_top_k)
+        ids = model.generate(ids, config.sample_tokens, config.sample_temperature, config.sample_top_k, tokenizer.eot)
         watches = [measures.RoutingStats(moe) for moe in model.moe_layers]
         with model.no_limit():
             model.hidden(ids[:, -config.block_size :])  # each token once, to count its experts
     served = ", ".join(f"{watch.finish()['served']:.1f}" for watch in watches)
     title = f"sample ({served} experts served per token)" if served else "sample"
-    return f"{title}:\n{tokenizer.decode(ids[0, 1:].tolist())}"
+    written = ids[0, 1:].tolist()
+    if tokenizer.eot in written:
+        written = written[: written.index(tokenizer.eot)]
+    return f"{title}:\n{tokenizer.decode(written)}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
