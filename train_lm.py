@@ -250,8 +250,6 @@ def build(config: Config, data: TokenData, context) -> GPT:
 
 def train(config: Config, context) -> dict:
     """Trains (or goes on training) a language model -> its result, which is also in result.json."""
-    if config.eval_only:
-        return evaluate_run(config, context)
     with clear_errors():
         data = TokenData.open(config.data, config, context)
         run = Run(config, PRESETS, context, data)
@@ -390,9 +388,13 @@ def report(config: Config, result: dict, context) -> str:
     return "\n".join(lines)
 
 
+def result_of(config: Config, context) -> dict:
+    return evaluate_run(config, context) if config.eval_only else train(config, context)
+
+
 def main():
     config, context = start(Config, PRESETS)
-    carry_out(config, PRESETS, context, TABLES, train, partial(report, context=context), cells)
+    carry_out(config, PRESETS, context, TABLES, result_of, partial(report, context=context), cells)
 
 
 if __name__ == "__main__":
