@@ -9,7 +9,7 @@ import pytest
 from helpers import ROOT, words
 
 NOTEBOOK = ROOT / "examples" / "first_hour.ipynb"
-SHORT = "--steps 2 --eval_every 2 --block_size 256 --micro_tokens 256 --batch_tokens 256 --n_embd 16 --ffn_size 32"
+SHORT = "--steps 2 --eval_every 2 --block_size 100 --micro_tokens 100 --batch_tokens 100 --n_embd 16 --ffn_size 32"
 
 
 def test_every_cell_runs(options, tmp_path):
