@@ -51,9 +51,6 @@ def saved(options: dict) -> dict:
     return load_checkpoint(only_run(options["out_dir"]) / "ckpt.pt")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Training
-
 ROWS = {
     "dense": {"router": "dense"},
     "SMoE": {"router": "switch"},
@@ -116,10 +113,6 @@ def test_the_gradient_is_the_mean_over_the_micro_batches_and_the_rate_falls(opti
 def test_the_outputs_bias_starts_at_the_log_frequencies(yes, options):
     _, _, data, model = opened(options | {"frequency_bias": yes})
     torch.testing.assert_close(model.bias.data, yes * data.log_frequencies())
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Evaluation
 
 
 def literal_rc(h: torch.Tensor, experts: torch.Tensor) -> float:
@@ -209,8 +202,18 @@ def test_counting_is_its_literal_definition(options, monkeypatch, capsys):
     assert counting.describe(counting.masked_scores(data)) == "counting: not done, the training text is large"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Going on
+def test_rf_compares_with_the_evaluation_before(options, monkeypatch):
+    found, evaluate = [], train_mlm.evaluate
+
+    def record(*args, **more):
+        found.append(evaluate(*args, **more))
+        return found[-1]
+
+    monkeypatch.setattr(train_mlm, "evaluate", record)
+    MLM.run(options | {"steps": 3, "eval_every": 1, "learning_rate": 0.05}, monkeypatch)
+    (_, (one,)), (_, (two,)), (scores, (three,)) = found
+    first, second = (float((before != three).double().mean()) for before in (one, two))
+    assert scores["layers"][0]["rf"] == second != first
 
 
 def test_a_stopped_run_ends_with_the_numbers_of_one_that_was_not(options, tmp_path, monkeypatch, capsys):
@@ -218,9 +221,9 @@ def test_a_stopped_run_ends_with_the_numbers_of_one_that_was_not(options, tmp_pa
     options |= {"steps": 5, "dropout": 0.1}
     whole, ended = (options | {"out_dir": tmp_path / name} for name in ("whole", "ended"))
     assert "stopped at step 3" in stopped(MLM, 2, signal.SIGTERM, ended, capsys)
-    MLM.run(ended, monkeypatch)
+    for run in (ended, whole):
+        MLM.run(run, monkeypatch)
     assert "goes on from step 3" in capsys.readouterr().out
-    MLM.run(whole, monkeypatch)
     ours, theirs = saved(ended), saved(whole)
     for name in ("model", "kept"):
         torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=0, equal_nan=True)
@@ -243,10 +246,6 @@ def test_two_processes_go_on_with_what_one_would_compute(options, tmp_path, monk
     a, b = metrics(options["out_dir"])[-1], metrics(two["out_dir"])[-1]
     assert flat(a) == pytest.approx(flat(b), rel=1e-6)
     assert all(layer["cut"] > 0 and layer["rf"] > 0 for layer in a["layers"])
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Presets, tables, and what a user can get wrong
 
 
 def test_table_2_has_every_row_and_runs_none_twice(options, monkeypatch, capsys):
@@ -292,8 +291,6 @@ def test_the_base_preset_is_the_papers_model():
 BAD = {
     "depth": ({"moe_after": (3,)}, "moe_after must name layers from 1 to n_layer = 2"),
     "nowhere": ({"moe_after": ()}, "moe_after must name layers"),
-    "no experts": ({"router": "dense"}, "is not read with --router dense"),
-    "two for a router of one": ({"router": "switch", "top_k": 2}, "--top_k is not read with --router switch"),
     "more than there are": ({"top_k": 5}, "top_k must lie in [1, experts = 4], not 5"),
     "no bias": ({"relative_bias": False, "distance_lr": 2.0}, "--router hypersphere, --relative_bias False: leave"),
     "no such table": ({"table": 4}, "table must be one of 2, 3, 5"),
@@ -331,8 +328,3 @@ def test_xlmr_weights_start_a_sparse_model(options, tmp_path, monkeypatch, capsy
         torch.testing.assert_close(model.eval()(batch.ids, batch.masked)[0], expected, rtol=1e-5, atol=1e-5)
     MLM.run(options, monkeypatch)
     assert "masked tokens" in capsys.readouterr().out
-    weights = theirs.state_dict()
-    del weights["roberta.encoder.layer.1.output.dense.bias"]
-    theirs.save_pretrained(tmp_path / "xlmr", state_dict=weights)
-    capsys.readouterr()
-    assert "has not the weights of the model" in MLM.refused(options | {"resume": False}, monkeypatch, capsys)
