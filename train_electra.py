@@ -336,7 +336,7 @@ def train(config: Config, context) -> dict:
         parameters = flops.count_parameters(model)
         kept = [p.numel() for name, p in model.named_parameters() if not name.startswith("generator.")]
         parameters["kept"] = sum(kept)  # the generator is thrown away when it has done its work
-        size = f"{parameters['total']:,} parameters, {parameters['kept']:,} of them to keep"
+        size = "{total:,} parameters, {kept:,} of them to keep".format(**parameters)
         context.say(f"{run.name}: {size}; {work / 1e9:.1f} GFLOPs a step")
         counted = counting.masked_scores(data["sentences"], config.eval_tokens)
         context.say(counting.describe(counted))

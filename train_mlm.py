@@ -237,7 +237,7 @@ def train(config: Config, context) -> dict:
         parameters = flops.count_parameters(model)
         head = config.mask_share * flops.masked_head_flops(model)  # only masked tokens pass through it
         work = flops.flops_per_token(model.encoder, config, head)
-        size = f"{parameters['total']:,} parameters, {parameters['active']:,.0f} active a token"
+        size = "{total:,} parameters, {active:,.0f} active a token".format(**parameters)
         context.say(f"{run.name}: {size}; {work['total'] / 1e6:.1f} MFLOPs a token forward")
         counted = counting.masked_scores(data, config.eval_tokens)
         context.say(counting.describe(counted))
@@ -305,7 +305,8 @@ def report(config: Config, result: dict) -> str:
     """A finished result in words, the languages from the easiest to the hardest."""
     languages = result["valid"]["languages"]
     lines = [f"\n{result['name']}, perplexity of every language:"]
-    words = [f"{name:>8} {ppl:9.2f}" for name, ppl in sorted(languages.items(), key=lambda item: item[1])]
+    easiest = sorted(languages, key=languages.get)
+    words = [f"{name:>8} {languages[name]:9.2f}" for name in easiest]
     for i in range(0, len(words), 6):
         lines.append("  ".join(words[i : i + 6]))
     return "\n".join([*lines, f"valid {describe(result['valid'])}", counting.describe(result["counting"])])

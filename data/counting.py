@@ -1,8 +1,7 @@
 """What counting reaches: scores without any network, to print beside those of trained models.
 
 Counts are interpolated as by Witten and Bell (1991): where n tokens of `kinds` different ones were seen, their counts
-weigh n / (n + kinds), and a less specific distribution has the rest. Where the training text is so large that counting
-would take long, these functions return nothing.
+weigh n / (n + kinds), and a less specific distribution has the rest. Of a large training text nothing is counted.
 """
 
 import numpy as np
@@ -52,10 +51,8 @@ def text_losses(data, steps: int) -> dict[str, float]:
 
 
 def bigram_loss(seen: tuple, held_out: tuple, V: int) -> float:
-    """Mean cross entropy, in nats, of each held-out token given the one before it, by counts of the pairs seen.
-
-    seen, held_out: the first and the second tokens of pairs, (N,) and (M,) each, of V different ones.
-    """
+    """Mean cross entropy, in nats, of each held-out token given the one before it, by counts of the pairs seen. Both
+    are the first and the second tokens of pairs, (N,) and (M,) each, of V different ones."""
     first, second = held_out
     codes = seen[0] * V + seen[1]  # each different pair as one number
     codes, counts = codes.unique(return_counts=True)
@@ -89,7 +86,6 @@ def masked_scores(data, max_tokens=None) -> dict[str, dict]:
 
     `tokens` uses the counts of a language, interpolated with those of all languages. `neighbours` also uses the tokens
     l and r on both sides: p(x | l, r) ~ p(x | l) p(x | r) / p(x). Both know that the token shown may be the right one.
-    Of each the perplexity, `ppl`, and how often the most probable token is `right`.
     """
     if len(data.tokens["train"]) > COUNTED_UP_TO:
         return {}

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import shutil
 from collections import Counter
 from functools import partial
@@ -13,13 +14,15 @@ import pytest
 import torch
 from test_masking import within
 
-from data import batches, folder
+from data import batches, counting, folder
 from data.batches import Masked, MaskedData, PairData, TokenData, Translation, TranslationData, source_batches
 from data.files import SPLITS
+from data.folder import Rows
 from data.prepare import checksum, prepare
 from data.tokenizers import XLMR, train_sentencepiece
 
 KINDS = [TokenData, MaskedData, PairData, TranslationData]
+COUNTS = {"train": 40, "test": 20}
 T, B = 16, 4
 
 
@@ -65,17 +68,6 @@ def lines_of(name: str, count: int) -> list[str]:
     return lines
 
 
-CODE = [path.read_text() for path in Path(__file__).parent.parent.glob("data/*.py")]  # what tokenizers learn from
-
-
-@pytest.fixture(scope="session")
-def text(tmp_path_factory) -> Path:
-    """A prepared corpus of one language."""
-    base = tmp_path_factory.mktemp("text")
-    (base / "mine.txt").write_text("\n\n".join(lines_of("document", 600)))
-    return prepare("text", base / "mine.txt", train_sentencepiece(CODE, 600).save(base), out=base / "prepared")
-
-
 @pytest.fixture(scope="session")
 def many(tmp_path_factory) -> Path:
     """A prepared corpus of three languages."""
@@ -83,7 +75,8 @@ def many(tmp_path_factory) -> Path:
     (base / "source").mkdir()
     for language, count in {"de": 500, "sw": 300, "zh-Hans": 20}.items():
         (base / "source" / f"{language}.txt").write_text("\n\n".join(lines_of(language, count)))
-    tokenizer = train_sentencepiece(CODE, 500, XLMR).save(base)
+    code = [path.read_text() for path in Path(__file__).parent.parent.glob("data/*.py")]
+    tokenizer = train_sentencepiece(code, 500, XLMR).save(base)
     return prepare("cc100", base / "source", tokenizer=tokenizer, out=base / "prepared")
 
 
@@ -105,8 +98,8 @@ def aligned(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def folder_of(text, many, aligned) -> dict[type, Path]:
-    return {TokenData: text, MaskedData: many, PairData: aligned, TranslationData: aligned}
+def folder_of(many, aligned) -> dict[type, Path]:
+    return {TokenData: many, MaskedData: many, PairData: aligned, TranslationData: aligned}
 
 
 def numbered(kind: type, base: Path, languages: dict, **arguments):
@@ -179,14 +172,16 @@ def test_batches_are_dealt_to_processes_and_evaluation_has_no_seed(folder_of, ki
         assert torch.equal(*(restored(x) if masked else x.source for x in (dealt, following)))
 
 
-def test_a_corpus_is_opened_as_the_config_says(many):
+@pytest.mark.parametrize("kind", [TokenData, MaskedData, PairData])
+def test_a_corpus_is_opened_as_the_config_says(folder_of, kind):
     config = SimpleNamespace(block_size=T, micro_tokens=T * B, batch_tokens=3 * T * B, seed=5)
-    waited = []
+    waited, options = [], {} if kind is TokenData else {"exponent": 0.5, "mask_share": 0.3}
     context = SimpleNamespace(rank=0, barrier=lambda: waited.append(True))
-    data = MaskedData.open(str(many), config, context, exponent=0.5, mask_share=0.3)
-    assert waited and data.micros_per_step == 3 and data.languages == ["de", "sw", "zh-Hans"]
-    expected = MaskedData(many, T, T * B, 3, seed=5, exponent=0.5, mask_share=0.3)
+    data = kind.open(str(folder_of[kind]), config, context, **options)
+    assert waited and data.micros_per_step == 3
+    expected = kind(folder_of[kind], T, T * B, 3, seed=5, **options)
     assert same(data.batch("train", 2, 1), expected.batch("train", 2, 1))
+    assert data.checksum == json.loads((folder_of[kind] / "meta.json").read_text())["checksum"]  # a run compares it
 
 
 @pytest.mark.parametrize("kind, sizes", [(TokenData, (32, 65)), (PairData, (32, 31)), (TranslationData, (32, 63))])
@@ -210,9 +205,9 @@ def test_a_damaged_file_is_one_line(aligned, tmp_path, monkeypatch, name):
             PairData(copy, T, T)
 
 
-def test_a_damaged_meta_json_is_one_line(text, tmp_path):
-    edited = json.loads((text / "meta.json").read_text())
-    edited["splits"]["valid"]["words"] += 1
+def test_a_damaged_meta_json_is_one_line(many, tmp_path):
+    edited = json.loads((many / "meta.json").read_text())
+    edited["splits"]["valid"]["tokens"] += 1
     for content in ("{", "[]", "{}", json.dumps(edited)):
         (tmp_path / "meta.json").write_text(content)
         with pytest.raises(ValueError, match=r"meta\.json has changed .* prepare it again"):
@@ -245,16 +240,16 @@ def test_seen_are_the_targets_of_so_many_steps(tmp_path):
     assert not expected[0] and expected.sum() > 390  # nothing comes before the first
 
 
-def test_log_frequencies_follow_the_training_text(text):
-    data = TokenData(text, T, T)
+def test_log_frequencies_follow_the_training_text(many):
+    data = TokenData(many, T, T)
     counts = Counter(data.tokens["train"].tolist())
     assert len(counts) < data.vocab_size  # a token that never comes has its share, too
     expected = torch.tensor([counts[token] + 1 for token in range(data.vocab_size)])
     torch.testing.assert_close(data.log_frequencies().exp(), expected / (counts.total() + data.vocab_size))
 
 
-def test_evaluation_reads_the_split_once_in_order(text):
-    data = TokenData(text, T, T * B)
+def test_evaluation_reads_the_split_once_in_order(many):
+    data = TokenData(many, T, T * B)
     tokens = torch.from_numpy(data.tokens["valid"].astype("int64"))
     count = (len(tokens) - 1) // T * T
     xs, ys = zip(*data.eval_batches("valid"))
@@ -265,14 +260,14 @@ def test_evaluation_reads_the_split_once_in_order(text):
         assert sum(x.numel() for x, _ in data.eval_batches("valid", limit)) == read
 
 
-def test_a_split_of_exactly_one_window(text):
-    sizes = {split: len(tokens) for split, tokens in TokenData(text, T, T).tokens.items()}
+def test_a_split_of_exactly_one_window(many):
+    sizes = {split: len(tokens) for split, tokens in TokenData(many, T, T).tokens.items()}
     size, split = min((size, split) for split, size in sizes.items())
-    data = TokenData(text, size - 1, size - 1)
+    data = TokenData(many, size - 1, size - 1)
     assert len(list(data.eval_batches(split))) == 1
     assert same(data.batch(split, 9), next(data.eval_batches(split)))
     with pytest.raises(ValueError, match=f"{split}.bin has {size} tokens and block_size {size} needs {size + 1}"):
-        TokenData(text, size, size)
+        TokenData(many, size, size)
 
 
 def windows_of(data: MaskedData, batch: Masked, split="train") -> list[tuple[int, int, int]]:
@@ -297,7 +292,8 @@ def test_a_language_is_drawn_by_its_smoothed_size(tmp_path):
         for language, weight in enumerate(expected):
             assert within(drawn[language], 10_000, weight / sum(expected))
     drawn = Counter(row[0] for batch in steps(data, 20, "valid") for row in windows_of(data, batch, "valid"))
-    assert set(drawn) == {0, 1}  # a language without a text in valid is not drawn there
+    # By the training tokens, 1024 ** 0.7 is 128; a language without a text in valid is not drawn there.
+    assert set(drawn) == {0, 1} and within(drawn[1], 2000, 1 / 129)
 
 
 def test_windows_are_from_everywhere_and_those_of_a_short_language_padded(tmp_path):
@@ -576,3 +572,23 @@ def test_sources_to_translate_come_longest_first_within_the_budget():
     for numbers, (source, real) in found:
         assert rows_of_real(source, real) == [[*ids[number], 2] for number in numbers]
     assert list(source_batches([], pad=1, eos=2, micro_tokens=12)) == []
+
+
+def test_a_memory_is_searched_by_the_cosine_of_squared_weights():
+    """A token that is in few sources weighs more, in what two sources share and in their lengths."""
+    rng = np.random.default_rng(3)
+    sources = {split: [np.minimum(rng.geometric(0.15, 6), 29) for _ in range(count)] for split, count in COUNTS.items()}
+    tokens = {split: np.concatenate([[*own, 30 + n] for n, own in enumerate(each)]) for split, each in sources.items()}
+    data = SimpleNamespace(tokens=tokens, vocab_size=100, tokenizer=SimpleNamespace(decode=lambda ids: ids[0] - 30))
+    data.stream = lambda split, language: (0, COUNTS[split])
+    data.pairs = lambda split, n: Rows(n * 0, 7 * n[:, None] + [0, 6], n[:, None] * 0 + [6, 1])
+    train = list(map(set, sources["train"]))
+    weight = {token: math.log(40 / max(1, sum(token in own for own in train))) for token in range(30)}
+
+    def cosine(a: set, b: set) -> float:
+        lengths = [math.sqrt(sum(weight[token] ** 2 for token in own)) for own in (a, b)]
+        return sum(weight[token] ** 2 for token in a & b) / math.prod(lengths)
+
+    found = counting.remembered(data, "a-b")
+    for n, own in zip(found, map(set, sources["test"]), strict=True):
+        assert cosine(own, train[n]) == pytest.approx(max(cosine(own, other) for other in train))

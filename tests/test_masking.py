@@ -15,8 +15,7 @@ TOKENIZER = SimpleNamespace(special=SPECIAL, mask=MASK, vocab_size=V)
 
 def within(count: int, n: int, p: float) -> bool:
     """Five standard deviations of a binomial: off by chance once in two million."""
-    deviation = (n * p * (1 - p)) ** 0.5
-    return abs(count - n * p) < 5 * deviation
+    return abs(count - n * p) < 5 * (n * p * (1 - p)) ** 0.5
 
 
 def mask(ids: np.ndarray, share, replace=(1.0, 0.0), span=None, seed=0) -> tuple:
@@ -30,8 +29,7 @@ def mask(ids: np.ndarray, share, replace=(1.0, 0.0), span=None, seed=0) -> tuple
 @pytest.fixture(scope="module")
 def masked():
     """4,000 rows with 88 or 99 tokens that are not special, before and after masking."""
-    rng = np.random.default_rng(0)
-    ids = rng.integers(4, 999, (4000, 101))
+    ids = np.random.default_rng(0).integers(4, 999, (4000, 101))
     ids[:, 0] = 0
     ids[:, 40] = 2
     ids[::2, 90:] = 1
@@ -75,8 +73,7 @@ def test_spans():
     ids[:, ::100] = 2
     _, chosen = mask(ids, 0.02, span=3.0)
     count = chosen.sum(axis=1)
-    assert not chosen[:, ::100].any()
-    assert set(count) <= {19, 20}  # 990 * 0.02 = 19.8
+    assert not chosen[:, ::100].any() and set(count) <= {19, 20}  # 990 * 0.02 = 19.8
     assert within((count == 20).sum(), 400, 0.8)
     runs = Counter()
     for row in chosen:
@@ -84,8 +81,7 @@ def test_spans():
     # Spans hardly touch one another. n tokens are 1 + (n - 1) / 3 spans in the mean, of which the last is cut.
     mean = chosen.sum() / runs.total()
     assert mean == pytest.approx(19.8 / (1 + 18.8 / 3), abs=0.1)
-    assert runs[1] / runs.total() == pytest.approx(1 / 3, abs=0.06)
-    assert max(runs) > 8
+    assert runs[1] / runs.total() == pytest.approx(1 / 3, abs=0.06) and max(runs) > 8
 
 
 def test_a_span_ends_with_its_part():
