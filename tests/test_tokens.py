@@ -6,11 +6,9 @@ from types import SimpleNamespace
 import pytest
 import reference
 import torch
-from helpers import Script
 from test_analyze import refused, run
 from test_analyze_xlme import save_model
 
-import train_lm
 from analysis import tokens
 from data.tokenizers import XLMR, SentencePiece, train_sentencepiece
 from engine import pretrained
@@ -137,11 +135,3 @@ def test_texts_and_runs_that_will_not_do(made, tokenizers, tmp_path, monkeypatch
     encoder = made(MaskedLM, **ENCODERS["top-2"])
     run(monkeypatch, "tokens", "--run", encoder, "--text", "x" * 61, "--out", tmp_path)  # 62 pieces, and <s> and </s>
     assert "has 65 tokens" in told(encoder, "--text", "x" * 62)
-
-
-def test_a_run_of_train_lm_is_shown(options, tmp_path, monkeypatch, draw):
-    """What that script leaves, as a user has it."""
-    Script(train_lm).run(options | {"out_dir": tmp_path / "out", "steps": 2}, monkeypatch)
-    (folder,) = (tmp_path / "out").iterdir()
-    _, found = draw("tokens", "--run", folder, "--text", "1 2 3")
-    assert "".join(found["tokens"]) == "1·2·3" and found["layers"][0]["name"] == "block 2"
