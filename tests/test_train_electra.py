@@ -412,7 +412,7 @@ BAD = {
     "balance of a dense model": ({"balance_coef": 1.0}, "--balance_coef is not read with --router dense"),
     "rate of no bias": ({"relative_bias": False, "distance_lr": 2.0}, "objective rtd, --relative_bias False: leave"),
     "a table of another objective": (XLM | {"table": 2}, "its rows have a --objective of their own"),
-    "no pairs": ({"pairs": "opus"}, "python -m data.prepare"),
+    "no pairs": ({"pairs": "opus"}, "no prepared data in"),
 }
 
 
