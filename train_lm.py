@@ -14,6 +14,7 @@ out/train_lm/NAME; the same command goes on where it stopped. `--help` lists eve
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -249,8 +250,6 @@ def build(config: Config, data: TokenData, context) -> GPT:
 
 def train(config: Config, context) -> dict:
     """Trains (or goes on training) a language model -> its result, which is also in result.json."""
-    if config.eval_only:
-        return evaluate_run(config, context)
     with clear_errors():
         data = TokenData.open(config.data, config, context)
         run = Run(config, PRESETS, context, data)
@@ -259,10 +258,12 @@ def train(config: Config, context) -> dict:
         model = build(config, data, context)
         parameters = flops.count_parameters(model)
         work = flops.flops_per_token(model, config, head=2 * config.n_embd * data.vocab_size)
-        context.say(f"{run.name}: {describe_size(parameters, work)}")
+        context.say(
+            f"{run.name}: {parameters['total']:,} parameters, {parameters['active']:,.0f} active a token; "
+            f"{work['total'] / 1e6:.1f} MFLOPs a token forward, {work['moe'] / 1e6:.1f} of them in MoE layers"
+        )
         counted = counting.text_losses(data, config.steps)
         counted = {name: measures.bits_per_byte(loss, data.meta["splits"]["test"]) for name, loss in counted.items()}
-        context.say(describe_counting(counted))
         forward = parallel.wrap(model, config, context)
         optimizer = adamw(model, config)
         bits_per_nat = measures.bits_per_byte(1.0, data.meta["splits"]["train"])  # of a loss, which the bar shows
@@ -339,13 +340,16 @@ def sample(config: Config, folder: Path, context) -> str:
     seed_all(config.seed)
     ids = torch.tensor([[tokenizer.eot, *prompt]], device=context.device)
     with context.autocast():
-        ids = model.generate(ids, config.sample_tokens, config.sample_temperature, config.sample_top_k)
+        ids = model.generate(ids, config.sample_tokens, config.sample_temperature, config.sample_top_k, tokenizer.eot)
         watches = [measures.RoutingStats(moe) for moe in model.moe_layers]
         with model.no_limit():
             model.hidden(ids[:, -config.block_size :])  # each token once, to count its experts
     served = ", ".join(f"{watch.finish()['served']:.1f}" for watch in watches)
     title = f"sample ({served} experts served per token)" if served else "sample"
-    return f"{title}:\n{tokenizer.decode(ids[0, 1:].tolist())}"
+    written = ids[0, 1:].tolist()
+    if tokenizer.eot in written:
+        written = written[: written.index(tokenizer.eot)]
+    return f"{title}:\n{tokenizer.decode(written)}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -361,53 +365,36 @@ def describe(scores: dict) -> str:
     return "\n".join(lines)
 
 
-def describe_size(parameters: dict, work: dict) -> str:
-    return (
-        f"{parameters['total']:,} parameters, {parameters['active']:,.0f} active a token; "
-        f"{work['total'] / 1e6:.1f} MFLOPs a token forward, {work['moe'] / 1e6:.1f} of them in MoE layers"
-    )
-
-
-def describe_counting(found: dict[str, float]) -> str:
-    if not found:
-        return "counting: not done, the training text is large"
-    return (
-        f"counting reaches {found['unigrams']:.3f} bits per byte of the test text by tokens, {found['bigrams']:.3f} "
-        f"by pairs of them that training sees, {found['all bigrams']:.3f} by all pairs of the training text"
-    )
-
-
-def shown(tokens: list[str]) -> str:
-    """Tokens in one line, without the space before each."""
-    return " ".join(repr(token.removeprefix(" "))[1:-1] for token in tokens)
-
-
-def report(config: Config, result: dict) -> str:
-    """A finished result in words."""
+def report(config: Config, result: dict, context) -> str:
+    """A finished result in words, and a sample."""
+    scores, free = result["test"], result["test_no_limit"]
     sees_later = config.router != "dense" and ROUTERS[config.router].sees_later
-    note = " (not causal: experts choose among later tokens too)" if sees_later else ""
-    limited = result["test_no_limit"] != result["test"]
-    text = f"\n{result['name']}, test{note}\n{'under the limit: ' * limited}{describe(result['test'])}"
-    if limited:
-        text += f"\nwithout a limit: {describe(result['test_no_limit'])}"
-    if "counting" in result:
-        text += f"\n{describe_counting(result['counting'])}"
-    if "easy" in result:
-        text += f"\nfew experts of the last MoE layer are wanted by: {shown(result['easy'])}"
-        text += f"\nmany by: {shown(result['hard'])}"
-    return text
+    title = "test, not causal: experts choose among later tokens too" if sees_later else "test"
+    lines = [f"\n{result['name']}, {title}", "under the limit: " * (free != scores) + describe(scores)]
+    if free != scores:
+        lines.append(f"without a limit: {describe(free)}")
+    counted = result.get("counting")
+    if counted:
+        lines.append(
+            f"counting reaches {counted['unigrams']:.3f} bits per byte of the test text by tokens, "
+            f"{counted['bigrams']:.3f} by pairs of them that training sees, {counted['all bigrams']:.3f} by all pairs"
+        )
+    for name, wanted in {"easy": "few experts of the last MoE layer are wanted by", "hard": "many by"}.items():
+        if name in result:
+            lines.append(f"{wanted}: {' '.join(repr(token.removeprefix(' '))[1:-1] for token in result[name])}")
+    folder = Path(config.out_dir, result["name"])
+    if (folder / "ckpt.pt").exists():  # not where --init_from was evaluated alone
+        lines += ["", sample(config, folder, context)]
+    return "\n".join(lines)
+
+
+def result_of(config: Config, context) -> dict:
+    return evaluate_run(config, context) if config.eval_only else train(config, context)
 
 
 def main():
     config, context = start(Config, PRESETS)
-
-    def report_and_sample(config, result):
-        folder = Path(config.out_dir, result["name"])
-        if not (folder / "ckpt.pt").exists():  # --init_from, which was evaluated alone
-            return report(config, result)
-        return f"{report(config, result)}\n\n{sample(config, folder, context)}"
-
-    carry_out(config, PRESETS, context, TABLES, train, report_and_sample, cells)
+    carry_out(config, PRESETS, context, TABLES, result_of, partial(report, context=context), cells)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ goes on where it stopped. `--help` lists every constant.
 
 import math
 import re
+import signal
 import sys
 from collections import ChainMap
 from contextlib import nullcontext
@@ -407,19 +408,14 @@ def score_split(
 
 
 def score_memory(data: TranslationData) -> dict[str, float]:
-    """BLEU and chrF2++ of a translation memory on the test set, means over pairs of languages.
-
-    {} where the training text is too large to be searched.
-    """
-    bleu, chrf = [], []
+    """Mean BLEU and chrF2++ of a translation memory on the test set; {} where there is too much text to search it."""
+    scores = []
     for name in data.languages:
         remembered = counting.remembered(data, name)
         if remembered:
             _, references = data.texts("test", name)
-            scores = score(remembered, references, data.target)
-            bleu.append(scores["bleu"])
-            chrf.append(scores["chrf"])
-    return {"bleu": fmean(bleu), "chrf": fmean(chrf)} if bleu else {}
+            scores.append(score(remembered, references, data.target))
+    return {metric: fmean(one[metric] for one in scores) for metric in ("bleu", "chrf") if scores}
 
 
 @torch.no_grad()
@@ -445,13 +441,6 @@ def evaluate(model: Translator, data: TranslationData, split: str, context, max_
         "tokens": int(tokens),
         "layers": [{"name": name} | watch.finish(context.sum) for name, watch in zip(model.moe_names, watches)],
     }
-
-
-def describe_memory(scores: dict[str, float]) -> str:
-    if not scores:
-        return "a translation memory: not tried, the training text is large"
-    reached = f"{describe_scores(scores)} of the test text"
-    return f"a translation memory, which gives the translation of the most similar training text, has {reached}"
 
 
 def describe(scores: dict) -> str:
@@ -486,9 +475,13 @@ def train(config: Config, context) -> dict:
         counts = data.meta["splits"]["train"]
         length = counts["tokens"] / counts["pairs"] / 2
         parameters, work = flops.count_parameters(model), flops.translation_flops(model, length, length)
-        context.say(f"{run.name}: {describe_size(parameters, work, length, data)}")
+        left_out = ", ".join(f"{count:,} {split}" for split, count in data.left_out.items())
+        context.say(
+            f"{run.name}: {parameters['total']:,} parameters, {parameters['active']:,.0f} active a token; "
+            f"{work['total'] / 1e6:.1f} MFLOPs forward a pair of 2 x {length:.1f} tokens; {counts['pairs']:,} pairs of "
+            f"{', '.join(data.languages)}; longer than block_size, and left out: {left_out}"
+        )
         memory = score_memory(data)
-        context.say(describe_memory(memory))
         forward = parallel.wrap(model, config, context)
         optimizer = adamw(model, config)
         run.resume(model, optimizer, work["total"] / (2 * length))
@@ -535,44 +528,26 @@ def test(model: Translator, data: TranslationData, config: Config, context) -> d
     return {"test": scores, "test_no_limit": free}
 
 
-def describe_size(parameters: dict, work: dict, length: float, data: TranslationData) -> str:
-    text = (
-        f"{parameters['total']:,} parameters, {parameters['active']:,.0f} active a token; a pair of 2 x {length:.1f} "
-        f"tokens takes {work['total'] / 1e6:.1f} MFLOPs forward, {work['moe'] / 1e6:.1f} of them in MoE layers; "
-        f"{data.meta['splits']['train']['pairs']:,} pairs of {', '.join(data.languages)}"
-    )
-    if any(data.left_out.values()):
-        long = ", ".join(f"{count:,} {split}" for split, count in data.left_out.items())
-        text += f"\nleft out of training and of the loss, longer than block_size = {data.block_size}: {long} pairs"
-    return text
-
-
 def report(config: Config, result: dict) -> str:
     """A finished result in words."""
-    best, limited, free = result["best"], result["test"], result["test_no_limit"]
+    best, limited, free, memory = result["best"], result["test"], result["test_no_limit"], result["memory"]
     lines = [
         f"\n{result['name']}, test; beam {result['beam']}, length penalty {result['length_penalty']:g}",
         f"weights of step {best['step']}, whose validation BLEU is best: {best['bleu']:.2f}",
-        *describe_split("under the limit", limited),
     ]
-    if free != limited:
-        lines += describe_split("without a limit", free)
-    any_pair = next(iter(limited["pairs"].values()))
-    lines.append(describe_memory(result["memory"]))
-    lines.append(f"BLEU {any_pair['bleu_signature']}\nchrF2++ {any_pair['chrf_signature']}\n")
+    for how, scores in {"without a limit": free, "under the limit": limited}.items():
+        if how == "under the limit" or free != limited:
+            served = ", ".join(f"{layer['served']:.2f}" for layer in scores["layers"])
+            kept = f"; rows kept per token: {served}" if served else ""
+            lines.append(f"{how}: {describe_scores(scores)}{kept}")
+    for name, pair in limited["pairs"].items():
+        lines.append(f"  {name:12} {describe_scores(pair)}")
+    if memory:
+        lines.append(f"the translations of the most similar training texts: {describe_scores(memory)}")
+    lines.append(f"BLEU {pair['bleu_signature']}\nchrF2++ {pair['chrf_signature']}\n")
     for name, source, reference, ours in free["examples"]:
         lines.append(f"{name}: {source}\n  reference: {reference}\n  ours:      {ours}")
     return "\n".join(lines)
-
-
-def describe_split(how: str, scores: dict) -> list[str]:
-    """The scores of a split, with a line for each pair of languages."""
-    served = ", ".join(f"{layer['served']:.2f}" for layer in scores["layers"])
-    kept = f"; rows kept per token: {served}" if served else ""
-    lines = [f"{how}: {describe_scores(scores)}{kept}"]
-    for name, pair in scores["pairs"].items():
-        lines.append(f"  {name:12} BLEU {pair['bleu']:6.2f}  chrF2++ {pair['chrf']:6.2f}")
-    return lines
 
 
 def translate_file(config: Config, context, at_once: int = 1000):
@@ -588,8 +563,13 @@ def translate_file(config: Config, context, at_once: int = 1000):
         if not isinstance(model, Translator):
             raise ValueError(f"{config.model} is no translator: give --model the folder of a run of train_mt.py")
         model = context.place(model)
-        path = Path("/dev/stdin" if config.translate == "-" else config.translate)
-        source = map(str.strip, read_lines(path) if context.rank == 0 else [])  # a pipe is read once
+        source = iter([])
+        if context.rank == 0:  # a pipe can be read once
+            stdin = config.translate == "-"
+            lines = open(0, encoding="utf-8-sig", newline="\n") if stdin else read_lines(Path(config.translate))
+            source = map(str.strip, lines)
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader that has seen enough, such as head, ends this quietly
     watches = list(map(measures.RoutingStats, model.moe_layers))
     while True:
         with clear_errors():

@@ -6,11 +6,9 @@ from types import SimpleNamespace
 import pytest
 import reference
 import torch
-from helpers import Script
 from test_analyze import refused, run
-from test_flops import SMALL
+from test_analyze_xlme import save_model
 
-import train_lm
 from analysis import tokens
 from data.tokenizers import XLMR, SentencePiece, train_sentencepiece
 from engine import pretrained
@@ -19,7 +17,7 @@ from model import GPT, MaskedLM, Translator
 pytest.importorskip("matplotlib")
 
 TEXT = "the cat & the <script> sat\n\ton the mat שלום 中文 $x$"
-SIZE = SMALL | dict(n_layer=4, n_embd=16, ffn_size=32, block_size=64, router_std=0.03)
+SIZE = dict(n_layer=4, block_size=64, router_std=0.03)
 DECODERS = {
     "threshold": dict(router="threshold", eval_threshold=0.7, capacity=1.0),
     "topk": dict(router="topk", split=4, capacity=0.25),
@@ -34,11 +32,7 @@ ENCODERS = {
 
 @pytest.fixture(scope="session")
 def tokenizers() -> dict:
-    text = [
-        "the cat sat on the mat <script> <b> & שלום x y z",
-        "the 中 the cat sat " * 3,
-        "a quick brown fox jumps over",
-    ]
+    text = ["the cat sat on the mat <script> <b> & שלום x y z", "the 中 cat sat " * 3, "a quick brown fox jumps over"]
     return {kind: train_sentencepiece(text, 296, kind) for kind in (SentencePiece, XLMR)}
 
 
@@ -47,64 +41,48 @@ def made(tokenizers, tmp_path):
     """A run's folder with a random model: `made(GPT, router=...)`, or `made(MaskedLM, ...)`."""
 
     def make(kind, **constants):
-        torch.manual_seed(0)
         tokenizer = tokenizers[SentencePiece if kind is GPT else XLMR]
-        model = kind(SimpleNamespace(**SIZE | constants), tokenizer.vocab_size)
-        with torch.no_grad():
-            for p in model.parameters():
-                p.mul_(3.0)  # far from the start, where all tokens are nearly alike
-        folder = tmp_path / f"run-{kind.__name__}"
-        folder.mkdir(exist_ok=True)
-        state = {"step": 1, "class": kind.__name__, "constants": vars(model.config), "vocab_size": model.vocab_size}
-        state |= {"identity": {"tokenizer_checksum": tokenizer.sha256}, "model": model.state_dict()}
-        torch.save(state, folder / "ckpt.pt")
-        tokenizer.save(folder)
-        return folder
+        folder = tmp_path / f"{kind.__name__}-{len(list(tmp_path.iterdir()))}"
+        return save_model(folder, tokenizer, kind, **SIZE | constants)
 
     return make
 
 
-def by_hand(folder, text: str, limit: bool) -> list[tuple[dict, dict]]:
-    """Of each sparse layer the experts that each token wants, and those that serve it with their gates."""
-    model, tokenizer = pretrained.load(folder)
+def by_hand(folder, text: str, **changes) -> list[tuple[list, dict]]:
+    """Of each sparse layer the experts that tokens want, and of those that serve it the gates."""
+    model, tokenizer = pretrained.load(folder, **changes)
     ids = tokenizer.encode_batch([text])[0]
     if tokenizer.kind == "xlmr":
         ids = [0, *ids, 2]
-    routings = []
+    layers = []
+
+    def look(router, given, routing):
+        E, gamma = router.E, model.moe_layers[len(layers)].eval_gamma
+        wanted = routing.wanted.nonzero().tolist()
+        turn = {(s, e): (-int(routing.priority[s, e]), s) for s, e in wanted}
+        kept = reference.serve(turn, reference.capacity(len(ids), E, gamma) if gamma < math.inf else None, E)
+        layers.append((wanted, {(s, e): float(routing.weight[s, e]) for s, e in kept}))
+
     for moe in model.moe_layers:
-        moe.eval_gamma = moe.eval_gamma if limit else math.inf
-        moe.router.register_forward_hook(lambda router, given, routing: routings.append(routing))
+        moe.router.register_forward_hook(look)
     with torch.no_grad():
         model(torch.tensor([ids]))
-    layers, S = [], len(ids)
-    for moe, routing in zip(model.moe_layers, routings):
-        E, turn = moe.router.E, {}
-        for s, e in routing.wanted.nonzero().tolist():
-            turn[s, e] = (-int(routing.priority[s, e]), s)
-        kept = reference.serve(turn, reference.capacity(S, E, moe.eval_gamma) if moe.eval_gamma < math.inf else None, E)
-        wanted = {s: [e for e in range(E) if (s, e) in turn] for s in range(S)}
-        served = {s: {e: float(routing.weight[s, e]) for e in wanted[s] if (s, e) in kept} for s in range(S)}
-        layers.append((wanted, served))
     return layers
 
 
-@pytest.mark.parametrize("limit", [True, False])
 @pytest.mark.parametrize("name", [*DECODERS, *ENCODERS])
-def test_numbers_are_the_routing(name, limit, made):
+def test_numbers_are_the_routing(name, made):
     constants, kind = (DECODERS[name], GPT) if name in DECODERS else (ENCODERS[name], MaskedLM)
     folder = made(kind, **constants)
-    shown, found = tokens.route(tokens.Tokens(run=str(folder), text=TEXT, no_limit=not limit))
-    layers = by_hand(folder, TEXT, limit)
+    shown, found = tokens.route(tokens.Tokens(run=str(folder), text=TEXT))
     names = {"hypersphere": ["behind layer 1", "behind layer 3"], "top-2": ["behind layer 2"]}
     assert [layer["name"] for layer in found] == names.get(name, ["block 2", "block 4"])
-    cut = sum(len(wanted[s]) - len(served[s]) for wanted, served in layers for s in wanted)
-    assert bool(cut) == (limit and name != "hypersphere"), "the case shows nothing"
+    assert bool(found[0]["cut"]) == (name != "hypersphere"), "the case shows nothing"
     assert len(set(found[0]["wanted"])) > 2 or name != "threshold"
-    for layer, (wanted, served) in zip(found, layers, strict=True):
-        assert len(shown) == len(wanted) and layer["wanted"] == [len(own) for own in wanted.values()]
-        for s in wanted:
-            assert dict(layer["served"][s]) == pytest.approx(served[s], abs=1e-6)
-            assert layer["cut"][s] == [e for e in wanted[s] if e not in served[s]]
+    for layer, (wanted, kept) in zip(found, by_hand(folder, TEXT), strict=True):
+        assert layer["wanted"] == [sum(s == token for s, _ in wanted) for token in range(len(shown))]
+        assert {(s, e): gate for s, e, gate in layer["served"]} == pytest.approx(kept, abs=1e-6)
+        assert layer["cut"] == [pair for pair in wanted if tuple(pair) not in kept]
 
 
 def test_the_picture_has_a_dot_for_each_choice(made, draw):
@@ -114,10 +92,9 @@ def test_the_picture_has_a_dot_for_each_choice(made, draw):
     assert not any(label.get_parse_math() for label in labels)  # $ is a character
     for panel, layer in zip(axes[:2], found["layers"], strict=True):
         hollow, full = panel.collections
-        drawn = [(int(x), int(y), float(gate)) for (x, y), gate in zip(full.get_offsets(), full.get_array())]
-        assert sorted(drawn) == sorted((e, s, gate) for s, row in enumerate(layer["served"]) for e, gate in row)
-        empty = sorted((int(x), int(y)) for x, y in hollow.get_offsets())
-        assert empty and empty == sorted((e, s) for s, row in enumerate(layer["cut"]) for e in row)
+        drawn = [[int(y), int(x), float(gate)] for (x, y), gate in zip(full.get_offsets(), full.get_array())]
+        assert drawn == layer["served"]
+        assert layer["cut"] == [[int(y), int(x)] for x, y in hollow.get_offsets()] != []
         assert [int(text.get_text()) for text in panel.texts] == layer["wanted"]
 
 
@@ -135,17 +112,11 @@ def test_every_token_can_be_read(tokenizers):
     assert [tokens.written(gpt2, token) for token in range(3)] == ["·cat", "⏎", "\\xc3"]
 
 
-def test_another_threshold(made, draw, monkeypatch, capsys):
-    expected = tokens.route(tokens.Tokens(run=str(made(GPT, router="threshold", eval_threshold=0.4)), text=TEXT))
-    folder = str(made(GPT, **DECODERS["threshold"]))
-    assert tokens.route(tokens.Tokens(run=folder, text=TEXT)) != expected
+def test_another_threshold(made, draw):
+    folder = made(GPT, **DECODERS["threshold"])
     _, found = draw("tokens", "--run", folder, "--text", TEXT, "--threshold", "0.4")
-    assert (found["tokens"], found["layers"]) == expected and found["caption"].endswith("; t = 0.4")
-    capsys.readouterr()
-    said = refused(monkeypatch, capsys, "tokens", "--run", folder, "--threshold", "-7")
-    assert "threshold must lie from 0 to 1, not -7.0" in said
-    said = refused(monkeypatch, capsys, "tokens", "--run", made(GPT, **DECODERS["topk"]), "--threshold", "0.4")
-    assert "has no threshold router: leave out --threshold" in said
+    again, before = ([len(wanted) for wanted, _ in by_hand(folder, TEXT, eval_threshold=t)] for t in (0.4, 0.7))
+    assert [sum(layer["wanted"]) for layer in found["layers"]] == again != before
 
 
 def test_texts_and_runs_that_will_not_do(made, tokenizers, tmp_path, monkeypatch, capsys):
@@ -153,21 +124,14 @@ def test_texts_and_runs_that_will_not_do(made, tokenizers, tmp_path, monkeypatch
         return refused(monkeypatch, capsys, "tokens", "--run", *line)
 
     folder = made(GPT, **DECODERS["topk"])
+    assert "threshold must lie from 0 to 1, not -7.0" in told(folder, "--threshold", "-7")
+    assert "has no threshold router: leave out --threshold" in told(folder, "--threshold", "0.4")
     assert "the text is empty: give one with --text" in told(folder, "--text", "")
     length = len(tokenizers[SentencePiece].encode_batch(["x y " * 40])[0])
     assert f"the text has {length} tokens, {folder} reads at most 64" in told(folder, "--text", "x y " * 40)
     assert "is neither the folder of a run" in told(tmp_path / "nothing")
-    for kind in (GPT, MaskedLM, Translator):
-        folder = made(kind, router="dense" if kind is not Translator else "topk")
-        assert f"{folder} is no language model or encoder with experts" in told(folder)
+    for kind, router in ((GPT, "dense"), (MaskedLM, "dense"), (Translator, "topk")):
+        assert "is no language model or encoder with experts" in told(made(kind, router=router))
     encoder = made(MaskedLM, **ENCODERS["top-2"])
     run(monkeypatch, "tokens", "--run", encoder, "--text", "x" * 61, "--out", tmp_path)  # 62 pieces, and <s> and </s>
     assert "has 65 tokens" in told(encoder, "--text", "x" * 62)
-
-
-def test_a_run_of_train_lm_is_shown(options, tmp_path, monkeypatch, draw):
-    """What that script leaves, as a user has it."""
-    Script(train_lm).run(options | {"out_dir": tmp_path / "out", "steps": 2}, monkeypatch)
-    (folder,) = (tmp_path / "out").iterdir()
-    _, found = draw("tokens", "--run", folder, "--text", "1 2 3")
-    assert "".join(found["tokens"]) == "1·2·3" and found["layers"][0]["name"] == "block 2"
