@@ -53,7 +53,7 @@ class Config:
     encoders: str = "demo"  # in tables: the preset of the runs of train_mlm.py and train_electra.py that are compared
     source: str | None = None  # folder with the task's files, or with XTREME's folders of all tasks; none: the hub
     train_examples: int | None = None  # at most so many to train on
-    test_examples: int | None = None  # at most so many of each language
+    test_examples: int | None = None  # at most so many of each language; what is handed in to XTREME needs all
     # training
     frozen: bool = True  # routers and experts stay as they are (X-MoE 3.3); the balance loss still reaches the rest
     balance_coef: float = 0.01  # alpha, the weight of the balance loss, where there are sparse layers
@@ -306,8 +306,9 @@ def score_languages(run: Run, model: FineTuned, examples: Examples, config: Conf
     for language, own in tqdm(examples.test.items(), "testing", disable=context.rank > 0):
         predicted = predict(model, own, config, run.tokenizer, context)
         name, content = submission(config.task, language, own, predicted)
-        with clear_errors():
-            (run.folder / name).parent.mkdir(exist_ok=True)
+        if context.rank == 0:
+            with clear_errors():
+                (run.folder / name).parent.mkdir(exist_ok=True)
         run.write(name, content)
         gold = [one.gold for one in own]
         if None in gold:

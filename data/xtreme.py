@@ -138,7 +138,8 @@ def read(task: str, split: str, source: Path | None) -> tuple[dict, list[str]]:
         if not found:
             notes.append(f"{where} holds no example: left out")
         elif [one.texts for one in found] == [one.texts for one in own[-len(found) :]]:
-            notes.append(f"{where} holds the examples of another file: left out")
+            notes.append(f"{where} holds the examples of another file: they count once")
+            own[-len(found) :] = found if known else own[-len(found) :]
         else:
             own += found
         notes += [f"{where}: {count:,} x {what}" for what, count in problems.most_common(5)]

@@ -75,10 +75,10 @@ def answers(sentences: list[list[str]], language: str) -> str:
     rows = []
     for number, sentence in enumerate(sentences):
         words = [word for word in sentence if TAG[word] != "NOUN"] + ["and"]
-        animal = list(KINDS["NOUN"])[number % 2]
-        words.insert(number % len(words), animal)
-        words, animal = translate(words, language), translate([animal], language)[0]
-        answer = {"text": animal, "answer_start": len("".join(f"{w} " for w in words[: words.index(animal)]))}
+        place = number % len(words)
+        words.insert(place, list(KINDS["NOUN"])[number % 2])
+        words = translate(words, language)
+        answer = {"text": words[place], "answer_start": len("".join(f"{word} " for word in words[:place]))}
         question = {"id": f"q{number}", "question": "red dog", "answers": [answer]}
         rows.append({"context": " ".join(words), "qas": [question]})
     return json.dumps({"data": [{"paragraphs": rows}]})
@@ -299,21 +299,17 @@ def test_other_examples_or_another_encoder_are_other_data(options, source, encod
 def test_loads_are_counted_and_two_processes_go_on_with_what_one_would_compute(options, tmp_path, monkeypatch):
     """First choices by hand, of 100 steps, over a stop and two processes; all else in the result, too."""
     options |= {"train_examples": 28, "batch_size": 4, "micro_size": 2, "epochs": 15, "dtype": "float64"}
-    counts, steps = Counter(), []
+    counts, calls = Counter(), []
 
     def record(self, *args, forward=Router.forward):
         routing = forward(self, *args)
-        if self.training and len(steps) <= 100:
+        calls.extend([1] * self.training)
+        if self.training and len(calls) <= 200:  # two micro-batches a step
             counts.update(routing.probs.argmax(dim=1).tolist())
         return routing
 
-    def rate(*args, linear=finetune_xtreme.linear):
-        steps.append(1)
-        return linear(*args)
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Router, "forward", record)
-        patch.setattr(finetune_xtreme, "linear", rate)
         XTREME.run(options, patch)
     ours = result_of(options["out_dir"])
     assert ours["loads"] == [[[counts[expert] for expert in range(4)]]]
@@ -358,10 +354,6 @@ def test_the_checkpoint_is_the_best_in_english_development(options, monkeypatch)
     assert result["valid"] == {"accuracy": 80.0} and result["step"] == 4
     assert result["mean"] == {"accuracy": 75.0} and result["gap"] == {"accuracy": 30.0}
     torch.testing.assert_close(saved(options, "model.pt")["model"], weights[1], rtol=0, atol=0)
-    config, examples, model, data, context = opened(options)
-    model.load_state_dict(weights[1])
-    expected = predict(model, examples.test["de"], config, data.tokenizer, context)
-    assert predictions(options["out_dir"])["xnli/test-de.tsv"].split() == expected
 
 
 @pytest.mark.parametrize("missing", [["de"], ["de", "en"]])
@@ -524,7 +516,6 @@ BAD = {
     "no such source": ({"source": "nowhere"}, "nowhere is no folder: it should hold the files of xnli"),
     "a file as source": ({"source": "pyproject.toml"}, "pyproject.toml is no folder: it should hold the files of xnli"),
     "no such table": ({"table": "9", "task": "apps"}, "table must be one of 1, 3, 5, 6, 7, xlme1, xlme2, xlme7, not 9"),
-    "not of this task": ({"stride": 4}, "--stride is not read with --task xnli"),
     "no table": ({"encoders": "small"}, "--encoders is not read with --task xnli"),
     "apps has no files": ({"task": "apps"}, "--source is not read with --task apps"),
     "longest row": ({"block_size": 7}, "block_size = 7 leaves a row no room"),
