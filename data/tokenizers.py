@@ -11,12 +11,14 @@ import base64
 import hashlib
 import io
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import numpy as np
 import sentencepiece
 
 GPT2_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"  # of the file of its ranks
+PART = 300_000  # characters that are encoded at once
 THREADS = os.cpu_count() or 1
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 
@@ -33,10 +35,41 @@ class Tokenizer:
         self.file = file
         self.sha256 = hashlib.sha256(file).hexdigest()
 
+    @property
+    def dtype(self) -> str:
+        return "uint16" if self.vocab_size <= 1 << 16 else "uint32"
+
     def save(self, folder: Path) -> Path:
         path = Path(folder) / self.filename
         path.write_bytes(self.file)
         return path
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        return [ids.tolist() for ids in self.encode_arrays(texts)]
+
+    def encode_arrays(self, texts: list[str]) -> Iterator[np.ndarray]:
+        """The ids of each text. A long one is encoded in parts: some tokenizers fail on it, and its ids take memory."""
+        short = [text for text in texts if len(text) <= PART]
+        encoded = iter(self.encode_short(short))
+        for text in texts:
+            if len(text) <= PART:
+                yield np.array(next(encoded), self.dtype)
+            else:
+                each = (self.encode_short([part]) for part in parts(text))
+                yield np.concatenate([np.array(ids, self.dtype) for [ids] in each])
+
+
+def parts(text: str) -> Iterator[str]:
+    """A text in parts of PART characters at most, cut before white space, where no token is, or inside a longer run."""
+    begin = 0
+    while begin < len(text):
+        end = begin + PART
+        while begin < end < len(text) and (text[end] not in " \n" or text[end - 1].isspace()):
+            end -= 1
+        if end == begin:
+            end += PART
+        yield text[begin:end]
+        begin = end
 
 
 class SentencePiece(Tokenizer):
@@ -59,7 +92,7 @@ class SentencePiece(Tokenizer):
         self.vocab_size = self.processor.vocab_size()
         self.eot = self.processor.eos_id()
 
-    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+    def encode_short(self, texts: list[str]) -> list[list[int]]:
         return self.processor.encode(texts, num_threads=THREADS)
 
     def decode(self, ids: list[int]) -> str:
@@ -88,8 +121,8 @@ class XLMR(SentencePiece):
         self.special = (self.bos, self.pad, self.eos, self.unk, self.mask)
         self.unwritten = (self.bos, self.pad, self.unk, self.mask)  # what a model must never write: all but the end
 
-    def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        return [self.tokens(pieces) for pieces in super().encode_batch(texts)]
+    def encode_short(self, texts: list[str]) -> list[list[int]]:
+        return [self.tokens(pieces) for pieces in super().encode_short(texts)]
 
     def encode_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """The token ids of a text, and where each begins and ends in it, with the space before it."""
@@ -123,11 +156,14 @@ class GPT2(Tokenizer):
         special = {"<|endoftext|>": self.eot}
         self.encoding = tiktoken.Encoding("gpt2", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens=special)
 
-    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+    def encode_short(self, texts: list[str]) -> list[list[int]]:
         return self.encoding.encode_ordinary_batch(texts, num_threads=THREADS)
 
     def decode(self, ids: list[int]) -> str:
         return self.encoding.decode(ids, errors="replace")
+
+
+KINDS = {each.kind: each for each in (SentencePiece, XLMR, GPT2)}
 
 
 def train_sentencepiece(texts: Iterable[str], vocab_size=8192, kind=SentencePiece, **options) -> SentencePiece:
@@ -178,9 +214,10 @@ def load_tokenizer(path: Path | str, kind: str | None = None) -> Tokenizer:
     Raises FileNotFoundError when there is none and ValueError when the file is not a tokenizer.
     """
     path = Path(path)
-    for each in (SentencePiece, XLMR, GPT2):
-        if (path / each.filename).is_file():
-            path = path / each.filename
+    there = [each.filename for each in KINDS.values() if (path / each.filename).is_file()]
+    if len(there) > 1:
+        raise ValueError(f"{path} holds {' and '.join(there)}: give the path of one of them")
+    path = path.joinpath(*there)
     if not path.is_file():
         raise FileNotFoundError(f"no tokenizer at {path}")
     chosen = SentencePiece if path.suffix == ".model" else GPT2
