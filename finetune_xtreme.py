@@ -53,7 +53,7 @@ class Config:
     encoders: str = "demo"  # in tables: the preset of the runs of train_mlm.py and train_electra.py that are compared
     source: str | None = None  # folder with the task's files, or with XTREME's folders of all tasks; none: the hub
     train_examples: int | None = None  # at most so many to train on
-    test_examples: int | None = None  # at most so many of each language
+    test_examples: int | None = None  # at most so many of each language; what is handed in to XTREME needs all
     # training
     frozen: bool = True  # routers and experts stay as they are (X-MoE 3.3); the balance loss still reaches the rest
     balance_coef: float = 0.01  # alpha, the weight of the balance loss, where there are sparse layers
@@ -101,6 +101,7 @@ class Config:
 # is taken. X-MoE searched balance_coef: 0, 1e-3, 1e-2, 1e-1. Clipping, dropout, Adam's constants and lengths are those
 # of XTREME's own scripts: the papers do not say. `sample` is for encoders of the demos' size, which take larger steps,
 # on a part of each task.
+COMMON = dict(batch_size=32, micro_size=8)
 SMALL = dict(batch_size=16, micro_size=16, dropout=0.0, test_examples=200)
 CONSTANTS = {
     "xmoe-pos": dict(batch_size=8, learning_rate=2e-5, balance_coef=1e-2),  # 1e-5, 2e-5, 3e-5
@@ -129,8 +130,7 @@ PRESETS = {"demo": {}}
 for name, constants in CONSTANTS.items():
     task = name.partition("-")[2]
     length = 384 if TASKS[task].kind == "answer" else 128
-    PRESETS[name] = dict(task=task, block_size=length, batch_size=32, micro_size=8)
-    PRESETS[name] |= constants
+    PRESETS[name] = COMMON | constants | {"task": task, "block_size": length}
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Tables: rows of encoders, each fine-tuned on several tasks, beside the paper's numbers (F1/EM of answers)
@@ -292,6 +292,9 @@ def predict(model: FineTuned, examples: list[Example], config: Config, tokenizer
     return xtreme_rows.by_example(model.kind, examples, rows, found)
 
 
+COLUMNS = {"languages": "mean", "guesses": "guess", "counted": "counting"}  # scores of languages, and their means
+
+
 def score_languages(run: Run, model: FineTuned, examples: Examples, config: Config, context):
     """Scores every language, beside a guess and what counting words finds -> these, their means, and the gap: by how
     much English is ahead of the mean of the others (XLM-E table 7).
@@ -299,30 +302,29 @@ def score_languages(run: Run, model: FineTuned, examples: Examples, config: Conf
     What was predicted is kept as XTREME wants it, also of test sets without labels, which are not scored.
     """
     by_word = xtreme_scores.count_words(model.kind, examples.train)
-    scores = {"languages": {}, "guesses": {}, "counted": {}, "unlabelled": []}
+    languages, guesses, counted, unlabelled = {}, {}, {}, []
     for language, own in tqdm(examples.test.items(), "testing", disable=context.rank > 0):
         predicted = predict(model, own, config, run.tokenizer, context)
         name, content = submission(config.task, language, own, predicted)
-        with clear_errors():
-            (run.folder / name).parent.mkdir(exist_ok=True, parents=True)
+        if context.rank == 0:
+            with clear_errors():
+                (run.folder / name).parent.mkdir(exist_ok=True)
         run.write(name, content)
         gold = [one.gold for one in own]
         if None in gold:
-            scores["unlabelled"].append(language)
+            unlabelled.append(language)
             continue
         score = partial(xtreme_scores.scores, config.task, language, gold)
-        scores["languages"][language] = score(predicted)
-        guessed = xtreme_scores.guess(model.kind, examples.train, own)
-        scores["guesses"][language] = score(guessed)
+        languages[language] = score(predicted)
+        guesses[language] = score(xtreme_scores.guess(model.kind, examples.train, own))
         if by_word:
-            scores["counted"][language] = score(by_word(own))
-    scores["mean"] = mean_of(scores["languages"])
-    scores["guess"] = mean_of(scores["guesses"])
-    scores["counting"] = mean_of(scores["counted"])
-    return scores | {"gap": gap_of(scores["languages"])}
+            counted[language] = score(by_word(own))
+    scores = {"languages": languages, "guesses": guesses, "counted": counted}
+    means = {mean: mean_of(scores[kind]) for kind, mean in COLUMNS.items()}
+    return scores | means | {"gap": gap_of(languages), "unlabelled": unlabelled}
 
 
-def mean_of(languages: dict[str, dict]) -> dict[str, float]:
+def mean_of(languages: dict) -> dict[str, float]:
     """The mean over languages of each metric; {} where there are no languages."""
     means = {}
     for metric in next(iter(languages.values()), {}):
@@ -330,7 +332,7 @@ def mean_of(languages: dict[str, dict]) -> dict[str, float]:
     return means
 
 
-def gap_of(languages: dict[str, dict]) -> dict[str, float]:
+def gap_of(languages: dict) -> dict[str, float]:
     """English minus the mean of the other languages, of each metric; {} where there are not both."""
     others = languages.copy()
     english, mean = others.pop("en", {}), mean_of(others)
@@ -443,14 +445,14 @@ def report(config: Config, result: dict) -> str:
     what = "a smoke test, no task of XTREME's; " if config.task == "apps" else ""
     lines = [
         f"\n{result['name']}: {what}weights of step {result['step']}, best in English development",
-        f"{'':10}{'score':22}{'guess without a model':24}counting words",
+        f"{'':10}{'score':23}{'guess without a model':23}counting words",
     ]
     for language in [*result["languages"], "mean"]:
-        scores, guess, counted = result["mean"], result["guess"], result["counting"]
-        if language != "mean":
-            scores, guess = result["languages"][language], result["guesses"][language]
-            counted = result["counted"].get(language, {})
-        lines.append(f"{language:10}{describe(scores):22}{describe(guess):24}{describe(counted)}".rstrip())
+        line = f"{language:10}"
+        for kind, mean in COLUMNS.items():
+            scores = result[mean] if language == "mean" else result[kind].get(language, {})
+            line += f"{describe(scores):23}"
+        lines.append(line.rstrip())
     if result["gap"]:
         lines.append(f"English is ahead of the mean of the others by {describe(result['gap'])}")
     unlabelled = result.get("unlabelled")

@@ -113,18 +113,18 @@ def read(task: str, split: str, source: Path | None) -> tuple[dict, list[str]]:
     """
     if task == "apps":
         return applications(split), []
-    kind, languages, _, scored = TASKS[task]
+    kind, languages, labels, scored = TASKS[task]
     readers = {"tags": read_tags, "answer": read_answers, "label": read_labels}
     if source:
         places, reader = files_of(task, split, source), readers[kind]
     else:
         languages = languages.split() if split == scored else ["en"]
-        places, reader = zip(languages, languages), partial(from_hub, split)
+        places, reader = zip(languages, languages), partial(from_hub, task, split)
     examples, notes = {}, []
     for language, place in places:
         problems = Counter()
         try:
-            found = list(reader(place, task, problems))
+            found = list(reader(place, labels, problems))
         except ValueError as error:
             notes.append(f"{error}: left out")
             continue
@@ -138,7 +138,8 @@ def read(task: str, split: str, source: Path | None) -> tuple[dict, list[str]]:
         if not found:
             notes.append(f"{where} holds no example: left out")
         elif [one.texts for one in found] == [one.texts for one in own[-len(found) :]]:
-            notes.append(f"{where} holds the examples of another file: left out")
+            notes.append(f"{where} holds the examples of another file: they count once")
+            own[-len(found) :] = found if known else own[-len(found) :]
         else:
             own += found
         notes += [f"{where}: {count:,} x {what}" for what, count in problems.most_common(5)]
@@ -187,7 +188,7 @@ def files_of(task: str, split: str, source: Path) -> Iterator[tuple[str, Path]]:
             yield min(languages), path
 
 
-def read_tags(path: Path, task: str, problems: Counter) -> Iterator[Example]:
+def read_tags(path: Path, labels: tuple, problems: Counter) -> Iterator[Example]:
     """Sentences of `word TAB tag` lines or of words alone, or of CoNLL-U's ten columns, with a blank line between two.
 
     CoNLL-U's empty nodes and multiword tokens are left out, as are words whose line is broken and sentences whose words
@@ -202,7 +203,7 @@ def read_tags(path: Path, task: str, problems: Counter) -> Iterator[Example]:
             if not set(tags) - {"", "_"}:
                 tags = []
             for tag in tags:
-                if tag not in TASKS[task].labels:
+                if tag not in labels:
                     problems[f"the unknown tag {tag!r}"] += 1
             if set(words) == {"_"}:
                 problems["a sentence without its words"] += 1
@@ -221,7 +222,7 @@ def read_tags(path: Path, task: str, problems: Counter) -> Iterator[Example]:
         tags.append(cells[tag_at])
 
 
-def read_answers(path: Path, task: str, problems: Counter) -> Iterator[Example]:
+def read_answers(path: Path, labels: tuple, problems: Counter) -> Iterator[Example]:
     """The questions of a file in SQuAD 1.1's JSON."""
     text = "".join(read_lines(path))
     try:
@@ -269,7 +270,7 @@ def answered(name: str, question: str, context: str, answers: Iterable, problems
     return Example(name, (question, context), found or None)
 
 
-def read_labels(path: Path, task: str, problems: Counter) -> Iterator[Example]:
+def read_labels(path: Path, labels: tuple, problems: Counter) -> Iterator[Example]:
     """`sentence TAB sentence TAB label` lines, or JSON lines with XNLI's or PAWS-X's names for the three.
 
     A broken line is left out; an unknown label stays, and no prediction equals it. The label may be missing.
@@ -285,7 +286,7 @@ def read_labels(path: Path, task: str, problems: Counter) -> Iterator[Example]:
             problems["a line that is not two sentences and a label"] += 1
             continue
         label = "contradiction" if label == "contradictory" else label  # MultiNLI's word for it
-        if label and label not in TASKS[task].labels:
+        if label and label not in labels:
             problems[f"the unknown label {label!r}"] += 1
         yield Example(str(number), (one, two), label or None)
 
@@ -317,7 +318,7 @@ def submission(task: str, language: str, examples: list[Example], predicted: lis
 # The hub, and Django
 
 
-def from_hub(split: str, language: str, task: str, problems: Counter) -> Iterator[Example]:
+def from_hub(task: str, split: str, language: str, labels, problems) -> Iterator[Example]:
     """From google/xtreme. To train on XNLI this is MultiNLI; to train on XQuAD and MLQA, and to choose, SQuAD."""
     repository, their_split = "google/xtreme", "validation" if split == "valid" else split
     config = {
@@ -333,7 +334,6 @@ def from_hub(split: str, language: str, task: str, problems: Counter) -> Iterato
         their_split = "validation"
     if task == "xnli" and split == "train":
         repository, config = "nyu-mll/multi_nli", None
-    kind, labels = TASKS[task].kind, TASKS[task].labels
     tags = {"pos": "pos_tags", "ner": "ner_tags"}.get(task)  # the column of numbers of tags
     with network(f"{repository} {config or ''}", "datasets"):
         from datasets import load_dataset
@@ -344,15 +344,17 @@ def from_hub(split: str, language: str, task: str, problems: Counter) -> Iterato
         rows = list(rows)
     own_prefix = NAMES[language].lower() if task == "tydiqa" else ""  # TyDiQA's languages are in one set
     for number, row in enumerate(rows):
-        if kind == "tags":
+        if tags:
             gold = [labels[tag] for tag in row[tags]]
             yield Example(str(number), tuple(row["tokens"]), gold)
-        elif kind == "label" and row.get("language", language) == language:
+        elif TASKS[task].kind == "label":
+            if row.get("language", language) != language:
+                continue
             *texts, label = fields(row)
             if task == "xnli" and label.isdigit():
                 label = labels[int(label)]
             yield Example(str(number), tuple(texts), label or None)
-        elif kind == "answer" and row["id"].startswith(own_prefix):
+        elif row["id"].startswith(own_prefix):
             answers = zip(row["answers"]["text"], row["answers"]["answer_start"])
             asked = row["id"], row["question"], row["context"]
             yield answered(*asked, answers, problems)

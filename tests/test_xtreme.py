@@ -3,6 +3,7 @@
 import gzip
 import json
 import random
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -116,11 +117,17 @@ def test_panx_is_read_as_it_is_published_and_as_xtreme_writes_it(tmp_path, name)
     assert read("ner", "train", tmp_path) == ({}, [])
 
 
-def test_the_same_examples_are_scored_once(tmp_path):
-    names = "de/test", "test-de.tsv", "test-de.tsv.gz"
-    found, notes = read("ner", "test", write(tmp_path, dict.fromkeys(names, PANX)))
-    assert len(found["de"]) == 1
-    assert notes == [f"{tmp_path / name} holds the examples of another file: left out" for name in names[1:]]
+@pytest.mark.parametrize("language", ["de", "yo"])
+def test_the_same_examples_are_scored_once(tmp_path, language):
+    """With the labels that one of the files has."""
+    text = PANX.replace("de:", f"{language}:")
+    names = sorted([f"{language}/test", f"test-{language}.tsv", f"test-{language}.tsv.gz"])
+    write(tmp_path, dict.fromkeys(names, text) | {names[1]: re.sub(r"\t.*", "", text)})
+    found, notes = read("ner", "test", tmp_path)
+    [one] = found[language]
+    assert one.gold == ["B-PER", "O", "O", "O", "O"]
+    said = [note for note in notes if "they count once" in note]
+    assert said == [f"{tmp_path / name} holds the examples of another file: they count once" for name in names[1:]]
 
 
 def test_a_task_is_not_read_from_another_s_folder(tmp_path):
