@@ -166,8 +166,9 @@ def test_a_limit_is_a_share_of_a_dense_ffns_flops(place):
         xmoe.limit(model, config, 0.5)
         assert moe.eval_gamma == pytest.approx(0.5 * FFN / WIDTH / cost) and model.config.eval_threshold == 0.4
         moe.experts[0].w_gate = torch.nn.Parameter(torch.zeros(E, WIDTH, 16))  # a third matrix
-    for share, t in {0.5: 0.9, 1.0: None}.items():  # table 2
-        xmoe.limit(model, read(place.lm["split"], "config.json"), share)
+    split = read(place.lm["split"], "config.json")
+    for changes, share, t in (({}, 0.5, 0.9), ({}, 1.0, None), ({"expert_ffns": 8}, 0.5, None)):  # table 2; table 1
+        xmoe.limit(model, split | changes, share)
         assert model.config.eval_threshold == t
 
 
