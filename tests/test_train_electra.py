@@ -254,6 +254,8 @@ def test_every_row_trains_and_reports(row, options, monkeypatch, capsys):
             assert (scores["balance"] > 0) == sparse and 0 < scores["masked"] <= 0.5 * scores["tokens"]
             assert ("saved" in scores) == rtd
             assert not rtd or 0 < scores["replaced"] * scores["tokens"] <= scores["masked"]
+        losses = [own["mlm"] + 5 * own.get("rtd", 0) for own in (held_out["sentences"], held_out["pairs"])]
+        assert held_out["loss"] == pytest.approx(sum(losses))
         assert len(held_out["layers"]) == sparse and len(held_out["retrieval"]) == 3 and 0 < held_out["chance"] < 0.2
     for kind in ("sentences", "pairs"):  # two maskings in the end, one on the way
         ours, theirs = result["held_out"][kind], records[1]["held_out"][kind]
