@@ -364,7 +364,9 @@ class SparseModel(nn.Module):
     @property
     def parts(self) -> list[nn.Module]:
         """What FSDP gathers at a time; those inside others come first."""
-        return [m for m in reversed(list(self.modules())) if isinstance(m, (Block, EncoderLayer, MoE))]
+        whole = [m for m in self.modules() if isinstance(m, (Block, EncoderLayer, MoE))]
+        # A decoder's block also makes keys and values of the source, outside of its forward.
+        return [m for m in reversed(whole) if getattr(m, "cross", None) is None]
 
     @property
     def sees_later(self) -> bool:
@@ -412,27 +414,37 @@ class FFN(nn.Module):
         return self.proj(F.gelu(self.fc(h), approximate=self.gelu))
 
 
-class SelfAttention(nn.Module):
-    """(B, T, D) -> (B, T, D), each position looking at all others, or at itself and those before it.
+KeysValues = tuple[Tensor, Tensor]  # of an attention: (B, H, T, D / H) each
 
-    With `relative_bias` what is added to the scores of a head depends on the distance, gated by the query (XLM-E 3.3).
+
+class SelfAttention(nn.Module):
+    """Each position of (B, T, D) looks at all others or, causal, at itself and those before it.
+
+    biased: what is added to the scores of a head depends on the distance, gated by the query (XLM-E 3.3). dropout: of
+    the attention's weights.
     """
 
-    def __init__(self, config, causal: bool):
+    def __init__(self, config, causal: bool, dropout: float, biased: bool = False):
         super().__init__()
         D, self.n_head = config.n_embd, config.n_head
         if D % self.n_head:
             raise ValueError(f"n_head = {self.n_head} does not divide n_embd = {D}")
-        self.dropout, self.causal = config.dropout, causal
+        self.dropout, self.causal = dropout, causal
         self.qkv = nn.Linear(D, 3 * D)
         self.proj = nn.Linear(D, D)
-        if not causal and config.relative_bias:
+        if biased:
             self.gate = nn.Parameter(torch.empty(2, D // self.n_head))  # u and v, shared by the heads
             self.gate_w = nn.Parameter(torch.ones(self.n_head))  # w
 
-    def forward(self, h, mask=None, distance=None):
-        """mask (B, 1, 1, T) bool: which positions may be looked at, None: all; distance (H, T, T): d."""
+    def forward(self, h, mask=None, distance=None, past: KeysValues | None = None):
+        """-> (B, T, D), and keys and values of all positions so far.
+
+        mask (B, 1, 1, T) bool: which positions may be looked at, None: all; distance (H, T, T): d; past: keys and
+        values of the positions before h, which is then one token of each row.
+        """
         q, k, v = self.qkv(h).unflatten(2, (3, self.n_head, -1)).permute(2, 0, 3, 1, 4)  # (B, H, T, D / H) each
+        if past is not None:
+            k, v = (torch.cat(both, dim=2) for both in zip(past, (k, v)))
         dropout = self.dropout if self.training else 0.0
         if distance is not None:
             update, reset = (q @ self.gate.t()).sigmoid().unbind(3)  # (B, H, T) each
@@ -440,7 +452,29 @@ class SelfAttention(nn.Module):
             scale = 1 + update + (1 - update) * self.gate_w[:, None] * reset
             y = biased_attention(q, k, v, scale, distance, mask, dropout)
         else:
-            y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=self.causal, dropout_p=dropout)
+            causal = self.causal and past is None
+            y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, dropout_p=dropout)
+        return self.proj(y.transpose(1, 2).flatten(2)), (k, v)
+
+
+class CrossAttention(nn.Module):
+    """Each position of (B, T, D) looks at the keys and values of a source."""
+
+    def __init__(self, config):
+        super().__init__()
+        D, self.n_head = config.n_embd, config.n_head
+        self.q = nn.Linear(D, D)
+        self.kv = nn.Linear(D, 2 * D)
+        self.proj = nn.Linear(D, D)
+
+    def keys_values(self, h) -> KeysValues:
+        """(B, N, D) -> (B, H, N, D / H) each"""
+        return tuple(self.kv(h).unflatten(2, (2, self.n_head, -1)).permute(2, 0, 3, 1, 4))
+
+    def forward(self, h, source: KeysValues, mask):
+        """(B, T, D) -> (B, T, D); mask (B, 1, 1, N) bool: which keys may be looked at; None: all."""
+        q = self.q(h).unflatten(2, (self.n_head, -1)).transpose(1, 2)  # (B, H, T, D / H)
+        y = F.scaled_dot_product_attention(q, *source, mask)
         return self.proj(y.transpose(1, 2).flatten(2))
 
 
@@ -504,25 +538,40 @@ def flex_attention():
 
 
 class Block(nn.Module):
-    """GPT-2's: each part reads a norm of the residual stream and adds to it."""
+    """GPT-2's: each part reads a norm of the residual stream and adds to it. cross: one part looks at a source.
 
-    def __init__(self, config, V: int, sparse: bool):
+    attention_dropout: whether the weights of the attention have dropout, too.
+    """
+
+    def __init__(self, config, V: int, sparse: bool, causal=True, cross=False, attention_dropout=True):
         super().__init__()
-        self.ln_1 = nn.LayerNorm(config.n_embd)
-        self.attn = SelfAttention(config, causal=True)
-        self.ln_2 = nn.LayerNorm(config.n_embd)
+        D = config.n_embd
+        self.ln_1 = nn.LayerNorm(D)
+        self.attn = SelfAttention(config, causal, config.dropout * attention_dropout)
+        self.cross = None
+        if cross:
+            self.ln_c, self.cross = nn.LayerNorm(D), CrossAttention(config)
+        self.ln_2 = nn.LayerNorm(D)
         self.ffn = in_place_of_ffn(config, V, "tanh") if sparse else FFN(config, "tanh")
         self.dropout, self.sparse = nn.Dropout(config.dropout), sparse
 
-    def forward(self, x, ids) -> tuple[Tensor, Tensor | float]:
-        y = self.attn(self.ln_1(x))
+    def forward(self, x, ids, real=None, mask=None, past: KeysValues | None = None, source: KeysValues | None = None):
+        """x (R, T, D), ids (R, T) -> x, the balance loss, and keys and values of all positions so far.
+
+        real: see `MoE`; past: see `SelfAttention`. mask: which positions may be looked at, (R, 1, 1, T), or those of
+        the source, (B, 1, 1, N). R is B, or B * K where K beams of a sentence lie side by side and share its source.
+        """
+        y, so_far = self.attn(self.ln_1(x), None if self.cross else mask, past=past)
         x = x + self.dropout(y)
+        if self.cross:
+            h = self.ln_c(x).view(len(source[0]), -1, x.shape[2])  # (B, K * T, D): queries need no order here
+            x = x + self.dropout(self.cross(h, source, mask).view_as(x))
         h, balance = self.ln_2(x), 0.0
         if self.sparse:
-            y, balance = self.ffn(h, ids)
+            y, balance = self.ffn(h, ids, real, first=so_far[0].shape[2] - x.shape[1])
         else:
             y = self.ffn(h)
-        return x + self.dropout(y), balance  # a token that no expert kept passes by on the residual stream
+        return x + self.dropout(y), balance, so_far  # a token that no expert kept passes by on the residual stream
 
 
 def every_so_many(config, layers: int) -> list[bool]:
@@ -549,44 +598,58 @@ class GPT(SparseModel):
         # GPT-2: what writes to the residual stream starts smaller, the deeper the model.
         self.draw(config.init_std, config.init_std / math.sqrt(2 * config.n_layer))
 
-    def hidden(self, ids):
-        """ids (B, T) -> final hidden states (B, T, D), balance loss. Raises ValueError where T > block_size."""
-        T, longest = ids.shape[1], self.config.block_size
-        if T > longest:
-            raise ValueError(f"a sequence of {T} tokens is longer than block_size = {longest}")
-        x = self.dropout(self.wte(ids) + self.wpe.weight[:T])
-        total = self.ln_f.weight.new_zeros(())
-        for block in self.blocks:
-            x, balance = block(x, ids)
+    def hidden(self, ids, past: list[KeysValues] | None = None):
+        """ids (B, T) -> final hidden states (B, T, D), balance loss, and what is `past` to the next ids, (B, 1).
+
+        Raises ValueError where more than block_size tokens come together.
+        """
+        first, longest = past[0][0].shape[2] if past else 0, self.config.block_size
+        end = first + ids.shape[1]
+        if end > longest:
+            raise ValueError(f"a sequence of {end} tokens is longer than block_size = {longest}")
+        x = self.dropout(self.wte(ids) + self.wpe.weight[first:end])
+        total, present = self.ln_f.weight.new_zeros(()), []
+        for i, block in enumerate(self.blocks):
+            x, balance, so_far = block(x, ids, past=past[i] if past else None)
             total = total + balance
-        return self.ln_f(x), total
+            present.append(so_far)
+        return self.ln_f(x), total, present
 
     def forward(self, ids):
-        h, balance = self.hidden(ids)
+        h, balance, _ = self.hidden(ids)
         return F.linear(h, self.wte.weight, self.bias), balance
 
     @torch.no_grad()
-    def generate(self, ids, new_tokens: int, temperature: float = 1.0, top_k: int | None = None):
+    def generate(
+        self, ids, new_tokens: int, temperature: float = 1.0, top_k: int | None = None, end: int | None = None
+    ):
         """ids (B, T) -> (B, T + new_tokens), sampled from softmax(logits / temperature) over the top_k (None: all).
 
-        There is no capacity limit, so that a token depends only on its own past and not on what else is in the batch.
+        It stops where every row has had the token `end`. Keys and values of what stands there are kept, so that each
+        step reads one token, as long as block_size holds all. There is no capacity limit: a token read alone fills no
+        expert, so its experts depend on its own past and not on what else is in the batch.
         Raises ValueError for a router that sees later tokens, as expert_choice does: they are not written yet.
         """
         if self.sees_later:
             raise ValueError(f"router {self.config.router} sees later tokens, so it cannot generate")
-        was_training = self.training
+        was_training, T, longest = self.training, ids.shape[1], self.config.block_size
         self.eval()
         with self.no_limit():
+            past = None
             for _ in range(new_tokens):
-                h, _ = self.hidden(ids[:, -self.config.block_size :])
+                fits = past is not None and ids.shape[1] <= longest
+                if not fits:  # the first time, or the window moves on and all positions change
+                    past = None
+                h, _, past = self.hidden(ids[:, -1:] if fits else ids[:, -longest:], past)
                 logits = F.linear(h[:, -1], self.wte.weight, self.bias)  # (B, V)
                 logits = logits.float() / temperature
                 if top_k is not None:
                     best = logits.topk(min(top_k, logits.shape[1])).values
-                    floor = best[:, -1:]
-                    logits = logits.masked_fill(logits < floor, -math.inf)
+                    logits = logits.masked_fill(logits < best[:, -1:], -math.inf)
                 drawn = logits.softmax(dim=1).multinomial(1)
                 ids = torch.cat([ids, drawn], dim=1)
+                if end is not None and (ids[:, T:] == end).any(dim=1).all():
+                    break
         self.train(was_training)
         return ids
 
@@ -600,14 +663,14 @@ class EncoderLayer(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.attn = SelfAttention(config, causal=False)
+        self.attn = SelfAttention(config, causal=False, dropout=config.dropout, biased=config.relative_bias)
         self.ln_1 = nn.LayerNorm(config.n_embd)
         self.ffn = FFN(config, "none")
         self.ln_2 = nn.LayerNorm(config.n_embd)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x, mask, distance):
-        y = self.attn(x, mask, distance)
+        y, _ = self.attn(x, mask, distance)
         x = self.ln_1(x + self.dropout(y))
         y = self.ffn(x)
         return self.ln_2(x + self.dropout(y))
@@ -702,81 +765,6 @@ class MaskedLM(SparseModel):
 # sinusoids, one matrix embeds sources and translations and makes the logits. B sentences, K beams of each, R rows of
 # the decoder (B, or B * K), N tokens of a source, T of a translation.
 
-KeysValues = tuple[Tensor, Tensor]  # of one block: (B, H, N, D / H) each
-
-
-class Attention(nn.Module):
-    """Queries of (B, T, D) look at keys and values that were made of (B, N, D): the same sequence, or the source."""
-
-    def __init__(self, config):
-        super().__init__()
-        D, self.n_head = config.n_embd, config.n_head
-        self.q = nn.Linear(D, D)
-        self.kv = nn.Linear(D, 2 * D)
-        self.proj = nn.Linear(D, D)
-
-    def keys_values(self, h) -> KeysValues:
-        """(B, N, D) -> (B, H, N, D / H) each"""
-        k, v = self.kv(h).chunk(2, dim=2)
-        return self.heads(k), self.heads(v)
-
-    def heads(self, x):
-        """(B, N, D) -> (B, H, N, D / H)"""
-        return x.unflatten(2, (self.n_head, -1)).transpose(1, 2)
-
-    def forward(self, h, kv: KeysValues, mask, causal: bool = False):
-        """mask (B, 1, 1, N) bool: which keys may be looked at; None: all."""
-        q = self.heads(self.q(h))  # (B, H, T, D / H)
-        y = F.scaled_dot_product_attention(q, *kv, mask, is_causal=causal)
-        return self.proj(y.transpose(1, 2).flatten(2))
-
-
-class TranslatorBlock(nn.Module):
-    """Each part reads a norm of the residual stream and adds to it; only the decoder's blocks look at the source."""
-
-    def __init__(self, config, V: int, sparse: bool, decoder: bool):
-        super().__init__()
-        D = config.n_embd
-        self.ln_1, self.attn = nn.LayerNorm(D), Attention(config)
-        if decoder:
-            self.ln_c, self.cross = nn.LayerNorm(D), Attention(config)
-        self.ln_2, self.sparse = nn.LayerNorm(D), sparse
-        self.ffn = in_place_of_ffn(config, V, "tanh") if sparse else FFN(config, "tanh")
-        self.dropout = nn.Dropout(config.dropout)
-
-    def encode(self, x, ids, real, mask):
-        """(B, N, D) -> the same, balance loss"""
-        h = self.ln_1(x)
-        y = self.attn(h, self.attn.keys_values(h), mask)
-        return self.add_ffn(x + self.dropout(y), ids, real)
-
-    def decode(self, x, ids, real, source: KeysValues, mask, past: KeysValues | None):
-        """(R, T, D) -> the same, balance loss, keys and values of all positions so far.
-
-        source: of B sources; mask (B, 1, 1, N). R is B, or B * K where the beams of a sentence lie side by side and
-        share its keys and values. past: of the positions before, None if there are none.
-        """
-        h = self.ln_1(x)
-        k, v = self.attn.keys_values(h)
-        if past is not None:
-            k = torch.cat([past[0], k], dim=2)
-            v = torch.cat([past[1], v], dim=2)
-        y = self.attn(h, (k, v), None, causal=past is None)
-        x = x + self.dropout(y)
-        B = len(source[0])
-        h = self.ln_c(x).view(B, -1, x.shape[2])  # (B, K * T, D): here queries need no order
-        y = self.cross(h, source, mask).view_as(x)
-        x, balance = self.add_ffn(x + self.dropout(y), ids, real, first=k.shape[2] - x.shape[1])
-        return x, balance, (k, v)
-
-    def add_ffn(self, x, ids, real, first: int = 0):
-        h, balance = self.ln_2(x), 0.0
-        if self.sparse:
-            y, balance = self.ffn(h, ids, real, first)
-        else:
-            y = self.ffn(h)
-        return x + self.dropout(y), balance
-
 
 class Source(NamedTuple):
     """What the decoder looks at."""
@@ -824,7 +812,8 @@ class Translator(SparseModel):
         config, sparse = self.config, [False] * layers
         if not config.moe_after and (config.decoder_moe or not decoder):
             sparse = every_so_many(config, layers)
-        return nn.ModuleList(TranslatorBlock(config, self.vocab_size, has_experts, decoder) for has_experts in sparse)
+        kind = dict(causal=decoder, cross=decoder, attention_dropout=False)
+        return nn.ModuleList(Block(config, self.vocab_size, has_experts, **kind) for has_experts in sparse)
 
     @property
     def moe_names(self) -> list[str]:
@@ -848,7 +837,7 @@ class Translator(SparseModel):
         x = self.embed(ids)
         total = self.ln_e.weight.new_zeros(())
         for depth, block in enumerate(self.encoder, 1):
-            x, balance = block.encode(x, ids, real, mask)
+            x, balance, _ = block(x, ids, real, mask)
             total = total + balance
             for moe, after in zip(self.moes, self.moe_after):
                 if after == depth:  # X-MoE eq. 2
@@ -870,7 +859,7 @@ class Translator(SparseModel):
         present = []
         for i, block in enumerate(self.decoder):
             before = past[i] if past else None
-            x, balance, so_far = block.decode(x, ids, real, source.keys_values[i], source.mask, before)
+            x, balance, so_far = block(x, ids, real, source.mask, before, source.keys_values[i])
             total = total + balance
             present.append(so_far)
         return self.ln_d(x), total, present

@@ -250,8 +250,6 @@ def build(config: Config, data: TokenData, context) -> GPT:
 
 def train(config: Config, context) -> dict:
     """Trains (or goes on training) a language model -> its result, which is also in result.json."""
-    if config.eval_only:
-        return evaluate_run(config, context)
     with clear_errors():
         data = TokenData.open(config.data, config, context)
         run = Run(config, PRESETS, context, data)
@@ -342,13 +340,16 @@ def sample(config: Config, folder: Path, context) -> str:
     seed_all(config.seed)
     ids = torch.tensor([[tokenizer.eot, *prompt]], device=context.device)
     with context.autocast():
-        ids = model.generate(ids, config.sample_tokens, config.sample_temperature, config.sample_top_k)
+        ids = model.generate(ids, config.sample_tokens, config.sample_temperature, config.sample_top_k, tokenizer.eot)
         watches = [measures.RoutingStats(moe) for moe in model.moe_layers]
         with model.no_limit():
             model.hidden(ids[:, -config.block_size :])  # each token once, to count its experts
     served = ", ".join(f"{watch.finish()['served']:.1f}" for watch in watches)
     title = f"sample ({served} experts served per token)" if served else "sample"
-    return f"{title}:\n{tokenizer.decode(ids[0, 1:].tolist())}"
+    written = ids[0, 1:].tolist()
+    if tokenizer.eot in written:
+        written = written[: written.index(tokenizer.eot)]
+    return f"{title}:\n{tokenizer.decode(written)}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -387,9 +388,13 @@ def report(config: Config, result: dict, context) -> str:
     return "\n".join(lines)
 
 
+def result_of(config: Config, context) -> dict:
+    return evaluate_run(config, context) if config.eval_only else train(config, context)
+
+
 def main():
     config, context = start(Config, PRESETS)
-    carry_out(config, PRESETS, context, TABLES, train, partial(report, context=context), cells)
+    carry_out(config, PRESETS, context, TABLES, result_of, partial(report, context=context), cells)
 
 
 if __name__ == "__main__":

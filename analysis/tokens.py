@@ -1,6 +1,5 @@
 """What a model does with your text: how many experts each token wants, and which ones serve it."""
 
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -17,32 +16,27 @@ class Tokens:
 
     A row is a token, a column an expert. A full dot: the expert serves the token, the darker, the larger its gate. A
     hollow one: the token wants the expert, whose capacity is used up. At the right is how many experts a token wants.
+    The capacity is the evaluation's, for this text alone.
     """
 
     run: str = "out/train_lm/demo"  # folder of a run of train_lm.py, train_mlm.py or train_electra.py
     text: str = "Return the sum of all elements. If the list is empty, raise a ValueError instead of returning zero."
     threshold: float | None = None  # t of a threshold router, in place of the run's at test
-    no_limit: bool = False  # experts serve all who want them; false: the evaluation's capacity, for this text alone
     out: str = "out/figures"  # folder for tokens.png, tokens.svg and tokens.json
 
 
 def tokens(options: Tokens):
     shown, layers = route(options)
-    caption = (
-        f"{options.run}: full, the expert serves the token; hollow, its capacity is used up; right, experts wanted"
-    )
-    if options.threshold is not None:
-        caption += f"; t = {options.threshold}"
     numbers = {"run": options.run, "text": options.text, "tokens": shown, "layers": layers}
-    keep(draw_tokens(shown, layers), "tokens", caption, options, numbers)
+    keep("tokens", options, draw_tokens(shown, layers), numbers)
 
 
 @torch.no_grad()
 def route(options: Tokens) -> tuple[list, list]:
     """The tokens as they are shown, and what each sparse layer does with every one of them:
 
-    wanted: how many experts it chose; served: [expert, gate] of those that keep it; cut: the experts whose capacity is
-    used up. Raises ValueError for a text or a model that has nothing to show.
+    wanted: how many experts each token chose; served: [token, expert, gate] where it is kept; cut: [token, expert]
+    where the capacity is used up. Raises ValueError for a text or a model that has nothing to show.
     """
     check(options)
     model, tokenizer = pretrained.load(options.run)
@@ -60,33 +54,29 @@ def route(options: Tokens) -> tuple[list, list]:
         names = [f"behind layer {depth}" for depth in model.moe_after]
     else:
         every = model.config.moe_every
-        names = [f"block {depth}" for depth in range(every, 1 + len(model.blocks), every)]
+        depths = range(every, 1 + len(model.blocks), every)
+        names = [f"block {depth}" for depth in depths]
     longest = model.config.block_size
     if len(ids) > longest:
         raise ValueError(f"the text has {len(ids)} tokens, {options.run} reads at most {longest}: give a part of it")
     layers = []
 
     def watch(moe, h, routing, kept):
-        layers.append({"name": names[len(layers)]} | describe_layer(routing, kept))
+        served, cut = [], []
+        for token, expert in routing.wanted.nonzero().tolist():
+            if kept[token, expert]:
+                gate = float(routing.weight[token, expert])
+                served.append([token, expert, gate])
+            else:
+                cut.append([token, expert])
+        layer = {"name": names[len(layers)], "experts": moe.router.E}
+        layer["wanted"] = routing.wanted.sum(dim=1).tolist()
+        layers.append(layer | {"served": served, "cut": cut})
 
     for moe in model.moe_layers:
         moe.watchers.append(watch)
-    with model.no_limit() if options.no_limit else nullcontext():
-        model(torch.tensor([ids]))
+    model(torch.tensor([ids]))
     return [written(tokenizer, token) for token in ids], layers
-
-
-def describe_layer(routing, kept: torch.Tensor) -> dict:
-    S, E = kept.shape
-    served, cut = [[] for _ in range(S)], [[] for _ in range(S)]
-    for token, expert in routing.wanted.nonzero().tolist():
-        if kept[token, expert]:
-            gate = float(routing.weight[token, expert])
-            served[token].append([expert, gate])
-        else:
-            cut[token].append(expert)
-    wanted = routing.wanted.sum(dim=1).tolist()
-    return {"experts": E, "wanted": wanted, "served": served, "cut": cut}
 
 
 def written(tokenizer, token: int) -> str:
@@ -114,21 +104,17 @@ def draw_tokens(shown: list[str], layers: list[dict]):
     T = len(shown)
     figure = canvas(columns=len(layers), width=4.6, height=0.23 * T + 1)
     for axes, layer in zip(figure.axes, layers):
-        x, y, gates, hollow_x, hollow_y = [], [], [], [], []
-        for row in range(T):
-            for expert, gate in layer["served"][row]:
-                x.append(expert)
-                y.append(row)
-                gates.append(gate)
-            hollow_x += layer["cut"][row]
-            hollow_y += [row] * len(layer["cut"][row])
-            axes.text(layer["experts"] + 0.5, row, layer["wanted"][row], va="center", fontsize=8)
-        axes.scatter(hollow_x, hollow_y, s=34, facecolors="none", edgecolors="0.55", linewidths=0.8)
+        E = layer["experts"]
+        for row, wanted in enumerate(layer["wanted"]):
+            axes.text(E + 0.5, row, wanted, va="center", fontsize=8)
+        y, x = torch.tensor(layer["cut"]).reshape(-1, 2).t()
+        axes.scatter(x, y, s=34, facecolors="none", edgecolors="0.55")
+        y, x, gates = torch.tensor(layer["served"]).reshape(-1, 3).t()
         points = axes.scatter(x, y, s=38, c=gates, cmap="viridis_r", vmin=0, vmax=1)
-        axes.set(xlabel="expert", title=layer["name"], yticks=range(T), yticklabels=[])
-        axes.set(xlim=(-1, layer["experts"]), ylim=(T - 0.5, -0.5))
+        axes.set(xlabel="expert", title=layer["name"], xlim=(-1, E))
+        axes.set(yticks=range(T), yticklabels=[], ylim=(T - 0.5, -0.5))
         axes.grid(axis="y", color="0.92")
         axes.set_axisbelow(True)
     figure.axes[0].set_yticks(range(T), shown, fontsize=9, parse_math=False)
-    figure.colorbar(points, ax=figure.axes, label="gate", pad=0.06, fraction=0.03, aspect=40)
+    figure.colorbar(points, ax=figure.axes, label="gate", pad=0.06, aspect=40)
     return figure

@@ -70,8 +70,9 @@ def torchs_layer(kind, block, config) -> nn.Module:
         attentions.append((layer.multihead_attn, block.cross))
         norms.insert(1, block.ln_c)
     for theirs, ours in attentions:
-        theirs.in_proj_weight.data = torch.cat([ours.q.weight, ours.kv.weight])
-        theirs.in_proj_bias.data = torch.cat([ours.q.bias, ours.kv.bias])
+        parts = [ours.qkv] if ours is block.attn else [ours.q, ours.kv]
+        theirs.in_proj_weight.data = torch.cat([part.weight for part in parts])
+        theirs.in_proj_bias.data = torch.cat([part.bias for part in parts])
         theirs.out_proj.load_state_dict(ours.proj.state_dict())
     for number, norm in enumerate(norms, 1):
         getattr(layer, f"norm{number}").load_state_dict(norm.state_dict())
@@ -116,8 +117,8 @@ def test_dropout_follows_embeddings_attention_cross_attention_and_ffn(row):
     for training in (True, False):
         for one, two in zip(model.train(training).encoder, model.decoder):
             source = two.cross.keys_values(x)
-            assert torch.equal(one.encode(x, ids, None, None)[0], x) == training
-            assert torch.equal(two.decode(x, ids, None, source, None, None)[0], x) == training
+            assert torch.equal(one(x, ids)[0], x) == training
+            assert torch.equal(two(x, ids, source=source)[0], x) == training
 
 
 @every_row
