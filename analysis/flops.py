@@ -93,9 +93,6 @@ def translation_flops(model: nn.Module, N: float, T: float) -> dict[str, float]:
     return {"total": total, "moe": moe}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# XLM-E's tables 3 and 4
-
 TOKENS = 125_000 * 2048 * 512  # of the base model's training
 # The discriminators of table 3. Of the larger two the text says a vocabulary of 500K; 2^19 gives the table's numbers.
 SIZES = {

@@ -23,10 +23,6 @@ def bits_per_byte(loss: float, counts: dict) -> float:
     return nats / math.log(2)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Routing
-
-
 def mean_over_layers(name: str, layers: list[dict]) -> float | None:
     """Of the layers that have one; None where none has."""
     values = [layer[name] for layer in layers if layer[name] is not None]
@@ -155,8 +151,8 @@ class Collapse:
         self.chosen = reduce(self.chosen)
         sums = map(reduce, (self.count, self.total, self.outer))
         rc = representation_collapse(*sums)
-        changed = None if before is None else before != self.chosen
-        return {"rc": rc, "rf": None if changed is None else float(changed.double().mean())}
+        rf = None if before is None else float((before != self.chosen).double().mean())
+        return {"rc": rc, "rf": rf}
 
 
 class Load:
@@ -211,10 +207,6 @@ def inter_run_consistency(loads: Tensor) -> float:
     loads (m, E), m at least 2: 1 where all are alike, 1 / m where they are unrelated, nan where one is even.
     """
     return float(loads.double().corrcoef().mean())
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Hidden states, sentence vectors and retrieval
 
 
 @torch.no_grad()
@@ -282,12 +274,8 @@ def retrieval(one: Tensor, two: Tensor) -> Tensor:
     return both_directions(one, two).mean(dim=0)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Word alignment by optimal transport (XLM-E 4.6), with the method of XLM-Align (Chi et al., 2021c)
-
-
 def sinkhorn(similarity: Tensor, rounds: int = 2) -> Tensor:
-    """(..., m, n) similarities of the pieces of two sentences -> a plan of transport between them.
+    """(..., m, n) similarities of the pieces of two sentences -> a plan of transport between them, as in XLM-Align.
 
     What is not above 0 becomes 1e-6; a round scales first the columns, then the rows, to a sum of 1.
     """

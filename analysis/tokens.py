@@ -27,8 +27,8 @@ class Tokens:
 
 def tokens(options: Tokens):
     shown, layers = route(options)
-    numbers = {"run": options.run, "text": options.text, "tokens": shown, "layers": layers}
-    keep("tokens", options, draw_tokens(shown, layers), numbers)
+    figure = draw_tokens(shown, layers)
+    keep("tokens", options, figure, {"text": options.text, "tokens": shown, "layers": layers})
 
 
 @torch.no_grad()
@@ -106,15 +106,15 @@ def draw_tokens(shown: list[str], layers: list[dict]):
     for axes, layer in zip(figure.axes, layers):
         E = layer["experts"]
         for row, wanted in enumerate(layer["wanted"]):
-            axes.text(E + 0.5, row, wanted, va="center", fontsize=8)
-        y, x = torch.tensor(layer["cut"]).reshape(-1, 2).t()
-        axes.scatter(x, y, s=34, facecolors="none", edgecolors="0.55")
+            axes.text(E + 0.5, row, wanted, va="center")
+        cut = torch.tensor(layer["cut"]).reshape(-1, 2)
+        axes.scatter(cut[:, 1], cut[:, 0], facecolors="none", edgecolors="0.55")
         y, x, gates = torch.tensor(layer["served"]).reshape(-1, 3).t()
-        points = axes.scatter(x, y, s=38, c=gates, cmap="viridis_r", vmin=0, vmax=1)
+        points = axes.scatter(x, y, c=gates, cmap="viridis_r", vmin=0, vmax=1)
         axes.set(xlabel="expert", title=layer["name"], xlim=(-1, E))
         axes.set(yticks=range(T), yticklabels=[], ylim=(T - 0.5, -0.5))
         axes.grid(axis="y", color="0.92")
         axes.set_axisbelow(True)
-    figure.axes[0].set_yticks(range(T), shown, fontsize=9, parse_math=False)
-    figure.colorbar(points, ax=figure.axes, label="gate", pad=0.06, aspect=40)
+    figure.axes[0].set_yticks(range(T), shown, parse_math=False)
+    figure.colorbar(points, ax=figure.axes, label="gate", pad=0.06)
     return figure

@@ -31,9 +31,6 @@ from analysis.shared import (
 )
 from engine.run import read_json
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Figures 2a and 2b
-
 NEIGHBORS = 100  # that UMAP looks at (X-MoE 4.5)
 
 
@@ -125,10 +122,6 @@ def draw_disk(axes, title: str, disk: Tensor, expert: Tensor):
     axes.axis("off")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Figures 2c and 3a
-
-
 @dataclass
 class Collapse(Drawn):
     """X-MoE's figures 2c and 3a: RC and RF in the course of training, from the logs of runs of train_mlm.py.
@@ -159,10 +152,6 @@ def collapse(options: Collapse):
         Panel("Routing fluctuation (figure 3a)", records, "experts", "step", "RF", more=FROM_ZERO),
     ]
     show("collapse", options, records, panels, ("experts", "step"), last)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Figure 3b
 
 
 @dataclass

@@ -21,9 +21,6 @@ from engine import pretrained
 from engine.device import setup, warn
 from engine.run import read_json
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Figure 1
-
 
 @dataclass
 class Curve(Drawn):
@@ -64,10 +61,6 @@ def curve(options: Curve):
     show("curve", options, records, panels, ("encoder", "FLOPs"))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What tables 5 and 6 share
-
-
 @dataclass
 class Encoders(Drawn):
     """Options of what compares the layers of encoders."""
@@ -96,10 +89,6 @@ def by_layer(options: Encoders, measure: Callable) -> tuple[list, list]:
         records += own
         rows.append(own[measures.middle_layer(encoder.config.n_layer)])
     return records, rows
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Table 5 and figure 3
 
 
 @dataclass
@@ -180,10 +169,6 @@ def sentences(options: Retrieval) -> tuple[bitext_sets.Pairs, dict]:
         if not groups[group]:
             raise ValueError(f"{options.source} holds no language of {group}")
     return texts, groups
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Table 6 and figure 4
 
 
 @dataclass
@@ -280,10 +265,6 @@ def pieces(words: list, tokenizer: XLMR) -> tuple[list, list]:
         ids += own
         words_of += [word] * len(own)
     return ids, words_of
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Table 7
 
 
 @dataclass

@@ -39,9 +39,6 @@ THRESHOLDS = 0.0, 0.25, 0.5, 0.75, 0.9, 0.95, 1.0  # at test
 ROUNDS = 10  # how often a batch is timed, after a first time for warming up
 LIMIT, SPENT = "FLOPs of experts, limit", "FLOPs of experts, spent"  # 1: those of a dense FFN
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Testing a run again, perhaps with less work
-
 
 @torch.no_grad()
 def test(run: Opened, max_tokens: int) -> tuple[float, list]:
@@ -96,10 +93,6 @@ def choose_threshold(options: Drawn) -> Runs:
     return choose("train_lm", options.folders, fits, "has no threshold router")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Figures 1 and 6
-
-
 @dataclass
 class Activations(Measured):
     """XMoE's figures 1 and 6: the share of positive activations in FFNs, by the number of experts and by their size.
@@ -149,10 +142,6 @@ def positive_shares(run: Opened, max_tokens: int) -> list[float]:
     return [positive / units for positive, units in counts.values()]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Figure 4
-
-
 @dataclass
 class Gamma(Measured):
     """XMoE's figure 4 and table 2: test perplexity of trained models whose experts may do less work.
@@ -179,10 +168,6 @@ def gamma(options: Gamma):
 
 def is_causal(config: dict) -> bool:
     return not is_sparse(config) or not ROUTERS[config["router"]].sees_later
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Figure 5
 
 
 @dataclass
@@ -212,10 +197,6 @@ def experts(options: Required):
         own = [record for record in records if record["experts"] == name]
         panels.append(Panel(name, own, "layer", "step", "wanted", more=FROM_ZERO))
     show("experts", options, records, panels, ("experts", "layer", "step"), last)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Figure 7
 
 
 @dataclass
@@ -258,10 +239,6 @@ def threshold_point(folder: str, run: Opened, max_tokens: int, what: str, t: flo
     ppl, layers = test(run, max_tokens)
     record = {"run": folder, "t is changed": what, "t": t, "perplexity": ppl}
     return record | {"served": measures.mean_over_layers("served", layers)}
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Figure 8
 
 
 @dataclass

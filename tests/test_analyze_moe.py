@@ -412,3 +412,10 @@ def test_fine_tuning_that_cannot_be_compared_is_one_clear_line(tuned, monkeypatc
     for folder in ("demo-seed=1", "demo-seed=2"):
         shutil.rmtree(tuned / folder)
     assert "no two finished runs" in told()
+
+
+def test_a_run_that_was_renamed_or_moved_is_drawn(place, draw, tmp_path, monkeypatch):
+    for name, folder in (("gamma", place.lm["switch"]), ("collapse", place.mlm["X-MoE"])):
+        moved = shutil.copytree(folder, tmp_path / "elsewhere" / f"my best {name}")
+        found, again = (draw(name, folder)[1] for folder in (folder, moved))
+        assert found["table"] == again["table"] and again["records"][0]["run"] == str(moved)

@@ -6,7 +6,6 @@ import math
 import shutil
 import signal
 from collections import Counter
-from itertools import product
 from pathlib import Path
 from statistics import fmean
 
@@ -27,7 +26,7 @@ from engine.config import check, run_name
 from engine.device import setup
 from engine.optim import adamw
 from engine.run import load_checkpoint
-from finetune_xtreme import PRESETS, ROWS, SEARCHED, TABLES, TITLES, Config, FineTuned
+from finetune_xtreme import PRESETS, ROWS, TABLES, TITLES, Config, FineTuned
 from routers import Router
 
 XTREME = Script(finetune_xtreme)
@@ -99,27 +98,20 @@ def label_lines(sentences: list[list[str]], language: str) -> str:
     return "".join(lines)
 
 
-FILES = {  # of each task: its files of a split, and what writes them
-    "pos": ("udpos/{split}-{language}.tsv", tag_lines),
-    "xnli": ("xnli/{split}-{language}.tsv", label_lines),
-    "xquad": ("xquad/xquad.{language}.json", answers),
-    "squad": ("squad/{split}-v1.1.json", answers),
-}
-
-
 @pytest.fixture(scope="session")
 def source(tmp_path_factory) -> Path:
     """XTREME's folders of three tasks: English to train on and to choose by; English and German to score."""
-    folder = tmp_path_factory.mktemp("xtreme")
+    folder, files = tmp_path_factory.mktemp("xtreme"), {}
     for seed, (split, count) in enumerate(COUNTS.items()):
-        for (task, (name, write)), language in product(FILES.items(), ("en", "de")):
-            if language == "de" and (split != "test" or task == "squad"):
-                continue
-            if (task == "squad") == (split == "test") and task in ("squad", "xquad"):
-                continue
-            file = folder / name.format(split=split, language=language)
-            file.parent.mkdir(exist_ok=True)
-            file.write_text(write(drawn(count, seed), language))
+        sentences = drawn(count, seed)
+        for language in ("en", "de") if split == "test" else ("en",):
+            files[f"udpos/{split}-{language}.tsv"] = tag_lines(sentences, language)
+            files[f"xnli/{split}-{language}.tsv"] = label_lines(sentences, language)
+            name = f"xquad/xquad.{language}.json" if split == "test" else f"squad/{split}-v1.1.json"
+            files[name] = answers(sentences, language)
+    for name, text in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
     return folder
 
 
@@ -171,14 +163,12 @@ def few_applications(monkeypatch):
     """In place of Django's messages, which take seconds to read."""
 
     def applications(split: str) -> dict[str, list[xtreme.Example]]:
-        seed = ("train", "valid", "test").index(split)
-        found = {}
+        sentences, found = drawn(20, ("train", "valid", "test").index(split)), {}
         for language in ("de", "en"):
-            own = [(" ".join(translate(words, language)), words) for words in drawn(20, seed)]
-            examples = [
-                xtreme.Example(str(i), (text,), "a" if "dog" in words else "b") for i, (text, words) in enumerate(own)
-            ]
-            found[language] = examples
+            found[language] = []
+            for words in sentences:
+                text = " ".join(translate(words, language))
+                found[language].append(xtreme.Example("", (text,), "a" if "dog" in words else "b"))
         return found
 
     monkeypatch.setattr(xtreme, "applications", applications)
@@ -192,12 +182,10 @@ def saved(options: dict, name: str = "ckpt.pt") -> dict:
     return load_checkpoint(only_run(options["out_dir"]) / name)
 
 
-def same(result: dict) -> dict:
-    return {name: value for name, value in result.items() if name != "seconds"}
-
-
-def predictions(folder: Path, language: str) -> list[dict]:
-    return [json.loads(line) for line in (only_run(folder) / f"test-{language}.jsonl").read_text().splitlines()]
+def predictions(folder: Path) -> dict[str, str]:
+    """What a run has predicted, by the names of its files."""
+    run = only_run(folder)
+    return {str(file.relative_to(run)): file.read_text() for file in sorted(run.glob("*/test-*"))}
 
 
 def opened(options: dict) -> tuple:
@@ -228,7 +216,7 @@ def test_every_kind_of_task_is_trained_scored_and_reported(encoder, task, option
     options |= {"task": task, "model": encoders[encoder], "epochs": 1}
     XTREME.run(for_apps(options) if task == "apps" else options, monkeypatch)
     out, result = capsys.readouterr().out, result_of(options["out_dir"])
-    assert list(result["languages"]) == list(result["guesses"]) == ["de", "en"]
+    assert list(result["languages"]) == list(result["guesses"]) == ["de", "en"] and result["unlabelled"] == []
     assert list(result["counted"]) == ([] if task == "xquad" else ["de", "en"])
     for kind, mean in (("languages", "mean"), ("guesses", "guess"), ("counted", "counting")):
         for metric, value in result[mean].items():
@@ -242,8 +230,6 @@ def test_every_kind_of_task_is_trained_scored_and_reported(encoder, task, option
         assert line(language, *scores) in report
     assert line("mean", result["mean"], result["guess"], result["counting"]) in report
     assert ("a smoke test, no task of XTREME's" in report[0]) == (task == "apps")
-    counting = {"pos": "each word's most frequent tag", "xquad": "guess without a model"}
-    assert report[1].endswith(counting.get(task, "naive Bayes over words"))
     assert report[-1] == f"English is ahead of the mean of the others by {in_words(result['gap'])}"
     assert result["step"] == {"apps": 3, "xquad": 7}.get(task, 6)  # rows / 8
 
@@ -325,17 +311,13 @@ def test_a_signal_between_evaluations_changes_nothing(options, tmp_path, monkeyp
     assert losses(ended["out_dir"]) == losses(whole["out_dir"])
 
 
-class Stop(Exception):
-    """What ends a run in the middle."""
-
-
 def test_a_run_that_was_killed_while_it_predicted_ends_as_if_it_was_not(options, tmp_path, monkeypatch):
     """Of the development set of two epochs, or of either language; a finished run predicts nothing again."""
     calls, predict = [], finetune_xtreme.predict
 
     def counted(*arguments):
         if len(calls) == stop_at:
-            raise Stop
+            raise InterruptedError
         calls.append(1)
         return predict(*arguments)
 
@@ -347,14 +329,14 @@ def test_a_run_that_was_killed_while_it_predicted_ends_as_if_it_was_not(options,
     for place in range(4):
         calls.clear()
         stop_at, killed = place, options | {"out_dir": tmp_path / str(place)}
-        with pytest.raises(Stop):
+        with pytest.raises(InterruptedError):
             XTREME.run(killed, monkeypatch)
         stop_at = None
         XTREME.run(killed, monkeypatch)
-        assert same(result_of(killed["out_dir"])) == same(result_of(whole["out_dir"]))
+        ours, theirs = result_of(killed["out_dir"]), result_of(whole["out_dir"])
+        assert ours | {"seconds": 0} == theirs | {"seconds": 0}
         torch.testing.assert_close(saved(killed)["model"], saved(whole)["model"], rtol=0, atol=0)
-        for language in ("de", "en"):
-            assert predictions(killed["out_dir"], language) == predictions(whole["out_dir"], language)
+        assert predictions(killed["out_dir"]) == predictions(whole["out_dir"])
 
 
 def test_other_examples_or_another_encoder_are_other_data(options, source, encoders, tmp_path, monkeypatch, capsys):
@@ -400,7 +382,7 @@ def test_loads_are_counted_and_two_processes_go_on_with_what_one_would_compute(o
     state = saved(two, "ckpt.prev.pt")
     assert state["step"] == 98 and int(state["kept"]["pending"][0].sum()) > 0
     (folder / "ckpt.prev.pt").replace(folder / "ckpt.pt")
-    for name in ("result.json", "model.pt", "test-de.jsonl", "test-en.jsonl"):
+    for name in ("result.json", "model.pt", "xnli/test-de.tsv"):
         (folder / name).unlink()
     assert "goes on from step" in finish(XTREME.start(two, *TORCHRUN), two)
     theirs = result_of(two["out_dir"])
@@ -417,7 +399,7 @@ def test_loads_are_counted_and_two_processes_go_on_with_what_one_would_compute(o
 
 
 def test_the_checkpoint_is_the_best_in_english_development(options, monkeypatch):
-    weights, points, predict = [], iter([10.0, 50.0, 80.0, 80.0, 60.0]), finetune_xtreme.predict
+    weights, points, predict = [], iter([50.0, 80.0, 80.0, 60.0]), finetune_xtreme.predict
 
     def watched(model, examples, *rest):
         if len(examples) == COUNTS["dev"]:
@@ -442,41 +424,58 @@ def test_the_checkpoint_is_the_best_in_english_development(options, monkeypatch)
     config, examples, model, data, context = opened(options)
     model.load_state_dict(weights[1])
     for language, own in examples.test.items():
-        found = [row["predicted"] for row in predictions(options["out_dir"], language)]
-        assert found == predict(model, own, config, data.tokenizer, context)
+        expected = predict(model, own, config, data.tokenizer, context)
+        assert predictions(options["out_dir"])[f"xnli/test-{language}.tsv"].split() == expected
 
 
-@pytest.mark.parametrize("task", [*TASKS, "apps"])
-def test_predictions_are_kept_and_a_file_is_predicted_as_they_were(task, options, tmp_path, monkeypatch, capsys):
-    """Of every example; the scores follow from the file alone. Rows are so short that texts take several."""
-    options |= {"task": task, "block_size": 16, "epochs": 3}
+def unlabelled(task: str, file: Path):
+    """Takes the labels away, as XTREME's scripts do."""
+    text = file.read_text()
+    if task == "xquad":
+        data = json.loads(text)
+        for row in data["data"][0]["paragraphs"]:
+            row["qas"][0]["answers"] = [{"answer_start": 0, "text": ""}]
+        text = json.dumps(data)
+    else:
+        text = "".join("\t".join(line.split("\t")[:-1]) + "\n" for line in text.splitlines())
+    file.write_text(text)
+
+
+@pytest.mark.parametrize("missing", [["de"], ["de", "en"]])
+@pytest.mark.parametrize("task", TASKS)
+def test_what_is_predicted_does_not_need_labels(task, missing, options, source, tmp_path, monkeypatch, capsys):
+    """Of every example; scores follow from the files alone. Rows are so short that texts take several."""
+    options |= {"task": task, "block_size": 16, "source": tmp_path / "source"}
     if task == "xquad":
         options |= {"stride": 3, "longest_answer": 4}
-    options = for_apps(options) if task == "apps" else options
+    shutil.copytree(source, options["source"])
     XTREME.run(options, monkeypatch)
-    folder = only_run(options["out_dir"])
     result, (_, examples, *_) = result_of(options["out_dir"]), opened(options)
-    capsys.readouterr()
+    expected = predictions(options["out_dir"])
     for language, own in examples.test.items():
-        kept = predictions(options["out_dir"], language)
-        assert [set(record) for record in kept] == [{"id", "language", "gold", "predicted"}] * len(own)
-        assert [(record["id"], record["language"]) for record in kept] == [(one.id, language) for one in own]
-        gold = [record["gold"] for record in kept]
-        predicted = [record["predicted"] for record in kept]
-        assert gold == json.loads(json.dumps([one.gold for one in own]))
-        assert xtreme_scores.scores(task, language, gold, predicted) == pytest.approx(result["languages"][language])
-        lines = [(" " if task == "pos" else "\t").join(one.texts) + "\n" for one in own]
-        (tmp_path / "in.txt").write_text("".join(lines))
-        XTREME.run({"predict": tmp_path / "in.txt", "model": folder, "device": "cpu", "dtype": "float32"}, monkeypatch)
-        out = capsys.readouterr().out
+        name = {"pos": "udpos/test-{}.tsv", "xnli": "xnli/test-{}.tsv", "xquad": "xquad/test-{}.json"}[task]
+        text = expected[name.format(language)]
         if task == "pos":
-            expected = []
-            for one, tags in zip(own, predicted):
-                expected += [f"{word}\t{tag}" for word, tag in zip(one.texts, tags)] + [""]
-            assert out.splitlines() == expected
-            assert any(len(set(tags)) > 1 for tags in predicted)
+            found = [sentence.split("\n") for sentence in text.removesuffix("\n").split("\n\n")]
         else:
-            assert out.splitlines() == predicted
+            found = text.splitlines() if task == "xnli" else [json.loads(text)[one.id] for one in own]
+        gold = [one.gold for one in own]
+        assert xtreme_scores.scores(task, language, gold, found) == pytest.approx(result["languages"][language])
+    for language in missing:
+        names = {"pos": "udpos/test-{}.tsv", "xnli": "xnli/test-{}.tsv", "xquad": "xquad/xquad.{}.json"}
+        unlabelled(task, options["source"] / names[task].format(language))
+    capsys.readouterr()
+    options["out_dir"] = tmp_path / "unlabelled"
+    XTREME.run(options, monkeypatch)
+    said, folder = capsys.readouterr(), only_run(options["out_dir"])
+    assert predictions(options["out_dir"]) == expected
+    result = result_of(options["out_dir"])
+    assert result["unlabelled"] == missing and result["languages"].keys() == {"de", "en"} - {*missing}
+    assert said.err.count("x an example without its label") == len(missing)
+    last = said.out.strip().splitlines()[-1]
+    assert last == f"no test labels, not scored: {', '.join(missing)}; what was predicted is in {folder}"
+    cells = finetune_xtreme.cells(result)
+    assert (cells["F1 or accuracy"][0] is None) == (len(missing) == 2) and cells["English dev"][0] is not None
 
 
 def test_dropout_is_that_of_the_command_line(options):
@@ -530,15 +529,14 @@ def test_logits_are_those_of_transformers(kind, tmp_path, corpora):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Presets, tables, the search
+# Presets and tables
 
 
 def test_a_preset_takes_the_middle_of_what_was_searched():
     rates = {"xmoe-pos": 2e-5, "xmoe-ner": 7e-6, "xmoe-pawsx": 2e-5, "xlme-xnli": 7e-6, "xlme-xquad": 3e-5}
     for preset, rate in rates.items():
-        assert PRESETS[preset]["learning_rate"] == rate and len(SEARCHED[preset]["learning_rate"]) > 1
+        assert PRESETS[preset]["learning_rate"] == rate
     assert PRESETS["xmoe-tydiqa"]["epochs"] == 20 and PRESETS["xmoe-xnli"]["balance_coef"] == 1e-2
-    assert "balance_coef" not in PRESETS["xlme-xnli"] and not SEARCHED["sample-xnli"]
     for preset, constants in PRESETS.items():
         config = Config(preset=preset, **constants)
         check(config)
@@ -614,35 +612,13 @@ def test_a_table_runs_every_row(options, encoders, tmp_path, monkeypatch, capsys
     assert rows[1][3:] == ["" if number is None else f"{number:.1f}" for number in numbers]
 
 
-def test_the_search_runs_every_combination_and_names_the_best(options, monkeypatch, capsys):
-    options |= {"preset": "xmoe-xnli", "search": True, "epochs": 1, "train_examples": 16}
-    options.pop("task")
-    given = {"balance_coef": 0.5}
-    assert "--search tries every --balance_coef" in XTREME.refused(options | given, monkeypatch, capsys)
-    for given in ({"seeds": 2}, {"table": "1"}, {"preset": "demo", "task": "xnli"}):
-        assert "--search is for one preset of a paper" in XTREME.refused(options | given, monkeypatch, capsys)
-    points = iter([10.0, 30.0, 40.0, 20.0])
-    monkeypatch.setattr(finetune_xtreme, "main_score", lambda scores: next(points))
-    XTREME.run(options, monkeypatch)
-    rows = table_rows(capsys.readouterr().out.split("\n\n")[-1])
-    assert [row[0] for row in rows] == ["0.01", "0.001", "0.1", "0.0"]
-    found = {}
-    for file in options["out_dir"].glob("*/result.json"):
-        result = json.loads(file.read_text())
-        found[str(result["config"]["balance_coef"])] = result
-    assert len(found) == 4
-    for coefficient, valid, mean in rows:
-        assert valid == f"accuracy {found[coefficient]['valid']['accuracy']:.1f}"
-        assert mean == f"accuracy {found[coefficient]['mean']['accuracy']:.1f}"
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Bad input
 
 BAD = {
     "no model": ({"model": "out/train_mlm/x"}, "out/train_mlm/x does not exist: train it with train_mlm.py"),
     "no model in it": ({"model": "."}, ". is neither the folder of a run nor of a model"),
-    "no such source": ({"source": "nowhere"}, "nowhere does not exist: it should hold the files of xnli"),
+    "no such source": ({"source": "nowhere"}, "nowhere is no folder: it should hold the files of xnli"),
     "preset": ({"preset": "xmoe-apps"}, "preset must be one of demo, xmoe-pos"),
     "no such table": ({"table": "9", "task": "apps"}, "table must be one of 1, 3, 5, 6, 7, xlme1, xlme2, xlme7, not 9"),
     "not of this task": ({"stride": 4}, "--stride is not read with --task xnli"),
@@ -651,8 +627,6 @@ BAD = {
     "micro-batch": ({"micro_size": 3}, "micro_size = 3 does not divide batch_size = 8"),
     "longest row": ({"block_size": 7}, "block_size = 7 leaves a row no room"),
     "longer row": ({"block_size": 64}, "has 32 positions, fewer than --block_size 64"),
-    "predict": ({"predict": "in.txt"}, "--predict reads --device, --dtype, --model alone: leave out --batch_size"),
-    "predict answers": ({"predict": "in.txt", "longest_answer": 4}, "--predict reads --device, --dtype, --model alone"),
 }
 
 
@@ -668,8 +642,9 @@ def test_other_models_are_refused(options, encoders, corpora, tmp_path, monkeypa
         return XTREME.refused(options | given, monkeypatch, capsys)
 
     assert "is no encoder: give a run of train_mlm.py" in refused(model=encoders["decoder"])
-    alone = {"predict": "in.txt", "model": encoders["decoder"], "device": "cpu"}
-    assert "holds no fine-tuned model: give a folder under" in XTREME.refused(alone, monkeypatch, capsys)
+    shutil.copytree(encoders["hypersphere"], tmp_path / "changed")
+    train_sentencepiece([" ".join(GERMAN)] * 9, 280, XLMR).save(tmp_path / "changed")
+    assert "was trained with another vocabulary than the tokenizer in it" in refused(model=tmp_path / "changed")
     XTREME.run(options | {"epochs": 1}, monkeypatch)
     capsys.readouterr()
     assert "holds checkpoints of something else" in refused(model=only_run(options["out_dir"]))
@@ -684,12 +659,10 @@ def test_other_models_are_refused(options, encoders, corpora, tmp_path, monkeypa
 
 
 def test_bad_sources_are_one_clear_line(options, source, tmp_path, monkeypatch, capsys):
-    def refused(**given) -> str:
-        return XTREME.refused(options | given, monkeypatch, capsys)
-
     files = tmp_path / "files"
     shutil.copytree(source / "xnli", files)
-    assert "is one file, to score: what to train on is --train_source" in refused(source=files / "test-en.tsv")
+    options |= {"source": files / "test-en.tsv"}
+    assert "test-en.tsv is no folder: it should hold" in XTREME.refused(options, monkeypatch, capsys)
     (files / "train-en.tsv").write_text("".join(f"dog {i}\tcat\tmaybe\n" for i in range(60)))
     with pytest.raises(SystemExit):
         XTREME.run(options | {"source": files}, monkeypatch)
@@ -697,7 +670,8 @@ def test_bad_sources_are_one_clear_line(options, source, tmp_path, monkeypatch, 
     assert line == "error: no training example of xnli has a label that is known"
     for name in ("train-en.tsv", "dev-en.tsv"):
         (files / name).unlink()
-    assert "holds no English training examples of xnli" in refused(source=files)
+    said = XTREME.refused(options | {"source": files}, monkeypatch, capsys)
+    assert "holds no English training examples of xnli" in said
 
 
 def test_broken_rows_are_reported_and_left_out(options, source, tmp_path, monkeypatch, capsys):
@@ -713,25 +687,10 @@ def test_broken_rows_are_reported_and_left_out(options, source, tmp_path, monkey
         f"warning: {train}: 1 x the unknown label 'maybe'",
         f"warning: {test} is not UTF-8: byte 0: left out",
     ]
-    assert "48 rows of 49 training examples, up to 32 tokens each" in said.out
+    assert "48 rows of at most 32 tokens, 6 steps" in said.out
     result = result_of(options["out_dir"])
-    assert result["longest_row"] == 32
     assert list(result["languages"]) == ["en"] and result["gap"] == {}
     assert "English is ahead" not in said.out
-
-
-def test_a_file_that_cannot_be_predicted_is_one_clear_line(options, tmp_path, monkeypatch, capsys):
-    XTREME.run(options | {"epochs": 1}, monkeypatch)
-    file = tmp_path / "in.txt"
-    capsys.readouterr()
-    model = {"model": only_run(options["out_dir"]), "device": "cpu", "predict": file}
-    assert "No such file or directory" in XTREME.refused(model, monkeypatch, capsys)
-    for text, message in ((b"dog\tcat\ndog\n", "line 2: 1 texts between TABs, not 2"), (b"\xff", "is not UTF-8")):
-        file.write_bytes(text)
-        assert message in XTREME.refused(model, monkeypatch, capsys)
-    file.write_bytes(b"")
-    XTREME.run(model, monkeypatch)
-    assert capsys.readouterr().out == ""
 
 
 def test_weights_that_the_last_update_broke_are_not_saved(options, monkeypatch, capsys):

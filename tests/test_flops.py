@@ -114,18 +114,6 @@ def test_flops_of_the_decoder_are_what_a_counter_counts(router):
     assert found == 24 * (dense + per_router) + biases + rows * experts
 
 
-def test_a_third_matrix_of_an_expert_counts():
-    """Of experts that were changed, say to gated ones, the formulas need not be told."""
-    model = lively(GPT(small("topk"), V))
-    before = flops.moe_flops(model.moe_layers[0])
-    assert flops.row_flops(model.moe_layers[0]) == 2 * 2 * 8 * 8
-    (ffn,) = model.moe_layers[0].experts
-    ffn.w_gate = torch.nn.Parameter(torch.zeros(4, 8, 8))
-    assert flops.row_flops(model.moe_layers[0]) == 3 * 2 * 8 * 8
-    assert flops.moe_flops(model.moe_layers[0]) == before + 2 * 2 * 8 * 8  # a token has two experts
-    assert flops.matrix_flops(model)["moe"] == flops.moe_flops(model.moe_layers[0])
-
-
 def test_flops_of_the_encoder_are_what_a_counter_counts():
     model = lively(MaskedLM(small("hypersphere", moe_after=(1, 2)), V))
     found, rows = counted(model, torch.randint(4, V, (2, 12)), torch.arange(0, 24, 4))

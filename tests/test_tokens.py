@@ -6,11 +6,9 @@ from types import SimpleNamespace
 import pytest
 import reference
 import torch
-from helpers import Script
 from test_analyze import refused, run
-from test_flops import SMALL
+from test_analyze_xlme import save_model
 
-import train_lm
 from analysis import tokens
 from data.tokenizers import XLMR, SentencePiece, train_sentencepiece
 from engine import pretrained
@@ -19,7 +17,7 @@ from model import GPT, MaskedLM, Translator
 pytest.importorskip("matplotlib")
 
 TEXT = "the cat & the <script> sat\n\ton the mat שלום 中文 $x$"
-SIZE = SMALL | dict(n_layer=4, n_embd=16, ffn_size=32, block_size=64, router_std=0.03)
+SIZE = dict(n_layer=4, block_size=64, router_std=0.03)
 DECODERS = {
     "threshold": dict(router="threshold", eval_threshold=0.7, capacity=1.0),
     "topk": dict(router="topk", split=4, capacity=0.25),
@@ -34,11 +32,7 @@ ENCODERS = {
 
 @pytest.fixture(scope="session")
 def tokenizers() -> dict:
-    text = [
-        "the cat sat on the mat <script> <b> & שלום x y z",
-        "the 中 the cat sat " * 3,
-        "a quick brown fox jumps over",
-    ]
+    text = ["the cat sat on the mat <script> <b> & שלום x y z", "the 中 cat sat " * 3, "a quick brown fox jumps over"]
     return {kind: train_sentencepiece(text, 296, kind) for kind in (SentencePiece, XLMR)}
 
 
@@ -47,26 +41,16 @@ def made(tokenizers, tmp_path):
     """A run's folder with a random model: `made(GPT, router=...)`, or `made(MaskedLM, ...)`."""
 
     def make(kind, **constants):
-        torch.manual_seed(0)
         tokenizer = tokenizers[SentencePiece if kind is GPT else XLMR]
-        model = kind(SimpleNamespace(**SIZE | constants), tokenizer.vocab_size)
-        with torch.no_grad():
-            for p in model.parameters():
-                p.mul_(3.0)  # far from the start, where all tokens are nearly alike
-        folder = tmp_path / f"run-{kind.__name__}"
-        folder.mkdir(exist_ok=True)
-        state = {"step": 1, "class": kind.__name__, "constants": vars(model.config), "vocab_size": model.vocab_size}
-        state |= {"identity": {"tokenizer_checksum": tokenizer.sha256}, "model": model.state_dict()}
-        torch.save(state, folder / "ckpt.pt")
-        tokenizer.save(folder)
-        return folder
+        folder = tmp_path / f"{kind.__name__}-{len(list(tmp_path.iterdir()))}"
+        return save_model(folder, tokenizer, kind, **SIZE | constants)
 
     return make
 
 
-def by_hand(folder, text: str) -> list[tuple[list, dict]]:
+def by_hand(folder, text: str, **changes) -> list[tuple[list, dict]]:
     """Of each sparse layer the experts that tokens want, and of those that serve it the gates."""
-    model, tokenizer = pretrained.load(folder)
+    model, tokenizer = pretrained.load(folder, **changes)
     ids = tokenizer.encode_batch([text])[0]
     if tokenizer.kind == "xlmr":
         ids = [0, *ids, 2]
@@ -128,17 +112,11 @@ def test_every_token_can_be_read(tokenizers):
     assert [tokens.written(gpt2, token) for token in range(3)] == ["·cat", "⏎", "\\xc3"]
 
 
-def test_another_threshold(made, draw, monkeypatch, capsys):
-    expected = tokens.route(tokens.Tokens(run=str(made(GPT, router="threshold", eval_threshold=0.4)), text=TEXT))
-    folder = str(made(GPT, **DECODERS["threshold"]))
-    assert tokens.route(tokens.Tokens(run=folder, text=TEXT)) != expected
+def test_another_threshold(made, draw):
+    folder = made(GPT, **DECODERS["threshold"])
     _, found = draw("tokens", "--run", folder, "--text", TEXT, "--threshold", "0.4")
-    assert (found["tokens"], found["layers"]) == expected
-    capsys.readouterr()
-    said = refused(monkeypatch, capsys, "tokens", "--run", folder, "--threshold", "-7")
-    assert "threshold must lie from 0 to 1, not -7.0" in said
-    said = refused(monkeypatch, capsys, "tokens", "--run", made(GPT, **DECODERS["topk"]), "--threshold", "0.4")
-    assert "has no threshold router: leave out --threshold" in said
+    again, before = ([len(wanted) for wanted, _ in by_hand(folder, TEXT, eval_threshold=t)] for t in (0.4, 0.7))
+    assert [sum(layer["wanted"]) for layer in found["layers"]] == again != before
 
 
 def test_texts_and_runs_that_will_not_do(made, tokenizers, tmp_path, monkeypatch, capsys):
@@ -146,21 +124,14 @@ def test_texts_and_runs_that_will_not_do(made, tokenizers, tmp_path, monkeypatch
         return refused(monkeypatch, capsys, "tokens", "--run", *line)
 
     folder = made(GPT, **DECODERS["topk"])
+    assert "threshold must lie from 0 to 1, not -7.0" in told(folder, "--threshold", "-7")
+    assert "has no threshold router: leave out --threshold" in told(folder, "--threshold", "0.4")
     assert "the text is empty: give one with --text" in told(folder, "--text", "")
     length = len(tokenizers[SentencePiece].encode_batch(["x y " * 40])[0])
     assert f"the text has {length} tokens, {folder} reads at most 64" in told(folder, "--text", "x y " * 40)
     assert "is neither the folder of a run" in told(tmp_path / "nothing")
-    for kind in (GPT, MaskedLM, Translator):
-        folder = made(kind, router="dense" if kind is not Translator else "topk")
-        assert f"{folder} is no language model or encoder with experts" in told(folder)
+    for kind, router in ((GPT, "dense"), (MaskedLM, "dense"), (Translator, "topk")):
+        assert "is no language model or encoder with experts" in told(made(kind, router=router))
     encoder = made(MaskedLM, **ENCODERS["top-2"])
     run(monkeypatch, "tokens", "--run", encoder, "--text", "x" * 61, "--out", tmp_path)  # 62 pieces, and <s> and </s>
     assert "has 65 tokens" in told(encoder, "--text", "x" * 62)
-
-
-def test_a_run_of_train_lm_is_shown(options, tmp_path, monkeypatch, draw):
-    """What that script leaves, as a user has it."""
-    Script(train_lm).run(options | {"out_dir": tmp_path / "out", "steps": 2}, monkeypatch)
-    (folder,) = (tmp_path / "out").iterdir()
-    _, found = draw("tokens", "--run", folder, "--text", "1 2 3")
-    assert "".join(found["tokens"]) == "1·2·3" and found["layers"][0]["name"] == "block 2"
