@@ -17,7 +17,7 @@ Whoever loads a run gets its discriminator without the head. `--help` lists ever
 import math
 from collections import Counter
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, product
 from statistics import fmean
 from types import SimpleNamespace
 from typing import Literal
@@ -175,6 +175,7 @@ def cells(result: dict) -> dict:
         "in pairs": (pairs["generator"], ".1%"),
         "loss saved": (sentences.get("saved"), ".1%"),
         "saved in pairs": (pairs.get("saved"), ".1%"),
+        "translation adds": (scores["translation"]["with"] - scores["translation"]["without"], "+.2%"),
         "translations found": (found[measures.middle_layer(len(found) - 1)], ".1%"),
     }
 
@@ -288,7 +289,8 @@ def score(model, batches, special, config: Config, context) -> dict:
 
 
 def evaluate(model, data: dict, config: Config, context, maskings: int = 1) -> dict:
-    """Scores on the validation text of both kinds, routing statistics of the sparse layers, and `retrieval`."""
+    """Scores on the validation text of both kinds, routing statistics of the sparse layers, and what the two functions
+    below measure of pairs."""
     model.eval()
     watches = [measures.RoutingStats(moe) for moe in model.moe_layers]
     scores = {"loss": 0.0}
@@ -297,9 +299,41 @@ def evaluate(model, data: dict, config: Config, context, maskings: int = 1) -> d
         scores[kind] = own = score(model, batches, corpus.tokenizer.special, config, context)
         scores["loss"] += own["mlm"] + config.lambda_disc * own.get("rtd", 0.0)
     scores["layers"] = [watch.finish(context.sum) for watch in watches]
+    scores["translation"] = translation_effect(model, data["pairs"], config, context, maskings)
     scores |= retrieval(model.encoder, data["pairs"], config, context)
     model.train()
     return scores
+
+
+@torch.no_grad()
+def translation_effect(model, pairs: PairData, config: Config, context, maskings: int) -> dict:
+    """How often the generator is right about one half of a pair, with the whole other half beside it and without.
+
+    The same tokens are masked both times. effect: the 95% interval of the difference over pairs.
+    """
+    generator, found = getattr(model, "generator", model), {}
+    for beside, half in product((True, False), (0, 1)):
+        limits, shown = (config.eval_tokens, context.rank, context.world), (0, 1) if beside else (half,)
+        for _, first, batch in pairs.eval_batches("valid", maskings, *limits, masked=(half,), shown=shown):
+            ids, masked, targets, real = context.send_all(*batch[:4])
+            with context.autocast():
+                logits, _ = generator(ids, masked, real)
+            right = (logits.argmax(dim=1) == targets).cpu().double()  # (M,)
+            both = torch.stack([right, torch.ones_like(right)])
+            rows = torch.zeros(2, len(ids), dtype=torch.float64)  # of each pair: right, and masked
+            rows.index_add_(1, batch.masked // ids.shape[1], both)
+            key = beside, half, first
+            found[key] = found.get(key, 0) + rows
+    total = Counter()
+    for part in context.gather(found):
+        total.update(part)
+    halves = {}  # with a translation or without, and half -> (2, R)
+    for beside, half, first in sorted(total):
+        halves.setdefault((beside, half), []).append(total[beside, half, first])
+    halves = {key: torch.cat(parts, dim=1) for key, parts in halves.items()}
+    (right, masked), (alone, _) = (halves[beside, 0] + halves[beside, 1] for beside in (True, False))
+    shares = {"with": float(right.sum() / masked.sum()), "without": float(alone.sum() / masked.sum())}
+    return shares | {"effect": measures.bootstrap(right - alone, masked)}
 
 
 def retrieval(encoder: Encoder, pairs: PairData, config: Config, context, most=1000):
@@ -414,7 +448,12 @@ def describe(scores: dict) -> str:
             line += f"; discriminator: loss {own['rtd']:.4f}, {own['saved']:.1%} below a blind "
             line += f"guess's, {own['accuracy']:.1%} right, {own['replaced']:.1%} replaced"
         lines.append(line)
-    found = scores["retrieval"]
+    found, translation = scores["retrieval"], scores["translation"]
+    low, high = translation["effect"]
+    lines.append(
+        f"masked tokens of one half of held-out pairs: {translation['with']:.2%} right with the translation beside it, "
+        f"{translation['without']:.2%} without; the difference is {low:+.2%} to {high:+.2%} (bootstrap, 95%)"
+    )
     layer = measures.middle_layer(len(found) - 1)
     beside = f"{found[0]:.1%} by embeddings, {scores['chance']:.1%} chance"
     lines.append(f"held-out translations found: {found[layer]:.1%} by layer {layer} ({beside})")

@@ -23,6 +23,15 @@ def bits_per_byte(loss: float, counts: dict) -> float:
     return nats / math.log(2)
 
 
+def bootstrap(totals: Tensor, sizes: Tensor, draws: int = 1000) -> list[float]:
+    """The 95% interval of sum(totals) / sum(sizes), (R,) each, over samples of R rows drawn with replacement."""
+    rng, R = torch.Generator().manual_seed(0), len(sizes)
+    drawn = (torch.randint(R, (R,), generator=rng) for _ in range(draws))
+    ratios = torch.stack([totals[rows].sum() / sizes[rows].sum() for rows in drawn])
+    ends = torch.tensor([0.025, 0.975], dtype=torch.float64)
+    return ratios.double().quantile(ends).tolist()
+
+
 def mean_over_layers(name: str, layers: list[dict]) -> float | None:
     """Of the layers that have one; None where none has."""
     values = [layer[name] for layer in layers if layer[name] is not None]

@@ -209,21 +209,25 @@ class MaskedData(Prepared):
         """How many tokens `eval_batches` reads in one masking, without padding."""
         return int(self.eval_rows(split, max_tokens).lengths.sum())
 
-    def eval_batches(self, split, maskings=10, max_tokens=None, rank=0, world=1):
+    def eval_batches(self, split, maskings=10, max_tokens=None, rank=0, world=1, masked=(0, 1), shown=(0, 1)):
         """(k, first, Masked): all rows, or about max_tokens tokens of them (see evenly), masked in `maskings` ways.
 
         k is the number of the masking, `first` that of the batch's first token among all that are read. Batches are
-        dealt round-robin to the processes. The masks of a text depend on k and its place in the corpus alone.
+        dealt round-robin to the processes. Of a pair's texts those in `shown` are there, and those in `masked` are
+        masked. The masks of a text depend on k and its place in the corpus alone, so not on what is shown beside it.
         """
         rows = self.eval_rows(split, max_tokens)
         batches = cut(rows.lengths[:, None], self.micro_tokens)
+        texts = [text for text in shown if text < rows.sizes.shape[1]]
+        rows = Rows(rows.language, rows.starts[:, texts], rows.sizes[:, texts])
+        to_mask = [text in masked for text in texts]
         firsts = rows.lengths.cumsum() - rows.lengths
         for turn in range(rank, maskings * len(batches), world):
             k, number = divmod(turn, len(batches))
             own = rows.take(batches[number])
             first = firsts[batches[number].start]
             random = self.fixed_random(k, own)
-            yield k, int(first), self.mask_rows(split, own, random)
+            yield k, int(first), self.mask_rows(split, own, random, to_mask)
 
     def fixed_random(self, k: int, rows: Rows) -> ndarray:
         """(DRAWS, N) random numbers for masking k, which depend on where each text begins."""
@@ -235,8 +239,11 @@ class MaskedData(Prepared):
                 drawn.append(rng.random((DRAWS, size)))
         return np.concatenate(drawn, axis=1)
 
-    def mask_rows(self, split, rows: Rows, random: ndarray, width=0) -> Masked:
-        """The batch of these rows of N tokens in all. random: (DRAWS, N); width: see pad_rows."""
+    def mask_rows(self, split, rows: Rows, random: ndarray, to_mask=None, width=0) -> Masked:
+        """The batch of these rows of N tokens in all.
+
+        random: (DRAWS, N); to_mask: (P,) bool, which texts of a row are masked, None: all; width: see pad_rows.
+        """
         starts = np.insert(rows.starts, 0, 0, axis=1)
         sizes = np.insert(rows.sizes, 0, 1, axis=1)  # (R, 1 + P): the `<s>` is a text, too
         tokens = gather(self.tokens[split], starts.flatten(), sizes.flatten())
@@ -246,6 +253,8 @@ class MaskedData(Prepared):
             tokens[ends[:, 1:] - 1] = self.tokenizer.eos  # also where a text was cut
         part = np.repeat(np.arange(sizes.size), sizes.flatten())
         chosen = self.masking.choose(tokens, part, random)
+        if to_mask is not None:
+            chosen &= np.tile([False, *to_mask], len(sizes))[part]
         hidden = self.masking.hide(tokens, chosen, random)
         ids, real = pad_rows(hidden, rows.lengths, self.tokenizer.pad, width)
         masked = np.flatnonzero(chosen) if real is None else real[chosen]

@@ -377,3 +377,16 @@ def test_alignment_error_by_hand():
     """Eq. 10: of 3 found one is sure and two are possible, and one of 2 sure ones is missing: 1 - (1 + 2) / (3 + 2)."""
     found, sure = {(0, 0), (1, 1), (2, 0)}, {(0, 0), (3, 3)}
     assert measures.alignment_error([found], [sure], [sure | {(1, 1)}]) == pytest.approx(0.4)
+
+
+def test_the_interval_of_a_share_is_that_of_its_rows():
+    same = measures.bootstrap(torch.full((9,), 1.5), torch.full((9,), 2))
+    assert same == [0.75, 0.75]
+    torch.manual_seed(0)
+    sizes = torch.randint(1, 9, (400,))
+    totals = torch.bernoulli(torch.full((400,), 0.4)).double() * sizes
+    share = float(totals.sum() / sizes.sum())
+    low, high = measures.bootstrap(totals, sizes)
+    deviation = float((totals - share * sizes).square().sum().sqrt() / sizes.sum())  # of a ratio, for many rows
+    assert low == pytest.approx(share - 1.96 * deviation, abs=0.2 * deviation)
+    assert high == pytest.approx(share + 1.96 * deviation, abs=0.2 * deviation)

@@ -412,7 +412,7 @@ BAD = {
     "balance of a dense model": ({"balance_coef": 1.0}, "--balance_coef is not read with --router dense"),
     "rate of no bias": ({"relative_bias": False, "distance_lr": 2.0}, "objective rtd, --relative_bias False: leave"),
     "a table of another objective": (XLM | {"table": 2}, "its rows have a --objective of their own"),
-    "no pairs": ({"pairs": "opus"}, "python -m data.prepare"),
+    "no pairs": ({"pairs": "opus"}, "no prepared data in"),
 }
 
 
@@ -446,3 +446,27 @@ def test_weights_that_the_last_update_broke_are_not_saved(broken, options, monke
     monkeypatch.setattr(Electra, "after_step", after_step)
     assert "not finite at step 4" in ELECTRA.refused(options, monkeypatch, capsys)
     assert saved(options)["step"] == 2
+
+
+def test_the_translation_comparison_masks_the_same_tokens(options):
+    """With the other half beside each half and without; the difference has an interval over pairs."""
+    config, context, data, model = opened(options)
+    batches, guesses = data["pairs"].eval_batches, {}
+    masked = [batch.targets for *_, batch in batches("valid", 1, config.eval_tokens)]
+    with torch.no_grad():
+        model.generator.bias[torch.cat(masked).mode().values] += 5  # so that some guesses are right
+    model.eval()
+    for name, shown in {"with": {0: (0, 1), 1: (0, 1)}, "without": {0: (0,), 1: (1,)}}.items():
+        found = []
+        for half in (0, 1):
+            for *_, batch in batches("valid", 1, config.eval_tokens, masked=(half,), shown=shown[half]):
+                with torch.no_grad():
+                    right = model.generator(batch.ids, batch.masked, batch.real)[0].argmax(dim=1) == batch.targets
+                found += zip(batch.targets.tolist(), right.tolist())
+        guesses[name] = found
+    assert [token for token, _ in guesses["with"]] == [token for token, _ in guesses["without"]]
+    effect = train_electra.translation_effect(model, data["pairs"], config, context, maskings=1)
+    for name, found in guesses.items():
+        assert effect[name] == pytest.approx(fmean(right for _, right in found)) and effect[name] > 0
+    low, high = effect["effect"]
+    assert low <= effect["with"] - effect["without"] <= high
