@@ -1,4 +1,4 @@
-"""`analyze.py play`: the page's choices against routers.py, its numbers against the model's, and the server's manners."""
+"""`analyze.py play`: the page's choices against routers.py, its numbers against the model's, and how it serves."""
 
 import base64
 import http.client
