@@ -9,6 +9,7 @@ import webbrowser
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -53,12 +54,12 @@ def play(options: Play):
     check(options)
     player = Player(options.run)
     routes = [player.route(text) for text in options.text or [SENTENCE]]
+    data = player.about | {"live": not options.out, "routes": routes, "served": player.served if options.out else None}
+    page = page_of(data)
     if options.out:
-        page = page_of(player.describe() | {"live": False, "routes": routes, "served": player.served_most()})
         Path(options.out).parent.mkdir(parents=True, exist_ok=True)
         Path(options.out).write_text(page, encoding="utf-8")
         return print(f"{options.out} is the page with {len(routes)} sentences ({len(page) / 1e3:.0f} kB)")
-    page = page_of(player.describe() | {"live": True, "routes": routes, "served": None})
     with listen(options.port) as server:
         server.player, server.page = player, page.encode()
         address = f"http://127.0.0.1:{server.server_port}/"
@@ -85,42 +86,34 @@ class Player:
     """A trained model, and what the page asks of it. Raises ValueError or OSError for one without experts."""
 
     def __init__(self, run: str):
-        self.run, self.lock, self.seen, self.found = run, threading.Lock(), [], None
+        self.run, self.lock, self.seen = run, threading.Lock(), []
         self.model, self.tokenizer = pretrained.load(run)
         if not isinstance(self.model, GPT | Encoder) or not self.model.moe_layers:
             raise ValueError(f"{run} is no language model or encoder with experts: give another --run")
         for moe in self.model.moe_layers:
             moe.watchers.append(lambda moe, h, routing, kept: self.seen.append((routing, kept)))
-        self.router, self.gamma = self.model.moe_layers[0].router, self.model.moe_layers[0].eval_gamma
+        self.about = self.describe()
 
     def describe(self) -> dict:
         """The run, how it routes at test, and the choosers that can take its router's place."""
-        model, config = self.model, self.model.config
+        model, constants = self.model, vars(self.model.config)
+        router, gamma = model.moe_layers[0].router, model.moe_layers[0].eval_gamma
         if isinstance(model, Encoder):
             names = [f"behind layer {depth}" for depth in model.moe_after]
         else:
             names = [f"block {depth}" for depth, block in enumerate(model.blocks, 1) if block.sparse]
-        t = vars(config).get("eval_threshold")
-        t = vars(config).get("threshold", 0.5) if t is None else t
-        gamma = self.gamma if self.gamma < self.router.E else None  # None: no limit
-        chooser = self.chooser()
-        K = self.router.max_choices if chooser == "topk" else min(4, self.router.E)
-        own = {"chooser": chooser, "t": t, "K": K, "gamma": gamma}
-        choosers = [*CHOOSERS] if hasattr(self.router, "experts") else []  # a hash has no probabilities to choose by
-        return {"run": self.run, "router": config.router, "names": names, "E": self.router.E, "own": own} | {
-            "choosers": choosers if own["chooser"] in choosers else ["own", *choosers]
+        t = constants.get("eval_threshold")
+        own = {
+            "chooser": chooser_of(router),
+            "t": constants.get("threshold", 0.5) if t is None else t,
+            "K": router.max_choices if chooser_of(router) == "topk" else min(4, router.E),
+            "gamma": gamma if gamma < router.E else None,  # None: no limit
         }
-
-    def chooser(self) -> str:
-        """The name under which the page has the run's router; "own" where it has none."""
-        kind = type(self.router)
-        if kind.forward is Router.forward:
-            if kind.choose is TopK.choose and self.router.max_choices == 1:
-                return "switch"
-            for name, other in CHOOSERS.items():
-                if kind.choose is other.choose:
-                    return name
-        return "own"
+        choosers = [*CHOOSERS] if hasattr(router, "experts") else []  # a hash has no probabilities to choose by
+        if own["chooser"] == "own":
+            choosers = ["own", *choosers]
+        about = {"run": self.run, "router": constants["router"], "names": names, "E": router.E}
+        return about | {"own": own, "choosers": choosers}
 
     def read(self, text: str) -> list[int]:
         """The tokens of a text as the model reads them, uncut: behind the end of another text, or between marks."""
@@ -148,17 +141,15 @@ class Player:
         return {"text": text, "tokens": tokens, "of": len(ids), "layers": layers, "loss": loss}
 
     def loss(self, text: str, setting: dict) -> dict:
-        """The loss of every token where they choose as the page says."""
-        ids = self.read(text)[: self.model.config.block_size]
-        _, loss = self.forward(torch.tensor([ids]), setting=self.checked(setting))
-        return {"loss": loss}
-
-    def checked(self, setting: dict) -> SimpleNamespace:
+        """The loss of every token where they choose as the page says. Raises ValueError for what it never says."""
         chooser, t, K, gamma = (setting[name] for name in ("chooser", "t", "K", "gamma"))
-        limits = gamma is None or 0 < gamma < math.inf
-        if chooser not in self.describe()["choosers"] or not (0 <= t <= 1 and 1 <= K <= self.router.E and limits):
+        limited = gamma is None or 0 < gamma < math.inf
+        if chooser not in self.about["choosers"] or not (0 <= t <= 1 and 1 <= K <= self.about["E"] and limited):
             raise ValueError("this is no setting of the page")
-        return SimpleNamespace(chooser=chooser, t=t, K=int(K), gamma=math.inf if gamma is None else gamma)
+        setting = SimpleNamespace(chooser=chooser, t=t, K=int(K), gamma=math.inf if gamma is None else gamma)
+        ids = self.read(text)[: self.model.config.block_size]
+        _, loss = self.forward(torch.tensor([ids]), setting=setting)
+        return {"loss": loss}
 
     @torch.no_grad()
     def forward(self, ids: Tensor, real: Tensor | None = None, setting: SimpleNamespace | None = None) -> tuple:
@@ -173,7 +164,8 @@ class Player:
         loss = F.cross_entropy(out[0, :-1].float(), ids[0, 1:], reduction="none")
         return seen, [None, *(round(x, 4) if math.isfinite(x) else None for x in loss.tolist())]
 
-    def served_most(self) -> dict:
+    @cached_property
+    def served(self) -> dict:
         """Of each layer and expert the tokens of the validation text that it serves most.
 
         layers: [token, how often the expert serves it, how often it occurs]; note: why there are none.
@@ -184,7 +176,7 @@ class Player:
         except (ValueError, OSError, ImportError, KeyError) as error:
             return {"layers": None, "note": f"no validation text: {error}"}
         occurs = Counter()
-        served = [[Counter() for _ in range(moe.router.E)] for moe in self.model.moe_layers]
+        layers = [[Counter() for _ in range(moe.router.E)] for moe in self.model.moe_layers]
         more = {} if isinstance(self.model, GPT) else {"maskings": 1}
         for batch in data.eval_batches("valid", max_tokens=VALIDATION_TOKENS, **more):
             if isinstance(self.model, GPT):
@@ -196,14 +188,25 @@ class Player:
             seen, _ = self.forward(ids, real)
             row = ids.flatten() if real is None else ids.flatten()[real]  # (S,)
             occurs.update(row.tolist())
-            for counts, (_, kept) in zip(served, seen):
+            for counts, (_, kept) in zip(layers, seen):
                 for count, own in zip(counts, kept.t()):
                     count.update(row[own].tolist())
-        layers = []
-        for counts in served:
-            tops = [count.most_common(LISTED) for count in counts]
-            layers.append([[[written(self.tokenizer, token), n, occurs[token]] for token, n in top] for top in tops])
-        return {"layers": layers, "note": f"{occurs.total():,} tokens of the validation text"}
+
+        def listed(count: Counter) -> list:
+            return [[written(self.tokenizer, token), n, occurs[token]] for token, n in count.most_common(LISTED)]
+
+        found = [[listed(count) for count in counts] for counts in layers]
+        return {"layers": found, "note": f"{occurs.total():,} tokens of the validation text"}
+
+
+def chooser_of(router) -> str:
+    """The name under which the page has a run's router; "own" where it has none."""
+    kind = type(router)
+    if kind.forward is not Router.forward:
+        return "own"
+    if kind.choose is TopK.choose:
+        return "switch" if router.max_choices == 1 else "topk"
+    return next((name for name, other in CHOOSERS.items() if kind.choose is other.choose), "own")
 
 
 @contextmanager
@@ -281,7 +284,7 @@ class Handler(BaseHTTPRequestHandler):
             elif self.path == "/loss":
                 found = player.loss(asked["text"], asked["setting"])
             else:
-                found = player.served_most()
+                found = player.served
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             return self.say(400, f"{error}")
         self.answer(200, json.dumps(found, allow_nan=False).encode(), "application/json")

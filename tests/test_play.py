@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
@@ -24,6 +25,8 @@ from test_flops import SMALL
 
 import train_lm
 from analysis import play
+from data.batches import MaskedData
+from data.prepare import prepare
 from data.tokenizers import XLMR, SentencePiece, train_sentencepiece
 from engine import pretrained
 from model import GPT, MaskedLM, Translator, expert_capacity, within_capacity
@@ -164,9 +167,9 @@ def test_the_page_shows_what_the_run_does(name, made):
     """Chosen by the page from what the server says, and by hand from the model's own router."""
     folder = make_any(made, name)
     player = play.Player(str(folder))
-    about, found = player.describe(), player.route(TEXT)
-    known = {"hypersphere": "topk" if SIZE.get("top_k", 1) > 1 else "switch", "top-2": "topk"}
-    assert about["own"]["chooser"] == {"hash": "own", "base": "own"}.get(name, known.get(name, name))
+    about, found = player.about, player.route(TEXT)
+    other = {"hash": "own", "base": "own", "hypersphere": "switch", "top-2": "topk"}
+    assert about["own"]["chooser"] == other.get(name, name)
     assert ("topk" in about["choosers"]) == (name != "hash")
     assert about["names"] == {"hypersphere": ["behind layer 1", "behind layer 3"], "top-2": ["behind layer 2"]}.get(
         name, ["block 2", "block 4"]
@@ -210,7 +213,7 @@ def by_hand(folder, text: str) -> list[list[str]]:
 def test_the_loss_is_the_model_s_under_the_setting(made):
     folder = made(GPT, **DECODERS["threshold"])
     player = play.Player(str(folder))
-    own = player.describe()["own"]
+    own = player.about["own"]
     trained = player.route(TEXT)["loss"]
     assert own == {"chooser": "threshold", "t": 0.7, "K": 4, "gamma": 2.0}
     assert player.loss(TEXT, own)["loss"] == trained and trained[0] is None
@@ -236,7 +239,7 @@ def test_the_loss_is_the_model_s_under_the_setting(made):
         assert found != trained
     assert player.route(TEXT)["loss"] == trained  # all is as it was
     encoder = play.Player(str(made(MaskedLM, **ENCODERS["top-2"])))
-    assert encoder.route(TEXT)["loss"] is None and encoder.loss(TEXT, encoder.describe()["own"]) == {"loss": None}
+    assert encoder.route(TEXT)["loss"] is None and encoder.loss(TEXT, encoder.about["own"]) == {"loss": None}
 
 
 def test_every_token_can_be_read(tokenizers):
@@ -257,7 +260,7 @@ def test_what_an_expert_serves_most_is_counted(options, tmp_path, monkeypatch):
     """On a run as train_lm.py leaves it, against the routing of the same windows."""
     Script(train_lm).run(options | {"out_dir": tmp_path / "out", "steps": 2}, monkeypatch)
     (folder,) = (tmp_path / "out").iterdir()
-    found = play.Player(str(folder)).served_most()
+    found = play.Player(str(folder)).served
     model, tokenizer = pretrained.load(folder)
     data = train_lm.TokenData.open(options["data"], model.config, play.setup("cpu", "float32"))
     count, occurs = {}, {}
@@ -279,8 +282,35 @@ def test_what_an_expert_serves_most_is_counted(options, tmp_path, monkeypatch):
         assert [n for _, n, _ in top] == right[: play.LISTED] and top
         every = {(name[token], n, occurs[token]) for (expert, token), n in count.items() if expert == e}
         assert set(map(tuple, top)) <= every
-    shutil.rmtree(options["data"])
-    assert "no validation text" in play.Player(str(folder)).served_most()["note"]
+    (folder / "config.json").write_text('{"data_checksum": "of another text"}')
+    assert "no validation text: " in play.Player(str(folder)).served["note"]
+
+
+def test_what_the_experts_of_an_encoder_serve(made, tokenizers, tmp_path, monkeypatch):
+    """Each token goes to one expert, without a limit: together they serve the validation text, nothing masked."""
+    rng = np.random.default_rng(0)
+    (tmp_path / "text").mkdir()
+    for language, words in {"aa": ["cat", "sat", "mat"], "bb": ["quick", "brown", "fox", "jumps"]}.items():
+        lines = [" ".join(rng.choice(words, 12)) for _ in range(400)]
+        (tmp_path / "text" / f"{language}.txt").write_text("\n\n".join(lines))
+    spm = tokenizers[XLMR].save(tmp_path)
+    folder = prepare("cc100", tmp_path / "text", tokenizer=spm, out=tmp_path / "prepared")
+    run = made(MaskedLM, **ENCODERS["hypersphere"], data=str(folder))
+    data = MaskedData(folder, block_size=64, micro_tokens=64)
+    (run / "config.json").write_text(json.dumps({"data_checksum": data.checksum}))
+    monkeypatch.setattr(play, "LISTED", 1000)
+    found = play.Player(str(run)).served
+    rows = data.eval_rows("valid", play.VALIDATION_TOKENS)
+    occurs = Counter(data.tokens["valid"].tolist()) + Counter({XLMR.bos: len(rows.lengths)})
+    assert found["note"] == f"{occurs.total():,} tokens of the validation text" and len(found["layers"]) == 2
+    right = Counter()
+    for token, n in occurs.items():
+        right[play.written(tokenizers[XLMR], token)] += n
+    for experts in found["layers"]:
+        served = Counter()
+        for top in experts:
+            served.update({token: n for token, n, _ in top})
+        assert served == right and sum(bool(top) for top in experts) > 2
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -345,7 +375,7 @@ def test_runs_that_will_not_do(made, tmp_path, monkeypatch, capsys):
 def server(made):
     with play.listen(None) as server:
         server.player = play.Player(str(made(GPT, **DECODERS["threshold"])))
-        server.page = play.page_of(server.player.describe() | {"live": True, "routes": [], "served": None}).encode()
+        server.page = play.page_of(server.player.about | {"live": True, "routes": [], "served": None}).encode()
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server
         server.shutdown()
@@ -368,7 +398,7 @@ def test_the_server_answers_its_own_page(server):
     origin = f"http://127.0.0.1:{server.server_port}"
     status, found, _ = asked(server, "POST", "/route", json.dumps({"text": HOSTILE}), Origin=origin)
     assert status == 200 and found == json.loads(json.dumps(server.player.route(HOSTILE)))
-    setting = server.player.describe()["own"] | {"chooser": "topk", "K": 2}
+    setting = server.player.about["own"] | {"chooser": "topk", "K": 2}
     status, found, _ = asked(server, "POST", "/loss", json.dumps({"text": TEXT, "setting": setting}))
     assert status == 200 and found == server.player.loss(TEXT, setting)
     status, found, _ = asked(server, "POST", "/served", "{}")
@@ -394,7 +424,7 @@ def test_the_server_refuses_what_is_not_its_page(server):
 
 
 def test_what_is_not_understood_is_one_line(server):
-    own = server.player.describe()["own"]
+    own = server.player.about["own"]
     bad = ["", "{", "[" * 100_000, "null", "{}", '{"text": 3}', '{"text": ""}', '{"text": null}', "\xff"]
     for body in bad:
         status, found, _ = asked(server, "POST", "/route", body.encode("latin-1"))
