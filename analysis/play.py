@@ -59,7 +59,7 @@ def play(options: Play):
     if options.out:
         Path(options.out).parent.mkdir(parents=True, exist_ok=True)
         Path(options.out).write_text(page, encoding="utf-8")
-        return print(f"{options.out} is the page with {len(routes)} sentences ({len(page) / 1e3:.0f} kB)")
+        return print(f"{options.out} is the page, {len(page) / 1e3:.0f} kB; texts in it: {len(routes)}")
     with listen(options.port) as server:
         server.player, server.page = player, page.encode()
         address = f"http://127.0.0.1:{server.server_port}/"

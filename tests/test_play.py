@@ -297,7 +297,7 @@ def test_what_the_experts_of_an_encoder_serve(made, tokenizers, tmp_path, monkey
     folder = prepare("cc100", tmp_path / "text", tokenizer=spm, out=tmp_path / "prepared")
     run = made(MaskedLM, **ENCODERS["hypersphere"], data=str(folder))
     data = MaskedData(folder, block_size=64, micro_tokens=64)
-    (run / "config.json").write_text(json.dumps({"data_checksum": data.checksum}))
+    (run / "config.json").write_text(json.dumps({"data_checksum": f"{data.checksum}+that of pairs"}))
     monkeypatch.setattr(play, "LISTED", 1000)
     found = play.Player(str(run)).served
     rows = data.eval_rows("valid", play.VALIDATION_TOKENS)
@@ -320,7 +320,7 @@ def test_what_the_experts_of_an_encoder_serve(made, tokenizers, tmp_path, monkey
 def test_a_page_is_written_with_its_sentences(made, tmp_path, monkeypatch, capsys):
     folder, file = made(GPT, **DECODERS["threshold"]), tmp_path / "pages" / "play.html"
     run(monkeypatch, "play", "--run", folder, "--text", TEXT, "--text", HOSTILE, "--text", "none", "--out", file)
-    assert f"{file} is the page with 3 sentences" in capsys.readouterr().out
+    assert re.search(rf"{file} is the page, \d+ kB; texts in it: 3", capsys.readouterr().out)
     page, player = file.read_text(), play.Player(str(folder))
     data = data_of(page)
     assert [found["text"] for found in data["routes"]] == [TEXT, HOSTILE, "none"]
