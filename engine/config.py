@@ -10,6 +10,7 @@ import math
 import os
 import re
 import sys
+from typing import Annotated
 
 import tyro
 
@@ -26,9 +27,12 @@ SPARSE |= {"expert_parallel", "balance_coef"}
 # Constants that decide which others are read; a message that refuses one names them.
 REASONS = ("router", "objective", "tlm", "relative_bias", "task", "table")
 
+Texts = Annotated[tuple[str, ...], tyro.conf.UseAppendAction]  # an option that may be given again and again
+
 ANY = 2**62
 LIMITS = {}  # the least and the most that a number may be; one that is not named here must be over 0 and finite
 for low, high, names in (
+    (1, 65535, "port"),
     (0, ANY, "seed expert_layers routing_dim sample_tokens"),
     (0, 1, "min_learning_rate weight_decay warmup threshold eval_threshold sampling_exponent"),
     (0, 1e9, "grad_clip balance_coef lambda_disc"),
@@ -80,7 +84,7 @@ def command_line(Config: type, presets: dict[str, dict], argv: list[str]):
 def parse(default, argv: list[str], description: str):
     """A dataclass with what argv changes in it. The comments behind its fields are the help, below a description."""
     words = {"true": "True", "false": "False", "none": "None"}  # tyro wants Python's spelling
-    texts = {f"--{field.name}" for field in dataclasses.fields(default) if field.type is str}
+    texts = {f"--{field.name}" for field in dataclasses.fields(default) if field.type in (str, Texts)}
     args = []
     for word in argv:
         args += word.split("=", 1) if word.startswith("--") else [word]
