@@ -9,7 +9,17 @@ import json
 from pathlib import Path
 
 from data.tokenizers import XLMR, Tokenizer, load_tokenizer
-from engine.pretrained import CHECKPOINTS, GPT2_FORMAT, XLMR_FORMAT, part_of
+from engine.pretrained import (
+    CHECKPOINTS,
+    GPT2_FIXED,
+    GPT2_NAMES,
+    GPT2_SIZES,
+    SIZES,
+    XLMR_FIXED,
+    XLMR_NAMES,
+    XLMR_SIZES,
+    part_of,
+)
 from engine.run import newest, read_json
 from model import PAD
 
@@ -19,7 +29,10 @@ CLASSES = {  # class of a run's model -> transformers' class for it, and ours in
     "MaskedLM": ("AutoModelForMaskedLM", "NanoXMoEForMaskedLM"),
     "Electra": ("AutoModelForTokenClassification", "NanoXMoEForTokenClassification"),
 }
-LAYOUTS = {"GPT": (GPT2_FORMAT, "GPT2LMHeadModel"), "MaskedLM": (XLMR_FORMAT, "XLMRobertaForMaskedLM")}
+LAYOUTS = {  # class of a run's model -> transformers', and how that is written down
+    "GPT": ("GPT2LMHeadModel", GPT2_SIZES, GPT2_FIXED, GPT2_NAMES),
+    "MaskedLM": ("XLMRobertaForMaskedLM", XLMR_SIZES, XLMR_FIXED, XLMR_NAMES),
+}
 
 
 def export(run: str | Path, folder: str | Path):
@@ -56,9 +69,9 @@ def write(file: Path, content: dict):
 def in_their_layout(kind: str, state: dict, special: dict[str, int], folder: Path):
     import transformers
 
-    form, name = LAYOUTS[kind]
+    name, their_sizes, fixed, parts = LAYOUTS[kind]
     ours, sizes = state["model"], state["constants"] | {"vocab_size": state["vocab_size"]}
-    constants = {theirs: sizes[mine] for mine, theirs in form.sizes.items()} | form.fixed
+    constants = {theirs: sizes[mine] for mine, theirs in zip(SIZES, their_sizes)} | fixed
     if kind == "MaskedLM":
         constants["max_position_embeddings"] += PAD + 1  # the first positions are not used
     constants.pop("model_type")
@@ -67,7 +80,7 @@ def in_their_layout(kind: str, state: dict, special: dict[str, int], folder: Pat
     for name, theirs in model.state_dict().items():
         if name.startswith(("lm_head.decoder.", "lm_head.weight")):  # tied to the embeddings, and to the bias
             continue
-        for part, mine in form.names.items():
+        for part, mine in parts.items():
             name = name.replace(part, mine)
         found = ours.get(name)
         for i, part in enumerate(("query", "key", "value")):

@@ -2,11 +2,13 @@
 
     model, tokenizer = load("out/train_mlm/demo")         the newest sound checkpoint of a run
     model, tokenizer = load("/models/xlm-roberta-base")   downloaded by hand: nothing is downloaded here
+    python -m engine.pretrained export RUN FOLDER         a run as a folder that transformers loads, and `load` again
 
 A run of train_lm.py gives a GPT; of train_mlm.py and train_electra.py an Encoder, without its head (of XLM-E the
 discriminator's); of train_mt.py a Translator.
 """
 
+import sys
 import textwrap
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +16,8 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor, nn
 
-from data.tokenizers import XLMR, Tokenizer, load_tokenizer
+from data.tokenizers import GPT2, XLMR, SentencePiece, Tokenizer, load_tokenizer
+from engine.device import clear_errors
 from engine.run import newest, read_json
 from model import GPT, PAD, Encoder, Translator
 
@@ -24,6 +27,7 @@ MODELS = {"GPT": GPT, "MaskedLM": Encoder, "Electra": Encoder, "Translator": Tra
 # Files of a run: the best weights of a translator, or else the newest checkpoint, or the one before it.
 CHECKPOINTS = "model.pt", "ckpt.pt", "ckpt.prev.pt"
 HUGGING_FACE = "model.safetensors", "pytorch_model.bin"
+TOKENIZERS = [each.filename for each in (SentencePiece, XLMR, GPT2)]
 
 
 def load(path: str | Path, **changes) -> tuple[nn.Module, Tokenizer | None]:
@@ -157,15 +161,24 @@ XLMR_NAMES = {
 
 
 def load_hugging_face(folder: Path, changes: dict) -> tuple[nn.Module, Tokenizer | None]:
-    """GPT-2, or the encoder of XLM-R, with its tokenizer where sentencepiece.bpe.model is there."""
-    pieces, tokenizer = folder / "sentencepiece.bpe.model", None
-    if read_json(folder / "config.json").get("model_type") == "gpt2":
+    """GPT-2, the encoder of XLM-R, or a run that engine/export.py wrote, with its tokenizer where that is there."""
+    config = read_json(folder / "config.json")
+    if config.get("model_type") == "nanoxmoe":
+        kind = GPT if "NanoXMoEForCausalLM" in config["architectures"] else Encoder
+        weights = part_of(read_tensors(folder, {}), "model.")
+        weights = part_of(weights, "encoder.") or weights  # of a masked language model
+        model = make(kind, config["constants"] | changes, config["vocab_size"], folder)
+        return fill(model, {}, weights, folder).eval(), load_tokenizer(folder)
+    if config.get("model_type") == "gpt2":
         kind, (sizes, weights) = GPT, load_gpt2(folder)
     else:
         kind, (sizes, weights) = Encoder, load_xlmr(folder)
         weights = part_of(weights, "encoder.")
-        if pieces.exists():
-            tokenizer = load_tokenizer(pieces, kind="xlmr")
+    pieces, tokenizer = folder / "sentencepiece.bpe.model", None
+    if pieces.exists():
+        tokenizer = load_tokenizer(pieces, kind="xlmr")
+    elif any((folder / name).exists() for name in TOKENIZERS):
+        tokenizer = load_tokenizer(folder)
     model = make(kind, OTHERS | sizes | changes, sizes["vocab_size"], folder)
     return fill(model, sizes, weights, folder).eval(), tokenizer
 
@@ -234,3 +247,12 @@ def read_tensors(folder: Path, names: dict[str, str]) -> Weights:
         raise ImportError(f"reading {file} needs one more library: pip install safetensors") from None
     except Exception as error:  # damage shows itself in a dozen ways
         raise ValueError(f"{file} cannot be read: {short(error)}") from None
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 4 or sys.argv[1] != "export":
+        sys.exit("usage: python -m engine.pretrained export RUN FOLDER")
+    from engine.export import export
+
+    with clear_errors():
+        export(*sys.argv[2:])
