@@ -21,13 +21,12 @@ class Table(NamedTuple):
 
     def render(self, results: list[list[dict]], cells: Callable[[dict], dict]) -> str:
         """Markdown of each row's seeds. cells: a result -> {header: (number or None, its format)}, the same for all."""
-        headers, lines = [], []
-        for (labels, _), seeds in zip(self.rows, results):
-            found = [cells(result) for result in seeds]
-            headers = headers or list(*found[:1])
+        found = [list(map(cells, seeds)) for seeds in results]
+        headers, lines = list(next(filter(None, found), [{}])[0]), []
+        for (labels, _), seeds in zip(self.rows, found):
             lines.append(list(labels))
             for name in headers:
-                lines[-1].append(mean_cell([numbers[name] for numbers in found]))
+                lines[-1].append(mean_cell([numbers[name] for numbers in seeds]))
         return markdown_table([*self.labels, *headers], lines)
 
 

@@ -475,15 +475,15 @@ def test_a_table_gives_mean_deviation_and_gaps():
     def cells(result):
         return {"ppl": (result["ppl"], ".2f"), "cut": (result.get("cut"), ".1%")}
 
-    rows = [(("dense", "22.61"), {}), (("Switch", "20.11"), {"router": "switch"}), (("XMoE", ""), {})]
-    results = [[{"ppl": 10.0}], [{"ppl": 1.0, "cut": 0.5}, {"ppl": 3.0, "cut": 0.5}], []]
+    rows = [(("XMoE", ""), {}), (("dense", "22.61"), {}), (("Switch", "20.11"), {"router": "switch"})]
+    results = [[], [{"ppl": 10.0}], [{"ppl": 1.0, "cut": 0.5}, {"ppl": 3.0, "cut": 0.5}]]
     text = Table("title", ("method", "paper"), rows).render(results, cells)
     assert text.splitlines() == [
         "| method | paper | ppl         | cut          |",
         "|--------|-------|-------------|--------------|",
+        "| XMoE   |       |             |              |",
         "| dense  | 22.61 | 10.00       |              |",
         "| Switch | 20.11 | 2.00 ± 1.41 | 50.0% ± 0.0% |",
-        "| XMoE   |       |             |              |",
     ]
     numbers = [cell(value) for value in (None, 3, "S1", 1.0, 99.99, 100.0, 1234.5)]
     assert numbers == ["", "3", "S1", "1.00", "99.99", "100", "1,234"]
