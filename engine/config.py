@@ -65,7 +65,7 @@ def command_line(Config: type, presets: dict[str, dict], argv: list[str]):
 
     Raises ValueError for a value out of its limits, or an option that the chosen model does not read.
     """
-    given = re.findall(r"(?:^|\0)--preset[=\0]([^\0]+)", "\0".join(argv))  # not inside another option's text
+    given = re.findall(r"(?:^|\0)--preset[=\0]([^\0]*)", "\0".join(argv))  # not inside another option's text
     preset = given[-1] if given else Config.preset
     if preset not in presets:
         raise ValueError(f"preset must be one of {', '.join(presets)}, not {preset!r}")

@@ -30,7 +30,7 @@ def read_json(file: Path) -> dict:
     try:
         return dict(**json.loads(file.read_text()))
     except (ValueError, TypeError, RecursionError) as error:
-        raise ValueError(f"{file} is no readable JSON object ({error}): delete it or restore it") from None
+        raise ValueError(f"{file} is not readable JSON, or no object ({error}): delete it or restore it") from None
 
 
 def write(file: Path, content: dict | str | bytes):

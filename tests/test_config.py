@@ -40,6 +40,7 @@ def test_none_and_false_are_words_in_a_text():
 REFUSED = {  # in one line
     "no folder can be there": ({"out_dir": "/dev/null/x"}, "/dev/null/x"),
     "router": ({"router": "topp"}, "router must be dense or one of topk, switch, hypersphere"),
+    "an empty preset": ({"preset": ""}, "preset must be one of demo, small, wikitext103-124M"),
     "preset": ({"preset": "wikitext103-323"}, "preset must be one of demo, small, wikitext103-124M"),
     "table": ({"table": 3}, "table must be one of 1, 2, not 3"),
     "no table": ({"table": 0}, "table must be over 0 and finite, not 0"),

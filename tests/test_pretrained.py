@@ -183,7 +183,7 @@ BAD = {
     "another size": (lambda f: change(f, intermediate_size=48), "has not the weights of the model"),
     "more layers": (lambda f: change(f, num_hidden_layers=3), "has not the weights of the model"),
     "far larger": (lambda f: change(f, vocab_size=10**13), "the model in its config.json, which is a larger one"),
-    "torn configuration": (lambda f: cut(f / "config.json"), "config.json is no readable JSON object"),
+    "torn configuration": (lambda f: cut(f / "config.json"), "config.json is not readable JSON"),
     "no configuration": (lambda f: (f / "config.json").unlink(), "has no config.json"),
     "torn weights": (lambda f: cut(f / "model.safetensors"), "model.safetensors cannot be read"),
     "torn pickle": (lambda f: (as_pickle(f), cut(f / "pytorch_model.bin")), "pytorch_model.bin cannot be read"),

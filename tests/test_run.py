@@ -344,7 +344,7 @@ def test_a_file_that_is_no_record_is_an_error(options, monkeypatch, capsys):
         for content in ("", "[]", "null", '{"seed": 0', "[" * 100_000):
             (only_run(options["out_dir"]) / name).write_text(content)
             line = LM.refused(options, monkeypatch, capsys)
-            assert re.search(f"{name} is no readable JSON object .*: delete it or restore it", line)
+            assert re.search(f"{name} is not readable JSON, or no object .*: delete it or restore it", line)
         (only_run(options["out_dir"]) / name).write_text("{}")
 
 
