@@ -42,12 +42,9 @@ def read_meta(folder: Path) -> dict:
 
 
 def check_files(folder: Path, hashes: dict[str, str]):
-    """FileNotFoundError or ValueError: a file that is missing, or has changed.
-
-    A file is hashed once: `.NAME.checked`, beside the folder, remembers the size and the time that it had then.
-    """
+    """FileNotFoundError or ValueError: a file is missing or has changed. The noted size and time tell which to read."""
     place = folder.resolve()
-    memory = place.with_name(f".{place.name}.checked")
+    memory = place.with_name(f".{place.name}.checked")  # the hash, the size, the time and the name of each file
     known = found = ""
     with suppress(OSError, ValueError):
         known = memory.read_text()
@@ -112,8 +109,7 @@ class Prepared:
         """The corpus `name`, or the prepared folder `name`, read as a script's config says; see `ready`."""
         folder = ready(name, make=context.rank == 0)
         context.barrier()
-        micros = config.batch_tokens // config.micro_tokens
-        sizes = config.block_size, config.micro_tokens, micros
+        sizes = config.block_size, config.micro_tokens, config.batch_tokens // config.micro_tokens
         return cls(folder, *sizes, config.seed, **options)
 
     def __post_init__(self):

@@ -49,9 +49,7 @@ def prepare(
     languages: str | None = None,
     pieces: int | None = None,
 ) -> Path:
-    """Prepare corpus `name` and return its folder.
-
-    Raises ValueError, OSError or ImportError with one line for the user; nothing is then written.
+    """Prepare corpus `name` and return its folder. ValueError, OSError or ImportError: one line, nothing is written.
 
     Args:
         name: see data/README.md; pydocs, catalogs, catalogs-pairs and catalogs-en need no network
@@ -88,10 +86,7 @@ def prepare(
 
 
 def ready(name: str, make: bool = True) -> Path:
-    """The folder of a prepared corpus: data/prepared/NAME or, where that is missing, the folder called `name`.
-
-    A missing corpus that installed packages contain is prepared on the spot, unless `make` is false.
-    """
+    """data/prepared/NAME, made now where packages contain it and `make` says so, or else the folder called `name`."""
     folder = PREPARED / name
     if name in CORPORA and CORPORA[name].packages and not CORPORA[name].wheels:
         if make and not folder.exists():

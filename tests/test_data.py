@@ -197,7 +197,7 @@ def test_what_is_read_is_data_once_and_what_is_not_is_said(tmp_path, capsys):
     assert sorted(text for _, text in corpora.text(inside)) == ["elsewhere/b.txt", "in/deep/a.txt"]
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and said.startswith(f"not read in {inside}: ")
-    for part in ("2 hidden (.git)", "2 no file (gone)", "3 there twice (", "4 no text (LICENSE)"):
+    for part in ("2 hidden (.git)", "2 no file (gone)", "3 there twice (", "4 no data (LICENSE)"):
         assert part in said
 
 
