@@ -291,6 +291,11 @@ def test_the_gradient_is_the_mean_over_micro_batches_of_the_weighted_losses(opti
     torch.testing.assert_close(seen[0], [p.grad for p in model.parameters()])
 
 
+def test_both_corpora_are_read_as_the_constants_say(options):
+    for corpus in opened(options | {"span": 3.0, "mask_share": 0.25, "sampling_exponent": 0.3})[2].values():
+        assert (corpus.span, corpus.mask_share, corpus.exponent, corpus.replace) == (3.0, 0.25, 0.3, (1.0, 0.0))
+
+
 @pytest.mark.parametrize("given", [{}, XLM], ids=["XLM-E", "XLM"])
 @pytest.mark.parametrize("yes", [True, False])
 def test_the_generators_bias_starts_at_the_log_frequencies(given, yes, options):
