@@ -1,6 +1,7 @@
 """`analyze.py play`: the page's choices against routers.py, its numbers against the model's, and how it serves."""
 
 import base64
+import contextlib
 import http.client
 import itertools
 import json
@@ -12,6 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from types import SimpleNamespace
 
@@ -451,15 +453,28 @@ def test_what_is_not_understood_is_one_line(server):
 
 
 def test_ctrl_c_ends_the_page(made):
+    """While it answers, too."""
     folder = made(GPT, **DECODERS["switch"])
     command = [sys.executable, str(ROOT / "analyze.py"), "play", "--run", str(folder), "--open", "false"]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as process:
         said = process.stdout.readline()
-        port = int(re.search(r"http://127\.0\.0\.1:(\d+)/", said)[1])
-        assert asked(SimpleNamespace(server_port=port), "GET", "/")[0] == 200
+        server = SimpleNamespace(server_port=int(re.search(r"http://127\.0\.0\.1:(\d+)/", said)[1]))
+        assert asked(server, "GET", "/")[0] == 200
+
+        def ask_on():
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                while True:
+                    asked(server, "POST", "/route", json.dumps({"text": TEXT}))
+
+        others = [threading.Thread(target=ask_on) for _ in range(3)]
+        for other in others:
+            other.start()
+        time.sleep(0.5)
         process.send_signal(signal.SIGINT)
         out, error = process.communicate(timeout=30)
+        for other in others:
+            other.join()
     assert process.returncode == 0 and not error and not out.strip()
 
 
@@ -473,5 +488,6 @@ def test_a_browser_is_opened(made, monkeypatch, capsys):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(play.Server, "serve_forever", serve)
+    monkeypatch.setattr(play.os, "_exit", lambda code: None)
     run(monkeypatch, "play", "--run", folder)
     assert f"{seen[0]} shows {folder}" in capsys.readouterr().out
