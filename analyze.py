@@ -5,7 +5,6 @@
     python analyze.py experts        XMoE's figure 5: experts that a token needs, in the course of training
     python analyze.py threshold      XMoE's figure 7: perplexity by the threshold, in training and at test
     python analyze.py speed          XMoE's figure 8: time of a batch by its FLOPs
-    python analyze.py compare        XMoE's table 1: differences between trained models, with intervals
     python analyze.py umap           X-MoE's figures 2a and 2b: tokens as a router sees them
     python analyze.py collapse       X-MoE's figures 2c and 3a: collapse (RC) and fluctuation (RF) in training
     python analyze.py consistency    X-MoE's figure 3b: loads of the experts in fine-tuning runs that differ by seed
@@ -33,7 +32,6 @@ ANALYSES = {  # name: the options, whose docstring says what is shown; the funct
     "experts": (xmoe.Required, xmoe.experts),
     "threshold": (xmoe.Threshold, xmoe.threshold),
     "speed": (xmoe.Speed, xmoe.speed),
-    "compare": (xmoe.Compare, xmoe.compare),
     "umap": (x_moe.Umap, x_moe.umap),
     "collapse": (x_moe.Collapse, x_moe.collapse),
     "consistency": (x_moe.Consistency, x_moe.consistency),

@@ -5,28 +5,21 @@
     python finetune_xtreme.py --model out/train_electra/demo                another encoder: XLM-E's discriminator
     python finetune_xtreme.py --preset xmoe-xnli --model DIR                a task by X-MoE's appendix C, from the hub
     python finetune_xtreme.py --preset xlme-mlqa --model /models/xlm-roberta-base --source XTREME_FOLDER
-    python finetune_xtreme.py --preset xmoe-pos --search true               every combination of what was searched
     python finetune_xtreme.py --table 1 --source XTREME_FOLDER    a table, on a sample of each task, minutes a run:
                                                            X-MoE's 1, 3, 5, 6 and 7, or XLM-E's xlme1, xlme2 and xlme7
     python finetune_xtreme.py --table 1 --preset xmoe-xnli --source XTREME_FOLDER --seeds 5    by the paper's constants
-    python finetune_xtreme.py --model out/finetune_xtreme/RUN --predict FILE      tags, answers or labels for your text
 
 The checkpoint that is best in English (development set) is scored in every language, beside what a guess without a
-model reaches. A run is kept in out/finetune_xtreme/NAME with what it predicted, in test-LANGUAGE.jsonl; the same
-command goes on where it stopped. `--help` lists every constant.
+model reaches. A run is kept in out/finetune_xtreme/NAME with what it predicted, in files such as udpos/test-de.tsv
+and xquad/test-de.json, as XTREME's evaluate.py and its leaderboard want them; test sets without labels are predicted,
+too. The same command goes on where it stopped. `--help` lists every constant.
 """
 
 import hashlib
-import json
 from collections import ChainMap
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from itertools import product
-from operator import itemgetter
-from pathlib import Path
 from statistics import fmean
-from types import SimpleNamespace
 from typing import Literal
 
 import torch
@@ -34,17 +27,15 @@ from torch import nn
 from tqdm import tqdm
 
 from analysis import flops, measures
-from data import xtreme, xtreme_rows, xtreme_scores
-from data.files import read_lines
-from data.tokenizers import XLMR, load_tokenizer
-from data.xtreme import Example, Examples
-from data.xtreme_rows import Row, TaskData
+from data import xtreme_rows, xtreme_scores
+from data.xtreme import TASKS, Example, Examples, read_examples, submission
+from data.xtreme_rows import TaskData
 from engine import parallel, pretrained
-from engine.config import refuse_others, said
+from engine.config import said
 from engine.device import clear_errors, seed_all, warn
 from engine.optim import adamw, cross_entropy, linear, set_learning_rate
-from engine.run import Run, newest
-from engine.table import Table, carry_out, markdown_table, start
+from engine.run import Run
+from engine.table import Table, carry_out, start
 from model import Encoder, SparseModel, real_mask
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -56,15 +47,13 @@ class Config:
     preset: str = "demo"  # demo, or a paper and a task: xmoe-xnli, xlme-pos; sample-pos: small (--table: of all tasks)
     table: str | None = None  # run every row of X-MoE's table 1, 3, 5, 6 or 7, or XLM-E's xlme1, xlme2 or xlme7
     seeds: int = 1  # repeat with so many seeds; give mean and deviation
-    search: bool = False  # run every combination of the values that the paper searched for the task
     # the task, its data and the encoder
     task: Literal["pos", "ner", "xquad", "mlqa", "tydiqa", "xnli", "pawsx", "apps"] = "apps"
     model: str = "out/train_mlm/demo"  # the encoder: folder of a run, or of XLM-R in Hugging Face's format
     encoders: str = "demo"  # in tables: the preset of the runs of train_mlm.py and train_electra.py that are compared
     source: str | None = None  # folder with the task's files, or with XTREME's folders of all tasks; none: the hub
-    train_source: str | None = None  # file or folder to train on, where it is another
-    train_examples: int | None = None  # at most so many of them
-    test_examples: int | None = None  # at most so many of each language
+    train_examples: int | None = None  # at most so many to train on
+    test_examples: int | None = None  # at most so many of each language; what is handed in to XTREME needs all
     # training
     frozen: bool = True  # routers and experts stay as they are (X-MoE 3.3); the balance loss still reaches the rest
     balance_coef: float = 0.01  # alpha, the weight of the balance loss, where there are sparse layers
@@ -90,50 +79,45 @@ class Config:
     dtype: Literal["auto", "bfloat16", "float32", "float64"] = "auto"  # auto: bfloat16 where it is fast
     compile: bool = False  # torch.compile
     resume: bool = True  # go on from the run's newest checkpoint; false: start again
-    predict: str | None = None  # no training: say what --model, a run of this script, makes of this file
 
     @property
     def where(self) -> set[str]:
         """Constants that make no other run. Of the source it is what was read that counts, by a checksum."""
-        return {"search", "encoders", "predict", "source"}
+        return {"encoders", "source"}
 
     def unread(self) -> set[str]:
         """Constants that a run does not read because of others: see engine/config.py."""
         names = set()
-        if self.predict is not None:  # refused by predict_file
-            return names
-        if xtreme.TASKS[self.task].kind != "answer":
+        if TASKS[self.task].kind != "answer":
             names |= {"stride", "longest_answer"}
         if self.table is None:
             names |= {"encoders"}
         if self.table is None and self.task == "apps":
-            names |= {"source", "train_source"}
+            names |= {"source"}
         return names
 
 
-# X-MoE appendix C and XLM-E table 11. A tuple: the paper searched these values, and the preset takes the middle one.
-# Clipping, dropout, Adam's constants and lengths are those of XTREME's own scripts: the papers do not say. `sample` is
-# for encoders of the demos' size, which take larger steps, on a part of each task.
-BALANCE = (0.0, 1e-3, 1e-2, 1e-1)
-TAG_RATES = (1e-5, 2e-5, 3e-5)
-NER_RATES = (5e-6, 6e-6, 7e-6, 8e-6, 9e-6)
-ANSWER_RATES = (2e-5, 3e-5, 4e-5)
+# X-MoE appendix C and XLM-E table 11; where the paper searched several values, they stand behind the middle one, which
+# is taken. X-MoE searched balance_coef: 0, 1e-3, 1e-2, 1e-1. Clipping, dropout, Adam's constants and lengths are those
+# of XTREME's own scripts: the papers do not say. `sample` is for encoders of the demos' size, which take larger steps,
+# on a part of each task.
+COMMON = dict(batch_size=32, micro_size=8)
 SMALL = dict(batch_size=16, micro_size=16, dropout=0.0, test_examples=200)
-TASKS = {
-    "xmoe-pos": dict(batch_size=8, learning_rate=TAG_RATES, balance_coef=BALANCE),
-    "xmoe-ner": dict(batch_size=8, learning_rate=NER_RATES, balance_coef=BALANCE),
-    "xmoe-xquad": dict(learning_rate=ANSWER_RATES, epochs=(2, 3, 4), balance_coef=BALANCE),
-    "xmoe-mlqa": dict(learning_rate=ANSWER_RATES, epochs=(2, 3, 4), balance_coef=BALANCE),
-    "xmoe-tydiqa": dict(learning_rate=ANSWER_RATES, epochs=(10, 20, 40), balance_coef=BALANCE),
-    "xmoe-xnli": dict(learning_rate=2e-5, epochs=5, warmup=0.2, weight_decay=0.01, balance_coef=BALANCE),
-    "xmoe-pawsx": dict(learning_rate=(1e-5, 2e-5), balance_coef=BALANCE),
-    "xlme-pos": dict(batch_size=(8, 16, 32), learning_rate=TAG_RATES),
-    "xlme-ner": dict(batch_size=8, learning_rate=NER_RATES),
-    "xlme-xquad": dict(learning_rate=ANSWER_RATES, epochs=4),
-    "xlme-mlqa": dict(learning_rate=ANSWER_RATES, epochs=(2, 3, 4)),
-    "xlme-tydiqa": dict(learning_rate=ANSWER_RATES, epochs=(10, 20, 40)),
-    "xlme-xnli": dict(learning_rate=(5e-6, 6e-6, 7e-6, 8e-6), warmup=12_500 / 122_720),
-    "xlme-pawsx": dict(learning_rate=(8e-6, 9e-6, 1e-5, 2e-5)),
+CONSTANTS = {
+    "xmoe-pos": dict(batch_size=8, learning_rate=2e-5, balance_coef=1e-2),  # 1e-5, 2e-5, 3e-5
+    "xmoe-ner": dict(batch_size=8, learning_rate=7e-6, balance_coef=1e-2),  # 5e-6 to 9e-6
+    "xmoe-xquad": dict(learning_rate=3e-5, epochs=3, balance_coef=1e-2),  # 2e-5, 3e-5, 4e-5; 2, 3, 4
+    "xmoe-mlqa": dict(learning_rate=3e-5, epochs=3, balance_coef=1e-2),  # 2e-5, 3e-5, 4e-5; 2, 3, 4
+    "xmoe-tydiqa": dict(learning_rate=3e-5, epochs=20, balance_coef=1e-2),  # 2e-5, 3e-5, 4e-5; 10, 20, 40
+    "xmoe-xnli": dict(learning_rate=2e-5, epochs=5, warmup=0.2, weight_decay=0.01, balance_coef=1e-2),
+    "xmoe-pawsx": dict(learning_rate=2e-5, balance_coef=1e-2),  # 1e-5, 2e-5
+    "xlme-pos": dict(batch_size=16, learning_rate=2e-5),  # 8, 16, 32; 1e-5, 2e-5, 3e-5
+    "xlme-ner": dict(batch_size=8, learning_rate=7e-6),  # 5e-6 to 9e-6
+    "xlme-xquad": dict(learning_rate=3e-5, epochs=4),  # 2e-5, 3e-5, 4e-5
+    "xlme-mlqa": dict(learning_rate=3e-5, epochs=3),  # 2e-5, 3e-5, 4e-5; 2, 3, 4
+    "xlme-tydiqa": dict(learning_rate=3e-5, epochs=20),  # 2e-5, 3e-5, 4e-5; 10, 20, 40
+    "xlme-xnli": dict(learning_rate=7e-6, warmup=12_500 / 122_720),  # 5e-6 to 8e-6
+    "xlme-pawsx": dict(learning_rate=1e-5),  # 8e-6, 9e-6, 1e-5, 2e-5
     "sample-pos": SMALL | dict(train_examples=2000, epochs=6, learning_rate=2e-3),
     "sample-ner": SMALL | dict(train_examples=2000, epochs=6, learning_rate=2e-3),
     "sample-xquad": SMALL | dict(train_examples=1000, epochs=3, learning_rate=1e-3),
@@ -142,13 +126,11 @@ TASKS = {
     "sample-xnli": SMALL | dict(train_examples=5000, epochs=4),
     "sample-pawsx": SMALL | dict(train_examples=5000, epochs=10),
 }
-PRESETS, SEARCHED = {"demo": {}}, {"demo": {}}  # SEARCHED: a preset's constants with all values that were searched
-for name, constants in TASKS.items():
+PRESETS = {"demo": {}}
+for name, constants in CONSTANTS.items():
     task = name.partition("-")[2]
-    length = 384 if xtreme.TASKS[task].kind == "answer" else 128
-    SEARCHED[name] = {constant: values for constant, values in constants.items() if isinstance(values, tuple)}
-    middle = {constant: values[len(values) // 2] for constant, values in SEARCHED[name].items()}
-    PRESETS[name] = dict(task=task, batch_size=32, micro_size=8, block_size=length) | constants | middle
+    length = 384 if TASKS[task].kind == "answer" else 128
+    PRESETS[name] = COMMON | constants | {"task": task, "block_size": length}
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Tables: rows of encoders, each fine-tuned on several tasks, beside the paper's numbers (F1/EM of answers)
@@ -211,7 +193,7 @@ def table(number: str, base: Config) -> Table:
     """A row for each encoder and task, by the constants that the preset's paper has for the task; demo: by a sample."""
     title, tasks = TITLES[number]
     defaults = {name: getattr(Config, name) for name in PRESETS[base.preset]}  # the base's preset is of another task
-    paper = "sample" if base.preset == "demo" else base.preset.partition("-")[0]
+    paper = base.preset.partition("-")[0].replace("demo", "sample")
     rows = []
     for table, label, encoder, change, numbers in ROWS:
         if table != number:
@@ -229,14 +211,15 @@ TABLES = {number: partial(table, number) for number in TITLES}
 
 def cells(result: dict) -> dict:
     """A row of any of the tables: means over languages, and what only some of them are about."""
-    metrics = list(result["mean"])  # of answers f1 and em, else one alone
+    mean, english = result["mean"], result["languages"].get("en", {})
+    metrics = list(result["valid"])  # of answers f1 and em, else one alone
     main, last = metrics[0], metrics[-1]
     return {
-        "F1 or accuracy": (result["mean"][main], ".1f"),
-        "EM": (result["mean"].get("em"), ".1f"),
-        "guess": (result["guess"][main], ".1f"),
+        "F1 or accuracy": (mean.get(main), ".1f"),
+        "EM": (mean.get("em"), ".1f"),
+        "guess": (result["guess"].get(main), ".1f"),
         "by word": (result["counting"].get(main), ".1f"),
-        "English": (result["languages"].get("en", {}).get(main), ".1f"),
+        "English": (english.get(main), ".1f"),
         "English ahead by": (result["gap"].get(last), ".1f"),  # the paper's is of EM
         "English dev": (result["valid"][main], ".1f"),
     }
@@ -253,6 +236,7 @@ class FineTuned(SparseModel):
         super().__init__()
         self.config, self.vocab_size = encoder.config, encoder.vocab_size
         self.encoder, self.kind, self.labels = encoder, kind, labels
+        self.longest_row = encoder.config.block_size  # tokens; a preset may say fewer
         D, std = encoder.config.n_embd, encoder.config.init_std
         self.dropout = nn.Dropout(dropout)
         self.dense = nn.Linear(D, D) if kind == "label" else None
@@ -281,32 +265,25 @@ class FineTuned(SparseModel):
         return logits.flatten(0, 1), balance
 
 
-def build(config: Config, labels: list[str]) -> tuple[FineTuned, XLMR]:
-    """A pre-trained encoder under a new head, and its tokenizer. Raises ValueError where --model is something else."""
-    encoder, tokenizer = pretrained.load_encoder(config.model, dropout=config.dropout)
-    if tokenizer.vocab_size != encoder.vocab_size:
-        raise ValueError(f"{config.model}: its tokenizer has {tokenizer.vocab_size:,} pieces, not those of its model")
-    seed_all(config.seed)
-    return FineTuned(encoder, xtreme.TASKS[config.task].kind, labels, config.dropout), tokenizer
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Predicting and scoring
 
 
 @torch.no_grad()
-def predict(model: FineTuned, examples: list[Example], config: Config, tokenizer: XLMR, context) -> list:
+def predict(model: FineTuned, examples: list[Example], config: Config, tokenizer, context) -> list:
     """For each example its tags, its answer or its label. Processes share out batches of rows of like lengths."""
     model.eval()
-    rows = make_rows(model, examples, config, tokenizer)
+    rows = xtreme_rows.rows_of(model.kind, examples, tokenizer, model.longest_row, config.stride, model.labels)
+    size = config.micro_size
     longest_first = sorted(range(len(rows)), key=lambda number: -len(rows[number].ids))
-    size, found = config.micro_size, {}  # number of a row -> a list: the tags of its words, its label, its best answer
+    found = {}  # number of a row -> a list: the tags of its words, its label, its best answer
     for first in range(context.rank * size, len(rows), context.world * size):
         numbers = longest_first[first : first + size]
         own = [rows[number] for number in numbers]
         batch = xtreme_rows.batch_of(own, tokenizer.pad)
+        tensors = context.send_all(batch.ids, batch.real, batch.words)
         with context.autocast():
-            logits, _ = model(*context.send_all(batch.ids, batch.real, batch.words))
+            logits, _ = model(*tensors)
         logits = logits.float().cpu()
         predicted = xtreme_rows.row_predictions(model.kind, model.labels, own, logits, config.longest_answer)
         found.update(zip(numbers, predicted))
@@ -315,79 +292,51 @@ def predict(model: FineTuned, examples: list[Example], config: Config, tokenizer
     return xtreme_rows.by_example(model.kind, examples, rows, found)
 
 
-def longest_row(model: FineTuned, config: Config) -> int:
-    """T: a preset's block_size, or as many positions as the encoder has."""
-    positions = model.config.block_size
-    return min(config.block_size or positions, positions)
+COLUMNS = {"languages": "mean", "guesses": "guess", "counted": "counting"}  # scores of languages, and their means
 
 
-def make_rows(model: FineTuned, examples: list[Example], config: Config, tokenizer: XLMR) -> list[Row]:
-    """Raises ValueError where a row would be too short for anything."""
-    T = longest_row(model, config)
-    if T < 8:
-        raise ValueError(f"block_size = {T} leaves a row no room for a question and a text: 8 or more")
-    return xtreme_rows.rows_of(model.kind, examples, tokenizer, T, min(config.stride, T // 2), model.labels)
-
-
-def main_score(scores: dict[str, float]) -> float:
-    """What chooses a checkpoint: accuracy or F1, the first."""
-    return next(iter(scores.values()))
-
-
-COUNTING = {  # kind of task: what finds its answers by counting words, and what that is called
-    "tags": (xtreme_scores.tags_by_word, "each word's most frequent tag"),
-    "label": (xtreme_scores.labels_by_word, "naive Bayes over words"),
-}
-
-
-def score_languages(run: Run, model: FineTuned, examples: Examples, config: Config, context) -> dict:
+def score_languages(run: Run, model: FineTuned, examples: Examples, config: Config, context):
     """Scores every language, beside a guess and what counting words finds -> these, their means, and the gap: by how
     much English is ahead of the mean of the others (XLM-E table 7).
 
-    What was predicted is kept in test-LANGUAGE.jsonl, a line an example.
+    What was predicted is kept as XTREME wants it, also of test sets without labels, which are not scored.
     """
-    kind, by_word = model.kind, None
-    if kind in COUNTING:
-        by_word = COUNTING[kind][0](examples.train)
-    languages, guesses, counted = {}, {}, {}
-    for language, own in tqdm(examples.test.items(), desc="testing", unit="language", disable=context.rank > 0):
-        gold = [one.gold for one in own]
-        score = partial(xtreme_scores.scores, config.task, language, gold)
+    by_word = xtreme_scores.count_words(model.kind, examples.train)
+    languages, guesses, counted, unlabelled = {}, {}, {}, []
+    for language, own in tqdm(examples.test.items(), "testing", disable=context.rank > 0):
         predicted = predict(model, own, config, run.tokenizer, context)
-        keep(run, language, own, predicted)
+        name, content = submission(config.task, language, own, predicted)
+        if context.rank == 0:
+            with clear_errors():
+                (run.folder / name).parent.mkdir(exist_ok=True)
+        run.write(name, content)
+        gold = [one.gold for one in own]
+        if None in gold:
+            unlabelled.append(language)
+            continue
+        score = partial(xtreme_scores.scores, config.task, language, gold)
         languages[language] = score(predicted)
-        guesses[language] = score(xtreme_scores.guess(kind, examples.train, own))
+        guesses[language] = score(xtreme_scores.guess(model.kind, examples.train, own))
         if by_word:
             counted[language] = score(by_word(own))
     scores = {"languages": languages, "guesses": guesses, "counted": counted}
-    means = {"mean": mean_of(languages), "guess": mean_of(guesses), "counting": mean_of(counted)}
-    return scores | means | {"gap": gap_of(languages)}
+    means = {mean: mean_of(scores[kind]) for kind, mean in COLUMNS.items()}
+    return scores | means | {"gap": gap_of(languages), "unlabelled": unlabelled}
 
 
-def keep(run: Run, language: str, examples: list[Example], predicted: list):
-    lines = []
-    for one, ours in zip(examples, predicted):
-        record = {"id": one.id, "language": language, "gold": one.gold, "predicted": ours}
-        lines.append(json.dumps(record, ensure_ascii=False) + "\n")
-    run.write(f"test-{language}.jsonl", "".join(lines))
-
-
-def gap_of(languages: dict[str, dict]) -> dict[str, float]:
-    """English minus the mean of the other languages, of each metric; {} where there are not both."""
-    others = {language: scores for language, scores in languages.items() if language != "en"}
-    if not others or len(others) == len(languages):
-        return {}
-    mean = mean_of(others)
-    return {metric: value - mean[metric] for metric, value in languages["en"].items()}
-
-
-def mean_of(languages: dict[str, dict]) -> dict[str, float]:
+def mean_of(languages: dict) -> dict[str, float]:
     """The mean over languages of each metric; {} where there are no languages."""
-    values = {}
-    for scores in languages.values():
-        for metric, value in scores.items():
-            values.setdefault(metric, []).append(value)
-    return {metric: fmean(own) for metric, own in values.items()}
+    means = {}
+    for metric in next(iter(languages.values()), {}):
+        means[metric] = fmean(scores[metric] for scores in languages.values())
+    return means
+
+
+def gap_of(languages: dict) -> dict[str, float]:
+    """English minus the mean of the other languages, of each metric; {} where there are not both."""
+    others = languages.copy()
+    english, mean = others.pop("en", {}), mean_of(others)
+    return {metric: value - mean[metric] for metric, value in english.items() if mean}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -398,8 +347,9 @@ def train(config: Config, context) -> dict:
     """Fine-tunes (or goes on) on English, and scores every language -> the result, which is also in result.json."""
     with clear_errors():
         examples, model, data = set_up(config)
-        steps = config.epochs * data.steps_per_epoch
-        run = Run(config, PRESETS, context, data, total=steps, every=data.steps_per_epoch)
+        epoch = data.steps_per_epoch
+        steps = config.epochs * epoch
+        run = Run(config, PRESETS, context, data, total=steps, every=epoch)
     if run.result:
         return run.result
     with clear_errors():
@@ -407,7 +357,8 @@ def train(config: Config, context) -> dict:
         if config.frozen:  # routers and experts (X-MoE 3.3)
             for moe in model.moe_layers:
                 moe.requires_grad_(False)
-        context.say(f"{run.name}: {describe_data(config, examples, data, model)}")
+        limits = f"{len(data.rows):,} rows of at most {model.longest_row} tokens, {steps:,} steps"
+        context.say(f"{run.name}: {limits}; {len(examples.valid):,} development examples")
         forward = parallel.wrap(model, config, context)
         optimizer = adamw(model, config)
         watches = list(map(measures.Load, model.moe_layers))
@@ -436,62 +387,53 @@ def train(config: Config, context) -> dict:
             loads.append([watch.take(context.sum) for watch in watches])
         if run.due(step + 1):
             predicted = predict(model, examples.valid, config, data.tokenizer, context)
-            scores = score_english(config, examples, predicted)
+            gold = [one.gold for one in examples.valid]
+            scores = xtreme_scores.scores(config.task, "en", gold, predicted)
+            [metric, *_] = scores  # accuracy or F1 chooses
             best = run.kept.get("best")
-            if best is None or main_score(scores) > main_score(best["scores"]):
+            if best is None or scores[metric] > best["scores"][metric]:
                 weights = {name: x.to("cpu", copy=True) for name, x in model.state_dict().items()}
                 run.kept["best"] = {"step": step + 1, "scores": scores, "model": weights}
-            total = float(sum(p.detach().sum() for p in model.parameters()))  # not finite if the last update broke one
-            run.save(step + 1, scores, total, f"English development: {describe(scores)}")
+            total = sum(p.detach().sum() for p in model.parameters())  # not finite if the last update broke one
+            run.save(step + 1, scores, float(total), f"English development: {describe(scores)}")
 
     best = run.kept["best"]
     model.load_state_dict(best["model"])
     run.save_model("model.pt", model, best["step"], labels=model.labels)
     scores = score_languages(run, model, examples, config, context)
     scores |= {"valid": best["scores"], "step": best["step"], "loads": loads}
-    return run.finish(scores | {"longest_row": longest_row(model, config)})
+    return run.finish(scores)
 
 
 def set_up(config: Config) -> tuple[Examples, FineTuned, TaskData]:
     """What a run starts from. Raises ValueError, OSError or ImportError where something is missing."""
     limits = config.train_examples, config.test_examples
-    examples = xtreme.read_examples(config.task, config.source, config.train_source, *limits)
+    examples = read_examples(config.task, config.source, *limits)
     for note in examples.notes:
         warn(note)
-    model, tokenizer = build(config, examples.labels)
-    T = longest_row(model, config)
-    if "block_size" in said(config, PRESETS) and T < (config.block_size or 0):
-        raise ValueError(f"{config.model} has {T} positions, fewer than --block_size {config.block_size}")
-    rows = make_rows(model, examples.train, config, tokenizer)
-    rows = [row for row in rows if set(row.targets) != {xtreme_rows.UNKNOWN}]
+    encoder, tokenizer = pretrained.load_encoder(config.model, dropout=config.dropout)
+    if tokenizer.vocab_size != encoder.vocab_size:
+        raise ValueError(f"{config.model}: its tokenizer has {tokenizer.vocab_size:,} pieces, not those of its model")
+    seed_all(config.seed)
+    model = FineTuned(encoder, TASKS[config.task].kind, examples.labels, config.dropout)
+    positions = model.longest_row
+    model.longest_row = T = min(config.block_size or positions, positions)
+    if T < (config.block_size or 0) and "block_size" in said(config, PRESETS):
+        raise ValueError(f"{config.model} has {positions} positions, fewer than --block_size {config.block_size}")
+    if T < 8:
+        raise ValueError(f"block_size = {T} leaves a row no room for a question and a text: 8 or more")
+    rows = xtreme_rows.rows_of(model.kind, examples.train, tokenizer, T, config.stride, model.labels)
+    unknown = {xtreme_rows.UNKNOWN}
+    rows = [row for row in rows if set(row.targets) != unknown]
     if not rows:
         raise ValueError(f"no training example of {config.task} has a label that is known")
-    start = hash_of(model, examples)
-    return examples, model, TaskData(rows, tokenizer, config.batch_size, config.micro_size, config.seed, start)
-
-
-def score_english(config: Config, examples: Examples, predicted: list) -> dict[str, float]:
-    """Scores of predictions for the development set, which choose the checkpoint."""
-    gold = [one.gold for one in examples.valid]
-    return xtreme_scores.scores(config.task, "en", gold, predicted)
-
-
-def hash_of(model: nn.Module, examples: Examples) -> str:
-    """Of the weights and of what is scored: a run does not go on where a folder now holds others."""
-    found = hashlib.sha256(repr((examples.valid, examples.test)).encode("utf-8", "surrogatepass"))
+    # Other weights, or other examples to score, are another run: it does not go on with these.
+    scored = repr((examples.valid, examples.test))
+    found = hashlib.sha256(scored.encode("utf-8", "surrogatepass"))
     for x in model.state_dict().values():
         found.update(x.flatten().view(torch.uint8).numpy())
-    return found.hexdigest()
-
-
-def describe_data(config: Config, examples: Examples, data: TaskData, model: FineTuned) -> str:
-    guess = xtreme_scores.guess(model.kind, examples.train, examples.valid)
-    reached = describe(score_english(config, examples, guess))
-    return (
-        f"{len(data.rows):,} rows of {len(examples.train):,} training examples, up to {longest_row(model, config)} "
-        f"tokens each; {config.epochs * data.steps_per_epoch:,} steps; {len(examples.valid):,} development examples, "
-        f"of which a guess reaches {reached}; {len(examples.test)} languages to score"
-    )
+    sizes = config.batch_size, config.micro_size
+    return examples, model, TaskData(rows, tokenizer, *sizes, config.seed, found.hexdigest())
 
 
 def describe(scores: dict[str, float]) -> str:
@@ -500,104 +442,29 @@ def describe(scores: dict[str, float]) -> str:
 
 def report(config: Config, result: dict) -> str:
     """A finished result in words: a table of the languages, and by how much English is ahead."""
-    kind = xtreme.TASKS[config.task].kind
     what = "a smoke test, no task of XTREME's; " if config.task == "apps" else ""
-    by_word = COUNTING[kind][1] if kind in COUNTING else ""
     lines = [
         f"\n{result['name']}: {what}weights of step {result['step']}, best in English development",
-        f"{'':10}{'score':22}{'guess without a model':24}{by_word}".rstrip(),
+        f"{'':10}{'score':23}{'guess without a model':23}counting words",
     ]
-    for language, scores in result["languages"].items():
-        lines.append(line_of(language, scores, result["guesses"][language], result["counted"].get(language, {})))
-    lines.append(line_of("mean", result["mean"], result["guess"], result["counting"]))
+    for language in [*result["languages"], "mean"]:
+        line = f"{language:10}"
+        for kind, mean in COLUMNS.items():
+            scores = result[mean] if language == "mean" else result[kind].get(language, {})
+            line += f"{describe(scores):23}"
+        lines.append(line.rstrip())
     if result["gap"]:
         lines.append(f"English is ahead of the mean of the others by {describe(result['gap'])}")
+    unlabelled = result.get("unlabelled")
+    if unlabelled:
+        where = f"what was predicted is in {config.out_dir}/{result['name']}"
+        lines.append(f"no test labels, not scored: {', '.join(unlabelled)}; {where}")
     return "\n".join(lines)
-
-
-def line_of(language: str, scores: dict, guess: dict, counted: dict) -> str:
-    return f"{language:10}{describe(scores):22}{describe(guess):24}{describe(counted)}".rstrip()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What else the command line can ask for
-
-
-def search(config: Config, context):
-    """Runs every combination of the values that the paper searched, and orders them by English development."""
-    values = SEARCHED[config.preset]
-    with clear_errors():
-        if not values or config.table or config.seeds > 1:
-            raise ValueError(f"--search is for one preset of a paper and one seed, not for preset {config.preset}")
-        given = said(config, PRESETS).keys() & values.keys()
-        if given:
-            raise ValueError(f"--search tries every --{min(given)} of the paper: leave it out")
-    found = []
-    for combination in product(*values.values()):
-        change = dict(zip(values, combination))
-        result = train(replace(config, **change), context)
-        row = [*combination, describe(result["valid"]), describe(result["mean"])]
-        found.append((main_score(result["valid"]), row))
-    found.sort(key=itemgetter(0), reverse=True)
-    rows = [row for _, row in found]
-    if context.rank == 0:
-        headers = [*values, "English development", "mean over languages"]
-        print(f"\n{config.preset}, the best first\n\n{markdown_table(headers, rows)}")
-
-
-def predict_file(config: Config, context):
-    """Prints what a fine-tuned model makes of a file, in rows such as it was trained on.
-
-    Of a task with tags: a sentence of words and spaces a line -> `word TAB tag` lines, a blank one behind a sentence.
-    With answers: `question TAB text` -> the answer. With labels: `sentence TAB sentence`, of apps one -> the label.
-    """
-    with clear_errors():
-        refuse_others(config, PRESETS, "predict", {"model", "device", "dtype"})
-        constants, model, tokenizer = load_fine_tuned(Path(config.model))
-        examples = list(read_unlabelled(config.predict, constants.task))
-    model = context.place(model)
-    for example, found in zip(examples, predict(model, examples, constants, tokenizer, context)):
-        if model.kind == "tags":
-            found = "".join(f"{word}\t{tag}\n" for word, tag in zip(example.texts, found))
-        if context.rank == 0:
-            print(found)
-
-
-def load_fine_tuned(folder: Path) -> tuple[Config, FineTuned, XLMR]:
-    """A finished run of this script: its constants, its best weights, its tokenizer. Raises ValueError for others."""
-    _, state = newest(folder, ("model.pt",))
-    if state.get("class") != FineTuned.__name__:
-        raise ValueError(f"{folder} holds no fine-tuned model: give a folder under out/finetune_xtreme")
-    known = state["identity"].keys() & vars(Config()).keys()
-    config = Config(**{name: state["identity"][name] for name in known})
-    encoder = Encoder(SimpleNamespace(**state["constants"]), state["vocab_size"])
-    model = FineTuned(encoder, xtreme.TASKS[config.task].kind, state["labels"], dropout=0.0)
-    model.load_state_dict(state["model"])
-    return config, model, load_tokenizer(folder)
-
-
-def read_unlabelled(file: str, task: str) -> Iterator[Example]:
-    """An example a line. Raises ValueError for a line with another number of texts than the task has."""
-    kind, wanted = xtreme.TASKS[task].kind, 1 if task == "apps" else 2
-    for number, line in enumerate(read_lines(Path(file)), 1):
-        if kind == "tags":
-            words = line.split()
-            yield Example(str(number), tuple(words), [""] * len(words))
-            continue
-        texts = line.rstrip("\r\n").split("\t")
-        if len(texts) != wanted:
-            raise ValueError(f"{file}, line {number}: {len(texts)} texts between TABs, not {wanted}")
-        yield Example(str(number), tuple(texts), [] if kind == "answer" else "")
 
 
 def main():
     config, context = start(Config, PRESETS)
-    if config.predict is not None:
-        predict_file(config, context)
-    elif config.search:
-        search(config, context)
-    else:
-        carry_out(config, PRESETS, context, TABLES, train, report, cells)
+    carry_out(config, PRESETS, context, TABLES, train, report, cells)
 
 
 if __name__ == "__main__":

@@ -7,22 +7,20 @@
     python train_electra.py --table 2                                every row of the ablation
     torchrun --nproc_per_node 8 train_electra.py --preset base       the paper's model and schedule, on 8 GPUs
 
-A step has a batch of sentences and one of translation pairs. In both some tokens are masked; the generator fills them
-in (MLM on sentences, TLM on pairs), and the discriminator says of every token of the outcome whether it was replaced
-(MRTD and TRTD). Prints, at every evaluation, how well both networks do that on held-out text, beside a guess that
-looks at nothing; whether a translation helps the generator; and how many held-out sentences have their translation as
-the nearest one. A run is kept in out/train_electra/NAME; the same command goes on where it stopped. Whoever loads a
-run gets its discriminator without the head. `--help` lists every constant.
+In a batch of sentences and one of translation pairs some tokens are masked; the generator fills them in (MLM, TLM), and
+the discriminator says of every token of the outcome whether it was replaced (MRTD, TRTD). Prints, at every evaluation,
+how well both do that on held-out text, beside a guess that looks at nothing, and how many held-out sentences have their
+translation as the nearest one. A run is kept in out/train_electra/NAME; the same command goes on where it stopped.
+Whoever loads a run gets its discriminator without the head. `--help` lists every constant.
 """
 
 import math
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, product
 from statistics import fmean
 from types import SimpleNamespace
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -44,7 +42,7 @@ from model import Encoder, MaskedLM, SparseModel
 
 @dataclass
 class Config:
-    preset: str = "demo"  # demo, multilingual, small, or the paper's base, large and xl
+    preset: str = "demo"  # demo, multilingual, or the paper's base, large and xl
     table: int | None = None  # run every row of XLM-E's table 2 at the preset's scale
     seeds: int = 1  # repeat with so many seeds; give mean and deviation
     data: str = "catalogs"  # a corpus of many languages under data/prepared, or the folder of a prepared one
@@ -53,8 +51,7 @@ class Config:
     seed: int = 0  # of weights, data order, masks, replaced tokens and dropout
     # what is learned
     objective: Literal["rtd", "mlm"] = "rtd"  # rtd: XLM-E; mlm: a masked LM of n_layer layers, and no discriminator
-    tlm: bool = True  # masked LM on translation pairs too
-    trtd: bool = True  # replaced token detection on translation pairs too, where TLM has them
+    tlm: bool = True  # both on translation pairs too: TLM and TRTD; false: on sentences alone
     lambda_disc: float = 5.0  # lambda, the weight of the discriminator's losses; 50 holds a young generator back
     mask_share: float = 0.4  # of the tokens is masked; the paper's 0.15 teaches less in so short a run
     span: float | None = None  # mean length of masked spans; None: single tokens (section 3.1 says spans do worse)
@@ -113,68 +110,39 @@ class Config:
 
     def unread(self) -> set[str]:
         """Constants that a run does not read because of others: see engine/config.py."""
-        names = set()
-        if not self.relative_bias:
-            names |= {"distance_lr"}
-        if not self.tlm:
-            names |= {"trtd"}
-        if self.objective == "mlm":
-            names |= {"trtd", "lambda_disc", "generator_layers"}
-        return names
+        names = {"lambda_disc", "generator_layers"} if self.objective == "mlm" else set()
+        return names if self.relative_bias else names | {"distance_lr"}
 
 
 # XLM-E appendices A and B; micro-batches are ours. Of Large and XL the text says that they have a vocabulary of 500K,
 # but only one of 2^19 gives the parameters of table 3.
-BASE = dict(
-    data="cc100",
-    pairs="opus100",
-    lambda_disc=50.0,
-    mask_share=0.15,
-    generator_layers=4,
-    n_layer=12,
-    n_head=12,
-    n_embd=768,
-    ffn_size=3072,
-    block_size=512,
-    dropout=0.1,
-    frequency_bias=False,
-    moe_after=(6,),
-    steps=125_000,
-    batch_tokens=2048 * 512,
-    micro_tokens=32 * 512,
-    learning_rate=5e-4,
-    distance_lr=1.0,
-    warmup=0.08,
-    beta2=0.98,
-    eps=1e-6,
-    eval_every=5000,
-    eval_tokens=1 << 25,
-)
+BASE = dict(data="cc100", pairs="opus100", mask_share=0.15)
+BASE |= dict(n_layer=12, n_head=12, n_embd=768)
+BASE |= dict(ffn_size=3072, block_size=512, dropout=0.1)
+BASE |= dict(generator_layers=4, moe_after=(6,), frequency_bias=False)
+BASE |= dict(lambda_disc=50.0, learning_rate=5e-4, distance_lr=1.0)
+BASE |= dict(warmup=0.08, beta2=0.98, eps=1e-6)
+BASE |= dict(steps=125_000, batch_tokens=2048 * 512, micro_tokens=32 * 512)
+BASE |= dict(eval_every=5000, eval_tokens=1 << 25)
 LARGE = dict(generator_layers=6, n_layer=24, n_head=16, n_embd=1024, ffn_size=4096, moe_after=(12,))
 XL = dict(generator_layers=8, n_layer=48, n_head=24, n_embd=1536, ffn_size=6144, moe_after=(24,))
 PRESETS = {
     "demo": {},
     # Real text and pairs in four languages; `python -m data.multilingual` prepares them.
     "multilingual": dict(data="multilingual", pairs="multilingual-pairs"),
-    # Twice the width. At the demo's learning rate it hardly learned, before it had this lambda, beta2 and eps.
-    "small": dict(n_embd=256, ffn_size=1024, learning_rate=7.5e-4),
     "base": BASE,
     "large": BASE | LARGE,
     "xl": BASE | XL,
 }
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Table 2
-
 # A step of XLM-E costs as many FLOPs as so many of XLM, with the preset's own sizes and vocabulary.
-EQUAL_FLOPS = {"demo": 1.354, "multilingual": 1.270, "small": 1.414, "base": 1.260, "large": 1.203, "xl": 1.155}
+EQUAL_FLOPS = {"demo": 1.354, "multilingual": 1.270, "base": 1.260, "large": 1.203, "xl": 1.155}
 
 
 def table2(base: Config) -> Table:
     """Without TRTD, without the gated bias, and XLM. The paper's numbers are XNLI, MLQA (F1 / EM) after fine-tuning.
 
-    XLM, and XLM-E without pairs, stand here with XLM-E's steps and once more with its FLOPs. Where sizes are changed
-    on the command line these are not quite equal: the column of FLOPs tells how far off they are.
+    XLM, and XLM-E without pairs, stand here with XLM-E's steps and once more with its FLOPs at the preset's sizes.
     """
     more = EQUAL_FLOPS[base.preset]
     xlm = dict(objective="mlm", relative_bias=False)
@@ -185,7 +153,7 @@ def table2(base: Config) -> Table:
         ((f"XLM, {more} x the steps", ""), xlm | longer),
         ((f"XLM with the bias, {more} x the steps", ""), dict(objective="mlm") | longer),
         (("XLM - TLM", "?, 64.0 / 46.0"), xlm | sentences),
-        (("XLM-E", "76.6, 68.3 / 49.8"), dict(trtd=True)),
+        (("XLM-E", "76.6, 68.3 / 49.8"), {}),
         (("XLM-E - TRTD", "75.1, 67.8 / 49.7"), sentences),
         (("XLM-E - TRTD, 2 x the steps", ""), sentences | dict(steps=2 * base.steps)),
         (("XLM-E - TRTD - gate", "?, 67.4 / 49.2"), sentences | dict(relative_bias=False)),
@@ -199,7 +167,7 @@ TABLES = {2: table2}
 def cells(result: dict) -> dict:
     """A row of the table."""
     scores = result["held_out"]
-    sentences, pairs, translation = scores["sentences"], scores["pairs"], scores["translation"]
+    sentences, pairs, found = scores["sentences"], scores["pairs"], scores["retrieval"]
     return {
         "params, M": (result["parameters"]["kept"] / 1e6, ".1f"),
         "FLOPs": (result["flops"], ".2e"),
@@ -207,13 +175,13 @@ def cells(result: dict) -> dict:
         "in pairs": (pairs["generator"], ".1%"),
         "loss saved": (sentences.get("saved"), ".1%"),
         "saved in pairs": (pairs.get("saved"), ".1%"),
-        "translation adds": (translation["with"] - translation["without"], "+.2%"),
-        "translations found": (scores["retrieval"][middle(scores)], ".1%"),
+        "translation adds": (scores["translation"]["with"] - scores["translation"]["without"], "+.2%"),
+        "translations found": (found[measures.middle_layer(len(found) - 1)], ".1%"),
     }
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The two networks
+# The two networks, and their losses
 
 
 class Electra(SparseModel):
@@ -234,21 +202,16 @@ class Electra(SparseModel):
         self.generator.encoder.wte = self.encoder.wte
         self.generator.encoder.wpe = self.encoder.wpe
 
-    def forward(self, ids: Tensor, masked: Tensor, real: Tensor | None = None, targets: Tensor | None = None):
-        """The generator's logits (M, V) and the balance loss; with `targets` the discriminator's verdicts as well.
-
-        ids (B, T) after masking; masked (M,) places in B * T; real (S,) as in `Encoder`; targets (M,) what stood there.
-        The verdicts are logits (S,), above 0 where a token seems replaced, and whether it was, (S,) bool.
-        """
-        logits, balance = self.generator(ids, masked, real)
-        if targets is None:
-            return logits, balance
+    def forward(self, ids, masked, real, targets):
+        """ids (B, T) after masking, masked (M,) places in B * T, real (S,) as in `Encoder`, targets (M,) what was there
+        -> the generator's logits (M, V), balance loss, verdicts (S,), over 0 where one seems replaced, and truth."""
+        logits, _ = self.generator(ids, masked, real)
         drawn = sample(logits)  # (M,)
         corrupt = ids.flatten().index_copy(0, masked, drawn)  # (B * T,), eqs. 2 and 4
         h, balance = self.encoder(corrupt.view_as(ids), real)  # (B, T, D)
         verdicts = self.out(self.ln_h(F.gelu(self.dense(h)))).flatten()  # (B * T,)
-        # A token that was drawn as it stood there counts as original.
-        replaced = torch.zeros_like(corrupt, dtype=torch.bool).index_copy(0, masked, drawn != targets)  # (B * T,)
+        wrong = drawn != targets  # a token that was drawn as it stood there counts as original
+        replaced = torch.zeros_like(corrupt, dtype=torch.bool).index_copy(0, masked, wrong)  # (B * T,)
         if real is not None:
             verdicts, replaced = verdicts[real], replaced[real]  # (S,)
         return logits, balance, verdicts, replaced
@@ -264,56 +227,21 @@ def sample(logits: Tensor) -> Tensor:
     return (logits - torch.rand_like(logits).log_().neg_().log_()).argmax(dim=1)
 
 
-Model = Electra | MaskedLM  # XLM-E's two networks, or the one of its baseline
-
-
-def make(config, V: int) -> Model:
-    return Electra(config, V) if config.objective == "rtd" else MaskedLM(config, V)
-
-
-def generator_of(model: Model) -> MaskedLM:
-    """What fills in masked tokens; of the baseline all of it."""
-    return model.generator if isinstance(model, Electra) else model
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Losses
-
-
-class Answers(NamedTuple):
-    """What the networks say of a batch of S tokens, M of them masked."""
-
-    targets: Tensor  # (M,) what the masked tokens are
-    logits: Tensor  # (M, V) of what they are
-    balance: Tensor  # the balance loss
-    verdicts: Tensor | None = None  # (S,) logits, above 0 where a token seems replaced; None where nobody judged
-    replaced: Tensor | None = None  # (S,) bool, whether it was
-
-    @property
-    def right(self) -> Tensor:
-        """(M,) bool: which masked tokens the generator finds most probable."""
-        return self.logits.argmax(dim=1) == self.targets
-
-
-def ask(forward, batch: Masked, detect: bool, context) -> Answers:
-    """The generator (or the baseline) fills in the batch; with `detect` the discriminator judges the outcome."""
-    ids, masked, targets, real = context.send_all(batch.ids, batch.masked, batch.targets, batch.real)
-    inputs = [ids, masked, real]
-    if detect:
-        inputs.append(targets)
+def ask(forward, batch: Masked, config: Config, context):
+    """-> (MLM or TLM, the mean over masked tokens; MRTD or TRTD, the mean over all, 0 for the baseline; the balance
+    loss), and what the networks say, as `Electra` does but for the balance loss."""
+    ids, masked, targets, real = context.send_all(*batch[:4])
+    inputs = ids, masked, real
+    if config.objective == "rtd":
+        inputs += (targets,)
     with context.autocast():
-        return Answers(targets, *forward(*inputs))
-
-
-def losses(answers: Answers) -> tuple[Tensor, Tensor | float, Tensor]:
-    """MLM or TLM, the mean over masked tokens; MRTD or TRTD, the mean over all (0: nobody judged); the balance loss."""
-    total = cross_entropy(answers.logits, answers.targets, reduction="sum")
-    mlm = total / max(1, len(answers.targets))  # eq. 1
-    if answers.verdicts is None:
-        return mlm, 0.0, answers.balance
-    verdicts, truth = answers.verdicts.to(mlm.dtype), answers.replaced.to(mlm.dtype)
-    rtd = F.binary_cross_entropy_with_logits(verdicts, truth)  # eqs. 3, 5
-    return mlm, rtd, answers.balance
+        logits, balance, *judged = forward(*inputs)
+    total = cross_entropy(logits, targets, reduction="sum")
+    mlm, rtd = total / max(1, len(targets)), 0.0  # eq. 1
+    if judged:
+        verdicts, replaced = (x.to(mlm.dtype) for x in judged)
+        rtd = F.binary_cross_entropy_with_logits(verdicts, replaced)  # eqs. 3, 5
+    return (mlm, rtd, balance), [logits, *judged]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -321,58 +249,55 @@ def losses(answers: Answers) -> tuple[Tensor, Tensor | float, Tensor]:
 
 
 @torch.no_grad()
-def score(model: Model, batches: Iterable, special: Iterable[int], config: Config, context) -> dict[str, float]:
+def score(model, batches, special, config: Config, context) -> dict:
     """Mean losses and shares of right answers, over all batches of all processes; each batch's draws are fixed.
 
     saved: by how much the discriminator's loss is below that of a blind guess. Such a guess knows that `special` ids
     are never masked, and which share of the other tokens is replaced; 0 means that nothing more has been learned.
     """
-    detect, special = config.objective == "rtd", torch.tensor([*special])
+    special = torch.tensor([*special])
     own, sums = Counter(), Counter()  # of this process, and of all
     for masking, first, batch in batches:
         seed_all(config.seed, masking, first, 3)  # training has keys of three numbers
-        answers = ask(model, batch, detect, context)
-        mlm, rtd, balance = losses(answers)
-        M = len(answers.targets)
-        own.update(masked=M, mlm=M * float(mlm), balance=M * float(balance))
-        own["generator"] += int(answers.right.sum())
-        shown = batch.ids.flatten()  # (S,) without padding
+        (mlm, rtd, balance), (logits, *judged) = ask(model, batch, config, context)
+        right = logits.argmax(dim=1).cpu() == batch.targets  # (M,)
+        shown, M = batch.ids.flatten(), len(right)
         if batch.real is not None:
-            shown = shown[batch.real]
-        ordinary = len(shown) - int(torch.isin(shown, special).sum())  # a mask is special, what it hides is not
-        own.update(tokens=len(shown), maskable=M + ordinary)
-        if detect:
-            correct = (answers.verdicts > 0) == answers.replaced  # (S,)
-            own.update(rtd=len(shown) * float(rtd), accuracy=int(correct.sum()))
-            own["replaced"] += int(answers.replaced.sum())
+            shown = shown[batch.real]  # (S,)
+        S, fixed = len(shown), torch.isin(shown, special)
+        own.update(masked=M, mlm=M * float(mlm), generator=int(right.sum()))
+        own.update(tokens=S, rtd=S * float(rtd), balance=M * float(balance))
+        own["maskable"] += M + S - int(fixed.sum())  # a mask is special, what it hides is not
+        if judged:
+            verdicts, replaced = judged  # (S,)
+            correct = (verdicts > 0) == replaced
+            own.update(accuracy=int(correct.sum()), replaced=int(replaced.sum()))
     for part in context.gather(own):
         sums.update(part)
-    scores = {"masked": sums["masked"], "tokens": sums["tokens"]}
+    masked, tokens = sums["masked"], sums["tokens"]
+    scores = {"masked": masked, "tokens": tokens}
     for name in ("mlm", "generator", "balance"):
-        scores[name] = sums[name] / max(1, sums["masked"])
-    if detect:
+        scores[name] = sums[name] / max(1, masked)
+    if config.objective == "rtd":
         for name in ("rtd", "accuracy", "replaced"):
-            scores[name] = sums[name] / sums["tokens"]
+            scores[name] = sums[name] / tokens
         share = sums["replaced"] / max(1, sums["maskable"])
         of_maskable = sum(p * math.log(p) for p in (share, 1 - share) if p)
-        blind = -sums["maskable"] / sums["tokens"] * of_maskable
+        blind = -sums["maskable"] / tokens * of_maskable
         scores["saved"] = 1 - scores["rtd"] / blind if blind else 0.0
     return scores
 
 
-def evaluate(model: Model, data: dict, config: Config, context, maskings: int = 1) -> dict:
-    """Scores on the validation text of both kinds.
-
-    `layers`: routing statistics of sparse layers. `translation` and `retrieval`: see the functions below.
-    """
+def evaluate(model, data: dict, config: Config, context, maskings: int = 1) -> dict:
+    """Scores on the validation text of both kinds, routing statistics of the sparse layers, and what the two functions
+    below measure of pairs."""
     model.eval()
     watches = [measures.RoutingStats(moe) for moe in model.moe_layers]
     scores = {"loss": 0.0}
     for kind, corpus in data.items():
         batches = corpus.eval_batches("valid", maskings, config.eval_tokens, context.rank, context.world)
-        own = score(model, batches, corpus.tokenizer.special, config, context)
+        scores[kind] = own = score(model, batches, corpus.tokenizer.special, config, context)
         scores["loss"] += own["mlm"] + config.lambda_disc * own.get("rtd", 0.0)
-        scores[kind] = own
     scores["layers"] = [watch.finish(context.sum) for watch in watches]
     scores["translation"] = translation_effect(model, data["pairs"], config, context, maskings)
     scores |= retrieval(model.encoder, data["pairs"], config, context)
@@ -380,41 +305,38 @@ def evaluate(model: Model, data: dict, config: Config, context, maskings: int = 
     return scores
 
 
-def translation_effect(model: Model, pairs: PairData, config: Config, context, maskings: int) -> dict:
+@torch.no_grad()
+def translation_effect(model, pairs: PairData, config: Config, context, maskings: int) -> dict:
     """How often the generator is right about one half of a pair, with the whole other half beside it and without.
 
     The same tokens are masked both times. effect: the 95% interval of the difference over pairs.
     """
-    right = {}  # (R,) of each pair the masked tokens that are right
-    for name, beside in {"with": True, "without": False}.items():
-        halves = []
-        for half in (0, 1):
-            limits = config.eval_tokens, context.rank, context.world
-            shown = (0, 1) if beside else (half,)
-            batches = pairs.eval_batches("valid", maskings, *limits, masked=(half,), shown=shown)
-            halves.append(right_by_row(model, batches, context))
-        right[name], masked = halves[0] + halves[1]
-    difference = right["with"] - right["without"]
-    found = {name: float(rows.sum() / masked.sum()) for name, rows in right.items()}
-    return found | {"effect": measures.bootstrap(difference, masked)}
+    generator, found = getattr(model, "generator", model), {}
+    for beside, half in product((True, False), (0, 1)):
+        limits, shown = (config.eval_tokens, context.rank, context.world), (0, 1) if beside else (half,)
+        for _, first, batch in pairs.eval_batches("valid", maskings, *limits, masked=(half,), shown=shown):
+            ids, masked, targets, real = context.send_all(*batch[:4])
+            with context.autocast():
+                logits, _ = generator(ids, masked, real)
+            right = (logits.argmax(dim=1) == targets).cpu().double()  # (M,)
+            both = torch.stack([right, torch.ones_like(right)])
+            rows = torch.zeros(2, len(ids), dtype=torch.float64)  # of each pair: right, and masked
+            rows.index_add_(1, batch.masked // ids.shape[1], both)
+            key = beside, half, first
+            found[key] = found.get(key, 0) + rows
+    total = Counter()
+    for part in context.gather(found):
+        total.update(part)
+    halves = {}  # with a translation or without, and half -> (2, R)
+    for beside, half, first in sorted(total):
+        halves.setdefault((beside, half), []).append(total[beside, half, first])
+    halves = {key: torch.cat(parts, dim=1) for key, parts in halves.items()}
+    (right, masked), (alone, _) = (halves[beside, 0] + halves[beside, 1] for beside in (True, False))
+    shares = {"with": float(right.sum() / masked.sum()), "without": float(alone.sum() / masked.sum())}
+    return shares | {"effect": measures.bootstrap(right - alone, masked)}
 
 
-@torch.no_grad()
-def right_by_row(model: Model, batches: Iterable, context) -> Tensor:
-    """(2, R): of each row the masked tokens that the generator has right, and how many there are, over all maskings."""
-    own, rows = [], {}  # where a batch begins, and the counts of its rows
-    for _, first, batch in batches:
-        right = ask(model, batch, False, context).right.cpu().double()  # MPS has no float64
-        both = torch.stack([right, torch.ones_like(right)])  # (2, M)
-        row = batch.masked // batch.ids.shape[1]  # (M,)
-        counts = torch.zeros(2, len(batch.ids), dtype=torch.float64)
-        own.append((first, counts.index_add(1, row, both)))
-    for first, counts in chain(*context.gather(own)):
-        rows[first] = rows.get(first, 0) + counts
-    return torch.cat([rows[first] for first in sorted(rows)], dim=1)
-
-
-def retrieval(encoder: Encoder, pairs: PairData, config: Config, context, most: int = 1000) -> dict:
+def retrieval(encoder: Encoder, pairs: PairData, config: Config, context, most=1000):
     """How often the nearest of a language pair's held-out sentences is the translation, as in Tatoeba (table 5).
 
     The mean over language pairs, of at most `most` sentences each, by layer (0: embeddings); `chance` beside it.
@@ -425,15 +347,11 @@ def retrieval(encoder: Encoder, pairs: PairData, config: Config, context, most: 
         texts = [side[:most] for side in pairs.texts("valid", language)]
         if texts[0]:
             vectors = [measures.sentence_vectors(encoder, pairs.tokenizer, side, **how) for side in texts]
-            found.append([*measures.retrieval(*vectors).tolist(), 1 / len(texts[0])])
+            right = measures.retrieval(*vectors)  # (L + 1,)
+            found.append([*right.tolist(), 1 / len(texts[0])])
     everyone = chain(*context.gather(found))
-    *right, chance = [fmean(column) for column in zip(*everyone)]
+    *right, chance = map(fmean, zip(*everyone))
     return {"retrieval": right, "chance": chance}
-
-
-def middle(scores: dict) -> int:
-    """The layer whose sentence vectors are shown."""
-    return measures.middle_layer(len(scores["retrieval"]) - 1)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -445,32 +363,32 @@ def train(config: Config, context) -> dict:
     with clear_errors():
         data = open_data(config, context)
         run = Run(config, PRESETS, context, *data.values())
-    if run.result:
-        return run.result
-    with clear_errors():
+        if run.result:
+            return run.result
         model = build(config, data, context)
         work = step_flops(model)
-        counts = describe_size(run, model, data, work)
+        parameters = flops.count_parameters(model)
+        kept = [p.numel() for name, p in model.named_parameters() if not name.startswith("generator.")]
+        parameters["kept"] = sum(kept)  # the generator is thrown away when it has done its work
+        size = "{total:,} parameters, {kept:,} of them to keep".format(**parameters)
+        context.say(f"{run.name}: {size}; {work / 1e9:.1f} GFLOPs a step")
+        counted = counting.masked_scores(data["sentences"], config.eval_tokens)
+        context.say(counting.describe(counted))
         forward = parallel.wrap(model, config, context)
         optimizer = adamw(model, config)
-        kinds = 1 + config.tlm  # of batches: sentences, and pairs
-        run.resume(model, optimizer, flops_per_token=work / 3 / (kinds * config.batch_tokens))
-    rtd = config.objective == "rtd"
+        corpora = [*data.values()] if config.tlm else [data["sentences"]]
+        run.resume(model, optimizer, flops_per_token=work / 3 / (len(corpora) * config.batch_tokens))
     for step in run.steps():
         set_learning_rate(optimizer, linear(step, config.steps, config.warmup, config.learning_rate))
         for micro in run.micros:
             seed_all(config.seed, 1 + step, micro)  # all that is random: so a resumed run is the same run
             forward.require_backward_grad_sync = micro == run.micros[-1]  # processes exchange gradients once
-            sentences = data["sentences"].batch("train", step, micro)
-            mlm, mrtd, balance = losses(ask(forward, sentences, rtd, context))
-            tlm = trtd = more = 0.0
-            if config.tlm:
-                pairs = data["pairs"].batch("train", step, micro)
-                tlm, trtd, more = losses(ask(forward, pairs, rtd and config.trtd, context))
-            loss = mlm + tlm + config.lambda_disc * (mrtd + trtd)  # section 3.2
-            loss = loss + config.balance_coef * (balance + more)
+            batches = [corpus.batch("train", step, micro) for corpus in corpora]
+            asked = [ask(forward, batch, config, context)[0] for batch in batches]
+            mlm, rtd, balance = map(sum, zip(*asked))  # of sentences, and of pairs
+            loss = mlm + config.lambda_disc * rtd + config.balance_coef * balance  # section 3.2
             (loss / len(run.micros)).backward()
-            run.add(loss, tokens=kinds * config.micro_tokens)
+            run.add(loss, tokens=len(corpora) * config.micro_tokens)
         parallel.clip_grad_norm_(model, config.grad_clip)
         optimizer.step()
         optimizer.zero_grad()
@@ -480,8 +398,8 @@ def train(config: Config, context) -> dict:
             record = {"flops": (step + 1) * work, "held_out": scores}
             run.save(step + 1, record, scores["loss"], f"{record['flops']:.2e} FLOPs\n{describe(scores)}")
     scores = evaluate(parallel.whole(model), data, config, context, config.eval_maskings)
-    counts["flops"] = config.steps * work
-    return run.finish({"held_out": scores} | counts)
+    result = {"held_out": scores, "counting": counted, "parameters": parameters}
+    return run.finish(result | {"flops": config.steps * work})
 
 
 def open_data(config: Config, context) -> dict[str, MaskedData | PairData]:
@@ -491,58 +409,37 @@ def open_data(config: Config, context) -> dict[str, MaskedData | PairData]:
     sentences = MaskedData.open(config.data, config, context, **options)
     pairs = PairData.open(config.pairs, config, context, **options)
     if sentences.tokenizer.sha256 != pairs.tokenizer.sha256:
-        both = f"{sentences.folder} and {pairs.folder}"
-        raise ValueError(f"{both} have different tokenizers: prepare both with the same --tokenizer")
+        what = "have different tokenizers: prepare both with the same --tokenizer"
+        raise ValueError(f"{config.data} and {config.pairs} {what}")
     return {"sentences": sentences, "pairs": pairs}
 
 
-def build(config: Config, data: dict, context) -> Model:
+def build(config: Config, data: dict, context) -> Electra | MaskedLM:
     """The model drawn from the seed."""
     seed_all(config.seed)
-    model = context.place(make(config, data["pairs"].vocab_size))
+    network = Electra if config.objective == "rtd" else MaskedLM
+    model = context.place(network(config, data["pairs"].vocab_size))
     if config.frequency_bias:
-        generator_of(model).bias.data.copy_(data["sentences"].log_frequencies())
+        generator = getattr(model, "generator", model)
+        generator.bias.data.copy_(data["sentences"].log_frequencies())
     return model
 
 
-def step_flops(model: Model) -> float:
+def step_flops(model: Electra | MaskedLM) -> float:
     """Training FLOPs of a step, forward and twice that backward; pairs count as rows of block_size tokens, too."""
     config, D = model.config, model.config.n_embd
-    generator = generator_of(model)
+    generator = getattr(model, "generator", model)
     head = config.mask_share * flops.masked_head_flops(generator)  # only masked tokens pass through it
-    batches = 1 + config.tlm  # of sentences, and of pairs
-    forward = batches * flops.flops_per_token(generator.encoder, generator.config, head)["total"]
+    forward = flops.flops_per_token(generator.encoder, generator.config, head)["total"]
     if config.objective == "rtd":
         head = 2 * D * D + 2 * D
-        batches = 1 + (config.tlm and config.trtd)
-        forward += batches * flops.flops_per_token(model.encoder, config, head)["total"]
-    return 3 * config.batch_tokens * forward
-
-
-def describe_size(run: Run, model: Model, data: dict, work: float) -> dict:
-    """Prints the model's size and its work, and what counting reaches on the same sentences; returns size and that."""
-    parameters = flops.count_parameters(model)
-    kept = [p.numel() for name, p in model.named_parameters() if not name.startswith("generator.")]
-    parameters["kept"] = sum(kept)  # the generator is thrown away when it has done its work
-    run.context.say(
-        f"{run.name}: {parameters['total']:,} parameters, {parameters['kept']:,} of them to keep; "
-        f"{work / 1e9:.1f} GFLOPs a step; {len(data['sentences'].languages)} languages, "
-        f"{len(data['pairs'].languages)} pairs of them"
-    )
-    counted = {}
-    for name, (_, right, many) in counting.masked_scores(data["sentences"], run.config.eval_tokens).items():
-        counted[name] = float(right.sum() / many.sum())
-    if counted:
-        run.context.say(describe_counting(counted))
-    return {"counting": counted, "parameters": parameters}
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Words
+        forward += flops.flops_per_token(model.encoder, config, head)["total"]
+    batches = 1 + config.tlm  # of sentences, and of pairs
+    return 3 * batches * config.batch_tokens * forward
 
 
 def describe(scores: dict) -> str:
-    """What one evaluation found: a line for each kind of text, two for both languages together, one a sparse layer."""
+    """What one evaluation found: a line for each kind of text, one for both languages together, one a sparse layer."""
     lines = []
     for kind in ("sentences", "pairs"):
         own = scores[kind]
@@ -551,36 +448,24 @@ def describe(scores: dict) -> str:
             line += f"; discriminator: loss {own['rtd']:.4f}, {own['saved']:.1%} below a blind "
             line += f"guess's, {own['accuracy']:.1%} right, {own['replaced']:.1%} replaced"
         lines.append(line)
-    beside, found, layer = scores["translation"], scores["retrieval"], middle(scores)
-    low, high = beside["effect"]
+    found, translation = scores["retrieval"], scores["translation"]
+    low, high = translation["effect"]
     lines.append(
-        f"masked tokens of one half of held-out pairs: {beside['with']:.2%} right with the translation beside it, "
-        f"{beside['without']:.2%} without; the difference is {low:+.2%} to {high:+.2%} (bootstrap, 95%)"
+        f"masked tokens of one half of held-out pairs: {translation['with']:.2%} right with the translation beside it, "
+        f"{translation['without']:.2%} without; the difference is {low:+.2%} to {high:+.2%} (bootstrap, 95%)"
     )
-    lines.append(
-        f"held-out translations found: {found[layer]:.1%} by layer {layer} "
-        f"({found[0]:.1%} by embeddings, {scores['chance']:.1%} chance)"
-    )
+    layer = measures.middle_layer(len(found) - 1)
+    beside = f"{found[0]:.1%} by embeddings, {scores['chance']:.1%} chance"
+    lines.append(f"held-out translations found: {found[layer]:.1%} by layer {layer} ({beside})")
     for i, moe in enumerate(scores["layers"], 1):
-        balance = f"{scores['sentences']['balance']:.3f}, {scores['pairs']['balance']:.3f}"
-        lines.append(f"sparse layer {i}: {measures.describe_routing(moe)}; balance loss of all {balance}")
+        lines.append(f"sparse layer {i}: {measures.describe_routing(moe)}")
     return "\n".join(lines)
-
-
-def describe_counting(right: dict[str, float]) -> str:
-    return (
-        f"counting is right on {right['tokens']:.1%} of the masked tokens of sentences by the tokens of each language, "
-        f"on {right['neighbours']:.1%} by the two beside each as well (first masking)"
-    )
 
 
 def report(config: Config, result: dict) -> str:
     """A finished result in words."""
     title = f"{result['name']}, {result['flops']:.2e} FLOPs, {config.eval_maskings} maskings"
-    lines = ["", title, describe(result["held_out"])]
-    if result["counting"]:
-        lines.append(describe_counting(result["counting"]))
-    return "\n".join(lines)
+    return "\n".join(["", title, describe(result["held_out"]), counting.describe(result["counting"])])
 
 
 def main():

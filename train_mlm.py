@@ -7,14 +7,14 @@
     python train_mlm.py --table 2                              every row of a table, beside the paper's numbers
     torchrun --nproc_per_node 8 train_mlm.py --preset base     the paper's model and schedule, on 8 GPUs
 
-Prints, at every evaluation, the perplexity of masked tokens, how the sparse layers route, and the two measures that
-X-MoE proposes: RC says how far the vectors of an expert's tokens have collapsed around their mean (the smaller, the
-more), and RF which share of the tokens has changed its expert since the last evaluation. In the end it prints the
-perplexity of every language. A run is kept in out/train_mlm/NAME; the same command goes on where it stopped. `--help`
-lists every constant.
+Prints, at every evaluation, the perplexity of masked tokens, how the sparse layers route, and X-MoE's two measures: RC
+says how far the vectors of an expert's tokens have collapsed around their mean (the smaller, the more), and RF which
+share of the tokens has changed its expert since the last evaluation. In the end it prints the perplexity of every
+language. A run is kept in out/train_mlm/NAME; the same command goes on where it stopped. `--help` lists every constant.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -102,91 +102,68 @@ class Config:
         return set() if self.relative_bias else {"distance_lr"}
 
 
+# X-MoE appendices A and B; the paper says neither the micro-batch nor a limit of the gradient: they are ours.
+BASE = dict(data="cc100", mask_share=0.15, router_lr=1.0)
+BASE |= dict(n_layer=12, n_head=12, n_embd=768)
+BASE |= dict(ffn_size=3072, block_size=512, dropout=0.1)
+BASE |= dict(moe_after=(6,), expert_size=3072)
+BASE |= dict(frequency_bias=False, relative_bias=False, distance_lr=1.0)
+BASE |= dict(steps=125_000, batch_tokens=2048 * 512, micro_tokens=32 * 512)
+BASE |= dict(learning_rate=5e-4, beta2=0.98, eps=1e-6, eval_every=5000)
 PRESETS = {
     "demo": {},
     # Real text in four languages, with room for two sentences; `python -m data.multilingual` prepares it.
     "multilingual": dict(data="multilingual", block_size=128, eval_tokens=1 << 16),
     # Twice the width. At the demo's learning rate it collapsed, before it had the relative bias and 40% masks.
     "small": dict(n_embd=256, ffn_size=1024, expert_size=256, steps=5000, eval_every=1000, learning_rate=1e-3),
-    # X-MoE appendices A and B; the paper says neither the micro-batch nor a limit of the gradient: they are ours.
-    "base": dict(
-        data="cc100",
-        mask_share=0.15,
-        n_layer=12,
-        n_head=12,
-        n_embd=768,
-        ffn_size=3072,
-        block_size=512,
-        dropout=0.1,
-        frequency_bias=False,
-        relative_bias=False,
-        moe_after=(6,),
-        expert_size=3072,
-        steps=125_000,
-        batch_tokens=2048 * 512,
-        micro_tokens=32 * 512,
-        learning_rate=5e-4,
-        router_lr=1.0,
-        distance_lr=1.0,
-        beta2=0.98,
-        eps=1e-6,
-        eval_every=5000,
-    ),
+    "base": BASE,
 }
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Tables. Tables 3 and 5 are of fine-tuned models: XNLI's accuracy, and MLQA's F1 / EM. Where routing_dim is None, the
-# hypersphere's is E / 2, and the baseline has no projection.
+# Tables: the title, what the paper's numbers are (tables 3 and 5 are of fine-tuned models), and of each row the label,
+# the paper's numbers, router, gate, and routing_dim in multiples of E (None: the router's).
 
-TABLE2 = [  # model, the paper's perplexity, router, gate
-    ("dense", "23.51", "dense", None),
-    ("SMoE, softmax", "19.02", "switch", None),
-    ("X-MoE, softmax", "18.72", "hypersphere", None),
-    ("SMoE, sigmoid", "19.59", "switch", "sigmoid"),
-    ("X-MoE, sigmoid", "19.12", "hypersphere", "sigmoid"),
-]
-TABLE3 = [  # model, the paper's scores, router, routing_dim in multiples of E
-    ("reduction, L2 norm", "72.2, 64.3 / 46.0", "hypersphere", None),
-    ("L2 norm", "71.5, 63.4 / 45.2", "hypersphere", 0),
-    ("reduction", "71.4, 63.0 / 45.2", "switch", 0.5),
-    ("neither", "71.6, 63.6 / 45.5", "switch", None),
-]
-TABLE5 = [  # routing_dim, the paper's scores, router, routing_dim in multiples of E
-    ("E / 4", "71.4, 64.3 / 46.4", "hypersphere", 0.25),
-    ("E / 2", "72.2, 64.3 / 46.0", "hypersphere", None),
-    ("E", "71.7, 63.8 / 45.9", "hypersphere", 1),
-    ("2 E", "71.7, 62.7 / 44.8", "hypersphere", 2),
-    ("4 E", "71.2, 63.1 / 45.0", "hypersphere", 4),
-]
+FINE_TUNED = "paper, fine-tuned: XNLI, MLQA"
+ROWS = {
+    2: [
+        "X-MoE table 2: validation perplexity",
+        "paper, perplexity",
+        ("dense", "23.51", "dense", None, None),
+        ("SMoE, softmax", "19.02", "switch", None, None),
+        ("X-MoE, softmax", "18.72", "hypersphere", None, None),
+        ("SMoE, sigmoid", "19.59", "switch", "sigmoid", None),
+        ("X-MoE, sigmoid", "19.12", "hypersphere", "sigmoid", None),
+    ],
+    3: [
+        "X-MoE table 3, pre-training: reduction and norm, sigmoid gate",
+        FINE_TUNED,
+        ("reduction, L2 norm", "72.2, 64.3 / 46.0", "hypersphere", "sigmoid", None),
+        ("L2 norm", "71.5, 63.4 / 45.2", "hypersphere", "sigmoid", 0),
+        ("reduction", "71.4, 63.0 / 45.2", "switch", "sigmoid", 0.5),
+        ("neither", "71.6, 63.6 / 45.5", "switch", "sigmoid", None),
+    ],
+    5: [
+        "X-MoE table 5, pre-training: the routing dimension, sigmoid gate",
+        FINE_TUNED,
+        ("E / 4", "71.4, 64.3 / 46.4", "hypersphere", "sigmoid", 0.25),
+        ("E / 2", "72.2, 64.3 / 46.0", "hypersphere", "sigmoid", None),
+        ("E", "71.7, 63.8 / 45.9", "hypersphere", "sigmoid", 1),
+        ("2 E", "71.7, 62.7 / 44.8", "hypersphere", "sigmoid", 2),
+        ("4 E", "71.2, 63.1 / 45.0", "hypersphere", "sigmoid", 4),
+    ],
+}
 
 
-def table2(base: Config) -> Table:
-    """Dense, SMoE and X-MoE, with either gate."""
+def table(number: int, base: Config) -> Table:
+    title, paper, *lines = ROWS[number]
     rows = []
-    for model, paper, router, gate in TABLE2:
-        rows.append(((model, paper), dict(router=router, gate=gate, routing_dim=None)))
-    return Table("X-MoE table 2: validation perplexity", ("model", "paper, perplexity"), rows)
-
-
-def of_dimensions(base: Config, table: list, title: str) -> Table:
-    """Table 3 or 5: every row has a sigmoid gate and a routing dimension."""
-    rows = []
-    for model, paper, router, times in table:
+    for label, scores, router, gate, times in lines:
         dim = None if times is None else int(times * base.experts)
-        rows.append(((model, paper), dict(router=router, gate="sigmoid", routing_dim=dim)))
-    return Table(title, ("model", "paper, fine-tuned: XNLI, MLQA"), rows)
+        rows.append(((label, scores), dict(router=router, gate=gate, routing_dim=dim)))
+    return Table(title, ("model", paper), rows)
 
 
-def table3(base: Config) -> Table:
-    """Dimension reduction and L2 norm, each on and off; the paper fine-tunes with frozen experts."""
-    return of_dimensions(base, TABLE3, "X-MoE table 3, pre-training: reduction and norm, sigmoid gate")
-
-
-def table5(base: Config) -> Table:
-    return of_dimensions(base, TABLE5, "X-MoE table 5, pre-training: the routing dimension, sigmoid gate")
-
-
-TABLES = {2: table2, 3: table3, 5: table5}
+TABLES = {number: partial(table, number) for number in ROWS}
 MEASURED = {"rc": "RC", "rf": "RF", "imbalance": "load imbalance", "temperature": "temperature"}
 FORMATS = {"rc": ".2f", "rf": ".1%", "imbalance": ".2f", "temperature": ".3f"}
 
@@ -231,28 +208,21 @@ def evaluate(model: MaskedLM, data: MaskedData, config: Config, context, masking
         losses.index_add_(0, batch.language, loss)
         counts.index_add_(0, batch.language, torch.ones_like(loss))
         balances += float(balance) * len(loss)
-    losses, counts, balances = (context.sum(x) for x in (losses, counts, balances))
+    losses, counts, balances = map(context.sum, (losses, counts, balances))
     model.train()
-    layers = []
+    predicted = int(counts.sum())
+    loss = float(losses.sum() / predicted)
+    scores = {"loss": loss, "ppl": measures.perplexity(loss), "languages": {}, "layers": []}
+    scores |= {"balance": float(balances) / predicted, "tokens": tokens, "predicted": predicted}
+    for name, total, count in zip(data.languages, losses.tolist(), counts.tolist()):
+        if count:
+            scores["languages"][name] = measures.perplexity(total / count)
     for i, moe in enumerate(model.moe_layers):
         layer = routing[i].finish(context.sum)
         layer |= collapse[i].finish(before[i] if before else None, context.sum)
         layer["temperature"] = moe.router.temperature.item() if moe.router.on_sphere else None  # X-MoE eq. 8
-        layers.append(layer)
-    predicted = int(counts.sum())
-    scores = perplexities(losses, counts, data.languages)
-    scores |= {"balance": float(balances) / predicted, "tokens": tokens, "predicted": predicted, "layers": layers}
+        scores["layers"].append(layer)
     return scores, [watch.chosen for watch in collapse]
-
-
-def perplexities(losses: Tensor, counts: Tensor, languages: list[str]) -> dict:
-    """The mean of summed cross entropies (J,) of so many tokens (J,) of each language; all perplexities."""
-    loss = float(losses.sum() / counts.sum())
-    by_language = {}
-    for name, total, count in zip(languages, losses.tolist(), counts.tolist()):
-        if count:
-            by_language[name] = measures.perplexity(total / count)
-    return {"loss": loss, "ppl": measures.perplexity(loss), "languages": by_language}
 
 
 def train(config: Config, context) -> dict:
@@ -261,14 +231,19 @@ def train(config: Config, context) -> dict:
         shares = {"exponent": config.sampling_exponent, "mask_share": config.mask_share}
         data = MaskedData.open(config.data, config, context, **shares)
         run = Run(config, PRESETS, context, data)
-    if run.result:
-        return run.result
-    with clear_errors():
+        if run.result:
+            return run.result
         model = build(config, data, context)
-        counts = describe_size(run, model, data)
+        parameters = flops.count_parameters(model)
+        head = config.mask_share * flops.masked_head_flops(model)  # only masked tokens pass through it
+        work = flops.flops_per_token(model.encoder, config, head)
+        size = "{total:,} parameters, {active:,.0f} active a token".format(**parameters)
+        context.say(f"{run.name}: {size}; {work['total'] / 1e6:.1f} MFLOPs a token forward")
+        counted = counting.masked_scores(data, config.eval_tokens)
+        context.say(counting.describe(counted))
         forward = parallel.wrap(model, config, context)
         optimizer = adamw(model, config)
-        run.resume(model, optimizer, counts["flops"]["total"])
+        run.resume(model, optimizer, work["total"])
     scores, chosen = run.kept.get("valid"), run.kept.get("chosen")  # of the last evaluation
     for step in run.steps():
         set_learning_rate(optimizer, linear(step, config.steps, config.warmup, config.learning_rate))
@@ -291,7 +266,7 @@ def train(config: Config, context) -> dict:
             scores, chosen = evaluate(parallel.whole(model), data, config, context, maskings, before=chosen)
             run.kept = {"valid": scores, "chosen": chosen}
             run.save(step + 1, scores, scores["loss"], f"valid {describe(scores)}")
-    return run.finish({"valid": scores} | counts)
+    return run.finish({"valid": scores, "counting": counted, "parameters": parameters, "flops": work})
 
 
 def build(config: Config, data: MaskedData, context) -> MaskedLM:
@@ -303,44 +278,16 @@ def build(config: Config, data: MaskedData, context) -> MaskedLM:
     if config.frequency_bias:
         model.bias.data.copy_(data.log_frequencies())
     if config.init_from:
-        constants, weights = xlmr_weights(config)
+        constants, weights = pretrained.load_xlmr(config.init_from)
+        longest = constants.pop("block_size")
+        if config.block_size > longest:
+            raise ValueError(f"{config.init_from} has {longest} positions, fewer than block_size = {config.block_size}")
+        weights["encoder.wpe.weight"] = weights["encoder.wpe.weight"][: PAD + 1 + config.block_size]
         for name, new in model.state_dict().items():
             if "moes." in name or "encoder." not in name:  # sparse layers, and the head where the checkpoint has none
                 weights.setdefault(name, new)
         pretrained.fill(model, constants, weights, config.init_from)
     return model
-
-
-def xlmr_weights(config: Config) -> tuple[dict, dict[str, Tensor]]:
-    """Constants and weights of `--init_from`, cut to as many positions as the config has, which must not be more."""
-    constants, weights = pretrained.load_xlmr(config.init_from)
-    longest = constants.pop("block_size")
-    if config.block_size > longest:
-        raise ValueError(f"{config.init_from} has {longest} positions, fewer than block_size = {config.block_size}")
-    weights["encoder.wpe.weight"] = weights["encoder.wpe.weight"][: PAD + 1 + config.block_size]
-    return constants, weights
-
-
-def describe_size(run: Run, model: MaskedLM, data: MaskedData) -> dict:
-    """Prints, and returns, the model's size and its work, and what counting reaches on the same text."""
-    config = model.config
-    parameters = flops.count_parameters(model)
-    head = config.mask_share * flops.masked_head_flops(model)  # only masked tokens pass through it
-    work = flops.flops_per_token(model.encoder, config, head)
-    run.context.say(
-        f"{run.name}: {parameters['total']:,} parameters, {parameters['active']:,.0f} active a token; "
-        f"{work['total'] / 1e6:.1f} MFLOPs a token forward; {len(data.languages)} languages"
-    )
-    counted = {}
-    for name, (losses, _, many) in counting.masked_scores(data, config.eval_tokens).items():
-        counted[name] = perplexities(losses, many, data.languages)
-    if counted:
-        run.context.say(describe_counting(counted))
-    return {"counting": counted, "parameters": parameters, "flops": work}
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Words
 
 
 def describe(scores: dict) -> str:
@@ -354,27 +301,15 @@ def describe(scores: dict) -> str:
     return "\n".join(lines)
 
 
-def describe_counting(found: dict[str, dict]) -> str:
-    return (
-        f"counting reaches a perplexity of {found['tokens']['ppl']:.2f} by the tokens of each language, "
-        f"{found['neighbours']['ppl']:.2f} by the two beside each as well (first masking)"
-    )
-
-
 def report(config: Config, result: dict) -> str:
     """A finished result in words, the languages from the easiest to the hardest."""
-    languages = sorted(result["valid"]["languages"].items(), key=lambda item: item[1])
+    languages = result["valid"]["languages"]
     lines = [f"\n{result['name']}, perplexity of every language:"]
-    for i in range(0, len(languages), 6):
-        six = languages[i : i + 6]
-        lines.append("  ".join(f"{name:>8} {ppl:9.2f}" for name, ppl in six))
-    lines.append(f"valid {describe(result['valid'])}")
-    counted = result["counting"]
-    if counted:
-        better = sum(ppl < counted["neighbours"]["languages"][name] for name, ppl in languages)
-        beaten = f"the model beats the latter in {better} of {len(languages)} languages"
-        lines.append(f"{describe_counting(counted)}; {beaten}")
-    return "\n".join(lines)
+    easiest = sorted(languages, key=languages.get)
+    words = [f"{name:>8} {languages[name]:9.2f}" for name in easiest]
+    for i in range(0, len(words), 6):
+        lines.append("  ".join(words[i : i + 6]))
+    return "\n".join([*lines, f"valid {describe(result['valid'])}", counting.describe(result["counting"])])
 
 
 def main():

@@ -408,19 +408,14 @@ def score_split(
 
 
 def score_memory(data: TranslationData) -> dict[str, float]:
-    """BLEU and chrF2++ of a translation memory on the test set, means over pairs of languages.
-
-    {} where the training text is too large to be searched.
-    """
-    bleu, chrf = [], []
+    """Mean BLEU and chrF2++ of a translation memory on the test set; {} where there is too much text to search it."""
+    scores = []
     for name in data.languages:
         remembered = counting.remembered(data, name)
         if remembered:
             _, references = data.texts("test", name)
-            scores = score(remembered, references, data.target)
-            bleu.append(scores["bleu"])
-            chrf.append(scores["chrf"])
-    return {"bleu": fmean(bleu), "chrf": fmean(chrf)} if bleu else {}
+            scores.append(score(remembered, references, data.target))
+    return {metric: fmean(one[metric] for one in scores) for metric in ("bleu", "chrf") if scores}
 
 
 @torch.no_grad()

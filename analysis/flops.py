@@ -1,7 +1,7 @@
 """Parameters and FLOPs, counted from the weights of a model; XLM-E's tables 3 and 4. Letters as in model.py.
 
-Only matrix products count, with two FLOPs a multiply-add. A training step costs three forward passes. Whatever matrices
-an expert, a router or a dense layer has are counted, so a model that was changed is counted right.
+Only matrix products count, with two FLOPs a multiply-add, of whatever matrices there are. A training step costs three
+forward passes.
 """
 
 from dataclasses import dataclass
@@ -43,10 +43,7 @@ def row_flops(moe: nn.Module) -> float:
 
 
 def moe_flops(moe: nn.Module) -> float:
-    """Forward FLOPs of one token in one sparse layer at full capacity: router and experts.
-
-    What is really spent on experts is `served` of the routing statistics times `row_flops`.
-    """
+    """Forward FLOPs of one token in one sparse layer at full capacity: router and experts."""
     matrices = [p for p in moe.router.parameters() if p.dim() == 2]
     router = 2 * sum(p.numel() for p in matrices)
     return router + served_rows(moe) * row_flops(moe)
@@ -64,10 +61,9 @@ def matrix_flops(body: nn.Module) -> dict[str, float]:
 
 
 def flops_per_token(body: nn.Module, config, head: float) -> dict[str, float]:
-    """Forward FLOPs of one token: `total` and, of that, `moe`.
+    """Forward FLOPs of one token: `total` and, of that, `moe`. Attention counts the full T x T, as MFU figures do.
 
-    body: the module whose matrices every token passes through; head: FLOPs of the output layer a token. Attention
-    counts the full T x T, as MFU figures do.
+    body: the module whose matrices every token passes through; head: FLOPs of the output layer a token.
     """
     flops = matrix_flops(body)
     attention = 4 * config.block_size * config.n_embd
@@ -97,9 +93,6 @@ def translation_flops(model: nn.Module, N: float, T: float) -> dict[str, float]:
     return {"total": total, "moe": moe}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# XLM-E's tables 3 and 4
-
 TOKENS = 125_000 * 2048 * 512  # of the base model's training
 # The discriminators of table 3. Of the larger two the text says a vocabulary of 500K; 2^19 gives the table's numbers.
 SIZES = {
@@ -121,17 +114,14 @@ def flops(options: Flops):
     print("\nXLM-E table 4: training FLOPs of 125,000 steps of batches of 2,048 x 512 tokens\n")
     print(table4())
     print("""
-No way of counting gives exactly the paper's numbers. Its 6.3e19 for XLM-E without TRTD is close to what ELECTRA's
-script counts, with ELECTRA's vocabulary, for the discriminator alone, and its 9.5e19 for XLM-E to what that script
-counts for both networks on one batch a step. By the text both rows train both networks, on two batches a step with
-TRTD and on one without.""")
+No way of counting gives exactly the paper's numbers: 6.3e19 without TRTD, 9.5e19 with it. By the text both rows train
+both networks, on one batch a step and on two. ELECTRA's script counts its own vocabulary.""")
 
 
-def encoder(V: int, relative_bias: bool = True, **sizes) -> Encoder:
+def encoder(V: int, **sizes) -> Encoder:
     """A dense encoder of the paper, whose weights have shapes but no values."""
-    config = SimpleNamespace(router="dense", block_size=512, dropout=0.1, init_std=0.02)
-    config.relative_bias, config.ffn_size = relative_bias, 4 * sizes["n_embd"]
-    vars(config).update(sizes)
+    others = dict(router="dense", block_size=512, dropout=0.1, init_std=0.02, relative_bias=True)
+    config = SimpleNamespace(**others, **sizes, ffn_size=4 * sizes["n_embd"])
     with torch.device("meta"):
         return Encoder(config, V)
 
@@ -143,57 +133,46 @@ def table3() -> str:
         D = sizes["n_embd"]
         head = D * D + D + 2 * D + D + 1  # a dense layer, a norm, and a number for each token
         ours = head + numel(encoder(**sizes))
-        plain = head + numel(encoder(**sizes, relative_bias=False))
-        counts = [f"{count:,}" for count in (ours, plain)]
-        rows.append([name, f"{sizes['V']:,}", PAPER_PARAMETERS[name], *counts])
-    return markdown_table(["preset", "vocabulary", "paper", "ours", "ours without the gated bias"], rows)
+        rows.append([name, f"{sizes['V']:,}", PAPER_PARAMETERS[name], f"{ours:,}"])
+    return markdown_table(["preset", "vocabulary", "paper", "ours"], rows)
 
 
 def table4() -> str:
-    """Training FLOPs of the base model, counted in three ways, beside the paper's."""
-    large, small = encoder(**SIZES["base"]), encoder(**SIZES["base"] | {"n_layer": 4})
-    D, V, config = large.config.n_embd, large.vocab_size, large.config
+    """Training FLOPs of the base model, by ELECTRA's accounting and by ours, beside the paper's."""
+    large = encoder(**SIZES["base"])
+    small = encoder(**SIZES["base"] | {"n_layer": 4})
+    D = large.config.n_embd
     detection = 2 * D * D + 2 * D
     prediction = 0.15 * masked_head_flops(small)  # of the masked tokens alone
-    forward = flops_per_token(large, config, detection), flops_per_token(small, small.config, prediction)
-    ways = {  # training FLOPs of one token in the discriminator and in the generator
-        "ELECTRA's script": electra_flops_of_both(large, small, 30_522, lookup=True),
-        "ELECTRA's, our vocabulary": electra_flops_of_both(large, small, V, lookup=False),
-        "products, backward twice": [3 * count["total"] for count in forward],
-    }
+    forward = flops_per_token(large, large.config, detection), flops_per_token(small, small.config, prediction)
+    electra = electra_flops(large.config, True), electra_flops(small.config, False)
+    ours = [3 * count["total"] for count in forward]
     rows = [
         ["discriminator, one batch", "6.3e19"],
         ["both networks, one batch", "9.5e19"],
         ["both networks, both batches", ""],
     ]
-    for one, other in ways.values():
+    for one, other in (electra, ours):  # training FLOPs of one token in the discriminator and in the generator
         costs = one, one + other, 2 * (one + other)
         for row, cost in zip(rows, costs):
             row.append(f"{TOKENS * cost:.2e}")
-    return markdown_table(["base", "paper", *ways], rows)
+    return markdown_table(["base", "paper", "ELECTRA's script", "products, backward twice"], rows)
 
 
-def electra_flops_of_both(large: Encoder, small: Encoder, V: int, lookup: bool) -> list[float]:
-    return [electra_flops(large.config, True, V, lookup), electra_flops(small.config, False, V, lookup)]
-
-
-def electra_flops(config, discriminator: bool, V: int, lookup: bool) -> float:
+def electra_flops(config, discriminator: bool, V: int = 30_522) -> float:
     """Training FLOPs of one token of XLM-E's generator or discriminator, as the script that came with ELECTRA counts.
 
-    Every operation counts, the backward pass costs as much as the forward pass, and one token of 6.4 is masked. With
-    `lookup` an embedding costs a product with the whole table of V rows. The networks are dense, as the paper's are.
+    Every operation counts, the backward pass costs as much as the forward pass, an embedding costs a product with the
+    whole table of V rows, ELECTRA's, and one token of 6.4 is masked. The networks are dense, as the paper's are.
     """
     D, T, H, inner = config.n_embd, config.block_size, config.n_head, config.ffn_size
     # Operations a number: norm 5, softmax 5, dropout 4, GELU 8, bias 1 or 2.
     scores = 4 * D * T + 10 * T * H
     attention = 8 * D * D + scores + 9 * D + 5  # the script counts 5 for one norm where 5 D would be right
     ffn = 4 * D * inner + 9 * inner + 11 * D
-    inputs = 2 * D * (T + 2) + 11 * D
-    if lookup:
-        inputs += 2 * D * V
-    if discriminator:
-        head = 2 * D * D + 11 * D
-    else:
+    inputs = 2 * D * (T + 2) + 11 * D + 2 * D * V
+    head = 2 * D * D + 11 * D
+    if not discriminator:
         hidden = 2 * D * D + 14 * D
         logits = 2 * D * V + 7 * V
         head = (hidden + logits) / 6.4

@@ -26,33 +26,20 @@ def bits_per_byte(loss: float, counts: dict) -> float:
 def bootstrap(totals: Tensor, sizes: Tensor, draws: int = 1000) -> list[float]:
     """The 95% interval of sum(totals) / sum(sizes), (R,) each, over samples of R rows drawn with replacement."""
     rng, R = torch.Generator().manual_seed(0), len(sizes)
-    ratios = []
-    for _ in range(draws):
-        drawn = torch.randint(R, (R,), generator=rng)
-        total, size = totals[drawn].sum(), sizes[drawn].sum()
-        ratios.append(total / size)
+    drawn = (torch.randint(R, (R,), generator=rng) for _ in range(draws))
+    ratios = torch.stack([totals[rows].sum() / sizes[rows].sum() for rows in drawn])
     ends = torch.tensor([0.025, 0.975], dtype=torch.float64)
-    return torch.stack(ratios).double().quantile(ends).tolist()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Routing
+    return ratios.double().quantile(ends).tolist()
 
 
 def mean_over_layers(name: str, layers: list[dict]) -> float | None:
     """Of the layers that have one; None where none has."""
-    values = [layer[name] for layer in layers]
-    values = [value for value in values if value is not None]
+    values = [layer[name] for layer in layers if layer[name] is not None]
     return fmean(values) if values else None
 
 
-def as_it_is(sums: Tensor) -> Tensor:
-    """In place of a sum over processes where there is one process."""
-    return sums
-
-
 class RoutingStats:
-    """Watches one MoE layer, from when it is made until `finish`, and adds up what it does with S tokens a call."""
+    """Watches one MoE layer until `finish`, and adds up what it does with S tokens a call."""
 
     def __init__(self, moe: nn.Module):
         self.moe = moe
@@ -65,11 +52,10 @@ class RoutingStats:
     def __call__(self, moe, h: Tensor, routing, kept: Tensor):
         """h (S, D); kept (S, E) bool."""
         load = routing.wanted.sum(dim=0).cpu()
-        sums = self.sums
+        sums, passed_by = self.sums, ~kept.any(dim=1)
         sums["tokens"] += len(kept)
         sums["wanted"] += int(load.sum())
         sums["served"] += int(kept.sum())
-        passed_by = ~kept.any(dim=1)
         sums["unserved"] += int(passed_by.sum())
         entropy = torch.special.entr(routing.probs.detach())
         sums["entropy"] += float(entropy.sum())
@@ -79,13 +65,12 @@ class RoutingStats:
             sums["positive"] += int((a > 0).sum())
             sums["units"] += a.numel()
 
-    def finish(self, reduce=as_it_is) -> dict:
+    def finish(self, reduce=torch.clone) -> dict:
         """Stops watching -> what was seen; `reduce` sums a tensor over processes.
 
         wanted, served: experts per token, before and after the capacity. cut: share of the choices that were over
         capacity. unserved: share of the tokens that no expert kept. imbalance: choices of the busiest expert over the
-        mean. entropy: of the router's probabilities, in nats. positive: share of the experts' activations above 0
-        (XMoE figures 1 and 6), None where experts are stacks.
+        mean. entropy: in nats. positive: share of activations above 0, None where experts are stacks.
         """
         self.moe.watchers.remove(self)
         sums = torch.tensor(list(self.sums.values()), dtype=torch.float64)
@@ -117,7 +102,7 @@ def describe_routing(layer: dict[str, float]) -> str:
 def easy_and_hard(model, batches, context, occurs: int = 20, most: int = 8) -> tuple[list, list]:
     """The tokens that want the fewest experts of the last MoE layer, and the most, of those that occur so often.
 
-    XMoE's point: a threshold router spends on a token what it needs. batches: ids (B, T), of which none is padding.
+    batches: ids (B, T), of which none is padding.
     """
     V, moe = model.vocab_size, model.moe_layers[-1]
     count, wanted = torch.zeros(V), torch.zeros(V)
@@ -143,7 +128,7 @@ def easy_and_hard(model, batches, context, occurs: int = 20, most: int = 8) -> t
 class Collapse:
     """Watches what enters one sparse layer's router and what it chooses, for RC (X-MoE eq. 11) and RF (figure 3a).
 
-    `place` says where the next tokens stand among all `tokens` of the evaluation; None: they are not looked at.
+    `place`: where the next tokens stand among all `tokens` of the evaluation; None: they are not looked at.
     """
 
     def __init__(self, moe: nn.Module, tokens: int):
@@ -169,13 +154,13 @@ class Collapse:
         end = self.place + len(chosen)
         self.chosen[self.place : end] = chosen.int().cpu()
 
-    def finish(self, before: Tensor | None, reduce=as_it_is) -> dict:
-        """Stops watching -> rc, and rf against the experts chosen `before`, (tokens,); None where there was nothing."""
+    def finish(self, before: Tensor | None, reduce=torch.clone) -> dict:
+        """Stops watching -> rc, and rf: the share of tokens with another expert than `before` (tokens,), or None."""
         self.moe.watchers.remove(self)
         self.chosen = reduce(self.chosen)
         sums = map(reduce, (self.count, self.total, self.outer))
         rc = representation_collapse(*sums)
-        rf = None if before is None else routing_fluctuation(before, self.chosen)
+        rf = None if before is None else float((before != self.chosen).double().mean())
         return {"rc": rc, "rf": rf}
 
 
@@ -192,15 +177,10 @@ class Load:
             first = routing.priority.argmax(dim=1)  # (S,)
             self.total.scatter_add_(0, first, torch.ones_like(first))  # bincount would wait for the device
 
-    def take(self, reduce=as_it_is) -> list[int]:
+    def take(self, reduce=torch.clone) -> list[int]:
         """(E,) what was counted since the last time."""
         counted, self.total = self.total, torch.zeros_like(self.total)
         return reduce(counted).tolist()
-
-
-def routing_fluctuation(before: Tensor, now: Tensor) -> float:
-    """RF: the share of the same tokens whose chosen expert changed since the previous checkpoint."""
-    return float((before != now).double().mean())
 
 
 def representation_collapse(count: Tensor, total: Tensor, outer: Tensor) -> float:
@@ -233,14 +213,9 @@ def representation_collapse(count: Tensor, total: Tensor, outer: Tensor) -> floa
 def inter_run_consistency(loads: Tensor) -> float:
     """IC: the mean of the Pearson correlation matrix, its diagonal included, of m runs' expert loads (X-MoE 4.5).
 
-    loads (m, E), m at least 2: 1 where all loads are proportional up to a constant, 1 / m where they are unrelated;
-    nan where a run loads all experts alike.
+    loads (m, E), m at least 2: 1 where all are alike, 1 / m where they are unrelated, nan where one is even.
     """
     return float(loads.double().corrcoef().mean())
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Hidden states, sentence vectors and retrieval
 
 
 @torch.no_grad()
@@ -294,7 +269,7 @@ def sentence_vectors(encoder, tokenizer, texts: Sequence[str], micro_tokens: int
 def both_directions(one: Tensor, two: Tensor) -> Tensor:
     """How often the nearest of n sentences is the translation, by layer: (2, L + 1), from one to two, and back.
 
-    one, two (L + 1, n, D), of length 1, row i of one the translation of row i of the other (Tatoeba, XLM-E table 5).
+    one, two (L + 1, n, D), of length 1: row i of one is the translation of row i of the other (XLM-E table 5).
     """
     near = one @ two.mT  # (L + 1, n, n)
     here = torch.arange(one.shape[1], device=one.device)  # (n,)
@@ -308,28 +283,8 @@ def retrieval(one: Tensor, two: Tensor) -> Tensor:
     return both_directions(one, two).mean(dim=0)
 
 
-def whitened(one: Tensor, two: Tensor, ridge: float = 0.1) -> list[Tensor]:
-    """The vectors of `both_directions`, each side about its own mean, and with like spread in all directions.
-
-    What all sentences share outweighs in a cosine what tells them apart. ridge: of the mean variance, is added to
-    that of every direction, so that those of hardly any are not made the equals of others.
-    """
-    sides = [x - x.mean(dim=1, keepdim=True) for x in (one, two)]
-    both = torch.cat(sides, dim=1)  # (L + 1, 2 n, D)
-    covariance = both.mT @ both / both.shape[1]
-    variances, directions = torch.linalg.eigh(covariance)  # (L + 1, D), (L + 1, D, D)
-    mean = variances.mean(dim=1, keepdim=True)
-    spread = (variances + ridge * mean).sqrt()
-    turned = directions / spread.unsqueeze(1)
-    return [F.normalize(x @ turned, dim=2) for x in sides]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Word alignment by optimal transport (XLM-E 4.6), with the method of XLM-Align (Chi et al., 2021c)
-
-
 def sinkhorn(similarity: Tensor, rounds: int = 2) -> Tensor:
-    """(..., m, n) similarities of the pieces of two sentences -> a plan of transport between them.
+    """(..., m, n) similarities of the pieces of two sentences -> a plan of transport between them, as in XLM-Align.
 
     What is not above 0 becomes 1e-6; a round scales first the columns, then the rows, to a sum of 1.
     """

@@ -3,14 +3,12 @@
 import json
 import shlex
 import sys
-import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 import tyro
-from tqdm import tqdm
 
 from data.batches import MaskedData, Prepared, TokenData
 from engine import pretrained
@@ -19,10 +17,7 @@ from engine.device import Context, setup
 from engine.run import read_json
 from engine.table import markdown_table, mean_cell
 from model import GPT, SparseModel
-from routers import ROUTERS, Router
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Options
+from routers import ROUTERS
 
 
 @dataclass
@@ -63,19 +58,17 @@ class Panel:
     more: dict = field(default_factory=dict)  # scales and limits, as Axes.set takes them
 
 
-def show(name: str, caption: str, options, records: list, panels: list, keys: tuple, rows=None):
-    """Prints a table, draws the panels, and keeps all. The table is of `rows`, or else of the records: `table_of`."""
+def show(name: str, options, records: list, panels: list, keys: tuple, rows=None):
+    """Prints a table, of `rows` or else of the records, draws the panels, and keeps all."""
     headers, *lines = table = table_of(rows or records, keys)
     print(markdown_table(headers, lines))
-    figure = draw(panels) if panels else None
-    numbers = {"table": table, "records": records}
-    keep(figure, name, caption, options, numbers)
+    keep(name, options, draw(panels), {"table": table, "records": records})
 
 
 def table_of(records: list[dict], keys: tuple) -> list[list]:
-    """Headers and rows: one row for all records with the same `keys`, with the means of their numbers.
+    """Headers and rows: one row for all records with the same `keys`, as of seeds, with the means of their numbers.
 
-    Where there are several, as of seeds, the deviation is shown, too. Texts that are no keys are left out.
+    Texts that are no keys are left out.
     """
     names = [name for name in records[0] if name not in keys]
     numbers = [name for name in names if not isinstance(records[0][name], str)]
@@ -93,21 +86,16 @@ def table_of(records: list[dict], keys: tuple) -> list[list]:
     return rows
 
 
-def keep(figure, name: str, caption: str, options, numbers: dict):
-    """Writes a figure with its caption, and the numbers in it. figure: None where there is only a table."""
+def keep(name: str, options, figure, numbers: dict):
+    """Writes a figure, and the numbers in it with the command that drew it."""
     folder = Path(options.out)
     folder.mkdir(parents=True, exist_ok=True)
-    if figure:
-        width = int(14 * figure.get_figwidth())  # in characters
-        lines = textwrap.fill(caption, width, break_on_hyphens=False)
-        figure.supxlabel(lines, fontsize=8, color="0.35")
-        figure.savefig(folder / f"{name}.png", dpi=150)
-        figure.savefig(folder / f"{name}.svg")
+    figure.savefig(folder / f"{name}.png", dpi=150)
+    figure.savefig(folder / f"{name}.svg")
     command = shlex.join(["python", "analyze.py", *sys.argv[1:]])
-    content = {"caption": caption, "command": command} | numbers
-    text = json.dumps(content, indent=1)
+    text = json.dumps({"command": command} | numbers, indent=1)
     (folder / f"{name}.json").write_text(text + "\n")
-    print(f"{folder / name}.json has the numbers{', .png and .svg the figure' if figure else ''}")
+    print(f"{folder / name}.json has the numbers, .png and .svg the figure")
 
 
 def canvas(columns: int = 1, width: float = 5.5, height: float = 4.5):
@@ -122,12 +110,16 @@ def canvas(columns: int = 1, width: float = 5.5, height: float = 4.5):
 
 
 def draw(panels: list[Panel]):
-    """A figure with the panels side by side. A name looks the same in all of them."""
-    figure, look = canvas(len(panels)), styles(panels)
+    """A figure with the panels side by side. A name looks the same in all of them, and a run has lines of its own."""
+    figure, looks = canvas(len(panels)), {}
     for axes, panel in zip(figure.axes, panels):
-        line = "-" if panel.joined else ""
-        for name, xs, ys in lines_of(panel):
-            axes.plot(xs, ys, label=name, linestyle=line, **look[name])
+        lines, line = {}, "-" if panel.joined else ""
+        for record in panel.records:
+            key = record[panel.by], record.get("run")
+            lines.setdefault(key, []).append((record[panel.x], record[panel.y]))
+        for (name, _), points in lines.items():
+            style = looks.setdefault(name, look(len(looks)))
+            axes.plot(*zip(*points), label=name, linestyle=line, **style)
         for name, level in panel.levels.items():
             axes.axhline(level, color="0.6", linestyle="--", label=name)
         axes.set(title=panel.title, xlabel=panel.x, ylabel=panel.y, **panel.more)
@@ -137,29 +129,10 @@ def draw(panels: list[Panel]):
     return figure
 
 
-def styles(panels: list[Panel]) -> dict[str, dict]:
-    """name -> the look of its lines, up to 49 of them."""
-    found = {}
-    for panel in panels:
-        for record in panel.records:
-            turn, place = divmod(len(found), len(COLORS))
-            marker = MARKERS[(place + turn) % len(MARKERS)]
-            look = {"color": COLORS[place], "marker": marker}
-            found.setdefault(record[panel.by], look)
-    return found
-
-
-def lines_of(panel: Panel) -> Iterable[tuple]:
-    """Name, xs and ys of the lines; a run has lines of its own, and a point without a y is left out."""
-    lines = {}
-    for record in panel.records:
-        name = record[panel.by]
-        key = name, record.get("run")
-        _, xs, ys = lines.setdefault(key, (name, [], []))
-        if record[panel.y] is not None:
-            xs.append(record[panel.x])
-            ys.append(record[panel.y])
-    return lines.values()
+def look(number: int) -> dict[str, str]:
+    """Of a line or of points; the first 49 are unlike each other."""
+    turn, place = divmod(number, len(COLORS))
+    return {"color": COLORS[place], "marker": MARKERS[(place + turn) % len(MARKERS)]}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -187,15 +160,14 @@ def read_run(folder: str, script: str) -> tuple[dict, list]:
     return config, [json.loads(line) for line in lines]
 
 
-def choose(script: str, folders: tuple, fits: Callable = None, lacks: str = "") -> Runs:
+def choose(script: str, folders: tuple, fits: Callable[[dict], bool] | None = None, lacks: str = "") -> Runs:
     """folder -> constants of the runs that were named, or of all finished runs of the script's demo.
 
     fits: constants -> whether a figure can show the run; lacks: what is said of a named run that does not fit.
     Raises ValueError where a named run is not finished or does not fit, or no run is left.
     """
-    if not folders:
-        results = Path("out", script).glob("demo*/result.json")
-        finished = sorted(file.parent for file in results)
+    results = Path("out", script).glob("demo*/result.json")
+    finished = sorted(file.parent for file in results)
     found = {}
     for folder in [str(Path(folder)) for folder in folders or finished]:
         config, _ = read_run(folder, script)
@@ -210,33 +182,24 @@ def choose(script: str, folders: tuple, fits: Callable = None, lacks: str = "") 
     return found
 
 
-def router_of(config: dict) -> type[Router] | None:
-    """The class of a run's router, None of a dense model. Raises ValueError where routers.py has no such class."""
+def is_sparse(config: dict) -> bool:
+    """Whether a run has experts. Raises ValueError where routers.py has no such router."""
     name = config["router"]
     if name != "dense" and name not in ROUTERS:
         raise ValueError(f"a run has the router {name!r}, which routers.py does not have")
-    return ROUTERS.get(name)
-
-
-def is_sparse(config: dict) -> bool:
-    return router_of(config) is not None
-
-
-def sees_later(config: dict) -> bool:
-    """Whether experts choose among later tokens too."""
-    return is_sparse(config) and router_of(config).sees_later
+    return name != "dense"
 
 
 def reads(config: dict, constant: str) -> bool:
     """Whether the router of a run reads a constant."""
-    return is_sparse(config) and constant in router_of(config).reads
+    return is_sparse(config) and constant in ROUTERS[config["router"]].reads
 
 
 def experts_of(config: dict) -> tuple[int, int]:
     """How many experts a sparse layer of a run has, and the width of one."""
     if "experts" in config:  # X-MoE's layers
         return config["experts"], config["expert_size"]
-    split = config["split"] or router_of(config).split
+    split = config["split"] or ROUTERS[config["router"]].split
     return config["expert_ffns"] * split, config["ffn_size"] // split
 
 
@@ -253,38 +216,19 @@ def all_but(config: dict, *names: str) -> dict:
     return {name: value for name, value in config.items() if name not in names}
 
 
-def but_for_seed(folder: str, seed: int) -> str:
-    """The name that a run has with seed 0."""
-    if not seed:
-        return folder
-    before, _, behind = folder.rpartition(f"-seed={seed}")
-    return before + behind
+def named(found: Runs, describe: Callable[[dict], str] = describe) -> dict[str, str]:
+    """folder -> what the run is in a few words, with the constants in which runs of the same words differ.
 
-
-def named(found: Runs, describe: Callable = describe) -> dict[str, str]:
-    """folder -> what the run is in a few words. Only seeds of one experiment have the same name.
-
-    Where more runs would have it, the constants in which they differ are added.
+    So only seeds of one experiment have the same name.
     """
     words = {folder: describe(config) for folder, config in found.items()}
-    names = {}
+    names = dict(words)
     for folder, config in found.items():
-        names[folder] = words[folder]
-        others = [other for other in found if words[other] == words[folder]]
-        alike = [found[other] for other in others]
+        alike = [found[other] for other in found if words[other] == words[folder]]
         for name, value in all_but(config, "seed").items():
             if any(other.get(name) != value for other in alike):
                 names[folder] += f", {name} {value}"
     return names
-
-
-def listed(found: Runs) -> str:
-    """The runs and their seeds, for a caption."""
-    seeds = {}
-    for folder, config in found.items():
-        run = but_for_seed(folder, config["seed"])
-        seeds.setdefault(run, []).append(str(config["seed"]))
-    return "; ".join(f"{run}, seed {', '.join(own)}" for run, own in seeds.items())
 
 
 class Opened(NamedTuple):
@@ -322,9 +266,3 @@ def corpus_of(model: SparseModel, folder: str, constants: dict, context: Context
     if data.checksum != first:
         raise ValueError(f"{data.folder} has changed since {folder} was trained on it")
     return data
-
-
-def each(found: Runs, options: Measured) -> Iterable[tuple]:
-    """Folders and opened runs, under a bar."""
-    opened = open_runs(found, options)
-    return tqdm(opened.items(), desc="testing", unit="run")

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -9,21 +10,19 @@ from torch import Tensor
 
 from analysis import measures
 from analysis.shared import (
-    COLORS,
     FROM_ZERO,
     LOG,
-    MARKERS,
     Drawn,
     Measured,
     Opened,
     Panel,
     Runs,
+    all_but,
     canvas,
     choose,
-    each,
     is_sparse,
     keep,
-    listed,
+    look,
     named,
     open_runs,
     read_run,
@@ -31,19 +30,6 @@ from analysis.shared import (
     show,
 )
 from engine.run import read_json
-
-
-@torch.no_grad()
-def read_valid(run: Opened, max_tokens: int):
-    """An encoder reads its validation text, masked as in the evaluations of its training."""
-    for _, _, batch in run.data.eval_batches("valid", 1, max_tokens):
-        ids, real = run.context.send_all(batch.ids, batch.real)
-        with run.context.autocast():
-            run.model(ids, real)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Figures 2a and 2b
 
 NEIGHBORS = 100  # that UMAP looks at (X-MoE 4.5)
 
@@ -53,13 +39,12 @@ class Umap(Measured):
     """X-MoE's figures 2a and 2b: tokens as a sparse layer's router sees them, laid out in the hyperbolic plane by UMAP.
 
     A panel is a run of train_mlm.py whose router scores; by default every one of the demo's with seed 0. A point is a
-    token of the validation text: its hidden state h, or W h where the router projects (X-MoE). Colour and form together
-    are its expert. In the paper X-MoE's experts have clusters of their own, and SMoE's are mixed. 100 neighbours,
-    min-dist 1; the disk is Poincare's and shows all of the hyperbolic plane.
+    token of the validation text as it enters the first sparse layer: its hidden state h, or W h where the router
+    projects (X-MoE). Colour and form together are its expert. In the paper X-MoE's experts have clusters of their own,
+    and SMoE's are mixed. 100 neighbours, min-dist 1; the disk is Poincare's and shows all of the hyperbolic plane.
     """
 
     max_tokens: int = 4096  # of the validation text, at most; the first of each language come first
-    layer: int = 1  # which of the sparse layers
 
 
 def umap(options: Umap):
@@ -68,28 +53,30 @@ def umap(options: Umap):
     except ImportError:
         raise ImportError("this figure needs one more library: pip install umap-learn") from None
     lacks = "has no router that compares tokens with experts"
-    found = choose("train_mlm", options.folders, lambda config: reads(config, "score"), lacks)
+    found = choose("train_mlm", options.folders, partial(reads, constant="score"), lacks)
     if not options.folders:
-        found = {folder: found[folder] for folder in found if not found[folder]["seed"]}
+        others = [folder for folder in found if found[folder]["seed"]]
+        found = all_but(found, *others)
     names, numbers = named(found), {}
     opened = open_runs(found, options)
-    seen = [routed(folder, run, options) for folder, run in opened.items()]
     figure = canvas(columns=len(found), height=5.5)
     layout = UMAP(n_neighbors=NEIGHBORS, min_dist=1.0, output_metric="hyperboloid", random_state=0, n_jobs=1)
-    for axes, folder, (x, expert) in zip(figure.axes, found, seen):
+    for axes, folder in zip(figure.axes, opened):
+        x, expert = routed(opened[folder], options.max_tokens)
         print(f"{folder}: UMAP of {len(x):,} tokens", flush=True)
         plane = layout.fit_transform(x.numpy())
         disk = poincare(torch.from_numpy(plane).double())
         draw_disk(axes, f"{names[folder]}, {len(x):,} tokens", disk, expert)
         numbers[folder] = {"points": disk.tolist(), "experts": expert.tolist()}
-    keep(figure, "umap", f"X-MoE figures 2a and 2b at our scale: {listed(found)}", options, {"runs": numbers})
+    keep("umap", options, figure, {"runs": numbers})
 
 
-def routed(folder: str, run: Opened, options: Umap) -> tuple[Tensor, Tensor]:
-    """(S, D) or (S, d_e) what a router compares with its experts, h or W h; (S,) the experts that were chosen first."""
-    layers = run.model.moe_layers
-    if not 1 <= options.layer <= len(layers):
-        raise ValueError(f"--layer {options.layer}: {folder} has {len(layers)} sparse layers")
+@torch.no_grad()
+def routed(run: Opened, max_tokens: int) -> tuple[Tensor, Tensor]:
+    """(S, D) or (S, d_e) what the first sparse layer's router compares with its experts, h or W h; (S,) first choices.
+
+    The tokens are of the validation text, masked as in the evaluations of training.
+    """
     states, experts = [], []
 
     def watch(moe, h, routing, kept):
@@ -98,11 +85,14 @@ def routed(folder: str, run: Opened, options: Umap) -> tuple[Tensor, Tensor]:
             states.append(moe.router.project(h).cpu())
         experts.append(routing.priority.argmax(dim=1).cpu())
 
-    layers[options.layer - 1].watchers.append(watch)
-    read_valid(run, options.max_tokens)
+    run.model.moe_layers[0].watchers.append(watch)
+    for _, _, batch in run.data.eval_batches("valid", 1, max_tokens):
+        ids, real = run.context.send_all(batch.ids, batch.real)
+        with run.context.autocast():
+            run.model(ids, real)
     states = torch.cat(states)
     if len(states) <= NEIGHBORS:
-        raise ValueError(f"--max_tokens {options.max_tokens} is too few for UMAP with {NEIGHBORS} neighbours")
+        raise ValueError(f"--max_tokens {max_tokens} is too few for UMAP with {NEIGHBORS} neighbours")
     return states, torch.cat(experts)
 
 
@@ -125,27 +115,20 @@ def poincare(x: Tensor) -> Tensor:
 def draw_disk(axes, title: str, disk: Tensor, expert: Tensor):
     for number in expert.unique().tolist():
         own = disk[expert == number]
-        turn, place = divmod(number, len(COLORS))
-        marker = MARKERS[turn % len(MARKERS)]
-        axes.plot(*own.t(), marker, color=COLORS[place], markersize=3, alpha=0.6)
+        axes.plot(*own.t(), linestyle="", markersize=3, alpha=0.6, **look(number))
     turn = torch.linspace(0, 2 * math.pi, 361)
     axes.plot(turn.cos(), turn.sin(), color="0.6", linewidth=1)
     axes.set(title=title, aspect="equal", xlim=(-1.02, 1.02), ylim=(-1.02, 1.02))
     axes.axis("off")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Figures 2c and 3a
-
-
 @dataclass
-class Collapse(Measured):
+class Collapse(Drawn):
     """X-MoE's figures 2c and 3a: RC and RF in the course of training, from the logs of runs of train_mlm.py.
 
     RC is the spread of hidden states within experts over that between them. It falls in a collapse: in the paper
     SMoE's falls, and X-MoE's is higher and rises. RF is the share of the validation tokens whose expert has changed
-    since the evaluation before: in the paper X-MoE's is lower. The table has the last four evaluations, and "adds": the
-    length of what the layer adds to a token's vector over the length of that, in the newest checkpoint.
+    since the evaluation before: in the paper X-MoE's is lower. The table has the last four evaluations.
     """
 
 
@@ -155,45 +138,20 @@ LAST = 4  # evaluations in the table
 def collapse(options: Collapse):
     found = choose("train_mlm", options.folders, is_sparse, "has no experts: give runs with another router than dense")
     names, records, last = named(found), [], []
-    for folder, run in each(found, options):
-        config, evaluations = read_run(folder, "train_mlm")
-        added = [watch_added(moe) for moe in run.model.moe_layers]
-        read_valid(run, min(options.max_tokens, config["eval_tokens"]))
+    for folder, config in found.items():
+        _, evaluations = read_run(folder, "train_mlm")
         for i, depth in enumerate(sorted(config["moe_after"])):
-            name = f"{names[folder]}, layer {depth}"
             for evaluation in evaluations:
                 layer = evaluation["layers"][i]
-                record = {"run": folder, "experts": name, "step": evaluation["step"]}
-                record |= {"perplexity": evaluation["ppl"], "RC": layer["rc"], "RF": layer["rf"], "adds": None}
-                records.append(record)
-            record["adds"] = float(torch.cat(added[i]).mean())
+                record = {"run": folder, "experts": f"{names[folder]}, layer {depth}"}
+                record |= {"step": evaluation["step"], "perplexity": evaluation["ppl"]}
+                records.append(record | {"RC": layer["rc"], "RF": layer["rf"]})
             last += records[-min(LAST, len(evaluations)) :]
     panels = [
         Panel("Representation collapse (figure 2c)", records, "experts", "step", "RC", more=LOG),
         Panel("Routing fluctuation (figure 3a)", records, "experts", "step", "RF", more=FROM_ZERO),
     ]
-    caption = f"X-MoE figures 2c and 3a at our scale: {listed(found)}"
-    keys = "experts", "step"
-    show("collapse", caption, options, records, panels, keys, last)
-
-
-def watch_added(moe: torch.nn.Module) -> list[Tensor]:
-    """Of each batch to come (S,): the length of what the layer adds to a token's vector over the length of that."""
-    added = []
-
-    def look(moe, inputs, outputs):
-        x, _, real = inputs
-        y, _ = outputs
-        share = y.norm(dim=2) / x.norm(dim=2)
-        share = share.flatten()
-        added.append(share if real is None else share[real])
-
-    moe.register_forward_hook(look)
-    return added
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Figure 3b
+    show("collapse", options, records, panels, ("experts", "step"), last)
 
 
 @dataclass
@@ -210,12 +168,11 @@ class Consistency(Drawn):
 def consistency(options: Consistency):
     found = choose("finetune_xtreme", options.folders)
     kinds = loads_by_kind(found, strict=bool(options.folders))
-    records, rows, levels, used = [], [], {}, {}
+    records, rows, levels = [], [], {}
     for name, own in kinds.items():
-        loads = torch.stack(list(own.values()))  # (m, spans of 100 steps, layers, E)
+        loads = torch.tensor(own, dtype=torch.float64)  # (m, spans of 100 steps, layers, E)
         m, spans, layers, _ = loads.shape
         levels[f"{m} runs with unrelated loads"] = 1 / m
-        used |= {folder: found[folder] for folder in own}
         for layer in range(layers):
             for span in range(spans):
                 value = measures.inter_run_consistency(loads[:, span, layer])
@@ -223,34 +180,27 @@ def consistency(options: Consistency):
                 records.append(record | {"consistency": value, "unrelated loads": 1 / m})
             rows += records[-spans :: max(1, spans - 1)]  # the first 100 steps, and the last
     panel = Panel("Inter-run consistency", records, "encoder", "step", "consistency", levels, more=FROM_ZERO)
-    caption = f"X-MoE figure 3b at our scale: {listed(used)}"
-    keys = "encoder", "step"
-    show("consistency", caption, options, records, [panel], keys, rows)
+    show("consistency", options, records, [panel], ("encoder", "step"), rows)
 
 
-def loads_by_kind(found: Runs, strict: bool) -> dict[str, dict]:
-    """What the runs are -> folder -> loads (spans of 100 steps, layers, E), of kinds of two runs or more.
+def loads_by_kind(found: Runs, strict: bool) -> dict[str, list]:
+    """What the runs are -> the loads of each seed, of kinds of two runs or more.
 
-    strict: runs that were named must have loads and another seed. Raises ValueError where they have not, or no kind is
-    left.
+    Raises ValueError where no kind is left; if strict, also where a run has no loads or is alone.
     """
     kinds = {}
     for folder, name in named(found, describe_tuning).items():
         loads = read_json(Path(folder, "result.json"))["loads"]
         if loads and loads[0]:
-            own = kinds.setdefault(name, {})
-            own[folder] = torch.tensor(loads, dtype=torch.float64)
+            kinds.setdefault(name, []).append(loads)
         elif strict:
             raise ValueError(f"{folder} {'has no experts' if loads else 'is shorter than 100 steps'}")
-    for name, own in list(kinds.items()):
-        if len(own) > 1:
-            continue
-        if strict:
-            raise ValueError(f"{next(iter(own))} is alone: give another run that differs by --seed and nothing else")
-        del kinds[name]
-    if not kinds:
+    alone = [name for name, own in kinds.items() if len(own) == 1]
+    if alone and strict:
+        raise ValueError(f"{alone[0]} is alone: give another run that differs by --seed and nothing else")
+    if len(alone) == len(kinds):
         raise ValueError("no two finished runs with experts differ by --seed alone: finetune_xtreme.py --seeds 2")
-    return kinds
+    return all_but(kinds, *alone)
 
 
 def describe_tuning(config: dict) -> str:

@@ -1,38 +1,34 @@
 """XLM-E's figures 1, 3 and 4, and tables 5, 6 and 7: training curves, retrieval, word alignment, transfer."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
-from typing import Literal, NamedTuple
 
 import torch
 import tyro
 from tqdm import tqdm
 
 from analysis import measures
-from analysis.shared import Drawn, Panel, all_but, but_for_seed, named, read_run, show
+from analysis.shared import Drawn, Panel, all_but, named, read_run, show
 from data import bitext_sets
 from data.bitext_sets import Aligned
 from data.prepare import ready
 from data.tokenizers import XLMR
 from engine import pretrained
-from engine.device import Context, seed_all, setup, warn
+from engine.device import setup, warn
 from engine.run import read_json
-from model import Encoder
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Figure 1
 
 
 @dataclass
 class Curve(Drawn):
     """XLM-E's figure 1: scores against training FLOPs. Higher at the same FLOPs is better.
 
-    At our scale the scores are held-out translations found, and masked tokens of held-out sentences that are right. Of
-    XLM-E the second is its generator's; beside it stands the share of the loss that the discriminator saves on replaced
-    tokens. Give runs of train_electra.py, of either objective; by default all of the demo, finished or not.
+    At our scale the scores are held-out translations found, and masked tokens of held-out sentences that are right (of
+    XLM-E by its generator). Give runs of train_electra.py, of either objective; by default all of the demo, finished or
+    not.
     """
 
 
@@ -44,33 +40,25 @@ def curve(options: Curve):
     folders = options.folders or sorted(str(log.parent) for log in logs)
     if not folders:
         raise ValueError("out/train_electra holds no run of the demo: python train_electra.py, or give folders of runs")
-    read = {folder: read_run(folder, "train_electra") for folder in folders}
-    configs = {folder: read[folder][0] for folder in read}
+    runs = {folder: read_run(folder, "train_electra") for folder in folders}
+    configs = {folder: config for folder, (config, _) in runs.items()}
     names = named(configs, lambda config: OBJECTIVES[config["objective"]])
     records = []
-    for folder, (config, evaluations) in read.items():
+    for folder, (config, evaluations) in runs.items():
         layer = measures.middle_layer(config["n_layer"])
         for evaluation in evaluations:
             scores = evaluation["held_out"]
-            sentences = scores["sentences"]
             record = {"run": folder, "encoder": f"{names[folder]}, seed {config['seed']}"}
             record["FLOPs"] = evaluation["flops"]
             record["translations found"] = scores["retrieval"][layer]
-            record["tokens right"] = sentences["generator"]
-            record["loss saved on replaced"] = sentences.get("saved")
+            record["tokens right"] = scores["sentences"]["generator"]
             records.append(record)
     chance = {"chance": scores["chance"]}
     panels = [
         Panel("Held-out translations found", records, "encoder", "FLOPs", "translations found", chance),
         Panel("Masked tokens of held-out sentences right", records, "encoder", "FLOPs", "tokens right"),
-        Panel("Loss saved on replaced tokens", records, "encoder", "FLOPs", "loss saved on replaced"),
     ]
-    caption = f"XLM-E figure 1 at our scale: {', '.join(folders)}"
-    show("curve", caption, options, records, panels, ("encoder", "FLOPs"))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What tables 5 and 6 share
+    show("curve", options, records, panels, ("encoder", "FLOPs"))
 
 
 @dataclass
@@ -79,178 +67,129 @@ class Encoders(Drawn):
 
     # runs of train_electra.py (its discriminator) or train_mlm.py, or XLM-R in Hugging Face's format
     folders: tyro.conf.Positional[tuple[str, ...]] = ("out/train_electra/demo", "out/train_mlm/demo")
-    layer: int | None = None  # of the table (0: embeddings); none: that at 3/4 of the depth, the 9th of 12
-    micro_tokens: int = 2048  # tokens of one forward pass
     device: str = "auto"  # cuda, mps or cpu
-    dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # auto: bfloat16 where it is fast
 
 
-RANDOM = ", random weights"  # behind the name of an encoder that has learned nothing
+def by_layer(options: Encoders, measure: Callable) -> tuple[list, list]:
+    """Records of all layers of every encoder, and of the layer at 3/4 of its depth, which the table shows.
 
-
-class Opened(NamedTuple):
-    """An encoder to be measured."""
-
-    run: str  # its folder
-    kind: str  # the name that the run has with seed 0: the seeds of a kind share a row of the table
-    encoder: Encoder
-    tokenizer: XLMR
-    layer: int  # of the table
-
-
-def open_encoders(options: Encoders, context: Context) -> list[Opened]:
-    """Every encoder, and behind the first of a kind one of its shape with random weights, which has learned nothing."""
-    opened, configs = [], {}
-    for folder in dict.fromkeys(map(Path, options.folders)):
-        encoder, tokenizer = pretrained.load_encoder(folder)
-        layer = layer_of(folder, encoder, options)
-        constants = read_json(folder / "config.json")
-        config, seed = all_but(constants, "seed"), constants.get("seed", 0)
-        kind = but_for_seed("/".join(folder.parts[-2:]), seed)
-        if configs.setdefault(kind, config) != config:  # the runs only look alike
-            kind = but_for_seed(str(folder), seed)
-        first = kind not in [one.kind for one in opened]
-        encoder = context.place(encoder)
-        opened.append(Opened(str(folder), kind, encoder, tokenizer, layer))
-        if first:
-            seed_all(0)
-            encoder = context.place(Encoder(encoder.config, encoder.vocab_size).eval())
-            opened.append(Opened("", kind + RANDOM, encoder, tokenizer, layer))
-    return opened
-
-
-def layer_of(folder: Path, encoder: Encoder, options: Encoders) -> int:
-    L = encoder.config.n_layer
-    layer = measures.middle_layer(L) if options.layer is None else options.layer
-    if layer not in range(L + 1):
-        raise ValueError(f"layer must be from 0 to {L} in {folder}, not {layer}")
-    return layer
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Table 5 and figure 3
+    measure(encoder, tokenizer, context) -> a dict of what is found of each layer, from the embeddings on.
+    """
+    context = setup(options.device, "float32")
+    folders = dict.fromkeys(map(Path, options.folders))
+    opened = {folder: pretrained.load_encoder(folder) for folder in folders}
+    records, rows = [], []
+    for folder, (encoder, tokenizer) in opened.items():
+        seed = read_json(folder / "config.json").get("seed")
+        before, _, behind = str(folder).rpartition(f"-seed={seed}")  # the seeds of one run share a row of the table
+        found, own = measure(context.place(encoder), tokenizer, context), []
+        for layer, numbers in enumerate(found):
+            record = {"run": str(folder), "encoder": before + behind, "layer": layer}
+            own.append(record | numbers)
+        records += own
+        rows.append(own[measures.middle_layer(encoder.config.n_layer)])
+    return records, rows
 
 
 @dataclass
 class Retrieval(Encoders):
     """XLM-E's table 5 and figure 3: how often the nearest sentence in the other language is the translation.
 
-    A sentence is the mean of its tokens' hidden states, and nearness is the cosine. Higher is better. What training
-    taught is what an encoder finds beyond its shape with random weights, which knows shared words and lengths.
+    A sentence is the mean of its tokens' hidden states, and nearness is the cosine. Higher is better.
     """
 
     # folder of LASER's tatoeba.deu-eng.deu and .eng; none: held-out messages of Django, which need no download
     source: str | None = None
-    most: int = 1000  # sentences of each language, at most
-    # not the paper's: languages about their own means and all directions of like spread, before the cosine
-    whiten: bool = False
 
 
-PAPER_RETRIEVAL = {  # table 5: English to another language, and back
-    "XLM-R": {"Tatoeba-14": (59.5, 57.6), "Tatoeba-36": (55.5, 53.4)},
-    "InfoXLM": {"Tatoeba-14": (80.6, 77.8), "Tatoeba-36": (68.6, 67.3)},
-    "XLM-E": {"Tatoeba-14": (74.4, 72.3), "Tatoeba-36": (65.0, 62.3)},
-    "XLM-E - TRTD": {"Tatoeba-14": (55.8, 55.1), "Tatoeba-36": (46.4, 44.6)},
+PAPER_RETRIEVAL = {  # table 5: English to another language, and back, of 14 languages and of 36
+    "XLM-R": (59.5, 57.6, 55.5, 53.4),
+    "InfoXLM": (80.6, 77.8, 68.6, 67.3),
+    "XLM-E": (74.4, 72.3, 65.0, 62.3),
+    "XLM-E - TRTD": (55.8, 55.1, 46.4, 44.6),
 }
 
 
 def retrieval(options: Retrieval):
-    if options.most < 1:
-        raise ValueError(f"most must be over 0, not {options.most}")
-    texts, groups, what = sentences(options)
-    context = setup(options.device, options.dtype)
-    opened = open_encoders(options, context)
-    found = find_translations(opened, texts, options, context)
-    records, rows, panels = [], [], []
+    texts, groups = sentences(options)
+
+    def measure(encoder, tokenizer, context):
+        found = {}  # language -> how often the translation is found, from English and to it, (2, L + 1)
+        for language, pairs in tqdm(texts.items(), unit="language"):
+            vectors_of = partial(measures.sentence_vectors, encoder, tokenizer, micro_tokens=2048, context=context)
+            foreign, english = map(vectors_of, zip(*pairs))
+            found[language] = measures.both_directions(english, foreign).cpu()
+        means = []
+        for languages in groups.values():
+            accuracy = torch.stack([found[language] for language in languages])  # (languages, 2, L + 1)
+            means.append(100 * accuracy.mean(dim=0))
+        of_layers = torch.cat(means).t()  # (L + 1, 2 a group)
+        return [accuracy_of(groups, percents) for percents in of_layers.tolist()]
+
+    records, rows = by_layer(options, measure)
+    panels, chances = [], []
     for group, languages in groups.items():
-        there = [language for language in languages if language in texts]
-        if len(there) < len(languages):
-            print(f"{group} without what {options.source} lacks: {', '.join(sorted({*languages} - {*there}))}")
-        if not there:
-            continue
-        own = []
-        for one, by_language in zip(opened, found):
-            accuracy = torch.stack([by_language[language] for language in there])  # (languages, 2, L + 1)
-            percents = 100 * accuracy.mean(dim=0)  # (2, L + 1)
-            for layer, both in enumerate(percents.t().tolist()):
-                own.append(accuracy_of(group, one.kind, *both, layer, one.run))
-                if layer == one.layer:
-                    rows.append(own[-1])
-        chance = 100 * fmean(1 / len(texts[language]) for language in there)
-        rows.append(accuracy_of(group, "chance", chance, chance))
-        for name, theirs in PAPER_RETRIEVAL.items():
-            if group in theirs:
-                rows.append(accuracy_of(group, f"paper: {name}", *theirs[group]))
-        title = f"{group}: accuracy, %, {len(there)} languages"
-        panels.append(Panel(title, own, "encoder", "layer", "both", {"chance": chance}))
-        records += own
-    caption = f"XLM-E table 5 and figure 3 at our scale, on {what}: {', '.join(options.folders)}"
-    keys = "sentences", "encoder", "layer"
-    show("retrieval", caption, options, records, panels, keys, rows)
+        chance = 100 * fmean(1 / len(texts[language]) for language in languages)
+        chances += [chance, chance]
+        title = f"{group}: accuracy, %, {len(languages)} languages"
+        panel = Panel(title, records, "encoder", "layer", f"{group}, both")
+        panel.levels["chance"] = chance
+        panels.append(panel)
+    more = {"chance": chances}
+    if options.source:
+        more |= {f"paper: {name}": theirs for name, theirs in PAPER_RETRIEVAL.items()}
+    for name, percents in more.items():
+        row = {"encoder": name, "layer": ""}
+        rows.append(row | accuracy_of(groups, percents))
+    show("retrieval", options, records, panels, ("encoder", "layer"), rows)
 
 
-def accuracy_of(group: str, encoder: str, forth: float, back: float, layer="", run="") -> dict:
-    """A record: accuracy in percent from English to another language, and back."""
-    record = {"run": run, "sentences": group, "encoder": encoder, "layer": layer}
-    both = (forth + back) / 2
-    return record | {"en to xx": forth, "xx to en": back, "both": both}
+def accuracy_of(groups: Iterable, percents: Sequence) -> dict[str, float]:
+    """Columns of the table, from the accuracy from English to another language and back, of one group after another."""
+    columns = {}
+    for group, forth, back in zip(groups, percents[::2], percents[1::2]):
+        columns[f"{group}, en to xx"] = forth
+        columns[f"{group}, xx to en"] = back
+        columns[f"{group}, both"] = (forth + back) / 2
+    return columns
 
 
-def sentences(options: Retrieval) -> tuple[bitext_sets.Pairs, dict, str]:
-    """The pairs of each language, the groups of languages whose means are shown, and what they are in words."""
+def sentences(options: Retrieval) -> tuple[bitext_sets.Pairs, dict]:
+    """The pairs of each language, and the groups of languages whose means are shown."""
     if options.source is None:
-        texts, what = bitext_sets.held_out(ready("catalogs-pairs")), "held-out messages of Django, not Tatoeba"
-        groups = {"Django's messages": list(texts)}
-    else:
-        texts, what = bitext_sets.tatoeba(Path(options.source)), f"Tatoeba, {options.source}"
-        groups = {"Tatoeba-14": bitext_sets.TATOEBA_14, "Tatoeba-36": bitext_sets.TATOEBA_36}
-    if options.whiten:
-        what += ", with like spread in all directions"
-    texts = {language: pairs[: options.most] for language, pairs in texts.items()}
-    return texts, groups, what
-
-
-def find_translations(opened: list[Opened], texts: dict, options: Retrieval, context: Context) -> list[dict]:
-    """Of each encoder: language -> how often it finds the translation by layer, (2, L + 1), from English and to it."""
-    found = []
-    with tqdm(total=len(opened) * len(texts), unit="language") as bar:
-        for one in opened:
-            how = {"micro_tokens": options.micro_tokens, "context": context}
-            vectors_of = partial(measures.sentence_vectors, one.encoder, one.tokenizer, **how)
-            found.append({})
-            for language, pairs in texts.items():
-                foreign, english = map(vectors_of, zip(*pairs))
-                if options.whiten:
-                    foreign, english = measures.whitened(foreign, english)
-                accuracy = measures.both_directions(english, foreign)
-                found[-1][language] = accuracy.cpu()
-                bar.update()
-    return found
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Table 6 and figure 4
+        texts = bitext_sets.held_out(ready("catalogs-pairs"))
+        return texts, {"Django's messages": list(texts)}
+    texts = bitext_sets.tatoeba(Path(options.source))
+    groups = {"Tatoeba-14": bitext_sets.TATOEBA_14, "Tatoeba-36": bitext_sets.TATOEBA_36}
+    for group, languages in groups.items():
+        missing = sorted({*languages} - texts.keys())
+        if missing:
+            print(f"{group} without what {options.source} lacks: {', '.join(missing)}")
+        groups[group] = [language for language in languages if language in texts]
+        if not groups[group]:
+            raise ValueError(f"{options.source} holds no language of {group}")
+    return texts, groups
 
 
 @dataclass
 class Alignment(Encoders):
     """XLM-E's table 6 and figure 4: the error of word alignments by optimal transport (AER, lower is better).
 
-    The pieces of a sentence and of its translation are as similar as the dot products of their states say. Beside it
-    stands what needs no model, the diagonal: each word with the one that is as far into the other sentence.
+    The pieces of a sentence and of its translation are as similar as the dot products of their states say, in one
+    sequence where they fit, as in XLM-Align's published aligner. Beside it stands what needs no model, the diagonal:
+    each word with the one that is as far into the other sentence.
     """
 
     source: str | None = None  # folder of de-en.src-tgt (source ||| target, in words) and de-en.gold, and so on
-    # both sentences in one sequence, as in XLM-Align's published aligner, where that is not too long; false: apart
-    together: bool = True
 
 
+PAPER_SETS = "de-en", "en-fr", "en-hi", "en-ro"
 PAPER_ALIGNMENT = {  # table 6
-    "fast_align": {"de-en": 32.14, "en-fr": 19.46, "en-hi": 59.90},
-    "XLM-R": {"de-en": 17.74, "en-fr": 7.54, "en-hi": 37.79, "en-ro": 27.49},
-    "XLM-Align": {"de-en": 16.63, "en-fr": 6.61, "en-hi": 33.98, "en-ro": 26.97},
-    "XLM-E": {"de-en": 16.49, "en-fr": 6.19, "en-hi": 30.20, "en-ro": 24.41},
-    "XLM-E - TRTD": {"de-en": 17.87, "en-fr": 6.29, "en-hi": 35.02, "en-ro": 30.22},
+    "fast_align": (32.14, 19.46, 59.90, None),
+    "XLM-R": (17.74, 7.54, 37.79, 27.49),
+    "XLM-Align": (16.63, 6.61, 33.98, 26.97),
+    "XLM-E": (16.49, 6.19, 30.20, 24.41),
+    "XLM-E - TRTD": (17.87, 6.29, 35.02, 30.22),
 }
 
 
@@ -260,48 +199,29 @@ def alignment(options: Alignment):
     sets, notes = bitext_sets.word_alignments(Path(options.source))
     for note in notes:
         warn(note)
-    context = setup(options.device, options.dtype)
-    opened = open_encoders(options, context)
-    records, rows = [], []
-    for one in opened:
-        errors = align_sets(one, sets, options, context)
-        for layer in range(one.encoder.config.n_layer + 1):
-            own = {name: errors[name][layer] for name in errors}
-            records.append(error_record(one.kind, own, layer, one.run))
-            if layer == one.layer:
-                rows.append(records[-1])
-    diagonals = {name: error_of(map(diagonal, pairs), pairs) for name, pairs in sets.items()}
-    rows.append(error_record("the diagonal", diagonals))
-    for paper, theirs in PAPER_ALIGNMENT.items():
+
+    def measure(encoder, tokenizer, context):
+        errors = []  # of each set by layer
+        for name, pairs in sets.items():
+            links = [align(pair, encoder, tokenizer, context) for pair in tqdm(pairs, desc=name)]
+            errors.append([error_of(of_layer, pairs) for of_layer in zip(*links)])
+        return [errors_and_mean(sets, percents) for percents in zip(*errors)]
+
+    records, rows = by_layer(options, measure)
+    percents = [error_of(map(diagonal, pairs), pairs) for pairs in sets.values()]
+    diagonals = errors_and_mean(sets, percents)
+    rows.append({"encoder": "the diagonal", "layer": ""} | diagonals)
+    for paper, percents in PAPER_ALIGNMENT.items():
         row = {"encoder": f"paper: {paper}", "layer": "", "mean": None}
-        for name in sets:
-            languages = sorted(name.split("-"))  # en-de is de-en
-            row[name] = theirs.get("-".join(languages))
-        rows.append(row)
-    how = "both sentences in one sequence" if options.together else "each sentence alone"
-    levels = {"the diagonal": fmean(diagonals.values())}
-    panel = Panel(f"Word alignment, AER, %: {', '.join(sets)}", records, "encoder", "layer", "mean", levels)
-    caption = f"XLM-E table 6 and figure 4 at our scale, {how}: {', '.join(options.folders)}"
-    keys = "encoder", "layer"
-    show("alignment", caption, options, records, [panel], keys, rows)
+        theirs = dict(zip(PAPER_SETS, percents))
+        rows.append(row | {name: theirs.get(name) for name in sets})
+    panel = Panel("Word alignment, AER, %, mean", records, "encoder", "layer", "mean")
+    panel.levels["the diagonal"] = diagonals["mean"]
+    show("alignment", options, records, [panel], ("encoder", "layer"), rows)
 
 
-def error_record(encoder: str, errors: dict[str, float], layer="", run="") -> dict:
-    """A record: AER in percent of each set of sentences, and the mean."""
-    record = {"run": run, "encoder": encoder, "layer": layer}
-    record["mean"] = fmean(errors.values())
-    return record | errors
-
-
-def align_sets(one: Opened, sets: dict, options: Alignment, context: Context) -> dict[str, list]:
-    """set -> AER in percent by layer."""
-    errors = {}
-    for name, pairs in sets.items():
-        links = []  # of each pair of sentences, by layer
-        for first in tqdm(range(0, len(pairs), 32), desc=f"{one.kind}, {name}"):
-            links += align(pairs[first : first + 32], one, options, context)
-        errors[name] = [error_of(of_layer, pairs) for of_layer in zip(*links)]
-    return errors
+def errors_and_mean(sets: Iterable, percents: Sequence) -> dict[str, float]:
+    return {"mean": fmean(percents)} | dict(zip(sets, percents))
 
 
 def error_of(links: Iterable[set], pairs: list[Aligned]) -> float:
@@ -317,45 +237,27 @@ def diagonal(pair: Aligned) -> set[tuple]:
     return {(i, min(round(i * n / m), n - 1)) for i in range(m)}
 
 
-def align(pairs: list, one: Opened, options: Alignment, context: Context) -> list[list[set]]:
-    """Of each pair of sentences, by layer, the links between its words. What is too long for a row is cut."""
-    bos, eos = one.tokenizer.bos, one.tokenizer.eos
-    room = one.encoder.config.block_size - 2
-    rows, parts = [], []  # parts: of each pair the rows with its sides, and the words that these pieces are of
-    for pair in pairs:
-        ids, words = pieces(pair.one, one.tokenizer)
-        more, others = pieces(pair.two, one.tokenizer)
-        first = len(rows)
-        if options.together and len(ids) + len(more) < room:
-            rows.append([bos, *ids, eos, *more, eos])
-        else:
-            rows.append([bos, *ids[:room], eos])
-            rows.append([bos, *more[:room], eos])
-        last = len(rows) - 1  # the same row, or the next
-        parts.append((first, last, words[:room], others[:room]))
-    states = states_of(one, rows, options, context)
-    links = []
-    for first, last, words, others in parts:
-        e = states[first][:, 1 : 1 + len(words)]  # (L + 1, m, D)
-        f = states[last][:, -1 - len(others) : -1]  # (L + 1, n, D)
-        plan = measures.sinkhorn(e @ f.mT)
-        aligned = measures.itermax(plan)
-        links.append(measures.word_links(aligned, words, others))
-    return links
+def align(pair: Aligned, encoder, tokenizer: XLMR, context) -> list[set]:
+    """The links between the words of two sentences, by layer. What is too long for a row is cut."""
+    bos, eos, room = tokenizer.bos, tokenizer.eos, encoder.config.block_size - 2
+    ids, words = pieces(pair.one, tokenizer)
+    more, others = pieces(pair.two, tokenizer)
+    rows = [[bos, *ids, eos, *more, eos]]
+    if len(rows[0]) > room + 2:
+        rows = [[bos, *ids[:room], eos], [bos, *more[:room], eos]]
+    words, others = words[:room], others[:room]
+    states = []  # (L + 1, T, D) of each row
+    for row in rows:
+        _, _, layers = next(measures.hidden_states(encoder, [row], len(row), context))
+        states.append(torch.cat(layers))
+    e = states[0][:, 1 : 1 + len(words)]  # (L + 1, m, D)
+    f = states[-1][:, -1 - len(others) : -1]  # (L + 1, n, D)
+    plan = measures.sinkhorn(e @ f.mT)
+    aligned = measures.itermax(plan)
+    return measures.word_links(aligned, words, others)
 
 
-def states_of(one: Opened, rows: list, options: Alignment, context: Context) -> list[torch.Tensor]:
-    """(L + 1, T, D) the hidden states of each row."""
-    states = [None] * len(rows)
-    passes = measures.hidden_states(one.encoder, rows, options.micro_tokens, context)
-    for chunk, _, layers in passes:
-        layers = torch.stack(layers)  # (L + 1, B, T, D)
-        for place, row in enumerate(chunk):
-            states[row] = layers[:, place, : len(rows[row])]
-    return states
-
-
-def pieces(words: list[str], tokenizer: XLMR) -> tuple[list, list]:
+def pieces(words: list, tokenizer: XLMR) -> tuple[list, list]:
     """The pieces of a sentence, and the word that each is of. A word of characters that are dropped is `<unk>`."""
     ids, words_of = [], []
     for word, own in enumerate(tokenizer.encode_batch(words)):
@@ -363,10 +265,6 @@ def pieces(words: list[str], tokenizer: XLMR) -> tuple[list, list]:
         ids += own
         words_of += [word] * len(own)
     return ids, words_of
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Table 7
 
 
 @dataclass
@@ -381,59 +279,49 @@ class Gap(Drawn):
     folders: tyro.conf.Positional[tuple[str, ...]] = ("out/finetune_xtreme",)
 
 
-TASKS = {"xquad": "XQuAD", "mlqa": "MLQA", "tydiqa": "TyDiQA"}
-TASKS |= {"xnli": "XNLI", "pawsx": "PAWS-X", "pos": "POS", "ner": "NER", "apps": "apps (smoke test)"}
+PAPER_TASKS = "xquad", "mlqa", "tydiqa", "xnli", "pawsx"
 PAPER_GAP = {  # table 7
-    "XLM-R": dict(xquad=15.9, mlqa=20.3, tydiqa=15.2, xnli=10.4, pawsx=11.4),
-    "XLM-E - TRTD": dict(xquad=16.3, mlqa=18.6, tydiqa=16.3, xnli=11.5, pawsx=9.6),
-    "XLM-E": dict(xquad=14.9, mlqa=19.2, tydiqa=13.1, xnli=11.2, pawsx=8.8),
+    "XLM-R": (15.9, 20.3, 15.2, 10.4, 11.4),
+    "XLM-E - TRTD": (16.3, 18.6, 16.3, 11.5, 9.6),
+    "XLM-E": (14.9, 19.2, 13.1, 11.2, 8.8),
 }
 
 
 def gap(options: Gap):
     records = read_finetuned(options.folders)
-    measured = [name for name in records[0] if name not in ("encoder", "task")]
     rows = list(records)
-    for task, name in TASKS.items():
-        for paper, theirs in PAPER_GAP.items():
-            if task in theirs and any(record["task"] == name for record in records):
-                row = {"encoder": f"paper: {paper}", "task": name} | dict.fromkeys(measured)
-                rows.append(row | {"gap": theirs[task]})
+    tasks = {record["task"] for record in records}
+    for paper, gaps in PAPER_GAP.items():
+        for task, theirs in zip(PAPER_TASKS, gaps):
+            if task in tasks:
+                row = dict.fromkeys(records[0]) | {"encoder": f"paper: {paper}"}
+                rows.append(row | {"task": task, "gap": theirs})
     title = "English ahead of the mean of the other languages"
-    panel = Panel(title, rows, "encoder", "task", "gap", {"none": 0.0}, joined=False)
-    caption = f"XLM-E table 7 at our scale: {', '.join(options.folders[:3])}"
-    if len(options.folders) > 3:
-        caption += f" and {len(options.folders) - 3} more"
-    keys = "encoder", "task"
-    show("gap", caption, options, records, [panel], keys, rows)
+    panel = Panel(title, rows, "encoder", "task", "gap", joined=False)
+    panel.levels["none"] = 0.0
+    show("gap", options, records, [panel], ("encoder", "task"), rows)
 
 
 def read_finetuned(folders: tuple[str, ...]) -> list[dict]:
-    """A record of each result. Raises ValueError where there is none, or two are alike but for more than the seed."""
-    records, configs = [], {}  # configs: (encoder, task) -> file and constants of each seed
-    files = {}
+    """A record of each result. Raises ValueError where two of an encoder and a task differ by more than the seed."""
+    records, constants = [], {}
+    files = set()
     for folder in folders:
-        for file in sorted(Path(folder).rglob("result.json")):
-            files[file.resolve()] = file
-    for file in files.values():
+        files |= {file.resolve() for file in Path(folder).rglob("result.json")}
+    for file in sorted(files):
         result = read_json(file)
         others = result.get("languages", {}).keys() - {"en"}
         if not others:
             warn(f"{file} is left out: not of finetune_xtreme.py, or of English alone")
             continue
-        config = result["config"]
-        encoder, task = config["model"], config["task"]
-        for before, other in configs.setdefault((encoder, task), []):
-            alike = all_but(config, "seed") == all_but(other, "seed")
-            if not alike or config["seed"] == other["seed"]:
-                unlike = f"{before} and {file}, of the same encoder and task, do not differ by the seed alone"
-                raise ValueError(f"{unlike}: give the folders of those that are meant")
-        configs[encoder, task].append((file, config))
-        record = {"encoder": encoder, "task": TASKS[task]}
-        records.append(record | scores_of(result))
+        config = all_but(result["config"], "seed")
+        key = {"encoder": config["model"], "task": config["task"]}
+        if constants.setdefault(tuple(key.values()), config) != config:
+            raise ValueError(f"{file} and others of its encoder and task differ by more than the seed: name folders")
+        records.append(key | scores_of(result))
     if not records:
         raise ValueError(f"no result of finetune_xtreme.py in {', '.join(folders)}: run it, or name its folders")
-    return sorted(records, key=lambda record: record["encoder"])
+    return sorted(records, key=itemgetter("encoder"))
 
 
 def scores_of(result: dict) -> dict[str, float | None]:

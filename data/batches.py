@@ -5,14 +5,14 @@
     PairData           translation pairs, with masked tokens
     TranslationData    sources and their translations
 
-`batch(split, step, micro)` depends on the seed and on these three arguments alone. So a run that was stopped, or one on
-any number of processes, sees the data of a single process that never stopped. `eval_batches` depends on the corpus and
-on block_size but never on the seed, and its masks depend on the text alone: scores of different runs can be compared.
+`batch(split, step, micro)` depends on the seed and on these three arguments alone: a run that was stopped, or one on
+any number of processes, sees the data of one that never stopped. `eval_batches` depends on the corpus and on
+block_size, never on the seed: scores of different runs can be compared.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -29,9 +29,6 @@ TRAINING, EVALUATION, POOL, PASS = range(4)
 POOL_MICROS = 128  # micro-batches of pairs that are drawn and sorted together
 DRAWN = 256  # pairs that are drawn at once
 
-# ---------------------------------------------------------------------------------------------------------------------
-# One language
-
 
 class TokenData(Prepared):
     """Windows of T = block_size tokens. ValueError where a split is too short for one."""
@@ -43,14 +40,14 @@ class TokenData(Prepared):
                 needed = f"block_size {self.block_size} needs {self.block_size + 1:,}"
                 raise ValueError(f"{self.folder / split}.bin has {len(tokens):,} tokens and {needed}")
 
-    def batch(self, split, step, micro=0) -> tuple[Tensor, Tensor]:
+    def batch(self, split, step, micro=0):
         """Inputs x and targets y of windows at random places. Both are (B, T) int64, and y is one token ahead."""
         return self.windows(split, self.starts(split, step, micro))
 
     def starts(self, split, step, micro) -> ndarray:
         """(B,) where the windows of a micro-batch begin."""
-        rng = self.random(TRAINING, split, step, micro)
         last = len(self.tokens[split]) - self.block_size
+        rng = self.random(TRAINING, split, step, micro)
         return rng.integers(last, size=self.batch_size)
 
     def windows(self, split, starts: ndarray) -> tuple[Tensor, Tensor]:
@@ -69,12 +66,9 @@ class TokenData(Prepared):
                 np.add.at(changes, first + self.block_size, -1)
         return torch.from_numpy(changes[:-1].cumsum() > 0)
 
-    def eval_batches(self, split, max_tokens=None, rank=0, world=1) -> Iterator[tuple[Tensor, Tensor]]:
-        """x and y of windows that follow one another, of the whole split or of its first max_tokens tokens.
-
-        The batches are dealt round-robin to the processes. The last may have fewer than B rows, and up to T tokens at
-        the end of the split are not read.
-        """
+    def eval_batches(self, split, max_tokens=None, rank=0, world=1):
+        """x and y of windows that follow one another, of the whole split or of its first max_tokens tokens, dealt
+        round-robin to the processes. Up to T tokens at the end of the split are not read."""
         count = (len(self.tokens[split]) - 1) // self.block_size
         if max_tokens is not None:
             count = min(count, max(1, max_tokens // self.block_size))
@@ -101,11 +95,9 @@ def places(language: ndarray) -> ndarray:
     return np.arange(len(language)) - language.searchsorted(language)
 
 
-def evenly(language: ndarray, lengths: ndarray, max_tokens: int | None) -> ndarray:
-    """The numbers of rows that have about max_tokens tokens: first the first row of every language, then the second ...
-
-    language, lengths: (R,) of all rows, languages ascending. max_tokens None: all rows.
-    """
+def evenly(language: ndarray, lengths: ndarray, max_tokens) -> ndarray:
+    """The numbers of rows that have about max_tokens tokens (None: all), languages ascending: first the first row of
+    every language, then the second ... language, lengths: (R,) of all rows."""
     if max_tokens is None:
         return np.arange(len(language))
     order = places(language).argsort(kind="stable")
@@ -120,12 +112,9 @@ def gather(tokens: ndarray, starts: ndarray, sizes: ndarray) -> ndarray:
     return tokens[places].astype(np.int64)
 
 
-def pad_rows(tokens: ndarray, lengths: ndarray, pad: int, width: int = 0) -> tuple[ndarray, ndarray | None]:
-    """Pads rows to the longest of them, or to `width` where that is more.
-
-    tokens: (N,) of all rows, one behind the other; lengths: (B,). Returns ids (B, T), and the flat positions (N,) of
-    what is no padding, or None where there is no padding.
-    """
+def pad_rows(tokens: ndarray, lengths: ndarray, pad, width=0):
+    """Rows of tokens (N,), one behind the other, padded to the longest of them, or to `width` where that is more; their
+    lengths (B,) -> ids (B, T), and the flat positions (N,) of what is no padding, or None where there is none."""
     real = np.arange(max(width, lengths.max())) < lengths[:, None]  # (B, T)
     ids = np.full(real.shape, pad, dtype=np.int64)
     ids[real] = tokens
@@ -133,13 +122,10 @@ def pad_rows(tokens: ndarray, lengths: ndarray, pad: int, width: int = 0) -> tup
 
 
 def cut(sizes: ndarray, micro_tokens: int) -> list[slice]:
-    """Cuts rows into batches of at most micro_tokens tokens, padding included, or of one row that has more.
-
-    sizes: (R, sides) the length of each row on each side; every side of a batch is as wide as its longest row.
-    """
-    begin = 0
+    """Cuts rows into batches of at most micro_tokens tokens, padding included, or of one row that has more. sizes:
+    (R, sides) the length of each row on each side; every side of a batch is as wide as its longest row."""
+    begin, batches = 0, []
     widths = [0] * sizes.shape[1]
-    batches = []
     for row, lengths in enumerate(sizes.tolist()):
         widths = list(map(max, widths, lengths))
         if row > begin and (row + 1 - begin) * sum(widths) > micro_tokens:
@@ -171,10 +157,8 @@ class Masked(NamedTuple):
 
 @dataclass(eq=False)
 class MaskedData(Prepared):
-    """A corpus of many languages, in rows of `<s>` and block_size - 1 tokens of one language, some of them masked.
-
-    The language of a row is drawn by `probabilities` of the training tokens, and its place by chance.
-    """
+    """A corpus of many languages, in rows of `<s>` and block_size - 1 tokens of one language, some of them masked. The
+    language of a row is drawn by `probabilities` of the training tokens, and its place by chance."""
 
     exponent: float = 0.7  # of `probabilities`
     mask_share: float = 0.15  # this and what follows: see Masking
@@ -186,11 +170,12 @@ class MaskedData(Prepared):
     def __post_init__(self):
         super().__post_init__()
         self.masking = Masking(self.tokenizer, self.mask_share, self.replace, self.span)
-        self.shares = {}  # split -> (J,)
+
+    def draw_languages(self, rng, split, count: int) -> ndarray:
+        sizes = self.streams[split][:, 1]
         train = self.streams["train"][:, 1]
-        for split in SPLITS:
-            sizes = self.streams[split][:, 1]
-            self.shares[split] = probabilities(sizes, train, self.exponent)
+        shares = probabilities(sizes, train, self.exponent)
+        return rng.choice(len(shares), count, p=shares)
 
     def batch(self, split, step, micro=0) -> Masked:
         """A micro-batch for training. A language that is shorter than a row gives rows with padding."""
@@ -203,15 +188,11 @@ class MaskedData(Prepared):
         random = rng.random((DRAWS, rows.lengths.sum()))
         return self.mask_rows(split, rows, random, width=self.block_size)
 
-    def draw_languages(self, rng, split, count: int) -> ndarray:
-        return rng.choice(len(self.languages), count, p=self.shares[split])
-
     def all_rows(self, split) -> Rows:
         """The text of every language in rows that follow one another. The last one of a language may be shorter."""
         width = self.block_size - 1
         first, count = self.streams[split].T
-        rows = -(-count // width)  # (J,)
-        language = np.repeat(np.arange(len(count)), rows)
+        language = np.repeat(np.arange(len(count)), -(-count // width))
         offset = width * places(language)
         starts = first[language] + offset
         sizes = np.minimum(width, count[language] - offset)
@@ -228,28 +209,24 @@ class MaskedData(Prepared):
         """How many tokens `eval_batches` reads in one masking, without padding."""
         return int(self.eval_rows(split, max_tokens).lengths.sum())
 
-    def eval_batches(
-        self, split, maskings=10, max_tokens=None, rank=0, world=1, masked=(0, 1), shown=(0, 1)
-    ) -> Iterator[tuple[int, int, Masked]]:
-        """(k, first, batch): all rows, or about max_tokens tokens of them (see evenly), masked in `maskings` ways.
+    def eval_batches(self, split, maskings=10, max_tokens=None, rank=0, world=1, masked=(0, 1), shown=(0, 1)):
+        """(k, first, Masked): all rows, or about max_tokens tokens of them (see evenly), masked in `maskings` ways.
 
-        k is the number of the masking, and `first` that of the batch's first token among all that are read. The batches
-        are dealt round-robin to the processes. Of a pair's texts only those in `shown` are there, and only those in
-        `masked` are masked. The masks of a text depend on nothing but k and its place in the corpus, so that losses
-        with the translation and without it are of the same tokens.
+        k is the number of the masking, `first` that of the batch's first token among all that are read. Batches are
+        dealt round-robin to the processes. Of a pair's texts those in `shown` are there, and those in `masked` are
+        masked. The masks of a text depend on k and its place in the corpus alone, so not on what is shown beside it.
         """
         rows = self.eval_rows(split, max_tokens)
         batches = cut(rows.lengths[:, None], self.micro_tokens)
-        _, P = rows.sizes.shape
-        texts = [text for text in range(P) if text in shown]
+        texts = [text for text in shown if text < rows.sizes.shape[1]]
         rows = Rows(rows.language, rows.starts[:, texts], rows.sizes[:, texts])
-        firsts = rows.lengths.cumsum() - rows.lengths
         to_mask = [text in masked for text in texts]
+        firsts = rows.lengths.cumsum() - rows.lengths
         for turn in range(rank, maskings * len(batches), world):
             k, number = divmod(turn, len(batches))
             own = rows.take(batches[number])
-            random = self.fixed_random(k, own)
             first = firsts[batches[number].start]
+            random = self.fixed_random(k, own)
             yield k, int(first), self.mask_rows(split, own, random, to_mask)
 
     def fixed_random(self, k: int, rows: Rows) -> ndarray:
@@ -302,19 +279,16 @@ class PairData(MaskedData):
         """A micro-batch for training, of pairs that are about equally long."""
         pool, place = divmod(step * self.micros_per_step + micro, POOL_MICROS)
         rows = self.pool(split, pool)[place]
-        rng = self.random(TRAINING, split, step, micro)
-        random = rng.random((DRAWS, rows.lengths.sum()))
+        random = self.random(TRAINING, split, step, micro).random((DRAWS, rows.lengths.sum()))
         return self.mask_rows(split, rows, random)
 
     def draw_pool(self, split, number: int) -> list[Rows]:
         """POOL_MICROS micro-batches: pairs are drawn, sorted by length, cut into batches, and these are shuffled.
 
-        The pairs that are drawn would fill the pool without padding, so there are always a few batches too many. Those
-        that are left out are chosen by chance, whatever their lengths.
+        There are always a few batches too many; those that are left out are chosen by chance, whatever their lengths.
         """
         rng = self.random(POOL, split, number)
-        drawn = []
-        tokens = 0
+        drawn, tokens = [], 0
         while tokens < POOL_MICROS * self.micro_tokens:
             language = self.draw_languages(rng, split, DRAWN)
             first, count = self.streams[split][language].T
@@ -367,11 +341,9 @@ class TranslationData(Prepared):
 
     Training goes through the corpus in passes, each with every pair once and in an order of its own. With an `exponent`
     below 1 a pass has as many pairs, but those of each language pair are as many as `probabilities` says: what a pass
-    leaves out of a large one begins the next pass, and a small one comes round several times.
-
-    Pairs with more than block_size tokens in a text, `</s>` included, are left out in training and of losses;
-    `left_out` counts them by split. ValueError where a language pair does not have `target`, where all its training
-    pairs are too long, or where all pairs of a split are.
+    leaves out of a large one begins the next pass, and a small one comes round several times. Pairs with more than
+    block_size tokens in a text, `</s>` included, are left out in training and of losses, and counted in `left_out`.
+    ValueError where a language pair lacks `target`, or all its training pairs, or all pairs of a split, are too long.
     """
 
     exponent: float = 1.0
@@ -384,19 +356,15 @@ class TranslationData(Prepared):
             what = f"must hold a pair of two times block_size {self.block_size} tokens"
             raise ValueError(f"micro_tokens {self.micro_tokens} {what}")
         super().__post_init__()
-        first = [name.startswith(f"{self.target}-") for name in self.languages]
-        second = [name.endswith(f"-{self.target}") for name in self.languages]
-        for name, one, two in zip(self.languages, first, second):
-            if not (one or two):
+        for name in self.languages:
+            if not (name.startswith(f"{self.target}-") or name.endswith(f"-{self.target}")):
                 what = f"pairs without the language {self.target!r}: {name}"
                 raise ValueError(f"{self.folder} has {what}; see --target")
-        self.target_first = ~np.array(second)  # (J,)
-        self.fitting = {}
+        self.target_first = [not name.endswith(f"-{self.target}") for name in self.languages]  # of each pair of them
+        self.fitting = {split: self.find_fitting(split) for split in SPLITS}
         self.left_out = {}
-        for split in SPLITS:
-            self.fitting[split] = self.find_fitting(split)
-            left = sum(map(len, self.fitting[split]))
-            self.left_out[split] = len(self.all_pairs(split)) - left
+        for split, fitting in self.fitting.items():
+            self.left_out[split] = len(self.all_pairs(split)) - sum(map(len, fitting))
         self.order = lru_cache(maxsize=2)(self.order_pass)  # of the first pass, whose length is needed, and the present
 
     def find_fitting(self, split) -> list[ndarray]:
@@ -421,10 +389,8 @@ class TranslationData(Prepared):
         return self.translation(split, micros[place % len(micros)])
 
     def order_pass(self, split, number: int) -> list[ndarray]:
-        """The micro-batches of a pass, (B,) pairs each: shuffled, sorted by length, cut, and shuffled again.
-
-        All pairs of the corpus are sorted at once, which takes some 2 s and 200 MB for each million, once in a pass.
-        """
+        """The micro-batches of a pass, (B,) pairs each: shuffled, sorted by length, cut, and shuffled again. That takes
+        some 2 s and 200 MB for each million pairs, once in a pass."""
         rng = self.random(PASS, split, number)
         fitting = self.fitting[split]
         sizes = np.array(list(map(len, fitting)))
@@ -440,11 +406,8 @@ class TranslationData(Prepared):
         return [micros[place] for place in rng.permutation(len(micros))]
 
     def sort_and_cut(self, split, numbers: ndarray) -> list[ndarray]:
-        """These pairs in batches of about equal lengths, long sources first.
-
-        Among sources of one length the translations get longer, or shorter, in turns, so that neighbours are alike
-        where the length of the source changes.
-        """
+        """These pairs in batches of about equal lengths, long sources first. Among sources of one length translations
+        get longer, or shorter, in turns, so that neighbours are alike where the length of the source changes."""
         sizes = self.pairs(split, numbers).sizes
         source, target = sizes.T
         in_turns = np.where(source % 2, target, -target)
@@ -452,43 +415,35 @@ class TranslationData(Prepared):
         batches = cut(sizes[order], self.micro_tokens)
         return [numbers[order[own]] for own in batches]
 
-    def eval_batches(self, split, max_tokens=None, rank=0, world=1) -> Iterator[Translation]:
-        """Every pair that is short enough, or about max_tokens tokens of them (see evenly).
-
-        The batches are dealt round-robin to the processes.
-        """
+    def eval_batches(self, split, max_tokens=None, rank=0, world=1):
+        """Every pair that is short enough, or about max_tokens tokens of them (see evenly), dealt round-robin to the
+        processes."""
         numbers = np.concatenate(self.fitting[split])
         rows = self.pairs(split, numbers)
         lengths = rows.sizes.sum(axis=1)
         numbers = numbers[evenly(rows.language, lengths, max_tokens)]
-        batches = self.sort_and_cut(split, numbers)
-        for own in batches[rank::world]:
+        for own in self.sort_and_cut(split, numbers)[rank::world]:
             yield self.translation(split, own)
 
     def pairs(self, split, numbers: ndarray) -> Rows:
         """Pairs as in Prepared, but the source is always first."""
         language, starts, sizes = super().pairs(split, numbers)
-        swap = self.target_first[language]
+        swap = np.array(self.target_first)[language]
         starts[swap] = starts[swap, ::-1]
         sizes[swap] = sizes[swap, ::-1]
         return Rows(language, starts, sizes)
 
-    def texts(self, split, language: str) -> tuple[list[str], list[str]]:
+    def texts(self, split, language: str) -> tuple[list, list]:
         """The sources and the translations of a language pair in "valid" or "test", as they were written."""
-        first, second = super().texts(split, language)
-        if self.target_first[self.languages.index(language)]:
-            return second, first
-        return first, second
+        both = super().texts(split, language)
+        return both[::-1] if self.target_first[self.languages.index(language)] else both
 
     def translation_counts(self, split) -> dict[str, int]:
         """How many `tokens` (with `</s>`) and `bytes` all translations in "valid" or "test" have."""
-        rows = self.pairs(split, self.all_pairs(split))
-        tokens = rows.sizes[:, 1].sum()
-        size = 0
-        for language in self.languages:
-            _, translations = self.texts(split, language)
-            size += sum(len(text.encode()) for text in translations)
-        return {"tokens": int(tokens), "bytes": size}
+        _, tokens = self.pairs(split, self.all_pairs(split)).sizes.sum(axis=0)
+        translations = [self.texts(split, language)[1] for language in self.languages]
+        text = "".join(chain(*translations))
+        return {"tokens": int(tokens), "bytes": len(text.encode())}
 
     def translation(self, split, numbers: ndarray) -> Translation:
         rows = self.pairs(split, numbers)
@@ -502,11 +457,9 @@ class TranslationData(Prepared):
         return Translation(*tensors(source, source_real, target, target_real, labels))
 
 
-def source_batches(ids: list[list[int]], pad: int, eos: int, micro_tokens: int) -> Iterator[tuple[list[int], tuple]]:
-    """Sources to translate, the longest first, in batches of at most micro_tokens tokens, padding included.
-
-    Yields the numbers of the sources, and (source (B, N), source_real (S,) or None) as in Translation.
-    """
+def source_batches(ids: list[list[int]], pad: int, eos: int, micro_tokens: int):
+    """Sources to translate, the longest first, in batches of at most micro_tokens tokens, padding included: their
+    numbers, and (source (B, N), source_real (S,) or None) as in Translation."""
     lengths = np.array([len(text) + 1 for text in ids])
     order = np.argsort(-lengths, kind="stable")
     for own in cut(lengths[order, None], micro_tokens):

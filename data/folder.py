@@ -2,6 +2,7 @@
 
 import json
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -16,7 +17,7 @@ from torch import Tensor
 from data.corpora import CORPORA
 from data.files import SPLITS
 from data.prepare import checksum, ready, sha256
-from data.tokenizers import Tokenizer, load_tokenizer
+from data.tokenizers import KINDS, Tokenizer, load_tokenizer
 
 HASHED_UP_TO = 1 << 34  # bytes; hashing a larger file takes minutes, so only its size is compared
 AGAIN = "remove the folder and prepare it again: python -m data.prepare --help says how"
@@ -26,9 +27,8 @@ def read_meta(folder: Path) -> dict:
     """meta.json of a prepared folder. FileNotFoundError or ValueError names the file that is missing or has changed."""
     path = folder / "meta.json"
     if not path.is_file():
-        how = "data/README.md says how to prepare your own by python -m data.prepare"
-        if folder.name in CORPORA:
-            how = f"prepare it: python -m data.prepare {folder.name}"
+        known = folder.name in CORPORA
+        how = f"prepare it: python -m data.prepare {folder.name}" if known else "data/README.md says how to prepare it"
         raise FileNotFoundError(f"no prepared data in {folder}; {how}")
     try:
         meta = json.loads(path.read_text())
@@ -37,13 +37,37 @@ def read_meta(folder: Path) -> dict:
         intact = False
     if not intact:
         raise ValueError(f"{path} has changed since it was written; {AGAIN}")
-    for name, expected in meta["files"].items():
+    check_files(folder, meta["files"])
+    return meta
+
+
+def check_files(folder: Path, hashes: dict[str, str]):
+    """FileNotFoundError or ValueError: a file that is missing, or has changed.
+
+    A file is hashed once: `.NAME.checked`, beside the folder, remembers the size and the time that it had then.
+    """
+    place = folder.resolve()
+    memory = place.with_name(f".{place.name}.checked")
+    known = found = ""
+    with suppress(OSError, ValueError):
+        known = memory.read_text()
+    for name, expected in hashes.items():
         file = folder / name
         if not file.is_file():
             raise FileNotFoundError(f"{file} is missing; {AGAIN}")
-        if file.stat().st_size <= HASHED_UP_TO and sha256(file) != expected:
-            raise ValueError(f"{file} has changed since it was written; {AGAIN}")
-    return meta
+        line = f"{expected} {stamp_of(file)} {name}\n"
+        if file.stat().st_size <= HASHED_UP_TO:
+            if line not in known and sha256(file) != expected:
+                raise ValueError(f"{file} has changed since it was written; {AGAIN}")
+            found += line
+    if found != known:
+        with suppress(OSError):  # beside a folder that is somebody else's
+            memory.write_text(found)
+
+
+def stamp_of(file: Path) -> str:
+    status = file.stat()
+    return f"{status.st_size} {status.st_mtime_ns}"
 
 
 def map_numbers(path: str, dtype: str, count: int) -> ndarray:
@@ -73,10 +97,7 @@ class Rows(NamedTuple):
 
 @dataclass(eq=False)
 class Prepared:
-    """A folder that `python -m data.prepare` wrote.
-
-    Raises FileNotFoundError or ValueError, in one line, where it is missing, damaged or of another kind.
-    """
+    """A folder that `python -m data.prepare` wrote. FileNotFoundError or ValueError: missing, damaged, another kind."""
 
     folder: Path
     block_size: int  # T, the tokens of the longest row
@@ -88,10 +109,7 @@ class Prepared:
 
     @classmethod
     def open(cls, name: str, config, context, **options) -> "Prepared":
-        """The corpus `name`, or the prepared folder `name`, read as a script's config says.
-
-        A corpus that is inside installed packages is prepared first where that has not been done.
-        """
+        """The corpus `name`, or the prepared folder `name`, read as a script's config says; see `ready`."""
         folder = ready(name, make=context.rank == 0)
         context.barrier()
         micros = config.batch_tokens // config.micro_tokens
@@ -114,28 +132,28 @@ class Prepared:
         self.tokens = {}  # split -> (N,)
         self.index = {}  # split -> (2 * pairs + 1,): where each text of a pair begins, and the end
         self.streams = {}  # split -> (J, 2): the number of each language's first token (or pair), and its count
-        for split in SPLITS:
-            self.map_split(split)
-
-    def map_split(self, split):
         unit = "pairs" if self.meta["kind"] == "pairs" else "tokens"
-        total = self.meta["splits"][split]
-        file = self.folder / split
-        self.tokens[split] = map_numbers(f"{file}.bin", self.meta["dtype"], total["tokens"])
-        if unit == "pairs":
-            texts = 2 * total["pairs"]
-            self.index[split] = map_numbers(f"{file}.idx", "int64", texts + 1)
-        streams = []
-        for language in self.languages:
-            own = self.meta["languages"][language][split]
-            streams.append([own["first"], own[unit]])
-        self.streams[split] = np.array(streams, dtype=np.int64)
+        self.stamps = {}  # split -> of its tokens, when they were opened
+        for split, total in self.meta["splits"].items():
+            file = self.folder / split
+            self.stamps[split] = stamp_of(self.folder / f"{split}.bin")
+            self.tokens[split] = map_numbers(f"{file}.bin", self.meta["dtype"], total["tokens"])
+            if unit == "pairs":
+                self.index[split] = map_numbers(f"{file}.idx", "int64", 2 * total["pairs"] + 1)
+            counts = [self.meta["languages"][language][split] for language in self.languages]
+            self.streams[split] = np.array([[own["first"], own[unit]] for own in counts], dtype=np.int64)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        return load_tokenizer(self.folder)
+        kind = KINDS[self.meta["tokenizer"]["kind"]]
+        return load_tokenizer(self.folder / kind.filename)
 
     def random(self, purpose: int, split, *key) -> np.random.Generator:
+        """Draws a batch. ValueError where the tokens have been overwritten since they were opened."""
+        stamp = stamp_of(self.folder / f"{split}.bin")
+        if stamp != self.stamps[split]:
+            check_files(self.folder, self.meta["files"])
+            self.stamps[split] = stamp
         start = purpose, self.seed, SPLITS.index(split)
         return np.random.default_rng((*start, *key))
 

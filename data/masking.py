@@ -14,11 +14,9 @@ class Masking:
     """Chooses a share of the tokens of each part (a text in a batch) and hides them.
 
     Of a part's n tokens that are not special n * share are chosen: the number is rounded up or down at random, so that
-    its mean is exact, and it is at least one where n is. Single tokens are chosen by default. With `span` they are
-    chosen in spans, whose lengths follow a geometric distribution with that mean.
-
-    replace: the probabilities that a chosen token is replaced by the mask token, and that it is replaced by a random
-    token; otherwise it stays as it is.
+    its mean is exact, and it is at least one where n is. With `span` they are chosen in spans, whose lengths follow a
+    geometric distribution with that mean. replace: the probabilities that a chosen token is replaced by the mask token,
+    and that it is replaced by a random token; otherwise it stays as it is.
     """
 
     def __init__(self, tokenizer: XLMR, share: float, replace: tuple, span: float | None):
@@ -31,9 +29,7 @@ class Masking:
         self.ordinary = np.flatnonzero(~self.special)
 
     def choose(self, ids: ndarray, part: ndarray, random: ndarray) -> ndarray:
-        """(N,) bool: which of the tokens are chosen.
-
-        Every token has a random turn, and the tokens with the lowest turns of a part are chosen. With spans, a span
+        """(N,) bool: which of the tokens are chosen: those with the lowest random turns of a part. With spans, a span
         begins at every token, and a token has the lowest turn of the spans over it; the last chosen span may be cut.
 
         ids: (N,); part: (N,) the number of each token's part, ascending; random: (DRAWS, N) uniform in [0, 1).
@@ -42,8 +38,7 @@ class Masking:
         maskable = ~self.special[ids]
         turn = np.where(maskable, turn, np.inf)
         if self.span is not None:
-            ends_here = 1 / self.span
-            lengths = 1 + np.floor(np.log(1 - length) / np.log(1 - ends_here))  # geometric
+            lengths = 1 + np.floor(np.log(1 - length) / np.log(1 - 1 / self.span))  # geometric
             turn = span_turns(turn, lengths, part)
             turn = np.where(maskable, turn, np.inf)
         n = np.bincount(part, maskable)  # of each part
@@ -52,8 +47,7 @@ class Masking:
         count = np.floor(n * self.share + round_up)
         count = np.maximum(count, n > 0)
         order = np.lexsort((turn, part))
-        first = part.searchsorted(part)  # of the part of each token
-        place_in_part = np.arange(len(part)) - first
+        place_in_part = np.arange(len(part)) - part.searchsorted(part)
         chosen = np.empty(len(part), dtype=bool)
         chosen[order] = place_in_part < count[part]  # the lowest turns of each part
         return chosen
@@ -62,17 +56,15 @@ class Masking:
         """(N,) the ids, with the chosen ones replaced; the arguments are those of `choose`."""
         luck, other = random[3:]
         becomes_mask, becomes_random = self.replace
-        which = (other * len(self.ordinary)).astype(np.int64)
-        drawn = self.ordinary[which]
+        which = other * len(self.ordinary)
+        drawn = self.ordinary[which.astype(np.int64)]
         shown = np.where(luck < becomes_mask + becomes_random, drawn, ids)
         shown = np.where(luck < becomes_mask, self.mask, shown)
         return np.where(chosen, shown, ids)
 
     def odds(self, shown: Tensor) -> Tensor:
-        """How much more probable it is to see the tokens `shown` in chosen places where they are right than elsewhere.
-
-        By Bayes' rule, the probability that a shown token is right is multiplied by this. It is 1 for the mask token.
-        """
+        """How much more probable it is to see the tokens `shown` in chosen places where they are right than elsewhere:
+        by Bayes' rule, what multiplies the probability that they are. It is 1 for the mask token."""
         becomes_mask, becomes_random = self.replace
         stays = 1 - becomes_mask - becomes_random
         odds = 1 + len(self.ordinary) * stays / max(becomes_random, 1e-9)

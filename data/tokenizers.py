@@ -1,29 +1,33 @@
-"""Tokenizers behind one interface.
+"""Tokenizers behind one interface, each made from the bytes of its file.
 
     SentencePiece    a lossless BPE, which `train_sentencepiece` learns from a text
     XLMR             a SentencePiece model with the ids and the special tokens of XLM-R
     GPT2             GPT-2's byte-level BPE of 50,257 tokens, which `gpt2` downloads once
 
-Each is made from the bytes of its file. `encode_batch` adds no special tokens. But for XLM-R's, and but for U+2581,
-decode(encode_batch([text])[0]) == text.
+But for XLM-R's, and but for U+2581, decode(encode_batch([text])[0]) == text. No special tokens are added.
 """
 
 import base64
 import hashlib
 import io
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import numpy as np
 import sentencepiece
 
+GPT2_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"  # of the file of its ranks
+PART = 300_000  # characters that are encoded at once
 THREADS = os.cpu_count() or 1
-GPT2_RANKS = 50_256
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 
 
 class Tokenizer:
-    """What all have: `vocab_size`, `eot` (the token that ends a text), encode_batch and decode."""
+    """What all have: `vocab_size`, `eot` (the token that ends a text), encode_batch and decode.
+
+    `decode` writes an incomplete UTF-8 sequence as U+FFFD.
+    """
 
     kind, filename = "", ""
 
@@ -31,11 +35,41 @@ class Tokenizer:
         self.file = file
         self.sha256 = hashlib.sha256(file).hexdigest()
 
+    @property
+    def dtype(self) -> str:
+        return "uint16" if self.vocab_size <= 1 << 16 else "uint32"
+
     def save(self, folder: Path) -> Path:
-        """Writes the file into `folder` and returns its path."""
         path = Path(folder) / self.filename
         path.write_bytes(self.file)
         return path
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        return [ids.tolist() for ids in self.encode_arrays(texts)]
+
+    def encode_arrays(self, texts: list[str]) -> Iterator[np.ndarray]:
+        """The ids of each text. A long one is encoded in parts: some tokenizers fail on it, and its ids take memory."""
+        short = [text for text in texts if len(text) <= PART]
+        encoded = iter(self.encode_short(short))
+        for text in texts:
+            if len(text) <= PART:
+                yield np.array(next(encoded), self.dtype)
+            else:
+                each = (self.encode_short([part]) for part in parts(text))
+                yield np.concatenate([np.array(ids, self.dtype) for [ids] in each])
+
+
+def parts(text: str) -> Iterator[str]:
+    """A text in parts of PART characters at most, cut before white space, where no token is, or inside a longer run."""
+    begin = 0
+    while begin < len(text):
+        end = begin + PART
+        while begin < end < len(text) and (text[end] not in " \n" or text[end - 1].isspace()):
+            end -= 1
+        if end == begin:
+            end += PART
+        yield text[begin:end]
+        begin = end
 
 
 class SentencePiece(Tokenizer):
@@ -43,16 +77,10 @@ class SentencePiece(Tokenizer):
 
     kind, filename = "sentencepiece", "tokenizer.model"
     added = 0  # tokens that are not pieces of the model
-    training = {  # lossless: the text is not normalised, and every space and newline is kept
-        "model_type": "bpe",
-        "normalization_rule_name": "identity",
-        "remove_extra_whitespaces": False,
-        "add_dummy_prefix": False,
-        "allow_whitespace_only_pieces": True,
-        "user_defined_symbols": ["\n"],
-        "eos_id": 1,
-        "bos_id": -1,
-    }
+    # lossless: the text is not normalised, and every space and newline is kept
+    training = dict(model_type="bpe", normalization_rule_name="identity")
+    training |= dict(remove_extra_whitespaces=False, add_dummy_prefix=False, allow_whitespace_only_pieces=True)
+    training |= dict(user_defined_symbols=["\n"], eos_id=1, bos_id=-1)
 
     def __init__(self, file: bytes):
         super().__init__(file)
@@ -64,11 +92,10 @@ class SentencePiece(Tokenizer):
         self.vocab_size = self.processor.vocab_size()
         self.eot = self.processor.eos_id()
 
-    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+    def encode_short(self, texts: list[str]) -> list[list[int]]:
         return self.processor.encode(texts, num_threads=THREADS)
 
     def decode(self, ids: list[int]) -> str:
-        """The text of the ids; an incomplete UTF-8 sequence becomes U+FFFD."""
         return self.processor.decode(ids)
 
 
@@ -81,13 +108,8 @@ class XLMR(SentencePiece):
     kind, filename = "xlmr", "xlmr.model"
     added = 2
     bos, pad, eos, unk = range(4)  # <s>, <pad>, </s>, <unk>
-    training = {
-        "model_type": "unigram",
-        "normalization_rule_name": "nmt_nfkc",
-        "character_coverage": 0.9995,
-        "bos_id": 1,
-        "eos_id": 2,
-    }
+    training = dict(model_type="unigram", normalization_rule_name="nmt_nfkc")
+    training |= dict(character_coverage=0.9995, bos_id=1, eos_id=2)
 
     def __init__(self, file: bytes):
         super().__init__(file)
@@ -99,8 +121,8 @@ class XLMR(SentencePiece):
         self.special = (self.bos, self.pad, self.eos, self.unk, self.mask)
         self.unwritten = (self.bos, self.pad, self.unk, self.mask)  # what a model must never write: all but the end
 
-    def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        return [self.tokens(pieces) for pieces in super().encode_batch(texts)]
+    def encode_short(self, texts: list[str]) -> list[list[int]]:
+        return [self.tokens(pieces) for pieces in super().encode_short(texts)]
 
     def encode_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """The token ids of a text, and where each begins and ends in it, with the space before it."""
@@ -111,7 +133,6 @@ class XLMR(SentencePiece):
         return [piece + 1 if piece else self.unk for piece in pieces]
 
     def decode(self, ids: list[int]) -> str:
-        """The text of the ids without special ones; an incomplete UTF-8 sequence becomes U+FFFD."""
         pieces = [token - 1 for token in ids if token not in self.special]
         return super().decode(pieces)
 
@@ -120,37 +141,33 @@ class GPT2(Tokenizer):
     """GPT-2's tokenizer (tiktoken's `r50k_base`) from a file with a token in base64 and its rank in every line."""
 
     kind, filename = "gpt2", "tokenizer.tiktoken"
-    vocab_size, eot = GPT2_RANKS + 1, GPT2_RANKS
+    vocab_size, eot = 50_257, 50_256
 
     def __init__(self, file: bytes):
         import tiktoken
 
         super().__init__(file)
+        if self.sha256 != GPT2_SHA256:
+            raise ValueError("this is neither a SentencePiece *.model nor GPT-2's rank file, r50k_base.tiktoken")
         ranks = {}
-        try:
-            for line in filter(None, file.splitlines()):
-                token, rank = line.split()
-                ranks[base64.b64decode(token, validate=True)] = int(rank)
-        except ValueError as error:
-            raise ValueError("this is not a rank file (lines of base64 token and rank)") from error
-        if sorted(ranks.values()) != list(range(GPT2_RANKS)):
-            raise ValueError(f"holds {len(ranks):,} ranks; GPT-2's file has {GPT2_RANKS:,}, from 0 on")
+        for line in file.splitlines():
+            token, rank = line.split()
+            ranks[base64.b64decode(token)] = int(rank)
         special = {"<|endoftext|>": self.eot}
         self.encoding = tiktoken.Encoding("gpt2", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens=special)
 
-    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+    def encode_short(self, texts: list[str]) -> list[list[int]]:
         return self.encoding.encode_ordinary_batch(texts, num_threads=THREADS)
 
     def decode(self, ids: list[int]) -> str:
-        """The text of the ids; an incomplete UTF-8 sequence becomes U+FFFD."""
         return self.encoding.decode(ids, errors="replace")
 
 
-def train_sentencepiece(texts: Iterable[str], vocab_size=8192, kind=SentencePiece, **options) -> SentencePiece:
-    """Learns a tokenizer of that kind with vocab_size tokens. The same texts always give the same file.
+KINDS = {each.kind: each for each in (SentencePiece, XLMR, GPT2)}
 
-    `options` are SentencePiece's, in place of the kind's. Raises ValueError when the texts are too few for that many.
-    """
+
+def train_sentencepiece(texts: Iterable[str], vocab_size=8192, kind=SentencePiece, **options) -> SentencePiece:
+    """Learns vocab_size tokens. The same texts always give the same file; too few texts are a ValueError."""
     lines = []
     for text in texts:
         text = text.encode("utf-8", "replace").decode()  # lone surrogates become "?", as in data.prepare
@@ -162,13 +179,12 @@ def train_sentencepiece(texts: Iterable[str], vocab_size=8192, kind=SentencePiec
             sentence_iterator=iter(lines),
             model_writer=file,
             vocab_size=pieces,
-            byte_fallback=True,  # unknown characters are spelt in bytes
             unk_id=0,
             pad_id=-1,
             max_sentence_length=1 << 20,
             num_threads=2,  # it is written into the model: a number of cores would change the file
             minloglevel=2,
-            **kind.training | options,
+            **dict(byte_fallback=True) | kind.training | options,  # unknown characters are spelt in bytes
         )
     except RuntimeError as error:
         reason = str(error).rpartition("] ")[2]
@@ -186,9 +202,7 @@ def gpt2() -> GPT2:
         what = f"the GPT-2 vocabulary cannot be downloaded ({type(error).__name__})"
         hint = "set TIKTOKEN_CACHE_DIR to a filled cache, or pass r50k_base.tiktoken with --tokenizer PATH"
         raise OSError(f"{what}: {hint}") from error
-    lines = []
-    for token in sorted(ranks, key=ranks.get):
-        lines.append(b"%s %d\n" % (base64.b64encode(token), ranks[token]))
+    lines = [b"%s %d\n" % (base64.b64encode(token), ranks[token]) for token in sorted(ranks, key=ranks.get)]
     return GPT2(b"".join(lines))
 
 
@@ -199,9 +213,10 @@ def load_tokenizer(path: Path | str, kind: str | None = None) -> Tokenizer:
     Raises FileNotFoundError when there is none and ValueError when the file is not a tokenizer.
     """
     path = Path(path)
-    for each in (SentencePiece, XLMR, GPT2):
-        if (path / each.filename).is_file():
-            path = path / each.filename
+    there = [each.filename for each in KINDS.values() if (path / each.filename).is_file()]
+    if len(there) > 1:
+        raise ValueError(f"{path} holds {' and '.join(there)}: give the path of one of them")
+    path = path.joinpath(*there)
     if not path.is_file():
         raise FileNotFoundError(f"no tokenizer at {path}")
     chosen = SentencePiece if path.suffix == ".model" else GPT2

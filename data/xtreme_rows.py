@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import lru_cache
 from itertools import islice
 from typing import NamedTuple
@@ -16,8 +16,6 @@ from data.tokenizers import XLMR
 from data.xtreme import Example
 
 UNKNOWN = -100  # the target that `cross_entropy` passes over
-Span = tuple[int, int]  # the first character of a piece of text, and the one behind its last
-STOPS = "،؛。，、；"
 
 
 class Row(NamedTuple):
@@ -30,87 +28,80 @@ class Row(NamedTuple):
 
 
 def rows_of(kind: str, examples: list[Example], tokenizer: XLMR, T: int, stride: int, labels: list[str]) -> list[Row]:
-    """All examples as rows of at most T tokens. Unknown labels become UNKNOWN."""
-    maker = RowMaker(tokenizer, T, stride, labels)
-    makers = {"tags": maker.tag_rows, "answer": maker.answer_rows, "label": maker.label_rows}
+    """All examples as rows of at most T tokens. Labels that are unknown or missing become UNKNOWN."""
+    numbers = {label: number for number, label in enumerate(labels)}
     rows = []
     for number, example in enumerate(examples):
-        rows += makers[kind](number, example)
+        if kind == "answer":
+            rows += answer_rows(number, example, tokenizer, T, stride)
+        elif kind == "tags":
+            tags = example.gold or [None] * len(example.texts)
+            targets = [numbers.get(tag, UNKNOWN) for tag in tags]
+            rows += tag_rows(number, example.texts, targets, tokenizer, T)
+        else:
+            target = numbers.get(example.gold, UNKNOWN)
+            rows.append(label_row(number, example.texts, target, tokenizer, T))
     return rows
 
 
-class RowMaker:
-    def __init__(self, tokenizer: XLMR, T: int, stride: int, labels: list[str]):
-        self.tokenizer, self.T, self.stride = tokenizer, T, stride
-        self.numbers = {label: number for number, label in enumerate(labels)}
-
-    def number_of(self, label: str) -> int:
-        return self.numbers.get(label, UNKNOWN)
-
-    def tag_rows(self, number: int, example: Example) -> Iterator[Row]:
-        """`<s> words </s>` with a mark on the first piece of each word. A word that no longer fits begins a new row.
-
-        A word of which the tokenizer keeps nothing is `<unk>`.
-        """
-        tokenizer = self.tokenizer
-        row = Row(number, [tokenizer.bos], [], [])
-        words = tokenizer.encode_batch(list(example.texts))
-        for word, pieces in enumerate(words):
-            pieces = pieces or [tokenizer.unk]
-            pieces = pieces[: self.T - 2]
-            if len(row.ids) + len(pieces) >= self.T:
-                row.ids.append(tokenizer.eos)
-                yield row
-                row = Row(number, [tokenizer.bos], [], [])
-            row.marks.append((len(row.ids), word))
-            row.targets.append(self.number_of(example.gold[word]))
-            row.ids.extend(pieces)
-        row.ids.append(tokenizer.eos)
-        yield row
-
-    def answer_rows(self, number: int, example: Example) -> Iterator[Row]:
-        """`<s> question </s> </s> part of the text </s>` with marks on all tokens of the text.
-
-        A part begins every `stride` tokens. A long question is cut to half the row. The target is the first of several
-        answers; an example whose answer is not in the text trains nothing.
-        """
-        question, text = example.texts
-        tokenizer = self.tokenizer
-        [asked] = tokenizer.encode_batch([question])
-        asked = asked[: self.T // 2 - 2]
-        head = [tokenizer.bos, *asked, tokenizer.eos, tokenizer.eos]
-        room = self.T - len(head) - 1
-        stride = min(self.stride, room)
-        ids, spans = tokenizer.encode_offsets(text)
-        answer = answer_places(example.gold, spans)
-        for start in range(0, max(1, len(ids) - room + stride), stride):
-            part = range(start, min(start + room, len(ids)))
-            shift = len(head) - start  # from a token's place in the text to its place in the row
-            marks = [(shift + token, without_stop(text, *spans[token])) for token in part]
-            if not answer:
-                targets = [UNKNOWN, UNKNOWN]
-            elif answer[0] in part and answer[-1] in part:
-                targets = [shift + answer[0], shift + answer[-1]]
-            else:
-                targets = [0, 0]
-            own = ids[start : part.stop]
-            yield Row(number, [*head, *own, tokenizer.eos], marks, targets)
-
-    def label_rows(self, number: int, example: Example) -> Iterator[Row]:
-        """`<s> one </s> </s> two </s>`. Where that is too long, the longer sentence loses its end."""
-        tokenizer = self.tokenizer
-        texts = tokenizer.encode_batch(list(example.texts))
-        room = self.T - 2 * len(texts)
-        while sum(map(len, texts)) > room:
-            max(texts, key=len).pop()
-        ids = [tokenizer.bos]
-        for text in texts:
-            ids += [*text, tokenizer.eos, tokenizer.eos]
-        yield Row(number, ids[:-1], [], [self.number_of(example.gold)])
+def tag_rows(number: int, words, targets, tokenizer, T) -> Iterator[Row]:
+    """`<s> words </s>` with a mark on the first piece of each word. A word that no longer fits begins a new row."""
+    row = Row(number, [tokenizer.bos], [], [])
+    for word, pieces in enumerate(tokenizer.encode_batch(list(words))):
+        pieces = pieces[: T - 2] or [tokenizer.unk]  # of some words the tokenizer keeps nothing
+        if len(row.ids) + len(pieces) >= T:
+            row.ids.append(tokenizer.eos)
+            yield row
+            row = Row(number, [tokenizer.bos], [], [])
+        row.marks.append((len(row.ids), word))
+        row.targets.append(targets[word])
+        row.ids.extend(pieces)
+    row.ids.append(tokenizer.eos)
+    yield row
 
 
-def answer_places(gold: list[tuple[str, int]], spans: list[Span]) -> list[int]:
-    """The tokens that hold the first answer, given the characters at which each begins and ends."""
+def answer_rows(number: int, example, tokenizer, T, stride) -> Iterator[Row]:
+    """`<s> question </s> </s> part of the text </s>` with marks on all tokens of the text.
+
+    A part begins every `stride` tokens, or half a row. A long question is cut to half the row. The target is the first
+    of several answers; an example whose answer is not in the text trains nothing.
+    """
+    question, text = example.texts
+    [asked] = tokenizer.encode_batch([question])
+    asked = asked[: T // 2 - 2]
+    head = [tokenizer.bos, *asked, tokenizer.eos, tokenizer.eos]
+    room = T - len(head) - 1
+    stride = min(stride, T // 2, room)
+    ids, spans = tokenizer.encode_offsets(text)
+    answer = answer_places(example.gold, spans)
+    for start in range(0, max(1, len(ids) - room + stride), stride):
+        part = range(start, min(start + room, len(ids)))
+        shift = len(head) - start  # from a token's place in the text to its place in the row
+        marks = [(shift + token, spans[token]) for token in part]
+        if not answer:
+            targets = [UNKNOWN, UNKNOWN]
+        elif answer[0] in part and answer[-1] in part:
+            targets = [shift + answer[0], shift + answer[-1]]
+        else:
+            targets = [0, 0]
+        own = ids[start : part.stop]
+        yield Row(number, [*head, *own, tokenizer.eos], marks, targets)
+
+
+def label_row(number: int, texts, target, tokenizer, T) -> Row:
+    """`<s> one </s> </s> two </s>`. Where that is too long, the longer sentence loses its end."""
+    texts = tokenizer.encode_batch(list(texts))
+    room = T - 2 * len(texts)
+    while sum(map(len, texts)) > room:
+        max(texts, key=len).pop()
+    ids = [tokenizer.bos]
+    for text in texts:
+        ids += [*text, tokenizer.eos, tokenizer.eos]
+    return Row(number, ids[:-1], [], [target])
+
+
+def answer_places(gold: list | None, spans: list) -> list[int]:
+    """The tokens that hold the first answer, given the characters at which each token begins and ends."""
     if not gold or gold[0][1] < 0:
         return []
     text, begin = gold[0]
@@ -120,12 +111,6 @@ def answer_places(gold: list[tuple[str, int]], spans: list[Span]) -> list[int]:
         if last > begin and first < end:
             places.append(token)
     return places
-
-
-def without_stop(text: str, begin: int, end: int) -> Span:
-    """A piece without the stop at its end: a tokenizer may join both, as in `”，`, but no answer ends in a stop."""
-    kept = text[begin:end].rstrip(STOPS)
-    return begin, begin + len(kept) if kept.strip() else end
 
 
 class Batch(NamedTuple):
@@ -160,29 +145,25 @@ class TaskData:
 
     def __init__(self, rows: list[Row], tokenizer: XLMR, batch_size: int, micro_size: int, seed: int, start: str):
         self.rows, self.tokenizer, self.seed = rows, tokenizer, seed
-        self.micro_size = micro_size
-        self.micros_per_step = batch_size // micro_size
+        self.micro_size, self.micros_per_step = micro_size, batch_size // micro_size
         self.steps_per_epoch = math.ceil(len(rows) / batch_size)
-        content = repr((rows, start))
-        self.checksum = hashlib.sha256(content.encode()).hexdigest()
-        self._order = lru_cache(maxsize=1)(self._order_of_epoch)
+        content = repr((rows, start)).encode()
+        self.checksum = hashlib.sha256(content).hexdigest()
+        self.order = lru_cache(maxsize=1)(self.order_of_epoch)
 
-    def _order_of_epoch(self, epoch: int) -> np.ndarray:
+    def order_of_epoch(self, epoch: int) -> np.ndarray:
         rng = np.random.default_rng((self.seed, epoch))
         order = rng.permutation(len(self.rows))
-        steps = self.steps_per_epoch
-        return np.resize(order, steps * self.micros_per_step * self.micro_size)
+        micros = self.steps_per_epoch * self.micros_per_step
+        return np.resize(order, micros * self.micro_size)
 
     def batch(self, step: int, micro: int) -> Batch:
         """micro_size rows for training; steps are counted through all epochs."""
         epoch, place = divmod(step, self.steps_per_epoch)
         first = (place * self.micros_per_step + micro) * self.micro_size
-        chosen = self._order(epoch)[first : first + self.micro_size]
+        chosen = self.order(epoch)[first : first + self.micro_size]
         rows = [self.rows[number] for number in chosen]
         return batch_of(rows, self.tokenizer.pad)
-
-
-Answer = tuple[float, int, int]  # its score, and its begin and end in the text
 
 
 def row_predictions(kind: str, labels: list[str], rows: list[Row], logits: Tensor, longest: int) -> list[list]:
@@ -195,8 +176,8 @@ def row_predictions(kind: str, labels: list[str], rows: list[Row], logits: Tenso
     return [list(islice(found, len(row.targets))) for row in rows]
 
 
-def best_answer(row: Row, begins: Tensor, ends: Tensor, longest: int) -> Answer:
-    """The likeliest answer of at most `longest` tokens.
+def best_answer(row: Row, begins: Tensor, ends: Tensor, longest: int) -> tuple:
+    """The likeliest answer of at most `longest` tokens: its score, and its begin and end in the text.
 
     begins, ends: (T,) logits of each token to be the answer's first or last.
     """
@@ -215,7 +196,7 @@ def best_answer(row: Row, begins: Tensor, ends: Tensor, longest: int) -> Answer:
     return float(score[begin, end]), first_char, last_char
 
 
-def by_example(kind: str, examples: list[Example], rows: list[Row], found: Mapping[int, list]) -> list:
+def by_example(kind: str, examples: list[Example], rows: list[Row], found) -> list:
     """The prediction for each example, from what was found in its rows: found[number of the row]."""
     parts = [[] for _ in examples]
     for number, row in enumerate(rows):

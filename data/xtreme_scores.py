@@ -15,7 +15,6 @@ from statistics import fmean, median, mode
 
 from data.xtreme import TASKS, Example
 
-Words = list[str]
 ARTICLES = {
     "en": r"\b(a|an|the)\b",
     "es": r"\b(un|una|unos|unas|el|la|los|las)\b",
@@ -32,20 +31,17 @@ def scores(task: str, language: str, gold: list, predicted: list) -> dict[str, f
         return {"f1": 100 * tag_f1(gold, predicted)}
     if kind == "label":
         return {"accuracy": 100 * fmean(map(eq, gold, predicted))}
-    words_of = squad_words
-    if task == "mlqa":
-        words_of = partial(mlqa_words, language=language)
+    words_of = partial(mlqa_words, language=language) if task == "mlqa" else squad_words
     f1, em = [], []
     for answers, answer in zip(gold, predicted):
         words = words_of(answer)
         right = [words_of(text) for text, _ in answers]
-        best = max((word_f1(words, one) for one in right), default=0.0)
-        f1.append(best)
-        em.append(float(words in right))
+        f1.append(max(word_f1(words, one) for one in right))
+        em.append(words in right)
     return {"f1": 100 * fmean(f1), "em": 100 * fmean(em)}
 
 
-def tag_f1(gold: list[Words], predicted: list[Words]) -> float:
+def tag_f1(gold: list[list[str]], predicted: list[list[str]]) -> float:
     """F1 of entities. Of tags without B- and I-, such as UPOS, a run of equal ones is an entity.
 
     That is how seqeval 0.0.12 read them, which XTREME used, and it took each SYM and SCONJ for an entity of its own
@@ -68,7 +64,7 @@ def with_prefix(tag: str) -> str:
     return f"{tag[:1]}-{tag}"
 
 
-def word_f1(one: Words, two: Words) -> float:
+def word_f1(one: list[str], two: list[str]) -> float:
     """F1 of two bags of words; 0 where they share none, even if both are empty, as in SQuAD's script."""
     shared = Counter(one) & Counter(two)
     if not shared:
@@ -99,11 +95,9 @@ def without(characters: Container[str], text: str) -> str:
 
 @cache
 def punctuation() -> set[str]:
-    found = set(string.punctuation)
-    for char in map(chr, range(sys.maxunicode + 1)):
-        if unicodedata.category(char).startswith("P"):
-            found.add(char)
-    return found
+    every = map(chr, range(sys.maxunicode + 1))
+    of_unicode = {char for char in every if unicodedata.category(char)[0] == "P"}
+    return of_unicode | set(string.punctuation)
 
 
 Predictor = Callable[[list[Example]], list]  # examples -> the prediction for each
@@ -121,10 +115,15 @@ def guess(kind: str, train: list[Example], examples: list[Example]) -> list:
         return [[most] * len(one.gold) for one in examples]
     answers = chain.from_iterable(one.gold for one in train)
     words = round(median(len(text.split()) for text, _ in answers))
-    guesses = []
-    for _, text in (one.texts for one in examples):
-        guesses.append(" ".join(text.split()[:words]))
-    return guesses
+    beginnings = [one.texts[1].split()[:words] for one in examples]
+    return [" ".join(words) for words in beginnings]
+
+
+def count_words(kind: str, train: list[Example]) -> Predictor | None:
+    """What finds tags or labels by counting the words of training examples; None for answers."""
+    if kind == "answer":
+        return None
+    return tags_by_word(train) if kind == "tags" else labels_by_word(train)
 
 
 def tags_by_word(train: list[Example]) -> Predictor:
@@ -133,18 +132,13 @@ def tags_by_word(train: list[Example]) -> Predictor:
     for one in train:
         for word, tag in zip(one.texts, one.gold):
             counts[word.lower()][tag] += 1
-    most = most_frequent(sum(counts.values(), Counter()))
-    tag_of = {word: most_frequent(own) for word, own in counts.items()}
+            counts[None][tag] += 1
+    tag_of = {word: max(own, key=own.get) for word, own in counts.items()}
 
     def tags(example: Example) -> list[str]:
-        return [tag_of.get(word.lower(), most) for word in example.texts]
+        return [tag_of.get(word.lower(), tag_of[None]) for word in example.texts]
 
     return lambda examples: list(map(tags, examples))
-
-
-def most_frequent(counts: Counter) -> str:
-    [(tag, _)] = counts.most_common(1)
-    return tag
 
 
 def labels_by_word(train: list[Example]) -> Predictor:

@@ -30,34 +30,21 @@ REASONS = ("router", "objective", "tlm", "relative_bias", "task", "table")
 Texts = Annotated[tuple[str, ...], tyro.conf.UseAppendAction]  # an option that may be given again and again
 
 ANY = 2**62
-LIMITS = {  # the least and the most that a number may be; one that is not named here must be over 0 and finite
-    "seed": (0, ANY),
-    "port": (1, 65535),
-    "expert_layers": (0, ANY),
-    "routing_dim": (0, ANY),
-    "sample_tokens": (0, ANY),
-    "min_learning_rate": (0, 1),
-    "weight_decay": (0, 1),
-    "grad_clip": (0, 1e9),
-    "balance_coef": (0, 1e9),
-    "lambda_disc": (0, 1e9),
-    "length_penalty": (-10, 10),
-    "warmup": (0, 1),
-    "threshold": (0, 1),
-    "eval_threshold": (0, 1),
-    "sampling_exponent": (0, 1),
-    "mask_share": (1e-6, 1),
-    "dropout": (0, 0.9999),
-    "label_smoothing": (0, 0.9999),
-    "beta1": (0, 0.999999),
-    "beta2": (0, 0.999999),
-    "span": (1.0001, 1e9),
-    "sample_temperature": (1e-20, 1e9),
-    "capacity": (1e-9, math.inf),
-    "eval_capacity": (1e-9, math.inf),
-    "capacity_factor": (1e-9, math.inf),
-    "eval_capacity_factor": (1e-9, math.inf),
-}
+LIMITS = {}  # the least and the most that a number may be; one that is not named here must be over 0 and finite
+for low, high, names in (
+    (1, 65535, "port"),
+    (0, ANY, "seed expert_layers routing_dim sample_tokens"),
+    (0, 1, "min_learning_rate weight_decay warmup threshold eval_threshold sampling_exponent"),
+    (0, 1e9, "grad_clip balance_coef lambda_disc"),
+    (0, 0.9999, "dropout label_smoothing"),
+    (0, 0.999999, "beta1 beta2"),
+    (1e-6, 1, "mask_share"),
+    (1.0001, 1e9, "span"),
+    (-10, 10, "length_penalty"),
+    (1e-20, 1e9, "sample_temperature"),
+    (1e-9, math.inf, "capacity eval_capacity capacity_factor eval_capacity_factor"),
+):
+    LIMITS |= dict.fromkeys(names.split(), (low, high))
 
 
 def check(config):
@@ -65,12 +52,11 @@ def check(config):
     for name, value in vars(config).items():
         if type(value) not in (int, float):
             continue
-        if name in LIMITS:
-            low, high = LIMITS[name]
-            if not low <= value <= high:
-                raise ValueError(f"{name} must lie from {low:g} to {high:g}, not {value!r}")
-        elif not 0 < value < ANY:
+        if name not in LIMITS and not 0 < value < ANY:
             raise ValueError(f"{name} must be over 0 and finite, not {value!r}")
+        low, high = LIMITS.get(name, (0, ANY))
+        if not low <= value <= high:
+            raise ValueError(f"{name} must lie from {low:g} to {high:g}, not {value!r}")
     for batch, micro in (("batch_tokens", "micro_tokens"), ("batch_size", "micro_size")):
         if hasattr(config, batch) and getattr(config, batch) % getattr(config, micro):
             raise ValueError(f"{micro} = {getattr(config, micro)} does not divide {batch} = {getattr(config, batch)}")
@@ -81,16 +67,14 @@ def check(config):
 def command_line(Config: type, presets: dict[str, dict], argv: list[str]):
     """-> the config that the command line makes, by tyro: `--name value`, `--help`.
 
-    Raises ValueError, in one line, for a value out of its limits or an option that the chosen model does not read.
+    Raises ValueError for a value out of its limits, or an option that the chosen model does not read.
     """
-    given = re.search(r"(?:^|\0)--preset[=\0]([^\0]+)", "\0".join(argv))  # not inside another option's text
-    preset = given[1] if given else Config.preset
+    given = re.findall(r"(?:^|\0)--preset[=\0]([^\0]+)", "\0".join(argv))  # not inside another option's text
+    preset = given[-1] if given else Config.preset
     if preset not in presets:
         raise ValueError(f"preset must be one of {', '.join(presets)}, not {preset!r}")
     words = sys.modules[Config.__module__].__doc__
     config = parse(Config(**{"preset": preset} | presets[preset]), argv, words)
-    if config.preset != preset:
-        raise ValueError(f"--preset is given twice, as {preset!r} and as {config.preset!r}: give it once")
     check(config)
     if not config.table:  # its rows are other models
         refuse(config, presets, unread(config))
@@ -136,19 +120,18 @@ def unread(config) -> set[str]:
     if config.router == "dense":
         return own | of_routers | SPARSE
     chosen = ROUTERS[config.router]
-    return own | of_routers - chosen.reads | (set() if chosen.balanced else {"balance_coef"})
+    if not chosen.balanced:
+        own.add("balance_coef")
+    return own | of_routers - chosen.reads
 
 
 def refuse(config, presets: dict[str, dict], names: set[str]):
     """Raises ValueError where one of the names is given."""
     given = min(said(config, presets).keys() & names, default=None)
     if given:
-        reasons = []
-        for name in REASONS:
-            value = vars(config).get(name)
-            if value is not None and value is not True:  # what is switched off is a reason too
-                reasons.append(f"--{name} {value}")
-        raise ValueError(f"--{given} is not read with {', '.join(reasons)}: leave it out")
+        values = {name: getattr(config, name, None) for name in REASONS}
+        words = [f"--{name} {value}" for name, value in values.items() if value is not None and value is not True]
+        raise ValueError(f"--{given} is not read with {', '.join(words)}: leave it out")
 
 
 def refuse_others(config, presets: dict[str, dict], option: str, read: set[str]):
@@ -161,18 +144,15 @@ def refuse_others(config, presets: dict[str, dict], option: str, read: set[str])
 def identity(config) -> dict:
     """The constants that make a run what it is, as JSON has them. A Config may name more of those that do not."""
     dropped = WHERE | unread(config) | getattr(config, "where", set())
-    constants = json.loads(json.dumps(vars(config)))
-    return {name: value for name, value in constants.items() if name not in dropped}
+    return json.loads(json.dumps({name: value for name, value in vars(config).items() if name not in dropped}))
 
 
 def run_name(config, presets: dict[str, dict]) -> str:
     """The preset, and what differs from it."""
-    kept, words = identity(config), [config.preset]
+    words = [config.preset]
     for name, value in said(config, presets).items():
-        if isinstance(value, tuple):
-            value = ",".join(map(str, value))
-        if name in kept:
-            words.append(f"{name}={value}")
+        if name in identity(config):
+            words.append(f"{name}={','.join(map(str, value)) if isinstance(value, tuple) else value}")
     name = re.sub(r"[^\w.,=+-]+", "_", "-".join(words))
     whole = name.encode()
     if len(whole) > 160:  # a folder's name has limits; config.json says the rest

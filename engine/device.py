@@ -7,7 +7,7 @@ import os
 import platform
 import re
 import sys
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -50,15 +50,13 @@ class Context:
 
     def autocast(self):
         """Inside the `with`, matrix products are in bfloat16 where that is the precision."""
-        if self.dtype != torch.bfloat16:
-            return nullcontext()
-        return torch.autocast(self.device.type, self.dtype)
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16)
 
     def send_all(self, *xs: Tensor | None) -> list[Tensor | None]:
-        """The tensors on the device; the host does not wait for the copies."""
         return [x if x is None else self.send(x) for x in xs]
 
     def send(self, x: Tensor) -> Tensor:
+        """The tensor on the device; the host does not wait for the copy."""
         if self.device.type == "cuda":
             return x.pin_memory().to(self.device, non_blocking=True)
         return x.to(self.device)
@@ -114,81 +112,60 @@ def setup(device: str = "auto", dtype: str = "auto") -> Context:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"device {device}: {str(error).splitlines()[0]}") from None
-    cuda = device.startswith("cuda")
+    cuda, fast, allocator = device.startswith("cuda"), False, "default"
     if cuda:
         torch.cuda.set_device(device)
+        fast = torch.cuda.is_bf16_supported(including_emulation=False)
+    elif device == "cpu":
+        allocator = keep_memory()
+        # With AVX512-BF16 alone bf16 products are native, and slower than fp32 (0.6 x).
+        fast = getattr(torch.cpu, "_is_amx_tile_supported", bool)()
     if dtype == "auto":
-        fast = torch.cuda.is_bf16_supported(including_emulation=False) if cuda else device == "cpu" and cpu_has_amx()
         dtype = "bfloat16" if fast else "float32"
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if world > 1 and not dist.is_initialized():
         join(rank, world, device if cuda else None)
-    allocator = keep_memory() if device == "cpu" else "default"
     return Context(rank, world, torch.device(device), getattr(torch, dtype), allocator)
 
 
 def join(rank: int, world: int, cuda: str | None):
     """Makes one group of the processes: tensors on CUDA are exchanged by NCCL, those on the host by gloo."""
-    # On one node torchrun keeps one store through all its restarts: without a name of its own, each would find
-    # the addresses of processes that are dead (pytorch issue 135712).
-    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    one_node = os.environ.get("LOCAL_WORLD_SIZE") == str(world)
     store, *_ = next(dist.rendezvous("env://"))
-    store = dist.PrefixStore(restart if one_node else "0", store)
-    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-    card = torch.device(cuda) if cuda else None
+    if os.environ.get("LOCAL_WORLD_SIZE") == str(world):
+        # On one node torchrun keeps one store through all its restarts: without a name of its own, each would find
+        # the addresses of processes that are dead (pytorch issue 135712).
+        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+    backend, card = ("cpu:gloo,cuda:nccl", torch.device(cuda)) if cuda else ("gloo", None)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, device_id=card)
     atexit.register(dist.destroy_process_group)
 
 
 def keep_memory() -> str:
     """Lets glibc keep freed memory: mapping and faulting in large temporaries anew takes a third of a CPU's step."""
-    if platform.libc_ver()[0] != "glibc":
+    libc = ctypes.CDLL("libc.so.6") if platform.libc_ver()[0] == "glibc" else None
+    # M_MMAP_THRESHOLD; an older glibc refuses so much, and M_TRIM_THRESHOLD, the next, alone does harm.
+    if libc is None or not libc.mallopt(-3, 1 << 30):
         return "default"
-    libc = ctypes.CDLL("libc.so.6")
-    if not libc.mallopt(-3, 1 << 30):  # M_MMAP_THRESHOLD; an older glibc refuses so much, and the next alone does harm
-        return "default"
-    libc.mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD
+    libc.mallopt(-1, (1 << 31) - 1)
     return "glibc, mallopt"
 
 
-def cpu_has_amx() -> bool:
-    """Whether bf16 products pay on this CPU. With AVX512-BF16 alone they are native, and slower than fp32 (0.6 x)."""
-    return bool(getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)())
-
-
 def seed_all(*key: int):
-    """Seeds torch from any number of integers, such as (seed, step, micro-batch).
-
-    Missing ones count as 0: (seed,) of the weights is (seed, 0, 0), so scripts count steps from 1 here.
-    """
+    """Seeds torch from integers: (seed,) of the weights is (seed, 0, 0), so scripts count steps from 1 here."""
     torch.manual_seed(int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1))
 
 
 # Dense bf16 peak of a card, in TFLOP/s, by a part of its name; the first match counts.
-PEAK_TFLOPS = {
-    "B200": 2250,
-    "H200": 989,
-    "H100 PCIe": 756,
-    "H100": 989,
-    "A100": 312,
-    "L40S": 362,
-    "L4": 121,
-    "A10": 125,
-    "4090": 165,
-    "3090": 71,
-}
+PEAK_TFLOPS = {"B200": 2250, "H200": 989, "H100 PCIe": 756, "H100": 989, "A100": 312, "L40S": 362, "L4": 121}
 
 
 def peak_flops(context: Context) -> float | None:
     """FLOP/s of all processes together; None where it is not known."""
     if context.device.type != "cuda" or context.dtype != torch.bfloat16:
         return None
-    name = torch.cuda.get_device_name(context.device)
-    for part, peak in PEAK_TFLOPS.items():
-        if re.search(rf"\b{part}\b", name):
-            return 1e12 * peak * context.world
-    return None
+    words = torch.cuda.get_device_name(context.device)
+    peaks = [peak for part, peak in PEAK_TFLOPS.items() if re.search(rf"\b{part}\b", words)]
+    return 1e12 * peaks[0] * context.world if peaks else None
 
 
 def machine(context: Context) -> dict:
@@ -197,7 +174,7 @@ def machine(context: Context) -> dict:
     if context.device.type == "cuda":
         name = torch.cuda.get_device_name(context.device)
     elif Path("/proc/cpuinfo").exists():
-        name = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text() + "model name : unknown")[1]
+        name = (re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()) or [name])[0]
     return {
         "device": name,
         "processes": context.world,

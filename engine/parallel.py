@@ -5,10 +5,8 @@ N of a row, neighbours on a node, share the experts of one model out, E / N each
 Every process routes its own micro-batch over all E experts, under that micro-batch's capacity, exactly as one process
 alone would; only then its rows travel to the experts, and the experts' answers back.
 
-A split model is for training. To evaluate it, and to save it, `whole` and `whole_state` put it together again: each
-process then works through its own batches, and needs room for the weights once, not for gradients and Adam's moments.
-So a checkpoint is one file, whatever the number of processes. torch.distributed.checkpoint would save the pieces, but
-its metadata is a pickle, which runs what code it holds when it is read.
+A split model is for training. To evaluate it, and to save it in one file that any number of processes can read, `whole`
+and `whole_state` put it together again.
 """
 
 import functools
@@ -22,9 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Cutting a model
 
 
 def check(config, context):
@@ -54,10 +49,7 @@ def wrap(model: nn.Module, config, context) -> nn.Module:
 
 
 def share_experts(model: nn.Module, mesh: DeviceMesh, micro_tokens: int):
-    """Each process of a row of the mesh keeps its part of every layer's experts.
-
-    Gradients that neither DDP nor FSDP sees to are marked by what `clip_grad_norm_` sums them over.
-    """
+    """Each process of a row of the mesh keeps its part of every layer's experts; `sum_over` tells their gradients."""
     N = mesh["expert"].size()
     for moe in model.moe_layers:
         E = moe.router.E
@@ -85,17 +77,11 @@ def make_mesh(device: str, N: int) -> DeviceMesh:
     return init_device_mesh(device, (dist.get_world_size() // N, N), mesh_dim_names=("replica", "expert"))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The exchange
-
-
 class Exchange:
     """Takes rows to the processes that have their experts, and what the experts make of them back.
 
-    All processes send each other R rows, the same number at every step, so that nobody has to ask how many there are:
-    the most that a micro-batch can have for the experts of one process (`MoE.most_rows`). Under a capacity limit R is
-    E / N times C; without one, a token may go to all that a process has, or to the K that it chooses if they are fewer.
-    What is not filled is 0, and no expert works on it.
+    All processes send each other R rows, the most that a micro-batch can have for the experts of one process
+    (`MoE.most_rows`), so that nobody has to ask how many there are. What is not filled is 0, and no expert works on it.
     """
 
     def __init__(self, mesh: DeviceMesh, R: int):
@@ -160,15 +146,11 @@ def place(x: Tensor, slot: Tensor, size: int) -> Tensor:
     return x.new_zeros(size + 1, x.shape[1]).index_copy(0, slot, x)[:-1]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Gradients
-
-
 def clip_grad_norm_(model: nn.Module, limit: float):
     """torch's, over all pieces of a model, when a step's last backward pass is done; limit 0 does not clip.
 
-    First come the gradients that neither DDP nor FSDP sees to. An expert's has come together from its own row of the
-    mesh in the exchange; here the other rows are added. Its divisor is that of all gradients, the number of processes.
+    First come the gradients that neither DDP nor FSDP sees to: an expert's has come together from its own row of the
+    mesh in the exchange, and here the other rows are added.
     """
     waiting = []
     for p in model.parameters():
@@ -178,17 +160,15 @@ def clip_grad_norm_(model: nn.Module, limit: float):
     for handle in waiting:
         handle.wait()
     parameters = [p for p in model.parameters() if p.grad is not None]
-    if limit and any(map(mesh_of, parameters)):
-        clip_pieces(parameters, limit)
-    elif limit:
+    if not limit:
+        return
+    if not any(map(mesh_of, parameters)):
         nn.utils.clip_grad_norm_(parameters, limit)
-
-
-def clip_pieces(parameters: list[Tensor], limit: float):
+        return
     squares = {}  # mesh over which pieces lie (None: everybody has the whole) -> of the gradients that are here
     for p in parameters:
-        mesh, grad = mesh_of(p), local(p.grad)
-        squares[mesh] = squares.get(mesh, 0.0) + grad.square().sum()
+        mesh = mesh_of(p)
+        squares[mesh] = squares.get(mesh, 0.0) + local(p.grad).square().sum()
     for mesh, square in squares.items():
         if mesh is not None:
             dist.all_reduce(square, group=mesh.get_group())
@@ -196,10 +176,6 @@ def clip_pieces(parameters: list[Tensor], limit: float):
     scale = (limit / (norm + 1e-6)).clamp(max=1.0)
     for p in parameters:
         local(p.grad).mul_(scale)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Putting together, and cutting again
 
 
 def mesh_of(p: Tensor) -> DeviceMesh | None:
@@ -220,10 +196,12 @@ def put_together(p: Tensor, x: Tensor) -> Tensor:
 
 def cut(p: Tensor, x: Tensor) -> Tensor:
     """The opposite: this process's piece of a whole x."""
-    if isinstance(p, DTensor):
-        return distribute_tensor(x.to(p.device), p.device_mesh, p.placements, src_data_rank=None)
     mesh = mesh_of(p)
-    return x if mesh is None else x.chunk(mesh.size())[mesh.get_local_rank()]
+    if mesh is None or x.dim() == 0:
+        return x
+    if isinstance(p, DTensor):
+        return distribute_tensor(x.to(p.device), mesh, p.placements, src_data_rank=None)
+    return x.chunk(mesh.size())[mesh.get_local_rank()]
 
 
 @torch.no_grad()
@@ -247,14 +225,11 @@ def kind(model: nn.Module) -> type:
 @torch.no_grad()
 def whole_state(model: nn.Module) -> dict[str, Tensor]:
     """The state of `whole(model)`, on the CPU where it had to be put together, and there on rank 0 alone."""
-    state = {}
-    for name, x in model.state_dict(keep_vars=True).items():
-        state[name] = to_save(x, x.detach())
-    return state
+    return {name: to_save(x, x.detach()) for name, x in model.state_dict(keep_vars=True).items()}
 
 
 def to_save(p: Tensor, x: Tensor) -> Tensor | None:
-    if mesh_of(p) is None:
+    if mesh_of(p) is None or x.dim() == 0:  # Adam's count of steps
         return x
     x = put_together(p, x)
     return x.cpu() if dist.get_rank() == 0 else None
@@ -275,7 +250,7 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
     names = {p: name for name, p in model.named_parameters()}
     state = {}
     for p, moments in optimizer.state.items():
-        state[names[p]] = {key: to_save(p, x) if is_moment(x) else x for key, x in moments.items()}
+        state[names[p]] = {key: to_save(p, x) for key, x in moments.items()}
     return {"state": state, "param_groups": optimizer.state_dict()["param_groups"]}
 
 
@@ -286,10 +261,5 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, saved: di
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for i, p in enumerate(parameters):
         moments = saved["state"].get(names[p], {})
-        state[i] = {key: cut(p, x) if is_moment(x) else x for key, x in moments.items()}
+        state[i] = {key: cut(p, x) for key, x in moments.items()}
     optimizer.load_state_dict({"state": state, "param_groups": groups})
-
-
-def is_moment(x) -> bool:
-    """Adam's moments have their parameter's shape; its count of steps is a scalar."""
-    return isinstance(x, Tensor) and x.dim() > 0

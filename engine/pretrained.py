@@ -2,20 +2,22 @@
 
     model, tokenizer = load("out/train_mlm/demo")         the newest sound checkpoint of a run
     model, tokenizer = load("/models/xlm-roberta-base")   downloaded by hand: nothing is downloaded here
+    python -m engine.pretrained export RUN FOLDER         a run as a folder that transformers loads, and `load` again
 
 A run of train_lm.py gives a GPT; of train_mlm.py and train_electra.py an Encoder, without its head (of XLM-E the
 discriminator's); of train_mt.py a Translator.
 """
 
+import sys
 import textwrap
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from data.tokenizers import XLMR, Tokenizer, load_tokenizer
+from data.tokenizers import GPT2, XLMR, SentencePiece, Tokenizer, load_tokenizer
+from engine.device import clear_errors
 from engine.run import newest, read_json
 from model import GPT, PAD, Encoder, Translator
 
@@ -25,13 +27,13 @@ MODELS = {"GPT": GPT, "MaskedLM": Encoder, "Electra": Encoder, "Translator": Tra
 # Files of a run: the best weights of a translator, or else the newest checkpoint, or the one before it.
 CHECKPOINTS = "model.pt", "ckpt.pt", "ckpt.prev.pt"
 HUGGING_FACE = "model.safetensors", "pytorch_model.bin"
+TOKENIZERS = [each.filename for each in (SentencePiece, XLMR, GPT2)]
 
 
 def load(path: str | Path, **changes) -> tuple[nn.Module, Tokenizer | None]:
     """The model in a folder, on the CPU and in evaluation mode, and its tokenizer, None where the folder holds none.
 
-    changes: constants to replace, such as the dropout of a model that will be trained again.
-    Raises OSError or ValueError, in one line, for a folder that holds no model or a damaged one.
+    changes: constants to replace, such as the dropout. Raises OSError or ValueError where no sound model is there.
     """
     folder = Path(path)
     _, state = newest(folder, CHECKPOINTS)
@@ -45,14 +47,13 @@ def load(path: str | Path, **changes) -> tuple[nn.Module, Tokenizer | None]:
 
 def load_encoder(path: str | Path, **changes) -> tuple[Encoder, XLMR]:
     """As `load`, of a folder that must hold an encoder with XLM-R's kind of tokenizer."""
-    folder = Path(path)
-    if not folder.exists():
-        raise ValueError(f"{folder} does not exist: train it with train_mlm.py, or name another folder")
-    encoder, tokenizer = load(folder, **changes)
+    if not Path(path).exists():
+        raise ValueError(f"{path} does not exist: train it with train_mlm.py, or name another folder")
+    encoder, tokenizer = load(path, **changes)
     if not isinstance(encoder, Encoder):
-        raise ValueError(f"{folder} is no encoder: give a run of train_mlm.py or train_electra.py")
+        raise ValueError(f"{path} is no encoder: give a run of train_mlm.py or train_electra.py")
     if not isinstance(tokenizer, XLMR):
-        raise ValueError(f"{folder} has no sentencepiece.bpe.model, the tokenizer of XLM-R")
+        raise ValueError(f"{path} has no sentencepiece.bpe.model, the tokenizer of XLM-R")
     return encoder, tokenizer
 
 
@@ -74,7 +75,7 @@ def make(kind: type[nn.Module], constants: dict, V: int, path: Path) -> nn.Modul
     """A model with new weights. Raises ValueError where there is none with these constants, which a file gave."""
     try:
         return kind(SimpleNamespace(**constants), V)
-    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, OverflowError) as error:
+    except Exception as error:  # wrong constants show themselves in a dozen ways
         raise ValueError(f"{path} describes no model: {short(error)}") from error
 
 
@@ -97,8 +98,7 @@ def fill(model: nn.Module, sizes: dict, weights: Weights, path: str | Path) -> n
 
 def part_of(weights: Weights, prefix: str) -> Weights:
     """The weights of one part of a model, by the names that they have in that part."""
-    names = [name for name in weights if name.startswith(prefix)]
-    return {name.removeprefix(prefix): weights[name] for name in names}
+    return {name.removeprefix(prefix): x for name, x in weights.items() if name.startswith(prefix)}
 
 
 def short(error: Exception) -> str:
@@ -109,100 +109,83 @@ def short(error: Exception) -> str:
 # Hugging Face's format
 
 
-class Format(NamedTuple):
-    """How a kind of model is written down."""
-
-    sizes: dict[str, str]  # our constants, and their names in config.json
-    fixed: dict  # values in config.json for which model.py has a model
-    names: dict[str, str]  # parts of the tensors' names, theirs and ours, replaced in this order
-
-
 OTHERS = dict(router="dense", dropout=0.0, init_std=0.02, frequency_bias=False, relative_bias=False)
-GPT2_FORMAT = Format(
-    sizes={
-        "vocab_size": "vocab_size",
-        "block_size": "n_positions",
-        "n_layer": "n_layer",
-        "n_head": "n_head",
-        "n_embd": "n_embd",
-        "ffn_size": "n_inner",
-    },
-    fixed={
-        "model_type": "gpt2",
-        "activation_function": "gelu_new",
-        "layer_norm_epsilon": 1e-5,
-        "scale_attn_weights": True,
-        "scale_attn_by_inverse_layer_idx": False,
-        "tie_word_embeddings": True,
-    },
-    names={
-        "transformer.": "",  # of models with a head
-        "h.": "blocks.",
-        "attn.c_attn": "attn.qkv",
-        "attn.c_proj": "attn.proj",
-        "mlp.c_fc": "ffn.fc",
-        "mlp.c_proj": "ffn.proj",
-    },
+SIZES = "vocab_size", "block_size", "n_layer", "n_head", "n_embd", "ffn_size"  # ours; theirs, in config.json:
+GPT2_SIZES = "vocab_size", "n_positions", "n_layer", "n_head", "n_embd", "n_inner"
+XLMR_SIZES = "vocab_size", "max_position_embeddings", "num_hidden_layers", "num_attention_heads"
+XLMR_SIZES += "hidden_size", "intermediate_size"
+# Values in config.json for which model.py has a model.
+GPT2_FIXED = dict(
+    model_type="gpt2",
+    activation_function="gelu_new",
+    layer_norm_epsilon=1e-5,
+    scale_attn_weights=True,
+    scale_attn_by_inverse_layer_idx=False,
+    tie_word_embeddings=True,
 )
-XLMR_FORMAT = Format(
-    sizes={
-        "vocab_size": "vocab_size",
-        "block_size": "max_position_embeddings",
-        "n_layer": "num_hidden_layers",
-        "n_head": "num_attention_heads",
-        "n_embd": "hidden_size",
-        "ffn_size": "intermediate_size",
-    },
-    fixed={
-        "model_type": "xlm-roberta",
-        "hidden_act": "gelu",
-        "layer_norm_eps": 1e-5,
-        "pad_token_id": PAD,
-        "type_vocab_size": 1,
-        "position_embedding_type": "absolute",
-        "tie_word_embeddings": True,
-    },
-    names={
-        "roberta.": "",  # of models with a head
-        "embeddings.word_embeddings": "encoder.wte",
-        "embeddings.position_embeddings": "encoder.wpe",
-        "embeddings.token_type_embeddings.weight": "encoder.token_type",
-        "embeddings.LayerNorm": "encoder.ln_e",
-        "encoder.layer.": "encoder.layers.",
-        "attention.self.": "attn.",
-        "attention.output.dense": "attn.proj",
-        "attention.output.LayerNorm": "ln_1",
-        "intermediate.dense": "ffn.fc",
-        "output.dense": "ffn.proj",
-        "output.LayerNorm": "ln_2",
-        "lm_head.dense": "dense",
-        "lm_head.layer_norm": "ln_h",
-        "lm_head.bias": "bias",
-    },
+XLMR_FIXED = dict(
+    model_type="xlm-roberta",
+    hidden_act="gelu",
+    layer_norm_eps=1e-5,
+    pad_token_id=PAD,
+    type_vocab_size=1,
+    position_embedding_type="absolute",
+    tie_word_embeddings=True,
 )
+# Parts of the tensors' names, theirs and ours, replaced in this order.
+GPT2_NAMES = {
+    "transformer.": "",  # of models with a head
+    "h.": "blocks.",
+    "attn.c_attn": "attn.qkv",
+    "attn.c_proj": "attn.proj",
+    "mlp.c_fc": "ffn.fc",
+    "mlp.c_proj": "ffn.proj",
+}
+XLMR_NAMES = {
+    "roberta.": "",  # of models with a head
+    "embeddings.word_embeddings": "encoder.wte",
+    "embeddings.position_embeddings": "encoder.wpe",
+    "embeddings.token_type_embeddings.weight": "encoder.token_type",
+    "embeddings.LayerNorm": "encoder.ln_e",
+    "encoder.layer.": "encoder.layers.",
+    "attention.self.": "attn.",
+    "attention.output.dense": "attn.proj",
+    "attention.output.LayerNorm": "ln_1",
+    "intermediate.dense": "ffn.fc",
+    "output.dense": "ffn.proj",
+    "output.LayerNorm": "ln_2",
+    "lm_head.dense": "dense",
+    "lm_head.layer_norm": "ln_h",
+    "lm_head.bias": "bias",
+}
 
 
 def load_hugging_face(folder: Path, changes: dict) -> tuple[nn.Module, Tokenizer | None]:
-    """GPT-2, or the encoder of XLM-R, with its tokenizer where sentencepiece.bpe.model is there."""
-    pieces = folder / "sentencepiece.bpe.model"
-    tokenizer = None
-    if read_config(folder).get("model_type") == "gpt2":
+    """GPT-2, the encoder of XLM-R, or a run that engine/export.py wrote, with its tokenizer where that is there."""
+    config = read_json(folder / "config.json")
+    if config.get("model_type") == "nanoxmoe":
+        kind = GPT if "NanoXMoEForCausalLM" in config["architectures"] else Encoder
+        weights = part_of(read_tensors(folder, {}), "model.")
+        weights = part_of(weights, "encoder.") or weights  # of a masked language model
+        model = make(kind, config["constants"] | changes, config["vocab_size"], folder)
+        return fill(model, {}, weights, folder).eval(), load_tokenizer(folder)
+    if config.get("model_type") == "gpt2":
         kind, (sizes, weights) = GPT, load_gpt2(folder)
     else:
         kind, (sizes, weights) = Encoder, load_xlmr(folder)
         weights = part_of(weights, "encoder.")
-        if pieces.exists():
-            tokenizer = load_tokenizer(pieces, kind="xlmr")
+    pieces, tokenizer = folder / "sentencepiece.bpe.model", None
+    if pieces.exists():
+        tokenizer = load_tokenizer(pieces, kind="xlmr")
+    elif any((folder / name).exists() for name in TOKENIZERS):
+        tokenizer = load_tokenizer(folder)
     model = make(kind, OTHERS | sizes | changes, sizes["vocab_size"], folder)
     return fill(model, sizes, weights, folder).eval(), tokenizer
 
 
 def load_gpt2(folder: str | Path) -> tuple[dict, Weights]:
     """The constants of a GPT-2, and its weights for `GPT`. Raises ValueError for another model."""
-    config = read_config(folder)
-    if not config.get("n_inner") and type(config.get("n_embd")) is int:
-        config["n_inner"] = 4 * config["n_embd"]
-    sizes, weights = read_model(folder, config, GPT2_FORMAT)
+    sizes, weights = read_model(Path(folder), GPT2_SIZES, GPT2_FIXED, GPT2_NAMES)
     for name, tensor in weights.items():
         if name.startswith("blocks") and tensor.dim() == 2:
             weights[name] = tensor.t().contiguous()  # their linear layers are (in, out)
@@ -210,11 +193,8 @@ def load_gpt2(folder: str | Path) -> tuple[dict, Weights]:
 
 
 def load_xlmr(folder: str | Path) -> tuple[dict, Weights]:
-    """The constants of an XLM-R, and its weights for `MaskedLM`, without the head where it has none.
-
-    Raises ValueError for another model.
-    """
-    sizes, weights = read_model(folder, read_config(folder), XLMR_FORMAT)
+    """The constants of an XLM-R, and its weights for `MaskedLM`, but a head that it has not. Raises ValueError."""
+    sizes, weights = read_model(Path(folder), XLMR_SIZES, XLMR_FIXED, XLMR_NAMES)
     sizes["block_size"] -= PAD + 1  # the first positions are not used
     for name in [name for name in weights if ".attn.query." in name]:
         parts = [weights.get(name.replace("query", part)) for part in ("query", "key", "value")]
@@ -223,38 +203,32 @@ def load_xlmr(folder: str | Path) -> tuple[dict, Weights]:
     return sizes, weights
 
 
-def read_config(folder: str | Path) -> dict:
-    config = read_json(Path(folder, "config.json"))
+def read_model(folder: Path, names: tuple[str, ...], fixed: dict, parts: dict[str, str]) -> tuple[dict, Weights]:
+    """Sizes and weights by our names. Raises ValueError where model.py has no such model, or the weights are fewer."""
+    config = read_json(folder / "config.json")
     if not config:
         raise FileNotFoundError(f"{folder} has no config.json: not a checkpoint in Hugging Face's format")
-    return config
-
-
-def read_model(folder: str | Path, config: dict, form: Format) -> tuple[dict, Weights]:
-    """Sizes and weights by our names. Raises ValueError where model.py has no such model, or the weights are fewer."""
-    for name, value in form.fixed.items():
+    for name, value in fixed.items():
         if config.get(name, value) != value:
             raise ValueError(f"{folder} has {name} {config[name]!s:.50}, not {value}: model.py has no such model")
-    sizes = {}
-    for ours, theirs in form.sizes.items():
-        if theirs not in config:
-            raise ValueError(f"{folder}/config.json lacks {theirs}")
-        sizes[ours] = size = config[theirs]
+    if "n_inner" in names and not config.get("n_inner") and type(config.get("n_embd")) is int:
+        config["n_inner"] = 4 * config["n_embd"]
+    sizes = {ours: config.get(theirs) for ours, theirs in zip(SIZES, names)}
+    for theirs, size in zip(names, sizes.values()):
         if type(size) is not int or size < 1:
             raise ValueError(f"{folder}/config.json has {theirs} {size!r:.50}, not an integer over 0")
-    weights = read_tensors(folder, form.names)
+    weights = read_tensors(folder, parts)
     # A model of far larger sizes than its weights would fill the memory before they are found to be missing.
     widest = max(sizes[name] for name in ("vocab_size", "block_size", "n_embd", "ffn_size"))
     largest = max((tensor.numel() for tensor in weights.values()), default=0)
     if sizes["n_layer"] > len(weights) or sizes["n_embd"] * widest > largest:
-        what = "has not the weights of the model that it describes: its config.json is of a larger one"
-        raise ValueError(f"{folder} {what}")
+        raise ValueError(f"{folder} has not the weights of the model in its config.json, which is a larger one")
     return sizes, weights
 
 
-def read_tensors(folder: str | Path, names: dict[str, str]) -> Weights:
+def read_tensors(folder: Path, names: dict[str, str]) -> Weights:
     """The tensors of model.safetensors or pytorch_model.bin, under our names where model.py has such tensors."""
-    file, pickled = (Path(folder, name) for name in HUGGING_FACE)
+    file, pickled = (folder / name for name in HUGGING_FACE)
     try:
         if file.exists():
             from safetensors.torch import load_file
@@ -268,8 +242,17 @@ def read_tensors(folder: str | Path, names: dict[str, str]) -> Weights:
             for theirs, ours in names.items():
                 name = name.replace(theirs, ours)
             renamed[name] = tensor.detach()  # what is no tensor has none
+        return renamed
     except ImportError:
         raise ImportError(f"reading {file} needs one more library: pip install safetensors") from None
     except Exception as error:  # damage shows itself in a dozen ways
         raise ValueError(f"{file} cannot be read: {short(error)}") from None
-    return renamed
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 4 or sys.argv[1] != "export":
+        sys.exit("usage: python -m engine.pretrained export RUN FOLDER")
+    from engine.export import export
+
+    with clear_errors():
+        export(*sys.argv[2:])

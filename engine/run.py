@@ -12,7 +12,6 @@ import sys
 import time
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -23,35 +22,26 @@ from engine import parallel
 from engine.config import identity, run_name
 from engine.device import Context, clear_errors, fail, machine, peak_flops, warn
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Files
-
 
 def read_json(file: Path) -> dict:
     """What a file holds; {} where there is none. Raises ValueError where it holds no JSON object."""
     if not file.exists():
         return {}
     try:
-        content = json.loads(file.read_text())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is not readable JSON ({error}): delete it or restore it") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{file} holds no JSON object: delete it or restore it")
-    return content
+        return dict(**json.loads(file.read_text()))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"{file} is no readable JSON object ({error}): delete it or restore it") from None
 
 
 def write(file: Path, content: dict | str | bytes):
-    """Weights, JSON, text or bytes. The file takes its name when it is whole and on the disk.
-
-    Ends the process with one line where it cannot be written; what was saved before is whole.
-    """
+    """Weights, JSON, text or bytes; the file takes its name when it is whole and on the disk. Or one clear line."""
     part = file.with_name(f"{file.name}.tmp")
+    if file.suffix == ".json":
+        content = json.dumps(content, indent=1)
     try:
         with open(part, "wb") as f:
             if file.suffix == ".pt":
                 torch.save(content, f)
-            elif file.suffix == ".json":
-                f.write(json.dumps(content, indent=1).encode())
             else:
                 f.write(content if isinstance(content, bytes) else content.encode())
             f.flush()
@@ -65,19 +55,17 @@ def write(file: Path, content: dict | str | bytes):
 
 
 def load_checkpoint(file: Path) -> dict:
-    """Raises ValueError where the file is damaged, or something else. Its checksums are looked at first: torch misses a
-    flipped byte."""
+    """Raises ValueError where the file is damaged or something else, which its checksums say: torch misses a byte."""
     try:
         with zipfile.ZipFile(file) as z:
-            bad = z.testzip()
-        if bad is None:
-            state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)  # processes of a node share it
-            if isinstance(state, dict) and state.keys() >= {"model", "step", "class", "constants", "identity"}:
-                return state
-            bad = "it holds something else"
+            if z.testzip():
+                raise ValueError("a checksum differs")
+        state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)  # processes of a node share it
+        if not isinstance(state, dict) or not state.keys() >= {"model", "step", "class", "constants", "identity"}:
+            raise ValueError("it holds something else")
+        return state
     except Exception as error:  # damage shows itself in a dozen ways
-        bad = error
-    raise ValueError(f"checkpoint {file} is corrupt ({bad})")
+        raise ValueError(f"checkpoint {file} is corrupt ({error})") from None
 
 
 def newest(folder: Path, names: tuple[str, ...] = ("ckpt.pt", "ckpt.prev.pt")) -> tuple[str, dict]:
@@ -85,25 +73,22 @@ def newest(folder: Path, names: tuple[str, ...] = ("ckpt.pt", "ckpt.prev.pt")) -
 
     Raises ValueError if there are some, and none is sound.
     """
-    damaged = []
+    damaged = ""
     for name in names:
         if not (folder / name).exists():
             continue
         try:
             state = load_checkpoint(folder / name)
         except ValueError as error:
-            damaged.append(str(error))
+            damaged += f"{error}; "
             continue
         if damaged:
-            warn(f"{'; '.join(damaged)}; using {name}")
+            warn(f"{damaged}using {name}")
         return name, state
     if damaged:
-        raise ValueError(f"{'; '.join(damaged)}: no other is left; training with --resume false starts again")
+        raise ValueError(f"{damaged}no other is left: training with --resume false starts again")
     return "", {}
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Signals
 
 SIGNALS = signal.SIGTERM, signal.SIGINT  # the second is Ctrl-C
 
@@ -117,29 +102,30 @@ def stop(number: int, where: str = ""):
     sys.exit(128 + number)
 
 
-@contextmanager
-def handled(handler):
-    """Inside the `with`, SIGTERM and Ctrl-C call handler(number, frame)."""
-    before = [signal.signal(number, handler) for number in SIGNALS]
-    try:
-        yield
-    finally:
-        for number, old in zip(SIGNALS, before):
-            signal.signal(number, old)
+class Window:
+    """The steps since the last evaluation, of which the bar and the log speak."""
 
+    def __init__(self, device, since: int, tokens: int = 0, seconds: float = 0.0, loss_sum: float = 0.0):
+        self.since, self.tokens, self.clock = since, tokens, time.perf_counter() - seconds
+        # On the device: once not finite, it stays so, and nobody waits for it at every step.
+        self.loss_sum = torch.tensor(loss_sum, device=device)
 
-# ---------------------------------------------------------------------------------------------------------------------
-# One run
+    def seconds(self) -> float:
+        return time.perf_counter() - self.clock
+
+    def state(self, context: Context) -> dict:
+        """What makes it again on any number of processes, each of which then has the mean of their sums."""
+        loss_sum = float(context.sum(self.loss_sum)) / context.world
+        return {"since": self.since, "tokens": self.tokens, "seconds": self.seconds(), "loss_sum": loss_sum}
 
 
 class Run:
     """The folder of one training run, and what surrounds its steps.
 
     `result`: the run is finished, and this is what it found; else empty. `kept`: what a script wants in checkpoints
-    beside model and optimizer, restored when the run goes on; a function in it is called when one is saved. data: what
-    the run is trained on. `total` steps, with an evaluation `every` so many, are the config's unless they are given.
-    Only rank 0 writes. Raises ValueError where the micro-batches of a step cannot be dealt evenly, or the folder holds
-    another run.
+    beside model and optimizer, restored when the run goes on; a function in it is called when one is saved. `total`
+    steps, with an evaluation `every` so many, are the config's unless they are given. Only rank 0 writes. Raises
+    ValueError where the micro-batches of a step cannot be dealt evenly, or the folder holds another run.
     """
 
     def __init__(self, config, presets: dict[str, dict], context: Context, *data, total=None, every=None):
@@ -149,9 +135,9 @@ class Run:
         self.folder = Path(config.out_dir, self.name)
         micros = data[0].micros_per_step
         if micros % context.world:
+            batch = "batch_tokens" if hasattr(config, "batch_tokens") else "batch_size"
             raise ValueError(
-                f"{micros} micro-batches a step cannot be dealt to {context.world} processes: "
-                f"change batch_{'tokens' if hasattr(config, 'batch_tokens') else 'size'}"
+                f"{micros} micro-batches a step cannot be dealt to {context.world} processes: change {batch}"
             )
         parallel.check(config, context)
         self.micros = range(context.rank, micros, context.world)  # this process's
@@ -159,28 +145,24 @@ class Run:
         self.identity = identity(config)
         self.identity["data_checksum"] = "+".join(source.checksum for source in data)
         self.identity["tokenizer_checksum"] = self.tokenizer.sha256
-        self.result, self.checkpoint, self.checkpoint_name, self.kept = {}, {}, "", {}
+        self.result, self.checkpoint, self.checkpoint_name = {}, {}, ""
         if config.resume:
             self.find()
+        self.kept = self.checkpoint.get("kept", {})
 
     def find(self):
-        """Looks in the folder for a result, or else for a checkpoint."""
+        """Looks in the folder for a result, or else for the newest sound checkpoint."""
         self.refuse_other(read_json(self.folder / "config.json"), "config.json")
         self.result = read_json(self.folder / "result.json")
         self.refuse_other(self.result.get("config", {}), "result.json")
         if self.result:
             self.context.say(f"{self.name}: finished before, in {self.folder} (--resume false trains it again)")
         else:
-            self.load()
+            self.checkpoint_name, self.checkpoint = newest(self.folder)
+            self.refuse_other(self.checkpoint.get("identity", {}), self.checkpoint_name)
         seen = bool(self.result), self.checkpoint.get("step")
         if len(set(self.context.gather(seen))) > 1:
             raise ValueError(f"the processes see different files in {self.folder}: it must be on a shared disk")
-
-    def load(self):
-        """Takes the newest sound checkpoint."""
-        self.checkpoint_name, self.checkpoint = newest(self.folder)
-        self.refuse_other(self.checkpoint.get("identity", {}), self.checkpoint_name)
-        self.kept = self.checkpoint.get("kept", {})
 
     def refuse_other(self, found: dict, name: str):
         """The one place that decides whether a file belongs to this run: by its constants and its data's checksums."""
@@ -198,21 +180,15 @@ class Run:
         self.model, self.optimizer = model, optimizer
         self.flops_per_token, self.bits_per_byte = flops_per_token, bits_per_byte
         state, self.checkpoint = self.checkpoint, {}
-        self.start, self.saved = state.get("step", 0), -1
+        self.start = state.get("step", 0)
         self.seconds, self.log = state.get("seconds", 0.0), state.get("log", "")  # of metrics.jsonl
         if state:
             parallel.load_model(model, state["model"])
             parallel.load_optimizer(model, optimizer, state["optimizer"])
             self.context.say(f"{self.name}: goes on from step {self.start}")
         if self.context.rank == 0:
-            with clear_errors():
-                self.make_folder()
-        self.open_window(self.start)
-        if state:
-            self.clock -= state["window"]["seconds"]
-            self.since, self.tokens = state["window"]["since"], state["window"]["tokens"]
-            # The mean over processes: each of them adds it, and `look` divides by their number.
-            self.loss_sum += state["window"]["loss_sum"].to(self.loss_sum.device)
+            self.make_folder()
+        self.window = Window(self.context.device, **state.get("window", {"since": 0}))
 
     def make_folder(self):
         """A run that starts again forgets what is there. Raises ValueError where another process trains in it."""
@@ -245,12 +221,16 @@ class Run:
         steps, silent = range(self.start, self.total), self.context.rank > 0
         self.bar = tqdm(steps, initial=self.start, total=self.total, unit="step", disable=silent)
         self.model.train()
-        with handled(self.ask):
+        before = [signal.signal(number, self.ask) for number in SIGNALS]
+        try:
             for step in self.bar:
                 yield step
                 if (step + 1) % self.config.log_every == 0:
                     self.look(step + 1)
                 self.stop_if_asked(step + 1)
+        finally:
+            for number, handler in zip(SIGNALS, before):
+                signal.signal(number, handler)
 
     def ask(self, number: int, frame):
         """The step, or the evaluation, is finished and saved before the process ends; a second signal ends it."""
@@ -260,22 +240,17 @@ class Run:
 
     def add(self, loss: torch.Tensor, tokens: int):
         """Counts one micro-batch of this process; `loss` is the part of its loss that the bar shows."""
-        self.loss_sum += loss.detach() / len(self.micros)
-        self.tokens += tokens * self.context.world
-
-    def open_window(self, step: int):
-        """What the bar and the log say is of the steps since the last evaluation."""
-        self.since, self.tokens, self.clock = step, 0, time.perf_counter()
-        # On the device: once not finite, it stays so, and nobody waits for it at every step.
-        self.loss_sum = torch.zeros((), device=self.context.device)
+        self.window.loss_sum += loss.detach() / len(self.micros)
+        self.window.tokens += tokens * self.context.world
 
     def look(self, done: int):
         """Reads the loss, shows it, and ends a run whose loss is not finite."""
-        if done == self.since:  # it was looked at when it was saved
+        if done == self.window.since:  # it was looked at when it was saved
             return
-        self.train_loss = float(self.context.sum(self.loss_sum)) / self.context.world / (done - self.since)
+        window = self.window.state(self.context)
+        self.train_loss = window["loss_sum"] / (done - self.window.since)
         self.check_finite(self.train_loss, done)
-        self.speed = self.tokens / (time.perf_counter() - self.clock)
+        self.speed = self.window.tokens / window["seconds"]
         shown = {"loss": f"{self.train_loss:.3f}"}
         if self.bits_per_byte:
             shown = {"bits_per_byte": f"{self.bits_per_byte * self.train_loss:.3f}"}
@@ -291,14 +266,11 @@ class Run:
         if done % self.every and done != self.total:
             return False
         self.look(done)
-        self.seconds += time.perf_counter() - self.clock
+        self.seconds += self.window.seconds()
         return True
 
     def save(self, done: int, scores: dict, loss: float, words: str):
-        """Logs an evaluation and saves a checkpoint.
-
-        The evaluation's loss must be finite, too: the last update may have broken what the loss before did not show.
-        """
+        """Logs an evaluation and saves a checkpoint, unless the last update broke the weights, which its loss shows."""
         self.check_finite(loss, done)
         speed, fastest = f"{self.speed:,.0f} tokens/s", peak_flops(self.context)
         if fastest:
@@ -307,20 +279,19 @@ class Run:
         record = {"step": done, "train_loss": self.train_loss, "tokens_per_second": self.speed}
         self.log += json.dumps(record | scores) + "\n"
         self.write("metrics.jsonl", self.log)
-        self.open_window(done)  # in the checkpoint it is empty: this evaluation has closed it
+        self.window = Window(self.context.device, done)
         self.save_checkpoint(done)
-        self.open_window(done)  # again, since writing a file is not training
+        self.window.clock = time.perf_counter()  # writing a file is not training
 
     def save_checkpoint(self, done: int):
         """What it takes to go on behind so many steps. At every moment one of the two files is whole."""
-        loss = self.context.sum(self.loss_sum).cpu() / self.context.world
-        self.check_finite(float(loss), done)
-        seconds = time.perf_counter() - self.clock
+        window = self.window.state(self.context)
+        self.check_finite(window["loss_sum"], done)
         state = {
             "optimizer": parallel.optimizer_state(self.model, self.optimizer),
             "seconds": self.seconds,
             "log": self.log,
-            "window": {"since": self.since, "tokens": self.tokens, "seconds": seconds, "loss_sum": loss},
+            "window": window,
             "kept": {name: value() if callable(value) else value for name, value in self.kept.items()},
         }
         last = self.folder / "ckpt.pt"
@@ -328,7 +299,6 @@ class Run:
             with clear_errors():
                 last.replace(self.folder / "ckpt.prev.pt")
         self.save_model("ckpt.pt", self.model, done, **state)
-        self.saved = done
 
     def save_model(self, name: str, model, step: int, **state):
         """A file with what it takes to make the model again, and with `state`."""
@@ -341,7 +311,7 @@ class Run:
         number = self.context.most(self.asked)
         if not number:
             return
-        if done != self.saved:
+        if done != self.window.since:  # an evaluation has just saved it
             self.save_checkpoint(done)
         self.context.barrier()  # torchrun ends the others when the first one ends
         self.bar.close()

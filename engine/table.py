@@ -1,7 +1,6 @@
 """Tables of runs beside the paper's numbers, and what a script's `main` does."""
 
 import dataclasses
-import itertools
 import signal
 import statistics
 import sys
@@ -21,18 +20,14 @@ class Table(NamedTuple):
     rows: list[tuple[tuple[str, ...], dict]]  # the labels' cells, and what to change for the row
 
     def render(self, results: list[list[dict]], cells: Callable[[dict], dict]) -> str:
-        """Markdown of the results of each row's seeds, none where it has not been run.
-
-        cells: a result -> {header: (number or None, its format)}, of the same headers for all.
-        """
-        found = [list(map(cells, seeds)) for seeds in results]
-        headers = list(next(itertools.chain(*found), {}))
-        lines = []
-        for (labels, _), seeds in zip(self.rows, found):
-            line = list(labels)
-            for header in headers:
-                line.append(mean_cell([numbers[header] for numbers in seeds]))
-            lines.append(line)
+        """Markdown of each row's seeds. cells: a result -> {header: (number or None, its format)}, the same for all."""
+        headers, lines = [], []
+        for (labels, _), seeds in zip(self.rows, results):
+            found = [cells(result) for result in seeds]
+            headers = headers or list(*found[:1])
+            lines.append(list(labels))
+            for name in headers:
+                lines[-1].append(mean_cell([numbers[name] for numbers in found]))
         return markdown_table([*self.labels, *headers], lines)
 
 
@@ -58,16 +53,14 @@ def markdown_table(headers: list[str], rows: list[list]) -> str:
     columns = []
     for column in zip(headers, *rows):
         width = max(len(str(cell)) for cell in column)
-        columns.append([str(cell).ljust(width) for cell in column])
-    head, *lines = ["| " + " | ".join(line) + " |" for line in zip(*columns)]
-    rule = "|" + "|".join("-" * (len(column[0]) + 2) for column in columns) + "|"
-    return "\n".join([head, rule, *lines])
+        head, *cells = [str(cell).ljust(width) for cell in column]
+        columns.append([f" {head} ", "-" * (width + 2), *(f" {cell} " for cell in cells)])
+    return "\n".join(f"|{'|'.join(line)}|" for line in zip(*columns))
 
 
 def seeds_of(config, change: dict) -> list:
     """The configs of one row, one for every seed."""
-    seeds = range(config.seed, config.seed + config.seeds)
-    return [dataclasses.replace(config, **change, seed=seed) for seed in seeds]
+    return [dataclasses.replace(config, **change, seed=config.seed + i) for i in range(config.seeds)]
 
 
 def start(Config: type, presets: dict[str, dict]):
@@ -93,9 +86,8 @@ def carry_out(config, presets: dict, context, tables: dict, train: Callable, rep
         results.append([train(one, context) for one in seeds_of(config, change)])
     if context.rank > 0:
         return
-    if not config.table:
-        for result in results[0]:
-            print(report(config, result))
+    for result in results[0] if not config.table else []:
+        print(report(config, result))
     if config.table or config.seeds > 1:
         print(f"\n{table.title}, preset {config.preset}, seeds: {config.seeds}\n\n{table.render(results, cells)}")
 
@@ -107,5 +99,4 @@ def refuse_rows(config, presets: dict[str, dict], table: Table):
     given = said(config, presets).keys() & changed
     if given:
         raise ValueError(f"its rows have a --{min(given)} of their own: leave it out")
-    never = [unread(dataclasses.replace(config, **change)) for _, change in table.rows]
-    refuse(config, presets, set.intersection(*never))
+    refuse(config, presets, set.intersection(*(unread(dataclasses.replace(config, **row[1])) for row in table.rows)))

@@ -21,15 +21,11 @@ class Choices(NamedTuple):
 # --- Scores and gates
 
 
-def dot_product(h, e, project=None):
-    """XMoE eq. 1, X-MoE section 3.1"""
-    return ((h if project is None else project @ h) * e).sum()
-
-
-def cosine(h, e, project=None):
-    """X-MoE eq. 7"""
+def similarity(h, e, project, on_sphere):
+    """XMoE eq. 1, X-MoE section 3.1; on a sphere the cosine (X-MoE eq. 7)"""
     h = h if project is None else project @ h
-    return (h * e).sum() / ((h * h).sum().sqrt() * (e * e).sum().sqrt())
+    product = (h * e).sum()
+    return product / ((h * h).sum().sqrt() * (e * e).sum().sqrt()) if on_sphere else product
 
 
 def softmax(scores):
@@ -47,10 +43,6 @@ def sigmoid(x):
 
 def best_first(p):
     return sorted(range(len(p)), key=lambda e: (-p[e].item(), e))
-
-
-def top(p, k):
-    return best_first(p)[:k]
 
 
 def algorithm_1(p, t):
@@ -83,39 +75,35 @@ def route(router, h, ids=None, assigned=None, x_moe=False):
         return Choices(dict.fromkeys(pairs, 1.0), {(s, e): (1, 0.0, s) for s, e in pairs}, 0.0, probs)
 
     project, experts, gate = getattr(router.project, "weight", None), router.experts.unbind(0), router.gate
-    similarity, tau, tau0 = dot_product, 1.0, 1.0
-    if router.score == "hypersphere":
-        similarity, tau, tau0 = cosine, router.temperature, router.init_temperature
+    on_sphere = router.score == "hypersphere"
+    tau, tau0 = (router.temperature, router.init_temperature) if on_sphere else (1.0, 1.0)
     t = router.config.threshold
     if not router.training and router.config.eval_threshold is not None:
         t = router.config.eval_threshold
 
     weight, turn, first_probs, probs, counted = {}, {}, {}, {}, []
     for s in range(len(h)):
-        score = [similarity(h[s], e, project) for e in experts]
+        score = [similarity(h[s], e, project, on_sphere) for e in experts]
         p = probs[s] = softmax([x / tau for x in score])
         first_probs[s] = softmax([x / tau0 for x in score])
         if kind in ("TopK", "Hypersphere"):
-            chosen = top(p, router.K)
+            chosen = best_first(p)[: router.K]
         elif kind == "Switch":
-            chosen = top(p, 1)
+            chosen = best_first(p)[:1]
         elif kind == "Threshold":
             chosen = algorithm_1(p, t)
         elif kind == "Base":
-            chosen = top(score, 1) if assigned is None else [int(assigned[s])]
+            chosen = best_first(score)[:1] if assigned is None else [int(assigned[s])]
         elif kind == "ExpertChoice":
-            chosen = list(range(E))
+            chosen = [*range(E)]
         for i, e in enumerate(chosen):
             g = p[e] if gate == "softmax" else sigmoid(score[e] / tau)  # X-MoE eq. 8
             if gate == "softmax" and several:  # X-MoE section 2.2, top-K
                 g = g / sum(p[j] for j in chosen)
             weight[s, e] = g
-            if kind == "ExpertChoice":
-                turn[s, e] = (1, -p[e].item(), s)
-            elif kind == "Base":
-                turn[s, e] = (1, -score[e].item(), s)
-            else:  # XMoE A.1: p - i, as a pair
-                turn[s, e] = (i + 1, -p[e].item(), s)
+            turn[s, e] = (i + 1, -p[e].item(), s)  # XMoE A.1: p - i, as a pair
+            if kind in ("Base", "ExpertChoice"):  # all choices are first ones
+                turn[s, e] = (1, -(score if kind == "Base" else p)[e].item(), s)
         counted += chosen if several else chosen[:1]
     loss = 0.0
     if kind not in ("Base", "ExpertChoice"):
@@ -145,11 +133,7 @@ def capacity(tokens, experts, gamma):
 
 def serve(turn, limit, E):
     """The choices that are served: each expert goes through its tokens in turn, until it is full (XMoE A.1)."""
-    served = set()
-    for e in range(E):
-        queue = sorted((key, s) for (s, expert), key in turn.items() if expert == e)
-        served |= {(s, e) for _, s in (queue if limit is None else queue[:limit])}
-    return served
+    return {(s, e) for e, queue in enumerate(queues(turn, E)) for s in queue[:limit]}
 
 
 def gelu(x):

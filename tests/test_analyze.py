@@ -32,24 +32,17 @@ def refused(monkeypatch, capsys, *line) -> str:
 
 def lines(axes) -> list[tuple]:
     """(label, x, y) of every line that is drawn."""
-    found = []
-    for line in axes.lines:
-        found.append((line.get_label(), list(line.get_xdata()), list(line.get_ydata())))
-    return found
+    return [(line.get_label(), list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines]
 
 
 def kept(folder, name: str) -> dict:
     return json.loads((folder / "drawn" / f"{name}.json").read_text())
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Records
-
-
 RECORDS = [
     {"run": "a", "kind": "one", "x": 1, "y": 2.0, "z": None},
     {"run": "b", "kind": "one", "x": 1, "y": 4.0, "z": 0.5},
-    {"run": "a", "kind": "one", "x": 2, "y": None, "z": 1.5},
+    {"run": "a", "kind": "one", "x": 2, "y": 3.0, "z": 1.5},
     {"run": "c", "kind": "two", "x": 1, "y": 123.456, "z": None},
 ]
 
@@ -58,32 +51,24 @@ def test_a_table_has_means_over_records_that_are_alike():
     assert shared.table_of(RECORDS, ("kind", "x")) == [
         ["kind", "x", "y", "z"],
         ["one", 1, "3 ± 1.4142", "0.5"],
-        ["one", 2, "", "1.5"],
+        ["one", 2, "3", "1.5"],
         ["two", 1, "123.46", ""],
     ]
 
 
 def test_lines_are_drawn_through_the_records_of_a_run():
     pytest.importorskip("matplotlib")
-    other = [{"kind": "two", "x": 3, "y": 1.0}, {"kind": "three", "x": 3, "y": 1.0}]
+    other = [{"kind": "two", "x": 3, "y": 1.0}, {"kind": "three", "x": 3, "y": None}]
     panels = Panel("", RECORDS, "kind", "x", "y", {"chance": 3.0}), Panel("", other, "kind", "x", "y", joined=False)
     first, second = shared.draw(panels).axes
     one, again, two, chance = lines(first)
-    assert [one, again, two] == [("one", [1], [2.0]), ("one", [1], [4.0]), ("two", [1], [123.456])]
+    assert [one, again, two] == [("one", [1, 2], [2.0, 3.0]), ("one", [1], [4.0]), ("two", [1], [123.456])]
     assert chance[::2] == ("chance", [3.0, 3.0])
     assert [text.get_text() for text in first.get_legend().get_texts()] == ["one", "two", "chance"]
     looks = {line.get_label(): (line.get_color(), line.get_marker()) for line in (*first.lines[:3], *second.lines)}
     assert looks["two"] == (second.lines[0].get_color(), second.lines[0].get_marker())
     assert len(set(looks.values())) == 3 and second.lines[0].get_linestyle() == "None"
-
-
-def test_no_two_of_many_lines_look_alike():
-    panel = Panel("", [{"name": str(number)} for number in range(49)], "name", "", "")
-    assert len({tuple(look.values()) for look in shared.styles([panel]).values()}) == 49
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Which runs are meant
+    assert len({tuple(shared.look(number).values()) for number in range(49)}) == 49
 
 
 def test_runs_are_told_apart_by_their_constants():
@@ -95,96 +80,66 @@ def test_runs_are_told_apart_by_their_constants():
 def test_names_tell_what_runs_are():
     base, switch = identity(train_lm.Config()), identity(train_lm.Config(router="switch"))
     found = {"out/a": base, "out/a-seed=1": base | {"seed": 1}, "out/b": switch}
-    names = {"out/a": "threshold 32 x 128", "out/a-seed=1": "threshold 32 x 128", "out/b": "switch 8 x 512"}
-    assert shared.named(found) == names
-    assert shared.listed(found) == "out/a, seed 0, 1; out/b, seed 0"
+    assert [*shared.named(found).values()] == ["threshold 32 x 128", "threshold 32 x 128", "switch 8 x 512"]
     found["out/a-steps=9-seed=1"] = base | {"steps": 9, "seed": 1}
-    more = "threshold 32 x 128, steps 1400"
-    assert [*shared.named(found).values()] == [more, more, "switch 8 x 512", "threshold 32 x 128, steps 9"]
-    other = {"x-model=y-seed=1-epochs=2-seed=1": {"seed": 1}, "x-model=y-seed=1-epochs=2": {"seed": 0}}
-    assert shared.listed(other) == "x-model=y-seed=1-epochs=2, seed 1, 0"
+    more = "threshold 32 x 128, steps "
+    assert [*shared.named(found).values()] == [f"{more}1400", f"{more}1400", "switch 8 x 512", f"{more}9"]
     assert shared.describe(identity(train_lm.Config(router="dense"))) == "dense"
     assert shared.describe(identity(train_mlm.Config(experts=4, expert_size=6))) == "hypersphere 4 x 6"
 
 
 def test_what_routers_are_is_asked_of_their_classes():
-    constants = {
-        name: identity(train_lm.Config(router=name)) for name in ("dense", "hash", "threshold", "expert_choice")
-    }
-    asked = {name: (shared.reads(own, "score"), shared.reads(own, "threshold")) for name, own in constants.items()}
-    assert asked == dict(dense=(False, False), hash=(False, False), threshold=(True, True), expert_choice=(True, False))
-    assert [shared.sees_later(own) for own in constants.values()] == [False, False, False, True]
+    for name, reads in {"dense": False, "hash": False, "threshold": True, "topk": False}.items():
+        assert shared.reads(identity(train_lm.Config(router=name)), "threshold") is reads
     with pytest.raises(ValueError, match="routers.py does not have"):
         shared.is_sparse({"router": "of yesterday"})
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# XLM-E's figure 1, from logs alone
-
-
-def evaluation(step: int, rtd: bool) -> dict:
-    scores = {"generator": step / 10, "saved": step / 20} if rtd else {"generator": step / 10}
-    held_out = {"sentences": scores, "retrieval": [0.1, 0.2, step / 5, 0.3], "chance": 0.05}  # 3 layers: the 2nd counts
-    return {"step": step, "flops": step * 1e12, "held_out": held_out}
-
-
 @pytest.fixture
 def folders(tmp_path) -> list:
-    """A run of XLM-E, and one of its baseline."""
+    """The log of XLM-E that results/ keeps, as of that and of its baseline."""
+    log = (ROOT / "results/train_electra/demo.metrics.jsonl").read_text()
     made = []
     for objective in ("rtd", "mlm"):
         folder = tmp_path / objective
         folder.mkdir()
-        (folder / "config.json").write_text(json.dumps({"objective": objective, "seed": 3, "n_layer": 3}))
-        records = [evaluation(step, objective == "rtd") for step in (1, 2)]
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        config = identity(train_electra.Config(objective=objective, seed=3))
+        (folder / "config.json").write_text(json.dumps(config))
+        (folder / "metrics.jsonl").write_text(log)
         made.append(folder)
     return made
 
 
-def test_figure_1_is_drawn_from_the_logs(folders, draw):
-    (found, right, saved), numbers = draw("curve", *folders)
-    x = [1e12, 2e12]
-    assert lines(found)[:2] == [("XLM-E, seed 3", x, [0.2, 0.4]), ("XLM, seed 3", x, [0.2, 0.4])]
-    assert lines(found)[2][::2] == ("chance", [0.05, 0.05])
-    assert lines(right) == [("XLM-E, seed 3", x, [0.1, 0.2]), ("XLM, seed 3", x, [0.1, 0.2])]
-    assert lines(saved)[0] == ("XLM-E, seed 3", x, [0.05, 0.1])
-    assert str(folders[1]) in numbers["caption"]
+def test_xlm_es_figure_1_is_drawn_from_the_logs(folders, draw):
+    (found, right), numbers = draw("curve", *folders)
+    log = [json.loads(line) for line in (folders[0] / "metrics.jsonl").read_text().splitlines()]
+    scores, x = [record["held_out"] for record in log], [record["flops"] for record in log]
+    retrieval = [own["retrieval"][3] for own in scores]  # of 4 layers
+    assert lines(found)[:2] == [("XLM-E, seed 3", x, retrieval), ("XLM, seed 3", x, retrieval)]
+    assert lines(found)[2][::2] == ("chance", [scores[-1]["chance"]] * 2)
+    assert lines(right)[1] == ("XLM, seed 3", x, [own["sentences"]["generator"] for own in scores])
     assert numbers["command"].startswith(f"python analyze.py curve {folders[0]}")
-    assert numbers["records"][3]["run"] == str(folders[1])
-    assert numbers["table"][2] == ["XLM-E, seed 3", 2e12, "0.4", "0.2", "0.1"]
+    assert numbers["records"][-1]["run"] == str(folders[1]) and len(numbers["table"]) == 1 + 2 * len(log)
 
 
-def test_what_is_no_log_is_one_clear_line(folders, draw, tmp_path, monkeypatch, capsys):
+def test_what_is_no_log_or_cannot_be_drawn_is_one_clear_line(folders, draw, tmp_path, monkeypatch, capsys):
+    def told(*line) -> str:
+        capsys.readouterr()
+        return refused(monkeypatch, capsys, "curve", *line)
+
     monkeypatch.chdir(tmp_path)
-    assert "out/train_electra holds no run of the demo" in refused(monkeypatch, capsys, "curve")
+    assert "out/train_electra holds no run of the demo" in told()
     (tmp_path / "out" / "train_electra").mkdir(parents=True)
     (tmp_path / "out" / "train_electra" / "demo").symlink_to(folders[0])
     assert draw("curve")[1]["records"][0]["run"] == "out/train_electra/demo"
-    capsys.readouterr()
-    assert f"{tmp_path} holds no run of train_electra.py" in refused(monkeypatch, capsys, "curve", *folders, tmp_path)
-    (folders[1] / "config.json").write_text('{"seed": 1}')
-    assert f"{folders[1]} holds no run of train_electra.py" in refused(monkeypatch, capsys, "curve", folders[1])
-    (folders[1] / "config.json").write_text("{")
-    assert "config.json is not readable JSON" in refused(monkeypatch, capsys, "curve", folders[1])
-
-
-def test_a_figure_that_cannot_be_drawn_is_one_clear_line(folders, tmp_path, monkeypatch, capsys):
-    with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, "matplotlib.figure", None)
-        assert "pip install matplotlib" in refused(patch, capsys, "curve", *folders)
-    pytest.importorskip("matplotlib")
+    assert f"{tmp_path} holds no run of train_electra.py" in told(*folders, tmp_path)
     (tmp_path / "file").write_text("in the way")
-    assert "file" in refused(monkeypatch, capsys, "curve", *folders, "--out", tmp_path / "file")
-
-
-def test_a_run_leaves_what_the_figure_reads(tmp_path):
-    """Names of train_electra.py's log and constants, as results/ keeps them of real runs."""
-    log = (ROOT / "results/train_electra/demo.metrics.jsonl").read_text()
-    (tmp_path / "metrics.jsonl").write_text(log)
-    (tmp_path / "config.json").write_text(json.dumps(identity(train_electra.Config())))
-    config, records = shared.read_run(str(tmp_path), "train_electra")
-    assert config["objective"] == "rtd" and len(records) == 8
+    assert "file" in told(folders[0], "--out", tmp_path / "file")
+    for text, error in {'{"seed": 1}': "holds no run of train_electra.py", "{": "is not readable JSON"}.items():
+        (folders[1] / "config.json").write_text(text)
+        assert error in told(folders[1])
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert "pip install matplotlib" in told(folders[0])
 
 
 def test_commands_that_are_none(monkeypatch, capsys):

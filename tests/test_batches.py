@@ -1,8 +1,11 @@
 """Reading data: what batches hold, what they depend on, and what evaluation reads."""
 
+import itertools
 import json
+import math
 import shutil
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,13 +14,15 @@ import pytest
 import torch
 from test_masking import within
 
-from data import batches, folder
+from data import batches, counting, folder
 from data.batches import Masked, MaskedData, PairData, TokenData, Translation, TranslationData, source_batches
 from data.files import SPLITS
+from data.folder import Rows
 from data.prepare import checksum, prepare
 from data.tokenizers import XLMR, train_sentencepiece
 
 KINDS = [TokenData, MaskedData, PairData, TranslationData]
+COUNTS = {"train": 40, "test": 20}
 T, B = 16, 4
 
 
@@ -36,17 +41,11 @@ def real_places(ids: torch.Tensor, real: torch.Tensor | None) -> list[int]:
 
 def rows_of_real(ids: torch.Tensor, real: torch.Tensor | None) -> list[list[int]]:
     """The rows of a batch without padding; checks that what is not real is padding, at the end of rows."""
-    own = set(real_places(ids, real))
-    width = ids.shape[1]
-    rows = []
-    for number, row in enumerate(ids.tolist()):
-        places = [place for place in range(width) if number * width + place in own]
-        assert places == list(range(len(places)))
-        assert set(row[len(places) :]) <= {1}
-        rows.append(row[: len(places)])
-    assert max(map(len, rows)) <= width
-    assert (real is None) == (min(map(len, rows)) == width)
-    return rows
+    own = np.bincount(np.array(real_places(ids, real)) // ids.shape[1], minlength=len(ids))
+    padding = np.arange(ids.shape[1]) >= own[:, None]  # (B, T)
+    assert np.flatnonzero(~padding).tolist() == real_places(ids, real)
+    assert (ids.numpy()[padding] == 1).all() and (real is None) == (not padding.any())
+    return [row[:length] for row, length in zip(ids.tolist(), own)]
 
 
 def restored(batch: Masked) -> torch.Tensor:
@@ -56,41 +55,23 @@ def restored(batch: Masked) -> torch.Tensor:
     return ids
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Two kinds of folders: prepared ones, and ones where no token comes twice in a split, so that it tells its own place
 
 
 def lines_of(name: str, count: int) -> list[str]:
     rng = np.random.default_rng(list(name.encode()))
-    lines = []
-    for i in range(count):
-        numbers = rng.integers(99, size=2 + i % 5)
-        lines.append(f"{name} {i} " + " ".join(map(str, numbers)) + " 7" * (9 * (i % 6 == 0)))
-    return lines
+    numbers = [" ".join(map(str, rng.integers(99, size=2 + i % 5))) for i in range(count)]
+    return [f"{name} {i} {own}" + " 7" * (9 * (i % 6 == 0)) for i, own in enumerate(numbers)]
 
 
 @pytest.fixture(scope="session")
-def code() -> list[str]:
-    return [path.read_text() for path in Path(__file__).parent.parent.glob("data/*.py")]
-
-
-@pytest.fixture(scope="session")
-def text(code, tmp_path_factory) -> Path:
-    """A prepared corpus of one language."""
-    base = tmp_path_factory.mktemp("text")
-    (base / "mine.txt").write_text("\n\n".join(lines_of("document", 600)))
-    tokenizer = train_sentencepiece(code, 600).save(base)
-    return prepare("text", base / "mine.txt", tokenizer, out=base / "prepared")
-
-
-@pytest.fixture(scope="session")
-def many(code, tmp_path_factory) -> Path:
+def many(tmp_path_factory) -> Path:
     """A prepared corpus of three languages."""
     base = tmp_path_factory.mktemp("languages")
     (base / "source").mkdir()
     for language, count in {"de": 500, "sw": 300, "zh-Hans": 20}.items():
-        text = "\n\n".join(lines_of(language, count))
-        (base / "source" / f"{language}.txt").write_text(text)
+        (base / "source" / f"{language}.txt").write_text("\n\n".join(lines_of(language, count)))
+    code = [path.read_text() for path in Path(__file__).parent.parent.glob("data/*.py")]
     tokenizer = train_sentencepiece(code, 500, XLMR).save(base)
     return prepare("cc100", base / "source", tokenizer=tokenizer, out=base / "prepared")
 
@@ -113,39 +94,35 @@ def aligned(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def folder_of(text, many, aligned) -> dict[type, Path]:
-    return {TokenData: text, MaskedData: many, PairData: aligned, TranslationData: aligned}
+def folder_of(many, aligned) -> dict[type, Path]:
+    return {TokenData: many, MaskedData: many, PairData: aligned, TranslationData: aligned}
 
 
 def numbered(kind: type, base: Path, languages: dict, **arguments):
-    """A folder of these languages (name -> split -> tokens), or pairs (name -> split -> sizes of both texts).
+    """A folder of these languages, name -> how many tokens, or (of train and test, of valid); or of these pairs of
+    languages, name -> the sizes of both texts of its pairs, which are the same in all splits.
 
-    Ids count from 4 on through all languages, and a text of a pair ends in </s>.
+    Ids count from 4 on through all languages, and a text of a pair ends in </s>, which its size counts.
     """
-    unit = "pairs" if kind.kind == "pairs" else "tokens"
+    pairs = kind.kind == "pairs"
     meta = {"name": "numbered", "kind": kind.kind, "dtype": "uint32", "splits": {}, "files": {}}
     meta["languages"] = {name: {} for name in languages}
     base.mkdir(parents=True, exist_ok=True)
     for split in SPLITS:
-        total = Counter()
-        ends = [0]
-        for language, own in languages.items():
-            counts = {"first": total[unit]}
-            if unit == "pairs":
-                counts["pairs"] = len(own[split])
-                ends += (ends[-1] + np.cumsum(own[split])).tolist()
-            else:
-                counts["tokens"] = own[split]
-                ends.append(ends[-1] + own[split])
-            total[unit] += counts[unit]
-            meta["languages"][language][split] = counts
+        first, ends = 0, [0]
+        for name, own in languages.items():
+            if not pairs:
+                own = [[own[split == "valid"] if isinstance(own, tuple) else own]]
+            ends += (ends[-1] + np.cumsum(own)).tolist()
+            count = len(own) if pairs else own[0][0]
+            meta["languages"][name][split] = {"first": first, "pairs" if pairs else "tokens": count}
+            first += count
         ids = np.arange(4, 4 + ends[-1], dtype="uint32")
-        if unit == "pairs":
-            index = np.array(ends)
-            index.tofile(base / f"{split}.idx")
-            ids[index[1:] - 1] = 2
+        if pairs:
+            np.array(ends).tofile(base / f"{split}.idx")
+            ids[np.array(ends[1:]) - 1] = 2
         ids.tofile(base / f"{split}.bin")
-        meta["splits"][split] = {"tokens": len(ids), "pairs": total["pairs"]}
+        meta["splits"][split] = {"tokens": len(ids), "pairs": first}
     mask = 4 + max(counts["tokens"] for counts in meta["splits"].values())
     meta["tokenizer"] = {"vocab_size": mask + 1}
     meta["checksum"] = checksum(meta)
@@ -157,75 +134,50 @@ def numbered(kind: type, base: Path, languages: dict, **arguments):
     return Numbered(base, **({"block_size": T, "micro_tokens": T * B} | arguments))
 
 
-def numbered_texts(base: Path, sizes: dict, **arguments) -> MaskedData:
-    """Languages of (train and test, valid) tokens."""
-    languages = {}
-    for name, (size, valid) in sizes.items():
-        languages[name] = {"train": size, "valid": valid, "test": size}
-    return numbered(MaskedData, base, languages, **arguments)
-
-
-def numbered_pairs(base: Path, sizes: dict, **arguments) -> PairData:
-    """The same pairs in every split. Their sizes count the </s>, and what is masked always becomes the mask."""
-    languages = {name: dict.fromkeys(SPLITS, own) for name, own in sizes.items()}
-    return numbered(PairData, base, languages, **({"replace": (1.0, 0.0)} | arguments))
-
-
-def numbered_translations(base: Path, sizes: dict, **arguments) -> TranslationData:
-    languages = {name: dict.fromkeys(SPLITS, own) for name, own in sizes.items()}
-    return numbered(TranslationData, base, languages, **arguments)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What all kinds have in common
+numbered_texts = partial(numbered, MaskedData)
+numbered_pairs = partial(numbered, PairData, replace=(1.0, 0.0))  # what is masked always becomes the mask
+numbered_translations = partial(numbered, TranslationData)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_batches_depend_on_seed_split_step_and_micro_alone(folder_of, kind):
     one, two, other = [kind(folder_of[kind], 32, 128, 4, seed) for seed in (1, 1, 2)]
-    asked = []
-    for split in ("train", "valid"):
-        for step in (0, 900, 50, 7, 0):
-            asked += [(split, step, micro) for micro in (2, 1, 0)]
+    asked = [(split, step, micro) for split in ("train", "valid") for step in (0, 900, 7, 0) for micro in (2, 1, 0)]
     first = {key: one.batch(*key) for key in asked}
     assert all(same(two.batch(*key), first[key]) for key in reversed(asked))
     assert not any(same(other.batch(*key), first[key]) for key in asked)
-    train = {batch[0].numpy().tobytes() for key, batch in first.items() if key[0] == "train"}
-    assert len(train) == 12
+    assert len({batch[0].numpy().tobytes() for (split, *_), batch in first.items() if split == "train"}) == 9
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_evaluation_is_dealt_to_processes_and_has_no_seed(folder_of, kind):
-    """Batches, or (masking, first token, batch)."""
+def test_batches_are_dealt_to_processes_and_evaluation_has_no_seed(folder_of, kind):
     sizes = (8, 16) if kind is TokenData else (32, 64)
-    whole = list(kind(folder_of[kind], *sizes).eval_batches("valid"))
-    data = kind(folder_of[kind], *sizes, seed=5)
+    one, data = kind(folder_of[kind], *sizes), kind(folder_of[kind], *sizes, seed=5)
+    whole = list(one.eval_batches("valid"))
     ranks = [list(data.eval_batches("valid", rank=rank, world=3)) for rank in range(3)]
     assert sum(map(len, ranks)) == len(whole) > 8
     for i, batch in enumerate(whole):
         other = ranks[i % 3][i // 3]
-        if issubclass(kind, MaskedData):
+        if issubclass(kind, MaskedData):  # masking, first token, batch
             assert other[:2] == batch[:2]
             other, batch = other[2], batch[2]
         assert same(other, batch)
+    if one.kind == "pairs":  # the same sequence, however many a step has
+        dealt, masked = kind(folder_of[kind], *sizes, 2).batch("train", 3, 1), kind is PairData
+        following = one.batch("train", 7)
+        assert torch.equal(*(restored(x) if masked else x.source for x in (dealt, following)))
 
 
-def test_a_corpus_is_opened_as_the_config_says(many):
+@pytest.mark.parametrize("kind", [TokenData, MaskedData, PairData])
+def test_a_corpus_is_opened_as_the_config_says(folder_of, kind):
     config = SimpleNamespace(block_size=T, micro_tokens=T * B, batch_tokens=3 * T * B, seed=5)
-    waited = []
+    waited, options = [], {} if kind is TokenData else {"exponent": 0.5, "mask_share": 0.3}
     context = SimpleNamespace(rank=0, barrier=lambda: waited.append(True))
-    data = MaskedData.open(str(many), config, context, exponent=0.5, mask_share=0.3)
-    assert waited and data.micros_per_step == 3 and data.languages == ["de", "sw", "zh-Hans"]
-    expected = MaskedData(many, T, T * B, 3, seed=5, exponent=0.5, mask_share=0.3)
+    data = kind.open(str(folder_of[kind]), config, context, **options)
+    assert waited and data.micros_per_step == 3
+    expected = kind(folder_of[kind], T, T * B, 3, seed=5, **options)
     assert same(data.batch("train", 2, 1), expected.batch("train", 2, 1))
-
-
-def test_a_folder_of_another_kind_is_refused(text, many, aligned):
-    with pytest.raises(ValueError, match="holds 'text', a corpus of text; MaskedData reads languages"):
-        MaskedData(text, T, T)
-    with pytest.raises(ValueError, match="holds 'cc100', a corpus of languages; PairData reads pairs"):
-        PairData(many, T, T)
-    assert TokenData(many, T, T).tokenizer.kind == "xlmr"  # a language model can read it, too
+    assert data.checksum == json.loads((folder_of[kind] / "meta.json").read_text())["checksum"]  # a run compares it
 
 
 @pytest.mark.parametrize("kind, sizes", [(TokenData, (32, 65)), (PairData, (32, 31)), (TranslationData, (32, 63))])
@@ -240,42 +192,28 @@ def test_a_micro_batch_holds_rows(folder_of, kind, sizes):
 @pytest.mark.parametrize("name", ["train.bin", "valid.idx", "test.jsonl", "xlmr.model"])
 def test_a_damaged_file_is_one_line(aligned, tmp_path, monkeypatch, name):
     copy = Path(shutil.copytree(aligned, tmp_path / "copy"))
-    file = copy / name
-    content = bytearray(file.read_bytes())
-    PairData(copy, T, T)
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
+    (copy / name).write_bytes((aligned / name).read_bytes()[:-2])
     with pytest.raises(ValueError, match=f"{name} has changed .* prepare it again: python -m data.prepare"):
         PairData(copy, T, T)
-    file.write_bytes(content[:-2])
-    monkeypatch.setattr(folder, "HASHED_UP_TO", 0)  # as if it were too large to be hashed
     if name in ("train.bin", "valid.idx"):
+        monkeypatch.setattr(folder, "HASHED_UP_TO", 0)  # as if it were too large to be hashed
         with pytest.raises(ValueError, match=f"{name} has .* bytes instead of"):
             PairData(copy, T, T)
-    file.unlink()
-    with pytest.raises(FileNotFoundError, match=f"{name} is missing; .* prepare it again"):
-        PairData(copy, T, T)
 
 
-def test_a_damaged_meta_json_is_one_line(text, tmp_path):
-    path = tmp_path / "meta.json"
-    edited = json.loads((text / "meta.json").read_text())
-    edited["splits"]["valid"]["words"] += 1
+def test_a_damaged_meta_json_is_one_line(many, tmp_path):
+    edited = json.loads((many / "meta.json").read_text())
+    edited["splits"]["valid"]["tokens"] += 1
     for content in ("{", "[]", "{}", json.dumps(edited)):
-        path.write_text(content)
+        (tmp_path / "meta.json").write_text(content)
         with pytest.raises(ValueError, match=r"meta\.json has changed .* prepare it again"):
             TokenData(tmp_path, T, T)
-    for name, how in {"mine": r"data/README\.md says how", "cc100": "python -m data.prepare cc100"}.items():
-        with pytest.raises(FileNotFoundError, match=f"no prepared data .*; .*{how}"):
-            TokenData(tmp_path / name, T, T)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# One language
+    with pytest.raises(FileNotFoundError, match="no prepared data .*; .*python -m data.prepare cc100"):
+        TokenData(tmp_path / "cc100", T, T)
 
 
 def test_y_is_x_one_token_ahead_in_windows_from_everywhere(tmp_path):
-    data = numbered(TokenData, tmp_path, {"x": dict.fromkeys(SPLITS, 400)})
+    data = numbered(TokenData, tmp_path, {"x": 400})
     found = Counter()
     for x, y in steps(data, 3000, "valid"):
         assert x.shape == y.shape == (B, T) and x.dtype == y.dtype == torch.int64
@@ -283,13 +221,11 @@ def test_y_is_x_one_token_ahead_in_windows_from_everywhere(tmp_path):
         found.update((x[:, 0] - 4).tolist())
     assert not same(data.batch("train", 0), data.batch("valid", 0))
     assert sorted(found) == list(range(400 - T))
-    for tenth in range(0, 380, 38):
-        count = sum(found[place] for place in range(tenth, tenth + 38))
-        assert within(count, 12_000, 38 / 384)
+    assert all(within(sum(found[place] for place in range(at, at + 38)), 12_000, 38 / 384) for at in range(0, 380, 38))
 
 
 def test_seen_are_the_targets_of_so_many_steps(tmp_path):
-    data = numbered(TokenData, tmp_path, {"x": dict.fromkeys(SPLITS, 400)}, micros_per_step=2)
+    data = numbered(TokenData, tmp_path, {"x": 400}, micros_per_step=2)
     for count in (0, 1, 3, 200):
         expected = torch.zeros(400, dtype=torch.bool)
         for step in range(count):
@@ -300,18 +236,16 @@ def test_seen_are_the_targets_of_so_many_steps(tmp_path):
     assert not expected[0] and expected.sum() > 390  # nothing comes before the first
 
 
-def test_log_frequencies_follow_the_training_text(text):
-    data = TokenData(text, T, T)
-    tokens = data.tokens["train"].tolist()
-    counts = Counter(tokens)
+def test_log_frequencies_follow_the_training_text(many):
+    data = TokenData(many, T, T)
+    counts = Counter(data.tokens["train"].tolist())
     assert len(counts) < data.vocab_size  # a token that never comes has its share, too
-    p = data.log_frequencies().exp()
-    expected = [counts[token] + 1 for token in range(data.vocab_size)]
-    torch.testing.assert_close(p, torch.tensor(expected) / (len(tokens) + data.vocab_size))
+    expected = torch.tensor([counts[token] + 1 for token in range(data.vocab_size)])
+    torch.testing.assert_close(data.log_frequencies().exp(), expected / (counts.total() + data.vocab_size))
 
 
-def test_evaluation_reads_the_split_once_in_order(text):
-    data = TokenData(text, T, T * B)
+def test_evaluation_reads_the_split_once_in_order(many):
+    data = TokenData(many, T, T * B)
     tokens = torch.from_numpy(data.tokens["valid"].astype("int64"))
     count = (len(tokens) - 1) // T * T
     xs, ys = zip(*data.eval_batches("valid"))
@@ -322,18 +256,14 @@ def test_evaluation_reads_the_split_once_in_order(text):
         assert sum(x.numel() for x, _ in data.eval_batches("valid", limit)) == read
 
 
-def test_a_split_of_exactly_one_window(text):
-    sizes = {split: len(tokens) for split, tokens in TokenData(text, T, T).tokens.items()}
+def test_a_split_of_exactly_one_window(many):
+    sizes = {split: len(tokens) for split, tokens in TokenData(many, T, T).tokens.items()}
     size, split = min((size, split) for split, size in sizes.items())
-    data = TokenData(text, size - 1, size - 1)
+    data = TokenData(many, size - 1, size - 1)
     assert len(list(data.eval_batches(split))) == 1
     assert same(data.batch(split, 9), next(data.eval_batches(split)))
     with pytest.raises(ValueError, match=f"{split}.bin has {size} tokens and block_size {size} needs {size + 1}"):
-        TokenData(text, size, size)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Many languages
+        TokenData(many, size, size)
 
 
 def windows_of(data: MaskedData, batch: Masked, split="train") -> list[tuple[int, int, int]]:
@@ -351,43 +281,28 @@ def windows_of(data: MaskedData, batch: Masked, split="train") -> list[tuple[int
 
 def test_a_language_is_drawn_by_its_smoothed_size(tmp_path):
     sizes = {"a": (102_400, 9), "b": (100, 9), "c": (1000, 0)}
-    weights = {0.7: [102_400**0.7, 100**0.7, 1000**0.7], 1: [102_400, 100, 1000], 0: [1, 1, 1]}
+    weights = {1: [102_400, 100, 1000], 0: [1, 1, 1], 0.7: [102_400**0.7, 100**0.7, 1000**0.7]}
     for exponent, expected in weights.items():
-        data = numbered_texts(tmp_path / str(exponent), sizes, exponent=exponent, micro_tokens=T * 100)
-        drawn = Counter()
-        for batch in steps(data, 100):
-            drawn.update(language for language, *_ in windows_of(data, batch))
+        data = numbered_texts(tmp_path, sizes, exponent=exponent, micro_tokens=T * 100)
+        drawn = Counter(row[0] for batch in steps(data, 100) for row in windows_of(data, batch))
         for language, weight in enumerate(expected):
             assert within(drawn[language], 10_000, weight / sum(expected))
-    # In valid it is the training tokens, too, and a language that has no text there is not drawn.
-    data = numbered_texts(tmp_path / "valid", sizes, exponent=0.7, micro_tokens=T * 100)
-    drawn = Counter()
-    for batch in steps(data, 20, "valid"):
-        drawn.update(language for language, *_ in windows_of(data, batch, "valid"))
-    assert set(drawn) == {0, 1} and within(drawn[1], 2000, 1 / 129)  # 1024 ** 0.7 is 128
+    drawn = Counter(row[0] for batch in steps(data, 20, "valid") for row in windows_of(data, batch, "valid"))
+    # By the training tokens, 1024 ** 0.7 is 128; a language without a text in valid is not drawn there.
+    assert set(drawn) == {0, 1} and within(drawn[1], 2000, 1 / 129)
 
 
-def test_windows_are_as_likely_everywhere_in_a_language(tmp_path):
-    data = numbered_texts(tmp_path, {"a": (20, 9), "b": (400, 9)}, exponent=0, micro_tokens=T * 100)
+def test_windows_are_from_everywhere_and_those_of_a_short_language_padded(tmp_path):
+    data = numbered_texts(tmp_path, {"a": 5, "b": 60}, exponent=0, mask_share=1)
     found = Counter()
-    for batch in steps(data, 60):
-        found.update(windows_of(data, batch))
-    assert set(found) == {(0, place, T - 1) for place in range(6)} | {(1, place, T - 1) for place in range(386)}
-    total = sum(found[0, place, T - 1] for place in range(6))
-    assert all(within(found[0, place, T - 1], total, 1 / 6) for place in range(6))
-
-
-def test_a_language_shorter_than_a_window_is_padded(tmp_path):
-    data = numbered_texts(tmp_path, {"a": (5, 9), "b": (300, 9)}, exponent=0, mask_share=1)
-    seen = set()
-    for batch in steps(data, 40):
+    for batch in steps(data, 1000):
         assert batch.ids.shape == (B, T)
         rows = windows_of(data, batch)
-        seen.update((language, length) for language, _, length in rows)
-        places = real_places(batch.ids, batch.real)
-        assert batch.masked.tolist() == [place for place in places if place % T]
+        found.update(rows)
+        assert batch.masked.tolist() == [place for place in real_places(batch.ids, batch.real) if place % T]
         assert batch.language.tolist() == [rows[place // T][0] for place in batch.masked.tolist()]
-    assert seen == {(0, 5), (1, T - 1)}
+    assert set(found) == {(0, 0, 5)} | {(1, place, T - 1) for place in range(46)}
+    assert all(within(found[1, place, T - 1], 4000, 1 / 92) for place in range(46))
 
 
 EVALUATED = {"a": (900, 100), "b": (900, 0), "c": (900, 47), "d": (900, 16), "e": (900, 15), "f": (900, 1)}
@@ -396,8 +311,7 @@ READ = 179 + 7 + 4 + 2 + 1 + 1  # the text and an <s> for each window
 
 def reading(data, k=0, **arguments) -> list[tuple[int, Masked]]:
     """(first, batch) of masking k of the valid split."""
-    found = data.eval_batches("valid", k + 1, **arguments)
-    return [(first, batch) for turn, first, batch in found if turn == k]
+    return [(first, batch) for turn, first, batch in data.eval_batches("valid", k + 1, **arguments) if turn == k]
 
 
 def spread(found: list[tuple[int, Masked]], count: int) -> np.ndarray:
@@ -407,25 +321,21 @@ def spread(found: list[tuple[int, Masked]], count: int) -> np.ndarray:
         real = real_places(batch.ids, batch.real)
         places = slice(first, first + len(real))
         assert (table[:, places] == -1).all()  # no batch has these tokens yet
-        table[0, places] = restored(batch).flatten()[real]
-        table[1, places] = batch.ids.flatten()[real]
-        masked = np.searchsorted(real, batch.masked.numpy())
-        table[2, first + masked] = batch.language
+        table[:2, places] = torch.stack([restored(batch), batch.ids]).flatten(1)[:, real]
+        table[2, first + np.searchsorted(real, batch.masked.numpy())] = batch.language
     return table
 
 
 def test_evaluation_reads_every_token_once_per_masking(tmp_path):
     data = numbered_texts(tmp_path, EVALUATED)
-    assert data.eval_tokens("valid") == READ
     before, after, language = spread(reading(data), READ)
-    assert sorted(before[before != 0]) == list(range(4, 183))
+    assert sorted(before[before != 0]) == list(range(4, 183)) and data.eval_tokens("valid") == READ
     chosen = language >= 0
     ends = np.cumsum([size for _, size in EVALUATED.values()]) + 4
     assert (language[chosen] == ends.searchsorted(before[chosen], side="right")).all()
     assert (before != after).any() and (before == after)[~chosen].all()
     again, _, other = spread(reading(data, 1), READ)
     assert (again == before).all() and (other != language).any()
-    assert [k for k, *_ in data.eval_batches("valid", 3)] == sorted([0, 1, 2] * len(reading(data)))
     for _, batch in reading(data):
         windows_of(data, batch, "valid")
         lengths = (restored(batch) != 1).sum(dim=1)
@@ -433,36 +343,29 @@ def test_evaluation_reads_every_token_once_per_masking(tmp_path):
         assert batch.ids.numel() <= T * B
 
 
-@pytest.mark.parametrize("change", [{"seed": 5}, {"micro_tokens": 7 * T}, {"micro_tokens": T}, {"micros_per_step": 3}])
-def test_evaluation_depends_on_neither_seed_nor_batch_size(tmp_path, change):
+def test_evaluation_depends_on_neither_seed_nor_batch_size(tmp_path):
     plain = numbered_texts(tmp_path, EVALUATED)
-    other = numbered_texts(tmp_path, EVALUATED, **change)
-    for k in range(2):
-        assert (spread(reading(plain, k), READ) == spread(reading(other, k), READ)).all()
+    for change in ({"seed": 5}, {"micro_tokens": 7 * T}, {"micro_tokens": T}):
+        other = numbered_texts(tmp_path, EVALUATED, **change)
+        assert all((spread(reading(plain, k), READ) == spread(reading(other, k), READ)).all() for k in range(2))
 
 
 def test_limited_evaluation_takes_all_languages_evenly(tmp_path):
     data = numbered_texts(tmp_path, EVALUATED)
 
-    def rows(**limit) -> dict[int, list[int]]:
+    def rows(limit=None) -> dict[int, list[int]]:
         """The first token of a window -> its ids after masking."""
         found = {}
-        for _, batch in reading(data, **limit):
-            firsts = restored(batch)[:, 1].tolist()
-            found |= dict(zip(firsts, rows_of_real(batch.ids, batch.real)))
+        for _, batch in reading(data, max_tokens=limit):
+            found |= dict(zip(restored(batch)[:, 1].tolist(), rows_of_real(batch.ids, batch.real)))
         return found
 
-    full = rows()
     # The first windows of a, c, d, e, f have 16 + 16 + 16 + 16 + 2 tokens; then come the second of a and of c.
     for limit, windows in ((66, 5), (81, 5), (98, 7), (1, 1), (10**6, 15)):
-        some = rows(max_tokens=limit)
-        assert len(some) == windows and some.items() <= full.items()  # masked as in a full evaluation
-    assert sorted(rows(max_tokens=66)) == [4, 104, 151, 167, 182]
-    assert data.eval_tokens("valid", 66) == 66
+        some = rows(limit)
+        assert len(some) == windows and some.items() <= rows().items()  # masked as in a full evaluation
+    assert sorted(rows(66)) == [4, 104, 151, 167, 182] and data.eval_tokens("valid", 66) == 66
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Pairs
 
 MIXED = [(n % 7 + 2, n % 5 + 2) for n in range(60)]  # tokens of both texts with their </s>
 SIZED = {"a-b": [*MIXED, (30, 3), (3, 30), (30, 30)], "c-d": MIXED[:20]}
@@ -483,41 +386,17 @@ def pairs_of(data: PairData, batch: Masked) -> list[tuple[int, list[int], list[i
     return found
 
 
-def test_a_pair_is_drawn_by_the_smoothed_size_of_its_languages(tmp_path, monkeypatch):
-    monkeypatch.setattr(batches, "POOL_MICROS", 20)
-    counts = {"a-b": 60, "c-d": 25, "e-f": 1}
-    sizes = {name: MIXED[:count] for name, count in counts.items()}
-    data = numbered_pairs(tmp_path, sizes, micro_tokens=400)
-    drawn = Counter()
-    for batch in steps(data, 300):
-        drawn.update(pair for pair, *_ in pairs_of(data, batch))
-    expected = []
-    for count in counts.values():
-        expected += [count**0.7 / count] * count
-    for pair, weight in enumerate(expected):
-        assert within(drawn[pair], drawn.total(), weight / sum(expected))
-
-
 def test_the_budget_is_kept_and_padding_small(tmp_path):
-    rng = np.random.default_rng(0)
-    sizes = rng.integers(2, 40, (700, 2)).tolist()
+    sizes = np.random.default_rng(0).integers(2, 40, (700, 2)).tolist()
     for budget in (64, 1000, 20_000):
         data = numbered_pairs(tmp_path, {"a-b": sizes}, block_size=64, micro_tokens=budget)
         found = [batch.ids for batch in steps(data, batches.POOL_MICROS)]
         padded = [ids.numel() for ids in found]
         real = sum(int((ids != 1).sum()) for ids in found)
-        assert max(padded) <= budget
-        assert real > 0.95 * sum(padded)
+        assert max(padded) <= budget and real > 0.95 * sum(padded)
         assert sum(padded) > (0.57 if budget == 64 else 0.9) * budget * len(found)
         widths = [ids.shape[1] for ids in found]
         assert widths != sorted(widths) and widths != sorted(widths, reverse=True)
-
-
-def test_rows_of_pairs_follow_one_another_however_they_are_dealt(aligned):
-    one, two = PairData(aligned, 32, 128), PairData(aligned, 32, 128, 2)
-    for micro in (0, 1):
-        rows = restored(two.batch("train", 3, micro))
-        assert torch.equal(rows, restored(one.batch("train", 6 + micro)))
 
 
 @pytest.mark.parametrize("block", [8, 15, 16])
@@ -574,37 +453,8 @@ def test_evaluation_reads_every_pair_once_per_masking(tmp_path):
 
 def test_evaluation_masks_halves_independently(tmp_path):
     data = numbered_pairs(tmp_path, {"a-b": [(11, 11)] * 100}, block_size=32, micro_tokens=64, mask_share=0.1)
-    equal = 0
-    for one, two in masks(data, reading(data)).values():  # one of ten in each half
-        equal += one % 11 == two % 11
-    assert within(equal, 100, 0.1)
-
-
-@pytest.mark.parametrize("half", [0, 1])
-def test_context_is_all_that_differs(tmp_path, half):
-    data = numbered_pairs(tmp_path, SIZED, mask_share=0.3)
-    both = masks(data, reading(data, 1))
-    known = reading(data, 1, masked=(half,))
-    blind = reading(data, 1, masked=(half,), shown=(half,))
-    texts = data.index["valid"]
-    for pair, tokens in masks(data, known).items():
-        begin, end = texts[2 * pair + half], texts[2 * pair + half + 1]
-        assert tokens == [token for token in both[pair] if begin <= token - 4 < end]  # as when both are masked
-        assert 0 < len(tokens) < len(both[pair])
-    total = 0
-    for (_, one), (first, two) in zip(known, blind, strict=True):
-        assert first == total
-        total += len(real_places(two.ids, two.real))
-        assert torch.equal(one.targets, two.targets) and torch.equal(one.language, two.language)
-        assert torch.equal(one.masked // one.ids.shape[1], two.masked // two.ids.shape[1])  # in the same rows
-        alone = rows_of_real(restored(two), two.real)
-        for row, (_, *halves) in zip(alone, pairs_of(data, one), strict=True):
-            assert row == [0, *halves[half], 2]
-    assert 0 < total < data.eval_tokens("valid")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Translation
+    found = masks(data, reading(data)).values()  # one of ten in each half
+    assert within(sum(one % 11 == two % 11 for one, two in found), 100, 0.1)
 
 
 def translations_of(batch: Translation) -> list[tuple[list[int], list[int]]]:
@@ -624,26 +474,19 @@ def translations_of(batch: Translation) -> list[tuple[list[int], list[int]]]:
 
 def passes(data: TranslationData, count: int) -> list[list[Translation]]:
     """The micro-batches of the first passes, which end where every pair has come."""
-    pairs = sum(map(len, data.fitting["train"]))
-    found, step = [], 0
+    pairs, step, found = sum(map(len, data.fitting["train"])), itertools.count(), []
     for _ in range(count):
-        own = []
-        while sum(len(batch.source) for batch in own) < pairs:
-            own.append(data.batch("train", step))
-            step += 1
-        found.append(own)
+        found.append([])
+        while sum(len(batch.source) for batch in found[-1]) < pairs:
+            found[-1].append(data.batch("train", next(step)))
     return found
 
 
 def known_pairs(data: TranslationData, split: str) -> set[str]:
     """What `translations_of` finds of PAIRS, translated into English wherever it stands."""
-    found = set()
-    for languages in ("de-en", "en-ru"):
-        for pair in PAIRS[languages, split]:
-            source, target = pair if languages == "de-en" else pair[::-1]
-            source, target = data.tokenizer.encode_batch([source, target])
-            found.add(str(([*source, 2], [*target, 2])))
-    return found
+    pairs = PAIRS["de-en", split] + [pair[::-1] for pair in PAIRS["en-ru", split]]
+    both = [data.tokenizer.encode_batch(list(pair)) for pair in pairs]
+    return {str(([*source, 2], [*target, 2])) for source, target in both}
 
 
 def test_a_pass_has_each_pair_of_the_corpus_once(aligned):
@@ -651,40 +494,19 @@ def test_a_pass_has_each_pair_of_the_corpus_once(aligned):
     orders = []
     for found in passes(data, 3):
         padded = [batch.source.numel() + batch.target.numel() for batch in found]
-        assert max(padded) <= 256
-        assert sum(batch.tokens for batch in found) > 0.85 * sum(padded)
+        assert max(padded) <= 256 and sum(batch.tokens for batch in found) > 0.85 * sum(padded)
         rows = [str(row) for batch in found for row in translations_of(batch)]
         assert len(rows) == 300 and set(rows) == known_pairs(data, "train")
         orders.append(rows)
         widths = [batch.source.shape[1] for batch in found]
         assert widths != sorted(widths) and widths != sorted(widths, reverse=True)
     assert orders[0] != orders[1] != orders[2]
-    dealt = TranslationData(aligned, 64, 256, 2, seed=3)
-    assert same(dealt.batch("train", 3, 1), data.batch("train", 7))  # the same sequence, however it is dealt
-
-
-def test_pairs_of_the_same_lengths_meet_others_in_the_next_pass(tmp_path):
-    data = numbered_translations(tmp_path, {"a-en": [(2, 2)] * 80}, micro_tokens=40)
-    one, two = [{frozenset(batch.source[:, 0].tolist()) for batch in own} for own in passes(data, 2)]
-    assert set.union(*map(set, one)) == set.union(*map(set, two)) == set(range(4, 324, 4))
-    assert not one & two
-
-
-def test_neighbours_in_a_pass_are_alike(tmp_path):
-    lengths = range(2, 30)
-    sizes = [(one, two) for one in lengths for two in lengths]
-    data = numbered_translations(tmp_path, {"a-en": sizes}, block_size=32, micro_tokens=640)
-    [found] = passes(data, 1)
-    padded = sum(batch.source.numel() + batch.target.numel() for batch in found)
-    assert sum(batch.tokens for batch in found) > 0.8 * padded
 
 
 def test_a_smoothed_pass_has_every_language_in_its_share_and_every_pair_in_turn(tmp_path):
     sizes = {"a-en": [(2, 2)] * 80, "b-en": [(3, 3)] * 20}
     data = numbered_translations(tmp_path, sizes, exponent=0.5, micro_tokens=40)
-    drawn = Counter()
-    for batch in steps(data, 5 * 12):
-        drawn.update(batch.source[:, 0].tolist())
+    drawn = Counter(torch.cat([batch.source[:, 0] for batch in steps(data, 5 * 12)]).tolist())
     of_a = [drawn[4 + 4 * pair] for pair in range(80)]
     assert len(drawn) == 100 and max(of_a) - min(of_a) <= 2
     assert within(sum(of_a), drawn.total(), 2 / 3)  # sqrt(80) : sqrt(20) is 2 : 1
@@ -707,25 +529,22 @@ def test_pairs_with_a_long_side_are_left_out_and_counted(aligned, tmp_path):
         assert sorted(len(source) for source, _ in translations_of(batch)) == [3, 8]
     with pytest.raises(ValueError, match="all train pairs of .* are longer than block_size 8 tokens"):
         TranslationData(aligned, 8, 128)
+    with pytest.raises(ValueError, match="pairs without the language 'ru': de-en; see --target"):
+        TranslationData(aligned, 32, 128, target="ru")
 
 
 def test_held_out_texts_are_kept_as_they_were_written(aligned):
     pairs, translations = PairData(aligned, T, T), TranslationData(aligned, 64, 128)
-    for (languages, split), texts in PAIRS.items():
-        if split != "train":
-            assert list(zip(*pairs.texts(split, languages))) == texts
-            english_first = languages == "en-ru"
-            found = list(zip(*translations.texts(split, languages)))
-            assert found == [pair[::-1] if english_first else pair for pair in texts]
-    english = [pair[languages == "de-en"] for languages in ("de-en", "en-ru") for pair in PAIRS[languages, "test"]]
+    english = []
+    for languages in ("de-en", "en-ru"):
+        texts = PAIRS[languages, "test"]
+        assert list(zip(*pairs.texts("test", languages))) == texts
+        found = list(zip(*translations.texts("test", languages)))
+        assert found == [pair[::-1] if languages == "en-ru" else pair for pair in texts]
+        english += [target for _, target in found]
     tokens = translations.tokenizer.encode_batch(english)
     counts = {"tokens": sum(len(ids) + 1 for ids in tokens), "bytes": sum(map(len, english))}
     assert translations.translation_counts("test") == counts
-
-
-def test_every_pair_has_the_target(aligned):
-    with pytest.raises(ValueError, match="pairs without the language 'ru': de-en; see --target"):
-        TranslationData(aligned, 32, 128, target="ru")
 
 
 def test_sources_to_translate_come_longest_first_within_the_budget():
@@ -735,3 +554,23 @@ def test_sources_to_translate_come_longest_first_within_the_budget():
     for numbers, (source, real) in found:
         assert rows_of_real(source, real) == [[*ids[number], 2] for number in numbers]
     assert list(source_batches([], pad=1, eos=2, micro_tokens=12)) == []
+
+
+def test_a_memory_is_searched_by_the_cosine_of_squared_weights():
+    """A token that is in few sources weighs more, in what two sources share and in their lengths."""
+    rng = np.random.default_rng(3)
+    sources = {split: [np.minimum(rng.geometric(0.15, 6), 29) for _ in range(count)] for split, count in COUNTS.items()}
+    tokens = {split: np.concatenate([[*own, 30 + n] for n, own in enumerate(each)]) for split, each in sources.items()}
+    data = SimpleNamespace(tokens=tokens, vocab_size=100, tokenizer=SimpleNamespace(decode=lambda ids: ids[0] - 30))
+    data.stream = lambda split, language: (0, COUNTS[split])
+    data.pairs = lambda split, n: Rows(n * 0, 7 * n[:, None] + [0, 6], n[:, None] * 0 + [6, 1])
+    train = list(map(set, sources["train"]))
+    weight = {token: math.log(40 / max(1, sum(token in own for own in train))) for token in range(30)}
+
+    def cosine(a: set, b: set) -> float:
+        lengths = [math.sqrt(sum(weight[token] ** 2 for token in own)) for own in (a, b)]
+        return sum(weight[token] ** 2 for token in a & b) / math.prod(lengths)
+
+    found = counting.remembered(data, "a-b")
+    for n, own in zip(found, map(set, sources["test"]), strict=True):
+        assert cosine(own, train[n]) == pytest.approx(max(cosine(own, other) for other in train))

@@ -12,25 +12,25 @@ import subprocess
 import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from filelock import FileLock
 
-from data import corpora, docstrings
+from data import corpora, docstrings, files, tokenizers
+from data import folder as prepared
 from data import prepare as preparing
-from data.corpora import CORPORA
+from data.batches import TokenData
 from data.files import SPLITS, read_catalog, read_documents, read_lines, split_of
 from data.prepare import prepare, ready
 from data.tokenizers import XLMR, SentencePiece, load_tokenizer, train_sentencepiece
 
 ROOT = Path(__file__).parent.parent
-
-
-def own_code() -> list[str]:
-    return [path.read_text() for path in sorted((ROOT / "data").glob("*.py"))]
+OWN_CODE = [path.read_text() for path in sorted((ROOT / "data").glob("*.py"))]
 
 
 def lines_of(name: str, count: int) -> list[str]:
@@ -54,46 +54,42 @@ def meta_of(folder: Path) -> dict:
 @pytest.fixture(scope="session")
 def model(tmp_path_factory) -> Path:
     """A small SentencePiece model, learned from this repository's Python."""
-    return train_sentencepiece(own_code(), vocab_size=600).save(tmp_path_factory.mktemp("model"))
+    return train_sentencepiece(OWN_CODE, vocab_size=600).save(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="session")
 def spm(tmp_path_factory) -> Path:
     """The same under XLM-R's ids."""
-    return train_sentencepiece(own_code(), vocab_size=500, kind=XLMR).save(tmp_path_factory.mktemp("spm"))
+    return train_sentencepiece(OWN_CODE, vocab_size=500, kind=XLMR).save(tmp_path_factory.mktemp("spm"))
 
 
 class FakeHub:
     """Stands in for the `datasets` package; counts the rows that were read."""
 
-    def __init__(self, rows: dict[tuple, list]):
-        self.rows, self.asked, self.read = rows, [], Counter()
+    def __init__(self):
+        self.rows, self.read = {}, Counter()
 
-    def load_dataset(self, repository, config, split, **options):
+    def load_dataset(self, *name, split, **options):
         assert options["streaming"]
-        self.asked.append((repository, config, split))
-        key = options.get("data_files", config), split
+        key = (options.get("data_files", name[-1]), split)
         if key not in self.rows:
             raise ConnectionError("no route\nto host")
         for row in self.rows[key]:
             self.read[key] += 1
             yield {"text": row} if isinstance(row, str) else row
 
+    def get_dataset_split_names(self, *name):
+        return [split for key, split in self.rows if key == name[-1]]
+
+    def get_dataset_config_names(self, repository):
+        return list(dict.fromkeys(key for key, _ in self.rows))
+
 
 @pytest.fixture
 def hub(monkeypatch) -> FakeHub:
-    hub = FakeHub({})
+    hub = FakeHub()
     monkeypatch.setitem(sys.modules, "datasets", hub)
     return hub
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# files
-
-
-def test_split_shares():
-    splits = [split_of(f"text {i}", valid=0.1, test=0.2) for i in range(4000)]
-    assert [splits.count(name) / 4000 for name in SPLITS] == pytest.approx([0.7, 0.1, 0.2], abs=0.02)
 
 
 def test_text_files_of_every_kind(tmp_path):
@@ -104,25 +100,20 @@ def test_text_files_of_every_kind(tmp_path):
     with lzma.open(tmp_path / "d.txt.xz", "wt") as file:
         file.write("six\n")
     (tmp_path / "e.json").write_text('{"text": "seven", "url": "x"}\n')
-    (tmp_path / ".git").mkdir()
-    for name in (".hidden.txt", ".git/config"):
-        (tmp_path / name).write_text("not read")
     documents = sorted(text for _, text in corpora.text(tmp_path))
     assert documents == sorted(["one\nmore of one", "two", "three\n\nstill three", "four", "five", "six", "seven"])
 
 
 def test_parquet(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
-    pytest.importorskip("pyarrow.parquet").write_table(
-        pyarrow.table({"text": ["one", "", "two"]}), tmp_path / "a.parquet"
-    )
+    write_table = pytest.importorskip("pyarrow.parquet").write_table
+    write_table(pyarrow.table({"text": ["one", "", "two"]}), tmp_path / "a.parquet")
     assert list(read_documents(tmp_path / "a.parquet")) == ["one", "", "two"]
-    pyarrow.parquet.write_table(pyarrow.table({"words": ["one"]}), tmp_path / "b.parquet")
-    with pytest.raises(ValueError, match=r"b\.parquet has no 'text' column"):
-        list(read_documents(tmp_path / "b.parquet"))
+    write_table(pyarrow.table({"words": ["one"]}), tmp_path / "b.parquet")
     (tmp_path / "c.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:-9])
-    with pytest.raises(ValueError, match=r"c\.parquet cannot be read"):
-        list(read_documents(tmp_path / "c.parquet"))
+    for name, line in {"b": "has no 'text' column", "c": "cannot be read"}.items():
+        with pytest.raises(ValueError, match=rf"{name}\.parquet {line}"):
+            list(read_documents(tmp_path / f"{name}.parquet"))
 
 
 def test_splits_named_by_files(tmp_path):
@@ -160,140 +151,116 @@ def test_bad_jsonl_names_file_and_line(tmp_path, line):
 
 
 @pytest.mark.parametrize(
-    "lines, blank, documents",
-    [
-        (3, None, 3),
-        (3, 1, 2),
-        (1, None, 1),
-        (1200, None, 1200),
-        (1200, 1100, 1200),  # the first 1,000 lines tell
-        (1200, 900, 2),
-    ],
+    "lines, blanks, documents",
+    [(3, [], 3), (3, [1], 2), (1, [], 1), (1200, [], 1200), (1200, [5], 1200), (1200, [1100], 1200)]
+    + [(1200, range(0, 1200, 300), 1200), (1200, range(20, 1200, 20), 60)],
 )
-def test_documents_are_blocks_or_lines(tmp_path, lines, blank, documents):
+def test_documents_are_lines_but_where_blank_lines_are_regular(tmp_path, lines, blanks, documents):
     text = [f"line {i}\n" for i in range(lines)]
-    if blank is not None:
-        text.insert(blank, "\n")
+    for place in reversed(blanks):
+        text.insert(place, " \n\n")
     (tmp_path / "a.txt").write_text("".join(text))
     found = list(read_documents(tmp_path / "a.txt"))
     assert len(found) == documents and "\n".join(found).split() == "".join(text).split()
 
 
+def test_no_document_is_longer_than_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "LONGEST_BLOCK", 50)
+    monkeypatch.setattr(files, "LONGEST_LINE", 99)
+    (tmp_path / "a.txt").write_text("a\n\n" + "twenty characters ..\n" * 9)
+    assert list(map(len, read_documents(tmp_path / "a.txt"))) == [1, 62, 62, 62]
+    (tmp_path / "b.txt").write_text("x" * 100)
+    with pytest.raises(ValueError, match=r"b\.txt has a line of 99 bytes or more, at byte 0"):
+        list(read_documents(tmp_path / "b.txt"))
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.ndjson", "a.JSONL", "c4-en.00000-of-00512.json.gz", "a.JSON.GZ", "a"])
+def test_json_lines_are_known_whatever_the_name(tmp_path, name):
+    pack = gzip.compress if name.lower().endswith("gz") else bytes
+    (tmp_path / name).write_bytes(pack(b'\n{"text": "one", "url": "x"}\n{"text": "two"}\n'))
+    assert [text for _, text in corpora.text(tmp_path)] == ["one", "two"]
+    if "." in name:
+        assert list(corpora.language_files(tmp_path)) == [name[3:5] if "c4" in name else "a"]
+
+
+def test_what_is_read_is_data_once_and_what_is_not_is_said(tmp_path, capsys):
+    inside, elsewhere = tmp_path / "in", tmp_path / "elsewhere"
+    for name in ("in/.git/config", "in/.ipynb_checkpoints/a-checkpoint.txt", "in/deep/a.txt", "elsewhere/b.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    for name in ("README.md", "LICENSE", "photo.JPG", "weights.safetensors"):
+        (inside / name).write_text("no text")
+    links = {"first": elsewhere, "second": elsewhere, "deep/parent": inside, "gone": tmp_path / "gone"}
+    links |= {"loop": inside / "loop", "again.txt": inside / "deep" / "a.txt"}
+    for name, to in links.items():
+        (inside / name).symlink_to(to)
+    assert sorted(text for _, text in corpora.text(inside)) == ["elsewhere/b.txt", "in/deep/a.txt"]
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and said.startswith(f"not read in {inside}: ")
+    for part in ("2 hidden (.git)", "2 no file (gone)", "3 there twice (", "4 no text (LICENSE)"):
+        assert part in said
+
+
 # ---------------------------------------------------------------------------------------------------------------------
-# corpora of one language
+# Corpora of one language
 
-
-def test_prose_of_definitions_and_of_compiled_functions(tmp_path):
-    source = """
+PYTHON = """
 'A module that documents many things.'
 add_docstr(torch.abs, r'''abs(input) -> Tensor
 
     The absolute value of {input}.'''.format(**common) + " And a longer tail.")
 add_newdoc("numpy", "ndarray", ("T", '''A view of the transposed array.'''))
-fft = _add_docstr(_fft.fft, '''The discrete transform in one dimension.''')
-Adam.__doc__ = '''The optimizer that is called Adam.''' + more
-topics = {"if": '''The "if" statement is used for conditional execution.''',
-          "for": '''The "for" statement is used to iterate over elements.'''}
+topics = {"if": '''The "if" statement is used for conditional execution.'''}
 other = '''Not documentation, only a longer string.'''
-print('''Not documentation, only a longer string.''')
 class A:
     '''Too short.'''
     if True:
         async def method(self):
             '''Indented text of a method,
             over two lines.'''
-    else:
-        @add_docstr('''Given to a method by a decorator.''')
-        def other(self): pass
-try:
-    import fast
-except ImportError:
-    def slow():
-        '''Defined here in an except clause.'''
 """
-    (tmp_path / "a.py").write_text(source)
+
+
+def test_prose_of_definitions_and_of_compiled_functions(tmp_path):
+    (tmp_path / "a.py").write_text(PYTHON)
     assert docstrings.paragraphs(tmp_path / "a.py") == [
         "A module that documents many things.",
         "The absolute value of {input}. And a longer tail.",
         "A view of the transposed array.",
-        "The discrete transform in one dimension.",
-        "The optimizer that is called Adam.",
         'The "if" statement is used for conditional execution.',
-        'The "for" statement is used to iterate over elements.',
         "Indented text of a method, over two lines.",
-        "Given to a method by a decorator.",
-        "Defined here in an except clause.",
     ]
     (tmp_path / "b.py").write_text("def broken(:\n")
     assert docstrings.paragraphs(tmp_path / "b.py") == []
 
 
-PROSE = {  # a docstring, and its paragraphs
-    "roles": (
-        "Returns what :func:`~torch.abs` and :py:class:`the class <a.B>` make of it.",
-        ["Returns what torch.abs and the class make of it."],
+PROSE = [  # a docstring, and its paragraphs
+    ("Returns what :py:class:`the class <a.B>` makes of it.", ["Returns what the class makes of it."]),
+    ("This ``list`` is **never** sorted, even *rather* long.", ["This list is never sorted, even rather long."]),
+    ("It all stands in `the manual <https://a.org>`_ too.", ["It all stands in the manual too."]),
+    ("The area is one side * the other * a square.", ["The area is one side * the other * a square."]),
+    (
+        "- The first of two points.\n\n2. The second of two points.",
+        ["The first of two points.", "The second of two points."],
     ),
-    "code and emphasis": (
-        "This ``list`` is **never** sorted, `sometimes` even *rather* long.",
-        ["This list is never sorted, sometimes even rather long."],
+    (
+        "A sentence that goes\n    over two lines.\n\n>>> Print the words of it.",
+        ["A sentence that goes over two lines."],
     ),
-    "links": (
-        "All of it stands in `the manual <https://a.org/b>`_ and in `another one`_ too.",
-        ["All of it stands in the manual and in another one too."],
+    ("Args:\n    value: What is given to it.\n\nReturns: What it makes of it.", ["What it makes of it."]),
+    (
+        "Notes\n-----\nX, Y : array_like\n    Values to be sorted.\n\nThe order of them stays.",
+        ["The order of them stays."],
     ),
-    "stars that mark nothing": (
-        "The area is one side * the other, of two * that are equal a square.",
-        ["The area is one side * the other, of two * that are equal a square."],
-    ),
-    "bullets and notes": (
-        "- The first of two points.\n\n2. The second of two points.\n\n.. note:: This must be known, too.\n\n"
-        "Note: So must the last one.",
-        ["The first of two points.", "The second of two points.", "This must be known, too.", "So must the last one."],
-    ),
-    "lines": (
-        "A sentence that goes\n    over two lines.\n  \nAnd  another one behind it.",
-        ["A sentence that goes over two lines.", "And another one behind it."],
-    ),
-    "before an example": ("It is used like this::\n\n    >>> f(3)\n    9", ["It is used like this:"]),
-    "doctest": (">>> Print the words of it.\nAnd so on it goes.", []),
-    "signature": ("Add(input, other, *, alpha=1) -> Tensor", []),
-    "Google's sections": (
-        "Args:\n    value: What is given to the function.\n\nReturns: What the function makes of it.\n\n"
-        "Raises:\n    ValueError: If nothing is given to it.",
-        ["What the function makes of it."],
-    ),
-    "NumPy's sections": (
-        "Sorts what is given to it.\n\nParameters\n----------\nX, Y : array_like\n    Values that are to be sorted."
-        "\n\nNotes\n-----\nThe order of equal values is kept.",
-        ["Sorts what is given to it.", "The order of equal values is kept."],
-    ),
-    "a title": ("The Whole Of The Story.\n=======================\nIt was told long ago.", ["It was told long ago."]),
-    "formula": ("Y = X W^T + b, Z = (Y - mu) / sigma, 3 <= N < 4.", []),
-    "table": ("Name   Size  Kind\nfloat  4     f4.", []),
-    "four words in five": ("One two three four 5.\n\nOne two three 4 5.", ["One two three four 5."]),
-    "no sentence": ("without a capital it is none.\n\nAnd without a mark neither\n\nToo few words here.", []),
-}
+    ("Add(input, other, *, alpha=1) -> Tensor\n\nY = X W^T + b, Z = (Y - mu) / sigma.", []),
+    ("One two three four 5.\n\nOne two three 4 5.", ["One two three four 5."]),
+    ("without a capital it is none.\n\nAnd without a mark neither\n\nToo few words here.", []),
+]
 
 
-@pytest.mark.parametrize("case", PROSE)
-def test_prose_is_whole_sentences_without_markup(case):
-    text, expected = PROSE[case]
+@pytest.mark.parametrize("text, expected", PROSE)
+def test_prose_is_whole_sentences_without_markup(text, expected):
     assert list(docstrings.prose(text)) == expected
-
-
-def test_installed_documentation_is_found():
-    pytest.importorskip("numpy")
-    texts = {Path(name).name: corpora.package(name) for name in ("torch", "numpy")}
-    files = corpora.python_files(texts | {"python": Path(json.__file__).parent.parent})
-    assert list(files) == sorted(files)
-    assert not [name for name in files if {"tests", "test", "site-packages"}.intersection(name.split("/"))]
-    expected = {
-        "torch/_torch_docs.py": "Matrix product of two tensors.",
-        "numpy/_core/_add_newdocs.py": "Produce an object that mimics broadcasting.",
-        "python/pydoc_data/topics.py": 'The "if" statement is used for conditional execution:',
-    }
-    for name, phrase in expected.items():
-        assert phrase in "\n".join(docstrings.paragraphs(files[name]))
 
 
 def test_pydocs_keeps_a_paragraph_once(tmp_path):
@@ -301,10 +268,11 @@ def test_pydocs_keeps_a_paragraph_once(tmp_path):
         shared = "The same words in every file."
         text = f'"""Module number {i} of the whole package."""\ndef f():\n    """{shared}\n\n    {shared}"""\n'
         (tmp_path / f"m{i:02}.py").write_text(text)
+    (tmp_path / "tests").mkdir()
+    shutil.copy(tmp_path / "m00.py", tmp_path / "tests")  # is not read
     documents = list(corpora.pydocs(tmp_path))
     assert len(documents) == 60 and sum("same words" in text for _, text in documents) == 1
     assert documents[0][1] == "Module number 0 of the whole package.\n\nThe same words in every file."
-    assert documents == list(corpora.pydocs(tmp_path))
     assert {split for split, _ in documents} > {"train"}
 
 
@@ -320,9 +288,6 @@ def test_articles_are_cut_at_top_level_headings(tmp_path):
     documents = list(corpora.wikitext103(tmp_path))
     assert [split for split, _ in documents] == ["valid", "valid", "test", "test", "train"]
     assert documents[0][1] == blank + "".join(first) and documents[1][1] == documents[4][1] == "".join(second)
-    (tmp_path / "wiki.test.raw").unlink()
-    with pytest.raises(FileNotFoundError, match=r"wiki\.test\.raw"):
-        list(corpora.wikitext103(tmp_path))
 
 
 def test_the_hub_gives_what_local_files_give(tmp_path, hub, monkeypatch):
@@ -330,22 +295,14 @@ def test_the_hub_gives_what_local_files_give(tmp_path, hub, monkeypatch):
     for split in SPLITS:
         (tmp_path / f"wiki.{split}.raw").write_text("".join(lines))
     rows = [line if line.strip() else "" for line in lines]  # as the hub has them
-    wiki = "wikitext-103-raw-v1"
-    hub.rows = {(wiki, split): rows for split in ("train", "validation", "test")}
+    hub.rows = {("wikitext-103-raw-v1", split): rows for split in ("train", "validation", "test")}
     assert list(corpora.wikitext103()) == list(corpora.wikitext103(tmp_path))
-    assert hub.asked[0] == ("Salesforce/wikitext", wiki, "validation")
-    hub.rows = {(None, "train"): ["a page", "another page"]}
-    assert [text for _, text in corpora.openwebtext()] == ["a page", "another page"]
     with pytest.raises(OSError, match="no route") as error:
-        list(corpora.wikitext103())
+        list(corpora.openwebtext())
     assert "\n" not in str(error.value) and "--source" in str(error.value)
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(OSError, match="pip install datasets"):
         list(corpora.openwebtext())
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# catalogs
 
 
 def write_mo(path: Path, texts: dict[str, str]) -> Path:
@@ -377,16 +334,14 @@ def test_a_catalog_holds_what_gettext_reads(tmp_path):
     path = write_mo(tmp_path / "a.mo", CATALOG)
     with path.open("rb") as file:
         reader = gettext.GNUTranslations(file)
-    assert sorted(read_catalog(path)) == sorted(
-        [
-            ("Save", "Save", reader.gettext("Save")),
-            ("May", "May", reader.pgettext("month name", "May")),
-            ("%d item", "%d item", reader.ngettext("%d item", "%d items", 1)),
-            ("%d item", "%d items", reader.ngettext("%d item", "%d items", 9)),
-            ("%d page", "%d pages", reader.npgettext("verb", "%d page", "%d pages", 9)),
-            ("ſ", "ſ", reader.gettext("ſ")),
-        ]
-    )
+    assert sorted(read_catalog(path)) == [
+        ("%d item", "%d item", reader.ngettext("%d item", "%d items", 1)),
+        ("%d item", "%d items", reader.ngettext("%d item", "%d items", 9)),
+        ("%d page", "%d pages", reader.npgettext("verb", "%d page", "%d pages", 9)),
+        ("May", "May", reader.pgettext("month name", "May")),
+        ("Save", "Save", reader.gettext("Save")),
+        ("ſ", "ſ", reader.gettext("ſ")),
+    ]
 
 
 def test_damaged_catalogs(tmp_path):
@@ -395,9 +350,8 @@ def test_damaged_catalogs(tmp_path):
     latin = whole.replace("ß".encode(), b"\xdf ")
     for content in (whole[:-1], whole[:40], whole[:36], whole[:10], b"", b"MO" + whole[2:], latin):
         path.write_bytes(content)
-        with pytest.raises(ValueError, match=r"a\.mo is damaged") as error:
+        with pytest.raises(ValueError, match=r"^.*a\.mo is damaged.*$"):
             list(read_catalog(path))
-        assert "\n" not in str(error.value)
 
 
 @pytest.fixture
@@ -442,13 +396,6 @@ def test_messages_are_sorted_split_by_english_and_never_leak(django, tmp_path):
         corpora.messages(tmp_path / "more" / "deep" / "er" / "sw" / "LC_MESSAGES")
 
 
-def test_a_text_of_two_plurals_is_in_one_split(django):
-    for i in range(40):
-        write_mo(django / "de" / "LC_MESSAGES" / f"{i}.mo", {f"message {i}\0plural": f"eins {i}\0viele {i}"})
-    splits = {split for _, english, _, split in corpora.messages() if english == "plural"}
-    assert len(corpora.messages()) == 80 and len(splits) == 1
-
-
 def test_a_language_of_few_messages_is_left_out(django, monkeypatch):
     monkeypatch.setattr(corpora, "MIN_MESSAGES", 3)
     for language, count in (("af", 2), ("be", 3)):
@@ -460,30 +407,9 @@ def test_a_language_of_few_messages_is_left_out(django, monkeypatch):
         corpora.messages()
 
 
-def test_the_installed_catalogs():
-    pytest.importorskip("django")
-    messages = corpora.messages()
-    counts = Counter(language for language, *_ in messages)
-    assert len(messages) > 60_000 and len(counts) > 90 and {"de", "pt_BR", "zh_Hans", "sw"} <= set(counts)
-    assert min(counts.values()) >= 100 and "en" not in counts and messages == sorted(set(messages))
-    splits = {}
-    for _, english, message, split in messages:
-        assert splits.setdefault(english, split) == splits.setdefault(message, split) == split
-    english = {(english, split) for _, english, _, split in messages}
-    shares = [sum(split == name for _, split in english) / len(english) for name in SPLITS]
-    assert shares == pytest.approx([0.9, 0.05, 0.05], abs=4 * (0.05 * 0.95 / len(english)) ** 0.5)
-    german = {english: message for language, english, message, _ in messages if language == "de"}
-    assert german["Please correct the error below."] == "Bitte den unten aufgeführten Fehler korrigieren."
-
-
-def code_phrases() -> list[str]:
-    """Some hundred texts of four words, enough to train a tokenizer on."""
-    words = own_code()[0].split() + own_code()[1].split()
-    return sorted({" ".join(words[i : i + 4]) for i in range(0, 1600, 2)})
-
-
 def test_catalogs_train_one_tokenizer_on_the_training_text_of_all_languages(django, tmp_path, monkeypatch):
-    phrases = code_phrases()
+    words = OWN_CODE[0].split() + OWN_CODE[1].split()
+    phrases = sorted({" ".join(words[i : i + 4]) for i in range(0, 1600, 2)})
     for language in ("de", "sw", "es", "es_AR"):
         write_mo(django / language / "LC_MESSAGES" / "a.mo", {text: f"{language} {text}" for text in phrases})
     trained = []
@@ -494,23 +420,19 @@ def test_catalogs_train_one_tokenizer_on_the_training_text_of_all_languages(djan
 
     monkeypatch.setattr(preparing, "train_sentencepiece", train)
     one = prepare("catalogs", languages="sw", out=tmp_path / "one")
-    assert list(meta_of(one)["languages"]) == ["sw"] and meta_of(one)["tokenizer"]["vocab_size"] == 400
+    two = prepare("catalogs-pairs", out=tmp_path / "two")
     prefixes = ("", "de ", "sw ", "es ", "es_AR ")
     train_texts = [text for text in phrases if split_of(text, valid=0.05, test=0.05) == "train"]
-    assert trained == [sorted(prefix + text for text in train_texts for prefix in prefixes)]
-
-    two = prepare("catalogs-pairs", out=tmp_path / "two")
-    assert trained[1] == trained[0] and meta_of(one)["tokenizer"] == meta_of(two)["tokenizer"]
+    assert trained == 2 * [sorted(prefix + text for text in train_texts for prefix in prefixes)]
+    assert list(meta_of(one)["languages"]) == ["sw"] and meta_of(one)["tokenizer"] == meta_of(two)["tokenizer"]
     assert list(meta_of(two)["languages"]) == ["de-en", "es-en", "es_AR-en", "sw-en"]
-    held_out = [json.loads(line) for line in (two / "valid.jsonl").read_text().splitlines()]
+    held_out = held_out_of(two, "valid")
     assert len(held_out) == 4 * sum(split_of(text, 0.05, 0.05) == "valid" for text in phrases)
     assert all(first.removeprefix(first.split()[0] + " ") == second for first, second in held_out)
-    given = prepare("catalogs-pairs", tokenizer=one / "xlmr.model", out=tmp_path / "given")
-    assert meta_of(given)["checksum"] == meta_of(two)["checksum"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# prepared folders of one language
+# Prepared folders
 
 
 @pytest.fixture(scope="session")
@@ -545,35 +467,50 @@ def test_prepared_text_is_the_text(folder, paragraphs):
         assert counts["documents"] == len(texts) and counts["bytes"] == sum(map(len, texts))
         assert counts["words"] == sum(len(text.split()) for text in texts)
         assert counts["tokens"] * 2 == (folder / f"{split}.bin").stat().st_size
-    assert sorted(path.name for path in folder.iterdir()) == sorted(
-        ["meta.json", "test.bin", "tokenizer.model", "train.bin", "valid.bin"]
-    )
+    assert {path.name for path in folder.iterdir()} == {"meta.json", "tokenizer.model"} | {f"{x}.bin" for x in SPLITS}
 
 
 def test_the_checksum_is_of_the_data_not_of_its_place(folder, paragraphs, model, tmp_path):
-    (tmp_path / "elsewhere.txt").write_text("\n\n".join(paragraphs))
-    same = prepare("text", tmp_path / "elsewhere.txt", model, out=tmp_path / "same")
-    assert meta_of(same)["checksum"] == meta_of(folder)["checksum"]
-    (tmp_path / "elsewhere.txt").write_text("\n\n".join(paragraphs[:-1]))
-    other = prepare("text", tmp_path / "elsewhere.txt", model, out=tmp_path / "other")
-    assert meta_of(other)["checksum"] != meta_of(folder)["checksum"]
+    for name, texts in {"same": paragraphs, "other": paragraphs[:-1]}.items():
+        (tmp_path / f"{name}.txt").write_text("\n\n".join(texts))
+        found = prepare("text", tmp_path / f"{name}.txt", model, out=tmp_path / name)
+        assert (meta_of(found)["checksum"] == meta_of(folder)["checksum"]) == (name == "same")
+
+
+def test_a_file_is_hashed_once_and_again_where_it_has_changed(folder, model, tmp_path, monkeypatch):
+    copy, hashed = Path(shutil.copytree(folder, tmp_path / "copy")), []
+    monkeypatch.setattr(prepared, "sha256", lambda path: hashed.append(path.name) or preparing.sha256(path))
+    for _ in range(2):
+        data = TokenData(copy, 16, 64)
+    assert sorted(hashed) == ["test.bin", "tokenizer.model", "train.bin", "valid.bin"]
+    assert {path.name for path in copy.iterdir()} == {path.name for path in folder.iterdir()}
+    (copy / "xlmr.model").write_bytes(b"laid beside the corpus's own tokenizer")
+    assert data.tokenizer.sha256 == meta_of(copy)["tokenizer"]["sha256"]
+    batch = data.batch("train", 0)
+    os.utime(copy / "train.bin", (1, 1))
+    assert all(map(torch.equal, batch, data.batch("train", 0))) and hashed[4:] == ["train.bin"]
+    with (copy / "train.bin").open("r+b") as file:  # while it is read
+        file.write(b"other")
+    with pytest.raises(ValueError, match=r"train\.bin has changed since it was written"):
+        data.batch("train", 1)
+    (tmp_path / ".copy.checked").write_bytes(b"\xff" * 9)
+    with pytest.raises(ValueError, match=r"train\.bin has changed since it was written"):
+        TokenData(copy, 16, 64)
+
+
+def test_a_long_document_is_whole(tmp_path, spm, monkeypatch):
+    monkeypatch.setattr(tokenizers, "PART", 100)
+    text = "def return self " * 50
+    for split in SPLITS:
+        (tmp_path / f"{split}.jsonl").write_text(json.dumps({"text": text}))
+    folder = prepare("text", tmp_path, spm, out=tmp_path / "out")
+    assert documents_of(folder, "train") == [text.strip()] and meta_of(folder)["splits"]["train"]["words"] == 150
 
 
 def test_lone_surrogates_do_not_stop_a_preparation(tmp_path, model):
     for split in SPLITS:
         (tmp_path / f"{split}.jsonl").write_text('{"text": "half \\ud800 of a pair"}')
     assert documents_of(prepare("text", tmp_path, model, out=tmp_path / "out"), "train") == ["half ? of a pair"]
-
-
-def test_max_tokens_ends_the_training_split(tmp_path, model, paragraphs, monkeypatch):
-    monkeypatch.setattr(preparing, "BATCH_CHARS", 500)
-    (tmp_path / "source").mkdir()
-    for split in SPLITS:
-        (tmp_path / "source" / f"{split}.txt").write_text("\n\n".join(paragraphs[:50]))
-    counts = meta_of(prepare("text", tmp_path / "source", model, 200, tmp_path / "out"))["splits"]
-    longest = max(map(len, load_tokenizer(model).encode_batch(paragraphs[:50]))) + 2
-    assert 200 <= counts["train"]["tokens"] < 200 + longest
-    assert counts["valid"]["documents"] == counts["test"]["documents"] == 50
 
 
 def test_what_is_there_is_never_replaced(folder, tmp_path, model):
@@ -587,83 +524,106 @@ def test_what_is_there_is_never_replaced(folder, tmp_path, model):
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
-def test_bad_text_is_one_line(tmp_path, model):
-    (tmp_path / "empty").mkdir()
-    options = {"tokenizer": model, "out": tmp_path / "out"}
-    assert "split 'train' is empty" in refusal("text", tmp_path / "empty", **options)
-    (tmp_path / "latin.txt").write_bytes("déjà vu\n".encode() + b"caf\xe9\n")
-    assert "latin.txt is not UTF-8: byte 13" in refusal("text", tmp_path / "latin.txt", **options)
-    (tmp_path / "one.txt").write_text("a single document")
-    assert "'valid' is empty" in refusal("text", tmp_path / "one.txt", **options)
-    (tmp_path / "cut.txt.gz").write_bytes(gzip.compress(b"text " * 999)[:-9])
-    assert "cut.txt.gz is damaged" in refusal("text", tmp_path / "cut.txt.gz", **options)
-    assert not (tmp_path / "out").exists()
-
-
-def test_bad_options_are_one_line(tmp_path, spm):
-    out = {"out": tmp_path / "out"}
-    assert "unknown corpus 'pydoc'; there are pydocs, wikitext103, " in refusal("pydoc", **out)
-    for name in ("text", "bitext", "multi30k-fr"):
-        assert f"corpus '{name}' needs --source" in refusal(name, tokenizer=spm, **out)
-    assert "max_tokens must be positive, not 0" in refusal("pydocs", max_tokens=0, **out)
-    assert "does not exist" in refusal("text", source=tmp_path / "absent", **out)
-    assert "--languages is for" in refusal("pydocs", languages="en", **out)
-    assert (line := refusal("mc4", **out)).endswith("needs --tokenizer PATH: a SentencePiece model such as XLM-R's")
-    write_pairs(tmp_path / "pairs", "de-en", {"train": 5, "valid": 1, "test": 1})
-    for name in ("opus100", "bitext"):
-        line = refusal(name, source=tmp_path / "pairs", **out)
-        assert "needs --tokenizer PATH" in line and "or --pieces N" in line
-    assert "--pieces is for translation pairs" in refusal("pydocs", pieces=400, **out)
-    assert "--pieces is for translation pairs" in refusal("cc100", pieces=400, **out)
-    assert "without --tokenizer" in refusal("bitext", source=tmp_path, pieces=400, tokenizer=spm, **out)
-    assert "pieces must be positive, not 0" in refusal("bitext", source=tmp_path, pieces=0, **out)
-    assert not (tmp_path / "out").exists()
-
-
-def command(*arguments) -> subprocess.CompletedProcess:
-    words = [sys.executable, "-m", "data.prepare", *map(str, arguments)]
-    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
-
-
-def test_the_command_writes_and_reports_or_refuses(tmp_path, model, paragraphs):
-    (tmp_path / "mine.txt").write_text("\n\n".join(paragraphs))
-    options = ["--source", tmp_path / "mine.txt", "--tokenizer", model, "--max_tokens", "100000"]
-    done = command("text", *options, "--out", tmp_path / "out")
-    assert done.returncode == 0, done.stderr
-    rows = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines() if line.strip()}
-    for split in SPLITS:
-        counts = meta_of(tmp_path / "out")["splits"][split]
-        assert rows[split] == [f"{counts[key]:,}" for key in ("tokens", "words", "bytes", "documents")]
-    done = command("text", "--source", tmp_path / "absent")
-    assert done.returncode == 1 and done.stderr == f"error: --source {tmp_path / 'absent'} does not exist\n"
-    done = command("text", "--sourse", "x")
-    assert done.returncode == 2 and "--sourse" in done.stderr
-
-
-def test_wikipedia_is_split_by_article_and_learns_from_the_first(tmp_path, monkeypatch):
+def test_wikipedia_is_split_by_article(tmp_path, monkeypatch):
     (tmp_path / "train.txt").write_text("\n\n".join(f"= {n} =\nThe article number {n}.\nMore." for n in range(300)))
     (tmp_path / "valid.txt").write_text("= A =\nOne\n\n= B =\nTwo\n\n= C =\nThree\n")
-    learned = []
-
-    def train(texts, kind):
-        learned.extend(texts)
-        return train_sentencepiece(learned, 300, kind)
-
-    monkeypatch.setattr(preparing, "train_sentencepiece", train)
-    monkeypatch.setitem(CORPORA, "enwiki", CORPORA["enwiki"]._replace(learn_from=200))
+    train = partial(train_sentencepiece, vocab_size=300)
+    monkeypatch.setattr(preparing, "train_sentencepiece", lambda texts, kind: train(list(texts), kind=kind))
     folder = prepare("enwiki", tmp_path, out=tmp_path / "out")
-    assert learned == [f"= {n} =\nThe article number {n}.\nMore." for n in range(200)]
     assert len(documents_of(folder, "train")) == 300 and documents_of(folder, "test") == ["= B =\nTwo"]
     assert documents_of(folder, "valid") == ["= A =\nOne", "= C =\nThree"]
 
 
+def test_the_command_writes_and_reports_or_refuses(tmp_path, model, paragraphs):
+    def command(*arguments) -> subprocess.CompletedProcess:
+        words = [sys.executable, "-m", "data.prepare", *map(str, arguments)]
+        return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+
+    (tmp_path / "mine.txt").write_text("\n\n".join(paragraphs))
+    out = tmp_path / "out"
+    done = command("text", "--source", tmp_path / "mine.txt", "--tokenizer", model, "--out", out)
+    assert done.stderr == "600 documents: the blocks between blank lines of mine.txt\n"
+    counts = [f"{meta_of(out)['splits'][split]['tokens']:,}" for split in SPLITS]
+    assert done.stdout == f"{out}: {' / '.join(counts)} tokens (train / valid / test)\n"
+    done = command("text", "--source", tmp_path / "absent")
+    assert done.returncode == 1 and done.stderr == f"error: --source {tmp_path / 'absent'} does not exist\n"
+    file = [sys.executable, ROOT / "data" / "prepare.py", "text"]  # not as a module, and elsewhere
+    done = subprocess.run(file, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.stderr == "error: corpus 'text' needs --source FILE or DIR\n"
+    done = command("text", "--sourse", "x")
+    assert done.returncode == 2 and "--sourse" in done.stderr
+
+
+OPTIONS = {  # corpus, options -> what is said. Their source, where it is none, is a folder with pairs
+    "pydoc": ({}, "unknown corpus 'pydoc'; there are pydocs, prose, "),
+    "text": ({"source": None}, "corpus 'text' needs --source"),
+    "wmt23-uk": ({"source": None}, "corpus 'wmt23-uk' needs --source"),
+    "enwiki": ({"source": Path("absent")}, "--source absent does not exist"),
+    "wikitext103": ({"max_tokens": 0}, "max_tokens must be positive, not 0"),
+    "pydocs": ({"languages": "en"}, "--languages is for"),
+    "cc100": ({"source": None}, "needs --tokenizer PATH: a SentencePiece model such as XLM-R's"),
+    "opus100": ({}, "needs --tokenizer PATH: a SentencePiece model such as XLM-R's; or, for pairs, --pieces N"),
+    "catalogs": ({"pieces": 400}, "--pieces is for translation pairs"),
+    "wmt10": ({"pieces": 400, "tokenizer": Path("x")}, "--pieces is for translation pairs (bitext, wmt10, ...), with"),
+    "bitext": ({"pieces": 0}, "pieces must be positive, not 0"),
+    "multi30k-de": ({}, "no val.de (plain, .gz or .xz) in "),
+    "wmt23-de": ({"pieces": 90_000}, "no vocabulary of 90,000 pieces from this text: Vocabulary size too high"),
+    "wmt23-zh": ({"pieces": 260}, "no vocabulary of 260 pieces from this text: Vocabulary size is smaller than"),
+    "wmt23-ru": ({"languages": "de-en,ru-en"}, "no language 'ru-en'; there are de-en"),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_bad_options_are_one_line(name, tmp_path):
+    write_pairs(tmp_path / "pairs", "de-en", {"train": 60, "valid": 1, "test": 1})
+    options, line = OPTIONS[name]
+    assert line in refusal(name, **{"source": tmp_path / "pairs", "out": tmp_path / "out"} | options)
+    assert not (tmp_path / "out").exists()
+
+
+THREE, FIVE, GOOD = b"a\n" * 3, b"a\n" * 4 + b"a", "\n\n".join(lines_of("de", 500)).encode()
+[HELD_OUT, *_] = [text.encode() for text in lines_of("x", 500) if split_of(text, 0.01, 0.01) == "valid"]
+BAD = [  # corpus, files, what is said
+    ("text", {}, "split 'train' is empty"),
+    ("text", {"a.txt": "déjà vu\n".encode() + b"caf\xe9\n"}, "a.txt is not UTF-8: byte 13"),
+    ("text", {"a.txt": b"a single document"}, "'valid' is empty"),
+    ("text", {"a.txt": "one\ntwo".encode("utf-16-le")}, "a.txt is not UTF-8 text: byte 1 is NUL, as in UTF-16"),
+    ("text", {"a.txt": b"one\ntwo\0"}, "a.txt is not UTF-8 text: byte 7 is NUL"),
+    ("text", {"a.csv.gz": gzip.compress(b"id,text\n1,one\n")}, "a.csv.gz is not read: give its text as "),
+    ("text", {"a.jsonl.zst": b"\x28\xb5\x2f\xfd"}, "a.jsonl.zst is not read: give its text as "),
+    ("text", {"a.json": b'[{"text": "one"}, {"text": "two"}]'}, "a.json, line 1: no JSON object"),
+    ("text", {"a.txt.gz": gzip.compress(b"text " * 999)[:-9]}, "a.txt.gz is damaged"),
+    ("cc100", {"NOTES.md": b"no language"}, "holds no LANGUAGE.txt"),
+    ("cc100", {"de.txt": GOOD, "sw.txt": b" \n\n"}, "'sw'"),
+    ("cc100", {"de.txt": GOOD, "sw.txt": HELD_OUT}, "has no training text"),
+    ("bitext", {"NOTES.md": b"no pair"}, "holds no file such as de-en.de, beside de-en.en"),
+    ("bitext", {"de-en.de": THREE, "de-en.en": FIVE}, ", line 4: not two texts"),
+    ("bitext", {"de-en.de": FIVE, "de-en.en": THREE}, ", line 4: not two texts"),
+    ("bitext", {"de-en.de": b"a\n \na\n", "de-en.en": THREE}, ", line 2: not two texts"),
+    ("bitext", {"de-en.tsv": b"a\tb\none\ttwo\tthree"}, ", line 2: not two texts"),
+    ("bitext", {"de-en.de": THREE, "de-en.en": b"a\ncaf\xe9\n"}, "de-en.en is not UTF-8: byte 5"),
+    ("bitext", {"de-en.de": THREE}, "no de-en.en (plain, .gz or .xz) in "),
+    ("bitext", {"de-en.de": b"a\n", "de-en.en": b"b\n"}, "split 'valid' is empty"),
+    ("bitext", {"de-en.de": b"a\n", "de-en.en": HELD_OUT}, "'de-en' of "),
+]
+
+
+@pytest.mark.parametrize("name, contents, line", BAD)
+def test_bad_files_are_one_line(name, contents, line, spm, tmp_path):
+    (tmp_path / "in").mkdir()
+    for file, content in contents.items():
+        (tmp_path / "in" / file).write_bytes(content)
+    assert line in refusal(name, tmp_path / "in", tokenizer=spm, out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 # ---------------------------------------------------------------------------------------------------------------------
-# preparations that are stopped, killed, or at work twice
+# Preparations that are stopped, killed, or at work twice
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_a_preparation_after_the_batch_that_is_encoded(number, model, tmp_path, monkeypatch, capsys):
-    encode, encoded = SentencePiece.encode_batch, []
+    encode, encoded = SentencePiece.encode_short, []
 
     def interrupted(self, texts):
         os.kill(os.getpid(), number)
@@ -671,7 +631,7 @@ def test_a_signal_ends_a_preparation_after_the_batch_that_is_encoded(number, mod
         return encoded[-1]
 
     (tmp_path / "a.txt").write_text("\n\n".join(f"text number {n}" for n in range(1500)))
-    monkeypatch.setattr(SentencePiece, "encode_batch", interrupted)
+    monkeypatch.setattr(SentencePiece, "encode_short", interrupted)
     monkeypatch.setattr(preparing, "stop_signals", [])
     words = ["text", "--source", tmp_path / "a.txt", "--tokenizer", model, "--out", tmp_path / "out"]
     monkeypatch.setattr(sys, "argv", ["prepare", *map(str, words)])
@@ -682,12 +642,10 @@ def test_a_signal_ends_a_preparation_after_the_batch_that_is_encoded(number, mod
     assert signal.getsignal(number) == signal.SIG_DFL  # a second one acts at once
 
 
-def test_what_a_killed_preparation_left_is_removed_by_the_next(model, tmp_path):
+def test_what_a_killed_preparation_left_is_removed_by_the_next(model, tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("\n\n".join(map(str, range(2000))))
     hang = "import sys, time; from pathlib import Path; from data import prepare as p\n"
-    hang += (
-        "p.write = lambda folder, *_: ((folder / 'train.bin').touch(), print(folder, flush=True), time.sleep(600))\n"
-    )
+    hang += "p.write = lambda to, *_: ((to / 'train.bin').touch(), print(to, flush=True), time.sleep(600))\n"
     hang += "p.prepare('text', *map(Path, sys.argv[1:3]), out=Path(sys.argv[3]))"
     command = [sys.executable, "-c", hang, tmp_path / "a.txt", model, tmp_path / "out"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as killed:
@@ -698,10 +656,9 @@ def test_what_a_killed_preparation_left_is_removed_by_the_next(model, tmp_path):
     other.mkdir()
     folder = prepare("text", tmp_path / "a.txt", model, out=tmp_path / "out")
     assert not left.exists() and other.is_dir()
-    with pytest.raises(KeyboardInterrupt), pytest.MonkeyPatch.context() as patch:
-        shutil.rmtree(folder)
-        patch.setattr(preparing, "stop_signals", [signal.SIGTERM])
-        patch.setattr(preparing, "write_batch", None)  # the reading of documents stops before a batch is full
+    shutil.rmtree(folder)
+    monkeypatch.setattr(preparing, "stop_signals", [signal.SIGTERM])
+    with pytest.raises(KeyboardInterrupt):  # the reading of documents stops before a batch is full
         prepare("text", tmp_path / "a.txt", model, out=folder)
     assert not folder.exists() and not left.exists()
 
@@ -720,16 +677,9 @@ def test_a_second_preparation_waits_for_the_first(model, tmp_path, monkeypatch):
         with pytest.raises(ValueError, match="is not empty"):
             waiting.result()
         assert training.result() == tmp_path / "pydocs"
-    monkeypatch.setattr(preparing, "read", lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        prepare("pydocs", out=tmp_path / "broken")
-    monkeypatch.setattr(preparing, "prepare", refusing)
-    with pytest.raises(OSError, match="full"):
+    monkeypatch.setattr(preparing, "PREPARED", tmp_path / "a.txt")
+    with pytest.raises(OSError, match=r"a\.txt"):
         ready("catalogs")
-
-
-def refusing(name, out):
-    raise OSError("the disk is full")
 
 
 def test_what_is_ready(tmp_path, monkeypatch, folder):
@@ -745,7 +695,7 @@ def test_what_is_ready(tmp_path, monkeypatch, folder):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# prepared folders of many languages
+# Many languages, and translation pairs
 
 SIZES = {"de": 500, "sw": 300, "zh-Hans": 20}
 
@@ -776,80 +726,29 @@ def test_a_folder_of_languages(source, spm, tmp_path):
         for key in ("tokens", "words", "documents", "bytes"):
             assert meta["splits"][split][key] == sum(counts[split][key] for counts in meta["languages"].values())
         assert (folder / f"{split}.bin").stat().st_size == 2 * meta["splits"][split]["tokens"]
-    assert preparing.summary(folder).splitlines()[-2] == "3 languages, or pairs of them"
-
-
-def test_languages_can_be_chosen_and_limited(source, spm, tmp_path, monkeypatch):
-    monkeypatch.setattr(preparing, "BATCH_CHARS", 500)
-    folder = prepare("cc100", source, tokenizer=spm, languages="sw,de", max_tokens=900, out=tmp_path / "out")
-    limited = meta_of(folder)["languages"]
-    whole = meta_of(prepare("cc100", source, tokenizer=spm, languages="sw,de", out=tmp_path / "whole"))["languages"]
-    longest = max(map(len, load_tokenizer(spm, "xlmr").encode_batch(lines_of("de", 500)))) + 2
-    assert list(limited) == list(whole) == ["de", "sw"]
-    for language, counts in limited.items():
-        assert 900 <= counts["train"]["tokens"] < 900 + longest
-        assert counts["valid"] == whole[language]["valid"]
-    unknown = refusal("cc100", source, tokenizer=spm, languages="de,sv")
-    assert "no language 'sv'; there are de, sw, zh-Hans" in unknown
-
-
-def test_bad_languages_are_one_line(spm, tmp_path):
-    def reason(**files: bytes) -> str:
-        for path in tmp_path.glob("*.txt"):
-            path.unlink()
-        for name, content in files.items():
-            (tmp_path / f"{name}.txt").write_bytes(content)
-        line = refusal("mc4", tmp_path, tokenizer=spm, out=tmp_path / "out")
-        assert not (tmp_path / "out").exists()
-        return line
-
-    (tmp_path / "NOTES.md").write_text("no language")
-    good = "\n\n".join(lines_of("de", 500)).encode()
-    assert "'sw'" in reason(de=good, sw=b" \n\n") and "no training text" in reason(de=good, sw=b"")
-    [held_out, *_] = [text for text in lines_of("sw", 500) if split_of(text, valid=0.01, test=0.01) == "test"]
-    assert "no training text" in reason(de=good, sw=held_out.encode())
-    assert "sw.txt is not UTF-8: byte 3" in reason(de=good, sw=b"caf\xe9")
-    assert "'valid' is empty" in reason(de=lines_of("de", 1)[0].encode())
-    assert "holds no LANGUAGE.txt" in reason()
 
 
 def test_cc100_streams_what_local_files_hold(source, spm, hub, tmp_path):
-    url = "https://data.statmt.org/cc-100/{}.txt.xz".format
-    hub.rows = {(url(name), "train"): lines_of(name, size) for name, size in SIZES.items()}
+    hub.rows = {(CC100(name), "train"): lines_of(name, size) for name, size in SIZES.items()}
     streamed = prepare("cc100", tokenizer=spm, languages=",".join(SIZES), out=tmp_path / "hub")
     local = prepare("cc100", source, tokenizer=spm, out=tmp_path / "local")
     # blocks of a file end in a line feed, paragraphs do not: the tokens are the same
     assert meta_of(streamed)["files"] == meta_of(local)["files"]
-    line = refusal("cc100", tokenizer=spm, out=tmp_path / "all")
-    assert line.startswith("cannot read https://data.statmt.org/cc-100/af.txt.xz (ConnectionError: no route)")
-    assert "--source" in line
+
+
+CC100 = "https://data.statmt.org/cc-100/{}.txt.xz".format
 
 
 def test_a_limit_ends_the_reading_of_a_language(spm, hub, tmp_path, monkeypatch):
     monkeypatch.setattr(preparing, "BATCH_CHARS", 500)
     monkeypatch.setattr(preparing, "ENOUGH", 100)
-    both = [(name, split) for name in ("de", "sw") for split in ("train", "validation")]
-    hub.rows = {(name, split): lines_of(name + split, 5000) for name, split in both}
-    folder = prepare("mc4", tokenizer=spm, languages="de,sw", max_tokens=2000, out=tmp_path / "mc4")
-    assert ("allenai/c4", "sw", "train") in hub.asked and set(hub.read) == set(both)
+    hub.rows = {(CC100(name), "train"): lines_of(name, 9000) for name in ("de", "sw")}
+    folder = prepare("cc100", tokenizer=spm, languages="sw,de", max_tokens=2000, out=tmp_path / "out")
+    assert list(meta_of(folder)["languages"]) == ["de", "sw"]
     for name, counts in meta_of(folder)["languages"].items():
-        assert counts["train"]["tokens"] >= 2000 and min(counts[split]["tokens"] for split in ("valid", "test")) >= 100
-        assert hub.read[name, "train"] < 1000 and hub.read[name, "validation"] < 50
-        own = [text for split in ("valid", "test") for text in documents_of(folder, split, name)]
-        assert own and all(text.startswith(f"{name}validation ") for text in own)
-        assert all(text.startswith(f"{name}train ") for text in documents_of(folder, "train", name))
+        assert 2000 <= counts["train"]["tokens"] < 2100 and min(counts[split]["tokens"] for split in SPLITS) >= 100
+        assert hub.read[CC100(name), "train"] < 4000
 
-
-def test_mc4_reads_all_of_both_splits_without_a_limit(hub):
-    hub.rows = {("de", "train"): lines_of("a", 100), ("de", "validation"): lines_of("b", 7)}
-    documents = list(corpora.mc4()["de"])
-    assert [text for split, text in documents if split == "train"] == lines_of("a", 100)
-    assert [text for split, text in documents if split != "train"] == lines_of("b", 7)
-    assert len(set(corpora.CC100)) == 100 and len(set(corpora.MC4)) == len(corpora.MC4)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# prepared folders of translation pairs
 
 PAIR_SIZES = {"de-en": 400, "en-zh-Hans": 150}
 
@@ -861,12 +760,13 @@ def pairs(name: str, count: int, split: str = "train") -> list[tuple[str, str]]:
 
 @pytest.fixture(scope="session")
 def pair_source(tmp_path_factory) -> Path:
-    """One pair in two files for each of two parts, one as .gz; the other as .xz. Nothing else is read."""
+    """One pair in two files, and as a table; the other as .xz. Nothing else is read."""
     base = tmp_path_factory.mktemp("bitext")
-    for side, texts in zip(("de", "en"), zip(*pairs("de-en", 400))):
-        (base / f"de-en.a.{side}").write_text("".join(f"{text}\n" for text in texts[:200]))
-        with gzip.open(base / f"de-en.b.{side}.gz", "wt") as file:
-            file.write("\n".join(texts[200:]))
+    both = pairs("de-en", 400)
+    (base / "de-en.a.de").write_text("".join(f"{one}\r\n" for one, _ in both[:200]))
+    with gzip.open(base / "de-en.a.en.gz", "wt") as file:
+        file.write("\n".join(two for _, two in both[:200]))
+    (base / "de-en.b.tsv").write_text("".join(f"{one}\t{two}\n" for one, two in both[200:]))
     for side, texts in zip(("en", "zh-Hans"), zip(*pairs("en-zh-Hans", 150))):
         with lzma.open(base / f"en-zh-Hans.{side}.xz", "wt") as file:
             file.writelines(f"{text}\n" for text in texts)
@@ -898,12 +798,13 @@ def test_pairs_come_back(pair_source, spm, tmp_path):
         tokens, index = np.fromfile(folder / f"{split}.bin", "uint16"), np.fromfile(folder / f"{split}.idx", "int64")
         assert index[0] == 0 and index[-1] == len(tokens) and (tokens[index[1:] - 1] == 2).all()
         assert (tokens == 2).sum() == len(index) - 1 == 2 * meta["splits"][split]["pairs"]
-    assert preparing.summary(folder).splitlines()[-2] == "2 languages, or pairs of them"
-    assert f"{meta['splits']['train']['pairs']:,}" in preparing.summary(folder).splitlines()[1].split()
     assert not (folder / "train.jsonl").exists()
     for split in ("valid", "test"):
-        held_out = [tuple(json.loads(line)) for line in (folder / f"{split}.jsonl").read_text().splitlines()]
-        assert held_out == [pair for name in meta["languages"] for pair in pairs_of(folder, split, name)]
+        assert held_out_of(folder, split) == [pair for name in PAIR_SIZES for pair in pairs_of(folder, split, name)]
+
+
+def held_out_of(folder: Path, split: str) -> list[tuple[str, str]]:
+    return [tuple(json.loads(line)) for line in (folder / f"{split}.jsonl").read_text().splitlines()]
 
 
 def write_pairs(folder: Path, name: str, sizes: dict[str, int]):
@@ -911,67 +812,40 @@ def write_pairs(folder: Path, name: str, sizes: dict[str, int]):
     folder.mkdir(parents=True, exist_ok=True)
     for split, count in sizes.items():
         for side, texts in zip(name.split("-"), zip(*pairs(name, count, split))):
-            (folder / f"{name}.{split}.{side}").write_text("".join(f"{text}\r\n" for text in texts))
+            (folder / f"{name}.{split}.{side}").write_text("".join(f"{text}\n" for text in texts))
 
 
-def test_pairs_in_a_table_are_those_of_two_files(spm, tmp_path):
-    write_pairs(tmp_path / "two", "de-en", {"train": 60, "valid": 5, "test": 5})
-    (tmp_path / "one").mkdir()
-    for split in ("train", "valid", "test"):
-        sides = [(tmp_path / "two" / f"de-en.{split}.{side}").read_text().splitlines() for side in ("de", "en")]
-        (tmp_path / "one" / f"de-en.{split}.tsv").write_text("".join(f"{a}\t{b}\n" for a, b in zip(*sides)))
-    for name in ("one", "two"):
-        prepare("bitext", tmp_path / name, tokenizer=spm, out=tmp_path / f"out-{name}")
-    for file in ("train.bin", "train.idx", "test.bin"):
-        assert (tmp_path / "out-one" / file).read_bytes() == (tmp_path / "out-two" / file).read_bytes()
+def translations(name: str, rows: list[tuple]) -> list[dict]:
+    return [{"translation": dict(zip(name.split("-"), both))} for both in rows]
 
 
-def test_bad_pairs_are_one_line(spm, tmp_path):
-    def reason(**files: bytes) -> str:
-        shutil.rmtree(tmp_path / "in", ignore_errors=True)
-        (tmp_path / "in").mkdir()
-        for name, content in files.items():
-            (tmp_path / "in" / f"de-en.{name}").write_bytes(content)
-        (tmp_path / "in" / "NOTES.md").write_text("no pair")
-        line = refusal("bitext", tmp_path / "in", tokenizer=spm, out=tmp_path / "out")
-        assert not (tmp_path / "out").exists()
-        return line
-
-    three, five = b"a\n" * 3, b"a\n" * 4 + b"a"
-    for sizes in ({"de": three, "en": five}, {"de": five, "en": three}):
-        assert "de-en.de and de-en.en in " in reason(**sizes) and ", line 4: not two texts" in reason(**sizes)
-    assert ", line 2: not two texts" in reason(de=b"a\n \na\n", en=three)
-    assert ", line 3: not two texts" in reason(de=three, en=b"a\na\n\n")
-    for row in (b"one", b"one\ttwo\tthree", b"one\t "):
-        assert "de-en.tsv in " in reason(tsv=b"a\tb\n" + row) and ", line 2: not two texts" in reason(
-            tsv=b"a\tb\n" + row
-        )
-    assert "de-en.en is not UTF-8: byte 5" in reason(de=three, en=b"a\ncaf\xe9\n")
-    assert "holds no file such as de-en.de, beside de-en.en" in reason()
-    assert "no de-en.en (plain, .gz or .xz) in " in reason(de=three)
-    assert "split 'valid' is empty" in reason(de=b"a\n", en=b"b\n")
-    [held_out, *_] = [text for text in lines_of("x", 500) if split_of(text, 0.01, 0.01) == "valid"]
-    assert "'de-en' of " in reason(de=b"a\n", en=held_out.encode())
-
-
-def translations(*languages: str, rows: list[tuple[str, str]]) -> list[dict]:
-    return [{"translation": dict(zip(languages, both))} for both in rows]
-
-
-def test_opus100_streams_its_splits(spm, hub, tmp_path):
+def test_pairs_of_the_hub_have_its_splits(spm, hub, tmp_path):
     for split in ("train", "validation", "test"):
-        hub.rows["de-en", split] = translations("de", "en", rows=pairs("de-en", 9, split))
-    hub.rows["an-en", "train"] = translations("an", "en", rows=pairs("an-en", 9))
-    hub.rows["de-en", "train"][3:3] = translations("de", "en", rows=[(" ", "nothing"), ("\u200b", "without a token")])
-    out = prepare("opus100", tokenizer=spm, languages="an-en,de-en", out=tmp_path / "out")
+        hub.rows["de-en", split] = translations("de-en", pairs("de-en", 9, split))
+    hub.rows["an-en", "train"] = translations("an-en", pairs("an-en", 9))
+    hub.rows["ar-de", "test"] = []
+    rows = [(" ", "nothing"), ("\u200b", "without a token"), (None, "nothing at all")]
+    hub.rows["de-en", "train"][3:3] = translations("de-en", rows)
+    out = prepare("opus100", tokenizer=spm, out=tmp_path / "out")
     for split, theirs in (("train", "train"), ("valid", "validation"), ("test", "test")):
         assert pairs_of(out, split, "de-en") == pairs("de-en", 9, theirs)
+    assert list(meta_of(out)["languages"]) == ["an-en", "de-en"]
     assert len(pairs_of(out, "train", "an-en")) == 9 and pairs_of(out, "valid", "an-en") == []
-    assert ("Helsinki-NLP/opus-100", "de-en", "train") in hub.asked and len(hub.asked) == 4
-    names = list(corpora.opus100())
-    assert len(names) == 99 and "en-fr" in names and corpora.TRAIN_ONLY < set(names)
-    line = refusal("opus100", tokenizer=spm, out=tmp_path / "all")
-    assert "cannot read Helsinki-NLP/opus-100 af-en" in line and "no route" in line
+    hub.rows["de-en", "train"] = [{"translation": {"en": "no German"}}]
+    assert "cannot read Helsinki-NLP/opus-100 de-en (KeyError: 'de')" in refusal("opus100", tokenizer=spm)
+
+
+def test_multi30k_reads_its_own_files_or_the_hub(tmp_path, hub):
+    names = {"train": ("train", "train"), "valid": ("val", "validation"), "test": ("test_2016_flickr", "test")}
+    for split, (name, theirs) in names.items():
+        rows = pairs("de-en", 60, split)
+        for side, lines in zip(("de", "en"), zip(*rows)):
+            (tmp_path / f"{name}.{side}").write_text("".join(f"{line}\n" for line in lines))
+        hub.rows["bentrevett/multi30k", theirs] = [{"de": one, "en": two} for one, two in rows]
+    local = prepare("multi30k-de", tmp_path, pieces=300, out=tmp_path / "local")
+    streamed = prepare("multi30k-de", pieces=300, out=tmp_path / "hub")
+    assert held_out_of(local, "valid") == pairs("de-en", 60, "valid")
+    assert meta_of(local)["files"] == meta_of(streamed)["files"]
 
 
 def test_a_joint_bpe_is_trained_on_both_sides_of_the_training_pairs(tmp_path):
@@ -986,133 +860,3 @@ def test_a_joint_bpe_is_trained_on_both_sides_of_the_training_pairs(tmp_path):
     assert {"▁bär", "▁bear"} < pieces and not any(letter in word for word in words for letter in ("z", "k"))
     # BPE, not unigram: every piece is the merge of two others
     assert all(len(x) == 1 or any(x[:i] in pieces and x[i:] in pieces for i in range(1, len(x))) for x in words)
-
-
-@pytest.mark.parametrize("limit, texts", [(None, 14), (3, 6)])
-def test_a_joint_bpe_reads_no_more_pairs_than_it_needs(limit, texts, tmp_path, monkeypatch):
-    """BPE_PAIRS in all, and no more of a pair of languages than its training text may have tokens."""
-    for name in ("de-en", "fr-en"):
-        write_pairs(tmp_path / "in", name, {"train": 60, "valid": 5, "test": 5})
-    learned = []
-
-    def train(texts, *_, **options):
-        learned.extend(texts)
-        return train_sentencepiece(own_code(), 500, XLMR)
-
-    monkeypatch.setattr(preparing, "BPE_PAIRS", 7 * 2)
-    monkeypatch.setattr(preparing, "train_sentencepiece", train)
-    prepare("bitext", tmp_path / "in", pieces=498, max_tokens=limit, out=tmp_path / "out")
-    expected = [text for name in ("de-en", "fr-en") for pair in pairs(name, texts // 2) for text in pair]
-    assert learned == expected
-
-
-def test_a_joint_bpe_that_cannot_be(tmp_path):
-    write_pairs(tmp_path, "de-en", {"train": 60, "valid": 5, "test": 5})
-    options = {"source": tmp_path, "out": tmp_path / "out"}
-    assert "no vocabulary of 90,000 pieces from this text: Vocabulary size too high" in refusal(
-        "bitext", pieces=90_000, **options
-    )
-    assert "no vocabulary of 260 pieces from this text: Vocabulary size is smaller than" in refusal(
-        "bitext", pieces=260, **options
-    )
-    (tmp_path / "de-en.train.en").write_text("a\n\n")  # what is wrong with the text is said, not the trainer's error
-    assert "de-en.train.en in " in refusal("bitext", pieces=400, **options)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# corpora for translation
-
-
-def held_out_of(folder: Path, split: str) -> list[tuple[str, str]]:
-    return [tuple(json.loads(line)) for line in (folder / f"{split}.jsonl").read_text().splitlines()]
-
-
-def test_multi30k_reads_its_own_files_or_the_hub(tmp_path, hub):
-    names = {"train": ("train", "train"), "valid": ("val", "validation"), "test": ("test_2016_flickr", "test")}
-    for split, (name, theirs) in names.items():
-        rows = pairs("de-en", 60, split)
-        for side, lines in zip(("de", "en"), zip(*rows)):
-            with gzip.open(tmp_path / f"{name}.{side}.gz", "wt") as file:
-                file.writelines(f"{line}\n" for line in lines)
-        hub.rows[None, theirs] = [{"de": one, "en": two} for one, two in rows]
-    local = prepare("multi30k-de", tmp_path, pieces=300, out=tmp_path / "local")
-    streamed = prepare("multi30k-de", pieces=300, out=tmp_path / "hub")
-    assert list(meta_of(local)["languages"]) == ["de-en"]
-    assert held_out_of(local, "valid") == pairs("de-en", 60, "valid")
-    assert meta_of(local)["files"] == meta_of(streamed)["files"]
-    assert {asked[0] for asked in hub.asked} == {"bentrevett/multi30k"}
-    for language in ("fr", "cs"):
-        for split, (name, _) in names.items():
-            rows = pairs(f"{language}-en", 60, split)
-            (tmp_path / f"{name}.{language}").write_text("".join(f"{one}\n" for one, _ in rows))
-    three = meta_of(prepare("multi30k", tmp_path, pieces=300, out=tmp_path / "three"))
-    assert set(three["languages"]) == {"de-en", "fr-en", "cs-en"} and three["splits"]["train"]["pairs"] == 180
-    (tmp_path / "val.fr").unlink()
-    for name in ("multi30k", "multi30k-fr"):
-        assert "no val.fr (plain, .gz or .xz) in " in refusal(name, tmp_path, pieces=300)
-
-
-@pytest.fixture
-def wmt_files(tmp_path, monkeypatch):
-    """What sacrebleu would download."""
-    utils = pytest.importorskip("sacrebleu.utils")
-    for year in ("wmt21", "wmt22"):
-        for side, lines in zip(("de", "en"), zip(*pairs("de-en", 8, year))):
-            (tmp_path / f"{year}.{side}").write_text("".join(f"{line}\n" for line in lines))
-    monkeypatch.setattr(utils, "get_source_file", lambda year, pair: str(tmp_path / f"{year}.de"))
-    monkeypatch.setattr(utils, "get_reference_files", lambda year, pair: [str(tmp_path / f"{year}.en"), "x"])
-
-
-def test_wmt23_trains_on_the_hub_and_tests_on_wmt22(tmp_path, hub, wmt_files, monkeypatch):
-    hub.rows["de-en", "train"] = translations("de", "en", rows=pairs("de-en", 90))
-    hub.rows["de-en", "train"].insert(5, {"translation": {"de": None, "en": "nothing"}})
-    folder = prepare("wmt23-de", pieces=350, out=tmp_path / "out")
-    assert held_out_of(folder, "valid") == pairs("de-en", 8, "wmt21")
-    assert held_out_of(folder, "test") == pairs("de-en", 8, "wmt22")
-    assert meta_of(folder)["splits"]["train"]["pairs"] == 90 and hub.asked[0] == ("wmt/wmt19", "de-en", "train")
-    hub.rows["de-en", "train"] = [{"translation": {"en": "no German"}}]
-    assert "cannot read wmt/wmt19 de-en (KeyError: 'de')" in refusal("wmt23-de", pieces=350, out=tmp_path / "no")
-
-    def offline(*_):
-        raise SystemExit(1)
-
-    monkeypatch.setattr("sacrebleu.utils.get_source_file", offline)
-    line = refusal("wmt23-ru", pieces=300, out=tmp_path / "no")
-    assert "cannot read wmt21 ru-en (SystemExit: 1)" in line and "with --source" in line
-
-
-def test_wmt23_tests_ukrainian_and_hebrew_on_flores(tmp_path, hub):
-    rows = pairs("uk-en", 90)
-    hub.rows["en-uk", "train"] = [{"english": two, "non_english": one} for one, two in rows]
-    for name in ("ukr_Cyrl", "eng_Latn"):
-        for split in ("dev", "devtest"):
-            hub.rows[name, split] = [{"text": text} for text in lines_of(name + split, 6)]
-    folder = prepare("wmt23-uk", pieces=350, out=tmp_path / "out")
-    assert held_out_of(folder, "test") == list(zip(lines_of("ukr_Cyrldevtest", 6), lines_of("eng_Latndevtest", 6)))
-    assert pairs_of(folder, "train", "uk-en") == rows
-    assert ("sentence-transformers/parallel-sentences-ccmatrix", "en-uk", "train") in hub.asked
-    assert ("openlanguagedata/flores_plus", "ukr_Cyrl", "dev") in hub.asked
-    hub.rows["ukr_Cyrl", "devtest"].pop(2)
-    assert "zip() argument" in refusal("wmt23-uk", pieces=350, out=tmp_path / "no")
-
-
-def test_wmt10_has_ten_languages_and_halves_gujarati(tmp_path, hub):
-    for language in corpora.WMT10:
-        for split in ("train", "validation", "test"):
-            rows = pairs(f"{language}-en", 40, split)
-            hub.rows[f"{language}-en", split] = translations(language, "en", rows=rows)
-    del hub.rows["gu-en", "test"]
-    folder = prepare("wmt10", pieces=500, out=tmp_path / "wmt10")
-    languages = meta_of(folder)["languages"]
-    assert list(languages) == sorted(f"{x}-en" for x in ("fr", "cs", "de", "fi", "lv", "et", "ro", "hi", "tr", "gu"))
-    halves = [set(pairs_of(folder, split, "gu-en")) for split in ("valid", "test")]
-    assert halves[0] | halves[1] == set(pairs("gu-en", 40, "validation")) and not halves[0] & halves[1]
-    assert min(map(len, halves)) > 5 and pairs_of(folder, "test", "fr-en") == pairs("fr-en", 40, "test")
-    assert pairs_of(folder, "train", "gu-en") == pairs("gu-en", 40, "train")
-
-
-def test_every_corpus_reads_a_local_copy():
-    assert len(CORPORA) == 22
-    for name, corpus in CORPORA.items():
-        assert corpus.kind in ("text", "languages", "pairs") and callable(corpus.local)
-        assert (corpus.read is None) == (name in ("text", "bitext", "enwiki", "multi30k", "multi30k-fr", "multi30k-cs"))

@@ -1,7 +1,6 @@
 """analysis/measures.py: routing statistics, RC, RF and consistency, retrieval and word alignment against loops."""
 
 import copy
-import itertools
 import math
 from types import SimpleNamespace
 
@@ -28,10 +27,6 @@ def layer(router: str, **changes) -> MoE:
     return lively(in_place_of_ffn(small(router, **changes), V, "tanh"))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Counting, and how sure a share is
-
-
 @given(st.lists(st.integers(0, 6), min_size=2, max_size=40), st.lists(st.integers(0, 6), max_size=9))
 @settings(max_examples=100, deadline=None)
 def test_counts_are_interpolated_as_by_witten_and_bell(tokens, others):
@@ -54,28 +49,10 @@ def test_counts_are_interpolated_as_by_witten_and_bell(tokens, others):
     assert counting.bigram_loss((text[:-1], text[1:]), (one, two), V) == pytest.approx(sum(losses) / V**2)
 
 
-def test_bits_per_byte_by_hand():
+def test_perplexity_and_bits_per_byte_by_hand():
     """10 tokens of 3 bits each, 15 bytes."""
+    assert measures.perplexity(math.log(1e300)) == pytest.approx(1e300) and math.isfinite(measures.perplexity(1e9))
     assert measures.bits_per_byte(3 * math.log(2), {"tokens": 10, "bytes": 15, "words": 4}) == pytest.approx(2)
-
-
-def test_the_interval_of_a_share_is_that_of_its_rows():
-    same = measures.bootstrap(torch.full((9,), 1.5), torch.full((9,), 2))
-    assert same == [0.75, 0.75]
-    torch.manual_seed(0)
-    sizes = torch.randint(1, 9, (400,))
-    totals = torch.bernoulli(torch.full((400,), 0.4)).double() * sizes
-    share = float(totals.sum() / sizes.sum())
-    low, high = measures.bootstrap(totals, sizes)
-    deviation = float((totals - share * sizes).square().sum().sqrt() / sizes.sum())  # of a ratio, for many rows
-    assert low == pytest.approx(share - 1.96 * deviation, abs=0.2 * deviation)
-    assert high == pytest.approx(share + 1.96 * deviation, abs=0.2 * deviation)
-    low, high = measures.bootstrap(torch.tensor([0.0, 9.0] * 50), torch.tensor([1, 9] * 50))
-    assert low < 0.9 < high and low > 0.8  # of all that is counted, not the mean over rows
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Routing statistics
 
 
 def test_statistics_by_hand():
@@ -105,9 +82,8 @@ def test_statistics_by_hand():
         }
     )
     words = "experts wanted 1.60, served 1.20 per token; choices cut 25.0%, tokens unserved 20.00%; load imbalance 2.00"
-    assert measures.describe_routing(stats).startswith(
-        words
-    ) and f"positive {positive:.1%}" in measures.describe_routing(stats)
+    said = measures.describe_routing(stats)
+    assert said.startswith(words) and f"positive {positive:.1%}" in said
     assert "positive" not in measures.describe_routing(stats | {"positive": None})
 
 
@@ -183,10 +159,6 @@ def test_statistics_of_stacks_and_of_nothing():
     assert nothing["wanted"] == nothing["unserved"] == nothing["imbalance"] == 0
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Representation collapse (X-MoE eq. 11) and routing fluctuation
-
-
 def literal_rc(h: torch.Tensor, chosen: torch.Tensor) -> float:
     classes = sorted(set(chosen.tolist()))
     mu, n, D = h.mean(dim=0), len(h), h.shape[1]
@@ -235,6 +207,11 @@ def test_rc_of_points_of_one_expert_and_of_what_is_not_finite():
     # by hand: two experts at -1 and 1, each spread by -0.5 and 0.5: Sigma_W = 0.25, Sigma_B = 1
     line = torch.tensor([[-1.5], [-0.5], [0.5], [1.5]], dtype=torch.float64)
     assert rc(line, torch.tensor([0, 0, 1, 1]), 2) == pytest.approx(0.25)
+    # a direction in which the experts lie 1e-4 times as far apart, and their tokens too, counts as much
+    scale = torch.tensor([1, 1e-4], dtype=torch.float64)
+    means = torch.tensor([[-1, -1], [-1, 1], [1, -1], [1, 1]], dtype=torch.float64)
+    square = torch.cat([means - 0.5, means + 0.5]) * scale
+    assert rc(square, torch.arange(8) % 4, 4) == pytest.approx(0.25 + 0.25)
 
 
 @torch.no_grad()
@@ -260,14 +237,6 @@ def test_collapse_looks_at_the_tokens_it_is_told_to():
     assert as_one(*watches, before) == pytest.approx({"rc": found["rc"], "rf": 0.25})
 
 
-def test_fluctuation_is_the_share_that_changed():
-    assert measures.routing_fluctuation(torch.tensor([0, 1, 2, 3, 1]), torch.tensor([0, 2, 2, 1, 1])) == 2 / 5
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Consistency of loads
-
-
 def literal_consistency(loads: list[list[int]]) -> float:
     """X-MoE 4.5, correlation by correlation."""
     m, total = len(loads), 0.0
@@ -288,16 +257,6 @@ def test_consistency_is_the_mean_of_all_correlations(m, E, seed):
     loads = torch.randint(1000, (m, E), generator=rng) + torch.eye(m, E, dtype=torch.int64)
     expected = literal_consistency(loads.tolist()) if all(len(set(row)) > 1 for row in loads.tolist()) else math.nan
     assert measures.inter_run_consistency(loads) == pytest.approx(expected, nan_ok=True, abs=1e-9)
-
-
-def test_consistency_of_runs_that_are_alike_or_opposite():
-    assert measures.inter_run_consistency(torch.tensor([[1, 2, 4]] * 5)) == pytest.approx(1)
-    assert measures.inter_run_consistency(torch.tensor([[1, 2, 3], [3, 2, 1]])) == pytest.approx(0)
-    assert math.isnan(measures.inter_run_consistency(torch.tensor([[1, 2, 3], [2, 2, 2]])))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Sentence vectors and retrieval
 
 
 @torch.no_grad()
@@ -321,36 +280,6 @@ def test_sentence_vectors_are_means_of_each_sentence_alone(micro_tokens, dtype):
             torch.testing.assert_close(layer, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_retrieval_is_the_mean_of_both_directions():
-    one = torch.eye(4)[None]
-    assert measures.retrieval(one, one).tolist() == [1.0]
-    assert measures.retrieval(one, one[:, [1, 2, 3, 0]]).tolist() == [0.0]
-    assert measures.retrieval(torch.cat([one, one]), torch.cat([one, one[:, [1, 0, 2, 3]]])).tolist() == [1.0, 0.5]
-    # Both sentences are nearest to the first translation (1 of 2), each translation to its own sentence (2 of 2).
-    one, two = torch.tensor([[[1.0, 0.0], [0.9, 0.1]]]), torch.tensor([[[1.0, 0.0], [0.0, 1.0]]])
-    assert measures.retrieval(one, two).tolist() == [0.75]
-    assert measures.retrieval(two, one).tolist() == [0.75]
-
-
-def test_whitening_takes_out_what_all_sentences_share():
-    """The cosine of Mahalanobis; and where a language's mean or a common direction hides the translation."""
-    torch.manual_seed(0)
-    one = torch.randn(2, 30, 6, dtype=torch.float64)
-    two = one + 0.1 * torch.randn(2, 30, 6, dtype=torch.float64)
-    one[1] *= torch.tensor([9.0, 1, 1, 1, 1, 0.1])
-    two[1] *= torch.tensor([9.0, 1, 1, 1, 1, 0.1])
-    for layer, (x, y) in enumerate(zip(*measures.whitened(one, two, ridge=0.2))):
-        a, b = one[layer] - one[layer].mean(dim=0), two[layer] - two[layer].mean(dim=0)
-        covariance = (a.T @ a + b.T @ b) / 60
-        inverse = torch.linalg.inv(covariance + 0.2 * covariance.trace() / 6 * torch.eye(6, dtype=torch.float64))
-        for i, j in itertools.product(range(30), repeat=2):
-            cosine = a[i] @ inverse @ b[j] / ((a[i] @ inverse @ a[i]) * (b[j] @ inverse @ b[j])).sqrt()
-            assert float(x[i] @ y[j]) == pytest.approx(float(cosine), abs=1e-9)
-    hidden = two + 50 * torch.tensor([1.0, 0, 0, 0, 0, 0]), one + 50 * torch.tensor([0, 1.0, 0, 0, 0, 0])
-    assert measures.retrieval(*measures.whitened(*hidden)).min() > 0.9
-    assert measures.retrieval(*(F.normalize(x, dim=2) for x in hidden)).max() < 0.5
-
-
 def test_each_direction_counts_for_itself():
     """Against a loop, in so few dimensions that one sentence may be the nearest of several."""
     torch.manual_seed(0)
@@ -365,10 +294,7 @@ def test_each_direction_counts_for_itself():
         assert found[:, layer].tolist() == pytest.approx([sum(forth) / 30, sum(back) / 30])
     assert (found[0] != found[1]).any()
     assert torch.equal(measures.both_directions(two, one), found.flip(0))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Word alignment
+    assert torch.equal(measures.retrieval(one, two), found.mean(dim=0))
 
 
 def plans(m: int, n: int, count: int = 60) -> torch.Tensor:
@@ -398,14 +324,6 @@ def test_sinkhorn_is_that_of_pot():
     cost, rows, columns = -similarity.log().numpy(), [1 / 6] * 6, [1 / 8] * 8
     theirs = bregman.sinkhorn_knopp(rows, columns, cost, reg=1, numItermax=2, stopThr=0, warn=False)
     torch.testing.assert_close(measures.sinkhorn(similarity), 6 * torch.from_numpy(theirs))
-
-
-def test_sinkhorn_by_hand():
-    """What is below 0 is as good as nothing. Columns sum to 4 and 5, then the rows to 1/4 + 2/5 and 3/4 + 3/5."""
-    plan = measures.sinkhorn(torch.tensor([[1.0, 2.0], [3.0, 3.0]]), 1)
-    torch.testing.assert_close(plan, torch.tensor([[5 / 13, 8 / 13], [5 / 9, 4 / 9]]))
-    plan = measures.sinkhorn(torch.tensor([[1.0, -9.0], [0.0, 1.0]]))
-    torch.testing.assert_close(plan, torch.eye(2), atol=3e-6, rtol=0)
 
 
 @pytest.mark.parametrize("m, n", SHAPES)
@@ -461,5 +379,14 @@ def test_alignment_error_by_hand():
     assert measures.alignment_error([found], [sure], [sure | {(1, 1)}]) == pytest.approx(0.4)
 
 
-def test_perplexity():
-    assert measures.perplexity(math.log(20.0)) == pytest.approx(20.0) and math.isfinite(measures.perplexity(1e9))
+def test_the_interval_of_a_share_is_that_of_its_rows():
+    same = measures.bootstrap(torch.full((9,), 1.5), torch.full((9,), 2))
+    assert same == [0.75, 0.75]
+    torch.manual_seed(0)
+    sizes = torch.randint(1, 9, (400,))
+    totals = torch.bernoulli(torch.full((400,), 0.4)).double() * sizes
+    share = float(totals.sum() / sizes.sum())
+    low, high = measures.bootstrap(totals, sizes)
+    deviation = float((totals - share * sizes).square().sum().sqrt() / sizes.sum())  # of a ratio, for many rows
+    assert low == pytest.approx(share - 1.96 * deviation, abs=0.2 * deviation)
+    assert high == pytest.approx(share + 1.96 * deviation, abs=0.2 * deviation)

@@ -8,6 +8,7 @@ import copy
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -21,7 +22,7 @@ import pytest
 import test_train_electra
 import test_train_mt
 import torch
-from helpers import ROOT, TINY_LM, TORCHRUN, Script, metrics, only_run, result_of, words
+from helpers import ROOT, TINY_LM, TORCHRUN, Script, metrics, only_run, result_of, values_and_gradients, words
 from played import CURVES, SOME, WAYS
 from test_train_electra import corpora as electra_corpora
 from test_train_mt import corpus as mt_corpus
@@ -35,9 +36,6 @@ from model import MoE
 from routers import ROUTERS
 
 __all__ = ["electra_corpora", "mt_corpus"]  # fixtures
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The exchange, between threads
 
 
 class Played(parallel.Exchange):
@@ -83,7 +81,6 @@ LAYERS = {
     "threshold, drops": dict(name="threshold", gamma=1.0),
     "threshold, no limit": dict(name="threshold", gamma=math.inf),
     "topk": dict(name="topk", gamma=1.5, K=3),
-    "stacks": dict(name="switch", gamma=math.inf, layers=2),
     "stacks, drops": dict(name="hypersphere", gamma=0.5, layers=2),
     "hash": dict(name="hash", gamma=1.0),
     "expert_choice": dict(name="expert_choice", gamma=2.0),
@@ -98,13 +95,12 @@ def test_the_exchange_changes_nothing(case, N, asks, monkeypatch):
     monkeypatch.setattr(model, "may_ask", lambda x: asks)
     torch.manual_seed(0)
     moe = layer(**LAYERS[case]).double()
-    inputs, weighed, ids = [], [], []
+    inputs, ids = [], []
     for S in [24, 17, 9, 1][:N]:
         inputs.append(torch.randn(1, S, 16, dtype=torch.float64).requires_grad_())
-        weighed.append(torch.randn(1, S, 16, dtype=torch.float64))
         ids.append(torch.randint(50, (1, S)))
-    alone = [moe(h, own)[0] for h, own in zip(inputs, ids)]
-    wanted = gradients(alone, weighed, inputs, moe)
+    given = [*inputs, *moe.parameters()]
+    alone = values_and_gradients([moe(h, own)[0] for h, own in zip(inputs, ids)], given)
 
     hall = SimpleNamespace(sent=[None] * N, barrier=threading.Barrier(N))
     parts = [piece(moe, rank, N) for rank in range(N)]
@@ -115,14 +111,8 @@ def test_the_exchange_changes_nothing(case, N, asks, monkeypatch):
         return parts[rank](inputs[rank], ids[rank])[0]
 
     with ThreadPoolExecutor(N) as pool:
-        together = list(pool.map(forward, range(N)))
+        together = values_and_gradients(list(pool.map(forward, range(N))), given)
     torch.testing.assert_close(together, alone, rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(gradients(together, weighed, inputs, moe), wanted, rtol=1e-9, atol=1e-9)
-
-
-def gradients(outputs, weighed, inputs, moe) -> list:
-    total = sum((y * w).sum() for y, w in zip(outputs, weighed))
-    return torch.autograd.grad(total, [*inputs, *moe.parameters()], allow_unused=True)
 
 
 @pytest.mark.parametrize(
@@ -138,10 +128,6 @@ def test_what_is_sent_is_as_little_as_is_sure(case, rows):
     assert layer(**case).most_rows(64, experts=2) == rows
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Loss curves and whole runs, by processes
-
-
 @pytest.fixture(scope="session")
 def commands(corpora, electra_corpora, mt_corpus) -> dict[str, tuple[str, dict]]:
     """A decoder, an encoder and both, with two micro-batches a process and step, and dropout."""
@@ -150,11 +136,7 @@ def commands(corpora, electra_corpora, mt_corpus) -> dict[str, tuple[str, dict]]
     electra = test_train_electra.TINY | test_train_electra.EXPERTS | size | {"router": "topk", "batch_tokens": 1024}
     electra |= {"data": electra_corpora["data"], "pairs": electra_corpora["pairs"]}
     mt = test_train_mt.TINY | size | {"data": mt_corpus, "batch_tokens": 512, "micro_tokens": 64, "expert_ffns": 2}
-    return {
-        "lm": ("train_lm", lm),
-        "electra": ("train_electra", electra),
-        "mt": ("train_mt", mt),
-    }
+    return {"lm": ("train_lm", lm), "electra": ("train_electra", electra), "mt": ("train_mt", mt)}
 
 
 TOGETHER = {  # run of four processes -> its command, and how
@@ -253,16 +235,8 @@ def same_end(folder: Path, alone: Path, processes: int):
 
 def flat(record) -> dict[str, float]:
     """Its numbers, but those of time and of who did it."""
-    drop = "seconds", "processes", "expert_parallel", "shard", "per_second"
-    found = {}
-    for name, x in test_train_electra.flat(record).items():
-        if isinstance(x, int | float) and not any(word in name for word in drop):
-            found[name] = x
-    return found
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What is refused
+    numbers = {name: x for name, x in test_train_electra.flat(record).items() if isinstance(x, int | float)}
+    return {name: x for name, x in numbers.items() if not re.search("second|processes|expert_parallel|shard", name)}
 
 
 def test_one_line_says_what_cannot_be_shared_out(corpora, tmp_path, monkeypatch, capsys):

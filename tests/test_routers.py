@@ -68,12 +68,12 @@ def assert_same(fast, slow, dtype=torch.float64):
 # --- Every combination against the reference
 
 CASES = {  # S, E, K, x_moe, constants
-    "plain": (9, 4, 1, False, {}),
-    "top-2 of a projection": (9, 4, 2, False, {"routing_dim": 3}),
-    "fewer tokens than experts": (3, 7, 3, True, {"routing_dim": 0}),
-    "one expert": (5, 1, 1, True, {"routing_dim": 0}),
-    "one token": (1, 5, 5, False, {"threshold": 1.0}),
-    "all options": (12, 6, 2, True, dict(threshold=0.8, eval_threshold=0.5, routing_dim=2, init_temperature=0.7)),
+    "top-2 of a projection": (6, 4, 2, False, {"routing_dim": 3}),
+    "fewer tokens than experts": (3, 5, 3, True, {"routing_dim": 0}),
+    "one choice": (5, 3, 1, True, {"routing_dim": 0}),
+    "one expert": (5, 1, 1, False, {"routing_dim": 0}),
+    "one token": (1, 5, 5, False, {"threshold": 1.0, "eval_threshold": 0.0}),
+    "all options": (7, 5, 2, True, dict(threshold=0.8, eval_threshold=0.5, routing_dim=2, init_temperature=0.7)),
 }
 
 
@@ -116,20 +116,10 @@ def test_first_choices_come_before_second_ones_whatever_their_probability():
     assert_same(routing.weight[0], torch.tensor([0.48, 0.50, 0.0], dtype=torch.float64))  # eq. 2: not renormalised
 
 
-@pytest.mark.parametrize("name", ["switch", "topk", "threshold", "base", "expert_choice"])
-def test_within_a_rank_the_more_probable_token_comes_first_then_the_earlier_one(name):
-    x = torch.tensor([1.0, 2.0, 1.0, 3.0, 2.0], dtype=torch.float64)
-    h = torch.stack([x, -x], dim=1)
-    assert queues(logit_router(name, 2, gate="softmax")(h).priority)[0] == [3, 1, 4, 0, 2]
-
-
-def test_hash_serves_tokens_in_order():
+def test_hash_serves_in_order_is_the_same_in_every_run_and_uses_every_expert():
     router, ids = make_router("hash", 3), torch.arange(40) % V
     for e, queue in enumerate(queues(router(torch.zeros(40, D), ids).priority)):
         assert queue == [s for s in range(40) if router.expert_of_id[ids[s]] == e]
-
-
-def test_hash_is_the_same_in_every_run_and_uses_every_expert():
     tables = []
     for seed in (1, 2):
         torch.manual_seed(seed)
@@ -138,15 +128,13 @@ def test_hash_is_the_same_in_every_run_and_uses_every_expert():
     assert torch.bincount(tables[0], minlength=4).min() > 200
 
 
-@pytest.mark.parametrize("name, K, chosen", [("switch", 1, 1), ("topk", 2, 2), ("base", 1, 1)])
-def test_of_equal_scores_the_lower_expert_wins(name, K, chosen):
-    wanted = logit_router(name, 4, K=K)(torch.zeros(3, 4)).wanted
-    assert wanted.tolist() == [[e < chosen for e in range(4)]] * 3
+FEWEST = [("switch", 1, 1, 1), ("topk", 2, 1, 2), ("base", 1, 1, 1)]  # router, K, t, how many it takes
+FEWEST += [("threshold", 1, t, n) for t, n in ((0, 1), (0.25, 1), (0.26, 2), (0.5, 2), (0.75, 3), (0.76, 4), (1, 4))]
 
 
-@pytest.mark.parametrize("t, chosen", [(0, 1), (0.25, 1), (0.26, 2), (0.5, 2), (0.75, 3), (0.76, 4), (1, 4)])
-def test_threshold_takes_the_fewest_that_reach_it(t, chosen):
-    wanted = logit_router("threshold", 4, threshold=t)(torch.zeros(3, 4)).wanted  # four times exactly 1/4
+@pytest.mark.parametrize("name, K, t, chosen", FEWEST)
+def test_of_equal_experts_the_lower_ones_win_and_threshold_takes_the_fewest(name, K, t, chosen):
+    wanted = logit_router(name, 4, K=K, threshold=t)(torch.zeros(3, 4)).wanted  # four times exactly 1/4
     assert wanted.tolist() == [[e < chosen for e in range(4)]] * 3
 
 
@@ -169,18 +157,13 @@ def test_threshold_is_minimal_and_holds_the_top1_choice(logits, t):  # XMoE eq. 
     assert torch.equal(routing.wanted[0].nonzero()[:, 0], favourites.sort().values)
 
 
-@quick
-@given(logits=st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=9))
-@example(logits=[0.0, -1e30, -200.0, -104.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_threshold_1_reaches_every_expert(logits, dtype):
-    router = logit_router("threshold", len(logits), threshold=1.0, dtype=dtype)
-    assert router(torch.tensor([logits], dtype=dtype)).wanted.all()
-
-
-def test_threshold_1_reaches_every_expert_where_the_sum_stops_short():
-    h = torch.randn(50, 64, generator=torch.Generator().manual_seed(0))
-    assert logit_router("threshold", 64, threshold=1.0, dtype=torch.float32)(h).wanted.all()
+def test_threshold_1_reaches_every_expert(dtype):
+    """Also where rounding makes the sum stop short of 1, or reach it early."""
+    far = torch.tensor([[0.0, -1e30, -200.0, -104.0], [0.0, 0.0, 0.0, 3e38]], dtype=dtype)
+    many = torch.randn(50, 64, generator=torch.Generator().manual_seed(0), dtype=dtype)
+    for h in (far, many):
+        assert logit_router("threshold", h.shape[1], threshold=1.0, dtype=dtype)(h).wanted.all()
 
 
 @every_gate
@@ -193,19 +176,11 @@ def test_threshold_0_is_top1_bit_for_bit(score, gate):
         assert torch.equal(a, b)
 
 
-@train_and_test
-@pytest.mark.parametrize("t, at_test, wanted", [(0.0, 1.0, 20), (0.0, None, 5), (1.0, 0.0, 5), (1.0, None, 20)])
-def test_eval_threshold_holds_at_test_only(training, t, at_test, wanted):
-    router = make_router("threshold", 4, threshold=t, eval_threshold=at_test, training=training)
-    assert router(make_tokens(5)[0]).wanted.sum() == ((20 if t else 5) if training else wanted)
+RANKED = st.tuples(st.integers(0, 4095), st.floats(width=32, allow_nan=False))
 
 
-def pairs(floats):
-    return st.tuples(st.integers(0, 4095), floats)
-
-
-@settings(quick, max_examples=300)
-@given(pairs(st.floats(width=32, allow_nan=False)), pairs(st.floats(width=32, allow_nan=False)))
+@settings(quick, max_examples=200)
+@given(RANKED, RANKED)
 @example((0, 0.0), (0, -0.0))
 @example((4, -3.0e38), (5, 3.0e38))
 def test_priority_key_orders_by_rank_then_value(a, b):
@@ -217,13 +192,10 @@ def test_priority_key_orders_by_rank_then_value(a, b):
     assert min(first, second) > NOT_CHOSEN
 
 
-@pytest.mark.parametrize("rank", [512, 4095])
 @pytest.mark.parametrize("p", [1.0, 0.5, 1e-3, 1.1754944e-38, 1e-42, 0.0])
-def test_priority_key_tells_neighbouring_floats_apart_at_any_rank(p, rank):
-    p = np.float32(p)
-    up = np.nextafter(p, np.float32(2))
-    values = torch.from_numpy(np.array([p, up, 0.0], dtype=np.float32))
-    low, high, earlier = priority_key(values, torch.tensor([rank, rank, rank - 1]))
+def test_priority_key_tells_neighbouring_floats_apart_at_any_rank(p, rank=4095):
+    up = np.nextafter(np.float32(p), np.float32(2))
+    low, high, earlier = priority_key(torch.tensor([p, up, 0.0]), torch.tensor([rank, rank, rank - 1]))
     assert earlier > high > low
 
 
@@ -256,11 +228,6 @@ def test_x_moes_balance_loss_counts_all_choices():
     assert_same(every.weight[0], torch.tensor([2 / 3, 1 / 3, 0.0], dtype=torch.float64))  # 2.2: over the K chosen
 
 
-@pytest.mark.parametrize("name", [name for name, kind in ROUTERS.items() if not kind.balanced])
-def test_routers_that_balance_by_construction_have_no_balance_loss(name):
-    assert make_router(name, 3, training=True)(*make_tokens(6)).balance_loss == 0
-
-
 # --- BASE
 
 
@@ -269,7 +236,7 @@ def at_most(seconds):
     """Turns an endless loop into a failure."""
 
     def stop(*_):
-        raise TimeoutError(f"not done after {seconds} s")
+        raise AssertionError(f"not done after {seconds} s")
 
     before = signal.signal(signal.SIGALRM, stop)
     signal.alarm(seconds)
@@ -298,28 +265,24 @@ def assert_balanced_and_best(score, epsilon=None):
     assert total >= best_total(score) - slack - 1e-5 * S * float(score.abs().max())
 
 
-KINDS = {  # scale, offset
-    "random": (1, 0),
-    "skewed": (1, 0),
-    "duplicated": (1, 0),
-    "constant": (0, 0.3),
-    "near a constant": (1e-6, 1),
-    "huge": (1e9, 0),
-    "tiny": (1e-9, 0),
+KINDS = {  # scale, offset, of which the first expert has more
+    "random": (1, 0, 0),
+    "skewed": (1, 0, 20),
+    "constant": (0, 0.3, 0),
+    "near a constant": (1e-6, 1, 0),
+    "huge": (1e9, 0, 0),
+    "tiny": (1e-9, 0, 0),
 }
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("S, E", [(64, 8), (61, 8), (5, 9), (1, 3), (12, 1), (200, 4)])
-@pytest.mark.parametrize("kind", KINDS)
-def test_balanced_assignment_is_balanced_and_nearly_the_best(kind, S, E, dtype):
+@pytest.mark.parametrize("S, E", [(61, 8), (5, 9), (1, 3), (12, 1), (100, 4)])
+@pytest.mark.parametrize("scale, offset, more", KINDS.values(), ids=KINDS)
+def test_balanced_assignment_is_balanced_and_nearly_the_best(scale, offset, more, S, E, dtype):
     score = torch.randn(S, E, generator=torch.Generator().manual_seed(0), dtype=dtype)
-    if kind == "skewed":
-        score[:, 0] += 20
-    if kind == "duplicated":
-        score = score[torch.arange(S) % 3]
-    scale, offset = KINDS[kind]
+    score[:, 0] += more
     assert_balanced_and_best(score * scale + offset)
+    assert_balanced_and_best(score[torch.arange(S) % 3 % S] * scale + offset)  # many are alike
 
 
 @quick
@@ -330,9 +293,9 @@ def test_balanced_assignment_of_small_scores(data, S, E, epsilon):
     assert_balanced_and_best(torch.tensor(rows), epsilon)
 
 
-@pytest.mark.parametrize("S, E", [(20, 4), (17, 4), (12, 6)])
+@pytest.mark.parametrize("S, E", [(20, 4), (17, 4)])
 def test_finer_epsilon_finds_the_very_best_assignment(S, E):
-    for seed in range(20):
+    for seed in range(8):
         score = torch.randint(0, 9, (S, E), generator=torch.Generator().manual_seed(seed)).double()
         expert = balanced_assignment(score, 1 / (S + 1))  # totals are integers, and S / (S + 1) < 1
         assert float(score.gather(1, expert[:, None]).sum()) == best_total(score)
@@ -347,12 +310,11 @@ def test_base_balances_in_training_and_takes_the_best_expert_at_test(score, trai
         router.experts[1:] += router.experts[0]
         h = make_tokens(42)[0] + 3 * router.experts[0]  # everyone's favourite
     routing, scores = router(h), router.scores(h).detach()
-    assert (routing.wanted.sum(dim=1) == 1).all()
+    most = int(routing.wanted.sum(dim=0).max())
+    assert (routing.wanted.sum(dim=1) == 1).all() and (most <= math.ceil(42 / 4)) == training
     if training:
-        assert routing.wanted.sum(dim=0).max() <= 11  # ceil(42 / 4)
         assert float(scores[routing.wanted].sum()) >= best_total(scores) - 42e-3 * float(scores.max() - scores.min())
     else:
-        assert routing.wanted.sum(dim=0).max() > 11
         assert torch.equal(routing.priority.argmax(dim=1), scores.argmax(dim=1))
 
 
@@ -360,32 +322,16 @@ def test_nothing_real_and_nothing_finite_end_too():
     for name in ROUTERS:
         routing = make_router(name, 4, training=True)(*make_tokens(0))
         assert routing.weight.shape == (0, 4) and routing.balance_loss == 0
-    with at_most(5):
-        assert balanced_assignment(torch.full((9, 4), torch.nan)).bincount(minlength=4).max() == 3
-        holes = torch.randn(9, 4).where(torch.rand(9, 4) < 0.5, torch.nan)
-        assert balanced_assignment(holes).bincount().max() == 3
+    holes = torch.randn(9, 4).where(torch.rand(9, 4) < 0.5, torch.nan)
+    for score in (torch.full((9, 4), torch.nan), holes):
+        with at_most(5):
+            assert balanced_assignment(score).bincount(minlength=4).max() == 3
 
 
 # --- Where routers start, and X-MoE's hypersphere
 
 
-@pytest.mark.parametrize("routing_dim", [0, 3])
-def test_hypersphere_score_is_a_cosine(routing_dim):
-    router = make_router("hypersphere", 5, routing_dim=routing_dim)
-    h = 10 * make_tokens(50)[0].detach()
-    before = router.scores(h)
-    assert before.abs().max() <= 1 + 1e-12
-    assert_same(router.scores(1e3 * h), before)
-    with torch.no_grad():
-        router.experts *= torch.tensor([[0.01], [1], [2], [30], [400]])
-    assert_same(router.scores(h), before)
-    aligned = router.experts if not routing_dim else router.experts @ torch.linalg.pinv(router.project.weight).t()
-    assert_same(router.scores(aligned).diagonal(), torch.ones(5).double())
-
-
-@pytest.mark.parametrize(
-    "name, x_moe", [("hypersphere", False), ("base", False), ("switch", True), ("threshold", True)]
-)
+@pytest.mark.parametrize("name, x_moe", [("hypersphere", False), ("base", False), ("threshold", True)])
 def test_expert_embeddings_start_orthogonal_with_norm_0_1(name, x_moe):
     experts = ROUTERS[name](constants(n_embd=16, routing_dim=0), 8, x_moe=x_moe).experts
     torch.testing.assert_close(experts @ experts.t(), 0.01 * torch.eye(8), atol=1e-7, rtol=1e-5)
@@ -393,56 +339,34 @@ def test_expert_embeddings_start_orthogonal_with_norm_0_1(name, x_moe):
 
 @pytest.mark.parametrize("routing_dim, d_e", [(None, 32), (0, 0), (8, 8)])
 def test_the_projection_is_as_narrow_and_all_starts_as_wide_as_told(routing_dim, d_e):
-    sphere, dot = (
-        ROUTERS[name](constants(n_embd=256, router_std=0.5, routing_dim=routing_dim), 64)
-        for name in ("hypersphere", "threshold")
-    )
+    config = constants(n_embd=256, router_std=0.5, routing_dim=routing_dim)
+    sphere, dot = (ROUTERS[name](config, 64).requires_grad_(False) for name in ("hypersphere", "threshold"))
     assert sphere.experts.shape == (64, d_e or 256)
     if d_e:
         assert sphere.project.weight.shape == (d_e, 256)
         assert float(sphere.project.weight.std()) == pytest.approx(0.5, rel=0.05)
-    torch.testing.assert_close(sphere.experts.norm(dim=1), torch.full((64,), 0.1))
     assert dot.experts.shape == (64, routing_dim or 256)  # None projects on a hypersphere alone
     assert float(dot.experts.std()) == pytest.approx(0.5, rel=0.1)
 
 
-@pytest.mark.parametrize("gate, tau0", [("softmax", 0.3), ("sigmoid", 0.07)])
-def test_temperature_starts_as_in_the_paper_or_as_told(gate, tau0):
-    for given_tau, expected in ((None, tau0), (0.5, 0.5)):
-        router = ROUTERS["hypersphere"](constants(gate=gate, init_temperature=given_tau), 4)
-        assert router.temperature.item() == pytest.approx(expected) == pytest.approx(router.init_temperature)
+@pytest.mark.parametrize("gate, told, tau", [("softmax", None, 0.3), ("sigmoid", None, 0.07), ("sigmoid", 0.5, 0.5)])
+def test_temperature_starts_as_in_the_paper_or_as_told(gate, told, tau):
+    router = ROUTERS["hypersphere"](constants(gate=gate, init_temperature=told), 4)
+    assert router.temperature.item() == pytest.approx(tau) == pytest.approx(router.init_temperature)
 
 
 def test_after_step_restores_norms_and_keeps_the_temperature_positive():
     router = make_router("hypersphere", 5)
     direction = normalize(router.experts.detach(), dim=1)
-    torch.nn.init.constant_(router.temperature, -2.0)
-    router.after_step()
-    assert_same(router.experts.detach(), 0.1 * direction)
-    assert router.temperature.item() == pytest.approx(1e-4)
-    torch.nn.init.constant_(router.temperature, 0.5)
-    router.after_step()
-    assert router.temperature.item() == 0.5
-
-
-@pytest.mark.parametrize("name", ["switch", "base", "hash"])
-def test_after_step_leaves_other_routers_alone(name):
-    router = make_router(name, 5)
-    before = [p.clone() for p in router.parameters()]
-    router.after_step()
-    assert all(torch.equal(a, b) for a, b in zip(before, router.parameters()))
-
-
-@every_gate
-def test_balance_loss_uses_the_constant_temperature(gate):  # X-MoE eq. 9
-    router = make_router("hypersphere", 4, gate=gate, init_temperature=0.2)
-    h = make_tokens(10)[0]
-    loss = router(h).balance_loss
-    p = (router.scores(h) / 0.2).softmax(dim=1)
-    f = torch.bincount(p.argmax(dim=1), minlength=4).double() / 10
-    assert_same(loss, 4 * (f * p.mean(dim=0)).sum())
-    torch.nn.init.constant_(router.temperature, 5.0)
-    assert torch.equal(router(h).balance_loss, loss)
+    for tau, after in ((-2.0, 1e-4), (0.5, 0.5)):
+        torch.nn.init.constant_(router.temperature, tau)
+        router.after_step()
+        assert_same(router.experts.detach(), 0.1 * direction)
+        assert router.temperature.item() == pytest.approx(after)
+    other = make_router("switch", 5)
+    before = other.experts.clone()
+    other.after_step()
+    assert torch.equal(other.experts, before)
 
 
 @every_gate
@@ -468,16 +392,13 @@ def test_gradient_through_the_gate_is_a_sum_of_expert_embeddings(K, x_moe, gate)
 # --- Types
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @every_combination
-def test_autocast_leaves_the_router_in_fp32(combination, dtype):
+def test_autocast_leaves_the_router_in_fp32(combination):
     name, score, gate = combination
     router = make_router(name, 4, K=2, dtype=torch.float32, score=score, gate=gate, routing_dim=3)
-    h, ids = make_tokens(9, torch.float32)
-    h = h.detach().to(dtype)
+    h, ids = make_tokens(9, torch.bfloat16)
     plain = router(h.float(), ids)
     with torch.autocast("cpu", torch.bfloat16):
         cast = router(h, ids)
-    assert cast.weight.dtype == cast.probs.dtype == cast.balance_loss.dtype == torch.float32
     for a, b in zip(plain, cast):
-        assert torch.equal(a, b)
+        assert torch.equal(a, b) and b.dtype in (torch.float32, torch.int64)

@@ -5,11 +5,10 @@
     torchrun --nproc_per_node 4 tools/bench.py scale     what it costs that processes share a training step
     python tools/bench.py layer --device cuda --tokens 65536 --json layer.json
 
-All contenders take turns, round by round, so that each sees the machine in the same state. Times are medians in
-milliseconds, and `spread` is half the range between their quartiles. The `ratio` of a layer is its time over that of a
-dense FFN with the FLOPs of the rows that the experts really keep: 1 is a layer that costs nothing but its arithmetic.
-`to_compiled` compares with a dense FFN whose GELU is compiled, as that of our experts is. Routers are part of what is
-timed. `python tools/bench.py layer --help` lists the options.
+All contenders take turns, round by round. Times are medians in milliseconds, and `spread` is half the range between
+their quartiles. The `ratio` of a layer, router included, is its time over that of a dense FFN with the FLOPs of the
+rows that the experts really keep: 1 is a layer that costs nothing but its arithmetic. `to_compiled` compares with a
+dense FFN whose GELU is compiled, as that of our experts is. `python tools/bench.py layer --help` lists the options.
 """
 
 import json
@@ -26,13 +25,11 @@ from typing import Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # where the project's modules are
 
 import model
 import train_lm
-import train_mlm
 from analysis import flops, measures
 from engine import parallel
 from engine.config import check, parse
@@ -43,14 +40,9 @@ from routers import ROUTERS
 
 VOCABULARY = 8192
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Measuring
-
 
 @dataclass
 class Config:
-    """What all measurements read."""
-
     tokens: int = 4096  # of the layer's input, or of a training step
     rounds: int = 15  # how often each contender runs, behind a first time for warming up
     patience: float = 5.0  # seconds, behind which a slow contender has run often enough
@@ -64,29 +56,15 @@ class Contender(NamedTuple):
     facts: dict  # what its record says that needs no measuring
 
 
-def measure(group: str, contenders: dict, config: Config, context) -> list[dict]:
-    """A record of each Contender: its facts, the median of its times and their spread, and the memory that it needs."""
-    records = []
-    for name, times in take_turns(contenders, config, context).items():
-        record = {"shape": group, "impl": name, "runs": len(times)}
-        record |= contenders[name].facts
-        record["ms"] = statistics.median(times)
-        record |= {"all_ms": times, "spread": spread(times)}
-        record["peak_mb"] = peak_memory(contenders[name], context)
-        records.append(record)
-    return records
-
-
-def take_turns(contenders: dict, config: Config, context) -> dict[str, list[float]]:
-    """The times of each contender in ms, round by round. Several processes run the same one together.
+def measure(group: str, contenders: dict[str, Contender], config: Config, context) -> list[dict]:
+    """A record of each: its facts, the median of its times and their spread, and the memory that it needs.
 
     The first round warms up and does not count. Every other round goes backwards, so that nobody always follows the
-    same neighbour. A contender drops out when its times add up to the patience.
+    same neighbour. A contender drops out when its times add up to the patience. The slowest process counts.
     """
     times = {name: [] for name in contenders}
     order = list(contenders)
-    rounds = tqdm(range(1 + config.rounds), leave=False, disable=context.rank > 0)
-    for turn in rounds:
+    for turn in range(1 + config.rounds):
         for name in order:
             if sum(times[name]) > 1e3 * config.patience:
                 continue
@@ -97,7 +75,14 @@ def take_turns(contenders: dict, config: Config, context) -> dict[str, list[floa
             if turn > 0:
                 times[name].append(slowest)
         order.reverse()
-    return times
+    records = []
+    for name, found in times.items():
+        record = {"shape": group, "impl": name, "runs": len(found)} | contenders[name].facts
+        first, middle, third = statistics.quantiles(found * 2 if len(found) == 1 else found, method="inclusive")
+        record |= {"ms": middle, "all_ms": found, "spread": (third - first) / 2}
+        record["peak_mb"] = peak_memory(contenders[name]) if context.device.type == "cuda" else None
+        records.append(record)
+    return records
 
 
 def clock(context) -> float:
@@ -107,18 +92,8 @@ def clock(context) -> float:
     return 1e3 * time.perf_counter()
 
 
-def spread(values: list[float]) -> float | None:
-    """Half the range between the quartiles; None for a single value."""
-    if len(values) < 2:
-        return None
-    first, _, third = statistics.quantiles(values, n=4, method="inclusive")
-    return (third - first) / 2
-
-
-def peak_memory(contender: Contender, context) -> float | None:
-    """The MB that a run needs at its peak beyond what is there before it; None on a CPU, whose allocator hides it."""
-    if context.device.type != "cuda":
-        return None
+def peak_memory(contender: Contender) -> float:
+    """The MB on a GPU that a run needs at its peak beyond what is there before it."""
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     contender.run()
@@ -126,10 +101,10 @@ def peak_memory(contender: Contender, context) -> float | None:
 
 
 def show(records: list[dict], columns: str, title: str, context):
-    columns, rows = columns.split(), []
+    rows = []
     for record in records:
-        rows.append([cell(record[column]) for column in columns])
-    context.say(f"\n{title}\n\n{markdown_table(columns, rows)}")
+        rows.append([cell(record[column]) for column in columns.split()])
+    context.say(f"\n{title}\n\n{markdown_table(columns.split(), rows)}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -157,47 +132,36 @@ LOGIT_STD = 2.75  # of what a router says of a token, so that it has preferences
 @dataclass
 class LayerConfig(Config):
     shapes: tuple[Literal["S1", "S2", "S3", "S4"], ...] = tuple(SHAPES)  # some of these
-    others: bool = True  # time all routers, and Hugging Face's layer if it is installed
 
 
 def bench_layer(config: LayerConfig, context) -> list[dict]:
-    """Forward and backward pass of one layer."""
+    """Forward and backward pass of one layer: dense FFNs of its FLOPs; ours, under its router and others; Mixtral's."""
     records = []
     for name in config.shapes:
         shape = SHAPES[name]
-        found = measure(name, contenders(config, shape, context), config, context)
-        dense, compiled, *_ = found
+        torch.manual_seed(0)
+        h = torch.randn(1, config.tokens, shape.D, device=context.device)
+        ours = our_layer(shape, h, context)
+        layers = dense_layers(h, ours.facts["gflops"], context) | {"ours": ours}
+        for router in ROUTERS:
+            if router != shape.router:
+                layers[f"ours, {router}"] = our_layer(shape._replace(router=router), h, context)
+        no_limit = shape._replace(router="topk", gamma=math.inf)  # it chooses as Mixtral does
+        layers["ours, no limit"] = our_layer(no_limit, h, context)
+        for peer, implementation in PEERS.items():
+            try:
+                layers[peer] = hf_mixtral(implementation, shape, h, context)
+            except Exception as error:  # it is not installed, or fails in one of many ways
+                context.say(f"{peer}: skipped ({type(error).__name__}: {error})")
+        found = measure(name, layers, config, context)
         for record in found:
             cost = record["ms"] / record["gflops"]
-            record["ratio"] = cost * dense["gflops"] / dense["ms"]
-            record["to_compiled"] = cost * compiled["gflops"] / compiled["ms"]
+            record["ratio"] = cost * found[0]["gflops"] / found[0]["ms"]
+            record["to_compiled"] = cost * found[1]["gflops"] / found[1]["ms"]
         columns = "impl runs ms spread ratio to_compiled peak_mb gflops"
         show(found, columns, f"{name}: {config.tokens} tokens, {shape}", context)
         records += found
     return records
-
-
-def contenders(config: LayerConfig, shape: Shape, context) -> dict[str, Contender]:
-    """Dense FFNs with the FLOPs of the rows that our layer keeps, our layer, and the others."""
-    torch.manual_seed(0)
-    h = torch.randn(1, config.tokens, shape.D, device=context.device)
-    ours = our_layer(shape, h, context)
-    layers = dense_layers(h, ours.facts["gflops"], context)
-    layers["ours"] = ours
-    if not config.others:
-        return layers
-    for router in ROUTERS:
-        other = shape._replace(router=router)
-        if other != shape:
-            layers[f"ours, {router}"] = our_layer(other, h, context)
-    no_limit = shape._replace(router="topk", gamma=math.inf)  # it chooses as Mixtral does
-    layers["ours, no limit"] = our_layer(no_limit, h, context)
-    for name, implementation in PEERS.items():
-        try:
-            layers[name] = hf_mixtral(implementation, shape, h, context)
-        except Exception as error:  # it is not installed, or fails in one of many ways
-            context.say(f"{name}: skipped ({type(error).__name__}: {error})")
-    return layers
 
 
 def layer(module: nn.Module, call: Callable, h: Tensor, gflops: float, context) -> Contender:
@@ -228,63 +192,44 @@ def our_layer(shape: Shape, h: Tensor, context) -> Contender:
     with torch.no_grad():
         moe(h, ids)
     rows = stats.finish()["served"]  # per token
-    gflops = 4e-9 * shape.D * shape.F * rows * h.shape[1]
-    ours = layer(moe, lambda x: moe(x, ids), h, gflops, context)
+    ours = layer(moe, lambda x: moe(x, ids), h, 4e-9 * shape.D * shape.F * rows * h.shape[1], context)
     ours.facts.update(E=shape.E, F=shape.F, rows_per_token=rows)
     return ours
 
 
 def dense_layers(h: Tensor, gflops: float, context) -> dict[str, Contender]:
-    """An FFN of width 4 D on as many of the tokens as make these FLOPs, with torch's GELU and with that of our experts.
-
-    Below model.WORTH_COMPILING our experts compile nothing, and neither does it.
-    """
+    """An FFN of width 4 D on as many of the tokens as make these FLOPs, with torch's GELU and with our experts'."""
     D = h.shape[2]
     gate = torch.ones((), device=h.device)
-    constants = train_lm.Config(n_embd=D, ffn_size=4 * D)
-    ffn = model.FFN(constants, "tanh").to(h.device)
+    ffn = model.FFN(train_lm.Config(n_embd=D, ffn_size=4 * D), "tanh").to(h.device)
     each = 16e-9 * D**2  # GFLOPs of a token, forward
     S = max(1, round(gflops / 3 / each))
     h = h.narrow(1, 0, S)
 
-    def plain(x: Tensor) -> tuple[Tensor, float]:
-        return ffn(x), 0.0
-
     def compiled(x: Tensor) -> tuple[Tensor, float]:
         a = F.linear(x, ffn.fc.weight)
-        activate = model.activation
-        if a.numel() >= model.WORTH_COMPILING:
-            activate = model.compiled_activation(a.device.type)
-        z = activate(a, ffn.fc.bias, gate, "tanh")
-        return ffn.proj(z), 0.0
+        large = a.numel() >= model.WORTH_COMPILING
+        activate = model.compiled_activation(a.device.type) if large else model.activation
+        return ffn.proj(activate(a, ffn.fc.bias, gate, "tanh")), 0.0
 
     return {
-        "dense": layer(ffn, plain, h, S * each, context),
+        "dense": layer(ffn, lambda x: (ffn(x), 0.0), h, S * each, context),
         "dense, compiled GELU": layer(ffn, compiled, h, S * each, context),
     }
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Hugging Face's layer. Under autocast our layer multiplies in bf16; this one has weights of that type instead, since
-# autocast does not reach all of its products.
 
 
 def hf_mixtral(implementation: str, shape: Shape, h: Tensor, context) -> Contender:
     """Hugging Face's Mixtral block: top-K without a capacity.
 
-    Its experts have three matrices, and are two thirds as wide as ours, so that FLOPs and parameters are equal.
+    Its experts have three matrices, and are two thirds as wide as ours, so that FLOPs and parameters are equal. Its
+    weights have the type of our products, since autocast does not reach all of its own.
     """
     from transformers import MixtralConfig
     from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
     width = 8 * round(shape.F / 12)
-    config = MixtralConfig(
-        hidden_size=shape.D,
-        intermediate_size=width,
-        num_local_experts=shape.E,
-        num_experts_per_tok=shape.K,
-        hidden_act="gelu_pytorch_tanh",
-    )
+    config = MixtralConfig(hidden_size=shape.D, intermediate_size=width, hidden_act="gelu_pytorch_tanh")
+    config.num_local_experts, config.num_experts_per_tok = shape.E, shape.K
     config._experts_implementation = implementation
     block = MixtralSparseMoeBlock(config)
     for p in block.parameters():
@@ -300,13 +245,10 @@ PEERS = {"HF Mixtral, loop": "eager", "HF Mixtral, grouped_mm": "grouped_mm"}
 # ---------------------------------------------------------------------------------------------------------------------
 # Training steps
 
-MASKED = 0.15  # share of its tokens that an encoder predicts
-
 
 def decoders(preset: str, **changes) -> dict[str, train_lm.Config]:
     """XMoE's models: experts in every second block, as wide as the dense FFN or an eighth of it."""
-    base = train_lm.Config(**train_lm.PRESETS[preset])
-    base = replace(base, dropout=0.0, **changes)
+    base = train_lm.Config(**train_lm.PRESETS[preset] | {"dropout": 0.0} | changes)
     ffn = base.ffn_size
     return {
         f"dense 1 x {ffn}": replace(base, router="dense"),
@@ -316,105 +258,58 @@ def decoders(preset: str, **changes) -> dict[str, train_lm.Config]:
     }
 
 
-def encoders(preset: str, **changes) -> dict[str, train_mlm.Config]:
-    """X-MoE's models, and a dense encoder whose FFNs are so much wider that it costs as much."""
-    base = train_mlm.Config(**train_mlm.PRESETS[preset])
-    base = replace(base, dropout=0.0, **changes)
-    added = base.expert_layers * base.expert_size
-    wider = base.ffn_size + added // base.n_layer
-    experts = f"{base.experts} x {base.expert_layers} x {base.expert_size}"
-    return {
-        f"dense, FFN {wider}": replace(base, router="dense", ffn_size=wider),
-        f"SMoE {experts}": replace(base, router="switch"),
-        f"X-MoE {experts}": replace(base, router="hypersphere"),
-    }
-
-
 STEPS = {  # device: title of a group -> its models
-    "cpu": {
-        "width 256": decoders("small"),
-        "width 768": decoders("small", n_embd=768, ffn_size=3072),
-        "encoder": encoders("small", block_size=128, relative_bias=False),
-    },
-    "cuda": {
-        "width 768": decoders("openwebtext-323M", compile=True),
-        "encoder": encoders("base", compile=True),
-    },
+    "cpu": {"width 256": decoders("small"), "width 768": decoders("small", n_embd=768, ffn_size=3072)},
+    "cuda": {"width 768": decoders("openwebtext-323M", compile=True)},
 }
 
 
 def bench_step(config: Config, context) -> list[dict]:
     """Forward, backward, clipping and AdamW on random tokens."""
     records, fastest = [], peak_flops(context)
-    device = "cuda" if context.device.type == "cuda" else "cpu"
-    for group, models in STEPS[device].items():
-        trainees = {}
-        for name, constants in models.items():
-            trainees[name] = trainee(constants, config.tokens, context)
+    for group, models in STEPS["cuda" if context.device.type == "cuda" else "cpu"].items():
+        trainees = {name: trainee(constants, config.tokens, context) for name, constants in models.items()}
         found = measure(group, trainees, config, context)
         dense, switch, *_ = found
         for record in found:
             seconds = record["ms"] / 1e3
-            record["steps_per_second"] = 1 / seconds
             record["tokens_per_second"] = record["S"] / seconds
-            speed = 1e9 * record["gflops"] / seconds
-            record["mfu"] = speed / fastest if fastest else None
+            record["mfu"] = 1e9 * record["gflops"] / seconds / fastest if fastest else None
             record["to_dense"] = record["ms"] / dense["ms"]
             record["to_switch"] = record["ms"] / switch["ms"]
-        columns = "impl runs ms spread steps_per_second tokens_per_second mfu peak_mb to_dense to_switch"
+        columns = "impl runs ms spread tokens_per_second mfu peak_mb to_dense to_switch"
         show(found, columns, f"{group}: steps of {dense['S']} tokens", context)
         records += found
     return records
 
 
-def trainee(constants, tokens: int, context, micros: int = 1, alone: bool = False) -> Contender:
-    """Training steps of so many micro-batches of about so many tokens, in one whole sequence at least.
-
-    constants: of train_lm.py or train_mlm.py. alone: this process waits for no other.
-    """
+def trainee(config: train_lm.Config, tokens: int, context, micros: int = 1, alone: bool = False) -> Contender:
+    """Training steps of so many micro-batches of about so many random tokens. alone: it waits for no other process."""
     torch.manual_seed(0)
-    T, batch = constants.block_size, max(1, tokens // constants.block_size)
-    constants = replace(constants, micro_tokens=batch * T)
-    net, inputs, targets, work = random_task(constants, context.device)
-    forward = net if alone else parallel.wrap(net, constants, context)
-    optimizer = adamw(net, constants)
+    V = 50_257 if context.device.type == "cuda" else VOCABULARY
+    ids = torch.randint(V, (max(1, tokens // config.block_size), config.block_size), device=context.device)
+    config = replace(config, micro_tokens=ids.numel())
+    net = model.GPT(config, V).to(context.device)
+    work = flops.flops_per_token(net, config, head=2 * config.n_embd * V)["total"]
+    forward = net if alone else parallel.wrap(net, config, context)
+    optimizer = adamw(net, config)
 
     def run():
         for micro in range(micros):
             forward.require_backward_grad_sync = micro == micros - 1  # processes exchange gradients once
             with context.autocast():
-                logits, balance = forward(*inputs)
-                loss = cross_entropy(logits.flatten(0, -2), targets)
-            loss = loss + constants.balance_coef * balance
-            (loss / micros).backward()
-        parallel.clip_grad_norm_(net, constants.grad_clip)
+                logits, balance = forward(ids)
+                loss = cross_entropy(logits.flatten(0, 1), ids.flatten())
+            ((loss + config.balance_coef * balance) / micros).backward()
+        parallel.clip_grad_norm_(net, config.grad_clip)
         optimizer.step()
         optimizer.zero_grad()
         net.after_step()
 
     held = sum(parallel.local(p).numel() for p in net.parameters())
-    S = micros * batch * T
-    facts = {"S": S, "gflops": 3e-9 * S * work}
-    facts["state_mb"] = 16 * held / 2**20  # weights, gradients and Adam's two moments, in fp32
-    return Contender(run, facts)
-
-
-def random_task(constants, device: torch.device) -> tuple:
-    """-> a model, a micro-batch of random tokens and their targets, and the forward FLOPs of one of its tokens."""
-    V, S, T = VOCABULARY, constants.micro_tokens, constants.block_size
-    of_masks = isinstance(constants, train_mlm.Config)
-    if device.type == "cuda":
-        V = 250_002 if of_masks else 50_257
-    ids = torch.randint(V, (S // T, T), device=device)
-    if not of_masks:
-        net = model.GPT(constants, V).to(device)
-        work = flops.flops_per_token(net, constants, head=2 * constants.n_embd * V)
-        return net, (ids,), ids.flatten(), work["total"]
-    net = model.MaskedLM(constants, V).to(device)
-    work = flops.flops_per_token(net.encoder, constants, head=MASKED * flops.masked_head_flops(net))
-    masked = torch.randperm(S, device=device)[: round(MASKED * S)]
-    masked = masked.sort().values
-    return net, (ids, masked), ids.flatten()[masked], work["total"]
+    S = micros * ids.numel()
+    # State: weights, gradients and Adam's two moments, in fp32.
+    return Contender(run, {"S": S, "gflops": 3e-9 * S * work, "state_mb": 16 * held / 2**20})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -427,8 +322,7 @@ def bench_scale(config: Config, context) -> list[dict]:
     """Training steps that the processes of torchrun share, beside those of one process while the others wait.
 
     `communication` is the share of a step that the same processes save where none waits for another; `state_mb` are
-    the weights, gradients and moments of each. On one CPU, processes share cores and memory: it shows that the work is
-    shared out evenly, not what a network costs.
+    the weights, gradients and moments of each.
     """
     world = context.world
     if MICROS % world:
@@ -447,26 +341,15 @@ def bench_scale(config: Config, context) -> list[dict]:
     found = measure("scale", ways, config, context)
     one, *shared = found
     for record in found:
-        record["processes"] = world
-        record["steps_per_second"] = 1e3 / record["ms"]
+        record["processes"] = 1 if record is one else world
         record["speedup"] = one["ms"] / record["ms"]
-        record["communication"] = 0.0
-    one["processes"] = 1
-    for record in shared:
-        record["communication"] = 1 - shared[0]["ms"] / record["ms"]
-    columns = "processes impl runs ms spread steps_per_second speedup communication state_mb"
+        record["communication"] = 0.0 if record is one else 1 - shared[0]["ms"] / record["ms"]
+    columns = "processes impl runs ms spread speedup communication state_mb"
     show(found, columns, f"steps of {one['S']} tokens", context)
     return found
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The command line
-
-BENCHES = {
-    "layer": (LayerConfig, bench_layer),
-    "step": (Config, bench_step),
-    "scale": (Config, bench_scale),
-}
+BENCHES = {"layer": (LayerConfig, bench_layer), "step": (Config, bench_step), "scale": (Config, bench_scale)}
 
 
 def main():
@@ -475,8 +358,7 @@ def main():
         return print(__doc__)
     with clear_errors():
         if name not in BENCHES:
-            names = " | ".join(BENCHES)
-            raise ValueError(f"{name!r} is nothing to measure: python tools/bench.py {names}")
+            raise ValueError(f"{name!r} is nothing to measure: python tools/bench.py {' | '.join(BENCHES)}")
         Options, bench = BENCHES[name]
         config = parse(Options(), argv, bench.__doc__)
         check(config)
@@ -484,12 +366,10 @@ def main():
             Path(config.json).touch()  # an error now is better than one when all is measured
         context = setup(config.device, config.dtype)
         where = machine(context)
-        words = [f"{key} {value}" for key, value in where.items()]
-        context.say(", ".join(words))
+        context.say(", ".join(f"{key} {value}" for key, value in where.items()))
         records = bench(config, context)
     if config.json and context.rank == 0:
-        lines = [json.dumps(record | {"machine": where}) for record in records]
-        text = ",\n".join(lines)  # a record a line
+        text = ",\n".join(json.dumps(record | {"machine": where}) for record in records)  # a record a line
         Path(config.json).write_text(f"[\n{text}\n]\n")
 
 

@@ -3,18 +3,15 @@
     python tools/render.py             writes the page
     python tools/render.py --check     writes nothing, and exits with 1 where the page is not up to date
 
-A table of runs is the script's own, as its `--table` prints it; the `result.json` of each run is kept as
-results/SCRIPT/RUN.json, and the row of a run that is not there is empty. results/analyses has a table of analyze.py and
-the command that measured it, results/bench what `tools/bench.py --json` wrote. Every table has a note:
-results/notes/SCRIPT-PRESET-GIVEN-NUMBER.md (without what is the demo's, or not there), analysis-NAME.md or
-bench-NAME.md.
+A table of runs is the script's own, from results/SCRIPT/RUN.json, the runs' `result.json`; the row of a run that is not
+there is empty. results/analyses has what analyze.py wrote, results/bench what `tools/bench.py --json` did. Every table
+has a note: results/notes/SCRIPT-PRESET-GIVEN-NUMBER.md (but for what is the demo's), analysis-NAME.md, bench-NAME.md.
 """
 
 import importlib
 import json
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import tyro
 
@@ -22,7 +19,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # where the project's module
 
 from engine.config import identity, run_name
 from engine.device import clear_errors
-from engine.run import read_json
 from engine.table import Table, cell, markdown_table, seeds_of
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -32,15 +28,15 @@ SHORT = {"mask_share": 0.15, "steps": 4000, "eval_every": 1000}
 WIKIPEDIA = {"data": "enwiki", "dropout": 0.0, "steps": 2500}
 FAST = WIKIPEDIA | {"learning_rate": 1e-3}
 HALF = {"n_embd": 64, "ffn_size": 256, "expert_size": 256}
-TABLES = [  # script, preset, number of the table (None: the run of the preset itself), and what else is given
+TABLES = [  # script, preset, number of the table (None: the run of the preset itself), what else is given, in words
     ("train_lm", "demo", 1),
-    ("train_lm", "demo", 1, {"router_std": 0.4}),
+    ("train_lm", "demo", 1, {"router_std": 0.4}, "routers from 0.4"),
     ("train_lm", "demo", 2),
-    ("train_lm", "small", 1, {"router_std": 0.28}),
-    ("train_lm", "small", 1, WIKIPEDIA),
-    ("train_lm", "small", 1, FAST),
-    ("train_lm", "small", 2, WIKIPEDIA),
-    ("train_lm", "small", 2, FAST),
+    ("train_lm", "small", 1, {"router_std": 0.28}, "routers from 0.28"),
+    ("train_lm", "small", 1, WIKIPEDIA, "enwiki"),
+    ("train_lm", "small", 1, FAST, "enwiki, rate 0.001"),
+    ("train_lm", "small", 2, WIKIPEDIA, "enwiki"),
+    ("train_lm", "small", 2, FAST, "enwiki, rate 0.001"),
     ("train_mlm", "demo", 2),
     ("train_mlm", "demo", 3),
     ("train_mlm", "demo", 5),
@@ -48,9 +44,9 @@ TABLES = [  # script, preset, number of the table (None: the run of the preset i
     ("train_mlm", "demo", None, {"router": "switch", "experts": 1}),
     ("train_mlm", "demo", None, {"router": "switch", "experts": 4}),
     ("train_mlm", "multilingual", 2),
-    ("train_mlm", "multilingual", 2, HALF),
-    ("train_mlm", "demo", 2, SHORT),
-    ("train_mlm", "demo", 2, {"relative_bias": False} | SHORT),
+    ("train_mlm", "multilingual", 2, HALF, "width 64"),
+    ("train_mlm", "demo", 2, SHORT, "15% masked"),
+    ("train_mlm", "demo", 2, {"relative_bias": False} | SHORT, "15% masked, learned positions alone"),
     ("train_electra", "demo", 2),
     ("train_electra", "multilingual", 2),
     ("train_mt", "demo", None),
@@ -60,24 +56,13 @@ TABLES = [  # script, preset, number of the table (None: the run of the preset i
     ("finetune_xtreme", "demo", "1"),
     ("finetune_xtreme", "demo", "xlme1"),
 ]
-IN_TITLES = {  # constant: what a table's title says of it, where it is given
-    "data": "{}",
-    "mask_share": "{:.0%} masked",
-    "relative_bias": "learned positions alone",  # it is given where it is off
-    "router_std": "routers from {}",
-    "n_embd": "width {}",
-    "learning_rate": "rate {}",
-}
 ANALYSES = {  # file: title
-    "compare": "Differences of routers (XMoE table 1)",
-    "compare-wikipedia": "Differences of routers, small, on English Wikipedia (XMoE table 1)",
     "gamma": "Experts that do less at test (XMoE figure 4)",
     "threshold": "Another threshold at test (XMoE figure 7)",
     "collapse": "RC and RF in the course of training (X-MoE figures 2c and 3a)",
     "collapse-sigmoid": "RC and RF with a sigmoid gate (X-MoE figures 2c and 3a)",
     "collapse-multilingual": "RC and RF on real text (X-MoE figures 2c and 3a)",
     "consistency": "Loads of the experts, fine-tuning runs of three seeds (X-MoE figure 3b)",
-    "retrieval-whitened": "Translations found, whitened (XLM-E table 5)",
     "retrieval": "Translations found, by the plain cosine (XLM-E table 5)",
     "retrieval-multilingual": "Translations found by encoders of real text (XLM-E table 5)",
     "alignment-multilingual": "Words aligned by encoders of real text (XLM-E table 6)",
@@ -103,12 +88,12 @@ def page(folder: Path = RESULTS) -> str:
     for table in TABLES:
         parts += table_of_runs(folder, *table)
     for name, title in ANALYSES.items():
-        command, *table = read(folder / "analyses" / f"{name}.json", read_analysis)
-        parts += [f"## {title}", f"`{command}`", markdown_table(*table), note(folder, f"analysis-{name}")]
+        parts += [f"## {title}", read(folder / "analyses" / f"{name}.json", render_analysis)]
+        parts.append(note(folder, f"analysis-{name}"))
     parts.append(note(folder, "bench"))
     for name, (title, columns) in BENCHES.items():
-        rows = read(folder / "bench" / f"{name}.json", rows_of_records, columns.split())
-        parts += [f"### {title}", markdown_table(columns.split(), rows), note(folder, f"bench-{name}")]
+        parts += [f"### {title}", read(folder / "bench" / f"{name}.json", render_bench, columns.split())]
+        parts.append(note(folder, f"bench-{name}"))
     parts += [note(folder, name) for name in ("soak", "unreproduced", "differences")]
     return "\n\n".join(parts) + "\n"
 
@@ -130,23 +115,19 @@ def read(file: Path, take, *more):
         raise ValueError(f"{file} is not what its script writes today ({error!r}): measure it again") from None
 
 
-def read_analysis(found: dict) -> tuple:
+def render_analysis(found: dict) -> str:
     headers, *rows = found["table"]
-    return found["command"], headers, rows
+    return f"`{found['command']}`\n\n{markdown_table(headers, rows)}"
 
 
-def rows_of_records(records: list[dict], columns: list[str]) -> list[list[str]]:
+def render_bench(records: list[dict], columns: list[str]) -> str:
     rows = []
     for record in records:
         rows.append([cell(record[column]) for column in columns])
-    return rows
+    return markdown_table(columns, rows)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Tables of runs
-
-
-def table_of_runs(folder: Path, script: str, preset: str, number, given: dict | None = None) -> list[str]:
+def table_of_runs(folder: Path, script: str, preset: str, number, given=None, words="") -> list[str]:
     """Title, command, table and note. Of a table for which more is given, only rows that were run are shown."""
     module, given = importlib.import_module(script), given or {}
     base = module.Config(**{"preset": preset, "seeds": SEEDS} | module.PRESETS[preset] | given)
@@ -154,39 +135,36 @@ def table_of_runs(folder: Path, script: str, preset: str, number, given: dict | 
         table = module.TABLES[number](base)
     else:
         table = Table(f"{script}.py, {run_name(base, module.PRESETS)}", ("run",), [((preset,), {})])
-    results = []
-    for _, change in table.rows:
-        found = [read_result(folder / script, config, module) for config in seeds_of(base, change)]
-        results.append(list(filter(None, found)))
-    if given:
-        kept = [row for row, found in zip(table.rows, results) if found]
-        table, results = table._replace(rows=kept), list(filter(None, results))
+    rows, results = [], []
+    for row in table.rows:
+        found = read_seeds(folder / script, seeds_of(base, row[1]), module)
+        if found or not given:
+            rows.append(row)
+            results.append(found)
     shown = "" if preset == "demo" and (number or given) else preset
     name = "-".join(filter(None, [script, shown, *map(str, given.values()), str(number or "")]))
-    title = [table.title, shown, *describe(given)] if number else [table.title]
+    title = [table.title, shown, words] if number else [table.title]
     seeds = max(map(len, results), default=1)
-    options = {"preset": preset} | given | {"table": number}
-    if script == "finetune_xtreme" and number:
-        options["source"] = "XTREME_FOLDER"
-    command = command_of(script, options | {"seeds": seeds})
     return [
         f"## {', '.join(filter(None, title))}",
-        f"`{command}`{effort(results)}",
-        table.render(results, module.cells),
+        f"`{command_of(script, preset, given, number, seeds)}`{effort(sum(results, []))}",
+        table._replace(rows=rows).render(results, module.cells),
         note(folder, name),
     ]
 
 
-def describe(given: dict) -> list[str]:
-    return [words.format(given[name]) for name, words in IN_TITLES.items() if name in given]
-
-
-def command_of(script: str, options: dict) -> str:
-    words, defaults = ["python", f"{script}.py"], {"preset": "demo", "table": None, "seeds": 1}
+def command_of(script: str, preset: str, given: dict, number, seeds: int) -> str:
+    options = given | {"table": number}
+    if preset != "demo":
+        options = {"preset": preset} | options
+    if script == "finetune_xtreme" and number:
+        options["source"] = "XTREME_FOLDER"
+    if seeds > 1:
+        options["seeds"] = seeds
+    words = [f"python {script}.py"]
     for name, value in options.items():
-        if name not in defaults or value != defaults[name]:
-            value = str(value).lower() if isinstance(value, bool) else value
-            words.append(f"--{name} {value}")
+        if value is not None:
+            words.append(f"--{name} {str(value).lower() if isinstance(value, bool) else value}")
     return " ".join(words)
 
 
@@ -197,37 +175,32 @@ def file_name(config, presets: dict[str, dict]) -> str:
     return f"{name}.json"
 
 
-def read_result(folder: Path, config, script: ModuleType) -> dict | None:
-    """What was measured with that config; None where nothing is kept.
+def read_seeds(folder: Path, configs: list, script) -> list[dict]:
+    """What was measured with these configs, as far as it is kept.
 
     Raises ValueError where the script can make no table of it, or where its constants are not the config's: those of a
     preset change.
     """
-    file = folder / file_name(config, script.PRESETS)
-    if not file.exists():
-        return None
-    read(file, script.cells)
-    result = read_json(file)
-    measured = result.get("config", {})
-    for constant, value in identity(config).items():
-        before = measured.get(constant, value)
-        if before != value:
-            raise ValueError(f"{file} has {constant} {before}, its row in the tables {value}: measure it again")
-    return result
+    found = []
+    for config in configs:
+        file = folder / file_name(config, script.PRESETS)
+        if not file.exists():
+            continue
+        _, result = read(file, lambda result: (script.cells(result), result))
+        for constant, value in identity(config).items():
+            before = result.get("config", {}).get(constant, value)
+            if before != value:
+                raise ValueError(f"{file} has {constant} {before}, its row in the tables {value}: measure it again")
+        found.append(result)
+    return found
 
 
-def effort(results: list[list[dict]]) -> str:
-    """How long the runs of a table took, and on what."""
-    seconds, machines = 0.0, set()
-    for seeds in results:
-        for result in seeds:
-            if "machine" in result:
-                machine = result["machine"]
-                seconds += result["seconds"]
-                machines.add("{device}, threads {threads}, {dtype}, torch {torch}".format(**machine))
-    if not machines:
-        return ""
-    return f"; {seconds / 60:.0f} minutes of training; {'; '.join(sorted(machines))}"
+def effort(results: list[dict]) -> str:
+    """How long runs took, and on what."""
+    seconds = sum(result.get("seconds", 0.0) for result in results)
+    machines = [result["machine"] for result in results if "machine" in result]
+    words = {"{device}, threads {threads}, {dtype}, torch {torch}".format(**machine) for machine in machines}
+    return f"; {seconds / 60:.0f} minutes of training; {'; '.join(sorted(words))}" if words else ""
 
 
 def main(check: bool = False, folder: Path = RESULTS):

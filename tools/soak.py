@@ -3,14 +3,10 @@
     python tools/soak.py                                      300 faults, shared out over the five scripts that train
     python tools/soak.py --faults 1000 --scripts train_lm     more of them, of one script
 
-The runs are tiny. A round begins in an empty folder: one to four faults befall the run, and then the same command goes
-on to the end. The weights, losses and figures that it leaves must equal, bit for bit, those of a run that nobody
-troubled, and whatever was stopped or refused must have said so in one line. The faults are processes that are killed,
-or asked to stop; a second command on the same folder; a disk that takes no more; and files that are damaged.
-
-Prints how often each fault was tried on each script, and how often something went wrong. A fault that comes too late to
-do anything does not count. What went wrong is kept in out/soak. Each command is a fork of this process, which has
-imported everything, so it needs Linux or macOS.
+A round begins in an empty folder: one to four faults befall a tiny run, and then the same command goes on to the end.
+The weights, losses and figures that it leaves must equal, bit for bit, those of a run that nobody troubled, and what
+was stopped or refused must have said so in one line. Prints how often each fault was tried (one that comes too late to
+do anything does not count), and how often something went wrong, which is kept in out/soak.
 """
 
 import importlib
@@ -26,6 +22,7 @@ import threading
 import time
 import traceback
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,7 +38,6 @@ from data.tokenizers import XLMR, train_sentencepiece
 from engine.config import check, parse
 from engine.device import clear_errors
 from engine.run import load_checkpoint, read_json
-from engine.table import markdown_table
 
 TINY = "--n_layer 2 --n_head 2 --n_embd 16 --ffn_size 32 --block_size 16 --micro_tokens 128 --batch_tokens 256 "
 TINY += "--steps 20 --eval_every 3 --dropout 0.1 "
@@ -61,8 +57,9 @@ SIGNALS = {  # a fault: the signal, and the exit code of a process that it stops
 }
 KINDS = {"two at once": 2, "full disk": 4, "damaged file": 12}  # a fault, and how often it is drawn
 KINDS |= {"SIGKILL": 10, "SIGTERM": 4, "Ctrl-C": 4}
+OUT = Path("out/soak")  # where what went wrong is kept
 VARYING = {"seconds", "tokens_per_second", "window", "log", "constants"}  # equal runs may differ in these
-CHECKPOINTS = {"ckpt.pt", "ckpt.prev.pt"}
+CHECKPOINTS = "ckpt.pt", "ckpt.prev.pt"
 
 
 @dataclass
@@ -70,11 +67,6 @@ class Config:
     faults: int = 300  # of all scripts together
     scripts: tuple[str, ...] = tuple(OPTIONS)  # some of these
     seed: int = 0  # of the faults
-    out_dir: str = "out/soak"  # where what went wrong is kept
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Commands, and what they leave
 
 
 def begin(call, words: Path, largest: int = resource.RLIM_INFINITY) -> int:
@@ -89,8 +81,7 @@ def begin(call, words: Path, largest: int = resource.RLIM_INFINITY) -> int:
         os.dup2(file, 2)
         tqdm.set_lock(threading.RLock())  # a fork killed with the parent's lock would keep it
         resource.setrlimit(resource.RLIMIT_FSIZE, (largest, largest))
-        call()
-        code = 0
+        code = call() or 0
     except SystemExit as stop:
         code = stop.code or 0
     except BaseException:
@@ -110,10 +101,8 @@ def step_of(run: Path, names=CHECKPOINTS) -> int:
     """The step of the newest sound one of these checkpoints; -1 where there is none."""
     steps = [-1]
     for name in names:
-        try:
+        with suppress(ValueError):
             steps.append(load_checkpoint(run / name)["step"])
-        except ValueError:
-            pass
     return max(steps)
 
 
@@ -123,17 +112,12 @@ def outcome(run: Path) -> dict:
     for file in run.iterdir():
         if file.name in ("ckpt.prev.pt", "lock"):  # which step the former has depends on where the run was stopped
             continue
-        if file.suffix == ".pt":
-            found[file.name] = without_times(load_checkpoint(file))
-        elif file.name == "result.json":
-            found[file.name] = without_times(read_json(file))
-        else:
-            found[file.name] = re.sub(rb'"tokens_per_second": [^,}]*', b"", file.read_bytes())
+        content = re.sub(rb'"tokens_per_second": [^,}]*', b"", file.read_bytes())
+        if file.suffix == ".pt" or file.name == "result.json":
+            content = load_checkpoint(file) if file.suffix == ".pt" else read_json(file)
+            content = {name: value for name, value in content.items() if name not in VARYING}
+        found[file.name] = content
     return found
-
-
-def without_times(record: dict) -> dict:
-    return {name: value for name, value in record.items() if name not in VARYING}
 
 
 def same(one, two) -> bool:
@@ -147,23 +131,17 @@ def same(one, two) -> bool:
     return one == two
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Faults
-
-
-def flip(file: Path, foreign: Path):
+def damage(file: Path, foreign: Path):
+    """In one of five ways; foreign: the same file of a run with another seed."""
     data = bytearray(file.read_bytes() or b"0")
-    data[random.randrange(len(data))] ^= 0xFF
-    file.write_bytes(data)
-
-
-DAMAGES = [  # to a file of a run; foreign: the same file of a run with another seed
-    flip,
-    lambda file, foreign: os.truncate(file, file.stat().st_size // 2),
-    lambda file, foreign: os.truncate(file, 0),
-    lambda file, foreign: shutil.copy(foreign, file),
-    lambda file, foreign: file.unlink(),
-]
+    kind = random.choice(["flip", "half", "empty", "foreign", "gone"])
+    if kind == "flip":
+        data[random.randrange(len(data))] ^= 0xFF
+    elif kind == "foreign":
+        data = foreign.read_bytes()
+    file.write_bytes(data[: {"half": len(data) // 2, "empty": 0}.get(kind)])
+    if kind == "gone":
+        file.unlink()
 
 
 class Soak:
@@ -178,27 +156,21 @@ class Soak:
         self.tried, self.wrong, self.out = Counter(), Counter(), self.base / "troubled"
         self.base.mkdir()
         begun = time.perf_counter()
-        self.whole = self.untroubled("whole", seed=0)
-        self.seconds = time.perf_counter() - begun
-        self.foreign = self.untroubled("foreign", seed=1)
+        self.whole, self.foreign = (self.untroubled(seed) for seed in (0, 1))
+        self.seconds = (time.perf_counter() - begun) / 2
         self.run = self.out / self.whole.name
         self.expected = outcome(self.whole)
 
-    def untroubled(self, name: str, seed: int) -> Path:
+    def untroubled(self, seed: int) -> Path:
         """A run's folder."""
-        if end(self.start(self.base / name, seed=seed)):
+        if end(self.start(self.base / str(seed), seed=seed)):
             sys.exit(f"{self.script}.py fails even where nobody troubles it: {self.words()}")
-        return next((self.base / name).glob("*/"))
+        return next((self.base / str(seed)).glob("*/"))
 
     def start(self, out: Path, words: str = "words", seed: int = 0, **limit) -> int:
-        where = f"--out_dir {out} --seed {seed} --log_every 1 --device cpu --dtype float32"
-        argv = f"{self.script} {self.options} {where}".split()
-
-        def call():
-            sys.argv = argv
-            self.main()
-
-        return begin(call, self.base / words, **limit)
+        sys.argv = f"{self.script} {self.options} --out_dir {out} --seed {seed} --log_every 1".split()
+        sys.argv += "--device cpu --dtype float32".split()
+        return begin(self.main, self.base / words, **limit)
 
     def words(self, name: str = "words") -> str:
         return (self.base / name).read_text()
@@ -234,14 +206,13 @@ class Soak:
         time.sleep(random.uniform(0, self.seconds))
         two = self.start(self.out, "second")
         codes = {"words": end(one), "second": end(two)}
-        for words, code in codes.items():
-            wrong = self.judge(code, {0, 1}, words)
-            if wrong:
-                return wrong
-            if code and "another process is training in" not in self.words(words):
-                return "refused for another reason"
-        refused = sum(codes.values())
-        return "both were refused" if refused == 2 else "" if refused else None
+        wrong = [self.judge(code, {0, 1}, words) for words, code in codes.items()]
+        refused = [words for words, code in codes.items() if code]
+        if any(wrong) or not refused:
+            return "".join(wrong) or None
+        if len(refused) == 2 or "another process is training in" not in self.words(refused[0]):
+            return "refused for another reason"
+        return ""
 
     def full_disk(self) -> str | None:
         """No file may become larger than a part of a checkpoint."""
@@ -262,8 +233,8 @@ class Soak:
         if file.name != "result.json":
             (self.run / "result.json").unlink(missing_ok=True)  # a finished run looks at nothing else
         before, content = step_of(self.run), file.read_bytes()
-        random.choice(DAMAGES)(file, self.foreign / file.name)
-        left = step_of(self.run, CHECKPOINTS - {file.name})
+        damage(file, self.foreign / file.name)
+        left = step_of(self.run, [name for name in CHECKPOINTS if name != file.name])
         hopeless = file.suffix == ".json" or file.name in CHECKPOINTS and left < 0
         code = end(self.start(self.out))
         wrong = self.judge(code, {0, int(hopeless)})
@@ -272,7 +243,7 @@ class Soak:
             return "a checkpoint is lost" if step_of(self.run) < before else ""
         return wrong
 
-    def trouble(self, kind: str, out_dir: Path):
+    def trouble(self, kind: str):
         """One fault, or the end of a round."""
         if kind == "the end":
             wrong = self.judge(end(self.start(self.out)), {0})
@@ -283,46 +254,36 @@ class Soak:
         self.tried[kind] += wrong is not None
         if wrong:
             self.wrong[kind] += 1
-            kept = out_dir / f"{self.script}-{self.wrong.total()}"
+            kept = OUT / f"{self.script}-{self.wrong.total()}"
             shutil.copytree(self.base, kept, dirs_exist_ok=True)
             print(f"WRONG: {self.script}, {kind}: {wrong}; see {kept}", flush=True)
             shutil.rmtree(self.out)
             self.out.mkdir()
 
-    def go(self, faults: int, out_dir: Path):
+    def go(self, faults: int) -> "Soak":
         """So many faults, in rounds."""
         while faults > sum(self.tried[kind] for kind in KINDS):
             shutil.rmtree(self.out, ignore_errors=True)
             self.out.mkdir()
             for kind in random.choices(list(KINDS), list(KINDS.values()), k=random.randint(1, 4)):
-                self.trouble(kind, out_dir)
-            self.trouble("the end", out_dir)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Data, and the command line
+                self.trouble(kind)
+            self.trouble("the end")
+        print(f"{self.script}: tried {dict(self.tried)}, wrong {dict(self.wrong)}", flush=True)
+        return self
 
 
 def make_data(base: Path):
     """The messages of Django in two languages, as a text, as languages and as pairs, and an encoder of them."""
-    lines = Path(__file__).read_text().splitlines()
+    text = Path(__file__).parents[1] / "results/README.md"
     small = {"normalization_rule_name": "identity"}  # XLM-R's rules would be as large as a checkpoint
-    tokenizer = train_sentencepiece(lines, 400, XLMR, **small).save(base)
-    prepare("text", Path(__file__).parents[1] / "results/README.md", tokenizer, out=base / "text")
+    tokenizer = train_sentencepiece(text.read_text().splitlines(), 400, XLMR, **small).save(base)
+    prepare("text", text, tokenizer, out=base / "text")
     for name, corpus, languages in (("languages", "catalogs", "de,en"), ("pairs", "catalogs-pairs", "de-en")):
         prepare(corpus, tokenizer=tokenizer, languages=languages, max_tokens=4000, out=base / name)
     words = "train_mlm " + OPTIONS["train_mlm"] + " --steps 1 --device cpu --out_dir {base}/encoders"
     sys.argv = words.format(base=base).split()
     importlib.import_module("train_mlm").main()
-    encoder = next((base / "encoders").glob("*/"))
-    encoder.rename(base / "encoder")
-
-
-def table(soaks: list[Soak]) -> str:
-    rows = []
-    for kind in (*KINDS, "the end"):
-        rows.append([kind, *(f"{soak.tried[kind]}, {soak.wrong[kind]}" for soak in soaks)])
-    return markdown_table(["tried, wrong", *(soak.script for soak in soaks)], rows)
+    next((base / "encoders").glob("*/")).rename(base / "encoder")
 
 
 def main():
@@ -334,18 +295,14 @@ def main():
             raise ValueError(f"{min(unknown)!r} is none of the scripts: {', '.join(OPTIONS)}")
     torch.set_num_threads(1)
     random.seed(config.seed)
-    soaks, out_dir = [], Path(config.out_dir)
-    out_dir.mkdir(parents=True, exist_ok=True)
+    OUT.mkdir(parents=True, exist_ok=True)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)  # a fork has no handler until `main` sets one
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
         base = Path(folder)
         if end(begin(lambda: make_data(base), base / "words")):
             sys.exit((base / "words").read_text())
-        for script in config.scripts:
-            soaks.append(Soak(script, base))
-            soaks[-1].go(-(-config.faults // len(config.scripts)), out_dir)
-            print(table(soaks), flush=True)
+        soaks = [Soak(script, base).go(-(-config.faults // len(config.scripts))) for script in config.scripts]
     sys.exit(any(soak.wrong for soak in soaks))
 
 
