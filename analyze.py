@@ -13,16 +13,16 @@
     python analyze.py retrieval      XLM-E's table 5 and figure 3: translations that encoders find, by layer
     python analyze.py alignment      XLM-E's table 6 and figure 4: word alignment, by layer
     python analyze.py gap            XLM-E's table 7: English ahead of other languages, after fine-tuning
-    python analyze.py tokens         your text: how many experts each token wants, and which ones serve it
+    python analyze.py play           a page to play with: what a model's routers do with your sentence, and could do
 
 They read the runs that the demos and the tables left under out/, or the folders of runs that you name. A figure is
-written to NAME.png and NAME.svg in --out, and the numbers in it to NAME.json. `python analyze.py NAME --help` says what
-a figure shows, how to read it, and which options it has.
+written to NAME.png and NAME.svg in --out, and the numbers in it to NAME.json; `play` opens in your browser. `python
+analyze.py NAME --help` says what a figure shows, how to read it, and which options it has.
 """
 
 import sys
 
-from analysis import flops, tokens, x_moe, xlm_e, xmoe
+from analysis import flops, play, x_moe, xlm_e, xmoe
 from engine.config import parse
 from engine.device import clear_errors
 
@@ -40,7 +40,7 @@ ANALYSES = {  # name: the options, whose docstring says what is shown; the funct
     "retrieval": (xlm_e.Retrieval, xlm_e.retrieval),
     "alignment": (xlm_e.Alignment, xlm_e.alignment),
     "gap": (xlm_e.Gap, xlm_e.gap),
-    "tokens": (tokens.Tokens, tokens.tokens),
+    "play": (play.Play, play.play),
 }
 
 

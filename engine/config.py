@@ -10,6 +10,7 @@ import math
 import os
 import re
 import sys
+from typing import Annotated
 
 import tyro
 
@@ -26,10 +27,15 @@ SPARSE |= {"expert_parallel", "balance_coef"}
 # Constants that decide which others are read; a message that refuses one names them.
 REASONS = ("router", "objective", "tlm", "relative_bias", "task", "table")
 
+Texts = Annotated[tuple[str, ...], tyro.conf.UseAppendAction]  # an option that may be given again and again
+
 ANY = 2**62
 LIMITS = {}  # the least and the most that a number may be; one that is not named here must be over 0 and finite
 for low, high, names in (
-    (0, ANY, "seed expert_layers routing_dim sample_tokens"),
+    (1, 65535, "port"),
+    (0, ANY, "seed routing_dim sample_tokens"),
+    (0, 10_000, "expert_layers"),  # what makes a list of so many
+    (1, 10_000, "n_layer decoder_layers generator_layers seeds"),
     (0, 1, "min_learning_rate weight_decay warmup threshold eval_threshold sampling_exponent"),
     (0, 1e9, "grad_clip balance_coef lambda_disc"),
     (0, 0.9999, "dropout label_smoothing"),
@@ -46,6 +52,8 @@ for low, high, names in (
 def check(config):
     """Raises ValueError where a number is out of its limits, or two do not go together."""
     for name, value in vars(config).items():
+        if value == "" != getattr(type(config), name, None):
+            raise ValueError(f"--{name} is empty: leave it out, or name something")
         if type(value) not in (int, float):
             continue
         if name not in LIMITS and not 0 < value < ANY:
@@ -65,7 +73,7 @@ def command_line(Config: type, presets: dict[str, dict], argv: list[str]):
 
     Raises ValueError for a value out of its limits, or an option that the chosen model does not read.
     """
-    given = re.findall(r"(?:^|\0)--preset[=\0]([^\0]+)", "\0".join(argv))  # not inside another option's text
+    given = re.findall(r"(?:^|\0)--preset[=\0]([^\0]*)", "\0".join(argv))  # not inside another option's text
     preset = given[-1] if given else Config.preset
     if preset not in presets:
         raise ValueError(f"preset must be one of {', '.join(presets)}, not {preset!r}")
@@ -80,7 +88,7 @@ def command_line(Config: type, presets: dict[str, dict], argv: list[str]):
 def parse(default, argv: list[str], description: str):
     """A dataclass with what argv changes in it. The comments behind its fields are the help, below a description."""
     words = {"true": "True", "false": "False", "none": "None"}  # tyro wants Python's spelling
-    texts = {f"--{field.name}" for field in dataclasses.fields(default) if field.type is str}
+    texts = {f"--{field.name}" for field in dataclasses.fields(default) if field.type in (str, Texts)}
     args = []
     for word in argv:
         args += word.split("=", 1) if word.startswith("--") else [word]

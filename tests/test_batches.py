@@ -55,17 +55,13 @@ def restored(batch: Masked) -> torch.Tensor:
     return ids
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Two kinds of folders: prepared ones, and ones where no token comes twice in a split, so that it tells its own place
 
 
 def lines_of(name: str, count: int) -> list[str]:
     rng = np.random.default_rng(list(name.encode()))
-    lines = []
-    for i in range(count):
-        numbers = rng.integers(99, size=2 + i % 5)
-        lines.append(f"{name} {i} " + " ".join(map(str, numbers)) + " 7" * (9 * (i % 6 == 0)))
-    return lines
+    numbers = [" ".join(map(str, rng.integers(99, size=2 + i % 5))) for i in range(count)]
+    return [f"{name} {i} {own}" + " 7" * (9 * (i % 6 == 0)) for i, own in enumerate(numbers)]
 
 
 @pytest.fixture(scope="session")
@@ -315,8 +311,7 @@ READ = 179 + 7 + 4 + 2 + 1 + 1  # the text and an <s> for each window
 
 def reading(data, k=0, **arguments) -> list[tuple[int, Masked]]:
     """(first, batch) of masking k of the valid split."""
-    found = data.eval_batches("valid", k + 1, **arguments)
-    return [(first, batch) for turn, first, batch in found if turn == k]
+    return [(first, batch) for turn, first, batch in data.eval_batches("valid", k + 1, **arguments) if turn == k]
 
 
 def spread(found: list[tuple[int, Masked]], count: int) -> np.ndarray:
@@ -326,10 +321,8 @@ def spread(found: list[tuple[int, Masked]], count: int) -> np.ndarray:
         real = real_places(batch.ids, batch.real)
         places = slice(first, first + len(real))
         assert (table[:, places] == -1).all()  # no batch has these tokens yet
-        table[0, places] = restored(batch).flatten()[real]
-        table[1, places] = batch.ids.flatten()[real]
-        masked = np.searchsorted(real, batch.masked.numpy())
-        table[2, first + masked] = batch.language
+        table[:2, places] = torch.stack([restored(batch), batch.ids]).flatten(1)[:, real]
+        table[2, first + np.searchsorted(real, batch.masked.numpy())] = batch.language
     return table
 
 
@@ -373,9 +366,6 @@ def test_limited_evaluation_takes_all_languages_evenly(tmp_path):
         assert len(some) == windows and some.items() <= rows().items()  # masked as in a full evaluation
     assert sorted(rows(66)) == [4, 104, 151, 167, 182] and data.eval_tokens("valid", 66) == 66
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Pairs
 
 MIXED = [(n % 7 + 2, n % 5 + 2) for n in range(60)]  # tokens of both texts with their </s>
 SIZED = {"a-b": [*MIXED, (30, 3), (3, 30), (30, 30)], "c-d": MIXED[:20]}
@@ -463,14 +453,8 @@ def test_evaluation_reads_every_pair_once_per_masking(tmp_path):
 
 def test_evaluation_masks_halves_independently(tmp_path):
     data = numbered_pairs(tmp_path, {"a-b": [(11, 11)] * 100}, block_size=32, micro_tokens=64, mask_share=0.1)
-    equal = 0
-    for one, two in masks(data, reading(data)).values():  # one of ten in each half
-        equal += one % 11 == two % 11
-    assert within(equal, 100, 0.1)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Translation
+    found = masks(data, reading(data)).values()  # one of ten in each half
+    assert within(sum(one % 11 == two % 11 for one, two in found), 100, 0.1)
 
 
 def translations_of(batch: Translation) -> list[tuple[list[int], list[int]]]:
@@ -522,9 +506,7 @@ def test_a_pass_has_each_pair_of_the_corpus_once(aligned):
 def test_a_smoothed_pass_has_every_language_in_its_share_and_every_pair_in_turn(tmp_path):
     sizes = {"a-en": [(2, 2)] * 80, "b-en": [(3, 3)] * 20}
     data = numbered_translations(tmp_path, sizes, exponent=0.5, micro_tokens=40)
-    drawn = Counter()
-    for batch in steps(data, 5 * 12):
-        drawn.update(batch.source[:, 0].tolist())
+    drawn = Counter(torch.cat([batch.source[:, 0] for batch in steps(data, 5 * 12)]).tolist())
     of_a = [drawn[4 + 4 * pair] for pair in range(80)]
     assert len(drawn) == 100 and max(of_a) - min(of_a) <= 2
     assert within(sum(of_a), drawn.total(), 2 / 3)  # sqrt(80) : sqrt(20) is 2 : 1

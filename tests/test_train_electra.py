@@ -254,6 +254,8 @@ def test_every_row_trains_and_reports(row, options, monkeypatch, capsys):
             assert (scores["balance"] > 0) == sparse and 0 < scores["masked"] <= 0.5 * scores["tokens"]
             assert ("saved" in scores) == rtd
             assert not rtd or 0 < scores["replaced"] * scores["tokens"] <= scores["masked"]
+        losses = [own["mlm"] + 5 * own.get("rtd", 0) for own in (held_out["sentences"], held_out["pairs"])]
+        assert held_out["loss"] == pytest.approx(sum(losses))
         assert len(held_out["layers"]) == sparse and len(held_out["retrieval"]) == 3 and 0 < held_out["chance"] < 0.2
     for kind in ("sentences", "pairs"):  # two maskings in the end, one on the way
         ours, theirs = result["held_out"][kind], records[1]["held_out"][kind]
@@ -287,6 +289,11 @@ def test_the_gradient_is_the_mean_over_micro_batches_of_the_weighted_losses(opti
             loss = loss + 7 * F.binary_cross_entropy_with_logits(answers, replaced.double())
             (loss / 2).backward()
     torch.testing.assert_close(seen[0], [p.grad for p in model.parameters()])
+
+
+def test_both_corpora_are_read_as_the_constants_say(options):
+    for corpus in opened(options | {"span": 3.0, "mask_share": 0.25, "sampling_exponent": 0.3})[2].values():
+        assert (corpus.span, corpus.mask_share, corpus.exponent, corpus.replace) == (3.0, 0.25, 0.3, (1.0, 0.0))
 
 
 @pytest.mark.parametrize("given", [{}, XLM], ids=["XLM-E", "XLM"])

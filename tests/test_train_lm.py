@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import shutil
 from collections import Counter
 from statistics import fmean
 
@@ -235,6 +236,19 @@ def test_an_evaluation_is_done_again_after_more_training(options, monkeypatch):
         file = only_run(options["out_dir"]) / "eval-t=None-capacity=0.5.json"
         found.append(json.loads(file.read_text()))
     assert [result["step"] for result in found] == [2, 2, 4] and found[0]["test"]["loss"] != found[2]["test"]["loss"]
+
+
+def test_a_model_is_evaluated_on_its_own_data_alone(options, corpora, tmp_path, monkeypatch, capsys):
+    """Whether or not files of the run are to be read."""
+    options |= {"data": tmp_path / "data", "out_dir": tmp_path / "out", "steps": 2, "sample_tokens": 1}
+    shutil.copytree(corpora["a"], options["data"])
+    LM.run(options, monkeypatch)
+    shutil.rmtree(options["data"])
+    shutil.copytree(corpora["b"], options["data"])
+    capsys.readouterr()
+    for resume in (True, False):
+        given = options | {"eval_only": True, "eval_capacity": 0.5, "resume": resume}
+        assert "is of a run with another" in LM.refused(given, monkeypatch, capsys)
 
 
 def test_gpt2_weights_are_evaluated_and_trained_on(options, tmp_path, monkeypatch, capsys):

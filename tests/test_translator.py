@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from model import Translator
+from model import Translator, sinusoids
 from train_mt import Config, translate
 
 V, BOS, PAD, EOS, NEVER = 40, 0, 1, 2, (0, 1, 3, 39)
@@ -70,7 +70,7 @@ def torchs_layer(kind, block, config) -> nn.Module:
         attentions.append((layer.multihead_attn, block.cross))
         norms.insert(1, block.ln_c)
     for theirs, ours in attentions:
-        parts = [ours.qkv] if hasattr(ours, "qkv") else [ours.q, ours.kv]
+        parts = [ours.qkv] if ours is block.attn else [ours.q, ours.kv]
         theirs.in_proj_weight.data = torch.cat([part.weight for part in parts])
         theirs.in_proj_bias.data = torch.cat([part.bias for part in parts])
         theirs.out_proj.load_state_dict(ours.proj.state_dict())
@@ -106,6 +106,25 @@ def test_the_dense_model_is_torchs_transformer():
     expected = (model.ln_d(y) @ model.wte.weight.t()).flatten(0, 1)[target_real]
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)  # the sinusoids' angles are in fp32
     assert balance == 0
+
+
+@pytest.mark.parametrize("layers", [(8, 2), (2, 8)])
+def test_what_writes_to_the_residual_stream_starts_smaller_with_the_deeper_sides_depth(layers):
+    size = dict(n_layer=layers[0], decoder_layers=layers[1], n_embd=64, ffn_size=256, init_std=0.02, router="dense")
+    model = Translator(Config(**SIZE | size), V)
+    for block in (model.encoder[0], model.decoder[0]):
+        assert block.ffn.proj.weight.std().item() == pytest.approx(0.02 / 4, rel=0.1)
+
+
+def test_an_odd_width_has_one_cosine_less():
+    assert sinusoids(torch.arange(4), 5).shape == (4, 5)
+
+
+def test_scores_of_the_next_token_are_in_fp32_under_autocast():
+    model, h = make("dense", torch.float32), torch.randn(3, 16)
+    expected = model.log_probabilities(h)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(model.log_probabilities(h), expected)
 
 
 @pytest.mark.parametrize("row", ["dense", "threshold"])

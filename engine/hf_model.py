@@ -1,0 +1,132 @@
+"""nanoXMoE's models and tokenizers under the names that transformers expects.
+
+`python -m engine.pretrained export RUN FOLDER` copies this file into FOLDER, with model.py, routers.py and
+tokenizers.py beside it; transformers runs it where it is told trust_remote_code=True.
+"""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel, PreTrainedTokenizer
+from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput, MaskedLMOutput, TokenClassifierOutput
+
+from .model import GPT, Encoder, MaskedLM
+from .tokenizers import GPT2, XLMR, SentencePiece, load_tokenizer
+
+
+class NanoXMoEConfig(PretrainedConfig):
+    """constants: those of the training script, by which model.py makes the model."""
+
+    model_type = "nanoxmoe"
+
+    def __init__(self, constants: dict | None = None, **options):
+        self.constants = constants or {}
+        super().__init__(**options)
+
+
+class Model(PreTrainedModel):
+    """What all have: a model of model.py, without a capacity limit, so that no token depends on its batch-mates."""
+
+    config_class = NanoXMoEConfig
+    kind = Encoder
+
+    def __init__(self, config: NanoXMoEConfig):
+        super().__init__(config)
+        self.model = self.kind(SimpleNamespace(**config.constants), config.vocab_size)
+        self.post_init()
+
+    def run(self, *inputs):
+        """What the model returns, but for the balance loss. Experts that choose tokens keep their limit: it chooses."""
+        if self.model.sees_later:
+            return self.model(*inputs)[0]
+        with self.model.no_limit():
+            return self.model(*inputs)[0]
+
+
+def places(attention_mask) -> torch.Tensor | None:
+    """(B, T), 0 for padding -> places in B * T of what is none, or None where all is."""
+    if attention_mask is None or attention_mask.all():
+        return None
+    return attention_mask.flatten().nonzero().squeeze(1)
+
+
+class NanoXMoEForCausalLM(Model, GenerationMixin):
+    """A decoder. Padding may stand behind a text, not before it: give texts of unlike lengths one by one."""
+
+    kind = GPT
+
+    def forward(self, input_ids, attention_mask=None, labels=None, **ignored):
+        if attention_mask is not None and not attention_mask[:, 0].all():
+            raise ValueError("padding stands before a text: generate for one text at a time, or pad on the right")
+        logits = self.run(input_ids)
+        loss = None if labels is None else F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return CausalLMOutput(loss=loss, logits=logits)
+
+    def prepare_inputs_for_generation(self, input_ids, **ignored):
+        return {"input_ids": input_ids[:, -self.config.max_position_embeddings :]}
+
+
+class NanoXMoEModel(Model):
+    """An encoder without a head."""
+
+    def forward(self, input_ids, attention_mask=None, **ignored):
+        return BaseModelOutput(last_hidden_state=self.run(input_ids, places(attention_mask)))
+
+
+class NanoXMoEForMaskedLM(Model):
+    kind = MaskedLM
+
+    def forward(self, input_ids, attention_mask=None, labels=None, **ignored):
+        everywhere = torch.arange(input_ids.numel(), device=input_ids.device)
+        logits = self.run(input_ids, everywhere, places(attention_mask)).view(*input_ids.shape, -1)
+        loss = None if labels is None else F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return MaskedLMOutput(loss=loss, logits=logits)
+
+
+class NanoXMoEForTokenClassification(Model):
+    """XLM-E's discriminator: a logit for each token, above 0 where it seems replaced."""
+
+    def __init__(self, config: NanoXMoEConfig):
+        super().__init__(config)
+        D = config.hidden_size
+        self.dense, self.ln_h, self.out = nn.Linear(D, D), nn.LayerNorm(D), nn.Linear(D, 1)
+
+    def forward(self, input_ids, attention_mask=None, **ignored):
+        h = self.run(input_ids, places(attention_mask))
+        return TokenClassifierOutput(logits=self.out(self.ln_h(F.gelu(self.dense(h)))))
+
+
+class NanoXMoETokenizer(PreTrainedTokenizer):
+    """A tokenizer of tokenizers.py, whose tokens are called by their numbers."""
+
+    vocab_files_names = {each.kind: each.filename for each in (SentencePiece, XLMR, GPT2)}  # a folder has one of them
+    model_input_names = ["input_ids", "attention_mask"]
+
+    def __init__(self, sentencepiece=None, xlmr=None, gpt2=None, **options):
+        self.ours = load_tokenizer(sentencepiece or xlmr or gpt2)
+        super().__init__(**options)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.ours.vocab_size
+
+    def get_vocab(self) -> dict[str, int]:
+        return {f"<{i}>": i for i in range(self.vocab_size)} | self.added_tokens_encoder
+
+    def tokenize(self, text: str, **ignored) -> list[str]:
+        return [f"<{i}>" for i in self.ours.encode_batch([text])[0]]
+
+    def _convert_token_to_id(self, token: str) -> int:
+        return int(token[1:-1])
+
+    def _convert_id_to_token(self, i: int) -> str:
+        return f"<{i}>"
+
+    def convert_tokens_to_string(self, tokens: list[str]) -> str:
+        return self.ours.decode([int(token[1:-1]) for token in tokens])
+
+    def save_vocabulary(self, folder: str, prefix: str | None = None) -> tuple[str]:
+        return (str(self.ours.save(Path(folder))),)
