@@ -28,7 +28,7 @@ def read_meta(folder: Path) -> dict:
     path = folder / "meta.json"
     if not path.is_file():
         known = folder.name in CORPORA
-        how = f"prepare it: python -m data.prepare {folder.name}" if known else "data/README.md says how to prepare it"
+        how = f"prepare it: python -m data.prepare {folder.name if known else '--help'}"
         raise FileNotFoundError(f"no prepared data in {folder}; {how}")
     try:
         meta = json.loads(path.read_text())

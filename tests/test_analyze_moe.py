@@ -122,8 +122,8 @@ def test_activations_are_those_of_results_and_of_a_loop(draw, place):
     units = []
     with torch.no_grad():
         for x, _ in TokenData(place.text, 16, 64).eval_batches("test"):
-            h, _ = model.blocks[0](model.wte(x) + model.wpe.weight[: x.shape[1]], x)
-            h = h + model.blocks[1].attn(model.blocks[1].ln_1(h))  # where the sparse models have experts
+            h, *_ = model.blocks[0](model.wte(x) + model.wpe.weight[: x.shape[1]], x)
+            h = h + model.blocks[1].attn(model.blocks[1].ln_1(h))[0]  # where the sparse models have experts
             units += model.blocks[1].ffn.fc(model.blocks[1].ln_2(h)).flatten().tolist()
     assert positive[place.lm["dense"]] == sum(unit > 0 for unit in units) / len(units)
     full = {name: ("switch", 8) for name in ("switch", "switch, seed 1")} | {"dense": ("dense", 1)}
