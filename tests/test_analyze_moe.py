@@ -354,6 +354,7 @@ def tuned(place):
 def test_consistency_is_the_mean_correlation(draw, tuned):
     fine_tuned(tuned / "demo-epochs=2", [[[1, 2, 3]]], epochs=2)  # alone of its kind
     fine_tuned(tuned / "demo-model=dense", [[], []], model="dense")
+    fine_tuned(tuned / "sample", [[[3, 2, 1]]] * 3, seed=9)  # no demo
     (axes,), found = draw("consistency")
     pearson = np.corrcoef([[1, 2, 3], [3, 2, 1], [1, 2, 4]])
     line, chance = lines(axes)
