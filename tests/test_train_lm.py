@@ -202,6 +202,21 @@ def test_the_sample_goes_on_from_the_prompt_without_a_limit(options, monkeypatch
     assert capsys.readouterr().out.split("served per token):\n")[1].strip() == "56"  # a finished run takes another
 
 
+def test_a_sample_ends_before_the_end_of_a_text(options, monkeypatch, capsys):
+    tokenizer = load_tokenizer(options["data"])
+    prompt, before, behind = tokenizer.encode_batch(["5", "7", "8"])
+    more = torch.tensor([[*before, tokenizer.eot, *behind]])
+
+    def generate(self, ids, number, temperature, top_k, end):
+        assert end == tokenizer.eot
+        return torch.cat([ids, more], dim=1)
+
+    monkeypatch.setattr(train_lm.GPT, "generate", generate)
+    LM.run(options | {"steps": 2, "prompt": "5"}, monkeypatch)
+    found = capsys.readouterr().out.split("served per token):\n")[1]
+    assert found.strip() == tokenizer.decode([*prompt, *before]).strip()
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # A trained model, and weights from elsewhere
 
