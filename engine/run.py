@@ -158,13 +158,16 @@ class Run:
         self.identity["data_checksum"] = "+".join(source.checksum for source in data)
         self.identity["tokenizer_checksum"] = self.tokenizer.sha256
         self.result, self.checkpoint, self.checkpoint_name = {}, {}, ""
+        self.agree("data", self.identity)
         self.refuse_other(read_json(self.folder / "config.json"), "config.json")
         if config.resume:
             self.find()
+        self.agree(f"files in {self.folder}", [bool(self.result), self.checkpoint.get("step")])
         self.kept = self.checkpoint.get("kept", {})
-        seen = json.dumps([self.identity, bool(self.result), self.checkpoint.get("step")])
-        if len(set(context.gather(seen))) > 1:
-            raise ValueError(f"the processes see different data, or different files in {self.folder}: share one disk")
+
+    def agree(self, what: str, seen: dict | list):
+        if len(set(self.context.gather(json.dumps(seen)))) > 1:
+            raise ValueError(f"the processes see different {what}: put what they read on a shared disk")
 
     def find(self):
         """Looks in the folder for a result, or else for the newest sound checkpoint."""
