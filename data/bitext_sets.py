@@ -1,7 +1,4 @@
-"""Test sets of sentence pairs: Tatoeba's, the held-out pairs of a prepared corpus, and pairs with word alignments.
-
-Files may be plain, .gz or .xz. What is wrong with a file is a ValueError or an OSError of one line.
-"""
+"""Test sets of sentence pairs: Tatoeba's, the held-out pairs of a prepared corpus, and pairs with word alignments."""
 
 import re
 from collections import Counter
@@ -27,12 +24,11 @@ def tatoeba(folder: Path) -> Pairs:
     texts = {}
     for language in TATOEBA_36:
         name = f"{language}-eng"
-        if not any(folder.glob(f"*{name}.*")):
-            continue
-        paths = [one_of(folder, f"tatoeba.{name}.{side}", f"{name}.{side}") for side in (language, "eng")]
-        texts[language] = list(read_pairs(*paths))
-        if not texts[language]:
-            raise ValueError(f"{paths[0]} holds no sentence")
+        if any(folder.glob(f"*{name}.*")):
+            paths = [one_of(folder, f"tatoeba.{name}.{side}", f"{name}.{side}") for side in (language, "eng")]
+            texts[language] = list(read_pairs(*paths))
+            if not texts[language]:
+                raise ValueError(f"{paths[0]} holds no sentence")
     if not texts:
         what = "no pair of files such as tatoeba.deu-eng.deu and tatoeba.deu-eng.eng (plain, .gz or .xz)"
         raise FileNotFoundError(f"--source {folder} holds {what}")

@@ -9,8 +9,7 @@ from pathlib import Path
 
 MIN_WORDS = 5  # of a paragraph
 DEFINITIONS = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-# Calls that document compiled functions: torch's add_docstr(torch.abs, "...") and numpy's add_newdoc(...).
-ADD_DOC = re.compile(r"_?add_(docstr|newdoc)")
+ADD_DOC = re.compile(r"_?add_(docstr|newdoc)")  # torch's and numpy's calls that document compiled functions
 
 
 def paragraphs(path: Path | str) -> list[str]:
@@ -20,10 +19,7 @@ def paragraphs(path: Path | str) -> list[str]:
             texts = list(documentation(ast.parse(Path(path).read_bytes())))
     except (SyntaxError, ValueError, RecursionError, MemoryError):  # the last two where code is nested too deeply
         return []
-    found = []
-    for text in texts:
-        found += prose(text)
-    return found
+    return [paragraph for text in texts for paragraph in prose(text)]
 
 
 def documentation(node: ast.AST) -> Iterator[str]:
@@ -78,8 +74,7 @@ PLAIN = re.compile(r"""["'“(]*[A-Za-z’'-]+[)"'”]*[.,;:!?]*[)"'”]*""")  #
 def prose(text: str) -> Iterator[str]:
     """The paragraphs that are sentences, each in one line, without markup.
 
-    A sentence begins with a capital and ends in a mark; four in five of its words are letters alone. That leaves out
-    doctests, signatures, formulas, tables and lists of parameters.
+    That leaves out doctests, signatures, formulas, tables and lists of parameters.
     """
     for block in re.split(r"\n[ \t]*\n", HEADER.sub("\n", text)):
         block = " ".join(block.split())
@@ -90,6 +85,6 @@ def prose(text: str) -> Iterator[str]:
             continue
         if re.match(r"\w+ ?:", block) or " : " in block:  # Args: ..., or x : array_like
             continue
-        plain = sum(1 for word in words if PLAIN.fullmatch(word))
-        if plain >= 0.8 * len(words):
+        plain = list(filter(PLAIN.fullmatch, words))
+        if len(plain) >= 0.8 * len(words):
             yield block

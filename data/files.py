@@ -1,7 +1,7 @@
 """Readers of the files that texts come in: documents, translation pairs and message catalogs, plain, .gz or .xz.
 
-Every reader but that of catalogs is a generator, so that no file is held in memory whole. A file that cannot be read is
-a ValueError or an OSError of one line, which names the file and, where it is known, the line or the byte.
+All but catalogs are read piece by piece. A file that cannot be read is a ValueError or an OSError of one line, which
+names the file and, where it is known, the line or the byte.
 """
 
 import gzip
@@ -36,10 +36,6 @@ def named_split(path: Path) -> str | None:
         if word in SPLIT_NAMES:
             return SPLIT_NAMES[word]
     return None
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Which files
 
 
 def source_files(source: Path) -> list[Path]:
@@ -153,10 +149,6 @@ def read_parquet(path: Path) -> Iterator[str]:
         raise ValueError(f"{path} cannot be read: {error}".splitlines()[0]) from error
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Translation pairs
-
-
 def aligned_files(source: Path) -> dict[str, list[tuple[Path, ...]]]:
     """The files of each pair of languages: (de-en.de, de-en.en) with a language each, or (de-en.tsv,) with both.
 
@@ -191,12 +183,11 @@ def read_pairs(*paths: Path) -> Iterator[tuple[str, str]]:
         yield texts
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Message catalogs. Python's gettext reads them too, but does not give the English plural.
-
-
 def read_catalog(path: Path) -> Iterator[tuple[str, str, str]]:
-    """(singular, English, message) of the translations in a .mo file; a plural gives its first and its last form."""
+    """(singular, English, message) of the translations in a .mo file; a plural gives its first and its last form.
+
+    Python's gettext reads such files too, but does not give the English plural.
+    """
     try:
         entries = read_mo(path.read_bytes())
     except (struct.error, ValueError) as error:

@@ -26,9 +26,8 @@ def read_meta(folder: Path) -> dict:
     """meta.json of a prepared folder. FileNotFoundError or ValueError names the file that is missing or has changed."""
     path = folder / "meta.json"
     if not path.is_file():
-        how = "data/README.md says how to prepare your own by python -m data.prepare"
-        if folder.name in CORPORA:
-            how = f"prepare it: python -m data.prepare {folder.name}"
+        known = folder.name in CORPORA
+        how = f"prepare it: python -m data.prepare {folder.name}" if known else "data/README.md says how to prepare it"
         raise FileNotFoundError(f"no prepared data in {folder}; {how}")
     try:
         meta = json.loads(path.read_text())
@@ -73,10 +72,7 @@ class Rows(NamedTuple):
 
 @dataclass(eq=False)
 class Prepared:
-    """A folder that `python -m data.prepare` wrote.
-
-    Raises FileNotFoundError or ValueError, in one line, where it is missing, damaged or of another kind.
-    """
+    """A folder that `python -m data.prepare` wrote. FileNotFoundError or ValueError: missing, damaged, another kind."""
 
     folder: Path
     block_size: int  # T, the tokens of the longest row
@@ -114,22 +110,14 @@ class Prepared:
         self.tokens = {}  # split -> (N,)
         self.index = {}  # split -> (2 * pairs + 1,): where each text of a pair begins, and the end
         self.streams = {}  # split -> (J, 2): the number of each language's first token (or pair), and its count
-        for split in SPLITS:
-            self.map_split(split)
-
-    def map_split(self, split):
         unit = "pairs" if self.meta["kind"] == "pairs" else "tokens"
-        total = self.meta["splits"][split]
-        file = self.folder / split
-        self.tokens[split] = map_numbers(f"{file}.bin", self.meta["dtype"], total["tokens"])
-        if unit == "pairs":
-            texts = 2 * total["pairs"]
-            self.index[split] = map_numbers(f"{file}.idx", "int64", texts + 1)
-        streams = []
-        for language in self.languages:
-            own = self.meta["languages"][language][split]
-            streams.append([own["first"], own[unit]])
-        self.streams[split] = np.array(streams, dtype=np.int64)
+        for split, total in self.meta["splits"].items():
+            file = self.folder / split
+            self.tokens[split] = map_numbers(f"{file}.bin", self.meta["dtype"], total["tokens"])
+            if unit == "pairs":
+                self.index[split] = map_numbers(f"{file}.idx", "int64", 2 * total["pairs"] + 1)
+            counts = [self.meta["languages"][language][split] for language in self.languages]
+            self.streams[split] = np.array([[own["first"], own[unit]] for own in counts], dtype=np.int64)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:

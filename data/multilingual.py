@@ -4,13 +4,11 @@
 
 DOWNLOADS holds, each as its authors give it, plain, .gz or .xz: `ntrex` (NTREX-128, with DOCUMENT_IDS.tsv), `udhr`
 (udhr.jsonl: lang, text), `multi30k`, `tatoeba-en-de`, `tatoeba-en-zh` (train and valid pairs) and `enwiki-2021`
-(train.txt and valid.txt). Django's messages are added. A document and its translations are in one split.
+(train.txt and valid.txt). Django's messages are added. A document and its translations are in one split. What holds a
+sentence of a set that is scored is left out: of XTREME's tasks in the folder TESTED, and of `tatoeba`, `wordalign` and
+multi30k's tests in DOWNLOADS. Only exact matches are found, after NFKC.
 
-What holds a sentence of a set that is scored is left out, on either side of a pair: of XTREME's tasks in the folder
-TESTED, and of `tatoeba`, `wordalign` and multi30k's tests in DOWNLOADS. Only exact matches are found, after NFKC.
-
-The result is data/prepared/multilingual and data/prepared/multilingual-pairs, under one vocabulary of 16,384 pieces
-learned from the training text.
+The result is data/prepared/multilingual and data/prepared/multilingual-pairs, under one vocabulary.
 """
 
 import json
@@ -18,11 +16,13 @@ import re
 import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import tyro
+from tyro.conf import Positional
 
 from data import bitext_sets, corpora, xtreme
 from data.files import one_of, read_documents, read_lines, read_pairs, split_of
@@ -51,17 +51,13 @@ class Text(NamedTuple):
     texts: tuple[str, ...]
 
 
-def main(
-    downloads: tyro.conf.Positional[Path],
-    tested: tyro.conf.Positional[Path],
-    out: Path = PREPARED,
-    pieces: int = PIECES,
-):
+def main(downloads: Positional[Path], tested: Positional[Path], out: Path = PREPARED, pieces: int = PIECES):
     """See the head of this file."""
-    banned = scored(downloads, tested)
-    print(f"{len(banned):,} sentences are scored")
+    banned = set()  # every sentence on which a number is reported
+    for text in scored_texts(downloads, tested):
+        banned.update(sentences(text))
     groups = defaultdict(list)  # (language or pair, split) -> texts
-    for text in select(read(downloads), banned):
+    for text in select(read(downloads), banned - {""}):
         groups[text.language, text.split].append(text.texts)
     with TemporaryDirectory() as folder:
         folder = Path(folder)
@@ -82,29 +78,17 @@ def normal(text: str) -> str:
     return " ".join(unicodedata.normalize("NFKC", text).split())
 
 
-def scored(downloads: Path, tested: Path) -> set[str]:
-    """Every sentence on which a number is reported."""
-    found = set()
-    for text in scored_texts(downloads, tested):
-        found.update(sentences(text))
-    return found - {""}
-
-
 def scored_texts(downloads: Path, tested: Path) -> Iterator[str]:
     for name, task in xtreme.TASKS.items():
-        if name == "apps":
-            continue
-        for examples in xtreme.read_examples(name, str(tested), None, None, None).test.values():
-            for example in examples:
-                yield from joined(example.texts) if task.kind == "tags" else example.texts
+        tests = xtreme.read_examples(name, str(tested), None, None, None).test if name != "apps" else {}
+        for example in chain.from_iterable(tests.values()):
+            yield from joined(example.texts) if task.kind == "tags" else example.texts
     for pairs in bitext_sets.tatoeba(downloads / "tatoeba").values():
-        for pair in pairs:
-            yield from pair
+        yield from chain.from_iterable(pairs)
     aligned, _ = bitext_sets.word_alignments(downloads / "wordalign")
-    for pairs in aligned.values():
-        for pair in pairs:
-            yield from joined(pair.one)
-            yield from joined(pair.two)
+    for pair in chain.from_iterable(aligned.values()):
+        yield from joined(pair.one)
+        yield from joined(pair.two)
     for path in sorted((downloads / "multi30k").glob("test*")):
         yield from read_lines(path)
 
@@ -145,6 +129,7 @@ def ntrex(folder: Path) -> Iterator[Text]:
         return [line.strip() for line in read_lines(one_of(folder, name))]
 
     articles = column("DOCUMENT_IDS.tsv")
+    splits = {article: split_of(article, valid=0.03, test=0.03) for article in articles}
     english = column("newstest2019-src.eng.txt")
     columns = {"en": english}
     for name, language in NTREX.items():
@@ -154,13 +139,9 @@ def ntrex(folder: Path) -> Iterator[Text]:
         for article, text, source in zip(articles, lines, english, strict=True):
             whole[article].append(text)
             if language != "en":
-                yield Text("NTREX", ntrex_split(article), f"{language}-en", (text, source))
+                yield Text("NTREX", splits[article], f"{language}-en", (text, source))
         for article, own in whole.items():
-            yield Text("NTREX", ntrex_split(article), language, ("\n".join(own),))
-
-
-def ntrex_split(article: str) -> str:
-    return split_of(article, valid=0.03, test=0.03)
+            yield Text("NTREX", splits[article], language, ("\n".join(own),))
 
 
 def bitext(source: str, folder: Path, language: str, ending: str) -> Iterator[Text]:
@@ -175,7 +156,7 @@ def bitext(source: str, folder: Path, language: str, ending: str) -> Iterator[Te
                 yield Text(source, split, side, (text,))
 
 
-def select(texts: Iterable[Text], banned: set[str]) -> list[Text]:
+def select(texts: Iterable[Text], banned: set[str]) -> Iterator[Text]:
     """Every text once, without those with a sentence that is scored, and training texts that are held out as well."""
     kept, held_out, dropped = [], set(), Counter()
     for text in dict.fromkeys(texts):
@@ -185,42 +166,38 @@ def select(texts: Iterable[Text], banned: set[str]) -> list[Text]:
         kept.append(text)
         if text.split != "train":
             held_out.update(map(normal, text.texts))
-    found = []
     for text in kept:
         if text.split == "train" and not held_out.isdisjoint(map(normal, text.texts)):
             dropped[text.source, "that is held out, too"] += 1
         else:
-            found.append(text)
+            yield text
     for (source, why), count in sorted(dropped.items()):
         print(f"{source}: {count:,} texts or pairs left out, {why}")
-    return found
 
 
 def write(folder: Path, groups: dict[tuple[str, str], list]):
     """Files that data.prepare reads: text/de.train.jsonl, pairs/de-en.train.de and so on."""
-    for kind in ("text", "pairs"):
-        (folder / kind).mkdir()
+    (folder / "text").mkdir()
+    (folder / "pairs").mkdir()
     for (language, split), rows in groups.items():
-        if "-" not in language:
-            lines = [json.dumps({"text": text}, ensure_ascii=False) + "\n" for (text,) in rows]
-            (folder / "text" / f"{language}.{split}.jsonl").write_text("".join(lines))
-            continue
-        for side, texts in zip(language.split("-"), zip(*rows)):
-            lines = [" ".join(text.split()) + "\n" for text in texts]
-            (folder / "pairs" / f"{language}.{split}.{side}").write_text("".join(lines))
+        sides = language.split("-")
+        for side, texts in zip(sides, zip(*rows)):
+            path = folder / "pairs" / f"{language}.{split}.{side}"
+            lines = [" ".join(text.split()) for text in texts]
+            if len(sides) == 1:
+                path = folder / "text" / f"{language}.{split}.jsonl"
+                lines = [json.dumps({"text": text}, ensure_ascii=False) for text in texts]
+            path.write_text("".join(f"{line}\n" for line in lines))
 
 
 def sample(groups: dict[tuple[str, str], list]) -> Iterator[str]:
     """Training text for the vocabulary, a little of each language."""
     for (language, split), rows in groups.items():
-        if split != "train" or "-" in language:
-            continue
         characters = 0
-        for (text,) in rows:
+        for (text,) in rows if split == "train" and "-" not in language else ():
             characters += len(text)
-            if characters > CHARACTERS:
-                break
-            yield text
+            if characters <= CHARACTERS:
+                yield text
 
 
 if __name__ == "__main__":

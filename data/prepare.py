@@ -3,21 +3,17 @@
     python -m data.prepare pydocs                                  # docstrings on this disk, 20 s, no network
     python -m data.prepare openwebtext --max_tokens 100000000      # streamed from the Hugging Face hub
     python -m data.prepare text --source FILE_OR_DIR --out DIR     # your own UTF-8 text
-    python -m data.prepare catalogs                                # Django's messages in 96 languages, no network
-    python -m data.prepare catalogs-pairs                          # the same messages beside their English
     python -m data.prepare cc100 --tokenizer PATH --languages de,sw --max_tokens 1000000
-    python -m data.prepare multi30k-de --source DIR                # translation pairs under a joint BPE of their own
     python -m data.prepare bitext --pieces 8000 --source DIR       # your own pairs: DIR/de-en.{de,en} or .tsv
 
-data/README.md lists all corpora. data/prepared/NAME then holds train.bin, valid.bin and test.bin (token ids, every
-document followed by the end-of-document token), the tokenizer's file, and meta.json (counts, hashes, languages). A
-translation pair is two documents; .idx files say where each begins, and .jsonl files hold the held-out pairs as text.
-The folder appears whole or not at all, and a folder that holds something is never written to.
+data/README.md lists all corpora, and says what the files of data/prepared/NAME hold. The folder appears whole or not at
+all, and a folder that holds something is never written to.
 """
 
 import hashlib
 import importlib.metadata
 import json
+import math
 import platform
 import shutil
 import signal
@@ -31,7 +27,7 @@ import tyro
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 
-from data.corpora import CORPORA, Corpus, Rows
+from data.corpora import CORPORA, Rows
 from data.files import SPLITS
 from data.tokenizers import XLMR, SentencePiece, Tokenizer, gpt2, load_tokenizer, train_sentencepiece
 
@@ -73,9 +69,10 @@ def prepare(
         with lock.acquire(cancel_check=lambda: bool(stop_signals)):
             if out.exists() and any(out.iterdir()):
                 raise ValueError(f"--out {out} is not empty: remove what is there, or give another folder")
+            groups = read(name, source, languages)
+            chosen = tokenizer_of(name, source, tokenizer, max_tokens, languages, pieces, groups)
             partial = out.with_name(f".{out.name}.new.partial")
             shutil.rmtree(partial, ignore_errors=True)  # of a preparation that was killed
-            groups, chosen = open_corpus(name, source, tokenizer, max_tokens, languages, pieces)
             try:
                 partial.mkdir()
                 write(partial, name, source, groups, chosen, max_tokens)
@@ -105,72 +102,60 @@ def ready(name: str, make: bool = True) -> Path:
     return folder
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What to read, and the tokenizer
-
-
 def check_options(name: str, source, tokenizer, max_tokens, languages, pieces):
-    """ValueError or FileNotFoundError for options that make no sense together."""
+    """ValueError for options that make no sense together."""
     if name not in CORPORA:
         raise ValueError(f"unknown corpus {name!r}; there are {', '.join(CORPORA)}")
     corpus = CORPORA[name]
-    if source is None and corpus.read is None:
-        raise ValueError(f"corpus {name!r} needs --source FILE or DIR")
-    if source is not None and not source.exists():
-        raise FileNotFoundError(f"--source {source} does not exist")
-    for option, value in {"max_tokens": max_tokens, "pieces": pieces}.items():
-        if value is not None and value < 1:
-            raise ValueError(f"{option} must be positive, not {value}")
-    if languages is not None and corpus.kind == "text":
-        raise ValueError(f"--languages is for corpora of many languages, not for {name!r}")
-    if pieces and (tokenizer or corpus.kind != "pairs"):
-        raise ValueError("--pieces is for translation pairs (bitext, wmt10, ...), without --tokenizer")
+    not_pairs = tokenizer or corpus.kind != "pairs"
+    wrong = {
+        f"corpus {name!r} needs --source FILE or DIR": not source and not corpus.read,
+        f"--source {source} does not exist": source and not source.exists(),
+        f"max_tokens must be positive, not {max_tokens}": max_tokens is not None and max_tokens < 1,
+        f"pieces must be positive, not {pieces}": pieces is not None and pieces < 1,
+        f"--languages is for corpora of many languages, not for {name!r}": languages and corpus.kind == "text",
+        "--pieces is for translation pairs (bitext, wmt10, ...), without --tokenizer": pieces and not_pairs,
+    }
+    for line, is_wrong in wrong.items():
+        if is_wrong:
+            raise ValueError(line)
 
 
-def open_corpus(name: str, source, tokenizer, max_tokens, languages, pieces) -> tuple[Groups, Tokenizer]:
-    """The rows of the chosen languages, and the tokenizer: the given one, one learned from the text, or GPT-2's."""
+def read(name: str, source: Path | None, languages: str | None = None) -> Groups:
+    """The rows of these languages, or of all. ValueError for a language that there is not."""
     corpus = CORPORA[name]
-    everything = read(corpus, source)
-    groups = select(everything, languages)
-    pieces = pieces or corpus.pieces
-    if tokenizer:
-        kind = None if corpus.kind == "text" else XLMR.kind
-        chosen = load_tokenizer(tokenizer, kind)
-    elif pieces:
-        pairs = select(read(corpus, source), languages)  # again: rows can be gone through once
-        most = min(BPE_PAIRS // len(pairs), max_tokens or BPE_PAIRS)
-        texts = training_texts(pairs, most)
-        chosen = train_sentencepiece(texts, pieces + XLMR.added, XLMR, model_type="bpe")
-    elif corpus.vocabulary:
-        # learned from all languages, so that it does not depend on --languages
-        reread = not corpus.packages or corpus.vocabulary != name
-        learned = read(CORPORA[corpus.vocabulary], source) if reread else everything
-        kind = SentencePiece if corpus.kind == "text" else XLMR
-        chosen = train_sentencepiece(training_texts(learned, corpus.learn_from), kind=kind)
-    elif corpus.kind == "text":
-        chosen = gpt2()
-    else:
-        hint = ", or --pieces N: a joint BPE of the pairs" if corpus.kind == "pairs" else ""
-        raise ValueError(f"corpus {name!r} needs --tokenizer PATH: a SentencePiece model such as XLM-R's{hint}")
-    return groups, chosen
-
-
-def read(corpus: Corpus, source: Path | None) -> Groups:
-    found = corpus.local(source) if source else corpus.read()
-    groups = {None: found} if corpus.kind == "text" else found
-    groups = {language: until_stopped(rows) for language, rows in groups.items()}
-    if corpus.packages:  # these are small, and gone through twice: for the tokenizer and for the tokens
-        groups = {language: list(rows) for language, rows in groups.items()}
-    return groups
-
-
-def select(groups: Groups, languages: str | None) -> Groups:
-    """The groups of these languages, or of all, sorted. ValueError for a language that there is not."""
+    groups = corpus.local(source) if source else corpus.read()
+    if corpus.kind == "text":
+        groups = {None: groups}
     chosen = languages.split(",") if languages else groups
     unknown = set(chosen) - set(groups)
     if unknown:
         raise ValueError(f"no language {min(unknown)!r}; there are {', '.join(sorted(groups))}")
-    return {language: groups[language] for language in sorted(chosen)}
+    keep = list if corpus.packages else iter  # packages are small, and gone through twice
+    return {language: keep(groups[language]) for language in chosen}
+
+
+def tokenizer_of(name: str, source, tokenizer, max_tokens, languages, pieces, groups: Groups) -> Tokenizer:
+    """The given tokenizer, one that is learned from the text, or GPT-2's."""
+    corpus = CORPORA[name]
+    kind = SentencePiece if corpus.kind == "text" else XLMR
+    pieces = pieces or corpus.pieces
+    if tokenizer:
+        return load_tokenizer(tokenizer, kind.kind)
+    if pieces:
+        again = groups if corpus.packages else read(name, source, languages)
+        most = min(BPE_PAIRS // len(again), max_tokens or BPE_PAIRS)
+        texts = training_texts(dict(sorted(again.items())), most)
+        return train_sentencepiece(texts, pieces + XLMR.added, XLMR, model_type="bpe")
+    if corpus.vocabulary:  # learned from all languages, so that it does not depend on --languages
+        reuse = corpus.packages and corpus.vocabulary == name and not languages
+        again = groups if reuse else read(corpus.vocabulary, source)
+        texts = training_texts(again, corpus.learn_from)
+        return train_sentencepiece(texts, kind=kind)
+    if corpus.kind == "text":
+        return gpt2()
+    hint = ", or --pieces N: a joint BPE of the pairs" if corpus.kind == "pairs" else ""
+    raise ValueError(f"corpus {name!r} needs --tokenizer PATH: a SentencePiece model such as XLM-R's{hint}")
 
 
 def training_texts(groups: Groups, most: int | None = None) -> Iterator[str]:
@@ -178,11 +163,8 @@ def training_texts(groups: Groups, most: int | None = None) -> Iterator[str]:
     for rows in groups.values():
         train = (texts for split, *texts in rows if split == "train")
         for texts in islice(train, most):
+            stop_if_asked()
             yield from texts
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Writing
 
 
 def write(folder: Path, name: str, source: Path | None, groups: Groups, tokenizer: Tokenizer, limit: int | None):
@@ -194,20 +176,24 @@ def write(folder: Path, name: str, source: Path | None, groups: Groups, tokenize
     meta["dtype"] = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
     unit = "pairs" if corpus.kind == "pairs" else "documents"
     writers = {split: SplitWriter(folder, split, meta["dtype"], unit) for split in SPLITS}
+    writers["train"].limit = limit or math.inf
     counts = {}  # language -> split -> counts
     with tqdm(desc="encoding", unit="doc", disable=None) as bar:
-        for language, rows in groups.items():
-            own = {split: writer.begin_language() for split, writer in writers.items()}
-            counts[language] = own
+        for language, rows in sorted(groups.items()):
+            counts[language] = own = {split: writer.begin_language() for split, writer in writers.items()}
             for batch in batches(rows):
-                write_batch(writers, batch, tokenizer, limit)
+                encoded = iter(tokenizer.encode_batch([text for _, texts in batch for text in texts]))
+                for split, texts in batch:
+                    ids = [[*next(encoded), tokenizer.eot] for _ in texts]
+                    writers[split].append(texts, ids)
                 stop_if_asked()
                 bar.update(len(batch))
-                if limit and is_enough(own, limit):
+                train, *held_out = (own[split]["tokens"] for split in SPLITS)
+                if limit and train >= limit and min(held_out) >= min(limit, ENOUGH):
                     break
             if language and not own["train"][unit]:
-                what = f"language {language!r} of {meta['source']} has no training text"
-                raise ValueError(f"{what}: give more, or leave it out with --languages")
+                what = f"language {language!r} of {meta['source']}"
+                raise ValueError(f"{what} has no training text: leave it out with --languages")
     for writer in writers.values():
         writer.close()
     meta["splits"] = {split: writer.total for split, writer in writers.items()}
@@ -217,22 +203,18 @@ def write(folder: Path, name: str, source: Path | None, groups: Groups, tokenize
     if corpus.kind != "text":
         meta["languages"] = counts
     tokenizer.save(folder)
-    known = ("kind", "vocab_size", "eot", "sha256")
-    meta["tokenizer"] = {key: getattr(tokenizer, key) for key in known}
+    meta["tokenizer"] = {key: getattr(tokenizer, key) for key in ("kind", "vocab_size", "eot", "sha256")}
     meta["files"] = {path.name: sha256(path) for path in sorted(folder.iterdir())}
     meta["checksum"] = checksum(meta)
-    text = json.dumps(meta, indent=2)
-    (folder / "meta.json").write_text(f"{text}\n")
+    (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
 
 
-Batch = list[tuple[str, list[str]]]  # split and texts of each row
-
-
-def batches(rows: Rows) -> Iterator[Batch]:
-    """The rows in lists of about BATCH_CHARS characters. Rows with an empty text are left out."""
+def batches(rows: Rows) -> Iterator[list[tuple[str, list[str]]]]:
+    """The (split, texts) of rows in lists of about BATCH_CHARS characters. Rows with an empty text are left out."""
     batch = []
     chars = 0
     for split, *texts in rows:
+        stop_if_asked()
         if all(text.strip() for text in texts):
             # half of a surrogate pair, which JSON and Python can spell, has no UTF-8 form and becomes "?"
             texts = [text.encode("utf-8", "replace").decode() for text in texts]
@@ -245,29 +227,11 @@ def batches(rows: Rows) -> Iterator[Batch]:
     yield batch
 
 
-def write_batch(writers: dict, batch: Batch, tokenizer: Tokenizer, limit: int | None):
-    """Encode the texts of a batch together and write them, but no training text beyond the limit of tokens."""
-    encoded = iter(tokenizer.encode_batch([text for _, texts in batch for text in texts]))
-    for split, texts in batch:
-        ids = [[*next(encoded), tokenizer.eot] for _ in texts]
-        full = limit and writers["train"].own["tokens"] >= limit
-        if split != "train" or not full:
-            writers[split].append(texts, ids)
-
-
-def is_enough(counts: dict[str, dict], limit: int) -> bool:
-    train, valid, test = (counts[split]["tokens"] for split in SPLITS)
-    return train >= limit and min(valid, test) >= min(limit, ENOUGH)
-
-
 class SplitWriter:
-    """Writes the files of one split and counts what is in them, in all and of each language.
-
-    Held-out pairs are kept as text too, since translations are scored against what was really written.
-    """
+    """Writes the files of one split. Held-out pairs are kept as text too: translations are scored against that."""
 
     def __init__(self, folder: Path, split: str, dtype: str, unit: str):
-        self.dtype, self.unit = dtype, unit
+        self.dtype, self.unit, self.limit = dtype, unit, math.inf
         self.total = {"tokens": 0, "words": 0, "bytes": 0, unit: 0}
         self.tokens = (folder / f"{split}.bin").open("wb")
         self.index = self.texts = None
@@ -285,20 +249,21 @@ class SplitWriter:
 
     def append(self, texts: list[str], ids: list[list[int]]):
         """A document or a pair; the ids of each text end in an end-of-document token."""
-        if min(map(len, ids)) == 1:
-            return  # a text of characters that the tokenizer drops
+        dropped = min(map(len, ids)) == 1  # a text of characters that the tokenizer does not keep
+        if dropped or self.own["tokens"] >= self.limit:
+            return
+        self.count(self.unit, 1)
         for text, tokens in zip(texts, ids):
             self.tokens.write(np.array(tokens, self.dtype).tobytes())
-            self._count("tokens", len(tokens))
-            self._count("words", len(text.split()))
-            self._count("bytes", len(text.encode()))
+            self.count("tokens", len(tokens))
+            self.count("words", len(text.split()))
+            self.count("bytes", len(text.encode()))
             if self.index:
                 self.index.write(np.int64(self.total["tokens"]).tobytes())
         if self.texts:
             self.texts.write(json.dumps(texts, ensure_ascii=False) + "\n")
-        self._count(self.unit, 1)
 
-    def _count(self, what: str, number: int):
+    def count(self, what: str, number: int):
         self.total[what] += number
         self.own[what] += number
 
@@ -319,22 +284,6 @@ def checksum(meta: dict) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The command
-
-
-def summary(folder: Path) -> str:
-    """The counts of a prepared corpus as a small table."""
-    meta = json.loads((folder / "meta.json").read_text())
-    columns = list(meta["splits"]["train"])
-    lines = [f"{'':8}" + "".join(f"{name:>16}" for name in columns)]
-    for split, counts in meta["splits"].items():
-        lines.append(f"{split:8}" + "".join(f"{counts[name]:>16,}" for name in columns))
-    if "languages" in meta:
-        lines.append(f"{len(meta['languages'])} languages, or pairs of them")
-    return "\n".join([*lines, f"-> {folder}"])
-
-
 stop_signals = []  # the numbers of the signals that asked this process to stop
 
 
@@ -352,18 +301,14 @@ def stop_if_asked():
         raise KeyboardInterrupt
 
 
-def until_stopped(rows: Rows) -> Rows:
-    for row in rows:
-        stop_if_asked()
-        yield row
-
-
 def main():
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop_soon)
     try:
         out = tyro.cli(prepare, prog="python -m data.prepare", description=__doc__, use_underscores=True)
-        print(summary(out))
+        splits = json.loads((out / "meta.json").read_text())["splits"]
+        counts = [f"{splits[split]['tokens']:,}" for split in SPLITS]
+        print(f"{out}: {' / '.join(counts)} tokens (train / valid / test)")
     except (ValueError, OSError, ImportError) as error:
         sys.exit(f"error: {' '.join(str(error).split())}")
     except KeyboardInterrupt:

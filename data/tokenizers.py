@@ -1,11 +1,10 @@
-"""Tokenizers behind one interface.
+"""Tokenizers behind one interface, each made from the bytes of its file.
 
     SentencePiece    a lossless BPE, which `train_sentencepiece` learns from a text
     XLMR             a SentencePiece model with the ids and the special tokens of XLM-R
     GPT2             GPT-2's byte-level BPE of 50,257 tokens, which `gpt2` downloads once
 
-Each is made from the bytes of its file. `encode_batch` adds no special tokens. But for XLM-R's, and but for U+2581,
-decode(encode_batch([text])[0]) == text.
+But for XLM-R's, and but for U+2581, decode(encode_batch([text])[0]) == text. No special tokens are added.
 """
 
 import base64
@@ -17,13 +16,16 @@ from pathlib import Path
 
 import sentencepiece
 
+GPT2_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"  # of the file of its ranks
 THREADS = os.cpu_count() or 1
-GPT2_RANKS = 50_256
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 
 
 class Tokenizer:
-    """What all have: `vocab_size`, `eot` (the token that ends a text), encode_batch and decode."""
+    """What all have: `vocab_size`, `eot` (the token that ends a text), encode_batch and decode.
+
+    `decode` writes an incomplete UTF-8 sequence as U+FFFD.
+    """
 
     kind, filename = "", ""
 
@@ -32,7 +34,6 @@ class Tokenizer:
         self.sha256 = hashlib.sha256(file).hexdigest()
 
     def save(self, folder: Path) -> Path:
-        """Writes the file into `folder` and returns its path."""
         path = Path(folder) / self.filename
         path.write_bytes(self.file)
         return path
@@ -43,16 +44,10 @@ class SentencePiece(Tokenizer):
 
     kind, filename = "sentencepiece", "tokenizer.model"
     added = 0  # tokens that are not pieces of the model
-    training = {  # lossless: the text is not normalised, and every space and newline is kept
-        "model_type": "bpe",
-        "normalization_rule_name": "identity",
-        "remove_extra_whitespaces": False,
-        "add_dummy_prefix": False,
-        "allow_whitespace_only_pieces": True,
-        "user_defined_symbols": ["\n"],
-        "eos_id": 1,
-        "bos_id": -1,
-    }
+    # lossless: the text is not normalised, and every space and newline is kept
+    training = dict(model_type="bpe", normalization_rule_name="identity")
+    training |= dict(remove_extra_whitespaces=False, add_dummy_prefix=False, allow_whitespace_only_pieces=True)
+    training |= dict(user_defined_symbols=["\n"], eos_id=1, bos_id=-1)
 
     def __init__(self, file: bytes):
         super().__init__(file)
@@ -68,7 +63,6 @@ class SentencePiece(Tokenizer):
         return self.processor.encode(texts, num_threads=THREADS)
 
     def decode(self, ids: list[int]) -> str:
-        """The text of the ids; an incomplete UTF-8 sequence becomes U+FFFD."""
         return self.processor.decode(ids)
 
 
@@ -81,13 +75,8 @@ class XLMR(SentencePiece):
     kind, filename = "xlmr", "xlmr.model"
     added = 2
     bos, pad, eos, unk = range(4)  # <s>, <pad>, </s>, <unk>
-    training = {
-        "model_type": "unigram",
-        "normalization_rule_name": "nmt_nfkc",
-        "character_coverage": 0.9995,
-        "bos_id": 1,
-        "eos_id": 2,
-    }
+    training = dict(model_type="unigram", normalization_rule_name="nmt_nfkc")
+    training |= dict(character_coverage=0.9995, bos_id=1, eos_id=2)
 
     def __init__(self, file: bytes):
         super().__init__(file)
@@ -111,7 +100,6 @@ class XLMR(SentencePiece):
         return [piece + 1 if piece else self.unk for piece in pieces]
 
     def decode(self, ids: list[int]) -> str:
-        """The text of the ids without special ones; an incomplete UTF-8 sequence becomes U+FFFD."""
         pieces = [token - 1 for token in ids if token not in self.special]
         return super().decode(pieces)
 
@@ -120,21 +108,18 @@ class GPT2(Tokenizer):
     """GPT-2's tokenizer (tiktoken's `r50k_base`) from a file with a token in base64 and its rank in every line."""
 
     kind, filename = "gpt2", "tokenizer.tiktoken"
-    vocab_size, eot = GPT2_RANKS + 1, GPT2_RANKS
+    vocab_size, eot = 50_257, 50_256
 
     def __init__(self, file: bytes):
         import tiktoken
 
         super().__init__(file)
+        if self.sha256 != GPT2_SHA256:
+            raise ValueError("this is neither a SentencePiece *.model nor GPT-2's rank file, r50k_base.tiktoken")
         ranks = {}
-        try:
-            for line in filter(None, file.splitlines()):
-                token, rank = line.split()
-                ranks[base64.b64decode(token, validate=True)] = int(rank)
-        except ValueError as error:
-            raise ValueError("this is not a rank file (lines of base64 token and rank)") from error
-        if sorted(ranks.values()) != list(range(GPT2_RANKS)):
-            raise ValueError(f"holds {len(ranks):,} ranks; GPT-2's file has {GPT2_RANKS:,}, from 0 on")
+        for line in file.splitlines():
+            token, rank = line.split()
+            ranks[base64.b64decode(token)] = int(rank)
         special = {"<|endoftext|>": self.eot}
         self.encoding = tiktoken.Encoding("gpt2", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens=special)
 
@@ -142,15 +127,11 @@ class GPT2(Tokenizer):
         return self.encoding.encode_ordinary_batch(texts, num_threads=THREADS)
 
     def decode(self, ids: list[int]) -> str:
-        """The text of the ids; an incomplete UTF-8 sequence becomes U+FFFD."""
         return self.encoding.decode(ids, errors="replace")
 
 
 def train_sentencepiece(texts: Iterable[str], vocab_size=8192, kind=SentencePiece, **options) -> SentencePiece:
-    """Learns a tokenizer of that kind with vocab_size tokens. The same texts always give the same file.
-
-    `options` are SentencePiece's, in place of the kind's. Raises ValueError when the texts are too few for that many.
-    """
+    """Learns vocab_size tokens. The same texts always give the same file; too few texts are a ValueError."""
     lines = []
     for text in texts:
         text = text.encode("utf-8", "replace").decode()  # lone surrogates become "?", as in data.prepare
@@ -186,9 +167,7 @@ def gpt2() -> GPT2:
         what = f"the GPT-2 vocabulary cannot be downloaded ({type(error).__name__})"
         hint = "set TIKTOKEN_CACHE_DIR to a filled cache, or pass r50k_base.tiktoken with --tokenizer PATH"
         raise OSError(f"{what}: {hint}") from error
-    lines = []
-    for token in sorted(ranks, key=ranks.get):
-        lines.append(b"%s %d\n" % (base64.b64encode(token), ranks[token]))
+    lines = [b"%s %d\n" % (base64.b64encode(token), ranks[token]) for token in sorted(ranks, key=ranks.get)]
     return GPT2(b"".join(lines))
 
 
