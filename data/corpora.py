@@ -111,10 +111,6 @@ def hub_pairs(name: str, *columns: str) -> Rows:
     yield from labelled(splits)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# English: pydocs, wikitext103, openwebtext, enwiki, text
-
-
 def pydocs(source: Path | None = None) -> Rows:
     """A document is the prose in the docstrings of a source file; a paragraph counts where it first appears."""
     if source:
@@ -271,9 +267,6 @@ def catalog_files(source: Path | None) -> list[Path]:
         found += own
     return found
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Many languages, and translation pairs
 
 CC100 = """
     af am ar as az be bg bn bn_rom br bs ca cs cy da de el en eo es et eu fa fi fr fy ga gd gl gu ha he hi hi_rom hr hu

@@ -1,6 +1,4 @@
-"""Makes the text and the translation pairs of the presets `multilingual`: four languages, real text.
-
-    python -m data.multilingual DOWNLOADS TESTED
+"""Makes the text and the pairs of the presets `multilingual`: python -m data.multilingual DOWNLOADS TESTED
 
 DOWNLOADS holds, each as its authors give it, plain, .gz or .xz: `ntrex` (NTREX-128, with DOCUMENT_IDS.tsv), `udhr`
 (udhr.jsonl: lang, text), `multi30k`, `tatoeba-en-de`, `tatoeba-en-zh` (train and valid pairs) and `enwiki-2021`
@@ -68,7 +66,6 @@ def main(downloads: Positional[Path], tested: Positional[Path], out: Path = PREP
 
 
 def sentences(text: str) -> Iterator[str]:
-    """A text's sentences, and the text itself, as `normal` writes them."""
     yield normal(text)
     for sentence in re.split(r"(?<=[.!?])\s+|(?<=[。！？।])|\n", text):
         yield normal(sentence)
@@ -80,7 +77,9 @@ def normal(text: str) -> str:
 
 def scored_texts(downloads: Path, tested: Path) -> Iterator[str]:
     for name, task in xtreme.TASKS.items():
-        tests = xtreme.read_examples(name, str(tested), None, None, None).test if name != "apps" else {}
+        if name == "apps":
+            continue
+        tests = xtreme.read_examples(name, str(tested), None, None, None).test
         for example in chain.from_iterable(tests.values()):
             yield from joined(example.texts) if task.kind == "tags" else example.texts
     for pairs in bitext_sets.tatoeba(downloads / "tatoeba").values():
@@ -94,7 +93,7 @@ def scored_texts(downloads: Path, tested: Path) -> Iterator[str]:
 
 
 def joined(words: Iterable[str]) -> tuple[str, str]:
-    """A sentence from its words, with spaces and, as some scripts are written, without."""
+    """A sentence from its words: some scripts are written without spaces."""
     return " ".join(words), "".join(words)
 
 

@@ -27,10 +27,11 @@ def xlmr() -> XLMR:
 
 @pytest.fixture(scope="session")
 def gpt2_tokenizer():
+    """None where there is neither a cache nor a network."""
     try:
         return gpt2()
-    except OSError as error:
-        pytest.skip(str(error))
+    except OSError:
+        return None
 
 
 # no lone surrogates: they have no UTF-8 form
@@ -41,41 +42,30 @@ texts = st.lists(st.text(characters) | special, max_size=4)
 
 @given(texts)
 @settings(max_examples=200, deadline=None)
-def test_sentencepiece_loses_nothing(model, texts):
-    encoded = model.encode_batch(texts)
-    assert [model.decode(ids) for ids in encoded] == texts
-    tokens = set().union(*encoded)
-    assert model.eot not in tokens and max(tokens, default=0) < 600
-
-
-@given(texts)
-@settings(max_examples=100, deadline=None)
-def test_gpt2_loses_nothing(gpt2_tokenizer, texts):
-    encoded = gpt2_tokenizer.encode_batch(texts)
-    assert [gpt2_tokenizer.decode(ids) for ids in encoded] == texts
-    assert all(gpt2_tokenizer.eot not in ids for ids in encoded)
+def test_nothing_is_lost(model, gpt2_tokenizer, texts):
+    for tokenizer in filter(None, (model, gpt2_tokenizer)):
+        encoded = tokenizer.encode_batch(texts)
+        assert [tokenizer.decode(ids) for ids in encoded] == texts
+        tokens = set().union(*encoded)
+        assert tokenizer.eot not in tokens and max(tokens, default=0) < tokenizer.vocab_size
 
 
 def test_gpt2_is_the_published_vocabulary(gpt2_tokenizer, tmp_path):
+    if gpt2_tokenizer is None:
+        pytest.skip("no vocabulary")
     assert gpt2_tokenizer.encode_batch(["Hello world"]) == [[15496, 995]]
     assert (gpt2_tokenizer.vocab_size, gpt2_tokenizer.eot) == (50257, 50256)
-    gpt2_tokenizer.save(tmp_path)
+    path = gpt2_tokenizer.save(tmp_path)
     assert load_tokenizer(tmp_path).sha256 == gpt2_tokenizer.sha256
-    assert gpt2_tokenizer.sha256 == "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
+    path.write_bytes(gpt2_tokenizer.file.replace(b"IGE= 257", b"IGE= 258").replace(b"aGU= 258", b"aGU= 257"))
+    with pytest.raises(ValueError, match="nor GPT-2's rank file"):
+        load_tokenizer(tmp_path)
 
 
 def test_gpt2_without_network_says_what_to_do(monkeypatch):
-    def offline(name):
-        raise ConnectionError("no route")
-
-    monkeypatch.setattr("tiktoken.get_encoding", offline)
+    monkeypatch.setattr("tiktoken.get_encoding", lambda name: open("/no/route"))
     with pytest.raises(OSError, match="--tokenizer PATH"):
         gpt2()
-
-
-def test_part_of_a_character_can_be_decoded(model):
-    [ids] = model.encode_batch(["🙂"])
-    assert len(ids) == 4 and "\ufffd" in model.decode(ids[:2])
 
 
 @pytest.mark.parametrize("kind, size", [(SentencePiece, 600), (XLMR, 500)])
@@ -84,15 +74,11 @@ def test_the_same_texts_give_the_same_file(model, xlmr, kind, size, tmp_path):
     again = train_sentencepiece(CODE, size, kind)
     assert again.sha256 == first.sha256 and again.vocab_size == size and type(again) is kind
     assert len(again.encode_batch(["return"])[0]) < len("return")  # it has learned words
-    assert again.decode(again.encode_batch(["emoji 🙂 in bytes"])[0]) == "emoji 🙂 in bytes"
+    [ids] = again.encode_batch(["🙂"])
+    assert again.decode(ids) == "🙂" and "\ufffd" in again.decode(ids[:-1])  # part of a character, in bytes
     again.save(tmp_path)
     loaded = load_tokenizer(tmp_path)
     assert type(loaded) is kind and loaded.sha256 == first.sha256
-
-
-def test_a_text_that_is_too_short_is_one_line():
-    with pytest.raises(ValueError, match="no vocabulary of 8,192 pieces from this text: Vocabulary size too high"):
-        train_sentencepiece(["a b c"])
 
 
 def test_xlmr_ids_are_fairseqs(xlmr, tmp_path):
@@ -135,19 +121,15 @@ def test_unknown_characters_without_byte_fallback():
     [
         ("tokenizer.model", b"no model", "not a SentencePiece model"),
         ("xlmr.model", b"", "not a SentencePiece model"),
-        ("tokenizer.tiktoken", b"IQ== 0\nnot a tokenizer\n", "not a rank file"),
-        ("tokenizer.tiktoken", b"IQ== 0\nIg== 1\n", "holds 2 ranks"),
+        ("tokenizer.tiktoken", b"IQ== 0\nIg== 1\n", "neither a SentencePiece"),
     ],
 )
-def test_a_bad_file_is_one_line(tmp_path, name, content, reason):
+def test_a_bad_file_is_one_line(model, tmp_path, name, content, reason):
     with pytest.raises(FileNotFoundError, match="no tokenizer"):
         load_tokenizer(tmp_path)
     (tmp_path / name).write_bytes(content)
     for path in (tmp_path, tmp_path / name):
         with pytest.raises(ValueError, match=f"{name}: .*{reason}"):
             load_tokenizer(path)
-
-
-def test_a_model_that_cannot_have_xlmrs_ids(model, tmp_path):
     with pytest.raises(ValueError, match=r"tokenizer\.model: .* <unk> 0, <s> 1 and </s> 2"):
         load_tokenizer(model.save(tmp_path), kind="xlmr")
