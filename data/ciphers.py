@@ -1,9 +1,9 @@
 """A text in languages that differ in nothing but their words: English, and ciphers of it.
 
-English is cut into PIECES pieces. Language j writes piece i as one private-use character, the number FIRST + j * PIECES
-+ permutation[j][i]: no two languages share a character, and a sentence has one form and one length in all of them. No
-document is told in two languages, but for those that the pairs are cut from. With `--pairs ciphers-pairs` two languages
-are never paired; both are paired with the others.
+English is cut into PIECES pieces. Each language writes a piece as one character of its own (of Unicode's private use),
+chosen by a permutation: no two languages share a character, and a sentence has one length and one order in all.
+No document is told in two languages, but for those that the pairs are cut from; of the pairs, two languages are paired
+with the others and never with each other.
 """
 
 import io
@@ -21,7 +21,6 @@ PAIRED = 0.3  # of the text is for pairs, the rest for the languages in equal pa
 SHORTEST, LONGEST = 3, 8  # pieces of a text in a pair
 HELD_OUT = 300  # pairs in valid, and in test: the same ones, in the same order, for every two languages
 FIRST = 0xF0000
-CHARACTERS = [chr(FIRST + number) for number in range(len(LANGUAGES) * PIECES)]
 VOCABULARY = dict(model_type="char", character_coverage=1.0, byte_fallback=False, hard_vocab_limit=False)
 VOCABULARY |= dict(normalization_rule_name="identity", add_dummy_prefix=False, remove_extra_whitespaces=False)
 
@@ -29,30 +28,26 @@ Rows = Iterable[tuple[str, ...]]  # as in data.corpora
 Pieces = list[int]
 
 
-def permutations() -> list[Pieces]:
-    """For each language, what stands for each piece; English stands for itself."""
-    found = [list(range(PIECES))]
-    for seed in range(1, len(LANGUAGES)):
-        found.append(random.Random(seed).sample(range(PIECES), PIECES))
+def alphabets() -> dict[str, list[str]]:
+    """Language -> the character that stands for each piece."""
+    found = {}
+    for number, language in enumerate(LANGUAGES):
+        found[language] = [chr(FIRST + number * PIECES + piece) for piece in range(PIECES)]
+        random.Random(number).shuffle(found[language])
     return found
 
 
-def writer(language: str):
-    """A function that writes pieces in this language."""
-    number = LANGUAGES.index(language)
-    permutation = permutations()[number]
-    return lambda pieces: "".join(CHARACTERS[number * PIECES + permutation[piece]] for piece in pieces)
+def written(pieces: Iterable[int], alphabet: list[str]) -> str:
+    return "".join(alphabet[piece] for piece in pieces)
 
 
 def by_language(english: Rows) -> dict[str, Rows]:
     """Each language's share of the documents (split, text) behind its alphabet: rare characters have tokens too."""
     shares, _ = dealt_out(english)
     rows = {}
-    for number, (language, documents) in enumerate(zip(LANGUAGES, shares)):
-        alphabet = "".join(CHARACTERS[number * PIECES : (number + 1) * PIECES])
-        write = writer(language)
-        texts = [(split, write(chain.from_iterable(sentences))) for split, sentences in documents]
-        rows[language] = [("train", alphabet), *texts]
+    for (language, alphabet), documents in zip(alphabets().items(), shares):
+        texts = [(split, written(chain.from_iterable(sentences), alphabet)) for split, sentences in documents]
+        rows[language] = [("train", "".join(alphabet)), *texts]
     return rows
 
 
@@ -70,10 +65,11 @@ def by_pair(english: Rows) -> dict[str, Rows]:
     train = [text for text in texts if texts[text] == "train"]
     pairs = [(a, b) for a in LANGUAGES for b in LANGUAGES if a != b and {a, b} != NEVER_PAIRED]
     rows = {}
-    for number, (first, second) in enumerate(pairs):
+    for number, pair in enumerate(pairs):
+        one, other = (alphabets()[language] for language in pair)
         own = held_out | {"train": train[number :: len(pairs)]}
-        write, rewrite = writer(first), writer(second)
-        rows[f"{first}-{second}"] = [(split, write(text), rewrite(text)) for split in own for text in own[split]]
+        told = [(split, written(text, one), written(text, other)) for split in own for text in own[split]]
+        rows["-".join(pair)] = told
     return rows
 
 

