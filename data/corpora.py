@@ -69,24 +69,19 @@ def hashed(texts: Texts, share: float) -> Rows:
 def labelled(splits: dict[str, Texts]) -> Rows:
     """The texts of each split, held-out ones first; warns in the end of training texts that are held out as well."""
     held_out, leaks = set(), 0  # hashes of texts
-    try:
-        for split, texts in splits.items():
-            for row in texts:
-                if split != "train":
-                    held_out.add(hash(row))
-                elif hash(row) in held_out:
-                    leaks += 1
-                yield split, *row
-    finally:
-        if leaks:
-            print(f"warning: {leaks:,} training texts stand in valid or test, too", file=sys.stderr)
+    for split, texts in splits.items():
+        for row in texts:
+            if split != "train":
+                held_out.add(hash(row))
+            elif hash(row) in held_out:
+                leaks += 1
+            yield split, *row
+    if leaks:
+        print(f"warning: {leaks:,} training texts stand in valid or test, too", file=sys.stderr)
 
 
 def split_by_name(source: Path, contents: dict[Path, Texts]) -> Rows:
-    """The texts of files whose names say train, valid or test; other files are then not read.
-
-    Where no name does, a hash of the text sends 1% to valid and 1% to test. `contents`: file -> its texts.
-    """
+    """The texts of files whose names say train, valid or test, and no others; where none does, 1%, 1% by a hash."""
     named = defaultdict(list)  # split -> the texts of each of its files
     for path, texts in contents.items():
         named[files.named_split(path.relative_to(source))].append(texts)
@@ -117,17 +112,13 @@ def hub_rows(name: str, split: str, *columns: str, **options) -> Texts:
 
 
 def hub_pairs(name: str, *columns: str) -> Rows:
-    """In the data set's own splits. Where it has no test set, a hash of the text halves its validation set."""
+    """In those of its splits that the data set has."""
     with network(name, "datasets"):
         from datasets import get_dataset_split_names
 
         there = get_dataset_split_names(*name.split())
-    splits = {}
-    for split, theirs in HUB_SPLITS.items():
-        splits[split] = hub_rows(name, theirs, *columns) if theirs in there else ()
-    if "test" not in there:
-        yield from hashed(splits.pop("valid"), 0.5)
-    yield from labelled(splits)
+    own = {split: theirs for split, theirs in HUB_SPLITS.items() if theirs in there}
+    yield from labelled({split: hub_rows(name, theirs, *columns) for split, theirs in own.items()})
 
 
 def pydocs(source: Path | None = None) -> Rows:
@@ -222,15 +213,15 @@ def openwebtext() -> Rows:
 
 def enwiki(source: Path) -> Rows:
     """Articles of train.txt and valid.txt with a blank line between two; every second one of valid.txt is for test."""
-    for number, article in enumerate(read_documents(one_of(source, "valid.txt"))):
+    for number, article in enumerate(read_documents(one_of(source, "valid.txt"), blocks=True)):
         yield "test" if number % 2 else "valid", article
-    for article in read_documents(one_of(source, "train.txt")):
+    for article in read_documents(one_of(source, "train.txt"), blocks=True):
         yield "train", article
 
 
 def text(source: Path) -> Rows:
     """The user's own files; `read_documents` says what a document is."""
-    found = files.source_files(source)
+    found = files.text_files(source)
     return split_by_name(source, {path: zip(read_documents(path)) for path in found})
 
 
@@ -370,11 +361,11 @@ def cc100() -> dict[str, Rows]:
 
 
 def language_files(source: Path) -> dict[str, Rows]:
-    """The documents of LANGUAGE.txt, .jsonl or .parquet; a name may say more, as in sw.part1.txt.xz."""
+    """The documents of LANGUAGE.txt, .jsonl or .parquet; a name may say more, as in sw.part1.txt.xz or C4's c4-sw.*."""
     contents = defaultdict(dict)  # language -> file -> its texts
-    for path in files.source_files(source):
-        if files.uncompressed_name(path).endswith((".txt", ".jsonl", ".parquet")):
-            contents[path.name.split(".")[0]][path] = zip(read_documents(path))
+    for path in files.text_files(source, ".txt", ".parquet", *files.JSON):
+        language = path.name.removeprefix("c4-").split(".")[0]
+        contents[language][path] = zip(read_documents(path))
     if not contents:
         raise FileNotFoundError(f"--source {source} holds no LANGUAGE.txt, .jsonl or .parquet (or these as .gz, .xz)")
     return {language: split_by_name(source, own) for language, own in contents.items()}
@@ -387,18 +378,8 @@ def opus100() -> dict[str, Rows]:
         from datasets import get_dataset_config_names
 
         names = get_dataset_config_names(repository)
-    pairs = {}
-    for name in names:
-        sides = name.split("-")
-        if "en" in sides:  # others have nothing but a test set
-            pairs[name] = hub_pairs(f"{repository} {name}", *sides)
-    return pairs
-
-
-def wmt10() -> dict[str, Rows]:
-    """Each language from the newest WMT that has pairs of it on the hub."""
-    years = {"cs": 18, "de": 18, "et": 18, "fi": 18, "fr": 15, "gu": 19, "hi": 14, "lv": 17, "ro": 16, "tr": 18}
-    return {f"{one}-en": hub_pairs(f"wmt/wmt{year} {one}-en", one, "en") for one, year in years.items()}
+    with_english = [name for name in names if "en" in name.split("-")]  # others have nothing but a test set
+    return {name: hub_pairs(f"{repository} {name}", *name.split("-")) for name in with_english}
 
 
 def bitext(source: Path) -> dict[str, Rows]:
@@ -450,7 +431,8 @@ CORPORA = {
     "opus100": Corpus("pairs", bitext, opus100),
     "bitext": Corpus("pairs", bitext),
     "multi30k-de": Corpus("pairs", multi30k, multi30k, pieces=8_000),
-    "wmt10": Corpus("pairs", bitext, wmt10, pieces=32_000),
 }
-for language in ("de", "he", "ru", "uk", "zh"):  # XMoE does not name its files: they are the user's
-    CORPORA[f"wmt23-{language}"] = Corpus("pairs", bitext, pieces=32_000)
+for (
+    name
+) in "wmt10 wmt23-de wmt23-he wmt23-ru wmt23-uk wmt23-zh".split():  # files of the user's, as the papers name none
+    CORPORA[name] = Corpus("pairs", bitext, pieces=32_000)

@@ -1,24 +1,38 @@
 """Readers of the files that texts come in: documents, translation pairs and message catalogs, plain, .gz or .xz.
 
-All but catalogs are read piece by piece. A file that cannot be read is a ValueError or an OSError of one line, which
-names the file and, where it is known, the line or the byte.
+What cannot be read is a ValueError or an OSError of one line, with the file and, where it is known, the line or byte.
 """
 
 import gzip
 import hashlib
 import json
 import lzma
+import os
 import re
 import struct
+import sys
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from itertools import chain, groupby, islice, zip_longest
+from contextlib import suppress
+from functools import partial
+from itertools import chain, islice, zip_longest
 from pathlib import Path
 
 SPLITS = ("train", "valid", "test")
 SPLIT_NAMES = {name: name for name in SPLITS} | {"val": "valid", "validation": "valid", "dev": "valid"}
 HEAD = 1000  # lines at the beginning of a text file that decide what its documents are
+LONGEST_LINE = 1 << 27  # bytes
+LONGEST_BLOCK = 10_000_000  # characters, about: a longer one is several documents
+COMPRESSED = {".gz": gzip.open, ".xz": lzma.open}
+JSON = (".json", ".jsonl", ".ndjson")
+# Names of files without text, and of those that may hold some in a form that is not read
+NO_TEXT = re.compile(
+    r"^(readme|licen[cs]e|notice|dataset_infos?)\b|\.(png|jpe?g|gif|webp|svg|ico|mp[34]|wav|flac|avi|so|dll|exe|pyc"
+    r"|np[yz]|bin|pth?|safetensors|ckpt|pkl|h5|db|sqlite|lock|idx)$"
+)
+UNREAD = re.compile(r"\.(csv|zst|bz2|zip|tar|tgz|7z|rar|pdf|docx?|epub|arrow|feather|avro|orc|tfrecord)$")
+found_in = defaultdict(dict)  # what the documents of a file are -> file -> how many: said by data.prepare
 
 
 def split_of(key: str, valid: float, test: float) -> str:
@@ -43,16 +57,43 @@ def named_split(path: Path) -> str | None:
     return None
 
 
-def source_files(source: Path) -> list[Path]:
-    """The file itself, or the files under a folder, sorted. Hidden files and what is in hidden folders are left out."""
+def source_files(source: Path, skipped: dict[str, list] | None = None, seen: set | None = None) -> list[Path]:
+    """The file itself, or the files under a folder and under those that it links to, each once, sorted. None is hidden.
+
+    skipped: why -> names that are left out, filled in. seen: the real paths of what has been found.
+    """
     if source.is_file():
         return [source]
-    files = []
-    for path in sorted(source.rglob("*")):
-        hidden = any(part.startswith(".") for part in path.relative_to(source).parts)
-        if path.is_file() and not hidden:
-            files.append(path)
-    return files
+    skipped = defaultdict(list) if skipped is None else skipped
+    seen = {os.path.realpath(source)} if seen is None else seen
+    found = []
+    for path in sorted(source.iterdir()) if source.is_dir() else ():
+        real = os.path.realpath(path)
+        if path.name.startswith("."):
+            skipped["hidden"].append(path.name)
+        elif real in seen:
+            skipped["there twice"].append(path.name)
+        elif not path.is_file() and not path.is_dir():
+            skipped["no file"].append(path.name)
+        else:
+            seen.add(real)
+            found += source_files(path, skipped, seen)
+    return sorted(found)
+
+
+def text_files(source: Path, *endings: str) -> list[Path]:
+    """The `source_files` that may hold documents, with one of the endings; says in a line what is not read, and why."""
+    skipped, found = defaultdict(list), []
+    for path in source_files(source, skipped):
+        name = uncompressed_name(path).lower()
+        if path == source or (name.endswith(endings or "") and not NO_TEXT.search(name)):
+            found.append(path)
+        else:
+            skipped["no data"].append(path.name)
+    if skipped:
+        told = [f"{len(names):,} {why} ({names[0]})" for why, names in skipped.items()]
+        print(f"not read in {source}: {', '.join(told)}", file=sys.stderr)
+    return found
 
 
 def one_of(folder: Path, *names: str) -> Path:
@@ -66,7 +107,7 @@ def one_of(folder: Path, *names: str) -> Path:
 
 
 def uncompressed_name(path: Path) -> str:
-    return re.sub(r"\.(gz|xz)$", "", path.name)
+    return re.sub(r"\.(gz|xz)$", "", path.name, flags=re.IGNORECASE)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -75,11 +116,14 @@ def uncompressed_name(path: Path) -> str:
 
 def read_lines(path: Path) -> Iterator[str]:
     """The lines of a UTF-8 file with their line ends, without the byte order mark that some programs begin it with."""
-    opener = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix, open)
     offset = 0
     try:
-        with opener(path, "rb") as file:
-            for line in file:
+        with COMPRESSED.get(path.suffix.lower(), open)(path, "rb") as file:
+            for line in iter(partial(file.readline, LONGEST_LINE), b""):
+                if len(line) == LONGEST_LINE:
+                    raise ValueError(f"{path} has a line of {LONGEST_LINE:,} bytes or more, at byte {offset:,}")
+                if b"\0" in line:
+                    raise ValueError(f"{path} is not UTF-8 text: byte {offset + line.index(0)} is NUL, as in UTF-16")
                 text = line.decode()
                 yield text if offset else text.removeprefix("\ufeff")
                 offset += len(line)
@@ -89,35 +133,56 @@ def read_lines(path: Path) -> Iterator[str]:
         raise ValueError(f"{path} is damaged: {error}") from error
 
 
-def read_documents(path: Path) -> Iterator[str]:
+def read_documents(path: Path, blocks: bool = False) -> Iterator[str]:
     """The documents of a file: the rows of Parquet and of JSON lines, and the blocks or lines of plain text.
 
-    JSON lines are known by the name .jsonl, or by a first line that is a JSON object with a "text". In plain text blank
-    lines separate documents; where none of the first 1,000 lines is blank, every line is a document.
+    JSON lines are known by a first line that is a JSON object with a "text", or by the name. In plain text every line
+    is a document, but where blank lines are regular (or `blocks` says so) the blocks between them are.
     """
-    name = uncompressed_name(path)
+    name = uncompressed_name(path).lower()
     if name.endswith(".parquet"):
-        yield from read_parquet(path)
-        return
-    lines = read_lines(path)
-    head = list(islice(lines, HEAD))
-    lines = chain(head, lines)
-    if name.endswith(".jsonl") or (head and is_json_row(head[0])):
-        yield from json_rows(path, lines)
-    elif all(line.strip() for line in head):
-        yield from filter(None, map(str.strip, lines))
+        what, documents = "the rows", read_parquet(path)
+    elif UNREAD.search(name):
+        raise ValueError(f"{path} is not read: give its text as plain text, JSON lines or Parquet, plain, .gz or .xz")
     else:
-        for has_text, block in groupby(lines, key=lambda line: bool(line.strip())):
-            if has_text:
-                yield "".join(block).strip()
+        lines = read_lines(path)
+        head = list(islice(lines, HEAD))
+        lines = chain(head, lines)
+        first = parse(next((line for line in head if line.strip()), ""))
+        if name.endswith(JSON) or (isinstance(first, dict) and "text" in first):
+            what, documents = "the JSON lines", json_rows(path, lines)
+        elif blocks or are_blocks(head):
+            what, documents = "the blocks between blank lines", read_blocks(lines)
+        else:
+            what, documents = "the lines", filter(None, map(str.strip, lines))
+    counts = found_in[what]
+    counts[path] = 0
+    for document in documents:
+        counts[path] += 1
+        yield document
 
 
-def is_json_row(line: str) -> bool:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return False
-    return isinstance(row, dict) and "text" in row
+def are_blocks(head: list[str]) -> bool:
+    """Whether blank lines are regular: most of the lines are in blocks of 100 at most, of which there are two."""
+    sizes = [block.count("\n") for block in re.split(r"\n(?:[^\S\n]*\n)+", "".join(head).strip() + "\n")]
+    return len(sizes) > 1 and 2 * sum(size for size in sizes if size <= 100) >= sum(sizes)
+
+
+def read_blocks(lines: Iterable[str]) -> Iterator[str]:
+    block, size = [], 0
+    for line in chain(lines, [""]):
+        if line.strip():
+            block.append(line)
+            size += len(line)
+        if block and (not line.strip() or size > LONGEST_BLOCK):
+            yield "".join(block).strip()
+            block, size = [], 0
+
+
+def parse(line: str):
+    """The JSON in a line, or None."""
+    with suppress(ValueError, RecursionError):
+        return json.loads(line)
 
 
 def json_rows(path: Path, lines: Iterable[str]) -> Iterator[str]:
@@ -125,12 +190,9 @@ def json_rows(path: Path, lines: Iterable[str]) -> Iterator[str]:
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path}, line {number}: not JSON") from error
+        row = parse(line)
         if not isinstance(row, dict) or not isinstance(row.get("text"), str):
-            raise ValueError(f"{path}, line {number}: no string named 'text'")
+            raise ValueError(f"{path}, line {number}: no JSON object with a string named 'text'")
         yield row["text"]
 
 
@@ -145,7 +207,7 @@ def read_parquet(path: Path) -> Iterator[str]:
         file = pyarrow.parquet.ParquetFile(path)
         if "text" not in file.schema_arrow.names:
             raise ValueError(f"{path} has no 'text' column")
-        for batch in file.iter_batches(batch_size=1024, columns=["text"]):
+        for batch in file.iter_batches(batch_size=64, columns=["text"]):
             for text in batch.column("text").to_pylist():
                 if not isinstance(text or "", str):
                     raise ValueError(f"{path} has a 'text' that is no string: {text!r:.50}")

@@ -2,6 +2,7 @@
 
 import json
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -16,7 +17,7 @@ from torch import Tensor
 from data.corpora import CORPORA
 from data.files import SPLITS
 from data.prepare import checksum, ready, sha256
-from data.tokenizers import Tokenizer, load_tokenizer
+from data.tokenizers import KINDS, Tokenizer, load_tokenizer
 
 HASHED_UP_TO = 1 << 34  # bytes; hashing a larger file takes minutes, so only its size is compared
 AGAIN = "remove the folder and prepare it again: python -m data.prepare --help says how"
@@ -36,13 +37,34 @@ def read_meta(folder: Path) -> dict:
         intact = False
     if not intact:
         raise ValueError(f"{path} has changed since it was written; {AGAIN}")
-    for name, expected in meta["files"].items():
+    check_files(folder, meta["files"])
+    return meta
+
+
+def check_files(folder: Path, hashes: dict[str, str]):
+    """FileNotFoundError or ValueError: a file is missing or has changed. The noted size and time tell which to read."""
+    place = folder.resolve()
+    memory = place.with_name(f".{place.name}.checked")  # the hash, the size, the time and the name of each file
+    known = found = ""
+    with suppress(OSError, ValueError):
+        known = memory.read_text()
+    for name, expected in hashes.items():
         file = folder / name
         if not file.is_file():
             raise FileNotFoundError(f"{file} is missing; {AGAIN}")
-        if file.stat().st_size <= HASHED_UP_TO and sha256(file) != expected:
-            raise ValueError(f"{file} has changed since it was written; {AGAIN}")
-    return meta
+        line = f"{expected} {stamp_of(file)} {name}\n"
+        if file.stat().st_size <= HASHED_UP_TO:
+            if line not in known and sha256(file) != expected:
+                raise ValueError(f"{file} has changed since it was written; {AGAIN}")
+            found += line
+    if found != known:
+        with suppress(OSError):  # beside a folder that is somebody else's
+            memory.write_text(found)
+
+
+def stamp_of(file: Path) -> str:
+    status = file.stat()
+    return f"{status.st_size} {status.st_mtime_ns}"
 
 
 def map_numbers(path: str, dtype: str, count: int) -> ndarray:
@@ -84,14 +106,10 @@ class Prepared:
 
     @classmethod
     def open(cls, name: str, config, context, **options) -> "Prepared":
-        """The corpus `name`, or the prepared folder `name`, read as a script's config says.
-
-        A corpus that is inside installed packages is prepared first where that has not been done.
-        """
+        """The corpus `name`, or the prepared folder `name`, read as a script's config says; see `ready`."""
         folder = ready(name, make=context.rank == 0)
         context.barrier()
-        micros = config.batch_tokens // config.micro_tokens
-        sizes = config.block_size, config.micro_tokens, micros
+        sizes = config.block_size, config.micro_tokens, config.batch_tokens // config.micro_tokens
         return cls(folder, *sizes, config.seed, **options)
 
     def __post_init__(self):
@@ -111,8 +129,10 @@ class Prepared:
         self.index = {}  # split -> (2 * pairs + 1,): where each text of a pair begins, and the end
         self.streams = {}  # split -> (J, 2): the number of each language's first token (or pair), and its count
         unit = "pairs" if self.meta["kind"] == "pairs" else "tokens"
+        self.stamps = {}  # split -> of its tokens, when they were opened
         for split, total in self.meta["splits"].items():
             file = self.folder / split
+            self.stamps[split] = stamp_of(self.folder / f"{split}.bin")
             self.tokens[split] = map_numbers(f"{file}.bin", self.meta["dtype"], total["tokens"])
             if unit == "pairs":
                 self.index[split] = map_numbers(f"{file}.idx", "int64", 2 * total["pairs"] + 1)
@@ -121,9 +141,15 @@ class Prepared:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        return load_tokenizer(self.folder)
+        kind = KINDS[self.meta["tokenizer"]["kind"]]
+        return load_tokenizer(self.folder / kind.filename)
 
     def random(self, purpose: int, split, *key) -> np.random.Generator:
+        """Draws a batch. ValueError where the tokens have been overwritten since they were opened."""
+        stamp = stamp_of(self.folder / f"{split}.bin")
+        if stamp != self.stamps[split]:
+            check_files(self.folder, self.meta["files"])
+            self.stamps[split] = stamp
         start = purpose, self.seed, SPLITS.index(split)
         return np.random.default_rng((*start, *key))
 

@@ -11,10 +11,12 @@ The result is data/prepared/multilingual and data/prepared/multilingual-pairs, u
 
 import json
 import re
+import sys
 import unicodedata
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
@@ -22,9 +24,11 @@ from typing import NamedTuple
 import tyro
 from tyro.conf import Positional
 
+if not __package__:  # python data/multilingual.py
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 from data import bitext_sets, corpora, xtreme
 from data.files import one_of, read_documents, read_lines, read_pairs, split_of
-from data.prepare import PREPARED, prepare
+from data.prepare import PREPARED, clear_errors, prepare
 from data.tokenizers import XLMR, train_sentencepiece
 
 LANGUAGES = {"en", "de", "fr", "zh_Hans"}  # those with 20,000 pairs or more, by Django's names
@@ -50,7 +54,6 @@ class Text(NamedTuple):
 
 
 def main(downloads: Positional[Path], tested: Positional[Path], out: Path = PREPARED, pieces: int = PIECES):
-    """See the head of this file."""
     banned = set()  # every sentence on which a number is reported
     for text in scored_texts(downloads, tested):
         banned.update(sentences(text))
@@ -105,16 +108,20 @@ def read(downloads: Path) -> Iterator[Text]:
             for split, *texts in rows:
                 yield Text("Django", split, language, tuple(texts))
     yield from ntrex(downloads / "ntrex")
-    for line in read_lines(one_of(downloads / "udhr", "udhr.jsonl")):
-        row = json.loads(line)
-        language = row["lang"].replace("-", "_")
+    path = one_of(downloads / "udhr", "udhr.jsonl")
+    for number, line in enumerate(read_lines(path), start=1):
+        try:
+            language, text = itemgetter("lang", "text")(json.loads(line))
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise ValueError(f"{path}, line {number}: no JSON object with 'lang' and 'text'") from error
+        language = str(language).replace("-", "_")
         if language in LANGUAGES:
-            yield Text("UDHR", "train", language, (row["text"],))
+            yield Text("UDHR", "train", language, (str(text),))
     for source, folder, language, ending in BITEXT:
         yield from bitext(source, downloads / folder, language, ending)
     for split in ("train", "valid"):
         words = 0
-        for article in read_documents(one_of(downloads / "enwiki-2021", f"{split}.txt")):
+        for article in read_documents(one_of(downloads / "enwiki-2021", f"{split}.txt"), True):
             words += len(article.split())
             if words > WORDS_OF_WIKIPEDIA:
                 break
@@ -134,8 +141,10 @@ def ntrex(folder: Path) -> Iterator[Text]:
     for name, language in NTREX.items():
         columns[language] = column(f"newstest2019-ref.{name}.txt")
     for language, lines in columns.items():
+        if not len(lines) == len(articles) == len(english):
+            raise ValueError(f"{folder}: not a line in English, in {language} and in DOCUMENT_IDS.tsv each")
         whole = defaultdict(list)  # article -> its sentences
-        for article, text, source in zip(articles, lines, english, strict=True):
+        for article, text, source in zip(articles, lines, english):
             whole[article].append(text)
             if language != "en":
                 yield Text("NTREX", splits[article], f"{language}-en", (text, source))
@@ -157,21 +166,20 @@ def bitext(source: str, folder: Path, language: str, ending: str) -> Iterator[Te
 
 def select(texts: Iterable[Text], banned: set[str]) -> Iterator[Text]:
     """Every text once, without those with a sentence that is scored, and training texts that are held out as well."""
-    kept, held_out, dropped = [], set(), Counter()
+    kept, held_out, scored, leaks = [], set(), 0, 0
     for text in dict.fromkeys(texts):
         if any(not banned.isdisjoint(sentences(one)) for one in text.texts):
-            dropped[text.source, "with a sentence that is scored"] += 1
+            scored += 1
             continue
         kept.append(text)
         if text.split != "train":
             held_out.update(map(normal, text.texts))
     for text in kept:
         if text.split == "train" and not held_out.isdisjoint(map(normal, text.texts)):
-            dropped[text.source, "that is held out, too"] += 1
+            leaks += 1
         else:
             yield text
-    for (source, why), count in sorted(dropped.items()):
-        print(f"{source}: {count:,} texts or pairs left out, {why}")
+    print(f"left out: {scored:,} texts or pairs with a sentence that is scored, {leaks:,} that are held out, too")
 
 
 def write(folder: Path, groups: dict[tuple[str, str], list]):
@@ -200,4 +208,5 @@ def sample(groups: dict[tuple[str, str], list]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    with clear_errors():
+        tyro.cli(main, prog="python -m data.multilingual", description=__doc__)

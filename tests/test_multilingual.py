@@ -1,6 +1,9 @@
 """The corpus of real text in four languages: no sentence that is scored, and no document in two splits."""
 
 import json
+import re
+
+import pytest
 
 from data import corpora, multilingual
 from data.batches import PairData, Prepared
@@ -57,7 +60,7 @@ def test_no_scored_sentence_is_in_the_real_text(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(corpora, "catalogs_pairs", lambda: {"de-en": messages})
     monkeypatch.setattr(multilingual, "NTREX", {"deu": "de"})
     multilingual.main(tmp_path / "downloads", tmp_path / "tested", tmp_path / "out", pieces=320)
-    assert "Wikipedia: 1 texts or pairs left out, with a sentence that is scored" in capsys.readouterr().out
+    assert "texts or pairs with a sentence that is scored, 11 that are held out, too" in capsys.readouterr().out
     corpus = Prepared(tmp_path / "out" / "multilingual", block_size=8, micro_tokens=8)
     pairs = PairData(tmp_path / "out" / "multilingual-pairs", 16, 64, 64, 0)
     assert corpus.tokenizer.sha256 == pairs.tokenizer.sha256
@@ -73,3 +76,31 @@ def test_no_scored_sentence_is_in_the_real_text(tmp_path, monkeypatch, capsys):
         assert kept in everything
     for (_, split), text in written.items():
         assert ("tatoeba-en-de held out de" in text) == (split == "valid")
+
+
+@pytest.mark.parametrize(
+    "name, content, line",
+    [
+        (
+            "ntrex/newstest2019-ref.deu.txt",
+            "Nachricht eins\n",
+            "ntrex: not a line in English, in de and",
+        ),
+        ("ntrex/DOCUMENT_IDS.tsv", None, "no DOCUMENT_IDS.tsv"),
+        ("udhr/udhr.jsonl", '{"lang": "de"}', "udhr.jsonl, line 1: no JSON object with 'lang' and 'text'"),
+        ("udhr/udhr.jsonl", "[" * 100_000, "udhr.jsonl, line 1: no JSON object"),
+        ("enwiki-2021/valid.txt", "a\0", "valid.txt is not UTF-8 text"),
+        ("multi30k/train.de", "one\n", "not two texts"),
+        ("wordalign/de-en.gold", "1-1 2-2\n1-1\n", "de-en.gold"),
+    ],
+)
+def test_bad_downloads_are_one_line(name, content, line, tmp_path, monkeypatch):
+    for file, text in (DOWNLOADS | {name: content}).items():
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        if text is not None:
+            (tmp_path / file).write_text(text)
+    monkeypatch.setattr(multilingual.xtreme, "TASKS", {})
+    monkeypatch.setattr(multilingual, "NTREX", {"deu": "de"})
+    monkeypatch.setattr(corpora, "messages", lambda source: [])
+    with pytest.raises((ValueError, OSError), match=re.escape(line)):
+        multilingual.main(tmp_path, tmp_path, tmp_path / "out", pieces=320)

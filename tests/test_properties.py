@@ -429,7 +429,7 @@ def test_what_was_found_stays_mended(name, tmp_path):
 # ---------------------------------------------------------------------------------------------------------------------
 # What was written is read
 
-LINES = st.text(st.characters(codec="utf-8", exclude_characters="\n\t\ufeff")).map(str.strip).filter(bool)
+LINES = st.text(st.characters(codec="utf-8", exclude_characters="\0\n\t\ufeff")).map(str.strip).filter(bool)
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ import sentencepiece
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from data import tokenizers
 from data.tokenizers import XLMR, SentencePiece, gpt2, load_tokenizer, train_sentencepiece
 
 FOLDER = Path(__file__).parent.parent / "data"
@@ -96,6 +97,30 @@ def test_xlmr_ids_are_fairseqs(xlmr, tmp_path):
     assert [fairseq[token] for token in ids] == processor.encode_as_pieces(plain)
     assert tokenizer.decode([0, *ids, 2, 1, 3, 499]) == plain
     assert load_tokenizer(file).kind == "sentencepiece"
+
+
+WORDS = ["word", "Wort's", " ", "  ", "\n\n", "\t", "漢字", "12", "🙂", " a", "\r\n"]
+
+
+@given(st.lists(st.sampled_from(WORDS), max_size=150))
+@settings(max_examples=200, deadline=None)
+def test_parts_have_the_tokens_of_the_whole(model, xlmr, gpt2_tokenizer, words):
+    """Where no run is longer than a part, and whatever the run the text is the same."""
+    text = "".join(words)
+    for tokenizer in filter(None, (model, xlmr, gpt2_tokenizer)):
+        whole = tokenizer.encode_batch([text, "a"])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tokenizers, "PART", 20)
+            cut, pieces = tokenizer.encode_batch([text, "a"]), list(tokenizers.parts(text))
+        assert "".join(pieces) == text and max(map(len, pieces), default=0) <= 20
+        clean = all(one[-1:].strip() and two[0] in " \n" for one, two in zip(pieces, pieces[1:]))
+        assert cut == whole if clean else tokenizer is xlmr or tokenizer.decode(cut[0]) == text
+
+
+def test_of_two_tokenizers_in_a_folder_none_is_taken(model, xlmr, tmp_path):
+    model.save(tmp_path), xlmr.save(tmp_path)
+    with pytest.raises(ValueError, match=r"holds tokenizer\.model and xlmr\.model: give the path of one"):
+        load_tokenizer(tmp_path)
 
 
 def test_offsets_say_where_a_token_stands(xlmr):
