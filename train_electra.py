@@ -42,7 +42,7 @@ from model import Encoder, MaskedLM, SparseModel
 
 @dataclass
 class Config:
-    preset: str = "demo"  # demo, multilingual, or the paper's base, large and xl
+    preset: str = "demo"  # demo, small, multilingual, ciphers, or the paper's base, large and xl
     table: int | None = None  # run every row of XLM-E's table 2 at the preset's scale
     seeds: int = 1  # repeat with so many seeds; give mean and deviation
     data: str = "catalogs"  # a corpus of many languages under data/prepared, or the folder of a prepared one
@@ -130,13 +130,26 @@ PRESETS = {
     "demo": {},
     # Real text and pairs in four languages; `python -m data.multilingual` prepares them.
     "multilingual": dict(data="multilingual", pairs="multilingual-pairs"),
+    # Twice the width. At the demo's learning rate it hardly learned, before it had this lambda, beta2 and eps.
+    "small": dict(n_embd=256, ffn_size=1024, learning_rate=7.5e-4),
+    # English and three ciphers of it: no download, and minutes to see a model become multilingual, or not.
+    "ciphers": dict(
+        data="ciphers",
+        pairs="ciphers-pairs",
+        n_embd=64,
+        ffn_size=256,
+        block_size=64,
+        steps=3500,
+        eval_every=500,
+    ),
     "base": BASE,
     "large": BASE | LARGE,
     "xl": BASE | XL,
 }
 
 # A step of XLM-E costs as many FLOPs as so many of XLM, with the preset's own sizes and vocabulary.
-EQUAL_FLOPS = {"demo": 1.354, "multilingual": 1.270, "base": 1.260, "large": 1.203, "xl": 1.155}
+EQUAL_FLOPS = {"demo": 1.354, "multilingual": 1.270, "small": 1.414, "ciphers": 1.462}
+EQUAL_FLOPS |= {"base": 1.260, "large": 1.203, "xl": 1.155}
 
 
 def table2(base: Config) -> Table:
