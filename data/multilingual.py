@@ -82,7 +82,7 @@ def scored_texts(downloads: Path, tested: Path) -> Iterator[str]:
     for name, task in xtreme.TASKS.items():
         if name == "apps":
             continue
-        tests = xtreme.read_examples(name, str(tested), None, None, None).test
+        tests = xtreme.read_examples(name, str(tested)).test
         for example in chain.from_iterable(tests.values()):
             yield from joined(example.texts) if task.kind == "tags" else example.texts
     for pairs in bitext_sets.tatoeba(downloads / "tatoeba").values():
