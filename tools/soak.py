@@ -128,8 +128,8 @@ def same(one, two) -> bool:
     return one == two
 
 
-def damage(file: Path, foreign: Path):
-    """In one of five ways; foreign: the same file of a run with another seed."""
+def damage(file: Path, foreign: Path) -> str:
+    """In one of five ways, which it tells; foreign: the same file of a run with another seed."""
     data = bytearray(file.read_bytes() or b"0")
     kind = random.choice(["flip", "half", "empty", "foreign", "gone"])
     if kind == "flip":
@@ -139,6 +139,7 @@ def damage(file: Path, foreign: Path):
     file.write_bytes(data[: {"half": len(data) // 2, "empty": 0}.get(kind)])
     if kind == "gone":
         file.unlink()
+    return kind
 
 
 class Soak:
@@ -230,9 +231,9 @@ class Soak:
         if file.name != "result.json":
             (self.run / "result.json").unlink(missing_ok=True)  # a finished run looks at nothing else
         before, content = step_of(self.run), file.read_bytes()
-        damage(file, self.foreign / file.name)
+        kind = damage(file, self.foreign / file.name)
         left = step_of(self.run, [name for name in CHECKPOINTS if name != file.name])
-        hopeless = file.suffix == ".json" or file.name in CHECKPOINTS and left < 0
+        hopeless = file.suffix == ".json" or file.name in CHECKPOINTS and (left < 0 or kind == "foreign")
         code = end(self.start(self.out))
         wrong = self.judge(code, {0, int(hopeless)})
         if code and not wrong:
