@@ -225,12 +225,10 @@ class Run:
             raise ValueError(f"another process is training in {self.folder}: wait for it, or end it") from None
         except (OSError, NotImplementedError) as error:  # which do not name it
             raise ValueError(f"{self.folder / 'lock'} cannot be locked ({error}): choose another --out_dir") from None
-        patterns = ["*.pt.*.tmp"]  # of a process that was killed while it wrote
-        patterns += [] if self.config.resume else MADE
-        made = [file for pattern in patterns for file in self.folder.glob(pattern)]
+        made = [] if self.config.resume else [file for name in MADE for file in self.folder.glob(name)]
         if made and not (self.folder / "config.json").exists():
             raise ValueError(f"{made[0]} is of no run, which has a config.json: choose another --out_dir")
-        for file in made:
+        for file in [*made, *self.folder.glob("[!e]*.[0-9]*.tmp")]:  # these of a killed run, not of an evaluation
             file.unlink()
         if self.checkpoint_name == "ckpt.prev.pt":  # ckpt.pt is damaged or gone, and must not take this one's place
             (self.folder / "ckpt.prev.pt").replace(self.folder / "ckpt.pt")
