@@ -304,7 +304,7 @@ def score_languages(run: Run, model: FineTuned, examples: Examples, config: Conf
     count = xtreme_scores.COUNTING.get(model.kind)
     by_word = count(examples.train) if count else None
     languages, guesses, counted, unlabelled = {}, {}, {}, []
-    for language, own in tqdm(examples.test.items(), "testing", disable=context.rank > 0):
+    for language, own in tqdm(examples.test.items(), "testing", disable=context.rank > 0 or None):
         predicted = predict(model, own, config, run.tokenizer, context)
         name, content = submission(config.task, language, own, predicted)
         if context.rank == 0:

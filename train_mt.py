@@ -354,7 +354,9 @@ def translate_texts(model: Translator, texts: list[str], tokenizer: XLMR, config
     budget = config.micro_tokens // 2  # about as many source tokens as in training, which a capacity counts
     batches = list(source_batches(sources, tokenizer.pad, tokenizer.eos, budget))[context.rank :: context.world]
     found = {}  # number of a text -> its translation
-    for numbers, batch in tqdm(batches, desc="translating", unit="batch", leave=False, disable=context.rank > 0):
+    for numbers, batch in tqdm(
+        batches, desc="translating", unit="batch", leave=False, disable=context.rank > 0 or None
+    ):
         source, real = context.send_all(*batch)
         with context.autocast():
             best = translate(model, source, real, tokenizer, config.beam, config.length_penalty, limit)
