@@ -301,7 +301,8 @@ def score_languages(run: Run, model: FineTuned, examples: Examples, config: Conf
 
     What was predicted is kept as XTREME wants it, also of test sets without labels, which are not scored.
     """
-    by_word = xtreme_scores.count_words(model.kind, examples.train)
+    count = xtreme_scores.COUNTING.get(model.kind)
+    by_word = count(examples.train) if count else None
     languages, guesses, counted, unlabelled = {}, {}, {}, []
     for language, own in tqdm(examples.test.items(), "testing", disable=context.rank > 0):
         predicted = predict(model, own, config, run.tokenizer, context)

@@ -95,7 +95,7 @@ class Config:
     compile: bool = False  # torch.compile
     resume: bool = True  # go on from the run's newest checkpoint; false: start again
     eval_only: bool = False  # no training: evaluate the run's checkpoint, or --init_from
-    init_from: str | None = None  # folder of a GPT-2 checkpoint in Hugging Face's format (router dense)
+    init_from: str | None = None  # folder of another run, or of GPT-2 in Hugging Face's format (router dense)
 
     @property
     def where(self) -> set[str]:
@@ -237,14 +237,15 @@ def evaluate(model: GPT, data: TokenData, split: str, context, max_tokens: int |
 
 def build(config: Config, data: TokenData, context) -> GPT:
     """The model drawn from the seed, or that of `--init_from`."""
-    if config.init_from and (config.router != "dense" or config.frequency_bias):
+    of_gpt2 = config.init_from and not pretrained.is_run(config.init_from)
+    if of_gpt2 and (config.router != "dense" or config.frequency_bias):
         raise ValueError("--init_from loads GPT-2: give --router dense --frequency_bias false")
     seed_all(config.seed)
     model = context.place(GPT(config, data.vocab_size))
     if config.frequency_bias:
         model.bias.data.copy_(data.log_frequencies())
     if config.init_from:
-        pretrained.fill(model, *pretrained.load_gpt2(config.init_from), config.init_from)
+        pretrained.fill(model, *pretrained.load_gpt2(config.init_from, data.tokenizer), config.init_from)
     return model
 
 
@@ -317,8 +318,8 @@ def evaluate_run(config: Config, context) -> dict:
             raise ValueError(f"{run.folder} has no checkpoint: train first, with the same constants but eval_ ones")
         model = build(config, data, context)
         run.folder.mkdir(parents=True, exist_ok=True)  # of --init_from, which has no run yet
-    if checkpoint:
-        model.load_state_dict(checkpoint["model"])
+        if checkpoint:
+            parallel.load_model(model, checkpoint["model"])
     file = f"eval-t={config.eval_threshold}-capacity={config.eval_capacity}.json"
     key = {"name": run.name, "step": checkpoint.get("step", 0)}
     result = read_json(run.folder / file)

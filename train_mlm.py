@@ -95,7 +95,9 @@ class Config:
     shard: bool = False  # weights and their state lie in pieces over all processes (FSDP2)
     compile: bool = False  # torch.compile
     resume: bool = True  # go on from the run's newest checkpoint; false: start again
-    init_from: str | None = None  # folder of an XLM-R checkpoint in Hugging Face's format; sparse layers start new
+    init_from: str | None = (
+        None  # folder of another run, or of XLM-R in Hugging Face's format, whose sparse layers start new
+    )
 
     def unread(self) -> set[str]:
         """Constants that a run does not read because of others: see engine/config.py."""
@@ -271,14 +273,14 @@ def train(config: Config, context) -> dict:
 
 def build(config: Config, data: MaskedData, context) -> MaskedLM:
     """The model drawn from the seed, or that of `--init_from` with new sparse layers."""
-    if config.init_from and config.relative_bias:
+    if config.init_from and config.relative_bias and not pretrained.is_run(config.init_from):
         raise ValueError("--init_from loads XLM-R, which has no such bias: give --relative_bias false")
     seed_all(config.seed)
     model = context.place(MaskedLM(config, data.vocab_size))
     if config.frequency_bias:
         model.bias.data.copy_(data.log_frequencies())
     if config.init_from:
-        constants, weights = pretrained.load_xlmr(config.init_from)
+        constants, weights = pretrained.load_xlmr(config.init_from, data.tokenizer)
         longest = constants.pop("block_size")
         if config.block_size > longest:
             raise ValueError(f"{config.init_from} has {longest} positions, fewer than block_size = {config.block_size}")

@@ -4,6 +4,7 @@ import base64
 import copy
 import json
 import math
+import os
 import threading
 import webbrowser
 from collections import Counter
@@ -69,7 +70,8 @@ def play(options: Play):
         try:
             server.serve_forever()
         except KeyboardInterrupt:
-            print()
+            print(flush=True)
+            os._exit(0)  # a thread that answers may be inside torch, which aborts where Python ends in the usual way
 
 
 def page_of(data: dict) -> str:

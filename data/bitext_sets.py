@@ -61,8 +61,7 @@ def word_alignments(folder: Path) -> tuple[dict[str, list[Aligned]], list[str]]:
     """-> pair of languages -> its sentences, and what was wrong with links, a line for each kind of problem.
 
     de-en.src-tgt has lines `source ||| target`, de-en.gold the links of each, such as `1-1 2p3`: i-j sure, ipj
-    possible, counted from 1. A sentence whose links cannot be read is left out, and a link that points past its
-    sentence.
+    possible, counted from 1. Broken lines, and links that point past their sentence, are left out.
     """
     sets, notes = {}, []
     for path in source_files(folder):

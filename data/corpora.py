@@ -81,10 +81,7 @@ def labelled(splits: dict[str, Texts]) -> Rows:
 
 
 def split_by_name(source: Path, contents: dict[Path, Texts]) -> Rows:
-    """The texts of files whose names say train, valid or test; other files are then not read.
-
-    Where no name does, a hash of the text sends 1% to valid and 1% to test. `contents`: file -> its texts.
-    """
+    """The texts of files whose names say train, valid or test, and no others; where none does, 1%, 1% by a hash."""
     named = defaultdict(list)  # split -> the texts of each of its files
     for path, texts in contents.items():
         named[files.named_split(path.relative_to(source))].append(texts)

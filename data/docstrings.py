@@ -81,10 +81,7 @@ PLAIN = re.compile(r"""["'“(]*[A-Za-z’'-]+[)"'”]*[.,;:!?]*[)"'”]*""")  #
 
 
 def prose(text: str) -> Iterator[str]:
-    """The paragraphs that are sentences, each in one line, without markup.
-
-    That leaves out doctests, signatures, formulas, tables and lists of parameters.
-    """
+    """The paragraphs that are sentences, each in one line, without markup: no doctests, formulas, tables and so on."""
     for block in re.split(r"\n[ \t]*\n", HEADER.sub("\n", text)):
         block = " ".join(block.split())
         for pattern, kept in MARKUP:

@@ -1,7 +1,6 @@
 """Readers of the files that texts come in: documents, translation pairs and message catalogs, plain, .gz or .xz.
 
-All but catalogs are read piece by piece. A file that cannot be read is a ValueError or an OSError of one line, which
-names the file and, where it is known, the line or the byte.
+What cannot be read is a ValueError or an OSError of one line, with the file and, where it is known, the line or byte.
 """
 
 import gzip
@@ -15,6 +14,7 @@ import sys
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from functools import partial
 from itertools import chain, islice, zip_longest
 from pathlib import Path
@@ -71,8 +71,10 @@ def source_files(source: Path, skipped: dict[str, list] | None = None, seen: set
         real = os.path.realpath(path)
         if path.name.startswith("."):
             skipped["hidden"].append(path.name)
-        elif real in seen or not (path.is_file() or path.is_dir()):
-            skipped["there twice" if real in seen else "no file"].append(path.name)
+        elif real in seen:
+            skipped["there twice"].append(path.name)
+        elif not path.is_file() and not path.is_dir():
+            skipped["no file"].append(path.name)
         else:
             seen.add(real)
             found += source_files(path, skipped, seen)
@@ -87,7 +89,7 @@ def text_files(source: Path, *endings: str) -> list[Path]:
         if path == source or (name.endswith(endings or "") and not NO_TEXT.search(name)):
             found.append(path)
         else:
-            skipped["no text"].append(path.name)
+            skipped["no data"].append(path.name)
     if skipped:
         told = [f"{len(names):,} {why} ({names[0]})" for why, names in skipped.items()]
         print(f"not read in {source}: {', '.join(told)}", file=sys.stderr)
@@ -178,21 +180,20 @@ def read_blocks(lines: Iterable[str]) -> Iterator[str]:
 
 
 def parse(line: str):
-    """A line of JSON. None: it is none."""
-    try:
+    """The JSON in a line, or None."""
+    with suppress(ValueError, RecursionError):
         return json.loads(line)
-    except (ValueError, RecursionError):
-        return None
 
 
 def json_rows(path: Path, lines: Iterable[str]) -> Iterator[str]:
     """The "text" of every line; blank lines are passed over."""
     for number, line in enumerate(lines, start=1):
-        row = parse(line) if line.strip() else {"text": ""}
+        if not line.strip():
+            continue
+        row = parse(line)
         if not isinstance(row, dict) or not isinstance(row.get("text"), str):
             raise ValueError(f"{path}, line {number}: no JSON object with a string named 'text'")
-        if line.strip():
-            yield row["text"]
+        yield row["text"]
 
 
 def read_parquet(path: Path) -> Iterator[str]:

@@ -28,7 +28,7 @@ def read_meta(folder: Path) -> dict:
     path = folder / "meta.json"
     if not path.is_file():
         known = folder.name in CORPORA
-        how = f"prepare it: python -m data.prepare {folder.name}" if known else "data/README.md says how to prepare it"
+        how = f"prepare it: python -m data.prepare {folder.name if known else '--help'}"
         raise FileNotFoundError(f"no prepared data in {folder}; {how}")
     try:
         meta = json.loads(path.read_text())
@@ -42,12 +42,9 @@ def read_meta(folder: Path) -> dict:
 
 
 def check_files(folder: Path, hashes: dict[str, str]):
-    """FileNotFoundError or ValueError: a file that is missing, or has changed.
-
-    A file is hashed once: `.NAME.checked`, beside the folder, remembers the size and the time that it had then.
-    """
+    """FileNotFoundError or ValueError: a file is missing or has changed. The noted size and time tell which to read."""
     place = folder.resolve()
-    memory = place.with_name(f".{place.name}.checked")
+    memory = place.with_name(f".{place.name}.checked")  # the hash, the size, the time and the name of each file
     known = found = ""
     with suppress(OSError, ValueError):
         known = memory.read_text()
@@ -112,8 +109,7 @@ class Prepared:
         """The corpus `name`, or the prepared folder `name`, read as a script's config says; see `ready`."""
         folder = ready(name, make=context.rank == 0)
         context.barrier()
-        micros = config.batch_tokens // config.micro_tokens
-        sizes = config.block_size, config.micro_tokens, micros
+        sizes = config.block_size, config.micro_tokens, config.batch_tokens // config.micro_tokens
         return cls(folder, *sizes, config.seed, **options)
 
     def __post_init__(self):

@@ -11,6 +11,7 @@ The result is data/prepared/multilingual and data/prepared/multilingual-pairs, u
 
 import json
 import re
+import sys
 import unicodedata
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -23,6 +24,8 @@ from typing import NamedTuple
 import tyro
 from tyro.conf import Positional
 
+if not __package__:  # python data/multilingual.py
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 from data import bitext_sets, corpora, xtreme
 from data.files import one_of, read_documents, read_lines, read_pairs, split_of
 from data.prepare import PREPARED, clear_errors, prepare
@@ -51,7 +54,6 @@ class Text(NamedTuple):
 
 
 def main(downloads: Positional[Path], tested: Positional[Path], out: Path = PREPARED, pieces: int = PIECES):
-    """See the head of this file."""
     banned = set()  # every sentence on which a number is reported
     for text in scored_texts(downloads, tested):
         banned.update(sentences(text))

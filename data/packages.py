@@ -179,27 +179,26 @@ def help_texts(source: Path) -> set[Translation]:
     first = [path for path in files if re.match("libreoffice-help-en-us[_.]", path.name)]
     if not first or len(files) < 2:
         raise FileNotFoundError(f"--source {source} needs libreoffice-help-en-us*.deb and those of other languages")
-    _, english = help_pages(first[0])
+    english = help_pages(first[0]).get("en_US", {})
     found = set()
     for path in files:
-        language, pages = help_pages(path)
-        for place, text in pages.items():
-            if text and english.get(place) not in (None, "", text):
-                found.add((language, english[place], text))
+        for language, texts in help_pages(path).items():
+            for place, text in texts.items():
+                if text and english.get(place) not in (None, "", text):
+                    found.add((language, english[place], text))
     return found
 
 
-def help_pages(path: Path) -> tuple[str, dict[tuple[str, str], str]]:
-    """The language of a .deb, and (page, element id) -> text."""
-    texts = {}
-    language = ""
+def help_pages(path: Path) -> dict[str, dict[tuple[str, str], str]]:
+    """Language -> (page, element id) -> text. The package `ca` has two languages, others one."""
+    texts = defaultdict(dict)
     with intact(path), tarfile.open(fileobj=io.BytesIO(deb_data(path))) as archive:
         for member in archive:
             if match := HELP.fullmatch(member.name):
-                language, page = match.groups()
+                own = texts[match[1].replace("-", "_")]
                 for _, key, text in ELEMENT.findall(archive.extractfile(member).read().decode()):
-                    texts[page, key] = " ".join(html.unescape(TAG.sub("", text)).split())
-    return language.replace("-", "_"), texts
+                    own[match[2], key] = " ".join(html.unescape(TAG.sub("", text)).split())
+    return texts
 
 
 def deb_data(path: Path) -> bytes:

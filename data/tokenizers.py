@@ -19,15 +19,13 @@ import sentencepiece
 
 GPT2_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"  # of the file of its ranks
 PART = 300_000  # characters that are encoded at once
+Ids = list[list[int]]  # of the tokens of each text
 THREADS = os.cpu_count() or 1
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 
 
 class Tokenizer:
-    """What all have: `vocab_size`, `eot` (the token that ends a text), encode_batch and decode.
-
-    `decode` writes an incomplete UTF-8 sequence as U+FFFD.
-    """
+    """What all have: `vocab_size`, `eot` (the token that ends a text), encode_batch and decode (U+FFFD: no UTF-8)."""
 
     kind, filename = "", ""
 
@@ -44,7 +42,7 @@ class Tokenizer:
         path.write_bytes(self.file)
         return path
 
-    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+    def encode_batch(self, texts: list[str]) -> Ids:
         return [ids.tolist() for ids in self.encode_arrays(texts)]
 
     def encode_arrays(self, texts: list[str]) -> Iterator[np.ndarray]:
@@ -52,11 +50,9 @@ class Tokenizer:
         short = [text for text in texts if len(text) <= PART]
         encoded = iter(self.encode_short(short))
         for text in texts:
-            if len(text) <= PART:
-                yield np.array(next(encoded), self.dtype)
-            else:
-                each = (self.encode_short([part]) for part in parts(text))
-                yield np.concatenate([np.array(ids, self.dtype) for [ids] in each])
+            long = (self.encode_short([part])[0] for part in parts(text))
+            found = long if len(text) > PART else [next(encoded)]
+            yield np.concatenate([np.array(ids, self.dtype) for ids in found])
 
 
 def parts(text: str) -> Iterator[str]:
@@ -92,7 +88,7 @@ class SentencePiece(Tokenizer):
         self.vocab_size = self.processor.vocab_size()
         self.eot = self.processor.eos_id()
 
-    def encode_short(self, texts: list[str]) -> list[list[int]]:
+    def encode_short(self, texts: list[str]) -> Ids:
         return self.processor.encode(texts, num_threads=THREADS)
 
     def decode(self, ids: list[int]) -> str:
@@ -100,10 +96,7 @@ class SentencePiece(Tokenizer):
 
 
 class XLMR(SentencePiece):
-    """A SentencePiece model with fairseq's ids: piece i >= 3 is token i + 1, and `<mask>` is the last token.
-
-    It is not lossless: the text is normalised by NFKC, and white space becomes single spaces.
-    """
+    """fairseq's ids: piece i >= 3 is token i + 1, <mask> the last. Text is normalised: NFKC, and single spaces."""
 
     kind, filename = "xlmr", "xlmr.model"
     added = 2
@@ -121,7 +114,7 @@ class XLMR(SentencePiece):
         self.special = (self.bos, self.pad, self.eos, self.unk, self.mask)
         self.unwritten = (self.bos, self.pad, self.unk, self.mask)  # what a model must never write: all but the end
 
-    def encode_short(self, texts: list[str]) -> list[list[int]]:
+    def encode_short(self, texts: list[str]) -> Ids:
         return [self.tokens(pieces) for pieces in super().encode_short(texts)]
 
     def encode_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
@@ -156,7 +149,7 @@ class GPT2(Tokenizer):
         special = {"<|endoftext|>": self.eot}
         self.encoding = tiktoken.Encoding("gpt2", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens=special)
 
-    def encode_short(self, texts: list[str]) -> list[list[int]]:
+    def encode_short(self, texts: list[str]) -> Ids:
         return self.encoding.encode_ordinary_batch(texts, num_threads=THREADS)
 
     def decode(self, ids: list[int]) -> str:
@@ -187,7 +180,7 @@ def train_sentencepiece(texts: Iterable[str], vocab_size=8192, kind=SentencePiec
             **dict(byte_fallback=True) | kind.training | options,  # unknown characters are spelt in bytes
         )
     except RuntimeError as error:
-        reason = str(error).rpartition("] ")[2]
+        reason = str(error).rpartition("] ")[2].strip() or "too little of it, or too few pieces"
         raise ValueError(f"no vocabulary of {pieces:,} pieces from this text: {reason}") from error
     return kind(file.getvalue())
 
@@ -209,8 +202,7 @@ def gpt2() -> GPT2:
 def load_tokenizer(path: Path | str, kind: str | None = None) -> Tokenizer:
     """The tokenizer in a file (*.model is SentencePiece, anything else a rank file) or in a folder.
 
-    A SentencePiece file does not say whose ids it stands for: the name xlmr.model or kind "xlmr" make them XLM-R's.
-    Raises FileNotFoundError when there is none and ValueError when the file is not a tokenizer.
+    The name xlmr.model or kind "xlmr" make its ids XLM-R's. FileNotFoundError or ValueError: there is none, or no one.
     """
     path = Path(path)
     there = [each.filename for each in KINDS.values() if (path / each.filename).is_file()]

@@ -206,8 +206,5 @@ def by_example(kind: str, examples: list[Example], rows: list[Row], found) -> li
     best = [max(part) for part in parts]  # an answer of the highest score; there is but one label
     if kind == "label":
         return best
-    answers = []
-    for example, (_, begin, end) in zip(examples, best):
-        _, text = example.texts
-        answers.append(text[begin:end].strip())
-    return answers
+    texts = [example.texts[1] for example in examples]
+    return [text[begin:end].strip() for text, (_, begin, end) in zip(texts, best)]

@@ -119,13 +119,6 @@ def guess(kind: str, train: list[Example], examples: list[Example]) -> list:
     return [" ".join(words) for words in beginnings]
 
 
-def count_words(kind: str, train: list[Example]) -> Predictor | None:
-    """What finds tags or labels by counting the words of training examples; None for answers."""
-    if kind == "answer":
-        return None
-    return tags_by_word(train) if kind == "tags" else labels_by_word(train)
-
-
 def tags_by_word(train: list[Example]) -> Predictor:
     """Tags each word with its most frequent tag in training, or with the most frequent of all where it is new."""
     counts = defaultdict(Counter)  # word -> tag -> how often
@@ -168,3 +161,6 @@ def words_by_text(one: Example) -> set[tuple[int, str]]:
         own = re.findall(r"\w+", text.lower())
         words.update((number, word) for word in own)
     return words
+
+
+COUNTING = {"tags": tags_by_word, "label": labels_by_word}  # kind of task: what solves it by counting words

@@ -33,7 +33,9 @@ ANY = 2**62
 LIMITS = {}  # the least and the most that a number may be; one that is not named here must be over 0 and finite
 for low, high, names in (
     (1, 65535, "port"),
-    (0, ANY, "seed expert_layers routing_dim sample_tokens"),
+    (0, ANY, "seed routing_dim sample_tokens"),
+    (0, 10_000, "expert_layers"),  # what makes a list of so many
+    (1, 10_000, "n_layer decoder_layers generator_layers seeds"),
     (0, 1, "min_learning_rate weight_decay warmup threshold eval_threshold sampling_exponent"),
     (0, 1e9, "grad_clip balance_coef lambda_disc"),
     (0, 0.9999, "dropout label_smoothing"),
@@ -50,6 +52,8 @@ for low, high, names in (
 def check(config):
     """Raises ValueError where a number is out of its limits, or two do not go together."""
     for name, value in vars(config).items():
+        if value == "" != getattr(type(config), name, None):
+            raise ValueError(f"--{name} is empty: leave it out, or name something")
         if type(value) not in (int, float):
             continue
         if name not in LIMITS and not 0 < value < ANY:
@@ -69,7 +73,7 @@ def command_line(Config: type, presets: dict[str, dict], argv: list[str]):
 
     Raises ValueError for a value out of its limits, or an option that the chosen model does not read.
     """
-    given = re.findall(r"(?:^|\0)--preset[=\0]([^\0]+)", "\0".join(argv))  # not inside another option's text
+    given = re.findall(r"(?:^|\0)--preset[=\0]([^\0]*)", "\0".join(argv))  # not inside another option's text
     preset = given[-1] if given else Config.preset
     if preset not in presets:
         raise ValueError(f"preset must be one of {', '.join(presets)}, not {preset!r}")

@@ -17,10 +17,21 @@ from torch import Tensor
 from tqdm import tqdm
 
 
+def show(text: str, stream=None):
+    """A line above a bar. What cannot be shown is replaced, and a stream that nobody reads any more is closed."""
+    stream = stream or sys.stdout
+    encoding = stream.encoding or "utf-8"
+    try:
+        tqdm.write(text.encode(encoding, "replace").decode(encoding), file=stream)
+        stream.flush()
+    except OSError:  # the rest goes nowhere, and at its end Python has nothing to complain of
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
 def warn(message: str, kind: str = "warning"):
     """One line on stderr, from one process a node."""
     if int(os.environ.get("LOCAL_RANK", 0)) == 0:
-        tqdm.write(f"{kind}: {message}", file=sys.stderr)  # above a bar
+        show(f"{kind}: {message}", sys.stderr)
 
 
 def fail(message: str):
@@ -30,12 +41,19 @@ def fail(message: str):
 
 
 @contextmanager
-def clear_errors():
-    """Turns what a user can cause (ValueError, OSError, ImportError) into one line. For set-up, not for the loop."""
+def clear_errors(kinds: tuple[type[Exception], ...] = (ValueError, OSError, ImportError)):
+    """Turns into one line what a user can cause: these kinds in set-up, in the loop only what the machine lacks."""
     try:
         yield
-    except (ValueError, OSError, ImportError) as error:
+    except kinds as error:
         fail(" ".join(str(error).split()))
+    except (RuntimeError, MemoryError) as error:
+        text = " ".join(f"{type(error).__name__} {error}".split())[:300]
+        if isinstance(error, MemoryError) or re.search("(not enough|out of|allocate) memory|overflow", text, re.I):
+            fail(f"the memory does not suffice: make the model or its batches smaller ({text})")
+        if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+            fail(f"torch.compile fails: install the compiler that it asks for, or leave out --compile ({text})")
+        raise
 
 
 @dataclasses.dataclass
@@ -68,7 +86,7 @@ class Context:
     def say(self, text: str):
         """Prints from one process alone, above a bar."""
         if self.rank == 0:
-            tqdm.write(text)
+            show(text)
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of x over all processes, on every one of them, where x was."""

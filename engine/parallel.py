@@ -197,7 +197,7 @@ def put_together(p: Tensor, x: Tensor) -> Tensor:
 def cut(p: Tensor, x: Tensor) -> Tensor:
     """The opposite: this process's piece of a whole x."""
     mesh = mesh_of(p)
-    if mesh is None or x.dim() == 0:
+    if mesh is None:
         return x
     if isinstance(p, DTensor):
         return distribute_tensor(x.to(p.device), mesh, p.placements, src_data_rank=None)
@@ -235,6 +235,14 @@ def to_save(p: Tensor, x: Tensor) -> Tensor | None:
     return x.cpu() if dist.get_rank() == 0 else None
 
 
+def saved_piece(p: Tensor, name: str, x: Tensor) -> Tensor:
+    """This process's piece of what was saved for a parameter. Raises ValueError where it is of another shape."""
+    piece = cut(p, x)
+    if piece.shape != p.shape:
+        raise ValueError(f"{name} has the shape {tuple(x.shape)}")
+    return piece
+
+
 @torch.no_grad()
 def load_model(model: nn.Module, saved: dict[str, Tensor]):
     """From what `whole_state` gave, on any number of processes. Raises ValueError where it is of another model."""
@@ -242,7 +250,7 @@ def load_model(model: nn.Module, saved: dict[str, Tensor]):
     if state.keys() != saved.keys():
         raise ValueError(f"the checkpoint is of another model: {min(state.keys() ^ saved.keys())} is in one alone")
     for name, p in state.items():
-        p.copy_(cut(p, saved[name]))
+        p.copy_(saved_piece(p, name, saved[name]))
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
@@ -255,11 +263,13 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
 
 
 def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, saved: dict):
-    """From what `optimizer_state` gave, on any number of processes."""
+    """From what `optimizer_state` gave, on any number of processes. Raises ValueError where moments are missing."""
     names = {p: name for name, p in model.named_parameters()}
     state, groups = {}, optimizer.state_dict()["param_groups"]
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for i, p in enumerate(parameters):
         moments = saved["state"].get(names[p], {})
-        state[i] = {key: cut(p, x) for key, x in moments.items()}
+        if not moments.keys() >= {"step", "exp_avg", "exp_avg_sq"}:
+            raise ValueError(f"the optimizer's state of {names[p]} is missing")
+        state[i] = {key: x if key == "step" else saved_piece(p, names[p], x) for key, x in moments.items()}
     optimizer.load_state_dict({"state": state, "param_groups": groups})

@@ -10,6 +10,7 @@ discriminator's); of train_mt.py a Translator.
 
 import sys
 import textwrap
+import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from data.tokenizers import GPT2, XLMR, SentencePiece, Tokenizer, load_tokenizer
 from engine.device import clear_errors
-from engine.run import newest, read_json
+from engine.run import check_zip, newest, read_json
 from model import GPT, PAD, Encoder, Translator
 
 Weights = dict[str, Tensor]  # by the names that model.py has for them
@@ -26,7 +27,7 @@ Weights = dict[str, Tensor]  # by the names that model.py has for them
 MODELS = {"GPT": GPT, "MaskedLM": Encoder, "Electra": Encoder, "Translator": Translator}  # trained, and loaded
 # Files of a run: the best weights of a translator, or else the newest checkpoint, or the one before it.
 CHECKPOINTS = "model.pt", "ckpt.pt", "ckpt.prev.pt"
-HUGGING_FACE = "model.safetensors", "pytorch_model.bin"
+HUGGING_FACE = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json"
 TOKENIZERS = [each.filename for each in (SentencePiece, XLMR, GPT2)]
 
 
@@ -55,6 +56,20 @@ def load_encoder(path: str | Path, **changes) -> tuple[Encoder, XLMR]:
     if not isinstance(tokenizer, XLMR):
         raise ValueError(f"{path} has no sentencepiece.bpe.model, the tokenizer of XLM-R")
     return encoder, tokenizer
+
+
+def is_run(path: str | Path) -> bool:
+    return any(Path(path, name).exists() for name in CHECKPOINTS)
+
+
+def weights_of_run(folder: Path, kind: str, tokenizer: Tokenizer) -> tuple[dict, Weights]:
+    """The constants that a run's weights depend on, and the weights. Raises ValueError for one of another script."""
+    _, state = newest(folder, CHECKPOINTS)
+    if state["class"] != kind or state["identity"]["tokenizer_checksum"] != tokenizer.sha256:
+        raise ValueError(f"{folder} is no run of this script with the vocabulary of this corpus")
+    constants = {"vocab_size": state["vocab_size"]} | state["constants"]
+    shaping = constants.keys() & {*SIZES, "frequency_bias", "relative_bias"}
+    return {name: constants[name] for name in shaping}, state["model"]
 
 
 def load_run(folder: Path, state: dict, changes: dict) -> tuple[nn.Module, Tokenizer]:
@@ -133,6 +148,7 @@ XLMR_FIXED = dict(
     tie_word_embeddings=True,
 )
 # Parts of the tensors' names, theirs and ours, replaced in this order.
+WRAPPED = {"_orig_mod.": "", "module.": ""}  # by torch.compile, and by DDP
 GPT2_NAMES = {
     "transformer.": "",  # of models with a head
     "h.": "blocks.",
@@ -183,8 +199,10 @@ def load_hugging_face(folder: Path, changes: dict) -> tuple[nn.Module, Tokenizer
     return fill(model, sizes, weights, folder).eval(), tokenizer
 
 
-def load_gpt2(folder: str | Path) -> tuple[dict, Weights]:
-    """The constants of a GPT-2, and its weights for `GPT`. Raises ValueError for another model."""
+def load_gpt2(folder: str | Path, tokenizer: Tokenizer | None = None) -> tuple[dict, Weights]:
+    """The constants of a GPT-2, or of a run of train_lm.py with this tokenizer, and its weights. Raises ValueError."""
+    if tokenizer and is_run(folder):
+        return weights_of_run(Path(folder), "GPT", tokenizer)
     sizes, weights = read_model(Path(folder), GPT2_SIZES, GPT2_FIXED, GPT2_NAMES)
     for name, tensor in weights.items():
         if name.startswith("blocks") and tensor.dim() == 2:
@@ -192,8 +210,10 @@ def load_gpt2(folder: str | Path) -> tuple[dict, Weights]:
     return sizes, weights
 
 
-def load_xlmr(folder: str | Path) -> tuple[dict, Weights]:
-    """The constants of an XLM-R, and its weights for `MaskedLM`, but a head that it has not. Raises ValueError."""
+def load_xlmr(folder: str | Path, tokenizer: Tokenizer | None = None) -> tuple[dict, Weights]:
+    """The same of an XLM-R, for `MaskedLM` but for a head that it has not, or of a run of train_mlm.py."""
+    if tokenizer and is_run(folder):
+        return weights_of_run(Path(folder), "MaskedLM", tokenizer)
     sizes, weights = read_model(Path(folder), XLMR_SIZES, XLMR_FIXED, XLMR_NAMES)
     sizes["block_size"] -= PAD + 1  # the first positions are not used
     for name in [name for name in weights if ".attn.query." in name]:
@@ -227,19 +247,23 @@ def read_model(folder: Path, names: tuple[str, ...], fixed: dict, parts: dict[st
 
 
 def read_tensors(folder: Path, names: dict[str, str]) -> Weights:
-    """The tensors of model.safetensors or pytorch_model.bin, under our names where model.py has such tensors."""
-    file, pickled = (folder / name for name in HUGGING_FACE)
+    """The tensors of one file, or of the shards in an index, under our names where model.py has such tensors."""
+    file = next((folder / name for name in HUGGING_FACE if (folder / name).exists()), folder / HUGGING_FACE[0])
     try:
-        if file.exists():
-            from safetensors.torch import load_file
+        shards, tensors, renamed = [file], {}, {}
+        if file.suffix == ".json":
+            shards = {folder / Path(name).name for name in read_json(file)["weight_map"].values()}
+        for file in sorted(shards):
+            if file.suffix == ".safetensors":
+                from safetensors.torch import load_file
 
-            tensors = load_file(file)
-        else:
-            file = pickled
-            tensors = torch.load(file, map_location="cpu", weights_only=True)
-        renamed = {}
+                tensors |= load_file(file)
+            else:
+                if zipfile.is_zipfile(file):
+                    check_zip(file)
+                tensors |= torch.load(file, map_location="cpu", weights_only=True)
         for name, tensor in tensors.items():
-            for theirs, ours in names.items():
+            for theirs, ours in (WRAPPED | names).items():
                 name = name.replace(theirs, ours)
             renamed[name] = tensor.detach()  # what is no tensor has none
         return renamed

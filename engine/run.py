@@ -12,6 +12,7 @@ import sys
 import time
 import zipfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -20,7 +21,7 @@ from tqdm import tqdm
 
 from engine import parallel
 from engine.config import identity, run_name
-from engine.device import Context, clear_errors, fail, machine, peak_flops, warn
+from engine.device import Context, clear_errors, fail, machine, peak_flops, show, warn
 
 
 def read_json(file: Path) -> dict:
@@ -30,12 +31,12 @@ def read_json(file: Path) -> dict:
     try:
         return dict(**json.loads(file.read_text()))
     except (ValueError, TypeError, RecursionError) as error:
-        raise ValueError(f"{file} is no readable JSON object ({error}): delete it or restore it") from None
+        raise ValueError(f"{file} is not readable JSON, or no object ({error}): delete it or restore it") from None
 
 
 def write(file: Path, content: dict | str | bytes):
     """Weights, JSON, text or bytes; the file takes its name when it is whole and on the disk. Or one clear line."""
-    part = file.with_name(f"{file.name}.tmp")
+    part = file.with_name(f"{file.name}.{os.getpid()}.tmp")  # two that evaluate may write the same file
     if file.suffix == ".json":
         content = json.dumps(content, indent=1)
     try:
@@ -48,18 +49,26 @@ def write(file: Path, content: dict | str | bytes):
             os.fsync(f.fileno())
         part.replace(file)
     except (OSError, RuntimeError) as error:
-        if part.is_file():
+        with suppress(OSError):  # where the disk is gone for good
             part.unlink()
         cause = error if isinstance(error, OSError) else error.__context__ or error  # torch hides the reason
         fail(f"{file} cannot be written ({cause}): what was saved before is whole")
 
 
+def check_zip(file: Path):
+    """Raises ValueError where a file is damaged, which torch may miss, or larger inside than torch makes it."""
+    with zipfile.ZipFile(file) as z:
+        records = z.infolist()
+        if any(record.compress_type for record in records) or sum(r.file_size for r in records) > file.stat().st_size:
+            raise ValueError("it is compressed, as torch's files never are")
+        if z.testzip():
+            raise ValueError("a checksum differs")
+
+
 def load_checkpoint(file: Path) -> dict:
-    """Raises ValueError where the file is damaged or something else, which its checksums say: torch misses a byte."""
+    """Raises ValueError where the file is damaged, or holds something else."""
     try:
-        with zipfile.ZipFile(file) as z:
-            if z.testzip():
-                raise ValueError("a checksum differs")
+        check_zip(file)
         state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)  # processes of a node share it
         if not isinstance(state, dict) or not state.keys() >= {"model", "step", "class", "constants", "identity"}:
             raise ValueError("it holds something else")
@@ -98,7 +107,7 @@ def stop(number: int, where: str = ""):
     for each in SIGNALS:
         signal.signal(each, signal.SIG_DFL)
     if int(os.environ.get("LOCAL_RANK", 0)) == 0:
-        tqdm.write(f"stopped{where}; the same command goes on", file=sys.stderr)
+        show(f"stopped{where}; the same command goes on", sys.stderr)
     sys.exit(128 + number)
 
 
@@ -117,6 +126,9 @@ class Window:
         """What makes it again on any number of processes, each of which then has the mean of their sums."""
         loss_sum = float(context.sum(self.loss_sum)) / context.world
         return {"since": self.since, "tokens": self.tokens, "seconds": self.seconds(), "loss_sum": loss_sum}
+
+
+MADE = ["ckpt.pt", "ckpt.prev.pt", "model.pt", "metrics.jsonl", "result.json", "eval-*.json", "test-*.jsonl"]
 
 
 class Run:
@@ -146,13 +158,19 @@ class Run:
         self.identity["data_checksum"] = "+".join(source.checksum for source in data)
         self.identity["tokenizer_checksum"] = self.tokenizer.sha256
         self.result, self.checkpoint, self.checkpoint_name = {}, {}, ""
+        self.agree("data", self.identity)
+        self.refuse_other(read_json(self.folder / "config.json"), "config.json")
         if config.resume:
             self.find()
+        self.agree(f"files in {self.folder}", [bool(self.result), self.checkpoint.get("step")])
         self.kept = self.checkpoint.get("kept", {})
+
+    def agree(self, what: str, seen: dict | list):
+        if len(set(self.context.gather(json.dumps(seen)))) > 1:
+            raise ValueError(f"the processes see different {what}: put what they read on a shared disk")
 
     def find(self):
         """Looks in the folder for a result, or else for the newest sound checkpoint."""
-        self.refuse_other(read_json(self.folder / "config.json"), "config.json")
         self.result = read_json(self.folder / "result.json")
         self.refuse_other(self.result.get("config", {}), "result.json")
         if self.result:
@@ -160,9 +178,10 @@ class Run:
         else:
             self.checkpoint_name, self.checkpoint = newest(self.folder)
             self.refuse_other(self.checkpoint.get("identity", {}), self.checkpoint_name)
-        seen = bool(self.result), self.checkpoint.get("step")
-        if len(set(self.context.gather(seen))) > 1:
-            raise ValueError(f"the processes see different files in {self.folder}: it must be on a shared disk")
+            step = self.checkpoint.get("step", 0)
+            if type(step) is not int or not 0 <= step <= self.total:
+                what = f"is of step {step!s:.50}, and the last is {self.total}: delete it"
+                raise ValueError(f"{self.folder / self.checkpoint_name} {what}")
 
     def refuse_other(self, found: dict, name: str):
         """The one place that decides whether a file belongs to this run: by its constants and its data's checksums."""
@@ -181,27 +200,39 @@ class Run:
         self.flops_per_token, self.bits_per_byte = flops_per_token, bits_per_byte
         state, self.checkpoint = self.checkpoint, {}
         self.start = state.get("step", 0)
-        self.seconds, self.log = state.get("seconds", 0.0), state.get("log", "")  # of metrics.jsonl
-        if state:
-            parallel.load_model(model, state["model"])
-            parallel.load_optimizer(model, optimizer, state["optimizer"])
-            self.context.say(f"{self.name}: goes on from step {self.start}")
+        self.seconds, self.log = 0.0, ""  # of metrics.jsonl
+        self.window = Window(self.context.device, 0)
+        try:
+            if state:
+                parallel.load_model(model, state["model"])
+                parallel.load_optimizer(model, optimizer, state["optimizer"])
+                self.seconds, self.log = float(state["seconds"]), "" + state["log"]
+                self.window = Window(self.context.device, **state["window"])
+                self.context.say(f"{self.name}: goes on from step {self.start}")
+        except Exception as error:  # what is missing, or of another shape, shows itself in a dozen ways
+            file = self.folder / self.checkpoint_name
+            raise ValueError(f"{file} is not a whole checkpoint of this run ({error!s:.200}): delete it") from None
         if self.context.rank == 0:
             self.make_folder()
-        self.window = Window(self.context.device, **state.get("window", {"since": 0}))
 
     def make_folder(self):
-        """A run that starts again forgets what is there. Raises ValueError where another process trains in it."""
+        """A run that starts again deletes what runs make. Raises ValueError where another process trains here."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self.lock = FileLock(self.folder / "lock")
         try:
             self.lock.acquire(blocking=False)
         except Timeout:
             raise ValueError(f"another process is training in {self.folder}: wait for it, or end it") from None
-        if not self.config.resume:
-            for file in [*self.folder.glob("*.pt"), *self.folder.glob("*.json*")]:
-                file.unlink()
-        elif self.checkpoint_name == "ckpt.prev.pt":  # ckpt.pt is damaged or gone, and must not take this one's place
+        except (OSError, NotImplementedError) as error:  # which do not name it
+            raise ValueError(f"{self.folder / 'lock'} cannot be locked ({error}): choose another --out_dir") from None
+        patterns = ["*.pt.*.tmp"]  # of a process that was killed while it wrote
+        patterns += [] if self.config.resume else MADE
+        made = [file for pattern in patterns for file in self.folder.glob(pattern)]
+        if made and not (self.folder / "config.json").exists():
+            raise ValueError(f"{made[0]} is of no run, which has a config.json: choose another --out_dir")
+        for file in made:
+            file.unlink()
+        if self.checkpoint_name == "ckpt.prev.pt":  # ckpt.pt is damaged or gone, and must not take this one's place
             (self.folder / "ckpt.prev.pt").replace(self.folder / "ckpt.pt")
         self.write("config.json", self.identity)
         self.write(self.tokenizer.filename, self.tokenizer.file)
@@ -216,10 +247,10 @@ class Run:
     # -- the steps
 
     def steps(self) -> Iterator[int]:
-        """The numbers of the steps, under a bar. Behind each, a process that was asked to stop saves and ends."""
+        """The numbers of the steps, under a bar on a terminal. Behind each, a process that is asked to stop does so."""
         self.asked = 0  # the signal that asks this process to stop
         steps, silent = range(self.start, self.total), self.context.rank > 0
-        self.bar = tqdm(steps, initial=self.start, total=self.total, unit="step", disable=silent)
+        self.bar = tqdm(steps, initial=self.start, total=self.total, unit="step", disable=silent or None)
         self.model.train()
         before = [signal.signal(number, self.ask) for number in SIGNALS]
         try:
@@ -251,10 +282,14 @@ class Run:
         self.train_loss = window["loss_sum"] / (done - self.window.since)
         self.check_finite(self.train_loss, done)
         self.speed = self.window.tokens / window["seconds"]
-        shown = {"loss": f"{self.train_loss:.3f}"}
+        words = f"loss {self.train_loss:.3f}"
         if self.bits_per_byte:
-            shown = {"bits_per_byte": f"{self.bits_per_byte * self.train_loss:.3f}"}
-        self.bar.set_postfix(shown | {"tok_s": f"{self.speed:,.0f}"})
+            words = f"bits_per_byte {self.bits_per_byte * self.train_loss:.3f}"
+        words += f", {self.speed:,.0f} tok/s"
+        if not self.bar.disable:
+            self.bar.set_postfix_str(words)
+        elif self.context.rank == 0:  # a line in a log, which a bar would fill
+            show(f"step {done}/{self.total}: {words}", sys.stderr)
 
     def check_finite(self, loss: float, done: int):
         if not math.isfinite(loss):

@@ -1,6 +1,7 @@
 """Tables of runs beside the paper's numbers, and what a script's `main` does."""
 
 import dataclasses
+import os
 import signal
 import statistics
 import sys
@@ -8,7 +9,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from engine.config import command_line, refuse, said, unread
-from engine.device import clear_errors, setup
+from engine.device import clear_errors, setup, show
 from engine.run import SIGNALS, stop
 
 
@@ -21,13 +22,12 @@ class Table(NamedTuple):
 
     def render(self, results: list[list[dict]], cells: Callable[[dict], dict]) -> str:
         """Markdown of each row's seeds. cells: a result -> {header: (number or None, its format)}, the same for all."""
-        headers, lines = [], []
-        for (labels, _), seeds in zip(self.rows, results):
-            found = [cells(result) for result in seeds]
-            headers = headers or list(*found[:1])
+        found = [list(map(cells, seeds)) for seeds in results]
+        headers, lines = list(next(filter(None, found), [{}])[0]), []
+        for (labels, _), seeds in zip(self.rows, found):
             lines.append(list(labels))
             for name in headers:
-                lines[-1].append(mean_cell([numbers[name] for numbers in found]))
+                lines[-1].append(mean_cell([numbers[name] for numbers in seeds]))
         return markdown_table([*self.labels, *headers], lines)
 
 
@@ -67,6 +67,7 @@ def start(Config: type, presets: dict[str, dict]):
     """-> the config of the command line, and where this process stands; or one clear line."""
     for each in SIGNALS:
         signal.signal(each, lambda number, frame: stop(number))
+    sys.stdout, sys.stderr = sys.stdout or open(os.devnull, "w"), sys.stderr or open(os.devnull, "w")  # closed
     with clear_errors():
         config = command_line(Config, presets, sys.argv[1:])
         return config, setup(config.device, config.dtype)
@@ -83,13 +84,14 @@ def carry_out(config, presets: dict, context, tables: dict, train: Callable, rep
             refuse_rows(config, presets, table)
     results = []
     for _, change in table.rows:
-        results.append([train(one, context) for one in seeds_of(config, change)])
+        with clear_errors(kinds=()):
+            results.append([train(one, context) for one in seeds_of(config, change)])
     if context.rank > 0:
         return
     for result in results[0] if not config.table else []:
-        print(report(config, result))
+        show(report(config, result))
     if config.table or config.seeds > 1:
-        print(f"\n{table.title}, preset {config.preset}, seeds: {config.seeds}\n\n{table.render(results, cells)}")
+        show(f"\n{table.title}, preset {config.preset}, seeds: {config.seeds}\n\n{table.render(results, cells)}")
 
 
 def refuse_rows(config, presets: dict[str, dict], table: Table):

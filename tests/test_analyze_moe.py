@@ -122,8 +122,8 @@ def test_activations_are_those_of_results_and_of_a_loop(draw, place):
     units = []
     with torch.no_grad():
         for x, _ in TokenData(place.text, 16, 64).eval_batches("test"):
-            h, _ = model.blocks[0](model.wte(x) + model.wpe.weight[: x.shape[1]], x)
-            h = h + model.blocks[1].attn(model.blocks[1].ln_1(h))  # where the sparse models have experts
+            h, *_ = model.blocks[0](model.wte(x) + model.wpe.weight[: x.shape[1]], x)
+            h = h + model.blocks[1].attn(model.blocks[1].ln_1(h))[0]  # where the sparse models have experts
             units += model.blocks[1].ffn.fc(model.blocks[1].ln_2(h)).flatten().tolist()
     assert positive[place.lm["dense"]] == sum(unit > 0 for unit in units) / len(units)
     full = {name: ("switch", 8) for name in ("switch", "switch, seed 1")} | {"dense": ("dense", 1)}
@@ -222,12 +222,12 @@ def test_speed_is_the_median_of_many_turns(draw, place, monkeypatch):
     times = iter(range(1, 100))
     monkeypatch.setattr(xmoe, "time_batch", lambda run: float(next(times)))
     monkeypatch.setattr(xmoe, "SHARES", (0.5, 1.0))
-    monkeypatch.setattr(xmoe, "ROUNDS", 3)
+    monkeypatch.setattr(xmoe, "ROUNDS", 5)
     (axes,), found = draw("speed", threshold, dense)
-    assert points(found, "run", xmoe.LIMIT, "ms") == [  # the second round is in the other order
-        (threshold, 0.5, 6),  # of 1, 6, 7
-        (threshold, 1, 5),  # of 2, 5, 8
-        (dense, 1, 4),  # of 3, 4, 9
+    assert points(found, "run", xmoe.LIMIT, "ms") == [  # every second round is in the other order
+        (threshold, 0.5, 7),  # of 1, 6, 7, 12, 13
+        (threshold, 1, 8),  # of 2, 5, 8, 11, 14
+        (dense, 1, 9),  # of 3, 4, 9, 10, 15
     ]
     spent = [record[xmoe.SPENT] for record in found["records"]]
     assert spent[-1] == 1 and spent[0] < spent[1] <= 1
@@ -252,7 +252,7 @@ def entering(folder: str, languages: Path) -> tuple[torch.Tensor, list[int], tor
     return torch.stack(states), chosen, moe
 
 
-def test_collapse_is_the_logs(draw, place):
+def test_collapse_is_the_logs(draw, place, tmp_path):
     folders = [place.mlm["SMoE"], place.mlm["X-MoE"]]
     (rc, rf), found = draw("collapse", *folders)
     for number, folder in enumerate(folders):
@@ -263,7 +263,15 @@ def test_collapse_is_the_logs(draw, place):
         drawn = [record["perplexity"] for record in found["records"] if record["run"] == folder]
         assert drawn == [record["ppl"] for record in records]
     assert [label for label, _, _ in lines(rc)] == ["switch 4 x 16, layer 1", "hypersphere 4 x 16, layer 1"]
-    assert [row[1] for row in found["table"][1:]] == [2, 4, 2, 4]
+    config = read(folders[0], "config.json") | {"moe_after": [2, 1]}  # layers stand in the log as in the encoder
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "result.json").write_text("{}")
+    layers = [{"rc": 1.0, "rf": 0.1}, {"rc": 2.0, "rf": 0.2}]
+    log_of = [json.dumps({"step": step, "ppl": 9.0, "layers": layers}) for step in range(1, 7)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(log_of))
+    _, found = draw("collapse", tmp_path)
+    rows = [(row[0][-7:], row[1], row[3]) for row in found["table"][1:]]
+    assert rows == [(f"layer {depth}", step, str(depth)) for depth in (1, 2) for step in (3, 4, 5, 6)]
 
 
 def test_the_disk_keeps_hyperbolic_distances_and_has_its_points_around_its_middle():
@@ -334,9 +342,9 @@ def fine_tuned(folder: Path, loads, **constants) -> Path:
 
 @pytest.fixture
 def tuned(place):
-    """Runs of an encoder: loads of two times 100 steps, one layer, three experts."""
+    """Runs of an encoder: loads of three times 100 steps, one layer, three experts."""
     base = place.base / "out/finetune_xtreme"
-    loads = [[1, 2, 3], [1, 2, 3]], [[2, 4, 6], [3, 2, 1]], [[5, 6, 7], [1, 2, 4]]
+    loads = [[[1, 2, 3]] * 3, [[2, 4, 6], [3, 2, 1], [1, 2, 3]], [[5, 6, 7], [1, 2, 4], [1, 2, 3]]]
     for seed, own in enumerate(loads):
         fine_tuned(base / ("demo" if seed == 0 else f"demo-seed={seed}"), [[layer] for layer in own], seed=seed)
     yield base
@@ -346,12 +354,13 @@ def tuned(place):
 def test_consistency_is_the_mean_correlation(draw, tuned):
     fine_tuned(tuned / "demo-epochs=2", [[[1, 2, 3]]], epochs=2)  # alone of its kind
     fine_tuned(tuned / "demo-model=dense", [[], []], model="dense")
+    fine_tuned(tuned / "sample", [[[3, 2, 1]]] * 3, seed=9)  # no demo
     (axes,), found = draw("consistency")
     pearson = np.corrcoef([[1, 2, 3], [3, 2, 1], [1, 2, 4]])
     line, chance = lines(axes)
-    assert line[1] == [100, 200] and line[2] == pytest.approx([1, pearson.mean()])
+    assert line[1] == [100, 200, 300] and line[2] == pytest.approx([1, pearson.mean(), 1])
     assert chance[0].startswith("3 runs") and chance[2] == pytest.approx([1 / 3] * 2)
-    assert [row[1] for row in found["table"][1:]] == [100, 200]
+    assert [row[1] for row in found["table"][1:]] == [100, 300]
 
 
 def test_runs_that_do_not_fit_are_one_clear_line(place, tmp_path, monkeypatch, capsys):

@@ -234,9 +234,9 @@ def test_alignment_is_a_loop_over_pieces(folders):
     length = {word: len(tokenizer.encode_batch([word])[0]) for word in WORDS}
     for total in (21, 22):  # pieces of both sides that just fit into one row of 24, and just do not
         words = []
-        while sum(map(length.get, words)) != total or len(words) < 2:
+        while sum(map(length.get, words)) != total:
             words = [str(word) for word in rng.choice(WORDS, 8)]
-        pairs.append(Aligned(words[:1], words[1:], set(), set()))
+        pairs.append(Aligned(words[:4], words[4:], set(), set()))
     bos, eos, T = tokenizer.bos, tokenizer.eos, encoder.config.block_size
     apart = cut = 0
     for pair in pairs:

@@ -197,7 +197,7 @@ def test_what_is_read_is_data_once_and_what_is_not_is_said(tmp_path, capsys):
     assert sorted(text for _, text in corpora.text(inside)) == ["elsewhere/b.txt", "in/deep/a.txt"]
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and said.startswith(f"not read in {inside}: ")
-    for part in ("2 hidden (.git)", "2 no file (gone)", "3 there twice (", "4 no text (LICENSE)"):
+    for part in ("2 hidden (.git)", "2 no file (gone)", "3 there twice (", "4 no data (LICENSE)"):
         assert part in said
 
 
@@ -555,7 +555,7 @@ def test_the_command_writes_and_reports_or_refuses(tmp_path, model, paragraphs):
 
 
 OPTIONS = {  # corpus, options -> what is said. Their source, where it is none, is a folder with pairs
-    "pydoc": ({}, "unknown corpus 'pydoc'; there are pydocs, prose, "),
+    "pydoc": ({}, "unknown corpus 'pydoc'; there are pydocs, prose, wikitext103, "),
     "text": ({"source": None}, "corpus 'text' needs --source"),
     "wmt23-uk": ({"source": None}, "corpus 'wmt23-uk' needs --source"),
     "enwiki": ({"source": Path("absent")}, "--source absent does not exist"),

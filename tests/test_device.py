@@ -119,8 +119,13 @@ def test_what_a_user_can_cause_is_one_line(capsys, monkeypatch):
         with pytest.raises(SystemExit) as stop, device.clear_errors():
             raise error
         assert stop.value.code == 1 and capsys.readouterr().err.count("\n") == 1
-    with pytest.raises(ZeroDivisionError), device.clear_errors():  # a fault of ours
-        raise ZeroDivisionError
+    for fault, kinds in ((ZeroDivisionError, ()), (ValueError, ()), (RuntimeError, (ValueError,))):  # of ours
+        with pytest.raises(fault), device.clear_errors(kinds):
+            raise fault
+    for error in (MemoryError(), RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate")):
+        with pytest.raises(SystemExit), device.clear_errors(()):
+            raise error
+        assert "error: the memory does not suffice" in capsys.readouterr().err
     with pytest.raises(ValueError, match="^device nonsense: "):
         device.setup("nonsense")
     monkeypatch.setenv("LOCAL_RANK", "1")

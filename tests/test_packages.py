@@ -274,11 +274,11 @@ def test_prose_needs_a_folder(tmp_path, monkeypatch):
 # LibreOffice's help
 
 
-def write_deb(folder: Path, package: str, language: str, pages: dict[str, str]) -> Path:
+def write_deb(folder: Path, package: str, pages: dict[str, str]) -> Path:
     data = io.BytesIO()
     with tarfile.open(fileobj=data, mode="w:xz") as archive:
         for name, content in pages.items():
-            member = tarfile.TarInfo(f"./usr/share/libreoffice/help/{language}/text/{name}")
+            member = tarfile.TarInfo(f"./usr/share/libreoffice/help/{name}")
             member.size = len(content.encode())
             archive.addfile(member, io.BytesIO(content.encode()))
     folder.mkdir(exist_ok=True)
@@ -300,14 +300,18 @@ def test_help_is_aligned_by_page_and_element(tmp_path):
     )
     german = '<p id="par_id2" class="a">Klicken Sie auf <span class="emph">OK</span>.</p><p id="par_id3">Calc</p>'
     german += '<h1 id="hd_id1">Text umfließen</h1><p id="par_id9">Neu</p>'
-    write_deb(tmp_path / "debs", "en-us", "en-US", {"a/x.html": english, "b.html": '<p id="par_id2">Other page</p>'})
-    write_deb(tmp_path / "debs", "de", "de", {"a/x.html": german, "b.html": '<p id="par_id2">Andere Seite</p>'})
-    write_deb(tmp_path / "debs", "en-gb", "en-GB", {"a/x.html": english.replace("Lost", "Mislaid")})
+    pages = {"en-US/text/a/x.html": english, "en-US/text/b.html": '<p id="par_id2">Other page</p>', "en-US/a.js": "x"}
+    write_deb(tmp_path / "debs", "en-us", pages)
+    pages = {"de/text/a/x.html": german, "de/text/b.html": '<p id="par_id2">Andere Seite</p>'}
+    write_deb(tmp_path / "debs", "de", pages)
+    pages = {"ca/text/b.html": '<p id="par_id2">Una</p>', "ca-valencia/text/b.html": '<p id="par_id2">Altra</p>'}
+    write_deb(tmp_path / "debs", "ca", pages)
     assert packages.help_texts(tmp_path / "debs") == {
         ("de", "Wrapping Text", "Text umfließen"),
         ("de", "Click OK & go.", "Klicken Sie auf OK."),
         ("de", "Other page", "Andere Seite"),
-        ("en_GB", "Lost", "Mislaid"),
+        ("ca", "Other page", "Una"),
+        ("ca_valencia", "Other page", "Altra"),
     }
 
 
@@ -315,14 +319,14 @@ def test_help_is_prepared_from_local_files(tmp_path):
     elements = {f"par_id{i}": f"{WORDS[i % 16]} {WORDS[i * i % 11]} {i} " for i in range(300)}
     for package, language, prefix in (("en-us", "en-US", ""), ("de", "de", "das ")):
         page = "".join(f'<p id="{key}">{prefix}{text}</p>' for key, text in elements.items())
-        write_deb(tmp_path / "debs", package, language, {"x.html": page})
+        write_deb(tmp_path / "debs", package, {f"{language}/text/x.html": page})
     folder = prepare("libreoffice-help", tmp_path / "debs", pieces=300, out=tmp_path / "out")
     meta = json.loads((folder / "meta.json").read_text())
     assert list(meta["languages"]) == ["de-en"] and sum(split["pairs"] for split in meta["splits"].values()) == 300
 
 
 def test_what_is_no_deb_is_one_line(tmp_path):
-    path = write_deb(tmp_path / "debs", "de", "de", {"x.html": '<p id="par_id1">eins</p>'})
+    path = write_deb(tmp_path / "debs", "de", {"de/text/x.html": '<p id="par_id1">eins</p>'})
     assert "needs libreoffice-help-en-us*.deb and those of other languages" in refusal("libreoffice-help", path.parent)
     whole = path.read_bytes()
     for name, content in {"cut": whole[:-30], "text": b"no deb", "short": whole[:70], "none": whole[:8]}.items():

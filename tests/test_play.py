@@ -1,7 +1,9 @@
 """`analyze.py play`: the page's choices against routers.py, its numbers against the model's, and how it serves."""
 
 import base64
+import contextlib
 import http.client
+import itertools
 import json
 import math
 import os
@@ -11,6 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from types import SimpleNamespace
 
@@ -101,21 +104,25 @@ def data_of(page: str) -> dict:
 # The page's choices
 
 
-def in_the_page(cases: list[dict]) -> list:
-    """What the page chooses: [asked, kept], two strings of 0 and 1 each, S * E long."""
+def in_the_page(expression: str, cases: list) -> list:
+    """What a function of the page's own script finds for each case."""
     (code,) = re.findall(r'<script id="choose">(.*?)</script>', play.PAGE.read_text(), re.S)
-    code += """
+    code += f"""
     const cases = JSON.parse(require("fs").readFileSync(0, "utf8"));
-    console.log(JSON.stringify(cases.map(({ chooser, probs, S, E, t, K, gamma, own }) => {
-      const p = Float32Array.from(probs);
-      const rank = own ? Int32Array.from(own) : ranks(chooser, p, inOrder(p, S, E), S, E, t, K);
-      const kept = serve(rank, own ? new Float32Array(S * E) : p, S, E, capacity(S, E, gamma));
-      return [Array.from(rank, (r) => (r >= 0 ? 1 : 0)).join(""), Array.from(kept).join("")];
-    })));
+    console.log(JSON.stringify(cases.map({expression})));
     """
     done = subprocess.run([NODE, "-e", code], input=json.dumps(cases), capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
+
+
+# [asked, kept], two strings of 0 and 1, S * E long
+CHOSEN = """({ chooser, probs, S, E, t, K, gamma, own }) => {
+  const p = Float32Array.from(probs);
+  const rank = own ? Int32Array.from(own) : ranks(chooser, p, inOrder(p, S, E), S, E, t, K);
+  const kept = serve(rank, own ? new Float32Array(S * E) : p, S, E, capacity(S, E, gamma));
+  return [Array.from(rank, (r) => (r >= 0 ? 1 : 0)).join(""), Array.from(kept).join("")];
+}"""
 
 
 def digits(mask) -> str:
@@ -157,8 +164,17 @@ def test_the_page_chooses_as_the_routers_do():
                     setting = dict(chooser=chooser, t=min(t, 1.0), K=K, gamma=gamma)
                     cases.append(setting | dict(probs=probs.flatten().tolist(), S=S, E=E))
     assert cut > 300, "the limits cut nothing"
-    for case, found, right in zip(cases, in_the_page(cases), expected, strict=True):
+    for case, found, right in zip(cases, in_the_page(CHOSEN, cases), expected, strict=True):
         assert found == right, {name: case[name] for name in ("chooser", "t", "K", "gamma", "S", "E")}
+
+
+@pytest.mark.skipif(not NODE, reason="there is no node")
+def test_the_page_knows_the_capacity():
+    sizes = itertools.product(range(1, 260), (3, 10, 32), (0.25, 0.3, 1.1, 1.25, 2.2, 3.3, 7.7, 31.9))
+    cases = [(S, E, gamma) for S, E, gamma in sizes if gamma < E]
+    found = in_the_page("([S, E, gamma]) => capacity(S, E, gamma)", cases)
+    assert found == [expert_capacity(*case) for case in cases]
+    assert found[cases.index((100, 10, 1.1))] == 11
 
 
 @pytest.mark.skipif(not NODE, reason="there is no node")
@@ -180,7 +196,7 @@ def test_the_page_shows_what_the_run_does(name, made):
         own = unpacked(layer["rank"], "<i4", E).flatten().tolist()
         cases += [case | {"own": own}] + [case] * (about["own"]["chooser"] != "own")
     right = [item for item in by_hand(folder, TEXT) for _ in range(len(cases) // len(found["layers"]))]
-    assert in_the_page(cases) == right
+    assert in_the_page(CHOSEN, cases) == right
     assert any(asked != kept for asked, kept in right) == (name != "hypersphere"), "the case shows nothing"
 
 
@@ -437,15 +453,28 @@ def test_what_is_not_understood_is_one_line(server):
 
 
 def test_ctrl_c_ends_the_page(made):
+    """While it answers, too."""
     folder = made(GPT, **DECODERS["switch"])
     command = [sys.executable, str(ROOT / "analyze.py"), "play", "--run", str(folder), "--open", "false"]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as process:
         said = process.stdout.readline()
-        port = int(re.search(r"http://127\.0\.0\.1:(\d+)/", said)[1])
-        assert asked(SimpleNamespace(server_port=port), "GET", "/")[0] == 200
+        server = SimpleNamespace(server_port=int(re.search(r"http://127\.0\.0\.1:(\d+)/", said)[1]))
+        assert asked(server, "GET", "/")[0] == 200
+
+        def ask_on():
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                while True:
+                    asked(server, "POST", "/route", json.dumps({"text": TEXT}))
+
+        others = [threading.Thread(target=ask_on) for _ in range(3)]
+        for other in others:
+            other.start()
+        time.sleep(0.5)
         process.send_signal(signal.SIGINT)
         out, error = process.communicate(timeout=30)
+        for other in others:
+            other.join()
     assert process.returncode == 0 and not error and not out.strip()
 
 
@@ -459,5 +488,6 @@ def test_a_browser_is_opened(made, monkeypatch, capsys):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(play.Server, "serve_forever", serve)
+    monkeypatch.setattr(play.os, "_exit", lambda code: None)
     run(monkeypatch, "play", "--run", folder)
     assert f"{seen[0]} shows {folder}" in capsys.readouterr().out

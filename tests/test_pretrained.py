@@ -70,6 +70,23 @@ def trained(corpora, tmp_path, monkeypatch):
     return train
 
 
+def test_a_masked_model_goes_on_from_another_run(trained, corpora, tmp_path, monkeypatch):
+    """A sparse one from its own kind, with fewer positions, or from a dense one, whose experts start new."""
+    script, constants, _ = SCRIPTS["mlm"]
+    options = TINY | constants | {"data": corpora["languages"]}
+    before = load_checkpoint(trained("mlm") / "ckpt.pt")["model"]
+    given = {
+        "init_from": only_run(tmp_path / "out"),
+        "learning_rate": 1e-12,
+        "block_size": 8,
+        "out_dir": tmp_path / "b",
+    }
+    Script(script).run(options | given, monkeypatch)
+    after = load_checkpoint(only_run(tmp_path / "b") / "ckpt.pt")["model"]
+    for name in before.keys() - {"encoder.wpe.weight"}:
+        torch.testing.assert_close(after[name], before[name])
+
+
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_run_of_every_script_loads(name, trained, corpora):
     folder = trained(name)
@@ -152,6 +169,38 @@ def test_gpt2_loads(pickled, tmp_path):
         torch.testing.assert_close(model(ids)[0], theirs(ids).logits, rtol=1e-5, atol=1e-5)
 
 
+def shard(folder: Path, kind: str, prefix: str):
+    """The weights in two files and an index, under names as torch.compile or DDP leave them."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = {prefix + name: tensor for name, tensor in load_file(folder / "model.safetensors").items()}
+    (folder / "model.safetensors").unlink()
+    weight_map = {}
+    for i, name in enumerate(sorted(tensors)):
+        weight_map[name] = f"part-{i % 2}.{kind}"
+    for file in set(weight_map.values()):
+        part = {name: tensors[name] for name in tensors if weight_map[name] == file}
+        (save_file if kind == "safetensors" else torch.save)(part, folder / file)
+    stem = {"safetensors": "model.safetensors", "bin": "pytorch_model.bin"}[kind]
+    (folder / f"{stem}.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+@pytest.mark.parametrize("prefix", ["", "_orig_mod.", "module._orig_mod."])
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+@pytest.mark.parametrize("layout", ["gpt2", "xlmr"])
+def test_shards_are_one_model(layout, kind, prefix, tmp_path):
+    save(tmp_path, layout)
+    whole, _ = load(tmp_path)
+    shard(tmp_path, kind, prefix)
+    model, _ = load(tmp_path)
+    torch.testing.assert_close(model.state_dict(), whole.state_dict(), rtol=0, atol=0)
+    (tmp_path / f"part-1.{kind}").unlink()
+    assert f"part-1.{kind} cannot be read" in one_line(tmp_path, ValueError)
+    (index,) = tmp_path.glob("*.index.json")
+    index.write_text('{"weight_map": 3}')
+    assert f"{index.name} cannot be read" in one_line(tmp_path, ValueError)
+
+
 def test_xlmr_loads_with_its_tokenizer(tmp_path, corpora):
     theirs = save(tmp_path, "xlmr")
     assert load(tmp_path)[1] is None
@@ -183,7 +232,7 @@ BAD = {
     "another size": (lambda f: change(f, intermediate_size=48), "has not the weights of the model"),
     "more layers": (lambda f: change(f, num_hidden_layers=3), "has not the weights of the model"),
     "far larger": (lambda f: change(f, vocab_size=10**13), "the model in its config.json, which is a larger one"),
-    "torn configuration": (lambda f: cut(f / "config.json"), "config.json is no readable JSON object"),
+    "torn configuration": (lambda f: cut(f / "config.json"), "config.json is not readable JSON"),
     "no configuration": (lambda f: (f / "config.json").unlink(), "has no config.json"),
     "torn weights": (lambda f: cut(f / "model.safetensors"), "model.safetensors cannot be read"),
     "torn pickle": (lambda f: (as_pickle(f), cut(f / "pytorch_model.bin")), "pytorch_model.bin cannot be read"),

@@ -7,15 +7,29 @@ import math
 import os
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
 import time
+import zipfile
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import TORCHRUN, Script, finish, flip_a_byte, losses, metrics, only_run, result_of, signal_at, stopped
+from helpers import (
+    ROOT,
+    TORCHRUN,
+    Script,
+    finish,
+    flip_a_byte,
+    losses,
+    metrics,
+    only_run,
+    result_of,
+    signal_at,
+    stopped,
+)
 from helpers import words as command
 
 import train_lm
@@ -329,7 +343,7 @@ def test_a_disk_that_is_full_ends_the_run_in_one_line(largest, name, options, tm
     assert_same_end(ended, whole)
 
 
-@pytest.mark.parametrize("name", "config.json result.json metrics.jsonl ckpt.pt ckpt.prev.pt ckpt.pt.tmp".split())
+@pytest.mark.parametrize("name", "config.json result.json metrics.jsonl ckpt.pt ckpt.prev.pt ckpt.pt.7.tmp".split())
 def test_a_folder_in_the_place_of_a_file_is_one_line(name, options, monkeypatch, capsys):
     stopped(LM, 0, signal.SIGTERM, options, capsys)
     file = only_run(options["out_dir"]) / name
@@ -338,13 +352,177 @@ def test_a_folder_in_the_place_of_a_file_is_one_line(name, options, monkeypatch,
     assert file.name.removesuffix(".tmp") in LM.refused(options, monkeypatch, capsys)
 
 
+BROKEN = {  # what fails from some time on
+    "writing": (os, "fsync"),
+    "renaming": (Path, "replace"),
+    "both, and deleting": (Path, "unlink"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+@pytest.mark.parametrize("good", [0, 2, 4])
+def test_storage_that_breaks_for_good_is_one_line(good, case, options, monkeypatch, capsys):
+    def fail(*given):
+        raise OSError(5, "Input/output error")
+
+    done, old = [], os.fsync
+
+    def fsync(number):
+        done.append(old(number))
+        if len(done) > good:
+            for where, name in list(BROKEN.values())[: 1 + list(BROKEN).index(case)]:
+                patch.setattr(where, name, fail)
+            fail()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", fsync)
+        line = LM.refused(options, patch, capsys)
+    assert "cannot be written ([Errno 5] Input/output error): what was saved before is whole" in line
+    gc.collect()
+    LM.run(options, monkeypatch)
+
+
+@pytest.mark.parametrize("error", [OSError(37, "No locks available"), NotImplementedError("no flock here")])
+def test_a_folder_that_cannot_be_locked_is_named(error, options, monkeypatch, capsys):
+    def acquire(self, **given):
+        raise error
+
+    monkeypatch.setattr(engine_run.FileLock, "acquire", acquire)
+    assert re.search(
+        r"demo\S*lock cannot be locked \(.*: choose another --out_dir", LM.refused(options, monkeypatch, capsys)
+    )
+
+
+def test_two_may_write_the_same_file_at_once(tmp_path, monkeypatch):
+    """As two commands with --eval_only do; the last one counts."""
+
+    def replace(part, file, old=Path.replace):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Path, "replace", old)
+            patch.setattr(os, "getpid", lambda: 1)
+            engine_run.write(file, {"by": "another"})
+        return old(part, file)
+
+    monkeypatch.setattr(Path, "replace", replace)
+    engine_run.write(tmp_path / "eval.json", {"by": "me"})
+    assert [path.read_text() for path in tmp_path.iterdir()] == ['{\n "by": "me"\n}']
+
+
+def deflate(file: Path):
+    with zipfile.ZipFile(file) as z, zipfile.ZipFile(file.with_name("new"), "w", zipfile.ZIP_DEFLATED) as new:
+        for name in z.namelist():
+            new.writestr(name, z.read(name))
+    file.with_name("new").replace(file)
+
+
+def overlap(file: Path):
+    """Its list names the same bytes a hundred times."""
+    with zipfile.ZipFile(file, "a") as z:
+        largest = max(z.infolist(), key=lambda record: record.file_size)
+        z.filelist += [largest] * 100
+        z._didModify = True
+
+
+@pytest.mark.parametrize("spoil", [deflate, overlap])
+def test_a_zip_bomb_is_not_read(spoil, options, monkeypatch, capsys):
+    stopped(LM, 0, signal.SIGTERM, options, capsys)
+    spoil(only_run(options["out_dir"]) / "ckpt.pt")
+    monkeypatch.setattr(zipfile.ZipFile, "testzip", None)  # whoever unpacks it now fails
+    assert "is corrupt (it is compressed, as torch's files never are)" in LM.refused(options, monkeypatch, capsys)
+
+
+SPOILT = {  # a checkpoint that is sound as a file, and what is said of it
+    "beyond the last step": (lambda state: state | {"step": 9}, "is of step 9, and the last is 4"),
+    "before the first": (lambda state: state | {"step": -1}, "is of step -1, and the last is 4"),
+    "no step": (lambda state: state | {"step": None}, "is of step None"),
+    "no window": (lambda state: {name: state[name] for name in state if name != "window"}, "('window')"),
+    "no log": (lambda state: state | {"log": None}, "is not a whole checkpoint of this run"),
+    "no optimizer": (lambda state: state | {"optimizer": {"state": {}}}, "the optimizer's state of"),
+    "half a moment": (lambda state: changed(state["optimizer"]["state"], state, {"exp_avg": torch.zeros(3)}), "(3,)"),
+    "no moment": (
+        lambda state: changed(state["optimizer"]["state"], state, None),
+        "the optimizer's state of wte.weight",
+    ),
+    "another shape": (
+        lambda state: changed(state["model"], state, torch.zeros(7, 7)),
+        "wte.weight has the shape (7, 7)",
+    ),
+    "a number": (lambda state: changed(state["model"], state, torch.zeros(())), "wte.weight has the shape ()"),
+    "no weight": (lambda state: changed(state["model"], state, None), "wte.weight is in one alone"),
+}
+
+
+def changed(part: dict, state: dict, value) -> dict:
+    """The state with another value for the embeddings, or none."""
+    if value is None:
+        del part["wte.weight"]
+    else:
+        part["wte.weight"] = part["wte.weight"] | value if isinstance(value, dict) else value
+    return state
+
+
+@pytest.mark.parametrize("case", SPOILT)
+def test_a_checkpoint_without_a_part_is_one_line(case, options, monkeypatch, capsys):
+    stopped(LM, 0, signal.SIGTERM, options, capsys)
+    spoil, message = SPOILT[case]
+    torch.save(spoil(checkpoint(options)), only_run(options["out_dir"]) / "ckpt.pt")
+    line = LM.refused(options, monkeypatch, capsys)
+    assert message in line and "ckpt.pt is" in line
+    if "wte.weight" in message and "optimizer" not in message:
+        assert message in LM.refused(options | {"eval_only": True}, monkeypatch, capsys)
+
+
+def test_only_what_a_run_has_made_is_deleted(options, tmp_path, monkeypatch, capsys):
+    """And not before config.json was looked at: --data x/y and x_y have the same folder."""
+    for name in ("x/y", "x_y"):
+        (tmp_path / "x").mkdir(exist_ok=True)
+        shutil.copytree(options["data"], tmp_path / name)
+    one, two = (options | {"data": tmp_path / name, "out_dir": tmp_path / "out"} for name in ("x/y", "x_y"))
+    LM.run(one, monkeypatch)
+    capsys.readouterr()
+    folder = only_run(one["out_dir"])
+    for name in ("notes.json", "mine.pt", "mine.jsonl"):
+        (folder / name).write_text("mine")
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert "config.json is of a run with another data" in LM.refused(two | {"resume": False}, monkeypatch, capsys)
+    assert before == {path.name: path.read_bytes() for path in folder.iterdir()}
+    LM.run(one | {"resume": False}, monkeypatch)
+    assert {path.name for path in folder.iterdir()} == before.keys()
+    assert all((folder / name).read_text() == "mine" for name in ("notes.json", "mine.pt", "mine.jsonl"))
+    (folder / "config.json").unlink()
+    capsys.readouterr()
+    assert "is of no run, which has a config.json" in LM.refused(one | {"resume": False}, monkeypatch, capsys)
+
+
+def test_a_run_goes_on_from_the_weights_of_another(options, corpora, tmp_path, monkeypatch, capsys):
+    """With more steps, on other data, wherever its folder is now; not with another vocabulary or other constants."""
+    LM.run(options | {"out_dir": tmp_path / "first"}, monkeypatch)
+    before = only_run(tmp_path / "first").rename(tmp_path / "moved")
+    options |= {"init_from": before, "data": corpora["b"], "out_dir": tmp_path / "second"}
+    tested = options | {"data": corpora["a"], "eval_only": True, "out_dir": tmp_path / "tested"}
+    LM.run(tested, monkeypatch)
+    (file,) = tested["out_dir"].glob("*/eval*.json")
+    expected = json.loads((before / "result.json").read_text())["test"]
+    assert json.loads(file.read_text())["test"]["loss"] == pytest.approx(expected["loss"])
+    LM.run(options | {"steps": 6, "learning_rate": 1e-12, "min_learning_rate": 0.0}, monkeypatch)
+    torch.testing.assert_close(checkpoint(options)["model"], load_checkpoint(before / "ckpt.pt")["model"])
+    capsys.readouterr()
+    for change, message in {
+        "data": (corpora["c"], "no run of this script with the vocabulary of this corpus"),
+        "n_head": (4, "has n_head 2, not 4"),
+        "frequency_bias": (False, "has frequency_bias True, not False"),
+        "router": ("dense", "has not the weights"),
+    }.items():
+        assert message[1] in LM.refused(options | {change: message[0]}, monkeypatch, capsys)
+
+
 def test_a_file_that_is_no_record_is_an_error(options, monkeypatch, capsys):
     stopped(LM, 0, signal.SIGTERM, options, capsys)
     for name in ("result.json", "config.json"):
         for content in ("", "[]", "null", '{"seed": 0', "[" * 100_000):
             (only_run(options["out_dir"]) / name).write_text(content)
             line = LM.refused(options, monkeypatch, capsys)
-            assert re.search(f"{name} is no readable JSON object .*: delete it or restore it", line)
+            assert re.search(f"{name} is not readable JSON, or no object .*: delete it or restore it", line)
         (only_run(options["out_dir"]) / name).write_text("{}")
 
 
@@ -444,18 +622,25 @@ def test_two_processes_compute_what_one_does(options, monkeypatch):
     torch.testing.assert_close(checkpoint(one)["model"], checkpoint(two)["model"], rtol=1e-6, atol=1e-6)
 
 
-def test_the_bar_shows_bits_per_byte_and_the_log_the_share_of_the_peak(options, monkeypatch, capsys):
-    shown = []
-    monkeypatch.setattr(engine_run.tqdm, "set_postfix", lambda bar, words: shown.append(words["bits_per_byte"]))
+def test_a_log_has_a_line_where_a_terminal_has_a_bar(options, monkeypatch, capsys):
+    """Bits per byte, and in what is printed the share of the card's peak."""
     monkeypatch.setattr(engine_run, "peak_flops", lambda context: 1e9)
-    LM.run(options, monkeypatch)
+    LM.run(options | {"log_every": 2}, monkeypatch)
+    said = capsys.readouterr()
     counts = json.loads((options["data"] / "meta.json").read_text())["splits"]["train"]
     bits, log = counts["tokens"] / counts["bytes"] / math.log(2), metrics(options["out_dir"])
-    assert shown[1::2] == [f"{bits * record['train_loss']:.3f}" for record in log]
-    found = re.findall(r"MFU ([\d.]+)% at full capacity", capsys.readouterr().out)
+    lines = [f"step {r['step']}/4: bits_per_byte {bits * r['train_loss']:.3f}" for r in log]
+    assert [line.split(",")[0] for line in said.err.splitlines()] == lines
     flops = result_of(options["out_dir"])["flops"]["total"]  # forward
-    shares = [3 * flops * record["tokens_per_second"] / 1e7 for record in log]
-    assert [float(share) for share in found] == pytest.approx(shares, rel=0.01)
+    found = [float(share) for share in re.findall(r"MFU ([\d.]+)% at full capacity", said.out)]
+    assert found == pytest.approx([3 * flops * record["tokens_per_second"] / 1e7 for record in log], rel=0.01)
+
+
+@pytest.mark.parametrize("streams", [">&-", "2>&-", "> /dev/full", "| true", "> /dev/null 2> /dev/full"])
+def test_a_stream_that_nobody_reads_ends_no_run(streams, options):
+    line = " ".join(map(str, [sys.executable, ROOT / LM.name, *command(options)]))
+    done = subprocess.run(["bash", "-c", f"set -o pipefail; {line} {streams}"], capture_output=True, text=True)
+    assert done.returncode == 0 and "Error" not in done.stderr and result_of(options["out_dir"])
 
 
 def test_micro_batches_that_cannot_be_dealt(options, monkeypatch, capsys):
@@ -464,26 +649,35 @@ def test_micro_batches_that_cannot_be_dealt(options, monkeypatch, capsys):
     assert "cannot be dealt to 3 processes: change batch_tokens" in LM.refused(options, monkeypatch, capsys)
 
 
-def test_processes_that_see_different_checkpoints(options, monkeypatch, capsys):
+@pytest.mark.parametrize("ours, theirs", [("[false, 2]", "[false, 0]"), ('"data_checksum": "', '"data_checksum": "0')])
+def test_processes_that_see_different_files(ours, theirs, options, monkeypatch, capsys):
     stop_in_the_middle(options, 3)
-    monkeypatch.setattr(Context, "gather", lambda self, mine: [mine, 0])  # the other one has no disk
+    seen = []
+
+    def gather(self, mine):
+        seen.append(mine)  # the data, then what is in the folder
+        return [mine, mine.replace(ours, theirs)]
+
+    monkeypatch.setattr(Context, "gather", gather)
     capsys.readouterr()
-    assert "the processes see different files" in LM.refused(options, monkeypatch, capsys)
+    line = LM.refused(options, monkeypatch, capsys)
+    what = ["data: ", f"files in {only_run(options['out_dir'])}: "][len(seen) - 1]
+    assert f"the processes see different {what}" in line and ours in seen[-1]
 
 
 def test_a_table_gives_mean_deviation_and_gaps():
     def cells(result):
         return {"ppl": (result["ppl"], ".2f"), "cut": (result.get("cut"), ".1%")}
 
-    rows = [(("dense", "22.61"), {}), (("Switch", "20.11"), {"router": "switch"}), (("XMoE", ""), {})]
-    results = [[{"ppl": 10.0}], [{"ppl": 1.0, "cut": 0.5}, {"ppl": 3.0, "cut": 0.5}], []]
+    rows = [(("XMoE", ""), {}), (("dense", "22.61"), {}), (("Switch", "20.11"), {"router": "switch"})]
+    results = [[], [{"ppl": 10.0}], [{"ppl": 1.0, "cut": 0.5}, {"ppl": 3.0, "cut": 0.5}]]
     text = Table("title", ("method", "paper"), rows).render(results, cells)
     assert text.splitlines() == [
         "| method | paper | ppl         | cut          |",
         "|--------|-------|-------------|--------------|",
+        "| XMoE   |       |             |              |",
         "| dense  | 22.61 | 10.00       |              |",
         "| Switch | 20.11 | 2.00 ± 1.41 | 50.0% ± 0.0% |",
-        "| XMoE   |       |             |              |",
     ]
     numbers = [cell(value) for value in (None, 3, "S1", 1.0, 99.99, 100.0, 1234.5)]
     assert numbers == ["", "3", "S1", "1.00", "99.99", "100", "1,234"]

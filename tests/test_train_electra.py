@@ -56,7 +56,8 @@ def corpora(tmp_path_factory) -> dict[str, Path]:
         (base / folder).mkdir()
     for split, part in {"train": slice(0, 600), "valid": slice(600, 650), "test": slice(650, 700)}.items():
         for language, text in lines.items():
-            (base / "text" / f"{language}.{split}.txt").write_text("\n\n".join(text[part]))
+            some = text[part][:: 5 if language == "aa" else 1]  # a small language
+            (base / "text" / f"{language}.{split}.txt").write_text("\n\n".join(some))
         for language in ("aa", "bb"):
             for side in (language, "en"):
                 (base / "bitext" / f"{language}-en.{split}.{side}").write_text("\n".join(lines[side][part]))
@@ -260,6 +261,7 @@ def test_every_row_trains_and_reports(row, options, monkeypatch, capsys):
     for kind in ("sentences", "pairs"):  # two maskings in the end, one on the way
         ours, theirs = result["held_out"][kind], records[1]["held_out"][kind]
         assert ours["tokens"] == 2 * theirs["tokens"] and ours["masked"] > 1.5 * theirs["masked"]
+    assert (result["parameters"]["kept"] < result["parameters"]["total"]) == rtd  # the generator is not kept
     assert records[0]["flops"] * 2 == records[1]["flops"] == result["flops"]
     assert ("sparse layer 1: experts wanted" in out) == sparse and ("discriminator: loss" in out) == rtd
     counted = counting.masked_scores(opened(options | ROWS[row])[2]["sentences"], 256)
@@ -289,6 +291,11 @@ def test_the_gradient_is_the_mean_over_micro_batches_of_the_weighted_losses(opti
             loss = loss + 7 * F.binary_cross_entropy_with_logits(answers, replaced.double())
             (loss / 2).backward()
     torch.testing.assert_close(seen[0], [p.grad for p in model.parameters()])
+
+
+def test_both_corpora_are_read_as_the_constants_say(options):
+    for corpus in opened(options | {"span": 3.0, "mask_share": 0.25, "sampling_exponent": 0.3})[2].values():
+        assert (corpus.span, corpus.mask_share, corpus.exponent, corpus.replace) == (3.0, 0.25, 0.3, (1.0, 0.0))
 
 
 @pytest.mark.parametrize("given", [{}, XLM], ids=["XLM-E", "XLM"])

@@ -73,6 +73,10 @@ def test_every_row_trains_and_reports(row, options, monkeypatch, capsys):
     assert tuple(scores["languages"]) == LANGUAGES
     assert all(f"{language} {ppl:9.2f}" in out for language, ppl in scores["languages"].items())
     assert len(scores["layers"]) == sparse
+    config, _, data, model = opened(options | ROWS[row])
+    head = 0.4 * 2 * 16 * (16 + data.vocab_size)  # of masked tokens
+    work = flops.flops_per_token(model.encoder, config, head)
+    assert result_of(options["out_dir"])["flops"] == pytest.approx(work)
     for i, layer in enumerate(scores["layers"]):
         assert layer["rc"] > 0 and layer["imbalance"] >= 1 and (layer["wanted"] == 2 or row != "X-MoE top-2")
         assert f"sparse layer {i + 1}: RC {layer['rc']:.2f}, RF {layer['rf']:.1%}" in out
@@ -94,8 +98,9 @@ def test_the_gradient_is_the_mean_over_the_micro_batches_and_the_rate_falls(opti
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda ps, _: gradients.append([p.grad.clone() for p in ps]))
     monkeypatch.setattr(train_mlm, "set_learning_rate", lambda adamw, rate: set_rate(adamw, rates.append(rate) or rate))
     options |= {"dtype": "float64", "balance_coef": 0.5, "learning_rate": 1.0, "warmup": 0.5, "mask_share": 0.3}
-    MLM.run(options | {"dropout": 0.1}, monkeypatch)
-    _, _, data, model = opened(options | {"dropout": 0.1})
+    options |= {"dropout": 0.1, "sampling_exponent": 0.0}
+    MLM.run(options, monkeypatch)
+    _, _, data, model = opened(options)
     for micro in range(2):
         train_mlm.seed_all(0, 1, micro)
         batch = data.batch("train", 0, micro)
@@ -130,8 +135,12 @@ def literal_rc(h: torch.Tensor, experts: torch.Tensor) -> float:
 def test_evaluation_is_its_literal_definition(options):
     """Perplexities by hand, RC by its formula on all validation tokens, RF by comparing every choice."""
     config, context, data, model = opened(options | {"dtype": "float64", "moe_after": (1, 2), "dropout": 0.5})
-    scores, chosen = train_mlm.evaluate(model.train(), data, config, context, 2, None)
-    assert model.training
+    draws = []
+    model.moe_layers[0].watchers.append(lambda *_: draws.append(float(torch.rand(()))))  # as a router might
+    for _ in range(2):
+        scores, chosen = train_mlm.evaluate(model.train(), data, config, context, 2, None)
+    half = len(draws) // 2
+    assert model.training and draws[:half] == draws[half:] and len(set(draws)) == half
     seen = {moe: [] for moe in model.moe_layers}
     for moe in model.moe_layers:
         moe.watchers.append(lambda moe, h, routing, kept: seen[moe].append((h, routing.priority.argmax(dim=1))))
@@ -326,5 +335,6 @@ def test_xlmr_weights_start_a_sparse_model(options, tmp_path, monkeypatch, capsy
     with torch.no_grad():  # the inserted experts change nothing yet
         expected = theirs(batch.ids).logits.flatten(0, 1)[batch.masked]
         torch.testing.assert_close(model.eval()(batch.ids, batch.masked)[0], expected, rtol=1e-5, atol=1e-5)
-    MLM.run(options, monkeypatch)
+    theirs.roberta.save_pretrained(tmp_path / "bare")  # without a head
+    MLM.run(options | {"init_from": tmp_path / "bare"}, monkeypatch)
     assert "masked tokens" in capsys.readouterr().out

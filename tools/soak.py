@@ -109,7 +109,7 @@ def step_of(run: Path, names=CHECKPOINTS) -> int:
 def outcome(run: Path) -> dict:
     """What must be the same, however often a run was stopped: its files, but for what measures time."""
     found = {}
-    for file in run.iterdir():
+    for file in filter(Path.is_file, run.rglob("*")):
         if file.name in ("ckpt.prev.pt", "lock"):  # which step the former has depends on where the run was stopped
             continue
         content = re.sub(rb'"tokens_per_second": [^,}]*', b"", file.read_bytes())
@@ -229,7 +229,7 @@ class Soak:
         if not (self.run / "ckpt.pt").exists():
             shutil.rmtree(self.out)
             shutil.copytree(self.whole, self.run)
-        file = random.choice([file for file in self.run.iterdir() if (self.foreign / file.name).exists()])
+        file = random.choice([file for file in self.run.glob("*.*") if (self.foreign / file.name).exists()])
         if file.name != "result.json":
             (self.run / "result.json").unlink(missing_ok=True)  # a finished run looks at nothing else
         before, content = step_of(self.run), file.read_bytes()
