@@ -65,12 +65,15 @@ def check_zip(file: Path):
             raise ValueError("a checksum differs")
 
 
+HOLDS = dict(model=dict, step=int, constants=dict, identity=dict, vocab_size=int) | {"class": str}  # in a checkpoint
+
+
 def load_checkpoint(file: Path) -> dict:
     """Raises ValueError where the file is damaged, or holds something else."""
     try:
         check_zip(file)
         state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)  # processes of a node share it
-        if not isinstance(state, dict) or not state.keys() >= {"model", "step", "class", "constants", "identity"}:
+        if not isinstance(state, dict) or any(not isinstance(state.get(name), kind) for name, kind in HOLDS.items()):
             raise ValueError("it holds something else")
         return state
     except Exception as error:  # damage shows itself in a dozen ways

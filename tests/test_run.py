@@ -436,7 +436,9 @@ def test_a_zip_bomb_is_not_read(spoil, options, monkeypatch, capsys):
 SPOILT = {  # a checkpoint that is sound as a file, and what is said of it
     "beyond the last step": (lambda state: state | {"step": 9}, "is of step 9, and the last is 4"),
     "before the first": (lambda state: state | {"step": -1}, "is of step -1, and the last is 4"),
-    "no step": (lambda state: state | {"step": None}, "is of step None"),
+    "no step": (lambda state: {name: state[name] for name in state if name != "step"}, "it holds something else"),
+    "no size": (lambda state: state | {"vocab_size": None}, "it holds something else"),
+    "no names": (lambda state: state | {"constants": [], "class": []}, "it holds something else"),
     "no window": (lambda state: {name: state[name] for name in state if name != "window"}, "('window')"),
     "no log": (lambda state: state | {"log": None}, "is not a whole checkpoint of this run"),
     "no optimizer": (lambda state: state | {"optimizer": {"state": {}}}, "the optimizer's state of"),
