@@ -352,7 +352,8 @@ def translation_effect(model, pairs: PairData, config: Config, context, maskings
 def retrieval(encoder: Encoder, pairs: PairData, config: Config, context, most=1000):
     """How often the nearest of a language pair's held-out sentences is the translation, as in Tatoeba (table 5).
 
-    The mean over language pairs, of at most `most` sentences each, by layer (0: embeddings); `chance` beside it.
+    The mean over language pairs, of at most `most` sentences each, by layer (0: embeddings). `centred`: after the mean
+    vector of each language was taken away, which hides in a cosine what tells its sentences apart; `chance`: a guess.
     """
     how = dict(micro_tokens=config.micro_tokens, context=context)
     found = []
@@ -360,11 +361,11 @@ def retrieval(encoder: Encoder, pairs: PairData, config: Config, context, most=1
         texts = [side[:most] for side in pairs.texts("valid", language)]
         if texts[0]:
             vectors = [measures.sentence_vectors(encoder, pairs.tokenizer, side, **how) for side in texts]
-            right = measures.retrieval(*vectors)  # (L + 1,)
-            found.append([*right.tolist(), 1 / len(texts[0])])
-    everyone = chain(*context.gather(found))
-    *right, chance = map(fmean, zip(*everyone))
-    return {"retrieval": right, "chance": chance}
+            right = torch.stack([measures.retrieval(*vectors), measures.retrieval(*map(measures.centred, vectors))])
+            found.append((right.tolist(), 1 / len(texts[0])))
+    right, chance = zip(*chain(*context.gather(found)))
+    plain, centred = torch.tensor(right, dtype=torch.float64).mean(dim=0).tolist()  # (2, L + 1)
+    return {"retrieval": plain, "centred": centred, "chance": fmean(chance)}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -469,7 +470,8 @@ def describe(scores: dict) -> str:
     )
     layer = measures.middle_layer(len(found) - 1)
     beside = f"{found[0]:.1%} by embeddings, {scores['chance']:.1%} chance"
-    lines.append(f"held-out translations found: {found[layer]:.1%} by layer {layer} ({beside})")
+    line = f"held-out translations found: {found[layer]:.1%} by layer {layer} ({beside})"
+    lines.append(f"{line}; {scores['centred'][layer]:.1%} where the mean of each language is taken away")
     for i, moe in enumerate(scores["layers"], 1):
         lines.append(f"sparse layer {i}: {measures.describe_routing(moe)}")
     return "\n".join(lines)

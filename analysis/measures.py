@@ -278,6 +278,11 @@ def both_directions(one: Tensor, two: Tensor) -> Tensor:
     return torch.stack([forth, back]).float().mean(dim=2)
 
 
+def centred(x: Tensor) -> Tensor:
+    """Sentence vectors (L + 1, n, D) about their mean, of length 1."""
+    return F.normalize(x - x.mean(dim=1, keepdim=True), dim=2)
+
+
 def retrieval(one: Tensor, two: Tensor) -> Tensor:
     """(L + 1,): the mean of both directions."""
     return both_directions(one, two).mean(dim=0)

@@ -310,7 +310,7 @@ def test_retrieval_is_the_mean_over_language_pairs(options):
     options |= {"dtype": "float64", "block_size": 12, "micro_tokens": 120, "batch_tokens": 240}
     config, context, data, model = opened(options)
     encoder, pairs = model.encoder.eval(), data["pairs"]
-    found = []
+    found, centred = [], []
     for languages in ("aa-en", "bb-en"):
         sides = [[], []]
         for pair in list(zip(*pairs.texts("valid", languages)))[:20]:
@@ -318,10 +318,14 @@ def test_retrieval_is_the_mean_over_language_pairs(options):
                 states = []
                 encoder(torch.tensor([[pairs.tokenizer.bos, *text[:10], pairs.tokenizer.eos]]), None, states)
                 side.append(torch.stack([F.normalize(state[0].mean(dim=0), dim=0) for state in states]))
-        found.append(measures.retrieval(*(torch.stack(side, dim=1) for side in sides)))
+        sides = [torch.stack(side, dim=1) for side in sides]  # (L + 1, n, D)
+        found.append(measures.retrieval(*sides))
+        shifted = [side - side.sum(dim=1, keepdim=True) / side.shape[1] for side in sides]
+        centred.append(measures.retrieval(*(x / x.norm(dim=2, keepdim=True) for x in shifted)))
     scores = train_electra.retrieval(encoder, pairs, config, context, most=20)
     assert scores["retrieval"] == pytest.approx(torch.stack(found).mean(dim=0).tolist())
     assert scores["chance"] == pytest.approx(1 / 20) and max(scores["retrieval"]) > 0
+    assert scores["centred"] == pytest.approx(torch.stack(centred).mean(dim=0).tolist())
 
 
 def saved(options: dict) -> dict:
