@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel, PreTrainedTokenizer
-from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput, MaskedLMOutput, TokenClassifierOutput
+from transformers.modeling_outputs import CausalLMOutput, MaskedLMOutput, TokenClassifierOutput
 
 from .model import GPT, Encoder, MaskedLM
 from .tokenizers import GPT2, XLMR, SentencePiece, load_tokenizer
@@ -67,13 +67,6 @@ class NanoXMoEForCausalLM(Model, GenerationMixin):
 
     def prepare_inputs_for_generation(self, input_ids, **ignored):
         return {"input_ids": input_ids[:, -self.config.max_position_embeddings :]}
-
-
-class NanoXMoEModel(Model):
-    """An encoder without a head."""
-
-    def forward(self, input_ids, attention_mask=None, **ignored):
-        return BaseModelOutput(last_hidden_state=self.run(input_ids, places(attention_mask)))
 
 
 class NanoXMoEForMaskedLM(Model):
