@@ -79,6 +79,7 @@ class Config:
     dtype: Literal["auto", "bfloat16", "float32", "float64"] = "auto"  # auto: bfloat16 where it is fast
     compile: bool = False  # torch.compile
     resume: bool = True  # go on from the run's newest checkpoint; false: start again
+    tensorboard: bool = False  # every evaluation goes to TensorBoard, too: tensorboard --logdir out
 
     @property
     def where(self) -> set[str]:

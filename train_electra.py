@@ -107,6 +107,7 @@ class Config:
     shard: bool = False  # weights and their state lie in pieces over all processes (FSDP2)
     compile: bool = False  # torch.compile
     resume: bool = True  # go on from the run's newest checkpoint; false: start again
+    tensorboard: bool = False  # every evaluation goes to TensorBoard, too: tensorboard --logdir out
 
     def unread(self) -> set[str]:
         """Constants that a run does not read because of others: see engine/config.py."""

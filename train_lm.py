@@ -94,6 +94,7 @@ class Config:
     shard: bool = False  # weights and their state lie in pieces over all processes (FSDP2)
     compile: bool = False  # torch.compile
     resume: bool = True  # go on from the run's newest checkpoint; false: start again
+    tensorboard: bool = False  # every evaluation goes to TensorBoard, too: tensorboard --logdir out
     eval_only: bool = False  # no training: evaluate the run's checkpoint, or --init_from
     init_from: str | None = None  # folder of another run, or of GPT-2 in Hugging Face's format (router dense)
 

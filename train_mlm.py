@@ -95,6 +95,7 @@ class Config:
     shard: bool = False  # weights and their state lie in pieces over all processes (FSDP2)
     compile: bool = False  # torch.compile
     resume: bool = True  # go on from the run's newest checkpoint; false: start again
+    tensorboard: bool = False  # every evaluation goes to TensorBoard, too: tensorboard --logdir out
     init_from: str | None = (
         None  # folder of another run, or of XLM-R in Hugging Face's format, whose sparse layers start new
     )

@@ -114,6 +114,24 @@ def stop(number: int, where: str = ""):
     sys.exit(128 + number)
 
 
+def tensorboard(folder: Path, step: int):
+    """What writes for TensorBoard; of a run that goes on, without what it will write again."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise ValueError("--tensorboard needs one more library: pip install tensorboard") from None
+    return SummaryWriter(folder / "tensorboard", purge_step=step + 1)
+
+
+def numbers(found: dict | list, name: str = "") -> Iterator[tuple[str, float]]:
+    """Every number inside a record, by its path such as layers/0/served."""
+    for key, value in found.items() if isinstance(found, dict) else enumerate(found):
+        if isinstance(value, dict | list):
+            yield from numbers(value, f"{name}{key}/")
+        elif isinstance(value, int | float):
+            yield f"{name}{key}", value
+
+
 class Window:
     """The steps since the last evaluation, of which the bar and the log speak."""
 
@@ -204,7 +222,7 @@ class Run:
         state, self.checkpoint = self.checkpoint, {}
         self.start = state.get("step", 0)
         self.seconds, self.log = 0.0, ""  # of metrics.jsonl
-        self.window = Window(self.context.device, 0)
+        self.window, self.board = Window(self.context.device, 0), None
         try:
             if state:
                 parallel.load_model(model, state["model"])
@@ -237,6 +255,7 @@ class Run:
             (self.folder / "ckpt.prev.pt").replace(self.folder / "ckpt.pt")
         self.write("config.json", self.identity)
         self.write(self.tokenizer.filename, self.tokenizer.file)
+        self.board = tensorboard(self.folder, self.start) if self.config.tensorboard else None
         if self.log:
             self.write("metrics.jsonl", self.log)  # without the lines of steps that will be taken again
 
@@ -315,6 +334,9 @@ class Run:
         record = {"step": done, "train_loss": self.train_loss, "tokens_per_second": self.speed}
         self.log += json.dumps(record | scores) + "\n"
         self.write("metrics.jsonl", self.log)
+        for name, value in numbers(record | scores):
+            if self.board:
+                self.board.add_scalar(name, value, done)
         self.window = Window(self.context.device, done)
         self.save_checkpoint(done)
         self.window.clock = time.perf_counter()  # writing a file is not training

@@ -14,6 +14,7 @@ import sys
 import time
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -694,3 +695,25 @@ def test_seeds_give_mean_and_deviation(options, monkeypatch, capsys):
     names = {json.loads((path / "config.json").read_text())["seed"] for path in options["out_dir"].iterdir()}
     assert names == {3, 4} and out.count("under the limit") == 2
     assert "demo, preset demo, seeds: 2" in out and " ± " in out
+
+
+def test_evaluations_go_to_tensorboard_too(options, monkeypatch, capsys):
+    seen = []
+
+    class Writer:
+        def __init__(self, folder, purge_step):
+            seen.append((folder.name, purge_step))
+
+        def add_scalar(self, name, value, step):
+            seen.append((name, value, step))
+
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    assert "pip install tensorboard" in LM.refused(options | {"tensorboard": True}, monkeypatch, capsys)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer))
+    LM.run(options | {"tensorboard": True}, monkeypatch)
+    (first, *scalars), logged = seen, metrics(options["out_dir"])
+    assert first == ("tensorboard", 1)
+    for record in logged:
+        for name in ("train_loss", "loss", "ppl"):
+            assert (name, record[name], record["step"]) in scalars
+        assert ("layers/0/served", record["layers"][0]["served"], record["step"]) in scalars
