@@ -132,6 +132,10 @@ def numbers(found: dict | list, name: str = "") -> Iterator[tuple[str, float]]:
             yield f"{name}{key}", value
 
 
+class Kept(dict):
+    """A result that was read again."""
+
+
 class Window:
     """The steps since the last evaluation, of which the bar and the log speak."""
 
@@ -192,7 +196,7 @@ class Run:
 
     def find(self):
         """Looks in the folder for a result, or else for the newest sound checkpoint."""
-        self.result = read_json(self.folder / "result.json")
+        self.result = Kept(read_json(self.folder / "result.json"))
         self.refuse_other(self.result.get("config", {}), "result.json")
         if self.result:
             self.context.say(f"{self.name}: finished before, in {self.folder} (--resume false trains it again)")
@@ -206,6 +210,8 @@ class Run:
 
     def refuse_other(self, found: dict, name: str):
         """The one place that decides whether a file belongs to this run: by its constants and its data's checksums."""
+        if not isinstance(found, dict):
+            raise ValueError(f"{self.folder / name} does not say of which run it is: delete it")
         for constant, ours in self.identity.items():
             theirs = found.get(constant, ours)
             if theirs != ours:

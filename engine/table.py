@@ -6,11 +6,12 @@ import signal
 import statistics
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from engine.config import command_line, refuse, said, unread
-from engine.device import clear_errors, setup, show
-from engine.run import SIGNALS, stop
+from engine.device import clear_errors, fail, setup, show
+from engine.run import SIGNALS, Kept, stop
 
 
 class Table(NamedTuple):
@@ -89,9 +90,20 @@ def carry_out(config, presets: dict, context, tables: dict, train: Callable, rep
     if context.rank > 0:
         return
     for result in results[0] if not config.table else []:
-        show(report(config, result))
+        show(told(partial(report, config), result))
     if config.table or config.seeds > 1:
-        show(f"\n{table.title}, preset {config.preset}, seeds: {config.seeds}\n\n{table.render(results, cells)}")
+        rows = table.render(results, partial(told, cells))
+        show(f"\n{table.title}, preset {config.preset}, seeds: {config.seeds}\n\n{rows}")
+
+
+def told(words: Callable, result: dict):
+    """What a script says of a result; of one that was read, and is not what the script writes, one clear line."""
+    try:
+        return words(result)
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
+        if not isinstance(result, Kept):
+            raise
+        fail(f"result.json of {result.get('name')} is not what this script writes ({error!r}): delete it")
 
 
 def refuse_rows(config, presets: dict[str, dict], table: Table):

@@ -531,6 +531,15 @@ def test_a_file_that_is_no_record_is_an_error(options, monkeypatch, capsys):
         (only_run(options["out_dir"]) / name).write_text("{}")
 
 
+@pytest.mark.parametrize("change", [{"config": None}, {"test": None}, {"test_no_limit": {}}, {"name": None}])
+def test_a_result_that_is_not_the_scripts_is_one_clear_line(change, options, monkeypatch, capsys):
+    LM.run(options, monkeypatch)
+    file = only_run(options["out_dir"]) / "result.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    line = LM.refused(options, monkeypatch, capsys)
+    assert "result.json" in line and "delete it" in line
+
+
 OTHERS = {  # what another run's identity says, and what is said of it
     "seed": ({"seed": 1}, "another seed (1 there, 0 now): choose another --out_dir"),
     "size": ({"n_embd": 8}, "another n_embd (8 there, 16 now)"),

@@ -95,11 +95,13 @@ def end(process: int) -> int:
 
 
 def step_of(run: Path, names=CHECKPOINTS) -> int:
-    """The step of the newest sound one of these checkpoints; -1 where there is none."""
+    """The step of the newest sound one of these checkpoints of the run with seed 0; -1 where there is none."""
     steps = [-1]
     for name in names:
         with suppress(ValueError):
-            steps.append(load_checkpoint(run / name)["step"])
+            state = load_checkpoint(run / name)
+            if state["identity"]["seed"] == 0:
+                steps.append(state["step"])
     return max(steps)
 
 
