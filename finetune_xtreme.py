@@ -237,7 +237,7 @@ class FineTuned(SparseModel):
         super().__init__()
         self.config, self.vocab_size = encoder.config, encoder.vocab_size
         self.encoder, self.kind, self.labels = encoder, kind, labels
-        self.longest_row = encoder.config.block_size  # tokens; a preset may say fewer
+        self.longest_row = encoder.config.block_size  # tokens; block_size may make it shorter, see set_up
         D, std = encoder.config.n_embd, encoder.config.init_std
         self.dropout = nn.Dropout(dropout)
         self.dense = nn.Linear(D, D) if kind == "label" else None
@@ -367,7 +367,7 @@ def train(config: Config, context) -> dict:
         loads = run.kept.setdefault("loads", [])  # [i][layer][expert]: tokens of the i-th 100 steps
         for watch, total in zip(watches, run.kept.get("pending", [])):  # of the steps since the last full 100
             watch.total.copy_(total * (context.rank == 0))  # one process goes on with the sums of all
-        run.kept["pending"] = lambda: [context.sum(watch.total) for watch in watches]
+        run.kept["pending"] = lambda: [context.sum(watch.total) for watch in watches]  # called when it is saved
         run.resume(model, optimizer, flops.matrix_flops(model)["total"])
     for step in run.steps():
         set_learning_rate(optimizer, linear(step, steps, config.warmup, config.learning_rate))

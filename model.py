@@ -55,9 +55,9 @@ def within_capacity(priority, capacity: int):
 
 
 class Rows(NamedTuple):
-    """The N (token, expert) pairs that are kept, expert by expert, in rows that experts work on side by side.
+    """The N (token, expert) pairs that are kept, sorted by expert.
 
-    On a CPU, N is their number. On a GPU the host does not wait for it (but where all tokens might go to all experts),
+    On a CPU, N is their number. On a GPU the host does not wait for it (unless every token might go to every expert),
     and N is the most that there can be: the rows behind the last expert's are spare (token 0, gate 0).
     """
 
@@ -228,7 +228,7 @@ class MoE(nn.Module):
     def forward(self, h, ids, real=None, first: int = 0):
         """h (B, T, D), ids (B, T), at positions from `first` on -> (B, T, D), balance loss.
 
-        real (S,): places in B * T of the tokens that are not padding, ascending; None if all are. Nobody serves
+        real (S,): places in B * T of the tokens that are not padding, ascending; None if all are. No expert serves
         padding, and it fills no capacity. What stands there comes out as 0.
         """
         B, T, D = h.shape
@@ -244,9 +244,11 @@ class MoE(nn.Module):
         for watch in self.watchers:
             watch(self, flat, routing, kept)
         gates = routing.weight * kept
-        most = self.most_rows(S, E)  # known without asking a GPU how many are kept
-        exact = may_ask(h) or most == S * E  # asking is cheaper than computing S * E rows
-        y = self.serve(flat, gates, kept_rows(gates, kept, None if exact else most))
+        # How many rows to make: on a GPU as many as there can be, so that nobody waits for their number.
+        room = self.most_rows(S, E)
+        if may_ask(h) or room == S * E:  # asking costs less than S * E rows
+            room = None
+        y = self.serve(flat, gates, kept_rows(gates, kept, room))
         if real is not None:
             y = y.new_zeros(B * T, D).index_copy(0, real, y)
         return y.view_as(h), routing.balance_loss
@@ -263,7 +265,7 @@ class MoE(nn.Module):
         """h (S, D), gates (S, E), 0 where not kept -> the weighted sum of the experts' outputs, (S, D)."""
         if not self.norms and self.exchange is None:
             return dispatch(h, gates, rows, self.experts[0])
-        # A bare FFN rounds its input to the products' type anyway; a stack adds to it.
+        # A bare FFN rounds its input to the products' type; a stack keeps full precision, because it adds to it.
         h = h.to(gates.dtype if self.norms else product_type(h))
         work = self.unweighted if self.exchange is None else functools.partial(self.exchange, self.unweighted)
         return dispatch_apart(h, gates, rows, work)
@@ -345,7 +347,10 @@ class SparseModel(nn.Module):
     """What models with MoE layers have in common: their start, what routers keep fixed, and routing at test."""
 
     def draw(self, std: float, written_std: float):
-        """Draws all weights from normals; `written_std` is for those that write to the residual stream."""
+        """Draws matrices from normals, and sets biases to 0; routers and norms keep their own start.
+
+        written_std: of the matrices that write to the residual stream.
+        """
         for name, p in self.named_parameters():
             if any(part in name for part in ("router", "ln_", "norms", "gate_w")):
                 continue  # these know their own start
@@ -370,7 +375,7 @@ class SparseModel(nn.Module):
 
     @property
     def sees_later(self) -> bool:
-        """Whether experts choose among later tokens too, so that what a decoder reaches is no language model's."""
+        """Whether experts choose among later tokens too: a decoder's perplexity is then no language model's."""
         return any(moe.router.sees_later for moe in self.moe_layers)
 
     @property

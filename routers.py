@@ -1,4 +1,4 @@
-"""How a token chooses its experts. One class is one router; to add yours, write one with a `choose` method and name it.
+"""How a token chooses its experts. One class is one router. Yours needs `choose`, and `@router("name")` above it.
 
 A router answers with two (S, E) tensors: `weight`, how much of an expert's output is added to the token, and
 `priority`, how early the expert should serve it. The dispatch in model.py needs no more: each expert keeps the tokens
@@ -60,7 +60,7 @@ class Router(nn.Module):
     score = "dot"  # h . e (XMoE eq. 1), or "hypersphere": cos(W h, e) (X-MoE eq. 7)
     gate = "softmax"  # the probability over all experts, or "sigmoid": each expert judged on its own (X-MoE eq. 8)
     split = 1  # parts that an FFN's width is cut into, where the config does not say
-    most = 1  # experts that a token may choose at most; None: all. A GPU makes room for so many
+    most = 1  # experts that a token may choose at most; None: all. On a GPU there is room for so many rows a token
     balanced = True  # whether it is trained with the balance loss
     sees_later = False  # whether its choices depend on later tokens, so that it cannot generate
     orthogonal = False  # whether expert embeddings start orthogonal whatever the layer
@@ -184,7 +184,7 @@ class Threshold(Router):
         if not self.training and self.config.eval_threshold is not None:
             t = self.config.eval_threshold
         count = 1 + (p[:, :-1].cumsum(dim=1) < t).sum(dim=1, keepdim=True)  # (S, 1)
-        if t >= 1:  # by decree: in fp32 the sum of all probabilities may stop short of 1, or reach it early
+        if t >= 1:  # every expert: in fp32 the sum of all probabilities may stop short of 1, or reach it early
             count = self.E
         return by_rank(order, probs, count)
 
@@ -261,7 +261,8 @@ def priority_key(value, rank: Tensor | int):
 
     Why not the float p - i: in fp32 it keeps 65 distinct values at rank 512, where p is at most 1 / 512, and 2 at rank
     4,096. So minus the rank stands in the high 32 bits, and the float in the low ones. A float's bits, read as int32,
-    sort as the float does, but those of negative ones run backwards: they are flipped. A float64 is compared as fp32.
+    sort as the float does, but those of negative ones run backwards: where the sign is set, the other 31 bits are
+    flipped. A float64 is compared as fp32.
     """
     bits = (value.float() + 0.0).contiguous().view(torch.int32)  # + 0.0: -0.0 equals 0.0
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -297,7 +298,7 @@ def balanced_assignment(score, epsilon: float | None = None):
     # From 0, so that a small difference is not lost beside a large common part. NaN would bid for ever.
     score = (score - score.min()).nan_to_num(nan=0.0, posinf=0.0)
     spread = float(score.max())
-    # Bidders that like all experts alike fill the empty seats: where every seat is taken, any starting price is fair.
+    # Bidders that like all experts alike fill up the seats: only then may an auction begin with the prices of another.
     value = F.pad(score, (0, 0, 0, seats * E - S))  # (seats * E, E)
     final = spread / 1000 if epsilon is None else epsilon
     final = max(final, 1e-6 * spread, 1e-30)  # by less than fp32 can tell apart, bids would not rise

@@ -341,11 +341,13 @@ def translation_effect(model, pairs: PairData, config: Config, context, maskings
     total = Counter()
     for part in context.gather(found):
         total.update(part)
-    halves = {}  # with a translation or without, and half -> (2, R)
-    for beside, half, first in sorted(total):
-        halves.setdefault((beside, half), []).append(total[beside, half, first])
-    halves = {key: torch.cat(parts, dim=1) for key, parts in halves.items()}
-    (right, masked), (alone, _) = (halves[beside, 0] + halves[beside, 1] for beside in (True, False))
+
+    def joined(beside: bool) -> Tensor:
+        """(2, R): of each pair the tokens that are right and those that are masked, in both halves."""
+        one, two = ([total[key] for key in sorted(total) if key[:2] == (beside, half)] for half in (0, 1))
+        return torch.cat(one, dim=1) + torch.cat(two, dim=1)
+
+    (right, masked), (alone, _) = joined(True), joined(False)
     shares = {"with": float(right.sum() / masked.sum()), "without": float(alone.sum() / masked.sum())}
     return shares | {"effect": measures.bootstrap(right - alone, masked)}
 
@@ -460,7 +462,8 @@ def describe(scores: dict) -> str:
         own = scores[kind]
         line = f"held-out {kind}: generator: loss {own['mlm']:.3f}, {own['generator']:.1%} right"
         if "rtd" in own:
-            line += f"; discriminator: loss {own['rtd']:.4f}, {own['saved']:.1%} below a blind "
+            side = "below" if own["saved"] >= 0 else "above"
+            line += f"; discriminator: loss {own['rtd']:.4f}, {abs(own['saved']):.1%} {side} a blind "
             line += f"guess's, {own['accuracy']:.1%} right, {own['replaced']:.1%} replaced"
         lines.append(line)
     found, translation = scores["retrieval"], scores["translation"]

@@ -262,10 +262,10 @@ def train(config: Config, context) -> dict:
         work = flops.flops_per_token(model, config, head=2 * config.n_embd * data.vocab_size)
         context.say(
             f"{run.name}: {parameters['total']:,} parameters, {parameters['active']:,.0f} active a token; "
-            f"{work['total'] / 1e6:.1f} MFLOPs a token forward, {work['moe'] / 1e6:.1f} of them in MoE layers"
+            f"{work['total'] / 1e6:.1f} MFLOPs a token forward at full capacity, {work['moe'] / 1e6:.1f} in MoE layers"
         )
-        counted = counting.text_losses(data, config.steps)
-        counted = {name: measures.bits_per_byte(loss, data.meta["splits"]["test"]) for name, loss in counted.items()}
+        losses, text = counting.text_losses(data, config.steps), data.meta["splits"]["test"]
+        counted = {name: measures.bits_per_byte(loss, text) for name, loss in losses.items()}
         forward = parallel.wrap(model, config, context)
         optimizer = adamw(model, config)
         bits_per_nat = measures.bits_per_byte(1.0, data.meta["splits"]["train"])  # of a loss, which the bar shows
@@ -335,6 +335,7 @@ def sample(config: Config, folder: Path, context) -> str:
     """What a trained model writes after the prompt, without a capacity limit."""
     with clear_errors():
         model, tokenizer = pretrained.load(folder)
+        model.config.eval_threshold = config.eval_threshold  # the routers read it there
         prompt = tokenizer.encode_batch([config.prompt.encode().decode()])[0]  # ValueError for half a character
     if model.sees_later:
         return "no sample: the experts choose among tokens that are not written yet"

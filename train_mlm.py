@@ -96,9 +96,7 @@ class Config:
     compile: bool = False  # torch.compile
     resume: bool = True  # go on from the run's newest checkpoint; false: start again
     tensorboard: bool = False  # every evaluation goes to TensorBoard, too: tensorboard --logdir out
-    init_from: str | None = (
-        None  # folder of another run, or of XLM-R in Hugging Face's format, whose sparse layers start new
-    )
+    init_from: str | None = None  # folder of another run, or of XLM-R, whose sparse layers start new
 
     def unread(self) -> set[str]:
         """Constants that a run does not read because of others: see engine/config.py."""

@@ -305,7 +305,7 @@ def gap(options: Gap):
 def read_finetuned(folders: tuple[str, ...]) -> list[dict]:
     """A record of each result. Raises ValueError where two of an encoder and a task differ by more than the seed."""
     records, constants = [], {}
-    files = set()
+    files, seen = set(), set()
     for folder in folders:
         files |= {file.resolve() for file in Path(folder).rglob("result.json")}
     for file in sorted(files):
@@ -316,8 +316,10 @@ def read_finetuned(folders: tuple[str, ...]) -> list[dict]:
             continue
         config = all_but(result["config"], "seed")
         key = {"encoder": config["model"], "task": config["task"]}
-        if constants.setdefault(tuple(key.values()), config) != config:
-            raise ValueError(f"{file} and others of its encoder and task differ by more than the seed: name folders")
+        run = *key.values(), result["config"]["seed"]
+        if constants.setdefault(tuple(key.values()), config) != config or run in seen:
+            raise ValueError(f"{file} and others of its encoder and task do not differ by the seed alone: name folders")
+        seen.add(run)
         records.append(key | scores_of(result))
     if not records:
         raise ValueError(f"no result of finetune_xtreme.py in {', '.join(folders)}: run it, or name its folders")

@@ -38,7 +38,8 @@ class TokenData(Prepared):
         for split, tokens in self.tokens.items():
             if len(tokens) <= self.block_size:
                 needed = f"block_size {self.block_size} needs {self.block_size + 1:,}"
-                raise ValueError(f"{self.folder / split}.bin has {len(tokens):,} tokens and {needed}")
+                what = f"{self.folder / split}.bin has {len(tokens):,} tokens and {needed}"
+                raise ValueError(f"{what}: give more text, or a smaller --block_size")
 
     def batch(self, split, step, micro=0):
         """Inputs x and targets y of windows at random places. Both are (B, T) int64, and y is one token ahead."""

@@ -432,7 +432,6 @@ CORPORA = {
     "bitext": Corpus("pairs", bitext),
     "multi30k-de": Corpus("pairs", multi30k, multi30k, pieces=8_000),
 }
-for (
-    name
-) in "wmt10 wmt23-de wmt23-he wmt23-ru wmt23-uk wmt23-zh".split():  # files of the user's, as the papers name none
+# The papers do not name their files, so these are the user's.
+for name in "wmt10 wmt23-de wmt23-he wmt23-ru wmt23-uk wmt23-zh".split():
     CORPORA[name] = Corpus("pairs", bitext, pieces=32_000)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,7 +29,8 @@ def read_meta(folder: Path) -> dict:
     path = folder / "meta.json"
     if not path.is_file():
         known = folder.name in CORPORA
-        how = f"prepare it: python -m data.prepare {folder.name if known else '--help'}"
+        source = " --source DIR" if known and CORPORA[folder.name].read is None else ""
+        how = f"prepare it: python -m data.prepare {folder.name + source if known else '--help'}"
         raise FileNotFoundError(f"no prepared data in {folder}; {how}")
     try:
         meta = json.loads(path.read_text())
@@ -145,10 +147,14 @@ class Prepared:
         return load_tokenizer(self.folder / kind.filename)
 
     def random(self, purpose: int, split, *key) -> np.random.Generator:
-        """Draws a batch. ValueError where the tokens have been overwritten since they were opened."""
-        stamp = stamp_of(self.folder / f"{split}.bin")
+        """Draws a batch. The process ends in one line where the tokens were overwritten since they were opened."""
+        file = self.folder / f"{split}.bin"
+        stamp = stamp_of(file) if file.exists() else self.stamps[split]  # a file that is gone can still be read
         if stamp != self.stamps[split]:
-            check_files(self.folder, self.meta["files"])
+            try:
+                check_files(self.folder, self.meta["files"])
+            except ValueError as error:  # inside a training loop
+                sys.exit(f"error: {error}")
             self.stamps[split] = stamp
         start = purpose, self.seed, SPLITS.index(split)
         return np.random.default_rng((*start, *key))

@@ -77,7 +77,7 @@ def answer_rows(number: int, example, tokenizer, T, stride) -> Iterator[Row]:
     for start in range(0, max(1, len(ids) - room + stride), stride):
         part = range(start, min(start + room, len(ids)))
         shift = len(head) - start  # from a token's place in the text to its place in the row
-        marks = [(shift + token, spans[token]) for token in part]
+        marks = [(shift + token, without_stop(text, *spans[token])) for token in part]
         if not answer:
             targets = [UNKNOWN, UNKNOWN]
         elif answer[0] in part and answer[-1] in part:
@@ -86,6 +86,12 @@ def answer_rows(number: int, example, tokenizer, T, stride) -> Iterator[Row]:
             targets = [0, 0]
         own = ids[start : part.stop]
         yield Row(number, [*head, *own, tokenizer.eos], marks, targets)
+
+
+def without_stop(text: str, begin: int, end: int) -> tuple[int, int]:
+    """A piece without the stop at its end: a tokenizer may join both, as in `”，`, but no answer ends in a stop."""
+    kept = text[begin:end].rstrip("،؛。，、；")
+    return begin, begin + len(kept) if kept.strip() else end
 
 
 def label_row(number: int, texts, target, tokenizer, T) -> Row:

@@ -1,8 +1,8 @@
 """A run as a folder that transformers loads: `python -m engine.pretrained export RUN FOLDER`.
 
 A dense decoder without an output bias is written in GPT-2's own layout, a dense encoder without a relative bias in
-XLM-R's. All others, and the tokenizers, take their code along: model.py, routers.py, tokenizers.py and hf_model.py,
-which transformers runs where it is told trust_remote_code=True.
+XLM-R's. All others, and the tokenizers, take their code along (model.py, routers.py, nanoxmoe_tokenizers.py and
+hf_model.py), which transformers runs where it is told trust_remote_code=True.
 """
 
 import json
@@ -23,7 +23,8 @@ from engine.pretrained import (
 from engine.run import newest, read_json
 from model import PAD
 
-CODE = "model.py", "routers.py", "data/tokenizers.py", "engine/hf_model.py"
+CODE = {"model.py": "model.py", "routers.py": "routers.py", "hf_model.py": "engine/hf_model.py"}
+CODE["nanoxmoe_tokenizers.py"] = "data/tokenizers.py"  # a name of its own: there is a library called tokenizers
 CLASSES = {  # class of a run's model -> transformers' class for it, and ours in hf_model.py
     "GPT": ("AutoModelForCausalLM", "NanoXMoEForCausalLM"),
     "MaskedLM": ("AutoModelForMaskedLM", "NanoXMoEForMaskedLM"),
@@ -54,12 +55,14 @@ def export(run: str | Path, folder: str | Path):
         (in_their_layout if native else with_our_code)(kind, state, ids_of(tokenizer), folder)
     except ImportError as error:
         raise ImportError(f"an export needs more libraries: pip install transformers safetensors ({error})") from None
-    for name in CODE:
-        code = (Path(__file__).parents[1] / name).read_text()
-        (folder / Path(name).name).write_text(code.replace("from routers import", "from .routers import"))
+    for name, here in CODE.items():
+        code = (Path(__file__).parents[1] / here).read_text()
+        (folder / name).write_text(code.replace("from routers import", "from .routers import"))
     tokenizer.save(folder)
     write(folder / "tokenizer_config.json", tokenizer_options(tokenizer, constants["block_size"]))
     (folder / "README.md").write_text(card(run, kind, native))
+    (folder / "model.safetensors").chmod(0o644)
+    print(f"{folder} has the model, its tokenizer and a card that says how transformers loads them")
 
 
 def write(file: Path, content: dict):

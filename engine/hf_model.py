@@ -1,7 +1,7 @@
 """nanoXMoE's models and tokenizers under the names that transformers expects.
 
 `python -m engine.pretrained export RUN FOLDER` copies this file into FOLDER, with model.py, routers.py and
-tokenizers.py beside it; transformers runs it where it is told trust_remote_code=True.
+nanoxmoe_tokenizers.py beside it; transformers runs it where it is told trust_remote_code=True.
 """
 
 from pathlib import Path
@@ -14,7 +14,7 @@ from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel, Pre
 from transformers.modeling_outputs import CausalLMOutput, MaskedLMOutput, TokenClassifierOutput
 
 from .model import GPT, Encoder, MaskedLM
-from .tokenizers import GPT2, XLMR, SentencePiece, load_tokenizer
+from .nanoxmoe_tokenizers import GPT2, XLMR, SentencePiece, load_tokenizer
 
 
 class NanoXMoEConfig(PretrainedConfig):
@@ -65,7 +65,9 @@ class NanoXMoEForCausalLM(Model, GenerationMixin):
         loss = None if labels is None else F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
         return CausalLMOutput(loss=loss, logits=logits)
 
-    def prepare_inputs_for_generation(self, input_ids, **ignored):
+    def prepare_inputs_for_generation(self, input_ids, attention_mask=None, **ignored):
+        if attention_mask is not None and not attention_mask.all():
+            raise ValueError("padding stands before a text: generate for one text at a time")
         return {"input_ids": input_ids[:, -self.config.max_position_embeddings :]}
 
 
@@ -93,7 +95,7 @@ class NanoXMoEForTokenClassification(Model):
 
 
 class NanoXMoETokenizer(PreTrainedTokenizer):
-    """A tokenizer of tokenizers.py, whose tokens are called by their numbers."""
+    """A tokenizer of nanoxmoe_tokenizers.py, whose tokens are called by their numbers."""
 
     vocab_files_names = {each.kind: each.filename for each in (SentencePiece, XLMR, GPT2)}  # a folder has one of them
     model_input_names = ["input_ids", "attention_mask"]

@@ -59,6 +59,8 @@ def load_encoder(path: str | Path, **changes) -> tuple[Encoder, XLMR]:
 
 
 def is_run(path: str | Path) -> bool:
+    if not Path(path).exists():
+        raise FileNotFoundError(f"{path} does not exist")
     return any(Path(path, name).exists() for name in CHECKPOINTS)
 
 

@@ -153,7 +153,9 @@ class Window:
         return {"since": self.since, "tokens": self.tokens, "seconds": self.seconds(), "loss_sum": loss_sum}
 
 
-MADE = ["ckpt.pt", "ckpt.prev.pt", "model.pt", "metrics.jsonl", "result.json", "eval-*.json", "test-*.jsonl"]
+# What --resume false deletes.
+MADE = ["ckpt.pt", "ckpt.prev.pt", "model.pt", "metrics.jsonl", "result.json", "eval-*.json"]
+MADE += ["*/test-*.tsv", "*/test-*.json"]
 
 
 class Run:
@@ -184,7 +186,10 @@ class Run:
         self.identity["tokenizer_checksum"] = self.tokenizer.sha256
         self.result, self.checkpoint, self.checkpoint_name = {}, {}, ""
         self.agree("data", self.identity)
-        self.refuse_other(read_json(self.folder / "config.json"), "config.json")
+        before = read_json(self.folder / "config.json")
+        if not config.resume:  # it may be trained again on data that have changed
+            before = {name: value for name, value in before.items() if not name.endswith("_checksum")}
+        self.refuse_other(before, "config.json")
         if config.resume:
             self.find()
         self.agree(f"files in {self.folder}", [bool(self.result), self.checkpoint.get("step")])
@@ -254,8 +259,8 @@ class Run:
             raise ValueError(f"{self.folder / 'lock'} cannot be locked ({error}): choose another --out_dir") from None
         made = [] if self.config.resume else [file for name in MADE for file in self.folder.glob(name)]
         if made and not (self.folder / "config.json").exists():
-            raise ValueError(f"{made[0]} is of no run, which has a config.json: choose another --out_dir")
-        for file in [*made, *self.folder.glob("[!e]*.[0-9]*.tmp")]:  # these of a killed run, not of an evaluation
+            raise ValueError(f"{made[0]} is of no run, which has a config.json: delete it, or choose another --out_dir")
+        for file in [*made, *self.folder.rglob("[!e]*.[0-9]*.tmp")]:  # these of a killed run, not of an evaluation
             file.unlink()
         if self.checkpoint_name == "ckpt.prev.pt":  # ckpt.pt is damaged or gone, and must not take this one's place
             (self.folder / "ckpt.prev.pt").replace(self.folder / "ckpt.pt")

@@ -96,6 +96,8 @@ def route(router, h, ids=None, assigned=None, x_moe=False):
             chosen = best_first(score)[:1] if assigned is None else [int(assigned[s])]
         elif kind == "ExpertChoice":
             chosen = [*range(E)]
+        else:
+            raise NotImplementedError(f"tests/reference.py does not say yet how {kind} chooses")
         for i, e in enumerate(chosen):
             g = p[e] if gate == "softmax" else sigmoid(score[e] / tau)  # X-MoE eq. 8
             if gate == "softmax" and several:  # X-MoE section 2.2, top-K

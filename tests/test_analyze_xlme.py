@@ -377,7 +377,7 @@ def test_what_is_no_result_is_one_clear_line(finished, tmp_path, monkeypatch, ca
     save_result(finished / "f", "out/train_mlm/demo", "xnli", 60, 61, frozen=False)
     for names in ("de", "df", "fd"):  # whichever of the two has a constant that the other lacks
         folders = [finished / name for name in names]
-        assert "differ by more than the seed" in refused(monkeypatch, capsys, "gap", *folders)
+        assert "do not differ by the seed alone" in refused(monkeypatch, capsys, "gap", *folders)
     shutil.rmtree(finished / "f")
     (finished / "e" / "result.json").write_text("{")
     assert "not readable JSON" in refused(monkeypatch, capsys, "gap", finished)

@@ -75,7 +75,8 @@ def test_transformers_loads_it_with_equal_logits(exported):
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
     if isinstance(model, GPT) and name not in NATIVE:
         prompt = torch.tensor([[own.eot, *own.encode_batch(["from"])[0]]])
-        written = theirs.generate(prompt, max_new_tokens=30, do_sample=False, eos_token_id=None)
+        mask = torch.ones_like(prompt)
+        written = theirs.generate(prompt, attention_mask=mask, max_new_tokens=30, do_sample=False, eos_token_id=None)
         assert torch.equal(written, model.generate(prompt, 30, top_k=1))  # also beyond what they read at once
 
 

@@ -270,6 +270,8 @@ def test_gpt2_weights_are_evaluated_and_trained_on(options, tmp_path, monkeypatc
     options |= {"router": "dense", "init_from": tmp_path / "gpt2", "out_dir": tmp_path / "out"}
     options |= {"frequency_bias": False, "learning_rate": 1e-9, "min_learning_rate": 0}
     evaluated = options | {"eval_only": True}
+    assert "gpt2 does not exist" in LM.refused(evaluated, monkeypatch, capsys)
+    options["init_from"].mkdir()
     for wrong in ({"router": "switch"}, {"frequency_bias": True}):
         assert "--init_from loads GPT-2: give --router dense" in LM.refused(evaluated | wrong, monkeypatch, capsys)
     transformers = pytest.importorskip("transformers")

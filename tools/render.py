@@ -49,6 +49,8 @@ TABLES = [  # script, preset, number of the table (None: the run of the preset i
     ("train_mlm", "demo", 2, {"relative_bias": False} | SHORT, "15% masked, learned positions alone"),
     ("train_electra", "demo", 2),
     ("train_electra", "multilingual", 2),
+    ("train_electra", "ciphers", None, {"objective": "mlm", "dtype": "float32"}),
+    ("train_electra", "ciphers", None, {"dtype": "float32"}),
     ("train_mt", "demo", None),
     ("train_mt", "multi30k", 3),
     ("finetune_xtreme", "demo", None),
