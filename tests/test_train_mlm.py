@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import reference
 import torch
-from helpers import TORCHRUN, Script, finish, metrics, only_run, result_of, stopped, table_rows
+from helpers import ROOT, TORCHRUN, Script, finish, metrics, only_run, result_of, stopped, table_rows
 from test_train_electra import corpora, flat
 
 import train_mlm
@@ -304,8 +304,9 @@ BAD = {
     "no bias": ({"relative_bias": False, "distance_lr": 2.0}, "--router hypersphere, --relative_bias False: leave"),
     "no such table": ({"table": 4}, "table must be one of 2, 3, 5"),
     "no data": ({"data": "cc100x"}, "python -m data.prepare"),
-    "XLM-R has no bias": ({"init_from": "nowhere"}, "no such bias: give --relative_bias false"),
-    "no weights": ({"init_from": "nowhere", "relative_bias": False}, "has no config.json"),
+    "XLM-R has no bias": ({"init_from": str(ROOT / "tests")}, "no such bias: give --relative_bias false"),
+    "no weights": ({"init_from": str(ROOT / "tests"), "relative_bias": False}, "has no config.json"),
+    "no folder": ({"init_from": "nowhere"}, "nowhere does not exist"),
 }
 
 
