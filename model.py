@@ -259,7 +259,7 @@ class MoE(nn.Module):
 
     def most_rows(self, S: int, experts: int) -> int:
         """The most rows that S tokens can have for so many of the experts."""
-        return min(S * min(self.router.max_choices, experts), experts * self.capacity(S))
+        return min(S * self.router.max_choices, experts * self.capacity(S))
 
     def serve(self, h, gates, rows: Rows):
         """h (S, D), gates (S, E), 0 where not kept -> the weighted sum of the experts' outputs, (S, D)."""

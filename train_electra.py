@@ -217,8 +217,11 @@ class Electra(SparseModel):
         self.generator.encoder.wpe = self.encoder.wpe
 
     def forward(self, ids, masked, real, targets):
-        """ids (B, T) after masking, masked (M,) places in B * T, real (S,) as in `Encoder`, targets (M,) what was there
-        -> the generator's logits (M, V), balance loss, verdicts (S,), over 0 where one seems replaced, and truth."""
+        """-> the generator's logits (M, V), the balance loss, and of S tokens verdicts and whether they were replaced.
+
+        ids (B, T) after masking; masked (M,) places in B * T; real (S,) as in `Encoder`; targets (M,) what stood there.
+        A verdict is a logit, above 0 where a token seems replaced.
+        """
         logits, _ = self.generator(ids, masked, real)
         drawn = sample(logits)  # (M,)
         corrupt = ids.flatten().index_copy(0, masked, drawn)  # (B * T,), eqs. 2 and 4
@@ -242,8 +245,11 @@ def sample(logits: Tensor) -> Tensor:
 
 
 def ask(forward, batch: Masked, config: Config, context):
-    """-> (MLM or TLM, the mean over masked tokens; MRTD or TRTD, the mean over all, 0 for the baseline; the balance
-    loss), and what the networks say, as `Electra` does but for the balance loss."""
+    """-> the three losses of a batch, and what the networks say of it: logits, and the verdicts with their truth.
+
+    The losses are MLM or TLM, the mean over masked tokens; MRTD or TRTD, the mean over all tokens, 0 for the baseline;
+    and the balance loss.
+    """
     ids, masked, targets, real = context.send_all(*batch[:4])
     inputs = ids, masked, real
     if config.objective == "rtd":

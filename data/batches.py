@@ -68,8 +68,10 @@ class TokenData(Prepared):
         return torch.from_numpy(changes[:-1].cumsum() > 0)
 
     def eval_batches(self, split, max_tokens=None, rank=0, world=1):
-        """x and y of windows that follow one another, of the whole split or of its first max_tokens tokens, dealt
-        round-robin to the processes. Up to T tokens at the end of the split are not read."""
+        """x and y of windows that follow one another, of the whole split or of its first max_tokens tokens.
+
+        They are dealt round-robin to the processes. Up to T tokens at the end of the split are not read.
+        """
         count = (len(self.tokens[split]) - 1) // self.block_size
         if max_tokens is not None:
             count = min(count, max(1, max_tokens // self.block_size))
@@ -97,8 +99,10 @@ def places(language: ndarray) -> ndarray:
 
 
 def evenly(language: ndarray, lengths: ndarray, max_tokens) -> ndarray:
-    """The numbers of rows that have about max_tokens tokens (None: all), languages ascending: first the first row of
-    every language, then the second ... language, lengths: (R,) of all rows."""
+    """The numbers of rows that have about max_tokens tokens: first the first row of every language, then the second ...
+
+    language, lengths: (R,) of all rows, languages ascending. max_tokens None: all rows.
+    """
     if max_tokens is None:
         return np.arange(len(language))
     order = places(language).argsort(kind="stable")
@@ -114,8 +118,11 @@ def gather(tokens: ndarray, starts: ndarray, sizes: ndarray) -> ndarray:
 
 
 def pad_rows(tokens: ndarray, lengths: ndarray, pad, width=0):
-    """Rows of tokens (N,), one behind the other, padded to the longest of them, or to `width` where that is more; their
-    lengths (B,) -> ids (B, T), and the flat positions (N,) of what is no padding, or None where there is none."""
+    """Pads rows to the longest of them, or to `width` where that is more.
+
+    tokens: (N,) of all rows, one behind the other; lengths: (B,). Returns ids (B, T), and the flat positions (N,) of
+    what is no padding, or None where there is no padding.
+    """
     real = np.arange(max(width, lengths.max())) < lengths[:, None]  # (B, T)
     ids = np.full(real.shape, pad, dtype=np.int64)
     ids[real] = tokens
@@ -123,8 +130,10 @@ def pad_rows(tokens: ndarray, lengths: ndarray, pad, width=0):
 
 
 def cut(sizes: ndarray, micro_tokens: int) -> list[slice]:
-    """Cuts rows into batches of at most micro_tokens tokens, padding included, or of one row that has more. sizes:
-    (R, sides) the length of each row on each side; every side of a batch is as wide as its longest row."""
+    """Cuts rows into batches of at most micro_tokens tokens, padding included, or of one row that has more.
+
+    sizes: (R, sides) the length of each row on each side; every side of a batch is as wide as its longest row.
+    """
     begin, batches = 0, []
     widths = [0] * sizes.shape[1]
     for row, lengths in enumerate(sizes.tolist()):
@@ -158,8 +167,10 @@ class Masked(NamedTuple):
 
 @dataclass(eq=False)
 class MaskedData(Prepared):
-    """A corpus of many languages, in rows of `<s>` and block_size - 1 tokens of one language, some of them masked. The
-    language of a row is drawn by `probabilities` of the training tokens, and its place by chance."""
+    """A corpus of many languages, in rows of `<s>` and block_size - 1 tokens of one language, some of them masked.
+
+    The language of a row is drawn by `probabilities` of the training tokens, and its place by chance.
+    """
 
     exponent: float = 0.7  # of `probabilities`
     mask_share: float = 0.15  # this and what follows: see Masking
@@ -417,8 +428,10 @@ class TranslationData(Prepared):
         return [numbers[order[own]] for own in batches]
 
     def eval_batches(self, split, max_tokens=None, rank=0, world=1):
-        """Every pair that is short enough, or about max_tokens tokens of them (see evenly), dealt round-robin to the
-        processes."""
+        """Every pair that is short enough, or about max_tokens tokens of them (see evenly).
+
+        The batches are dealt round-robin to the processes.
+        """
         numbers = np.concatenate(self.fitting[split])
         rows = self.pairs(split, numbers)
         lengths = rows.sizes.sum(axis=1)
@@ -459,8 +472,10 @@ class TranslationData(Prepared):
 
 
 def source_batches(ids: list[list[int]], pad: int, eos: int, micro_tokens: int):
-    """Sources to translate, the longest first, in batches of at most micro_tokens tokens, padding included: their
-    numbers, and (source (B, N), source_real (S,) or None) as in Translation."""
+    """Sources to translate, the longest first, in batches of at most micro_tokens tokens, padding included.
+
+    Yields the numbers of the sources, and (source (B, N), source_real (S,) or None) as in Translation.
+    """
     lengths = np.array([len(text) + 1 for text in ids])
     order = np.argsort(-lengths, kind="stable")
     for own in cut(lengths[order, None], micro_tokens):

@@ -51,8 +51,10 @@ def text_losses(data, steps: int) -> dict[str, float]:
 
 
 def bigram_loss(seen: tuple, held_out: tuple, V: int) -> float:
-    """Mean cross entropy, in nats, of each held-out token given the one before it, by counts of the pairs seen. Both
-    are the first and the second tokens of pairs, (N,) and (M,) each, of V different ones."""
+    """Mean cross entropy, in nats, of each held-out token given the one before it, by counts of the pairs seen.
+
+    seen, held_out: the first and the second tokens of pairs, (N,) and (M,) each, of V different ones.
+    """
     first, second = held_out
     codes = seen[0] * V + seen[1]  # each different pair as one number
     codes, counts = codes.unique(return_counts=True)

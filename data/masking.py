@@ -29,8 +29,10 @@ class Masking:
         self.ordinary = np.flatnonzero(~self.special)
 
     def choose(self, ids: ndarray, part: ndarray, random: ndarray) -> ndarray:
-        """(N,) bool: which of the tokens are chosen: those with the lowest random turns of a part. With spans, a span
-        begins at every token, and a token has the lowest turn of the spans over it; the last chosen span may be cut.
+        """(N,) bool: which of the tokens are chosen, those with the lowest random turns of a part.
+
+        With spans, a span begins at every token, and a token has the lowest turn of the spans over it; the last chosen
+        span may be cut.
 
         ids: (N,); part: (N,) the number of each token's part, ascending; random: (DRAWS, N) uniform in [0, 1).
         """
@@ -63,8 +65,10 @@ class Masking:
         return np.where(chosen, shown, ids)
 
     def odds(self, shown: Tensor) -> Tensor:
-        """How much more probable it is to see the tokens `shown` in chosen places where they are right than elsewhere:
-        by Bayes' rule, what multiplies the probability that they are. It is 1 for the mask token."""
+        """How much more probable it is to see the tokens `shown` in chosen places where they are right than elsewhere.
+
+        By Bayes' rule, the probability that a shown token is right is multiplied by this. It is 1 for the mask token.
+        """
         becomes_mask, becomes_random = self.replace
         stays = 1 - becomes_mask - becomes_random
         odds = 1 + len(self.ordinary) * stays / max(becomes_random, 1e-9)

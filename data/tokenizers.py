@@ -202,7 +202,7 @@ def gpt2() -> GPT2:
 def load_tokenizer(path: Path | str, kind: str | None = None) -> Tokenizer:
     """The tokenizer in a file (*.model is SentencePiece, anything else a rank file) or in a folder.
 
-    The name xlmr.model or kind "xlmr" make its ids XLM-R's. FileNotFoundError or ValueError: there is none, or no one.
+    The name xlmr.model or kind "xlmr" make its ids XLM-R's. Raises FileNotFoundError or ValueError.
     """
     path = Path(path)
     there = [each.filename for each in KINDS.values() if (path / each.filename).is_file()]

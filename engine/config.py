@@ -17,19 +17,8 @@ import tyro
 from routers import ROUTERS
 
 # Constants that say where and how to run, not what to compute: they name no run, and may differ when it goes on.
-WHERE = {
-    "preset",
-    "table",
-    "seeds",
-    "out_dir",
-    "resume",
-    "device",
-    "log_every",
-    "expert_parallel",
-    "shard",
-    "compile",
-    "tensorboard",
-}
+WHERE = {"preset", "table", "seeds", "out_dir", "resume", "device", "log_every"}
+WHERE |= {"expert_parallel", "shard", "compile", "tensorboard"}
 
 # Constants of sparse layers, which a dense model does not read.
 SPARSE = {"moe_every", "expert_ffns", "split", "capacity", "eval_capacity", "decoder_moe"}  # XMoE's
@@ -64,7 +53,7 @@ for low, high, names in (
 def check(config):
     """Raises ValueError where a number is out of its limits, or two do not go together."""
     for name, value in vars(config).items():
-        if value == "" != getattr(type(config), name, None):
+        if value == "" and getattr(type(config), name, None) != "":  # a prompt is empty by default
             raise ValueError(f"--{name} is empty: leave it out, or name something")
         if type(value) not in (int, float):
             continue

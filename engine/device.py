@@ -175,6 +175,7 @@ def seed_all(*key: int):
 
 # Dense bf16 peak of a card, in TFLOP/s, by a part of its name; the first match counts.
 PEAK_TFLOPS = {"B200": 2250, "H200": 989, "H100 PCIe": 756, "H100": 989, "A100": 312, "L40S": 362, "L4": 121}
+PEAK_TFLOPS |= {"A10": 125, "4090": 165, "3090": 71}
 
 
 def peak_flops(context: Context) -> float | None:

@@ -379,6 +379,9 @@ def test_what_is_no_result_is_one_clear_line(finished, tmp_path, monkeypatch, ca
         folders = [finished / name for name in names]
         assert "do not differ by the seed alone" in refused(monkeypatch, capsys, "gap", *folders)
     shutil.rmtree(finished / "f")
+    shutil.copytree(finished / "d", finished / "copy")  # would count twice
+    assert "do not differ by the seed alone" in refused(monkeypatch, capsys, "gap", finished / "d", finished / "copy")
+    shutil.rmtree(finished / "copy")
     (finished / "e" / "result.json").write_text("{")
     assert "not readable JSON" in refused(monkeypatch, capsys, "gap", finished)
     for languages in ({}, {"languages": {"en": {"accuracy": 60.0}}}):

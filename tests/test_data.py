@@ -860,3 +860,18 @@ def test_a_joint_bpe_is_trained_on_both_sides_of_the_training_pairs(tmp_path):
     assert {"▁bär", "▁bear"} < pieces and not any(letter in word for word in words for letter in ("z", "k"))
     # BPE, not unigram: every piece is the merge of two others
     assert all(len(x) == 1 or any(x[:i] in pieces and x[i:] in pieces for i in range(1, len(x))) for x in words)
+
+
+def test_a_folder_that_is_gone_can_still_be_read(tmp_path):
+    (tmp_path / "a.txt").write_text("\n".join(f"the line with the number {i}" for i in range(800)))
+    tokenizer = train_sentencepiece([(tmp_path / "a.txt").read_text()], 300).save(tmp_path)
+    folder = prepare("text", tmp_path / "a.txt", tokenizer, out=tmp_path / "out")
+    data = TokenData(folder, block_size=8, micro_tokens=16)
+    expected = data.batch("train", 0)
+    folder.rename(tmp_path / "elsewhere")
+    assert all(map(torch.equal, expected, data.batch("train", 0)))
+
+
+def test_a_corpus_without_a_reader_is_told_with_its_source():
+    with pytest.raises(FileNotFoundError, match="python -m data.prepare wmt10 --source DIR"):
+        prepared.read_meta(Path("nowhere/wmt10"))

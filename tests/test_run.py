@@ -726,3 +726,16 @@ def test_evaluations_go_to_tensorboard_too(options, monkeypatch, capsys):
         for name in ("train_loss", "loss", "ppl"):
             assert (name, record[name], record["step"]) in scalars
         assert ("layers/0/served", record["layers"][0]["served"], record["step"]) in scalars
+
+
+def test_a_run_is_trained_again_on_changed_data_where_that_is_asked_for(options, monkeypatch, capsys):
+    LM.run(options, monkeypatch)
+    file = only_run(options["out_dir"]) / "config.json"
+    constants = json.loads(file.read_text())
+    file.write_text(json.dumps(constants | {"data_checksum": "of other data"}))
+    assert "another data_checksum" in LM.refused(options, monkeypatch, capsys)
+    old = file.with_name("xquad") / "test-de.json"  # a prediction of fine-tuning
+    old.parent.mkdir()
+    old.write_text("{}")
+    LM.run(options | {"resume": False}, monkeypatch)
+    assert json.loads(file.read_text()) == constants and not old.exists()

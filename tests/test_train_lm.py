@@ -380,3 +380,10 @@ def test_an_evaluation_draws_the_same_every_time(options, monkeypatch):
         torch.manual_seed(seed)
         found.append(train_lm.evaluate(net, data, "valid", setup("cpu", config.dtype))["loss"])
     assert found[0] == found[1]
+
+
+def test_a_sample_is_routed_by_the_threshold_that_is_asked_for(options, monkeypatch, capsys):
+    LM.run(options, monkeypatch)
+    capsys.readouterr()
+    LM.run(options | {"eval_only": True, "eval_threshold": 0.0}, monkeypatch)
+    assert "sample (1.0 experts served per token)" in capsys.readouterr().out
