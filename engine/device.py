@@ -136,8 +136,7 @@ def setup(device: str = "auto", dtype: str = "auto") -> Context:
         fast = torch.cuda.is_bf16_supported(including_emulation=False)
     elif device == "cpu":
         allocator = keep_memory()
-        # With AVX512-BF16 alone bf16 products are native, and slower than fp32 (0.6 x).
-        fast = getattr(torch.cpu, "_is_amx_tile_supported", bool)()
+        fast = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
     if dtype == "auto":
         dtype = "bfloat16" if fast else "float32"
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
