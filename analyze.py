@@ -16,31 +16,32 @@
     python analyze.py play           a page to play with: what a model's routers do with your sentence, and could do
 
 They read the runs that the demos and the tables left under out/, or the folders of runs that you name. A figure is
-written to NAME.png and NAME.svg in --out, and the numbers in it to NAME.json; `play` opens in your browser. `python
-analyze.py NAME --help` says what a figure shows, how to read it, and which options it has.
+written to NAME.png in --out, and the numbers in it to NAME.json. `python analyze.py NAME --help` says what a figure
+shows, how to read it, and which options it has.
 """
 
 import sys
 
 from analysis import flops, play, x_moe, xlm_e, xmoe
+from analysis.shared import Drawn, Measured
 from engine.config import parse
 from engine.device import clear_errors
 
-ANALYSES = {  # name: the options, whose docstring says what is shown; the function that shows it
-    "activations": (xmoe.Activations, xmoe.activations),
-    "gamma": (xmoe.Gamma, xmoe.gamma),
-    "experts": (xmoe.Required, xmoe.experts),
-    "threshold": (xmoe.Threshold, xmoe.threshold),
-    "speed": (xmoe.Speed, xmoe.speed),
-    "umap": (x_moe.Umap, x_moe.umap),
-    "collapse": (x_moe.Collapse, x_moe.collapse),
-    "consistency": (x_moe.Consistency, x_moe.consistency),
-    "curve": (xlm_e.Curve, xlm_e.curve),
-    "flops": (flops.Flops, flops.flops),
-    "retrieval": (xlm_e.Retrieval, xlm_e.retrieval),
-    "alignment": (xlm_e.Alignment, xlm_e.alignment),
-    "gap": (xlm_e.Gap, xlm_e.gap),
-    "play": (play.Play, play.play),
+ANALYSES = {  # each: its options
+    xmoe.activations: Measured,
+    xmoe.gamma: Measured,
+    xmoe.experts: Drawn,
+    xmoe.threshold: Measured,
+    xmoe.speed: Measured,
+    x_moe.umap: x_moe.Umap,
+    x_moe.collapse: Drawn,
+    x_moe.consistency: Drawn,
+    xlm_e.curve: Drawn,
+    flops.flops: flops.Flops,
+    xlm_e.retrieval: xlm_e.Retrieval,
+    xlm_e.alignment: xlm_e.Alignment,
+    xlm_e.gap: xlm_e.Gap,
+    play.play: play.Play,
 }
 
 
@@ -48,11 +49,13 @@ def main():
     name, *argv = sys.argv[1:] or ["--help"]
     if name in ("-h", "--help"):
         return print(__doc__)
+    analyses = {analysis.__name__: analysis for analysis in ANALYSES}
     with clear_errors():
-        if name not in ANALYSES:
-            raise ValueError(f"{name!r} is no figure: python analyze.py {' | '.join(ANALYSES)}")
-        Options, analysis = ANALYSES[name]
-        analysis(parse(Options(), argv, Options.__doc__))
+        if name not in analyses:
+            raise ValueError(f"{name!r} is no figure: python analyze.py {' | '.join(analyses)}")
+        analysis = analyses[name]
+        options = ANALYSES[analysis]()
+        analysis(parse(options, argv, analysis.__doc__))
 
 
 if __name__ == "__main__":

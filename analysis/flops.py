@@ -105,10 +105,11 @@ PAPER_PARAMETERS = {"base": "279M", "large": "840M", "xl": "2.2B"}
 
 @dataclass
 class Flops:
-    """XLM-E's tables 3 and 4: parameters and training FLOPs of the paper's sizes. There are no options."""
+    """There are no options."""
 
 
 def flops(options: Flops):
+    """XLM-E's tables 3 and 4: parameters and training FLOPs of the paper's sizes."""
     print("XLM-E table 3: parameters of the discriminator with its head\n")
     print(table3())
     print("\nXLM-E table 4: training FLOPs of 125,000 steps of batches of 2,048 x 512 tokens\n")

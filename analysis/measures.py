@@ -4,7 +4,7 @@ Functions that the scripts and analyses share; nothing here imports a file of th
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from statistics import fmean
 
 import torch
@@ -192,55 +192,29 @@ def representation_collapse(count: Tensor, total: Tensor, outer: Tensor) -> floa
     0 where one expert has all tokens, nan where h is not finite.
     """
     count, total = count[count > 0], total[count > 0]
-    n, rank = count.sum(), len(count) - 1
-    share = count / n  # (K,)
+    share = count / count.sum()  # (K,)
     mean = total / count.unsqueeze(1)  # (K, D)
-    within = outer / n - (share * mean.t()) @ mean  # (D, D)
-    centred = mean - share @ mean
-    between = share.sqrt().unsqueeze(1) * centred  # (K, D); its square is Sigma_B
-    total = within.sum() + between.sum()
-    if not total.isfinite():
+    within = outer / count.sum() - (share * mean.t()) @ mean  # (D, D)
+    if not within.isfinite().all():
         return math.nan
-    # between = U diag(size) direction, so pinv(Sigma_B) = direction^T diag(size^-2) direction, and the trace is a sum.
-    _, size, direction = torch.linalg.svd(between, full_matrices=False)
-    size, direction = size[:rank], direction[:rank]
-    along = ((direction @ within) * direction).sum(dim=1)  # within-class variance along each direction
-    sound = size > 1e-12 * size[:1]  # the largest
-    terms = along / size.square()
-    return float(terms[sound].sum())
-
-
-def inter_run_consistency(loads: Tensor) -> float:
-    """IC: the mean of the Pearson correlation matrix, its diagonal included, of m runs' expert loads (X-MoE 4.5).
-
-    loads (m, E), m at least 2: 1 where all are alike, 1 / m where they are unrelated, nan where one is even.
-    """
-    return float(loads.double().corrcoef().mean())
+    between = share.sqrt().unsqueeze(1) * (mean - share @ mean)  # (K, D), R; Sigma_B = R^T R
+    inverse = torch.linalg.pinv(between, rtol=1e-9)  # (D, K); pinv(Sigma_B) = pinv(R) pinv(R)^T
+    return float((inverse * (within @ inverse)).sum())
 
 
 @torch.no_grad()
-def hidden_states(encoder: nn.Module, rows: list[list], micro_tokens: int, context) -> Iterator[tuple]:
-    """Of every forward pass, longest rows first: the numbers of its B rows, where they are real (B, T) bool, and a list
-    of the hidden states by layer (0: embeddings), L + 1 times (B, T, D) in fp32 or float64.
-
-    rows: ids with their special tokens; a forward pass has at most micro_tokens or one row.
-    """
+def hidden_states(encoder: nn.Module, rows: list[list], context) -> tuple[list, Tensor]:
+    """One forward pass over B rows of ids -> a list of the hidden states by layer (0: embeddings), (B, T, D) each, and
+    where they are real (B, T) bool."""
     lengths = torch.tensor([len(row) for row in rows])
-    order = lengths.argsort(descending=True, stable=True).tolist()
-    while order:
-        size = max(1, micro_tokens // len(rows[order[0]]))
-        chunk, order = order[:size], order[size:]
-        texts = [torch.tensor(rows[i]) for i in chunk]
-        ids = nn.utils.rnn.pad_sequence(texts, batch_first=True)  # (B, T)
-        place = torch.arange(ids.shape[1])
-        keep = place < lengths[chunk].unsqueeze(1)
-        real = keep.flatten().nonzero().squeeze(1)
-        ids, real, keep = context.send_all(ids, real, keep)
-        states = []
-        with context.autocast():
-            encoder(ids, real, states)
-        wide = torch.promote_types(states[0].dtype, torch.float32)
-        yield chunk, keep, [state.to(wide) for state in states]
+    ids = nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)  # (B, T)
+    keep = torch.arange(ids.shape[1]) < lengths.unsqueeze(1)
+    real = keep.flatten().nonzero().squeeze(1)
+    ids, real, keep = context.send_all(ids, real, keep)
+    states = []
+    with context.autocast():
+        encoder(ids, real, states)
+    return [state.float() for state in states], keep
 
 
 def middle_layer(L: int) -> int:
@@ -251,18 +225,21 @@ def middle_layer(L: int) -> int:
 def sentence_vectors(encoder, tokenizer, texts: Sequence[str], micro_tokens: int, context) -> Tensor:
     """(L + 1, n, D): means over the tokens of each text, of length 1, by layer (0: embeddings), as in XLM-E 4.6.
 
-    A text stands between <s> and </s>, which count, and is cut where the encoder has no more positions.
+    A text stands between <s> and </s>, which count, and is cut where the encoder has no more positions. A forward pass
+    has at most micro_tokens or one text.
     """
     config = encoder.config
-    room = config.block_size - 2
     ids = tokenizer.encode_batch(list(texts))
-    rows = [[tokenizer.bos, *own[:room], tokenizer.eos] for own in ids]
-    shape = config.n_layer + 1, len(rows), config.n_embd
-    vectors = torch.empty(shape, device=context.device)
-    for chunk, keep, states in hidden_states(encoder, rows, micro_tokens, context):
+    rows = [[tokenizer.bos, *own[: config.block_size - 2], tokenizer.eos] for own in ids]
+    order = sorted(range(len(rows)), key=lambda i: -len(rows[i]))  # the longest first
+    vectors = torch.empty(config.n_layer + 1, len(rows), config.n_embd, device=context.device)
+    while order:
+        size = max(1, micro_tokens // len(rows[order[0]]))
+        chunk, order = order[:size], order[size:]
+        states, keep = hidden_states(encoder, [rows[i] for i in chunk], context)
         for layer, state in zip(vectors, states):
             total = (state * keep.unsqueeze(2)).sum(dim=1)
-            layer[chunk] = F.normalize(total, dim=1).float()  # as long as that of the mean
+            layer[chunk] = F.normalize(total, dim=1)  # as long as that of the mean
     return vectors
 
 
@@ -288,37 +265,34 @@ def retrieval(one: Tensor, two: Tensor) -> Tensor:
     return both_directions(one, two).mean(dim=0)
 
 
-def sinkhorn(similarity: Tensor, rounds: int = 2) -> Tensor:
-    """(..., m, n) similarities of the pieces of two sentences -> a plan of transport between them, as in XLM-Align.
+def sinkhorn(similarity: Tensor, rounds: int = 2) -> tuple[Tensor, Tensor]:
+    """(..., m, n) similarities of the pieces of two sentences -> pi and xi, plans of transport, as in XLM-Align.
 
-    What is not above 0 becomes 1e-6; a round scales first the columns, then the rows, to a sum of 1.
+    What is not above 0 becomes 1e-6; a round scales first the columns, then the rows, to a sum of 1. xi is the plan
+    before its rows were last scaled.
     """
-    plan = torch.where(similarity > 0, similarity, 1e-6)
+    pi = torch.where(similarity > 0, similarity, 1e-6)
     for _ in range(rounds):
-        plan = plan / plan.sum(dim=-2, keepdim=True)
-        plan = plan / plan.sum(dim=-1, keepdim=True)
-    return plan
+        xi = pi / pi.sum(dim=-2, keepdim=True)
+        pi = xi / xi.sum(dim=-1, keepdim=True)
+    return pi, xi
 
 
-def itermax(plan: Tensor, rounds: int = 2, ratio: float = 0.9) -> Tensor:
-    """(..., m, n) -> bool, which pieces are aligned (SimAlign's Itermax, Jalili Sabet et al., 2020).
+def itermax(plan: Tensor, ratio: float = 0.9) -> Tensor:
+    """(..., m, n) -> bool, which pieces are aligned, by two rounds of SimAlign's Itermax (Jalili Sabet et al., 2020).
 
-    Those that are each other's best; then, in each further round, also those that are once `ratio` is on what has a
-    partner on one side and 0 on what has one on both. No further round once every piece of a side has a partner, or
-    where a side has only one or two.
+    Those that are each other's best, then also those that are once `ratio` is on what has a partner on one side and 0
+    on what has one on both. No second round where every piece of a side has a partner, or a side has only one or two.
     """
     aligned = each_others_best(plan)
     if min(plan.shape[-2:]) <= 2:
         return aligned
-    for _ in range(rounds - 1):
-        row = aligned.any(dim=-1, keepdim=True)  # (..., m, 1) whether a piece has a partner
-        column = aligned.any(dim=-2, keepdim=True)
-        free = ~(row & column)  # (..., m, n)
-        over = row.all(dim=-2, keepdim=True) | column.all(dim=-1, keepdim=True)
-        left = free * torch.where(row | column, ratio * plan, plan)
-        more = each_others_best(left) & free & ~over
-        aligned = aligned | more
-    return aligned
+    row = aligned.any(dim=-1, keepdim=True)  # (..., m, 1) whether a piece has a partner
+    column = aligned.any(dim=-2, keepdim=True)
+    free = ~(row & column)  # (..., m, n)
+    over = row.all(dim=-2, keepdim=True) | column.all(dim=-1, keepdim=True)
+    left = free * torch.where(row | column, ratio * plan, plan)
+    return aligned | (each_others_best(left) & free & ~over)
 
 
 def each_others_best(plan: Tensor) -> Tensor:

@@ -37,13 +37,6 @@ LISTED = 14  # tokens that it shows of an expert
 
 @dataclass
 class Play:
-    """A page to play with: which experts your sentence's tokens ask for, which serve them, and how it could be.
-
-    The trained router's probabilities are drawn, layer by layer, a row for each token, a column for each expert. The
-    page chooses anew at once when you move the threshold, the capacity or K, or take another kind of router. It is
-    served to this machine alone, until Ctrl-C; --out writes it as one file for any web host, with the sentences given.
-    """
-
     run: str = "out/train_lm/demo"  # folder of a run of train_lm.py, train_mlm.py or train_electra.py
     text: Texts = ()  # a sentence to begin with; give it again for more
     port: int | None = None  # on 127.0.0.1; None: 8000, or any that is free
@@ -52,6 +45,12 @@ class Play:
 
 
 def play(options: Play):
+    """A page to play with: which experts your sentence's tokens ask for, which serve them, and how it could be.
+
+    The trained router's probabilities are drawn, layer by layer, a row for each token, a column for each expert. The
+    page chooses anew at once when you move the threshold, the capacity or K, or take another kind of router. It is
+    served to this machine alone, until Ctrl-C; --out writes it as one file for any web host, with the sentences given.
+    """
     check(options)
     player = Player(options.run)
     routes = [player.route(text) for text in options.text or [SENTENCE]]

@@ -1,4 +1,8 @@
-"""What the figures share: their options, how they are drawn and kept, and the trained runs that they read."""
+"""What the figures share: how they are drawn and kept, and the trained runs that they read.
+
+A figure is a function of its options. Its name is the command's, and its docstring is the command's help, of which the
+first line is the title of the drawing. What it shows are records: dicts with the same names.
+"""
 
 import json
 import shlex
@@ -8,12 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import tyro
 
 from data.batches import MaskedData, Prepared, TokenData
 from engine import pretrained
 from engine.config import check
-from engine.device import Context, setup
+from engine.device import Context, setup, warn
 from engine.run import read_json
 from engine.table import markdown_table, mean_cell
 from model import GPT, SparseModel
@@ -25,7 +30,7 @@ class Drawn:
     """Options of every figure."""
 
     folders: tyro.conf.Positional[tuple[str, ...]] = ()  # folders of runs; none: all finished ones of the demo that fit
-    out: str = "out/figures"  # folder for NAME.png, NAME.svg and NAME.json
+    out: str = "out/figures"  # folder for NAME.png and NAME.json
 
 
 @dataclass
@@ -37,32 +42,32 @@ class Measured(Drawn):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What a figure shows: records, which are dicts with the same names. Its lines and its table are made of them.
+# How a figure is drawn and kept
 
 COLORS = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"  # Okabe and Ito's
-MARKERS = "osD^vXP"
 FROM_ZERO, LOG = {"ylim": (0, None)}, {"yscale": "log"}  # for Panel.more
+APART = 0.05  # between the labels of two lines, of the height of the axes
 
 
 @dataclass
 class Panel:
-    """One set of axes: a line for each value of `by`, through its records' x and y."""
+    """One set of axes. The names of x and y in the records are the labels of the axes."""
 
     title: str
     records: list[dict]
-    by: str
+    by: str  # what a line is called in the records; records of one name and several `run` are of seeds
     x: str
     y: str
     levels: dict[str, float] = field(default_factory=dict)  # name -> height of a dashed line across
-    joined: bool = True  # whether the points of a line are joined
+    joined: bool = True  # whether the points of a run are joined
     more: dict = field(default_factory=dict)  # scales and limits, as Axes.set takes them
 
 
-def show(name: str, options, records: list, panels: list, keys: tuple, rows=None):
-    """Prints a table, of `rows` or else of the records, draws the panels, and keeps all."""
+def show(figure: Callable, options, records: list[dict], keys: tuple, panels: list[Panel], rows=None):
+    """Prints a table, of `rows` or else of the records, draws the panels if there are any, and keeps all."""
     headers, *lines = table = table_of(rows or records, keys)
     print(markdown_table(headers, lines))
-    keep(name, options, draw(panels), {"table": table, "records": records})
+    keep(figure, options, draw(panels) if panels else None, {"table": table, "records": records})
 
 
 def table_of(records: list[dict], keys: tuple) -> list[list]:
@@ -86,19 +91,21 @@ def table_of(records: list[dict], keys: tuple) -> list[list]:
     return rows
 
 
-def keep(name: str, options, figure, numbers: dict):
-    """Writes a figure, and the numbers in it with the command that drew it."""
-    folder = Path(options.out)
-    folder.mkdir(parents=True, exist_ok=True)
-    figure.savefig(folder / f"{name}.png", dpi=150)
-    figure.savefig(folder / f"{name}.svg")
+def keep(figure: Callable, options, drawing, numbers: dict):
+    """Writes a drawing, if there is one, and the numbers in it with the command that drew it."""
+    path = Path(options.out, figure.__name__)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if drawing:
+        title, *_ = figure.__doc__.splitlines()
+        drawing.suptitle(title.rstrip("."), wrap=True)
+        drawing.savefig(f"{path}.png", dpi=150)
     command = shlex.join(["python", "analyze.py", *sys.argv[1:]])
     text = json.dumps({"command": command} | numbers, indent=1)
-    (folder / f"{name}.json").write_text(text + "\n")
-    print(f"{folder / name}.json has the numbers, .png and .svg the figure")
+    Path(f"{path}.json").write_text(text + "\n")
+    print(f"{path}.json has the numbers" + (f", {path}.png the figure" if drawing else ""))
 
 
-def canvas(columns: int = 1, width: float = 5.5, height: float = 4.5):
+def canvas(columns: int = 1, width: float = 6.5, height: float = 4.5):
     """An empty figure with a row of axes, each so many inches wide and high."""
     try:
         from matplotlib.figure import Figure
@@ -110,29 +117,52 @@ def canvas(columns: int = 1, width: float = 5.5, height: float = 4.5):
 
 
 def draw(panels: list[Panel]):
-    """A figure with the panels side by side. A name looks the same in all of them, and a run has lines of its own."""
-    figure, looks = canvas(len(panels)), {}
+    """A figure with the panels side by side. A name has one colour; seeds are thin lines, their mean is a thick one."""
+    names = dict.fromkeys(record[panel.by] for panel in panels for record in panel.records)
+    colors = {name: COLORS[number % len(COLORS)] for number, name in enumerate(names)}
+    figure = canvas(len(panels))
     for axes, panel in zip(figure.axes, panels):
-        lines, line = {}, "-" if panel.joined else ""
-        for record in panel.records:
-            key = record[panel.by], record.get("run")
-            lines.setdefault(key, []).append((record[panel.x], record[panel.y]))
-        for (name, _), points in lines.items():
-            style = looks.setdefault(name, look(len(looks)))
-            axes.plot(*zip(*points), label=name, linestyle=line, **style)
-        for name, level in panel.levels.items():
-            axes.axhline(level, color="0.6", linestyle="--", label=name)
+        heights = dict(panel.levels)  # at the right end of each line
+        for height in panel.levels.values():
+            axes.axhline(height, color="0.6", linestyle="--")
+        for name, lines in lines_of(panel).items():
+            if not panel.joined:
+                lines = [np.concatenate(lines)]
+            for line in lines if len(lines) > 1 else []:
+                axes.plot(*line.T, color=colors[name], linewidth=0.7, alpha=0.6)
+            shortest = min(map(len, lines))
+            mean = np.mean([line[:shortest] for line in lines], axis=0)
+            axes.plot(*mean.T, "o-" if panel.joined else "o", color=colors[name], linewidth=2, markersize=4)
+            heights[name] = mean[-1, 1]
         axes.set(title=panel.title, xlabel=panel.x, ylabel=panel.y, **panel.more)
-        handles, labels = axes.get_legend_handles_labels()
-        entries = dict(zip(labels, handles))  # one entry for each name
-        axes.legend(entries.values(), entries.keys(), fontsize=8)
+        axes.spines[["top", "right"]].set_visible(False)
+        label(axes, heights, colors)
     return figure
 
 
-def look(number: int) -> dict[str, str]:
-    """Of a line or of points; the first 49 are unlike each other."""
-    turn, place = divmod(number, len(COLORS))
-    return {"color": COLORS[place], "marker": MARKERS[(place + turn) % len(MARKERS)]}
+def lines_of(panel: Panel) -> dict[str, list[np.ndarray]]:
+    """name -> of each run (points, 2) its x and y; nan where a number is None."""
+    lines = {}
+    for record in panel.records:
+        runs = lines.setdefault(record[panel.by], {})
+        runs.setdefault(record["run"], []).append((record[panel.x], record[panel.y]))
+    return {name: [np.array(points, dtype=float) for points in runs.values()] for name, runs in lines.items()}
+
+
+def label(axes, heights: dict[str, float], colors: dict[str, str]):
+    """Names to the right of the axes, as high as their lines end, but far enough apart to be read."""
+    right = axes.get_xlim()[1]
+    to_axes = axes.transScale + axes.transLimits  # data -> shares of the axes' width and height
+    places = {name: to_axes.transform((right, height))[1] for name, height in heights.items()}
+    names = sorted(places, key=places.get)
+    for below, name in zip(names, names[1:]):
+        places[name] = max(places[name], places[below] + APART)
+    room = 1.0
+    for name in reversed(names):
+        places[name] = min(places[name], room)
+        room = places[name] - APART
+        color = colors.get(name, "0.4")
+        axes.text(1.02, places[name], name, color=color, fontsize=8, va="center", transform=axes.transAxes)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -140,12 +170,12 @@ def look(number: int) -> dict[str, str]:
 
 Runs = dict[str, dict]  # folder -> constants
 
-# Each script's runs have these constants, and no other script's runs have them all.
+# A constant that no other script's runs have.
 SCRIPTS = {
-    "train_lm": {"min_learning_rate"},
-    "train_mlm": {"mask_share", "init_from"},
-    "train_electra": {"objective"},
-    "finetune_xtreme": {"train_examples"},
+    "train_lm": "min_learning_rate",
+    "train_mlm": "router_lr",
+    "train_electra": "objective",
+    "finetune_xtreme": "train_examples",
 }
 
 
@@ -153,8 +183,7 @@ def read_run(folder: str, script: str) -> tuple[dict, list]:
     """The constants of a run and its evaluations. Raises ValueError where the folder holds no run of the script."""
     config = read_json(Path(folder, "config.json"))
     log = Path(folder, "metrics.jsonl")
-    ours = config.keys() >= SCRIPTS[script]
-    if not ours or not log.exists():
+    if SCRIPTS[script] not in config or not log.exists():
         raise ValueError(f"{folder} holds no run of {script}.py with an evaluation: give such as out/{script}/demo")
     lines = log.read_text().splitlines()
     return config, [json.loads(line) for line in lines]
@@ -163,8 +192,8 @@ def read_run(folder: str, script: str) -> tuple[dict, list]:
 def choose(script: str, folders: tuple, fits: Callable[[dict], bool] | None = None, lacks: str = "") -> Runs:
     """folder -> constants of the runs that were named, or of all finished runs of the script's demo.
 
-    fits: constants -> whether a figure can show the run; lacks: what is said of a named run that does not fit.
-    Raises ValueError where a named run is not finished or does not fit, or no run is left.
+    fits: constants -> whether a figure can show the run; lacks: what is said of a named run that is left out.
+    Raises ValueError where a named run is not finished, or no run is left.
     """
     results = Path("out", script).glob("demo*/result.json")
     finished = sorted(file.parent for file in results)
@@ -176,39 +205,41 @@ def choose(script: str, folders: tuple, fits: Callable[[dict], bool] | None = No
         if fits is None or fits(config):
             found[folder] = config
         elif folders:
-            raise ValueError(f"{folder} {lacks}")
+            warn(f"{folder} is left out: it {lacks}")
     if not found:
-        raise ValueError(f"out/{script} holds no finished run of the demo that fits: train one, or name folders")
+        raise ValueError(f"there is no finished run of {script}.py that fits: train one, or name folders")
     return found
 
 
-def is_sparse(config: dict) -> bool:
-    """Whether a run has experts. Raises ValueError where routers.py has no such router."""
+def router_of(config: dict) -> type | None:
+    """The class of a run's router; None of a dense model. Raises ValueError where routers.py has no such router."""
     name = config["router"]
     if name != "dense" and name not in ROUTERS:
         raise ValueError(f"a run has the router {name!r}, which routers.py does not have")
-    return name != "dense"
+    return ROUTERS.get(name)
 
 
 def reads(config: dict, constant: str) -> bool:
     """Whether the router of a run reads a constant."""
-    return is_sparse(config) and constant in ROUTERS[config["router"]].reads
+    router = router_of(config)
+    return router is not None and constant in router.reads
 
 
 def experts_of(config: dict) -> tuple[int, int]:
-    """How many experts a sparse layer of a run has, and the width of one."""
+    """How many experts a sparse layer of a run has, and the width of one; of a dense model its FFN."""
+    router = router_of(config)
+    if router is None:
+        return 1, config["ffn_size"]
     if "experts" in config:  # X-MoE's layers
         return config["experts"], config["expert_size"]
-    split = config["split"] or ROUTERS[config["router"]].split
+    split = config["split"] or router.split
     return config["expert_ffns"] * split, config["ffn_size"] // split
 
 
 def describe(config: dict) -> str:
     """A run in a few words, such as `threshold 32 x 128`."""
-    if not is_sparse(config):
-        return "dense"
     experts, size = experts_of(config)
-    return f"{config['router']} {experts} x {size}"
+    return f"{config['router']} {experts} x {size}" if router_of(config) else "dense"
 
 
 def all_but(config: dict, *names: str) -> dict:

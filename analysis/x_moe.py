@@ -8,67 +8,53 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from analysis import measures
-from analysis.shared import (
-    FROM_ZERO,
-    LOG,
-    Drawn,
-    Measured,
-    Opened,
-    Panel,
-    Runs,
-    all_but,
-    canvas,
-    choose,
-    is_sparse,
-    keep,
-    look,
-    named,
-    open_runs,
-    read_run,
-    reads,
-    show,
-)
+from analysis import shared
+from analysis.shared import FROM_ZERO, LOG, Drawn, Measured, Opened, Panel
+from engine.device import warn
 from engine.run import read_json
 
 NEIGHBORS = 100  # that UMAP looks at (X-MoE 4.5)
+LAST = 4  # evaluations in the table of RC and RF
 
 
 @dataclass
 class Umap(Measured):
-    """X-MoE's figures 2a and 2b: tokens as a sparse layer's router sees them, laid out in the hyperbolic plane by UMAP.
-
-    A panel is a run of train_mlm.py whose router scores; by default every one of the demo's with seed 0. A point is a
-    token of the validation text as it enters the first sparse layer: its hidden state h, or W h where the router
-    projects (X-MoE). Colour and form together are its expert. In the paper X-MoE's experts have clusters of their own,
-    and SMoE's are mixed. 100 neighbours, min-dist 1; the disk is Poincare's and shows all of the hyperbolic plane.
-    """
-
     max_tokens: int = 4096  # of the validation text, at most; the first of each language come first
 
 
 def umap(options: Umap):
+    """X-MoE's figures 2a and 2b: tokens as a sparse layer's router sees them, in the hyperbolic plane.
+
+    A panel is a run of train_mlm.py whose router scores; by default every one of the demo's with seed 0. A point is a
+    token of the validation text as it enters the first sparse layer: its hidden state h, or W h where the router
+    projects (X-MoE). Its colour is its expert. In the paper X-MoE's experts have clusters of their own,
+    and SMoE's are mixed. UMAP with 100 neighbours and min-dist 1; the disk is Poincare's, all of the hyperbolic plane.
+    """
     try:
         from umap import UMAP
     except ImportError:
         raise ImportError("this figure needs one more library: pip install umap-learn") from None
     lacks = "has no router that compares tokens with experts"
-    found = choose("train_mlm", options.folders, partial(reads, constant="score"), lacks)
+    found = shared.choose("train_mlm", options.folders, partial(shared.reads, constant="score"), lacks)
     if not options.folders:
         others = [folder for folder in found if found[folder]["seed"]]
-        found = all_but(found, *others)
-    names, numbers = named(found), {}
-    opened = open_runs(found, options)
-    figure = canvas(columns=len(found), height=5.5)
+        found = shared.all_but(found, *others)
+    names, numbers = shared.named(found), {}
+    opened = shared.open_runs(found, options)
+    drawing = shared.canvas(columns=len(found), width=5.5, height=5.8)
     layout = UMAP(n_neighbors=NEIGHBORS, min_dist=1.0, output_metric="hyperboloid", random_state=0, n_jobs=1)
-    for axes, folder in zip(figure.axes, opened):
+    turn = torch.linspace(0, 2 * math.pi, 361)
+    for axes, folder in zip(drawing.axes, opened):
         x, expert = routed(opened[folder], options.max_tokens)
         print(f"{folder}: UMAP of {len(x):,} tokens", flush=True)
         plane = layout.fit_transform(x.numpy())
         disk = poincare(torch.from_numpy(plane).double())
-        draw_disk(axes, f"{names[folder]}, {len(x):,} tokens", disk, expert)
+        axes.scatter(*disk.t(), c=expert, cmap="turbo", s=4)
+        axes.plot(turn.cos(), turn.sin(), color="0.6", linewidth=1)
+        axes.set(title=f"{names[folder]}: {len(x):,} tokens by their experts", aspect="equal")
+        axes.axis("off")
         numbers[folder] = {"points": disk.tolist(), "experts": expert.tolist()}
-    keep("umap", options, figure, {"runs": numbers})
+    shared.keep(umap, options, drawing, {"runs": numbers})
 
 
 @torch.no_grad()
@@ -99,63 +85,41 @@ def routed(run: Opened, max_tokens: int) -> tuple[Tensor, Tensor]:
 def poincare(x: Tensor) -> Tensor:
     """Points of the hyperboloid z^2 = 1 + |x|^2, by their x (n, 2), in the unit disk (n, 2), around its middle.
 
-    The plane is moved to bring their centre there, which changes no hyperbolic distance.
+    The mean of the disk's points is moved to its middle, which changes no hyperbolic distance.
     """
     z = (1 + x.square().sum(dim=1)).sqrt()
     disk = torch.complex(*x.t()) / (1 + z)
-    mean = x.mean(dim=0)
-    length = z.mean().square() - mean.square().sum()
-    middle = mean / length.sqrt()  # on the hyperboloid again
-    height = (1 + middle.square().sum()).sqrt()
-    middle = torch.complex(*middle) / (1 + height)
-    moved = (disk - middle) / (1 - middle.conj() * disk)
+    mean = disk.mean()
+    moved = (disk - mean) / (1 - mean.conj() * disk)
     return torch.view_as_real(moved)
 
 
-def draw_disk(axes, title: str, disk: Tensor, expert: Tensor):
-    for number in expert.unique().tolist():
-        own = disk[expert == number]
-        axes.plot(*own.t(), linestyle="", markersize=3, alpha=0.6, **look(number))
-    turn = torch.linspace(0, 2 * math.pi, 361)
-    axes.plot(turn.cos(), turn.sin(), color="0.6", linewidth=1)
-    axes.set(title=title, aspect="equal", xlim=(-1.02, 1.02), ylim=(-1.02, 1.02))
-    axes.axis("off")
-
-
-@dataclass
-class Collapse(Drawn):
-    """X-MoE's figures 2c and 3a: RC and RF in the course of training, from the logs of runs of train_mlm.py.
+def collapse(options: Drawn):
+    """X-MoE's figures 2c and 3a: collapse (RC) and fluctuation (RF) in the course of training.
 
     RC is the spread of hidden states within experts over that between them. It falls in a collapse: in the paper
     SMoE's falls, and X-MoE's is higher and rises. RF is the share of the validation tokens whose expert has changed
-    since the evaluation before: in the paper X-MoE's is lower. The table has the last four evaluations.
+    since the evaluation before: in the paper X-MoE's is lower. The table has the last four evaluations. Both are from
+    the logs of runs of train_mlm.py.
     """
-
-
-LAST = 4  # evaluations in the table
-
-
-def collapse(options: Collapse):
-    found = choose("train_mlm", options.folders, is_sparse, "has no experts: give runs with another router than dense")
-    names, records, last = named(found), [], []
+    found = shared.choose("train_mlm", options.folders, shared.router_of, "has no experts")
+    names, records, last = shared.named(found), [], []
     for folder, config in found.items():
-        _, evaluations = read_run(folder, "train_mlm")
+        _, evaluations = shared.read_run(folder, "train_mlm")
         for i, depth in enumerate(sorted(config["moe_after"])):
             for evaluation in evaluations:
                 layer = evaluation["layers"][i]
-                record = {"run": folder, "experts": f"{names[folder]}, layer {depth}"}
-                record |= {"step": evaluation["step"], "perplexity": evaluation["ppl"]}
-                records.append(record | {"RC": layer["rc"], "RF": layer["rf"]})
+                record = {"run": folder, "experts": f"{names[folder]}, layer {depth}", "step": evaluation["step"]}
+                records.append(record | {"perplexity": evaluation["ppl"], "RC": layer["rc"], "RF": layer["rf"]})
             last += records[-min(LAST, len(evaluations)) :]
     panels = [
-        Panel("Representation collapse (figure 2c)", records, "experts", "step", "RC", more=LOG),
-        Panel("Routing fluctuation (figure 3a)", records, "experts", "step", "RF", more=FROM_ZERO),
+        Panel("RC: spread within experts over that between (2c)", records, "experts", "step", "RC", more=LOG),
+        Panel("RF: share of tokens whose expert changed (3a)", records, "experts", "step", "RF", more=FROM_ZERO),
     ]
-    show("collapse", options, records, panels, ("experts", "step"), last)
+    shared.show(collapse, options, records, ("experts", "step"), panels, last)
 
 
-@dataclass
-class Consistency(Drawn):
+def consistency(options: Drawn):
     """X-MoE's figure 3b: how alike the loads of the experts are in fine-tuning runs that differ by seed alone.
 
     1: the same experts get the same share of the tokens in all runs. 1 over the number of runs: the loads have nothing
@@ -163,44 +127,32 @@ class Consistency(Drawn):
     in the paper, which has 12 runs on XNLI: X-MoE comes close to 1, and SMoE falls. Give runs of finetune_xtreme.py,
     two seeds or more of each kind.
     """
-
-
-def consistency(options: Consistency):
-    found = choose("finetune_xtreme", options.folders)
-    kinds = loads_by_kind(found, strict=bool(options.folders))
+    found, kinds = shared.choose("finetune_xtreme", options.folders), {}
+    for folder, name in shared.named(found, describe_tuning).items():
+        loads = read_json(Path(folder, "result.json"))["loads"]
+        if loads and loads[0]:
+            kinds.setdefault(name, []).append(loads)
+        else:
+            warn(f"{folder} is left out: it {'has no experts' if loads else 'is shorter than 100 steps'}")
     records, rows, levels = [], [], {}
     for name, own in kinds.items():
         loads = torch.tensor(own, dtype=torch.float64)  # (m, spans of 100 steps, layers, E)
         m, spans, layers, _ = loads.shape
+        if m == 1:
+            warn(f"{name} is left out: give another run that differs by --seed and nothing else")
+            continue
         levels[f"{m} runs with unrelated loads"] = 1 / m
         for layer in range(layers):
             for span in range(spans):
-                value = measures.inter_run_consistency(loads[:, span, layer])
+                value = float(loads[:, span, layer].corrcoef().mean())  # nan where all loads of a run are equal
                 record = {"encoder": f"{name}, sparse layer {layer + 1}", "step": 100 * (span + 1)}
                 records.append(record | {"consistency": value, "unrelated loads": 1 / m})
             rows += records[-spans :: max(1, spans - 1)]  # the first 100 steps, and the last
-    panel = Panel("Inter-run consistency", records, "encoder", "step", "consistency", levels, more=FROM_ZERO)
-    show("consistency", options, records, [panel], ("encoder", "step"), rows)
-
-
-def loads_by_kind(found: Runs, strict: bool) -> dict[str, list]:
-    """What the runs are -> the loads of each seed, of kinds of two runs or more.
-
-    Raises ValueError where no kind is left; if strict, also where a run has no loads or is alone.
-    """
-    kinds = {}
-    for folder, name in named(found, describe_tuning).items():
-        loads = read_json(Path(folder, "result.json"))["loads"]
-        if loads and loads[0]:
-            kinds.setdefault(name, []).append(loads)
-        elif strict:
-            raise ValueError(f"{folder} {'has no experts' if loads else 'is shorter than 100 steps'}")
-    alone = [name for name, own in kinds.items() if len(own) == 1]
-    if alone and strict:
-        raise ValueError(f"{alone[0]} is alone: give another run that differs by --seed and nothing else")
-    if len(alone) == len(kinds):
+    if not records:
         raise ValueError("no two finished runs with experts differ by --seed alone: finetune_xtreme.py --seeds 2")
-    return all_but(kinds, *alone)
+    panel = Panel("1: all runs load their experts alike", records, "encoder", "step", "consistency", levels)
+    panel.more = {"ylim": (0, 1.02)}
+    shared.show(consistency, options, records, ("encoder", "step"), [panel], rows)
 
 
 def describe_tuning(config: dict) -> str:

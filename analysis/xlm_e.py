@@ -1,18 +1,19 @@
 """XLM-E's figures 1, 3 and 4, and tables 5, 6 and 7: training curves, retrieval, word alignment, transfer."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
+from typing import Literal
 
 import torch
 import tyro
 from tqdm import tqdm
 
-from analysis import measures
-from analysis.shared import Drawn, Panel, all_but, named, read_run, show
+from analysis import measures, shared
+from analysis.shared import Drawn, Panel
 from data import bitext_sets
 from data.bitext_sets import Aligned
 from data.prepare import ready
@@ -21,44 +22,38 @@ from engine import pretrained
 from engine.device import setup, warn
 from engine.run import read_json
 
+OBJECTIVES = {"rtd": "XLM-E", "mlm": "XLM"}
+FLOPS = "training FLOPs"
 
-@dataclass
-class Curve(Drawn):
+
+def curve(options: Drawn):
     """XLM-E's figure 1: scores against training FLOPs. Higher at the same FLOPs is better.
 
     At our scale the scores are held-out translations found, and masked tokens of held-out sentences that are right (of
-    XLM-E by its generator). Give runs of train_electra.py, of either objective; by default all of the demo, finished or
-    not.
+    XLM-E by its generator). Give runs of train_electra.py, of either objective.
     """
-
-
-OBJECTIVES = {"rtd": "XLM-E", "mlm": "XLM"}
-
-
-def curve(options: Curve):
-    logs = Path("out/train_electra").glob("demo*/metrics.jsonl")
-    folders = options.folders or sorted(str(log.parent) for log in logs)
-    if not folders:
-        raise ValueError("out/train_electra holds no run of the demo: python train_electra.py, or give folders of runs")
-    runs = {folder: read_run(folder, "train_electra") for folder in folders}
-    configs = {folder: config for folder, (config, _) in runs.items()}
-    names = named(configs, lambda config: OBJECTIVES[config["objective"]])
-    records = []
-    for folder, (config, evaluations) in runs.items():
+    found, records = shared.choose("train_electra", options.folders), []
+    names = shared.named(found, words_of)
+    for folder, config in found.items():
+        _, evaluations = shared.read_run(folder, "train_electra")
         layer = measures.middle_layer(config["n_layer"])
         for evaluation in evaluations:
             scores = evaluation["held_out"]
-            record = {"run": folder, "encoder": f"{names[folder]}, seed {config['seed']}"}
-            record["FLOPs"] = evaluation["flops"]
+            record = {"run": folder, "encoder": names[folder], FLOPS: evaluation["flops"]}
             record["translations found"] = scores["retrieval"][layer]
-            record["tokens right"] = scores["sentences"]["generator"]
+            record["masked tokens right"] = scores["sentences"]["generator"]
             records.append(record)
     chance = {"chance": scores["chance"]}
     panels = [
-        Panel("Held-out translations found", records, "encoder", "FLOPs", "translations found", chance),
-        Panel("Masked tokens of held-out sentences right", records, "encoder", "FLOPs", "tokens right"),
+        Panel("Held-out translations", records, "encoder", FLOPS, "translations found", chance),
+        Panel("Held-out sentences", records, "encoder", FLOPS, "masked tokens right"),
     ]
-    show("curve", options, records, panels, ("encoder", "FLOPs"))
+    shared.show(curve, options, records, ("encoder", FLOPS), panels)
+
+
+def words_of(config: dict) -> str:
+    """What an encoder is, in a few words."""
+    return OBJECTIVES[config["objective"]] if "objective" in config else shared.describe(config)
 
 
 @dataclass
@@ -78,14 +73,13 @@ def by_layer(options: Encoders, measure: Callable) -> tuple[list, list]:
     context = setup(options.device, "float32")
     folders = dict.fromkeys(map(Path, options.folders))
     opened = {folder: pretrained.load_encoder(folder) for folder in folders}
+    runs = {folder: read_json(folder / "config.json") for folder in folders if pretrained.is_run(folder)}
+    names = {folder: folder.name for folder in folders} | shared.named(runs, words_of)
     records, rows = [], []
     for folder, (encoder, tokenizer) in opened.items():
-        seed = read_json(folder / "config.json").get("seed")
-        before, _, behind = str(folder).rpartition(f"-seed={seed}")  # the seeds of one run share a row of the table
         found, own = measure(context.place(encoder), tokenizer, context), []
         for layer, numbers in enumerate(found):
-            record = {"run": str(folder), "encoder": before + behind, "layer": layer}
-            own.append(record | numbers)
+            own.append({"run": str(folder), "encoder": names[folder], "layer": layer} | numbers)
         records += own
         rows.append(own[measures.middle_layer(encoder.config.n_layer)])
     return records, rows
@@ -93,25 +87,24 @@ def by_layer(options: Encoders, measure: Callable) -> tuple[list, list]:
 
 @dataclass
 class Retrieval(Encoders):
-    """XLM-E's table 5 and figure 3: how often the nearest sentence in the other language is the translation.
-
-    A sentence is the mean of its tokens' hidden states, and nearness is the cosine. Higher is better.
-    """
-
     # folder of LASER's tatoeba.deu-eng.deu and .eng; none: held-out messages of Django, which need no download
     source: str | None = None
 
 
-PAPER_RETRIEVAL = {  # table 5: English to another language, and back, of 14 languages and of 36
-    "XLM-R": (59.5, 57.6, 55.5, 53.4),
-    "InfoXLM": (80.6, 77.8, 68.6, 67.3),
-    "XLM-E": (74.4, 72.3, 65.0, 62.3),
-    "XLM-E - TRTD": (55.8, 55.1, 46.4, 44.6),
+PAPER_RETRIEVAL = {  # table 5: of each group English to another language, and back
+    "XLM-R": {"Tatoeba-14": (59.5, 57.6), "Tatoeba-36": (55.5, 53.4)},
+    "InfoXLM": {"Tatoeba-14": (80.6, 77.8), "Tatoeba-36": (68.6, 67.3)},
+    "XLM-E": {"Tatoeba-14": (74.4, 72.3), "Tatoeba-36": (65.0, 62.3)},
+    "XLM-E - TRTD": {"Tatoeba-14": (55.8, 55.1), "Tatoeba-36": (46.4, 44.6)},
 }
 
 
 def retrieval(options: Retrieval):
-    texts, groups = sentences(options)
+    """XLM-E's table 5 and figure 3: how often the nearest sentence in the other language is the translation.
+
+    A sentence is the mean of its tokens' hidden states, and nearness is the cosine. Higher is better.
+    """
+    texts, groups = sentences(options.source)
 
     def measure(encoder, tokenizer, context):
         found = {}  # language -> how often the translation is found, from English and to it, (2, L + 1)
@@ -119,81 +112,80 @@ def retrieval(options: Retrieval):
             vectors_of = partial(measures.sentence_vectors, encoder, tokenizer, micro_tokens=2048, context=context)
             foreign, english = map(vectors_of, zip(*pairs))
             found[language] = measures.both_directions(english, foreign).cpu()
-        means = []
-        for languages in groups.values():
-            accuracy = torch.stack([found[language] for language in languages])  # (languages, 2, L + 1)
-            means.append(100 * accuracy.mean(dim=0))
-        of_layers = torch.cat(means).t()  # (L + 1, 2 a group)
-        return [accuracy_of(groups, percents) for percents in of_layers.tolist()]
+        layers = [{} for _ in range(encoder.config.n_layer + 1)]
+        for group, languages in groups.items():
+            accuracy = 100 * torch.stack([found[language] for language in languages]).mean(dim=0)  # (2, L + 1)
+            for layer, both in zip(layers, accuracy.t().tolist()):
+                layer[group] = both
+        return list(map(in_columns, layers))
 
     records, rows = by_layer(options, measure)
-    panels, chances = [], []
+    panels, chance = [], {}
     for group, languages in groups.items():
-        chance = 100 * fmean(1 / len(texts[language]) for language in languages)
-        chances += [chance, chance]
-        title = f"{group}: accuracy, %, {len(languages)} languages"
-        panel = Panel(title, records, "encoder", "layer", f"{group}, both")
-        panel.levels["chance"] = chance
+        by_chance = 100 * fmean(1 / len(texts[language]) for language in languages)
+        chance[group] = by_chance, by_chance
+        panel = Panel(
+            f"{len(languages)} languages, mean of both directions", records, "encoder", "layer", f"{group}, %"
+        )
+        panel.levels["chance"] = by_chance
         panels.append(panel)
-    more = {"chance": chances}
+    others = {"chance": chance}
     if options.source:
-        more |= {f"paper: {name}": theirs for name, theirs in PAPER_RETRIEVAL.items()}
-    for name, percents in more.items():
-        row = {"encoder": name, "layer": ""}
-        rows.append(row | accuracy_of(groups, percents))
-    show("retrieval", options, records, panels, ("encoder", "layer"), rows)
+        others |= {f"paper: {name}": accuracy for name, accuracy in PAPER_RETRIEVAL.items()}
+    for name, accuracy in others.items():
+        rows.append({"encoder": name, "layer": ""} | in_columns(accuracy))
+    shared.show(retrieval, options, records, ("encoder", "layer"), panels, rows)
 
 
-def accuracy_of(groups: Iterable, percents: Sequence) -> dict[str, float]:
-    """Columns of the table, from the accuracy from English to another language and back, of one group after another."""
+def in_columns(accuracy: dict[str, tuple]) -> dict[str, float]:
+    """group -> percent found from English to another language, and back; as columns of the table."""
     columns = {}
-    for group, forth, back in zip(groups, percents[::2], percents[1::2]):
-        columns[f"{group}, en to xx"] = forth
-        columns[f"{group}, xx to en"] = back
-        columns[f"{group}, both"] = (forth + back) / 2
+    for group, (forth, back) in accuracy.items():
+        columns |= {f"{group}, en to xx": forth, f"{group}, xx to en": back, f"{group}, %": (forth + back) / 2}
     return columns
 
 
-def sentences(options: Retrieval) -> tuple[bitext_sets.Pairs, dict]:
+def sentences(source: str | None) -> tuple[bitext_sets.Pairs, dict]:
     """The pairs of each language, and the groups of languages whose means are shown."""
-    if options.source is None:
+    if source is None:
         texts = bitext_sets.held_out(ready("catalogs-pairs"))
         return texts, {"Django's messages": list(texts)}
-    texts = bitext_sets.tatoeba(Path(options.source))
-    groups = {"Tatoeba-14": bitext_sets.TATOEBA_14, "Tatoeba-36": bitext_sets.TATOEBA_36}
-    for group, languages in groups.items():
-        missing = sorted({*languages} - texts.keys())
-        if missing:
-            print(f"{group} without what {options.source} lacks: {', '.join(missing)}")
+    texts, groups = bitext_sets.tatoeba(Path(source)), {}
+    for group, languages in {"Tatoeba-14": bitext_sets.TATOEBA_14, "Tatoeba-36": bitext_sets.TATOEBA_36}.items():
         groups[group] = [language for language in languages if language in texts]
         if not groups[group]:
-            raise ValueError(f"{options.source} holds no language of {group}")
+            raise ValueError(f"{source} holds no language of {group}")
+        missing = sorted({*languages} - texts.keys())
+        if missing:
+            print(f"{group} without what {source} lacks: {', '.join(missing)}")
     return texts, groups
 
 
 @dataclass
 class Alignment(Encoders):
-    """XLM-E's table 6 and figure 4: the error of word alignments by optimal transport (AER, lower is better).
-
-    The pieces of a sentence and of its translation are as similar as the dot products of their states say, in one
-    sequence where they fit, as in XLM-Align's published aligner. Beside it stands what needs no model, the diagonal:
-    each word with the one that is as far into the other sentence.
-    """
-
     source: str | None = None  # folder of de-en.src-tgt (source ||| target, in words) and de-en.gold, and so on
+    rounds: Literal[1, 2] = 2  # of finding pairs of pieces: 2 as in XLM-Align's paper, 1 as in its released aligner
 
 
-PAPER_SETS = "de-en", "en-fr", "en-hi", "en-ro"
+MEAN = "mean AER, %"
 PAPER_ALIGNMENT = {  # table 6
-    "fast_align": (32.14, 19.46, 59.90, None),
-    "XLM-R": (17.74, 7.54, 37.79, 27.49),
-    "XLM-Align": (16.63, 6.61, 33.98, 26.97),
-    "XLM-E": (16.49, 6.19, 30.20, 24.41),
-    "XLM-E - TRTD": (17.87, 6.29, 35.02, 30.22),
+    "fast_align": {"de-en": 32.14, "en-fr": 19.46, "en-hi": 59.90},
+    "XLM-R": {"de-en": 17.74, "en-fr": 7.54, "en-hi": 37.79, "en-ro": 27.49},
+    "XLM-Align": {"de-en": 16.63, "en-fr": 6.61, "en-hi": 33.98, "en-ro": 26.97},
+    "XLM-E": {"de-en": 16.49, "en-fr": 6.19, "en-hi": 30.20, "en-ro": 24.41},
+    "XLM-E - TRTD": {"de-en": 17.87, "en-fr": 6.29, "en-hi": 35.02, "en-ro": 30.22},
 }
 
 
 def alignment(options: Alignment):
+    """XLM-E's table 6 and figure 4: the error of word alignments by optimal transport (AER, lower is better).
+
+    The pieces of a sentence and of its translation are as similar as the dot products of their states say, in one
+    sequence where they fit, as in XLM-Align's released aligner. Pairs of them are those that are each other's best; in
+    a second round, which XLM-Align's paper has and the released aligner has not, pieces without a partner get another
+    chance (Itermax). Beside it stands what needs no model, the diagonal: each word with the one that is as far into the
+    other sentence.
+    """
     if options.source is None:
         raise ValueError("say where alignments by hand are: --source FOLDER with de-en.src-tgt and de-en.gold")
     sets, notes = bitext_sets.word_alignments(Path(options.source))
@@ -201,27 +193,25 @@ def alignment(options: Alignment):
         warn(note)
 
     def measure(encoder, tokenizer, context):
-        errors = []  # of each set by layer
+        errors = {}  # of each set by layer
         for name, pairs in sets.items():
-            links = [align(pair, encoder, tokenizer, context) for pair in tqdm(pairs, desc=name)]
-            errors.append([error_of(of_layer, pairs) for of_layer in zip(*links)])
-        return [errors_and_mean(sets, percents) for percents in zip(*errors)]
+            links = [align(pair, encoder, tokenizer, context, options.rounds) for pair in tqdm(pairs, desc=name)]
+            errors[name] = [error_of(of_layer, pairs) for of_layer in zip(*links)]
+        return [with_mean(dict(zip(errors, of_layer))) for of_layer in zip(*errors.values())]
 
     records, rows = by_layer(options, measure)
-    percents = [error_of(map(diagonal, pairs), pairs) for pairs in sets.values()]
-    diagonals = errors_and_mean(sets, percents)
+    diagonals = with_mean({name: error_of(map(diagonal, pairs), pairs) for name, pairs in sets.items()})
     rows.append({"encoder": "the diagonal", "layer": ""} | diagonals)
-    for paper, percents in PAPER_ALIGNMENT.items():
-        row = {"encoder": f"paper: {paper}", "layer": "", "mean": None}
-        theirs = dict(zip(PAPER_SETS, percents))
-        rows.append(row | {name: theirs.get(name) for name in sets})
-    panel = Panel("Word alignment, AER, %, mean", records, "encoder", "layer", "mean")
-    panel.levels["the diagonal"] = diagonals["mean"]
-    show("alignment", options, records, [panel], ("encoder", "layer"), rows)
+    for paper, errors in PAPER_ALIGNMENT.items():
+        row = {"encoder": f"paper: {paper}", "layer": "", MEAN: None}
+        rows.append(row | {name: errors.get(name) for name in sets})
+    title = f"Mean of {', '.join(sets)}, rounds {options.rounds}"
+    panel = Panel(title, records, "encoder", "layer", MEAN, {"the diagonal": diagonals[MEAN]})
+    shared.show(alignment, options, records, ("encoder", "layer"), [panel], rows)
 
 
-def errors_and_mean(sets: Iterable, percents: Sequence) -> dict[str, float]:
-    return {"mean": fmean(percents)} | dict(zip(sets, percents))
+def with_mean(errors: dict[str, float]) -> dict[str, float]:
+    return {MEAN: fmean(errors.values())} | errors
 
 
 def error_of(links: Iterable[set], pairs: list[Aligned]) -> float:
@@ -237,7 +227,7 @@ def diagonal(pair: Aligned) -> set[tuple]:
     return {(i, min(round(i * n / m), n - 1)) for i in range(m)}
 
 
-def align(pair: Aligned, encoder, tokenizer: XLMR, context) -> list[set]:
+def align(pair: Aligned, encoder, tokenizer: XLMR, context, rounds: int) -> list[set]:
     """The links between the words of two sentences, by layer. What is too long for a row is cut."""
     bos, eos, room = tokenizer.bos, tokenizer.eos, encoder.config.block_size - 2
     ids, words = pieces(pair.one, tokenizer)
@@ -248,12 +238,12 @@ def align(pair: Aligned, encoder, tokenizer: XLMR, context) -> list[set]:
     words, others = words[:room], others[:room]
     states = []  # (L + 1, T, D) of each row
     for row in rows:
-        _, _, layers = next(measures.hidden_states(encoder, [row], len(row), context))
+        layers, _ = measures.hidden_states(encoder, [row], context)
         states.append(torch.cat(layers))
     e = states[0][:, 1 : 1 + len(words)]  # (L + 1, m, D)
     f = states[-1][:, -1 - len(others) : -1]  # (L + 1, n, D)
-    plan = measures.sinkhorn(e @ f.mT)
-    aligned = measures.itermax(plan)
+    pi, xi = measures.sinkhorn(e @ f.mT)
+    aligned = measures.itermax(pi) if rounds == 2 else measures.each_others_best(xi)
     return measures.word_links(aligned, words, others)
 
 
@@ -269,61 +259,43 @@ def pieces(words: list, tokenizer: XLMR) -> tuple[list, list]:
 
 @dataclass
 class Gap(Drawn):
+    # finished runs of finetune_xtreme.py, or folders that hold many of them
+    folders: tyro.conf.Positional[tuple[str, ...]] = ("out/finetune_xtreme",)
+
+
+PAPER_GAP = {  # table 7
+    "XLM-R": {"xquad": 15.9, "mlqa": 20.3, "tydiqa": 15.2, "xnli": 10.4, "pawsx": 11.4},
+    "XLM-E - TRTD": {"xquad": 16.3, "mlqa": 18.6, "tydiqa": 16.3, "xnli": 11.5, "pawsx": 9.6},
+    "XLM-E": {"xquad": 14.9, "mlqa": 19.2, "tydiqa": 13.1, "xnli": 11.2, "pawsx": 8.8},
+}
+
+
+def gap(options: Gap):
     """XLM-E's table 7: the score in English minus the mean of the other languages, after fine-tuning in English.
 
     Lower is better where the score is well above a guess's: who guesses in all languages has no gap. Of answers the
     score is exact match. Guess, and counting "by word", are means over the other languages too. Seeds are averaged.
     """
-
-    # finished runs of finetune_xtreme.py, or folders that hold many of them
-    folders: tyro.conf.Positional[tuple[str, ...]] = ("out/finetune_xtreme",)
-
-
-PAPER_TASKS = "xquad", "mlqa", "tydiqa", "xnli", "pawsx"
-PAPER_GAP = {  # table 7
-    "XLM-R": (15.9, 20.3, 15.2, 10.4, 11.4),
-    "XLM-E - TRTD": (16.3, 18.6, 16.3, 11.5, 9.6),
-    "XLM-E": (14.9, 19.2, 13.1, 11.2, 8.8),
-}
-
-
-def gap(options: Gap):
-    records = read_finetuned(options.folders)
-    rows = list(records)
-    tasks = {record["task"] for record in records}
-    for paper, gaps in PAPER_GAP.items():
-        for task, theirs in zip(PAPER_TASKS, gaps):
-            if task in tasks:
+    tasks = {}  # task -> folder -> constants
+    for folder in options.folders:
+        for file in sorted(Path(folder).rglob("result.json")):
+            config, _ = shared.read_run(str(file.parent), "finetune_xtreme")
+            tasks.setdefault(config["task"], {})[file.parent.resolve()] = config
+    if not tasks:
+        raise ValueError(
+            f"no result of finetune_xtreme.py in {', '.join(options.folders)}: run it, or name its folders"
+        )
+    records, rows = [], []
+    for task, runs in tasks.items():
+        for folder, encoder in shared.named(runs, itemgetter("model")).items():
+            scores = scores_of(read_json(folder / "result.json"))
+            records.append({"encoder": encoder, "task": task} | scores)
+            rows.append(records[-1])
+        for paper, gaps in PAPER_GAP.items():
+            if task in gaps:
                 row = dict.fromkeys(records[0]) | {"encoder": f"paper: {paper}"}
-                rows.append(row | {"task": task, "gap": theirs})
-    title = "English ahead of the mean of the other languages"
-    panel = Panel(title, rows, "encoder", "task", "gap", joined=False)
-    panel.levels["none"] = 0.0
-    show("gap", options, records, [panel], ("encoder", "task"), rows)
-
-
-def read_finetuned(folders: tuple[str, ...]) -> list[dict]:
-    """A record of each result. Raises ValueError where two of an encoder and a task differ by more than the seed."""
-    records, constants = [], {}
-    files, seen = set(), set()
-    for folder in folders:
-        files |= {file.resolve() for file in Path(folder).rglob("result.json")}
-    for file in sorted(files):
-        result = read_json(file)
-        others = result.get("languages", {}).keys() - {"en"}
-        if not others:
-            warn(f"{file} is left out: not of finetune_xtreme.py, or of English alone")
-            continue
-        config = all_but(result["config"], "seed")
-        key = {"encoder": config["model"], "task": config["task"]}
-        run = *key.values(), result["config"]["seed"]
-        if constants.setdefault(tuple(key.values()), config) != config or run in seen:
-            raise ValueError(f"{file} and others of its encoder and task do not differ by the seed alone: name folders")
-        seen.add(run)
-        records.append(key | scores_of(result))
-    if not records:
-        raise ValueError(f"no result of finetune_xtreme.py in {', '.join(folders)}: run it, or name its folders")
-    return sorted(records, key=itemgetter("encoder"))
+                rows.append(row | {"task": task, "gap": gaps[task]})
+    shared.show(gap, options, records, ("encoder", "task"), [], rows)
 
 
 def scores_of(result: dict) -> dict[str, float | None]:

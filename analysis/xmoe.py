@@ -3,36 +3,17 @@
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 from tqdm import tqdm
 
-from analysis import measures
+from analysis import measures, shared
 from analysis.flops import row_flops
-from analysis.shared import (
-    FROM_ZERO,
-    LOG,
-    Drawn,
-    Measured,
-    Opened,
-    Panel,
-    Runs,
-    all_but,
-    choose,
-    experts_of,
-    is_sparse,
-    named,
-    open_runs,
-    read_run,
-    reads,
-    show,
-)
-from engine.device import machine
+from analysis.shared import FROM_ZERO, LOG, Drawn, Measured, Opened, Panel
+from engine.device import machine, warn
 from engine.optim import cross_entropy
 from model import GPT
-from routers import ROUTERS
 
 SHARES = 0.125, 0.25, 0.5, 0.75, 1.0  # limits of the experts' FLOPs at test, of a dense FFN's
 THRESHOLDS = 0.0, 0.25, 0.5, 0.75, 0.9, 0.95, 1.0  # at test
@@ -56,23 +37,65 @@ def test(run: Opened, max_tokens: int) -> tuple[float, list]:
     return measures.perplexity(total / tokens), layers
 
 
-def ffn_flops(model: GPT) -> float:
-    """Forward FLOPs of one token in a dense FFN of the model's sizes."""
-    return 4 * model.config.n_embd * model.config.ffn_size
+def activations(options: Measured):
+    """XMoE's figures 1 and 6: the share of positive activations in FFNs, by the number and by the size of experts.
 
-
-def limit(model: GPT, config: dict, share: float):
-    """Limits the experts of every MoE layer at test to a share of a dense FFN's FLOPs. config: the run's constants.
-
-    A dense model that was split into experts (table 2, trained with t = 1) gets t = 0.9 below 1, as in the paper.
+    GELU makes almost 0 of what is not positive, so that work was for nothing. In the paper the share falls with the
+    number of full-sized experts (figure 1) and rises as experts get smaller (figure 6). A dense model is looked at in
+    the blocks where sparse models have experts. A point is a run of train_lm.py, the mean of its layers.
     """
-    for moe in model.moe_layers:
-        moe.eval_gamma = share * ffn_flops(model) / row_flops(moe)
-    t = config.get("eval_threshold")
-    is_split = config.get("expert_ffns") == config.get("threshold") == 1
-    if is_split and share < 1:
-        t = 0.9
-    model.config.eval_threshold = t  # the routers read it there
+    found, records = shared.choose("train_lm", options.folders), []
+    for folder, run in tqdm(shared.open_runs(found, options).items(), unit="run"):
+        experts, size = shared.experts_of(found[folder])
+        record = {"run": folder, "router": found[folder]["router"], "experts": experts, "width of an expert": size}
+        records.append(record | {"positive activations": positive_share(run, options.max_tokens)})
+    full = [record for record in records if record["width of an expert"] == found[record["run"]]["ffn_size"]]
+    y = "positive activations"
+    panels = [
+        Panel("Experts as wide as an FFN (figure 1)", full, "router", "experts", y, joined=False),
+        Panel("All (figure 6)", records, "router", "width of an expert", y, joined=False),
+    ]
+    shared.show(activations, options, records, ("router", "experts", "width of an expert"), panels)
+
+
+def positive_share(run: Opened, max_tokens: int) -> float:
+    """Of the activations in the MoE layers, or in a dense model in the FFN of each `moe_every`-th block."""
+    counts = torch.zeros(2, dtype=torch.float64)  # positive ones, all
+
+    def count(fc, inputs, a):
+        counts.add_(torch.tensor([int((a > 0).sum()), a.numel()]))
+
+    if not run.model.moe_layers:
+        every = min(run.model.config.moe_every, len(run.model.blocks))
+        for block in run.model.blocks[every - 1 :: every]:
+            block.ffn.fc.register_forward_hook(count)
+    _, layers = test(run, max_tokens)
+    return measures.mean_over_layers("positive", layers) if layers else float(counts[0] / counts[1])
+
+
+def gamma(options: Measured):
+    """XMoE's figure 4 and table 2: test perplexity of trained models whose experts may do less work.
+
+    1 is the work of a dense FFN. Left it is the limit that a layer has, as in the paper. Where tokens want fewer
+    experts than the limit allows, less is spent: right is what was spent. The flatter a line, the more can be saved. A
+    dense model that was split into experts (table 2) gets t = 0.9 below 1, as in the paper.
+    """
+    lacks = "has experts that choose among later tokens too: its perplexity is no language model's"
+    found, records = shared.choose("train_lm", options.folders, is_causal, lacks), []
+    names = shared.named(found)
+    for folder, run in tqdm(shared.open_runs(found, options).items(), unit="run"):
+        for point in test_limited(run, found[folder], options.max_tokens):
+            records.append({"run": folder, "experts": names[folder]} | point)
+    panels = [
+        Panel("Under a limit (figure 4); 1: the work of a dense FFN", records, "experts", LIMIT, "perplexity"),
+        Panel("By the work that was done", records, "experts", SPENT, "perplexity"),
+    ]
+    shared.show(gamma, options, records, ("experts", LIMIT), panels)
+
+
+def is_causal(config: dict) -> bool:
+    router = shared.router_of(config)
+    return router is None or not router.sees_later
 
 
 def test_limited(run: Opened, config: dict, max_tokens: int) -> Iterator[dict]:
@@ -88,119 +111,51 @@ def test_limited(run: Opened, config: dict, max_tokens: int) -> Iterator[dict]:
         yield {LIMIT: share, SPENT: spent, "perplexity": ppl}
 
 
-def choose_threshold(options: Drawn) -> Runs:
-    fits = partial(reads, constant="threshold")
-    return choose("train_lm", options.folders, fits, "has no threshold router")
+def limit(model: GPT, config: dict, share: float):
+    """Limits the experts of every MoE layer at test to a share of a dense FFN's FLOPs. config: the run's constants.
 
-
-@dataclass
-class Activations(Measured):
-    """XMoE's figures 1 and 6: the share of positive activations in FFNs, by the number of experts and by their size.
-
-    GELU makes almost 0 of what is not positive, so that work was for nothing. In the paper the share falls with the
-    number of full-sized experts (figure 1) and rises as experts get smaller (figure 6). A dense model is looked at in
-    the blocks where sparse models have experts. A point is a run of train_lm.py, the mean of its layers.
+    A dense model that was split into experts (table 2, trained with t = 1) gets t = 0.9 below 1, as in the paper.
     """
+    for moe in model.moe_layers:
+        moe.eval_gamma = share * ffn_flops(model) / row_flops(moe)
+    is_split = config.get("expert_ffns") == config.get("threshold") == 1
+    t = 0.9 if is_split and share < 1 else config.get("eval_threshold")
+    model.config.eval_threshold = t  # the routers read it there
 
 
-def activations(options: Activations):
-    found = choose("train_lm", options.folders)
-    records, full = [], []
-    for folder, run in tqdm(open_runs(found, options).items(), unit="run"):
-        config = found[folder]
-        experts, size = experts_of(config) if is_sparse(config) else (1, config["ffn_size"])
-        shares = positive_shares(run, options.max_tokens)
-        record = {"run": folder, "router": config["router"], "experts": experts, "size": size}
-        record["positive"] = statistics.fmean(shares)
-        records.append(record)
-        if size == config["ffn_size"]:
-            full.append(record)
-    look = {"joined": False, "more": {"xscale": "log"}}
-    panels = [
-        Panel("By the number of full-sized experts (figure 1)", full, "router", "experts", "positive", **look),
-        Panel("By the size of experts (figure 6)", records, "router", "size", "positive", **look),
-    ]
-    show("activations", options, records, panels, ("router", "experts", "size"))
+def ffn_flops(model: GPT) -> float:
+    """Forward FLOPs of one token in a dense FFN of the model's sizes."""
+    return 4 * model.config.n_embd * model.config.ffn_size
 
 
-def positive_shares(run: Opened, max_tokens: int) -> list[float]:
-    """The share of positive activations in each MoE layer, of a dense model in the FFN of each `moe_every`-th block."""
-    counts = {}
-
-    def count(fc, inputs, a):
-        positive, units = counts.get(fc, (0, 0))
-        above = int((a > 0).sum())
-        counts[fc] = positive + above, units + a.numel()
-
-    if not run.model.moe_layers:
-        every = min(run.model.config.moe_every, len(run.model.blocks))
-        for block in run.model.blocks[every - 1 :: every]:
-            block.ffn.fc.register_forward_hook(count)
-    _, layers = test(run, max_tokens)
-    if layers:
-        return [layer["positive"] for layer in layers]
-    return [positive / units for positive, units in counts.values()]
+def choose_threshold(options: Drawn) -> shared.Runs:
+    fits = partial(shared.reads, constant="threshold")
+    return shared.choose("train_lm", options.folders, fits, "has no threshold router")
 
 
-@dataclass
-class Gamma(Measured):
-    """XMoE's figure 4 and table 2: test perplexity of trained models whose experts may do less work.
-
-    1 is the work of a dense FFN. Left it is the limit that a layer has, as in the paper. Where tokens want fewer
-    experts than the limit allows, less is spent: right is what was spent. The flatter a line, the more can be saved. A
-    dense model that was split into experts (table 2) gets t = 0.9 below 1, as in the paper.
-    """
-
-
-def gamma(options: Gamma):
-    lacks = "has experts that choose among later tokens too: its perplexity is no language model's"
-    found, records = choose("train_lm", options.folders, is_causal, lacks), []
-    names = named(found)
-    for folder, run in tqdm(open_runs(found, options).items(), unit="run"):
-        for point in test_limited(run, found[folder], options.max_tokens):
-            records.append({"run": folder, "experts": names[folder]} | point)
-    panels = [
-        Panel("Under a limit (figure 4)", records, "experts", LIMIT, "perplexity"),
-        Panel("What was spent", records, "experts", SPENT, "perplexity"),
-    ]
-    show("gamma", options, records, panels, ("experts", LIMIT))
-
-
-def is_causal(config: dict) -> bool:
-    return not is_sparse(config) or not ROUTERS[config["router"]].sees_later
-
-
-@dataclass
-class Required(Drawn):
+def experts(options: Drawn):
     """XMoE's figure 5: how many experts a token needs to reach the threshold, in the course of training.
 
     The probabilities of the chosen experts must sum to t. In the paper many are needed at first, and fewer and fewer
     as training goes on. A line is an MoE layer of a run of train_lm.py. Seeds of one experiment share a panel. The
     table has the last evaluation.
     """
-
-
-def experts(options: Required):
-    found, records, last = choose_threshold(options), [], []
-    names = named(found)
+    found, records, last, panels = choose_threshold(options), [], [], []
+    names = shared.named(found)
     for folder, config in found.items():
-        _, evaluations = read_run(folder, "train_lm")
+        _, evaluations = shared.read_run(folder, "train_lm")
         for evaluation in evaluations:
             for i, layer in enumerate(evaluation["layers"], 1):
-                record = {"run": folder, "experts": names[folder]}
-                record["layer"] = f"block {i * config['moe_every']}"
-                record |= {"step": evaluation["step"], "wanted": layer["wanted"]}
-                records.append(record)
+                record = {"run": folder, "experts": names[folder], "layer": f"block {i * config['moe_every']}"}
+                records.append(record | {"step": evaluation["step"], "experts of a token": layer["wanted"]})
         last += records[-i:]
-    panels = []
     for name in dict.fromkeys(names.values()):
         own = [record for record in records if record["experts"] == name]
-        panels.append(Panel(name, own, "layer", "step", "wanted", more=FROM_ZERO))
-    show("experts", options, records, panels, ("experts", "layer", "step"), last)
+        panels.append(Panel(name, own, "layer", "step", "experts of a token", more=FROM_ZERO))
+    shared.show(experts, options, records, ("experts", "layer", "step"), panels, last)
 
 
-@dataclass
-class Threshold(Measured):
+def threshold(options: Measured):
     """XMoE's figure 7: perplexity by the threshold t, in training and at test.
 
     Left are runs that were trained with different t (`python train_lm.py --threshold 0.5` and so on), each tested with
@@ -208,17 +163,14 @@ class Threshold(Measured):
     under its capacity limit and without one. With t = 0 a token takes one expert, with t = 1 it wants all. In the paper
     perplexity falls as t rises, both ways, and 0.9 is a little better than 1.
     """
-
-
-def threshold(options: Threshold):
     found, trained, tested = choose_threshold(options), [], []
     first = next(iter(found))
-    same = all_but(found[first], "seed", "threshold")
-    others = [folder for folder in found if all_but(found[folder], "seed", "threshold") != same]
-    if others and options.folders:
-        raise ValueError(f"{others[0]} and {first} differ by more than --threshold and --seed")
-    found = all_but(found, *others)
-    for folder, run in tqdm(open_runs(found, options).items(), unit="run"):
+    same = shared.all_but(found[first], "seed", "threshold")
+    others = [folder for folder in found if shared.all_but(found[folder], "seed", "threshold") != same]
+    for folder in others:
+        warn(f"{folder} is left out: it and {first} differ by more than --threshold and --seed")
+    found = shared.all_but(found, *others)
+    for folder, run in tqdm(shared.open_runs(found, options).items(), unit="run"):
         point = partial(threshold_point, folder, run, options.max_tokens)
         trained.append(point("in training", found[folder]["threshold"]))
         for t in THRESHOLDS if folder == first else ():
@@ -227,49 +179,45 @@ def threshold(options: Threshold):
             with run.model.no_limit():
                 tested.append(point("at test, no limit", t))
     records = trained + tested
+    by = "t is changed"
     panels = [
-        Panel("Another threshold in training", trained, "t is changed", "t", "perplexity", joined=False),
-        Panel("Another threshold at test", tested, "t is changed", "t", "perplexity"),
-        Panel("What it costs", records, "t is changed", "t", "served", more=LOG),
+        Panel("Another threshold in training", trained, by, "threshold t", "perplexity", joined=False),
+        Panel("Another threshold at test", tested, by, "threshold t", "perplexity"),
+        Panel("What it costs at test", tested, by, "threshold t", "experts that serve a token", more=LOG),
     ]
-    show("threshold", options, records, panels, ("t is changed", "t"))
+    shared.show(threshold, options, records, (by, "threshold t"), panels)
 
 
 def threshold_point(folder: str, run: Opened, max_tokens: int, what: str, t: float) -> dict:
     ppl, layers = test(run, max_tokens)
-    record = {"run": folder, "t is changed": what, "t": t, "perplexity": ppl}
-    return record | {"served": measures.mean_over_layers("served", layers)}
+    served = measures.mean_over_layers("served", layers)
+    record = {"run": folder, "t is changed": what, "threshold t": t}
+    return record | {"perplexity": ppl, "experts that serve a token": served}
 
 
-@dataclass
-class Speed(Measured):
-    """XMoE's figure 8: wall time of one batch (forward pass of the whole model) by the experts' FLOPs.
+def speed(options: Measured):
+    """XMoE's figure 8: the time that a model takes for one batch, forward, by the FLOPs of its experts.
 
     Each model is timed under several limits of its experts' FLOPs, and a dense model at 1. In the paper time falls with
     FLOPs, and smaller experts take longer for the same FLOPs. All take turns, round by round, on the first batch of
     their test text, and the medians are shown.
     """
-
-
-def speed(options: Speed):
-    found, records = choose("train_lm", options.folders), []
-    names, opened = named(found), open_runs(found, options)
+    found, records = shared.choose("train_lm", options.folders), []
+    names, opened = shared.named(found), shared.open_runs(found, options)
     for folder, run in opened.items():
         for point in test_limited(run, found[folder], run.data.micro_tokens):  # it warms up, too
             del point["perplexity"]  # of one batch
-            record = {"run": folder, "experts": names[folder]} | point
-            records.append(record | {"ms": []})
-    for turn in tqdm(range(ROUNDS), desc="timing", unit="round"):
-        order = reversed(records) if turn % 2 else records  # so that none always follows the same one
-        for record in order:
+            records.append({"run": folder, "experts": names[folder]} | point | {"ms": []})
+    for _ in tqdm(range(ROUNDS), desc="timing", unit="round"):
+        for record in records:
             folder = record["run"]
             limit(opened[folder].model, found[folder], record[LIMIT])
             record["ms"].append(time_batch(opened[folder]))
     for record in records:
         record["ms"] = statistics.median(record["ms"])
-    title = "Time of a batch, forward, on {device}, threads {threads}".format(**machine(run.context))
+    title = "On {device}, threads {threads}; 1: the work of a dense FFN".format(**machine(run.context))
     panel = Panel(title, records, "experts", SPENT, "ms", more=FROM_ZERO)
-    show("speed", options, records, [panel], ("experts", LIMIT))
+    shared.show(speed, options, records, ("experts", LIMIT), [panel])
 
 
 @torch.no_grad()
