@@ -67,7 +67,8 @@ def show(figure: Callable, options, records: list[dict], keys: tuple, panels: li
     """Prints a table, of `rows` or else of the records, draws the panels if there are any, and keeps all."""
     headers, *lines = table = table_of(rows or records, keys)
     print(markdown_table(headers, lines))
-    keep(figure, options, draw(panels) if panels else None, {"table": table, "records": records})
+    drawing = draw(panels) if panels else None
+    keep(figure, options, drawing, {"table": table, "records": records})
 
 
 def table_of(records: list[dict], keys: tuple) -> list[list]:
@@ -118,21 +119,19 @@ def canvas(columns: int = 1, width: float = 6.5, height: float = 4.5):
 
 def draw(panels: list[Panel]):
     """A figure with the panels side by side. A name has one colour; seeds are thin lines, their mean is a thick one."""
-    names = dict.fromkeys(record[panel.by] for panel in panels for record in panel.records)
-    colors = {name: COLORS[number % len(COLORS)] for number, name in enumerate(names)}
+    colors = {}
     figure = canvas(len(panels))
     for axes, panel in zip(figure.axes, panels):
         heights = dict(panel.levels)  # at the right end of each line
         for height in panel.levels.values():
             axes.axhline(height, color="0.6", linestyle="--")
-        for name, lines in lines_of(panel).items():
-            if not panel.joined:
-                lines = [np.concatenate(lines)]
-            for line in lines if len(lines) > 1 else []:
-                axes.plot(*line.T, color=colors[name], linewidth=0.7, alpha=0.6)
-            shortest = min(map(len, lines))
-            mean = np.mean([line[:shortest] for line in lines], axis=0)
-            axes.plot(*mean.T, "o-" if panel.joined else "o", color=colors[name], linewidth=2, markersize=4)
+        for name, runs in runs_of(panel).items():
+            color = colors.setdefault(name, COLORS[len(colors) % len(COLORS)])
+            for points in runs if len(runs) > 1 else []:
+                axes.plot(*points.T, color=color, linewidth=0.7, alpha=0.6)
+            shortest = min(map(len, runs))
+            mean = np.mean([points[:shortest] for points in runs], axis=0)
+            axes.plot(*mean.T, "o-" if panel.joined else "o", color=color, linewidth=2, markersize=4)
             heights[name] = mean[-1, 1]
         axes.set(title=panel.title, xlabel=panel.x, ylabel=panel.y, **panel.more)
         axes.spines[["top", "right"]].set_visible(False)
@@ -140,13 +139,15 @@ def draw(panels: list[Panel]):
     return figure
 
 
-def lines_of(panel: Panel) -> dict[str, list[np.ndarray]]:
+def runs_of(panel: Panel) -> dict[str, list[np.ndarray]]:
     """name -> of each run (points, 2) its x and y; nan where a number is None."""
-    lines = {}
+    names = {}
     for record in panel.records:
-        runs = lines.setdefault(record[panel.by], {})
-        runs.setdefault(record["run"], []).append((record[panel.x], record[panel.y]))
-    return {name: [np.array(points, dtype=float) for points in runs.values()] for name, runs in lines.items()}
+        runs = names.setdefault(record[panel.by], {})
+        point = record[panel.x], record[panel.y]
+        run = record.get("run") if panel.joined else ""
+        runs.setdefault(run, []).append(point)
+    return {name: [np.array(points, dtype=float) for points in runs.values()] for name, runs in names.items()}
 
 
 def label(axes, heights: dict[str, float], colors: dict[str, str]):

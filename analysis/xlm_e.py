@@ -1,8 +1,7 @@
 """XLM-E's figures 1, 3 and 4, and tables 5, 6 and 7: training curves, retrieval, word alignment, transfer."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
@@ -24,6 +23,7 @@ from engine.run import read_json
 
 OBJECTIVES = {"rtd": "XLM-E", "mlm": "XLM"}
 FLOPS = "training FLOPs"
+BY_LAYER = "encoder", "layer"  # one row of a table for each
 
 
 def curve(options: Drawn):
@@ -39,7 +39,8 @@ def curve(options: Drawn):
         layer = measures.middle_layer(config["n_layer"])
         for evaluation in evaluations:
             scores = evaluation["held_out"]
-            record = {"run": folder, "encoder": names[folder], FLOPS: evaluation["flops"]}
+            record = {"run": folder, "encoder": names[folder]}
+            record[FLOPS] = evaluation["flops"]
             record["translations found"] = scores["retrieval"][layer]
             record["masked tokens right"] = scores["sentences"]["generator"]
             records.append(record)
@@ -73,13 +74,15 @@ def by_layer(options: Encoders, measure: Callable) -> tuple[list, list]:
     context = setup(options.device, "float32")
     folders = dict.fromkeys(map(Path, options.folders))
     opened = {folder: pretrained.load_encoder(folder) for folder in folders}
-    runs = {folder: read_json(folder / "config.json") for folder in folders if pretrained.is_run(folder)}
-    names = {folder: folder.name for folder in folders} | shared.named(runs, words_of)
+    runs = {folder: read_json(folder / "config.json") for folder in filter(pretrained.is_run, folders)}
+    names = shared.named(runs, words_of)
     records, rows = [], []
     for folder, (encoder, tokenizer) in opened.items():
-        found, own = measure(context.place(encoder), tokenizer, context), []
-        for layer, numbers in enumerate(found):
-            own.append({"run": str(folder), "encoder": names[folder], "layer": layer} | numbers)
+        name = names.get(folder, folder.name)
+        own = []
+        for layer, numbers in enumerate(measure(context.place(encoder), tokenizer, context)):
+            record = {"run": str(folder), "encoder": name, "layer": layer}
+            own.append(record | numbers)
         records += own
         rows.append(own[measures.middle_layer(encoder.config.n_layer)])
     return records, rows
@@ -91,11 +94,12 @@ class Retrieval(Encoders):
     source: str | None = None
 
 
-PAPER_RETRIEVAL = {  # table 5: of each group English to another language, and back
-    "XLM-R": {"Tatoeba-14": (59.5, 57.6), "Tatoeba-36": (55.5, 53.4)},
-    "InfoXLM": {"Tatoeba-14": (80.6, 77.8), "Tatoeba-36": (68.6, 67.3)},
-    "XLM-E": {"Tatoeba-14": (74.4, 72.3), "Tatoeba-36": (65.0, 62.3)},
-    "XLM-E - TRTD": {"Tatoeba-14": (55.8, 55.1), "Tatoeba-36": (46.4, 44.6)},
+TATOEBA = {"Tatoeba-14": bitext_sets.TATOEBA_14, "Tatoeba-36": bitext_sets.TATOEBA_36}
+PAPER_RETRIEVAL = {  # table 5: English to another language, and back, of 14 languages and of 36
+    "XLM-R": (59.5, 57.6, 55.5, 53.4),
+    "InfoXLM": (80.6, 77.8, 68.6, 67.3),
+    "XLM-E": (74.4, 72.3, 65.0, 62.3),
+    "XLM-E - TRTD": (55.8, 55.1, 46.4, 44.6),
 }
 
 
@@ -109,39 +113,41 @@ def retrieval(options: Retrieval):
     def measure(encoder, tokenizer, context):
         found = {}  # language -> how often the translation is found, from English and to it, (2, L + 1)
         for language, pairs in tqdm(texts.items(), unit="language"):
-            vectors_of = partial(measures.sentence_vectors, encoder, tokenizer, micro_tokens=2048, context=context)
-            foreign, english = map(vectors_of, zip(*pairs))
+            vectors = []
+            for side in zip(*pairs):
+                vectors.append(measures.sentence_vectors(encoder, tokenizer, side, 2048, context))
+            foreign, english = vectors
             found[language] = measures.both_directions(english, foreign).cpu()
-        layers = [{} for _ in range(encoder.config.n_layer + 1)]
-        for group, languages in groups.items():
-            accuracy = 100 * torch.stack([found[language] for language in languages]).mean(dim=0)  # (2, L + 1)
-            for layer, both in zip(layers, accuracy.t().tolist()):
-                layer[group] = both
-        return list(map(in_columns, layers))
+        means = []
+        for languages in groups.values():
+            accuracy = torch.stack([found[language] for language in languages])
+            means.append(100 * accuracy.mean(dim=0))  # (2, L + 1)
+        of_layers = torch.cat(means).t()  # (L + 1, 2 a group)
+        return [in_columns(groups, percents) for percents in of_layers.tolist()]
 
     records, rows = by_layer(options, measure)
-    panels, chance = [], {}
+    panels, chances = [], []
     for group, languages in groups.items():
-        by_chance = 100 * fmean(1 / len(texts[language]) for language in languages)
-        chance[group] = by_chance, by_chance
-        panel = Panel(
-            f"{len(languages)} languages, mean of both directions", records, "encoder", "layer", f"{group}, %"
-        )
-        panel.levels["chance"] = by_chance
-        panels.append(panel)
-    others = {"chance": chance}
+        chance = 100 * fmean(1 / len(texts[language]) for language in languages)
+        chances += [chance, chance]
+        title = f"{len(languages)} languages, mean of both directions"
+        panels.append(Panel(title, records, "encoder", "layer", f"{group}, %", {"chance": chance}))
+    others = {"chance": chances}
     if options.source:
-        others |= {f"paper: {name}": accuracy for name, accuracy in PAPER_RETRIEVAL.items()}
-    for name, accuracy in others.items():
-        rows.append({"encoder": name, "layer": ""} | in_columns(accuracy))
-    shared.show(retrieval, options, records, ("encoder", "layer"), panels, rows)
+        others |= {f"paper: {name}": percents for name, percents in PAPER_RETRIEVAL.items()}
+    for name, percents in others.items():
+        row = {"encoder": name, "layer": ""}
+        rows.append(row | in_columns(groups, percents))
+    shared.show(retrieval, options, records, BY_LAYER, panels, rows)
 
 
-def in_columns(accuracy: dict[str, tuple]) -> dict[str, float]:
-    """group -> percent found from English to another language, and back; as columns of the table."""
+def in_columns(groups: Iterable, percents: Sequence) -> dict[str, float]:
+    """Columns of the table; percents: from English to another language, and back, of one group after another."""
     columns = {}
-    for group, (forth, back) in accuracy.items():
-        columns |= {f"{group}, en to xx": forth, f"{group}, xx to en": back, f"{group}, %": (forth + back) / 2}
+    for group, forth, back in zip(groups, percents[::2], percents[1::2]):
+        columns[f"{group}, en to xx"] = forth
+        columns[f"{group}, xx to en"] = back
+        columns[f"{group}, %"] = (forth + back) / 2
     return columns
 
 
@@ -151,13 +157,10 @@ def sentences(source: str | None) -> tuple[bitext_sets.Pairs, dict]:
         texts = bitext_sets.held_out(ready("catalogs-pairs"))
         return texts, {"Django's messages": list(texts)}
     texts, groups = bitext_sets.tatoeba(Path(source)), {}
-    for group, languages in {"Tatoeba-14": bitext_sets.TATOEBA_14, "Tatoeba-36": bitext_sets.TATOEBA_36}.items():
+    for group, languages in TATOEBA.items():
         groups[group] = [language for language in languages if language in texts]
         if not groups[group]:
             raise ValueError(f"{source} holds no language of {group}")
-        missing = sorted({*languages} - texts.keys())
-        if missing:
-            print(f"{group} without what {source} lacks: {', '.join(missing)}")
     return texts, groups
 
 
@@ -168,12 +171,13 @@ class Alignment(Encoders):
 
 
 MEAN = "mean AER, %"
+PAPER_SETS = "de-en", "en-fr", "en-hi", "en-ro"
 PAPER_ALIGNMENT = {  # table 6
-    "fast_align": {"de-en": 32.14, "en-fr": 19.46, "en-hi": 59.90},
-    "XLM-R": {"de-en": 17.74, "en-fr": 7.54, "en-hi": 37.79, "en-ro": 27.49},
-    "XLM-Align": {"de-en": 16.63, "en-fr": 6.61, "en-hi": 33.98, "en-ro": 26.97},
-    "XLM-E": {"de-en": 16.49, "en-fr": 6.19, "en-hi": 30.20, "en-ro": 24.41},
-    "XLM-E - TRTD": {"de-en": 17.87, "en-fr": 6.29, "en-hi": 35.02, "en-ro": 30.22},
+    "fast_align": (32.14, 19.46, 59.90, None),
+    "XLM-R": (17.74, 7.54, 37.79, 27.49),
+    "XLM-Align": (16.63, 6.61, 33.98, 26.97),
+    "XLM-E": (16.49, 6.19, 30.20, 24.41),
+    "XLM-E - TRTD": (17.87, 6.29, 35.02, 30.22),
 }
 
 
@@ -193,25 +197,29 @@ def alignment(options: Alignment):
         warn(note)
 
     def measure(encoder, tokenizer, context):
-        errors = {}  # of each set by layer
+        errors = []  # of each set by layer
         for name, pairs in sets.items():
-            links = [align(pair, encoder, tokenizer, context, options.rounds) for pair in tqdm(pairs, desc=name)]
-            errors[name] = [error_of(of_layer, pairs) for of_layer in zip(*links)]
-        return [with_mean(dict(zip(errors, of_layer))) for of_layer in zip(*errors.values())]
+            links = []
+            for pair in tqdm(pairs, desc=name):
+                links.append(align(pair, encoder, tokenizer, context, options.rounds))
+            errors.append([error_of(of_layer, pairs) for of_layer in zip(*links)])
+        return [with_mean(sets, percents) for percents in zip(*errors)]
 
     records, rows = by_layer(options, measure)
-    diagonals = with_mean({name: error_of(map(diagonal, pairs), pairs) for name, pairs in sets.items()})
+    percents = [error_of(map(diagonal, pairs), pairs) for pairs in sets.values()]
+    diagonals = with_mean(sets, percents)
     rows.append({"encoder": "the diagonal", "layer": ""} | diagonals)
-    for paper, errors in PAPER_ALIGNMENT.items():
+    for paper, percents in PAPER_ALIGNMENT.items():
         row = {"encoder": f"paper: {paper}", "layer": "", MEAN: None}
-        rows.append(row | {name: errors.get(name) for name in sets})
-    title = f"Mean of {', '.join(sets)}, rounds {options.rounds}"
-    panel = Panel(title, records, "encoder", "layer", MEAN, {"the diagonal": diagonals[MEAN]})
-    shared.show(alignment, options, records, ("encoder", "layer"), [panel], rows)
+        theirs = dict(zip(PAPER_SETS, percents))
+        rows.append(row | {name: theirs.get(name) for name in sets})
+    panel = Panel(f"Mean of {', '.join(sets)}; rounds: {options.rounds}", records, "encoder", "layer", MEAN)
+    panel.levels["the diagonal"] = diagonals[MEAN]
+    shared.show(alignment, options, records, BY_LAYER, [panel], rows)
 
 
-def with_mean(errors: dict[str, float]) -> dict[str, float]:
-    return {MEAN: fmean(errors.values())} | errors
+def with_mean(sets: Iterable, percents: Sequence) -> dict[str, float]:
+    return {MEAN: fmean(percents)} | dict(zip(sets, percents))
 
 
 def error_of(links: Iterable[set], pairs: list[Aligned]) -> float:
@@ -263,10 +271,11 @@ class Gap(Drawn):
     folders: tyro.conf.Positional[tuple[str, ...]] = ("out/finetune_xtreme",)
 
 
+PAPER_TASKS = "xquad", "mlqa", "tydiqa", "xnli", "pawsx"
 PAPER_GAP = {  # table 7
-    "XLM-R": {"xquad": 15.9, "mlqa": 20.3, "tydiqa": 15.2, "xnli": 10.4, "pawsx": 11.4},
-    "XLM-E - TRTD": {"xquad": 16.3, "mlqa": 18.6, "tydiqa": 16.3, "xnli": 11.5, "pawsx": 9.6},
-    "XLM-E": {"xquad": 14.9, "mlqa": 19.2, "tydiqa": 13.1, "xnli": 11.2, "pawsx": 8.8},
+    "XLM-R": (15.9, 20.3, 15.2, 10.4, 11.4),
+    "XLM-E - TRTD": (16.3, 18.6, 16.3, 11.5, 9.6),
+    "XLM-E": (14.9, 19.2, 13.1, 11.2, 8.8),
 }
 
 
@@ -279,22 +288,25 @@ def gap(options: Gap):
     tasks = {}  # task -> folder -> constants
     for folder in options.folders:
         for file in sorted(Path(folder).rglob("result.json")):
-            config, _ = shared.read_run(str(file.parent), "finetune_xtreme")
-            tasks.setdefault(config["task"], {})[file.parent.resolve()] = config
+            run = str(file.parent)
+            config, _ = shared.read_run(run, "finetune_xtreme")
+            tasks.setdefault(config["task"], {})[run] = config
     if not tasks:
         raise ValueError(
             f"no result of finetune_xtreme.py in {', '.join(options.folders)}: run it, or name its folders"
         )
     records, rows = [], []
     for task, runs in tasks.items():
-        for folder, encoder in shared.named(runs, itemgetter("model")).items():
-            scores = scores_of(read_json(folder / "result.json"))
-            records.append({"encoder": encoder, "task": task} | scores)
+        names = shared.named(runs, itemgetter("model"))
+        for run, encoder in names.items():
+            record = {"encoder": encoder, "task": task}
+            records.append(record | scores_of(read_json(Path(run, "result.json"))))
             rows.append(records[-1])
         for paper, gaps in PAPER_GAP.items():
-            if task in gaps:
+            theirs = dict(zip(PAPER_TASKS, gaps))
+            if task in theirs:
                 row = dict.fromkeys(records[0]) | {"encoder": f"paper: {paper}"}
-                rows.append(row | {"task": task, "gap": gaps[task]})
+                rows.append(row | {"task": task, "gap": theirs[task]})
     shared.show(gap, options, records, ("encoder", "task"), [], rows)
 
 

@@ -31,8 +31,17 @@ def refused(monkeypatch, capsys, *line) -> str:
 
 
 def lines(axes) -> list[tuple]:
-    """(label, x, y) of every line that is drawn."""
-    return [(line.get_label(), list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines]
+    """(name, x, y) of every thick line or set of points, named by the label of its colour."""
+    names = {text.get_color(): text.get_text() for text in axes.texts}
+    thick = [line for line in axes.lines if line.get_linewidth() == 2]
+    return [(names[line.get_color()], list(line.get_xdata()), list(line.get_ydata())) for line in thick]
+
+
+def levels(axes) -> dict[str, float]:
+    """The dashed lines: what the labels in grey say, from below."""
+    heights = sorted(line.get_ydata()[0] for line in axes.lines if line.get_linestyle() == "--")
+    texts = sorted((text.get_position()[1], text.get_text()) for text in axes.texts if text.get_color() == "0.4")
+    return {name: height for (_, name), height in zip(texts, heights, strict=True)}
 
 
 def kept(folder, name: str) -> dict:
@@ -56,25 +65,34 @@ def test_a_table_has_means_over_records_that_are_alike():
     ]
 
 
-def test_lines_are_drawn_through_the_records_of_a_run():
+def test_seeds_are_thin_lines_and_their_mean_is_a_thick_one():
     pytest.importorskip("matplotlib")
-    other = [{"kind": "two", "x": 3, "y": 1.0}, {"kind": "three", "x": 3, "y": None}]
-    panels = Panel("", RECORDS, "kind", "x", "y", {"chance": 3.0}), Panel("", other, "kind", "x", "y", joined=False)
+    other = [{"run": "c", "kind": "two", "x": 3, "y": 1.0}, {"run": "d", "kind": "three", "x": 3, "y": 2.0}]
+    panels = [Panel("", RECORDS, "kind", "x", "y", {"chance": 3.0}), Panel("", other, "kind", "x", "y", joined=False)]
     first, second = shared.draw(panels).axes
-    one, again, two, chance = lines(first)
-    assert [one, again, two] == [("one", [1, 2], [2.0, 3.0]), ("one", [1], [4.0]), ("two", [1], [123.456])]
-    assert chance[::2] == ("chance", [3.0, 3.0])
-    assert [text.get_text() for text in first.get_legend().get_texts()] == ["one", "two", "chance"]
-    looks = {line.get_label(): (line.get_color(), line.get_marker()) for line in (*first.lines[:3], *second.lines)}
-    assert looks["two"] == (second.lines[0].get_color(), second.lines[0].get_marker())
-    assert len(set(looks.values())) == 3 and second.lines[0].get_linestyle() == "None"
-    assert len({tuple(shared.look(number).values()) for number in range(49)}) == 49
+    # The seed that has one point less cuts the mean.
+    assert lines(first) == [("one", [1], [3.0]), ("two", [1], [123.456])] and levels(first) == {"chance": 3.0}
+    thin = [list(line.get_ydata()) for line in first.lines if line.get_linewidth() < 1]
+    assert thin == [[2.0, 3.0], [4.0]]
+    assert lines(second) == [("two", [3], [1.0]), ("three", [3], [2.0])]
+    assert first.lines[-1].get_color() == second.lines[0].get_color() != second.lines[1].get_color()
+    assert {line.get_linestyle() for line in second.lines} == {"None"}
+
+
+def test_labels_stand_by_their_lines_and_apart():
+    pytest.importorskip("matplotlib")
+    ends = {"a": 0.0, "b": 0.01, "c": 0.5, "d": 0.99, "e": 1.0}
+    records = [{"run": name, "by": name, "x": x, "y": y} for name, y in ends.items() for x in (0, 1)]
+    (axes,) = shared.draw([Panel("", records, "by", "x", "y", more={"ylim": (0, 1)})]).axes
+    places = {text.get_text(): text.get_position()[1] for text in axes.texts}
+    heights = [places[name] for name in ends]
+    assert heights == pytest.approx([0, 0.05, 0.5, 0.95, 1])
 
 
 def test_runs_are_told_apart_by_their_constants():
-    for name in (*shared.SCRIPTS, "train_mt"):
-        constants = identity(importlib.import_module(name).Config()).keys()
-        assert [script for script, own in shared.SCRIPTS.items() if own <= constants] == [name][: name != "train_mt"]
+    constants = {name: identity(importlib.import_module(name).Config()) for name in (*shared.SCRIPTS, "train_mt")}
+    for script, constant in shared.SCRIPTS.items():
+        assert [name for name in constants if constant in constants[name]] == [script]
 
 
 def test_names_tell_what_runs_are():
@@ -94,7 +112,7 @@ def test_what_routers_are_is_asked_of_their_classes():
     for name, reads in {"dense": False, "hash": False, "threshold": True, "topk": False}.items():
         assert shared.reads(identity(train_lm.Config(router=name)), "threshold") is reads
     with pytest.raises(ValueError, match="routers.py does not have"):
-        shared.is_sparse({"router": "of yesterday"})
+        shared.router_of({"router": "of yesterday"})
 
 
 @pytest.fixture
@@ -108,6 +126,7 @@ def folders(tmp_path) -> list:
         config = identity(train_electra.Config(objective=objective, seed=3))
         (folder / "config.json").write_text(json.dumps(config))
         (folder / "metrics.jsonl").write_text(log)
+        (folder / "result.json").write_text("{}")
         made.append(folder)
     return made
 
@@ -117,9 +136,13 @@ def test_xlm_es_figure_1_is_drawn_from_the_logs(folders, draw):
     log = [json.loads(line) for line in (folders[0] / "metrics.jsonl").read_text().splitlines()]
     scores, x = [record["held_out"] for record in log], [record["flops"] for record in log]
     retrieval = [own["retrieval"][3] for own in scores]  # of 4 layers
-    assert lines(found)[:2] == [("XLM-E, seed 3", x, retrieval), ("XLM, seed 3", x, retrieval)]
-    assert lines(found)[2][::2] == ("chance", [scores[-1]["chance"]] * 2)
-    assert lines(right)[1] == ("XLM, seed 3", x, [own["sentences"]["generator"] for own in scores])
+    assert lines(found) == [("XLM-E", x, retrieval), ("XLM", x, retrieval)]
+    assert levels(found) == {"chance": scores[-1]["chance"]}
+    assert lines(right)[1] == ("XLM", x, [own["sentences"]["generator"] for own in scores])
+    assert (
+        right.figure.get_suptitle()
+        == "XLM-E's figure 1: scores against training FLOPs. Higher at the same FLOPs is better"
+    )
     assert numbers["command"].startswith(f"python analyze.py curve {folders[0]}")
     assert numbers["records"][-1]["run"] == str(folders[1]) and len(numbers["table"]) == 1 + 2 * len(log)
 
@@ -130,7 +153,7 @@ def test_what_is_no_log_or_cannot_be_drawn_is_one_clear_line(folders, draw, tmp_
         return refused(monkeypatch, capsys, "curve", *line)
 
     monkeypatch.chdir(tmp_path)
-    assert "out/train_electra holds no run of the demo" in told()
+    assert "there is no finished run of train_electra.py" in told()
     (tmp_path / "out" / "train_electra").mkdir(parents=True)
     (tmp_path / "out" / "train_electra" / "demo").symlink_to(folders[0])
     assert draw("curve")[1]["records"][0]["run"] == "out/train_electra/demo"
@@ -140,8 +163,11 @@ def test_what_is_no_log_or_cannot_be_drawn_is_one_clear_line(folders, draw, tmp_
     for text, error in {'{"seed": 1}': "holds no run of train_electra.py", "{": "is not readable JSON"}.items():
         (folders[1] / "config.json").write_text(text)
         assert error in told(folders[1])
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert "pip install matplotlib" in told(folders[0])
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "matplotlib.figure", None)
+        assert "pip install matplotlib" in told(folders[0])
+    (folders[0] / "result.json").unlink()
+    assert f"{folders[0]} is not finished" in told(folders[0])
 
 
 def test_commands_that_are_none(monkeypatch, capsys):
@@ -149,4 +175,4 @@ def test_commands_that_are_none(monkeypatch, capsys):
     for line in ((), ("--help",)):
         run(monkeypatch, *line)
         said = capsys.readouterr().out
-        assert all(f"python analyze.py {name} " in said for name in analyze.ANALYSES)
+        assert all(f"python analyze.py {figure.__name__} " in said for figure in analyze.ANALYSES)

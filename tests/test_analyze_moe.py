@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import TINY_LM, Script
-from test_analyze import lines, refused
+from test_analyze import levels, lines, refused, run
 
 import train_lm
 import train_mlm
@@ -103,18 +103,17 @@ def literal(folder: str, text: Path, **changes) -> tuple[float, float]:
     return math.exp(fmean(losses)), fmean(served)
 
 
-@pytest.mark.parametrize("name", LM_RUNS)
-def test_a_run_tested_again_gives_its_result(name, place):
-    folder = place.lm[name]
-    opened = shared.open_runs({folder: read(folder, "config.json")}, xmoe.Gamma(device="cpu"))
-    ppl, layers = xmoe.test(opened[folder], 1 << 16)
-    before = read(folder)["test"]
-    assert ppl == before["ppl"] and layers == before["layers"]
+def test_a_run_tested_again_gives_its_result(place):
+    found = {folder: read(folder, "config.json") for folder in place.lm.values()}
+    for folder, opened in shared.open_runs(found, shared.Measured(device="cpu")).items():
+        ppl, layers = xmoe.test(opened, 1 << 16)
+        before = read(folder)["test"]
+        assert ppl == before["ppl"] and layers == before["layers"]
 
 
 def test_activations_are_those_of_results_and_of_a_loop(draw, place):
     (number, size), found = draw("activations")
-    positive = {record["run"]: record["positive"] for record in found["records"]}
+    positive = {record["run"]: record["positive activations"] for record in found["records"]}
     for name in ("threshold", "switch", "split"):
         layers = read(place.lm[name])["test"]["layers"]
         assert positive[place.lm[name]] == fmean(layer["positive"] for layer in layers)
@@ -126,12 +125,14 @@ def test_activations_are_those_of_results_and_of_a_loop(draw, place):
             h = h + model.blocks[1].attn(model.blocks[1].ln_1(h))[0]  # where the sparse models have experts
             units += model.blocks[1].ffn.fc(model.blocks[1].ln_2(h)).flatten().tolist()
     assert positive[place.lm["dense"]] == sum(unit > 0 for unit in units) / len(units)
-    full = {name: ("switch", 8) for name in ("switch", "switch, seed 1")} | {"dense": ("dense", 1)}
-    every = {name: (router, FFN) for name, (router, _) in full.items()}
-    every |= {name: ("threshold", WIDTH) for name in ("threshold", "seed 1", "t = 0.3", "split")}
-    for panel, points in ((number, full), (size, every)):
-        drawn = sorted((label, *x, *y) for label, x, y in lines(panel))
-        assert drawn == sorted((*what, positive[place.lm[name]]) for name, what in points.items())
+    assert {(name, x) for name, xs, _ in lines(number) for x in xs} == {("switch", 8), ("dense", 1)}
+    assert {(name, x) for name, xs, _ in lines(size) for x in xs} == {
+        ("switch", FFN),
+        ("dense", FFN),
+        ("threshold", WIDTH),
+    }
+    drawn = [y for _, _, ys in lines(size) for y in ys]
+    assert sorted(drawn) == sorted(positive.values())
 
 
 def test_gamma_is_what_is_left_of_a_dense_ffns_work(draw, place, monkeypatch):
@@ -174,61 +175,52 @@ def test_a_limit_is_a_share_of_a_dense_ffns_flops(place):
 
 def test_experts_wanted_are_the_logs(draw, place):
     axes, found = draw("experts")
-
-    def wanted(*names) -> list:
-        records = [log(place.lm[name]) for name in names]
-        layers = range(len(records[0][0]["layers"]))
-        return [([2, 4], [record["layers"][i]["wanted"] for record in own]) for own in records for i in layers]
-
-    drawn = sorted([(xs, ys) for _, xs, ys in lines(panel)] for panel in axes)
-    panels = wanted("threshold", "seed 1"), wanted("t = 0.3"), wanted("split")  # seeds share one
-    assert sorted(map(sorted, drawn)) == sorted(map(sorted, panels))
-    assert [label for panel in axes for label, _, _ in lines(panel)].count("block 2") == 4
+    wanted = {}  # of each line, the mean of the seeds
+    for name, runs in {"t = 0.3": 1, "threshold": 2, "split": 1}.items():
+        logs = [log(place.lm[own]) for own in (name, "seed 1")[:runs]]
+        for i in range(len(logs[0][0]["layers"])):
+            numbers = [[record["layers"][i]["wanted"] for record in own] for own in logs]
+            wanted[name, i] = [fmean(both) for both in zip(*numbers)]
+    drawn = [(xs, ys) for panel in axes for _, xs, ys in lines(panel)]
+    assert sorted(drawn) == sorted(([2, 4], numbers) for numbers in wanted.values())
+    assert len(axes) == 3 and [name for panel in axes for name, _, _ in lines(panel)].count("block 2") == 3
     assert {row[2] for row in found["table"][1:]} == {4}
 
 
-def test_thresholds_in_training_and_at_test(draw, place, monkeypatch):
+def test_thresholds_in_training_and_at_test(draw, place, monkeypatch, capsys):
     monkeypatch.setattr(xmoe, "THRESHOLDS", (0.0, 0.9, 1.0))
     trained = [place.lm[name] for name in ("threshold", "seed 1", "t = 0.3")]
-    (training, at_test, served), found = draw("threshold", *trained)
+    (training, at_test, cost), found = draw("threshold", *trained, place.lm["split"])
+    assert f"{place.lm['split']} is left out" in capsys.readouterr().err  # it differs by more than t and the seed
     by_kind = {}
     for record in found["records"]:
-        by_kind.setdefault(record["t is changed"], []).append(record)
-    for folder, record in zip(trained, by_kind["in training"], strict=True):
+        point = record["threshold t"], record["perplexity"], record["experts that serve a token"]
+        by_kind.setdefault(record["t is changed"], []).append(point)
+    for folder, point in zip(trained, by_kind["in training"], strict=True):
         t, result = read(folder, "config.json")["threshold"], read(folder)["test"]
-        served_then = fmean(layer["served"] for layer in result["layers"])
-        assert (record["t"], record["perplexity"], record["served"]) == (t, result["ppl"], served_then)
+        assert point == (t, result["ppl"], fmean(layer["served"] for layer in result["layers"]))
     for name, changes in {"at test": {}, "at test, no limit": {"eval_capacity": 1e9}}.items():
-        assert [record["t"] for record in by_kind[name]] == [0, 0.9, 1]
-        for record in by_kind[name]:
-            again = literal(trained[0], place.text, eval_threshold=record["t"], **changes)
-            assert (record["perplexity"], record["served"]) == pytest.approx(again)
-    assert [record["served"] for record in by_kind["at test, no limit"]][::2] == [1, E]
-    assert sorted(t for _, (t,), _ in lines(training)) == [0.3, 0.9, 0.9]
-    for line, name in zip(lines(at_test), ("at test", "at test, no limit")):
-        assert line == (name, [0, 0.9, 1], [record["perplexity"] for record in by_kind[name]])
-    assert lines(served)[-2][2] == [record["served"] for record in by_kind["at test"]]
-
-
-def test_of_all_finished_runs_those_that_differ_by_t_and_seed_are_drawn(draw, place, tmp_path):
-    _, found = draw("threshold", "--max_tokens", 64)
-    assert {record["run"] for record in found["records"]} == {place.lm["split"]}  # the first by its name
+        assert [t for t, _, _ in by_kind[name]] == [0, 0.9, 1]
+        for t, *numbers in by_kind[name]:
+            assert numbers == pytest.approx(literal(trained[0], place.text, eval_threshold=t, **changes))
+    assert [served for _, _, served in by_kind["at test, no limit"]][::2] == [1, E]
+    assert lines(training)[0][1] == [0.9, 0.9, 0.3]
+    for i, panel in enumerate((at_test, cost), 1):
+        drawn = {name: ys for name, _, ys in lines(panel)}
+        assert drawn == {name: [point[i] for point in by_kind[name]] for name in drawn} and len(drawn) == 2
 
 
 def test_speed_is_the_median_of_many_turns(draw, place, monkeypatch):
     threshold, dense = place.lm["threshold"], place.lm["dense"]
-    opened = shared.open_runs({dense: read(dense, "config.json")}, xmoe.Speed(device="cpu"))
+    opened = shared.open_runs({dense: read(dense, "config.json")}, shared.Measured(device="cpu"))
     assert 0 < xmoe.time_batch(opened[dense]) < 60_000
     times = iter(range(1, 100))
     monkeypatch.setattr(xmoe, "time_batch", lambda run: float(next(times)))
     monkeypatch.setattr(xmoe, "SHARES", (0.5, 1.0))
     monkeypatch.setattr(xmoe, "ROUNDS", 5)
     (axes,), found = draw("speed", threshold, dense)
-    assert points(found, "run", xmoe.LIMIT, "ms") == [  # every second round is in the other order
-        (threshold, 0.5, 7),  # of 1, 6, 7, 12, 13
-        (threshold, 1, 8),  # of 2, 5, 8, 11, 14
-        (dense, 1, 9),  # of 3, 4, 9, 10, 15
-    ]
+    medians = [(threshold, 0.5, 7), (threshold, 1, 8), (dense, 1, 9)]  # of 1, 4, 7, 10, 13, and so on
+    assert points(found, "run", xmoe.LIMIT, "ms") == medians
     spent = [record[xmoe.SPENT] for record in found["records"]]
     assert spent[-1] == 1 and spent[0] < spent[1] <= 1
     drawn = [point for _, xs, ys in lines(axes) for point in zip(xs, ys)]
@@ -259,10 +251,10 @@ def test_collapse_is_the_logs(draw, place, tmp_path):
         records = log(folder)
         layers = [record["layers"][0] for record in records]
         assert lines(rc)[number][1:] == ([2, 4], [layer["rc"] for layer in layers])
-        assert lines(rf)[number][1:] == ([2, 4], [layer["rf"] for layer in layers])
+        assert lines(rf)[number][2][1:] == [layer["rf"] for layer in layers[1:]]
         drawn = [record["perplexity"] for record in found["records"] if record["run"] == folder]
         assert drawn == [record["ppl"] for record in records]
-    assert [label for label, _, _ in lines(rc)] == ["switch 4 x 16, layer 1", "hypersphere 4 x 16, layer 1"]
+    assert [name for name, _, _ in lines(rc)] == ["switch 4 x 16, layer 1", "hypersphere 4 x 16, layer 1"]
     config = read(folders[0], "config.json") | {"moe_after": [2, 1]}  # layers stand in the log as in the encoder
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "result.json").write_text("{}")
@@ -285,8 +277,7 @@ def test_the_disk_keeps_hyperbolic_distances_and_has_its_points_around_its_middl
             apart = (u[0] - v[0]) ** 2 + (u[1] - v[1]) ** 2
             room = (1 - u[0] ** 2 - u[1] ** 2) * (1 - v[0] ** 2 - v[1] ** 2)
             assert cosh == pytest.approx(1 + 2 * apart / room)
-    back = 2 * disk / (1 - disk.square().sum(dim=1, keepdim=True))  # on the hyperboloid again
-    assert back.mean(dim=0).abs().max() < 1e-9 < disk.abs().mean()
+    assert disk.mean(dim=0).norm() < 0.2 < disk.norm(dim=1).max() < 1
 
 
 class Flat:
@@ -324,10 +315,8 @@ def test_umap_is_given_what_the_router_compares(draw, place, monkeypatch):
         own = found["runs"][folder]
         torch.testing.assert_close(torch.tensor(own["points"]).double(), disk, rtol=1e-3, atol=1e-5)
         assert own["experts"] == chosen
-        *experts, circle = panel.lines
-        for number, line in zip(sorted(set(chosen)), experts, strict=True):
-            points = [point for point, expert in zip(own["points"], chosen) if expert == number]
-            np.testing.assert_allclose(line.get_xydata(), points, rtol=1e-5)
+        np.testing.assert_allclose(panel.collections[0].get_offsets(), own["points"], rtol=1e-5)
+        assert panel.collections[0].get_array().tolist() == chosen
 
 
 def fine_tuned(folder: Path, loads, **constants) -> Path:
@@ -351,16 +340,23 @@ def tuned(place):
     shutil.rmtree(base)
 
 
-def test_consistency_is_the_mean_correlation(draw, tuned):
+def test_consistency_is_the_mean_correlation(draw, tuned, monkeypatch, capsys):
     fine_tuned(tuned / "demo-epochs=2", [[[1, 2, 3]]], epochs=2)  # alone of its kind
     fine_tuned(tuned / "demo-model=dense", [[], []], model="dense")
     fine_tuned(tuned / "sample", [[[3, 2, 1]]] * 3, seed=9)  # no demo
     (axes,), found = draw("consistency")
     pearson = np.corrcoef([[1, 2, 3], [3, 2, 1], [1, 2, 4]])
-    line, chance = lines(axes)
-    assert line[1] == [100, 200, 300] and line[2] == pytest.approx([1, pearson.mean(), 1])
-    assert chance[0].startswith("3 runs") and chance[2] == pytest.approx([1 / 3] * 2)
+    ((_, steps, values),) = lines(axes)
+    assert steps == [100, 200, 300] and values == pytest.approx([1, pearson.mean(), 1])
+    assert levels(axes) == {"3 runs with unrelated loads": pytest.approx(1 / 3)}
     assert [row[1] for row in found["table"][1:]] == [100, 300]
+    said = capsys.readouterr().err
+    assert "demo, epochs 2 is left out" in said and "demo-model=dense is left out: it has no experts" in said
+    short = fine_tuned(tuned / "demo-epochs=1", [], epochs=1)
+    with pytest.raises(SystemExit):
+        run(monkeypatch, "consistency", tuned / "demo", short)
+    said = capsys.readouterr().err
+    assert f"{short} is left out: it is shorter than 100 steps" in said and "no two finished runs" in said
 
 
 def test_runs_that_do_not_fit_are_one_clear_line(place, tmp_path, monkeypatch, capsys):
@@ -369,25 +365,31 @@ def test_runs_that_do_not_fit_are_one_clear_line(place, tmp_path, monkeypatch, c
     def told(*line) -> str:
         return refused(monkeypatch, capsys, *line, "--out", tmp_path)
 
+    def left_out(*line) -> str:
+        """The warning before the error that no run is left."""
+        with pytest.raises(SystemExit):
+            run(monkeypatch, *line, "--out", tmp_path)
+        warning, error = capsys.readouterr().err.splitlines()
+        assert error.startswith("error: there is no finished run of ") and warning.startswith("warning: ")
+        return warning
+
     def as_if(folder: str, router: str) -> str:
         copy = shutil.copytree(folder, tmp_path / router, dirs_exist_ok=True)
         (copy / "config.json").write_text(json.dumps(read(folder, "config.json") | {"router": router}))
         return str(copy)
 
-    for name in ("activations", "gamma", "threshold", "speed", "experts"):
-        assert f"{mlm['X-MoE']} holds no run of train_lm.py" in told(name, mlm["X-MoE"])
-    for name in ("umap", "collapse"):
-        assert f"{lm['switch']} holds no run of train_mlm.py" in told(name, lm["switch"])
+    assert f"{mlm['X-MoE']} holds no run of train_lm.py" in told("experts", mlm["X-MoE"])
+    assert f"{lm['switch']} holds no run of train_mlm.py" in told("collapse", lm["switch"])
     for name, other in (("threshold", "switch"), ("experts", "dense")):
-        assert f"{lm[other]} has no threshold router" in told(name, lm["threshold"], lm[other])
-    assert "differ by more than --threshold and --seed" in told("threshold", lm["threshold"], lm["split"])
+        assert f"{lm[other]} is left out: it has no threshold router" in left_out(name, lm[other])
     assert "max_tokens must be over 0" in told("gamma", lm["switch"], "--max_tokens", -1)
     assert "device nowhere" in told("gamma", lm["switch"], "--device", "nowhere")
-    assert "choose among later tokens too" in told("gamma", as_if(lm["switch"], "expert_choice"))
-    assert "dense has no experts" in told("collapse", mlm["X-MoE"], as_if(mlm["X-MoE"], "dense"))
+    assert "choose among later tokens too" in left_out("gamma", as_if(lm["switch"], "expert_choice"))
+    assert "dense is left out: it has no experts" in left_out("collapse", as_if(mlm["X-MoE"], "dense"))
+    assert "routers.py does not have" in told("collapse", as_if(mlm["X-MoE"], "of yesterday"))
     monkeypatch.setitem(sys.modules, "umap", SimpleNamespace(UMAP=Flat))
     for name in ("dense", "hash"):
-        assert f"{name} has no router that compares tokens" in told("umap", as_if(mlm["X-MoE"], name))
+        assert "has no router that compares tokens" in left_out("umap", as_if(mlm["X-MoE"], name))
     assert "100 neighbours" in told("umap", mlm["X-MoE"], "--max_tokens", 64)
     monkeypatch.setitem(sys.modules, "umap", None)
     assert "pip install umap-learn" in told("umap", mlm["X-MoE"])
@@ -404,24 +406,7 @@ def test_runs_that_are_not_there_are_one_clear_line(place, tmp_path, monkeypatch
     (copy / "result.json").unlink()
     assert f"{copy} is not finished" in refused(monkeypatch, capsys, "experts", copy)
     monkeypatch.chdir(tmp_path)
-    for name, script in {"gamma": "train_lm", "collapse": "train_mlm", "consistency": "finetune_xtreme"}.items():
-        assert f"out/{script} holds no finished run of the demo" in refused(monkeypatch, capsys, name)
-
-
-def test_fine_tuning_that_cannot_be_compared_is_one_clear_line(tuned, monkeypatch, capsys):
-    def told(*line) -> str:
-        return refused(monkeypatch, capsys, "consistency", *line)
-
-    assert "demo is alone" in told(tuned / "demo")
-    other = fine_tuned(tuned / "demo-epochs=2", [[[1, 2, 3]]], epochs=2)
-    assert "demo, epochs 2 is alone" in told(tuned / "demo", tuned / "demo-seed=1", other)
-    dense = fine_tuned(tuned / "demo-model=dense", [[], []], model="dense")
-    assert f"{dense} has no experts" in told(dense, tuned / "demo")
-    short = fine_tuned(tuned / "demo-epochs=1", [], epochs=1)
-    assert f"{short} is shorter than 100 steps" in told(short)
-    for folder in ("demo-seed=1", "demo-seed=2"):
-        shutil.rmtree(tuned / folder)
-    assert "no two finished runs" in told()
+    assert "there is no finished run of train_lm.py" in refused(monkeypatch, capsys, "gamma")
 
 
 def test_a_run_that_was_renamed_or_moved_is_drawn(place, draw, tmp_path, monkeypatch):

@@ -37,7 +37,7 @@ from routers import NOT_CHOSEN
 
 NODE = shutil.which("node")
 TEXT = "the cat & the <script> sat\n\ton the mat שלום 中文 $x$"
-HOSTILE = "</script><script>alert(1)</script><!-- \u202e\u2066 \u2028 \x00 \ud800 {{DATA}} & \\u003c"
+HOSTILE = "</script><script>alert(1)</script><!-- \u202e\u2066 \u2028 \x00 {{DATA}} & \\u003c"
 SIZE = SMALL | dict(n_layer=4, n_embd=16, ffn_size=32, block_size=64, router_std=0.03)
 SIZE |= dict(data="nowhere", seed=0, batch_tokens=64, micro_tokens=64, sampling_exponent=0.7, mask_share=0.15)
 DECODERS = {
@@ -180,22 +180,19 @@ def test_the_page_knows_the_capacity():
 @pytest.mark.skipif(not NODE, reason="there is no node")
 @pytest.mark.parametrize("name", [*DECODERS, *ENCODERS])
 def test_the_page_shows_what_the_run_does(name, made):
-    """Chosen by the page from what the server says, and by hand from the model's own router."""
+    """Its choices as trained, served by the page, against the model's own router served by hand."""
     folder = make_any(made, name)
     player = play.Player(str(folder))
-    about, found = player.about, player.route(TEXT)
-    other = {"hash": "own", "base": "own", "hypersphere": "switch", "top-2": "topk"}
-    assert about["own"]["chooser"] == other.get(name, name)
-    assert ("topk" in about["choosers"]) == (name != "hash")
-    assert about["names"] == {"hypersphere": ["behind layer 1", "behind layer 3"], "top-2": ["behind layer 2"]}.get(
-        name, ["block 2", "block 4"]
-    )
+    about, found = player.about(), player.route(TEXT)
+    assert about["choosers"] == (["own"] if name == "hash" else ["own", *play.CHOOSERS])
+    names = {"hypersphere": ["behind layer 1", "behind layer 3"], "top-2": ["behind layer 2"]}
+    assert about["names"] == names.get(name, ["block 2", "block 4"])
     S, E, cases = len(found["tokens"]), about["E"], []
     for layer in found["layers"]:
-        case = about["own"] | {"S": S, "E": E, "probs": unpacked(layer["probs"], "<f4", E).flatten().tolist()}
         own = unpacked(layer["rank"], "<i4", E).flatten().tolist()
-        cases += [case | {"own": own}] + [case] * (about["own"]["chooser"] != "own")
-    right = [item for item in by_hand(folder, TEXT) for _ in range(len(cases) // len(found["layers"]))]
+        probs = unpacked(layer["probs"], "<f4", E).flatten().tolist()
+        cases.append(about["own"] | {"S": S, "E": E, "probs": probs, "own": own})
+    right = by_hand(folder, TEXT)
     assert in_the_page(CHOSEN, cases) == right
     assert any(asked != kept for asked, kept in right) == (name != "hypersphere"), "the case shows nothing"
 
@@ -229,9 +226,9 @@ def by_hand(folder, text: str) -> list[list[str]]:
 def test_the_loss_is_the_model_s_under_the_setting(made):
     folder = made(GPT, **DECODERS["threshold"])
     player = play.Player(str(folder))
-    own = player.about["own"]
+    own = player.about()["own"]
     trained = player.route(TEXT)["loss"]
-    assert own == {"chooser": "threshold", "t": 0.7, "K": 4, "gamma": 2.0}
+    assert own == {"chooser": "own", "t": 0.7, "K": 4, "gamma": 2.0}
     assert player.loss(TEXT, own)["loss"] == trained and trained[0] is None
 
     def expected(**changes) -> list:
@@ -241,13 +238,11 @@ def test_the_loss_is_the_model_s_under_the_setting(made):
             return F.cross_entropy(model(ids)[0][0, :-1], ids[0, 1:], reduction="none").tolist()
 
     assert trained[1:] == pytest.approx(expected(), abs=1e-4)
-    inf = math.inf
     for change, constants_ in (
-        (dict(t=0.2), dict(eval_threshold=0.2)),
-        (dict(gamma=None), dict(eval_capacity=inf)),
-        (dict(gamma=1.0), dict(eval_capacity=0.5)),
+        (dict(gamma=None), dict(eval_capacity=math.inf)),
+        (dict(chooser="threshold", t=0.2, gamma=1.0), dict(eval_threshold=0.2, eval_capacity=0.5)),
         (dict(chooser="topk", K=2), dict(router="topk", split=2)),
-        (dict(chooser="switch", gamma=None), dict(router="switch", split=2, eval_capacity=inf)),
+        (dict(chooser="switch", gamma=None), dict(router="switch", split=2, eval_capacity=math.inf)),
         (dict(chooser="expert_choice"), dict(router="expert_choice", split=2)),
     ):
         found = player.loss(TEXT, own | change)["loss"]
@@ -255,7 +250,7 @@ def test_the_loss_is_the_model_s_under_the_setting(made):
         assert found != trained
     assert player.route(TEXT)["loss"] == trained  # all is as it was
     encoder = play.Player(str(made(MaskedLM, **ENCODERS["top-2"])))
-    assert encoder.route(TEXT)["loss"] is None and encoder.loss(TEXT, encoder.about["own"]) == {"loss": None}
+    assert encoder.route(TEXT)["loss"] is None
 
 
 def test_every_token_can_be_read(tokenizers):
@@ -263,8 +258,7 @@ def test_every_token_can_be_read(tokenizers):
         return [play.written(tokenizers[kind], token) for token in tokenizers[kind].encode_batch([text])[0]]
 
     shown = pieces(SentencePiece, "the cat\n\tש中é\x00\u200f$")
-    assert "".join(shown) == "the·cat⏎⇥ש中\\xc3\\xa9\\x00\\xe2\\x80\\x8f$"
-    assert "⏎" in shown and "\\xc3" in shown
+    assert "".join(shown) == "the·cat⏎⇥ש中<0xC3><0xA9><0x00><0xE2><0x80><0x8F>$" and "⏎" in shown
     assert "".join(pieces(XLMR, "cat 中")) == "·cat·中"
     assert [play.written(tokenizers[XLMR], token) for token in (0, 2, 3)] == ["<s>", "</s>", "<unk>"]
     bytes_of = [b" cat", b"\n", "é".encode()[:1]].__getitem__
@@ -276,7 +270,7 @@ def test_what_an_expert_serves_most_is_counted(options, tmp_path, monkeypatch):
     """On a run as train_lm.py leaves it, against the routing of the same windows."""
     Script(train_lm).run(options | {"out_dir": tmp_path / "out", "steps": 2}, monkeypatch)
     (folder,) = (tmp_path / "out").iterdir()
-    found = play.Player(str(folder)).served
+    found = play.Player(str(folder)).served()
     model, tokenizer = pretrained.load(folder)
     data = train_lm.TokenData.open(options["data"], model.config, play.setup("cpu", "float32"))
     count, occurs = {}, {}
@@ -299,7 +293,7 @@ def test_what_an_expert_serves_most_is_counted(options, tmp_path, monkeypatch):
         every = {(name[token], n, occurs[token]) for (expert, token), n in count.items() if expert == e}
         assert set(map(tuple, top)) <= every
     (folder / "config.json").write_text('{"data_checksum": "of another text"}')
-    assert "no validation text: " in play.Player(str(folder)).served["note"]
+    assert "no validation text: " in play.Player(str(folder)).served()["note"]
 
 
 def test_what_the_experts_of_an_encoder_serve(made, tokenizers, tmp_path, monkeypatch):
@@ -314,8 +308,8 @@ def test_what_the_experts_of_an_encoder_serve(made, tokenizers, tmp_path, monkey
     run = made(MaskedLM, **ENCODERS["hypersphere"], data=str(folder))
     data = MaskedData(folder, block_size=64, micro_tokens=64)
     (run / "config.json").write_text(json.dumps({"data_checksum": f"{data.checksum}+that of pairs"}))
-    monkeypatch.setattr(play, "LISTED", 1000)
-    found = play.Player(str(run)).served
+    monkeypatch.setattr(play, "LISTED", tokenizers[XLMR].vocab_size)
+    found = play.Player(str(run)).served()
     rows = data.eval_rows("valid", play.VALIDATION_TOKENS)
     occurs = Counter(data.tokens["valid"].tolist()) + Counter({XLMR.bos: len(rows.lengths)})
     assert found["note"] == f"{occurs.total():,} tokens of the validation text" and len(found["layers"]) == 2
@@ -335,12 +329,11 @@ def test_what_the_experts_of_an_encoder_serve(made, tokenizers, tmp_path, monkey
 
 def test_a_page_is_written_with_its_sentences(made, tmp_path, monkeypatch, capsys):
     folder, file = made(GPT, **DECODERS["threshold"]), tmp_path / "pages" / "play.html"
-    run(monkeypatch, "play", "--run", folder, "--text", TEXT, "--text", HOSTILE, "--text", "none", "--out", file)
-    assert re.search(rf"{file} is the page, \d+ kB; texts in it: 3", capsys.readouterr().out)
+    run(monkeypatch, "play", "--run", folder, "--text", TEXT, "--text", HOSTILE, "--out", file)
+    assert re.search(rf"{file} is the page, \d+ kB; texts in it: 2", capsys.readouterr().out)
     page, player = file.read_text(), play.Player(str(folder))
     data = data_of(page)
-    assert [found["text"] for found in data["routes"]] == [TEXT, HOSTILE, "none"]
-    assert data["routes"] == json.loads(json.dumps([player.route(text) for text in (TEXT, HOSTILE, "none")]))
+    assert data["routes"] == json.loads(json.dumps([player.route(text) for text in (TEXT, HOSTILE)]))
     assert not data["live"] and "no validation text" in data["served"]["note"]
     # The page has the elements that it has without the sentences, and nothing of the text is one of them.
     plain = play.PAGE.read_text()
@@ -368,7 +361,7 @@ def test_a_long_text_is_cut_to_what_the_model_reads(made):
 
 def test_runs_that_will_not_do(made, tmp_path, monkeypatch, capsys):
     def told(*line) -> str:
-        return refused(monkeypatch, capsys, "play", "--open", "false", "--run", *line)
+        return refused(monkeypatch, capsys, "play", "--run", *line)
 
     assert "is neither the folder of a run" in told(tmp_path / "nothing")
     for kind in (GPT, MaskedLM, Translator):
@@ -379,7 +372,7 @@ def test_runs_that_will_not_do(made, tmp_path, monkeypatch, capsys):
     assert "port must lie from 1 to 65535, not 70000" in told(folder, "--port", "70000")
     (tmp_path / "file").write_text("in the way")
     assert "file" in told(folder, "--out", tmp_path / "file" / "play.html")
-    with play.listen(None) as taken:
+    with play.listen(0) as taken:
         assert f"port {taken.server_port} on 127.0.0.1" in told(folder, "--port", taken.server_port)
 
 
@@ -389,9 +382,9 @@ def test_runs_that_will_not_do(made, tmp_path, monkeypatch, capsys):
 
 @pytest.fixture
 def server(made):
-    with play.listen(None) as server:
+    with play.listen(0) as server:
         server.player = play.Player(str(made(GPT, **DECODERS["threshold"])))
-        server.page = play.page_of(server.player.about | {"live": True, "routes": [], "served": None}).encode()
+        server.page = play.page_of(server.player.about() | {"live": True, "routes": []}).encode()
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server
         server.shutdown()
@@ -410,52 +403,35 @@ def asked(server, method: str, path: str, body=None, **headers) -> tuple:
 def test_the_server_answers_its_own_page(server):
     status, page, headers = asked(server, "GET", "/")
     assert status == 200 and headers["Content-Type"].startswith("text/html") and data_of(page)["live"]
-    assert "default-src 'none'" in page and headers["X-Content-Type-Options"] == "nosniff"
-    origin = f"http://127.0.0.1:{server.server_port}"
-    status, found, _ = asked(server, "POST", "/route", json.dumps({"text": HOSTILE}), Origin=origin)
+    status, found, _ = asked(server, "POST", "/route", json.dumps({"text": HOSTILE}))
     assert status == 200 and found == json.loads(json.dumps(server.player.route(HOSTILE)))
-    setting = server.player.about["own"] | {"chooser": "topk", "K": 2}
+    setting = server.player.about()["own"] | {"chooser": "topk", "K": 2}
     status, found, _ = asked(server, "POST", "/loss", json.dumps({"text": TEXT, "setting": setting}))
     assert status == 200 and found == server.player.loss(TEXT, setting)
-    status, found, _ = asked(server, "POST", "/served", "{}")
-    assert status == 200 and "no validation text" in found["note"]
     assert server.server_address[0] == "127.0.0.1"
-
-
-def test_the_server_refuses_what_is_not_its_page(server):
-    port, body = server.server_port, json.dumps({"text": TEXT})
-    for host in ("evil.example", f"evil.example:{port}", "127.0.0.1", f"127.0.0.1:{port + 1}", "", "0.0.0.0"):
-        for method, path in (("GET", "/"), ("POST", "/route"), ("GET", "/nothing")):
-            assert asked(server, method, path, body, Host=host)[0] == 403, host
-    assert asked(server, "GET", "/", Host=f"localhost:{port}")[0] == 200
-    for origin in ("http://evil.example", "null", f"https://127.0.0.1:{port}", "http://127.0.0.1"):
-        assert asked(server, "POST", "/route", body, Origin=origin)[0] == 403, origin
-        assert asked(server, "GET", "/", Origin=origin)[0] == 403
-    for method, path in (("GET", "/x"), ("GET", "/../model.py"), ("GET", "/route"), ("POST", "/"), ("POST", "/x")):
-        assert asked(server, method, path, body)[0] == 404, path
-    assert asked(server, "DELETE", "/", body)[0] == 501
-    assert asked(server, "POST", "/route", Content_Length=str((1 << 20) + 1))[0] == 413
-    assert asked(server, "POST", "/route", Content_Length="-1")[0] == 411
-    assert asked(server, "POST", "/route", json.dumps({"text": "x " * 500_000}))[0] == 200  # just under a megabyte
+    for host, status in {"evil.example": 403, f"evil.example:{server.server_port}": 403, "localhost:80": 200}.items():
+        for method, path in (("GET", "/"), ("POST", "/route")):
+            found = asked(server, method, path, json.dumps({"text": TEXT}), Host=host)
+            assert found[0] == status and (status == 200 or found[1] in ("{}", {})), host
 
 
 def test_what_is_not_understood_is_one_line(server):
-    own = server.player.about["own"]
-    bad = ["", "{", "[" * 100_000, "null", "{}", '{"text": 3}', '{"text": ""}', '{"text": null}', "\xff"]
-    for body in bad:
+    for body in ("", "{", "null", "{}", '{"text": 3}', '{"text": ""}', '{"text": null}', "\xff"):
         status, found, _ = asked(server, "POST", "/route", body.encode("latin-1"))
         assert status == 400 and "\n" not in found["error"], body
-    for change in ({"chooser": "hash"}, {"t": -1}, {"t": math.nan}, {"t": "x"}, {"K": 0}, {"K": 33}, {"gamma": 0}):
-        body = json.dumps({"text": TEXT, "setting": own | change})
-        status, found, _ = asked(server, "POST", "/loss", body)
-        assert status == 400 and "error" in found, change
-    assert asked(server, "POST", "/loss", json.dumps({"text": TEXT, "setting": own}))[0] == 200  # it lives
+    assert asked(server, "POST", "/elsewhere", "{}")[0] == 400
+    assert asked(server, "POST", "/route", json.dumps({"text": TEXT}))[0] == 200  # it lives
+
+
+def free_port() -> int:
+    with play.listen(0) as server:
+        return server.server_port
 
 
 def test_ctrl_c_ends_the_page(made):
     """While it answers, too."""
     folder = made(GPT, **DECODERS["switch"])
-    command = [sys.executable, str(ROOT / "analyze.py"), "play", "--run", str(folder), "--open", "false"]
+    command = [sys.executable, str(ROOT / "analyze.py"), "play", "--run", str(folder), "--port", str(free_port())]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as process:
         said = process.stdout.readline()
@@ -476,18 +452,3 @@ def test_ctrl_c_ends_the_page(made):
         for other in others:
             other.join()
     assert process.returncode == 0 and not error and not out.strip()
-
-
-def test_a_browser_is_opened(made, monkeypatch, capsys):
-    opened = threading.Event()
-    monkeypatch.setattr(play.webbrowser, "open", lambda address: (seen.append(address), opened.set()))
-    seen, folder = [], made(GPT, **DECODERS["switch"])
-
-    def serve(server):
-        assert opened.wait(10)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(play.Server, "serve_forever", serve)
-    monkeypatch.setattr(play.os, "_exit", lambda code: None)
-    run(monkeypatch, "play", "--run", folder)
-    assert f"{seen[0]} shows {folder}" in capsys.readouterr().out
