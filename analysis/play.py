@@ -29,7 +29,8 @@ PAGE = Path(__file__).with_name("play.html")
 CHOOSERS = {"threshold": Threshold, "topk": TopK, "switch": Switch, "expert_choice": ExpertChoice}
 SENTENCE = "Return the sum of all elements. If the list is empty, raise a ValueError instead of returning zero."
 VALIDATION_TOKENS = 1 << 14  # from which the page knows what an expert serves
-LISTED = 14  # tokens that it shows of an expert
+SHOWN = 256  # tokens of a text, at most
+LISTED = 14  # tokens that are shown of an expert
 MARKS = str.maketrans({" ": "·", "\u2581": "·", "\n": "⏎", "\t": "⇥"})
 
 
@@ -124,13 +125,17 @@ class Player:
             return [self.tokenizer.bos, *ids, self.tokenizer.eos]
         return [self.tokenizer.eot, *ids]
 
+    def cut(self, ids: list[int]) -> Tensor:
+        """(1, T) as many as the page shows, and the model can read."""
+        return torch.tensor([ids[: min(SHOWN, self.model.config.block_size)]])
+
     def route(self, text: str) -> dict:
         """Tokens, their losses, and of each MoE layer the probabilities (S, E) and the run's own choices (S, E).
 
         The choices are ranks: an expert serves smaller ones first, and -1 is not chosen.
         """
         ids = self.read(text)
-        shown = torch.tensor([ids[: self.model.config.block_size]])
+        shown = self.cut(ids)
         out, seen = self.forward(shown)
         layers = []
         for routing, _ in seen:
@@ -144,8 +149,7 @@ class Player:
 
     def loss(self, text: str, setting: dict) -> dict:
         """The loss of every token where they choose as the page says."""
-        ids = self.read(text)
-        shown = torch.tensor([ids[: self.model.config.block_size]])
+        shown = self.cut(self.read(text))
         out, _ = self.forward(shown, setting=SimpleNamespace(**setting))
         return {"loss": self.losses(out, shown)}
 
@@ -159,7 +163,7 @@ class Player:
             return out, [*self.seen]
 
     def losses(self, logits: Tensor, ids: Tensor) -> list | None:
-        """Of each token; None for the first, for what is not finite, and for an encoder, which is loaded without a head."""
+        """Of each token, None for the first and for what is not finite. An encoder, loaded without a head, has none."""
         if isinstance(self.model, Encoder):
             return None
         losses = F.cross_entropy(logits[0, :-1].float(), ids[0, 1:], reduction="none")
