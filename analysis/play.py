@@ -16,21 +16,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from analysis.shared import corpus_of
-from data.batches import MaskedData, TokenData
 from engine import pretrained
 from engine.config import Texts, check
-from engine.device import seed_all, setup
-from engine.run import read_json
+from engine.device import seed_all
 from model import GPT, Encoder
 from routers import NOT_CHOSEN, ExpertChoice, Switch, Threshold, TopK
 
 PAGE = Path(__file__).with_name("play.html")
 CHOOSERS = {"threshold": Threshold, "topk": TopK, "switch": Switch, "expert_choice": ExpertChoice}
 SENTENCE = "Return the sum of all elements. If the list is empty, raise a ValueError instead of returning zero."
-VALIDATION_TOKENS = 1 << 14  # from which the page knows what an expert serves
 SHOWN = 256  # tokens of a text, at most
-LISTED = 14  # tokens that are shown of an expert
 MARKS = str.maketrans({" ": "·", "\u2581": "·", "\n": "⏎", "\t": "⇥"})
 
 
@@ -52,8 +47,7 @@ def play(options: Play):
     check(options)
     player = Player(options.run)
     routes = [player.route(text) for text in options.text or [SENTENCE]]
-    data = {"live": not options.out, "routes": routes, "served": player.served()}
-    page = page_of(player.about() | data)
+    page = page_of(player.about() | {"live": not options.out, "routes": routes})
     if options.out:
         Path(options.out).parent.mkdir(parents=True, exist_ok=True)
         Path(options.out).write_text(page, encoding="utf-8")
@@ -86,7 +80,7 @@ class Player:
     def __init__(self, run: str):
         self.run = run
         self.lock = threading.Lock()
-        self.seen = []  # (routing, kept) of each MoE layer
+        self.seen = []  # the routing of each MoE layer
         self.model, self.tokenizer = pretrained.load(run)
         if not isinstance(self.model, GPT | Encoder) or not self.model.moe_layers:
             raise ValueError(f"{run} is no language model or encoder with experts: give another --run")
@@ -94,7 +88,7 @@ class Player:
             moe.watchers.append(self.watch)
 
     def watch(self, moe, h, routing, kept):
-        self.seen.append((routing, kept))
+        self.seen.append(routing)
 
     def about(self) -> dict:
         """The run, where its sliders stand at first, and the choosers that can take its router's place."""
@@ -138,7 +132,7 @@ class Player:
         shown = self.cut(ids)
         out, seen = self.forward(shown)
         layers = []
-        for routing, _ in seen:
+        for routing in seen:
             values, place = routing.priority.unique(return_inverse=True)
             rank = len(values) - 1 - place
             rank = torch.where(routing.priority > NOT_CHOSEN, rank, -1)
@@ -150,16 +144,16 @@ class Player:
     def loss(self, text: str, setting: dict) -> dict:
         """The loss of every token where they choose as the page says."""
         shown = self.cut(self.read(text))
-        out, _ = self.forward(shown, setting=SimpleNamespace(**setting))
+        out, _ = self.forward(shown, SimpleNamespace(**setting))
         return {"loss": self.losses(out, shown)}
 
     @torch.no_grad()
-    def forward(self, ids: Tensor, *real: Tensor, setting: SimpleNamespace | None = None) -> tuple[Tensor, list]:
-        """ids (B, T), and where they are real -> what the model gives, and (routing, kept) of each MoE layer."""
+    def forward(self, ids: Tensor, setting: SimpleNamespace | None = None) -> tuple[Tensor, list]:
+        """ids (1, T) -> what the model gives, and the routing of each MoE layer."""
         with self.lock, routed(self.model, setting):
             self.seen.clear()
             seed_all(0)  # for a router that draws
-            out, _ = self.model(ids, *real)
+            out, _ = self.model(ids)
             return out, [*self.seen]
 
     def losses(self, logits: Tensor, ids: Tensor) -> list | None:
@@ -168,47 +162,6 @@ class Player:
             return None
         losses = F.cross_entropy(logits[0, :-1].float(), ids[0, 1:], reduction="none")
         return [None, *(round(x, 4) if math.isfinite(x) else None for x in losses.tolist())]
-
-    def served(self) -> dict:
-        """Of each layer and expert the tokens of the validation text that it serves most.
-
-        layers: [token, how often the expert serves it, how often it occurs]; note: why there are none.
-        """
-        try:
-            config = read_json(Path(self.run, "config.json"))
-            data = corpus_of(self.model, self.run, config, setup("cpu", "float32"))
-        except (ValueError, OSError, ImportError, KeyError) as error:
-            return {"layers": None, "note": f"no validation text: {error}"}
-        V = self.model.vocab_size
-        occurs = torch.zeros(V, dtype=torch.int64)
-        counts = [torch.zeros(moe.router.E, V, dtype=torch.int64) for moe in self.model.moe_layers]
-        for ids, *real in validation_rows(data):
-            _, seen = self.forward(ids, *real)
-            row = ids.flatten()
-            if real:
-                row = row[real[0]]  # (S,)
-            occurs += torch.bincount(row, minlength=V)
-            for count, (_, kept) in zip(counts, seen):
-                count.index_add_(1, row, kept.t().long())
-        layers = []
-        for count in counts:
-            layers.append([])
-            for times, tokens in zip(*count.topk(LISTED, dim=1)):  # of each expert
-                top = zip(tokens.tolist(), times.tolist(), occurs[tokens].tolist())
-                layers[-1].append([[written(self.tokenizer, token), *numbers] for token, *numbers in top if numbers[0]])
-        return {"layers": layers, "note": f"{int(occurs.sum()):,} tokens of the validation text"}
-
-
-def validation_rows(data: TokenData | MaskedData):
-    """ids (B, T) of the validation text without masks, and of rows that are padded where they are real."""
-    if isinstance(data, TokenData):
-        for ids, _ in data.eval_batches("valid", VALIDATION_TOKENS):
-            yield (ids,)
-        return
-    for _, _, batch in data.eval_batches("valid", 1, VALIDATION_TOKENS):
-        ids = batch.ids.flatten()
-        ids[batch.masked] = batch.targets
-        yield ids.view_as(batch.ids), batch.real
 
 
 @contextmanager

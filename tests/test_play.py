@@ -14,7 +14,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
@@ -22,14 +21,11 @@ import pytest
 import reference
 import torch
 import torch.nn.functional as F
-from helpers import ROOT, Script, constants
+from helpers import ROOT, constants
 from test_analyze import refused, run
 from test_flops import SMALL
 
-import train_lm
 from analysis import play
-from data.batches import MaskedData
-from data.prepare import prepare
 from data.tokenizers import XLMR, SentencePiece, train_sentencepiece
 from engine import pretrained
 from model import GPT, MaskedLM, Translator, expert_capacity, within_capacity
@@ -39,7 +35,6 @@ NODE = shutil.which("node")
 TEXT = "the cat & the <script> sat\n\ton the mat שלום 中文 $x$"
 HOSTILE = "</script><script>alert(1)</script><!-- \u202e\u2066 \u2028 \x00 {{DATA}} & \\u003c"
 SIZE = SMALL | dict(n_layer=4, n_embd=16, ffn_size=32, block_size=64, router_std=0.03)
-SIZE |= dict(data="nowhere", seed=0, batch_tokens=64, micro_tokens=64, sampling_exponent=0.7, mask_share=0.15)
 DECODERS = {
     "threshold": dict(router="threshold", eval_threshold=0.7, capacity=1.0),
     "topk": dict(router="topk", split=4, capacity=0.25),
@@ -266,63 +261,6 @@ def test_every_token_can_be_read(tokenizers):
     assert [play.written(gpt2, token) for token in range(3)] == ["·cat", "⏎", "\\xc3"]
 
 
-def test_what_an_expert_serves_most_is_counted(options, tmp_path, monkeypatch):
-    """On a run as train_lm.py leaves it, against the routing of the same windows."""
-    Script(train_lm).run(options | {"out_dir": tmp_path / "out", "steps": 2}, monkeypatch)
-    (folder,) = (tmp_path / "out").iterdir()
-    found = play.Player(str(folder)).served()
-    model, tokenizer = pretrained.load(folder)
-    data = train_lm.TokenData.open(options["data"], model.config, play.setup("cpu", "float32"))
-    count, occurs = {}, {}
-    for ids, _ in data.eval_batches("valid", play.VALIDATION_TOKENS):
-        keeps = []
-        for moe in model.moe_layers:
-            moe.watchers[:] = [lambda moe, h, routing, kept, keeps=keeps: keeps.append(kept)]
-        with torch.no_grad():
-            model(ids)
-        for s, token in enumerate(ids.flatten().tolist()):
-            occurs[token] = occurs.get(token, 0) + 1
-            for e in range(model.moe_layers[0].router.E):
-                key = e, token
-                count[key] = count.get(key, 0) + int(keeps[0][s, e])
-    assert found["note"] == f"{sum(occurs.values()):,} tokens of the validation text"
-    name = {token: play.written(tokenizer, token) for token in occurs}
-    for e, top in enumerate(found["layers"][0]):
-        right = sorted((n for (expert, _), n in count.items() if expert == e and n), reverse=True)
-        assert [n for _, n, _ in top] == right[: play.LISTED] and top
-        every = {(name[token], n, occurs[token]) for (expert, token), n in count.items() if expert == e}
-        assert set(map(tuple, top)) <= every
-    (folder / "config.json").write_text('{"data_checksum": "of another text"}')
-    assert "no validation text: " in play.Player(str(folder)).served()["note"]
-
-
-def test_what_the_experts_of_an_encoder_serve(made, tokenizers, tmp_path, monkeypatch):
-    """Each token goes to one expert, without a limit: together they serve the validation text, nothing masked."""
-    rng = np.random.default_rng(0)
-    (tmp_path / "text").mkdir()
-    for language, words in {"aa": ["cat", "sat", "mat"], "bb": ["quick", "brown", "fox", "jumps"]}.items():
-        lines = [" ".join(rng.choice(words, 12)) for _ in range(400)]
-        (tmp_path / "text" / f"{language}.txt").write_text("\n\n".join(lines))
-    spm = tokenizers[XLMR].save(tmp_path)
-    folder = prepare("cc100", tmp_path / "text", tokenizer=spm, out=tmp_path / "prepared")
-    run = made(MaskedLM, **ENCODERS["hypersphere"], data=str(folder))
-    data = MaskedData(folder, block_size=64, micro_tokens=64)
-    (run / "config.json").write_text(json.dumps({"data_checksum": f"{data.checksum}+that of pairs"}))
-    monkeypatch.setattr(play, "LISTED", tokenizers[XLMR].vocab_size)
-    found = play.Player(str(run)).served()
-    rows = data.eval_rows("valid", play.VALIDATION_TOKENS)
-    occurs = Counter(data.tokens["valid"].tolist()) + Counter({XLMR.bos: len(rows.lengths)})
-    assert found["note"] == f"{occurs.total():,} tokens of the validation text" and len(found["layers"]) == 2
-    right = Counter()
-    for token, n in occurs.items():
-        right[play.written(tokenizers[XLMR], token)] += n
-    for experts in found["layers"]:
-        served = Counter()
-        for top in experts:
-            served.update({token: n for token, n, _ in top})
-        assert served == right and sum(bool(top) for top in experts) > 2
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The page as a file
 
@@ -334,7 +272,7 @@ def test_a_page_is_written_with_its_sentences(made, tmp_path, monkeypatch, capsy
     page, player = file.read_text(), play.Player(str(folder))
     data = data_of(page)
     assert data["routes"] == json.loads(json.dumps([player.route(text) for text in (TEXT, HOSTILE)]))
-    assert not data["live"] and "no validation text" in data["served"]["note"]
+    assert not data["live"]
     # The page has the elements that it has without the sentences, and nothing of the text is one of them.
     plain = play.PAGE.read_text()
     assert [page.count(mark) for mark in ("<script", "</script", "<!--")] == [
@@ -351,12 +289,14 @@ def test_the_page_needs_nothing_from_elsewhere():
     assert page.count("{{DATA}}") == 1
 
 
-def test_a_long_text_is_cut_to_what_the_model_reads(made):
+def test_a_long_text_is_cut_to_what_the_model_reads(made, monkeypatch):
     for kind, name in ((GPT, "topk"), (MaskedLM, "top-2")):
         player = play.Player(str(make_any(made, name)))
         found = player.route("x y " * 2500)
         assert len(found["tokens"]) == 64 < found["of"] and found["of"] > 2500
         assert (found["loss"] is None) == (kind is MaskedLM)
+    monkeypatch.setattr(play, "SHOWN", 10)
+    assert len(player.route("x y " * 20)["tokens"]) == 10
 
 
 def test_runs_that_will_not_do(made, tmp_path, monkeypatch, capsys):
