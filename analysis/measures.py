@@ -192,12 +192,14 @@ def representation_collapse(count: Tensor, total: Tensor, outer: Tensor) -> floa
     0 where one expert has all tokens, nan where h is not finite.
     """
     count, total = count[count > 0], total[count > 0]
-    share = count / count.sum()  # (K,)
+    n = count.sum()
+    share = count / n  # (K,)
     mean = total / count.unsqueeze(1)  # (K, D)
-    within = outer / count.sum() - (share * mean.t()) @ mean  # (D, D)
+    within = outer / n - (share * mean.t()) @ mean  # (D, D)
     if not within.isfinite().all():
         return math.nan
-    between = share.sqrt().unsqueeze(1) * (mean - share @ mean)  # (K, D), R; Sigma_B = R^T R
+    centred = mean - share @ mean
+    between = share.sqrt().unsqueeze(1) * centred  # (K, D), R; Sigma_B = R^T R
     inverse = torch.linalg.pinv(between, rtol=1e-9)  # (D, K); pinv(Sigma_B) = pinv(R) pinv(R)^T
     return float((inverse * (within @ inverse)).sum())
 
@@ -207,8 +209,10 @@ def hidden_states(encoder: nn.Module, rows: list[list], context) -> tuple[list, 
     """One forward pass over B rows of ids -> a list of the hidden states by layer (0: embeddings), (B, T, D) each, and
     where they are real (B, T) bool."""
     lengths = torch.tensor([len(row) for row in rows])
-    ids = nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)  # (B, T)
-    keep = torch.arange(ids.shape[1]) < lengths.unsqueeze(1)
+    texts = [torch.tensor(row) for row in rows]
+    ids = nn.utils.rnn.pad_sequence(texts, batch_first=True)  # (B, T)
+    place = torch.arange(ids.shape[1])
+    keep = place < lengths.unsqueeze(1)
     real = keep.flatten().nonzero().squeeze(1)
     ids, real, keep = context.send_all(ids, real, keep)
     states = []
@@ -229,14 +233,18 @@ def sentence_vectors(encoder, tokenizer, texts: Sequence[str], micro_tokens: int
     has at most micro_tokens or one text.
     """
     config = encoder.config
+    room = config.block_size - 2
     ids = tokenizer.encode_batch(list(texts))
-    rows = [[tokenizer.bos, *own[: config.block_size - 2], tokenizer.eos] for own in ids]
-    order = sorted(range(len(rows)), key=lambda i: -len(rows[i]))  # the longest first
-    vectors = torch.empty(config.n_layer + 1, len(rows), config.n_embd, device=context.device)
+    rows = [[tokenizer.bos, *own[:room], tokenizer.eos] for own in ids]
+    lengths = [len(row) for row in rows]
+    order = sorted(range(len(rows)), key=lengths.__getitem__, reverse=True)
+    shape = config.n_layer + 1, len(rows), config.n_embd
+    vectors = torch.empty(shape, device=context.device)
     while order:
-        size = max(1, micro_tokens // len(rows[order[0]]))
+        size = max(1, micro_tokens // lengths[order[0]])
         chunk, order = order[:size], order[size:]
-        states, keep = hidden_states(encoder, [rows[i] for i in chunk], context)
+        own = [rows[i] for i in chunk]
+        states, keep = hidden_states(encoder, own, context)
         for layer, state in zip(vectors, states):
             total = (state * keep.unsqueeze(2)).sum(dim=1)
             layer[chunk] = F.normalize(total, dim=1)  # as long as that of the mean

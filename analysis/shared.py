@@ -46,6 +46,7 @@ class Measured(Drawn):
 
 COLORS = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"  # Okabe and Ito's
 FROM_ZERO, LOG = {"ylim": (0, None)}, {"yscale": "log"}  # for Panel.more
+THIN, THICK = {"linewidth": 0.7, "alpha": 0.6}, {"linewidth": 2, "markersize": 4}
 APART = 0.05  # between the labels of two lines, of the height of the axes
 
 
@@ -122,19 +123,19 @@ def draw(panels: list[Panel]):
     colors = {}
     figure = canvas(len(panels))
     for axes, panel in zip(figure.axes, panels):
+        axes.spines[["top", "right"]].set_visible(False)
         heights = dict(panel.levels)  # at the right end of each line
         for height in panel.levels.values():
             axes.axhline(height, color="0.6", linestyle="--")
         for name, runs in runs_of(panel).items():
             color = colors.setdefault(name, COLORS[len(colors) % len(COLORS)])
             for points in runs if len(runs) > 1 else []:
-                axes.plot(*points.T, color=color, linewidth=0.7, alpha=0.6)
+                axes.plot(*points.T, color=color, **THIN)
             shortest = min(map(len, runs))
             mean = np.mean([points[:shortest] for points in runs], axis=0)
-            axes.plot(*mean.T, "o-" if panel.joined else "o", color=color, linewidth=2, markersize=4)
+            axes.plot(*mean.T, "o-" if panel.joined else "o", color=color, **THICK)
             heights[name] = mean[-1, 1]
         axes.set(title=panel.title, xlabel=panel.x, ylabel=panel.y, **panel.more)
-        axes.spines[["top", "right"]].set_visible(False)
         label(axes, heights, colors)
     return figure
 
@@ -154,7 +155,9 @@ def label(axes, heights: dict[str, float], colors: dict[str, str]):
     """Names to the right of the axes, as high as their lines end, but far enough apart to be read."""
     right = axes.get_xlim()[1]
     to_axes = axes.transScale + axes.transLimits  # data -> shares of the axes' width and height
-    places = {name: to_axes.transform((right, height))[1] for name, height in heights.items()}
+    places = {}
+    for name, height in heights.items():
+        _, places[name] = to_axes.transform((right, height))
     names = sorted(places, key=places.get)
     for below, name in zip(names, names[1:]):
         places[name] = max(places[name], places[below] + APART)
@@ -162,8 +165,8 @@ def label(axes, heights: dict[str, float], colors: dict[str, str]):
     for name in reversed(names):
         places[name] = min(places[name], room)
         room = places[name] - APART
-        color = colors.get(name, "0.4")
-        axes.text(1.02, places[name], name, color=color, fontsize=8, va="center", transform=axes.transAxes)
+        style = {"color": colors.get(name, "0.4"), "fontsize": 8, "va": "center"}
+        axes.text(1.02, places[name], name, transform=axes.transAxes, **style)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import statistics
 import time
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 
@@ -44,33 +45,41 @@ def activations(options: Measured):
     number of full-sized experts (figure 1) and rises as experts get smaller (figure 6). A dense model is looked at in
     the blocks where sparse models have experts. A point is a run of train_lm.py, the mean of its layers.
     """
-    found, records = shared.choose("train_lm", options.folders), []
-    for folder, run in tqdm(shared.open_runs(found, options).items(), unit="run"):
-        experts, size = shared.experts_of(found[folder])
-        record = {"run": folder, "router": found[folder]["router"], "experts": experts, "width of an expert": size}
-        records.append(record | {"positive activations": positive_share(run, options.max_tokens)})
-    full = [record for record in records if record["width of an expert"] == found[record["run"]]["ffn_size"]]
-    y = "positive activations"
+    found, records, full = shared.choose("train_lm", options.folders), [], []
+    opened = shared.open_runs(found, options)
+    for folder, run in tqdm(opened.items(), unit="run"):
+        config = found[folder]
+        experts, size = shared.experts_of(config)
+        record = {"run": folder, "router": config["router"], "experts": experts}
+        record["width of an expert"] = size
+        record["positive activations"] = positive_share(run, options.max_tokens)
+        records.append(record)
+        if size == config["ffn_size"]:
+            full.append(record)
+    x, y = "width of an expert", "positive activations"
     panels = [
         Panel("Experts as wide as an FFN (figure 1)", full, "router", "experts", y, joined=False),
-        Panel("All (figure 6)", records, "router", "width of an expert", y, joined=False),
+        Panel("All (figure 6)", records, "router", x, y, joined=False),
     ]
-    shared.show(activations, options, records, ("router", "experts", "width of an expert"), panels)
+    shared.show(activations, options, records, ("router", "experts", x), panels)
 
 
 def positive_share(run: Opened, max_tokens: int) -> float:
     """Of the activations in the MoE layers, or in a dense model in the FFN of each `moe_every`-th block."""
-    counts = torch.zeros(2, dtype=torch.float64)  # positive ones, all
+    counts = Counter()
 
     def count(fc, inputs, a):
-        counts.add_(torch.tensor([int((a > 0).sum()), a.numel()]))
+        positive = int((a > 0).sum())
+        counts.update(positive=positive, units=a.numel())
 
     if not run.model.moe_layers:
         every = min(run.model.config.moe_every, len(run.model.blocks))
         for block in run.model.blocks[every - 1 :: every]:
             block.ffn.fc.register_forward_hook(count)
     _, layers = test(run, max_tokens)
-    return measures.mean_over_layers("positive", layers) if layers else float(counts[0] / counts[1])
+    if layers:
+        return measures.mean_over_layers("positive", layers)
+    return counts["positive"] / counts["units"]
 
 
 def gamma(options: Measured):
@@ -81,9 +90,10 @@ def gamma(options: Measured):
     dense model that was split into experts (table 2) gets t = 0.9 below 1, as in the paper.
     """
     lacks = "has experts that choose among later tokens too: its perplexity is no language model's"
-    found, records = shared.choose("train_lm", options.folders, is_causal, lacks), []
-    names = shared.named(found)
-    for folder, run in tqdm(shared.open_runs(found, options).items(), unit="run"):
+    found = shared.choose("train_lm", options.folders, is_causal, lacks)
+    names, records = shared.named(found), []
+    opened = shared.open_runs(found, options)
+    for folder, run in tqdm(opened.items(), unit="run"):
         for point in test_limited(run, found[folder], options.max_tokens):
             records.append({"run": folder, "experts": names[folder]} | point)
     panels = [
@@ -146,8 +156,11 @@ def experts(options: Drawn):
         _, evaluations = shared.read_run(folder, "train_lm")
         for evaluation in evaluations:
             for i, layer in enumerate(evaluation["layers"], 1):
-                record = {"run": folder, "experts": names[folder], "layer": f"block {i * config['moe_every']}"}
-                records.append(record | {"step": evaluation["step"], "experts of a token": layer["wanted"]})
+                record = {"run": folder, "experts": names[folder]}
+                record["layer"] = f"block {i * config['moe_every']}"
+                record["step"] = evaluation["step"]
+                record["experts of a token"] = layer["wanted"]
+                records.append(record)
         last += records[-i:]
     for name in dict.fromkeys(names.values()):
         own = [record for record in records if record["experts"] == name]
@@ -166,11 +179,12 @@ def threshold(options: Measured):
     found, trained, tested = choose_threshold(options), [], []
     first = next(iter(found))
     same = shared.all_but(found[first], "seed", "threshold")
-    others = [folder for folder in found if shared.all_but(found[folder], "seed", "threshold") != same]
-    for folder in others:
-        warn(f"{folder} is left out: it and {first} differ by more than --threshold and --seed")
-    found = shared.all_but(found, *others)
-    for folder, run in tqdm(shared.open_runs(found, options).items(), unit="run"):
+    for folder, config in [*found.items()]:
+        if shared.all_but(config, "seed", "threshold") != same:
+            warn(f"{folder} is left out: it and {first} differ by more than --threshold and --seed")
+            del found[folder]
+    opened = shared.open_runs(found, options)
+    for folder, run in tqdm(opened.items(), unit="run"):
         point = partial(threshold_point, folder, run, options.max_tokens)
         trained.append(point("in training", found[folder]["threshold"]))
         for t in THRESHOLDS if folder == first else ():
@@ -207,7 +221,8 @@ def speed(options: Measured):
     for folder, run in opened.items():
         for point in test_limited(run, found[folder], run.data.micro_tokens):  # it warms up, too
             del point["perplexity"]  # of one batch
-            records.append({"run": folder, "experts": names[folder]} | point | {"ms": []})
+            record = {"run": folder, "experts": names[folder]} | point
+            records.append(record | {"ms": []})
     for _ in tqdm(range(ROUNDS), desc="timing", unit="round"):
         for record in records:
             folder = record["run"]
