@@ -85,7 +85,7 @@ def table_of(records: list[dict], keys: tuple) -> list[list]:
         kinds.setdefault(kind, []).append(record)
     rows = [[*keys, *numbers]]
     for kind, alike in kinds.items():
-        row = list(kind)
+        row = [f"{key:.5g}" if isinstance(key, float) else key for key in kind]
         for name in numbers:
             values = [(record[name], ".5g") for record in alike]
             row.append(mean_cell(values))
