@@ -45,7 +45,7 @@ class Measured(Drawn):
 # How a figure is drawn and kept
 
 COLORS = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"  # Okabe and Ito's
-FROM_ZERO, LOG = {"ylim": (0, None)}, {"yscale": "log"}  # for Panel.more
+FROM_ZERO = {"ylim": (0, None)}  # for Panel.more
 THIN, THICK = {"linewidth": 0.7, "alpha": 0.6}, {"linewidth": 2, "markersize": 4}
 APART = 0.05  # between the labels of two lines, of the height of the axes
 
@@ -61,7 +61,7 @@ class Panel:
     y: str
     levels: dict[str, float] = field(default_factory=dict)  # name -> height of a dashed line across
     joined: bool = True  # whether the points of a run are joined
-    more: dict = field(default_factory=dict)  # scales and limits, as Axes.set takes them
+    more: dict = field(default_factory=dict)  # limits, as Axes.set takes them
 
 
 def show(figure: Callable, options, records: list[dict], keys: tuple, panels: list[Panel], rows=None):

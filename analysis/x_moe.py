@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from analysis import shared
-from analysis.shared import FROM_ZERO, LOG, Drawn, Measured, Opened, Panel
+from analysis.shared import FROM_ZERO, Drawn, Measured, Opened, Panel
 from engine.device import warn
 from engine.run import read_json
 
@@ -113,7 +113,7 @@ def collapse(options: Drawn):
                 records.append(record | {"perplexity": evaluation["ppl"], "RC": layer["rc"], "RF": layer["rf"]})
             last += records[-min(LAST, len(evaluations)) :]
     panels = [
-        Panel("RC: spread within experts over that between (2c)", records, "experts", "step", "RC", more=LOG),
+        Panel("RC: spread within experts over that between (2c)", records, "experts", "step", "RC", more=FROM_ZERO),
         Panel("RF: share of tokens whose expert changed (3a)", records, "experts", "step", "RF", more=FROM_ZERO),
     ]
     shared.show(collapse, options, records, ("experts", "step"), panels, last)

@@ -41,13 +41,13 @@ def curve(options: Drawn):
             scores = evaluation["held_out"]
             record = {"run": folder, "encoder": names[folder]}
             record[FLOPS] = evaluation["flops"]
-            record["translations found"] = scores["retrieval"][layer]
-            record["masked tokens right"] = scores["sentences"]["generator"]
+            record["share of translations found"] = scores["retrieval"][layer]
+            record["share of masked tokens right"] = scores["sentences"]["generator"]
             records.append(record)
     chance = {"chance": scores["chance"]}
     panels = [
-        Panel("Held-out translations", records, "encoder", FLOPS, "translations found", chance),
-        Panel("Held-out sentences", records, "encoder", FLOPS, "masked tokens right"),
+        Panel("Held-out translations", records, "encoder", FLOPS, "share of translations found", chance),
+        Panel("Held-out sentences", records, "encoder", FLOPS, "share of masked tokens right"),
     ]
     shared.show(curve, options, records, ("encoder", FLOPS), panels)
 

@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from analysis import measures, shared
 from analysis.flops import row_flops
-from analysis.shared import FROM_ZERO, LOG, Drawn, Measured, Opened, Panel
+from analysis.shared import FROM_ZERO, Drawn, Measured, Opened, Panel
 from engine.device import machine, warn
 from engine.optim import cross_entropy
 from model import GPT
@@ -19,7 +19,7 @@ from model import GPT
 SHARES = 0.125, 0.25, 0.5, 0.75, 1.0  # limits of the experts' FLOPs at test, of a dense FFN's
 THRESHOLDS = 0.0, 0.25, 0.5, 0.75, 0.9, 0.95, 1.0  # at test
 ROUNDS = 10  # how often a batch is timed, after a first time for warming up
-LIMIT, SPENT = "FLOPs of experts, limit", "FLOPs of experts, spent"  # 1: those of a dense FFN
+LIMIT, SPENT = "limit of the experts' FLOPs, in dense FFNs", "FLOPs of the experts, in dense FFNs"
 
 
 @torch.no_grad()
@@ -52,11 +52,11 @@ def activations(options: Measured):
         experts, size = shared.experts_of(config)
         record = {"run": folder, "router": config["router"], "experts": experts}
         record["width of an expert"] = size
-        record["positive activations"] = positive_share(run, options.max_tokens)
+        record["share of positive activations"] = positive_share(run, options.max_tokens)
         records.append(record)
         if size == config["ffn_size"]:
             full.append(record)
-    x, y = "width of an expert", "positive activations"
+    x, y = "width of an expert", "share of positive activations"
     panels = [
         Panel("Experts as wide as an FFN (figure 1)", full, "router", "experts", y, joined=False),
         Panel("All (figure 6)", records, "router", x, y, joined=False),
@@ -97,8 +97,8 @@ def gamma(options: Measured):
         for point in test_limited(run, found[folder], options.max_tokens):
             records.append({"run": folder, "experts": names[folder]} | point)
     panels = [
-        Panel("Under a limit (figure 4); 1: the work of a dense FFN", records, "experts", LIMIT, "perplexity"),
-        Panel("By the work that was done", records, "experts", SPENT, "perplexity"),
+        Panel("By the limit of a layer (figure 4)", records, "experts", LIMIT, "perplexity"),
+        Panel("By the work that is done", records, "experts", SPENT, "perplexity"),
     ]
     shared.show(gamma, options, records, ("experts", LIMIT), panels)
 
@@ -197,7 +197,7 @@ def threshold(options: Measured):
     panels = [
         Panel("Another threshold in training", trained, by, "threshold t", "perplexity", joined=False),
         Panel("Another threshold at test", tested, by, "threshold t", "perplexity"),
-        Panel("What it costs at test", tested, by, "threshold t", "experts that serve a token", more=LOG),
+        Panel("What it costs at test", tested, by, "threshold t", "experts that serve a token", more=FROM_ZERO),
     ]
     shared.show(threshold, options, records, (by, "threshold t"), panels)
 
@@ -222,16 +222,16 @@ def speed(options: Measured):
         for point in test_limited(run, found[folder], run.data.micro_tokens):  # it warms up, too
             del point["perplexity"]  # of one batch
             record = {"run": folder, "experts": names[folder]} | point
-            records.append(record | {"ms": []})
+            records.append(record | {"ms a batch": []})
     for _ in tqdm(range(ROUNDS), desc="timing", unit="round"):
         for record in records:
             folder = record["run"]
             limit(opened[folder].model, found[folder], record[LIMIT])
-            record["ms"].append(time_batch(opened[folder]))
+            record["ms a batch"].append(time_batch(opened[folder]))
     for record in records:
-        record["ms"] = statistics.median(record["ms"])
-    title = "On {device}, threads {threads}; 1: the work of a dense FFN".format(**machine(run.context))
-    panel = Panel(title, records, "experts", SPENT, "ms", more=FROM_ZERO)
+        record["ms a batch"] = statistics.median(record["ms a batch"])
+    title = "On {device}, threads {threads}".format(**machine(run.context))
+    panel = Panel(title, records, "experts", SPENT, "ms a batch", more=FROM_ZERO)
     shared.show(speed, options, records, ("experts", LIMIT), [panel])
 
 

@@ -112,7 +112,7 @@ def test_a_run_tested_again_gives_its_result(place):
 
 def test_activations_are_those_of_results_and_of_a_loop(draw, place):
     (number, size), found = draw("activations")
-    positive = {record["run"]: record["positive activations"] for record in found["records"]}
+    positive = {record["run"]: record["share of positive activations"] for record in found["records"]}
     for name in ("threshold", "switch", "split"):
         layers = read(place.lm[name])["test"]["layers"]
         assert positive[place.lm[name]] == fmean(layer["positive"] for layer in layers)
@@ -216,11 +216,11 @@ def test_speed_is_the_median_of_many_turns(draw, place, monkeypatch):
     monkeypatch.setattr(xmoe, "ROUNDS", 5)
     (axes,), found = draw("speed", threshold, dense)
     medians = [(threshold, 0.5, 7), (threshold, 1, 8), (dense, 1, 9)]  # of 1, 4, 7, 10, 13, and so on
-    assert points(found, "run", xmoe.LIMIT, "ms") == medians
+    assert points(found, "run", xmoe.LIMIT, "ms a batch") == medians
     spent = [record[xmoe.SPENT] for record in found["records"]]
     assert spent[-1] == 1 and spent[0] < spent[1] <= 1
     drawn = [point for _, xs, ys in lines(axes) for point in zip(xs, ys)]
-    assert drawn == points(found, xmoe.SPENT, "ms")
+    assert drawn == points(found, xmoe.SPENT, "ms a batch")
 
 
 def entering(folder: str, languages: Path) -> tuple[torch.Tensor, list[int], torch.nn.Module]:
