@@ -297,10 +297,11 @@ def itermax(plan: Tensor, ratio: float = 0.9) -> Tensor:
         return aligned
     row = aligned.any(dim=-1, keepdim=True)  # (..., m, 1) whether a piece has a partner
     column = aligned.any(dim=-2, keepdim=True)
+    all_have = row.all(dim=-2, keepdim=True) | column.all(dim=-1, keepdim=True)
     free = ~(row & column)  # (..., m, n)
-    over = row.all(dim=-2, keepdim=True) | column.all(dim=-1, keepdim=True)
     left = free * torch.where(row | column, ratio * plan, plan)
-    return aligned | (each_others_best(left) & free & ~over)
+    more = each_others_best(left) & free & ~all_have
+    return aligned | more
 
 
 def each_others_best(plan: Tensor) -> Tensor:

@@ -35,7 +35,8 @@ def umap(options: Umap):
     except ImportError:
         raise ImportError("this figure needs one more library: pip install umap-learn") from None
     lacks = "has no router that compares tokens with experts"
-    found = shared.choose("train_mlm", options.folders, partial(shared.reads, constant="score"), lacks)
+    fits = partial(shared.reads, constant="score")
+    found = shared.choose("train_mlm", options.folders, fits, lacks)
     if not options.folders:
         others = [folder for folder in found if found[folder]["seed"]]
         found = shared.all_but(found, *others)
@@ -109,8 +110,9 @@ def collapse(options: Drawn):
         for i, depth in enumerate(sorted(config["moe_after"])):
             for evaluation in evaluations:
                 layer = evaluation["layers"][i]
-                record = {"run": folder, "experts": f"{names[folder]}, layer {depth}", "step": evaluation["step"]}
-                records.append(record | {"perplexity": evaluation["ppl"], "RC": layer["rc"], "RF": layer["rf"]})
+                record = {"run": folder, "experts": f"{names[folder]}, layer {depth}"}
+                record |= {"step": evaluation["step"], "perplexity": evaluation["ppl"]}
+                records.append(record | {"RC": layer["rc"], "RF": layer["rf"]})
             last += records[-min(LAST, len(evaluations)) :]
     panels = [
         Panel("RC: spread within experts over that between (2c)", records, "experts", "step", "RC", more=FROM_ZERO),

@@ -158,17 +158,3 @@ def test_flops_of_table_4(monkeypatch, capsys):  # the paper: 6.3e19 and 9.5e19
     other = 4 * (24 * D * D + 4 * T * D) + 0.15 * 2 * D * (D + vocabulary)
     ours = [3 * flops.TOKENS * cost for cost in (one, one + other, 2 * (one + other))]
     assert [row[3] for row in rows] == [f"{cost:.2e}" for cost in ours]
-
-
-def test_operations_of_electras_script_one_by_one():
-    """A norm is 5 operations a number, a softmax 5, a dropout 4, GELU 8; a bias, a sum or a scale 1."""
-    D, T, H, inner, L, size = 8, 12, 2, 16, 2, 23
-    config = SimpleNamespace(n_layer=L, n_head=H, n_embd=D, ffn_size=inner, block_size=T)
-    norm, softmax, dropout, gelu = 5, 5, 4, 8
-    attention = 4 * 2 * D * D + 2 * 2 * D * T + (1 + softmax + dropout) * T * H + (dropout + norm) * D + norm
-    ffn = 2 * 2 * D * inner + (1 + gelu) * inner + (2 + dropout + norm) * D
-    body = L * (attention + ffn) + 2 * D * (T + 2) + (2 + norm + dropout) * D + 2 * D * size
-    judging = 2 * D * D + (3 + gelu) * D
-    predicting = 2 * D * D + (1 + gelu + norm) * D + 2 * D * size + (2 + softmax) * size
-    assert flops.electra_flops(config, True, size) == 2 * (body + judging)
-    assert flops.electra_flops(config, False, size) == pytest.approx(2 * (body + predicting / 6.4))
