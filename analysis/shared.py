@@ -45,7 +45,6 @@ class Measured(Drawn):
 # How a figure is drawn and kept
 
 COLORS = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"  # Okabe and Ito's
-FROM_ZERO = {"ylim": (0, None)}  # for Panel.more
 THIN, THICK = {"linewidth": 0.7, "alpha": 0.6}, {"linewidth": 2, "markersize": 4}
 APART = 0.05  # between the labels of two lines, of the height of the axes
 
@@ -61,7 +60,7 @@ class Panel:
     y: str
     levels: dict[str, float] = field(default_factory=dict)  # name -> height of a dashed line across
     joined: bool = True  # whether the points of a run are joined
-    more: dict = field(default_factory=dict)  # limits, as Axes.set takes them
+    from_zero: bool = False  # whether y begins at 0
 
 
 def show(figure: Callable, options, records: list[dict], keys: tuple, panels: list[Panel], rows=None):
@@ -135,7 +134,9 @@ def draw(panels: list[Panel]):
             mean = np.mean([points[:shortest] for points in runs], axis=0)
             axes.plot(*mean.T, "o-" if panel.joined else "o", color=color, **THICK)
             heights[name] = mean[-1, 1]
-        axes.set(title=panel.title, xlabel=panel.x, ylabel=panel.y, **panel.more)
+        axes.set(title=panel.title, xlabel=panel.x, ylabel=panel.y)
+        if panel.from_zero:
+            axes.set_ylim(bottom=0)
         label(axes, heights, colors)
     return figure
 

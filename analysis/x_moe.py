@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from analysis import shared
-from analysis.shared import FROM_ZERO, Drawn, Measured, Opened, Panel
+from analysis.shared import Drawn, Measured, Opened, Panel
 from engine.device import warn
 from engine.run import read_json
 
@@ -115,8 +115,8 @@ def collapse(options: Drawn):
                 records.append(record | {"RC": layer["rc"], "RF": layer["rf"]})
             last += records[-min(LAST, len(evaluations)) :]
     panels = [
-        Panel("RC: spread within experts over that between (2c)", records, "experts", "step", "RC", more=FROM_ZERO),
-        Panel("RF: share of tokens whose expert changed (3a)", records, "experts", "step", "RF", more=FROM_ZERO),
+        Panel("RC: spread within experts over that between (2c)", records, "experts", "step", "RC", from_zero=True),
+        Panel("RF: share of tokens whose expert changed (3a)", records, "experts", "step", "RF", from_zero=True),
     ]
     shared.show(collapse, options, records, ("experts", "step"), panels, last)
 
@@ -152,8 +152,8 @@ def consistency(options: Drawn):
             rows += records[-spans :: max(1, spans - 1)]  # the first 100 steps, and the last
     if not records:
         raise ValueError("no two finished runs with experts differ by --seed alone: finetune_xtreme.py --seeds 2")
-    panel = Panel("1: all runs load their experts alike", records, "encoder", "step", "consistency", levels)
-    panel.more = {"ylim": (0, 1.02)}
+    title = "1: all runs load their experts alike"
+    panel = Panel(title, records, "encoder", "step", "consistency", levels, from_zero=True)
     shared.show(consistency, options, records, ("encoder", "step"), [panel], rows)
 
 

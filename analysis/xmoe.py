@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from analysis import measures, shared
 from analysis.flops import row_flops
-from analysis.shared import FROM_ZERO, Drawn, Measured, Opened, Panel
+from analysis.shared import Drawn, Measured, Opened, Panel
 from engine.device import machine, warn
 from engine.optim import cross_entropy
 from model import GPT
@@ -164,7 +164,7 @@ def experts(options: Drawn):
         last += records[-i:]
     for name in dict.fromkeys(names.values()):
         own = [record for record in records if record["experts"] == name]
-        panels.append(Panel(name, own, "layer", "step", "experts of a token", more=FROM_ZERO))
+        panels.append(Panel(name, own, "layer", "step", "experts of a token", from_zero=True))
     shared.show(experts, options, records, ("experts", "layer", "step"), panels, last)
 
 
@@ -197,7 +197,7 @@ def threshold(options: Measured):
     panels = [
         Panel("Another threshold in training", trained, by, "threshold t", "perplexity", joined=False),
         Panel("Another threshold at test", tested, by, "threshold t", "perplexity"),
-        Panel("What it costs at test", tested, by, "threshold t", "experts that serve a token", more=FROM_ZERO),
+        Panel("What it costs at test", tested, by, "threshold t", "experts that serve a token", from_zero=True),
     ]
     shared.show(threshold, options, records, (by, "threshold t"), panels)
 
@@ -231,7 +231,7 @@ def speed(options: Measured):
     for record in records:
         record["ms a batch"] = statistics.median(record["ms a batch"])
     title = "On {device}, threads {threads}".format(**machine(run.context))
-    panel = Panel(title, records, "experts", SPENT, "ms a batch", more=FROM_ZERO)
+    panel = Panel(title, records, "experts", SPENT, "ms a batch", from_zero=True)
     shared.show(speed, options, records, ("experts", LIMIT), [panel])
 
 
