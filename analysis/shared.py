@@ -135,6 +135,7 @@ def draw(panels: list[Panel]):
             axes.plot(*mean.T, "o-" if panel.joined else "o", color=color, **THICK)
             heights[name] = mean[-1, 1]
         axes.set(title=panel.title, xlabel=panel.x, ylabel=panel.y)
+        axes.locator_params(axis="x", integer=panel.x == "layer")
         if panel.from_zero:
             axes.set_ylim(bottom=0)
         label(axes, heights, colors)

@@ -27,8 +27,8 @@ def umap(options: Umap):
 
     A panel is a run of train_mlm.py whose router scores; by default every one of the demo's with seed 0. A point is a
     token of the validation text as it enters the first sparse layer: its hidden state h, or W h where the router
-    projects (X-MoE). Its colour is its expert. In the paper X-MoE's experts have clusters of their own,
-    and SMoE's are mixed. UMAP with 100 neighbours and min-dist 1; the disk is Poincare's, all of the hyperbolic plane.
+    projects (X-MoE). Its colour is its expert. In the paper X-MoE's experts have clusters of their own, and SMoE's are
+    mixed. UMAP with 100 neighbours and min-dist 1; the disk is Poincare's, all of the hyperbolic plane.
     """
     try:
         from umap import UMAP
