@@ -1,8 +1,7 @@
-"""How fast a sparse layer, whole training steps and several processes are, each beside what it should be compared with.
+"""How fast a sparse layer and whole training steps are, each beside what it should be compared with.
 
-    python tools/bench.py layer                          one layer beside dense FFNs and Hugging Face's Mixtral
-    python tools/bench.py step                           training steps of small models, at equal FLOPs
-    torchrun --nproc_per_node 4 tools/bench.py scale     what it costs that processes share a training step
+    python tools/bench.py layer                  one layer beside dense FFNs and Hugging Face's Mixtral
+    python tools/bench.py step                   training steps of small models, at equal FLOPs
     python tools/bench.py layer --tokens 65536 --json layer.json
 
 All contenders take turns, round by round. Times are medians in milliseconds, and `spread` is half the range between
@@ -20,7 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +37,7 @@ from engine.table import cell, markdown_table
 from routers import ROUTERS
 
 VOCABULARY = 8192
+Names = Literal["S1", "S2", "S3", "S4"]
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Config:
     tokens: int = 4096  # of the layer's input, or of a training step
     rounds: int = 15  # how often each contender runs, behind a first time for warming up
     patience: float = 5.0  # seconds, behind which a slow contender has run often enough
-    shapes: tuple[Literal["S1", "S2", "S3", "S4"], ...] = ("S1", "S2", "S3", "S4")  # of the layer
+    shapes: tuple[Names, ...] = get_args(Names)  # of the layer; some of these
     device: str = "auto"  # cuda, mps or cpu
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # auto: bfloat16 where it is fast
     json: str | None = None  # file that receives the records
@@ -60,7 +60,7 @@ def measure(group: str, contenders: dict[str, Contender], config: Config, contex
     """A record of each: its facts, the median of its times and their spread, and the memory that it needs.
 
     The first round warms up and does not count. Every other round goes backwards, so that nobody always follows the
-    same neighbour. A contender drops out when its times add up to the patience. The slowest process counts.
+    same neighbour. A contender drops out when its times add up to the patience.
     """
     times = {name: [] for name in contenders}
     order = list(contenders)
@@ -68,21 +68,20 @@ def measure(group: str, contenders: dict[str, Contender], config: Config, contex
         for name in order:
             if sum(times[name]) > 1e3 * config.patience:
                 continue
-            context.barrier()
             start = clock(context)
             contenders[name].run()
-            slowest = max(context.gather(clock(context) - start))
             if turn > 0:
-                times[name].append(slowest)
+                times[name].append(clock(context) - start)
         order.reverse()
     records = []
-    for name, found in times.items():
-        record = {"shape": group, "impl": name, "runs": len(found)} | contenders[name].facts
+    for name, contender in contenders.items():
+        found = times[name]
         enough = found if len(found) > 1 else 2 * found
         first, middle, third = statistics.quantiles(enough, method="inclusive")
-        record |= {"ms": middle, "all_ms": found, "spread": (third - first) / 2}
-        record["peak_mb"] = peak_memory(contenders[name]) if context.device.type == "cuda" else None
-        records.append(record)
+        record = {"shape": group, "impl": name, "runs": len(found)}
+        record |= {"ms": middle, "spread": (third - first) / 2, "all_ms": found}
+        record["peak_mb"] = peak_memory(contender.run)
+        records.append(record | contender.facts)
     return records
 
 
@@ -93,11 +92,13 @@ def clock(context) -> float:
     return 1e3 * time.perf_counter()
 
 
-def peak_memory(contender: Contender) -> float:
+def peak_memory(run: Callable) -> float | None:
     """The MB on a GPU that a run needs at its peak beyond what is there before it."""
+    if not torch.cuda.is_available():
+        return None
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    contender.run()
+    run()
     return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
@@ -105,11 +106,16 @@ def peak_memory(contender: Contender) -> float:
 # One layer
 
 
+def shape(D: int, split: int, router: str, expert_ffns: int = 8) -> train_lm.Config:
+    changes = dict(n_embd=D, ffn_size=4 * D, split=split, router=router)
+    return train_lm.Config(**changes, expert_ffns=expert_ffns)
+
+
 SHAPES = {
-    "S1": train_lm.Config(n_embd=256, ffn_size=1024, split=1, router="switch"),  # 8 experts of width 1024
-    "S2": train_lm.Config(n_embd=256, ffn_size=1024, split=8, router="threshold"),  # 64 of 128
-    "S3": train_lm.Config(n_embd=768, ffn_size=3072, split=8, router="topk"),  # 64 of 384
-    "S4": train_lm.Config(n_embd=768, ffn_size=3072, split=1, router="switch", expert_ffns=32),  # 32 of 3072
+    "S1": shape(256, 1, "switch"),  # 8 experts of width 1024
+    "S2": shape(256, 8, "threshold"),  # 64 of 128
+    "S3": shape(768, 8, "topk"),  # 64 of 384
+    "S4": shape(768, 1, "switch", expert_ffns=32),  # 32 of 3072
 }
 LOGIT_STD = 2.75  # of what a router says of a token, so that it has preferences as a trained one has
 
@@ -117,21 +123,23 @@ LOGIT_STD = 2.75  # of what a router says of a token, so that it has preferences
 def bench_layer(config: Config, context) -> Iterator[list[dict]]:
     """Forward and backward pass of one layer: dense FFNs of its FLOPs; ours, under its router and others; Mixtral's."""
     for name in config.shapes:
-        shape = SHAPES[name]
         torch.manual_seed(0)
-        h = torch.randn(1, config.tokens, shape.n_embd, device=context.device)
-        yield compare(measure(name, layers(shape, h, context), config, context))
+        h = torch.randn(1, config.tokens, SHAPES[name].n_embd).to(context.device)
+        contenders = layers(SHAPES[name], h, context)
+        yield compare(measure(name, contenders, config, context))
 
 
 def layers(shape: train_lm.Config, h: Tensor, context) -> dict[str, Contender]:
     """What is to be compared on tokens h (1, S, D), as far as it runs here."""
     ours = our_layer(shape, h, context)
     dense = partial(dense_layer, h, ours.facts["gflops"], context)
-    others = {router: replace(shape, router=router) for router in ROUTERS if router != shape.router}
-    others["no limit"] = replace(shape, router="topk", capacity=math.inf)  # it chooses as Mixtral does
     found = {"dense": dense(), "ours": ours}
-    for name, other in others.items():
-        found[f"ours, {name}"] = our_layer(other, h, context)
+    for router in ROUTERS:
+        if router != shape.router:
+            other = replace(shape, router=router)
+            found[f"ours, {router}"] = our_layer(other, h, context)
+    no_limit = replace(shape, router="topk", capacity=math.inf)  # it chooses as Mixtral does
+    found["ours, no limit"] = our_layer(no_limit, h, context)
     peers = {
         "dense, compiled": partial(dense, compiled=True),
         "HF Mixtral, grouped_mm": partial(mixtral, shape, h, context),
@@ -139,7 +147,7 @@ def layers(shape: train_lm.Config, h: Tensor, context) -> dict[str, Contender]:
     return found | those_that_run(peers, context)
 
 
-def those_that_run(makers: dict[str, Callable[[], Contender]], context) -> dict[str, Contender]:
+def those_that_run(makers: dict[str, Callable], context) -> dict[str, Contender]:
     """There may be no compiler, no such library, or one that has changed."""
     found = {}
     for name, make in makers.items():
@@ -156,9 +164,9 @@ def compare(records: list[dict]) -> list[dict]:
     """Adds ratios of the times that layers take for equal FLOPs."""
     cost = {record["impl"]: record["ms"] / record["gflops"] for record in records}
     for record in records:
-        own = cost[record["impl"]]
+        own, compiled = cost[record["impl"]], cost.get("dense, compiled")
         record["ratio"] = own / cost["dense"]
-        record["to_compiled"] = own / cost["dense, compiled"] if "dense, compiled" in cost else None
+        record["to_compiled"] = own / compiled if compiled else None
     return records
 
 
@@ -173,9 +181,10 @@ def layer(module: nn.Module, call: Callable, h: Tensor, gflops: float, context) 
         loss.backward(h.to(y.dtype))  # any gradient will do
         module.zero_grad(set_to_none=True)  # gradients are made anew, as in training
 
-    # In bfloat16: weights are read twice, and their gradients written; so are tokens, on their way in and out.
-    least = 2 * (3 * flops.numel(module) + 4 * h.numel())
-    return Contender(run, {"S": h.shape[1], "gflops": 3 * gflops, "least_mb": 1e-6 * least})
+    # Weights are read twice, and their gradients written; tokens pass in and out, both ways: in bfloat16.
+    numbers = 3 * flops.numel(module) + 4 * h.numel()
+    facts = {"S": h.shape[1], "gflops": 3 * gflops, "least_mb": 2e-6 * numbers}
+    return Contender(run, facts)
 
 
 def sparse_ffn(shape: train_lm.Config) -> model.MoE:
@@ -190,7 +199,7 @@ def sparse_ffn(shape: train_lm.Config) -> model.MoE:
 
 def our_layer(shape: train_lm.Config, h: Tensor, context, compiled: bool = False) -> Contender:
     moe = sparse_ffn(shape).to(h.device)
-    ids = torch.randint(VOCABULARY, h.shape[:2], device=h.device)
+    ids = torch.randint(VOCABULARY, h.shape[:2]).to(h.device)
     stats = measures.RoutingStats(moe)
     with torch.no_grad():
         moe(h, ids)
@@ -207,9 +216,10 @@ def dense_layer(h: Tensor, gflops: float, context, compiled: bool = False) -> Co
     D = h.shape[2]
     each = 16e-9 * D**2  # GFLOPs of a token, forward
     S = max(1, round(gflops / 3 / each))
-    ffn = model.FFN(train_lm.Config(n_embd=D, ffn_size=4 * D), "tanh").to(h.device)
+    constants = train_lm.Config(n_embd=D, ffn_size=4 * D)
+    ffn = model.FFN(constants, "tanh").to(h.device)
     call = torch.compile(ffn) if compiled else ffn
-    return layer(ffn, lambda x: (call(x), 0.0), h.narrow(1, 0, S), S * each, context)
+    return layer(ffn, lambda x: (call(x), 0.0), h[:, :S], S * each, context)
 
 
 def mixtral(shape: train_lm.Config, h: Tensor, context) -> Contender:
@@ -239,9 +249,10 @@ def mixtral(shape: train_lm.Config, h: Tensor, context) -> Contender:
 # Training steps
 
 
-def decoders(preset: str, **changes) -> dict[str, train_lm.Config]:
+def decoders(**changes) -> dict[str, train_lm.Config]:
     """XMoE's models: experts in every second block, as wide as the dense FFN or an eighth of it."""
-    base = train_lm.Config(**train_lm.PRESETS[preset] | {"dropout": 0.0} | changes)
+    constants = train_lm.PRESETS["small"] | {"dropout": 0.0} | changes
+    base = train_lm.Config(**constants)
     ffn = base.ffn_size
     return {
         f"dense 1 x {ffn}": replace(base, router="dense"),
@@ -251,13 +262,15 @@ def decoders(preset: str, **changes) -> dict[str, train_lm.Config]:
     }
 
 
-STEPS = {"width 256": decoders("small"), "width 768": decoders("small", n_embd=768, ffn_size=3072)}
+STEPS = {"width 256": decoders(), "width 768": decoders(n_embd=768, ffn_size=3072)}
 
 
 def bench_step(config: Config, context) -> Iterator[list[dict]]:
     """Forward, backward, clipping and AdamW on random tokens."""
     for group, models in STEPS.items():
-        trainees = {name: trainee(constants, config.tokens, context) for name, constants in models.items()}
+        trainees = {}
+        for name, constants in models.items():
+            trainees[name] = trainee(constants, config.tokens, context)
         found = measure(group, trainees, config, context)
         dense, switch, *_ = found
         for record in found:
@@ -267,21 +280,18 @@ def bench_step(config: Config, context) -> Iterator[list[dict]]:
         yield found
 
 
-def trainee(config: train_lm.Config, tokens: int, context, micros: int = 1, alone: bool = False) -> Contender:
-    """Training steps of so many micro-batches of about so many random tokens. alone: it waits for no other process."""
+def trainee(config: train_lm.Config, tokens: int, context, micros: int = 1) -> Contender:
+    """Training steps of so many micro-batches of about so many random tokens."""
     torch.manual_seed(0)
     V = 50_257 if context.device.type == "cuda" else VOCABULARY
     sequences = max(1, tokens // config.block_size)
-    ids = torch.randint(V, (sequences, config.block_size), device=context.device)
-    config = replace(config, micro_tokens=ids.numel())
+    ids = torch.randint(V, (sequences, config.block_size)).to(context.device)
     net = model.GPT(config, V).to(context.device)
-    work = flops.flops_per_token(net, config, head=2 * config.n_embd * V)["total"]
-    forward = net if alone else parallel.wrap(net, config, context)
+    forward = parallel.wrap(net, config, context)
     optimizer = adamw(net, config)
 
     def run():
-        for micro in range(micros):
-            forward.require_backward_grad_sync = micro == micros - 1  # processes exchange gradients once
+        for _ in range(micros):
             with context.autocast():
                 logits, balance = forward(ids)
                 loss = cross_entropy(logits.flatten(0, 1), ids.flatten())
@@ -291,51 +301,14 @@ def trainee(config: train_lm.Config, tokens: int, context, micros: int = 1, alon
         optimizer.zero_grad()
         net.after_step()
 
-    held = sum(parallel.local(p).numel() for p in net.parameters())
-    S = micros * ids.numel()
-    # State: weights, gradients and Adam's two moments, in fp32.
-    return Contender(run, {"S": S, "gflops": 3e-9 * S * work, "state_mb": 16 * held / 2**20})
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Several processes
-
-MICROS = 4  # micro-batches of a step, which the processes share out
-
-
-def bench_scale(config: Config, context) -> Iterator[list[dict]]:
-    """Training steps that the processes of torchrun share, beside those of one process while the others wait.
-
-    `communication` is the share of a step that the same processes save where none waits for another; `state_mb` are
-    the weights, gradients and moments of each.
-    """
-    world = context.world
-    if MICROS % world:
-        raise ValueError(f"{world} processes cannot share out {MICROS} micro-batches evenly")
-    preset = "openwebtext-323M" if context.device.type == "cuda" else "small"
-    *_, base = decoders(preset).values()
-    step = partial(trainee, tokens=config.tokens // MICROS, context=context)
-    ways = {"one process": step(base, micros=0 if context.rank else MICROS, alone=True)}
-    if world > 1:
-        step = partial(step, micros=MICROS // world)
-        ways["no communication"] = step(base, alone=True)
-        ways["data parallel"] = step(base)
-        ways["expert parallel"] = step(replace(base, expert_parallel=world))
-        ways["shard"] = step(replace(base, shard=True))
-        ways["both"] = step(replace(base, expert_parallel=world, shard=True))
-    found = measure("scale", ways, config, context)
-    one, *shared = found
-    for record in found:
-        record["processes"] = 1 if record is one else world
-        record["speedup"] = one["ms"] / record["ms"]
-        record["communication"] = 0.0 if record is one else 1 - shared[0]["ms"] / record["ms"]
-    yield found
+    S, head = micros * ids.numel(), 2 * config.n_embd * V
+    work = flops.flops_per_token(net, config, head)["total"]
+    return Contender(run, {"S": S, "gflops": 3e-9 * S * work})
 
 
 BENCHES = {  # and the columns of its table
     "layer": (bench_layer, "shape impl runs ms spread ratio to_compiled peak_mb gflops"),
     "step": (bench_step, "shape impl runs ms spread tokens_per_second peak_mb to_dense to_switch"),
-    "scale": (bench_scale, "processes impl runs ms spread speedup communication state_mb"),
 }
 
 
@@ -360,7 +333,7 @@ def main():
             rows = [[cell(record[column]) for column in columns] for record in found]
             context.say(f"\n{markdown_table(columns, rows)}")
             records += found
-    if config.json and context.rank == 0:
+    if config.json:
         text = ",\n".join(json.dumps(record | {"machine": where}) for record in records)  # a record a line
         Path(config.json).write_text(f"[\n{text}\n]\n")
 
