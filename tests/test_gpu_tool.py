@@ -67,6 +67,7 @@ def test_a_layer_that_is_wrong_here_is_seen(wrong, monkeypatch):
     assert not any(result["right"] for result in gpu.against_the_cpu("topk"))
 
 
+@pytest.mark.filterwarnings("ignore:called a sync", "ignore:something else")
 def test_a_host_wait_is_noted_by_file_and_line(monkeypatch):
     def waits():
         warnings.warn("called a synchronizing CUDA operation", stacklevel=1)

@@ -106,16 +106,16 @@ def peak_memory(run: Callable) -> float | None:
 # One layer
 
 
-def shape(D: int, split: int, router: str, expert_ffns: int = 8) -> train_lm.Config:
+def of_size(D: int, split: int, router: str, expert_ffns: int = 8) -> train_lm.Config:
     changes = dict(n_embd=D, ffn_size=4 * D, split=split, router=router)
     return train_lm.Config(**changes, expert_ffns=expert_ffns)
 
 
 SHAPES = {
-    "S1": shape(256, 1, "switch"),  # 8 experts of width 1024
-    "S2": shape(256, 8, "threshold"),  # 64 of 128
-    "S3": shape(768, 8, "topk"),  # 64 of 384
-    "S4": shape(768, 1, "switch", expert_ffns=32),  # 32 of 3072
+    "S1": of_size(256, 1, "switch"),  # 8 experts of width 1024
+    "S2": of_size(256, 8, "threshold"),  # 64 of 128
+    "S3": of_size(768, 8, "topk"),  # 64 of 384
+    "S4": of_size(768, 1, "switch", expert_ffns=32),  # 32 of 3072
 }
 LOGIT_STD = 2.75  # of what a router says of a token, so that it has preferences as a trained one has
 
