@@ -80,7 +80,7 @@ def measure(group: str, contenders: dict[str, Contender], config: Config, contex
         first, middle, third = statistics.quantiles(enough, method="inclusive")
         record = {"shape": group, "impl": name, "runs": len(found)}
         record |= {"ms": middle, "spread": (third - first) / 2, "all_ms": found}
-        record["peak_mb"] = peak_memory(contender.run)
+        record["peak_mb"] = peak_memory(contender.run, context)
         records.append(record | contender.facts)
     return records
 
@@ -92,9 +92,9 @@ def clock(context) -> float:
     return 1e3 * time.perf_counter()
 
 
-def peak_memory(run: Callable) -> float | None:
+def peak_memory(run: Callable, context) -> float | None:
     """The MB on a GPU that a run needs at its peak beyond what is there before it."""
-    if not torch.cuda.is_available():
+    if context.device.type != "cuda":
         return None
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

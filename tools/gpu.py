@@ -217,7 +217,7 @@ def attention() -> Results:
     for name, way in ways.items():
         again = partial(once, way, inputs)
         facts = {"way": name} | judge(again(), expected, 0.03)
-        yield facts | {"ms": milliseconds(again), "peak_mb": bench.peak_memory(again)}
+        yield facts | {"ms": milliseconds(again), "peak_mb": bench.peak_memory(again, HERE)}
 
 
 def compiled_router() -> Results:
@@ -422,7 +422,7 @@ def piece(name: str, step: Callable, *inputs: Tensor, flops: float = 0) -> dict:
         back = partial(torch.autograd.grad, y, moving, torch.ones_like(y), retain_graph=True)
         facts["backward_ms"] = milliseconds(back)
         facts["least_backward_ms"] = least_ms(2 * flops, 2 * moved)
-    return facts | {"peak_mb": bench.peak_memory(partial(step, *leaves))}
+    return facts | {"peak_mb": bench.peak_memory(partial(step, *leaves), HERE)}
 
 
 LAYER = {"ceilings": ceilings}
