@@ -236,7 +236,7 @@ def compiled_router() -> Results:
         return {"experts": router.experts.grad}
 
     compiled = gradient(parallel.wrap(router, constants, HERE))
-    yield judge(compiled, gradient(router), 1e-5)
+    yield judge(compiled, gradient(router), 3e-4)  # bfloat16 would differ by 2e-3
 
 
 def host_waits(router: str) -> Results:
@@ -474,7 +474,7 @@ def stopped_and_resumed() -> Results:
         second = subprocess.run(command, **pipes)
     exits = [first.returncode, second.returncode]
     right = exits == [143, 0] and "goes on from step" in second.stdout
-    yield {"right": right, "exits": exits, "said": re.findall("(?m)^step .*: train .*", second.stdout)}
+    yield {"right": right, "exits": exits, "output": "" if right else second.stdout[-3000:]}
 
 
 MODELS = {"124M dense": "openwebtext-124M", "323M threshold": "openwebtext-323M"}
