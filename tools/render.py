@@ -1,15 +1,24 @@
-"""Writes results/README.md from what is committed in that folder: results of runs, measurements, and notes by hand.
+"""Fills README.md and results/*.md with tables of what is committed in results/, and draws the pages' pictures.
 
-    python tools/render.py             writes the page
-    python tools/render.py --check     writes nothing, and exits with 1 where the page is not up to date
+    python tools/render.py             writes
+    python tools/render.py --check     writes nothing, and exits with 1 where a page or a picture is not up to date
 
-A table of runs is the script's own, from results/SCRIPT/RUN.json, the runs' `result.json`; the row of a run that is not
-there is empty. results/analyses has what analyze.py wrote, results/bench what `tools/bench.py --json` did. Every table
-has a note: results/notes/SCRIPT-PRESET-GIVEN-NUMBER.md (but for what is the demo's), analysis-NAME.md, bench-NAME.md.
+Under a line such as
+
+    `python train_lm.py --table 1 --seeds 3` <!-- method | paper, OWT | bits/byte as here -->
+
+stands that command's table, in these columns, made of results/train_lm/RUN.json, the runs' `result.json`. Rows that
+have not been run are left out. With `<!-- bench/step: shape=encoder | impl | ms -->` the rows are those of
+bench/step.json whose shape is `encoder`. `<!-- claims: claim | verdict -->` compares runs seed by seed, as
+results/claims.json says. All else of a page is written by hand.
 """
 
 import importlib
 import json
+import math
+import re
+import shlex
+import statistics
 import sys
 from pathlib import Path
 
@@ -17,203 +26,226 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # where the project's modules are
 
-from engine.config import identity, run_name
+from analysis.shared import Panel, canvas, draw
+from engine.config import command_line, identity, run_name
 from engine.device import clear_errors
-from engine.table import Table, cell, markdown_table, seeds_of
+from engine.table import Table, markdown_table, mean_cell, seeds_of
 
 RESULTS = Path(__file__).parents[1] / "results"
-SEEDS = 5  # a row is the mean over those of its first so many seeds that are there
-
-SHORT = {"mask_share": 0.15, "steps": 4000, "eval_every": 1000}
-WIKIPEDIA = {"data": "enwiki", "dropout": 0.0, "steps": 2500}
-FAST = WIKIPEDIA | {"learning_rate": 1e-3}
-HALF = {"n_embd": 64, "ffn_size": 256, "expert_size": 256}
-TABLES = [  # script, preset, number of the table (None: the run of the preset itself), what else is given, in words
-    ("train_lm", "demo", 1),
-    ("train_lm", "demo", 1, {"router_std": 0.4}, "routers from 0.4"),
-    ("train_lm", "demo", 2),
-    ("train_lm", "small", 1, {"router_std": 0.28}, "routers from 0.28"),
-    ("train_lm", "small", 1, WIKIPEDIA, "enwiki"),
-    ("train_lm", "small", 1, FAST, "enwiki, rate 0.001"),
-    ("train_lm", "small", 2, WIKIPEDIA, "enwiki"),
-    ("train_lm", "small", 2, FAST, "enwiki, rate 0.001"),
-    ("train_mlm", "demo", 2),
-    ("train_mlm", "demo", 3),
-    ("train_mlm", "demo", 5),
-    ("train_mlm", "demo", None, {"router": "hash"}),
-    ("train_mlm", "demo", None, {"router": "switch", "experts": 1}),
-    ("train_mlm", "demo", None, {"router": "switch", "experts": 4}),
-    ("train_mlm", "multilingual", 2),
-    ("train_mlm", "multilingual", 2, HALF, "width 64"),
-    ("train_mlm", "demo", 2, SHORT, "15% masked"),
-    ("train_mlm", "demo", 2, {"relative_bias": False} | SHORT, "15% masked, learned positions alone"),
-    ("train_electra", "demo", 2),
-    ("train_electra", "multilingual", 2),
-    ("train_electra", "ciphers", None, {"objective": "mlm", "dtype": "float32"}),
-    ("train_electra", "ciphers", None, {"dtype": "float32"}),
-    ("train_mt", "demo", None),
-    ("train_mt", "multi30k", 3),
-    ("finetune_xtreme", "demo", None),
-    ("finetune_xtreme", "demo", None, {"frozen": False}),
-    ("finetune_xtreme", "demo", "1"),
-    ("finetune_xtreme", "demo", "xlme1"),
-]
-ANALYSES = {  # file: title
-    "gamma": "Experts that do less at test (XMoE figure 4)",
-    "threshold": "Another threshold at test (XMoE figure 7)",
-    "collapse": "RC and RF in the course of training (X-MoE figures 2c and 3a)",
-    "collapse-sigmoid": "RC and RF with a sigmoid gate (X-MoE figures 2c and 3a)",
-    "collapse-multilingual": "RC and RF on real text (X-MoE figures 2c and 3a)",
-    "consistency": "Loads of the experts, fine-tuning runs of three seeds (X-MoE figure 3b)",
-    "retrieval": "Translations found, by the plain cosine (XLM-E table 5)",
-    "retrieval-multilingual": "Translations found by encoders of real text (XLM-E table 5)",
-    "alignment-multilingual": "Words aligned by encoders of real text (XLM-E table 6)",
-    "part-of-speech": "Part of speech after fine-tuning, at equal FLOPs (XLM-E table 7)",
-    "transfer-multilingual": "After fine-tuning on English, encoders of real text (XLM-E table 7)",
+LINE = re.compile(r"^(?:`python ([\w/]+)\.py(.*)` )?<!-- (?:([\w/-]+): )?(.*) -->\n\n(?:\|.*\n)*", re.M)
+SEEDS = ("", "-seed=1", "-seed=2", "-seed=3", "-seed=4")  # in a run's name, in place of its {}
+UNITS = {  # of a claim: how a number is taken, so that the claim says that the difference of two is above 0
+    "perplexity, % lower": lambda x: -100 * math.log(x),
+    "points more of BLEU, F1 or accuracy": lambda x: x,
+    "% more of masked tokens right, or of translations found": lambda x: 100 * x,
+    "points of RF lower": lambda x: -100 * x,
+    "doublings of RC": math.log2,
 }
-BENCHES = {  # file: title, and the columns of its table
-    "layer": ("One layer, forward and backward", "shape impl runs ms spread ratio to_compiled peak_mb"),
-    "step": ("Whole training steps", "shape impl ms spread tokens_per_second to_dense to_switch peak_mb"),
-    "size": ("More tokens, and more experts", "shape S E F ms spread us_per_token rows_per_token peak_mb kb_per_token"),
-    "translate": ("Beam search, with a cache and without", "shape impl runs ms spread tokens tokens_per_second ratio"),
-    "scale": ("Several processes", "processes impl runs ms spread speedup communication state_mb"),
-    "paper": (
-        "Many GPUs, on paper",
-        "model gpus expert_parallel state_gb exchange_kb gflops compute_ms exchange_ms gradients_ms communication",
-    ),
+PICTURES = {  # of each panel: title, results/analyses/FILE.json, and of its records the name of a line, x and y
+    "xmoe-work": [
+        ("Half of the work costs little", "gamma", "experts", "FLOPs, limit", "perplexity"),
+        ("More than four experts gain nothing", "threshold", "t is changed", "served", "perplexity"),
+    ],
+    "x-moe-collapse": [
+        ("RC: X-MoE's is higher, and so is chance's", "collapse", "experts", "step", "RC"),
+        ("RF, softmax gate: no lower", "collapse", "experts", "step", "RF"),
+        ("RF, sigmoid gate: lower", "collapse-sigmoid", "experts", "step", "RF"),
+    ],
+    "xlm-e-layers": [
+        ("Django's messages: XLM-E's upper layers find fewer", "layers", "encoder", "layer", "translations found, %"),
+        ("Ciphers, each language about its mean", "layers-ciphers", "encoder", "layer", "translations found, %"),
+    ],
 }
 
 
-def page(folder: Path = RESULTS) -> str:
-    """The whole page. Raises ValueError where a note is missing or a result cannot be read."""
-    parts = [note(folder, name) for name in ("introduction", "verdicts", "analysis-flops")]
-    for table in TABLES:
-        parts += table_of_runs(folder, *table)
-    for name, title in ANALYSES.items():
-        parts += [f"## {title}", read(folder / "analyses" / f"{name}.json", render_analysis)]
-        parts.append(note(folder, f"analysis-{name}"))
-    parts.append(note(folder, "bench"))
-    for name, (title, columns) in BENCHES.items():
-        parts += [f"### {title}", read(folder / "bench" / f"{name}.json", render_bench, columns.split())]
-        parts.append(note(folder, f"bench-{name}"))
-    parts += [note(folder, name) for name in ("soak", "unreproduced", "differences")]
-    return "\n\n".join(parts) + "\n"
+# ---------------------------------------------------------------------------------------------------------------------
+# Tables
 
 
-def note(folder: Path, name: str) -> str:
-    file = folder / "notes" / f"{name}.md"
-    if not file.exists():
-        raise ValueError(f"{file} is missing: write there what was run, how to read it and what it does not show")
-    return file.read_text().strip()
+def fill(page: str, folder: Path) -> str:
+    """The page with its tables made anew."""
+
+    def table(found: re.Match) -> str:
+        script, options, file, columns = found.groups()
+        rows = claims(folder) if file == "claims" else measured(folder, file) if file else runs(folder, script, options)
+        line, headers = found[0].partition("\n")[0], {}  # headers: in the rows -> in the page
+        for column in columns.split(" | "):
+            name, _, value = column.partition("=")
+            if value:
+                rows = [row for row in rows if row[name] == value]
+            else:
+                name, _, shown = column.partition(" as ")
+                headers[name] = shown or name
+        if not rows or headers.keys() - rows[0].keys():
+            raise ValueError(f"{line}: no such row or column; there are {', '.join(rows[0] if rows else ['no rows'])}")
+        body = markdown_table([*headers.values()], [[row[name] for name in headers] for row in rows])
+        if file == "claims":  # has whole sentences, which columns as wide as themselves would push out of sight
+            body = re.sub(" +(?= )", "", re.sub("-+(?=---)", "", body))
+        return f"{line}\n\n{body}\n"
+
+    return LINE.sub(table, page)
 
 
-def read(file: Path, take, *more):
-    """take(content, *more), of a file of JSON. Raises ValueError where it is missing, or is not what `take` takes."""
-    if not file.exists():
-        raise ValueError(f"{file} is missing: measure it, or take it out of tools/render.py")
+def read(file: Path, take=lambda content: content):
+    """take(content) of a file of JSON. Raises ValueError where it is missing, or is not what `take` takes."""
     try:
-        return take(json.loads(file.read_text()), *more)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        return take(json.loads(file.read_text()))
+    except FileNotFoundError:
+        raise ValueError(f"{file} is missing: measure it, or take it off its page") from None
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{file} is not what its script writes today ({error!r}): measure it again") from None
 
 
-def render_analysis(found: dict) -> str:
-    headers, *rows = found["table"]
-    return f"`{found['command']}`\n\n{markdown_table(headers, rows)}"
+def runs(folder: Path, script: str, options: str) -> list[dict]:
+    """The rows of a command that have been run, each the mean over its seeds.
 
-
-def render_bench(records: list[dict], columns: list[str]) -> str:
-    rows = []
-    for record in records:
-        rows.append([cell(record[column]) for column in columns])
-    return markdown_table(columns, rows)
-
-
-def table_of_runs(folder: Path, script: str, preset: str, number, given=None, words="") -> list[str]:
-    """Title, command, table and note. Of a table for which more is given, only rows that were run are shown."""
-    module, given = importlib.import_module(script), given or {}
-    base = module.Config(**{"preset": preset, "seeds": SEEDS} | module.PRESETS[preset] | given)
-    if number:
-        table = module.TABLES[number](base)
-    else:
-        table = Table(f"{script}.py, {run_name(base, module.PRESETS)}", ("run",), [((preset,), {})])
-    rows, results = [], []
-    for row in table.rows:
-        found = read_seeds(folder / script, seeds_of(base, row[1]), module)
-        if found or not given:
-            rows.append(row)
-            results.append(found)
-    shown = "" if preset == "demo" and (number or given) else preset
-    name = "-".join(filter(None, [script, shown, *map(str, given.values()), str(number or "")]))
-    title = [table.title, shown, words] if number else [table.title]
-    seeds = max(map(len, results), default=1)
-    return [
-        f"## {', '.join(filter(None, title))}",
-        f"`{command_of(script, preset, given, number, seeds)}`{effort(sum(results, []))}",
-        table._replace(rows=rows).render(results, module.cells),
-        note(folder, name),
-    ]
-
-
-def command_of(script: str, preset: str, given: dict, number, seeds: int) -> str:
-    options = given | {"table": number}
-    if preset != "demo":
-        options = {"preset": preset} | options
-    if script == "finetune_xtreme" and number:
-        options["source"] = "XTREME_FOLDER"
-    if seeds > 1:
-        options["seeds"] = seeds
-    words = [f"python {script}.py"]
-    for name, value in options.items():
-        if value is not None:
-            words.append(f"--{name} {str(value).lower() if isinstance(value, bool) else value}")
-    return " ".join(words)
-
-
-def file_name(config, presets: dict[str, dict]) -> str:
-    name = run_name(config, presets)
-    if getattr(config, "eval_only", False):  # of train_lm.py: a trained model, routed otherwise
-        name += f"-eval-t={config.eval_threshold}-capacity={config.eval_capacity}"
-    return f"{name}.json"
-
-
-def read_seeds(folder: Path, configs: list, script) -> list[dict]:
-    """What was measured with these configs, as far as it is kept.
-
-    Raises ValueError where the script can make no table of it, or where its constants are not the config's: those of a
-    preset change.
+    Raises ValueError where a run's constants are not those that the command means today.
     """
-    found = []
-    for config in configs:
-        file = folder / file_name(config, script.PRESETS)
-        if not file.exists():
-            continue
-        _, result = read(file, lambda result: (script.cells(result), result))
-        for constant, value in identity(config).items():
-            before = result.get("config", {}).get(constant, value)
-            if before != value:
-                raise ValueError(f"{file} has {constant} {before}, its row in the tables {value}: measure it again")
-        found.append(result)
+    module = importlib.import_module(script)
+    config = command_line(module.Config, module.PRESETS, shlex.split(options))
+    table = module.TABLES[config.table](config) if config.table else Table("", ("run",), [((config.preset,), {})])
+    rows = []
+    for labels, change in table.rows:
+        found = []
+        for one in seeds_of(config, change):
+            name = run_name(one, module.PRESETS)
+            if getattr(one, "eval_only", False):  # of train_lm.py: a trained model, routed otherwise
+                name += f"-eval-t={one.eval_threshold}-capacity={one.eval_capacity}"
+            file = folder / script / f"{name}.json"
+            if not file.exists():
+                continue
+            cells, before = read(file, lambda result: (module.cells(result), result.get("config", {})))
+            found.append(cells)
+            for constant, value in identity(one).items():
+                if before.get(constant, value) != value:
+                    raise ValueError(f"{file} has {constant} {before[constant]}, its command {value}: run it again")
+        if found:
+            means = {name: mean_cell([cells[name] for cells in found]) for name in found[0]}
+            rows.append(dict(zip(table.labels, labels)) | means)
+    return rows
+
+
+def measured(folder: Path, name: str) -> list[dict]:
+    """{header: cell} of each row of what analyze.py or `tools/bench.py --json` wrote."""
+
+    def take(content) -> list[dict]:
+        if isinstance(content, list):
+            return [{key: f"{x:.2f}" if type(x) is float else x for key, x in row.items()} for row in content]
+        headers, *rows = content["table"]
+        return [dict(zip(headers, row, strict=True)) for row in rows]
+
+    return read(folder / f"{name}.json", take)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Claims
+
+
+def claims(folder: Path) -> list[dict]:
+    """Each claim with its effects, and what they say together."""
+    rows = []
+    for claim in read(folder / "claims.json"):
+        effects = [effect(folder, pair) for pair in claim["pairs"]]
+        verdicts = {found["verdict"] for found in effects}
+        several = "in part" if "holds" in verdicts else "level or worse"
+        verdict = claim.get("verdict") or (several if len(verdicts) > 1 else verdicts.pop())
+        words = "<br>".join(found["words"] for found in effects)
+        rows.append(claim | {"pairs": effects, "verdict": f"**{verdict}**", "effect": words})
+    return rows
+
+
+def effect(folder: Path, pair: dict) -> dict:
+    """The mean of the differences between two runs of the same seed, with a 95% t-interval over seeds and its p."""
+    from scipy import stats
+
+    take = UNITS[pair["unit"]]
+    ours, other = (values(folder, pair[side], pair["number"]) for side in ("ours", "other"))
+    differences = [take(ours[seed]) - take(other[seed]) for seed in SEEDS if seed in ours and seed in other]
+    if len(differences) < 2:
+        raise ValueError(f"{pair['ours']} and {pair['other']} have no two seeds in common: no interval")
+    test = stats.ttest_1samp(differences, 0)
+    low, high = map(float, test.confidence_interval())
+    middle = statistics.fmean(differences)
+    words = f"{pair['where']}: {middle:+.2g} ({low:+.2g} to {high:+.2g}, p {test.pvalue:.2g})"
+    verdict = "holds" if low > 0 else "the opposite" if high < 0 else "level"
+    paper = take(pair["paper"][1]) - take(pair["paper"][0]) if "paper" in pair else None
+    return pair | dict(seeds=differences, mean=middle, ends=[low, high], paper=paper, words=words, verdict=verdict)
+
+
+def values(folder: Path, name: str, number: str) -> dict[str, float]:
+    """{seed: a number of SCRIPT/RUN}: one of its cells, or of its record in an analysis (`analyses/FILE: NAME`)."""
+    analysis, _, key = number.rpartition(": ")
+    if analysis:
+        records = read(
+            folder / f"{analysis}.json", lambda content: {one["run"]: one[key] for one in content["records"]}
+        )
+        return {seed: records[f"out/{name.format(seed)}"] for seed in SEEDS if f"out/{name.format(seed)}" in records}
+    cells = importlib.import_module(name.partition("/")[0]).cells
+    files = {seed: folder / f"{name.format(seed)}.json" for seed in SEEDS}
+    return {seed: read(file, lambda result: cells(result)[key][0]) for seed, file in files.items() if file.exists()}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pictures
+
+
+def pictures(folder: Path) -> dict[str, tuple]:
+    """{name: (how it is drawn, the numbers in it)}."""
+    units = {unit: [] for unit in UNITS}
+    for claim in claims(folder):
+        for pair in claim["pairs"]:
+            units[pair["unit"]].append(pair | {"claim": claim["short"]})
+    found = {"verdicts": (forest, units)}
+    for name, panels in PICTURES.items():
+        records = [read(folder / f"analyses/{file}.json", lambda content: content["records"]) for _, file, *_ in panels]
+        found[name] = curves, [[title, own, *axes] for (title, _, *axes), own in zip(panels, records)]
     return found
 
 
-def effort(results: list[dict]) -> str:
-    """How long runs took, and on what."""
-    seconds = sum(result.get("seconds", 0.0) for result in results)
-    machines = [result["machine"] for result in results if "machine" in result]
-    words = {"{device}, threads {threads}, {dtype}, torch {torch}".format(**machine) for machine in machines}
-    return f"; {seconds / 60:.0f} minutes of training; {'; '.join(sorted(words))}" if words else ""
+def curves(panels: list[list]):
+    return draw([Panel(*panel) for panel in panels])
 
 
-def main(check: bool = False, folder: Path = RESULTS):
-    """check: write nothing, and exit with 1 where the page is not up to date; folder: where results and notes are."""
-    file = folder / "README.md"
+def forest(units: dict[str, list[dict]]):
+    """A panel for each unit, and in it a row for each comparison: its seeds, their mean, its interval, the paper's."""
+    figure = canvas(1, 9, 0.25 * sum(map(len, units.values())) + 0.7 * len(units))
+    figure.clear()
+    rows = figure.subplots(len(units), 1, height_ratios=[len(pairs) + 1.2 for pairs in units.values()])
+    for axes, (unit, pairs) in zip(rows, units.items()):
+        for y, pair in enumerate(pairs):
+            color = {"holds": "#0072B2", "level": "0.55"}.get(pair["verdict"], "#D55E00")
+            axes.plot(pair["ends"], [y, y], color=color, linewidth=2)
+            axes.plot(pair["seeds"], [y] * len(pair["seeds"]), "|", color=color, markersize=9)
+            axes.plot(pair["mean"], y, "o", color=color)
+            if pair["paper"] is not None:
+                axes.plot(pair["paper"], y, "D", color="black", markerfacecolor="white")
+        axes.axvline(0, color="black", linewidth=0.8)
+        axes.set_yticks(range(len(pairs)), [f"{pair['claim']}: {pair['where']}" for pair in pairs], fontsize=8)
+        axes.set_ylim(len(pairs) - 0.4, -0.6)
+        axes.set_title(unit, fontsize=9, loc="left")
+        axes.spines[["top", "right", "left"]].set_visible(False)
+    figure.suptitle("Right of 0 is what the paper says: blue holds, grey is level, red is the opposite", fontsize=10)
+    return figure
+
+
+def main(check: bool = False, root: Path = RESULTS.parent):
+    """check: write nothing, and exit with 1 where something is not up to date; root: of README.md and results/."""
+    folder, old = root / "results", []
     with clear_errors():
-        new = page(folder)
-        if not check:
-            file.write_text(new)
-        elif not file.exists() or file.read_text() != new:
-            raise ValueError(f"{file} is not up to date: python tools/render.py")
+        for page in (root / "README.md", *sorted(folder.glob("*.md"))):
+            new = fill(page.read_text(), folder)
+            if new != page.read_text():
+                old.append(page.name)
+                if not check:
+                    page.write_text(new)
+        for name, (drawn, numbers) in pictures(folder).items():
+            file, kept = folder / f"{name}.png", json.dumps(numbers)
+            if not check:
+                drawn(json.loads(kept)).savefig(file, dpi=120, metadata={"Description": kept})
+            elif not file.exists() or kept.encode() not in file.read_bytes():
+                old.append(file.name)
+        if check and old:
+            raise ValueError(f"not up to date: {', '.join(old)}: python tools/render.py")
 
 
 if __name__ == "__main__":
