@@ -81,8 +81,8 @@ def test_a_table_has_the_rows_that_were_run_and_the_columns_that_are_asked_for(t
         config = identity(train_lm.Config(router="switch", seed=seed))
         result = {"test": scores, "test_no_limit": scores, "parameters": {"total": 2e6}, "config": config}
         (folder / f"demo{f'-seed={seed}' * (seed > 0)}-router=switch.json").write_text(json.dumps(result))
-    filled = render.fill(f"{TABLE}| old |\n\nWords.\n", tmp_path)
-    assert filled.startswith(TABLE) and filled.endswith("|\n\nWords.\n")
+    filled = render.fill(f"{TABLE}Words.\n", tmp_path)
+    assert filled.startswith(TABLE) and filled.endswith("|\n\nWords.\n") and filled == render.fill(filled, tmp_path)
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in filled.splitlines() if line.startswith("|")]
     assert rows[::2] == [["method", "here", "unserved"], ["Switch", "12.00 ± 2.00", "25.00% ± 0.00%"]]
     with pytest.raises(ValueError, match="no such row or column; there are method, experts, paper, OWT"):

@@ -32,7 +32,7 @@ from engine.device import clear_errors
 from engine.table import Table, markdown_table, mean_cell, seeds_of
 
 RESULTS = Path(__file__).parents[1] / "results"
-LINE = re.compile(r"^(?:`python ([\w/]+)\.py(.*)` )?<!-- (?:([\w/-]+): )?(.*) -->\n\n(?:\|.*\n)*", re.M)
+LINE = re.compile(r"^(?:`python ([\w/]+)\.py(.*)` )?<!-- (?:([\w/-]+): )?(.*) -->\n+(?:\|.*\n)*\n*", re.M)
 SEEDS = ("", "-seed=1", "-seed=2", "-seed=3", "-seed=4")  # in a run's name, in place of its {}
 UNITS = {  # of a claim: how a number is taken, so that the claim says that the difference of two is above 0
     "perplexity, % lower": lambda x: -100 * math.log(x),
@@ -81,7 +81,7 @@ def fill(page: str, folder: Path) -> str:
         body = markdown_table([*headers.values()], [[row[name] for name in headers] for row in rows])
         if file == "claims":  # has whole sentences, which columns as wide as themselves would push out of sight
             body = re.sub(" +(?= )", "", re.sub("-+(?=---)", "", body))
-        return f"{line}\n\n{body}\n"
+        return f"{line}\n\n{body}\n\n"
 
     return LINE.sub(table, page)
 
