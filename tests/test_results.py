@@ -115,12 +115,13 @@ def test_an_effect_is_the_mean_difference_of_seeds_with_its_interval(tmp_path, b
     names = ["train_lm/demo", "train_lm/demo-seed=1", "train_lm/demo-seed=2"]
     records = [{"run": f"out/{name}", "F1": x} for name, x in zip(names, better)]
     records += [{"run": f"out/{name}-router=dense", "F1": x} for name, x in zip(names, [1, 2, 3])]
-    (tmp_path / "a.json").write_text(json.dumps({"records": records}))
+    (tmp_path / "analyses").mkdir()
+    (tmp_path / "analyses" / "a.json").write_text(json.dumps({"records": records}))
     runs = {"ours": "train_lm/demo{}", "other": "train_lm/demo{}-router=dense"}
     unit, *_ = [unit for unit in render.UNITS if unit.startswith("points more")]
     found = render.effect(tmp_path, runs | {"number": "a: F1", "unit": unit, "where": "here", "paper": [70, 72]})
     assert found["ends"] == pytest.approx([low, high], abs=1e-3) and found["verdict"] == verdict
-    assert found["mean"] == pytest.approx((low + high) / 2, abs=1e-3) and found["paper"] == 2
+    assert found["mean"] == pytest.approx([(low + high) / 2], abs=1e-3) and found["paper"] == [2]
     if verdict == "level":
         assert found["words"] == "here: +2 (-0.48 to +4.5, p 0.074)"
 

@@ -41,7 +41,7 @@ UNITS = {  # of a claim: how a number is taken, so that the claim says that the 
     "points of RF lower": lambda x: -100 * x,
     "doublings of RC": math.log2,
 }
-PICTURES = {  # of each panel: title, results/analyses/FILE.json, and of its records the name of a line, x and y
+PICTURES = {  # of each panel: title, where its records are, and in these the name of a line, x and y
     "xmoe-work": [
         ("Half of the work costs little", "gamma", "experts", "FLOPs, limit", "perplexity"),
         ("More than four experts gain nothing", "threshold", "t is changed", "served", "perplexity"),
@@ -52,8 +52,8 @@ PICTURES = {  # of each panel: title, results/analyses/FILE.json, and of its rec
         ("RF, sigmoid gate: lower", "collapse-sigmoid", "experts", "step", "RF"),
     ],
     "xlm-e-layers": [
-        ("Django's messages: XLM-E's upper layers find fewer", "layers", "encoder", "layer", "translations found, %"),
-        ("Ciphers, each language about its mean", "layers-ciphers", "encoder", "layer", "translations found, %"),
+        ("Django's messages: XLM-E's upper layers find fewer", "demo: retrieval", "encoder", "layer", "found, %"),
+        ("Ciphers, each language about its mean", "ciphers: centred", "encoder", "layer", "found, %"),
     ],
 }
 
@@ -169,17 +169,17 @@ def effect(folder: Path, pair: dict) -> dict:
     words = f"{pair['where']}: {middle:+.2g} ({low:+.2g} to {high:+.2g}, p {test.pvalue:.2g})"
     verdict = "holds" if low > 0 else "the opposite" if high < 0 else "level"
     paper = take(pair["paper"][1]) - take(pair["paper"][0]) if "paper" in pair else None
-    return pair | dict(seeds=differences, mean=middle, ends=[low, high], paper=paper, words=words, verdict=verdict)
+    drawn = {"seeds": differences, "mean": [middle], "ends": [low, high], "paper": [] if paper is None else [paper]}
+    rounded = {name: [round(x, 3) for x in numbers] for name, numbers in drawn.items()}  # the same on every machine
+    return pair | rounded | {"words": words, "verdict": verdict}
 
 
 def values(folder: Path, name: str, number: str) -> dict[str, float]:
-    """{seed: a number of SCRIPT/RUN}: one of its cells, or of its record in an analysis (`analyses/FILE: NAME`)."""
+    """{seed: a number of SCRIPT/RUN}: one of its cells, or of its record in an analysis (`FILE: NAME`)."""
     analysis, _, key = number.rpartition(": ")
     if analysis:
-        records = read(
-            folder / f"{analysis}.json", lambda content: {one["run"]: one[key] for one in content["records"]}
-        )
-        return {seed: records[f"out/{name.format(seed)}"] for seed in SEEDS if f"out/{name.format(seed)}" in records}
+        seeds = {f"out/{name.format(seed)}": seed for seed in SEEDS}
+        return {seeds[one["run"]]: one[key] for one in records(folder, analysis) if one["run"] in seeds}
     cells = importlib.import_module(name.partition("/")[0]).cells
     files = {seed: folder / f"{name.format(seed)}.json" for seed in SEEDS}
     return {seed: read(file, lambda result: cells(result)[key][0]) for seed, file in files.items() if file.exists()}
@@ -197,8 +197,22 @@ def pictures(folder: Path) -> dict[str, tuple]:
             units[pair["unit"]].append(pair | {"claim": claim["short"]})
     found = {"verdicts": (forest, units)}
     for name, panels in PICTURES.items():
-        records = [read(folder / f"analyses/{file}.json", lambda content: content["records"]) for _, file, *_ in panels]
-        found[name] = curves, [[title, own, *axes] for (title, _, *axes), own in zip(panels, records)]
+        found[name] = curves, [[title, records(folder, where), *axes] for title, where, *axes in panels]
+    return found
+
+
+def records(folder: Path, where: str) -> list[dict]:
+    """Those of results/analyses/WHERE.json; of `PRESET: MEASURE` what each layer of train_electra.py's encoders has."""
+    preset, _, measure = where.rpartition(": ")
+    if not preset:
+        return read(folder / f"analyses/{where}.json", lambda content: content["records"])
+    found = []
+    for file in sorted((folder / "train_electra").glob(f"{preset}*.json")):
+        config, shares = read(file, lambda result: (result["config"], result["held_out"][measure]))
+        xlm = "XLM with the bias" if config["relative_bias"] else "XLM"
+        record = {"run": file.stem, "encoder": "XLM-E" if config["objective"] == "rtd" else xlm}
+        for layer, share in enumerate(shares if config["tlm"] else []):
+            found.append(record | {"layer": layer, "found, %": 100 * share})
     return found
 
 
@@ -216,9 +230,8 @@ def forest(units: dict[str, list[dict]]):
             color = {"holds": "#0072B2", "level": "0.55"}.get(pair["verdict"], "#D55E00")
             axes.plot(pair["ends"], [y, y], color=color, linewidth=2)
             axes.plot(pair["seeds"], [y] * len(pair["seeds"]), "|", color=color, markersize=9)
-            axes.plot(pair["mean"], y, "o", color=color)
-            if pair["paper"] is not None:
-                axes.plot(pair["paper"], y, "D", color="black", markerfacecolor="white")
+            axes.plot(pair["mean"], [y], "o", color=color)
+            axes.plot(pair["paper"], [y] * len(pair["paper"]), "D", color="black", markerfacecolor="white")
         axes.axvline(0, color="black", linewidth=0.8)
         axes.set_yticks(range(len(pairs)), [f"{pair['claim']}: {pair['where']}" for pair in pairs], fontsize=8)
         axes.set_ylim(len(pairs) - 0.4, -0.6)
