@@ -26,7 +26,7 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # where the project's modules are
 
-from analysis.shared import Panel, canvas, draw
+from analysis.shared import LOG, Panel, canvas, draw
 from engine.config import command_line, identity, run_name
 from engine.device import clear_errors
 from engine.table import Table, markdown_table, mean_cell, seeds_of
@@ -217,7 +217,7 @@ def records(folder: Path, where: str) -> list[dict]:
 
 
 def curves(panels: list[list]):
-    return draw([Panel(*panel) for panel in panels])
+    return draw([Panel(*panel, more=LOG if panel[-1] == "RC" else {}) for panel in panels])
 
 
 def forest(units: dict[str, list[dict]]):
