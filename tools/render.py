@@ -32,7 +32,7 @@ from engine.device import clear_errors
 from engine.table import Table, markdown_table, mean_cell, seeds_of
 
 RESULTS = Path(__file__).parents[1] / "results"
-LINE = re.compile(r"^(?:`python ([\w/]+)\.py(.*)` )?<!-- (?:([\w/-]+): )?(.*) -->\n+(?:\|.*\n)*\n*", re.M)
+LINE = re.compile(r"^(?:`python ([\w/]+)\.py([^`]*)`\s)?<!--\s(?:([\w/-]+):\s)?([^>]*)\s-->\n+(?:\|.*\n)*\n*", re.M)
 SEEDS = ("", "-seed=1", "-seed=2", "-seed=3", "-seed=4")  # in a run's name, in place of its {}
 UNITS = {  # of a claim: how a number is taken, so that the claim says that the difference of two is above 0
     "perplexity, % lower": lambda x: -100 * math.log(x),
@@ -68,8 +68,8 @@ def fill(page: str, folder: Path) -> str:
     def table(found: re.Match) -> str:
         script, options, file, columns = found.groups()
         rows = claims(folder) if file == "claims" else measured(folder, file) if file else runs(folder, script, options)
-        line, headers = found[0].partition("\n")[0], {}  # headers: in the rows -> in the page
-        for column in columns.split(" | "):
+        line, headers = re.match(".*?-->", found[0], re.S)[0], {}  # headers: in the rows -> in the page
+        for column in " ".join(columns.split()).split(" | "):
             name, _, value = column.partition("=")
             if value:
                 rows = [row for row in rows if row[name] == value]
