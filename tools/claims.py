@@ -1,7 +1,8 @@
 """What tools/render.py compares and draws: claims as differences between runs, seed by seed, and the pages' pictures.
 
 results/claims.json has the claims. Each has pairs of runs, `ours` and `other`, with {} where a seed stands in their
-names; what is compared is a number of a script's table, or `FILE: NAME` of the records of results/analyses/FILE.json.
+names; what is compared is a number of a script's table or of its sparse layers, or `FILE: NAME` of the records of
+results/analyses/FILE.json.
 """
 
 import importlib
@@ -10,13 +11,14 @@ import math
 from pathlib import Path
 from statistics import fmean
 
+from analysis.measures import mean_over_layers
 from analysis.shared import LOG, Panel, canvas, draw
 
 SEEDS = ("", "-seed=1", "-seed=2", "-seed=3", "-seed=4")  # in the names of runs
 UNITS = {  # how a number is taken, so that the claim says that the difference of two is above 0
     "perplexity, % lower": lambda x: -100 * math.log(x),
     "points more of BLEU, F1 or accuracy": lambda x: x,
-    "% more of masked tokens right, or of translations found": lambda x: 100 * x,
+    "% more: masked tokens right, translations found, activations positive": lambda x: 100 * x,
     "points of RF lower": lambda x: -100 * x,
     "doublings of RC": math.log2,
 }
@@ -106,10 +108,15 @@ def values(folder: Path, run: str, number: str) -> dict[str, float]:
                 found[seed] = of_runs[name]
         return found
     script = importlib.import_module(run.partition("/")[0])
+
+    def take(result: dict) -> float:
+        cells = script.cells(result)
+        return cells[key][0] if key in cells else mean_over_layers(key, result["test"]["layers"])
+
     for seed in SEEDS:
         file = folder / f"{run.format(seed)}.json"
         if file.exists():
-            found[seed], _ = read(file, lambda result: script.cells(result)[key])
+            found[seed] = read(file, take)
     return found
 
 
