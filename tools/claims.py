@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import fmean
 
 from analysis.measures import mean_over_layers
-from analysis.shared import LOG, Panel, canvas, draw
+from analysis.shared import Panel, canvas, draw
 
 SEEDS = ("", "-seed=1", "-seed=2", "-seed=3", "-seed=4")  # in the names of runs
 UNITS = {  # how a number is taken, so that the claim says that the difference of two is above 0
@@ -35,9 +35,27 @@ PICTURES = {  # of each panel: title, where its records are, and in these the na
         ("RF, sigmoid gate: lower", "collapse-sigmoid", "experts", "step", "RF"),
     ],
     "xlm-e-layers": [
-        ("Django's messages: XLM-E's upper layers find fewer", "demo: retrieval", "encoder", "layer", "found, %"),
-        ("Ciphers, each language about its mean", "ciphers: centred", "encoder", "layer", "found, %"),
+        ("Django's messages: XLM-E's upper layers find fewer", "layers", "encoder", "layer", "found, %"),
+        ("Ciphers, each language about its mean", "layers of ciphers", "encoder", "layer", "found, %"),
     ],
+}
+
+LAYERS = {  # records that are read from results: what of `held_out` each layer has, and the runs of each encoder
+    "layers": (
+        "retrieval",
+        {
+            "XLM-E": "train_electra/demo{}",
+            "XLM": "train_electra/demo{}-objective=mlm-relative_bias=False-steps=10832",
+            "XLM with the bias": "train_electra/demo{}-objective=mlm-steps=10832",
+        },
+    ),
+    "layers of ciphers": (
+        "centred",
+        {
+            "XLM-E": "train_electra/ciphers{}-dtype=float32",
+            "XLM with the bias": "train_electra/ciphers{}-objective=mlm-dtype=float32",
+        },
+    ),
 }
 
 
@@ -98,26 +116,24 @@ def effect(folder: Path, pair: dict) -> dict:
 
 def values(folder: Path, run: str, number: str) -> dict[str, float]:
     """{seed: what is compared} of SCRIPT/RUN."""
-    found = {}
     where, _, key = number.rpartition(": ")
     if where:
-        of_runs = {record["run"]: record[key] for record in records(folder, where)}
-        for seed in SEEDS:
-            name = f"out/{run.format(seed)}"
-            if name in of_runs:
-                found[seed] = of_runs[name]
-        return found
+        seeds = {f"out/{run.format(seed)}": seed for seed in SEEDS}
+        own = [record for record in records(folder, where) if record["run"] in seeds]
+        return {seeds[record["run"]]: record[key] for record in own}
     script = importlib.import_module(run.partition("/")[0])
 
     def take(result: dict) -> float:
         cells = script.cells(result)
         return cells[key][0] if key in cells else mean_over_layers(key, result["test"]["layers"])
 
-    for seed in SEEDS:
-        file = folder / f"{run.format(seed)}.json"
-        if file.exists():
-            found[seed] = read(file, take)
-    return found
+    return {seed: read(file, take) for seed, file in files_of(folder, run).items()}
+
+
+def files_of(folder: Path, run: str) -> dict[str, Path]:
+    """{seed: the result of SCRIPT/RUN}, as far as they are there."""
+    files = {seed: folder / f"{run.format(seed)}.json" for seed in SEEDS}
+    return {seed: file for seed, file in files.items() if file.exists()}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -142,29 +158,22 @@ def pictures(folder: Path) -> dict[str, tuple]:
 
 
 def records(folder: Path, where: str) -> list[dict]:
-    """Those of results/analyses/WHERE.json; of `PRESET: MEASURE` what each layer of train_electra.py's encoders has."""
-    preset, _, measure = where.rpartition(": ")
-    if not preset:
+    """Those of results/analyses/WHERE.json, or of LAYERS."""
+    if where not in LAYERS:
         return read(folder / f"analyses/{where}.json", lambda content: content["records"])
     found = []
-    for file in sorted(folder.glob(f"train_electra/{preset}*.json")):
-        config = read(file, lambda result: result["config"])
-        shares = read(file, lambda result: result["held_out"][measure])
-        if not config["tlm"]:
-            continue
-        name = "XLM with the bias" if config["relative_bias"] else "XLM"
-        if config["objective"] == "rtd":
-            name = "XLM-E"
-        for layer, share in enumerate(shares):
-            found.append({"run": file.stem, "encoder": name, "layer": layer, "found, %": 100 * share})
+    measure, encoders = LAYERS[where]
+    for name, run in encoders.items():
+        for file in files_of(folder, run).values():
+            shares = read(file, lambda result: result["held_out"][measure])
+            for layer, share in enumerate(shares):
+                record = {"run": file.stem, "encoder": name, "layer": layer}
+                found.append(record | {"found, %": 100 * share})
     return found
 
 
 def curves(panels: list[list]):
-    drawn = [Panel(*panel) for panel in panels]
-    for panel in drawn:
-        panel.more = LOG if panel.y == "RC" else {}
-    return draw(drawn)
+    return draw([Panel(*panel) for panel in panels])
 
 
 def forest(units: dict[str, list[dict]]):
