@@ -1,14 +1,13 @@
-"""How fast a sparse layer, whole training steps and several processes are, each beside what it should be compared with.
+"""How fast a sparse layer and whole training steps are, each beside what it should be compared with.
 
-    python tools/bench.py layer                          one layer beside dense FFNs and Hugging Face's
-    python tools/bench.py step                           training steps of the scripts' models, at equal FLOPs
-    torchrun --nproc_per_node 4 tools/bench.py scale     what it costs that processes share a training step
-    python tools/bench.py layer --device cuda --tokens 65536 --json layer.json
+    python tools/bench.py layer                  one layer beside dense FFNs and Hugging Face's Mixtral
+    python tools/bench.py step                   training steps of small models, at equal FLOPs
+    python tools/bench.py layer --tokens 65536 --json layer.json
 
 All contenders take turns, round by round. Times are medians in milliseconds, and `spread` is half the range between
 their quartiles. The `ratio` of a layer, router included, is its time over that of a dense FFN with the FLOPs of the
-rows that the experts really keep: 1 is a layer that costs nothing but its arithmetic. `to_compiled` compares with a
-dense FFN whose GELU is compiled, as that of our experts is. `python tools/bench.py layer --help` lists the options.
+rows that the experts really keep: 1 is a layer that costs nothing but its arithmetic. `to_compiled` compares with the
+same FFN compiled. `python tools/bench.py layer --help` lists the options. For a CUDA card there is tools/gpu.py.
 """
 
 import json
@@ -16,14 +15,13 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # where the project's modules are
@@ -33,12 +31,13 @@ import train_lm
 from analysis import flops, measures
 from engine import parallel
 from engine.config import check, parse
-from engine.device import clear_errors, machine, peak_flops, setup
+from engine.device import clear_errors, machine, setup
 from engine.optim import adamw, cross_entropy
 from engine.table import cell, markdown_table
 from routers import ROUTERS
 
 VOCABULARY = 8192
+Names = Literal["S1", "S2", "S3", "S4"]
 
 
 @dataclass
@@ -46,6 +45,7 @@ class Config:
     tokens: int = 4096  # of the layer's input, or of a training step
     rounds: int = 15  # how often each contender runs, behind a first time for warming up
     patience: float = 5.0  # seconds, behind which a slow contender has run often enough
+    shapes: tuple[Names, ...] = get_args(Names)  # of the layer; some of these
     device: str = "auto"  # cuda, mps or cpu
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # auto: bfloat16 where it is fast
     json: str | None = None  # file that receives the records
@@ -60,7 +60,7 @@ def measure(group: str, contenders: dict[str, Contender], config: Config, contex
     """A record of each: its facts, the median of its times and their spread, and the memory that it needs.
 
     The first round warms up and does not count. Every other round goes backwards, so that nobody always follows the
-    same neighbour. A contender drops out when its times add up to the patience. The slowest process counts.
+    same neighbour. A contender drops out when its times add up to the patience.
     """
     times = {name: [] for name in contenders}
     order = list(contenders)
@@ -68,20 +68,20 @@ def measure(group: str, contenders: dict[str, Contender], config: Config, contex
         for name in order:
             if sum(times[name]) > 1e3 * config.patience:
                 continue
-            context.barrier()
             start = clock(context)
             contenders[name].run()
-            slowest = max(context.gather(clock(context) - start))
             if turn > 0:
-                times[name].append(slowest)
+                times[name].append(clock(context) - start)
         order.reverse()
     records = []
-    for name, found in times.items():
-        record = {"shape": group, "impl": name, "runs": len(found)} | contenders[name].facts
-        first, middle, third = statistics.quantiles(found * 2 if len(found) == 1 else found, method="inclusive")
-        record |= {"ms": middle, "all_ms": found, "spread": (third - first) / 2}
-        record["peak_mb"] = peak_memory(contenders[name]) if context.device.type == "cuda" else None
-        records.append(record)
+    for name, contender in contenders.items():
+        found = times[name]
+        enough = found if len(found) > 1 else 2 * found
+        first, middle, third = statistics.quantiles(enough, method="inclusive")
+        record = {"shape": group, "impl": name, "runs": len(found)}
+        record |= {"ms": middle, "spread": (third - first) / 2, "all_ms": found}
+        record["peak_mb"] = peak_memory(contender.run, context)
+        records.append(record | contender.facts)
     return records
 
 
@@ -92,75 +92,81 @@ def clock(context) -> float:
     return 1e3 * time.perf_counter()
 
 
-def peak_memory(contender: Contender) -> float:
+def peak_memory(run: Callable, context) -> float | None:
     """The MB on a GPU that a run needs at its peak beyond what is there before it."""
+    if context.device.type != "cuda":
+        return None
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    contender.run()
+    run()
     return (torch.cuda.max_memory_allocated() - before) / 2**20
-
-
-def show(records: list[dict], columns: str, title: str, context):
-    rows = []
-    for record in records:
-        rows.append([cell(record[column]) for column in columns.split()])
-    context.say(f"\n{title}\n\n{markdown_table(columns.split(), rows)}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # One layer
 
 
-class Shape(NamedTuple):
-    D: int  # model width
-    E: int  # experts
-    F: int  # inner width of one
-    router: str
-    K: int  # experts per token, of a router that takes a fixed number
-    gamma: float  # capacity factor
+def of_size(D: int, split: int, router: str, expert_ffns: int = 8) -> train_lm.Config:
+    changes = dict(n_embd=D, ffn_size=4 * D, split=split, router=router)
+    return train_lm.Config(**changes, expert_ffns=expert_ffns)
 
 
 SHAPES = {
-    "S1": Shape(256, 8, 1024, "switch", 1, 1.0),
-    "S2": Shape(256, 64, 128, "threshold", 8, 8.0),
-    "S3": Shape(768, 64, 384, "topk", 8, 8.0),
-    "S4": Shape(768, 32, 3072, "switch", 1, 1.0),
+    "S1": of_size(256, 1, "switch"),  # 8 experts of width 1024
+    "S2": of_size(256, 8, "threshold"),  # 64 of 128
+    "S3": of_size(768, 8, "topk"),  # 64 of 384
+    "S4": of_size(768, 1, "switch", expert_ffns=32),  # 32 of 3072
 }
 LOGIT_STD = 2.75  # of what a router says of a token, so that it has preferences as a trained one has
 
 
-@dataclass
-class LayerConfig(Config):
-    shapes: tuple[Literal["S1", "S2", "S3", "S4"], ...] = tuple(SHAPES)  # some of these
-
-
-def bench_layer(config: LayerConfig, context) -> list[dict]:
+def bench_layer(config: Config, context) -> Iterator[list[dict]]:
     """Forward and backward pass of one layer: dense FFNs of its FLOPs; ours, under its router and others; Mixtral's."""
-    records = []
     for name in config.shapes:
-        shape = SHAPES[name]
         torch.manual_seed(0)
-        h = torch.randn(1, config.tokens, shape.D, device=context.device)
-        ours = our_layer(shape, h, context)
-        layers = dense_layers(h, ours.facts["gflops"], context) | {"ours": ours}
-        for router in ROUTERS:
-            if router != shape.router:
-                layers[f"ours, {router}"] = our_layer(shape._replace(router=router), h, context)
-        no_limit = shape._replace(router="topk", gamma=math.inf)  # it chooses as Mixtral does
-        layers["ours, no limit"] = our_layer(no_limit, h, context)
-        for peer, implementation in PEERS.items():
-            try:
-                layers[peer] = hf_mixtral(implementation, shape, h, context)
-            except Exception as error:  # it is not installed, or fails in one of many ways
-                context.say(f"{peer}: skipped ({type(error).__name__}: {error})")
-        found = measure(name, layers, config, context)
-        for record in found:
-            cost = record["ms"] / record["gflops"]
-            record["ratio"] = cost * found[0]["gflops"] / found[0]["ms"]
-            record["to_compiled"] = cost * found[1]["gflops"] / found[1]["ms"]
-        columns = "impl runs ms spread ratio to_compiled peak_mb gflops"
-        show(found, columns, f"{name}: {config.tokens} tokens, {shape}", context)
-        records += found
+        h = torch.randn(1, config.tokens, SHAPES[name].n_embd).to(context.device)
+        contenders = layers(SHAPES[name], h, context)
+        yield compare(measure(name, contenders, config, context))
+
+
+def layers(shape: train_lm.Config, h: Tensor, context) -> dict[str, Contender]:
+    """What is to be compared on tokens h (1, S, D), as far as it runs here."""
+    ours = our_layer(shape, h, context)
+    dense = partial(dense_layer, h, ours.facts["gflops"], context)
+    found = {"dense": dense(), "ours": ours}
+    for router in ROUTERS:
+        if router != shape.router:
+            other = replace(shape, router=router)
+            found[f"ours, {router}"] = our_layer(other, h, context)
+    no_limit = replace(shape, router="topk", capacity=math.inf)  # it chooses as Mixtral does
+    found["ours, no limit"] = our_layer(no_limit, h, context)
+    peers = {
+        "dense, compiled": partial(dense, compiled=True),
+        "HF Mixtral, grouped_mm": partial(mixtral, shape, h, context),
+    }
+    return found | those_that_run(peers, context)
+
+
+def those_that_run(makers: dict[str, Callable], context) -> dict[str, Contender]:
+    """There may be no compiler, no such library, or one that has changed."""
+    found = {}
+    for name, make in makers.items():
+        try:
+            contender = make()
+            contender.run()
+            found[name] = contender
+        except Exception as error:
+            context.say(f"{name}: skipped ({type(error).__name__}: {error})")
+    return found
+
+
+def compare(records: list[dict]) -> list[dict]:
+    """Adds ratios of the times that layers take for equal FLOPs."""
+    cost = {record["impl"]: record["ms"] / record["gflops"] for record in records}
+    for record in records:
+        own, compiled = cost[record["impl"]], cost.get("dense, compiled")
+        record["ratio"] = own / cost["dense"]
+        record["to_compiled"] = own / compiled if compiled else None
     return records
 
 
@@ -175,50 +181,48 @@ def layer(module: nn.Module, call: Callable, h: Tensor, gflops: float, context) 
         loss.backward(h.to(y.dtype))  # any gradient will do
         module.zero_grad(set_to_none=True)  # gradients are made anew, as in training
 
-    return Contender(run, {"S": h.shape[1], "gflops": 3 * gflops})
+    # Weights are read twice, and their gradients written; tokens pass in and out, both ways: in bfloat16.
+    numbers = 3 * flops.numel(module) + 4 * h.numel()
+    facts = {"S": h.shape[1], "gflops": 3 * gflops, "least_mb": 2e-6 * numbers}
+    return Contender(run, facts)
 
 
-def our_layer(shape: Shape, h: Tensor, context) -> Contender:
-    """model.MoE under any router, with random weights."""
+def sparse_ffn(shape: train_lm.Config) -> model.MoE:
+    """Our layer with random weights."""
     torch.manual_seed(0)
-    constants = train_lm.Config(n_embd=shape.D, router_std=LOGIT_STD / math.sqrt(shape.D))
-    router = ROUTERS[shape.router](constants, shape.E, shape.K, VOCABULARY)
-    moe = model.MoE(router, shape.D, shape.F, "tanh", shape.gamma, shape.gamma)
+    constants = replace(shape, router_std=LOGIT_STD / math.sqrt(shape.n_embd))
+    moe = model.in_place_of_ffn(constants, VOCABULARY, "tanh")
     for p in moe.experts.parameters():
         nn.init.normal_(p, std=0.02)
-    moe.to(h.device)
-    ids = torch.randint(VOCABULARY, h.shape[:2], device=h.device)
+    return moe
+
+
+def our_layer(shape: train_lm.Config, h: Tensor, context, compiled: bool = False) -> Contender:
+    moe = sparse_ffn(shape).to(h.device)
+    ids = torch.randint(VOCABULARY, h.shape[:2]).to(h.device)
     stats = measures.RoutingStats(moe)
     with torch.no_grad():
         moe(h, ids)
     rows = stats.finish()["served"]  # per token
-    ours = layer(moe, lambda x: moe(x, ids), h, 4e-9 * shape.D * shape.F * rows * h.shape[1], context)
-    ours.facts.update(E=shape.E, F=shape.F, rows_per_token=rows)
+    gflops = 1e-9 * flops.row_flops(moe) * rows * h.shape[1]
+    call = torch.compile(moe) if compiled else moe
+    ours = layer(moe, lambda x: call(x, ids), h, gflops, context)
+    ours.facts["rows_per_token"] = rows
     return ours
 
 
-def dense_layers(h: Tensor, gflops: float, context) -> dict[str, Contender]:
-    """An FFN of width 4 D on as many of the tokens as make these FLOPs, with torch's GELU and with our experts'."""
+def dense_layer(h: Tensor, gflops: float, context, compiled: bool = False) -> Contender:
+    """An FFN of width 4 D on as many of the tokens as make these FLOPs."""
     D = h.shape[2]
-    gate = torch.ones((), device=h.device)
-    ffn = model.FFN(train_lm.Config(n_embd=D, ffn_size=4 * D), "tanh").to(h.device)
     each = 16e-9 * D**2  # GFLOPs of a token, forward
     S = max(1, round(gflops / 3 / each))
-    h = h.narrow(1, 0, S)
-
-    def compiled(x: Tensor) -> tuple[Tensor, float]:
-        a = F.linear(x, ffn.fc.weight)
-        large = a.numel() >= model.WORTH_COMPILING
-        activate = model.compiled_activation(a.device.type) if large else model.activation
-        return ffn.proj(activate(a, ffn.fc.bias, gate, "tanh")), 0.0
-
-    return {
-        "dense": layer(ffn, lambda x: (ffn(x), 0.0), h, S * each, context),
-        "dense, compiled GELU": layer(ffn, compiled, h, S * each, context),
-    }
+    constants = train_lm.Config(n_embd=D, ffn_size=4 * D)
+    ffn = model.FFN(constants, "tanh").to(h.device)
+    call = torch.compile(ffn) if compiled else ffn
+    return layer(ffn, lambda x: (call(x), 0.0), h[:, :S], S * each, context)
 
 
-def hf_mixtral(implementation: str, shape: Shape, h: Tensor, context) -> Contender:
+def mixtral(shape: train_lm.Config, h: Tensor, context) -> Contender:
     """Hugging Face's Mixtral block: top-K without a capacity.
 
     Its experts have three matrices, and are two thirds as wide as ours, so that FLOPs and parameters are equal. Its
@@ -227,28 +231,28 @@ def hf_mixtral(implementation: str, shape: Shape, h: Tensor, context) -> Contend
     from transformers import MixtralConfig
     from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
-    width = 8 * round(shape.F / 12)
-    config = MixtralConfig(hidden_size=shape.D, intermediate_size=width, hidden_act="gelu_pytorch_tanh")
-    config.num_local_experts, config.num_experts_per_tok = shape.E, shape.K
-    config._experts_implementation = implementation
+    D, K = shape.n_embd, shape.split
+    width = 8 * round(shape.ffn_size / K / 12)
+    config = MixtralConfig(hidden_size=D, intermediate_size=width, hidden_act="gelu_pytorch_tanh")
+    config.num_local_experts, config.num_experts_per_tok = shape.expert_ffns * K, K
+    config._experts_implementation = "grouped_mm"
     block = MixtralSparseMoeBlock(config)
     for p in block.parameters():
         nn.init.normal_(p, std=0.02)
-    nn.init.normal_(block.gate.weight, std=LOGIT_STD / math.sqrt(shape.D))
+    nn.init.normal_(block.gate.weight, std=LOGIT_STD / math.sqrt(D))
     block.to(h.device, context.dtype)
-    gflops = 6e-9 * shape.D * width * shape.K * h.shape[1]
+    gflops = 6e-9 * D * width * K * h.shape[1]
     return layer(block, lambda x: (block(x), 0.0), h.to(context.dtype), gflops, context)
 
-
-PEERS = {"HF Mixtral, loop": "eager", "HF Mixtral, grouped_mm": "grouped_mm"}
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Training steps
 
 
-def decoders(preset: str, **changes) -> dict[str, train_lm.Config]:
+def decoders(**changes) -> dict[str, train_lm.Config]:
     """XMoE's models: experts in every second block, as wide as the dense FFN or an eighth of it."""
-    base = train_lm.Config(**train_lm.PRESETS[preset] | {"dropout": 0.0} | changes)
+    constants = train_lm.PRESETS["small"] | {"dropout": 0.0} | changes
+    base = train_lm.Config(**constants)
     ffn = base.ffn_size
     return {
         f"dense 1 x {ffn}": replace(base, router="dense"),
@@ -258,45 +262,36 @@ def decoders(preset: str, **changes) -> dict[str, train_lm.Config]:
     }
 
 
-STEPS = {  # device: title of a group -> its models
-    "cpu": {"width 256": decoders("small"), "width 768": decoders("small", n_embd=768, ffn_size=3072)},
-    "cuda": {"width 768": decoders("openwebtext-323M", compile=True)},
-}
+STEPS = {"width 256": decoders(), "width 768": decoders(n_embd=768, ffn_size=3072)}
 
 
-def bench_step(config: Config, context) -> list[dict]:
+def bench_step(config: Config, context) -> Iterator[list[dict]]:
     """Forward, backward, clipping and AdamW on random tokens."""
-    records, fastest = [], peak_flops(context)
-    for group, models in STEPS["cuda" if context.device.type == "cuda" else "cpu"].items():
-        trainees = {name: trainee(constants, config.tokens, context) for name, constants in models.items()}
+    for group, models in STEPS.items():
+        trainees = {}
+        for name, constants in models.items():
+            trainees[name] = trainee(constants, config.tokens, context)
         found = measure(group, trainees, config, context)
         dense, switch, *_ = found
         for record in found:
-            seconds = record["ms"] / 1e3
-            record["tokens_per_second"] = record["S"] / seconds
-            record["mfu"] = 1e9 * record["gflops"] / seconds / fastest if fastest else None
+            record["tokens_per_second"] = 1e3 * record["S"] / record["ms"]
             record["to_dense"] = record["ms"] / dense["ms"]
             record["to_switch"] = record["ms"] / switch["ms"]
-        columns = "impl runs ms spread tokens_per_second mfu peak_mb to_dense to_switch"
-        show(found, columns, f"{group}: steps of {dense['S']} tokens", context)
-        records += found
-    return records
+        yield found
 
 
-def trainee(config: train_lm.Config, tokens: int, context, micros: int = 1, alone: bool = False) -> Contender:
-    """Training steps of so many micro-batches of about so many random tokens. alone: it waits for no other process."""
+def trainee(config: train_lm.Config, tokens: int, context, micros: int = 1) -> Contender:
+    """Training steps of so many micro-batches of about so many random tokens."""
     torch.manual_seed(0)
     V = 50_257 if context.device.type == "cuda" else VOCABULARY
-    ids = torch.randint(V, (max(1, tokens // config.block_size), config.block_size), device=context.device)
-    config = replace(config, micro_tokens=ids.numel())
+    sequences = max(1, tokens // config.block_size)
+    ids = torch.randint(V, (sequences, config.block_size)).to(context.device)
     net = model.GPT(config, V).to(context.device)
-    work = flops.flops_per_token(net, config, head=2 * config.n_embd * V)["total"]
-    forward = net if alone else parallel.wrap(net, config, context)
+    forward = parallel.wrap(net, config, context)
     optimizer = adamw(net, config)
 
     def run():
-        for micro in range(micros):
-            forward.require_backward_grad_sync = micro == micros - 1  # processes exchange gradients once
+        for _ in range(micros):
             with context.autocast():
                 logits, balance = forward(ids)
                 loss = cross_entropy(logits.flatten(0, 1), ids.flatten())
@@ -306,50 +301,15 @@ def trainee(config: train_lm.Config, tokens: int, context, micros: int = 1, alon
         optimizer.zero_grad()
         net.after_step()
 
-    held = sum(parallel.local(p).numel() for p in net.parameters())
-    S = micros * ids.numel()
-    # State: weights, gradients and Adam's two moments, in fp32.
-    return Contender(run, {"S": S, "gflops": 3e-9 * S * work, "state_mb": 16 * held / 2**20})
+    S, head = micros * ids.numel(), 2 * config.n_embd * V
+    work = flops.flops_per_token(net, config, head)["total"]
+    return Contender(run, {"S": S, "gflops": 3e-9 * S * work})
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Several processes
-
-MICROS = 4  # micro-batches of a step, which the processes share out
-
-
-def bench_scale(config: Config, context) -> list[dict]:
-    """Training steps that the processes of torchrun share, beside those of one process while the others wait.
-
-    `communication` is the share of a step that the same processes save where none waits for another; `state_mb` are
-    the weights, gradients and moments of each.
-    """
-    world = context.world
-    if MICROS % world:
-        raise ValueError(f"{world} processes cannot share out {MICROS} micro-batches evenly")
-    preset = "openwebtext-323M" if context.device.type == "cuda" else "small"
-    *_, base = decoders(preset).values()
-    step = partial(trainee, tokens=config.tokens // MICROS, context=context)
-    ways = {"one process": step(base, micros=0 if context.rank else MICROS, alone=True)}
-    if world > 1:
-        step = partial(step, micros=MICROS // world)
-        ways["no communication"] = step(base, alone=True)
-        ways["data parallel"] = step(base)
-        ways["expert parallel"] = step(replace(base, expert_parallel=world))
-        ways["shard"] = step(replace(base, shard=True))
-        ways["both"] = step(replace(base, expert_parallel=world, shard=True))
-    found = measure("scale", ways, config, context)
-    one, *shared = found
-    for record in found:
-        record["processes"] = 1 if record is one else world
-        record["speedup"] = one["ms"] / record["ms"]
-        record["communication"] = 0.0 if record is one else 1 - shared[0]["ms"] / record["ms"]
-    columns = "processes impl runs ms spread speedup communication state_mb"
-    show(found, columns, f"steps of {one['S']} tokens", context)
-    return found
-
-
-BENCHES = {"layer": (LayerConfig, bench_layer), "step": (Config, bench_step), "scale": (Config, bench_scale)}
+BENCHES = {  # and the columns of its table
+    "layer": (bench_layer, "shape impl runs ms spread ratio to_compiled peak_mb gflops"),
+    "step": (bench_step, "shape impl runs ms spread tokens_per_second peak_mb to_dense to_switch"),
+}
 
 
 def main():
@@ -359,16 +319,21 @@ def main():
     with clear_errors():
         if name not in BENCHES:
             raise ValueError(f"{name!r} is nothing to measure: python tools/bench.py {' | '.join(BENCHES)}")
-        Options, bench = BENCHES[name]
-        config = parse(Options(), argv, bench.__doc__)
+        bench, columns = BENCHES[name]
+        columns = columns.split()
+        config = parse(Config(), argv, bench.__doc__)
         check(config)
         if config.json:
             Path(config.json).touch()  # an error now is better than one when all is measured
         context = setup(config.device, config.dtype)
         where = machine(context)
         context.say(", ".join(f"{key} {value}" for key, value in where.items()))
-        records = bench(config, context)
-    if config.json and context.rank == 0:
+        records = []
+        for found in bench(config, context):
+            rows = [[cell(record[column]) for column in columns] for record in found]
+            context.say(f"\n{markdown_table(columns, rows)}")
+            records += found
+    if config.json:
         text = ",\n".join(json.dumps(record | {"machine": where}) for record in records)  # a record a line
         Path(config.json).write_text(f"[\n{text}\n]\n")
 

@@ -1,0 +1,545 @@
+"""What a CUDA card makes of this code, in three parts of at most ten minutes each.
+
+    python tools/gpu.py check     whether it computes the right thing, and where the host waits for the card
+    python tools/gpu.py layer     one sparse layer, whole and in pieces, beside dense ones and other people's
+    python tools/gpu.py step      training steps of the papers' models, and a training that is stopped and goes on
+
+Each result is printed, and written at once into results/gpu/CARD-PART.json (or --out FILE), so that a stop loses
+nothing; behind --limit seconds nothing new begins. The file is welcome in an issue, whatever it says: this code has
+seen few cards. `least_ms` beside a time is what the card needs at its best: for the FLOPs at its peak, or for the bytes
+at the speed of a copy. Without a card this is a rehearsal, at toy sizes on the CPU, and its times mean nothing.
+"""
+
+import functools
+import itertools
+import math
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import flex_attention
+from torch.utils.benchmark import Timer
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where the project's modules are
+
+import train_lm
+from data.prepare import prepare
+from data.tokenizers import train_sentencepiece
+from engine import parallel
+from engine.config import check, parse
+from engine.device import Context, clear_errors, machine, peak_flops
+from engine.optim import cross_entropy
+from engine.run import write
+from model import MoE, biased_attention, kept_rows, within_capacity
+from routers import ROUTERS
+from tools import bench
+
+ROOT = Path(bench.__file__).parents[1]
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+HERE = Context(0, 1, DEVICE, torch.bfloat16)
+S = 16 * 1024 if CUDA else 256  # tokens of a micro-batch
+SIDE = 8192 if CUDA else 64  # of matrices that are large for this device
+TURNS = bench.Config(rounds=12 if CUDA else 1)
+TOY = {"n_layer": 2, "n_embd": 64, "n_head": 2, "ffn_size": 128, "block_size": 64}
+TOY |= {"batch_tokens": 2 * S, "micro_tokens": S}
+Results = Iterator[dict]  # of a section, each with the names of its numbers
+
+
+def preset(name: str, **changes) -> train_lm.Config:
+    constants = train_lm.PRESETS[name] | ({} if CUDA else TOY)
+    return train_lm.Config(**constants | changes)
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(shape, device=DEVICE, dtype=torch.bfloat16)
+
+
+def milliseconds(run: Callable) -> float:
+    run()  # what is compiled is compiled now
+    timer = Timer("run()", globals={"run": run})
+    least = 0.2 if CUDA else 1e-4  # seconds
+    return 1e3 * timer.blocked_autorange(min_run_time=least).median
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# check: is it right?
+
+
+def judge(found: dict, expected: dict, limit: float) -> dict:
+    """Compares tensors of the same names: |x - y| / |y| of each must be under the limit."""
+    errors = {}
+    for name in expected:
+        x = found[name].detach().cpu().double()
+        y = expected[name].detach().cpu().double()
+        errors[name] = float(torch.dist(x, y)) / (float(y.norm()) + 1e-12)
+    right = all(error < limit for error in errors.values())  # NaN is not
+    worst = max(errors, key=lambda name: errors[name] if errors[name] < limit else math.inf)
+    return {"right": right, "error": errors[worst], "of": worst}
+
+
+def poison():
+    """Fills with NaN what the allocator has free, so that it shows where memory is read that nobody wrote."""
+    sizes = [1 << 27] + 64 * [1 << 18] if CUDA else []
+    blocks = [torch.full((size,), math.nan, device=DEVICE) for size in sizes]
+    del blocks
+
+
+CASES = {  # capacity factor, FFNs of a stack
+    "roomy": (2.0, 0),
+    "tight": (0.5, 0),
+    "no limit": (math.inf, 0),
+    "stacks": (math.inf, 2),
+}
+
+
+def against_the_cpu(router: str) -> Results:
+    """A layer here, in bfloat16, against the same on the CPU in float32: what it gives, and its gradients.
+
+    Crowded: nearly all tokens want the same two experts, and others stay empty.
+    """
+    tokens, D, E = S // 32, 64, 16
+    for case, crowded in itertools.product(CASES, (False, True)):
+        gamma, layers = CASES[case]
+        torch.manual_seed(0)
+        constants = train_lm.Config(n_embd=D)
+        chooser = ROUTERS[router](constants, E, 2, tokens, layers > 0)
+        moe = MoE(chooser, D, 32, "tanh", gamma, gamma, layers)
+        for p in moe.parameters():
+            if p.dim() > 1:
+                nn.init.normal_(p, std=0.2)
+        h = torch.randn(1, tokens, D)
+        ids = torch.arange(tokens).unsqueeze(0)
+        if crowded:
+            h, ids = h + 0.5, ids % 2
+        if crowded and hasattr(chooser, "experts"):
+            chooser.experts.data[2:] -= 0.5
+        expected = forward_and_back(moe, h, ids, "cpu", nullcontext())
+        found = forward_and_back(moe, h, ids, DEVICE, HERE.autocast())
+        # Scores that are equal but for rounding may change places.
+        ours, theirs = found.pop("kept"), expected.pop("kept")
+        same = torch.equal(ours, theirs)
+        facts = {"experts": case, "crowded": crowded, "same choices": same}
+        yield facts | judge(found, expected, 0.03 if same else 0.3)
+
+
+def forward_and_back(moe: MoE, h, ids, device, autocast) -> dict:
+    """The output, all gradients, and which tokens are kept."""
+    found = {}
+
+    def watch(moe, h, routing, kept):
+        found["kept"] = kept.cpu()
+
+    moe.to(device).zero_grad()
+    moe.watchers = [watch]
+    h = h.to(device, copy=True).requires_grad_()
+    poison()
+    with autocast:
+        y, balance = moe(h, ids.to(device))
+    loss = y.square().sum() + balance
+    loss.backward()
+    for name, p in moe.named_parameters():
+        if p.grad is not None:
+            found[name] = p.grad.cpu()
+    return found | {"y": y, "h": h.grad}
+
+
+def many_experts() -> Results:
+    """CUDA's grouped_mm takes fewer groups than 1,024. The layer must work with so many experts all the same."""
+    E, answer = 1024, "takes them"
+    x, w = random(E, 64), random(E, 64, 8)
+    ends = torch.arange(1, 1 + E).int().to(DEVICE)
+    try:
+        F.grouped_mm(x, w, offs=ends)
+    except RuntimeError as error:
+        answer = str(error)
+    shape = preset("demo", split=E // 8, n_embd=64, ffn_size=E)
+    moe = bench.sparse_ffn(shape).to(DEVICE)
+    h = random(1, E, 64).float().requires_grad_()
+    with HERE.autocast():
+        y, balance = moe(h, torch.zeros(1, E).to(DEVICE))
+    (y.sum() + balance).backward()
+    numbers = torch.cat([y, h.grad])
+    right = bool(numbers.isfinite().all())
+    yield {"right": right, "experts": E, "grouped_mm": answer}
+
+
+def attention() -> Results:
+    """XLM-E's, forward and backward: the model's, and the two ways to compute it, against float32."""
+    B, H, T, d = (32, 12, 512, 64) if CUDA else (2, 2, 32, 16)
+    torch.manual_seed(0)
+    inputs = [random(B, H, T, d) for _ in "qkv"]
+    inputs.append(random(B, H, T).float())  # scale
+    inputs.append(random(H, T, T).float())  # distance
+    lengths = T - torch.arange(B) % (T // 2)
+    mask = torch.arange(T) < lengths.view(B, 1, 1, 1)
+    mask = mask.to(DEVICE)
+    compiled_flex = torch.compile(flex_attention)
+
+    def in_memory(q, k, v, scale, distance, mask):
+        bias = scale.unsqueeze(3) * distance
+        bias = bias.masked_fill(~mask, -math.inf)
+        bias = bias.to(q.dtype)
+        return F.scaled_dot_product_attention(q, k, v, bias)
+
+    def flex(q, k, v, scale, distance, mask):
+        def score(value, b, h, i, j):
+            bias = scale[b, h, i] * distance[h, i, j]
+            return torch.where(mask[b, 0, 0, j], value + bias, -math.inf)
+
+        return compiled_flex(q, k, v, score_mod=score)
+
+    def once(way, inputs) -> dict:
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        y = way(*leaves, mask)
+        y.float().square().sum().backward()
+        names = "q", "k", "v", "scale", "distance"
+        return {"y": y} | {name: x.grad for name, x in zip(names, leaves)}
+
+    expected = once(in_memory, [x.float() for x in inputs])
+    ways = {"the model's": biased_attention, "SDPA with the bias in memory": in_memory}
+    if CUDA:  # elsewhere it has no backward pass
+        ways["FlexAttention"] = flex
+    for name, way in ways.items():
+        again = partial(once, way, inputs)
+        facts = {"way": name} | judge(again(), expected, 0.03)
+        yield facts | {"ms": milliseconds(again), "peak_mb": bench.peak_memory(again, HERE)}
+
+
+def compiled_router() -> Results:
+    """Its gradient, compiled as in training, against the eager one: both in float32, whatever is around them."""
+    torch.manual_seed(0)
+    constants = preset("demo", compile=True)
+    router = ROUTERS["threshold"](constants, E=32).to(DEVICE)
+    h = torch.randn(S, constants.n_embd).to(DEVICE)
+
+    def gradient(forward) -> dict[str, Tensor]:
+        router.zero_grad()
+        with HERE.autocast():
+            routing = forward(h)
+        loss = routing.weight.square().sum() + routing.balance_loss
+        loss.backward()
+        return {"experts": router.experts.grad}
+
+    compiled = gradient(parallel.wrap(router, constants, HERE))
+    yield judge(compiled, gradient(router), 3e-4)  # bfloat16 would differ by 2e-3
+
+
+def host_waits(router: str) -> Results:
+    """Where in a training step the host waits for the card, and how often."""
+    constants = preset("small", router=router, n_layer=2)
+    trainee = bench.trainee(constants, S // 4, HERE)
+    trainee.run()
+    waits = Counter()
+
+    def note(message, *rest):
+        if "synchroniz" in str(message):
+            *_, caller, _ = project_lines(traceback.extract_stack())
+            waits[caller] += 1
+
+    set_mode = torch.cuda.set_sync_debug_mode if CUDA else str
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = note
+        set_mode("warn")
+        trainee.run()
+        set_mode("default")
+    yield {"waits": dict(waits)}
+
+
+def project_lines(stack) -> Iterator[str]:
+    """The lines of a stack that are the project's, and in which functions; the innermost is the last."""
+    for frame in stack:
+        file = Path(frame.filename)
+        if file.is_relative_to(ROOT) and "site-packages" not in file.parts:
+            yield f"{file.relative_to(ROOT)}:{frame.lineno} {frame.name}"
+
+
+CHECK = {f"router {name}": partial(against_the_cpu, name) for name in ROUTERS}
+CHECK |= {"many experts": many_experts, "attention": attention, "compiled router": compiled_router}
+CHECK |= {f"host waits, {name}": partial(host_waits, name) for name in ["dense", *ROUTERS]}
+
+# ---------------------------------------------------------------------------------------------------------------------
+# layer: where does the time go?
+
+SHAPES = {
+    "XMoE 32 x 768": preset("openwebtext-323M", split=4),
+    "XMoE 64 x 384": preset("openwebtext-323M", split=8),
+    "Switch 8 x 3072": preset("openwebtext-323M", split=1, router="switch"),
+}
+
+
+def least_ms(flops: float, moved: float) -> float:
+    """moved: bytes, read and written"""
+    peak = peak_flops(HERE) or product_speed(SIDE, SIDE, SIDE)
+    return 1e3 * max(flops / peak, moved / copy_speed())
+
+
+@functools.cache
+def copy_speed() -> float:
+    """Bytes a second, read and written."""
+    numbers = random(1 << (29 if CUDA else 19))
+    copy = torch.empty_like(numbers)
+    ms = milliseconds(lambda: copy.copy_(numbers))
+    return 2e3 * numbers.nbytes / ms
+
+
+@functools.cache
+def product_speed(M: int, K: int, N: int) -> float:
+    """FLOP/s of (M, K) by the transpose of (N, K), as nn.Linear has it."""
+    x, w = random(M, K), random(N, K)
+    ms = milliseconds(lambda: x @ w.t())
+    return 2e3 * M * K * N / ms
+
+
+def ceilings() -> Results:
+    """What the card reaches; also in products that make logits, of GPT-2's vocabulary and of a multiple of 64."""
+    yield {"data sheet, FLOP/s": peak_flops(HERE)}
+    yield {"copy, bytes/s": copy_speed()}
+    yield {"large product, FLOP/s": product_speed(SIDE, SIDE, SIDE)}
+    for V in (50_257, 50_304):
+        yield {"vocabulary": V, "FLOP/s": product_speed(S, 768, V)}
+
+
+def whole_layers(shape: train_lm.Config) -> Results:
+    """Forward and backward: dense layers, ours under every router and compiled, Mixtral's, MegaBlocks'."""
+    torch.compiler.reset()  # of more than a few variants, torch gives up compiling
+    h = random(1, S, shape.n_embd).float()
+    more = {
+        "ours, compiled": partial(bench.our_layer, shape, h, HERE, compiled=True),
+        "MegaBlocks": partial(megablocks, shape, h),
+    }
+    found = bench.layers(shape, h, HERE)
+    found |= bench.those_that_run(more, HERE)
+    records = bench.measure("", found, TURNS, HERE)
+    for record in bench.compare(records):
+        least = least_ms(1e9 * record["gflops"], 1e6 * record["least_mb"])
+        shown = "impl ms spread ratio to_compiled peak_mb".split()
+        yield {name: record[name] for name in shown} | {"least_ms": least}
+
+
+def megablocks(shape: train_lm.Config, h: Tensor) -> bench.Contender:
+    """Top-K without a capacity."""
+    from megablocks.layers.arguments import Arguments
+    from megablocks.layers.dmoe import dMoE
+
+    D, K = shape.n_embd, shape.split
+    arguments = Arguments(hidden_size=D, ffn_hidden_size=shape.ffn_size // K, fp16=False, bf16=True)
+    arguments.moe_num_experts, arguments.moe_top_k = shape.expert_ffns * K, K
+    arguments.bias = arguments.return_bias = False
+    arguments.moe_loss_weight, arguments.mlp_impl = 0, "grouped"
+    block = dMoE(arguments)
+    nn.init.normal_(block.router.layer.weight, std=bench.LOGIT_STD / math.sqrt(D))
+    gflops = 4e-9 * D * shape.ffn_size * S
+    return bench.layer(block, lambda x: (block(x), 0.0), h.bfloat16(), gflops, HERE)
+
+
+def pieces() -> Results:
+    """XMoE's layer of 32 experts, step by step, and the loss behind the model."""
+    moe = bench.sparse_ffn(SHAPES["XMoE 32 x 768"]).to(DEVICE)
+    E, width, D = moe.experts[0].w_in.shape
+    C = moe.capacity(S)
+    h = random(S, D).float()
+    with torch.no_grad():
+        routing = moe.router(h)
+        kept = within_capacity(routing.priority, C)
+        gates = routing.weight * kept
+        rows = kept_rows(gates, kept, E * C)
+    used = int(kept.sum())
+    ends = rows.counts.cumsum(0).int()
+    x, a = random(E * C, D), random(E * C, width)
+    w = random(E, width, D)
+    work = 2 * used * D * width  # FLOPs of each product
+
+    def route(h):
+        return moe.router(h).weight
+
+    def limit(priority):
+        return within_capacity(priority, C)
+
+    def list_rows(gates):
+        return kept_rows(gates, kept, E * C)
+
+    def gather(h):
+        return h.index_select(0, rows.token)
+
+    def product_in(x, w):
+        return F.grouped_mm(x, w.mT, offs=ends)
+
+    def activate(a, bias, gate):
+        z = gate * F.gelu(a + bias, approximate="tanh")
+        return z.to(a.dtype)
+
+    def product_out(a, w):
+        return F.grouped_mm(a, w, offs=ends)
+
+    def scatter(y):
+        out = torch.zeros_like(h)
+        place = rows.token.unsqueeze(1).expand_as(y)
+        return out.scatter_add(0, place, y.float())
+
+    yield {"rows": E * C, "kept": used, "tokens": S}
+    yield piece("router", route, h, flops=2 * S * D * E)
+    yield piece("capacity", limit, routing.priority)
+    yield piece("list of rows", list_rows, gates)
+    yield piece("gather", gather, h.bfloat16())
+    yield piece("product in", product_in, x, w, flops=work)
+    bias = a.float()
+    yield piece("activation", activate, a, bias, rows.gate)
+    yield piece("activation, compiled", torch.compile(activate), a, bias, rows.gate)
+    yield piece("product out", product_out, a, w, flops=work)
+    yield piece("scatter", scatter, x)
+    logits = random(S, 50_257 if CUDA else 257)
+    targets = torch.arange(S).to(DEVICE) % logits.shape[1]
+    yield piece("loss, as the scripts have it", cross_entropy, logits, targets)
+    yield piece("loss, compiled", torch.compile(cross_entropy), logits, targets)
+
+
+def piece(name: str, step: Callable, *inputs: Tensor, flops: float = 0) -> dict:
+    """Times of a forward pass, and of a backward one where there is one. At least inputs and outputs are moved."""
+    leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in inputs]
+    y = step(*leaves)
+    outputs = y if isinstance(y, tuple) else (y,)
+    moved = sum(x.nbytes for x in (*inputs, *outputs) if x is not None)
+    facts = {"piece": name, "forward_ms": milliseconds(partial(step, *inputs))}
+    facts["least_ms"] = least_ms(flops, moved)
+    if isinstance(y, Tensor) and y.requires_grad:
+        moving = [x for x in leaves if x.requires_grad]
+        back = partial(torch.autograd.grad, y, moving, torch.ones_like(y), retain_graph=True)
+        facts["backward_ms"] = milliseconds(back)
+        facts["least_backward_ms"] = least_ms(2 * flops, 2 * moved)
+    return facts | {"peak_mb": bench.peak_memory(partial(step, *leaves), HERE)}
+
+
+LAYER = {"ceilings": ceilings}
+LAYER |= {name: partial(whole_layers, shape) for name, shape in SHAPES.items()}
+LAYER |= {"pieces": pieces}
+
+# ---------------------------------------------------------------------------------------------------------------------
+# step: how fast does it train?
+
+
+def training_steps(constants: train_lm.Config) -> Results:
+    """Whole steps: all micro-batches, clipping, AdamW."""
+    start = time.perf_counter()
+    micros = constants.batch_tokens // constants.micro_tokens
+    trainee = bench.trainee(constants, S, HERE, micros)
+    trainee.run()
+    first = time.perf_counter() - start
+    (record,) = bench.measure("", {"": trainee}, TURNS, HERE)
+    flops, seconds = 1e9 * record["gflops"], record["ms"] / 1e3
+    peak = peak_flops(HERE)
+    yield {
+        "steps_per_second": 1 / seconds,
+        "tokens_per_second": record["S"] / seconds,
+        "ms": record["ms"],
+        "least_ms": least_ms(flops, 0),
+        "mfu": flops / seconds / peak if peak else None,
+        "peak_mb": torch.cuda.max_memory_allocated() / 2**20 if CUDA else None,
+        "first step, seconds": first,
+    }
+
+
+def stopped_and_resumed() -> Results:
+    """train_lm.py is stopped behind its first evaluation, and goes on to its end."""
+    size = "--preset small" if CUDA else "--n_layer 2 --n_embd 32 --ffn_size 64 --block_size 32"
+    words = f"{size} --device {DEVICE.type} --dtype bfloat16 --steps 60 --eval_every 20 --eval_tokens 2048"
+    with tempfile.TemporaryDirectory() as base:
+        text = ROOT / "results/README.md"
+        tokenizer = train_sentencepiece([text.read_text()], 400).save(Path(base))
+        data = prepare("text", text, tokenizer, out=Path(base, "text"))
+        command = [sys.executable, "-u", ROOT / "train_lm.py", *words.split()]
+        command += ["--data", data, "--out_dir", f"{base}/runs"]
+        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        first = subprocess.Popen(command, **pipes)
+        for line in first.stdout:
+            if line.startswith("step 20: "):  # it has been evaluated
+                first.send_signal(signal.SIGTERM)
+                break
+        first.communicate()
+        second = subprocess.run(command, **pipes)
+    exits = [first.returncode, second.returncode]
+    right = exits == [143, 0] and "goes on from step" in second.stdout
+    yield {"right": right, "exits": exits, "output": "" if right else second.stdout[-3000:]}
+
+
+MODELS = {"124M dense": "openwebtext-124M", "323M threshold": "openwebtext-323M"}
+STEP = {"train_lm.py": stopped_and_resumed}
+for title, name in MODELS.items():
+    STEP[f"{title}, eager"] = partial(training_steps, preset(name))
+    STEP[f"{title}, compiled"] = partial(training_steps, preset(name, compile=True))
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+PARTS = {"check": CHECK, "layer": LAYER, "step": STEP}
+
+
+@dataclass
+class Config:
+    limit: float = 540.0  # seconds, behind which nothing new begins
+    out: str | None = None  # file of the results; None: results/gpu/CARD-PART.json, without a card in out/gpu/
+
+
+def run(sections: dict[str, Callable[[], Results]], file: Path, head: dict, limit: float) -> list[dict]:
+    """Prints and writes what each section yields, until time is up. An error is a result, too."""
+    start, results = time.perf_counter(), []
+
+    def add(section: str, facts: dict):
+        seconds = round(time.perf_counter() - start, 1)
+        results.append({"section": section, "at_seconds": seconds} | facts)
+        write(file, head | {"results": results})
+        words = []
+        for name, value in facts.items():
+            words.append(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}")
+        print(f"{seconds:6.1f} s  {section}: {', '.join(words):.300}", flush=True)
+
+    for name, section in sections.items():
+        try:
+            for facts in section():
+                add(name, facts)
+                if time.perf_counter() - start > limit:
+                    add(name, {"stopped": "time is up"})
+                    return results
+        except Exception as error:
+            add(name, {"right": False, "error": repr(error), "traceback": traceback.format_exc()})
+    return results
+
+
+def main():
+    part, *argv = sys.argv[1:] or ["--help"]
+    if part in ("-h", "--help"):
+        return print(__doc__)
+    with clear_errors():
+        if part not in PARTS:
+            raise ValueError(f"{part!r} is no part: python tools/gpu.py {' | '.join(PARTS)}")
+        config = parse(Config(), argv, __doc__)
+        check(config)
+        card = torch.cuda.get_device_name() if CUDA else "cpu"
+        folder = ROOT / ("results/gpu" if CUDA else "out/gpu")
+        file = Path(config.out or folder / f"{re.sub('[^A-Za-z0-9]+', '-', card)}-{part}.json")
+        file.parent.mkdir(parents=True, exist_ok=True)
+    head = {"part": part, "machine": machine(HERE) | {"cuda": torch.version.cuda}}
+    head["commit"] = subprocess.getoutput(f"git -C {ROOT} describe --always --dirty")
+    with nullcontext() if CUDA else torch.compiler.set_stance("force_eager"):  # a rehearsal compiles nothing
+        results = run(PARTS[part], file, head, config.limit)
+    wrong = {result["section"]: None for result in results if not result.get("right", True)}
+    print(f"{len(results)} results are in {file}; wrong or failed: {', '.join(wrong) or 'none'}")
+    sys.exit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()
