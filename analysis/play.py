@@ -6,8 +6,11 @@ import json
 import math
 import os
 import threading
+import webbrowser
+from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,24 +19,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from analysis.shared import corpus_of
 from engine import pretrained
 from engine.config import Texts, check
-from engine.device import seed_all
+from engine.device import seed_all, setup
+from engine.run import read_json
 from model import GPT, Encoder
-from routers import NOT_CHOSEN, ExpertChoice, Switch, Threshold, TopK
+from routers import NOT_CHOSEN, ExpertChoice, Router, Switch, Threshold, TopK
 
 PAGE = Path(__file__).with_name("play.html")
 CHOOSERS = {"threshold": Threshold, "topk": TopK, "switch": Switch, "expert_choice": ExpertChoice}
 SENTENCE = "Return the sum of all elements. If the list is empty, raise a ValueError instead of returning zero."
-SHOWN = 256  # tokens of a text, at most
-MARKS = str.maketrans({" ": "·", "\u2581": "·", "\n": "⏎", "\t": "⇥"})
+LONGEST_BODY = 1 << 20  # bytes of a request
+VALIDATION_TOKENS = 1 << 14  # from which the page knows what an expert serves
+LISTED = 14  # tokens that it shows of an expert
 
 
 @dataclass
 class Play:
     run: str = "out/train_lm/demo"  # folder of a run of train_lm.py, train_mlm.py or train_electra.py
     text: Texts = ()  # a sentence to begin with; give it again for more
-    port: int = 8000  # on 127.0.0.1
+    port: int | None = None  # on 127.0.0.1; None: 8000, or any that is free
+    open: bool = True  # opens the page in a browser
     out: str | None = None  # a file such as play.html: writes the page there and serves nothing
 
 
@@ -47,16 +54,18 @@ def play(options: Play):
     check(options)
     player = Player(options.run)
     routes = [player.route(text) for text in options.text or [SENTENCE]]
-    page = page_of(player.about() | {"live": not options.out, "routes": routes})
+    data = player.about | {"live": not options.out, "routes": routes, "served": player.served if options.out else None}
+    page = page_of(data)
     if options.out:
         Path(options.out).parent.mkdir(parents=True, exist_ok=True)
         Path(options.out).write_text(page, encoding="utf-8")
         return print(f"{options.out} is the page, {len(page) / 1e3:.0f} kB; texts in it: {len(routes)}")
     with listen(options.port) as server:
         server.player, server.page = player, page.encode()
-        print(
-            f"http://127.0.0.1:{options.port}/ shows {options.run}, on this machine alone; Ctrl-C ends it", flush=True
-        )
+        address = f"http://127.0.0.1:{server.server_port}/"
+        print(f"{address} shows {options.run}, on this machine alone; Ctrl-C ends it", flush=True)
+        if options.open:  # a browser in the terminal would wait for the page, and the page for it
+            threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()
         try:
             server.serve_forever()
         except KeyboardInterrupt:
@@ -78,50 +87,43 @@ class Player:
     """A trained model, and what the page asks of it. Raises ValueError or OSError for one without experts."""
 
     def __init__(self, run: str):
-        self.run = run
-        self.lock = threading.Lock()
-        self.seen = []  # the routing of each MoE layer
+        self.run, self.lock, self.seen = run, threading.Lock(), []
         self.model, self.tokenizer = pretrained.load(run)
         if not isinstance(self.model, GPT | Encoder) or not self.model.moe_layers:
             raise ValueError(f"{run} is no language model or encoder with experts: give another --run")
         for moe in self.model.moe_layers:
-            moe.watchers.append(self.watch)
+            moe.watchers.append(lambda moe, h, routing, kept: self.seen.append((routing, kept)))
+        self.about = self.describe()
 
-    def watch(self, moe, h, routing, kept):
-        self.seen.append(routing)
-
-    def about(self) -> dict:
-        """The run, where its sliders stand at first, and the choosers that can take its router's place."""
+    def describe(self) -> dict:
+        """The run, how it routes at test, and the choosers that can take its router's place."""
         model, constants = self.model, vars(self.model.config)
-        first = model.moe_layers[0]
-        router, gamma = first.router, first.eval_gamma
+        router, gamma = model.moe_layers[0].router, model.moe_layers[0].eval_gamma
         if isinstance(model, Encoder):
             names = [f"behind layer {depth}" for depth in model.moe_after]
         else:
             names = [f"block {depth}" for depth, block in enumerate(model.blocks, 1) if block.sparse]
         t = constants.get("eval_threshold")
         own = {
-            "chooser": "own",
+            "chooser": chooser_of(router),
             "t": constants.get("threshold", 0.5) if t is None else t,
-            "K": router.max_choices if isinstance(router, TopK) else min(4, router.E),
+            "K": router.max_choices if chooser_of(router) == "topk" else min(4, router.E),
             "gamma": gamma if gamma < router.E else None,  # None: no limit
         }
-        others = [*CHOOSERS] if hasattr(router, "experts") else []  # a hash has no probabilities to choose by
-        about = {"run": self.run, "router": constants["router"], "E": router.E}
-        return about | {"names": names, "own": own, "choosers": ["own", *others]}
+        choosers = [*CHOOSERS] if hasattr(router, "experts") else []  # a hash has no probabilities to choose by
+        if own["chooser"] == "own":
+            choosers = ["own", *choosers]
+        about = {"run": self.run, "router": constants["router"], "names": names, "E": router.E}
+        return about | {"own": own, "choosers": choosers}
 
     def read(self, text: str) -> list[int]:
         """The tokens of a text as the model reads them, uncut: behind the end of another text, or between marks."""
-        ids = self.tokenizer.encode_batch([text])[0]
+        ids = self.tokenizer.encode_batch([text.encode("utf-8", "replace").decode()])[0]
         if not ids:
             raise ValueError("the text is empty: write one")
         if isinstance(self.model, Encoder):
             return [self.tokenizer.bos, *ids, self.tokenizer.eos]
         return [self.tokenizer.eot, *ids]
-
-    def cut(self, ids: list[int]) -> Tensor:
-        """(1, T) as many as the page shows, and the model can read."""
-        return torch.tensor([ids[: min(SHOWN, self.model.config.block_size)]])
 
     def route(self, text: str) -> dict:
         """Tokens, their losses, and of each MoE layer the probabilities (S, E) and the run's own choices (S, E).
@@ -129,39 +131,83 @@ class Player:
         The choices are ranks: an expert serves smaller ones first, and -1 is not chosen.
         """
         ids = self.read(text)
-        shown = self.cut(ids)
-        out, seen = self.forward(shown)
+        shown = ids[: self.model.config.block_size]
+        seen, loss = self.forward(torch.tensor([shown]))
         layers = []
-        for routing in seen:
+        for routing, _ in seen:
             values, place = routing.priority.unique(return_inverse=True)
-            rank = len(values) - 1 - place
-            rank = torch.where(routing.priority > NOT_CHOSEN, rank, -1)
+            rank = torch.where(routing.priority > NOT_CHOSEN, len(values) - 1 - place, -1)
             layers.append({"probs": packed(routing.probs, "<f4"), "rank": packed(rank, "<i4")})
-        tokens = [written(self.tokenizer, token) for token in shown[0].tolist()]
-        found = {"text": text, "tokens": tokens, "of": len(ids), "layers": layers}
-        return found | {"loss": self.losses(out, shown)}
+        tokens = [written(self.tokenizer, token) for token in shown]
+        return {"text": text, "tokens": tokens, "of": len(ids), "layers": layers, "loss": loss}
 
     def loss(self, text: str, setting: dict) -> dict:
-        """The loss of every token where they choose as the page says."""
-        shown = self.cut(self.read(text))
-        out, _ = self.forward(shown, SimpleNamespace(**setting))
-        return {"loss": self.losses(out, shown)}
+        """The loss of every token where they choose as the page says. Raises ValueError for what it never says."""
+        chooser, t, K, gamma = (setting[name] for name in ("chooser", "t", "K", "gamma"))
+        limited = gamma is None or 0 < gamma < math.inf
+        if chooser not in self.about["choosers"] or not (0 <= t <= 1 and 1 <= K <= self.about["E"] and limited):
+            raise ValueError("this is no setting of the page")
+        setting = SimpleNamespace(chooser=chooser, t=t, K=int(K), gamma=math.inf if gamma is None else gamma)
+        ids = self.read(text)[: self.model.config.block_size]
+        _, loss = self.forward(torch.tensor([ids]), setting=setting)
+        return {"loss": loss}
 
     @torch.no_grad()
-    def forward(self, ids: Tensor, setting: SimpleNamespace | None = None) -> tuple[Tensor, list]:
-        """ids (1, T) -> what the model gives, and the routing of each MoE layer."""
+    def forward(self, ids: Tensor, real: Tensor | None = None, setting: SimpleNamespace | None = None) -> tuple:
+        """ids (B, T) -> [(routing, kept)] of the MoE layers, and a decoder's loss of each token of the first row."""
         with self.lock, routed(self.model, setting):
             self.seen.clear()
             seed_all(0)  # for a router that draws
-            out, _ = self.model(ids)
-            return out, [*self.seen]
-
-    def losses(self, logits: Tensor, ids: Tensor) -> list | None:
-        """Of each token, None for the first and for what is not finite. An encoder, loaded without a head, has none."""
+            out, _ = self.model(ids) if real is None else self.model(ids, real)
+            seen = [*self.seen]
         if isinstance(self.model, Encoder):
-            return None
-        losses = F.cross_entropy(logits[0, :-1].float(), ids[0, 1:], reduction="none")
-        return [None, *(round(x, 4) if math.isfinite(x) else None for x in losses.tolist())]
+            return seen, None  # it is loaded without its head
+        loss = F.cross_entropy(out[0, :-1].float(), ids[0, 1:], reduction="none")
+        return seen, [None, *(round(x, 4) if math.isfinite(x) else None for x in loss.tolist())]
+
+    @cached_property
+    def served(self) -> dict:
+        """Of each layer and expert the tokens of the validation text that it serves most.
+
+        layers: [token, how often the expert serves it, how often it occurs]; note: why there are none.
+        """
+        try:
+            config = read_json(Path(self.run, "config.json"))
+            data = corpus_of(self.model, self.run, config, setup("cpu", "float32"))
+        except (ValueError, OSError, ImportError, KeyError) as error:
+            return {"layers": None, "note": f"no validation text: {error}"}
+        occurs = Counter()
+        layers = [[Counter() for _ in range(moe.router.E)] for moe in self.model.moe_layers]
+        more = {} if isinstance(self.model, GPT) else {"maskings": 1}
+        for batch in data.eval_batches("valid", max_tokens=VALIDATION_TOKENS, **more):
+            if isinstance(self.model, GPT):
+                ids, real = batch[0], None
+            else:  # with the masked tokens in their places
+                batch = batch[2]
+                ids = batch.ids.flatten().index_copy(0, batch.masked, batch.targets).view_as(batch.ids)
+                real = batch.real
+            seen, _ = self.forward(ids, real)
+            row = ids.flatten() if real is None else ids.flatten()[real]  # (S,)
+            occurs.update(row.tolist())
+            for counts, (_, kept) in zip(layers, seen):
+                for count, own in zip(counts, kept.t()):
+                    count.update(row[own].tolist())
+
+        def listed(count: Counter) -> list:
+            return [[written(self.tokenizer, token), n, occurs[token]] for token, n in count.most_common(LISTED)]
+
+        found = [[listed(count) for count in counts] for counts in layers]
+        return {"layers": found, "note": f"{occurs.total():,} tokens of the validation text"}
+
+
+def chooser_of(router) -> str:
+    """The name under which the page has a run's router; "own" where it has none."""
+    kind = type(router)
+    if kind.forward is not Router.forward:
+        return "own"
+    if kind.choose is TopK.choose:
+        return "switch" if router.max_choices == 1 else "topk"
+    return next((name for name, other in CHOOSERS.items() if kind.choose is other.choose), "own")
 
 
 @contextmanager
@@ -169,11 +215,10 @@ def routed(model, setting: SimpleNamespace | None):
     """Inside the `with`, tokens choose as the page says: by the same probabilities, in another class of router."""
     before = [(moe.router, moe.eval_gamma) for moe in model.moe_layers]
     for moe in model.moe_layers if setting else ():
-        moe.eval_gamma = math.inf if setting.gamma is None else setting.gamma
+        moe.eval_gamma = setting.gamma
         if setting.chooser != "own":
             moe.router = copy.copy(moe.router)  # with the same parameters
-            moe.router.__class__ = CHOOSERS[setting.chooser]
-            moe.router.K = setting.K
+            moe.router.__class__, moe.router.K = CHOOSERS[setting.chooser], setting.K
             moe.router.config = SimpleNamespace(threshold=setting.t, eval_threshold=None)
     try:
         yield
@@ -192,12 +237,19 @@ def written(tokenizer, token: int) -> str:
     if tokenizer.kind == "xlmr" and token <= tokenizer.unk:
         return ("<s>", "<pad>", "</s>", "<unk>")[token]
     if tokenizer.kind == "gpt2":
-        text = tokenizer.encoding.decode_single_token_bytes(token).decode(errors="backslashreplace")
+        text = tokenizer.encoding.decode_single_token_bytes(token)
     else:
         piece = token - 1 if tokenizer.kind == "xlmr" else token
-        text = tokenizer.processor.id_to_piece(piece)
-    text = text.translate(MARKS)
-    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+        text = tokenizer.processor.id_to_piece(piece).encode()
+        if tokenizer.processor.is_byte(piece):  # <0xE4>
+            text = bytes([int(text[3:5], 16)])
+    marks = {" ": "·", "\u2581": "·", "\n": "⏎", "\t": "⇥"}
+    shown = ""
+    for char in text.decode(errors="backslashreplace"):
+        if char not in marks and not char.isprintable():
+            char = repr(char)[1:-1]
+        shown += marks.get(char, char)
+    return shown
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -205,28 +257,57 @@ def written(tokenizer, token: int) -> str:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """GET is the page; the page posts JSON to /route and /loss. Only the address that was printed is answered."""
+    """GET / is the page; the page posts JSON to /route, /loss and /served. Only pages of this server are answered."""
+
+    timeout = 60
 
     def do_GET(self):
-        self.answer(200, self.server.page, "text/html; charset=utf-8")
+        if self.is_ours():
+            if self.path == "/":
+                self.answer(200, self.server.page, "text/html; charset=utf-8")
+            else:
+                self.say(404, "there is only /")
 
     def do_POST(self):
-        player = self.server.player
+        if not self.is_ours():
+            return
+        player, length = self.server.player, self.headers.get("Content-Length", "")
+        if self.path not in ("/route", "/loss", "/served"):
+            return self.say(404, "there are /route, /loss and /served")
+        if not length.isdecimal():
+            return self.say(411, "how long is the body?")
+        if int(length) > LONGEST_BODY:
+            return self.say(413, f"a request has at most {LONGEST_BODY:,} bytes")
         try:
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            answer = {"/route": player.route, "/loss": player.loss}[self.path]
-            status, found = 200, answer(**json.loads(body))
-        except (ValueError, TypeError, KeyError) as error:
-            status, found = 400, {"error": str(error)}
-        self.answer(status, json.dumps(found).encode(), "application/json")
+            asked = json.loads(self.rfile.read(int(length)))
+            if self.path == "/route":
+                found = player.route(asked["text"])
+            elif self.path == "/loss":
+                found = player.loss(asked["text"], asked["setting"])
+            else:
+                found = player.served
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            return self.say(400, f"{error}")
+        self.answer(200, json.dumps(found, allow_nan=False).encode(), "application/json")
+
+    def is_ours(self) -> bool:
+        """Whether the address was typed as we printed it, and no foreign page asks. Else says 403."""
+        hosts = [f"{name}:{self.server.server_port}" for name in ("127.0.0.1", "localhost")]
+        origin = self.headers.get("Origin")
+        ours = self.headers.get("Host") in hosts and (origin is None or origin in [f"http://{host}" for host in hosts])
+        if not ours:
+            self.say(403, "only pages of this server are answered")
+        return ours
+
+    def say(self, status: int, error: str):
+        self.answer(status, json.dumps({"error": error}).encode(), "application/json")
 
     def answer(self, status: int, body: bytes, kind: str):
-        host, _, _ = self.headers.get("Host", "").partition(":")
-        if host not in ("127.0.0.1", "localhost"):  # a foreign page, whose name was made to lead here
-            status, body = 403, b"{}"
         self.send_response(status)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(body)))
+        headers = {"Content-Type": kind, "Content-Length": len(body), "Cache-Control": "no-store"}
+        headers |= {"X-Content-Type-Options": "nosniff", "X-Frame-Options": "DENY"}
+        for name, value in headers.items():
+            self.send_header(name, str(value))
         self.end_headers()
         self.wfile.write(body)
 
@@ -239,9 +320,11 @@ class Server(ThreadingHTTPServer):
         """A browser that goes away is no error; nor does one request end the others."""
 
 
-def listen(port: int) -> Server:
-    """A server on 127.0.0.1. Raises OSError where the port is taken."""
+def listen(port: int | None) -> Server:
+    """A server on 127.0.0.1. Raises OSError where the port that was asked for is taken."""
     try:
-        return Server(("127.0.0.1", port), Handler)
+        return Server(("127.0.0.1", port or 8000), Handler)
     except OSError as error:
-        raise OSError(f"port {port} on 127.0.0.1: {error.strerror}; --port takes another") from None
+        if port:
+            raise OSError(f"port {port} on 127.0.0.1: {error.strerror}") from None
+        return Server(("127.0.0.1", 0), Handler)

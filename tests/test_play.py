@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
@@ -21,11 +22,14 @@ import pytest
 import reference
 import torch
 import torch.nn.functional as F
-from helpers import ROOT, constants
+from helpers import ROOT, Script, constants
 from test_analyze import refused, run
 from test_flops import SMALL
 
+import train_lm
 from analysis import play
+from data.batches import MaskedData
+from data.prepare import prepare
 from data.tokenizers import XLMR, SentencePiece, train_sentencepiece
 from engine import pretrained
 from model import GPT, MaskedLM, Translator, expert_capacity, within_capacity
@@ -33,8 +37,9 @@ from routers import NOT_CHOSEN
 
 NODE = shutil.which("node")
 TEXT = "the cat & the <script> sat\n\ton the mat שלום 中文 $x$"
-HOSTILE = "</script><script>alert(1)</script><!-- \u202e\u2066 \u2028 \x00 {{DATA}} & \\u003c"
+HOSTILE = "</script><script>alert(1)</script><!-- \u202e\u2066 \u2028 \x00 \ud800 {{DATA}} & \\u003c"
 SIZE = SMALL | dict(n_layer=4, n_embd=16, ffn_size=32, block_size=64, router_std=0.03)
+SIZE |= dict(data="nowhere", seed=0, batch_tokens=64, micro_tokens=64, sampling_exponent=0.7, mask_share=0.15)
 DECODERS = {
     "threshold": dict(router="threshold", eval_threshold=0.7, capacity=1.0),
     "topk": dict(router="topk", split=4, capacity=0.25),
@@ -175,19 +180,22 @@ def test_the_page_knows_the_capacity():
 @pytest.mark.skipif(not NODE, reason="there is no node")
 @pytest.mark.parametrize("name", [*DECODERS, *ENCODERS])
 def test_the_page_shows_what_the_run_does(name, made):
-    """Its choices as trained, served by the page, against the model's own router served by hand."""
+    """Chosen by the page from what the server says, and by hand from the model's own router."""
     folder = make_any(made, name)
     player = play.Player(str(folder))
-    about, found = player.about(), player.route(TEXT)
-    assert about["choosers"] == (["own"] if name == "hash" else ["own", *play.CHOOSERS])
-    names = {"hypersphere": ["behind layer 1", "behind layer 3"], "top-2": ["behind layer 2"]}
-    assert about["names"] == names.get(name, ["block 2", "block 4"])
+    about, found = player.about, player.route(TEXT)
+    other = {"hash": "own", "base": "own", "hypersphere": "switch", "top-2": "topk"}
+    assert about["own"]["chooser"] == other.get(name, name)
+    assert ("topk" in about["choosers"]) == (name != "hash")
+    assert about["names"] == {"hypersphere": ["behind layer 1", "behind layer 3"], "top-2": ["behind layer 2"]}.get(
+        name, ["block 2", "block 4"]
+    )
     S, E, cases = len(found["tokens"]), about["E"], []
     for layer in found["layers"]:
+        case = about["own"] | {"S": S, "E": E, "probs": unpacked(layer["probs"], "<f4", E).flatten().tolist()}
         own = unpacked(layer["rank"], "<i4", E).flatten().tolist()
-        probs = unpacked(layer["probs"], "<f4", E).flatten().tolist()
-        cases.append(about["own"] | {"S": S, "E": E, "probs": probs, "own": own})
-    right = by_hand(folder, TEXT)
+        cases += [case | {"own": own}] + [case] * (about["own"]["chooser"] != "own")
+    right = [item for item in by_hand(folder, TEXT) for _ in range(len(cases) // len(found["layers"]))]
     assert in_the_page(CHOSEN, cases) == right
     assert any(asked != kept for asked, kept in right) == (name != "hypersphere"), "the case shows nothing"
 
@@ -221,9 +229,9 @@ def by_hand(folder, text: str) -> list[list[str]]:
 def test_the_loss_is_the_model_s_under_the_setting(made):
     folder = made(GPT, **DECODERS["threshold"])
     player = play.Player(str(folder))
-    own = player.about()["own"]
+    own = player.about["own"]
     trained = player.route(TEXT)["loss"]
-    assert own == {"chooser": "own", "t": 0.7, "K": 4, "gamma": 2.0}
+    assert own == {"chooser": "threshold", "t": 0.7, "K": 4, "gamma": 2.0}
     assert player.loss(TEXT, own)["loss"] == trained and trained[0] is None
 
     def expected(**changes) -> list:
@@ -233,11 +241,13 @@ def test_the_loss_is_the_model_s_under_the_setting(made):
             return F.cross_entropy(model(ids)[0][0, :-1], ids[0, 1:], reduction="none").tolist()
 
     assert trained[1:] == pytest.approx(expected(), abs=1e-4)
+    inf = math.inf
     for change, constants_ in (
-        (dict(gamma=None), dict(eval_capacity=math.inf)),
-        (dict(chooser="threshold", t=0.2, gamma=1.0), dict(eval_threshold=0.2, eval_capacity=0.5)),
+        (dict(t=0.2), dict(eval_threshold=0.2)),
+        (dict(gamma=None), dict(eval_capacity=inf)),
+        (dict(gamma=1.0), dict(eval_capacity=0.5)),
         (dict(chooser="topk", K=2), dict(router="topk", split=2)),
-        (dict(chooser="switch", gamma=None), dict(router="switch", split=2, eval_capacity=math.inf)),
+        (dict(chooser="switch", gamma=None), dict(router="switch", split=2, eval_capacity=inf)),
         (dict(chooser="expert_choice"), dict(router="expert_choice", split=2)),
     ):
         found = player.loss(TEXT, own | change)["loss"]
@@ -245,7 +255,7 @@ def test_the_loss_is_the_model_s_under_the_setting(made):
         assert found != trained
     assert player.route(TEXT)["loss"] == trained  # all is as it was
     encoder = play.Player(str(made(MaskedLM, **ENCODERS["top-2"])))
-    assert encoder.route(TEXT)["loss"] is None
+    assert encoder.route(TEXT)["loss"] is None and encoder.loss(TEXT, encoder.about["own"]) == {"loss": None}
 
 
 def test_every_token_can_be_read(tokenizers):
@@ -253,12 +263,70 @@ def test_every_token_can_be_read(tokenizers):
         return [play.written(tokenizers[kind], token) for token in tokenizers[kind].encode_batch([text])[0]]
 
     shown = pieces(SentencePiece, "the cat\n\tש中é\x00\u200f$")
-    assert "".join(shown) == "the·cat⏎<0x09>ש中<0xC3><0xA9><0x00><0xE2><0x80><0x8F><0x24>" and "⏎" in shown
+    assert "".join(shown) == "the·cat⏎⇥ש中\\xc3\\xa9\\x00\\xe2\\x80\\x8f$"
+    assert "⏎" in shown and "\\xc3" in shown
     assert "".join(pieces(XLMR, "cat 中")) == "·cat·中"
     assert [play.written(tokenizers[XLMR], token) for token in (0, 2, 3)] == ["<s>", "</s>", "<unk>"]
     bytes_of = [b" cat", b"\n", "é".encode()[:1]].__getitem__
     gpt2 = SimpleNamespace(kind="gpt2", encoding=SimpleNamespace(decode_single_token_bytes=bytes_of))
     assert [play.written(gpt2, token) for token in range(3)] == ["·cat", "⏎", "\\xc3"]
+
+
+def test_what_an_expert_serves_most_is_counted(options, tmp_path, monkeypatch):
+    """On a run as train_lm.py leaves it, against the routing of the same windows."""
+    Script(train_lm).run(options | {"out_dir": tmp_path / "out", "steps": 2}, monkeypatch)
+    (folder,) = (tmp_path / "out").iterdir()
+    found = play.Player(str(folder)).served
+    model, tokenizer = pretrained.load(folder)
+    data = train_lm.TokenData.open(options["data"], model.config, play.setup("cpu", "float32"))
+    count, occurs = {}, {}
+    for ids, _ in data.eval_batches("valid", play.VALIDATION_TOKENS):
+        keeps = []
+        for moe in model.moe_layers:
+            moe.watchers[:] = [lambda moe, h, routing, kept, keeps=keeps: keeps.append(kept)]
+        with torch.no_grad():
+            model(ids)
+        for s, token in enumerate(ids.flatten().tolist()):
+            occurs[token] = occurs.get(token, 0) + 1
+            for e in range(model.moe_layers[0].router.E):
+                key = e, token
+                count[key] = count.get(key, 0) + int(keeps[0][s, e])
+    assert found["note"] == f"{sum(occurs.values()):,} tokens of the validation text"
+    name = {token: play.written(tokenizer, token) for token in occurs}
+    for e, top in enumerate(found["layers"][0]):
+        right = sorted((n for (expert, _), n in count.items() if expert == e and n), reverse=True)
+        assert [n for _, n, _ in top] == right[: play.LISTED] and top
+        every = {(name[token], n, occurs[token]) for (expert, token), n in count.items() if expert == e}
+        assert set(map(tuple, top)) <= every
+    (folder / "config.json").write_text('{"data_checksum": "of another text"}')
+    assert "no validation text: " in play.Player(str(folder)).served["note"]
+
+
+def test_what_the_experts_of_an_encoder_serve(made, tokenizers, tmp_path, monkeypatch):
+    """Each token goes to one expert, without a limit: together they serve the validation text, nothing masked."""
+    rng = np.random.default_rng(0)
+    (tmp_path / "text").mkdir()
+    for language, words in {"aa": ["cat", "sat", "mat"], "bb": ["quick", "brown", "fox", "jumps"]}.items():
+        lines = [" ".join(rng.choice(words, 12)) for _ in range(400)]
+        (tmp_path / "text" / f"{language}.txt").write_text("\n\n".join(lines))
+    spm = tokenizers[XLMR].save(tmp_path)
+    folder = prepare("cc100", tmp_path / "text", tokenizer=spm, out=tmp_path / "prepared")
+    run = made(MaskedLM, **ENCODERS["hypersphere"], data=str(folder))
+    data = MaskedData(folder, block_size=64, micro_tokens=64)
+    (run / "config.json").write_text(json.dumps({"data_checksum": f"{data.checksum}+that of pairs"}))
+    monkeypatch.setattr(play, "LISTED", 1000)
+    found = play.Player(str(run)).served
+    rows = data.eval_rows("valid", play.VALIDATION_TOKENS)
+    occurs = Counter(data.tokens["valid"].tolist()) + Counter({XLMR.bos: len(rows.lengths)})
+    assert found["note"] == f"{occurs.total():,} tokens of the validation text" and len(found["layers"]) == 2
+    right = Counter()
+    for token, n in occurs.items():
+        right[play.written(tokenizers[XLMR], token)] += n
+    for experts in found["layers"]:
+        served = Counter()
+        for top in experts:
+            served.update({token: n for token, n, _ in top})
+        assert served == right and sum(bool(top) for top in experts) > 2
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -267,12 +335,13 @@ def test_every_token_can_be_read(tokenizers):
 
 def test_a_page_is_written_with_its_sentences(made, tmp_path, monkeypatch, capsys):
     folder, file = made(GPT, **DECODERS["threshold"]), tmp_path / "pages" / "play.html"
-    run(monkeypatch, "play", "--run", folder, "--text", TEXT, "--text", HOSTILE, "--out", file)
-    assert re.search(rf"{file} is the page, \d+ kB; texts in it: 2", capsys.readouterr().out)
+    run(monkeypatch, "play", "--run", folder, "--text", TEXT, "--text", HOSTILE, "--text", "none", "--out", file)
+    assert re.search(rf"{file} is the page, \d+ kB; texts in it: 3", capsys.readouterr().out)
     page, player = file.read_text(), play.Player(str(folder))
     data = data_of(page)
-    assert data["routes"] == json.loads(json.dumps([player.route(text) for text in (TEXT, HOSTILE)]))
-    assert not data["live"]
+    assert [found["text"] for found in data["routes"]] == [TEXT, HOSTILE, "none"]
+    assert data["routes"] == json.loads(json.dumps([player.route(text) for text in (TEXT, HOSTILE, "none")]))
+    assert not data["live"] and "no validation text" in data["served"]["note"]
     # The page has the elements that it has without the sentences, and nothing of the text is one of them.
     plain = play.PAGE.read_text()
     assert [page.count(mark) for mark in ("<script", "</script", "<!--")] == [
@@ -289,19 +358,17 @@ def test_the_page_needs_nothing_from_elsewhere():
     assert page.count("{{DATA}}") == 1
 
 
-def test_a_long_text_is_cut_to_what_the_model_reads(made, monkeypatch):
+def test_a_long_text_is_cut_to_what_the_model_reads(made):
     for kind, name in ((GPT, "topk"), (MaskedLM, "top-2")):
         player = play.Player(str(make_any(made, name)))
         found = player.route("x y " * 2500)
         assert len(found["tokens"]) == 64 < found["of"] and found["of"] > 2500
         assert (found["loss"] is None) == (kind is MaskedLM)
-    monkeypatch.setattr(play, "SHOWN", 10)
-    assert len(player.route("x y " * 20)["tokens"]) == 10
 
 
 def test_runs_that_will_not_do(made, tmp_path, monkeypatch, capsys):
     def told(*line) -> str:
-        return refused(monkeypatch, capsys, "play", "--run", *line)
+        return refused(monkeypatch, capsys, "play", "--open", "false", "--run", *line)
 
     assert "is neither the folder of a run" in told(tmp_path / "nothing")
     for kind in (GPT, MaskedLM, Translator):
@@ -312,7 +379,7 @@ def test_runs_that_will_not_do(made, tmp_path, monkeypatch, capsys):
     assert "port must lie from 1 to 65535, not 70000" in told(folder, "--port", "70000")
     (tmp_path / "file").write_text("in the way")
     assert "file" in told(folder, "--out", tmp_path / "file" / "play.html")
-    with play.listen(0) as taken:
+    with play.listen(None) as taken:
         assert f"port {taken.server_port} on 127.0.0.1" in told(folder, "--port", taken.server_port)
 
 
@@ -322,9 +389,9 @@ def test_runs_that_will_not_do(made, tmp_path, monkeypatch, capsys):
 
 @pytest.fixture
 def server(made):
-    with play.listen(0) as server:
+    with play.listen(None) as server:
         server.player = play.Player(str(made(GPT, **DECODERS["threshold"])))
-        server.page = play.page_of(server.player.about() | {"live": True, "routes": []}).encode()
+        server.page = play.page_of(server.player.about | {"live": True, "routes": [], "served": None}).encode()
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server
         server.shutdown()
@@ -343,35 +410,52 @@ def asked(server, method: str, path: str, body=None, **headers) -> tuple:
 def test_the_server_answers_its_own_page(server):
     status, page, headers = asked(server, "GET", "/")
     assert status == 200 and headers["Content-Type"].startswith("text/html") and data_of(page)["live"]
-    status, found, _ = asked(server, "POST", "/route", json.dumps({"text": HOSTILE}))
+    assert "default-src 'none'" in page and headers["X-Content-Type-Options"] == "nosniff"
+    origin = f"http://127.0.0.1:{server.server_port}"
+    status, found, _ = asked(server, "POST", "/route", json.dumps({"text": HOSTILE}), Origin=origin)
     assert status == 200 and found == json.loads(json.dumps(server.player.route(HOSTILE)))
-    setting = server.player.about()["own"] | {"chooser": "topk", "K": 2}
+    setting = server.player.about["own"] | {"chooser": "topk", "K": 2}
     status, found, _ = asked(server, "POST", "/loss", json.dumps({"text": TEXT, "setting": setting}))
     assert status == 200 and found == server.player.loss(TEXT, setting)
+    status, found, _ = asked(server, "POST", "/served", "{}")
+    assert status == 200 and "no validation text" in found["note"]
     assert server.server_address[0] == "127.0.0.1"
-    for host, status in {"evil.example": 403, f"evil.example:{server.server_port}": 403, "localhost:80": 200}.items():
-        for method, path in (("GET", "/"), ("POST", "/route")):
-            found = asked(server, method, path, json.dumps({"text": TEXT}), Host=host)
-            assert found[0] == status and (status == 200 or found[1] in ("{}", {})), host
+
+
+def test_the_server_refuses_what_is_not_its_page(server):
+    port, body = server.server_port, json.dumps({"text": TEXT})
+    for host in ("evil.example", f"evil.example:{port}", "127.0.0.1", f"127.0.0.1:{port + 1}", "", "0.0.0.0"):
+        for method, path in (("GET", "/"), ("POST", "/route"), ("GET", "/nothing")):
+            assert asked(server, method, path, body, Host=host)[0] == 403, host
+    assert asked(server, "GET", "/", Host=f"localhost:{port}")[0] == 200
+    for origin in ("http://evil.example", "null", f"https://127.0.0.1:{port}", "http://127.0.0.1"):
+        assert asked(server, "POST", "/route", body, Origin=origin)[0] == 403, origin
+        assert asked(server, "GET", "/", Origin=origin)[0] == 403
+    for method, path in (("GET", "/x"), ("GET", "/../model.py"), ("GET", "/route"), ("POST", "/"), ("POST", "/x")):
+        assert asked(server, method, path, body)[0] == 404, path
+    assert asked(server, "DELETE", "/", body)[0] == 501
+    assert asked(server, "POST", "/route", Content_Length=str((1 << 20) + 1))[0] == 413
+    assert asked(server, "POST", "/route", Content_Length="-1")[0] == 411
+    assert asked(server, "POST", "/route", json.dumps({"text": "x " * 500_000}))[0] == 200  # just under a megabyte
 
 
 def test_what_is_not_understood_is_one_line(server):
-    for body in ("", "{", "null", "{}", '{"text": 3}', '{"text": ""}', '{"text": null}', "\xff"):
+    own = server.player.about["own"]
+    bad = ["", "{", "[" * 100_000, "null", "{}", '{"text": 3}', '{"text": ""}', '{"text": null}', "\xff"]
+    for body in bad:
         status, found, _ = asked(server, "POST", "/route", body.encode("latin-1"))
         assert status == 400 and "\n" not in found["error"], body
-    assert asked(server, "POST", "/elsewhere", "{}")[0] == 400
-    assert asked(server, "POST", "/route", json.dumps({"text": TEXT}))[0] == 200  # it lives
-
-
-def free_port() -> int:
-    with play.listen(0) as server:
-        return server.server_port
+    for change in ({"chooser": "hash"}, {"t": -1}, {"t": math.nan}, {"t": "x"}, {"K": 0}, {"K": 33}, {"gamma": 0}):
+        body = json.dumps({"text": TEXT, "setting": own | change})
+        status, found, _ = asked(server, "POST", "/loss", body)
+        assert status == 400 and "error" in found, change
+    assert asked(server, "POST", "/loss", json.dumps({"text": TEXT, "setting": own}))[0] == 200  # it lives
 
 
 def test_ctrl_c_ends_the_page(made):
     """While it answers, too."""
     folder = made(GPT, **DECODERS["switch"])
-    command = [sys.executable, str(ROOT / "analyze.py"), "play", "--run", str(folder), "--port", str(free_port())]
+    command = [sys.executable, str(ROOT / "analyze.py"), "play", "--run", str(folder), "--open", "false"]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as process:
         said = process.stdout.readline()
@@ -392,3 +476,18 @@ def test_ctrl_c_ends_the_page(made):
         for other in others:
             other.join()
     assert process.returncode == 0 and not error and not out.strip()
+
+
+def test_a_browser_is_opened(made, monkeypatch, capsys):
+    opened = threading.Event()
+    monkeypatch.setattr(play.webbrowser, "open", lambda address: (seen.append(address), opened.set()))
+    seen, folder = [], made(GPT, **DECODERS["switch"])
+
+    def serve(server):
+        assert opened.wait(10)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(play.Server, "serve_forever", serve)
+    monkeypatch.setattr(play.os, "_exit", lambda code: None)
+    run(monkeypatch, "play", "--run", folder)
+    assert f"{seen[0]} shows {folder}" in capsys.readouterr().out
