@@ -229,9 +229,6 @@ def evaluate(model: GPT, data: TokenData, split: str, context, max_tokens: int |
 
 def build(config: Config, data: TokenData, context) -> GPT:
     """The model drawn from the seed, or that of `--init_from`."""
-    of_gpt2 = config.init_from and not pretrained.is_run(config.init_from)
-    if of_gpt2 and (config.router != "dense" or config.frequency_bias):
-        raise ValueError("--init_from loads GPT-2: give --router dense --frequency_bias false")
     seed_all(config.seed)
     model = context.place(GPT(config, data.vocab_size))
     if config.frequency_bias:
