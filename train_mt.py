@@ -131,11 +131,11 @@ class Config:
 
 
 # XMoE 4.2 and its authors' configurations; the papers are silent on batch and steps: those are ours.
-PAPER = dict(n_layer=12, decoder_layers=6, n_head=8, n_embd=512)
-PAPER |= dict(ffn_size=2048, block_size=256)
-PAPER |= dict(learning_rate=5e-4, warmup_steps=512)
-PAPER |= dict(steps=50_000, batch_tokens=1 << 18, micro_tokens=1 << 14)
-PAPER |= dict(eval_every=2_500, log_every=50)
+PAPER = dict(n_layer=12, decoder_layers=6)
+PAPER |= dict(n_head=8, n_embd=512, ffn_size=2048)
+PAPER |= dict(block_size=256, learning_rate=5e-4, warmup_steps=512)
+PAPER |= dict(batch_tokens=1 << 18, micro_tokens=1 << 14)
+PAPER |= dict(steps=50_000, eval_every=2_500, log_every=50)
 X_MOE = dict(router="hypersphere", moe_after=(6,), expert_size=2048)
 PRESETS = {
     "demo": {},
@@ -157,7 +157,7 @@ TABLE3 = [  # method, router, split, for each language
     ("XMoE", "threshold", 4, "32.0 / 55.7 | 29.2 / 53.2 | 28.5 / 53.9 | 35.5 / 60.1 | 18.0 / 45.4 | 28.7 / 53.7"),
 ]
 # X-MoE's table 4: method, router. Our copy of the paper lacks its numbers.
-TABLE4 = [("dense", "dense"), ("SMoE", "switch"), ("X-MoE", "hypersphere")]
+TABLE4 = {"dense": "dense", "SMoE": "switch", "X-MoE": "hypersphere"}
 
 
 def table3(base: Config) -> Table:
@@ -177,7 +177,8 @@ def table3(base: Config) -> Table:
                 change["split"] = split
         for language, data in corpora.items():
             numbers = paper.split(" | ")[LANGUAGES.index(language)]
-            rows.append(((method, experts, language, numbers), change | {"data": data}))
+            labels = method, experts, language, numbers
+            rows.append((labels, change | {"data": data}))
     title = "XMoE table 3: test BLEU and chrF2++ of every router at equal FLOPs"
     return Table(title, ("method", "experts", "language", "paper"), rows)
 
@@ -185,7 +186,9 @@ def table3(base: Config) -> Table:
 def table4(base: Config) -> Table:
     """X-MoE's layer half-way in the encoder, many languages to English."""
     depth = base.moe_after or (max(1, base.n_layer // 2),)
-    rows = [((method,), {"router": router, "moe_after": depth}) for method, router in TABLE4]
+    rows = []
+    for method, router in TABLE4.items():
+        rows.append(((method,), {"router": router, "moe_after": depth}))
     return Table("X-MoE table 4: test BLEU and chrF2++ of many languages to English", ("method",), rows)
 
 
@@ -201,7 +204,8 @@ def cells(result: dict) -> dict:
     found["BLEU, valid"] = result["best"]["bleu"], ".2f"
     pairs = result["test"]["pairs"]
     if 1 < len(pairs) <= 10:  # more are no table
-        found |= {name: (pair["bleu"], ".2f") for name, pair in pairs.items()}
+        for name, pair in pairs.items():
+            found[name] = pair["bleu"], ".2f"
     return found
 
 
@@ -219,15 +223,14 @@ def translate(model: Translator, source, real, tokenizer: XLMR, beam=5, length_p
     has at most 1.2 n + 10. Experts have no capacity limit, so that a translation depends on its source alone; with
     `limit` they have the evaluation's. Keys and values of what is written are kept, so that each step reads one token.
     """
-    K, V, eos, device = beam, model.vocab_size, tokenizer.eos, source.device
-    lengths = torch.full_like(source[:, 0], source.shape[1])
-    if real is not None:
-        lengths = real_mask(source, real).sum(dim=1)  # (B,) with </s>
-    longest = 6 * (lengths - 1) // 5 + 10
-    sentences = searched = [Sentence(K, most) for most in longest.tolist()]
-    newest = [tokenizer.bos] * K * len(sentences)  # the last token of each beam
+    K, V, (B, N) = beam, model.vocab_size, source.shape
+    eos, device = tokenizer.eos, source.device
     never = torch.tensor(tokenizer.unwritten, device=device)  # no text is made of these
     is_end = torch.arange(V, device=device) == eos
+    n = source.new_full((B,), N) if real is None else real_mask(source, real).sum(dim=1)  # with </s>
+    longest = 6 * (n - 1) // 5 + 10
+    sentences = searched = [Sentence(K, most) for most in longest.tolist()]
+    newest = [tokenizer.bos] * K * B  # the last token of each beam
     was_training = model.training
     model.eval()
     limited = limit or model.sees_later  # of experts that choose their tokens, the limit is what chooses
@@ -245,14 +248,13 @@ def translate(model: Translator, source, real, tokenizer: XLMR, beam=5, length_p
                 if sentence.must_end:
                     total[number] = total[number].where(is_end, -math.inf)
             # Of the 2 K best continuations of a sentence at most K are ends, one of each beam, so K go on.
-            best, place = total.flatten(1).topk(2 * K)  # (b, 2 K)
+            best, place = (x.tolist() for x in total.flatten(1).topk(2 * K))  # b lists of 2 K
             stay, rows = [], []  # which of the b sentences are not done, and which of the b * K beams go on
             for number, sentence in enumerate(searched):
-                continuations = zip(best[number].tolist(), place[number].tolist())
-                continuations = [(value, *divmod(where, V)) for value, where in continuations]
-                beams = sentence.step(continuations, eos, length_penalty)
-                stay += [number] if beams else []
-                rows += [K * number + beam for beam in beams]
+                beams_and_tokens = [divmod(where, V) for where in place[number]]
+                going_on = sentence.step(best[number], beams_and_tokens, eos, length_penalty)
+                stay += [number] if going_on else []
+                rows += [K * number + beam for beam in going_on]
             if len(stay) < len(searched):
                 encoded = encoded.sentences(stay)
             past = rows_of(past, rows)
@@ -280,22 +282,25 @@ class Sentence:
     def must_end(self) -> bool:
         return len(self.beams[0]) == self.longest
 
-    def step(self, best: list[tuple[float, int, int]], eos: int, length_penalty: float) -> list[int]:
+    def step(self, log_probs: list, places: list, eos: int, length_penalty: float) -> list[int]:
         """Makes the next beams -> which beams they continue; [] where the sentence is done.
 
-        best: the 2 K best continuations, each a log probability, a beam and its next token. Those of the K best that
-        end are finished translations; the K best that do not end are the next beams.
+        Of the 2 K best continuations these are the log probabilities, and the beams and their next tokens. Those of the
+        K best that end are finished translations; the K best that do not end are the next beams.
         """
-        K, length = len(self.beams), len(self.beams[0]) + 1
-        for log_prob, beam, token in best[:K]:
+        K = len(self.beams)
+        length = 1 + len(self.beams[0])  # with </s>
+        best = [*zip(log_probs, places)]
+        for log_prob, (beam, token) in best[:K]:
             if token == eos and log_prob > -math.inf:
-                self.finished.append((log_prob / length**length_penalty, self.beams[beam]))
+                value = log_prob / length**length_penalty
+                self.finished.append((value, self.beams[beam]))
         if self.must_end or len(self.finished) >= K:
             return []
-        best = [each for each in best if each[2] != eos][:K]
-        self.beams = [[*self.beams[beam], token] for _, beam, token in best]
-        self.log_probs = [log_prob for log_prob, _, _ in best]
-        return [beam for _, beam, _ in best]
+        best = [(log_prob, place) for log_prob, place in best if place[1] != eos][:K]
+        self.log_probs = [log_prob for log_prob, _ in best]
+        self.beams = [[*self.beams[beam], token] for _, (beam, token) in best]
+        return [beam for _, (beam, _) in best]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -316,9 +321,9 @@ def translate_texts(model: Translator, texts: list[str], tokenizer: XLMR, config
     sources = [ids[number][:room] for number in written]
     budget = config.micro_tokens // 2  # about as many source tokens as in training, which a capacity counts
     batches = [*source_batches(sources, tokenizer.pad, tokenizer.eos, budget)]
-    own, silent = batches[context.rank :: context.world], context.rank > 0 or None
+    silent = context.rank > 0 or None
     found = {}  # number of a text -> its translation
-    for numbers, batch in tqdm(own, "translating", leave=False, disable=silent):
+    for numbers, batch in tqdm(batches[context.rank :: context.world], "translating", leave=False, disable=silent):
         source, real = context.send_all(*batch)
         with context.autocast():
             best = translate(model, source, real, tokenizer, config.beam, config.length_penalty, limit)
@@ -391,7 +396,8 @@ def train(config: Config, context) -> dict:
         model = context.place(Translator(config, data.vocab_size))
         counts = data.meta["splits"]["train"]
         length = counts["tokens"] / counts["pairs"] / 2
-        parameters, work = flops.count_parameters(model), flops.translation_flops(model, length, length)
+        parameters = flops.count_parameters(model)
+        work = flops.translation_flops(model, length, length)
         size = "{total:,} parameters, {active:,.0f} active a token".format(**parameters)
         context.say(f"{run.name}: {size}; {work['total'] / 1e6:.1f} MFLOPs forward a pair of 2 x {length:.1f} tokens")
         left_out = ", ".join(f"{count:,} {split}" for split, count in data.left_out.items())
@@ -421,7 +427,8 @@ def train(config: Config, context) -> dict:
             scores = evaluate(now, data, "valid", context, config.eval_tokens)
             run.check_finite(scores["loss"], step + 1)  # broken weights translate nothing
             valid = score_split(now, data, "valid", config, context, config.eval_sentences)
-            if valid["bleu"] > run.kept.get("best", {}).get("bleu", -1):
+            best = run.kept.get("best", {"bleu": -1})
+            if valid["bleu"] > best["bleu"]:
                 weights = {name: x.to("cpu", copy=True) for name, x in now.state_dict().items()}
                 run.kept["best"] = {"step": step + 1, "bleu": valid["bleu"], "model": weights}
             scores |= {"bleu": valid["bleu"], "chrf": valid["chrf"]}
@@ -433,8 +440,10 @@ def train(config: Config, context) -> dict:
     scores = free = score_split(model, data, "test", config, context)  # under the limit: the paper's protocol
     if model.limited_at_test:
         free = score_split(model, data, "test", config, context, limit=False)
-    result = {"test": scores, "test_no_limit": free, "memory": memory, "parameters": parameters, "flops_per_pair": work}
-    return run.finish(result | {"best": {"step": best["step"], "bleu": best["bleu"]}})
+    result = {"test": scores, "test_no_limit": free, "memory": memory}
+    result |= {"parameters": parameters, "flops_per_pair": work}
+    result["best"] = {"step": best["step"], "bleu": best["bleu"]}
+    return run.finish(result)
 
 
 def in_words(scores: dict) -> str:
@@ -451,7 +460,8 @@ def describe(scores: dict) -> str:
 
 def report(config: Config, result: dict) -> str:
     """A finished result in words."""
-    scores, free, best = result["test"], result["test_no_limit"], result["best"]
+    scores, free = result["test"], result["test_no_limit"]
+    best = result["best"]
     lines = [f"\n{result['name']}, test; beam {config.beam}, length penalty {config.length_penalty:g}"]
     lines.append(f"weights of step {best['step']}, whose validation BLEU is best: {best['bleu']:.2f}")
     lines.append("under the limit: " * (free != scores) + in_words(scores))
@@ -480,7 +490,7 @@ def translate_file(config: Config, context):
         source = open(0, encoding="utf-8-sig", newline="\n") if stdin else read_lines(Path(config.translate))
     while True:
         with clear_errors():
-            lines = [line.strip() for line in islice(source, AT_ONCE)] if context.rank == 0 else []
+            lines = list(map(str.strip, islice(source, AT_ONCE if context.rank == 0 else 0)))
         lines, *_ = context.gather(lines)  # a pipe can be read once
         if not lines:
             return
