@@ -306,7 +306,6 @@ def evaluate_run(config: Config, context) -> dict:
         if not checkpoint and not config.init_from:
             raise ValueError(f"{run.folder} has no checkpoint: train first, with the same constants but eval_ ones")
         model = build(config, data, context)
-        run.folder.mkdir(parents=True, exist_ok=True)  # of --init_from, which has no run yet
         if checkpoint:
             parallel.load_model(model, checkpoint["model"])
     file = f"eval-t={config.eval_threshold}-capacity={config.eval_capacity}.json"

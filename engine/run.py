@@ -40,6 +40,7 @@ def write(file: Path, content: dict | str | bytes):
     if file.suffix == ".json":
         content = json.dumps(content, indent=1)
     try:
+        file.parent.mkdir(parents=True, exist_ok=True)
         with open(part, "wb") as f:
             if file.suffix == ".pt":
                 torch.save(content, f)
@@ -361,7 +362,7 @@ class Run:
             "seconds": self.seconds,
             "log": self.log,
             "window": window,
-            "kept": {name: value() if callable(value) else value for name, value in self.kept.items()},
+            "kept": self.kept,
         }
         last = self.folder / "ckpt.pt"
         if self.context.rank == 0 and last.exists():
