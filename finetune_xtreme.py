@@ -3,11 +3,10 @@
     python finetune_xtreme.py                              the demo, a smoke test: which of Django's applications a
                                                            message belongs to, by the encoder of `python train_mlm.py`
     python finetune_xtreme.py --model out/train_electra/demo                another encoder: XLM-E's discriminator
-    python finetune_xtreme.py --preset xmoe-xnli --model DIR                a task by X-MoE's appendix C, from the hub
-    python finetune_xtreme.py --preset xlme-mlqa --model /models/xlm-roberta-base --source XTREME_FOLDER
-    python finetune_xtreme.py --table 1 --source XTREME_FOLDER    a table, on a sample of each task, minutes a run:
-                                                           X-MoE's 1, 3, 5, 6 and 7, or XLM-E's xlme1, xlme2 and xlme7
-    python finetune_xtreme.py --table 1 --preset xmoe-xnli --source XTREME_FOLDER --seeds 5    by the paper's constants
+    python finetune_xtreme.py --preset xlme-mlqa --model /models/xlm-roberta-base    a task, by a paper's constants
+    python finetune_xtreme.py --table 1 --source XTREME_FOLDER    X-MoE's table 1, 3, 5, 6 or 7, or XLM-E's xlme1, xlme2
+                                                                  or xlme7, on a sample of each task, minutes a run
+    python finetune_xtreme.py --table 1 --preset xmoe-xnli --source XTREME_FOLDER    the same, on all of each task
 
 The checkpoint that is best in English (development set) is scored in every language, beside what a guess without a
 model reaches. A run is kept in out/finetune_xtreme/NAME with what it predicted, in files such as udpos/test-de.tsv
@@ -17,10 +16,8 @@ too. The same command goes on where it stopped. `--help` lists every constant.
 
 import hashlib
 from collections import ChainMap
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from statistics import fmean
 from typing import Literal
 
 import torch
@@ -192,9 +189,7 @@ def table(number: str, base: Config) -> Table:
     defaults = {name: getattr(Config, name) for name in PRESETS[base.preset]}  # the base's preset is of another task
     paper = base.preset.partition("-")[0].replace("demo", "sample")
     rows = []
-    for table, label, encoder, change, numbers in ROWS:
-        if table != number:
-            continue
+    for _, label, encoder, change, numbers in filter(lambda row: row[0] == number, ROWS):
         run = f"out/{encoder.format(base.encoders)}"
         for task, theirs in zip(tasks, numbers.split(", ")):
             preset = f"{paper}-{task}"
@@ -312,22 +307,8 @@ def score_languages(run: Run, model: FineTuned, examples: Examples, config: Conf
         result["guesses"][language] = score(xtreme_scores.guess(model.kind, examples.train, own))
         if by_word:
             result["counted"][language] = score(by_word(own))
-    for kind, mean in COLUMNS.items():
-        result[mean] = mean_of(result[kind].values())
-    return result | {"gap": gap_of(result["languages"])}
-
-
-def mean_of(scores: Iterable[dict]) -> dict[str, float]:
-    """The mean of each metric over languages; {} where there are none."""
-    scores = list(scores)
-    return {metric: fmean(one[metric] for one in scores) for metric in scores[0]} if scores else {}
-
-
-def gap_of(languages: dict) -> dict[str, float]:
-    """By how much English is ahead of the mean of the others (XLM-E table 7); {} where there are not both."""
-    english = languages.get("en", {})
-    others = mean_of(scores for language, scores in languages.items() if language != "en")
-    return {metric: english[metric] - others[metric] for metric in english if others}
+    means = {mean: xtreme_scores.mean(result[kind]) for kind, mean in COLUMNS.items()}
+    return result | means | {"gap": xtreme_scores.gap(result["languages"])}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -352,9 +333,9 @@ def train(config: Config, context) -> dict:
         forward = parallel.wrap(model, config, context)
         optimizer = adamw(model, config)
         watches = [measures.Load(moe) for moe in model.moe_layers]
-        E = max((moe.router.E for moe in model.moe_layers), default=0)
-        loads = torch.zeros(1 + steps // 100, len(watches), E, dtype=torch.int64)
-        run.kept["loads"] = loads = run.kept.get("loads", loads).to(context.device)  # a row for every 100 steps
+        experts = max((moe.router.E for moe in model.moe_layers), default=0)
+        loads = run.kept.get("loads", torch.zeros(1 + steps // 100, len(watches), experts, dtype=torch.int64))
+        run.kept["loads"] = loads = loads.to(context.device)  # first choices of every 100 steps, layer and expert
         run.resume(model, optimizer, flops.matrix_flops(model)["total"])
 
     for step in run.steps():
@@ -374,7 +355,7 @@ def train(config: Config, context) -> dict:
         if not config.frozen:
             model.after_step()  # restores what a router keeps fixed: a hypersphere its norms, the others nothing
         for layer, watch in enumerate(watches):
-            loads[step // 100, layer] += context.sum(watch.take())  # first choices of each expert
+            loads[step // 100, layer] += context.sum(watch.take())
         if run.due(step + 1):
             predicted = predict(model, examples.valid, config, data.tokenizer, context)
             gold = [one.gold for one in examples.valid]
@@ -424,17 +405,14 @@ def describe(scores: dict[str, float]) -> str:
 def report(config: Config, result: dict) -> str:
     """A finished result in words: a table of the languages, and by how much English is ahead."""
     what = "a smoke test, no task of XTREME's; " if config.task == "apps" else ""
-    title = f"\n{result['name']}: {what}weights of step {result['step']}, best in English development\n"
-    rows = []
-    for language in [*result["languages"], "mean"]:
-        rows.append([language])
-        for kind, mean in COLUMNS.items():
-            scores = result[mean] if language == "mean" else result[kind].get(language, {})
-            rows[-1].append(describe(scores))
-    lines = [title, markdown_table(["", "score", "guess without a model", "counting words"], rows), ""]
+    lines = [f"\n{result['name']}: {what}weights of step {result['step']}, best in English development\n"]
+    columns, rows = [result[kind] | {"mean": result[mean]} for kind, mean in COLUMNS.items()], []
+    for language in columns[0]:
+        rows.append([language, *(describe(scores.get(language, {})) for scores in columns)])
+    lines.append(markdown_table(["", "score", "guess without a model", "counting words"], rows) + "\n")
     if result["gap"]:
         lines.append(f"English is ahead of the mean of the others by {describe(result['gap'])}")
-    if result.get("unlabelled"):
+    if result["unlabelled"]:
         where = f"what was predicted is in {config.out_dir}/{result['name']}"
         lines.append(f"no test labels, not scored: {', '.join(result['unlabelled'])}; {where}")
     return "\n".join(lines)
