@@ -24,9 +24,9 @@ from data import counting
 from data.batches import TokenData
 from engine import parallel, pretrained
 from engine.device import clear_errors, seed_all
+from engine.generate import write_sample
 from engine.optim import adamw, cosine, cross_entropy, set_learning_rate
 from engine.run import Run, newest, read_json
-from engine.sample import write_sample
 from engine.table import Table, carry_out, start
 from model import GPT
 from routers import ROUTERS

@@ -3,7 +3,6 @@
     python train_mlm.py                                        the demo: X-MoE, on 97 languages that are on this disk
     python train_mlm.py --router switch                        the baseline SMoE; --router dense: no experts
     python train_mlm.py --gate sigmoid --routing_dim 8         another gate, and a sphere of fewer dimensions
-    python train_mlm.py --top_k 2                              two experts a token
     python train_mlm.py --table 2                              every row of a table, beside the paper's numbers
     torchrun --nproc_per_node 8 train_mlm.py --preset base     the paper's model and schedule, on 8 GPUs
 

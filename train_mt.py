@@ -9,14 +9,13 @@
     python train_mt.py --translate FILE --model out/train_mt/multi30k      a trained model, line by line
 
 Prints, at every evaluation, cross entropy, how each MoE layer routes, and BLEU and chrF2++ of the validation set; in
-the end those of the test set, with the weights whose validation BLEU was best, under the evaluation's capacity limit
-(the paper's protocol) and without one, and five translations. A run is kept in out/train_mt/NAME; the same command
-goes on where it stopped. `--help` lists every constant.
+the end those of the test set, by the weights of the best validation BLEU, under the evaluation's capacity limit (the
+paper's protocol) and without one. A run is kept in out/train_mt/NAME; the same command goes on where it stopped.
+`--help` lists every constant.
 """
 
 import math
 from collections import ChainMap
-from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -33,13 +32,12 @@ from data.translation_scores import mean, score, score_memory
 from engine import parallel, pretrained
 from engine.config import refuse_others
 from engine.device import clear_errors, seed_all, warn
+from engine.generate import translate
 from engine.optim import adamw, cross_entropy, inverse_sqrt, set_learning_rate
 from engine.run import Run
 from engine.table import Table, carry_out, start
-from model import Translator, real_mask, rows_of
+from model import Translator
 from routers import ROUTERS
-
-AT_ONCE = 1000  # lines of a file that are read before their translations are printed
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Constants: change one here, or give --name value
@@ -212,106 +210,13 @@ def cells(result: dict) -> dict:
 TABLES = {3: table3, 4: table4}
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Beam search
-
-
-@torch.no_grad()
-def translate(model: Translator, source, real, tokenizer: XLMR, beam=5, length_penalty=1.0, limit=False) -> list:
-    """Translates by beam search: for each of B sources the ids of the best translation, without <s> and </s>.
-
-    source (B, N) ends in </s>; real (S,): see `Translator.encode`. Of a source of n tokens before </s> the translation
-    has at most 1.2 n + 10. Experts have no capacity limit, so that a translation depends on its source alone; with
-    `limit` they have the evaluation's. Keys and values of what is written are kept, so that each step reads one token.
-    """
-    K, V, (B, N) = beam, model.vocab_size, source.shape
-    eos, device = tokenizer.eos, source.device
-    never = torch.tensor(tokenizer.unwritten, device=device)  # no text is made of these
-    is_end = torch.arange(V, device=device) == eos
-    n = source.new_full((B,), N) if real is None else real_mask(source, real).sum(dim=1)  # with </s>
-    longest = 6 * (n - 1) // 5 + 10
-    sentences = searched = [Sentence(K, most) for most in longest.tolist()]
-    newest = [tokenizer.bos] * K * B  # the last token of each beam
-    was_training = model.training
-    model.eval()
-    limited = limit or model.sees_later  # of experts that choose their tokens, the limit is what chooses
-    with nullcontext() if limited else model.no_limit():
-        encoded, _ = model.encode(source, real)
-        past = None
-        while searched:  # b sentences that are not done
-            ids = torch.tensor(newest, device=device)
-            h, _, past = model.decode(ids.unsqueeze(1), encoded, past)
-            log_probs = model.log_probabilities(h[:, -1])  # (b * K, V)
-            log_probs[:, never] = -math.inf
-            before = torch.tensor([sentence.log_probs for sentence in searched], device=device)
-            total = before.unsqueeze(2) + log_probs.unflatten(0, (-1, K))  # (b, K, V)
-            for number, sentence in enumerate(searched):
-                if sentence.must_end:
-                    total[number] = total[number].where(is_end, -math.inf)
-            # Of the 2 K best continuations of a sentence at most K are ends, one of each beam, so K go on.
-            best, place = (x.tolist() for x in total.flatten(1).topk(2 * K))  # b lists of 2 K
-            stay, rows = [], []  # which of the b sentences are not done, and which of the b * K beams go on
-            for number, sentence in enumerate(searched):
-                beams_and_tokens = [divmod(where, V) for where in place[number]]
-                going_on = sentence.step(best[number], beams_and_tokens, eos, length_penalty)
-                stay += [number] if going_on else []
-                rows += [K * number + beam for beam in going_on]
-            if len(stay) < len(searched):
-                encoded = encoded.sentences(stay)
-            past = rows_of(past, rows)
-            searched = [searched[number] for number in stay]
-            newest = [tokens[-1] for sentence in searched for tokens in sentence.beams]
-    model.train(was_training)
-    return [max(sentence.finished)[1] for sentence in sentences]
-
-
-class Sentence:
-    """One sentence in a beam search: its K beams, which are translations that go on, and those that are finished.
-
-    The value of a finished one is its log probability over its length, with </s>, to the power of `length_penalty`. The
-    sentence is done when K are finished, or when its beams are as long as they may be.
-    """
-
-    def __init__(self, K: int, longest: int):
-        """longest: the tokens that a translation may have, without </s>."""
-        self.longest = longest
-        self.beams = [[]] * K  # the tokens of each
-        self.log_probs = [0.0] + [-math.inf] * (K - 1)  # at first all beams are alike, and only one goes on
-        self.finished = []  # pairs of a value and the tokens
-
-    @property
-    def must_end(self) -> bool:
-        return len(self.beams[0]) == self.longest
-
-    def step(self, log_probs: list, places: list, eos: int, length_penalty: float) -> list[int]:
-        """Makes the next beams -> which beams they continue; [] where the sentence is done.
-
-        Of the 2 K best continuations these are the log probabilities, and the beams and their next tokens. Those of the
-        K best that end are finished translations; the K best that do not end are the next beams.
-        """
-        K = len(self.beams)
-        length = 1 + len(self.beams[0])  # with </s>
-        best = [*zip(log_probs, places)]
-        for log_prob, (beam, token) in best[:K]:
-            if token == eos and log_prob > -math.inf:
-                value = log_prob / length**length_penalty
-                self.finished.append((value, self.beams[beam]))
-        if self.must_end or len(self.finished) >= K:
-            return []
-        best = [(log_prob, place) for log_prob, place in best if place[1] != eos][:K]
-        self.log_probs = [log_prob for log_prob, _ in best]
-        self.beams = [[*self.beams[beam], token] for _, (beam, token) in best]
-        return [beam for _, (beam, _) in best]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # Translating and scoring
 
 
 def translate_texts(model: Translator, texts: list[str], tokenizer: XLMR, config, context, limit=False) -> list[str]:
-    """The translation of each text, as people write it, in one line. Processes share out batches of like lengths.
+    """The translation of each text, as people write it, in one line; empty where a text has no tokens.
 
-    limit: see `translate`. A text of more than block_size - 1 tokens is cut, and a warning says so; the translation of
-    a text without tokens is empty.
+    limit: see `translate`. Processes share out batches of like lengths.
     """
     ids, room = tokenizer.encode_batch(texts), model.config.block_size - 1
     long = sum(len(text) > room for text in ids)
@@ -335,8 +240,7 @@ def translate_texts(model: Translator, texts: list[str], tokenizer: XLMR, config
 
 
 def score_split(model, data: TranslationData, split: str, config: Config, context, most=None, limit=True) -> dict:
-    """Translates a split, at most so many sentences of each pair of languages (None: all) -> scores of every pair,
-    their means, five examples, routing statistics."""
+    """Translates at most so many sentences of each pair of languages (None: all) -> scores, examples, routing."""
     watches = list(map(measures.RoutingStats, model.moe_layers))
     pairs, texts = {}, []
     for name in data.languages:
@@ -477,8 +381,9 @@ def report(config: Config, result: dict) -> str:
     return "\n".join(lines)
 
 
-def translate_file(config: Config, context):
-    """Prints the translation of every line of a file or of standard input; of an empty line an empty one."""
+def translate_file(config: Config, context, at_once: int = 1000):
+    """Prints the translation of every line of a file or of standard input, so many at once; of an empty line an empty
+    one."""
     with clear_errors():
         read = {"model", "beam", "length_penalty", "micro_tokens", "device", "dtype"}
         refuse_others(config, PRESETS, "translate", read)
@@ -490,7 +395,7 @@ def translate_file(config: Config, context):
         source = open(0, encoding="utf-8-sig", newline="\n") if stdin else read_lines(Path(config.translate))
     while True:
         with clear_errors():
-            lines = list(map(str.strip, islice(source, AT_ONCE if context.rank == 0 else 0)))
+            lines = list(map(str.strip, islice(source, at_once if context.rank == 0 else 0)))
         lines, *_ = context.gather(lines)  # a pipe can be read once
         if not lines:
             return
