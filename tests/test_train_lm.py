@@ -187,7 +187,7 @@ def test_tokens_are_ordered_by_the_experts_they_want(options, monkeypatch):
 
 def test_a_finished_run_goes_on_from_any_prompt_as_it_comes(options, monkeypatch, capsys):
     """Without a limit and without testing again; experts are counted once a token that was read."""
-    options |= {"prompt": "12 34", "sample_tokens": 6, "sample_top_k": 1, "eval_capacity": 0.1}
+    options |= {"prompt": "12 34", "sample_tokens": 6, "sample_top_k": 1}
     LM.run(options, monkeypatch)
     tokenizer, (net, _) = load_tokenizer(options["data"]), pretrained.load(only_run(options["out_dir"]))
     ids = torch.tensor([[tokenizer.eot, *tokenizer.encode_batch(["12 34"])[0]]])
@@ -293,6 +293,7 @@ def test_gpt2_weights_are_evaluated_and_trained_on(options, tmp_path, monkeypatc
     shape = dict(vocab_size=320, n_positions=16, n_layer=2, n_head=2, n_embd=16, n_inner=32, initializer_range=0.3)
     theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape)).eval()
     theirs.save_pretrained(options["init_from"])
+    capsys.readouterr()
     for name, value in {"router": "switch", "frequency_bias": True}.items():
         assert f"has {name} " in LM.refused(evaluated | {name: value}, monkeypatch, capsys)
     LM.run(evaluated, monkeypatch)
