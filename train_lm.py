@@ -331,10 +331,10 @@ def describe(scores: dict) -> str:
 def report(config: Config, result: dict) -> str:
     """A finished result in words."""
     scores, free = result["test"], result["test_no_limit"]
-    sees_later = config.router != "dense" and ROUTERS[config.router].sees_later
-    note = "not causal: experts choose among later tokens too" if sees_later else ""
-    lines = ["", ", ".join(filter(None, (result["name"], "test", note)))]
-    lines.append("under the limit: " * (free != scores) + describe(scores))
+    title = result["name"] + ", test"
+    if config.router != "dense" and ROUTERS[config.router].sees_later:
+        title += ", not causal: experts choose among later tokens too"
+    lines = ["", title, "under the limit: " * (free != scores) + describe(scores)]
     if free != scores:
         lines.append(f"without a limit: {describe(free)}")
     if result.get("counting"):

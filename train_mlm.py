@@ -192,7 +192,7 @@ def evaluate(model: MaskedLM, data: MaskedData, config: Config, context, masking
         seed_all(config.seed, 0, 1 + k, first)  # for a router that draws
         for watch in collapse:  # RC and RF are of the first masking
             watch.place = first if k == 0 else None  # where this batch's tokens begin among all
-        ids, masked, targets, real = context.send_all(batch.ids, batch.masked, batch.targets, batch.real)
+        ids, masked, targets, real = context.send_all(*batch[:4])
         with context.autocast():
             logits, balance = model(ids, masked, real)
         loss = cross_entropy(logits, targets, reduction="none").cpu().double()  # (M,)
@@ -257,7 +257,7 @@ def train(config: Config, context) -> dict:
             seed_all(config.seed, 1 + step, micro)  # all that is random: so a resumed run is the same run
             forward.require_backward_grad_sync = micro == run.micros[-1]  # processes exchange gradients once
             batch = data.batch("train", step, micro)
-            ids, masked, targets, real = context.send_all(batch.ids, batch.masked, batch.targets, batch.real)
+            ids, masked, targets, real = context.send_all(*batch[:4])
             with context.autocast():
                 logits, balance = forward(ids, masked, real)
                 loss = cross_entropy(logits, targets)

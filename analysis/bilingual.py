@@ -20,9 +20,10 @@ def translation_effect(model: MaskedLM, pairs: PairData, config, context, maskin
     for name in ("with", "without"):
         sums = torch.zeros(2, dtype=torch.float64)  # masked tokens that are right, and all of them
         for half in (0, 1):
-            halves = dict(masked=(half,), shown=(0, 1) if name == "with" else (half,))
+            shown = (0, 1) if name == "with" else (half,)
             limits = config.eval_tokens, context.rank, context.world
-            for *_, batch in pairs.eval_batches("valid", maskings, *limits, **halves):
+            batches = pairs.eval_batches("valid", maskings, *limits, masked=(half,), shown=shown)
+            for *_, batch in batches:
                 ids, masked, targets, real = context.send_all(*batch[:4])
                 with context.autocast():
                     logits, _ = model(ids, masked, real)
@@ -49,6 +50,8 @@ def retrieval(encoder: Encoder, pairs: PairData, config, context, most: int = 10
             centred = measures.retrieval(*map(measures.centred, vectors))
             found.append((plain.tolist(), centred.tolist(), 1 / len(texts[0])))
     plain, centred, chance = zip(*chain(*context.gather(found)))
-    means = {"retrieval": plain, "centred": centred}
-    means = {name: torch.tensor(own, dtype=torch.float64).mean(dim=0).tolist() for name, own in means.items()}
-    return means | {"chance": fmean(chance)}
+
+    def mean(rows: tuple) -> list[float]:
+        return torch.tensor(rows, dtype=torch.float64).mean(dim=0).tolist()
+
+    return {"retrieval": mean(plain), "centred": mean(centred), "chance": fmean(chance)}
