@@ -27,7 +27,7 @@ from engine.device import clear_errors, seed_all
 from engine.optim import adamw, cross_entropy, linear, set_learning_rate
 from engine.run import Run
 from engine.table import Table, carry_out, start
-from model import MaskedLM
+from model import PAD, MaskedLM
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Constants: change one here, or give --name value
@@ -224,6 +224,10 @@ def build(config: Config, data: MaskedData, context) -> MaskedLM:
         model.bias.data.copy_(data.log_frequencies())
     if config.init_from:
         constants, weights = pretrained.load_xlmr(config.init_from, data.tokenizer)
+        longest = constants.pop("block_size")
+        if config.block_size > longest:
+            raise ValueError(f"{config.init_from} has {longest} positions, fewer than block_size = {config.block_size}")
+        weights["encoder.wpe.weight"] = weights["encoder.wpe.weight"][: PAD + 1 + config.block_size]
         # Sparse layers stay new, and so does the head where the checkpoint has none.
         new = {name: x for name, x in model.state_dict().items() if "moes." in name or "encoder." not in name}
         pretrained.fill(model, constants, new | weights, config.init_from)

@@ -298,11 +298,11 @@ def test_xlmr_weights_start_a_sparse_model(options, tmp_path, monkeypatch, capsy
     for name, size in (("wider", 310), ("xlmr", 300)):
         theirs = transformers.XLMRobertaForMaskedLM(transformers.XLMRobertaConfig(vocab_size=size, **shape)).eval()
         theirs.save_pretrained(tmp_path / name)
-    options |= {"init_from": tmp_path / "xlmr", "relative_bias": False, "block_size": 32}
+    options |= {"init_from": tmp_path / "xlmr", "relative_bias": False}
     capsys.readouterr()
     for given, message in (
         ({"n_layer": 3}, "n_layer 2, not 3"),
-        ({"block_size": 16}, "block_size 32, not 16"),
+        ({"block_size": 64}, "32 positions, fewer than block_size = 64"),
         ({"relative_bias": True}, "has relative_bias False, not True"),
         ({"init_from": tmp_path / "wider"}, "vocab_size 310, not 300"),
     ):
