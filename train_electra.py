@@ -270,7 +270,8 @@ def score(model, batches, special, config: Config, context) -> dict:
     saved: by how much the discriminator's loss is below that of a blind guess. Such a guess knows that `special` ids
     are never masked, and which share of the other tokens is replaced; 0 means that nothing more has been learned.
     """
-    special, own = torch.tensor([*special]), Counter()
+    special = torch.tensor([*special])
+    own, sums = Counter(), Counter()  # of this process, and of all
     for masking, first, batch in batches:
         seed_all(config.seed, masking, first, 3)  # training has keys of three numbers
         (mlm, rtd, balance), (logits, *judged) = ask(model, batch, config, context)
@@ -286,7 +287,8 @@ def score(model, batches, special, config: Config, context) -> dict:
             verdicts, replaced = judged  # (S,)
             correct = (verdicts > 0) == replaced
             own.update(accuracy=int(correct.sum()), replaced=int(replaced.sum()))
-    sums = sum(context.gather(own), Counter())
+    for part in context.gather(own):
+        sums.update(part)  # adding Counters would lose what is not a number
     M, S, maskable = sums["masked"], sums["tokens"], sums["maskable"]
     scores = {"masked": M, "tokens": S}
     scores |= {name: sums[name] / max(1, M) for name in ("mlm", "generator", "balance")}
