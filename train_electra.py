@@ -113,6 +113,10 @@ class Config:
         return names if self.relative_bias else names | {"distance_lr"}
 
 
+# English and three ciphers of it: no download, and minutes to see a model become multilingual, or not.
+CIPHERS = dict(data="ciphers", pairs="ciphers-pairs")
+CIPHERS |= dict(n_embd=64, ffn_size=256, block_size=64)
+CIPHERS |= dict(steps=3500, eval_every=500)
 # XLM-E appendices A and B; micro-batches are ours. Of Large and XL the text says that they have a vocabulary of 500K,
 # but only one of 2^19 gives the parameters of table 3.
 BASE = dict(data="cc100", pairs="opus100", mask_share=0.15)
@@ -123,14 +127,8 @@ BASE |= dict(lambda_disc=50.0, learning_rate=5e-4, distance_lr=1.0)
 BASE |= dict(warmup=0.08, beta2=0.98, eps=1e-6)
 BASE |= dict(steps=125_000, batch_tokens=2048 * 512, micro_tokens=32 * 512)
 BASE |= dict(eval_every=5000, eval_tokens=1 << 25)
-LARGE = BASE | dict(generator_layers=6, n_layer=24, moe_after=(12,))
-LARGE |= dict(n_head=16, n_embd=1024, ffn_size=4096)
-XL = BASE | dict(generator_layers=8, n_layer=48, moe_after=(24,))
-XL |= dict(n_head=24, n_embd=1536, ffn_size=6144)
-# English and three ciphers of it: no download, and minutes to see a model become multilingual, or not.
-CIPHERS = dict(data="ciphers", pairs="ciphers-pairs")
-CIPHERS |= dict(n_embd=64, ffn_size=256, block_size=64)
-CIPHERS |= dict(steps=3500, eval_every=500)
+LARGE = dict(generator_layers=6, n_layer=24, n_head=16, n_embd=1024, ffn_size=4096, moe_after=(12,))
+XL = dict(generator_layers=8, n_layer=48, n_head=24, n_embd=1536, ffn_size=6144, moe_after=(24,))
 PRESETS = {
     "demo": {},
     # Real text and pairs in four languages; `python -m data.multilingual` prepares them.
@@ -139,8 +137,8 @@ PRESETS = {
     "small": dict(n_embd=256, ffn_size=1024, learning_rate=7.5e-4),
     "ciphers": CIPHERS,
     "base": BASE,
-    "large": LARGE,
-    "xl": XL,
+    "large": BASE | LARGE,
+    "xl": BASE | XL,
 }
 
 # A step of XLM-E costs as many FLOPs as so many of XLM, with the preset's own sizes and vocabulary.
