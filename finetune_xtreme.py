@@ -382,9 +382,13 @@ def set_up(config: Config) -> tuple[Examples, FineTuned, TaskData]:
     for note in examples.notes:
         warn(note)
     encoder, tokenizer = pretrained.load_encoder(config.model, dropout=config.dropout)
+    if tokenizer.vocab_size != encoder.vocab_size:
+        raise ValueError(f"{config.model}: its tokenizer has {tokenizer.vocab_size:,} pieces, not those of its model")
     seed_all(config.seed)
     model = FineTuned(encoder, TASKS[config.task].kind, examples.labels, config.dropout)
     model.longest_row = T = min(config.block_size or model.longest_row, model.longest_row)
+    if T < 8:
+        raise ValueError(f"block_size = {T} leaves a row no room for a question and a text: 8 or more")
     rows = xtreme_rows.rows_of(model.kind, examples.train, tokenizer, T, config.stride, model.labels)
     rows = [row for row in rows if set(row.targets) != {xtreme_rows.UNKNOWN}]
     if not rows:

@@ -117,6 +117,7 @@ class Config:
 CIPHERS = dict(data="ciphers", pairs="ciphers-pairs")
 CIPHERS |= dict(n_embd=64, ffn_size=256, block_size=64)
 CIPHERS |= dict(steps=3500, eval_every=500)
+
 # XLM-E appendices A and B; micro-batches are ours. Of Large and XL the text says that they have a vocabulary of 500K,
 # but only one of 2^19 gives the parameters of table 3.
 BASE = dict(data="cc100", pairs="opus100", mask_share=0.15)

@@ -72,14 +72,13 @@ def test_what_makes_no_sense_is_refused_in_one_line(case, options, monkeypatch, 
     assert message in LM.refused(options | given, monkeypatch, capsys)
 
 
-COUNTS = """steps seeds micro_tokens eval_every eval_tokens log_every n_layer n_head n_embd ffn_size
+COUNTS = """steps seeds micro_tokens eval_every eval_tokens log_every block_size n_layer n_head n_embd ffn_size
 decoder_layers moe_every expert_ffns split experts expert_size top_k sample_top_k"""
 RANGES = [  # names, what they may be, what they may not be
     (COUNTS, (1,), (0, -1)),
     ("init_std router_std learning_rate eps init_temperature", (1e-12, 5.0), (0.0, -1.0, math.nan, math.inf)),
     ("batch_tokens", (1, 10**9), (0, -1, 10**400)),
-    ("seed routing_dim sample_tokens sample_seed", (0, 1 << 60), (-1,)),
-    ("block_size", (8, 512), (7, 0, -1)),
+    ("seed routing_dim sample_tokens", (0, 1 << 60), (-1,)),
     ("expert_layers", (0, 3), (-1, 1 << 31)),
     ("grad_clip balance_coef lambda_disc", (0.0, 50.0), (-1.0, math.nan, math.inf)),
     ("min_learning_rate weight_decay", (0.0, 1.0), (-1.0, math.nan, 1.1)),

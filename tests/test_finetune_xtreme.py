@@ -517,7 +517,7 @@ BAD = {
     "no such table": ({"table": "9", "task": "apps"}, "table must be one of 1, 3, 5, 6, 7, xlme1, xlme2, xlme7, not 9"),
     "no table": ({"encoders": "small"}, "--encoders is not read with --task xnli"),
     "apps has no files": ({"task": "apps"}, "--source is not read with --task apps"),
-    "longest row": ({"block_size": 7}, "block_size must lie from 8 to"),
+    "longest row": ({"block_size": 7}, "block_size = 7 leaves a row no room"),
 }
 
 
