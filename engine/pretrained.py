@@ -209,7 +209,7 @@ def load_gpt2(folder: str | Path, tokenizer: Tokenizer | None = None) -> tuple[d
     for name, tensor in weights.items():
         if name.startswith("blocks") and tensor.dim() == 2:
             weights[name] = tensor.t().contiguous()  # their linear layers are (in, out)
-    return sizes, weights
+    return sizes | {"router": "dense", "frequency_bias": False}, weights
 
 
 def load_xlmr(folder: str | Path, tokenizer: Tokenizer | None = None) -> tuple[dict, Weights]:
@@ -222,7 +222,7 @@ def load_xlmr(folder: str | Path, tokenizer: Tokenizer | None = None) -> tuple[d
         parts = [weights.get(name.replace("query", part)) for part in ("query", "key", "value")]
         if all(part is not None and part.shape == parts[0].shape for part in parts):
             weights[name.replace("query", "qkv")] = torch.cat(parts)
-    return sizes, weights
+    return sizes | {"relative_bias": False}, weights
 
 
 def read_model(folder: Path, names: tuple[str, ...], fixed: dict, parts: dict[str, str]) -> tuple[dict, Weights]:

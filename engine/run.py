@@ -40,6 +40,7 @@ def write(file: Path, content: dict | str | bytes):
     if file.suffix == ".json":
         content = json.dumps(content, indent=1)
     try:
+        file.parent.mkdir(parents=True, exist_ok=True)
         with open(part, "wb") as f:
             if file.suffix == ".pt":
                 torch.save(content, f)
