@@ -246,7 +246,7 @@ def build(config: Config, data: TokenData, context) -> GPT:
     if config.frequency_bias:
         model.bias.data.copy_(data.log_frequencies())
     if config.init_from:
-        pretrained.fill(model, *pretrained.load_gpt2(config.init_from, data.tokenizer), config.init_from)
+        pretrained.fill(model, *pretrained.load_weights(config.init_from, "GPT", data.tokenizer), config.init_from)
     return model
 
 
@@ -268,8 +268,7 @@ def train(config: Config, context) -> dict:
         counted = {name: measures.bits_per_byte(loss, text) for name, loss in losses.items()}
         forward = parallel.wrap(model, config, context)
         optimizer = adamw(model, config)
-        bits_per_nat = measures.bits_per_byte(1.0, data.meta["splits"]["train"])  # of a loss, which the bar shows
-        run.resume(model, optimizer, work["total"], bits_per_nat)
+        run.resume(model, optimizer, work["total"])
 
     for step in run.steps():
         peak, floor = config.learning_rate, config.min_learning_rate

@@ -1,17 +1,15 @@
 """Tables of runs beside the paper's numbers, and what a script's `main` does."""
 
 import dataclasses
-import os
 import signal
 import statistics
 import sys
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 from engine.config import command_line, refuse, said, unread
-from engine.device import clear_errors, fail, setup, show
-from engine.run import SIGNALS, Kept, stop
+from engine.device import clear_errors, setup, show
+from engine.run import SIGNALS, stop
 
 
 class Table(NamedTuple):
@@ -68,7 +66,6 @@ def start(Config: type, presets: dict[str, dict]):
     """-> the config of the command line, and where this process stands; or one clear line."""
     for each in SIGNALS:
         signal.signal(each, lambda number, frame: stop(number))
-    sys.stdout, sys.stderr = sys.stdout or open(os.devnull, "w"), sys.stderr or open(os.devnull, "w")  # closed
     with clear_errors():
         config = command_line(Config, presets, sys.argv[1:])
         return config, setup(config.device, config.dtype)
@@ -90,20 +87,9 @@ def carry_out(config, presets: dict, context, tables: dict, train: Callable, rep
     if context.rank > 0:
         return
     for result in results[0] if not config.table else []:
-        show(told(partial(report, config), result))
+        show(report(config, result))
     if config.table or config.seeds > 1:
-        rows = table.render(results, partial(told, cells))
-        show(f"\n{table.title}, preset {config.preset}, seeds: {config.seeds}\n\n{rows}")
-
-
-def told(words: Callable, result: dict):
-    """What a script says of a result; of one that was read, and is not what the script writes, one clear line."""
-    try:
-        return words(result)
-    except (LookupError, TypeError, AttributeError, ValueError) as error:
-        if not isinstance(result, Kept):
-            raise
-        fail(f"result.json of {result.get('name')} is not what this script writes ({error!r}): delete it")
+        show(f"\n{table.title}, preset {config.preset}, seeds: {config.seeds}\n\n{table.render(results, cells)}")
 
 
 def refuse_rows(config, presets: dict[str, dict], table: Table):
