@@ -246,7 +246,7 @@ def build(config: Config, data: TokenData, context) -> GPT:
     if config.frequency_bias:
         model.bias.data.copy_(data.log_frequencies())
     if config.init_from:
-        pretrained.fill(model, *pretrained.load_weights(config.init_from, "GPT", data.tokenizer), config.init_from)
+        pretrained.fill(model, *pretrained.load_gpt2(config.init_from, data.tokenizer), config.init_from)
     return model
 
 

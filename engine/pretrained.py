@@ -72,14 +72,18 @@ def is_run(path: str | Path) -> bool:
     return any(Path(path, name).exists() for name in CHECKPOINTS)
 
 
-def load_weights(path: str | Path, kind: str, tokenizer: Tokenizer) -> tuple[dict, Weights]:
-    """What a run of `kind`, GPT or MaskedLM, may start from: a run of that kind with this tokenizer, GPT-2 or XLM-R.
+def load_gpt2(path: str | Path, tokenizer: Tokenizer) -> tuple[dict, Weights]:
+    """The constants of a GPT-2, or of a run of train_lm.py with this tokenizer, and its weights. Raises ValueError."""
+    return weights_of_run(Path(path), "GPT", tokenizer) if is_run(path) else GPT2.read(Path(path))
 
-    -> the constants that its weights depend on, and the weights. Raises ValueError where it is something else.
-    """
-    folder, layout = Path(path), LAYOUTS[kind]
-    if not is_run(folder):
-        return layout.read(folder)
+
+def load_xlmr(path: str | Path, tokenizer: Tokenizer | None = None) -> tuple[dict, Weights]:
+    """The same of an XLM-R, for `MaskedLM` but for a head that it has not, or of a run of train_mlm.py."""
+    return weights_of_run(Path(path), "MaskedLM", tokenizer) if is_run(path) else XLM_R.read(Path(path))
+
+
+def weights_of_run(folder: Path, kind: str, tokenizer: Tokenizer) -> tuple[dict, Weights]:
+    """The constants that a run's weights depend on, and the weights. Raises ValueError for one of another script."""
     _, state = newest(folder, CHECKPOINTS)
     if state["class"] != kind or state["identity"]["tokenizer_checksum"] != tokenizer.sha256:
         raise ValueError(f"{folder} is no run of this script with the vocabulary of this corpus")
@@ -139,6 +143,7 @@ class Layout(NamedTuple):
     architecture: str  # transformers' class
     sizes: tuple[str, ...]  # SIZES in their config.json
     fixed: dict  # values there for which model.py has a model
+    ours: dict  # constants of ours that describe it
     names: dict[str, str]  # of a module or tensor: ours -> theirs, or several that are one of ours; {}: the layer
     prefix: str  # which theirs have only in a model with a head
     unused: int = 0  # positions that no token has
@@ -173,7 +178,7 @@ class Layout(NamedTuple):
         for ours, theirs in self.pairs(sizes["n_layer"]):
             if tensors.keys() >= {*theirs}:
                 weights[ours] = self.turn(ours, torch.cat([tensors[name] for name in theirs]))
-        return sizes, weights
+        return self.ours | sizes, weights
 
     def written(self, constants: dict, weights: Weights) -> tuple[dict, Weights] | None:
         """Our constants and weights -> their config and tensors; None where these have no room for all of ours."""
@@ -197,6 +202,7 @@ GPT2 = Layout(
         "layer_norm_epsilon": 1e-5,
         "scale_attn_by_inverse_layer_idx": False,
     },
+    ours={"router": "dense", "frequency_bias": False},
     names={
         "wte": "transformer.wte",
         "wpe": "transformer.wpe",
@@ -225,6 +231,7 @@ XLM_R = Layout(
         "pad_token_id": PAD,
         "type_vocab_size": 1,
     },
+    ours={"relative_bias": False},
     names={
         "encoder.wte": "roberta.embeddings.word_embeddings",
         "encoder.wpe": "roberta.embeddings.position_embeddings",
@@ -244,7 +251,7 @@ XLM_R = Layout(
     unused=PAD + 1,
 )
 LAYOUTS = {"GPT": GPT2, "MaskedLM": XLM_R}  # of a run's class
-OTHERS = dict(router="dense", dropout=0.0, init_std=0.02, frequency_bias=False, relative_bias=False)
+OTHERS = {"router": "dense", "dropout": 0.0, "init_std": 0.02}  # which no weight depends on
 
 
 def open_hugging_face(folder: Path) -> tuple[type, dict, Weights, Tokenizer | None]:

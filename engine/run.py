@@ -42,6 +42,7 @@ def write(file: Path, content: dict | str | bytes):
     """Weights, JSON, text or bytes; the file takes its name when it is whole and on the disk. Or one clear line."""
     part = file.with_name(f"{file.name}.tmp")
     try:
+        file.parent.mkdir(parents=True, exist_ok=True)
         with open(part, "wb") as f:
             if file.suffix == ".pt":
                 torch.save(content, f)
