@@ -62,8 +62,9 @@ def check(config):
         if not low <= value <= high:
             raise ValueError(f"{name} must lie from {low:g} to {high:g}, not {value!r}")
     for batch, micro in (("batch_tokens", "micro_tokens"), ("batch_size", "micro_size")):
-        if hasattr(config, batch) and getattr(config, batch) % getattr(config, micro):
-            raise ValueError(f"{micro} = {getattr(config, micro)} does not divide {batch} = {getattr(config, batch)}")
+        whole, part = getattr(config, batch, 0), getattr(config, micro, 1)
+        if whole % part:
+            raise ValueError(f"{micro} = {part} does not divide {batch} = {whole}")
     if hasattr(config, "router") and config.router not in {"dense", *ROUTERS}:
         raise ValueError(f"router must be dense or one of {', '.join(ROUTERS)}, not {config.router!r}")
 
@@ -78,7 +79,8 @@ def command_line(Config: type, presets: dict[str, dict], argv: list[str]):
     preset = first.parse_known_args(argv)[0].preset
     if preset not in presets:
         raise ValueError(f"preset must be one of {', '.join(presets)}, not {preset!r}")
-    config = parse(Config(**{"preset": preset} | presets[preset]), argv, sys.modules[Config.__module__].__doc__)
+    words = sys.modules[Config.__module__].__doc__
+    config = parse(Config(**{"preset": preset} | presets[preset]), argv, words)
     check(config)
     if not config.table:  # its rows are other models
         refuse(config, presets, unread(config))
@@ -148,7 +150,8 @@ def refuse_others(config, presets: dict[str, dict], option: str, read: set[str])
 def identity(config) -> dict:
     """The constants that make a run what it is, as JSON has them. A Config may name more of those that do not."""
     dropped = WHERE | unread(config) | getattr(config, "where", set())
-    return json.loads(json.dumps({name: value for name, value in vars(config).items() if name not in dropped}))
+    kept = {name: value for name, value in vars(config).items() if name not in dropped}
+    return json.loads(json.dumps(kept))
 
 
 def run_name(config, presets: dict[str, dict]) -> str:

@@ -63,7 +63,8 @@ class NanoXMoEForCausalLM(Model, GenerationMixin):
             return CausalLMOutput(logits=self.run(input_ids))
         logits = torch.zeros(*input_ids.shape, self.config.vocab_size, device=self.device, dtype=self.dtype)
         for row, real in enumerate(attention_mask.bool()):
-            logits[row, real] = self.run(input_ids[row : row + 1, real])[0].to(self.dtype)
+            alone = self.run(input_ids[row, real].unsqueeze(0))
+            logits[row, real] = alone.squeeze(0).to(self.dtype)
         return CausalLMOutput(logits=logits)
 
     def prepare_inputs_for_generation(self, input_ids, attention_mask=None, **ignored):
@@ -87,7 +88,8 @@ class NanoXMoEForTokenClassification(Model):
     def __init__(self, config: NanoXMoEConfig):
         super().__init__(config)
         D = config.hidden_size
-        self.dense, self.ln_h, self.out = nn.Linear(D, D), nn.LayerNorm(D), nn.Linear(D, 1)
+        self.dense, self.ln_h = nn.Linear(D, D), nn.LayerNorm(D)
+        self.out = nn.Linear(D, 1)
 
     def forward(self, input_ids, attention_mask=None, **ignored):
         h = self.run(input_ids, places(attention_mask))

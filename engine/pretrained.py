@@ -74,12 +74,16 @@ def is_run(path: str | Path) -> bool:
 
 def load_gpt2(path: str | Path, tokenizer: Tokenizer) -> tuple[dict, Weights]:
     """The constants of a GPT-2, or of a run of train_lm.py with this tokenizer, and its weights. Raises ValueError."""
-    return weights_of_run(Path(path), "GPT", tokenizer) if is_run(path) else GPT2.read(Path(path))
+    if is_run(path):
+        return weights_of_run(Path(path), "GPT", tokenizer)
+    return GPT2.read(Path(path))
 
 
 def load_xlmr(path: str | Path, tokenizer: Tokenizer | None = None) -> tuple[dict, Weights]:
     """The same of an XLM-R, for `MaskedLM` but for a head that it has not, or of a run of train_mlm.py."""
-    return weights_of_run(Path(path), "MaskedLM", tokenizer) if is_run(path) else XLM_R.read(Path(path))
+    if is_run(path):
+        return weights_of_run(Path(path), "MaskedLM", tokenizer)
+    return XLM_R.read(Path(path))
 
 
 def weights_of_run(folder: Path, kind: str, tokenizer: Tokenizer) -> tuple[dict, Weights]:
@@ -113,9 +117,10 @@ def open_run(folder: Path, state: dict) -> tuple[type, dict, Weights, Tokenizer]
     """What a checkpoint holds, and the tokenizer that lies beside it."""
     if state["class"] not in MODELS:
         raise ValueError(f"{folder} holds checkpoints of something else")
-    kind, weights, tokenizer = MODELS[state["class"]], state["model"], load_tokenizer(folder)
+    kind, weights = MODELS[state["class"]], state["model"]
     if kind is Encoder:
         weights = part_of(weights, "encoder.")
+    tokenizer = load_tokenizer(folder)
     if tokenizer.sha256 != state["identity"]["tokenizer_checksum"]:
         raise ValueError(f"{folder} was trained with another vocabulary than the tokenizer in it")
     return kind, state["constants"] | {"vocab_size": state["vocab_size"]}, weights, tokenizer
@@ -158,7 +163,8 @@ class Layout(NamedTuple):
 
     def turn(self, name: str, x: Tensor) -> Tensor:
         """A tensor of this name of ours, from their axes to ours or back."""
-        return x.t().contiguous() if self.turned and x.dim() == 2 and name.startswith("blocks.") else x
+        turned = self.turned and x.dim() == 2 and name.startswith("blocks.")
+        return x.t().contiguous() if turned else x
 
     def read(self, folder: Path) -> tuple[dict, Weights]:
         """Their folder -> our constants and weights. Raises ValueError where model.py has no such model."""
@@ -166,8 +172,7 @@ class Layout(NamedTuple):
         for name, value in self.fixed.items():
             if config.get(name, value) != value:
                 raise ValueError(f"{folder} has {name} {config[name]!s:.50}, not {value}: model.py has no such model")
-        config.setdefault("n_inner", None)
-        if config["n_inner"] is None:  # as in GPT-2 itself
+        if config.get("n_inner") is None:  # as in GPT-2 itself
             config["n_inner"] = 4 * config.get("n_embd", 0)
         sizes = {ours: config.get(theirs) for ours, theirs in zip(SIZES, self.sizes)}
         if not all(type(size) is int for size in sizes.values()):
@@ -177,7 +182,8 @@ class Layout(NamedTuple):
         tensors |= {self.prefix + name: x for name, x in tensors.items()}  # of a model without a head
         for ours, theirs in self.pairs(sizes["n_layer"]):
             if tensors.keys() >= {*theirs}:
-                weights[ours] = self.turn(ours, torch.cat([tensors[name] for name in theirs]))
+                x = torch.cat([tensors[name] for name in theirs])
+                weights[ours] = self.turn(ours, x)
         return self.ours | sizes, weights
 
     def written(self, constants: dict, weights: Weights) -> tuple[dict, Weights] | None:
@@ -274,10 +280,11 @@ def open_hugging_face(folder: Path) -> tuple[type, dict, Weights, Tokenizer | No
 
 
 def read_tensors(folder: Path) -> Weights:
-    """The tensors of the first of these files that is there, under the names that they have in it."""
-    file = next((folder / name for name in HUGGING_FACE if (folder / name).exists()), folder / HUGGING_FACE[0])
+    """The tensors of the one file or the other, under the names that they have in it."""
+    file, older = (folder / name for name in HUGGING_FACE)
     try:
-        if file.suffix == ".bin":
+        if older.exists() and not file.exists():
+            file = older
             return torch.load(file, map_location="cpu", weights_only=True)
         from safetensors.torch import load_file
 

@@ -149,7 +149,8 @@ class Run:
                 self.checkpoint_name, self.checkpoint = newest(self.folder)
         else:  # it may be trained again on data that have changed
             before = {name: value for name, value in before.items() if not name.endswith("_checksum")}
-        found = {"config.json": before, "result.json": self.result.get("config", {})}
+        found = {"config.json": before}
+        found["result.json"] = self.result.get("config", {})
         found[self.checkpoint_name] = self.checkpoint.get("identity", {})
         for name, constant in product(found, self.identity):
             ours = self.identity[constant]
@@ -167,7 +168,8 @@ class Run:
         """Makes the folder, and puts everything where the checkpoint left it. flops_per_token: forward, for MFU."""
         self.model, self.optimizer, self.flops_per_token = model, optimizer, flops_per_token
         state, self.checkpoint = self.checkpoint, {}
-        self.start, self.seconds = state.get("step", 0), state.get("seconds", 0.0)
+        self.start = state.get("step", 0)
+        self.seconds = state.get("seconds", 0.0)
         self.log, self.board = state.get("log", ""), None  # what is in metrics.jsonl; TensorBoard
         self.open_window(**state.get("window", {}))
         if state:
@@ -185,8 +187,9 @@ class Run:
             self.lock.acquire(blocking=False)
         except Timeout:
             raise ValueError(f"another process is training in {self.folder}: wait for it, or end it") from None
-        if not self.config.resume and (self.folder / "config.json").exists():  # the files here are a run's
-            for file in [file for name in MADE for file in self.folder.glob(name)]:
+        ours = (self.folder / "config.json").exists()  # the files here are a run's
+        for name in MADE if ours and not self.config.resume else ():
+            for file in self.folder.glob(name):
                 file.unlink()
         if self.checkpoint_name == "ckpt.prev.pt":  # ckpt.pt is damaged or gone, and must not take this one's place
             (self.folder / "ckpt.prev.pt").replace(self.folder / "ckpt.pt")
@@ -242,7 +245,8 @@ class Run:
 
     def open_window(self, since: int = 0, tokens: int = 0, seconds: float = 0.0, loss_sum: float = 0.0):
         """Begins to count the steps since the last evaluation, of which the bar and the log speak."""
-        self.since, self.tokens, self.clock = since, tokens, time.perf_counter() - seconds
+        self.since, self.tokens = since, tokens
+        self.clock = time.perf_counter() - seconds
         # On the device: once not finite, it stays so, and nobody waits for it at every step.
         self.loss_sum = torch.tensor(loss_sum, device=self.context.device)
 
@@ -311,13 +315,13 @@ class Run:
 
     def save_model(self, name: str, model, step: int, **state):
         """A file with what it takes to make the model again, and with `state`."""
-        state |= {"model": parallel.whole_state(model), "class": parallel.kind(model).__name__}
+        state |= {"class": parallel.kind(model).__name__, "step": step, "identity": self.identity}
         state |= {"constants": vars(model.config), "vocab_size": model.vocab_size}
-        self.write(name, state | {"step": step, "identity": self.identity})
+        self.write(name, state | {"model": parallel.whole_state(model)})
 
     def finish(self, result: dict) -> dict:
         """Adds what every result has, and writes it."""
-        result = {"name": self.name} | result | {"seconds": round(self.seconds, 1)}
-        result |= {"config": self.identity, "machine": machine(self.context)}
+        result = {"name": self.name} | result
+        result |= {"seconds": round(self.seconds, 1), "config": self.identity, "machine": machine(self.context)}
         self.write("result.json", result)
         return json.loads(json.dumps(result))  # as one that is read again

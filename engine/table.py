@@ -21,13 +21,16 @@ class Table(NamedTuple):
 
     def render(self, results: list[list[dict]], cells: Callable[[dict], dict]) -> str:
         """Markdown of each row's seeds. cells: a result -> {header: (number or None, its format)}, the same for all."""
-        found = [list(map(cells, seeds)) for seeds in results]
-        headers, lines = list(next(filter(None, found), [{}])[0]), []
-        for (labels, _), seeds in zip(self.rows, found):
-            lines.append(list(labels))
-            for name in headers:
-                lines[-1].append(mean_cell([numbers[name] for numbers in seeds]))
-        return markdown_table([*self.labels, *headers], lines)
+        headers, lines = [], []
+        for (labels, _), seeds in zip(self.rows, results):
+            measured = [cells(result) for result in seeds]
+            headers = list(measured[0]) if measured else headers
+            lines.append((labels, measured))
+        rows = []
+        for labels, measured in lines:
+            means = [mean_cell([numbers[name] for numbers in measured]) for name in headers]
+            rows.append([*labels, *means])
+        return markdown_table([*self.labels, *headers], rows)
 
 
 def mean_cell(numbers: list[tuple[float | None, str]]) -> str:
@@ -52,8 +55,8 @@ def markdown_table(headers: list[str], rows: list[list]) -> str:
     columns = []
     for column in zip(headers, *rows):
         width = max(len(str(cell)) for cell in column)
-        head, *cells = [str(cell).ljust(width) for cell in column]
-        columns.append([f" {head} ", "-" * (width + 2), *(f" {cell} " for cell in cells)])
+        head, *cells = [f" {cell!s:{width}} " for cell in column]
+        columns.append([head, "-" * (width + 2), *cells])
     return "\n".join(f"|{'|'.join(line)}|" for line in zip(*columns))
 
 
@@ -99,4 +102,5 @@ def refuse_rows(config, presets: dict[str, dict], table: Table):
     given = said(config, presets).keys() & changed
     if given:
         raise ValueError(f"its rows have a --{min(given)} of their own: leave it out")
-    refuse(config, presets, set.intersection(*(unread(dataclasses.replace(config, **row[1])) for row in table.rows)))
+    rows = [dataclasses.replace(config, **change) for _, change in table.rows]
+    refuse(config, presets, set.intersection(*map(unread, rows)))

@@ -30,7 +30,6 @@ import train_mlm
 import train_mt
 from data import bitext_sets, corpora, xtreme, xtreme_rows
 from data.batches import PairData, TokenData
-from data.files import read_documents
 from data.prepare import prepare
 from data.tokenizers import XLMR, load_tokenizer, train_sentencepiece
 from engine import pretrained
@@ -327,15 +326,6 @@ LINES = st.text(st.characters(codec="utf-8", exclude_characters="\0\n\t\ufeff"))
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("place")
-
-
-@profile
-@given(texts=st.lists(LINES), ending=st.sampled_from(["", ".gz", ".xz"]))
-def test_lines_come_back(place, texts, ending):
-    path = place / f"a.txt{ending}"
-    pack = {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress}[ending]
-    path.write_bytes(pack(b"\xef\xbb\xbf" + "\n\n \n".join(texts).encode()))
-    assert list(read_documents(path)) == texts
 
 
 @profile

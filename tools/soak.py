@@ -128,7 +128,8 @@ def same(one, two) -> bool:
 
 def damage(file: Path, foreign: Path):
     """In one of four ways. foreign: the same file of a run with another seed."""
-    kind, data = random.choice(["flip", "half", "foreign", "gone"]), bytearray(file.read_bytes())
+    kind = random.choice(["flip", "half", "foreign", "gone"])
+    data = bytearray(file.read_bytes())
     if kind == "flip":
         data[random.randrange(len(data))] ^= 0xFF
     elif kind == "half":
@@ -147,8 +148,10 @@ class Soak:
     """
 
     def __init__(self, script: str, base: Path):
-        self.script, self.base, self.main = script, base / script, importlib.import_module(script).main
-        self.tried, self.wrong, self.out = Counter(), Counter(), self.base / "troubled"
+        self.script, self.base = script, base / script
+        self.main = importlib.import_module(script).main
+        self.tried, self.wrong = Counter(), Counter()
+        self.out = self.base / "troubled"
         self.base.mkdir()
         begun = time.perf_counter()
         for seed in ("0", "1"):
