@@ -2,7 +2,10 @@
 
 A dense decoder without an output bias is written in GPT-2's own layout, a dense encoder without a relative bias in
 XLM-R's. All others, and the tokenizers, take their code along (model.py, routers.py, nanoxmoe_tokenizers.py and
-hf_model.py), which transformers runs where it is told trust_remote_code=True.
+hf_model.py), which transformers runs where it is told trust_remote_code=True. A decoder's folder can be scored by
+lm-eval (pip install "lm-eval[hf]"):
+
+    lm_eval run --model hf --model_args pretrained=FOLDER,trust_remote_code=True --tasks lambada_openai
 """
 
 import shutil

@@ -169,6 +169,8 @@ class Layout(NamedTuple):
     def read(self, folder: Path) -> tuple[dict, Weights]:
         """Their folder -> our constants and weights. Raises ValueError where model.py has no such model."""
         config = read_json(folder / "config.json")
+        if not config:
+            raise FileNotFoundError(f"{folder} has no config.json: not a checkpoint in Hugging Face's format")
         for name, value in self.fixed.items():
             if config.get(name, value) != value:
                 raise ValueError(f"{folder} has {name} {config[name]!s:.50}, not {value}: model.py has no such model")
