@@ -3,11 +3,10 @@
     python finetune_xtreme.py                              the demo, a smoke test: which of Django's applications a
                                                            message belongs to, by the encoder of `python train_mlm.py`
     python finetune_xtreme.py --model out/train_electra/demo                another encoder: XLM-E's discriminator
-    python finetune_xtreme.py --preset xmoe-xnli --model DIR                a task by X-MoE's appendix C, from the hub
-    python finetune_xtreme.py --preset xlme-mlqa --model /models/xlm-roberta-base --source XTREME_FOLDER
-    python finetune_xtreme.py --table 1 --source XTREME_FOLDER    a table, on a sample of each task, minutes a run:
-                                                           X-MoE's 1, 3, 5, 6 and 7, or XLM-E's xlme1, xlme2 and xlme7
-    python finetune_xtreme.py --table 1 --preset xmoe-xnli --source XTREME_FOLDER --seeds 5    by the paper's constants
+    python finetune_xtreme.py --preset xlme-mlqa --model /models/xlm-roberta-base    a task, by a paper's constants
+    python finetune_xtreme.py --table 1 --source XTREME_FOLDER    X-MoE's table 1, 3, 5, 6 or 7, or XLM-E's xlme1, xlme2
+                                                                  or xlme7, on a sample of each task, minutes a run
+    python finetune_xtreme.py --table 1 --preset xmoe-xnli --source XTREME_FOLDER    the same, on all of each task
 
 The checkpoint that is best in English (development set) is scored in every language, beside what a guess without a
 model reaches. A run is kept in out/finetune_xtreme/NAME with what it predicted, in files such as udpos/test-de.tsv
@@ -19,7 +18,6 @@ import hashlib
 from collections import ChainMap
 from dataclasses import dataclass
 from functools import partial
-from statistics import fmean
 from typing import Literal
 
 import torch
@@ -31,11 +29,10 @@ from data import xtreme_rows, xtreme_scores
 from data.xtreme import TASKS, Example, Examples, read_examples, submission
 from data.xtreme_rows import TaskData
 from engine import parallel, pretrained
-from engine.config import said
 from engine.device import clear_errors, seed_all, warn
 from engine.optim import adamw, cross_entropy, linear, set_learning_rate
 from engine.run import Run
-from engine.table import Table, carry_out, start
+from engine.table import Table, carry_out, markdown_table, start
 from model import Encoder, SparseModel, real_mask
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -60,7 +57,7 @@ class Config:
     epochs: int = 10  # passes through the training rows
     batch_size: int = 16  # rows of a step, over all processes and micro-batches
     micro_size: int = 16  # rows of one forward pass
-    block_size: int | None = None  # tokens of the longest row; none: as many as the encoder has positions for
+    block_size: int | None = None  # tokens of the longest row, at most as many as the encoder has positions for
     stride: int = 128  # tokens from the beginning of one part of a long text to the next; half a row at most
     longest_answer: int = 30  # tokens
     learning_rate: float = 3e-4  # peak
@@ -88,13 +85,9 @@ class Config:
 
     def unread(self) -> set[str]:
         """Constants that a run does not read because of others: see engine/config.py."""
-        names = set()
-        if TASKS[self.task].kind != "answer":
-            names |= {"stride", "longest_answer"}
+        names = set() if TASKS[self.task].kind == "answer" else {"stride", "longest_answer"}
         if self.table is None:
-            names |= {"encoders"}
-        if self.table is None and self.task == "apps":
-            names |= {"source"}
+            names |= {"encoders", "source"} if self.task == "apps" else {"encoders"}
         return names
 
 
@@ -196,9 +189,7 @@ def table(number: str, base: Config) -> Table:
     defaults = {name: getattr(Config, name) for name in PRESETS[base.preset]}  # the base's preset is of another task
     paper = base.preset.partition("-")[0].replace("demo", "sample")
     rows = []
-    for table, label, encoder, change, numbers in ROWS:
-        if table != number:
-            continue
+    for _, label, encoder, change, numbers in filter(lambda row: row[0] == number, ROWS):
         run = f"out/{encoder.format(base.encoders)}"
         for task, theirs in zip(tasks, numbers.split(", ")):
             preset = f"{paper}-{task}"
@@ -296,49 +287,28 @@ def predict(model: FineTuned, examples: list[Example], config: Config, tokenizer
 COLUMNS = {"languages": "mean", "guesses": "guess", "counted": "counting"}  # scores of languages, and their means
 
 
-def score_languages(run: Run, model: FineTuned, examples: Examples, config: Config, context):
-    """Scores every language, beside a guess and what counting words finds -> these, their means, and the gap: by how
-    much English is ahead of the mean of the others (XLM-E table 7).
+def score_languages(run: Run, model: FineTuned, examples: Examples, config: Config, context) -> dict:
+    """Scores every language, beside a guess and what counting words finds -> these, their means, and the gap.
 
     What was predicted is kept as XTREME wants it, also of test sets without labels, which are not scored.
     """
     count = xtreme_scores.COUNTING.get(model.kind)
     by_word = count(examples.train) if count else None
-    languages, guesses, counted, unlabelled = {}, {}, {}, []
+    result = {"languages": {}, "guesses": {}, "counted": {}, "unlabelled": []}
     for language, own in tqdm(examples.test.items(), "testing", disable=context.rank > 0 or None):
         predicted = predict(model, own, config, run.tokenizer, context)
-        name, content = submission(config.task, language, own, predicted)
-        if context.rank == 0:
-            with clear_errors():
-                (run.folder / name).parent.mkdir(exist_ok=True)
-        run.write(name, content)
+        run.write(*submission(config.task, language, own, predicted))
         gold = [one.gold for one in own]
         if None in gold:
-            unlabelled.append(language)
+            result["unlabelled"].append(language)
             continue
         score = partial(xtreme_scores.scores, config.task, language, gold)
-        languages[language] = score(predicted)
-        guesses[language] = score(xtreme_scores.guess(model.kind, examples.train, own))
+        result["languages"][language] = score(predicted)
+        result["guesses"][language] = score(xtreme_scores.guess(model.kind, examples.train, own))
         if by_word:
-            counted[language] = score(by_word(own))
-    scores = {"languages": languages, "guesses": guesses, "counted": counted}
-    means = {mean: mean_of(scores[kind]) for kind, mean in COLUMNS.items()}
-    return scores | means | {"gap": gap_of(languages), "unlabelled": unlabelled}
-
-
-def mean_of(languages: dict) -> dict[str, float]:
-    """The mean over languages of each metric; {} where there are no languages."""
-    means = {}
-    for metric in next(iter(languages.values()), {}):
-        means[metric] = fmean(scores[metric] for scores in languages.values())
-    return means
-
-
-def gap_of(languages: dict) -> dict[str, float]:
-    """English minus the mean of the other languages, of each metric; {} where there are not both."""
-    others = languages.copy()
-    english, mean = others.pop("en", {}), mean_of(others)
-    return {metric: value - mean[metric] for metric, value in english.items() if mean}
+            result["counted"][language] = score(by_word(own))
+    means = {mean: xtreme_scores.mean(result[kind]) for kind, mean in COLUMNS.items()}
+    return result | means | {"gap": xtreme_scores.gap(result["languages"])}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -352,9 +322,8 @@ def train(config: Config, context) -> dict:
         epoch = data.steps_per_epoch
         steps = config.epochs * epoch
         run = Run(config, PRESETS, context, data, total=steps, every=epoch)
-    if run.result:
-        return run.result
-    with clear_errors():
+        if run.result:
+            return run.result
         model = context.place(model)
         if config.frozen:  # routers and experts (X-MoE 3.3)
             for moe in model.moe_layers:
@@ -363,12 +332,12 @@ def train(config: Config, context) -> dict:
         context.say(f"{run.name}: {limits}; {len(examples.valid):,} development examples")
         forward = parallel.wrap(model, config, context)
         optimizer = adamw(model, config)
-        watches = list(map(measures.Load, model.moe_layers))
-        loads = run.kept.setdefault("loads", [])  # [i][layer][expert]: tokens of the i-th 100 steps
-        for watch, total in zip(watches, run.kept.get("pending", [])):  # of the steps since the last full 100
-            watch.total.copy_(total * (context.rank == 0))  # one process goes on with the sums of all
-        run.kept["pending"] = lambda: [context.sum(watch.total) for watch in watches]  # called when it is saved
+        watches = [measures.Load(moe) for moe in model.moe_layers]
+        experts = max((moe.router.E for moe in model.moe_layers), default=0)
+        loads = run.kept.get("loads", torch.zeros(1 + steps // 100, len(watches), experts, dtype=torch.int64))
+        run.kept["loads"] = loads = loads.to(context.device)  # first choices of every 100 steps, layer and expert
         run.resume(model, optimizer, flops.matrix_flops(model)["total"])
+
     for step in run.steps():
         set_learning_rate(optimizer, linear(step, steps, config.warmup, config.learning_rate))
         for micro in run.micros:
@@ -384,9 +353,9 @@ def train(config: Config, context) -> dict:
         optimizer.step()
         optimizer.zero_grad()
         if not config.frozen:
-            model.after_step()
-        if (step + 1) % 100 == 0:
-            loads.append([watch.take(context.sum) for watch in watches])
+            model.after_step()  # restores what a router keeps fixed: a hypersphere its norms, the others nothing
+        for layer, watch in enumerate(watches):
+            loads[step // 100, layer] += context.sum(watch.take())
         if run.due(step + 1):
             predicted = predict(model, examples.valid, config, data.tokenizer, context)
             gold = [one.gold for one in examples.valid]
@@ -402,31 +371,22 @@ def train(config: Config, context) -> dict:
     best = run.kept["best"]
     model.load_state_dict(best["model"])
     run.save_model("model.pt", model, best["step"], labels=model.labels)
-    scores = score_languages(run, model, examples, config, context)
-    scores |= {"valid": best["scores"], "step": best["step"], "loads": loads}
-    return run.finish(scores)
+    result = score_languages(run, model, examples, config, context)
+    result |= {"valid": best["scores"], "step": best["step"], "loads": loads[: steps // 100].tolist()}
+    return run.finish(result)
 
 
 def set_up(config: Config) -> tuple[Examples, FineTuned, TaskData]:
     """What a run starts from. Raises ValueError, OSError or ImportError where something is missing."""
-    limits = config.train_examples, config.test_examples
-    examples = read_examples(config.task, config.source, *limits)
+    examples = read_examples(config.task, config.source, config.train_examples, config.test_examples)
     for note in examples.notes:
         warn(note)
     encoder, tokenizer = pretrained.load_encoder(config.model, dropout=config.dropout)
-    if tokenizer.vocab_size != encoder.vocab_size:
-        raise ValueError(f"{config.model}: its tokenizer has {tokenizer.vocab_size:,} pieces, not those of its model")
     seed_all(config.seed)
     model = FineTuned(encoder, TASKS[config.task].kind, examples.labels, config.dropout)
-    positions = model.longest_row
-    model.longest_row = T = min(config.block_size or positions, positions)
-    if T < (config.block_size or 0) and "block_size" in said(config, PRESETS):
-        raise ValueError(f"{config.model} has {positions} positions, fewer than --block_size {config.block_size}")
-    if T < 8:
-        raise ValueError(f"block_size = {T} leaves a row no room for a question and a text: 8 or more")
+    model.longest_row = T = min(config.block_size or model.longest_row, model.longest_row)
     rows = xtreme_rows.rows_of(model.kind, examples.train, tokenizer, T, config.stride, model.labels)
-    unknown = {xtreme_rows.UNKNOWN}
-    rows = [row for row in rows if set(row.targets) != unknown]
+    rows = [row for row in rows if set(row.targets) != {xtreme_rows.UNKNOWN}]
     if not rows:
         raise ValueError(f"no training example of {config.task} has a label that is known")
     # Other weights, or other examples to score, are another run: it does not go on with these.
@@ -445,22 +405,16 @@ def describe(scores: dict[str, float]) -> str:
 def report(config: Config, result: dict) -> str:
     """A finished result in words: a table of the languages, and by how much English is ahead."""
     what = "a smoke test, no task of XTREME's; " if config.task == "apps" else ""
-    lines = [
-        f"\n{result['name']}: {what}weights of step {result['step']}, best in English development",
-        f"{'':10}{'score':23}{'guess without a model':23}counting words",
-    ]
-    for language in [*result["languages"], "mean"]:
-        line = f"{language:10}"
-        for kind, mean in COLUMNS.items():
-            scores = result[mean] if language == "mean" else result[kind].get(language, {})
-            line += f"{describe(scores):23}"
-        lines.append(line.rstrip())
+    lines = [f"\n{result['name']}: {what}weights of step {result['step']}, best in English development\n"]
+    columns, rows = [result[kind] | {"mean": result[mean]} for kind, mean in COLUMNS.items()], []
+    for language in columns[0]:
+        rows.append([language, *(describe(scores.get(language, {})) for scores in columns)])
+    lines.append(markdown_table(["", "score", "guess without a model", "counting words"], rows) + "\n")
     if result["gap"]:
         lines.append(f"English is ahead of the mean of the others by {describe(result['gap'])}")
-    unlabelled = result.get("unlabelled")
-    if unlabelled:
+    if result["unlabelled"]:
         where = f"what was predicted is in {config.out_dir}/{result['name']}"
-        lines.append(f"no test labels, not scored: {', '.join(unlabelled)}; {where}")
+        lines.append(f"no test labels, not scored: {', '.join(result['unlabelled'])}; {where}")
     return "\n".join(lines)
 
 

@@ -626,13 +626,14 @@ class GPT(SparseModel):
 
     @torch.no_grad()
     def generate(
-        self, ids, new_tokens: int, temperature: float = 1.0, top_k: int | None = None, end: int | None = None
+        self, ids, new_tokens: int, temperature=1.0, top_k: int | None = None, end: int | None = None, look=None
     ):
         """ids (B, T) -> (B, T + new_tokens), sampled from softmax(logits / temperature) over the top_k (None: all).
 
-        It stops where every row has had the token `end`. Keys and values of what stands there are kept, so that each
-        step reads one token, as long as block_size holds all. There is no capacity limit: a token read alone fills no
-        expert, so its experts depend on its own past and not on what else is in the batch.
+        It stops where every row has had the token `end`. After each token look(ids) is called, where given. Keys and
+        values of what stands there are kept, so that each step reads one token, as long as block_size holds all. There
+        is no capacity limit: a token read alone fills no expert, so its experts depend on its own past and not on what
+        else is in the batch.
         Raises ValueError for a router that sees later tokens, as expert_choice does: they are not written yet.
         """
         if self.sees_later:
@@ -653,6 +654,8 @@ class GPT(SparseModel):
                     logits = logits.masked_fill(logits < best[:, -1:], -math.inf)
                 drawn = logits.softmax(dim=1).multinomial(1)
                 ids = torch.cat([ids, drawn], dim=1)
+                if look is not None:
+                    look(ids)
                 if end is not None and (ids[:, T:] == end).any(dim=1).all():
                     break
         self.train(was_training)

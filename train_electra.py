@@ -17,8 +17,6 @@ Whoever loads a run gets its discriminator without the head. `--help` lists ever
 import math
 from collections import Counter
 from dataclasses import dataclass
-from itertools import chain, product
-from statistics import fmean
 from types import SimpleNamespace
 from typing import Literal
 
@@ -26,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from analysis import flops, measures
+from analysis import bilingual, flops, measures
 from data import counting
 from data.batches import Masked, MaskedData, PairData
 from engine import parallel
@@ -115,6 +113,10 @@ class Config:
         return names if self.relative_bias else names | {"distance_lr"}
 
 
+# English and three ciphers of it: no download, and minutes to see a model become multilingual, or not.
+CIPHERS = dict(data="ciphers", pairs="ciphers-pairs")
+CIPHERS |= dict(n_embd=64, ffn_size=256, block_size=64)
+CIPHERS |= dict(steps=3500, eval_every=500)
 # XLM-E appendices A and B; micro-batches are ours. Of Large and XL the text says that they have a vocabulary of 500K,
 # but only one of 2^19 gives the parameters of table 3.
 BASE = dict(data="cc100", pairs="opus100", mask_share=0.15)
@@ -133,16 +135,7 @@ PRESETS = {
     "multilingual": dict(data="multilingual", pairs="multilingual-pairs"),
     # Twice the width. At the demo's learning rate it hardly learned, before it had this lambda, beta2 and eps.
     "small": dict(n_embd=256, ffn_size=1024, learning_rate=7.5e-4),
-    # English and three ciphers of it: no download, and minutes to see a model become multilingual, or not.
-    "ciphers": dict(
-        data="ciphers",
-        pairs="ciphers-pairs",
-        n_embd=64,
-        ffn_size=256,
-        block_size=64,
-        steps=3500,
-        eval_every=500,
-    ),
+    "ciphers": CIPHERS,
     "base": BASE,
     "large": BASE | LARGE,
     "xl": BASE | XL,
@@ -251,9 +244,9 @@ def ask(forward, batch: Masked, config: Config, context):
     and the balance loss.
     """
     ids, masked, targets, real = context.send_all(*batch[:4])
-    inputs = ids, masked, real
+    inputs = [ids, masked, real]
     if config.objective == "rtd":
-        inputs += (targets,)
+        inputs.append(targets)
     with context.autocast():
         logits, balance, *judged = forward(*inputs)
     total = cross_entropy(logits, targets, reduction="sum")
@@ -281,36 +274,33 @@ def score(model, batches, special, config: Config, context) -> dict:
         seed_all(config.seed, masking, first, 3)  # training has keys of three numbers
         (mlm, rtd, balance), (logits, *judged) = ask(model, batch, config, context)
         right = logits.argmax(dim=1).cpu() == batch.targets  # (M,)
-        shown, M = batch.ids.flatten(), len(right)
+        shown = batch.ids.flatten()
         if batch.real is not None:
             shown = shown[batch.real]  # (S,)
-        S, fixed = len(shown), torch.isin(shown, special)
+        M, S = len(right), len(shown)
         own.update(masked=M, mlm=M * float(mlm), generator=int(right.sum()))
         own.update(tokens=S, rtd=S * float(rtd), balance=M * float(balance))
-        own["maskable"] += M + S - int(fixed.sum())  # a mask is special, what it hides is not
+        own["maskable"] += M + S - int(torch.isin(shown, special).sum())  # a mask is special, what it hides is not
         if judged:
             verdicts, replaced = judged  # (S,)
             correct = (verdicts > 0) == replaced
             own.update(accuracy=int(correct.sum()), replaced=int(replaced.sum()))
     for part in context.gather(own):
-        sums.update(part)
-    masked, tokens = sums["masked"], sums["tokens"]
-    scores = {"masked": masked, "tokens": tokens}
-    for name in ("mlm", "generator", "balance"):
-        scores[name] = sums[name] / max(1, masked)
+        sums.update(part)  # adding Counters would lose what is not a number
+    M, S, maskable = sums["masked"], sums["tokens"], sums["maskable"]
+    scores = {"masked": M, "tokens": S}
+    scores |= {name: sums[name] / max(1, M) for name in ("mlm", "generator", "balance")}
     if config.objective == "rtd":
-        for name in ("rtd", "accuracy", "replaced"):
-            scores[name] = sums[name] / tokens
-        share = sums["replaced"] / max(1, sums["maskable"])
-        of_maskable = sum(p * math.log(p) for p in (share, 1 - share) if p)
-        blind = -sums["maskable"] / tokens * of_maskable
+        scores |= {name: sums[name] / S for name in ("rtd", "accuracy", "replaced")}
+        share = sums["replaced"] / max(1, maskable)
+        entropy = -sum(p * math.log(p) for p in (share, 1 - share) if p)
+        blind = maskable / S * entropy
         scores["saved"] = 1 - scores["rtd"] / blind if blind else 0.0
     return scores
 
 
 def evaluate(model, data: dict, config: Config, context, maskings: int = 1) -> dict:
-    """Scores on the validation text of both kinds, routing statistics of the sparse layers, and what the two functions
-    below measure of pairs."""
+    """Scores of both kinds of validation text, routing statistics of the sparse layers, and two measures of pairs."""
     model.eval()
     watches = [measures.RoutingStats(moe) for moe in model.moe_layers]
     scores = {"loss": 0.0}
@@ -319,62 +309,11 @@ def evaluate(model, data: dict, config: Config, context, maskings: int = 1) -> d
         scores[kind] = own = score(model, batches, corpus.tokenizer.special, config, context)
         scores["loss"] += own["mlm"] + config.lambda_disc * own.get("rtd", 0.0)
     scores["layers"] = [watch.finish(context.sum) for watch in watches]
-    scores["translation"] = translation_effect(model, data["pairs"], config, context, maskings)
-    scores |= retrieval(model.encoder, data["pairs"], config, context)
+    generator, how = getattr(model, "generator", model), (data["pairs"], config, context)
+    scores["translation"] = bilingual.translation_effect(generator, *how, maskings)
+    scores |= bilingual.retrieval(model.encoder, *how)
     model.train()
     return scores
-
-
-@torch.no_grad()
-def translation_effect(model, pairs: PairData, config: Config, context, maskings: int) -> dict:
-    """How often the generator is right about one half of a pair, with the whole other half beside it and without.
-
-    The same tokens are masked both times. effect: the 95% interval of the difference over pairs.
-    """
-    generator, found = getattr(model, "generator", model), {}
-    for beside, half in product((True, False), (0, 1)):
-        limits, shown = (config.eval_tokens, context.rank, context.world), (0, 1) if beside else (half,)
-        for _, first, batch in pairs.eval_batches("valid", maskings, *limits, masked=(half,), shown=shown):
-            ids, masked, targets, real = context.send_all(*batch[:4])
-            with context.autocast():
-                logits, _ = generator(ids, masked, real)
-            right = (logits.argmax(dim=1) == targets).cpu().double()  # (M,)
-            both = torch.stack([right, torch.ones_like(right)])
-            rows = torch.zeros(2, len(ids), dtype=torch.float64)  # of each pair: right, and masked
-            rows.index_add_(1, batch.masked // ids.shape[1], both)
-            key = beside, half, first
-            found[key] = found.get(key, 0) + rows
-    total = Counter()
-    for part in context.gather(found):
-        total.update(part)
-
-    def joined(beside: bool) -> Tensor:
-        """(2, R): of each pair the tokens that are right and those that are masked, in both halves."""
-        one, two = ([total[key] for key in sorted(total) if key[:2] == (beside, half)] for half in (0, 1))
-        return torch.cat(one, dim=1) + torch.cat(two, dim=1)
-
-    (right, masked), (alone, _) = joined(True), joined(False)
-    shares = {"with": float(right.sum() / masked.sum()), "without": float(alone.sum() / masked.sum())}
-    return shares | {"effect": measures.bootstrap(right - alone, masked)}
-
-
-def retrieval(encoder: Encoder, pairs: PairData, config: Config, context, most=1000):
-    """How often the nearest of a language pair's held-out sentences is the translation, as in Tatoeba (table 5).
-
-    The mean over language pairs, of at most `most` sentences each, by layer (0: embeddings). `centred`: after the mean
-    vector of each language was taken away, which hides in a cosine what tells its sentences apart; `chance`: a guess.
-    """
-    how = dict(micro_tokens=config.micro_tokens, context=context)
-    found = []
-    for language in pairs.languages[context.rank :: context.world]:
-        texts = [side[:most] for side in pairs.texts("valid", language)]
-        if texts[0]:
-            vectors = [measures.sentence_vectors(encoder, pairs.tokenizer, side, **how) for side in texts]
-            right = torch.stack([measures.retrieval(*vectors), measures.retrieval(*map(measures.centred, vectors))])
-            found.append((right.tolist(), 1 / len(texts[0])))
-    right, chance = zip(*chain(*context.gather(found)))
-    plain, centred = torch.tensor(right, dtype=torch.float64).mean(dim=0).tolist()  # (2, L + 1)
-    return {"retrieval": plain, "centred": centred, "chance": fmean(chance)}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -462,26 +401,20 @@ def step_flops(model: Electra | MaskedLM) -> float:
 
 
 def describe(scores: dict) -> str:
-    """What one evaluation found: a line for each kind of text, one for both languages together, one a sparse layer."""
+    """What one evaluation found: a line for each kind of text, two of both languages together, one a sparse layer."""
     lines = []
     for kind in ("sentences", "pairs"):
-        own = scores[kind]
-        line = f"held-out {kind}: generator: loss {own['mlm']:.3f}, {own['generator']:.1%} right"
-        if "rtd" in own:
-            side = "below" if own["saved"] >= 0 else "above"
-            line += f"; discriminator: loss {own['rtd']:.4f}, {abs(own['saved']):.1%} {side} a blind "
-            line += f"guess's, {own['accuracy']:.1%} right, {own['replaced']:.1%} replaced"
-        lines.append(line)
-    found, translation = scores["retrieval"], scores["translation"]
-    low, high = translation["effect"]
-    lines.append(
-        f"masked tokens of one half of held-out pairs: {translation['with']:.2%} right with the translation beside it, "
-        f"{translation['without']:.2%} without; the difference is {low:+.2%} to {high:+.2%} (bootstrap, 95%)"
-    )
-    layer = measures.middle_layer(len(found) - 1)
-    beside = f"{found[0]:.1%} by embeddings, {scores['chance']:.1%} chance"
-    line = f"held-out translations found: {found[layer]:.1%} by layer {layer} ({beside})"
-    lines.append(f"{line}; {scores['centred'][layer]:.1%} where the mean of each language is taken away")
+        line = "generator: loss {mlm:.3f}, {generator:.1%} right"
+        if "rtd" in scores[kind]:
+            line += "; discriminator: loss {rtd:.4f}, {saved:.1%} below a blind guess's, "
+            line += "{accuracy:.1%} right, {replaced:.1%} replaced"
+        lines.append(f"held-out {kind}: {line.format(**scores[kind])}")
+    line = "masked tokens of half a pair: {with:.2%} right with its translation beside it, {without:.2%} without"
+    lines.append(line.format(**scores["translation"]))
+    layer = measures.middle_layer(len(scores["retrieval"]) - 1)
+    found, centred = scores["retrieval"][layer], scores["centred"][layer]
+    line = f"held-out translations found by layer {layer}: {found:.1%} ({scores['chance']:.1%} by chance), "
+    lines.append(f"{line}{centred:.1%} where the mean of each language is taken away")
     for i, moe in enumerate(scores["layers"], 1):
         lines.append(f"sparse layer {i}: {measures.describe_routing(moe)}")
     return "\n".join(lines)

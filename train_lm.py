@@ -5,6 +5,7 @@
     python train_lm.py --split 8                           smaller experts: 64 of them, capacity to match
     python train_lm.py --table 1 --seeds 3                 every row of a table, beside the paper's numbers
     python train_lm.py --eval_only true --eval_threshold 0.5                  a trained model, routed otherwise
+    python train_lm.py --prompt "Return the" --sample_seed 1                  a trained model goes on from these words
     torchrun --nproc_per_node 8 train_lm.py --preset openwebtext-323M         the paper's size, on 8 GPUs
     torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint HOST:29500 train_lm.py --preset ...
 
@@ -14,8 +15,6 @@ out/train_lm/NAME; the same command goes on where it stopped. `--help` lists eve
 """
 
 from dataclasses import dataclass, replace
-from functools import partial
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -25,6 +24,7 @@ from data import counting
 from data.batches import TokenData
 from engine import parallel, pretrained
 from engine.device import clear_errors, seed_all
+from engine.generate import write_sample
 from engine.optim import adamw, cosine, cross_entropy, set_learning_rate
 from engine.run import Run, newest, read_json
 from engine.table import Table, carry_out, start
@@ -86,6 +86,7 @@ class Config:
     sample_tokens: int = 120  # its length
     sample_temperature: float = 0.8  # what its logits are divided by
     sample_top_k: int = 50  # it is drawn from so many tokens
+    sample_seed: int = 0  # another number draws another sample
     # where and how
     out_dir: str = "out/train_lm"  # where runs are kept
     device: str = "auto"  # cuda, mps or cpu
@@ -102,25 +103,15 @@ class Config:
     def where(self) -> set[str]:
         """Constants that make no other run: evaluating a trained model under another t or capacity, say."""
         at_test = {"eval_threshold", "eval_capacity"} if self.eval_only else set()
-        return at_test | {"eval_only", "prompt", "sample_tokens", "sample_temperature", "sample_top_k"}
+        return at_test | {"eval_only", "prompt", "sample_tokens", "sample_temperature", "sample_top_k", "sample_seed"}
 
 
 # XMoE 4.1 and 4.2; 256 sequences of 1,024 tokens a step, in micro-batches of 16, are the authors' runs'.
-PAPER = dict(
-    n_layer=12,
-    block_size=1024,
-    dropout=0.1,
-    init_std=0.014,
-    frequency_bias=False,
-    router_std=0.014,
-    batch_tokens=256 * 1024,
-    micro_tokens=16 * 1024,
-    learning_rate=4.5e-4,
-    min_learning_rate=4.5e-6,
-    beta2=0.95,
-    eval_every=500,
-    eval_tokens=1 << 20,
-)
+PAPER = dict(n_layer=12, block_size=1024, dropout=0.1, frequency_bias=False)
+PAPER |= dict(init_std=0.014, router_std=0.014)
+PAPER |= dict(batch_tokens=256 * 1024, micro_tokens=16 * 1024)
+PAPER |= dict(learning_rate=4.5e-4, min_learning_rate=4.5e-6, beta2=0.95)
+PAPER |= dict(eval_every=500, eval_tokens=1 << 20)
 BASE = PAPER | dict(n_head=12, n_embd=768, ffn_size=3072)
 WIDE = PAPER | dict(n_head=16, n_embd=1024, ffn_size=4096)
 PRESETS = {
@@ -238,9 +229,6 @@ def evaluate(model: GPT, data: TokenData, split: str, context, max_tokens: int |
 
 def build(config: Config, data: TokenData, context) -> GPT:
     """The model drawn from the seed, or that of `--init_from`."""
-    of_gpt2 = config.init_from and not pretrained.is_run(config.init_from)
-    if of_gpt2 and (config.router != "dense" or config.frequency_bias):
-        raise ValueError("--init_from loads GPT-2: give --router dense --frequency_bias false")
     seed_all(config.seed)
     model = context.place(GPT(config, data.vocab_size))
     if config.frequency_bias:
@@ -252,6 +240,8 @@ def build(config: Config, data: TokenData, context) -> GPT:
 
 def train(config: Config, context) -> dict:
     """Trains (or goes on training) a language model -> its result, which is also in result.json."""
+    if config.eval_only:
+        return evaluate_run(config, context)
     with clear_errors():
         data = TokenData.open(config.data, config, context)
         run = Run(config, PRESETS, context, data)
@@ -260,12 +250,9 @@ def train(config: Config, context) -> dict:
         model = build(config, data, context)
         parameters = flops.count_parameters(model)
         work = flops.flops_per_token(model, config, head=2 * config.n_embd * data.vocab_size)
-        context.say(
-            f"{run.name}: {parameters['total']:,} parameters, {parameters['active']:,.0f} active a token; "
-            f"{work['total'] / 1e6:.1f} MFLOPs a token forward at full capacity, {work['moe'] / 1e6:.1f} in MoE layers"
-        )
-        losses, text = counting.text_losses(data, config.steps), data.meta["splits"]["test"]
-        counted = {name: measures.bits_per_byte(loss, text) for name, loss in losses.items()}
+        size = "{total:,} parameters, {active:,.0f} active a token".format(**parameters)
+        context.say(f"{run.name}: {size}; {work['total'] / 1e6:.1f} MFLOPs a token forward at full capacity")
+        by_counting = counting.text_losses(data, config.steps)
         forward = parallel.wrap(model, config, context)
         optimizer = adamw(model, config)
         run.resume(model, optimizer, work["total"])
@@ -275,7 +262,7 @@ def train(config: Config, context) -> dict:
         set_learning_rate(optimizer, cosine(step, config.steps, config.warmup, peak, floor))
         for micro in run.micros:
             seed_all(config.seed, 1 + step, micro)  # all that is random: so a resumed run is the same run
-            forward.require_backward_grad_sync = micro == run.micros[-1]  # DDP reads it
+            forward.require_backward_grad_sync = micro == run.micros[-1]  # processes exchange gradients once
             x, y = context.send_all(*data.batch("train", step, micro))
             with context.autocast():
                 logits, balance = forward(x)
@@ -290,8 +277,9 @@ def train(config: Config, context) -> dict:
             scores = evaluate(parallel.whole(model), data, "valid", context, config.eval_tokens)
             run.save(step + 1, scores, scores["loss"], f"valid {describe(scores)}")
 
-    model = parallel.whole(model)
-    result = test(model, data, context) | {"counting": counted, "parameters": parameters, "flops": work}
+    model, text = parallel.whole(model), data.meta["splits"]["test"]
+    result = test(model, data, context) | {"parameters": parameters, "flops": work}
+    result["counting"] = {name: measures.bits_per_byte(loss, text) for name, loss in by_counting.items()}
     if model.moe_layers and model.moe_layers[-1].router.most is None and not model.sees_later:
         batches = [x for x, _ in data.eval_batches("test", 1 << 16)]
         for name, tokens in zip(("easy", "hard"), measures.easy_and_hard(model, batches, context)):
@@ -301,11 +289,11 @@ def train(config: Config, context) -> dict:
 
 def test(model: GPT, data: TokenData, context) -> dict:
     """Test perplexity at the evaluation's capacity (the paper's protocol), and without a limit."""
-    scores = evaluate(model, data, "test", context)
-    if not model.limited_at_test:
-        return {"test": scores, "test_no_limit": scores}
-    with model.no_limit():
-        return {"test": scores, "test_no_limit": evaluate(model, data, "test", context)}
+    scores = free = evaluate(model, data, "test", context)
+    if model.limited_at_test:
+        with model.no_limit():
+            free = evaluate(model, data, "test", context)
+    return {"test": scores, "test_no_limit": free}
 
 
 def evaluate_run(config: Config, context) -> dict:
@@ -317,7 +305,6 @@ def evaluate_run(config: Config, context) -> dict:
         if not checkpoint and not config.init_from:
             raise ValueError(f"{run.folder} has no checkpoint: train first, with the same constants but eval_ ones")
         model = build(config, data, context)
-        run.folder.mkdir(parents=True, exist_ok=True)  # of --init_from, which has no run yet
         if checkpoint:
             parallel.load_model(model, checkpoint["model"])
     file = f"eval-t={config.eval_threshold}-capacity={config.eval_capacity}.json"
@@ -329,74 +316,41 @@ def evaluate_run(config: Config, context) -> dict:
     return result
 
 
-@torch.no_grad()
-def sample(config: Config, folder: Path, context) -> str:
-    """What a trained model writes after the prompt, without a capacity limit."""
-    with clear_errors():
-        model, tokenizer = pretrained.load(folder)
-        model.config.eval_threshold = config.eval_threshold  # the routers read it there
-        prompt = tokenizer.encode_batch([config.prompt.encode().decode()])[0]  # ValueError for half a character
-    if model.sees_later:
-        return "no sample: the experts choose among tokens that are not written yet"
-    model = context.place(model)
-    seed_all(config.seed)
-    ids = torch.tensor([[tokenizer.eot, *prompt]], device=context.device)
-    with context.autocast():
-        ids = model.generate(ids, config.sample_tokens, config.sample_temperature, config.sample_top_k, tokenizer.eot)
-        watches = [measures.RoutingStats(moe) for moe in model.moe_layers]
-        with model.no_limit():
-            model.hidden(ids[:, -config.block_size :])  # each token once, to count its experts
-    served = ", ".join(f"{watch.finish()['served']:.1f}" for watch in watches)
-    title = f"sample ({served} experts served per token)" if served else "sample"
-    written = ids[0, 1:].tolist()
-    if tokenizer.eot in written:
-        written = written[: written.index(tokenizer.eot)]
-    return f"{title}:\n{tokenizer.decode(written)}"
-
-
 # ---------------------------------------------------------------------------------------------------------------------
-# Words
+# What is printed
 
 
 def describe(scores: dict) -> str:
     """What one evaluation found, a line an MoE layer."""
-    line = f"{scores['bpb']:.3f} bits per byte, perplexity {scores['ppl']:.2f} ({scores['word_ppl']:.1f} a word)"
-    lines = [line + (f"  balance {scores['balance']:.3f}" if scores["layers"] else "")]
-    for i, layer in enumerate(scores["layers"], 1):
-        lines.append(f"  MoE layer {i}: {measures.describe_routing(layer)}")
-    return "\n".join(lines)
+    words = "{bpb:.3f} bits per byte, perplexity {ppl:.2f} ({word_ppl:.1f} a word)  balance {balance:.3f}"
+    layers = [f"\n  MoE layer {i}: {measures.describe_routing(layer)}" for i, layer in enumerate(scores["layers"], 1)]
+    return words.format(**scores) + "".join(layers)
 
 
-def report(config: Config, result: dict, context) -> str:
-    """A finished result in words, and a sample."""
+def report(config: Config, result: dict) -> str:
+    """A finished result in words."""
     scores, free = result["test"], result["test_no_limit"]
-    sees_later = config.router != "dense" and ROUTERS[config.router].sees_later
-    title = "test, not causal: experts choose among later tokens too" if sees_later else "test"
-    lines = [f"\n{result['name']}, {title}", "under the limit: " * (free != scores) + describe(scores)]
+    title = result["name"] + ", test"
+    if config.router != "dense" and ROUTERS[config.router].sees_later:
+        title += ", not causal: experts choose among later tokens too"
+    lines = ["", title, "under the limit: " * (free != scores) + describe(scores)]
     if free != scores:
         lines.append(f"without a limit: {describe(free)}")
-    counted = result.get("counting")
-    if counted:
-        lines.append(
-            f"counting reaches {counted['unigrams']:.3f} bits per byte of the test text by tokens, "
-            f"{counted['bigrams']:.3f} by pairs of them that training sees, {counted['all bigrams']:.3f} by all pairs"
-        )
+    if result.get("counting"):
+        words = "counting reaches {unigrams:.3f} bits per byte of the test text by tokens, "
+        words += "{bigrams:.3f} by pairs of them that training sees, {all bigrams:.3f} by all pairs"
+        lines.append(words.format(**result["counting"]))
     for name, wanted in {"easy": "few experts of the last MoE layer are wanted by", "hard": "many by"}.items():
         if name in result:
             lines.append(f"{wanted}: {' '.join(repr(token.removeprefix(' '))[1:-1] for token in result[name])}")
-    folder = Path(config.out_dir, result["name"])
-    if (folder / "ckpt.pt").exists():  # not where --init_from was evaluated alone
-        lines += ["", sample(config, folder, context)]
     return "\n".join(lines)
-
-
-def result_of(config: Config, context) -> dict:
-    return evaluate_run(config, context) if config.eval_only else train(config, context)
 
 
 def main():
     config, context = start(Config, PRESETS)
-    carry_out(config, PRESETS, context, TABLES, result_of, partial(report, context=context), cells)
+    carry_out(config, PRESETS, context, TABLES, train, report, cells)
+    if context.rank == 0 and not config.table:
+        write_sample(config, PRESETS, context)
 
 
 if __name__ == "__main__":

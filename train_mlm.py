@@ -3,7 +3,6 @@
     python train_mlm.py                                        the demo: X-MoE, on 97 languages that are on this disk
     python train_mlm.py --router switch                        the baseline SMoE; --router dense: no experts
     python train_mlm.py --gate sigmoid --routing_dim 8         another gate, and a sphere of fewer dimensions
-    python train_mlm.py --top_k 2                              two experts a token
     python train_mlm.py --table 2                              every row of a table, beside the paper's numbers
     torchrun --nproc_per_node 8 train_mlm.py --preset base     the paper's model and schedule, on 8 GPUs
 
@@ -121,63 +120,55 @@ PRESETS = {
 }
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Tables: the title, what the paper's numbers are (tables 3 and 5 are of fine-tuned models), and of each row the label,
-# the paper's numbers, router, gate, and routing_dim in multiples of E (None: the router's).
+# Tables. The paper's numbers in tables 3 and 5 are XNLI and MLQA (F1 / EM) after fine-tuning.
 
-FINE_TUNED = "paper, fine-tuned: XNLI, MLQA"
-ROWS = {
-    2: [
-        "X-MoE table 2: validation perplexity",
-        "paper, perplexity",
-        ("dense", "23.51", "dense", None, None),
-        ("SMoE, softmax", "19.02", "switch", None, None),
-        ("X-MoE, softmax", "18.72", "hypersphere", None, None),
-        ("SMoE, sigmoid", "19.59", "switch", "sigmoid", None),
-        ("X-MoE, sigmoid", "19.12", "hypersphere", "sigmoid", None),
-    ],
-    3: [
-        "X-MoE table 3, pre-training: reduction and norm, sigmoid gate",
-        FINE_TUNED,
-        ("reduction, L2 norm", "72.2, 64.3 / 46.0", "hypersphere", "sigmoid", None),
-        ("L2 norm", "71.5, 63.4 / 45.2", "hypersphere", "sigmoid", 0),
-        ("reduction", "71.4, 63.0 / 45.2", "switch", "sigmoid", 0.5),
-        ("neither", "71.6, 63.6 / 45.5", "switch", "sigmoid", None),
-    ],
-    5: [
-        "X-MoE table 5, pre-training: the routing dimension, sigmoid gate",
-        FINE_TUNED,
-        ("E / 4", "71.4, 64.3 / 46.4", "hypersphere", "sigmoid", 0.25),
-        ("E / 2", "72.2, 64.3 / 46.0", "hypersphere", "sigmoid", None),
-        ("E", "71.7, 63.8 / 45.9", "hypersphere", "sigmoid", 1),
-        ("2 E", "71.7, 62.7 / 44.8", "hypersphere", "sigmoid", 2),
-        ("4 E", "71.2, 63.1 / 45.0", "hypersphere", "sigmoid", 4),
-    ],
+TITLES = {
+    2: "X-MoE table 2: validation perplexity",
+    3: "X-MoE table 3, pre-training: reduction and norm, sigmoid gate",
+    5: "X-MoE table 5, pre-training: the routing dimension, sigmoid gate",
 }
+ROWS = [  # table, model, the paper's numbers, router, gate, routing_dim in multiples of E (None: the router's)
+    (2, "dense", "23.51", "dense", None, None),
+    (2, "SMoE, softmax", "19.02", "switch", None, None),
+    (2, "X-MoE, softmax", "18.72", "hypersphere", None, None),
+    (2, "SMoE, sigmoid", "19.59", "switch", "sigmoid", None),
+    (2, "X-MoE, sigmoid", "19.12", "hypersphere", "sigmoid", None),
+    (3, "reduction, L2 norm", "72.2, 64.3 / 46.0", "hypersphere", "sigmoid", None),
+    (3, "L2 norm", "71.5, 63.4 / 45.2", "hypersphere", "sigmoid", 0),
+    (3, "reduction", "71.4, 63.0 / 45.2", "switch", "sigmoid", 0.5),
+    (3, "neither", "71.6, 63.6 / 45.5", "switch", "sigmoid", None),
+    (5, "E / 4", "71.4, 64.3 / 46.4", "hypersphere", "sigmoid", 0.25),
+    (5, "E / 2", "72.2, 64.3 / 46.0", "hypersphere", "sigmoid", None),
+    (5, "E", "71.7, 63.8 / 45.9", "hypersphere", "sigmoid", 1),
+    (5, "2 E", "71.7, 62.7 / 44.8", "hypersphere", "sigmoid", 2),
+    (5, "4 E", "71.2, 63.1 / 45.0", "hypersphere", "sigmoid", 4),
+]
 
 
 def table(number: int, base: Config) -> Table:
-    title, paper, *lines = ROWS[number]
     rows = []
-    for label, scores, router, gate, times in lines:
-        dim = None if times is None else int(times * base.experts)
-        rows.append(((label, scores), dict(router=router, gate=gate, routing_dim=dim)))
-    return Table(title, ("model", paper), rows)
+    for own, label, scores, router, gate, times in ROWS:
+        if own == number:
+            dim = None if times is None else int(times * base.experts)
+            rows.append(((label, scores), dict(router=router, gate=gate, routing_dim=dim)))
+    paper = "paper, perplexity" if number == 2 else "paper, fine-tuned: XNLI, MLQA"
+    return Table(TITLES[number], ("model", paper), rows)
 
 
-TABLES = {number: partial(table, number) for number in ROWS}
-MEASURED = {"rc": "RC", "rf": "RF", "imbalance": "load imbalance", "temperature": "temperature"}
-FORMATS = {"rc": ".2f", "rf": ".1%", "imbalance": ".2f", "temperature": ".3f"}
+TABLES = {number: partial(table, number) for number in TITLES}
 
 
 def cells(result: dict) -> dict:
     """A row of any of the tables; of what is measured of routing the mean over sparse layers."""
-    found = {
+    mean = partial(measures.mean_over_layers, layers=result["valid"]["layers"])
+    return {
         "params, M": (result["parameters"]["total"] / 1e6, ".1f"),
         "our perplexity": (result["valid"]["ppl"], ".2f"),
+        "RC": (mean("rc"), ".2f"),
+        "RF": (mean("rf"), ".1%"),
+        "load imbalance": (mean("imbalance"), ".2f"),
+        "temperature": (mean("temperature"), ".3f"),
     }
-    for name, header in MEASURED.items():
-        found[header] = measures.mean_over_layers(name, result["valid"]["layers"]), FORMATS[name]
-    return found
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -199,10 +190,9 @@ def evaluate(model: MaskedLM, data: MaskedData, config: Config, context, masking
     balances = torch.zeros((), dtype=torch.float64)
     for k, first, batch in data.eval_batches("valid", maskings, config.eval_tokens, context.rank, context.world):
         seed_all(config.seed, 0, 1 + k, first)  # for a router that draws
-        for watch in collapse:
-            # RC and RF are of the first masking, where this batch's tokens begin at `first` among all.
-            watch.place = first if k == 0 else None
-        ids, masked, targets, real = context.send_all(batch.ids, batch.masked, batch.targets, batch.real)
+        for watch in collapse:  # RC and RF are of the first masking
+            watch.place = first if k == 0 else None  # where this batch's tokens begin among all
+        ids, masked, targets, real = context.send_all(*batch[:4])
         with context.autocast():
             logits, balance = model(ids, masked, real)
         loss = cross_entropy(logits, targets, reduction="none").cpu().double()  # (M,)
@@ -226,6 +216,24 @@ def evaluate(model: MaskedLM, data: MaskedData, config: Config, context, masking
     return scores, [watch.chosen for watch in collapse]
 
 
+def build(config: Config, data: MaskedData, context) -> MaskedLM:
+    """The model drawn from the seed, or that of `--init_from` with new sparse layers."""
+    seed_all(config.seed)
+    model = context.place(MaskedLM(config, data.vocab_size))
+    if config.frequency_bias:
+        model.bias.data.copy_(data.log_frequencies())
+    if config.init_from:
+        constants, weights = pretrained.load_xlmr(config.init_from, data.tokenizer)
+        longest = constants.pop("block_size")
+        if config.block_size > longest:
+            raise ValueError(f"{config.init_from} has {longest} positions, fewer than block_size = {config.block_size}")
+        weights["encoder.wpe.weight"] = weights["encoder.wpe.weight"][: PAD + 1 + config.block_size]
+        # Sparse layers stay new, and so does the head where the checkpoint has none.
+        new = {name: x for name, x in model.state_dict().items() if "moes." in name or "encoder." not in name}
+        pretrained.fill(model, constants, new | weights, config.init_from)
+    return model
+
+
 def train(config: Config, context) -> dict:
     """Trains (or goes on training) an encoder -> its result, which is also in result.json."""
     with clear_errors():
@@ -245,6 +253,7 @@ def train(config: Config, context) -> dict:
         forward = parallel.wrap(model, config, context)
         optimizer = adamw(model, config)
         run.resume(model, optimizer, work["total"])
+
     scores, chosen = run.kept.get("valid"), run.kept.get("chosen")  # of the last evaluation
     for step in run.steps():
         set_learning_rate(optimizer, linear(step, config.steps, config.warmup, config.learning_rate))
@@ -252,7 +261,7 @@ def train(config: Config, context) -> dict:
             seed_all(config.seed, 1 + step, micro)  # all that is random: so a resumed run is the same run
             forward.require_backward_grad_sync = micro == run.micros[-1]  # processes exchange gradients once
             batch = data.batch("train", step, micro)
-            ids, masked, targets, real = context.send_all(batch.ids, batch.masked, batch.targets, batch.real)
+            ids, masked, targets, real = context.send_all(*batch[:4])
             with context.autocast():
                 logits, balance = forward(ids, masked, real)
                 loss = cross_entropy(logits, targets)
@@ -267,50 +276,27 @@ def train(config: Config, context) -> dict:
             scores, chosen = evaluate(parallel.whole(model), data, config, context, maskings, before=chosen)
             run.kept = {"valid": scores, "chosen": chosen}
             run.save(step + 1, scores, scores["loss"], f"valid {describe(scores)}")
+
     return run.finish({"valid": scores, "counting": counted, "parameters": parameters, "flops": work})
-
-
-def build(config: Config, data: MaskedData, context) -> MaskedLM:
-    """The model drawn from the seed, or that of `--init_from` with new sparse layers."""
-    if config.init_from and config.relative_bias and not pretrained.is_run(config.init_from):
-        raise ValueError("--init_from loads XLM-R, which has no such bias: give --relative_bias false")
-    seed_all(config.seed)
-    model = context.place(MaskedLM(config, data.vocab_size))
-    if config.frequency_bias:
-        model.bias.data.copy_(data.log_frequencies())
-    if config.init_from:
-        constants, weights = pretrained.load_xlmr(config.init_from, data.tokenizer)
-        longest = constants.pop("block_size")
-        if config.block_size > longest:
-            raise ValueError(f"{config.init_from} has {longest} positions, fewer than block_size = {config.block_size}")
-        weights["encoder.wpe.weight"] = weights["encoder.wpe.weight"][: PAD + 1 + config.block_size]
-        for name, new in model.state_dict().items():
-            if "moes." in name or "encoder." not in name:  # sparse layers, and the head where the checkpoint has none
-                weights.setdefault(name, new)
-        pretrained.fill(model, constants, weights, config.init_from)
-    return model
 
 
 def describe(scores: dict) -> str:
     """What one evaluation found, a line a sparse layer."""
-    line = f"perplexity {scores['ppl']:.2f} ({scores['predicted']:,} masked tokens)"
-    lines = [line + (f"  balance {scores['balance']:.3f}" if scores["layers"] else "")]
+    lines = ["perplexity {ppl:.2f} ({predicted:,} masked tokens)  balance {balance:.3f}".format(**scores)]
     for i, layer in enumerate(scores["layers"], 1):
         changed = "-" if layer["rf"] is None else f"{layer['rf']:.1%}"
-        tau = "" if layer["temperature"] is None else f", temperature {layer['temperature']:.4f}"
-        lines.append(f"  sparse layer {i}: RC {layer['rc']:.2f}, RF {changed}{tau}; {measures.describe_routing(layer)}")
+        lines.append(f"  sparse layer {i}: RC {layer['rc']:.2f}, RF {changed}; {measures.describe_routing(layer)}")
+        if layer["temperature"]:
+            lines[-1] += f", temperature {layer['temperature']:.4f}"
     return "\n".join(lines)
 
 
 def report(config: Config, result: dict) -> str:
     """A finished result in words, the languages from the easiest to the hardest."""
     languages = result["valid"]["languages"]
-    lines = [f"\n{result['name']}, perplexity of every language:"]
-    easiest = sorted(languages, key=languages.get)
-    words = [f"{name:>8} {languages[name]:9.2f}" for name in easiest]
-    for i in range(0, len(words), 6):
-        lines.append("  ".join(words[i : i + 6]))
-    return "\n".join([*lines, f"valid {describe(result['valid'])}", counting.describe(result["counting"])])
+    words = ", ".join(f"{name} {languages[name]:.2f}" for name in sorted(languages, key=languages.get))
+    lines = [f"\n{result['name']}, perplexity of every language:", words, f"valid {describe(result['valid'])}"]
+    return "\n".join([*lines, counting.describe(result["counting"])])
 
 
 def main():

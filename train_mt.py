@@ -9,38 +9,34 @@
     python train_mt.py --translate FILE --model out/train_mt/multi30k      a trained model, line by line
 
 Prints, at every evaluation, cross entropy, how each MoE layer routes, and BLEU and chrF2++ of the validation set; in
-the end those of the test set, with the weights whose validation BLEU was best, under the evaluation's capacity limit
-(the paper's protocol) and without one, and five translations. A run is kept in out/train_mt/NAME; the same command
-goes on where it stopped. `--help` lists every constant.
+the end those of the test set, by the weights of the best validation BLEU, under the evaluation's capacity limit (the
+paper's protocol) and without one. A run is kept in out/train_mt/NAME; the same command goes on where it stopped.
+`--help` lists every constant.
 """
 
 import math
-import re
-import signal
-import sys
 from collections import ChainMap
-from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from statistics import fmean
 from typing import Literal
 
 import torch
 from tqdm import tqdm
 
 from analysis import flops, measures
-from data import counting
 from data.batches import Translation, TranslationData, source_batches
 from data.files import read_lines
 from data.tokenizers import XLMR
+from data.translation_scores import mean, score, score_memory
 from engine import parallel, pretrained
 from engine.config import refuse_others
 from engine.device import clear_errors, seed_all, warn
+from engine.generate import translate
 from engine.optim import adamw, cross_entropy, inverse_sqrt, set_learning_rate
 from engine.run import Run
 from engine.table import Table, carry_out, start
-from model import Translator, real_mask, rows_of
+from model import Translator
 from routers import ROUTERS
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -133,21 +129,11 @@ class Config:
 
 
 # XMoE 4.2 and its authors' configurations; the papers are silent on batch and steps: those are ours.
-PAPER = dict(
-    n_layer=12,
-    decoder_layers=6,
-    n_embd=512,
-    ffn_size=2048,
-    n_head=8,
-    block_size=256,
-    learning_rate=5e-4,
-    warmup_steps=512,
-    batch_tokens=1 << 18,
-    micro_tokens=1 << 14,
-    steps=50_000,
-    eval_every=2_500,
-    log_every=50,
-)
+PAPER = dict(n_layer=12, decoder_layers=6)
+PAPER |= dict(n_head=8, n_embd=512, ffn_size=2048)
+PAPER |= dict(block_size=256, learning_rate=5e-4, warmup_steps=512)
+PAPER |= dict(batch_tokens=1 << 18, micro_tokens=1 << 14)
+PAPER |= dict(steps=50_000, eval_every=2_500, log_every=50)
 X_MOE = dict(router="hypersphere", moe_after=(6,), expert_size=2048)
 PRESETS = {
     "demo": {},
@@ -169,7 +155,7 @@ TABLE3 = [  # method, router, split, for each language
     ("XMoE", "threshold", 4, "32.0 / 55.7 | 29.2 / 53.2 | 28.5 / 53.9 | 35.5 / 60.1 | 18.0 / 45.4 | 28.7 / 53.7"),
 ]
 # X-MoE's table 4: method, router. Our copy of the paper lacks its numbers.
-TABLE4 = [("dense", "dense"), ("SMoE", "switch"), ("X-MoE", "hypersphere")]
+TABLE4 = {"dense": "dense", "SMoE": "switch", "X-MoE": "hypersphere"}
 
 
 def table3(base: Config) -> Table:
@@ -189,7 +175,8 @@ def table3(base: Config) -> Table:
                 change["split"] = split
         for language, data in corpora.items():
             numbers = paper.split(" | ")[LANGUAGES.index(language)]
-            rows.append(((method, experts, language, numbers), change | {"data": data}))
+            labels = method, experts, language, numbers
+            rows.append((labels, change | {"data": data}))
     title = "XMoE table 3: test BLEU and chrF2++ of every router at equal FLOPs"
     return Table(title, ("method", "experts", "language", "paper"), rows)
 
@@ -197,7 +184,9 @@ def table3(base: Config) -> Table:
 def table4(base: Config) -> Table:
     """X-MoE's layer half-way in the encoder, many languages to English."""
     depth = base.moe_after or (max(1, base.n_layer // 2),)
-    rows = [((method,), {"router": router, "moe_after": depth}) for method, router in TABLE4]
+    rows = []
+    for method, router in TABLE4.items():
+        rows.append(((method,), {"router": router, "moe_after": depth}))
     return Table("X-MoE table 4: test BLEU and chrF2++ of many languages to English", ("method",), rows)
 
 
@@ -213,138 +202,21 @@ def cells(result: dict) -> dict:
     found["BLEU, valid"] = result["best"]["bleu"], ".2f"
     pairs = result["test"]["pairs"]
     if 1 < len(pairs) <= 10:  # more are no table
-        found |= {name: (pair["bleu"], ".2f") for name, pair in pairs.items()}
+        for name, pair in pairs.items():
+            found[name] = pair["bleu"], ".2f"
     return found
 
 
 TABLES = {3: table3, 4: table4}
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Beam search
-
-
-@torch.no_grad()
-def translate(model: Translator, source, real, tokenizer: XLMR, beam=5, length_penalty=1.0, limit=False) -> list:
-    """Translates by beam search: for each of B sources the ids of the best translation, without <s> and </s>.
-
-    source (B, N) ends in </s>; real (S,): see `Translator.encode`. Of a source of n tokens before </s> the translation
-    has at most 1.2 n + 10. Experts have no capacity limit, so that a translation depends on its source alone; with
-    `limit` they have the evaluation's. Keys and values of what is written are kept, so that each step reads one token.
-    """
-    was_training = model.training
-    model.eval()
-    limited = limit or model.sees_later  # of experts that choose their tokens, the limit is what chooses
-    with nullcontext() if limited else model.no_limit():
-        encoded, _ = model.encode(source, real)
-        longest = longest_translations(source, real)
-        search = Search(longest, beam, tokenizer.bos, tokenizer.eos, length_penalty)
-        never = torch.tensor(tokenizer.unwritten, dtype=torch.int64, device=source.device)  # no text is made of these
-        past = None
-        while len(search.sentence):
-            last = search.written[:, :, -1:].flatten(0, 1)  # (b * K, 1)
-            h, _, past = model.decode(last, encoded, past)
-            scores = model.log_probabilities(h[:, -1])  # (b * K, V)
-            scores[:, never] = -math.inf
-            rows, stay = search.step(scores)
-            if not stay.all():
-                encoded = encoded.sentences(stay)
-            past = rows_of(past, rows)
-    model.train(was_training)
-    return search.translations()
-
-
-def longest_translations(source, real):
-    """(B, N) -> (B,): 1.2 n + 10 of a source with n tokens before </s>."""
-    n = torch.full_like(source[:, 0], source.shape[1] - 1)
-    if real is not None:
-        n = real_mask(source, real).sum(dim=1) - 1
-    return 6 * n // 5 + 10
-
-
-class Search:
-    """A beam search over B sentences with K beams each; b of the sentences are still searched.
-
-    The value of a translation is the sum of its log probabilities over its length, with </s>, to the power of
-    `length_penalty`. A sentence is done when K of its translations have ended among the K best continuations of a step,
-    or when it is as long as it may be.
-    """
-
-    def __init__(self, longest, K: int, bos: int, eos: int, length_penalty: float):
-        """longest (B,): how many tokens a translation may have."""
-        B, device = len(longest), longest.device
-        self.longest, self.length_penalty = longest, length_penalty
-        self.K, self.eos = K, eos
-        self.ended = torch.zeros_like(longest)  # (B,) how many translations of a sentence have ended
-        width = int(longest.max()) + 1
-        self.best = torch.full((B, width), eos, device=device)  # the best of them, filled up with </s>
-        self.value = torch.full((B,), -math.inf, device=device)  # and its value
-        self.sentence = torch.arange(B, device=device)  # (b,) which sentences are still searched
-        self.written = torch.full((B, K, 1), bos, device=device)  # (b, K, 1 + t) <s> and t tokens
-        self.score = torch.full((B, K), -math.inf, device=device)  # (b, K) the sum of their log probabilities
-        self.score[:, 0] = 0.0  # the beams of a sentence are all alike at first: only one goes on
-
-    def step(self, scores):
-        """Goes on by one token: scores (b * K, V), its log probabilities.
-
-        -> (R,) which of the b * K rows go on, in their new order; (b,) bool, which sentences do.
-        """
-        K, V = self.K, scores.shape[1]
-        t = self.written.shape[2] - 1
-        last = t >= self.longest[self.sentence]  # (b,)
-        not_end = torch.arange(V, device=scores.device) != self.eos
-        scores = scores.unflatten(0, (-1, K))  # (b, K, V)
-        scores = scores.masked_fill(last[:, None, None] & not_end, -math.inf)
-        total = self.score.unsqueeze(2) + scores
-        # Of 2 K continuations at most K are ends, so that K go on.
-        score, place = total.flatten(1).topk(2 * K)  # (b, 2 K)
-        beam, token = place // V, place % V
-        self.end(score, beam, token)
-        rows = self.extend(score, beam, token)  # (b, K)
-        stay = (self.ended[self.sentence] < K) & ~last
-        self.sentence = self.sentence[stay]
-        self.written = self.written[stay]
-        self.score = self.score[stay]
-        return rows[stay].flatten(), stay
-
-    def end(self, score, beam, token):
-        """Of 2 K continuations, (b, 2 K) each: counts the ends among the K best, and keeps the best translation."""
-        ends = (token == self.eos) & score.isfinite()
-        ends[:, self.K :] = False
-        self.ended[self.sentence] += ends.sum(dim=1)
-        length = self.written.shape[2]  # with </s>
-        value = score / length**self.length_penalty
-        value, which = value.masked_fill(~ends, -math.inf).max(dim=1)  # (b,)
-        better = value > self.value[self.sentence]
-        sentence = self.sentence[better]
-        self.value[sentence] = value[better]
-        beam = beam[better, which[better]]
-        self.best[sentence, : length - 1] = self.written[better, beam, 1:]
-
-    def extend(self, score, beam, token):
-        """Of 2 K continuations, (b, 2 K) each: the K best that are no ends go on -> (b, K) rows that they extend."""
-        score = score.masked_fill(token == self.eos, -math.inf)
-        self.score, which = score.topk(self.K)
-        beam = beam.gather(1, which)  # (b, K)
-        token = token.gather(1, which)
-        sentence = torch.arange(len(beam), device=beam.device).unsqueeze(1)  # (b, 1)
-        written = self.written[sentence, beam]  # (b, K, 1 + t)
-        self.written = torch.cat([written, token.unsqueeze(2)], dim=2)
-        return self.K * sentence + beam
-
-    def translations(self) -> list[list[int]]:
-        ids = self.best.tolist()
-        return [row[: row.index(self.eos)] for row in ids]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # Translating and scoring
 
 
 def translate_texts(model: Translator, texts: list[str], tokenizer: XLMR, config, context, limit=False) -> list[str]:
-    """The translation of each text, as people write it, in one line. Processes share out batches of like lengths.
+    """The translation of each text, as people write it, in one line; empty where a text has no tokens.
 
-    limit: see `translate`. A text of more than block_size - 1 tokens is cut, and a warning says so; the translation of
-    a text without tokens is empty.
+    limit: see `translate`. Processes share out batches of like lengths.
     """
     ids, room = tokenizer.encode_batch(texts), model.config.block_size - 1
     long = sum(len(text) > room for text in ids)
@@ -353,11 +225,10 @@ def translate_texts(model: Translator, texts: list[str], tokenizer: XLMR, config
     written = [number for number, text in enumerate(ids) if text]
     sources = [ids[number][:room] for number in written]
     budget = config.micro_tokens // 2  # about as many source tokens as in training, which a capacity counts
-    batches = list(source_batches(sources, tokenizer.pad, tokenizer.eos, budget))[context.rank :: context.world]
+    batches = [*source_batches(sources, tokenizer.pad, tokenizer.eos, budget)]
+    silent = context.rank > 0 or None
     found = {}  # number of a text -> its translation
-    for numbers, batch in tqdm(
-        batches, desc="translating", unit="batch", leave=False, disable=context.rank > 0 or None
-    ):
+    for numbers, batch in tqdm(batches[context.rank :: context.world], "translating", leave=False, disable=silent):
         source, real = context.send_all(*batch)
         with context.autocast():
             best = translate(model, source, real, tokenizer, config.beam, config.length_penalty, limit)
@@ -368,29 +239,8 @@ def translate_texts(model: Translator, texts: list[str], tokenizer: XLMR, config
     return [found.get(number, "") for number in range(len(texts))]
 
 
-def score(translations: list[str], references: list[str], language: str) -> dict[str, float | str]:
-    """BLEU and chrF2++ of a corpus. Both sides are texts as people write them: sacrebleu finds the words itself.
-
-    Raises ImportError where sacrebleu, or what it needs for a language, is not installed.
-    """
-    try:
-        from sacrebleu import BLEU, CHRF
-
-        metrics = {"bleu": BLEU(trg_lang=re.split("[-_]", language)[0]), "chrf": CHRF(word_order=2)}  # zh_Hans: zh
-    except (ImportError, RuntimeError) as error:  # the second is for Japanese and Korean
-        raise ImportError(f"BLEU and chrF2++ need sacrebleu: pip install sacrebleu ({error})") from error
-    scores = {}
-    for name, metric in metrics.items():
-        scores[name] = metric.corpus_score(translations, [references]).score
-        scores[f"{name}_signature"] = str(metric.get_signature())
-    return scores
-
-
-def score_split(
-    model: Translator, data: TranslationData, split: str, config: Config, context, most=None, limit=True
-) -> dict:
-    """Translates a split, at most so many sentences of each pair of languages (None: all) -> scores of every pair,
-    their means, five examples, routing statistics."""
+def score_split(model, data: TranslationData, split: str, config: Config, context, most=None, limit=True) -> dict:
+    """Translates at most so many sentences of each pair of languages (None: all) -> scores, examples, routing."""
     watches = list(map(measures.RoutingStats, model.moe_layers))
     pairs, texts = {}, []
     for name in data.languages:
@@ -400,25 +250,12 @@ def score_split(
             pairs[name] = score(ours, references, config.target)
             texts += [(name, *own) for own in zip(sources, references, ours)]
     apart = max(1, len(texts) // 5)
-    return {
-        "bleu": fmean(pair["bleu"] for pair in pairs.values()),
-        "chrf": fmean(pair["chrf"] for pair in pairs.values()),
+    return mean([*pairs.values()]) | {
         "pairs": pairs,
         "sentences": len(texts),
         "examples": texts[apart // 2 :: apart][:5],
         "layers": [watch.finish(context.sum) for watch in watches],
     }
-
-
-def score_memory(data: TranslationData) -> dict[str, float]:
-    """Mean BLEU and chrF2++ of a translation memory on the test set; {} where there is too much text to search it."""
-    scores = []
-    for name in data.languages:
-        remembered = counting.remembered(data, name)
-        if remembered:
-            _, references = data.texts("test", name)
-            scores.append(score(remembered, references, data.target))
-    return {metric: fmean(one[metric] for one in scores) for metric in ("bleu", "chrf") if scores}
 
 
 @torch.no_grad()
@@ -446,20 +283,6 @@ def evaluate(model: Translator, data: TranslationData, split: str, context, max_
     }
 
 
-def describe(scores: dict) -> str:
-    """What one evaluation found, a line an MoE layer."""
-    text = f"{scores['bpb']:.3f} bits per byte, perplexity {scores['ppl']:.2f}  {describe_scores(scores)}"
-    if scores["layers"]:
-        text += f"  balance {scores['balance']:.3f}"
-    for layer in scores["layers"]:
-        text += f"\n  {layer['name']}: {measures.describe_routing(layer)}"
-    return text
-
-
-def describe_scores(scores: dict) -> str:
-    return f"BLEU {scores['bleu']:.2f}  chrF2++ {scores['chrf']:.2f}"
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # One run
 
@@ -477,13 +300,12 @@ def train(config: Config, context) -> dict:
         model = context.place(Translator(config, data.vocab_size))
         counts = data.meta["splits"]["train"]
         length = counts["tokens"] / counts["pairs"] / 2
-        parameters, work = flops.count_parameters(model), flops.translation_flops(model, length, length)
+        parameters = flops.count_parameters(model)
+        work = flops.translation_flops(model, length, length)
+        size = "{total:,} parameters, {active:,.0f} active a token".format(**parameters)
+        context.say(f"{run.name}: {size}; {work['total'] / 1e6:.1f} MFLOPs forward a pair of 2 x {length:.1f} tokens")
         left_out = ", ".join(f"{count:,} {split}" for split, count in data.left_out.items())
-        context.say(
-            f"{run.name}: {parameters['total']:,} parameters, {parameters['active']:,.0f} active a token; "
-            f"{work['total'] / 1e6:.1f} MFLOPs forward a pair of 2 x {length:.1f} tokens; {counts['pairs']:,} pairs of "
-            f"{', '.join(data.languages)}; longer than block_size, and left out: {left_out}"
-        )
+        context.say(f"{counts['pairs']:,} pairs; longer than block_size, and left out: {left_out}")
         memory = score_memory(data)
         forward = parallel.wrap(model, config, context)
         optimizer = adamw(model, config)
@@ -503,14 +325,15 @@ def train(config: Config, context) -> dict:
         parallel.clip_grad_norm_(model, config.grad_clip)
         optimizer.step()
         optimizer.zero_grad()
-        model.after_step()
+        model.after_step()  # restores what a router keeps fixed: a hypersphere its norms, the others nothing
         if run.due(step + 1):
             now = parallel.whole(model)
             scores = evaluate(now, data, "valid", context, config.eval_tokens)
             run.check_finite(scores["loss"], step + 1)  # broken weights translate nothing
             valid = score_split(now, data, "valid", config, context, config.eval_sentences)
-            if valid["bleu"] > run.kept.get("best", {}).get("bleu", -1):
-                weights = {name: x.cpu().clone() for name, x in now.state_dict().items()}
+            best = run.kept.get("best", {"bleu": -1})
+            if valid["bleu"] > best["bleu"]:
+                weights = {name: x.to("cpu", copy=True) for name, x in now.state_dict().items()}
                 run.kept["best"] = {"step": step + 1, "bleu": valid["bleu"], "model": weights}
             scores |= {"bleu": valid["bleu"], "chrf": valid["chrf"]}
             run.save(step + 1, scores, scores["loss"], f"valid {describe(scores)}")
@@ -518,75 +341,65 @@ def train(config: Config, context) -> dict:
     model, best = parallel.whole(model), run.kept["best"]
     model.load_state_dict(best["model"])
     run.save_model("model.pt", model, best["step"])
-    result = test(model, data, config, context) | {"beam": config.beam, "length_penalty": config.length_penalty}
-    result |= {"memory": memory, "parameters": parameters, "flops_per_pair": work}
-    return run.finish(result | {"best": {"step": best["step"], "bleu": best["bleu"]}})
-
-
-def test(model: Translator, data: TranslationData, config: Config, context) -> dict:
-    """Scores of the test set at the evaluation gamma (the paper's protocol), and without a limit."""
-    scores = free = score_split(model, data, "test", config, context)
+    scores = free = score_split(model, data, "test", config, context)  # under the limit: the paper's protocol
     if model.limited_at_test:
         free = score_split(model, data, "test", config, context, limit=False)
-    return {"test": scores, "test_no_limit": free}
+    result = {"test": scores, "test_no_limit": free, "memory": memory}
+    result |= {"parameters": parameters, "flops_per_pair": work}
+    result["best"] = {"step": best["step"], "bleu": best["bleu"]}
+    return run.finish(result)
+
+
+def in_words(scores: dict) -> str:
+    return "BLEU {bleu:.2f}  chrF2++ {chrf:.2f}".format(**scores)
+
+
+def describe(scores: dict) -> str:
+    """What one evaluation found, a line an MoE layer."""
+    text = "{bpb:.3f} bits per byte, perplexity {ppl:.2f}  balance {balance:.3f}  ".format(**scores) + in_words(scores)
+    for layer in scores["layers"]:
+        text += f"\n  {layer['name']}: {measures.describe_routing(layer)}"
+    return text
 
 
 def report(config: Config, result: dict) -> str:
     """A finished result in words."""
-    best, limited, free, memory = result["best"], result["test"], result["test_no_limit"], result["memory"]
-    lines = [
-        f"\n{result['name']}, test; beam {result['beam']}, length penalty {result['length_penalty']:g}",
-        f"weights of step {best['step']}, whose validation BLEU is best: {best['bleu']:.2f}",
-    ]
-    for how, scores in {"without a limit": free, "under the limit": limited}.items():
-        if how == "under the limit" or free != limited:
-            served = ", ".join(f"{layer['served']:.2f}" for layer in scores["layers"])
-            kept = f"; rows kept per token: {served}" if served else ""
-            lines.append(f"{how}: {describe_scores(scores)}{kept}")
-    for name, pair in limited["pairs"].items():
-        lines.append(f"  {name:12} {describe_scores(pair)}")
-    if memory:
-        lines.append(f"the translations of the most similar training texts: {describe_scores(memory)}")
-    lines.append(f"BLEU {pair['bleu_signature']}\nchrF2++ {pair['chrf_signature']}\n")
+    scores, free = result["test"], result["test_no_limit"]
+    best = result["best"]
+    lines = [f"\n{result['name']}, test; beam {config.beam}, length penalty {config.length_penalty:g}"]
+    lines.append(f"weights of step {best['step']}, whose validation BLEU is best: {best['bleu']:.2f}")
+    lines.append("under the limit: " * (free != scores) + in_words(scores))
+    if free != scores:
+        lines.append(f"without a limit: {in_words(free)}")
+    for name, pair in scores["pairs"].items():
+        lines.append(f"  {name:12} {in_words(pair)}")
+    if result["memory"]:
+        lines.append(f"the translations of the most similar training texts: {in_words(result['memory'])}")
+    lines.append("BLEU {bleu_signature}\nchrF2++ {chrf_signature}\n".format(**pair))
     for name, source, reference, ours in free["examples"]:
         lines.append(f"{name}: {source}\n  reference: {reference}\n  ours:      {ours}")
     return "\n".join(lines)
 
 
 def translate_file(config: Config, context, at_once: int = 1000):
-    """Prints the translation of every line of a file; of an empty line an empty one.
-
-    at_once: how many lines are read before their translations are printed. The weights are the best of a finished run,
-    or the last of one that is not finished.
-    """
+    """Prints the translation of every line of a file or of standard input, so many at once; of an empty line an empty
+    one."""
     with clear_errors():
         read = {"model", "beam", "length_penalty", "micro_tokens", "device", "dtype"}
         refuse_others(config, PRESETS, "translate", read)
-        model, tokenizer = pretrained.load(config.model)
+        model, tokenizer = pretrained.load(config.model)  # the best weights, or the last of a run that is not finished
         if not isinstance(model, Translator):
             raise ValueError(f"{config.model} is no translator: give --model the folder of a run of train_mt.py")
         model = context.place(model)
-        source = iter([])
-        if context.rank == 0:  # a pipe can be read once
-            stdin = config.translate == "-"
-            lines = open(0, encoding="utf-8-sig", newline="\n") if stdin else read_lines(Path(config.translate))
-            source = map(str.strip, lines)
-    if hasattr(signal, "SIGPIPE"):
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader that has seen enough, such as head, ends this quietly
-    watches = list(map(measures.RoutingStats, model.moe_layers))
+        stdin = config.translate == "-"
+        source = open(0, encoding="utf-8-sig", newline="\n") if stdin else read_lines(Path(config.translate))
     while True:
         with clear_errors():
-            lines = list(islice(source, at_once))
-        lines = context.gather(lines)[0]
+            lines = list(map(str.strip, islice(source, at_once if context.rank == 0 else 0)))
+        lines, *_ = context.gather(lines)  # a pipe can be read once
         if not lines:
-            break
-        translations = translate_texts(model, lines, tokenizer, config, context)
-        if context.rank == 0:
-            print("".join(f"{line}\n" for line in translations), end="", flush=True)
-    served = [watch.finish(context.sum)["served"] for watch in watches]
-    if served and context.rank == 0:
-        words = ", ".join(f"{name} {rows:.1f}" for name, rows in zip(model.moe_names, served))
-        print(f"experts served per token: {words}", file=sys.stderr)
+            return
+        context.say("\n".join(translate_texts(model, lines, tokenizer, config, context)))
 
 
 def main():

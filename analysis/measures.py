@@ -177,10 +177,10 @@ class Load:
             first = routing.priority.argmax(dim=1)  # (S,)
             self.total.scatter_add_(0, first, torch.ones_like(first))  # bincount would wait for the device
 
-    def take(self, reduce=torch.clone) -> list[int]:
+    def take(self) -> Tensor:
         """(E,) what was counted since the last time."""
         counted, self.total = self.total, torch.zeros_like(self.total)
-        return reduce(counted).tolist()
+        return counted
 
 
 def representation_collapse(count: Tensor, total: Tensor, outer: Tensor) -> float:

@@ -41,6 +41,19 @@ def scores(task: str, language: str, gold: list, predicted: list) -> dict[str, f
     return {"f1": 100 * fmean(f1), "em": 100 * fmean(em)}
 
 
+def mean(languages: dict[str, dict]) -> dict[str, float]:
+    """The mean over languages of each metric; {} where there are no languages."""
+    every = list(languages.values())
+    return {metric: fmean(scores[metric] for scores in every) for metric in every[0]} if every else {}
+
+
+def gap(languages: dict[str, dict]) -> dict[str, float]:
+    """English minus the mean of the other languages (XLM-E table 7), of each metric; {} where there are not both."""
+    others = languages.copy()
+    english, means = others.pop("en", {}), mean(others)
+    return {metric: value - means[metric] for metric, value in english.items() if means}
+
+
 def tag_f1(gold: list[list[str]], predicted: list[list[str]]) -> float:
     """F1 of entities. Of tags without B- and I-, such as UPOS, a run of equal ones is an entity.
 

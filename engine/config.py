@@ -35,7 +35,8 @@ ANY = 2**62
 LIMITS = {}  # the least and the most that a number may be; one that is not named here must be over 0 and finite
 for low, high, names in (
     (1, 65535, "port"),
-    (0, ANY, "seed routing_dim sample_tokens"),
+    (0, ANY, "seed routing_dim sample_tokens sample_seed"),
+    (8, ANY, "block_size"),
     (0, 10_000, "expert_layers"),  # what makes a list of so many
     (1, 10_000, "n_layer decoder_layers generator_layers seeds"),
     (0, 1, "min_learning_rate weight_decay warmup threshold eval_threshold sampling_exponent"),

@@ -17,12 +17,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 
-def show(text: str, stream=None):
+def show(text: str, stream=None, end: str = "\n"):
     """A line above a bar. What cannot be shown is replaced, and a stream that nobody reads any more is closed."""
     stream = stream or sys.stdout
     encoding = stream.encoding or "utf-8"
     try:
-        tqdm.write(text.encode(encoding, "replace").decode(encoding), file=stream)
+        tqdm.write(text.encode(encoding, "replace").decode(encoding), file=stream, end=end)
         stream.flush()
     except OSError:  # the rest goes nowhere, and at its end Python has nothing to complain of
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -63,6 +63,8 @@ def load_encoder(path: str | Path, **changes) -> tuple[Encoder, XLMR]:
         raise ValueError(f"{path} is no encoder: give a run of train_mlm.py or train_electra.py")
     if not isinstance(tokenizer, XLMR):
         raise ValueError(f"{path} has no {PIECES}, the tokenizer of XLM-R")
+    if tokenizer.vocab_size != encoder.vocab_size:
+        raise ValueError(f"{path}: its tokenizer has {tokenizer.vocab_size:,} pieces, not those of its model")
     return encoder, tokenizer
 
 

@@ -117,9 +117,9 @@ class Run:
     """The folder of one training run, and what surrounds its steps.
 
     `result`: the run is finished, and this is what it found; else empty. `kept`: what a script wants in checkpoints
-    beside model and optimizer, restored when the run goes on; a function in it is called when one is saved. `total`
-    steps, with an evaluation `every` so many, are the config's unless they are given. Only rank 0 writes. Raises
-    ValueError where the micro-batches of a step cannot be dealt evenly, or the folder holds another run.
+    beside model and optimizer, restored when the run goes on. `total` steps, with an evaluation `every` so many, are
+    the config's unless they are given. Only rank 0 writes. Raises ValueError where the micro-batches of a step cannot
+    be dealt evenly, or the folder holds another run.
     """
 
     def __init__(self, config, presets: dict[str, dict], context: Context, *data, total=None, every=None):
@@ -308,8 +308,7 @@ class Run:
         """What it takes to go on behind so many steps. At every moment one of the two files is whole."""
         window = self.window()
         self.check_finite(window["loss_sum"], done)
-        state = {"seconds": self.seconds, "log": self.log, "window": window}
-        state["kept"] = {name: value() if callable(value) else value for name, value in self.kept.items()}
+        state = {"seconds": self.seconds, "log": self.log, "window": window, "kept": self.kept}
         state["optimizer"] = parallel.optimizer_state(self.model, self.optimizer)
         self.save_model("ckpt.pt", self.model, done, **state)
 

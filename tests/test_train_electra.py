@@ -7,7 +7,6 @@ import dataclasses
 import json
 import math
 import os
-import signal
 import subprocess
 from pathlib import Path
 from statistics import fmean
@@ -16,19 +15,18 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import ROOT, TORCHRUN, Script, metrics, only_run, result_of, stopped, table_rows, words
+from helpers import ROOT, TORCHRUN, Script, metrics, only_run, result_of, table_rows, words
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import train_electra
-from analysis import measures
+from analysis import bilingual, measures
 from data import counting
 from data.batches import Masked, PairData
 from data.prepare import prepare
-from data.tokenizers import XLMR, load_tokenizer, train_sentencepiece
+from data.tokenizers import XLMR, train_sentencepiece
 from engine.device import Context, seed_all, setup
-from engine.optim import linear
 from engine.run import load_checkpoint
 from model import PAD, MaskedLM
 from train_electra import Config, Electra, ask, sample, score
@@ -188,12 +186,6 @@ def test_padding_that_the_generator_draws_is_a_token_like_any_other(monkeypatch)
     assert own.any() and torch.equal(together[3][place], alone[3])
 
 
-@pytest.mark.parametrize("given, gates", [({}, 3), ({"relative_bias": False}, 0), (XLM, 0), ({"objective": "mlm"}, 2)])
-def test_the_gate_is_in_both_networks_or_in_none(given, gates):
-    names = [name for name, _ in small(**given).named_parameters()]
-    assert sum(name.endswith("gate") for name in names) == gates
-
-
 def test_networks_share_embeddings_and_no_experts():
     model = small(router="topk", top_k=2, **EXPERTS)
     assert model.encoder.wte is model.generator.encoder.wte and model.encoder.wpe is model.generator.encoder.wpe
@@ -201,6 +193,9 @@ def test_networks_share_embeddings_and_no_experts():
     assert len(model.moe_layers) == 1 and not model.generator.moe_layers
     (*_, balance), _ = ask(model, small_batch()[0], model.config, HERE)
     assert balance > 0
+    for given, gates in (({}, 3), ({"relative_bias": False}, 0), (XLM, 0)):  # in both networks, or in none
+        names = [name for name, _ in small(**given).named_parameters()]
+        assert sum(name.endswith("gate") for name in names) == gates
 
 
 def test_a_step_asks_the_device_nothing():
@@ -263,8 +258,11 @@ def test_every_row_trains_and_reports(row, options, monkeypatch, capsys):
         assert ours["tokens"] == 2 * theirs["tokens"] and ours["masked"] > 1.5 * theirs["masked"]
     assert (result["parameters"]["kept"] < result["parameters"]["total"]) == rtd  # the generator is not kept
     assert records[0]["flops"] * 2 == records[1]["flops"] == result["flops"]
+    *_, data, model = opened(options | ROWS[row])
+    bias = getattr(model, "generator", model).bias.data
+    torch.testing.assert_close(bias, data["sentences"].log_frequencies())
     assert ("sparse layer 1: experts wanted" in out) == sparse and ("discriminator: loss" in out) == rtd
-    counted = counting.masked_scores(opened(options | ROWS[row])[2]["sentences"], 256)
+    counted = counting.masked_scores(data["sentences"], 256)
     assert result["counting"] == counted and out.count(counting.describe(counted)) == 2  # before training, and after
     assert f"{result['held_out']['pairs']['generator']:.1%} right" in out[out.rindex("held-out pairs: generator") :]
 
@@ -298,14 +296,6 @@ def test_both_corpora_are_read_as_the_constants_say(options):
         assert (corpus.span, corpus.mask_share, corpus.exponent, corpus.replace) == (3.0, 0.25, 0.3, (1.0, 0.0))
 
 
-@pytest.mark.parametrize("given", [{}, XLM], ids=["XLM-E", "XLM"])
-@pytest.mark.parametrize("yes", [True, False])
-def test_the_generators_bias_starts_at_the_log_frequencies(given, yes, options):
-    *_, data, model = opened(options | given | {"frequency_bias": yes})
-    bias = getattr(model, "generator", model).bias.data
-    torch.testing.assert_close(bias, data["sentences"].log_frequencies() if yes else torch.zeros_like(bias))
-
-
 def test_retrieval_is_the_mean_over_language_pairs(options):
     options |= {"dtype": "float64", "block_size": 12, "micro_tokens": 120, "batch_tokens": 240}
     config, context, data, model = opened(options)
@@ -322,7 +312,7 @@ def test_retrieval_is_the_mean_over_language_pairs(options):
         found.append(measures.retrieval(*sides))
         shifted = [side - side.sum(dim=1, keepdim=True) / side.shape[1] for side in sides]
         centred.append(measures.retrieval(*(x / x.norm(dim=2, keepdim=True) for x in shifted)))
-    scores = train_electra.retrieval(encoder, pairs, config, context, most=20)
+    scores = bilingual.retrieval(encoder, pairs, config, context, most=20)
     assert scores["retrieval"] == pytest.approx(torch.stack(found).mean(dim=0).tolist())
     assert scores["chance"] == pytest.approx(1 / 20) and max(scores["retrieval"]) > 0
     assert scores["centred"] == pytest.approx(torch.stack(centred).mean(dim=0).tolist())
@@ -332,28 +322,11 @@ def saved(options: dict) -> dict:
     return load_checkpoint(only_run(options["out_dir"]) / "ckpt.pt")
 
 
-def test_each_run_learns_at_its_rates_and_names_its_data(options, monkeypatch):
-    """What adds to attention by distance learns faster; neither corpus may change under a run."""
-    ELECTRA.run(options | {"steps": 2}, monkeypatch)
-    state, rate = saved(options), linear(1, 2, 0.1, 1.5e-3)
-    groups = state["optimizer"]["param_groups"]
-    assert [group["lr"] for group in groups] == pytest.approx([rate, rate, 10 * rate])
+def test_a_run_names_both_of_its_corpora(options, monkeypatch):
+    """Neither may change under it."""
+    ELECTRA.run(options | {"steps": 1, "eval_maskings": 1}, monkeypatch)
     checksums = [source.checksum for source in opened(options)[2].values()]
-    assert state["identity"]["data_checksum"] == "+".join(checksums) and len(set(checksums)) == 2
-
-
-def test_a_signal_between_evaluations_changes_nothing(options, tmp_path, monkeypatch, capsys):
-    options |= {"steps": 5, "dropout": 0.1}
-    whole, ended = (options | {"out_dir": tmp_path / name} for name in ("whole", "ended"))
-    assert "stopped at step 3" in stopped(ELECTRA, 2, signal.SIGTERM, ended, capsys)
-    ELECTRA.run(ended, monkeypatch)
-    assert "goes on from step 3" in capsys.readouterr().out
-    ELECTRA.run(whole, monkeypatch)
-    for name, w in saved(ended)["model"].items():
-        assert torch.equal(w, saved(whole)["model"][name]), name
-    for a, b in zip(metrics(ended["out_dir"]), metrics(whole["out_dir"]), strict=True):
-        assert a | {"tokens_per_second": 0} == b | {"tokens_per_second": 0}
-    assert result_of(ended["out_dir"])["held_out"] == result_of(whole["out_dir"])["held_out"]
+    assert saved(options)["identity"]["data_checksum"] == "+".join(checksums) and len(set(checksums)) == 2
 
 
 def test_two_processes_compute_what_one_does(options, tmp_path, monkeypatch):
@@ -436,8 +409,6 @@ def test_bad_input_is_one_clear_line(case, options, monkeypatch, capsys):
 
 
 def test_corpora_that_do_not_fit(options, corpora, monkeypatch, capsys):
-    one, two = (load_tokenizer(corpora[name]) for name in ("pairs", "other"))
-    assert one.vocab_size == two.vocab_size and one.sha256 != two.sha256
     for given, message in (
         ({"pairs": corpora["other"]}, "different tokenizers: prepare both with the same --tokenizer"),
         ({"data": corpora["pairs"]}, "a corpus of pairs; MaskedData reads"),
@@ -462,7 +433,7 @@ def test_weights_that_the_last_update_broke_are_not_saved(broken, options, monke
 
 
 def test_the_translation_comparison_masks_the_same_tokens(options):
-    """With the other half beside each half and without; the difference has an interval over pairs."""
+    """With the other half beside each half and without."""
     config, context, data, model = opened(options)
     batches, guesses = data["pairs"].eval_batches, {}
     masked = [batch.targets for *_, batch in batches("valid", 1, config.eval_tokens)]
@@ -478,8 +449,6 @@ def test_the_translation_comparison_masks_the_same_tokens(options):
                 found += zip(batch.targets.tolist(), right.tolist())
         guesses[name] = found
     assert [token for token, _ in guesses["with"]] == [token for token, _ in guesses["without"]]
-    effect = train_electra.translation_effect(model, data["pairs"], config, context, maskings=1)
-    for name, found in guesses.items():
-        assert effect[name] == pytest.approx(fmean(right for _, right in found)) and effect[name] > 0
-    low, high = effect["effect"]
-    assert low <= effect["with"] - effect["without"] <= high
+    found = bilingual.translation_effect(model.generator, data["pairs"], config, context, maskings=1)
+    assert found == pytest.approx({name: fmean(right for _, right in own) for name, own in guesses.items()})
+    assert min(found.values()) > 0
