@@ -255,8 +255,7 @@ def train(config: Config, context) -> dict:
         by_counting = counting.text_losses(data, config.steps)
         forward = parallel.wrap(model, config, context)
         optimizer = adamw(model, config)
-        bits_per_nat = measures.bits_per_byte(1.0, data.meta["splits"]["train"])  # of a loss, which the bar shows
-        run.resume(model, optimizer, work["total"], bits_per_nat)
+        run.resume(model, optimizer, work["total"])
 
     for step in run.steps():
         peak, floor = config.learning_rate, config.min_learning_rate

@@ -3,6 +3,7 @@
 A Config is a flat dataclass. The comment behind a constant is its `--help`; what it may be stands in `LIMITS`.
 """
 
+import argparse
 import dataclasses
 import hashlib
 import json
@@ -53,8 +54,6 @@ for low, high, names in (
 def check(config):
     """Raises ValueError where a number is out of its limits, or two do not go together."""
     for name, value in vars(config).items():
-        if value == "" and getattr(type(config), name, None) != "":  # a prompt is empty by default
-            raise ValueError(f"--{name} is empty: leave it out, or name something")
         if type(value) not in (int, float):
             continue
         if name not in LIMITS and not 0 < value < ANY:
@@ -63,8 +62,9 @@ def check(config):
         if not low <= value <= high:
             raise ValueError(f"{name} must lie from {low:g} to {high:g}, not {value!r}")
     for batch, micro in (("batch_tokens", "micro_tokens"), ("batch_size", "micro_size")):
-        if hasattr(config, batch) and getattr(config, batch) % getattr(config, micro):
-            raise ValueError(f"{micro} = {getattr(config, micro)} does not divide {batch} = {getattr(config, batch)}")
+        whole, part = getattr(config, batch, 0), getattr(config, micro, 1)
+        if whole % part:
+            raise ValueError(f"{micro} = {part} does not divide {batch} = {whole}")
     if hasattr(config, "router") and config.router not in {"dense", *ROUTERS}:
         raise ValueError(f"router must be dense or one of {', '.join(ROUTERS)}, not {config.router!r}")
 
@@ -74,8 +74,9 @@ def command_line(Config: type, presets: dict[str, dict], argv: list[str]):
 
     Raises ValueError for a value out of its limits, or an option that the chosen model does not read.
     """
-    given = re.findall(r"(?:^|\0)--preset[=\0]([^\0]*)", "\0".join(argv))  # not inside another option's text
-    preset = given[-1] if given else Config.preset
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--preset", default=Config.preset)
+    preset = first.parse_known_args(argv)[0].preset
     if preset not in presets:
         raise ValueError(f"preset must be one of {', '.join(presets)}, not {preset!r}")
     words = sys.modules[Config.__module__].__doc__
@@ -149,14 +150,15 @@ def refuse_others(config, presets: dict[str, dict], option: str, read: set[str])
 def identity(config) -> dict:
     """The constants that make a run what it is, as JSON has them. A Config may name more of those that do not."""
     dropped = WHERE | unread(config) | getattr(config, "where", set())
-    return json.loads(json.dumps({name: value for name, value in vars(config).items() if name not in dropped}))
+    kept = {name: value for name, value in vars(config).items() if name not in dropped}
+    return json.loads(json.dumps(kept))
 
 
 def run_name(config, presets: dict[str, dict]) -> str:
     """The preset, and what differs from it."""
-    words = [config.preset]
+    words, ours = [config.preset], identity(config)
     for name, value in said(config, presets).items():
-        if name in identity(config):
+        if name in ours:
             words.append(f"{name}={','.join(map(str, value)) if isinstance(value, tuple) else value}")
     name = re.sub(r"[^\w.,=+-]+", "_", "-".join(words))
     whole = name.encode()

@@ -14,7 +14,7 @@ from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel, Pre
 from transformers.modeling_outputs import CausalLMOutput, MaskedLMOutput, TokenClassifierOutput
 
 from .model import GPT, Encoder, MaskedLM
-from .nanoxmoe_tokenizers import GPT2, XLMR, SentencePiece, load_tokenizer
+from .nanoxmoe_tokenizers import KINDS, load_tokenizer
 
 
 class NanoXMoEConfig(PretrainedConfig):
@@ -54,31 +54,32 @@ def places(attention_mask) -> torch.Tensor | None:
 
 
 class NanoXMoEForCausalLM(Model, GenerationMixin):
-    """A decoder. Padding may stand behind a text, not before it: give texts of unlike lengths one by one."""
+    """A decoder, which knows no padding: texts of unlike lengths are read one by one."""
 
     kind = GPT
 
-    def forward(self, input_ids, attention_mask=None, labels=None, **ignored):
-        if attention_mask is not None and not attention_mask[:, 0].all():
-            raise ValueError("padding stands before a text: generate for one text at a time, or pad on the right")
-        logits = self.run(input_ids)
-        loss = None if labels is None else F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-        return CausalLMOutput(loss=loss, logits=logits)
+    def forward(self, input_ids, attention_mask=None, **ignored):
+        if places(attention_mask) is None:
+            return CausalLMOutput(logits=self.run(input_ids))
+        logits = torch.zeros(*input_ids.shape, self.config.vocab_size, device=self.device, dtype=self.dtype)
+        for row, real in enumerate(attention_mask.bool()):
+            alone = self.run(input_ids[row, real].unsqueeze(0))
+            logits[row, real] = alone.squeeze(0).to(self.dtype)
+        return CausalLMOutput(logits=logits)
 
     def prepare_inputs_for_generation(self, input_ids, attention_mask=None, **ignored):
-        if attention_mask is not None and not attention_mask.all():
-            raise ValueError("padding stands before a text: generate for one text at a time")
-        return {"input_ids": input_ids[:, -self.config.max_position_embeddings :]}
+        read = slice(-self.config.max_position_embeddings, None)
+        mask = None if attention_mask is None else attention_mask[:, read]
+        return {"input_ids": input_ids[:, read], "attention_mask": mask}
 
 
 class NanoXMoEForMaskedLM(Model):
     kind = MaskedLM
 
-    def forward(self, input_ids, attention_mask=None, labels=None, **ignored):
+    def forward(self, input_ids, attention_mask=None, **ignored):
         everywhere = torch.arange(input_ids.numel(), device=input_ids.device)
-        logits = self.run(input_ids, everywhere, places(attention_mask)).view(*input_ids.shape, -1)
-        loss = None if labels is None else F.cross_entropy(logits.flatten(0, 1), labels.flatten())
-        return MaskedLMOutput(loss=loss, logits=logits)
+        logits = self.run(input_ids, everywhere, places(attention_mask))
+        return MaskedLMOutput(logits=logits.view(*input_ids.shape, -1))
 
 
 class NanoXMoEForTokenClassification(Model):
@@ -87,7 +88,8 @@ class NanoXMoEForTokenClassification(Model):
     def __init__(self, config: NanoXMoEConfig):
         super().__init__(config)
         D = config.hidden_size
-        self.dense, self.ln_h, self.out = nn.Linear(D, D), nn.LayerNorm(D), nn.Linear(D, 1)
+        self.dense, self.ln_h = nn.Linear(D, D), nn.LayerNorm(D)
+        self.out = nn.Linear(D, 1)
 
     def forward(self, input_ids, attention_mask=None, **ignored):
         h = self.run(input_ids, places(attention_mask))
@@ -97,11 +99,12 @@ class NanoXMoEForTokenClassification(Model):
 class NanoXMoETokenizer(PreTrainedTokenizer):
     """A tokenizer of nanoxmoe_tokenizers.py, whose tokens are called by their numbers."""
 
-    vocab_files_names = {each.kind: each.filename for each in (SentencePiece, XLMR, GPT2)}  # a folder has one of them
+    vocab_files_names = {kind: each.filename for kind, each in KINDS.items()}  # a folder has one of them
     model_input_names = ["input_ids", "attention_mask"]
 
-    def __init__(self, sentencepiece=None, xlmr=None, gpt2=None, **options):
-        self.ours = load_tokenizer(sentencepiece or xlmr or gpt2)
+    def __init__(self, **options):
+        (file,) = filter(None, (options.pop(kind, None) for kind in KINDS))
+        self.ours = load_tokenizer(file)
         super().__init__(**options)
 
     @property

@@ -1,17 +1,15 @@
 """Tables of runs beside the paper's numbers, and what a script's `main` does."""
 
 import dataclasses
-import os
 import signal
 import statistics
 import sys
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 from engine.config import command_line, refuse, said, unread
-from engine.device import clear_errors, fail, setup, show
-from engine.run import SIGNALS, Kept, stop
+from engine.device import clear_errors, setup, show
+from engine.run import SIGNALS, stop
 
 
 class Table(NamedTuple):
@@ -23,13 +21,16 @@ class Table(NamedTuple):
 
     def render(self, results: list[list[dict]], cells: Callable[[dict], dict]) -> str:
         """Markdown of each row's seeds. cells: a result -> {header: (number or None, its format)}, the same for all."""
-        found = [list(map(cells, seeds)) for seeds in results]
-        headers, lines = list(next(filter(None, found), [{}])[0]), []
-        for (labels, _), seeds in zip(self.rows, found):
-            lines.append(list(labels))
-            for name in headers:
-                lines[-1].append(mean_cell([numbers[name] for numbers in seeds]))
-        return markdown_table([*self.labels, *headers], lines)
+        headers, lines = [], []
+        for (labels, _), seeds in zip(self.rows, results):
+            measured = [cells(result) for result in seeds]
+            headers = list(measured[0]) if measured else headers
+            lines.append((labels, measured))
+        rows = []
+        for labels, measured in lines:
+            means = [mean_cell([numbers[name] for numbers in measured]) for name in headers]
+            rows.append([*labels, *means])
+        return markdown_table([*self.labels, *headers], rows)
 
 
 def mean_cell(numbers: list[tuple[float | None, str]]) -> str:
@@ -54,8 +55,8 @@ def markdown_table(headers: list[str], rows: list[list]) -> str:
     columns = []
     for column in zip(headers, *rows):
         width = max(len(str(cell)) for cell in column)
-        head, *cells = [str(cell).ljust(width) for cell in column]
-        columns.append([f" {head} ", "-" * (width + 2), *(f" {cell} " for cell in cells)])
+        head, *cells = [f" {cell!s:{width}} " for cell in column]
+        columns.append([head, "-" * (width + 2), *cells])
     return "\n".join(f"|{'|'.join(line)}|" for line in zip(*columns))
 
 
@@ -68,7 +69,6 @@ def start(Config: type, presets: dict[str, dict]):
     """-> the config of the command line, and where this process stands; or one clear line."""
     for each in SIGNALS:
         signal.signal(each, lambda number, frame: stop(number))
-    sys.stdout, sys.stderr = sys.stdout or open(os.devnull, "w"), sys.stderr or open(os.devnull, "w")  # closed
     with clear_errors():
         config = command_line(Config, presets, sys.argv[1:])
         return config, setup(config.device, config.dtype)
@@ -90,20 +90,9 @@ def carry_out(config, presets: dict, context, tables: dict, train: Callable, rep
     if context.rank > 0:
         return
     for result in results[0] if not config.table else []:
-        show(told(partial(report, config), result))
+        show(report(config, result))
     if config.table or config.seeds > 1:
-        rows = table.render(results, partial(told, cells))
-        show(f"\n{table.title}, preset {config.preset}, seeds: {config.seeds}\n\n{rows}")
-
-
-def told(words: Callable, result: dict):
-    """What a script says of a result; of one that was read, and is not what the script writes, one clear line."""
-    try:
-        return words(result)
-    except (LookupError, TypeError, AttributeError, ValueError) as error:
-        if not isinstance(result, Kept):
-            raise
-        fail(f"result.json of {result.get('name')} is not what this script writes ({error!r}): delete it")
+        show(f"\n{table.title}, preset {config.preset}, seeds: {config.seeds}\n\n{table.render(results, cells)}")
 
 
 def refuse_rows(config, presets: dict[str, dict], table: Table):
@@ -113,4 +102,5 @@ def refuse_rows(config, presets: dict[str, dict], table: Table):
     given = said(config, presets).keys() & changed
     if given:
         raise ValueError(f"its rows have a --{min(given)} of their own: leave it out")
-    refuse(config, presets, set.intersection(*(unread(dataclasses.replace(config, **row[1])) for row in table.rows)))
+    rows = [dataclasses.replace(config, **change) for _, change in table.rows]
+    refuse(config, presets, set.intersection(*map(unread, rows)))

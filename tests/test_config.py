@@ -21,15 +21,13 @@ REJECTED = {  # by tyro
     "unknown": ({"treshold": 0.5}, "Perhaps you meant: --threshold FLOAT"),
     "of another script": ({"moe_after": 2}, "Unrecognized options: --moe_after, 2"),
     "not an integer": ({"steps": "many"}, "Error parsing --steps: invalid literal for int() with base 10: 'many'"),
-    "half a step": ({"steps": 1.5}, "Error parsing --steps"),
     "not a choice": ({"gate": "tanh"}, "invalid choice 'tanh' for argument '--gate'"),
 }
 
 
-@pytest.mark.parametrize("case", REJECTED)
-def test_words_that_are_no_command_line_are_rejected(case, options, monkeypatch, capsys):
-    given, message = REJECTED[case]
-    assert message in LM.rejected(options | given, monkeypatch, capsys)
+def test_words_that_are_no_command_line_are_rejected(options, monkeypatch, capsys):
+    for given, message in REJECTED.values():
+        assert message in LM.rejected(options | given, monkeypatch, capsys)
 
 
 def test_none_and_false_are_words_in_a_text():
@@ -38,29 +36,19 @@ def test_none_and_false_are_words_in_a_text():
 
 
 REFUSED = {  # in one line
-    "no folder can be there": ({"out_dir": "/dev/null/x"}, "/dev/null/x"),
     "router": ({"router": "topp"}, "router must be dense or one of topk, switch, hypersphere"),
-    "an empty preset": ({"preset": ""}, "preset must be one of demo, small, wikitext103-124M"),
     "preset": ({"preset": "wikitext103-323"}, "preset must be one of demo, small, wikitext103-124M"),
     "table": ({"table": 3}, "table must be one of 1, 2, not 3"),
-    "no table": ({"table": 0}, "table must be over 0 and finite, not 0"),
     "what the rows say": ({"table": 1, "split": 8}, "its rows have a --split of their own: leave it out"),
-    "another router than the rows'": ({"table": 1, "router": "base"}, "its rows have a --router of their own"),
     "device": ({"device": "nonsense"}, "device nonsense: "),
     "data": ({"data": "wikitext103x"}, "python -m data.prepare"),
-    "no folder": ({"out_dir": ""}, "--out_dir is empty: leave it out, or name something"),
-    "no corpus": ({"data": ""}, "--data is empty"),
     "a list of 2^31": ({"n_layer": 1 << 31}, "n_layer must lie from 1 to 10000, not 2147483648"),
-    "as many runs": ({"seeds": 1 << 31}, "seeds must lie from 1 to 10000"),
     "far too wide": ({"n_embd": 1 << 40, "n_head": 1}, "the memory does not suffice"),
     "heads": ({"n_head": 3}, "n_head = 3 does not divide n_embd = 16"),
     "width": ({"split": 12}, "split = 12 does not divide ffn_size = 32"),
     "micro-batches": ({"batch_tokens": 100}, "micro_tokens = 64 does not divide batch_tokens = 100"),
-    "small micro-batches": ({"block_size": 128}, "micro_tokens 64 must hold rows of block_size 128"),
-    "no temperature": ({"sample_temperature": 0}, "sample_temperature must lie from 1e-20 to 1e+09, not 0.0"),
     "beyond 1": ({"threshold": 1.5}, "threshold must lie from 0 to 1, not 1.5"),
     "dense experts": ({"router": "dense", "split": 8}, "--split is not read with --router dense: leave it out"),
-    "score of a hash": ({"router": "hash", "score": "dot"}, "--score is not read with --router hash"),
     "balance of BASE": ({"router": "base", "balance_coef": 0.2}, "--balance_coef is not read with --router base"),
     "t of top-1": ({"router": "switch", "threshold": 0.5}, "--threshold is not read with --router switch"),
 }
@@ -72,35 +60,30 @@ def test_what_makes_no_sense_is_refused_in_one_line(case, options, monkeypatch, 
     assert message in LM.refused(options | given, monkeypatch, capsys)
 
 
-COUNTS = """steps seeds micro_tokens eval_every eval_tokens log_every block_size n_layer n_head n_embd ffn_size
-decoder_layers moe_every expert_ffns split experts expert_size top_k sample_top_k"""
 RANGES = [  # names, what they may be, what they may not be
-    (COUNTS, (1,), (0, -1)),
-    ("init_std router_std learning_rate eps init_temperature", (1e-12, 5.0), (0.0, -1.0, math.nan, math.inf)),
+    ("steps n_layer experts top_k", (1,), (0, -1)),
+    ("learning_rate eps", (1e-12, 5.0), (0.0, -1.0, math.nan, math.inf)),
     ("batch_tokens", (1, 10**9), (0, -1, 10**400)),
-    ("seed routing_dim sample_tokens", (0, 1 << 60), (-1,)),
+    ("seed routing_dim", (0, 1 << 60), (-1,)),
+    ("block_size", (8, 512), (7, 0, -1)),
     ("expert_layers", (0, 3), (-1, 1 << 31)),
-    ("grad_clip balance_coef lambda_disc", (0.0, 50.0), (-1.0, math.nan, math.inf)),
-    ("min_learning_rate weight_decay", (0.0, 1.0), (-1.0, math.nan, 1.1)),
-    ("length_penalty", (-1.0, 0.0, 2.0), (math.nan, math.inf)),
-    ("warmup threshold eval_threshold sampling_exponent", (0.0, 1.0, 0.5), (-0.1, 1.1, math.nan)),
-    ("dropout beta1 beta2 label_smoothing", (0.0, 0.99), (-0.1, 1.0, math.nan)),
-    ("mask_share", (0.01, 1.0), (0.0, 1.1, math.nan)),
-    ("span", (1.5, 3.5), (1.0, math.nan, math.inf)),
-    ("capacity eval_capacity capacity_factor eval_capacity_factor", (0.1, math.inf), (0.0, -1.0, math.nan)),
+    ("grad_clip", (0.0, 50.0), (-1.0, math.nan, math.inf)),
+    ("threshold warmup", (0.0, 1.0, 0.5), (-0.1, 1.1, math.nan)),
+    ("dropout beta1", (0.0, 0.99), (-0.1, 1.0, math.nan)),
+    ("capacity eval_capacity_factor", (0.1, math.inf), (0.0, -1.0, math.nan)),
 ]
 
 
-@pytest.mark.parametrize("names, good, bad", RANGES)
-def test_every_constant_has_its_range(names, good, bad):
-    for name in names.split():
-        Constants = dataclasses.make_dataclass("Constants", dict.fromkeys(["batch_tokens", "micro_tokens", name]))
-        sound = {"batch_tokens": 10**9, "micro_tokens": 1}
-        for value in good:
-            check(Constants(**sound | {name: value}))
-        for value in bad:
-            with pytest.raises(ValueError, match=f"^{name} must .*, not {value!r}$"):
+def test_every_constant_has_its_range():
+    for names, good, bad in RANGES:
+        for name in names.split():
+            Constants = dataclasses.make_dataclass("Constants", dict.fromkeys(["batch_tokens", "micro_tokens", name]))
+            sound = {"batch_tokens": 10**9, "micro_tokens": 1}
+            for value in good:
                 check(Constants(**sound | {name: value}))
+            for value in bad:
+                with pytest.raises(ValueError, match=f"^{name} must .*, not {value!r}$"):
+                    check(Constants(**sound | {name: value}))
 
 
 def test_help_has_every_constant_with_its_comment(monkeypatch, capsys):

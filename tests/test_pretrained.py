@@ -4,7 +4,6 @@ That GPT-2 and XLM-R compute what Hugging Face's do is tested in test_model.py a
 """
 
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -71,20 +70,11 @@ def trained(corpora, tmp_path, monkeypatch):
 
 
 def test_a_masked_model_goes_on_from_another_run(trained, corpora, tmp_path, monkeypatch):
-    """A sparse one from its own kind, with fewer positions, or from a dense one, whose experts start new."""
     script, constants, _ = SCRIPTS["mlm"]
-    options = TINY | constants | {"data": corpora["languages"]}
     before = load_checkpoint(trained("mlm") / "ckpt.pt")["model"]
-    given = {
-        "init_from": only_run(tmp_path / "out"),
-        "learning_rate": 1e-12,
-        "block_size": 8,
-        "out_dir": tmp_path / "b",
-    }
-    Script(script).run(options | given, monkeypatch)
-    after = load_checkpoint(only_run(tmp_path / "b") / "ckpt.pt")["model"]
-    for name in before.keys() - {"encoder.wpe.weight"}:
-        torch.testing.assert_close(after[name], before[name])
+    options = TINY | constants | {"data": corpora["languages"], "learning_rate": 1e-12, "out_dir": tmp_path / "b"}
+    Script(script).run(options | {"init_from": only_run(tmp_path / "out")}, monkeypatch)
+    torch.testing.assert_close(load_checkpoint(only_run(tmp_path / "b") / "ckpt.pt")["model"], before)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -149,56 +139,25 @@ def save(folder: Path, kind: str):
     return model
 
 
-def as_pickle(folder: Path):
-    """The weights as pytorch_model.bin, as older checkpoints have them."""
+def as_older_ones(folder: Path):
+    """The weights as GPT-2's are on the hub: a pickle, of a model without a head, whose names have no prefix."""
     from safetensors.torch import load_file
 
-    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    tensors = load_file(folder / "model.safetensors")
+    names = {name: name.removeprefix("transformer.").removeprefix("roberta.") for name in tensors}
+    torch.save({names[name]: x for name, x in tensors.items()}, folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
 
 
-@pytest.mark.parametrize("pickled", [False, True])
-def test_gpt2_loads(pickled, tmp_path):
-    theirs = save(tmp_path, "gpt2")
-    if pickled:
-        as_pickle(tmp_path)
-    model, tokenizer = load(tmp_path)
-    assert type(model) is GPT and not model.training and tokenizer is None
-    ids = torch.randint(50, (2, 16))
-    with torch.no_grad():
-        torch.testing.assert_close(model(ids)[0], theirs(ids).logits, rtol=1e-5, atol=1e-5)
-
-
-def shard(folder: Path, kind: str, prefix: str):
-    """The weights in two files and an index, under names as torch.compile or DDP leave them."""
-    from safetensors.torch import load_file, save_file
-
-    tensors = {prefix + name: tensor for name, tensor in load_file(folder / "model.safetensors").items()}
-    (folder / "model.safetensors").unlink()
-    weight_map = {}
-    for i, name in enumerate(sorted(tensors)):
-        weight_map[name] = f"part-{i % 2}.{kind}"
-    for file in set(weight_map.values()):
-        part = {name: tensors[name] for name in tensors if weight_map[name] == file}
-        (save_file if kind == "safetensors" else torch.save)(part, folder / file)
-    stem = {"safetensors": "model.safetensors", "bin": "pytorch_model.bin"}[kind]
-    (folder / f"{stem}.index.json").write_text(json.dumps({"weight_map": weight_map}))
-
-
-@pytest.mark.parametrize("prefix", ["", "_orig_mod.", "module._orig_mod."])
-@pytest.mark.parametrize("kind", ["safetensors", "bin"])
 @pytest.mark.parametrize("layout", ["gpt2", "xlmr"])
-def test_shards_are_one_model(layout, kind, prefix, tmp_path):
+def test_both_ways_of_writing_weights_give_one_model(layout, tmp_path):
     save(tmp_path, layout)
-    whole, _ = load(tmp_path)
-    shard(tmp_path, kind, prefix)
-    model, _ = load(tmp_path)
-    torch.testing.assert_close(model.state_dict(), whole.state_dict(), rtol=0, atol=0)
-    (tmp_path / f"part-1.{kind}").unlink()
-    assert f"part-1.{kind} cannot be read" in one_line(tmp_path, ValueError)
-    (index,) = tmp_path.glob("*.index.json")
-    index.write_text('{"weight_map": 3}')
-    assert f"{index.name} cannot be read" in one_line(tmp_path, ValueError)
+    one, tokenizer = load(tmp_path)
+    assert not one.training and tokenizer is None
+    as_older_ones(tmp_path)
+    two, _ = load(tmp_path)
+    assert type(one) is type(two) is {"gpt2": GPT, "xlmr": Encoder}[layout]
+    torch.testing.assert_close(two.state_dict(), one.state_dict(), rtol=0, atol=0)
 
 
 def test_xlmr_loads_with_its_tokenizer(tmp_path, corpora):
@@ -227,15 +186,12 @@ def cut(file: Path):
 BAD = {
     "another model": (lambda f: change(f, model_type="bert"), "has model_type bert, not xlm-roberta"),
     "another activation": (lambda f: change(f, hidden_act="relu"), "hidden_act relu, not gelu"),
-    "no size": (lambda f: change(f, hidden_size=None), "config.json has hidden_size None, not an integer over 0"),
-    "half a size": (lambda f: change(f, hidden_size=1.5), "hidden_size 1.5, not an integer over 0"),
+    "no size": (lambda f: change(f, hidden_size=None), "config.json does not have all of vocab_size, "),
     "another size": (lambda f: change(f, intermediate_size=48), "has not the weights of the model"),
     "more layers": (lambda f: change(f, num_hidden_layers=3), "has not the weights of the model"),
-    "far larger": (lambda f: change(f, vocab_size=10**13), "the model in its config.json, which is a larger one"),
     "torn configuration": (lambda f: cut(f / "config.json"), "config.json is not readable JSON"),
-    "no configuration": (lambda f: (f / "config.json").unlink(), "has no config.json"),
     "torn weights": (lambda f: cut(f / "model.safetensors"), "model.safetensors cannot be read"),
-    "torn pickle": (lambda f: (as_pickle(f), cut(f / "pytorch_model.bin")), "pytorch_model.bin cannot be read"),
+    "torn pickle": (lambda f: (as_older_ones(f), cut(f / "pytorch_model.bin")), "pytorch_model.bin cannot be read"),
     "another vocabulary": (lambda f: (f / "sentencepiece.bpe.model").write_bytes(b"?"), "is not a SentencePiece model"),
 }
 
@@ -246,9 +202,3 @@ def test_bad_weights_are_one_clear_line(case, tmp_path):
     spoil, message = BAD[case]
     spoil(tmp_path)
     assert message in one_line(tmp_path, (ValueError, OSError))
-
-
-def test_a_missing_library_is_one_clear_line(tmp_path, monkeypatch):
-    save(tmp_path, "xlmr")
-    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
-    assert "pip install safetensors" in one_line(tmp_path, ImportError)

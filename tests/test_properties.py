@@ -3,12 +3,10 @@
 A few examples of each, the same every time; with EXAMPLES=10000 so many of all together, others every time.
 """
 
-import copy
 import gzip
 import io
 import json
 import lzma
-import math
 import os
 import re
 import shutil
@@ -21,13 +19,9 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
-import test_train_mt
 import torch
-from helpers import TINY_LM, Script, only_run
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from test_data import CATALOG, write_mo
-from test_routers import at_most
 
 import finetune_xtreme
 import train_electra
@@ -35,8 +29,7 @@ import train_lm
 import train_mlm
 import train_mt
 from data import bitext_sets, corpora, xtreme, xtreme_rows
-from data.batches import MaskedData, PairData, TokenData
-from data.files import read_catalog, read_documents
+from data.batches import PairData, TokenData
 from data.prepare import prepare
 from data.tokenizers import XLMR, load_tokenizer, train_sentencepiece
 from engine import pretrained
@@ -72,8 +65,8 @@ def check_line(text: str, where: str):
 # --- The command line
 
 SCRIPTS = {module.__name__: module for module in (train_lm, train_mlm, train_electra, train_mt, finetune_xtreme)}
-ODD = "nan inf -inf 1e400 -1e400 1e308 1e-400 -1 -0.0 0 1 2 4 1_0 ٣ 0x10 1e3 none true false ∞ -- --help".split()
-ODD += ["", " ", "9" * 30, "9" * 400, "9" * 5000, "-" + "9" * 400, "a=b", "--preset demo", "\udce4", "a\nb"]
+ODD = "nan inf -inf 1e400 1e-400 -1 -0.0 0 1 2 4 0x10 1e3 none true false -- --help".split()
+ODD += ["", " ", "9" * 30, "9" * 400, "a=b", "--preset demo", "a\nb"]
 WORDS = st.sampled_from(ODD) | st.integers(-3, 300).map(str) | st.floats().map(str)
 WORDS |= st.text(st.characters(exclude_characters="\0"), max_size=8)
 USUAL = {"int": "1 2 8 64", "float": "0.5 1 1e-3", "bool": "true false", "str": "text", "None": "none"}
@@ -134,21 +127,6 @@ def test_a_command_line_makes_a_run_or_is_refused(name):
     check()
 
 
-TOO_MUCH = [
-    (train_lm, ["--ffn_size", "9" * 400]),
-    (train_lm, ["--batch_tokens", "9" * 400, "--micro_tokens", "9" * 400]),
-    (train_lm, ["--capacity", "1e308"]),
-    (train_lm, ["--preset", "demo", "--preset", "x"]),
-    (finetune_xtreme, ["--preset="]),
-    (train_electra, ["--data", "漢" * 120]),
-]
-
-
-@pytest.mark.parametrize("script, line", TOO_MUCH)
-def test_what_was_too_much_stays_mended(script, line):
-    take(script, line)
-
-
 # --- Damage
 
 
@@ -161,91 +139,27 @@ def damaged(draw, whole: bytes) -> bytes:
     return whole[:begin] + draw(st.binary(max_size=8)) + rest
 
 
-ANY_TEXT = st.text(st.characters(exclude_categories=()), max_size=6)  # lone surrogates, too
-SCALARS = st.none() | st.booleans() | st.integers() | st.integers(-2, 30) | st.floats() | ANY_TEXT
-SCALARS |= st.sampled_from([math.inf, 10**400, 10**12, 2**63, "", "\ud800", [], {}])
-
-
-@st.composite
-def changed(draw, value):
-    """The value with one of those inside it replaced by any, or taken out."""
-    value = copy.copy(value)
-    places = []
-    if isinstance(value, dict | list):
-        places = list(value) if isinstance(value, dict) else list(range(len(value)))
-    if not places or draw(st.integers(0, 5)) == 0:
-        return draw(SCALARS)
-    place = draw(st.sampled_from(places))
-    if draw(st.integers(0, 5)) == 0:
-        del value[place]
-    else:
-        value[place] = draw(changed(value[place]))
-    return value
-
-
-@st.composite
-def damaged_json(draw, whole: bytes, by_line: bool) -> bytes:
-    """JSON, or JSON lines, with one value that is another."""
-    parts = whole.splitlines() if by_line else [whole]
-    place = draw(st.integers(0, len(parts) - 1))
-    value = draw(changed(json.loads(parts[place])))
-    parts[place] = json.dumps(value, ensure_ascii=draw(st.booleans())).encode("utf-8", "surrogatepass")
-    return b"\n".join(parts)
-
-
-def in_lines(change: Callable) -> Callable:
-    return lambda whole: b"".join(change(whole.splitlines(keepends=True)))
-
-
 REWRITTEN = [  # ways in which other programs leave a file, and in which people do
     lambda whole: b"",
     lambda whole: b"\xef\xbb\xbf" + whole,
     lambda whole: whole.replace(b"\n", b"\r\n"),
-    lambda whole: whole.replace(b"\n", b"\r"),
     lambda whole: whole.replace(b"\n", b""),
-    lambda whole: whole.replace(b" ", b" " * 100_000),
-    lambda whole: whole.replace(b"e", b"\0"),
     lambda whole: whole.replace(b"\t", b"  "),
     lambda whole: whole.replace(b'"', b"'"),
     lambda whole: whole.decode("utf-8", "replace").encode("utf-16"),
-    lambda whole: whole.decode("utf-8", "replace").encode("utf-16-le"),
     lambda whole: whole.decode("utf-8", "replace").encode("latin-1", "replace"),
-    lambda whole: whole * 100,
-    in_lines(reversed),
-    in_lines(lambda each: each[1:]),
-    in_lines(lambda each: [line for line in each if line.strip()]),
-    in_lines(lambda each: [line + b"\n" for line in each]),
+    lambda whole: b"".join(whole.splitlines(keepends=True)[1:]),
     gzip.compress,
 ]
-DEEP = b"[" * 100_000
 
 
 def damages(name: str, whole: bytes):
     """Ways to damage a file of that name."""
-    ways = damaged(whole) | st.binary(max_size=200) | st.sampled_from(REWRITTEN).map(lambda rewrite: rewrite(whole))
+    ways = damaged(whole) | st.sampled_from(REWRITTEN).map(lambda rewrite: rewrite(whole))
     if name.endswith((".gz", ".xz")):  # what is inside, too
         module = gzip if name.endswith(".gz") else lzma
         ways |= damages(name[:-3], module.decompress(whole)).map(module.compress)
-    if name.endswith((".json", ".jsonl")):
-        ways |= damaged_json(whole, name.endswith("l")) | st.just(DEEP)
     return ways
-
-
-MOVES = "{0}/.{1} {0}/.git/{1} {0}/en/{1} {0}/copy-{1} {0}/{1}.gz {0}/{1}.jsonl {0}/{1}.txt {0}/{1}/a".split()
-
-
-def moved(draw, path: Path):
-    """Gives a file another name, and perhaps leaves a copy, a link to nothing or nothing in its place."""
-    content = path.read_bytes()
-    left = draw(st.sampled_from(["nothing", "copy", "link"]))
-    path.unlink()
-    new = Path(draw(st.sampled_from(MOVES)).format(path.parent, path.name))
-    new.parent.mkdir(exist_ok=True)
-    new.write_bytes(content)
-    if left == "copy" and not path.exists():
-        path.write_bytes(content)
-    elif left == "link" and not path.exists():
-        path.symlink_to("nowhere")
 
 
 # --- Readers: sound files, one of which is damaged, and what reads them
@@ -300,23 +214,6 @@ CONLLU = lines("# text = A dog", "1\tA\ta\tDET\t_\t_\t_\t_\t_\t_", "2\tdog\tdog\
 QUESTION = {"id": "1", "question": "What is it?", "answers": [{"text": "blue", "answer_start": 6}]}
 SQUAD = json.dumps({"data": [{"paragraphs": [{"context": "It is blue, so it is.", "qas": [QUESTION]}]}]}).encode()
 NLI = rows({"sentence1": "A", "sentence2": "B", "label": "neutral"}, {"premise": "C", "hypothesis": "D", "label": "x"})
-PYTHON = b'''"""The first line says what this module does.\n\nAnd the second one says it again.\n"""
-
-
-class A:
-    """This class has no methods of its own."""
-
-
-add_docstr(A, "It is said" + " here, too, what it does.")
-'''
-
-
-def make_parquet(folder: Path):
-    import pyarrow
-    import pyarrow.parquet
-
-    table = pyarrow.table({"text": ["A first text.", "", None, "Ein dritter."]})
-    pyarrow.parquet.write_table(table, folder / "a.parquet")
 
 
 def use_tokenizer(path: Path):
@@ -366,66 +263,24 @@ def use_run(folder: Path):
         pretrained.load(run.folder)
 
 
-def obey(script, options: dict):
-    """A whole command: it ends well, or in one line on stderr and a code that says so."""
-    said = io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, redirect_stderr(said), redirect_stdout(io.StringIO()):
-        try:
-            Script(script).run(options, patch)
-        except SystemExit as stop:
-            last = said.getvalue().strip().splitlines()[-1]
-            assert stop.code == 1 and last.startswith("error: "), last
-            check_line(last, "")
-
-
-def train_on(folder: Path):
-    out = folder.with_name("runs")
-    shutil.rmtree(out, ignore_errors=True)
-    obey(train_lm, TINY_LM | {"data": folder, "out_dir": out, "steps": 1, "eval_every": 1})
-
-
-def make_translator(folder: Path):
-    data, out = folder.with_name("data"), folder.with_name("runs")
-    data.mkdir()
-    make_data("bitext", data)
-    obey(train_mt, test_train_mt.TINY | {"data": data, "out_dir": out, "steps": 1, "eval_every": 1})
-    shutil.copytree(only_run(out), folder / "run")
-    (folder / "in.txt").write_bytes(SENTENCES)
-
-
-def use_translator(folder: Path):
-    options = {"translate": folder / "in.txt", "model": folder / "run", "beam": 1, "device": "cpu", "dtype": "float32"}
-    obey(train_mt, options)
-
-
 TEXTS = {"a.txt": TEXT, "b.txt.gz": gzip.compress(TEXT), "c.txt.xz": lzma.compress(TEXT)}
 LANGUAGES = {"de.txt": TEXT, "sw.1.jsonl.xz": lzma.compress(rows({"text": "A"}))}
 PAIRS = {"de-en.de": SENTENCES, "de-en.en": SENTENCES, "sw-en.tsv": lines("moja\tone", "mbili\ttwo")}
 LINKS = {"de-en.src-tgt": lines("ein Hund ||| a dog", "ja ||| yes"), "de-en.gold": lines("1-1 2p2", "1-1")}
-NAMED = lines("en:Ada\tB-PER", "en:Byron\tI-PER", "en:wrote\tO", "")
-SAME = lines("A\tB\t0", "C\tD\t1")
 CASES = {
     "text": Case(TEXTS, partial(corpus, "text")),
     "jsonl": Case({"train.jsonl": rows({"text": "A"}, {"text": "B", "id": 1})}, partial(corpus, "text")),
-    "parquet": Case(make_parquet, partial(corpus, "text")),
     "languages": Case(LANGUAGES, partial(corpus, "cc100")),
     "bitext": Case(PAIRS, partial(corpus, "bitext")),
-    "python": Case({"a.py": PYTHON}, partial(corpus, "pydocs")),
-    "catalog": Case(lambda folder: write_mo(folder / "a.mo", CATALOG), lambda f: list(read_catalog(f / "a.mo"))),
     "tags": Case({"train-en.tsv": TAGS, "test-de.tsv": TAGS, "de-ud-test.conllu": CONLLU}, partial(task, "pos")),
-    "ner": Case({"train-en.tsv": NAMED, "test-en.tsv": NAMED}, partial(task, "ner")),
-    "pawsx": Case({"train-en.tsv": SAME, "test-de.tsv": SAME}, partial(task, "pawsx")),
     "xquad": Case({"train-v1.1.json": SQUAD, "xquad.de.json": SQUAD}, partial(task, "xquad")),
     "xnli": Case({"train-en.tsv": lines("A\tB\tneutral"), "test-de.jsonl": NLI}, partial(task, "xnli")),
     "links": Case(LINKS, bitext_sets.word_alignments),
     "tatoeba": Case({"deu-eng.deu": SENTENCES, "deu-eng.eng": SENTENCES}, bitext_sets.tatoeba),
     "tokenizer": Case(lambda folder: pieces().save(folder), use_tokenizer),
     "text data": Case(partial(make_data, "text"), partial(use_data, TokenData)),
-    "language data": Case(partial(make_data, "cc100"), partial(use_data, MaskedData)),
     "pair data": Case(partial(make_data, "bitext"), partial(use_data, PairData)),
     "run": Case(make_run, use_run),
-    "train_lm": Case(partial(make_data, "text"), train_on),
-    "train_mt": Case(make_translator, use_translator),
 }
 
 
@@ -444,12 +299,11 @@ def in_folder(name: str, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_damaged_file_is_read_or_refused_in_a_line(name, tmp_path):
-    """In 20 seconds. Of whole runs there are fewer examples, which take longer."""
     case, folder = CASES[name], in_folder(name, tmp_path)
     sound = {path: path.read_bytes() for path in sorted(folder.rglob("*.*")) if path.is_file()}
     case.read(folder)
 
-    @settings(profile, max_examples=profile.max_examples // (4 if "train" in name else 1))
+    @profile
     @given(st.data())
     def check(data):
         shutil.rmtree(folder)
@@ -457,35 +311,11 @@ def test_a_damaged_file_is_read_or_refused_in_a_line(name, tmp_path):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
         file = data.draw(st.sampled_from(sorted(sound)))
-        if data.draw(st.integers(0, 5)) == 0:
-            moved(data.draw, file)
-        else:
-            file.write_bytes(data.draw(damages(file.name, sound[file])))
-        with redirect_stderr(io.StringIO()), at_most(20):
+        file.write_bytes(data.draw(damages(file.name, sound[file])))
+        with redirect_stderr(io.StringIO()):
             answer(lambda: case.read(folder), str(folder))
 
     check()
-
-
-FOUND = {  # once: file, what stands in it, what is replaced
-    "xquad": ("xquad.de.json", [(None, DEEP), (b": 6}", b": 1e400}"), (b"It is", b"\\ud800 is")]),
-    "xnli": ("test-de.jsonl", [(b'"A"', b'"\\udce4"'), (None, DEEP)]),
-    "text data": ("meta.json", [(None, DEEP)]),
-    "links": ("de-en.gold", [(b"2p2", b"9" * 5000 + b"-1")]),
-    "python": ("a.py", [(b' + " here', b' + "" ' * 1500 + b' + " here')]),
-}
-FOUND["python"][1].append((b"class A:", b"if 1: pass\n" + b"elif 1: pass\n" * 1500 + b"class A:"))
-
-
-@pytest.mark.parametrize("name", FOUND)
-def test_what_was_found_stays_mended(name, tmp_path):
-    file, changes = FOUND[name]
-    path = in_folder(name, tmp_path) / file
-    whole = path.read_bytes()
-    for old, new in changes:
-        assert old is None or old in whole
-        path.write_bytes(whole.replace(old, new) if old else new)
-        answer(lambda: CASES[name].read(path.parent), str(path.parent))
 
 
 # --- What was written is read
@@ -496,15 +326,6 @@ LINES = st.text(st.characters(codec="utf-8", exclude_characters="\0\n\t\ufeff"))
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("place")
-
-
-@profile
-@given(texts=st.lists(LINES), ending=st.sampled_from(["", ".gz", ".xz"]))
-def test_lines_come_back(place, texts, ending):
-    path = place / f"a.txt{ending}"
-    pack = {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress}[ending]
-    path.write_bytes(pack(b"\xef\xbb\xbf" + "\n\n \n".join(texts).encode()))
-    assert list(read_documents(path)) == texts
 
 
 @profile

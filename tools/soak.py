@@ -6,14 +6,13 @@
 A round begins in an empty folder: one to four faults befall a tiny run, and then the same command goes on to the end.
 The weights, losses and figures that it leaves must equal, bit for bit, those of a run that nobody troubled, and what
 was stopped or refused must have said so in one line. Prints how often each fault was tried (one that comes too late to
-do anything does not count), and how often something went wrong, which is kept in out/soak.
+do anything does not count), and how often something went wrong, which is kept in out/soak. It needs Linux or macOS.
 """
 
 import importlib
 import os
 import random
 import re
-import resource
 import shutil
 import signal
 import sys
@@ -38,7 +37,7 @@ from data.prepare import prepare
 from data.tokenizers import XLMR, train_sentencepiece
 from engine.config import check, parse
 from engine.device import clear_errors
-from engine.run import load_checkpoint, read_json
+from engine.run import SIGNALS, load_checkpoint, newest, read_json
 
 TINY = "--n_layer 2 --n_head 2 --n_embd 16 --ffn_size 32 --block_size 16 --micro_tokens 128 --batch_tokens 256 "
 TINY += "--steps 20 --eval_every 3 --dropout 0.1 "
@@ -51,12 +50,10 @@ OPTIONS = {  # of each script; `make_data` leaves its files in the folder {base}
     "finetune_xtreme": "--model {base}/encoder --train_examples 60 --test_examples 3 --batch_size 8 --micro_size 4 "
     "--epochs 3",
 }
-SIGNALS = {"SIGKILL": signal.SIGKILL, "SIGTERM": signal.SIGTERM, "Ctrl-C": signal.SIGINT}
-KINDS = {"two at once": 2, "full disk": 4, "damaged file": 12}  # a fault, and how often it is drawn
-KINDS |= {"SIGKILL": 10, "SIGTERM": 4, "Ctrl-C": 4}
+KINDS = {"SIGKILL": 10, "SIGTERM": 4, "SIGINT": 4}  # a fault, and how often it is drawn
+KINDS |= {"full disk": 4, "damaged file": 12}
 OUT = Path("out/soak")  # where what went wrong is kept
-VARYING = {"seconds", "tokens_per_second", "window", "log", "constants"}  # equal runs may differ in these
-CHECKPOINTS = "ckpt.pt", "ckpt.prev.pt"
+VARYING = {"seconds", "window", "log", "constants"}  # equal runs may differ in these
 
 
 @dataclass
@@ -66,8 +63,10 @@ class Config:
     seed: int = 0  # of the faults
 
 
-def begin(call, words: Path, largest: int = resource.RLIM_INFINITY) -> int:
+def begin(call, words: Path, largest: int | None = None) -> int:
     """Makes that call in a fork, whose files may have so many bytes -> its id. What it says goes to a file."""
+    import resource
+
     process = os.fork()
     if process:
         return process
@@ -77,7 +76,8 @@ def begin(call, words: Path, largest: int = resource.RLIM_INFINITY) -> int:
         os.dup2(file, 1)
         os.dup2(file, 2)
         tqdm.set_lock(threading.RLock())  # a fork killed with the parent's lock would keep it
-        resource.setrlimit(resource.RLIMIT_FSIZE, (largest, largest))
+        if largest:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (largest, largest))
         code = call() or 0
     except SystemExit as stop:
         code = stop.code or 0
@@ -94,15 +94,11 @@ def end(process: int) -> int:
     return os.waitstatus_to_exitcode(status)
 
 
-def step_of(run: Path, names=CHECKPOINTS) -> int:
-    """The step of the newest sound one of these checkpoints of the run with seed 0; -1 where there is none."""
-    steps = [-1]
-    for name in names:
-        with suppress(ValueError):
-            state = load_checkpoint(run / name)
-            if state["identity"]["seed"] == 0:
-                steps.append(state["step"])
-    return max(steps)
+def step_of(run: Path) -> int:
+    """The step of the newest sound checkpoint; -1 where there is none."""
+    with suppress(ValueError):
+        return newest(run)[1].get("step", -1)
+    return -1
 
 
 def outcome(run: Path) -> dict:
@@ -130,18 +126,19 @@ def same(one, two) -> bool:
     return one == two
 
 
-def damage(file: Path, foreign: Path) -> str:
-    """In one of five ways, which it tells; foreign: the same file of a run with another seed."""
-    data = bytearray(file.read_bytes() or b"0")
-    kind = random.choice(["flip", "half", "empty", "foreign", "gone"])
+def damage(file: Path, foreign: Path):
+    """In one of four ways. foreign: the same file of a run with another seed."""
+    kind = random.choice(["flip", "half", "foreign", "gone"])
+    data = bytearray(file.read_bytes())
     if kind == "flip":
         data[random.randrange(len(data))] ^= 0xFF
+    elif kind == "half":
+        data = data[: len(data) // 2]
     elif kind == "foreign":
         data = foreign.read_bytes()
-    file.write_bytes(data[: {"half": len(data) // 2, "empty": 0}.get(kind)])
+    file.write_bytes(data)
     if kind == "gone":
         file.unlink()
-    return kind
 
 
 class Soak:
@@ -151,33 +148,28 @@ class Soak:
     """
 
     def __init__(self, script: str, base: Path):
-        self.script, self.base, self.main = script, base / script, importlib.import_module(script).main
-        self.options = OPTIONS[script].format(base=base)
-        self.tried, self.wrong, self.out = Counter(), Counter(), self.base / "troubled"
+        self.script, self.base = script, base / script
+        self.main = importlib.import_module(script).main
+        self.tried, self.wrong = Counter(), Counter()
+        self.out = self.base / "troubled"
         self.base.mkdir()
         begun = time.perf_counter()
-        self.whole, self.foreign = (self.untroubled(seed) for seed in (0, 1))
+        for seed in ("0", "1"):
+            if end(self.start(self.base / seed, seed=seed)):
+                sys.exit(f"{script}.py fails even where nobody troubles it: {(self.base / 'words').read_text()}")
         self.seconds = (time.perf_counter() - begun) / 2
+        self.whole, self.foreign = (next((self.base / seed).glob("*/")) for seed in ("0", "1"))
         self.run = self.out / self.whole.name
         self.expected = outcome(self.whole)
 
-    def untroubled(self, seed: int) -> Path:
-        """A run's folder."""
-        if end(self.start(self.base / str(seed), seed=seed)):
-            sys.exit(f"{self.script}.py fails even where nobody troubles it: {self.words()}")
-        return next((self.base / str(seed)).glob("*/"))
+    def start(self, out: Path, seed: str = "0", **limit) -> int:
+        sys.argv = [self.script, *OPTIONS[self.script].format(base=self.base.parent).split()]
+        sys.argv += f"--out_dir {out} --seed {seed} --log_every 1 --device cpu --dtype float32".split()
+        return begin(self.main, self.base / "words", **limit)
 
-    def start(self, out: Path, words: str = "words", seed: int = 0, **limit) -> int:
-        sys.argv = f"{self.script} {self.options} --out_dir {out} --seed {seed} --log_every 1".split()
-        sys.argv += "--device cpu --dtype float32".split()
-        return begin(self.main, self.base / words, **limit)
-
-    def words(self, name: str = "words") -> str:
-        return (self.base / name).read_text()
-
-    def judge(self, code: int, allowed: set[int], words: str = "words") -> str:
+    def judge(self, code: int, allowed: set[int]) -> str:
         """What is wrong with how a command ended."""
-        said = self.words(words)
+        said = (self.base / "words").read_text()
         lines = re.findall(r"^(?:error|stopped).*", re.sub(r"\r|\x1b\[A", "\n", said), re.M)
         if "Traceback" in said:
             return "a traceback"
@@ -193,7 +185,7 @@ class Soak:
         return f"other {', '.join(other)}" if other else ""
 
     def signal(self, kind: str) -> str | None:
-        process, number = self.start(self.out), SIGNALS[kind]
+        process, number = self.start(self.out), getattr(signal, kind)
         time.sleep(random.uniform(0, self.seconds))
         os.kill(process, number)
         code = end(process)
@@ -201,54 +193,37 @@ class Soak:
         wrong = self.judge(code, {0, -number} | stopped)  # -number, too, where `main` had not begun yet
         return wrong or (None if code == 0 else "")
 
-    def two_at_once(self) -> str | None:
-        one = self.start(self.out)
-        time.sleep(random.uniform(0, self.seconds))
-        two = self.start(self.out, "second")
-        codes = {"words": end(one), "second": end(two)}
-        wrong = [self.judge(code, {0, 1}, words) for words, code in codes.items()]
-        refused = [words for words, code in codes.items() if code]
-        if any(wrong) or not refused:
-            return "".join(wrong) or None
-        if len(refused) == 2 or "another process is training in" not in self.words(refused[0]):
-            return "refused for another reason"
-        return ""
-
     def full_disk(self) -> str | None:
         """No file may become larger than a part of a checkpoint."""
         (self.run / "result.json").unlink(missing_ok=True)  # a finished run writes nothing
         before, size = step_of(self.run), (self.whole / "ckpt.pt").stat().st_size
         code = end(self.start(self.out, largest=int(random.uniform(0.1, 1) * size)))
-        wrong = self.judge(code, {0, 1})
-        if wrong or code == 0:
-            return wrong or None
-        return "a checkpoint is lost" if step_of(self.run) < before else ""
+        if code == 0:
+            return self.judge(code, {0}) or None
+        lost = step_of(self.run) < before
+        return "a checkpoint is lost" if lost else self.judge(code, {1})
 
     def damaged_file(self) -> str:
-        """The command must go on to the end, or refuse what nothing can mend; then the file is put back."""
+        """The command must go on to the end, or refuse what it cannot mend; then the file is put back."""
         if not (self.run / "ckpt.pt").exists():
             shutil.rmtree(self.out)
             shutil.copytree(self.whole, self.run)
         file = random.choice([file for file in self.run.glob("*.*") if (self.foreign / file.name).exists()])
         if file.name != "result.json":
             (self.run / "result.json").unlink(missing_ok=True)  # a finished run looks at nothing else
-        before, content = step_of(self.run), file.read_bytes()
-        kind = damage(file, self.foreign / file.name)
-        left = step_of(self.run, [name for name in CHECKPOINTS if name != file.name])
-        hopeless = file.suffix == ".json" or file.name in CHECKPOINTS and (left < 0 or kind == "foreign")
+        content = file.read_bytes()
+        damage(file, self.foreign / file.name)
         code = end(self.start(self.out))
-        wrong = self.judge(code, {0, int(hopeless)})
-        if code and not wrong:
+        if code:
             file.write_bytes(content)
-            return "a checkpoint is lost" if step_of(self.run) < before else ""
-        return wrong
+        return self.judge(code, {0, 1})
 
     def the_end(self) -> str:
         return self.judge(end(self.start(self.out)), {0})
 
     def trouble(self, kind: str):
         """One fault, or the end of a round."""
-        wrong = self.signal(kind) if kind in SIGNALS else getattr(self, kind.replace(" ", "_"))()
+        wrong = self.signal(kind) if kind.startswith("SIG") else getattr(self, kind.replace(" ", "_"))()
         self.tried[kind] += wrong is not None
         if wrong:
             self.wrong[kind] += 1
@@ -291,7 +266,7 @@ def main():
     torch.set_num_threads(1)
     random.seed(config.seed)
     OUT.mkdir(parents=True, exist_ok=True)
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL)  # a fork has no handler until `main` sets one
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
         base = Path(folder)
