@@ -65,7 +65,6 @@ RANGES = [  # names, what they may be, what they may not be
     ("learning_rate eps", (1e-12, 5.0), (0.0, -1.0, math.nan, math.inf)),
     ("batch_tokens", (1, 10**9), (0, -1, 10**400)),
     ("seed routing_dim", (0, 1 << 60), (-1,)),
-    ("block_size", (8, 512), (7, 0, -1)),
     ("expert_layers", (0, 3), (-1, 1 << 31)),
     ("grad_clip", (0.0, 50.0), (-1.0, math.nan, math.inf)),
     ("threshold warmup", (0.0, 1.0, 0.5), (-0.1, 1.1, math.nan)),
