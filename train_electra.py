@@ -410,8 +410,9 @@ def describe(scores: dict) -> str:
             line += "; discriminator: loss {rtd:.4f}, {saved:.1%} below a blind guess's, "
             line += "{accuracy:.1%} right, {replaced:.1%} replaced"
         lines.append(f"held-out {kind}: {line.format(**scores[kind])}")
-    line = "masked tokens of half a pair: {with:.2%} right with its translation beside it, {without:.2%} without"
-    lines.append(line.format(**scores["translation"]))
+    line = "masked tokens of half a pair: {with:.2%} right with its translation beside it, {without:.2%} without: "
+    low, high = scores["translation"]["effect"]
+    lines.append(f"{line.format(**scores['translation'])}a difference of {low:+.2%} to {high:+.2%}")
     layer = measures.middle_layer(len(scores["retrieval"]) - 1)
     found, centred = scores["retrieval"][layer], scores["centred"][layer]
     line = f"held-out translations found by layer {layer}: {found:.1%} ({scores['chance']:.1%} by chance), "
