@@ -60,7 +60,7 @@ class Config:
     split: int | None = None  # parts of an FFN's width: expert_ffns * split experts; None: the router's (eq. 6)
     capacity: float = 1.0  # work of the experts, in dense FFNs; the paper's gamma is capacity * split
     eval_capacity: float | None = None  # at test; None: the same
-    threshold: float = 0.9  # t, the probability that the chosen experts must reach together (eq. 5)
+    threshold: float = 0.3  # t, the probability that the chosen experts must reach together (eq. 5); the paper: 0.9
     eval_threshold: float | None = None  # at test; None: the same
     routing_dim: int | None = None  # d_e, what the router projects to; 0: nothing; None: on a hypersphere E / 2
     init_temperature: float | None = None  # tau_0 of a hypersphere; None: the gate's
@@ -107,7 +107,7 @@ class Config:
 
 
 # XMoE 4.1 and 4.2; 256 sequences of 1,024 tokens a step, in micro-batches of 16, are the authors' runs'.
-PAPER = dict(n_layer=12, block_size=1024, dropout=0.1, frequency_bias=False)
+PAPER = dict(n_layer=12, block_size=1024, dropout=0.1, frequency_bias=False, threshold=0.9)
 PAPER |= dict(init_std=0.014, router_std=0.014)
 PAPER |= dict(batch_tokens=256 * 1024, micro_tokens=16 * 1024)
 PAPER |= dict(learning_rate=4.5e-4, min_learning_rate=4.5e-6, beta2=0.95)
@@ -116,7 +116,8 @@ BASE = PAPER | dict(n_head=12, n_embd=768, ffn_size=3072)
 WIDE = PAPER | dict(n_head=16, n_embd=1024, ffn_size=4096)
 PRESETS = {
     "demo": {},
-    "small": dict(n_embd=256, ffn_size=1024, dropout=0.1, steps=5000, eval_every=1000),  # half an hour on one core
+    # Half an hour on one core.
+    "small": dict(n_embd=256, ffn_size=1024, threshold=0.9, dropout=0.1, steps=5000, eval_every=1000),
     "wikitext103-124M": BASE | dict(data="wikitext103", steps=4_000, router="dense"),
     "wikitext103-323M": BASE | dict(data="wikitext103", steps=4_000),
     "wikitext103-556M": WIDE | dict(data="wikitext103", steps=4_000),
@@ -159,6 +160,8 @@ def table1(base: Config) -> Table:
         change = {"router": router}
         if router != "dense" and split != ROUTERS[router].split:
             change["split"] = split
+        if router == "threshold":
+            change["threshold"] = 0.9  # at every preset
         experts = 1 if router == "dense" else base.expert_ffns * split
         paper = at_556M if base.preset.endswith("556M") else at_323M
         rows.append(((method, f"{experts} x {base.ffn_size // split}", *paper), change))
