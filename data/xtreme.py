@@ -181,8 +181,8 @@ def files_of(task: str, split: str, source: Path) -> Iterator[tuple[str, Path]]:
 def read_tags(path: Path, labels: tuple, problems: Counter) -> Iterator[Example]:
     """Sentences of `word TAB tag` lines or of words alone, or of CoNLL-U's ten columns, with a blank line between two.
 
-    CoNLL-U's empty nodes and multiword tokens are left out, as are words whose line is broken. An unknown tag stays,
-    and no prediction equals it.
+    CoNLL-U's empty nodes and multiword tokens are left out, as are words whose line is broken and sentences whose words
+    are all `_`, which a treebank may not show. An unknown tag stays, and no prediction equals it.
     """
     conllu = uncompressed_name(path).endswith(".conllu")
     columns, word_at, tag_at = (10, 1, 3) if conllu else (2, 0, 1)
@@ -192,7 +192,7 @@ def read_tags(path: Path, labels: tuple, problems: Counter) -> Iterator[Example]
             if not set(tags) - {"", "_"}:
                 tags = []
             problems.update(f"the unknown tag {tag!r}" for tag in tags if tag not in labels)
-            if words:
+            if set(words) - {"_"}:
                 yield Example(str(number), tuple(words), tags or None)
             words, tags = [], []
             continue
