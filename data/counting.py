@@ -98,7 +98,7 @@ def masked_scores(data, max_tokens=None) -> dict[str, dict]:
     keys = language * V + train  # a language and a token as one number
     following = count_beside(keys[:-1], train[1:], V)
     preceding = count_beside(keys[1:], train[:-1], V)
-    sums = {name: torch.zeros(3).double() for name in ("tokens", "neighbours")}  # of losses, of right ones, and of all
+    by_tokens, by_neighbours = torch.zeros(2, 3).double()  # sums of losses, of right ones, and their number
     for _, _, batch in data.eval_batches("valid", 1, max_tokens):
         ids = F.pad(batch.ids.flatten(), (0, 1), value=data.tokenizer.bos)
         shown = ids[batch.masked]
@@ -111,12 +111,12 @@ def masked_scores(data, max_tokens=None) -> dict[str, dict]:
             after = interpolated(following(left[m]), single)
             before = interpolated(preceding(right[m]), single)
             both = after * before / single
-            for own, p in zip(sums.values(), (single.clone(), both)):
+            for sums, p in ((by_tokens, single.clone()), (by_neighbours, both)):
                 p[shown[m]] *= odds[m]
                 loss = p.sum().log() - p[target].log()
-                own += torch.stack([loss, p.argmax() == target, torch.ones(())])
+                sums += torch.stack([loss, p.argmax() == target, torch.ones(())])
     found = {}
-    for name, (loss, right, count) in sums.items():
+    for name, (loss, right, count) in {"tokens": by_tokens, "neighbours": by_neighbours}.items():
         found[name] = {"ppl": float(torch.exp(loss / count)), "right": float(right / count)}
     return found
 

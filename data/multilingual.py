@@ -122,11 +122,14 @@ def read(downloads: Path) -> Iterator[Text]:
 
 def ntrex(folder: Path) -> Iterator[Text]:
     """News articles, whole, and their sentences beside their English."""
-    articles = [line.strip() for line in read_lines(one_of(folder, "DOCUMENT_IDS.tsv"))]
+
+    def column(name: str) -> list[str]:
+        lines = read_lines(one_of(folder, name))
+        return list(map(str.strip, lines))
+
+    articles = column("DOCUMENT_IDS.tsv")
     splits = {article: split_of(article, valid=0.03, test=0.03) for article in articles}
-    columns = {}
-    for language, name in NTREX.items():
-        columns[language] = [line.strip() for line in read_lines(one_of(folder, f"newstest2019-{name}.txt"))]
+    columns = {language: column(f"newstest2019-{name}.txt") for language, name in NTREX.items()}
     for language, lines in columns.items():
         whole = defaultdict(list)  # article -> its sentences
         for article, text, english in zip(articles, lines, columns["en"], strict=True):
@@ -171,7 +174,7 @@ def write(folder: Path, groups: dict[tuple[str, str], list]):
     for (language, split), rows in groups.items():
         if "-" in language:
             path = folder / "pairs" / f"{language}.{split}.tsv"
-            lines = ["\t".join(" ".join(text.split()) for text in pair) for pair in rows]
+            lines = [f"{' '.join(one.split())}\t{' '.join(two.split())}" for one, two in rows]
         else:
             path = folder / "text" / f"{language}.{split}.jsonl"
             lines = [json.dumps({"text": text}, ensure_ascii=False) for (text,) in rows]

@@ -106,8 +106,9 @@ def check_options(name: str, source, tokenizer, max_tokens, languages, pieces):
         raise ValueError(f"corpus {name!r} is read from installed packages: leave out --source")
     if source and not source.exists():
         raise ValueError(f"--source {source} does not exist")
-    if any(number is not None and number < 1 for number in (max_tokens, pieces)):
-        raise ValueError("--max_tokens and --pieces must be positive")
+    for number in (max_tokens, pieces):
+        if number is not None and number < 1:
+            raise ValueError("--max_tokens and --pieces must be positive")
     if languages and corpus.kind == "text":
         raise ValueError(f"--languages is for corpora of many languages, not for {name!r}")
     if pieces and (tokenizer or corpus.kind != "pairs"):
@@ -163,7 +164,7 @@ def training_texts(groups: Groups, most: int | None = None) -> Iterator[str]:
             yield from texts
 
 
-def write(folder: Path, name: str, source: Path | None, groups: Groups, tokenizer: Tokenizer, limit: int | None):
+def write(folder: Path, name: str, source, groups: Groups, tokenizer: Tokenizer, limit: int | None):
     """Encode the rows into the files of `folder`, language by language; meta.json comes last."""
     corpus = CORPORA[name]
     versions = {package: importlib.metadata.version(package) for package in corpus.packages}
@@ -175,7 +176,8 @@ def write(folder: Path, name: str, source: Path | None, groups: Groups, tokenize
     counts = {}  # language -> split -> counts
     with tqdm(desc="encoding", unit="doc", disable=None) as bar:
         for language, rows in groups.items():
-            counts[language] = own = {split: writer.begin_language() for split, writer in writers.items()}
+            own = {split: writers[split].begin_language() for split in SPLITS}
+            counts[language] = own
             for batch in batches(rows):
                 encode(batch, tokenizer, writers, limit)
                 bar.update(len(batch))
@@ -185,7 +187,7 @@ def write(folder: Path, name: str, source: Path | None, groups: Groups, tokenize
             if language and not train:
                 what = f"language {language!r} of {meta['source']}"
                 raise ValueError(f"{what} has no training text: leave it out with --languages")
-    meta["splits"] = {split: writer.close() for split, writer in writers.items()}
+    meta["splits"] = {split: writers[split].close() for split in SPLITS}
     for split, total in meta["splits"].items():
         if not total["tokens"]:
             raise ValueError(f"split {split!r} is empty: give more text, or files for it")
@@ -198,7 +200,7 @@ def write(folder: Path, name: str, source: Path | None, groups: Groups, tokenize
     (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
 
 
-def batches(rows: Rows) -> Iterator[list[tuple[str, list[str]]]]:
+def batches(rows: Rows) -> Iterator[list]:
     """The (split, texts) of rows in lists of about BATCH_CHARS characters. Rows with an empty text are left out."""
     batch = []
     chars = 0
@@ -215,7 +217,7 @@ def batches(rows: Rows) -> Iterator[list[tuple[str, list[str]]]]:
     yield batch
 
 
-def encode(batch: list[tuple[str, list[str]]], tokenizer: Tokenizer, writers: dict[str, "SplitWriter"], limit):
+def encode(batch: list, tokenizer: Tokenizer, writers: dict, limit: int | None):
     """Write the tokens of a batch, those of training texts until a language has `limit` of them."""
     end = np.array(tokenizer.eot, tokenizer.dtype)
     encoded = tokenizer.encode_arrays([text for _, texts in batch for text in texts])
@@ -265,8 +267,9 @@ class SplitWriter:
         self.own[what] += number
 
     def close(self) -> dict[str, int]:
-        for file in filter(None, (self.tokens, self.index, self.texts)):
-            file.close()
+        for file in (self.tokens, self.index, self.texts):
+            if file:
+                file.close()
         return self.total
 
 
@@ -277,7 +280,8 @@ def sha256(path: Path) -> str:
 
 def checksum(meta: dict) -> str:
     """One hash of the data: of every file, count and the tokenizer, but not of where they come from."""
-    data = {key: value for key, value in meta.items() if key not in ("name", "source", "versions", "checksum")}
+    place = ("name", "source", "versions", "checksum")
+    data = {key: meta[key] for key in meta if key not in place}
     text = json.dumps(data, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 

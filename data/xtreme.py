@@ -50,7 +50,7 @@ NAMES = dict(zip(NAMES.split()[::2], NAMES.split()[1::2]))  # code -> name, as t
 LANGUAGES = {name.lower(): code for code, name in NAMES.items()}  # what file names say -> code
 LANGUAGES |= {code: code for code in (*NAMES, *"az gu jv ka lt ml ms my pa pl qu ro uk wo".split())}
 ENDINGS = {"tags": (".tsv", ".conllu"), "answer": (".json",), "label": (".tsv",)}
-FOLDERS = {"pos": "udpos", "ner": "panx"}  # in XTREME's folder; those of other tasks have the task's name
+FOLDERS = {task: task for task in TASKS} | {"pos": "udpos", "ner": "panx"}  # in XTREME's folder
 SQUAD = ("xquad", "mlqa")  # tasks that train on SQuAD
 
 
@@ -163,9 +163,8 @@ def files_of(task: str, split: str, source: Path) -> Iterator[tuple[str, Path]]:
     """
     if not source.is_dir():
         raise FileNotFoundError(f"{source} is no folder: it should hold the files of {task}")
-    if any((source / FOLDERS.get(each, each)).is_dir() for each in TASKS):  # XTREME's folder of all tasks
-        squad = task in SQUAD and split != "test"
-        source = source / ("squad" if squad else FOLDERS.get(task, task))
+    if any((source / folder).is_dir() for folder in FOLDERS.values()):  # XTREME's folder of all tasks
+        source = source / ("squad" if task in SQUAD and split != "test" else FOLDERS[task])
     for path in source_files(source):
         name = Path(uncompressed_name(path).lower())
         words = re.split(r"[._-]", name.stem)
@@ -173,8 +172,9 @@ def files_of(task: str, split: str, source: Path) -> Iterator[tuple[str, Path]]:
         languages = {LANGUAGES[word] for word in words if word in LANGUAGES}
         if not languages and task in SQUAD:
             languages = {"en"}
-        fits = split in (splits or {TASKS[task].test}) and len(languages) == 1
-        if fits and name.suffix in ENDINGS[TASKS[task].kind]:
+        splits = splits or {TASKS[task].test}
+        has_form = name.suffix in ENDINGS[TASKS[task].kind]
+        if split in splits and len(languages) == 1 and has_form:
             yield min(languages), path
 
 
@@ -265,11 +265,12 @@ def submission(task: str, language: str, examples: list[Example], predicted: lis
 
     Tags stand a line each, a blank one between sentences, and labels a line each; answers are JSON, by their ids.
     """
-    kind, file = TASKS[task].kind, f"{FOLDERS.get(task, task)}/test-{language}"
-    if kind == "answer":
-        return f"{file}.json", dict(zip([one.id for one in examples], predicted))
+    file = f"{FOLDERS[task]}/test-{language}"
+    if TASKS[task].kind == "answer":
+        ids = [one.id for one in examples]
+        return f"{file}.json", dict(zip(ids, predicted))
     lines = [*predicted, ""]
-    if kind == "tags":
+    if TASKS[task].kind == "tags":
         lines = chain.from_iterable([*tags, ""] for tags in predicted)
     return f"{file}.tsv", "\n".join(lines)
 
@@ -309,8 +310,9 @@ def from_hub(task: str, split: str, language: str, labels, problems) -> Iterator
             yield Example(str(number), tuple(row["tokens"]), gold)
         elif TASKS[task].kind == "answer":
             if row["id"].startswith(own_prefix):
+                asked = row["id"], row["question"], row["context"]
                 answers = zip(row["answers"]["text"], row["answers"]["answer_start"])
-                yield answered(row["id"], row["question"], row["context"], answers, problems)
+                yield answered(*asked, answers, problems)
         elif row.get("language", language) == language:
             yield labelled(str(number), row)
 
@@ -318,10 +320,12 @@ def from_hub(task: str, split: str, language: str, labels, problems) -> Iterator
 def labelled(name: str, row: dict) -> Example:
     """Two sentences and their label, as MultiNLI, XNLI and PAWS-X have them on the hub."""
     if "premise" in row:
-        texts, label = (row["premise"], row["hypothesis"]), row["label"]
-        return Example(name, texts, NLI[label] if label >= 0 else None)
-    texts, label = (row["sentence1"], row["sentence2"]), row.get("gold_label", row.get("label"))
-    return Example(name, texts, str(label) if label not in ("", None) else None)
+        texts = row["premise"], row["hypothesis"]
+        label = NLI[row["label"]] if row["label"] >= 0 else None
+    else:
+        texts = row["sentence1"], row["sentence2"]
+        label = row["gold_label"] if "gold_label" in row else row["label"]
+    return Example(name, texts, label or None)
 
 
 def applications(split: str) -> dict[str, list[Example]]:
