@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from data.corpora import network
-from data.files import SPLIT_NAMES, parse, read_catalog, read_lines, source_files, split_of, uncompressed_name
+from data.files import named_split, parse, read_catalog, read_lines, source_files, split_of, uncompressed_name
 from data.messages import django_catalogs, django_messages
 
 
@@ -112,21 +112,11 @@ def read(task: str, split: str, source: Path | None) -> tuple[dict, list[str]]:
     """
     if task == "apps":
         return applications(split), []
-    kind, languages, labels, scored = TASKS[task]
-    parts = []  # (language, what is read, its reader)
-    if source:
-        read_file = {"tags": read_tags, "answer": read_answers, "label": read_labels}[kind]
-        for language, path in files_of(task, split, source):
-            parts.append((language, path, partial(read_file, path)))
-    else:
-        for language in languages.split() if split == scored else ["en"]:
-            where = f"{task} from the hub, {split}, {language}"
-            parts.append((language, where, partial(from_hub, task, split, language)))
     examples, notes = defaultdict(list), []
-    for language, where, read_part in parts:
+    for language, where, read_part in parts_of(task, split, source):
         problems = Counter()
         try:
-            found = list(read_part(labels, problems))
+            found = list(read_part(TASKS[task].labels, problems))
         except ValueError as error:
             notes.append(f"{error}: left out")
             continue
@@ -140,9 +130,22 @@ def read(task: str, split: str, source: Path | None) -> tuple[dict, list[str]]:
         examples[language] += found
     for language, own in examples.items():
         known = [one for one in own if one.gold is not None]
-        if known or split != scored:
+        if known or split != TASKS[task].test:
             examples[language] = known
     return {language: own for language, own in sorted(examples.items()) if own}, notes
+
+
+def parts_of(task: str, split: str, source: Path | None) -> Iterator[tuple]:
+    """(language, what is read, its reader) of every file of a split, or of every language on the hub."""
+    if source:
+        reader = {"tags": read_tags, "answer": read_answers, "label": read_labels}[TASKS[task].kind]
+        for language, path in files_of(task, split, source):
+            yield language, path, partial(reader, path)
+    else:
+        languages = TASKS[task].languages if split == TASKS[task].test else "en"
+        for language in languages.split():
+            where = f"{task} from the hub, {split}, {language}"
+            yield language, where, partial(from_hub, task, split, language)
 
 
 def without_prefix(one: Example, language: str) -> Example:
@@ -168,13 +171,12 @@ def files_of(task: str, split: str, source: Path) -> Iterator[tuple[str, Path]]:
     for path in source_files(source):
         name = Path(uncompressed_name(path).lower())
         words = re.split(r"[._-]", name.stem)
-        splits = {SPLIT_NAMES[word] for word in words if word in SPLIT_NAMES}
         languages = {LANGUAGES[word] for word in words if word in LANGUAGES}
         if not languages and task in SQUAD:
             languages = {"en"}
-        splits = splits or {TASKS[task].test}
+        named = named_split(Path(name.stem)) or TASKS[task].test
         has_form = name.suffix in ENDINGS[TASKS[task].kind]
-        if split in splits and len(languages) == 1 and has_form:
+        if named == split and len(languages) == 1 and has_form:
             yield min(languages), path
 
 
