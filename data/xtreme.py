@@ -222,6 +222,7 @@ def read_answers(path: Path, labels: tuple, problems: Counter) -> Iterator[Examp
                     for one in question.get("answers") or ():
                         answers.append((str(one["text"]), int(one["answer_start"])))
                     asked = str(question["id"]), str(question["question"])
+                    "".join([*asked, context]).encode()  # an error where JSON spells half a surrogate pair
                     yield answered(*asked, context, answers, problems)
     except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
         raise ValueError(f"{path} is not in SQuAD's format ({type(error).__name__}: {error})") from None

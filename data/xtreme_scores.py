@@ -48,7 +48,10 @@ def tag_f1(gold: list[list[str]], predicted: list[list[str]]) -> float:
     """
     there, found = entities(gold), entities(predicted)
     right = len(there & found)
-    return 2 * right / (len(there) + len(found)) if right else 0.0
+    if not right:
+        return 0.0
+    precision, recall = right / len(found), right / len(there)
+    return 2 * precision * recall / (precision + recall)
 
 
 def entities(sentences: list[list[str]]) -> set[tuple]:
