@@ -71,7 +71,9 @@ def prepare(
         unfinished.append(partial)
         try:
             partial.mkdir()
-            groups, chosen = groups_and_tokenizer(name, source, tokenizer, languages, pieces)
+            every = read(name, source)
+            groups = restricted(every, languages)
+            chosen = tokenizer_of(name, source, tokenizer, languages, pieces, every)
             write(partial, name, source, groups, chosen, max_tokens)
             partial.rename(out)
         finally:
@@ -116,9 +118,14 @@ def check_options(name: str, source, tokenizer, max_tokens, languages, pieces):
 
 
 def read(name: str, source: Path | None) -> Groups:
+    """The rows of all languages, as lists where all are gone through twice, to learn a vocabulary first."""
     corpus = CORPORA[name]
     groups = corpus.local(source) if source else corpus.read()
-    return {None: groups} if corpus.kind == "text" else groups
+    if corpus.kind == "text":
+        groups = {None: groups}
+    if corpus.vocabulary == name and not corpus.learn_from:
+        groups = {language: list(rows) for language, rows in groups.items()}
+    return groups
 
 
 def restricted(groups: Groups, languages: str | None) -> Groups:
@@ -130,30 +137,26 @@ def restricted(groups: Groups, languages: str | None) -> Groups:
     return {language: groups[language] for language in sorted(chosen, key=str)}
 
 
-def groups_and_tokenizer(name: str, source, tokenizer, languages, pieces) -> tuple[Groups, Tokenizer]:
-    """The rows to encode, and what to encode them with: the given tokenizer, a learned one, or GPT-2's."""
+def tokenizer_of(name: str, source, tokenizer, languages, pieces, every: Groups) -> Tokenizer:
+    """The given tokenizer, one that is learned from training texts, or GPT-2's. every: the rows of all languages."""
     corpus = CORPORA[name]
     kind = SentencePiece if corpus.kind == "text" else XLMR
     pieces = pieces or corpus.pieces
-    groups = read(name, source)
     if tokenizer:
-        chosen = load_tokenizer(tokenizer, kind.kind)
-    elif pieces:
+        return load_tokenizer(tokenizer, kind.kind)
+    if pieces:
         own = restricted(read(name, source), languages)
         texts = training_texts(own, BPE_PAIRS // len(own))
-        chosen = train_sentencepiece(texts, pieces + XLMR.added, XLMR, model_type="bpe")
-    elif corpus.vocabulary:  # learned from all languages, so that it does not depend on --languages
-        if corpus.vocabulary == name and not corpus.learn_from:
-            groups = again = {language: list(rows) for language, rows in groups.items()}  # read once
-        else:
-            again = read(corpus.vocabulary, source)
-        chosen = train_sentencepiece(training_texts(again, corpus.learn_from), kind=kind, **corpus.learning)
-    elif corpus.kind == "text":
-        chosen = gpt2()
-    else:
-        hint = "a SentencePiece model such as XLM-R's; or, for pairs, --pieces N: a joint BPE"
-        raise ValueError(f"corpus {name!r} needs --tokenizer PATH: {hint}")
-    return restricted(groups, languages), chosen
+        return train_sentencepiece(texts, pieces + XLMR.added, XLMR, model_type="bpe")
+    if corpus.vocabulary:  # learned from all languages, so that it does not depend on --languages
+        if corpus.vocabulary != name or corpus.learn_from:
+            every = read(corpus.vocabulary, source)
+        texts = training_texts(every, corpus.learn_from)
+        return train_sentencepiece(texts, kind=kind, **corpus.learning)
+    if corpus.kind == "text":
+        return gpt2()
+    hint = "a SentencePiece model such as XLM-R's; or, for pairs, --pieces N: a joint BPE"
+    raise ValueError(f"corpus {name!r} needs --tokenizer PATH: {hint}")
 
 
 def training_texts(groups: Groups, most: int | None = None) -> Iterator[str]:
