@@ -151,7 +151,7 @@ def labels_by_word(train: list[Example]) -> Predictor:
     def likelihood(label: str, words: list) -> float:
         examples = labels[label]
         shares = [(counts[word][label] + 1) / (examples + 2) for word in words]
-        return math.log(examples) + sum(map(math.log, shares))
+        return math.log(examples) + math.fsum(map(math.log, shares))  # exact: words of a set have no order
 
     def likeliest(example: Example) -> str:
         known = [word for word in words_by_text(example) if word in counts]
