@@ -137,7 +137,8 @@ def remembered(data, language: str) -> list[str]:
     """
     if large(data):
         return []
-    train = list(map(np.unique, texts(data, "train", language, side=0)))
+    sources = texts(data, "train", language, side=0)
+    train = list(map(np.unique, sources))
     tokens = np.concatenate(train)
     sizes = list(map(len, train))  # each has the `</s>` at least, which weighs nothing
     begins = np.cumsum(sizes) - sizes
@@ -152,7 +153,8 @@ def remembered(data, language: str) -> list[str]:
         own[text] = weight[text]
         shared = np.add.reduceat(own[tokens], begins)
         nearest = (shared / lengths).argmax()  # a test source's own length is the same for all
-        found.append(data.tokenizer.decode(translations[nearest].tolist()))
+        ids = translations[nearest].tolist()
+        found.append(data.tokenizer.decode(ids))
     return found
 
 

@@ -42,13 +42,14 @@ TASKS = {
     "pawsx": Task("label", "de en es fr ja ko zh", ("0", "1")),
     "apps": Task("label"),
 }
-NAMES = """af Afrikaans ar Arabic bg Bulgarian bn Bengali de German el Greek en English es Spanish et Estonian eu Basque
+NAMED = """af Afrikaans ar Arabic bg Bulgarian bn Bengali de German el Greek en English es Spanish et Estonian eu Basque
     fa Persian fi Finnish fr French he Hebrew hi Hindi hu Hungarian id Indonesian it Italian ja Japanese kk Kazakh
     ko Korean mr Marathi nl Dutch pt Portuguese ru Russian sw Swahili ta Tamil te Telugu th Thai tl Tagalog tr Turkish
-    ur Urdu vi Vietnamese yo Yoruba zh Chinese"""
-NAMES = dict(zip(NAMES.split()[::2], NAMES.split()[1::2]))  # code -> name, as the hub has it
+    ur Urdu vi Vietnamese yo Yoruba zh Chinese""".split()
+NAMES = dict(zip(NAMED[::2], NAMED[1::2]))  # code -> name, as the hub has it
 LANGUAGES = {name.lower(): code for code, name in NAMES.items()}  # what file names say -> code
-LANGUAGES |= {code: code for code in (*NAMES, *"az gu jv ka lt ml ms my pa pl qu ro uk wo".split())}
+CODES = [*NAMES, *"az gu jv ka lt ml ms my pa pl qu ro uk wo".split()]
+LANGUAGES |= dict(zip(CODES, CODES))
 ENDINGS = {"tags": (".tsv", ".conllu"), "answer": (".json",), "label": (".tsv",)}
 FOLDERS = {task: task for task in TASKS} | {"pos": "udpos", "ner": "panx"}  # in XTREME's folder
 SQUAD = ("xquad", "mlqa")  # tasks that train on SQuAD
@@ -167,7 +168,8 @@ def files_of(task: str, split: str, source: Path) -> Iterator[tuple[str, Path]]:
     if not source.is_dir():
         raise FileNotFoundError(f"{source} is no folder: it should hold the files of {task}")
     if any((source / folder).is_dir() for folder in FOLDERS.values()):  # XTREME's folder of all tasks
-        source = source / ("squad" if task in SQUAD and split != "test" else FOLDERS[task])
+        squad = task in SQUAD and split != "test"
+        source = source / ("squad" if squad else FOLDERS[task])
     for path in source_files(source):
         name = Path(uncompressed_name(path).lower())
         words = re.split(r"[._-]", name.stem)
