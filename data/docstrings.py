@@ -12,23 +12,14 @@ DEFINITIONS = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 ADD_DOC = re.compile(r"_?add_(docstr|newdoc)")  # torch's and numpy's calls that document compiled functions
 
 
-def paragraphs(path: Path | str) -> list[str]:
-    """The paragraphs of prose in a file's documentation, in source order."""
-    return [paragraph for text in texts(path) for paragraph in prose(text)]
-
-
-def blocks(path: Path | str) -> list[str]:
-    """All that stands between blank lines in a file's documentation: prose, examples, tables, as they are."""
-    return [block for text in texts(path) for block in re.split(r"\n(?:[ \t]*\n)+", text) if block.strip()]
-
-
-def texts(path: Path | str) -> list[str]:
-    """A file's documentation; nothing where the file does not parse."""
+def paragraphs(path: Path) -> list[str]:
+    """The paragraphs of prose in a file's documentation, in source order; nothing where the file does not parse."""
     try:
         with warnings.catch_warnings(action="ignore", category=SyntaxWarning):
-            return list(documentation(ast.parse(Path(path).read_bytes())))
+            texts = list(documentation(ast.parse(path.read_bytes())))
     except (SyntaxError, ValueError, RecursionError, MemoryError):  # the last two where code is nested too deeply
         return []
+    return [paragraph for text in texts for paragraph in prose(text)]
 
 
 def documentation(node: ast.AST) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """Readers of the files that texts come in: documents, translation pairs and message catalogs, plain, .gz or .xz.
 
-What cannot be read is a ValueError or an OSError of one line, with the file and, where it is known, the line or byte.
+What cannot be read is a ValueError or an OSError of one line, which names the file and, where it is known, the line.
 """
 
 import gzip
@@ -15,24 +15,20 @@ import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from functools import partial
+from functools import cache
 from itertools import chain, islice, zip_longest
 from pathlib import Path
 
 SPLITS = ("train", "valid", "test")
 SPLIT_NAMES = {name: name for name in SPLITS} | {"val": "valid", "validation": "valid", "dev": "valid"}
 HEAD = 1000  # lines at the beginning of a text file that decide what its documents are
-LONGEST_LINE = 1 << 27  # bytes
-LONGEST_BLOCK = 10_000_000  # characters, about: a longer one is several documents
 COMPRESSED = {".gz": gzip.open, ".xz": lzma.open}
 JSON = (".json", ".jsonl", ".ndjson")
-# Names of files without text, and of those that may hold some in a form that is not read
+# What a folder of text may hold besides, and is passed over; and files of text in a form that is not read.
 NO_TEXT = re.compile(
-    r"^(readme|licen[cs]e|notice|dataset_infos?)\b|\.(png|jpe?g|gif|webp|svg|ico|mp[34]|wav|flac|avi|so|dll|exe|pyc"
-    r"|np[yz]|bin|pth?|safetensors|ckpt|pkl|h5|db|sqlite|lock|idx)$"
+    r"^(readme|licen[cs]e|notice|dataset_infos?)\b|\.(png|jpe?g|gif|pyc|np[yz]|bin|pth?|safetensors|pkl|lock)$"
 )
-UNREAD = re.compile(r"\.(csv|zst|bz2|zip|tar|tgz|7z|rar|pdf|docx?|epub|arrow|feather|avro|orc|tfrecord)$")
-found_in = defaultdict(dict)  # what the documents of a file are -> file -> how many: said by data.prepare
+UNREAD = re.compile(r"\.(csv|zst|bz2|zip|tar|tgz|7z|pdf|docx?|epub|arrow)$")
 
 
 def split_of(key: str, valid: float, test: float) -> str:
@@ -44,11 +40,6 @@ def split_of(key: str, valid: float, test: float) -> str:
     return "test" if share < valid + test else "train"
 
 
-def sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def named_split(path: Path) -> str | None:
     """The split that a relative path names, as in valid-00001.jsonl, shard.test.txt.gz or train/a.txt."""
     for word in re.split(r"[._/-]", path.as_posix().lower()):
@@ -57,42 +48,33 @@ def named_split(path: Path) -> str | None:
     return None
 
 
-def source_files(source: Path, skipped: dict[str, list] | None = None, seen: set | None = None) -> list[Path]:
-    """The file itself, or the files under a folder and under those that it links to, each once, sorted. None is hidden.
-
-    skipped: why -> names that are left out, filled in. seen: the real paths of what has been found.
-    """
+def source_files(source: Path) -> list[Path]:
+    """The file itself, or the files under a folder and under those that it links to, sorted. None is hidden."""
     if source.is_file():
         return [source]
-    skipped = defaultdict(list) if skipped is None else skipped
-    seen = {os.path.realpath(source)} if seen is None else seen
-    found = []
-    for path in sorted(source.iterdir()) if source.is_dir() else ():
-        real = os.path.realpath(path)
-        if path.name.startswith("."):
-            skipped["hidden"].append(path.name)
-        elif real in seen:
-            skipped["there twice"].append(path.name)
-        elif not path.is_file() and not path.is_dir():
-            skipped["no file"].append(path.name)
-        else:
-            seen.add(real)
-            found += source_files(path, skipped, seen)
+    found, seen = [], set()
+    for folder, inside, names in os.walk(source, followlinks=True):
+        real = os.path.realpath(folder)
+        if real in seen:  # two links lead here, or a circle of them
+            inside.clear()
+            continue
+        seen.add(real)
+        inside[:] = [name for name in inside if not name.startswith(".")]
+        found += [Path(folder, name) for name in names if not name.startswith(".")]
     return sorted(found)
 
 
 def text_files(source: Path, *endings: str) -> list[Path]:
-    """The `source_files` that may hold documents, with one of the endings; says in a line what is not read, and why."""
-    skipped, found = defaultdict(list), []
-    for path in source_files(source, skipped):
+    """The `source_files` that may hold documents, with one of the endings; says in a line which are not read."""
+    found, left = [], []
+    for path in source_files(source):
         name = uncompressed_name(path).lower()
         if path == source or (name.endswith(endings or "") and not NO_TEXT.search(name)):
             found.append(path)
         else:
-            skipped["no data"].append(path.name)
-    if skipped:
-        told = [f"{len(names):,} {why} ({names[0]})" for why, names in skipped.items()]
-        print(f"not read in {source}: {', '.join(told)}", file=sys.stderr)
+            left.append(path.name)
+    if left:
+        print(f"not read in {source}: {len(left):,} files ({', '.join(left[:3])})", file=sys.stderr)
     return found
 
 
@@ -116,14 +98,11 @@ def uncompressed_name(path: Path) -> str:
 
 def read_lines(path: Path) -> Iterator[str]:
     """The lines of a UTF-8 file with their line ends, without the byte order mark that some programs begin it with."""
+    open_file = COMPRESSED.get(path.suffix.lower(), open)
     offset = 0
     try:
-        with COMPRESSED.get(path.suffix.lower(), open)(path, "rb") as file:
-            for line in iter(partial(file.readline, LONGEST_LINE), b""):
-                if len(line) == LONGEST_LINE:
-                    raise ValueError(f"{path} has a line of {LONGEST_LINE:,} bytes or more, at byte {offset:,}")
-                if b"\0" in line:
-                    raise ValueError(f"{path} is not UTF-8 text: byte {offset + line.index(0)} is NUL, as in UTF-16")
+        with open_file(path, "rb") as file:
+            for line in file:
                 text = line.decode()
                 yield text if offset else text.removeprefix("\ufeff")
                 offset += len(line)
@@ -133,6 +112,14 @@ def read_lines(path: Path) -> Iterator[str]:
         raise ValueError(f"{path} is damaged: {error}") from error
 
 
+def parse(text: str):
+    """What a JSON text says. ValueError where it is none, or nested too deeply."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
 def read_documents(path: Path, blocks: bool = False) -> Iterator[str]:
     """The documents of a file: the rows of Parquet and of JSON lines, and the blocks or lines of plain text.
 
@@ -140,26 +127,35 @@ def read_documents(path: Path, blocks: bool = False) -> Iterator[str]:
     is a document, but where blank lines are regular (or `blocks` says so) the blocks between them are.
     """
     name = uncompressed_name(path).lower()
-    if name.endswith(".parquet"):
-        what, documents = "the rows", read_parquet(path)
-    elif UNREAD.search(name):
+    if UNREAD.search(name):
         raise ValueError(f"{path} is not read: give its text as plain text, JSON lines or Parquet, plain, .gz or .xz")
+    if name.endswith(".parquet"):
+        yield from read_parquet(path)
+        return
+    lines = read_lines(path)
+    head = list(islice(lines, HEAD))
+    lines = chain(head, lines)
+    if name.endswith(JSON) or is_json_line(next(filter(str.strip, head), "")):
+        yield from json_rows(path, lines)
+    elif blocks or are_blocks(head):
+        say(f"{path.parent}: every block between blank lines is a document")
+        yield from read_blocks(lines)
     else:
-        lines = read_lines(path)
-        head = list(islice(lines, HEAD))
-        lines = chain(head, lines)
-        first = parse(next((line for line in head if line.strip()), ""))
-        if name.endswith(JSON) or (isinstance(first, dict) and "text" in first):
-            what, documents = "the JSON lines", json_rows(path, lines)
-        elif blocks or are_blocks(head):
-            what, documents = "the blocks between blank lines", read_blocks(lines)
-        else:
-            what, documents = "the lines", filter(None, map(str.strip, lines))
-    counts = found_in[what]
-    counts[path] = 0
-    for document in documents:
-        counts[path] += 1
-        yield document
+        say(f"{path.parent}: every line is a document")
+        yield from filter(None, map(str.strip, lines))
+
+
+@cache
+def say(line: str):
+    """Once, however many files of a folder it is true of."""
+    print(line, file=sys.stderr)
+
+
+def is_json_line(line: str) -> bool:
+    with suppress(ValueError):
+        row = parse(line)
+        return isinstance(row, dict) and "text" in row
+    return False
 
 
 def are_blocks(head: list[str]) -> bool:
@@ -169,31 +165,26 @@ def are_blocks(head: list[str]) -> bool:
 
 
 def read_blocks(lines: Iterable[str]) -> Iterator[str]:
-    block, size = [], 0
+    block = []
     for line in chain(lines, [""]):
         if line.strip():
             block.append(line)
-            size += len(line)
-        if block and (not line.strip() or size > LONGEST_BLOCK):
+        elif block:
             yield "".join(block).strip()
-            block, size = [], 0
-
-
-def parse(line: str):
-    """The JSON in a line, or None."""
-    with suppress(ValueError, RecursionError):
-        return json.loads(line)
+            block = []
 
 
 def json_rows(path: Path, lines: Iterable[str]) -> Iterator[str]:
     """The "text" of every line; blank lines are passed over."""
     for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        row = parse(line)
-        if not isinstance(row, dict) or not isinstance(row.get("text"), str):
-            raise ValueError(f"{path}, line {number}: no JSON object with a string named 'text'")
-        yield row["text"]
+        if line.strip():
+            try:
+                text = parse(line)["text"]
+            except (ValueError, KeyError, TypeError):
+                text = None
+            if not isinstance(text, str):
+                raise ValueError(f"{path}, line {number}: no JSON object with a string named 'text'")
+            yield text
 
 
 def read_parquet(path: Path) -> Iterator[str]:
@@ -205,15 +196,17 @@ def read_parquet(path: Path) -> Iterator[str]:
         raise ImportError(f"{path} needs pyarrow: pip install pyarrow") from error
     try:
         file = pyarrow.parquet.ParquetFile(path)
-        if "text" not in file.schema_arrow.names:
-            raise ValueError(f"{path} has no 'text' column")
+        column = file.schema_arrow.field("text") if "text" in file.schema_arrow.names else None
+        if column is None or not str(column.type).endswith("string"):
+            raise ValueError(f"{path} has no column 'text' of strings")
         for batch in file.iter_batches(batch_size=64, columns=["text"]):
-            for text in batch.column("text").to_pylist():
-                if not isinstance(text or "", str):
-                    raise ValueError(f"{path} has a 'text' that is no string: {text!r:.50}")
-                yield text or ""
+            yield from (text or "" for text in batch.column("text").to_pylist())
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:  # a damaged file gives any of these
         raise ValueError(f"{path} cannot be read: {error}".splitlines()[0]) from error
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pairs and catalogs
 
 
 def aligned_files(source: Path) -> dict[str, list[tuple[Path, ...]]]:
@@ -253,11 +246,19 @@ def read_pairs(*paths: Path) -> Iterator[tuple[str, str]]:
 def read_catalog(path: Path) -> Iterator[tuple[str, str, str]]:
     """(singular, English, message) of the translations in a .mo file; a plural gives its first and its last form.
 
-    Python's gettext reads such files too, but does not give the English plural.
+    Python's gettext reads such files too, but does not give the English plural. A .mo file has two tables of lengths
+    and offsets, one of keys and one of texts.
     """
+    data = path.read_bytes()
+
+    def text_at(place: int) -> str:
+        length, offset = struct.unpack_from("<2I", data, place)
+        return data[offset : offset + length].decode()
+
     try:
-        entries = read_mo(path.read_bytes())
-    except (struct.error, ValueError) as error:
+        _, _, count, keys, texts = struct.unpack_from("<5I", data)
+        entries = [(text_at(keys + 8 * number), text_at(texts + 8 * number)) for number in range(count)]
+    except (struct.error, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is damaged: {error}") from error
     for key, text in entries:
         english = key.split("\x04")[-1].split("\0")  # a context may stand before it
@@ -265,21 +266,3 @@ def read_catalog(path: Path) -> Iterator[tuple[str, str, str]]:
         for source, message in {(english[0], forms[0]), (english[-1], forms[-1])}:
             if source.strip() and message.strip():  # the file's header is the translation of nothing
                 yield english[0], source, message
-
-
-def read_mo(data: bytes) -> list[tuple[str, str]]:
-    """The (key, text) entries of a gettext .mo file: two tables of lengths and offsets, and the UTF-8 texts."""
-    magic, _, count, keys, texts = struct.unpack_from("<5I", data)
-    if magic != 0x950412DE:
-        raise ValueError("no .mo file")
-    return list(zip(mo_column(data, keys, count), mo_column(data, texts, count), strict=True))
-
-
-def mo_column(data: bytes, table: int, count: int) -> list[str]:
-    column = []
-    for length, offset in struct.iter_unpack("<2I", data[table : table + 8 * count]):
-        text = data[offset : offset + length + 1]
-        if len(text) <= length:
-            raise ValueError(f"no text of {length} bytes at byte {offset}")
-        column.append(text[:-1].decode())
-    return column

@@ -1,9 +1,6 @@
 """A folder that `python -m data.prepare` wrote: checked, and its tokens mapped into memory."""
 
 import json
-import os
-import sys
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -16,11 +13,11 @@ from numpy import ndarray
 from torch import Tensor
 
 from data.corpora import CORPORA
-from data.files import SPLITS
+from data.files import SPLITS, parse
 from data.prepare import checksum, ready, sha256
 from data.tokenizers import KINDS, Tokenizer, load_tokenizer
 
-HASHED_UP_TO = 1 << 34  # bytes; hashing a larger file takes minutes, so only its size is compared
+HASHED_UP_TO = 1 << 30  # bytes; hashing a larger file takes seconds at every start, so only its size is compared
 AGAIN = "remove the folder and prepare it again: python -m data.prepare --help says how"
 
 
@@ -33,49 +30,27 @@ def read_meta(folder: Path) -> dict:
         how = f"prepare it: python -m data.prepare {folder.name + source if known else '--help'}"
         raise FileNotFoundError(f"no prepared data in {folder}; {how}")
     try:
-        meta = json.loads(path.read_text())
+        meta = parse(path.read_text())
         intact = meta["checksum"] == checksum(meta)
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError):
         intact = False
     if not intact:
         raise ValueError(f"{path} has changed since it was written; {AGAIN}")
-    check_files(folder, meta["files"])
-    return meta
-
-
-def check_files(folder: Path, hashes: dict[str, str]):
-    """FileNotFoundError or ValueError: a file is missing or has changed. The noted size and time tell which to read."""
-    place = folder.resolve()
-    memory = place.with_name(f".{place.name}.checked")  # the hash, the size, the time and the name of each file
-    known = found = ""
-    with suppress(OSError, ValueError):
-        known = memory.read_text()
-    for name, expected in hashes.items():
+    for name, expected in meta["files"].items():
         file = folder / name
         if not file.is_file():
             raise FileNotFoundError(f"{file} is missing; {AGAIN}")
-        line = f"{expected} {stamp_of(file)} {name}\n"
-        if file.stat().st_size <= HASHED_UP_TO:
-            if line not in known and sha256(file) != expected:
-                raise ValueError(f"{file} has changed since it was written; {AGAIN}")
-            found += line
-    if found != known:
-        with suppress(OSError):  # beside a folder that is somebody else's
-            memory.write_text(found)
+        if file.stat().st_size <= HASHED_UP_TO and sha256(file) != expected:
+            raise ValueError(f"{file} has changed since it was written; {AGAIN}")
+    return meta
 
 
-def stamp_of(file: Path) -> str:
-    status = file.stat()
-    return f"{status.st_size} {status.st_mtime_ns}"
-
-
-def map_numbers(path: str, dtype: str, count: int) -> ndarray:
+def map_numbers(file: Path, dtype: str, count: int) -> ndarray:
     """The numbers in a file, which stay on the disk until they are used."""
-    size = os.path.getsize(path)
-    expected = count * np.dtype(dtype).itemsize
+    size, expected = file.stat().st_size, count * np.dtype(dtype).itemsize
     if size != expected:
-        raise ValueError(f"{path} has {size:,} bytes instead of {expected:,}; {AGAIN}")
-    return np.memmap(path, dtype, mode="r").view(ndarray)
+        raise ValueError(f"{file} has {size:,} bytes instead of {expected:,}; {AGAIN}")
+    return np.memmap(file, dtype, mode="r").view(ndarray)
 
 
 class Rows(NamedTuple):
@@ -131,13 +106,10 @@ class Prepared:
         self.index = {}  # split -> (2 * pairs + 1,): where each text of a pair begins, and the end
         self.streams = {}  # split -> (J, 2): the number of each language's first token (or pair), and its count
         unit = "pairs" if self.meta["kind"] == "pairs" else "tokens"
-        self.stamps = {}  # split -> of its tokens, when they were opened
         for split, total in self.meta["splits"].items():
-            file = self.folder / split
-            self.stamps[split] = stamp_of(self.folder / f"{split}.bin")
-            self.tokens[split] = map_numbers(f"{file}.bin", self.meta["dtype"], total["tokens"])
+            self.tokens[split] = map_numbers(self.folder / f"{split}.bin", self.meta["dtype"], total["tokens"])
             if unit == "pairs":
-                self.index[split] = map_numbers(f"{file}.idx", "int64", 2 * total["pairs"] + 1)
+                self.index[split] = map_numbers(self.folder / f"{split}.idx", "int64", 2 * total["pairs"] + 1)
             counts = [self.meta["languages"][language][split] for language in self.languages]
             self.streams[split] = np.array([[own["first"], own[unit]] for own in counts], dtype=np.int64)
 
@@ -147,17 +119,8 @@ class Prepared:
         return load_tokenizer(self.folder / kind.filename)
 
     def random(self, purpose: int, split, *key) -> np.random.Generator:
-        """Draws a batch. The process ends in one line where the tokens were overwritten since they were opened."""
-        file = self.folder / f"{split}.bin"
-        stamp = stamp_of(file) if file.exists() else self.stamps[split]  # a file that is gone can still be read
-        if stamp != self.stamps[split]:
-            try:
-                check_files(self.folder, self.meta["files"])
-            except ValueError as error:  # inside a training loop
-                sys.exit(f"error: {error}")
-            self.stamps[split] = stamp
-        start = purpose, self.seed, SPLITS.index(split)
-        return np.random.default_rng((*start, *key))
+        """Draws a batch."""
+        return np.random.default_rng((purpose, self.seed, SPLITS.index(split), *key))
 
     def log_frequencies(self) -> Tensor:
         """(V,) the log of each token's share of the training text, counted in at most 16 million of its tokens."""

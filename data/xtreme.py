@@ -8,17 +8,17 @@
 `apps` is a smoke test and no task of XTREME's: which of Django's applications a message belongs to, in all languages.
 """
 
-import json
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
-from data.corpora import catalog_files, messages, network
-from data.files import SPLIT_NAMES, read_catalog, read_lines, source_files, split_of, uncompressed_name
+from data.corpora import network
+from data.files import named_split, parse, read_catalog, read_lines, source_files, split_of, uncompressed_name
+from data.messages import django_catalogs, django_messages
 
 
 class Task(NamedTuple):
@@ -42,16 +42,16 @@ TASKS = {
     "pawsx": Task("label", "de en es fr ja ko zh", ("0", "1")),
     "apps": Task("label"),
 }
-NAMES = """af Afrikaans ar Arabic bg Bulgarian bn Bengali de German el Greek en English es Spanish et Estonian eu Basque
+NAMED = """af Afrikaans ar Arabic bg Bulgarian bn Bengali de German el Greek en English es Spanish et Estonian eu Basque
     fa Persian fi Finnish fr French he Hebrew hi Hindi hu Hungarian id Indonesian it Italian ja Japanese kk Kazakh
     ko Korean mr Marathi nl Dutch pt Portuguese ru Russian sw Swahili ta Tamil te Telugu th Thai tl Tagalog tr Turkish
-    ur Urdu vi Vietnamese yo Yoruba zh Chinese"""
-pairs = iter(NAMES.split())
-NAMES = dict(zip(pairs, pairs))  # code -> name, as the hub has it
+    ur Urdu vi Vietnamese yo Yoruba zh Chinese""".split()
+NAMES = dict(zip(NAMED[::2], NAMED[1::2]))  # code -> name, as the hub has it
 LANGUAGES = {name.lower(): code for code, name in NAMES.items()}  # what file names say -> code
-LANGUAGES |= {code: code for code in (*NAMES, *"az gu jv ka lt ml ms my pa pl qu ro uk wo".split())}
-ENDINGS = {"tags": (".tsv", ".conllu", ""), "answer": (".json",), "label": (".tsv", ".jsonl")}
-FOLDERS = {"pos": "udpos", "ner": "panx"}  # in XTREME's folder; those of other tasks have the task's name
+CODES = [*NAMES, *"az gu jv ka lt ml ms my pa pl qu ro uk wo".split()]
+LANGUAGES |= dict(zip(CODES, CODES))
+ENDINGS = {"tags": (".tsv", ".conllu"), "answer": (".json",), "label": (".tsv",)}
+FOLDERS = {task: task for task in TASKS} | {"pos": "udpos", "ner": "panx"}  # in XTREME's folder
 SQUAD = ("xquad", "mlqa")  # tasks that train on SQuAD
 
 
@@ -113,41 +113,40 @@ def read(task: str, split: str, source: Path | None) -> tuple[dict, list[str]]:
     """
     if task == "apps":
         return applications(split), []
-    kind, languages, labels, scored = TASKS[task]
-    readers = {"tags": read_tags, "answer": read_answers, "label": read_labels}
-    if source:
-        places, reader = files_of(task, split, source), readers[kind]
-    else:
-        languages = languages.split() if split == scored else ["en"]
-        places, reader = zip(languages, languages), partial(from_hub, task, split)
-    examples, notes = {}, []
-    for language, place in places:
+    examples, notes = defaultdict(list), []
+    for language, where, read_part in parts_of(task, split, source):
         problems = Counter()
         try:
-            found = list(reader(place, labels, problems))
+            found = list(read_part(TASKS[task].labels, problems))
         except ValueError as error:
             notes.append(f"{error}: left out")
             continue
-        if task == "ner":
-            found = [without_prefix(one, language) for one in found]
-        own = examples.setdefault(language, [])
-        known = [one for one in found if one.gold is not None]
-        if len(known) < len(found):
-            problems["an example without its label"] = len(found) - len(known)
-        where = place if source else f"{task} from the hub, {split}, {language}"
         if not found:
             notes.append(f"{where} holds no example: left out")
-        elif [one.texts for one in found] == [one.texts for one in own[-len(found) :]]:
-            notes.append(f"{where} holds the examples of another file: they count once")
-            own[-len(found) :] = found if known else own[-len(found) :]
-        else:
-            own += found
+        if task == "ner":
+            found = [without_prefix(one, language) for one in found]
+        unknown = sum(one.gold is None for one in found)
+        problems += Counter({"an example without its label": unknown})
         notes += [f"{where}: {count:,} x {what}" for what, count in problems.most_common(5)]
+        examples[language] += found
     for language, own in examples.items():
         known = [one for one in own if one.gold is not None]
-        if known or split != scored:
+        if known or split != TASKS[task].test:
             examples[language] = known
     return {language: own for language, own in sorted(examples.items()) if own}, notes
+
+
+def parts_of(task: str, split: str, source: Path | None) -> Iterator[tuple]:
+    """(language, what is read, its reader) of every file of a split, or of every language on the hub."""
+    if source:
+        reader = {"tags": read_tags, "answer": read_answers, "label": read_labels}[TASKS[task].kind]
+        for language, path in files_of(task, split, source):
+            yield language, path, partial(reader, path)
+    else:
+        languages = TASKS[task].languages if split == TASKS[task].test else "en"
+        for language in languages.split():
+            where = f"{task} from the hub, {split}, {language}"
+            yield language, where, partial(from_hub, task, split, language)
 
 
 def without_prefix(one: Example, language: str) -> Example:
@@ -161,30 +160,25 @@ def without_prefix(one: Example, language: str) -> Example:
 
 
 def files_of(task: str, split: str, source: Path) -> Iterator[tuple[str, Path]]:
-    """(language, file) of a split, by what the file's name says, and by its folder's where that says no language.
+    """(language, file) of a split, by what the files' names say: train-en.tsv, test-context-de-question-de.json.
 
-    So XTREME's train-en.tsv is found, and en/train or en-train, as PAN-X is published; SQuAD's files say no language. A
-    file whose name says no split belongs to the one that is scored. Files of another form are left out, and those of
-    several languages or of none that the benchmark has.
+    SQuAD's files say no language. A file whose name says no split belongs to the one that is scored. Files of another
+    form are left out, and those of several languages or of none that the benchmark has.
     """
     if not source.is_dir():
         raise FileNotFoundError(f"{source} is no folder: it should hold the files of {task}")
-    if any((source / FOLDERS.get(each, each)).is_dir() for each in TASKS):  # XTREME's folder of all tasks
+    if any((source / folder).is_dir() for folder in FOLDERS.values()):  # XTREME's folder of all tasks
         squad = task in SQUAD and split != "test"
-        source = source / ("squad" if squad else FOLDERS.get(task, task))
+        source = source / ("squad" if squad else FOLDERS[task])
     for path in source_files(source):
         name = Path(uncompressed_name(path).lower())
         words = re.split(r"[._-]", name.stem)
-        splits = {SPLIT_NAMES[word] for word in words if word in SPLIT_NAMES}
-        if name.suffix and not splits:
-            splits = {TASKS[task].test}
         languages = {LANGUAGES[word] for word in words if word in LANGUAGES}
-        if not languages and path.parent.name in LANGUAGES:
-            languages = {LANGUAGES[path.parent.name]}
         if not languages and task in SQUAD:
             languages = {"en"}
-        fits = split in splits and len(languages) == 1
-        if fits and name.suffix in ENDINGS[TASKS[task].kind]:
+        named = named_split(Path(name.stem)) or TASKS[task].test
+        has_form = name.suffix in ENDINGS[TASKS[task].kind]
+        if named == split and len(languages) == 1 and has_form:
             yield min(languages), path
 
 
@@ -198,28 +192,24 @@ def read_tags(path: Path, labels: tuple, problems: Counter) -> Iterator[Example]
     columns, word_at, tag_at = (10, 1, 3) if conllu else (2, 0, 1)
     words, tags = [], []
     for number, line in enumerate(chain(read_lines(path), ["\n"])):
-        cells = line.rstrip("\r\n").split("\t")
         if not line.strip():
             if not set(tags) - {"", "_"}:
                 tags = []
-            for tag in tags:
-                if tag not in labels:
-                    problems[f"the unknown tag {tag!r}"] += 1
-            if set(words) == {"_"}:
-                problems["a sentence without its words"] += 1
-            elif words:
+            problems.update(f"the unknown tag {tag!r}" for tag in tags if tag not in labels)
+            if set(words) - {"_"}:
                 yield Example(str(number), tuple(words), tags or None)
             words, tags = [], []
             continue
         if conllu and re.match(r"#|\d+[-.]\d+\t", line):
             continue
+        cells = line.rstrip("\r\n").split("\t")
         if not conllu and len(cells) == 1:
             cells.append("")
-        if len(cells) != columns:
+        if len(cells) == columns:
+            words.append(cells[word_at])
+            tags.append(cells[tag_at])
+        else:
             problems[f"a line with {len(cells)} columns"] += 1
-            continue
-        words.append(cells[word_at])
-        tags.append(cells[tag_at])
 
 
 def read_answers(path: Path, labels: tuple, problems: Counter) -> Iterator[Example]:
@@ -234,70 +224,45 @@ def read_answers(path: Path, labels: tuple, problems: Counter) -> Iterator[Examp
                     for one in question.get("answers") or ():
                         answers.append((str(one["text"]), int(one["answer_start"])))
                     asked = str(question["id"]), str(question["question"])
+                    "".join([*asked, context]).encode()  # an error where JSON spells half a surrogate pair
                     yield answered(*asked, context, answers, problems)
     except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
         raise ValueError(f"{path} is not in SQuAD's format ({type(error).__name__}: {error})") from None
 
 
-def parse(text: str):
-    """The value of a JSON text, ValueError for others. Half a surrogate pair, which has no UTF-8 form, becomes "?"."""
-    try:
-        value = json.loads(text)
-        if re.search(r"\\ud[89a-f]", text, re.IGNORECASE):
-            text = json.dumps(value, ensure_ascii=False)
-            value = json.loads(text.encode("utf-8", "replace"))
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
-    return value
-
-
 def answered(name: str, question: str, context: str, answers: Iterable, problems: Counter) -> Example:
     """A question as an example.
 
-    answers: (text, its first character); none, or empty ones, where the benchmark keeps them. One that is elsewhere in
-    the text is taken from the nearest place that has it, one that is nowhere has the place -1.
+    answers: (text, its first character); none, or empty ones, where the benchmark keeps them. One that is not in its
+    place has the place -1.
     """
     found = []
     for text, start in answers:
-        if not text.strip():
-            continue
-        if start < 0 or context[start : start + len(text)] != text:
-            places = re.finditer(f"(?={re.escape(text)})", context)
-            distances = [(abs(match.start() - start), match.start()) for match in places]
-            _, start = min(distances, default=(0, -1))
-            problems[f"an answer that is {'elsewhere' if distances else 'not'} in its text"] += 1
-        found.append((text, start))
+        if text.strip():
+            if start < 0 or not context.startswith(text, start):
+                problems["an answer that is not in its place in the text"] += 1
+                start = -1
+            found.append((text, start))
     return Example(name, (question, context), found or None)
 
 
 def read_labels(path: Path, labels: tuple, problems: Counter) -> Iterator[Example]:
-    """`sentence TAB sentence TAB label` lines, or JSON lines with XNLI's or PAWS-X's names for the three.
+    """`sentence TAB sentence TAB label` lines; the label may be missing.
 
-    A broken line is left out; an unknown label stays, and no prediction equals it. The label may be missing.
+    A broken line is left out; an unknown label stays, and no prediction equals it.
     """
-    as_json = uncompressed_name(path).endswith(".jsonl")
     for number, line in enumerate(read_lines(path)):
         cells = line.rstrip("\r\n").split("\t")
         if len(cells) == 2:
             cells.append("")
-        try:
-            one, two, label = fields(parse(line)) if as_json else cells
-        except (ValueError, KeyError, TypeError, AttributeError):
+        if len(cells) != 3:
             problems["a line that is not two sentences and a label"] += 1
             continue
+        *texts, label = cells
         label = "contradiction" if label == "contradictory" else label  # MultiNLI's word for it
         if label and label not in labels:
             problems[f"the unknown label {label!r}"] += 1
-        yield Example(str(number), (one, two), label or None)
-
-
-def fields(row: dict) -> tuple[str, str, str]:
-    """Two sentences and their label, "" where there is none, by PAWS-X's names or by XNLI's."""
-    label = row.get("label", row.get("gold_label"))
-    label = "" if label in (None, -1) else str(label)
-    if "sentence1" in row:
-        return str(row["sentence1"]), str(row["sentence2"]), label
-    return str(row["premise"]), str(row["hypothesis"]), label
+        yield Example(str(number), tuple(texts), label or None)
 
 
 def submission(task: str, language: str, examples: list[Example], predicted: list) -> tuple:
@@ -305,11 +270,12 @@ def submission(task: str, language: str, examples: list[Example], predicted: lis
 
     Tags stand a line each, a blank one between sentences, and labels a line each; answers are JSON, by their ids.
     """
-    kind, file = TASKS[task].kind, f"{FOLDERS.get(task, task)}/test-{language}"
-    if kind == "answer":
-        return f"{file}.json", dict(zip([one.id for one in examples], predicted))
+    file = f"{FOLDERS[task]}/test-{language}"
+    if TASKS[task].kind == "answer":
+        ids = [one.id for one in examples]
+        return f"{file}.json", dict(zip(ids, predicted))
     lines = [*predicted, ""]
-    if kind == "tags":
+    if TASKS[task].kind == "tags":
         lines = chain.from_iterable([*tags, ""] for tags in predicted)
     return f"{file}.tsv", "\n".join(lines)
 
@@ -335,7 +301,7 @@ def from_hub(task: str, split: str, language: str, labels, problems) -> Iterator
     if task == "xnli" and split == "train":
         repository, config = "nyu-mll/multi_nli", None
     tags = {"pos": "pos_tags", "ner": "ner_tags"}.get(task)  # the column of numbers of tags
-    with network(f"{repository} {config or ''}", "datasets"):
+    with network(f"{repository} {config or ''}"):
         from datasets import load_dataset
 
         rows = load_dataset(repository, config, split=their_split)
@@ -347,17 +313,24 @@ def from_hub(task: str, split: str, language: str, labels, problems) -> Iterator
         if tags:
             gold = [labels[tag] for tag in row[tags]]
             yield Example(str(number), tuple(row["tokens"]), gold)
-        elif TASKS[task].kind == "label":
-            if row.get("language", language) != language:
-                continue
-            *texts, label = fields(row)
-            if task == "xnli" and label.isdigit():
-                label = labels[int(label)]
-            yield Example(str(number), tuple(texts), label or None)
-        elif row["id"].startswith(own_prefix):
-            answers = zip(row["answers"]["text"], row["answers"]["answer_start"])
-            asked = row["id"], row["question"], row["context"]
-            yield answered(*asked, answers, problems)
+        elif TASKS[task].kind == "answer":
+            if row["id"].startswith(own_prefix):
+                asked = row["id"], row["question"], row["context"]
+                answers = zip(row["answers"]["text"], row["answers"]["answer_start"])
+                yield answered(*asked, answers, problems)
+        elif row.get("language", language) == language:
+            yield labelled(str(number), row)
+
+
+def labelled(name: str, row: dict) -> Example:
+    """Two sentences and their label, as MultiNLI, XNLI and PAWS-X have them on the hub."""
+    if "premise" in row:
+        texts = row["premise"], row["hypothesis"]
+        label = NLI[row["label"]] if row["label"] >= 0 else None
+    else:
+        texts = row["sentence1"], row["sentence2"]
+        label = row["gold_label"] if "gold_label" in row else row["label"]
+    return Example(name, texts, label or None)
 
 
 def applications(split: str) -> dict[str, list[Example]]:
@@ -366,11 +339,11 @@ def applications(split: str) -> dict[str, list[Example]]:
     Split as the corpus `catalogs` is: nothing that is scored was seen in pre-training on that.
     """
     application_of = {}  # English text -> its application
-    for path in sorted(catalog_files(None)):
+    for path in sorted(django_catalogs()):
         for _, english, _ in read_catalog(path):
             application_of.setdefault(english, path.parents[3].name)
     sizes = Counter(application_of.values())
-    rows = messages()
+    rows = django_messages()
     rows += {("en", english, english, own) for _, english, _, own in rows}  # English translates itself
     examples = {}
     for language, english, message, own in sorted(rows):

@@ -1,7 +1,9 @@
 """What the tests of the training scripts share: running one as a user does, and looking at what it leaves behind."""
 
 import gc
+import gzip
 import json
+import lzma
 import os
 import re
 import struct
@@ -56,6 +58,17 @@ def values_and_gradients(outputs, inputs) -> tuple:
         arrow = torch.randn(y.shape, generator=rng, dtype=torch.float64)
         loss = loss + (y.double() * arrow).sum()
     return *outputs, *torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)
+
+
+def write_files(folder: Path, files: dict[str, str | bytes]) -> Path:
+    """The folder with these files in it, compressed where their names say so."""
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(content, str):
+            content = {".gz": gzip.compress, ".xz": lzma.compress}.get(path.suffix.lower(), bytes)(content.encode())
+        path.write_bytes(content)
+    return folder
 
 
 def words(options: dict) -> list[str]:

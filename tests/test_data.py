@@ -3,13 +3,12 @@
 import gettext
 import gzip
 import json
-import lzma
-import os
 import shutil
 import signal
 import struct
 import subprocess
 import sys
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -18,16 +17,15 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 from filelock import FileLock
+from helpers import write_files
 
-from data import corpora, docstrings, files, tokenizers
+from data import corpora, docstrings, messages, tokenizers
 from data import folder as prepared
 from data import prepare as preparing
-from data.batches import TokenData
-from data.files import SPLITS, read_catalog, read_documents, read_lines, split_of
+from data.files import SPLITS, read_catalog, read_documents, source_files, split_of
 from data.prepare import prepare, ready
-from data.tokenizers import XLMR, SentencePiece, load_tokenizer, train_sentencepiece
+from data.tokenizers import XLMR, load_tokenizer, train_sentencepiece
 
 ROOT = Path(__file__).parent.parent
 OWN_CODE = [path.read_text() for path in sorted((ROOT / "data").glob("*.py"))]
@@ -49,6 +47,11 @@ def refusal(name: str, *arguments, **options) -> str:
 
 def meta_of(folder: Path) -> dict:
     return json.loads((folder / "meta.json").read_text())
+
+
+def texts_of(folder: Path) -> list[str]:
+    """What the corpus `text` reads from a folder."""
+    return sorted(text for _, text in corpora.text(folder))
 
 
 @pytest.fixture(scope="session")
@@ -92,113 +95,70 @@ def hub(monkeypatch) -> FakeHub:
     return hub
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Files
+
+
 def test_text_files_of_every_kind(tmp_path):
-    (tmp_path / "a.md").write_text("one\nmore of one\n\n \n\ntwo\n")
-    (tmp_path / "b.jsonl").write_text('{"text": "three\\n\\nstill three"}\n\n{"id": 4, "text": "four"}\n')
-    with gzip.open(tmp_path / "c.jsonl.gz", "wt") as file:
-        file.write('{"text": "five"}\n')
-    with lzma.open(tmp_path / "d.txt.xz", "wt") as file:
-        file.write("six\n")
-    (tmp_path / "e.json").write_text('{"text": "seven", "url": "x"}\n')
-    documents = sorted(text for _, text in corpora.text(tmp_path))
-    assert documents == sorted(["one\nmore of one", "two", "three\n\nstill three", "four", "five", "six", "seven"])
+    files = {"a.md": "one\nmore of one\n\n \n\ntwo\n", "b.txt.xz": "\ufeffthree\nf\ufeffour\n", "c": "five\n"}
+    rows = {"d.jsonl": "6\n\n6", "e.json": "7", "f.ndjson": "8", "g.JSONL": "9"}
+    rows |= {"c4-en.00000-of-00512.json.gz": "10", "h.JSON.GZ": "11", "i": "12", "j.txt": "13"}
+    for name, text in rows.items():
+        files[name] = "\n" + json.dumps({"text": text, "url": "x"}) + "\n"
+    write_files(tmp_path, files)
+    assert texts_of(tmp_path) == sorted(["one\nmore of one", "two", "three", "f\ufeffour", "five", *rows.values()])
+    del files["c"], files["i"], files["a.md"]
+    assert sorted(corpora.language_files(tmp_path)) == ["b", "d", "e", "en", "f", "g", "h", "j"]
 
 
 def test_parquet(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     write_table = pytest.importorskip("pyarrow.parquet").write_table
-    write_table(pyarrow.table({"text": ["one", "", "two"]}), tmp_path / "a.parquet")
+    write_table(pyarrow.table({"text": ["one", None, "two"]}), tmp_path / "a.parquet")
     assert list(read_documents(tmp_path / "a.parquet")) == ["one", "", "two"]
     write_table(pyarrow.table({"words": ["one"]}), tmp_path / "b.parquet")
-    (tmp_path / "c.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:-9])
-    for name, line in {"b": "has no 'text' column", "c": "cannot be read"}.items():
+    write_table(pyarrow.table({"text": [["one"]]}), tmp_path / "c.parquet")
+    (tmp_path / "d.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:-9])
+    for name, line in {"b": "has no column 'text'", "c": "has no column 'text' of strings", "d": "cannot be"}.items():
         with pytest.raises(ValueError, match=rf"{name}\.parquet {line}"):
             list(read_documents(tmp_path / f"{name}.parquet"))
 
 
-def test_splits_named_by_files(tmp_path):
-    for name in ("train-0001.txt", "my.validation.txt", "test/a.txt", "README.md"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(name)
-    expected = [("valid", "my.validation.txt"), ("test", "test/a.txt"), ("train", "train-0001.txt")]
-    assert list(corpora.text(tmp_path)) == expected
-
-
-def test_a_mark_of_utf8_is_no_text(tmp_path):
-    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone\ntw\xef\xbb\xbfo\n")
-    assert list(read_lines(tmp_path / "a.txt")) == ["one\n", "tw\ufeffo\n"]
-    (tmp_path / "empty.txt").write_bytes(b"\xef\xbb\xbf")
-    assert list(read_documents(tmp_path / "empty.txt")) == []
-    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "one"}')
-    assert list(read_documents(tmp_path / "a.jsonl")) == ["one"]
-
-
-def test_texts_that_two_splits_have_are_counted(tmp_path, capsys):
-    for name, text in {"train": "a\nb\nc\nb\n", "valid": "b\nd\n", "test": "c\n"}.items():
-        (tmp_path / f"{name}.txt").write_text(text)
-    assert len(list(corpora.text(tmp_path))) == 7  # none is left out
-    assert capsys.readouterr().err == "warning: 3 training texts stand in valid or test, too\n"
-    (tmp_path / "train.txt").write_text("a\na\n")
+def test_splits_named_by_files_and_texts_that_two_of_them_have(tmp_path, capsys):
+    texts = {"train-0001.txt": "a\nb\nc\nb\n", "my.validation.txt": "b\nd\n", "test/a.txt": "c\n", "other.txt": "e"}
+    write_files(tmp_path, texts)
+    expected = [("valid", "b"), ("valid", "d"), ("test", "c"), *(("train", text) for text in "abcb")]
+    assert list(corpora.text(tmp_path)) == expected  # none is left out
+    assert "warning: 3 training texts stand in valid or test, too\n" in capsys.readouterr().err
+    write_files(tmp_path, {"train-0001.txt": "a\na\n"})
     list(corpora.text(tmp_path))
-    assert not capsys.readouterr().err
-
-
-@pytest.mark.parametrize("line", ["{", "[1]", '{"text": 3}', '{"words": "a"}', "[" * 100_000])
-def test_bad_jsonl_names_file_and_line(tmp_path, line):
-    (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n' + line)
-    with pytest.raises(ValueError, match=r"a\.jsonl, line 2"):
-        list(corpora.text(tmp_path))
+    assert "warning" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     "lines, blanks, documents",
-    [(3, [], 3), (3, [1], 2), (1, [], 1), (1200, [], 1200), (1200, [5], 1200), (1200, [1100], 1200)]
+    [(3, [], 3), (3, [1], 2), (1, [], 1), (1200, [5], 1200), (1200, [1100], 1200)]
     + [(1200, range(0, 1200, 300), 1200), (1200, range(20, 1200, 20), 60)],
 )
 def test_documents_are_lines_but_where_blank_lines_are_regular(tmp_path, lines, blanks, documents):
     text = [f"line {i}\n" for i in range(lines)]
     for place in reversed(blanks):
         text.insert(place, " \n\n")
-    (tmp_path / "a.txt").write_text("".join(text))
+    write_files(tmp_path, {"a.txt": "".join(text)})
     found = list(read_documents(tmp_path / "a.txt"))
     assert len(found) == documents and "\n".join(found).split() == "".join(text).split()
 
 
-def test_no_document_is_longer_than_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "LONGEST_BLOCK", 50)
-    monkeypatch.setattr(files, "LONGEST_LINE", 99)
-    (tmp_path / "a.txt").write_text("a\n\n" + "twenty characters ..\n" * 9)
-    assert list(map(len, read_documents(tmp_path / "a.txt"))) == [1, 62, 62, 62]
-    (tmp_path / "b.txt").write_text("x" * 100)
-    with pytest.raises(ValueError, match=r"b\.txt has a line of 99 bytes or more, at byte 0"):
-        list(read_documents(tmp_path / "b.txt"))
-
-
-@pytest.mark.parametrize("name", ["a.json", "a.ndjson", "a.JSONL", "c4-en.00000-of-00512.json.gz", "a.JSON.GZ", "a"])
-def test_json_lines_are_known_whatever_the_name(tmp_path, name):
-    pack = gzip.compress if name.lower().endswith("gz") else bytes
-    (tmp_path / name).write_bytes(pack(b'\n{"text": "one", "url": "x"}\n{"text": "two"}\n'))
-    assert [text for _, text in corpora.text(tmp_path)] == ["one", "two"]
-    if "." in name:
-        assert list(corpora.language_files(tmp_path)) == [name[3:5] if "c4" in name else "a"]
-
-
 def test_what_is_read_is_data_once_and_what_is_not_is_said(tmp_path, capsys):
     inside, elsewhere = tmp_path / "in", tmp_path / "elsewhere"
-    for name in ("in/.git/config", "in/.ipynb_checkpoints/a-checkpoint.txt", "in/deep/a.txt", "elsewhere/b.txt"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(name)
-    for name in ("README.md", "LICENSE", "photo.JPG", "weights.safetensors"):
-        (inside / name).write_text("no text")
-    links = {"first": elsewhere, "second": elsewhere, "deep/parent": inside, "gone": tmp_path / "gone"}
-    links |= {"loop": inside / "loop", "again.txt": inside / "deep" / "a.txt"}
-    for name, to in links.items():
+    names = ("in/.git/config", "in/.hidden.txt", "in/deep/a.txt", "in/README.md", "in/photo.JPG", "elsewhere/b.txt")
+    write_files(tmp_path, {name: name for name in names})
+    for name, to in {"first": elsewhere, "second": elsewhere, "deep/parent": inside, "loop": inside / "loop"}.items():
         (inside / name).symlink_to(to)
-    assert sorted(text for _, text in corpora.text(inside)) == ["elsewhere/b.txt", "in/deep/a.txt"]
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and said.startswith(f"not read in {inside}: ")
-    for part in ("2 hidden (.git)", "2 no file (gone)", "3 there twice (", "4 no data (LICENSE)"):
-        assert part in said
+    (inside / "loop").unlink()
+    assert texts_of(inside) == ["elsewhere/b.txt", "in/deep/a.txt"]
+    assert f"not read in {inside}: 2 files (README.md, photo.JPG)\n" in capsys.readouterr().err
+    assert source_files(inside / "README.md") == [inside / "README.md"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -222,7 +182,7 @@ class A:
 
 
 def test_prose_of_definitions_and_of_compiled_functions(tmp_path):
-    (tmp_path / "a.py").write_text(PYTHON)
+    write_files(tmp_path, {"a.py": PYTHON, "b.py": "def broken(:\n"})
     assert docstrings.paragraphs(tmp_path / "a.py") == [
         "A module that documents many things.",
         "The absolute value of {input}. And a longer tail.",
@@ -230,37 +190,27 @@ def test_prose_of_definitions_and_of_compiled_functions(tmp_path):
         'The "if" statement is used for conditional execution.',
         "Indented text of a method, over two lines.",
     ]
-    (tmp_path / "b.py").write_text("def broken(:\n")
     assert docstrings.paragraphs(tmp_path / "b.py") == []
 
 
-PROSE = [  # a docstring, and its paragraphs
-    ("Returns what :py:class:`the class <a.B>` makes of it.", ["Returns what the class makes of it."]),
-    ("This ``list`` is **never** sorted, even *rather* long.", ["This list is never sorted, even rather long."]),
-    ("It all stands in `the manual <https://a.org>`_ too.", ["It all stands in the manual too."]),
-    ("The area is one side * the other * a square.", ["The area is one side * the other * a square."]),
-    (
-        "- The first of two points.\n\n2. The second of two points.",
-        ["The first of two points.", "The second of two points."],
-    ),
-    (
-        "A sentence that goes\n    over two lines.\n\n>>> Print the words of it.",
-        ["A sentence that goes over two lines."],
-    ),
-    ("Args:\n    value: What is given to it.\n\nReturns: What it makes of it.", ["What it makes of it."]),
-    (
-        "Notes\n-----\nX, Y : array_like\n    Values to be sorted.\n\nThe order of them stays.",
-        ["The order of them stays."],
-    ),
-    ("Add(input, other, *, alpha=1) -> Tensor\n\nY = X W^T + b, Z = (Y - mu) / sigma.", []),
-    ("One two three four 5.\n\nOne two three 4 5.", ["One two three four 5."]),
-    ("without a capital it is none.\n\nAnd without a mark neither\n\nToo few words here.", []),
-]
+PROSE = {  # a docstring -> its paragraphs
+    "Returns what :py:class:`the class <a.B>` makes of it.": ["Returns what the class makes of it."],
+    "This ``list`` is **never** sorted, even *rather* long.": ["This list is never sorted, even rather long."],
+    "It all stands in `the manual <https://a.org>`_ too.": ["It all stands in the manual too."],
+    "The area is one side * the other * a square.": ["The area is one side * the other * a square."],
+    "- The first of the two.\n\n2. The second of the two.": ["The first of the two.", "The second of the two."],
+    "A sentence that goes\n    over two lines.\n\n>>> Print the words.": ["A sentence that goes over two lines."],
+    "Args:\n    value: What is given to it.\n\nReturns: What it makes of it.": ["What it makes of it."],
+    "Notes\n-----\nX, Y : array_like\n    Values to sort.\n\nThe order of them stays.": ["The order of them stays."],
+    "Add(input, other, *, alpha=1) -> Tensor\n\nY = X W^T + b, Z = (Y - mu) / sigma.": [],
+    "One two three four 5.\n\nOne two three 4 5.": ["One two three four 5."],
+    "without a capital it is none.\n\nAnd without a mark neither\n\nToo few words here.": [],
+}
 
 
-@pytest.mark.parametrize("text, expected", PROSE)
-def test_prose_is_whole_sentences_without_markup(text, expected):
-    assert list(docstrings.prose(text)) == expected
+@pytest.mark.parametrize("text", PROSE)
+def test_prose_is_whole_sentences_without_markup(text):
+    assert list(docstrings.prose(text)) == PROSE[text]
 
 
 def test_pydocs_keeps_a_paragraph_once(tmp_path):
@@ -276,33 +226,38 @@ def test_pydocs_keeps_a_paragraph_once(tmp_path):
     assert {split for split, _ in documents} > {"train"}
 
 
-def test_articles_are_cut_at_top_level_headings(tmp_path):
+def test_articles_of_wikitext_are_cut_at_top_level_headings(tmp_path, hub, monkeypatch):
     blank = " \n"
-    first = [" = One = \n", blank, " Text with x = y = z . \n", " = not a heading = \n", blank]
-    first += [" = = Section = = \n", blank]
-    second = [" = Two @-@ fold = \n", blank, " More text . \n"]
-    for split in ("valid", "test"):
-        (tmp_path / f"wiki.{split}.raw").write_text("".join([blank, *first, *second]))
-    with gzip.open(tmp_path / "wiki.train.tokens.gz", "wt") as file:
-        file.write("".join(second))
-    documents = list(corpora.wikitext103(tmp_path))
-    assert [split for split, _ in documents] == ["valid", "valid", "test", "test", "train"]
-    assert documents[0][1] == blank + "".join(first) and documents[1][1] == documents[4][1] == "".join(second)
-
-
-def test_the_hub_gives_what_local_files_give(tmp_path, hub, monkeypatch):
-    lines = [" \n", " = One = \n", " \n", " Text . \n", " \n", " = Two = \n", " \n", " Text . \n"]
-    for split in SPLITS:
-        (tmp_path / f"wiki.{split}.raw").write_text("".join(lines))
+    one = [" = One = \n", blank, " Text with x = y = z . \n", " = no heading = \n", blank, " = = Part = = \n", blank]
+    two = [" = Two @-@ fold = \n", blank, " More text . \n"]
+    lines = [blank, *one, *two]
+    write_files(tmp_path, {f"wiki.{split}.raw": "".join(lines) for split in ("valid", "test")})
+    write_files(tmp_path, {"wiki.train.tokens.gz": "".join(lines)})
+    articles = [blank + "".join(one), "".join(two)]
+    expected = [(split, article) for split in ("valid", "test", "train") for article in articles]
+    assert list(corpora.wikitext103(tmp_path)) == expected
     rows = [line if line.strip() else "" for line in lines]  # as the hub has them
     hub.rows = {("wikitext-103-raw-v1", split): rows for split in ("train", "validation", "test")}
-    assert list(corpora.wikitext103()) == list(corpora.wikitext103(tmp_path))
-    with pytest.raises(OSError, match="no route") as error:
+    assert list(corpora.wikitext103()) == expected
+    with pytest.raises(OSError, match=r"no route\)[^\n]*--source[^\n]*$"):
         list(corpora.openwebtext())
-    assert "\n" not in str(error.value) and "--source" in str(error.value)
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(OSError, match="pip install datasets"):
         list(corpora.openwebtext())
+
+
+def test_wikipedia_is_split_by_article(tmp_path, monkeypatch):
+    train = "\n\n".join(f"= {n} =\nThe article number {n}.\nMore." for n in range(300))
+    write_files(tmp_path, {"train.txt": train, "valid.txt": "= A =\nOne\n\n= B =\nTwo\n\n= C =\nThree\n"})
+    learn = partial(train_sentencepiece, vocab_size=300)
+    monkeypatch.setattr(preparing, "train_sentencepiece", lambda texts, kind: learn(list(texts), kind=kind))
+    folder = prepare("enwiki", tmp_path, out=tmp_path / "out")
+    assert len(documents_of(folder, "train")) == 300 and documents_of(folder, "test") == ["= B =\nTwo"]
+    assert documents_of(folder, "valid") == ["= A =\nOne", "= C =\nThree"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Django's catalogs
 
 
 def write_mo(path: Path, texts: dict[str, str]) -> Path:
@@ -342,13 +297,8 @@ def test_a_catalog_holds_what_gettext_reads(tmp_path):
         ("Save", "Save", reader.gettext("Save")),
         ("ſ", "ſ", reader.gettext("ſ")),
     ]
-
-
-def test_damaged_catalogs(tmp_path):
-    path = write_mo(tmp_path / "a.mo", CATALOG)
     whole = path.read_bytes()
-    latin = whole.replace("ß".encode(), b"\xdf ")
-    for content in (whole[:-1], whole[:40], whole[:36], whole[:10], b"", b"MO" + whole[2:], latin):
+    for content in (whole[:40], b"", whole.replace("ß".encode(), b"\xdf ")):
         path.write_bytes(content)
         with pytest.raises(ValueError, match=r"^.*a\.mo is damaged.*$"):
             list(read_catalog(path))
@@ -357,14 +307,14 @@ def test_damaged_catalogs(tmp_path):
 @pytest.fixture
 def django(tmp_path, monkeypatch) -> Path:
     """A folder in Django's place, and languages of any size."""
-    monkeypatch.setattr(corpora, "MIN_MESSAGES", 1)
+    monkeypatch.setattr(messages, "MIN_MESSAGES", 1)
     spec = SimpleNamespace(submodule_search_locations=[str(tmp_path / "django")])
     monkeypatch.setattr("importlib.util.find_spec", lambda name: spec if name == "django" else None)
     monkeypatch.setattr("importlib.metadata.version", lambda name: "0")
     return tmp_path / "django" / "conf" / "locale"
 
 
-def test_messages_are_sorted_split_by_english_and_never_leak(django, tmp_path):
+def test_messages_are_sorted_split_by_english_and_never_leak(django):
     english = {split: [] for split in SPLITS}
     for i in range(200):
         english[split_of(f"message {i}", valid=0.05, test=0.05)].append(f"message {i}")
@@ -377,34 +327,31 @@ def test_messages_are_sorted_split_by_english_and_never_leak(django, tmp_path):
     write_mo(django / "de" / "LC_MESSAGES" / "b.mo", {other[0]: f"de {other[0]}", plural: "allein"})
     write_mo(django / "en" / "LC_MESSAGES" / "a.mo", {"menu.title": "Title"})
     write_mo(django / "en_GB" / "LC_MESSAGES" / "a.mo", {other[0]: other[0]})
-    write_mo(tmp_path / "more" / "deep" / "er" / "sw" / "LC_MESSAGES" / "x.mo", {held_out[0]: "moja"})
-    expected = [
-        ("de", held_out[0], f"de {held_out[0]}", "valid"),
-        ("de", other[0], f"de {other[0]}", "train"),
-        ("de", single, "eins", "valid"),
-        ("de", plural, "viele", "valid"),
-        ("de", plural, "allein", "valid"),
-        ("en_GB", other[0], other[0], "train"),
-    ]
-    assert corpora.messages() == sorted(expected)
-    assert corpora.messages(tmp_path / "more") == sorted([*expected, ("sw", held_out[0], "moja", "valid")])
-    documents = corpora.catalogs(tmp_path / "more")
-    assert sorted(documents) == ["de", "en", "en_GB", "sw"] and documents["sw"] == [("valid", "moja")]
+    assert messages.django_messages() == sorted(
+        [
+            ("de", held_out[0], f"de {held_out[0]}", "valid"),
+            ("de", other[0], f"de {other[0]}", "train"),
+            ("de", single, "eins", "valid"),
+            ("de", plural, "viele", "valid"),
+            ("de", plural, "allein", "valid"),
+            ("en_GB", other[0], other[0], "train"),
+        ]
+    )
+    documents = corpora.catalogs()
+    assert sorted(documents) == ["de", "en", "en_GB"] and documents["en_GB"] == [("train", other[0])]
     valid = {("valid", text) for text in (held_out[0], single, plural)}
     assert len(documents["en"]) == 4 and set(documents["en"]) == {("train", other[0])} | valid
-    with pytest.raises(FileNotFoundError, match=r"no LANGUAGE/LC_MESSAGES/\*\.mo under"):
-        corpora.messages(tmp_path / "more" / "deep" / "er" / "sw" / "LC_MESSAGES")
 
 
 def test_a_language_of_few_messages_is_left_out(django, monkeypatch):
-    monkeypatch.setattr(corpora, "MIN_MESSAGES", 3)
+    monkeypatch.setattr(messages, "MIN_MESSAGES", 3)
     for language, count in (("af", 2), ("be", 3)):
         texts = {f"{i}": f"{language} {i}" for i in range(count)}
         write_mo(django / language / "LC_MESSAGES" / "a.mo", texts)
-    assert {language for language, *_ in corpora.messages()} == {"be"}
+    assert {language for language, *_ in messages.django_messages()} == {"be"}
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ImportError, match="pip install django"):
-        corpora.messages()
+        messages.django_messages()
 
 
 def test_catalogs_train_one_tokenizer_on_the_training_text_of_all_languages(django, tmp_path, monkeypatch):
@@ -443,8 +390,7 @@ def paragraphs() -> list[str]:
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory, model, paragraphs) -> Path:
     """A prepared corpus, never written to by a test."""
-    base = tmp_path_factory.mktemp("corpus")
-    (base / "mine.txt").write_text("\n\n".join(paragraphs))
+    base = write_files(tmp_path_factory.mktemp("corpus"), {"mine.txt": "\n\n".join(paragraphs)})
     return prepare("text", source=base / "mine.txt", tokenizer=model, out=base / "prepared")
 
 
@@ -472,50 +418,24 @@ def test_prepared_text_is_the_text(folder, paragraphs):
 
 def test_the_checksum_is_of_the_data_not_of_its_place(folder, paragraphs, model, tmp_path):
     for name, texts in {"same": paragraphs, "other": paragraphs[:-1]}.items():
-        (tmp_path / f"{name}.txt").write_text("\n\n".join(texts))
+        write_files(tmp_path, {f"{name}.txt": "\n\n".join(texts)})
         found = prepare("text", tmp_path / f"{name}.txt", model, out=tmp_path / name)
         assert (meta_of(found)["checksum"] == meta_of(folder)["checksum"]) == (name == "same")
 
 
-def test_a_file_is_hashed_once_and_again_where_it_has_changed(folder, model, tmp_path, monkeypatch):
-    copy, hashed = Path(shutil.copytree(folder, tmp_path / "copy")), []
-    monkeypatch.setattr(prepared, "sha256", lambda path: hashed.append(path.name) or preparing.sha256(path))
-    for _ in range(2):
-        data = TokenData(copy, 16, 64)
-    assert sorted(hashed) == ["test.bin", "tokenizer.model", "train.bin", "valid.bin"]
-    assert {path.name for path in copy.iterdir()} == {path.name for path in folder.iterdir()}
-    (copy / "xlmr.model").write_bytes(b"laid beside the corpus's own tokenizer")
-    assert data.tokenizer.sha256 == meta_of(copy)["tokenizer"]["sha256"]
-    batch = data.batch("train", 0)
-    os.utime(copy / "train.bin", (1, 1))
-    assert all(map(torch.equal, batch, data.batch("train", 0))) and hashed[4:] == ["train.bin"]
-    with (copy / "train.bin").open("r+b") as file:  # while it is read
-        file.write(b"other")
-    with pytest.raises(SystemExit, match=r"^error: .*train\.bin has changed since it was written"):  # ends a training
-        data.batch("train", 1)
-    (tmp_path / ".copy.checked").write_bytes(b"\xff" * 9)
-    with pytest.raises(ValueError, match=r"train\.bin has changed since it was written"):
-        TokenData(copy, 16, 64)
-
-
-def test_a_long_document_is_whole(tmp_path, spm, monkeypatch):
+def test_long_documents_are_whole_and_lone_surrogates_stop_nothing(tmp_path, spm, monkeypatch):
     monkeypatch.setattr(tokenizers, "PART", 100)
     text = "def return self " * 50
-    for split in SPLITS:
-        (tmp_path / f"{split}.jsonl").write_text(json.dumps({"text": text}))
+    rows = json.dumps({"text": text}) + '\n{"text": "half \\ud800 of a pair"}'
+    write_files(tmp_path, {f"{split}.jsonl": rows for split in SPLITS})
     folder = prepare("text", tmp_path, spm, out=tmp_path / "out")
-    assert documents_of(folder, "train") == [text.strip()] and meta_of(folder)["splits"]["train"]["words"] == 150
-
-
-def test_lone_surrogates_do_not_stop_a_preparation(tmp_path, model):
-    for split in SPLITS:
-        (tmp_path / f"{split}.jsonl").write_text('{"text": "half \\ud800 of a pair"}')
-    assert documents_of(prepare("text", tmp_path, model, out=tmp_path / "out"), "train") == ["half ? of a pair"]
+    assert documents_of(folder, "train") == [text.strip(), "half ? of a pair"]
+    assert meta_of(folder)["splits"]["train"]["words"] == 155
 
 
 def test_what_is_there_is_never_replaced(folder, tmp_path, model):
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    (tmp_path / "thesis.txt").write_text("precious")
+    write_files(tmp_path, {"thesis.txt": "precious"})
     for out in (folder, tmp_path):
         line = refusal("text", source=tmp_path / "thesis.txt", tokenizer=model, out=out)
         assert line == f"--out {out} is not empty: remove what is there, or give another folder"
@@ -524,51 +444,39 @@ def test_what_is_there_is_never_replaced(folder, tmp_path, model):
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
-def test_wikipedia_is_split_by_article(tmp_path, monkeypatch):
-    (tmp_path / "train.txt").write_text("\n\n".join(f"= {n} =\nThe article number {n}.\nMore." for n in range(300)))
-    (tmp_path / "valid.txt").write_text("= A =\nOne\n\n= B =\nTwo\n\n= C =\nThree\n")
-    train = partial(train_sentencepiece, vocab_size=300)
-    monkeypatch.setattr(preparing, "train_sentencepiece", lambda texts, kind: train(list(texts), kind=kind))
-    folder = prepare("enwiki", tmp_path, out=tmp_path / "out")
-    assert len(documents_of(folder, "train")) == 300 and documents_of(folder, "test") == ["= B =\nTwo"]
-    assert documents_of(folder, "valid") == ["= A =\nOne", "= C =\nThree"]
+def command(*arguments, **options) -> subprocess.CompletedProcess:
+    words = [sys.executable, *map(str, arguments)]
+    return subprocess.run(words, **dict(cwd=ROOT, capture_output=True, text=True, check=False) | options)
 
 
 def test_the_command_writes_and_reports_or_refuses(tmp_path, model, paragraphs):
-    def command(*arguments) -> subprocess.CompletedProcess:
-        words = [sys.executable, "-m", "data.prepare", *map(str, arguments)]
-        return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
-
-    (tmp_path / "mine.txt").write_text("\n\n".join(paragraphs))
-    out = tmp_path / "out"
-    done = command("text", "--source", tmp_path / "mine.txt", "--tokenizer", model, "--out", out)
-    assert done.stderr == "600 documents: the blocks between blank lines of mine.txt\n"
+    write_files(tmp_path, {"mine.txt": "\n\n".join(paragraphs)})
+    out, prepare_text = tmp_path / "out", ("-m", "data.prepare", "text")
+    done = command(*prepare_text, "--source", tmp_path / "mine.txt", "--tokenizer", model, "--out", out)
+    assert done.stderr == f"{tmp_path}: every block between blank lines is a document\n"
     counts = [f"{meta_of(out)['splits'][split]['tokens']:,}" for split in SPLITS]
     assert done.stdout == f"{out}: {' / '.join(counts)} tokens (train / valid / test)\n"
-    done = command("text", "--source", tmp_path / "absent")
+    done = command(*prepare_text, "--source", tmp_path / "absent")
     assert done.returncode == 1 and done.stderr == f"error: --source {tmp_path / 'absent'} does not exist\n"
-    file = [sys.executable, ROOT / "data" / "prepare.py", "text"]  # not as a module, and elsewhere
-    done = subprocess.run(file, cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = command(ROOT / "data" / "prepare.py", "text", cwd=tmp_path)  # not as a module, and elsewhere
     assert done.stderr == "error: corpus 'text' needs --source FILE or DIR\n"
-    done = command("text", "--sourse", "x")
+    done = command(*prepare_text, "--sourse", "x")
     assert done.returncode == 2 and "--sourse" in done.stderr
 
 
 OPTIONS = {  # corpus, options -> what is said. Their source, where it is none, is a folder with pairs
-    "pydoc": ({}, "unknown corpus 'pydoc'; there are pydocs, prose, wikitext103, "),
-    "text": ({"source": None}, "corpus 'text' needs --source"),
+    "pydoc": ({}, "unknown corpus 'pydoc'; there are pydocs, wikitext103, "),
     "wmt23-uk": ({"source": None}, "corpus 'wmt23-uk' needs --source"),
+    "catalogs-en": ({}, "corpus 'catalogs-en' is read from installed packages: leave out --source"),
     "enwiki": ({"source": Path("absent")}, "--source absent does not exist"),
-    "wikitext103": ({"max_tokens": 0}, "max_tokens must be positive, not 0"),
+    "wikitext103": ({"max_tokens": 0}, "--max_tokens and --pieces must be positive"),
     "pydocs": ({"languages": "en"}, "--languages is for"),
     "cc100": ({"source": None}, "needs --tokenizer PATH: a SentencePiece model such as XLM-R's"),
     "opus100": ({}, "needs --tokenizer PATH: a SentencePiece model such as XLM-R's; or, for pairs, --pieces N"),
-    "catalogs": ({"pieces": 400}, "--pieces is for translation pairs"),
+    "catalogs": ({"source": None, "pieces": 400}, "--pieces is for translation pairs"),
     "wmt10": ({"pieces": 400, "tokenizer": Path("x")}, "--pieces is for translation pairs (bitext, wmt10, ...), with"),
-    "bitext": ({"pieces": 0}, "pieces must be positive, not 0"),
     "multi30k-de": ({}, "no val.de (plain, .gz or .xz) in "),
     "wmt23-de": ({"pieces": 90_000}, "no vocabulary of 90,000 pieces from this text: Vocabulary size too high"),
-    "wmt23-zh": ({"pieces": 260}, "no vocabulary of 260 pieces from this text: Vocabulary size is smaller than"),
     "wmt23-ru": ({"languages": "de-en,ru-en"}, "no language 'ru-en'; there are de-en"),
 }
 
@@ -581,105 +489,94 @@ def test_bad_options_are_one_line(name, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-THREE, FIVE, GOOD = b"a\n" * 3, b"a\n" * 4 + b"a", "\n\n".join(lines_of("de", 500)).encode()
-[HELD_OUT, *_] = [text.encode() for text in lines_of("x", 500) if split_of(text, 0.01, 0.01) == "valid"]
+THREE, FIVE, GOOD = "a\n" * 3, "a\n" * 4 + "a", "\n\n".join(lines_of("de", 500))
+[HELD_OUT, *_] = [text for text in lines_of("x", 500) if split_of(text, 0.01, 0.01) == "valid"]
 BAD = [  # corpus, files, what is said
     ("text", {}, "split 'train' is empty"),
     ("text", {"a.txt": "déjà vu\n".encode() + b"caf\xe9\n"}, "a.txt is not UTF-8: byte 13"),
-    ("text", {"a.txt": b"a single document"}, "'valid' is empty"),
-    ("text", {"a.txt": "one\ntwo".encode("utf-16-le")}, "a.txt is not UTF-8 text: byte 1 is NUL, as in UTF-16"),
-    ("text", {"a.txt": b"one\ntwo\0"}, "a.txt is not UTF-8 text: byte 7 is NUL"),
-    ("text", {"a.csv.gz": gzip.compress(b"id,text\n1,one\n")}, "a.csv.gz is not read: give its text as "),
+    ("text", {"a.txt": "a single document"}, "'valid' is empty"),
+    ("text", {"a.csv.gz": "id,text\n1,one\n"}, "a.csv.gz is not read: give its text as "),
     ("text", {"a.jsonl.zst": b"\x28\xb5\x2f\xfd"}, "a.jsonl.zst is not read: give its text as "),
-    ("text", {"a.json": b'[{"text": "one"}, {"text": "two"}]'}, "a.json, line 1: no JSON object"),
+    ("text", {"a.json": '[{"text": "one"}, {"text": "two"}]'}, "a.json, line 1: no JSON object"),
+    ("text", {"a.jsonl": '{"text": "fine"}\n{"text": 3}'}, "a.jsonl, line 2: no JSON object with a string named"),
+    ("text", {"a.jsonl": '{"text": "fine"}\n' + "[" * 100_000}, "a.jsonl, line 2: no JSON object"),
     ("text", {"a.txt.gz": gzip.compress(b"text " * 999)[:-9]}, "a.txt.gz is damaged"),
-    ("cc100", {"NOTES.md": b"no language"}, "holds no LANGUAGE.txt"),
-    ("cc100", {"de.txt": GOOD, "sw.txt": b" \n\n"}, "'sw'"),
+    ("cc100", {"NOTES.md": "no language"}, "holds no LANGUAGE.txt"),
+    ("cc100", {"de.txt": GOOD, "sw.txt": " \n\n"}, "language 'sw' of "),
     ("cc100", {"de.txt": GOOD, "sw.txt": HELD_OUT}, "has no training text"),
-    ("bitext", {"NOTES.md": b"no pair"}, "holds no file such as de-en.de, beside de-en.en"),
+    ("bitext", {"NOTES.md": "no pair"}, "holds no file such as de-en.de, beside de-en.en"),
     ("bitext", {"de-en.de": THREE, "de-en.en": FIVE}, ", line 4: not two texts"),
-    ("bitext", {"de-en.de": FIVE, "de-en.en": THREE}, ", line 4: not two texts"),
-    ("bitext", {"de-en.de": b"a\n \na\n", "de-en.en": THREE}, ", line 2: not two texts"),
-    ("bitext", {"de-en.tsv": b"a\tb\none\ttwo\tthree"}, ", line 2: not two texts"),
-    ("bitext", {"de-en.de": THREE, "de-en.en": b"a\ncaf\xe9\n"}, "de-en.en is not UTF-8: byte 5"),
+    ("bitext", {"de-en.de": "a\n \na\n", "de-en.en": THREE}, ", line 2: not two texts"),
+    ("bitext", {"de-en.tsv": "a\tb\none\ttwo\tthree"}, ", line 2: not two texts"),
     ("bitext", {"de-en.de": THREE}, "no de-en.en (plain, .gz or .xz) in "),
-    ("bitext", {"de-en.de": b"a\n", "de-en.en": b"b\n"}, "split 'valid' is empty"),
-    ("bitext", {"de-en.de": b"a\n", "de-en.en": HELD_OUT}, "'de-en' of "),
+    ("bitext", {"de-en.de": "a\n", "de-en.en": "b\n"}, "split 'valid' is empty"),
 ]
 
 
 @pytest.mark.parametrize("name, contents, line", BAD)
 def test_bad_files_are_one_line(name, contents, line, spm, tmp_path):
     (tmp_path / "in").mkdir()
-    for file, content in contents.items():
-        (tmp_path / "in" / file).write_bytes(content)
+    write_files(tmp_path / "in", contents)
     assert line in refusal(name, tmp_path / "in", tokenizer=spm, out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_corpus_without_a_reader_is_told_with_its_source():
+    with pytest.raises(FileNotFoundError, match="python -m data.prepare wmt10 --source DIR"):
+        prepared.read_meta(Path("nowhere/wmt10"))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Preparations that are stopped, killed, or at work twice
 
+SLOW = """
+import sys, time
+from pathlib import Path
+from data import prepare
+from data.tokenizers import SentencePiece
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_a_preparation_after_the_batch_that_is_encoded(number, model, tmp_path, monkeypatch, capsys):
-    encode, encoded = SentencePiece.encode_short, []
+def encode(self, texts):
+    print("begun", flush=True)
+    time.sleep(600)
 
-    def interrupted(self, texts):
-        os.kill(os.getpid(), number)
-        encoded.append(encode(self, texts))
-        return encoded[-1]
+SentencePiece.encode_short = encode
+prepare.main()
+"""
 
-    (tmp_path / "a.txt").write_text("\n\n".join(f"text number {n}" for n in range(1500)))
-    monkeypatch.setattr(SentencePiece, "encode_short", interrupted)
-    monkeypatch.setattr(preparing, "stop_signals", [])
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_a_preparation_that_is_stopped_leaves_nothing_and_one_that_is_killed_no_obstacle(number, model, tmp_path):
+    write_files(tmp_path, {"a.txt": "\n\n".join(map(str, range(2000))), ".out.more.new.partial/of": "another"})
     words = ["text", "--source", tmp_path / "a.txt", "--tokenizer", model, "--out", tmp_path / "out"]
-    monkeypatch.setattr(sys, "argv", ["prepare", *map(str, words)])
-    with pytest.raises(SystemExit) as stop:
-        preparing.main()
-    assert stop.value.code == 128 + number and capsys.readouterr().err == "stopped: nothing was written\n"
-    assert len(encoded) == 1 and {path.name for path in tmp_path.iterdir()} == {"a.txt", ".out.lock"}
-    assert signal.getsignal(number) == signal.SIG_DFL  # a second one acts at once
-
-
-def test_what_a_killed_preparation_left_is_removed_by_the_next(model, tmp_path, monkeypatch):
-    (tmp_path / "a.txt").write_text("\n\n".join(map(str, range(2000))))
-    hang = "import sys, time; from pathlib import Path; from data import prepare as p\n"
-    hang += "p.write = lambda to, *_: ((to / 'train.bin').touch(), print(to, flush=True), time.sleep(600))\n"
-    hang += "p.prepare('text', *map(Path, sys.argv[1:3]), out=Path(sys.argv[3]))"
-    command = [sys.executable, "-c", hang, tmp_path / "a.txt", model, tmp_path / "out"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as killed:
-        left = Path(killed.stdout.readline().strip())
-        killed.kill()
-    assert [path.name for path in left.iterdir()] == ["train.bin"] and not (tmp_path / "out").exists()
-    other = tmp_path / ".out.more.new.partial"  # of another name
-    other.mkdir()
-    folder = prepare("text", tmp_path / "a.txt", model, out=tmp_path / "out")
-    assert not left.exists() and other.is_dir()
-    shutil.rmtree(folder)
-    monkeypatch.setattr(preparing, "stop_signals", [signal.SIGTERM])
-    with pytest.raises(KeyboardInterrupt):  # the reading of documents stops before a batch is full
-        prepare("text", tmp_path / "a.txt", model, out=folder)
-    assert not folder.exists() and not left.exists()
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with subprocess.Popen([sys.executable, "-c", SLOW, *map(str, words)], cwd=ROOT, **pipes) as process:
+        assert process.stdout.readline() == "begun\n"
+        process.send_signal(number)
+        _, said = process.communicate(timeout=20)
+    assert process.returncode == (-number if number == signal.SIGKILL else 128 + number)
+    kept = {"a.txt", ".out.lock", ".out.more.new.partial"}
+    if number == signal.SIGKILL:
+        assert (tmp_path / ".out.new.partial" / "train.bin").exists()
+    else:
+        assert said.endswith("stopped: nothing was written\n")
+        assert {path.name for path in tmp_path.iterdir()} == kept
+    prepare("text", tmp_path / "a.txt", model, out=tmp_path / "out")
+    assert {path.name for path in tmp_path.iterdir()} == kept | {"out"}
 
 
 def test_a_second_preparation_waits_for_the_first(model, tmp_path, monkeypatch):
-    (tmp_path / "a.txt").write_text("one")
+    write_files(tmp_path, {"a.txt": "one"})
     monkeypatch.setattr(preparing, "PREPARED", tmp_path)
     with ThreadPoolExecutor() as pool:
         with FileLock(tmp_path / ".pydocs.lock"):
             waiting = pool.submit(prepare, "text", tmp_path / "a.txt", model, out=tmp_path / "pydocs")
             training = pool.submit(ready, "pydocs")  # as a script does
-            with pytest.raises(TimeoutError):
-                waiting.result(timeout=0.5)
-            (tmp_path / "pydocs").mkdir()
-            (tmp_path / "pydocs" / "meta.json").touch()
+            time.sleep(0.5)
+            assert not waiting.done() and not training.done()
+            write_files(tmp_path, {"pydocs/meta.json": ""})
         with pytest.raises(ValueError, match="is not empty"):
             waiting.result()
         assert training.result() == tmp_path / "pydocs"
-    monkeypatch.setattr(preparing, "PREPARED", tmp_path / "a.txt")
-    with pytest.raises(OSError, match=r"a\.txt"):
-        ready("catalogs")
 
 
 def test_what_is_ready(tmp_path, monkeypatch, folder):
@@ -695,48 +592,33 @@ def test_what_is_ready(tmp_path, monkeypatch, folder):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Many languages, and translation pairs
+# Many languages
 
 SIZES = {"de": 500, "sw": 300, "zh-Hans": 20}
+CC100 = "https://data.statmt.org/cc-100/{}.txt.xz".format
 
 
-@pytest.fixture(scope="session")
-def source(tmp_path_factory) -> Path:
+def test_a_folder_of_languages_holds_what_cc100_streams(spm, hub, tmp_path):
     """Three languages in three formats, the last in two files."""
-    base = tmp_path_factory.mktemp("languages")
-    (base / "de.txt").write_text("\n\n".join(lines_of("de", 500)))
-    with gzip.open(base / "sw.part.jsonl.gz", "wt") as file:
-        file.writelines(json.dumps({"text": text}) + "\n" for text in lines_of("sw", 300))
-    for part in range(2):
-        (base / f"zh-Hans.{part}.txt").write_text("\n\n".join(lines_of("zh-Hans", 20)[10 * part : 10 * part + 10]))
-    (base / "README.md").write_text("no language")
-    return base
-
-
-def test_a_folder_of_languages(source, spm, tmp_path):
-    folder = prepare("cc100", source, tokenizer=spm, out=tmp_path / "out")
+    texts = {name: lines_of(name, size) for name, size in SIZES.items()}
+    files = {"de.txt": "\n\n".join(texts["de"]), "README.md": "no language"}
+    files["sw.part.jsonl.gz"] = "\n".join(json.dumps({"text": text}) for text in texts["sw"])
+    files |= {f"zh-Hans.{i}.txt": "\n\n".join(texts["zh-Hans"][10 * i : 10 * i + 10]) for i in range(2)}
+    folder = prepare("cc100", write_files(tmp_path / "in", files), tokenizer=spm, out=tmp_path / "out")
     meta = meta_of(folder)
     assert list(meta["languages"]) == sorted(SIZES) and meta["tokenizer"]["kind"] == "xlmr"
-    for language, size in SIZES.items():
+    for language in SIZES:
         expected = {split: [] for split in SPLITS}
-        for text in lines_of(language, size):
+        for text in texts[language]:
             expected[split_of(text, valid=0.01, test=0.01)].append(text)
         assert {split: documents_of(folder, split, language) for split in SPLITS} == expected
     for split in SPLITS:
         for key in ("tokens", "words", "documents", "bytes"):
             assert meta["splits"][split][key] == sum(counts[split][key] for counts in meta["languages"].values())
         assert (folder / f"{split}.bin").stat().st_size == 2 * meta["splits"][split]["tokens"]
-
-
-def test_cc100_streams_what_local_files_hold(source, spm, hub, tmp_path):
-    hub.rows = {(CC100(name), "train"): lines_of(name, size) for name, size in SIZES.items()}
+    hub.rows = {(CC100(name), "train"): own for name, own in texts.items()}
     streamed = prepare("cc100", tokenizer=spm, languages=",".join(SIZES), out=tmp_path / "hub")
-    local = prepare("cc100", source, tokenizer=spm, out=tmp_path / "local")
-    # blocks of a file end in a line feed, paragraphs do not: the tokens are the same
-    assert meta_of(streamed)["files"] == meta_of(local)["files"]
-
-
-CC100 = "https://data.statmt.org/cc-100/{}.txt.xz".format
+    assert meta_of(streamed)["files"] == meta["files"]
 
 
 def test_a_limit_ends_the_reading_of_a_language(spm, hub, tmp_path, monkeypatch):
@@ -750,7 +632,8 @@ def test_a_limit_ends_the_reading_of_a_language(spm, hub, tmp_path, monkeypatch)
         assert hub.read[CC100(name), "train"] < 4000
 
 
-PAIR_SIZES = {"de-en": 400, "en-zh-Hans": 150}
+# ---------------------------------------------------------------------------------------------------------------------
+# Translation pairs
 
 
 def pairs(name: str, count: int, split: str = "train") -> list[tuple[str, str]]:
@@ -758,20 +641,13 @@ def pairs(name: str, count: int, split: str = "train") -> list[tuple[str, str]]:
     return list(zip(*(lines_of(f"{name} {split} {side}", count) for side in sides)))
 
 
-@pytest.fixture(scope="session")
-def pair_source(tmp_path_factory) -> Path:
-    """One pair in two files, and as a table; the other as .xz. Nothing else is read."""
-    base = tmp_path_factory.mktemp("bitext")
-    both = pairs("de-en", 400)
-    (base / "de-en.a.de").write_text("".join(f"{one}\r\n" for one, _ in both[:200]))
-    with gzip.open(base / "de-en.a.en.gz", "wt") as file:
-        file.write("\n".join(two for _, two in both[:200]))
-    (base / "de-en.b.tsv").write_text("".join(f"{one}\t{two}\n" for one, two in both[200:]))
-    for side, texts in zip(("en", "zh-Hans"), zip(*pairs("en-zh-Hans", 150))):
-        with lzma.open(base / f"en-zh-Hans.{side}.xz", "wt") as file:
-            file.writelines(f"{text}\n" for text in texts)
-    (base / "README.md").write_text("no pair")
-    return base
+def write_pairs(folder: Path, name: str, sizes: dict[str, int]) -> Path:
+    """Files NAME.SPLIT.SIDE."""
+    files = {}
+    for split, count in sizes.items():
+        for side, texts in zip(name.split("-"), zip(*pairs(name, count, split))):
+            files[f"{name}.{split}.{side}"] = "".join(f"{text}\n" for text in texts)
+    return write_files(folder, files)
 
 
 def pairs_of(folder: Path, split: str, name: str) -> list[tuple[str, str]]:
@@ -785,14 +661,25 @@ def pairs_of(folder: Path, split: str, name: str) -> list[tuple[str, str]]:
     return list(zip(texts[::2], texts[1::2]))
 
 
-def test_pairs_come_back(pair_source, spm, tmp_path):
-    folder = prepare("bitext", pair_source, tokenizer=spm, out=tmp_path / "out")
+def held_out_of(folder: Path, split: str) -> list[tuple[str, str]]:
+    return [tuple(json.loads(line)) for line in (folder / f"{split}.jsonl").read_text().splitlines()]
+
+
+def test_pairs_come_back(spm, tmp_path):
+    """One pair of languages in two files, and as a table; the other as .xz."""
+    texts = {"de-en": pairs("de-en", 400), "en-zh-Hans": pairs("en-zh-Hans", 150)}
+    german, english = zip(*texts["de-en"][:200])
+    files = {"README.md": "no pair", "de-en.a.de": "\r\n".join(german), "de-en.a.en.gz": "\n".join(english)}
+    files["de-en.b.tsv"] = "".join(f"{one}\t{two}\n" for one, two in texts["de-en"][200:])
+    for side, own in zip(("en", "zh-Hans"), zip(*texts["en-zh-Hans"])):
+        files[f"en-zh-Hans.{side}.xz"] = "\n".join(own)
+    folder = prepare("bitext", write_files(tmp_path / "in", files), tokenizer=spm, out=tmp_path / "out")
     meta = meta_of(folder)
-    assert meta["kind"] == "pairs" and list(meta["languages"]) == sorted(PAIR_SIZES)
-    for name, size in PAIR_SIZES.items():
+    assert meta["kind"] == "pairs" and list(meta["languages"]) == list(texts)
+    for name in texts:
         expected = {split: [] for split in SPLITS}
-        for texts in pairs(name, size):
-            expected[split_of(texts[1], valid=0.01, test=0.01)].append(texts)
+        for pair in texts[name]:
+            expected[split_of(pair[1], valid=0.01, test=0.01)].append(pair)
         assert {split: pairs_of(folder, split, name) for split in SPLITS} == expected
     for split in SPLITS:
         tokens, index = np.fromfile(folder / f"{split}.bin", "uint16"), np.fromfile(folder / f"{split}.idx", "int64")
@@ -800,26 +687,13 @@ def test_pairs_come_back(pair_source, spm, tmp_path):
         assert (tokens == 2).sum() == len(index) - 1 == 2 * meta["splits"][split]["pairs"]
     assert not (folder / "train.jsonl").exists()
     for split in ("valid", "test"):
-        assert held_out_of(folder, split) == [pair for name in PAIR_SIZES for pair in pairs_of(folder, split, name)]
-
-
-def held_out_of(folder: Path, split: str) -> list[tuple[str, str]]:
-    return [tuple(json.loads(line)) for line in (folder / f"{split}.jsonl").read_text().splitlines()]
-
-
-def write_pairs(folder: Path, name: str, sizes: dict[str, int]):
-    """Files NAME.SPLIT.SIDE."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for split, count in sizes.items():
-        for side, texts in zip(name.split("-"), zip(*pairs(name, count, split))):
-            (folder / f"{name}.{split}.{side}").write_text("".join(f"{text}\n" for text in texts))
-
-
-def translations(name: str, rows: list[tuple]) -> list[dict]:
-    return [{"translation": dict(zip(name.split("-"), both))} for both in rows]
+        assert held_out_of(folder, split) == [pair for name in texts for pair in pairs_of(folder, split, name)]
 
 
 def test_pairs_of_the_hub_have_its_splits(spm, hub, tmp_path):
+    def translations(name: str, rows: list[tuple]) -> list[dict]:
+        return [{"translation": dict(zip(name.split("-"), both))} for both in rows]
+
     for split in ("train", "validation", "test"):
         hub.rows["de-en", split] = translations("de-en", pairs("de-en", 9, split))
     hub.rows["an-en", "train"] = translations("an-en", pairs("an-en", 9))
@@ -840,7 +714,7 @@ def test_multi30k_reads_its_own_files_or_the_hub(tmp_path, hub):
     for split, (name, theirs) in names.items():
         rows = pairs("de-en", 60, split)
         for side, lines in zip(("de", "en"), zip(*rows)):
-            (tmp_path / f"{name}.{side}").write_text("".join(f"{line}\n" for line in lines))
+            write_files(tmp_path, {f"{name}.{side}": "\n".join(lines)})
         hub.rows["bentrevett/multi30k", theirs] = [{"de": one, "en": two} for one, two in rows]
     local = prepare("multi30k-de", tmp_path, pieces=300, out=tmp_path / "local")
     streamed = prepare("multi30k-de", pieces=300, out=tmp_path / "hub")
@@ -852,7 +726,7 @@ def test_a_joint_bpe_is_trained_on_both_sides_of_the_training_pairs(tmp_path):
     sides = {"train": ("ä bär", "a bear"), "valid": ("zebra", "zebra"), "test": ("quokka", "quokka")}
     for split, both in sides.items():
         for language, text in zip(("de", "en"), both):
-            (tmp_path / f"de-en.{split}.{language}").write_text("".join(f"{text} {i}\n" for i in range(40)))
+            write_files(tmp_path, {f"de-en.{split}.{language}": "".join(f"{text} {i}\n" for i in range(40))})
     tokenizer = load_tokenizer(prepare("bitext", tmp_path, pieces=290, out=tmp_path / "out"))
     assert isinstance(tokenizer, XLMR) and tokenizer.vocab_size == 290 + XLMR.added
     pieces = {tokenizer.processor.id_to_piece(i) for i in range(290)}
@@ -860,18 +734,3 @@ def test_a_joint_bpe_is_trained_on_both_sides_of_the_training_pairs(tmp_path):
     assert {"▁bär", "▁bear"} < pieces and not any(letter in word for word in words for letter in ("z", "k"))
     # BPE, not unigram: every piece is the merge of two others
     assert all(len(x) == 1 or any(x[:i] in pieces and x[i:] in pieces for i in range(1, len(x))) for x in words)
-
-
-def test_a_folder_that_is_gone_can_still_be_read(tmp_path):
-    (tmp_path / "a.txt").write_text("\n".join(f"the line with the number {i}" for i in range(800)))
-    tokenizer = train_sentencepiece([(tmp_path / "a.txt").read_text()], 300).save(tmp_path)
-    folder = prepare("text", tmp_path / "a.txt", tokenizer, out=tmp_path / "out")
-    data = TokenData(folder, block_size=8, micro_tokens=16)
-    expected = data.batch("train", 0)
-    folder.rename(tmp_path / "elsewhere")
-    assert all(map(torch.equal, expected, data.batch("train", 0)))
-
-
-def test_a_corpus_without_a_reader_is_told_with_its_source():
-    with pytest.raises(FileNotFoundError, match="python -m data.prepare wmt10 --source DIR"):
-        prepared.read_meta(Path("nowhere/wmt10"))

@@ -117,12 +117,6 @@ def test_parts_have_the_tokens_of_the_whole(model, xlmr, gpt2_tokenizer, words):
         assert cut == whole if clean else tokenizer is xlmr or tokenizer.decode(cut[0]) == text
 
 
-def test_of_two_tokenizers_in_a_folder_none_is_taken(model, xlmr, tmp_path):
-    model.save(tmp_path), xlmr.save(tmp_path)
-    with pytest.raises(ValueError, match=r"holds tokenizer\.model and xlmr\.model: give the path of one"):
-        load_tokenizer(tmp_path)
-
-
 def test_offsets_say_where_a_token_stands(xlmr):
     text = "for number  in range(9)"
     ids, offsets = xlmr.encode_offsets(text)
