@@ -8,9 +8,9 @@ Under a line such as
     `python train_lm.py --table 1 --seeds 3` <!-- method | paper, OWT | bits/byte as here -->
 
 stands that command's table, in these columns, made of results/train_lm/RUN.json, the runs' `result.json`. Rows that
-have not been run are left out. With `<!-- bench/step: shape=encoder | impl | ms -->` the rows are those of
-bench/step.json whose shape is `encoder`, and `<!-- claims: claim | verdict -->` asks for the claims of tools/claims.py.
-All else of a page is written by hand.
+have not been run are left out. Several commands give one table, a row each. With `<!-- bench/step: shape=encoder | impl |
+ms -->` the rows are those of bench/step.json whose shape is `encoder`, and `<!-- claims: claim | verdict -->` asks for
+the claims of tools/claims.py. All else of a page is written by hand.
 """
 
 import importlib
@@ -30,9 +30,9 @@ from engine.table import Table, markdown_table, mean_cell, seeds_of
 from tools.claims import claims, pictures, read
 
 RESULTS = Path(__file__).parents[1] / "results"
-COMMAND = r"(?:`python (?P<script>[\w/]+)\.py(?P<options>[^`]*)`\s)?"
+COMMAND = r"`python ([\w/]+)\.py([^`]*)`\s"
 COLUMNS = r"<!--\s(?:(?P<file>[\w/-]+):\s)?(?P<columns>[^>]*)\s-->"
-LINE = re.compile(rf"^(?P<line>{COMMAND}{COLUMNS})\n+(?:\|.*\n)*\n*", re.M)  # with the table below it
+LINE = re.compile(rf"^(?P<line>(?:{COMMAND})*{COLUMNS})\n+(?:\|.*\n)*\n*", re.M)  # with the table below it
 
 
 def fill(page: str, folder: Path) -> str:
@@ -40,12 +40,14 @@ def fill(page: str, folder: Path) -> str:
     return LINE.sub(lambda found: f"{found['line']}\n\n{table(folder, **found.groupdict())}\n\n", page)
 
 
-def table(folder: Path, line: str, script: str | None, options: str, file: str | None, columns: str) -> str:
+def table(folder: Path, line: str, file: str | None, columns: str) -> str:
     """The table that a line of a page asks for. Raises ValueError where there is no such row or column."""
     if file == "claims":
         rows = claims(folder)
+    elif file:
+        rows = measured(folder, file)
     else:
-        rows = measured(folder, file) if file else runs(folder, script, options)
+        rows = [row for script, options in re.findall(COMMAND, line) for row in runs(folder, script, options)]
     headers = {}  # in the rows -> in the page
     for column in " ".join(columns.split()).split(" | "):
         name, _, value = column.partition("=")
@@ -68,7 +70,7 @@ def runs(folder: Path, script: str, options: str) -> list[dict]:
     """The rows of a command that have been run, each the mean over its seeds."""
     module = importlib.import_module(script)
     config = command_line(module.Config, module.PRESETS, shlex.split(options))
-    table = Table("", ("run",), [((config.preset,), {})])
+    table = Table("", ("run",), [((run_name(config, module.PRESETS),), {})])
     if config.table:
         table = module.TABLES[config.table](config)
     rows = []
