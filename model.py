@@ -15,12 +15,15 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._functorch import config as functorch_config
+from torch.utils.checkpoint import checkpoint
 
 from routers import NOT_CHOSEN, ROUTERS
 
 PAD = 1  # the encoder's `<pad>`, as in XLM-R, whose positions begin behind it
 MIN_CAPACITY = 4
 WORTH_COMPILING = 1 << 21  # activations (N x F), from which compiling the function between two products pays
+FLEX_ATTENTION = False  # on CUDA, scores that depend on the distance without a matrix of them: not yet timed on a card
 
 # ---------------------------------------------------------------------------------------------------------------------
 # From what a router wants to what the experts compute
@@ -67,19 +70,25 @@ class Rows(NamedTuple):
     counts: Tensor  # (E,) rows of each expert
     used: Tensor | None  # (N, 1) bool: False for spare rows, which lie at the end; None: there are none
 
+    def without_spare(self, x):
+        """x (N, ...) with 0 in spare rows, and as their gradient: products over the others leave both unwritten."""
+        return x if self.used is None else torch.where(self.used, x, 0)
 
-def kept_rows(gates, kept, room: int | None = None) -> Rows:
+
+def kept_rows(gates, kept, room: int | None = None, full: bool = False) -> Rows:
     """gates (S, E), kept (S, E) bool -> Rows.
 
-    room: make so many, the last ones spare, so that no GPU is asked how many are kept. None: ask, and make just those.
+    room: make so many, the last ones spare unless they are `full`, so that no GPU is asked how many are kept. None:
+    ask, and make just those.
     """
-    S, counts = len(kept), kept.sum(dim=0)
+    S, counts, used = len(kept), kept.sum(dim=0), None
     by_expert = kept.t().flatten()  # (E * S,)
     if room is None:
-        place, used = by_expert.nonzero(), None
+        place = by_expert.nonzero()
     else:
         place = torch.nonzero_static(by_expert, size=room, fill_value=0)
-        used = (torch.arange(room, device=kept.device) < counts.sum()).unsqueeze(1)
+        if not full:
+            used = (torch.arange(room, device=kept.device) < counts.sum()).unsqueeze(1)
     place = place.squeeze(1)  # (N,)
     gate = gates.t().flatten().index_select(0, place).unsqueeze(1)
     if used is not None:
@@ -101,7 +110,7 @@ def product_type(x) -> torch.dtype:
 def ragged_linear(x, w, rows: Rows):
     """Each expert's rows times its own matrix: x (N, I), w (E, I, O) -> (N, O), in autocast's type where that is on.
 
-    Spare rows are neither read nor multiplied, and come out as 0.
+    Spare rows are neither read nor multiplied. What comes out of them, forwards and backwards, may be anything.
     """
     dtype = product_type(x)
     x, w = x.to(dtype), w.to(dtype)
@@ -110,11 +119,7 @@ def ragged_linear(x, w, rows: Rows):
         *parts, spare = x.split([*counts, len(x) - sum(counts)])
         products = [part @ matrix for part, matrix in zip(parts, w.unbind(0))]
         return torch.cat([*products, spare.new_zeros(len(spare), w.shape[2])])
-    ends = rows.counts.cumsum(0, dtype=torch.int32)
-    if rows.used is None:
-        return F.grouped_mm(x, w, offs=ends)
-    x = torch.where(rows.used, x, 0)  # on the way back this zeroes the gradient of spare rows, which nobody writes
-    return torch.where(rows.used, F.grouped_mm(x, w, offs=ends), 0)
+    return F.grouped_mm(x, w, offs=rows.counts.cumsum(0, dtype=torch.int32))
 
 
 def has_grouped_mm(x, w) -> bool:
@@ -128,9 +133,12 @@ def has_grouped_mm(x, w) -> bool:
     return x.dtype in dtypes and whole and len(x) > 0 and (x.device.type == "cpu" or len(w) < 1024)
 
 
-def activation(a, b, gate, gelu: str):
-    """gate * gelu(a + b), a and b (N, F), gate (N, 1), in the type of a."""
-    return (gate * F.gelu(a + b, approximate=gelu)).to(a.dtype)
+def activation(a, b, gate, gelu: str, used=None):
+    """gate * gelu(a + b), a and b (N, F), gate (N, 1), in the type of a; 0 in rows that are not `used`, see Rows."""
+    total = a + b
+    if used is not None:
+        total = torch.where(used, total, 0)
+    return (gate * F.gelu(total, approximate=gelu)).to(a.dtype)
 
 
 @functools.cache
@@ -161,10 +169,11 @@ class Experts(nn.Module):
         activate = activation
         if len(x) * self.b_in.shape[1] >= WORTH_COMPILING and not torch.compiler.is_compiling():
             activate = compiled_activation(x.device.type)
+        x = rows.without_spare(x)
         b = self.b_in.index_select(0, rows.expert)  # (N, F)
-        z = activate(ragged_linear(x, self.w_in.mT, rows), b, rows.gate, self.gelu)  # (N, F)
+        z = activate(ragged_linear(x, self.w_in.mT, rows), b, rows.gate, self.gelu, rows.used)  # (N, F)
         del b  # it is as large as z, and the backward pass does not need it
-        return ragged_linear(z, self.w_out, rows)  # (N, D)
+        return rows.without_spare(ragged_linear(z, self.w_out, rows))  # (N, D)
 
 
 def dispatch(h, gates, rows: Rows, ffn: Experts):
@@ -192,7 +201,10 @@ def dispatch_apart(h, gates, rows: Rows, work):
 
 def add_rows(out, rows: Rows, y):
     """out (S, D) with each row of y (N, D) added to its token."""
-    return out.scatter_add(0, rows.token.unsqueeze(1).expand_as(y), y.to(out.dtype))
+    y = y.to(out.dtype)
+    if y.is_cuda:  # compiled, it adds in place; on a CPU it is slower
+        return out.index_add(0, rows.token, y)
+    return out.scatter_add(0, rows.token.unsqueeze(1).expand_as(y), y)
 
 
 class ExpertNorm(nn.Module):
@@ -248,7 +260,8 @@ class MoE(nn.Module):
         room = self.most_rows(S, E)
         if may_ask(h) or room == S * E:  # asking costs less than S * E rows
             room = None
-        y = self.serve(flat, gates, kept_rows(gates, kept, room))
+        full = self.router.always_most and self.capacity(S) >= S  # then none of them is spare
+        y = self.serve(flat, gates, kept_rows(gates, kept, room, full))
         if real is not None:
             y = y.new_zeros(B * T, D).index_copy(0, real, y)
         return y.view_as(h), routing.balance_loss
@@ -264,11 +277,12 @@ class MoE(nn.Module):
     def serve(self, h, gates, rows: Rows):
         """h (S, D), gates (S, E), 0 where not kept -> the weighted sum of the experts' outputs, (S, D)."""
         if not self.norms and self.exchange is None:
-            return dispatch(h, gates, rows, self.experts[0])
+            return fused(dispatch, h)(h, gates, rows, self.experts[0])
         # A bare FFN rounds its input to the products' type; a stack keeps full precision, because it adds to it.
         h = h.to(gates.dtype if self.norms else product_type(h))
-        work = self.unweighted if self.exchange is None else functools.partial(self.exchange, self.unweighted)
-        return dispatch_apart(h, gates, rows, work)
+        if self.exchange is None:
+            return fused(dispatch_apart, h)(h, gates, rows, self.unweighted)
+        return dispatch_apart(h, gates, rows, functools.partial(self.exchange, self.unweighted))
 
     def unweighted(self, x, rows: Rows):
         """What experts make of their rows: x (N, D) -> (N, D), before a gate weighs it.
@@ -343,8 +357,52 @@ def between_layers(config, V: int, gelu: str) -> MoE:
     )
 
 
+# What serves a GPU alone: there the time of a layer is that of its passes over memory
+
+
+def fused(f, x):
+    """f, which in bf16 on a GPU that has a compiler becomes few kernels: gather, products, activation and sum."""
+    eager = not x.is_cuda or product_type(x) != torch.bfloat16 or torch.compiler.is_compiling()
+    if eager or compiled_activation(x.device.type) is activation:
+        return f
+    return compiled(f)
+
+
+@functools.cache
+def compiled(f):
+    return torch.compile(f)
+
+
+# What torch.compile is told, wherever it is called. A backward pass multiplies in the types of its forward pass, as it
+# does uncompiled: in autocast's, the gradient of a router would be rounded to bf16. And what is made of a mask that is
+# read again later (the spare rows') is made again, not kept for the backward pass: it is as large as all activations.
+functorch_config.backward_pass_autocast = "off"
+functorch_config.ban_recompute_used_far_apart = False
+
+
+def to_vocabulary(h, w, bias=None):
+    """h (..., D), w (V, D), bias (V,) -> logits (..., V). A GPU multiplies by whole blocks of 64 rows: of a vocabulary
+    of 50,257 the rows of logits would not be aligned.
+    """
+    spare = -len(w) % 64 if h.is_cuda else 0
+    if spare == 0:
+        return F.linear(h, w, bias)
+    w = F.pad(w.to(product_type(h)), (0, 0, 0, spare))
+    bias = None if bias is None else F.pad(bias, (0, spare))
+    return F.linear(h, w, bias)[..., :-spare]
+
+
 class SparseModel(nn.Module):
     """What models with MoE layers have in common: their start, what routers keep fixed, and routing at test."""
+
+    def run(self, layer: nn.Module, *inputs):
+        """layer(*inputs). With `recompute` the backward pass computes it again, and only the inputs are kept till then.
+
+        Configs of runs that are older than this constant have none.
+        """
+        if self.training and torch.is_grad_enabled() and getattr(self.config, "recompute", False):
+            return checkpoint(layer, *inputs, use_reentrant=False)
+        return layer(*inputs)
 
     def draw(self, std: float, written_std: float):
         """Draws matrices from normals, and sets biases to 0; routers and norms keep their own start.
@@ -509,33 +567,50 @@ class Distance(nn.Module):
 def biased_attention(q, k, v, scale, distance, mask=None, dropout: float = 0.0):
     """softmax(q k / sqrt(d_k) + scale_i d_ij) v (XLM-E eqs. 7, 8). q, k, v (B, H, T, d_k); scale (B, H, T).
 
-    distance (H, T, T); mask (B, 1, 1, T) bool. On CUDA nothing of the size (B, H, T, T) is made, and attention weights
-    have no dropout, which FlexAttention does not offer.
+    distance (H, T, T); mask (B, 1, 1, T) bool.
     """
-    if not has_flex_attention(q):
-        bias = scale.unsqueeze(3) * distance
-        if mask is not None:
-            bias = bias.masked_fill(~mask, -math.inf)
-        return F.scaled_dot_product_attention(q, k, v, bias.to(q.dtype), dropout_p=dropout)
+    flex = flex_attention(q.device.type) if FLEX_ATTENTION and q.is_cuda else None
+    if flex and q.shape[-1] >= 16:  # the narrowest heads that it takes
+        return flex_biased_attention(flex, q, k, v, scale, distance, mask)
+    bias = scale.unsqueeze(3) * distance
+    if mask is not None:
+        bias = bias.masked_fill(~mask, -math.inf)
+    return F.scaled_dot_product_attention(q, k, v, bias.to(q.dtype), dropout_p=dropout)
 
-    if mask is None:  # one graph for both: of more than a few, torch gives up compiling
-        mask = torch.ones(len(q), 1, 1, q.shape[2], dtype=torch.bool, device=q.device)
+
+# What serves a GPU alone, where FLEX_ATTENTION is True
+
+
+def flex_biased_attention(flex, q, k, v, scale, distance, mask=None):
+    """The same without a tensor of the size (B, H, T, T), and without dropout, which FlexAttention does not offer."""
+    # It is compiled once for all that follows: of more than a few variants, torch gives up compiling.
+    if mask is None:
+        may_look = torch.ones(len(q), q.shape[2], dtype=torch.bool, device=q.device)
+    else:
+        may_look = mask[:, 0, 0].clone()  # (B, T)
+    distance = distance.contiguous()
 
     def score(value, b, h, i, j):
-        return torch.where(mask[b, 0, 0, j], value + scale[b, h, i] * distance[h, i, j], -math.inf)
+        return torch.where(may_look[b, j], value + scale[b, h, i] * distance[h, i, j], -math.inf)
 
-    return flex_attention()(q, k, v, score_mod=score)
-
-
-def has_flex_attention(q) -> bool:
-    return q.is_cuda and q.shape[-1] >= 16  # the narrowest heads that it takes
+    return flex(q, k, v, score_mod=score)
 
 
 @functools.cache
-def flex_attention():
+def flex_attention(device: str):
+    """None where it does not compile: uncompiled, it would make all (B, H, T, T) scores."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, dynamic=True)  # uncompiled, it would make all (B, H, T, T) scores
+    flex = torch.compile(flex_attention, dynamic=True)
+    q, scale, distance = (torch.ones(*shape, device=device, requires_grad=True) for shape in SMALL_ATTENTION)
+    try:
+        flex_biased_attention(flex, q, q, q, scale, distance).sum().backward()
+    except Exception:
+        return None
+    return flex
+
+
+SMALL_ATTENTION = (2, 2, 128, 16), (2, 2, 128), (2, 128, 128)  # of q, scale and distance
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -615,14 +690,14 @@ class GPT(SparseModel):
         x = self.dropout(self.wte(ids) + self.wpe.weight[first:end])
         total, present = self.ln_f.weight.new_zeros(()), []
         for i, block in enumerate(self.blocks):
-            x, balance, so_far = block(x, ids, past=past[i] if past else None)
+            x, balance, so_far = self.run(block, x, ids, None, None, past[i] if past else None)
             total = total + balance
             present.append(so_far)
         return self.ln_f(x), total, present
 
     def forward(self, ids):
         h, balance, _ = self.hidden(ids)
-        return F.linear(h, self.wte.weight, self.bias), balance
+        return to_vocabulary(h, self.wte.weight, self.bias), balance
 
     @torch.no_grad()
     def generate(
@@ -730,10 +805,10 @@ class Encoder(SparseModel):
         for depth, layer in enumerate(self.layers, 1):
             if states is not None:
                 states.append(x)
-            x = layer(x, mask, distance)
+            x = self.run(layer, x, mask, distance)
             for moe, after in zip(self.moes, self.moe_after):
                 if after == depth:
-                    y, balance = moe(x, ids, real)
+                    y, balance = self.run(moe, x, ids, real)
                     x, total = x + y, total + balance
         if states is not None:
             states.append(x)
@@ -762,7 +837,7 @@ class MaskedLM(SparseModel):
         x, balance = self.encoder(ids, real)
         x = x.flatten(0, 1).index_select(0, masked)  # (M, D)
         x = self.ln_h(F.gelu(self.dense(x)))
-        return F.linear(x, self.encoder.wte.weight, self.bias), balance
+        return to_vocabulary(x, self.encoder.wte.weight, self.bias), balance
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -842,11 +917,11 @@ class Translator(SparseModel):
         x = self.embed(ids)
         total = self.ln_e.weight.new_zeros(())
         for depth, block in enumerate(self.encoder, 1):
-            x, balance, _ = block(x, ids, real, mask)
+            x, balance, _ = self.run(block, x, ids, real, mask)
             total = total + balance
             for moe, after in zip(self.moes, self.moe_after):
                 if after == depth:  # X-MoE eq. 2
-                    y, balance = moe(x, ids, real)
+                    y, balance = self.run(moe, x, ids, real)
                     x, total = x + y, total + balance
         h = self.ln_e(x)
         keys_values = [block.cross.keys_values(h) for block in self.decoder]
@@ -864,7 +939,7 @@ class Translator(SparseModel):
         present = []
         for i, block in enumerate(self.decoder):
             before = past[i] if past else None
-            x, balance, so_far = block(x, ids, real, source.mask, before, source.keys_values[i])
+            x, balance, so_far = self.run(block, x, ids, real, source.mask, before, source.keys_values[i])
             total = total + balance
             present.append(so_far)
         return self.ln_d(x), total, present
@@ -879,7 +954,7 @@ class Translator(SparseModel):
         h = h.flatten(0, 1)
         if target_real is not None:
             h = h.index_select(0, target_real)
-        return F.linear(h, self.wte.weight), balance + more
+        return to_vocabulary(h, self.wte.weight), balance + more
 
     def log_probabilities(self, h):
         """(R, D) -> (R, V) fp32 of the next token, whatever the autocast type: small differences tell beams apart."""
