@@ -10,6 +10,7 @@ that experts keep, V vocabulary, M masked tokens.
 import functools
 import math
 from contextlib import contextmanager
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -69,10 +70,6 @@ class Rows(NamedTuple):
     gate: Tensor  # (N, 1)
     counts: Tensor  # (E,) rows of each expert
     used: Tensor | None  # (N, 1) bool: False for spare rows, which lie at the end; None: there are none
-
-    def without_spare(self, x):
-        """x (N, ...) with 0 in spare rows, and as their gradient: products over the others leave both unwritten."""
-        return x if self.used is None else torch.where(self.used, x, 0)
 
 
 def kept_rows(gates, kept, room: int | None = None, full: bool = False) -> Rows:
@@ -169,11 +166,13 @@ class Experts(nn.Module):
         activate = activation
         if len(x) * self.b_in.shape[1] >= WORTH_COMPILING and not torch.compiler.is_compiling():
             activate = compiled_activation(x.device.type)
-        x = rows.without_spare(x)
+        if rows.used is not None:  # nobody writes the gradient of spare rows: on the way back, this makes it 0
+            x = torch.where(rows.used, x, 0)
         b = self.b_in.index_select(0, rows.expert)  # (N, F)
         z = activate(ragged_linear(x, self.w_in.mT, rows), b, rows.gate, self.gelu, rows.used)  # (N, F)
         del b  # it is as large as z, and the backward pass does not need it
-        return rows.without_spare(ragged_linear(z, self.w_out, rows))  # (N, D)
+        y = ragged_linear(z, self.w_out, rows)  # (N, D)
+        return y if rows.used is None else torch.where(rows.used, y, 0)
 
 
 def dispatch(h, gates, rows: Rows, ffn: Experts):
@@ -277,12 +276,14 @@ class MoE(nn.Module):
     def serve(self, h, gates, rows: Rows):
         """h (S, D), gates (S, E), 0 where not kept -> the weighted sum of the experts' outputs, (S, D)."""
         if not self.norms and self.exchange is None:
-            return fused(dispatch, h)(h, gates, rows, self.experts[0])
+            serve = fused(dispatch, h) if h.is_cuda else dispatch
+            return serve(h, gates, rows, self.experts[0])
         # A bare FFN rounds its input to the products' type; a stack keeps full precision, because it adds to it.
         h = h.to(gates.dtype if self.norms else product_type(h))
-        if self.exchange is None:
-            return fused(dispatch_apart, h)(h, gates, rows, self.unweighted)
-        return dispatch_apart(h, gates, rows, functools.partial(self.exchange, self.unweighted))
+        if self.exchange:
+            return dispatch_apart(h, gates, rows, functools.partial(self.exchange, self.unweighted))
+        serve = fused(dispatch_apart, h) if h.is_cuda else dispatch_apart
+        return serve(h, gates, rows, self.unweighted)
 
     def unweighted(self, x, rows: Rows):
         """What experts make of their rows: x (N, D) -> (N, D), before a gate weighs it.
@@ -361,17 +362,18 @@ def between_layers(config, V: int, gelu: str) -> MoE:
 
 
 def fused(f, x):
-    """f, which in bf16 on a GPU that has a compiler becomes few kernels: gather, products, activation and sum."""
-    eager = not x.is_cuda or product_type(x) != torch.bfloat16 or torch.compiler.is_compiling()
-    if eager or compiled_activation(x.device.type) is activation:
+    """f, which in bf16 on a GPU becomes few kernels: gather, products, activation and sum. Else f as it stands."""
+    if torch.compiler.is_compiling() or product_type(x) != torch.bfloat16 or not compiles(x):
         return f
     return compiled(f)
 
 
-@functools.cache
-def compiled(f):
-    return torch.compile(f)
+def compiles(x) -> bool:
+    """Whether there is a compiler for the device of x."""
+    return torch.compiler.is_compiling() or compiled_activation(x.device.type) is not activation
 
+
+compiled = functools.cache(torch.compile)
 
 # What torch.compile is told, wherever it is called. A backward pass multiplies in the types of its forward pass, as it
 # does uncompiled: in autocast's, the gradient of a router would be rounded to bf16. And what is made of a mask that is
@@ -380,35 +382,25 @@ functorch_config.backward_pass_autocast = "off"
 functorch_config.ban_recompute_used_far_apart = False
 
 
-def to_vocabulary(h, w, bias=None):
-    """h (..., D), w (V, D), bias (V,) -> logits (..., V). A GPU multiplies by whole blocks of 64 rows: of a vocabulary
-    of 50,257 the rows of logits would not be aligned.
-    """
-    spare = -len(w) % 64 if h.is_cuda else 0
-    if spare == 0:
-        return F.linear(h, w, bias)
+def linear_in_blocks(h, w, bias=None, block: int = 64):
+    """F.linear(h, w, bias) by whole blocks of rows of w: the logits of 50,257 tokens would not be aligned in memory."""
+    V, spare = len(w), -len(w) % block
     w = F.pad(w.to(product_type(h)), (0, 0, 0, spare))
-    bias = None if bias is None else F.pad(bias, (0, spare))
-    return F.linear(h, w, bias)[..., :-spare]
+    return F.linear(h, w, None if bias is None else F.pad(bias, (0, spare)))[..., :V]
 
 
 class SparseModel(nn.Module):
     """What models with MoE layers have in common: their start, what routers keep fixed, and routing at test."""
 
-    def run(self, layer: nn.Module, *inputs):
-        """layer(*inputs). With `recompute` the backward pass computes it again, and only the inputs are kept till then.
-
-        Configs of runs that are older than this constant have none.
-        """
-        if self.training and torch.is_grad_enabled() and getattr(self.config, "recompute", False):
-            return checkpoint(layer, *inputs, use_reentrant=False)
-        return layer(*inputs)
-
     def draw(self, std: float, written_std: float):
         """Draws matrices from normals, and sets biases to 0; routers and norms keep their own start.
 
-        written_std: of the matrices that write to the residual stream.
+        written_std: of the matrices that write to the residual stream. With `recompute`, the backward pass will compute
+        each layer again, so that only its input is kept till then; configs that are older than this constant have none.
         """
+        if getattr(self.config, "recompute", False):
+            for layer in chain(*(part for part in self.children() if isinstance(part, nn.ModuleList))):
+                layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
         for name, p in self.named_parameters():
             if any(part in name for part in ("router", "ln_", "norms", "gate_w")):
                 continue  # these know their own start
@@ -569,9 +561,8 @@ def biased_attention(q, k, v, scale, distance, mask=None, dropout: float = 0.0):
 
     distance (H, T, T); mask (B, 1, 1, T) bool.
     """
-    flex = flex_attention(q.device.type) if FLEX_ATTENTION and q.is_cuda else None
-    if flex and q.shape[-1] >= 16:  # the narrowest heads that it takes
-        return flex_biased_attention(flex, q, k, v, scale, distance, mask)
+    if FLEX_ATTENTION and q.is_cuda and q.shape[-1] >= 16 and compiles(q):  # it takes no narrower heads
+        return biased_flex_attention(q, k, v, scale, distance, mask)
     bias = scale.unsqueeze(3) * distance
     if mask is not None:
         bias = bias.masked_fill(~mask, -math.inf)
@@ -581,36 +572,18 @@ def biased_attention(q, k, v, scale, distance, mask=None, dropout: float = 0.0):
 # What serves a GPU alone, where FLEX_ATTENTION is True
 
 
-def flex_biased_attention(flex, q, k, v, scale, distance, mask=None):
+def biased_flex_attention(q, k, v, scale, distance, mask=None):
     """The same without a tensor of the size (B, H, T, T), and without dropout, which FlexAttention does not offer."""
-    # It is compiled once for all that follows: of more than a few variants, torch gives up compiling.
-    if mask is None:
-        may_look = torch.ones(len(q), q.shape[2], dtype=torch.bool, device=q.device)
-    else:
-        may_look = mask[:, 0, 0].clone()  # (B, T)
+    from torch.nn.attention.flex_attention import flex_attention
+
+    # With a mask always, and of one layout: of more than a few variants, torch gives up compiling.
+    mask = torch.ones_like(q[:, 0, :, 0], dtype=torch.bool) if mask is None else mask[:, 0, 0].clone()  # (B, T)
     distance = distance.contiguous()
 
     def score(value, b, h, i, j):
-        return torch.where(may_look[b, j], value + scale[b, h, i] * distance[h, i, j], -math.inf)
+        return torch.where(mask[b, j], value + scale[b, h, i] * distance[h, i, j], -math.inf)
 
-    return flex(q, k, v, score_mod=score)
-
-
-@functools.cache
-def flex_attention(device: str):
-    """None where it does not compile: uncompiled, it would make all (B, H, T, T) scores."""
-    from torch.nn.attention.flex_attention import flex_attention
-
-    flex = torch.compile(flex_attention, dynamic=True)
-    q, scale, distance = (torch.ones(*shape, device=device, requires_grad=True) for shape in SMALL_ATTENTION)
-    try:
-        flex_biased_attention(flex, q, q, q, scale, distance).sum().backward()
-    except Exception:
-        return None
-    return flex
-
-
-SMALL_ATTENTION = (2, 2, 128, 16), (2, 2, 128), (2, 128, 128)  # of q, scale and distance
+    return compiled(flex_attention, dynamic=True)(q, k, v, score_mod=score)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -690,14 +663,15 @@ class GPT(SparseModel):
         x = self.dropout(self.wte(ids) + self.wpe.weight[first:end])
         total, present = self.ln_f.weight.new_zeros(()), []
         for i, block in enumerate(self.blocks):
-            x, balance, so_far = self.run(block, x, ids, None, None, past[i] if past else None)
+            x, balance, so_far = block(x, ids, past=past[i] if past else None)
             total = total + balance
             present.append(so_far)
         return self.ln_f(x), total, present
 
     def forward(self, ids):
         h, balance, _ = self.hidden(ids)
-        return to_vocabulary(h, self.wte.weight, self.bias), balance
+        linear = linear_in_blocks if h.is_cuda else F.linear
+        return linear(h, self.wte.weight, self.bias), balance
 
     @torch.no_grad()
     def generate(
@@ -805,10 +779,10 @@ class Encoder(SparseModel):
         for depth, layer in enumerate(self.layers, 1):
             if states is not None:
                 states.append(x)
-            x = self.run(layer, x, mask, distance)
+            x = layer(x, mask, distance)
             for moe, after in zip(self.moes, self.moe_after):
                 if after == depth:
-                    y, balance = self.run(moe, x, ids, real)
+                    y, balance = moe(x, ids, real)
                     x, total = x + y, total + balance
         if states is not None:
             states.append(x)
@@ -837,7 +811,8 @@ class MaskedLM(SparseModel):
         x, balance = self.encoder(ids, real)
         x = x.flatten(0, 1).index_select(0, masked)  # (M, D)
         x = self.ln_h(F.gelu(self.dense(x)))
-        return to_vocabulary(x, self.encoder.wte.weight, self.bias), balance
+        linear = linear_in_blocks if x.is_cuda else F.linear
+        return linear(x, self.encoder.wte.weight, self.bias), balance
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -917,11 +892,11 @@ class Translator(SparseModel):
         x = self.embed(ids)
         total = self.ln_e.weight.new_zeros(())
         for depth, block in enumerate(self.encoder, 1):
-            x, balance, _ = self.run(block, x, ids, real, mask)
+            x, balance, _ = block(x, ids, real, mask)
             total = total + balance
             for moe, after in zip(self.moes, self.moe_after):
                 if after == depth:  # X-MoE eq. 2
-                    y, balance = self.run(moe, x, ids, real)
+                    y, balance = moe(x, ids, real)
                     x, total = x + y, total + balance
         h = self.ln_e(x)
         keys_values = [block.cross.keys_values(h) for block in self.decoder]
@@ -939,7 +914,7 @@ class Translator(SparseModel):
         present = []
         for i, block in enumerate(self.decoder):
             before = past[i] if past else None
-            x, balance, so_far = self.run(block, x, ids, real, source.mask, before, source.keys_values[i])
+            x, balance, so_far = block(x, ids, real, source.mask, before, source.keys_values[i])
             total = total + balance
             present.append(so_far)
         return self.ln_d(x), total, present
@@ -954,7 +929,8 @@ class Translator(SparseModel):
         h = h.flatten(0, 1)
         if target_real is not None:
             h = h.index_select(0, target_real)
-        return to_vocabulary(h, self.wte.weight), balance + more
+        linear = linear_in_blocks if h.is_cuda else F.linear
+        return linear(h, self.wte.weight), balance + more
 
     def log_probabilities(self, h):
         """(R, D) -> (R, V) fp32 of the next token, whatever the autocast type: small differences tell beams apart."""
