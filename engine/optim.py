@@ -14,8 +14,9 @@ def cross_entropy(logits: Tensor, targets: Tensor, **options) -> Tensor:
 
     On CUDA it is compiled, so that (M, V) numbers are read and written in bf16 alone, and never kept in fp32.
     """
-    exact = compiled_in_fp32() if logits.is_cuda and has_triton() else in_fp32
-    return exact(logits, targets, **options)
+    if logits.is_cuda and not torch.compiler.is_compiling() and has_triton():
+        return compiled_in_fp32()(logits, targets, **options)
+    return in_fp32(logits, targets, **options)
 
 
 def in_fp32(logits: Tensor, targets: Tensor, **options) -> Tensor:
