@@ -313,9 +313,13 @@ def check_choices(router: nn.Module, routing):
     name, priority = type(router).__name__, routing.priority
     if priority.dtype != torch.int64:
         raise ValueError(f"{name}: a priority is int64, not {priority.dtype}: make it with by_rank or priority_key")
-    most = int(routing.wanted.sum(dim=1).max()) if len(priority) else 0
+    if len(priority) == 0:
+        return
+    fewest, most = map(int, routing.wanted.sum(dim=1).aminmax())
     if most > router.max_choices:
         raise ValueError(f"{name} chose {most} experts for a token, but its class says most = {router.most}")
+    if fewest < router.max_choices and router.always_most:
+        raise ValueError(f"{name} chose {fewest} experts for a token, but its class says always_most = True")
 
 
 def in_place_of_ffn(config, V: int, gelu: str) -> MoE:

@@ -32,7 +32,7 @@ struct CUDAHooks : CUDAHooksInterface {  // the name by which torch looks for it
   bool hasPrimaryContext(DeviceIndex) const override { return true; }
   DeviceIndex deviceCount() const override { return 1; }
 };
-REGISTER_CUDA_HOOKS(CUDAHooks);
+C10_REGISTER_CLASS_WITH_PRIORITY(CUDAHooksRegistry, CUDAHooks, c10::REGISTRY_PREFERRED, CUDAHooks)
 }
 C10_REGISTER_GUARD_IMPL(CUDA, c10::impl::FakeGuardImpl<c10::DeviceType::CUDA>)
 """
@@ -45,7 +45,9 @@ def load_card(folder: Path):
         (folder / "card.cpp").write_text(CARD)
         options = ["-shared", "-fPIC", "-std=c++20", f"-I{torch / 'include'}", f"-L{lib}", "-lc10", "-ltorch_cpu"]
         subprocess.run(["g++", str(folder / "card.cpp"), "-o", str(built), *options], check=True)
-    ctypes.CDLL(str(lib / "libtorch_cpu.so"), ctypes.RTLD_GLOBAL)
+    for name in ("libtorch_cpu.so", "libtorch_cuda.so"):
+        if (lib / name).exists():
+            ctypes.CDLL(str(lib / name), ctypes.RTLD_GLOBAL)
     ctypes.CDLL(str(built))
 
 

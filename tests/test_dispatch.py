@@ -369,6 +369,9 @@ def test_a_router_that_chooses_more_than_it_says_is_caught():
         moe(*make_batch(2, 5))
     moe.router.most = 2
     moe(*make_batch(2, 5))
+    moe.router.most = 3
+    with pytest.raises(ValueError, match="Greedy chose 2 experts for a token, but its class says always_most"):
+        moe(*make_batch(2, 5))
     moe.router.choose = lambda score, probs: probs
     with pytest.raises(ValueError, match="Greedy: a priority is int64, not torch.float64"):
         moe(*make_batch(2, 5))
