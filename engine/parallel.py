@@ -45,6 +45,8 @@ def wrap(model: nn.Module, config, context) -> nn.Module:
     others = [name for name, p in forward.named_parameters() if hasattr(p, "sum_over")]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(forward, others)
     devices = [context.device] if context.device.type == "cuda" else None
+    if devices and not config.compile:  # single layers alone are compiled, which must not be cut to overlap with DDP
+        torch._dynamo.config.optimize_ddp = False
     return DistributedDataParallel(forward, device_ids=devices, broadcast_buffers=False)
 
 
