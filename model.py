@@ -275,15 +275,16 @@ class MoE(nn.Module):
 
     def serve(self, h, gates, rows: Rows):
         """h (S, D), gates (S, E), 0 where not kept -> the weighted sum of the experts' outputs, (S, D)."""
-        if not self.norms and self.exchange is None:
-            serve = fused(dispatch, h) if h.is_cuda else dispatch
-            return serve(h, gates, rows, self.experts[0])
-        # A bare FFN rounds its input to the products' type; a stack keeps full precision, because it adds to it.
-        h = h.to(gates.dtype if self.norms else product_type(h))
+        send, work = dispatch, self.experts[0]
+        if self.norms or self.exchange:
+            # A bare FFN rounds its input to the products' type; a stack keeps full precision, because it adds to it.
+            h = h.to(gates.dtype if self.norms else product_type(h))
+            send, work = dispatch_apart, self.unweighted
         if self.exchange:
-            return dispatch_apart(h, gates, rows, functools.partial(self.exchange, self.unweighted))
-        serve = fused(dispatch_apart, h) if h.is_cuda else dispatch_apart
-        return serve(h, gates, rows, self.unweighted)
+            work = functools.partial(self.exchange, work)
+        elif h.is_cuda and torch.is_grad_enabled():  # writing text, rows are few, and as many as never before
+            send = fused(send, h)
+        return send(h, gates, rows, work)
 
     def unweighted(self, x, rows: Rows):
         """What experts make of their rows: x (N, D) -> (N, D), before a gate weighs it.
@@ -366,15 +367,10 @@ def between_layers(config, V: int, gelu: str) -> MoE:
 
 
 def fused(f, x):
-    """f, which in bf16 on a GPU becomes few kernels: gather, products, activation and sum. Else f as it stands."""
-    if torch.compiler.is_compiling() or product_type(x) != torch.bfloat16 or not compiles(x):
+    """f, which in bf16 on a GPU becomes few kernels: gather, products, activation, sum. Else f as it stands."""
+    if torch.compiler.is_compiling() or product_type(x) != torch.bfloat16:
         return f
-    return compiled(f)
-
-
-def compiles(x) -> bool:
-    """Whether there is a compiler for the device of x."""
-    return torch.compiler.is_compiling() or compiled_activation(x.device.type) is not activation
+    return f if compiled_activation(x.device.type) is activation else compiled(f)
 
 
 compiled = functools.cache(torch.compile)
@@ -565,7 +561,7 @@ def biased_attention(q, k, v, scale, distance, mask=None, dropout: float = 0.0):
 
     distance (H, T, T); mask (B, 1, 1, T) bool.
     """
-    if FLEX_ATTENTION and q.is_cuda and q.shape[-1] >= 16 and compiles(q):  # it takes no narrower heads
+    if FLEX_ATTENTION and q.is_cuda and q.shape[-1] >= 16:  # it takes no narrower heads
         return biased_flex_attention(q, k, v, scale, distance, mask)
     bias = scale.unsqueeze(3) * distance
     if mask is not None:
@@ -587,7 +583,8 @@ def biased_flex_attention(q, k, v, scale, distance, mask=None):
     def score(value, b, h, i, j):
         return torch.where(mask[b, j], value + scale[b, h, i] * distance[h, i, j], -math.inf)
 
-    return compiled(flex_attention, dynamic=True)(q, k, v, score_mod=score)
+    # Where nothing compiles, this is right, but makes all (B, H, T, T) scores.
+    return fused(flex_attention, q)(q, k, v, score_mod=score)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -196,7 +196,6 @@ def literal_attention(q, k, v, u, gate_v, w, table, buckets, keep):
 @pytest.mark.parametrize("padding", [False, True])
 def test_gated_bias_is_its_formula(monkeypatch, padding, flex):
     if flex:  # not compiled: slow, and exact
-        monkeypatch.setattr(model, "compiled", lambda f, **options: f)
         monkeypatch.setattr(model, "biased_attention", lambda *given: model.biased_flex_attention(*given[:-1]))
     attention = lively(SelfAttention(small(), causal=False, dropout=0.0, biased=True)).eval()
     distance, T = lively(Distance(2)), 6
