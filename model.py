@@ -319,7 +319,7 @@ def check_choices(router: nn.Module, routing):
     fewest, most = map(int, routing.wanted.sum(dim=1).aminmax())
     if most > router.max_choices:
         raise ValueError(f"{name} chose {most} experts for a token, but its class says most = {router.most}")
-    if fewest < router.max_choices and router.always_most:
+    if fewest < min(router.max_choices, router.E) and router.always_most:
         raise ValueError(f"{name} chose {fewest} experts for a token, but its class says always_most = True")
 
 
