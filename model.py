@@ -10,17 +10,21 @@ that experts keep, V vocabulary, M masked tokens.
 import functools
 import math
 from contextlib import contextmanager
+from itertools import chain
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._functorch import config as functorch_config
+from torch.utils.checkpoint import checkpoint
 
 from routers import NOT_CHOSEN, ROUTERS
 
 PAD = 1  # the encoder's `<pad>`, as in XLM-R, whose positions begin behind it
 MIN_CAPACITY = 4
 WORTH_COMPILING = 1 << 21  # activations (N x F), from which compiling the function between two products pays
+FLEX_ATTENTION = False  # on CUDA, scores that depend on the distance without a matrix of them: not yet timed on a card
 
 # ---------------------------------------------------------------------------------------------------------------------
 # From what a router wants to what the experts compute
@@ -68,18 +72,20 @@ class Rows(NamedTuple):
     used: Tensor | None  # (N, 1) bool: False for spare rows, which lie at the end; None: there are none
 
 
-def kept_rows(gates, kept, room: int | None = None) -> Rows:
+def kept_rows(gates, kept, room: int | None = None, full: bool = False) -> Rows:
     """gates (S, E), kept (S, E) bool -> Rows.
 
-    room: make so many, the last ones spare, so that no GPU is asked how many are kept. None: ask, and make just those.
+    room: make so many, the last ones spare unless they are `full`, so that no GPU is asked how many are kept. None:
+    ask, and make just those.
     """
-    S, counts = len(kept), kept.sum(dim=0)
+    S, counts, used = len(kept), kept.sum(dim=0), None
     by_expert = kept.t().flatten()  # (E * S,)
     if room is None:
-        place, used = by_expert.nonzero(), None
+        place = by_expert.nonzero()
     else:
         place = torch.nonzero_static(by_expert, size=room, fill_value=0)
-        used = (torch.arange(room, device=kept.device) < counts.sum()).unsqueeze(1)
+        if not full:
+            used = (torch.arange(room, device=kept.device) < counts.sum()).unsqueeze(1)
     place = place.squeeze(1)  # (N,)
     gate = gates.t().flatten().index_select(0, place).unsqueeze(1)
     if used is not None:
@@ -101,7 +107,7 @@ def product_type(x) -> torch.dtype:
 def ragged_linear(x, w, rows: Rows):
     """Each expert's rows times its own matrix: x (N, I), w (E, I, O) -> (N, O), in autocast's type where that is on.
 
-    Spare rows are neither read nor multiplied, and come out as 0.
+    Spare rows are neither read nor multiplied. What comes out of them, forwards and backwards, may be anything.
     """
     dtype = product_type(x)
     x, w = x.to(dtype), w.to(dtype)
@@ -110,11 +116,7 @@ def ragged_linear(x, w, rows: Rows):
         *parts, spare = x.split([*counts, len(x) - sum(counts)])
         products = [part @ matrix for part, matrix in zip(parts, w.unbind(0))]
         return torch.cat([*products, spare.new_zeros(len(spare), w.shape[2])])
-    ends = rows.counts.cumsum(0, dtype=torch.int32)
-    if rows.used is None:
-        return F.grouped_mm(x, w, offs=ends)
-    x = torch.where(rows.used, x, 0)  # on the way back this zeroes the gradient of spare rows, which nobody writes
-    return torch.where(rows.used, F.grouped_mm(x, w, offs=ends), 0)
+    return F.grouped_mm(x, w, offs=rows.counts.cumsum(0, dtype=torch.int32))
 
 
 def has_grouped_mm(x, w) -> bool:
@@ -128,9 +130,12 @@ def has_grouped_mm(x, w) -> bool:
     return x.dtype in dtypes and whole and len(x) > 0 and (x.device.type == "cpu" or len(w) < 1024)
 
 
-def activation(a, b, gate, gelu: str):
-    """gate * gelu(a + b), a and b (N, F), gate (N, 1), in the type of a."""
-    return (gate * F.gelu(a + b, approximate=gelu)).to(a.dtype)
+def activation(a, b, gate, gelu: str, used=None):
+    """gate * gelu(a + b), a and b (N, F), gate (N, 1), in the type of a; 0 in rows that are not `used`, see Rows."""
+    total = a + b
+    if used is not None:
+        total = torch.where(used, total, 0)
+    return (gate * F.gelu(total, approximate=gelu)).to(a.dtype)
 
 
 @functools.cache
@@ -161,10 +166,13 @@ class Experts(nn.Module):
         activate = activation
         if len(x) * self.b_in.shape[1] >= WORTH_COMPILING and not torch.compiler.is_compiling():
             activate = compiled_activation(x.device.type)
+        if rows.used is not None:  # nobody writes the gradient of spare rows: on the way back, this makes it 0
+            x = torch.where(rows.used, x, 0)
         b = self.b_in.index_select(0, rows.expert)  # (N, F)
-        z = activate(ragged_linear(x, self.w_in.mT, rows), b, rows.gate, self.gelu)  # (N, F)
+        z = activate(ragged_linear(x, self.w_in.mT, rows), b, rows.gate, self.gelu, rows.used)  # (N, F)
         del b  # it is as large as z, and the backward pass does not need it
-        return ragged_linear(z, self.w_out, rows)  # (N, D)
+        y = ragged_linear(z, self.w_out, rows)  # (N, D)
+        return y if rows.used is None else torch.where(rows.used, y, 0)
 
 
 def dispatch(h, gates, rows: Rows, ffn: Experts):
@@ -192,7 +200,10 @@ def dispatch_apart(h, gates, rows: Rows, work):
 
 def add_rows(out, rows: Rows, y):
     """out (S, D) with each row of y (N, D) added to its token."""
-    return out.scatter_add(0, rows.token.unsqueeze(1).expand_as(y), y.to(out.dtype))
+    y = y.to(out.dtype)
+    if y.is_cuda:  # compiled, it adds in place; on a CPU it is slower
+        return out.index_add(0, rows.token, y)
+    return out.scatter_add(0, rows.token.unsqueeze(1).expand_as(y), y)
 
 
 class ExpertNorm(nn.Module):
@@ -248,7 +259,8 @@ class MoE(nn.Module):
         room = self.most_rows(S, E)
         if may_ask(h) or room == S * E:  # asking costs less than S * E rows
             room = None
-        y = self.serve(flat, gates, kept_rows(gates, kept, room))
+        full = self.router.always_most and self.capacity(S) >= S  # then none of them is spare
+        y = self.serve(flat, gates, kept_rows(gates, kept, room, full))
         if real is not None:
             y = y.new_zeros(B * T, D).index_copy(0, real, y)
         return y.view_as(h), routing.balance_loss
@@ -263,12 +275,16 @@ class MoE(nn.Module):
 
     def serve(self, h, gates, rows: Rows):
         """h (S, D), gates (S, E), 0 where not kept -> the weighted sum of the experts' outputs, (S, D)."""
-        if not self.norms and self.exchange is None:
-            return dispatch(h, gates, rows, self.experts[0])
-        # A bare FFN rounds its input to the products' type; a stack keeps full precision, because it adds to it.
-        h = h.to(gates.dtype if self.norms else product_type(h))
-        work = self.unweighted if self.exchange is None else functools.partial(self.exchange, self.unweighted)
-        return dispatch_apart(h, gates, rows, work)
+        send, work = dispatch, self.experts[0]
+        if self.norms or self.exchange:
+            # A bare FFN rounds its input to the products' type; a stack keeps full precision, because it adds to it.
+            h = h.to(gates.dtype if self.norms else product_type(h))
+            send, work = dispatch_apart, self.unweighted
+        if self.exchange:
+            work = functools.partial(self.exchange, work)
+        elif h.is_cuda and torch.is_grad_enabled():  # writing text, rows are few, and as many as never before
+            send = fused(send, h)
+        return send(h, gates, rows, work)
 
     def unweighted(self, x, rows: Rows):
         """What experts make of their rows: x (N, D) -> (N, D), before a gate weighs it.
@@ -298,9 +314,13 @@ def check_choices(router: nn.Module, routing):
     name, priority = type(router).__name__, routing.priority
     if priority.dtype != torch.int64:
         raise ValueError(f"{name}: a priority is int64, not {priority.dtype}: make it with by_rank or priority_key")
-    most = int(routing.wanted.sum(dim=1).max()) if len(priority) else 0
+    if len(priority) == 0:
+        return
+    fewest, most = map(int, routing.wanted.sum(dim=1).aminmax())
     if most > router.max_choices:
         raise ValueError(f"{name} chose {most} experts for a token, but its class says most = {router.most}")
+    if fewest < min(router.max_choices, router.E) and router.always_most:
+        raise ValueError(f"{name} chose {fewest} experts for a token, but its class says always_most = True")
 
 
 def in_place_of_ffn(config, V: int, gelu: str) -> MoE:
@@ -343,14 +363,44 @@ def between_layers(config, V: int, gelu: str) -> MoE:
     )
 
 
+# What serves a GPU alone: there the time of a layer is that of its passes over memory
+
+
+def fused(f, x):
+    """f, which in bf16 on a GPU becomes few kernels: gather, products, activation, sum. Else f as it stands."""
+    if torch.compiler.is_compiling() or product_type(x) != torch.bfloat16:
+        return f
+    return f if compiled_activation(x.device.type) is activation else compiled(f)
+
+
+compiled = functools.cache(torch.compile)
+
+# What torch.compile is told, wherever it is called. A backward pass multiplies in the types of its forward pass, as it
+# does uncompiled: in autocast's, the gradient of a router would be rounded to bf16. And what is made of a mask that is
+# read again later (the spare rows') is made again, not kept for the backward pass: it is as large as all activations.
+functorch_config.backward_pass_autocast = "off"
+functorch_config.ban_recompute_used_far_apart = False
+
+
+def linear_in_blocks(h, w, bias=None, block: int = 64):
+    """F.linear(h, w, bias) by whole blocks of rows of w: the logits of 50,257 tokens would not be aligned in memory."""
+    V, spare = len(w), -len(w) % block
+    w = F.pad(w.to(product_type(h)), (0, 0, 0, spare))
+    return F.linear(h, w, None if bias is None else F.pad(bias, (0, spare)))[..., :V]
+
+
 class SparseModel(nn.Module):
     """What models with MoE layers have in common: their start, what routers keep fixed, and routing at test."""
 
     def draw(self, std: float, written_std: float):
         """Draws matrices from normals, and sets biases to 0; routers and norms keep their own start.
 
-        written_std: of the matrices that write to the residual stream.
+        written_std: of the matrices that write to the residual stream. With `recompute`, the backward pass will compute
+        each layer again, so that only its input is kept till then; configs that are older than this constant have none.
         """
+        if getattr(self.config, "recompute", False):
+            for layer in chain(*(part for part in self.children() if isinstance(part, nn.ModuleList))):
+                layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
         for name, p in self.named_parameters():
             if any(part in name for part in ("router", "ln_", "norms", "gate_w")):
                 continue  # these know their own start
@@ -509,33 +559,32 @@ class Distance(nn.Module):
 def biased_attention(q, k, v, scale, distance, mask=None, dropout: float = 0.0):
     """softmax(q k / sqrt(d_k) + scale_i d_ij) v (XLM-E eqs. 7, 8). q, k, v (B, H, T, d_k); scale (B, H, T).
 
-    distance (H, T, T); mask (B, 1, 1, T) bool. On CUDA nothing of the size (B, H, T, T) is made, and attention weights
-    have no dropout, which FlexAttention does not offer.
+    distance (H, T, T); mask (B, 1, 1, T) bool.
     """
-    if not has_flex_attention(q):
-        bias = scale.unsqueeze(3) * distance
-        if mask is not None:
-            bias = bias.masked_fill(~mask, -math.inf)
-        return F.scaled_dot_product_attention(q, k, v, bias.to(q.dtype), dropout_p=dropout)
-
-    if mask is None:  # one graph for both: of more than a few, torch gives up compiling
-        mask = torch.ones(len(q), 1, 1, q.shape[2], dtype=torch.bool, device=q.device)
-
-    def score(value, b, h, i, j):
-        return torch.where(mask[b, 0, 0, j], value + scale[b, h, i] * distance[h, i, j], -math.inf)
-
-    return flex_attention()(q, k, v, score_mod=score)
+    if FLEX_ATTENTION and q.is_cuda and q.shape[-1] >= 16:  # it takes no narrower heads
+        return biased_flex_attention(q, k, v, scale, distance, mask)
+    bias = scale.unsqueeze(3) * distance
+    if mask is not None:
+        bias = bias.masked_fill(~mask, -math.inf)
+    return F.scaled_dot_product_attention(q, k, v, bias.to(q.dtype), dropout_p=dropout)
 
 
-def has_flex_attention(q) -> bool:
-    return q.is_cuda and q.shape[-1] >= 16  # the narrowest heads that it takes
+# What serves a GPU alone, where FLEX_ATTENTION is True
 
 
-@functools.cache
-def flex_attention():
+def biased_flex_attention(q, k, v, scale, distance, mask=None):
+    """The same without a tensor of the size (B, H, T, T), and without dropout, which FlexAttention does not offer."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, dynamic=True)  # uncompiled, it would make all (B, H, T, T) scores
+    # With a mask always, and of one layout: of more than a few variants, torch gives up compiling.
+    mask = torch.ones_like(q[:, 0, :, 0], dtype=torch.bool) if mask is None else mask[:, 0, 0].clone()  # (B, T)
+    distance = distance.contiguous()
+
+    def score(value, b, h, i, j):
+        return torch.where(mask[b, j], value + scale[b, h, i] * distance[h, i, j], -math.inf)
+
+    # Where nothing compiles, this is right, but makes all (B, H, T, T) scores.
+    return fused(flex_attention, q)(q, k, v, score_mod=score)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -622,7 +671,8 @@ class GPT(SparseModel):
 
     def forward(self, ids):
         h, balance, _ = self.hidden(ids)
-        return F.linear(h, self.wte.weight, self.bias), balance
+        linear = linear_in_blocks if h.is_cuda else F.linear
+        return linear(h, self.wte.weight, self.bias), balance
 
     @torch.no_grad()
     def generate(
@@ -765,7 +815,8 @@ class MaskedLM(SparseModel):
         x, balance = self.encoder(ids, real)
         x = x.flatten(0, 1).index_select(0, masked)  # (M, D)
         x = self.ln_h(F.gelu(self.dense(x)))
-        return F.linear(x, self.encoder.wte.weight, self.bias), balance
+        linear = linear_in_blocks if x.is_cuda else F.linear
+        return linear(x, self.encoder.wte.weight, self.bias), balance
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -882,7 +933,8 @@ class Translator(SparseModel):
         h = h.flatten(0, 1)
         if target_real is not None:
             h = h.index_select(0, target_real)
-        return F.linear(h, self.wte.weight), balance + more
+        linear = linear_in_blocks if h.is_cuda else F.linear
+        return linear(h, self.wte.weight), balance + more
 
     def log_probabilities(self, h):
         """(R, D) -> (R, V) fp32 of the next token, whatever the autocast type: small differences tell beams apart."""

@@ -104,6 +104,7 @@ class Config:
     expert_parallel: int = 1  # processes that share out the experts of one model, see engine/parallel.py
     shard: bool = False  # weights and their state lie in pieces over all processes (FSDP2)
     compile: bool = False  # torch.compile
+    recompute: bool = False  # blocks compute again in the backward pass what they would else keep in memory
     resume: bool = True  # go on from the run's newest checkpoint; false: start again
     tensorboard: bool = False  # every evaluation goes to TensorBoard, too: tensorboard --logdir out
 
@@ -128,8 +129,8 @@ BASE |= dict(lambda_disc=50.0, learning_rate=5e-4, distance_lr=1.0)
 BASE |= dict(warmup=0.08, beta2=0.98, eps=1e-6)
 BASE |= dict(steps=125_000, batch_tokens=2048 * 512, micro_tokens=32 * 512)
 BASE |= dict(eval_every=5000, eval_tokens=1 << 25)
-LARGE = dict(generator_layers=6, n_layer=24, n_head=16, n_embd=1024, ffn_size=4096, moe_after=(12,))
-XL = dict(generator_layers=8, n_layer=48, n_head=24, n_embd=1536, ffn_size=6144, moe_after=(24,))
+LARGE = dict(generator_layers=6, n_layer=24, n_head=16, n_embd=1024, ffn_size=4096, moe_after=(12,), recompute=True)
+XL = dict(generator_layers=8, n_layer=48, n_head=24, n_embd=1536, ffn_size=6144, moe_after=(24,), recompute=True)
 PRESETS = {
     "demo": {},
     # Real text and pairs in four languages; `python -m data.multilingual` prepares them.

@@ -94,6 +94,7 @@ class Config:
     expert_parallel: int = 1  # processes that share out the experts of one model, see engine/parallel.py
     shard: bool = False  # weights and their state lie in pieces over all processes (FSDP2)
     compile: bool = False  # torch.compile
+    recompute: bool = False  # blocks compute again in the backward pass what they would else keep in memory
     resume: bool = True  # go on from the run's newest checkpoint; false: start again
     tensorboard: bool = False  # every evaluation goes to TensorBoard, too: tensorboard --logdir out
     eval_only: bool = False  # no training: evaluate the run's checkpoint, or --init_from
@@ -119,11 +120,11 @@ PRESETS = {
     # Half an hour on one core.
     "small": dict(n_embd=256, ffn_size=1024, threshold=0.9, dropout=0.1, steps=5000, eval_every=1000),
     "wikitext103-124M": BASE | dict(data="wikitext103", steps=4_000, router="dense"),
-    "wikitext103-323M": BASE | dict(data="wikitext103", steps=4_000),
-    "wikitext103-556M": WIDE | dict(data="wikitext103", steps=4_000),
+    "wikitext103-323M": BASE | dict(data="wikitext103", steps=4_000, recompute=True),
+    "wikitext103-556M": WIDE | dict(data="wikitext103", steps=4_000, recompute=True),
     "openwebtext-124M": BASE | dict(data="openwebtext", steps=60_000, router="dense"),
-    "openwebtext-323M": BASE | dict(data="openwebtext", steps=60_000),
-    "openwebtext-556M": WIDE | dict(data="openwebtext", steps=60_000),
+    "openwebtext-323M": BASE | dict(data="openwebtext", steps=60_000, recompute=True),
+    "openwebtext-556M": WIDE | dict(data="openwebtext", steps=60_000, recompute=True),
 }
 
 # ---------------------------------------------------------------------------------------------------------------------

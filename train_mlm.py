@@ -93,6 +93,7 @@ class Config:
     expert_parallel: int = 1  # processes that share out the experts of one model, see engine/parallel.py
     shard: bool = False  # weights and their state lie in pieces over all processes (FSDP2)
     compile: bool = False  # torch.compile
+    recompute: bool = False  # blocks compute again in the backward pass what they would else keep in memory
     resume: bool = True  # go on from the run's newest checkpoint; false: start again
     tensorboard: bool = False  # every evaluation goes to TensorBoard, too: tensorboard --logdir out
     init_from: str | None = None  # folder of another run, or of XLM-R, whose sparse layers start new
@@ -109,7 +110,7 @@ BASE |= dict(ffn_size=3072, block_size=512, dropout=0.1)
 BASE |= dict(moe_after=(6,), expert_size=3072)
 BASE |= dict(frequency_bias=False, relative_bias=False, distance_lr=1.0)
 BASE |= dict(steps=125_000, batch_tokens=2048 * 512, micro_tokens=32 * 512)
-BASE |= dict(learning_rate=5e-4, beta2=0.98, eps=1e-6, eval_every=5000)
+BASE |= dict(learning_rate=5e-4, beta2=0.98, eps=1e-6, eval_every=5000, recompute=True)
 PRESETS = {
     "demo": {},
     # Real text in four languages, with room for two sentences; `python -m data.multilingual` prepares it.

@@ -112,6 +112,7 @@ class Config:
     expert_parallel: int = 1  # processes that share out the experts of one model, see engine/parallel.py
     shard: bool = False  # weights and their state lie in pieces over all processes (FSDP2)
     compile: bool = False  # torch.compile
+    recompute: bool = False  # blocks compute again in the backward pass what they would else keep in memory
     resume: bool = True  # go on from the run's newest checkpoint; false: start again
     tensorboard: bool = False  # every evaluation goes to TensorBoard, too: tensorboard --logdir out
 
@@ -138,7 +139,7 @@ X_MOE = dict(router="hypersphere", moe_after=(6,), expert_size=2048)
 PRESETS = {
     "demo": {},
     "multi30k": dict(data="multi30k-de", eval_every=500),  # German captions to English: 8 minutes on one core
-    "wmt23": PAPER | dict(data="wmt23-de", expert_ffns=32),
+    "wmt23": PAPER | dict(data="wmt23-de", expert_ffns=32, recompute=True),
     "wmt10": PAPER | X_MOE | dict(data="wmt10", sampling_exponent=0.7),
 }
 

@@ -19,7 +19,7 @@ from routers import ROUTERS
 
 # Constants that say where and how to run, not what to compute: they name no run, and may differ when it goes on.
 WHERE = {"preset", "table", "seeds", "out_dir", "resume", "device", "log_every"}
-WHERE |= {"expert_parallel", "shard", "compile", "tensorboard"}
+WHERE |= {"expert_parallel", "shard", "compile", "recompute", "tensorboard"}
 
 # Constants of sparse layers, which a dense model does not read.
 SPARSE = {"moe_every", "expert_ffns", "split", "capacity", "eval_capacity", "decoder_moe"}  # XMoE's

@@ -172,18 +172,21 @@ def seed_all(*key: int):
     torch.manual_seed(int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1))
 
 
-# Dense bf16 peak of a card, in TFLOP/s, by a part of its name; the first match counts.
-PEAK_TFLOPS = {"B200": 2250, "H200": 989, "H100 PCIe": 756, "H100": 989, "A100": 312, "L40S": 362, "L4": 121}
-PEAK_TFLOPS |= {"A10": 125, "4090": 165, "3090": 71}
+# Dense bf16 peak of a card, in TFLOP/s, by words of its name; where several are in a name, the longest counts.
+PEAK_TFLOPS = {"GB300": 2500, "B300": 2250, "GB200": 2500, "B200": 2250, "GH200": 989, "H200 NVL": 835, "H200": 989}
+PEAK_TFLOPS |= {"H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H800": 989, "H20": 148, "A100": 312, "A800": 312}
+PEAK_TFLOPS |= {"A30": 165, "A40": 150, "A10G": 70, "A10": 125, "L40S": 362, "L40": 181, "L4": 121}
+PEAK_TFLOPS |= {"RTX PRO 6000": 504, "RTX 6000 Ada": 364, "RTX A6000": 155, "RTX A5000": 111}
+PEAK_TFLOPS |= {"RTX 5090": 210, "RTX 5080": 113, "RTX 4090": 165, "RTX 4080": 97, "RTX 3090": 71}
 
 
 def peak_flops(context: Context) -> float | None:
     """FLOP/s of all processes together; None where it is not known."""
     if context.device.type != "cuda" or context.dtype != torch.bfloat16:
         return None
-    words = torch.cuda.get_device_name(context.device)
-    peaks = [peak for part, peak in PEAK_TFLOPS.items() if re.search(rf"\b{part}\b", words)]
-    return 1e12 * peaks[0] * context.world if peaks else None
+    name = torch.cuda.get_device_name(context.device)
+    found = [words for words in PEAK_TFLOPS if re.search(rf"\b{words}\b", name)]
+    return 1e12 * PEAK_TFLOPS[max(found, key=len)] * context.world if found else None
 
 
 def machine(context: Context) -> dict:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -38,13 +38,15 @@ def wrap(model: nn.Module, config, context) -> nn.Module:
     if context.world > 1 and N > 1:
         share_experts(model, make_mesh(context.device.type, N), config.micro_tokens)
     if context.world > 1 and shard:
-        shard_weights(model, make_mesh(context.device.type, 1)["replica"])
+        shard_weights(model, make_mesh(context.device.type, 1)["replica"], context)
     forward = torch.compile(model) if config.compile else model
     if context.world == 1 or isinstance(model, FSDPModule):
         return forward
     others = [name for name, p in forward.named_parameters() if hasattr(p, "sum_over")]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(forward, others)
     devices = [context.device] if context.device.type == "cuda" else None
+    if devices and not config.compile:  # single layers alone are compiled, which must not be cut to overlap with DDP
+        torch._dynamo.config.optimize_ddp = False
     return DistributedDataParallel(forward, device_ids=devices, broadcast_buffers=False)
 
 
@@ -61,14 +63,21 @@ def share_experts(model: nn.Module, mesh: DeviceMesh, micro_tokens: int):
             p.data = cut(p, p.data).clone()
 
 
-def shard_weights(model: nn.Module, mesh: DeviceMesh):
-    """FSDP2. Routers stay whole: they are small, and the hypersphere's temperature is a scalar."""
+def shard_weights(model: nn.Module, mesh: DeviceMesh, context):
+    """FSDP2. Routers stay whole: they are small, and the hypersphere's temperature is a scalar.
+
+    Where products are in bf16 on CUDA, the weights of blocks are gathered in bf16 and their gradients summed in fp32.
+    Embeddings travel in fp32, since what they give is the residual stream.
+    """
+    half = context.device.type == "cuda" and context.dtype == torch.bfloat16
+    coarse = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     for moe in model.moe_layers:
         for p in moe.router.parameters():
             p.sum_over = dist.group.WORLD
     alone = {p for p in model.parameters() if hasattr(p, "sum_over")}
     for module in [*model.parts, model]:
-        fully_shard(module, mesh=mesh, ignored_params=alone)
+        policy = coarse if half and module is not model else MixedPrecisionPolicy()
+        fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params=alone)
     warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # nobody works in place on what a module returns
 
 
@@ -82,6 +91,9 @@ class Exchange:
 
     All processes send each other R rows, the most that a micro-batch can have for the experts of one process
     (`MoE.most_rows`), so that nobody has to ask how many there are. What is not filled is 0, and no expert works on it.
+    Without a capacity limit, as in X-MoE's layers, R is every token, N times what travels at need: where the wire is
+    slow, give --capacity_factor. Exchanging counts first would spare it, but each layer would wait for the host, and so
+    for the slowest process.
     """
 
     def __init__(self, mesh: DeviceMesh, R: int):

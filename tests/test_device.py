@@ -80,7 +80,8 @@ def test_chance_depends_on_every_part_of_the_key():
 @pytest.mark.parametrize(
     "card, peak",
     [("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA A100-SXM4-80GB", 312e12)]
-    + [("NVIDIA L40S", 362e12), ("NVIDIA L4", 121e12), ("NVIDIA L40G", None), ("CPU", None)],
+    + [("NVIDIA L40S", 362e12), ("NVIDIA L4", 121e12), ("NVIDIA L40G", None), ("CPU", None)]
+    + [("NVIDIA H100 NVL", 835e12), ("NVIDIA H20", 148e12), ("NVIDIA GH200 480GB", 989e12), ("NVIDIA A10G", 70e12)],
 )
 def test_peaks_of_cards(card, peak, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: card)

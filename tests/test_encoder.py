@@ -192,19 +192,11 @@ def literal_attention(q, k, v, u, gate_v, w, table, buckets, keep):
     return out
 
 
-@pytest.mark.parametrize("width, is_cuda, takes", [(16, True, True), (8, True, False), (64, False, False)])
-def test_flex_attention_is_for_cuda_and_heads_of_16_or_more(width, is_cuda, takes):
-    q = torch.ones(1, 2, 3, width)
-    assert model.has_flex_attention(SimpleNamespace(is_cuda=is_cuda, shape=q.shape)) == takes
-
-
 @pytest.mark.parametrize("flex", [False, True], ids=["plain", "flex"])
 @pytest.mark.parametrize("padding", [False, True])
 def test_gated_bias_is_its_formula(monkeypatch, padding, flex):
-    from torch.nn.attention import flex_attention
-
-    monkeypatch.setattr(model, "has_flex_attention", lambda q: flex)
-    monkeypatch.setattr(model, "flex_attention", lambda: flex_attention.flex_attention)  # not compiled: slow, and exact
+    if flex:  # not compiled: slow, and exact
+        monkeypatch.setattr(model, "biased_attention", lambda *given: model.biased_flex_attention(*given[:-1]))
     attention = lively(SelfAttention(small(), causal=False, dropout=0.0, biased=True)).eval()
     distance, T = lively(Distance(2)), 6
     h = torch.randn(2, T, 8, dtype=torch.float64, requires_grad=True)
@@ -250,7 +242,7 @@ def test_flex_attention_on_cuda_equals_the_plain_path(monkeypatch):
     mask = (torch.arange(96, device="cuda") < torch.tensor([[96], [70]], device="cuda"))[:, None, None]
     results = []
     for flex in (True, False):
-        monkeypatch.setattr(model, "has_flex_attention", lambda q, flex=flex: flex)
+        monkeypatch.setattr(model, "FLEX_ATTENTION", flex)
         y = model.biased_attention(q, k, v, scale, distance(96), mask)
         results.append((y, *torch.autograd.grad(y.square().sum(), (q, k, v, scale, distance.table.weight))))
     torch.testing.assert_close(*results, rtol=2e-2, atol=2e-2)

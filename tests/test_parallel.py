@@ -141,7 +141,7 @@ def commands(corpora, electra_corpora, mt_corpus) -> dict[str, tuple[str, dict]]
 
 TOGETHER = {  # run of four processes -> its command, and how
     "lm": ("lm", dict(expert_parallel=4)),
-    "lm, shard": ("lm", dict(shard=True)),
+    "lm, shard": ("lm", dict(shard=True, recompute=True)),
     "electra": ("electra", dict(expert_parallel=2, shard=True)),
     "mt": ("mt", dict(expert_parallel=4, shard=True)),
 }

@@ -1,0 +1,116 @@
+"""What a GPU would do, on a machine without one: the host reads nothing off it, Inductor writes code for an H100.
+
+Both are done by fake_cuda.py, in a process that believes in a card.
+"""
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import ROOT, constants, values_and_gradients
+
+import model
+from engine import parallel
+from engine.device import Context
+from engine.optim import cross_entropy
+from routers import ROUTERS
+
+HERE = Path(__file__).parent
+without_card = pytest.mark.skipif(
+    torch.version.cuda is not None or not shutil.which("g++"), reason="needs a compiler, and torch for CPUs"
+)
+
+
+def done(task: str, folder: Path) -> dict:
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]])}
+    ran = subprocess.run([sys.executable, HERE / "fake_cuda.py", folder, task], env=env, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    return json.loads((folder / f"{task}.json").read_text())
+
+
+@without_card
+def test_a_step_of_every_model_reads_nothing_off_the_card(tmp_path):
+    """But for BASE's auction, and for routers whose tokens may choose all experts where there is no limit."""
+    found = done("steps", tmp_path)
+    assert len(found) == 4 * (1 + 2 * len(ROUTERS)) - 5 + 2
+    read = {case for case, error in found.items() if error}
+    expected = {case for case in found if "base" in case or "threshold, no limit" in case}
+    assert read == expected | {"a number is read"}
+    assert all("DataDependent" in found[case] or "nonzero" in found[case] for case in read)
+
+
+@without_card
+@pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="needs triton")
+def test_inductor_writes_code_for_an_h100_that_moves_little(tmp_path):
+    """GB of a forward and a backward pass, of which the dense FFN of as many FLOPs moves 1.6."""
+    moved = done("code", tmp_path)
+    assert all(moved.values()), moved
+    assert moved["topk"] <= moved["threshold"] < 3.7 and moved["dense"] < 1.7
+    assert moved["loss"] < 6.7  # of these, 1.6 are counted where the host's choice of S logits is read
+
+
+def test_a_compiled_router_has_the_gradient_of_an_uncompiled_one():
+    """In fp32: in autocast's type it would be 0.1% and more away."""
+    torch.compiler.reset()
+    config = constants(router="threshold", n_embd=16, ffn_size=32, compile=True)
+    torch.manual_seed(0)
+    net, ids = model.GPT(config, 40), torch.randint(40, (4, 16))
+    results = []
+    with pytest.MonkeyPatch.context() as patch:
+        compile = torch.compile
+        patch.setattr(torch, "compile", lambda net: compile(net, backend="aot_eager"))
+        for forward in (net, parallel.wrap(net, config, Context(0, 1, torch.device("cpu"), torch.bfloat16))):
+            with torch.autocast("cpu", torch.bfloat16):
+                logits, balance = forward(ids)
+            loss = cross_entropy(logits.flatten(0, 1), ids.flatten()) + balance
+            results.append(torch.autograd.grad(loss, [moe.router.experts for moe in net.moe_layers]))
+    for compiled, eager in zip(*results):
+        assert (compiled - eager).norm() <= 1e-5 * eager.norm()
+
+
+@pytest.mark.parametrize("name", ["GPT", "MaskedLM", "Translator"])
+def test_recompute_changes_no_number(name):
+    """With dropout, whose chance is the same again; and what is kept for the backward pass is less."""
+    more = dict(dropout=0.2, router="threshold", decoder_layers=2, decoder_moe=True, n_layer=3)
+    more |= dict(moe_after=()) if name == "Translator" else dict(capacity_factor=1.0)
+    results, kept, ids = [], [], torch.randint(40, (2, 16), generator=torch.Generator().manual_seed(0))
+    real = torch.arange(29)
+
+    def keep(x):
+        kept.append(x.numel())
+        return x
+
+    given = {"GPT": (ids,), "MaskedLM": (ids, real[::3], real), "Translator": (ids, ids, real, real)}[name]
+    for recompute in (False, True):
+        torch.manual_seed(0)
+        net = getattr(model, name)(constants(recompute=recompute, **more), 40).train()
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            outputs = net(*given)
+        held = sum(kept)
+        kept.clear()
+        results.append((values_and_gradients(outputs, list(net.parameters())), held))
+    assert all(map(torch.equal, results[0][0], results[1][0]))
+    assert results[1][1] < results[0][1] / 2
+
+
+def test_rows_are_full_where_all_tokens_choose_as_many_and_none_is_cut():
+    for name in ROUTERS:
+        chooser = ROUTERS[name](constants(), 4, K=2, V=9).train()
+        routing = chooser(torch.randn(24, 8), torch.randint(9, (24,)))
+        assert chooser.always_most <= bool((routing.wanted.sum(dim=1) == chooser.max_choices).all())
+        kept = routing.wanted
+        rows = model.kept_rows(routing.weight, kept, int(kept.sum()), full=True)
+        assert rows.used is None and torch.equal(rows.token, model.kept_rows(routing.weight, kept).token)
+
+
+def test_logits_of_an_odd_vocabulary_are_the_same_in_whole_blocks():
+    h, w, bias = torch.randn(2, 3, 8), torch.randn(70, 8), torch.randn(70)
+    expected = F.linear(h, w, bias)
+    torch.testing.assert_close(model.linear_in_blocks(h, w, bias), expected)
