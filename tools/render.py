@@ -8,9 +8,12 @@ Under a line such as
     `python train_lm.py --table 1 --seeds 3` <!-- method | paper, OWT | bits/byte as here -->
 
 stands that command's table, in these columns, made of results/train_lm/RUN.json, the runs' `result.json`. Rows that
-have not been run are left out. Several commands give one table, a row each. With `<!-- bench/step: shape=encoder | impl |
-ms -->` the rows are those of bench/step.json whose shape is `encoder`, and `<!-- claims: claim | verdict -->` asks for
-the claims of tools/claims.py. All else of a page is written by hand.
+have not been run are left out. Several commands in a line give one table, a row each. With
+
+    <!-- bench/step: shape=encoder | impl | ms -->
+
+the rows are those of bench/step.json whose shape is `encoder`, and `<!-- claims: claim | verdict -->` asks for the
+claims of tools/claims.py. All else of a page is written by hand.
 """
 
 import importlib
