@@ -50,7 +50,7 @@ NAMES = dict(zip(NAMED[::2], NAMED[1::2]))  # code -> name, as the hub has it
 LANGUAGES = {name.lower(): code for code, name in NAMES.items()}  # what file names say -> code
 CODES = [*NAMES, *"az gu jv ka lt ml ms my pa pl qu ro uk wo".split()]
 LANGUAGES |= dict(zip(CODES, CODES))
-ENDINGS = {"tags": (".tsv", ".conllu"), "answer": (".json",), "label": (".tsv",)}
+ENDINGS = {"tags": (".tsv", ".conllu", ""), "answer": (".json",), "label": (".tsv",)}
 FOLDERS = {task: task for task in TASKS} | {"pos": "udpos", "ner": "panx"}  # in XTREME's folder
 SQUAD = ("xquad", "mlqa")  # tasks that train on SQuAD
 
@@ -162,8 +162,9 @@ def without_prefix(one: Example, language: str) -> Example:
 def files_of(task: str, split: str, source: Path) -> Iterator[tuple[str, Path]]:
     """(language, file) of a split, by what the files' names say: train-en.tsv, test-context-de-question-de.json.
 
-    SQuAD's files say no language. A file whose name says no split belongs to the one that is scored. Files of another
-    form are left out, and those of several languages or of none that the benchmark has.
+    PAN-X as published, de/train, says the language by its folder. SQuAD's files say no language. A file whose name says
+    no split belongs to the one that is scored. Files of another form are left out, and those of several languages or of
+    none that the benchmark has.
     """
     if not source.is_dir():
         raise FileNotFoundError(f"{source} is no folder: it should hold the files of {task}")
@@ -174,9 +175,13 @@ def files_of(task: str, split: str, source: Path) -> Iterator[tuple[str, Path]]:
         name = Path(uncompressed_name(path).lower())
         words = re.split(r"[._-]", name.stem)
         languages = {LANGUAGES[word] for word in words if word in LANGUAGES}
+        if not languages and path.parent.name in LANGUAGES:
+            languages = {LANGUAGES[path.parent.name]}
         if not languages and task in SQUAD:
             languages = {"en"}
-        named = named_split(Path(name.stem)) or TASKS[task].test
+        named = named_split(Path(name.stem))
+        if not named and name.suffix:
+            named = TASKS[task].test
         has_form = name.suffix in ENDINGS[TASKS[task].kind]
         if named == split and len(languages) == 1 and has_form:
             yield min(languages), path

@@ -97,9 +97,10 @@ def test_bad_lines_of_tags(tmp_path):
     assert f"{folder / 'de_gsd-ud-test.conllu'}: 1 x a line with 9 columns" in notes
 
 
-def test_panx_is_read_with_the_prefixes_that_it_is_published_with(tmp_path):
+@pytest.mark.parametrize("name", ["panx/test-de.tsv", "de/test"])
+def test_panx_is_read_as_it_is_published(name, tmp_path):
     text = "de:Anna\tB-PER\nde::\tO\nde:10:30\tO\nen:x\tO\nde:\tO\n\n"
-    write_files(tmp_path, {"panx/test-de.tsv": text})
+    write_files(tmp_path, {name: text})
     found, notes = read("ner", "test", tmp_path)
     assert notes == [] and [one.texts for one in found["de"]] == [("Anna", ":", "10:30", "en:x", "de:")]
     assert read("ner", "train", tmp_path) == ({}, [])
