@@ -24,9 +24,9 @@ from engine import pretrained
 
 pytest.importorskip("matplotlib")
 LM_RUNS = {
-    "threshold": {},  # 32 experts of width 8, beside FFNs of width 32
-    "seed 1": {"seed": 1},
-    "t = 0.3": {"threshold": 0.3},
+    "threshold": {"threshold": 0.9},  # 32 experts of width 8, beside FFNs of width 32
+    "seed 1": {"threshold": 0.9, "seed": 1},
+    "t = 0.3": {},
     "switch": {"router": "switch"},
     "switch, seed 1": {"router": "switch", "seed": 1},
     "dense": {"router": "dense"},

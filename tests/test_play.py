@@ -274,7 +274,7 @@ def test_every_token_can_be_read(tokenizers):
 
 def test_what_an_expert_serves_most_is_counted(options, tmp_path, monkeypatch):
     """On a run as train_lm.py leaves it, against the routing of the same windows."""
-    Script(train_lm).run(options | {"out_dir": tmp_path / "out", "steps": 2}, monkeypatch)
+    Script(train_lm).run(options | {"out_dir": tmp_path / "out", "steps": 2, "threshold": 0.9}, monkeypatch)
     (folder,) = (tmp_path / "out").iterdir()
     found = play.Player(str(folder)).served
     model, tokenizer = pretrained.load(folder)

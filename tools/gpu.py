@@ -459,7 +459,8 @@ def stopped_and_resumed() -> Results:
     size = "--preset small" if CUDA else "--n_layer 2 --n_embd 32 --ffn_size 64 --block_size 32"
     words = f"{size} --device {DEVICE.type} --dtype bfloat16 --steps 60 --eval_every 20 --eval_tokens 2048"
     with tempfile.TemporaryDirectory() as base:
-        text = ROOT / "results/README.md"
+        text = Path(base, "text.txt")
+        text.write_text("\n\n".join(file.read_text() for file in ROOT.glob("*/*.py")))
         tokenizer = train_sentencepiece([text.read_text()], 400).save(Path(base))
         data = prepare("text", text, tokenizer, out=Path(base, "text"))
         command = [sys.executable, "-u", ROOT / "train_lm.py", *words.split()]
