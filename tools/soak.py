@@ -51,7 +51,7 @@ OPTIONS = {  # of each script; `make_data` leaves its files in the folder {base}
     "--epochs 3",
 }
 KINDS = {"SIGKILL": 10, "SIGTERM": 4, "SIGINT": 4}  # a fault, and how often it is drawn
-KINDS |= {"full disk": 4, "damaged file": 12}
+KINDS |= {"two at once": 2, "full disk": 4, "damaged file": 12}
 OUT = Path("out/soak")  # where what went wrong is kept
 VARYING = {"seconds", "window", "log", "constants"}  # equal runs may differ in these
 
@@ -162,14 +162,14 @@ class Soak:
         self.run = self.out / self.whole.name
         self.expected = outcome(self.whole)
 
-    def start(self, out: Path, seed: str = "0", **limit) -> int:
+    def start(self, out: Path, seed: str = "0", words: str = "words", **limit) -> int:
         sys.argv = [self.script, *OPTIONS[self.script].format(base=self.base.parent).split()]
         sys.argv += f"--out_dir {out} --seed {seed} --log_every 1 --device cpu --dtype float32".split()
-        return begin(self.main, self.base / "words", **limit)
+        return begin(self.main, self.base / words, **limit)
 
-    def judge(self, code: int, allowed: set[int]) -> str:
+    def judge(self, code: int, allowed: set[int], words: str = "words") -> str:
         """What is wrong with how a command ended."""
-        said = (self.base / "words").read_text()
+        said = (self.base / words).read_text()
         lines = re.findall(r"^(?:error|stopped).*", re.sub(r"\r|\x1b\[A", "\n", said), re.M)
         if "Traceback" in said:
             return "a traceback"
@@ -192,6 +192,19 @@ class Soak:
         stopped = set() if kind == "SIGKILL" else {128 + number}
         wrong = self.judge(code, {0, -number} | stopped)  # -number, too, where `main` had not begun yet
         return wrong or (None if code == 0 else "")
+
+    def two_at_once(self) -> str | None:
+        """One of them is refused, unless it finds the other's result."""
+        one = self.start(self.out)
+        time.sleep(random.uniform(0, self.seconds))
+        two = self.start(self.out, words="second")
+        codes = {"words": end(one), "second": end(two)}
+        if not any(codes.values()):
+            return self.judge(0, {0}) or None
+        refused = [words for words, code in codes.items() if code]
+        if len(refused) == 2 or "another process is training in" not in (self.base / refused[0]).read_text():
+            return "refused for another reason"
+        return "".join(self.judge(code, {0, 1}, words) for words, code in codes.items())
 
     def full_disk(self) -> str | None:
         """No file may become larger than a part of a checkpoint."""
@@ -246,8 +259,9 @@ class Soak:
 
 
 def make_data(base: Path):
-    """The messages of Django in two languages, as a text, as languages and as pairs, and an encoder of them."""
-    text = Path(__file__).parents[1] / "results/README.md"
+    """Our own code as a text; the messages of Django in two languages and as pairs, and an encoder of them."""
+    text = base / "text.txt"
+    text.write_text("\n\n".join(page.read_text() for page in Path(__file__).parents[1].glob("*/*.py")))
     small = {"normalization_rule_name": "identity"}  # XLM-R's rules would be as large as a checkpoint
     tokenizer = train_sentencepiece(text.read_text().splitlines(), 400, XLMR, **small).save(base)
     prepare("text", text, tokenizer, out=base / "text")
