@@ -177,7 +177,8 @@ TABLES = {2: table2}
 def cells(result: dict) -> dict:
     """A row of the table."""
     scores = result["held_out"]
-    sentences, pairs, found = scores["sentences"], scores["pairs"], scores["retrieval"]
+    sentences, pairs, translation = scores["sentences"], scores["pairs"], scores["translation"]
+    layer = measures.middle_layer(len(scores["retrieval"]) - 1)
     return {
         "params, M": (result["parameters"]["kept"] / 1e6, ".1f"),
         "FLOPs": (result["flops"], ".2e"),
@@ -185,8 +186,10 @@ def cells(result: dict) -> dict:
         "in pairs": (pairs["generator"], ".1%"),
         "loss saved": (sentences.get("saved"), ".1%"),
         "saved in pairs": (pairs.get("saved"), ".1%"),
-        "translation adds": (scores["translation"]["with"] - scores["translation"]["without"], "+.2%"),
-        "translations found": (found[measures.middle_layer(len(found) - 1)], ".1%"),
+        "beside a translation": (translation["with"], ".1%"),
+        "translation adds": (translation["with"] - translation["without"], "+.2%"),
+        "translations found": (scores["retrieval"][layer], ".1%"),
+        "found, centred": (scores["centred"][layer] if "centred" in scores else None, ".1%"),
     }
 
 

@@ -152,6 +152,9 @@ class Run:
         found = {"config.json": before}
         found["result.json"] = self.result.get("config", {})
         found[self.checkpoint_name] = self.checkpoint.get("identity", {})
+        for name in found:
+            if not isinstance(found[name], dict):
+                raise ValueError(f"{self.folder / name} does not say of which run it is: delete it")
         for name, constant in product(found, self.identity):
             ours = self.identity[constant]
             theirs = found[name].get(constant, ours)
@@ -173,8 +176,12 @@ class Run:
         self.log, self.board = state.get("log", ""), None  # what is in metrics.jsonl; TensorBoard
         self.open_window(**state.get("window", {}))
         if state:
-            parallel.load_model(model, state["model"])
-            parallel.load_optimizer(model, optimizer, state["optimizer"])
+            try:
+                parallel.load_model(model, state["model"])
+                parallel.load_optimizer(model, optimizer, state["optimizer"])
+            except Exception as error:  # what is missing, or of another shape, shows itself in a dozen ways
+                file = self.folder / self.checkpoint_name
+                raise ValueError(f"{file} is not a whole checkpoint of this run ({error!s:.200}): delete it") from None
             self.context.say(f"{self.name}: goes on from step {self.start}")
         if self.context.rank == 0:
             self.make_folder()

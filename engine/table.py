@@ -5,10 +5,11 @@ import signal
 import statistics
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from engine.config import command_line, refuse, said, unread
-from engine.device import clear_errors, setup, show
+from engine.device import clear_errors, fail, setup, show
 from engine.run import SIGNALS, stop
 
 
@@ -90,9 +91,18 @@ def carry_out(config, presets: dict, context, tables: dict, train: Callable, rep
     if context.rank > 0:
         return
     for result in results[0] if not config.table else []:
-        show(report(config, result))
+        show(told(partial(report, config), result))
     if config.table or config.seeds > 1:
-        show(f"\n{table.title}, preset {config.preset}, seeds: {config.seeds}\n\n{table.render(results, cells)}")
+        rows = table.render(results, partial(told, cells))
+        show(f"\n{table.title}, preset {config.preset}, seeds: {config.seeds}\n\n{rows}")
+
+
+def told(words: Callable, result: dict):
+    """What a script says of a result; one clear line where an older version of it, or somebody else, wrote it."""
+    try:
+        return words(result)
+    except (LookupError, TypeError) as error:
+        fail(f"result.json of {result.get('name')} is not what this script writes ({error!r}): delete it")
 
 
 def refuse_rows(config, presets: dict[str, dict], table: Table):

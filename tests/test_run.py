@@ -376,6 +376,16 @@ def test_a_run_goes_on_from_the_weights_of_another(options, corpora, tmp_path, m
         assert message[1] in LM.refused(options | {change: message[0]}, monkeypatch, capsys)
 
 
+NO_RESULT = {'{"name": "x"}': "of x is not what this script writes (KeyError('test'))", '{"config": 3}': "of which run it is"}
+
+
+@pytest.mark.parametrize("text", NO_RESULT)
+def test_a_result_that_somebody_else_wrote_is_one_line(text, options, monkeypatch, capsys):
+    LM.run(options | {"steps": 2}, monkeypatch)
+    (only_run(options["out_dir"]) / "result.json").write_text(text)
+    assert NO_RESULT[text] in LM.refused(options | {"steps": 2}, monkeypatch, capsys)
+
+
 def test_a_file_that_is_no_record_is_an_error(options, monkeypatch, capsys):
     stopped(LM, 0, signal.SIGTERM, options, capsys)
     for name in ("result.json", "config.json"):
