@@ -167,5 +167,5 @@ def help_pages(path: Path) -> dict[str, dict[tuple[str, str], str]]:
                     for _, key, text in ELEMENT.findall(archive.extractfile(member).read().decode()):
                         texts[language.replace("-", "_")][page, key] = unescaped(TAG.sub("", text))
     except (tarfile.TarError, lzma.LZMAError, EOFError, ValueError) as error:
-        raise ValueError(f"{path} is damaged or no .deb: {error}") from error
+        raise ValueError(f"{path} is damaged or no .deb ({type(error).__name__})") from error
     return texts
