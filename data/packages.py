@@ -32,10 +32,7 @@ SHA256 = {  # of the one file that will do
 
 
 def wheel_file(wheel: str, source: Path | None = None) -> Path:
-    """The file `source`, the one in that folder, or the one in DOWNLOADS, where pip puts it.
-
-    OSError where there is none, ValueError where it is another.
-    """
+    """The file `source`, or that in the folder, or in DOWNLOADS, where pip puts it. OSError, ValueError: no such."""
     path = source or DOWNLOADS
     if not path.is_file():
         path /= wheel.replace("==", "-") + "-py3-none-any.whl"
