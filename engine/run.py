@@ -100,7 +100,8 @@ def stop(number: int, where: str = ""):
     for each in SIGNALS:
         signal.signal(each, signal.SIG_DFL)
     if int(os.environ.get("LOCAL_RANK", 0)) == 0:
-        show(f"stopped{where}; the same command goes on", sys.stderr)
+        begun = "" if where else "\n"  # a sample's line may be half written
+        show(f"{begun}stopped{where}; the same command goes on", sys.stderr)
     sys.exit(128 + number)
 
 

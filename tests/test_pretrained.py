@@ -79,6 +79,8 @@ def test_a_masked_model_goes_on_from_another_run(trained, corpora, tmp_path, mon
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_run_of_every_script_loads(name, trained, corpora):
+    if name == "mt":
+        pytest.importorskip("sacrebleu")  # it counts its scores while it trains
     folder = trained(name)
     model, tokenizer = load(folder)
     assert type(model) is SCRIPTS[name][2] and not model.training

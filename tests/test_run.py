@@ -376,7 +376,10 @@ def test_a_run_goes_on_from_the_weights_of_another(options, corpora, tmp_path, m
         assert message[1] in LM.refused(options | {change: message[0]}, monkeypatch, capsys)
 
 
-NO_RESULT = {'{"name": "x"}': "of x is not what this script writes (KeyError('test'))", '{"config": 3}': "of which run it is"}
+NO_RESULT = {
+    '{"name": "x"}': "of x is not what this script writes (KeyError('test'))",
+    '{"config": 3}': "does not say of which run it is",
+}
 
 
 @pytest.mark.parametrize("text", NO_RESULT)

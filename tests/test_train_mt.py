@@ -31,6 +31,7 @@ from engine.run import load_checkpoint
 from model import Translator
 from train_mt import PRESETS, Config
 
+pytest.importorskip("sacrebleu")
 MT = Script(train_mt)
 run, refused = MT.run, MT.refused
 TINY = dict(n_layer=2, decoder_layers=2, n_head=2, n_embd=16, ffn_size=32, block_size=32, micro_tokens=128, steps=4)

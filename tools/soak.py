@@ -165,6 +165,7 @@ class Soak:
     def start(self, out: Path, seed: str = "0", words: str = "words", **limit) -> int:
         sys.argv = [self.script, *OPTIONS[self.script].format(base=self.base.parent).split()]
         sys.argv += f"--out_dir {out} --seed {seed} --log_every 1 --device cpu --dtype float32".split()
+        (self.base / words).write_text("")  # one that is killed at once has said nothing
         return begin(self.main, self.base / words, **limit)
 
     def judge(self, code: int, allowed: set[int], words: str = "words") -> str:
