@@ -144,10 +144,10 @@ def test_an_effect_is_the_mean_difference_of_seeds_with_its_interval(tmp_path, s
 
 
 def test_what_is_damaged_or_missing_is_one_clear_line(root, capsys):
-    file = root / "results" / "train_lm" / "demo-router=dense.json"
+    file = root / "results" / "train_lm" / "demo-router=dense-dtype=float32.json"
     for text in ('{"test": {', "[]", '{"name": "demo"}'):
         file.write_text(text)
-        assert "demo-router=dense.json is not what its script writes today" in refused(capsys, root)
+        assert "demo-router=dense-dtype=float32.json is not what its script writes today" in refused(capsys, root)
     shutil.copy(RESULTS / "train_lm" / file.name, file)
     (root / "results" / "bench" / "layer.json").unlink()
     assert "layer.json is missing: measure it" in refused(capsys, root)
