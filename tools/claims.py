@@ -15,10 +15,10 @@ from analysis.measures import mean_over_layers
 from analysis.shared import Panel, canvas, draw
 
 SEEDS = ("", "-seed=1", "-seed=2", "-seed=3", "-seed=4")  # in the names of runs
-UNITS = {  # how a number is taken, so that the claim says that the difference of two is above 0
-    "perplexity, % lower": lambda x: -100 * math.log(x),
+UNITS = {  # how a number is taken, so that the claim says that the difference of two is above 0; 100 log is about 1%
+    "perplexity, about % lower": lambda x: -100 * math.log(x),
     "points more of BLEU, F1 or accuracy": lambda x: x,
-    "% more: masked tokens right, translations found, activations positive": lambda x: 100 * x,
+    "points more: masked tokens right, activations positive": lambda x: 100 * x,
     "points of RF lower": lambda x: -100 * x,
     "doublings of RC": math.log2,
 }
@@ -82,6 +82,8 @@ def claims(folder: Path) -> list[dict]:
         found = {pair["verdict"] for pair in claim["pairs"]}
         if len(found) == 1:
             claim["verdict"] = found.pop()
+        elif {"holds", "the opposite"} <= found:
+            claim["verdict"] = "mixed"
         elif found:
             claim["verdict"] = "in part" if "holds" in found else "level or worse"
     return rows
