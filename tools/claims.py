@@ -19,6 +19,7 @@ UNITS = {  # how a number is taken, so that the claim says that the difference o
     "perplexity, about % lower": lambda x: -100 * math.log(x),
     "points more of BLEU, F1 or accuracy": lambda x: x,
     "points more: masked tokens right, activations positive": lambda x: 100 * x,
+    "points more of the translations found": lambda x: 100 * x,
     "points of RF lower": lambda x: -100 * x,
     "doublings of RC": math.log2,
 }
