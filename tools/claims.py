@@ -27,8 +27,20 @@ MARKS = {"ends": "-", "seeds": "|", "mean": "o", "paper": "D"}
 COLORS = {"holds": "#0072B2", "level": "0.55", "the opposite": "#D55E00"}
 PICTURES = {  # of each panel: title, where its records are, and in these the name of a line, x and y
     "xmoe-work": [
-        ("Half of the work costs little", "gamma", "experts", "FLOPs, limit", "perplexity"),
-        ("More than four experts gain nothing", "threshold", "t is changed", "served", "perplexity"),
+        (
+            "Half of the work costs little",
+            "gamma",
+            "experts",
+            "limit of the experts' FLOPs, in dense FFNs",
+            "perplexity",
+        ),
+        (
+            "More than four experts gain nothing",
+            "threshold",
+            "t is changed",
+            "experts that serve a token",
+            "perplexity",
+        ),
     ],
     "x-moe-collapse": [
         ("RC: X-MoE's is higher, and so is chance's", "collapse", "experts", "step", "RC"),
