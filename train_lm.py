@@ -158,11 +158,11 @@ def table1(base: Config) -> Table:
     """Every router, with the same parameters and the same FLOPs."""
     rows = []
     for method, router, split, at_323M, at_556M in TABLE1:
-        change = {"router": router}
-        if router != "dense" and split != ROUTERS[router].split:
+        change, chooser = {"router": router}, ROUTERS.get(router)  # None: dense
+        if chooser and split != chooser.split:
             change["split"] = split
-        if router == "threshold":
-            change["threshold"] = 0.9  # at every preset
+        if chooser and "threshold" in chooser.reads:
+            change["threshold"] = 0.9  # the paper's, whatever the preset has
         experts = 1 if router == "dense" else base.expert_ffns * split
         paper = at_556M if base.preset.endswith("556M") else at_323M
         rows.append(((method, f"{experts} x {base.ffn_size // split}", *paper), change))

@@ -432,6 +432,18 @@ def test_weights_that_the_last_update_broke_are_not_saved(broken, options, monke
     assert saved(options)["step"] == 2
 
 
+def test_the_interval_of_what_a_translation_adds_is_over_pairs(monkeypatch):
+    masked, right = torch.tensor([4.0, 4.0, 8.0]), {True: [3.0, 1.0, 8.0], False: [1.0, 1.0, 2.0]}
+
+    def right_by_pair(*args, beside):
+        return torch.stack([torch.tensor(right[beside]), masked])
+
+    monkeypatch.setattr(bilingual, "right_by_pair", right_by_pair)
+    found = bilingual.translation_effect(None, None, None, None, 1)
+    assert (found["with"], found["without"]) == (0.75, 0.25)
+    assert found["effect"] == measures.bootstrap(torch.tensor([2.0, 0.0, 6.0]), masked)
+
+
 def test_the_translation_comparison_masks_the_same_tokens(options):
     """With the other half beside each half and without."""
     config, context, data, model = opened(options)
@@ -450,7 +462,6 @@ def test_the_translation_comparison_masks_the_same_tokens(options):
         guesses[name] = found
     assert [token for token, _ in guesses["with"]] == [token for token, _ in guesses["without"]]
     found = bilingual.translation_effect(model.generator, data["pairs"], config, context, maskings=1)
-    low, high = found.pop("effect")
-    assert low <= found["with"] - found["without"] <= high
+    found.pop("effect")
     assert found == pytest.approx({name: fmean(right for _, right in own) for name, own in guesses.items()})
     assert min(found.values()) > 0
