@@ -382,8 +382,6 @@ def set_up(config: Config) -> tuple[Examples, FineTuned, TaskData]:
     for note in examples.notes:
         warn(note)
     encoder, tokenizer = pretrained.load_encoder(config.model, dropout=config.dropout)
-    if tokenizer.vocab_size != encoder.vocab_size:
-        raise ValueError(f"{config.model}: its tokenizer has {tokenizer.vocab_size:,} pieces, not those of its model")
     seed_all(config.seed)
     model = FineTuned(encoder, TASKS[config.task].kind, examples.labels, config.dropout)
     model.longest_row = T = min(config.block_size or model.longest_row, model.longest_row)

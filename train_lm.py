@@ -238,14 +238,13 @@ def build(config: Config, data: TokenData, context) -> GPT:
     if config.frequency_bias:
         model.bias.data.copy_(data.log_frequencies())
     if config.init_from:
-        pretrained.fill(model, *pretrained.load_gpt2(config.init_from, data.tokenizer), config.init_from)
+        sizes, weights = pretrained.weights_of(config.init_from, "GPT", data.tokenizer.sha256)
+        pretrained.fill(model, sizes, weights, config.init_from)
     return model
 
 
 def train(config: Config, context) -> dict:
     """Trains (or goes on training) a language model -> its result, which is also in result.json."""
-    if config.eval_only:
-        return evaluate_run(config, context)
     with clear_errors():
         data = TokenData.open(config.data, config, context)
         run = Run(config, PRESETS, context, data)
@@ -300,6 +299,10 @@ def test(model: GPT, data: TokenData, context) -> dict:
     return {"test": scores, "test_no_limit": free}
 
 
+def train_or_evaluate(config: Config, context) -> dict:
+    return evaluate_run(config, context) if config.eval_only else train(config, context)
+
+
 def evaluate_run(config: Config, context) -> dict:
     """Tests a trained model (or `--init_from`), routed as the eval_ constants say; kept beside the run."""
     with clear_errors():
@@ -352,7 +355,7 @@ def report(config: Config, result: dict) -> str:
 
 def main():
     config, context = start(Config, PRESETS)
-    carry_out(config, PRESETS, context, TABLES, train, report, cells)
+    carry_out(config, PRESETS, context, TABLES, train_or_evaluate, report, cells)
     if context.rank == 0 and not config.table:
         write_sample(config, PRESETS, context)
 

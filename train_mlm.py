@@ -224,7 +224,7 @@ def build(config: Config, data: MaskedData, context) -> MaskedLM:
     if config.frequency_bias:
         model.bias.data.copy_(data.log_frequencies())
     if config.init_from:
-        constants, weights = pretrained.load_xlmr(config.init_from, data.tokenizer)
+        constants, weights = pretrained.weights_of(config.init_from, "MaskedLM", data.tokenizer.sha256)
         longest = constants.pop("block_size")
         if config.block_size > longest:
             raise ValueError(f"{config.init_from} has {longest} positions, fewer than block_size = {config.block_size}")

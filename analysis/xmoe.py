@@ -12,7 +12,7 @@ from tqdm import tqdm
 from analysis import measures, shared
 from analysis.flops import row_flops
 from analysis.shared import Drawn, Measured, Opened, Panel
-from engine.device import machine, warn
+from engine.device import warn
 from engine.optim import cross_entropy
 from model import GPT
 
@@ -230,7 +230,7 @@ def speed(options: Measured):
             record["ms a batch"].append(time_batch(opened[folder]))
     for record in records:
         record["ms a batch"] = statistics.median(record["ms a batch"])
-    title = "On {device}, threads {threads}".format(**machine(run.context))
+    title = "On {device}, threads {threads}".format(**run.context.machine)
     panel = Panel(title, records, "experts", SPENT, "ms a batch", from_zero=True)
     shared.show(speed, options, records, ("experts", LIMIT), [panel])
 

@@ -65,11 +65,12 @@ def check(config):
         whole, part = getattr(config, batch, 0), getattr(config, micro, 1)
         if whole % part:
             raise ValueError(f"{micro} = {part} does not divide {batch} = {whole}")
-    if hasattr(config, "router") and config.router not in {"dense", *ROUTERS}:
-        raise ValueError(f"router must be dense or one of {', '.join(ROUTERS)}, not {config.router!r}")
+    router = getattr(config, "router", "dense")
+    if router != "dense" and router not in ROUTERS:
+        raise ValueError(f"router must be dense or one of {', '.join(ROUTERS)}, not {router!r}")
 
 
-def command_line(Config: type, presets: dict[str, dict], argv: list[str]):
+def command_line(Config: type, presets: dict, argv: list[str]):
     """-> the config that the command line makes, by tyro: `--name value`, `--help`.
 
     Raises ValueError for a value out of its limits, or an option that the chosen model does not read.
@@ -79,8 +80,8 @@ def command_line(Config: type, presets: dict[str, dict], argv: list[str]):
     preset = first.parse_known_args(argv)[0].preset
     if preset not in presets:
         raise ValueError(f"preset must be one of {', '.join(presets)}, not {preset!r}")
-    words = sys.modules[Config.__module__].__doc__
-    config = parse(Config(**{"preset": preset} | presets[preset]), argv, words)
+    default = Config(**{"preset": preset} | presets[preset])
+    config = parse(default, argv, sys.modules[Config.__module__].__doc__)
     check(config)
     if not config.table:  # its rows are other models
         refuse(config, presets, unread(config))
@@ -90,8 +91,8 @@ def command_line(Config: type, presets: dict[str, dict], argv: list[str]):
 def parse(default, argv: list[str], description: str):
     """A dataclass with what argv changes in it. The comments behind its fields are the help, below a description."""
     words = {"true": "True", "false": "False", "none": "None"}  # tyro wants Python's spelling
-    texts = {f"--{field.name}" for field in dataclasses.fields(default) if field.type in (str, Texts)}
-    args = []
+    fields, args = dataclasses.fields(default), []
+    texts = {f"--{field.name}" for field in fields if field.type in (str, Texts)}
     for word in argv:
         args += word.split("=", 1) if word.startswith("--") else [word]
     for place, before in enumerate(args[:-1], 1):
@@ -108,10 +109,10 @@ def parse(default, argv: list[str], description: str):
     )
 
 
-def said(config, presets: dict[str, dict]) -> dict:
+def said(config, presets: dict) -> dict:
     """The constants that differ from their preset's."""
-    default = type(config)(**presets[config.preset])
-    return {name: value for name, value in vars(config).items() if value != getattr(default, name)}
+    default = vars(type(config)(**presets[config.preset]))
+    return {name: value for name, value in vars(config).items() if value != default[name]}
 
 
 def unread(config) -> set[str]:
@@ -119,28 +120,27 @@ def unread(config) -> set[str]:
 
     A router says what it reads; what else a script leaves out is told by a method `unread` of its Config.
     """
-    own = set(config.unread()) if hasattr(config, "unread") else set()
+    own = config.unread() if hasattr(config, "unread") else set()
     if not hasattr(config, "router"):
         return own
-    of_routers = set().union(*(router.reads for router in ROUTERS.values()))
+    of_routers = {name for router in ROUTERS.values() for name in router.reads}
     if config.router == "dense":
         return own | of_routers | SPARSE
     chosen = ROUTERS[config.router]
-    if not chosen.balanced:
-        own.add("balance_coef")
-    return own | of_routers - chosen.reads
+    unbalanced = set() if chosen.balanced else {"balance_coef"}
+    return own | unbalanced | of_routers - chosen.reads
 
 
-def refuse(config, presets: dict[str, dict], names: set[str]):
+def refuse(config, presets: dict, names: set[str]):
     """Raises ValueError where one of the names is given."""
-    given = min(said(config, presets).keys() & names, default=None)
+    given = said(config, presets).keys() & names
     if given:
-        values = {name: getattr(config, name, None) for name in REASONS}
-        words = [f"--{name} {value}" for name, value in values.items() if value is not None and value is not True]
-        raise ValueError(f"--{given} is not read with {', '.join(words)}: leave it out")
+        reasons = [(name, getattr(config, name, None)) for name in REASONS]
+        words = [f"--{name} {value}" for name, value in reasons if value is not None and value is not True]
+        raise ValueError(f"--{min(given)} is not read with {', '.join(words)}: leave it out")
 
 
-def refuse_others(config, presets: dict[str, dict], option: str, read: set[str]):
+def refuse_others(config, presets: dict, option: str, read: set[str]):
     """Raises ValueError where more is given than an option reads that only uses a trained model."""
     more = said(config, presets).keys() - {option} - read
     if more:
@@ -150,11 +150,11 @@ def refuse_others(config, presets: dict[str, dict], option: str, read: set[str])
 def identity(config) -> dict:
     """The constants that make a run what it is, as JSON has them. A Config may name more of those that do not."""
     dropped = WHERE | unread(config) | getattr(config, "where", set())
-    kept = {name: value for name, value in vars(config).items() if name not in dropped}
-    return json.loads(json.dumps(kept))
+    names = [name for name in vars(config) if name not in dropped]
+    return json.loads(json.dumps({name: getattr(config, name) for name in names}))
 
 
-def run_name(config, presets: dict[str, dict]) -> str:
+def run_name(config, presets: dict) -> str:
     """The preset, and what differs from it."""
     words, ours = [config.preset], identity(config)
     for name, value in said(config, presets).items():

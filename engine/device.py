@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 
@@ -41,7 +41,7 @@ def fail(message: str):
 
 
 @contextmanager
-def clear_errors(kinds: tuple[type[Exception], ...] = (ValueError, OSError, ImportError)):
+def clear_errors(kinds=(ValueError, OSError, ImportError)):
     """Turns into one line what a user can cause: these kinds in set-up, in the loop only what the machine lacks."""
     try:
         yield
@@ -49,11 +49,22 @@ def clear_errors(kinds: tuple[type[Exception], ...] = (ValueError, OSError, Impo
         fail(" ".join(str(error).split()))
     except (RuntimeError, MemoryError) as error:
         text = " ".join(f"{type(error).__name__} {error}".split())[:300]
-        if isinstance(error, MemoryError) or re.search("(not enough|out of|allocate) memory|overflow", text, re.I):
+        if re.search("^MemoryError|(not enough|out of|allocate) memory|overflow", text, re.I):
             fail(f"the memory does not suffice: make the model or its batches smaller ({text})")
         if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
             fail(f"torch.compile fails: install the compiler that it asks for, or leave out --compile ({text})")
         raise
+
+
+# Dense bf16 peak of a card, in TFLOP/s, by words of its name; where several are in a name, the longest counts.
+PEAK_TFLOPS = {"GB300": 2500, "B300": 2250, "GB200": 2500, "B200": 2250}
+PEAK_TFLOPS |= {"GH200": 989, "H200 NVL": 835, "H200": 989, "H20": 148}
+PEAK_TFLOPS |= {"H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H800": 989}
+PEAK_TFLOPS |= {"A100": 312, "A800": 312, "A30": 165, "A40": 150}
+PEAK_TFLOPS |= {"A10G": 70, "A10": 125, "L40S": 362, "L40": 181, "L4": 121}
+PEAK_TFLOPS |= {"RTX PRO 6000": 504, "RTX 6000 Ada": 364, "RTX A6000": 155}
+PEAK_TFLOPS |= {"RTX 5090": 210, "RTX 5080": 113, "RTX 4090": 165}
+PEAK_TFLOPS |= {"RTX 4080": 97, "RTX 3090": 71, "RTX A5000": 111}
 
 
 @dataclasses.dataclass
@@ -70,7 +81,7 @@ class Context:
         """Inside the `with`, matrix products are in bfloat16 where that is the precision."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16)
 
-    def send_all(self, *xs: Tensor | None) -> list[Tensor | None]:
+    def send_all(self, *xs: Tensor | None) -> list:
         return [x if x is None else self.send(x) for x in xs]
 
     def send(self, x: Tensor) -> Tensor:
@@ -79,7 +90,7 @@ class Context:
             return x.pin_memory().to(self.device, non_blocking=True)
         return x.to(self.device)
 
-    def place(self, model: torch.nn.Module) -> torch.nn.Module:
+    def place(self, model: nn.Module) -> nn.Module:
         """The model on the device, in fp32 (autocast does the rest) or float64."""
         return model.to(self.device, torch.float64 if self.dtype == torch.float64 else torch.float32)
 
@@ -116,6 +127,34 @@ class Context:
         if self.world > 1:
             dist.barrier()
 
+    @property
+    def peak_flops(self) -> float | None:
+        """FLOP/s of all processes together; None where it is not known."""
+        if self.device.type != "cuda" or self.dtype != torch.bfloat16:
+            return None
+        name = torch.cuda.get_device_name(self.device)
+        found = [words for words in PEAK_TFLOPS if re.search(rf"\b{words}\b", name)]
+        return 1e12 * PEAK_TFLOPS[max(found, key=len)] * self.world if found else None
+
+    @property
+    def machine(self) -> dict:
+        """What a result is measured on."""
+        name = platform.processor() or platform.machine()
+        if self.device.type == "cuda":
+            name = torch.cuda.get_device_name(self.device)
+        elif Path("/proc/cpuinfo").exists():
+            name = (re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()) or [name])[0]
+        return {
+            "device": name,
+            "processes": self.world,
+            "threads": torch.get_num_threads(),
+            "allocator": self.allocator,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "torch": torch.__version__,
+            "numpy": np.__version__,
+            "python": platform.python_version(),
+        }
+
 
 def setup(device: str = "auto", dtype: str = "auto") -> Context:
     """Joins the processes that torchrun started, and picks device and precision.
@@ -140,28 +179,34 @@ def setup(device: str = "auto", dtype: str = "auto") -> Context:
     if dtype == "auto":
         dtype = "bfloat16" if fast else "float32"
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    context = Context(rank, world, torch.device(device), getattr(torch, dtype), allocator)
     if world > 1 and not dist.is_initialized():
-        join(rank, world, device if cuda else None)
-    return Context(rank, world, torch.device(device), getattr(torch, dtype), allocator)
+        join(context)
+    return context
 
 
-def join(rank: int, world: int, cuda: str | None):
+def join(context: Context):
     """Makes one group of the processes: tensors on CUDA are exchanged by NCCL, those on the host by gloo."""
+    world = context.world
     store, *_ = next(dist.rendezvous("env://"))
     if os.environ.get("LOCAL_WORLD_SIZE") == str(world):
         # On one node torchrun keeps one store through all its restarts: without a name of its own, each would find
         # the addresses of processes that are dead (pytorch issue 135712).
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-    backend, card = ("cpu:gloo,cuda:nccl", torch.device(cuda)) if cuda else ("gloo", None)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, device_id=card)
+    backend, card = "gloo", None
+    if context.device.type == "cuda":
+        backend, card = "cpu:gloo,cuda:nccl", context.device
+    dist.init_process_group(backend, store=store, rank=context.rank, world_size=world, device_id=card)
     atexit.register(dist.destroy_process_group)
 
 
 def keep_memory() -> str:
     """Lets glibc keep freed memory: mapping and faulting in large temporaries anew takes a third of a CPU's step."""
-    libc = ctypes.CDLL("libc.so.6") if platform.libc_ver()[0] == "glibc" else None
+    if platform.libc_ver()[0] != "glibc":
+        return "default"
+    libc = ctypes.CDLL("libc.so.6")
     # M_MMAP_THRESHOLD; an older glibc refuses so much, and M_TRIM_THRESHOLD, the next, alone does harm.
-    if libc is None or not libc.mallopt(-3, 1 << 30):
+    if not libc.mallopt(-3, 1 << 30):
         return "default"
     libc.mallopt(-1, (1 << 31) - 1)
     return "glibc, mallopt"
@@ -170,39 +215,3 @@ def keep_memory() -> str:
 def seed_all(*key: int):
     """Seeds torch from integers: (seed,) of the weights is (seed, 0, 0), so scripts count steps from 1 here."""
     torch.manual_seed(int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1))
-
-
-# Dense bf16 peak of a card, in TFLOP/s, by words of its name; where several are in a name, the longest counts.
-PEAK_TFLOPS = {"GB300": 2500, "B300": 2250, "GB200": 2500, "B200": 2250, "GH200": 989, "H200 NVL": 835, "H200": 989}
-PEAK_TFLOPS |= {"H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H800": 989, "H20": 148, "A100": 312, "A800": 312}
-PEAK_TFLOPS |= {"A30": 165, "A40": 150, "A10G": 70, "A10": 125, "L40S": 362, "L40": 181, "L4": 121}
-PEAK_TFLOPS |= {"RTX PRO 6000": 504, "RTX 6000 Ada": 364, "RTX A6000": 155, "RTX A5000": 111}
-PEAK_TFLOPS |= {"RTX 5090": 210, "RTX 5080": 113, "RTX 4090": 165, "RTX 4080": 97, "RTX 3090": 71}
-
-
-def peak_flops(context: Context) -> float | None:
-    """FLOP/s of all processes together; None where it is not known."""
-    if context.device.type != "cuda" or context.dtype != torch.bfloat16:
-        return None
-    name = torch.cuda.get_device_name(context.device)
-    found = [words for words in PEAK_TFLOPS if re.search(rf"\b{words}\b", name)]
-    return 1e12 * PEAK_TFLOPS[max(found, key=len)] * context.world if found else None
-
-
-def machine(context: Context) -> dict:
-    """What a result was measured on."""
-    name = platform.processor() or platform.machine()
-    if context.device.type == "cuda":
-        name = torch.cuda.get_device_name(context.device)
-    elif Path("/proc/cpuinfo").exists():
-        name = (re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()) or [name])[0]
-    return {
-        "device": name,
-        "processes": context.world,
-        "threads": torch.get_num_threads(),
-        "allocator": context.allocator,
-        "dtype": str(context.dtype).removeprefix("torch."),
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-        "python": platform.python_version(),
-    }

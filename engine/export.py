@@ -12,8 +12,8 @@ import shutil
 from pathlib import Path
 
 from data.tokenizers import XLMR, Tokenizer, load_tokenizer
-from engine.pretrained import CHECKPOINTS, LAYOUTS, Weights, part_of
-from engine.run import newest, write
+from engine.pretrained import LAYOUTS, Found, Weights, is_run, part_of, read
+from engine.run import write
 
 CODE = {"model.py": "model.py", "routers.py": "routers.py", "hf_model.py": "engine/hf_model.py"}
 CODE["nanoxmoe_tokenizers.py"] = "data/tokenizers.py"  # a name of its own: there is a library called tokenizers
@@ -41,65 +41,65 @@ def export(run: str | Path, folder: str | Path):
     from safetensors.torch import save_file
 
     run, folder = Path(run), Path(folder)
-    _, state = newest(run, CHECKPOINTS)
-    if not state:
+    if not is_run(run):
         raise FileNotFoundError(f"{run} holds no checkpoint: give the folder of a run")
-    if state["class"] not in CLASSES:
-        raise ValueError(f"{run} holds a {state['class']}: give a run of train_lm.py, train_mlm.py or train_electra.py")
+    found = read(run)
+    if found.kind not in CLASSES:
+        raise ValueError(f"{run} holds a {found.kind}: give a run of train_lm.py, train_mlm.py or train_electra.py")
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"{folder} is not empty: give another folder")
-    tokenizer, layout = load_tokenizer(run), LAYOUTS.get(state["class"])
-    constants = state["constants"] | {"vocab_size": state["vocab_size"]}
-    theirs = layout.written(constants, state["model"]) if layout else None
-    config, weights = theirs or with_our_code(state)
+    tokenizer, layout = load_tokenizer(run), LAYOUTS.get(found.kind)
+    theirs = layout.written(found.constants, found.weights) if layout else None
+    config, weights = theirs or with_our_code(found)
     special = special_tokens(tokenizer)
+    config |= {f"{name}_id": token for name, token in special.items()}
 
     folder.mkdir(parents=True, exist_ok=True)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "model.safetensors").chmod(0o644)  # as the other files
-    write(folder / "config.json", config | {f"{name}_id": token for name, token in special.items()})
+    write(folder / "config.json", config)
     if isinstance(tokenizer, XLMR):
         special["mask_token"] = tokenizer.mask
-    options = {
-        "tokenizer_class": "NanoXMoETokenizer",
-        "auto_map": {"AutoTokenizer": ["hf_model.NanoXMoETokenizer", None]},
-        "model_max_length": constants["block_size"],
-    }
-    write(folder / "tokenizer_config.json", options | {name: f"<{token}>" for name, token in special.items()})
+    options = {name: f"<{token}>" for name, token in special.items()}
+    options["tokenizer_class"] = "NanoXMoETokenizer"
+    options["auto_map"] = {"AutoTokenizer": ["hf_model.NanoXMoETokenizer", None]}
+    options["model_max_length"] = found.constants["block_size"]
+    write(folder / "tokenizer_config.json", options)
     tokenizer.save(folder)
     for name, here in CODE.items():
         code = (Path(__file__).parents[1] / here).read_text()
         write(folder / name, code.replace("from routers import", "from .routers import"))
-    auto, _ = CLASSES[state["class"]]
-    write(
-        folder / "README.md", CARD.format(name=run.name, auto=auto, trust="" if theirs else ", trust_remote_code=True")
-    )
+    auto, _ = CLASSES[found.kind]
+    trust = "" if theirs else ", trust_remote_code=True"
+    write(folder / "README.md", CARD.format(name=run.name, auto=auto, trust=trust))
     if (run / "result.json").exists():
         shutil.copy(run / "result.json", folder)
     print(f"{folder} has the model, its tokenizer and a card that says how transformers loads them")
 
 
-def with_our_code(state: dict) -> tuple[dict, Weights]:
+def with_our_code(found: Found) -> tuple[dict, Weights]:
     """The config and the tensors of a model of hf_model.py."""
-    weights, constants, head = state["model"], state["constants"], {}
-    if state["class"] == "Electra":  # the discriminator and its head; the generator has done its work
+    weights, constants, head = found.weights, dict(found.constants), {}
+    if found.kind == "Electra":  # the discriminator and its head; the generator has done its work
         head = {name: x for name, x in weights.items() if name.startswith(("dense.", "ln_h.", "out."))}
         weights = part_of(weights, "encoder.")
-    auto, name = CLASSES[state["class"]]
+    auto, name = CLASSES[found.kind]
     config = {
         "model_type": "nanoxmoe",
+        "trained": found.kind,
         "architectures": [name],
         "auto_map": {"AutoConfig": "hf_model.NanoXMoEConfig", auto: f"hf_model.{name}"},
         "dtype": "float32",
         "use_cache": False,
-        "constants": constants,
-        "vocab_size": state["vocab_size"],
+        "vocab_size": constants.pop("vocab_size"),
         "max_position_embeddings": constants["block_size"],
         "hidden_size": constants["n_embd"],
         "num_hidden_layers": constants["n_layer"],
         "num_attention_heads": constants["n_head"],
+        "constants": constants,
     }
-    return config, {f"model.{name}": x.contiguous() for name, x in weights.items()} | head
+    tensors = {f"model.{name}": x.contiguous() for name, x in weights.items()}
+    return config, tensors | head
 
 
 def special_tokens(tokenizer: Tokenizer) -> dict[str, int]:

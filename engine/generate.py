@@ -7,14 +7,13 @@ from pathlib import Path
 import torch
 
 from analysis import measures
-from data.tokenizers import XLMR
 from engine import pretrained
 from engine.config import run_name
 from engine.device import Context, clear_errors, seed_all, show
 from model import Translator, real_mask, rows_of
 
 
-def write_sample(config, presets: dict[str, dict], context: Context):
+def write_sample(config, presets: dict, context: Context):
     """Prints how the run of a config (of its first seed) goes on from the prompt, token by token.
 
     Its experts have no capacity limit; the threshold is `eval_threshold`. Nothing is printed where there is no
@@ -26,7 +25,8 @@ def write_sample(config, presets: dict[str, dict], context: Context):
     with clear_errors():
         model, tokenizer = pretrained.load(folder)
         model.config.eval_threshold = config.eval_threshold  # the routers read it there
-        [prompt] = tokenizer.encode_batch([config.prompt.encode().decode()])  # ValueError for half a character
+        text = config.prompt.encode().decode()  # ValueError for half a character
+        [prompt] = tokenizer.encode_batch([text])
     if model.sees_later:
         show("\nno sample: the experts choose among tokens that are not written yet")
         return
@@ -35,7 +35,7 @@ def write_sample(config, presets: dict[str, dict], context: Context):
     def show_new(ids):
         """What ids (1, T) say, but for what is shown already, and for a character whose last bytes are to come."""
         nonlocal shown
-        text = tokenizer.decode([token for token in ids[0].tolist() if token != tokenizer.eot])
+        text = tokenizer.decode(ids[ids != tokenizer.eot].tolist())
         text = text.rstrip("\N{REPLACEMENT CHARACTER}")
         show(text[len(shown) :], end="")
         shown = text
@@ -54,7 +54,7 @@ def write_sample(config, presets: dict[str, dict], context: Context):
 
 
 @torch.no_grad()
-def translate(model: Translator, source, real, tokenizer: XLMR, beam=5, length_penalty=1.0, limit=False) -> list:
+def translate(model: Translator, source, real, tokenizer, beam=5, length_penalty=1.0, limit=False) -> list:
     """Translates by beam search: for each of B sources the ids of the best translation, without <s> and </s>.
 
     source (B, N) ends in </s>; real (S,): see `Translator.encode`. Of a source of n tokens before </s> the translation
@@ -65,8 +65,10 @@ def translate(model: Translator, source, real, tokenizer: XLMR, beam=5, length_p
     eos, device = tokenizer.eos, source.device
     never = torch.tensor(tokenizer.unwritten, device=device)  # no text is made of these
     is_end = torch.arange(V, device=device) == eos
-    n = source.new_full((B,), N) if real is None else real_mask(source, real).sum(dim=1)  # with </s>
-    longest = 6 * (n - 1) // 5 + 10
+    length = source.new_full((B,), N)  # with </s>
+    if real is not None:
+        length = real_mask(source, real).sum(dim=1)
+    longest = 6 * (length - 1) // 5 + 10
     sentences = searched = [Sentence(K, most) for most in longest.tolist()]
     newest = [tokenizer.bos] * K * B  # the last token of each beam
     was_training = model.training
@@ -80,17 +82,18 @@ def translate(model: Translator, source, real, tokenizer: XLMR, beam=5, length_p
             h, _, past = model.decode(ids.unsqueeze(1), encoded, past)
             log_probs = model.log_probabilities(h[:, -1])  # (b * K, V)
             log_probs[:, never] = -math.inf
-            before = torch.tensor([sentence.log_probs for sentence in searched], device=device)
-            total = before.unsqueeze(2) + log_probs.unflatten(0, (-1, K))  # (b, K, V)
+            total = log_probs.unflatten(0, (-1, K))  # (b, K, V)
+            before = [sentence.log_probs for sentence in searched]
+            total += torch.tensor(before, device=device).unsqueeze(2)
             for number, sentence in enumerate(searched):
                 if sentence.must_end:
                     total[number] = total[number].where(is_end, -math.inf)
             # Of the 2 K best continuations of a sentence at most K are ends, one of each beam, so K go on.
-            best, place = (x.tolist() for x in total.flatten(1).topk(2 * K))  # b lists of 2 K
+            best, place = total.flatten(1).topk(2 * K)
+            best = zip(best.tolist(), (place // V).tolist(), (place % V).tolist())
             stay, rows = [], []  # which of the b sentences are not done, and which of the b * K beams go on
-            for number, sentence in enumerate(searched):
-                beams_and_tokens = [divmod(where, V) for where in place[number]]
-                going_on = sentence.step(best[number], beams_and_tokens, eos, length_penalty)
+            for number, (sentence, candidates) in enumerate(zip(searched, best)):
+                going_on = sentence.grow([*zip(*candidates)], eos, length_penalty)
                 stay += [number] if going_on else []
                 rows += [K * number + beam for beam in going_on]
             if len(stay) < len(searched):
@@ -120,22 +123,21 @@ class Sentence:
     def must_end(self) -> bool:
         return len(self.beams[0]) == self.longest
 
-    def step(self, log_probs: list, places: list, eos: int, length_penalty: float) -> list[int]:
+    def grow(self, candidates: list[tuple], eos: int, length_penalty: float) -> list[int]:
         """Makes the next beams -> which beams they continue; [] where the sentence is done.
 
-        Of the 2 K best continuations these are the log probabilities, and the beams and their next tokens. Those of the
-        K best that end are finished translations; the K best that do not end are the next beams.
+        candidates: log probability, beam and next token of the 2 K best continuations, the best first. Those of the K
+        best that end are finished translations; the K best that do not end are the next beams.
         """
-        K = len(self.beams)
-        length = 1 + len(self.beams[0])  # with </s>
-        best = [*zip(log_probs, places)]
-        for log_prob, (beam, token) in best[:K]:
+        before, K = self.beams, len(self.beams)
+        length = 1 + len(before[0])  # with </s>
+        for log_prob, beam, token in candidates[:K]:
             if token == eos and log_prob > -math.inf:
                 value = log_prob / length**length_penalty
-                self.finished.append((value, self.beams[beam]))
+                self.finished.append((value, before[beam]))
         if self.must_end or len(self.finished) >= K:
             return []
-        best = [(log_prob, place) for log_prob, place in best if place[1] != eos][:K]
-        self.log_probs = [log_prob for log_prob, _ in best]
-        self.beams = [[*self.beams[beam], token] for _, (beam, token) in best]
-        return [beam for _, (beam, _) in best]
+        going_on = [one for one in candidates if one[2] != eos][:K]
+        self.log_probs = [log_prob for log_prob, _, _ in going_on]
+        self.beams = [[*before[beam], token] for _, beam, token in going_on]
+        return [beam for _, beam, _ in going_on]

@@ -6,7 +6,7 @@ Every process routes its own micro-batch over all E experts, under that micro-ba
 alone would; only then its rows travel to the experts, and the experts' answers back.
 
 A split model is for training. To evaluate it, and to save it in one file that any number of processes can read, `whole`
-and `whole_state` put it together again.
+puts it together again.
 """
 
 import functools
@@ -20,13 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
-
-
-def check(config, context):
-    """Raises ValueError where the processes cannot be shared out as the config says."""
-    N, W = getattr(config, "expert_parallel", 1), context.world
-    if W % N:
-        raise ValueError(f"expert_parallel = {N} does not divide the number of processes, {W}")
+from torch.optim import Optimizer
 
 
 def wrap(model: nn.Module, config, context) -> nn.Module:
@@ -34,17 +28,17 @@ def wrap(model: nn.Module, config, context) -> nn.Module:
 
     To be called before the model gets an optimizer. Raises ValueError where the experts cannot be shared out.
     """
-    N, shard = getattr(config, "expert_parallel", 1), getattr(config, "shard", False)
+    N, device = getattr(config, "expert_parallel", 1), context.device.type
     if context.world > 1 and N > 1:
-        share_experts(model, make_mesh(context.device.type, N), config.micro_tokens)
-    if context.world > 1 and shard:
-        shard_weights(model, make_mesh(context.device.type, 1)["replica"], context)
+        share_experts(model, make_mesh(device, N), config.micro_tokens)
+    if context.world > 1 and getattr(config, "shard", False):
+        shard_weights(model, make_mesh(device, 1)["replica"], context)
     forward = torch.compile(model) if config.compile else model
     if context.world == 1 or isinstance(model, FSDPModule):
         return forward
     others = [name for name, p in forward.named_parameters() if hasattr(p, "sum_over")]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(forward, others)
-    devices = [context.device] if context.device.type == "cuda" else None
+    devices = [context.device] if device == "cuda" else None
     if devices and not config.compile:  # single layers alone are compiled, which must not be cut to overlap with DDP
         torch._dynamo.config.optimize_ddp = False
     return DistributedDataParallel(forward, device_ids=devices, broadcast_buffers=False)
@@ -57,9 +51,11 @@ def share_experts(model: nn.Module, mesh: DeviceMesh, micro_tokens: int):
         E = moe.router.E
         if E % N:
             raise ValueError(f"expert_parallel = {N} does not divide the number of experts, {E}")
-        moe.exchange = Exchange(mesh["expert"], moe.most_rows(micro_tokens, E // N))
+        R = moe.most_rows(micro_tokens, E // N)
+        moe.exchange = Exchange(mesh["expert"], R)
         for p in [*moe.experts.parameters(), *moe.norms.parameters()]:
-            p.mesh, p.sum_over = mesh["expert"], mesh["replica"].get_group()
+            p.device_mesh, p.placements = mesh["expert"], [Shard(0)]  # as a DTensor has them
+            p.sum_over = mesh["replica"].get_group()
             p.data = cut(p, p.data).clone()
 
 
@@ -83,7 +79,8 @@ def shard_weights(model: nn.Module, mesh: DeviceMesh, context):
 
 @functools.cache
 def make_mesh(device: str, N: int) -> DeviceMesh:
-    return init_device_mesh(device, (dist.get_world_size() // N, N), mesh_dim_names=("replica", "expert"))
+    sizes = dist.get_world_size() // N, N
+    return init_device_mesh(device, sizes, mesh_dim_names=("replica", "expert"))
 
 
 class Exchange:
@@ -107,10 +104,11 @@ class Exchange:
         N, R = self.mesh.size(), self.R
         wanted = rows.counts.view(N, -1)  # (N, E / N) of each process: the rows for its experts
         slot = self.slots(rows, wanted)  # (rows,)
-        sent = self.to_all(place(x, slot, N * R))  # (N * R, D), R from each process
-        mine = self.received(self.to_all(wanted.flatten()).view(N, -1), rows)
+        sent = self.to_all(in_slots(x, slot, N * R))  # (N * R, D), R from each process
+        theirs = self.to_all(wanted.flatten()).view(N, -1)  # of each process: the rows for the experts here
+        mine = self.received(theirs, rows)
         y = work(sent.index_select(0, mine.token), mine)
-        y = self.to_all(place(y, mine.token, N * R))
+        y = self.to_all(in_slots(y, mine.token, N * R))
         return y.index_select(0, slot.clamp(max=N * R - 1))  # a spare row has gate 0, whatever it reads
 
     def to_all(self, x: Tensor) -> Tensor:
@@ -126,8 +124,11 @@ class Exchange:
         total = wanted.sum(dim=1)
         first = total.cumsum(0) - total  # the first row of each process
         process = rows.expert // own
-        slot = process * R + torch.arange(len(process), device=process.device) - first[process]
-        return slot if rows.used is None else torch.where(rows.used.squeeze(1), slot, N * R)
+        row = torch.arange(len(process), device=process.device)
+        slot = process * R + row - first[process]
+        if rows.used is None:
+            return slot
+        return slot.where(rows.used.squeeze(1), N * R)
 
     def received(self, counts: Tensor, rows):
         """counts (N, E / N), rows that each process sent for each expert here -> those rows, expert by expert.
@@ -135,12 +136,13 @@ class Exchange:
         `token` is the place in the N * R rows that came. On a GPU all of them are listed, those that are empty last.
         """
         (N, own), R = counts.shape, self.R
-        lane = torch.arange(R, device=counts.device).expand(N, R).contiguous()
+        place = torch.arange(N * R, device=counts.device)
+        lane = (place % R).view(N, R)
         expert = torch.searchsorted(counts.cumsum(dim=1), lane, right=True).flatten()  # (N * R,); E / N: empty
         order = expert.argsort(stable=True)
         used, total = None, counts.sum()
         if counts.is_cuda:  # nobody asks it how many there are
-            used = (torch.arange(N * R, device=counts.device) < total).unsqueeze(1)
+            used = (place < total).unsqueeze(1)
         else:
             order = order[: int(total)]
         expert = expert[order].clamp(max=own - 1)
@@ -153,9 +155,10 @@ class Exchange:
         )
 
 
-def place(x: Tensor, slot: Tensor, size: int) -> Tensor:
+def in_slots(x: Tensor, slot: Tensor, size: int) -> Tensor:
     """(size, D) with x (rows, D) in its slots and 0 elsewhere; what has the slot `size` is left out."""
-    return x.new_zeros(size + 1, x.shape[1]).index_copy(0, slot, x)[:-1]
+    empty = x.new_zeros(size + 1, x.shape[1])
+    return empty.index_copy(0, slot, x)[:-1]
 
 
 def clip_grad_norm_(model: nn.Module, limit: float):
@@ -165,13 +168,13 @@ def clip_grad_norm_(model: nn.Module, limit: float):
     mesh in the exchange, and here the other rows are added.
     """
     waiting = []
-    for p in model.parameters():
-        if hasattr(p, "sum_over") and p.grad is not None:
+    parameters = [p for p in model.parameters() if p.grad is not None]
+    for p in parameters:
+        if hasattr(p, "sum_over"):
             p.grad /= dist.get_world_size()
             waiting.append(dist.all_reduce(p.grad, group=p.sum_over, async_op=True))
     for handle in waiting:
         handle.wait()
-    parameters = [p for p in model.parameters() if p.grad is not None]
     if not limit:
         return
     if not any(map(mesh_of, parameters)):
@@ -179,8 +182,8 @@ def clip_grad_norm_(model: nn.Module, limit: float):
         return
     squares = {}  # mesh over which pieces lie (None: everybody has the whole) -> of the gradients that are here
     for p in parameters:
-        mesh = mesh_of(p)
-        squares[mesh] = squares.get(mesh, 0.0) + local(p.grad).square().sum()
+        square = local(p.grad).square().sum()
+        squares[mesh_of(p)] = squares.get(mesh_of(p), 0.0) + square
     for mesh, square in squares.items():
         if mesh is not None:
             dist.all_reduce(square, group=mesh.get_group())
@@ -192,7 +195,7 @@ def clip_grad_norm_(model: nn.Module, limit: float):
 
 def mesh_of(p: Tensor) -> DeviceMesh | None:
     """The processes over which a parameter lies in pieces; None: here is all of it."""
-    return p.device_mesh if isinstance(p, DTensor) else getattr(p, "mesh", None)
+    return getattr(p, "device_mesh", None)
 
 
 def local(x: Tensor) -> Tensor:
@@ -201,19 +204,19 @@ def local(x: Tensor) -> Tensor:
 
 def put_together(p: Tensor, x: Tensor) -> Tensor:
     """x, which is cut as the parameter p is (itself, or a moment of Adam), as a whole, on every process."""
-    if mesh_of(p) is not None and not isinstance(x, DTensor):
-        x = DTensor.from_local(x, p.mesh, [Shard(0)])
-    return x.full_tensor() if isinstance(x, DTensor) else x
+    if mesh_of(p) is None:
+        return x
+    if not isinstance(x, DTensor):
+        x = DTensor.from_local(x, p.device_mesh, p.placements)
+    return x.full_tensor()
 
 
 def cut(p: Tensor, x: Tensor) -> Tensor:
     """The opposite: this process's piece of a whole x."""
-    mesh = mesh_of(p)
-    if mesh is None:
+    if mesh_of(p) is None:
         return x
-    if isinstance(p, DTensor):
-        return distribute_tensor(x.to(p.device), mesh, p.placements, src_data_rank=None)
-    return x.chunk(mesh.size())[mesh.get_local_rank()]
+    x = distribute_tensor(x.to(p.device), p.device_mesh, p.placements, src_data_rank=None)
+    return x if isinstance(p, DTensor) else x.to_local()
 
 
 @torch.no_grad()
@@ -221,30 +224,16 @@ def whole(model: nn.Module) -> nn.Module:
     """The model itself if it is not split, or else a copy with all its weights: all processes must ask together."""
     if not any(map(mesh_of, model.parameters())):
         return model
-    parts = model.state_dict(keep_vars=True)
+    kind = type(model)
+    if isinstance(model, FSDPModule):  # fully_shard has put a class of its own before it
+        kind = kind.__mro__[2]
     first = next(model.parameters())
-    copy = kind(model)(model.config, model.vocab_size).to(first.device, first.dtype)
+    copy = kind(model.config, model.vocab_size).to(first.device, first.dtype)
+    parts = model.state_dict(keep_vars=True)
     for name, x in copy.state_dict().items():
-        x.copy_(put_together(parts[name], parts[name].detach()))
+        p = parts[name]
+        x.copy_(put_together(p, p.detach()))
     return copy
-
-
-def kind(model: nn.Module) -> type:
-    """A model's class; fully_shard puts one of its own before it."""
-    return type(model).__mro__[2] if isinstance(model, FSDPModule) else type(model)
-
-
-@torch.no_grad()
-def whole_state(model: nn.Module) -> dict[str, Tensor]:
-    """The state of `whole(model)`, on the CPU where it had to be put together, and there on rank 0 alone."""
-    return {name: to_save(x, x.detach()) for name, x in model.state_dict(keep_vars=True).items()}
-
-
-def to_save(p: Tensor, x: Tensor) -> Tensor | None:
-    if mesh_of(p) is None or x.dim() == 0:  # Adam's count of steps
-        return x
-    x = put_together(p, x)
-    return x.cpu() if dist.get_rank() == 0 else None
 
 
 def saved_piece(p: Tensor, name: str, x: Tensor) -> Tensor:
@@ -257,7 +246,7 @@ def saved_piece(p: Tensor, name: str, x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def load_model(model: nn.Module, saved: dict[str, Tensor]):
-    """From what `whole_state` gave, on any number of processes. Raises ValueError where it is of another model."""
+    """From the state of `whole(model)`, on any number of processes. Raises ValueError where it is of another model."""
     state = model.state_dict(keep_vars=True)
     if state.keys() != saved.keys():
         raise ValueError(f"the checkpoint is of another model: {min(state.keys() ^ saved.keys())} is in one alone")
@@ -265,23 +254,31 @@ def load_model(model: nn.Module, saved: dict[str, Tensor]):
         p.copy_(saved_piece(p, name, saved[name]))
 
 
-def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
-    """Its state by the parameters' names, whole: it does not tell on how many processes it was."""
+@torch.no_grad()
+def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict:
+    """Its state by the parameters' names, whole, on rank 0: it does not tell on how many processes it was."""
     names = {p: name for name, p in model.named_parameters()}
     state = {}
     for p, moments in optimizer.state.items():
-        state[names[p]] = {key: to_save(p, x) for key, x in moments.items()}
+        state[names[p]] = own = dict(moments)
+        for key, x in moments.items():
+            if mesh_of(p) is not None and x.dim() > 0:  # Adam's count of steps is whole everywhere
+                x = put_together(p, x)
+                own[key] = x.cpu() if dist.get_rank() == 0 else None
     return {"state": state, "param_groups": optimizer.state_dict()["param_groups"]}
 
 
-def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, saved: dict):
+def load_optimizer(model: nn.Module, optimizer: Optimizer, saved: dict):
     """From what `optimizer_state` gave, on any number of processes. Raises ValueError where moments are missing."""
     names = {p: name for name, p in model.named_parameters()}
     state, groups = {}, optimizer.state_dict()["param_groups"]
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for i, p in enumerate(parameters):
-        moments = saved["state"].get(names[p], {})
+        name = names[p]
+        moments = saved["state"].get(name, {})
         if not moments.keys() >= {"step", "exp_avg", "exp_avg_sq"}:
-            raise ValueError(f"the optimizer's state of {names[p]} is missing")
-        state[i] = {key: x if key == "step" else saved_piece(p, names[p], x) for key, x in moments.items()}
+            raise ValueError(f"the optimizer's state of {name} is missing")
+        state[i] = own = dict(moments)
+        for key in own.keys() - {"step"}:
+            own[key] = saved_piece(p, name, moments[key])
     optimizer.load_state_dict({"state": state, "param_groups": groups})

@@ -20,16 +20,41 @@ from torch import Tensor, nn
 
 from data.tokenizers import KINDS, XLMR, Tokenizer, load_tokenizer
 from engine.device import clear_errors
-from engine.run import newest, read_json
+from engine.run import WEIGHTS, newest, read_json
 from model import GPT, PAD, Encoder, Translator
 
 Weights = dict[str, Tensor]  # by the names that model.py has for them
 
 MODELS = {"GPT": GPT, "MaskedLM": Encoder, "Electra": Encoder, "Translator": Translator}  # trained, and loaded
-# Files of a run: the best weights of a translator, or else the newest checkpoint, or the one before it.
-CHECKPOINTS = "model.pt", "ckpt.pt", "ckpt.prev.pt"
 HUGGING_FACE = "model.safetensors", "pytorch_model.bin"
 PIECES = "sentencepiece.bpe.model"  # XLM-R's tokenizer
+
+
+class Found(NamedTuple):
+    """The model that a folder holds."""
+
+    kind: str  # the class that was trained, of MODELS
+    constants: dict  # by which model.py makes it, with its vocab_size
+    weights: Weights
+    vocabulary: str  # the checksum of its tokenizer; "" where nobody knows
+
+
+def read(folder: Path) -> Found:
+    """A run or a model in Hugging Face's format. Raises OSError or ValueError where there is no sound one."""
+    _, state = newest(folder, WEIGHTS)
+    if state:
+        if state["class"] not in MODELS:
+            raise ValueError(f"{folder} holds checkpoints of something else")
+        constants = state["constants"] | {"vocab_size": state["vocab_size"]}
+        return Found(state["class"], constants, state["model"], state["identity"]["tokenizer_checksum"])
+    if any((folder / name).exists() for name in HUGGING_FACE):
+        return read_hugging_face(folder)
+    wanted = ", ".join(WEIGHTS + HUGGING_FACE)
+    raise FileNotFoundError(f"{folder} is neither the folder of a run nor of a model: it has none of {wanted}")
+
+
+def is_run(folder: Path) -> bool:
+    return any((folder / name).exists() for name in WEIGHTS)
 
 
 def load(path: str | Path, **changes) -> tuple[nn.Module, Tokenizer | None]:
@@ -37,21 +62,29 @@ def load(path: str | Path, **changes) -> tuple[nn.Module, Tokenizer | None]:
 
     changes: constants to replace, such as the dropout. Raises OSError or ValueError where no sound model is there.
     """
-    folder = Path(path)
-    _, state = newest(folder, CHECKPOINTS)
-    if state:
-        kind, constants, weights, tokenizer = open_run(folder, state)
-    elif any((folder / name).exists() for name in HUGGING_FACE):
-        kind, constants, weights, tokenizer = open_hugging_face(folder)
-    else:
-        wanted = ", ".join(CHECKPOINTS + HUGGING_FACE)
-        raise FileNotFoundError(f"{folder} is neither the folder of a run nor of a model: it has none of {wanted}")
+    found, tokenizer = read(Path(path)), tokenizer_in(Path(path))
+    if found.vocabulary and found.vocabulary != tokenizer.sha256:
+        raise ValueError(f"{path} was trained with another vocabulary than the tokenizer in it")
+    kind, weights = MODELS[found.kind], found.weights
+    constants = found.constants | changes
     V = constants.pop("vocab_size")
     try:
-        model = kind(SimpleNamespace(**constants | changes), V)
+        model = kind(SimpleNamespace(**constants), V)
     except Exception as error:  # wrong constants show themselves in a dozen ways
-        raise ValueError(f"{folder} describes no model: {short(error)}") from error
-    return fill(model, {}, weights, folder).eval(), tokenizer
+        raise ValueError(f"{path} describes no model: {short(error)}") from error
+    if kind is Encoder:  # without the head that it was trained with
+        weights = part_of(weights, "encoder.") or weights
+    return fill(model, {}, weights, path).eval(), tokenizer
+
+
+def tokenizer_in(folder: Path) -> Tokenizer | None:
+    """That of a run, or XLM-R's; other models may have none."""
+    if (folder / PIECES).exists():
+        return load_tokenizer(folder / PIECES, kind="xlmr")
+    ours = [folder / each.filename for each in KINDS.values()]
+    if is_run(folder) or any(map(Path.exists, ours)):
+        return load_tokenizer(folder)
+    return None
 
 
 def load_encoder(path: str | Path, **changes) -> tuple[Encoder, XLMR]:
@@ -68,34 +101,18 @@ def load_encoder(path: str | Path, **changes) -> tuple[Encoder, XLMR]:
     return encoder, tokenizer
 
 
-def is_run(path: str | Path) -> bool:
+def weights_of(path: str | Path, kind: str, vocabulary: str = "") -> tuple[dict, Weights]:
+    """The constants that weights depend on, and the weights, of a folder with a model of this class to train on.
+
+    Raises ValueError where it holds another class, or is known to have another vocabulary.
+    """
     if not Path(path).exists():
         raise FileNotFoundError(f"{path} does not exist")
-    return any(Path(path, name).exists() for name in CHECKPOINTS)
-
-
-def load_gpt2(path: str | Path, tokenizer: Tokenizer) -> tuple[dict, Weights]:
-    """The constants of a GPT-2, or of a run of train_lm.py with this tokenizer, and its weights. Raises ValueError."""
-    if is_run(path):
-        return weights_of_run(Path(path), "GPT", tokenizer)
-    return GPT2.read(Path(path))
-
-
-def load_xlmr(path: str | Path, tokenizer: Tokenizer | None = None) -> tuple[dict, Weights]:
-    """The same of an XLM-R, for `MaskedLM` but for a head that it has not, or of a run of train_mlm.py."""
-    if is_run(path):
-        return weights_of_run(Path(path), "MaskedLM", tokenizer)
-    return XLM_R.read(Path(path))
-
-
-def weights_of_run(folder: Path, kind: str, tokenizer: Tokenizer) -> tuple[dict, Weights]:
-    """The constants that a run's weights depend on, and the weights. Raises ValueError for one of another script."""
-    _, state = newest(folder, CHECKPOINTS)
-    if state["class"] != kind or state["identity"]["tokenizer_checksum"] != tokenizer.sha256:
-        raise ValueError(f"{folder} is no run of this script with the vocabulary of this corpus")
-    constants = state["constants"] | {"vocab_size": state["vocab_size"]}
-    shaping = constants.keys() & {*SIZES, "frequency_bias", "relative_bias"}
-    return {name: constants[name] for name in shaping}, state["model"]
+    found = read(Path(path))
+    if found.kind != kind or found.vocabulary not in ("", vocabulary):
+        raise ValueError(f"{path} is no run of this script with the vocabulary of this corpus")
+    shaping = found.constants.keys() & {*SIZES, "frequency_bias", "relative_bias"}
+    return {name: found.constants[name] for name in shaping}, found.weights
 
 
 def fill(model: nn.Module, sizes: dict, weights: Weights, path: str | Path) -> nn.Module:
@@ -115,22 +132,10 @@ def fill(model: nn.Module, sizes: dict, weights: Weights, path: str | Path) -> n
     return model
 
 
-def open_run(folder: Path, state: dict) -> tuple[type, dict, Weights, Tokenizer]:
-    """What a checkpoint holds, and the tokenizer that lies beside it."""
-    if state["class"] not in MODELS:
-        raise ValueError(f"{folder} holds checkpoints of something else")
-    kind, weights = MODELS[state["class"]], state["model"]
-    if kind is Encoder:
-        weights = part_of(weights, "encoder.")
-    tokenizer = load_tokenizer(folder)
-    if tokenizer.sha256 != state["identity"]["tokenizer_checksum"]:
-        raise ValueError(f"{folder} was trained with another vocabulary than the tokenizer in it")
-    return kind, state["constants"] | {"vocab_size": state["vocab_size"]}, weights, tokenizer
-
-
 def part_of(weights: Weights, prefix: str) -> Weights:
     """The weights of one part of a model, by the names that they have in that part."""
-    return {name.removeprefix(prefix): x for name, x in weights.items() if name.startswith(prefix)}
+    names = [name for name in weights if name.startswith(prefix)]
+    return {name.removeprefix(prefix): weights[name] for name in names}
 
 
 def short(error: Exception) -> str:
@@ -264,23 +269,17 @@ LAYOUTS = {"GPT": GPT2, "MaskedLM": XLM_R}  # of a run's class
 OTHERS = {"router": "dense", "dropout": 0.0, "init_std": 0.02}  # which no weight depends on
 
 
-def open_hugging_face(folder: Path) -> tuple[type, dict, Weights, Tokenizer | None]:
-    """GPT-2, the encoder of XLM-R, or a run that engine/export.py wrote, with its tokenizer where that is there."""
-    config, tokenizer = read_json(folder / "config.json"), None
-    if (folder / PIECES).exists():
-        tokenizer = load_tokenizer(folder / PIECES, kind="xlmr")
-    elif any((folder / each.filename).exists() for each in KINDS.values()):
-        tokenizer = load_tokenizer(folder)
+def read_hugging_face(folder: Path) -> Found:
+    """GPT-2, XLM-R, or a run that engine/export.py wrote."""
+    config = read_json(folder / "config.json")
     if config.get("model_type") == "nanoxmoe":
-        kind = GPT if "NanoXMoEForCausalLM" in config["architectures"] else Encoder
+        kind = config["trained"]
         constants = config["constants"] | {"vocab_size": config["vocab_size"]}
         weights = part_of(read_tensors(folder), "model.")
-    elif config.get("model_type") == "gpt2":
-        kind, (constants, weights) = GPT, GPT2.read(folder)
     else:
-        kind, (constants, weights) = Encoder, XLM_R.read(folder)
-    weights = part_of(weights, "encoder.") or weights  # of a masked language model
-    return kind, OTHERS | constants, weights, tokenizer
+        kind = "GPT" if config.get("model_type") == "gpt2" else "MaskedLM"
+        constants, weights = LAYOUTS[kind].read(folder)
+    return Found(kind, OTHERS | constants, weights, vocabulary="")
 
 
 def read_tensors(folder: Path) -> Weights:

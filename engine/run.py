@@ -12,7 +12,6 @@ import sys
 import time
 import zipfile
 from collections.abc import Iterator
-from itertools import product
 from pathlib import Path
 
 import torch
@@ -21,10 +20,11 @@ from tqdm import tqdm
 
 from engine import parallel
 from engine.config import identity, run_name
-from engine.device import Context, fail, machine, peak_flops, show, warn
+from engine.device import Context, fail, show, warn
 
 CHECKPOINTS = "ckpt.pt", "ckpt.prev.pt"  # the newest, and the one before it
-MADE = *CHECKPOINTS, "model.pt", "metrics.jsonl", "result.json", "eval-*.json"  # what --resume false deletes
+WEIGHTS = "model.pt", *CHECKPOINTS  # the first of them has the best weights of a translator, or of fine-tuning
+MADE = *WEIGHTS, "metrics.jsonl", "result.json", "eval-*.json"  # what --resume false deletes
 SIGNALS = signal.SIGTERM, signal.SIGINT  # the second is Ctrl-C
 
 
@@ -67,7 +67,7 @@ def load_checkpoint(file: Path) -> dict:
             if z.testzip():
                 raise ValueError("a checksum differs")
         shared = os.name == "posix"  # the processes of a node share it; Windows renames no file that is mapped
-        state = torch.load(file, map_location="cpu", weights_only=True, mmap=shared)
+        state = torch.load(file, "cpu", weights_only=True, mmap=shared)
         if not state.keys() >= {"model", "class", "constants", "vocab_size", "step", "identity"}:
             raise ValueError("it holds something else")
         return state
@@ -75,13 +75,13 @@ def load_checkpoint(file: Path) -> dict:
         raise ValueError(f"checkpoint {file} is corrupt ({error})") from None
 
 
-def newest(folder: Path, names: tuple[str, ...] = CHECKPOINTS) -> tuple[str, dict]:
+def newest(folder: Path, names=CHECKPOINTS) -> tuple[str, dict]:
     """-> name and content of the first of these checkpoints that is sound, on the CPU; "" and {} if there are none.
 
     Raises ValueError if there are some, and none is sound.
     """
     damaged = ""
-    for file in filter(Path.exists, (folder / name for name in names)):
+    for file in filter(Path.exists, map(folder.joinpath, names)):
         try:
             state = load_checkpoint(file)
         except ValueError as error:
@@ -105,13 +105,13 @@ def stop(number: int, where: str = ""):
     sys.exit(128 + number)
 
 
-def numbers(found: dict | list, name: str = "") -> Iterator[tuple[str, float]]:
+def numbers(record, name: str = "") -> Iterator[tuple[str, float]]:
     """Every number inside a record, by its path such as layers/0/served."""
-    for key, value in found.items() if isinstance(found, dict) else enumerate(found):
-        if isinstance(value, dict | list):
-            yield from numbers(value, f"{name}{key}/")
-        elif isinstance(value, int | float):
-            yield f"{name}{key}", value
+    if isinstance(record, int | float):
+        yield name, record
+    elif isinstance(record, dict | list):
+        for key, value in record.items() if isinstance(record, dict) else enumerate(record):
+            yield from numbers(value, f"{name}/{key}" if name else key)
 
 
 class Run:
@@ -123,20 +123,22 @@ class Run:
     be dealt evenly, or the folder holds another run.
     """
 
-    def __init__(self, config, presets: dict[str, dict], context: Context, *data, total=None, every=None):
+    def __init__(self, config, presets: dict, context: Context, *data, total=None, every=None):
         self.config, self.context = config, context
         self.total, self.every = total or config.steps, every or config.eval_every
-        self.name = run_name(config, presets)
-        self.folder = Path(config.out_dir, self.name)
-        parallel.check(config, context)
-        micros = data[0].micros_per_step
-        if micros % context.world:
-            raise ValueError(f"{micros} micro-batches a step cannot be dealt to {context.world} processes: change them")
-        self.micros = range(context.rank, micros, context.world)  # this process's
         self.tokenizer = data[0].tokenizer
         self.identity = identity(config)
         self.identity["data_checksum"] = "+".join(source.checksum for source in data)
         self.identity["tokenizer_checksum"] = self.tokenizer.sha256
+        self.name = run_name(config, presets)
+        self.folder = Path(config.out_dir, self.name)
+        micros, world = data[0].micros_per_step, context.world
+        if micros % world:
+            raise ValueError(f"{micros} micro-batches a step cannot be dealt to {world} processes: change them")
+        self.micros = range(context.rank, micros, world)  # this process's
+        share = getattr(config, "expert_parallel", 1)
+        if world % share:
+            raise ValueError(f"expert_parallel = {share} does not divide the number of processes, {world}")
         self.find()
         self.kept = self.checkpoint.get("kept", {})
 
@@ -150,23 +152,25 @@ class Run:
                 self.checkpoint_name, self.checkpoint = newest(self.folder)
         else:  # it may be trained again on data that have changed
             before = {name: value for name, value in before.items() if not name.endswith("_checksum")}
-        found = {"config.json": before}
-        found["result.json"] = self.result.get("config", {})
-        found[self.checkpoint_name] = self.checkpoint.get("identity", {})
-        for name in found:
-            if not isinstance(found[name], dict):
-                raise ValueError(f"{self.folder / name} does not say of which run it is: delete it")
-        for name, constant in product(found, self.identity):
-            ours = self.identity[constant]
-            theirs = found[name].get(constant, ours)
-            if theirs != ours:
-                other = f"{constant} ({theirs!s:.100} there, {ours!s:.100} now)"
-                raise ValueError(f"{self.folder / name} is of a run with another {other}: choose another --out_dir")
+        self.check_own("config.json", before)
+        self.check_own("result.json", self.result.get("config", {}))
+        self.check_own(self.checkpoint_name, self.checkpoint.get("identity", {}))
         seen = [self.identity, bool(self.result), self.checkpoint.get("step")]
         if len(set(self.context.gather(json.dumps(seen)))) > 1:
             raise ValueError(f"the processes see different data, or files in {self.folder}: use a shared disk")
         if self.result:
             self.context.say(f"{self.name}: finished before, in {self.folder} (--resume false trains it again)")
+
+    def check_own(self, name: str, theirs: dict):
+        """Raises ValueError where the constants that a file of the folder names are not this run's."""
+        file = self.folder / name
+        if not isinstance(theirs, dict):
+            raise ValueError(f"{file} does not say of which run it is: delete it")
+        for constant, ours in self.identity.items():
+            there = theirs.get(constant, ours)
+            if there != ours:
+                other = f"{constant} ({there!s:.100} there, {ours!s:.100} now)"
+                raise ValueError(f"{file} is of a run with another {other}: choose another --out_dir")
 
     def resume(self, model, optimizer, flops_per_token: float):
         """Makes the folder, and puts everything where the checkpoint left it. flops_per_token: forward, for MFU."""
@@ -251,7 +255,7 @@ class Run:
         self.bar.close()
         stop(number, f" at step {done}")
 
-    def open_window(self, since: int = 0, tokens: int = 0, seconds: float = 0.0, loss_sum: float = 0.0):
+    def open_window(self, since=0, tokens=0, seconds=0.0, loss_sum=0.0):
         """Begins to count the steps since the last evaluation, of which the bar and the log speak."""
         self.since, self.tokens = since, tokens
         self.clock = time.perf_counter() - seconds
@@ -299,7 +303,7 @@ class Run:
     def save(self, done: int, scores: dict, loss: float, words: str):
         """Logs an evaluation and saves a checkpoint, unless the last update broke the weights, which its loss shows."""
         self.check_finite(loss, done)
-        speed, fastest = f"{self.speed:,.0f} tokens/s", peak_flops(self.context)
+        speed, fastest = f"{self.speed:,.0f} tokens/s", self.context.peak_flops
         if fastest:
             speed += f", MFU {3 * self.flops_per_token * self.speed / fastest:.1%} at full capacity"
         self.context.say(f"step {done}: train {self.train_loss:.4f}  {speed}  {words}")
@@ -322,13 +326,14 @@ class Run:
 
     def save_model(self, name: str, model, step: int, **state):
         """A file with what it takes to make the model again, and with `state`."""
-        state |= {"class": parallel.kind(model).__name__, "step": step, "identity": self.identity}
+        model = parallel.whole(model)
+        state |= {"class": type(model).__name__, "step": step, "identity": self.identity}
         state |= {"constants": vars(model.config), "vocab_size": model.vocab_size}
-        self.write(name, state | {"model": parallel.whole_state(model)})
+        self.write(name, state | {"model": model.state_dict()})
 
     def finish(self, result: dict) -> dict:
         """Adds what every result has, and writes it."""
         result = {"name": self.name} | result
-        result |= {"seconds": round(self.seconds, 1), "config": self.identity, "machine": machine(self.context)}
+        result |= {"seconds": round(self.seconds, 1), "config": self.identity, "machine": self.context.machine}
         self.write("result.json", result)
         return json.loads(json.dumps(result))  # as one that is read again

@@ -9,7 +9,7 @@ from functools import partial
 from typing import NamedTuple
 
 from engine.config import command_line, refuse, said, unread
-from engine.device import clear_errors, fail, setup, show
+from engine.device import clear_errors, fail, setup
 from engine.run import SIGNALS, stop
 
 
@@ -20,16 +20,13 @@ class Table(NamedTuple):
     labels: tuple[str, ...]  # headers of what is known before a run: the method, the paper's numbers
     rows: list[tuple[tuple[str, ...], dict]]  # the labels' cells, and what to change for the row
 
-    def render(self, results: list[list[dict]], cells: Callable[[dict], dict]) -> str:
+    def render(self, results: list[list[dict]], cells: Callable) -> str:
         """Markdown of each row's seeds. cells: a result -> {header: (number or None, its format)}, the same for all."""
-        headers, lines = [], []
-        for (labels, _), seeds in zip(self.rows, results):
-            measured = [cells(result) for result in seeds]
-            headers = list(measured[0]) if measured else headers
-            lines.append((labels, measured))
+        measured = [list(map(cells, seeds)) for seeds in results]
+        headers = next((list(seeds[0]) for seeds in measured if seeds), [])
         rows = []
-        for labels, measured in lines:
-            means = [mean_cell([numbers[name] for numbers in measured]) for name in headers]
+        for (labels, _), seeds in zip(self.rows, measured):
+            means = [mean_cell([numbers[name] for numbers in seeds]) for name in headers]
             rows.append([*labels, *means])
         return markdown_table([*self.labels, *headers], rows)
 
@@ -44,13 +41,6 @@ def mean_cell(numbers: list[tuple[float | None, str]]) -> str:
     return f"{statistics.fmean(values):{form}}{deviation}"
 
 
-def cell(value: str | float | None) -> str:
-    """A measurement in a table: two digits behind the point, none from 100 on; empty where there is none."""
-    if isinstance(value, float):
-        return f"{value:,.0f}" if value >= 100 else f"{value:.2f}"
-    return "" if value is None else str(value)
-
-
 def markdown_table(headers: list[str], rows: list[list]) -> str:
     """A table that reads well in a terminal and in a README."""
     columns = []
@@ -63,10 +53,11 @@ def markdown_table(headers: list[str], rows: list[list]) -> str:
 
 def seeds_of(config, change: dict) -> list:
     """The configs of one row, one for every seed."""
-    return [dataclasses.replace(config, **change, seed=config.seed + i) for i in range(config.seeds)]
+    seeds = range(config.seed, config.seed + config.seeds)
+    return [dataclasses.replace(config, **change, seed=seed) for seed in seeds]
 
 
-def start(Config: type, presets: dict[str, dict]):
+def start(Config: type, presets: dict):
     """-> the config of the command line, and where this process stands; or one clear line."""
     for each in SIGNALS:
         signal.signal(each, lambda number, frame: stop(number))
@@ -77,7 +68,8 @@ def start(Config: type, presets: dict[str, dict]):
 
 def carry_out(config, presets: dict, context, tables: dict, train: Callable, report: Callable, cells: Callable):
     """A table, or one run a seed and its report. train(config, context) -> result; report(config, result) -> text."""
-    table = Table(config.preset, ("run",), [(("",), {})])  # one row that changes nothing
+    one_row = [(("",), {})]  # which changes nothing
+    table = Table(config.preset, ("run",), one_row)
     with clear_errors():
         if config.table:
             if config.table not in tables:
@@ -85,16 +77,17 @@ def carry_out(config, presets: dict, context, tables: dict, train: Callable, rep
             table = tables[config.table](config)
             refuse_rows(config, presets, table)
     results = []
-    for _, change in table.rows:
-        with clear_errors(kinds=()):
+    with clear_errors(kinds=()):
+        for _, change in table.rows:
             results.append([train(one, context) for one in seeds_of(config, change)])
-    if context.rank > 0:
-        return
     for result in results[0] if not config.table else []:
-        show(told(partial(report, config), result))
+        context.say(told(partial(report, config), result))
     if config.table or config.seeds > 1:
         rows = table.render(results, partial(told, cells))
-        show(f"\n{table.title}, preset {config.preset}, seeds: {config.seeds}\n\n{rows}")
+        context.say(f"\n{table.title}, preset {config.preset}, seeds: {config.seeds}\n\n{rows}")
+    # Processes leave together, and behind an exchange that is none of tensors: one that gloo's threads still let go of
+    # while Python ends would end the process badly.
+    context.barrier()
 
 
 def told(words: Callable, result: dict):
@@ -105,11 +98,11 @@ def told(words: Callable, result: dict):
         fail(f"result.json of {result.get('name')} is not what this script writes ({error!r}): delete it")
 
 
-def refuse_rows(config, presets: dict[str, dict], table: Table):
+def refuse_rows(config, presets: dict, table: Table):
     """Raises ValueError where the command line gives what the rows of a table give, or what none of them reads."""
     of_both = {"data", "moe_after", "preset", "steps"}  # tables take them from the command line
-    changed = set().union(*(change for _, change in table.rows)) - of_both
-    given = said(config, presets).keys() & changed
+    changed = {name for _, change in table.rows for name in change}
+    given = said(config, presets).keys() & changed - of_both
     if given:
         raise ValueError(f"its rows have a --{min(given)} of their own: leave it out")
     rows = [dataclasses.replace(config, **change) for _, change in table.rows]

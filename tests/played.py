@@ -43,7 +43,6 @@ def curve(case: str, way: dict, context) -> dict:
     config = train_lm.Config(**TINY_LM | {"dtype": "float64"} | CURVES[case] | way)
     seed_all(0)
     gpt = context.place(train_lm.GPT(config, 40))
-    parallel.check(config, context)
     forward = parallel.wrap(gpt, config, context)
     optimizer = torch.optim.SGD(gpt.parameters(), lr=0.3, foreach=False)
     losses, mine = [], range(context.rank, MICROS, context.world)
@@ -65,7 +64,7 @@ def curve(case: str, way: dict, context) -> dict:
     moe = gpt.moe_layers[0]
     experts = [*moe.experts.parameters(), *moe.norms.parameters()]
     held = [sum(parallel.local(p).untyped_storage().nbytes() for p in some) for some in (experts, gpt.parameters())]
-    return {"losses": losses, "bytes": held, "weights": parallel.whole_state(gpt)}
+    return {"losses": losses, "bytes": held, "weights": parallel.whole(gpt).state_dict()}
 
 
 def play(out: Path):

@@ -67,6 +67,11 @@ def test_layer_measures_every_router_and_peer_against_the_dense_ones(records, ca
         assert record["to_compiled"] == pytest.approx(each / compiled["ms"] * compiled["gflops"])
 
 
+def test_a_measurement_has_two_digits_behind_the_point_below_100():
+    numbers = [bench.cell(value) for value in (None, 3, "S1", 1.0, 99.99, 100.0, 1234.5)]
+    assert numbers == ["", "3", "S1", "1.00", "99.99", "100", "1,234"]
+
+
 def test_a_peer_that_cannot_run_here_is_left_out(capsys):
     def missing():
         raise ImportError("no such library")

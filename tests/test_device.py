@@ -86,9 +86,9 @@ def test_chance_depends_on_every_part_of_the_key():
 def test_peaks_of_cards(card, peak, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: card)
     context = device.Context(0, 2, torch.device("cuda"), torch.bfloat16)
-    assert device.peak_flops(context) == (None if peak is None else 2 * peak)
-    assert device.peak_flops(dataclasses.replace(context, dtype=torch.float32)) is None
-    assert device.peak_flops(dataclasses.replace(context, device=torch.device("cpu"))) is None
+    assert context.peak_flops == (None if peak is None else 2 * peak)
+    assert dataclasses.replace(context, dtype=torch.float32).peak_flops is None
+    assert dataclasses.replace(context, device=torch.device("cpu")).peak_flops is None
 
 
 def test_one_process_is_its_own_sum_and_speaks(capsys):
@@ -100,7 +100,7 @@ def test_one_process_is_its_own_sum_and_speaks(capsys):
     context.say("a line")
     dataclasses.replace(context, rank=1).say("another")
     assert capsys.readouterr().out == "a line\n"
-    found = device.machine(context)
+    found = context.machine
     assert (found["processes"], found["dtype"], found["torch"]) == (1, "float64", torch.__version__)
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import model
 from analysis.flops import numel
-from engine.pretrained import fill, load_xlmr
+from engine.pretrained import fill, weights_of
 from model import PAD, Distance, Encoder, EncoderLayer, MaskedLM, SelfAttention
 
 V = 23
@@ -55,7 +55,7 @@ def test_hidden_states_and_logits_are_those_of_xlmr(tmp_path):
     shape |= dict(max_position_embeddings=20, type_vocab_size=1, layer_norm_eps=1e-5)
     xlmr = lively(transformers.XLMRobertaForMaskedLM(transformers.XLMRobertaConfig(**shape)), torch.float32).eval()
     xlmr.save_pretrained(tmp_path)
-    arguments, weights = load_xlmr(tmp_path)
+    arguments, weights = weights_of(tmp_path, "MaskedLM")
     config = small(router="dense", **arguments)
     ours = MaskedLM(config, config.vocab_size).eval()
     fill(ours, arguments, weights, tmp_path)
@@ -74,7 +74,7 @@ def test_hidden_states_and_logits_are_those_of_xlmr(tmp_path):
     file = tmp_path / "config.json"
     file.write_text(file.read_text().replace('"pad_token_id": 1', '"pad_token_id": 0'))
     with pytest.raises(ValueError, match="pad_token_id"):
-        load_xlmr(tmp_path)
+        weights_of(tmp_path, "MaskedLM")
 
 
 # --- The encoder

@@ -31,9 +31,9 @@ import train_lm
 from analysis import flops, measures
 from engine import parallel
 from engine.config import check, parse
-from engine.device import clear_errors, machine, setup
+from engine.device import clear_errors, setup
 from engine.optim import adamw, cross_entropy
-from engine.table import cell, markdown_table
+from engine.table import markdown_table
 from routers import ROUTERS
 
 VOCABULARY = 8192
@@ -312,6 +312,13 @@ BENCHES = {  # and the columns of its table
 }
 
 
+def cell(value: str | float | None) -> str:
+    """A measurement in a table: two digits behind the point, none from 100 on; empty where there is none."""
+    if isinstance(value, float):
+        return f"{value:,.0f}" if value >= 100 else f"{value:.2f}"
+    return "" if value is None else str(value)
+
+
 def main():
     name, *argv = sys.argv[1:] or ["--help"]
     if name in ("-h", "--help"):
@@ -326,7 +333,7 @@ def main():
         if config.json:
             Path(config.json).touch()  # an error now is better than one when all is measured
         context = setup(config.device, config.dtype)
-        where = machine(context)
+        where = context.machine
         context.say(", ".join(f"{key} {value}" for key, value in where.items()))
         records = []
         for found in bench(config, context):

@@ -41,7 +41,7 @@ from data.prepare import prepare
 from data.tokenizers import train_sentencepiece
 from engine import parallel
 from engine.config import check, parse
-from engine.device import Context, clear_errors, machine, peak_flops
+from engine.device import Context, clear_errors
 from engine.optim import cross_entropy
 from engine.run import write
 from model import MoE, biased_attention, kept_rows, within_capacity
@@ -285,7 +285,7 @@ SHAPES = {
 
 def least_ms(flops: float, moved: float) -> float:
     """moved: bytes, read and written"""
-    peak = peak_flops(HERE) or product_speed(SIDE, SIDE, SIDE)
+    peak = HERE.peak_flops or product_speed(SIDE, SIDE, SIDE)
     return 1e3 * max(flops / peak, moved / copy_speed())
 
 
@@ -308,7 +308,7 @@ def product_speed(M: int, K: int, N: int) -> float:
 
 def ceilings() -> Results:
     """What the card reaches; also in products that make logits, of GPT-2's vocabulary and of a multiple of 64."""
-    yield {"data sheet, FLOP/s": peak_flops(HERE)}
+    yield {"data sheet, FLOP/s": HERE.peak_flops}
     yield {"copy, bytes/s": copy_speed()}
     yield {"large product, FLOP/s": product_speed(SIDE, SIDE, SIDE)}
     for V in (50_257, 50_304):
@@ -442,7 +442,7 @@ def training_steps(constants: train_lm.Config) -> Results:
     first = time.perf_counter() - start
     (record,) = bench.measure("", {"": trainee}, TURNS, HERE)
     flops, seconds = 1e9 * record["gflops"], record["ms"] / 1e3
-    peak = peak_flops(HERE)
+    peak = HERE.peak_flops
     yield {
         "steps_per_second": 1 / seconds,
         "tokens_per_second": record["S"] / seconds,
@@ -533,7 +533,7 @@ def main():
         folder = ROOT / ("results/gpu" if CUDA else "out/gpu")
         file = Path(config.out or folder / f"{re.sub('[^A-Za-z0-9]+', '-', card)}-{part}.json")
         file.parent.mkdir(parents=True, exist_ok=True)
-    head = {"part": part, "machine": machine(HERE) | {"cuda": torch.version.cuda}}
+    head = {"part": part, "machine": HERE.machine | {"cuda": torch.version.cuda}}
     head["commit"] = subprocess.getoutput(f"git -C {ROOT} describe --always --dirty")
     with nullcontext() if CUDA else torch.compiler.set_stance("force_eager"):  # a rehearsal compiles nothing
         results = run(PARTS[part], file, head, config.limit)
