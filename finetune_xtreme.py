@@ -203,7 +203,8 @@ TABLES = {number: partial(table, number) for number in TITLES}
 
 def cells(result: dict) -> dict:
     """A row of any of the tables: means over languages, and what only some of them are about."""
-    mean, english = result["mean"], result["languages"].get("en", {})
+    mean = result["mean"]
+    english = result["languages"].get("en", {})
     metrics = list(result["valid"])  # of answers f1 and em, else one alone
     main, last = metrics[0], metrics[-1]
     return {
@@ -294,8 +295,9 @@ def score_languages(run: Run, model: FineTuned, examples: Examples, config: Conf
     """
     count = xtreme_scores.COUNTING.get(model.kind)
     by_word = count(examples.train) if count else None
-    result = {"languages": {}, "guesses": {}, "counted": {}, "unlabelled": []}
-    for language, own in tqdm(examples.test.items(), "testing", disable=context.rank > 0 or None):
+    result = {name: {} for name in COLUMNS} | {"unlabelled": []}
+    silent = context.rank > 0 or None
+    for language, own in tqdm(examples.test.items(), "testing", disable=silent):
         predicted = predict(model, own, config, run.tokenizer, context)
         run.write(*submission(config.task, language, own, predicted))
         gold = [one.gold for one in own]
@@ -334,8 +336,9 @@ def train(config: Config, context) -> dict:
         optimizer = adamw(model, config)
         watches = [measures.Load(moe) for moe in model.moe_layers]
         experts = max((moe.router.E for moe in model.moe_layers), default=0)
-        loads = run.kept.get("loads", torch.zeros(1 + steps // 100, len(watches), experts, dtype=torch.int64))
-        run.kept["loads"] = loads = loads.to(context.device)  # first choices of every 100 steps, layer and expert
+        none = torch.zeros(1 + steps // 100, len(watches), experts, dtype=torch.int64)
+        loads = run.kept.get("loads", none).to(context.device)  # first choices of every 100 steps, layer and expert
+        run.kept["loads"] = loads
         run.resume(model, optimizer, flops.matrix_flops(model)["total"])
 
     for step in run.steps():
@@ -372,7 +375,8 @@ def train(config: Config, context) -> dict:
     model.load_state_dict(best["model"])
     run.save_model("model.pt", model, best["step"], labels=model.labels)
     result = score_languages(run, model, examples, config, context)
-    result |= {"valid": best["scores"], "step": best["step"], "loads": loads[: steps // 100].tolist()}
+    result |= {"valid": best["scores"], "step": best["step"]}
+    result["loads"] = loads[: steps // 100].tolist()
     return run.finish(result)
 
 
@@ -396,8 +400,8 @@ def set_up(config: Config) -> tuple[Examples, FineTuned, TaskData]:
     found = hashlib.sha256(scored.encode("utf-8", "surrogatepass"))
     for x in model.state_dict().values():
         found.update(x.flatten().view(torch.uint8).numpy())
-    sizes = config.batch_size, config.micro_size
-    return examples, model, TaskData(rows, tokenizer, *sizes, config.seed, found.hexdigest())
+    sizes, checksum = (config.batch_size, config.micro_size), found.hexdigest()
+    return examples, model, TaskData(rows, tokenizer, *sizes, config.seed, checksum)
 
 
 def describe(scores: dict[str, float]) -> str:
@@ -408,10 +412,14 @@ def report(config: Config, result: dict) -> str:
     """A finished result in words: a table of the languages, and by how much English is ahead."""
     what = "a smoke test, no task of XTREME's; " if config.task == "apps" else ""
     lines = [f"\n{result['name']}: {what}weights of step {result['step']}, best in English development\n"]
-    columns, rows = [result[kind] | {"mean": result[mean]} for kind, mean in COLUMNS.items()], []
+    columns, rows = [], []
+    for kind, mean in COLUMNS.items():
+        columns.append(result[kind] | {"mean": result[mean]})
     for language in columns[0]:
-        rows.append([language, *(describe(scores.get(language, {})) for scores in columns)])
-    lines.append(markdown_table(["", "score", "guess without a model", "counting words"], rows) + "\n")
+        cells = [describe(scores.get(language, {})) for scores in columns]
+        rows.append([language, *cells])
+    headers = ["", "score", "guess without a model", "counting words"]
+    lines.append(markdown_table(headers, rows) + "\n")
     if result["gap"]:
         lines.append(f"English is ahead of the mean of the others by {describe(result['gap'])}")
     if result["unlabelled"]:

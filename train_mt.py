@@ -30,7 +30,7 @@ from data.files import read_lines
 from data.tokenizers import XLMR
 from data.translation_scores import mean, score, score_memory
 from engine import parallel, pretrained
-from engine.config import refuse_others
+from engine.config import said
 from engine.device import clear_errors, seed_all, warn
 from engine.generate import translate
 from engine.optim import adamw, cross_entropy, inverse_sqrt, set_learning_rate
@@ -387,7 +387,9 @@ def translate_file(config: Config, context, at_once: int = 1000):
     one."""
     with clear_errors():
         read = {"model", "beam", "length_penalty", "micro_tokens", "device", "dtype"}
-        refuse_others(config, PRESETS, "translate", read)
+        more = said(config, PRESETS).keys() - read - {"translate"}
+        if more:
+            raise ValueError(f"--translate reads --{', --'.join(sorted(read))} alone: leave out --{min(more)}")
         model, tokenizer = pretrained.load(config.model)  # the best weights, or the last of a run that is not finished
         if not isinstance(model, Translator):
             raise ValueError(f"{config.model} is no translator: give --model the folder of a run of train_mt.py")
@@ -399,7 +401,7 @@ def translate_file(config: Config, context, at_once: int = 1000):
             lines = list(map(str.strip, islice(source, at_once if context.rank == 0 else 0)))
         lines, *_ = context.gather(lines)  # a pipe can be read once
         if not lines:
-            return
+            return context.barrier()  # they leave together: see engine/table.py
         context.say("\n".join(translate_texts(model, lines, tokenizer, config, context)))
 
 

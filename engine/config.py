@@ -140,13 +140,6 @@ def refuse(config, presets: dict, names: set[str]):
         raise ValueError(f"--{min(given)} is not read with {', '.join(words)}: leave it out")
 
 
-def refuse_others(config, presets: dict, option: str, read: set[str]):
-    """Raises ValueError where more is given than an option reads that only uses a trained model."""
-    more = said(config, presets).keys() - {option} - read
-    if more:
-        raise ValueError(f"--{option} reads --{', --'.join(sorted(read))} alone: leave out --{min(more)}")
-
-
 def identity(config) -> dict:
     """The constants that make a run what it is, as JSON has them. A Config may name more of those that do not."""
     dropped = WHERE | unread(config) | getattr(config, "where", set())

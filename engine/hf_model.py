@@ -4,6 +4,7 @@
 nanoxmoe_tokenizers.py beside it; transformers runs it where it is told trust_remote_code=True.
 """
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -40,10 +41,9 @@ class Model(PreTrainedModel):
 
     def run(self, *inputs):
         """What the model returns, but for the balance loss. Experts that choose tokens keep their limit: it chooses."""
-        if self.model.sees_later:
-            return self.model(*inputs)[0]
-        with self.model.no_limit():
-            return self.model(*inputs)[0]
+        with nullcontext() if self.model.sees_later else self.model.no_limit():
+            y, _ = self.model(*inputs)
+        return y
 
 
 def places(attention_mask) -> torch.Tensor | None:
@@ -61,10 +61,10 @@ class NanoXMoEForCausalLM(Model, GenerationMixin):
     def forward(self, input_ids, attention_mask=None, **ignored):
         if places(attention_mask) is None:
             return CausalLMOutput(logits=self.run(input_ids))
-        logits = torch.zeros(*input_ids.shape, self.config.vocab_size, device=self.device, dtype=self.dtype)
-        for row, real in enumerate(attention_mask.bool()):
-            alone = self.run(input_ids[row, real].unsqueeze(0))
-            logits[row, real] = alone.squeeze(0).to(self.dtype)
+        rows = zip(input_ids, attention_mask.bool())
+        alone = [self.run(ids[real].unsqueeze(0)).squeeze(0) for ids, real in rows]
+        logits = alone[0].new_zeros(*input_ids.shape, self.config.vocab_size)
+        logits[attention_mask.bool()] = torch.cat(alone)
         return CausalLMOutput(logits=logits)
 
     def prepare_inputs_for_generation(self, input_ids, attention_mask=None, **ignored):
@@ -93,7 +93,8 @@ class NanoXMoEForTokenClassification(Model):
 
     def forward(self, input_ids, attention_mask=None, **ignored):
         h = self.run(input_ids, places(attention_mask))
-        return TokenClassifierOutput(logits=self.out(self.ln_h(F.gelu(self.dense(h)))))
+        h = self.ln_h(F.gelu(self.dense(h)))
+        return TokenClassifierOutput(logits=self.out(h))
 
 
 class NanoXMoETokenizer(PreTrainedTokenizer):
@@ -115,7 +116,8 @@ class NanoXMoETokenizer(PreTrainedTokenizer):
         return {f"<{i}>": i for i in range(self.vocab_size)} | self.added_tokens_encoder
 
     def tokenize(self, text: str, **ignored) -> list[str]:
-        return [f"<{i}>" for i in self.ours.encode_batch([text])[0]]
+        [ids] = self.ours.encode_batch([text])
+        return list(map(self._convert_id_to_token, ids))
 
     def _convert_token_to_id(self, token: str) -> int:
         return int(token[1:-1])
@@ -124,7 +126,7 @@ class NanoXMoETokenizer(PreTrainedTokenizer):
         return f"<{i}>"
 
     def convert_tokens_to_string(self, tokens: list[str]) -> str:
-        return self.ours.decode([int(token[1:-1]) for token in tokens])
+        return self.ours.decode(list(map(self._convert_token_to_id, tokens)))
 
     def save_vocabulary(self, folder: str, prefix: str | None = None) -> tuple[str]:
         return (str(self.ours.save(Path(folder))),)

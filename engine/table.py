@@ -31,8 +31,8 @@ class Table(NamedTuple):
         return markdown_table([*self.labels, *headers], rows)
 
 
-def mean_cell(numbers: list[tuple[float | None, str]]) -> str:
-    """The mean over seeds, with the deviation where there are several; empty where there is none."""
+def mean_cell(numbers: list[tuple]) -> str:
+    """The mean of (number or None, its format) over seeds, with the deviation where there are several."""
     values = [value for value, _ in numbers if value is not None]
     if not values:
         return ""
@@ -66,7 +66,7 @@ def start(Config: type, presets: dict):
         return config, setup(config.device, config.dtype)
 
 
-def carry_out(config, presets: dict, context, tables: dict, train: Callable, report: Callable, cells: Callable):
+def carry_out(config, presets: dict, context, tables: dict, train, report, cells):
     """A table, or one run a seed and its report. train(config, context) -> result; report(config, result) -> text."""
     one_row = [(("",), {})]  # which changes nothing
     table = Table(config.preset, ("run",), one_row)
@@ -85,8 +85,8 @@ def carry_out(config, presets: dict, context, tables: dict, train: Callable, rep
     if config.table or config.seeds > 1:
         rows = table.render(results, partial(told, cells))
         context.say(f"\n{table.title}, preset {config.preset}, seeds: {config.seeds}\n\n{rows}")
-    # Processes leave together, and behind an exchange that is none of tensors: one that gloo's threads still let go of
-    # while Python ends would end the process badly.
+    # Processes leave together, behind an exchange without tensors: where one of gloo's threads still lets go of a tensor
+    # while Python shuts down, the process is terminated.
     context.barrier()
 
 
