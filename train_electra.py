@@ -305,8 +305,11 @@ def score(model, batches, special, config: Config, context) -> dict:
     return scores
 
 
-def evaluate(model, data: dict, config: Config, context, maskings: int = 1) -> dict:
-    """Scores of both kinds of validation text, routing statistics of the sparse layers, and two measures of pairs."""
+def evaluate(model, data: dict, config: Config, context, untrained: list[float], maskings: int = 1) -> dict:
+    """Scores of both kinds of validation text, routing statistics of the sparse layers, and two measures of pairs.
+
+    untrained: the translations that each layer found before training, which are kept beside what it finds now.
+    """
     model.eval()
     watches = [measures.RoutingStats(moe) for moe in model.moe_layers]
     scores = {"loss": 0.0}
@@ -317,7 +320,7 @@ def evaluate(model, data: dict, config: Config, context, maskings: int = 1) -> d
     scores["layers"] = [watch.finish(context.sum) for watch in watches]
     generator, how = getattr(model, "generator", model), (data["pairs"], config, context)
     scores["translation"] = bilingual.translation_effect(generator, *how, maskings)
-    scores |= bilingual.retrieval(model.encoder, *how)
+    scores |= bilingual.retrieval(model.encoder, *how) | {"untrained": untrained}
     model.train()
     return scores
 
@@ -334,6 +337,10 @@ def train(config: Config, context) -> dict:
         if run.result:
             return run.result
         model = build(config, data, context)
+        if not run.kept:
+            start_of = bilingual.retrieval(model.eval().encoder, data["pairs"], config, context)
+            run.kept["untrained"] = start_of["centred"]
+            model.train()
         work = step_flops(model)
         parameters = flops.count_parameters(model)
         kept = [p.numel() for name, p in model.named_parameters() if not name.startswith("generator.")]
@@ -362,10 +369,11 @@ def train(config: Config, context) -> dict:
         optimizer.zero_grad()
         model.after_step()  # restores what a router keeps fixed: a hypersphere its norms, the others nothing
         if run.due(step + 1):
-            scores = evaluate(parallel.whole(model), data, config, context)
+            scores = evaluate(parallel.whole(model), data, config, context, run.kept["untrained"])
             record = {"flops": (step + 1) * work, "held_out": scores}
             run.save(step + 1, record, scores["loss"], f"{record['flops']:.2e} FLOPs\n{describe(scores)}")
-    scores = evaluate(parallel.whole(model), data, config, context, config.eval_maskings)
+    maskings, untrained = config.eval_maskings, run.kept["untrained"]
+    scores = evaluate(parallel.whole(model), data, config, context, untrained, maskings)
     result = {"held_out": scores, "counting": counted, "parameters": parameters}
     return run.finish(result | {"flops": config.steps * work})
 
@@ -419,9 +427,9 @@ def describe(scores: dict) -> str:
     low, high = scores["translation"]["effect"]
     lines.append(f"{line.format(**scores['translation'])}a difference of {low:+.2%} to {high:+.2%}")
     layer = measures.middle_layer(len(scores["retrieval"]) - 1)
-    found, centred = scores["retrieval"][layer], scores["centred"][layer]
+    found, centred, untrained = (scores[name][layer] for name in ("retrieval", "centred", "untrained"))
     line = f"held-out translations found by layer {layer}: {found:.1%} ({scores['chance']:.1%} by chance), "
-    lines.append(f"{line}{centred:.1%} where the mean of each language is taken away")
+    lines.append(f"{line}{centred:.1%} where the mean of each language is taken away ({untrained:.1%} untrained)")
     for i, moe in enumerate(scores["layers"], 1):
         lines.append(f"sparse layer {i}: {measures.describe_routing(moe)}")
     return "\n".join(lines)

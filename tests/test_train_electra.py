@@ -258,7 +258,11 @@ def test_every_row_trains_and_reports(row, options, monkeypatch, capsys):
         assert ours["tokens"] == 2 * theirs["tokens"] and ours["masked"] > 1.5 * theirs["masked"]
     assert (result["parameters"]["kept"] < result["parameters"]["total"]) == rtd  # the generator is not kept
     assert records[0]["flops"] * 2 == records[1]["flops"] == result["flops"]
-    *_, data, model = opened(options | ROWS[row])
+    config, context, data, model = opened(options | ROWS[row])
+    untrained = bilingual.retrieval(model.eval().encoder, data["pairs"], config, context)["centred"]
+    assert all(
+        held_out["untrained"] == pytest.approx(untrained) for held_out in (records[0]["held_out"], result["held_out"])
+    )
     bias = getattr(model, "generator", model).bias.data
     torch.testing.assert_close(bias, data["sentences"].log_frequencies())
     assert ("sparse layer 1: experts wanted" in out) == sparse and ("discriminator: loss" in out) == rtd
