@@ -41,20 +41,24 @@ class Found(NamedTuple):
 
 def read(folder: Path) -> Found:
     """A run or a model in Hugging Face's format. Raises OSError or ValueError where there is no sound one."""
-    _, state = newest(folder, WEIGHTS)
-    if state:
-        if state["class"] not in MODELS:
-            raise ValueError(f"{folder} holds checkpoints of something else")
-        constants = state["constants"] | {"vocab_size": state["vocab_size"]}
-        return Found(state["class"], constants, state["model"], state["identity"]["tokenizer_checksum"])
-    if any((folder / name).exists() for name in HUGGING_FACE):
+    if has_one(folder, HUGGING_FACE) and not is_run(folder):
         return read_hugging_face(folder)
-    wanted = ", ".join(WEIGHTS + HUGGING_FACE)
-    raise FileNotFoundError(f"{folder} is neither the folder of a run nor of a model: it has none of {wanted}")
+    _, state = newest(folder, WEIGHTS)
+    if not state:
+        wanted = ", ".join(WEIGHTS + HUGGING_FACE)
+        raise FileNotFoundError(f"{folder} is neither the folder of a run nor of a model: it has none of {wanted}")
+    if state["class"] not in MODELS:
+        raise ValueError(f"{folder} holds checkpoints of something else")
+    constants = state["constants"] | {"vocab_size": state["vocab_size"]}
+    return Found(state["class"], constants, state["model"], state["identity"]["tokenizer_checksum"])
 
 
 def is_run(folder: Path) -> bool:
-    return any((folder / name).exists() for name in WEIGHTS)
+    return has_one(folder, WEIGHTS)
+
+
+def has_one(folder: Path, names) -> bool:
+    return any((folder / name).exists() for name in names)
 
 
 def load(path: str | Path, **changes) -> tuple[nn.Module, Tokenizer | None]:
@@ -81,8 +85,7 @@ def tokenizer_in(folder: Path) -> Tokenizer | None:
     """That of a run, or XLM-R's; other models may have none."""
     if (folder / PIECES).exists():
         return load_tokenizer(folder / PIECES, kind="xlmr")
-    ours = [folder / each.filename for each in KINDS.values()]
-    if is_run(folder) or any(map(Path.exists, ours)):
+    if is_run(folder) or has_one(folder, [each.filename for each in KINDS.values()]):
         return load_tokenizer(folder)
     return None
 
