@@ -109,13 +109,17 @@ def weights_of(path: str | Path, kind: str, vocabulary: str = "") -> tuple[dict,
 
     Raises ValueError where it holds another class, or is known to have another vocabulary.
     """
-    if not Path(path).exists():
+    folder = Path(path)
+    if not folder.exists():
         raise FileNotFoundError(f"{path} does not exist")
-    found = read(Path(path))
+    found = read(folder)
     if found.kind != kind or found.vocabulary not in ("", vocabulary):
         raise ValueError(f"{path} is no run of this script with the vocabulary of this corpus")
-    shaping = found.constants.keys() & {*SIZES, "frequency_bias", "relative_bias"}
-    return {name: found.constants[name] for name in shaping}, found.weights
+    shaping = {*SIZES, "frequency_bias", "relative_bias"}
+    if not is_run(folder):
+        shaping |= LAYOUTS[kind].ours.keys()
+    sizes = {name: value for name, value in found.constants.items() if name in shaping}
+    return sizes, found.weights
 
 
 def fill(model: nn.Module, sizes: dict, weights: Weights, path: str | Path) -> nn.Module:

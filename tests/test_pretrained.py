@@ -29,7 +29,7 @@ SCRIPTS = {  # script, its constants, its kind of model
     "mlm": (train_mlm, dict(data="languages") | MASKED, Encoder),
     "electra": (train_electra, dict(data="languages", pairs="pairs", generator_layers=1), Encoder),
     "xlm": (train_electra, dict(data="languages", pairs="pairs", objective="mlm"), Encoder),
-    "mt": (train_mt, dict(data="pairs", decoder_layers=1, eval_sentences=4, beam=2), Translator),
+    "mt": (train_mt, dict(data="pairs", decoder_layers=2, eval_sentences=4, beam=2), Translator),
 }
 
 
