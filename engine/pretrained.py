@@ -40,13 +40,10 @@ class Found(NamedTuple):
 
 
 def read(folder: Path) -> Found:
-    """A run or a model in Hugging Face's format. Raises OSError or ValueError where there is no sound one."""
-    if has_one(folder, HUGGING_FACE) and not is_run(folder):
+    """A run, or a model in Hugging Face's format. Raises OSError or ValueError where there is no sound one."""
+    if not is_run(folder):
         return read_hugging_face(folder)
     _, state = newest(folder, WEIGHTS)
-    if not state:
-        wanted = ", ".join(WEIGHTS + HUGGING_FACE)
-        raise FileNotFoundError(f"{folder} is neither the folder of a run nor of a model: it has none of {wanted}")
     if state["class"] not in MODELS:
         raise ValueError(f"{folder} holds checkpoints of something else")
     constants = state["constants"] | {"vocab_size": state["vocab_size"]}
@@ -66,7 +63,11 @@ def load(path: str | Path, **changes) -> tuple[nn.Module, Tokenizer | None]:
 
     changes: constants to replace, such as the dropout. Raises OSError or ValueError where no sound model is there.
     """
-    found, tokenizer = read(Path(path)), tokenizer_in(Path(path))
+    folder, wanted = Path(path), WEIGHTS + HUGGING_FACE
+    if not has_one(folder, wanted):
+        names = ", ".join(wanted)
+        raise FileNotFoundError(f"{path} is neither the folder of a run nor of a model: it has none of {names}")
+    found, tokenizer = read(folder), tokenizer_in(folder)
     if found.vocabulary and found.vocabulary != tokenizer.sha256:
         raise ValueError(f"{path} was trained with another vocabulary than the tokenizer in it")
     kind, weights = MODELS[found.kind], found.weights
