@@ -140,22 +140,18 @@ def table3() -> str:
 
 def table4() -> str:
     """Training FLOPs of the base model, by ELECTRA's accounting and by ours, beside the paper's."""
-    large = encoder(**SIZES["base"])
-    small = encoder(**SIZES["base"] | {"n_layer": 4})
+    large, small = encoder(**SIZES["base"]), encoder(**SIZES["base"] | {"n_layer": 4})
     D = large.config.n_embd
-    detection = 2 * D * D + 2 * D
-    prediction = 0.15 * masked_head_flops(small)  # of the masked tokens alone
-    forward = flops_per_token(large, large.config, detection), flops_per_token(small, small.config, prediction)
+    heads = 2 * D * D + 2 * D, 0.15 * masked_head_flops(small)  # the generator's, of the masked tokens alone
+    ours = [3 * flops_per_token(net, net.config, head)["total"] for net, head in zip((large, small), heads)]
     electra = electra_flops(large.config, True), electra_flops(small.config, False)
-    ours = [3 * count["total"] for count in forward]
     rows = [
         ["discriminator, one batch", "6.3e19"],
         ["both networks, one batch", "9.5e19"],
         ["both networks, both batches", ""],
     ]
     for one, other in (electra, ours):  # training FLOPs of one token in the discriminator and in the generator
-        costs = one, one + other, 2 * (one + other)
-        for row, cost in zip(rows, costs):
+        for row, cost in zip(rows, (one, one + other, 2 * (one + other))):
             row.append(f"{TOKENS * cost:.2e}")
     return markdown_table(["base", "paper", "ELECTRA's script", "products, backward twice"], rows)
 

@@ -4,12 +4,14 @@ Functions that the scripts and analyses share; nothing here imports a file of th
 """
 
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from statistics import fmean
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from tqdm import tqdm
 
 
 def perplexity(loss: float) -> float:
@@ -32,6 +34,33 @@ def bootstrap(totals: Tensor, sizes: Tensor, draws: int = 1000) -> list[float]:
     return ratios.double().quantile(ends).tolist()
 
 
+def in_turns(calls: dict[object, Callable], context, rounds: int, patience: float = math.inf) -> dict[object, list]:
+    """Milliseconds of each call, one after the other, round by round.
+
+    The first round warms up and does not count. Every other round goes backwards, so that nobody always follows the
+    same neighbour. A call drops out when its times add up to the patience, in seconds.
+    """
+    times = {name: [] for name in calls}
+    order = list(calls)
+    for turn in tqdm(range(1 + rounds), desc="timing", unit="round", leave=False, disable=None):
+        for name in order:
+            if sum(times[name]) > 1e3 * patience:
+                continue
+            start = clock(context)
+            calls[name]()
+            if turn > 0:
+                times[name].append(clock(context) - start)
+        order.reverse()
+    return times
+
+
+def clock(context) -> float:
+    """Milliseconds, read when the device has done all that it was asked for."""
+    if context.device.type != "cpu":
+        torch.accelerator.synchronize()
+    return 1e3 * time.perf_counter()
+
+
 def mean_over_layers(name: str, layers: list[dict]) -> float | None:
     """Of the layers that have one; None where none has."""
     values = [layer[name] for layer in layers if layer[name] is not None]
@@ -43,27 +72,23 @@ class RoutingStats:
 
     def __init__(self, moe: nn.Module):
         self.moe = moe
-        # units: the activations of bare FFNs; positive: those above 0; entropy: of the router's probabilities
-        names = "tokens", "wanted", "served", "unserved", "entropy", "positive", "units"
-        self.sums = dict.fromkeys(names, 0.0)
         self.load = torch.zeros(moe.router.E, dtype=torch.float64)  # choices of each expert
+        # Of tokens, choices, kept choices, tokens without an expert; the router's entropy; of bare FFNs the activations
+        # above 0, and all.
+        self.sums = torch.zeros(7, dtype=torch.float64)
         moe.watchers.append(self)
 
     def __call__(self, moe, h: Tensor, routing, kept: Tensor):
         """h (S, D); kept (S, E) bool."""
-        load = routing.wanted.sum(dim=0).cpu()
-        sums, passed_by = self.sums, ~kept.any(dim=1)
-        sums["tokens"] += len(kept)
-        sums["wanted"] += int(load.sum())
-        sums["served"] += int(kept.sum())
-        sums["unserved"] += int(passed_by.sum())
+        load = routing.wanted.sum(dim=0)
+        passed_by = ~kept.any(dim=1)
         entropy = torch.special.entr(routing.probs.detach())
-        sums["entropy"] += float(entropy.sum())
-        self.load += load
+        sums = [len(kept), load.sum(), kept.sum(), passed_by.sum(), entropy.sum(), 0, 0]
         if not moe.norms:
             a = moe.activations(h, kept)
-            sums["positive"] += int((a > 0).sum())
-            sums["units"] += a.numel()
+            sums[5:] = (a > 0).sum(), a.numel()
+        self.sums += torch.tensor([float(each) for each in sums], dtype=torch.float64)
+        self.load += load.cpu()
 
     def finish(self, reduce=torch.clone) -> dict:
         """Stops watching -> what was seen; `reduce` sums a tensor over processes.
@@ -73,8 +98,7 @@ class RoutingStats:
         mean. entropy: in nats. positive: share of activations above 0, None where experts are stacks.
         """
         self.moe.watchers.remove(self)
-        sums = torch.tensor(list(self.sums.values()), dtype=torch.float64)
-        tokens, wanted, served, unserved, entropy, positive, units = reduce(sums).tolist()
+        tokens, wanted, served, unserved, entropy, positive, units = reduce(self.sums).tolist()
         load = reduce(self.load)
         tokens, choices = max(tokens, 1), max(wanted, 1)
         return {

@@ -2,14 +2,13 @@
 
 import math
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from analysis import shared
-from analysis.shared import Drawn, Measured, Opened, Panel
+from analysis.shared import Drawn, Measured, Panel, Run
 from engine.device import warn
 from engine.run import read_json
 
@@ -34,32 +33,28 @@ def umap(options: Umap):
         from umap import UMAP
     except ImportError:
         raise ImportError("this figure needs one more library: pip install umap-learn") from None
-    lacks = "has no router that compares tokens with experts"
-    fits = partial(shared.reads, constant="score")
-    found = shared.choose("train_mlm", options.folders, fits, lacks)
-    if not options.folders:
-        others = [folder for folder in found if found[folder]["seed"]]
-        found = shared.all_but(found, *others)
-    names, numbers = shared.named(found), {}
-    opened = shared.open_runs(found, options)
-    drawing = shared.canvas(columns=len(found), width=5.5, height=5.8)
+
+    def fits(config: dict) -> bool:
+        return shared.reads(config, "score") and bool(options.folders or config["seed"] == 0)
+
+    runs = shared.choose("train_mlm", options.folders, fits, "has no router that compares tokens with experts")
+    drawing, numbers = shared.canvas(columns=len(runs), width=5.5, height=5.8), {}
     layout = UMAP(n_neighbors=NEIGHBORS, min_dist=1.0, output_metric="hyperboloid", random_state=0, n_jobs=1)
     turn = torch.linspace(0, 2 * math.pi, 361)
-    for axes, folder in zip(drawing.axes, opened):
-        x, expert = routed(opened[folder], options.max_tokens)
-        print(f"{folder}: UMAP of {len(x):,} tokens", flush=True)
+    for axes, run in zip(drawing.axes, shared.opened(runs, options)):
+        x, expert = routed(run, options.max_tokens)
         plane = layout.fit_transform(x.numpy())
         disk = poincare(torch.from_numpy(plane).double())
         axes.scatter(*disk.t(), c=expert, cmap="turbo", s=4)
         axes.plot(turn.cos(), turn.sin(), color="0.6", linewidth=1)
-        axes.set(title=f"{names[folder]}: {len(x):,} tokens by their experts", aspect="equal")
+        axes.set(title=f"{run.name}: {len(x):,} tokens by their experts", aspect="equal")
         axes.axis("off")
-        numbers[folder] = {"points": disk.tolist(), "experts": expert.tolist()}
+        numbers[run.folder] = {"points": disk.tolist(), "experts": expert.tolist()}
     shared.keep(umap, options, drawing, {"runs": numbers})
 
 
 @torch.no_grad()
-def routed(run: Opened, max_tokens: int) -> tuple[Tensor, Tensor]:
+def routed(run: Run, max_tokens: int) -> tuple[Tensor, Tensor]:
     """(S, D) or (S, d_e) what the first sparse layer's router compares with its experts, h or W h; (S,) first choices.
 
     The tokens are of the validation text, masked as in the evaluations of training.
@@ -103,17 +98,15 @@ def collapse(options: Drawn):
     since the evaluation before: in the paper X-MoE's is lower. The table has the last four evaluations. Both are from
     the logs of runs of train_mlm.py.
     """
-    found = shared.choose("train_mlm", options.folders, shared.router_of, "has no experts")
-    names, records, last = shared.named(found), [], []
-    for folder, config in found.items():
-        _, evaluations = shared.read_run(folder, "train_mlm")
-        for i, depth in enumerate(sorted(config["moe_after"])):
-            for evaluation in evaluations:
+    records, last = [], []
+    for run in shared.choose("train_mlm", options.folders, shared.router_of, "has no experts"):
+        for i, depth in enumerate(sorted(run.config["moe_after"])):
+            for evaluation in run.log:
                 layer = evaluation["layers"][i]
-                record = {"run": folder, "experts": f"{names[folder]}, layer {depth}"}
+                record = {"run": run.folder, "experts": f"{run.name}, layer {depth}"}
                 record |= {"step": evaluation["step"], "perplexity": evaluation["ppl"]}
                 records.append(record | {"RC": layer["rc"], "RF": layer["rf"]})
-            last += records[-min(LAST, len(evaluations)) :]
+            last += records[-min(LAST, len(run.log)) :]
     panels = [
         Panel("RC: spread within experts over that between (2c)", records, "experts", "step", "RC", from_zero=True),
         Panel("RF: share of tokens whose expert changed (3a)", records, "experts", "step", "RF", from_zero=True),
@@ -129,14 +122,13 @@ def consistency(options: Drawn):
     in the paper, which has 12 runs on XNLI: X-MoE comes close to 1, and SMoE falls. Give runs of finetune_xtreme.py,
     two seeds or more of each kind.
     """
-    found, kinds = shared.choose("finetune_xtreme", options.folders), {}
-    for folder, name in shared.named(found, describe_tuning).items():
-        loads = read_json(Path(folder, "result.json"))["loads"]
+    kinds, records, rows, levels = {}, [], [], {}
+    for run in shared.choose("finetune_xtreme", options.folders, words=describe_tuning):
+        loads = read_json(Path(run.folder, "result.json"))["loads"]
         if loads and loads[0]:
-            kinds.setdefault(name, []).append(loads)
+            kinds.setdefault(run.name, []).append(loads)
         else:
-            warn(f"{folder} is left out: it {'has no experts' if loads else 'is shorter than 100 steps'}")
-    records, rows, levels = [], [], {}
+            warn(f"{run.folder} is left out: it {'has no experts' if loads else 'is shorter than 100 steps'}")
     for name, own in kinds.items():
         loads = torch.tensor(own, dtype=torch.float64)  # (m, spans of 100 steps, layers, E)
         m, spans, layers, _ = loads.shape

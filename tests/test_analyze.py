@@ -102,7 +102,7 @@ def test_names_tell_what_runs_are():
     found["out/a-steps=9-seed=1"] = base | {"steps": 9, "seed": 1}
     more = "threshold 32 x 128, steps "
     assert [*shared.named(found).values()] == [f"{more}1400", f"{more}1400", "switch 8 x 512", f"{more}9"]
-    older = shared.all_but(base, "steps")  # of a time when there was no such constant
+    older = {name: value for name, value in base.items() if name != "steps"}  # of a time without such a constant
     assert shared.named({"new": base, "old": older}) == {"new": f"{more}1400", "old": "threshold 32 x 128"}
     assert shared.describe(identity(train_lm.Config(router="dense"))) == "dense"
     assert shared.describe(identity(train_mlm.Config(experts=4, expert_size=6))) == "hypersphere 4 x 6"

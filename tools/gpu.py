@@ -29,9 +29,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.benchmark import Timer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where the project's modules are
@@ -44,7 +42,16 @@ from engine.config import check, parse
 from engine.device import Context, clear_errors, machine, peak_flops
 from engine.optim import cross_entropy
 from engine.run import write
-from model import MoE, biased_attention, kept_rows, within_capacity
+from model import (
+    MoE,
+    activation,
+    add_rows,
+    biased_attention,
+    biased_flex_attention,
+    kept_rows,
+    ragged_linear,
+    within_capacity,
+)
 from routers import ROUTERS
 from tools import bench
 
@@ -80,6 +87,15 @@ def milliseconds(run: Callable) -> float:
 # check: is it right?
 
 
+def values_and_gradients(way: Callable, given: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What a way of computing gives, as y, and the gradients of what it is given. way() -> y, balance loss."""
+    y, balance = way()
+    loss = y.float().square().sum() + balance
+    gradients = torch.autograd.grad(loss, list(given.values()), allow_unused=True)
+    found = {"y": y} | dict(zip(given, gradients))
+    return {name: x for name, x in found.items() if x is not None}
+
+
 def judge(found: dict, expected: dict, limit: float) -> dict:
     """Compares tensors of the same names: |x - y| / |y| of each must be under the limit."""
     errors = {}
@@ -92,13 +108,6 @@ def judge(found: dict, expected: dict, limit: float) -> dict:
     return {"right": right, "error": errors[worst], "of": worst}
 
 
-def poison():
-    """Fills with NaN what the allocator has free, so that it shows where memory is read that nobody wrote."""
-    sizes = [1 << 27] + 64 * [1 << 18] if CUDA else []
-    blocks = [torch.full((size,), math.nan, device=DEVICE) for size in sizes]
-    del blocks
-
-
 CASES = {  # capacity factor, FFNs of a stack
     "roomy": (2.0, 0),
     "tight": (0.5, 0),
@@ -107,12 +116,12 @@ CASES = {  # capacity factor, FFNs of a stack
 }
 
 
-def against_the_cpu(router: str) -> Results:
+def against_the_cpu(router: str, E: int = 16) -> Results:
     """A layer here, in bfloat16, against the same on the CPU in float32: what it gives, and its gradients.
 
     Crowded: nearly all tokens want the same two experts, and others stay empty.
     """
-    tokens, D, E = S // 32, 64, 16
+    tokens, D = S // 32, 64
     for case, crowded in itertools.product(CASES, (False, True)):
         gamma, layers = CASES[case]
         torch.manual_seed(0)
@@ -128,94 +137,56 @@ def against_the_cpu(router: str) -> Results:
             h, ids = h + 0.5, ids % 2
         if crowded and hasattr(chooser, "experts"):
             chooser.experts.data[2:] -= 0.5
-        expected = forward_and_back(moe, h, ids, "cpu", nullcontext())
-        found = forward_and_back(moe, h, ids, DEVICE, HERE.autocast())
-        # Scores that are equal but for rounding may change places.
-        ours, theirs = found.pop("kept"), expected.pop("kept")
-        same = torch.equal(ours, theirs)
+        expected, theirs = forward_and_back(moe, h, ids, "cpu", nullcontext())
+        found, ours = forward_and_back(moe, h, ids, DEVICE, HERE.autocast())
+        same = torch.equal(ours, theirs)  # scores that are equal but for rounding may change places
         facts = {"experts": case, "crowded": crowded, "same choices": same}
         yield facts | judge(found, expected, 0.03 if same else 0.3)
 
 
-def forward_and_back(moe: MoE, h, ids, device, autocast) -> dict:
-    """The output, all gradients, and which tokens are kept."""
-    found = {}
-
-    def watch(moe, h, routing, kept):
-        found["kept"] = kept.cpu()
-
-    moe.to(device).zero_grad()
-    moe.watchers = [watch]
+def forward_and_back(moe: MoE, h, ids, device, autocast) -> tuple[dict, Tensor]:
+    """The output and all gradients, and which tokens are kept."""
+    moe.to(device)
+    choices = []
+    moe.watchers = [lambda moe, h, routing, kept: choices.append(kept.cpu())]
     h = h.to(device, copy=True).requires_grad_()
+
+    def way():
+        with autocast:
+            return moe(h, ids.to(device))
+
     poison()
-    with autocast:
-        y, balance = moe(h, ids.to(device))
-    loss = y.square().sum() + balance
-    loss.backward()
-    for name, p in moe.named_parameters():
-        if p.grad is not None:
-            found[name] = p.grad.cpu()
-    return found | {"y": y, "h": h.grad}
+    found = values_and_gradients(way, {"h": h} | dict(moe.named_parameters()))
+    return {name: x.cpu() for name, x in found.items()}, *choices
 
 
-def many_experts() -> Results:
-    """CUDA's grouped_mm takes fewer groups than 1,024. The layer must work with so many experts all the same."""
-    E, answer = 1024, "takes them"
-    x, w = random(E, 64), random(E, 64, 8)
-    ends = torch.arange(1, 1 + E).int().to(DEVICE)
-    try:
-        F.grouped_mm(x, w, offs=ends)
-    except RuntimeError as error:
-        answer = str(error)
-    shape = preset("demo", split=E // 8, n_embd=64, ffn_size=E)
-    moe = bench.sparse_ffn(shape).to(DEVICE)
-    h = random(1, E, 64).float().requires_grad_()
-    with HERE.autocast():
-        y, balance = moe(h, torch.zeros(1, E).to(DEVICE))
-    (y.sum() + balance).backward()
-    numbers = torch.cat([y, h.grad])
-    right = bool(numbers.isfinite().all())
-    yield {"right": right, "experts": E, "grouped_mm": answer}
+def poison():
+    """Fills with NaN what the allocator has free, so that it shows where memory is read that nobody wrote."""
+    sizes = [1 << 27] + 64 * [1 << 18] if CUDA else []
+    blocks = [torch.full((size,), math.nan, device=DEVICE) for size in sizes]
+    del blocks
 
 
 def attention() -> Results:
-    """XLM-E's, forward and backward: the model's, and the two ways to compute it, against float32."""
+    """XLM-E's, forward and backward: the model's (SDPA with the bias in memory) and FlexAttention, against float32."""
     B, H, T, d = (32, 12, 512, 64) if CUDA else (2, 2, 32, 16)
     torch.manual_seed(0)
-    inputs = [random(B, H, T, d) for _ in "qkv"]
-    inputs.append(random(B, H, T).float())  # scale
-    inputs.append(random(H, T, T).float())  # distance
+    inputs = {name: random(B, H, T, d) for name in "qkv"}
+    inputs |= {"scale": random(B, H, T).float(), "distance": random(H, T, T).float()}
     lengths = T - torch.arange(B) % (T // 2)
     mask = torch.arange(T) < lengths.view(B, 1, 1, 1)
-    mask = mask.to(DEVICE)
-    compiled_flex = torch.compile(flex_attention)
 
-    def in_memory(q, k, v, scale, distance, mask):
-        bias = scale.unsqueeze(3) * distance
-        bias = bias.masked_fill(~mask, -math.inf)
-        bias = bias.to(q.dtype)
-        return F.scaled_dot_product_attention(q, k, v, bias)
+    def once(way: Callable, device, dtype=None) -> dict:
+        leaves = {name: x.to(device, dtype, copy=True).requires_grad_() for name, x in inputs.items()}
+        seen = mask.to(device)
+        return values_and_gradients(lambda: (way(**leaves, mask=seen), 0.0), leaves)
 
-    def flex(q, k, v, scale, distance, mask):
-        def score(value, b, h, i, j):
-            bias = scale[b, h, i] * distance[h, i, j]
-            return torch.where(mask[b, 0, 0, j], value + bias, -math.inf)
-
-        return compiled_flex(q, k, v, score_mod=score)
-
-    def once(way, inputs) -> dict:
-        leaves = [x.clone().requires_grad_() for x in inputs]
-        y = way(*leaves, mask)
-        y.float().square().sum().backward()
-        names = "q", "k", "v", "scale", "distance"
-        return {"y": y} | {name: x.grad for name, x in zip(names, leaves)}
-
-    expected = once(in_memory, [x.float() for x in inputs])
-    ways = {"the model's": biased_attention, "SDPA with the bias in memory": in_memory}
+    expected = once(biased_attention, "cpu", torch.float32)
+    ways = {"the model's": biased_attention}
     if CUDA:  # elsewhere it has no backward pass
-        ways["FlexAttention"] = flex
+        ways["FlexAttention"] = biased_flex_attention
     for name, way in ways.items():
-        again = partial(once, way, inputs)
+        again = partial(once, way, DEVICE)
         facts = {"way": name} | judge(again(), expected, 0.03)
         yield facts | {"ms": milliseconds(again), "peak_mb": bench.peak_memory(again, HERE)}
 
@@ -228,12 +199,13 @@ def compiled_router() -> Results:
     h = torch.randn(S, constants.n_embd).to(DEVICE)
 
     def gradient(forward) -> dict[str, Tensor]:
-        router.zero_grad()
-        with HERE.autocast():
-            routing = forward(h)
-        loss = routing.weight.square().sum() + routing.balance_loss
-        loss.backward()
-        return {"experts": router.experts.grad}
+        def way():
+            with HERE.autocast():
+                routing = forward(h)
+            return routing.weight, routing.balance_loss
+
+        found = values_and_gradients(way, {"experts": router.experts})
+        return {"experts": found["experts"]}
 
     compiled = gradient(parallel.wrap(router, constants, HERE))
     yield judge(compiled, gradient(router), 3e-4)  # bfloat16 would differ by 2e-3
@@ -270,7 +242,8 @@ def project_lines(stack) -> Iterator[str]:
 
 
 CHECK = {f"router {name}": partial(against_the_cpu, name) for name in ROUTERS}
-CHECK |= {"many experts": many_experts, "attention": attention, "compiled router": compiled_router}
+CHECK["many experts"] = partial(against_the_cpu, "topk", E=1024)  # CUDA's grouped_mm takes fewer groups than that
+CHECK |= {"attention": attention, "compiled router": compiled_router}
 CHECK |= {f"host waits, {name}": partial(host_waits, name) for name in ["dense", *ROUTERS]}
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -319,17 +292,14 @@ def whole_layers(shape: train_lm.Config) -> Results:
     """Forward and backward: dense layers, ours under every router and compiled, Mixtral's, MegaBlocks'."""
     torch.compiler.reset()  # of more than a few variants, torch gives up compiling
     h = random(1, S, shape.n_embd).float()
-    more = {
+    peers = {
+        "HF Mixtral, grouped_mm": partial(bench.mixtral, shape, h, HERE),
         "ours, compiled": partial(bench.our_layer, shape, h, HERE, compiled=True),
         "MegaBlocks": partial(megablocks, shape, h),
     }
-    found = bench.layers(shape, h, HERE)
-    found |= bench.those_that_run(more, HERE)
-    records = bench.measure("", found, TURNS, HERE)
-    for record in bench.compare(records):
-        least = least_ms(1e9 * record["gflops"], 1e6 * record["least_mb"])
-        shown = "impl ms spread ratio to_compiled peak_mb".split()
-        yield {name: record[name] for name in shown} | {"least_ms": least}
+    for record in bench.measure_layers("", shape, h, peers, TURNS, HERE):
+        shown = {name: record[name] for name in "impl ms spread ratio to_compiled peak_mb".split()}
+        yield shown | {"least_ms": least_ms(1e9 * record["gflops"], 1e6 * record["least_mb"])}
 
 
 def megablocks(shape: train_lm.Config, h: Tensor) -> bench.Contender:
@@ -360,49 +330,23 @@ def pieces() -> Results:
         gates = routing.weight * kept
         rows = kept_rows(gates, kept, E * C)
     used = int(kept.sum())
-    ends = rows.counts.cumsum(0).int()
+    yield {"rows": E * C, "kept": used, "tokens": S}
+
     x, a = random(E * C, D), random(E * C, width)
     w = random(E, width, D)
+    hidden = a, a.float(), rows.gate
     work = 2 * used * D * width  # FLOPs of each product
-
-    def route(h):
-        return moe.router(h).weight
-
-    def limit(priority):
-        return within_capacity(priority, C)
-
-    def list_rows(gates):
-        return kept_rows(gates, kept, E * C)
-
-    def gather(h):
-        return h.index_select(0, rows.token)
-
-    def product_in(x, w):
-        return F.grouped_mm(x, w.mT, offs=ends)
-
-    def activate(a, bias, gate):
-        z = gate * F.gelu(a + bias, approximate="tanh")
-        return z.to(a.dtype)
-
-    def product_out(a, w):
-        return F.grouped_mm(a, w, offs=ends)
-
-    def scatter(y):
-        out = torch.zeros_like(h)
-        place = rows.token.unsqueeze(1).expand_as(y)
-        return out.scatter_add(0, place, y.float())
-
-    yield {"rows": E * C, "kept": used, "tokens": S}
-    yield piece("router", route, h, flops=2 * S * D * E)
-    yield piece("capacity", limit, routing.priority)
-    yield piece("list of rows", list_rows, gates)
+    product = partial(ragged_linear, rows=rows)
+    gather = partial(Tensor.index_select, dim=0, index=rows.token)
+    yield piece("router", lambda h: moe.router(h).weight, h, flops=2 * S * D * E)
+    yield piece("capacity", partial(within_capacity, capacity=C), routing.priority)
+    yield piece("list of rows", partial(kept_rows, kept=kept, room=E * C), gates)
     yield piece("gather", gather, h.bfloat16())
-    yield piece("product in", product_in, x, w, flops=work)
-    bias = a.float()
-    yield piece("activation", activate, a, bias, rows.gate)
-    yield piece("activation, compiled", torch.compile(activate), a, bias, rows.gate)
-    yield piece("product out", product_out, a, w, flops=work)
-    yield piece("scatter", scatter, x)
+    yield piece("product in", product, x, w.mT, flops=work)
+    yield piece("activation", partial(activation, gelu="tanh"), *hidden)
+    yield piece("activation, compiled", partial(torch.compile(activation), gelu="tanh"), *hidden)
+    yield piece("product out", product, a, w, flops=work)
+    yield piece("scatter", partial(add_rows, torch.zeros_like(h), rows), x)
     logits = random(S, 50_257 if CUDA else 257)
     targets = torch.arange(S).to(DEVICE) % logits.shape[1]
     yield piece("loss, as the scripts have it", cross_entropy, logits, targets)
@@ -532,7 +476,6 @@ def main():
         card = torch.cuda.get_device_name() if CUDA else "cpu"
         folder = ROOT / ("results/gpu" if CUDA else "out/gpu")
         file = Path(config.out or folder / f"{re.sub('[^A-Za-z0-9]+', '-', card)}-{part}.json")
-        file.parent.mkdir(parents=True, exist_ok=True)
     head = {"part": part, "machine": machine(HERE) | {"cuda": torch.version.cuda}}
     head["commit"] = subprocess.getoutput(f"git -C {ROOT} describe --always --dirty")
     with nullcontext() if CUDA else torch.compiler.set_stance("force_eager"):  # a rehearsal compiles nothing

@@ -10,6 +10,7 @@ do anything does not count), and how often something went wrong, which is kept i
 """
 
 import importlib
+import multiprocessing
 import os
 import random
 import re
@@ -19,8 +20,8 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,35 +64,28 @@ class Config:
     seed: int = 0  # of the faults
 
 
-def begin(call, words: Path, largest: int | None = None) -> int:
-    """Makes that call in a fork, whose files may have so many bytes -> its id. What it says goes to a file."""
+def begin(call: Callable, words: Path, largest: int | None = None) -> multiprocessing.Process:
+    """Makes that call in a fork, whose files may have so many bytes. What it says goes to a file."""
     import resource
 
-    process = os.fork()
-    if process:
-        return process
-    code = 1
-    try:
+    def work():
         file = os.open(words, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(file, 1)
         os.dup2(file, 2)
         tqdm.set_lock(threading.RLock())  # a fork killed with the parent's lock would keep it
         if largest:
             resource.setrlimit(resource.RLIMIT_FSIZE, (largest, largest))
-        code = call() or 0
-    except SystemExit as stop:
-        code = stop.code or 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        os._exit(code)
+        sys.exit(call())
+
+    process = multiprocessing.get_context("fork").Process(target=work)
+    process.start()
+    return process
 
 
-def end(process: int) -> int:
+def end(process: multiprocessing.Process) -> int:
     """Its exit code, or minus the signal that killed it."""
-    _, status = os.waitpid(process, 0)
-    return os.waitstatus_to_exitcode(status)
+    process.join()
+    return process.exitcode
 
 
 def step_of(run: Path) -> int:
@@ -162,7 +156,7 @@ class Soak:
         self.run = self.out / self.whole.name
         self.expected = outcome(self.whole)
 
-    def start(self, out: Path, seed: str = "0", words: str = "words", **limit) -> int:
+    def start(self, out: Path, seed: str = "0", words: str = "words", **limit) -> multiprocessing.Process:
         sys.argv = [self.script, *OPTIONS[self.script].format(base=self.base.parent).split()]
         sys.argv += f"--out_dir {out} --seed {seed} --log_every 1 --device cpu --dtype float32".split()
         (self.base / words).write_text("")  # one that is killed at once has said nothing
@@ -188,7 +182,7 @@ class Soak:
     def signal(self, kind: str) -> str | None:
         process, number = self.start(self.out), getattr(signal, kind)
         time.sleep(random.uniform(0, self.seconds))
-        os.kill(process, number)
+        os.kill(process.pid, number)
         code = end(process)
         stopped = set() if kind == "SIGKILL" else {128 + number}
         wrong = self.judge(code, {0, -number} | stopped)  # -number, too, where `main` had not begun yet
