@@ -38,15 +38,14 @@ def served_rows(moe: nn.Module) -> float:
 
 def row_flops(moe: nn.Module) -> float:
     """Forward FLOPs of one token in one expert."""
-    matrices = [p for p in moe.experts.parameters() if p.dim() == 3]  # (E, F, D) each
-    return 2 * sum(p.numel() for p in matrices) / moe.router.E
+    sizes = [p.numel() for p in moe.experts.parameters() if p.dim() == 3]  # (E, F, D) each
+    return 2 * sum(sizes) / moe.router.E
 
 
 def moe_flops(moe: nn.Module) -> float:
     """Forward FLOPs of one token in one sparse layer at full capacity: router and experts."""
-    matrices = [p for p in moe.router.parameters() if p.dim() == 2]
-    router = 2 * sum(p.numel() for p in matrices)
-    return router + served_rows(moe) * row_flops(moe)
+    sizes = [p.numel() for p in moe.router.parameters() if p.dim() == 2]
+    return 2 * sum(sizes) + served_rows(moe) * row_flops(moe)
 
 
 def matrix_flops(body: nn.Module) -> dict[str, float]:
@@ -140,10 +139,14 @@ def table3() -> str:
 
 def table4() -> str:
     """Training FLOPs of the base model, by ELECTRA's accounting and by ours, beside the paper's."""
-    large, small = encoder(**SIZES["base"]), encoder(**SIZES["base"] | {"n_layer": 4})
+    large = encoder(**SIZES["base"])
+    small = encoder(**SIZES["base"] | {"n_layer": 4})
     D = large.config.n_embd
+    ours = []
     heads = 2 * D * D + 2 * D, 0.15 * masked_head_flops(small)  # the generator's, of the masked tokens alone
-    ours = [3 * flops_per_token(net, net.config, head)["total"] for net, head in zip((large, small), heads)]
+    for network, head in zip((large, small), heads):
+        forward = flops_per_token(network, network.config, head)
+        ours.append(3 * forward["total"])
     electra = electra_flops(large.config, True), electra_flops(small.config, False)
     rows = [
         ["discriminator, one batch", "6.3e19"],
@@ -151,7 +154,8 @@ def table4() -> str:
         ["both networks, both batches", ""],
     ]
     for one, other in (electra, ours):  # training FLOPs of one token in the discriminator and in the generator
-        for row, cost in zip(rows, (one, one + other, 2 * (one + other))):
+        costs = one, one + other, 2 * (one + other)
+        for row, cost in zip(rows, costs):
             row.append(f"{TOKENS * cost:.2e}")
     return markdown_table(["base", "paper", "ELECTRA's script", "products, backward twice"], rows)
 

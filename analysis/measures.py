@@ -28,10 +28,12 @@ def bits_per_byte(loss: float, counts: dict) -> float:
 def bootstrap(totals: Tensor, sizes: Tensor, draws: int = 1000) -> list[float]:
     """The 95% interval of sum(totals) / sum(sizes), (R,) each, over samples of R rows drawn with replacement."""
     rng, R = torch.Generator().manual_seed(0), len(sizes)
-    drawn = (torch.randint(R, (R,), generator=rng) for _ in range(draws))
-    ratios = torch.stack([totals[rows].sum() / sizes[rows].sum() for rows in drawn])
+    ratios = []
+    for _ in range(draws):
+        rows = torch.randint(R, (R,), generator=rng)
+        ratios.append(totals[rows].sum() / sizes[rows].sum())
     ends = torch.tensor([0.025, 0.975], dtype=torch.float64)
-    return ratios.double().quantile(ends).tolist()
+    return torch.stack(ratios).double().quantile(ends).tolist()
 
 
 def in_turns(calls: dict[object, Callable], context, rounds: int, patience: float = math.inf) -> dict[object, list]:
@@ -72,23 +74,27 @@ class RoutingStats:
 
     def __init__(self, moe: nn.Module):
         self.moe = moe
+        # units: the activations of bare FFNs; positive: those above 0; entropy: of the router's probabilities
+        names = "tokens", "wanted", "served", "unserved", "entropy", "positive", "units"
+        self.sums = dict.fromkeys(names, 0.0)
         self.load = torch.zeros(moe.router.E, dtype=torch.float64)  # choices of each expert
-        # Of tokens, choices, kept choices, tokens without an expert; the router's entropy; of bare FFNs the activations
-        # above 0, and all.
-        self.sums = torch.zeros(7, dtype=torch.float64)
         moe.watchers.append(self)
 
     def __call__(self, moe, h: Tensor, routing, kept: Tensor):
         """h (S, D); kept (S, E) bool."""
-        load = routing.wanted.sum(dim=0)
-        passed_by = ~kept.any(dim=1)
+        load = routing.wanted.sum(dim=0).cpu()
+        sums, passed_by = self.sums, ~kept.any(dim=1)
+        sums["tokens"] += len(kept)
+        sums["wanted"] += int(load.sum())
+        sums["served"] += int(kept.sum())
+        sums["unserved"] += int(passed_by.sum())
         entropy = torch.special.entr(routing.probs.detach())
-        sums = [len(kept), load.sum(), kept.sum(), passed_by.sum(), entropy.sum(), 0, 0]
+        sums["entropy"] += float(entropy.sum())
+        self.load += load
         if not moe.norms:
             a = moe.activations(h, kept)
-            sums[5:] = (a > 0).sum(), a.numel()
-        self.sums += torch.tensor([float(each) for each in sums], dtype=torch.float64)
-        self.load += load.cpu()
+            sums["positive"] += int((a > 0).sum())
+            sums["units"] += a.numel()
 
     def finish(self, reduce=torch.clone) -> dict:
         """Stops watching -> what was seen; `reduce` sums a tensor over processes.
@@ -98,7 +104,8 @@ class RoutingStats:
         mean. entropy: in nats. positive: share of activations above 0, None where experts are stacks.
         """
         self.moe.watchers.remove(self)
-        tokens, wanted, served, unserved, entropy, positive, units = reduce(self.sums).tolist()
+        sums = torch.tensor(list(self.sums.values()), dtype=torch.float64)
+        tokens, wanted, served, unserved, entropy, positive, units = reduce(sums).tolist()
         load = reduce(self.load)
         tokens, choices = max(tokens, 1), max(wanted, 1)
         return {

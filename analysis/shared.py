@@ -45,7 +45,8 @@ class Measured(Drawn):
 # How a figure is drawn and kept
 
 COLORS = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"  # Okabe and Ito's
-THIN, THICK = {"linewidth": 0.7, "alpha": 0.6}, {"linewidth": 2, "markersize": 4}
+THIN = {"linewidth": 0.7, "alpha": 0.6}
+THICK = {"linewidth": 2, "markersize": 4}
 APART = 0.05  # between the labels of two lines, of the height of the axes
 
 
@@ -76,12 +77,14 @@ def table_of(records: list[dict], keys: tuple) -> list[list]:
 
     Texts that are no keys are left out.
     """
-    numbers = [name for name, value in records[0].items() if name not in keys and not isinstance(value, str)]
+    texts = {name for name, value in records[0].items() if isinstance(value, str)}
+    numbers = [name for name in records[0] if name not in {*keys, *texts}]
     rows = [[*keys, *numbers]]
     for kind, alike in grouped(records, *keys).items():
         row = [f"{key:.5g}" if isinstance(key, float) else key for key in kind]
         for name in numbers:
-            row.append(mean_cell([(record[name], ".5g") for record in alike]))
+            values = [(record[name], ".5g") for record in alike]
+            row.append(mean_cell(values))
         rows.append(row)
     return rows
 
@@ -130,7 +133,8 @@ def draw(panels: list[Panel]):
         for height in panel.levels.values():
             axes.axhline(height, color="0.6", linestyle="--")
         for name, runs in lines_of(panel).items():
-            color = colors.setdefault(name, COLORS[len(colors) % len(COLORS)])
+            following = COLORS[len(colors) % len(COLORS)]
+            color = colors.setdefault(name, following)
             for points in runs if len(runs) > 1 else []:
                 axes.plot(*points.T, color=color, **THIN)
             shortest = min(map(len, runs))
@@ -148,7 +152,8 @@ def draw(panels: list[Panel]):
 def lines_of(panel: Panel) -> dict[str, list[np.ndarray]]:
     """name -> of each run (points, 2) its x and y, or of all together if not joined; nan where a number is None."""
     lines = {}
-    for (name, *_), own in grouped(panel.records, panel.by, *["run"][: panel.joined]).items():
+    by = (panel.by, "run") if panel.joined else (panel.by,)
+    for (name, *_), own in grouped(panel.records, *by).items():
         points = [(record[panel.x], record[panel.y]) for record in own]
         lines.setdefault(name, []).append(np.array(points, dtype=float))
     return lines
@@ -202,7 +207,8 @@ def read_run(folder: str, script: str) -> Run:
     log = Path(folder, "metrics.jsonl")
     if SCRIPTS[script] not in config or not log.exists():
         raise ValueError(f"{folder} holds no run of {script}.py with an evaluation: give such as out/{script}/demo")
-    return Run(folder, config, [json.loads(line) for line in log.read_text().splitlines()])
+    lines = log.read_text().splitlines()
+    return Run(folder, config, [json.loads(line) for line in lines])
 
 
 def router_of(config: dict) -> type | None:
@@ -257,7 +263,8 @@ def choose(script: str, folders: tuple, fits=None, lacks="", words=describe) -> 
     fits: constants -> whether a figure can show the run; lacks: what is said of a named run that is left out; words:
     see `named`. Raises ValueError where a named run is not finished, or no run is left.
     """
-    finished = sorted(file.parent for file in Path("out", script).glob("demo*/result.json"))
+    results = Path("out", script).glob("demo*/result.json")
+    finished = sorted(file.parent for file in results)
     found = {}
     for folder in [str(Path(folder)) for folder in folders or finished]:
         run = read_run(folder, script)

@@ -12,7 +12,7 @@ from analysis.shared import Drawn, Measured, Panel, Run
 from engine.device import warn
 from engine.run import read_json
 
-NEIGHBORS = 100  # that UMAP looks at (X-MoE 4.5)
+NEIGHBORS = 100  # that UMAP looks at
 LAST = 4  # evaluations in the table of RC and RF
 
 
@@ -35,11 +35,14 @@ def umap(options: Umap):
         raise ImportError("this figure needs one more library: pip install umap-learn") from None
 
     def fits(config: dict) -> bool:
-        return shared.reads(config, "score") and bool(options.folders or config["seed"] == 0)
+        meant = options.folders or config["seed"] == 0
+        return meant and shared.reads(config, "score")
 
     runs = shared.choose("train_mlm", options.folders, fits, "has no router that compares tokens with experts")
-    drawing, numbers = shared.canvas(columns=len(runs), width=5.5, height=5.8), {}
-    layout = UMAP(n_neighbors=NEIGHBORS, min_dist=1.0, output_metric="hyperboloid", random_state=0, n_jobs=1)
+    numbers = {}
+    drawing = shared.canvas(len(runs), width=5.5, height=5.8)
+    how = {"n_neighbors": NEIGHBORS, "min_dist": 1.0, "output_metric": "hyperboloid"}  # X-MoE 4.5
+    layout = UMAP(**how, random_state=0, n_jobs=1)
     turn = torch.linspace(0, 2 * math.pi, 361)
     for axes, run in zip(drawing.axes, shared.opened(runs, options)):
         x, expert = routed(run, options.max_tokens)
@@ -105,7 +108,8 @@ def collapse(options: Drawn):
                 layer = evaluation["layers"][i]
                 record = {"run": run.folder, "experts": f"{run.name}, layer {depth}"}
                 record |= {"step": evaluation["step"], "perplexity": evaluation["ppl"]}
-                records.append(record | {"RC": layer["rc"], "RF": layer["rf"]})
+                record |= {"RC": layer["rc"], "RF": layer["rf"]}
+                records.append(record)
             last += records[-min(LAST, len(run.log)) :]
     panels = [
         Panel("RC: spread within experts over that between (2c)", records, "experts", "step", "RC", from_zero=True),
@@ -138,9 +142,10 @@ def consistency(options: Drawn):
         levels[f"{m} runs with unrelated loads"] = 1 / m
         for layer in range(layers):
             for span in range(spans):
-                value = float(loads[:, span, layer].corrcoef().mean())  # nan where all loads of a run are equal
+                correlation = loads[:, span, layer].corrcoef()  # (m, m); nan where all loads of a run are equal
                 record = {"encoder": f"{name}, sparse layer {layer + 1}", "step": 100 * (span + 1)}
-                records.append(record | {"consistency": value, "unrelated loads": 1 / m})
+                record |= {"consistency": float(correlation.mean()), "unrelated loads": 1 / m}
+                records.append(record)
             rows += records[-spans :: max(1, spans - 1)]  # the first 100 steps, and the last
     if not records:
         raise ValueError("no two finished runs with experts differ by --seed alone: finetune_xtreme.py --seeds 2")

@@ -114,8 +114,10 @@ def retrieval(options: Retrieval):
     def measure(encoder, tokenizer, context) -> dict[str, list]:
         found = {}  # language -> how often the translation is found, from English and to it, (2, L + 1)
         for language, pairs in tqdm(texts.items(), unit="language"):
-            sides = [measures.sentence_vectors(encoder, tokenizer, side, 2048, context) for side in zip(*pairs)]
-            foreign, english = sides
+            vectors = []
+            for side in zip(*pairs):
+                vectors.append(measures.sentence_vectors(encoder, tokenizer, side, 2048, context))
+            foreign, english = vectors
             found[language] = measures.both_directions(english, foreign).cpu()
         means = []
         for languages in groups.values():
@@ -202,12 +204,14 @@ def alignment(options: Alignment):
         return {MEAN: list(map(fmean, zip(*errors.values())))} | errors
 
     records, rows = by_layer(options, measure)
-    diagonals = {name: error_of(map(diagonal, pairs), pairs) for name, pairs in sets.items()}
+    diagonals = {}
+    for name, pairs in sets.items():
+        diagonals[name] = error_of(map(diagonal, pairs), pairs)
     mean = fmean(diagonals.values())
     rows.append(in_row("the diagonal", {MEAN: mean} | diagonals))
     for name, percents in PAPER_ALIGNMENT.items():
         theirs = dict(zip(PAPER_SETS, percents))
-        rows.append(in_row(f"paper: {name}", {MEAN: None} | {own: theirs.get(own) for own in sets}))
+        rows.append(in_row(f"paper: {name}", {MEAN: None} | {each: theirs.get(each) for each in sets}))
     title = f"Mean of {', '.join(sets)}; rounds: {options.rounds}"
     panel = Panel(title, records, "encoder", "layer", MEAN, {"the diagonal": mean})
     shared.show(alignment, options, records, BY_LAYER, [panel], rows)

@@ -46,9 +46,9 @@ def claims(folder: Path) -> list[dict]:
     """Each claim with its effects, and what they say together."""
     rows = read(folder / "claims.json")
     for claim in rows:
-        claim["pairs"] = [effect(folder, pair) for pair in claim["pairs"]]
-        claim["effect"] = "<br>".join(pair["words"] for pair in claim["pairs"])
-        found = {pair["verdict"] for pair in claim["pairs"]}
+        claim["pairs"] = pairs = [effect(folder, pair) for pair in claim["pairs"]]
+        claim["effect"] = "<br>".join(pair["words"] for pair in pairs)
+        found = {pair["verdict"] for pair in pairs}
         if len(found) == 1:
             claim["verdict"] = found.pop()
         elif {"holds", "the opposite"} <= found:
@@ -121,21 +121,24 @@ def pictures(folder: Path) -> dict[str, tuple]:
             units[pair["unit"]].append(row)
     found = {"verdicts": (forest, units)}
     for name, panels in read(folder / "pictures.json").items():
-        found[name] = curves, [panel_of(folder, **panel) for panel in panels]
+        numbers = [panel_of(folder, panel) for panel in panels]
+        found[name] = curves, numbers
     return found
 
 
-def panel_of(folder: Path, title: str, **more) -> list:
+def panel_of(folder: Path, panel: dict) -> list:
     """What a Panel is made of."""
-    if "records" in more:
-        return [title, records(folder, more["records"]), more["by"], more["x"], more["y"]]
-    found = []
-    for name, run in more["runs"].items():
+    if "records" in panel:
+        shown = records(folder, panel["records"])
+        return [panel["title"], shown, panel["by"], panel["x"], panel["y"]]
+    shown = []
+    for name, run in panel["runs"].items():
         for file in files_of(folder, run).values():
-            shares = read(file, lambda result: result["held_out"][more["held_out"]])
+            shares = read(file, lambda result: result["held_out"][panel["held_out"]])
             for layer, share in enumerate(shares):
-                found.append({"run": file.stem, "encoder": name, "layer": layer, "found, %": 100 * share})
-    return [title, found, "encoder", "layer", "found, %"]
+                record = {"run": file.stem, "encoder": name, "layer": layer}
+                shown.append(record | {"found, %": 100 * share})
+    return [panel["title"], shown, "encoder", "layer", "found, %"]
 
 
 def records(folder: Path, name: str) -> list[dict]:
