@@ -1,6 +1,7 @@
 """What a model has learned of held-out translation pairs, measured in the course of training."""
 
 from collections import Counter
+from functools import partial
 from itertools import chain
 from statistics import fmean
 
@@ -29,14 +30,14 @@ def translation_effect(model: MaskedLM, pairs: PairData, config, context, maskin
     }
 
 
-def right_by_pair(model, pairs: PairData, config, context, maskings: int, beside: bool) -> Tensor:
+def right_by_pair(model, pairs, config, context, maskings, beside) -> Tensor:
     """(2, R): of each held-out pair the tokens that are right, and all that are masked, of both halves."""
-    limits = config.eval_tokens, context.rank, context.world
+    read = "valid", maskings, config.eval_tokens, context.rank, context.world
     halves = []
     for half in (0, 1):
         found = Counter()  # where a batch begins -> its rows, added up over maskings
         shown = (0, 1) if beside else (half,)
-        batches = pairs.eval_batches("valid", maskings, *limits, masked=(half,), shown=shown)
+        batches = pairs.eval_batches(*read, masked=(half,), shown=shown)
         for _, first, batch in batches:
             found.update({first: right_by_row(model, batch, context)})
         total = Counter()
@@ -67,19 +68,18 @@ def retrieval(encoder: Encoder, pairs: PairData, config, context, most: int = 10
     vector of each language was taken away, which hides in a cosine what tells its sentences apart; `chance`: a guess.
     """
     how = {"micro_tokens": config.micro_tokens, "context": context}
+    vectors_of = partial(measures.sentence_vectors, encoder, pairs.tokenizer, **how)
     found = []
     for language in pairs.languages[context.rank :: context.world]:
         texts = [side[:most] for side in pairs.texts("valid", language)]
         if texts[0]:
-            vectors = []
-            for side in texts:
-                vectors.append(measures.sentence_vectors(encoder, pairs.tokenizer, side, **how))
-            plain = measures.retrieval(*vectors)
-            centred = measures.retrieval(*map(measures.centred, vectors))
-            found.append((plain.cpu().double(), centred.cpu().double(), 1 / len(texts[0])))
+            vectors = [vectors_of(side) for side in texts]
+            plain = measures.retrieval(*vectors).tolist()
+            centred = measures.retrieval(*map(measures.centred, vectors)).tolist()
+            found.append((plain, centred, 1 / len(texts[0])))
     plain, centred, chance = zip(*chain(*context.gather(found)))
-    return {
-        "retrieval": torch.stack(plain).mean(dim=0).tolist(),
-        "centred": torch.stack(centred).mean(dim=0).tolist(),
-        "chance": fmean(chance),
-    }
+    return {"retrieval": mean(plain), "centred": mean(centred), "chance": fmean(chance)}
+
+
+def mean(rows: tuple) -> list[float]:
+    return torch.tensor(rows, dtype=torch.float64).mean(dim=0).tolist()

@@ -67,8 +67,7 @@ def play(options: Play):
         address = f"http://127.0.0.1:{server.server_port}/"
         print(f"{address} shows {options.run}, on this machine alone; Ctrl-C ends it", flush=True)
         if options.open:  # a browser in the terminal would wait for the page, and the page for it
-            browse = threading.Thread(target=webbrowser.open, args=(address,), daemon=True)
-            browse.start()
+            threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()
         try:
             server.serve_forever()
         except KeyboardInterrupt:
@@ -110,8 +109,7 @@ class Player:
         moe = model.moe_layers[0]
         router, chooser = moe.router, chooser_of(moe.router)
         if self.decodes:
-            sparse = [depth for depth, block in enumerate(model.blocks, 1) if block.sparse]
-            names = [f"block {depth}" for depth in sparse]
+            names = [f"block {depth}" for depth, block in enumerate(model.blocks, 1) if block.sparse]
         else:
             names = [f"behind layer {depth}" for depth in model.moe_after]
         choosers = [*CHOOSERS] if hasattr(router, "experts") else []  # a hash has no probabilities to choose by
@@ -124,14 +122,8 @@ class Player:
             "K": router.max_choices if chooser == "topk" else min(4, router.E),
             "gamma": moe.eval_gamma if moe.eval_gamma < router.E else None,  # None: no limit
         }
-        return {
-            "run": self.run,
-            "router": constants["router"],
-            "names": names,
-            "E": router.E,
-            "own": own,
-            "choosers": choosers,
-        }
+        about = {"run": self.run, "router": constants["router"], "names": names, "E": router.E}
+        return about | {"own": own, "choosers": choosers}
 
     def read(self, text: str) -> list[int]:
         """The tokens of a text as the model reads them, uncut: behind the end of another text, or between marks."""
@@ -154,8 +146,7 @@ class Player:
         layers = []
         for routing, _ in seen:
             values, place = routing.priority.unique(return_inverse=True)
-            last = len(values) - 1
-            rank = torch.where(routing.priority > NOT_CHOSEN, last - place, -1)
+            rank = torch.where(routing.priority > NOT_CHOSEN, len(values) - 1 - place, -1)
             layers.append({"probs": packed(routing.probs, "<f4"), "rank": packed(rank, "<i4")})
         tokens = [written(self.tokenizer, token) for token in shown]
         return {"text": text, "tokens": tokens, "of": len(ids), "layers": layers, "loss": loss}
@@ -209,8 +200,7 @@ class Player:
                     count.update(row[own].tolist())
 
         def listed(count: Counter) -> list:
-            top = count.most_common(LISTED)
-            return [[written(self.tokenizer, token), n, occurs[token]] for token, n in top]
+            return [[written(self.tokenizer, token), n, occurs[token]] for token, n in count.most_common(LISTED)]
 
         layers = [list(map(listed, experts)) for experts in counts]
         return {"layers": layers, "note": f"{occurs.total():,} tokens of the validation text"}

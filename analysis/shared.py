@@ -7,7 +7,7 @@ first line is the title of the drawing. What it shows are records: dicts with th
 import json
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -77,8 +77,7 @@ def table_of(records: list[dict], keys: tuple) -> list[list]:
 
     Texts that are no keys are left out.
     """
-    texts = {name for name, value in records[0].items() if isinstance(value, str)}
-    numbers = [name for name in records[0] if name not in {*keys, *texts}]
+    numbers = [name for name, value in records[0].items() if name not in keys and not isinstance(value, str)]
     rows = [[*keys, *numbers]]
     for kind, alike in grouped(records, *keys).items():
         row = [f"{key:.5g}" if isinstance(key, float) else key for key in kind]
@@ -242,19 +241,22 @@ def describe(config: dict) -> str:
     return f"{config['router']} {experts} x {size}" if router_of(config) else "dense"
 
 
-def named(found: dict[str, dict], words: Callable[[dict], str] = describe) -> dict[str, str]:
-    """folder -> what the run of these constants is in a few words, with those in which runs of the same words differ.
+def named(runs: Iterable[Run], words: Callable = describe) -> list[Run]:
+    """The runs with their names: what each is, with the constants in which runs of the same words differ.
 
-    So only seeds of one experiment have the same name.
+    So only seeds of one experiment have the same name. words: constants -> what a run is, in a few words.
     """
-    plain = {folder: words(config) for folder, config in found.items()}
-    names = dict(plain)
-    for folder, config in found.items():
-        alike = [found[other] for other in found if plain[other] == plain[folder]]
-        for name, value in config.items():
-            if name != "seed" and any(other.get(name) != value for other in alike):
-                names[folder] += f", {name} {value}"
-    return names
+    kinds = {}
+    for run in runs:
+        kinds.setdefault(words(run.config), []).append(run)
+    for kind, alike in kinds.items():
+        for run in alike:
+            run.name = kind
+            for constant, value in run.config.items():
+                others = [other.config.get(constant) for other in alike]
+                if constant != "seed" and others != len(alike) * [value]:
+                    run.name += f", {constant} {value}"
+    return [*runs]
 
 
 def choose(script: str, folders: tuple, fits=None, lacks="", words=describe) -> list[Run]:
@@ -276,10 +278,7 @@ def choose(script: str, folders: tuple, fits=None, lacks="", words=describe) -> 
             warn(f"{folder} is left out: it {lacks}")
     if not found:
         raise ValueError(f"there is no finished run of {script}.py that fits: train one, or name folders")
-    constants = {folder: run.config for folder, run in found.items()}
-    for folder, name in named(constants, words).items():
-        found[folder].name = name
-    return [*found.values()]
+    return named(found.values(), words)
 
 
 def opened(runs: list[Run], options: Measured) -> tqdm:

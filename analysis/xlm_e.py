@@ -12,7 +12,7 @@ import tyro
 from tqdm import tqdm
 
 from analysis import measures, shared
-from analysis.shared import Drawn, Panel
+from analysis.shared import Drawn, Panel, Run
 from data import bitext_sets
 from data.bitext_sets import Aligned
 from data.prepare import ready
@@ -70,8 +70,10 @@ def by_layer(options: Encoders, measure: Callable) -> tuple[list, list]:
     context = setup(options.device, "float32")
     folders = dict.fromkeys(map(Path, options.folders))
     opened = {folder: pretrained.load_encoder(folder) for folder in folders}
-    runs = {folder: read_json(folder / "config.json") for folder in filter(pretrained.is_run, folders)}
-    names = shared.named(runs, words_of)
+    runs = []
+    for folder in filter(pretrained.is_run, folders):
+        runs.append(Run(folder, read_json(folder / "config.json"), []))
+    names = {run.folder: run.name for run in shared.named(runs, words_of)}
     records, rows = [], []
     for folder, (encoder, tokenizer) in opened.items():
         columns = measure(context.place(encoder), tokenizer, context)
@@ -280,20 +282,19 @@ def gap(options: Gap):
     Lower is better where the score is well above a guess's: who guesses in all languages has no gap. Of answers the
     score is exact match. Guess, and counting "by word", are means over the other languages too. Seeds are averaged.
     """
-    tasks = {}  # task -> folder -> constants
+    tasks = {}  # task -> folder -> run
     for folder in options.folders:
         for file in sorted(Path(folder).rglob("result.json")):
-            run = str(file.parent)
-            config = shared.read_run(run, "finetune_xtreme").config
-            tasks.setdefault(config["task"], {})[run] = config
+            run = shared.read_run(str(file.parent), "finetune_xtreme")
+            tasks.setdefault(run.config["task"], {})[run.folder] = run
     if not tasks:
         folders = ", ".join(options.folders)
         raise ValueError(f"no result of finetune_xtreme.py in {folders}: run it, or name its folders")
     records, rows = [], []
     for task, runs in tasks.items():
-        for run, encoder in shared.named(runs, itemgetter("model")).items():
-            scores = scores_of(read_json(Path(run, "result.json")))
-            records.append({"encoder": encoder, "task": task} | scores)
+        for run in shared.named(runs.values(), itemgetter("model")):
+            scores = scores_of(read_json(Path(run.folder, "result.json")))
+            records.append({"encoder": run.name, "task": task} | scores)
             rows.append(records[-1])
         for name, gaps in PAPER_GAP.items():
             theirs = dict(zip(PAPER_TASKS, gaps))

@@ -61,9 +61,10 @@ def measure(group: str, contenders: dict[str, Contender], config: Config, contex
     times = measures.in_turns(calls, context, config.rounds, config.patience)
     records = []
     for name, contender in contenders.items():
-        first, middle, third = np.quantile(times[name], [0.25, 0.5, 0.75]).tolist()
-        record = {"shape": group, "impl": name, "runs": len(times[name])}
-        record |= {"ms": middle, "spread": (third - first) / 2, "all_ms": times[name]}
+        own = times[name]
+        first, middle, third = np.quantile(own, [0.25, 0.5, 0.75]).tolist()
+        record = {"shape": group, "impl": name, "runs": len(own)}
+        record |= {"ms": middle, "spread": (third - first) / 2, "all_ms": own}
         record["peak_mb"] = peak_memory(contender.run, context)
         records.append(record | contender.facts)
     return records
@@ -83,7 +84,8 @@ def peak_memory(run: Callable, context) -> float | None:
 # One layer
 
 
-SMALL, LARGE = (train_lm.Config(n_embd=D, ffn_size=4 * D) for D in (256, 768))
+SMALL = train_lm.Config(n_embd=256, ffn_size=1024)
+LARGE = train_lm.Config(n_embd=768, ffn_size=3072)
 SHAPES = {
     "S1": replace(SMALL, router="switch", split=1),  # 8 experts of width 1024
     "S2": replace(SMALL, router="threshold", split=8),  # 64 of 128
@@ -113,7 +115,8 @@ def measure_layers(group: str, shape: train_lm.Config, h: Tensor, peers: dict, c
             found[f"ours, {router}"] = our_layer(other, h, context)
     no_limit = replace(shape, router="topk", capacity=math.inf)  # it chooses as Mixtral does
     found["ours, no limit"] = our_layer(no_limit, h, context)
-    found |= those_that_run({"dense, compiled": partial(dense, compiled=True)} | peers, context)
+    peers = {"dense, compiled": partial(dense, compiled=True)} | peers
+    found |= those_that_run(peers, context)
     return compare(measure(group, found, config, context))
 
 
@@ -157,6 +160,11 @@ def layer(module: nn.Module, call: Callable, h: Tensor, gflops: float, context) 
     return Contender(run, facts)
 
 
+def alone(module: nn.Module) -> Callable:
+    """What gives the output of a module that has no balance loss."""
+    return lambda x: (module(x), 0.0)
+
+
 def sparse_ffn(shape: train_lm.Config) -> model.MoE:
     """Our layer with random weights."""
     torch.manual_seed(0)
@@ -189,7 +197,7 @@ def dense_layer(h: Tensor, gflops: float, context, compiled: bool = False) -> Co
     constants = train_lm.Config(n_embd=D, ffn_size=4 * D)
     ffn = model.FFN(constants, "tanh").to(h.device)
     call = torch.compile(ffn) if compiled else ffn
-    return layer(ffn, lambda x: (call(x), 0.0), h[:, :S], S * each, context)
+    return layer(ffn, alone(call), h[:, :S], S * each, context)
 
 
 def mixtral(shape: train_lm.Config, h: Tensor, context) -> Contender:
@@ -212,7 +220,7 @@ def mixtral(shape: train_lm.Config, h: Tensor, context) -> Contender:
     nn.init.normal_(block.gate.weight, std=LOGIT_STD / math.sqrt(D))
     block.to(h.device, context.dtype)
     gflops = 6e-9 * D * width * K * h.shape[1]
-    return layer(block, lambda x: (block(x), 0.0), h.to(context.dtype), gflops, context)
+    return layer(block, alone(block), h.to(context.dtype), gflops, context)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -300,11 +308,14 @@ def main():
         context.say(", ".join(f"{key} {value}" for key, value in where.items()))
         records = []
         for found in bench(config, context):
-            rows = [[cell(record[column]) for column in columns] for record in found]
+            rows = []
+            for record in found:
+                rows.append([cell(record[column]) for column in columns])
             context.say(f"\n{markdown_table(columns, rows)}")
             records += found
     if config.json:
-        text = ",\n".join(json.dumps(record | {"machine": where}) for record in records)  # a record a line
+        lines = [json.dumps(record | {"machine": where}) for record in records]
+        text = ",\n".join(lines)
         Path(config.json).write_text(f"[\n{text}\n]\n")
 
 

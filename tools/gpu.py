@@ -62,8 +62,8 @@ HERE = Context(0, 1, DEVICE, torch.bfloat16)
 S = 16 * 1024 if CUDA else 256  # tokens of a micro-batch
 SIDE = 8192 if CUDA else 64  # of matrices that are large for this device
 TURNS = bench.Config(rounds=12 if CUDA else 1)
-TOY = {"n_layer": 2, "n_embd": 64, "n_head": 2, "ffn_size": 128, "block_size": 64}
-TOY |= {"batch_tokens": 2 * S, "micro_tokens": S}
+TOY = {"n_layer": 2, "n_head": 2, "n_embd": 64, "ffn_size": 128}
+TOY |= {"block_size": 64, "batch_tokens": 2 * S, "micro_tokens": S}
 Results = Iterator[dict]  # of a section, each with the names of its numbers
 
 
@@ -91,7 +91,7 @@ def values_and_gradients(way: Callable, given: dict[str, Tensor]) -> dict[str, T
     """What a way of computing gives, as y, and the gradients of what it is given. way() -> y, balance loss."""
     y, balance = way()
     loss = y.float().square().sum() + balance
-    gradients = torch.autograd.grad(loss, list(given.values()), allow_unused=True)
+    gradients = torch.autograd.grad(loss, [*given.values()], allow_unused=True)
     found = {"y": y} | dict(zip(given, gradients))
     return {name: x for name, x in found.items() if x is not None}
 
@@ -102,10 +102,11 @@ def judge(found: dict, expected: dict, limit: float) -> dict:
     for name in expected:
         x = found[name].detach().cpu().double()
         y = expected[name].detach().cpu().double()
-        errors[name] = float(torch.dist(x, y)) / (float(y.norm()) + 1e-12)
-    right = all(error < limit for error in errors.values())  # NaN is not
-    worst = max(errors, key=lambda name: errors[name] if errors[name] < limit else math.inf)
-    return {"right": right, "error": errors[worst], "of": worst}
+        error = torch.dist(x, y) / (y.norm() + 1e-12)
+        errors[name] = float(error)
+    wrong = [name for name in errors if not errors[name] < limit]  # NaN is wrong, too
+    worst = max(wrong or errors, key=errors.get)
+    return {"right": not wrong, "error": errors[worst], "of": worst}
 
 
 CASES = {  # capacity factor, FFNs of a stack
@@ -147,39 +148,49 @@ def against_the_cpu(router: str, E: int = 16) -> Results:
 def forward_and_back(moe: MoE, h, ids, device, autocast) -> tuple[dict, Tensor]:
     """The output and all gradients, and which tokens are kept."""
     moe.to(device)
-    choices = []
-    moe.watchers = [lambda moe, h, routing, kept: choices.append(kept.cpu())]
     h = h.to(device, copy=True).requires_grad_()
+    choices = []
+
+    def watch(moe, h, routing, kept):
+        choices.append(kept.cpu())
 
     def way():
         with autocast:
             return moe(h, ids.to(device))
 
+    moe.watchers = [watch]
     poison()
-    found = values_and_gradients(way, {"h": h} | dict(moe.named_parameters()))
-    return {name: x.cpu() for name, x in found.items()}, *choices
+    given = {"h": h} | dict(moe.named_parameters())
+    found = values_and_gradients(way, given)
+    on_cpu = {name: x.cpu() for name, x in found.items()}
+    return on_cpu, choices[0]
 
 
 def poison():
     """Fills with NaN what the allocator has free, so that it shows where memory is read that nobody wrote."""
-    sizes = [1 << 27] + 64 * [1 << 18] if CUDA else []
-    blocks = [torch.full((size,), math.nan, device=DEVICE) for size in sizes]
+    sizes = [1 << 27, *64 * [1 << 18]] if CUDA else []
+    blocks = [torch.full([size], math.nan, device=DEVICE) for size in sizes]
     del blocks
 
 
 def attention() -> Results:
     """XLM-E's, forward and backward: the model's (SDPA with the bias in memory) and FlexAttention, against float32."""
-    B, H, T, d = (32, 12, 512, 64) if CUDA else (2, 2, 32, 16)
+    B, H, T, d = 2, 2, 32, 16
+    if CUDA:
+        B, H, T, d = 32, 12, 512, 64
     torch.manual_seed(0)
     inputs = {name: random(B, H, T, d) for name in "qkv"}
-    inputs |= {"scale": random(B, H, T).float(), "distance": random(H, T, T).float()}
+    inputs["scale"] = random(B, H, T).float()
+    inputs["distance"] = random(H, T, T).float()
     lengths = T - torch.arange(B) % (T // 2)
-    mask = torch.arange(T) < lengths.view(B, 1, 1, 1)
+    real = torch.arange(T) < lengths.view(B, 1, 1, 1)
 
     def once(way: Callable, device, dtype=None) -> dict:
-        leaves = {name: x.to(device, dtype, copy=True).requires_grad_() for name, x in inputs.items()}
-        seen = mask.to(device)
-        return values_and_gradients(lambda: (way(**leaves, mask=seen), 0.0), leaves)
+        mask = real.to(device)
+        leaves = {name: x.to(device, dtype, copy=True) for name, x in inputs.items()}
+        for x in leaves.values():
+            x.requires_grad_()
+        return values_and_gradients(lambda: (way(**leaves, mask=mask), 0), leaves)
 
     expected = once(biased_attention, "cpu", torch.float32)
     ways = {"the model's": biased_attention}
@@ -188,7 +199,8 @@ def attention() -> Results:
     for name, way in ways.items():
         again = partial(once, way, DEVICE)
         facts = {"way": name} | judge(again(), expected, 0.03)
-        yield facts | {"ms": milliseconds(again), "peak_mb": bench.peak_memory(again, HERE)}
+        facts["ms"] = milliseconds(again)
+        yield facts | {"peak_mb": bench.peak_memory(again, HERE)}
 
 
 def compiled_router() -> Results:
@@ -298,8 +310,9 @@ def whole_layers(shape: train_lm.Config) -> Results:
         "MegaBlocks": partial(megablocks, shape, h),
     }
     for record in bench.measure_layers("", shape, h, peers, TURNS, HERE):
-        shown = {name: record[name] for name in "impl ms spread ratio to_compiled peak_mb".split()}
-        yield shown | {"least_ms": least_ms(1e9 * record["gflops"], 1e6 * record["least_mb"])}
+        facts = {name: record[name] for name in "impl ms spread ratio to_compiled peak_mb".split()}
+        facts["least_ms"] = least_ms(1e9 * record["gflops"], 1e6 * record["least_mb"])
+        yield facts
 
 
 def megablocks(shape: train_lm.Config, h: Tensor) -> bench.Contender:
@@ -308,14 +321,15 @@ def megablocks(shape: train_lm.Config, h: Tensor) -> bench.Contender:
     from megablocks.layers.dmoe import dMoE
 
     D, K = shape.n_embd, shape.split
-    arguments = Arguments(hidden_size=D, ffn_hidden_size=shape.ffn_size // K, fp16=False, bf16=True)
+    types = {"fp16": False, "bf16": True}
+    arguments = Arguments(hidden_size=D, ffn_hidden_size=shape.ffn_size // K, **types)
     arguments.moe_num_experts, arguments.moe_top_k = shape.expert_ffns * K, K
     arguments.bias = arguments.return_bias = False
     arguments.moe_loss_weight, arguments.mlp_impl = 0, "grouped"
     block = dMoE(arguments)
-    nn.init.normal_(block.router.layer.weight, std=bench.LOGIT_STD / math.sqrt(D))
+    nn.init.normal_(block.router.layer.weight, std=bench.LOGIT_STD / D**0.5)
     gflops = 4e-9 * D * shape.ffn_size * S
-    return bench.layer(block, lambda x: (block(x), 0.0), h.bfloat16(), gflops, HERE)
+    return bench.layer(block, bench.alone(block), h.bfloat16(), gflops, HERE)
 
 
 def pieces() -> Results:
@@ -332,23 +346,23 @@ def pieces() -> Results:
     used = int(kept.sum())
     yield {"rows": E * C, "kept": used, "tokens": S}
 
-    x, a = random(E * C, D), random(E * C, width)
-    w = random(E, width, D)
+    N = E * C
+    x, a, w = random(N, D), random(N, width), random(E, width, D)
     hidden = a, a.float(), rows.gate
     work = 2 * used * D * width  # FLOPs of each product
     product = partial(ragged_linear, rows=rows)
-    gather = partial(Tensor.index_select, dim=0, index=rows.token)
+    compiled = torch.compile(activation)
     yield piece("router", lambda h: moe.router(h).weight, h, flops=2 * S * D * E)
     yield piece("capacity", partial(within_capacity, capacity=C), routing.priority)
-    yield piece("list of rows", partial(kept_rows, kept=kept, room=E * C), gates)
-    yield piece("gather", gather, h.bfloat16())
+    yield piece("list of rows", partial(kept_rows, kept=kept, room=N), gates)
+    yield piece("gather", partial(Tensor.index_select, dim=0, index=rows.token), h.bfloat16())
     yield piece("product in", product, x, w.mT, flops=work)
     yield piece("activation", partial(activation, gelu="tanh"), *hidden)
-    yield piece("activation, compiled", partial(torch.compile(activation), gelu="tanh"), *hidden)
+    yield piece("activation, compiled", partial(compiled, gelu="tanh"), *hidden)
     yield piece("product out", product, a, w, flops=work)
     yield piece("scatter", partial(add_rows, torch.zeros_like(h), rows), x)
-    logits = random(S, 50_257 if CUDA else 257)
-    targets = torch.arange(S).to(DEVICE) % logits.shape[1]
+    V = 50_257 if CUDA else 257
+    logits, targets = random(S, V), torch.arange(S).to(DEVICE) % V
     yield piece("loss, as the scripts have it", cross_entropy, logits, targets)
     yield piece("loss, compiled", torch.compile(cross_entropy), logits, targets)
 
@@ -363,10 +377,12 @@ def piece(name: str, step: Callable, *inputs: Tensor, flops: float = 0) -> dict:
     facts["least_ms"] = least_ms(flops, moved)
     if isinstance(y, Tensor) and y.requires_grad:
         moving = [x for x in leaves if x.requires_grad]
-        back = partial(torch.autograd.grad, y, moving, torch.ones_like(y), retain_graph=True)
+        gradients = torch.ones_like(y)
+        back = partial(torch.autograd.grad, y, moving, gradients, retain_graph=True)
         facts["backward_ms"] = milliseconds(back)
         facts["least_backward_ms"] = least_ms(2 * flops, 2 * moved)
-    return facts | {"peak_mb": bench.peak_memory(partial(step, *leaves), HERE)}
+    facts["peak_mb"] = bench.peak_memory(partial(step, *leaves), HERE)
+    return facts
 
 
 LAYER = {"ceilings": ceilings}
@@ -385,7 +401,7 @@ def training_steps(constants: train_lm.Config) -> Results:
     trainee.run()
     first = time.perf_counter() - start
     (record,) = bench.measure("", {"": trainee}, TURNS, HERE)
-    flops, seconds = 1e9 * record["gflops"], record["ms"] / 1e3
+    flops, seconds = 1e9 * record["gflops"], 1e-3 * record["ms"]
     peak = peak_flops(HERE)
     yield {
         "steps_per_second": 1 / seconds,
@@ -403,9 +419,10 @@ def stopped_and_resumed() -> Results:
     size = "--preset small" if CUDA else "--n_layer 2 --n_embd 32 --ffn_size 64 --block_size 32"
     words = f"{size} --device {DEVICE.type} --dtype bfloat16 --steps 60 --eval_every 20 --eval_tokens 2048"
     with tempfile.TemporaryDirectory() as base:
+        pages = [file.read_text() for file in ROOT.glob("*/*.py")]
         text = Path(base, "text.txt")
-        text.write_text("\n\n".join(file.read_text() for file in ROOT.glob("*/*.py")))
-        tokenizer = train_sentencepiece([text.read_text()], 400).save(Path(base))
+        text.write_text("\n\n".join(pages))
+        tokenizer = train_sentencepiece(pages, 400).save(Path(base))
         data = prepare("text", text, tokenizer, out=Path(base, "text"))
         command = [sys.executable, "-u", ROOT / "train_lm.py", *words.split()]
         command += ["--data", data, "--out_dir", f"{base}/runs"]
@@ -419,7 +436,8 @@ def stopped_and_resumed() -> Results:
         second = subprocess.run(command, **pipes)
     exits = [first.returncode, second.returncode]
     right = exits == [143, 0] and "goes on from step" in second.stdout
-    yield {"right": right, "exits": exits, "output": "" if right else second.stdout[-3000:]}
+    output = "" if right else second.stdout[-3000:]
+    yield {"right": right, "exits": exits, "output": output}
 
 
 MODELS = {"124M dense": "openwebtext-124M", "323M threshold": "openwebtext-323M"}
@@ -460,7 +478,8 @@ def run(sections: dict[str, Callable[[], Results]], file: Path, head: dict, limi
                     add(name, {"stopped": "time is up"})
                     return results
         except Exception as error:
-            add(name, {"right": False, "error": repr(error), "traceback": traceback.format_exc()})
+            facts = {"right": False, "error": repr(error)}
+            add(name, facts | {"traceback": traceback.format_exc()})
     return results
 
 
@@ -480,8 +499,8 @@ def main():
     head["commit"] = subprocess.getoutput(f"git -C {ROOT} describe --always --dirty")
     with nullcontext() if CUDA else torch.compiler.set_stance("force_eager"):  # a rehearsal compiles nothing
         results = run(PARTS[part], file, head, config.limit)
-    wrong = {result["section"]: None for result in results if not result.get("right", True)}
-    print(f"{len(results)} results are in {file}; wrong or failed: {', '.join(wrong) or 'none'}")
+    wrong = [result["section"] for result in results if not result.get("right", True)]
+    print(f"{len(results)} results are in {file}; wrong or failed: {', '.join(dict.fromkeys(wrong)) or 'none'}")
     sys.exit(bool(wrong))
 
 

@@ -98,7 +98,8 @@ def cells_of(folder: Path, config, module) -> dict | None:
     file = folder / module.__name__ / f"{name}.json"
     if not file.exists():
         return None
-    cells, before = read(file, lambda result: (module.cells(result), result.get("config", {})))
+    cells = read(file, module.cells)
+    before = read(file, lambda result: result.get("config", {}))
     for constant, value in identity(config).items():
         was = before.get(constant, value)
         if was != value:

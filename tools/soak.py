@@ -111,8 +111,11 @@ def outcome(run: Path) -> dict:
 
 def same(one, two) -> bool:
     """Whether two values, or all in two collections, are equal bit for bit."""
+    if type(one) is not type(two):
+        return False
     if isinstance(one, torch.Tensor):
-        return torch.equal(one.view(-1).view(torch.uint8), two.view(-1).view(torch.uint8))
+        one, two = (x.view(-1).view(torch.uint8) for x in (one, two))
+        return torch.equal(one, two)
     if isinstance(one, dict):
         return one.keys() == two.keys() and all(same(one[name], two[name]) for name in one)
     if isinstance(one, list | tuple):
@@ -152,7 +155,8 @@ class Soak:
             if end(self.start(self.base / seed, seed=seed)):
                 sys.exit(f"{script}.py fails even where nobody troubles it: {(self.base / 'words').read_text()}")
         self.seconds = (time.perf_counter() - begun) / 2
-        self.whole, self.foreign = (next((self.base / seed).glob("*/")) for seed in ("0", "1"))
+        (self.whole,) = (self.base / "0").glob("*/")
+        (self.foreign,) = (self.base / "1").glob("*/")
         self.run = self.out / self.whole.name
         self.expected = outcome(self.whole)
 
@@ -175,8 +179,8 @@ class Soak:
         if code:
             return ""
         found = outcome(self.run)
-        other = found.keys() ^ self.expected.keys()
-        other |= {name for name in found.keys() - other if not same(found[name], self.expected[name])}
+        names = found.keys() | self.expected.keys()
+        other = [name for name in names if not same(found.get(name), self.expected.get(name))]
         return f"other {', '.join(other)}" if other else ""
 
     def signal(self, kind: str) -> str | None:
@@ -197,14 +201,16 @@ class Soak:
         if not any(codes.values()):
             return self.judge(0, {0}) or None
         refused = [words for words, code in codes.items() if code]
-        if len(refused) == 2 or "another process is training in" not in (self.base / refused[0]).read_text():
+        said = (self.base / refused[0]).read_text()
+        if len(refused) == 2 or "another process is training in" not in said:
             return "refused for another reason"
         return "".join(self.judge(code, {0, 1}, words) for words, code in codes.items())
 
     def full_disk(self) -> str | None:
         """No file may become larger than a part of a checkpoint."""
         (self.run / "result.json").unlink(missing_ok=True)  # a finished run writes nothing
-        before, size = step_of(self.run), (self.whole / "ckpt.pt").stat().st_size
+        before = step_of(self.run)
+        size = (self.whole / "ckpt.pt").stat().st_size
         code = end(self.start(self.out, largest=int(random.uniform(0.1, 1) * size)))
         if code == 0:
             return self.judge(code, {0}) or None
@@ -216,7 +222,8 @@ class Soak:
         if not (self.run / "ckpt.pt").exists():
             shutil.rmtree(self.out)
             shutil.copytree(self.whole, self.run)
-        file = random.choice([file for file in self.run.glob("*.*") if (self.foreign / file.name).exists()])
+        files = [file for file in self.run.glob("*.*") if (self.foreign / file.name).exists()]
+        file = random.choice(files)
         if file.name != "result.json":
             (self.run / "result.json").unlink(missing_ok=True)  # a finished run looks at nothing else
         content = file.read_bytes()
@@ -231,7 +238,10 @@ class Soak:
 
     def trouble(self, kind: str):
         """One fault, or the end of a round."""
-        wrong = self.signal(kind) if kind.startswith("SIG") else getattr(self, kind.replace(" ", "_"))()
+        if kind.startswith("SIG"):
+            wrong = self.signal(kind)
+        else:
+            wrong = getattr(self, kind.replace(" ", "_"))()
         self.tried[kind] += wrong is not None
         if wrong:
             self.wrong[kind] += 1
@@ -246,7 +256,7 @@ class Soak:
         while faults > sum(self.tried[kind] for kind in KINDS):
             shutil.rmtree(self.out, ignore_errors=True)
             self.out.mkdir()
-            for kind in random.choices(list(KINDS), list(KINDS.values()), k=random.randint(1, 4)):
+            for kind in random.choices([*KINDS], [*KINDS.values()], k=random.randint(1, 4)):
                 self.trouble(kind)
             self.trouble("the end")
         print(f"{self.script}: tried {dict(self.tried)}, wrong {dict(self.wrong)}", flush=True)
@@ -255,13 +265,15 @@ class Soak:
 
 def make_data(base: Path):
     """Our own code as a text; the messages of Django in two languages and as pairs, and an encoder of them."""
+    pages = [page.read_text() for page in Path(__file__).parents[1].glob("*/*.py")]
     text = base / "text.txt"
-    text.write_text("\n\n".join(page.read_text() for page in Path(__file__).parents[1].glob("*/*.py")))
+    text.write_text("\n\n".join(pages))
     small = {"normalization_rule_name": "identity"}  # XLM-R's rules would be as large as a checkpoint
-    tokenizer = train_sentencepiece(text.read_text().splitlines(), 400, XLMR, **small).save(base)
+    tokenizer = train_sentencepiece(pages, 400, XLMR, **small).save(base)
     prepare("text", text, tokenizer, out=base / "text")
-    for name, corpus, languages in (("languages", "catalogs", "de,en"), ("pairs", "catalogs-pairs", "de-en")):
-        prepare(corpus, tokenizer=tokenizer, languages=languages, max_tokens=4000, out=base / name)
+    how = {"tokenizer": tokenizer, "max_tokens": 4000}
+    prepare("catalogs", **how, languages="de,en", out=base / "languages")
+    prepare("catalogs-pairs", **how, languages="de-en", out=base / "pairs")
     words = "train_mlm " + OPTIONS["train_mlm"] + " --steps 1 --device cpu --out_dir {base}/encoders"
     sys.argv = words.format(base=base).split()
     importlib.import_module("train_mlm").main()
@@ -281,7 +293,8 @@ def main():
         base = Path(folder)
         if end(begin(lambda: make_data(base), base / "words")):
             sys.exit((base / "words").read_text())
-        soaks = [Soak(script, base).go(-(-config.faults // len(config.scripts))) for script in config.scripts]
+        faults = -(-config.faults // len(config.scripts))
+        soaks = [Soak(script, base).go(faults) for script in config.scripts]
     sys.exit(any(soak.wrong for soak in soaks))
 
 
