@@ -36,9 +36,9 @@ def right_by_pair(model, pairs, config, context, maskings, beside) -> Tensor:
     halves = []
     for half in (0, 1):
         found = Counter()  # where a batch begins -> its rows, added up over maskings
-        shown = (0, 1) if beside else (half,)
-        batches = pairs.eval_batches(*read, masked=(half,), shown=shown)
-        for _, first, batch in batches:
+        masked = (half,)
+        shown = (0, 1) if beside else masked
+        for _, first, batch in pairs.eval_batches(*read, masked=masked, shown=shown):
             found.update({first: right_by_row(model, batch, context)})
         total = Counter()
         for part in context.gather(found):
@@ -76,10 +76,12 @@ def retrieval(encoder: Encoder, pairs: PairData, config, context, most: int = 10
             vectors = [vectors_of(side) for side in texts]
             plain = measures.retrieval(*vectors).tolist()
             centred = measures.retrieval(*map(measures.centred, vectors)).tolist()
-            found.append((plain, centred, 1 / len(texts[0])))
+            chance = 1 / len(texts[0])
+            found.append((plain, centred, chance))
     plain, centred, chance = zip(*chain(*context.gather(found)))
     return {"retrieval": mean(plain), "centred": mean(centred), "chance": fmean(chance)}
 
 
 def mean(rows: tuple) -> list[float]:
-    return torch.tensor(rows, dtype=torch.float64).mean(dim=0).tolist()
+    numbers = torch.tensor(rows, dtype=torch.float64)
+    return numbers.mean(dim=0).tolist()

@@ -139,8 +139,7 @@ def table3() -> str:
 
 def table4() -> str:
     """Training FLOPs of the base model, by ELECTRA's accounting and by ours, beside the paper's."""
-    large = encoder(**SIZES["base"])
-    small = encoder(**SIZES["base"] | {"n_layer": 4})
+    large, small = encoder(**SIZES["base"]), encoder(**SIZES["base"] | {"n_layer": 4})
     D = large.config.n_embd
     ours = []
     heads = 2 * D * D + 2 * D, 0.15 * masked_head_flops(small)  # the generator's, of the masked tokens alone
@@ -154,8 +153,7 @@ def table4() -> str:
         ["both networks, both batches", ""],
     ]
     for one, other in (electra, ours):  # training FLOPs of one token in the discriminator and in the generator
-        costs = one, one + other, 2 * (one + other)
-        for row, cost in zip(rows, costs):
+        for row, cost in zip(rows, (one, one + other, 2 * (one + other))):
             row.append(f"{TOKENS * cost:.2e}")
     return markdown_table(["base", "paper", "ELECTRA's script", "products, backward twice"], rows)
 

@@ -74,7 +74,6 @@ class RoutingStats:
 
     def __init__(self, moe: nn.Module):
         self.moe = moe
-        # units: the activations of bare FFNs; positive: those above 0; entropy: of the router's probabilities
         names = "tokens", "wanted", "served", "unserved", "entropy", "positive", "units"
         self.sums = dict.fromkeys(names, 0.0)
         self.load = torch.zeros(moe.router.E, dtype=torch.float64)  # choices of each expert
@@ -83,18 +82,16 @@ class RoutingStats:
     def __call__(self, moe, h: Tensor, routing, kept: Tensor):
         """h (S, D); kept (S, E) bool."""
         load = routing.wanted.sum(dim=0).cpu()
-        sums, passed_by = self.sums, ~kept.any(dim=1)
-        sums["tokens"] += len(kept)
-        sums["wanted"] += int(load.sum())
-        sums["served"] += int(kept.sum())
-        sums["unserved"] += int(passed_by.sum())
-        entropy = torch.special.entr(routing.probs.detach())
-        sums["entropy"] += float(entropy.sum())
-        self.load += load
-        if not moe.norms:
+        entropy = torch.special.entr(routing.probs.detach())  # of the router's probabilities
+        passed_by = ~kept.any(dim=1)
+        found = {"tokens": len(kept), "wanted": load.sum(), "served": kept.sum()}
+        found |= {"unserved": passed_by.sum(), "entropy": entropy.sum()}
+        if not moe.norms:  # of bare FFNs the activations, and those above 0
             a = moe.activations(h, kept)
-            sums["positive"] += int((a > 0).sum())
-            sums["units"] += a.numel()
+            found |= {"units": a.numel(), "positive": (a > 0).sum()}
+        for name, number in found.items():
+            self.sums[name] += float(number)
+        self.load += load
 
     def finish(self, reduce=torch.clone) -> dict:
         """Stops watching -> what was seen; `reduce` sums a tensor over processes.

@@ -288,34 +288,30 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self):
         if not self.is_ours():
             return
-        length = self.headers.get("Content-Length", "")
-        if self.path not in ("/route", "/loss", "/served"):
-            return self.say(404, "there are /route, /loss and /served")
+        player, length = self.server.player, self.headers.get("Content-Length", "")
+        answers = {
+            "/route": lambda asked: player.route(asked["text"]),
+            "/loss": lambda asked: player.loss(asked["text"], asked["setting"]),
+            "/served": lambda asked: player.served,
+        }
+        if self.path not in answers:
+            return self.say(404, f"there are {', '.join(answers)}")
         if not length.isdecimal():
             return self.say(411, "how long is the body?")
         if int(length) > LONGEST_BODY:
             return self.say(413, f"a request has at most {LONGEST_BODY:,} bytes")
         try:
             asked = json.loads(self.rfile.read(int(length)))
-            found = self.found(asked)
+            found = answers[self.path](asked)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             return self.say(400, f"{error}")
         self.answer_json(200, found)
 
-    def found(self, asked: dict) -> dict:
-        player = self.server.player
-        if self.path == "/route":
-            return player.route(asked["text"])
-        if self.path == "/loss":
-            return player.loss(asked["text"], asked["setting"])
-        return player.served
-
     def is_ours(self) -> bool:
         """Whether the address was typed as we printed it, and no foreign page asks. Else says 403."""
-        host, origin = self.headers.get("Host"), self.headers.get("Origin")
         hosts = [f"{name}:{self.server.server_port}" for name in ("127.0.0.1", "localhost")]
-        origins = [None, *(f"http://{each}" for each in hosts)]
-        ours = host in hosts and origin in origins
+        origins = [None, *(f"http://{host}" for host in hosts)]
+        ours = self.headers.get("Host") in hosts and self.headers.get("Origin") in origins
         if not ours:
             self.say(403, "only pages of this server are answered")
         return ours

@@ -4,6 +4,7 @@ A figure is a function of its options. Its name is the command's, and its docstr
 first line is the title of the drawing. What it shows are records: dicts with the same names.
 """
 
+import importlib
 import json
 import shlex
 import sys
@@ -113,13 +114,18 @@ def keep(figure: Callable, options, drawing, numbers: dict):
 
 def canvas(columns: int = 1, width: float = 6.5, height: float = 4.5):
     """An empty figure with a row of axes, each so many inches wide and high."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ImportError("a figure needs one more library: pip install matplotlib") from None
+    Figure = library("matplotlib.figure", "matplotlib").Figure
     figure = Figure(figsize=(columns * width, height), layout="constrained")
     figure.subplots(1, columns, squeeze=False)
     return figure
+
+
+def library(name: str, package: str):
+    """A module that only a figure needs."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise ImportError(f"a figure needs one more library: pip install {package}") from None
 
 
 def draw(panels: list[Panel]):
@@ -162,9 +168,7 @@ def label(axes, heights: dict[str, float], colors: dict[str, str]):
     """Names to the right of the axes, as high as their lines end, but far enough apart to be read."""
     right = axes.get_xlim()[1]
     to_axes = axes.transScale + axes.transLimits  # data -> shares of the axes' width and height
-    places = {}
-    for name, height in heights.items():
-        _, places[name] = to_axes.transform((right, height))
+    places = {name: to_axes.transform((right, height))[1] for name, height in heights.items()}
     names = sorted(places, key=places.get)
     for below, name in zip(names, names[1:]):
         places[name] = max(places[name], places[below] + APART)

@@ -29,10 +29,7 @@ def umap(options: Umap):
     projects (X-MoE). Its colour is its expert. In the paper X-MoE's experts have clusters of their own, and SMoE's are
     mixed. UMAP with 100 neighbours and min-dist 1; the disk is Poincare's, all of the hyperbolic plane.
     """
-    try:
-        from umap import UMAP
-    except ImportError:
-        raise ImportError("this figure needs one more library: pip install umap-learn") from None
+    UMAP = shared.library("umap", "umap-learn").UMAP
 
     def fits(config: dict) -> bool:
         meant = options.folders or config["seed"] == 0

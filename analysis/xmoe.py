@@ -11,8 +11,8 @@ from analysis import measures, shared
 from analysis.flops import row_flops
 from analysis.shared import Drawn, Measured, Panel, Run
 from engine.device import machine, warn
-from engine.optim import cross_entropy
 from model import GPT
+from train_lm import evaluate
 
 SHARES = 0.125, 0.25, 0.5, 0.75, 1.0  # limits of the experts' FLOPs at test, of a dense FFN's
 THRESHOLDS = 0.0, 0.25, 0.5, 0.75, 0.9, 0.95, 1.0  # at test
@@ -20,20 +20,10 @@ ROUNDS = 10  # how often a batch is timed, after a first time for warming up
 LIMIT, SPENT = "limit of the experts' FLOPs, in dense FFNs", "FLOPs of the experts, in dense FFNs"
 
 
-@torch.no_grad()
 def test(run: Run, max_tokens: int) -> tuple[float, list]:
     """Perplexity of the test text as the model is routed now, and the statistics of its MoE layers."""
-    watches = [measures.RoutingStats(moe) for moe in run.model.moe_layers]
-    total = tokens = 0
-    for x, y in run.data.eval_batches("test", max_tokens):
-        x, y = run.context.send_all(x, y)
-        with run.context.autocast():
-            logits, _ = run.model(x)
-        loss = cross_entropy(logits.flatten(0, 1), y.flatten())
-        total += float(loss) * y.numel()
-        tokens += y.numel()
-    layers = [watch.finish() for watch in watches]
-    return measures.perplexity(total / tokens), layers
+    scores = evaluate(run.model, run.data, "test", run.context, max_tokens)
+    return scores["ppl"], scores["layers"]
 
 
 def activations(options: Measured):
@@ -61,20 +51,19 @@ def activations(options: Measured):
 
 def positive_share(run: Run, max_tokens: int) -> float:
     """Of the activations in the MoE layers, or in a dense model in the FFN of each `moe_every`-th block."""
-    counts = Counter()
+    every = min(run.model.config.moe_every, len(run.model.blocks))
+    signs = Counter()
 
     def count(fc, inputs, a):
-        positive = int((a > 0).sum())
-        counts.update(positive=positive, units=a.numel())
+        signs.update(positive=int((a > 0).sum()), units=a.numel())
 
     if not run.model.moe_layers:
-        every = min(run.model.config.moe_every, len(run.model.blocks))
         for block in run.model.blocks[every - 1 :: every]:
             block.ffn.fc.register_forward_hook(count)
     _, layers = test(run, max_tokens)
     if layers:
         return measures.mean_over_layers("positive", layers)
-    return counts["positive"] / counts["units"]
+    return signs["positive"] / signs["units"]
 
 
 def gamma(options: Measured):
@@ -84,6 +73,11 @@ def gamma(options: Measured):
     experts than the limit allows, less is spent: right is what was spent. The flatter a line, the more can be saved. A
     dense model that was split into experts (table 2) gets t = 0.9 below 1, as in the paper.
     """
+
+    def is_causal(config: dict) -> bool:
+        router = shared.router_of(config)
+        return router is None or not router.sees_later
+
     lacks = "has experts that choose among later tokens too: its perplexity is no language model's"
     runs, records = shared.choose("train_lm", options.folders, is_causal, lacks), []
     for run in shared.opened(runs, options):
@@ -94,11 +88,6 @@ def gamma(options: Measured):
         Panel("By the work that is done", records, "experts", SPENT, "perplexity"),
     ]
     shared.show(gamma, options, records, ("experts", LIMIT), panels)
-
-
-def is_causal(config: dict) -> bool:
-    router = shared.router_of(config)
-    return router is None or not router.sees_later
 
 
 def test_limited(run: Run, max_tokens: int) -> Iterator[dict]:
@@ -227,5 +216,6 @@ def speed(options: Measured):
 def pass_forward(run: Run, x: torch.Tensor, share: float):
     """One batch, with the experts limited to a share of a dense FFN's FLOPs."""
     limit(run, share)
+    run.model.eval()
     with run.context.autocast():
         run.model(x)

@@ -201,16 +201,14 @@ class Soak:
         if not any(codes.values()):
             return self.judge(0, {0}) or None
         refused = [words for words, code in codes.items() if code]
-        said = (self.base / refused[0]).read_text()
-        if len(refused) == 2 or "another process is training in" not in said:
+        if len(refused) == 2 or "another process is training in" not in (self.base / refused[0]).read_text():
             return "refused for another reason"
         return "".join(self.judge(code, {0, 1}, words) for words, code in codes.items())
 
     def full_disk(self) -> str | None:
         """No file may become larger than a part of a checkpoint."""
         (self.run / "result.json").unlink(missing_ok=True)  # a finished run writes nothing
-        before = step_of(self.run)
-        size = (self.whole / "ckpt.pt").stat().st_size
+        before, size = step_of(self.run), (self.whole / "ckpt.pt").stat().st_size
         code = end(self.start(self.out, largest=int(random.uniform(0.1, 1) * size)))
         if code == 0:
             return self.judge(code, {0}) or None
