@@ -38,7 +38,8 @@ def right_by_pair(model, pairs, config, context, maskings, beside) -> Tensor:
         found = Counter()  # where a batch begins -> its rows, added up over maskings
         masked = (half,)
         shown = (0, 1) if beside else masked
-        for _, first, batch in pairs.eval_batches(*read, masked=masked, shown=shown):
+        batches = pairs.eval_batches(*read, masked=masked, shown=shown)
+        for _, first, batch in batches:
             found.update({first: right_by_row(model, batch, context)})
         total = Counter()
         for part in context.gather(found):

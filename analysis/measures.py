@@ -31,9 +31,10 @@ def bootstrap(totals: Tensor, sizes: Tensor, draws: int = 1000) -> list[float]:
     ratios = []
     for _ in range(draws):
         rows = torch.randint(R, (R,), generator=rng)
-        ratios.append(totals[rows].sum() / sizes[rows].sum())
+        ratio = totals[rows].sum() / sizes[rows].sum()
+        ratios.append(ratio.double())
     ends = torch.tensor([0.025, 0.975], dtype=torch.float64)
-    return torch.stack(ratios).double().quantile(ends).tolist()
+    return torch.stack(ratios).quantile(ends).tolist()
 
 
 def in_turns(calls: dict[object, Callable], context, rounds: int, patience: float = math.inf) -> dict[object, list]:
@@ -84,11 +85,12 @@ class RoutingStats:
         load = routing.wanted.sum(dim=0).cpu()
         entropy = torch.special.entr(routing.probs.detach())  # of the router's probabilities
         passed_by = ~kept.any(dim=1)
-        found = {"tokens": len(kept), "wanted": load.sum(), "served": kept.sum()}
-        found |= {"unserved": passed_by.sum(), "entropy": entropy.sum()}
+        found = {"tokens": len(kept), "wanted": load.sum(), "entropy": entropy.sum()}
+        found |= {"served": kept.sum(), "unserved": passed_by.sum()}
         if not moe.norms:  # of bare FFNs the activations, and those above 0
             a = moe.activations(h, kept)
-            found |= {"units": a.numel(), "positive": (a > 0).sum()}
+            found["units"] = a.numel()
+            found["positive"] = (a > 0).sum()
         for name, number in found.items():
             self.sums[name] += float(number)
         self.load += load

@@ -164,7 +164,7 @@ def lines_of(panel: Panel) -> dict[str, list[np.ndarray]]:
     return lines
 
 
-def label(axes, heights: dict[str, float], colors: dict[str, str]):
+def label(axes, heights: dict, colors: dict):
     """Names to the right of the axes, as high as their lines end, but far enough apart to be read."""
     right = axes.get_xlim()[1]
     to_axes = axes.transScale + axes.transLimits  # data -> shares of the axes' width and height
@@ -202,6 +202,10 @@ class Run:
     model: SparseModel | None = None  # this and what follows: where it is measured again
     data: Prepared | None = None
     context: Context | None = None
+
+    @property
+    def record(self) -> dict:
+        return {"run": self.folder, "experts": self.name}
 
 
 def read_run(folder: str, script: str) -> Run:
@@ -263,7 +267,7 @@ def named(runs: Iterable[Run], words: Callable = describe) -> list[Run]:
     return [*runs]
 
 
-def choose(script: str, folders: tuple, fits=None, lacks="", words=describe) -> list[Run]:
+def choose(script: str, options: Drawn, fits=None, lacks="", words=describe) -> list[Run]:
     """The runs that were named, or all finished runs of the script's demo.
 
     fits: constants -> whether a figure can show the run; lacks: what is said of a named run that is left out; words:
@@ -272,13 +276,13 @@ def choose(script: str, folders: tuple, fits=None, lacks="", words=describe) -> 
     results = Path("out", script).glob("demo*/result.json")
     finished = sorted(file.parent for file in results)
     found = {}
-    for folder in [str(Path(folder)) for folder in folders or finished]:
+    for folder in [str(Path(folder)) for folder in options.folders or finished]:
         run = read_run(folder, script)
         if not Path(folder, "result.json").exists():
             raise ValueError(f"{folder} is not finished: the command that began the run finishes it")
         if fits is None or fits(run.config):
             found[folder] = run
-        elif folders:
+        elif options.folders:
             warn(f"{folder} is left out: it {lacks}")
     if not found:
         raise ValueError(f"there is no finished run of {script}.py that fits: train one, or name folders")

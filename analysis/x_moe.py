@@ -35,7 +35,7 @@ def umap(options: Umap):
         meant = options.folders or config["seed"] == 0
         return meant and shared.reads(config, "score")
 
-    runs = shared.choose("train_mlm", options.folders, fits, "has no router that compares tokens with experts")
+    runs = shared.choose("train_mlm", options, fits, "has no router that compares tokens with experts")
     numbers = {}
     drawing = shared.canvas(len(runs), width=5.5, height=5.8)
     how = {"n_neighbors": NEIGHBORS, "min_dist": 1.0, "output_metric": "hyperboloid"}  # X-MoE 4.5
@@ -99,7 +99,7 @@ def collapse(options: Drawn):
     the logs of runs of train_mlm.py.
     """
     records, last = [], []
-    for run in shared.choose("train_mlm", options.folders, shared.router_of, "has no experts"):
+    for run in shared.choose("train_mlm", options, shared.router_of, "has no experts"):
         for i, depth in enumerate(sorted(run.config["moe_after"])):
             for evaluation in run.log:
                 layer = evaluation["layers"][i]
@@ -124,7 +124,7 @@ def consistency(options: Drawn):
     two seeds or more of each kind.
     """
     kinds, records, rows, levels = {}, [], [], {}
-    for run in shared.choose("finetune_xtreme", options.folders, words=describe_tuning):
+    for run in shared.choose("finetune_xtreme", options, words=describe_tuning):
         loads = read_json(Path(run.folder, "result.json"))["loads"]
         if loads and loads[0]:
             kinds.setdefault(run.name, []).append(loads)

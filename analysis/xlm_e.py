@@ -33,7 +33,7 @@ def curve(options: Drawn):
     XLM-E by its generator). Give runs of train_electra.py, of either objective.
     """
     records, found, right = [], "share of translations found", "share of masked tokens right"
-    for run in shared.choose("train_electra", options.folders, words=words_of):
+    for run in shared.choose("train_electra", options, words=words_of):
         layer = measures.middle_layer(run.config["n_layer"])
         for evaluation in run.log:
             scores = evaluation["held_out"]

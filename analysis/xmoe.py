@@ -35,7 +35,7 @@ def activations(options: Measured):
     """
     x, y = "width of an expert", "share of positive activations"
     records, full = [], []
-    for run in shared.opened(shared.choose("train_lm", options.folders), options):
+    for run in shared.opened(shared.choose("train_lm", options), options):
         experts, size = shared.experts_of(run.config)
         record = {"run": run.folder, "router": run.config["router"], "experts": experts}
         record |= {x: size, y: positive_share(run, options.max_tokens)}
@@ -55,7 +55,8 @@ def positive_share(run: Run, max_tokens: int) -> float:
     signs = Counter()
 
     def count(fc, inputs, a):
-        signs.update(positive=int((a > 0).sum()), units=a.numel())
+        positive = int((a > 0).sum())
+        signs.update(positive=positive, units=a.numel())
 
     if not run.model.moe_layers:
         for block in run.model.blocks[every - 1 :: every]:
@@ -79,10 +80,10 @@ def gamma(options: Measured):
         return router is None or not router.sees_later
 
     lacks = "has experts that choose among later tokens too: its perplexity is no language model's"
-    runs, records = shared.choose("train_lm", options.folders, is_causal, lacks), []
+    runs, records = shared.choose("train_lm", options, is_causal, lacks), []
     for run in shared.opened(runs, options):
         for point in test_limited(run, options.max_tokens):
-            records.append({"run": run.folder, "experts": run.name} | point)
+            records.append(run.record | point)
     panels = [
         Panel("By the limit of a layer (figure 4)", records, "experts", LIMIT, "perplexity"),
         Panel("By the work that is done", records, "experts", SPENT, "perplexity"),
@@ -122,7 +123,7 @@ def ffn_flops(model: GPT) -> float:
 
 def choose_threshold(options: Drawn) -> list[Run]:
     fits = partial(shared.reads, constant="threshold")
-    return shared.choose("train_lm", options.folders, fits, "has no threshold router")
+    return shared.choose("train_lm", options, fits, "has no threshold router")
 
 
 def experts(options: Drawn):
@@ -136,7 +137,7 @@ def experts(options: Drawn):
     for run in choose_threshold(options):
         for evaluation in run.log:
             for i, layer in enumerate(evaluation["layers"], 1):
-                record = {"run": run.folder, "experts": run.name, "layer": f"block {i * run.config['moe_every']}"}
+                record = run.record | {"layer": f"block {i * run.config['moe_every']}"}
                 record |= {"step": evaluation["step"], "experts of a token": layer["wanted"]}
                 records.append(record)
         last += records[-i:]
@@ -197,13 +198,14 @@ def speed(options: Measured):
     FLOPs, and smaller experts take longer for the same FLOPs. All take turns, round by round, on the first batch of
     their test text, and the medians are shown.
     """
-    runs, records, calls = shared.choose("train_lm", options.folders), [], {}
+    runs, records = shared.choose("train_lm", options), []
+    calls = {}
     for run in shared.opened(runs, options):
         x, _ = next(run.data.eval_batches("test", run.data.micro_tokens))
         for point in test_limited(run, run.data.micro_tokens):
             del point["perplexity"]  # of one batch
             calls[len(records)] = partial(pass_forward, run, run.context.send(x), point[LIMIT])
-            records.append({"run": run.folder, "experts": run.name} | point)
+            records.append(run.record | point)
     times = measures.in_turns(calls, run.context, ROUNDS)
     for record, own in zip(records, times.values()):
         record["ms a batch"] = median(own)

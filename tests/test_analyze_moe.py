@@ -103,8 +103,8 @@ def literal(folder: str, text: Path, **changes) -> tuple[float, float]:
 
 
 def test_a_run_tested_again_gives_its_result(place):
-    runs = shared.choose("train_lm", tuple(place.lm.values()))
-    for opened in shared.opened(runs, shared.Measured(device="cpu")):
+    options = shared.Measured(tuple(place.lm.values()), device="cpu")
+    for opened in shared.opened(shared.choose("train_lm", options), options):
         ppl, layers = xmoe.test(opened, 1 << 16)
         before = read(opened.folder)["test"]
         assert ppl == before["ppl"] and layers == before["layers"]
