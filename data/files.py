@@ -9,7 +9,6 @@ import json
 import lzma
 import os
 import re
-import struct
 import sys
 import zlib
 from collections import defaultdict
@@ -29,6 +28,7 @@ NO_TEXT = re.compile(
     r"^(readme|licen[cs]e|notice|dataset_infos?)\b|\.(png|jpe?g|gif|pyc|np[yz]|bin|pth?|safetensors|pkl|lock)$"
 )
 UNREAD = re.compile(r"\.(csv|zst|bz2|zip|tar|tgz|7z|pdf|docx?|epub|arrow)$")
+Rows = Iterable[tuple[str, ...]]  # (split, text) or (split, first text, second text)
 
 
 def split_of(key: str, valid: float, test: float) -> str:
@@ -243,26 +243,6 @@ def read_pairs(*paths: Path) -> Iterator[tuple[str, str]]:
         yield texts
 
 
-def read_catalog(path: Path) -> Iterator[tuple[str, str, str]]:
-    """(singular, English, message) of the translations in a .mo file; a plural gives its first and its last form.
-
-    Python's gettext reads such files too, but does not give the English plural. A .mo file has two tables of lengths
-    and offsets, one of keys and one of texts.
-    """
-    data = path.read_bytes()
-
-    def text_at(place: int) -> str:
-        length, offset = struct.unpack_from("<2I", data, place)
-        return data[offset : offset + length].decode()
-
-    try:
-        _, _, count, keys, texts = struct.unpack_from("<5I", data)
-        entries = [(text_at(keys + 8 * number), text_at(texts + 8 * number)) for number in range(count)]
-    except (struct.error, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
-    for key, text in entries:
-        english = key.split("\x04")[-1].split("\0")  # a context may stand before it
-        forms = text.split("\0")
-        for source, message in {(english[0], forms[0]), (english[-1], forms[-1])}:
-            if source.strip() and message.strip():  # the file's header is the translation of nothing
-                yield english[0], source, message
+def read_sides(folder: Path, sides: tuple[str, str], *names: str) -> Iterator[tuple[str, str]]:
+    """The lines of NAME.de beside those of NAME.en, where `sides` are de and en, of the first name that there is."""
+    return read_pairs(*[one_of(folder, *(f"{name}.{side}" for name in names)) for side in sides])

@@ -16,15 +16,17 @@ from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
-from data.corpora import network
-from data.files import named_split, parse, read_catalog, read_lines, source_files, split_of, uncompressed_name
-from data.messages import django_catalogs, django_messages
+from data.corpora import HUB_SPLITS, network
+from data.files import named_split, parse, read_lines, source_files, split_of, uncompressed_name
+from data.messages import django_catalogs, django_messages, read_catalog
 
 
 class Task(NamedTuple):
     kind: str  # tags, answer or label
     languages: str = ""  # the benchmark's
     labels: tuple[str, ...] = ()  # the tags or labels; those of apps are found in its training examples
+    folder: str = ""  # in XTREME's folder of all tasks
+    hub: str = ""  # what the hub's google/xtreme calls it, by the code or the name of a language
     test: str = "test"  # the split that the benchmark scores
 
 
@@ -32,27 +34,26 @@ UPOS = tuple("ADJ ADP ADV AUX CCONJ DET INTJ NOUN NUM PART PRON PROPN PUNCT SCON
 NER = tuple("B-LOC B-ORG B-PER I-LOC I-ORG I-PER O".split())
 NLI = ("entailment", "neutral", "contradiction")  # in the hub's order
 POS_LANGUAGES = "af ar bg de el en es et eu fa fi fr he hi hu id it ja kk ko mr nl pt ru ta te th tl tr ur vi yo zh"
+NER_LANGUAGES = f"{POS_LANGUAGES} bn jv ka ml ms my sw"
 TASKS = {
-    "pos": Task("tags", POS_LANGUAGES, UPOS),
-    "ner": Task("tags", f"{POS_LANGUAGES} bn jv ka ml ms my sw", NER),
-    "xquad": Task("answer", "ar de el en es hi ru th tr vi zh"),
-    "mlqa": Task("answer", "ar de en es hi vi zh"),
-    "tydiqa": Task("answer", "ar bn en fi id ko ru sw te", test="valid"),
-    "xnli": Task("label", "ar bg de el en es fr hi ru sw th tr ur vi zh", NLI),
-    "pawsx": Task("label", "de en es fr ja ko zh", ("0", "1")),
+    "pos": Task("tags", POS_LANGUAGES, UPOS, "udpos", "udpos.{name}"),
+    "ner": Task("tags", NER_LANGUAGES, NER, "panx", "PAN-X.{code}"),
+    "xquad": Task("answer", "ar de el en es hi ru th tr vi zh", (), "xquad", "XQuAD.{code}"),
+    "mlqa": Task("answer", "ar de en es hi vi zh", (), "mlqa", "MLQA.{code}.{code}"),
+    "tydiqa": Task("answer", "ar bn en fi id ko ru sw te", (), "tydiqa", "tydiqa", test="valid"),
+    "xnli": Task("label", "ar bg de el en es fr hi ru sw th tr ur vi zh", NLI, "xnli", "XNLI"),
+    "pawsx": Task("label", "de en es fr ja ko zh", ("0", "1"), "pawsx", "PAWS-X.{code}"),
     "apps": Task("label"),
 }
+SQUAD = ("xquad", "mlqa")  # tasks that train on SQuAD
+ENDINGS = {"tags": (".tsv", ".conllu", ""), "answer": (".json",), "label": (".tsv",)}  # of files
 NAMED = """af Afrikaans ar Arabic bg Bulgarian bn Bengali de German el Greek en English es Spanish et Estonian eu Basque
     fa Persian fi Finnish fr French he Hebrew hi Hindi hu Hungarian id Indonesian it Italian ja Japanese kk Kazakh
     ko Korean mr Marathi nl Dutch pt Portuguese ru Russian sw Swahili ta Tamil te Telugu th Thai tl Tagalog tr Turkish
     ur Urdu vi Vietnamese yo Yoruba zh Chinese""".split()
 NAMES = dict(zip(NAMED[::2], NAMED[1::2]))  # code -> name, as the hub has it
 LANGUAGES = {name.lower(): code for code, name in NAMES.items()}  # what file names say -> code
-CODES = [*NAMES, *"az gu jv ka lt ml ms my pa pl qu ro uk wo".split()]
-LANGUAGES |= dict(zip(CODES, CODES))
-ENDINGS = {"tags": (".tsv", ".conllu", ""), "answer": (".json",), "label": (".tsv",)}
-FOLDERS = {task: task for task in TASKS} | {"pos": "udpos", "ner": "panx"}  # in XTREME's folder
-SQUAD = ("xquad", "mlqa")  # tasks that train on SQuAD
+LANGUAGES |= {code: code for code in [*NAMES, *"az gu jv ka lt ml ms my pa pl qu ro uk wo".split()]}
 
 
 class Example(NamedTuple):
@@ -168,9 +169,9 @@ def files_of(task: str, split: str, source: Path) -> Iterator[tuple[str, Path]]:
     """
     if not source.is_dir():
         raise FileNotFoundError(f"{source} is no folder: it should hold the files of {task}")
-    if any((source / folder).is_dir() for folder in FOLDERS.values()):  # XTREME's folder of all tasks
+    if any(each.folder and (source / each.folder).is_dir() for each in TASKS.values()):  # XTREME's folder of all tasks
         squad = task in SQUAD and split != "test"
-        source = source / ("squad" if squad else FOLDERS[task])
+        source = source / ("squad" if squad else TASKS[task].folder)
     for path in source_files(source):
         name = Path(uncompressed_name(path).lower())
         words = re.split(r"[._-]", name.stem)
@@ -275,7 +276,7 @@ def submission(task: str, language: str, examples: list[Example], predicted: lis
 
     Tags stand a line each, a blank one between sentences, and labels a line each; answers are JSON, by their ids.
     """
-    file = f"{FOLDERS[task]}/test-{language}"
+    file = f"{TASKS[task].folder or task}/test-{language}"
     if TASKS[task].kind == "answer":
         ids = [one.id for one in examples]
         return f"{file}.json", dict(zip(ids, predicted))
@@ -291,19 +292,13 @@ def submission(task: str, language: str, examples: list[Example], predicted: lis
 
 def from_hub(task: str, split: str, language: str, labels, problems) -> Iterator[Example]:
     """From google/xtreme. To train on XNLI this is MultiNLI; to train on XQuAD and MLQA, and to choose, SQuAD."""
-    repository, their_split = "google/xtreme", "validation" if split == "valid" else split
-    config = {
-        "pos": f"udpos.{NAMES.get(language)}",
-        "ner": f"PAN-X.{language}",
-        "xquad": f"XQuAD.{language}" if split == "test" else "SQuAD",
-        "mlqa": f"MLQA.{language}.{language}" if split == "test" else "SQuAD",
-        "tydiqa": "tydiqa",
-        "xnli": "XNLI",
-        "pawsx": f"PAWS-X.{language}",
-    }[task]
-    if task == "xquad" and split == "test":
+    repository, their_split = "google/xtreme", HUB_SPLITS[split]
+    config = TASKS[task].hub.format(code=language, name=NAMES.get(language))
+    if task in SQUAD and split != "test":
+        config = "SQuAD"
+    elif task == "xquad":
         their_split = "validation"
-    if task == "xnli" and split == "train":
+    elif task == "xnli" and split == "train":
         repository, config = "nyu-mll/multi_nli", None
     tags = {"pos": "pos_tags", "ner": "ner_tags"}.get(task)  # the column of numbers of tags
     with network(f"{repository} {config or ''}"):
@@ -320,22 +315,14 @@ def from_hub(task: str, split: str, language: str, labels, problems) -> Iterator
             yield Example(str(number), tuple(row["tokens"]), gold)
         elif TASKS[task].kind == "answer":
             if row["id"].startswith(own_prefix):
-                asked = row["id"], row["question"], row["context"]
                 answers = zip(row["answers"]["text"], row["answers"]["answer_start"])
-                yield answered(*asked, answers, problems)
+                yield answered(row["id"], row["question"], row["context"], answers, problems)
+        elif "premise" in row:  # MultiNLI
+            label = NLI[row["label"]] if row["label"] >= 0 else None
+            yield Example(str(number), (row["premise"], row["hypothesis"]), label)
         elif row.get("language", language) == language:
-            yield labelled(str(number), row)
-
-
-def labelled(name: str, row: dict) -> Example:
-    """Two sentences and their label, as MultiNLI, XNLI and PAWS-X have them on the hub."""
-    if "premise" in row:
-        texts = row["premise"], row["hypothesis"]
-        label = NLI[row["label"]] if row["label"] >= 0 else None
-    else:
-        texts = row["sentence1"], row["sentence2"]
-        label = row["gold_label"] if "gold_label" in row else row["label"]
-    return Example(name, texts, label or None)
+            label = row.get("gold_label", row.get("label"))
+            yield Example(str(number), (row["sentence1"], row["sentence2"]), label or None)
 
 
 def applications(split: str) -> dict[str, list[Example]]:

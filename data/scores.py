@@ -1,18 +1,16 @@
-"""The scores of XTREME's tasks as the benchmark computes them, and what predictions without a model reach."""
+"""The scores of XTREME's tasks, as the benchmark computes them, and those of translations, as sacrebleu does."""
 
-import math
 import re
 import string
 import sys
 import unicodedata
-from collections import Counter, defaultdict
-from collections.abc import Callable, Container
+from collections import Counter
+from collections.abc import Container, Iterable
 from functools import cache, partial
-from itertools import chain
 from operator import eq
-from statistics import fmean, median, mode
+from statistics import fmean
 
-from data.xtreme import TASKS, Example
+from data.xtreme import TASKS
 
 ARTICLES = {
     "en": r"\b(a|an|the)\b",
@@ -23,7 +21,7 @@ ARTICLES = {
 }
 
 
-def scores(task: str, language: str, gold: list, predicted: list) -> dict[str, float]:
+def score_task(task: str, language: str, gold: list, predicted: list) -> dict[str, float]:
     """In percent. gold: of each example, as in `Example`; predicted: tags, an answer or a label."""
     kind = TASKS[task].kind
     if kind == "tags":
@@ -40,16 +38,36 @@ def scores(task: str, language: str, gold: list, predicted: list) -> dict[str, f
     return {"f1": 100 * fmean(f1), "em": 100 * fmean(em)}
 
 
-def mean(languages: dict[str, dict]) -> dict[str, float]:
-    """The mean over languages of each metric; {} where there are no languages."""
-    every = list(languages.values())
-    return {metric: fmean(scores[metric] for scores in every) for metric in every[0]} if every else {}
+def score_translations(translations: list[str], references: list[str], language: str) -> dict[str, float | str]:
+    """BLEU and chrF2++ of a corpus. Both sides are texts as people write them: sacrebleu finds the words itself.
+
+    Raises ImportError where sacrebleu, or what it needs for a language, is not installed.
+    """
+    try:
+        from sacrebleu import BLEU, CHRF
+
+        code, *_ = re.split("[-_]", language)  # zh of zh_Hans
+        metrics = {"bleu": BLEU(trg_lang=code), "chrf": CHRF(word_order=2)}
+    except (ImportError, RuntimeError) as error:  # the second is for Japanese and Korean
+        raise ImportError(f"BLEU and chrF2++ need sacrebleu: pip install sacrebleu ({error})") from error
+    scores = {}
+    for name, metric in metrics.items():
+        scores[name] = metric.corpus_score(translations, [references]).score
+        scores[f"{name}_signature"] = str(metric.get_signature())
+    return scores
+
+
+def mean(scores: Iterable[dict]) -> dict[str, float]:
+    """The mean of each metric over languages, or pairs of them; {} where there are none."""
+    every = list(scores)
+    numbers = [metric for metric, value in every[0].items() if isinstance(value, float)] if every else []
+    return {metric: fmean(own[metric] for own in every) for metric in numbers}
 
 
 def gap(languages: dict[str, dict]) -> dict[str, float]:
     """English minus the mean of the other languages (XLM-E table 7), of each metric; {} where there are not both."""
     others = languages.copy()
-    english, means = others.pop("en", {}), mean(others)
+    english, means = others.pop("en", {}), mean(others.values())
     return {metric: value - means[metric] for metric, value in english.items() if means}
 
 
@@ -117,69 +135,3 @@ def punctuation() -> set[str]:
     every = map(chr, range(sys.maxunicode + 1))
     of_unicode = {char for char in every if unicodedata.category(char)[0] == "P"}
     return of_unicode | set(string.punctuation)
-
-
-Predictor = Callable[[list[Example]], list]  # examples -> the prediction for each
-
-
-def guess(kind: str, train: list[Example], examples: list[Example]) -> list:
-    """The most frequent tag or label; of a text its first words, as many as answers have (the median).
-
-    Words end at white space, so the guess is often a whole sentence or more in Chinese, Japanese and Thai.
-    """
-    if kind == "label":
-        return [mode(one.gold for one in train)] * len(examples)
-    if kind == "tags":
-        most = mode(chain.from_iterable(one.gold for one in train))
-        return [[most] * len(one.gold) for one in examples]
-    answers = chain.from_iterable(one.gold for one in train)
-    words = round(median(len(text.split()) for text, _ in answers))
-    beginnings = [one.texts[1].split()[:words] for one in examples]
-    return [" ".join(words) for words in beginnings]
-
-
-def tags_by_word(train: list[Example]) -> Predictor:
-    """Tags each word with its most frequent tag in training, or with the most frequent of all where it is new."""
-    counts = defaultdict(Counter)  # word -> tag -> how often
-    for one in train:
-        for word, tag in zip(one.texts, one.gold):
-            counts[word.lower()][tag] += 1
-            counts[None][tag] += 1
-    tag_of = {word: max(own, key=own.get) for word, own in counts.items()}
-
-    def tags(example: Example) -> list[str]:
-        return [tag_of.get(word.lower(), tag_of[None]) for word in example.texts]
-
-    return lambda examples: list(map(tags, examples))
-
-
-def labels_by_word(train: list[Example]) -> Predictor:
-    """Chooses the likeliest label by naive Bayes over the words that an example shares with training."""
-    labels = Counter(one.gold for one in train)
-    counts = defaultdict(Counter)  # word -> label -> examples
-    for one in train:
-        for word in words_by_text(one):
-            counts[word][one.gold] += 1
-
-    def likelihood(label: str, words: list) -> float:
-        examples = labels[label]
-        shares = [(counts[word][label] + 1) / (examples + 2) for word in words]
-        return math.log(examples) + math.fsum(map(math.log, shares))  # exact: words of a set have no order
-
-    def likeliest(example: Example) -> str:
-        known = [word for word in words_by_text(example) if word in counts]
-        return max(labels, key=partial(likelihood, words=known))
-
-    return lambda examples: list(map(likeliest, examples))
-
-
-def words_by_text(one: Example) -> set[tuple[int, str]]:
-    """Every word once, with the number of its text: in a premise it says something else than in a hypothesis."""
-    words = set()
-    for number, text in enumerate(one.texts):
-        own = re.findall(r"\w+", text.lower())
-        words.update((number, word) for word in own)
-    return words
-
-
-COUNTING = {"tags": tags_by_word, "label": labels_by_word}  # kind of task: what solves it by counting words
