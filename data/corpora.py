@@ -84,6 +84,48 @@ def split_by_name(source: Path, contents: dict[Path, Texts]) -> Rows:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# The user's files
+
+
+def text(source: Path) -> Rows:
+    """`read_documents` says what a document is."""
+    return split_by_name(source, {path: zip(read_documents(path)) for path in files.text_files(source)})
+
+
+def language_files(source: Path) -> Groups:
+    """LANGUAGE.txt, .jsonl or .parquet; a name may say more, as in sw.part1.txt.xz or C4's c4-sw.*."""
+    contents = defaultdict(dict)  # language -> file -> its texts
+    for path in files.text_files(source, ".txt", ".parquet", *files.JSON):
+        language = path.name.removeprefix("c4-").split(".")[0]
+        contents[language][path] = zip(read_documents(path))
+    return groups_of(source, contents, "no LANGUAGE.txt, .jsonl or .parquet (or these as .gz, .xz)")
+
+
+def bitext(source: Path) -> Groups:
+    """de-en.de beside de-en.en, with a language each and lines that are aligned, or de-en.tsv with both.
+
+    A name may say more between the pair and the ending, as in de-en.train.de.gz beside de-en.train.en.
+    """
+    contents = defaultdict(dict)  # pair -> file -> its pairs of texts
+    for path in files.source_files(source):
+        stem, _, ending = files.uncompressed_name(path).rpartition(".")
+        pair = stem.split(".")[0]
+        if ending == "tsv" and "-" in pair:
+            contents[pair][path] = read_pairs(path)
+        elif pair.startswith(f"{ending}-"):
+            second = pair.removeprefix(f"{ending}-")
+            contents[pair][path] = read_pairs(path, one_of(path.parent, f"{stem}.{second}"))
+    return groups_of(source, contents, "no file such as de-en.de, beside de-en.en, or de-en.tsv (plain, .gz or .xz)")
+
+
+def groups_of(source: Path, contents: dict[str, dict[Path, Texts]], nothing: str) -> Groups:
+    """The rows of each language or pair from its files; FileNotFoundError that says `nothing` where there are none."""
+    if not contents:
+        raise FileNotFoundError(f"--source {source} holds {nothing}")
+    return {name: split_by_name(source, own) for name, own in contents.items()}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # The Hugging Face hub
 
 
@@ -119,7 +161,7 @@ def hub_pairs(name: str, *columns: str) -> Rows:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Text
+# Corpora as they are published
 
 
 def wikitext103(source: Path | None = None) -> Rows:
@@ -162,15 +204,6 @@ def enwiki(source: Path) -> Rows:
     return labelled({"valid": held_out[::2], "test": held_out[1::2], "train": zip(train)})
 
 
-def text(source: Path) -> Rows:
-    """The user's own files; `read_documents` says what a document is."""
-    found = files.text_files(source)
-    return split_by_name(source, {path: zip(read_documents(path)) for path in found})
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Many languages, and pairs of them
-
 CC100 = """
     af am ar as az be bg bn bn_rom br bs ca cs cy da de el en eo es et eu fa fi fr fy ga gd gl gu ha he hi hi_rom hr hu
     hy id is it ja jv ka kk km kn ko ku ky la lo lt lv mg mk ml mn mr ms my my_zaw ne nl no om or pa pl ps pt ro ru sa
@@ -178,7 +211,7 @@ CC100 = """
 """.split()  # XLM-R's languages, by CC-100's names
 
 
-def cc100() -> dict[str, Rows]:
+def cc100() -> Groups:
     """Documents are the blocks between blank lines; a hash of the text sends 1% to valid and 1% to test."""
     rows = {}
     for language in CC100:
@@ -188,18 +221,7 @@ def cc100() -> dict[str, Rows]:
     return rows
 
 
-def language_files(source: Path) -> dict[str, Rows]:
-    """The documents of LANGUAGE.txt, .jsonl or .parquet; a name may say more, as in sw.part1.txt.xz or C4's c4-sw.*."""
-    contents = defaultdict(dict)  # language -> file -> its texts
-    for path in files.text_files(source, ".txt", ".parquet", *files.JSON):
-        language = path.name.removeprefix("c4-").split(".")[0]
-        contents[language][path] = zip(read_documents(path))
-    if not contents:
-        raise FileNotFoundError(f"--source {source} holds no LANGUAGE.txt, .jsonl or .parquet (or these as .gz, .xz)")
-    return {language: split_by_name(source, own) for language, own in contents.items()}
-
-
-def opus100() -> dict[str, Rows]:
+def opus100() -> Groups:
     """Sentences of English and of each of 99 languages."""
     repository = "Helsinki-NLP/opus-100"
     with network(repository):
@@ -210,15 +232,7 @@ def opus100() -> dict[str, Rows]:
     return {name: hub_pairs(f"{repository} {name}", *name.split("-")) for name in with_english}
 
 
-def bitext(source: Path) -> dict[str, Rows]:
-    """The lines of the user's files, as `aligned_files` finds them."""
-    pairs = {}
-    for name, found in files.aligned_files(source).items():
-        pairs[name] = split_by_name(source, {paths[0]: read_pairs(*paths) for paths in found})
-    return pairs
-
-
-def multi30k(source: Path | None = None) -> dict[str, Rows]:
+def multi30k(source: Path | None = None) -> Groups:
     """Task 1, raw: captions in German and their English, tested on Flickr's pictures of 2016."""
     if source is None:
         return {"de-en": hub_pairs("bentrevett/multi30k", "de", "en")}

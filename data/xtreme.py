@@ -8,16 +8,17 @@
 `apps` is a smoke test and no task of XTREME's: which of Django's applications a message belongs to, in all languages.
 """
 
+import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from functools import partial
-from itertools import chain
+from itertools import chain, groupby
 from pathlib import Path
 from typing import NamedTuple
 
 from data.corpora import HUB_SPLITS, network
-from data.files import named_split, parse, read_lines, source_files, split_of, uncompressed_name
+from data.files import named_split, read_lines, source_files, split_of, uncompressed_name
 from data.messages import django_catalogs, django_messages, read_catalog
 
 
@@ -196,33 +197,34 @@ def read_tags(path: Path, labels: tuple, problems: Counter) -> Iterator[Example]
     """
     conllu = uncompressed_name(path).endswith(".conllu")
     columns, word_at, tag_at = (10, 1, 3) if conllu else (2, 0, 1)
-    words, tags = [], []
-    for number, line in enumerate(chain(read_lines(path), ["\n"])):
-        if not line.strip():
-            if not set(tags) - {"", "_"}:
-                tags = []
-            problems.update(f"the unknown tag {tag!r}" for tag in tags if tag not in labels)
-            if set(words) - {"_"}:
-                yield Example(str(number), tuple(words), tags or None)
-            words, tags = [], []
+    for has_text, block in groupby(enumerate(read_lines(path), start=1), key=lambda row: bool(row[1].strip())):
+        if not has_text:
             continue
-        if conllu and re.match(r"#|\d+[-.]\d+\t", line):
-            continue
-        cells = line.rstrip("\r\n").split("\t")
-        if not conllu and len(cells) == 1:
-            cells.append("")
-        if len(cells) == columns:
-            words.append(cells[word_at])
-            tags.append(cells[tag_at])
-        else:
-            problems[f"a line with {len(cells)} columns"] += 1
+        numbers, lines = zip(*block)
+        words, tags = [], []
+        for line in lines:
+            if conllu and re.match(r"#|\d+[-.]\d+\t", line):
+                continue
+            cells = line.rstrip("\r\n").split("\t")
+            if not conllu and len(cells) == 1:
+                cells.append("")
+            if len(cells) == columns:
+                words.append(cells[word_at])
+                tags.append(cells[tag_at])
+            else:
+                problems[f"a line with {len(cells)} columns"] += 1
+        if not set(tags) - {"", "_"}:
+            tags = []
+        problems.update(f"the unknown tag {tag!r}" for tag in tags if tag not in labels)
+        if set(words) - {"_"}:
+            yield Example(str(numbers[-1]), tuple(words), tags or None)
 
 
 def read_answers(path: Path, labels: tuple, problems: Counter) -> Iterator[Example]:
     """The questions of a file in SQuAD 1.1's JSON."""
     text = "".join(read_lines(path))
     try:
-        for article in parse(text)["data"]:
+        for article in json.loads(text)["data"]:
             for paragraph in article["paragraphs"]:
                 context = str(paragraph["context"])
                 for question in paragraph["qas"]:
@@ -232,7 +234,7 @@ def read_answers(path: Path, labels: tuple, problems: Counter) -> Iterator[Examp
                     asked = str(question["id"]), str(question["question"])
                     "".join([*asked, context]).encode()  # an error where JSON spells half a surrogate pair
                     yield answered(*asked, context, answers, problems)
-    except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is not in SQuAD's format ({type(error).__name__}: {error})") from None
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.batches import pad_rows, tensors
+from data.batches import pad_rows
 from data.tokenizers import XLMR
 from data.xtreme import Example
 
@@ -133,13 +133,10 @@ def batch_of(rows: list[Row], pad: int) -> Batch:
     lengths = np.array([len(row.ids) for row in rows])
     tokens = np.concatenate([row.ids for row in rows])
     ids, real = pad_rows(tokens, lengths, pad)
-    words = []
-    for number, row in enumerate(rows):
-        first = number * ids.shape[1]
-        words += [first + place for place, _ in row.marks]
-    words = np.array(words, np.int64)
-    targets = np.concatenate([row.targets for row in rows])
-    return Batch(*tensors(ids, real, words, targets.astype(np.int64)))
+    first = range(0, ids.numel(), ids.shape[1])  # the flat position at which each row begins
+    words = [begin + place for begin, row in zip(first, rows) for place, _ in row.marks]
+    targets = [target for row in rows for target in row.targets]
+    return Batch(ids, real, torch.tensor(words, dtype=torch.int64), torch.tensor(targets, dtype=torch.int64))
 
 
 class TaskData:
