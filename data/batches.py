@@ -306,9 +306,9 @@ class PairData(MaskedData):
         return [rows.take(micros[place]) for place in order]
 
     def all_rows(self, split) -> Rows:
-        return self.pairs(split, self.all_pairs(split))
+        return self.pairs(split)
 
-    def pairs(self, split, numbers: ndarray) -> Rows:
+    def pairs(self, split, numbers: ndarray | None = None) -> Rows:
         """Pairs as in Prepared, but cut to rows of at most block_size tokens, the longer half first."""
         rows = super().pairs(split, numbers)
         one, two = rows.sizes.T
@@ -368,7 +368,7 @@ class TranslationData(Prepared):
         self.fitting = {split: self.find_fitting(split) for split in SPLITS}
         self.left_out = {}
         for split, fitting in self.fitting.items():
-            self.left_out[split] = len(self.all_pairs(split)) - sum(map(len, fitting))
+            self.left_out[split] = self.meta["splits"][split]["pairs"] - sum(map(len, fitting))
         self.order = lru_cache(maxsize=2)(self.order_pass)  # of the first pass, whose length is needed, and the present
 
     def find_fitting(self, split) -> list[ndarray]:
@@ -431,7 +431,7 @@ class TranslationData(Prepared):
         for own in self.sort_and_cut(split, numbers)[rank::world]:
             yield self.translation(split, own)
 
-    def pairs(self, split, numbers: ndarray) -> Rows:
+    def pairs(self, split, numbers: ndarray | None = None) -> Rows:
         """Pairs as in Prepared, but the source is always first."""
         language, starts, sizes = super().pairs(split, numbers)
         swap = np.array(self.target_first)[language]
@@ -446,7 +446,7 @@ class TranslationData(Prepared):
 
     def translation_counts(self, split) -> dict[str, int]:
         """How many `tokens` (with `</s>`) and `bytes` all translations in "valid" or "test" have."""
-        _, tokens = self.pairs(split, self.all_pairs(split)).sizes.sum(axis=0)
+        _, tokens = self.pairs(split).sizes.sum(axis=0)
         translations = [self.texts(split, language)[1] for language in self.languages]
         text = "".join(chain(*translations))
         return {"tokens": int(tokens), "bytes": len(text.encode())}

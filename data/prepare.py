@@ -149,18 +149,18 @@ def tokenizer_of(name: str, source, tokenizer, languages, pieces, every: Groups)
     if tokenizer:
         return load_tokenizer(tokenizer, kind.kind)
     if pieces:
-        own = restricted(read(name, source), languages)
-        texts = training_texts(own, BPE_PAIRS // len(own))
-        return train_sentencepiece(texts, pieces + XLMR.added, XLMR, model_type="bpe")
-    if corpus.vocabulary:  # learned from all languages, so that it does not depend on --languages
+        every = restricted(read(name, source), languages)
+        most, options = BPE_PAIRS // len(every), {"vocab_size": pieces + XLMR.added, "model_type": "bpe"}
+    elif corpus.vocabulary:  # learned from all languages, so that it does not depend on --languages
         if corpus.vocabulary != name or corpus.learn_from:
             every = read(corpus.vocabulary, source)
-        texts = training_texts(every, corpus.learn_from)
-        return train_sentencepiece(texts, kind=kind, **corpus.learning)
-    if corpus.kind == "text":
+        most, options = corpus.learn_from, corpus.learning
+    elif corpus.kind == "text":
         return gpt2()
-    hint = "a SentencePiece model such as XLM-R's; or, for pairs, --pieces N: a joint BPE"
-    raise ValueError(f"corpus {name!r} needs --tokenizer PATH: {hint}")
+    else:
+        hint = "a SentencePiece model such as XLM-R's; or, for pairs, --pieces N: a joint BPE"
+        raise ValueError(f"corpus {name!r} needs --tokenizer PATH: {hint}")
+    return train_sentencepiece(training_texts(every, most), kind=kind, **options)
 
 
 def training_texts(groups: Groups, most: int | None = None) -> Iterator[str]:

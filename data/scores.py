@@ -5,8 +5,9 @@ import string
 import sys
 import unicodedata
 from collections import Counter
-from collections.abc import Container, Iterable
+from collections.abc import Iterable
 from functools import cache, partial
+from itertools import chain
 from operator import eq
 from statistics import fmean
 
@@ -112,13 +113,13 @@ def word_f1(one: list[str], two: list[str]) -> float:
 
 def squad_words(text: str) -> list[str]:
     """SQuAD 1.1: lower case, without ASCII punctuation, then without English articles."""
-    text = without(string.punctuation, text.lower())
+    text = text.lower().translate(str.maketrans("", "", string.punctuation))
     return re.sub(ARTICLES["en"], " ", text).split()
 
 
 def mlqa_words(text: str, language: str) -> list[str]:
     """MLQA: as SQuAD's, with Unicode's punctuation, the language's articles, and every Chinese character a word."""
-    text = without(punctuation(), text.lower())
+    text = text.lower().translate(punctuation())
     if language in ARTICLES:
         text = re.sub(ARTICLES[language], " ", text)
     if language == "zh":
@@ -126,12 +127,9 @@ def mlqa_words(text: str, language: str) -> list[str]:
     return text.split()
 
 
-def without(characters: Container[str], text: str) -> str:
-    return "".join(char for char in text if char not in characters)
-
-
 @cache
-def punctuation() -> set[str]:
-    every = map(chr, range(sys.maxunicode + 1))
-    of_unicode = {char for char in every if unicodedata.category(char)[0] == "P"}
-    return of_unicode | set(string.punctuation)
+def punctuation() -> dict[int, None]:
+    """Unicode's punctuation and ASCII's, for `str.translate` to leave out."""
+    characters = map(chr, range(sys.maxunicode + 1))
+    of_unicode = (character for character in characters if unicodedata.category(character).startswith("P"))
+    return dict.fromkeys(map(ord, chain(of_unicode, string.punctuation)))
