@@ -108,8 +108,8 @@ def evenly(language: ndarray, lengths: ndarray, max_tokens) -> ndarray:
 def gather(tokens: ndarray, starts: ndarray, sizes: ndarray) -> ndarray:
     """(N,) int64, the tokens of texts one behind the other. starts: (R,) where each begins; sizes: (R,) its length."""
     ends = sizes.cumsum()
-    places = np.arange(ends[-1]) + np.repeat(starts - (ends - sizes), sizes)
-    return tokens[places].astype(np.int64)
+    here = np.arange(ends[-1]) + np.repeat(starts - (ends - sizes), sizes)
+    return tokens[here].astype(np.int64)
 
 
 def pad_rows(tokens: ndarray, lengths: ndarray, pad, width=0) -> tuple[Tensor, Tensor | None]:

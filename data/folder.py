@@ -107,9 +107,10 @@ class Prepared:
         self.streams = {}  # split -> (J, 2): the number of each language's first token (or pair), and its count
         unit = "pairs" if self.meta["kind"] == "pairs" else "tokens"
         for split, total in self.meta["splits"].items():
-            self.tokens[split] = map_numbers(self.folder / f"{split}.bin", self.meta["dtype"], total["tokens"])
+            file = self.folder / f"{split}.bin"
+            self.tokens[split] = map_numbers(file, self.meta["dtype"], total["tokens"])
             if unit == "pairs":
-                self.index[split] = map_numbers(self.folder / f"{split}.idx", "int64", 2 * total["pairs"] + 1)
+                self.index[split] = map_numbers(file.with_suffix(".idx"), "int64", 2 * total["pairs"] + 1)
             counts = [self.meta["languages"][language][split] for language in self.languages]
             self.streams[split] = np.array([[own["first"], own[unit]] for own in counts], dtype=np.int64)
 
@@ -132,7 +133,8 @@ class Prepared:
 
     def stream(self, split, language: str) -> tuple[int, int]:
         """The number of the first token (or pair) of a language, and how many it has."""
-        return tuple(self.streams[split][self.languages.index(language)].tolist())
+        number = self.languages.index(language)
+        return tuple(self.streams[split][number].tolist())
 
     def pairs(self, split, numbers: ndarray | None = None) -> Rows:
         """The pairs of a split that have these numbers (R,), or all. The size of each text includes its `</s>`."""

@@ -38,7 +38,8 @@ def by_language(messages: list[Message]) -> dict[str, Rows]:
 def by_pair(messages: list[Message]) -> dict[str, Rows]:
     """A message and its English, split by the English text."""
     rows = defaultdict(list)
-    for language, english, message, split in sorted(messages, key=lambda row: (scattered(row[1]), row[2])):
+    in_order = sorted(messages, key=lambda row: (scattered(row[1]), row[2]))
+    for language, english, message, split in in_order:
         rows[f"{language}-en"].append((split, message, english))
     return rows
 
@@ -61,7 +62,10 @@ def separated(found: set[Translation], singulars: dict[str, str] | None = None) 
         split[english] = split_of(key, valid=0.05, test=0.05)
         uses[english].add(split[english])
         uses[message].add(split[english])
-    kept = [(*row, split[row[1]]) for row in sorted(found) if len(uses[row[2]]) == 1]
+    kept = []
+    for language, english, message in sorted(found):
+        if len(uses[message]) == 1:
+            kept.append((language, english, message, split[english]))
     counts = Counter(language for language, *_ in kept)
     messages = [row for row in kept if counts[row[0]] >= MIN_MESSAGES]
     if not messages:
@@ -105,13 +109,16 @@ def read_catalog(path: Path) -> Iterator[tuple[str, str, str]]:
     """
     data = path.read_bytes()
 
-    def text_at(place: int) -> str:
-        length, offset = struct.unpack_from("<2I", data, place)
-        return data[offset : offset + length].decode()
+    def texts_of(table: int) -> list[str]:
+        found = []
+        for place in range(table, table + 8 * count, 8):
+            length, offset = struct.unpack_from("<2I", data, place)
+            found.append(data[offset : offset + length].decode())
+        return found
 
     try:
         _, _, count, keys, texts = struct.unpack_from("<5I", data)
-        entries = [(text_at(keys + 8 * number), text_at(texts + 8 * number)) for number in range(count)]
+        entries = zip(texts_of(keys), texts_of(texts))
     except (struct.error, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is damaged: {error}") from error
     for key, text in entries:
@@ -131,11 +138,11 @@ def home_messages(source: Path | None = None) -> list[Message]:
                 component, language = match.groups()
                 messages = leaves(json.loads(archive.read(name)), (component,))
                 texts[language.replace("-", "_")].update(messages)
-    found = aligned(texts, texts["en"])
-    return separated({row for row in found if placeholders(row[1]) == placeholders(row[2])})
+    found = {row for row in aligned(texts, texts["en"]) if placeholders(row[1]) == placeholders(row[2])}
+    return separated(found)
 
 
-def leaves(node, keys: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str]]:
+def leaves(node, keys: tuple) -> Iterator[tuple]:
     """(key path, text) of every text in JSON; the path begins with `keys`."""
     if isinstance(node, str):
         yield keys, " ".join(node.split())

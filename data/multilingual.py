@@ -61,10 +61,11 @@ def main(downloads: Positional[Path], tested: Positional[Path], out: Path = PREP
     pairs = {name: rows.pop(name) for name in sorted(rows) if "-" in name}
     tokenizer = train_sentencepiece(sample(rows), pieces, XLMR)
     texts = dict(sorted(rows.items()))
-    for name, kind, groups in (("multilingual", "languages", texts), ("multilingual-pairs", "pairs", pairs)):
-        with new_folder(out / name) as folder:
-            meta = {"name": name, "kind": kind, "source": str(downloads), "versions": {}}
-            write(folder, meta, groups, tokenizer)
+    meta = {"source": str(downloads), "versions": {}}
+    with new_folder(out / "multilingual") as folder:
+        write(folder, meta | {"name": "multilingual", "kind": "languages"}, texts, tokenizer)
+    with new_folder(out / "multilingual-pairs") as folder:
+        write(folder, meta | {"name": "multilingual-pairs", "kind": "pairs"}, pairs, tokenizer)
 
 
 def sample(groups: Groups) -> Iterator[str]:
@@ -113,7 +114,8 @@ def joined(words: Iterable[str]) -> tuple[str, str]:
 
 def read(downloads: Path) -> Iterator[Text]:
     """Everything, with every document or pair in one split."""
-    for language, rows in (corpora.read("catalogs") | corpora.read("catalogs-pairs")).items():
+    django = corpora.read("catalogs") | corpora.read("catalogs-pairs")
+    for language, rows in django.items():
         if LANGUAGES.issuperset(language.split("-")):
             for split, *texts in rows:
                 yield Text("Django", split, language, tuple(texts))
@@ -138,14 +140,16 @@ def ntrex(folder: Path) -> Iterator[Text]:
     """News articles, whole, and their sentences beside their English."""
 
     def column(name: str) -> list[str]:
-        return list(map(str.strip, read_lines(one_of(folder, name))))
+        lines = read_lines(one_of(folder, name))
+        return list(map(str.strip, lines))
 
     articles = column("DOCUMENT_IDS.tsv")
     splits = {article: split_of(article, valid=0.03, test=0.03) for article in articles}
     columns = {language: column(f"newstest2019-{name}.txt") for language, name in NTREX.items()}
     for language, lines in columns.items():
         whole = defaultdict(list)  # article -> its sentences
-        for article, text, english in zip(articles, lines, columns["en"], strict=True):
+        rows = zip(articles, lines, columns["en"], strict=True)
+        for article, text, english in rows:
             whole[article].append(text)
             if language != "en":
                 yield Text("NTREX", splits[article], f"{language}-en", (text, english))

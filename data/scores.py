@@ -4,15 +4,15 @@ import re
 import string
 import sys
 import unicodedata
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from functools import cache, partial
-from itertools import chain
 from operator import eq
 from statistics import fmean
 
 from data.xtreme import TASKS
 
+ASCII = dict.fromkeys(map(ord, string.punctuation))  # for `str.translate` to leave out
 ARTICLES = {
     "en": r"\b(a|an|the)\b",
     "es": r"\b(un|una|unos|unas|el|la|los|las)\b",
@@ -22,7 +22,7 @@ ARTICLES = {
 }
 
 
-def score_task(task: str, language: str, gold: list, predicted: list) -> dict[str, float]:
+def score_task(task, language, gold: list, predicted: list) -> dict[str, float]:
     """In percent. gold: of each example, as in `Example`; predicted: tags, an answer or a label."""
     kind = TASKS[task].kind
     if kind == "tags":
@@ -39,7 +39,7 @@ def score_task(task: str, language: str, gold: list, predicted: list) -> dict[st
     return {"f1": 100 * fmean(f1), "em": 100 * fmean(em)}
 
 
-def score_translations(translations: list[str], references: list[str], language: str) -> dict[str, float | str]:
+def score_translations(translations: list, references: list, language: str) -> dict:
     """BLEU and chrF2++ of a corpus. Both sides are texts as people write them: sacrebleu finds the words itself.
 
     Raises ImportError where sacrebleu, or what it needs for a language, is not installed.
@@ -60,9 +60,11 @@ def score_translations(translations: list[str], references: list[str], language:
 
 def mean(scores: Iterable[dict]) -> dict[str, float]:
     """The mean of each metric over languages, or pairs of them; {} where there are none."""
-    every = list(scores)
-    numbers = [metric for metric, value in every[0].items() if isinstance(value, float)] if every else []
-    return {metric: fmean(own[metric] for own in every) for metric in numbers}
+    values = defaultdict(list)
+    for own in scores:
+        for metric, value in own.items():
+            values[metric].append(value)
+    return {metric: fmean(own) for metric, own in values.items() if not isinstance(own[0], str)}
 
 
 def gap(languages: dict[str, dict]) -> dict[str, float]:
@@ -72,7 +74,7 @@ def gap(languages: dict[str, dict]) -> dict[str, float]:
     return {metric: value - means[metric] for metric, value in english.items() if means}
 
 
-def tag_f1(gold: list[list[str]], predicted: list[list[str]]) -> float:
+def tag_f1(gold: list, predicted: list) -> float:
     """F1 of entities, which are right where their place and their class are.
 
     Of tags without B- and I-, such as UPOS, a run of equal ones is an entity. That is how seqeval 0.0.12 read them,
@@ -113,7 +115,7 @@ def word_f1(one: list[str], two: list[str]) -> float:
 
 def squad_words(text: str) -> list[str]:
     """SQuAD 1.1: lower case, without ASCII punctuation, then without English articles."""
-    text = text.lower().translate(str.maketrans("", "", string.punctuation))
+    text = text.lower().translate(ASCII)
     return re.sub(ARTICLES["en"], " ", text).split()
 
 
@@ -129,7 +131,7 @@ def mlqa_words(text: str, language: str) -> list[str]:
 
 @cache
 def punctuation() -> dict[int, None]:
-    """Unicode's punctuation and ASCII's, for `str.translate` to leave out."""
-    characters = map(chr, range(sys.maxunicode + 1))
-    of_unicode = (character for character in characters if unicodedata.category(character).startswith("P"))
-    return dict.fromkeys(map(ord, chain(of_unicode, string.punctuation)))
+    """Unicode's, and ASCII's."""
+    codes = range(sys.maxunicode + 1)
+    of_unicode = [code for code in codes if unicodedata.category(chr(code))[0] == "P"]
+    return ASCII | dict.fromkeys(of_unicode)

@@ -12,7 +12,6 @@ import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
-from functools import partial
 from itertools import chain, groupby
 from pathlib import Path
 from typing import NamedTuple
@@ -47,7 +46,6 @@ TASKS = {
     "apps": Task("label"),
 }
 SQUAD = ("xquad", "mlqa")  # tasks that train on SQuAD
-ENDINGS = {"tags": (".tsv", ".conllu", ""), "answer": (".json",), "label": (".tsv",)}  # of files
 NAMED = """af Afrikaans ar Arabic bg Bulgarian bn Bengali de German el Greek en English es Spanish et Estonian eu Basque
     fa Persian fi Finnish fr French he Hebrew hi Hindi hu Hungarian id Indonesian it Italian ja Japanese kk Kazakh
     ko Korean mr Marathi nl Dutch pt Portuguese ru Russian sw Swahili ta Tamil te Telugu th Thai tl Tagalog tr Turkish
@@ -61,6 +59,9 @@ class Example(NamedTuple):
     id: str
     texts: tuple[str, ...]  # the words of a sentence; a question and its text; one sentence or two
     gold: list | str | None  # a tag for each word; answers (text, its first character, or -1: not in the text); a label
+
+
+Found = Iterator[Example | str]  # what is read from a file or from the hub: examples, and what is wrong, in words
 
 
 class Examples(NamedTuple):
@@ -107,7 +108,7 @@ def read_examples(task: str, source: str | None, most_train=None, most_test=None
     return Examples(train[:most_train], valid[:most_test], test, labels, notes)
 
 
-def read(task: str, split: str, source: Path | None) -> tuple[dict, list[str]]:
+def read(task, split, source: Path | None) -> tuple[dict, list]:
     """-> {language: examples} of a split, and what was wrong with them, a line each.
 
     source: a folder; None: the hub, which gives English alone but for the split that is scored. A file that cannot be
@@ -116,17 +117,19 @@ def read(task: str, split: str, source: Path | None) -> tuple[dict, list[str]]:
     if task == "apps":
         return applications(split), []
     examples, notes = defaultdict(list), []
-    for language, where, read_part in parts_of(task, split, source):
-        problems = Counter()
+    parts = files_of(task, split, source) if source else hub_of(task, split)
+    for language, where, part in parts:
         try:
-            found = list(read_part(TASKS[task].labels, problems))
+            part = list(part)
         except ValueError as error:
             notes.append(f"{error}: left out")
             continue
+        found = [one for one in part if isinstance(one, Example)]
         if not found:
             notes.append(f"{where} holds no example: left out")
         if task == "ner":
             found = [without_prefix(one, language) for one in found]
+        problems = Counter(one for one in part if isinstance(one, str))
         unknown = sum(one.gold is None for one in found)
         problems += Counter({"an example without its label": unknown})
         notes += [f"{where}: {count:,} x {what}" for what, count in problems.most_common(5)]
@@ -136,19 +139,6 @@ def read(task: str, split: str, source: Path | None) -> tuple[dict, list[str]]:
         if known or split != TASKS[task].test:
             examples[language] = known
     return {language: own for language, own in sorted(examples.items()) if own}, notes
-
-
-def parts_of(task: str, split: str, source: Path | None) -> Iterator[tuple]:
-    """(language, what is read, its reader) of every file of a split, or of every language on the hub."""
-    if source:
-        reader = {"tags": read_tags, "answer": read_answers, "label": read_labels}[TASKS[task].kind]
-        for language, path in files_of(task, split, source):
-            yield language, path, partial(reader, path)
-    else:
-        languages = TASKS[task].languages if split == TASKS[task].test else "en"
-        for language in languages.split():
-            where = f"{task} from the hub, {split}, {language}"
-            yield language, where, partial(from_hub, task, split, language)
 
 
 def without_prefix(one: Example, language: str) -> Example:
@@ -161,8 +151,8 @@ def without_prefix(one: Example, language: str) -> Example:
 # Files
 
 
-def files_of(task: str, split: str, source: Path) -> Iterator[tuple[str, Path]]:
-    """(language, file) of a split, by what the files' names say: train-en.tsv, test-context-de-question-de.json.
+def files_of(task, split, source: Path) -> Iterator[tuple[str, Path, Found]]:
+    """(language, file, what it holds) of a split, by what names say: train-en.tsv, test-context-de-question-de.json.
 
     PAN-X as published, de/train, says the language by its folder. SQuAD's files say no language. A file whose name says
     no split belongs to the one that is scored. Files of another form are left out, and those of several languages or of
@@ -170,7 +160,8 @@ def files_of(task: str, split: str, source: Path) -> Iterator[tuple[str, Path]]:
     """
     if not source.is_dir():
         raise FileNotFoundError(f"{source} is no folder: it should hold the files of {task}")
-    if any(each.folder and (source / each.folder).is_dir() for each in TASKS.values()):  # XTREME's folder of all tasks
+    folders = [each.folder for each in TASKS.values() if each.folder]
+    if any((source / folder).is_dir() for folder in folders):  # XTREME's folder of all tasks
         squad = task in SQUAD and split != "test"
         source = source / ("squad" if squad else TASKS[task].folder)
     for path in source_files(source):
@@ -184,12 +175,12 @@ def files_of(task: str, split: str, source: Path) -> Iterator[tuple[str, Path]]:
         named = named_split(Path(name.stem))
         if not named and name.suffix:
             named = TASKS[task].test
-        has_form = name.suffix in ENDINGS[TASKS[task].kind]
-        if named == split and len(languages) == 1 and has_form:
-            yield min(languages), path
+        endings, reader = FORMS[TASKS[task].kind]
+        if named == split and len(languages) == 1 and name.suffix in endings:
+            yield min(languages), path, reader(path, TASKS[task].labels)
 
 
-def read_tags(path: Path, labels: tuple, problems: Counter) -> Iterator[Example]:
+def read_tags(path: Path, labels: tuple) -> Found:
     """Sentences of `word TAB tag` lines or of words alone, or of CoNLL-U's ten columns, with a blank line between two.
 
     CoNLL-U's empty nodes and multiword tokens are left out, as are words whose line is broken and sentences whose words
@@ -197,7 +188,8 @@ def read_tags(path: Path, labels: tuple, problems: Counter) -> Iterator[Example]
     """
     conllu = uncompressed_name(path).endswith(".conllu")
     columns, word_at, tag_at = (10, 1, 3) if conllu else (2, 0, 1)
-    for has_text, block in groupby(enumerate(read_lines(path), start=1), key=lambda row: bool(row[1].strip())):
+    numbered = enumerate(read_lines(path), start=1)
+    for has_text, block in groupby(numbered, key=lambda row: bool(row[1].strip())):
         if not has_text:
             continue
         numbers, lines = zip(*block)
@@ -212,15 +204,15 @@ def read_tags(path: Path, labels: tuple, problems: Counter) -> Iterator[Example]
                 words.append(cells[word_at])
                 tags.append(cells[tag_at])
             else:
-                problems[f"a line with {len(cells)} columns"] += 1
+                yield f"a line with {len(cells)} columns"
         if not set(tags) - {"", "_"}:
             tags = []
-        problems.update(f"the unknown tag {tag!r}" for tag in tags if tag not in labels)
+        yield from (f"the unknown tag {tag!r}" for tag in tags if tag not in labels)
         if set(words) - {"_"}:
             yield Example(str(numbers[-1]), tuple(words), tags or None)
 
 
-def read_answers(path: Path, labels: tuple, problems: Counter) -> Iterator[Example]:
+def read_answers(path: Path, labels: tuple) -> Found:
     """The questions of a file in SQuAD 1.1's JSON."""
     text = "".join(read_lines(path))
     try:
@@ -233,12 +225,12 @@ def read_answers(path: Path, labels: tuple, problems: Counter) -> Iterator[Examp
                         answers.append((str(one["text"]), int(one["answer_start"])))
                     asked = str(question["id"]), str(question["question"])
                     "".join([*asked, context]).encode()  # an error where JSON spells half a surrogate pair
-                    yield answered(*asked, context, answers, problems)
+                    yield from answered(*asked, context, answers)
     except (KeyError, TypeError, ValueError, OverflowError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is not in SQuAD's format ({type(error).__name__}: {error})") from None
 
 
-def answered(name: str, question: str, context: str, answers: Iterable, problems: Counter) -> Example:
+def answered(name, question, context, answers: Iterable) -> Found:
     """A question as an example.
 
     answers: (text, its first character); none, or empty ones, where the benchmark keeps them. One that is not in its
@@ -248,13 +240,13 @@ def answered(name: str, question: str, context: str, answers: Iterable, problems
     for text, start in answers:
         if text.strip():
             if start < 0 or not context.startswith(text, start):
-                problems["an answer that is not in its place in the text"] += 1
+                yield "an answer that is not in its place in the text"
                 start = -1
             found.append((text, start))
-    return Example(name, (question, context), found or None)
+    yield Example(name, (question, context), found or None)
 
 
-def read_labels(path: Path, labels: tuple, problems: Counter) -> Iterator[Example]:
+def read_labels(path: Path, labels: tuple) -> Found:
     """`sentence TAB sentence TAB label` lines; the label may be missing.
 
     A broken line is left out; an unknown label stays, and no prediction equals it.
@@ -264,16 +256,23 @@ def read_labels(path: Path, labels: tuple, problems: Counter) -> Iterator[Exampl
         if len(cells) == 2:
             cells.append("")
         if len(cells) != 3:
-            problems["a line that is not two sentences and a label"] += 1
+            yield "a line that is not two sentences and a label"
             continue
         *texts, label = cells
         label = "contradiction" if label == "contradictory" else label  # MultiNLI's word for it
         if label and label not in labels:
-            problems[f"the unknown label {label!r}"] += 1
+            yield f"the unknown label {label!r}"
         yield Example(str(number), tuple(texts), label or None)
 
 
-def submission(task: str, language: str, examples: list[Example], predicted: list) -> tuple:
+FORMS = {  # kind of task -> the endings of its files, and their reader
+    "tags": ((".tsv", ".conllu", ""), read_tags),
+    "answer": ((".json",), read_answers),
+    "label": ((".tsv",), read_labels),
+}
+
+
+def submission(task, language, examples: list, predicted: list) -> tuple:
     """Name and content of the file in which XTREME's evaluate.py wants what was predicted for a test set.
 
     Tags stand a line each, a blank one between sentences, and labels a line each; answers are JSON, by their ids.
@@ -292,7 +291,14 @@ def submission(task: str, language: str, examples: list[Example], predicted: lis
 # The hub, and Django
 
 
-def from_hub(task: str, split: str, language: str, labels, problems) -> Iterator[Example]:
+def hub_of(task, split) -> Iterator[tuple[str, str, Found]]:
+    """(language, what is read, what it holds) of a split."""
+    languages = TASKS[task].languages if split == TASKS[task].test else "en"
+    for language in languages.split():
+        yield language, f"{task} from the hub, {split}, {language}", from_hub(task, split, language)
+
+
+def from_hub(task, split, language) -> Found:
     """From google/xtreme. To train on XNLI this is MultiNLI; to train on XQuAD and MLQA, and to choose, SQuAD."""
     repository, their_split = "google/xtreme", HUB_SPLITS[split]
     config = TASKS[task].hub.format(code=language, name=NAMES.get(language))
@@ -302,29 +308,28 @@ def from_hub(task: str, split: str, language: str, labels, problems) -> Iterator
         their_split = "validation"
     elif task == "xnli" and split == "train":
         repository, config = "nyu-mll/multi_nli", None
-    tags = {"pos": "pos_tags", "ner": "ner_tags"}.get(task)  # the column of numbers of tags
     with network(f"{repository} {config or ''}"):
         from datasets import load_dataset
 
         rows = load_dataset(repository, config, split=their_split)
-        if tags:
-            labels = rows.features[tags].feature.names
+        tags = {"pos": "pos_tags", "ner": "ner_tags"}.get(task)  # the column of numbers of tags
+        names = rows.features[tags].feature.names if tags else ()
         rows = list(rows)
     own_prefix = NAMES[language].lower() if task == "tydiqa" else ""  # TyDiQA's languages are in one set
     for number, row in enumerate(rows):
+        name = str(number)
         if tags:
-            gold = [labels[tag] for tag in row[tags]]
-            yield Example(str(number), tuple(row["tokens"]), gold)
+            yield Example(name, tuple(row["tokens"]), [names[tag] for tag in row[tags]])
         elif TASKS[task].kind == "answer":
             if row["id"].startswith(own_prefix):
                 answers = zip(row["answers"]["text"], row["answers"]["answer_start"])
-                yield answered(row["id"], row["question"], row["context"], answers, problems)
+                yield from answered(row["id"], row["question"], row["context"], answers)
         elif "premise" in row:  # MultiNLI
             label = NLI[row["label"]] if row["label"] >= 0 else None
-            yield Example(str(number), (row["premise"], row["hypothesis"]), label)
+            yield Example(name, (row["premise"], row["hypothesis"]), label)
         elif row.get("language", language) == language:
             label = row.get("gold_label", row.get("label"))
-            yield Example(str(number), (row["sentence1"], row["sentence2"]), label or None)
+            yield Example(name, (row["sentence1"], row["sentence2"]), label or None)
 
 
 def applications(split: str) -> dict[str, list[Example]]:
