@@ -42,7 +42,9 @@ from model import Encoder, SparseModel, real_mask
 
 @dataclass
 class Config:
-    preset: str = "demo"  # demo, or a paper and a task: xmoe-xnli, xlme-pos; sample-pos: small (--table: of all tasks)
+    preset: str = (
+        "demo"  # demo; a paper and a task, such as xmoe-xnli; sample-pos and so on: part of a task, for small encoders
+    )
     table: str | None = None  # run every row of X-MoE's table 1, 3, 5, 6 or 7, or XLM-E's xlme1, xlme2 or xlme7
     seeds: int = 1  # repeat with so many seeds; give mean and deviation
     # the task, its data and the encoder
@@ -121,11 +123,15 @@ CONSTANTS = {
     "sample-xnli": SMALL | dict(train_examples=5000, epochs=4),
     "sample-pawsx": SMALL | dict(train_examples=5000, epochs=10),
 }
-PRESETS = {"demo": {}}
-for name, constants in CONSTANTS.items():
+
+
+def preset(name: str) -> dict:
+    """The constants of `paper-task`; XTREME's scripts read rows of 384 tokens for answers, and of 128 otherwise."""
     task = name.partition("-")[2]
-    length = 384 if TASKS[task].kind == "answer" else 128
-    PRESETS[name] = COMMON | constants | {"task": task, "block_size": length}
+    return COMMON | CONSTANTS[name] | {"task": task, "block_size": 384 if TASKS[task].kind == "answer" else 128}
+
+
+PRESETS = {"demo": {}} | {name: preset(name) for name in CONSTANTS}
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Tables: rows of encoders, each fine-tuned on several tasks, beside the paper's numbers (F1/EM of answers)
@@ -187,15 +193,17 @@ ROWS = [  # table, encoder, its run, what to change in fine-tuning, the paper's 
 def table(number: str, base: Config) -> Table:
     """A row for each encoder and task, by the constants that the preset's paper has for the task; demo: by a sample."""
     title, tasks = TITLES[number]
-    defaults = {name: getattr(Config, name) for name in PRESETS[base.preset]}  # the base's preset is of another task
+    # Rows change `base`, which has the constants of its own preset, so of one task: back to the defaults with these.
+    reset = {name: getattr(Config, name) for name in PRESETS[base.preset]}
     paper = base.preset.partition("-")[0].replace("demo", "sample")
     rows = []
-    for _, label, encoder, change, numbers in filter(lambda row: row[0] == number, ROWS):
+    for of, label, encoder, change, numbers in ROWS:
+        if of != number:
+            continue
         run = f"out/{encoder.format(base.encoders)}"
         for task, theirs in zip(tasks, numbers.split(", ")):
-            preset = f"{paper}-{task}"
-            own = defaults | PRESETS[preset] | dict(preset=preset, model=run)
-            rows.append(((label, task, theirs), own | change))
+            name = f"{paper}-{task}"
+            rows.append(((label, task, theirs), reset | PRESETS[name] | dict(preset=name, model=run) | change))
     return Table(title, ("encoder", "task", "paper"), rows)
 
 
@@ -333,10 +341,11 @@ def train(config: Config, context) -> dict:
         context.say(f"{run.name}: {limits}; {len(examples.valid):,} development examples")
         forward = parallel.wrap(model, config, context)
         optimizer = adamw(model, config)
+        # loads[i, l, e]: how many tokens of steps 100 i to 100 i + 99 have expert e of layer l as their first choice.
         watches = [measures.Load(moe) for moe in model.moe_layers]
         experts = max((moe.router.E for moe in model.moe_layers), default=0)
         loads = run.kept.get("loads", torch.zeros(1 + steps // 100, len(watches), experts, dtype=torch.int64))
-        run.kept["loads"] = loads = loads.to(context.device)  # first choices of every 100 steps, layer and expert
+        run.kept["loads"] = loads = loads.to(context.device)
         run.resume(model, optimizer, flops.matrix_flops(model)["total"])
 
     for step in run.steps():
@@ -382,9 +391,7 @@ def set_up(config: Config) -> tuple[Examples, FineTuned, TaskData]:
     examples = read_examples(config.task, config.source, config.train_examples, config.test_examples)
     for note in examples.notes:
         warn(note)
-    encoder, tokenizer = pretrained.load_encoder(config.model, dropout=config.dropout)
-    if tokenizer.vocab_size != encoder.vocab_size:
-        raise ValueError(f"{config.model}: its tokenizer has {tokenizer.vocab_size:,} pieces, not those of its model")
+    encoder, tokenizer = pretrained.load_encoder(config.model, dropout=config.dropout, recompute=False)
     seed_all(config.seed)
     model = FineTuned(encoder, TASKS[config.task].kind, examples.labels, config.dropout)
     model.longest_row = T = min(config.block_size or model.longest_row, model.longest_row)

@@ -1,7 +1,7 @@
 """The sparse layer, and Transformers that have it: a decoder (GPT-2's layout), an encoder (XLM-R's), and both together.
 
 XMoE's experts stand in place of the FFN of every `moe_every`-th block; X-MoE's sparse layers stand between the layers
-of an encoder, behind those that `moe_after` names. Read `dispatch` first: it is how tokens reach their experts. A model
+of an encoder, after those that `moe_after` names. Read `dispatch` first: it is how tokens reach their experts. A model
 reads the constants of a script's Config by name. Tensor letters: B batch, T sequence length, S tokens that are not
 padding, D model width, H heads, E experts, F inner width of one expert, C expert capacity, K experts per token, N rows
 that experts keep, V vocabulary, M masked tokens.
@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from routers import NOT_CHOSEN, ROUTERS
 
-PAD = 1  # the encoder's `<pad>`, as in XLM-R, whose positions begin behind it
+PAD = 1  # the encoder's `<pad>`, as in XLM-R, whose positions begin after it
 MIN_CAPACITY = 4
 WORTH_COMPILING = 1 << 21  # activations (N x F), from which compiling the function between two products pays
 FLEX_ATTENTION = False  # on CUDA, scores that depend on the distance without a matrix of them: not yet timed on a card
@@ -62,7 +62,7 @@ class Rows(NamedTuple):
     """The N (token, expert) pairs that are kept, sorted by expert.
 
     On a CPU, N is their number. On a GPU the host does not wait for it (unless every token might go to every expert),
-    and N is the most that there can be: the rows behind the last expert's are spare (token 0, gate 0).
+    and N is the most that there can be: the rows after the last expert's are spare (token 0, gate 0).
     """
 
     token: Tensor  # (N,)
@@ -75,8 +75,8 @@ class Rows(NamedTuple):
 def kept_rows(gates, kept, room: int | None = None, full: bool = False) -> Rows:
     """gates (S, E), kept (S, E) bool -> Rows.
 
-    room: make so many, the last ones spare unless they are `full`, so that no GPU is asked how many are kept. None:
-    ask, and make just those.
+    room: how many rows to make, those beyond the kept ones spare (none if `full`), so that a GPU's host need not wait
+    for their number. None: read that number, and make just those.
     """
     S, counts, used = len(kept), kept.sum(dim=0), None
     by_expert = kept.t().flatten()  # (E * S,)
@@ -166,7 +166,7 @@ class Experts(nn.Module):
         activate = activation
         if len(x) * self.b_in.shape[1] >= WORTH_COMPILING and not torch.compiler.is_compiling():
             activate = compiled_activation(x.device.type)
-        if rows.used is not None:  # nobody writes the gradient of spare rows: on the way back, this makes it 0
+        if rows.used is not None:  # grouped_mm leaves the gradient of spare rows unwritten; this `where` makes it 0
             x = torch.where(rows.used, x, 0)
         b = self.b_in.index_select(0, rows.expert)  # (N, F)
         z = activate(ragged_linear(x, self.w_in.mT, rows), b, rows.gate, self.gelu, rows.used)  # (N, F)
@@ -179,7 +179,8 @@ def dispatch(h, gates, rows: Rows, ffn: Experts):
     """Sends each token to the experts that keep it and adds up their weighted outputs (XMoE eq. 2).
 
     h (S, D); gates (S, E), 0 where not kept -> (S, D) in the gates' type (fp32), 0 for a token that no expert kept.
-    g (W z + b) = W (g z) + g b: the gate costs nothing inside the activation, and all biases are one product.
+    g (W_out z + b_out) = W_out (g z) + g b_out: weighing z costs nothing inside the activation, and the g b_out of all
+    experts are one product, gates @ b_out.
     """
     x = h.index_select(0, rows.token)  # (N, D)
     y = ffn(x, rows)  # (N, D)
@@ -254,12 +255,10 @@ class MoE(nn.Module):
             check_choices(self.router, routing)
         for watch in self.watchers:
             watch(self, flat, routing, kept)
-        gates = routing.weight * kept
-        # How many rows to make: on a GPU as many as there can be, so that nobody waits for their number.
-        room = self.most_rows(S, E)
-        if may_ask(h) or room == S * E:  # asking costs less than S * E rows
-            room = None
-        full = self.router.always_most and self.capacity(S) >= S  # then none of them is spare
+        gates, room = routing.weight * kept, None  # no room given: the host reads how many rows are kept
+        if not may_ask(h) and self.most_rows(S, E) < S * E:  # to wait for that costs a GPU less than S * E rows
+            room = self.most_rows(S, E)
+        full = self.router.always_most and self.capacity(S) >= S  # every row of the room is used
         y = self.serve(flat, gates, kept_rows(gates, kept, room, full))
         if real is not None:
             y = y.new_zeros(B * T, D).index_copy(0, real, y)
@@ -275,14 +274,15 @@ class MoE(nn.Module):
 
     def serve(self, h, gates, rows: Rows):
         """h (S, D), gates (S, E), 0 where not kept -> the weighted sum of the experts' outputs, (S, D)."""
-        send, work = dispatch, self.experts[0]
-        if self.norms or self.exchange:
-            # A bare FFN rounds its input to the products' type; a stack keeps full precision, because it adds to it.
+        if self.norms or self.exchange:  # the gate weighs what comes out
+            # A stack adds to its input, so it keeps full precision; a bare FFN would round it in its product anyway.
             h = h.to(gates.dtype if self.norms else product_type(h))
             send, work = dispatch_apart, self.unweighted
+        else:  # a bare FFN takes the gate inside
+            send, work = dispatch, self.experts[0]
         if self.exchange:
-            work = functools.partial(self.exchange, work)
-        elif h.is_cuda and torch.is_grad_enabled():  # writing text, rows are few, and as many as never before
+            return send(h, gates, rows, functools.partial(self.exchange, work))
+        if h.is_cuda and torch.is_grad_enabled():  # not in generation: each new number of rows would compile again
             send = fused(send, h)
         return send(h, gates, rows, work)
 
@@ -389,18 +389,21 @@ def linear_in_blocks(h, w, bias=None, block: int = 64):
     return F.linear(h, w, None if bias is None else F.pad(bias, (0, spare)))[..., :V]
 
 
+def output_logits(h, w, bias=None):
+    """h (..., D), w (V, D) -> (..., V)"""
+    return linear_in_blocks(h, w, bias) if h.is_cuda else F.linear(h, w, bias)
+
+
 class SparseModel(nn.Module):
     """What models with MoE layers have in common: their start, what routers keep fixed, and routing at test."""
 
-    def draw(self, std: float, written_std: float):
+    def init_weights(self, std: float, written_std: float):
         """Draws matrices from normals, and sets biases to 0; routers and norms keep their own start.
 
-        written_std: of the matrices that write to the residual stream. With `recompute`, the backward pass will compute
-        each layer again, so that only its input is kept till then; configs that are older than this constant have none.
+        written_std: of the matrices that write to the residual stream.
         """
-        if getattr(self.config, "recompute", False):
-            for layer in chain(*(part for part in self.children() if isinstance(part, nn.ModuleList))):
-                layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+        if getattr(self.config, "recompute", False):  # older checkpoints have no such constant
+            self.checkpoint_layers()
         for name, p in self.named_parameters():
             if any(part in name for part in ("router", "ln_", "norms", "gate_w")):
                 continue  # these know their own start
@@ -411,6 +414,11 @@ class SparseModel(nn.Module):
         for moe in self.moe_layers:
             for ffn in moe.experts if moe.norms else ():
                 nn.init.zeros_(ffn.w_out)  # as in BASE layers: an inserted stack changes nothing at first
+
+    def checkpoint_layers(self):
+        """Activation checkpointing: of each layer only its input is kept, and the backward pass computes it again."""
+        for layer in chain(*(part for part in self.children() if isinstance(part, nn.ModuleList))):
+            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
 
     @property
     def moe_layers(self) -> list[MoE]:
@@ -430,7 +438,7 @@ class SparseModel(nn.Module):
 
     @property
     def limited_at_test(self) -> bool:
-        """Whether choices may be cut at test. To expert_choice the limit is what chooses."""
+        """Whether a choice can be cut at test. False where experts choose tokens: there the limit itself chooses."""
         limited = any(moe.eval_gamma < moe.router.E for moe in self.moe_layers)
         return limited and not self.sees_later
 
@@ -438,6 +446,14 @@ class SparseModel(nn.Module):
         """To be called after every optimizer step: restores what routers keep fixed."""
         for moe in self.moe_layers:
             moe.router.after_step()
+
+    def add_sparse(self, depth: int, x, total, ids, real):
+        """x + MoE(x) for the sparse layers after layer `depth` (X-MoE eq. 2), and total + their balance losses."""
+        for moe, after in zip(self.moes, self.moe_after):
+            if after == depth:
+                y, balance = moe(x, ids, real)
+                x, total = x + y, total + balance
+        return x, total
 
     @contextmanager
     def no_limit(self):
@@ -533,7 +549,7 @@ class CrossAttention(nn.Module):
         return self.proj(y.transpose(1, 2).flatten(2))
 
 
-class Distance(nn.Module):
+class RelativePositionBias(nn.Module):
     """d_{i-j} of XLM-E 3.3: a learned number for each head and each bucket of distances, as in T5 (bidirectional)."""
 
     def __init__(self, n_head: int, buckets: int = 32, longest: int = 128):
@@ -630,8 +646,8 @@ class Block(nn.Module):
 
 def every_so_many(config, layers: int) -> list[bool]:
     """Which of so many blocks have experts in place of their FFN. Raises ValueError where not even the last has."""
-    if config.router != "dense" and config.moe_every > config.n_layer:
-        raise ValueError(f"moe_every = {config.moe_every} leaves no block of n_layer = {config.n_layer} with experts")
+    if config.router != "dense" and config.moe_every > layers:
+        raise ValueError(f"moe_every = {config.moe_every} leaves no block of {layers} with experts")
     return [config.router != "dense" and depth % config.moe_every == 0 for depth in range(1, 1 + layers)]
 
 
@@ -650,7 +666,7 @@ class GPT(SparseModel):
         self.ln_f = nn.LayerNorm(config.n_embd)
         self.bias = nn.Parameter(torch.zeros(V)) if config.frequency_bias else None  # GPT-2 has none
         # GPT-2: what writes to the residual stream starts smaller, the deeper the model.
-        self.draw(config.init_std, config.init_std / math.sqrt(2 * config.n_layer))
+        self.init_weights(config.init_std, config.init_std / math.sqrt(2 * config.n_layer))
 
     def hidden(self, ids, past: list[KeysValues] | None = None):
         """ids (B, T) -> final hidden states (B, T, D), balance loss, and what is `past` to the next ids, (B, 1).
@@ -671,8 +687,7 @@ class GPT(SparseModel):
 
     def forward(self, ids):
         h, balance, _ = self.hidden(ids)
-        linear = linear_in_blocks if h.is_cuda else F.linear
-        return linear(h, self.wte.weight, self.bias), balance
+        return output_logits(h, self.wte.weight, self.bias), balance
 
     @torch.no_grad()
     def generate(
@@ -735,7 +750,7 @@ class EncoderLayer(nn.Module):
 
 
 def layers_before_sparse(config) -> list[int]:
-    """The layers, from 1, behind which sparse ones stand. Raises ValueError where there are no such layers."""
+    """The layers, from 1, after which sparse ones stand. Raises ValueError where there are no such layers."""
     if config.router == "dense":
         return []
     if not config.moe_after or not all(1 <= depth <= config.n_layer for depth in config.moe_after):
@@ -754,17 +769,17 @@ class Encoder(SparseModel):
         self.token_type = nn.Parameter(torch.empty(1, D))  # there is one type only
         self.ln_e = nn.LayerNorm(D)
         self.dropout = nn.Dropout(config.dropout)
-        self.distance = Distance(config.n_head) if config.relative_bias else None  # all layers share it
+        self.distance = RelativePositionBias(config.n_head) if config.relative_bias else None  # all layers share it
         self.layers = nn.ModuleList(EncoderLayer(config) for _ in range(config.n_layer))
         self.moe_after = layers_before_sparse(config)
         self.moes = nn.ModuleList(between_layers(config, V, "none") for _ in self.moe_after)
-        self.draw(config.init_std, config.init_std)
+        self.init_weights(config.init_std, config.init_std)
 
     def forward(self, ids, real=None, states: list | None = None):
         """ids (B, T) -> hidden states (B, T, D), and the balance loss summed over sparse layers (scalar).
 
         real (S,): places in B * T of the tokens that are not padding; None if all are. No token looks at padding.
-        `states` receives the output of the embeddings, and of each layer with the sparse ones behind it, where given.
+        `states` receives the output of the embeddings, and of each layer with the sparse ones after it, where given.
         Raises ValueError where T > block_size.
         """
         T, longest = ids.shape[1], self.config.block_size
@@ -783,11 +798,7 @@ class Encoder(SparseModel):
         for depth, layer in enumerate(self.layers, 1):
             if states is not None:
                 states.append(x)
-            x = layer(x, mask, distance)
-            for moe, after in zip(self.moes, self.moe_after):
-                if after == depth:
-                    y, balance = moe(x, ids, real)
-                    x, total = x + y, total + balance
+            x, total = self.add_sparse(depth, layer(x, mask, distance), total, ids, real)
         if states is not None:
             states.append(x)
         return x, total
@@ -815,8 +826,7 @@ class MaskedLM(SparseModel):
         x, balance = self.encoder(ids, real)
         x = x.flatten(0, 1).index_select(0, masked)  # (M, D)
         x = self.ln_h(F.gelu(self.dense(x)))
-        linear = linear_in_blocks if x.is_cuda else F.linear
-        return linear(x, self.encoder.wte.weight, self.bias), balance
+        return output_logits(x, self.encoder.wte.weight, self.bias), balance
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -865,7 +875,7 @@ class Translator(SparseModel):
                 )
         # As in GPT-2, what writes to the residual stream starts smaller, the deeper the model.
         depth = max(config.n_layer, config.decoder_layers)
-        self.draw(config.init_std, config.init_std / math.sqrt(2 * depth))
+        self.init_weights(config.init_std, config.init_std / math.sqrt(2 * depth))
 
     def blocks(self, layers: int, decoder: bool) -> nn.ModuleList:
         config, sparse = self.config, [False] * layers
@@ -897,11 +907,7 @@ class Translator(SparseModel):
         total = self.ln_e.weight.new_zeros(())
         for depth, block in enumerate(self.encoder, 1):
             x, balance, _ = block(x, ids, real, mask)
-            total = total + balance
-            for moe, after in zip(self.moes, self.moe_after):
-                if after == depth:  # X-MoE eq. 2
-                    y, balance = moe(x, ids, real)
-                    x, total = x + y, total + balance
+            x, total = self.add_sparse(depth, x, total + balance, ids, real)
         h = self.ln_e(x)
         keys_values = [block.cross.keys_values(h) for block in self.decoder]
         return Source(keys_values, mask), total
@@ -909,10 +915,10 @@ class Translator(SparseModel):
     def decode(self, ids, source: Source, past: list[KeysValues] | None = None, real=None):
         """ids (R, T) -> hidden states (R, T, D), balance loss, what to pass as `past` with the next ids, (R, 1).
 
-        Raises ValueError where several ids come behind a past.
+        Raises ValueError where several ids come after a past.
         """
         if past and ids.shape[1] > 1:
-            raise ValueError(f"behind a past comes one token at a time, not {ids.shape[1]}")
+            raise ValueError(f"after a past comes one token at a time, not {ids.shape[1]}")
         x = self.embed(ids, first=past[0][0].shape[2] if past else 0)
         total = self.ln_d.weight.new_zeros(())
         present = []
@@ -933,8 +939,7 @@ class Translator(SparseModel):
         h = h.flatten(0, 1)
         if target_real is not None:
             h = h.index_select(0, target_real)
-        linear = linear_in_blocks if h.is_cuda else F.linear
-        return linear(h, self.wte.weight), balance + more
+        return output_logits(h, self.wte.weight), balance + more
 
     def log_probabilities(self, h):
         """(R, D) -> (R, V) fp32 of the next token, whatever the autocast type: small differences tell beams apart."""

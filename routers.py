@@ -45,7 +45,7 @@ class Routing(NamedTuple):
 class Router(nn.Module):
     """Scores S tokens against E experts; a subclass chooses.
 
-    config  has the constants that `reads` names, and n_embd
+    config  has n_embd, and the constants that `reads` names, as far as the script has them
     K       how many experts TopK takes: XMoE's layer passes `split` (more parts, more choices), X-MoE's `top_k`.
             Switch, Base and Hash take one whatever K is, and Threshold as many as a token needs
     V       size of the vocabulary, for a router that looks at token ids
@@ -72,7 +72,8 @@ class Router(nn.Module):
         self.config, self.E, self.K = config, E, K
         self.score, self.gate = config.score or self.score, config.gate or self.gate
         self.on_sphere = self.score == "hypersphere"
-        self.over_chosen = x_moe and K > 1  # weights sum to 1 over the chosen experts, and all of them are counted
+        # X-MoE with K > 1: the softmax gate sums to 1 over the chosen experts, and the balance loss counts all K.
+        self.over_chosen = x_moe and K > 1
         d_e = config.routing_dim  # X-MoE 3.1: W projects h to so many dimensions; 0: there is no W
         if d_e is None:
             d_e = E // 2 if self.on_sphere else 0
@@ -184,6 +185,7 @@ class Threshold(Router):
         t = self.config.threshold
         if not self.training and self.config.eval_threshold is not None:
             t = self.config.eval_threshold
+        # One more expert for each prefix that stays below t; the sum of all is left out, so at most E.
         count = 1 + (p[:, :-1].cumsum(dim=1) < t).sum(dim=1, keepdim=True)  # (S, 1)
         if t >= 1:  # every expert: in fp32 the sum of all probabilities may stop short of 1, or reach it early
             count = self.E
@@ -246,7 +248,7 @@ def one_hot(index, E: int):
 def by_rank(order, probs, count: Tensor | int):
     """Priorities (S, E) of tokens that choose the first `count` experts of their `order`: XMoE's p - i (A.1).
 
-    order (S, E): each token's experts, the best first, of which those behind the first `count` do not matter; probs
+    order (S, E): each token's experts, the best first, of which those after the first `count` do not matter; probs
     (S, E); count: a number, or one for each token (S,). All first choices come before all second ones; of equal rank i,
     the more probable comes first.
     """
@@ -290,8 +292,9 @@ def balanced_assignment(score, epsilon: float | None = None):
     """The assignment of S tokens to E experts, at most ceil(S / E) each, of the highest total score (BASE Layers).
 
     score (S, E) -> (S,) int64. On average a token's score is at most epsilon below that in the best assignment; None is
-    a thousandth of the range of the scores. Several auctions are held, each with a smaller epsilon and beginning at the
-    prices where the one before it ended: so experts that are nearly equally good do not outbid each other for long.
+    a thousandth of the range of the scores. It is the auction algorithm with epsilon scaling (Bertsekas): an auction in
+    which bids rise by epsilon ends within epsilon a token of the optimum, and soon if epsilon is large. So each auction
+    starts at the prices where one with a larger epsilon ended.
     """
     S, E = score.shape
     seats = math.ceil(S / E)
@@ -300,7 +303,8 @@ def balanced_assignment(score, epsilon: float | None = None):
     # From 0, so that a small difference is not lost beside a large common part. NaN would bid for ever.
     score = (score - score.min()).nan_to_num(nan=0.0, posinf=0.0)
     spread = float(score.max())
-    # Bidders that like all experts alike fill up the seats: only then may an auction begin with the prices of another.
+    # Dummy bidders, to whom every expert is worth 0, fill the seats up to E * seats: an auction may start at the prices
+    # of another only if every seat is taken in the end.
     value = F.pad(score, (0, 0, 0, seats * E - S))  # (seats * E, E)
     final = spread / 1000 if epsilon is None else epsilon
     final = max(final, 1e-6 * spread, 1e-30)  # by less than fp32 can tell apart, bids would not rise
@@ -317,30 +321,30 @@ def auction(value, price, seats: int, epsilon: float):
     """Bertsekas' auction for similar objects: N bidders for E experts of N / E seats each -> (N,) the expert of each.
 
     value (N, E): what a seat is worth to a bidder. price (E,) is raised in place. Each round asks the device whether
-    anyone still stands, so that a GPU waits for the host in all rounds of all auctions: some 35 to 130 a layer for
-    16,384 tokens. BASE is the one router of which training on a GPU is slow.
+    anyone is still unassigned, so that a GPU waits for the host in all rounds of all auctions: some 35 to 130 a layer
+    for 16,384 tokens. BASE is the one router of which training on a GPU is slow.
     """
     N, E = value.shape
     everyone = torch.arange(N, device=value.device)
     expert = torch.full_like(everyone, E)  # E: has no seat
     paid = value.new_zeros(N)
-    standing = everyone
-    while len(standing):
+    unassigned = everyone
+    while len(unassigned):
         # Bid: for the best expert, as much over its price as it is better than the second best, and epsilon.
-        net, choices = (value[standing] - price).topk(2, dim=1)
+        profit, choices = (value[unassigned] - price).topk(2, dim=1)
         choice = choices[:, 0]
-        expert[standing] = choice
-        paid[standing] = price[choice] + net[:, 0] - net[:, 1] + epsilon
+        expert[unassigned] = choice
+        paid[unassigned] = price[choice] + profit[:, 0] - profit[:, 1] + epsilon
         # Rank: the bidders of each expert, the highest bid first.
         bidder = paid.argsort(descending=True)
         bidder = bidder[expert[bidder].argsort(stable=True)]
         count = torch.bincount(expert, minlength=E)
-        first = count.cumsum(0) - count  # where each expert's bidders begin
-        place = everyone - first[expert[bidder]]  # 0 for an expert's highest bidder
+        start = count.cumsum(0) - count  # where each expert's bidders begin
+        rank = everyone - start[expert[bidder]]  # 0 for an expert's highest bidder
         # Price: a full expert costs the lowest bid that it seats.
         full = count >= seats
-        price[full] = paid[bidder[first[full] + seats - 1]]
-        # Seat: who bid less than those stands up again.
-        expert[bidder[place >= seats]] = E
-        standing = (expert == E).nonzero().squeeze(1)
+        price[full] = paid[bidder[start[full] + seats - 1]]
+        # Seat: who bid less than those loses the seat, and bids again.
+        expert[bidder[rank >= seats]] = E
+        unassigned = (expert == E).nonzero().squeeze(1)
     return expert

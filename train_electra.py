@@ -40,7 +40,7 @@ from model import Encoder, MaskedLM, SparseModel
 
 @dataclass
 class Config:
-    preset: str = "demo"  # demo, small, multilingual, ciphers, or the paper's base, large and xl
+    preset: str = "demo"  # demo, small, multilingual, ciphers, captions, or the paper's base, large and xl
     table: int | None = None  # run every row of XLM-E's table 2 at the preset's scale
     seeds: int = 1  # repeat with so many seeds; give mean and deviation
     data: str = "catalogs"  # a corpus of many languages under data/prepared, or the folder of a prepared one
@@ -68,7 +68,7 @@ class Config:
     router: str = "dense"  # dense, or a name in routers.ROUTERS; hypersphere is X-MoE's
     score: Literal["dot", "hypersphere"] | None = None  # how well a token fits an expert; None: the router's
     gate: Literal["softmax", "sigmoid"] | None = None  # the weight of a chosen expert; None: the router's
-    moe_after: tuple[int, ...] = (2,)  # a sparse layer stands behind each of these layers, counted from 1
+    moe_after: tuple[int, ...] = (2,)  # a sparse layer stands after each of these layers, counted from 1
     experts: int = 32  # E
     expert_size: int = 128  # F, the inner width of an expert's FFNs
     expert_layers: int = 3  # FFNs of an expert, each with a norm and a residual around it; 0: one FFN without them
@@ -104,7 +104,7 @@ class Config:
     expert_parallel: int = 1  # processes that share out the experts of one model, see engine/parallel.py
     shard: bool = False  # weights and their state lie in pieces over all processes (FSDP2)
     compile: bool = False  # torch.compile
-    recompute: bool = False  # blocks compute again in the backward pass what they would else keep in memory
+    recompute: bool = False  # activation checkpointing: less memory, for a second forward pass
     resume: bool = True  # go on from the run's newest checkpoint; false: start again
     tensorboard: bool = False  # every evaluation goes to TensorBoard, too: tensorboard --logdir out
 
@@ -119,6 +119,10 @@ CIPHERS = dict(data="ciphers", pairs="ciphers-pairs")
 CIPHERS |= dict(n_embd=64, ffn_size=256, block_size=64)
 CIPHERS |= dict(steps=3500, eval_every=500)
 CIPHERS |= dict(generator_layers=4, lambda_disc=1.0)  # of what was tried only this becomes multilingual in time
+
+# Real sentences and their translations, few and short: captions of pictures in English and German (Multi30k). How to
+# prepare them stands in data/README.md.
+CAPTIONS = dict(data="captions", pairs="captions-pairs", block_size=64, generator_layers=4, lambda_disc=1.0)
 
 # XLM-E appendices A and B; micro-batches are ours. Of Large and XL the text says that they have a vocabulary of 500K,
 # but only one of 2^19 gives the parameters of table 3.
@@ -136,16 +140,17 @@ PRESETS = {
     "demo": {},
     # Real text and pairs in four languages; `python -m data.multilingual` prepares them.
     "multilingual": dict(data="multilingual", pairs="multilingual-pairs"),
-    # Twice the width. At the demo's learning rate it hardly learned, before it had this lambda, beta2 and eps.
+    # Twice the width, which needs a lower learning rate.
     "small": dict(n_embd=256, ffn_size=1024, learning_rate=7.5e-4),
     "ciphers": CIPHERS,
+    "captions": CAPTIONS,
     "base": BASE,
     "large": BASE | LARGE,
     "xl": BASE | XL,
 }
 
-# A step of XLM-E costs as many FLOPs as so many of XLM, with the preset's own sizes and vocabulary.
-EQUAL_FLOPS = {"demo": 1.354, "multilingual": 1.270, "small": 1.414, "ciphers": 1.907}
+# How many steps of XLM cost as many FLOPs as one of XLM-E, at the preset's sizes and vocabulary.
+EQUAL_FLOPS = {"demo": 1.354, "multilingual": 1.270, "small": 1.414, "ciphers": 1.907, "captions": 1.813}
 EQUAL_FLOPS |= {"base": 1.260, "large": 1.203, "xl": 1.155}
 
 
@@ -243,7 +248,7 @@ def sample(logits: Tensor) -> Tensor:
     return (logits - torch.rand_like(logits).log_().neg_().log_()).argmax(dim=1)
 
 
-def ask(forward, batch: Masked, config: Config, context):
+def losses_of(forward, batch: Masked, config: Config, context):
     """-> the three losses of a batch, and what the networks say of it: logits, and the verdicts with their truth.
 
     The losses are MLM or TLM, the mean over masked tokens; MRTD or TRTD, the mean over all tokens, 0 for the baseline;
@@ -275,10 +280,10 @@ def score(model, batches, special, config: Config, context) -> dict:
     are never masked, and which share of the other tokens is replaced; 0 means that nothing more has been learned.
     """
     special = torch.tensor([*special])
-    own, sums = Counter(), Counter()  # of this process, and of all
+    own, sums = Counter(), Counter()  # this process's counts, and those of all
     for masking, first, batch in batches:
-        seed_all(config.seed, masking, first, 3)  # training has keys of three numbers
-        (mlm, rtd, balance), (logits, *judged) = ask(model, batch, config, context)
+        seed_all(config.seed, masking, first, 3)  # four numbers: no key of training's, which has three
+        (mlm, rtd, balance), (logits, *judged) = losses_of(model, batch, config, context)
         right = logits.argmax(dim=1).cpu() == batch.targets  # (M,)
         shown = batch.ids.flatten()
         if batch.real is not None:
@@ -286,7 +291,9 @@ def score(model, batches, special, config: Config, context) -> dict:
         M, S = len(right), len(shown)
         own.update(masked=M, mlm=M * float(mlm), generator=int(right.sum()))
         own.update(tokens=S, rtd=S * float(rtd), balance=M * float(balance))
-        own["maskable"] += M + S - int(torch.isin(shown, special).sum())  # a mask is special, what it hides is not
+        own["maskable"] += (
+            M + S - int(torch.isin(shown, special).sum())
+        )  # a masked place shows the mask, which is special, and hides a token that is not
         if judged:
             verdicts, replaced = judged  # (S,)
             correct = (verdicts > 0) == replaced
@@ -298,15 +305,24 @@ def score(model, batches, special, config: Config, context) -> dict:
     scores |= {name: sums[name] / max(1, M) for name in ("mlm", "generator", "balance")}
     if config.objective == "rtd":
         scores |= {name: sums[name] / S for name in ("rtd", "accuracy", "replaced")}
-        share = sums["replaced"] / max(1, maskable)
-        entropy = -sum(p * math.log(p) for p in (share, 1 - share) if p)
-        blind = maskable / S * entropy
+        blind = blind_loss(sums["replaced"], maskable, S)
         scores["saved"] = 1 - scores["rtd"] / blind if blind else 0.0
     return scores
 
 
-def evaluate(model, data: dict, config: Config, context, maskings: int = 1) -> dict:
-    """Scores of both kinds of validation text, routing statistics of the sparse layers, and two measures of pairs."""
+def blind_loss(replaced: int, maskable: int, tokens: int) -> float:
+    """The mean loss of a guess that looks at no token: 0 for a special one, which nobody replaces, and for the others
+    the entropy of the share that is replaced."""
+    share = replaced / max(1, maskable)
+    entropy = -sum(p * math.log(p) for p in (share, 1 - share) if p)
+    return maskable / tokens * entropy
+
+
+def evaluate(model, data: dict, config: Config, context, untrained: list[float], maskings: int = 1) -> dict:
+    """Scores of both kinds of validation text, routing statistics of the sparse layers, and two measures of pairs.
+
+    untrained: the translations that each layer found before training, which are kept beside what it finds now.
+    """
     model.eval()
     watches = [measures.RoutingStats(moe) for moe in model.moe_layers]
     scores = {"loss": 0.0}
@@ -317,7 +333,7 @@ def evaluate(model, data: dict, config: Config, context, maskings: int = 1) -> d
     scores["layers"] = [watch.finish(context.sum) for watch in watches]
     generator, how = getattr(model, "generator", model), (data["pairs"], config, context)
     scores["translation"] = bilingual.translation_effect(generator, *how, maskings)
-    scores |= bilingual.retrieval(model.encoder, *how)
+    scores |= bilingual.retrieval(model.encoder, *how) | {"untrained": untrained}
     model.train()
     return scores
 
@@ -334,6 +350,10 @@ def train(config: Config, context) -> dict:
         if run.result:
             return run.result
         model = build(config, data, context)
+        if not run.kept:
+            at_start = bilingual.retrieval(model.eval().encoder, data["pairs"], config, context)
+            run.kept["untrained"] = at_start["centred"]
+            model.train()
         work = step_flops(model)
         parameters = flops.count_parameters(model)
         kept = [p.numel() for name, p in model.named_parameters() if not name.startswith("generator.")]
@@ -346,13 +366,14 @@ def train(config: Config, context) -> dict:
         optimizer = adamw(model, config)
         corpora = [*data.values()] if config.tlm else [data["sentences"]]
         run.resume(model, optimizer, flops_per_token=work / 3 / (len(corpora) * config.batch_tokens))
+
     for step in run.steps():
         set_learning_rate(optimizer, linear(step, config.steps, config.warmup, config.learning_rate))
         for micro in run.micros:
             seed_all(config.seed, 1 + step, micro)  # all that is random: so a resumed run is the same run
             forward.require_backward_grad_sync = micro == run.micros[-1]  # processes exchange gradients once
             batches = [corpus.batch("train", step, micro) for corpus in corpora]
-            asked = [ask(forward, batch, config, context)[0] for batch in batches]
+            asked = [losses_of(forward, batch, config, context)[0] for batch in batches]
             mlm, rtd, balance = map(sum, zip(*asked))  # of sentences, and of pairs
             loss = mlm + config.lambda_disc * rtd + config.balance_coef * balance  # section 3.2
             (loss / len(run.micros)).backward()
@@ -362,10 +383,11 @@ def train(config: Config, context) -> dict:
         optimizer.zero_grad()
         model.after_step()  # restores what a router keeps fixed: a hypersphere its norms, the others nothing
         if run.due(step + 1):
-            scores = evaluate(parallel.whole(model), data, config, context)
+            scores = evaluate(parallel.whole(model), data, config, context, run.kept["untrained"])
             record = {"flops": (step + 1) * work, "held_out": scores}
             run.save(step + 1, record, scores["loss"], f"{record['flops']:.2e} FLOPs\n{describe(scores)}")
-    scores = evaluate(parallel.whole(model), data, config, context, config.eval_maskings)
+    maskings, untrained = config.eval_maskings, run.kept["untrained"]
+    scores = evaluate(parallel.whole(model), data, config, context, untrained, maskings)
     result = {"held_out": scores, "counting": counted, "parameters": parameters}
     return run.finish(result | {"flops": config.steps * work})
 
@@ -419,9 +441,10 @@ def describe(scores: dict) -> str:
     low, high = scores["translation"]["effect"]
     lines.append(f"{line.format(**scores['translation'])}a difference of {low:+.2%} to {high:+.2%}")
     layer = measures.middle_layer(len(scores["retrieval"]) - 1)
-    found, centred = scores["retrieval"][layer], scores["centred"][layer]
+    found, centred = (scores[name][layer] for name in ("retrieval", "centred"))
+    before = f" ({scores['untrained'][layer]:.1%} untrained)" if "untrained" in scores else ""
     line = f"held-out translations found by layer {layer}: {found:.1%} ({scores['chance']:.1%} by chance), "
-    lines.append(f"{line}{centred:.1%} where the mean of each language is taken away")
+    lines.append(f"{line}{centred:.1%} where the mean of each language is taken away{before}")
     for i, moe in enumerate(scores["layers"], 1):
         lines.append(f"sparse layer {i}: {measures.describe_routing(moe)}")
     return "\n".join(lines)

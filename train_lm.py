@@ -56,7 +56,7 @@ class Config:
     score: Literal["dot", "hypersphere"] | None = None  # how well a token fits an expert; None: the router's
     gate: Literal["softmax", "sigmoid"] | None = None  # the weight of a chosen expert; None: the router's
     moe_every: int = 2  # every so many blocks have experts in place of their FFN
-    expert_ffns: int = 8  # a sparse layer has as many parameters as so many FFNs
+    expert_ffns: int = 8  # a sparse layer has the parameters of so many dense FFNs
     split: int | None = None  # parts of an FFN's width: expert_ffns * split experts; None: the router's (eq. 6)
     capacity: float = 1.0  # work of the experts, in dense FFNs; the paper's gamma is capacity * split
     eval_capacity: float | None = None  # at test; None: the same
@@ -85,7 +85,7 @@ class Config:
     prompt: str = ""  # what it goes on from
     sample_tokens: int = 120  # its length
     sample_temperature: float = 0.8  # what its logits are divided by
-    sample_top_k: int = 50  # it is drawn from so many tokens
+    sample_top_k: int = 50  # each token is drawn from so many, the most probable ones
     sample_seed: int = 0  # another number draws another sample
     # where and how
     out_dir: str = "out/train_lm"  # where runs are kept
@@ -94,7 +94,7 @@ class Config:
     expert_parallel: int = 1  # processes that share out the experts of one model, see engine/parallel.py
     shard: bool = False  # weights and their state lie in pieces over all processes (FSDP2)
     compile: bool = False  # torch.compile
-    recompute: bool = False  # blocks compute again in the backward pass what they would else keep in memory
+    recompute: bool = False  # activation checkpointing: less memory, for a second forward pass
     resume: bool = True  # go on from the run's newest checkpoint; false: start again
     tensorboard: bool = False  # every evaluation goes to TensorBoard, too: tensorboard --logdir out
     eval_only: bool = False  # no training: evaluate the run's checkpoint, or --init_from
@@ -102,7 +102,7 @@ class Config:
 
     @property
     def where(self) -> set[str]:
-        """Constants that make no other run: evaluating a trained model under another t or capacity, say."""
+        """Constants that make no other run: how text is sampled, and with --eval_only how a trained model is routed."""
         at_test = {"eval_threshold", "eval_capacity"} if self.eval_only else set()
         return at_test | {"eval_only", "prompt", "sample_tokens", "sample_temperature", "sample_top_k", "sample_seed"}
 
@@ -175,7 +175,7 @@ def table2(base: Config) -> Table:
     rows = [(("dense", "", "1.00x", *TABLE1[0][3]), {"router": "dense"})]
     for experts, work, *paper in TABLE2:
         change = dict(router="threshold", moe_every=1, threshold=1.0, expert_ffns=1, split=experts)
-        if work < 1:
+        if work < 1:  # the run of the row at 1.00x: `where` keeps these constants out of its name
             change |= dict(eval_only=True, eval_threshold=0.9, eval_capacity=work)
         rows.append((("XMoE", f"{experts} x {base.ffn_size // experts}", f"{work:.2f}x", *paper), change))
     title = "XMoE table 2: test perplexity of dense models split into experts, with fewer FLOPs at test"
@@ -312,11 +312,12 @@ def evaluate_run(config: Config, context) -> dict:
         if checkpoint:
             parallel.load_model(model, checkpoint["model"])
     file = f"eval-t={config.eval_threshold}-capacity={config.eval_capacity}.json"
-    key = {"name": run.name, "step": checkpoint.get("step", 0)}
-    result = read_json(run.folder / file)
-    if not key.items() <= result.items():
-        result = key | test(model, data, context) | {"parameters": flops.count_parameters(model)}
-        run.write(file, result)
+    step, known = checkpoint.get("step", 0), read_json(run.folder / file)
+    if (known.get("name"), known.get("step")) == (run.name, step):
+        return known  # these weights were tested in this way before
+    result = {"name": run.name, "step": step} | test(model, data, context)
+    result |= {"parameters": flops.count_parameters(model)}
+    run.write(file, result)
     return result
 
 

@@ -56,7 +56,7 @@ class Config:
     router: str = "hypersphere"  # dense, or a name in routers.ROUTERS; switch is the paper's baseline SMoE
     score: Literal["dot", "hypersphere"] | None = None  # how well a token fits an expert; None: the router's
     gate: Literal["softmax", "sigmoid"] | None = None  # the weight of a chosen expert; None: the router's
-    moe_after: tuple[int, ...] = (2,)  # a sparse layer stands behind each of these layers, counted from 1
+    moe_after: tuple[int, ...] = (2,)  # a sparse layer stands after each of these layers, counted from 1
     experts: int = 32  # E
     expert_size: int = 128  # F, the inner width of an expert's FFNs
     expert_layers: int = 3  # FFNs of an expert, each with a norm and a residual around it; 0: one FFN without them
@@ -93,7 +93,7 @@ class Config:
     expert_parallel: int = 1  # processes that share out the experts of one model, see engine/parallel.py
     shard: bool = False  # weights and their state lie in pieces over all processes (FSDP2)
     compile: bool = False  # torch.compile
-    recompute: bool = False  # blocks compute again in the backward pass what they would else keep in memory
+    recompute: bool = False  # activation checkpointing: less memory, for a second forward pass
     resume: bool = True  # go on from the run's newest checkpoint; false: start again
     tensorboard: bool = False  # every evaluation goes to TensorBoard, too: tensorboard --logdir out
     init_from: str | None = None  # folder of another run, or of XLM-R, whose sparse layers start new
@@ -115,7 +115,7 @@ PRESETS = {
     "demo": {},
     # Real text in four languages, with room for two sentences; `python -m data.multilingual` prepares it.
     "multilingual": dict(data="multilingual", block_size=128, eval_tokens=1 << 16),
-    # Twice the width. At the demo's learning rate it collapsed, before it had the relative bias and 40% masks.
+    # Twice the width, which needs a lower learning rate.
     "small": dict(n_embd=256, ffn_size=1024, expert_size=256, steps=5000, eval_every=1000, learning_rate=1e-3),
     "base": BASE,
 }

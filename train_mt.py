@@ -72,7 +72,7 @@ class Config:
     split: int | None = None  # XMoE: parts of an FFN's width, expert_ffns * split experts; None: the router's
     capacity: float = 1.0  # XMoE: work of the experts, in dense FFNs; the paper's gamma is capacity * split
     eval_capacity: float | None = None  # at test; None: the same
-    moe_after: tuple[int, ...] = ()  # X-MoE: sparse layers stand behind these layers of the encoder, from 1
+    moe_after: tuple[int, ...] = ()  # X-MoE: sparse layers stand after these layers of the encoder, from 1
     experts: int = 32  # X-MoE: E
     expert_size: int = 512  # X-MoE: F
     expert_layers: int = 3  # X-MoE: FFNs of an expert, each with a norm and a residual around it
@@ -113,7 +113,7 @@ class Config:
     expert_parallel: int = 1  # processes that share out the experts of one model, see engine/parallel.py
     shard: bool = False  # weights and their state lie in pieces over all processes (FSDP2)
     compile: bool = False  # torch.compile
-    recompute: bool = False  # blocks compute again in the backward pass what they would else keep in memory
+    recompute: bool = False  # activation checkpointing: less memory, for a second forward pass
     resume: bool = True  # go on from the run's newest checkpoint; false: start again
     tensorboard: bool = False  # every evaluation goes to TensorBoard, too: tensorboard --logdir out
 
@@ -203,7 +203,7 @@ def cells(result: dict) -> dict:
     found["BLEU, memory"] = result["memory"].get("bleu"), ".2f"
     found["BLEU, valid"] = result["best"]["bleu"], ".2f"
     pairs = result["test"]["pairs"]
-    if 1 < len(pairs) <= 10:  # more are no table
+    if 1 < len(pairs) <= 10:  # more columns would not fit
         for name, pair in pairs.items():
             found[name] = pair["bleu"], ".2f"
     return found

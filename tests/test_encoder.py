@@ -11,7 +11,7 @@ from torch import nn
 import model
 from analysis.flops import numel
 from engine.pretrained import fill, load_xlmr
-from model import PAD, Distance, Encoder, EncoderLayer, MaskedLM, SelfAttention
+from model import PAD, Encoder, EncoderLayer, MaskedLM, RelativePositionBias, SelfAttention
 
 V = 23
 SMALL = dict(block_size=12, n_layer=3, init_std=0.02, moe_after=(2,), router="hypersphere", expert_layers=3)
@@ -198,7 +198,7 @@ def test_gated_bias_is_its_formula(monkeypatch, padding, flex):
     if flex:  # not compiled: slow, and exact
         monkeypatch.setattr(model, "biased_attention", lambda *given: model.biased_flex_attention(*given[:-1]))
     attention = lively(SelfAttention(small(), causal=False, dropout=0.0, biased=True)).eval()
-    distance, T = lively(Distance(2)), 6
+    distance, T = lively(RelativePositionBias(2)), 6
     h = torch.randn(2, T, 8, dtype=torch.float64, requires_grad=True)
     keep = torch.ones(2, T, dtype=torch.bool)
     keep[1, 4:] = not padding
@@ -221,7 +221,7 @@ def test_gated_bias_is_its_formula(monkeypatch, padding, flex):
 def test_attention_weights_have_dropout_in_training_alone(biased):
     attention = lively(SelfAttention(small(), causal=False, dropout=0.5, biased=biased))
     h = torch.randn(1, 6, 8).double()
-    bias = lively(Distance(2))(6) if biased else None
+    bias = lively(RelativePositionBias(2))(6) if biased else None
     assert torch.equal(attention.eval()(h, None, bias)[0], attention(h, None, bias)[0])
     assert not torch.equal(attention.train()(h, None, bias)[0], attention(h, None, bias)[0])
 
@@ -230,14 +230,14 @@ def test_buckets_are_t5s():
     t5 = pytest.importorskip("transformers.models.t5.modeling_t5")
     ahead = torch.arange(-300, 301)
     expected = t5.T5Attention._relative_position_bucket(ahead, bidirectional=True, num_buckets=32, max_distance=128)
-    assert torch.equal(Distance(2).bucket(ahead), expected)
+    assert torch.equal(RelativePositionBias(2).bucket(ahead), expected)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_flex_attention_on_cuda_equals_the_plain_path(monkeypatch):
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 4, 96, 64, device="cuda", requires_grad=True) for _ in range(3))
-    scale, distance = (1 + torch.rand(2, 4, 96, device="cuda")).requires_grad_(), Distance(4).cuda()
+    scale, distance = (1 + torch.rand(2, 4, 96, device="cuda")).requires_grad_(), RelativePositionBias(4).cuda()
     nn.init.normal_(distance.table.weight)
     mask = (torch.arange(96, device="cuda") < torch.tensor([[96], [70]], device="cuda"))[:, None, None]
     results = []

@@ -36,7 +36,11 @@ TINY |= dict(dtype="float32")
 ENCODER = dict(n_layer=2, n_head=2, n_embd=16, ffn_size=32, block_size=32, steps=1, eval_every=1, batch_tokens=128)
 ENCODER |= dict(micro_tokens=128, device="cpu", dtype="float32")
 SPARSE = dict(experts=4, expert_size=16, moe_after=(1,))
-ENCODERS = {"switch": SPARSE | dict(router="switch"), "hypersphere": SPARSE, "dense": dict(router="dense")}
+ENCODERS = {
+    "switch": SPARSE | dict(router="switch"),
+    "hypersphere": SPARSE | dict(recompute=True),
+    "dense": dict(router="dense"),
+}
 TASKS = ("pos", "xquad", "xnli")  # one of each kind
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -296,7 +300,10 @@ def test_other_examples_or_another_encoder_are_other_data(options, source, encod
 
 
 def test_loads_are_counted_and_two_processes_go_on_with_what_one_would_compute(options, tmp_path, monkeypatch):
-    """First choices by hand, of 100 steps, over a stop and two processes; all else in the result, too."""
+    """First choices by hand, of 100 steps, over a stop and two processes; all else in the result, too.
+
+    The encoder was trained with activation checkpointing, under which each choice would be counted twice.
+    """
     options |= {"train_examples": 28, "batch_size": 4, "micro_size": 2, "epochs": 15, "dtype": "float64"}
     counts, calls = Counter(), []
 

@@ -9,7 +9,7 @@ from count_functions import functions_of_a_step
 from helpers import constants
 from torch import nn
 
-from model import GPT, Encoder, MoE
+from model import GPT, Encoder, MoE, Translator
 from routers import ROUTERS
 
 V = 13
@@ -217,11 +217,13 @@ def test_generation_leaves_the_model_as_it_was(training):
 
 # --- What the constants mean
 
+MT = dict(decoder_layers=1, decoder_moe=True)
 REFUSED = [
     (GPT, dict(n_head=3), "n_head = 3 does not divide n_embd = 8"),
     (GPT, dict(split=3), "split = 3 does not divide ffn_size = 16"),
     (GPT, dict(split=32), "split = 32 does not divide ffn_size = 16"),
-    (GPT, dict(moe_every=5), "moe_every = 5 leaves no block of n_layer = 2 with experts"),
+    (GPT, dict(moe_every=5), "moe_every = 5 leaves no block of 2 with experts"),
+    (Translator, dict(moe_after=(), moe_every=2, **MT), "moe_every = 2 leaves no block of 1 with experts"),
     (Encoder, dict(moe_after=()), r"moe_after must name layers from 1 to n_layer = 2, not \(\)"),
     (Encoder, dict(moe_after=(0,)), r"moe_after must name layers from 1 to n_layer = 2, not \(0,\)"),
     (Encoder, dict(moe_after=(2, 5)), r"moe_after must name layers from 1 to n_layer = 2, not \(2, 5\)"),

@@ -29,7 +29,7 @@ from data.tokenizers import XLMR, train_sentencepiece
 from engine.device import Context, seed_all, setup
 from engine.run import load_checkpoint
 from model import PAD, MaskedLM
-from train_electra import Config, Electra, ask, sample, score
+from train_electra import Config, Electra, losses_of, sample, score
 
 ELECTRA = Script(train_electra)
 TINY = dict(n_layer=2, n_head=2, n_embd=16, ffn_size=32, block_size=16, micro_tokens=128, batch_tokens=256, steps=4)
@@ -115,7 +115,7 @@ def test_losses_are_the_papers_equations(monkeypatch):
     B, T = original.shape
     drawn = torch.where(torch.arange(len(batch.masked)) % 3 == 0, batch.targets, batch.targets.flip(0) - 1)
     monkeypatch.setattr(train_electra, "sample", lambda logits: drawn)
-    (mlm, rtd, _), _ = ask(model, batch, model.config, HERE)
+    (mlm, rtd, _), _ = losses_of(model, batch, model.config, HERE)
 
     corrupt, guessed = original.clone(), 0
     for place, token in zip(batch.masked.tolist(), drawn.tolist()):  # eq. 2
@@ -191,7 +191,7 @@ def test_networks_share_embeddings_and_no_experts():
     assert model.encoder.wte is model.generator.encoder.wte and model.encoder.wpe is model.generator.encoder.wpe
     assert model.encoder.ln_e is not model.generator.encoder.ln_e
     assert len(model.moe_layers) == 1 and not model.generator.moe_layers
-    (*_, balance), _ = ask(model, small_batch()[0], model.config, HERE)
+    (*_, balance), _ = losses_of(model, small_batch()[0], model.config, HERE)
     assert balance > 0
     for given, gates in (({}, 3), ({"relative_bias": False}, 0), (XLM, 0)):  # in both networks, or in none
         names = [name for name, _ in small(**given).named_parameters()]
@@ -205,7 +205,7 @@ def test_a_step_asks_the_device_nothing():
     with FakeTensorMode() as mode:
         batch = Masked(*(mode.from_tensor(x) for x in batch))
         model = Electra(Config(**TINY), V=50)
-        losses, _ = ask(model, batch, model.config, context)
+        losses, _ = losses_of(model, batch, model.config, context)
         sum(losses).backward()
 
 
@@ -218,7 +218,7 @@ def test_products_are_those_that_torch_counts(given, options):
     batch = Masked(ids, masked, ids.flatten()[masked], None, masked)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):  # it knows no other on a CPU
         for _ in range(1 + config.tlm):
-            (mlm, rtd, _), _ = ask(model, batch, config, HERE)
+            (mlm, rtd, _), _ = losses_of(model, batch, config, HERE)
             (mlm + rtd).backward()
     assert counter.get_total_flops() == pytest.approx(train_electra.step_flops(model), rel=0.02)
 
@@ -258,7 +258,11 @@ def test_every_row_trains_and_reports(row, options, monkeypatch, capsys):
         assert ours["tokens"] == 2 * theirs["tokens"] and ours["masked"] > 1.5 * theirs["masked"]
     assert (result["parameters"]["kept"] < result["parameters"]["total"]) == rtd  # the generator is not kept
     assert records[0]["flops"] * 2 == records[1]["flops"] == result["flops"]
-    *_, data, model = opened(options | ROWS[row])
+    config, context, data, model = opened(options | ROWS[row])
+    untrained = bilingual.retrieval(model.eval().encoder, data["pairs"], config, context)["centred"]
+    assert all(
+        held_out["untrained"] == pytest.approx(untrained) for held_out in (records[0]["held_out"], result["held_out"])
+    )
     bias = getattr(model, "generator", model).bias.data
     torch.testing.assert_close(bias, data["sentences"].log_frequencies())
     assert ("sparse layer 1: experts wanted" in out) == sparse and ("discriminator: loss" in out) == rtd
@@ -376,14 +380,14 @@ def test_table_2_has_every_row_and_runs_none_twice(options, monkeypatch, capsys)
     (whole,) = [r for r in results if r["config"]["objective"] == "rtd" and r["config"]["tlm"]]
     cells = [format(value, form) for value, form in train_electra.cells(whole).values()]
     assert rows["XLM-E"][2:] == cells and cells[0] == f"{whole['parameters']['kept'] / 1e6:.1f}"
-    monkeypatch.setattr(train_electra, "ask", None)  # whoever trains or evaluates now fails
+    monkeypatch.setattr(train_electra, "losses_of", None)  # whoever trains or evaluates now fails
     ELECTRA.run(options, monkeypatch)
     assert capsys.readouterr().out.split("\n\n")[-1] == table
 
 
 @pytest.mark.parametrize("preset", train_electra.PRESETS)
 def test_xlm_of_equal_flops_has_them(preset):
-    V = {"multilingual": 16384, "ciphers": 1029, "base": 250_002, "large": 1 << 19, "xl": 1 << 19}.get(preset, 8192)
+    V = {"multilingual": 16384, "ciphers": 1029, "captions": 4098, "base": 250_002, "large": 1 << 19, "xl": 1 << 19}.get(preset, 8192)
     config, work = Config(**train_electra.PRESETS[preset]), []
     for given in ({}, XLM):
         with torch.device("meta"):
