@@ -25,7 +25,8 @@ from torch import nn
 from tqdm import tqdm
 
 from analysis import flops, measures
-from data import xtreme_rows, xtreme_scores
+from data import counting, xtreme_rows
+from data.scores import gap, mean, score_task
 from data.xtreme import TASKS, Example, Examples, read_examples, submission
 from data.xtreme_rows import TaskData
 from engine import parallel, pretrained
@@ -300,7 +301,7 @@ def score_languages(run: Run, model: FineTuned, examples: Examples, config: Conf
 
     What was predicted is kept as XTREME wants it, also of test sets without labels, which are not scored.
     """
-    count = xtreme_scores.COUNTING.get(model.kind)
+    count = counting.COUNTING.get(model.kind)
     by_word = count(examples.train) if count else None
     result = {"languages": {}, "guesses": {}, "counted": {}, "unlabelled": []}
     for language, own in tqdm(examples.test.items(), "testing", disable=context.rank > 0 or None):
@@ -310,13 +311,13 @@ def score_languages(run: Run, model: FineTuned, examples: Examples, config: Conf
         if None in gold:
             result["unlabelled"].append(language)
             continue
-        score = partial(xtreme_scores.scores, config.task, language, gold)
+        score = partial(score_task, config.task, language, gold)
         result["languages"][language] = score(predicted)
-        result["guesses"][language] = score(xtreme_scores.guess(model.kind, examples.train, own))
+        result["guesses"][language] = score(counting.guess(model.kind, examples.train, own))
         if by_word:
             result["counted"][language] = score(by_word(own))
-    means = {mean: xtreme_scores.mean(result[kind]) for kind, mean in COLUMNS.items()}
-    return result | means | {"gap": xtreme_scores.gap(result["languages"])}
+    means = {name: mean(result[kind].values()) for kind, name in COLUMNS.items()}
+    return result | means | {"gap": gap(result["languages"])}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -368,7 +369,7 @@ def train(config: Config, context) -> dict:
         if run.due(step + 1):
             predicted = predict(model, examples.valid, config, data.tokenizer, context)
             gold = [one.gold for one in examples.valid]
-            scores = xtreme_scores.scores(config.task, "en", gold, predicted)
+            scores = score_task(config.task, "en", gold, predicted)
             [metric, *_] = scores  # accuracy or F1 chooses
             best = run.kept.get("best")
             if best is None or scores[metric] > best["scores"][metric]:
