@@ -25,7 +25,8 @@ from torch import nn
 from tqdm import tqdm
 
 from analysis import flops, measures
-from data import xtreme_rows, xtreme_scores
+from data import counting, xtreme_rows
+from data.scores import gap, mean, score_task
 from data.xtreme import TASKS, Example, Examples, read_examples, submission
 from data.xtreme_rows import TaskData
 from engine import parallel, pretrained
@@ -127,7 +128,8 @@ CONSTANTS = {
 def preset(name: str) -> dict:
     """The constants of `paper-task`; XTREME's scripts read rows of 384 tokens for answers, and of 128 otherwise."""
     task = name.partition("-")[2]
-    return COMMON | CONSTANTS[name] | {"task": task, "block_size": 384 if TASKS[task].kind == "answer" else 128}
+    longest = 384 if TASKS[task].kind == "answer" else 128
+    return COMMON | CONSTANTS[name] | {"task": task, "block_size": longest}
 
 
 PRESETS = {"demo": {}} | {name: preset(name) for name in CONSTANTS}
@@ -202,7 +204,8 @@ def table(number: str, base: Config) -> Table:
         run = f"out/{encoder.format(base.encoders)}"
         for task, theirs in zip(tasks, numbers.split(", ")):
             name = f"{paper}-{task}"
-            rows.append(((label, task, theirs), reset | PRESETS[name] | dict(preset=name, model=run) | change))
+            whole = reset | PRESETS[name] | dict(preset=name, model=run) | change
+            rows.append(((label, task, theirs), whole))
     return Table(title, ("encoder", "task", "paper"), rows)
 
 
@@ -262,7 +265,8 @@ class FineTuned(SparseModel):
             return self.out(self.dropout(h)), balance
         logits = self.out(h).transpose(1, 2)  # (B, 2, T)
         if real is not None:
-            logits = logits.masked_fill(~real_mask(ids, real).unsqueeze(1), -torch.inf)
+            padding = ~real_mask(ids, real).unsqueeze(1)
+            logits = logits.masked_fill(padding, -torch.inf)
         return logits.flatten(0, 1), balance
 
 
@@ -301,24 +305,24 @@ def score_languages(run: Run, model: FineTuned, examples: Examples, config: Conf
 
     What was predicted is kept as XTREME wants it, also of test sets without labels, which are not scored.
     """
-    count = xtreme_scores.COUNTING.get(model.kind)
+    count = counting.COUNTING.get(model.kind)
     by_word = count(examples.train) if count else None
     result = {name: {} for name in COLUMNS} | {"unlabelled": []}
-    silent = context.rank > 0 or None
-    for language, own in tqdm(examples.test.items(), "testing", disable=silent):
+    tests, silent = examples.test.items(), context.rank > 0 or None
+    for language, own in tqdm(tests, "testing", disable=silent):
         predicted = predict(model, own, config, run.tokenizer, context)
         run.write(*submission(config.task, language, own, predicted))
         gold = [one.gold for one in own]
         if None in gold:
             result["unlabelled"].append(language)
             continue
-        score = partial(xtreme_scores.scores, config.task, language, gold)
+        score = partial(score_task, config.task, language, gold)
         result["languages"][language] = score(predicted)
-        result["guesses"][language] = score(xtreme_scores.guess(model.kind, examples.train, own))
+        result["guesses"][language] = score(counting.guess(model.kind, examples.train, own))
         if by_word:
             result["counted"][language] = score(by_word(own))
-    means = {mean: xtreme_scores.mean(result[kind]) for kind, mean in COLUMNS.items()}
-    return result | means | {"gap": xtreme_scores.gap(result["languages"])}
+    means = {name: mean(result[kind].values()) for kind, name in COLUMNS.items()}
+    return result | means | {"gap": gap(result["languages"])}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -346,7 +350,8 @@ def train(config: Config, context) -> dict:
         watches = [measures.Load(moe) for moe in model.moe_layers]
         experts = max((moe.router.E for moe in model.moe_layers), default=0)
         none = torch.zeros(1 + steps // 100, len(watches), experts, dtype=torch.int64)
-        run.kept["loads"] = loads = run.kept.get("loads", none).to(context.device)
+        loads = run.kept.get("loads", none).to(context.device)
+        run.kept["loads"] = loads
         run.resume(model, optimizer, flops.matrix_flops(model)["total"])
 
     for step in run.steps():
@@ -370,7 +375,7 @@ def train(config: Config, context) -> dict:
         if run.due(step + 1):
             predicted = predict(model, examples.valid, config, data.tokenizer, context)
             gold = [one.gold for one in examples.valid]
-            scores = xtreme_scores.scores(config.task, "en", gold, predicted)
+            scores = score_task(config.task, "en", gold, predicted)
             [metric, *_] = scores  # accuracy or F1 chooses
             best = run.kept.get("best")
             if best is None or scores[metric] > best["scores"][metric]:
@@ -421,8 +426,8 @@ def report(config: Config, result: dict) -> str:
     what = "a smoke test, no task of XTREME's; " if config.task == "apps" else ""
     lines = [f"\n{result['name']}: {what}weights of step {result['step']}, best in English development\n"]
     columns, rows = [], []
-    for kind, mean in COLUMNS.items():
-        columns.append(result[kind] | {"mean": result[mean]})
+    for kind, name in COLUMNS.items():
+        columns.append(result[kind] | {"mean": result[name]})
     for language in columns[0]:
         cells = [describe(scores.get(language, {})) for scores in columns]
         rows.append([language, *cells])

@@ -26,9 +26,10 @@ from tqdm import tqdm
 
 from analysis import flops, measures
 from data.batches import Translation, TranslationData, source_batches
+from data.counting import score_memory
 from data.files import read_lines
+from data.scores import mean, score_translations
 from data.tokenizers import XLMR
-from data.translation_scores import mean, score, score_memory
 from engine import parallel, pretrained
 from engine.config import said
 from engine.device import clear_errors, seed_all, warn
@@ -248,10 +249,10 @@ def score_split(model, data: TranslationData, split: str, config: Config, contex
         sources, references = (side[:most] for side in data.texts(split, name))
         if sources:
             ours = translate_texts(model, sources, data.tokenizer, config, context, limit)
-            pairs[name] = score(ours, references, config.target)
+            pairs[name] = score_translations(ours, references, config.target)
             texts += [(name, *own) for own in zip(sources, references, ours)]
     apart = max(1, len(texts) // 5)
-    return mean([*pairs.values()]) | {
+    return mean(pairs.values()) | {
         "pairs": pairs,
         "sentences": len(texts),
         "examples": texts[apart // 2 :: apart][:5],
@@ -296,7 +297,7 @@ def train(config: Config, context) -> dict:
         run = Run(config, PRESETS, context, data)
         if run.result:
             return run.result
-        score([""], [""], config.target)  # is sacrebleu there?
+        score_translations([""], [""], config.target)  # is sacrebleu there?
         seed_all(config.seed)
         model = context.place(Translator(config, data.vocab_size))
         counts = data.meta["splits"]["train"]

@@ -38,15 +38,14 @@ def served_rows(moe: nn.Module) -> float:
 
 def row_flops(moe: nn.Module) -> float:
     """Forward FLOPs of one token in one expert."""
-    matrices = [p for p in moe.experts.parameters() if p.dim() == 3]  # (E, F, D) each
-    return 2 * sum(p.numel() for p in matrices) / moe.router.E
+    sizes = [p.numel() for p in moe.experts.parameters() if p.dim() == 3]  # (E, F, D) each
+    return 2 * sum(sizes) / moe.router.E
 
 
 def moe_flops(moe: nn.Module) -> float:
     """Forward FLOPs of one token in one sparse layer at full capacity: router and experts."""
-    matrices = [p for p in moe.router.parameters() if p.dim() == 2]
-    router = 2 * sum(p.numel() for p in matrices)
-    return router + served_rows(moe) * row_flops(moe)
+    sizes = [p.numel() for p in moe.router.parameters() if p.dim() == 2]
+    return 2 * sum(sizes) + served_rows(moe) * row_flops(moe)
 
 
 def matrix_flops(body: nn.Module) -> dict[str, float]:
@@ -140,22 +139,21 @@ def table3() -> str:
 
 def table4() -> str:
     """Training FLOPs of the base model, by ELECTRA's accounting and by ours, beside the paper's."""
-    large = encoder(**SIZES["base"])
-    small = encoder(**SIZES["base"] | {"n_layer": 4})
+    large, small = encoder(**SIZES["base"]), encoder(**SIZES["base"] | {"n_layer": 4})
     D = large.config.n_embd
-    detection = 2 * D * D + 2 * D
-    prediction = 0.15 * masked_head_flops(small)  # of the masked tokens alone
-    forward = flops_per_token(large, large.config, detection), flops_per_token(small, small.config, prediction)
+    ours = []
+    heads = 2 * D * D + 2 * D, 0.15 * masked_head_flops(small)  # the generator's, of the masked tokens alone
+    for network, head in zip((large, small), heads):
+        forward = flops_per_token(network, network.config, head)
+        ours.append(3 * forward["total"])
     electra = electra_flops(large.config, True), electra_flops(small.config, False)
-    ours = [3 * count["total"] for count in forward]
     rows = [
         ["discriminator, one batch", "6.3e19"],
         ["both networks, one batch", "9.5e19"],
         ["both networks, both batches", ""],
     ]
     for one, other in (electra, ours):  # training FLOPs of one token in the discriminator and in the generator
-        costs = one, one + other, 2 * (one + other)
-        for row, cost in zip(rows, costs):
+        for row, cost in zip(rows, (one, one + other, 2 * (one + other))):
             row.append(f"{TOKENS * cost:.2e}")
     return markdown_table(["base", "paper", "ELECTRA's script", "products, backward twice"], rows)
 

@@ -4,12 +4,14 @@ Functions that the scripts and analyses share; nothing here imports a file of th
 """
 
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from statistics import fmean
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from tqdm import tqdm
 
 
 def perplexity(loss: float) -> float:
@@ -26,10 +28,40 @@ def bits_per_byte(loss: float, counts: dict) -> float:
 def bootstrap(totals: Tensor, sizes: Tensor, draws: int = 1000) -> list[float]:
     """The 95% interval of sum(totals) / sum(sizes), (R,) each, over samples of R rows drawn with replacement."""
     rng, R = torch.Generator().manual_seed(0), len(sizes)
-    drawn = (torch.randint(R, (R,), generator=rng) for _ in range(draws))
-    ratios = torch.stack([totals[rows].sum() / sizes[rows].sum() for rows in drawn])
+    ratios = []
+    for _ in range(draws):
+        rows = torch.randint(R, (R,), generator=rng)
+        ratio = totals[rows].sum() / sizes[rows].sum()
+        ratios.append(ratio.double())
     ends = torch.tensor([0.025, 0.975], dtype=torch.float64)
-    return ratios.double().quantile(ends).tolist()
+    return torch.stack(ratios).quantile(ends).tolist()
+
+
+def in_turns(calls: dict[object, Callable], context, rounds: int, patience: float = math.inf) -> dict[object, list]:
+    """Milliseconds of each call, one after the other, round by round.
+
+    The first round warms up and does not count. Every other round goes backwards, so that nobody always follows the
+    same neighbour. A call drops out when its times add up to the patience, in seconds.
+    """
+    times = {name: [] for name in calls}
+    order = list(calls)
+    for turn in tqdm(range(1 + rounds), desc="timing", unit="round", leave=False, disable=None):
+        for name in order:
+            if sum(times[name]) > 1e3 * patience:
+                continue
+            start = clock(context)
+            calls[name]()
+            if turn > 0:
+                times[name].append(clock(context) - start)
+        order.reverse()
+    return times
+
+
+def clock(context) -> float:
+    """Milliseconds, read when the device has done all that it was asked for."""
+    if context.device.type != "cpu":
+        torch.accelerator.synchronize()
+    return 1e3 * time.perf_counter()
 
 
 def mean_over_layers(name: str, layers: list[dict]) -> float | None:
@@ -43,7 +75,6 @@ class RoutingStats:
 
     def __init__(self, moe: nn.Module):
         self.moe = moe
-        # units: the activations of bare FFNs; positive: those above 0; entropy: of the router's probabilities
         names = "tokens", "wanted", "served", "unserved", "entropy", "positive", "units"
         self.sums = dict.fromkeys(names, 0.0)
         self.load = torch.zeros(moe.router.E, dtype=torch.float64)  # choices of each expert
@@ -52,18 +83,17 @@ class RoutingStats:
     def __call__(self, moe, h: Tensor, routing, kept: Tensor):
         """h (S, D); kept (S, E) bool."""
         load = routing.wanted.sum(dim=0).cpu()
-        sums, passed_by = self.sums, ~kept.any(dim=1)
-        sums["tokens"] += len(kept)
-        sums["wanted"] += int(load.sum())
-        sums["served"] += int(kept.sum())
-        sums["unserved"] += int(passed_by.sum())
-        entropy = torch.special.entr(routing.probs.detach())
-        sums["entropy"] += float(entropy.sum())
-        self.load += load
-        if not moe.norms:
+        entropy = torch.special.entr(routing.probs.detach())  # of the router's probabilities
+        passed_by = ~kept.any(dim=1)
+        found = {"tokens": len(kept), "wanted": load.sum(), "entropy": entropy.sum()}
+        found |= {"served": kept.sum(), "unserved": passed_by.sum()}
+        if not moe.norms:  # of bare FFNs the activations, and those above 0
             a = moe.activations(h, kept)
-            sums["positive"] += int((a > 0).sum())
-            sums["units"] += a.numel()
+            found["units"] = a.numel()
+            found["positive"] = (a > 0).sum()
+        for name, number in found.items():
+            self.sums[name] += float(number)
+        self.load += load
 
     def finish(self, reduce=torch.clone) -> dict:
         """Stops watching -> what was seen; `reduce` sums a tensor over processes.

@@ -8,6 +8,7 @@ import os
 import threading
 import webbrowser
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -53,13 +54,14 @@ def play(options: Play):
     """
     check(options)
     player = Player(options.run)
-    routes = [player.route(text) for text in options.text or [SENTENCE]]
-    data = player.about | {"live": not options.out, "routes": routes, "served": player.served if options.out else None}
-    page = page_of(data)
+    texts = options.text or [SENTENCE]
+    data = player.about | {"routes": [player.route(text) for text in texts]}
     if options.out:
+        page = page_of(data | {"live": False, "served": player.served})
         Path(options.out).parent.mkdir(parents=True, exist_ok=True)
         Path(options.out).write_text(page, encoding="utf-8")
-        return print(f"{options.out} is the page, {len(page) / 1e3:.0f} kB; texts in it: {len(routes)}")
+        return print(f"{options.out} is the page, {len(page) / 1e3:.0f} kB; texts in it: {len(texts)}")
+    page = page_of(data | {"live": True, "served": None})
     with listen(options.port) as server:
         server.player, server.page = player, page.encode()
         address = f"http://127.0.0.1:{server.server_port}/"
@@ -87,43 +89,51 @@ class Player:
     """A trained model, and what the page asks of it. Raises ValueError or OSError for one without experts."""
 
     def __init__(self, run: str):
-        self.run, self.lock, self.seen = run, threading.Lock(), []
+        self.run = run
         self.model, self.tokenizer = pretrained.load(run)
         if not isinstance(self.model, GPT | Encoder) or not self.model.moe_layers:
             raise ValueError(f"{run} is no language model or encoder with experts: give another --run")
+        self.decodes = isinstance(self.model, GPT)
+        self.lock = threading.Lock()
+        self.seen = []
         for moe in self.model.moe_layers:
-            moe.watchers.append(lambda moe, h, routing, kept: self.seen.append((routing, kept)))
+            moe.watchers.append(self.watch)
         self.about = self.describe()
+
+    def watch(self, moe, h, routing, kept):
+        self.seen.append((routing, kept))
 
     def describe(self) -> dict:
         """The run, how it routes at test, and the choosers that can take its router's place."""
         model, constants = self.model, vars(self.model.config)
-        router, gamma = model.moe_layers[0].router, model.moe_layers[0].eval_gamma
-        if isinstance(model, Encoder):
-            names = [f"behind layer {depth}" for depth in model.moe_after]
-        else:
+        moe = model.moe_layers[0]
+        router, chooser = moe.router, chooser_of(moe.router)
+        if self.decodes:
             names = [f"block {depth}" for depth, block in enumerate(model.blocks, 1) if block.sparse]
+        else:
+            names = [f"behind layer {depth}" for depth in model.moe_after]
+        choosers = [*CHOOSERS] if hasattr(router, "experts") else []  # a hash has no probabilities to choose by
+        if chooser == "own":
+            choosers = ["own", *choosers]
         t = constants.get("eval_threshold")
         own = {
-            "chooser": chooser_of(router),
+            "chooser": chooser,
             "t": constants.get("threshold", 0.5) if t is None else t,
-            "K": router.max_choices if chooser_of(router) == "topk" else min(4, router.E),
-            "gamma": gamma if gamma < router.E else None,  # None: no limit
+            "K": router.max_choices if chooser == "topk" else min(4, router.E),
+            "gamma": moe.eval_gamma if moe.eval_gamma < router.E else None,  # None: no limit
         }
-        choosers = [*CHOOSERS] if hasattr(router, "experts") else []  # a hash has no probabilities to choose by
-        if own["chooser"] == "own":
-            choosers = ["own", *choosers]
         about = {"run": self.run, "router": constants["router"], "names": names, "E": router.E}
         return about | {"own": own, "choosers": choosers}
 
     def read(self, text: str) -> list[int]:
         """The tokens of a text as the model reads them, uncut: behind the end of another text, or between marks."""
-        ids = self.tokenizer.encode_batch([text.encode("utf-8", "replace").decode()])[0]
+        text = text.encode("utf-8", "replace").decode()
+        (ids,) = self.tokenizer.encode_batch([text])
         if not ids:
             raise ValueError("the text is empty: write one")
-        if isinstance(self.model, Encoder):
-            return [self.tokenizer.bos, *ids, self.tokenizer.eos]
-        return [self.tokenizer.eot, *ids]
+        if self.decodes:
+            return [self.tokenizer.eot, *ids]
+        return [self.tokenizer.bos, *ids, self.tokenizer.eos]
 
     def route(self, text: str) -> dict:
         """Tokens, their losses, and of each MoE layer the probabilities (S, E) and the run's own choices (S, E).
@@ -143,27 +153,30 @@ class Player:
 
     def loss(self, text: str, setting: dict) -> dict:
         """The loss of every token where they choose as the page says. Raises ValueError for what it never says."""
-        chooser, t, K, gamma = (setting[name] for name in ("chooser", "t", "K", "gamma"))
-        limited = gamma is None or 0 < gamma < math.inf
-        if chooser not in self.about["choosers"] or not (0 <= t <= 1 and 1 <= K <= self.about["E"] and limited):
+        chooser, t, K = setting["chooser"], setting["t"], setting["K"]
+        gamma = math.inf if setting["gamma"] is None else setting["gamma"]
+        in_range = 0 <= t <= 1, 1 <= K <= self.about["E"], gamma > 0
+        if chooser not in self.about["choosers"] or not all(in_range):
             raise ValueError("this is no setting of the page")
-        setting = SimpleNamespace(chooser=chooser, t=t, K=int(K), gamma=math.inf if gamma is None else gamma)
         ids = self.read(text)[: self.model.config.block_size]
+        setting = SimpleNamespace(chooser=chooser, t=t, K=int(K), gamma=gamma)
         _, loss = self.forward(torch.tensor([ids]), setting=setting)
         return {"loss": loss}
 
     @torch.no_grad()
-    def forward(self, ids: Tensor, real: Tensor | None = None, setting: SimpleNamespace | None = None) -> tuple:
+    def forward(self, ids: Tensor, real: Tensor | None = None, setting=None) -> tuple[list, list | None]:
         """ids (B, T) -> [(routing, kept)] of the MoE layers, and a decoder's loss of each token of the first row."""
+        given = (ids,) if self.decodes else (ids, real)
         with self.lock, routed(self.model, setting):
             self.seen.clear()
             seed_all(0)  # for a router that draws
-            out, _ = self.model(ids) if real is None else self.model(ids, real)
+            out, _ = self.model(*given)
             seen = [*self.seen]
-        if isinstance(self.model, Encoder):
+        if not self.decodes:
             return seen, None  # it is loaded without its head
-        loss = F.cross_entropy(out[0, :-1].float(), ids[0, 1:], reduction="none")
-        return seen, [None, *(round(x, 4) if math.isfinite(x) else None for x in loss.tolist())]
+        logits = out[0, :-1].float()
+        loss = F.cross_entropy(logits, ids[0, 1:], reduction="none").tolist()
+        return seen, [None, *(round(x, 4) if math.isfinite(x) else None for x in loss)]
 
     @cached_property
     def served(self) -> dict:
@@ -177,27 +190,30 @@ class Player:
         except (ValueError, OSError, ImportError, KeyError) as error:
             return {"layers": None, "note": f"no validation text: {error}"}
         occurs = Counter()
-        layers = [[Counter() for _ in range(moe.router.E)] for moe in self.model.moe_layers]
-        more = {} if isinstance(self.model, GPT) else {"maskings": 1}
-        for batch in data.eval_batches("valid", max_tokens=VALIDATION_TOKENS, **more):
-            if isinstance(self.model, GPT):
-                ids, real = batch[0], None
-            else:  # with the masked tokens in their places
-                batch = batch[2]
-                ids = batch.ids.flatten().index_copy(0, batch.masked, batch.targets).view_as(batch.ids)
-                real = batch.real
+        counts = [[Counter() for _ in range(moe.router.E)] for moe in self.model.moe_layers]
+        for ids, real in self.held_out(data):
             seen, _ = self.forward(ids, real)
             row = ids.flatten() if real is None else ids.flatten()[real]  # (S,)
             occurs.update(row.tolist())
-            for counts, (_, kept) in zip(layers, seen):
-                for count, own in zip(counts, kept.t()):
+            for experts, (_, kept) in zip(counts, seen):
+                for count, own in zip(experts, kept.t()):
                     count.update(row[own].tolist())
 
         def listed(count: Counter) -> list:
             return [[written(self.tokenizer, token), n, occurs[token]] for token, n in count.most_common(LISTED)]
 
-        found = [[listed(count) for count in counts] for counts in layers]
-        return {"layers": found, "note": f"{occurs.total():,} tokens of the validation text"}
+        layers = [list(map(listed, experts)) for experts in counts]
+        return {"layers": layers, "note": f"{occurs.total():,} tokens of the validation text"}
+
+    def held_out(self, data) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Batches of the validation text, ids (B, T) and which are real; masked tokens are in their places again."""
+        if self.decodes:
+            for ids, _ in data.eval_batches("valid", VALIDATION_TOKENS):
+                yield ids, None
+        else:
+            for _, _, batch in data.eval_batches("valid", 1, VALIDATION_TOKENS):
+                whole = batch.ids.flatten().index_copy(0, batch.masked, batch.targets)
+                yield whole.view_as(batch.ids), batch.real
 
 
 def chooser_of(router) -> str:
@@ -207,7 +223,8 @@ def chooser_of(router) -> str:
         return "own"
     if kind.choose is TopK.choose:
         return "switch" if router.max_choices == 1 else "topk"
-    return next((name for name, other in CHOOSERS.items() if kind.choose is other.choose), "own")
+    names = {other.choose: name for name, other in CHOOSERS.items()}
+    return names.get(kind.choose, "own")
 
 
 @contextmanager
@@ -272,35 +289,39 @@ class Handler(BaseHTTPRequestHandler):
         if not self.is_ours():
             return
         player, length = self.server.player, self.headers.get("Content-Length", "")
-        if self.path not in ("/route", "/loss", "/served"):
-            return self.say(404, "there are /route, /loss and /served")
+        answers = {
+            "/route": lambda asked: player.route(asked["text"]),
+            "/loss": lambda asked: player.loss(asked["text"], asked["setting"]),
+            "/served": lambda asked: player.served,
+        }
+        if self.path not in answers:
+            return self.say(404, f"there are {', '.join(answers)}")
         if not length.isdecimal():
             return self.say(411, "how long is the body?")
         if int(length) > LONGEST_BODY:
             return self.say(413, f"a request has at most {LONGEST_BODY:,} bytes")
         try:
             asked = json.loads(self.rfile.read(int(length)))
-            if self.path == "/route":
-                found = player.route(asked["text"])
-            elif self.path == "/loss":
-                found = player.loss(asked["text"], asked["setting"])
-            else:
-                found = player.served
+            found = answers[self.path](asked)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             return self.say(400, f"{error}")
-        self.answer(200, json.dumps(found, allow_nan=False).encode(), "application/json")
+        self.answer_json(200, found)
 
     def is_ours(self) -> bool:
         """Whether the address was typed as we printed it, and no foreign page asks. Else says 403."""
         hosts = [f"{name}:{self.server.server_port}" for name in ("127.0.0.1", "localhost")]
-        origin = self.headers.get("Origin")
-        ours = self.headers.get("Host") in hosts and (origin is None or origin in [f"http://{host}" for host in hosts])
+        origins = [None, *(f"http://{host}" for host in hosts)]
+        ours = self.headers.get("Host") in hosts and self.headers.get("Origin") in origins
         if not ours:
             self.say(403, "only pages of this server are answered")
         return ours
 
     def say(self, status: int, error: str):
-        self.answer(status, json.dumps({"error": error}).encode(), "application/json")
+        self.answer_json(status, {"error": error})
+
+    def answer_json(self, status: int, content: dict):
+        text = json.dumps(content, allow_nan=False)
+        self.answer(status, text.encode(), "application/json")
 
     def answer(self, status: int, body: bytes, kind: str):
         self.send_response(status)

@@ -4,16 +4,17 @@ A figure is a function of its options. Its name is the command's, and its docstr
 first line is the title of the drawing. What it shows are records: dicts with the same names.
 """
 
+import importlib
 import json
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import tyro
+from tqdm import tqdm
 
 from data.batches import MaskedData, Prepared, TokenData
 from engine import pretrained
@@ -45,7 +46,8 @@ class Measured(Drawn):
 # How a figure is drawn and kept
 
 COLORS = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"  # Okabe and Ito's
-THIN, THICK = {"linewidth": 0.7, "alpha": 0.6}, {"linewidth": 2, "markersize": 4}
+THIN = {"linewidth": 0.7, "alpha": 0.6}
+THICK = {"linewidth": 2, "markersize": 4}
 APART = 0.05  # between the labels of two lines, of the height of the axes
 
 
@@ -76,20 +78,24 @@ def table_of(records: list[dict], keys: tuple) -> list[list]:
 
     Texts that are no keys are left out.
     """
-    names = [name for name in records[0] if name not in keys]
-    numbers = [name for name in names if not isinstance(records[0][name], str)]
-    kinds = {}
-    for record in records:
-        kind = tuple(record[key] for key in keys)
-        kinds.setdefault(kind, []).append(record)
+    numbers = [name for name, value in records[0].items() if name not in keys and not isinstance(value, str)]
     rows = [[*keys, *numbers]]
-    for kind, alike in kinds.items():
+    for kind, alike in grouped(records, *keys).items():
         row = [f"{key:.5g}" if isinstance(key, float) else key for key in kind]
         for name in numbers:
             values = [(record[name], ".5g") for record in alike]
             row.append(mean_cell(values))
         rows.append(row)
     return rows
+
+
+def grouped(records: list[dict], *names: str) -> dict[tuple, list[dict]]:
+    """The records that are alike in these names, by their values."""
+    groups = {}
+    for record in records:
+        values = tuple(record.get(name) for name in names)
+        groups.setdefault(values, []).append(record)
+    return groups
 
 
 def keep(figure: Callable, options, drawing, numbers: dict):
@@ -108,13 +114,18 @@ def keep(figure: Callable, options, drawing, numbers: dict):
 
 def canvas(columns: int = 1, width: float = 6.5, height: float = 4.5):
     """An empty figure with a row of axes, each so many inches wide and high."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ImportError("a figure needs one more library: pip install matplotlib") from None
+    Figure = library("matplotlib.figure", "matplotlib").Figure
     figure = Figure(figsize=(columns * width, height), layout="constrained")
     figure.subplots(1, columns, squeeze=False)
     return figure
+
+
+def library(name: str, package: str):
+    """A module that only a figure needs."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise ImportError(f"a figure needs one more library: pip install {package}") from None
 
 
 def draw(panels: list[Panel]):
@@ -126,8 +137,9 @@ def draw(panels: list[Panel]):
         heights = dict(panel.levels)  # at the right end of each line
         for height in panel.levels.values():
             axes.axhline(height, color="0.6", linestyle="--")
-        for name, runs in runs_of(panel).items():
-            color = colors.setdefault(name, COLORS[len(colors) % len(COLORS)])
+        for name, runs in lines_of(panel).items():
+            following = COLORS[len(colors) % len(COLORS)]
+            color = colors.setdefault(name, following)
             for points in runs if len(runs) > 1 else []:
                 axes.plot(*points.T, color=color, **THIN)
             shortest = min(map(len, runs))
@@ -142,24 +154,21 @@ def draw(panels: list[Panel]):
     return figure
 
 
-def runs_of(panel: Panel) -> dict[str, list[np.ndarray]]:
-    """name -> of each run (points, 2) its x and y; nan where a number is None."""
-    names = {}
-    for record in panel.records:
-        runs = names.setdefault(record[panel.by], {})
-        point = record[panel.x], record[panel.y]
-        run = record.get("run") if panel.joined else ""
-        runs.setdefault(run, []).append(point)
-    return {name: [np.array(points, dtype=float) for points in runs.values()] for name, runs in names.items()}
+def lines_of(panel: Panel) -> dict[str, list[np.ndarray]]:
+    """name -> of each run (points, 2) its x and y, or of all together if not joined; nan where a number is None."""
+    lines = {}
+    by = (panel.by, "run") if panel.joined else (panel.by,)
+    for (name, *_), own in grouped(panel.records, *by).items():
+        points = [(record[panel.x], record[panel.y]) for record in own]
+        lines.setdefault(name, []).append(np.array(points, dtype=float))
+    return lines
 
 
-def label(axes, heights: dict[str, float], colors: dict[str, str]):
+def label(axes, heights: dict, colors: dict):
     """Names to the right of the axes, as high as their lines end, but far enough apart to be read."""
     right = axes.get_xlim()[1]
     to_axes = axes.transScale + axes.transLimits  # data -> shares of the axes' width and height
-    places = {}
-    for name, height in heights.items():
-        _, places[name] = to_axes.transform((right, height))
+    places = {name: to_axes.transform((right, height))[1] for name, height in heights.items()}
     names = sorted(places, key=places.get)
     for below, name in zip(names, names[1:]):
         places[name] = max(places[name], places[below] + APART)
@@ -174,10 +183,7 @@ def label(axes, heights: dict[str, float], colors: dict[str, str]):
 # ---------------------------------------------------------------------------------------------------------------------
 # Which runs are meant
 
-Runs = dict[str, dict]  # folder -> constants
-
-# A constant that no other script's runs have.
-SCRIPTS = {
+SCRIPTS = {  # a constant that no other script's runs have
     "train_lm": "min_learning_rate",
     "train_mlm": "router_lr",
     "train_electra": "objective",
@@ -185,36 +191,31 @@ SCRIPTS = {
 }
 
 
-def read_run(folder: str, script: str) -> tuple[dict, list]:
-    """The constants of a run and its evaluations. Raises ValueError where the folder holds no run of the script."""
+@dataclass
+class Run:
+    """A run that figures show."""
+
+    folder: str
+    config: dict  # its constants
+    log: list[dict]  # its evaluations
+    name: str = ""  # what it is, in a few words; only seeds of one experiment have the same
+    model: SparseModel | None = None  # this and what follows: where it is measured again
+    data: Prepared | None = None
+    context: Context | None = None
+
+    @property
+    def record(self) -> dict:
+        return {"run": self.folder, "experts": self.name}
+
+
+def read_run(folder: str, script: str) -> Run:
+    """Raises ValueError where the folder holds no run of the script."""
     config = read_json(Path(folder, "config.json"))
     log = Path(folder, "metrics.jsonl")
     if SCRIPTS[script] not in config or not log.exists():
         raise ValueError(f"{folder} holds no run of {script}.py with an evaluation: give such as out/{script}/demo")
     lines = log.read_text().splitlines()
-    return config, [json.loads(line) for line in lines]
-
-
-def choose(script: str, folders: tuple, fits: Callable[[dict], bool] | None = None, lacks: str = "") -> Runs:
-    """folder -> constants of the runs that were named, or of all finished runs of the script's demo.
-
-    fits: constants -> whether a figure can show the run; lacks: what is said of a named run that is left out.
-    Raises ValueError where a named run is not finished, or no run is left.
-    """
-    results = Path("out", script).glob("demo*/result.json")
-    finished = sorted(file.parent for file in results)
-    found = {}
-    for folder in [str(Path(folder)) for folder in folders or finished]:
-        config, _ = read_run(folder, script)
-        if not Path(folder, "result.json").exists():
-            raise ValueError(f"{folder} is not finished: the command that began the run finishes it")
-        if fits is None or fits(config):
-            found[folder] = config
-        elif folders:
-            warn(f"{folder} is left out: it {lacks}")
-    if not found:
-        raise ValueError(f"there is no finished run of {script}.py that fits: train one, or name folders")
-    return found
+    return Run(folder, config, [json.loads(line) for line in lines])
 
 
 def router_of(config: dict) -> type | None:
@@ -248,47 +249,58 @@ def describe(config: dict) -> str:
     return f"{config['router']} {experts} x {size}" if router_of(config) else "dense"
 
 
-def all_but(config: dict, *names: str) -> dict:
-    """The constants of a run without some of them. Seeds of one experiment are alike but for `seed`."""
-    return {name: value for name, value in config.items() if name not in names}
+def named(runs: Iterable[Run], words: Callable = describe) -> list[Run]:
+    """The runs with their names: what each is, with the constants in which runs of the same words differ.
 
-
-def named(found: Runs, describe: Callable[[dict], str] = describe) -> dict[str, str]:
-    """folder -> what the run is in a few words, with the constants in which runs of the same words differ.
-
-    So only seeds of one experiment have the same name.
+    So only seeds of one experiment have the same name. words: constants -> what a run is, in a few words.
     """
-    words = {folder: describe(config) for folder, config in found.items()}
-    names = dict(words)
-    for folder, config in found.items():
-        alike = [found[other] for other in found if words[other] == words[folder]]
-        for name, value in all_but(config, "seed").items():
-            if any(other.get(name) != value for other in alike):
-                names[folder] += f", {name} {value}"
-    return names
+    kinds = {}
+    for run in runs:
+        kinds.setdefault(words(run.config), []).append(run)
+    for kind, alike in kinds.items():
+        for run in alike:
+            run.name = kind
+            for constant, value in run.config.items():
+                others = [other.config.get(constant) for other in alike]
+                if constant != "seed" and others != len(alike) * [value]:
+                    run.name += f", {constant} {value}"
+    return [*runs]
 
 
-class Opened(NamedTuple):
-    """A trained run that can be measured."""
+def choose(script: str, options: Drawn, fits=None, lacks="", words=describe) -> list[Run]:
+    """The runs that were named, or all finished runs of the script's demo.
 
-    model: SparseModel
-    data: Prepared
-    context: Context
+    fits: constants -> whether a figure can show the run; lacks: what is said of a named run that is left out; words:
+    see `named`. Raises ValueError where a named run is not finished, or no run is left.
+    """
+    results = Path("out", script).glob("demo*/result.json")
+    finished = sorted(file.parent for file in results)
+    found = {}
+    for folder in [str(Path(folder)) for folder in options.folders or finished]:
+        run = read_run(folder, script)
+        if not Path(folder, "result.json").exists():
+            raise ValueError(f"{folder} is not finished: the command that began the run finishes it")
+        if fits is None or fits(run.config):
+            found[folder] = run
+        elif options.folders:
+            warn(f"{folder} is left out: it {lacks}")
+    if not found:
+        raise ValueError(f"there is no finished run of {script}.py that fits: train one, or name folders")
+    return named(found.values(), words)
 
 
-def open_runs(found: Runs, options: Measured) -> dict[str, Opened]:
-    """folder -> the run's model, its corpus, and the device. All are opened before the first is measured.
+def opened(runs: list[Run], options: Measured) -> tqdm:
+    """The runs with their models, corpora and the device, under a bar. All are opened before the first is measured.
 
     Raises ValueError or OSError where a checkpoint or a corpus is gone, or the corpus has changed.
     """
     check(options)
-    opened = {}
-    for folder, constants in found.items():
-        context = setup(options.device, constants["dtype"])
-        model, _ = pretrained.load(folder)
-        data = corpus_of(model, folder, constants, context)
-        opened[folder] = Opened(context.place(model), data, context)
-    return opened
+    for run in runs:
+        run.context = setup(options.device, run.config["dtype"])
+        model, _ = pretrained.load(run.folder)
+        run.data = corpus_of(model, run.folder, run.config, run.context)
+        run.model = run.context.place(model)
+    return tqdm(runs, unit="run", disable=None)
 
 
 def corpus_of(model: SparseModel, folder: str, constants: dict, context: Context) -> TokenData | MaskedData:

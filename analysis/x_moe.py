@@ -2,18 +2,17 @@
 
 import math
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from analysis import shared
-from analysis.shared import Drawn, Measured, Opened, Panel
+from analysis.shared import Drawn, Measured, Panel, Run
 from engine.device import warn
 from engine.run import read_json
 
-NEIGHBORS = 100  # that UMAP looks at (X-MoE 4.5)
+NEIGHBORS = 100  # that UMAP looks at
 LAST = 4  # evaluations in the table of RC and RF
 
 
@@ -30,36 +29,32 @@ def umap(options: Umap):
     projects (X-MoE). Its colour is its expert. In the paper X-MoE's experts have clusters of their own, and SMoE's are
     mixed. UMAP with 100 neighbours and min-dist 1; the disk is Poincare's, all of the hyperbolic plane.
     """
-    try:
-        from umap import UMAP
-    except ImportError:
-        raise ImportError("this figure needs one more library: pip install umap-learn") from None
-    lacks = "has no router that compares tokens with experts"
-    fits = partial(shared.reads, constant="score")
-    found = shared.choose("train_mlm", options.folders, fits, lacks)
-    if not options.folders:
-        others = [folder for folder in found if found[folder]["seed"]]
-        found = shared.all_but(found, *others)
-    names, numbers = shared.named(found), {}
-    opened = shared.open_runs(found, options)
-    drawing = shared.canvas(columns=len(found), width=5.5, height=5.8)
-    layout = UMAP(n_neighbors=NEIGHBORS, min_dist=1.0, output_metric="hyperboloid", random_state=0, n_jobs=1)
+    UMAP = shared.library("umap", "umap-learn").UMAP
+
+    def fits(config: dict) -> bool:
+        meant = options.folders or config["seed"] == 0
+        return meant and shared.reads(config, "score")
+
+    runs = shared.choose("train_mlm", options, fits, "has no router that compares tokens with experts")
+    numbers = {}
+    drawing = shared.canvas(len(runs), width=5.5, height=5.8)
+    how = {"n_neighbors": NEIGHBORS, "min_dist": 1.0, "output_metric": "hyperboloid"}  # X-MoE 4.5
+    layout = UMAP(**how, random_state=0, n_jobs=1)
     turn = torch.linspace(0, 2 * math.pi, 361)
-    for axes, folder in zip(drawing.axes, opened):
-        x, expert = routed(opened[folder], options.max_tokens)
-        print(f"{folder}: UMAP of {len(x):,} tokens", flush=True)
+    for axes, run in zip(drawing.axes, shared.opened(runs, options)):
+        x, expert = routed(run, options.max_tokens)
         plane = layout.fit_transform(x.numpy())
         disk = poincare(torch.from_numpy(plane).double())
         axes.scatter(*disk.t(), c=expert, cmap="turbo", s=4)
         axes.plot(turn.cos(), turn.sin(), color="0.6", linewidth=1)
-        axes.set(title=f"{names[folder]}: {len(x):,} tokens by their experts", aspect="equal")
+        axes.set(title=f"{run.name}: {len(x):,} tokens by their experts", aspect="equal")
         axes.axis("off")
-        numbers[folder] = {"points": disk.tolist(), "experts": expert.tolist()}
+        numbers[run.folder] = {"points": disk.tolist(), "experts": expert.tolist()}
     shared.keep(umap, options, drawing, {"runs": numbers})
 
 
 @torch.no_grad()
-def routed(run: Opened, max_tokens: int) -> tuple[Tensor, Tensor]:
+def routed(run: Run, max_tokens: int) -> tuple[Tensor, Tensor]:
     """(S, D) or (S, d_e) what the first sparse layer's router compares with its experts, h or W h; (S,) first choices.
 
     The tokens are of the validation text, masked as in the evaluations of training.
@@ -103,17 +98,16 @@ def collapse(options: Drawn):
     since the evaluation before: in the paper X-MoE's is lower. The table has the last four evaluations. Both are from
     the logs of runs of train_mlm.py.
     """
-    found = shared.choose("train_mlm", options.folders, shared.router_of, "has no experts")
-    names, records, last = shared.named(found), [], []
-    for folder, config in found.items():
-        _, evaluations = shared.read_run(folder, "train_mlm")
-        for i, depth in enumerate(sorted(config["moe_after"])):
-            for evaluation in evaluations:
+    records, last = [], []
+    for run in shared.choose("train_mlm", options, shared.router_of, "has no experts"):
+        for i, depth in enumerate(sorted(run.config["moe_after"])):
+            for evaluation in run.log:
                 layer = evaluation["layers"][i]
-                record = {"run": folder, "experts": f"{names[folder]}, layer {depth}"}
+                record = {"run": run.folder, "experts": f"{run.name}, layer {depth}"}
                 record |= {"step": evaluation["step"], "perplexity": evaluation["ppl"]}
-                records.append(record | {"RC": layer["rc"], "RF": layer["rf"]})
-            last += records[-min(LAST, len(evaluations)) :]
+                record |= {"RC": layer["rc"], "RF": layer["rf"]}
+                records.append(record)
+            last += records[-min(LAST, len(run.log)) :]
     panels = [
         Panel("RC: spread within experts over that between (2c)", records, "experts", "step", "RC", from_zero=True),
         Panel("RF: share of tokens whose expert changed (3a)", records, "experts", "step", "RF", from_zero=True),
@@ -129,14 +123,13 @@ def consistency(options: Drawn):
     in the paper, which has 12 runs on XNLI: X-MoE comes close to 1, and SMoE falls. Give runs of finetune_xtreme.py,
     two seeds or more of each kind.
     """
-    found, kinds = shared.choose("finetune_xtreme", options.folders), {}
-    for folder, name in shared.named(found, describe_tuning).items():
-        loads = read_json(Path(folder, "result.json"))["loads"]
+    kinds, records, rows, levels = {}, [], [], {}
+    for run in shared.choose("finetune_xtreme", options, words=describe_tuning):
+        loads = read_json(Path(run.folder, "result.json"))["loads"]
         if loads and loads[0]:
-            kinds.setdefault(name, []).append(loads)
+            kinds.setdefault(run.name, []).append(loads)
         else:
-            warn(f"{folder} is left out: it {'has no experts' if loads else 'is shorter than 100 steps'}")
-    records, rows, levels = [], [], {}
+            warn(f"{run.folder} is left out: it {'has no experts' if loads else 'is shorter than 100 steps'}")
     for name, own in kinds.items():
         loads = torch.tensor(own, dtype=torch.float64)  # (m, spans of 100 steps, layers, E)
         m, spans, layers, _ = loads.shape
@@ -146,9 +139,10 @@ def consistency(options: Drawn):
         levels[f"{m} runs with unrelated loads"] = 1 / m
         for layer in range(layers):
             for span in range(spans):
-                value = float(loads[:, span, layer].corrcoef().mean())  # nan where all loads of a run are equal
+                correlation = loads[:, span, layer].corrcoef()  # (m, m); nan where all loads of a run are equal
                 record = {"encoder": f"{name}, sparse layer {layer + 1}", "step": 100 * (span + 1)}
-                records.append(record | {"consistency": value, "unrelated loads": 1 / m})
+                record |= {"consistency": float(correlation.mean()), "unrelated loads": 1 / m}
+                records.append(record)
             rows += records[-spans :: max(1, spans - 1)]  # the first 100 steps, and the last
     if not records:
         raise ValueError("no two finished runs with experts differ by --seed alone: finetune_xtreme.py --seeds 2")

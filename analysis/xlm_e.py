@@ -1,6 +1,6 @@
 """XLM-E's figures 1, 3 and 4, and tables 5, 6 and 7: training curves, retrieval, word alignment, transfer."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
@@ -12,7 +12,7 @@ import tyro
 from tqdm import tqdm
 
 from analysis import measures, shared
-from analysis.shared import Drawn, Panel
+from analysis.shared import Drawn, Panel, Run
 from data import bitext_sets
 from data.bitext_sets import Aligned
 from data.prepare import ready
@@ -32,22 +32,18 @@ def curve(options: Drawn):
     At our scale the scores are held-out translations found, and masked tokens of held-out sentences that are right (of
     XLM-E by its generator). Give runs of train_electra.py, of either objective.
     """
-    found, records = shared.choose("train_electra", options.folders), []
-    names = shared.named(found, words_of)
-    for folder, config in found.items():
-        _, evaluations = shared.read_run(folder, "train_electra")
-        layer = measures.middle_layer(config["n_layer"])
-        for evaluation in evaluations:
+    records, found, right = [], "share of translations found", "share of masked tokens right"
+    for run in shared.choose("train_electra", options, words=words_of):
+        layer = measures.middle_layer(run.config["n_layer"])
+        for evaluation in run.log:
             scores = evaluation["held_out"]
-            record = {"run": folder, "encoder": names[folder]}
-            record[FLOPS] = evaluation["flops"]
-            record["share of translations found"] = scores["retrieval"][layer]
-            record["share of masked tokens right"] = scores["sentences"]["generator"]
+            record = {"run": run.folder, "encoder": run.name, FLOPS: evaluation["flops"]}
+            record |= {found: scores["retrieval"][layer], right: scores["sentences"]["generator"]}
             records.append(record)
     chance = {"chance": scores["chance"]}
     panels = [
-        Panel("Held-out translations", records, "encoder", FLOPS, "share of translations found", chance),
-        Panel("Held-out sentences", records, "encoder", FLOPS, "share of masked tokens right"),
+        Panel("Held-out translations", records, "encoder", FLOPS, found, chance),
+        Panel("Held-out sentences", records, "encoder", FLOPS, right),
     ]
     shared.show(curve, options, records, ("encoder", FLOPS), panels)
 
@@ -69,23 +65,30 @@ class Encoders(Drawn):
 def by_layer(options: Encoders, measure: Callable) -> tuple[list, list]:
     """Records of all layers of every encoder, and of the layer at 3/4 of its depth, which the table shows.
 
-    measure(encoder, tokenizer, context) -> a dict of what is found of each layer, from the embeddings on.
+    measure(encoder, tokenizer, context) -> {column: its numbers by layer}, from the embeddings on.
     """
     context = setup(options.device, "float32")
     folders = dict.fromkeys(map(Path, options.folders))
     opened = {folder: pretrained.load_encoder(folder) for folder in folders}
-    runs = {folder: read_json(folder / "config.json") for folder in filter(pretrained.is_run, folders)}
-    names = shared.named(runs, words_of)
+    runs = []
+    for folder in filter(pretrained.is_run, folders):
+        runs.append(Run(folder, read_json(folder / "config.json"), []))
+    names = {run.folder: run.name for run in shared.named(runs, words_of)}
     records, rows = [], []
     for folder, (encoder, tokenizer) in opened.items():
-        name = names.get(folder, folder.name)
+        columns = measure(context.place(encoder), tokenizer, context)
         own = []
-        for layer, numbers in enumerate(measure(context.place(encoder), tokenizer, context)):
-            record = {"run": str(folder), "encoder": name, "layer": layer}
-            own.append(record | numbers)
+        for layer, numbers in enumerate(zip(*columns.values())):
+            record = {"run": str(folder), "encoder": names.get(folder, folder.name), "layer": layer}
+            own.append(record | dict(zip(columns, numbers)))
         records += own
         rows.append(own[measures.middle_layer(encoder.config.n_layer)])
     return records, rows
+
+
+def in_row(name: str, columns: dict) -> dict:
+    """A row of a table of encoders for what is none."""
+    return {"encoder": name, "layer": ""} | columns
 
 
 @dataclass
@@ -96,10 +99,10 @@ class Retrieval(Encoders):
 
 TATOEBA = {"Tatoeba-14": bitext_sets.TATOEBA_14, "Tatoeba-36": bitext_sets.TATOEBA_36}
 PAPER_RETRIEVAL = {  # table 5: English to another language, and back, of 14 languages and of 36
-    "XLM-R": (59.5, 57.6, 55.5, 53.4),
-    "InfoXLM": (80.6, 77.8, 68.6, 67.3),
-    "XLM-E": (74.4, 72.3, 65.0, 62.3),
-    "XLM-E - TRTD": (55.8, 55.1, 46.4, 44.6),
+    "XLM-R": [(59.5, 57.6), (55.5, 53.4)],
+    "InfoXLM": [(80.6, 77.8), (68.6, 67.3)],
+    "XLM-E": [(74.4, 72.3), (65.0, 62.3)],
+    "XLM-E - TRTD": [(55.8, 55.1), (46.4, 44.6)],
 }
 
 
@@ -110,7 +113,7 @@ def retrieval(options: Retrieval):
     """
     texts, groups = sentences(options.source)
 
-    def measure(encoder, tokenizer, context):
+    def measure(encoder, tokenizer, context) -> dict[str, list]:
         found = {}  # language -> how often the translation is found, from English and to it, (2, L + 1)
         for language, pairs in tqdm(texts.items(), unit="language"):
             vectors = []
@@ -120,31 +123,28 @@ def retrieval(options: Retrieval):
             found[language] = measures.both_directions(english, foreign).cpu()
         means = []
         for languages in groups.values():
-            accuracy = torch.stack([found[language] for language in languages])
-            means.append(100 * accuracy.mean(dim=0))  # (2, L + 1)
-        of_layers = torch.cat(means).t()  # (L + 1, 2 a group)
-        return [in_columns(groups, percents) for percents in of_layers.tolist()]
+            shares = torch.stack([found[language] for language in languages])
+            means.append((100 * shares.mean(dim=0)).double())
+        columns = in_columns(groups, means)
+        return {name: percents.tolist() for name, percents in columns.items()}
 
     records, rows = by_layer(options, measure)
     panels, chances = [], []
     for group, languages in groups.items():
         chance = 100 * fmean(1 / len(texts[language]) for language in languages)
-        chances += [chance, chance]
+        chances.append((chance, chance))
         title = f"{len(languages)} languages, mean of both directions"
         panels.append(Panel(title, records, "encoder", "layer", f"{group}, %", {"chance": chance}))
-    others = {"chance": chances}
-    if options.source:
-        others |= {f"paper: {name}": percents for name, percents in PAPER_RETRIEVAL.items()}
-    for name, percents in others.items():
-        row = {"encoder": name, "layer": ""}
-        rows.append(row | in_columns(groups, percents))
+    rows.append(in_row("chance", in_columns(groups, chances)))
+    for name, percents in PAPER_RETRIEVAL.items() if options.source else ():
+        rows.append(in_row(f"paper: {name}", in_columns(groups, percents)))
     shared.show(retrieval, options, records, BY_LAYER, panels, rows)
 
 
-def in_columns(groups: Iterable, percents: Sequence) -> dict[str, float]:
-    """Columns of the table; percents: from English to another language, and back, of one group after another."""
+def in_columns(groups: Iterable, percents: Iterable) -> dict:
+    """Columns of the table; percents: of each group, from English to other languages, and back."""
     columns = {}
-    for group, forth, back in zip(groups, percents[::2], percents[1::2]):
+    for group, (forth, back) in zip(groups, percents):
         columns[f"{group}, en to xx"] = forth
         columns[f"{group}, xx to en"] = back
         columns[f"{group}, %"] = (forth + back) / 2
@@ -196,30 +196,27 @@ def alignment(options: Alignment):
     for note in notes:
         warn(note)
 
-    def measure(encoder, tokenizer, context):
-        errors = []  # of each set by layer
+    def measure(encoder, tokenizer, context) -> dict[str, list]:
+        errors = {}  # of each set by layer
         for name, pairs in sets.items():
             links = []
             for pair in tqdm(pairs, desc=name):
                 links.append(align(pair, encoder, tokenizer, context, options.rounds))
-            errors.append([error_of(of_layer, pairs) for of_layer in zip(*links)])
-        return [with_mean(sets, percents) for percents in zip(*errors)]
+            errors[name] = [error_of(of_layer, pairs) for of_layer in zip(*links)]
+        return {MEAN: list(map(fmean, zip(*errors.values())))} | errors
 
     records, rows = by_layer(options, measure)
-    percents = [error_of(map(diagonal, pairs), pairs) for pairs in sets.values()]
-    diagonals = with_mean(sets, percents)
-    rows.append({"encoder": "the diagonal", "layer": ""} | diagonals)
-    for paper, percents in PAPER_ALIGNMENT.items():
-        row = {"encoder": f"paper: {paper}", "layer": "", MEAN: None}
+    diagonals = {}
+    for name, pairs in sets.items():
+        diagonals[name] = error_of(map(diagonal, pairs), pairs)
+    mean = fmean(diagonals.values())
+    rows.append(in_row("the diagonal", {MEAN: mean} | diagonals))
+    for name, percents in PAPER_ALIGNMENT.items():
         theirs = dict(zip(PAPER_SETS, percents))
-        rows.append(row | {name: theirs.get(name) for name in sets})
-    panel = Panel(f"Mean of {', '.join(sets)}; rounds: {options.rounds}", records, "encoder", "layer", MEAN)
-    panel.levels["the diagonal"] = diagonals[MEAN]
+        rows.append(in_row(f"paper: {name}", {MEAN: None} | {each: theirs.get(each) for each in sets}))
+    title = f"Mean of {', '.join(sets)}; rounds: {options.rounds}"
+    panel = Panel(title, records, "encoder", "layer", MEAN, {"the diagonal": mean})
     shared.show(alignment, options, records, BY_LAYER, [panel], rows)
-
-
-def with_mean(sets: Iterable, percents: Sequence) -> dict[str, float]:
-    return {MEAN: fmean(percents)} | dict(zip(sets, percents))
 
 
 def error_of(links: Iterable[set], pairs: list[Aligned]) -> float:
@@ -285,28 +282,25 @@ def gap(options: Gap):
     Lower is better where the score is well above a guess's: who guesses in all languages has no gap. Of answers the
     score is exact match. Guess, and counting "by word", are means over the other languages too. Seeds are averaged.
     """
-    tasks = {}  # task -> folder -> constants
+    tasks = {}  # task -> folder -> run
     for folder in options.folders:
         for file in sorted(Path(folder).rglob("result.json")):
-            run = str(file.parent)
-            config, _ = shared.read_run(run, "finetune_xtreme")
-            tasks.setdefault(config["task"], {})[run] = config
+            run = shared.read_run(str(file.parent), "finetune_xtreme")
+            tasks.setdefault(run.config["task"], {})[run.folder] = run
     if not tasks:
-        raise ValueError(
-            f"no result of finetune_xtreme.py in {', '.join(options.folders)}: run it, or name its folders"
-        )
+        folders = ", ".join(options.folders)
+        raise ValueError(f"no result of finetune_xtreme.py in {folders}: run it, or name its folders")
     records, rows = [], []
     for task, runs in tasks.items():
-        names = shared.named(runs, itemgetter("model"))
-        for run, encoder in names.items():
-            record = {"encoder": encoder, "task": task}
-            records.append(record | scores_of(read_json(Path(run, "result.json"))))
+        for run in shared.named(runs.values(), itemgetter("model")):
+            scores = scores_of(read_json(Path(run.folder, "result.json")))
+            records.append({"encoder": run.name, "task": task} | scores)
             rows.append(records[-1])
-        for paper, gaps in PAPER_GAP.items():
+        for name, gaps in PAPER_GAP.items():
             theirs = dict(zip(PAPER_TASKS, gaps))
             if task in theirs:
-                row = dict.fromkeys(records[0]) | {"encoder": f"paper: {paper}"}
-                rows.append(row | {"task": task, "gap": theirs[task]})
+                row = {"encoder": f"paper: {name}", "task": task, "gap": theirs[task]}
+                rows.append(dict.fromkeys(records[0]) | row)
     shared.show(gap, options, records, ("encoder", "task"), [], rows)
 
 

@@ -1,20 +1,18 @@
 """XMoE's figures 1, 4, 5, 6, 7 and 8, from runs of train_lm.py."""
 
-import statistics
-import time
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
+from statistics import median
 
 import torch
-from tqdm import tqdm
 
 from analysis import measures, shared
 from analysis.flops import row_flops
-from analysis.shared import Drawn, Measured, Opened, Panel
+from analysis.shared import Drawn, Measured, Panel, Run
 from engine.device import warn
-from engine.optim import cross_entropy
 from model import GPT
+from train_lm import evaluate
 
 SHARES = 0.125, 0.25, 0.5, 0.75, 1.0  # limits of the experts' FLOPs at test, of a dense FFN's
 THRESHOLDS = 0.0, 0.25, 0.5, 0.75, 0.9, 0.95, 1.0  # at test
@@ -22,20 +20,10 @@ ROUNDS = 10  # how often a batch is timed, after a first time for warming up
 LIMIT, SPENT = "limit of the experts' FLOPs, in dense FFNs", "FLOPs of the experts, in dense FFNs"
 
 
-@torch.no_grad()
-def test(run: Opened, max_tokens: int) -> tuple[float, list]:
+def test(run: Run, max_tokens: int) -> tuple[float, list]:
     """Perplexity of the test text as the model is routed now, and the statistics of its MoE layers."""
-    watches = [measures.RoutingStats(moe) for moe in run.model.moe_layers]
-    total = tokens = 0
-    for x, y in run.data.eval_batches("test", max_tokens):
-        x, y = run.context.send_all(x, y)
-        with run.context.autocast():
-            logits, _ = run.model(x)
-        loss = cross_entropy(logits.flatten(0, 1), y.flatten())
-        total += float(loss) * y.numel()
-        tokens += y.numel()
-    layers = [watch.finish() for watch in watches]
-    return measures.perplexity(total / tokens), layers
+    scores = evaluate(run.model, run.data, "test", run.context, max_tokens)
+    return scores["ppl"], scores["layers"]
 
 
 def activations(options: Measured):
@@ -45,18 +33,15 @@ def activations(options: Measured):
     number of full-sized experts (figure 1) and rises as experts get smaller (figure 6). A dense model is looked at in
     the blocks where sparse models have experts. A point is a run of train_lm.py, the mean of its layers.
     """
-    found, records, full = shared.choose("train_lm", options.folders), [], []
-    opened = shared.open_runs(found, options)
-    for folder, run in tqdm(opened.items(), unit="run"):
-        config = found[folder]
-        experts, size = shared.experts_of(config)
-        record = {"run": folder, "router": config["router"], "experts": experts}
-        record["width of an expert"] = size
-        record["share of positive activations"] = positive_share(run, options.max_tokens)
-        records.append(record)
-        if size == config["ffn_size"]:
-            full.append(record)
     x, y = "width of an expert", "share of positive activations"
+    records, full = [], []
+    for run in shared.opened(shared.choose("train_lm", options), options):
+        experts, size = shared.experts_of(run.config)
+        record = {"run": run.folder, "router": run.config["router"], "experts": experts}
+        record |= {x: size, y: positive_share(run, options.max_tokens)}
+        records.append(record)
+        if size == run.config["ffn_size"]:
+            full.append(record)
     panels = [
         Panel("Experts as wide as an FFN (figure 1)", full, "router", "experts", y, joined=False),
         Panel("All (figure 6)", records, "router", x, y, joined=False),
@@ -64,22 +49,22 @@ def activations(options: Measured):
     shared.show(activations, options, records, ("router", "experts", x), panels)
 
 
-def positive_share(run: Opened, max_tokens: int) -> float:
+def positive_share(run: Run, max_tokens: int) -> float:
     """Of the activations in the MoE layers, or in a dense model in the FFN of each `moe_every`-th block."""
-    counts = Counter()
+    every = min(run.model.config.moe_every, len(run.model.blocks))
+    signs = Counter()
 
     def count(fc, inputs, a):
         positive = int((a > 0).sum())
-        counts.update(positive=positive, units=a.numel())
+        signs.update(positive=positive, units=a.numel())
 
     if not run.model.moe_layers:
-        every = min(run.model.config.moe_every, len(run.model.blocks))
         for block in run.model.blocks[every - 1 :: every]:
             block.ffn.fc.register_forward_hook(count)
     _, layers = test(run, max_tokens)
     if layers:
         return measures.mean_over_layers("positive", layers)
-    return counts["positive"] / counts["units"]
+    return signs["positive"] / signs["units"]
 
 
 def gamma(options: Measured):
@@ -89,13 +74,16 @@ def gamma(options: Measured):
     experts than the limit allows, less is spent: right is what was spent. The flatter a line, the more can be saved. A
     dense model that was split into experts (table 2) gets t = 0.9 below 1, as in the paper.
     """
+
+    def is_causal(config: dict) -> bool:
+        router = shared.router_of(config)
+        return router is None or not router.sees_later
+
     lacks = "has experts that choose among later tokens too: its perplexity is no language model's"
-    found = shared.choose("train_lm", options.folders, is_causal, lacks)
-    names, records = shared.named(found), []
-    opened = shared.open_runs(found, options)
-    for folder, run in tqdm(opened.items(), unit="run"):
-        for point in test_limited(run, found[folder], options.max_tokens):
-            records.append({"run": folder, "experts": names[folder]} | point)
+    runs, records = shared.choose("train_lm", options, is_causal, lacks), []
+    for run in shared.opened(runs, options):
+        for point in test_limited(run, options.max_tokens):
+            records.append(run.record | point)
     panels = [
         Panel("By the limit of a layer (figure 4)", records, "experts", LIMIT, "perplexity"),
         Panel("By the work that is done", records, "experts", SPENT, "perplexity"),
@@ -103,16 +91,11 @@ def gamma(options: Measured):
     shared.show(gamma, options, records, ("experts", LIMIT), panels)
 
 
-def is_causal(config: dict) -> bool:
-    router = shared.router_of(config)
-    return router is None or not router.sees_later
-
-
-def test_limited(run: Opened, config: dict, max_tokens: int) -> Iterator[dict]:
+def test_limited(run: Run, max_tokens: int) -> Iterator[dict]:
     """Under each limit: FLOPs of the experts that served a token, as a share of a dense FFN's, and the perplexity."""
     model = run.model
     for share in SHARES if model.moe_layers else (1.0,):
-        limit(model, config, share)
+        limit(run, share)
         ppl, layers = test(run, max_tokens)
         spent = 1.0
         if layers:
@@ -121,16 +104,16 @@ def test_limited(run: Opened, config: dict, max_tokens: int) -> Iterator[dict]:
         yield {LIMIT: share, SPENT: spent, "perplexity": ppl}
 
 
-def limit(model: GPT, config: dict, share: float):
-    """Limits the experts of every MoE layer at test to a share of a dense FFN's FLOPs. config: the run's constants.
+def limit(run: Run, share: float):
+    """Limits the experts of every MoE layer at test to a share of a dense FFN's FLOPs.
 
     A dense model that was split into experts (table 2, trained with t = 1) gets t = 0.9 below 1, as in the paper.
     """
-    for moe in model.moe_layers:
-        moe.eval_gamma = share * ffn_flops(model) / row_flops(moe)
-    is_split = config.get("expert_ffns") == config.get("threshold") == 1
-    t = 0.9 if is_split and share < 1 else config.get("eval_threshold")
-    model.config.eval_threshold = t  # the routers read it there
+    for moe in run.model.moe_layers:
+        moe.eval_gamma = share * ffn_flops(run.model) / row_flops(moe)
+    is_split = run.config.get("expert_ffns") == run.config.get("threshold") == 1
+    t = 0.9 if is_split and share < 1 else run.config.get("eval_threshold")
+    run.model.config.eval_threshold = t  # the routers read it there
 
 
 def ffn_flops(model: GPT) -> float:
@@ -138,9 +121,9 @@ def ffn_flops(model: GPT) -> float:
     return 4 * model.config.n_embd * model.config.ffn_size
 
 
-def choose_threshold(options: Drawn) -> shared.Runs:
+def choose_threshold(options: Drawn) -> list[Run]:
     fits = partial(shared.reads, constant="threshold")
-    return shared.choose("train_lm", options.folders, fits, "has no threshold router")
+    return shared.choose("train_lm", options, fits, "has no threshold router")
 
 
 def experts(options: Drawn):
@@ -150,20 +133,16 @@ def experts(options: Drawn):
     as training goes on. A line is an MoE layer of a run of train_lm.py. Seeds of one experiment share a panel. The
     table has the last evaluation.
     """
-    found, records, last, panels = choose_threshold(options), [], [], []
-    names = shared.named(found)
-    for folder, config in found.items():
-        _, evaluations = shared.read_run(folder, "train_lm")
-        for evaluation in evaluations:
+    records, last = [], []
+    for run in choose_threshold(options):
+        for evaluation in run.log:
             for i, layer in enumerate(evaluation["layers"], 1):
-                record = {"run": folder, "experts": names[folder]}
-                record["layer"] = f"block {i * config['moe_every']}"
-                record["step"] = evaluation["step"]
-                record["experts of a token"] = layer["wanted"]
+                record = run.record | {"layer": f"block {i * run.config['moe_every']}"}
+                record |= {"step": evaluation["step"], "experts of a token": layer["wanted"]}
                 records.append(record)
         last += records[-i:]
-    for name in dict.fromkeys(names.values()):
-        own = [record for record in records if record["experts"] == name]
+    panels = []
+    for (name,), own in shared.grouped(records, "experts").items():
         panels.append(Panel(name, own, "layer", "step", "experts of a token", from_zero=True))
     shared.show(experts, options, records, ("experts", "layer", "step"), panels, last)
 
@@ -176,18 +155,17 @@ def threshold(options: Measured):
     under its capacity limit and without one. With t = 0 a token takes one expert, with t = 1 it wants all. In the paper
     perplexity falls as t rises, both ways, and 0.9 is a little better than 1.
     """
-    found, trained, tested = choose_threshold(options), [], []
-    first = next(iter(found))
-    same = shared.all_but(found[first], "seed", "threshold")
-    for folder, config in [*found.items()]:
-        if shared.all_but(config, "seed", "threshold") != same:
-            warn(f"{folder} is left out: it and {first} differ by more than --threshold and --seed")
-            del found[folder]
-    opened = shared.open_runs(found, options)
-    for folder, run in tqdm(opened.items(), unit="run"):
-        point = partial(threshold_point, folder, run, options.max_tokens)
-        trained.append(point("in training", found[folder]["threshold"]))
-        for t in THRESHOLDS if folder == first else ():
+    first, *others = choose_threshold(options)
+    runs, trained, tested = [first], [], []
+    for run in others:
+        if all_but_threshold(run) == all_but_threshold(first):
+            runs.append(run)
+        else:
+            warn(f"{run.folder} is left out: it and {first.folder} differ by more than --threshold and --seed")
+    for run in shared.opened(runs, options):
+        point = partial(threshold_point, run, options.max_tokens)
+        trained.append(point("in training", run.config["threshold"]))
+        for t in THRESHOLDS if run is first else ():
             run.model.config.eval_threshold = t  # the routers read it there
             tested.append(point("at test", t))
             with run.model.no_limit():
@@ -202,10 +180,14 @@ def threshold(options: Measured):
     shared.show(threshold, options, records, (by, "threshold t"), panels)
 
 
-def threshold_point(folder: str, run: Opened, max_tokens: int, what: str, t: float) -> dict:
+def all_but_threshold(run: Run) -> dict:
+    return run.config | {"seed": None, "threshold": None}
+
+
+def threshold_point(run: Run, max_tokens: int, what: str, t: float) -> dict:
     ppl, layers = test(run, max_tokens)
     served = measures.mean_over_layers("served", layers)
-    record = {"run": folder, "t is changed": what, "threshold t": t}
+    record = {"run": run.folder, "t is changed": what, "threshold t": t}
     return record | {"perplexity": ppl, "experts that serve a token": served}
 
 
@@ -216,32 +198,26 @@ def speed(options: Measured):
     FLOPs, and smaller experts take longer for the same FLOPs. All take turns, round by round, on the first batch of
     their test text, and the medians are shown.
     """
-    found, records = shared.choose("train_lm", options.folders), []
-    names, opened = shared.named(found), shared.open_runs(found, options)
-    for folder, run in opened.items():
-        for point in test_limited(run, found[folder], run.data.micro_tokens):  # it warms up, too
+    runs, records = shared.choose("train_lm", options), []
+    calls = {}
+    for run in shared.opened(runs, options):
+        x, _ = next(run.data.eval_batches("test", run.data.micro_tokens))
+        for point in test_limited(run, run.data.micro_tokens):
             del point["perplexity"]  # of one batch
-            record = {"run": folder, "experts": names[folder]} | point
-            records.append(record | {"ms a batch": []})
-    for _ in tqdm(range(ROUNDS), desc="timing", unit="round"):
-        for record in records:
-            folder = record["run"]
-            limit(opened[folder].model, found[folder], record[LIMIT])
-            record["ms a batch"].append(time_batch(opened[folder]))
-    for record in records:
-        record["ms a batch"] = statistics.median(record["ms a batch"])
+            calls[len(records)] = partial(pass_forward, run, run.context.send(x), point[LIMIT])
+            records.append(run.record | point)
+    times = measures.in_turns(calls, run.context, ROUNDS)
+    for record, own in zip(records, times.values()):
+        record["ms a batch"] = median(own)
     title = "On {device}, threads {threads}".format(**run.context.machine)
     panel = Panel(title, records, "experts", SPENT, "ms a batch", from_zero=True)
     shared.show(speed, options, records, ("experts", LIMIT), [panel])
 
 
 @torch.no_grad()
-def time_batch(run: Opened) -> float:
-    """Milliseconds of a forward pass of the first batch of the test text."""
-    x, _ = next(run.data.eval_batches("test", run.data.micro_tokens))
-    x = run.context.send(x)
-    start = time.perf_counter()
+def pass_forward(run: Run, x: torch.Tensor, share: float):
+    """One batch, with the experts limited to a share of a dense FFN's FLOPs."""
+    limit(run, share)
+    run.model.eval()
     with run.context.autocast():
-        logits, _ = run.model(x)
-    float(logits[0, 0, 0])  # waits for the device
-    return 1e3 * (time.perf_counter() - start)
+        run.model(x)

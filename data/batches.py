@@ -22,7 +22,7 @@ from torch import Tensor
 
 from data.files import SPLITS
 from data.folder import Prepared, Rows
-from data.masking import DRAWS, Masking
+from data.masking import DRAWS, Masking, places
 
 # What random numbers are for: the key of every generator begins with one of these, so that no two uses share numbers.
 TRAINING, EVALUATION, POOL, PASS = range(4)
@@ -93,11 +93,6 @@ def probabilities(sizes: ndarray, train: ndarray, exponent: float) -> ndarray:
     return weights / weights.sum()
 
 
-def places(language: ndarray) -> ndarray:
-    """(R,) how many rows of the same language come before each row; language: (R,), ascending."""
-    return np.arange(len(language)) - language.searchsorted(language)
-
-
 def evenly(language: ndarray, lengths: ndarray, max_tokens) -> ndarray:
     """The numbers of rows that have about max_tokens tokens: first the first row of every language, then the second ...
 
@@ -113,20 +108,19 @@ def evenly(language: ndarray, lengths: ndarray, max_tokens) -> ndarray:
 def gather(tokens: ndarray, starts: ndarray, sizes: ndarray) -> ndarray:
     """(N,) int64, the tokens of texts one behind the other. starts: (R,) where each begins; sizes: (R,) its length."""
     ends = sizes.cumsum()
-    places = np.arange(ends[-1]) + np.repeat(starts - (ends - sizes), sizes)
-    return tokens[places].astype(np.int64)
+    here = np.arange(ends[-1]) + np.repeat(starts - (ends - sizes), sizes)
+    return tokens[here].astype(np.int64)
 
 
-def pad_rows(tokens: ndarray, lengths: ndarray, pad, width=0):
-    """Pads rows to the longest of them, or to `width` where that is more.
+def pad_rows(tokens: ndarray, lengths: ndarray, pad, width=0) -> tuple[Tensor, Tensor | None]:
+    """Rows of (B,) lengths, whose (N,) tokens stand one behind the other, padded to the longest, or to a larger width.
 
-    tokens: (N,) of all rows, one behind the other; lengths: (B,). Returns ids (B, T), and the flat positions (N,) of
-    what is no padding, or None where there is no padding.
+    -> ids (B, T), and the flat positions (N,) of what is no padding, or None where there is no padding.
     """
     real = np.arange(max(width, lengths.max())) < lengths[:, None]  # (B, T)
     ids = np.full(real.shape, pad, dtype=np.int64)
     ids[real] = tokens
-    return ids, None if real.all() else np.flatnonzero(real)
+    return torch.from_numpy(ids), None if real.all() else torch.from_numpy(np.flatnonzero(real))
 
 
 def cut(sizes: ndarray, micro_tokens: int) -> list[slice]:
@@ -145,10 +139,6 @@ def cut(sizes: ndarray, micro_tokens: int) -> list[slice]:
     if len(sizes):
         batches.append(slice(begin, len(sizes)))
     return batches
-
-
-def tensors(*arrays: ndarray | None) -> list[Tensor | None]:
-    return [None if array is None else torch.from_numpy(array) for array in arrays]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -269,9 +259,11 @@ class MaskedData(Prepared):
             chosen &= np.tile([False, *to_mask], len(sizes))[part]
         hidden = self.masking.hide(tokens, chosen, random)
         ids, real = pad_rows(hidden, rows.lengths, self.tokenizer.pad, width)
-        masked = np.flatnonzero(chosen) if real is None else real[chosen]
+        masked = torch.from_numpy(np.flatnonzero(chosen))
+        if real is not None:
+            masked = real[masked]
         language = np.repeat(rows.language, rows.lengths)[chosen]
-        return Masked(*tensors(ids, masked, tokens[chosen], real, language))
+        return Masked(ids, masked, torch.from_numpy(tokens[chosen]), real, torch.from_numpy(language))
 
 
 class PairData(MaskedData):
@@ -314,9 +306,9 @@ class PairData(MaskedData):
         return [rows.take(micros[place]) for place in order]
 
     def all_rows(self, split) -> Rows:
-        return self.pairs(split, self.all_pairs(split))
+        return self.pairs(split)
 
-    def pairs(self, split, numbers: ndarray) -> Rows:
+    def pairs(self, split, numbers: ndarray | None = None) -> Rows:
         """Pairs as in Prepared, but cut to rows of at most block_size tokens, the longer half first."""
         rows = super().pairs(split, numbers)
         one, two = rows.sizes.T
@@ -376,7 +368,7 @@ class TranslationData(Prepared):
         self.fitting = {split: self.find_fitting(split) for split in SPLITS}
         self.left_out = {}
         for split, fitting in self.fitting.items():
-            self.left_out[split] = len(self.all_pairs(split)) - sum(map(len, fitting))
+            self.left_out[split] = self.meta["splits"][split]["pairs"] - sum(map(len, fitting))
         self.order = lru_cache(maxsize=2)(self.order_pass)  # of the first pass, whose length is needed, and the present
 
     def find_fitting(self, split) -> list[ndarray]:
@@ -439,7 +431,7 @@ class TranslationData(Prepared):
         for own in self.sort_and_cut(split, numbers)[rank::world]:
             yield self.translation(split, own)
 
-    def pairs(self, split, numbers: ndarray) -> Rows:
+    def pairs(self, split, numbers: ndarray | None = None) -> Rows:
         """Pairs as in Prepared, but the source is always first."""
         language, starts, sizes = super().pairs(split, numbers)
         swap = np.array(self.target_first)[language]
@@ -454,7 +446,7 @@ class TranslationData(Prepared):
 
     def translation_counts(self, split) -> dict[str, int]:
         """How many `tokens` (with `</s>`) and `bytes` all translations in "valid" or "test" have."""
-        _, tokens = self.pairs(split, self.all_pairs(split)).sizes.sum(axis=0)
+        _, tokens = self.pairs(split).sizes.sum(axis=0)
         translations = [self.texts(split, language)[1] for language in self.languages]
         text = "".join(chain(*translations))
         return {"tokens": int(tokens), "bytes": len(text.encode())}
@@ -466,9 +458,9 @@ class TranslationData(Prepared):
         labels = gather(self.tokens[split], rows.starts[:, 1], target_sizes)
         read = np.roll(labels, 1)
         read[target_sizes.cumsum() - target_sizes] = self.tokenizer.bos  # in place of the `</s>` before
-        source, source_real = pad_rows(sources, source_sizes, self.tokenizer.pad)
-        target, target_real = pad_rows(read, target_sizes, self.tokenizer.pad)
-        return Translation(*tensors(source, source_real, target, target_real, labels))
+        source = pad_rows(sources, source_sizes, self.tokenizer.pad)
+        target = pad_rows(read, target_sizes, self.tokenizer.pad)
+        return Translation(*source, *target, torch.from_numpy(labels))
 
 
 def source_batches(ids: list[list[int]], pad: int, eos: int, micro_tokens: int):
@@ -481,5 +473,4 @@ def source_batches(ids: list[list[int]], pad: int, eos: int, micro_tokens: int):
     for own in cut(lengths[order, None], micro_tokens):
         numbers = order[own].tolist()
         rows = [[*ids[number], eos] for number in numbers]
-        source, real = pad_rows(np.concatenate(rows), lengths[numbers], pad)
-        yield numbers, tuple(tensors(source, real))
+        yield numbers, pad_rows(np.concatenate(rows), lengths[numbers], pad)

@@ -2,11 +2,12 @@
 
 import re
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from data.batches import Prepared
-from data.files import one_of, read_lines, read_pairs, source_files, uncompressed_name
+from data.batches import PairData
+from data.files import one_of, read_lines, read_sides, source_files, uncompressed_name
 
 Pairs = dict[str, list[tuple[str, str]]]  # language -> pairs of a sentence and its English translation
 Links = set[tuple[int, int]]  # of a word of the first sentence and one of the second, by their numbers from 0
@@ -25,10 +26,9 @@ def tatoeba(folder: Path) -> Pairs:
     for language in TATOEBA_36:
         name = f"{language}-eng"
         if any(folder.glob(f"*{name}.*")):
-            paths = [one_of(folder, f"tatoeba.{name}.{side}", f"{name}.{side}") for side in (language, "eng")]
-            texts[language] = list(read_pairs(*paths))
+            texts[language] = list(read_sides(folder, (language, "eng"), f"tatoeba.{name}", name))
             if not texts[language]:
-                raise ValueError(f"{paths[0]} holds no sentence")
+                raise ValueError(f"{folder / name}.{language} holds no sentence")
     if not texts:
         what = "no pair of files such as tatoeba.deu-eng.deu and tatoeba.deu-eng.eng (plain, .gz or .xz)"
         raise FileNotFoundError(f"--source {folder} holds {what}")
@@ -37,9 +37,7 @@ def tatoeba(folder: Path) -> Pairs:
 
 def held_out(folder: Path) -> Pairs:
     """The validation pairs, as they were written, of every language with English that has two or more."""
-    corpus = Prepared(folder, block_size=8, micro_tokens=8)
-    if corpus.meta["kind"] != "pairs":
-        raise ValueError(f"{folder} holds no pairs of sentences")
+    corpus = PairData(folder, block_size=8, micro_tokens=8)
     texts = {}
     for name in corpus.languages:
         pairs = list(zip(*corpus.texts("valid", name)))
@@ -71,8 +69,9 @@ def word_alignments(folder: Path) -> tuple[dict[str, list[Aligned]], list[str]]:
         if name in sets:
             raise ValueError(f"{folder} holds {name} twice, once in {path.parent}: give the folder of one")
         gold = one_of(path.parent, f"{name}.gold")
-        problems = Counter()
-        sets[name] = read_alignments(path, gold, problems)
+        found = list(read_alignments(path, gold))
+        sets[name] = [one for one in found if isinstance(one, Aligned)]
+        problems = Counter(one for one in found if isinstance(one, str))
         notes += [f"{gold}: {count:,} {what}" for what, count in problems.items()]
         if not any(aligned.sure for aligned in sets[name]):
             raise ValueError(f"{gold} holds no sure link")
@@ -81,34 +80,26 @@ def word_alignments(folder: Path) -> tuple[dict[str, list[Aligned]], list[str]]:
     return sets, notes
 
 
-def read_alignments(path: Path, gold: Path, problems: Counter) -> list[Aligned]:
+def read_alignments(path: Path, gold: Path) -> Iterator[Aligned | str]:
+    """The sentences of a file with the links of another, and what is wrong with links, in words."""
     texts, links = list(read_lines(path)), list(read_lines(gold))
     if len(texts) != len(links):
         raise ValueError(f"{path} has {len(texts):,} sentence pairs and {gold.name} {len(links):,} lines of links")
-    found = []
     for number, (text, line) in enumerate(zip(texts, links), start=1):
         one, _, two = text.partition("|||")
-        one, two = one.split(), two.split()
-        if not one or not two:
+        aligned = Aligned(one.split(), two.split(), set(), set())
+        if not aligned.one or not aligned.two:
             raise ValueError(f"{path}, line {number}: not `source ||| target`")
-        aligned = Aligned(one, two, set(), set())
-        if read_links(line, aligned, problems):
-            found.append(aligned)
-    return found
-
-
-def read_links(line: str, aligned: Aligned, problems: Counter) -> bool:
-    """Adds the links of a line to a sentence; False where the line cannot be read."""
-    for word in line.split():
-        link = re.fullmatch(r"(\d{1,9})([-p])(\d{1,9})", word)
-        if link is None:
-            problems["broken lines, whose sentences are left out"] += 1
-            return False
-        i, j = int(link[1]) - 1, int(link[3]) - 1
-        if not (0 <= i < len(aligned.one) and 0 <= j < len(aligned.two)):
-            problems["links that point past their sentence, left out"] += 1
+        found = [re.fullmatch(r"(\d{1,9})([-p])(\d{1,9})", link) for link in line.split()]
+        if None in found:
+            yield "broken lines, whose sentences are left out"
             continue
-        aligned.possible.add((i, j))
-        if link[2] == "-":
-            aligned.sure.add((i, j))
-    return True
+        for first, sign, second in (link.groups() for link in found):
+            i, j = int(first) - 1, int(second) - 1
+            if 0 <= i < len(aligned.one) and 0 <= j < len(aligned.two):
+                aligned.possible.add((i, j))
+                if sign == "-":
+                    aligned.sure.add((i, j))
+            else:
+                yield "links that point past their sentence, left out"
+        yield aligned

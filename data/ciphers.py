@@ -6,14 +6,13 @@ No document is told in two languages, but for those that the pairs are cut from;
 with the others and never with each other.
 """
 
-import io
 import random
 import re
 from collections.abc import Iterable, Iterator
 from itertools import chain, permutations
-from typing import NamedTuple
 
-import sentencepiece
+from data.files import Rows
+from data.tokenizers import train_sentencepiece
 
 LANGUAGES = ("en", "x1", "x2", "x3")
 NEVER_PAIRED = {"x2", "x3"}
@@ -22,23 +21,15 @@ PAIRED = 0.3  # of the text is for pairs, the rest for the languages in equal pa
 SHORTEST, LONGEST = 3, 8  # pieces of a text in a pair
 HELD_OUT = 300  # pairs in valid, and in test: the same ones, in the same order, for every two languages
 FIRST = 0xF0000
-VOCABULARY = dict(  # a token a character
-    model_type="char",
-    character_coverage=1.0,
-    byte_fallback=False,
-    hard_vocab_limit=False,
-    normalization_rule_name="identity",
-    add_dummy_prefix=False,
-    remove_extra_whitespaces=False,
-)
+# How the pieces of English are learned, and the vocabulary: a token a character.
+BOTH = dict(character_coverage=1.0, byte_fallback=False)
+ENGLISH = BOTH | dict(normalization_rule_name="nmt_nfkc", remove_extra_whitespaces=True, add_dummy_prefix=True)
+ENGLISH |= dict(allow_whitespace_only_pieces=False, user_defined_symbols=[], eos_id=-1)
+VOCABULARY = BOTH | dict(model_type="char", hard_vocab_limit=False)
+VOCABULARY |= dict(normalization_rule_name="identity", remove_extra_whitespaces=False, add_dummy_prefix=False)
 
-Rows = Iterable[tuple[str, ...]]  # as in data.corpora
 Pieces = list[int]
-
-
-class Document(NamedTuple):
-    split: str
-    sentences: list[Pieces]
+Document = tuple[str, list[Pieces]]  # its split and its sentences
 
 
 def alphabets() -> dict[str, list[str]]:
@@ -88,7 +79,9 @@ def by_pair(english: Rows) -> dict[str, Rows]:
         one, other = (alphabets()[language] for language in pair)
         rows["-".join(pair)] = own = []
         for split in texts:
-            chosen = texts[split][number :: len(pairs)] if split == "train" else texts[split][:HELD_OUT]
+            chosen = texts[split][:HELD_OUT]
+            if split == "train":
+                chosen = texts[split][number :: len(pairs)]
             for text in chosen:
                 own.append((split, written(text, one), written(text, other)))
     return rows
@@ -96,12 +89,12 @@ def by_pair(english: Rows) -> dict[str, Rows]:
 
 def in_pieces(english: Rows) -> tuple[list[Document], list[str]]:
     """The documents in pieces, the longest first, and the names of the pieces."""
-    documents = [Document(split, sentences(text)) for split, text in english]
-    train = (document.sentences for document in documents if document.split == "train")
-    model = learn(chain.from_iterable(train))
-    documents = [Document(split, model.encode(own)) for split, own in documents]
+    documents = [(split, sentences(text)) for split, text in english]
+    train = chain.from_iterable(own for split, own in documents if split == "train")
+    model = train_sentencepiece(train, PIECES, **ENGLISH)
+    documents = [(split, model.encode_batch(own)) for split, own in documents]
     documents.sort(key=size, reverse=True)
-    return documents, [model.id_to_piece(piece) for piece in range(PIECES)]
+    return documents, [model.processor.id_to_piece(piece) for piece in range(PIECES)]
 
 
 def sentences(text: str) -> list[str]:
@@ -111,26 +104,8 @@ def sentences(text: str) -> list[str]:
     return re.split(r"(?<=[.!?:;]) ", text)
 
 
-def learn(texts: Iterable[str]) -> sentencepiece.SentencePieceProcessor:
-    """A BPE of PIECES pieces."""
-    file = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(texts),
-        model_writer=file,
-        model_type="bpe",
-        vocab_size=PIECES,
-        character_coverage=1.0,
-        bos_id=-1,
-        eos_id=-1,
-        unk_id=0,
-        num_threads=2,
-        minloglevel=2,
-    )
-    return sentencepiece.SentencePieceProcessor(model_proto=file.getvalue())
-
-
 def size(document: Document) -> int:
-    return sum(map(len, document.sentences))
+    return sum(map(len, document[1]))
 
 
 def dealt_out(documents: list[Document]) -> list[list[Document]]:
@@ -141,9 +116,9 @@ def dealt_out(documents: list[Document]) -> list[list[Document]]:
     part = (1 - PAIRED) / len(LANGUAGES)
     parts = [part] * len(LANGUAGES) + [PAIRED]
     shares = [[] for _ in parts]
-    have = {document.split: [0.0] * len(parts) for document in documents}
+    have = {split: [0.0] * len(parts) for split, _ in documents}
     for document in documents:
-        own = have[document.split]
+        own = have[document[0]]
         least = own.index(min(own))
         own[least] += size(document) / parts[least]
         shares[least].append(document)

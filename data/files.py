@@ -1,4 +1,4 @@
-"""Readers of the files that texts come in: documents, translation pairs and message catalogs, plain, .gz or .xz.
+"""Readers of the files that texts come in: documents and translation pairs, plain, .gz or .xz.
 
 What cannot be read is a ValueError or an OSError of one line, which names the file and, where it is known, the line.
 """
@@ -9,14 +9,12 @@ import json
 import lzma
 import os
 import re
-import struct
 import sys
 import zlib
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import cache
-from itertools import chain, islice, zip_longest
+from itertools import chain, groupby, islice, zip_longest
 from pathlib import Path
 
 SPLITS = ("train", "valid", "test")
@@ -29,6 +27,7 @@ NO_TEXT = re.compile(
     r"^(readme|licen[cs]e|notice|dataset_infos?)\b|\.(png|jpe?g|gif|pyc|np[yz]|bin|pth?|safetensors|pkl|lock)$"
 )
 UNREAD = re.compile(r"\.(csv|zst|bz2|zip|tar|tgz|7z|pdf|docx?|epub|arrow)$")
+Rows = Iterable[tuple[str, ...]]  # (split, text) or (split, first text, second text)
 
 
 def split_of(key: str, valid: float, test: float) -> str:
@@ -112,14 +111,6 @@ def read_lines(path: Path) -> Iterator[str]:
         raise ValueError(f"{path} is damaged: {error}") from error
 
 
-def parse(text: str):
-    """What a JSON text says. ValueError where it is none, or nested too deeply."""
-    try:
-        return json.loads(text)
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
-
-
 def read_documents(path: Path, blocks: bool = False) -> Iterator[str]:
     """The documents of a file: the rows of Parquet and of JSON lines, and the blocks or lines of plain text.
 
@@ -135,7 +126,8 @@ def read_documents(path: Path, blocks: bool = False) -> Iterator[str]:
     lines = read_lines(path)
     head = list(islice(lines, HEAD))
     lines = chain(head, lines)
-    if name.endswith(JSON) or is_json_line(next(filter(str.strip, head), "")):
+    first = next(filter(str.strip, head), "")
+    if name.endswith(JSON) or "text" in json_object(first):
         yield from json_rows(path, lines)
     elif blocks or are_blocks(head):
         say(f"{path.parent}: every block between blank lines is a document")
@@ -151,13 +143,6 @@ def say(line: str):
     print(line, file=sys.stderr)
 
 
-def is_json_line(line: str) -> bool:
-    with suppress(ValueError):
-        row = parse(line)
-        return isinstance(row, dict) and "text" in row
-    return False
-
-
 def are_blocks(head: list[str]) -> bool:
     """Whether blank lines are regular: most of the lines are in blocks of 100 at most, of which there are two."""
     sizes = [block.count("\n") for block in re.split(r"\n(?:[^\S\n]*\n)+", "".join(head).strip() + "\n")]
@@ -165,26 +150,28 @@ def are_blocks(head: list[str]) -> bool:
 
 
 def read_blocks(lines: Iterable[str]) -> Iterator[str]:
-    block = []
-    for line in chain(lines, [""]):
-        if line.strip():
-            block.append(line)
-        elif block:
+    for has_text, block in groupby(lines, key=lambda line: bool(line.strip())):
+        if has_text:
             yield "".join(block).strip()
-            block = []
 
 
 def json_rows(path: Path, lines: Iterable[str]) -> Iterator[str]:
     """The "text" of every line; blank lines are passed over."""
     for number, line in enumerate(lines, start=1):
         if line.strip():
-            try:
-                text = parse(line)["text"]
-            except (ValueError, KeyError, TypeError):
-                text = None
+            text = json_object(line).get("text")
             if not isinstance(text, str):
                 raise ValueError(f"{path}, line {number}: no JSON object with a string named 'text'")
             yield text
+
+
+def json_object(line: str) -> dict:
+    """{} where the line holds none."""
+    with suppress(ValueError, RecursionError):  # the second where it is nested too deeply
+        row = json.loads(line)
+        if isinstance(row, dict):
+            return row
+    return {}
 
 
 def read_parquet(path: Path) -> Iterator[str]:
@@ -196,8 +183,8 @@ def read_parquet(path: Path) -> Iterator[str]:
         raise ImportError(f"{path} needs pyarrow: pip install pyarrow") from error
     try:
         file = pyarrow.parquet.ParquetFile(path)
-        column = file.schema_arrow.field("text") if "text" in file.schema_arrow.names else None
-        if column is None or not str(column.type).endswith("string"):
+        columns = dict(zip(file.schema_arrow.names, file.schema_arrow.types))
+        if not str(columns.get("text")).endswith("string"):
             raise ValueError(f"{path} has no column 'text' of strings")
         for batch in file.iter_batches(batch_size=64, columns=["text"]):
             yield from (text or "" for text in batch.column("text").to_pylist())
@@ -206,27 +193,7 @@ def read_parquet(path: Path) -> Iterator[str]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Pairs and catalogs
-
-
-def aligned_files(source: Path) -> dict[str, list[tuple[Path, ...]]]:
-    """The files of each pair of languages: (de-en.de, de-en.en) with a language each, or (de-en.tsv,) with both.
-
-    A name may say more between the pair and the ending, as in de-en.train.de.gz beside de-en.train.en.
-    """
-    pairs = defaultdict(list)
-    for path in source_files(source):
-        stem, _, ending = uncompressed_name(path).rpartition(".")
-        pair = stem.split(".")[0]
-        if ending == "tsv" and "-" in pair:
-            pairs[pair].append((path,))
-        elif pair.startswith(f"{ending}-"):
-            second = pair.removeprefix(f"{ending}-")
-            pairs[pair].append((path, one_of(path.parent, f"{stem}.{second}")))
-    if not pairs:
-        what = "no file such as de-en.de, beside de-en.en, or de-en.tsv (plain, .gz or .xz)"
-        raise FileNotFoundError(f"--source {source} holds {what}")
-    return pairs
+# Pairs
 
 
 def read_pairs(*paths: Path) -> Iterator[tuple[str, str]]:
@@ -243,26 +210,6 @@ def read_pairs(*paths: Path) -> Iterator[tuple[str, str]]:
         yield texts
 
 
-def read_catalog(path: Path) -> Iterator[tuple[str, str, str]]:
-    """(singular, English, message) of the translations in a .mo file; a plural gives its first and its last form.
-
-    Python's gettext reads such files too, but does not give the English plural. A .mo file has two tables of lengths
-    and offsets, one of keys and one of texts.
-    """
-    data = path.read_bytes()
-
-    def text_at(place: int) -> str:
-        length, offset = struct.unpack_from("<2I", data, place)
-        return data[offset : offset + length].decode()
-
-    try:
-        _, _, count, keys, texts = struct.unpack_from("<5I", data)
-        entries = [(text_at(keys + 8 * number), text_at(texts + 8 * number)) for number in range(count)]
-    except (struct.error, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
-    for key, text in entries:
-        english = key.split("\x04")[-1].split("\0")  # a context may stand before it
-        forms = text.split("\0")
-        for source, message in {(english[0], forms[0]), (english[-1], forms[-1])}:
-            if source.strip() and message.strip():  # the file's header is the translation of nothing
-                yield english[0], source, message
+def read_sides(folder: Path, sides: tuple[str, str], *names: str) -> Iterator[tuple[str, str]]:
+    """The lines of NAME.de beside those of NAME.en, where `sides` are de and en, of the first name that there is."""
+    return read_pairs(*[one_of(folder, *(f"{name}.{side}" for name in names)) for side in sides])

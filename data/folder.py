@@ -13,7 +13,7 @@ from numpy import ndarray
 from torch import Tensor
 
 from data.corpora import CORPORA
-from data.files import SPLITS, parse
+from data.files import SPLITS
 from data.prepare import checksum, ready, sha256
 from data.tokenizers import KINDS, Tokenizer, load_tokenizer
 
@@ -30,9 +30,9 @@ def read_meta(folder: Path) -> dict:
         how = f"prepare it: python -m data.prepare {folder.name + source if known else '--help'}"
         raise FileNotFoundError(f"no prepared data in {folder}; {how}")
     try:
-        meta = parse(path.read_text())
+        meta = json.loads(path.read_text())
         intact = meta["checksum"] == checksum(meta)
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         intact = False
     if not intact:
         raise ValueError(f"{path} has changed since it was written; {AGAIN}")
@@ -107,9 +107,10 @@ class Prepared:
         self.streams = {}  # split -> (J, 2): the number of each language's first token (or pair), and its count
         unit = "pairs" if self.meta["kind"] == "pairs" else "tokens"
         for split, total in self.meta["splits"].items():
-            self.tokens[split] = map_numbers(self.folder / f"{split}.bin", self.meta["dtype"], total["tokens"])
+            file = self.folder / f"{split}.bin"
+            self.tokens[split] = map_numbers(file, self.meta["dtype"], total["tokens"])
             if unit == "pairs":
-                self.index[split] = map_numbers(self.folder / f"{split}.idx", "int64", 2 * total["pairs"] + 1)
+                self.index[split] = map_numbers(file.with_suffix(".idx"), "int64", 2 * total["pairs"] + 1)
             counts = [self.meta["languages"][language][split] for language in self.languages]
             self.streams[split] = np.array([[own["first"], own[unit]] for own in counts], dtype=np.int64)
 
@@ -132,14 +133,13 @@ class Prepared:
 
     def stream(self, split, language: str) -> tuple[int, int]:
         """The number of the first token (or pair) of a language, and how many it has."""
-        return tuple(self.streams[split][self.languages.index(language)].tolist())
+        number = self.languages.index(language)
+        return tuple(self.streams[split][number].tolist())
 
-    def all_pairs(self, split) -> ndarray:
-        """The numbers of all pairs of a split."""
-        return np.arange(self.meta["splits"][split]["pairs"])
-
-    def pairs(self, split, numbers: ndarray) -> Rows:
-        """The pairs of a split that have these numbers (R,). The size of each text includes its `</s>`."""
+    def pairs(self, split, numbers: ndarray | None = None) -> Rows:
+        """The pairs of a split that have these numbers (R,), or all. The size of each text includes its `</s>`."""
+        if numbers is None:
+            numbers = np.arange(self.meta["splits"][split]["pairs"])
         first = self.streams[split][:, 0]
         language = first.searchsorted(numbers, side="right") - 1
         texts = 2 * numbers[:, None] + np.array([0, 1])  # (R, 2)

@@ -49,9 +49,8 @@ class Masking:
         count = np.floor(n * self.share + round_up)
         count = np.maximum(count, n > 0)
         order = np.lexsort((turn, part))
-        place_in_part = np.arange(len(part)) - part.searchsorted(part)
         chosen = np.empty(len(part), dtype=bool)
-        chosen[order] = place_in_part < count[part]  # the lowest turns of each part
+        chosen[order] = places(part) < count[part]  # the lowest turns of each part
         return chosen
 
     def hide(self, ids: ndarray, chosen: ndarray, random: ndarray) -> ndarray:
@@ -73,6 +72,11 @@ class Masking:
         stays = 1 - becomes_mask - becomes_random
         odds = 1 + len(self.ordinary) * stays / max(becomes_random, 1e-9)
         return torch.where(shown == self.mask, 1.0, odds).double()
+
+
+def places(part: ndarray) -> ndarray:
+    """(N,) how many entries of the same part come before each; part: (N,) the number of its part, ascending."""
+    return np.arange(len(part)) - part.searchsorted(part)
 
 
 def span_turns(turn: ndarray, lengths: ndarray, part: ndarray) -> ndarray:

@@ -1,22 +1,29 @@
-"""Messages beside their English: splits of them, and Django's, from the installed package, which is not imported.
+"""Messages beside their English: Django's, Home Assistant's, and the texts of LibreOffice's help.
 
 No text of one split, in any language, is in another.
 """
 
-import importlib.util
+import io
+import json
+import lzma
+import re
+import struct
+import tarfile
+import zipfile
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-from data.files import read_catalog, split_of
+from data.files import Rows, split_of
+from data.packages import HOMEASSISTANT, TAG, package, plain, wheel_file
 
 MIN_MESSAGES = 100  # of a language that is kept
 Translation = tuple[str, str, str]  # language as in zh_Hans, English, message
 Message = tuple[str, str, str, str]  # the same, and the split
 
 
-def by_language(messages: list[Message]) -> dict[str, list]:
+def by_language(messages: list[Message]) -> dict[str, Rows]:
     """Documents are messages, each once in a language; those of `en` are the English texts that have a translation."""
     splits = defaultdict(dict)  # language -> text -> split
     for language, english, message, split in messages:
@@ -28,10 +35,11 @@ def by_language(messages: list[Message]) -> dict[str, list]:
     return rows
 
 
-def by_pair(messages: list[Message]) -> dict[str, list]:
+def by_pair(messages: list[Message]) -> dict[str, Rows]:
     """A message and its English, split by the English text."""
     rows = defaultdict(list)
-    for language, english, message, split in sorted(messages, key=lambda row: (scattered(row[1]), row[2])):
+    in_order = sorted(messages, key=lambda row: (scattered(row[1]), row[2]))
+    for language, english, message, split in in_order:
         rows[f"{language}-en"].append((split, message, english))
     return rows
 
@@ -41,62 +49,137 @@ def scattered(text: str) -> tuple[int, str]:
     return zlib.crc32(text.encode()), text
 
 
-def aligned(language: str, texts: dict[tuple, str], english: dict[tuple, str]) -> Iterator[Translation]:
-    """Texts beside the English with the same key, but for empty ones and those that are not translated."""
-    for key, text in texts.items():
-        original = english.get(key)
-        if original and text not in ("", original):
-            yield language, original, text
+def separated(found: set[Translation], singulars: dict[str, str] | None = None) -> list[Message]:
+    """Translations with their split, sorted. A hash of the English sends 5% to valid and 5% to test.
 
-
-def separated_by_hash(found: set[Translation]) -> list[Message]:
-    """As `separated`. A hash of the English text sends 5% to valid and 5% to test."""
-    messages = separated(found, {english: split_of(english, valid=0.05, test=0.05) for _, english, _ in found})
+    singulars: English text -> that whose hash is used, where it is not its own. A message that translates English texts
+    of two splits is left out, and so are languages of few messages.
+    """
+    split = {}  # English text -> its split
+    uses = defaultdict(set)  # text -> the splits in which it stands
+    for _, english, message in found:
+        key = (singulars or {}).get(english, english)
+        split[english] = split_of(key, valid=0.05, test=0.05)
+        uses[english].add(split[english])
+        uses[message].add(split[english])
+    kept = []
+    for language, english, message in sorted(found):
+        if len(uses[message]) == 1:
+            kept.append((language, english, message, split[english]))
+    counts = Counter(language for language, *_ in kept)
+    messages = [row for row in kept if counts[row[0]] >= MIN_MESSAGES]
     if not messages:
         raise ValueError(f"no language has {MIN_MESSAGES} texts beside their English: is it the right source?")
     return messages
 
 
-def separated(found: set[Translation], splits: dict[str, str]) -> list[Message]:
-    """Translations with the split of their English, sorted.
-
-    A message that translates English texts of two splits is left out, and so are languages of few messages.
-    """
-    uses = defaultdict(set)  # text -> the splits in which it stands
-    for _, english, message in found:
-        uses[english].add(splits[english])
-        uses[message].add(splits[english])
-    kept = []
-    for language, english, message in sorted(found):
-        if len(uses[message]) == 1:
-            kept.append((language, english, message, splits[english]))
-    counts = Counter(language for language, *_ in kept)
-    return [row for row in kept if counts[row[0]] >= MIN_MESSAGES]
+def aligned(texts: dict[str, dict], english: dict) -> set[Translation]:
+    """Every language's texts (key -> text) beside the English with the same key, where both are there and differ."""
+    found = set()
+    for language, own in texts.items():
+        for key, text in own.items():
+            original = english.get(key)
+            if original and text not in ("", original):
+                found.add((language, original, text))
+    return found
 
 
 def django_messages() -> list[Message]:
-    """A hash of the English text (of the singular, where it has a plural) sends 5% to valid and 5% to test."""
+    """Those of the installed package. A plural is in the split of its singular."""
     found = set()
-    singulars = defaultdict(set)  # English text -> the singulars of which it is the plural, and itself
+    singulars = defaultdict(set)  # English text -> the other texts of which it is the plural
     for path in django_catalogs():
         for singular, english, message in read_catalog(path):
             found.add((path.parent.parent.name, english, message))
-            singulars[english] |= {singular, english}
-    splits = {}  # English text -> split
-    for english, forms in singulars.items():
-        splits[english] = split_of(min(forms - {english} or forms), valid=0.05, test=0.05)
-    return separated(found, splits)
+            singulars[english] |= {singular} - {english}
+    return separated(found, {english: min(forms) for english, forms in singulars.items() if forms})
 
 
 def django_catalogs() -> list[Path]:
-    """LANGUAGE/LC_MESSAGES/*.mo of the installed Django, but for English itself."""
+    """LANGUAGE/LC_MESSAGES/*.mo, but for English itself."""
     found = package("django").rglob("*/LC_MESSAGES/*.mo")
     return [path for path in found if path.parent.parent.name != "en"]
 
 
-def package(name: str) -> Path:
-    """The folder of an installed package, found without importing it."""
-    spec = importlib.util.find_spec(name)
-    if spec is None:
-        raise ImportError(f"this corpus is read from the package {name}: pip install {name}")
-    return Path(spec.submodule_search_locations[0])
+def read_catalog(path: Path) -> Iterator[tuple[str, str, str]]:
+    """(singular, English, message) of the translations in a .mo file; a plural gives its first and its last form.
+
+    Python's gettext reads such files too, but does not give the English plural. A .mo file has two tables of lengths
+    and offsets, one of keys and one of texts.
+    """
+    data = path.read_bytes()
+
+    def texts_of(table: int) -> list[str]:
+        found = []
+        for place in range(table, table + 8 * count, 8):
+            length, offset = struct.unpack_from("<2I", data, place)
+            found.append(data[offset : offset + length].decode())
+        return found
+
+    try:
+        _, _, count, keys, texts = struct.unpack_from("<5I", data)
+        entries = zip(texts_of(keys), texts_of(texts))
+    except (struct.error, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+    for key, text in entries:
+        english = key.split("\x04")[-1].split("\0")  # a context may stand before it
+        forms = text.split("\0")
+        for source, message in {(english[0], forms[0]), (english[-1], forms[-1])}:
+            if source.strip() and message.strip():  # the file's header is the translation of nothing
+                yield english[0], source, message
+
+
+def home_messages(source: Path | None = None) -> list[Message]:
+    """In single spaces. Texts whose {placeholders} are not those of the English are left out."""
+    texts = defaultdict(dict)  # language -> component and JSON key path -> text
+    with zipfile.ZipFile(wheel_file(HOMEASSISTANT, source)) as archive:
+        for name in archive.namelist():
+            if match := re.fullmatch(r"(.+)/translations/([\w-]+)\.json", name):
+                component, language = match.groups()
+                messages = leaves(json.loads(archive.read(name)), (component,))
+                texts[language.replace("-", "_")].update(messages)
+    found = {row for row in aligned(texts, texts["en"]) if placeholders(row[1]) == placeholders(row[2])}
+    return separated(found)
+
+
+def leaves(node, keys: tuple) -> Iterator[tuple]:
+    """(key path, text) of every text in JSON; the path begins with `keys`."""
+    if isinstance(node, str):
+        yield keys, " ".join(node.split())
+    elif isinstance(node, dict):
+        for key, child in node.items():
+            yield from leaves(child, (*keys, key))
+
+
+def placeholders(text: str) -> list[str]:
+    return sorted(re.findall(r"\{[^{}]*\}", text))
+
+
+PAGE = re.compile(r"\./usr/share/libreoffice/help/([\w-]+)/text/(.+\.html)")
+ELEMENT = re.compile(r'<(p|h\d)\b[^<>]*\bid="((?:par|hd)_\w+)"[^<>]*>(.*?)</\1>', re.DOTALL)
+
+
+def help_messages(source: Path) -> list[Message]:
+    """Headings and paragraphs in libreoffice-help-LANGUAGE*.deb, aligned by page and element id."""
+    if not any(source.glob("libreoffice-help-en-us[_.]*deb")):
+        raise FileNotFoundError(f"--source {source} needs libreoffice-help-en-us*.deb and those of other languages")
+    texts = defaultdict(dict)  # language -> (page, element id) -> text; the package `ca` has two languages
+    for path in source.glob("libreoffice-help-*.deb"):
+        for language, page, content in help_pages(path):
+            for _, key, text in ELEMENT.findall(content):
+                texts[language][page, key] = plain(TAG.sub("", text))
+    return separated(aligned(texts, texts["en_US"]))
+
+
+def help_pages(path: Path) -> Iterator[tuple[str, str, str]]:
+    """(language, page, its HTML) of a Debian package."""
+    content = path.read_bytes()
+    start = content.find(b"data.tar") + 60  # what follows the header of the last file in this `ar` archive
+    try:
+        with tarfile.open(fileobj=io.BytesIO(content[start:])) as archive:
+            for member in archive:
+                if match := PAGE.fullmatch(member.name):
+                    language, page = match.groups()
+                    yield language.replace("-", "_"), page, archive.extractfile(member).read().decode()
+    except (tarfile.TarError, lzma.LZMAError, EOFError, ValueError) as error:
+        raise ValueError(f"{path} is damaged or no .deb ({type(error).__name__})") from error

@@ -16,15 +16,16 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import tyro
 from tyro.conf import Positional
 
-from data import bitext_sets, corpora, messages, xtreme
-from data.files import one_of, read_documents, read_lines, read_pairs, split_of
-from data.prepare import PREPARED, clear_errors, prepare
+from data import bitext_sets, corpora, xtreme
+from data.corpora import Groups
+from data.files import one_of, read_documents, read_lines, read_sides, split_of
+from data.messages import scattered
+from data.prepare import PREPARED, clear_errors, new_folder, write
 from data.tokenizers import XLMR, train_sentencepiece
 
 LANGUAGES = {"en", "de", "fr", "zh_Hans"}  # those with 20,000 pairs or more, by Django's names
@@ -50,18 +51,32 @@ class Text(NamedTuple):
 
 
 def main(downloads: Positional[Path], tested: Positional[Path], out: Path = PREPARED, pieces: int = PIECES):
-    scored = set()
-    for text in scored_texts(downloads, tested):
-        scored.update(sentences(text))
-    groups = defaultdict(list)  # (language or pair, split) -> texts
+    scored = set(chain.from_iterable(map(sentences, scored_texts(downloads, tested))))
+    rows = defaultdict(list)  # language or pair -> (split, *texts)
     for text in select(read(downloads), scored - {""}):
-        groups[text.language, text.split].append(text.texts)
-    with TemporaryDirectory() as folder:
-        folder = Path(folder)
-        write(folder, groups)
-        tokenizer = train_sentencepiece(sample(groups), pieces, XLMR).save(folder)
-        prepare("cc100", folder / "text", tokenizer, out=out / "multilingual")
-        prepare("bitext", folder / "pairs", tokenizer, out=out / "multilingual-pairs")
+        texts = text.texts
+        if len(texts) > 1:  # a pair is two lines
+            texts = [" ".join(one.split()) for one in texts]
+        rows[text.language].append((text.split, *texts))
+    pairs = {name: rows.pop(name) for name in sorted(rows) if "-" in name}
+    tokenizer = train_sentencepiece(sample(rows), pieces, XLMR)
+    texts = dict(sorted(rows.items()))
+    meta = {"source": str(downloads), "versions": {}}
+    with new_folder(out / "multilingual") as folder:
+        write(folder, meta | {"name": "multilingual", "kind": "languages"}, texts, tokenizer)
+    with new_folder(out / "multilingual-pairs") as folder:
+        write(folder, meta | {"name": "multilingual-pairs", "kind": "pairs"}, pairs, tokenizer)
+
+
+def sample(groups: Groups) -> Iterator[str]:
+    """Training text for the vocabulary, a little of each language."""
+    for rows in groups.values():
+        characters = 0
+        for split, text in rows:
+            if split == "train":
+                characters += len(text)
+                if characters <= CHARACTERS:
+                    yield text
 
 
 def sentences(text: str) -> Iterator[str]:
@@ -99,7 +114,8 @@ def joined(words: Iterable[str]) -> tuple[str, str]:
 
 def read(downloads: Path) -> Iterator[Text]:
     """Everything, with every document or pair in one split."""
-    for language, rows in (corpora.catalogs() | corpora.catalogs_pairs()).items():
+    django = corpora.read("catalogs") | corpora.read("catalogs-pairs")
+    for language, rows in django.items():
         if LANGUAGES.issuperset(language.split("-")):
             for split, *texts in rows:
                 yield Text("Django", split, language, tuple(texts))
@@ -132,7 +148,8 @@ def ntrex(folder: Path) -> Iterator[Text]:
     columns = {language: column(f"newstest2019-{name}.txt") for language, name in NTREX.items()}
     for language, lines in columns.items():
         whole = defaultdict(list)  # article -> its sentences
-        for article, text, english in zip(articles, lines, columns["en"], strict=True):
+        rows = zip(articles, lines, columns["en"], strict=True)
+        for article, text, english in rows:
             whole[article].append(text)
             if language != "en":
                 yield Text("NTREX", splits[article], f"{language}-en", (text, english))
@@ -142,13 +159,12 @@ def ntrex(folder: Path) -> Iterator[Text]:
 
 def bitext(source: str, folder: Path, language: str, ending: str) -> Iterator[Text]:
     """Pairs, and each text on either side of them once."""
-    for split, other in (("train", "train"), ("valid", "val")):
-        paths = [one_of(folder, f"{split}.{side}", f"{other}.{side}") for side in (ending, "en")]
-        pairs = list(read_pairs(*paths))
+    for split, *names in (("train", "train"), ("valid", "valid", "val")):
+        pairs = list(read_sides(folder, (ending, "en"), *names))
         for pair in pairs:
             yield Text(source, split, f"{language}-en", pair)
         for side, texts in zip((language, "en"), zip(*pairs)):
-            for text in sorted(set(texts), key=messages.scattered):
+            for text in sorted(set(texts), key=scattered):
                 yield Text(source, split, side, (text,))
 
 
@@ -165,32 +181,6 @@ def select(texts: Iterable[Text], scored: set[str]) -> Iterator[Text]:
     for text in kept:
         if text.split != "train" or held_out.isdisjoint(map(normal, text.texts)):
             yield text
-
-
-def write(folder: Path, groups: dict[tuple[str, str], list]):
-    """Files that data.prepare reads: text/de.train.jsonl, pairs/de-en.train.tsv and so on."""
-    (folder / "text").mkdir()
-    (folder / "pairs").mkdir()
-    for (language, split), rows in groups.items():
-        if "-" in language:
-            path = folder / "pairs" / f"{language}.{split}.tsv"
-            lines = [f"{' '.join(one.split())}\t{' '.join(two.split())}" for one, two in rows]
-        else:
-            path = folder / "text" / f"{language}.{split}.jsonl"
-            lines = [json.dumps({"text": text}, ensure_ascii=False) for (text,) in rows]
-        path.write_text("".join(f"{line}\n" for line in lines))
-
-
-def sample(groups: dict[tuple[str, str], list]) -> Iterator[str]:
-    """Training text for the vocabulary, a little of each language."""
-    for (language, split), rows in groups.items():
-        if split != "train" or "-" in language:
-            continue
-        characters = 0
-        for (text,) in rows:
-            characters += len(text)
-            if characters <= CHARACTERS:
-                yield text
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import platform
 import shutil
 import signal
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
@@ -30,15 +31,14 @@ from tqdm import tqdm
 
 if not __package__:  # python data/prepare.py, in place of -m data.prepare
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-from data.corpora import CORPORA, Rows
-from data.files import SPLITS
+from data.corpora import CORPORA, Groups, read
+from data.files import SPLITS, Rows
 from data.tokenizers import XLMR, SentencePiece, Tokenizer, gpt2, load_tokenizer, train_sentencepiece
 
 PREPARED = Path(__file__).parent / "prepared"
 BATCH_CHARS = 2_000_000  # of text that is encoded at once
 BPE_PAIRS = 2_000_000  # that a joint BPE is learned from, at most
 ENOUGH = 10_000  # tokens of valid and of test that end the reading of a language whose training split is full
-Groups = dict[str | None, Rows]  # language or pair -> its rows; the one key of a corpus in one language is None
 
 
 def prepare(
@@ -62,7 +62,26 @@ def prepare(
         pieces: of a joint BPE, trained on the translation pairs, in place of a tokenizer
     """
     check_options(name, source, tokenizer, max_tokens, languages, pieces)
+    corpus = CORPORA[name]
+    languages = languages or corpus.languages
     out = Path(out or PREPARED / name).resolve()
+    with new_folder(out) as folder:
+        every = read(name, source)
+        if corpus.vocabulary == name and not corpus.learn_from:  # gone through twice, to learn a vocabulary first
+            every = {language: list(rows) for language, rows in every.items()}
+        groups = restricted(every, languages)
+        chosen = tokenizer_of(name, source, tokenizer, languages, pieces, every)
+        versions = {package: importlib.metadata.version(package) for package in corpus.packages}
+        if not source:
+            versions |= dict(wheel.split("==") for wheel in corpus.wheels)
+        meta = {"name": name, "source": str(source or name), "versions": versions, "kind": corpus.kind}
+        write(folder, meta, groups, chosen, max_tokens)
+    return out
+
+
+@contextmanager
+def new_folder(out: Path):
+    """A hidden folder to write into, which becomes `out` in the end, and is removed where an exception comes first."""
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_name(f".{out.name}.new.partial")
     with FileLock(out.with_name(f".{out.name}.lock")):  # a second preparation of the folder waits
@@ -72,14 +91,10 @@ def prepare(
         unfinished.append(partial)
         try:
             partial.mkdir()
-            every = read(name, source)
-            groups = restricted(every, languages)
-            chosen = tokenizer_of(name, source, tokenizer, languages, pieces, every)
-            write(partial, name, source, groups, chosen, max_tokens)
+            yield partial
             partial.rename(out)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
-    return out
 
 
 def ready(name: str, make: bool = True) -> Path:
@@ -103,30 +118,19 @@ def check_options(name: str, source, tokenizer, max_tokens, languages, pieces):
     if name not in CORPORA:
         raise ValueError(f"unknown corpus {name!r}; there are {', '.join(CORPORA)}")
     corpus = CORPORA[name]
-    if not source and not corpus.read:
-        raise ValueError(f"corpus {name!r} needs --source FILE or DIR")
-    if source and not corpus.local:
-        raise ValueError(f"corpus {name!r} is read from installed packages: leave out --source")
-    if source and not source.exists():
-        raise ValueError(f"--source {source} does not exist")
-    for number in (max_tokens, pieces):
-        if number is not None and number < 1:
-            raise ValueError("--max_tokens and --pieces must be positive")
-    if languages and corpus.kind == "text":
-        raise ValueError(f"--languages is for corpora of many languages, not for {name!r}")
-    if pieces and (tokenizer or corpus.kind != "pairs"):
-        raise ValueError("--pieces is for translation pairs (bitext, wmt10, ...), without --tokenizer")
-
-
-def read(name: str, source: Path | None) -> Groups:
-    """The rows of all languages, as lists where all are gone through twice, to learn a vocabulary first."""
-    corpus = CORPORA[name]
-    groups = corpus.local(source) if source else corpus.read()
-    if corpus.kind == "text":
-        groups = {None: groups}
-    if corpus.vocabulary == name and not corpus.learn_from:
-        groups = {language: list(rows) for language, rows in groups.items()}
-    return groups
+    numbers = [number for number in (max_tokens, pieces) if number is not None]
+    wrong_pieces = pieces and (tokenizer or corpus.kind != "pairs")
+    refused = {
+        f"corpus {name!r} needs --source FILE or DIR": not source and not corpus.read,
+        f"corpus {name!r} is read from installed packages: leave out --source": source and not corpus.local,
+        f"--source {source} does not exist": source and not source.exists(),
+        "--max_tokens and --pieces must be positive": min(numbers, default=1) < 1,
+        f"--languages is for corpora of many languages, not for {name!r}": languages and corpus.kind == "text",
+        "--pieces is for translation pairs (bitext, wmt10, ...), without --tokenizer": wrong_pieces,
+    }
+    for message, applies in refused.items():
+        if applies:
+            raise ValueError(message)
 
 
 def restricted(groups: Groups, languages: str | None) -> Groups:
@@ -146,18 +150,18 @@ def tokenizer_of(name: str, source, tokenizer, languages, pieces, every: Groups)
     if tokenizer:
         return load_tokenizer(tokenizer, kind.kind)
     if pieces:
-        own = restricted(read(name, source), languages)
-        texts = training_texts(own, BPE_PAIRS // len(own))
-        return train_sentencepiece(texts, pieces + XLMR.added, XLMR, model_type="bpe")
-    if corpus.vocabulary:  # learned from all languages, so that it does not depend on --languages
+        every = restricted(read(name, source), languages)
+        most, options = BPE_PAIRS // len(every), {"vocab_size": pieces + XLMR.added, "model_type": "bpe"}
+    elif corpus.vocabulary:  # learned from all languages, so that it does not depend on --languages
         if corpus.vocabulary != name or corpus.learn_from:
             every = read(corpus.vocabulary, source)
-        texts = training_texts(every, corpus.learn_from)
-        return train_sentencepiece(texts, kind=kind, **corpus.learning)
-    if corpus.kind == "text":
+        most, options = corpus.learn_from, corpus.learning
+    elif corpus.kind == "text":
         return gpt2()
-    hint = "a SentencePiece model such as XLM-R's; or, for pairs, --pieces N: a joint BPE"
-    raise ValueError(f"corpus {name!r} needs --tokenizer PATH: {hint}")
+    else:
+        hint = "a SentencePiece model such as XLM-R's; or, for pairs, --pieces N: a joint BPE"
+        raise ValueError(f"corpus {name!r} needs --tokenizer PATH: {hint}")
+    return train_sentencepiece(training_texts(every, most), kind=kind, **options)
 
 
 def training_texts(groups: Groups, most: int | None = None) -> Iterator[str]:
@@ -168,24 +172,25 @@ def training_texts(groups: Groups, most: int | None = None) -> Iterator[str]:
             yield from texts
 
 
-def write(folder: Path, name: str, source, groups: Groups, tokenizer: Tokenizer, limit: int | None):
-    """Encode the rows into the files of `folder`, language by language; meta.json comes last."""
-    corpus = CORPORA[name]
-    versions = {package: importlib.metadata.version(package) for package in corpus.packages}
-    if not source:
-        versions |= dict(wheel.split("==") for wheel in corpus.wheels)
-    versions["python"] = platform.python_version()
-    meta = {"name": name, "source": str(source or name), "versions": versions}
-    meta |= {"kind": corpus.kind, "dtype": tokenizer.dtype}
-    unit = "pairs" if corpus.kind == "pairs" else "documents"
-    writers = {split: SplitWriter(folder, split, unit) for split in SPLITS}
+def write(folder: Path, meta: dict, groups: Groups, tokenizer: Tokenizer, limit: int | None = None):
+    """Encode the rows into the files of `folder`, language by language; meta.json comes last.
+
+    meta: what is said of the corpus, its `kind` among it.
+    """
+    meta["versions"]["python"] = platform.python_version()
+    meta["dtype"] = tokenizer.dtype
+    writers = {split: SplitWriter(folder, split, meta["kind"]) for split in SPLITS}
     counts = {}  # language -> split -> counts
     with tqdm(desc="encoding", unit="doc", disable=None) as bar:
         for language, rows in groups.items():
             own = {split: writers[split].begin_language() for split in SPLITS}
             counts[language] = own
             for batch in batches(rows):
-                encode(batch, tokenizer, writers, limit)
+                encoded = tokenizer.encode_arrays([text for _, texts in batch for text in texts])
+                for split, texts in batch:
+                    ids = [next(encoded) for _ in texts]
+                    if split != "train" or not limit or own["train"]["tokens"] < limit:
+                        writers[split].append(texts, ids, tokenizer.eot)
                 bar.update(len(batch))
                 train, *held_out = (own[split]["tokens"] for split in SPLITS)
                 if limit and train >= limit and min(held_out) >= min(limit, ENOUGH):
@@ -197,7 +202,7 @@ def write(folder: Path, name: str, source, groups: Groups, tokenizer: Tokenizer,
     for split, total in meta["splits"].items():
         if not total["tokens"]:
             raise ValueError(f"split {split!r} is empty: give more text, or files for it")
-    if corpus.kind != "text":
+    if meta["kind"] != "text":
         meta["languages"] = counts
     tokenizer.save(folder)
     meta["tokenizer"] = {key: getattr(tokenizer, key) for key in ("kind", "vocab_size", "eot", "sha256")}
@@ -208,8 +213,7 @@ def write(folder: Path, name: str, source, groups: Groups, tokenizer: Tokenizer,
 
 def batches(rows: Rows) -> Iterator[list]:
     """The (split, texts) of rows in lists of about BATCH_CHARS characters. Rows with an empty text are left out."""
-    batch = []
-    chars = 0
+    batch, chars = [], 0
     for split, *texts in rows:
         if all(text.strip() for text in texts):
             # half of a surrogate pair, which JSON and Python can spell, has no UTF-8 form and becomes "?"
@@ -218,59 +222,45 @@ def batches(rows: Rows) -> Iterator[list]:
             chars += sum(map(len, texts))
         if chars >= BATCH_CHARS:
             yield batch
-            batch = []
-            chars = 0
+            batch, chars = [], 0
     yield batch
-
-
-def encode(batch: list, tokenizer: Tokenizer, writers: dict, limit: int | None):
-    """Write the tokens of a batch, those of training texts until a language has `limit` of them."""
-    end = np.array(tokenizer.eot, tokenizer.dtype)
-    encoded = tokenizer.encode_arrays([text for _, texts in batch for text in texts])
-    for split, texts in batch:
-        ids = [np.append(next(encoded), end) for _ in texts]
-        if split != "train" or not limit or writers["train"].own["tokens"] < limit:
-            writers[split].append(texts, ids)
 
 
 class SplitWriter:
     """Writes the files of one split. Held-out pairs are kept as text too: translations are scored against that."""
 
-    def __init__(self, folder: Path, split: str, unit: str):
-        self.unit = unit
-        self.total = {"tokens": 0, "words": 0, "bytes": 0, unit: 0}
+    def __init__(self, folder: Path, split: str, kind: str):
+        self.unit = "pairs" if kind == "pairs" else "documents"
+        self.total = Counter({"tokens": 0, "words": 0, "bytes": 0, self.unit: 0})
         self.tokens = (folder / f"{split}.bin").open("wb")
         self.index = self.texts = None
-        if unit == "pairs":
+        if kind == "pairs":
             self.index = (folder / f"{split}.idx").open("wb")
-            self.index.write(np.int64(0).tobytes())
+            self.index.write(np.int64(0))
             if split != "train":
                 self.texts = (folder / f"{split}.jsonl").open("w", encoding="utf-8")
 
     def begin_language(self) -> dict[str, int]:
         """The counts of the language that follows, which will grow, and the number of its first token or pair."""
         first = self.total["pairs" if self.index else "tokens"]
-        self.own = {"first": first} | dict.fromkeys(self.total, 0)
+        self.own = Counter({"first": first} | dict.fromkeys(self.total, 0))
         return self.own
 
-    def append(self, texts: list[str], ids: list[np.ndarray]):
-        """A document or a pair; the ids of each text end in an end-of-document token."""
-        if min(map(len, ids)) == 1:
+    def append(self, texts: list[str], ids: list[np.ndarray], eot: int):
+        """A document or a pair, each text with the token that ends it."""
+        if not all(map(len, ids)):
             return  # a text of characters that the tokenizer drops
-        self.count(self.unit, 1)
         for text, tokens in zip(texts, ids):
-            self.tokens.write(tokens)
-            self.count("tokens", len(tokens))
-            self.count("words", len(text.split()))
-            self.count("bytes", len(text.encode()))
+            counts = {"tokens": len(tokens) + 1, "words": len(text.split()), "bytes": len(text.encode())}
+            self.tokens.write(np.append(tokens, tokens.dtype.type(eot)))
+            self.total.update(counts)
+            self.own.update(counts)
             if self.index:
-                self.index.write(np.int64(self.total["tokens"]).tobytes())
+                self.index.write(np.int64(self.total["tokens"]))
+        self.total[self.unit] += 1
+        self.own[self.unit] += 1
         if self.texts:
             self.texts.write(json.dumps(texts, ensure_ascii=False) + "\n")
-
-    def count(self, what: str, number: int):
-        self.total[what] += number
-        self.own[what] += number
 
     def close(self) -> dict[str, int]:
         for file in (self.tokens, self.index, self.texts):

@@ -17,7 +17,8 @@ from pathlib import Path
 import numpy as np
 import sentencepiece
 
-GPT2_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"  # of the file of its ranks
+GPT2_FILE = "https://openaipublic.blob.core.windows.net/encodings/r50k_base.tiktoken"  # the ranks of its tokens
+GPT2_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
 PART = 300_000  # characters that are encoded at once
 Ids = list[list[int]]  # of the tokens of each text
 THREADS = os.cpu_count() or 1
@@ -187,16 +188,14 @@ def train_sentencepiece(texts: Iterable[str], vocab_size=8192, kind=SentencePiec
 
 def gpt2() -> GPT2:
     """GPT-2's tokenizer from tiktoken's cache or from the network. OSError says what to do where neither has it."""
-    import tiktoken
+    from tiktoken.load import read_file_cached
 
     try:
-        ranks = tiktoken.get_encoding("r50k_base")._mergeable_ranks
+        return GPT2(read_file_cached(GPT2_FILE, GPT2_SHA256))
     except (OSError, ValueError) as error:
         what = f"the GPT-2 vocabulary cannot be downloaded ({type(error).__name__})"
         hint = "set TIKTOKEN_CACHE_DIR to a filled cache, or pass r50k_base.tiktoken with --tokenizer PATH"
         raise OSError(f"{what}: {hint}") from error
-    lines = [b"%s %d\n" % (base64.b64encode(token), ranks[token]) for token in sorted(ranks, key=ranks.get)]
-    return GPT2(b"".join(lines))
 
 
 def load_tokenizer(path: Path | str, kind: str | None = None) -> Tokenizer:

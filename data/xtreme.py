@@ -8,23 +8,25 @@
 `apps` is a smoke test and no task of XTREME's: which of Django's applications a message belongs to, in all languages.
 """
 
+import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
-from functools import partial
-from itertools import chain
+from itertools import chain, groupby
 from pathlib import Path
 from typing import NamedTuple
 
-from data.corpora import network
-from data.files import named_split, parse, read_catalog, read_lines, source_files, split_of, uncompressed_name
-from data.messages import django_catalogs, django_messages
+from data.corpora import HUB_SPLITS, network
+from data.files import named_split, read_lines, source_files, split_of, uncompressed_name
+from data.messages import django_catalogs, django_messages, read_catalog
 
 
 class Task(NamedTuple):
     kind: str  # tags, answer or label
     languages: str = ""  # the benchmark's
     labels: tuple[str, ...] = ()  # the tags or labels; those of apps are found in its training examples
+    folder: str = ""  # in XTREME's folder of all tasks
+    hub: str = ""  # what the hub's google/xtreme calls it, by the code or the name of a language
     test: str = "test"  # the split that the benchmark scores
 
 
@@ -32,33 +34,34 @@ UPOS = tuple("ADJ ADP ADV AUX CCONJ DET INTJ NOUN NUM PART PRON PROPN PUNCT SCON
 NER = tuple("B-LOC B-ORG B-PER I-LOC I-ORG I-PER O".split())
 NLI = ("entailment", "neutral", "contradiction")  # in the hub's order
 POS_LANGUAGES = "af ar bg de el en es et eu fa fi fr he hi hu id it ja kk ko mr nl pt ru ta te th tl tr ur vi yo zh"
+NER_LANGUAGES = f"{POS_LANGUAGES} bn jv ka ml ms my sw"
 TASKS = {
-    "pos": Task("tags", POS_LANGUAGES, UPOS),
-    "ner": Task("tags", f"{POS_LANGUAGES} bn jv ka ml ms my sw", NER),
-    "xquad": Task("answer", "ar de el en es hi ru th tr vi zh"),
-    "mlqa": Task("answer", "ar de en es hi vi zh"),
-    "tydiqa": Task("answer", "ar bn en fi id ko ru sw te", test="valid"),
-    "xnli": Task("label", "ar bg de el en es fr hi ru sw th tr ur vi zh", NLI),
-    "pawsx": Task("label", "de en es fr ja ko zh", ("0", "1")),
+    "pos": Task("tags", POS_LANGUAGES, UPOS, "udpos", "udpos.{name}"),
+    "ner": Task("tags", NER_LANGUAGES, NER, "panx", "PAN-X.{code}"),
+    "xquad": Task("answer", "ar de el en es hi ru th tr vi zh", (), "xquad", "XQuAD.{code}"),
+    "mlqa": Task("answer", "ar de en es hi vi zh", (), "mlqa", "MLQA.{code}.{code}"),
+    "tydiqa": Task("answer", "ar bn en fi id ko ru sw te", (), "tydiqa", "tydiqa", test="valid"),
+    "xnli": Task("label", "ar bg de el en es fr hi ru sw th tr ur vi zh", NLI, "xnli", "XNLI"),
+    "pawsx": Task("label", "de en es fr ja ko zh", ("0", "1"), "pawsx", "PAWS-X.{code}"),
     "apps": Task("label"),
 }
+SQUAD = ("xquad", "mlqa")  # tasks that train on SQuAD
 NAMED = """af Afrikaans ar Arabic bg Bulgarian bn Bengali de German el Greek en English es Spanish et Estonian eu Basque
     fa Persian fi Finnish fr French he Hebrew hi Hindi hu Hungarian id Indonesian it Italian ja Japanese kk Kazakh
     ko Korean mr Marathi nl Dutch pt Portuguese ru Russian sw Swahili ta Tamil te Telugu th Thai tl Tagalog tr Turkish
     ur Urdu vi Vietnamese yo Yoruba zh Chinese""".split()
 NAMES = dict(zip(NAMED[::2], NAMED[1::2]))  # code -> name, as the hub has it
 LANGUAGES = {name.lower(): code for code, name in NAMES.items()}  # what file names say -> code
-CODES = [*NAMES, *"az gu jv ka lt ml ms my pa pl qu ro uk wo".split()]
-LANGUAGES |= dict(zip(CODES, CODES))
-ENDINGS = {"tags": (".tsv", ".conllu", ""), "answer": (".json",), "label": (".tsv",)}
-FOLDERS = {task: task for task in TASKS} | {"pos": "udpos", "ner": "panx"}  # in XTREME's folder
-SQUAD = ("xquad", "mlqa")  # tasks that train on SQuAD
+LANGUAGES |= {code: code for code in [*NAMES, *"az gu jv ka lt ml ms my pa pl qu ro uk wo".split()]}
 
 
 class Example(NamedTuple):
     id: str
     texts: tuple[str, ...]  # the words of a sentence; a question and its text; one sentence or two
     gold: list | str | None  # a tag for each word; answers (text, its first character, or -1: not in the text); a label
+
+
+Found = Iterator[Example | str]  # what is read from a file or from the hub: examples, and what is wrong, in words
 
 
 class Examples(NamedTuple):
@@ -105,7 +108,7 @@ def read_examples(task: str, source: str | None, most_train=None, most_test=None
     return Examples(train[:most_train], valid[:most_test], test, labels, notes)
 
 
-def read(task: str, split: str, source: Path | None) -> tuple[dict, list[str]]:
+def read(task, split, source: Path | None) -> tuple[dict, list]:
     """-> {language: examples} of a split, and what was wrong with them, a line each.
 
     source: a folder; None: the hub, which gives English alone but for the split that is scored. A file that cannot be
@@ -114,17 +117,19 @@ def read(task: str, split: str, source: Path | None) -> tuple[dict, list[str]]:
     if task == "apps":
         return applications(split), []
     examples, notes = defaultdict(list), []
-    for language, where, read_part in parts_of(task, split, source):
-        problems = Counter()
+    parts = files_of(task, split, source) if source else hub_of(task, split)
+    for language, where, part in parts:
         try:
-            found = list(read_part(TASKS[task].labels, problems))
+            part = list(part)
         except ValueError as error:
             notes.append(f"{error}: left out")
             continue
+        found = [one for one in part if isinstance(one, Example)]
         if not found:
             notes.append(f"{where} holds no example: left out")
         if task == "ner":
             found = [without_prefix(one, language) for one in found]
+        problems = Counter(one for one in part if isinstance(one, str))
         unknown = sum(one.gold is None for one in found)
         problems += Counter({"an example without its label": unknown})
         notes += [f"{where}: {count:,} x {what}" for what, count in problems.most_common(5)]
@@ -134,19 +139,6 @@ def read(task: str, split: str, source: Path | None) -> tuple[dict, list[str]]:
         if known or split != TASKS[task].test:
             examples[language] = known
     return {language: own for language, own in sorted(examples.items()) if own}, notes
-
-
-def parts_of(task: str, split: str, source: Path | None) -> Iterator[tuple]:
-    """(language, what is read, its reader) of every file of a split, or of every language on the hub."""
-    if source:
-        reader = {"tags": read_tags, "answer": read_answers, "label": read_labels}[TASKS[task].kind]
-        for language, path in files_of(task, split, source):
-            yield language, path, partial(reader, path)
-    else:
-        languages = TASKS[task].languages if split == TASKS[task].test else "en"
-        for language in languages.split():
-            where = f"{task} from the hub, {split}, {language}"
-            yield language, where, partial(from_hub, task, split, language)
 
 
 def without_prefix(one: Example, language: str) -> Example:
@@ -159,8 +151,8 @@ def without_prefix(one: Example, language: str) -> Example:
 # Files
 
 
-def files_of(task: str, split: str, source: Path) -> Iterator[tuple[str, Path]]:
-    """(language, file) of a split, by what the files' names say: train-en.tsv, test-context-de-question-de.json.
+def files_of(task, split, source: Path) -> Iterator[tuple[str, Path, Found]]:
+    """(language, file, what it holds) of a split, by what names say: train-en.tsv, test-context-de-question-de.json.
 
     PAN-X as published, de/train, says the language by its folder. SQuAD's files say no language. A file whose name says
     no split belongs to the one that is scored. Files of another form are left out, and those of several languages or of
@@ -168,9 +160,10 @@ def files_of(task: str, split: str, source: Path) -> Iterator[tuple[str, Path]]:
     """
     if not source.is_dir():
         raise FileNotFoundError(f"{source} is no folder: it should hold the files of {task}")
-    if any((source / folder).is_dir() for folder in FOLDERS.values()):  # XTREME's folder of all tasks
+    folders = [each.folder for each in TASKS.values() if each.folder]
+    if any((source / folder).is_dir() for folder in folders):  # XTREME's folder of all tasks
         squad = task in SQUAD and split != "test"
-        source = source / ("squad" if squad else FOLDERS[task])
+        source = source / ("squad" if squad else TASKS[task].folder)
     for path in source_files(source):
         name = Path(uncompressed_name(path).lower())
         words = re.split(r"[._-]", name.stem)
@@ -182,12 +175,12 @@ def files_of(task: str, split: str, source: Path) -> Iterator[tuple[str, Path]]:
         named = named_split(Path(name.stem))
         if not named and name.suffix:
             named = TASKS[task].test
-        has_form = name.suffix in ENDINGS[TASKS[task].kind]
-        if named == split and len(languages) == 1 and has_form:
-            yield min(languages), path
+        endings, reader = FORMS[TASKS[task].kind]
+        if named == split and len(languages) == 1 and name.suffix in endings:
+            yield min(languages), path, reader(path, TASKS[task].labels)
 
 
-def read_tags(path: Path, labels: tuple, problems: Counter) -> Iterator[Example]:
+def read_tags(path: Path, labels: tuple) -> Found:
     """Sentences of `word TAB tag` lines or of words alone, or of CoNLL-U's ten columns, with a blank line between two.
 
     CoNLL-U's empty nodes and multiword tokens are left out, as are words whose line is broken and sentences whose words
@@ -195,33 +188,35 @@ def read_tags(path: Path, labels: tuple, problems: Counter) -> Iterator[Example]
     """
     conllu = uncompressed_name(path).endswith(".conllu")
     columns, word_at, tag_at = (10, 1, 3) if conllu else (2, 0, 1)
-    words, tags = [], []
-    for number, line in enumerate(chain(read_lines(path), ["\n"])):
-        if not line.strip():
-            if not set(tags) - {"", "_"}:
-                tags = []
-            problems.update(f"the unknown tag {tag!r}" for tag in tags if tag not in labels)
-            if set(words) - {"_"}:
-                yield Example(str(number), tuple(words), tags or None)
-            words, tags = [], []
+    numbered = enumerate(read_lines(path), start=1)
+    for has_text, block in groupby(numbered, key=lambda row: bool(row[1].strip())):
+        if not has_text:
             continue
-        if conllu and re.match(r"#|\d+[-.]\d+\t", line):
-            continue
-        cells = line.rstrip("\r\n").split("\t")
-        if not conllu and len(cells) == 1:
-            cells.append("")
-        if len(cells) == columns:
-            words.append(cells[word_at])
-            tags.append(cells[tag_at])
-        else:
-            problems[f"a line with {len(cells)} columns"] += 1
+        numbers, lines = zip(*block)
+        words, tags = [], []
+        for line in lines:
+            if conllu and re.match(r"#|\d+[-.]\d+\t", line):
+                continue
+            cells = line.rstrip("\r\n").split("\t")
+            if not conllu and len(cells) == 1:
+                cells.append("")
+            if len(cells) == columns:
+                words.append(cells[word_at])
+                tags.append(cells[tag_at])
+            else:
+                yield f"a line with {len(cells)} columns"
+        if not set(tags) - {"", "_"}:
+            tags = []
+        yield from (f"the unknown tag {tag!r}" for tag in tags if tag not in labels)
+        if set(words) - {"_"}:
+            yield Example(str(numbers[-1]), tuple(words), tags or None)
 
 
-def read_answers(path: Path, labels: tuple, problems: Counter) -> Iterator[Example]:
+def read_answers(path: Path, labels: tuple) -> Found:
     """The questions of a file in SQuAD 1.1's JSON."""
     text = "".join(read_lines(path))
     try:
-        for article in parse(text)["data"]:
+        for article in json.loads(text)["data"]:
             for paragraph in article["paragraphs"]:
                 context = str(paragraph["context"])
                 for question in paragraph["qas"]:
@@ -230,12 +225,12 @@ def read_answers(path: Path, labels: tuple, problems: Counter) -> Iterator[Examp
                         answers.append((str(one["text"]), int(one["answer_start"])))
                     asked = str(question["id"]), str(question["question"])
                     "".join([*asked, context]).encode()  # an error where JSON spells half a surrogate pair
-                    yield answered(*asked, context, answers, problems)
-    except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
+                    yield from answered(*asked, context, answers)
+    except (KeyError, TypeError, ValueError, OverflowError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is not in SQuAD's format ({type(error).__name__}: {error})") from None
 
 
-def answered(name: str, question: str, context: str, answers: Iterable, problems: Counter) -> Example:
+def answered(name, question, context, answers: Iterable) -> Found:
     """A question as an example.
 
     answers: (text, its first character); none, or empty ones, where the benchmark keeps them. One that is not in its
@@ -245,13 +240,13 @@ def answered(name: str, question: str, context: str, answers: Iterable, problems
     for text, start in answers:
         if text.strip():
             if start < 0 or not context.startswith(text, start):
-                problems["an answer that is not in its place in the text"] += 1
+                yield "an answer that is not in its place in the text"
                 start = -1
             found.append((text, start))
-    return Example(name, (question, context), found or None)
+    yield Example(name, (question, context), found or None)
 
 
-def read_labels(path: Path, labels: tuple, problems: Counter) -> Iterator[Example]:
+def read_labels(path: Path, labels: tuple) -> Found:
     """`sentence TAB sentence TAB label` lines; the label may be missing.
 
     A broken line is left out; an unknown label stays, and no prediction equals it.
@@ -261,21 +256,28 @@ def read_labels(path: Path, labels: tuple, problems: Counter) -> Iterator[Exampl
         if len(cells) == 2:
             cells.append("")
         if len(cells) != 3:
-            problems["a line that is not two sentences and a label"] += 1
+            yield "a line that is not two sentences and a label"
             continue
         *texts, label = cells
         label = "contradiction" if label == "contradictory" else label  # MultiNLI's word for it
         if label and label not in labels:
-            problems[f"the unknown label {label!r}"] += 1
+            yield f"the unknown label {label!r}"
         yield Example(str(number), tuple(texts), label or None)
 
 
-def submission(task: str, language: str, examples: list[Example], predicted: list) -> tuple:
+FORMS = {  # kind of task -> the endings of its files, and their reader
+    "tags": ((".tsv", ".conllu", ""), read_tags),
+    "answer": ((".json",), read_answers),
+    "label": ((".tsv",), read_labels),
+}
+
+
+def submission(task, language, examples: list, predicted: list) -> tuple:
     """Name and content of the file in which XTREME's evaluate.py wants what was predicted for a test set.
 
     Tags stand a line each, a blank one between sentences, and labels a line each; answers are JSON, by their ids.
     """
-    file = f"{FOLDERS[task]}/test-{language}"
+    file = f"{TASKS[task].folder or task}/test-{language}"
     if TASKS[task].kind == "answer":
         ids = [one.id for one in examples]
         return f"{file}.json", dict(zip(ids, predicted))
@@ -289,53 +291,45 @@ def submission(task: str, language: str, examples: list[Example], predicted: lis
 # The hub, and Django
 
 
-def from_hub(task: str, split: str, language: str, labels, problems) -> Iterator[Example]:
+def hub_of(task, split) -> Iterator[tuple[str, str, Found]]:
+    """(language, what is read, what it holds) of a split."""
+    languages = TASKS[task].languages if split == TASKS[task].test else "en"
+    for language in languages.split():
+        yield language, f"{task} from the hub, {split}, {language}", from_hub(task, split, language)
+
+
+def from_hub(task, split, language) -> Found:
     """From google/xtreme. To train on XNLI this is MultiNLI; to train on XQuAD and MLQA, and to choose, SQuAD."""
-    repository, their_split = "google/xtreme", "validation" if split == "valid" else split
-    config = {
-        "pos": f"udpos.{NAMES.get(language)}",
-        "ner": f"PAN-X.{language}",
-        "xquad": f"XQuAD.{language}" if split == "test" else "SQuAD",
-        "mlqa": f"MLQA.{language}.{language}" if split == "test" else "SQuAD",
-        "tydiqa": "tydiqa",
-        "xnli": "XNLI",
-        "pawsx": f"PAWS-X.{language}",
-    }[task]
-    if task == "xquad" and split == "test":
+    repository, their_split = "google/xtreme", HUB_SPLITS[split]
+    config = TASKS[task].hub.format(code=language, name=NAMES.get(language))
+    if task in SQUAD and split != "test":
+        config = "SQuAD"
+    elif task == "xquad":
         their_split = "validation"
-    if task == "xnli" and split == "train":
+    elif task == "xnli" and split == "train":
         repository, config = "nyu-mll/multi_nli", None
-    tags = {"pos": "pos_tags", "ner": "ner_tags"}.get(task)  # the column of numbers of tags
     with network(f"{repository} {config or ''}"):
         from datasets import load_dataset
 
         rows = load_dataset(repository, config, split=their_split)
-        if tags:
-            labels = rows.features[tags].feature.names
+        tags = {"pos": "pos_tags", "ner": "ner_tags"}.get(task)  # the column of numbers of tags
+        names = rows.features[tags].feature.names if tags else ()
         rows = list(rows)
     own_prefix = NAMES[language].lower() if task == "tydiqa" else ""  # TyDiQA's languages are in one set
     for number, row in enumerate(rows):
+        name = str(number)
         if tags:
-            gold = [labels[tag] for tag in row[tags]]
-            yield Example(str(number), tuple(row["tokens"]), gold)
+            yield Example(name, tuple(row["tokens"]), [names[tag] for tag in row[tags]])
         elif TASKS[task].kind == "answer":
             if row["id"].startswith(own_prefix):
-                asked = row["id"], row["question"], row["context"]
                 answers = zip(row["answers"]["text"], row["answers"]["answer_start"])
-                yield answered(*asked, answers, problems)
+                yield from answered(row["id"], row["question"], row["context"], answers)
+        elif "premise" in row:  # MultiNLI
+            label = NLI[row["label"]] if row["label"] >= 0 else None
+            yield Example(name, (row["premise"], row["hypothesis"]), label)
         elif row.get("language", language) == language:
-            yield labelled(str(number), row)
-
-
-def labelled(name: str, row: dict) -> Example:
-    """Two sentences and their label, as MultiNLI, XNLI and PAWS-X have them on the hub."""
-    if "premise" in row:
-        texts = row["premise"], row["hypothesis"]
-        label = NLI[row["label"]] if row["label"] >= 0 else None
-    else:
-        texts = row["sentence1"], row["sentence2"]
-        label = row["gold_label"] if "gold_label" in row else row["label"]
-    return Example(name, texts, label or None)
+            label = row.get("gold_label", row.get("label"))
+            yield Example(name, (row["sentence1"], row["sentence2"]), label or None)
 
 
 def applications(split: str) -> dict[str, list[Example]]:

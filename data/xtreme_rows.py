@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.batches import pad_rows, tensors
+from data.batches import pad_rows
 from data.tokenizers import XLMR
 from data.xtreme import Example
 
@@ -27,7 +27,7 @@ class Row(NamedTuple):
     targets: list[int]  # a tag for each mark; or first and last place of the answer, 0 if it is not here; or a label
 
 
-def rows_of(kind: str, examples: list[Example], tokenizer: XLMR, T: int, stride: int, labels: list[str]) -> list[Row]:
+def rows_of(kind, examples: list[Example], tokenizer: XLMR, T, stride, labels: list) -> list[Row]:
     """All examples as rows of at most T tokens. Labels that are unknown or missing become UNKNOWN."""
     numbers = {label: number for number, label in enumerate(labels)}
     rows = []
@@ -44,7 +44,7 @@ def rows_of(kind: str, examples: list[Example], tokenizer: XLMR, T: int, stride:
     return rows
 
 
-def tag_rows(number: int, words, targets, tokenizer, T) -> Iterator[Row]:
+def tag_rows(number, words, targets, tokenizer, T) -> Iterator[Row]:
     """`<s> words </s>` with a mark on the first piece of each word. A word that no longer fits begins a new row."""
     row = Row(number, [tokenizer.bos], [], [])
     for word, pieces in enumerate(tokenizer.encode_batch(list(words))):
@@ -60,7 +60,7 @@ def tag_rows(number: int, words, targets, tokenizer, T) -> Iterator[Row]:
     yield row
 
 
-def answer_rows(number: int, example, tokenizer, T, stride) -> Iterator[Row]:
+def answer_rows(number, example, tokenizer, T, stride) -> Iterator[Row]:
     """`<s> question </s> </s> part of the text </s>` with marks on all tokens of the text.
 
     A part begins every `stride` tokens, or half a row. A long question is cut to half the row. The target is the first
@@ -133,13 +133,11 @@ def batch_of(rows: list[Row], pad: int) -> Batch:
     lengths = np.array([len(row.ids) for row in rows])
     tokens = np.concatenate([row.ids for row in rows])
     ids, real = pad_rows(tokens, lengths, pad)
-    words = []
-    for number, row in enumerate(rows):
-        first = number * ids.shape[1]
-        words += [first + place for place, _ in row.marks]
-    words = np.array(words, np.int64)
-    targets = np.concatenate([row.targets for row in rows])
-    return Batch(*tensors(ids, real, words, targets.astype(np.int64)))
+    first = range(0, ids.numel(), ids.shape[1])  # the flat position at which each row begins
+    words = [begin + place for begin, row in zip(first, rows) for place, _ in row.marks]
+    targets = [target for row in rows for target in row.targets]
+    words, targets = torch.tensor(words).long(), torch.tensor(targets).long()
+    return Batch(ids, real, words, targets)
 
 
 class TaskData:
@@ -172,7 +170,7 @@ class TaskData:
         return batch_of(rows, self.tokenizer.pad)
 
 
-def row_predictions(kind: str, labels: list[str], rows: list[Row], logits: Tensor, longest: int) -> list[list]:
+def row_predictions(kind, labels, rows: list[Row], logits: Tensor, longest: int) -> list[list]:
     """A list for each row: the tags of its words, its label, or its best answer."""
     if kind == "answer":
         pairs = logits.unflatten(0, (-1, 2))  # (B, 2, T) the answers' begins and ends
@@ -182,7 +180,7 @@ def row_predictions(kind: str, labels: list[str], rows: list[Row], logits: Tenso
     return [list(islice(found, len(row.targets))) for row in rows]
 
 
-def best_answer(row: Row, begins: Tensor, ends: Tensor, longest: int) -> tuple:
+def best_answer(row: Row, begins: Tensor, ends: Tensor, longest) -> tuple:
     """The likeliest answer of at most `longest` tokens: its score, and its begin and end in the text.
 
     begins, ends: (T,) logits of each token to be the answer's first or last.
@@ -202,7 +200,7 @@ def best_answer(row: Row, begins: Tensor, ends: Tensor, longest: int) -> tuple:
     return float(score[begin, end]), first_char, last_char
 
 
-def by_example(kind: str, examples: list[Example], rows: list[Row], found) -> list:
+def by_example(kind, examples: list[Example], rows: list[Row], found) -> list:
     """The prediction for each example, from what was found in its rows: found[number of the row]."""
     parts = [[] for _ in examples]
     for number, row in enumerate(rows):

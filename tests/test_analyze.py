@@ -97,13 +97,17 @@ def test_runs_are_told_apart_by_their_constants():
 
 def test_names_tell_what_runs_are():
     base, switch = identity(train_lm.Config()), identity(train_lm.Config(router="switch"))
-    found = {"out/a": base, "out/a-seed=1": base | {"seed": 1}, "out/b": switch}
-    assert [*shared.named(found).values()] == ["threshold 32 x 128", "threshold 32 x 128", "switch 8 x 512"]
-    found["out/a-steps=9-seed=1"] = base | {"steps": 9, "seed": 1}
+
+    def names(*found: dict) -> list[str]:
+        return [run.name for run in shared.named([shared.Run("out/a", constants, []) for constants in found])]
+
+    found = base, base | {"seed": 1}, switch
+    assert names(*found) == ["threshold 32 x 128", "threshold 32 x 128", "switch 8 x 512"]
     more = "threshold 32 x 128, steps "
-    assert [*shared.named(found).values()] == [f"{more}1400", f"{more}1400", "switch 8 x 512", f"{more}9"]
-    older = shared.all_but(base, "steps")  # of a time when there was no such constant
-    assert shared.named({"new": base, "old": older}) == {"new": f"{more}1400", "old": "threshold 32 x 128"}
+    found += (base | {"steps": 9, "seed": 1},)
+    assert names(*found) == [f"{more}1400", f"{more}1400", "switch 8 x 512", f"{more}9"]
+    older = {name: value for name, value in base.items() if name != "steps"}  # of a time without such a constant
+    assert names(base, older) == [f"{more}1400", "threshold 32 x 128"]
     assert shared.describe(identity(train_lm.Config(router="dense"))) == "dense"
     assert shared.describe(identity(train_mlm.Config(experts=4, expert_size=6))) == "hypersphere 4 x 6"
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import train_lm
+from analysis import measures
 from engine.device import Context
 from tools import bench
 
@@ -33,7 +34,7 @@ def test_contenders_take_turns_until_their_patience_is_used_up(monkeypatch):
     """A record has the median, and half the range between the quartiles."""
     now, calls = [0.0], []
     times = {"quick": iter([99, 8, 9, 1, 9]), "slow": iter([99, 30])}
-    monkeypatch.setattr(bench, "clock", lambda context: now[0])
+    monkeypatch.setattr(measures, "clock", lambda context: now[0])
 
     def contender(name: str) -> bench.Contender:
         def run():

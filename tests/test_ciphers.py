@@ -80,7 +80,8 @@ def test_pairs_say_the_same_and_two_languages_are_never_paired(english):
 
 
 def test_ciphers_are_prepared_with_a_token_a_character(tmp_path, monkeypatch, english):
-    monkeypatch.setattr(corpora, "pydocs", lambda: english)
+    for name in ("ciphers", "ciphers-pairs"):
+        monkeypatch.setitem(corpora.CORPORA, name, corpora.CORPORA[name]._replace(read=lambda: english))
     monkeypatch.setattr(preparing, "PREPARED", tmp_path)
     one, two = preparing.ready("ciphers"), preparing.ready("ciphers-pairs")
     assert (one / "xlmr.model").read_bytes() == (two / "xlmr.model").read_bytes()

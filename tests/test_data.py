@@ -20,10 +20,11 @@ import pytest
 from filelock import FileLock
 from helpers import write_files
 
-from data import corpora, docstrings, messages, tokenizers
+from data import corpora, english, messages, tokenizers
 from data import folder as prepared
 from data import prepare as preparing
-from data.files import SPLITS, read_catalog, read_documents, source_files, split_of
+from data.files import SPLITS, read_documents, source_files, split_of
+from data.messages import read_catalog
 from data.prepare import prepare, ready
 from data.tokenizers import XLMR, load_tokenizer, train_sentencepiece
 
@@ -183,14 +184,15 @@ class A:
 
 def test_prose_of_definitions_and_of_compiled_functions(tmp_path):
     write_files(tmp_path, {"a.py": PYTHON, "b.py": "def broken(:\n"})
-    assert docstrings.paragraphs(tmp_path / "a.py") == [
+    found = {name: list(paragraphs) for name, paragraphs in english.python_files(english.sentences, tmp_path)}
+    assert found[f"{tmp_path.name}/a.py"] == [
         "A module that documents many things.",
         "The absolute value of {input}. And a longer tail.",
         "A view of the transposed array.",
         'The "if" statement is used for conditional execution.',
         "Indented text of a method, over two lines.",
     ]
-    assert docstrings.paragraphs(tmp_path / "b.py") == []
+    assert found[f"{tmp_path.name}/b.py"] == []
 
 
 PROSE = {  # a docstring -> its paragraphs
@@ -210,7 +212,7 @@ PROSE = {  # a docstring -> its paragraphs
 
 @pytest.mark.parametrize("text", PROSE)
 def test_prose_is_whole_sentences_without_markup(text):
-    assert list(docstrings.prose(text)) == PROSE[text]
+    assert list(english.sentences(text)) == PROSE[text]
 
 
 def test_pydocs_keeps_a_paragraph_once(tmp_path):
@@ -337,7 +339,7 @@ def test_messages_are_sorted_split_by_english_and_never_leak(django):
             ("en_GB", other[0], other[0], "train"),
         ]
     )
-    documents = corpora.catalogs()
+    documents = corpora.read("catalogs")
     assert sorted(documents) == ["de", "en", "en_GB"] and documents["en_GB"] == [("train", other[0])]
     valid = {("valid", text) for text in (held_out[0], single, plural)}
     assert len(documents["en"]) == 4 and set(documents["en"]) == {("train", other[0])} | valid

@@ -18,8 +18,9 @@ from helpers import TORCHRUN, Script, finish, losses, metrics, only_run, result_
 import finetune_xtreme
 import train_electra
 import train_mlm
-from data import xtreme, xtreme_rows, xtreme_scores
+from data import xtreme, xtreme_rows
 from data.prepare import prepare
+from data.scores import score_task
 from data.tokenizers import XLMR, train_sentencepiece
 from engine import pretrained
 from engine.config import check, run_name
@@ -352,7 +353,7 @@ def test_the_checkpoint_is_the_best_in_english_development(options, monkeypatch)
         return {"accuracy": next(points) if len(gold) == COUNTS["dev"] else {"en": 90.0, "de": 60.0}[language]}
 
     monkeypatch.setattr(finetune_xtreme, "predict", watched)
-    monkeypatch.setattr(xtreme_scores, "scores", given)
+    monkeypatch.setattr(finetune_xtreme, "score_task", given)
     options |= {"epochs": 4, "train_examples": 16}
     XTREME.run(options, monkeypatch)
     result = result_of(options["out_dir"])
@@ -380,7 +381,7 @@ def test_what_is_predicted_does_not_need_labels(task, missing, options, source, 
         else:
             found = text.splitlines() if task == "xnli" else [json.loads(text)[one.id] for one in own]
         gold = [one.gold for one in own]
-        assert xtreme_scores.scores(task, language, gold, found) == pytest.approx(result["languages"][language])
+        assert score_task(task, language, gold, found) == pytest.approx(result["languages"][language])
     for language in missing:  # labels are taken away as XTREME's scripts do
         file = options["source"] / folder / (f"xquad.{language}.json" if task == "xquad" else f"test-{language}.tsv")
         text = re.sub(r'"text": "\w+"', '"text": ""', file.read_text())

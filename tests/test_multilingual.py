@@ -55,8 +55,7 @@ def test_no_scored_sentence_is_in_the_real_text(tmp_path, monkeypatch, capsys):
     messages += [("train", "Zweitens, getestet", "Second"), ("train", "Drittens", "Scored hypothesis")]
     messages += [("valid", "Viertens", "Fourth"), ("test", "Fünftens", "Fifth")]
     texts = {"de": [(split, one) for split, one, _ in messages], "en": [(split, two) for split, _, two in messages]}
-    monkeypatch.setattr(corpora, "catalogs", lambda: texts)
-    monkeypatch.setattr(corpora, "catalogs_pairs", lambda: {"de-en": messages})
+    monkeypatch.setattr(corpora, "read", {"catalogs": texts, "catalogs-pairs": {"de-en": messages}}.get)
     monkeypatch.setattr(multilingual, "NTREX", {"en": "src.eng", "de": "ref.deu"})
     multilingual.main(tmp_path / "downloads", tmp_path / "tested", tmp_path / "out", pieces=320)
     assert "texts or pairs with a sentence that is scored" in capsys.readouterr().out
@@ -89,7 +88,6 @@ def test_bad_downloads_are_one_line(name, content, line, tmp_path, monkeypatch):
     write_files(tmp_path, {file: text for file, text in (DOWNLOADS | {name: content}).items() if text is not None})
     monkeypatch.setattr(multilingual.xtreme, "TASKS", {})
     monkeypatch.setattr(multilingual, "NTREX", {"en": "src.eng", "de": "ref.deu"})
-    monkeypatch.setattr(corpora, "catalogs", dict)
-    monkeypatch.setattr(corpora, "catalogs_pairs", dict)
+    monkeypatch.setattr(corpora, "read", lambda name: {})
     with pytest.raises((ValueError, OSError), match=re.escape(line)):
         multilingual.main(tmp_path, tmp_path, tmp_path / "out", pieces=320)

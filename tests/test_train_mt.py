@@ -206,16 +206,16 @@ def test_evaluation_is_its_literal_definition(options):
 def test_scores_are_of_texts_as_people_write_them():
     """Tokenised or lowercased text would score otherwise; sacrebleu does the tokenising."""
     reference = ["He said: “it isn't red, is it?” (Not yet.)", "The U.S. house costs $1,000.50."]
-    same = train_mt.score(reference, reference, "en")
+    same = train_mt.score_translations(reference, reference, "en")
     assert same["bleu"] == pytest.approx(100) and same["chrf"] == pytest.approx(100)
     tokenised = ["He said : “ it is n't red , is it ? ” ( Not yet . )", "The U . S . house costs $ 1 , 000.50 ."]
-    assert train_mt.score(tokenised, reference, "en")["bleu"] < 80
-    assert train_mt.score([text.lower() for text in reference], reference, "en")["bleu"] < 90
+    assert train_mt.score_translations(tokenised, reference, "en")["bleu"] < 80
+    assert train_mt.score_translations([text.lower() for text in reference], reference, "en")["bleu"] < 90
     # Chinese has no spaces: a text that differs in one place would otherwise have no word right.
     reference, ours = ["我昨天在图书馆看了一本书。"], ["我昨天在图书馆读了一本书。"]
     for language in ("zh", "zh_Hans"):
-        bleu = train_mt.score(ours, reference, language)["bleu"]
-        assert bleu > 60 > 20 > train_mt.score(ours, reference, "en")["bleu"]
+        bleu = train_mt.score_translations(ours, reference, language)["bleu"]
+        assert bleu > 60 > 20 > train_mt.score_translations(ours, reference, "en")["bleu"]
 
 
 def test_what_is_scored_is_what_was_written_not_pieces(options, monkeypatch):
@@ -363,7 +363,7 @@ def test_a_memory_has_the_mean_score_of_its_pairs(options, monkeypatch):
     expected = {name: data.texts("test", name)[1] for name in data.languages}
     own = {"de-en": expected["de-en"], "ru-en": ["a text of its own"] * 5}
     monkeypatch.setattr(counting, "remembered", lambda data, name: own[name])
-    scores = [train_mt.score(own[name], expected[name], "en") for name in own]
+    scores = [train_mt.score_translations(own[name], expected[name], "en") for name in own]
     assert scores[0]["bleu"] == pytest.approx(100) and scores[1]["bleu"] < 20
     means = {metric: (scores[0][metric] + scores[1][metric]) / 2 for metric in ("bleu", "chrf")}
     assert train_mt.score_memory(data) == pytest.approx(means)
@@ -528,5 +528,5 @@ def test_without_sacrebleu_one_line_says_how_to_get_it(options, monkeypatch, cap
     assert "pip install sacrebleu" in refused(options, monkeypatch, capsys)
     monkeypatch.undo()
     with pytest.raises(ImportError, match=r"sacrebleu\[ja\]"):  # it splits Japanese with the help of another
-        train_mt.score([""], [""], "ja")
+        train_mt.score_translations([""], [""], "ja")
     assert not options["out_dir"].exists()

@@ -13,10 +13,11 @@ import torch
 from helpers import write_files
 
 from data import xtreme
+from data.counting import guess, labels_by_word, tags_by_word
+from data.scores import score_task
 from data.tokenizers import XLMR, train_sentencepiece
 from data.xtreme import NER, UPOS, Example, read, read_examples, submission
 from data.xtreme_rows import UNKNOWN, Row, TaskData, batch_of, best_answer, by_example, rows_of
-from data.xtreme_scores import guess, labels_by_word, scores, tags_by_word
 
 ROOT = Path(__file__).parent.parent
 T, STRIDE = 24, 6
@@ -89,7 +90,7 @@ def test_bad_lines_of_tags(tmp_path):
     said = ["2 x a line with 3 columns"]
     said += [f"1 x {what}" for what in ("the unknown tag ''", "the unknown tag 'Q'", "an example without its label")]
     assert notes == [f"{path}: {what}" for what in said]
-    assert scores("pos", "de", [found["de"][0].gold], [["X", "X", "X"]])["f1"] < 100
+    assert score_task("pos", "de", [found["de"][0].gold], [["X", "X", "X"]])["f1"] < 100
     broken = CONLLU.replace("1\tda\t", "1 da ").replace("\t", " ", 1)
     folder = write_files(tmp_path / "conllu", {"de_gsd-ud-test.conllu": broken})
     found, notes = read("pos", "test", folder)
@@ -184,7 +185,7 @@ def test_labels(tmp_path):
     assert [one[1:] for one in found["de"]] == [(("A", "B"), "neutral"), (("C", "D"), "-")]
     said = ["2 x a line that is not two sentences and a label", "1 x the unknown label '-'"]
     assert notes == [f"{tmp_path / 'test-de.tsv.gz'}: {what}" for what in said]
-    assert scores("xnli", "de", ["neutral", "-"], ["neutral", "neutral"]) == {"accuracy": 50}
+    assert score_task("xnli", "de", ["neutral", "-"], ["neutral", "neutral"]) == {"accuracy": 50}
 
 
 UNLABELLED = {  # how test sets come without labels: task, file, text, and the texts that are in it
@@ -202,7 +203,7 @@ UNLABELLED = {  # how test sets come without labels: task, file, text, and the t
 @pytest.mark.parametrize("case", UNLABELLED)
 def test_test_sets_without_labels_are_kept_and_named(tmp_path, tokenizer, case):
     task, name, text, texts = UNLABELLED[case]
-    kind, _, labels, scored = xtreme.TASKS[task]
+    kind, labels, scored = TASKS[task].kind, TASKS[task].labels, TASKS[task].test
     write_files(tmp_path, {name: text})
     found, notes = read(task, scored, tmp_path)
     assert notes == [f"{tmp_path / name}: {len(texts)} x an example without its label"]
@@ -535,7 +536,7 @@ def test_the_checksum_is_of_rows_and_start():
     ],
 )
 def test_f1_of_tags_by_hand(task, gold, predicted, f1):
-    assert scores(task, "en", [gold.split()], [predicted.split()])["f1"] == pytest.approx(f1)
+    assert score_task(task, "en", [gold.split()], [predicted.split()])["f1"] == pytest.approx(f1)
 
 
 @pytest.mark.parametrize("tags", [NER, UPOS])
@@ -548,7 +549,7 @@ def test_f1_of_tags_is_seqevals(tags):
         predicted = [[tag if rng.random() < 0.6 else rng.choice(tags) for tag in own] for own in gold]
         theirs = [[[tag if tags == NER else f"{tag[0]}-{tag}" for tag in own] for own in x] for x in (gold, predicted)]
         with warnings.catch_warnings(action="ignore"):
-            assert scores("ner", "en", gold, predicted)["f1"] == pytest.approx(100 * f1_score(*theirs))
+            assert score_task("ner", "en", gold, predicted)["f1"] == pytest.approx(100 * f1_score(*theirs))
 
 
 @pytest.mark.parametrize(
@@ -579,12 +580,12 @@ def test_f1_of_tags_is_seqevals(tags):
     ],
 )
 def test_scores_of_answers_by_hand(task, language, gold, predicted, f1, em):
-    found = scores(task, language, [[(text, 0) for text in gold]], [predicted])
+    found = score_task(task, language, [[(text, 0) for text in gold]], [predicted])
     assert found == {"f1": pytest.approx(f1), "em": em}
 
 
 def test_accuracy():
-    assert scores("xnli", "de", ["a", "b", "c", "a"], ["a", "c", "c", "b"]) == {"accuracy": 50}
+    assert score_task("xnli", "de", ["a", "b", "c", "a"], ["a", "c", "c", "b"]) == {"accuracy": 50}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

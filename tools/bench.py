@@ -12,15 +12,14 @@ same FFN compiled. `python tools/bench.py layer --help` lists the options. For a
 
 import json
 import math
-import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -57,39 +56,18 @@ class Contender(NamedTuple):
 
 
 def measure(group: str, contenders: dict[str, Contender], config: Config, context) -> list[dict]:
-    """A record of each: its facts, the median of its times and their spread, and the memory that it needs.
-
-    The first round warms up and does not count. Every other round goes backwards, so that nobody always follows the
-    same neighbour. A contender drops out when its times add up to the patience.
-    """
-    times = {name: [] for name in contenders}
-    order = list(contenders)
-    for turn in range(1 + config.rounds):
-        for name in order:
-            if sum(times[name]) > 1e3 * config.patience:
-                continue
-            start = clock(context)
-            contenders[name].run()
-            if turn > 0:
-                times[name].append(clock(context) - start)
-        order.reverse()
+    """A record of each: its facts, the median of its times and their spread, and the memory that it needs."""
+    calls = {name: contender.run for name, contender in contenders.items()}
+    times = measures.in_turns(calls, context, config.rounds, config.patience)
     records = []
     for name, contender in contenders.items():
-        found = times[name]
-        enough = found if len(found) > 1 else 2 * found
-        first, middle, third = statistics.quantiles(enough, method="inclusive")
-        record = {"shape": group, "impl": name, "runs": len(found)}
-        record |= {"ms": middle, "spread": (third - first) / 2, "all_ms": found}
+        own = times[name]
+        first, middle, third = np.quantile(own, [0.25, 0.5, 0.75]).tolist()
+        record = {"shape": group, "impl": name, "runs": len(own)}
+        record |= {"ms": middle, "spread": (third - first) / 2, "all_ms": own}
         record["peak_mb"] = peak_memory(contender.run, context)
         records.append(record | contender.facts)
     return records
-
-
-def clock(context) -> float:
-    """Milliseconds, read when the device has done all that it was asked for."""
-    if context.device.type != "cpu":
-        torch.accelerator.synchronize()
-    return 1e3 * time.perf_counter()
 
 
 def peak_memory(run: Callable, context) -> float | None:
@@ -106,16 +84,13 @@ def peak_memory(run: Callable, context) -> float | None:
 # One layer
 
 
-def of_size(D: int, split: int, router: str, expert_ffns: int = 8) -> train_lm.Config:
-    changes = dict(n_embd=D, ffn_size=4 * D, split=split, router=router)
-    return train_lm.Config(**changes, expert_ffns=expert_ffns)
-
-
+SMALL = train_lm.Config(n_embd=256, ffn_size=1024)
+LARGE = train_lm.Config(n_embd=768, ffn_size=3072)
 SHAPES = {
-    "S1": of_size(256, 1, "switch"),  # 8 experts of width 1024
-    "S2": of_size(256, 8, "threshold"),  # 64 of 128
-    "S3": of_size(768, 8, "topk"),  # 64 of 384
-    "S4": of_size(768, 1, "switch", expert_ffns=32),  # 32 of 3072
+    "S1": replace(SMALL, router="switch", split=1),  # 8 experts of width 1024
+    "S2": replace(SMALL, router="threshold", split=8),  # 64 of 128
+    "S3": replace(LARGE, router="topk", split=8),  # 64 of 384
+    "S4": replace(LARGE, router="switch", split=1, expert_ffns=32),  # 32 of 3072
 }
 LOGIT_STD = 2.75  # of what a router says of a token, so that it has preferences as a trained one has
 
@@ -125,12 +100,12 @@ def bench_layer(config: Config, context) -> Iterator[list[dict]]:
     for name in config.shapes:
         torch.manual_seed(0)
         h = torch.randn(1, config.tokens, SHAPES[name].n_embd).to(context.device)
-        contenders = layers(SHAPES[name], h, context)
-        yield compare(measure(name, contenders, config, context))
+        peers = {"HF Mixtral, grouped_mm": partial(mixtral, SHAPES[name], h, context)}
+        yield measure_layers(name, SHAPES[name], h, peers, config, context)
 
 
-def layers(shape: train_lm.Config, h: Tensor, context) -> dict[str, Contender]:
-    """What is to be compared on tokens h (1, S, D), as far as it runs here."""
+def measure_layers(group: str, shape: train_lm.Config, h: Tensor, peers: dict, config, context) -> list[dict]:
+    """Records of all that is compared on tokens h (1, S, D), with ratios of the times that equal FLOPs take."""
     ours = our_layer(shape, h, context)
     dense = partial(dense_layer, h, ours.facts["gflops"], context)
     found = {"dense": dense(), "ours": ours}
@@ -140,11 +115,9 @@ def layers(shape: train_lm.Config, h: Tensor, context) -> dict[str, Contender]:
             found[f"ours, {router}"] = our_layer(other, h, context)
     no_limit = replace(shape, router="topk", capacity=math.inf)  # it chooses as Mixtral does
     found["ours, no limit"] = our_layer(no_limit, h, context)
-    peers = {
-        "dense, compiled": partial(dense, compiled=True),
-        "HF Mixtral, grouped_mm": partial(mixtral, shape, h, context),
-    }
-    return found | those_that_run(peers, context)
+    peers = {"dense, compiled": partial(dense, compiled=True)} | peers
+    found |= those_that_run(peers, context)
+    return compare(measure(group, found, config, context))
 
 
 def those_that_run(makers: dict[str, Callable], context) -> dict[str, Contender]:
@@ -187,6 +160,11 @@ def layer(module: nn.Module, call: Callable, h: Tensor, gflops: float, context) 
     return Contender(run, facts)
 
 
+def alone(module: nn.Module) -> Callable:
+    """What gives the output of a module that has no balance loss."""
+    return lambda x: (module(x), 0.0)
+
+
 def sparse_ffn(shape: train_lm.Config) -> model.MoE:
     """Our layer with random weights."""
     torch.manual_seed(0)
@@ -219,7 +197,7 @@ def dense_layer(h: Tensor, gflops: float, context, compiled: bool = False) -> Co
     constants = train_lm.Config(n_embd=D, ffn_size=4 * D)
     ffn = model.FFN(constants, "tanh").to(h.device)
     call = torch.compile(ffn) if compiled else ffn
-    return layer(ffn, lambda x: (call(x), 0.0), h[:, :S], S * each, context)
+    return layer(ffn, alone(call), h[:, :S], S * each, context)
 
 
 def mixtral(shape: train_lm.Config, h: Tensor, context) -> Contender:
@@ -242,7 +220,7 @@ def mixtral(shape: train_lm.Config, h: Tensor, context) -> Contender:
     nn.init.normal_(block.gate.weight, std=LOGIT_STD / math.sqrt(D))
     block.to(h.device, context.dtype)
     gflops = 6e-9 * D * width * K * h.shape[1]
-    return layer(block, lambda x: (block(x), 0.0), h.to(context.dtype), gflops, context)
+    return layer(block, alone(block), h.to(context.dtype), gflops, context)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -337,11 +315,14 @@ def main():
         context.say(", ".join(f"{key} {value}" for key, value in where.items()))
         records = []
         for found in bench(config, context):
-            rows = [[cell(record[column]) for column in columns] for record in found]
+            rows = []
+            for record in found:
+                rows.append([cell(record[column]) for column in columns])
             context.say(f"\n{markdown_table(columns, rows)}")
             records += found
     if config.json:
-        text = ",\n".join(json.dumps(record | {"machine": where}) for record in records)  # a record a line
+        lines = [json.dumps(record | {"machine": where}) for record in records]
+        text = ",\n".join(lines)
         Path(config.json).write_text(f"[\n{text}\n]\n")
 
 

@@ -1,8 +1,9 @@
 """What tools/render.py compares and draws: claims as differences between runs, seed by seed, and the pages' pictures.
 
-results/claims.json has the claims. Each has pairs of runs, `ours` and `other`, with {} where a seed stands in their
-names; what is compared is a number of a script's table or of its sparse layers, or `FILE: NAME` of the records of
-results/analyses/FILE.json.
+Both are listed in results/. In the names of runs {} is where a seed stands. claims.json has pairs of runs, `ours` and
+`other`; what is compared is a number of a script's table or of its sparse layers, or `FILE: NAME` of the records of
+results/analyses/FILE.json. pictures.json has the panels of each picture. Their points are the records of such a file,
+or the shares of translations that each layer of some runs finds.
 """
 
 import importlib
@@ -25,51 +26,6 @@ UNITS = {  # how a number is taken, so that the claim says that the difference o
 }
 MARKS = {"ends": "-", "seeds": "|", "mean": "o", "paper": "D"}
 COLORS = {"holds": "#0072B2", "level": "0.55", "the opposite": "#D55E00"}
-PICTURES = {  # of each panel: title, where its records are, and in these the name of a line, x and y
-    "xmoe-work": [
-        (
-            "Half of the work costs little",
-            "gamma",
-            "experts",
-            "limit of the experts' FLOPs, in dense FFNs",
-            "perplexity",
-        ),
-        (
-            "More than four experts gain nothing",
-            "threshold",
-            "t is changed",
-            "experts that serve a token",
-            "perplexity",
-        ),
-    ],
-    "x-moe-collapse": [
-        ("RC: X-MoE's is higher, and so is chance's", "collapse", "experts", "step", "RC"),
-        ("RF, softmax gate: no lower", "collapse", "experts", "step", "RF"),
-        ("RF, sigmoid gate: lower", "collapse-sigmoid", "experts", "step", "RF"),
-    ],
-    "xlm-e-layers": [
-        ("Django's messages: XLM-E's upper layers find fewer", "layers", "encoder", "layer", "found, %"),
-        ("Ciphers, each language about its mean", "layers of ciphers", "encoder", "layer", "found, %"),
-    ],
-}
-
-LAYERS = {  # records that are read from results: what of `held_out` each layer has, and the runs of each encoder
-    "layers": (
-        "retrieval",
-        {
-            "XLM-E": "train_electra/demo{}",
-            "XLM": "train_electra/demo{}-objective=mlm-relative_bias=False-steps=10832",
-            "XLM with the bias": "train_electra/demo{}-objective=mlm-steps=10832",
-        },
-    ),
-    "layers of ciphers": (
-        "centred",
-        {
-            "XLM-E": "train_electra/ciphers{}-dtype=float32",
-            "XLM with the bias": "train_electra/ciphers{}-objective=mlm-dtype=float32",
-        },
-    ),
-}
 
 
 def read(file: Path, take=lambda content: content):
@@ -90,9 +46,9 @@ def claims(folder: Path) -> list[dict]:
     """Each claim with its effects, and what they say together."""
     rows = read(folder / "claims.json")
     for claim in rows:
-        claim["pairs"] = [effect(folder, pair) for pair in claim["pairs"]]
-        claim["effect"] = "<br>".join(pair["words"] for pair in claim["pairs"])
-        found = {pair["verdict"] for pair in claim["pairs"]}
+        claim["pairs"] = pairs = [effect(folder, pair) for pair in claim["pairs"]]
+        claim["effect"] = "<br>".join(pair["words"] for pair in pairs)
+        found = {pair["verdict"] for pair in pairs}
         if len(found) == 1:
             claim["verdict"] = found.pop()
         elif {"holds", "the opposite"} <= found:
@@ -120,7 +76,8 @@ def effect(folder: Path, pair: dict) -> dict:
     low, high = test.confidence_interval()
     verdict = "holds" if low > 0 else "the opposite" if high < 0 else "level"
     words = f"{pair['where']}: {mean:+.2g} ({low:+.2g} to {high:+.2g}, p {test.pvalue:.2g})"
-    drawn = {"seeds": differences, "mean": [mean], "ends": [low, high], "paper": []}
+    drawn = {"seeds": differences, "mean": [mean]}
+    drawn |= {"ends": [low, high], "paper": []}
     if "paper" in pair:
         before, after = pair["paper"]
         drawn["paper"] = [take(after) - take(before)]
@@ -164,27 +121,30 @@ def pictures(folder: Path) -> dict[str, tuple]:
             row["name"] = f"{claim['short']}: {pair['where']}"
             units[pair["unit"]].append(row)
     found = {"verdicts": (forest, units)}
-    for name, panels in PICTURES.items():
-        numbers = []
-        for title, where, *axes in panels:
-            numbers.append([title, records(folder, where), *axes])
+    for name, panels in read(folder / "pictures.json").items():
+        numbers = [panel_of(folder, panel) for panel in panels]
         found[name] = curves, numbers
     return found
 
 
-def records(folder: Path, where: str) -> list[dict]:
-    """Those of results/analyses/WHERE.json, or of LAYERS."""
-    if where not in LAYERS:
-        return read(folder / f"analyses/{where}.json", lambda content: content["records"])
-    found = []
-    measure, encoders = LAYERS[where]
-    for name, run in encoders.items():
+def panel_of(folder: Path, panel: dict) -> list:
+    """What a Panel is made of."""
+    if "records" in panel:
+        shown = records(folder, panel["records"])
+        return [panel["title"], shown, panel["by"], panel["x"], panel["y"]]
+    shown = []
+    for name, run in panel["runs"].items():
         for file in files_of(folder, run).values():
-            shares = read(file, lambda result: result["held_out"][measure])
+            shares = read(file, lambda result: result["held_out"][panel["held_out"]])
             for layer, share in enumerate(shares):
                 record = {"run": file.stem, "encoder": name, "layer": layer}
-                found.append(record | {"found, %": 100 * share})
-    return found
+                shown.append(record | {"found, %": 100 * share})
+    return [panel["title"], shown, "encoder", "layer", "found, %"]
+
+
+def records(folder: Path, name: str) -> list[dict]:
+    """Those of results/analyses/NAME.json."""
+    return read(folder / f"analyses/{name}.json", lambda content: content["records"])
 
 
 def curves(panels: list[list]):

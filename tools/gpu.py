@@ -29,9 +29,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.benchmark import Timer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where the project's modules are
@@ -44,7 +42,16 @@ from engine.config import check, parse
 from engine.device import Context, clear_errors
 from engine.optim import cross_entropy
 from engine.run import write
-from model import MoE, biased_attention, kept_rows, within_capacity
+from model import (
+    MoE,
+    activation,
+    add_rows,
+    biased_attention,
+    biased_flex_attention,
+    kept_rows,
+    ragged_linear,
+    within_capacity,
+)
 from routers import ROUTERS
 from tools import bench
 
@@ -55,8 +62,8 @@ HERE = Context(0, 1, DEVICE, torch.bfloat16)
 S = 16 * 1024 if CUDA else 256  # tokens of a micro-batch
 SIDE = 8192 if CUDA else 64  # of matrices that are large for this device
 TURNS = bench.Config(rounds=12 if CUDA else 1)
-TOY = {"n_layer": 2, "n_embd": 64, "n_head": 2, "ffn_size": 128, "block_size": 64}
-TOY |= {"batch_tokens": 2 * S, "micro_tokens": S}
+TOY = {"n_layer": 2, "n_head": 2, "n_embd": 64, "ffn_size": 128}
+TOY |= {"block_size": 64, "batch_tokens": 2 * S, "micro_tokens": S}
 Results = Iterator[dict]  # of a section, each with the names of its numbers
 
 
@@ -80,23 +87,26 @@ def milliseconds(run: Callable) -> float:
 # check: is it right?
 
 
+def values_and_gradients(way: Callable, given: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What a way of computing gives, as y, and the gradients of what it is given. way() -> y, balance loss."""
+    y, balance = way()
+    loss = y.float().square().sum() + balance
+    gradients = torch.autograd.grad(loss, [*given.values()], allow_unused=True)
+    found = {"y": y} | dict(zip(given, gradients))
+    return {name: x for name, x in found.items() if x is not None}
+
+
 def judge(found: dict, expected: dict, limit: float) -> dict:
     """Compares tensors of the same names: |x - y| / |y| of each must be under the limit."""
     errors = {}
     for name in expected:
         x = found[name].detach().cpu().double()
         y = expected[name].detach().cpu().double()
-        errors[name] = float(torch.dist(x, y)) / (float(y.norm()) + 1e-12)
-    right = all(error < limit for error in errors.values())  # NaN is not
-    worst = max(errors, key=lambda name: errors[name] if errors[name] < limit else math.inf)
-    return {"right": right, "error": errors[worst], "of": worst}
-
-
-def poison():
-    """Fills with NaN what the allocator has free, so that it shows where memory is read that nobody wrote."""
-    sizes = [1 << 27] + 64 * [1 << 18] if CUDA else []
-    blocks = [torch.full((size,), math.nan, device=DEVICE) for size in sizes]
-    del blocks
+        error = torch.dist(x, y) / (y.norm() + 1e-12)
+        errors[name] = float(error)
+    wrong = [name for name in errors if not errors[name] < limit]  # NaN is wrong, too
+    worst = max(wrong or errors, key=errors.get)
+    return {"right": not wrong, "error": errors[worst], "of": worst}
 
 
 CASES = {  # capacity factor, FFNs of a stack
@@ -107,12 +117,12 @@ CASES = {  # capacity factor, FFNs of a stack
 }
 
 
-def against_the_cpu(router: str) -> Results:
+def against_the_cpu(router: str, E: int = 16) -> Results:
     """A layer here, in bfloat16, against the same on the CPU in float32: what it gives, and its gradients.
 
     Crowded: nearly all tokens want the same two experts, and others stay empty.
     """
-    tokens, D, E = S // 32, 64, 16
+    tokens, D = S // 32, 64
     for case, crowded in itertools.product(CASES, (False, True)):
         gamma, layers = CASES[case]
         torch.manual_seed(0)
@@ -128,96 +138,69 @@ def against_the_cpu(router: str) -> Results:
             h, ids = h + 0.5, ids % 2
         if crowded and hasattr(chooser, "experts"):
             chooser.experts.data[2:] -= 0.5
-        expected = forward_and_back(moe, h, ids, "cpu", nullcontext())
-        found = forward_and_back(moe, h, ids, DEVICE, HERE.autocast())
-        # Scores that are equal but for rounding may change places.
-        ours, theirs = found.pop("kept"), expected.pop("kept")
-        same = torch.equal(ours, theirs)
+        expected, theirs = forward_and_back(moe, h, ids, "cpu", nullcontext())
+        found, ours = forward_and_back(moe, h, ids, DEVICE, HERE.autocast())
+        same = torch.equal(ours, theirs)  # scores that are equal but for rounding may change places
         facts = {"experts": case, "crowded": crowded, "same choices": same}
         yield facts | judge(found, expected, 0.03 if same else 0.3)
 
 
-def forward_and_back(moe: MoE, h, ids, device, autocast) -> dict:
-    """The output, all gradients, and which tokens are kept."""
-    found = {}
+def forward_and_back(moe: MoE, h, ids, device, autocast) -> tuple[dict, Tensor]:
+    """The output and all gradients, and which tokens are kept."""
+    moe.to(device)
+    h = h.to(device, copy=True).requires_grad_()
+    choices = []
 
     def watch(moe, h, routing, kept):
-        found["kept"] = kept.cpu()
+        choices.append(kept.cpu())
 
-    moe.to(device).zero_grad()
+    def way():
+        with autocast:
+            return moe(h, ids.to(device))
+
     moe.watchers = [watch]
-    h = h.to(device, copy=True).requires_grad_()
     poison()
-    with autocast:
-        y, balance = moe(h, ids.to(device))
-    loss = y.square().sum() + balance
-    loss.backward()
-    for name, p in moe.named_parameters():
-        if p.grad is not None:
-            found[name] = p.grad.cpu()
-    return found | {"y": y, "h": h.grad}
+    given = {"h": h} | dict(moe.named_parameters())
+    found = values_and_gradients(way, given)
+    on_cpu = {name: x.cpu() for name, x in found.items()}
+    return on_cpu, choices[0]
 
 
-def many_experts() -> Results:
-    """CUDA's grouped_mm takes fewer groups than 1,024. The layer must work with so many experts all the same."""
-    E, answer = 1024, "takes them"
-    x, w = random(E, 64), random(E, 64, 8)
-    ends = torch.arange(1, 1 + E).int().to(DEVICE)
-    try:
-        F.grouped_mm(x, w, offs=ends)
-    except RuntimeError as error:
-        answer = str(error)
-    shape = preset("demo", split=E // 8, n_embd=64, ffn_size=E)
-    moe = bench.sparse_ffn(shape).to(DEVICE)
-    h = random(1, E, 64).float().requires_grad_()
-    with HERE.autocast():
-        y, balance = moe(h, torch.zeros(1, E).to(DEVICE))
-    (y.sum() + balance).backward()
-    numbers = torch.cat([y, h.grad])
-    right = bool(numbers.isfinite().all())
-    yield {"right": right, "experts": E, "grouped_mm": answer}
+def poison():
+    """Fills with NaN what the allocator has free, so that it shows where memory is read that nobody wrote."""
+    sizes = [1 << 27, *64 * [1 << 18]] if CUDA else []
+    blocks = [torch.full([size], math.nan, device=DEVICE) for size in sizes]
+    del blocks
 
 
 def attention() -> Results:
-    """XLM-E's, forward and backward: the model's, and the two ways to compute it, against float32."""
-    B, H, T, d = (32, 12, 512, 64) if CUDA else (2, 2, 32, 16)
+    """XLM-E's, forward and backward: the model's (SDPA with the bias in memory) and FlexAttention, against float32."""
+    B, H, T, d = 2, 2, 32, 16
+    if CUDA:
+        B, H, T, d = 32, 12, 512, 64
     torch.manual_seed(0)
-    inputs = [random(B, H, T, d) for _ in "qkv"]
-    inputs.append(random(B, H, T).float())  # scale
-    inputs.append(random(H, T, T).float())  # distance
+    inputs = {name: random(B, H, T, d) for name in "qkv"}
+    inputs["scale"] = random(B, H, T).float()
+    inputs["distance"] = random(H, T, T).float()
     lengths = T - torch.arange(B) % (T // 2)
-    mask = torch.arange(T) < lengths.view(B, 1, 1, 1)
-    mask = mask.to(DEVICE)
-    compiled_flex = torch.compile(flex_attention)
+    real = torch.arange(T) < lengths.view(B, 1, 1, 1)
 
-    def in_memory(q, k, v, scale, distance, mask):
-        bias = scale.unsqueeze(3) * distance
-        bias = bias.masked_fill(~mask, -math.inf)
-        bias = bias.to(q.dtype)
-        return F.scaled_dot_product_attention(q, k, v, bias)
+    def once(way: Callable, device, dtype=None) -> dict:
+        mask = real.to(device)
+        leaves = {name: x.to(device, dtype, copy=True) for name, x in inputs.items()}
+        for x in leaves.values():
+            x.requires_grad_()
+        return values_and_gradients(lambda: (way(**leaves, mask=mask), 0), leaves)
 
-    def flex(q, k, v, scale, distance, mask):
-        def score(value, b, h, i, j):
-            bias = scale[b, h, i] * distance[h, i, j]
-            return torch.where(mask[b, 0, 0, j], value + bias, -math.inf)
-
-        return compiled_flex(q, k, v, score_mod=score)
-
-    def once(way, inputs) -> dict:
-        leaves = [x.clone().requires_grad_() for x in inputs]
-        y = way(*leaves, mask)
-        y.float().square().sum().backward()
-        names = "q", "k", "v", "scale", "distance"
-        return {"y": y} | {name: x.grad for name, x in zip(names, leaves)}
-
-    expected = once(in_memory, [x.float() for x in inputs])
-    ways = {"the model's": biased_attention, "SDPA with the bias in memory": in_memory}
+    expected = once(biased_attention, "cpu", torch.float32)
+    ways = {"the model's": biased_attention}
     if CUDA:  # elsewhere it has no backward pass
-        ways["FlexAttention"] = flex
+        ways["FlexAttention"] = biased_flex_attention
     for name, way in ways.items():
-        again = partial(once, way, inputs)
+        again = partial(once, way, DEVICE)
         facts = {"way": name} | judge(again(), expected, 0.03)
-        yield facts | {"ms": milliseconds(again), "peak_mb": bench.peak_memory(again, HERE)}
+        facts["ms"] = milliseconds(again)
+        yield facts | {"peak_mb": bench.peak_memory(again, HERE)}
 
 
 def compiled_router() -> Results:
@@ -228,12 +211,13 @@ def compiled_router() -> Results:
     h = torch.randn(S, constants.n_embd).to(DEVICE)
 
     def gradient(forward) -> dict[str, Tensor]:
-        router.zero_grad()
-        with HERE.autocast():
-            routing = forward(h)
-        loss = routing.weight.square().sum() + routing.balance_loss
-        loss.backward()
-        return {"experts": router.experts.grad}
+        def way():
+            with HERE.autocast():
+                routing = forward(h)
+            return routing.weight, routing.balance_loss
+
+        found = values_and_gradients(way, {"experts": router.experts})
+        return {"experts": found["experts"]}
 
     compiled = gradient(parallel.wrap(router, constants, HERE))
     yield judge(compiled, gradient(router), 3e-4)  # bfloat16 would differ by 2e-3
@@ -270,7 +254,8 @@ def project_lines(stack) -> Iterator[str]:
 
 
 CHECK = {f"router {name}": partial(against_the_cpu, name) for name in ROUTERS}
-CHECK |= {"many experts": many_experts, "attention": attention, "compiled router": compiled_router}
+CHECK["many experts"] = partial(against_the_cpu, "topk", E=1024)  # CUDA's grouped_mm takes fewer groups than that
+CHECK |= {"attention": attention, "compiled router": compiled_router}
 CHECK |= {f"host waits, {name}": partial(host_waits, name) for name in ["dense", *ROUTERS]}
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -319,17 +304,15 @@ def whole_layers(shape: train_lm.Config) -> Results:
     """Forward and backward: dense layers, ours under every router and compiled, Mixtral's, MegaBlocks'."""
     torch.compiler.reset()  # of more than a few variants, torch gives up compiling
     h = random(1, S, shape.n_embd).float()
-    more = {
+    peers = {
+        "HF Mixtral, grouped_mm": partial(bench.mixtral, shape, h, HERE),
         "ours, compiled": partial(bench.our_layer, shape, h, HERE, compiled=True),
         "MegaBlocks": partial(megablocks, shape, h),
     }
-    found = bench.layers(shape, h, HERE)
-    found |= bench.those_that_run(more, HERE)
-    records = bench.measure("", found, TURNS, HERE)
-    for record in bench.compare(records):
-        least = least_ms(1e9 * record["gflops"], 1e6 * record["least_mb"])
-        shown = "impl ms spread ratio to_compiled peak_mb".split()
-        yield {name: record[name] for name in shown} | {"least_ms": least}
+    for record in bench.measure_layers("", shape, h, peers, TURNS, HERE):
+        facts = {name: record[name] for name in "impl ms spread ratio to_compiled peak_mb".split()}
+        facts["least_ms"] = least_ms(1e9 * record["gflops"], 1e6 * record["least_mb"])
+        yield facts
 
 
 def megablocks(shape: train_lm.Config, h: Tensor) -> bench.Contender:
@@ -338,14 +321,15 @@ def megablocks(shape: train_lm.Config, h: Tensor) -> bench.Contender:
     from megablocks.layers.dmoe import dMoE
 
     D, K = shape.n_embd, shape.split
-    arguments = Arguments(hidden_size=D, ffn_hidden_size=shape.ffn_size // K, fp16=False, bf16=True)
+    types = {"fp16": False, "bf16": True}
+    arguments = Arguments(hidden_size=D, ffn_hidden_size=shape.ffn_size // K, **types)
     arguments.moe_num_experts, arguments.moe_top_k = shape.expert_ffns * K, K
     arguments.bias = arguments.return_bias = False
     arguments.moe_loss_weight, arguments.mlp_impl = 0, "grouped"
     block = dMoE(arguments)
-    nn.init.normal_(block.router.layer.weight, std=bench.LOGIT_STD / math.sqrt(D))
+    nn.init.normal_(block.router.layer.weight, std=bench.LOGIT_STD / D**0.5)
     gflops = 4e-9 * D * shape.ffn_size * S
-    return bench.layer(block, lambda x: (block(x), 0.0), h.bfloat16(), gflops, HERE)
+    return bench.layer(block, bench.alone(block), h.bfloat16(), gflops, HERE)
 
 
 def pieces() -> Results:
@@ -360,51 +344,25 @@ def pieces() -> Results:
         gates = routing.weight * kept
         rows = kept_rows(gates, kept, E * C)
     used = int(kept.sum())
-    ends = rows.counts.cumsum(0).int()
-    x, a = random(E * C, D), random(E * C, width)
-    w = random(E, width, D)
-    work = 2 * used * D * width  # FLOPs of each product
-
-    def route(h):
-        return moe.router(h).weight
-
-    def limit(priority):
-        return within_capacity(priority, C)
-
-    def list_rows(gates):
-        return kept_rows(gates, kept, E * C)
-
-    def gather(h):
-        return h.index_select(0, rows.token)
-
-    def product_in(x, w):
-        return F.grouped_mm(x, w.mT, offs=ends)
-
-    def activate(a, bias, gate):
-        z = gate * F.gelu(a + bias, approximate="tanh")
-        return z.to(a.dtype)
-
-    def product_out(a, w):
-        return F.grouped_mm(a, w, offs=ends)
-
-    def scatter(y):
-        out = torch.zeros_like(h)
-        place = rows.token.unsqueeze(1).expand_as(y)
-        return out.scatter_add(0, place, y.float())
-
     yield {"rows": E * C, "kept": used, "tokens": S}
-    yield piece("router", route, h, flops=2 * S * D * E)
-    yield piece("capacity", limit, routing.priority)
-    yield piece("list of rows", list_rows, gates)
-    yield piece("gather", gather, h.bfloat16())
-    yield piece("product in", product_in, x, w, flops=work)
-    bias = a.float()
-    yield piece("activation", activate, a, bias, rows.gate)
-    yield piece("activation, compiled", torch.compile(activate), a, bias, rows.gate)
-    yield piece("product out", product_out, a, w, flops=work)
-    yield piece("scatter", scatter, x)
-    logits = random(S, 50_257 if CUDA else 257)
-    targets = torch.arange(S).to(DEVICE) % logits.shape[1]
+
+    N = E * C
+    x, a, w = random(N, D), random(N, width), random(E, width, D)
+    hidden = a, a.float(), rows.gate
+    work = 2 * used * D * width  # FLOPs of each product
+    product = partial(ragged_linear, rows=rows)
+    compiled = torch.compile(activation)
+    yield piece("router", lambda h: moe.router(h).weight, h, flops=2 * S * D * E)
+    yield piece("capacity", partial(within_capacity, capacity=C), routing.priority)
+    yield piece("list of rows", partial(kept_rows, kept=kept, room=N), gates)
+    yield piece("gather", partial(Tensor.index_select, dim=0, index=rows.token), h.bfloat16())
+    yield piece("product in", product, x, w.mT, flops=work)
+    yield piece("activation", partial(activation, gelu="tanh"), *hidden)
+    yield piece("activation, compiled", partial(compiled, gelu="tanh"), *hidden)
+    yield piece("product out", product, a, w, flops=work)
+    yield piece("scatter", partial(add_rows, torch.zeros_like(h), rows), x)
+    V = 50_257 if CUDA else 257
+    logits, targets = random(S, V), torch.arange(S).to(DEVICE) % V
     yield piece("loss, as the scripts have it", cross_entropy, logits, targets)
     yield piece("loss, compiled", torch.compile(cross_entropy), logits, targets)
 
@@ -419,10 +377,12 @@ def piece(name: str, step: Callable, *inputs: Tensor, flops: float = 0) -> dict:
     facts["least_ms"] = least_ms(flops, moved)
     if isinstance(y, Tensor) and y.requires_grad:
         moving = [x for x in leaves if x.requires_grad]
-        back = partial(torch.autograd.grad, y, moving, torch.ones_like(y), retain_graph=True)
+        gradients = torch.ones_like(y)
+        back = partial(torch.autograd.grad, y, moving, gradients, retain_graph=True)
         facts["backward_ms"] = milliseconds(back)
         facts["least_backward_ms"] = least_ms(2 * flops, 2 * moved)
-    return facts | {"peak_mb": bench.peak_memory(partial(step, *leaves), HERE)}
+    facts["peak_mb"] = bench.peak_memory(partial(step, *leaves), HERE)
+    return facts
 
 
 LAYER = {"ceilings": ceilings}
@@ -441,7 +401,7 @@ def training_steps(constants: train_lm.Config) -> Results:
     trainee.run()
     first = time.perf_counter() - start
     (record,) = bench.measure("", {"": trainee}, TURNS, HERE)
-    flops, seconds = 1e9 * record["gflops"], record["ms"] / 1e3
+    flops, seconds = 1e9 * record["gflops"], 1e-3 * record["ms"]
     peak = HERE.peak_flops
     yield {
         "steps_per_second": 1 / seconds,
@@ -459,9 +419,10 @@ def stopped_and_resumed() -> Results:
     size = "--preset small" if CUDA else "--n_layer 2 --n_embd 32 --ffn_size 64 --block_size 32"
     words = f"{size} --device {DEVICE.type} --dtype bfloat16 --steps 60 --eval_every 20 --eval_tokens 2048"
     with tempfile.TemporaryDirectory() as base:
+        pages = [file.read_text() for file in ROOT.glob("*/*.py")]
         text = Path(base, "text.txt")
-        text.write_text("\n\n".join(file.read_text() for file in ROOT.glob("*/*.py")))
-        tokenizer = train_sentencepiece([text.read_text()], 400).save(Path(base))
+        text.write_text("\n\n".join(pages))
+        tokenizer = train_sentencepiece(pages, 400).save(Path(base))
         data = prepare("text", text, tokenizer, out=Path(base, "text"))
         command = [sys.executable, "-u", ROOT / "train_lm.py", *words.split()]
         command += ["--data", data, "--out_dir", f"{base}/runs"]
@@ -475,7 +436,8 @@ def stopped_and_resumed() -> Results:
         second = subprocess.run(command, **pipes)
     exits = [first.returncode, second.returncode]
     right = exits == [143, 0] and "goes on from step" in second.stdout
-    yield {"right": right, "exits": exits, "output": "" if right else second.stdout[-3000:]}
+    output = "" if right else second.stdout[-3000:]
+    yield {"right": right, "exits": exits, "output": output}
 
 
 MODELS = {"124M dense": "openwebtext-124M", "323M threshold": "openwebtext-323M"}
@@ -516,7 +478,8 @@ def run(sections: dict[str, Callable[[], Results]], file: Path, head: dict, limi
                     add(name, {"stopped": "time is up"})
                     return results
         except Exception as error:
-            add(name, {"right": False, "error": repr(error), "traceback": traceback.format_exc()})
+            facts = {"right": False, "error": repr(error)}
+            add(name, facts | {"traceback": traceback.format_exc()})
     return results
 
 
@@ -532,13 +495,12 @@ def main():
         card = torch.cuda.get_device_name() if CUDA else "cpu"
         folder = ROOT / ("results/gpu" if CUDA else "out/gpu")
         file = Path(config.out or folder / f"{re.sub('[^A-Za-z0-9]+', '-', card)}-{part}.json")
-        file.parent.mkdir(parents=True, exist_ok=True)
     head = {"part": part, "machine": HERE.machine | {"cuda": torch.version.cuda}}
     head["commit"] = subprocess.getoutput(f"git -C {ROOT} describe --always --dirty")
     with nullcontext() if CUDA else torch.compiler.set_stance("force_eager"):  # a rehearsal compiles nothing
         results = run(PARTS[part], file, head, config.limit)
-    wrong = {result["section"]: None for result in results if not result.get("right", True)}
-    print(f"{len(results)} results are in {file}; wrong or failed: {', '.join(wrong) or 'none'}")
+    wrong = [result["section"] for result in results if not result.get("right", True)]
+    print(f"{len(results)} results are in {file}; wrong or failed: {', '.join(dict.fromkeys(wrong)) or 'none'}")
     sys.exit(bool(wrong))
 
 

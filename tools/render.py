@@ -50,7 +50,9 @@ def table(folder: Path, line: str, file: str | None, columns: str) -> str:
     elif file:
         rows = measured(folder, file)
     else:
-        rows = [row for script, options in re.findall(COMMAND, line) for row in runs(folder, script, options)]
+        rows = []
+        for script, options in re.findall(COMMAND, line):
+            rows += runs(folder, script, options)
     headers = {}  # in the rows -> in the page
     for column in " ".join(columns.split()).split(" | "):
         name, _, value = column.partition("=")
@@ -73,17 +75,18 @@ def runs(folder: Path, script: str, options: str) -> list[dict]:
     """The rows of a command that have been run, each the mean over its seeds."""
     module = importlib.import_module(script)
     config = command_line(module.Config, module.PRESETS, shlex.split(options))
-    table = Table("", ("run",), [((run_name(config, module.PRESETS),), {})])
     if config.table:
         table = module.TABLES[config.table](config)
+    else:
+        name = run_name(config, module.PRESETS)
+        table = Table("", ("run",), [((name,), {})])
     rows = []
     for labels, change in table.rows:
-        found = [cells_of(folder, one, module) for one in seeds_of(config, change)]
-        found = [cells for cells in found if cells]
-        row = dict(zip(table.labels, labels))
-        for name in found[0] if found else ():
-            row[name] = mean_cell([cells[name] for cells in found])
-        rows += [row] if found else []
+        seeds = [cells_of(folder, one, module) for one in seeds_of(config, change)]
+        found = [cells for cells in seeds if cells]
+        if found:
+            means = {name: mean_cell([cells[name] for cells in found]) for name in found[0]}
+            rows.append(dict(zip(table.labels, labels)) | means)
     return rows
 
 
@@ -95,7 +98,8 @@ def cells_of(folder: Path, config, module) -> dict | None:
     file = folder / module.__name__ / f"{name}.json"
     if not file.exists():
         return None
-    cells, before = read(file, lambda result: (module.cells(result), result.get("config", {})))
+    cells = read(file, module.cells)
+    before = read(file, lambda result: result.get("config", {}))
     for constant, value in identity(config).items():
         was = before.get(constant, value)
         if was != value:

@@ -10,6 +10,7 @@ do anything does not count), and how often something went wrong, which is kept i
 """
 
 import importlib
+import multiprocessing
 import os
 import random
 import re
@@ -19,8 +20,8 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,35 +64,28 @@ class Config:
     seed: int = 0  # of the faults
 
 
-def begin(call, words: Path, largest: int | None = None) -> int:
-    """Makes that call in a fork, whose files may have so many bytes -> its id. What it says goes to a file."""
+def begin(call: Callable, words: Path, largest: int | None = None) -> multiprocessing.Process:
+    """Makes that call in a fork, whose files may have so many bytes. What it says goes to a file."""
     import resource
 
-    process = os.fork()
-    if process:
-        return process
-    code = 1
-    try:
+    def work():
         file = os.open(words, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(file, 1)
         os.dup2(file, 2)
         tqdm.set_lock(threading.RLock())  # a fork killed with the parent's lock would keep it
         if largest:
             resource.setrlimit(resource.RLIMIT_FSIZE, (largest, largest))
-        code = call() or 0
-    except SystemExit as stop:
-        code = stop.code or 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        os._exit(code)
+        sys.exit(call())
+
+    process = multiprocessing.get_context("fork").Process(target=work)
+    process.start()
+    return process
 
 
-def end(process: int) -> int:
+def end(process: multiprocessing.Process) -> int:
     """Its exit code, or minus the signal that killed it."""
-    _, status = os.waitpid(process, 0)
-    return os.waitstatus_to_exitcode(status)
+    process.join()
+    return process.exitcode
 
 
 def step_of(run: Path) -> int:
@@ -117,8 +111,11 @@ def outcome(run: Path) -> dict:
 
 def same(one, two) -> bool:
     """Whether two values, or all in two collections, are equal bit for bit."""
+    if type(one) is not type(two):
+        return False
     if isinstance(one, torch.Tensor):
-        return torch.equal(one.view(-1).view(torch.uint8), two.view(-1).view(torch.uint8))
+        one, two = (x.view(-1).view(torch.uint8) for x in (one, two))
+        return torch.equal(one, two)
     if isinstance(one, dict):
         return one.keys() == two.keys() and all(same(one[name], two[name]) for name in one)
     if isinstance(one, list | tuple):
@@ -158,11 +155,12 @@ class Soak:
             if end(self.start(self.base / seed, seed=seed)):
                 sys.exit(f"{script}.py fails even where nobody troubles it: {(self.base / 'words').read_text()}")
         self.seconds = (time.perf_counter() - begun) / 2
-        self.whole, self.foreign = (next((self.base / seed).glob("*/")) for seed in ("0", "1"))
+        (self.whole,) = (self.base / "0").glob("*/")
+        (self.foreign,) = (self.base / "1").glob("*/")
         self.run = self.out / self.whole.name
         self.expected = outcome(self.whole)
 
-    def start(self, out: Path, seed: str = "0", words: str = "words", **limit) -> int:
+    def start(self, out: Path, seed: str = "0", words: str = "words", **limit) -> multiprocessing.Process:
         sys.argv = [self.script, *OPTIONS[self.script].format(base=self.base.parent).split()]
         sys.argv += f"--out_dir {out} --seed {seed} --log_every 1 --device cpu --dtype float32".split()
         (self.base / words).write_text("")  # one that is killed at once has said nothing
@@ -181,14 +179,14 @@ class Soak:
         if code:
             return ""
         found = outcome(self.run)
-        other = found.keys() ^ self.expected.keys()
-        other |= {name for name in found.keys() - other if not same(found[name], self.expected[name])}
+        names = found.keys() | self.expected.keys()
+        other = [name for name in names if not same(found.get(name), self.expected.get(name))]
         return f"other {', '.join(other)}" if other else ""
 
     def signal(self, kind: str) -> str | None:
         process, number = self.start(self.out), getattr(signal, kind)
         time.sleep(random.uniform(0, self.seconds))
-        os.kill(process, number)
+        os.kill(process.pid, number)
         code = end(process)
         stopped = set() if kind == "SIGKILL" else {128 + number}
         wrong = self.judge(code, {0, -number} | stopped)  # -number, too, where `main` had not begun yet
@@ -222,7 +220,8 @@ class Soak:
         if not (self.run / "ckpt.pt").exists():
             shutil.rmtree(self.out)
             shutil.copytree(self.whole, self.run)
-        file = random.choice([file for file in self.run.glob("*.*") if (self.foreign / file.name).exists()])
+        files = [file for file in self.run.glob("*.*") if (self.foreign / file.name).exists()]
+        file = random.choice(files)
         if file.name != "result.json":
             (self.run / "result.json").unlink(missing_ok=True)  # a finished run looks at nothing else
         content = file.read_bytes()
@@ -237,7 +236,10 @@ class Soak:
 
     def trouble(self, kind: str):
         """One fault, or the end of a round."""
-        wrong = self.signal(kind) if kind.startswith("SIG") else getattr(self, kind.replace(" ", "_"))()
+        if kind.startswith("SIG"):
+            wrong = self.signal(kind)
+        else:
+            wrong = getattr(self, kind.replace(" ", "_"))()
         self.tried[kind] += wrong is not None
         if wrong:
             self.wrong[kind] += 1
@@ -252,7 +254,7 @@ class Soak:
         while faults > sum(self.tried[kind] for kind in KINDS):
             shutil.rmtree(self.out, ignore_errors=True)
             self.out.mkdir()
-            for kind in random.choices(list(KINDS), list(KINDS.values()), k=random.randint(1, 4)):
+            for kind in random.choices([*KINDS], [*KINDS.values()], k=random.randint(1, 4)):
                 self.trouble(kind)
             self.trouble("the end")
         print(f"{self.script}: tried {dict(self.tried)}, wrong {dict(self.wrong)}", flush=True)
@@ -261,13 +263,15 @@ class Soak:
 
 def make_data(base: Path):
     """Our own code as a text; the messages of Django in two languages and as pairs, and an encoder of them."""
+    pages = [page.read_text() for page in Path(__file__).parents[1].glob("*/*.py")]
     text = base / "text.txt"
-    text.write_text("\n\n".join(page.read_text() for page in Path(__file__).parents[1].glob("*/*.py")))
+    text.write_text("\n\n".join(pages))
     small = {"normalization_rule_name": "identity"}  # XLM-R's rules would be as large as a checkpoint
-    tokenizer = train_sentencepiece(text.read_text().splitlines(), 400, XLMR, **small).save(base)
+    tokenizer = train_sentencepiece(pages, 400, XLMR, **small).save(base)
     prepare("text", text, tokenizer, out=base / "text")
-    for name, corpus, languages in (("languages", "catalogs", "de,en"), ("pairs", "catalogs-pairs", "de-en")):
-        prepare(corpus, tokenizer=tokenizer, languages=languages, max_tokens=4000, out=base / name)
+    how = {"tokenizer": tokenizer, "max_tokens": 4000}
+    prepare("catalogs", **how, languages="de,en", out=base / "languages")
+    prepare("catalogs-pairs", **how, languages="de-en", out=base / "pairs")
     words = "train_mlm " + OPTIONS["train_mlm"] + " --steps 1 --device cpu --out_dir {base}/encoders"
     sys.argv = words.format(base=base).split()
     importlib.import_module("train_mlm").main()
@@ -287,7 +291,8 @@ def main():
         base = Path(folder)
         if end(begin(lambda: make_data(base), base / "words")):
             sys.exit((base / "words").read_text())
-        soaks = [Soak(script, base).go(-(-config.faults // len(config.scripts))) for script in config.scripts]
+        faults = -(-config.faults // len(config.scripts))
+        soaks = [Soak(script, base).go(faults) for script in config.scripts]
     sys.exit(any(soak.wrong for soak in soaks))
 
 

@@ -1,0 +1,137 @@
+"""The scores of XTREME's tasks, as the benchmark computes them, and those of translations, as sacrebleu does."""
+
+import re
+import string
+import sys
+import unicodedata
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from functools import cache, partial
+from operator import eq
+from statistics import fmean
+
+from data.xtreme import TASKS
+
+ASCII = dict.fromkeys(map(ord, string.punctuation))  # for `str.translate` to leave out
+ARTICLES = {
+    "en": r"\b(a|an|the)\b",
+    "es": r"\b(un|una|unos|unas|el|la|los|las)\b",
+    "de": r"\b(ein|eine|einen|einem|eines|einer|der|die|das|den|dem|des)\b",
+    "vi": r"\b(của|là|cái|chiếc|những)\b",
+    "ar": r"\sال^|ال",  # as in MLQA's script; its first half never matches, so this is ال anywhere
+}
+
+
+def score_task(task, language, gold: list, predicted: list) -> dict[str, float]:
+    """In percent. gold: of each example, as in `Example`; predicted: tags, an answer or a label."""
+    kind = TASKS[task].kind
+    if kind == "tags":
+        return {"f1": 100 * tag_f1(gold, predicted)}
+    if kind == "label":
+        return {"accuracy": 100 * fmean(map(eq, gold, predicted))}
+    words_of = partial(mlqa_words, language=language) if task == "mlqa" else squad_words
+    f1, em = [], []
+    for answers, answer in zip(gold, predicted):
+        words = words_of(answer)
+        right = [words_of(text) for text, _ in answers]
+        f1.append(max(word_f1(words, one) for one in right))
+        em.append(words in right)
+    return {"f1": 100 * fmean(f1), "em": 100 * fmean(em)}
+
+
+def score_translations(translations: list, references: list, language: str) -> dict:
+    """BLEU and chrF2++ of a corpus. Both sides are texts as people write them: sacrebleu finds the words itself.
+
+    Raises ImportError where sacrebleu, or what it needs for a language, is not installed.
+    """
+    try:
+        from sacrebleu import BLEU, CHRF
+
+        code, *_ = re.split("[-_]", language)  # zh of zh_Hans
+        metrics = {"bleu": BLEU(trg_lang=code), "chrf": CHRF(word_order=2)}
+    except (ImportError, RuntimeError) as error:  # the second is for Japanese and Korean
+        raise ImportError(f"BLEU and chrF2++ need sacrebleu: pip install sacrebleu ({error})") from error
+    scores = {}
+    for name, metric in metrics.items():
+        scores[name] = metric.corpus_score(translations, [references]).score
+        scores[f"{name}_signature"] = str(metric.get_signature())
+    return scores
+
+
+def mean(scores: Iterable[dict]) -> dict[str, float]:
+    """The mean of each metric over languages, or pairs of them; {} where there are none."""
+    values = defaultdict(list)
+    for own in scores:
+        for metric, value in own.items():
+            values[metric].append(value)
+    return {metric: fmean(own) for metric, own in values.items() if not isinstance(own[0], str)}
+
+
+def gap(languages: dict[str, dict]) -> dict[str, float]:
+    """English minus the mean of the other languages (XLM-E table 7), of each metric; {} where there are not both."""
+    others = languages.copy()
+    english, means = others.pop("en", {}), mean(others.values())
+    return {metric: value - means[metric] for metric, value in english.items() if means}
+
+
+def tag_f1(gold: list, predicted: list) -> float:
+    """F1 of entities, which are right where their place and their class are.
+
+    Of tags without B- and I-, such as UPOS, a run of equal ones is an entity. That is how seqeval 0.0.12 read them,
+    which XTREME used, and it took each SYM and SCONJ for an entity of its own (S- stood for a single).
+    """
+    there, found = entities(gold), entities(predicted)
+    right = len(there & found)
+    if not right:
+        return 0.0
+    precision, recall = right / len(found), right / len(there)
+    return 2 * precision * recall / (precision + recall)
+
+
+def entities(sentences: list[list[str]]) -> set[tuple]:
+    """(sentence, first word, last word, class) of every entity."""
+    found = set()
+    for number, tags in enumerate(sentences):
+        begin, before = 0, "O"  # of the present entity; the tag of the last word
+        for place, tag in enumerate([*tags, "O"]):
+            kind = tag.removeprefix("B-").removeprefix("I-")
+            alone = tag.startswith(("B-", "S"))
+            if alone or kind != before:
+                if before != "O":
+                    found.add((number, begin, place - 1, before))
+                begin = place
+            before = kind
+    return found
+
+
+def word_f1(one: list[str], two: list[str]) -> float:
+    """F1 of two bags of words; 0 where they share none, even if both are empty, as in SQuAD's script."""
+    shared = Counter(one) & Counter(two)
+    if not shared:
+        return 0.0
+    total = len(one) + len(two)
+    return 2 * shared.total() / total
+
+
+def squad_words(text: str) -> list[str]:
+    """SQuAD 1.1: lower case, without ASCII punctuation, then without English articles."""
+    text = text.lower().translate(ASCII)
+    return re.sub(ARTICLES["en"], " ", text).split()
+
+
+def mlqa_words(text: str, language: str) -> list[str]:
+    """MLQA: as SQuAD's, with Unicode's punctuation, the language's articles, and every Chinese character a word."""
+    text = text.lower().translate(punctuation())
+    if language in ARTICLES:
+        text = re.sub(ARTICLES[language], " ", text)
+    if language == "zh":
+        text = re.sub(r"([\u4e00-\u9fa5])", r" \1 ", text)
+    return text.split()
+
+
+@cache
+def punctuation() -> dict[int, None]:
+    """Unicode's, and ASCII's."""
+    codes = range(sys.maxunicode + 1)
+    of_unicode = [code for code in codes if unicodedata.category(chr(code))[0] == "P"]
+    return ASCII | dict.fromkeys(of_unicode)
