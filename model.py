@@ -50,7 +50,8 @@ def within_capacity(priority, capacity: int):
     if capacity >= len(priority):
         return priority > NOT_CHOSEN
     priority = priority.t().contiguous()  # (E, S), so that the tokens of an expert lie together
-    bar = priority.topk(capacity, dim=1, sorted=False).values.amin(dim=1, keepdim=True)  # (E, 1)
+    highest = priority.topk(capacity, dim=1, sorted=False).values  # (E, C)
+    bar = highest.amin(dim=1, keepdim=True)  # (E, 1)
     above = priority > bar
     tied = (priority == bar) & (bar > NOT_CHOSEN)
     places_left = capacity - above.sum(dim=1, keepdim=True)  # (E, 1)
@@ -78,16 +79,19 @@ def kept_rows(gates, kept, room: int | None = None, full: bool = False) -> Rows:
     room: how many rows to make, those beyond the kept ones spare (none if `full`), so that a GPU's host need not wait
     for their number. None: read that number, and make just those.
     """
-    S, counts, used = len(kept), kept.sum(dim=0), None
+    S, used = len(kept), None
+    counts = kept.sum(dim=0)  # (E,)
     by_expert = kept.t().flatten()  # (E * S,)
     if room is None:
         place = by_expert.nonzero()
     else:
         place = torch.nonzero_static(by_expert, size=room, fill_value=0)
         if not full:
-            used = (torch.arange(room, device=kept.device) < counts.sum()).unsqueeze(1)
+            number = torch.arange(room, device=kept.device).unsqueeze(1)
+            used = number < counts.sum()
     place = place.squeeze(1)  # (N,)
-    gate = gates.t().flatten().index_select(0, place).unsqueeze(1)
+    gate = gates.t().flatten()
+    gate = gate.index_select(0, place).unsqueeze(1)  # (N, 1)
     if used is not None:
         gate = torch.where(used, gate, 0.0)
     return Rows(place % S, place // S, gate, counts, used)
@@ -113,21 +117,25 @@ def ragged_linear(x, w, rows: Rows):
     x, w = x.to(dtype), w.to(dtype)
     if not has_grouped_mm(x, w):
         counts = rows.counts.tolist()
-        *parts, spare = x.split([*counts, len(x) - sum(counts)])
-        products = [part @ matrix for part, matrix in zip(parts, w.unbind(0))]
-        return torch.cat([*products, spare.new_zeros(len(spare), w.shape[2])])
-    return F.grouped_mm(x, w, offs=rows.counts.cumsum(0, dtype=torch.int32))
+        spare = len(x) - sum(counts)
+        parts = x.split([*counts, spare])
+        products = [part @ matrix for part, matrix in zip(parts, w)]
+        products.append(x.new_zeros(spare, w.shape[2]))
+        return torch.cat(products)
+    ends = rows.counts.cumsum(0, dtype=torch.int32)
+    return F.grouped_mm(x, w, offs=ends)
 
 
 def has_grouped_mm(x, w) -> bool:
     """Whether `grouped_mm` takes these: bf16 with rows of a multiple of 16 bytes, on a CPU fp32 too if not compiled."""
-    dtypes = [torch.bfloat16]
-    if x.device.type == "cpu" and not torch.compiler.is_compiling():
+    on_cpu, dtypes = x.device.type == "cpu", [torch.bfloat16]
+    if on_cpu and not torch.compiler.is_compiling():
         dtypes.append(torch.float32)
     _, I, O = w.shape  # noqa: E741
-    whole = I * x.element_size() % 16 == 0 and O * x.element_size() % 16 == 0
-    # On CUDA the kernel takes fewer than 1,024 groups.
-    return x.dtype in dtypes and whole and len(x) > 0 and (x.device.type == "cpu" or len(w) < 1024)
+    aligned = 16 // x.element_size()
+    whole = I % aligned == 0 and O % aligned == 0
+    few = on_cpu or len(w) < 1024  # CUDA's kernel takes no more groups
+    return x.dtype in dtypes and whole and few and len(x) > 0
 
 
 def activation(a, b, gate, gelu: str, used=None):
@@ -135,16 +143,17 @@ def activation(a, b, gate, gelu: str, used=None):
     total = a + b
     if used is not None:
         total = torch.where(used, total, 0)
-    return (gate * F.gelu(total, approximate=gelu)).to(a.dtype)
+    z = gate * F.gelu(total, approximate=gelu)
+    return z.to(a.dtype)
 
 
 @functools.cache
 def compiled_activation(device: str):
     """`activation` in one pass over memory, and one backward; as it stands where that device cannot compile it."""
     compiled = torch.compile(activation, dynamic=True)
-    a, b, gate = (torch.ones(5, width, device=device, requires_grad=True) for width in (3, 3, 1))
+    ones = functools.partial(torch.ones, device=device, requires_grad=True)
     try:
-        compiled(a, b, gate, "tanh")  # what is compiled for one size serves all
+        compiled(ones(5, 3), ones(5, 3), ones(5, 1), "tanh")  # what is compiled for one size serves all
     except Exception:  # no compiler, or another of many reasons: slower, but right
         return activation
     return compiled
@@ -164,7 +173,8 @@ class Experts(nn.Module):
     def forward(self, x, rows: Rows):
         """(N, D) -> gate * W_out^T gelu(W_in x + b_in), (N, D): all of an FFN but b_out."""
         activate = activation
-        if len(x) * self.b_in.shape[1] >= WORTH_COMPILING and not torch.compiler.is_compiling():
+        large = len(x) * self.b_in.shape[1] >= WORTH_COMPILING
+        if large and not torch.compiler.is_compiling():
             activate = compiled_activation(x.device.type)
         if rows.used is not None:  # grouped_mm leaves the gradient of spare rows unwritten; this `where` makes it 0
             x = torch.where(rows.used, x, 0)
@@ -172,7 +182,9 @@ class Experts(nn.Module):
         z = activate(ragged_linear(x, self.w_in.mT, rows), b, rows.gate, self.gelu, rows.used)  # (N, F)
         del b  # it is as large as z, and the backward pass does not need it
         y = ragged_linear(z, self.w_out, rows)  # (N, D)
-        return y if rows.used is None else torch.where(rows.used, y, 0)
+        if rows.used is not None:
+            y = torch.where(rows.used, y, 0)
+        return y
 
 
 def dispatch(h, gates, rows: Rows, ffn: Experts):
@@ -196,7 +208,8 @@ def dispatch_apart(h, gates, rows: Rows, work):
     g u + (1 - g) h (X-MoE eq. 2, 4.1).
     """
     x = h.index_select(0, rows.token)  # (N, D)
-    return add_rows(gates.new_zeros(h.shape), rows, rows.gate * work(x, rows))
+    weighed = rows.gate * work(x, rows)  # (N, D)
+    return add_rows(gates.new_zeros(h.shape), rows, weighed)
 
 
 def add_rows(out, rows: Rows, y):
@@ -204,7 +217,8 @@ def add_rows(out, rows: Rows, y):
     y = y.to(out.dtype)
     if y.is_cuda:  # compiled, it adds in place; on a CPU it is slower
         return out.index_add(0, rows.token, y)
-    return out.scatter_add(0, rows.token.unsqueeze(1).expand_as(y), y)
+    token = rows.token.unsqueeze(1).expand_as(y)
+    return out.scatter_add(0, token, y)
 
 
 class ExpertNorm(nn.Module):
@@ -231,7 +245,8 @@ class MoE(nn.Module):
     def __init__(self, router: nn.Module, D: int, F_: int, gelu: str, gamma: float, eval_gamma: float, layers: int = 0):
         super().__init__()
         self.router, E = router, router.E
-        self.experts = nn.ModuleList(Experts(E, D, F_, gelu) for _ in range(max(1, layers)))
+        stack = range(max(1, layers))
+        self.experts = nn.ModuleList(Experts(E, D, F_, gelu) for _ in stack)
         self.norms = nn.ModuleList(ExpertNorm(E, D) for _ in range(layers))
         self.gamma, self.eval_gamma = gamma, eval_gamma
         self.exchange = None  # takes rows to experts on other processes, see engine/parallel.py
@@ -247,7 +262,8 @@ class MoE(nn.Module):
         position = torch.arange(first, first + T, device=h.device).repeat(B)
         flat, ids = h.flatten(0, 1), ids.flatten()
         if real is not None:
-            flat, ids, position = flat.index_select(0, real), ids[real], position[real]
+            flat = flat.index_select(0, real)
+            ids, position = ids[real], position[real]
         routing = self.router(flat, ids, position)
         S, E = routing.weight.shape
         kept = within_capacity(routing.priority, self.capacity(S))  # (S, E)
@@ -266,7 +282,8 @@ class MoE(nn.Module):
 
     def capacity(self, S: int) -> int:
         """C: how many of S tokens one expert may serve."""
-        return expert_capacity(S, self.router.E, self.gamma if self.training else self.eval_gamma)
+        gamma = self.gamma if self.training else self.eval_gamma
+        return expert_capacity(S, self.router.E, gamma)
 
     def most_rows(self, S: int, experts: int) -> int:
         """The most rows that S tokens can have for so many of the experts."""
@@ -293,8 +310,9 @@ class MoE(nn.Module):
         """
         rows = rows._replace(gate=torch.ones_like(rows.gate))
         if not self.norms:
-            y = self.experts[0](x, rows)
-            return y + self.experts[0].b_out.index_select(0, rows.expert).to(y.dtype)
+            [ffn] = self.experts
+            y = ffn(x, rows)
+            return y + ffn.b_out.index_select(0, rows.expert).to(y.dtype)
         u = x
         for norm, ffn in zip(self.norms, self.experts):
             y = ffn(norm(u, rows), rows)
@@ -304,8 +322,8 @@ class MoE(nn.Module):
     def activations(self, h, kept):
         """What the units of all kept rows compute before GELU, (N, F), of bare FFNs (XMoE figure 6)."""
         rows = kept_rows(kept.to(h.dtype), kept)
-        ffn = self.experts[0]
-        a = ragged_linear(h.index_select(0, rows.token), ffn.w_in.mT, rows)
+        x, ffn = h.index_select(0, rows.token), self.experts[0]
+        a = ragged_linear(x, ffn.w_in.mT, rows)
         return a + ffn.b_in.index_select(0, rows.expert)
 
 
@@ -316,7 +334,8 @@ def check_choices(router: nn.Module, routing):
         raise ValueError(f"{name}: a priority is int64, not {priority.dtype}: make it with by_rank or priority_key")
     if len(priority) == 0:
         return
-    fewest, most = map(int, routing.wanted.sum(dim=1).aminmax())
+    chosen = routing.wanted.sum(dim=1)  # (S,)
+    fewest, most = map(int, chosen.aminmax())
     if most > router.max_choices:
         raise ValueError(f"{name} chose {most} experts for a token, but its class says most = {router.most}")
     if fewest < min(router.max_choices, router.E) and router.always_most:
@@ -385,8 +404,11 @@ functorch_config.ban_recompute_used_far_apart = False
 def linear_in_blocks(h, w, bias=None, block: int = 64):
     """F.linear(h, w, bias) by whole blocks of rows of w: the logits of 50,257 tokens would not be aligned in memory."""
     V, spare = len(w), -len(w) % block
-    w = F.pad(w.to(product_type(h)), (0, 0, 0, spare))
-    return F.linear(h, w, None if bias is None else F.pad(bias, (0, spare)))[..., :V]
+    w = w.to(product_type(h))
+    w = F.pad(w, (0, 0, 0, spare))
+    if bias is not None:
+        bias = F.pad(bias, (0, spare))
+    return F.linear(h, w, bias)[..., :V]
 
 
 def output_logits(h, w, bias=None):
@@ -410,14 +432,16 @@ class SparseModel(nn.Module):
             if name.endswith(("bias", "b_in", "b_out")):
                 nn.init.zeros_(p)
             else:
-                nn.init.normal_(p, std=written_std if name.endswith(("proj.weight", "w_out")) else std)
+                writes = name.endswith(("proj.weight", "w_out"))
+                nn.init.normal_(p, std=written_std if writes else std)
         for moe in self.moe_layers:
             for ffn in moe.experts if moe.norms else ():
                 nn.init.zeros_(ffn.w_out)  # as in BASE layers: an inserted stack changes nothing at first
 
     def checkpoint_layers(self):
         """Activation checkpointing: of each layer only its input is kept, and the backward pass computes it again."""
-        for layer in chain(*(part for part in self.children() if isinstance(part, nn.ModuleList))):
+        lists = [part for part in self.children() if isinstance(part, nn.ModuleList)]
+        for layer in chain(*lists):
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
 
     @property
@@ -427,7 +451,8 @@ class SparseModel(nn.Module):
     @property
     def parts(self) -> list[nn.Module]:
         """What FSDP gathers at a time; those inside others come first."""
-        whole = [m for m in self.modules() if isinstance(m, (Block, EncoderLayer, MoE))]
+        kinds = Block, EncoderLayer, MoE
+        whole = [m for m in self.modules() if isinstance(m, kinds)]
         # A decoder's block also makes keys and values of the source, outside of its forward.
         return [m for m in reversed(whole) if getattr(m, "cross", None) is None]
 
@@ -513,12 +538,16 @@ class SelfAttention(nn.Module):
         mask (B, 1, 1, T) bool: which positions may be looked at, None: all; distance (H, T, T): d; past: keys and
         values of the positions before h, which is then one token of each row.
         """
-        q, k, v = self.qkv(h).unflatten(2, (3, self.n_head, -1)).permute(2, 0, 3, 1, 4)  # (B, H, T, D / H) each
+        qkv = self.qkv(h).unflatten(2, (3, self.n_head, -1))
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, H, T, D / H) each
         if past is not None:
-            k, v = (torch.cat(both, dim=2) for both in zip(past, (k, v)))
+            before_k, before_v = past
+            k = torch.cat([before_k, k], dim=2)
+            v = torch.cat([before_v, v], dim=2)
         dropout = self.dropout if self.training else 0.0
         if distance is not None:
-            update, reset = (q @ self.gate.t()).sigmoid().unbind(3)  # (B, H, T) each
+            gates = (q @ self.gate.t()).sigmoid()  # (B, H, T, 2)
+            update, reset = gates.unbind(3)
             # r = d + g_u d + (1 - g_u) w g_r d: the gates only scale the row of d that belongs to their query.
             scale = 1 + update + (1 - update) * self.gate_w[:, None] * reset
             y = biased_attention(q, k, v, scale, distance, mask, dropout)
@@ -540,11 +569,13 @@ class CrossAttention(nn.Module):
 
     def keys_values(self, h) -> KeysValues:
         """(B, N, D) -> (B, H, N, D / H) each"""
-        return tuple(self.kv(h).unflatten(2, (2, self.n_head, -1)).permute(2, 0, 3, 1, 4))
+        kv = self.kv(h).unflatten(2, (2, self.n_head, -1))
+        return tuple(kv.permute(2, 0, 3, 1, 4))
 
     def forward(self, h, source: KeysValues, mask):
         """(B, T, D) -> (B, T, D); mask (B, 1, 1, N) bool: which keys may be looked at; None: all."""
-        q = self.q(h).unflatten(2, (self.n_head, -1)).transpose(1, 2)  # (B, H, T, D / H)
+        q = self.q(h).unflatten(2, (self.n_head, -1))
+        q = q.transpose(1, 2)  # (B, H, T, D / H)
         y = F.scaled_dot_product_attention(q, *source, mask)
         return self.proj(y.transpose(1, 2).flatten(2))
 
@@ -566,7 +597,8 @@ class RelativePositionBias(nn.Module):
         """j - i -> its bucket: one half for each sign; of a half, one half is exact, the other logarithmic."""
         half = self.table.num_embeddings // 2
         exact, far = half // 2, ahead.abs()
-        ratio = torch.log(far.clamp(min=1) / exact) / math.log(self.longest / exact)
+        times = torch.log(far.clamp(min=1) / exact)
+        ratio = times / math.log(self.longest / exact)
         coarse = exact + (ratio * (half - exact)).long()
         coarse = coarse.clamp(max=half - 1)
         return torch.where(far < exact, far, coarse) + half * (ahead > 0)
@@ -593,11 +625,15 @@ def biased_flex_attention(q, k, v, scale, distance, mask=None):
     from torch.nn.attention.flex_attention import flex_attention
 
     # With a mask always, and of one layout: of more than a few variants, torch gives up compiling.
-    mask = torch.ones_like(q[:, 0, :, 0], dtype=torch.bool) if mask is None else mask[:, 0, 0].clone()  # (B, T)
+    if mask is None:
+        mask = torch.ones_like(q[:, 0, :, 0], dtype=torch.bool)  # (B, T)
+    else:
+        mask = mask[:, 0, 0].clone()
     distance = distance.contiguous()
 
     def score(value, b, h, i, j):
-        return torch.where(mask[b, j], value + scale[b, h, i] * distance[h, i, j], -math.inf)
+        value = value + scale[b, h, i] * distance[h, i, j]
+        return torch.where(mask[b, j], value, -math.inf)
 
     # Where nothing compiles, this is right, but makes all (B, H, T, T) scores.
     return fused(flex_attention, q)(q, k, v, score_mod=score)
@@ -631,14 +667,18 @@ class Block(nn.Module):
         real: see `MoE`; past: see `SelfAttention`. mask: which positions may be looked at, (R, 1, 1, T), or those of
         the source, (B, 1, 1, N). R is B, or B * K where K beams of a sentence lie side by side and share its source.
         """
-        y, so_far = self.attn(self.ln_1(x), None if self.cross else mask, past=past)
+        own_mask = None if self.cross else mask
+        y, so_far = self.attn(self.ln_1(x), own_mask, past=past)
         x = x + self.dropout(y)
         if self.cross:
-            h = self.ln_c(x).view(len(source[0]), -1, x.shape[2])  # (B, K * T, D): queries need no order here
-            x = x + self.dropout(self.cross(h, source, mask).view_as(x))
+            B, D = len(source[0]), x.shape[2]
+            h = self.ln_c(x).view(B, -1, D)  # (B, K * T, D): queries need no order here
+            y = self.cross(h, source, mask)
+            x = x + self.dropout(y.view_as(x))
         h, balance = self.ln_2(x), 0.0
         if self.sparse:
-            y, balance = self.ffn(h, ids, real, first=so_far[0].shape[2] - x.shape[1])
+            keys, _ = so_far
+            y, balance = self.ffn(h, ids, real, first=keys.shape[2] - x.shape[1])
         else:
             y = self.ffn(h)
         return x + self.dropout(y), balance, so_far  # a token that no expert kept passes by on the residual stream
@@ -648,7 +688,8 @@ def every_so_many(config, layers: int) -> list[bool]:
     """Which of so many blocks have experts in place of their FFN. Raises ValueError where not even the last has."""
     if config.router != "dense" and config.moe_every > layers:
         raise ValueError(f"moe_every = {config.moe_every} leaves no block of {layers} with experts")
-    return [config.router != "dense" and depth % config.moe_every == 0 for depth in range(1, 1 + layers)]
+    sparse = config.router != "dense"
+    return [sparse and depth % config.moe_every == 0 for depth in range(1, 1 + layers)]
 
 
 class GPT(SparseModel):
@@ -666,18 +707,20 @@ class GPT(SparseModel):
         self.ln_f = nn.LayerNorm(config.n_embd)
         self.bias = nn.Parameter(torch.zeros(V)) if config.frequency_bias else None  # GPT-2 has none
         # GPT-2: what writes to the residual stream starts smaller, the deeper the model.
-        self.init_weights(config.init_std, config.init_std / math.sqrt(2 * config.n_layer))
+        deep = math.sqrt(2 * config.n_layer)
+        self.init_weights(config.init_std, config.init_std / deep)
 
     def hidden(self, ids, past: list[KeysValues] | None = None):
         """ids (B, T) -> final hidden states (B, T, D), balance loss, and what is `past` to the next ids, (B, 1).
 
         Raises ValueError where more than block_size tokens come together.
         """
-        first, longest = past[0][0].shape[2] if past else 0, self.config.block_size
-        end = first + ids.shape[1]
+        first = past[0][0].shape[2] if past else 0
+        end, longest = first + ids.shape[1], self.config.block_size
         if end > longest:
             raise ValueError(f"a sequence of {end} tokens is longer than block_size = {longest}")
-        x = self.dropout(self.wte(ids) + self.wpe.weight[first:end])
+        positions = self.wpe.weight[first:end]  # (T, D)
+        x = self.dropout(self.wte(ids) + positions)
         total, present = self.ln_f.weight.new_zeros(()), []
         for i, block in enumerate(self.blocks):
             x, balance, so_far = block(x, ids, past=past[i] if past else None)
@@ -703,7 +746,8 @@ class GPT(SparseModel):
         """
         if self.sees_later:
             raise ValueError(f"router {self.config.router} sees later tokens, so it cannot generate")
-        was_training, T, longest = self.training, ids.shape[1], self.config.block_size
+        was_training = self.training
+        T, longest = ids.shape[1], self.config.block_size
         self.eval()
         with self.no_limit():
             past = None
@@ -711,7 +755,8 @@ class GPT(SparseModel):
                 fits = past is not None and ids.shape[1] <= longest
                 if not fits:  # the first time, or the window moves on and all positions change
                     past = None
-                h, _, past = self.hidden(ids[:, -1:] if fits else ids[:, -longest:], past)
+                read = ids[:, -1:] if fits else ids[:, -longest:]
+                h, _, past = self.hidden(read, past)
                 logits = F.linear(h[:, -1], self.wte.weight, self.bias)  # (B, V)
                 logits = logits.float() / temperature
                 if top_k is not None:
@@ -721,7 +766,8 @@ class GPT(SparseModel):
                 ids = torch.cat([ids, drawn], dim=1)
                 if look is not None:
                     look(ids)
-                if end is not None and (ids[:, T:] == end).any(dim=1).all():
+                ended = (ids[:, T:] == end).any(dim=1) if end is not None else None
+                if ended is not None and ended.all():
                     break
         self.train(was_training)
         return ids
@@ -785,7 +831,8 @@ class Encoder(SparseModel):
         T, longest = ids.shape[1], self.config.block_size
         if T > longest:
             raise ValueError(f"a sequence of {T} tokens is longer than block_size = {longest}")
-        mask, positions = None, torch.arange(PAD + 1, PAD + 1 + T, device=ids.device)
+        mask = None
+        positions = torch.arange(PAD + 1, PAD + 1 + T, device=ids.device)
         if real is not None:
             # ids != PAD will not do: XLM-E's generator may draw a PAD
             mask = real_mask(ids, real)  # (B, T)
@@ -798,7 +845,8 @@ class Encoder(SparseModel):
         for depth, layer in enumerate(self.layers, 1):
             if states is not None:
                 states.append(x)
-            x, total = self.add_sparse(depth, layer(x, mask, distance), total, ids, real)
+            x = layer(x, mask, distance)
+            x, total = self.add_sparse(depth, x, total, ids, real)
         if states is not None:
             states.append(x)
         return x, total
@@ -806,7 +854,8 @@ class Encoder(SparseModel):
 
 def real_mask(ids, real):
     """ids (B, T), real (S,) places in B * T -> (B, T) bool, True there."""
-    return ids.new_zeros(ids.numel(), dtype=torch.bool).index_fill_(0, real, True).view(ids.shape)
+    mask = ids.new_zeros(ids.numel(), dtype=torch.bool)
+    return mask.index_fill_(0, real, True).view(ids.shape)
 
 
 class MaskedLM(SparseModel):
@@ -816,7 +865,8 @@ class MaskedLM(SparseModel):
         super().__init__()
         self.config, self.vocab_size, D = config, V, config.n_embd
         self.encoder = Encoder(config, V)
-        self.dense, self.ln_h = nn.Linear(D, D), nn.LayerNorm(D)
+        self.dense = nn.Linear(D, D)
+        self.ln_h = nn.LayerNorm(D)
         self.bias = nn.Parameter(torch.zeros(V))  # the output matrix is the embeddings'
         nn.init.normal_(self.dense.weight, std=config.init_std)
         nn.init.zeros_(self.dense.bias)
@@ -874,8 +924,8 @@ class Translator(SparseModel):
                     f"router {config.router} sees later tokens, so it cannot translate: add --decoder_moe false"
                 )
         # As in GPT-2, what writes to the residual stream starts smaller, the deeper the model.
-        depth = max(config.n_layer, config.decoder_layers)
-        self.init_weights(config.init_std, config.init_std / math.sqrt(2 * depth))
+        deep = math.sqrt(2 * max(config.n_layer, config.decoder_layers))
+        self.init_weights(config.init_std, config.init_std / deep)
 
     def blocks(self, layers: int, decoder: bool) -> nn.ModuleList:
         config, sparse = self.config, [False] * layers
@@ -896,7 +946,8 @@ class Translator(SparseModel):
         """ids (B, T), whose first stands at position `first` -> (B, T, D)"""
         x = math.sqrt(self.config.n_embd) * self.wte(ids)
         position = torch.arange(first, first + ids.shape[1], device=ids.device)
-        return self.dropout(x + sinusoids(position, self.config.n_embd).to(x.dtype))
+        waves = sinusoids(position, self.config.n_embd)
+        return self.dropout(x + waves.to(x.dtype))
 
     def encode(self, ids, real=None) -> tuple[Source, Tensor]:
         """ids (B, N), real (S,) places in B * N of what is not padding, None if all is -> source, balance loss."""
@@ -954,5 +1005,6 @@ def sinusoids(position, D: int):
     i = torch.arange(0, D, 2, device=position.device)
     turn = torch.exp(-math.log(10_000) / D * i)
     angle = position.unsqueeze(1) * turn  # (T, D / 2)
-    both = torch.cat([angle.sin(), angle.cos()], dim=1)
+    waves = angle.sin(), angle.cos()
+    both = torch.cat(waves, dim=1)
     return both[:, :D]  # one less where D is odd

@@ -70,7 +70,8 @@ class Router(nn.Module):
     def __init__(self, config, E: int, K: int = 1, V: int = 0, x_moe: bool = False):
         super().__init__()
         self.config, self.E, self.K = config, E, K
-        self.score, self.gate = config.score or self.score, config.gate or self.gate
+        self.score = config.score or self.score
+        self.gate = config.gate or self.gate
         self.on_sphere = self.score == "hypersphere"
         # X-MoE with K > 1: the softmax gate sums to 1 over the chosen experts, and the balance loss counts all K.
         self.over_chosen = x_moe and K > 1
@@ -121,7 +122,8 @@ class Router(nn.Module):
         """(S, D) -> (S, E)"""
         h, experts = self.project(h), self.experts
         if self.on_sphere:  # X-MoE eq. 7
-            h, experts = F.normalize(h, dim=1), F.normalize(experts, dim=1)
+            h = F.normalize(h, dim=1)
+            experts = F.normalize(experts, dim=1)
         return h @ experts.t()
 
     def counted(self, priority):
@@ -154,7 +156,7 @@ class TopK(Router):
         return self.K
 
     def choose(self, score, probs):
-        order = probs.sort(dim=1, descending=True, stable=True).indices  # of equal experts the lower comes first
+        order = probs.argsort(dim=1, descending=True, stable=True)  # of equal experts the lower comes first
         return by_rank(order, probs, self.max_choices)
 
 
@@ -255,7 +257,8 @@ def by_rank(order, probs, count: Tensor | int):
     rank = torch.arange(probs.shape[1], device=probs.device)
     if isinstance(count, Tensor):
         count = count.reshape(-1, 1)  # (S, 1)
-    in_order = torch.where(rank < count, priority_key(probs.gather(1, order), rank), NOT_CHOSEN)  # (S, E)
+    key = priority_key(probs.gather(1, order), rank)  # (S, E)
+    in_order = torch.where(rank < count, key, NOT_CHOSEN)
     return torch.empty_like(in_order).scatter_(1, order, in_order)
 
 

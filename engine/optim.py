@@ -20,7 +20,8 @@ def cross_entropy(logits: Tensor, targets: Tensor, **options) -> Tensor:
 
 
 def in_fp32(logits: Tensor, targets: Tensor, **options) -> Tensor:
-    return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets, **options)
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    return F.cross_entropy(logits.to(dtype), targets, **options)
 
 
 @functools.cache
@@ -34,20 +35,24 @@ def adamw(model: torch.nn.Module, config) -> torch.optim.AdamW:
     Routers learn at `router_lr` times the rate of the rest, and what distances add to attention at `distance_lr` times,
     where a config has these.
     """
-    times_of = {"router.": getattr(config, "router_lr", 1.0), "distance.": getattr(config, "distance_lr", 1.0)}
+    of_routers = getattr(config, "router_lr", 1.0)
+    of_distances = getattr(config, "distance_lr", 1.0)
     groups = {}  # (weight decay, times the learning rate, class) -> parameters
     for name, p in model.named_parameters():
         if not p.requires_grad:
             continue
-        small = p.dim() < 2 or "ln_" in name or "norms." in name or name.endswith(("bias", "b_in", "b_out"))
-        decay = 0.0 if small else config.weight_decay
-        times = math.prod(times for part, times in times_of.items() if part in name)
-        groups.setdefault((decay, times, type(p)), []).append(p)  # FSDP's parameters are not stepped with others
+        is_norm = "ln_" in name or "norms." in name
+        is_bias = name.endswith(("bias", "b_in", "b_out"))
+        decay = 0.0 if p.dim() < 2 or is_norm or is_bias else config.weight_decay
+        times = of_routers if "router." in name else of_distances if "distance." in name else 1.0
+        kind = decay, times, type(p)  # FSDP's parameters are not stepped with others
+        groups.setdefault(kind, []).append(p)
     options = []
     for (decay, times, _), parameters in groups.items():
         options.append({"params": parameters, "weight_decay": decay, "times": times})
     betas = config.beta1, config.beta2
-    return torch.optim.AdamW(options, lr=config.learning_rate, betas=betas, eps=config.eps, fused=True)
+    how = dict(betas=betas, eps=config.eps, fused=True)
+    return torch.optim.AdamW(options, lr=config.learning_rate, **how)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, value: float):
@@ -61,15 +66,18 @@ def cosine(step: int, steps: int, warmup: float, peak: float, floor: float) -> f
     if step < rising:
         return peak * (step + 1) / rising
     done = (step - rising) / max(1, steps - rising)
-    return floor + (peak - floor) * (1 + math.cos(math.pi * done)) / 2
+    share = (1 + math.cos(math.pi * done)) / 2
+    return floor + (peak - floor) * share
 
 
 def linear(step: int, steps: int, warmup: float, peak: float) -> float:
     """Learning rate of `step` (from 0): a line up for the `warmup` share of the steps, a line down to 0 at `steps`."""
     rising = max(1, round(warmup * steps))
-    return peak * min((step + 1) / rising, (steps - step) / max(1, steps - rising))
+    falling = max(1, steps - rising)
+    return peak * min((step + 1) / rising, (steps - step) / falling)
 
 
 def inverse_sqrt(step: int, warmup: int, peak: float) -> float:
     """Learning rate of `step` (from 0): a line up to `peak` in `warmup` steps, then falling as 1 / sqrt(step)."""
-    return peak * min((step + 1) / warmup, math.sqrt(warmup / (step + 1)))
+    rising, falling = (step + 1) / warmup, math.sqrt(warmup / (step + 1))
+    return peak * min(rising, falling)
