@@ -766,8 +766,7 @@ class GPT(SparseModel):
                 ids = torch.cat([ids, drawn], dim=1)
                 if look is not None:
                     look(ids)
-                ended = (ids[:, T:] == end).any(dim=1) if end is not None else None
-                if ended is not None and ended.all():
+                if end is not None and (ids[:, T:] == end).any(dim=1).all():
                     break
         self.train(was_training)
         return ids

@@ -352,8 +352,8 @@ def train(config: Config, context) -> dict:
             return run.result
         model = build(config, data, context)
         if not run.kept:
-            at_start = bilingual.retrieval(model.eval().encoder, data["pairs"], config, context)
-            run.kept["untrained"] = at_start["centred"]
+            found = bilingual.retrieval(model.eval().encoder, data["pairs"], config, context)
+            run.kept["untrained"] = found["centred"]
             model.train()
         work = step_flops(model)
         parameters = flops.count_parameters(model)

@@ -111,7 +111,7 @@ class Player:
         if self.decodes:
             names = [f"block {depth}" for depth, block in enumerate(model.blocks, 1) if block.sparse]
         else:
-            names = [f"behind layer {depth}" for depth in model.moe_after]
+            names = [f"after layer {depth}" for depth in model.moe_after]
         choosers = [*CHOOSERS] if hasattr(router, "experts") else []  # a hash has no probabilities to choose by
         if chooser == "own":
             choosers = ["own", *choosers]

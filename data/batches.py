@@ -113,7 +113,7 @@ def gather(tokens: ndarray, starts: ndarray, sizes: ndarray) -> ndarray:
 
 
 def pad_rows(tokens: ndarray, lengths: ndarray, pad, width=0) -> tuple[Tensor, Tensor | None]:
-    """Rows of (B,) lengths, whose (N,) tokens stand one behind the other, padded to the longest, or to a larger width.
+    """Rows of (B,) lengths, whose (N,) tokens stand one after the other, padded to the longest, or to a larger width.
 
     -> ids (B, T), and the flat positions (N,) of what is no padding, or None where there is no padding.
     """

@@ -49,7 +49,8 @@ def clear_errors(kinds=(ValueError, OSError, ImportError)):
         fail(" ".join(str(error).split()))
     except (RuntimeError, MemoryError) as error:
         text = " ".join(f"{type(error).__name__} {error}".split())[:300]
-        if re.search("^MemoryError|(not enough|out of|allocate) memory|overflow", text, re.I):
+        told = re.search("(not enough|out of|allocate) memory|overflow", text, re.I)
+        if told or isinstance(error, MemoryError):
             fail(f"the memory does not suffice: make the model or its batches smaller ({text})")
         if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
             fail(f"torch.compile fails: install the compiler that it asks for, or leave out --compile ({text})")

@@ -116,7 +116,7 @@ class Exchange:
         return all_to_all_single_autograd(x, None, None, self.mesh.get_group())
 
     def slots(self, rows, wanted: Tensor) -> Tensor:
-        """Where each row is in the buffer of N * R: with its process, in the order of experts. Spare ones: behind it.
+        """Where each row is in the buffer of N * R: with its process, in the order of experts. Spare ones: after it.
 
         wanted: (N, E / N) rows of each process's experts.
         """

@@ -293,7 +293,7 @@ class Run:
             fail(f"the loss is not finite at step {done} or just before (not saved): change --learning_rate or --seed")
 
     def due(self, done: int) -> bool:
-        """Whether an evaluation is due behind so many steps; if so, the training loss is looked at first."""
+        """Whether an evaluation is due after so many steps; if so, the training loss is looked at first."""
         if done % self.every and done != self.total:
             return False
         self.look(done)
@@ -317,7 +317,7 @@ class Run:
         self.clock = time.perf_counter()  # writing a file is not training
 
     def save_checkpoint(self, done: int):
-        """What it takes to go on behind so many steps. At every moment one of the two files is whole."""
+        """What it takes to go on after so many steps. At every moment one of the two files is whole."""
         window = self.window()
         self.check_finite(window["loss_sum"], done)
         state = {"seconds": self.seconds, "log": self.log, "window": window, "kept": self.kept}

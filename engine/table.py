@@ -85,7 +85,7 @@ def carry_out(config, presets: dict, context, tables: dict, train, report, cells
     if config.table or config.seeds > 1:
         rows = table.render(results, partial(told, cells))
         context.say(f"\n{table.title}, preset {config.preset}, seeds: {config.seeds}\n\n{rows}")
-    # Processes leave together, behind an exchange without tensors: where a thread of gloo's still lets go of a tensor
+    # Processes leave together, after an exchange without tensors: where a thread of gloo's still lets go of a tensor
     # while Python shuts down, the process is terminated.
     context.barrier()
 

@@ -187,7 +187,7 @@ def test_the_page_shows_what_the_run_does(name, made):
     other = {"hash": "own", "base": "own", "hypersphere": "switch", "top-2": "topk"}
     assert about["own"]["chooser"] == other.get(name, name)
     assert ("topk" in about["choosers"]) == (name != "hash")
-    assert about["names"] == {"hypersphere": ["behind layer 1", "behind layer 3"], "top-2": ["behind layer 2"]}.get(
+    assert about["names"] == {"hypersphere": ["after layer 1", "after layer 3"], "top-2": ["after layer 2"]}.get(
         name, ["block 2", "block 4"]
     )
     S, E, cases = len(found["tokens"]), about["E"], []

@@ -42,8 +42,8 @@ Names = Literal["S1", "S2", "S3", "S4"]
 @dataclass
 class Config:
     tokens: int = 4096  # of the layer's input, or of a training step
-    rounds: int = 15  # how often each contender runs, behind a first time for warming up
-    patience: float = 5.0  # seconds, behind which a slow contender has run often enough
+    rounds: int = 15  # how often each contender runs, after a first time for warming up
+    patience: float = 5.0  # seconds, after which a slow contender has run often enough
     shapes: tuple[Names, ...] = get_args(Names)  # of the layer; some of these
     device: str = "auto"  # cuda, mps or cpu
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # auto: bfloat16 where it is fast

@@ -5,7 +5,7 @@
     python tools/gpu.py step      training steps of the papers' models, and a training that is stopped and goes on
 
 Each result is printed, and written at once into results/gpu/CARD-PART.json (or --out FILE), so that a stop loses
-nothing; behind --limit seconds nothing new begins. The file is welcome in an issue, whatever it says: this code has
+nothing; after --limit seconds nothing new begins. The file is welcome in an issue, whatever it says: this code has
 seen few cards. `least_ms` beside a time is what the card needs at its best: for the FLOPs at its peak, or for the bytes
 at the speed of a copy. Without a card this is a rehearsal, at toy sizes on the CPU, and its times mean nothing.
 """
@@ -415,7 +415,7 @@ def training_steps(constants: train_lm.Config) -> Results:
 
 
 def stopped_and_resumed() -> Results:
-    """train_lm.py is stopped behind its first evaluation, and goes on to its end."""
+    """train_lm.py is stopped after its first evaluation, and goes on to its end."""
     size = "--preset small" if CUDA else "--n_layer 2 --n_embd 32 --ffn_size 64 --block_size 32"
     words = f"{size} --device {DEVICE.type} --dtype bfloat16 --steps 60 --eval_every 20 --eval_tokens 2048"
     with tempfile.TemporaryDirectory() as base:
@@ -453,7 +453,7 @@ PARTS = {"check": CHECK, "layer": LAYER, "step": STEP}
 
 @dataclass
 class Config:
-    limit: float = 540.0  # seconds, behind which nothing new begins
+    limit: float = 540.0  # seconds, after which nothing new begins
     out: str | None = None  # file of the results; None: results/gpu/CARD-PART.json, without a card in out/gpu/
 
 
