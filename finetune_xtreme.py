@@ -42,9 +42,7 @@ from model import Encoder, SparseModel, real_mask
 
 @dataclass
 class Config:
-    preset: str = (
-        "demo"  # demo; a paper and a task, such as xmoe-xnli; sample-pos and so on: part of a task, for small encoders
-    )
+    preset: str = "demo"  # demo; a paper and a task, as in xmoe-xnli; or part of a task, for small encoders: sample-pos
     table: str | None = None  # run every row of X-MoE's table 1, 3, 5, 6 or 7, or XLM-E's xlme1, xlme2 or xlme7
     seeds: int = 1  # repeat with so many seeds; give mean and deviation
     # the task, its data and the encoder

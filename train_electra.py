@@ -292,9 +292,8 @@ def score(model, batches, special, config: Config, context) -> dict:
         M, S = len(right), len(shown)
         own.update(masked=M, mlm=M * float(mlm), generator=int(right.sum()))
         own.update(tokens=S, rtd=S * float(rtd), balance=M * float(balance))
-        own["maskable"] += (
-            M + S - int(torch.isin(shown, special).sum())
-        )  # a masked place shows the mask, which is special, and hides a token that is not
+        # What is special is never masked. A masked place shows the mask, which is special, and hides what is not.
+        own["maskable"] += S - int(torch.isin(shown, special).sum()) + M
         if judged:
             verdicts, replaced = judged  # (S,)
             correct = (verdicts > 0) == replaced
