@@ -4,6 +4,7 @@
     python train_mlm.py --router switch                        the baseline SMoE; --router dense: no experts
     python train_mlm.py --gate sigmoid --routing_dim 8         another gate, and a sphere of fewer dimensions
     python train_mlm.py --table 2                              every row of a table, beside the paper's numbers
+    python train_mlm.py --preset small                         more text: first, python -m data.prepare messages
     torchrun --nproc_per_node 8 train_mlm.py --preset base     the paper's model and schedule, on 8 GPUs
 
 Prints, at every evaluation, the perplexity of masked tokens, how the sparse layers route, and X-MoE's two measures: RC
@@ -111,8 +112,8 @@ BASE |= dict(moe_after=(6,), expert_size=3072)
 BASE |= dict(frequency_bias=False, relative_bias=False, distance_lr=1.0)
 BASE |= dict(steps=125_000, batch_tokens=2048 * 512, micro_tokens=32 * 512)
 BASE |= dict(learning_rate=5e-4, beta2=0.98, eps=1e-6, eval_every=5000, recompute=True)
-# Ten times the demo's text, in 47 languages: quarter of an hour on one core. In so few layers a masked token knows what
-# is around it only after the last one: there experts help, and after the second they do not.
+# Ten times the demo's text, in 48 languages, and an encoder that is narrow for them: here experts help, the more so
+# after the last layer, where a masked token knows what is around it. A quarter of an hour on one core.
 SMALL = dict(data="messages", n_embd=64, ffn_size=256, steps=10_000)
 SMALL |= dict(moe_after=(4,), experts=16, expert_size=256)
 SMALL |= dict(eval_tokens=1 << 17, eval_maskings=3)
