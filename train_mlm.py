@@ -112,8 +112,8 @@ BASE |= dict(moe_after=(6,), expert_size=3072)
 BASE |= dict(frequency_bias=False, relative_bias=False, distance_lr=1.0)
 BASE |= dict(steps=125_000, batch_tokens=2048 * 512, micro_tokens=32 * 512)
 BASE |= dict(learning_rate=5e-4, beta2=0.98, eps=1e-6, eval_every=5000, recompute=True)
-# Ten times the demo's text, in 48 languages, and an encoder that is narrow for them: here more FFNs help. They stand
-# after the last layer, where a masked token knows what is around it. A quarter of an hour on one core.
+# Ten times the demo's text, in 48 languages, and an encoder that is narrow for them: here more FFNs help. The
+# experts stand after the last layer, where a masked token knows what is around it. A quarter of an hour on one core.
 SMALL = dict(data="messages", n_embd=64, ffn_size=256, steps=10_000)
 SMALL |= dict(moe_after=(4,), experts=16, expert_size=256)
 SMALL |= dict(eval_tokens=1 << 17, eval_maskings=3)
