@@ -43,7 +43,8 @@ def test_contenders_take_turns_until_their_patience_is_used_up(monkeypatch):
 
         return bench.Contender(run, {"S": 5})
 
-    both, config = {name: contender(name) for name in times}, bench.Config(rounds=4, patience=0.029)
+    monkeypatch.setattr(bench, "PATIENCE", 0.029)
+    both, config = {name: contender(name) for name in times}, bench.Config("layer", rounds=4)
     quick, slow = bench.measure("group", both, config, CPU)
     # Once each for warming up, then backwards, and then there is only one.
     assert calls == ["quick", "slow", "slow", "quick", "quick", "quick", "quick"]
@@ -66,11 +67,6 @@ def test_layer_measures_every_router_and_peer_against_the_dense_ones(records, ca
         each = record["ms"] / record["gflops"]
         assert record["ratio"] == pytest.approx(each / dense["ms"] * dense["gflops"])
         assert record["to_compiled"] == pytest.approx(each / compiled["ms"] * compiled["gflops"])
-
-
-def test_a_measurement_has_two_digits_behind_the_point_below_100():
-    numbers = [bench.cell(value) for value in (None, 3, "S1", 1.0, 99.99, 100.0, 1234.5)]
-    assert numbers == ["", "3", "S1", "1.00", "99.99", "100", "1,234"]
 
 
 def test_a_peer_that_cannot_run_here_is_left_out(capsys):
@@ -131,20 +127,9 @@ def test_step_measures_whole_steps(records, monkeypatch):
         assert r["S"] == 64
 
 
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        ("sise", "'sise' is nothing to measure: python tools/bench.py layer | step"),
-        ("layer --rounds 0", "rounds must be over 0"),
-        ("layer --patience -1", "patience must be over 0"),
-        ("layer --device quantum", "device quantum"),
-        ("layer --json nowhere/x.json", "No such file or directory: 'nowhere/x.json'"),
-    ],
-)
-def test_bad_input_is_one_clear_line(words, message, monkeypatch, tmp_path, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["bench.py", *words.split()])
+def test_a_device_that_is_not_there_is_one_clear_line(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["bench.py", "layer", "--device", "quantum"])
     with pytest.raises(SystemExit) as stop:
         bench.main()
     (line,) = capsys.readouterr().err.splitlines()
-    assert stop.value.code == 1 and line.startswith("error: ") and message in line
+    assert stop.value.code == 1 and line.startswith("error: device quantum")

@@ -80,15 +80,3 @@ def test_a_host_wait_is_noted_by_file_and_line(monkeypatch):
     (result,) = gpu.host_waits("switch")
     line = waits.__code__.co_firstlineno + 1
     assert result == {"waits": {f"tests/test_gpu_tool.py:{line} waits": 1}} and modes == ["warn", "default"]
-
-
-def test_bad_input_is_one_clear_line(monkeypatch, capsys):
-    for words, message in (
-        (["chekc"], "'chekc' is no part: python tools/gpu.py check | layer | step"),
-        (["check", "--limit", "0"], "limit must be over 0"),
-    ):
-        monkeypatch.setattr(sys, "argv", ["gpu.py", *words])
-        with pytest.raises(SystemExit) as stop:
-            gpu.main()
-        (line,) = capsys.readouterr().err.splitlines()
-        assert stop.value.code == 1 and message in line

@@ -7,7 +7,7 @@
 All contenders take turns, round by round. Times are medians in milliseconds, and `spread` is half the range between
 their quartiles. The `ratio` of a layer, router included, is its time over that of a dense FFN with the FLOPs of the
 rows that the experts really keep: 1 is a layer that costs nothing but its arithmetic. `to_compiled` compares with the
-same FFN compiled. `python tools/bench.py layer --help` lists the options. For a CUDA card there is tools/gpu.py.
+same FFN compiled. For a CUDA card there is tools/gpu.py.
 """
 
 import json
@@ -17,10 +17,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
+import tyro
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # where the project's modules are
@@ -29,25 +30,24 @@ import model
 import train_lm
 from analysis import flops, measures
 from engine import parallel
-from engine.config import check, parse
 from engine.device import clear_errors, setup
 from engine.optim import adamw, cross_entropy
 from engine.table import markdown_table
 from routers import ROUTERS
 
 VOCABULARY = 8192
-Names = Literal["S1", "S2", "S3", "S4"]
+PATIENCE = 5.0  # seconds, after which a slow contender has run often enough
 
 
 @dataclass
 class Config:
+    what: tyro.conf.Positional[Literal["layer", "step"]]
     tokens: int = 4096  # of the layer's input, or of a training step
     rounds: int = 15  # how often each contender runs, after a first time for warming up
-    patience: float = 5.0  # seconds, after which a slow contender has run often enough
-    shapes: tuple[Names, ...] = get_args(Names)  # of the layer; some of these
+    shapes: tuple[Literal["S1", "S2", "S3", "S4"], ...] = ("S1", "S2", "S3", "S4")  # of the layer
     device: str = "auto"  # cuda, mps or cpu
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # auto: bfloat16 where it is fast
-    json: str | None = None  # file that receives the records
+    json: Path | None = None  # file that receives the records
 
 
 class Contender(NamedTuple):
@@ -58,7 +58,7 @@ class Contender(NamedTuple):
 def measure(group: str, contenders: dict[str, Contender], config: Config, context) -> list[dict]:
     """A record of each: its facts, the median of its times and their spread, and the memory that it needs."""
     calls = {name: contender.run for name, contender in contenders.items()}
-    times = measures.in_turns(calls, context, config.rounds, config.patience)
+    times = measures.in_turns(calls, context, config.rounds, PATIENCE)
     records = []
     for name, contender in contenders.items():
         own = times[name]
@@ -291,39 +291,27 @@ BENCHES = {  # and the columns of its table
 
 
 def cell(value: str | float | None) -> str:
-    """A measurement in a table: two digits behind the point, none from 100 on; empty where there is none."""
+    """A measurement in a table; empty where there is none."""
     if isinstance(value, float):
-        return f"{value:,.0f}" if value >= 100 else f"{value:.2f}"
+        return f"{value:,.2f}"
     return "" if value is None else str(value)
 
 
 def main():
-    name, *argv = sys.argv[1:] or ["--help"]
-    if name in ("-h", "--help"):
-        return print(__doc__)
+    config = tyro.cli(Config, description=__doc__, use_underscores=True)
+    bench, columns = BENCHES[config.what]
+    columns, lines = columns.split(), []
     with clear_errors():
-        if name not in BENCHES:
-            raise ValueError(f"{name!r} is nothing to measure: python tools/bench.py {' | '.join(BENCHES)}")
-        bench, columns = BENCHES[name]
-        columns = columns.split()
-        config = parse(Config(), argv, bench.__doc__)
-        check(config)
-        if config.json:
-            Path(config.json).touch()  # an error now is better than one when all is measured
         context = setup(config.device, config.dtype)
-        where = context.machine
-        context.say(", ".join(f"{key} {value}" for key, value in where.items()))
-        records = []
+        machine = context.machine
+        context.say(", ".join(f"{key} {value}" for key, value in machine.items()))
         for found in bench(config, context):
-            rows = []
-            for record in found:
-                rows.append([cell(record[column]) for column in columns])
+            rows = [[cell(record[column]) for column in columns] for record in found]
             context.say(f"\n{markdown_table(columns, rows)}")
-            records += found
-    if config.json:
-        lines = [json.dumps(record | {"machine": where}) for record in records]
-        text = ",\n".join(lines)
-        Path(config.json).write_text(f"[\n{text}\n]\n")
+            lines += [json.dumps(record | {"machine": machine}) for record in found]
+            if config.json:
+                text = ",\n".join(lines)
+                config.json.write_text(f"[\n{text}\n]\n")
 
 
 if __name__ == "__main__":

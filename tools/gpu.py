@@ -27,8 +27,10 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import torch
+import tyro
 from torch import Tensor, nn
 from torch.utils.benchmark import Timer
 
@@ -38,8 +40,7 @@ import train_lm
 from data.prepare import prepare
 from data.tokenizers import train_sentencepiece
 from engine import parallel
-from engine.config import check, parse
-from engine.device import Context, clear_errors
+from engine.device import Context
 from engine.optim import cross_entropy
 from engine.run import write
 from model import (
@@ -61,7 +62,7 @@ DEVICE = torch.device("cuda" if CUDA else "cpu")
 HERE = Context(0, 1, DEVICE, torch.bfloat16)
 S = 16 * 1024 if CUDA else 256  # tokens of a micro-batch
 SIDE = 8192 if CUDA else 64  # of matrices that are large for this device
-TURNS = bench.Config(rounds=12 if CUDA else 1)
+TURNS = bench.Config("layer", rounds=12 if CUDA else 1)
 TOY = {"n_layer": 2, "n_head": 2, "n_embd": 64, "ffn_size": 128}
 TOY |= {"block_size": 64, "batch_tokens": 2 * S, "micro_tokens": S}
 Results = Iterator[dict]  # of a section, each with the names of its numbers
@@ -453,8 +454,9 @@ PARTS = {"check": CHECK, "layer": LAYER, "step": STEP}
 
 @dataclass
 class Config:
+    part: tyro.conf.Positional[Literal["check", "layer", "step"]]
     limit: float = 540.0  # seconds, after which nothing new begins
-    out: str | None = None  # file of the results; None: results/gpu/CARD-PART.json, without a card in out/gpu/
+    out: Path | None = None  # file of the results; None: results/gpu/CARD-PART.json, without a card in out/gpu/
 
 
 def run(sections: dict[str, Callable[[], Results]], file: Path, head: dict, limit: float) -> list[dict]:
@@ -484,21 +486,14 @@ def run(sections: dict[str, Callable[[], Results]], file: Path, head: dict, limi
 
 
 def main():
-    part, *argv = sys.argv[1:] or ["--help"]
-    if part in ("-h", "--help"):
-        return print(__doc__)
-    with clear_errors():
-        if part not in PARTS:
-            raise ValueError(f"{part!r} is no part: python tools/gpu.py {' | '.join(PARTS)}")
-        config = parse(Config(), argv, __doc__)
-        check(config)
-        card = torch.cuda.get_device_name() if CUDA else "cpu"
-        folder = ROOT / ("results/gpu" if CUDA else "out/gpu")
-        file = Path(config.out or folder / f"{re.sub('[^A-Za-z0-9]+', '-', card)}-{part}.json")
-    head = {"part": part, "machine": HERE.machine | {"cuda": torch.version.cuda}}
+    config = tyro.cli(Config, description=__doc__)
+    card = torch.cuda.get_device_name() if CUDA else "cpu"
+    folder = ROOT / ("results/gpu" if CUDA else "out/gpu")
+    file = config.out or folder / f"{re.sub('[^A-Za-z0-9]+', '-', card)}-{config.part}.json"
+    head = {"part": config.part, "machine": HERE.machine | {"cuda": torch.version.cuda}}
     head["commit"] = subprocess.getoutput(f"git -C {ROOT} describe --always --dirty")
     with nullcontext() if CUDA else torch.compiler.set_stance("force_eager"):  # a rehearsal compiles nothing
-        results = run(PARTS[part], file, head, config.limit)
+        results = run(PARTS[config.part], file, head, config.limit)
     wrong = [result["section"] for result in results if not result.get("right", True)]
     print(f"{len(results)} results are in {file}; wrong or failed: {', '.join(dict.fromkeys(wrong)) or 'none'}")
     sys.exit(bool(wrong))
