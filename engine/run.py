@@ -153,7 +153,8 @@ class Run:
         else:  # it may be trained again on data that have changed
             before = {name: value for name, value in before.items() if not name.endswith("_checksum")}
         self.check_own("config.json", before)
-        self.check_own("result.json", self.result.get("config", {}))
+        if self.result:
+            self.check_own("result.json", self.result.get("config"))
         self.check_own(self.checkpoint_name, self.checkpoint.get("identity", {}))
         seen = [self.identity, bool(self.result), self.checkpoint.get("step")]
         if len(set(self.context.gather(json.dumps(seen)))) > 1:

@@ -5,11 +5,10 @@ import signal
 import statistics
 import sys
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
-from engine.config import command_line, refuse, said, unread
-from engine.device import clear_errors, fail, setup
+from engine.config import command_line, refuse, run_name, said, unread
+from engine.device import clear_errors, setup
 from engine.run import SIGNALS, stop
 
 
@@ -20,15 +19,15 @@ class Table(NamedTuple):
     labels: tuple[str, ...]  # headers of what is known before a run: the method, the paper's numbers
     rows: list[tuple[tuple[str, ...], dict]]  # the labels' cells, and what to change for the row
 
+    def row(self, labels: tuple[str, ...], seeds: list[dict]) -> dict[str, str]:
+        """{header: cell} of a row. seeds: what a script's `cells` says of each, {header: (number or None, format)}."""
+        means = {name: mean_cell([cells[name] for cells in seeds]) for name in seeds[0]}
+        return dict(zip(self.labels, labels)) | means
+
     def render(self, results: list[list[dict]], cells: Callable) -> str:
-        """Markdown of each row's seeds. cells: a result -> {header: (number or None, its format)}, the same for all."""
-        measured = [list(map(cells, seeds)) for seeds in results]
-        headers = next((list(seeds[0]) for seeds in measured if seeds), [])
-        rows = []
-        for (labels, _), seeds in zip(self.rows, measured):
-            means = [mean_cell([numbers[name] for numbers in seeds]) for name in headers]
-            rows.append([*labels, *means])
-        return markdown_table([*self.labels, *headers], rows)
+        """Markdown. results: of each row's seeds."""
+        rows = [self.row(labels, list(map(cells, seeds))) for (labels, _), seeds in zip(self.rows, results)]
+        return markdown_table(list(rows[0]), [list(row.values()) for row in rows])
 
 
 def mean_cell(numbers: list[tuple]) -> str:
@@ -68,34 +67,32 @@ def start(Config: type, presets: dict):
 
 def carry_out(config, presets: dict, context, tables: dict, train, report, cells):
     """A table, or one run a seed and its report. train(config, context) -> result; report(config, result) -> text."""
-    one_row = [(("",), {})]  # which changes nothing
-    table = Table(config.preset, ("run",), one_row)
     with clear_errors():
-        if config.table:
-            if config.table not in tables:
-                raise ValueError(f"table must be one of {', '.join(map(str, tables))}, not {config.table}")
-            table = tables[config.table](config)
-            refuse_rows(config, presets, table)
+        table = table_of(config, presets, tables)
     results = []
     with clear_errors(kinds=()):
         for _, change in table.rows:
             results.append([train(one, context) for one in seeds_of(config, change)])
     for result in results[0] if not config.table else []:
-        context.say(told(partial(report, config), result))
+        context.say(report(config, result))
     if config.table or config.seeds > 1:
-        rows = table.render(results, partial(told, cells))
+        rows = table.render(results, cells)
         context.say(f"\n{table.title}, preset {config.preset}, seeds: {config.seeds}\n\n{rows}")
     # Processes leave together, after an exchange without tensors: where a thread of gloo's still lets go of a tensor
     # while Python shuts down, the process is terminated.
     context.barrier()
 
 
-def told(words: Callable, result: dict):
-    """What a script says of a result; one clear line where an older version of it, or somebody else, wrote it."""
-    try:
-        return words(result)
-    except (LookupError, TypeError) as error:
-        fail(f"result.json of {result.get('name')} is not what this script writes ({error!r}): delete it")
+def table_of(config, presets: dict, tables: dict) -> Table:
+    """The table that a config asks for, or one with a single row. Raises ValueError where there is none such."""
+    if not config.table:
+        name = run_name(config, presets)
+        return Table(config.preset, ("run",), [((name,), {})])
+    if config.table not in tables:
+        raise ValueError(f"table must be one of {', '.join(map(str, tables))}, not {config.table}")
+    table = tables[config.table](config)
+    refuse_rows(config, presets, table)
+    return table
 
 
 def refuse_rows(config, presets: dict, table: Table):

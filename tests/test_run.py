@@ -375,17 +375,11 @@ def test_a_run_goes_on_from_the_weights_of_another(options, corpora, tmp_path, m
         assert message[1] in LM.refused(options | {change: message[0]}, monkeypatch, capsys)
 
 
-NO_RESULT = {
-    '{"name": "x"}': "of x is not what this script writes (KeyError('test'))",
-    '{"config": 3}': "does not say of which run it is",
-}
-
-
-@pytest.mark.parametrize("text", NO_RESULT)
+@pytest.mark.parametrize("text", ['{"name": "x"}', '{"config": 3}'])
 def test_a_result_that_somebody_else_wrote_is_one_line(text, options, monkeypatch, capsys):
     LM.run(options | {"steps": 2}, monkeypatch)
     (only_run(options["out_dir"]) / "result.json").write_text(text)
-    assert NO_RESULT[text] in LM.refused(options | {"steps": 2}, monkeypatch, capsys)
+    assert "does not say of which run it is" in LM.refused(options | {"steps": 2}, monkeypatch, capsys)
 
 
 def test_a_file_that_is_no_record_is_an_error(options, monkeypatch, capsys):
@@ -530,13 +524,12 @@ def test_a_table_gives_mean_deviation_and_gaps():
     def cells(result):
         return {"ppl": (result["ppl"], ".2f"), "cut": (result.get("cut"), ".1%")}
 
-    rows = [(("XMoE", ""), {}), (("dense", "22.61"), {}), (("Switch", "20.11"), {"router": "switch"})]
-    results = [[], [{"ppl": 10.0}], [{"ppl": 1.0, "cut": 0.5}, {"ppl": 3.0, "cut": 0.5}]]
+    rows = [(("dense", "22.61"), {}), (("Switch", "20.11"), {"router": "switch"})]
+    results = [[{"ppl": 10.0}], [{"ppl": 1.0, "cut": 0.5}, {"ppl": 3.0, "cut": 0.5}]]
     text = Table("title", ("method", "paper"), rows).render(results, cells)
     assert text.splitlines() == [
         "| method | paper | ppl         | cut          |",
         "|--------|-------|-------------|--------------|",
-        "| XMoE   |       |             |              |",
         "| dense  | 22.61 | 10.00       |              |",
         "| Switch | 20.11 | 2.00 ± 1.41 | 50.0% ± 0.0% |",
     ]

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # where the project's module
 
 from engine.config import command_line, identity, run_name
 from engine.device import clear_errors
-from engine.table import Table, markdown_table, mean_cell, seeds_of
+from engine.table import markdown_table, seeds_of, table_of
 from tools.claims import claims, pictures, read
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -75,18 +75,13 @@ def runs(folder: Path, script: str, options: str) -> list[dict]:
     """The rows of a command that have been run, each the mean over its seeds."""
     module = importlib.import_module(script)
     config = command_line(module.Config, module.PRESETS, shlex.split(options))
-    if config.table:
-        table = module.TABLES[config.table](config)
-    else:
-        name = run_name(config, module.PRESETS)
-        table = Table("", ("run",), [((name,), {})])
+    table = table_of(config, module.PRESETS, module.TABLES)
     rows = []
     for labels, change in table.rows:
         seeds = [cells_of(folder, one, module) for one in seeds_of(config, change)]
         found = [cells for cells in seeds if cells]
         if found:
-            means = {name: mean_cell([cells[name] for cells in found]) for name in found[0]}
-            rows.append(dict(zip(table.labels, labels)) | means)
+            rows.append(table.row(labels, found))
     return rows
 
 
