@@ -133,25 +133,20 @@ class Exchange:
     def received(self, counts: Tensor, rows):
         """counts (N, E / N), rows that each process sent for each expert here -> those rows, expert by expert.
 
-        `token` is the place in the N * R rows that came. On a GPU all of them are listed, those that are empty last.
+        `token` is the place in the N * R rows that came. All of them are listed, so that nobody asks how many there
+        are; those that are empty come last.
         """
         (N, own), R = counts.shape, self.R
         place = torch.arange(N * R, device=counts.device)
         lane = (place % R).view(N, R)
         expert = torch.searchsorted(counts.cumsum(dim=1), lane, right=True).flatten()  # (N * R,); E / N: empty
         order = expert.argsort(stable=True)
-        used, total = None, counts.sum()
-        if counts.is_cuda:  # nobody asks it how many there are
-            used = (place < total).unsqueeze(1)
-        else:
-            order = order[: int(total)]
-        expert = expert[order].clamp(max=own - 1)
         return rows._replace(
             token=order,
-            expert=expert,
-            gate=torch.ones_like(expert).unsqueeze(1),
+            expert=expert[order].clamp(max=own - 1),
+            gate=torch.ones_like(order).unsqueeze(1),
             counts=counts.sum(dim=0),
-            used=used,
+            used=(place < counts.sum()).unsqueeze(1),
         )
 
 
