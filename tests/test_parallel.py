@@ -140,6 +140,7 @@ def commands(corpora, electra_corpora, mt_corpus) -> dict[str, tuple[str, dict]]
 
 
 TOGETHER = {  # run of four processes -> its command, and how
+    "lm, whole": ("lm", {}),
     "lm": ("lm", dict(expert_parallel=4)),
     "lm, shard": ("lm", dict(shard=True, recompute=True)),
     "electra": ("electra", dict(expert_parallel=2, shard=True)),
@@ -147,7 +148,7 @@ TOGETHER = {  # run of four processes -> its command, and how
 }
 RESUMED = {  # processes -> the run of four processes that they go on with, and how
     1: [("lm, shard", {})],
-    2: [("lm", dict(shard=True)), ("lm, shard", dict(expert_parallel=2))],
+    2: [("lm, shard", {}), ("lm", dict(shard=True)), ("lm, shard", dict(expert_parallel=2))],
     4: [("lm, shard", dict(expert_parallel=2, shard=True))],
 }
 
@@ -191,6 +192,7 @@ def test_processes_compute_what_one_does(played):
         for name in WAYS[processes]:
             for case in SOME.get(name, CURVES):
                 same_curve(played, processes, name, case)
+    assert metrics(played[1] / "lm")[-1]["layers"][0]["cut"] > 0  # under a limit that drops
     for name, (script, _) in TOGETHER.items():
         same_end(played[4] / name, played[1] / script, 4)
     for processes, resumed in RESUMED.items():  # a run goes on with any number of them

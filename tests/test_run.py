@@ -465,27 +465,6 @@ def test_the_gradient_is_the_mean_over_the_micro_batches(options, monkeypatch):
     torch.testing.assert_close(seen, [p.grad for p in model.parameters()])
 
 
-def test_two_processes_compute_what_one_does(options, monkeypatch):
-    """Under a limit that drops; here they go on with what one process has begun."""
-    options |= {"steps": 6, "eval_every": 2, "dtype": "float64", "dropout": 0.1, "capacity": 0.5, "batch_tokens": 256}
-    options |= {"frequency_bias": False}  # which is as far as so few steps come
-    one, two = kept_in(options, "one", "two")
-    stop_in_the_middle(two, 3)
-    process = LM.start(two, *TORCHRUN)
-    LM.run(one, monkeypatch)
-    out = finish(process, two)
-    assert "goes on from step 2" in out and out.count(", test\n") == 1
-    alone, together = metrics(one["out_dir"]), metrics(two["out_dir"])
-    assert len(alone) == len(together) == 3 and alone[-1]["train_loss"] < alone[0]["train_loss"]
-    for a, b in zip(alone, together):
-        assert a["train_loss"] == pytest.approx(b["train_loss"], rel=1e-6)  # it is added up in fp32
-        for ours, theirs in zip([a, *a["layers"]], [b, *b["layers"]]):
-            for key in ours.keys() - {"train_loss", "tokens_per_second", "layers"}:
-                assert ours[key] == pytest.approx(theirs[key], abs=1e-9)
-    assert any(layer["cut"] > 0 for layer in alone[-1]["layers"])
-    torch.testing.assert_close(checkpoint(one)["model"], checkpoint(two)["model"], rtol=1e-6, atol=1e-6)
-
-
 def test_a_log_has_a_line_where_a_terminal_has_a_bar(options, monkeypatch, capsys):
     """And what is printed says the share of the card's peak."""
     monkeypatch.setattr(Context, "peak_flops", 1e9)
