@@ -37,7 +37,7 @@ def adamw(model: torch.nn.Module, config) -> torch.optim.AdamW:
     """
     of_routers = getattr(config, "router_lr", 1.0)
     of_distances = getattr(config, "distance_lr", 1.0)
-    groups = {}  # (weight decay, times the learning rate, class) -> parameters
+    groups = {}
     for name, p in model.named_parameters():
         if not p.requires_grad:
             continue
@@ -46,13 +46,10 @@ def adamw(model: torch.nn.Module, config) -> torch.optim.AdamW:
         decay = 0.0 if p.dim() < 2 or is_norm or is_bias else config.weight_decay
         times = of_routers if "router." in name else of_distances if "distance." in name else 1.0
         kind = decay, times, type(p)  # FSDP's parameters are not stepped with others
-        groups.setdefault(kind, []).append(p)
-    options = []
-    for (decay, times, _), parameters in groups.items():
-        options.append({"params": parameters, "weight_decay": decay, "times": times})
-    betas = config.beta1, config.beta2
-    how = dict(betas=betas, eps=config.eps, fused=True)
-    return torch.optim.AdamW(options, lr=config.learning_rate, **how)
+        group = groups.setdefault(kind, {"params": [], "weight_decay": decay, "times": times})
+        group["params"].append(p)
+    how = dict(betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
+    return torch.optim.AdamW(list(groups.values()), lr=config.learning_rate, **how)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, value: float):
