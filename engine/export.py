@@ -58,8 +58,6 @@ def export(run: str | Path, folder: str | Path):
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "model.safetensors").chmod(0o644)  # as the other files
     write(folder / "config.json", config)
-    if isinstance(tokenizer, XLMR):
-        special["mask_token"] = tokenizer.mask
     options = {name: f"<{token}>" for name, token in special.items()}
     options["tokenizer_class"] = "NanoXMoETokenizer"
     options["auto_map"] = {"AutoTokenizer": ["hf_model.NanoXMoETokenizer", None]}
@@ -104,6 +102,6 @@ def with_our_code(found: Found) -> tuple[dict, Weights]:
 
 def special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
     """Tokens by the names that transformers has for them."""
-    if isinstance(tokenizer, XLMR):
-        return {"bos_token": tokenizer.bos, "pad_token": tokenizer.pad, "eos_token": tokenizer.eos}
-    return dict.fromkeys(("bos_token", "pad_token", "eos_token"), tokenizer.eot)
+    if not isinstance(tokenizer, XLMR):
+        return dict.fromkeys(("bos_token", "pad_token", "eos_token"), tokenizer.eot)
+    return {f"{name}_token": getattr(tokenizer, name) for name in ("bos", "pad", "eos", "mask")}
