@@ -58,86 +58,59 @@ def translate(model: Translator, source, real, tokenizer, beam=5, length_penalty
     """Translates by beam search: for each of B sources the ids of the best translation, without <s> and </s>.
 
     source (B, N) ends in </s>; real (S,): see `Translator.encode`. Of a source of n tokens before </s> the translation
-    has at most 1.2 n + 10. Experts have no capacity limit, so that a translation depends on its source alone; with
-    `limit` they have the evaluation's. Keys and values of what is written are kept, so that each step reads one token.
+    has at most 1.2 n + 10. A finished one is worth its log probability over its length, with </s>, to the power of
+    `length_penalty`; a sentence is done when K are finished, or when its beams are as long as they may be. Experts have
+    no capacity limit, so that a translation depends on its source alone; with `limit` they have the evaluation's. Keys
+    and values of what is written are kept, so that each step reads one token.
     """
     K, V, (B, N) = beam, model.vocab_size, source.shape
-    eos, device = tokenizer.eos, source.device
+    device = source.device
     never = torch.tensor(tokenizer.unwritten, device=device)  # no text is made of these
-    is_end = torch.arange(V, device=device) == eos
+    is_end = torch.arange(V, device=device) == tokenizer.eos
     length = source.new_full((B,), N)  # with </s>
     if real is not None:
         length = real_mask(source, real).sum(dim=1)
     longest = 6 * (length - 1) // 5 + 10
-    sentences = searched = [Sentence(K, most) for most in longest.tolist()]
-    newest = [tokenizer.bos] * K * B  # the last token of each beam
+    written = source.new_full((B, K, 1), tokenizer.bos)  # the tokens of each beam
+    score = torch.zeros(B, K, device=device)
+    score[:, 1:] = -math.inf  # at first all beams are alike, and only one goes on
+    finished = [[] for _ in range(B)]  # of each sentence pairs of a value and the ids
+    searched = list(range(B))  # the b sentences that are not done
     was_training = model.training
     model.eval()
     limited = limit or model.sees_later  # of experts that choose their tokens, the limit is what chooses
     with nullcontext() if limited else model.no_limit():
         encoded, _ = model.encode(source, real)
         past = None
-        while searched:  # b sentences that are not done
-            ids = torch.tensor(newest, device=device)
-            h, _, past = model.decode(ids.unsqueeze(1), encoded, past)
+        while searched:
+            t = written.shape[2]  # with </s>, what is as long as a translation that ends now
+            h, _, past = model.decode(written[:, :, -1:].flatten(0, 1), encoded, past)
             log_probs = model.log_probabilities(h[:, -1])  # (b * K, V)
             log_probs[:, never] = -math.inf
             total = log_probs.unflatten(0, (-1, K))  # (b, K, V)
-            before = [sentence.log_probs for sentence in searched]
-            total += torch.tensor(before, device=device).unsqueeze(2)
-            for number, sentence in enumerate(searched):
-                if sentence.must_end:
-                    total[number] = total[number].where(is_end, -math.inf)
+            total += score.unsqueeze(2)
+            must_end = (longest < t).tolist()
+            for i, last in enumerate(must_end):
+                if last:
+                    total[i] = total[i].where(is_end, -math.inf)
+            best, place = total.flatten(1).topk(2 * K)  # (b, 2 K), the best first
+            before, token = place // V, place % V
+            ends = token == tokenizer.eos
+            for i, j in (ends & (best > -math.inf))[:, :K].nonzero().tolist():
+                value = float(best[i, j]) / t**length_penalty
+                ids = written[i, before[i, j], 1:].tolist()
+                finished[searched[i]].append((value, ids))
             # Of the 2 K best continuations of a sentence at most K are ends, one of each beam, so K go on.
-            best, place = total.flatten(1).topk(2 * K)
-            best = zip(best.tolist(), (place // V).tolist(), (place % V).tolist())
-            stay, rows = [], []  # which of the b sentences are not done, and which of the b * K beams go on
-            for number, (sentence, candidates) in enumerate(zip(searched, best)):
-                going_on = sentence.grow([*zip(*candidates)], eos, length_penalty)
-                stay += [number] if going_on else []
-                rows += [K * number + beam for beam in going_on]
+            going_on = ends.int().argsort(dim=1, stable=True)[:, :K]
+            score, before, token = (x.gather(1, going_on) for x in (best, before, token))
+            written = written.take_along_dim(before.unsqueeze(2), dim=1)
+            written = torch.cat([written, token.unsqueeze(2)], dim=2)
+            stay = [i for i, own in enumerate(searched) if not must_end[i] and len(finished[own]) < K]
+            rows = before + K * torch.arange(len(searched), device=device).unsqueeze(1)
+            past = rows_of(past, rows[stay].flatten())
             if len(stay) < len(searched):
                 encoded = encoded.sentences(stay)
-            past = rows_of(past, rows)
-            searched = [searched[number] for number in stay]
-            newest = [tokens[-1] for sentence in searched for tokens in sentence.beams]
+                written, score, longest = written[stay], score[stay], longest[stay]
+                searched = [searched[i] for i in stay]
     model.train(was_training)
-    return [max(sentence.finished)[1] for sentence in sentences]
-
-
-class Sentence:
-    """One sentence in a beam search: its K beams, which are translations that go on, and those that are finished.
-
-    The value of a finished one is its log probability over its length, with </s>, to the power of `length_penalty`. The
-    sentence is done when K are finished, or when its beams are as long as they may be.
-    """
-
-    def __init__(self, K: int, longest: int):
-        """longest: the tokens that a translation may have, without </s>."""
-        self.longest = longest
-        self.beams = [[]] * K  # the tokens of each
-        self.log_probs = [0.0] + [-math.inf] * (K - 1)  # at first all beams are alike, and only one goes on
-        self.finished = []  # pairs of a value and the tokens
-
-    @property
-    def must_end(self) -> bool:
-        return len(self.beams[0]) == self.longest
-
-    def grow(self, candidates: list[tuple], eos: int, length_penalty: float) -> list[int]:
-        """Makes the next beams -> which beams they continue; [] where the sentence is done.
-
-        candidates: log probability, beam and next token of the 2 K best continuations, the best first. Those of the K
-        best that end are finished translations; the K best that do not end are the next beams.
-        """
-        before, K = self.beams, len(self.beams)
-        length = 1 + len(before[0])  # with </s>
-        for log_prob, beam, token in candidates[:K]:
-            if token == eos and log_prob > -math.inf:
-                value = log_prob / length**length_penalty
-                self.finished.append((value, before[beam]))
-        if self.must_end or len(self.finished) >= K:
-            return []
-        going_on = [one for one in candidates if one[2] != eos][:K]
-        self.log_probs = [log_prob for log_prob, _, _ in going_on]
-        self.beams = [[*before[beam], token] for _, beam, token in going_on]
-        return [beam for _, beam, _ in going_on]
+    return [max(pairs)[1] for pairs in finished]
