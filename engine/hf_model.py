@@ -61,10 +61,9 @@ class NanoXMoEForCausalLM(Model, GenerationMixin):
     def forward(self, input_ids, attention_mask=None, **ignored):
         if places(attention_mask) is None:
             return CausalLMOutput(logits=self.run(input_ids))
-        rows = zip(input_ids, attention_mask.bool())
-        alone = [self.run(ids[real].unsqueeze(0)).squeeze(0) for ids, real in rows]
-        logits = alone[0].new_zeros(*input_ids.shape, self.config.vocab_size)
-        logits[attention_mask.bool()] = torch.cat(alone)
+        logits = self.model.wte.weight.new_zeros(*input_ids.shape, self.config.vocab_size)
+        for row, ids, real in zip(logits, input_ids, attention_mask.bool()):
+            row[real] = self.run(ids[real].unsqueeze(0)).squeeze(0)
         return CausalLMOutput(logits=logits)
 
     def prepare_inputs_for_generation(self, input_ids, attention_mask=None, **ignored):
