@@ -96,22 +96,20 @@ def outcome(run: Path) -> dict:
         if file.suffix == ".pt" or file.name == "result.json":
             content = load_checkpoint(file) if file.suffix == ".pt" else read_json(file)
             content = {name: value for name, value in content.items() if name not in VARYING}
-        found[file.name] = content
+        found[file.name] = plain(content)
     return found
 
 
-def same(one, two) -> bool:
-    """Whether two values, or all in two collections, are equal bit for bit."""
-    if type(one) is not type(two):
-        return False
-    if isinstance(one, torch.Tensor):
-        one, two = (x.view(-1).view(torch.uint8) for x in (one, two))
-        return torch.equal(one, two)
-    if isinstance(one, dict):
-        return one.keys() == two.keys() and all(same(one[name], two[name]) for name in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(two) and all(map(same, one, two))
-    return one == two
+def plain(content):
+    """What a file holds with bytes for tensors, so that == compares bit for bit."""
+    if isinstance(content, torch.Tensor):
+        numbers = content.reshape(-1).view(torch.uint8)
+        return content.dtype, content.shape, numbers.numpy().tobytes()
+    if isinstance(content, dict):
+        return {name: plain(x) for name, x in content.items()}
+    if isinstance(content, list | tuple):
+        return [plain(x) for x in content]
+    return content
 
 
 def damage(file: Path, foreign: Path):
@@ -171,7 +169,7 @@ class Soak:
             return ""
         found = outcome(self.run)
         names = found.keys() | self.expected.keys()
-        other = [name for name in names if not same(found.get(name), self.expected.get(name))]
+        other = [name for name in names if found.get(name) != self.expected.get(name)]
         return f"other {', '.join(other)}" if other else ""
 
     def signal(self, kind: str) -> str:
