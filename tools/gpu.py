@@ -151,20 +151,15 @@ def forward_and_back(moe: MoE, h, ids, device, autocast) -> tuple[dict, Tensor]:
     moe.to(device)
     h = h.to(device, copy=True).requires_grad_()
     choices = []
-
-    def watch(moe, h, routing, kept):
-        choices.append(kept.cpu())
+    moe.watchers = [lambda moe, h, routing, kept: choices.append(kept.cpu())]
 
     def way():
         with autocast:
             return moe(h, ids.to(device))
 
-    moe.watchers = [watch]
     poison()
-    given = {"h": h} | dict(moe.named_parameters())
-    found = values_and_gradients(way, given)
-    on_cpu = {name: x.cpu() for name, x in found.items()}
-    return on_cpu, choices[0]
+    found = values_and_gradients(way, {"h": h} | dict(moe.named_parameters()))
+    return found, choices[0]
 
 
 def poison():
