@@ -76,13 +76,11 @@ def effect(folder: Path, pair: dict) -> dict:
     low, high = test.confidence_interval()
     verdict = "holds" if low > 0 else "the opposite" if high < 0 else "level"
     words = f"{pair['where']}: {mean:+.2g} ({low:+.2g} to {high:+.2g}, p {test.pvalue:.2g})"
-    drawn = {"seeds": differences, "mean": [mean]}
-    drawn |= {"ends": [low, high], "paper": []}
+    drawn = {"seeds": differences, "mean": [mean], "ends": [low, high], "paper": []}
     if "paper" in pair:
         before, after = pair["paper"]
         drawn["paper"] = [take(after) - take(before)]
-    for name, numbers in drawn.items():
-        drawn[name] = [round(float(x), 3) for x in numbers]  # the same on every machine
+    drawn = {name: [round(float(x), 3) for x in numbers] for name, numbers in drawn.items()}  # so on every machine
     return pair | drawn | {"words": words, "verdict": verdict}
 
 
