@@ -41,6 +41,10 @@ class Found(NamedTuple):
 
 def read(folder: Path) -> Found:
     """A run, or a model in Hugging Face's format. Raises OSError or ValueError where there is no sound one."""
+    wanted = WEIGHTS + HUGGING_FACE
+    if not has_one(folder, wanted):
+        names = ", ".join(wanted)
+        raise FileNotFoundError(f"{folder} is neither the folder of a run nor of a model: it has none of {names}")
     if not is_run(folder):
         return read_hugging_face(folder)
     _, state = newest(folder, WEIGHTS)
@@ -63,10 +67,7 @@ def load(path: str | Path, **changes) -> tuple[nn.Module, Tokenizer | None]:
 
     changes: constants to replace, such as the dropout. Raises OSError or ValueError where no sound model is there.
     """
-    folder, wanted = Path(path), WEIGHTS + HUGGING_FACE
-    if not has_one(folder, wanted):
-        names = ", ".join(wanted)
-        raise FileNotFoundError(f"{path} is neither the folder of a run nor of a model: it has none of {names}")
+    folder = Path(path)
     found, tokenizer = read(folder), tokenizer_in(folder)
     if found.vocabulary and found.vocabulary != tokenizer.sha256:
         raise ValueError(f"{path} was trained with another vocabulary than the tokenizer in it")
@@ -111,8 +112,6 @@ def weights_of(path: str | Path, kind: str, vocabulary: str = "") -> tuple[dict,
     Raises ValueError where it holds another class, or is known to have another vocabulary.
     """
     folder = Path(path)
-    if not folder.exists():
-        raise FileNotFoundError(f"{path} does not exist")
     found = read(folder)
     if found.kind != kind or found.vocabulary not in ("", vocabulary):
         raise ValueError(f"{path} is no run of this script with the vocabulary of this corpus")
@@ -184,8 +183,6 @@ class Layout(NamedTuple):
     def read(self, folder: Path) -> tuple[dict, Weights]:
         """Their folder -> our constants and weights. Raises ValueError where model.py has no such model."""
         config = read_json(folder / "config.json")
-        if not config:
-            raise FileNotFoundError(f"{folder} has no config.json: not a checkpoint in Hugging Face's format")
         for name, value in self.fixed.items():
             if config.get(name, value) != value:
                 raise ValueError(f"{folder} has {name} {config[name]!s:.50}, not {value}: model.py has no such model")

@@ -280,8 +280,8 @@ BAD = {
     "more than there are": ({"top_k": 5}, "top_k must lie in [1, experts = 4], not 5"),
     "no bias": ({"relative_bias": False, "distance_lr": 2.0}, "--router hypersphere, --relative_bias False: leave"),
     "no such table": ({"table": 4}, "table must be one of 2, 3, 5"),
-    "no weights": ({"init_from": str(ROOT / "tests")}, "has no config.json"),
-    "no folder": ({"init_from": "nowhere"}, "nowhere does not exist"),
+    "no weights": ({"init_from": str(ROOT / "tests")}, "is neither the folder of a run nor of a model"),
+    "no folder": ({"init_from": "nowhere"}, "nowhere is neither the folder of a run"),
 }
 
 
