@@ -98,15 +98,11 @@ def uncompressed_name(path: Path) -> str:
 def read_lines(path: Path) -> Iterator[str]:
     """The lines of a UTF-8 file with their line ends, without the byte order mark that some programs begin it with."""
     open_file = COMPRESSED.get(path.suffix.lower(), open)
-    offset = 0
     try:
-        with open_file(path, "rb") as file:
-            for line in file:
-                text = line.decode()
-                yield text if offset else text.removeprefix("\ufeff")
-                offset += len(line)
+        with open_file(path, "rt", encoding="utf-8-sig", newline="\n") as file:
+            yield from file
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8: byte {offset + error.start}") from error
+        raise ValueError(f"{path} is not UTF-8: {error.reason}") from error
     except (EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError) as error:
         raise ValueError(f"{path} is damaged: {error}") from error
 

@@ -559,7 +559,7 @@ def test_broken_rows_are_reported_and_left_out(options, source, tmp_path, monkey
     assert lines == [
         f"warning: {train}: 3 x a line that is not two sentences and a label",
         f"warning: {train}: 1 x the unknown label 'maybe'",
-        f"warning: {test} is not UTF-8: byte 0: left out",
+        f"warning: {test} is not UTF-8: invalid start byte: left out",
     ]
     assert "48 rows of at most 32 tokens, 6 steps" in said.out
     result = result_of(options["out_dir"])
