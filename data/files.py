@@ -173,18 +173,14 @@ def json_object(line: str) -> dict:
 def read_parquet(path: Path) -> Iterator[str]:
     """The column "text"; a missing value is an empty text."""
     try:
-        import pyarrow
-        import pyarrow.parquet
+        from pyarrow import ArrowException, parquet
     except ImportError as error:
         raise ImportError(f"{path} needs pyarrow: pip install pyarrow") from error
     try:
-        file = pyarrow.parquet.ParquetFile(path)
-        columns = dict(zip(file.schema_arrow.names, file.schema_arrow.types))
-        if not str(columns.get("text")).endswith("string"):
-            raise ValueError(f"{path} has no column 'text' of strings")
-        for batch in file.iter_batches(batch_size=64, columns=["text"]):
-            yield from (text or "" for text in batch.column("text").to_pylist())
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:  # a damaged file gives any of these
+        for batch in parquet.ParquetFile(path).iter_batches(batch_size=64, columns=["text"]):
+            texts = batch["text"].cast("large_string").to_pylist()
+            yield from (text or "" for text in texts)
+    except (ArrowException, KeyError, OSError, UnicodeDecodeError) as error:  # a damaged file gives any of these
         raise ValueError(f"{path} cannot be read: {error}".splitlines()[0]) from error
 
 
