@@ -18,7 +18,7 @@ from data.bitext_sets import Aligned
 from data.prepare import ready
 from data.tokenizers import XLMR
 from engine import pretrained
-from engine.device import setup, warn
+from engine.device import setup
 from engine.run import read_json
 
 OBJECTIVES = {"rtd": "XLM-E", "mlm": "XLM"}
@@ -192,9 +192,7 @@ def alignment(options: Alignment):
     """
     if options.source is None:
         raise ValueError("say where alignments by hand are: --source FOLDER with de-en.src-tgt and de-en.gold")
-    sets, notes = bitext_sets.word_alignments(Path(options.source))
-    for note in notes:
-        warn(note)
+    sets = bitext_sets.word_alignments(Path(options.source))
 
     def measure(encoder, tokenizer, context) -> dict[str, list]:
         errors = {}  # of each set by layer

@@ -1,7 +1,6 @@
 """Test sets of sentence pairs: Tatoeba's, the held-out pairs of a prepared corpus, and pairs with word alignments."""
 
 import re
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -55,13 +54,13 @@ class Aligned(NamedTuple):
     possible: Links  # with the sure ones
 
 
-def word_alignments(folder: Path) -> tuple[dict[str, list[Aligned]], list[str]]:
-    """-> pair of languages -> its sentences, and what was wrong with links, a line for each kind of problem.
+def word_alignments(folder: Path) -> dict[str, list[Aligned]]:
+    """Pair of languages -> its sentences.
 
     de-en.src-tgt has lines `source ||| target`, de-en.gold the links of each, such as `1-1 2p3`: i-j sure, ipj
-    possible, counted from 1. Broken lines, and links that point past their sentence, are left out.
+    possible, counted from 1. Links that point past their sentence, of which published sets have a few, are left out.
     """
-    sets, notes = {}, []
+    sets = {}
     for path in source_files(folder):
         name, _, ending = uncompressed_name(path).rpartition(".")
         if ending != "src-tgt":
@@ -69,19 +68,16 @@ def word_alignments(folder: Path) -> tuple[dict[str, list[Aligned]], list[str]]:
         if name in sets:
             raise ValueError(f"{folder} holds {name} twice, once in {path.parent}: give the folder of one")
         gold = one_of(path.parent, f"{name}.gold")
-        found = list(read_alignments(path, gold))
-        sets[name] = [one for one in found if isinstance(one, Aligned)]
-        problems = Counter(one for one in found if isinstance(one, str))
-        notes += [f"{gold}: {count:,} {what}" for what, count in problems.items()]
+        sets[name] = list(read_alignments(path, gold))
         if not any(aligned.sure for aligned in sets[name]):
             raise ValueError(f"{gold} holds no sure link")
     if not sets:
         raise FileNotFoundError(f"--source {folder} holds no file such as de-en.src-tgt, beside de-en.gold")
-    return sets, notes
+    return sets
 
 
-def read_alignments(path: Path, gold: Path) -> Iterator[Aligned | str]:
-    """The sentences of a file with the links of another, and what is wrong with links, in words."""
+def read_alignments(path: Path, gold: Path) -> Iterator[Aligned]:
+    """The sentences of a file with the links of another."""
     texts, links = list(read_lines(path)), list(read_lines(gold))
     if len(texts) != len(links):
         raise ValueError(f"{path} has {len(texts):,} sentence pairs and {gold.name} {len(links):,} lines of links")
@@ -90,16 +86,13 @@ def read_alignments(path: Path, gold: Path) -> Iterator[Aligned | str]:
         aligned = Aligned(one.split(), two.split(), set(), set())
         if not aligned.one or not aligned.two:
             raise ValueError(f"{path}, line {number}: not `source ||| target`")
-        found = [re.fullmatch(r"(\d{1,9})([-p])(\d{1,9})", link) for link in line.split()]
-        if None in found:
-            yield "broken lines, whose sentences are left out"
-            continue
-        for first, sign, second in (link.groups() for link in found):
-            i, j = int(first) - 1, int(second) - 1
+        for link in line.split():
+            parts = re.fullmatch(r"(\d{1,9})([-p])(\d{1,9})", link)
+            if not parts:
+                raise ValueError(f"{gold}, line {number}: {link} is no link such as 1-1 or 2p3")
+            i, j = int(parts[1]) - 1, int(parts[3]) - 1
             if 0 <= i < len(aligned.one) and 0 <= j < len(aligned.two):
                 aligned.possible.add((i, j))
-                if sign == "-":
+                if parts[2] == "-":
                     aligned.sure.add((i, j))
-            else:
-                yield "links that point past their sentence, left out"
         yield aligned

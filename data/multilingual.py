@@ -99,7 +99,7 @@ def scored_texts(downloads: Path, tested: Path) -> Iterator[str]:
             yield from joined(example.texts) if task.kind == "tags" else example.texts
     for pairs in bitext_sets.tatoeba(downloads / "tatoeba").values():
         yield from chain.from_iterable(pairs)
-    aligned, _ = bitext_sets.word_alignments(downloads / "wordalign")
+    aligned = bitext_sets.word_alignments(downloads / "wordalign")
     for pair in chain.from_iterable(aligned.values()):
         yield from joined(pair.one)
         yield from joined(pair.two)
