@@ -56,7 +56,7 @@ LANGUAGES |= {code: code for code in [*NAMES, *"az gu jv ka lt ml ms my pa pl qu
 
 
 class Example(NamedTuple):
-    id: str
+    id: str  # of a question, "" of others
     texts: tuple[str, ...]  # the words of a sentence; a question and its text; one sentence or two
     gold: list | str | None  # a tag for each word; answers (text, its first character, or -1: not in the text); a label
 
@@ -188,13 +188,11 @@ def read_tags(path: Path, labels: tuple) -> Found:
     """
     conllu = uncompressed_name(path).endswith(".conllu")
     columns, word_at, tag_at = (10, 1, 3) if conllu else (2, 0, 1)
-    numbered = enumerate(read_lines(path), start=1)
-    for has_text, block in groupby(numbered, key=lambda row: bool(row[1].strip())):
+    for has_text, block in groupby(read_lines(path), key=lambda line: bool(line.strip())):
         if not has_text:
             continue
-        numbers, lines = zip(*block)
         words, tags = [], []
-        for line in lines:
+        for line in block:
             if conllu and re.match(r"#|\d+[-.]\d+\t", line):
                 continue
             cells = line.rstrip("\r\n").split("\t")
@@ -209,7 +207,7 @@ def read_tags(path: Path, labels: tuple) -> Found:
             tags = []
         yield from (f"the unknown tag {tag!r}" for tag in tags if tag not in labels)
         if set(words) - {"_"}:
-            yield Example(str(numbers[-1]), tuple(words), tags or None)
+            yield Example("", tuple(words), tags or None)
 
 
 def read_answers(path: Path, labels: tuple) -> Found:
@@ -251,7 +249,7 @@ def read_labels(path: Path, labels: tuple) -> Found:
 
     A broken line is left out; an unknown label stays, and no prediction equals it.
     """
-    for number, line in enumerate(read_lines(path)):
+    for line in read_lines(path):
         cells = line.rstrip("\r\n").split("\t")
         if len(cells) == 2:
             cells.append("")
@@ -262,7 +260,7 @@ def read_labels(path: Path, labels: tuple) -> Found:
         label = "contradiction" if label == "contradictory" else label  # MultiNLI's word for it
         if label and label not in labels:
             yield f"the unknown label {label!r}"
-        yield Example(str(number), tuple(texts), label or None)
+        yield Example("", tuple(texts), label or None)
 
 
 FORMS = {  # kind of task -> the endings of its files, and their reader
@@ -316,20 +314,19 @@ def from_hub(task, split, language) -> Found:
         names = rows.features[tags].feature.names if tags else ()
         rows = list(rows)
     own_prefix = NAMES[language].lower() if task == "tydiqa" else ""  # TyDiQA's languages are in one set
-    for number, row in enumerate(rows):
-        name = str(number)
+    for row in rows:
         if tags:
-            yield Example(name, tuple(row["tokens"]), [names[tag] for tag in row[tags]])
+            yield Example("", tuple(row["tokens"]), [names[tag] for tag in row[tags]])
         elif TASKS[task].kind == "answer":
             if row["id"].startswith(own_prefix):
                 answers = zip(row["answers"]["text"], row["answers"]["answer_start"])
                 yield from answered(row["id"], row["question"], row["context"], answers)
         elif "premise" in row:  # MultiNLI
             label = NLI[row["label"]] if row["label"] >= 0 else None
-            yield Example(name, (row["premise"], row["hypothesis"]), label)
+            yield Example("", (row["premise"], row["hypothesis"]), label)
         elif row.get("language", language) == language:
             label = row.get("gold_label", row.get("label"))
-            yield Example(name, (row["sentence1"], row["sentence2"]), label or None)
+            yield Example("", (row["sentence1"], row["sentence2"]), label or None)
 
 
 def applications(split: str) -> dict[str, list[Example]]:
@@ -350,6 +347,5 @@ def applications(split: str) -> dict[str, list[Example]]:
             label = application_of[english]
             if sizes[label] < 20:
                 label = "other"
-            mine = examples.setdefault(language, [])
-            mine.append(Example(str(len(mine)), (message,), label))
+            examples.setdefault(language, []).append(Example("", (message,), label))
     return examples
