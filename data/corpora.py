@@ -8,7 +8,6 @@ Rows are iterators. Held-out rows come first where a corpus has its own splits: 
 """
 
 import re
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -61,17 +60,10 @@ def hashed(texts: Texts, share: float) -> Rows:
 
 
 def labelled(splits: dict[str, Texts]) -> Rows:
-    """The texts of each split, held-out ones first; warns in the end of training texts that are held out as well."""
-    held_out, leaks = set(), 0  # hashes of texts
+    """The texts of each split, held-out ones first."""
     for split, texts in splits.items():
         for row in texts:
-            if split != "train":
-                held_out.add(hash(row))
-            elif hash(row) in held_out:
-                leaks += 1
             yield split, *row
-    if leaks:
-        print(f"warning: {leaks:,} training texts stand in valid or test, too", file=sys.stderr)
 
 
 def split_by_name(source: Path, contents: dict[Path, Texts]) -> Rows:
