@@ -108,20 +108,14 @@ def read_catalog(path: Path) -> Iterator[tuple[str, str, str]]:
     and offsets, one of keys and one of texts.
     """
     data = path.read_bytes()
+    _, _, count, keys, texts = struct.unpack_from("<5I", data)
 
-    def texts_of(table: int) -> list[str]:
-        found = []
+    def texts_of(table: int) -> Iterator[str]:
         for place in range(table, table + 8 * count, 8):
             length, offset = struct.unpack_from("<2I", data, place)
-            found.append(data[offset : offset + length].decode())
-        return found
+            yield data[offset : offset + length].decode()
 
-    try:
-        _, _, count, keys, texts = struct.unpack_from("<5I", data)
-        entries = zip(texts_of(keys), texts_of(texts))
-    except (struct.error, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
-    for key, text in entries:
+    for key, text in zip(texts_of(keys), texts_of(texts)):
         english = key.split("\x04")[-1].split("\0")  # a context may stand before it
         forms = text.split("\0")
         for source, message in {(english[0], forms[0]), (english[-1], forms[-1])}:

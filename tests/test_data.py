@@ -295,11 +295,6 @@ def test_a_catalog_holds_what_gettext_reads(tmp_path):
         ("Save", "Save", reader.gettext("Save")),
         ("ſ", "ſ", reader.gettext("ſ")),
     ]
-    whole = path.read_bytes()
-    for content in (whole[:40], b"", whole.replace("ß".encode(), b"\xdf ")):
-        path.write_bytes(content)
-        with pytest.raises(ValueError, match=r"^.*a\.mo is damaged.*$"):
-            list(read_catalog(path))
 
 
 @pytest.fixture
