@@ -41,10 +41,8 @@ def split_of(key: str, valid: float, test: float) -> str:
 
 def named_split(path: Path) -> str | None:
     """The split that a relative path names, as in valid-00001.jsonl, shard.test.txt.gz or train/a.txt."""
-    for word in re.split(r"[._/-]", path.as_posix().lower()):
-        if word in SPLIT_NAMES:
-            return SPLIT_NAMES[word]
-    return None
+    words = re.split(r"[._/-]", path.as_posix().lower())
+    return next((SPLIT_NAMES[word] for word in words if word in SPLIT_NAMES), None)
 
 
 def source_files(source: Path) -> list[Path]:
@@ -127,7 +125,9 @@ def read_documents(path: Path, blocks: bool = False) -> Iterator[str]:
         yield from json_rows(path, lines)
     elif blocks or are_blocks(head):
         say(f"{path.parent}: every block between blank lines is a document")
-        yield from read_blocks(lines)
+        for has_text, block in groupby(lines, key=lambda line: bool(line.strip())):
+            if has_text:
+                yield "".join(block).strip()
     else:
         say(f"{path.parent}: every line is a document")
         yield from filter(None, map(str.strip, lines))
@@ -143,12 +143,6 @@ def are_blocks(head: list[str]) -> bool:
     """Whether blank lines are regular: most of the lines are in blocks of 100 at most, of which there are two."""
     sizes = [block.count("\n") for block in re.split(r"\n(?:[^\S\n]*\n)+", "".join(head).strip() + "\n")]
     return len(sizes) > 1 and 2 * sum(size for size in sizes if size <= 100) >= sum(sizes)
-
-
-def read_blocks(lines: Iterable[str]) -> Iterator[str]:
-    for has_text, block in groupby(lines, key=lambda line: bool(line.strip())):
-        if has_text:
-            yield "".join(block).strip()
 
 
 def json_rows(path: Path, lines: Iterable[str]) -> Iterator[str]:

@@ -127,8 +127,10 @@ def read(task, split, source: Path | None) -> tuple[dict, list]:
         found = [one for one in part if isinstance(one, Example)]
         if not found:
             notes.append(f"{where} holds no example: left out")
-        if task == "ner":
-            found = [without_prefix(one, language) for one in found]
+        if task == "ner":  # every word of PAN-X begins with its language as it is published: `en:Anna`
+            for number, one in enumerate(found):
+                words = [word.removeprefix(f"{language}:") or word for word in one.texts]
+                found[number] = one._replace(texts=tuple(words))
         problems = Counter(one for one in part if isinstance(one, str))
         unknown = sum(one.gold is None for one in found)
         problems += Counter({"an example without its label": unknown})
@@ -139,12 +141,6 @@ def read(task, split, source: Path | None) -> tuple[dict, list]:
         if known or split != TASKS[task].test:
             examples[language] = known
     return {language: own for language, own in sorted(examples.items()) if own}, notes
-
-
-def without_prefix(one: Example, language: str) -> Example:
-    """A sentence of PAN-X as it is published, where every word begins with its language: `en:Anna`."""
-    words = [word.removeprefix(f"{language}:") or word for word in one.texts]
-    return one._replace(texts=tuple(words))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -158,8 +154,6 @@ def files_of(task, split, source: Path) -> Iterator[tuple[str, Path, Found]]:
     no split belongs to the one that is scored. Files of another form are left out, and those of several languages or of
     none that the benchmark has.
     """
-    if not source.is_dir():
-        raise FileNotFoundError(f"{source} is no folder: it should hold the files of {task}")
     folders = [each.folder for each in TASKS.values() if each.folder]
     if any((source / folder).is_dir() for folder in folders):  # XTREME's folder of all tasks
         squad = task in SQUAD and split != "test"

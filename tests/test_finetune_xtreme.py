@@ -520,8 +520,8 @@ def test_a_table_runs_every_row(options, encoders, tmp_path, monkeypatch, capsys
 BAD = {
     "no model": ({"model": "out/train_mlm/x"}, "out/train_mlm/x does not exist: train it with train_mlm.py"),
     "no model in it": ({"model": "."}, ". is neither the folder of a run nor of a model"),
-    "no such source": ({"source": "nowhere"}, "nowhere is no folder: it should hold the files of xnli"),
-    "a file as source": ({"source": "pyproject.toml"}, "pyproject.toml is no folder: it should hold the files of xnli"),
+    "no such source": ({"source": "nowhere"}, "nowhere holds no English training examples of xnli"),
+    "a file as source": ({"source": "pyproject.toml"}, "pyproject.toml holds no English training examples of xnli"),
     "no such table": ({"table": "9", "task": "apps"}, "table must be one of 1, 3, 5, 6, 7, xlme1, xlme2, xlme7, not 9"),
     "no table": ({"encoders": "small"}, "--encoders is not read with --task xnli"),
     "apps has no files": ({"task": "apps"}, "--source is not read with --task apps"),
