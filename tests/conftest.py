@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import TINY_LM
+from helpers import OWN_CODE, TINY_LM
 
 from data.prepare import prepare
-from data.tokenizers import train_sentencepiece
+from data.tokenizers import XLMR, SentencePiece, train_sentencepiece
 from engine.run import SIGNALS
 
 
@@ -26,6 +26,18 @@ def signals():
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture(scope="session")
+def bpe() -> SentencePiece:
+    """A small vocabulary, learned from Python; other scripts are spelt in bytes."""
+    return train_sentencepiece(OWN_CODE, vocab_size=600)
+
+
+@pytest.fixture(scope="session")
+def xlmr() -> XLMR:
+    """Another, under XLM-R's ids."""
+    return train_sentencepiece(OWN_CODE, vocab_size=500, kind=XLMR)
 
 
 @pytest.fixture(scope="session")

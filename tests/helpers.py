@@ -19,6 +19,7 @@ import torch
 from engine.run import Run
 
 ROOT = Path(__file__).parent.parent
+OWN_CODE = [path.read_text() for path in sorted((ROOT / "data").glob("*.py"))]  # a text for small vocabularies
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
 # The smallest train_lm.py that still has experts, two micro-batches a step and two evaluations.
 TINY_LM = dict(n_layer=2, n_head=2, n_embd=16, ffn_size=32, block_size=16, micro_tokens=64, batch_tokens=128, steps=4)

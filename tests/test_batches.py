@@ -19,7 +19,6 @@ from data.batches import Masked, MaskedData, PairData, TokenData, Translation, T
 from data.files import SPLITS
 from data.folder import Rows
 from data.prepare import checksum, prepare
-from data.tokenizers import XLMR, train_sentencepiece
 
 KINDS = [TokenData, MaskedData, PairData, TranslationData]
 COUNTS = {"train": 40, "test": 20}
@@ -65,15 +64,13 @@ def lines_of(name: str, count: int) -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def many(tmp_path_factory) -> Path:
+def many(xlmr, tmp_path_factory) -> Path:
     """A prepared corpus of three languages."""
     base = tmp_path_factory.mktemp("languages")
     (base / "source").mkdir()
     for language, count in {"de": 500, "sw": 300, "zh-Hans": 20}.items():
         (base / "source" / f"{language}.txt").write_text("\n\n".join(lines_of(language, count)))
-    code = [path.read_text() for path in Path(__file__).parent.parent.glob("data/*.py")]
-    tokenizer = train_sentencepiece(code, 500, XLMR).save(base)
-    return prepare("cc100", base / "source", tokenizer=tokenizer, out=base / "prepared")
+    return prepare("cc100", base / "source", tokenizer=xlmr.save(base), out=base / "prepared")
 
 
 PAIRS = {}  # (languages, split) -> pairs of texts

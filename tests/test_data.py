@@ -18,7 +18,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from filelock import FileLock
-from helpers import write_files
+from helpers import OWN_CODE, ROOT, write_files
 
 from data import corpora, english, messages, tokenizers
 from data import folder as prepared
@@ -27,9 +27,6 @@ from data.files import SPLITS, read_documents, source_files, split_of
 from data.messages import read_catalog
 from data.prepare import prepare, ready
 from data.tokenizers import XLMR, load_tokenizer, train_sentencepiece
-
-ROOT = Path(__file__).parent.parent
-OWN_CODE = [path.read_text() for path in sorted((ROOT / "data").glob("*.py"))]
 
 
 def lines_of(name: str, count: int) -> list[str]:
@@ -56,15 +53,13 @@ def texts_of(folder: Path) -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def model(tmp_path_factory) -> Path:
-    """A small SentencePiece model, learned from this repository's Python."""
-    return train_sentencepiece(OWN_CODE, vocab_size=600).save(tmp_path_factory.mktemp("model"))
+def model(bpe, tmp_path_factory) -> Path:
+    return bpe.save(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="session")
-def spm(tmp_path_factory) -> Path:
-    """The same under XLM-R's ids."""
-    return train_sentencepiece(OWN_CODE, vocab_size=500, kind=XLMR).save(tmp_path_factory.mktemp("spm"))
+def spm(xlmr, tmp_path_factory) -> Path:
+    return xlmr.save(tmp_path_factory.mktemp("spm"))
 
 
 class FakeHub:

@@ -2,28 +2,15 @@
 
 import io
 import shutil
-from pathlib import Path
 
 import pytest
 import sentencepiece
+from helpers import OWN_CODE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data import tokenizers
 from data.tokenizers import XLMR, SentencePiece, gpt2, load_tokenizer, train_sentencepiece
-
-FOLDER = Path(__file__).parent.parent / "data"
-CODE = [path.read_text() for path in sorted(FOLDER.glob("*.py"))]
-
-
-@pytest.fixture(scope="session")
-def model() -> SentencePiece:
-    return train_sentencepiece(CODE, vocab_size=600)
-
-
-@pytest.fixture(scope="session")
-def xlmr() -> XLMR:
-    return train_sentencepiece(CODE, vocab_size=500, kind=XLMR)
 
 
 @pytest.fixture(scope="session")
@@ -43,8 +30,8 @@ texts = st.lists(st.text(characters) | special, max_size=4)
 
 @given(texts)
 @settings(max_examples=200, deadline=None)
-def test_nothing_is_lost(model, gpt2_tokenizer, texts):
-    for tokenizer in filter(None, (model, gpt2_tokenizer)):
+def test_nothing_is_lost(bpe, gpt2_tokenizer, texts):
+    for tokenizer in filter(None, (bpe, gpt2_tokenizer)):
         encoded = tokenizer.encode_batch(texts)
         assert [tokenizer.decode(ids) for ids in encoded] == texts
         tokens = set().union(*encoded)
@@ -70,9 +57,9 @@ def test_gpt2_without_network_says_what_to_do(monkeypatch):
 
 
 @pytest.mark.parametrize("kind, size", [(SentencePiece, 600), (XLMR, 500)])
-def test_the_same_texts_give_the_same_file(model, xlmr, kind, size, tmp_path):
-    first = model if kind is SentencePiece else xlmr
-    again = train_sentencepiece(CODE, size, kind)
+def test_the_same_texts_give_the_same_file(bpe, xlmr, kind, size, tmp_path):
+    first = bpe if kind is SentencePiece else xlmr
+    again = train_sentencepiece(OWN_CODE, size, kind)
     assert again.sha256 == first.sha256 and again.vocab_size == size and type(again) is kind
     assert len(again.encode_batch(["return"])[0]) < len("return")  # it has learned words
     [ids] = again.encode_batch(["🙂"])
@@ -104,10 +91,10 @@ WORDS = ["word", "Wort's", " ", "  ", "\n\n", "\t", "漢字", "12", "🙂", " a"
 
 @given(st.lists(st.sampled_from(WORDS), max_size=150))
 @settings(max_examples=200, deadline=None)
-def test_parts_have_the_tokens_of_the_whole(model, xlmr, gpt2_tokenizer, words):
+def test_parts_have_the_tokens_of_the_whole(bpe, xlmr, gpt2_tokenizer, words):
     """Where no run is longer than a part, and whatever the run the text is the same."""
     text = "".join(words)
-    for tokenizer in filter(None, (model, xlmr, gpt2_tokenizer)):
+    for tokenizer in filter(None, (bpe, xlmr, gpt2_tokenizer)):
         whole = tokenizer.encode_batch([text, "a"])
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(tokenizers, "PART", 20)
@@ -143,7 +130,7 @@ def test_unknown_characters_without_byte_fallback():
         ("tokenizer.tiktoken", b"IQ== 0\nIg== 1\n", "neither a SentencePiece"),
     ],
 )
-def test_a_bad_file_is_one_line(model, tmp_path, name, content, reason):
+def test_a_bad_file_is_one_line(bpe, tmp_path, name, content, reason):
     with pytest.raises(FileNotFoundError, match="no tokenizer"):
         load_tokenizer(tmp_path)
     (tmp_path / name).write_bytes(content)
@@ -151,4 +138,4 @@ def test_a_bad_file_is_one_line(model, tmp_path, name, content, reason):
         with pytest.raises(ValueError, match=f"{name}: .*{reason}"):
             load_tokenizer(path)
     with pytest.raises(ValueError, match=r"tokenizer\.model: .* <unk> 0, <s> 1 and </s> 2"):
-        load_tokenizer(model.save(tmp_path), kind="xlmr")
+        load_tokenizer(bpe.save(tmp_path), kind="xlmr")

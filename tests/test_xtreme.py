@@ -5,7 +5,6 @@ import json
 import random
 import sys
 import warnings
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,18 +14,16 @@ from helpers import write_files
 from data import xtreme
 from data.counting import guess, labels_by_word, tags_by_word
 from data.scores import score_task
-from data.tokenizers import XLMR, train_sentencepiece
+from data.tokenizers import XLMR
 from data.xtreme import NER, UPOS, Example, read, read_examples, submission
 from data.xtreme_rows import UNKNOWN, Row, TaskData, batch_of, best_answer, by_example, rows_of
 
-ROOT = Path(__file__).parent.parent
 T, STRIDE = 24, 6
 
 
-@pytest.fixture(scope="session")
-def tokenizer() -> XLMR:
-    """Learned from this repository's Python; other scripts are spelt in bytes."""
-    return train_sentencepiece([path.read_text() for path in (ROOT / "data").glob("*.py")], 500, kind=XLMR)
+@pytest.fixture
+def tokenizer(xlmr) -> XLMR:
+    return xlmr
 
 
 def squad(*questions: tuple[str, str, list[tuple[str, int]]]) -> str:
