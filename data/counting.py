@@ -72,12 +72,11 @@ def bigram_loss(seen: tuple, held_out: tuple, V: int) -> float:
     first, second = held_out
     following = count_beside(*seen, V)
     single = unigrams(seen[1], V)
-    probability = torch.empty(len(first)).double()
+    total = 0.0
     for token in first.unique():
-        here = first == token
         p = interpolated(following(token), single)
-        probability[here] = p[second[here]]
-    return -float(probability.log().mean())
+        total -= float(p[second[first == token]].log().sum())
+    return total / len(first)
 
 
 def count_beside(keys: Tensor, tokens: Tensor, V: int):

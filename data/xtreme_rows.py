@@ -112,11 +112,7 @@ def answer_places(gold: list | None, spans: list) -> list[int]:
         return []
     text, begin = gold[0]
     end = begin + len(text)
-    places = []
-    for token, (first, last) in enumerate(spans):
-        if last > begin and first < end:
-            places.append(token)
-    return places
+    return [token for token, (first, last) in enumerate(spans) if last > begin and first < end]
 
 
 class Batch(NamedTuple):
