@@ -368,7 +368,6 @@ def between_layers(config, V: int, gelu: str) -> MoE:
     if not 1 <= config.top_k <= config.experts:
         raise ValueError(f"top_k must lie in [1, experts = {config.experts}], not {config.top_k}")
     router = ROUTERS[config.router]
-    at_test = config.capacity_factor if config.eval_capacity_factor is None else config.eval_capacity_factor
     if router.sees_later and math.isinf(config.capacity_factor):
         raise ValueError(f"router {config.router} chooses by the capacity: give --capacity_factor, such as 1")
     return MoE(
@@ -377,7 +376,7 @@ def between_layers(config, V: int, gelu: str) -> MoE:
         config.expert_size,
         gelu,
         gamma=config.capacity_factor,
-        eval_gamma=at_test,
+        eval_gamma=config.capacity_factor,
         layers=config.expert_layers,
     )
 

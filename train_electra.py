@@ -74,7 +74,6 @@ class Config:
     expert_layers: int = 3  # FFNs of an expert, each with a norm and a residual around it; 0: one FFN without them
     top_k: int = 1  # K, experts per token
     capacity_factor: float = float("inf")  # gamma: an expert serves gamma * S / E of S tokens at most; inf: no limit
-    eval_capacity_factor: float | None = None  # gamma at test; None: the same
     threshold: float = 0.9  # t of XMoE's router, the probability that the chosen experts must reach together
     eval_threshold: float | None = None  # t at test; None: the same
     routing_dim: int | None = None  # d_e, what the router projects to; 0: nothing; None: on a hypersphere E / 2

@@ -78,7 +78,6 @@ class Config:
     expert_layers: int = 3  # X-MoE: FFNs of an expert, each with a norm and a residual around it
     top_k: int = 1  # X-MoE: K, experts per token
     capacity_factor: float = math.inf  # X-MoE: gamma; inf: no limit
-    eval_capacity_factor: float | None = None  # at test; None: the same
     threshold: float = 0.9  # t, the probability that the chosen experts must reach together
     eval_threshold: float | None = None  # at test; None: the same
     routing_dim: int | None = None  # d_e, what the router projects to; 0: nothing; None: on a hypersphere E / 2
@@ -127,7 +126,7 @@ class Config:
         names = {"model"} if self.translate is None else set()
         if self.moe_after:
             return names | {"moe_every", "decoder_moe", "expert_ffns", "split", "capacity", "eval_capacity"}
-        return names | {"experts", "expert_size", "expert_layers", "top_k", "capacity_factor", "eval_capacity_factor"}
+        return names | {"experts", "expert_size", "expert_layers", "top_k", "capacity_factor"}
 
 
 # XMoE 4.2 and its authors' configurations; the papers are silent on batch and steps: those are ours.

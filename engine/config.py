@@ -23,7 +23,7 @@ WHERE |= {"expert_parallel", "shard", "compile", "recompute", "tensorboard"}
 
 # Constants of sparse layers, which a dense model does not read.
 SPARSE = {"moe_every", "expert_ffns", "split", "capacity", "eval_capacity", "decoder_moe"}  # XMoE's
-SPARSE |= {"moe_after", "experts", "expert_size", "expert_layers", "top_k", "capacity_factor", "eval_capacity_factor"}
+SPARSE |= {"moe_after", "experts", "expert_size", "expert_layers", "top_k", "capacity_factor"}
 SPARSE |= {"expert_parallel", "balance_coef"}
 
 # Constants that decide which others are read; a message that refuses one names them.
@@ -46,7 +46,7 @@ for low, high, names in (
     (1.0001, 1e9, "span"),
     (-10, 10, "length_penalty"),
     (1e-20, 1e9, "sample_temperature"),
-    (1e-9, math.inf, "capacity eval_capacity capacity_factor eval_capacity_factor"),
+    (1e-9, math.inf, "capacity eval_capacity capacity_factor"),
 ):
     LIMITS |= dict.fromkeys(names.split(), (low, high))
 

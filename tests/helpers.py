@@ -30,7 +30,7 @@ CONSTANTS = dict(n_layer=2, n_head=2, n_embd=8, ffn_size=16, block_size=16, drop
 CONSTANTS |= dict(frequency_bias=False, relative_bias=False, expert_ffns=4, split=None, capacity=1.0, moe_after=(1,))
 CONSTANTS |= dict(experts=4, expert_size=8, expert_layers=2, top_k=1, capacity_factor=float("inf"), router="switch")
 CONSTANTS |= dict(score=None, gate=None, threshold=0.9, routing_dim=None, init_temperature=None, router_std=0.1)
-CONSTANTS |= dict(eval_capacity=None, eval_capacity_factor=None, eval_threshold=None)
+CONSTANTS |= dict(eval_capacity=None, eval_threshold=None)
 
 
 def constants(**changes) -> SimpleNamespace:

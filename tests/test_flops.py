@@ -21,7 +21,7 @@ SMALL |= dict(frequency_bias=False, relative_bias=False, router_std=0.1, decoder
 SMALL |= dict(score=None, gate=None, threshold=0.9, eval_threshold=None, routing_dim=None, init_temperature=None)
 SMALL |= dict(moe_every=2, expert_ffns=2, split=2, capacity=1.0, eval_capacity=None)  # 4 experts of width 8
 SMALL |= dict(moe_after=(), experts=4, expert_size=8, expert_layers=3, top_k=1)
-SMALL |= dict(capacity_factor=math.inf, eval_capacity_factor=None)
+SMALL |= dict(capacity_factor=math.inf)
 
 
 def small(router: str, **changes) -> SimpleNamespace:
