@@ -63,7 +63,6 @@ class Config:
     longest_answer: int = 30  # tokens
     learning_rate: float = 3e-4  # peak
     warmup: float = 0.1  # share of the steps; then a line down to 0
-    beta1: float = 0.9  # Adam
     beta2: float = 0.999  # Adam
     eps: float = 1e-8  # Adam
     weight_decay: float = 0.0  # of matrices and embeddings

@@ -87,7 +87,6 @@ class Config:
     learning_rate: float = 1.5e-3  # peak
     distance_lr: float = 10.0  # the relative bias learns at so many times the rate: else it hardly grows in this time
     warmup: float = 0.1  # share of the steps; then a line down to 0
-    beta1: float = 0.9  # Adam
     beta2: float = 0.999  # Adam; in small batches a token is rare: its gradient must be remembered
     eps: float = 1e-9  # Adam; the gradients of rare tokens are small
     weight_decay: float = 0.01  # of matrices and embeddings

@@ -73,7 +73,6 @@ class Config:
     learning_rate: float = 3e-3  # peak
     min_learning_rate: float = 3e-5  # where the cosine ends
     warmup: float = 0.1  # share of the steps
-    beta1: float = 0.9  # Adam
     beta2: float = 0.999  # Adam; in small batches a token is rare: its gradient must be remembered
     eps: float = 1e-8  # Adam
     weight_decay: float = 0.1  # of matrices and embeddings

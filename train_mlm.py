@@ -77,7 +77,6 @@ class Config:
     router_lr: float = 0.2  # routers learn at so many times the rate of the rest
     distance_lr: float = 10.0  # the relative bias likewise: in so few steps it would not grow to look at neighbours
     warmup: float = 0.08  # share of the steps; then a line down to 0
-    beta1: float = 0.9  # Adam
     beta2: float = 0.999  # Adam; in small batches a token is rare: its gradient must be remembered
     eps: float = 1e-9  # Adam; the gradients of experts that few tokens choose are small
     weight_decay: float = 0.01  # of matrices and embeddings

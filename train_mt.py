@@ -90,7 +90,6 @@ class Config:
     micro_tokens: int = 2048  # tokens of one forward pass; under a capacity limit it changes the numbers
     learning_rate: float = 2e-3  # peak
     warmup_steps: int = 512  # steps to the peak; then it falls as 1 / sqrt(step)
-    beta1: float = 0.9  # Adam
     beta2: float = 0.98  # Adam
     eps: float = 1e-8  # Adam
     weight_decay: float = 1e-4  # of matrices and embeddings

@@ -41,7 +41,7 @@ for low, high, names in (
     (0, 1, "min_learning_rate weight_decay warmup threshold eval_threshold sampling_exponent"),
     (0, 1e9, "grad_clip balance_coef lambda_disc"),
     (0, 0.9999, "dropout label_smoothing"),
-    (0, 0.999999, "beta1 beta2"),
+    (0, 0.999999, "beta2"),
     (1e-6, 1, "mask_share"),
     (1.0001, 1e9, "span"),
     (-10, 10, "length_penalty"),

@@ -48,7 +48,7 @@ def adamw(model: torch.nn.Module, config) -> torch.optim.AdamW:
         kind = decay, times, type(p)  # FSDP's parameters are not stepped with others
         group = groups.setdefault(kind, {"params": [], "weight_decay": decay, "times": times})
         group["params"].append(p)
-    how = dict(betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
+    how = dict(betas=(0.9, config.beta2), eps=config.eps, fused=True)
     return torch.optim.AdamW(list(groups.values()), lr=config.learning_rate, **how)
 
 

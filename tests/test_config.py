@@ -68,7 +68,7 @@ RANGES = [  # names, what they may be, what they may not be
     ("expert_layers", (0, 3), (-1, 1 << 31)),
     ("grad_clip", (0.0, 50.0), (-1.0, math.nan, math.inf)),
     ("threshold warmup", (0.0, 1.0, 0.5), (-0.1, 1.1, math.nan)),
-    ("dropout beta1", (0.0, 0.99), (-0.1, 1.0, math.nan)),
+    ("dropout beta2", (0.0, 0.99), (-0.1, 1.0, math.nan)),
     ("capacity eval_capacity", (0.1, math.inf), (0.0, -1.0, math.nan)),
 ]
 

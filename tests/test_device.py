@@ -10,7 +10,7 @@ from helpers import constants
 from engine import device, optim
 from model import GPT, Encoder, MaskedLM
 
-ADAM = dict(learning_rate=1e-3, weight_decay=0.1, beta1=0.9, beta2=0.98, eps=1e-9)
+ADAM = dict(learning_rate=1e-3, weight_decay=0.1, beta2=0.98, eps=1e-9)
 
 
 def test_learning_rates_are_their_formulas():
