@@ -31,7 +31,6 @@ from routers import NOT_CHOSEN, ExpertChoice, Router, Switch, Threshold, TopK
 PAGE = Path(__file__).with_name("play.html")
 CHOOSERS = {"threshold": Threshold, "topk": TopK, "switch": Switch, "expert_choice": ExpertChoice}
 SENTENCE = "Return the sum of all elements. If the list is empty, raise a ValueError instead of returning zero."
-LONGEST_BODY = 1 << 20  # bytes of a request
 VALIDATION_TOKENS = 1 << 14  # from which the page knows what an expert serves
 LISTED = 14  # tokens that it shows of an expert
 
@@ -152,14 +151,8 @@ class Player:
         return {"text": text, "tokens": tokens, "of": len(ids), "layers": layers, "loss": loss}
 
     def loss(self, text: str, setting: dict) -> dict:
-        """The loss of every token where they choose as the page says. Raises ValueError for what it never says."""
-        chooser, t, K = setting["chooser"], setting["t"], setting["K"]
-        gamma = math.inf if setting["gamma"] is None else setting["gamma"]
-        in_range = 0 <= t <= 1, 1 <= K <= self.about["E"], gamma > 0
-        if chooser not in self.about["choosers"] or not all(in_range):
-            raise ValueError("this is no setting of the page")
+        """The loss of every token where they choose as the page says: `own` of `about`, changed."""
         ids = self.read(text)[: self.model.config.block_size]
-        setting = SimpleNamespace(chooser=chooser, t=t, K=int(K), gamma=gamma)
         _, loss = self.forward(torch.tensor([ids]), setting=setting)
         return {"loss": loss}
 
@@ -228,16 +221,16 @@ def chooser_of(router) -> str:
 
 
 @contextmanager
-def routed(model, setting: SimpleNamespace | None):
+def routed(model, setting: dict | None):
     """Inside the `with`, tokens choose as the page says: by the same probabilities, in another class of router."""
     before = [(moe.router, moe.eval_gamma) for moe in model.moe_layers]
-    for moe in model.moe_layers if setting else ():
-        moe.eval_gamma = setting.gamma
-        if setting.chooser != "own":
-            moe.router = copy.copy(moe.router)  # with the same parameters
-            moe.router.__class__, moe.router.K = CHOOSERS[setting.chooser], setting.K
-            moe.router.config = SimpleNamespace(threshold=setting.t, eval_threshold=None)
     try:
+        for moe in model.moe_layers if setting else ():
+            moe.eval_gamma = math.inf if setting["gamma"] is None else setting["gamma"]
+            if setting["chooser"] != "own":
+                moe.router = copy.copy(moe.router)  # with the same parameters
+                moe.router.__class__, moe.router.K = CHOOSERS[setting["chooser"]], setting["K"]
+                moe.router.config = SimpleNamespace(threshold=setting["t"], eval_threshold=None)
         yield
     finally:
         for moe, (router, gamma) in zip(model.moe_layers, before):
@@ -279,16 +272,16 @@ class Handler(BaseHTTPRequestHandler):
     timeout = 60
 
     def do_GET(self):
-        if self.is_ours():
-            if self.path == "/":
-                self.answer(200, self.server.page, "text/html; charset=utf-8")
-            else:
-                self.say(404, "there is only /")
+        if not self.is_ours():
+            return
+        if self.path != "/":
+            return self.say(404, "there is only /")
+        self.answer(200, self.server.page, "text/html; charset=utf-8")
 
     def do_POST(self):
         if not self.is_ours():
             return
-        player, length = self.server.player, self.headers.get("Content-Length", "")
+        player = self.server.player
         answers = {
             "/route": lambda asked: player.route(asked["text"]),
             "/loss": lambda asked: player.loss(asked["text"], asked["setting"]),
@@ -296,12 +289,8 @@ class Handler(BaseHTTPRequestHandler):
         }
         if self.path not in answers:
             return self.say(404, f"there are {', '.join(answers)}")
-        if not length.isdecimal():
-            return self.say(411, "how long is the body?")
-        if int(length) > LONGEST_BODY:
-            return self.say(413, f"a request has at most {LONGEST_BODY:,} bytes")
         try:
-            asked = json.loads(self.rfile.read(int(length)))
+            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             found = answers[self.path](asked)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             return self.say(400, f"{error}")

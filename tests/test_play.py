@@ -434,9 +434,8 @@ def test_the_server_refuses_what_is_not_its_page(server):
     for method, path in (("GET", "/x"), ("GET", "/../model.py"), ("GET", "/route"), ("POST", "/"), ("POST", "/x")):
         assert asked(server, method, path, body)[0] == 404, path
     assert asked(server, "DELETE", "/", body)[0] == 501
-    assert asked(server, "POST", "/route", Content_Length=str((1 << 20) + 1))[0] == 413
-    assert asked(server, "POST", "/route", Content_Length="-1")[0] == 411
-    assert asked(server, "POST", "/route", json.dumps({"text": "x " * 500_000}))[0] == 200  # just under a megabyte
+    assert asked(server, "POST", "/route", Content_Length="x")[0] == 400
+    assert asked(server, "POST", "/route", json.dumps({"text": "x " * 500_000}))[0] == 200  # a megabyte
 
 
 def test_what_is_not_understood_is_one_line(server):
@@ -445,7 +444,7 @@ def test_what_is_not_understood_is_one_line(server):
     for body in bad:
         status, found, _ = asked(server, "POST", "/route", body.encode("latin-1"))
         assert status == 400 and "\n" not in found["error"], body
-    for change in ({"chooser": "hash"}, {"t": -1}, {"t": math.nan}, {"t": "x"}, {"K": 0}, {"K": 33}, {"gamma": 0}):
+    for change in ({"chooser": "hash"}, {"t": "x"}, {"chooser": "topk", "K": "x"}, {"gamma": math.nan}):
         body = json.dumps({"text": TEXT, "setting": own | change})
         status, found, _ = asked(server, "POST", "/loss", body)
         assert status == 400 and "error" in found, change
