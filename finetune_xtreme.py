@@ -349,7 +349,7 @@ def train(config: Config, context) -> dict:
         none = torch.zeros(1 + steps // 100, len(watches), experts, dtype=torch.int64)
         loads = run.kept.get("loads", none).to(context.device)
         run.kept["loads"] = loads
-        run.resume(model, optimizer, flops.matrix_flops(model)["total"])
+        run.resume(model, optimizer, flops.matrix_flops(model))
 
     for step in run.steps():
         set_learning_rate(optimizer, linear(step, steps, config.warmup, config.learning_rate))

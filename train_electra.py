@@ -418,10 +418,10 @@ def step_flops(model: Electra | MaskedLM) -> float:
     config, D = model.config, model.config.n_embd
     generator = getattr(model, "generator", model)
     head = config.mask_share * flops.masked_head_flops(generator)  # only masked tokens pass through it
-    forward = flops.flops_per_token(generator.encoder, generator.config, head)["total"]
+    forward = flops.flops_per_token(generator.encoder, generator.config, head)
     if config.objective == "rtd":
         head = 2 * D * D + 2 * D
-        forward += flops.flops_per_token(model.encoder, config, head)["total"]
+        forward += flops.flops_per_token(model.encoder, config, head)
     batches = 1 + config.tlm  # of sentences, and of pairs
     return 3 * batches * config.batch_tokens * forward
 

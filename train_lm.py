@@ -254,11 +254,11 @@ def train(config: Config, context) -> dict:
         parameters = flops.count_parameters(model)
         work = flops.flops_per_token(model, config, head=2 * config.n_embd * data.vocab_size)
         size = "{total:,} parameters, {active:,.0f} active a token".format(**parameters)
-        context.say(f"{run.name}: {size}; {work['total'] / 1e6:.1f} MFLOPs a token forward at full capacity")
+        context.say(f"{run.name}: {size}; {work / 1e6:.1f} MFLOPs a token forward at full capacity")
         by_counting = counting.text_losses(data, config.steps)
         forward = parallel.wrap(model, config, context)
         optimizer = adamw(model, config)
-        run.resume(model, optimizer, work["total"])
+        run.resume(model, optimizer, work)
 
     for step in run.steps():
         peak, floor = config.learning_rate, config.min_learning_rate

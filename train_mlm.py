@@ -251,12 +251,12 @@ def train(config: Config, context) -> dict:
         head = config.mask_share * flops.masked_head_flops(model)  # only masked tokens pass through it
         work = flops.flops_per_token(model.encoder, config, head)
         size = "{total:,} parameters, {active:,.0f} active a token".format(**parameters)
-        context.say(f"{run.name}: {size}; {work['total'] / 1e6:.1f} MFLOPs a token forward")
+        context.say(f"{run.name}: {size}; {work / 1e6:.1f} MFLOPs a token forward")
         counted = counting.masked_scores(data, config.eval_tokens)
         context.say(counting.describe(counted))
         forward = parallel.wrap(model, config, context)
         optimizer = adamw(model, config)
-        run.resume(model, optimizer, work["total"])
+        run.resume(model, optimizer, work)
 
     scores, chosen = run.kept.get("valid"), run.kept.get("chosen")  # of the last evaluation
     for step in run.steps():

@@ -303,13 +303,13 @@ def train(config: Config, context) -> dict:
         parameters = flops.count_parameters(model)
         work = flops.translation_flops(model, length, length)
         size = "{total:,} parameters, {active:,.0f} active a token".format(**parameters)
-        context.say(f"{run.name}: {size}; {work['total'] / 1e6:.1f} MFLOPs forward a pair of 2 x {length:.1f} tokens")
+        context.say(f"{run.name}: {size}; {work / 1e6:.1f} MFLOPs forward a pair of 2 x {length:.1f} tokens")
         left_out = ", ".join(f"{count:,} {split}" for split, count in data.left_out.items())
         context.say(f"{counts['pairs']:,} pairs; longer than block_size, and left out: {left_out}")
         memory = score_memory(data)
         forward = parallel.wrap(model, config, context)
         optimizer = adamw(model, config)
-        run.resume(model, optimizer, work["total"] / (2 * length))
+        run.resume(model, optimizer, work / (2 * length))
 
     for step in run.steps():
         set_learning_rate(optimizer, inverse_sqrt(step, config.warmup_steps, config.learning_rate))

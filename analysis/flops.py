@@ -19,15 +19,13 @@ def numel(module: nn.Module) -> int:
 
 
 def count_parameters(model: nn.Module) -> dict[str, float]:
-    """`total`, `active` (what one token passes through at full capacity) and `moe` (experts and routers)."""
+    """`total`, and `active`: what one token passes through at full capacity."""
     total = active = numel(model)
-    sparse = 0
     for moe in model.moe_layers:
         experts = numel(moe.experts) + numel(moe.norms)
         idle = 1 - served_rows(moe) / moe.router.E
         active -= experts * idle
-        sparse += numel(moe)
-    return {"total": total, "active": active, "moe": sparse}
+    return {"total": total, "active": active}
 
 
 def served_rows(moe: nn.Module) -> float:
@@ -48,26 +46,24 @@ def moe_flops(moe: nn.Module) -> float:
     return 2 * sum(sizes) + served_rows(moe) * row_flops(moe)
 
 
-def matrix_flops(body: nn.Module) -> dict[str, float]:
-    """Forward FLOPs of a token that passes through all of a module: `total` and, of that, `moe`."""
-    moe = dense = 0.0
+def matrix_flops(body: nn.Module) -> float:
+    """Forward FLOPs of a token that passes through all of a module."""
+    flops = 0.0
     for name, module in body.named_modules():
         if hasattr(module, "router"):
-            moe += moe_flops(module)
+            flops += moe_flops(module)
         elif isinstance(module, nn.Linear) and "router" not in name:
-            dense += 2 * module.weight.numel()
-    return {"total": dense + moe, "moe": moe}
+            flops += 2 * module.weight.numel()
+    return flops
 
 
-def flops_per_token(body: nn.Module, config, head: float) -> dict[str, float]:
-    """Forward FLOPs of one token: `total` and, of that, `moe`. Attention counts the full T x T, as MFU figures do.
+def flops_per_token(body: nn.Module, config, head: float) -> float:
+    """Forward FLOPs of one token. Attention counts the full T x T, as MFU figures do.
 
     body: the module whose matrices every token passes through; head: FLOPs of the output layer a token.
     """
-    flops = matrix_flops(body)
     attention = 4 * config.block_size * config.n_embd
-    flops["total"] += config.n_layer * attention + head
-    return flops
+    return matrix_flops(body) + config.n_layer * attention + head
 
 
 def masked_head_flops(model: nn.Module) -> float:
@@ -76,20 +72,16 @@ def masked_head_flops(model: nn.Module) -> float:
     return 2 * D * (D + model.vocab_size)
 
 
-def translation_flops(model: nn.Module, N: float, T: float) -> dict[str, float]:
-    """Forward FLOPs of one pair, a source of N tokens and a translation of T: `total` and, of that, `moe`."""
+def translation_flops(model: nn.Module, N: float, T: float) -> float:
+    """Forward FLOPs of one pair, a source of N tokens and a translation of T."""
     config = model.config
     D, M = config.n_embd, config.decoder_layers
     source = matrix_flops(nn.ModuleList([model.encoder, model.moes]))
     target = matrix_flops(model.decoder)
     cross = 2 * M * D * 2 * D  # the decoder's keys and values of one source token, in all of its blocks
-    total = N * (source["total"] + cross)
-    total += T * (target["total"] - cross)
     looks = config.n_layer * N * N + M * T * (T + N)  # pairs of tokens, one of which attends to the other
-    total += 4 * D * looks
-    total += 2 * D * model.vocab_size * T  # logits
-    moe = N * source["moe"] + T * target["moe"]
-    return {"total": total, "moe": moe}
+    logits = 2 * D * model.vocab_size
+    return N * (source + cross) + T * (target - cross + logits) + 4 * D * looks
 
 
 TOKENS = 125_000 * 2048 * 512  # of the base model's training
@@ -144,8 +136,7 @@ def table4() -> str:
     ours = []
     heads = 2 * D * D + 2 * D, 0.15 * masked_head_flops(small)  # the generator's, of the masked tokens alone
     for network, head in zip((large, small), heads):
-        forward = flops_per_token(network, network.config, head)
-        ours.append(3 * forward["total"])
+        ours.append(3 * flops_per_token(network, network.config, head))
     electra = electra_flops(large.config, True), electra_flops(small.config, False)
     rows = [
         ["discriminator, one batch", "6.3e19"],

@@ -472,7 +472,7 @@ def test_a_log_has_a_line_where_a_terminal_has_a_bar(options, monkeypatch, capsy
     said, log = capsys.readouterr(), metrics(options["out_dir"])
     lines = [f"step {record['step']}/4: loss {record['train_loss']:.3f}" for record in log]
     assert [line.split(",")[0] for line in said.err.splitlines()] == lines
-    flops = result_of(options["out_dir"])["flops"]["total"]  # forward
+    flops = result_of(options["out_dir"])["flops"]  # forward
     found = [float(share) for share in re.findall(r"MFU ([\d.]+)% at full capacity", said.out)]
     assert found == pytest.approx([3 * flops * record["tokens_per_second"] / 1e7 for record in log], rel=0.01)
 

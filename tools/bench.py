@@ -280,7 +280,7 @@ def trainee(config: train_lm.Config, tokens: int, context, micros: int = 1) -> C
         net.after_step()
 
     S, head = micros * ids.numel(), 2 * config.n_embd * V
-    work = flops.flops_per_token(net, config, head)["total"]
+    work = flops.flops_per_token(net, config, head)
     return Contender(run, {"S": S, "gflops": 3e-9 * S * work})
 
 
