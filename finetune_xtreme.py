@@ -344,11 +344,12 @@ def train(config: Config, context) -> dict:
         forward = parallel.wrap(model, config, context)
         optimizer = adamw(model, config)
         # loads[i, l, e]: how many tokens of steps 100 i to 100 i + 99 have expert e of layer l as their first choice.
-        watches = [measures.Load(moe) for moe in model.moe_layers]
         experts = max((moe.router.E for moe in model.moe_layers), default=0)
-        none = torch.zeros(1 + steps // 100, len(watches), experts, dtype=torch.int64)
-        loads = run.kept.get("loads", none).to(context.device)
-        run.kept["loads"] = loads
+        none = torch.zeros(1 + steps // 100, len(model.moe_layers), experts, dtype=torch.int64)
+        run.kept["loads"] = loads = run.kept.get("loads", none).to(context.device)
+        counts = torch.zeros_like(loads[0])  # of this step, on this process
+        for moe, own in zip(model.moe_layers, counts):
+            measures.count_choices(moe, own)
         run.resume(model, optimizer, flops.matrix_flops(model))
 
     for step in run.steps():
@@ -367,8 +368,9 @@ def train(config: Config, context) -> dict:
         optimizer.zero_grad()
         if not config.frozen:
             model.after_step()  # restores what a router keeps fixed: a hypersphere its norms, the others nothing
-        for layer, watch in enumerate(watches):
-            loads[step // 100, layer] += context.sum(watch.take())
+        for load, own in zip(loads[step // 100], counts):
+            load += context.sum(own)
+        counts.zero_()
         if run.due(step + 1):
             predicted = predict(model, examples.valid, config, data.tokenizer, context)
             gold = [one.gold for one in examples.valid]

@@ -194,23 +194,15 @@ class Collapse:
         return {"rc": rc, "rf": rf}
 
 
-class Load:
-    """Counts how many training tokens have each expert of a sparse layer as their first choice (X-MoE figure 3b)."""
+def count_choices(moe: nn.Module, counts: Tensor):
+    """From now on adds to counts (E,) how many training tokens have each expert as first choice (X-MoE figure 3b)."""
 
-    def __init__(self, moe: nn.Module):
-        device = moe.experts[0].w_in.device
-        self.total = torch.zeros(moe.router.E, dtype=torch.int64, device=device)
-        moe.watchers.append(self)
-
-    def __call__(self, moe, h: Tensor, routing, kept: Tensor):
+    def watch(moe, h, routing, kept):
         if moe.training:
             first = routing.priority.argmax(dim=1)  # (S,)
-            self.total.scatter_add_(0, first, torch.ones_like(first))  # bincount would wait for the device
+            counts.scatter_add_(0, first, torch.ones_like(first))  # bincount would wait for the device
 
-    def take(self) -> Tensor:
-        """(E,) what was counted since the last time."""
-        counted, self.total = self.total, torch.zeros_like(self.total)
-        return counted
+    moe.watchers.append(watch)
 
 
 def representation_collapse(count: Tensor, total: Tensor, outer: Tensor) -> float:
