@@ -424,7 +424,9 @@ class SparseModel(nn.Module):
         written_std: of the matrices that write to the residual stream.
         """
         if getattr(self.config, "recompute", False):  # older checkpoints have no such constant
-            self.checkpoint_layers()
+            lists = [part for part in self.children() if isinstance(part, nn.ModuleList)]
+            for layer in chain(*lists):  # keeps only its input, and the backward pass computes it again
+                layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
         for name, p in self.named_parameters():
             if any(part in name for part in ("router", "ln_", "norms", "gate_w")):
                 continue  # these know their own start
@@ -436,12 +438,6 @@ class SparseModel(nn.Module):
         for moe in self.moe_layers:
             for ffn in moe.experts if moe.norms else ():
                 nn.init.zeros_(ffn.w_out)  # as in BASE layers: an inserted stack changes nothing at first
-
-    def checkpoint_layers(self):
-        """Activation checkpointing: of each layer only its input is kept, and the backward pass computes it again."""
-        lists = [part for part in self.children() if isinstance(part, nn.ModuleList)]
-        for layer in chain(*lists):
-            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
 
     @property
     def moe_layers(self) -> list[MoE]:

@@ -115,7 +115,10 @@ class Router(nn.Module):
             if self.balanced:
                 # X-MoE eq. 9 has the constant tau_0 in place of tau.
                 at_tau0 = (score / self.init_temperature).softmax(dim=1) if self.on_sphere else probs
-                balance = balance_loss(self.counted(priority), at_tau0)
+                counted = priority > NOT_CHOSEN
+                if not self.over_chosen:  # first choices alone, which have the highest priority
+                    counted = one_hot(priority.argmax(dim=1), self.E)
+                balance = balance_loss(counted, at_tau0)
         return Routing(weight, priority, balance, probs)
 
     def scores(self, h):
@@ -125,12 +128,6 @@ class Router(nn.Module):
             h = F.normalize(h, dim=1)
             experts = F.normalize(experts, dim=1)
         return h @ experts.t()
-
-    def counted(self, priority):
-        """(S, E) bool: the choices that the balance loss counts."""
-        if self.over_chosen:
-            return priority > NOT_CHOSEN
-        return one_hot(priority.argmax(dim=1), self.E)  # a first choice has the highest priority
 
     @torch.no_grad()
     def after_step(self):

@@ -245,6 +245,8 @@ def build(config: Config, data: TokenData, context) -> GPT:
 
 def train(config: Config, context) -> dict:
     """Trains (or goes on training) a language model -> its result, which is also in result.json."""
+    if config.eval_only:
+        return evaluate_run(config, context)
     with clear_errors():
         data = TokenData.open(config.data, config, context)
         run = Run(config, PRESETS, context, data)
@@ -297,10 +299,6 @@ def test(model: GPT, data: TokenData, context) -> dict:
         with model.no_limit():
             free = evaluate(model, data, "test", context)
     return {"test": scores, "test_no_limit": free}
-
-
-def train_or_evaluate(config: Config, context) -> dict:
-    return evaluate_run(config, context) if config.eval_only else train(config, context)
 
 
 def evaluate_run(config: Config, context) -> dict:
@@ -356,7 +354,7 @@ def report(config: Config, result: dict) -> str:
 
 def main():
     config, context = start(Config, PRESETS)
-    carry_out(config, PRESETS, context, TABLES, train_or_evaluate, report, cells)
+    carry_out(config, PRESETS, context, TABLES, train, report, cells)
     if context.rank == 0 and not config.table:
         write_sample(config, PRESETS, context)
 
