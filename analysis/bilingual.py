@@ -33,20 +33,15 @@ def translation_effect(model: MaskedLM, pairs: PairData, config, context, maskin
 def right_by_pair(model, pairs, config, context, maskings, beside) -> Tensor:
     """(2, R): of each held-out pair the tokens that are right, and all that are masked, of both halves."""
     read = "valid", maskings, config.eval_tokens, context.rank, context.world
-    halves = []
+    found, total = Counter(), Counter()  # (half, where a batch begins) -> its rows, added up over maskings
     for half in (0, 1):
-        found = Counter()  # where a batch begins -> its rows, added up over maskings
-        masked = (half,)
-        shown = (0, 1) if beside else masked
-        batches = pairs.eval_batches(*read, masked=masked, shown=shown)
-        for _, first, batch in batches:
-            found.update({first: right_by_row(model, batch, context)})
-        total = Counter()
-        for part in context.gather(found):
-            total.update(part)
-        rows = [total[first] for first in sorted(total)]
-        halves.append(torch.cat(rows, dim=1))
-    return halves[0] + halves[1]
+        shown = (0, 1) if beside else (half,)
+        for _, first, batch in pairs.eval_batches(*read, masked=(half,), shown=shown):
+            found.update({(half, first): right_by_row(model, batch, context)})
+    for part in context.gather(found):
+        total.update(part)
+    rows = torch.cat([total[key] for key in sorted(total)], dim=1)  # (2, 2 R): those of the one half, then the other's
+    return sum(rows.chunk(2, dim=1))
 
 
 @torch.no_grad()
