@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from engine.run import Run
+from engine.run import Run, load_checkpoint
 
 ROOT = Path(__file__).parent.parent
 OWN_CODE = [path.read_text() for path in sorted((ROOT / "data").glob("*.py"))]  # a text for small vocabularies
@@ -157,6 +157,10 @@ def only_run(folder: Path) -> Path:
 
 def result_of(folder: Path) -> dict:
     return json.loads((only_run(folder) / "result.json").read_text())
+
+
+def saved(options: dict, name: str = "ckpt.pt") -> dict:
+    return load_checkpoint(only_run(options["out_dir"]) / name)
 
 
 def metrics(folder: Path) -> list[dict]:

@@ -13,7 +13,7 @@ from statistics import fmean
 import numpy as np
 import pytest
 import torch
-from helpers import TORCHRUN, Script, finish, losses, metrics, only_run, result_of, table_rows
+from helpers import TORCHRUN, Script, finish, losses, metrics, only_run, result_of, saved, table_rows
 
 import finetune_xtreme
 import train_electra
@@ -26,7 +26,6 @@ from engine import pretrained
 from engine.config import check, run_name
 from engine.device import setup
 from engine.optim import adamw
-from engine.run import load_checkpoint
 from finetune_xtreme import COLUMNS, PRESETS, ROWS, TABLES, TITLES, Config, FineTuned
 from routers import Router
 
@@ -140,10 +139,6 @@ def encoders(tmp_path_factory) -> dict[str, Path]:
 @pytest.fixture
 def options(encoders, source, tmp_path) -> dict:
     return TINY | {"model": encoders["hypersphere"], "source": source, "task": "xnli", "out_dir": tmp_path / "out"}
-
-
-def saved(options: dict, name: str = "ckpt.pt") -> dict:
-    return load_checkpoint(only_run(options["out_dir"]) / name)
 
 
 def predictions(folder: Path) -> dict[str, str]:

@@ -31,7 +31,7 @@ from torch import nn
 import model
 import train_lm
 from engine import parallel, pretrained
-from engine.run import load_checkpoint
+from engine.run import load_checkpoint, numbers
 from model import MoE
 from routers import ROUTERS
 
@@ -237,8 +237,8 @@ def same_end(folder: Path, alone: Path, processes: int):
 
 def flat(record) -> dict[str, float]:
     """Its numbers, but those of time and of who did it."""
-    numbers = {name: x for name, x in test_train_electra.flat(record).items() if isinstance(x, int | float)}
-    return {name: x for name, x in numbers.items() if not re.search("second|processes|expert_parallel|shard", name)}
+    others = "second|processes|expert_parallel|shard"
+    return {name: x for name, x in numbers(record) if not re.search(others, name)}
 
 
 def test_one_line_says_what_cannot_be_shared_out(corpora, tmp_path, monkeypatch, capsys):

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import ROOT, TORCHRUN, Script, metrics, only_run, result_of, table_rows, words
+from helpers import ROOT, TORCHRUN, Script, metrics, result_of, saved, table_rows, words
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -27,7 +27,7 @@ from data.batches import Masked, PairData
 from data.prepare import prepare
 from data.tokenizers import XLMR, train_sentencepiece
 from engine.device import Context, seed_all, setup
-from engine.run import load_checkpoint
+from engine.run import numbers
 from model import PAD, MaskedLM
 from train_electra import Config, Electra, losses_of, sample, score
 
@@ -322,10 +322,6 @@ def test_retrieval_is_the_mean_over_language_pairs(options):
     assert scores["centred"] == pytest.approx(torch.stack(centred).mean(dim=0).tolist())
 
 
-def saved(options: dict) -> dict:
-    return load_checkpoint(only_run(options["out_dir"]) / "ckpt.pt")
-
-
 def test_a_run_names_both_of_its_corpora(options, monkeypatch):
     """Neither may change under it."""
     ELECTRA.run(options | {"steps": 1, "eval_maskings": 1}, monkeypatch)
@@ -357,12 +353,9 @@ def test_two_processes_compute_what_one_does(options, tmp_path, monkeypatch):
             torch.testing.assert_close(w, theirs[name], rtol=1e-6, atol=1e-8)
 
 
-def flat(record, name="") -> dict[str, float]:
+def flat(record) -> dict[str, float]:
     """All numbers of an evaluation but the speed, by their path."""
-    if not isinstance(record, dict | list):
-        return {name: record} if record is not None and "per_second" not in name else {}
-    items = record.items() if isinstance(record, dict) else enumerate(record)
-    return {path: x for key, value in items for path, x in flat(value, f"{name}/{key}").items()}
+    return {name: x for name, x in numbers(record) if "per_second" not in name}
 
 
 def test_table_2_has_every_row_and_runs_none_twice(options, monkeypatch, capsys):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import reference
 import torch
-from helpers import Script, losses, metrics, only_run, result_of, table_rows, words
+from helpers import Script, losses, metrics, only_run, result_of, saved, table_rows, words
 
 import train_lm
 from analysis import flops, measures
@@ -22,7 +22,6 @@ from engine import generate, pretrained
 from engine.config import command_line
 from engine.device import setup
 from engine.optim import cosine
-from engine.run import load_checkpoint
 from routers import NOT_CHOSEN, ROUTERS
 
 LM = Script(train_lm)
@@ -61,7 +60,7 @@ def test_every_router_trains_and_reports(name, options, monkeypatch, capsys):
     if limited:
         assert unlimited["layers"][0]["cut"] == 0 and scores["layers"][0]["cut"] > 0
     if name == "hypersphere":  # X-MoE 3.1: after each step the embeddings are back on their sphere
-        weights = load_checkpoint(only_run(options["out_dir"]) / "ckpt.pt")["model"]
+        weights = saved(options)["model"]
         norms = weights["blocks.1.ffn.router.experts"].norm(dim=1)
         torch.testing.assert_close(norms, torch.full_like(norms, 0.1))
     # Only a router whose tokens choose how many experts they get says which tokens are easy and which are hard.
@@ -70,7 +69,7 @@ def test_every_router_trains_and_reports(name, options, monkeypatch, capsys):
 
 def test_bfloat16_trains(options, monkeypatch):
     LM.run(options | {"dtype": "bfloat16", "steps": 2}, monkeypatch)
-    state = load_checkpoint(only_run(options["out_dir"]) / "ckpt.pt")
+    state = saved(options)
     assert all(w.dtype == torch.float32 for w in state["model"].values())
     assert result_of(options["out_dir"])["test"]["layers"][0]["served"] > 0
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import reference
 import torch
-from helpers import ROOT, TORCHRUN, Script, finish, metrics, only_run, result_of, stopped, table_rows
+from helpers import ROOT, TORCHRUN, Script, finish, metrics, result_of, saved, stopped, table_rows
 from test_train_electra import corpora, flat
 
 import train_mlm
@@ -22,7 +22,6 @@ from analysis import flops
 from data import counting
 from data.batches import MaskedData
 from engine.device import setup
-from engine.run import load_checkpoint
 from model import MaskedLM
 
 __all__ = ["corpora"]  # a fixture
@@ -45,10 +44,6 @@ def opened(options: dict) -> tuple:
     shares = {"exponent": config.sampling_exponent, "mask_share": config.mask_share}
     data = MaskedData.open(config.data, config, context, **shares)
     return config, context, data, train_mlm.build(config, data, context)
-
-
-def saved(options: dict) -> dict:
-    return load_checkpoint(only_run(options["out_dir"]) / "ckpt.pt")
 
 
 ROWS = {

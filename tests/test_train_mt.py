@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import ROOT, TORCHRUN, Script, finish, flip_a_byte, metrics, only_run, result_of, table_rows, words
+from helpers import ROOT, TORCHRUN, Script, finish, flip_a_byte, metrics, only_run, result_of, saved, table_rows, words
 
 import train_mt
 from analysis import flops
@@ -27,7 +27,6 @@ from data.prepare import prepare
 from engine.config import command_line
 from engine.device import seed_all, setup
 from engine.optim import adamw, cross_entropy
-from engine.run import load_checkpoint
 from model import Translator
 from train_mt import PRESETS, Config
 
@@ -77,10 +76,6 @@ def opened(options: dict) -> tuple:
     data = TranslationData.open(config.data, config, context, exponent=1.0, target=config.target)
     seed_all(config.seed)
     return config, context, data, context.place(Translator(config, data.vocab_size))
-
-
-def saved(options: dict, name: str) -> dict:
-    return load_checkpoint(only_run(options["out_dir"]) / name)
 
 
 def fix_valid_bleu(monkeypatch, *scores: float) -> list[dict]:
