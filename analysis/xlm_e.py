@@ -70,9 +70,7 @@ def by_layer(options: Encoders, measure: Callable) -> tuple[list, list]:
     context = setup(options.device, "float32")
     folders = dict.fromkeys(map(Path, options.folders))
     opened = {folder: pretrained.load_encoder(folder) for folder in folders}
-    runs = []
-    for folder in filter(pretrained.is_run, folders):
-        runs.append(Run(folder, read_json(folder / "config.json"), []))
+    runs = [Run(folder, read_json(folder / "config.json"), []) for folder in folders if pretrained.is_run(folder)]
     names = {run.folder: run.name for run in shared.named(runs, words_of)}
     records, rows = [], []
     for folder, (encoder, tokenizer) in opened.items():

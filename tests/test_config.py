@@ -44,8 +44,6 @@ REFUSED = {  # in one line
     "data": ({"data": "wikitext103x"}, "python -m data.prepare"),
     "a list of 2^31": ({"n_layer": 1 << 31}, "n_layer must lie from 1 to 10000, not 2147483648"),
     "far too wide": ({"n_embd": 1 << 40, "n_head": 1}, "the memory does not suffice"),
-    "heads": ({"n_head": 3}, "n_head = 3 does not divide n_embd = 16"),
-    "width": ({"split": 12}, "split = 12 does not divide ffn_size = 32"),
     "micro-batches": ({"batch_tokens": 100}, "micro_tokens = 64 does not divide batch_tokens = 100"),
     "beyond 1": ({"threshold": 1.5}, "threshold must lie from 0 to 1, not 1.5"),
     "dense experts": ({"router": "dense", "split": 8}, "--split is not read with --router dense: leave it out"),

@@ -392,9 +392,7 @@ def test_xlm_of_equal_flops_has_them(preset):
 BAD = {
     "no discriminator": (XLM | {"lambda_disc": 1.0}, "--lambda_disc is not read with --router dense, --objective mlm"),
     "a generator of the baseline": ({"objective": "mlm"}, "--generator_layers is not read"),
-    "balance of a dense model": ({"balance_coef": 1.0}, "--balance_coef is not read with --router dense"),
     "rate of no bias": ({"relative_bias": False, "distance_lr": 2.0}, "objective rtd, --relative_bias False: leave"),
-    "a table of another objective": (XLM | {"table": 2}, "its rows have a --objective of their own"),
     "no pairs": ({"pairs": "opus"}, "no prepared data in"),
 }
 

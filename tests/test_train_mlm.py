@@ -270,11 +270,7 @@ def test_the_base_preset_is_the_papers_model():
 
 
 BAD = {
-    "depth": ({"moe_after": (3,)}, "moe_after must name layers from 1 to n_layer = 2"),
-    "nowhere": ({"moe_after": ()}, "moe_after must name layers"),
-    "more than there are": ({"top_k": 5}, "top_k must lie in [1, experts = 4], not 5"),
     "no bias": ({"relative_bias": False, "distance_lr": 2.0}, "--router hypersphere, --relative_bias False: leave"),
-    "no such table": ({"table": 4}, "table must be one of 2, 3, 5"),
     "no weights": ({"init_from": str(ROOT / "tests")}, "is neither the folder of a run nor of a model"),
     "no folder": ({"init_from": "nowhere"}, "nowhere is neither the folder of a run"),
 }

@@ -499,11 +499,9 @@ def test_what_cannot_be_translated_is_one_clear_line(trained, tmp_path, monkeypa
 # --- What a user can get wrong
 
 BAD = {
-    "no such table": ({"table": 1}, "table must be one of 3, 4"),
     "language": ({"target": "fr"}, "pairs without the language 'fr'"),
     "another table's layers": ({"table": 3, "moe_after": "1"}, "not with moe_after, nor with preset wmt10"),
     "nothing to translate": ({"model": "out/train_mt/multi30k"}, "--model is not read with --router threshold"),
-    "a table's router": ({"table": 3, "router": "hash"}, "its rows have a --router of their own"),
     "no row's decoder": ({"table": 4, "decoder_moe": False}, "--decoder_moe is not read"),
     "X-MoE's experts": ({"experts": 4}, "--experts is not read with --router threshold"),
     "XMoE's experts": ({"moe_after": "2", "split": 2}, "--split is not read with"),
