@@ -22,7 +22,7 @@ shows, how to read it, and which options it has.
 
 import sys
 
-from analysis import flops, play, x_moe, xlm_e, xmoe
+from analysis import play, x_moe, xlm_e, xmoe
 from analysis.shared import Drawn, Measured
 from engine.config import parse
 from engine.device import clear_errors
@@ -37,7 +37,7 @@ ANALYSES = {  # each: its options
     x_moe.collapse: Drawn,
     x_moe.consistency: Drawn,
     xlm_e.curve: Drawn,
-    flops.flops: flops.Flops,
+    xlm_e.flops: xlm_e.Flops,
     xlm_e.retrieval: xlm_e.Retrieval,
     xlm_e.alignment: xlm_e.Alignment,
     xlm_e.gap: xlm_e.Gap,

@@ -1,4 +1,4 @@
-"""XLM-E's figures 1, 3 and 4, and tables 5, 6 and 7: training curves, retrieval, word alignment, transfer."""
+"""XLM-E's figures 1, 3 and 4, and tables 3 to 7: training curves, sizes, retrieval, word alignment, transfer."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -12,6 +12,7 @@ import tyro
 from tqdm import tqdm
 
 from analysis import measures, shared
+from analysis.flops import flops_per_token, masked_head_flops, numel
 from analysis.shared import Drawn, Panel, Run
 from data import bitext_sets
 from data.bitext_sets import Aligned
@@ -20,6 +21,9 @@ from data.tokenizers import XLMR
 from engine import pretrained
 from engine.device import setup
 from engine.run import read_json
+from engine.table import markdown_table
+from model import Encoder
+from train_electra import PRESETS, Config
 
 OBJECTIVES = {"rtd": "XLM-E", "mlm": "XLM"}
 FLOPS = "training FLOPs"
@@ -316,3 +320,85 @@ def mean_of_others(scores: dict[str, dict], metric: str) -> float | None:
     """The mean over languages that are not English; None where there are no scores."""
     others = [scores[language][metric] for language in scores if language != "en"]
     return fmean(others) if others else None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tables 3 and 4, which are counts
+
+# The text says a vocabulary of 500K for the larger two, but only 2^19 gives the table's numbers.
+TABLE3 = {"base": (250_002, "279M"), "large": (1 << 19, "840M"), "xl": (1 << 19, "2.2B")}  # vocabulary, parameters
+
+
+@dataclass
+class Flops:
+    """There are no options."""
+
+
+def flops(options: Flops):
+    """XLM-E's tables 3 and 4: parameters and training FLOPs of the paper's sizes."""
+    print("XLM-E table 3: parameters of the discriminator with its head\n")
+    print(table3())
+    print("\nXLM-E table 4: training FLOPs of 125,000 steps of batches of 2,048 x 512 tokens\n")
+    print(table4())
+    print("""
+No way of counting gives exactly the paper's numbers: 6.3e19 without TRTD, 9.5e19 with it. By the text both rows train
+both networks, on one batch a step and on two. ELECTRA's script counts its own vocabulary.""")
+
+
+def encoder(preset: str, **changes) -> Encoder:
+    """A network of train_electra.py's preset, whose weights have shapes but no values."""
+    config = Config(**PRESETS[preset] | changes)
+    with torch.device("meta"):
+        return Encoder(config, V=TABLE3[preset][0])
+
+
+def table3() -> str:
+    """Parameters, ours beside the paper's."""
+    rows = []
+    for preset, (V, paper) in TABLE3.items():
+        network = encoder(preset)
+        D = network.config.n_embd
+        head = D * D + D + 2 * D + D + 1  # a dense layer, a norm, and a number for each token
+        rows.append([preset, f"{V:,}", paper, f"{head + numel(network):,}"])
+    return markdown_table(["preset", "vocabulary", "paper", "ours"], rows)
+
+
+def table4() -> str:
+    """Training FLOPs of the base model, by ELECTRA's accounting and by ours, beside the paper's."""
+    config = Config(**PRESETS["base"])
+    large, small = encoder("base"), encoder("base", n_layer=config.generator_layers)
+    D = config.n_embd
+    ours = []
+    heads = 2 * D * D + 2 * D, config.mask_share * masked_head_flops(small)  # the generator's, of masked tokens alone
+    for network, head in zip((large, small), heads):
+        ours.append(3 * flops_per_token(network, network.config, head))
+    electra = electra_flops(large.config, True), electra_flops(small.config, False)
+    rows = [
+        ["discriminator, one batch", "6.3e19"],
+        ["both networks, one batch", "9.5e19"],
+        ["both networks, both batches", ""],
+    ]
+    for one, other in (electra, ours):  # training FLOPs of one token in the discriminator and in the generator
+        for row, cost in zip(rows, (one, one + other, 2 * (one + other))):
+            row.append(f"{config.steps * config.batch_tokens * cost:.2e}")
+    return markdown_table(["base", "paper", "ELECTRA's script", "products, backward twice"], rows)
+
+
+def electra_flops(config, discriminator: bool, V: int = 30_522) -> float:
+    """Training FLOPs of one token of XLM-E's generator or discriminator, as the script that came with ELECTRA counts.
+
+    Every operation counts, the backward pass costs as much as the forward pass, an embedding costs a product with the
+    whole table of V rows, ELECTRA's, and one token of 6.4 is masked. The networks are dense, as the paper's are.
+    """
+    D, T, H, inner = config.n_embd, config.block_size, config.n_head, config.ffn_size
+    # Operations a number: norm 5, softmax 5, dropout 4, GELU 8, bias 1 or 2.
+    scores = 4 * D * T + 10 * T * H
+    attention = 8 * D * D + scores + 9 * D + 5  # the script counts 5 for one norm where 5 D would be right
+    ffn = 4 * D * inner + 9 * inner + 11 * D
+    inputs = 2 * D * (T + 2) + 11 * D + 2 * D * V
+    head = 2 * D * D + 11 * D
+    if not discriminator:
+        hidden = 2 * D * D + 14 * D
+        logits = 2 * D * V + 7 * V
+        head = (hidden + logits) / 6.4
+    return 2 * (config.n_layer * (attention + ffn) + inputs + head)
