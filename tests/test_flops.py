@@ -1,11 +1,10 @@
 """analysis/flops.py: parameters and FLOPs against the papers, by hand, and against a counter of torch."""
 
-import math
 from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import table_rows
+from helpers import CONSTANTS, lively, table_rows
 from test_analyze import run
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -16,26 +15,13 @@ from model import GPT, Encoder, MaskedLM, Translator
 from routers import ROUTERS
 
 V = 23
-SMALL = dict(block_size=12, n_layer=2, n_head=2, n_embd=8, ffn_size=16, dropout=0.0, init_std=0.02)
-SMALL |= dict(frequency_bias=False, relative_bias=False, router_std=0.1, decoder_layers=4, decoder_moe=True)
-SMALL |= dict(score=None, gate=None, threshold=0.9, eval_threshold=None, routing_dim=None, init_temperature=None)
-SMALL |= dict(moe_every=2, expert_ffns=2, split=2, capacity=1.0, eval_capacity=None)  # 4 experts of width 8
-SMALL |= dict(moe_after=(), experts=4, expert_size=8, expert_layers=3, top_k=1)
-SMALL |= dict(capacity_factor=math.inf)
+SMALL = CONSTANTS | dict(block_size=12, init_std=0.02, decoder_layers=4, decoder_moe=True)
+SMALL |= dict(expert_ffns=2, split=2)  # 4 experts of width 8
+SMALL |= dict(moe_after=(), expert_layers=3)
 
 
 def small(router: str, **changes) -> SimpleNamespace:
     return SimpleNamespace(**SMALL | {"router": router} | changes)
-
-
-def lively(module: torch.nn.Module) -> torch.nn.Module:
-    """Parameters large enough for every choice to matter."""
-    torch.manual_seed(0)
-    for name, p in module.named_parameters():
-        if not name.endswith("temperature"):
-            is_scale = ("ln_" in name or "norms." in name) and name.endswith("weight")
-            p.data = 0.5 * torch.randn_like(p) + is_scale
-    return module.double().eval()
 
 
 def on_meta(kind: type, config, size: int) -> torch.nn.Module:
@@ -100,7 +86,7 @@ def counted(model: torch.nn.Module, *inputs) -> tuple[int, float]:
 
 @pytest.mark.parametrize("router", ["dense", *ROUTERS])
 def test_flops_of_the_decoder_are_what_a_counter_counts(router):
-    model = lively(GPT(small(router, capacity=0.5), V))  # gamma = 1
+    model = lively(GPT(small(router, capacity=0.5), V)).eval()  # gamma = 1
     found, rows = counted(model, torch.randint(V, (2, 12)))
     work = flops.flops_per_token(model, model.config, head=2 * 8 * V)
     dense = 2 * (2 * 4 * 8 * 8 + 2 * 8 * 16 * (1 + (router == "dense"))) + 4 * 2 * 12 * 8 + 2 * 8 * V  # by hand
@@ -112,7 +98,7 @@ def test_flops_of_the_decoder_are_what_a_counter_counts(router):
 
 
 def test_flops_of_the_encoder_are_what_a_counter_counts():
-    model = lively(MaskedLM(small("hypersphere", moe_after=(1, 2)), V))
+    model = lively(MaskedLM(small("hypersphere", moe_after=(1, 2)), V)).eval()
     found, rows = counted(model, torch.randint(4, V, (2, 12)), torch.arange(0, 24, 4))
     head = 0.25 * 2 * (8 * 8 + 8 * V)  # a quarter of the tokens is predicted
     work = flops.flops_per_token(model.encoder, model.config, 0.25 * flops.masked_head_flops(model))
@@ -124,7 +110,9 @@ def test_flops_of_the_encoder_are_what_a_counter_counts():
 
 @pytest.mark.parametrize("changes", [{}, {"decoder_moe": False}, {"moe_after": (1,)}, {"router": "dense"}], ids=str)
 def test_flops_of_the_translator_are_what_a_counter_counts(changes):
-    model = lively(Translator(small(**{"router": "switch", "capacity": 0.5, "capacity_factor": 1.0} | changes), V))
+    model = lively(
+        Translator(small(**{"router": "switch", "capacity": 0.5, "capacity_factor": 1.0} | changes), V)
+    ).eval()
     found, rows = counted(model, torch.randint(4, V, (2, 12)), torch.randint(4, V, (2, 5)))
     work = flops.translation_flops(model, 12, 5)
     stack = 3 if "moe_after" in changes else 1

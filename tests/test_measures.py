@@ -8,9 +8,10 @@ import pytest
 import reference
 import torch
 import torch.nn.functional as F
+from helpers import lively
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_flops import lively, small
+from test_flops import small
 
 from analysis import measures
 from data import counting
@@ -24,7 +25,7 @@ V = 23
 
 def layer(router: str, **changes) -> MoE:
     """XMoE's, of 4 experts of width 8."""
-    return lively(in_place_of_ffn(small(router, **changes), V, "tanh"))
+    return lively(in_place_of_ffn(small(router, **changes), V, "tanh")).eval()
 
 
 @given(st.lists(st.integers(0, 6), min_size=2, max_size=40), st.lists(st.integers(0, 6), max_size=9))
@@ -125,7 +126,7 @@ def as_one(first, second, *before) -> dict:
 
 
 def test_statistics_of_stacks_and_of_nothing():
-    moe = lively(between_layers(small("switch", moe_after=(1,)), V, "none"))
+    moe = lively(between_layers(small("switch", moe_after=(1,)), V, "none")).eval()
     watch = measures.RoutingStats(moe)
     moe(torch.randn(1, 8, 8).double(), torch.zeros(1, 8, dtype=torch.int64))
     stats = watch.finish()
@@ -215,7 +216,7 @@ def test_collapse_looks_at_the_tokens_it_is_told_to():
 @torch.no_grad()
 @pytest.mark.parametrize("micro_tokens", [1, 13, 1000])
 def test_sentence_vectors_are_means_of_each_sentence_alone(micro_tokens):
-    encoder = lively(Encoder(small("hypersphere", moe_after=(1,)), V))
+    encoder = lively(Encoder(small("hypersphere", moe_after=(1,)), V)).eval()
     texts = [[*range(4, 4 + n)] for n in (3, 9, 1, 9, 5)]
     rows = [[0, *text, 2] for text in texts]
     tokenizer = SimpleNamespace(bos=0, eos=2, encode_batch=lambda texts: texts)
