@@ -11,6 +11,7 @@ import pytest
 import reference
 import torch
 import torch.nn.functional as F
+from helpers import save_run
 from test_analyze import kept, levels, lines, refused, run
 from test_flops import SMALL
 
@@ -36,7 +37,6 @@ def tokenizer() -> XLMR:
 
 def save_model(folder: Path, tokenizer: XLMR, kind=MaskedLM, **changes) -> Path:
     """The folder of a run whose model has weights large enough for every layer to matter."""
-    folder.mkdir(parents=True)
     sizes = dict(router="dense", block_size=24, n_embd=16, ffn_size=32)
     config = SimpleNamespace(**SMALL | sizes | changes)
     torch.manual_seed(len(folder.name))
@@ -44,11 +44,8 @@ def save_model(folder: Path, tokenizer: XLMR, kind=MaskedLM, **changes) -> Path:
     for name, p in model.named_parameters():
         if "ln_" not in name:
             p.data = 0.3 * torch.randn_like(p)
-    tokenizer.save(folder)
+    save_run(folder, model, tokenizer)
     (folder / "config.json").write_text(json.dumps(vars(config) | {"seed": 0}))
-    state = {"step": 1, "class": kind.__name__, "constants": vars(config), "vocab_size": tokenizer.vocab_size}
-    state |= {"identity": {"tokenizer_checksum": tokenizer.sha256}}
-    torch.save(state | {"model": model.state_dict()}, folder / "ckpt.pt")
     return folder
 
 

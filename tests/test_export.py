@@ -1,11 +1,11 @@
 """Runs that are exported and loaded by transformers, whose logits must be ours."""
 
-import dataclasses
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import save_run
 
 import train_electra
 import train_lm
@@ -35,17 +35,13 @@ def exported(request, tmp_path_factory):
     """-> its name, our model, the folder of the run, and that of the export"""
     kind, config, _ = KINDS[request.param]
     base = tmp_path_factory.mktemp("export")
-    (base / "run").mkdir()
     lines = Path(__file__).read_text().splitlines()
     tokenizer = train_sentencepiece(lines, 420, SentencePiece if kind is GPT else XLMR)
     torch.manual_seed(0)
     model = kind(config, tokenizer.vocab_size).eval()
     for p in model.parameters():  # biases, too
         p.data += 0.1 * torch.randn_like(p)
-    state = {"class": kind.__name__, "constants": dataclasses.asdict(config), "step": 1, "model": model.state_dict()}
-    state |= {"vocab_size": tokenizer.vocab_size, "identity": {"tokenizer_checksum": tokenizer.sha256}}
-    write(base / "run" / "ckpt.pt", state)
-    tokenizer.save(base / "run")
+    save_run(base / "run", model, tokenizer)
     export(base / "run", base / "folder")
     return request.param, model, base / "run", base / "folder"
 

@@ -22,7 +22,7 @@ import pytest
 import reference
 import torch
 import torch.nn.functional as F
-from helpers import ROOT, Script, constants
+from helpers import ROOT, Script, constants, save_run
 from test_analyze import refused, run
 from test_flops import SMALL
 
@@ -75,13 +75,7 @@ def made(tokenizers, tmp_path):
         with torch.no_grad():
             for p in model.parameters():
                 p.mul_(3.0)  # far from the start, where all tokens are nearly alike
-        folder = tmp_path / f"run-{kind.__name__}"
-        folder.mkdir(exist_ok=True)
-        state = {"step": 1, "class": kind.__name__, "constants": vars(model.config), "vocab_size": model.vocab_size}
-        state |= {"identity": {"tokenizer_checksum": tokenizer.sha256}, "model": model.state_dict()}
-        torch.save(state, folder / "ckpt.pt")
-        tokenizer.save(folder)
-        return folder
+        return save_run(tmp_path / f"run-{kind.__name__}", model, tokenizer)
 
     return make
 
