@@ -108,8 +108,7 @@ class Config:
 
     def unread(self) -> set[str]:
         """Constants that a run does not read because of others: see engine/config.py."""
-        names = {"lambda_disc", "generator_layers"} if self.objective == "mlm" else set()
-        return names if self.relative_bias else names | {"distance_lr"}
+        return {"lambda_disc", "generator_layers"} if self.objective == "mlm" else set()
 
 
 # English and three ciphers of it: no download, and minutes to see a model become multilingual, or not.

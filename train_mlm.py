@@ -97,10 +97,6 @@ class Config:
     tensorboard: bool = False  # every evaluation goes to TensorBoard, too: tensorboard --logdir out
     init_from: str | None = None  # folder of another run, or of XLM-R, whose sparse layers start new
 
-    def unread(self) -> set[str]:
-        """Constants that a run does not read because of others: see engine/config.py."""
-        return set() if self.relative_bias else {"distance_lr"}
-
 
 # X-MoE appendices A and B; the paper says neither the micro-batch nor a limit of the gradient: they are ours.
 BASE = dict(data="cc100", mask_share=0.15, router_lr=1.0)

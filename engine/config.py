@@ -121,6 +121,8 @@ def unread(config) -> set[str]:
     A router says what it reads; what else a script leaves out is told by a method `unread` of its Config.
     """
     own = config.unread() if hasattr(config, "unread") else set()
+    if not getattr(config, "relative_bias", True):
+        own |= {"distance_lr"}
     if not hasattr(config, "router"):
         return own
     of_routers = {name for router in ROUTERS.values() for name in router.reads}
