@@ -65,6 +65,8 @@ def word_alignments(folder: Path) -> dict[str, list[Aligned]]:
         name, _, ending = uncompressed_name(path).rpartition(".")
         if ending != "src-tgt":
             continue
+        if name in sets:
+            raise ValueError(f"{folder} holds {name} twice, once in {path.parent}: give the folder of one")
         gold = one_of(path.parent, f"{name}.gold")
         sets[name] = list(read_alignments(path, gold))
         if not any(aligned.sure for aligned in sets[name]):

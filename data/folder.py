@@ -38,6 +38,8 @@ def read_meta(folder: Path) -> dict:
         raise ValueError(f"{path} has changed since it was written; {AGAIN}")
     for name, expected in meta["files"].items():
         file = folder / name
+        if not file.is_file():
+            raise FileNotFoundError(f"{file} is missing; {AGAIN}")
         if file.stat().st_size <= HASHED_UP_TO and sha256(file) != expected:
             raise ValueError(f"{file} has changed since it was written; {AGAIN}")
     return meta

@@ -316,6 +316,11 @@ def test_what_is_no_alignment_is_one_clear_line(gold, folders, tmp_path, monkeyp
     assert "--source FOLDER with de-en.src-tgt" in says()
     assert "no file such as de-en.src-tgt" in says("--source", tmp_path / "none")
     file, links = gold / "de-en.src-tgt", gold / "de-en.gold"
+    (gold / "more").mkdir()
+    for each in (file, links):
+        shutil.copy(each, gold / "more")
+    assert "holds de-en twice, once in " in says("--source", gold)
+    shutil.rmtree(gold / "more")
     text = file.read_text()
     for broken in (text.replace("rot |||", "rot"), text.replace("||| red\n", "|||\n"), text.replace("rot |||", "|||")):
         file.write_text(broken)
