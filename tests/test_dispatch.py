@@ -12,11 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
 
 import model
-from model import GPT, Experts, MaskedLM, MoE, expert_capacity, kept_rows, ragged_linear, within_capacity
-from routers import NOT_CHOSEN, ROUTERS, Switch, by_rank, priority_key
+from model import GPT, MaskedLM, MoE, expert_capacity, within_capacity
+from routers import NOT_CHOSEN, ROUTERS, Switch, by_rank
 
 D, V = 8, 13
 VARIANTS = {name: (name, {}) for name in ROUTERS}  # name of the router, constants
@@ -33,9 +32,9 @@ def make_moe(variant="switch", dtype=torch.float64, training=False, layers=0, E=
     """A layer with parameters large enough for every choice to matter."""
     name, more = VARIANTS[variant]
     own = more | changes
-    K, x_moe, at_test = own.pop("K", 1), own.pop("x_moe", False), own.pop("eval_gamma", gamma)
+    K, x_moe = own.pop("K", 1), own.pop("x_moe", False)
     router = ROUTERS[name](constants(n_embd=D, **own), E, K=K, V=V, x_moe=x_moe)
-    moe = MoE(router, D, F_, "none" if layers else "tanh", gamma, at_test, layers)
+    moe = MoE(router, D, F_, "none" if layers else "tanh", gamma, gamma, layers)
     return lively(moe, dtype).train(training)
 
 
@@ -96,20 +95,6 @@ def test_capacity_is_the_exact_ceiling(tokens, experts, gamma):
     assert expert_capacity(tokens, experts, float(gamma)) == reference.capacity(tokens, experts, gamma)
 
 
-KEPT = {1: [1], 2: [1, 4], 3: [0, 1, 4], 4: [0, 1, 2, 4], 5: [0, 1, 2, 4, 5], 6: [0, 1, 2, 4, 5]}
-
-
-@pytest.mark.parametrize("capacity", KEPT)
-def test_an_expert_keeps_its_first_choices_then_higher_p_then_earlier_tokens(capacity):
-    p = torch.tensor([0.3, 0.6, 0.3, 0.9, 0.6, 0.8])
-    rank = torch.tensor([0, 0, 0, 0, 0, 1])  # the last one has a second choice, however probable
-    priority = torch.stack([priority_key(p, rank), torch.zeros(6, dtype=torch.int64)], dim=1)
-    priority[3, 0] = NOT_CHOSEN
-    result = within_capacity(priority, capacity)
-    assert result[:, 0].nonzero()[:, 0].tolist() == KEPT[capacity]
-    assert result[:, 1].nonzero()[:, 0].tolist() == list(range(capacity))
-
-
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.data())
 def test_capacity_keeps_what_a_stable_sort_would(data):
@@ -120,28 +105,6 @@ def test_capacity_keeps_what_a_stable_sort_would(data):
     order = priority.argsort(dim=0, descending=True, stable=True)[:C]
     expected = torch.zeros(S, E, dtype=torch.bool).scatter_(0, order, True) & (priority > NOT_CHOSEN)
     assert torch.equal(within_capacity(priority, C), expected)
-
-
-@train_and_test
-def test_dropped_tokens_get_exactly_zero_and_evaluation_has_a_capacity_of_its_own(training):
-    """Of 32 tokens that all prefer expert 0, each by another margin."""
-    moe = make_moe(E=2, training=training, gamma=0.5, eval_gamma=1.5)
-    h = torch.zeros(1, 32, D, dtype=torch.float64)
-    h[0, :, 0] = 1 + torch.randperm(32, generator=torch.Generator().manual_seed(0)) / 32
-    moe.router.experts.data.copy_(torch.eye(2, D))
-    y, _ = moe(h, torch.zeros(1, 32, dtype=torch.int64))
-    served = (y[0] != 0).any(dim=1).nonzero()[:, 0].tolist()
-    assert set(served) == set(h[0, :, 0].topk(8 if training else 24).indices.tolist())
-
-
-@pytest.mark.parametrize("S", [3, 17])
-@train_and_test
-@every_variant
-def test_capacity_factor_E_drops_nothing(variant, training, S):
-    moe = make_moe(variant, training=training, E=6)
-    h, ids = make_batch(1, S)
-    routing = moe.router(h[0] + 5, ids[0] * 0)  # crowded: all alike
-    assert torch.equal(within_capacity(routing.priority, expert_capacity(S, 6, 6.0)), routing.wanted)
 
 
 # --- The layer against the reference
@@ -237,39 +200,6 @@ def test_no_tokens(layers):
     assert all(p.grad is None or (p.grad == 0).all() for p in moe.parameters())
 
 
-def test_rows_stand_expert_by_expert_and_spare_ones_come_last():
-    kept = torch.tensor([[True, False, True], [True, False, False]])
-    gates = torch.tensor([[0.5, 0.0, 0.25], [1.0, 0.0, 0.0]])
-    for most in (3, 5):
-        rows = kept_rows(gates, kept, most)
-        assert rows.token[:3].tolist() == [0, 1, 0] and rows.expert[:3].tolist() == [0, 0, 2]
-        assert rows.gate.squeeze(1).tolist() == [0.5, 1.0, 0.25, 0.0, 0.0][:most]
-        assert rows.counts.tolist() == [2, 0, 1]
-        assert rows.used.squeeze(1).tolist() == [True, True, True, False, False][:most]
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=["fp64", "fp32", "bf16"])
-def test_spare_rows_are_neither_read_nor_written(unwritten_is_nan, dtype):
-    kept = torch.tensor([[True, False], [True, True]])
-    rows = kept_rows(kept.float(), kept, 6)
-    x, w = torch.ones(6, 8, dtype=dtype), torch.ones(2, 8, 8, dtype=dtype, requires_grad=True)
-    x[3:] = math.nan
-    x.requires_grad_()
-    y = ragged_linear(x, w, rows)
-    assert (y[:3] == 8).all()
-    dx, dw = torch.autograd.grad((y[:3] * 2).sum(), (x, w))
-    assert (dx[:3] == 16).all()
-    assert (dw[0] == 4).all() and (dw[1] == 2).all()
-    ffn = Experts(2, 8, 8, "tanh").to(dtype)
-    for p in ffn.parameters():
-        nn.init.ones_(p)
-    y = ffn(x, rows)
-    given = (x, *list(ffn.parameters())[:3])
-    found = torch.autograd.grad(y, given, torch.full_like(y, math.nan).index_fill(0, torch.arange(3), 1.0))
-    assert (y[:3] == 72).all() and (y[3:] == 0).all() and (found[0][3:] == 0).all()
-    assert all(g.isfinite().all() for g in found)
-
-
 def test_4096_experts_of_size_1_train():  # the paper could not run it
     moe = make_moe("threshold", torch.float32, E=4096, F_=1, gamma=64.0, threshold=0.02)
     nn.init.normal_(moe.router.experts, std=0.3)
@@ -328,22 +258,9 @@ def test_memory_follows_the_kept_rows(monkeypatch, asks, S=1024):
     assert largest.numel <= S * 8  # rows times the widest of D, F and E
 
 
-@ffn_and_stack
-def test_products_follow_the_kept_rows(layers):
-    moe = make_moe("threshold", gamma=0.5, layers=layers)
-    kept, (h, ids) = [], make_batch(2, 40)
-    moe.watchers.append(lambda moe, h, routing, kept_here: kept.append(int(kept_here.sum())))
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        moe(h, ids)
-    F_, E, S = 8, 4, 80
-    router, biases = 2 * S * D * E, 0 if layers else 2 * S * E * D
-    assert 0 < kept[0] <= 40
-    assert counter.get_total_flops() == router + biases + max(1, layers) * kept[0] * 4 * D * F_
-
-
 # --- What CUDA runs, as far as a CPU can run it
 
-ROOMS = [(0.5, 1, 32, 8), (2.0, 1, 64, 32), (0.5, 2, 32, 8), (math.inf, 3, 192, 128)]
+ROOMS = [(0.5, 1, 32, 8), (2.0, 1, 64, 32), (0.5, 2, 32, 8), (math.inf, 1, 64, 64), (math.inf, 3, 192, 128)]
 
 
 @pytest.mark.parametrize("gamma, most, room, of_two", ROOMS)

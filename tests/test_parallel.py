@@ -115,19 +115,6 @@ def test_the_exchange_changes_nothing(case, N, asks, monkeypatch):
     torch.testing.assert_close(together, alone, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize(
-    "case, rows",
-    [
-        (dict(name="threshold", gamma=2.0), 2 * 16),  # a process has two experts, and each has room for gamma S / E
-        (dict(name="topk", gamma=math.inf, K=3), 64 * 2),  # a token may go to both, though it chooses three
-        (dict(name="switch", gamma=math.inf), 64),
-    ],
-    ids=["a limit", "K choices", "one choice"],
-)
-def test_what_is_sent_is_as_little_as_is_sure(case, rows):
-    assert layer(**case).most_rows(64, experts=2) == rows
-
-
 @pytest.fixture(scope="session")
 def commands(corpora, electra_corpora, mt_corpus) -> dict[str, tuple[str, dict]]:
     """A decoder, an encoder and both, with two micro-batches a process and step, and dropout."""
