@@ -9,7 +9,6 @@ from helpers import constants, lively
 from torch import nn
 
 import model
-from analysis.flops import numel
 from engine.pretrained import fill, weights_of
 from model import PAD, Encoder, EncoderLayer, MaskedLM, RelativePositionBias, SelfAttention
 
@@ -78,22 +77,6 @@ def test_hidden_states_and_logits_are_those_of_xlmr(tmp_path):
 
 
 # --- The encoder
-
-
-PARAMETERS = [  # of the base encoder, and with the head of masked language modeling
-    ({"router": "dense"}, 277_453_056, 278_295_186),
-    ({"router": "hypersphere"}, 730_966_785, 731_808_915),
-    ({"router": "switch"}, 730_978_560, 731_820_690),
-    ({"router": "dense", "relative_bias": True}, 277_453_056 + 2_064, 278_295_186 + 2_064),
-]
-
-
-@pytest.mark.parametrize("row, total, with_head", PARAMETERS)
-def test_parameters_of_the_base_encoder(row, total, with_head):
-    base = dict(block_size=512, n_layer=12, n_head=12, n_embd=768, ffn_size=3072, moe_after=(6,))
-    with torch.device("meta"):
-        masked_lm = MaskedLM(small(**base, experts=32, expert_size=3072, **row), 250_002)
-    assert (numel(masked_lm.encoder), numel(masked_lm)) == (total, with_head)
 
 
 @every_row

@@ -5,7 +5,6 @@ import math
 import signal
 from contextlib import contextmanager
 
-import numpy as np
 import pytest
 import reference
 import torch
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import normalize
 
 from model import Experts, dispatch, kept_rows
-from routers import NOT_CHOSEN, ROUTERS, Router, balanced_assignment, by_rank, priority_key
+from routers import NOT_CHOSEN, ROUTERS, Router, balanced_assignment, priority_key
 
 D, V = 6, 11
 SCORES, GATES = ("dot", "hypersphere"), ("softmax", "sigmoid")
@@ -165,16 +164,6 @@ def test_threshold_1_reaches_every_expert(dtype):
         assert logit_router("threshold", h.shape[1], threshold=1.0, dtype=dtype)(h).wanted.all()
 
 
-@every_gate
-@pytest.mark.parametrize("score", SCORES)
-def test_threshold_0_is_top1_bit_for_bit(score, gate):
-    h, ids = make_tokens(30, torch.float32)
-    same = dict(dtype=torch.float32, score=score, gate=gate, threshold=0.0)
-    one, two = (make_router(name, 5, **same) for name in ("threshold", "switch"))
-    for a, b in zip(one(h, ids), two(h, ids)):
-        assert torch.equal(a, b)
-
-
 RANKED = st.tuples(st.integers(0, 4095), st.floats(width=32, allow_nan=False))
 
 
@@ -182,6 +171,8 @@ RANKED = st.tuples(st.integers(0, 4095), st.floats(width=32, allow_nan=False))
 @given(RANKED, RANKED)
 @example((0, 0.0), (0, -0.0))
 @example((4, -3.0e38), (5, 3.0e38))
+@example((4095, 0.5), (4095, 0.5 + 2**-24))  # neighbours among floats
+@example((4095, 0.0), (4095, 1e-42))
 def test_priority_key_orders_by_rank_then_value(a, b):
     ranks, values = torch.tensor([a[0], b[0]]), torch.tensor([a[1], b[1]], dtype=torch.float32)
     first, second = priority_key(values, ranks).tolist()
@@ -189,21 +180,6 @@ def test_priority_key_orders_by_rank_then_value(a, b):
     assert (first > second) == (exact[0] < exact[1])
     assert (first == second) == (exact[0] == exact[1])
     assert min(first, second) > NOT_CHOSEN
-
-
-@pytest.mark.parametrize("p", [1.0, 0.5, 1e-3, 1.1754944e-38, 1e-42, 0.0])
-def test_priority_key_tells_neighbouring_floats_apart_at_any_rank(p, rank=4095):
-    up = np.nextafter(np.float32(p), np.float32(2))
-    low, high, earlier = priority_key(torch.tensor([p, up, 0.0]), torch.tensor([rank, rank, rank - 1]))
-    assert earlier > high > low
-
-
-def test_by_rank_takes_the_order_it_is_given():
-    """Of all tokens as many, or of each its own number."""
-    order = torch.tensor([[2, 0, 1], [0, 2, 1]])
-    probs = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.2, 0.7]])
-    assert queues(by_rank(order, probs, 2)) == [[1, 0], [], [0, 1]]
-    assert queues(by_rank(order, probs, torch.tensor([[3], [1]]))) == [[1, 0], [0], [0]]
 
 
 # --- Balance loss (XMoE eq. 7, X-MoE eq. 9)
@@ -291,14 +267,6 @@ def test_balanced_assignment_of_small_scores(data, S, E, epsilon):
     values = st.one_of(st.sampled_from([0.0, 1.0, -3.0]), st.floats(-10, 10, width=16))
     rows = data.draw(st.lists(st.lists(values, min_size=E, max_size=E), min_size=S, max_size=S))
     assert_balanced_and_best(torch.tensor(rows), epsilon)
-
-
-@pytest.mark.parametrize("S, E", [(20, 4), (17, 4)])
-def test_finer_epsilon_finds_the_very_best_assignment(S, E):
-    for seed in range(8):
-        score = torch.randint(0, 9, (S, E), generator=torch.Generator().manual_seed(seed)).double()
-        expert = balanced_assignment(score, 1 / (S + 1))  # totals are integers, and S / (S + 1) < 1
-        assert float(score.gather(1, expert[:, None]).sum()) == best_total(score)
 
 
 @pytest.mark.parametrize("score", SCORES)
@@ -390,15 +358,3 @@ def test_gradient_through_the_gate_is_a_sum_of_expert_embeddings(K, x_moe, gate)
 
 
 # --- Types
-
-
-@every_combination
-def test_autocast_leaves_the_router_in_fp32(combination):
-    name, score, gate = combination
-    router = make_router(name, 4, K=2, dtype=torch.float32, score=score, gate=gate, routing_dim=3)
-    h, ids = make_tokens(9, torch.bfloat16)
-    plain = router(h.float(), ids)
-    with torch.autocast("cpu", torch.bfloat16):
-        cast = router(h, ids)
-    for a, b in zip(plain, cast):
-        assert torch.equal(a, b) and b.dtype in (torch.float32, torch.int64)
