@@ -165,18 +165,6 @@ def test_batches_are_dealt_to_processes_and_evaluation_has_no_seed(folder_of, ki
         assert torch.equal(*(restored(x) if masked else x.source for x in (dealt, following)))
 
 
-@pytest.mark.parametrize("kind", [TokenData, MaskedData, PairData])
-def test_a_corpus_is_opened_as_the_config_says(folder_of, kind):
-    config = SimpleNamespace(block_size=T, micro_tokens=T * B, batch_tokens=3 * T * B, seed=5)
-    waited, options = [], {} if kind is TokenData else {"exponent": 0.5, "mask_share": 0.3}
-    context = SimpleNamespace(rank=0, barrier=lambda: waited.append(True))
-    data = kind.open(str(folder_of[kind]), config, context, **options)
-    assert waited and data.micros_per_step == 3
-    expected = kind(folder_of[kind], T, T * B, 3, seed=5, **options)
-    assert same(data.batch("train", 2, 1), expected.batch("train", 2, 1))
-    assert data.checksum == json.loads((folder_of[kind] / "meta.json").read_text())["checksum"]  # a run compares it
-
-
 @pytest.mark.parametrize("kind, sizes", [(TokenData, (32, 65)), (PairData, (32, 31)), (TranslationData, (32, 63))])
 def test_a_micro_batch_holds_rows(folder_of, kind, sizes):
     block, micro = sizes

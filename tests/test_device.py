@@ -91,19 +91,6 @@ def test_peaks_of_cards(card, peak, monkeypatch):
     assert dataclasses.replace(context, device=torch.device("cpu")).peak_flops is None
 
 
-def test_one_process_is_its_own_sum_and_speaks(capsys):
-    context = device.setup("cpu", "float64")
-    assert (context.rank, context.world, context.device.type, context.dtype) == (0, 1, "cpu", torch.float64)
-    x = torch.arange(3.0)
-    assert torch.equal(context.sum(x), x) and context.most(7) == 7 and context.gather("a") == ["a"]
-    assert context.send_all(x, None)[1] is None and torch.equal(context.send_all(x)[0], x)
-    context.say("a line")
-    dataclasses.replace(context, rank=1).say("another")
-    assert capsys.readouterr().out == "a line\n"
-    found = context.machine
-    assert (found["processes"], found["dtype"], found["torch"]) == (1, "float64", torch.__version__)
-
-
 @pytest.mark.parametrize(
     "dtype, weights, products", [("bfloat16", "float32", "bfloat16"), ("float64",) * 3, ("float32",) * 3]
 )

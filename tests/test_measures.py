@@ -1,8 +1,6 @@
 """analysis/measures.py: routing statistics, RC, RF and consistency, retrieval and word alignment against loops."""
 
-import copy
 import math
-from types import SimpleNamespace
 
 import pytest
 import reference
@@ -16,7 +14,7 @@ from test_flops import small
 from analysis import measures
 from data import counting
 from engine.device import Context
-from model import PAD, Encoder, MoE, between_layers, in_place_of_ffn
+from model import MoE, between_layers, in_place_of_ffn
 from routers import ROUTERS
 
 CPU = Context(0, 1, torch.device("cpu"), torch.float32)
@@ -54,13 +52,6 @@ def test_perplexity_and_bits_per_byte_by_hand():
     """10 tokens of 3 bits each, 15 bytes."""
     assert measures.perplexity(math.log(1e300)) == pytest.approx(1e300) and math.isfinite(measures.perplexity(1e9))
     assert measures.bits_per_byte(3 * math.log(2), {"tokens": 10, "bytes": 15, "words": 4}) == pytest.approx(2)
-
-
-def test_statistics_in_words():
-    stats = dict(wanted=1.6, served=1.2, cut=0.25, unserved=0.2, imbalance=2, entropy=1.1, positive=0.5)
-    words = "experts wanted 1.60, served 1.20 per token; choices cut 25.0%, tokens unserved 20.00%; load imbalance 2.00"
-    assert measures.describe_routing(stats) == f"{words}, entropy 1.10, positive 50.0%"
-    assert "positive" not in measures.describe_routing(stats | {"positive": None})
 
 
 def test_what_is_shown_of_layers():
@@ -111,18 +102,6 @@ def test_statistics_are_literal_counts_of_real_tokens(router):
     expected = literal_stats(moe, flat)
     assert expected["cut"] > 0
     assert watch.finish() == pytest.approx(expected, rel=1e-9, abs=1e-12) and not moe.watchers
-    processes = moe, copy.deepcopy(moe)
-    watches = [measures.RoutingStats(process) for process in processes]
-    for process, batch in zip((0, 1, 1), batches):
-        processes[process](*batch)
-    assert as_one(*watches) == pytest.approx(expected, rel=1e-9, abs=1e-12)
-
-
-def as_one(first, second, *before) -> dict:
-    """What the first of two processes finds: each sum it hands out meets the other's."""
-    sent = []
-    second.finish(*before, lambda sums: sent.append(sums.clone()) or sums)
-    return first.finish(*before, lambda sums: sums + sent.pop(0))
 
 
 def test_statistics_of_stacks_and_of_nothing():
@@ -190,66 +169,6 @@ def test_rc_of_points_of_one_expert_and_of_what_is_not_finite():
     assert rc(square, torch.arange(8) % 4, 4) == pytest.approx(0.25 + 0.25)
 
 
-@torch.no_grad()
-def test_collapse_looks_at_the_tokens_it_is_told_to():
-    moe = layer("topk", capacity=2.0)
-    batches = [(torch.randn(2, 8, 8).double(), torch.zeros(2, 8, dtype=torch.int64)) for _ in range(3)]
-    h = torch.cat([h.flatten(0, 1) for h, _ in batches])
-    first = torch.stack([moe.router(batch[0].flatten(0, 1)).probs.argmax(dim=1) for batch in batches]).flatten()
-    watch = measures.Collapse(moe, 48)
-    moe(torch.randn(1, 8, 8).double(), torch.zeros(1, 8, dtype=torch.int64))  # another masking, say: not looked at
-    for i in (2, 0, 1):
-        watch.place = 16 * i
-        moe(*batches[i])
-    found = watch.finish(None)
-    assert found["rc"] == pytest.approx(literal_rc(h, first), rel=1e-6) and found["rf"] is None
-    assert torch.equal(watch.chosen, first.int()) and not moe.watchers
-    before = torch.where(torch.arange(48) % 4 == 0, (first + 1) % 4, first).int()
-    processes = moe, copy.deepcopy(moe)
-    watches = [measures.Collapse(process, 48) for process in processes]
-    for i, process in enumerate((0, 1, 1)):
-        watches[process].place = 16 * i
-        processes[process](*batches[i])
-    assert as_one(*watches, before) == pytest.approx({"rc": found["rc"], "rf": 0.25})
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("micro_tokens", [1, 13, 1000])
-def test_sentence_vectors_are_means_of_each_sentence_alone(micro_tokens):
-    encoder = lively(Encoder(small("hypersphere", moe_after=(1,)), V)).eval()
-    texts = [[*range(4, 4 + n)] for n in (3, 9, 1, 9, 5)]
-    rows = [[0, *text, 2] for text in texts]
-    tokenizer = SimpleNamespace(bos=0, eos=2, encode_batch=lambda texts: texts)
-    vectors = measures.sentence_vectors(encoder, tokenizer, texts, micro_tokens, CPU)
-    assert vectors.shape == (3, 5, 8)
-    for i, row in enumerate(rows):
-        states = []
-        encoder(torch.tensor([row]), None, states)
-        places = torch.arange(PAD + 1, PAD + 1 + len(row))
-        embedded = encoder.ln_e(encoder.wte(torch.tensor(row)) + encoder.wpe(places) + encoder.token_type)
-        torch.testing.assert_close(states[0][0], embedded)  # layer 0
-        for layer, state in zip(vectors[:, i], states):
-            expected = F.normalize(state[0].mean(dim=0), dim=0).float()
-            torch.testing.assert_close(layer, expected, rtol=1e-4, atol=1e-5)
-
-
-def test_each_direction_counts_for_itself():
-    """Against a loop, in so few dimensions that one sentence may be the nearest of several."""
-    torch.manual_seed(0)
-    one, two = (F.normalize(torch.randn(2, 30, 3), dim=2) for _ in range(2))
-    two = F.normalize(one + 0.3 * two, dim=2)
-    two[:, 5:15] = two[:, 5:6]
-    found = measures.both_directions(one, two)
-    for layer in range(2):
-        near = [[float(a @ b) for b in two[layer]] for a in one[layer]]
-        forth = [row.index(max(row)) == i for i, row in enumerate(near)]
-        back = [column.index(max(column)) == i for i, column in enumerate(zip(*near))]
-        assert found[:, layer].tolist() == pytest.approx([sum(forth) / 30, sum(back) / 30])
-    assert (found[0] != found[1]).any()
-    assert torch.equal(measures.both_directions(two, one), found.flip(0))
-    assert torch.equal(measures.retrieval(one, two), found.mean(dim=0))
-
-
 def plans(m: int, n: int, count: int = 60) -> torch.Tensor:
     """(count, m, n) similarities, some of them equal, some of them below 0."""
     rng = torch.Generator().manual_seed(100 * m + n)
@@ -283,27 +202,6 @@ def test_itermax_is_simaligns(m, n):
     SentenceAligner = pytest.importorskip("simalign").SentenceAligner
     for plan, mine in zip(similarity + 0.01, measures.itermax(similarity + 0.01)):
         assert torch.equal(mine, torch.from_numpy(SentenceAligner.iter_max(plan.numpy(), 2)) > 0)
-
-
-def test_words_are_linked_by_any_of_their_pieces():
-    aligned = torch.zeros(2, 4, 3, dtype=torch.bool)
-    aligned[0, 0, 2] = aligned[0, 1, 2] = aligned[0, 3, 0] = aligned[1, 2, 1] = True
-    assert measures.word_links(aligned, [0, 0, 1, 3], [0, 2, 2]) == [{(0, 2), (3, 0)}, {(1, 2)}]
-
-
-links = st.sets(st.tuples(st.integers(0, 4), st.integers(0, 4)), max_size=8)
-
-
-@given(st.lists(st.tuples(links, links, links), min_size=1, max_size=5))
-@settings(max_examples=100, deadline=None)
-def test_alignment_error_counts_links_one_by_one(sentences):
-    found, sure, more = map(list, zip(*sentences))
-    found[0], sure[0] = found[0] | {(0, 0)}, sure[0] | {(4, 4)}
-    possible = [S | P for S, P in zip(sure, more)]
-    error = measures.alignment_error(found, sure, possible)
-    assert error == pytest.approx(reference.aer(found, sure, possible))
-    assert measures.alignment_error(sure, sure, possible) == 0  # those by hand are right
-    assert measures.alignment_error([set()] * len(sure), sure, possible) == 1
 
 
 def test_the_interval_of_a_share_is_that_of_its_rows():

@@ -15,6 +15,7 @@ import pytest
 import reference
 import torch
 from helpers import ROOT, TORCHRUN, Script, finish, metrics, result_of, saved, stopped, table_rows
+from test_measures import literal_rc
 from test_train_electra import corpora, flat
 
 import train_mlm
@@ -107,18 +108,6 @@ def test_the_gradient_is_the_mean_over_the_micro_batches_and_the_rate_falls(opti
     assert rates == pytest.approx([0.5, 1.0, 1.0, 0.5])
     groups = {group["times"]: group["lr"] for group in saved(options)["optimizer"]["param_groups"]}
     assert groups == pytest.approx({1.0: 0.5, 0.2: 0.1, 10.0: 5.0})  # the router's, and what distances add
-
-
-def literal_rc(h: torch.Tensor, experts: torch.Tensor) -> float:
-    """X-MoE eq. 11 as it is printed: Tr(Sigma_W pinv(Sigma_B)) of tokens h (n, D) in the classes of their experts."""
-    within = between = torch.zeros(h.shape[1], h.shape[1], dtype=torch.float64)
-    for k in experts.unique():
-        own = h[experts == k]
-        away = own - own.mean(dim=0)
-        offset = own.mean(dim=0) - h.mean(dim=0)
-        within = within + away.t() @ away / len(h)
-        between = between + len(own) / len(h) * torch.outer(offset, offset)
-    return float(torch.trace(within @ torch.linalg.pinv(between, rtol=1e-10)))
 
 
 def test_evaluation_is_its_literal_definition(options):

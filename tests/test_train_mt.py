@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import ROOT, TORCHRUN, Script, finish, flip_a_byte, metrics, only_run, result_of, saved, table_rows, words
+from helpers import ROOT, TORCHRUN, Script, flip_a_byte, metrics, only_run, result_of, saved, table_rows, words
 
 import train_mt
 from analysis import flops
@@ -275,24 +275,6 @@ def test_the_best_weights_are_tested_and_kept_whatever_happens(options, monkeypa
     assert lose(options) == before
 
 
-def test_two_processes_end_what_one_began(options, tmp_path, monkeypatch):
-    options |= {"dtype": "float64", "dropout": 0.1, "capacity": 0.25, "micro_tokens": 64}
-    one, two = (options | {"out_dir": tmp_path / name} for name in ("one", "two"))
-    run(one, monkeypatch)
-    shutil.copytree(one["out_dir"], two["out_dir"])
-    before = lose(two, "ckpt.pt")
-    assert "goes on from step 2" in finish(MT.start(two | {"expert_parallel": 2, "shard": True}, *TORCHRUN), two)
-    for a, b in zip(metrics(one["out_dir"]), metrics(two["out_dir"]), strict=True):
-        for key in ("train_loss", "loss", "balance", "bleu", "chrf"):
-            assert a[key] == pytest.approx(b[key], abs=1e-5)
-    after = result_of(two["out_dir"])
-    assert after["machine"]["processes"] == 2 and after["best"]["step"] == before["best"]["step"]
-    for where in ("test", "test_no_limit"):
-        assert before[where]["examples"] == after[where]["examples"]
-        for a, b in zip(before[where]["layers"], after[where]["layers"]):
-            assert a == pytest.approx(b, rel=1e-5, abs=1e-5)
-
-
 def test_broken_weights_end_the_run_before_they_are_translated_or_saved(options, monkeypatch, capsys):
     evaluate, seen = train_mt.evaluate, []
 
@@ -327,30 +309,6 @@ def test_table_3_has_every_row_and_runs_none_twice(options, monkeypatch, capsys)
     monkeypatch.setattr(train_mt, "cross_entropy", None)  # whoever trains or evaluates now fails
     run(options, monkeypatch)
     assert capsys.readouterr().out.split("\n\n")[-1] == table
-
-
-def most_similar(text: list[int], texts: list[list[int]]) -> set[int]:
-    """Which of the texts have the largest cosine with it, a token's weight being log(N / texts that have it)."""
-    weight = {}
-    for token in set(text).union(*texts):
-        weight[token] = math.log(len(texts) / max(1, sum(token in own for own in texts)))
-    cosines = []
-    for own in texts:
-        shared = sum(weight[token] ** 2 for token in set(text) & set(own))
-        length = math.sqrt(sum(weight[token] ** 2 for token in set(own)))
-        cosines.append(shared / length if length else 0.0)
-    return {number for number, cosine in enumerate(cosines) if cosine > max(cosines) - 1e-9}
-
-
-def test_a_memory_gives_the_translation_of_the_most_similar_text(options):
-    _, _, data, _ = opened(options)
-    train, test = sentences(120, 0), sentences(5, 2)
-    texts = data.tokenizer.encode_batch([source for source, _ in train])
-    found = counting.remembered(data, "ru-en")
-    assert len(set(found)) > 3
-    for (source, _), ours in zip(test, found, strict=True):
-        similar = most_similar(data.tokenizer.encode_batch([source])[0], texts)
-        assert ours in {train[number][1] for number in similar}
 
 
 def test_a_memory_has_the_mean_score_of_its_pairs(options, monkeypatch):
