@@ -72,6 +72,16 @@ def write_files(folder: Path, files: dict[str, str | bytes]) -> Path:
     return folder
 
 
+def save_run(folder: Path, model: torch.nn.Module, tokenizer) -> Path:
+    """The folder of a run that has left this model."""
+    folder.mkdir(parents=True, exist_ok=True)
+    state = {"step": 1, "class": type(model).__name__, "constants": vars(model.config), "vocab_size": model.vocab_size}
+    state |= {"identity": {"tokenizer_checksum": tokenizer.sha256}, "model": model.state_dict()}
+    torch.save(state, folder / "ckpt.pt")
+    tokenizer.save(folder)
+    return folder
+
+
 def words(options: dict) -> list[str]:
     found = []
     for name, value in options.items():

@@ -15,9 +15,8 @@ from model import GPT, Encoder, MaskedLM, Translator
 from routers import ROUTERS
 
 V = 23
-SMALL = CONSTANTS | dict(block_size=12, init_std=0.02, decoder_layers=4, decoder_moe=True)
-SMALL |= dict(expert_ffns=2, split=2)  # 4 experts of width 8
-SMALL |= dict(moe_after=(), expert_layers=3)
+SMALL = CONSTANTS | dict(block_size=12, init_std=0.02, decoder_layers=4, decoder_moe=True, moe_after=())
+SMALL |= dict(expert_ffns=2, split=2, expert_layers=3)  # 4 experts of width 8
 
 
 def small(router: str, **changes) -> SimpleNamespace:
@@ -110,9 +109,8 @@ def test_flops_of_the_encoder_are_what_a_counter_counts():
 
 @pytest.mark.parametrize("changes", [{}, {"decoder_moe": False}, {"moe_after": (1,)}, {"router": "dense"}], ids=str)
 def test_flops_of_the_translator_are_what_a_counter_counts(changes):
-    model = lively(
-        Translator(small(**{"router": "switch", "capacity": 0.5, "capacity_factor": 1.0} | changes), V)
-    ).eval()
+    config = small(**{"router": "switch", "capacity": 0.5, "capacity_factor": 1.0} | changes)
+    model = lively(Translator(config, V)).eval()
     found, rows = counted(model, torch.randint(4, V, (2, 12)), torch.randint(4, V, (2, 5)))
     work = flops.translation_flops(model, 12, 5)
     stack = 3 if "moe_after" in changes else 1

@@ -6,91 +6,63 @@ That GPT-2 and XLM-R compute what Hugging Face's do is tested in test_model.py a
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from helpers import Script, only_run
+from test_train_electra import corpora as electra_corpora
 
 import train_electra
 import train_lm
 import train_mlm
-import train_mt
-from data.prepare import prepare
-from data.tokenizers import XLMR, train_sentencepiece
+from data.tokenizers import load_tokenizer
 from engine.pretrained import load
 from engine.run import load_checkpoint
-from model import GPT, Encoder, Translator
+from model import GPT, Encoder
+
+__all__ = ["electra_corpora"]  # a fixture
 
 TINY = dict(n_layer=2, n_head=2, n_embd=16, ffn_size=32, block_size=16, steps=4, eval_every=2)
 TINY |= dict(batch_tokens=128, micro_tokens=128, device="cpu", dtype="float32")
 MASKED = dict(experts=4, expert_size=16, moe_after=(1,), capacity_factor=1.5, eval_maskings=1)
-SCRIPTS = {  # script, its constants, its kind of model
-    "lm": (train_lm, dict(data="text", threshold=0.6, eval_capacity=0.375, sample_tokens=1), GPT),
-    "mlm": (train_mlm, dict(data="languages") | MASKED, Encoder),
-    "electra": (train_electra, dict(data="languages", pairs="pairs", generator_layers=1), Encoder),
-    "xlm": (train_electra, dict(data="languages", pairs="pairs", objective="mlm"), Encoder),
-    "mt": (train_mt, dict(data="pairs", decoder_layers=2, eval_sentences=4, beam=2), Translator),
+SCRIPTS = {  # those whose models are loaded as encoders: script, its constants
+    "mlm": (train_mlm, MASKED),
+    "electra": (train_electra, dict(generator_layers=1)),
+    "xlm": (train_electra, dict(objective="mlm")),
 }
 
 
-@pytest.fixture(scope="session")
-def corpora(tmp_path_factory) -> dict[str, Path]:
-    """German and English as text of one language, of two, and as pairs, all under one vocabulary."""
-    base = tmp_path_factory.mktemp("corpora")
-    (base / "text").mkdir()
-    (base / "pairs").mkdir()
-    rng = np.random.default_rng(0)
-    words = {"Hund": "dog", "Katze": "cat", "Haus": "house", "rot": "red", "blau": "blue", "und": "and"}
-    german = [" ".join(rng.permutation(list(words))) for _ in range(400)]
-    english = [" ".join(map(words.get, line.split())) for line in german]
-    for split, part in {"train": slice(0, 360), "valid": slice(360, 380), "test": slice(380, 400)}.items():
-        for side, texts in (("de", german[part]), ("en", english[part])):
-            (base / "text" / f"{side}.{split}.txt").write_text("\n\n".join(texts))
-            (base / "pairs" / f"de-en.{split}.{side}").write_text("".join(f"{text}\n" for text in texts))
-    spm = train_sentencepiece(german + english, 290, XLMR).save(base)
-    return {
-        "spm": spm,
-        "text": prepare("text", base / "text", tokenizer=spm, out=base / "prepared-text"),
-        "languages": prepare("cc100", base / "text", tokenizer=spm, out=base / "prepared-languages"),
-        "pairs": prepare("bitext", base / "pairs", tokenizer=spm, out=base / "prepared-pairs"),
-    }
-
-
 @pytest.fixture
-def trained(corpora, tmp_path, monkeypatch):
+def trained(electra_corpora, tmp_path, monkeypatch):
     """Runs one of SCRIPTS -> the folder of its run."""
 
-    def train(name: str) -> Path:
-        script, constants, _ = SCRIPTS[name]
-        folders = {key: corpora[constants[key]] for key in ("data", "pairs") if key in constants}
-        Script(script).run(TINY | constants | folders | {"out_dir": tmp_path / "out"}, monkeypatch)
-        return only_run(tmp_path / "out")
+    def train(name: str, **more) -> Path:
+        script, constants = SCRIPTS[name]
+        corpora = {key: electra_corpora[key] for key in ("data", "pairs") if hasattr(script.Config, key)}
+        out = tmp_path / f"out{len(more)}"
+        Script(script).run(TINY | constants | corpora | more | {"out_dir": out}, monkeypatch)
+        return only_run(out)
 
     return train
 
 
-def test_a_masked_model_goes_on_from_another_run(trained, corpora, tmp_path, monkeypatch):
-    script, constants, _ = SCRIPTS["mlm"]
-    before = load_checkpoint(trained("mlm") / "ckpt.pt")["model"]
-    options = TINY | constants | {"data": corpora["languages"], "learning_rate": 1e-12, "out_dir": tmp_path / "b"}
-    Script(script).run(options | {"init_from": only_run(tmp_path / "out")}, monkeypatch)
-    torch.testing.assert_close(load_checkpoint(only_run(tmp_path / "b") / "ckpt.pt")["model"], before)
+def test_a_masked_model_goes_on_from_another_run(trained):
+    first = trained("mlm")
+    second = trained("mlm", learning_rate=1e-12, init_from=first)
+    before, after = (load_checkpoint(folder / "ckpt.pt")["model"] for folder in (first, second))
+    torch.testing.assert_close(after, before)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_run_of_every_script_loads(name, trained, corpora):
-    if name == "mt":
-        pytest.importorskip("sacrebleu")  # it counts its scores while it trains
+def test_a_run_of_every_script_loads_as_an_encoder(name, trained, electra_corpora):
     folder = trained(name)
     model, tokenizer = load(folder)
-    assert type(model) is SCRIPTS[name][2] and not model.training
-    assert tokenizer.sha256 == XLMR(corpora["spm"].read_bytes()).sha256
-    state = load_checkpoint(folder / ("model.pt" if name == "mt" else "ckpt.pt"))
+    assert type(model) is Encoder and not model.training
+    assert tokenizer.sha256 == load_tokenizer(electra_corpora["data"]).sha256
+    state = load_checkpoint(folder / "ckpt.pt")
     assert vars(model.config) == state["constants"]
-    prefix = "encoder." if type(model) is Encoder else ""
-    weights = {key: tensor for key, tensor in state["model"].items() if key.startswith(prefix)}
-    assert {prefix + key for key in model.state_dict()} == weights.keys()
-    assert all(torch.equal(tensor, weights[prefix + key]) for key, tensor in model.state_dict().items())
+    weights = {key: tensor for key, tensor in state["model"].items() if key.startswith("encoder.")}
+    assert {f"encoder.{key}" for key in model.state_dict()} == weights.keys()
+    assert all(torch.equal(tensor, weights[f"encoder.{key}"]) for key, tensor in model.state_dict().items())
     assert load(folder, dropout=0.25)[0].dropout.p == 0.25
 
 
@@ -102,8 +74,10 @@ def one_line(folder: Path, error: type[Exception]) -> str:
     return line
 
 
-def test_other_bad_folders_of_runs_are_one_clear_line(trained, tmp_path):
-    folder = trained("lm")
+def test_other_bad_folders_of_runs_are_one_clear_line(options, tmp_path, monkeypatch):
+    options["out_dir"] = tmp_path / "out"
+    Script(train_lm).run(options, monkeypatch)
+    folder = only_run(options["out_dir"])
     file = folder / "ckpt.pt"
     (folder / "ckpt.prev.pt").unlink()
     state = load_checkpoint(file)
@@ -160,18 +134,6 @@ def test_both_ways_of_writing_weights_give_one_model(layout, tmp_path):
     two, _ = load(tmp_path)
     assert type(one) is type(two) is {"gpt2": GPT, "xlmr": Encoder}[layout]
     torch.testing.assert_close(two.state_dict(), one.state_dict(), rtol=0, atol=0)
-
-
-def test_xlmr_loads_with_its_tokenizer(tmp_path, corpora):
-    theirs = save(tmp_path, "xlmr")
-    assert load(tmp_path)[1] is None
-    (tmp_path / "sentencepiece.bpe.model").write_bytes(corpora["spm"].read_bytes())
-    model, tokenizer = load(tmp_path)
-    assert type(model) is Encoder and not model.training
-    assert isinstance(tokenizer, XLMR) and tokenizer.vocab_size == model.vocab_size
-    ids = torch.tensor([[tokenizer.bos, *tokenizer.encode_batch(["Hund und"])[0], tokenizer.eos]])
-    with torch.no_grad():
-        torch.testing.assert_close(model(ids)[0], theirs.roberta(ids).last_hidden_state, rtol=1e-5, atol=1e-5)
 
 
 def change(folder: Path, **values):
