@@ -79,16 +79,6 @@ def test_seeds_are_thin_lines_and_their_mean_is_a_thick_one():
     assert {line.get_linestyle() for line in second.lines} == {"None"}
 
 
-def test_labels_stand_by_their_lines_and_apart():
-    pytest.importorskip("matplotlib")
-    ends = {"a": 0.0, "b": 0.01, "c": 0.5, "d": 0.99, "e": 1.0, "f": 1.0}
-    records = [{"run": name, "by": name, "x": x, "y": y} for name, y in ends.items() for x in (0, 1)]
-    (axes,) = shared.draw([Panel("", records, "by", "x", "y", from_zero=True)]).axes
-    places = {text.get_text(): text.get_position()[1] for text in axes.texts}
-    heights = [places[name] for name in ends]
-    assert heights == pytest.approx([0, 0.05, 0.5 / 1.05, 0.9, 0.95, 1])
-
-
 def test_runs_are_told_apart_by_their_constants():
     constants = {name: identity(importlib.import_module(name).Config()) for name in (*shared.SCRIPTS, "train_mt")}
     for script, constant in shared.SCRIPTS.items():

@@ -102,14 +102,6 @@ def literal(folder: str, text: Path, **changes) -> tuple[float, float]:
     return math.exp(fmean(losses)), fmean(served)
 
 
-def test_a_run_tested_again_gives_its_result(place):
-    options = shared.Measured(tuple(place.lm.values()), device="cpu")
-    for opened in shared.opened(shared.choose("train_lm", options), options):
-        ppl, layers = xmoe.test(opened, 1 << 16)
-        before = read(opened.folder)["test"]
-        assert ppl == before["ppl"] and layers == before["layers"]
-
-
 def test_activations_are_those_of_results_and_of_a_loop(draw, place):
     (number, size), found = draw("activations")
     positive = {record["run"]: record["share of positive activations"] for record in found["records"]}

@@ -20,8 +20,6 @@ def parse(*line: str) -> train_lm.Config:
 REJECTED = {  # by tyro
     "unknown": ({"treshold": 0.5}, "Perhaps you meant: --threshold FLOAT"),
     "of another script": ({"moe_after": 2}, "Unrecognized options: --moe_after, 2"),
-    "not an integer": ({"steps": "many"}, "Error parsing --steps: invalid literal for int() with base 10: 'many'"),
-    "not a choice": ({"gate": "tanh"}, "invalid choice 'tanh' for argument '--gate'"),
 }
 
 

@@ -100,16 +100,6 @@ def test_recompute_changes_no_number(name):
     assert results[1][1] < results[0][1] / 2
 
 
-def test_rows_are_full_where_all_tokens_choose_as_many_and_none_is_cut():
-    for name in ROUTERS:
-        chooser = ROUTERS[name](constants(), 4, K=2, V=9).train()
-        routing = chooser(torch.randn(24, 8), torch.randint(9, (24,)))
-        assert chooser.always_most <= bool((routing.wanted.sum(dim=1) == chooser.max_choices).all())
-        kept = routing.wanted
-        rows = model.kept_rows(routing.weight, kept, int(kept.sum()), full=True)
-        assert rows.used is None and torch.equal(rows.token, model.kept_rows(routing.weight, kept).token)
-
-
 def test_logits_of_an_odd_vocabulary_are_the_same_in_whole_blocks():
     h, w, bias = torch.randn(2, 3, 8), torch.randn(70, 8), torch.randn(70)
     expected = F.linear(h, w, bias)

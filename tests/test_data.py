@@ -392,18 +392,6 @@ def documents_of(folder: Path, split: str, language: str | None = None) -> list[
     return [tokenizer.decode(part[:-1].tolist()) for part in parts]
 
 
-def test_prepared_text_is_the_text(folder, paragraphs):
-    found = {split: documents_of(folder, split) for split in SPLITS}
-    assert sorted(text.strip() for texts in found.values() for text in texts) == sorted(paragraphs)
-    assert all(found.values())
-    for split, texts in found.items():
-        counts = meta_of(folder)["splits"][split]
-        assert counts["documents"] == len(texts) and counts["bytes"] == sum(map(len, texts))
-        assert counts["words"] == sum(len(text.split()) for text in texts)
-        assert counts["tokens"] * 2 == (folder / f"{split}.bin").stat().st_size
-    assert {path.name for path in folder.iterdir()} == {"meta.json", "tokenizer.model"} | {f"{x}.bin" for x in SPLITS}
-
-
 def test_the_checksum_is_of_the_data_not_of_its_place(folder, paragraphs, model, tmp_path):
     for name, texts in {"same": paragraphs, "other": paragraphs[:-1]}.items():
         write_files(tmp_path, {f"{name}.txt": "\n\n".join(texts)})
@@ -600,6 +588,10 @@ def test_a_folder_of_languages_holds_what_cc100_streams(spm, hub, tmp_path):
         for text in texts[language]:
             expected[split_of(text, valid=0.01, test=0.01)].append(text)
         assert {split: documents_of(folder, split, language) for split in SPLITS} == expected
+        for split, own in expected.items():
+            counts = meta["languages"][language][split]
+            assert (counts["documents"], counts["bytes"]) == (len(own), sum(map(len, own)))
+            assert counts["words"] == sum(len(text.split()) for text in own)
     for split in SPLITS:
         for key in ("tokens", "words", "documents", "bytes"):
             assert meta["splits"][split][key] == sum(counts[split][key] for counts in meta["languages"].values())

@@ -449,11 +449,7 @@ def test_logits_are_those_of_transformers(kind, tmp_path, encoders):
 # Presets and tables
 
 
-def test_presets():
-    """The middle of what was searched."""
-    rates = {"xmoe-pos": 2e-5, "xmoe-ner": 7e-6, "xmoe-pawsx": 2e-5, "xlme-xnli": 7e-6, "xlme-xquad": 3e-5}
-    assert {preset: PRESETS[preset]["learning_rate"] for preset in rates} == rates
-    assert PRESETS["xmoe-tydiqa"]["epochs"] == 20 and PRESETS["xmoe-xnli"]["balance_coef"] == 1e-2
+def test_every_preset_is_sound():
     for preset, constants in PRESETS.items():
         config = Config(preset=preset, **constants)
         check(config)

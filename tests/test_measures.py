@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from test_flops import small
 
 from analysis import measures
-from data import counting
 from engine.device import Context
 from model import MoE, between_layers, in_place_of_ffn
 from routers import ROUTERS
@@ -24,28 +23,6 @@ V = 23
 def layer(router: str, **changes) -> MoE:
     """XMoE's, of 4 experts of width 8."""
     return lively(in_place_of_ffn(small(router, **changes), V, "tanh")).eval()
-
-
-@given(st.lists(st.integers(0, 6), min_size=2, max_size=40), st.lists(st.integers(0, 6), max_size=9))
-@settings(max_examples=100, deadline=None)
-def test_counts_are_interpolated_as_by_witten_and_bell(tokens, others):
-    V, text = 7, torch.tensor(tokens)
-    single = counting.unigrams(text, V)
-    torch.testing.assert_close(single.tolist(), reference.interpolated(tokens, [1 / V] * V))
-    if others:
-        found = counting.unigrams(torch.tensor(others), V, single)
-        torch.testing.assert_close(found.tolist(), reference.interpolated(others, single.tolist()))
-    pairs = list(zip(tokens, tokens[1:]))
-    losses = []
-    for first in range(V):  # those never seen first, too
-        expected = reference.bigrams(pairs, first, V)
-        for second in range(V):
-            held_out = torch.tensor([first]), torch.tensor([second])
-            losses.append(counting.bigram_loss((text[:-1], text[1:]), held_out, V))
-        probabilities = [math.exp(-loss) for loss in losses[-V:]]
-        assert probabilities == pytest.approx(expected) and sum(probabilities) == pytest.approx(1)
-    one, two = torch.arange(V * V) // V, torch.arange(V * V) % V
-    assert counting.bigram_loss((text[:-1], text[1:]), (one, two), V) == pytest.approx(sum(losses) / V**2)
 
 
 def test_perplexity_and_bits_per_byte_by_hand():

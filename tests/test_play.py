@@ -469,18 +469,3 @@ def test_ctrl_c_ends_the_page(made):
         for other in others:
             other.join()
     assert process.returncode == 0 and not error and not out.strip()
-
-
-def test_a_browser_is_opened(made, monkeypatch, capsys):
-    opened = threading.Event()
-    monkeypatch.setattr(play.webbrowser, "open", lambda address: (seen.append(address), opened.set()))
-    seen, folder = [], made(GPT, **DECODERS["switch"])
-
-    def serve(server):
-        assert opened.wait(10)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(play.Server, "serve_forever", serve)
-    monkeypatch.setattr(play.os, "_exit", lambda code: None)
-    run(monkeypatch, "play", "--run", folder)
-    assert f"{seen[0]} shows {folder}" in capsys.readouterr().out

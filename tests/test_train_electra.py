@@ -358,11 +358,10 @@ def flat(record) -> dict[str, float]:
     return {name: x for name, x in numbers(record) if "per_second" not in name}
 
 
-def test_table_2_has_every_row_and_runs_none_twice(options, monkeypatch, capsys):
+def test_table_2_has_every_row(options, monkeypatch, capsys):
     options |= {"table": 2, "steps": 2}
     ELECTRA.run(options, monkeypatch)
-    table = capsys.readouterr().out.split("\n\n")[-1]
-    rows = {row[0]: row for row in table_rows(table)}
+    rows = {row[0]: row for row in table_rows(capsys.readouterr().out.split("\n\n")[-1])}
     longer = ["XLM, 1.354 x the steps", "XLM with the bias, 1.354 x the steps"]
     alone = ["XLM-E - TRTD", "XLM-E - TRTD, 2 x the steps", "XLM-E - TRTD - gate"]
     assert list(rows) == ["XLM", *longer, "XLM - TLM", "XLM-E", *alone]
@@ -373,9 +372,6 @@ def test_table_2_has_every_row_and_runs_none_twice(options, monkeypatch, capsys)
     (whole,) = [r for r in results if r["config"]["objective"] == "rtd" and r["config"]["tlm"]]
     cells = [format(value, form) for value, form in train_electra.cells(whole).values()]
     assert rows["XLM-E"][2:] == cells and cells[0] == f"{whole['parameters']['kept'] / 1e6:.1f}"
-    monkeypatch.setattr(train_electra, "losses_of", None)  # whoever trains or evaluates now fails
-    ELECTRA.run(options, monkeypatch)
-    assert capsys.readouterr().out.split("\n\n")[-1] == table
 
 
 @pytest.mark.parametrize("preset", train_electra.PRESETS)

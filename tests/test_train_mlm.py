@@ -224,20 +224,16 @@ def test_two_processes_compute_what_one_does(options, tmp_path, monkeypatch):
     assert all(layer["cut"] > 0 and layer["rf"] > 0 for layer in a["layers"])
 
 
-def test_table_2_has_every_row_and_runs_none_twice(options, monkeypatch, capsys):
+def test_table_2_has_every_row(options, monkeypatch, capsys):
     options |= {"table": 2, "steps": 2}
     assert "its rows have a --gate of their own" in MLM.refused(options | {"gate": "sigmoid"}, monkeypatch, capsys)
     MLM.run(options, monkeypatch)
-    table = capsys.readouterr().out.split("\n\n")[-1]
-    rows = table_rows(table)
+    rows = table_rows(capsys.readouterr().out.split("\n\n")[-1])
     assert [row[1] for row in rows] == ["23.51", "19.02", "18.72", "19.59", "19.12"]
     assert all(float(row[2]) >= 0 and float(row[3]) > 1 for row in rows)
     assert [bool(row[7]) for row in rows] == [0, 0, 1, 0, 1]  # temperature
     gates = [json.loads(path.read_text())["gate"] for path in options["out_dir"].glob("*router=switch*/config.json")]
     assert len(list(options["out_dir"].iterdir())) == 5 and sorted(map(str, gates)) == ["None", "sigmoid"]
-    monkeypatch.setattr(train_mlm, "cross_entropy", None)  # whoever trains or evaluates now fails
-    MLM.run(options, monkeypatch)
-    assert capsys.readouterr().out.split("\n\n")[-1] == table
 
 
 @pytest.mark.parametrize("number, dims", [(3, [2, 0, 2, 0]), (5, [1, 2, 4, 8, 16])])

@@ -291,11 +291,10 @@ def test_broken_weights_end_the_run_before_they_are_translated_or_saved(options,
 # --- Tables, and a translation memory
 
 
-def test_table_3_has_every_row_and_runs_none_twice(options, monkeypatch, capsys):
+def test_table_3_has_every_row(options, monkeypatch, capsys):
     options |= {"table": 3, "steps": 1, "eval_every": 1, "eval_sentences": 1, "expert_ffns": 2, "beam": 1}
     run(options, monkeypatch)
-    table = capsys.readouterr().out.split("\n\n")[-1]
-    rows = table_rows(table)
+    rows = table_rows(capsys.readouterr().out.split("\n\n")[-1])
     assert [row[0] for row in rows] == ["dense", "Switch", "top-2", "top-4", "XMoE", "XMoE"]
     assert [row[1] for row in rows] == ["", "2 x 32", "4 x 16", "8 x 8", "4 x 16", "8 x 8"]
     assert rows[0][2:4] == ["mean", "26.4 / 51.5"] and rows[5][2:4] == ["mean", "28.7 / 53.7"]
@@ -306,9 +305,6 @@ def test_table_3_has_every_row_and_runs_none_twice(options, monkeypatch, capsys)
     assert rows[0][11:] == [f"{bleu:.2f}" for bleu in expected]
     assert rows[0][5] == f"{dense['test']['bleu']:.2f}" and rows[0][7] == rows[0][10] == ""  # no rows are kept there
     assert all(float(row[7]) < float(row[10]) for row in rows[1:])  # rows kept: without a limit, more
-    monkeypatch.setattr(train_mt, "cross_entropy", None)  # whoever trains or evaluates now fails
-    run(options, monkeypatch)
-    assert capsys.readouterr().out.split("\n\n")[-1] == table
 
 
 def test_a_memory_has_the_mean_score_of_its_pairs(options, monkeypatch):

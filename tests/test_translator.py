@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from model import Translator, sinusoids
+from model import Translator
 from train_mt import Config, translate
 
 V, BOS, PAD, EOS, NEVER = 40, 0, 1, 2, (0, 1, 3, 39)
@@ -114,10 +114,6 @@ def test_what_writes_to_the_residual_stream_starts_smaller_with_the_deeper_sides
     model = Translator(Config(**SIZE | size), V)
     for block in (model.encoder[0], model.decoder[0]):
         assert block.ffn.proj.weight.std().item() == pytest.approx(0.02 / 4, rel=0.1)
-
-
-def test_an_odd_width_has_one_cosine_less():
-    assert sinusoids(torch.arange(4), 5).shape == (4, 5)
 
 
 def test_scores_of_the_next_token_are_in_fp32_under_autocast():
@@ -258,13 +254,6 @@ def test_a_translation_has_at_most_1_2_n_and_10_tokens():
     found = translate(model, *padded(rows), TOKENIZER, beam=2)
     assert [len(ids) for ids in found] == [10, 11, 16, 22, 37]
     assert not set(sum(found, [])) & {*NEVER, EOS}
-
-
-@pytest.mark.parametrize("row", ["hash", "base", "X-MoE"])
-def test_padding_and_the_batch_do_not_change_a_translation_without_a_limit(row):
-    model, rows = soon(make(row)), sources([3, 8, 1, 4])
-    alone = [translate(model, torch.tensor([row]), None, TOKENIZER, beam=3)[0] for row in rows]
-    assert translate(model, *padded(rows[::-1]), TOKENIZER, beam=3) == alone[::-1]
 
 
 @pytest.mark.parametrize("limit", [True, False])
