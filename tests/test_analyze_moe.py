@@ -13,15 +13,15 @@ import pytest
 import torch
 from helpers import TINY_LM, Script
 from test_analyze import levels, lines, refused, run
+from test_train_electra import corpora as electra_corpora
 
 import train_lm
 import train_mlm
 from analysis import measures, shared, x_moe, xmoe
 from data.batches import MaskedData, TokenData
-from data.prepare import prepare
-from data.tokenizers import XLMR, train_sentencepiece
 from engine import pretrained
 
+__all__ = ["electra_corpora"]  # a fixture
 pytest.importorskip("matplotlib")
 LM_RUNS = {
     "threshold": {"threshold": 0.9},  # 32 experts of width 8, beside FFNs of width 32
@@ -52,19 +52,12 @@ def train(script, base: Path, constants: dict, changes: dict) -> dict[str, str]:
 
 
 @pytest.fixture(scope="session")
-def trained(corpora, tmp_path_factory) -> SimpleNamespace:
+def trained(corpora, electra_corpora, tmp_path_factory) -> SimpleNamespace:
     """Tiny language models, and tiny encoders of three languages, in one place with nothing else in it."""
     base = tmp_path_factory.mktemp("analyzed")
-    rng, texts = np.random.default_rng(0), []
-    (base / "text").mkdir()
-    for language, letters in {"aa": "abcdefg", "bb": "hijklmnop", "cc": "qrstuv"}.items():
-        words = ["".join(rng.choice(list(letters), size=rng.integers(2, 6))) for _ in range(3000)]
-        texts.append("\n\n".join(" ".join(words[at : at + 12]) for at in range(0, len(words), 12)))
-        (base / "text" / f"{language}.txt").write_text(texts[-1])
-    spm = train_sentencepiece(texts, 300, XLMR).save(base)
-    languages = prepare("cc100", base / "text", tokenizer=spm, out=base / "languages")
     (base / "a").symlink_to(corpora["a"])  # so that no name of a run is long enough to be cut
     small = {name: value for name, value in TINY_LM.items() if name not in ("n_head", "eval_tokens")}
+    languages = electra_corpora["data"]
     lm = train(train_lm, base, small | {"data": "a", "learning_rate": 0.03}, LM_RUNS)
     mlm = train(train_mlm, base, TINY_MLM | {"data": languages}, MLM_RUNS)
     return SimpleNamespace(base=base, lm=lm, mlm=mlm, text=corpora["a"], languages=languages)
