@@ -14,16 +14,18 @@ import torch.nn.functional as F
 from helpers import save_run
 from test_analyze import kept, levels, lines, refused, run
 from test_flops import SMALL
+from test_train_electra import corpora as electra_corpora
 
 from analysis import measures, xlm_e
 from data import bitext_sets
+from data.batches import PairData
 from data.bitext_sets import Aligned
-from data.prepare import prepare
 from data.tokenizers import XLMR, train_sentencepiece
 from engine import pretrained
 from engine.device import Context
 from model import GPT, MaskedLM
 
+__all__ = ["electra_corpora"]  # a fixture
 pytest.importorskip("matplotlib")
 CPU = Context(0, 1, torch.device("cpu"), torch.float32)
 WORDS = "Hund Katze Haus rot blau und dog cat house red blue and".split()
@@ -151,20 +153,14 @@ def test_a_long_sentence_is_cut(folders):
         torch.testing.assert_close(layer[0], F.normalize(h.mean(dim=0), dim=0), rtol=1e-4, atol=1e-5)
 
 
-def test_without_a_source_it_is_held_out_pairs(tokenizer, folders, tmp_path, monkeypatch, draw):
-    (tmp_path / "text").mkdir()
-    texts = {language: sentences(60, seed, 9) for seed, language in enumerate(("de", "en", "sw"))}
-    for language in ("de", "sw"):
-        for split, part in {"train": slice(0, 40), "valid": slice(40, 50), "test": slice(50, 60)}.items():
-            for side in (language, "en"):
-                write(tmp_path / "text" / f"{language}-en.{split}.{side}", texts[side][part])
-    spm = tokenizer.save(tmp_path)
-    prepared = prepare("bitext", tmp_path / "text", tokenizer=spm, out=tmp_path / "prepared")
-    monkeypatch.setattr(xlm_e, "ready", lambda name: prepared)
+def test_without_a_source_it_is_held_out_pairs(electra_corpora, folders, monkeypatch, draw):
+    pairs = electra_corpora["pairs"]
+    monkeypatch.setattr(xlm_e, "ready", lambda name: pairs)
     _, found = draw("retrieval", folders[0])
     assert found["table"][0][2] == "Django's messages, en to xx"
-    assert found["table"][2:] == [["chance", "", "10", "10", "10"]]
-    assert bitext_sets.held_out(prepared)["sw"] == list(zip(texts["sw"][40:50], texts["en"][40:50]))
+    assert found["table"][2:] == [["chance", "", "2", "2", "2"]]
+    texts = PairData(pairs, 16, 64).texts("valid", "aa-en")
+    assert bitext_sets.held_out(pairs)["aa"] == list(zip(*texts))
 
 
 def test_what_is_no_tatoeba_is_one_clear_line(tatoeba, folders, tmp_path, monkeypatch, capsys):

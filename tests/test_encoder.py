@@ -1,4 +1,4 @@
-"""The encoder: parity with XLM-R, where X-MoE's sparse layers stand, padding, and XLM-E's position bias."""
+"""The encoder: where X-MoE's sparse layers stand, padding, and XLM-E's position bias."""
 
 import math
 from types import SimpleNamespace
@@ -9,7 +9,6 @@ from helpers import constants, lively
 from torch import nn
 
 import model
-from engine.pretrained import fill, weights_of
 from model import PAD, Encoder, EncoderLayer, MaskedLM, RelativePositionBias, SelfAttention
 
 V = 23
@@ -42,38 +41,6 @@ def make_batch(lengths, seed=0):
     ids = torch.randint(4, V, (len(lengths), T), generator=rng)
     ids = ids.masked_fill(torch.arange(T) >= torch.tensor(lengths)[:, None], PAD)
     return ids, (ids != PAD).flatten().nonzero().squeeze(1)
-
-
-# --- Parity with Hugging Face
-
-
-def test_hidden_states_and_logits_are_those_of_xlmr(tmp_path):
-    """With biases and norms that matter."""
-    transformers = pytest.importorskip("transformers")
-    shape = dict(vocab_size=29, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, intermediate_size=40)
-    shape |= dict(max_position_embeddings=20, type_vocab_size=1, layer_norm_eps=1e-5)
-    xlmr = lively(transformers.XLMRobertaForMaskedLM(transformers.XLMRobertaConfig(**shape)), torch.float32).eval()
-    xlmr.save_pretrained(tmp_path)
-    arguments, weights = weights_of(tmp_path, "MaskedLM")
-    config = small(router="dense", **arguments)
-    ours = MaskedLM(config, config.vocab_size).eval()
-    fill(ours, arguments, weights, tmp_path)
-    ids, real = make_batch([18, 5, 11])
-    masked, states, keep = real[::3], [], ids != PAD
-    with torch.no_grad():
-        h, balance = ours.encoder(ids, real, states)
-        logits, _ = ours(ids, masked, real)
-        expected = xlmr(ids, attention_mask=keep.long(), output_hidden_states=True)
-    assert balance == 0 and torch.equal(states[-1], h)
-    for layer, (mine, other) in enumerate(zip(states, expected.hidden_states, strict=True)):
-        torch.testing.assert_close(mine[keep], other[keep], rtol=1e-5, atol=1e-5, msg=f"layer {layer}")
-    torch.testing.assert_close(logits, expected.logits.flatten(0, 1)[masked], rtol=1e-5, atol=1e-5)
-    whole, _ = ours.encoder(ids[:1])  # no padding: no mask is needed
-    torch.testing.assert_close(whole[0], h[0], rtol=1e-5, atol=1e-5)
-    file = tmp_path / "config.json"
-    file.write_text(file.read_text().replace('"pad_token_id": 1', '"pad_token_id": 0'))
-    with pytest.raises(ValueError, match="pad_token_id"):
-        weights_of(tmp_path, "MaskedLM")
 
 
 # --- The encoder

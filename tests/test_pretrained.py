@@ -150,6 +150,7 @@ def cut(file: Path):
 BAD = {
     "another model": (lambda f: change(f, model_type="bert"), "has model_type bert, not xlm-roberta"),
     "another activation": (lambda f: change(f, hidden_act="relu"), "hidden_act relu, not gelu"),
+    "another padding": (lambda f: change(f, pad_token_id=0), "pad_token_id 0, not 1"),
     "no size": (lambda f: change(f, hidden_size=None), "config.json does not have all of vocab_size, "),
     "another size": (lambda f: change(f, intermediate_size=48), "has not the weights of the model"),
     "more layers": (lambda f: change(f, num_hidden_layers=3), "has not the weights of the model"),
