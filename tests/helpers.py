@@ -173,16 +173,6 @@ def saved(options: dict, name: str = "ckpt.pt") -> dict:
     return load_checkpoint(only_run(options["out_dir"]) / name)
 
 
-def save_run(folder: Path, model: torch.nn.Module, tokenizer) -> Path:
-    """The folder of a run that has this model."""
-    folder.mkdir(parents=True, exist_ok=True)
-    state = {"class": type(model).__name__, "constants": vars(model.config), "vocab_size": tokenizer.vocab_size}
-    state |= {"step": 1, "identity": {"tokenizer_checksum": tokenizer.sha256}, "model": model.state_dict()}
-    torch.save(state, folder / "ckpt.pt")
-    tokenizer.save(folder)
-    return folder
-
-
 def metrics(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (only_run(folder) / "metrics.jsonl").read_text().splitlines()]
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from test_masking import within
+from test_train_electra import corpora as electra_corpora
 
 from data import batches, counting, folder
 from data.batches import Masked, MaskedData, PairData, TokenData, Translation, TranslationData, source_batches
@@ -20,6 +21,7 @@ from data.files import SPLITS
 from data.folder import Rows
 from data.prepare import checksum, prepare
 
+__all__ = ["electra_corpora"]  # a fixture
 KINDS = [TokenData, MaskedData, PairData, TranslationData]
 COUNTS = {"train": 40, "test": 20}
 T, B = 16, 4
@@ -64,13 +66,9 @@ def lines_of(name: str, count: int) -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def many(xlmr, tmp_path_factory) -> Path:
+def many(electra_corpora) -> Path:
     """A prepared corpus of three languages."""
-    base = tmp_path_factory.mktemp("languages")
-    (base / "source").mkdir()
-    for language, count in {"de": 500, "sw": 300, "zh-Hans": 20}.items():
-        (base / "source" / f"{language}.txt").write_text("\n\n".join(lines_of(language, count)))
-    return prepare("cc100", base / "source", tokenizer=xlmr.save(base), out=base / "prepared")
+    return electra_corpora["data"]
 
 
 PAIRS = {}  # (languages, split) -> pairs of texts
@@ -247,7 +245,7 @@ def test_a_split_of_exactly_one_window(many):
     data = TokenData(many, size - 1, size - 1)
     assert len(list(data.eval_batches(split))) == 1
     assert same(data.batch(split, 9), next(data.eval_batches(split)))
-    with pytest.raises(ValueError, match=f"{split}.bin has {size} tokens and block_size {size} needs {size + 1}"):
+    with pytest.raises(ValueError, match=f"{split}.bin has {size:,} tokens and block_size {size} needs {size + 1:,}"):
         TokenData(many, size, size)
 
 

@@ -20,6 +20,7 @@ from types import SimpleNamespace
 import played as played_by
 import pytest
 import test_train_electra
+import test_train_mlm
 import test_train_mt
 import torch
 from helpers import ROOT, TINY_LM, TORCHRUN, Script, metrics, only_run, result_of, values_and_gradients, words
@@ -117,17 +118,22 @@ def test_the_exchange_changes_nothing(case, N, asks, monkeypatch):
 
 @pytest.fixture(scope="session")
 def commands(corpora, electra_corpora, mt_corpus) -> dict[str, tuple[str, dict]]:
-    """A decoder, an encoder and both, with two micro-batches a process and step, and dropout."""
+    """A decoder, two encoders and both, with two micro-batches a process and step, and dropout."""
     size = {"steps": 4, "eval_every": 2, "dtype": "float64", "dropout": 0.1}
-    lm = TINY_LM | size | {"data": corpora["a"], "batch_tokens": 512, "router": "hypersphere"}
+    lm = TINY_LM | size | {"data": corpora["a"], "batch_tokens": 512, "router": "hypersphere", "capacity": 0.5}
+    mlm = test_train_mlm.TINY | test_train_mlm.EXPERTS | size | {"data": electra_corpora["data"], "batch_tokens": 1024}
+    mlm |= {"moe_after": (1, 2), "capacity_factor": 1.0, "learning_rate": 0.05}
     electra = test_train_electra.TINY | test_train_electra.EXPERTS | size | {"router": "topk", "batch_tokens": 1024}
     electra |= {"data": electra_corpora["data"], "pairs": electra_corpora["pairs"]}
     mt = test_train_mt.TINY | size | {"data": mt_corpus, "batch_tokens": 512, "micro_tokens": 64, "expert_ffns": 2}
-    return {"lm": ("train_lm", lm), "electra": ("train_electra", electra), "mt": ("train_mt", mt)}
+    found = {"lm": ("train_lm", lm), "mlm": ("train_mlm", mlm)}
+    return found | {"electra": ("train_electra", electra), "mt": ("train_mt", mt)}
 
 
 TOGETHER = {  # run of four processes -> its command, and how
     "lm, whole": ("lm", {}),
+    "mlm": ("mlm", {}),
+    "electra, whole": ("electra", {}),
     "lm": ("lm", dict(expert_parallel=4)),
     "lm, shard": ("lm", dict(shard=True, recompute=True)),
     "electra": ("electra", dict(expert_parallel=2, shard=True)),
@@ -182,6 +188,8 @@ def test_processes_compute_what_one_does(played):
     assert metrics(played[1] / "lm")[-1]["layers"][0]["cut"] > 0  # under a limit that drops
     for name, (script, _) in TOGETHER.items():
         same_end(played[4] / name, played[1] / script, 4)
+    for layer in metrics(played[1] / "mlm")[-1]["layers"]:
+        assert layer["cut"] > 0 and layer["rf"] > 0
     for processes, resumed in RESUMED.items():  # a run goes on with any number of them
         for name, how in resumed:
             folder = played[processes] / f"resumed {name} {how}"

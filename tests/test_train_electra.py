@@ -6,8 +6,6 @@ What all scripts share is tested in test_run.py.
 import dataclasses
 import json
 import math
-import os
-import subprocess
 from pathlib import Path
 from statistics import fmean
 
@@ -15,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import ROOT, TORCHRUN, Script, metrics, result_of, saved, table_rows, words
+from helpers import Script, metrics, numbers, result_of, saved, table_rows
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -327,30 +325,6 @@ def test_a_run_names_both_of_its_corpora(options, monkeypatch):
     ELECTRA.run(options | {"steps": 1, "eval_maskings": 1}, monkeypatch)
     checksums = [source.checksum for source in opened(options)[2].values()]
     assert saved(options)["identity"]["data_checksum"] == "+".join(checksums) and len(set(checksums)) == 2
-
-
-def test_two_processes_compute_what_one_does(options, tmp_path, monkeypatch):
-    """The gradients, too, are one process's: in float64 ten steps give the same numbers."""
-    options |= {"steps": 10, "eval_every": 5, "dtype": "float64", "dropout": 0.1, "eval_maskings": 1}
-    options |= {"frequency_bias": False}  # which is as far as so few steps come
-    rows = "XLM-E", "X-MoE discriminator", "XLM"
-    given = {row: options | ROWS[row] | {"out_dir": tmp_path / row.replace(" ", "")} for row in rows}
-    commands = [["train_electra.py", *words(one)] for one in given.values()]
-    script = tmp_path / "all.py"  # starting processes takes longer than all of these runs
-    script.write_text(f"import sys, train_electra\nfor sys.argv in {commands!r}: train_electra.main()\n")
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    process = subprocess.run([*TORCHRUN, str(script)], env=env, capture_output=True, text=True)
-    assert process.returncode == 0, process.stderr
-    for row, two in given.items():
-        one = two | {"out_dir": tmp_path / f"{row} alone"}
-        ELECTRA.run(one, monkeypatch)
-        first, last = metrics(one["out_dir"])
-        assert last["train_loss"] < first["train_loss"]
-        for a, b in zip((first, last), metrics(two["out_dir"])):
-            assert flat(a) == pytest.approx(flat(b), rel=1e-5, abs=1e-5)
-        ours, theirs = saved(one)["model"], saved(two)["model"]
-        for name, w in ours.items():
-            torch.testing.assert_close(w, theirs[name], rtol=1e-6, atol=1e-8)
 
 
 def flat(record) -> dict[str, float]:

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import reference
 import torch
-from helpers import ROOT, TORCHRUN, Script, finish, metrics, result_of, saved, stopped, table_rows
+from helpers import ROOT, Script, metrics, result_of, saved, stopped, table_rows
 from test_measures import literal_rc
-from test_train_electra import corpora, flat
+from test_train_electra import corpora
 
 import train_mlm
 from analysis import flops
@@ -209,19 +209,6 @@ def test_a_stopped_run_ends_with_the_numbers_of_one_that_was_not(options, tmp_pa
     last, *_ = result_of(whole["out_dir"])["valid"]["layers"]
     _, before, now = chosen
     assert last["rf"] == float((before != now).double().mean()) > 0
-
-
-def test_two_processes_compute_what_one_does(options, tmp_path, monkeypatch):
-    options |= {"steps": 12, "eval_every": 6, "dtype": "float64", "dropout": 0.1, "capacity_factor": 1.0}
-    options |= {"moe_after": (1, 2)}
-    one, two = (options | {"out_dir": tmp_path / name} for name in ("one", "two"))
-    process = MLM.start(two, *TORCHRUN)
-    MLM.run(one, monkeypatch)
-    finish(process, two)
-    torch.testing.assert_close(saved(two)["model"], saved(one)["model"], rtol=1e-9, atol=1e-12)
-    a, b = metrics(one["out_dir"])[-1], metrics(two["out_dir"])[-1]
-    assert flat(a) == pytest.approx(flat(b), rel=1e-6)
-    assert all(layer["cut"] > 0 and layer["rf"] > 0 for layer in a["layers"])
 
 
 def test_table_2_has_every_row(options, monkeypatch, capsys):
