@@ -1,4 +1,4 @@
-"""What a layer, a model and the FLOPs know of a router of one's own. README.md has two more, see test_readme.py."""
+"""What a layer, a model and the FLOPs know of a router of one's own: `train_lm.py` with one stands in its tests."""
 
 import pytest
 import torch
@@ -9,13 +9,24 @@ from analysis.flops import moe_flops, served_rows
 from model import GPT, Encoder, Translator, in_place_of_ffn
 from routers import NOT_CHOSEN, ROUTERS, Router, Routing, balance_loss, by_rank, one_hot, priority_key, router
 
-OWN = ("own_soft", "own_position", "own_later")
+OWN = ("own_random", "own_soft", "own_position", "own_later")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def registered():
     """The routers below, for this file alone."""
     before = dict(ROUTERS)
+
+    @router("own_random")
+    class TopOneRandom(Router):
+        """The most probable expert, and another by chance."""
+
+        split = most = 2
+
+        def choose(self, score, probs):
+            best = probs.argmax(dim=1, keepdim=True)
+            order = torch.rand_like(probs).scatter(1, best, 2.0).argsort(dim=1, descending=True)
+            return by_rank(order, probs, 2)
 
     @router("own_soft")
     class SoftThreshold(Router):
@@ -68,6 +79,7 @@ def tokens(B: int, T: int):
 
 
 SIZES = {  # by hand: experts, units of an expert, experts that a token may choose, rows per token at full capacity
+    "own_random": (8, 16, 2, 2),
     "own_soft": (16, 8, 16, 4),
     "own_position": (4, 32, 1, 1),
     "own_later": (4, 32, 1, 1),
@@ -92,6 +104,7 @@ def test_each_expert_keeps_the_first_of_those_that_choose_it(name, monkeypatch):
     moe.watchers.append(lambda moe, h, routing, kept: seen.append((routing, kept)))
     for may_ask in (True, False):
         monkeypatch.setattr(model, "may_ask", lambda x, may_ask=may_ask: may_ask)
+        torch.manual_seed(5)  # own_random draws
         results.append(values_and_gradients(moe(h, ids), list(moe.parameters())))
     torch.testing.assert_close(results[0], results[1])
     routing, kept = seen[0]

@@ -1,4 +1,4 @@
-"""Readers of corpora and tasks, and command lines, under what chance brings: a result, or one clear line, no more.
+"""Readers of files and command lines under what chance brings: a result, or one clear line, and nothing else.
 
 A few examples of each, the same every time; with EXAMPLES=10000 so many of all together, others every time.
 """
@@ -15,11 +15,12 @@ from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import fields
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
-from helpers import write_files
-from hypothesis import HealthCheck, given, settings
+import torch
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 import finetune_xtreme
@@ -28,10 +29,16 @@ import train_lm
 import train_mlm
 import train_mt
 from data import bitext_sets, corpora, xtreme, xtreme_rows
+from data.batches import PairData, TokenData
 from data.prepare import prepare
-from data.tokenizers import XLMR, train_sentencepiece
+from data.tokenizers import XLMR, load_tokenizer, train_sentencepiece
+from engine import pretrained
 from engine.config import command_line, run_name
+from engine.device import Context
+from engine.optim import adamw
+from engine.run import Run
 from engine.table import seeds_of
+from model import GPT
 
 TOTAL = int(os.environ.get("EXAMPLES", 0))
 OFTEN = dict(max_examples=max(1, TOTAL // 25), print_blob=True) if TOTAL else dict(max_examples=8, derandomize=True)
@@ -159,7 +166,7 @@ def damages(name: str, whole: bytes):
 
 
 class Case(NamedTuple):
-    files: dict[str, bytes]  # by name
+    make: dict[str, bytes] | Callable[[Path], None]  # files by name, or what writes them into a folder
     read: Callable[[Path], object]
 
 
@@ -209,6 +216,53 @@ SQUAD = json.dumps({"data": [{"paragraphs": [{"context": "It is blue, so it is."
 NLI = rows({"sentence1": "A", "sentence2": "B", "label": "neutral"}, {"premise": "C", "hypothesis": "D", "label": "x"})
 
 
+def use_tokenizer(path: Path):
+    tokenizer = load_tokenizer(path)
+    tokenizer.decode(tokenizer.encode_batch(["Ein Text, 漢字\n"])[0])
+
+
+def make_data(name: str, folder: Path):
+    """A prepared corpus of text or of pairs."""
+    source = folder.with_name("source")
+    source.mkdir(exist_ok=True)
+    for split in ("train", "valid", "test"):
+        texts = [f"{split} {number}, and so on" for number in range(30)]
+        (source / f"de-en.{split}.tsv").write_bytes(lines(*(f"{text}\t{text}" for text in texts)))
+        (source / f"de.{split}.txt").write_bytes(lines(*texts))
+    pieces().save(folder.parent)
+    folder.rmdir()
+    prepare(name, source, folder.with_name("xlmr.model"), out=folder)
+
+
+def use_data(Data: type, folder: Path):
+    data = Data(folder, 8, 64)
+    data.batch("train", 0)
+    data.tokenizer.encode_batch(["text"])
+
+
+def run_in(folder: Path) -> Run:
+    """A run of train_lm.py that goes on in this folder, or starts there."""
+    size = dict(block_size=8, n_layer=1, n_head=2, n_embd=4, ffn_size=8, router="dense")
+    config = train_lm.Config(**size, out_dir=str(folder))
+    data = SimpleNamespace(micros_per_step=1, tokenizer=pieces(), checksum="d")
+    return Run(config, train_lm.PRESETS, Context(0, 1, torch.device("cpu"), torch.float32), data)
+
+
+def make_run(folder: Path):
+    run = run_in(folder)
+    model = GPT(run.config, 40)
+    run.resume(model, adamw(model, run.config), flops_per_token=1.0)
+    run.save_checkpoint(1)
+    run.finish({"test": {"loss": 1.5, "layers": []}})
+    (run.folder / "lock").unlink()
+
+
+def use_run(folder: Path):
+    run = answer(lambda: run_in(folder), str(folder))
+    if run:
+        pretrained.load(run.folder)
+
+
 TEXTS = {"a.txt": TEXT, "b.txt.gz": gzip.compress(TEXT), "c.txt.xz": lzma.compress(TEXT)}
 LANGUAGES = {"de.txt": TEXT, "sw.1.jsonl.xz": lzma.compress(rows({"text": "A"}))}
 PAIRS = {"de-en.de": SENTENCES, "de-en.en": SENTENCES, "sw-en.tsv": lines("moja\tone", "mbili\ttwo")}
@@ -223,21 +277,73 @@ CASES = {
     "xnli": Case({"train-en.tsv": lines("A\tB\tneutral"), "test-de.jsonl": NLI}, partial(task, "xnli")),
     "links": Case(LINKS, bitext_sets.word_alignments),
     "tatoeba": Case({"deu-eng.deu": SENTENCES, "deu-eng.eng": SENTENCES}, bitext_sets.tatoeba),
+    "tokenizer": Case(lambda folder: pieces().save(folder), use_tokenizer),
+    "text data": Case(partial(make_data, "text"), partial(use_data, TokenData)),
+    "pair data": Case(partial(make_data, "bitext"), partial(use_data, PairData)),
+    "run": Case(make_run, use_run),
 }
+
+
+def in_folder(name: str, tmp_path: Path) -> Path:
+    """The sound files of a case."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    make = CASES[name].make
+    if callable(make):
+        make(folder)
+    else:
+        for file, content in make.items():
+            (folder / file).write_bytes(content)
+    return folder
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_damaged_file_is_read_or_refused_in_a_line(name, tmp_path):
-    case, folder = CASES[name], tmp_path / "folder"
-    case.read(write_files(folder, case.files))
+    case, folder = CASES[name], in_folder(name, tmp_path)
+    sound = {path: path.read_bytes() for path in sorted(folder.rglob("*.*")) if path.is_file()}
+    case.read(folder)
 
     @profile
     @given(st.data())
     def check(data):
         shutil.rmtree(folder)
-        file = data.draw(st.sampled_from(sorted(case.files)))
-        write_files(folder, case.files | {file: data.draw(damages(file, case.files[file]))})
+        for path, content in sound.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+        file = data.draw(st.sampled_from(sorted(sound)))
+        file.write_bytes(data.draw(damages(file.name, sound[file])))
         with redirect_stderr(io.StringIO()):
             answer(lambda: case.read(folder), str(folder))
 
     check()
+
+
+# --- What was written is read
+
+LINES = st.text(st.characters(codec="utf-8", exclude_characters="\0\n\t\ufeff")).map(str.strip).filter(bool)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("place")
+
+
+@profile
+@given(pairs=st.lists(st.tuples(LINES, LINES), min_size=1, max_size=5))
+def test_a_prepared_folder_holds_what_was_read(place, pairs):
+    texts = [text for pair in pairs for text in pair]
+    found = pieces().encode_batch(texts)
+    assume(all(found))  # none is of characters that the tokenizer drops
+    source, out = place / "source", place / "out"
+    source.mkdir(exist_ok=True)
+    for split in ("train", "valid", "test"):
+        (source / f"de-en.{split}.tsv").write_bytes(lines(*map("\t".join, pairs)))
+    shutil.rmtree(out, ignore_errors=True)
+    with redirect_stderr(io.StringIO()):
+        prepare("bitext", source, pieces().save(place), out=out)
+    data = PairData(out, 8, 64)
+    expected = [[*ids, data.tokenizer.eot] for ids in found]
+    for split in ("train", "valid", "test"):
+        starts = data.index[split]
+        assert [data.tokens[split][a:b].tolist() for a, b in zip(starts, starts[1:])] == expected
+    assert list(zip(*data.texts("valid", "de-en"))) == pairs
