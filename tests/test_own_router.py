@@ -1,10 +1,13 @@
-"""What a layer, a model and the FLOPs know of a router of one's own: `train_lm.py` with one stands in its tests."""
+"""What a layer, a model, the FLOPs and train_lm.py know of a router of one's own."""
+
+import signal
 
 import pytest
 import torch
-from helpers import constants, lively, values_and_gradients
+from helpers import TINY_LM, Script, constants, lively, losses, saved, stopped, values_and_gradients
 
 import model
+import train_lm
 from analysis.flops import moe_flops, served_rows
 from model import GPT, Encoder, Translator, in_place_of_ffn
 from routers import NOT_CHOSEN, ROUTERS, Router, Routing, balance_loss, by_rank, one_hot, priority_key, router
@@ -112,6 +115,19 @@ def test_each_expert_keeps_the_first_of_those_that_choose_it(name, monkeypatch):
         queue = sorted((-int(priority[s]), s) for s in wanted.nonzero().flatten().tolist())
         assert served.nonzero().flatten().tolist() == sorted(s for _, s in queue[: 48 // 8])  # half of S / 4
     assert kept.sum() < routing.wanted.sum() and (routing.balance_loss == 0) == (name == "own_later")
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_it_trains_and_goes_on_bit_for_bit(name, corpora, tmp_path, monkeypatch, capsys):
+    script, options = Script(train_lm), TINY_LM | {"router": name, "data": corpora["a"], "eval_every": 2}
+    whole, parts = options | {"out_dir": tmp_path / "whole"}, options | {"out_dir": tmp_path / "parts"}
+    script.run(whole, monkeypatch)
+    stopped(script, 1, signal.SIGTERM, parts, capsys)
+    script.run(parts, monkeypatch)
+    assert "goes on from step 2" in capsys.readouterr().out
+    assert losses(whole["out_dir"]) == losses(parts["out_dir"])
+    ours, theirs = saved(whole)["model"], saved(parts)["model"]
+    assert all(torch.equal(w, theirs[key]) for key, w in ours.items())
 
 
 def test_positions_are_those_in_a_tokens_own_sequence():
