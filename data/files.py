@@ -98,7 +98,10 @@ def read_lines(path: Path) -> Iterator[str]:
     open_file = COMPRESSED.get(path.suffix.lower(), open)
     try:
         with open_file(path, "rt", encoding="utf-8-sig", newline="\n") as file:
-            yield from file
+            for line in file:
+                if "\0" in line:
+                    raise ValueError(f"{path} is not UTF-8: it has bytes of 0, as UTF-16 has")
+                yield line
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8: {error.reason}") from error
     except (EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError) as error:

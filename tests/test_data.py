@@ -470,6 +470,8 @@ THREE, FIVE, GOOD = "a\n" * 3, "a\n" * 4 + "a", "\n\n".join(lines_of("de", 500))
 BAD = [  # corpus, files, what is said
     ("text", {}, "split 'train' is empty"),
     ("text", {"a.txt": "déjà vu\n".encode() + b"caf\xe9\n"}, "a.txt is not UTF-8: invalid continuation byte"),
+    ("text", {"a.txt": "déjà vu\n".encode("utf-16-le")}, "a.txt is not UTF-8: "),
+    ("text", {"a.txt": "plain\nwords\n".encode("utf-16-le")}, "a.txt is not UTF-8: it has bytes of 0, as UTF-16 has"),
     ("text", {"a.txt": "a single document"}, "'valid' is empty"),
     ("text", {"a.csv.gz": "id,text\n1,one\n"}, "a.csv.gz is not read: give its text as "),
     ("text", {"a.jsonl.zst": b"\x28\xb5\x2f\xfd"}, "a.jsonl.zst is not read: give its text as "),
