@@ -84,3 +84,12 @@ def draw(monkeypatch, tmp_path):
         return figures[-1].axes, kept(tmp_path, name)
 
     return command
+
+
+@pytest.fixture
+def unwritten_is_nan():
+    """Memory that nobody wrote is NaN, so that none of it can be used unseen."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(1).isnan()
+    yield
+    torch.use_deterministic_algorithms(False)

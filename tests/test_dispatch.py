@@ -52,15 +52,6 @@ def assert_close(found, expected, tolerance):
 
 
 @pytest.fixture
-def unwritten_is_nan():
-    """Memory that nobody wrote is NaN, so that none of it can be used unseen."""
-    torch.use_deterministic_algorithms(True)
-    assert torch.empty(1).isnan()
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@pytest.fixture
 def as_on_cuda(monkeypatch):
     """The host asks for nothing that the device has: not how many rows are kept, nor whether choices are too many."""
     monkeypatch.setattr(model, "may_ask", lambda x: False)

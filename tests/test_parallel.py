@@ -91,14 +91,15 @@ LAYERS = {
 @pytest.mark.parametrize("asks", [True, False], ids=["asks", "asks nobody"])
 @pytest.mark.parametrize("N", [2, 4])
 @pytest.mark.parametrize("case", LAYERS)
-def test_the_exchange_changes_nothing(case, N, asks, monkeypatch):
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_the_exchange_changes_nothing(case, N, asks, dtype, unwritten_is_nan, monkeypatch):
     """Outputs and all gradients, of micro-batches of different sizes; with spare rows, as on a GPU, too."""
     monkeypatch.setattr(model, "may_ask", lambda x: asks)
     torch.manual_seed(0)
-    moe = layer(**LAYERS[case]).double()
+    moe = layer(**LAYERS[case]).to(dtype)
     inputs, ids = [], []
     for S in [24, 17, 9, 1][:N]:
-        inputs.append(torch.randn(1, S, 16, dtype=torch.float64).requires_grad_())
+        inputs.append(torch.randn(1, S, 16, dtype=dtype).requires_grad_())
         ids.append(torch.randint(50, (1, S)))
     given = [*inputs, *moe.parameters()]
     alone = values_and_gradients([moe(h, own)[0] for h, own in zip(inputs, ids)], given)
@@ -113,7 +114,8 @@ def test_the_exchange_changes_nothing(case, N, asks, monkeypatch):
 
     with ThreadPoolExecutor(N) as pool:
         together = values_and_gradients(list(pool.map(forward, range(N))), given)
-    torch.testing.assert_close(together, alone, rtol=1e-9, atol=1e-9)
+    near = 1e-9 if dtype == torch.float64 else 1e-4
+    torch.testing.assert_close(together, alone, rtol=near, atol=near)
 
 
 @pytest.fixture(scope="session")
