@@ -8,6 +8,7 @@ A run of train_lm.py gives a GPT; of train_mlm.py and train_electra.py an Encode
 discriminator's); of train_mt.py a Translator.
 """
 
+import re
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -26,7 +27,7 @@ from model import GPT, PAD, Encoder, Translator
 Weights = dict[str, Tensor]  # by the names that model.py has for them
 
 MODELS = {"GPT": GPT, "MaskedLM": Encoder, "Electra": Encoder, "Translator": Translator}  # trained, and loaded
-HUGGING_FACE = "model.safetensors", "pytorch_model.bin"
+HUGGING_FACE = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json"
 PIECES = "sentencepiece.bpe.model"  # XLM-R's tokenizer
 
 
@@ -221,6 +222,8 @@ GPT2 = Layout(
         "activation_function": "gelu_new",
         "layer_norm_epsilon": 1e-5,
         "scale_attn_by_inverse_layer_idx": False,
+        "scale_attn_weights": True,
+        "tie_word_embeddings": True,
     },
     ours={"router": "dense", "frequency_bias": False},
     names={
@@ -249,6 +252,8 @@ XLM_R = Layout(
         "hidden_act": "gelu",
         "layer_norm_eps": 1e-5,
         "pad_token_id": PAD,
+        "position_embedding_type": "absolute",
+        "tie_word_embeddings": True,
         "type_vocab_size": 1,
     },
     ours={"relative_bias": False},
@@ -288,17 +293,26 @@ def read_hugging_face(folder: Path) -> Found:
 
 
 def read_tensors(folder: Path) -> Weights:
-    """The tensors of the one file or the other, under the names that they have in it."""
-    file, older = (folder / name for name in HUGGING_FACE)
+    """All tensors, by their names without what torch.compile and DataParallel put before them."""
+    file = next(path for path in map(folder.joinpath, HUGGING_FACE) if path.exists())
     try:
-        if older.exists() and not file.exists():
-            file = older
-            return torch.load(file, map_location="cpu", weights_only=True)
-        from safetensors.torch import load_file
-
-        return load_file(file)
+        parts, tensors = [file], {}
+        if file.suffix == ".json":  # it says which part a tensor is in
+            names = read_json(file)["weight_map"].values()
+            parts = [folder / Path(name).name for name in sorted(set(names))]
+        for file in parts:
+            tensors |= read_part(file)
     except Exception as error:  # damage shows itself in a dozen ways
         raise ValueError(f"{file} cannot be read: {short(error)}") from None
+    return {re.sub(r"^(_orig_mod\.|module\.)+", "", name): x for name, x in tensors.items()}
+
+
+def read_part(file: Path) -> Weights:
+    if file.suffix == ".bin":
+        return torch.load(file, map_location="cpu", weights_only=True)
+    from safetensors.torch import load_file
+
+    return load_file(file)
 
 
 if __name__ == "__main__":

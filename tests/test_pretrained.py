@@ -136,6 +136,29 @@ def test_both_ways_of_writing_weights_give_one_model(layout, tmp_path):
     torch.testing.assert_close(two.state_dict(), one.state_dict(), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "pickle"])
+def test_weights_in_parts_and_of_a_wrapped_model_are_read(safe, tmp_path):
+    """Their names begin as torch.compile and DataParallel leave them."""
+    from safetensors.torch import save_file
+
+    model = save(tmp_path, "gpt2")
+    one, _ = load(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    name = "model.safetensors" if safe else "pytorch_model.bin"
+    places = {}
+    for number, (key, x) in enumerate(model.transformer.state_dict().items()):
+        part, key = f"{number % 2}-{name}", f"module._orig_mod.transformer.{key}"
+        places.setdefault(part, {})[key] = x
+    for part, tensors in places.items():
+        (save_file if safe else torch.save)(tensors, tmp_path / part)
+    index = {"weight_map": {key: part for part, tensors in places.items() for key in tensors}}
+    (tmp_path / f"{name}.index.json").write_text(json.dumps(index))
+    two, _ = load(tmp_path)
+    torch.testing.assert_close(two.state_dict(), one.state_dict(), rtol=0, atol=0)
+    (tmp_path / f"0-{name}").unlink()
+    assert f"0-{name} cannot be read" in one_line(tmp_path, ValueError)
+
+
 def change(folder: Path, **values):
     """Changes config.json; None takes a value away."""
     config = json.loads((folder / "config.json").read_text()) | values
@@ -150,6 +173,8 @@ def cut(file: Path):
 BAD = {
     "another model": (lambda f: change(f, model_type="bert"), "has model_type bert, not xlm-roberta"),
     "another activation": (lambda f: change(f, hidden_act="relu"), "hidden_act relu, not gelu"),
+    "an output matrix of its own": (lambda f: change(f, tie_word_embeddings=False), "tie_word_embeddings False, not"),
+    "other positions": (lambda f: change(f, position_embedding_type="relative_key"), "relative_key, not absolute"),
     "another padding": (lambda f: change(f, pad_token_id=0), "pad_token_id 0, not 1"),
     "no size": (lambda f: change(f, hidden_size=None), "config.json does not have all of vocab_size, "),
     "another size": (lambda f: change(f, intermediate_size=48), "has not the weights of the model"),
