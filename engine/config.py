@@ -52,8 +52,10 @@ for low, high, names in (
 
 
 def check(config):
-    """Raises ValueError where a number is out of its limits, or two do not go together."""
+    """Raises ValueError where a word is empty or a number out of its limits, or where two do not go together."""
     for name, value in vars(config).items():
+        if value == "" and name != "prompt":
+            raise ValueError(f"--{name} is empty: leave it out, or name something")
         if type(value) not in (int, float):
             continue
         if name not in LIMITS and not 0 < value < ANY:

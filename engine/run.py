@@ -12,6 +12,7 @@ import sys
 import time
 import zipfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -25,6 +26,14 @@ from engine.device import Context, fail, show, warn
 CHECKPOINTS = "ckpt.pt", "ckpt.prev.pt"  # the newest, and the one before it
 WEIGHTS = "model.pt", *CHECKPOINTS  # the first of them has the best weights of a translator, or of fine-tuning
 MADE = *WEIGHTS, "metrics.jsonl", "result.json", "eval-*.json"  # what --resume false deletes
+HOLDS = {
+    "model": dict,
+    "class": str,
+    "constants": dict,
+    "vocab_size": int,
+    "step": int,
+    "identity": dict,
+}  # a checkpoint
 SIGNALS = signal.SIGTERM, signal.SIGINT  # the second is Ctrl-C
 
 
@@ -34,7 +43,7 @@ def read_json(file: Path) -> dict:
         return {}
     try:
         return dict(**json.loads(file.read_text()))
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{file} is not readable JSON, or no object ({error}): delete it or restore it") from None
 
 
@@ -56,6 +65,8 @@ def write(file: Path, content: dict | str | bytes):
             file.replace(file.with_name(CHECKPOINTS[1]))
         part.replace(file)
     except (OSError, RuntimeError) as error:
+        with suppress(OSError):  # where the disk is gone for good
+            part.unlink()
         cause = error.__context__ or error  # torch hides the reason
         fail(f"{file} cannot be written ({cause}): what was saved before is whole")
 
@@ -64,11 +75,13 @@ def load_checkpoint(file: Path) -> dict:
     """Raises ValueError where the file is damaged, which torch alone may miss, or holds something else."""
     try:
         with zipfile.ZipFile(file) as z:
+            if sum(record.file_size for record in z.infolist()) > file.stat().st_size:
+                raise ValueError("it is compressed, as torch's files never are")
             if z.testzip():
                 raise ValueError("a checksum differs")
         shared = os.name == "posix"  # the processes of a node share it; Windows renames no file that is mapped
         state = torch.load(file, "cpu", weights_only=True, mmap=shared)
-        if not state.keys() >= {"model", "class", "constants", "vocab_size", "step", "identity"}:
+        if not all(isinstance(state.get(name), kind) for name, kind in HOLDS.items()):
             raise ValueError("it holds something else")
         return state
     except Exception as error:  # damage shows itself in a dozen ways
@@ -156,6 +169,10 @@ class Run:
         if self.result:
             self.check_own("result.json", self.result.get("config"))
         self.check_own(self.checkpoint_name, self.checkpoint.get("identity", {}))
+        step = self.checkpoint.get("step", 0)
+        if not 0 <= step <= self.total:
+            file = self.folder / self.checkpoint_name
+            raise ValueError(f"{file} is of step {step}, and the last is {self.total}: delete it")
         seen = [self.identity, bool(self.result), self.checkpoint.get("step")]
         if len(set(self.context.gather(json.dumps(seen)))) > 1:
             raise ValueError(f"the processes see different data, or files in {self.folder}: use a shared disk")
@@ -177,12 +194,13 @@ class Run:
         """Makes the folder, and puts everything where the checkpoint left it. flops_per_token: forward, for MFU."""
         self.model, self.optimizer, self.flops_per_token = model, optimizer, flops_per_token
         state, self.checkpoint = self.checkpoint, {}
-        self.start = state.get("step", 0)
-        self.seconds = state.get("seconds", 0.0)
-        self.log, self.board = state.get("log", ""), None  # what is in metrics.jsonl; TensorBoard
-        self.open_window(**state.get("window", {}))
+        self.start, self.seconds, self.log = state.get("step", 0), 0.0, ""  # the last is what metrics.jsonl holds
+        self.board = None  # TensorBoard
+        self.open_window()
         if state:
             try:
+                self.seconds, self.log = float(state["seconds"]), "" + state["log"]
+                self.open_window(**state["window"])
                 parallel.load_model(model, state["model"])
                 parallel.load_optimizer(model, optimizer, state["optimizer"])
             except Exception as error:  # what is missing, or of another shape, shows itself in a dozen ways
@@ -200,10 +218,14 @@ class Run:
             self.lock.acquire(blocking=False)
         except Timeout:
             raise ValueError(f"another process is training in {self.folder}: wait for it, or end it") from None
-        ours = (self.folder / "config.json").exists()  # the files here are a run's
-        for name in MADE if ours and not self.config.resume else ():
-            for file in self.folder.glob(name):
-                file.unlink()
+        except (OSError, NotImplementedError) as error:
+            file = self.folder / "lock"
+            raise ValueError(f"{file} cannot be locked ({error}): choose another --out_dir") from None
+        made = [] if self.config.resume else [file for name in MADE for file in self.folder.glob(name)]
+        if made and not (self.folder / "config.json").exists():
+            raise ValueError(f"{made[0]} is of no run, which has a config.json: choose another --out_dir")
+        for file in made:
+            file.unlink()
         if self.checkpoint_name == "ckpt.prev.pt":  # ckpt.pt is damaged or gone, and must not take this one's place
             (self.folder / "ckpt.prev.pt").replace(self.folder / "ckpt.pt")
         self.write("config.json", self.identity)

@@ -1,14 +1,16 @@
 """Tables of runs beside the paper's numbers, and what a script's `main` does."""
 
 import dataclasses
+import os
 import signal
 import statistics
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from engine.config import command_line, refuse, run_name, said, unread
-from engine.device import clear_errors, setup
+from engine.device import clear_errors, fail, setup
 from engine.run import SIGNALS, stop
 
 
@@ -58,6 +60,8 @@ def seeds_of(config, change: dict) -> list:
 
 def start(Config: type, presets: dict):
     """-> the config of the command line, and where this process stands; or one clear line."""
+    # A stream that was closed before is None; what it is told goes nowhere.
+    sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))
     for each in SIGNALS:
         signal.signal(each, lambda number, frame: stop(number))
     with clear_errors():
@@ -74,13 +78,21 @@ def carry_out(config, presets: dict, context, tables: dict, train, report, cells
         for _, change in table.rows:
             results.append([train(one, context) for one in seeds_of(config, change)])
     for result in results[0] if not config.table else []:
-        context.say(report(config, result))
+        context.say(told(partial(report, config), result))
     if config.table or config.seeds > 1:
-        rows = table.render(results, cells)
+        rows = table.render(results, partial(told, cells))
         context.say(f"\n{table.title}, preset {config.preset}, seeds: {config.seeds}\n\n{rows}")
     # Processes leave together, after an exchange without tensors: where a thread of gloo's still lets go of a tensor
     # while Python shuts down, the process is terminated.
     context.barrier()
+
+
+def told(words: Callable, result: dict):
+    """What a script says of a result; one clear line where an older version of it, or somebody else, wrote it."""
+    try:
+        return words(result)
+    except (LookupError, TypeError, AttributeError) as error:
+        fail(f"result.json of {result.get('name')} is not what this script writes ({error!r}): delete it")
 
 
 def table_of(config, presets: dict, tables: dict) -> Table:

@@ -38,6 +38,7 @@ REFUSED = {  # in one line
     "preset": ({"preset": "wikitext103-323"}, "preset must be one of demo, small, wikitext103-124M"),
     "table": ({"table": 3}, "table must be one of 1, 2, not 3"),
     "what the rows say": ({"table": 1, "split": 8}, "its rows have a --split of their own: leave it out"),
+    "no folder": ({"out_dir": ""}, "--out_dir is empty: leave it out, or name something"),
     "device": ({"device": "nonsense"}, "device nonsense: "),
     "data": ({"data": "wikitext103x"}, "python -m data.prepare"),
     "a list of 2^31": ({"n_layer": 1 << 31}, "n_layer must lie from 1 to 10000, not 2147483648"),

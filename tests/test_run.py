@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -38,7 +39,7 @@ from engine import table
 from engine.config import command_line
 from engine.device import Context, setup
 from engine.pretrained import load
-from engine.run import Run, load_checkpoint, newest
+from engine.run import Run, load_checkpoint, newest, write
 from engine.table import Table, markdown_table
 
 LM = Script(train_lm)
@@ -319,6 +320,12 @@ def test_a_disk_that_is_full_ends_the_run_in_one_line(options, tmp_path, monkeyp
         (("model", "wte.weight"), None, "wte.weight is in one alone"),
         (("model", "wte.weight"), torch.zeros(7, 7), "wte.weight has the shape (7, 7)"),
         (("optimizer", "state", "wte.weight"), None, "the optimizer's state of wte.weight is missing"),
+        (("step",), 5, "ckpt.pt is of step 5, and the last is 4: delete it"),
+        (("step",), -1, "ckpt.pt is of step -1, and the last is 4"),
+        (("class",), [], "it holds something else"),
+        (("log",), 7, "ckpt.pt is not a whole checkpoint of this run"),
+        (("seconds",), "x", "ckpt.pt is not a whole checkpoint of this run"),
+        (("window",), {"a": 1}, "ckpt.pt is not a whole checkpoint of this run"),
     ],
 )
 def test_a_checkpoint_of_another_model_is_one_line(part, left, message, options, monkeypatch, capsys):
@@ -332,6 +339,43 @@ def test_a_checkpoint_of_another_model_is_one_line(part, left, message, options,
         inside[last] = left
     torch.save(state, only_run(options["out_dir"]) / "ckpt.pt")
     assert message in LM.refused(options, monkeypatch, capsys)
+
+
+def test_a_file_that_unpacks_to_more_than_it_holds_is_not_unpacked(options, monkeypatch, capsys):
+    stopped(LM, 0, signal.SIGTERM, options, capsys)
+    file = only_run(options["out_dir"]) / "ckpt.pt"
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as z:
+        z.writestr("zeros", bytes(1_000_000))
+    monkeypatch.setattr(zipfile.ZipFile, "testzip", None)  # whoever unpacks it fails otherwise
+    assert "is corrupt (it is compressed, as torch's files never are)" in LM.refused(options, monkeypatch, capsys)
+
+
+@pytest.mark.parametrize("error", [OSError(37, "No locks available"), NotImplementedError("no flock here")])
+def test_a_folder_that_cannot_be_locked_is_named(error, options, monkeypatch, capsys):
+    def acquire(self, **given):
+        raise error
+
+    monkeypatch.setattr(FileLock, "acquire", acquire)
+    line = LM.refused(options, monkeypatch, capsys)
+    assert re.search(r"demo\S*lock cannot be locked \(.*\): choose another --out_dir", line)
+
+
+def test_a_file_that_cannot_be_written_leaves_no_part_of_it(tmp_path, monkeypatch, capsys):
+    def fsync(number):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(SystemExit):
+        write(tmp_path / "result.json", {})
+    assert "result.json cannot be written ([Errno 5] Input/output error)" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_streams_that_were_closed_before_end_no_run(options, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "stderr", None)
+    LM.run(options, monkeypatch)
+    assert result_of(options["out_dir"])
 
 
 def test_only_what_a_run_has_made_is_deleted(options, tmp_path, monkeypatch, capsys):
@@ -351,6 +395,9 @@ def test_only_what_a_run_has_made_is_deleted(options, tmp_path, monkeypatch, cap
     LM.run(one | {"resume": False}, monkeypatch)
     assert {path.name for path in folder.iterdir()} == before.keys()
     assert all((folder / name).read_text() == "mine" for name in ("notes.json", "mine.pt", "mine.jsonl"))
+    (folder / "config.json").unlink()
+    capsys.readouterr()
+    assert "is of no run, which has a config.json" in LM.refused(one | {"resume": False}, monkeypatch, capsys)
 
 
 def test_a_run_goes_on_from_the_weights_of_another(options, corpora, tmp_path, monkeypatch, capsys):
@@ -380,8 +427,10 @@ def test_a_file_that_is_no_record_is_an_error(options, monkeypatch, capsys):
     for text in ('{"name": "x"}', '{"config": 3}'):  # of somebody else
         (only_run(options["out_dir"]) / "result.json").write_text(text)
         assert "does not say of which run it is" in LM.refused(options, monkeypatch, capsys)
+    (only_run(options["out_dir"]) / "result.json").write_text('{"name": "x", "config": {}}')  # of an older script
+    assert "result.json of x is not what this script writes (KeyError(" in LM.refused(options, monkeypatch, capsys)
     for name in ("result.json", "config.json"):
-        for content in ("", "[]", '{"seed": 0'):
+        for content in ("", "[]", '{"seed": 0', "[" * 100_000):
             (only_run(options["out_dir"]) / name).write_text(content)
             line = LM.refused(options, monkeypatch, capsys)
             assert re.search(f"{name} is not readable JSON, or no object .*: delete it or restore it", line)
