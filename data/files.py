@@ -46,7 +46,7 @@ def named_split(path: Path) -> str | None:
 
 
 def source_files(source: Path) -> list[Path]:
-    """The file itself, or the files under a folder and under those that it links to, sorted. None is hidden."""
+    """The file itself, or the files under a folder and under its links, sorted, each once. None of them is hidden."""
     if source.is_file():
         return [source]
     found, seen = [], set()
@@ -56,8 +56,13 @@ def source_files(source: Path) -> list[Path]:
             inside.clear()
             continue
         seen.add(real)
-        inside[:] = [name for name in inside if not name.startswith(".")]
-        found += [Path(folder, name) for name in names if not name.startswith(".")]
+        inside[:] = [name for name in sorted(inside) if not name.startswith(".")]
+        for name in sorted(names):
+            path = Path(folder, name)
+            real, hidden = os.path.realpath(path), name.startswith(".")
+            if path.is_file() and real not in seen and not hidden:  # a pipe and a broken link are no files
+                seen.add(real)
+                found.append(path)
     return sorted(found)
 
 

@@ -3,6 +3,7 @@
 import gettext
 import gzip
 import json
+import os
 import shutil
 import signal
 import struct
@@ -145,9 +146,11 @@ def test_what_is_read_is_data_once_and_what_is_not_is_said(tmp_path, capsys):
     inside, elsewhere = tmp_path / "in", tmp_path / "elsewhere"
     names = ("in/.git/config", "in/.hidden.txt", "in/deep/a.txt", "in/README.md", "in/photo.JPG", "elsewhere/b.txt")
     write_files(tmp_path, {name: name for name in names})
-    for name, to in {"first": elsewhere, "second": elsewhere, "deep/parent": inside, "loop": inside / "loop"}.items():
+    links = {"first": elsewhere, "second": elsewhere, "deep/parent": inside, "again.txt": inside / "deep" / "a.txt"}
+    links |= {"loop": inside / "loop", "broken.txt": inside / "absent.txt"}
+    for name, to in links.items():
         (inside / name).symlink_to(to)
-    (inside / "loop").unlink()
+    os.mkfifo(inside / "pipe.txt")
     assert texts_of(inside) == ["elsewhere/b.txt", "in/deep/a.txt"]
     assert f"not read in {inside}: 2 files (README.md, photo.JPG)\n" in capsys.readouterr().err
     assert source_files(inside / "README.md") == [inside / "README.md"]
