@@ -226,14 +226,15 @@ def answered(name, question, context, answers: Iterable) -> Found:
     """A question as an example.
 
     answers: (text, its first character); none, or empty ones, where the benchmark keeps them. One that is not in its
-    place has the place -1.
+    place is taken where it is nearest, and has the place -1 where the text does not hold it.
     """
     found = []
     for text, start in answers:
         if text.strip():
             if start < 0 or not context.startswith(text, start):
                 yield "an answer that is not in its place in the text"
-                start = -1
+                places = [match.start() for match in re.finditer(f"(?={re.escape(text)})", context)]
+                start = min(places, key=lambda place: abs(place - start), default=-1)
             found.append((text, start))
     yield Example(name, (question, context), found or None)
 

@@ -134,14 +134,15 @@ def test_answers_under_the_names_that_they_come_with(tmp_path, task, split, name
     assert notes == [] and found == ({language: [Example("0", QUESTION[:2], QUESTION[2])]} if language else {})
 
 
-def test_an_answer_that_is_not_in_its_place_has_none(tmp_path):
-    text = "It is in Rome."
-    starts = {9: 9, 4: -1, -5: -1, 10**9: -1}
+def test_an_answer_that_is_not_in_its_place_is_taken_where_it_is_nearest(tmp_path):
+    text = "It is in Rome, not in (ancient) Rome: aaa."
+    places = {("Rome", 9): 9, ("Rome", 7): 9, ("Rome", 30): 32, ("Rome", -5): 9, ("Rome", 10**9): 32}
+    places |= {("(ancient)", 0): 22, ("aa", 41): 39, ("Paris", 9): -1}
     path = tmp_path / "xquad.de.json"
-    write_files(tmp_path, {path.name: squad(*[("?", text, [("Rome", start)]) for start in starts])})
+    write_files(tmp_path, {path.name: squad(*[("?", text, [answer]) for answer in places])})
     found, notes = read("xquad", "test", tmp_path)
-    assert [one.gold for one in found["de"]] == [[("Rome", place)] for place in starts.values()]
-    assert notes == [f"{path}: 3 x an answer that is not in its place in the text"]
+    assert [one.gold for one in found["de"]] == [[(answer, place)] for (answer, _), place in places.items()]
+    assert notes == [f"{path}: 7 x an answer that is not in its place in the text"]
 
 
 ONE = squad(("a", "b", [("b", 0)]))
