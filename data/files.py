@@ -24,9 +24,10 @@ COMPRESSED = {".gz": gzip.open, ".xz": lzma.open}
 JSON = (".json", ".jsonl", ".ndjson")
 # What a folder of text may hold besides, and is passed over; and files of text in a form that is not read.
 NO_TEXT = re.compile(
-    r"^(readme|licen[cs]e|notice|dataset_infos?)\b|\.(png|jpe?g|gif|pyc|np[yz]|bin|pth?|safetensors|pkl|lock)$"
+    r"^(readme|licen[cs]e|notice|dataset_infos?)\b|\.(png|jpe?g|gif|webp|svg|ico|mp[34]|wav|flac|avi|so|dll|exe|pyc"
+    r"|np[yz]|bin|pth?|safetensors|ckpt|pkl|h5|db|sqlite|lock|idx)$"
 )
-UNREAD = re.compile(r"\.(csv|zst|bz2|zip|tar|tgz|7z|pdf|docx?|epub|arrow)$")
+UNREAD = re.compile(r"\.(csv|zst|bz2|zip|tar|tgz|7z|rar|pdf|docx?|epub|arrow|feather|avro|orc|tfrecord)$")
 Rows = Iterable[tuple[str, ...]]  # (split, text) or (split, first text, second text)
 
 

@@ -145,14 +145,15 @@ def test_documents_are_lines_but_where_blank_lines_are_regular(tmp_path, lines, 
 def test_what_is_read_is_data_once_and_what_is_not_is_said(tmp_path, capsys):
     inside, elsewhere = tmp_path / "in", tmp_path / "elsewhere"
     names = ("in/.git/config", "in/.hidden.txt", "in/deep/a.txt", "in/README.md", "in/photo.JPG", "elsewhere/b.txt")
-    write_files(tmp_path, {name: name for name in names})
+    no_text = tuple(f"in/x.{ending}" for ending in "avi ckpt db h5 idx mp3 mp4 so sqlite svg wav webp".split())
+    write_files(tmp_path, {name: name for name in names + no_text})
     links = {"first": elsewhere, "second": elsewhere, "deep/parent": inside, "again.txt": inside / "deep" / "a.txt"}
     links |= {"loop": inside / "loop", "broken.txt": inside / "absent.txt"}
     for name, to in links.items():
         (inside / name).symlink_to(to)
     os.mkfifo(inside / "pipe.txt")
     assert texts_of(inside) == ["elsewhere/b.txt", "in/deep/a.txt"]
-    assert f"not read in {inside}: 2 files (README.md, photo.JPG)\n" in capsys.readouterr().err
+    assert f"not read in {inside}: 14 files (README.md, photo.JPG, x.avi)\n" in capsys.readouterr().err
     assert source_files(inside / "README.md") == [inside / "README.md"]
 
 
@@ -470,6 +471,7 @@ def test_bad_options_are_one_line(name, tmp_path):
 
 THREE, FIVE, GOOD = "a\n" * 3, "a\n" * 4 + "a", "\n\n".join(lines_of("de", 500))
 [HELD_OUT, *_] = [text for text in lines_of("x", 500) if split_of(text, 0.01, 0.01) == "valid"]
+UNREAD_FORMS = ("jsonl.zst", "rar", "feather", "avro", "orc", "tfrecord")
 BAD = [  # corpus, files, what is said
     ("text", {}, "split 'train' is empty"),
     ("text", {"a.txt": "déjà vu\n".encode() + b"caf\xe9\n"}, "a.txt is not UTF-8: invalid continuation byte"),
@@ -477,7 +479,7 @@ BAD = [  # corpus, files, what is said
     ("text", {"a.txt": "plain\nwords\n".encode("utf-16-le")}, "a.txt is not UTF-8: it has bytes of 0, as UTF-16 has"),
     ("text", {"a.txt": "a single document"}, "'valid' is empty"),
     ("text", {"a.csv.gz": "id,text\n1,one\n"}, "a.csv.gz is not read: give its text as "),
-    ("text", {"a.jsonl.zst": b"\x28\xb5\x2f\xfd"}, "a.jsonl.zst is not read: give its text as "),
+    *[("text", {f"a.{form}": "x"}, f"a.{form} is not read: give its text as ") for form in UNREAD_FORMS],
     ("text", {"a.json": '[{"text": "one"}, {"text": "two"}]'}, "a.json, line 1: no JSON object"),
     ("text", {"a.jsonl": '{"text": "fine"}\n{"text": 3}'}, "a.jsonl, line 2: no JSON object with a string named"),
     ("text", {"a.jsonl": '{"text": "fine"}\n' + "[" * 100_000}, "a.jsonl, line 2: no JSON object"),
