@@ -9,7 +9,6 @@ multi30k's tests in DOWNLOADS. Only exact matches are found, after NFKC.
 The result is data/prepared/multilingual and data/prepared/multilingual-pairs, under one vocabulary.
 """
 
-import json
 import re
 import unicodedata
 from collections import defaultdict
@@ -23,7 +22,7 @@ from tyro.conf import Positional
 
 from data import bitext_sets, corpora, xtreme
 from data.corpora import Groups
-from data.files import one_of, read_documents, read_lines, read_sides, split_of
+from data.files import json_object, one_of, read_documents, read_lines, read_sides, split_of
 from data.messages import scattered
 from data.prepare import PREPARED, clear_errors, new_folder, write
 from data.tokenizers import XLMR, train_sentencepiece
@@ -120,11 +119,15 @@ def read(downloads: Path) -> Iterator[Text]:
             for split, *texts in rows:
                 yield Text("Django", split, language, tuple(texts))
     yield from ntrex(downloads / "ntrex")
-    for line in read_lines(one_of(downloads / "udhr", "udhr.jsonl")):
-        declaration = json.loads(line)
-        language = declaration["lang"].replace("-", "_")
+    udhr = one_of(downloads / "udhr", "udhr.jsonl")
+    for number, line in enumerate(read_lines(udhr), start=1):
+        declaration = json_object(line)
+        language, text = declaration.get("lang"), declaration.get("text")
+        if not isinstance(language, str) or not isinstance(text, str):
+            raise ValueError(f"{udhr}, line {number}: no JSON object with the strings 'lang' and 'text'")
+        language = language.replace("-", "_")
         if language in LANGUAGES:
-            yield Text("UDHR", "train", language, (declaration["text"],))
+            yield Text("UDHR", "train", language, (text,))
     for source, folder, language, ending in BITEXT:
         yield from bitext(source, downloads / folder, language, ending)
     for split in ("train", "valid"):

@@ -81,6 +81,8 @@ BAD = [
     ("multi30k/train.de", "one\n", "not two texts"),
     ("wordalign/de-en.gold", "1-1 2-2\n1-1\n", "de-en.gold"),
 ]
+for line in ("{}", "[]", "5", '{"lang": 5, "text": "a"}', '{"lang": "en"}', '{"lang": "en", "text": 5}', "[" * 100_000):
+    BAD.append(("udhr/udhr.jsonl", line, "udhr.jsonl, line 1: no JSON object with the strings 'lang' and 'text'"))
 
 
 @pytest.mark.parametrize("name, content, line", BAD)
