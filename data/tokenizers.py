@@ -204,9 +204,10 @@ def load_tokenizer(path: Path | str, kind: str | None = None) -> Tokenizer:
     The name xlmr.model or kind "xlmr" make its ids XLM-R's. Raises FileNotFoundError or ValueError.
     """
     path = Path(path)
-    for each in KINDS.values():
-        if (path / each.filename).is_file():
-            path = path / each.filename
+    there = [each.filename for each in KINDS.values() if (path / each.filename).is_file()]
+    if len(there) > 1:
+        raise ValueError(f"{path} holds {' and '.join(there)}: give the path of one of them")
+    path = path.joinpath(*there)
     if not path.is_file():
         raise FileNotFoundError(f"no tokenizer at {path}")
     chosen = SentencePiece if path.suffix == ".model" else GPT2

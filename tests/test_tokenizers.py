@@ -122,6 +122,13 @@ def test_unknown_characters_without_byte_fallback():
     assert ids.count(tokenizer.unk) == 1 and tokenizer.decode(ids).replace(" ", "") == "ab"
 
 
+def test_of_two_tokenizers_in_a_folder_none_is_taken(bpe, xlmr, tmp_path):
+    paths = [bpe.save(tmp_path), xlmr.save(tmp_path)]
+    with pytest.raises(ValueError, match=r"holds tokenizer\.model and xlmr\.model: give the path of one of them$"):
+        load_tokenizer(tmp_path)
+    assert [load_tokenizer(path).sha256 for path in paths] == [bpe.sha256, xlmr.sha256]
+
+
 @pytest.mark.parametrize(
     "name, content, reason",
     [
