@@ -15,6 +15,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import shutil
 import signal
 import sys
@@ -249,7 +250,8 @@ class SplitWriter:
         if not all(map(len, ids)):
             return  # a text of characters that the tokenizer drops
         for text, tokens in zip(texts, ids):
-            counts = {"tokens": len(tokens) + 1, "words": len(text.split()), "bytes": len(text.encode())}
+            words = sum(1 for _ in re.finditer(r"\S+", text))  # a list of them takes ten times the text's memory
+            counts = {"tokens": len(tokens) + 1, "words": words, "bytes": len(text.encode())}
             self.tokens.write(np.append(tokens, tokens.dtype.type(eot)))
             self.total.update(counts)
             self.own.update(counts)

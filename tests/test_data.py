@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 import time
+import tracemalloc
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -411,6 +412,16 @@ def test_long_documents_are_whole_and_lone_surrogates_stop_nothing(tmp_path, spm
     folder = prepare("text", tmp_path, spm, out=tmp_path / "out")
     assert documents_of(folder, "train") == [text.strip(), "half ? of a pair"]
     assert meta_of(folder)["splits"]["train"]["words"] == 155
+
+
+def test_counting_words_takes_no_memory(tmp_path):
+    writer, text = preparing.SplitWriter(tmp_path, "train", "text"), "word " * 100_000
+    counts = writer.begin_language()
+    tracemalloc.start()
+    writer.append([text], [np.array([7], "uint16")], eot=1)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert counts["words"] == 100_000 and most < 2 * len(text)
 
 
 def test_what_is_there_is_never_replaced(folder, tmp_path, model):
