@@ -20,6 +20,7 @@ from pathlib import Path
 SPLITS = ("train", "valid", "test")
 SPLIT_NAMES = {name: name for name in SPLITS} | {"val": "valid", "validation": "valid", "dev": "valid"}
 HEAD = 1000  # lines at the beginning of a text file that decide what its documents are
+LONGEST_BLOCK = 100_000  # lines: a longer one is several documents
 COMPRESSED = {".gz": gzip.open, ".xz": lzma.open}
 JSON = (".json", ".jsonl", ".ndjson")
 # What a folder of text may hold besides, and is passed over; and files of text in a form that is not read.
@@ -135,8 +136,8 @@ def read_documents(path: Path, blocks: bool = False) -> Iterator[str]:
     elif blocks or are_blocks(head):
         say(f"{path.parent}: every block between blank lines is a document")
         for has_text, block in groupby(lines, key=lambda line: bool(line.strip())):
-            if has_text:
-                yield "".join(block).strip()
+            while has_text and (part := list(islice(block, LONGEST_BLOCK))):
+                yield "".join(part).strip()
     else:
         say(f"{path.parent}: every line is a document")
         yield from filter(None, map(str.strip, lines))

@@ -132,9 +132,10 @@ def test_splits_named_by_files(tmp_path):
 @pytest.mark.parametrize(
     "lines, blanks, documents",
     [(3, [], 3), (3, [1], 2), (1, [], 1), (1200, [5], 1200), (1200, [1100], 1200)]
-    + [(1200, range(0, 1200, 300), 1200), (1200, range(20, 1200, 20), 60)],
+    + [(1200, range(0, 1200, 300), 1200), (1200, range(20, 1200, 20), 60), (1200, range(20, 620, 20), 30 + 2)],
 )
-def test_documents_are_lines_but_where_blank_lines_are_regular(tmp_path, lines, blanks, documents):
+def test_documents_are_lines_but_where_blank_lines_are_regular(tmp_path, monkeypatch, lines, blanks, documents):
+    monkeypatch.setattr("data.files.LONGEST_BLOCK", 590)
     text = [f"line {i}\n" for i in range(lines)]
     for place in reversed(blanks):
         text.insert(place, " \n\n")
