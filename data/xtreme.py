@@ -116,7 +116,7 @@ def read(task, split, source: Path | None) -> tuple[dict, list]:
     """
     if task == "apps":
         return applications(split), []
-    examples, notes = defaultdict(list), []
+    examples, seen, notes = defaultdict(list), [], []
     parts = files_of(task, split, source) if source else hub_of(task, split)
     for language, where, part in parts:
         try:
@@ -125,12 +125,16 @@ def read(task, split, source: Path | None) -> tuple[dict, list]:
             notes.append(f"{error}: left out")
             continue
         found = [one for one in part if isinstance(one, Example)]
-        if not found:
-            notes.append(f"{where} holds no example: left out")
         if task == "ner":  # every word of PAN-X begins with its language as it is published: `en:Anna`
             for number, one in enumerate(found):
                 words = [word.removeprefix(f"{language}:") or word for word in one.texts]
                 found[number] = one._replace(texts=tuple(words))
+        if not found:
+            notes.append(f"{where} holds no example: left out")
+        elif (language, found) in seen:
+            notes.append(f"{where} holds the examples of another file: they count once")
+            continue
+        seen.append((language, found))
         problems = Counter(one for one in part if isinstance(one, str))
         unknown = sum(one.gold is None for one in found)
         problems += Counter({"an example without its label": unknown})

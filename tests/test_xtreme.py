@@ -103,6 +103,14 @@ def test_panx_is_read_as_it_is_published(name, tmp_path):
     assert read("ner", "train", tmp_path) == ({}, [])
 
 
+def test_the_same_examples_in_two_files_count_once(tmp_path):
+    text = "de:Anna\tB-PER\nde:und\tO\n\n"
+    write_files(tmp_path, {"de/test": text, "test-de.part.tsv": "Eva\tB-PER\n", "test-de.tsv": text.replace("de:", "")})
+    found, notes = read("ner", "test", tmp_path)
+    assert [one.texts for one in found["de"]] == [("Anna", "und"), ("Eva",)]
+    assert notes == [f"{tmp_path / 'test-de.tsv'} holds the examples of another file: they count once"]
+
+
 def test_a_task_is_not_read_from_another_s_folder(tmp_path):
     files = {"udpos/train-en.tsv": "a\tX\n", "udpos/test-de.tsv": "a\tX\n", "squad/train-v1.1.json": "{}"}
     with pytest.raises(ValueError, match="holds no English training examples of ner"):
