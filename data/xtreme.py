@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from data.corpora import HUB_SPLITS, network
-from data.files import named_split, read_lines, source_files, split_of, uncompressed_name
+from data.files import json_object, named_split, read_lines, source_files, split_of, uncompressed_name
 from data.messages import django_catalogs, django_messages, read_catalog
 
 
@@ -151,12 +151,12 @@ def read(task, split, source: Path | None) -> tuple[dict, list]:
 # Files
 
 
-def files_of(task, split, source: Path) -> Iterator[tuple[str, Path, Found]]:
+def files_of(task, split, source: Path) -> Iterator[tuple[str, Path | str, Found]]:
     """(language, file, what it holds) of a split, by what names say: train-en.tsv, test-context-de-question-de.json.
 
     PAN-X as published, de/train, says the language by its folder. SQuAD's files say no language. A file whose name says
     no split belongs to the one that is scored. Files of another form are left out, and those of several languages or of
-    none that the benchmark has.
+    none that the benchmark has, but for XNLI's own JSON lines, where every row says its language.
     """
     folders = [each.folder for each in TASKS.values() if each.folder]
     if any((source / folder).is_dir() for folder in folders):  # XTREME's folder of all tasks
@@ -176,6 +176,14 @@ def files_of(task, split, source: Path) -> Iterator[tuple[str, Path, Found]]:
         endings, reader = FORMS[TASKS[task].kind]
         if named == split and len(languages) == 1 and name.suffix in endings:
             yield min(languages), path, reader(path, TASKS[task].labels)
+        if named == split and not languages and (task, name.suffix) == ("xnli", ".jsonl"):
+            for language in languages_of(task, split):
+                yield language, f"{path}, {language}", read_labels(path, TASKS[task].labels, language)
+
+
+def languages_of(task, split) -> list[str]:
+    """Those that are read of a source that has all: English alone where the split is not scored."""
+    return TASKS[task].languages.split() if split == TASKS[task].test else ["en"]
 
 
 def read_tags(path: Path, labels: tuple) -> Found:
@@ -243,13 +251,18 @@ def answered(name, question, context, answers: Iterable) -> Found:
     yield Example(name, (question, context), found or None)
 
 
-def read_labels(path: Path, labels: tuple) -> Found:
-    """`sentence TAB sentence TAB label` lines; the label may be missing.
+def read_labels(path: Path, labels: tuple, language="") -> Found:
+    """`sentence TAB sentence TAB label` lines; the label may be missing. With a language, its rows of JSON lines.
 
     A broken line is left out; an unknown label stays, and no prediction equals it.
     """
     for line in read_lines(path):
         cells = line.rstrip("\r\n").split("\t")
+        if language:
+            row = json_object(line)
+            if row.get("language", language) != language:
+                continue
+            cells = [str(row[key]) for key in ("sentence1", "sentence2", "gold_label") if key in row]
         if len(cells) == 2:
             cells.append("")
         if len(cells) != 3:
@@ -290,8 +303,7 @@ def submission(task, language, examples: list, predicted: list) -> tuple:
 
 def hub_of(task, split) -> Iterator[tuple[str, str, Found]]:
     """(language, what is read, what it holds) of a split."""
-    languages = TASKS[task].languages if split == TASKS[task].test else "en"
-    for language in languages.split():
+    for language in languages_of(task, split):
         yield language, f"{task} from the hub, {split}, {language}", from_hub(task, split, language)
 
 
