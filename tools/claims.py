@@ -75,7 +75,8 @@ def effect(folder: Path, pair: dict) -> dict:
     mean = fmean(differences)
     low, high = test.confidence_interval()
     verdict = "holds" if low > 0 else "the opposite" if high < 0 else "level"
-    words = f"{pair['where']}: {mean:+.2g} ({low:+.2g} to {high:+.2g}, p {test.pvalue:.2g})"
+    said = [f"{float(f'{x:.2g}'):+g}" for x in (mean, low, high)]  # two digits, and no exponent
+    words = "{}: {} ({} to {}, p {:.2g})".format(pair["where"], *said, test.pvalue)
     drawn = {"seeds": differences, "mean": [mean], "ends": [low, high], "paper": []}
     if "paper" in pair:
         before, after = pair["paper"]
