@@ -209,13 +209,16 @@ class Run:
 
 
 def read_run(folder: str, script: str) -> Run:
-    """Raises ValueError where the folder holds no run of the script."""
+    """Raises ValueError where the folder holds no run of the script, or its log is torn."""
     config = read_json(Path(folder, "config.json"))
     log = Path(folder, "metrics.jsonl")
-    if SCRIPTS[script] not in config or not log.exists():
+    lines = log.read_text().splitlines() if log.exists() else []
+    if SCRIPTS[script] not in config or not lines:
         raise ValueError(f"{folder} holds no run of {script}.py with an evaluation: give such as out/{script}/demo")
-    lines = log.read_text().splitlines()
-    return Run(folder, config, [json.loads(line) for line in lines])
+    try:
+        return Run(folder, config, [dict(**json.loads(line)) for line in lines])
+    except (ValueError, TypeError):
+        raise ValueError(f"{log} has a torn line: the run's command goes on from its checkpoint and mends it") from None
 
 
 def router_of(config: dict) -> type | None:

@@ -56,6 +56,8 @@ def check(config):
     for name, value in vars(config).items():
         if value == "" and name != "prompt":
             raise ValueError(f"--{name} is empty: leave it out, or name something")
+        if name == "prompt" and value.encode(errors="ignore").decode() != value:
+            raise ValueError(f"--prompt is no text: {value!r}")
         if type(value) not in (int, float):
             continue
         if name not in LIMITS and not 0 < value < ANY:

@@ -233,8 +233,10 @@ class Run:
         if self.log:
             self.write("metrics.jsonl", self.log)  # without the lines of steps that will be taken again
         if self.config.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter  # says what to install where it is missing
-
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError:
+                raise ValueError("--tensorboard needs one more library: pip install tensorboard") from None
             self.board = SummaryWriter(self.folder / "tensorboard", purge_step=self.start + 1)
 
     def write(self, name: str, content: dict | str | bytes):

@@ -157,6 +157,12 @@ def test_what_is_no_log_or_cannot_be_drawn_is_one_clear_line(folders, draw, tmp_
     for text, error in {'{"seed": 1}': "holds no run of train_electra.py", "{": "is not readable JSON"}.items():
         (folders[1] / "config.json").write_text(text)
         assert error in told(folders[1])
+    log = folders[0] / "metrics.jsonl"
+    whole = log.read_text()
+    for text, error in {"": "holds no run of", whole[:-5]: f"{log} has a torn line", "7\n": "has a torn line"}.items():
+        log.write_text(text)
+        assert error in told(folders[0])
+    log.write_text(whole)
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "matplotlib.figure", None)
         assert "pip install matplotlib" in told(folders[0])

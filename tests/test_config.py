@@ -38,6 +38,7 @@ REFUSED = {  # in one line
     "preset": ({"preset": "wikitext103-323"}, "preset must be one of demo, small, wikitext103-124M"),
     "table": ({"table": 3}, "table must be one of 1, 2, not 3"),
     "what the rows say": ({"table": 1, "split": 8}, "its rows have a --split of their own: leave it out"),
+    "no text": ({"prompt": "\udcff"}, "--prompt is no text: '\\udcff'"),
     "no folder": ({"out_dir": ""}, "--out_dir is empty: leave it out, or name something"),
     "device": ({"device": "nonsense"}, "device nonsense: "),
     "data": ({"data": "wikitext103x"}, "python -m data.prepare"),

@@ -337,6 +337,29 @@ def test_after_step_restores_norms_and_keeps_the_temperature_positive():
     assert torch.equal(other.experts, before)
 
 
+def test_100_steps_turn_expert_embeddings_and_leave_their_norm():  # X-MoE 3.1
+    router = make_router("hypersphere", 5, training=True)
+    router.after_step()
+    before, optimizer = router.experts.detach().clone(), torch.optim.AdamW(router.parameters(), lr=0.01)
+    for _ in range(100):
+        routing = router(torch.randn(16, D, dtype=torch.float64))
+        (routing.weight.square().sum() + routing.balance_loss).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        router.after_step()
+        assert_same(router.experts.norm(dim=1).detach(), torch.full((5,), 0.1, dtype=torch.float64))
+    assert (torch.cosine_similarity(router.experts, before, dim=1) < 0.999).all()
+
+
+def test_scores_on_the_hypersphere_are_cosines_at_any_scale():  # X-MoE eq. 7
+    router, h = make_router("hypersphere", 5), torch.randn(16, D, dtype=torch.float64)
+    scores = router.scores(h)
+    assert scores.abs().max() <= 1 and scores.std() > 0.1
+    with torch.no_grad():
+        router.experts.mul_(7)
+    assert_same(router.scores(3 * h).detach(), scores.detach())
+
+
 @every_gate
 @pytest.mark.parametrize("K, x_moe", [(1, False), (2, False), (2, True), (3, True)])
 def test_gradient_through_the_gate_is_a_sum_of_expert_embeddings(K, x_moe, gate):  # X-MoE eqs. 4 to 6

@@ -579,7 +579,7 @@ def test_evaluations_go_to_tensorboard_too(options, monkeypatch, capsys):
             seen.append((name, value, step))
 
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    assert "tensorboard" in LM.refused(options | {"tensorboard": True}, monkeypatch, capsys)
+    assert "pip install tensorboard" in LM.refused(options | {"tensorboard": True}, monkeypatch, capsys)
     gc.collect()  # the lock of that run
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer))
     LM.run(options | {"tensorboard": True}, monkeypatch)

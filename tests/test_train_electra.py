@@ -172,6 +172,16 @@ def test_samples_are_of_fp32_even_where_logits_are_not():
     assert sample(torch.full((3, 5), math.nan)).shape == (3,)  # a NaN must reach the loss, which reports it
 
 
+def test_the_discriminator_teaches_the_generator_nothing_but_its_embeddings():
+    """No gradient flows through sampling."""
+    model, (batch, _, _) = small(), small_batch()
+    (_, rtd, _), _ = losses_of(model, batch, model.config, HERE)
+    rtd.backward()
+    for name, p in model.generator.named_parameters():
+        shared = p is model.encoder.wte.weight or p is model.encoder.wpe.weight
+        assert (p.grad is not None and bool(p.grad.any())) == shared, name
+
+
 def test_padding_that_the_generator_draws_is_a_token_like_any_other(monkeypatch):
     """A row's answers do not change when it stands beside a longer one, even with a drawn <pad> inside."""
     model, (batch, real, original) = small(), small_batch()
