@@ -296,7 +296,12 @@ def report(config: Config, result: dict) -> str:
     languages = result["valid"]["languages"]
     words = ", ".join(f"{name} {languages[name]:.2f}" for name in sorted(languages, key=languages.get))
     lines = [f"\n{result['name']}, perplexity of every language:", words, f"valid {describe(result['valid'])}"]
-    return "\n".join([*lines, counting.describe(result["counting"])])
+    lines.append(counting.describe(result["counting"]))
+    counted = result["counting"].get("neighbours", {}).get("languages")
+    if counted:
+        ahead = sum(ppl < counted[name] for name, ppl in languages.items() if name in counted)
+        lines.append(f"the model is ahead of counting by neighbours in {ahead} of {len(counted)} languages")
+    return "\n".join(lines)
 
 
 def main():

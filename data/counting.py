@@ -108,7 +108,8 @@ def masked_scores(data, max_tokens=None) -> dict[str, dict]:
     keys = language * V + train  # a language and a token as one number
     following = count_beside(keys[:-1], train[1:], V)
     preceding = count_beside(keys[1:], train[:-1], V)
-    by_tokens, by_neighbours = torch.zeros(2, 3).double()  # sums of losses, of right ones, and their number
+    # Of each language sums of losses, of right ones, and their number.
+    by_tokens, by_neighbours = torch.zeros(2, len(sizes), 3).double()
     for _, _, batch in data.eval_batches("valid", 1, max_tokens):
         ids = F.pad(batch.ids.flatten(), (0, 1), value=data.tokenizer.bos)
         shown = ids[batch.masked]
@@ -124,10 +125,14 @@ def masked_scores(data, max_tokens=None) -> dict[str, dict]:
             for sums, p in ((by_tokens, single.clone()), (by_neighbours, both)):
                 p[shown[m]] *= odds[m]
                 loss = p.sum().log() - p[target].log()
-                sums += torch.stack([loss, p.argmax() == target, torch.ones(())])
+                sums[batch.language[m]] += torch.stack([loss, p.argmax() == target, torch.ones(())])
     found = {}
-    for name, (loss, right, count) in {"tokens": by_tokens, "neighbours": by_neighbours}.items():
-        found[name] = {"ppl": float(torch.exp(loss / count)), "right": float(right / count)}
+    for name, sums in {"tokens": by_tokens, "neighbours": by_neighbours}.items():
+        loss, right, count = sums.sum(dim=0)
+        found[name] = {"ppl": float(torch.exp(loss / count)), "right": float(right / count), "languages": {}}
+        for language, (loss, _, count) in zip(data.languages, sums.tolist()):
+            if count:
+                found[name]["languages"][language] = math.exp(loss / count)
     return found
 
 

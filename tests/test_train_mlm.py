@@ -7,7 +7,7 @@ import dataclasses
 import json
 import math
 import signal
-from collections import Counter
+from collections import Counter, defaultdict
 from statistics import fmean
 
 import numpy as np
@@ -163,6 +163,7 @@ def test_counting_is_its_literal_definition(options, monkeypatch, capsys):
     before = [train[: sum(map(len, texts[:i]))][-1:] + text for i, text in enumerate(texts)]
     singles = [reference.interpolated(text, of_all) for text in texts]
     losses, right, seen = {"tokens": [], "neighbours": []}, Counter(), Counter()
+    alone = defaultdict(list)  # losses of each language by neighbours
     for _, _, batch in data.eval_batches("valid", 1, 150):
         T, first = batch.ids.shape[1], int(batch.ids[0, 0])
         for place, language, token in zip(batch.masked.tolist(), batch.language.tolist(), batch.targets.tolist()):
@@ -177,14 +178,21 @@ def test_counting_is_its_literal_definition(options, monkeypatch, capsys):
                     p = reference.shown(p, there, 0.1, 0.1 / (V - len(data.tokenizer.special)))
                     seen[there == token] += 1
                 losses[what].append(-math.log(p[token]))
+                if what == "neighbours":
+                    alone[data.languages[language]].append(-math.log(p[token]))
                 right[what] += token == np.argmax(p)
     assert min(seen.values()) > 1  # of both kinds
     found = counting.masked_scores(data, 150)
     for what, each in losses.items():
-        assert found[what] == pytest.approx({"ppl": math.exp(fmean(each)), "right": right[what] / len(each)})
+        scores = {name: found[what][name] for name in ("ppl", "right")}
+        assert scores == pytest.approx({"ppl": math.exp(fmean(each)), "right": right[what] / len(each)})
+    by_language = {name: math.exp(fmean(each)) for name, each in alone.items()}
+    assert found["neighbours"]["languages"] == pytest.approx(by_language) and len(alone) > 1
     MLM.run(options | {"eval_tokens": 150}, monkeypatch)
-    assert result_of(options["out_dir"])["counting"] == found
-    assert capsys.readouterr().out.count(counting.describe(found)) == 2  # before training, and after
+    result, out = result_of(options["out_dir"]), capsys.readouterr().out
+    assert result["counting"] == found and out.count(counting.describe(found)) == 2  # before training, and after
+    ahead = [name for name, ppl in by_language.items() if result["valid"]["languages"][name] < ppl]
+    assert f"ahead of counting by neighbours in {len(ahead)} of {len(alone)} languages" in out
     data.tokens["train"] = np.zeros(2**24 + 1, dtype="uint16")
     assert counting.describe(counting.masked_scores(data)) == "counting: not done, the training text is large"
 
