@@ -308,6 +308,7 @@ def read_tensors(folder: Path) -> Weights:
 
 
 def read_part(file: Path) -> Weights:
+    """The tensors of one file: safetensors, or the pickle of older models."""
     if file.suffix == ".bin":
         return torch.load(file, map_location="cpu", weights_only=True)
     from safetensors.torch import load_file

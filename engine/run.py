@@ -26,7 +26,7 @@ from engine.device import Context, fail, show, warn
 CHECKPOINTS = "ckpt.pt", "ckpt.prev.pt"  # the newest, and the one before it
 WEIGHTS = "model.pt", *CHECKPOINTS  # the first of them has the best weights of a translator, or of fine-tuning
 MADE = *WEIGHTS, "metrics.jsonl", "result.json", "eval-*.json"  # what --resume false deletes
-HOLDS = {
+HOLDS = {  # what every checkpoint has, of which type
     "model": dict,
     "class": str,
     "constants": dict,
@@ -211,7 +211,10 @@ class Run:
             self.make_folder()
 
     def make_folder(self):
-        """A run that starts again deletes what runs make. Raises ValueError where another process trains here."""
+        """A run that starts again deletes what runs make.
+
+        Raises ValueError where another process trains here, or the files to delete are of no run.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         self.lock = FileLock(self.folder / "lock")  # as long as there is this object
         try:

@@ -23,8 +23,10 @@ class Table(NamedTuple):
 
     def row(self, labels: tuple[str, ...], seeds: list[dict]) -> dict[str, str]:
         """{header: cell} of a row. seeds: what a script's `cells` says of each, {header: (number or None, format)}."""
-        means = {name: mean_cell([cells[name] for cells in seeds]) for name in seeds[0]}
-        return dict(zip(self.labels, labels)) | means
+        row = dict(zip(self.labels, labels))
+        for name in seeds[0]:
+            row[name] = mean_cell([cells[name] for cells in seeds])
+        return row
 
     def render(self, results: list[list[dict]], cells: Callable) -> str:
         """Markdown. results: of each row's seeds."""
@@ -96,7 +98,7 @@ def told(words: Callable, result: dict):
 
 
 def table_of(config, presets: dict, tables: dict) -> Table:
-    """The table that a config asks for, or one with a single row. Raises ValueError where there is none such."""
+    """The table that a config asks for, or one with a single row. Raises ValueError for one that the script lacks."""
     if not config.table:
         name = run_name(config, presets)
         return Table(config.preset, ("run",), [((name,), {})])

@@ -306,7 +306,9 @@ def main():
         machine = context.machine
         context.say(", ".join(f"{key} {value}" for key, value in machine.items()))
         for found in bench(config, context):
-            rows = [[cell(record[column]) for column in columns] for record in found]
+            rows = []
+            for record in found:
+                rows.append([cell(record[column]) for column in columns])
             context.say(f"\n{markdown_table(columns, rows)}")
             lines += [json.dumps(record | {"machine": machine}) for record in found]
             if config.json:

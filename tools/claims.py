@@ -81,7 +81,8 @@ def effect(folder: Path, pair: dict) -> dict:
     if "paper" in pair:
         before, after = pair["paper"]
         drawn["paper"] = [take(after) - take(before)]
-    drawn = {name: [round(float(x), 3) for x in numbers] for name, numbers in drawn.items()}  # so on every machine
+    for name, numbers in drawn.items():
+        drawn[name] = [round(float(x), 3) for x in numbers]  # the same on every machine
     return pair | drawn | {"words": words, "verdict": verdict}
 
 
