@@ -361,7 +361,8 @@ def train(config: Config, context) -> dict:
             with context.autocast():
                 logits, balance = forward(ids, real, words)
             loss = cross_entropy(logits, targets)
-            ((loss + config.balance_coef * balance) / len(run.micros)).backward()  # X-MoE eq. 10
+            total = loss + config.balance_coef * balance  # X-MoE eq. 10
+            (total / len(run.micros)).backward()
             run.add(loss, tokens=ids.numel() if real is None else len(real))
         parallel.clip_grad_norm_(model, config.grad_clip)
         optimizer.step()

@@ -230,7 +230,8 @@ class Electra(SparseModel):
         h, balance = self.encoder(corrupt.view_as(ids), real)  # (B, T, D)
         verdicts = self.out(self.ln_h(F.gelu(self.dense(h)))).flatten()  # (B * T,)
         wrong = drawn != targets  # a token that was drawn as it stood there counts as original
-        replaced = torch.zeros_like(corrupt, dtype=torch.bool).index_copy(0, masked, wrong)  # (B * T,)
+        replaced = corrupt.new_zeros(len(corrupt), dtype=torch.bool)
+        replaced[masked] = wrong
         if real is not None:
             verdicts, replaced = verdicts[real], replaced[real]  # (S,)
         return logits, balance, verdicts, replaced
@@ -243,7 +244,8 @@ def sample(logits: Tensor) -> Tensor:
     torch.multinomial is slower, and meets a NaN with an assertion on the device.
     """
     logits = logits.float()
-    return (logits - torch.rand_like(logits).log_().neg_().log_()).argmax(dim=1)
+    noise = torch.rand_like(logits).log_().neg_().log_()  # in place: each is as large as the logits
+    return (logits - noise).argmax(dim=1)
 
 
 def losses_of(forward, batch: Masked, config: Config, context):

@@ -205,13 +205,16 @@ def evaluate(model: GPT, data: TokenData, split: str, context, max_tokens: int |
     model.eval()
     watches = [measures.RoutingStats(moe) for moe in model.moe_layers]
     sums = torch.zeros(3, dtype=torch.float64)  # cross entropy, balance loss, tokens
-    for number, (x, y) in enumerate(data.eval_batches(split, max_tokens, context.rank, context.world)):
-        seed_all(model.config.seed, 0, 1 + context.rank + number * context.world)  # for a router that draws
+    batches = data.eval_batches(split, max_tokens, context.rank, context.world)
+    for number, (x, y) in enumerate(batches):
+        micro = context.rank + number * context.world
+        seed_all(model.config.seed, 0, 1 + micro)  # for a router that draws
         x, y = context.send_all(x, y)
         with context.autocast():
             logits, balance = model(x)
             loss = cross_entropy(logits.flatten(0, 1), y.flatten())
-        sums += torch.tensor([float(loss), float(balance), 1.0], dtype=torch.float64) * y.numel()
+        means = [float(loss), float(balance), 1.0]
+        sums += y.numel() * torch.tensor(means, dtype=torch.float64)
     loss, balance, tokens = context.sum(sums).tolist()
     model.train()
     loss, counts = loss / tokens, data.meta["splits"][split]
@@ -249,7 +252,8 @@ def train(config: Config, context) -> dict:
             return run.result
         model = build(config, data, context)
         parameters = flops.count_parameters(model)
-        work = flops.flops_per_token(model, config, head=2 * config.n_embd * data.vocab_size)
+        head = 2 * config.n_embd * data.vocab_size
+        work = flops.flops_per_token(model, config, head)
         size = "{total:,} parameters, {active:,.0f} active a token".format(**parameters)
         context.say(f"{run.name}: {size}; {work / 1e6:.1f} MFLOPs a token forward at full capacity")
         by_counting = counting.text_losses(data, config.steps)
@@ -259,7 +263,8 @@ def train(config: Config, context) -> dict:
 
     for step in run.steps():
         peak, floor = config.learning_rate, config.min_learning_rate
-        set_learning_rate(optimizer, cosine(step, config.steps, config.warmup, peak, floor))
+        rate = cosine(step, config.steps, config.warmup, peak, floor)
+        set_learning_rate(optimizer, rate)
         for micro in run.micros:
             seed_all(config.seed, 1 + step, micro)  # all that is random: so a resumed run is the same run
             forward.require_backward_grad_sync = micro == run.micros[-1]  # processes exchange gradients once
@@ -267,7 +272,8 @@ def train(config: Config, context) -> dict:
             with context.autocast():
                 logits, balance = forward(x)
                 loss = cross_entropy(logits.flatten(0, 1), y.flatten())
-            ((loss + config.balance_coef * balance) / len(run.micros)).backward()
+            total = loss + config.balance_coef * balance
+            (total / len(run.micros)).backward()
             run.add(loss, tokens=x.numel())
         parallel.clip_grad_norm_(model, config.grad_clip)
         optimizer.step()
@@ -282,8 +288,9 @@ def train(config: Config, context) -> dict:
     result["counting"] = {name: measures.bits_per_byte(loss, text) for name, loss in by_counting.items()}
     if model.moe_layers and model.moe_layers[-1].router.most is None and not model.sees_later:
         batches = [x for x, _ in data.eval_batches("test", 1 << 16)]
-        for name, tokens in zip(("easy", "hard"), measures.easy_and_hard(model, batches, context)):
-            result[name] = [data.tokenizer.decode([token]) for token in tokens]
+        easy, hard = measures.easy_and_hard(model, batches, context)
+        result["easy"] = [data.tokenizer.decode([token]) for token in easy]
+        result["hard"] = [data.tokenizer.decode([token]) for token in hard]
     return run.finish(result)
 
 
@@ -308,10 +315,11 @@ def evaluate_run(config: Config, context) -> dict:
         if checkpoint:
             parallel.load_model(model, checkpoint["model"])
     file = f"eval-t={config.eval_threshold}-capacity={config.eval_capacity}.json"
-    step, known = checkpoint.get("step", 0), read_json(run.folder / file)
-    if (known.get("name"), known.get("step")) == (run.name, step):
+    known = read_json(run.folder / file)
+    tested = {"name": run.name, "step": checkpoint.get("step", 0)}
+    if tested.items() <= known.items():
         return known  # these weights were tested in this way before
-    result = {"name": run.name, "step": step} | test(model, data, context)
+    result = tested | test(model, data, context)
     result |= {"parameters": flops.count_parameters(model)}
     run.write(file, result)
     return result

@@ -320,7 +320,8 @@ def train(config: Config, context) -> dict:
             with context.autocast():
                 logits, balance = forward(batch.source, batch.target, batch.source_real, batch.target_real)
                 loss = cross_entropy(logits, batch.labels, label_smoothing=config.label_smoothing)
-            ((loss + config.balance_coef * balance) / len(run.micros)).backward()
+            total = loss + config.balance_coef * balance
+            (total / len(run.micros)).backward()
             run.add(loss, tokens=batch.tokens)
         parallel.clip_grad_norm_(model, config.grad_clip)
         optimizer.step()

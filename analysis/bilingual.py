@@ -36,12 +36,13 @@ def right_by_pair(model, pairs, config, context, maskings, beside) -> Tensor:
     found, total = Counter(), Counter()  # (half, where a batch begins) -> its rows, added up over maskings
     for half in (0, 1):
         shown = (0, 1) if beside else (half,)
-        for _, first, batch in pairs.eval_batches(*read, masked=(half,), shown=shown):
-            found.update({(half, first): right_by_row(model, batch, context)})
+        batches = pairs.eval_batches(*read, masked=(half,), shown=shown)
+        for _, first, batch in batches:
+            found[half, first] += right_by_row(model, batch, context)
     for part in context.gather(found):
         total.update(part)
-    rows = torch.cat([total[key] for key in sorted(total)], dim=1)  # (2, 2 R): those of the one half, then the other's
-    return sum(rows.chunk(2, dim=1))
+    rows = [total[key] for key in sorted(total)]  # those of the one half, then the other's
+    return sum(torch.cat(rows, dim=1).chunk(2, dim=1))
 
 
 @torch.no_grad()
@@ -67,12 +68,13 @@ def retrieval(encoder: Encoder, pairs: PairData, config, context, most: int = 10
     vectors_of = partial(measures.sentence_vectors, encoder, pairs.tokenizer, **how)
     found = []
     for language in pairs.languages[context.rank :: context.world]:
-        texts = [side[:most] for side in pairs.texts("valid", language)]
-        if texts[0]:
-            vectors = [vectors_of(side) for side in texts]
+        sides = pairs.texts("valid", language)
+        if sides[0]:
+            vectors = [vectors_of(side[:most]) for side in sides]
             plain = measures.retrieval(*vectors).tolist()
-            centred = measures.retrieval(*map(measures.centred, vectors)).tolist()
-            chance = 1 / len(texts[0])
+            vectors = [measures.centred(own) for own in vectors]
+            centred = measures.retrieval(*vectors).tolist()
+            chance = 1 / len(sides[0][:most])
             found.append((plain, centred, chance))
     plain, centred, chance = zip(*chain(*context.gather(found)))
     return {"retrieval": mean(plain), "centred": mean(centred), "chance": fmean(chance)}

@@ -109,7 +109,8 @@ def masked_scores(data, max_tokens=None) -> dict[str, dict]:
     following = count_beside(keys[:-1], train[1:], V)
     preceding = count_beside(keys[1:], train[:-1], V)
     # Of each language sums of losses, of right ones, and their number.
-    by_tokens, by_neighbours = torch.zeros(2, len(sizes), 3).double()
+    by_tokens = torch.zeros(len(sizes), 3, dtype=torch.float64)
+    by_neighbours = torch.zeros_like(by_tokens)
     for _, _, batch in data.eval_batches("valid", 1, max_tokens):
         ids = F.pad(batch.ids.flatten(), (0, 1), value=data.tokenizer.bos)
         shown = ids[batch.masked]
@@ -129,10 +130,11 @@ def masked_scores(data, max_tokens=None) -> dict[str, dict]:
     found = {}
     for name, sums in {"tokens": by_tokens, "neighbours": by_neighbours}.items():
         loss, right, count = sums.sum(dim=0)
-        found[name] = {"ppl": float(torch.exp(loss / count)), "right": float(right / count), "languages": {}}
-        for language, (loss, _, count) in zip(data.languages, sums.tolist()):
-            if count:
-                found[name]["languages"][language] = math.exp(loss / count)
+        languages = {}
+        for language, (own_loss, _, own_count) in zip(data.languages, sums.tolist()):
+            if own_count:
+                languages[language] = math.exp(own_loss / own_count)
+        found[name] = {"ppl": float(torch.exp(loss / count)), "right": float(right / count), "languages": languages}
     return found
 
 
@@ -141,7 +143,7 @@ def describe(found: dict[str, dict]) -> str:
     if not found:
         return "counting: not done, the training text is large"
     words = "perplexity {ppl:.2f}, {right:.1%} right"
-    tokens, both = (words.format(**own) for own in found.values())
+    tokens, both = words.format(**found["tokens"]), words.format(**found["neighbours"])
     return f"counting: {tokens} by the tokens of each language; {both} by the two beside each as well (first masking)"
 
 

@@ -51,8 +51,9 @@ NAMED = """af Afrikaans ar Arabic bg Bulgarian bn Bengali de German el Greek en 
     ko Korean mr Marathi nl Dutch pt Portuguese ru Russian sw Swahili ta Tamil te Telugu th Thai tl Tagalog tr Turkish
     ur Urdu vi Vietnamese yo Yoruba zh Chinese""".split()
 NAMES = dict(zip(NAMED[::2], NAMED[1::2]))  # code -> name, as the hub has it
-LANGUAGES = {name.lower(): code for code, name in NAMES.items()}  # what file names say -> code
-LANGUAGES |= {code: code for code in [*NAMES, *"az gu jv ka lt ml ms my pa pl qu ro uk wo".split()]}
+CODES = [*NAMES, *"az gu jv ka lt ml ms my pa pl qu ro uk wo".split()]
+LANGUAGES = {code: code for code in CODES}  # what file names say -> code
+LANGUAGES |= {name.lower(): code for code, name in NAMES.items()}
 
 
 class Example(NamedTuple):

@@ -96,21 +96,26 @@ def translate(model: Translator, source, real, tokenizer, beam=5, length_penalty
             best, place = total.flatten(1).topk(2 * K)  # (b, 2 K), the best first
             before, token = place // V, place % V
             ends = token == tokenizer.eos
-            for i, j in (ends & (best > -math.inf))[:, :K].nonzero().tolist():
+            ended = ends & (best > -math.inf)
+            for i, j in ended[:, :K].nonzero().tolist():
                 value = float(best[i, j]) / t**length_penalty
                 ids = written[i, before[i, j], 1:].tolist()
                 finished[searched[i]].append((value, ids))
             # Of the 2 K best continuations of a sentence at most K are ends, one of each beam, so K go on.
             going_on = ends.int().argsort(dim=1, stable=True)[:, :K]
-            score, before, token = (x.gather(1, going_on) for x in (best, before, token))
+            score = best.gather(1, going_on)
+            before = before.gather(1, going_on)
+            token = token.gather(1, going_on)
             written = written.take_along_dim(before.unsqueeze(2), dim=1)
             written = torch.cat([written, token.unsqueeze(2)], dim=2)
-            stay = [i for i, own in enumerate(searched) if not must_end[i] and len(finished[own]) < K]
+            full = [len(finished[own]) >= K for own in searched]
+            stay = [i for i in range(len(searched)) if not (must_end[i] or full[i])]
             rows = before + K * torch.arange(len(searched), device=device).unsqueeze(1)
             past = rows_of(past, rows[stay].flatten())
             if len(stay) < len(searched):
                 encoded = encoded.sentences(stay)
-                written, score, longest = written[stay], score[stay], longest[stay]
+                written, score = written[stay], score[stay]
+                longest = longest[stay]
                 searched = [searched[i] for i in stay]
     model.train(was_training)
     return [max(pairs)[1] for pairs in finished]

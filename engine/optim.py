@@ -48,8 +48,13 @@ def adamw(model: torch.nn.Module, config) -> torch.optim.AdamW:
         kind = decay, times, type(p)  # FSDP's parameters are not stepped with others
         group = groups.setdefault(kind, {"params": [], "weight_decay": decay, "times": times})
         group["params"].append(p)
-    how = dict(betas=(0.9, config.beta2), eps=config.eps, fused=True)
-    return torch.optim.AdamW(list(groups.values()), lr=config.learning_rate, **how)
+    return torch.optim.AdamW(
+        list(groups.values()),
+        lr=config.learning_rate,
+        betas=(0.9, config.beta2),
+        eps=config.eps,
+        fused=True,
+    )
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, value: float):
@@ -76,5 +81,6 @@ def linear(step: int, steps: int, warmup: float, peak: float) -> float:
 
 def inverse_sqrt(step: int, warmup: int, peak: float) -> float:
     """Learning rate of `step` (from 0): a line up to `peak` in `warmup` steps, then falling as 1 / sqrt(step)."""
-    rising, falling = (step + 1) / warmup, math.sqrt(warmup / (step + 1))
+    rising = (step + 1) / warmup
+    falling = math.sqrt(warmup / (step + 1))
     return peak * min(rising, falling)

@@ -30,7 +30,10 @@ class Table(NamedTuple):
 
     def render(self, results: list[list[dict]], cells: Callable) -> str:
         """Markdown. results: of each row's seeds."""
-        rows = [self.row(labels, list(map(cells, seeds))) for (labels, _), seeds in zip(self.rows, results)]
+        rows = []
+        for (labels, _), result in zip(self.rows, results):
+            seeds = [cells(one) for one in result]
+            rows.append(self.row(labels, seeds))
         return markdown_table(list(rows[0]), [list(row.values()) for row in rows])
 
 
@@ -63,7 +66,8 @@ def seeds_of(config, change: dict) -> list:
 def start(Config: type, presets: dict):
     """-> the config of the command line, and where this process stands; or one clear line."""
     # A stream that was closed before is None; what it is told goes nowhere.
-    sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))
+    sys.stdout = sys.stdout or open(os.devnull, "w")
+    sys.stderr = sys.stderr or open(os.devnull, "w")
     for each in SIGNALS:
         signal.signal(each, lambda number, frame: stop(number))
     with clear_errors():

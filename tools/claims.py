@@ -46,7 +46,8 @@ def claims(folder: Path) -> list[dict]:
     """Each claim with its effects, and what they say together."""
     rows = read(folder / "claims.json")
     for claim in rows:
-        claim["pairs"] = pairs = [effect(folder, pair) for pair in claim["pairs"]]
+        pairs = [effect(folder, pair) for pair in claim["pairs"]]
+        claim["pairs"] = pairs
         claim["effect"] = "<br>".join(pair["words"] for pair in pairs)
         found = {pair["verdict"] for pair in pairs}
         if len(found) == 1:
