@@ -37,11 +37,12 @@ def wrap(model: nn.Module, config, context) -> nn.Module:
     if context.world == 1 or isinstance(model, FSDPModule):
         return forward
     others = [name for name, p in forward.named_parameters() if hasattr(p, "sum_over")]
+    others += [name for name, _ in forward.named_buffers()]  # Hash's table is the same everywhere
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(forward, others)
     devices = [context.device] if device == "cuda" else None
     if devices and not config.compile:  # single layers alone are compiled, which must not be cut to overlap with DDP
         torch._dynamo.config.optimize_ddp = False
-    return DistributedDataParallel(forward, device_ids=devices, broadcast_buffers=False)
+    return DistributedDataParallel(forward, device_ids=devices)
 
 
 def share_experts(model: nn.Module, mesh: DeviceMesh, micro_tokens: int):

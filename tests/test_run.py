@@ -231,6 +231,7 @@ def test_one_process_that_is_sent_a_signal_stops_both(options):
     out = (options["out_dir"] / "log.txt").read_text()
     (step,) = re.findall(r"stopped at step (\d+); the same command goes on", out)
     assert "exitcode: 143" in out and "[rank" not in out and "Error: " not in out.split("ChildFailed")[0]
+    assert "Warning: " not in out  # of a library, whose words users would take for ours
     state = checkpoint(options)
     window = state["window"]
     assert state["step"] == int(step) and window["since"] == int(step) // 10 * 10
