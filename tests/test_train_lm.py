@@ -96,7 +96,7 @@ def test_every_step_has_its_rate_and_is_clipped(options, monkeypatch):
     assert rates == [cosine(step, 8, 0.25, 1.0, 0.1) for step in range(8)] and limits == [0.25] * 8
 
 
-def test_evaluation_is_its_literal_definition(options):
+def test_evaluation_is_its_literal_definition(options, monkeypatch):
     """On all of a split or on its first tokens; what a router draws, and so the score, is the same every time."""
     _, data, net = opened(options | {"dtype": "float64", "dropout": 0.5, "micro_tokens": 80, "batch_tokens": 80})
     context, draws = setup("cpu", "float64"), []
@@ -108,6 +108,12 @@ def test_evaluation_is_its_literal_definition(options):
     net.eval().requires_grad_(False)
     batches = list(data.eval_batches("valid", None))
     assert draws[: len(batches)] == draws[len(batches) : 2 * len(batches)] and len(set(draws)) == len(batches)
+    monkeypatch.setattr(type(context), "sum", lambda self, x: x)
+    for rank in (0, 1):  # of two processes each draws for its batches what a single one does
+        del draws[len(batches) :]
+        train_lm.evaluate(net, data, "valid", dataclasses.replace(context, rank=rank, world=2))
+        assert draws[len(batches) :] == draws[rank : len(batches) : 2]
+    net.eval()
     assert batches[-1][1].numel() < 80 == batches[0][1].numel()
     for x, y in batches:
         logits, balance = net(x)
@@ -169,6 +175,15 @@ def test_tokens_are_ordered_by_the_experts_they_want(options, monkeypatch):
     assert (easy, hard) == (order[:8], order[:-9:-1]) and len(often) < len(counts)
     assert order[0] % E == 0 and order[-1] % E == E - 1
     assert not net.training and not net.moe_layers[-1].watchers
+
+
+def test_a_report_names_easy_and_hard_tokens(options, monkeypatch, capsys):
+    _, data, _ = opened(options)
+    one, two, three = (data.tokenizer.encode_batch([digit])[0][-1] for digit in "123")
+    monkeypatch.setattr(measures, "easy_and_hard", lambda *_: ([one, two], [three]))
+    LM.run(options, monkeypatch)
+    out = capsys.readouterr().out
+    assert "wanted by: 1 2\n" in out and "many by: 3\n" in out
 
 
 def test_a_finished_run_goes_on_from_any_prompt_as_it_comes(options, monkeypatch, capsys):
