@@ -6,6 +6,7 @@ What all scripts share is tested in test_run.py.
 import dataclasses
 import json
 import math
+from collections import Counter
 from pathlib import Path
 from statistics import fmean
 
@@ -440,3 +441,16 @@ def test_the_translation_comparison_masks_the_same_tokens(options):
     found.pop("effect")
     assert found == pytest.approx({name: fmean(right for _, right in own) for name, own in guesses.items()})
     assert min(found.values()) > 0
+
+
+def test_masked_tokens_are_counted_pair_by_pair(options):
+    """Over both halves and all maskings, in several batches."""
+    config, context, data, model = opened(options | {"micro_tokens": 64, "batch_tokens": 64})
+    given = data["pairs"], config, context
+    expected, firsts = Counter(), set()
+    for half in (0, 1):
+        for _, first, batch in data["pairs"].eval_batches("valid", 2, config.eval_tokens, masked=(half,)):
+            firsts.add(first)
+            expected.update((first, row) for row in (batch.masked // batch.ids.shape[1]).tolist())
+    _, masked = bilingual.right_by_pair(model.generator, *given, maskings=2, beside=True)
+    assert masked[masked > 0].tolist() == [expected[key] for key in sorted(expected)] and len(firsts) > 1

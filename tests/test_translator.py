@@ -243,7 +243,7 @@ BEAMS = [("dense", 1, 1.0), ("dense", 2, 0.0), ("dense", 5, 0.6), ("threshold", 
 @pytest.mark.parametrize("row, K, penalty", BEAMS)
 def test_beam_search_is_the_plain_one(row, K, penalty):
     """Of sentences together, with keys and values kept."""
-    model, rows = soon(make(row), 1.5 if row == "X-MoE" else 2.0), sources([3, 6, 1, 4, 0])
+    model, rows = soon(make(row), 1.5 if row == "X-MoE" else 2.0), sources([3, 6, 1, 4, 0, 2, 5, 3, 6, 4, 7, 5])
     expected = [plain_beam_search(model, row, K, penalty) for row in rows]
     assert translate(model, *padded(rows), TOKENIZER, beam=K, length_penalty=penalty) == expected
     assert len({len(ids) for ids in expected}) > 1  # they leave at different times
