@@ -230,7 +230,7 @@ class Electra(SparseModel):
         h, balance = self.encoder(corrupt.view_as(ids), real)  # (B, T, D)
         verdicts = self.out(self.ln_h(F.gelu(self.dense(h)))).flatten()  # (B * T,)
         wrong = drawn != targets  # a token that was drawn as it stood there counts as original
-        replaced = corrupt.new_zeros(len(corrupt), dtype=torch.bool)
+        replaced = corrupt.new_zeros(len(corrupt), dtype=torch.bool)  # (B * T,)
         replaced[masked] = wrong
         if real is not None:
             verdicts, replaced = verdicts[real], replaced[real]  # (S,)
