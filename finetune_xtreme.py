@@ -51,7 +51,7 @@ class Config:
     encoders: str = "demo"  # in tables: the preset of the runs of train_mlm.py and train_electra.py that are compared
     source: str | None = None  # folder with the task's files, or with XTREME's folders of all tasks; none: the hub
     train_examples: int | None = None  # at most so many to train on
-    test_examples: int | None = None  # at most so many of each language; what is handed in to XTREME needs all
+    test_examples: int | None = None  # at most so many of each language, and to choose by; XTREME wants all
     # training
     frozen: bool = True  # routers and experts stay as they are (X-MoE 3.3); the balance loss still reaches the rest
     balance_coef: float = 0.01  # alpha, the weight of the balance loss, where there are sparse layers
@@ -175,7 +175,7 @@ ROWS = [  # table, encoder, its run, what to change in fine-tuning, the paper's 
     ("7", "SMoE, top-2", "train_mlm/{}-router=topk-top_k=2", LEARN, "?"),
     ("7", "X-MoE, top-2", "train_mlm/{}-top_k=2", {}, "?"),
     ("xlme1", "XLM-E - TRTD", f"{XLM_E}-tlm=False", {}, "74.2, 62.7, 74.3/58.2, 67.8/49.7, 57.8/40.6, 75.1, 87.1"),
-    ("xlme1", "XLM", XLM, {}, "70.1, 61.2, 59.8/44.3, 48.5/32.6, 43.6/29.1, 69.1, 80.9"),
+    ("xlme1", "XLM (the paper's: Hu et al.'s)", XLM, {}, "70.1, 61.2, 59.8/44.3, 48.5/32.6, 43.6/29.1, 69.1, 80.9"),
     ("xlme1", "XLM-E", XLM_E, {}, "75.6, 63.5, 76.2/60.2, 68.3/49.8, 62.4/45.7, 76.6, 88.3"),
     ("xlme2", "XLM", XLM, {}, "?, 66.2/47.8"),
     ("xlme2", "XLM - TLM", "train_electra/{}-objective=mlm-tlm=False-relative_bias=False", {}, "?, 64.0/46.0"),
@@ -237,7 +237,6 @@ class FineTuned(SparseModel):
         super().__init__()
         self.config, self.vocab_size = encoder.config, encoder.vocab_size
         self.encoder, self.kind, self.labels = encoder, kind, labels
-        self.longest_row = encoder.config.block_size  # tokens; block_size may make it shorter, see set_up
         D, std = encoder.config.n_embd, encoder.config.init_std
         self.dropout = nn.Dropout(dropout)
         self.dense = nn.Linear(D, D) if kind == "label" else None
@@ -345,8 +344,8 @@ def train(config: Config, context) -> dict:
         optimizer = adamw(model, config)
         # loads[i, l, e]: how many tokens of steps 100 i to 100 i + 99 have expert e of layer l as their first choice.
         experts = max((moe.router.E for moe in model.moe_layers), default=0)
-        none = torch.zeros(1 + steps // 100, len(model.moe_layers), experts, dtype=torch.int64)
-        run.kept["loads"] = loads = run.kept.get("loads", none).to(context.device)
+        zeros = torch.zeros(1 + steps // 100, len(model.moe_layers), experts, dtype=torch.int64)
+        run.kept["loads"] = loads = run.kept.get("loads", zeros).to(context.device)
         counts = torch.zeros_like(loads[0])  # of this step, on this process
         for moe, own in zip(model.moe_layers, counts):
             measures.count_choices(moe, own)
@@ -381,8 +380,8 @@ def train(config: Config, context) -> dict:
             if best is None or scores[metric] > best["scores"][metric]:
                 weights = {name: x.to("cpu", copy=True) for name, x in model.state_dict().items()}
                 run.kept["best"] = {"step": step + 1, "scores": scores, "model": weights}
-            total = sum(p.detach().sum() for p in model.parameters())  # not finite if the last update broke one
-            run.save(step + 1, scores, float(total), f"English development: {describe(scores)}")
+            everything = sum(p.detach().sum() for p in model.parameters())  # not finite if an update broke one
+            run.save(step + 1, scores, float(everything), f"English development: {describe(scores)}")
 
     best = run.kept["best"]
     model.load_state_dict(best["model"])
@@ -401,7 +400,8 @@ def set_up(config: Config) -> tuple[Examples, FineTuned, TaskData]:
     encoder, tokenizer = pretrained.load_encoder(config.model, dropout=config.dropout, recompute=False)
     seed_all(config.seed)
     model = FineTuned(encoder, TASKS[config.task].kind, examples.labels, config.dropout)
-    model.longest_row = T = min(config.block_size or model.longest_row, model.longest_row)
+    longest = encoder.config.block_size
+    model.longest_row = T = min(config.block_size or longest, longest)  # tokens
     if T < 8:
         raise ValueError(f"block_size = {T} leaves a row no room for a question and a text: 8 or more")
     rows = xtreme_rows.rows_of(model.kind, examples.train, tokenizer, T, config.stride, model.labels)

@@ -191,8 +191,8 @@ def dispatch(h, gates, rows: Rows, ffn: Experts):
     """Sends each token to the experts that keep it and adds up their weighted outputs (XMoE eq. 2).
 
     h (S, D); gates (S, E), 0 where not kept -> (S, D) in the gates' type (fp32), 0 for a token that no expert kept.
-    g (W_out z + b_out) = W_out (g z) + g b_out: weighing z costs nothing inside the activation, and the g b_out of all
-    experts are one product, gates @ b_out.
+    g (W_out^T z + b_out) = W_out^T (g z) + g b_out: weighing z costs nothing inside the activation, and the g b_out of
+    all experts are one product, gates @ b_out.
     """
     x = h.index_select(0, rows.token)  # (N, D)
     y = ffn(x, rows)  # (N, D)
@@ -272,7 +272,7 @@ class MoE(nn.Module):
         for watch in self.watchers:
             watch(self, flat, routing, kept)
         gates, room = routing.weight * kept, None  # no room given: the host reads how many rows are kept
-        if not may_ask(h) and self.most_rows(S, E) < S * E:  # to wait for that costs a GPU less than S * E rows
+        if not may_ask(h) and self.most_rows(S, E) < S * E:  # where it is S * E, waiting costs a GPU less
             room = self.most_rows(S, E)
         full = self.router.always_most and self.capacity(S) >= S  # every row of the room is used
         y = self.serve(flat, gates, kept_rows(gates, kept, room, full))
@@ -328,7 +328,7 @@ class MoE(nn.Module):
 
 
 def check_choices(router: nn.Module, routing):
-    """Raises ValueError where a router chooses more experts than its class says, for which a GPU would have no room."""
+    """Raises ValueError where a routing is not what its class says. A GPU makes room by that, and does not check."""
     name, priority = type(router).__name__, routing.priority
     if priority.dtype != torch.int64:
         raise ValueError(f"{name}: a priority is int64, not {priority.dtype}: make it with by_rank or priority_key")
@@ -400,9 +400,9 @@ functorch_config.backward_pass_autocast = "off"
 functorch_config.ban_recompute_used_far_apart = False
 
 
-def linear_in_blocks(h, w, bias=None, block: int = 64):
-    """F.linear(h, w, bias) by whole blocks of rows of w: the logits of 50,257 tokens would not be aligned in memory."""
-    V, spare = len(w), -len(w) % block
+def linear_in_blocks(h, w, bias=None):
+    """F.linear(h, w, bias) by blocks of 64 rows of w: the logits of 50,257 tokens would not be aligned in memory."""
+    V, spare = len(w), -len(w) % 64
     w = w.to(product_type(h))
     w = F.pad(w, (0, 0, 0, spare))
     if bias is not None:
@@ -421,9 +421,9 @@ class SparseModel(nn.Module):
     def init_weights(self, std: float, written_std: float):
         """Draws matrices from normals, and sets biases to 0; routers and norms keep their own start.
 
-        written_std: of the matrices that write to the residual stream.
+        written_std: of the matrices that write to the residual stream. Here `recompute` takes effect, too.
         """
-        if getattr(self.config, "recompute", False):  # older checkpoints have no such constant
+        if getattr(self.config, "recompute", False):  # a model from elsewhere has no such constant
             lists = [part for part in self.children() if isinstance(part, nn.ModuleList)]
             for layer in chain(*lists):  # keeps only its input, and the backward pass computes it again
                 layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
@@ -482,7 +482,7 @@ class SparseModel(nn.Module):
         for moe in self.moe_layers:
             moe.eval_gamma = math.inf
         try:
-            yield self
+            yield
         finally:
             for moe, gamma in zip(self.moe_layers, before):
                 moe.eval_gamma = gamma
@@ -599,7 +599,7 @@ class RelativePositionBias(nn.Module):
         return torch.where(far < exact, far, coarse) + half * (ahead > 0)
 
 
-def biased_attention(q, k, v, scale, distance, mask=None, dropout: float = 0.0):
+def biased_attention(q, k, v, scale, distance, mask, dropout: float = 0.0):
     """softmax(q k / sqrt(d_k) + scale_i d_ij) v (XLM-E eqs. 7, 8). q, k, v (B, H, T, d_k); scale (B, H, T).
 
     distance (H, T, T); mask (B, 1, 1, T) bool.
@@ -681,9 +681,9 @@ class Block(nn.Module):
 
 def every_so_many(config, layers: int) -> list[bool]:
     """Which of so many blocks have experts in place of their FFN. Raises ValueError where not even the last has."""
-    if config.router != "dense" and config.moe_every > layers:
-        raise ValueError(f"moe_every = {config.moe_every} leaves no block of {layers} with experts")
     sparse = config.router != "dense"
+    if sparse and config.moe_every > layers:
+        raise ValueError(f"moe_every = {config.moe_every} leaves no block of {layers} with experts")
     return [sparse and depth % config.moe_every == 0 for depth in range(1, 1 + layers)]
 
 
@@ -805,7 +805,7 @@ class Encoder(SparseModel):
         super().__init__()
         self.config, self.vocab_size, D = config, V, config.n_embd
         self.wte = nn.Embedding(V, D)
-        self.wpe = nn.Embedding(PAD + 1 + config.block_size, D)  # the first two stay unused, as in XLM-R
+        self.wpe = nn.Embedding(PAD + 1 + config.block_size, D)  # XLM-R's: row 0 is unused, row 1 is padding's
         self.token_type = nn.Parameter(torch.empty(1, D))  # there is one type only
         self.ln_e = nn.LayerNorm(D)
         self.dropout = nn.Dropout(config.dropout)
@@ -876,7 +876,7 @@ class MaskedLM(SparseModel):
 # ---------------------------------------------------------------------------------------------------------------------
 # The encoder-decoder (XMoE 4.2). Where the papers say "Transformer" and no more: norms come first, positions are
 # sinusoids, one matrix embeds sources and translations and makes the logits. B sentences, K beams of each, R rows of
-# the decoder (B, or B * K), N tokens of a source, T of a translation.
+# the decoder (B, or B * K), N tokens of a source, T of a translation, M of translations that are not padding.
 
 
 class Source(NamedTuple):

@@ -107,7 +107,8 @@ class Router(nn.Module):
             probs = logits.softmax(dim=1)  # XMoE eq. 1
             priority = self.choose(score.detach(), probs.detach())
             gate = probs if self.gate == "softmax" else logits.sigmoid()  # X-MoE eq. 8
-            weight = torch.where(priority > NOT_CHOSEN, gate, 0.0)
+            chosen = priority > NOT_CHOSEN
+            weight = torch.where(chosen, gate, 0.0)
             if self.over_chosen and self.gate == "softmax":  # X-MoE 2.2
                 total = weight.sum(dim=1, keepdim=True)  # (S, 1)
                 weight = weight / total.clamp_min(torch.finfo(total.dtype).tiny)
@@ -115,9 +116,8 @@ class Router(nn.Module):
             if self.balanced:
                 # X-MoE eq. 9 has the constant tau_0 in place of tau.
                 at_tau0 = (score / self.init_temperature).softmax(dim=1) if self.on_sphere else probs
-                counted = priority > NOT_CHOSEN
-                if not self.over_chosen:  # first choices alone, which have the highest priority
-                    counted = one_hot(priority.argmax(dim=1), self.E)
+                # First choices, which have the highest priority, or all.
+                counted = chosen if self.over_chosen else one_hot(priority.argmax(dim=1), self.E)
                 balance = balance_loss(counted, at_tau0)
         return Routing(weight, priority, balance, probs)
 
@@ -185,7 +185,7 @@ class Threshold(Router):
         if not self.training and self.config.eval_threshold is not None:
             t = self.config.eval_threshold
         # One more expert for each prefix that stays below t; the sum of all is left out, so at most E.
-        count = 1 + (p[:, :-1].cumsum(dim=1) < t).sum(dim=1, keepdim=True)  # (S, 1)
+        count = 1 + (p[:, :-1].cumsum(dim=1) < t).sum(dim=1)  # (S,)
         if t >= 1:  # every expert: in fp32 the sum of all probabilities may stop short of 1, or reach it early
             count = self.E
         return by_rank(order, probs, count)
@@ -309,12 +309,12 @@ def balanced_assignment(score, epsilon: float | None = None):
     final = spread / 1000 if epsilon is None else epsilon
     final = max(final, 1e-6 * spread, 1e-30)  # by less than fp32 can tell apart, bids would not rise
     final = final * S / len(value)  # each of len(value) bidders may miss by epsilon
-    price, epsilon = value.new_zeros(E), max(spread / 4, final)
+    price, step = value.new_zeros(E), max(spread / 4, final)
     while True:
-        expert = auction(value, price, seats, epsilon)
-        if epsilon <= final:
+        expert = auction(value, price, seats, epsilon=step)
+        if step <= final:
             return expert[:S]
-        epsilon = max(epsilon / 4, final)
+        step = max(step / 4, final)
 
 
 def auction(value, price, seats: int, epsilon: float):

@@ -282,7 +282,7 @@ def score(model, batches, special, config: Config, context) -> dict:
     special = torch.tensor([*special])
     own, sums = Counter(), Counter()  # this process's counts, and those of all
     for masking, first, batch in batches:
-        seed_all(config.seed, masking, first, 3)  # four numbers: no key of training's, which has three
+        seed_all(config.seed, masking, first, 3)  # no key of training's, whose fourth number is as good as 0
         (mlm, rtd, balance), (logits, *judged) = losses_of(model, batch, config, context)
         right = logits.argmax(dim=1).cpu() == batch.targets  # (M,)
         shown = batch.ids.flatten()
@@ -320,7 +320,7 @@ def blind_loss(replaced: int, maskable: int, tokens: int) -> float:
 def evaluate(model, data: dict, config: Config, context, untrained: list[float], maskings: int = 1) -> dict:
     """Scores of both kinds of validation text, routing statistics of the sparse layers, and two measures of pairs.
 
-    untrained: the translations that each layer found before training, which are kept beside what it finds now.
+    untrained: the translations that each layer found before training about each language's mean; they are kept, too.
     """
     model.eval()
     watches = [measures.RoutingStats(moe) for moe in model.moe_layers]
@@ -370,7 +370,7 @@ def train(config: Config, context) -> dict:
         set_learning_rate(optimizer, linear(step, config.steps, config.warmup, config.learning_rate))
         for micro in run.micros:
             seed_all(config.seed, 1 + step, micro)  # all that is random: so a resumed run is the same run
-            forward.require_backward_grad_sync = micro == run.micros[-1]  # processes exchange gradients once
+            forward.require_backward_grad_sync = micro == run.micros[-1]  # DDP exchanges gradients once
             batches = [corpus.batch("train", step, micro) for corpus in corpora]
             asked = [losses_of(forward, batch, config, context)[0] for batch in batches]
             mlm, rtd, balance = map(sum, zip(*asked))  # of sentences, and of pairs

@@ -267,7 +267,7 @@ def train(config: Config, context) -> dict:
         set_learning_rate(optimizer, rate)
         for micro in run.micros:
             seed_all(config.seed, 1 + step, micro)  # all that is random: so a resumed run is the same run
-            forward.require_backward_grad_sync = micro == run.micros[-1]  # processes exchange gradients once
+            forward.require_backward_grad_sync = micro == run.micros[-1]  # DDP exchanges gradients once
             x, y = context.send_all(*data.batch("train", step, micro))
             with context.autocast():
                 logits, balance = forward(x)
@@ -317,10 +317,12 @@ def evaluate_run(config: Config, context) -> dict:
     file = f"eval-t={config.eval_threshold}-capacity={config.eval_capacity}.json"
     known = read_json(run.folder / file)
     tested = {"name": run.name, "step": checkpoint.get("step", 0)}
-    if tested.items() <= known.items():
+    if checkpoint and config.resume and tested.items() <= known.items():
         return known  # these weights were tested in this way before
     result = tested | test(model, data, context)
     result |= {"parameters": flops.count_parameters(model)}
+    if not checkpoint:  # the folder is new, and without this file of no run
+        run.write("config.json", run.identity)
     run.write(file, result)
     return result
 

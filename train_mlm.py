@@ -82,7 +82,7 @@ class Config:
     weight_decay: float = 0.01  # of matrices and embeddings
     grad_clip: float = 2.0  # largest norm of the gradient; 0 for no limit (X-MoE does not say; this is XLM-E's)
     eval_every: int = 2000  # steps from one evaluation and checkpoint to the next
-    eval_tokens: int = 1 << 25  # validation tokens of each, at most
+    eval_tokens: int = 1 << 25  # validation tokens of an evaluation, at most
     eval_maskings: int = 10  # the last evaluation is the mean over so many fixed maskings; the others take one
     log_every: int = 10  # steps from one look at the loss to the next
     # where and how
@@ -95,7 +95,7 @@ class Config:
     recompute: bool = False  # activation checkpointing: less memory, for a second forward pass
     resume: bool = True  # go on from the run's newest checkpoint; false: start again
     tensorboard: bool = False  # every evaluation goes to TensorBoard, too: tensorboard --logdir out
-    init_from: str | None = None  # folder of another run, or of XLM-R, whose sparse layers start new
+    init_from: str | None = None  # folder of another run, or of XLM-R, which has no sparse layers: they start new
 
 
 # X-MoE appendices A and B; the paper says neither the micro-batch nor a limit of the gradient: they are ours.
@@ -179,8 +179,8 @@ def cells(result: dict) -> dict:
 def evaluate(model: MaskedLM, data: MaskedData, config: Config, context, maskings: int, before: list[Tensor] | None):
     """-> scores on the validation text, and the experts that its tokens chose, (N,) for each sparse layer.
 
-    Scores are the mean cross entropy of the masked tokens and their perplexity, overall and of each language, the
-    balance loss, and for each sparse layer routing statistics, RC, RF against the choices `before`, and temperature.
+    Scores are the mean cross entropy of the masked tokens, their perplexity, overall and of each language, the balance
+    loss, and for each sparse layer routing statistics, RC, RF against the choices `before`, and temperature.
     """
     model.eval()
     tokens = data.eval_tokens("valid", config.eval_tokens)
@@ -217,7 +217,7 @@ def evaluate(model: MaskedLM, data: MaskedData, config: Config, context, masking
 
 
 def build(config: Config, data: MaskedData, context) -> MaskedLM:
-    """The model drawn from the seed, or that of `--init_from` with new sparse layers."""
+    """The model drawn from the seed, or that of `--init_from`."""
     seed_all(config.seed)
     model = context.place(MaskedLM(config, data.vocab_size))
     if config.frequency_bias:
@@ -228,7 +228,7 @@ def build(config: Config, data: MaskedData, context) -> MaskedLM:
         if config.block_size > longest:
             raise ValueError(f"{config.init_from} has {longest} positions, fewer than block_size = {config.block_size}")
         weights["encoder.wpe.weight"] = weights["encoder.wpe.weight"][: PAD + 1 + config.block_size]
-        # Sparse layers stay new, and so does the head where the checkpoint has none.
+        # What the checkpoint lacks stays new: sparse layers, or the head.
         new = {name: x for name, x in model.state_dict().items() if "moes." in name or "encoder." not in name}
         pretrained.fill(model, constants, new | weights, config.init_from)
     return model
@@ -259,7 +259,7 @@ def train(config: Config, context) -> dict:
         set_learning_rate(optimizer, linear(step, config.steps, config.warmup, config.learning_rate))
         for micro in run.micros:
             seed_all(config.seed, 1 + step, micro)  # all that is random: so a resumed run is the same run
-            forward.require_backward_grad_sync = micro == run.micros[-1]  # processes exchange gradients once
+            forward.require_backward_grad_sync = micro == run.micros[-1]  # DDP exchanges gradients once
             batch = data.batch("train", step, micro)
             ids, masked, targets, real = context.send_all(*batch[:4])
             with context.autocast():

@@ -240,7 +240,10 @@ def translate_texts(model: Translator, texts: list[str], tokenizer: XLMR, config
 
 
 def score_split(model, data: TranslationData, split: str, config: Config, context, most=None, limit=True) -> dict:
-    """Translates at most so many sentences of each pair of languages (None: all) -> scores, examples, routing."""
+    """Translates at most so many sentences of each pair of languages (None: all) -> scores, examples, routing.
+
+    limit: as `translate` has it.
+    """
     watches = list(map(measures.RoutingStats, model.moe_layers))
     pairs, texts = {}, []
     for name in data.languages:
@@ -315,7 +318,7 @@ def train(config: Config, context) -> dict:
         set_learning_rate(optimizer, inverse_sqrt(step, config.warmup_steps, config.learning_rate))
         for micro in run.micros:
             seed_all(config.seed, 1 + step, micro)  # all that is random: so a resumed run is the same run
-            forward.require_backward_grad_sync = micro == run.micros[-1]  # processes exchange gradients once
+            forward.require_backward_grad_sync = micro == run.micros[-1]  # DDP exchanges gradients once
             batch = Translation(*context.send_all(*data.batch("train", step, micro)))
             with context.autocast():
                 logits, balance = forward(batch.source, batch.target, batch.source_real, batch.target_real)
@@ -376,7 +379,7 @@ def report(config: Config, result: dict) -> str:
         lines.append(f"  {name:12} {in_words(pair)}")
     if result["memory"]:
         lines.append(f"the translations of the most similar training texts: {in_words(result['memory'])}")
-    lines.append("BLEU {bleu_signature}\nchrF2++ {chrf_signature}\n".format(**pair))
+    lines.append("BLEU {bleu_signature}\nchrF2++ {chrf_signature}\n".format(**pair))  # one pair's are all pairs'
     for name, source, reference, ours in free["examples"]:
         lines.append(f"{name}: {source}\n  reference: {reference}\n  ours:      {ours}")
     return "\n".join(lines)

@@ -6,8 +6,8 @@
     TranslationData    sources and their translations
 
 `batch(split, step, micro)` depends on the seed and on these three arguments alone: a run that was stopped, or one on
-any number of processes, sees the data of one that never stopped. `eval_batches` depends on the corpus and on
-block_size, never on the seed: scores of different runs can be compared.
+any number of processes, sees the data of one that never stopped. `eval_batches` depends on the corpus, on
+block_size and on how is masked, never on the seed: scores of different runs can be compared.
 """
 
 from dataclasses import dataclass
@@ -87,7 +87,7 @@ class TokenData(Prepared):
 def probabilities(sizes: ndarray, train: ndarray, exponent: float) -> ndarray:
     """(J,) how often each language is drawn: p_j is proportional to n_j ** exponent (XLM-E eq. 9).
 
-    sizes: (J,) what each has in the split to draw from, where none is drawn that has nothing; train: (J,) n_j.
+    train: (J,) n_j; sizes: (J,) what each has in the split that is read: one that has nothing is not drawn.
     """
     weights = np.where(sizes > 0, train ** float(exponent), 0)
     return weights / weights.sum()

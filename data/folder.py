@@ -120,7 +120,7 @@ class Prepared:
         return load_tokenizer(self.folder / kind.filename)
 
     def random(self, purpose: int, split, *key) -> np.random.Generator:
-        """Draws a batch."""
+        """The generator of one batch."""
         return np.random.default_rng((purpose, self.seed, SPLITS.index(split), *key))
 
     def log_frequencies(self) -> Tensor:

@@ -14,7 +14,7 @@ class Masking:
     """Chooses a share of the tokens of each part (a text in a batch) and hides them.
 
     Of a part's n tokens that are not special n * share are chosen: the number is rounded up or down at random, so that
-    its mean is exact, and it is at least one where n is. With `span` they are chosen in spans, whose lengths follow a
+    its mean is exact, but it is at least one where n is. With `span` they are chosen in spans, whose lengths follow a
     geometric distribution with that mean. replace: the probabilities that a chosen token is replaced by the mask token,
     and that it is replaced by a random token; otherwise it stays as it is.
     """

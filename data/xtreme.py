@@ -175,7 +175,8 @@ def files_of(task, split, source: Path) -> Iterator[tuple[str, Path | str, Found
         if not named and name.suffix:
             named = TASKS[task].test
         endings, reader = FORMS[TASKS[task].kind]
-        if named == split and len(languages) == 1 and name.suffix in endings:
+        known = languages.intersection(TASKS[task].languages.split())
+        if named == split and len(languages) == len(known) == 1 and name.suffix in endings:
             yield min(languages), path, reader(path, TASKS[task].labels)
         if named == split and not languages and (task, name.suffix) == ("xnli", ".jsonl"):
             for language in languages_of(task, split):

@@ -23,11 +23,11 @@ WHERE |= {"expert_parallel", "shard", "compile", "recompute", "tensorboard"}
 
 # Constants of sparse layers, which a dense model does not read.
 SPARSE = {"moe_every", "expert_ffns", "split", "capacity", "eval_capacity", "decoder_moe"}  # XMoE's
-SPARSE |= {"moe_after", "experts", "expert_size", "expert_layers", "top_k", "capacity_factor"}
+SPARSE |= {"moe_after", "experts", "expert_size", "expert_layers", "capacity_factor"}
 SPARSE |= {"expert_parallel", "balance_coef"}
 
 # Constants that decide which others are read; a message that refuses one names them.
-REASONS = ("router", "objective", "tlm", "relative_bias", "task", "table")
+REASONS = ("router", "score", "objective", "tlm", "relative_bias", "task", "table")
 
 Texts = Annotated[tuple[str, ...], tyro.conf.UseAppendAction]  # an option that may be given again and again
 
@@ -36,7 +36,7 @@ LIMITS = {}  # the least and the most that a number may be; one that is not name
 for low, high, names in (
     (1, 65535, "port"),
     (0, ANY, "seed routing_dim sample_tokens sample_seed"),
-    (0, 10_000, "expert_layers"),  # what makes a list of so many
+    (0, 10_000, "expert_layers"),  # this and the next make lists of so many
     (1, 10_000, "n_layer decoder_layers generator_layers seeds"),
     (0, 1, "min_learning_rate weight_decay warmup threshold eval_threshold sampling_exponent"),
     (0, 1e9, "grad_clip balance_coef lambda_disc"),
@@ -133,6 +133,8 @@ def unread(config) -> set[str]:
     if config.router == "dense":
         return own | of_routers | SPARSE
     chosen = ROUTERS[config.router]
+    if (config.score or chosen.score) != "hypersphere":
+        own |= {"init_temperature"}
     unbalanced = set() if chosen.balanced else {"balance_coef"}
     return own | unbalanced | of_routers - chosen.reads
 
@@ -147,7 +149,7 @@ def refuse(config, presets: dict, names: set[str]):
 
 
 def identity(config) -> dict:
-    """The constants that make a run what it is, as JSON has them. A Config may name more of those that do not."""
+    """The constants that make a run what it is, as JSON has them. A Config's `where` names more that do not."""
     dropped = WHERE | unread(config) | getattr(config, "where", set())
     names = [name for name in vars(config) if name not in dropped]
     return json.loads(json.dumps({name: getattr(config, name) for name in names}))

@@ -25,8 +25,7 @@ def write_sample(config, presets: dict, context: Context):
     with clear_errors():
         model, tokenizer = pretrained.load(folder)
         model.config.eval_threshold = config.eval_threshold  # the routers read it there
-        text = config.prompt.encode().decode()  # ValueError for half a character
-        [prompt] = tokenizer.encode_batch([text])
+        [prompt] = tokenizer.encode_batch([config.prompt])
     if model.sees_later:
         show("\nno sample: the experts choose among tokens that are not written yet")
         return

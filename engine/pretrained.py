@@ -1,6 +1,6 @@
 """Models that were trained before: runs of these scripts, or GPT-2 and XLM-R in Hugging Face's format.
 
-    model, tokenizer = load("out/train_mlm/demo")         the newest sound checkpoint of a run
+    model, tokenizer = load("out/train_mlm/demo")         the best weights of a run, or its newest
     model, tokenizer = load("/models/xlm-roberta-base")   downloaded by hand: nothing is downloaded here
     python -m engine.pretrained export RUN FOLDER         a run as a folder that transformers loads, and `load` again
 
@@ -107,7 +107,7 @@ def load_encoder(path: str | Path, **changes) -> tuple[Encoder, XLMR]:
     return encoder, tokenizer
 
 
-def weights_of(path: str | Path, kind: str, vocabulary: str = "") -> tuple[dict, Weights]:
+def weights_of(path: str | Path, kind: str, vocabulary: str) -> tuple[dict, Weights]:
     """The constants that weights depend on, and the weights, of a folder with a model of this class to train on.
 
     Raises ValueError where it holds another class, or is known to have another vocabulary.

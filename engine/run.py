@@ -33,7 +33,7 @@ HOLDS = {  # what every checkpoint has, of which type
     "vocab_size": int,
     "step": int,
     "identity": dict,
-}  # a checkpoint
+}
 SIGNALS = signal.SIGTERM, signal.SIGINT  # the second is Ctrl-C
 
 
@@ -48,7 +48,7 @@ def read_json(file: Path) -> dict:
 
 
 def write(file: Path, content: dict | str | bytes):
-    """Weights, JSON, text or bytes; the file takes its name when it is whole and on the disk. Or one clear line."""
+    """Weights, JSON, text or bytes; the file takes its name when it is whole and on disk. Errors end as one line."""
     part = file.with_name(f"{file.name}.tmp")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -199,7 +199,7 @@ class Run:
         self.open_window()
         if state:
             try:
-                self.seconds, self.log = float(state["seconds"]), "" + state["log"]
+                self.seconds, self.log = float(state["seconds"]), "" + state["log"]  # TypeError if it is no text
                 self.open_window(**state["window"])
                 parallel.load_model(model, state["model"])
                 parallel.load_optimizer(model, optimizer, state["optimizer"])

@@ -128,9 +128,17 @@ def balance(counted, probs, E):
 
 def capacity(tokens, experts, gamma):
     """XMoE eq. 3, rounded up exactly, at least 4, at most all tokens"""
-    exact = Fraction(str(gamma)) * tokens / experts
-    rounded = exact.numerator // exact.denominator + (exact.denominator > 1)
+    rounded = math.ceil(Fraction(str(gamma)) * tokens / experts)
     return min(tokens, max(4, rounded))
+
+
+def queues(turn, E):
+    """Each expert's tokens, in the order in which it serves them"""
+    found = []
+    for e in range(E):
+        queue = sorted((key, s) for (s, expert), key in turn.items() if expert == e)
+        found.append([s for _, s in queue])
+    return found
 
 
 def serve(turn, limit, E):
@@ -207,7 +215,7 @@ def between(behind, ahead, left, right, single):
 
 
 def shown(p, token, kept, drawn):
-    """Bayes: V probabilities of a place that shows a token, which is the right one, `kept`, or one of so many drawn."""
+    """Bayes: V probabilities of the right token, where `token` is seen: as it was with `kept`, or `drawn` at random."""
     both = [value * (kept * (v == token) + drawn) for v, value in enumerate(p)]
     return [value / sum(both) for value in both]
 
@@ -221,15 +229,6 @@ def table(values, S, E, like):
     for s in range(S):
         rows.append(torch.stack([zero + values.get((s, e), 0.0) for e in range(E)]))
     return torch.stack(rows)
-
-
-def queues(turn, E):
-    """Each expert's tokens, in the order in which it serves them"""
-    found = []
-    for e in range(E):
-        queue = sorted((key, s) for (s, expert), key in turn.items() if expert == e)
-        found.append([s for _, s in queue])
-    return found
 
 
 # --- Word alignment (XLM-E 4.6)

@@ -48,6 +48,10 @@ REFUSED = {  # in one line
     "beyond 1": ({"threshold": 1.5}, "threshold must lie from 0 to 1, not 1.5"),
     "dense experts": ({"router": "dense", "split": 8}, "--split is not read with --router dense: leave it out"),
     "balance of BASE": ({"router": "base", "balance_coef": 0.2}, "--balance_coef is not read with --router base"),
+    "tau_0 without a sphere": (
+        {"router": "hypersphere", "score": "dot", "init_temperature": 0.5},
+        "--init_temperature is not read with --router hypersphere, --score dot",
+    ),
     "t of top-1": ({"router": "switch", "threshold": 0.5}, "--threshold is not read with --router switch"),
 }
 

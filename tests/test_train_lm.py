@@ -252,7 +252,10 @@ def test_evaluation_under_another_routing_leaves_the_run_alone(options, monkeypa
     assert {name: (folder / name).read_bytes() for name in before} == before
     out = capsys.readouterr().out
     assert f"perplexity {record['test']['ppl']:.2f}" in out
-    monkeypatch.setattr(train_lm, "cross_entropy", None)  # whoever evaluates now fails
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(TypeError):
+        patch.setattr(train_lm, "cross_entropy", None)  # whoever evaluates now fails
+        LM.run(options | at_test | {"resume": False}, patch)
+    monkeypatch.setattr(train_lm, "cross_entropy", None)
     LM.run(options | at_test, monkeypatch)
     assert capsys.readouterr().out.split("\n\n")[-2:] == out.split("\n\n")[-2:]
 
@@ -299,6 +302,8 @@ def test_gpt2_weights_are_evaluated_and_trained_on(options, tmp_path, monkeypatc
         assert f"has {name} " in LM.refused(evaluated | {name: value}, monkeypatch, capsys)
     LM.run(evaluated, monkeypatch)
     (file,) = only_run(options["out_dir"]).glob("eval-*.json")
+    file.write_text(file.read_text().replace('"test"', '"weights of another day"'))
+    LM.run(evaluated, monkeypatch)  # whether the weights are still those, nobody knows
     data = opened(options)[1]
     total = count = 0
     with torch.no_grad():

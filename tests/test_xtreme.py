@@ -70,11 +70,11 @@ def test_tags_of_tsv(tmp_path):
 
 
 def test_tags_of_conllu(tmp_path):
-    names = ("es_gsd-ud-test.conllu", "en_ewt-ud-train.conllu.gz", "sv_talbanken-ud-train.conllu")
-    write_files(tmp_path, dict.fromkeys(names, CONLLU))
+    names = "es_gsd-ud-test.conllu en_ewt-ud-train.conllu.gz sv_talbanken-ud-train.conllu pl_pdb-ud-test.conllu"
+    write_files(tmp_path, dict.fromkeys(names.split(), CONLLU))
     for split, language in (("test", "es"), ("train", "en")):
         found, notes = read("pos", split, tmp_path)
-        assert found.keys() == {language} and notes == []  # Swedish is none of the benchmark's, and not English
+        assert found.keys() == {language} and notes == []  # Swedish and Polish are none of the benchmark's
         assert [one.texts for one in found[language]] == [("da", "me", "lo", "#"), ("snake_", "_")]
         assert [one.gold for one in found[language]] == [["VERB", "PRON", "PRON", "ADV"], ["NOUN", "SYM"]]
 
@@ -124,6 +124,7 @@ NAMES = [  # task, split, file, and the language that it is read as
     ("xquad", "train", "train-v1.1.json", "en"),
     ("xquad", "valid", "dev-v1.1.json.gz", "en"),
     ("xquad", "test", "xquad.zh.json", "zh"),
+    ("xquad", "test", "xquad.ro.json", None),
     ("mlqa", "test", "MLQA_V1/test/test-context-de-question-de.json.gz", "de"),
     ("mlqa", "test", "MLQA_V1/test/test-context-de-question-en.json", None),
     ("mlqa", "test", "MLQA_V1/dev/dev-context-de-question-de.json", None),
@@ -169,13 +170,13 @@ def test_broken_json_is_left_out_in_one_line(tmp_path, content):
 @pytest.mark.parametrize("task, ending", [("pos", "tsv"), ("xquad", "json"), ("xnli", "tsv")])
 def test_files_that_cannot_be_read_are_left_out(tmp_path, task, ending):
     good = {"pos": "a\tX\n", "xquad": squad(QUESTION), "xnli": "a\tb\tneutral\n"}[task].encode()
-    files = {"ru": good, "fr": b'{"data": []}' if ending == "json" else b"", "de": good + b"\xff\xfe\n"}
+    files = {"ru": good, "el": b'{"data": []}' if ending == "json" else b"", "de": good + b"\xff\xfe\n"}
     files |= {"es": gzip.compress(good * 50)[:-9], "zh": good}
     gz = {"es": ".gz", "zh": ".gz"}
     write_files(tmp_path, {f"test.{code}.{ending}{gz.get(code, '')}": content for code, content in files.items()})
     found, notes = read(task, "test", tmp_path)
     assert found.keys() == {"ru"} and len(notes) == 4 and not any("\n" in note for note in notes)
-    wrong = {"de": "is not UTF-8", "fr": "holds no example", "es": "is damaged", "zh": "is damaged"}
+    wrong = {"de": "is not UTF-8", "el": "holds no example", "es": "is damaged", "zh": "is damaged"}
     for language, what in wrong.items():
         assert any(f"test.{language}." in note and what in note and note.endswith("left out") for note in notes)
 
