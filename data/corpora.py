@@ -4,7 +4,8 @@
     languages   {language: rows (split, text)}
     pairs       {"de-en": rows (split, German text, English text)}
 
-Rows are iterators. Held-out rows come first where a corpus has its own splits: a limit can then end the reading.
+Rows are lists, or iterators that end after one pass. Held-out rows come first where a corpus has its own splits: a
+limit can then end the reading.
 """
 
 import re
@@ -68,12 +69,13 @@ def labelled(splits: dict[str, Texts]) -> Rows:
 
 def split_by_name(source: Path, contents: dict[Path, Texts]) -> Rows:
     """The texts of files whose names say train, valid or test, and no others; where none does, 1%, 1% by a hash."""
-    named = defaultdict(list)  # split -> the texts of each of its files
+    named = defaultdict(dict)  # split -> file -> its texts
     for path, texts in contents.items():
-        named[files.named_split(path.relative_to(source))].append(texts)
+        named[files.named_split(path.relative_to(source))][path] = texts
     if list(named) == [None]:
-        return hashed(chain.from_iterable(named[None]), 0.01)
-    return labelled({split: chain.from_iterable(named[split]) for split in HUB_SPLITS})
+        return hashed(chain.from_iterable(contents.values()), 0.01)
+    files.say_unread(source, *[path.name for path in named[None]])
+    return labelled({split: chain.from_iterable(named[split].values()) for split in HUB_SPLITS})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -100,14 +102,18 @@ def bitext(source: Path) -> Groups:
     A name may say more between the pair and the ending, as in de-en.train.de.gz beside de-en.train.en.
     """
     contents = defaultdict(dict)  # pair -> file -> its pairs of texts
-    for path in files.source_files(source):
+    seconds, every = set(), files.source_files(source)
+    for path in every:
         stem, _, ending = files.uncompressed_name(path).rpartition(".")
         pair = stem.split(".")[0]
         if ending == "tsv" and "-" in pair:
             contents[pair][path] = read_pairs(path)
-        elif pair.startswith(f"{ending}-"):
-            second = pair.removeprefix(f"{ending}-")
-            contents[pair][path] = read_pairs(path, one_of(path.parent, f"{stem}.{second}"))
+        elif pair.startswith(f"{ending}-"):  # the first side
+            second = one_of(path.parent, f"{stem}.{pair.removeprefix(f'{ending}-')}")
+            contents[pair][path] = read_pairs(path, second)
+            seconds.add(second)
+    known = seconds.union(*contents.values())
+    files.say_unread(source, *[path.name for path in every if path not in known])
     return groups_of(source, contents, "no file such as de-en.de, beside de-en.en, or de-en.tsv (plain, .gz or .xz)")
 
 

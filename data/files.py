@@ -52,7 +52,8 @@ def source_files(source: Path) -> list[Path]:
     if source.is_file():
         return [source]
     found, seen = [], set()
-    for folder, inside, names in os.walk(source, followlinks=True):
+    walk = os.walk(source, followlinks=True, onerror=lambda error: say_unread(source, error.filename))
+    for folder, inside, names in walk:
         real = os.path.realpath(folder)
         if real in seen:  # two links lead here, or a circle of them
             inside.clear()
@@ -77,9 +78,14 @@ def text_files(source: Path, *endings: str) -> list[Path]:
             found.append(path)
         else:
             left.append(path.name)
-    if left:
-        print(f"not read in {source}: {len(left):,} files ({', '.join(left[:3])})", file=sys.stderr)
+    say_unread(source, *left)
     return found
+
+
+@cache  # a source that is read twice says it once
+def say_unread(source: Path, *names: str):
+    if names:
+        print(f"not read in {source}: {len(names):,} files ({', '.join(names[:3])})", file=sys.stderr)
 
 
 def one_of(folder: Path, *names: str) -> Path:

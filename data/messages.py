@@ -176,4 +176,4 @@ def help_pages(path: Path) -> Iterator[tuple[str, str, str]]:
                     language, page = match.groups()
                     yield language.replace("-", "_"), page, archive.extractfile(member).read().decode()
     except (tarfile.TarError, lzma.LZMAError, EOFError, ValueError) as error:
-        raise ValueError(f"{path} is damaged or no .deb ({type(error).__name__})") from error
+        raise ValueError(f"{path} is damaged, no .deb, or compressed by zstd ({type(error).__name__})") from error

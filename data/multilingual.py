@@ -172,7 +172,7 @@ def bitext(source: str, folder: Path, language: str, ending: str) -> Iterator[Te
 
 
 def select(texts: Iterable[Text], scored: set[str]) -> Iterator[Text]:
-    """Every text once, without those with a sentence that is scored, and training texts that are held out as well."""
+    """Every text of a source once, but none with a sentence that is scored, and in training none that is held out."""
     kept, held_out = [], set()
     every = list(dict.fromkeys(texts))
     for text in every:

@@ -70,8 +70,9 @@ def prepare(
         every = read(name, source)
         groups = restricted(every, languages)
         chosen = tokenizer_of(name, source, tokenizer, languages, pieces, every)
-        versions = {package: importlib.metadata.version(package) for package in corpus.packages}
+        versions = {}
         if not source:
+            versions |= {package: importlib.metadata.version(package) for package in corpus.packages}
             versions |= dict(wheel.split("==") for wheel in corpus.wheels)
         meta = {"name": name, "source": str(source or name), "versions": versions, "kind": corpus.kind}
         write(folder, meta, groups, chosen, max_tokens)
@@ -147,12 +148,15 @@ def tokenizer_of(name: str, source, tokenizer, languages, pieces, every: Groups)
     kind = SentencePiece if corpus.kind == "text" else XLMR
     pieces = pieces or corpus.pieces
     if tokenizer:
-        return load_tokenizer(tokenizer, kind.kind)
+        chosen = load_tokenizer(tokenizer, kind.kind)
+        if chosen.eot < 0:
+            raise ValueError(f"{tokenizer} has no token that ends a text")
+        return chosen
     if pieces:
         every = restricted(read(name, source), languages)
         most, options = BPE_PAIRS // len(every), {"vocab_size": pieces + XLMR.added, "model_type": "bpe"}
     elif corpus.vocabulary:  # learned from all languages, so that it does not depend on --languages
-        if corpus.vocabulary != name or corpus.learn_from:  # else rows are lists, which are gone through twice
+        if corpus.vocabulary != name or corpus.learn_from:  # else rows are lists, which writing goes through again
             every = read(corpus.vocabulary, source)
         most, options = corpus.learn_from, corpus.learning
     elif corpus.kind == "text":
@@ -237,7 +241,7 @@ class SplitWriter:
             self.index = (folder / f"{split}.idx").open("wb")
             self.index.write(np.int64(0))
             if split != "train":
-                self.texts = (folder / f"{split}.jsonl").open("w", encoding="utf-8")
+                self.texts = (folder / f"{split}.jsonl").open("w", encoding="utf-8", newline="\n")
 
     def begin_language(self) -> dict[str, int]:
         """The counts of the language that follows, which will grow, and the number of its first token or pair."""

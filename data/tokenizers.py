@@ -57,7 +57,7 @@ class Tokenizer:
 
 
 def parts(text: str) -> Iterator[str]:
-    """A text in parts of PART characters at most, cut before white space, where no token is, or inside a longer run."""
+    """A text in parts of PART characters at most, cut before white space, which no token spans, or in a longer run."""
     begin = 0
     while begin < len(text):
         end = begin + PART

@@ -191,8 +191,8 @@ def join(context: Context):
     world = context.world
     store, *_ = next(dist.rendezvous("env://"))
     if os.environ.get("LOCAL_WORLD_SIZE") == str(world):
-        # On one node torchrun keeps one store through all its restarts: without a name of its own, each would find
-        # the addresses of processes that are dead (pytorch issue 135712).
+        # torchrun keeps one store through all its restarts: without a name of its own, each would find the addresses
+        # of processes that are dead (pytorch issue 135712). On several nodes the counts of restarts may differ.
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     backend, card = "gloo", None
     if context.device.type == "cuda":
@@ -214,5 +214,5 @@ def keep_memory() -> str:
 
 
 def seed_all(*key: int):
-    """Seeds torch from integers: (seed,) of the weights is (seed, 0, 0), so scripts count steps from 1 here."""
+    """Seeds torch from integers. Missing ones are as good as 0, and (seed,) is of the weights: steps count from 1."""
     torch.manual_seed(int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1))

@@ -82,7 +82,7 @@ def translate(model: Translator, source, real, tokenizer, beam=5, length_penalty
         encoded, _ = model.encode(source, real)
         past = None
         while searched:
-            t = written.shape[2]  # with </s>, what is as long as a translation that ends now
+            t = written.shape[2]  # tokens, with </s>, of a translation that ends now
             h, _, past = model.decode(written[:, :, -1:].flatten(0, 1), encoded, past)
             log_probs = model.log_probabilities(h[:, -1])  # (b * K, V)
             log_probs[:, never] = -math.inf

@@ -143,6 +143,7 @@ class Run:
         self.identity = identity(config)
         self.identity["data_checksum"] = "+".join(source.checksum for source in data)
         self.identity["tokenizer_checksum"] = self.tokenizer.sha256
+        self.precision = str(context.dtype).removeprefix("torch.")  # what --dtype auto is on this machine
         self.name = run_name(config, presets)
         self.folder = Path(config.out_dir, self.name)
         micros, world = data[0].micros_per_step, context.world
@@ -173,9 +174,10 @@ class Run:
         if not 0 <= step <= self.total:
             file = self.folder / self.checkpoint_name
             raise ValueError(f"{file} is of step {step}, and the last is {self.total}: delete it")
-        seen = [self.identity, bool(self.result), self.checkpoint.get("step")]
+        seen = [self.identity, self.precision, bool(self.result), self.checkpoint.get("step")]
         if len(set(self.context.gather(json.dumps(seen)))) > 1:
-            raise ValueError(f"the processes see different data, or files in {self.folder}: use a shared disk")
+            where = f"files in {self.folder}: use a shared disk, and pass --dtype"
+            raise ValueError(f"the processes see different data, precision or {where}")
         if self.result:
             self.context.say(f"{self.name}: finished before, in {self.folder} (--resume false trains it again)")
 
@@ -207,6 +209,9 @@ class Run:
                 file = self.folder / self.checkpoint_name
                 raise ValueError(f"{file} is not a whole checkpoint of this run ({error!s:.200}): delete it") from None
             self.context.say(f"{self.name}: goes on from step {self.start}")
+            before = state.get("precision", self.precision)
+            if before != self.precision:
+                warn(f"it began in {before}, and goes on in {self.precision}: --dtype decides")
         if self.context.rank == 0:
             self.make_folder()
 
@@ -349,6 +354,7 @@ class Run:
         window = self.window()
         self.check_finite(window["loss_sum"], done)
         state = {"seconds": self.seconds, "log": self.log, "window": window, "kept": self.kept}
+        state["precision"] = self.precision
         state["optimizer"] = parallel.optimizer_state(self.model, self.optimizer)
         self.save_model("ckpt.pt", self.model, done, **state)
 

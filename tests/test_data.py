@@ -19,6 +19,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import sentencepiece
 from filelock import FileLock
 from helpers import OWN_CODE, ROOT, write_files
 
@@ -122,11 +123,12 @@ def test_parquet(tmp_path):
             list(read_documents(tmp_path / f"{name}.parquet"))
 
 
-def test_splits_named_by_files(tmp_path):
+def test_splits_named_by_files(tmp_path, capsys):
     texts = {"train-0001.txt": "a\nb\nc\nb\n", "my.validation.txt": "b\nd\n", "test/a.txt": "c\n", "other.txt": "e"}
     write_files(tmp_path, texts)
     expected = [("valid", "b"), ("valid", "d"), ("test", "c"), *(("train", text) for text in "abcb")]
     assert list(corpora.text(tmp_path)) == expected
+    assert f"not read in {tmp_path}: 1 files (other.txt)\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -157,6 +159,19 @@ def test_what_is_read_is_data_once_and_what_is_not_is_said(tmp_path, capsys):
     assert texts_of(inside) == ["elsewhere/b.txt", "in/deep/a.txt"]
     assert f"not read in {inside}: 14 files (README.md, photo.JPG, x.avi)\n" in capsys.readouterr().err
     assert source_files(inside / "README.md") == [inside / "README.md"]
+
+
+def test_a_folder_that_may_not_be_read_is_named(tmp_path, monkeypatch, capsys):
+    write_files(tmp_path, {"a.txt": "a", "locked/b.txt": "b"})
+
+    def scandir(path, scandir=os.scandir):
+        if str(path).endswith("locked"):
+            raise PermissionError(13, "Permission denied", path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    assert source_files(tmp_path) == [tmp_path / "a.txt"]
+    assert capsys.readouterr().err == f"not read in {tmp_path}: 1 files ({tmp_path / 'locked'})\n"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -481,6 +496,16 @@ def test_bad_options_are_one_line(name, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_tokenizer_without_an_end_is_refused_in_one_line(tmp_path):
+    write_files(tmp_path, {"a.txt": "\n".join(lines_of("de", 50))})
+    options = {"vocab_size": 40, "eos_id": -1, "hard_vocab_limit": False, "minloglevel": 2}
+    with (tmp_path / "no_end.model").open("wb") as file:
+        lines = iter(lines_of("de", 50))
+        sentencepiece.SentencePieceTrainer.train(sentence_iterator=lines, model_writer=file, **options)
+    refused = refusal("text", tmp_path / "a.txt", tokenizer=tmp_path / "no_end.model", out=tmp_path / "out")
+    assert "no_end.model has no token that ends a text" in refused
+
+
 THREE, FIVE, GOOD = "a\n" * 3, "a\n" * 4 + "a", "\n\n".join(lines_of("de", 500))
 [HELD_OUT, *_] = [text for text in lines_of("x", 500) if split_of(text, 0.01, 0.01) == "valid"]
 UNREAD_FORMS = ("jsonl.zst", "rar", "feather", "avro", "orc", "tfrecord")
@@ -664,7 +689,7 @@ def held_out_of(folder: Path, split: str) -> list[tuple[str, str]]:
     return [tuple(json.loads(line)) for line in (folder / f"{split}.jsonl").read_text().splitlines()]
 
 
-def test_pairs_come_back(spm, tmp_path):
+def test_pairs_come_back(spm, tmp_path, capsys):
     """One pair of languages in two files, and as a table; the other as .xz."""
     texts = {"de-en": pairs("de-en", 400), "en-zh-Hans": pairs("en-zh-Hans", 150)}
     german, english = zip(*texts["de-en"][:200])
@@ -672,7 +697,10 @@ def test_pairs_come_back(spm, tmp_path):
     files["de-en.b.tsv"] = "".join(f"{one}\t{two}\n" for one, two in texts["de-en"][200:])
     for side, own in zip(("en", "zh-Hans"), zip(*texts["en-zh-Hans"])):
         files[f"en-zh-Hans.{side}.xz"] = "\n".join(own)
-    folder = prepare("bitext", write_files(tmp_path / "in", files), tokenizer=spm, out=tmp_path / "out")
+    files["ru-en.en"] = "no first side\n"
+    source = write_files(tmp_path / "in", files)
+    folder = prepare("bitext", source, tokenizer=spm, out=tmp_path / "out")
+    assert capsys.readouterr().err.count(f"not read in {source}: 2 files (README.md, ru-en.en)\n") == 1
     meta = meta_of(folder)
     assert meta["kind"] == "pairs" and list(meta["languages"]) == list(texts)
     for name in texts:

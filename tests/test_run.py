@@ -537,13 +537,26 @@ def test_micro_batches_that_cannot_be_dealt(options, monkeypatch, capsys):
     assert "cannot be dealt to 3 processes" in LM.refused(options, monkeypatch, capsys)
 
 
-@pytest.mark.parametrize("ours, theirs", [("false, 2]", "false, 0]"), ('"data_checksum": "', '"data_checksum": "0')])
+DIFFER = ("false, 2]", "false, 0]"), ('"data_checksum": "', '"data_checksum": "0'), ('}, "float32"', '}, "bfloat16"')
+
+
+@pytest.mark.parametrize("ours, theirs", DIFFER)
 def test_processes_that_see_different_files(ours, theirs, options, monkeypatch, capsys):
     stop_in_the_middle(options, 3)
     monkeypatch.setattr(Context, "gather", lambda self, mine: [mine, mine.replace(ours, theirs)])
     capsys.readouterr()
     line = LM.refused(options, monkeypatch, capsys)
-    assert f"the processes see different data, or files in {only_run(options['out_dir'])}: use a shared disk" in line
+    where = only_run(options["out_dir"])
+    assert f"the processes see different data, precision or files in {where}: use a shared disk" in line
+
+
+def test_a_run_that_goes_on_in_another_precision_says_so(options, monkeypatch, capsys):
+    stop_in_the_middle(options, 3)
+    file = only_run(options["out_dir"]) / "ckpt.pt"
+    torch.save(torch.load(file) | {"precision": "bfloat16"}, file)
+    capsys.readouterr()
+    LM.run(options, monkeypatch)
+    assert "warning: it began in bfloat16, and goes on in float32" in capsys.readouterr().err
 
 
 def test_a_table_gives_mean_deviation_and_gaps():
