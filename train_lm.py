@@ -154,7 +154,7 @@ TABLE2 = [  # experts, FLOPs at test, the paper's numbers
 
 
 def table1(base: Config) -> Table:
-    """Every router, with the same parameters and the same FLOPs."""
+    """The paper's routers, with the same parameters and the same FLOPs."""
     rows = []
     for method, split, change, *paper in TABLE1:
         experts = 1 if method == "dense" else base.expert_ffns * split

@@ -41,8 +41,9 @@ def right_by_pair(model, pairs, config, context, maskings, beside) -> Tensor:
             found[half, first] += right_by_row(model, batch, context)
     for part in context.gather(found):
         total.update(part)
-    rows = [total[key] for key in sorted(total)]  # (2, B) of each batch; the one half's, then the other's
-    return sum(torch.cat(rows, dim=1).chunk(2, dim=1))
+    rows = [total[key] for key in sorted(total)]  # (2, B) of each batch
+    one, other = torch.cat(rows, dim=1).chunk(2, dim=1)
+    return one + other
 
 
 @torch.no_grad()

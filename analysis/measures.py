@@ -25,11 +25,11 @@ def bits_per_byte(loss: float, counts: dict) -> float:
     return nats / math.log(2)
 
 
-def bootstrap(totals: Tensor, sizes: Tensor, draws: int = 1000) -> list[float]:
+def bootstrap(totals: Tensor, sizes: Tensor) -> list[float]:
     """The 95% interval of sum(totals) / sum(sizes), (R,) each, over samples of R rows drawn with replacement."""
     rng, R = torch.Generator().manual_seed(0), len(sizes)
     ratios = []
-    for _ in range(draws):
+    for _ in range(1000):
         rows = torch.randint(R, (R,), generator=rng)
         ratio = totals[rows].sum() / sizes[rows].sum()
         ratios.append(ratio.double())
@@ -129,8 +129,8 @@ def describe_routing(layer: dict[str, float]) -> str:
 
 
 @torch.no_grad()
-def easy_and_hard(model, batches, context, occurs: int = 20, most: int = 8) -> tuple[list, list]:
-    """The tokens that want the fewest experts of the last MoE layer, and the most, of those that occur so often.
+def easy_and_hard(model, batches, context, occurs: int = 20) -> tuple[list, list]:
+    """The 8 tokens that want the fewest experts of the last MoE layer, and the most, of those that occur so often.
 
     batches: ids (B, T), of which none is padding.
     """
@@ -152,7 +152,7 @@ def easy_and_hard(model, batches, context, occurs: int = 20, most: int = 8) -> t
     often = (count >= occurs).nonzero().squeeze(1)
     mean = wanted[often] / count[often]
     order = often[mean.argsort(stable=True)].tolist()
-    return order[:most], order[::-1][:most]
+    return order[:8], order[::-1][:8]
 
 
 class Collapse:

@@ -183,9 +183,9 @@ def label(axes, heights: dict, colors: dict):
 # ---------------------------------------------------------------------------------------------------------------------
 # Which runs are meant
 
-SCRIPTS = {  # a constant that no other script's runs have
+SCRIPTS = {  # a constant, or a score, that no other script's runs have
     "train_lm": "min_learning_rate",
-    "train_mlm": "router_lr",
+    "train_mlm": "predicted",
     "train_electra": "objective",
     "finetune_xtreme": "train_examples",
 }
@@ -211,14 +211,16 @@ class Run:
 def read_run(folder: str, script: str) -> Run:
     """Raises ValueError where the folder holds no run of the script, or its log is torn."""
     config = read_json(Path(folder, "config.json"))
-    log = Path(folder, "metrics.jsonl")
-    lines = log.read_text().splitlines() if log.exists() else []
-    if SCRIPTS[script] not in config or not lines:
-        raise ValueError(f"{folder} holds no run of {script}.py with an evaluation: give such as out/{script}/demo")
+    file = Path(folder, "metrics.jsonl")
+    lines = file.read_text().splitlines() if file.exists() else []
     try:
-        return Run(folder, config, [dict(**json.loads(line)) for line in lines])
+        log = [dict(**json.loads(line)) for line in lines]
     except (ValueError, TypeError):
-        raise ValueError(f"{log} has a torn line: the run's command goes on from its checkpoint and mends it") from None
+        why = "has a torn line: the run's command goes on from its checkpoint and mends it"
+        raise ValueError(f"{file} {why}") from None
+    if not log or SCRIPTS[script] not in config | log[-1]:
+        raise ValueError(f"{folder} holds no run of {script}.py with an evaluation: give such as out/{script}/demo")
+    return Run(folder, config, log)
 
 
 def router_of(config: dict) -> type | None:
@@ -264,8 +266,8 @@ def named(runs: Iterable[Run], words: Callable = describe) -> list[Run]:
         for run in alike:
             run.name = kind
             for constant, value in run.config.items():
-                others = [other.config.get(constant) for other in alike]
-                if constant != "seed" and others != len(alike) * [value]:
+                values = [other.config.get(constant) for other in alike]
+                if constant != "seed" and values != [value] * len(alike):
                     run.name += f", {constant} {value}"
     return [*runs]
 

@@ -143,7 +143,7 @@ def consistency(options: Drawn):
                 record = {"encoder": f"{name}, sparse layer {layer + 1}", "step": 100 * (span + 1)}
                 record |= {"consistency": float(correlation.mean()), "unrelated loads": 1 / m}
                 records.append(record)
-            rows += records[-spans :: max(1, spans - 1)]  # the first 100 steps, and the last
+            rows += [records[-spans], records[-1]][:spans]  # the first 100 steps, and the last
     if not records:
         raise ValueError("no two finished runs with experts differ by --seed alone: finetune_xtreme.py --seeds 2")
     title = "1: all runs load their experts alike"

@@ -111,7 +111,8 @@ PAPER_RETRIEVAL = {  # table 5: English to another language, and back, of 14 lan
 def retrieval(options: Retrieval):
     """XLM-E's table 5 and figure 3: how often the nearest sentence in the other language is the translation.
 
-    A sentence is the mean of its tokens' hidden states, and nearness is the cosine. Higher is better.
+    A sentence is the mean of its tokens' hidden states at three quarters of the depth, also for XLM-R, of which the
+    paper takes layer 7 of 12; nearness is the cosine. Higher is better.
     """
     texts, groups = sentences(options.source)
 
@@ -294,7 +295,7 @@ def gap(options: Gap):
     for task, runs in tasks.items():
         for run in shared.named(runs.values(), itemgetter("model")):
             scores = scores_of(read_json(Path(run.folder, "result.json")))
-            records.append({"encoder": run.name, "task": task} | scores)
+            records.append({"run": run.config["model"], "encoder": run.name, "task": task} | scores)
             rows.append(records[-1])
         for name, gaps in PAPER_GAP.items():
             theirs = dict(zip(PAPER_TASKS, gaps))
@@ -384,13 +385,13 @@ def table4() -> str:
     return markdown_table(["base", "paper", "ELECTRA's script", "products, backward twice"], rows)
 
 
-def electra_flops(config, discriminator: bool, V: int = 30_522) -> float:
+def electra_flops(config, discriminator: bool) -> float:
     """Training FLOPs of one token of XLM-E's generator or discriminator, as the script that came with ELECTRA counts.
 
     Every operation counts, the backward pass costs as much as the forward pass, an embedding costs a product with the
     whole table of V rows, ELECTRA's, and one token of 6.4 is masked. The networks are dense, as the paper's are.
     """
-    D, T, H, inner = config.n_embd, config.block_size, config.n_head, config.ffn_size
+    D, T, H, inner, V = config.n_embd, config.block_size, config.n_head, config.ffn_size, 30_522
     # Operations a number: norm 5, softmax 5, dropout 4, GELU 8, bias 1 or 2.
     scores = 4 * D * T + 10 * T * H
     attention = 8 * D * D + scores + 9 * D + 5  # the script counts 5 for one norm where 5 D would be right

@@ -105,12 +105,10 @@ def test_limited(run: Run, max_tokens: int) -> Iterator[dict]:
 
 
 def limit(run: Run, share: float):
-    """Limits the experts of every MoE layer at test to a share of a dense FFN's FLOPs.
-
-    A dense model that was split into experts (table 2, trained with t = 1) gets t = 0.9 below 1, as in the paper.
-    """
+    """Limits the experts of every MoE layer at test to a share of a dense FFN's FLOPs."""
     for moe in run.model.moe_layers:
         moe.eval_gamma = share * ffn_flops(run.model) / row_flops(moe)
+    # A dense model that was split into experts, and trained with t = 1 (table 2), gets t = 0.9 below full work.
     is_split = run.config.get("expert_ffns") == run.config.get("threshold") == 1
     t = 0.9 if is_split and share < 1 else run.config.get("eval_threshold")
     run.model.config.eval_threshold = t  # the routers read it there
@@ -140,7 +138,7 @@ def experts(options: Drawn):
                 record = run.record | {"layer": f"block {i * run.config['moe_every']}"}
                 record |= {"step": evaluation["step"], "experts of a token": layer["wanted"]}
                 records.append(record)
-        last += records[-i:]
+        last += records[-len(run.log[-1]["layers"]) :]
     panels = []
     for (name,), own in shared.grouped(records, "experts").items():
         panels.append(Panel(name, own, "layer", "step", "experts of a token", from_zero=True))

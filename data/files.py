@@ -52,8 +52,12 @@ def source_files(source: Path) -> list[Path]:
     if source.is_file():
         return [source]
     found, seen = [], set()
-    walk = os.walk(source, followlinks=True, onerror=lambda error: say_unread(source, error.filename))
-    for folder, inside, names in walk:
+
+    def closed(error: OSError):
+        if isinstance(error, PermissionError):
+            say_unread(source, error.filename)
+
+    for folder, inside, names in os.walk(source, followlinks=True, onerror=closed):
         real = os.path.realpath(folder)
         if real in seen:  # two links lead here, or a circle of them
             inside.clear()

@@ -55,7 +55,7 @@ def write(file: Path, content: dict | str | bytes):
         with open(part, "wb") as f:
             if file.suffix == ".pt":
                 torch.save(content, f)
-            elif file.suffix == ".json":
+            elif isinstance(content, dict):
                 f.write(json.dumps(content, indent=1).encode())
             else:
                 f.write(content if isinstance(content, bytes) else content.encode())

@@ -20,6 +20,7 @@ import train_mlm
 from analysis import measures, shared, x_moe, xmoe
 from data.batches import MaskedData, TokenData
 from engine import pretrained
+from engine.config import SPARSE
 
 __all__ = ["electra_corpora"]  # a fixture
 pytest.importorskip("matplotlib")
@@ -60,6 +61,8 @@ def trained(corpora, electra_corpora, tmp_path_factory) -> SimpleNamespace:
     languages = electra_corpora["data"]
     lm = train(train_lm, base, small | {"data": "a", "learning_rate": 0.03}, LM_RUNS)
     mlm = train(train_mlm, base, TINY_MLM | {"data": languages}, MLM_RUNS)
+    dense = {name: value for name, value in TINY_MLM.items() if name not in SPARSE} | {"router": "dense"}
+    mlm |= train(train_mlm, base, dense | {"data": languages}, {"dense": {}})
     return SimpleNamespace(base=base, lm=lm, mlm=mlm, text=corpora["a"], languages=languages)
 
 
@@ -243,7 +246,7 @@ def test_collapse_is_the_logs(draw, place, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "result.json").write_text("{}")
     layers = [{"rc": 1.0, "rf": 0.1}, {"rc": 2.0, "rf": 0.2}]
-    log_of = [json.dumps({"step": step, "ppl": 9.0, "layers": layers}) for step in range(1, 7)]
+    log_of = [json.dumps({"step": step, "ppl": 9.0, "predicted": 1, "layers": layers}) for step in range(1, 7)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(log_of))
     _, found = draw("collapse", tmp_path)
     rows = [(row[0][-7:], row[1], row[3]) for row in found["table"][1:]]
@@ -357,11 +360,11 @@ def test_runs_that_do_not_fit_are_one_clear_line(place, tmp_path, monkeypatch, c
     assert "max_tokens must be over 0" in told("gamma", lm["switch"], "--max_tokens", -1)
     assert "device nowhere" in told("gamma", lm["switch"], "--device", "nowhere")
     assert "choose among later tokens too" in left_out("gamma", as_if(lm["switch"], "expert_choice"))
-    assert "dense is left out: it has no experts" in left_out("collapse", as_if(mlm["X-MoE"], "dense"))
+    assert f"{mlm['dense']} is left out: it has no experts" in left_out("collapse", mlm["dense"])
     assert "routers.py does not have" in told("collapse", as_if(mlm["X-MoE"], "of yesterday"))
     monkeypatch.setitem(sys.modules, "umap", SimpleNamespace(UMAP=Flat))
-    for name in ("dense", "hash"):
-        assert "has no router that compares tokens" in left_out("umap", as_if(mlm["X-MoE"], name))
+    for folder in (mlm["dense"], as_if(mlm["X-MoE"], "hash")):
+        assert "has no router that compares tokens" in left_out("umap", folder)
     assert "100 neighbours" in told("umap", mlm["X-MoE"], "--max_tokens", 64)
     monkeypatch.setitem(sys.modules, "umap", None)
     assert "pip install umap-learn" in told("umap", mlm["X-MoE"])

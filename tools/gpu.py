@@ -37,6 +37,7 @@ from torch.utils.benchmark import Timer
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where the project's modules are
 
 import train_lm
+from analysis.measures import clock
 from data.prepare import prepare
 from data.tokenizers import train_sentencepiece
 from engine import parallel
@@ -121,7 +122,7 @@ CASES = {  # capacity factor, FFNs of a stack
 def against_the_cpu(router: str, E: int = 16) -> Results:
     """A layer here, in bfloat16, against the same on the CPU in float32: what it gives, and its gradients.
 
-    Crowded: nearly all tokens want the same two experts, and others stay empty.
+    Crowded: nearly all tokens want the same two experts, and others stay empty, where the router lets them.
     """
     tokens, D = S // 32, 64
     for case, crowded in itertools.product(CASES, (False, True)):
@@ -137,8 +138,8 @@ def against_the_cpu(router: str, E: int = 16) -> Results:
         ids = torch.arange(tokens).unsqueeze(0)
         if crowded:
             h, ids = h + 0.5, ids % 2
-        if crowded and hasattr(chooser, "experts"):
-            chooser.experts.data[2:] -= 0.5
+        if crowded and hasattr(chooser, "experts"):  # they stand against what all tokens share
+            chooser.experts.data[2:] -= 0.5 * chooser.project(torch.ones(D)).detach()
         expected, theirs = forward_and_back(moe, h, ids, "cpu", nullcontext())
         found, ours = forward_and_back(moe, h, ids, DEVICE, HERE.autocast())
         same = torch.equal(ours, theirs)  # scores that are equal but for rounding may change places
@@ -227,8 +228,8 @@ def host_waits(router: str) -> Results:
     waits = Counter()
 
     def note(message, *rest):
-        if "synchroniz" in str(message):
-            *_, caller, _ = project_lines(traceback.extract_stack())
+        if "called a synchroniz" in str(message):
+            *_, caller, _ = project_lines(traceback.extract_stack())  # the last is this function
             waits[caller] += 1
 
     set_mode = torch.cuda.set_sync_debug_mode if CUDA else str
@@ -333,18 +334,18 @@ def pieces() -> Results:
     moe = bench.sparse_ffn(SHAPES["XMoE 32 x 768"]).to(DEVICE)
     E, width, D = moe.experts[0].w_in.shape
     C = moe.capacity(S)
+    N = E * C
     h = random(S, D).float()
     with torch.no_grad():
         routing = moe.router(h)
         kept = within_capacity(routing.priority, C)
         gates = routing.weight * kept
-        rows = kept_rows(gates, kept, E * C)
+        rows = kept_rows(gates, kept, N)
     used = int(kept.sum())
-    yield {"rows": E * C, "kept": used, "tokens": S}
+    yield {"rows": N, "kept": used, "tokens": S}
 
-    N = E * C
     x, a, w = random(N, D), random(N, width), random(E, width, D)
-    hidden = a, a.float(), rows.gate
+    hidden = a, a.float(), rows.gate  # products, biases (any will do), gates
     work = 2 * used * D * width  # FLOPs of each product
     product = partial(ragged_linear, rows=rows)
     compiled = torch.compile(activation)
@@ -391,11 +392,11 @@ LAYER |= {"pieces": pieces}
 
 def training_steps(constants: train_lm.Config) -> Results:
     """Whole steps: all micro-batches, clipping, AdamW."""
-    start = time.perf_counter()
     micros = constants.batch_tokens // constants.micro_tokens
     trainee = bench.trainee(constants, S, HERE, micros)
+    start = clock(HERE)
     trainee.run()
-    first = time.perf_counter() - start
+    first = 1e-3 * (clock(HERE) - start)
     (record,) = bench.measure("", {"": trainee}, TURNS, HERE)
     flops, seconds = 1e9 * record["gflops"], 1e-3 * record["ms"]
     peak = HERE.peak_flops
