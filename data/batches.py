@@ -6,8 +6,8 @@
     TranslationData    sources and their translations
 
 `batch(split, step, micro)` depends on the seed and on these three arguments alone: a run that was stopped, or one on
-any number of processes, sees the data of one that never stopped. `eval_batches` depends on the corpus, on
-block_size and on how is masked, never on the seed: scores of different runs can be compared.
+any number of processes, sees the data of one that never stopped. `eval_batches` depends on the corpus, on block_size
+and on the masking, never on the seed: scores of different runs can be compared.
 """
 
 from dataclasses import dataclass
