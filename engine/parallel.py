@@ -46,7 +46,7 @@ def wrap(model: nn.Module, config, context) -> nn.Module:
 
 
 def share_experts(model: nn.Module, mesh: DeviceMesh, micro_tokens: int):
-    """Each process of a row of the mesh keeps its part of every layer's experts; `sum_over` has the same ones."""
+    """Each process of a row of the mesh keeps its part of every layer's experts; those of `sum_over` keep the same."""
     N = mesh["expert"].size()
     for moe in model.moe_layers:
         E = moe.router.E
