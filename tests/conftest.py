@@ -1,6 +1,8 @@
 """What tests of train_lm.py, and of what all scripts share, run on. Other scripts have corpora of their own."""
 
+import os
 import signal
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +13,9 @@ from helpers import OWN_CODE, TINY_LM
 from data.prepare import prepare
 from data.tokenizers import XLMR, SentencePiece, train_sentencepiece
 from engine.run import SIGNALS
+
+modules = tempfile.TemporaryDirectory()
+os.environ["HF_MODULES_CACHE"] = modules.name  # where transformers puts the code of exported models
 
 
 @pytest.fixture(scope="session", autouse=True)

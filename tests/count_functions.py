@@ -7,7 +7,7 @@ import torch
 
 from train_lm import GPT, Config
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(sys.modules["train_lm"].__file__).parent
 
 
 def functions_of_a_step() -> set[str]:

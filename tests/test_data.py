@@ -446,7 +446,7 @@ def test_what_is_there_is_never_replaced(folder, tmp_path, model):
     for out in (folder, tmp_path):
         line = refusal("text", source=tmp_path / "thesis.txt", tokenizer=model, out=out)
         assert line == f"--out {out} is not empty: remove what is there, or give another folder"
-    refusal("text", source=tmp_path / "thesis.txt", tokenizer=model, out=tmp_path / "thesis.txt")
+    refusal("text", source=folder.parent / "mine.txt", tokenizer=model, out=tmp_path / "thesis.txt")
     assert (tmp_path / "thesis.txt").read_text() == "precious"
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 

@@ -106,6 +106,7 @@ def test_ours_loads_it_back(exported):
     assert "from_pretrained(FOLDER" in card and ("trust_remote_code=True)\ntokenizer" in card) == (name not in NATIVE)
 
 
+@pytest.mark.parametrize("exported", ["threshold"], indirect=True)
 def test_what_cannot_be_exported_is_one_clear_line(exported, tmp_path):
     _, _, run, folder = exported
     with pytest.raises(ValueError, match="is not empty"):

@@ -41,7 +41,6 @@ X_MOE_ENCODER = 277_453_056 + 32 * STACKS + 16 * 768 + 32 * 16 + 1
         (Encoder, "dense", {"relative_bias": True}, 277_453_056 + 2_064, 277_453_056 + 2_064),
         (MaskedLM, "dense", {}, 278_295_186, 278_295_186),
         (Encoder, "hypersphere", {"moe_after": (6,)}, X_MOE_ENCODER, X_MOE_ENCODER - 31 * STACKS),
-        (MaskedLM, "hypersphere", {"moe_after": (6,)}, 731_808_915, 291_637_761 + 842_130),
         (Encoder, "switch", {"moe_after": (6,)}, 730_978_560, 730_978_560 - 31 * STACKS),
     ],
 )

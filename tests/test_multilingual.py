@@ -31,13 +31,13 @@ DOWNLOADS = {
     "tatoeba/tatoeba.deu-eng.eng": "One to be found\n",
     "wordalign/de-en.src-tgt": "ausgerichtete Wörter ||| aligned words\n",
     "wordalign/de-en.gold": "1-1 2-2\n",
-    "ntrex/DOCUMENT_IDS.tsv": "a\na\nb\n",
+    "ntrex/DOCUMENT_IDS.tsv": "n2\nn2\nb\n",  # the first is in valid
     "ntrex/newstest2019-src.eng.txt": "News one\nNews two\nAligned\n",
     "ntrex/newstest2019-ref.deu.txt": "Nachricht eins\nausgerichtete Wörter\nNeues\n",
     "udhr/udhr.jsonl": json.dumps({"lang": "de", "text": "Alle Menschen\nTested context."}) + "\n",
     "enwiki-2021/train.txt": "= A =\nAn article. Ａ scored   sentence\n\n= B =\nAnother article\n",
     "enwiki-2021/valid.txt": "Held out\n",
-    "multi30k/test_2016_flickr.de": "Ein Bild\n",
+    "multi30k/test_2016_flickr.de": "multi30k de 299\n",
 }
 for source, languages in {"multi30k": ("de", "fr"), "tatoeba-en-de": ("de",), "tatoeba-en-zh": ("zh",)}.items():
     for side in (*languages, "en"):
@@ -46,6 +46,7 @@ for source, languages in {"multi30k": ("de", "fr"), "tatoeba-en-de": ("de",), "t
         DOWNLOADS[f"{source}/train.{side}"] = "\n".join([*rows, scored_line, f"{source} held out {side}"]) + "\n"
         DOWNLOADS[f"{source}/valid.{side}"] = f"{source} held out {side}\n"
 HIDDEN = "scored sentence, Zweitens, getestet, Scored hypothesis, Tested context, Eins zum Finden, ausgerichtete, 东京"
+HIDDEN += ", multi30k de 299"  # and of Multi30k's tests
 
 
 def test_no_scored_sentence_is_in_the_real_text(tmp_path, monkeypatch, capsys):
@@ -73,7 +74,7 @@ def test_no_scored_sentence_is_in_the_real_text(tmp_path, monkeypatch, capsys):
     for kept in ("Another article", "Nachricht 7", "tatoeba-en-de en 17", "Viertens", "Neues"):
         assert kept in everything
     for (_, split), text in written.items():
-        assert ("tatoeba-en-de held out de" in text) == (split == "valid")
+        assert ("tatoeba-en-de held out de" in text) == ("News one" in text) == (split == "valid")
 
 
 BAD = [

@@ -37,7 +37,6 @@ from engine.config import command_line, run_name
 from engine.device import Context
 from engine.optim import adamw
 from engine.run import Run
-from engine.table import seeds_of
 from model import GPT
 
 TOTAL = int(os.environ.get("EXAMPLES", 0))
@@ -107,10 +106,6 @@ def take(script, line: list[str]):
     if config is None:
         return
     assert len(run_name(config, script.PRESETS).encode()) <= 255
-    if config.table in script.TABLES and config.seeds < 5:
-        table = answer(lambda: script.TABLES[config.table](config))
-        for _, change in table.rows if table else []:
-            answer(lambda change=change: seeds_of(config, change))
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -240,7 +241,7 @@ def test_one_process_that_is_sent_a_signal_stops_both(options):
 
 def test_torchrun_starts_again_what_lost_a_process(options, monkeypatch):
     """Twice, and the end is that of a run that was not disturbed."""
-    options |= {"steps": 60, "eval_every": 4, "eval_tokens": 64, "dtype": "float64", "dropout": 0.1}
+    options |= {"steps": 150, "eval_every": 10, "eval_tokens": 64, "dtype": "float64", "dropout": 0.1}
     whole, killed = kept_in(options, "whole", "killed")
     process = LM.start(killed, *TORCHRUN, "--max-restarts", "2")
     for evaluations in (3, 8):
@@ -526,7 +527,7 @@ def test_a_log_has_a_line_where_a_terminal_has_a_bar(options, monkeypatch, capsy
 
 @pytest.mark.parametrize("streams", ["> /dev/full", "| true"])
 def test_a_stream_that_nobody_reads_ends_no_run(streams, options):
-    line = " ".join(map(str, [sys.executable, ROOT / LM.name, *command(options)]))
+    line = shlex.join(map(str, [sys.executable, ROOT / LM.name, *command(options)]))
     done = subprocess.run(["bash", "-c", f"set -o pipefail; {line} {streams}"], capture_output=True, text=True)
     assert done.returncode == 0 and "Error" not in done.stderr and result_of(options["out_dir"])
 

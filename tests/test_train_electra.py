@@ -26,7 +26,6 @@ from data.batches import Masked, PairData
 from data.prepare import prepare
 from data.tokenizers import XLMR, train_sentencepiece
 from engine.device import Context, seed_all, setup
-from engine.run import numbers
 from model import PAD, MaskedLM
 from train_electra import Config, Electra, losses_of, sample, score
 
@@ -336,11 +335,6 @@ def test_a_run_names_both_of_its_corpora(options, monkeypatch):
     ELECTRA.run(options | {"steps": 1, "eval_maskings": 1}, monkeypatch)
     checksums = [source.checksum for source in opened(options)[2].values()]
     assert saved(options)["identity"]["data_checksum"] == "+".join(checksums) and len(set(checksums)) == 2
-
-
-def flat(record) -> dict[str, float]:
-    """All numbers of an evaluation but the speed, by their path."""
-    return {name: x for name, x in numbers(record) if "per_second" not in name}
 
 
 def test_table_2_has_every_row(options, monkeypatch, capsys):
