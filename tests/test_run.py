@@ -96,7 +96,7 @@ def wait_for(process: subprocess.Popen, out: Path, file: str, lines: int = 0) ->
 def test_a_run_leaves_behind_what_it_takes_to_make_the_model_again(options, monkeypatch):
     LM.run(options, monkeypatch)
     folder, state, result = only_run(options["out_dir"]), checkpoint(options), result_of(options["out_dir"])
-    keys = "class step constants vocab_size identity model optimizer seconds log window kept"
+    keys = "class step constants vocab_size identity precision model optimizer seconds log window kept"
     assert state.keys() == set(keys.split())
     assert state["class"] == "GPT" and state["vocab_size"] == 320 and state["step"] == 4
     model, tokenizer = load(folder)
