@@ -85,11 +85,14 @@ def test_no_message_is_in_two_splits_and_rare_languages_are_left_out(wheel):
 
 def test_both_corpora_of_messages_share_a_vocabulary(wheel, tmp_path, monkeypatch):
     for name in ("messages", "messages-pairs"):
-        monkeypatch.setitem(corpora.CORPORA, name, corpora.CORPORA[name]._replace(learning=dict(vocab_size=300)))
+        changed = corpora.CORPORA[name]._replace(learning=dict(vocab_size=300), packages=("numpy",))
+        monkeypatch.setitem(corpora.CORPORA, name, changed)
     one = prepare("messages", wheel)
     two = prepare("messages-pairs", tmp_path, languages="de-en")
     assert (one / "xlmr.model").read_bytes() == (two / "xlmr.model").read_bytes()
-    assert list(meta_of(two)["languages"]) == ["de-en"] and list(meta_of(two)["versions"]) == ["python"]
+    assert list(meta_of(two)["languages"]) == ["de-en"] and list(meta_of(two)["versions"]) == [
+        "python"
+    ]  # numpy was not read
 
 
 def test_a_wheel_is_downloaded_until_it_is_whole(wheel, tmp_path, monkeypatch, capsys):
