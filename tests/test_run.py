@@ -412,7 +412,7 @@ def test_a_run_goes_on_from_the_weights_of_another(options, corpora, tmp_path, m
     (file,) = tested["out_dir"].glob("*/eval*.json")
     expected = json.loads((before / "result.json").read_text())["test"]
     assert json.loads(file.read_text())["test"]["loss"] == pytest.approx(expected["loss"])
-    LM.run(tested | {"eval_only": False, "steps": 1, "resume": False}, monkeypatch)  # the folder is a run's
+    LM.run(tested | {"eval_only": False, "resume": False}, monkeypatch)  # the folder is a run's
     LM.run(options | {"steps": 6, "learning_rate": 1e-12, "min_learning_rate": 0.0}, monkeypatch)
     torch.testing.assert_close(checkpoint(options)["model"], load_checkpoint(before / "ckpt.pt")["model"])
     capsys.readouterr()
