@@ -388,6 +388,7 @@ def fused(f, x):
     """f, which in bf16 on a GPU becomes few kernels: gather, products, activation, sum. Else f as it stands."""
     if torch.compiler.is_compiling() or product_type(x) != torch.bfloat16:
         return f
+    # Where the activation cannot be compiled, nothing is.
     return f if compiled_activation(x.device.type) is activation else compiled(f)
 
 
