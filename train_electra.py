@@ -120,7 +120,7 @@ CIPHERS |= dict(generator_layers=4, lambda_disc=1.0)  # of what was tried only t
 # Real sentences and their translations, few and short: captions of pictures in English and German (Multi30k). How to
 # prepare them stands in data/README.md.
 CAPTIONS = dict(data="captions", pairs="captions-pairs", block_size=64, steps=14_000, eval_every=2000)
-CAPTIONS |= dict(generator_layers=4, lambda_disc=1.0)  # XLM-E finds twice as many translations at half the rate
+CAPTIONS |= dict(generator_layers=4, lambda_disc=1.0)  # at half the rate more translations are found
 
 # XLM-E appendices A and B; micro-batches are ours. Of Large and XL the text says that they have a vocabulary of 500K,
 # but only one of 2^19 gives the parameters of table 3.
