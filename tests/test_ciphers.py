@@ -59,7 +59,8 @@ def test_languages_have_documents_and_characters_of_their_own(english):
     _, names = ciphers.in_pieces(english)
     _, text = rows["en"][1]
     words = "".join(names[piece] for piece in plain(text)).replace("\u2581", " ").split()
-    assert " ".join(words[:3]) in " ".join(text for _, text in english)
+    everything = " ".join(text for _, text in english)
+    assert " ".join(words[:3]) in everything.encode("ascii", "ignore").decode()  # others are no pieces
 
 
 def test_pairs_say_the_same_and_two_languages_are_never_paired(english):
