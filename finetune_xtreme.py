@@ -51,7 +51,7 @@ class Config:
     encoders: str = "demo"  # in tables: the preset of the runs of train_mlm.py and train_electra.py that are compared
     source: str | None = None  # folder with the task's files, or with XTREME's folders of all tasks; none: the hub
     train_examples: int | None = None  # at most so many to train on
-    test_examples: int | None = None  # at most so many of each language, and to choose by; XTREME wants all
+    test_examples: int | None = None  # at most so many to score in a language, or to choose by; a submission needs all
     # training
     frozen: bool = True  # routers and experts stay as they are (X-MoE 3.3); the balance loss still reaches the rest
     balance_coef: float = 0.01  # alpha, the weight of the balance loss, where there are sparse layers
@@ -175,7 +175,7 @@ ROWS = [  # table, encoder, its run, what to change in fine-tuning, the paper's 
     ("7", "SMoE, top-2", "train_mlm/{}-router=topk-top_k=2", LEARN, "?"),
     ("7", "X-MoE, top-2", "train_mlm/{}-top_k=2", {}, "?"),
     ("xlme1", "XLM-E - TRTD", f"{XLM_E}-tlm=False", {}, "74.2, 62.7, 74.3/58.2, 67.8/49.7, 57.8/40.6, 75.1, 87.1"),
-    ("xlme1", "XLM (the paper's: Hu et al.'s)", XLM, {}, "70.1, 61.2, 59.8/44.3, 48.5/32.6, 43.6/29.1, 69.1, 80.9"),
+    ("xlme1", "XLM (in the paper, Hu et al.'s)", XLM, {}, "70.1, 61.2, 59.8/44.3, 48.5/32.6, 43.6/29.1, 69.1, 80.9"),
     ("xlme1", "XLM-E", XLM_E, {}, "75.6, 63.5, 76.2/60.2, 68.3/49.8, 62.4/45.7, 76.6, 88.3"),
     ("xlme2", "XLM", XLM, {}, "?, 66.2/47.8"),
     ("xlme2", "XLM - TLM", "train_electra/{}-objective=mlm-tlm=False-relative_bias=False", {}, "?, 64.0/46.0"),

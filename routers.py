@@ -91,6 +91,12 @@ class Router(nn.Module):
             self.init_temperature = config.init_temperature or TEMPERATURES[self.gate]  # tau_0
             self.temperature = nn.Parameter(torch.tensor(float(self.init_temperature)))  # tau
 
+    @classmethod
+    def reads_with(cls, score: str | None) -> set[str]:
+        """`reads` under `--score`, None where it is not given: tau_0 is a hypersphere's alone."""
+        on_sphere = (score or cls.score) == "hypersphere"
+        return cls.reads if on_sphere else cls.reads - {"init_temperature"}
+
     @property
     def max_choices(self) -> int:
         return self.most or self.E

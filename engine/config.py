@@ -133,10 +133,8 @@ def unread(config) -> set[str]:
     if config.router == "dense":
         return own | of_routers | SPARSE
     chosen = ROUTERS[config.router]
-    if (config.score or chosen.score) != "hypersphere":
-        own |= {"init_temperature"}
     unbalanced = set() if chosen.balanced else {"balance_coef"}
-    return own | unbalanced | of_routers - chosen.reads
+    return own | unbalanced | of_routers - chosen.reads_with(config.score)
 
 
 def refuse(config, presets: dict, names: set[str]):
