@@ -74,7 +74,7 @@ class Config:
     out_dir: str = "out/finetune_xtreme"  # where runs are kept
     device: str = "auto"  # cuda, mps or cpu
     dtype: Literal["auto", "bfloat16", "float32", "float64"] = "auto"  # auto: bfloat16 where it is fast
-    compile: bool = False  # torch.compile
+    compile: bool | None = None  # torch.compile; None: where products are in bfloat16 on a GPU
     resume: bool = True  # go on from the run's newest checkpoint; false: start again
     tensorboard: bool = False  # every evaluation goes to TensorBoard, too: tensorboard --logdir out
 

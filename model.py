@@ -1,10 +1,10 @@
 """The sparse layer, and Transformers that have it: a decoder (GPT-2's layout), an encoder (XLM-R's), and both together.
 
 XMoE's experts stand in place of the FFN of every `moe_every`-th block; X-MoE's sparse layers stand between the layers
-of an encoder, after those that `moe_after` names. Read `dispatch` first: it is how tokens reach their experts. A model
-reads the constants of a script's Config by name. Tensor letters: B batch, T sequence length, S tokens that are not
-padding, D model width, H heads, E experts, F inner width of one expert, C expert capacity, K experts per token, N rows
-that experts keep, V vocabulary, M masked tokens.
+of an encoder, after those that `moe_after` names. Read `MoE` first: it is how tokens reach their experts. A model reads
+the constants of a script's Config by name. Tensor letters: B batch, T sequence length, S tokens that are not padding, D
+model width, H heads, E experts, F inner width of one expert, C expert capacity, K experts per token, N rows that
+experts keep, V vocabulary, M masked tokens.
 """
 
 import functools
@@ -16,7 +16,6 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._functorch import config as functorch_config
 from torch.utils.checkpoint import checkpoint
 
 from routers import NOT_CHOSEN, ROUTERS
@@ -24,21 +23,76 @@ from routers import NOT_CHOSEN, ROUTERS
 PAD = 1  # the encoder's `<pad>`, as in XLM-R, whose positions begin after it
 MIN_CAPACITY = 4
 WORTH_COMPILING = 1 << 21  # activations (N x F), from which compiling the function between two products pays
-FLEX_ATTENTION = False  # on CUDA, scores that depend on the distance without a matrix of them: not yet timed on a card
 
 # ---------------------------------------------------------------------------------------------------------------------
-# From what a router wants to what the experts compute
+# The sparse layer: router (routers.py), capacity, rows, experts, sum
 
 
-def expert_capacity(tokens: int, num_experts: int, capacity_factor: float) -> int:
-    """C, the rows that one expert may serve (XMoE eq. 3), at most all, at least 4; gamma inf is no limit.
+class MoE(nn.Module):
+    """A sparse FFN: a router chooses experts for each token, and each expert serves as many as its capacity allows.
 
-    What is above a whole number by 1e-7 or less is rounding: gamma 1.1 of 100 tokens over 10 experts is 11, not 12.
+    gamma, eval_gamma: the capacity factors in training and at test; inf is no limit.
     """
-    if capacity_factor >= num_experts:
-        return tokens
-    rows = math.ceil(capacity_factor * tokens / num_experts - 1e-7)
-    return min(tokens, max(MIN_CAPACITY, rows))
+
+    def __init__(self, router: nn.Module, experts: "Experts | Stacks", gamma: float, eval_gamma: float):
+        super().__init__()
+        self.router, self.experts = router, experts
+        self.gamma, self.eval_gamma = gamma, eval_gamma
+        self.watchers = []  # called with (self, h, routing, kept), where routing is measured
+
+    def forward(self, h, ids, real=None, first: int = 0):
+        """h (B, T, D), ids (B, T), at positions from `first` on -> (B, T, D), balance loss.
+
+        real (S,): places in B * T of the tokens that are not padding, ascending; None if all are. No expert serves
+        padding, and it fills no capacity. What stands there comes out as 0.
+        """
+        B, T, D = h.shape
+        position = torch.arange(first, first + T, device=h.device).repeat(B)
+        flat, ids = h.flatten(0, 1), ids.flatten()
+        if real is not None:
+            flat = flat.index_select(0, real)
+            ids, position = ids[real], position[real]
+        routing = self.router(flat, ids, position)
+        if may_ask(h) and not torch.compiler.is_compiling():
+            check_choices(self.router, routing)
+        S, E = routing.weight.shape
+        C = self.capacity(S)
+        kept = within_capacity(routing.priority, C)  # (S, E)
+        for watch in self.watchers:
+            watch(self, flat, routing, kept)
+        gates = routing.weight * kept
+        most = min(S * self.router.max_choices, E * C)  # rows that can be kept; where all can, waiting costs a GPU less
+        room = None if may_ask(h) or most == S * E else most
+        y = dispatch(flat, gates, kept_rows(gates, kept, room), self.experts)
+        if real is not None:
+            y = y.new_zeros(B * T, D).index_copy(0, real, y)
+        return y.view_as(h), routing.balance_loss
+
+    def capacity(self, S: int) -> int:
+        """C, how many of S tokens one expert may serve (XMoE eq. 3): at most all, at least 4; gamma inf is no limit.
+
+        What is above a whole number by 1e-7 or less is rounding: gamma 1.1 of 100 tokens over 10 experts is 11, not 12.
+        """
+        gamma, E = self.gamma if self.training else self.eval_gamma, self.router.E
+        if gamma >= E:
+            return S
+        rows = math.ceil(gamma * S / E - 1e-7)
+        return min(S, max(MIN_CAPACITY, rows))
+
+
+def may_ask(x) -> bool:
+    """Whether the host may read a number off the device of x without stalling it."""
+    return not x.is_cuda
+
+
+def check_choices(router: nn.Module, routing):
+    """Raises ValueError where a routing is not what its class says. A GPU makes room by that, and does not check."""
+    name, priority = type(router).__name__, routing.priority
+    if priority.dtype != torch.int64:
+        raise ValueError(f"{name}: a priority is int64, not {priority.dtype}: make it with by_rank or priority_key")
+    most = int(routing.wanted.sum(dim=1).max()) if len(priority) else 0
+    if most > router.max_choices:
+        raise ValueError(f"{name} chose {most} experts for a token, but its class says most = {router.most}")
 
 
 def within_capacity(priority, capacity: int):
@@ -73,22 +127,19 @@ class Rows(NamedTuple):
     used: Tensor | None  # (N, 1) bool: False for spare rows, which lie at the end; None: there are none
 
 
-def kept_rows(gates, kept, room: int | None = None, full: bool = False) -> Rows:
+def kept_rows(gates, kept, room: int | None = None) -> Rows:
     """gates (S, E), kept (S, E) bool -> Rows.
 
-    room: how many rows to make, those beyond the kept ones spare (none if `full`), so that a GPU's host need not wait
-    for their number. None: read that number, and make just those.
+    room: how many rows to make, with spare ones after the kept ones; None: wait for the number of those that are kept.
     """
-    S, used = len(kept), None
+    S = len(kept)
     counts = kept.sum(dim=0)  # (E,)
     by_expert = kept.t().flatten()  # (E * S,)
     if room is None:
-        place = by_expert.nonzero()
+        place, used = by_expert.nonzero(), None
     else:
         place = torch.nonzero_static(by_expert, size=room, fill_value=0)
-        if not full:
-            number = torch.arange(room, device=kept.device).unsqueeze(1)
-            used = number < counts.sum()
+        used = torch.arange(room, device=kept.device).unsqueeze(1) < counts.sum()
     place = place.squeeze(1)  # (N,)
     gate = gates.t().flatten()
     gate = gate.index_select(0, place).unsqueeze(1)  # (N, 1)
@@ -97,70 +148,18 @@ def kept_rows(gates, kept, room: int | None = None, full: bool = False) -> Rows:
     return Rows(place % S, place // S, gate, counts, used)
 
 
-def may_ask(x) -> bool:
-    """Whether the host may read a number off the device of x without stalling it."""
-    return not x.is_cuda
+def dispatch(h, gates, rows: Rows, experts: "Experts | Stacks"):
+    """Sends each token to the experts that keep it and adds up their weighted outputs (XMoE eq. 2).
 
-
-def product_type(x) -> torch.dtype:
-    """The type in which x is multiplied by a matrix: autocast's where that is on."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-
-
-def ragged_linear(x, w, rows: Rows):
-    """Each expert's rows times its own matrix: x (N, I), w (E, I, O) -> (N, O), in autocast's type where that is on.
-
-    Spare rows are neither read nor multiplied. What comes out of them, forwards and backwards, may be anything.
+    h (S, D); gates (S, E), 0 where not kept -> (S, D) in the gates' type (fp32), 0 for a token that no expert kept.
     """
-    dtype = product_type(x)
-    x, w = x.to(dtype), w.to(dtype)
-    if not has_grouped_mm(x, w):
-        counts = rows.counts.tolist()
-        spare = len(x) - sum(counts)
-        parts = x.split([*counts, spare])
-        products = [part @ matrix for part, matrix in zip(parts, w)]
-        products.append(x.new_zeros(spare, w.shape[2]))
-        return torch.cat(products)
-    ends = rows.counts.cumsum(0, dtype=torch.int32)
-    return F.grouped_mm(x, w, offs=ends)
-
-
-def has_grouped_mm(x, w) -> bool:
-    """Whether `grouped_mm` takes these: bf16 with rows of a multiple of 16 bytes, on a CPU fp32 too if not compiled."""
-    on_cpu, dtypes = x.device.type == "cpu", [torch.bfloat16]
-    if on_cpu and not torch.compiler.is_compiling():
-        dtypes.append(torch.float32)
-    _, I, O = w.shape  # noqa: E741
-    aligned = 16 // x.element_size()
-    whole = I % aligned == 0 and O % aligned == 0
-    few = on_cpu or len(w) < 1024  # CUDA's kernel takes no more groups
-    return x.dtype in dtypes and whole and few and len(x) > 0
-
-
-def activation(a, b, gate, gelu: str, used=None):
-    """gate * gelu(a + b), a and b (N, F), gate (N, 1), in the type of a; 0 in rows that are not `used`, see Rows."""
-    total = a + b
-    if used is not None:
-        total = torch.where(used, total, 0)
-    z = gate * F.gelu(total, approximate=gelu)
-    return z.to(a.dtype)
-
-
-@functools.cache
-def compiled_activation(device: str):
-    """`activation` in one pass over memory, and one backward; as it stands where that device cannot compile it."""
-    compiled = torch.compile(activation, dynamic=True)
-    ones = functools.partial(torch.ones, device=device, requires_grad=True)
-    try:
-        compiled(ones(5, 3), ones(5, 3), ones(5, 1), "tanh")  # what is compiled for one size serves all
-    except Exception:  # no compiler, or another of many reasons: slower, but right
-        return activation
-    return compiled
+    x = h.index_select(0, rows.token)  # (N, D)
+    y = experts(x, rows)  # (N, D), weighed
+    return add_rows(experts.biases(gates), rows, y)
 
 
 class Experts(nn.Module):
-    """One FFN of each of E experts. A row of w_in is what a unit reads, a row of w_out what it writes."""
+    """E experts, each a bare FFN (XMoE). A row of w_in is what a unit reads, a row of w_out what it writes."""
 
     def __init__(self, E: int, D: int, F_: int, gelu: str):
         super().__init__()
@@ -171,54 +170,49 @@ class Experts(nn.Module):
         self.gelu = gelu
 
     def forward(self, x, rows: Rows):
-        """(N, D) -> gate * W_out^T gelu(W_in x + b_in), (N, D): all of an FFN but b_out."""
-        activate = activation
-        large = len(x) * self.b_in.shape[1] >= WORTH_COMPILING
-        if large and not torch.compiler.is_compiling():
-            activate = compiled_activation(x.device.type)
-        if rows.used is not None:  # grouped_mm leaves the gradient of spare rows unwritten; this `where` makes it 0
-            x = torch.where(rows.used, x, 0)
+        """(N, D) -> g W_out^T gelu(W_in x + b_in), (N, D). The gate g costs nothing inside the activation."""
+        a = ragged_linear(x, self.w_in.mT, rows)  # (N, F)
         b = self.b_in.index_select(0, rows.expert)  # (N, F)
-        z = activate(ragged_linear(x, self.w_in.mT, rows), b, rows.gate, self.gelu, rows.used)  # (N, F)
-        del b  # it is as large as z, and the backward pass does not need it
-        y = ragged_linear(z, self.w_out, rows)  # (N, D)
-        if rows.used is not None:
-            y = torch.where(rows.used, y, 0)
-        return y
+        activate = activation
+        if a.dtype == torch.bfloat16 and a.numel() >= WORTH_COMPILING and not torch.compiler.is_compiling():
+            activate = compiled_activation(a.device.type)
+        z = activate(a, b, rows.gate, self.gelu)  # (N, F)
+        del a, b  # each is as large as z, and the backward pass does not need it
+        return ragged_linear(z, self.w_out, rows)
+
+    def biases(self, gates):
+        """(S, E) -> the g b_out of all experts, (S, D), as one product: row by row it would take much memory."""
+        with torch.autocast(gates.device.type, enabled=False):
+            return gates @ self.b_out.to(gates.dtype)
+
+    def activations(self, h, kept):
+        """What the units of all kept rows compute before GELU, (N, F) (XMoE figure 6)."""
+        rows = kept_rows(kept.to(h.dtype), kept)
+        a = ragged_linear(h.index_select(0, rows.token), self.w_in.mT, rows)
+        return a + self.b_in.index_select(0, rows.expert)
 
 
-def dispatch(h, gates, rows: Rows, ffn: Experts):
-    """Sends each token to the experts that keep it and adds up their weighted outputs (XMoE eq. 2).
+class Stacks(nn.Module):
+    """E experts, each a stack of FFNs with a norm before and a residual around it (X-MoE 4.1)."""
 
-    h (S, D); gates (S, E), 0 where not kept -> (S, D) in the gates' type (fp32), 0 for a token that no expert kept.
-    g (W_out^T z + b_out) = W_out^T (g z) + g b_out: weighing z costs nothing inside the activation, and the g b_out of
-    all experts are one product, gates @ b_out.
-    """
-    x = h.index_select(0, rows.token)  # (N, D)
-    y = ffn(x, rows)  # (N, D)
-    with torch.autocast(h.device.type, enabled=False):
-        biases = gates @ ffn.b_out.to(gates.dtype)  # (S, D)
-    return add_rows(biases, rows, y)
+    def __init__(self, E: int, D: int, F_: int, gelu: str, layers: int):
+        super().__init__()
+        self.norms = nn.ModuleList(ExpertNorm(E, D) for _ in range(layers))
+        self.ffns = nn.ModuleList(Experts(E, D, F_, gelu) for _ in range(layers))
 
+    def forward(self, x, rows: Rows):
+        """(N, D) -> g (u - x), (N, D), where u is what the stack makes of x.
 
-def dispatch_apart(h, gates, rows: Rows, work):
-    """The same, but each output is weighed after it is computed: for stacks, and for experts on other processes.
+        So h + g (u - x) is BASE layers' g u + (1 - g) h (X-MoE eq. 2).
+        """
+        u, inside = x, rows._replace(gate=torch.ones_like(rows.gate))
+        for norm, ffn in zip(self.norms, self.ffns):
+            u = u + ffn(norm(u, rows), inside) + ffn.b_out.index_select(0, rows.expert)
+        return rows.gate * (u - x)
 
-    work(x, rows) -> what the experts make of x (N, D), not weighed, (N, D). Of stacks h + g f(h) is BASE layers'
-    g u + (1 - g) h (X-MoE eq. 2, 4.1).
-    """
-    x = h.index_select(0, rows.token)  # (N, D)
-    weighed = rows.gate * work(x, rows)  # (N, D)
-    return add_rows(gates.new_zeros(h.shape), rows, weighed)
-
-
-def add_rows(out, rows: Rows, y):
-    """out (S, D) with each row of y (N, D) added to its token."""
-    y = y.to(out.dtype)
-    if y.is_cuda:  # compiled, it adds in place; on a CPU it is slower
-        return out.index_add(0, rows.token, y)
-    token = rows.token.unsqueeze(1).expand_as(y)
-    return out.scatter_add(0, token, y)
+    def biases(self, gates):
+        """None are left to add: a stack adds its own before the gate weighs it."""
+        return gates.new_zeros(len(gates), self.ffns[0].b_out.shape[1])
 
 
 class ExpertNorm(nn.Module):
@@ -235,111 +229,75 @@ class ExpertNorm(nn.Module):
         return F.layer_norm(u, u.shape[1:]) * scale + shift
 
 
-class MoE(nn.Module):
-    """A sparse FFN: a router, a capacity, and E experts of inner width F_.
+def ragged_linear(x, w, rows: Rows):
+    """Each expert's rows times its own matrix: x (N, I), w (E, I, O) -> (N, O), in autocast's type where that is on.
 
-    layers: 0 for experts that are one bare FFN (XMoE); else experts are stacks of so many FFNs, each with a norm and a
-    residual around it (X-MoE). gamma, eval_gamma: the capacity factors in training and at test; inf is no limit.
+    Spare rows are not multiplied: what comes out of them, forwards and backwards, is 0.
     """
-
-    def __init__(self, router: nn.Module, D: int, F_: int, gelu: str, gamma: float, eval_gamma: float, layers: int = 0):
-        super().__init__()
-        self.router, E = router, router.E
-        stack = range(max(1, layers))
-        self.experts = nn.ModuleList(Experts(E, D, F_, gelu) for _ in stack)
-        self.norms = nn.ModuleList(ExpertNorm(E, D) for _ in range(layers))
-        self.gamma, self.eval_gamma = gamma, eval_gamma
-        self.exchange = None  # takes rows to experts on other processes, see engine/parallel.py
-        self.watchers = []  # called with (self, h, routing, kept), where routing is measured
-
-    def forward(self, h, ids, real=None, first: int = 0):
-        """h (B, T, D), ids (B, T), at positions from `first` on -> (B, T, D), balance loss.
-
-        real (S,): places in B * T of the tokens that are not padding, ascending; None if all are. No expert serves
-        padding, and it fills no capacity. What stands there comes out as 0.
-        """
-        B, T, D = h.shape
-        position = torch.arange(first, first + T, device=h.device).repeat(B)
-        flat, ids = h.flatten(0, 1), ids.flatten()
-        if real is not None:
-            flat = flat.index_select(0, real)
-            ids, position = ids[real], position[real]
-        routing = self.router(flat, ids, position)
-        S, E = routing.weight.shape
-        kept = within_capacity(routing.priority, self.capacity(S))  # (S, E)
-        if may_ask(h) and not torch.compiler.is_compiling():
-            check_choices(self.router, routing)
-        for watch in self.watchers:
-            watch(self, flat, routing, kept)
-        gates, room = routing.weight * kept, None  # no room given: the host reads how many rows are kept
-        if not may_ask(h) and self.most_rows(S, E) < S * E:  # where it is S * E, waiting costs a GPU less
-            room = self.most_rows(S, E)
-        full = self.router.always_most and self.capacity(S) >= S  # every row of the room is used
-        y = self.serve(flat, gates, kept_rows(gates, kept, room, full))
-        if real is not None:
-            y = y.new_zeros(B * T, D).index_copy(0, real, y)
-        return y.view_as(h), routing.balance_loss
-
-    def capacity(self, S: int) -> int:
-        """C: how many of S tokens one expert may serve."""
-        gamma = self.gamma if self.training else self.eval_gamma
-        return expert_capacity(S, self.router.E, gamma)
-
-    def most_rows(self, S: int, experts: int) -> int:
-        """The most rows that S tokens can have for so many of the experts."""
-        return min(S * self.router.max_choices, experts * self.capacity(S))
-
-    def serve(self, h, gates, rows: Rows):
-        """h (S, D), gates (S, E), 0 where not kept -> the weighted sum of the experts' outputs, (S, D)."""
-        if self.norms or self.exchange:  # the gate weighs what comes out
-            # A stack adds to its input, so it keeps full precision; a bare FFN would round it in its product anyway.
-            h = h.to(gates.dtype if self.norms else product_type(h))
-            send, work = dispatch_apart, self.unweighted
-        else:  # a bare FFN takes the gate inside
-            send, work = dispatch, self.experts[0]
-        if self.exchange:
-            return send(h, gates, rows, functools.partial(self.exchange, work))
-        if h.is_cuda and torch.is_grad_enabled():  # not in generation: each new number of rows would compile again
-            send = fused(send, h)
-        return send(h, gates, rows, work)
-
-    def unweighted(self, x, rows: Rows):
-        """What experts make of their rows: x (N, D) -> (N, D), before a gate weighs it.
-
-        A stack is u <- u + FFN(LN(u)), layer by layer, from u = x, and its output u - x.
-        """
-        rows = rows._replace(gate=torch.ones_like(rows.gate))
-        if not self.norms:
-            [ffn] = self.experts
-            y = ffn(x, rows)
-            return y + ffn.b_out.index_select(0, rows.expert).to(y.dtype)
-        u = x
-        for norm, ffn in zip(self.norms, self.experts):
-            y = ffn(norm(u, rows), rows)
-            u = u + y + ffn.b_out.index_select(0, rows.expert)
-        return u - x
-
-    def activations(self, h, kept):
-        """What the units of all kept rows compute before GELU, (N, F), of bare FFNs (XMoE figure 6)."""
-        rows = kept_rows(kept.to(h.dtype), kept)
-        x, ffn = h.index_select(0, rows.token), self.experts[0]
-        a = ragged_linear(x, ffn.w_in.mT, rows)
-        return a + ffn.b_in.index_select(0, rows.expert)
+    dtype = product_type(x)
+    x, w = x.to(dtype), w.to(dtype)
+    if not has_grouped_mm(x, w):
+        counts = rows.counts.tolist()
+        spare = len(x) - sum(counts)
+        parts = x.split([*counts, spare])
+        products = [part @ matrix for part, matrix in zip(parts, w)]
+        products.append(x.new_zeros(spare, w.shape[2]))
+        return torch.cat(products)
+    ends = rows.counts.cumsum(0, dtype=torch.int32)
+    if rows.used is None:
+        return F.grouped_mm(x, w, offs=ends)
+    x = torch.where(rows.used, x, 0)  # the kernel leaves spare rows unwritten, also in the gradient that comes back
+    return torch.where(rows.used, F.grouped_mm(x, w, offs=ends), 0)
 
 
-def check_choices(router: nn.Module, routing):
-    """Raises ValueError where a routing is not what its class says. A GPU makes room by that, and does not check."""
-    name, priority = type(router).__name__, routing.priority
-    if priority.dtype != torch.int64:
-        raise ValueError(f"{name}: a priority is int64, not {priority.dtype}: make it with by_rank or priority_key")
-    if len(priority) == 0:
-        return
-    chosen = routing.wanted.sum(dim=1)  # (S,)
-    fewest, most = map(int, chosen.aminmax())
-    if most > router.max_choices:
-        raise ValueError(f"{name} chose {most} experts for a token, but its class says most = {router.most}")
-    if fewest < min(router.max_choices, router.E) and router.always_most:
-        raise ValueError(f"{name} chose {fewest} experts for a token, but its class says always_most = True")
+def product_type(x) -> torch.dtype:
+    """The type in which x is multiplied by a matrix: autocast's where that is on."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+def has_grouped_mm(x, w) -> bool:
+    """Whether `grouped_mm` takes these: bf16 with rows of a multiple of 16 bytes, on a CPU fp32 too if not compiled."""
+    on_cpu, dtypes = x.device.type == "cpu", [torch.bfloat16]
+    if on_cpu and not torch.compiler.is_compiling():
+        dtypes.append(torch.float32)
+    _, I, O = w.shape  # noqa: E741
+    aligned = 16 // x.element_size()
+    whole = I % aligned == 0 and O % aligned == 0
+    few = on_cpu or len(w) < 1024  # CUDA's kernel takes no more groups
+    return x.dtype in dtypes and whole and few and len(x) > 0
+
+
+def activation(a, b, gate, gelu: str):
+    """gate * gelu(a + b), a and b (N, F), gate (N, 1), in the type of a."""
+    z = gate * F.gelu(a + b, approximate=gelu)
+    return z.to(a.dtype)
+
+
+@functools.cache
+def compiled_activation(device: str):
+    """`activation` in one pass over memory, and one backward; as it stands where that device cannot compile it."""
+    compiled = torch.compile(activation, dynamic=True)
+    ones = functools.partial(torch.ones, device=device, dtype=torch.bfloat16, requires_grad=True)
+    gate = torch.ones(5, 1, device=device, requires_grad=True)
+    try:
+        compiled(ones(5, 3), ones(5, 3), gate, "tanh")  # what is compiled for one size serves all
+    except Exception:  # no compiler, or another of many reasons: slower, but right
+        return activation
+    return compiled
+
+
+def add_rows(out, rows: Rows, y):
+    """out (S, D) with each row of y (N, D) added to its token."""
+    y = y.to(out.dtype)
+    if y.is_cuda:  # compiled, it adds in place; on a CPU it is slower
+        return out.index_add(0, rows.token, y)
+    token = rows.token.unsqueeze(1).expand_as(y)
+    return out.scatter_add(0, token, y)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The papers' layers, and what models that have them share
 
 
 def in_place_of_ffn(config, V: int, gelu: str) -> MoE:
@@ -353,11 +311,10 @@ def in_place_of_ffn(config, V: int, gelu: str) -> MoE:
     if config.ffn_size % split:
         raise ValueError(f"split = {split} does not divide ffn_size = {config.ffn_size}")
     at_test = config.capacity if config.eval_capacity is None else config.eval_capacity
+    E = config.expert_ffns * split
     return MoE(
-        router(config, E=config.expert_ffns * split, K=split, V=V),
-        config.n_embd,
-        config.ffn_size // split,
-        gelu,
+        router(config, E, K=split, V=V),
+        Experts(E, config.n_embd, config.ffn_size // split, gelu),
         gamma=config.capacity * split,
         eval_gamma=at_test * split,
     )
@@ -370,50 +327,24 @@ def between_layers(config, V: int, gelu: str) -> MoE:
     router = ROUTERS[config.router]
     if router.sees_later and math.isinf(config.capacity_factor):
         raise ValueError(f"router {config.router} chooses by the capacity: give --capacity_factor, such as 1")
+    size, layers = (config.experts, config.n_embd, config.expert_size, gelu), config.expert_layers
     return MoE(
         router(config, E=config.experts, K=config.top_k, V=V, x_moe=True),
-        config.n_embd,
-        config.expert_size,
-        gelu,
+        Stacks(*size, layers) if layers else Experts(*size),
         gamma=config.capacity_factor,
         eval_gamma=config.capacity_factor,
-        layers=config.expert_layers,
     )
 
 
-# What serves a GPU alone: there the time of a layer is that of its passes over memory
-
-
-def fused(f, x):
-    """f, which in bf16 on a GPU becomes few kernels: gather, products, activation, sum. Else f as it stands."""
-    if torch.compiler.is_compiling() or product_type(x) != torch.bfloat16:
-        return f
-    # Where the activation cannot be compiled, nothing is.
-    return f if compiled_activation(x.device.type) is activation else compiled(f)
-
-
-compiled = functools.cache(torch.compile)
-
-# What torch.compile is told, wherever it is called. A backward pass multiplies in the types of its forward pass, as it
-# does uncompiled: in autocast's, the gradient of a router would be rounded to bf16. And what is made of a mask that is
-# read again later (the spare rows') is made again, not kept for the backward pass: it is as large as all activations.
-functorch_config.backward_pass_autocast = "off"
-functorch_config.ban_recompute_used_far_apart = False
-
-
-def linear_in_blocks(h, w, bias=None):
-    """F.linear(h, w, bias) by blocks of 64 rows of w: the logits of 50,257 tokens would not be aligned in memory."""
+def output_logits(h, w, bias=None):
+    """h (..., D), w (V, D) -> (..., V). On CUDA V is filled up to 64s: 50,257 logits would not be aligned in memory."""
+    if not h.is_cuda:
+        return F.linear(h, w, bias)
     V, spare = len(w), -len(w) % 64
-    w = w.to(product_type(h))
-    w = F.pad(w, (0, 0, 0, spare))
+    w = F.pad(w.to(product_type(h)), (0, 0, 0, spare))
     if bias is not None:
         bias = F.pad(bias, (0, spare))
     return F.linear(h, w, bias)[..., :V]
-
-
-def output_logits(h, w, bias=None):
-    """h (..., D), w (V, D) -> (..., V)"""
-    return linear_in_blocks(h, w, bias) if h.is_cuda else F.linear(h, w, bias)
 
 
 class SparseModel(nn.Module):
@@ -436,9 +367,8 @@ class SparseModel(nn.Module):
             else:
                 writes = name.endswith(("proj.weight", "w_out"))
                 nn.init.normal_(p, std=written_std if writes else std)
-        for moe in self.moe_layers:
-            for ffn in moe.experts if moe.norms else ():
-                nn.init.zeros_(ffn.w_out)  # as in BASE layers: an inserted stack changes nothing at first
+            if name.endswith("w_out") and ".ffns." in name:  # as in BASE layers: a stack changes nothing at first
+                nn.init.zeros_(p)
 
     @property
     def moe_layers(self) -> list[MoE]:
@@ -605,34 +535,10 @@ def biased_attention(q, k, v, scale, distance, mask, dropout: float = 0.0):
 
     distance (H, T, T); mask (B, 1, 1, T) bool.
     """
-    if FLEX_ATTENTION and q.is_cuda and q.shape[-1] >= 16:  # it takes no narrower heads
-        return biased_flex_attention(q, k, v, scale, distance, mask)
     bias = scale.unsqueeze(3) * distance
     if mask is not None:
         bias = bias.masked_fill(~mask, -math.inf)
     return F.scaled_dot_product_attention(q, k, v, bias.to(q.dtype), dropout_p=dropout)
-
-
-# What serves a GPU alone, where FLEX_ATTENTION is True
-
-
-def biased_flex_attention(q, k, v, scale, distance, mask=None):
-    """The same without a tensor of the size (B, H, T, T), and without dropout, which FlexAttention does not offer."""
-    from torch.nn.attention.flex_attention import flex_attention
-
-    # With a mask always, and of one layout: of more than a few variants, torch gives up compiling.
-    if mask is None:
-        mask = torch.ones_like(q[:, 0, :, 0], dtype=torch.bool)  # (B, T)
-    else:
-        mask = mask[:, 0, 0].clone()
-    distance = distance.contiguous()
-
-    def score(value, b, h, i, j):
-        value = value + scale[b, h, i] * distance[h, i, j]
-        return torch.where(mask[b, j], value, -math.inf)
-
-    # Where nothing compiles, this is right, but makes all (B, H, T, T) scores.
-    return fused(flex_attention, q)(q, k, v, score_mod=score)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -697,9 +603,8 @@ class GPT(SparseModel):
         self.wte = nn.Embedding(V, config.n_embd)
         self.wpe = nn.Embedding(config.block_size, config.n_embd)
         self.dropout = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(
-            Block(config, V, has_experts) for has_experts in every_so_many(config, config.n_layer)
-        )
+        sparse = every_so_many(config, config.n_layer)
+        self.blocks = nn.ModuleList(Block(config, V, has_experts) for has_experts in sparse)
         self.ln_f = nn.LayerNorm(config.n_embd)
         self.bias = nn.Parameter(torch.zeros(V)) if config.frequency_bias else None  # GPT-2 has none
         # GPT-2: what writes to the residual stream starts smaller, the deeper the model.

@@ -61,7 +61,6 @@ class Router(nn.Module):
     gate = "softmax"  # the probability over all experts, or "sigmoid": each expert judged on its own (X-MoE eq. 8)
     split = 1  # parts that an FFN's width is cut into, where the config does not say
     most = 1  # experts that a token may choose at most; None: all. On a GPU there is room for so many rows a token
-    always_most = False  # whether every token chooses so many, never fewer: without a limit, that room is then full
     balanced = True  # whether it is trained with the balance loss
     sees_later = False  # whether its choices depend on later tokens, so that it cannot generate
     orthogonal = False  # whether expert embeddings start orthogonal whatever the layer
@@ -151,7 +150,7 @@ class Router(nn.Module):
 class TopK(Router):
     """The K most probable experts (XMoE 3.5)."""
 
-    split, always_most = 4, True
+    split = 4
     reads = Router.reads | {"top_k"}
 
     @property
@@ -201,7 +200,7 @@ class Threshold(Router):
 class Base(Router):
     """In training every expert gets equally many tokens, at test a token gets its best expert (BASE Layers)."""
 
-    gate, balanced, orthogonal, always_most = "sigmoid", False, True, True
+    gate, balanced, orthogonal = "sigmoid", False, True
 
     def choose(self, score, probs):
         expert = balanced_assignment(score) if self.training else score.argmax(dim=1)  # (S,)
@@ -225,7 +224,7 @@ class ExpertChoice(Router):
 class Hash(Router):
     """A fixed random expert for each token id, of weight 1 (Hash Layers). Nothing is learned."""
 
-    balanced, always_most, reads = False, True, set()
+    balanced, reads = False, set()
 
     def __init__(self, config, E: int, K: int = 1, V: int = 0, x_moe: bool = False):
         nn.Module.__init__(self)

@@ -15,9 +15,8 @@ def count_parameters(model: nn.Module) -> dict[str, float]:
     """`total`, and `active`: what one token passes through at full capacity."""
     total = active = numel(model)
     for moe in model.moe_layers:
-        experts = numel(moe.experts) + numel(moe.norms)
         idle = 1 - served_rows(moe) / moe.router.E
-        active -= experts * idle
+        active -= numel(moe.experts) * idle
     return {"total": total, "active": active}
 
 

@@ -87,8 +87,8 @@ class RoutingStats:
         passed_by = ~kept.any(dim=1)
         found = {"tokens": len(kept), "wanted": load.sum(), "entropy": entropy.sum()}
         found |= {"served": kept.sum(), "unserved": passed_by.sum()}
-        if not moe.norms:  # of bare FFNs the activations, and those above 0
-            a = moe.activations(h, kept)
+        if hasattr(moe.experts, "activations"):  # of bare FFNs, and those above 0
+            a = moe.experts.activations(h, kept)
             found["units"] = a.numel()
             found["positive"] = (a > 0).sum()
         for name, number in found.items():
@@ -163,8 +163,8 @@ class Collapse:
 
     def __init__(self, moe: nn.Module, tokens: int):
         self.moe, self.place = moe, None
-        weight = moe.experts[0].w_in
-        E, _, D = weight.shape
+        E, weight = moe.router.E, next(moe.experts.parameters())
+        D = weight.shape[-1]
         self.device = "cuda" if weight.is_cuda else "cpu"  # MPS has no float64
         wide = dict(dtype=torch.float64, device=self.device)
         self.count = torch.zeros(E, **wide)

@@ -19,12 +19,11 @@ from routers import ROUTERS
 
 # Constants that say where and how to run, not what to compute: they name no run, and may differ when it goes on.
 WHERE = {"preset", "table", "seeds", "out_dir", "resume", "device", "log_every"}
-WHERE |= {"expert_parallel", "shard", "compile", "recompute", "tensorboard"}
+WHERE |= {"shard", "compile", "recompute", "tensorboard"}
 
 # Constants of sparse layers, which a dense model does not read.
 SPARSE = {"moe_every", "expert_ffns", "split", "capacity", "eval_capacity", "decoder_moe"}  # XMoE's
-SPARSE |= {"moe_after", "experts", "expert_size", "expert_layers", "capacity_factor"}
-SPARSE |= {"expert_parallel", "balance_coef"}
+SPARSE |= {"moe_after", "experts", "expert_size", "expert_layers", "capacity_factor", "balance_coef"}
 
 # Constants that decide which others are read; a message that refuses one names them.
 REASONS = ("router", "score", "objective", "tlm", "relative_bias", "task", "table")

@@ -53,7 +53,7 @@ def clear_errors(kinds=(ValueError, OSError, ImportError)):
         if told or isinstance(error, MemoryError):
             fail(f"the memory does not suffice: make the model or its batches smaller ({text})")
         if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
-            fail(f"torch.compile fails: install the compiler that it asks for, or leave out --compile ({text})")
+            fail(f"torch.compile fails: install the compiler that it asks for, or give --compile false ({text})")
         raise
 
 

@@ -7,6 +7,7 @@ result.json. The same command goes on from the newest sound checkpoint and ends 
 import json
 import math
 import os
+import re
 import signal
 import sys
 import time
@@ -83,9 +84,24 @@ def load_checkpoint(file: Path) -> dict:
         state = torch.load(file, "cpu", weights_only=True, mmap=shared)
         if not all(isinstance(state.get(name), kind) for name, kind in HOLDS.items()):
             raise ValueError("it holds something else")
-        return state
+        return with_names_of_today(state, stacks=any(".norms." in name for name in state["model"]))
     except Exception as error:  # damage shows itself in a dozen ways
         raise ValueError(f"checkpoint {file} is corrupt ({error})") from None
+
+
+def with_names_of_today(state: dict, stacks: bool) -> dict:
+    """A checkpoint in which parameters of experts have today's names, as those before December 2026 had others.
+
+    stacks: whether experts are stacks of FFNs with norms.
+    """
+    ffns = "experts.ffns.\\1." if stacks else "experts."
+    names = {}
+    for name, content in state.items():
+        if isinstance(name, str):
+            name = re.sub(r"(?<!experts\.)\bnorms\.(\d+)\.", r"experts.norms.\1.", name)
+            name = re.sub(r"\bexperts\.(\d+)\.", ffns, name)
+        names[name] = with_names_of_today(content, stacks) if isinstance(content, dict) else content
+    return names
 
 
 def newest(folder: Path, names=CHECKPOINTS) -> tuple[str, dict]:
@@ -150,9 +166,6 @@ class Run:
         if micros % world:
             raise ValueError(f"{micros} micro-batches a step cannot be dealt to {world} processes: change them")
         self.micros = range(context.rank, micros, world)  # this process's
-        share = getattr(config, "expert_parallel", 1)
-        if world % share:
-            raise ValueError(f"expert_parallel = {share} does not divide the number of processes, {world}")
         self.find()
         self.kept = self.checkpoint.get("kept", {})
 

@@ -183,7 +183,7 @@ def our_layer(shape: train_lm.Config, h: Tensor, context, compiled: bool = False
         moe(h, ids)
     rows = stats.finish()["served"]  # per token
     gflops = 1e-9 * flops.row_flops(moe) * rows * h.shape[1]
-    call = torch.compile(moe) if compiled else moe
+    call = parallel.compiled(moe) if compiled else moe
     ours = layer(moe, lambda x: call(x, ids), h, gflops, context)
     ours.facts["rows_per_token"] = rows
     return ours
@@ -196,7 +196,7 @@ def dense_layer(h: Tensor, gflops: float, context, compiled: bool = False) -> Co
     S = max(1, round(gflops / 3 / each))
     constants = train_lm.Config(n_embd=D, ffn_size=4 * D)
     ffn = model.FFN(constants, "tanh").to(h.device)
-    call = torch.compile(ffn) if compiled else ffn
+    call = parallel.compiled(ffn) if compiled else ffn
     return layer(ffn, alone(call), h[:, :S], S * each, context)
 
 

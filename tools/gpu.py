@@ -45,11 +45,12 @@ from engine.device import Context
 from engine.optim import cross_entropy, in_fp32
 from engine.run import write
 from model import (
+    Experts,
     MoE,
+    Stacks,
     activation,
     add_rows,
     biased_attention,
-    biased_flex_attention,
     kept_rows,
     ragged_linear,
     within_capacity,
@@ -130,7 +131,8 @@ def against_the_cpu(router: str, E: int = 16) -> Results:
         torch.manual_seed(0)
         constants = train_lm.Config(n_embd=D)
         chooser = ROUTERS[router](constants, E, 2, tokens, layers > 0)
-        moe = MoE(chooser, D, 32, "tanh", gamma, gamma, layers)
+        size = E, D, 32, "tanh"
+        moe = MoE(chooser, Stacks(*size, layers) if layers else Experts(*size), gamma, gamma)
         for p in moe.parameters():
             if p.dim() > 1:
                 nn.init.normal_(p, std=0.2)
@@ -171,7 +173,7 @@ def poison():
 
 
 def attention() -> Results:
-    """XLM-E's, forward and backward: the model's (SDPA with the bias in memory) and FlexAttention, against float32."""
+    """XLM-E's, forward and backward, against float32."""
     B, H, T, d = 2, 2, 32, 16
     if CUDA:
         B, H, T, d = 32, 12, 512, 64
@@ -182,22 +184,17 @@ def attention() -> Results:
     lengths = T - torch.arange(B) % (T // 2)
     real = torch.arange(T) < lengths.view(B, 1, 1, 1)
 
-    def once(way: Callable, device, dtype=None) -> dict:
+    def once(device, dtype=None) -> dict:
         mask = real.to(device)
         leaves = {name: x.to(device, dtype, copy=True) for name, x in inputs.items()}
         for x in leaves.values():
             x.requires_grad_()
-        return values_and_gradients(lambda: (way(**leaves, mask=mask), 0), leaves)
+        return values_and_gradients(lambda: (biased_attention(**leaves, mask=mask), 0), leaves)
 
-    expected = once(biased_attention, "cpu", torch.float32)
-    ways = {"the model's": biased_attention}
-    if CUDA:  # elsewhere it has no backward pass
-        ways["FlexAttention"] = biased_flex_attention
-    for name, way in ways.items():
-        again = partial(once, way, DEVICE)
-        facts = {"way": name} | judge(again(), expected, 0.03)
-        facts["ms"] = milliseconds(again)
-        yield facts | {"peak_mb": bench.peak_memory(again, HERE)}
+    again = partial(once, DEVICE)
+    facts = judge(again(), once("cpu", torch.float32), 0.03)
+    facts["ms"] = milliseconds(again)
+    yield facts | {"peak_mb": bench.peak_memory(again, HERE)}
 
 
 def compiled_router() -> Results:
@@ -332,7 +329,7 @@ def megablocks(shape: train_lm.Config, h: Tensor) -> bench.Contender:
 def pieces() -> Results:
     """XMoE's layer of 32 experts, step by step, and the loss behind the model."""
     moe = bench.sparse_ffn(SHAPES["XMoE 32 x 768"]).to(DEVICE)
-    E, width, D = moe.experts[0].w_in.shape
+    E, width, D = moe.experts.w_in.shape
     C = moe.capacity(S)
     N = E * C
     h = random(S, D).float()
