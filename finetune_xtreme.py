@@ -353,16 +353,18 @@ def train(config: Config, context) -> dict:
 
     for step in run.steps():
         set_learning_rate(optimizer, linear(step, steps, config.warmup, config.learning_rate))
-        for micro in run.micros:
+        batches = [data.batch(step, micro) for micro in run.micros]
+        parts = run.parts([int((batch.targets != xtreme_rows.UNKNOWN).sum()) for batch in batches])
+        for micro, batch, part in zip(run.micros, batches, parts):
             seed_all(config.seed, 1 + step, micro)  # all that is random: so a resumed run is the same run
             forward.require_backward_grad_sync = micro == run.micros[-1]  # processes exchange gradients once
-            ids, real, words, targets = context.send_all(*data.batch(step, micro))
+            ids, real, words, targets = context.send_all(*batch)
             with context.autocast():
                 logits, balance = forward(ids, real, words)
             loss = cross_entropy(logits, targets)
             total = loss + config.balance_coef * balance  # X-MoE eq. 10
-            (total / len(run.micros)).backward()
-            run.add(loss, tokens=ids.numel() if real is None else len(real))
+            (total / part).backward()  # the step's loss is the mean over all that its micro-batches predict
+            run.add(loss / part, tokens=ids.numel() if real is None else len(real))
         parallel.clip_grad_norm_(model, config.grad_clip)
         optimizer.step()
         optimizer.zero_grad()

@@ -367,14 +367,21 @@ def train(config: Config, context) -> dict:
 
     for step in run.steps():
         set_learning_rate(optimizer, linear(step, config.steps, config.warmup, config.learning_rate))
-        for micro in run.micros:
+        of_step = []  # of sentences, and of pairs: batches, and what to divide their losses by
+        for corpus in corpora:
+            batches = [corpus.batch("train", step, micro) for micro in run.micros]
+            parts = run.parts([(len(batch.targets), batch.tokens) for batch in batches])
+            of_step.append(zip(batches, parts))
+        for micro, *of_micro in zip(run.micros, *of_step):
             seed_all(config.seed, 1 + step, micro)  # all that is random: so a resumed run is the same run
             forward.require_backward_grad_sync = micro == run.micros[-1]  # DDP exchanges gradients once
-            batches = [corpus.batch("train", step, micro) for corpus in corpora]
-            asked = [losses_of(forward, batch, config, context)[0] for batch in batches]
-            mlm, rtd, balance = map(sum, zip(*asked))  # of sentences, and of pairs
+            asked = []
+            for batch, (masked, tokens) in of_micro:
+                (mlm, rtd, balance), _ = losses_of(forward, batch, config, context)
+                asked.append((mlm / masked, rtd / tokens, balance / tokens))
+            mlm, rtd, balance = map(sum, zip(*asked))
             loss = mlm + config.lambda_disc * rtd + config.balance_coef * balance  # section 3.2
-            (loss / len(run.micros)).backward()
+            loss.backward()
             run.add(loss, tokens=len(corpora) * config.micro_tokens)
         parallel.clip_grad_norm_(model, config.grad_clip)
         optimizer.step()

@@ -273,7 +273,7 @@ def train(config: Config, context) -> dict:
                 loss = cross_entropy(logits.flatten(0, 1), y.flatten())
             total = loss + config.balance_coef * balance
             (total / len(run.micros)).backward()
-            run.add(loss, tokens=x.numel())
+            run.add(loss / len(run.micros), tokens=x.numel())
         parallel.clip_grad_norm_(model, config.grad_clip)
         optimizer.step()
         optimizer.zero_grad()

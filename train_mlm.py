@@ -256,17 +256,18 @@ def train(config: Config, context) -> dict:
     scores, chosen = run.kept.get("valid"), run.kept.get("chosen")  # of the last evaluation
     for step in run.steps():
         set_learning_rate(optimizer, linear(step, config.steps, config.warmup, config.learning_rate))
-        for micro in run.micros:
+        batches = [data.batch("train", step, micro) for micro in run.micros]
+        parts = run.parts([len(batch.targets) for batch in batches])
+        for micro, batch, part in zip(run.micros, batches, parts):
             seed_all(config.seed, 1 + step, micro)  # all that is random: so a resumed run is the same run
             forward.require_backward_grad_sync = micro == run.micros[-1]  # DDP exchanges gradients once
-            batch = data.batch("train", step, micro)
             ids, masked, targets, real = context.send_all(*batch[:4])
             with context.autocast():
                 logits, balance = forward(ids, masked, real)
                 loss = cross_entropy(logits, targets)
             total = loss + config.balance_coef * balance  # X-MoE eq. 10
-            (total / len(run.micros)).backward()
-            run.add(loss, tokens=ids.numel() if real is None else len(real))
+            (total / part).backward()  # the step's loss is the mean over all masked tokens of its micro-batches
+            run.add(loss / part, tokens=batch.tokens)
         parallel.clip_grad_norm_(model, config.grad_clip)
         optimizer.step()
         optimizer.zero_grad()

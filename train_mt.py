@@ -315,16 +315,18 @@ def train(config: Config, context) -> dict:
 
     for step in run.steps():
         set_learning_rate(optimizer, inverse_sqrt(step, config.warmup_steps, config.learning_rate))
-        for micro in run.micros:
+        batches = [data.batch("train", step, micro) for micro in run.micros]
+        parts = run.parts([len(batch.labels) for batch in batches])
+        for micro, batch, part in zip(run.micros, batches, parts):
             seed_all(config.seed, 1 + step, micro)  # all that is random: so a resumed run is the same run
             forward.require_backward_grad_sync = micro == run.micros[-1]  # DDP exchanges gradients once
-            batch = Translation(*context.send_all(*data.batch("train", step, micro)))
+            batch = Translation(*context.send_all(*batch))
             with context.autocast():
                 logits, balance = forward(batch.source, batch.target, batch.source_real, batch.target_real)
                 loss = cross_entropy(logits, batch.labels, label_smoothing=config.label_smoothing)
             total = loss + config.balance_coef * balance
-            (total / len(run.micros)).backward()
-            run.add(loss, tokens=batch.tokens)
+            (total / part).backward()  # the step's loss is the mean over all tokens that its micro-batches predict
+            run.add(loss / part, tokens=batch.tokens)
         parallel.clip_grad_norm_(model, config.grad_clip)
         optimizer.step()
         optimizer.zero_grad()

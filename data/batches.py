@@ -154,6 +154,11 @@ class Masked(NamedTuple):
     real: Tensor | None  # (S,) flat positions of what is no padding, ascending; None: there is no padding
     language: Tensor  # (M,) index into the data's `languages`
 
+    @property
+    def tokens(self) -> int:
+        """How many tokens the rows have, without padding."""
+        return self.ids.numel() if self.real is None else len(self.real)
+
 
 @dataclass(eq=False)
 class MaskedData(Prepared):

@@ -101,12 +101,11 @@ class Context:
             show(text)
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum of x over all processes, on every one of them, where x was."""
-        if self.world == 1:
-            return x
-        y = x.to(self.device, copy=True)
-        dist.all_reduce(y)
-        return y.to(x.device)
+        """The sum of x over all processes, on every one of them; where x is on the host, no device is waited for."""
+        if self.world > 1:
+            x = x.clone()
+            dist.all_reduce(x)
+        return x
 
     def most(self, number: int) -> int:
         """The largest of the processes' numbers, on every one of them; no device is waited for."""

@@ -216,7 +216,8 @@ def test_frozen_routers_and_experts_stay_bit_for_bit(frozen, options, encoders, 
     torch.testing.assert_close(after["encoder.moes.0.router.experts"].norm(dim=1), torch.full((4,), 0.1))
 
 
-def test_every_step_has_its_learning_rate_and_the_mean_gradient(options, monkeypatch):
+@pytest.mark.parametrize("task", ["pos", "xnli"])
+def test_every_step_has_its_learning_rate_and_the_mean_gradient(task, options, monkeypatch):
     """That of the balance loss, too, which passes through frozen experts."""
     seen, rates = [], []
 
@@ -227,7 +228,7 @@ def test_every_step_has_its_learning_rate_and_the_mean_gradient(options, monkeyp
 
     monkeypatch.setattr(torch.optim.AdamW, "step", step)
     options |= {"dtype": "float64", "dropout": 0.0, "balance_coef": 0.5, "grad_clip": 0.0}
-    options |= {"train_examples": 16, "warmup": 0.5}
+    options |= {"train_examples": 16, "warmup": 0.5, "task": task}
     XTREME.run(options, monkeypatch)
     steps, half = len(rates), len(rates) // 2
     line = [(i + 1) / half if i < half else (steps - i) / (steps - half) for i in range(steps)]
@@ -235,15 +236,18 @@ def test_every_step_has_its_learning_rate_and_the_mean_gradient(options, monkeyp
     config, _, model, data, _ = opened(options)
     for moe in model.moe_layers:
         moe.requires_grad_(False)
-    for micro in range(2):
-        batch = data.batch(0, micro)
+    batches = [data.batch(0, micro) for micro in range(2)]
+    counts = [len(batch.targets) for batch in batches]
+    assert (counts[0] != counts[1]) == (task == "pos")  # a row has one label, and as many tags as words
+    for batch, count in zip(batches, counts):
         logits, balance = model(batch.ids, batch.real, batch.words)
-        (0.25 * balance).backward(retain_graph=True)
+        (0.5 * count * balance / sum(counts)).backward(retain_graph=True)
         assert model.encoder.layers[0].ffn.fc.weight.grad.abs().sum() > 0
-        (torch.nn.functional.cross_entropy(logits, batch.targets) / 2).backward()
+        loss = torch.nn.functional.cross_entropy(logits, batch.targets, reduction="sum")
+        (loss / sum(counts)).backward()
     groups = adamw(model, config).param_groups
     expected = [p.grad for group in groups for p in group["params"]]
-    torch.testing.assert_close(seen[0], expected, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(seen[0], expected, rtol=1e-12, atol=1e-12)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

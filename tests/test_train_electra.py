@@ -279,7 +279,7 @@ def test_every_row_trains_and_reports(row, options, monkeypatch, capsys):
     assert f"{result['held_out']['pairs']['generator']:.1%} right" in out[out.rindex("held-out pairs: generator") :]
 
 
-def test_the_gradient_is_the_mean_over_micro_batches_of_the_weighted_losses(options, monkeypatch):
+def test_the_gradient_is_of_the_losses_means_over_all_that_a_step_predicts(options, monkeypatch):
     seen = []
 
     def record(parameters, limit):
@@ -291,16 +291,23 @@ def test_the_gradient_is_the_mean_over_micro_batches_of_the_weighted_losses(opti
     options |= {"grad_clip": 3.0, "steps": 1, "dropout": 0.1}
     ELECTRA.run(options, monkeypatch)
     config, _, data, model = opened(options)
+    batches, masked, tokens = {}, Counter(), Counter()
+    for kind in ("sentences", "pairs"):
+        for micro in range(2):
+            batches[kind, micro] = batch = data[kind].batch("train", 0, micro)
+            masked[kind] += len(batch.targets)
+            tokens[kind] += int((batch.ids != data[kind].tokenizer.pad).sum())
     for micro in range(2):
         seed_all(config.seed, 1, micro)
         for kind in ("sentences", "pairs"):
-            batch = data[kind].batch("train", 0, micro)
+            batch = batches[kind, micro]
             assert (batch.ids.flatten()[batch.masked] == data[kind].tokenizer.mask).all()  # always
             logits, balance, answers, replaced = model(batch.ids, batch.masked, batch.real, batch.targets)
-            loss = F.cross_entropy(logits, batch.targets) + 0.5 * balance
-            loss = loss + 7 * F.binary_cross_entropy_with_logits(answers, replaced.double())
-            (loss / 2).backward()
-    torch.testing.assert_close(seen[0], [p.grad for p in model.parameters()])
+            loss = F.cross_entropy(logits, batch.targets, reduction="sum") / masked[kind]
+            judged = 7 * F.binary_cross_entropy_with_logits(answers, replaced.double(), reduction="sum")
+            loss = loss + (judged + 0.5 * len(answers) * balance) / tokens[kind]
+            loss.backward()
+    torch.testing.assert_close(seen[0], [p.grad for p in model.parameters()], rtol=1e-12, atol=1e-12)
 
 
 def test_both_corpora_are_read_as_the_constants_say(options):

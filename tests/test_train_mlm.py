@@ -88,7 +88,7 @@ def test_every_row_trains_and_reports(row, options, monkeypatch, capsys):
     torch.testing.assert_close(model.bias.data, data.log_frequencies())
 
 
-def test_the_gradient_is_the_mean_over_the_micro_batches_and_the_rate_falls(options, monkeypatch):
+def test_the_gradient_is_the_mean_over_all_masked_tokens_of_a_step_and_the_rate_falls(options, monkeypatch):
     gradients, rates = [], []
     set_rate = train_mlm.set_learning_rate
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda ps, _: gradients.append([p.grad.clone() for p in ps]))
@@ -97,14 +97,17 @@ def test_the_gradient_is_the_mean_over_the_micro_batches_and_the_rate_falls(opti
     options |= {"dropout": 0.1, "sampling_exponent": 0.0}
     MLM.run(options, monkeypatch)
     _, _, data, model = opened(options)
-    for micro in range(2):
+    batches = [data.batch("train", 0, micro) for micro in range(2)]
+    counts = [len(batch.masked) for batch in batches]
+    assert counts[0] != counts[1]
+    for micro, batch in enumerate(batches):
         train_mlm.seed_all(0, 1, micro)
-        batch = data.batch("train", 0, micro)
-        assert 0.2 < len(batch.masked) / batch.ids.numel() < 0.4
+        assert 0.2 < counts[micro] / batch.ids.numel() < 0.4
         logits, balance = model(batch.ids, batch.masked, batch.real)
-        loss = torch.nn.functional.cross_entropy(logits, batch.targets) + 0.5 * balance
-        (loss / 2).backward()
-    torch.testing.assert_close(gradients[0], [p.grad for p in model.parameters()])
+        loss = torch.nn.functional.cross_entropy(logits, batch.targets, reduction="sum")
+        loss = loss + 0.5 * counts[micro] * balance
+        (loss / sum(counts)).backward()
+    torch.testing.assert_close(gradients[0], [p.grad for p in model.parameters()], rtol=1e-12, atol=1e-12)
     assert rates == pytest.approx([0.5, 1.0, 1.0, 0.5])
     groups = {group["times"]: group["lr"] for group in saved(options)["optimizer"]["param_groups"]}
     assert groups == pytest.approx({1.0: 0.5, 0.2: 0.1, 10.0: 5.0})  # the router's, and what distances add

@@ -172,12 +172,16 @@ def test_every_step_has_its_learning_rate_and_the_mean_gradient(options, monkeyp
     assert [max(rate) for rate in rates] == pytest.approx(up_for_two_steps_then_falling)
     assert all(len(rate) == 1 for rate in rates)
     config, context, data, model = opened(options)
-    for micro in range(2):
-        batch = data.batch("train", 0, micro)
+    batches = [data.batch("train", 0, micro) for micro in range(2)]
+    counts = [len(batch.labels) for batch in batches]
+    assert counts[0] != counts[1]
+    for batch, count in zip(batches, counts):
         logits, balance = model(batch.source, batch.target, batch.source_real, batch.target_real)
-        ((cross_entropy(logits, batch.labels, label_smoothing=0.1) + 0.5 * balance) / 2).backward()
+        loss = cross_entropy(logits, batch.labels, label_smoothing=0.1, reduction="sum") + 0.5 * count * balance
+        (loss / sum(counts)).backward()
     groups = adamw(model, config).param_groups
-    torch.testing.assert_close(seen[0], [p.grad for group in groups for p in group["params"]])
+    expected = [p.grad for group in groups for p in group["params"]]
+    torch.testing.assert_close(seen[0], expected, rtol=1e-12, atol=1e-12)
     assert {group["betas"] for group in groups} == {(0.9, 0.98)}
 
 
