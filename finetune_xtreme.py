@@ -78,11 +78,6 @@ class Config:
     resume: bool = True  # go on from the run's newest checkpoint; false: start again
     tensorboard: bool = False  # every evaluation goes to TensorBoard, too: tensorboard --logdir out
 
-    @property
-    def where(self) -> set[str]:
-        """Constants that make no other run. Of the source it is what was read that counts, by a checksum."""
-        return {"encoders", "source"}
-
     def unread(self) -> set[str]:
         """Constants that a run does not read because of others: see engine/config.py."""
         names = set() if TASKS[self.task].kind == "answer" else {"stride", "longest_answer"}

@@ -98,12 +98,6 @@ class Config:
     eval_only: bool = False  # no training: evaluate the run's checkpoint, or --init_from
     init_from: str | None = None  # folder of another run, or of GPT-2 in Hugging Face's format (router dense)
 
-    @property
-    def where(self) -> set[str]:
-        """Constants that make no other run: how text is sampled, and with --eval_only how a trained model is routed."""
-        at_test = {"eval_threshold", "eval_capacity"} if self.eval_only else set()
-        return at_test | {"eval_only", "prompt", "sample_tokens", "sample_temperature", "sample_top_k", "sample_seed"}
-
 
 # XMoE 4.1 and 4.2; 256 sequences of 1,024 tokens a step, in micro-batches of 16, are the authors' runs'.
 PAPER = dict(n_layer=12, block_size=1024, dropout=0.1, frequency_bias=False, threshold=0.9)
@@ -315,7 +309,7 @@ def evaluate_run(config: Config, context) -> dict:
             parallel.load_model(model, checkpoint["model"])
     file = f"eval-t={config.eval_threshold}-capacity={config.eval_capacity}.json"
     known = read_json(run.folder / file)
-    tested = {"name": run.name, "step": checkpoint.get("step", 0)}
+    tested = {"name": run.name, "step": checkpoint.get("step", 0), "code": run.code}
     if checkpoint and config.resume and tested.items() <= known.items():
         return known  # these weights were tested in this way before
     result = tested | test(model, data, context)

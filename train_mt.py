@@ -31,7 +31,7 @@ from data.files import read_lines
 from data.scores import mean, score_translations
 from data.tokenizers import XLMR
 from engine import parallel, pretrained
-from engine.config import said
+from engine.config import changed
 from engine.device import clear_errors, seed_all, warn
 from engine.generate import translate
 from engine.optim import adamw, cross_entropy, inverse_sqrt, set_learning_rate
@@ -113,11 +113,6 @@ class Config:
     recompute: bool = False  # activation checkpointing: less memory, for a second forward pass
     resume: bool = True  # go on from the run's newest checkpoint; false: start again
     tensorboard: bool = False  # every evaluation goes to TensorBoard, too: tensorboard --logdir out
-
-    @property
-    def where(self) -> set[str]:
-        """Constants that make no other run: what a trained model is to translate."""
-        return {"translate", "model"}
 
     def unread(self) -> set[str]:
         """Constants that a run does not read because of others."""
@@ -391,7 +386,7 @@ def translate_file(config: Config, context, at_once: int = 1000):
     one."""
     with clear_errors():
         read = {"model", "beam", "length_penalty", "micro_tokens", "device", "dtype"}
-        more = said(config, PRESETS).keys() - read - {"translate"}
+        more = changed(config, PRESETS).keys() - read - {"translate"}
         if more:
             raise ValueError(f"--translate reads --{', --'.join(sorted(read))} alone: leave out --{min(more)}")
         model, tokenizer = pretrained.load(config.model)  # the best weights, or the last of a run that is not finished

@@ -5,7 +5,6 @@ A Config is a flat dataclass. The comment behind a constant is its `--help`; wha
 
 import argparse
 import dataclasses
-import hashlib
 import json
 import math
 import os
@@ -17,9 +16,11 @@ import tyro
 
 from routers import ROUTERS
 
-# Constants that say where and how to run, not what to compute: they name no run, and may differ when it goes on.
+# Constants that say where and how to run, or what to do with a trained model: they make no other run.
 WHERE = {"preset", "table", "seeds", "out_dir", "resume", "device", "log_every"}
 WHERE |= {"shard", "compile", "recompute", "tensorboard"}
+WHERE |= {"eval_only", "prompt", "sample_tokens", "sample_temperature", "sample_top_k", "sample_seed"}
+WHERE |= {"translate", "encoders", "source"}  # of the source it is what was read that counts, by a checksum
 
 # Constants of sparse layers, which a dense model does not read.
 SPARSE = {"moe_every", "expert_ffns", "split", "capacity", "eval_capacity", "decoder_moe"}  # XMoE's
@@ -112,7 +113,7 @@ def parse(default, argv: list[str], description: str):
     )
 
 
-def said(config, presets: dict) -> dict:
+def changed(config, presets: dict) -> dict:
     """The constants that differ from their preset's."""
     default = vars(type(config)(**presets[config.preset]))
     return {name: value for name, value in vars(config).items() if value != default[name]}
@@ -138,7 +139,7 @@ def unread(config) -> set[str]:
 
 def refuse(config, presets: dict, names: set[str]):
     """Raises ValueError where one of the names is given."""
-    given = said(config, presets).keys() & names
+    given = changed(config, presets).keys() & names
     if given:
         reasons = [(name, getattr(config, name, None)) for name in REASONS]
         words = [f"--{name} {value}" for name, value in reasons if value is not None and value is not True]
@@ -146,20 +147,20 @@ def refuse(config, presets: dict, names: set[str]):
 
 
 def identity(config) -> dict:
-    """The constants that make a run what it is, as JSON has them. A Config's `where` names more that do not."""
-    dropped = WHERE | unread(config) | getattr(config, "where", set())
+    """The constants that make a run what it is, as JSON has them: those that it reads, but for WHERE."""
+    dropped = WHERE | unread(config)
+    if getattr(config, "eval_only", False):  # a trained model, whatever it was routed by at its own test
+        dropped |= {"eval_threshold", "eval_capacity"}
     names = [name for name in vars(config) if name not in dropped]
     return json.loads(json.dumps({name: getattr(config, name) for name in names}))
 
 
-def run_name(config, presets: dict) -> str:
-    """The preset, and what differs from it."""
+def run_name(config, presets: dict, more: dict | None = None) -> str:
+    """The preset, what differs from it, and more constants that tell this run from another."""
     words, ours = [config.preset], identity(config)
-    for name, value in said(config, presets).items():
+    differing = changed(config, presets) | (more or {})
+    for name, value in differing.items():
         if name in ours:
-            words.append(f"{name}={','.join(map(str, value)) if isinstance(value, tuple) else value}")
+            words.append(f"{name}={','.join(map(str, value)) if isinstance(value, tuple | list) else value}")
     name = re.sub(r"[^\w.,=+-]+", "_", "-".join(words))
-    whole = name.encode()
-    if len(whole) > 160:  # a folder's name has limits; config.json says the rest
-        name = f"{whole[:150].decode(errors='ignore')}-{hashlib.sha256(whole).hexdigest()[:8]}"
-    return name
+    return name.encode()[:160].decode(errors="ignore")  # a folder's name has limits; config.json says the rest

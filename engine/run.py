@@ -4,9 +4,12 @@ A run is kept in out_dir/NAME: config.json, metrics.jsonl (a line an evaluation)
 result.json. The same command goes on from the newest sound checkpoint and ends as if it had never been stopped.
 """
 
+import ast
+import hashlib
 import json
 import math
 import os
+import platform
 import re
 import signal
 import sys
@@ -14,6 +17,7 @@ import time
 import zipfile
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import chain, count
 from pathlib import Path
 
 import torch
@@ -23,6 +27,7 @@ from tqdm import tqdm
 from engine import parallel
 from engine.config import identity, run_name
 from engine.device import Context, fail, show, warn
+from routers import ROUTERS
 
 CHECKPOINTS = "ckpt.pt", "ckpt.prev.pt"  # the newest, and the one before it
 WEIGHTS = "model.pt", *CHECKPOINTS  # the first of them has the best weights of a translator, or of fine-tuning
@@ -134,6 +139,72 @@ def stop(number: int, where: str = ""):
     sys.exit(128 + number)
 
 
+def folder_of(config, presets: dict, ours: dict | None = None) -> tuple[Path, str]:
+    """The folder in out_dir of the run that has these constants, or of a new one; and why that has not the plain name.
+
+    ours: the constants, with checksums of what is read; None: those of the config. They are compared with each
+    config.json as far as both name them. Of several runs it is the one of the plain name, else the newest. Raises
+    ValueError where the config.json of the plain name cannot be read.
+    """
+    ours = ours or identity(config)
+    plain, known = Path(config.out_dir, run_name(config, presets)), {}
+    for file in plain.parent.glob("*/config.json"):
+        try:
+            known[file.parent] = read_json(file)
+        except ValueError:  # it stops its own run alone
+            if file.parent == plain:
+                raise
+    alike = [folder for folder, theirs in known.items() if not any(others(theirs, ours))]
+    if alike:
+        newest_first = sorted(alike, key=lambda folder: (folder / "config.json").stat().st_mtime, reverse=True)
+        return (plain if plain in alike else newest_first[0]), ""
+    if is_free(plain):
+        return plain, ""
+    theirs = known.get(plain, {})
+    differing = {name: ours[name] for name in others(theirs, ours)}
+    reason = f"{plain} has another {', '.join(differing) or 'run in it'}"
+    constants = {name: value for name, value in differing.items() if not name.endswith("_checksum")}
+    if len(constants) > 3:  # another script's
+        constants = {}
+    named = run_name(config, presets, constants)
+    numbered = (plain.with_name(f"{named}-{number}") for number in count(2))
+    return next(folder for folder in chain([plain.with_name(named)], numbered) if is_free(folder)), reason
+
+
+def is_free(folder: Path) -> bool:
+    return not any((folder / name).exists() for name in ("config.json", "result.json", *WEIGHTS))
+
+
+def others(theirs: dict | None, ours: dict) -> Iterator[str]:
+    """The names that both have with different values."""
+    theirs = theirs if isinstance(theirs, dict) else {}
+    return (name for name, value in ours.items() if theirs.get(name, value) != value)
+
+
+def code_of(config) -> dict[str, str]:
+    """Checksums of the code that a run's numbers come from: its script, model.py, routers.py, and where its router is.
+
+    Comments, docstrings and constants at the top of the script do not count; constants are compared by their values.
+    """
+    script, found = type(config).__module__, {}
+    router = ROUTERS.get(getattr(config, "router", ""))
+    for name in {script, "model", "routers"} | ({router.__module__} if router else set()):
+        file = getattr(sys.modules.get(name), "__file__", None)
+        if file is None:  # a notebook's cell
+            continue
+        tree = ast.parse(Path(file).read_text(encoding="utf-8"))
+        if name == script:
+            tree.body = [node for node in tree.body if not isinstance(node, ast.Assign | ast.AugAssign)]
+        for node in ast.walk(tree):
+            if name == script and isinstance(node, ast.AnnAssign):
+                node.value = None
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+                node.body = node.body[1:]
+        python = ".".join(platform.python_version_tuple()[:2])  # which decides how code is written out
+        found[f"{Path(file).name} (Python {python})"] = hashlib.sha256(ast.unparse(tree).encode()).hexdigest()
+    return found
+
+
 def numbers(record, name: str = "") -> Iterator[tuple[str, float]]:
     """Every number inside a record, by its path such as layers/0/served."""
     if isinstance(record, int | float):
@@ -149,61 +220,55 @@ class Run:
     `result`: the run is finished, and this is what it found; else empty. `kept`: what a script wants in checkpoints
     beside model and optimizer, restored when the run goes on. `total` steps, with an evaluation `every` so many, are
     the config's unless they are given. Only rank 0 writes. Raises ValueError where the micro-batches of a step cannot
-    be dealt evenly, or the folder holds another run.
+    be dealt evenly, or a file in its folder is of another run.
     """
 
     def __init__(self, config, presets: dict, context: Context, *data, total=None, every=None):
-        self.config, self.context = config, context
+        self.config, self.presets, self.context = config, presets, context
         self.total, self.every = total or config.steps, every or config.eval_every
         self.tokenizer = data[0].tokenizer
         self.identity = identity(config)
         self.identity["data_checksum"] = "+".join(source.checksum for source in data)
         self.identity["tokenizer_checksum"] = self.tokenizer.sha256
         self.precision = str(context.dtype).removeprefix("torch.")  # what --dtype auto is on this machine
-        self.name = run_name(config, presets)
-        self.folder = Path(config.out_dir, self.name)
+        self.code = code_of(config)
         micros, world = data[0].micros_per_step, context.world
         if micros % world:
             raise ValueError(f"{micros} micro-batches a step cannot be dealt to {world} processes: change them")
         self.micros = range(context.rank, micros, world)  # this process's
+        self.folder, self.reason = context.gather(folder_of(config, presets, self.identity))[0]
         self.find()
         self.kept = self.checkpoint.get("kept", {})
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
 
     def find(self):
         """Looks in the folder for a result, or else for the newest sound checkpoint. Both must be this run's."""
         self.result, self.checkpoint, self.checkpoint_name = {}, {}, ""
-        before = read_json(self.folder / "config.json")
         if self.config.resume:
             self.result = read_json(self.folder / "result.json")
             if not self.result:
                 self.checkpoint_name, self.checkpoint = newest(self.folder)
-        else:  # it may be trained again on data that have changed
-            before = {name: value for name, value in before.items() if not name.endswith("_checksum")}
-        self.check_own("config.json", before)
-        if self.result:
-            self.check_own("result.json", self.result.get("config"))
-        self.check_own(self.checkpoint_name, self.checkpoint.get("identity", {}))
+        found = {"result.json": self.result.get("config"), self.checkpoint_name: self.checkpoint.get("identity")}
+        for name, theirs in found.items():
+            for other in others(theirs, self.identity):
+                raise ValueError(f"{self.folder / name} is of a run with another {other}: delete it")
         step = self.checkpoint.get("step", 0)
         if not 0 <= step <= self.total:
             file = self.folder / self.checkpoint_name
             raise ValueError(f"{file} is of step {step}, and the last is {self.total}: delete it")
-        seen = [self.identity, self.precision, bool(self.result), self.checkpoint.get("step")]
+        seen = [self.identity, self.name, self.precision, bool(self.result), self.checkpoint.get("step")]
         if len(set(self.context.gather(json.dumps(seen)))) > 1:
             where = f"files in {self.folder}: use a shared disk, and pass --dtype"
             raise ValueError(f"the processes see different data, precision or {where}")
         if self.result:
             self.context.say(f"{self.name}: finished before, in {self.folder} (--resume false trains it again)")
-
-    def check_own(self, name: str, theirs: dict):
-        """Raises ValueError where the constants that a file of the folder names are not this run's."""
-        file = self.folder / name
-        if not isinstance(theirs, dict):
-            raise ValueError(f"{file} does not say of which run it is: delete it")
-        for constant, ours in self.identity.items():
-            there = theirs.get(constant, ours)
-            if there != ours:
-                other = f"{constant} ({there!s:.100} there, {ours!s:.100} now)"
-                raise ValueError(f"{file} is of a run with another {other}: choose another --out_dir")
+        edited = [*others((self.result or self.checkpoint).get("code"), self.code)]
+        if edited:
+            words = "its numbers are of the code before" if self.result else "it goes on with the code of today"
+            warn(f"{', '.join(edited)} changed since {self.name} was trained: {words} (--resume false trains it anew)")
 
     def resume(self, model, optimizer, flops_per_token: float):
         """Makes the folder, and puts everything where the checkpoint left it. flops_per_token: forward, for MFU."""
@@ -229,27 +294,27 @@ class Run:
             self.make_folder()
 
     def make_folder(self):
-        """A run that starts again deletes what runs make.
-
-        Raises ValueError where another process trains here, or the files to delete are of no run.
-        """
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.lock = FileLock(self.folder / "lock")  # as long as there is this object
+        """A run that starts again deletes what runs make. Raises ValueError where another process trains here."""
+        base = self.folder.parent
         try:
-            self.lock.acquire(blocking=False)
+            base.mkdir(parents=True, exist_ok=True)
+            with FileLock(base / ".lock"):  # two runs that start at once could take one name
+                self.folder, self.reason = folder_of(self.config, self.presets, self.identity)
+                self.folder.mkdir(exist_ok=True)
+                self.lock = FileLock(self.folder / "lock")  # as long as there is this object
+                self.lock.acquire(blocking=False)
+                self.write("config.json", self.identity)
         except Timeout:
             raise ValueError(f"another process is training in {self.folder}: wait for it, or end it") from None
         except (OSError, NotImplementedError) as error:
-            file = self.folder / "lock"
-            raise ValueError(f"{file} cannot be locked ({error}): choose another --out_dir") from None
-        made = [] if self.config.resume else [file for name in MADE for file in self.folder.glob(name)]
-        if made and not (self.folder / "config.json").exists():
-            raise ValueError(f"{made[0]} is of no run, which has a config.json: choose another --out_dir")
-        for file in made:
-            file.unlink()
+            raise ValueError(f"{self.folder} cannot be locked ({error}): choose another --out_dir") from None
+        if self.reason:
+            self.context.say(f"{self.name}: a run of its own, as {self.reason}")
+        for name in MADE if not self.config.resume else ():
+            for file in self.folder.glob(name):
+                file.unlink()
         if self.checkpoint_name == "ckpt.prev.pt":  # ckpt.pt is damaged or gone, and must not take this one's place
             (self.folder / "ckpt.prev.pt").replace(self.folder / "ckpt.pt")
-        self.write("config.json", self.identity)
         self.write(self.tokenizer.filename, self.tokenizer.file)
         if self.log:
             self.write("metrics.jsonl", self.log)  # without the lines of steps that will be taken again
@@ -377,7 +442,7 @@ class Run:
         window = self.window()
         self.check_finite(window["loss_sum"], done)
         state = {"seconds": self.seconds, "log": self.log, "window": window, "kept": self.kept}
-        state["precision"] = self.precision
+        state |= {"precision": self.precision, "code": self.code}
         state["optimizer"] = parallel.optimizer_state(self.model, self.optimizer)
         self.save_model("ckpt.pt", self.model, done, **state)
 
@@ -391,6 +456,7 @@ class Run:
     def finish(self, result: dict) -> dict:
         """Adds what every result has, and writes it."""
         result = {"name": self.name} | result
-        result |= {"seconds": round(self.seconds, 1), "config": self.identity, "machine": self.context.machine}
+        result |= {"seconds": round(self.seconds, 1), "config": self.identity, "code": self.code}
+        result |= {"machine": self.context.machine}
         self.write("result.json", result)
         return json.loads(json.dumps(result))  # as one that is read again

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-from engine.config import command_line, refuse, run_name, said, unread
+from engine.config import changed, command_line, refuse, run_name, unread
 from engine.device import clear_errors, fail, setup
 from engine.run import SIGNALS, stop
 
@@ -116,8 +116,8 @@ def table_of(config, presets: dict, tables: dict) -> Table:
 def refuse_rows(config, presets: dict, table: Table):
     """Raises ValueError where the command line gives what the rows of a table give, or what none of them reads."""
     of_both = {"data", "moe_after", "preset", "steps"}  # tables take them from the command line
-    changed = {name for _, change in table.rows for name in change}
-    given = said(config, presets).keys() & changed - of_both
+    of_rows = {name for _, change in table.rows for name in change}
+    given = changed(config, presets).keys() & of_rows - of_both
     if given:
         raise ValueError(f"its rows have a --{min(given)} of their own: leave it out")
     rows = [dataclasses.replace(config, **change) for _, change in table.rows]
