@@ -303,7 +303,8 @@ def evaluate_run(config: Config, context) -> dict:
         run = Run(replace(config, resume=True), PRESETS, context, data)
         _, checkpoint = newest(run.folder)
         if not checkpoint and not config.init_from:
-            raise ValueError(f"{run.folder} has no checkpoint: train first, with the same constants but eval_ ones")
+            why = f"; {run.reason}" if run.reason else ""
+            raise ValueError(f"{run.folder} has no checkpoint: train with the same constants but eval_ ones first{why}")
         model = build(config, data, context)
         if checkpoint:
             parallel.load_model(model, checkpoint["model"])

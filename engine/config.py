@@ -163,4 +163,6 @@ def run_name(config, presets: dict, more: dict | None = None) -> str:
         if name in ours:
             words.append(f"{name}={','.join(map(str, value)) if isinstance(value, tuple | list) else value}")
     name = re.sub(r"[^\w.,=+-]+", "_", "-".join(words))
-    return name.encode()[:160].decode(errors="ignore")  # a folder's name has limits; config.json says the rest
+    return (
+        name.encode()[:160].decode(errors="ignore").rstrip("-")
+    )  # a folder's name has limits; config.json says the rest

@@ -142,33 +142,39 @@ def stop(number: int, where: str = ""):
 def folder_of(config, presets: dict, ours: dict | None = None) -> tuple[Path, str]:
     """The folder in out_dir of the run that has these constants, or of a new one; and why that has not the plain name.
 
-    ours: the constants, with checksums of what is read; None: those of the config. They are compared with each
-    config.json as far as both name them. Of several runs it is the one of the plain name, else the newest. Raises
-    ValueError where the config.json of the plain name cannot be read.
+    ours: the constants, with checksums of what is read; None: those of the config alone. They are compared with every
+    config.json as far as both name them. Of several runs that agree it is the one of the plain name, else the newest.
+    Raises ValueError where the config.json of the plain name cannot be read.
     """
     ours = ours or identity(config)
-    plain, known = Path(config.out_dir, run_name(config, presets)), {}
+    plain, runs = Path(config.out_dir, run_name(config, presets)), {}
     for file in plain.parent.glob("*/config.json"):
         try:
-            known[file.parent] = read_json(file)
+            runs[file.parent] = constants_in(file)
         except ValueError:  # it stops its own run alone
             if file.parent == plain:
                 raise
-    alike = [folder for folder, theirs in known.items() if not any(others(theirs, ours))]
-    if alike:
-        newest_first = sorted(alike, key=lambda folder: (folder / "config.json").stat().st_mtime, reverse=True)
-        return (plain if plain in alike else newest_first[0]), ""
-    if is_free(plain):
+    alike = [folder for folder, theirs in runs.items() if not any(others(theirs, ours))]
+    if plain in alike or not alike and is_free(plain):
         return plain, ""
-    theirs = known.get(plain, {})
-    differing = {name: ours[name] for name in others(theirs, ours)}
-    reason = f"{plain} has another {', '.join(differing) or 'run in it'}"
-    constants = {name: value for name, value in differing.items() if not name.endswith("_checksum")}
-    if len(constants) > 3:  # another script's
-        constants = {}
-    named = run_name(config, presets, constants)
-    numbered = (plain.with_name(f"{named}-{number}") for number in count(2))
-    return next(folder for folder in chain([plain.with_name(named)], numbered) if is_free(folder)), reason
+    if alike:
+        return max(alike, key=lambda folder: (folder / "config.json").stat().st_mtime), ""
+    differing = [*others(runs.get(plain), ours)]
+    telling = {name: ours[name] for name in differing if not name.endswith("_checksum")}
+    if len(telling) > 3:  # it is something else altogether, and a number will do
+        telling = {}
+    named = plain.with_name(run_name(config, presets, telling))
+    numbered = (named.with_name(f"{named.name}-{number}") for number in count(2))
+    folder = next(filter(is_free, chain([named], numbered)))
+    return folder, f"{plain} has another {', '.join(differing) or 'run in it'}"
+
+
+def constants_in(file: Path) -> dict:
+    """What a run's config.json holds. Raises ValueError where it is none."""
+    constants = read_json(file)
+    if "data_checksum" not in constants:
+        raise ValueError(f"{file} is of no run: delete it or restore it")
+    return constants
 
 
 def is_free(folder: Path) -> bool:
@@ -259,7 +265,7 @@ class Run:
         if not 0 <= step <= self.total:
             file = self.folder / self.checkpoint_name
             raise ValueError(f"{file} is of step {step}, and the last is {self.total}: delete it")
-        seen = [self.identity, self.name, self.precision, bool(self.result), self.checkpoint.get("step")]
+        seen = [self.name, self.identity, self.precision, bool(self.result), self.checkpoint.get("step")]
         if len(set(self.context.gather(json.dumps(seen)))) > 1:
             where = f"files in {self.folder}: use a shared disk, and pass --dtype"
             raise ValueError(f"the processes see different data, precision or {where}")
@@ -307,7 +313,7 @@ class Run:
         except Timeout:
             raise ValueError(f"another process is training in {self.folder}: wait for it, or end it") from None
         except (OSError, NotImplementedError) as error:
-            raise ValueError(f"{self.folder} cannot be locked ({error}): choose another --out_dir") from None
+            raise ValueError(f"{self.folder} cannot be made or locked ({error}): choose another --out_dir") from None
         if self.reason:
             self.context.say(f"{self.name}: a run of its own, as {self.reason}")
         for name in MADE if not self.config.resume else ():
