@@ -27,9 +27,8 @@ from tqdm import tqdm
 
 from analysis import flops, measures
 from data.batches import Translation, TranslationData, source_batches
-from data.counting import score_memory
 from data.files import read_lines
-from data.scores import mean, score_translations
+from data.scores import mean, score_memory, score_translations
 from data.tokenizers import XLMR
 from engine import parallel, pretrained
 from engine.config import said
