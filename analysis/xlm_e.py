@@ -16,7 +16,7 @@ from analysis.flops import flops_per_token, masked_head_flops, numel
 from analysis.shared import Drawn, Panel, Run
 from data import bitext_sets
 from data.bitext_sets import Aligned
-from data.prepare import ready
+from data.folder import ready
 from data.tokenizers import XLMR
 from engine import pretrained
 from engine.device import setup
