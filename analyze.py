@@ -22,26 +22,29 @@ shows, how to read it, and which options it has.
 
 import sys
 
+import train_electra
+import train_lm
 from analysis import play, x_moe, xlm_e, xmoe
 from analysis.shared import Drawn, Measured
 from engine.config import parse
 from engine.device import clear_errors
 
-ANALYSES = {  # each: its options
-    xmoe.activations: Measured,
-    xmoe.gamma: Measured,
-    xmoe.experts: Drawn,
-    xmoe.threshold: Measured,
-    xmoe.speed: Measured,
-    x_moe.umap: x_moe.Umap,
-    x_moe.collapse: Drawn,
-    x_moe.consistency: Drawn,
-    xlm_e.curve: Drawn,
-    xlm_e.flops: xlm_e.Flops,
-    xlm_e.retrieval: xlm_e.Retrieval,
-    xlm_e.alignment: xlm_e.Alignment,
-    xlm_e.gap: xlm_e.Gap,
-    play.play: play.Play,
+SIZES = {preset: train_electra.Config(**constants) for preset, constants in train_electra.PRESETS.items()}
+ANALYSES = {  # each: its options, and what it is handed of a training script
+    xmoe.activations: (Measured, train_lm.evaluate),
+    xmoe.gamma: (Measured, train_lm.evaluate),
+    xmoe.experts: (Drawn,),
+    xmoe.threshold: (Measured, train_lm.evaluate),
+    xmoe.speed: (Measured, train_lm.evaluate),
+    x_moe.umap: (x_moe.Umap,),
+    x_moe.collapse: (Drawn,),
+    x_moe.consistency: (Drawn,),
+    xlm_e.curve: (Drawn,),
+    xlm_e.flops: (xlm_e.Flops, SIZES),
+    xlm_e.retrieval: (xlm_e.Retrieval,),
+    xlm_e.alignment: (xlm_e.Alignment,),
+    xlm_e.gap: (xlm_e.Gap,),
+    play.play: (play.Play,),
 }
 
 
@@ -54,8 +57,8 @@ def main():
         if name not in analyses:
             raise ValueError(f"{name!r} is no figure: python analyze.py {' | '.join(analyses)}")
         analysis = analyses[name]
-        options = ANALYSES[analysis]()
-        analysis(parse(options, argv, analysis.__doc__))
+        options, *handed = ANALYSES[analysis]
+        analysis(parse(options(), argv, analysis.__doc__), *handed)
 
 
 if __name__ == "__main__":

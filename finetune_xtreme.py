@@ -25,8 +25,8 @@ from torch import nn
 from tqdm import tqdm
 
 from analysis import flops, measures
-from data import counting, xtreme_rows
-from data.scores import gap, mean, score_task
+from data import xtreme_rows
+from data.scores import COUNTING, gap, guess, mean, score_task
 from data.xtreme import TASKS, Example, Examples, read_examples, submission
 from data.xtreme_rows import TaskData
 from engine import parallel, pretrained
@@ -296,7 +296,7 @@ def score_languages(run: Run, model: FineTuned, examples: Examples, config: Conf
 
     What was predicted is kept as XTREME wants it, also of test sets without labels, which are not scored.
     """
-    count = counting.COUNTING.get(model.kind)
+    count = COUNTING.get(model.kind)
     by_word = count(examples.train) if count else None
     result = {name: {} for name in COLUMNS} | {"unlabelled": []}
     tests, silent = examples.test.items(), context.rank > 0 or None
@@ -309,7 +309,7 @@ def score_languages(run: Run, model: FineTuned, examples: Examples, config: Conf
             continue
         score = partial(score_task, config.task, language, gold)
         result["languages"][language] = score(predicted)
-        result["guesses"][language] = score(counting.guess(model.kind, examples.train, own))
+        result["guesses"][language] = score(guess(model.kind, examples.train, own))
         if by_word:
             result["counted"][language] = score(by_word(own))
     means = {name: mean(result[kind].values()) for kind, name in COLUMNS.items()}

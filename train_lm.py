@@ -15,6 +15,7 @@ out/train_lm/NAME; the same command goes on where it stopped. `--help` lists eve
 """
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -23,8 +24,8 @@ from analysis import flops, measures
 from data import counting
 from data.batches import TokenData
 from engine import parallel, pretrained
-from engine.device import clear_errors, seed_all
-from engine.generate import write_sample
+from engine.config import run_name
+from engine.device import clear_errors, seed_all, show
 from engine.optim import adamw, cosine, cross_entropy, set_learning_rate
 from engine.run import Run, newest, read_json
 from engine.table import Table, carry_out, start
@@ -351,11 +352,50 @@ def report(config: Config, result: dict) -> str:
     return "\n".join(lines)
 
 
+def write_sample(config: Config, context):
+    """Prints how the run of a config (of its first seed) goes on from the prompt, token by token.
+
+    Its experts have no capacity limit; the threshold is `eval_threshold`. Nothing is printed where there is no
+    checkpoint, as where the weights of `--init_from` were evaluated alone.
+    """
+    folder = Path(config.out_dir, run_name(config, PRESETS))
+    if not (folder / "ckpt.pt").exists():
+        return
+    with clear_errors():
+        model, tokenizer = pretrained.load(folder)
+        model.config.eval_threshold = config.eval_threshold  # the routers read it there
+        [prompt] = tokenizer.encode_batch([config.prompt])
+    if model.sees_later:
+        show("\nno sample: the experts choose among tokens that are not written yet")
+        return
+    shown = ""
+
+    def show_new(ids):
+        """What ids (1, T) say, but for what is shown already, and for a character whose last bytes are to come."""
+        nonlocal shown
+        text = tokenizer.decode(ids[ids != tokenizer.eot].tolist())
+        text = text.rstrip("\N{REPLACEMENT CHARACTER}")
+        show(text[len(shown) :], end="")
+        shown = text
+
+    model = context.place(model)
+    watches = [measures.RoutingStats(moe) for moe in model.moe_layers]
+    ids = torch.tensor([[tokenizer.eot, *prompt]], device=context.device)
+    seed_all(config.sample_seed)
+    show("\nsample:")
+    show_new(ids)
+    with context.autocast():
+        how = config.sample_tokens, config.sample_temperature, config.sample_top_k
+        model.generate(ids, *how, end=tokenizer.eot, look=show_new)
+    served = ", ".join(f"{watch.finish()['served']:.1f}" for watch in watches)
+    show(f"\n({served} experts served per token)" if served else "")
+
+
 def main():
     config, context = start(Config, PRESETS)
     carry_out(config, PRESETS, context, TABLES, train, report, cells)
     if context.rank == 0 and not config.table:
-        write_sample(config, PRESETS, context)
+        write_sample(config, context)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ paper's protocol) and without one. A run is kept in out/train_mt/NAME; the same 
 
 import math
 from collections import ChainMap
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -26,18 +27,16 @@ from tqdm import tqdm
 
 from analysis import flops, measures
 from data.batches import Translation, TranslationData, source_batches
-from data.counting import score_memory
 from data.files import read_lines
-from data.scores import mean, score_translations
+from data.scores import mean, score_memory, score_translations
 from data.tokenizers import XLMR
 from engine import parallel, pretrained
 from engine.config import changed
 from engine.device import clear_errors, seed_all, warn
-from engine.generate import translate
 from engine.optim import adamw, cross_entropy, inverse_sqrt, set_learning_rate
 from engine.run import Run
 from engine.table import Table, carry_out, start
-from model import Translator
+from model import Translator, real_mask, rows_of
 from routers import ROUTERS
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -205,6 +204,74 @@ TABLES = {3: table3, 4: table4}
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Translating and scoring
+
+
+@torch.no_grad()
+def translate(model: Translator, source, real, tokenizer, beam=5, length_penalty=1.0, limit=False) -> list:
+    """Translates by beam search: for each of B sources the ids of the best translation, without <s> and </s>.
+
+    source (B, N) ends in </s>; real (S,): see `Translator.encode`. Of a source of n tokens before </s> the translation
+    has at most 1.2 n + 10. A finished one is worth its log probability over its length, with </s>, to the power of
+    `length_penalty`; a sentence is done when K are finished, or when its beams are as long as they may be. Experts have
+    no capacity limit, so that a translation depends on its source alone; with `limit` they have the evaluation's. Keys
+    and values of what is written are kept, so that each step reads one token.
+    """
+    K, V, (B, N) = beam, model.vocab_size, source.shape
+    device = source.device
+    never = torch.tensor(tokenizer.unwritten, device=device)  # no text is made of these
+    is_end = torch.arange(V, device=device) == tokenizer.eos
+    length = source.new_full((B,), N)  # with </s>
+    if real is not None:
+        length = real_mask(source, real).sum(dim=1)
+    longest = 6 * (length - 1) // 5 + 10
+    written = source.new_full((B, K, 1), tokenizer.bos)  # the tokens of each beam
+    score = torch.zeros(B, K, device=device)
+    score[:, 1:] = -math.inf  # at first all beams are alike, and only one goes on
+    finished = [[] for _ in range(B)]  # of each sentence pairs of a value and the ids
+    searched = list(range(B))  # the b sentences that are not done
+    was_training = model.training
+    model.eval()
+    limited = limit or model.sees_later  # of experts that choose their tokens, the limit is what chooses
+    with nullcontext() if limited else model.no_limit():
+        encoded, _ = model.encode(source, real)
+        past = None
+        while searched:
+            t = written.shape[2]  # tokens, with </s>, of a translation that ends now
+            h, _, past = model.decode(written[:, :, -1:].flatten(0, 1), encoded, past)
+            log_probs = model.log_probabilities(h[:, -1])  # (b * K, V)
+            log_probs[:, never] = -math.inf
+            total = log_probs.unflatten(0, (-1, K))  # (b, K, V)
+            total += score.unsqueeze(2)
+            must_end = (longest < t).tolist()
+            for i, last in enumerate(must_end):
+                if last:
+                    total[i] = total[i].where(is_end, -math.inf)
+            best, place = total.flatten(1).topk(2 * K)  # (b, 2 K), the best first
+            before, token = place // V, place % V
+            ends = token == tokenizer.eos
+            ended = ends & (best > -math.inf)
+            for i, j in ended[:, :K].nonzero().tolist():
+                value = float(best[i, j]) / t**length_penalty
+                ids = written[i, before[i, j], 1:].tolist()
+                finished[searched[i]].append((value, ids))
+            # Of the 2 K best continuations of a sentence at most K are ends, one of each beam, so K go on.
+            going_on = ends.int().argsort(dim=1, stable=True)[:, :K]
+            score = best.gather(1, going_on)
+            before = before.gather(1, going_on)
+            token = token.gather(1, going_on)
+            written = written.take_along_dim(before.unsqueeze(2), dim=1)
+            written = torch.cat([written, token.unsqueeze(2)], dim=2)
+            full = [len(finished[own]) >= K for own in searched]
+            stay = [i for i in range(len(searched)) if not (must_end[i] or full[i])]
+            rows = before + K * torch.arange(len(searched), device=device).unsqueeze(1)
+            past = rows_of(past, rows[stay].flatten())
+            if len(stay) < len(searched):
+                encoded = encoded.sentences(stay)
+                written, score = written[stay], score[stay]
+                longest = longest[stay]
+                searched = [searched[i] for i in stay]
+    model.train(was_training)
+    return [max(pairs)[1] for pairs in finished]
 
 
 def translate_texts(model: Translator, texts: list[str], tokenizer: XLMR, config, context, limit=False) -> list[str]:

@@ -1,7 +1,8 @@
 """What the figures share: how they are drawn and kept, and the trained runs that they read.
 
-A figure is a function of its options. Its name is the command's, and its docstring is the command's help, of which the
-first line is the title of the drawing. What it shows are records: dicts with the same names.
+A figure is a function of its options, and of what analyze.py hands it of a training script. Its name is the command's,
+and its docstring is the command's help, of which the first line is the title of the drawing. What it shows are records:
+dicts with the same names.
 """
 
 import importlib
@@ -202,6 +203,7 @@ class Run:
     model: SparseModel | None = None  # this and what follows: where it is measured again
     data: Prepared | None = None
     context: Context | None = None
+    evaluate: Callable | None = None  # that of its script
 
     @property
     def record(self) -> dict:
@@ -294,13 +296,15 @@ def choose(script: str, options: Drawn, fits=None, lacks="", words=describe) -> 
     return named(found.values(), words)
 
 
-def opened(runs: list[Run], options: Measured) -> tqdm:
+def opened(runs: list[Run], options: Measured, evaluate: Callable | None = None) -> tqdm:
     """The runs with their models, corpora and the device, under a bar. All are opened before the first is measured.
 
-    Raises ValueError or OSError where a checkpoint or a corpus is gone, or the corpus has changed.
+    evaluate: that of the runs' script, where a figure needs it. Raises ValueError or OSError where a checkpoint or a
+    corpus is gone, or the corpus has changed.
     """
     check(options)
     for run in runs:
+        run.evaluate = evaluate
         run.context = setup(options.device, run.config["dtype"])
         model, _ = pretrained.load(run.folder)
         run.data = corpus_of(model, run.folder, run.config, run.context)

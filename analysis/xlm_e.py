@@ -1,7 +1,7 @@
 """XLM-E's figures 1, 3 and 4, and tables 3 to 7: training curves, sizes, retrieval, word alignment, transfer."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
@@ -16,14 +16,13 @@ from analysis.flops import flops_per_token, masked_head_flops, numel
 from analysis.shared import Drawn, Panel, Run
 from data import bitext_sets
 from data.bitext_sets import Aligned
-from data.prepare import ready
+from data.folder import ready
 from data.tokenizers import XLMR
 from engine import pretrained
 from engine.device import setup
 from engine.run import read_json
 from engine.table import markdown_table
 from model import Encoder
-from train_electra import PRESETS, Config
 
 OBJECTIVES = {"rtd": "XLM-E", "mlm": "XLM"}
 FLOPS = "training FLOPs"
@@ -335,39 +334,38 @@ class Flops:
     """There are no options."""
 
 
-def flops(options: Flops):
+def flops(options: Flops, sizes: dict):
     """XLM-E's tables 3 and 4: parameters and training FLOPs of the paper's sizes."""
     print("XLM-E table 3: parameters of the discriminator with its head\n")
-    print(table3())
+    print(table3(sizes))
     print("\nXLM-E table 4: training FLOPs of 125,000 steps of batches of 2,048 x 512 tokens\n")
-    print(table4())
+    print(table4(sizes["base"]))
     print("""
 No way of counting gives exactly the paper's numbers: 6.3e19 without TRTD, 9.5e19 with it. By the text both rows train
 both networks, on one batch a step and on two. ELECTRA's script counts its own vocabulary.""")
 
 
-def encoder(preset: str, **changes) -> Encoder:
-    """A network of train_electra.py's preset, whose weights have shapes but no values."""
-    config = Config(**PRESETS[preset] | changes)
+def encoder(config, V: int) -> Encoder:
+    """A network of train_electra.py's constants, whose weights have shapes but no values."""
     with torch.device("meta"):
-        return Encoder(config, V=TABLE3[preset][0])
+        return Encoder(config, V)
 
 
-def table3() -> str:
-    """Parameters, ours beside the paper's."""
+def table3(sizes: dict) -> str:
+    """Parameters, ours beside the paper's. sizes: preset -> its constants of train_electra.py."""
     rows = []
     for preset, (V, paper) in TABLE3.items():
-        network = encoder(preset)
+        network = encoder(sizes[preset], V)
         D = network.config.n_embd
         head = D * D + D + 2 * D + D + 1  # a dense layer, a norm, and a number for each token
         rows.append([preset, f"{V:,}", paper, f"{head + numel(network):,}"])
     return markdown_table(["preset", "vocabulary", "paper", "ours"], rows)
 
 
-def table4() -> str:
+def table4(config) -> str:
     """Training FLOPs of the base model, by ELECTRA's accounting and by ours, beside the paper's."""
-    config = Config(**PRESETS["base"])
-    large, small = encoder("base"), encoder("base", n_layer=config.generator_layers)
+    V, _ = TABLE3["base"]
+    large, small = encoder(config, V), encoder(replace(config, n_layer=config.generator_layers), V)
     D = config.n_embd
     ours = []
     heads = 2 * D * D + 2 * D, config.mask_share * masked_head_flops(small)  # the generator's, of masked tokens alone

@@ -1,7 +1,7 @@
-"""XMoE's figures 1, 4, 5, 6, 7 and 8, from runs of train_lm.py."""
+"""XMoE's figures 1, 4, 5, 6, 7 and 8, from runs of train_lm.py, whose `evaluate` they are handed."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from statistics import median
 
@@ -12,7 +12,6 @@ from analysis.flops import row_flops
 from analysis.shared import Drawn, Measured, Panel, Run
 from engine.device import warn
 from model import GPT
-from train_lm import evaluate
 
 SHARES = 0.125, 0.25, 0.5, 0.75, 1.0  # limits of the experts' FLOPs at test, of a dense FFN's
 THRESHOLDS = 0.0, 0.25, 0.5, 0.75, 0.9, 0.95, 1.0  # at test
@@ -22,11 +21,11 @@ LIMIT, SPENT = "limit of the experts' FLOPs, in dense FFNs", "FLOPs of the exper
 
 def test(run: Run, max_tokens: int) -> tuple[float, list]:
     """Perplexity of the test text as the model is routed now, and the statistics of its MoE layers."""
-    scores = evaluate(run.model, run.data, "test", run.context, max_tokens)
+    scores = run.evaluate(run.model, run.data, "test", run.context, max_tokens)
     return scores["ppl"], scores["layers"]
 
 
-def activations(options: Measured):
+def activations(options: Measured, evaluate: Callable):
     """XMoE's figures 1 and 6: the share of positive activations in FFNs, by the number and by the size of experts.
 
     GELU makes almost 0 of what is not positive, so that work was for nothing. In the paper the share falls with the
@@ -35,7 +34,7 @@ def activations(options: Measured):
     """
     x, y = "width of an expert", "share of positive activations"
     records, full = [], []
-    for run in shared.opened(shared.choose("train_lm", options), options):
+    for run in shared.opened(shared.choose("train_lm", options), options, evaluate):
         experts, size = shared.experts_of(run.config)
         record = {"run": run.folder, "router": run.config["router"], "experts": experts}
         record |= {x: size, y: positive_share(run, options.max_tokens)}
@@ -67,7 +66,7 @@ def positive_share(run: Run, max_tokens: int) -> float:
     return signs["positive"] / signs["units"]
 
 
-def gamma(options: Measured):
+def gamma(options: Measured, evaluate: Callable):
     """XMoE's figure 4 and table 2: test perplexity of trained models whose experts may do less work.
 
     1 is the work of a dense FFN. Left it is the limit that a layer has, as in the paper. Where tokens want fewer
@@ -81,7 +80,7 @@ def gamma(options: Measured):
 
     lacks = "has experts that choose among later tokens too: its perplexity is no language model's"
     runs, records = shared.choose("train_lm", options, is_causal, lacks), []
-    for run in shared.opened(runs, options):
+    for run in shared.opened(runs, options, evaluate):
         for point in test_limited(run, options.max_tokens):
             records.append(run.record | point)
     panels = [
@@ -145,7 +144,7 @@ def experts(options: Drawn):
     shared.show(experts, options, records, ("experts", "layer", "step"), panels, last)
 
 
-def threshold(options: Measured):
+def threshold(options: Measured, evaluate: Callable):
     """XMoE's figure 7: perplexity by the threshold t, in training and at test.
 
     Left are runs that were trained with different t (`python train_lm.py --threshold 0.5` and so on), each tested with
@@ -160,7 +159,7 @@ def threshold(options: Measured):
             runs.append(run)
         else:
             warn(f"{run.folder} is left out: it and {first.folder} differ by more than --threshold and --seed")
-    for run in shared.opened(runs, options):
+    for run in shared.opened(runs, options, evaluate):
         point = partial(threshold_point, run, options.max_tokens)
         trained.append(point("in training", run.config["threshold"]))
         for t in THRESHOLDS if run is first else ():
@@ -189,7 +188,7 @@ def threshold_point(run: Run, max_tokens: int, what: str, t: float) -> dict:
     return record | {"perplexity": ppl, "experts that serve a token": served}
 
 
-def speed(options: Measured):
+def speed(options: Measured, evaluate: Callable):
     """XMoE's figure 8: the time that a model takes for one batch, forward, by the FLOPs of its experts.
 
     Each model is timed under several limits of its experts' FLOPs, and a dense model at 1. In the paper time falls with
@@ -198,7 +197,7 @@ def speed(options: Measured):
     """
     runs, records = shared.choose("train_lm", options), []
     calls = {}
-    for run in shared.opened(runs, options):
+    for run in shared.opened(runs, options, evaluate):
         x, _ = next(run.data.eval_batches("test", run.data.micro_tokens))
         for point in test_limited(run, run.data.micro_tokens):
             del point["perplexity"]  # of one batch

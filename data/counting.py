@@ -5,20 +5,11 @@ weigh n / (n + kinds), and a less specific distribution has the rest. Of a large
 """
 
 import math
-import re
-from collections import Counter, defaultdict
-from collections.abc import Callable
-from functools import partial
-from itertools import chain
-from statistics import median, mode
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from data.scores import mean, score_translations
-from data.xtreme import Example
 
 COUNTED_UP_TO = 2**24  # tokens of a training text
 
@@ -147,17 +138,6 @@ def describe(found: dict[str, dict]) -> str:
     return f"counting: {tokens} by the tokens of each language; {both} by the two beside each as well (first masking)"
 
 
-def score_memory(data) -> dict[str, float]:
-    """Mean scores of a translation memory on the test set; {} where there is too much text to search it."""
-    scores = []
-    for name in data.languages:
-        found = remembered(data, name)
-        if found:
-            _, references = data.texts("test", name)
-            scores.append(score_translations(found, references, data.target))
-    return mean(scores)
-
-
 def remembered(data, language: str) -> list[str]:
     """For each test source of a language pair of TranslationData, the translation of the most similar training source.
 
@@ -193,69 +173,3 @@ def texts(data, split: str, language: str, side: int) -> list[np.ndarray]:
     starts = pairs.starts[:, side]
     ends = starts + pairs.sizes[:, side]
     return [data.tokens[split][start:end] for start, end in zip(starts, ends)]
-
-
-Predictor = Callable[[list[Example]], list]  # examples -> the prediction for each
-
-
-def guess(kind: str, train: list[Example], examples: list[Example]) -> list:
-    """The most frequent tag or label; of a text its first words, as many as answers have (the median).
-
-    Words end at white space, so the guess is often a whole sentence or more in Chinese, Japanese and Thai.
-    """
-    if kind == "label":
-        return [mode(one.gold for one in train)] * len(examples)
-    if kind == "tags":
-        most = mode(chain.from_iterable(one.gold for one in train))
-        return [[most] * len(one.gold) for one in examples]
-    answers = chain.from_iterable(one.gold for one in train)
-    words = round(median(len(text.split()) for text, _ in answers))
-    beginnings = [one.texts[1].split()[:words] for one in examples]
-    return [" ".join(words) for words in beginnings]
-
-
-def tags_by_word(train: list[Example]) -> Predictor:
-    """Tags each word with its most frequent tag in training, or with the most frequent of all where it is new."""
-    counts = defaultdict(Counter)  # word -> tag -> how often
-    for one in train:
-        for word, tag in zip(one.texts, one.gold):
-            counts[word.lower()][tag] += 1
-            counts[None][tag] += 1
-    tag_of = {word: max(own, key=own.get) for word, own in counts.items()}
-
-    def tags(example: Example) -> list[str]:
-        return [tag_of.get(word.lower(), tag_of[None]) for word in example.texts]
-
-    return lambda examples: list(map(tags, examples))
-
-
-def labels_by_word(train: list[Example]) -> Predictor:
-    """Chooses the likeliest label by naive Bayes over the words that an example shares with training."""
-    labels = Counter(one.gold for one in train)
-    counts = defaultdict(Counter)  # word -> label -> examples
-    for one in train:
-        for word in words_by_text(one):
-            counts[word][one.gold] += 1
-
-    def likelihood(label: str, words: list) -> float:
-        examples = labels[label]
-        shares = [(counts[word][label] + 1) / (examples + 2) for word in words]
-        return math.log(examples) + math.fsum(map(math.log, shares))  # exact: words of a set have no order
-
-    def likeliest(example: Example) -> str:
-        known = [word for word in words_by_text(example) if word in counts]
-        return max(labels, key=partial(likelihood, words=known))
-
-    return lambda examples: list(map(likeliest, examples))
-
-
-def words_by_text(one: Example) -> set[tuple[int, str]]:
-    """Every word once, with the number of its text: in a premise it says something else than in a hypothesis."""
-    words = set()
-    for number, text in enumerate(one.texts):
-        own = re.findall(r"\w+", text.lower())
-        words.update((number, word) for word in own)
-    return words
-
-
-COUNTING = {"tags": tags_by_word, "label": labels_by_word}  # kind of task: what solves it by counting words

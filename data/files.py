@@ -219,3 +219,22 @@ def read_pairs(*paths: Path) -> Iterator[tuple[str, str]]:
 def read_sides(folder: Path, sides: tuple[str, str], *names: str) -> Iterator[tuple[str, str]]:
     """The lines of NAME.de beside those of NAME.en, where `sides` are de and en, of the first name that there is."""
     return read_pairs(*[one_of(folder, *(f"{name}.{side}" for name in names)) for side in sides])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Prepared folders: data/prepare.py writes them, and data/folder.py reads them
+
+PREPARED = Path(__file__).parent / "prepared"
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def checksum(meta: dict) -> str:
+    """One hash of the data: of every file, count and the tokenizer, but not of where they come from."""
+    place = ("name", "source", "versions", "checksum")
+    data = {key: meta[key] for key in meta if key not in place}
+    text = json.dumps(data, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()

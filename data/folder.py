@@ -12,19 +12,37 @@ import torch
 from numpy import ndarray
 from torch import Tensor
 
-from data.corpora import CORPORA
-from data.files import SPLITS
-from data.prepare import checksum, ready, sha256
+from data.files import PREPARED, SPLITS, checksum, sha256
 from data.tokenizers import KINDS, Tokenizer, load_tokenizer
 
 HASHED_UP_TO = 1 << 30  # bytes; hashing a larger file takes seconds at every start, so only its size is compared
 AGAIN = "remove the folder and prepare it again: python -m data.prepare --help says how"
 
 
+def ready(name: str, make: bool = True) -> Path:
+    """data/prepared/NAME, made now where packages contain it and `make` says so, or else the folder called `name`."""
+    folder = PREPARED / name
+    if folder.exists():
+        return folder
+    from data.prepare import CORPORA, prepare  # not above: what is prepared is read without the readers of all corpora
+
+    if name not in CORPORA or not CORPORA[name].packages or CORPORA[name].wheels:
+        return Path(name) if Path(name).exists() else folder
+    if make:
+        try:
+            prepare(name, out=folder)
+        except (OSError, ValueError):
+            if not folder.exists():  # it exists where another process was faster
+                raise
+    return folder
+
+
 def read_meta(folder: Path) -> dict:
     """meta.json of a prepared folder. FileNotFoundError or ValueError names the file that is missing or has changed."""
     path = folder / "meta.json"
     if not path.is_file():
+        from data.corpora import CORPORA  # not above, see `ready`
+
         known = folder.name in CORPORA
         source = " --source DIR" if known and CORPORA[folder.name].read is None else ""
         how = f"prepare it: python -m data.prepare {folder.name + source if known else '--help'}"

@@ -22,9 +22,9 @@ from tyro.conf import Positional
 
 from data import bitext_sets, corpora, xtreme
 from data.corpora import Groups
-from data.files import json_object, one_of, read_documents, read_lines, read_sides, split_of
+from data.files import PREPARED, json_object, one_of, read_documents, read_lines, read_sides, split_of
 from data.messages import scattered
-from data.prepare import PREPARED, clear_errors, new_folder, write
+from data.prepare import clear_errors, new_folder, write
 from data.tokenizers import XLMR, train_sentencepiece
 
 LANGUAGES = {"en", "de", "fr", "zh_Hans"}  # those with 20,000 pairs or more, by Django's names

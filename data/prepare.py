@@ -10,7 +10,6 @@ data/README.md lists all corpora, and says what the files of data/prepared/NAME 
 all, and a folder that holds something is never written to.
 """
 
-import hashlib
 import importlib.metadata
 import json
 import os
@@ -33,10 +32,9 @@ from tqdm import tqdm
 if not __package__:  # python data/prepare.py, in place of -m data.prepare
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 from data.corpora import CORPORA, Groups, read
-from data.files import SPLITS, Rows
+from data.files import PREPARED, SPLITS, Rows, checksum, sha256
 from data.tokenizers import XLMR, SentencePiece, Tokenizer, gpt2, load_tokenizer, train_sentencepiece
 
-PREPARED = Path(__file__).parent / "prepared"
 BATCH_CHARS = 2_000_000  # of text that is encoded at once
 BPE_PAIRS = 2_000_000  # that a joint BPE is learned from, at most
 ENOUGH = 10_000  # tokens of valid and of test that end the reading of a language whose training split is full
@@ -95,22 +93,6 @@ def new_folder(out: Path):
             partial.rename(out)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
-
-
-def ready(name: str, make: bool = True) -> Path:
-    """data/prepared/NAME, made now where packages contain it and `make` says so, or else the folder called `name`."""
-    folder = PREPARED / name
-    if folder.exists():
-        return folder
-    if name not in CORPORA or not CORPORA[name].packages or CORPORA[name].wheels:
-        return Path(name) if Path(name).exists() else folder
-    if make:
-        try:
-            prepare(name, out=folder)
-        except (OSError, ValueError):
-            if not folder.exists():  # it exists where another process was faster
-                raise
-    return folder
 
 
 def check_options(name: str, source, tokenizer, max_tokens, languages, pieces):
@@ -271,19 +253,6 @@ class SplitWriter:
             if file:
                 file.close()
         return self.total
-
-
-def sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def checksum(meta: dict) -> str:
-    """One hash of the data: of every file, count and the tokenizer, but not of where they come from."""
-    place = ("name", "source", "versions", "checksum")
-    data = {key: meta[key] for key in meta if key not in place}
-    text = json.dumps(data, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 unfinished = []  # folders that a signal leaves nobody else to remove

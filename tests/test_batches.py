@@ -17,9 +17,9 @@ from test_train_electra import corpora as electra_corpora
 
 from data import batches, counting, folder
 from data.batches import Masked, MaskedData, PairData, TokenData, Translation, TranslationData, source_batches
-from data.files import SPLITS
+from data.files import SPLITS, checksum
 from data.folder import Rows
-from data.prepare import checksum, prepare
+from data.prepare import prepare
 
 __all__ = ["electra_corpora"]  # a fixture
 KINDS = [TokenData, MaskedData, PairData, TranslationData]

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from data import ciphers, corpora
-from data import prepare as preparing
+from data import ciphers, corpora, folder
 from data.files import SPLITS
 from data.tokenizers import load_tokenizer
 
@@ -85,8 +84,8 @@ def test_pairs_say_the_same_and_two_languages_are_never_paired(english):
 def test_ciphers_are_prepared_with_a_token_a_character(tmp_path, monkeypatch, english):
     for name in ("ciphers", "ciphers-pairs"):
         monkeypatch.setitem(corpora.CORPORA, name, corpora.CORPORA[name]._replace(read=lambda: english))
-    monkeypatch.setattr(preparing, "PREPARED", tmp_path)
-    one, two = preparing.ready("ciphers"), preparing.ready("ciphers-pairs")
+    monkeypatch.setattr(folder, "PREPARED", tmp_path)
+    one, two = folder.ready("ciphers"), folder.ready("ciphers-pairs")
     assert (one / "xlmr.model").read_bytes() == (two / "xlmr.model").read_bytes()
     tokenizer = load_tokenizer(one)
     text = "".join(chain(*ALPHABETS.values()))

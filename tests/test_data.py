@@ -27,8 +27,9 @@ from data import corpora, english, messages, tokenizers
 from data import folder as prepared
 from data import prepare as preparing
 from data.files import SPLITS, read_documents, source_files, split_of
+from data.folder import ready
 from data.messages import read_catalog
-from data.prepare import prepare, ready
+from data.prepare import prepare
 from data.tokenizers import XLMR, load_tokenizer, train_sentencepiece
 
 
@@ -586,7 +587,7 @@ def test_a_preparation_that_is_stopped_leaves_nothing_and_one_that_is_killed_no_
 
 def test_a_second_preparation_waits_for_the_first(model, tmp_path, monkeypatch):
     write_files(tmp_path, {"a.txt": "one"})
-    monkeypatch.setattr(preparing, "PREPARED", tmp_path)
+    monkeypatch.setattr(prepared, "PREPARED", tmp_path)
     with ThreadPoolExecutor() as pool:
         with FileLock(tmp_path / ".pydocs.lock"):
             waiting = pool.submit(prepare, "text", tmp_path / "a.txt", model, out=tmp_path / "pydocs")
@@ -600,7 +601,7 @@ def test_a_second_preparation_waits_for_the_first(model, tmp_path, monkeypatch):
 
 
 def test_what_is_ready(tmp_path, monkeypatch, folder):
-    monkeypatch.setattr(preparing, "PREPARED", tmp_path)
+    monkeypatch.setattr(prepared, "PREPARED", tmp_path)
     made = []
     monkeypatch.setattr(preparing, "prepare", lambda name, out: made.append((name, out)) or out.mkdir())
     assert ready("pydocs", make=False) == tmp_path / "pydocs" and made == []

@@ -12,7 +12,7 @@ import train_lm
 import train_mlm
 from data.tokenizers import XLMR, SentencePiece, train_sentencepiece
 from engine import pretrained
-from engine.export import export
+from engine.pretrained import export
 from engine.run import write
 from model import GPT, MaskedLM
 

@@ -18,7 +18,7 @@ from analysis import flops, measures
 from data import counting
 from data.batches import TokenData
 from data.tokenizers import load_tokenizer
-from engine import generate, pretrained
+from engine import pretrained
 from engine.config import command_line
 from engine.device import setup
 from engine.optim import cosine
@@ -199,7 +199,7 @@ def test_a_finished_run_goes_on_from_any_prompt_as_it_comes(options, monkeypatch
     report = f"sample:\n{text}\n({served:.1f} experts served per token)\n"
     assert capsys.readouterr().out.endswith(report) and text.startswith("12 34") and served > 1
     pieces = []
-    monkeypatch.setattr(generate, "show", lambda text, end="\n": pieces.append(text + end))
+    monkeypatch.setattr(train_lm, "show", lambda text, end="\n": pieces.append(text + end))
     with monkeypatch.context() as patch:
         patch.setattr(train_lm, "cross_entropy", None)  # whoever trains or tests now fails
         LM.run(options, patch)
@@ -228,7 +228,7 @@ def test_a_sample_ends_before_the_end_of_a_text_and_shows_no_half_character(opti
             look(ids)
 
     monkeypatch.setattr(train_lm.GPT, "generate", write)
-    monkeypatch.setattr(generate, "show", lambda text, end="\n": pieces.append(text))
+    monkeypatch.setattr(train_lm, "show", lambda text, end="\n": pieces.append(text))
     LM.run(options | {"steps": 2, "prompt": "5"}, monkeypatch)
     assert pieces[1] == "5" and "".join(pieces[2:-1]) == "7é" and "\ufffd" not in "".join(pieces)
     assert pieces[-4:-1] == ["", "é", ""] and len(more) > 3

@@ -21,7 +21,6 @@ from helpers import ROOT, TORCHRUN, Script, flip_a_byte, metrics, only_run, resu
 
 import train_mt
 from analysis import flops
-from data import counting
 from data.batches import TranslationData
 from data.prepare import prepare
 from engine.config import command_line
@@ -315,7 +314,7 @@ def test_a_memory_has_the_mean_score_of_its_pairs(options, monkeypatch):
     _, _, data, _ = opened(options)
     expected = {name: data.texts("test", name)[1] for name in data.languages}
     own = {"de-en": expected["de-en"], "ru-en": ["a text of its own"] * 5}
-    monkeypatch.setattr(counting, "remembered", lambda data, name: own[name])
+    monkeypatch.setattr("data.scores.remembered", lambda data, name: own[name])
     scores = [train_mt.score_translations(own[name], expected[name], "en") for name in own]
     assert scores[0]["bleu"] == pytest.approx(100) and scores[1]["bleu"] < 20
     means = {metric: (scores[0][metric] + scores[1][metric]) / 2 for metric in ("bleu", "chrf")}

@@ -12,8 +12,7 @@ import torch
 from helpers import write_files
 
 from data import xtreme
-from data.counting import guess, labels_by_word, tags_by_word
-from data.scores import score_task
+from data.scores import guess, labels_by_word, score_task, tags_by_word
 from data.tokenizers import XLMR
 from data.xtreme import NER, UPOS, Example, read, read_examples, submission
 from data.xtreme_rows import UNKNOWN, Row, TaskData, batch_of, best_answer, by_example, rows_of

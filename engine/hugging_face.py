@@ -1,0 +1,305 @@
+"""Hugging Face's formats: GPT-2 and XLM-R are read, and a run is written as a folder that transformers loads.
+
+A dense decoder without an output bias is written in GPT-2's own layout, a dense encoder without a relative bias in
+XLM-R's. All others, and the tokenizers, take their code along (model.py, routers.py, nanoxmoe_tokenizers.py and
+hf_model.py), which transformers runs where it is told trust_remote_code=True. A decoder's folder can be scored by
+lm-eval (pip install "lm-eval[hf]"):
+
+    lm_eval run --model hf --model_args pretrained=FOLDER,trust_remote_code=True --tasks lambada_openai
+"""
+
+import re
+import shutil
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from data.tokenizers import XLMR, Tokenizer, load_tokenizer
+from engine.run import read_json, write
+from model import PAD
+
+Weights = dict[str, Tensor]  # by the names that model.py has for them
+FILES = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json"
+
+
+class Found(NamedTuple):
+    """The model that a folder holds."""
+
+    kind: str  # the class that was trained, of pretrained.MODELS
+    constants: dict  # by which model.py makes it, with its vocab_size
+    weights: Weights
+    vocabulary: str  # the checksum of its tokenizer; "" where nobody knows
+
+
+def part_of(weights: Weights, prefix: str) -> Weights:
+    """The weights of one part of a model, by the names that they have in that part."""
+    names = [name for name in weights if name.startswith(prefix)]
+    return {name.removeprefix(prefix): weights[name] for name in names}
+
+
+def short(error: Exception) -> str:
+    return textwrap.shorten(str(error), 300)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Dense models in transformers' own layouts
+
+SIZES = "vocab_size", "block_size", "n_layer", "n_head", "n_embd", "ffn_size"  # constants of ours
+
+
+class Layout(NamedTuple):
+    """How transformers writes a dense model of model.py down. Its table of names is read in both directions."""
+
+    architecture: str  # transformers' class
+    sizes: tuple[str, ...]  # SIZES in their config.json
+    fixed: dict  # values there for which model.py has a model
+    ours: dict  # constants of ours that describe it
+    names: dict[str, str]  # of a module or tensor: ours -> theirs, or several that are one of ours; {}: the layer
+    prefix: str  # which theirs have only in a model with a head
+    unused: int = 0  # positions that no token has
+    turned: bool = False  # their matrices are (in, out)
+
+    def pairs(self, layers: int) -> Iterator[tuple[str, list[str]]]:
+        """Names of tensors that may be there, ours and theirs."""
+        for ours, theirs in self.names.items():
+            for layer in range(layers if "{}" in ours else 1):
+                for end in ("", ".weight", ".bias"):
+                    yield ours.format(layer) + end, [name.format(layer) + end for name in theirs.split()]
+
+    def turn(self, name: str, x: Tensor) -> Tensor:
+        """A tensor of this name of ours, from their axes to ours or back."""
+        turned = self.turned and x.dim() == 2 and name.startswith("blocks.")
+        return x.t().contiguous() if turned else x
+
+    def read(self, folder: Path) -> tuple[dict, Weights]:
+        """Their folder -> our constants and weights. Raises ValueError where model.py has no such model."""
+        config = read_json(folder / "config.json")
+        for name, value in self.fixed.items():
+            if config.get(name, value) != value:
+                raise ValueError(f"{folder} has {name} {config[name]!s:.50}, not {value}: model.py has no such model")
+        if config.get("n_inner") is None:  # as in GPT-2 itself
+            config["n_inner"] = 4 * config.get("n_embd", 0)
+        sizes = {ours: config.get(theirs) for ours, theirs in zip(SIZES, self.sizes)}
+        if not all(type(size) is int for size in sizes.values()):
+            raise ValueError(f"{folder}/config.json does not have all of {', '.join(self.sizes)}")
+        sizes["block_size"] -= self.unused
+        weights, tensors = {}, read_tensors(folder)
+        tensors |= {self.prefix + name: x for name, x in tensors.items()}  # of a model without a head
+        for ours, theirs in self.pairs(sizes["n_layer"]):
+            if tensors.keys() >= {*theirs}:
+                x = torch.cat([tensors[name] for name in theirs])
+                weights[ours] = self.turn(ours, x)
+        return self.ours | sizes, weights
+
+    def written(self, constants: dict, weights: Weights) -> tuple[dict, Weights] | None:
+        """Our constants and weights -> their config and tensors; None where these have no room for all of ours."""
+        names, tensors = dict(self.pairs(constants["n_layer"])), {}
+        if not names.keys() >= weights.keys():
+            return None
+        config = {theirs: constants[ours] for ours, theirs in zip(SIZES, self.sizes)}
+        config[self.sizes[1]] += self.unused
+        for ours, x in weights.items():
+            parts = self.turn(ours, x).chunk(len(names[ours]))
+            tensors |= {theirs: part.clone() for theirs, part in zip(names[ours], parts)}
+        return {"architectures": [self.architecture]} | self.fixed | config, tensors
+
+
+GPT2 = Layout(
+    "GPT2LMHeadModel",
+    sizes=("vocab_size", "n_positions", "n_layer", "n_head", "n_embd", "n_inner"),
+    fixed={
+        "model_type": "gpt2",
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-5,
+        "scale_attn_by_inverse_layer_idx": False,
+        "scale_attn_weights": True,
+        "tie_word_embeddings": True,
+    },
+    ours={"router": "dense", "frequency_bias": False},
+    names={
+        "wte": "transformer.wte",
+        "wpe": "transformer.wpe",
+        "blocks.{}.ln_1": "transformer.h.{}.ln_1",
+        "blocks.{}.attn.qkv": "transformer.h.{}.attn.c_attn",
+        "blocks.{}.attn.proj": "transformer.h.{}.attn.c_proj",
+        "blocks.{}.ln_2": "transformer.h.{}.ln_2",
+        "blocks.{}.ffn.fc": "transformer.h.{}.mlp.c_fc",
+        "blocks.{}.ffn.proj": "transformer.h.{}.mlp.c_proj",
+        "ln_f": "transformer.ln_f",
+    },
+    prefix="transformer.",
+    turned=True,
+)
+LAYER = "roberta.encoder.layer.{}."
+XLM_R = Layout(
+    "XLMRobertaForMaskedLM",
+    sizes=(
+        *("vocab_size", "max_position_embeddings", "num_hidden_layers"),
+        *("num_attention_heads", "hidden_size", "intermediate_size"),
+    ),
+    fixed={
+        "model_type": "xlm-roberta",
+        "hidden_act": "gelu",
+        "layer_norm_eps": 1e-5,
+        "pad_token_id": PAD,
+        "position_embedding_type": "absolute",
+        "tie_word_embeddings": True,
+        "type_vocab_size": 1,
+    },
+    ours={"relative_bias": False},
+    names={
+        "encoder.wte": "roberta.embeddings.word_embeddings",
+        "encoder.wpe": "roberta.embeddings.position_embeddings",
+        "encoder.token_type": "roberta.embeddings.token_type_embeddings.weight",
+        "encoder.ln_e": "roberta.embeddings.LayerNorm",
+        "encoder.layers.{}.attn.qkv": " ".join(f"{LAYER}attention.self.{part}" for part in ("query", "key", "value")),
+        "encoder.layers.{}.attn.proj": f"{LAYER}attention.output.dense",
+        "encoder.layers.{}.ln_1": f"{LAYER}attention.output.LayerNorm",
+        "encoder.layers.{}.ffn.fc": f"{LAYER}intermediate.dense",
+        "encoder.layers.{}.ffn.proj": f"{LAYER}output.dense",
+        "encoder.layers.{}.ln_2": f"{LAYER}output.LayerNorm",
+        "dense": "lm_head.dense",
+        "ln_h": "lm_head.layer_norm",
+        "bias": "lm_head.bias",
+    },
+    prefix="roberta.",
+    unused=PAD + 1,
+)
+LAYOUTS = {"GPT": GPT2, "MaskedLM": XLM_R}  # of a run's class
+OTHERS = {"router": "dense", "dropout": 0.0, "init_std": 0.02}  # which no weight depends on
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading
+
+
+def read(folder: Path) -> Found:
+    """GPT-2, XLM-R, or a run that `export` wrote."""
+    config = read_json(folder / "config.json")
+    if config.get("model_type") == "nanoxmoe":
+        kind = config["trained"]
+        constants = config["constants"] | {"vocab_size": config["vocab_size"]}
+        weights = part_of(read_tensors(folder), "model.")
+    else:
+        kind = "GPT" if config.get("model_type") == "gpt2" else "MaskedLM"
+        constants, weights = LAYOUTS[kind].read(folder)
+    return Found(kind, OTHERS | constants, weights, vocabulary="")
+
+
+def read_tensors(folder: Path) -> Weights:
+    """All tensors, by their names without what torch.compile and DataParallel put before them."""
+    file = next(path for path in map(folder.joinpath, FILES) if path.exists())
+    try:
+        parts, tensors = [file], {}
+        if file.suffix == ".json":  # it says which part a tensor is in
+            names = read_json(file)["weight_map"].values()
+            parts = [folder / Path(name).name for name in sorted(set(names))]
+        for file in parts:
+            tensors |= read_part(file)
+    except Exception as error:  # damage shows itself in a dozen ways
+        raise ValueError(f"{file} cannot be read: {short(error)}") from None
+    return {re.sub(r"^(_orig_mod\.|module\.)+", "", name): x for name, x in tensors.items()}
+
+
+def read_part(file: Path) -> Weights:
+    """The tensors of one file: safetensors, or the pickle of older models."""
+    if file.suffix == ".bin":
+        return torch.load(file, map_location="cpu", weights_only=True)
+    from safetensors.torch import load_file
+
+    return load_file(file)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Writing
+
+CODE = {"model.py": "model.py", "routers.py": "routers.py", "hf_model.py": "engine/hf_model.py"}
+CODE["nanoxmoe_tokenizers.py"] = "data/tokenizers.py"  # a name of its own: there is a library called tokenizers
+CLASSES = {  # class of a run's model -> transformers' class for it, and ours in hf_model.py
+    "GPT": ("AutoModelForCausalLM", "NanoXMoEForCausalLM"),
+    "MaskedLM": ("AutoModelForMaskedLM", "NanoXMoEForMaskedLM"),
+    "Electra": ("AutoModelForTokenClassification", "NanoXMoEForTokenClassification"),
+}
+CARD = """# {name}
+
+Trained with nanoXMoE. What it was trained with, and what it scored, is in result.json if the run was finished. Experts
+have no capacity limit here, so that no token depends on its batch-mates. It is loaded by
+
+```python
+from transformers import {auto}, AutoTokenizer
+
+model = {auto}.from_pretrained(FOLDER{trust})
+tokenizer = AutoTokenizer.from_pretrained(FOLDER, trust_remote_code=True)
+```
+"""
+
+
+def export(found: Found, run: Path, folder: Path):
+    """Writes what was found in the folder `run`. Raises ValueError, OSError or ImportError of one line."""
+    from safetensors.torch import save_file
+
+    if found.kind not in CLASSES:
+        raise ValueError(f"{run} holds a {found.kind}: give a run of train_lm.py, train_mlm.py or train_electra.py")
+    if folder.exists() and any(folder.iterdir()):
+        raise ValueError(f"{folder} is not empty: give another folder")
+    tokenizer, layout = load_tokenizer(run), LAYOUTS.get(found.kind)
+    theirs = layout.written(found.constants, found.weights) if layout else None
+    config, weights = theirs or with_our_code(found)
+    special = special_tokens(tokenizer)
+    config |= {f"{name}_id": token for name, token in special.items()}
+
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").chmod(0o644)  # as the other files
+    write(folder / "config.json", config)
+    options = {name: f"<{token}>" for name, token in special.items()}
+    options["tokenizer_class"] = "NanoXMoETokenizer"
+    options["auto_map"] = {"AutoTokenizer": ["hf_model.NanoXMoETokenizer", None]}
+    options["model_max_length"] = found.constants["block_size"]
+    write(folder / "tokenizer_config.json", options)
+    tokenizer.save(folder)
+    for name, here in CODE.items():
+        code = (Path(__file__).parents[1] / here).read_text()
+        write(folder / name, code.replace("from routers import", "from .routers import"))
+    auto, _ = CLASSES[found.kind]
+    trust = "" if theirs else ", trust_remote_code=True"
+    write(folder / "README.md", CARD.format(name=run.name, auto=auto, trust=trust))
+    if (run / "result.json").exists():
+        shutil.copy(run / "result.json", folder)
+    print(f"{folder} has the model, its tokenizer and a card that says how transformers loads them")
+
+
+def with_our_code(found: Found) -> tuple[dict, Weights]:
+    """The config and the tensors of a model of hf_model.py."""
+    weights, constants, head = found.weights, dict(found.constants), {}
+    if found.kind == "Electra":  # the discriminator and its head; the generator has done its work
+        head = {name: x for name, x in weights.items() if name.startswith(("dense.", "ln_h.", "out."))}
+        weights = part_of(weights, "encoder.")
+    auto, name = CLASSES[found.kind]
+    config = {
+        "model_type": "nanoxmoe",
+        "trained": found.kind,
+        "architectures": [name],
+        "auto_map": {"AutoConfig": "hf_model.NanoXMoEConfig", auto: f"hf_model.{name}"},
+        "dtype": "float32",
+        "use_cache": False,
+        "vocab_size": constants.pop("vocab_size"),
+        "max_position_embeddings": constants["block_size"],
+        "hidden_size": constants["n_embd"],
+        "num_hidden_layers": constants["n_layer"],
+        "num_attention_heads": constants["n_head"],
+        "constants": constants,
+    }
+    tensors = {f"model.{name}": x.contiguous() for name, x in weights.items()}
+    return config, tensors | head
+
+
+def special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
+    """Tokens by the names that transformers has for them."""
+    if not isinstance(tokenizer, XLMR):
+        return dict.fromkeys(("bos_token", "pad_token", "eos_token"), tokenizer.eot)
+    return {f"{name}_token": getattr(tokenizer, name) for name in ("bos", "pad", "eos", "mask")}

@@ -1,0 +1,51 @@
+"""Who imports whom, from above: scripts, figures, measures, engine/ and data/, model.py, routers.py."""
+
+import ast
+import subprocess
+import sys
+from graphlib import TopologicalSorter
+
+from helpers import ROOT
+
+FOLDERS = "engine", "data", "analysis", "tools"
+FILES = [*ROOT.glob("*.py"), *(file for folder in FOLDERS for file in (ROOT / folder).glob("[!_]*.py"))]
+MODULES = {".".join(file.relative_to(ROOT).with_suffix("").parts): file for file in FILES}
+HEIGHTS = {"routers": 0, "model": 1, "engine": 2, "data": 2, "analysis": 4}  # of files and folders; scripts have 5
+HEIGHTS |= dict.fromkeys(["analysis.bilingual", "analysis.flops", "analysis.measures"], 3)  # which training needs too
+LOADED = """
+import sys, train_lm
+
+print(*(getattr(module, "__file__", None) for module in list(sys.modules.values())), sep="\\n")
+"""
+
+
+def height(name: str) -> int:
+    folder, *_ = name.split(".")
+    return HEIGHTS.get(name, HEIGHTS.get(folder, 5))
+
+
+def imports(name: str) -> set[str]:
+    """The modules of this project that a module imports, inside of functions too."""
+    found = set()
+    for node in ast.walk(ast.parse(MODULES[name].read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = f"{name.rsplit('.', node.level)[0]}." * bool(node.level) + (node.module or "")
+            found |= {base} | {f"{base}.{alias.name}" for alias in node.names}
+    return found & MODULES.keys()
+
+
+def test_no_import_goes_up():
+    up = [(name, other) for name in MODULES for other in imports(name) if height(other) > height(name)]
+    assert not up and "engine.run" in imports("train_lm") and "data.prepare" in imports("data.folder")
+
+
+def test_no_import_goes_in_a_circle():
+    assert {*TopologicalSorter({name: imports(name) for name in MODULES}).static_order()} == MODULES.keys()
+
+
+def test_a_script_loads_only_what_it_needs():
+    done = subprocess.run([sys.executable, "-c", LOADED], cwd=ROOT, capture_output=True, text=True, check=True)
+    loaded = {*done.stdout.splitlines()} & {*map(str, FILES)}
+    assert str(ROOT / "model.py") in loaded and len(loaded) <= 20, sorted(loaded)
