@@ -21,13 +21,22 @@ shows, how to read it, and which options it has.
 """
 
 import sys
+from functools import partial
 
 import train_electra
 import train_lm
+import train_mlm
 from analysis import play, x_moe, xlm_e, xmoe
 from analysis.shared import Drawn, Measured
 from engine.config import parse
 from engine.device import clear_errors
+from engine.files import folder_of
+
+
+def demos(*scripts) -> list[str]:
+    """The folders of the scripts' demos, with the constants that they have now."""
+    return [str(folder_of(script.Config(), script.PRESETS)[0]) for script in scripts]
+
 
 SIZES = {preset: train_electra.Config(**constants) for preset, constants in train_electra.PRESETS.items()}
 ANALYSES = {  # each: its options, and what it is handed of a training script
@@ -41,10 +50,10 @@ ANALYSES = {  # each: its options, and what it is handed of a training script
     x_moe.consistency: (Drawn,),
     xlm_e.curve: (Drawn,),
     xlm_e.flops: (xlm_e.Flops, SIZES),
-    xlm_e.retrieval: (xlm_e.Retrieval,),
-    xlm_e.alignment: (xlm_e.Alignment,),
+    xlm_e.retrieval: (xlm_e.Retrieval, partial(demos, train_electra, train_mlm)),
+    xlm_e.alignment: (xlm_e.Alignment, partial(demos, train_electra, train_mlm)),
     xlm_e.gap: (xlm_e.Gap,),
-    play.play: (play.Play,),
+    play.play: (play.Play, partial(demos, train_lm)),
 }
 
 

@@ -24,6 +24,8 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
+import train_electra
+import train_mlm
 from analysis import flops, measures
 from data import xtreme_rows
 from data.scores import COUNTING, gap, guess, mean, score_task
@@ -31,6 +33,7 @@ from data.xtreme import TASKS, Example, Examples, read_examples, submission
 from data.xtreme_rows import TaskData
 from engine import parallel, pretrained
 from engine.device import clear_errors, seed_all, warn
+from engine.files import folder_of
 from engine.optim import adamw, cross_entropy, linear, set_learning_rate
 from engine.run import Run
 from engine.table import Table, carry_out, markdown_table, start
@@ -40,6 +43,9 @@ from model import Encoder, SparseModel, real_mask
 # Constants: change one here, or give --name value
 
 
+DEMO = "out/train_mlm/demo"  # stands for the run of `python train_mlm.py`, wherever an edit of its constants put that
+
+
 @dataclass
 class Config:
     preset: str = "demo"  # demo; a paper and a task, as in xmoe-xnli; or part of a task, for small encoders: sample-pos
@@ -47,7 +53,7 @@ class Config:
     seeds: int = 1  # repeat with so many seeds; give mean and deviation
     # the task, its data and the encoder
     task: Literal["pos", "ner", "xquad", "mlqa", "tydiqa", "xnli", "pawsx", "apps"] = "apps"
-    model: str = "out/train_mlm/demo"  # the encoder: folder of a run, or of XLM-R in Hugging Face's format
+    model: str = DEMO  # the encoder: folder of a run, or of XLM-R in Hugging Face's format
     encoders: str = "demo"  # in tables: the preset of the runs of train_mlm.py and train_electra.py that are compared
     source: str | None = None  # folder with the task's files, or with XTREME's folders of all tasks; none: the hub
     train_examples: int | None = None  # at most so many to train on
@@ -130,9 +136,9 @@ PRESETS = {"demo": {}} | {name: preset(name) for name in CONSTANTS}
 # Tables: rows of encoders, each fine-tuned on several tasks, beside the paper's numbers (F1/EM of answers)
 
 ALL = ("pos", "ner", "xquad", "mlqa", "tydiqa", "xnli", "pawsx")
-DENSE, SMOE, X_MOE = "train_mlm/{}-router=dense", "train_mlm/{}-router=switch", "train_mlm/{}"
-SMOE_SIGMOID, X_MOE_SIGMOID = f"{SMOE}-gate=sigmoid", f"{X_MOE}-gate=sigmoid"
-XLM, XLM_E = "train_electra/{}-objective=mlm-relative_bias=False", "train_electra/{}"
+DENSE, SMOE, X_MOE = dict(router="dense"), dict(router="switch"), dict(router="hypersphere")
+SMOE_SIGMOID, X_MOE_SIGMOID = SMOE | dict(gate="sigmoid"), X_MOE | dict(gate="sigmoid")
+XLM, XLM_E = dict(objective="mlm", relative_bias=False), dict(objective="rtd")
 LEARN = dict(frozen=False)
 TITLES = {  # of a table: its title, and the tasks of its columns
     "1": ("X-MoE table 1: XTREME", ALL),
@@ -144,43 +150,53 @@ TITLES = {  # of a table: its title, and the tasks of its columns
     "xlme2": ("XLM-E table 2: ablation", ("xnli", "mlqa")),
     "xlme7": ("XLM-E table 7: English minus the mean of the other languages (EM of answers)", ALL[2:]),
 }
-ROWS = [  # table, encoder, its run, what to change in fine-tuning, the paper's number for each task
+ROWS = [  # table, encoder, what its run changes in its preset, what to change in fine-tuning, the paper's numbers
     ("1", "dense", DENSE, {}, "70.0, 61.1, 67.3/51.1, 58.7/41.1, 42.1/28.3, 70.1, 84.1"),
     ("1", "SMoE, softmax", SMOE, LEARN, "70.1, 60.9, 71.3/55.2, 62.8/44.8, 50.9/34.5, 71.5, 84.6"),
     ("1", "X-MoE, softmax", X_MOE, {}, "70.8, 63.2, 72.4/56.2, 64.5/46.3, 53.7/38.1, 72.0, 85.2"),
     ("1", "SMoE, sigmoid", SMOE_SIGMOID, LEARN, "70.6, 61.2, 71.5/55.7, 63.2/45.3, 50.1/35.1, 71.2, 85.1"),
     ("1", "X-MoE, sigmoid", X_MOE_SIGMOID, {}, "71.1, 62.7, 72.3/56.3, 64.3/46.0, 51.5/36.6, 72.2, 85.2"),
     ("3", "reduction, norm, frozen", X_MOE_SIGMOID, {}, "72.2, 64.3/46.0"),
-    ("3", "norm, frozen", f"{X_MOE_SIGMOID}-routing_dim=0", {}, "71.5, 63.4/45.2"),
-    ("3", "reduction, frozen", f"{SMOE_SIGMOID}-routing_dim=16", {}, "71.4, 63.0/45.2"),
+    ("3", "norm, frozen", X_MOE_SIGMOID | dict(routing_dim=0), {}, "71.5, 63.4/45.2"),
+    ("3", "reduction, frozen", SMOE_SIGMOID | dict(routing_dim=16), {}, "71.4, 63.0/45.2"),
     ("3", "reduction, norm", X_MOE_SIGMOID, LEARN, "71.7, 63.9/45.8"),
     ("3", "frozen", SMOE_SIGMOID, {}, "71.6, 63.6/45.5"),
     ("3", "none", SMOE_SIGMOID, LEARN, "71.2, 63.2/45.3"),
-    ("5", "N / 4", f"{X_MOE_SIGMOID}-routing_dim=8", {}, "71.4, 64.3/46.4"),
+    ("5", "N / 4", X_MOE_SIGMOID | dict(routing_dim=8), {}, "71.4, 64.3/46.4"),
     ("5", "N / 2", X_MOE_SIGMOID, {}, "72.2, 64.3/46.0"),
-    ("5", "N", f"{X_MOE_SIGMOID}-routing_dim=32", {}, "71.7, 63.8/45.9"),
-    ("5", "2 N", f"{X_MOE_SIGMOID}-routing_dim=64", {}, "71.7, 62.7/44.8"),
-    ("5", "4 N", f"{X_MOE_SIGMOID}-routing_dim=128", {}, "71.2, 63.1/45.0"),
+    ("5", "N", X_MOE_SIGMOID | dict(routing_dim=32), {}, "71.7, 63.8/45.9"),
+    ("5", "2 N", X_MOE_SIGMOID | dict(routing_dim=64), {}, "71.7, 62.7/44.8"),
+    ("5", "4 N", X_MOE_SIGMOID | dict(routing_dim=128), {}, "71.2, 63.1/45.0"),
     ("6", "0", X_MOE, dict(balance_coef=0.0), "71.71, 64.57"),
     ("6", "1e-3", X_MOE, dict(balance_coef=1e-3), "71.65, 64.40"),
     ("6", "1e-2", X_MOE, dict(balance_coef=1e-2), "71.93, 64.59"),
     ("6", "1e-1", X_MOE, dict(balance_coef=1e-1), "71.68, 64.50"),
     ("7", "SMoE, top-1", SMOE, LEARN, "?"),
     ("7", "X-MoE, top-1", X_MOE, {}, "?"),
-    ("7", "SMoE, top-2", "train_mlm/{}-router=topk-top_k=2", LEARN, "?"),
-    ("7", "X-MoE, top-2", "train_mlm/{}-top_k=2", {}, "?"),
-    ("xlme1", "XLM-E - TRTD", f"{XLM_E}-tlm=False", {}, "74.2, 62.7, 74.3/58.2, 67.8/49.7, 57.8/40.6, 75.1, 87.1"),
+    ("7", "SMoE, top-2", dict(router="topk", top_k=2), LEARN, "?"),
+    ("7", "X-MoE, top-2", X_MOE | dict(top_k=2), {}, "?"),
+    ("xlme1", "XLM-E - TRTD", XLM_E | dict(tlm=False), {}, "74.2, 62.7, 74.3/58.2, 67.8/49.7, 57.8/40.6, 75.1, 87.1"),
     ("xlme1", "XLM (in the paper, Hu et al.'s)", XLM, {}, "70.1, 61.2, 59.8/44.3, 48.5/32.6, 43.6/29.1, 69.1, 80.9"),
     ("xlme1", "XLM-E", XLM_E, {}, "75.6, 63.5, 76.2/60.2, 68.3/49.8, 62.4/45.7, 76.6, 88.3"),
     ("xlme2", "XLM", XLM, {}, "?, 66.2/47.8"),
-    ("xlme2", "XLM - TLM", "train_electra/{}-objective=mlm-tlm=False-relative_bias=False", {}, "?, 64.0/46.0"),
+    ("xlme2", "XLM - TLM", XLM | dict(tlm=False), {}, "?, 64.0/46.0"),
     ("xlme2", "XLM-E", XLM_E, {}, "76.6, 68.3/49.8"),
-    ("xlme2", "XLM-E - TRTD", f"{XLM_E}-tlm=False", {}, "75.1, 67.8/49.7"),
-    ("xlme2", "XLM-E - TRTD - gate", f"{XLM_E}-tlm=False-relative_bias=False", {}, "?, 67.4/49.2"),
+    ("xlme2", "XLM-E - TRTD", XLM_E | dict(tlm=False), {}, "75.1, 67.8/49.7"),
+    ("xlme2", "XLM-E - TRTD - gate", XLM_E | dict(tlm=False, relative_bias=False), {}, "?, 67.4/49.2"),
     ("xlme7", "XLM", XLM, {}, "?, ?, ?, ?, ?"),
     ("xlme7", "XLM-E", XLM_E, {}, "14.9, 19.2, 13.1, 11.2, 8.8"),
-    ("xlme7", "XLM-E - TRTD", f"{XLM_E}-tlm=False", {}, "16.3, 18.6, 16.3, 11.5, 9.6"),
+    ("xlme7", "XLM-E - TRTD", XLM_E | dict(tlm=False), {}, "16.3, 18.6, 16.3, 11.5, 9.6"),
 ]
+
+
+def encoder_of(preset: str, change: dict) -> str:
+    """The folder of the run that train_mlm.py, or train_electra.py, makes by a preset of its own and these changes."""
+    script = train_electra if "objective" in change else train_mlm
+    if preset not in script.PRESETS:
+        raise ValueError(f"encoders must be one of {', '.join(script.PRESETS)}, not {preset!r}")
+    constants = {"preset": preset} | script.PRESETS[preset] | change
+    folder, _ = folder_of(script.Config(**constants), script.PRESETS)
+    return str(folder)
 
 
 def table(number: str, base: Config) -> Table:
@@ -193,7 +209,7 @@ def table(number: str, base: Config) -> Table:
     for of, label, encoder, change, numbers in ROWS:
         if of != number:
             continue
-        run = f"out/{encoder.format(base.encoders)}"
+        run = encoder_of(base.encoders, encoder)
         for task, theirs in zip(tasks, numbers.split(", ")):
             name = f"{paper}-{task}"
             whole = reset | PRESETS[name] | dict(preset=name, model=run) | change
@@ -394,7 +410,8 @@ def set_up(config: Config) -> tuple[Examples, FineTuned, TaskData]:
     examples = read_examples(config.task, config.source, config.train_examples, config.test_examples)
     for note in examples.notes:
         warn(note)
-    encoder, tokenizer = pretrained.load_encoder(config.model, dropout=config.dropout, recompute=False)
+    folder = encoder_of("demo", {}) if config.model == DEMO else config.model
+    encoder, tokenizer = pretrained.load_encoder(folder, dropout=config.dropout, recompute=False)
     seed_all(config.seed)
     model = FineTuned(encoder, TASKS[config.task].kind, examples.labels, config.dropout)
     longest = encoder.config.block_size

@@ -24,10 +24,10 @@ from analysis import flops, measures
 from data import counting
 from data.batches import TokenData
 from engine import parallel, pretrained
-from engine.config import run_name
 from engine.device import clear_errors, seed_all, show
+from engine.files import newest, read_json
 from engine.optim import adamw, cosine, cross_entropy, set_learning_rate
-from engine.run import Run, newest, read_json
+from engine.run import Run
 from engine.table import Table, carry_out, start
 from model import GPT
 from routers import ROUTERS
@@ -352,13 +352,12 @@ def report(config: Config, result: dict) -> str:
     return "\n".join(lines)
 
 
-def write_sample(config: Config, context):
-    """Prints how the run of a config (of its first seed) goes on from the prompt, token by token.
+def write_sample(folder: Path, config: Config, context):
+    """Prints how the run in a folder goes on from the prompt, token by token.
 
     Its experts have no capacity limit; the threshold is `eval_threshold`. Nothing is printed where there is no
     checkpoint, as where the weights of `--init_from` were evaluated alone.
     """
-    folder = Path(config.out_dir, run_name(config, PRESETS))
     if not (folder / "ckpt.pt").exists():
         return
     with clear_errors():
@@ -393,9 +392,9 @@ def write_sample(config: Config, context):
 
 def main():
     config, context = start(Config, PRESETS)
-    carry_out(config, PRESETS, context, TABLES, train, report, cells)
+    [first, *_], *_ = carry_out(config, PRESETS, context, TABLES, train, report, cells)
     if context.rank == 0 and not config.table:
-        write_sample(config, context)
+        write_sample(Path(config.out_dir, first["name"]), config, context)
 
 
 if __name__ == "__main__":

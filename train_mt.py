@@ -33,6 +33,7 @@ from data.tokenizers import XLMR
 from engine import parallel, pretrained
 from engine.config import changed
 from engine.device import clear_errors, seed_all, warn
+from engine.files import folder_of
 from engine.optim import adamw, cross_entropy, inverse_sqrt, set_learning_rate
 from engine.run import Run
 from engine.table import Table, carry_out, start
@@ -102,7 +103,7 @@ class Config:
     beam: int = 5  # beams of a translation
     length_penalty: float = 1.0  # a translation's log probability is divided by its length to this power
     translate: str | None = None  # no training: translate this file, or - for standard input, with a trained model
-    model: str = "out/train_mt/demo"  # the folder of its run
+    model: str | None = None  # the folder of its run; None: the demo's
     # where and how
     out_dir: str = "out/train_mt"  # where runs are kept
     device: str = "auto"  # cuda, mps or cpu
@@ -456,9 +457,10 @@ def translate_file(config: Config, context, at_once: int = 1000):
         more = changed(config, PRESETS).keys() - read - {"translate"}
         if more:
             raise ValueError(f"--translate reads --{', --'.join(sorted(read))} alone: leave out --{min(more)}")
-        model, tokenizer = pretrained.load(config.model)  # the best weights, or the last of a run that is not finished
+        folder = config.model or folder_of(Config(), PRESETS)[0]
+        model, tokenizer = pretrained.load(folder)  # the best weights, or the last of a run that is not finished
         if not isinstance(model, Translator):
-            raise ValueError(f"{config.model} is no translator: give --model the folder of a run of train_mt.py")
+            raise ValueError(f"{folder} is no translator: give --model the folder of a run of train_mt.py")
         model = context.place(model)
         stdin = config.translate == "-"
         source = open(0, encoding="utf-8-sig", newline="\n") if stdin else read_lines(Path(config.translate))

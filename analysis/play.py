@@ -8,7 +8,7 @@ import os
 import threading
 import webbrowser
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,7 +24,7 @@ from analysis.shared import corpus_of
 from engine import pretrained
 from engine.config import Texts, check
 from engine.device import seed_all, setup
-from engine.run import read_json
+from engine.files import read_json
 from model import GPT, Encoder
 from routers import NOT_CHOSEN, ExpertChoice, Router, Switch, Threshold, TopK
 
@@ -37,14 +37,14 @@ LISTED = 14  # tokens that it shows of an expert
 
 @dataclass
 class Play:
-    run: str = "out/train_lm/demo"  # folder of a run of train_lm.py, train_mlm.py or train_electra.py
+    run: str | None = None  # folder of a run of train_lm.py, train_mlm.py or train_electra.py; None: train_lm.py's demo
     text: Texts = ()  # a sentence to begin with; give it again for more
     port: int | None = None  # on 127.0.0.1; None: 8000, or any that is free
     open: bool = True  # opens the page in a browser
     out: str | None = None  # a file such as play.html: writes the page there and serves nothing
 
 
-def play(options: Play):
+def play(options: Play, demos: Callable):
     """A page to play with: which experts your sentence's tokens ask for, which serve them, and how it could be.
 
     The trained router's probabilities are drawn, layer by layer, a row for each token, a column for each expert. The
@@ -52,7 +52,7 @@ def play(options: Play):
     served to this machine alone, until Ctrl-C; --out writes it as one file for any web host, with the sentences given.
     """
     check(options)
-    player = Player(options.run)
+    player = Player(options.run or demos()[0])
     texts = options.text or [SENTENCE]
     data = player.about | {"routes": [player.route(text) for text in texts]}
     if options.out:
@@ -64,7 +64,7 @@ def play(options: Play):
     with listen(options.port) as server:
         server.player, server.page = player, page.encode()
         address = f"http://127.0.0.1:{server.server_port}/"
-        print(f"{address} shows {options.run}, on this machine alone; Ctrl-C ends it", flush=True)
+        print(f"{address} shows {player.run}, on this machine alone; Ctrl-C ends it", flush=True)
         if options.open:  # a browser in the terminal would wait for the page, and the page for it
             threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()
         try:

@@ -21,7 +21,7 @@ from data.batches import MaskedData, Prepared, TokenData
 from engine import pretrained
 from engine.config import check
 from engine.device import Context, setup, warn
-from engine.run import read_json
+from engine.files import read_json
 from engine.table import markdown_table, mean_cell
 from model import GPT, SparseModel
 from routers import ROUTERS

@@ -10,7 +10,7 @@ from torch import Tensor
 from analysis import shared
 from analysis.shared import Drawn, Measured, Panel, Run
 from engine.device import warn
-from engine.run import read_json
+from engine.files import read_json
 
 NEIGHBORS = 100  # that UMAP looks at
 LAST = 4  # evaluations in the table of RC and RF

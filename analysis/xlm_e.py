@@ -20,7 +20,7 @@ from data.folder import ready
 from data.tokenizers import XLMR
 from engine import pretrained
 from engine.device import setup
-from engine.run import read_json
+from engine.files import read_json
 from engine.table import markdown_table
 from model import Encoder
 
@@ -60,18 +60,19 @@ def words_of(config: dict) -> str:
 class Encoders(Drawn):
     """Options of what compares the layers of encoders."""
 
-    # runs of train_electra.py (its discriminator) or train_mlm.py, or XLM-R in Hugging Face's format
-    folders: tyro.conf.Positional[tuple[str, ...]] = ("out/train_electra/demo", "out/train_mlm/demo")
+    # runs of train_electra.py (its discriminator) or train_mlm.py, or XLM-R in Hugging Face's format; none: both demos
+    folders: tyro.conf.Positional[tuple[str, ...]] = ()
     device: str = "auto"  # cuda, mps or cpu
 
 
-def by_layer(options: Encoders, measure: Callable) -> tuple[list, list]:
+def by_layer(options: Encoders, demos: Callable, measure: Callable) -> tuple[list, list]:
     """Records of all layers of every encoder, and of the layer at 3/4 of its depth, which the table shows.
 
-    measure(encoder, tokenizer, context) -> {column: its numbers by layer}, from the embeddings on.
+    demos() -> the folders of the demos; measure(encoder, tokenizer, context) -> {column: its numbers by layer}, from
+    the embeddings on.
     """
     context = setup(options.device, "float32")
-    folders = dict.fromkeys(map(Path, options.folders))
+    folders = dict.fromkeys(map(Path, options.folders or demos()))
     opened = {folder: pretrained.load_encoder(folder) for folder in folders}
     runs = [Run(folder, read_json(folder / "config.json"), []) for folder in folders if pretrained.is_run(folder)]
     names = {run.folder: run.name for run in shared.named(runs, words_of)}
@@ -107,7 +108,7 @@ PAPER_RETRIEVAL = {  # table 5: English to another language, and back, of 14 lan
 }
 
 
-def retrieval(options: Retrieval):
+def retrieval(options: Retrieval, demos: Callable):
     """XLM-E's table 5 and figure 3: how often the nearest sentence in the other language is the translation.
 
     A sentence is the mean of its tokens' hidden states at three quarters of the depth, also for XLM-R, of which the
@@ -130,7 +131,7 @@ def retrieval(options: Retrieval):
         columns = in_columns(groups, means)
         return {name: percents.tolist() for name, percents in columns.items()}
 
-    records, rows = by_layer(options, measure)
+    records, rows = by_layer(options, demos, measure)
     panels, chances = [], []
     for group, languages in groups.items():
         chance = 100 * fmean(1 / len(texts[language]) for language in languages)
@@ -183,7 +184,7 @@ PAPER_ALIGNMENT = {  # table 6
 }
 
 
-def alignment(options: Alignment):
+def alignment(options: Alignment, demos: Callable):
     """XLM-E's table 6 and figure 4: the error of word alignments by optimal transport (AER, lower is better).
 
     The pieces of a sentence and of its translation are as similar as the dot products of their states say, in one
@@ -205,7 +206,7 @@ def alignment(options: Alignment):
             errors[name] = [error_of(of_layer, pairs) for of_layer in zip(*links)]
         return {MEAN: list(map(fmean, zip(*errors.values())))} | errors
 
-    records, rows = by_layer(options, measure)
+    records, rows = by_layer(options, demos, measure)
     diagonals = {}
     for name, pairs in sets.items():
         diagonals[name] = error_of(map(diagonal, pairs), pairs)

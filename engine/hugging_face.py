@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from data.tokenizers import XLMR, Tokenizer, load_tokenizer
-from engine.run import read_json, write
+from engine.files import read_json, write
 from model import PAD
 
 Weights = dict[str, Tensor]  # by the names that model.py has for them

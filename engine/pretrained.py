@@ -17,8 +17,8 @@ from torch import nn
 from data.tokenizers import KINDS, XLMR, Tokenizer, load_tokenizer
 from engine import hugging_face
 from engine.device import clear_errors
+from engine.files import WEIGHTS, newest
 from engine.hugging_face import LAYOUTS, SIZES, Found, Weights, part_of, short
-from engine.run import WEIGHTS, newest
 from model import GPT, Encoder, Translator
 
 MODELS = {"GPT": GPT, "MaskedLM": Encoder, "Electra": Encoder, "Translator": Translator}  # trained, and loaded

@@ -75,8 +75,11 @@ def start(Config: type, presets: dict):
         return config, setup(config.device, config.dtype)
 
 
-def carry_out(config, presets: dict, context, tables: dict, train, report, cells):
-    """A table, or one run a seed and its report. train(config, context) -> result; report(config, result) -> text."""
+def carry_out(config, presets: dict, context, tables: dict, train, report, cells) -> list[list[dict]]:
+    """A table, or one run a seed and its report -> the results of each row's seeds.
+
+    train(config, context) -> result; report(config, result) -> text; cells: see `Table.row`.
+    """
     with clear_errors():
         table = table_of(config, presets, tables)
     results = []
@@ -91,6 +94,7 @@ def carry_out(config, presets: dict, context, tables: dict, train, report, cells
     # Processes leave together, after an exchange without tensors: where a thread of gloo's still lets go of a tensor
     # while Python shuts down, the process is terminated.
     context.barrier()
+    return results
 
 
 def told(words: Callable, result: dict):

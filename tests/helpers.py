@@ -16,7 +16,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from engine.run import Run, load_checkpoint
+from engine.files import load_checkpoint
+from engine.run import Run
 
 ROOT = Path(__file__).parent.parent
 OWN_CODE = [path.read_text() for path in sorted((ROOT / "data").glob("*.py"))]  # a text for small vocabularies

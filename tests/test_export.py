@@ -12,8 +12,8 @@ import train_lm
 import train_mlm
 from data.tokenizers import XLMR, SentencePiece, train_sentencepiece
 from engine import pretrained
+from engine.files import write
 from engine.pretrained import export
-from engine.run import write
 from model import GPT, MaskedLM
 
 transformers = pytest.importorskip("transformers")

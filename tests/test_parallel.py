@@ -32,7 +32,8 @@ from torch import nn
 import model
 import train_lm
 from engine import parallel, pretrained
-from engine.run import load_checkpoint, numbers
+from engine.files import load_checkpoint
+from engine.run import numbers
 from model import MoE
 from routers import ROUTERS
 

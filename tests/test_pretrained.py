@@ -15,8 +15,8 @@ import train_electra
 import train_lm
 import train_mlm
 from data.tokenizers import load_tokenizer
+from engine.files import load_checkpoint
 from engine.pretrained import load
-from engine.run import load_checkpoint
 from model import GPT, Encoder
 
 __all__ = ["electra_corpora"]  # a fixture

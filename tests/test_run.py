@@ -39,8 +39,9 @@ from data.batches import TokenData
 from engine import table
 from engine.config import command_line
 from engine.device import Context, setup
+from engine.files import load_checkpoint, newest, write
 from engine.pretrained import load
-from engine.run import Run, load_checkpoint, newest, write
+from engine.run import Run
 from engine.table import Table, markdown_table
 
 LM = Script(train_lm)
@@ -394,7 +395,7 @@ def test_only_what_a_run_has_made_is_deleted(options, tmp_path, monkeypatch, cap
         (folder / name).write_text("mine")
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     LM.run(two | {"resume": False}, monkeypatch)
-    assert f"a run of its own, as {folder} has another data\n" in capsys.readouterr().out
+    assert f"a run of its own, as {folder} has data {tmp_path}/x/y\n" in capsys.readouterr().out
     assert before == {path.name: path.read_bytes() for path in folder.iterdir()}
     LM.run(one | {"resume": False}, monkeypatch)
     assert {path.name for path in folder.iterdir()} == before.keys()
@@ -403,7 +404,7 @@ def test_only_what_a_run_has_made_is_deleted(options, tmp_path, monkeypatch, cap
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     capsys.readouterr()
     LM.run(one | {"resume": False}, monkeypatch)
-    assert f"a run of its own, as {folder} has another run in it\n" in capsys.readouterr().out
+    assert f"a run of its own, as {folder} has other data, or other constants\n" in capsys.readouterr().out
     assert before == {path.name: path.read_bytes() for path in folder.iterdir()}
 
 

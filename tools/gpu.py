@@ -42,8 +42,8 @@ from data.prepare import prepare
 from data.tokenizers import train_sentencepiece
 from engine import parallel
 from engine.device import Context
+from engine.files import write
 from engine.optim import cross_entropy, in_fp32
-from engine.run import write
 from model import (
     Experts,
     MoE,

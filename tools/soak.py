@@ -36,7 +36,8 @@ from tqdm import tqdm
 
 from data.prepare import prepare
 from data.tokenizers import XLMR, train_sentencepiece
-from engine.run import SIGNALS, load_checkpoint, newest, read_json
+from engine.files import load_checkpoint, newest, read_json
+from engine.run import SIGNALS
 
 TINY = "--n_layer 2 --n_head 2 --n_embd 16 --ffn_size 32 --block_size 16 --micro_tokens 128 --batch_tokens 256 "
 TINY += "--steps 20 --eval_every 3 --dropout 0.1 "

@@ -1,0 +1,199 @@
+"""Files of runs: which folder is a run's, and what is in it, written whole and checked when it is read."""
+
+import ast
+import hashlib
+import json
+import os
+import platform
+import re
+import sys
+import zipfile
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import chain, count
+from pathlib import Path
+
+import torch
+
+from engine.config import identity, run_name
+from engine.device import fail, warn
+from routers import ROUTERS
+
+CHECKPOINTS = "ckpt.pt", "ckpt.prev.pt"  # the newest, and the one before it
+WEIGHTS = "model.pt", *CHECKPOINTS  # the first of them has the best weights of a translator, or of fine-tuning
+MADE = *WEIGHTS, "metrics.jsonl", "result.json", "eval-*.json"  # what --resume false deletes
+HOLDS = {  # what every checkpoint has, of which type
+    "model": dict,
+    "class": str,
+    "constants": dict,
+    "vocab_size": int,
+    "step": int,
+    "identity": dict,
+}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Which folder is a run's
+
+
+def folder_of(config, presets: dict, ours: dict | None = None) -> tuple[Path, str]:
+    """The folder in out_dir of the run that has these constants, or of a new one; and why that has not the plain name.
+
+    ours: the constants, with checksums of what is read; None: those of the config alone. They are compared with every
+    config.json as far as both name them. Of several runs that agree it is the one of the plain name, else the newest.
+    Raises ValueError where the config.json of the plain name cannot be read.
+    """
+    ours = ours or identity(config)
+    plain, runs = Path(config.out_dir, run_name(config, presets)), {}
+    for file in plain.parent.glob("*/config.json"):
+        try:
+            runs[file.parent] = constants_in(file)
+        except ValueError:  # it stops its own run alone
+            if file.parent == plain:
+                raise
+    alike = [folder for folder, theirs in runs.items() if not any(others(theirs, ours))]
+    if plain in alike or not alike and is_free(plain):
+        return plain, ""
+    if alike:
+        return max(alike, key=lambda folder: (folder / "config.json").stat().st_mtime), ""
+    theirs = runs.get(plain, {})
+    differing = {name: ours[name] for name in others(theirs, ours) if not name.endswith("_checksum")}
+    if len(differing) > 3:  # it is something else altogether, and a number will do
+        differing = {}
+    named = plain.with_name(run_name(config, presets, differing))
+    numbered = (named.with_name(f"{named.name}-{number}") for number in count(2))
+    folder = next(filter(is_free, chain([named], numbered)))
+    has = ", ".join(f"{name} {theirs[name]}" for name in differing)
+    return folder, f"{plain} has {has or 'other data, or other constants'}"
+
+
+def constants_in(file: Path) -> dict:
+    """What a run's config.json holds. Raises ValueError where it is none."""
+    constants = read_json(file)
+    if "data_checksum" not in constants:
+        raise ValueError(f"{file} is of no run: delete it or restore it")
+    return constants
+
+
+def is_free(folder: Path) -> bool:
+    return not any((folder / name).exists() for name in ("config.json", "result.json", *WEIGHTS))
+
+
+def others(theirs: dict | None, ours: dict) -> Iterator[str]:
+    """The names that both have with different values."""
+    theirs = theirs if isinstance(theirs, dict) else {}
+    return (name for name, value in ours.items() if theirs.get(name, value) != value)
+
+
+def code_of(config) -> dict[str, str]:
+    """Checksums of the code that a run's numbers come from: its script, model.py, routers.py, and where its router is.
+
+    Comments, docstrings and constants at the top of the script do not count; constants are compared by their values.
+    """
+    script, found = type(config).__module__, {}
+    router = ROUTERS.get(getattr(config, "router", ""))
+    for name in {script, "model", "routers"} | ({router.__module__} if router else set()):
+        file = getattr(sys.modules.get(name), "__file__", None)
+        if file is None:  # a notebook's cell
+            continue
+        tree = ast.parse(Path(file).read_text(encoding="utf-8"))
+        if name == script:
+            tree.body = [node for node in tree.body if not isinstance(node, ast.Assign | ast.AugAssign)]
+        for node in ast.walk(tree):
+            if name == script and isinstance(node, ast.AnnAssign):
+                node.value = None
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+                node.body = node.body[1:]
+        python = ".".join(platform.python_version_tuple()[:2])  # which decides how code is written out
+        found[f"{Path(file).name} (Python {python})"] = hashlib.sha256(ast.unparse(tree).encode()).hexdigest()
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading and writing
+
+
+def read_json(file: Path) -> dict:
+    """What a file holds; {} where there is none. Raises ValueError where it holds no JSON object."""
+    if not file.exists():
+        return {}
+    try:
+        return dict(**json.loads(file.read_text()))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"{file} is not readable JSON, or no object ({error}): delete it or restore it") from None
+
+
+def write(file: Path, content: dict | str | bytes):
+    """Weights, JSON, text or bytes; the file takes its name when it is whole and on disk. Errors end as one line."""
+    part = file.with_name(f"{file.name}.tmp")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with open(part, "wb") as f:
+            if file.suffix == ".pt":
+                torch.save(content, f)
+            elif isinstance(content, dict):
+                f.write(json.dumps(content, indent=1).encode())
+            else:
+                f.write(content if isinstance(content, bytes) else content.encode())
+            f.flush()
+            os.fsync(f.fileno())
+        if file.name == CHECKPOINTS[0] and file.exists():
+            file.replace(file.with_name(CHECKPOINTS[1]))
+        part.replace(file)
+    except (OSError, RuntimeError) as error:
+        with suppress(OSError):  # where the disk is gone for good
+            part.unlink()
+        cause = error.__context__ or error  # torch hides the reason
+        fail(f"{file} cannot be written ({cause}): what was saved before is whole")
+
+
+def load_checkpoint(file: Path) -> dict:
+    """Raises ValueError where the file is damaged, which torch alone may miss, or holds something else."""
+    try:
+        with zipfile.ZipFile(file) as z:
+            if sum(record.file_size for record in z.infolist()) > file.stat().st_size:
+                raise ValueError("it is compressed, as torch's files never are")
+            if z.testzip():
+                raise ValueError("a checksum differs")
+        shared = os.name == "posix"  # the processes of a node share it; Windows renames no file that is mapped
+        state = torch.load(file, "cpu", weights_only=True, mmap=shared)
+        if not all(isinstance(state.get(name), kind) for name, kind in HOLDS.items()):
+            raise ValueError("it holds something else")
+        return with_names_of_today(state, stacks=any(".norms." in name for name in state["model"]))
+    except Exception as error:  # damage shows itself in a dozen ways
+        raise ValueError(f"checkpoint {file} is corrupt ({error})") from None
+
+
+def with_names_of_today(state: dict, stacks: bool) -> dict:
+    """A checkpoint in which parameters of experts have today's names, as those before December 2026 had others.
+
+    stacks: whether experts are stacks of FFNs with norms.
+    """
+    ffns = "experts.ffns.\\1." if stacks else "experts."
+    names = {}
+    for name, content in state.items():
+        if isinstance(name, str):
+            name = re.sub(r"(?<!experts\.)\bnorms\.(\d+)\.", r"experts.norms.\1.", name)
+            name = re.sub(r"\bexperts\.(\d+)\.", ffns, name)
+        names[name] = with_names_of_today(content, stacks) if isinstance(content, dict) else content
+    return names
+
+
+def newest(folder: Path, names=CHECKPOINTS) -> tuple[str, dict]:
+    """-> name and content of the first of these checkpoints that is sound, on the CPU; "" and {} if there are none.
+
+    Raises ValueError if there are some, and none is sound.
+    """
+    damaged = ""
+    for file in filter(Path.exists, map(folder.joinpath, names)):
+        try:
+            state = load_checkpoint(file)
+        except ValueError as error:
+            damaged += f"{error}; "
+            continue
+        if damaged:
+            warn(f"{damaged}using {file.name}")
+        return file.name, state
+    if damaged:
+        raise ValueError(f"{damaged}no other is left: training with --resume false starts again")
+    return "", {}
