@@ -18,6 +18,7 @@ import hashlib
 from collections import ChainMap
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -32,6 +33,7 @@ from data.scores import COUNTING, gap, guess, mean, score_task
 from data.xtreme import TASKS, Example, Examples, read_examples, submission
 from data.xtreme_rows import TaskData
 from engine import parallel, pretrained
+from engine.config import run_name
 from engine.device import clear_errors, seed_all, warn
 from engine.files import folder_of
 from engine.optim import adamw, cross_entropy, linear, set_learning_rate
@@ -43,9 +45,6 @@ from model import Encoder, SparseModel, real_mask
 # Constants: change one here, or give --name value
 
 
-DEMO = "out/train_mlm/demo"  # stands for the run of `python train_mlm.py`, wherever an edit of its constants put that
-
-
 @dataclass
 class Config:
     preset: str = "demo"  # demo; a paper and a task, as in xmoe-xnli; or part of a task, for small encoders: sample-pos
@@ -53,7 +52,7 @@ class Config:
     seeds: int = 1  # repeat with so many seeds; give mean and deviation
     # the task, its data and the encoder
     task: Literal["pos", "ner", "xquad", "mlqa", "tydiqa", "xnli", "pawsx", "apps"] = "apps"
-    model: str = DEMO  # the encoder: folder of a run, or of XLM-R in Hugging Face's format
+    model: str = "out/train_mlm/demo"  # the encoder: folder of a run, or of XLM-R in Hugging Face's format
     encoders: str = "demo"  # in tables: the preset of the runs of train_mlm.py and train_electra.py that are compared
     source: str | None = None  # folder with the task's files, or with XTREME's folders of all tasks; none: the hub
     train_examples: int | None = None  # at most so many to train on
@@ -189,14 +188,31 @@ ROWS = [  # table, encoder, what its run changes in its preset, what to change i
 ]
 
 
-def encoder_of(preset: str, change: dict) -> str:
-    """The folder of the run that train_mlm.py, or train_electra.py, makes by a preset of its own and these changes."""
+def run_of(preset: str, change: dict) -> tuple:
+    """The run of train_mlm.py, or train_electra.py, by a preset of its own and these changes: its name as a path, its
+    config, and the script's presets."""
     script = train_electra if "objective" in change else train_mlm
     if preset not in script.PRESETS:
         raise ValueError(f"encoders must be one of {', '.join(script.PRESETS)}, not {preset!r}")
     constants = {"preset": preset} | script.PRESETS[preset] | change
-    folder, _ = folder_of(script.Config(**constants), script.PRESETS)
-    return str(folder)
+    config = script.Config(**constants)
+    return f"{config.out_dir}/{run_name(config, script.PRESETS)}", config, script.PRESETS
+
+
+def encoder_of(config: Config) -> str | Path:
+    """The folder of the encoder. Where its name is that of a run in the tables, it is the run with these constants.
+
+    Raises ValueError where that was not trained.
+    """
+    for _, _, change, *_ in ROWS:
+        name, *run = run_of(config.encoders, change)
+        if name == config.model:
+            folder, reason = folder_of(*run)
+            if folder.exists():
+                return folder
+            script, why = Path(name).parent.name, f" ({reason})" if reason else ""
+            raise ValueError(f"{folder} does not exist{why}: train it with {script}.py, or name another folder")
+    return config.model
 
 
 def table(number: str, base: Config) -> Table:
@@ -209,7 +225,7 @@ def table(number: str, base: Config) -> Table:
     for of, label, encoder, change, numbers in ROWS:
         if of != number:
             continue
-        run = encoder_of(base.encoders, encoder)
+        run, *_ = run_of(base.encoders, encoder)
         for task, theirs in zip(tasks, numbers.split(", ")):
             name = f"{paper}-{task}"
             whole = reset | PRESETS[name] | dict(preset=name, model=run) | change
@@ -410,8 +426,7 @@ def set_up(config: Config) -> tuple[Examples, FineTuned, TaskData]:
     examples = read_examples(config.task, config.source, config.train_examples, config.test_examples)
     for note in examples.notes:
         warn(note)
-    folder = encoder_of("demo", {}) if config.model == DEMO else config.model
-    encoder, tokenizer = pretrained.load_encoder(folder, dropout=config.dropout, recompute=False)
+    encoder, tokenizer = pretrained.load_encoder(encoder_of(config), dropout=config.dropout, recompute=False)
     seed_all(config.seed)
     model = FineTuned(encoder, TASKS[config.task].kind, examples.labels, config.dropout)
     longest = encoder.config.block_size

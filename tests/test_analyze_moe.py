@@ -46,9 +46,9 @@ def train(script, base: Path, constants: dict, changes: dict) -> dict[str, str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(base)
         for name, change in changes.items():
-            before = {*Path("out", script.__name__).glob("*")}
+            before = {*Path("out", script.__name__).glob("demo*")}
             Script(script).run(constants | change, patch)
-            ((folders[name]),) = {*Path("out", script.__name__).glob("*")} - before
+            ((folders[name]),) = {*Path("out", script.__name__).glob("demo*")} - before
     return {name: str(folder) for name, folder in folders.items()}
 
 

@@ -23,7 +23,7 @@ from data.prepare import prepare
 from data.scores import score_task
 from data.tokenizers import XLMR, train_sentencepiece
 from engine import pretrained
-from engine.config import check, run_name
+from engine.config import check, identity
 from engine.device import setup
 from engine.optim import adamw
 from finetune_xtreme import COLUMNS, PRESETS, ROWS, TABLES, TITLES, Config, FineTuned
@@ -290,12 +290,15 @@ def test_other_examples_or_another_encoder_are_other_data(options, source, encod
     capsys.readouterr()
     options["model"].unlink()
     options["model"].symlink_to(encoders["switch"])
-    assert "is of a run with another data" in XTREME.refused(options, monkeypatch, capsys)
+    XTREME.run(options, monkeypatch)
+    assert "has other data, or other constants" in capsys.readouterr().out
     options["model"].unlink()
     options["model"].symlink_to(encoders["hypersphere"])
     with open(options["source"] / "xnli" / "test-de.tsv", "a") as file:
         file.write("one\ttwo\tneutral\n")
-    assert "is of a run with another data" in XTREME.refused(options, monkeypatch, capsys)
+    XTREME.run(options, monkeypatch)
+    assert "has other data, or other constants" in capsys.readouterr().out
+    assert len([*options["out_dir"].glob("*/result.json")]) == 3
 
 
 def test_loads_are_counted_and_two_processes_go_on_with_what_one_would_compute(options, tmp_path, monkeypatch):
@@ -462,13 +465,17 @@ def test_every_preset_is_sound():
 
 
 @pytest.mark.parametrize("number", TITLES)
-def test_a_row_s_encoder_is_a_run_of_the_other_scripts_under_its_name(number):
+def test_a_row_s_encoder_is_a_run_of_the_other_scripts(number, tmp_path, monkeypatch):
     configs = [train_mlm.Config(top_k=2), train_mlm.Config(router="topk", top_k=2)]  # in no table of train_mlm.py
     for script in (train_mlm, train_electra):
         for table in script.TABLES.values():
             configs += [script.Config(**change) for _, change in table(script.Config()).rows]
-    known = {f"{type(config).__module__}/{run_name(config, {'demo': {}})}" for config in configs}
-    assert known >= {encoder.format("demo") for own, _, encoder, *_ in ROWS if own == number}
+    asked = []
+    monkeypatch.setattr(finetune_xtreme, "folder_of", lambda config, presets: (asked.append(config) or tmp_path, ""))
+    rows = TABLES[number](Config()).rows
+    for _, change in rows:
+        assert finetune_xtreme.encoder_of(dataclasses.replace(Config(), **change)) == tmp_path
+    assert len(asked) == len(rows) and all(config in configs for config in asked)
 
 
 def test_a_row_has_the_constants_of_its_task():
@@ -487,12 +494,15 @@ def test_a_table_runs_every_row(options, encoders, tmp_path, monkeypatch, capsys
     options |= {"preset": "xmoe-xnli", "table": "7", "train_examples": 8, "out_dir": tmp_path / "runs"}
     monkeypatch.chdir(tmp_path)
     assert "its rows have a --epochs of their own" in XTREME.refused(options | {"epochs": 9}, monkeypatch, capsys)
-    refused = XTREME.refused(options | {"encoders": "tiny"}, monkeypatch, capsys)
-    assert "out/train_mlm/tiny-router=switch does not exist" in refused
-    (tmp_path / "out/train_mlm").mkdir(parents=True)
+    assert "encoders must be one of demo," in XTREME.refused(options | {"encoders": "tiny"}, monkeypatch, capsys)
+    refused = XTREME.refused(options, monkeypatch, capsys)
+    assert "out/train_mlm/demo-router=switch does not exist: train it with train_mlm.py" in refused
     runs = {"": "hypersphere", "-top_k=2": "hypersphere", "-router=switch": "switch", "-router=topk-top_k=2": "switch"}
-    for name, encoder in runs.items():
-        (tmp_path / f"out/train_mlm/demo{name}").symlink_to(encoders[encoder])
+    for number, change in enumerate(change for own, _, change, *_ in ROWS if own == "7"):
+        encoder = "hypersphere" if change["router"] == "hypersphere" else "switch"
+        folder = shutil.copytree(encoders[encoder], tmp_path / f"out/train_mlm/{number}")  # constants count, no name
+        constants = identity(train_mlm.Config(**change)) | {"data_checksum": ""}
+        (folder / "config.json").write_text(json.dumps(constants))
     XTREME.run(options, monkeypatch)
     rows = table_rows(capsys.readouterr().out.split("\n\n")[-1])
     assert [row[:2] for row in rows] == [[label, "xnli"] for own, label, *_ in ROWS if own == "7"]
