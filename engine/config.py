@@ -156,13 +156,16 @@ def identity(config) -> dict:
 
 
 def run_name(config, presets: dict, more: dict | None = None) -> str:
-    """The preset, what differs from it, and more constants that tell this run from another."""
-    words, ours = [config.preset], identity(config)
-    differing = changed(config, presets) | (more or {})
-    for name, value in differing.items():
-        if name in ours:
-            words.append(f"{name}={','.join(map(str, value)) if isinstance(value, tuple | list) else value}")
-    name = re.sub(r"[^\w.,=+-]+", "_", "-".join(words))
-    return (
-        name.encode()[:160].decode(errors="ignore").rstrip("-")
-    )  # a folder's name has limits; config.json says the rest
+    """The preset, what differs from it, and more constants that tell this run from another, in at most 220 bytes."""
+    ours, end = identity(config), in_name(more or {}, room=60)
+    given = {name: ours[name] for name in changed(config, presets) if name in ours}
+    return config.preset + in_name(given, room=160 - len(config.preset)) + end
+
+
+def in_name(constants: dict, room: int) -> str:
+    """Constants as a folder's name says them, cut to so many bytes."""
+    words = ""
+    for name, value in constants.items():
+        words += f"-{name}={','.join(map(str, value)) if isinstance(value, list) else value}"
+    words = re.sub(r"[^\w.,=+-]+", "_", words)
+    return words.encode()[:room].decode(errors="ignore").rstrip("-")

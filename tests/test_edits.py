@@ -1,0 +1,214 @@
+"""A script that is edited and run again: a run of its own where a constant is another, and a word where the code is."""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import test_finetune_xtreme
+import test_train_electra
+import test_train_mlm
+import test_train_mt
+from helpers import ROOT, TINY_LM, TORCHRUN, Script, words
+from test_finetune_xtreme import encoders, source
+from test_train_electra import corpora as electra_corpora
+from test_train_mt import corpus as mt_corpus
+
+import model
+import train_lm
+from engine.config import identity
+from engine.files import code_of, folder_of
+
+__all__ = ["electra_corpora", "encoders", "mt_corpus", "source"]  # fixtures
+
+
+@pytest.fixture(scope="session")
+def commands(corpora, electra_corpora, mt_corpus, encoders, source) -> dict[str, dict]:
+    """The options of each script."""
+    sentences = {"data": electra_corpora["data"]}
+    xtreme = {"model": encoders["switch"], "source": source, "task": "xnli", "train_examples": 8, "epochs": 1}
+    return {
+        "train_lm": TINY_LM | {"data": corpora["a"], "sample_tokens": 1},
+        "train_mlm": test_train_mlm.TINY | test_train_mlm.EXPERTS | sentences,
+        "train_electra": test_train_electra.TINY | sentences | {"pairs": electra_corpora["pairs"]},
+        "train_mt": test_train_mt.TINY | {"data": mt_corpus},
+        "finetune_xtreme": test_finetune_xtreme.TINY | xtreme,
+    }
+
+
+class Edited:
+    """The scripts as they are after an edit, each in a folder of its own, since Python keeps what it has compiled."""
+
+    def __init__(self, folder: Path, monkeypatch):
+        self.folder, self.monkeypatch, self.edits = folder, monkeypatch, 0
+
+    def file(self, name: str, pattern: str = "", replacement: str = "") -> Path:
+        text = (ROOT / f"{name}.py").read_text()
+        if pattern:
+            text, count = re.subn(pattern, replacement, text, flags=re.M)
+            assert count == 1, pattern
+        self.edits += 1
+        file = self.folder / str(self.edits) / f"{name}.py"
+        file.parent.mkdir(parents=True)
+        file.write_text(text)
+        return file
+
+    def script(self, name: str, *edit: str) -> Script:
+        spec = importlib.util.spec_from_file_location(name, self.file(name, *edit))
+        module = importlib.util.module_from_spec(spec)
+        self.monkeypatch.setitem(sys.modules, name, module)
+        spec.loader.exec_module(module)
+        return Script(module)
+
+
+@pytest.fixture
+def edited(tmp_path, monkeypatch) -> Edited:
+    return Edited(tmp_path / "edited", monkeypatch)
+
+
+DECAY = r"^(    weight_decay: float = )\S+", r"\g<1>0.37"
+LOOP = r"^        optimizer\.zero_grad\(\)$", "        optimizer.zero_grad(set_to_none=True)"
+COMMENT = r"^        optimizer\.zero_grad\(\)$", "        optimizer.zero_grad()  # and the next"
+
+
+def kept(folder: Path) -> dict[Path, bytes]:
+    names = "ckpt.pt", "ckpt.prev.pt", "model.pt", "result.json", "metrics.jsonl"
+    return {file: file.read_bytes() for name in names for file in folder.glob(name)}
+
+
+@pytest.mark.parametrize("name", ["train_lm", "train_mlm", "train_electra", "train_mt", "finetune_xtreme"])
+def test_an_edit_is_followed(name, commands, edited, tmp_path, monkeypatch, capsys):
+    options = commands[name] | {"out_dir": tmp_path / "out"}
+
+    def run(*edit: str, **given) -> tuple[str, str, set]:
+        capsys.readouterr()
+        edited.script(name, *edit).run(options | given, monkeypatch)
+        return *capsys.readouterr(), {file.parent for file in options["out_dir"].glob("*/result.json")}
+
+    *_, (first,) = run()
+    before = kept(first)
+    out, _, folders = run(*DECAY)
+    (second,) = folders - {first}
+    assert re.search(rf"{second.name}: a run of its own, as {first} has weight_decay \S+\n", out)
+    assert second.name.endswith("-weight_decay=0.37") and second.name.startswith(first.name[:40])
+    assert json.loads((second / "result.json").read_text())["config"]["weight_decay"] == 0.37
+    for edit, given, found in ((DECAY, {}, second), ((), {}, first), ((), {"weight_decay": 0.37}, second)):
+        out, err, folders = run(*edit, **given)
+        assert f"finished before, in {found} " in out and folders == {first, second} and "changed" not in err
+    assert kept(first) == before
+    _, err, _ = run(*COMMENT)
+    assert "changed" not in err
+    out, err, _ = run(*LOOP)
+    assert f"finished before, in {first} (--resume false trains it again)" in out
+    assert f"warning: {name}.py (Python 3.{sys.version_info.minor}) changed since {first.name} was trained" in err
+    _, err, folders = run(*LOOP, resume=False)
+    assert "changed" not in err and folders == {first, second} and kept(first) != before
+    monkeypatch.setattr(model, "__file__", str(edited.file("model", "MIN_CAPACITY = 4", "MIN_CAPACITY = 5")))
+    _, err, _ = run(*LOOP)
+    assert f"warning: model.py (Python 3.{sys.version_info.minor}) changed since" in err
+
+
+def test_a_run_that_goes_on_with_other_code_says_so(commands, edited, tmp_path, monkeypatch, capsys):
+    options = commands["train_lm"] | {"out_dir": tmp_path / "out"}
+    with pytest.raises(ZeroDivisionError):
+        edited.script("train_lm", r"^        optimizer\.step\(\)$", "        optimizer.step(), 1 / (3 - step)").run(
+            options, monkeypatch
+        )
+    capsys.readouterr()
+    edited.script("train_lm").run(options, monkeypatch)
+    assert "train_lm.py (Python" in (err := capsys.readouterr().err) and "it goes on with the code of today" in err
+
+
+def test_an_evaluation_follows_the_code(commands, edited, tmp_path, monkeypatch):
+    options = commands["train_lm"] | {"out_dir": tmp_path / "out"}
+    found = []
+    for edit in ((), (r'"balance": balance / tokens,', '"balance": -1.0,')):
+        script = edited.script("train_lm", *edit)
+        for more in ({}, {"eval_only": True, "eval_threshold": 0.5}):
+            script.run(options | more, monkeypatch)
+        (file,) = options["out_dir"].glob("*/eval-t=0.5-capacity=None.json")
+        found.append(json.loads(file.read_text())["test"]["balance"])
+    assert found[0] != -1.0 == found[1]
+
+
+def test_processes_follow_an_edit(commands, edited, tmp_path):
+    """Two on each of two runs, which start at the same time and must not take one name."""
+    options = commands["train_lm"] | {"out_dir": tmp_path / "out", "batch_tokens": 256}
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    files = ROOT / "train_lm.py", edited.file("train_lm", *DECAY)
+
+    def run(*launcher: str) -> list[str]:
+        started = []
+        for file in files:
+            command = [*launcher, str(file), *words(options)]
+            started.append(subprocess.Popen(command, env=env, text=True, **streams))
+        return [process.communicate()[0] for process in started]
+
+    said = run(*TORCHRUN)
+    folders = {file.parent for file in options["out_dir"].glob("*/result.json")}
+    assert len(folders) == 2, said
+    assert sorted("a run of its own" in text for text in said) == [False, True]
+    assert all("finished before" in text for text in run(sys.executable))
+
+
+def write_constants(folder: Path, **constants):
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({"data_checksum": "d"} | constants))
+
+
+def test_a_run_is_the_one_that_agrees_in_what_both_name(tmp_path):
+    config = train_lm.Config(out_dir=str(tmp_path))
+    ours = identity(config) | {"data_checksum": "d"}
+
+    def found(**changes) -> str:
+        return folder_of(config, train_lm.PRESETS, ours | changes)[0].name
+
+    assert found() == "demo"
+    # an older version named fewer constants, and others
+    write_constants(tmp_path / "a", seed=0, n_layer=ours["n_layer"], an_old_one=3)
+    write_constants(tmp_path / "b", seed=1)
+    assert found() == "a"
+    write_constants(tmp_path / "c", seed=0, n_head=ours["n_head"])
+    os.utime(tmp_path / "a" / "config.json", (1, 1))
+    assert found() == "c"  # the newest
+    write_constants(tmp_path / "demo", **ours)
+    os.utime(tmp_path / "demo" / "config.json", (0, 0))
+    assert found() == "demo"
+    (tmp_path / "e").mkdir()
+    for content in ("{", "[]", "{}", '{"model_type": "gpt2"}'):  # of no run: nobody else's concern
+        (tmp_path / "e" / "config.json").write_text(content)
+        assert found() == "demo"
+    assert found(data_checksum="another", threshold=0.7) == "demo-threshold=0.7"
+    assert found(data_checksum="another") == "demo-2"
+    write_constants(tmp_path / "demo-2", **ours | {"data_checksum": "third"})
+    assert found(data_checksum="another") == "demo-3"
+    other = dict.fromkeys(("n_layer", "n_head", "n_embd", "ffn_size"), 3)
+    assert found(**other) == "demo-3"  # so many differences are no name
+    (tmp_path / "demo-3").mkdir()
+    (tmp_path / "demo-3" / "ckpt.pt").touch()  # of a run that nobody knows
+    assert found(**other) == "demo-4"
+    at_test = train_lm.Config(out_dir=str(tmp_path), eval_only=True, eval_threshold=0.5)
+    assert folder_of(at_test, train_lm.PRESETS)[0].name == "demo"
+
+
+def test_what_counts_as_code(tmp_path, monkeypatch):
+    """Of a script all but what is set at its top, of the others that too; never comments, docstrings or empty lines."""
+    text, before = (ROOT / "routers.py").read_text(), code_of(train_lm.Config())
+    assert [name.split(" ")[0] for name in sorted(before)] == ["model.py", "routers.py", "train_lm.py"]
+    assert [name.split(" ")[0] for name in code_of(train_lm.Config(router="dense"))] != []
+    file = tmp_path / "routers.py"
+    monkeypatch.setattr(sys.modules["routers"], "__file__", str(file))
+    for edit, same in {
+        ("EMBEDDING_NORM = 0.1  # X-MoE 3.1", "EMBEDDING_NORM = 0.1\n\n# X-MoE 3.2"): True,
+        ('"""(S, D) -> (S, E)"""', '"""Scores."""'): True,
+        ("EMBEDDING_NORM = 0.1", "EMBEDDING_NORM = 0.2"): False,
+        ("1 + (p[:, :-1]", "2 + (p[:, :-1]"): False,
+    }.items():
+        assert text.count(edit[0]) == 1
+        file.write_text(text.replace(*edit))
+        assert (code_of(train_lm.Config()) == before) is same, edit
