@@ -359,7 +359,7 @@ def train(config: Config, context) -> dict:
         size = "{total:,} parameters, {kept:,} of them to keep".format(**parameters)
         context.say(f"{run.name}: {size}; {work / 1e9:.1f} GFLOPs a step")
         counted = counting.masked_scores(data["sentences"], config.eval_tokens)
-        context.say(counting.describe(counted))
+        context.say(counting.in_words(counted))
         forward = parallel.wrap(model, config, context)
         optimizer = adamw(model, config)
         corpora = [*data.values()] if config.tlm else [data["sentences"]]
@@ -458,7 +458,7 @@ def describe(scores: dict) -> str:
 def report(config: Config, result: dict) -> str:
     """A finished result in words."""
     title = f"{result['name']}, {result['flops']:.2e} FLOPs, {config.eval_maskings} maskings"
-    return "\n".join(["", title, describe(result["held_out"]), counting.describe(result["counting"])])
+    return "\n".join(["", title, describe(result["held_out"]), counting.in_words(result["counting"])])
 
 
 def main():

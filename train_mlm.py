@@ -248,7 +248,7 @@ def train(config: Config, context) -> dict:
         size = "{total:,} parameters, {active:,.0f} active a token".format(**parameters)
         context.say(f"{run.name}: {size}; {work / 1e6:.1f} MFLOPs a token forward")
         counted = counting.masked_scores(data, config.eval_tokens)
-        context.say(counting.describe(counted))
+        context.say(counting.in_words(counted))
         forward = parallel.wrap(model, config, context)
         optimizer = adamw(model, config)
         run.resume(model, optimizer, work)
@@ -297,7 +297,7 @@ def report(config: Config, result: dict) -> str:
     languages = result["valid"]["languages"]
     words = ", ".join(f"{name} {languages[name]:.2f}" for name in sorted(languages, key=languages.get))
     lines = [f"\n{result['name']}, perplexity of every language:", words, f"valid {describe(result['valid'])}"]
-    lines.append(counting.describe(result["counting"]))
+    lines.append(counting.in_words(result["counting"]))
     counted = result["counting"].get("neighbours", {}).get("languages")
     if counted:
         ahead = sum(ppl < counted[name] for name, ppl in languages.items() if name in counted)

@@ -97,12 +97,12 @@ class Player:
         self.seen = []
         for moe in self.model.moe_layers:
             moe.watchers.append(self.watch)
-        self.about = self.describe()
+        self.about = self.of_model()
 
     def watch(self, moe, h, routing, kept):
         self.seen.append((routing, kept))
 
-    def describe(self) -> dict:
+    def of_model(self) -> dict:
         """The run, how it routes at test, and the choosers that can take its router's place."""
         model, constants = self.model, vars(self.model.config)
         moe = model.moe_layers[0]

@@ -193,7 +193,7 @@ SCRIPTS = {  # a constant, or a score, that no other script's runs have
 
 
 @dataclass
-class Run:
+class Trained:
     """A run that figures show."""
 
     folder: str
@@ -210,7 +210,7 @@ class Run:
         return {"run": self.folder, "experts": self.name}
 
 
-def read_run(folder: str, script: str) -> Run:
+def read_run(folder: str, script: str) -> Trained:
     """Raises ValueError where the folder holds no run of the script, or its log is torn."""
     config = read_json(Path(folder, "config.json"))
     file = Path(folder, "metrics.jsonl")
@@ -222,7 +222,7 @@ def read_run(folder: str, script: str) -> Run:
         raise ValueError(f"{file} {why}") from None
     if not log or SCRIPTS[script] not in config | log[-1]:
         raise ValueError(f"{folder} holds no run of {script}.py with an evaluation: give such as out/{script}/demo")
-    return Run(folder, config, log)
+    return Trained(folder, config, log)
 
 
 def router_of(config: dict) -> type | None:
@@ -250,13 +250,13 @@ def experts_of(config: dict) -> tuple[int, int]:
     return config["expert_ffns"] * split, config["ffn_size"] // split
 
 
-def describe(config: dict) -> str:
+def in_words(config: dict) -> str:
     """A run in a few words, such as `threshold 32 x 128`."""
     experts, size = experts_of(config)
     return f"{config['router']} {experts} x {size}" if router_of(config) else "dense"
 
 
-def named(runs: Iterable[Run], words: Callable = describe) -> list[Run]:
+def named(runs: Iterable[Trained], words: Callable = in_words) -> list[Trained]:
     """The runs with their names: what each is, with the constants in which runs of the same words differ.
 
     So only seeds of one experiment have the same name. words: constants -> what a run is, in a few words.
@@ -274,7 +274,7 @@ def named(runs: Iterable[Run], words: Callable = describe) -> list[Run]:
     return [*runs]
 
 
-def choose(script: str, options: Drawn, fits=None, lacks="", words=describe) -> list[Run]:
+def choose(script: str, options: Drawn, fits=None, lacks="", words=in_words) -> list[Trained]:
     """The runs that were named, or all finished runs of the script's demo.
 
     fits: constants -> whether a figure can show the run; lacks: what is said of a named run that is left out; words:
@@ -296,7 +296,7 @@ def choose(script: str, options: Drawn, fits=None, lacks="", words=describe) -> 
     return named(found.values(), words)
 
 
-def opened(runs: list[Run], options: Measured, evaluate: Callable | None = None) -> tqdm:
+def opened(runs: list[Trained], options: Measured, evaluate: Callable | None = None) -> tqdm:
     """The runs with their models, corpora and the device, under a bar. All are opened before the first is measured.
 
     evaluate: that of the runs' script, where a figure needs it. Raises ValueError or OSError where a checkpoint or a

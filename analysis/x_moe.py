@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from analysis import shared
-from analysis.shared import Drawn, Measured, Panel, Run
+from analysis.shared import Drawn, Measured, Panel, Trained
 from engine.device import warn
 from engine.files import read_json
 
@@ -54,7 +54,7 @@ def umap(options: Umap):
 
 
 @torch.no_grad()
-def routed(run: Run, max_tokens: int) -> tuple[Tensor, Tensor]:
+def routed(run: Trained, max_tokens: int) -> tuple[Tensor, Tensor]:
     """(S, D) or (S, d_e) what the first sparse layer's router compares with its experts, h or W h; (S,) first choices.
 
     The tokens are of the validation text, masked as in the evaluations of training.

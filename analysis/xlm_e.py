@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from analysis import measures, shared
 from analysis.flops import flops_per_token, masked_head_flops, numel
-from analysis.shared import Drawn, Panel, Run
+from analysis.shared import Drawn, Panel, Trained
 from data import bitext_sets
 from data.bitext_sets import Aligned
 from data.folder import ready
@@ -53,7 +53,7 @@ def curve(options: Drawn):
 
 def words_of(config: dict) -> str:
     """What an encoder is, in a few words."""
-    return OBJECTIVES[config["objective"]] if "objective" in config else shared.describe(config)
+    return OBJECTIVES[config["objective"]] if "objective" in config else shared.in_words(config)
 
 
 @dataclass
@@ -74,7 +74,7 @@ def by_layer(options: Encoders, demos: Callable, measure: Callable) -> tuple[lis
     context = setup(options.device, "float32")
     folders = dict.fromkeys(map(Path, options.folders or demos()))
     opened = {folder: pretrained.load_encoder(folder) for folder in folders}
-    runs = [Run(folder, read_json(folder / "config.json"), []) for folder in folders if pretrained.is_run(folder)]
+    runs = [Trained(folder, read_json(folder / "config.json"), []) for folder in folders if pretrained.is_run(folder)]
     names = {run.folder: run.name for run in shared.named(runs, words_of)}
     records, rows = [], []
     for folder, (encoder, tokenizer) in opened.items():

@@ -9,7 +9,7 @@ import torch
 
 from analysis import measures, shared
 from analysis.flops import row_flops
-from analysis.shared import Drawn, Measured, Panel, Run
+from analysis.shared import Drawn, Measured, Panel, Trained
 from engine.device import warn
 from model import GPT
 
@@ -19,7 +19,7 @@ ROUNDS = 10  # how often a batch is timed, after a first time for warming up
 LIMIT, SPENT = "limit of the experts' FLOPs, in dense FFNs", "FLOPs of the experts, in dense FFNs"
 
 
-def test(run: Run, max_tokens: int) -> tuple[float, list]:
+def test(run: Trained, max_tokens: int) -> tuple[float, list]:
     """Perplexity of the test text as the model is routed now, and the statistics of its MoE layers."""
     scores = run.evaluate(run.model, run.data, "test", run.context, max_tokens)
     return scores["ppl"], scores["layers"]
@@ -48,7 +48,7 @@ def activations(options: Measured, evaluate: Callable):
     shared.show(activations, options, records, ("router", "experts", x), panels)
 
 
-def positive_share(run: Run, max_tokens: int) -> float:
+def positive_share(run: Trained, max_tokens: int) -> float:
     """Of the activations in the MoE layers, or in a dense model in the FFN of each `moe_every`-th block."""
     every = min(run.model.config.moe_every, len(run.model.blocks))
     signs = Counter()
@@ -90,7 +90,7 @@ def gamma(options: Measured, evaluate: Callable):
     shared.show(gamma, options, records, ("experts", LIMIT), panels)
 
 
-def test_limited(run: Run, max_tokens: int) -> Iterator[dict]:
+def test_limited(run: Trained, max_tokens: int) -> Iterator[dict]:
     """Under each limit: FLOPs of the experts that served a token, as a share of a dense FFN's, and the perplexity."""
     model = run.model
     for share in SHARES if model.moe_layers else (1.0,):
@@ -103,7 +103,7 @@ def test_limited(run: Run, max_tokens: int) -> Iterator[dict]:
         yield {LIMIT: share, SPENT: spent, "perplexity": ppl}
 
 
-def limit(run: Run, share: float):
+def limit(run: Trained, share: float):
     """Limits the experts of every MoE layer at test to a share of a dense FFN's FLOPs."""
     for moe in run.model.moe_layers:
         moe.eval_gamma = share * ffn_flops(run.model) / row_flops(moe)
@@ -118,7 +118,7 @@ def ffn_flops(model: GPT) -> float:
     return 4 * model.config.n_embd * model.config.ffn_size
 
 
-def choose_threshold(options: Drawn) -> list[Run]:
+def choose_threshold(options: Drawn) -> list[Trained]:
     fits = partial(shared.reads, constant="threshold")
     return shared.choose("train_lm", options, fits, "has no threshold router")
 
@@ -177,11 +177,11 @@ def threshold(options: Measured, evaluate: Callable):
     shared.show(threshold, options, records, (by, "threshold t"), panels)
 
 
-def all_but_threshold(run: Run) -> dict:
+def all_but_threshold(run: Trained) -> dict:
     return run.config | {"seed": None, "threshold": None}
 
 
-def threshold_point(run: Run, max_tokens: int, what: str, t: float) -> dict:
+def threshold_point(run: Trained, max_tokens: int, what: str, t: float) -> dict:
     ppl, layers = test(run, max_tokens)
     served = measures.mean_over_layers("served", layers)
     record = {"run": run.folder, "t is changed": what, "threshold t": t}
@@ -212,7 +212,7 @@ def speed(options: Measured, evaluate: Callable):
 
 
 @torch.no_grad()
-def pass_forward(run: Run, x: torch.Tensor, share: float):
+def pass_forward(run: Trained, x: torch.Tensor, share: float):
     """One batch, with the experts limited to a share of a dense FFN's FLOPs."""
     limit(run, share)
     run.model.eval()

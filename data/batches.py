@@ -21,7 +21,7 @@ from numpy import ndarray
 from torch import Tensor
 
 from data.files import SPLITS
-from data.folder import Prepared, Rows
+from data.folder import Prepared, Spans
 from data.masking import DRAWS, Masking, places
 
 # What random numbers are for: the key of every generator begins with one of these, so that no two uses share numbers.
@@ -191,11 +191,11 @@ class MaskedData(Prepared):
         first, count = self.streams[split][language].T
         sizes = np.minimum(count, self.block_size - 1)
         starts = first + rng.integers(count - sizes + 1)
-        rows = Rows(language, starts[:, None], sizes[:, None])
+        rows = Spans(language, starts[:, None], sizes[:, None])
         random = rng.random((DRAWS, rows.lengths.sum()))
         return self.mask_rows(split, rows, random, width=self.block_size)
 
-    def all_rows(self, split) -> Rows:
+    def all_rows(self, split) -> Spans:
         """The text of every language in rows that follow one another. The last one of a language may be shorter."""
         width = self.block_size - 1
         first, count = self.streams[split].T
@@ -203,9 +203,9 @@ class MaskedData(Prepared):
         offset = width * places(language)
         starts = first[language] + offset
         sizes = np.minimum(width, count[language] - offset)
-        return Rows(language, starts[:, None], sizes[:, None])
+        return Spans(language, starts[:, None], sizes[:, None])
 
-    def eval_rows(self, split, max_tokens) -> Rows:
+    def eval_rows(self, split, max_tokens) -> Spans:
         """The rows that evaluation reads, the longest first."""
         rows = self.all_rows(split)
         rows = rows.take(evenly(rows.language, rows.lengths, max_tokens))
@@ -226,7 +226,7 @@ class MaskedData(Prepared):
         rows = self.eval_rows(split, max_tokens)
         batches = cut(rows.lengths[:, None], self.micro_tokens)
         texts = [text for text in shown if text < rows.sizes.shape[1]]
-        rows = Rows(rows.language, rows.starts[:, texts], rows.sizes[:, texts])
+        rows = Spans(rows.language, rows.starts[:, texts], rows.sizes[:, texts])
         to_mask = [text in masked for text in texts]
         firsts = rows.lengths.cumsum() - rows.lengths
         for turn in range(rank, maskings * len(batches), world):
@@ -236,7 +236,7 @@ class MaskedData(Prepared):
             random = self.fixed_random(k, own)
             yield k, int(first), self.mask_rows(split, own, random, to_mask)
 
-    def fixed_random(self, k: int, rows: Rows) -> ndarray:
+    def fixed_random(self, k: int, rows: Spans) -> ndarray:
         """(DRAWS, N) random numbers for masking k, which depend on where each text begins."""
         drawn = []
         for starts, sizes in zip(rows.starts, rows.sizes):
@@ -246,7 +246,7 @@ class MaskedData(Prepared):
                 drawn.append(rng.random((DRAWS, size)))
         return np.concatenate(drawn, axis=1)
 
-    def mask_rows(self, split, rows: Rows, random: ndarray, to_mask=None, width=0) -> Masked:
+    def mask_rows(self, split, rows: Spans, random: ndarray, to_mask=None, width=0) -> Masked:
         """The batch of these rows of N tokens in all.
 
         random: (DRAWS, N); to_mask: (P,) bool, which texts of a row are masked, None: all; width: see pad_rows.
@@ -291,7 +291,7 @@ class PairData(MaskedData):
         random = self.random(TRAINING, split, step, micro).random((DRAWS, rows.lengths.sum()))
         return self.mask_rows(split, rows, random)
 
-    def draw_pool(self, split, number: int) -> list[Rows]:
+    def draw_pool(self, split, number: int) -> list[Spans]:
         """POOL_MICROS micro-batches: pairs are drawn, sorted by length, cut into batches, and these are shuffled.
 
         There are always a few batches too many; those that are left out are chosen by chance, whatever their lengths.
@@ -304,16 +304,16 @@ class PairData(MaskedData):
             numbers = first + rng.integers(count)
             drawn.append(self.pairs(split, numbers))
             tokens += drawn[-1].lengths.sum()
-        rows = Rows(*map(np.concatenate, zip(*drawn)))
+        rows = Spans(*map(np.concatenate, zip(*drawn)))
         rows = rows.take(rows.lengths.argsort(kind="stable"))
         micros = cut(rows.lengths[:, None], self.micro_tokens)
         order = rng.permutation(len(micros))[:POOL_MICROS]
         return [rows.take(micros[place]) for place in order]
 
-    def all_rows(self, split) -> Rows:
+    def all_rows(self, split) -> Spans:
         return self.pairs(split)
 
-    def pairs(self, split, numbers: ndarray | None = None) -> Rows:
+    def pairs(self, split, numbers: ndarray | None = None) -> Spans:
         """Pairs as in Prepared, but cut to rows of at most block_size tokens, the longer half first."""
         rows = super().pairs(split, numbers)
         one, two = rows.sizes.T
@@ -436,13 +436,13 @@ class TranslationData(Prepared):
         for own in self.sort_and_cut(split, numbers)[rank::world]:
             yield self.translation(split, own)
 
-    def pairs(self, split, numbers: ndarray | None = None) -> Rows:
+    def pairs(self, split, numbers: ndarray | None = None) -> Spans:
         """Pairs as in Prepared, but the source is always first."""
         language, starts, sizes = super().pairs(split, numbers)
         swap = np.array(self.target_first)[language]
         starts[swap] = starts[swap, ::-1]
         sizes[swap] = sizes[swap, ::-1]
-        return Rows(language, starts, sizes)
+        return Spans(language, starts, sizes)
 
     def texts(self, split, language: str) -> tuple[list, list]:
         """The sources and the translations of a language pair in "valid" or "test", as they were written."""

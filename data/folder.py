@@ -71,7 +71,7 @@ def map_numbers(file: Path, dtype: str, count: int) -> ndarray:
     return np.memmap(file, dtype, mode="r").view(ndarray)
 
 
-class Rows(NamedTuple):
+class Spans(NamedTuple):
     """R rows of P texts each, as places in the tokens of a split. A window has one text, a pair has two."""
 
     language: ndarray  # (R,) index into the data's `languages`
@@ -83,8 +83,8 @@ class Rows(NamedTuple):
         """(R,) the tokens of each row: `<s>` and its texts."""
         return 1 + self.sizes.sum(axis=1)
 
-    def take(self, which: ndarray | slice) -> "Rows":
-        return Rows(*(array[which] for array in self))
+    def take(self, which: ndarray | slice) -> "Spans":
+        return Spans(*(array[which] for array in self))
 
 
 @dataclass(eq=False)
@@ -154,7 +154,7 @@ class Prepared:
         number = self.languages.index(language)
         return tuple(self.streams[split][number].tolist())
 
-    def pairs(self, split, numbers: ndarray | None = None) -> Rows:
+    def pairs(self, split, numbers: ndarray | None = None) -> Spans:
         """The pairs of a split that have these numbers (R,), or all. The size of each text includes its `</s>`."""
         if numbers is None:
             numbers = np.arange(self.meta["splits"][split]["pairs"])
@@ -163,7 +163,7 @@ class Prepared:
         texts = 2 * numbers[:, None] + np.array([0, 1])  # (R, 2)
         starts = self.index[split][texts]
         ends = self.index[split][texts + 1]
-        return Rows(language, starts, ends - starts)
+        return Spans(language, starts, ends - starts)
 
     def texts(self, split, language: str) -> tuple[list[str], list[str]]:
         """The first and the second texts of a language pair in "valid" or "test", as they were written."""

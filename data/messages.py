@@ -15,15 +15,15 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-from data.files import Rows, split_of
+from data.files import Records, split_of
 from data.packages import HOMEASSISTANT, TAG, package, plain, wheel_file
 
 MIN_MESSAGES = 100  # of a language that is kept
-Translation = tuple[str, str, str]  # language as in zh_Hans, English, message
+Translated = tuple[str, str, str]  # language as in zh_Hans, English, message
 Message = tuple[str, str, str, str]  # the same, and the split
 
 
-def by_language(messages: list[Message]) -> dict[str, Rows]:
+def by_language(messages: list[Message]) -> dict[str, Records]:
     """Documents are messages, each once in a language; those of `en` are the English texts that have a translation."""
     splits = defaultdict(dict)  # language -> text -> split
     for language, english, message, split in messages:
@@ -35,7 +35,7 @@ def by_language(messages: list[Message]) -> dict[str, Rows]:
     return rows
 
 
-def by_pair(messages: list[Message]) -> dict[str, Rows]:
+def by_pair(messages: list[Message]) -> dict[str, Records]:
     """A message and its English, split by the English text."""
     rows = defaultdict(list)
     in_order = sorted(messages, key=lambda row: (scattered(row[1]), row[2]))
@@ -49,7 +49,7 @@ def scattered(text: str) -> tuple[int, str]:
     return zlib.crc32(text.encode()), text
 
 
-def separated(found: set[Translation], singulars: dict[str, str] | None = None) -> list[Message]:
+def separated(found: set[Translated], singulars: dict[str, str] | None = None) -> list[Message]:
     """Translations with their split, sorted. A hash of the English sends 5% to valid and 5% to test.
 
     singulars: English text -> that whose hash is used, where it is not its own. A message that translates English texts
@@ -73,7 +73,7 @@ def separated(found: set[Translation], singulars: dict[str, str] | None = None) 
     return messages
 
 
-def aligned(texts: dict[str, dict], english: dict) -> set[Translation]:
+def aligned(texts: dict[str, dict], english: dict) -> set[Translated]:
     """Every language's texts (key -> text) beside the English with the same key, where both are there and differ."""
     found = set()
     for language, own in texts.items():

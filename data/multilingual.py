@@ -24,7 +24,7 @@ from data import bitext_sets, corpora, xtreme
 from data.corpora import Groups
 from data.files import PREPARED, json_object, one_of, read_documents, read_lines, read_sides, split_of
 from data.messages import scattered
-from data.prepare import clear_errors, new_folder, write
+from data.prepare import errors_in_a_line, new_folder, write_corpus
 from data.tokenizers import XLMR, train_sentencepiece
 
 LANGUAGES = {"en", "de", "fr", "zh_Hans"}  # those with 20,000 pairs or more, by Django's names
@@ -62,9 +62,9 @@ def main(downloads: Positional[Path], tested: Positional[Path], out: Path = PREP
     texts = dict(sorted(rows.items()))
     meta = {"source": str(downloads), "versions": {}}
     with new_folder(out / "multilingual") as folder:
-        write(folder, meta | {"name": "multilingual", "kind": "languages"}, texts, tokenizer)
+        write_corpus(folder, meta | {"name": "multilingual", "kind": "languages"}, texts, tokenizer)
     with new_folder(out / "multilingual-pairs") as folder:
-        write(folder, meta | {"name": "multilingual-pairs", "kind": "pairs"}, pairs, tokenizer)
+        write_corpus(folder, meta | {"name": "multilingual-pairs", "kind": "pairs"}, pairs, tokenizer)
 
 
 def sample(groups: Groups) -> Iterator[str]:
@@ -187,5 +187,5 @@ def select(texts: Iterable[Text], scored: set[str]) -> Iterator[Text]:
 
 
 if __name__ == "__main__":
-    with clear_errors():
+    with errors_in_a_line():
         tyro.cli(main, prog="python -m data.multilingual", description=__doc__)

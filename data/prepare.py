@@ -32,7 +32,7 @@ from tqdm import tqdm
 if not __package__:  # python data/prepare.py, in place of -m data.prepare
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 from data.corpora import CORPORA, Groups, read
-from data.files import PREPARED, SPLITS, Rows, checksum, sha256
+from data.files import PREPARED, SPLITS, Records, checksum, sha256
 from data.tokenizers import XLMR, SentencePiece, Tokenizer, gpt2, load_tokenizer, train_sentencepiece
 
 BATCH_CHARS = 2_000_000  # of text that is encoded at once
@@ -73,7 +73,7 @@ def prepare(
             versions |= {package: importlib.metadata.version(package) for package in corpus.packages}
             versions |= dict(wheel.split("==") for wheel in corpus.wheels)
         meta = {"name": name, "source": str(source or name), "versions": versions, "kind": corpus.kind}
-        write(folder, meta, groups, chosen, max_tokens)
+        write_corpus(folder, meta, groups, chosen, max_tokens)
     return out
 
 
@@ -157,7 +157,7 @@ def training_texts(groups: Groups, most: int | None = None) -> Iterator[str]:
             yield from texts
 
 
-def write(folder: Path, meta: dict, groups: Groups, tokenizer: Tokenizer, limit: int | None = None):
+def write_corpus(folder: Path, meta: dict, groups: Groups, tokenizer: Tokenizer, limit: int | None = None):
     """Encode the rows into the files of `folder`, language by language; meta.json comes last.
 
     meta: what is said of the corpus, its `kind` among it.
@@ -196,7 +196,7 @@ def write(folder: Path, meta: dict, groups: Groups, tokenizer: Tokenizer, limit:
     (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
 
 
-def batches(rows: Rows) -> Iterator[list]:
+def batches(rows: Records) -> Iterator[list]:
     """The (split, texts) of rows in lists of about BATCH_CHARS characters. Rows with an empty text are left out."""
     batch, chars = [], 0
     for split, *texts in rows:
@@ -258,7 +258,7 @@ class SplitWriter:
 unfinished = []  # folders that a signal leaves nobody else to remove
 
 
-def stop(number: int, frame):
+def end_at_once(number: int, frame):
     """Ends the process at once: an exception could leave a lock of a tokenizer's threads held, and wait for ever."""
     for folder in unfinished:
         shutil.rmtree(folder, ignore_errors=True)
@@ -267,7 +267,7 @@ def stop(number: int, frame):
 
 
 @contextmanager
-def clear_errors():
+def errors_in_a_line():
     """What is wrong with the user's files and options is one line, and exit 1."""
     try:
         yield
@@ -277,8 +277,8 @@ def clear_errors():
 
 def main():
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, stop)
-    with clear_errors():
+        signal.signal(number, end_at_once)
+    with errors_in_a_line():
         out = tyro.cli(prepare, prog="python -m data.prepare", description=__doc__, use_underscores=True)
         splits = json.loads((out / "meta.json").read_text())["splits"]
         counts = [f"{splits[split]['tokens']:,}" for split in SPLITS]

@@ -94,7 +94,7 @@ def test_names_tell_what_runs_are():
     base, switch = identity(train_lm.Config()), identity(train_lm.Config(router="switch"))
 
     def names(*found: dict) -> list[str]:
-        return [run.name for run in shared.named([shared.Run("out/a", constants, []) for constants in found])]
+        return [run.name for run in shared.named([shared.Trained("out/a", constants, []) for constants in found])]
 
     found = base, base | {"seed": 1}, switch
     assert names(*found) == ["threshold 32 x 128", "threshold 32 x 128", "switch 8 x 512"]
@@ -103,8 +103,8 @@ def test_names_tell_what_runs_are():
     assert names(*found) == [f"{more}1400", f"{more}1400", "switch 8 x 512", f"{more}9"]
     older = {name: value for name, value in base.items() if name != "steps"}  # of a time without such a constant
     assert names(base, older) == [f"{more}1400", "threshold 32 x 128"]
-    assert shared.describe(identity(train_lm.Config(router="dense"))) == "dense"
-    assert shared.describe(identity(train_mlm.Config(experts=4, expert_size=6))) == "hypersphere 4 x 6"
+    assert shared.in_words(identity(train_lm.Config(router="dense"))) == "dense"
+    assert shared.in_words(identity(train_mlm.Config(experts=4, expert_size=6))) == "hypersphere 4 x 6"
 
 
 def test_what_routers_are_is_asked_of_their_classes():

@@ -152,7 +152,7 @@ def test_a_limit_is_a_share_of_a_dense_ffns_flops(place):
     split = read(place.lm["split"], "config.json")
     cases = (config | {"eval_threshold": 0.4}, 0.5, 0.4), (split, 0.5, 0.9), (split, 1.0, None)
     for constants, share, t in cases:
-        xmoe.limit(shared.Run("", constants, [], model=model), share)
+        xmoe.limit(shared.Trained("", constants, [], model=model), share)
         assert model.moe_layers[0].eval_gamma == pytest.approx(share * FFN / WIDTH)
         assert model.config.eval_threshold == t
 

@@ -18,7 +18,7 @@ from test_train_electra import corpora as electra_corpora
 from data import batches, counting, folder
 from data.batches import Masked, MaskedData, PairData, TokenData, Translation, TranslationData, source_batches
 from data.files import SPLITS, checksum
-from data.folder import Rows
+from data.folder import Spans
 from data.prepare import prepare
 
 __all__ = ["electra_corpora"]  # a fixture
@@ -546,7 +546,7 @@ def test_a_memory_is_searched_by_the_cosine_of_squared_weights():
     tokens = {split: np.concatenate([[*own, 30 + n] for n, own in enumerate(each)]) for split, each in sources.items()}
     data = SimpleNamespace(tokens=tokens, vocab_size=100, tokenizer=SimpleNamespace(decode=lambda ids: ids[0] - 30))
     data.stream = lambda split, language: (0, COUNTS[split])
-    data.pairs = lambda split, n: Rows(n * 0, 7 * n[:, None] + [0, 6], n[:, None] * 0 + [6, 1])
+    data.pairs = lambda split, n: Spans(n * 0, 7 * n[:, None] + [0, 6], n[:, None] * 0 + [6, 1])
     train = list(map(set, sources["train"]))
     weight = {token: math.log(40 / max(1, sum(token in own for own in train))) for token in range(30)}
 

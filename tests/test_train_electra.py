@@ -275,7 +275,7 @@ def test_every_row_trains_and_reports(row, options, monkeypatch, capsys):
     torch.testing.assert_close(bias, data["sentences"].log_frequencies())
     assert ("sparse layer 1: experts wanted" in out) == sparse and ("discriminator: loss" in out) == rtd
     counted = counting.masked_scores(data["sentences"], 256)
-    assert result["counting"] == counted and out.count(counting.describe(counted)) == 2  # before training, and after
+    assert result["counting"] == counted and out.count(counting.in_words(counted)) == 2  # before training, and after
     assert f"{result['held_out']['pairs']['generator']:.1%} right" in out[out.rindex("held-out pairs: generator") :]
 
 

@@ -193,11 +193,11 @@ def test_counting_is_its_literal_definition(options, monkeypatch, capsys):
     assert found["neighbours"]["languages"] == pytest.approx(by_language) and len(alone) > 1
     MLM.run(options | {"eval_tokens": 150}, monkeypatch)
     result, out = result_of(options["out_dir"]), capsys.readouterr().out
-    assert result["counting"] == found and out.count(counting.describe(found)) == 2  # before training, and after
+    assert result["counting"] == found and out.count(counting.in_words(found)) == 2  # before training, and after
     ahead = [name for name, ppl in by_language.items() if result["valid"]["languages"][name] < ppl]
     assert f"ahead of counting by neighbours in {len(ahead)} of {len(alone)} languages" in out
     data.tokens["train"] = np.zeros(2**24 + 1, dtype="uint16")
-    assert counting.describe(counting.masked_scores(data)) == "counting: not done, the training text is large"
+    assert counting.in_words(counting.masked_scores(data)) == "counting: not done, the training text is large"
 
 
 def test_a_stopped_run_ends_with_the_numbers_of_one_that_was_not(options, tmp_path, monkeypatch, capsys):
