@@ -36,7 +36,7 @@ def wrap(model: nn.Module, config, context) -> nn.Module:
 
 
 def compiled(model: nn.Module) -> nn.Module:
-    """By torch.compile, whose backward products have the types of the forward pass: autocast's would round a router's."""
+    """By torch.compile. Backward products have the types of the forward pass: autocast's would round a router's."""
     functorch_config.backward_pass_autocast = "off"
     return torch.compile(model)
 
