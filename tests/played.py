@@ -1,5 +1,6 @@
 """What the processes of test_parallel.py do: `play`. It imports little: starting them is most of what they cost."""
 
+import functools
 import importlib
 import json
 import math
@@ -55,6 +56,7 @@ def curve(case: str, way: dict, context) -> dict:
 def play(out: Path):
     """What each of the processes does: the curves, then the commands of commands.json."""
     torch.set_num_threads(1)
+    torch.compile = functools.partial(torch.compile, backend="aot_eager")  # which compiles what is asked for quickly
     context = setup("cpu", "float64")
     for name, way in WAYS[context.world].items():
         for case in CURVES:

@@ -4,6 +4,7 @@ Both are done by fake_cuda.py, in a process that believes in a card.
 """
 
 import importlib.util
+import itertools
 import json
 import os
 import shutil
@@ -73,6 +74,36 @@ def test_a_compiled_router_has_the_gradient_of_an_uncompiled_one():
             results.append(torch.autograd.grad(loss, [moe.router.experts for moe in net.moe_layers]))
     for compiled, eager in zip(*results):
         assert (compiled - eager).norm() <= 1e-5 * eager.norm()
+
+
+CHANGED = """
+from torch._dynamo import config as dynamo
+from torch._functorch import config as functorch
+from torch._inductor import config as inductor
+
+before = [config.get_config_copy() for config in (dynamo, functorch, inductor)]
+import model
+
+assert before == [config.get_config_copy() for config in (dynamo, functorch, inductor)]
+"""
+
+
+def test_who_imports_the_model_finds_the_compiler_as_it_was():
+    subprocess.run([sys.executable, "-c", CHANGED], cwd=ROOT, check=True)
+
+
+def test_a_model_is_compiled_where_that_is_asked_for_or_pays(monkeypatch):
+    """By default in bf16 on a GPU alone."""
+    monkeypatch.setattr(torch, "compile", lambda net: "compiled")
+    net, found = torch.nn.Linear(2, 2), set()
+    for compile, kind, dtype in itertools.product((None, True, False), ("cpu", "cuda"), ("float32", "bfloat16")):
+        context = Context(0, 1, torch.device(kind), getattr(torch, dtype))
+        forward = parallel.wrap(net, constants(compile=compile), context)
+        assert forward == "compiled" or forward is net
+        if forward == "compiled":
+            found.add((compile, kind, dtype))
+    always = {(True, kind, dtype) for kind in ("cpu", "cuda") for dtype in ("float32", "bfloat16")}
+    assert found == always | {(None, "cuda", "bfloat16")}
 
 
 @pytest.mark.parametrize("name", ["GPT", "MaskedLM", "Translator"])

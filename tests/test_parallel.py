@@ -50,6 +50,7 @@ TOGETHER = {  # run of two processes -> its command, and how
     "xlm": ("xlm", {}),
     "electra, whole": ("electra", {}),
     "lm": ("lm", dict(shard=True, recompute=True)),
+    "lm, compiled": ("lm", dict(compile=True, recompute=True)),
     "electra": ("electra", dict(shard=True)),
     "mt": ("mt", dict(shard=True)),
 }
