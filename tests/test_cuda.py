@@ -10,12 +10,14 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers import ROOT, constants, values_and_gradients
+from torch._dynamo.testing import CompileCounter
 
 import model
 from engine import parallel
@@ -90,6 +92,15 @@ assert before == [config.get_config_copy() for config in (dynamo, functorch, ind
 
 def test_who_imports_the_model_finds_the_compiler_as_it_was():
     subprocess.run([sys.executable, "-c", CHANGED], cwd=ROOT, check=True)
+
+
+def test_as_many_models_are_compiled_as_a_table_has(monkeypatch):
+    counter = CompileCounter()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
+    for count in range(1, 11):
+        net = torch.nn.Linear(2, 2)
+        parallel.compiled(net)(torch.randn(3, 2))
+        assert counter.frame_count == count
 
 
 def test_a_model_is_compiled_where_that_is_asked_for_or_pays(monkeypatch):

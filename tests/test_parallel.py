@@ -51,6 +51,7 @@ TOGETHER = {  # run of two processes -> its command, and how
     "electra, whole": ("electra", {}),
     "lm": ("lm", dict(shard=True, recompute=True)),
     "lm, compiled": ("lm", dict(compile=True, recompute=True)),
+    "lm, in pieces and compiled": ("lm", dict(shard=True, compile=True, recompute=True)),
     "electra": ("electra", dict(shard=True)),
     "mt": ("mt", dict(shard=True)),
 }
