@@ -36,7 +36,8 @@ def wrap(model: nn.Module, config, context) -> nn.Module:
 
 
 def compiled(model: nn.Module) -> nn.Module:
-    """By torch.compile, with backward products in the types of the forward pass: autocast would round a router's."""
+    """By torch.compile. Backward products have the types of the forward pass: autocast's would round a router's."""
+    torch.compiler.reset()  # models of before count, and of more than eight torch gives up
     functorch_config.backward_pass_autocast = "off"
     return torch.compile(model)
 

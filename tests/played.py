@@ -1,5 +1,6 @@
 """What the processes of test_parallel.py do: `play`. It imports little: starting them is most of what they cost."""
 
+import functools
 import importlib
 import json
 import math
@@ -10,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from helpers import TINY_LM, only_run
+from torch.distributed.tensor import DTensor
 
 import train_lm
 from engine import parallel
@@ -21,21 +23,7 @@ CURVES = {
     "topk, no drops": dict(router="topk", expert_ffns=4, split=2, capacity=math.inf),
     "hypersphere": dict(router="hypersphere", expert_ffns=8, split=1),
 }
-WAYS = {  # processes -> how each of the curves is computed
-    4: {
-        "expert_parallel 4": dict(expert_parallel=4),
-        "expert_parallel 2": dict(expert_parallel=2),
-        "shard": dict(shard=True),
-        "both": dict(expert_parallel=2, shard=True),
-    },
-    2: {"shard": dict(shard=True)},
-    1: {"alone": {}},
-}
-SOME = {  # the others: all
-    "expert_parallel 2": ("threshold",),
-    "shard": ("threshold", "hypersphere"),
-    "both": ("topk, no drops", "hypersphere"),
-}
+WAYS = {2: {"whole": {}, "shard": {"shard": True}}, 1: {"alone": {}}}  # processes -> how each curve is computed
 
 
 def curve(case: str, way: dict, context) -> dict:
@@ -61,18 +49,17 @@ def curve(case: str, way: dict, context) -> dict:
         optimizer.zero_grad()
         gpt.after_step()
         losses.append(float(context.sum(total)))
-    moe = gpt.moe_layers[0]
-    experts = [*moe.experts.parameters(), *moe.norms.parameters()]
-    held = [sum(parallel.local(p).untyped_storage().nbytes() for p in some) for some in (experts, gpt.parameters())]
+    held = sum((p.to_local() if isinstance(p, DTensor) else p).untyped_storage().nbytes() for p in gpt.parameters())
     return {"losses": losses, "bytes": held, "weights": parallel.whole(gpt).state_dict()}
 
 
 def play(out: Path):
     """What each of the processes does: the curves, then the commands of commands.json."""
     torch.set_num_threads(1)
+    torch.compile = functools.partial(torch.compile, backend="aot_eager")  # which compiles what is asked for quickly
     context = setup("cpu", "float64")
     for name, way in WAYS[context.world].items():
-        for case in SOME.get(name, CURVES):
+        for case in CURVES:
             found = curve(case, way, context)
             if context.rank == 0:
                 torch.save(found, out / f"{name}, {case}.pt")

@@ -4,17 +4,20 @@ Both are done by fake_cuda.py, in a process that believes in a card.
 """
 
 import importlib.util
+import itertools
 import json
 import os
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers import ROOT, constants, values_and_gradients
+from torch._dynamo.testing import CompileCounter
 
 import model
 from engine import parallel
@@ -75,6 +78,45 @@ def test_a_compiled_router_has_the_gradient_of_an_uncompiled_one():
         assert (compiled - eager).norm() <= 1e-5 * eager.norm()
 
 
+CHANGED = """
+from torch._dynamo import config as dynamo
+from torch._functorch import config as functorch
+from torch._inductor import config as inductor
+
+before = [config.get_config_copy() for config in (dynamo, functorch, inductor)]
+import model
+
+assert before == [config.get_config_copy() for config in (dynamo, functorch, inductor)]
+"""
+
+
+def test_who_imports_the_model_finds_the_compiler_as_it_was():
+    subprocess.run([sys.executable, "-c", CHANGED], cwd=ROOT, check=True)
+
+
+def test_as_many_models_are_compiled_as_a_table_has(monkeypatch):
+    counter = CompileCounter()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
+    for count in range(1, 11):
+        net = torch.nn.Linear(2, 2)
+        parallel.compiled(net)(torch.randn(3, 2))
+        assert counter.frame_count == count
+
+
+def test_a_model_is_compiled_where_that_is_asked_for_or_pays(monkeypatch):
+    """By default in bf16 on a GPU alone."""
+    monkeypatch.setattr(torch, "compile", lambda net: "compiled")
+    net, found = torch.nn.Linear(2, 2), set()
+    for compile, kind, dtype in itertools.product((None, True, False), ("cpu", "cuda"), ("float32", "bfloat16")):
+        context = Context(0, 1, torch.device(kind), getattr(torch, dtype))
+        forward = parallel.wrap(net, constants(compile=compile), context)
+        assert forward == "compiled" or forward is net
+        if forward == "compiled":
+            found.add((compile, kind, dtype))
+    always = {(True, kind, dtype) for kind in ("cpu", "cuda") for dtype in ("float32", "bfloat16")}
+    assert found == always | {(None, "cuda", "bfloat16")}
+
+
 @pytest.mark.parametrize("name", ["GPT", "MaskedLM", "Translator"])
 def test_recompute_changes_no_number(name):
     """With dropout, whose chance is the same again; and what is kept for the backward pass is less."""
@@ -100,7 +142,13 @@ def test_recompute_changes_no_number(name):
     assert results[1][1] < results[0][1] / 2
 
 
+class OnCuda(torch.Tensor):
+    """Says so, and is not."""
+
+    is_cuda = True
+
+
 def test_logits_of_an_odd_vocabulary_are_the_same_in_whole_blocks():
     h, w, bias = torch.randn(2, 3, 8), torch.randn(70, 8), torch.randn(70)
     expected = F.linear(h, w, bias)
-    torch.testing.assert_close(model.linear_in_blocks(h, w, bias), expected)
+    torch.testing.assert_close(model.output_logits(h.as_subclass(OnCuda), w, bias).as_subclass(torch.Tensor), expected)

@@ -6,9 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import constants, lively
-from torch import nn
 
-import model
 from model import PAD, Encoder, EncoderLayer, MaskedLM, RelativePositionBias, SelfAttention
 
 V = 23
@@ -143,25 +141,19 @@ def literal_attention(q, k, v, u, gate_v, w, table, buckets, keep):
     return out
 
 
-@pytest.mark.parametrize("flex", [False, True], ids=["plain", "flex"])
 @pytest.mark.parametrize("padding", [False, True])
-def test_gated_bias_is_its_formula(monkeypatch, padding, flex):
-    if flex:  # not compiled: slow, and exact
-        monkeypatch.setattr(model, "biased_attention", lambda *given: model.biased_flex_attention(*given[:-1]))
+def test_gated_bias_is_its_formula(padding):
     attention = lively(SelfAttention(small(), causal=False, dropout=0.0, biased=True)).eval()
     distance, T = lively(RelativePositionBias(2)), 6
     h = torch.randn(2, T, 8, dtype=torch.float64, requires_grad=True)
     keep = torch.ones(2, T, dtype=torch.bool)
     keep[1, 4:] = not padding
-    with torch.set_grad_enabled(not flex):  # on a CPU, FlexAttention has no backward
-        y, _ = attention(h, keep[:, None, None] if padding else None, distance(T))
+    y, _ = attention(h, keep[:, None, None] if padding else None, distance(T))
     q, k, v = (x.view(2, T, 2, 4).transpose(1, 2) for x in attention.qkv(h).split(8, dim=2))
     buckets = {ahead: int(distance.bucket(torch.tensor(ahead))) for ahead in range(-T, T + 1)}
     heads = literal_attention(q, k, v, *attention.gate, attention.gate_w, distance.table.weight, buckets, keep)
     expected = attention.proj(heads.transpose(1, 2).reshape(2, T, 8))
     torch.testing.assert_close(y, expected, rtol=1e-9, atol=1e-9)
-    if flex:
-        return
     inputs, arrow = (h, *attention.parameters(), *distance.parameters()), torch.randn_like(y)
     found, slow = (torch.autograd.grad((x * arrow).sum(), inputs) for x in (y, expected))
     torch.testing.assert_close(found, slow, rtol=1e-8, atol=1e-9)
@@ -182,18 +174,3 @@ def test_buckets_are_t5s():
     ahead = torch.arange(-300, 301)
     expected = t5.T5Attention._relative_position_bucket(ahead, bidirectional=True, num_buckets=32, max_distance=128)
     assert torch.equal(RelativePositionBias(2).bucket(ahead), expected)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_flex_attention_on_cuda_equals_the_plain_path(monkeypatch):
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(2, 4, 96, 64, device="cuda", requires_grad=True) for _ in range(3))
-    scale, distance = (1 + torch.rand(2, 4, 96, device="cuda")).requires_grad_(), RelativePositionBias(4).cuda()
-    nn.init.normal_(distance.table.weight)
-    mask = (torch.arange(96, device="cuda") < torch.tensor([[96], [70]], device="cuda"))[:, None, None]
-    results = []
-    for flex in (True, False):
-        monkeypatch.setattr(model, "FLEX_ATTENTION", flex)
-        y = model.biased_attention(q, k, v, scale, distance(96), mask)
-        results.append((y, *torch.autograd.grad(y.square().sum(), (q, k, v, scale, distance.table.weight))))
-    torch.testing.assert_close(*results, rtol=2e-2, atol=2e-2)

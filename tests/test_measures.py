@@ -39,7 +39,7 @@ def test_what_is_shown_of_layers():
 
 def literal_stats(moe: MoE, calls: list) -> dict:
     """calls: (h (S, D), ids (S,)) of every forward pass. What routers choose is held against loops elsewhere."""
-    E, (ffn,) = moe.router.E, moe.experts
+    E, ffn = moe.router.E, moe.experts
     tokens, wanted, served, unserved, entropy, positive, units, load = 0, 0, 0, 0, 0.0, 0, 0, []
     for h, ids in calls:
         routing = moe.router(h, ids)

@@ -9,7 +9,7 @@ from count_functions import functions_of_a_step
 from helpers import constants
 from torch import nn
 
-from model import GPT, Encoder, MoE, Translator
+from model import GPT, Encoder, Experts, MoE, Stacks, Translator
 from routers import ROUTERS
 
 V = 13
@@ -232,8 +232,8 @@ def test_constants_that_make_no_model_are_refused(kind, options, message):
 def test_in_place_of_ffns_every_split_keeps_parameters_and_flops(router, split):  # XMoE eq. 6
     moe = GPT(constants(router=router, split=split, ffn_size=32, capacity=1.5, eval_capacity=0.5), V).moe_layers[0]
     k = split or {"topk": 4, "threshold": 4}.get(router, 1)
-    assert moe.router.E == 4 * k and moe.experts[0].w_in.shape == (4 * k, 32 // k, 8)
-    assert (moe.gamma, moe.eval_gamma, len(moe.norms)) == (1.5 * k, 0.5 * k, 0)
+    assert moe.router.E == 4 * k and moe.experts.w_in.shape == (4 * k, 32 // k, 8)
+    assert (moe.gamma, moe.eval_gamma) == (1.5 * k, 0.5 * k)
     assert getattr(moe.router, "K", k) == k
     assert moe.capacity(64) == 64 * 1.5 * k / (4 * k) and moe.eval().capacity(64) == 64 * 0.5 * k / (4 * k)
 
@@ -247,13 +247,15 @@ def test_the_capacity_of_evaluation_is_that_of_training_where_it_is_not_given():
 @pytest.mark.parametrize("layers", [0, 1, 3])
 def test_between_layers_stand_the_experts_that_are_named(layers):  # X-MoE 4.1
     moe = Encoder(constants(router="topk", top_k=2, expert_size=6, expert_layers=layers), V).moe_layers[0]
-    assert (moe.router.E, moe.router.K, len(moe.norms), len(moe.experts)) == (4, 2, layers, max(1, layers))
-    assert all(ffn.w_in.shape == (4, 6, 8) for ffn in moe.experts)
+    assert (moe.router.E, moe.router.K, type(moe.experts)) == (4, 2, Stacks if layers else Experts)
+    ffns, norms = (moe.experts.ffns, moe.experts.norms) if layers else ([moe.experts], [])
+    assert len(ffns) == max(1, layers) and len(norms) == layers
+    assert all(ffn.w_in.shape == (4, 6, 8) for ffn in ffns)
     assert moe.capacity(50) == 50
     start = moe.router.experts
     torch.testing.assert_close(start.norm(dim=1), torch.full((4,), 0.1))
-    assert all((ffn.w_out == 0).all() == bool(layers) for ffn in moe.experts)  # a stack changes nothing at first
-    assert all((norm.weight == 1).all() and (norm.bias == 0).all() for norm in moe.norms)
+    assert all((ffn.w_out == 0).all() == bool(layers) for ffn in ffns)  # a stack changes nothing at first
+    assert all((norm.weight == 1).all() and (norm.bias == 0).all() for norm in norms)
 
 
 OTHER = dict(threshold=0.3, init_temperature=0.9, routing_dim=3, eval_threshold=0.2, score="hypersphere")

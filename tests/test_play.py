@@ -31,7 +31,7 @@ from data.batches import MaskedData
 from data.prepare import prepare
 from data.tokenizers import XLMR, SentencePiece, train_sentencepiece
 from engine import pretrained
-from model import GPT, MaskedLM, Translator, expert_capacity, within_capacity
+from model import GPT, MaskedLM, MoE, Translator, within_capacity
 from routers import NOT_CHOSEN
 
 NODE = shutil.which("node")
@@ -147,11 +147,12 @@ def test_the_page_chooses_as_the_routers_do():
             settings += [("switch", 0.5, 1), ("expert_choice", 0.5, 1)]
             for chooser, t, K in settings:
                 config = constants(threshold=min(t, 1.0), eval_threshold=None)
-                router = play.CHOOSERS[chooser](config, E, K).eval()
+                router = play.CHOOSERS[chooser](config, E, K)
+                moe = MoE(router, None, math.inf, math.inf).eval()
                 priority = router.choose(probs, probs)
                 for gamma in (None, 0.25, 1.0, 1.1, 2.5, 6.0, float(E)):
-                    C = expert_capacity(S, E, math.inf if gamma is None else gamma)
-                    kept = within_capacity(priority, C)
+                    moe.eval_gamma = math.inf if gamma is None else gamma
+                    kept = within_capacity(priority, moe.capacity(S))
                     expected.append([digits(priority > NOT_CHOSEN), digits(kept)])
                     cut += expected[-1][0] != expected[-1][1]
                     setting = dict(chooser=chooser, t=min(t, 1.0), K=K, gamma=gamma)

@@ -23,6 +23,7 @@ from helpers import (
     ROOT,
     TORCHRUN,
     Script,
+    constants,
     finish,
     flip_a_byte,
     losses,
@@ -43,6 +44,7 @@ from engine.files import load_checkpoint, newest, write
 from engine.pretrained import load
 from engine.run import Run
 from engine.table import Table, markdown_table
+from model import GPT, MaskedLM
 
 LM = Script(train_lm)
 
@@ -343,6 +345,28 @@ def test_a_checkpoint_of_another_model_is_one_line(part, left, message, options,
         inside[last] = left
     torch.save(state, only_run(options["out_dir"]) / "ckpt.pt")
     assert message in LM.refused(options, monkeypatch, capsys)
+
+
+@pytest.mark.parametrize("kind", [GPT, MaskedLM], ids=["experts", "stacks"])
+def test_a_checkpoint_from_before_has_todays_names(kind, tmp_path):
+    """Of its model, of what its optimizer knows, and of the best weights so far."""
+    net, file = kind(constants(), 13), tmp_path / "ckpt.pt"
+
+    def before(name: str) -> str:
+        name = name.replace("experts.norms.", "norms.").replace("experts.ffns.", "experts.")
+        return re.sub(r"experts\.([wb]_)", r"experts.0.\1", name)
+
+    def state(name_of) -> dict:
+        weights = {name_of(name): x.tolist() for name, x in net.state_dict().items()}
+        moments = {name: {"exp_avg": x} for name, x in weights.items()}
+        found = {"model": weights, "optimizer": {"state": moments}, "kept": {"best": {"step": 2, "model": weights}}}
+        return found | {"class": "GPT", "constants": {"experts": 4}, "vocab_size": 13, "step": 3, "identity": {}}
+
+    old = {"blocks.1.ffn.experts.0.w_in", "encoder.moes.0.experts.1.b_out", "encoder.moes.0.norms.1.weight"}
+    assert len(state(before)["model"].keys() & old) == (1 if kind is GPT else 2)
+    for name_of in (before, str):
+        torch.save(state(name_of), file)
+        assert load_checkpoint(file) == state(str)
 
 
 def test_a_file_that_unpacks_to_more_than_it_holds_is_not_unpacked(options, monkeypatch, capsys):

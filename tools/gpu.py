@@ -192,8 +192,7 @@ def attention() -> Results:
         return values_and_gradients(lambda: (biased_attention(**leaves, mask=mask), 0), leaves)
 
     again = partial(once, DEVICE)
-    facts = judge(again(), once("cpu", torch.float32), 0.03)
-    facts["ms"] = milliseconds(again)
+    facts = judge(again(), once("cpu", torch.float32), 0.03) | {"ms": milliseconds(again)}
     yield facts | {"peak_mb": bench.peak_memory(again, HERE)}
 
 
@@ -219,7 +218,7 @@ def compiled_router() -> Results:
 
 def host_waits(router: str) -> Results:
     """Where in a training step the host waits for the card, and how often."""
-    constants = preset("small", router=router, n_layer=2)
+    constants = preset("small", router=router, n_layer=2, compile=False)
     trainee = bench.trainee(constants, S // 4, HERE)
     trainee.run()
     waits = Counter()
@@ -296,7 +295,6 @@ def ceilings() -> Results:
 
 def whole_layers(shape: train_lm.Config) -> Results:
     """Forward and backward: dense layers, ours under every router and compiled, Mixtral's, MegaBlocks'."""
-    torch.compiler.reset()  # of more than a few variants, torch gives up compiling
     h = random(1, S, shape.n_embd).float()
     peers = {
         "HF Mixtral, grouped_mm": partial(bench.mixtral, shape, h, HERE),
@@ -437,7 +435,7 @@ def stopped_and_resumed() -> Results:
 MODELS = {"124M dense": "openwebtext-124M", "323M threshold": "openwebtext-323M"}
 STEP = {"train_lm.py": stopped_and_resumed}
 for title, name in MODELS.items():
-    STEP[f"{title}, eager"] = partial(training_steps, preset(name))
+    STEP[f"{title}, eager"] = partial(training_steps, preset(name, compile=False))
     STEP[f"{title}, compiled"] = partial(training_steps, preset(name, compile=True))
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 #!/bin/bash
 # A training script on several nodes under Slurm, one process a GPU:
 #
-#     sbatch tools/slurm.sh train_lm.py --preset openwebtext-556M --expert_parallel 8
+#     sbatch tools/slurm.sh train_lm.py --preset openwebtext-556M
 #     sbatch --nodes 8 tools/slurm.sh train_electra.py --preset xl --shard true
 #
 # Submit it from the folder of the scripts, which all nodes must see, with the Python environment active and the data
