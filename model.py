@@ -31,13 +31,13 @@ WORTH_COMPILING = 1 << 21  # activations (N x F), from which compiling the funct
 class MoE(nn.Module):
     """A sparse FFN: a router chooses experts for each token, and each expert serves as many as its capacity allows.
 
-    gamma, eval_gamma: the capacity factors in training and at test; inf is no limit.
+    capacity_factor, at_test: the papers' gamma, in training and at test; inf is no limit.
     """
 
-    def __init__(self, router: nn.Module, experts: "Experts | Stacks", gamma: float, eval_gamma: float):
+    def __init__(self, router: nn.Module, experts: "Experts | Stacks", capacity_factor: float, at_test: float):
         super().__init__()
         self.router, self.experts = router, experts
-        self.gamma, self.eval_gamma = gamma, eval_gamma
+        self.capacity_factor, self.eval_capacity_factor = capacity_factor, at_test
         self.watchers = []  # called with (self, h, routing, kept), where routing is measured
 
     def forward(self, h, ids, real=None, first: int = 0):
@@ -73,7 +73,7 @@ class MoE(nn.Module):
 
         What is above a whole number by 1e-7 or less is rounding: gamma 1.1 of 100 tokens over 10 experts is 11, not 12.
         """
-        gamma, E = self.gamma if self.training else self.eval_gamma, self.router.E
+        gamma, E = self.capacity_factor if self.training else self.eval_capacity_factor, self.router.E
         if gamma >= E:
             return S
         rows = math.ceil(gamma * S / E - 1e-7)
@@ -315,8 +315,8 @@ def in_place_of_ffn(config, V: int, gelu: str) -> MoE:
     return MoE(
         router(config, E, K=split, V=V),
         Experts(E, config.n_embd, config.ffn_size // split, gelu),
-        gamma=config.capacity * split,
-        eval_gamma=at_test * split,
+        capacity_factor=config.capacity * split,
+        at_test=at_test * split,
     )
 
 
@@ -331,8 +331,8 @@ def between_layers(config, V: int, gelu: str) -> MoE:
     return MoE(
         router(config, E=config.experts, K=config.top_k, V=V, x_moe=True),
         Stacks(*size, layers) if layers else Experts(*size),
-        gamma=config.capacity_factor,
-        eval_gamma=config.capacity_factor,
+        capacity_factor=config.capacity_factor,
+        at_test=config.capacity_factor,
     )
 
 
@@ -390,7 +390,7 @@ class SparseModel(nn.Module):
     @property
     def limited_at_test(self) -> bool:
         """Whether a choice can be cut at test. False where experts choose tokens: there the limit itself chooses."""
-        limited = any(moe.eval_gamma < moe.router.E for moe in self.moe_layers)
+        limited = any(moe.eval_capacity_factor < moe.router.E for moe in self.moe_layers)
         return limited and not self.sees_later
 
     def after_step(self):
@@ -409,14 +409,14 @@ class SparseModel(nn.Module):
     @contextmanager
     def no_limit(self):
         """Inside the `with`, experts have no capacity limit at test."""
-        before = [moe.eval_gamma for moe in self.moe_layers]
+        before = [moe.eval_capacity_factor for moe in self.moe_layers]
         for moe in self.moe_layers:
-            moe.eval_gamma = math.inf
+            moe.eval_capacity_factor = math.inf
         try:
             yield
         finally:
-            for moe, gamma in zip(self.moe_layers, before):
-                moe.eval_gamma = gamma
+            for moe, factor in zip(self.moe_layers, before):
+                moe.eval_capacity_factor = factor
 
 
 # ---------------------------------------------------------------------------------------------------------------------

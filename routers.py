@@ -153,9 +153,9 @@ class TopK(Router):
     split = 4
     reads = Router.reads | {"top_k"}
 
-    @property
-    def most(self) -> int:
-        return self.K
+    def __init__(self, config, E: int, K: int = 1, V: int = 0, x_moe: bool = False):
+        super().__init__(config, E, K, V, x_moe)
+        self.most = K
 
     def choose(self, score, probs):
         order = probs.argsort(dim=1, descending=True, stable=True)  # of equal experts the lower comes first
@@ -166,8 +166,10 @@ class TopK(Router):
 class Switch(TopK):
     """The most probable expert (Switch Transformers); in X-MoE's layers its baseline SMoE."""
 
-    split = most = 1
-    reads = Router.reads
+    split, reads = 1, Router.reads
+
+    def __init__(self, config, E: int, K: int = 1, V: int = 0, x_moe: bool = False):
+        super().__init__(config, E, 1, V, x_moe)
 
 
 @router("hypersphere")

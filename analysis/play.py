@@ -119,7 +119,7 @@ class Player:
             "chooser": chooser,
             "t": constants.get("threshold", 0.5) if t is None else t,
             "K": router.max_choices if chooser == "topk" else min(4, router.E),
-            "gamma": moe.eval_gamma if moe.eval_gamma < router.E else None,  # None: no limit
+            "gamma": moe.eval_capacity_factor if moe.eval_capacity_factor < router.E else None,  # None: no limit
         }
         about = {"run": self.run, "router": constants["router"], "names": names, "E": router.E}
         return about | {"own": own, "choosers": choosers}
@@ -223,18 +223,19 @@ def chooser_of(router) -> str:
 @contextmanager
 def routed(model, setting: dict | None):
     """Inside the `with`, tokens choose as the page says: by the same probabilities, in another class of router."""
-    before = [(moe.router, moe.eval_gamma) for moe in model.moe_layers]
+    before = [(moe.router, moe.eval_capacity_factor) for moe in model.moe_layers]
     try:
         for moe in model.moe_layers if setting else ():
-            moe.eval_gamma = math.inf if setting["gamma"] is None else setting["gamma"]
+            moe.eval_capacity_factor = math.inf if setting["gamma"] is None else setting["gamma"]
             if setting["chooser"] != "own":
                 moe.router = copy.copy(moe.router)  # with the same parameters
-                moe.router.__class__, moe.router.K = CHOOSERS[setting["chooser"]], setting["K"]
+                moe.router.__class__ = kind = CHOOSERS[setting["chooser"]]
+                moe.router.most = setting["K"] if kind is TopK else kind.most
                 moe.router.config = SimpleNamespace(threshold=setting["t"], eval_threshold=None)
         yield
     finally:
-        for moe, (router, gamma) in zip(model.moe_layers, before):
-            moe.router, moe.eval_gamma = router, gamma
+        for moe, (router, factor) in zip(model.moe_layers, before):
+            moe.router, moe.eval_capacity_factor = router, factor
 
 
 def packed(x: Tensor, kind: str) -> str:

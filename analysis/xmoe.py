@@ -106,7 +106,7 @@ def test_limited(run: Trained, max_tokens: int) -> Iterator[dict]:
 def limit(run: Trained, share: float):
     """Limits the experts of every MoE layer at test to a share of a dense FFN's FLOPs."""
     for moe in run.model.moe_layers:
-        moe.eval_gamma = share * ffn_flops(run.model) / row_flops(moe)
+        moe.eval_capacity_factor = share * ffn_flops(run.model) / row_flops(moe)
     # A dense model that was split into experts, and trained with t = 1 (table 2), gets t = 0.9 below full work.
     is_split = run.config.get("expert_ffns") == run.config.get("threshold") == 1
     t = 0.9 if is_split and share < 1 else run.config.get("eval_threshold")

@@ -226,7 +226,7 @@ def code() -> dict[str, float]:
         ids = torch.zeros(16, 1024, dtype=torch.int64, device="cuda")
         for router, K in (("threshold", 4), ("topk", 4)):
             chooser = ROUTERS[router](constants(n_embd=D), 32, K, V)
-            moe = on_card(model.MoE(chooser, model.Experts(32, D, D, "tanh"), gamma=4.0, eval_gamma=4.0))
+            moe = on_card(model.MoE(chooser, model.Experts(32, D, D, "tanh"), 4.0, 4.0))
             generate(router, in_bf16(moe), h, ids)
         ffn = on_card(model.FFN(constants(n_embd=D, ffn_size=4 * D), "tanh"))
         generate("dense", in_bf16(ffn), h)

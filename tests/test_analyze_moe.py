@@ -153,7 +153,7 @@ def test_a_limit_is_a_share_of_a_dense_ffns_flops(place):
     cases = (config | {"eval_threshold": 0.4}, 0.5, 0.4), (split, 0.5, 0.9), (split, 1.0, None)
     for constants, share, t in cases:
         xmoe.limit(shared.Trained("", constants, [], model=model), share)
-        assert model.moe_layers[0].eval_gamma == pytest.approx(share * FFN / WIDTH)
+        assert model.moe_layers[0].eval_capacity_factor == pytest.approx(share * FFN / WIDTH)
         assert model.config.eval_threshold == t
 
 

@@ -106,7 +106,7 @@ def test_capacity_keeps_what_a_stable_sort_would(data):
 def literal_layer(moe, h, ids, x_moe):
     """h (S, D) -> (S, D), balance loss; and how many choices are made, and served."""
     slow = reference.route(moe.router, h, ids, x_moe=x_moe)
-    E, gamma = moe.router.E, moe.eval_gamma
+    E, gamma = moe.router.E, moe.eval_capacity_factor
     limit = None if gamma == math.inf else reference.capacity(len(h), E, gamma)
     served = reference.serve(slow.turn, limit, E)
     if isinstance(moe.experts, Stacks):
@@ -254,7 +254,7 @@ ROOMS = [(0.5, 1, 32), (2.0, 1, 64), (0.5, 2, 32), (math.inf, 1, 64), (math.inf,
 def test_room_is_as_little_as_is_sure(as_on_cuda, gamma, most, room):
     """Of 64 tokens' choices and 8 experts' places the fewer."""
     moe, sizes = make_moe("switch" if most == 1 else "topk", E=8, gamma=gamma), []
-    moe.router.K = most
+    moe.router.most = most
     moe.experts.register_forward_pre_hook(lambda experts, given: sizes.append(len(given[0])))
     moe(*make_batch(2, 32))
     assert (moe.router.max_choices, sizes) == (most, [room])

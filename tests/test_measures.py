@@ -44,7 +44,7 @@ def literal_stats(moe: MoE, calls: list) -> dict:
     for h, ids in calls:
         routing = moe.router(h, ids)
         turn = {(s, e): (-int(routing.priority[s, e]), s) for s, e in routing.wanted.nonzero().tolist()}
-        kept = reference.serve(turn, reference.capacity(len(h), E, moe.eval_gamma), E)
+        kept = reference.serve(turn, reference.capacity(len(h), E, moe.eval_capacity_factor), E)
         tokens, wanted, served = tokens + len(h), wanted + len(turn), served + len(kept)
         unserved += sum(not any((s, e) in kept for e in range(E)) for s in range(len(h)))
         entropy -= sum(p * math.log(p) for p in routing.probs.flatten().tolist() if p > 0)

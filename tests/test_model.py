@@ -131,7 +131,7 @@ def test_with_drops_and_in_expert_choice_logits_do_depend_on_later_tokens(varian
 
 def test_no_limit_holds_inside_and_is_undone_after():
     model = make_gpt(n_layer=4, capacity=2.0, eval_capacity=1.5)
-    limits = lambda: [(moe.gamma, moe.eval_gamma) for moe in model.moe_layers]  # noqa: E731
+    limits = lambda: [(moe.capacity_factor, moe.eval_capacity_factor) for moe in model.moe_layers]  # noqa: E731
     assert model.limited_at_test and not make_gpt(capacity=3.0).limited_at_test  # 3 experts: as many places as tokens
     with model.no_limit():
         assert not model.limited_at_test and limits() == [(2.0, math.inf)] * 2
@@ -201,7 +201,7 @@ def test_generation_leaves_the_model_as_it_was(training):
     model, ids = make_gpt(training=training, dropout=0.5), make_ids(1, 2)
     assert torch.equal(model.generate(ids, 4, top_k=1), model.generate(ids, 4, top_k=1))  # no dropout
     assert all(m.training == training for m in model.modules())
-    assert [moe.eval_gamma for moe in model.moe_layers] == [1.0]
+    assert [moe.eval_capacity_factor for moe in model.moe_layers] == [1.0]
 
 
 # --- What the constants mean
@@ -233,15 +233,15 @@ def test_in_place_of_ffns_every_split_keeps_parameters_and_flops(router, split):
     moe = GPT(constants(router=router, split=split, ffn_size=32, capacity=1.5, eval_capacity=0.5), V).moe_layers[0]
     k = split or {"topk": 4, "threshold": 4}.get(router, 1)
     assert moe.router.E == 4 * k and moe.experts.w_in.shape == (4 * k, 32 // k, 8)
-    assert (moe.gamma, moe.eval_gamma) == (1.5 * k, 0.5 * k)
+    assert (moe.capacity_factor, moe.eval_capacity_factor) == (1.5 * k, 0.5 * k)
     assert getattr(moe.router, "K", k) == k
     assert moe.capacity(64) == 64 * 1.5 * k / (4 * k) and moe.eval().capacity(64) == 64 * 0.5 * k / (4 * k)
 
 
 def test_the_capacity_of_evaluation_is_that_of_training_where_it_is_not_given():
-    assert GPT(constants(split=2, capacity=1.5), V).moe_layers[0].eval_gamma == 3.0
+    assert GPT(constants(split=2, capacity=1.5), V).moe_layers[0].eval_capacity_factor == 3.0
     moe = Encoder(constants(capacity_factor=1.5), V).moe_layers[0]
-    assert moe.gamma == moe.eval_gamma == 1.5
+    assert moe.capacity_factor == moe.eval_capacity_factor == 1.5
 
 
 @pytest.mark.parametrize("layers", [0, 1, 3])

@@ -93,11 +93,11 @@ SIZES = {  # by hand: experts, units of an expert, experts that a token may choo
 def test_its_split_says_experts_capacity_and_flops(name):
     moe, (E, F, most, served) = layer(name), SIZES[name]
     assert (moe.router.E, moe.experts.w_in.shape, moe.router.max_choices) == (E, (E, F, 8), most)
-    assert moe.gamma == moe.eval_gamma == E / 4 and moe.capacity(48) == 48 // 4  # gamma S / E
+    assert moe.capacity_factor == moe.eval_capacity_factor == E / 4 and moe.capacity(48) == 48 // 4  # gamma S / E
     assert served_rows(moe) == served
     assert moe_flops(moe) == 2 * (8 * E + 32 * 8 * 2)  # the router, and one dense FFN's work
     doubled = layer(name, capacity=2.0, split=1)
-    assert (doubled.router.E, doubled.gamma, doubled.experts.w_in.shape[1]) == (4, 2.0, 32)
+    assert (doubled.router.E, doubled.capacity_factor, doubled.experts.w_in.shape[1]) == (4, 2.0, 32)
 
 
 @pytest.mark.parametrize("name", OWN)

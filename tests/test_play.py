@@ -151,7 +151,7 @@ def test_the_page_chooses_as_the_routers_do():
                 moe = MoE(router, None, math.inf, math.inf).eval()
                 priority = router.choose(probs, probs)
                 for gamma in (None, 0.25, 1.0, 1.1, 2.5, 6.0, float(E)):
-                    moe.eval_gamma = math.inf if gamma is None else gamma
+                    moe.eval_capacity_factor = math.inf if gamma is None else gamma
                     kept = within_capacity(priority, moe.capacity(S))
                     expected.append([digits(priority > NOT_CHOSEN), digits(kept)])
                     cut += expected[-1][0] != expected[-1][1]
@@ -200,7 +200,7 @@ def by_hand(folder, text: str) -> list[list[str]]:
         E, turn = moe.router.E, {}
         for s, e in routing.wanted.nonzero().tolist():
             turn[s, e] = (-int(routing.priority[s, e]), s)
-        C = reference.capacity(S, E, moe.eval_gamma) if moe.eval_gamma < math.inf else None
+        C = reference.capacity(S, E, moe.eval_capacity_factor) if moe.eval_capacity_factor < math.inf else None
         kept = reference.serve(turn, C, E)
         every = [(s, e) for s in range(S) for e in range(E)]
         layers.append(["".join("01"[place in those] for place in every) for those in (turn, kept)])

@@ -340,7 +340,7 @@ def test_rows_of_table_1_have_the_papers_parameters_and_figures(preset):
         with torch.device("meta"):
             net = train_lm.GPT(dataclasses.replace(base, **change), V)
         totals.append(flops.count_parameters(net)["total"])
-        factors.append(int(net.moe_layers[0].gamma) if net.moe_layers else 0)
+        factors.append(int(net.moe_layers[0].capacity_factor) if net.moe_layers else 0)
     assert totals[1:] == expected and factors == [0, 1, 1, 1, 2, 4, 8, 2, 4, 8]
     experts = [labels[1] for labels, _ in table.rows]
     assert experts == [f"1 x {width}"] + [f"{8 * k} x {width // k}" for k in factors[1:]]

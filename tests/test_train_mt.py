@@ -346,7 +346,7 @@ def test_at_the_papers_scale_every_language_has_its_own_model():
     assert flops.numel(built(rows[0][1])) == dense == 79_438_848
     for (labels, config), k in zip(rows[5::5], (1, 2, 4, 2, 4), strict=True):
         E, size, model = 32 * k, 2048 // k, built(config)
-        assert labels[1] == f"{E} x {size}" and {moe.gamma for moe in model.moe_layers} == {k}
+        assert labels[1] == f"{E} x {size}" and {moe.capacity_factor for moe in model.moe_layers} == {k}
         # 9 blocks have experts, and a routing vector for each
         assert flops.numel(model) == dense + 9 * (E * (2 * D * size + size + D + D) - (2 * D * F + F + D))
 

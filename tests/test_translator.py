@@ -266,7 +266,7 @@ def test_the_limit_is_obeyed_when_it_is_asked_for(limit):
     for here in kept:
         capacity = max(4, math.ceil(len(here) / 4)) if limit else len(here)
         assert (here.sum(dim=0) == capacity).all()
-    assert model.moe_layers[0].eval_gamma == 1.0  # as before
+    assert model.moe_layers[0].eval_capacity_factor == 1.0  # as before
 
 
 def test_experts_that_choose_their_tokens_keep_their_limit():
