@@ -68,7 +68,7 @@ class Router(nn.Module):
 
     def __init__(self, config, E: int, K: int = 1, V: int = 0, x_moe: bool = False):
         super().__init__()
-        self.config, self.E, self.K = config, E, K
+        self.config, self.E = config, E
         self.score = config.score or self.score
         self.gate = config.gate or self.gate
         self.on_sphere = self.score == "hypersphere"

@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 import torch
 from filelock import FileLock, Timeout
@@ -126,19 +127,21 @@ class Run:
 
     def make_folder(self):
         """A run that starts again deletes what runs make. Raises ValueError where another process trains here."""
-        base = self.folder.parent
-        try:
-            base.mkdir(parents=True, exist_ok=True)
-            with FileLock(base / ".lock"):  # two runs that start at once could take one name
-                self.folder, self.reason = folder_of(self.config, self.presets, self.identity)
-                self.folder.mkdir(exist_ok=True)
-                self.lock = FileLock(self.folder / "lock")  # as long as there is this object
-                self.lock.acquire(blocking=False)
-                self.write("config.json", self.identity)
-        except Timeout:
-            raise ValueError(f"another process is training in {self.folder}: wait for it, or end it") from None
-        except (OSError, NotImplementedError) as error:
-            raise ValueError(f"{self.folder} cannot be made or locked ({error}): choose another --out_dir") from None
+        found = None
+        while found != self.folder:  # as another run may have taken the name meanwhile
+            self.folder, self.reason = folder_of(self.config, self.presets, self.identity)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.lock = FileLock(self.folder / "lock")  # as long as there is this object
+            try:
+                with suppress(Timeout):  # within a second whoever holds it has said which run it is
+                    self.lock.acquire(timeout=1)
+            except (OSError, NotImplementedError) as error:
+                file = self.folder / "lock"
+                raise ValueError(f"{file} cannot be locked ({error}): choose another --out_dir") from None
+            found, _ = folder_of(self.config, self.presets, self.identity)
+        if not self.lock.is_locked:
+            raise ValueError(f"another process is training in {self.folder}: wait for it, or end it")
+        self.write("config.json", self.identity)
         if self.reason:
             self.context.say(f"{self.name}: a run of its own, as {self.reason}")
         for name in MADE if not self.config.resume else ():

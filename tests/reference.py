@@ -61,12 +61,12 @@ def algorithm_1(p, t):
 # --- Routers
 
 
-def route(router, h, ids=None, assigned=None, x_moe=False):
+def route(router, h, ids=None, assigned=None, several=False):
     """h (S, D) -> Choices. `assigned` (S,) is the balanced assignment, which BASE needs in training.
 
-    x_moe: X-MoE's layers divide by the sum over K > 1 chosen experts, and their balance loss counts all of them.
+    several: X-MoE's layers divide by the sum over K > 1 chosen experts, and their balance loss counts all of them.
     """
-    kind, E, several = type(router).__name__, router.E, x_moe and getattr(router, "K", 1) > 1
+    kind, E = type(router).__name__, router.E
     if kind == "Hash":
         pairs = [(s, int(router.expert_of_id[ids[s]])) for s in range(len(h))]
         probs = {}
@@ -87,7 +87,7 @@ def route(router, h, ids=None, assigned=None, x_moe=False):
         p = probs[s] = softmax([x / tau for x in score])
         first_probs[s] = softmax([x / tau0 for x in score])
         if kind in ("TopK", "Hypersphere"):
-            chosen = best_first(p)[: router.K]
+            chosen = best_first(p)[: router.most]
         elif kind == "Switch":
             chosen = best_first(p)[:1]
         elif kind == "Threshold":

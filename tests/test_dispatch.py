@@ -105,7 +105,7 @@ def test_capacity_keeps_what_a_stable_sort_would(data):
 
 def literal_layer(moe, h, ids, x_moe):
     """h (S, D) -> (S, D), balance loss; and how many choices are made, and served."""
-    slow = reference.route(moe.router, h, ids, x_moe=x_moe)
+    slow = reference.route(moe.router, h, ids, several=x_moe)
     E, gamma = moe.router.E, moe.eval_capacity_factor
     limit = None if gamma == math.inf else reference.capacity(len(h), E, gamma)
     served = reference.serve(slow.turn, limit, E)

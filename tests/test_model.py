@@ -234,7 +234,7 @@ def test_in_place_of_ffns_every_split_keeps_parameters_and_flops(router, split):
     k = split or {"topk": 4, "threshold": 4}.get(router, 1)
     assert moe.router.E == 4 * k and moe.experts.w_in.shape == (4 * k, 32 // k, 8)
     assert (moe.capacity_factor, moe.eval_capacity_factor) == (1.5 * k, 0.5 * k)
-    assert getattr(moe.router, "K", k) == k
+    assert moe.router.most == {"topk": k, "hypersphere": k, "threshold": None, "expert_choice": None}.get(router, 1)
     assert moe.capacity(64) == 64 * 1.5 * k / (4 * k) and moe.eval().capacity(64) == 64 * 0.5 * k / (4 * k)
 
 
@@ -247,7 +247,7 @@ def test_the_capacity_of_evaluation_is_that_of_training_where_it_is_not_given():
 @pytest.mark.parametrize("layers", [0, 1, 3])
 def test_between_layers_stand_the_experts_that_are_named(layers):  # X-MoE 4.1
     moe = Encoder(constants(router="topk", top_k=2, expert_size=6, expert_layers=layers), V).moe_layers[0]
-    assert (moe.router.E, moe.router.K, type(moe.experts)) == (4, 2, Stacks if layers else Experts)
+    assert (moe.router.E, moe.router.most, type(moe.experts)) == (4, 2, Stacks if layers else Experts)
     ffns, norms = (moe.experts.ffns, moe.experts.norms) if layers else ([moe.experts], [])
     assert len(ffns) == max(1, layers) and len(norms) == layers
     assert all(ffn.w_in.shape == (4, 6, 8) for ffn in ffns)

@@ -385,7 +385,7 @@ def test_a_folder_that_cannot_be_locked_is_named(error, options, monkeypatch, ca
 
     monkeypatch.setattr(FileLock, "acquire", acquire)
     line = LM.refused(options, monkeypatch, capsys)
-    assert re.search(r"demo\S* cannot be made or locked \(.*\): choose another --out_dir", line)
+    assert re.search(r"demo\S*lock cannot be locked \(.*\): choose another --out_dir", line)
 
 
 def test_a_file_that_cannot_be_written_leaves_no_part_of_it(tmp_path, monkeypatch, capsys):
