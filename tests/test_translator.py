@@ -32,9 +32,9 @@ def make(row: str, dtype=torch.float64, **options) -> Translator:
     """Weights so large that a token makes a difference."""
     torch.manual_seed(0)
     model = Translator(Config(**SIZE | ROWS[row] | options), V).to(dtype).eval()
-    for moe in model.moe_layers:
-        for ffn in moe.experts:
-            nn.init.normal_(ffn.w_out, std=0.3)
+    for name, p in model.named_parameters():
+        if name.endswith("w_out"):
+            nn.init.normal_(p, std=0.3)
     return model
 
 
