@@ -278,10 +278,9 @@ def activation(a, b, gate, gelu: str):
 def compiled_activation(device: str):
     """`activation` in one pass over memory, and one backward; as it stands where that device cannot compile it."""
     compiled = torch.compile(activation, dynamic=True)
-    ones = functools.partial(torch.ones, device=device, dtype=torch.bfloat16, requires_grad=True)
-    gate = torch.ones(5, 1, device=device, requires_grad=True)
+    ones = functools.partial(torch.ones, device=device, requires_grad=True)
     try:
-        compiled(ones(5, 3), ones(5, 3), gate, "tanh")  # what is compiled for one size serves all
+        compiled(ones(5, 3, dtype=torch.bfloat16), ones(5, 3), ones(5, 1), "tanh")  # one size stands for all
     except Exception:  # no compiler, or another of many reasons: slower, but right
         return activation
     return compiled

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from data.tokenizers import XLMR, Tokenizer, load_tokenizer
-from engine.files import read_json, write
+from engine.files import read_json, with_names_of_today, write
 from model import PAD
 
 Weights = dict[str, Tensor]  # by the names that model.py has for them
@@ -184,6 +184,7 @@ def read(folder: Path) -> Found:
         kind = config["trained"]
         constants = config["constants"] | {"vocab_size": config["vocab_size"]}
         weights = part_of(read_tensors(folder), "model.")
+        weights = with_names_of_today(weights, weights)
     else:
         kind = "GPT" if config.get("model_type") == "gpt2" else "MaskedLM"
         constants, weights = LAYOUTS[kind].read(folder)
