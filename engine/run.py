@@ -97,7 +97,7 @@ class Run:
             raise ValueError(f"the processes see different data, precision or {where}")
         if self.result:
             self.context.say(f"{self.name}: finished before, in {self.folder} (--resume false trains it again)")
-        edited = [*others((self.result or self.checkpoint).get("code"), self.code)]
+        edited = [name.split()[0] for name in others((self.result or self.checkpoint).get("code"), self.code)]
         if edited:
             words = "its numbers are of the code before" if self.result else "it goes on with the code of today"
             warn(f"{', '.join(edited)} changed since {self.name} was trained: {words} (--resume false trains it anew)")

@@ -104,12 +104,12 @@ def test_an_edit_is_followed(name, commands, edited, tmp_path, monkeypatch, caps
     assert "changed" not in err
     out, err, _ = run(*LOOP)
     assert f"finished before, in {first} (--resume false trains it again)" in out
-    assert f"warning: {name}.py (Python 3.{sys.version_info.minor}) changed since {first.name} was trained" in err
+    assert f"warning: {name}.py changed since {first.name} was trained" in err
     _, err, folders = run(*LOOP, resume=False)
     assert "changed" not in err and folders == {first, second} and kept(first) != before
     monkeypatch.setattr(model, "__file__", str(edited.file("model", "MIN_CAPACITY = 4", "MIN_CAPACITY = 5")))
     _, err, _ = run(*LOOP)
-    assert f"warning: model.py (Python 3.{sys.version_info.minor}) changed since" in err
+    assert "warning: model.py changed since" in err
 
 
 def test_a_run_that_goes_on_with_other_code_says_so(commands, edited, tmp_path, monkeypatch, capsys):
@@ -120,7 +120,8 @@ def test_a_run_that_goes_on_with_other_code_says_so(commands, edited, tmp_path, 
         )
     capsys.readouterr()
     edited.script("train_lm").run(options, monkeypatch)
-    assert "train_lm.py (Python" in (err := capsys.readouterr().err) and "it goes on with the code of today" in err
+    assert "warning: train_lm.py changed since" in (err := capsys.readouterr().err)
+    assert "it goes on with the code of today" in err
 
 
 def test_an_evaluation_follows_the_code(commands, edited, tmp_path, monkeypatch):
