@@ -279,8 +279,9 @@ def compiled_activation(device: str):
     """`activation` in one pass over memory, and one backward; as it stands where that device cannot compile it."""
     compiled = torch.compile(activation, dynamic=True)
     ones = functools.partial(torch.ones, device=device, requires_grad=True)
+    size = 1024, WORTH_COMPILING // 1024  # stands for all, but a small one would be compiled for one thread
     try:
-        compiled(ones(5, 3, dtype=torch.bfloat16), ones(5, 3), ones(5, 1), "tanh")  # one size stands for all
+        compiled(ones(size, dtype=torch.bfloat16), ones(size), ones(1024, 1), "tanh")
     except Exception:  # no compiler, or another of many reasons: slower, but right
         return activation
     return compiled
