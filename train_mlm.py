@@ -264,7 +264,7 @@ def train(config: Config, context) -> dict:
             ids, masked, targets, real = context.send_all(*batch[:4])
             with context.autocast():
                 logits, balance = forward(ids, masked, real)
-                loss = cross_entropy(logits, targets)
+                loss = cross_entropy(logits, targets, reduction="sum") / max(1, len(targets))
             total = loss + config.balance_coef * balance  # X-MoE eq. 10
             (total / part).backward()  # the step's loss is the mean over all masked tokens of its micro-batches
             run.add(loss / part, tokens=batch.tokens)

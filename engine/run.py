@@ -221,7 +221,8 @@ class Run:
         """
         counts = torch.tensor(counts)
         whole = self.context.sum(counts.sum(dim=0)).double() / self.context.world
-        return (whole / counts.clamp(min=1)).tolist()
+        parts = whole / counts  # where nothing is predicted infinite, so that the loss counts for nothing
+        return parts.nan_to_num(nan=math.inf, posinf=math.inf).tolist()
 
     def add(self, loss: torch.Tensor, tokens: int):
         """Counts one micro-batch of this process; `loss` is its part of the step's loss, as the bar shows it."""

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import test_finetune_xtreme
 import test_train_electra
 import test_train_mlm
 import test_train_mt
+from filelock import FileLock
 from helpers import ROOT, TINY_LM, TORCHRUN, Script, words
 from test_finetune_xtreme import encoders, source
 from test_train_electra import corpora as electra_corpora
@@ -20,7 +22,7 @@ from test_train_mt import corpus as mt_corpus
 
 import model
 import train_lm
-from engine.config import identity
+from engine.config import command_line, identity
 from engine.files import code_of, folder_of
 
 __all__ = ["electra_corpora", "encoders", "mt_corpus", "source"]  # fixtures
@@ -72,6 +74,7 @@ def edited(tmp_path, monkeypatch) -> Edited:
 
 DECAY = r"^(    weight_decay: float = )\S+", r"\g<1>0.37"
 LOOP = r"^        optimizer\.zero_grad\(\)$", "        optimizer.zero_grad(set_to_none=True)"
+PRESET = r"^PRESETS = \{", 'PRESETS = {"mine": {}, '
 COMMENT = r"^        optimizer\.zero_grad\(\)$", "        optimizer.zero_grad()  # and the next"
 
 
@@ -100,8 +103,9 @@ def test_an_edit_is_followed(name, commands, edited, tmp_path, monkeypatch, caps
         out, err, folders = run(*edit, **given)
         assert f"finished before, in {found} " in out and folders == {first, second} and "changed" not in err
     assert kept(first) == before
-    _, err, _ = run(*COMMENT)
-    assert "changed" not in err
+    for edit in (COMMENT, PRESET):
+        _, err, _ = run(*edit)
+        assert "changed" not in err
     out, err, _ = run(*LOOP)
     assert f"finished before, in {first} (--resume false trains it again)" in out
     assert f"warning: {name}.py changed since {first.name} was trained" in err
@@ -155,6 +159,21 @@ def test_processes_follow_an_edit(commands, edited, tmp_path):
     assert len(folders) == 2, said
     assert sorted("a run of its own" in text for text in said) == [False, True]
     assert all("finished before" in text for text in run(sys.executable))
+
+
+def test_a_name_that_is_taken_in_this_moment_is_not_taken_twice(commands, edited, tmp_path, monkeypatch):
+    """Another run has the folder's lock already, and says a little later which run it is."""
+    options = commands["train_lm"] | {"out_dir": tmp_path / "out"}
+    config = command_line(train_lm.Config, train_lm.PRESETS, words(options))
+    folder, _ = folder_of(config, train_lm.PRESETS)
+    folder.mkdir(parents=True)
+    constants = json.dumps(identity(config) | {"data_checksum": "of other data"})
+    with FileLock(folder / "lock"):
+        said = threading.Timer(0.3, (folder / "config.json").write_text, [constants])
+        said.start()
+        Script(train_lm).run(options, monkeypatch)
+    assert [file.parent.name for file in options["out_dir"].glob("*/result.json")] == [f"{folder.name}-2"]
+    assert (folder / "config.json").read_text() == constants
 
 
 def write_constants(folder: Path, **constants):

@@ -557,6 +557,13 @@ def test_a_stream_that_nobody_reads_ends_no_run(streams, options):
     assert done.returncode == 0 and "Error" not in done.stderr and result_of(options["out_dir"])
 
 
+def test_a_micro_batch_weighs_as_much_as_it_predicts():
+    """Nothing where it predicts nothing, even if none of them does."""
+    run = SimpleNamespace(context=Context(0, 1, torch.device("cpu"), torch.float32))
+    assert Run.parts(run, [3, 0, 1]) == [4 / 3, math.inf, 4.0] and Run.parts(run, [0]) == [math.inf]
+    assert Run.parts(run, [(2, 5), (2, 10)]) == [[2.0, 3.0], [2.0, 1.5]]
+
+
 def test_micro_batches_that_cannot_be_dealt(options, monkeypatch, capsys):
     monkeypatch.setattr(table, "setup", lambda *_: Context(0, 3, torch.device("cpu"), torch.float32))
     monkeypatch.setattr(Context, "barrier", lambda self: None)
