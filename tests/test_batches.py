@@ -284,6 +284,7 @@ def test_windows_are_from_everywhere_and_those_of_a_short_language_padded(tmp_pa
         found.update(rows)
         assert batch.masked.tolist() == [place for place in real_places(batch.ids, batch.real) if place % T]
         assert batch.language.tolist() == [rows[place // T][0] for place in batch.masked.tolist()]
+        assert batch.tokens == sum(1 + length for *_, length in rows)  # with `<s>`
     assert set(found) == {(0, 0, 5)} | {(1, place, T - 1) for place in range(46)}
     assert all(within(found[1, place, T - 1], 4000, 1 / 92) for place in range(46))
 
