@@ -37,7 +37,7 @@ from helpers import words as command
 
 import train_lm
 from data.batches import TokenData
-from engine import table
+from engine import hugging_face, table
 from engine.config import command_line
 from engine.device import Context, setup
 from engine.files import load_checkpoint, newest, write
@@ -367,6 +367,10 @@ def test_a_checkpoint_from_before_has_todays_names(kind, tmp_path):
     for name_of in (before, str):
         torch.save(state(name_of), file)
         assert load_checkpoint(file) == state(str)
+    config = {"model_type": "nanoxmoe", "trained": kind.__name__, "constants": {}, "vocab_size": 13}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    torch.save({f"model.{before(name)}": x for name, x in net.state_dict().items()}, tmp_path / "pytorch_model.bin")
+    assert hugging_face.read(tmp_path).weights.keys() == net.state_dict().keys()  # an export
 
 
 def test_a_file_that_unpacks_to_more_than_it_holds_is_not_unpacked(options, monkeypatch, capsys):
