@@ -210,7 +210,7 @@ def encoder_of(config: Config) -> str | Path:
             folder, reason = folder_of(*run)
             if folder.exists():
                 return folder
-            script, why = Path(name).parent.name, f" ({reason})" if reason else ""
+            script, why = Path(name).parent.name, f" ({reason}: ./{name} would take that)" if reason else ""
             raise ValueError(f"{folder} does not exist{why}: train it with {script}.py, or name another folder")
     return config.model
 

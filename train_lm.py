@@ -164,7 +164,7 @@ def table2(base: Config) -> Table:
     rows = [(("dense", "", "1.00x", *paper), {"router": "dense"})]
     for experts, work, *paper in TABLE2:
         change = dict(router="threshold", moe_every=1, threshold=1.0, expert_ffns=1, split=experts)
-        if work < 1:  # the run of the row at 1.00x: `where` keeps these constants out of its name
+        if work < 1:  # the run of the row at 1.00x, tested otherwise
             change |= dict(eval_only=True, eval_threshold=0.9, eval_capacity=work)
         rows.append((("XMoE", f"{experts} x {base.ffn_size // experts}", f"{work:.2f}x", *paper), change))
     title = "XMoE table 2: test perplexity of dense models split into experts, with fewer FLOPs at test"

@@ -2,11 +2,13 @@
 
 import ast
 import hashlib
+import inspect
 import json
 import os
 import platform
 import re
 import sys
+import textwrap
 import zipfile
 from collections.abc import Iterator
 from contextlib import suppress
@@ -17,7 +19,7 @@ import torch
 
 from engine.config import identity, run_name
 from engine.device import fail, warn
-from routers import ROUTERS
+from routers import ROUTERS, Router
 
 CHECKPOINTS = "ckpt.pt", "ckpt.prev.pt"  # the newest, and the one before it
 WEIGHTS = "model.pt", *CHECKPOINTS  # the first of them has the best weights of a translator, or of fine-tuning
@@ -48,7 +50,7 @@ def folder_of(config, presets: dict, ours: dict | None = None) -> tuple[Path, st
     for file in plain.parent.glob("*/config.json"):
         try:
             runs[file.parent] = constants_in(file)
-        except ValueError:  # it stops its own run alone
+        except (ValueError, OSError):  # it stops its own run alone
             if file.parent == plain:
                 raise
     alike = [folder for folder, theirs in runs.items() if not any(others(theirs, ours))]
@@ -64,7 +66,7 @@ def folder_of(config, presets: dict, ours: dict | None = None) -> tuple[Path, st
     numbered = (named.with_name(f"{named.name}-{number}") for number in count(2))
     folder = next(filter(is_free, chain([named], numbered)))
     has = ", ".join(f"{name} {theirs[name]}" for name in differing)
-    return folder, f"{plain} has {has or 'other data, or other constants'}"
+    return folder, f"{plain} has {has or ('other data, or other constants' if theirs else 'no config.json')}"
 
 
 def constants_in(file: Path) -> dict:
@@ -86,27 +88,41 @@ def others(theirs: dict | None, ours: dict) -> Iterator[str]:
 
 
 def code_of(config) -> dict[str, str]:
-    """Checksums of the code that a run's numbers come from: its script, model.py, routers.py, and where its router is.
+    """Checksums of the code that a run's numbers come from: the script, model.py, routers.py, a router of one's own.
 
-    Comments, docstrings and constants at the top of the script do not count; constants are compared by their values.
+    Comments, docstrings and constants at the top of the script do not count: constants are compared by their values.
     """
-    script, found = type(config).__module__, {}
-    router = ROUTERS.get(getattr(config, "router", ""))
-    for name in {script, "model", "routers"} | ({router.__module__} if router else set()):
-        file = getattr(sys.modules.get(name), "__file__", None)
-        if file is None:  # a notebook's cell
-            continue
-        tree = ast.parse(Path(file).read_text(encoding="utf-8"))
-        if name == script:
-            tree.body = [node for node in tree.body if not isinstance(node, ast.Assign | ast.AugAssign)]
+    kind = type(config)
+    trees = {"model.py": source_of(sys.modules["model"]), "routers.py": source_of(sys.modules["routers"])}
+    trees["the script"] = script = source_of(sys.modules[kind.__module__])
+    script.body = [node for node in script.body if not isinstance(node, ast.Assign | ast.AugAssign)]
+    for node in script.body:
+        if isinstance(node, ast.ClassDef) and node.name == kind.__name__:
+            for constant in node.body:
+                if isinstance(constant, ast.AnnAssign):
+                    constant.value = None
+    router = ROUTERS.get(getattr(config, "router", ""), Router)
+    own = [each for each in router.__mro__ if issubclass(each, Router) and each.__module__ != "routers"]
+    for each in own:
+        trees[f"router {each.__name__}"] = source_of(sys.modules.get(each.__module__), each)
+    python = ".".join(platform.python_version_tuple()[:2])  # which decides how code is written out
+    found = {}
+    for name, tree in trees.items():
         for node in ast.walk(tree):
-            if name == script and isinstance(node, ast.AnnAssign):
-                node.value = None
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
                 node.body = node.body[1:]
-        python = ".".join(platform.python_version_tuple()[:2])  # which decides how code is written out
-        found[f"{Path(file).name} (Python {python})"] = hashlib.sha256(ast.unparse(tree).encode()).hexdigest()
+        found[f"{name} (Python {python})"] = hashlib.sha256(ast.unparse(tree).encode()).hexdigest()
     return found
+
+
+def source_of(module, kind: type | None = None) -> ast.Module:
+    """A module's code; where it is in no file, as a notebook's, that of the methods of a class in it."""
+    with suppress(OSError, TypeError):
+        return ast.parse(inspect.getsource(module))
+    methods = filter(inspect.isfunction, vars(kind).values())
+    with suppress(OSError):
+        return ast.parse("\n".join(textwrap.dedent(inspect.getsource(method)) for method in methods))
+    return ast.parse("")  # typed at a prompt
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -95,12 +95,22 @@ class Run:
         if len(set(self.context.gather(json.dumps(seen)))) > 1:
             where = f"files in {self.folder}: use a shared disk, and pass --dtype"
             raise ValueError(f"the processes see different data, precision or {where}")
+        before, tests_alone = (self.result or self.checkpoint).get("code"), getattr(self.config, "eval_only", False)
         if self.result:
-            self.context.say(f"{self.name}: finished before, in {self.folder} (--resume false trains it again)")
-        edited = [name.split()[0] for name in others((self.result or self.checkpoint).get("code"), self.code)]
+            self.result["name"] = self.name  # the folder may have been renamed
+            if not tests_alone:
+                self.context.say(f"{self.name}: finished before, in {self.folder} (--resume false trains it again)")
+        edited = [*others(before, self.code)]
         if edited:
-            words = "its numbers are of the code before" if self.result else "it goes on with the code of today"
-            warn(f"{', '.join(edited)} changed since {self.name} was trained: {words} (--resume false trains it anew)")
+            words = ", ".join(name.partition(" (")[0] for name in edited) + f" changed since {self.name} was trained: "
+            if tests_alone:
+                words += "its weights are of the code before"
+            else:
+                words += "its numbers are of the code before" if self.result else "it goes on with the code of today"
+                words += "; --resume false trains it anew, in place of this one"
+            warn(words)
+        for name in edited:
+            self.code[name] += f", before {before[name]}"  # what goes on is of both
 
     def resume(self, model, optimizer, flops_per_token: float):
         """Makes the folder, and puts everything where the checkpoint left it. flops_per_token: forward, for MFU."""

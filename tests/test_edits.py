@@ -2,11 +2,13 @@
 
 import importlib.util
 import json
+import linecache
 import os
 import re
 import subprocess
 import sys
 import threading
+import types
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,7 @@ from test_train_electra import corpora as electra_corpora
 from test_train_mt import corpus as mt_corpus
 
 import model
+import routers
 import train_lm
 from engine.config import command_line, identity
 from engine.files import code_of, folder_of
@@ -108,7 +111,7 @@ def test_an_edit_is_followed(name, commands, edited, tmp_path, monkeypatch, caps
         assert "changed" not in err
     out, err, _ = run(*LOOP)
     assert f"finished before, in {first} (--resume false trains it again)" in out
-    assert f"warning: {name}.py changed since {first.name} was trained" in err
+    assert f"warning: the script changed since {first.name} was trained" in err
     _, err, folders = run(*LOOP, resume=False)
     assert "changed" not in err and folders == {first, second} and kept(first) != before
     monkeypatch.setattr(model, "__file__", str(edited.file("model", "MIN_CAPACITY = 4", "MIN_CAPACITY = 5")))
@@ -124,8 +127,10 @@ def test_a_run_that_goes_on_with_other_code_says_so(commands, edited, tmp_path, 
         )
     capsys.readouterr()
     edited.script("train_lm").run(options, monkeypatch)
-    assert "warning: train_lm.py changed since" in (err := capsys.readouterr().err)
+    assert "warning: the script changed since" in (err := capsys.readouterr().err)
     assert "it goes on with the code of today" in err
+    edited.script("train_lm").run(options, monkeypatch)
+    assert "its numbers are of the code before" in capsys.readouterr().err  # half of them
 
 
 def test_an_evaluation_follows_the_code(commands, edited, tmp_path, monkeypatch):
@@ -219,8 +224,7 @@ def test_a_run_is_the_one_that_agrees_in_what_both_name(tmp_path):
 def test_what_counts_as_code(tmp_path, monkeypatch):
     """Of a script all but what is set at its top, of the others that too; never comments, docstrings or empty lines."""
     text, before = (ROOT / "routers.py").read_text(), code_of(train_lm.Config())
-    assert [name.split(" ")[0] for name in sorted(before)] == ["model.py", "routers.py", "train_lm.py"]
-    assert [name.split(" ")[0] for name in code_of(train_lm.Config(router="dense"))] != []
+    assert [name.partition(" (")[0] for name in sorted(before)] == ["model.py", "routers.py", "the script"]
     file = tmp_path / "routers.py"
     monkeypatch.setattr(sys.modules["routers"], "__file__", str(file))
     for edit, same in {
@@ -232,3 +236,37 @@ def test_what_counts_as_code(tmp_path, monkeypatch):
         assert text.count(edit[0]) == 1
         file.write_text(text.replace(*edit))
         assert (code_of(train_lm.Config()) == before) is same, edit
+
+
+OWN = """
+@router("own")
+class {0}({1}):
+    def choose(self, score, probs):
+        return by_rank(probs.argsort(dim=1, descending={2}), probs, 1)
+"""
+
+
+def test_a_router_of_ones_own_is_code(tmp_path, monkeypatch):
+    """Wherever it stands, even in a cell of a notebook, and with what it inherits."""
+    monkeypatch.setattr(routers, "ROUTERS", dict(routers.ROUTERS))
+    monkeypatch.setattr("engine.files.ROUTERS", routers.ROUTERS)
+    config = train_lm.Config(router="own")
+
+    def defined(base: str, descending: bool, cell: bool) -> dict:
+        module = types.ModuleType(f"own_{descending}_{cell}")
+        lines = "from routers import Router, by_rank, router\n" + OWN.format("Base", base, descending)
+        lines += "\n@router('own')\nclass Own(Base):\n    split = 2\n"
+        file = str(tmp_path / f"{module.__name__}.py")
+        if cell:  # as IPython keeps it
+            linecache.cache[file] = len(lines), None, lines.splitlines(True), file
+        else:
+            Path(file).write_text(lines)
+            module.__file__ = file
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        exec(compile(lines, file, "exec"), module.__dict__)
+        return code_of(config)
+
+    for cell in (False, True):
+        before, after = (defined("Router", descending, cell) for descending in (True, False))
+        assert before.keys() == after.keys() and len(before) == 5  # with Own and Base
+        assert before != after and code_of(config) == after
