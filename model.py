@@ -302,7 +302,7 @@ def add_rows(out, rows: Rows, y):
 
 def in_place_of_ffn(config, V: int, gelu: str) -> MoE:
     """XMoE's layer. Every router gets the same parameters and the same FLOPs (eq. 6): cutting an FFN's width into
-    `split` parts gives `split` times as many experts, choices and places.
+    `split` parts gives `split` times as many experts, choices (but for a `top_k` of its own) and places.
 
     Raises ValueError where the width cannot be cut so.
     """
@@ -311,9 +311,9 @@ def in_place_of_ffn(config, V: int, gelu: str) -> MoE:
     if config.ffn_size % split:
         raise ValueError(f"split = {split} does not divide ffn_size = {config.ffn_size}")
     at_test = config.capacity if config.eval_capacity is None else config.eval_capacity
-    E = config.expert_ffns * split
+    E, K = config.expert_ffns * split, split if config.top_k is None else config.top_k
     return MoE(
-        router(config, E, K=split, V=V),
+        router(config, E, K, V),
         Experts(E, config.n_embd, config.ffn_size // split, gelu),
         capacity_factor=config.capacity * split,
         at_test=at_test * split,
@@ -321,15 +321,14 @@ def in_place_of_ffn(config, V: int, gelu: str) -> MoE:
 
 
 def between_layers(config, V: int, gelu: str) -> MoE:
-    """X-MoE's layer (4.1), of `experts` stacks. Raises ValueError where top_k is more than that."""
-    if not 1 <= config.top_k <= config.experts:
-        raise ValueError(f"top_k must lie in [1, experts = {config.experts}], not {config.top_k}")
+    """X-MoE's layer (4.1), of `experts` stacks."""
     router = ROUTERS[config.router]
     if router.sees_later and math.isinf(config.capacity_factor):
         raise ValueError(f"router {config.router} chooses by the capacity: give --capacity_factor, such as 1")
     size, layers = (config.experts, config.n_embd, config.expert_size, gelu), config.expert_layers
+    K = 1 if config.top_k is None else config.top_k
     return MoE(
-        router(config, E=config.experts, K=config.top_k, V=V, x_moe=True),
+        router(config, config.experts, K, V, x_moe=True),
         Stacks(*size, layers) if layers else Experts(*size),
         capacity_factor=config.capacity_factor,
         at_test=config.capacity_factor,

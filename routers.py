@@ -46,7 +46,7 @@ class Router(nn.Module):
     """Scores S tokens against E experts; a subclass chooses.
 
     config  has n_embd, and the constants that `reads` names, as far as the script has them
-    K       how many experts TopK takes: XMoE's layer passes `split` (more parts, more choices), X-MoE's `top_k`.
+    K       how many experts TopK takes: `top_k`, without which XMoE's layer passes `split` (more parts, more choices).
             Switch, Base and Hash take one whatever K is, and Threshold as many as a token needs
     V       size of the vocabulary, for a router that looks at token ids
     x_moe   the conventions of X-MoE's layers: embeddings start orthogonal, and with K > 1 the softmax gate runs over
@@ -155,6 +155,8 @@ class TopK(Router):
 
     def __init__(self, config, E: int, K: int = 1, V: int = 0, x_moe: bool = False):
         super().__init__(config, E, K, V, x_moe)
+        if not 1 <= K <= E:
+            raise ValueError(f"top_k must lie in [1, experts = {E}], not {K}")
         self.most = K
 
     def choose(self, score, probs):

@@ -59,6 +59,7 @@ class Config:
     moe_every: int = 2  # every so many blocks have experts in place of their FFN
     expert_ffns: int = 8  # a sparse layer has the parameters of so many dense FFNs
     split: int | None = None  # parts of an FFN's width: expert_ffns * split experts; None: the router's (eq. 6)
+    top_k: int | None = None  # K, experts per token of topk; None: `split`, at equal FLOPs
     capacity: float = 1.0  # work of the experts, in dense FFNs; the paper's gamma is capacity * split
     eval_capacity: float | None = None  # at test; None: the same
     threshold: float = 0.3  # t, the probability that the chosen experts must reach together (eq. 5); the paper: 0.9

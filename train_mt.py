@@ -76,8 +76,8 @@ class Config:
     experts: int = 32  # X-MoE: E
     expert_size: int = 512  # X-MoE: F
     expert_layers: int = 3  # X-MoE: FFNs of an expert, each with a norm and a residual around it
-    top_k: int = 1  # X-MoE: K, experts per token
     capacity_factor: float = math.inf  # X-MoE: gamma; inf: no limit
+    top_k: int | None = None  # K, experts per token of topk; None: XMoE's `split`, X-MoE's 1
     threshold: float = 0.9  # t, the probability that the chosen experts must reach together
     eval_threshold: float | None = None  # at test; None: the same
     routing_dim: int | None = None  # d_e, what the router projects to; 0: nothing; None: on a hypersphere E / 2
@@ -119,7 +119,7 @@ class Config:
         names = {"model"} if self.translate is None else set()
         if self.moe_after:
             return names | {"moe_every", "decoder_moe", "expert_ffns", "split", "capacity", "eval_capacity"}
-        return names | {"experts", "expert_size", "expert_layers", "top_k", "capacity_factor"}
+        return names | {"experts", "expert_size", "expert_layers", "capacity_factor"}
 
 
 # XMoE 4.2 and its authors' configurations; the papers are silent on batch and steps: those are ours.

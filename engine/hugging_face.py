@@ -170,7 +170,7 @@ XLM_R = Layout(
     unused=PAD + 1,
 )
 LAYOUTS = {"GPT": GPT2, "MaskedLM": XLM_R}  # of a run's class
-OTHERS = {"router": "dense", "dropout": 0.0, "init_std": 0.02}  # which no weight depends on
+OTHERS = {"router": "dense", "dropout": 0.0, "init_std": 0.02, "top_k": None}  # which no weight depends on
 
 
 # ---------------------------------------------------------------------------------------------------------------------

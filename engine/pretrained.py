@@ -18,7 +18,7 @@ from data.tokenizers import KINDS, XLMR, Tokenizer, load_tokenizer
 from engine import hugging_face
 from engine.device import clear_errors
 from engine.files import WEIGHTS, newest
-from engine.hugging_face import LAYOUTS, SIZES, Found, Weights, part_of, short
+from engine.hugging_face import LAYOUTS, OTHERS, SIZES, Found, Weights, part_of, short
 from model import GPT, Encoder, Translator
 
 MODELS = {"GPT": GPT, "MaskedLM": Encoder, "Electra": Encoder, "Translator": Translator}  # trained, and loaded
@@ -58,7 +58,7 @@ def load(path: str | Path, **changes) -> tuple[nn.Module, Tokenizer | None]:
     if found.vocabulary and found.vocabulary != tokenizer.sha256:
         raise ValueError(f"{path} was trained with another vocabulary than the tokenizer in it")
     kind, weights = MODELS[found.kind], found.weights
-    constants = found.constants | changes
+    constants = OTHERS | found.constants | changes
     V = constants.pop("vocab_size")
     try:
         model = kind(SimpleNamespace(**constants), V)

@@ -29,7 +29,7 @@ TINY_LM |= dict(eval_every=2, eval_tokens=128, log_every=1, sample_tokens=4, dev
 # All constants that the core reads, of models that are smaller still.
 CONSTANTS = dict(n_layer=2, n_head=2, n_embd=8, ffn_size=16, block_size=16, dropout=0.0, init_std=0.1, moe_every=2)
 CONSTANTS |= dict(frequency_bias=False, relative_bias=False, expert_ffns=4, split=None, capacity=1.0, moe_after=(1,))
-CONSTANTS |= dict(experts=4, expert_size=8, expert_layers=2, top_k=1, capacity_factor=float("inf"), router="switch")
+CONSTANTS |= dict(experts=4, expert_size=8, expert_layers=2, top_k=None, capacity_factor=float("inf"), router="switch")
 CONSTANTS |= dict(score=None, gate=None, threshold=0.9, routing_dim=None, init_temperature=None, router_std=0.1)
 CONSTANTS |= dict(eval_capacity=None, eval_threshold=None)
 

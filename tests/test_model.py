@@ -238,6 +238,19 @@ def test_in_place_of_ffns_every_split_keeps_parameters_and_flops(router, split):
     assert moe.capacity(64) == 64 * 1.5 * k / (4 * k) and moe.eval().capacity(64) == 64 * 0.5 * k / (4 * k)
 
 
+def test_top_k_is_apart_from_the_split():
+    """As many experts, of the same size, with the same places: but a token chooses so many."""
+    for k in (1, 3):
+        usual, own = (GPT(constants(router="topk", split=4, top_k=K), V).moe_layers[0] for K in (None, k))
+        assert own.router.most == k and usual.router.most == 4
+        assert own.experts.w_in.shape == usual.experts.w_in.shape and own.capacity(64) == usual.capacity(64)
+    moe = GPT(constants(router="topk", split=4, top_k=3, capacity=math.inf), V).double().moe_layers[0]
+    watched = []
+    moe.watchers.append(lambda moe, h, routing, kept: watched.append(kept.sum(dim=1)))
+    moe(torch.randn(2, 16, 8, dtype=torch.float64), torch.zeros(2, 16, dtype=torch.int64))
+    assert (watched[0] == 3).all()
+
+
 def test_the_capacity_of_evaluation_is_that_of_training_where_it_is_not_given():
     assert GPT(constants(split=2, capacity=1.5), V).moe_layers[0].eval_capacity_factor == 3.0
     moe = Encoder(constants(capacity_factor=1.5), V).moe_layers[0]
