@@ -40,7 +40,7 @@ from model import Encoder, MaskedLM, SparseModel
 
 @dataclass
 class Config:
-    preset: str = "demo"  # demo, small, multilingual, ciphers, captions, or the paper's base, large and xl
+    preset: str = "demo"  # demo, small, ciphers, captions, or the paper's base, large and xl
     table: int | None = None  # run every row of XLM-E's table 2 at the preset's scale
     seeds: int = 1  # repeat with so many seeds; give mean and deviation
     data: str = "catalogs"  # a corpus of many languages under data/prepared, or the folder of a prepared one
@@ -135,8 +135,6 @@ LARGE = dict(generator_layers=6, n_layer=24, n_head=16, n_embd=1024, ffn_size=40
 XL = dict(generator_layers=8, n_layer=48, n_head=24, n_embd=1536, ffn_size=6144, moe_after=(24,), recompute=True)
 PRESETS = {
     "demo": {},
-    # Real text and pairs in four languages; `python -m data.multilingual` prepares them.
-    "multilingual": dict(data="multilingual", pairs="multilingual-pairs"),
     # Twice the width, which needs a lower learning rate.
     "small": dict(n_embd=256, ffn_size=1024, learning_rate=7.5e-4),
     "ciphers": CIPHERS,
@@ -147,7 +145,7 @@ PRESETS = {
 }
 
 # How many steps of XLM cost as many FLOPs as one of XLM-E, at the preset's sizes and vocabulary.
-EQUAL_FLOPS = {"demo": 1.354, "multilingual": 1.270, "small": 1.414, "ciphers": 1.907, "captions": 1.813}
+EQUAL_FLOPS = {"demo": 1.354, "small": 1.414, "ciphers": 1.907, "captions": 1.813}
 EQUAL_FLOPS |= {"base": 1.260, "large": 1.203, "xl": 1.155}
 
 

@@ -36,7 +36,7 @@ from model import PAD, MaskedLM
 
 @dataclass
 class Config:
-    preset: str = "demo"  # demo, multilingual, small, or base: the paper's
+    preset: str = "demo"  # demo, small, or base: the paper's
     table: int | None = None  # run every row of X-MoE's table 2, 3 or 5 at the preset's scale
     seeds: int = 1  # repeat with so many seeds; give mean and deviation
     data: str = "catalogs"  # a corpus of many languages under data/prepared, or the folder of a prepared one
@@ -112,8 +112,6 @@ SMALL |= dict(moe_after=(4,), experts=16, expert_size=256)
 SMALL |= dict(eval_tokens=1 << 17, eval_maskings=3)
 PRESETS = {
     "demo": {},
-    # Real text in four languages, with room for two sentences; `python -m data.multilingual` prepares it.
-    "multilingual": dict(data="multilingual", block_size=128, eval_tokens=1 << 16),
     "small": SMALL,
     "base": BASE,
 }

@@ -266,7 +266,6 @@ CORPORA = {
     "catalogs-pairs": Corpus("pairs", **DJANGO, vocabulary="catalogs"),
     "catalogs-en": Corpus("pairs", **DJANGO, pieces=4_000, languages=XMOE),
     "messages-pairs": Corpus("pairs", **HOME),
-    "libreoffice-help": Corpus("pairs", messages.help_messages, form=messages, pieces=16_000),
     "ciphers-pairs": Corpus("pairs", **CIPHERS),
     "multi30k-de": Corpus("pairs", multi30k, multi30k, pieces=8_000),
     "opus100": Corpus("pairs", bitext, opus100),

