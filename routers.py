@@ -155,7 +155,7 @@ class TopK(Router):
 
     def __init__(self, config, E: int, K: int = 1, V: int = 0, x_moe: bool = False):
         super().__init__(config, E, K, V, x_moe)
-        if not 1 <= K <= E:
+        if config.top_k is not None and not 1 <= K <= E:
             raise ValueError(f"top_k must lie in [1, experts = {E}], not {K}")
         self.most = K
 
