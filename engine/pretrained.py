@@ -36,7 +36,7 @@ def read(folder: Path) -> Found:
     _, state = newest(folder, WEIGHTS)
     if state["class"] not in MODELS:
         raise ValueError(f"{folder} holds checkpoints of something else")
-    constants = state["constants"] | {"vocab_size": state["vocab_size"]}
+    constants = OTHERS | state["constants"] | {"vocab_size": state["vocab_size"]}
     return Found(state["class"], constants, state["model"], state["identity"]["tokenizer_checksum"])
 
 
@@ -58,7 +58,7 @@ def load(path: str | Path, **changes) -> tuple[nn.Module, Tokenizer | None]:
     if found.vocabulary and found.vocabulary != tokenizer.sha256:
         raise ValueError(f"{path} was trained with another vocabulary than the tokenizer in it")
     kind, weights = MODELS[found.kind], found.weights
-    constants = OTHERS | found.constants | changes
+    constants = found.constants | changes
     V = constants.pop("vocab_size")
     try:
         model = kind(SimpleNamespace(**constants), V)
