@@ -1,4 +1,4 @@
-"""The gradient of each script's first step, as these processes make it. FOLDER has commands.json: gradients.py FOLDER"""
+"""The gradient of each script's first step, as these processes make it: python gradients.py FOLDER."""
 
 import importlib
 import json
