@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 from helpers import ROOT
 
+import train_electra
 import train_lm
+import train_mlm
+import train_mt
 from engine.config import identity
 from tools import claims, render
 
@@ -132,15 +135,159 @@ def test_an_effect_is_the_mean_difference_of_seeds_with_its_interval(tmp_path, s
         records.append({"run": f"out/train_lm/demo{seed}", "F1": F1})
         records.append({"run": f"out/train_lm/demo{seed}-router=dense", "F1": dense})
     write(tmp_path / "analyses" / "tags.json", {"records": records})
-    pair = {"ours": "train_lm/demo{}", "other": "train_lm/demo{}-router=dense"}
+    pair = write_pair(tmp_path, train_lm, {}, {"router": "dense"}, about=["router", "split"])
     pair |= {"number": "tags: F1", "unit": "points more of BLEU, F1 or accuracy"}
-    found = claims.effect(tmp_path, pair | {"where": "here", "paper": [70, 72]})
+    found = claims.effect(tmp_path, pair | {"paper": [70, 72]})
+    assert found["differ"] == ["router"]
     assert found["ends"] == pytest.approx(ends, abs=1e-3)
     assert found["mean"] == pytest.approx([sum(ends) / 2], abs=1e-3)
     assert found["paper"] == [2]
     assert found["verdict"] == verdict
     if verdict == "level":
         assert found["words"] == "here: +2 (-0.48 to +4.5, p 0.074)"
+
+
+def write_pair(folder: Path, script, ours: dict, other: dict, about=(), seeds=range(3), **results) -> dict:
+    """A pair of runs, demo and demo-router=dense whatever their constants are, with so much of their results.
+
+    What each of the two has of its own in a result is a pair of values in `results`.
+    """
+    for n, (name, constants) in enumerate({"": ours, "-router=dense": other}.items()):
+        for seed in seeds:
+            config = vars(script.Config(seed=seed)) | constants
+            config = {key: value for key, value in config.items() if value is not None}
+            result = {"config": config, "machine": {"dtype": "float32"}, "flops": 1e9}
+            result |= {key: values[n] for key, values in results.items()}
+            write(folder / script.__name__ / f"demo{claims.SEEDS[seed]}{name}.json", result)
+    runs = {"ours": f"{script.__name__}/demo{{}}", "other": f"{script.__name__}/demo{{}}-router=dense"}
+    return runs | {"about": about, "where": "here"}
+
+
+XLM, HALF = dict(objective="mlm", relative_bias=False), dict(learning_rate=7.5e-4)
+LONGER = dict(tlm=False, steps=14_000, learning_rate=5e-4)
+DIFFERENCES = {  # the script, the constants of two runs, their FLOPs, in what they differ
+    # Pairs that once stood among the claims, of which each was said to differ in the first of these alone.
+    "as many FLOPs": (train_electra, HALF, XLM, (1.67e14, 9.19e13), "objective relative_bias FLOPs learning_rate"),
+    "pairs, longer": (train_electra, {}, LONGER, (1, 2), "tlm FLOPs learning_rate steps tokens-a-step"),
+    "pairs": (train_electra, {}, dict(tlm=False), (2, 1), "tlm FLOPs tokens-a-step"),
+    "small experts": (train_lm, dict(split=8), dict(router="switch", split=1), (1, 1), "split router"),
+    # What follows from constants, and what they are called in older files.
+    "a seed": (train_lm, {}, dict(seed=7), (1, 1), "seed"),
+    "text": (train_lm, dict(data_checksum="a"), dict(data_checksum="b"), (1, 1), "data_checksum"),
+    "a constant of that day": (train_lm, dict(beta1=0.9), dict(beta1=0.8), (1, 1), "beta1"),
+    "one that only one knew": (train_lm, dict(beta1=0.9), {}, (1, 1), ""),
+    "unread": (train_lm, dict(router="dense", threshold=0.1), dict(router="dense", split=2), (1, 1), ""),
+    "younger than a run": (train_lm, dict(beta2=None), dict(beta2=train_lm.Config.beta2), (1, 1), ""),
+    "where it is kept": (train_lm, dict(out_dir="a", device="cpu"), dict(out_dir="b"), (1, 1), ""),
+    "no two routers cost the same": (train_electra, {}, {}, (1.019, 1), ""),
+    "but nearly": (train_electra, {}, {}, (1.021, 1), "FLOPs"),
+    "FLOPs a token": (train_mlm, {}, dict(steps=4000), (1, 2), "steps"),
+    "FLOPs of experts": (train_lm, {}, {}, ({"total": 1, "moe": 0}, {"total": 1, "moe": 1}), ""),
+    "tokens a step": (train_lm, {}, dict(batch_tokens=2048), (2, 1), "batch_tokens tokens-a-step"),
+}
+
+
+@pytest.mark.parametrize("script, ours, other, work, named", DIFFERENCES.values(), ids=DIFFERENCES)
+def test_a_pair_may_differ_in_what_it_is_about_and_in_nothing_else(tmp_path, script, ours, other, work, named):
+    named = [name.replace("-", " ") for name in named.split()]
+    pair = write_pair(tmp_path, script, ours, other, about=named, flops=work)
+    assert claims.differing(tmp_path, pair, "-seed=1") == sorted(named)
+    for name in named:
+        rest = [other for other in named if other != name]
+        with pytest.raises(ValueError, match=rf"demo{{}} and .*/demo{{}}-router=dense: {name} is .*`about` must name"):
+            claims.differing(tmp_path, pair | {"about": rest}, "-seed=1")
+
+
+def test_numbers_are_compared_as_they_were_computed_and_translations_by_their_pairs(tmp_path):
+    """`auto` is what the machine made of it; the FLOPs of a translator are those of a pair."""
+    machines = {"dtype": "float32"}, {"dtype": "bfloat16"}
+    pair = write_pair(tmp_path, train_mt, dict(dtype="float32"), {}, ["dtype"], flops_per_pair=({"total": 1},) * 2)
+    assert claims.differing(tmp_path, pair, "") == []
+    pair = write_pair(tmp_path, train_mt, {}, {}, ["dtype", "FLOPs"], machine=machines, flops_per_pair=(1, 2))
+    assert claims.differing(tmp_path, pair, "") == ["FLOPs", "dtype"]
+
+
+def test_each_of_eight_seeds_is_compared(tmp_path):
+    pytest.importorskip("scipy")
+    pair = write_pair(tmp_path, train_mt, {}, {}, seeds=range(8))
+    pair |= {"number": "mt: bleu", "unit": "points more of BLEU, F1 or accuracy"}
+    records = []
+    for number, seed in enumerate(claims.SEEDS):
+        records.append({"run": f"out/train_mt/demo{seed}", "bleu": number})
+        records.append({"run": f"out/train_mt/demo{seed}-router=dense", "bleu": 2 * number})
+    write(tmp_path / "analyses" / "mt.json", {"records": records})
+    assert claims.effect(tmp_path, pair)["seeds"] == [0, -1, -2, -3, -4, -5, -6, -7]
+    write_pair(tmp_path, train_mt, {}, dict(learning_rate=1.0), seeds=[7])
+    with pytest.raises(ValueError, match="learning_rate is .* and 1.0; `about` must name it"):
+        claims.effect(tmp_path, pair)
+    (tmp_path / "train_mt" / "demo-seed=7.json").unlink()
+    with pytest.raises(ValueError, match=r"demo-seed=7\.json is missing"):
+        claims.effect(tmp_path, pair)
+
+
+def test_of_translations_found_the_paper_decides_and_other_measures_stand_beside(tmp_path):
+    """Of four layers the paper's is the third. The best is that of the mean over seeds, of each side its own."""
+    pytest.importorskip("scipy")
+    ours = [[1.0, 0.1, 0.6, 0.3, 0], [0.1, 0.11, 0.61, 0.31, 0], [0.1, 0.13, 0.63, 0.33, 0]]
+    other = [0.1, 0.5, 0.2, 0.1, 0]
+    scores = {"sentences": {"generator": 0}, "pairs": {"generator": 0}, "translation": {"with": 0, "without": 0}}
+    for seed, own in enumerate(ours):
+        held_out = [scores | {"retrieval": plain, "centred": plain[::-1]} for plain in (own, other)]
+        more = dict(held_out=held_out, parameters=[{"kept": 0}] * 2)
+        pair = write_pair(tmp_path, train_electra, {}, {}, seeds=[seed], **more)
+    pair |= {"number": "translations found", "unit": "points more of the translations found", "paper": [0.1, 0.3]}
+    claim = {"claim": "XLM-E", "short": "it", "pairs": [pair, pair | {"layer": 1, "where": "first layer"}]}
+    write(tmp_path / "claims.json", [claim])
+    [found] = claims.claims(tmp_path)
+    assert [one["mean"] for one in found["pairs"]] == [[21.333], [11.333], [-38.667], [-38.667]]
+    assert [one["paper"] for one in found["pairs"]] == [[20], [], [], [20]]
+    names = ["here", "here, best layers", "here, centred", "first layer"]
+    assert [one["where"] for one in found["pairs"]] == names
+    assert [words.partition(":")[0] for words in found["effect"].split("<br>")] == names
+    assert found["verdict"] == "mixed" and found["differ"] == ""
+    write(tmp_path / "claims.json", [claim | {"pairs": [pair]}])
+    assert claims.claims(tmp_path)[0]["verdict"] == "holds"
+
+
+def test_a_trend_is_the_difference_of_two_steps_of_one_run(tmp_path):
+    pytest.importorskip("scipy")
+    pair = write_pair(tmp_path, train_mlm, {}, {}) | {"unit": "doublings of RC", "number": "collapse: RC"}
+    pair["other"] = pair["ours"]
+    records = []
+    for n, seed in enumerate(claims.SEEDS[:3]):
+        for step, RC in ((2000, 100), (4000, 7), (8000, 400 + n)):
+            records.append({"run": f"out/train_mlm/demo{seed}", "step": step, "RC": RC})
+    write(tmp_path / "analyses" / "collapse.json", {"records": records})
+    found = claims.effect(tmp_path, pair | {"steps": [8000, 2000]})
+    assert found["mean"] == pytest.approx([2.004], abs=2e-3) and found["differ"] == ["step"]
+    assert claims.values(tmp_path, pair, "ours") == {"": 400, "-seed=1": 401, "-seed=2": 402}
+    assert claims.effect(tmp_path, pair | {"steps": [2000, 8000]})["verdict"] == "the opposite"
+
+
+@pytest.mark.parametrize(
+    "found, verdict",
+    [
+        (["holds"] * 2, "holds"),
+        (["level"] * 2, "level"),
+        (["the opposite"] * 2, "the opposite"),
+        (["holds", "level"], "in part"),
+        (["the opposite", "level"], "level or worse"),
+        (["holds", "level", "the opposite"], "mixed"),
+        ([], "not measured here"),
+    ],
+)
+def test_a_verdict_is_defined_where_it_stands(tmp_path, monkeypatch, found, verdict):
+    monkeypatch.setattr(claims, "effect", lambda folder, pair: pair | {"words": "", "differ": []})
+    pairs = [{"verdict": one, "number": "ours"} for one in found]
+    write(tmp_path / "claims.json", [{"verdict": "not measured here", "pairs": pairs}])
+    [claim] = claims.claims(tmp_path)
+    assert claim["verdict"] == verdict
+    assert f"- *{verdict}*: " in (RESULTS / "README.md").read_text()
+
+
+def test_claims_without_runs_say_so():
+    for claim in json.loads((RESULTS / "claims.json").read_text()):
+        assert claim.get("verdict") == (None if claim["pairs"] else "not measured here")
 
 
 def test_what_is_damaged_or_missing_is_one_clear_line(root, capsys):

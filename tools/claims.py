@@ -1,9 +1,11 @@
 """What tools/render.py compares and draws: claims as differences between runs, seed by seed, and the pages' pictures.
 
 Both are listed in results/. In the names of runs {} is where a seed stands. claims.json has pairs of runs, `ours` and
-`other`; what is compared is a number of a script's table or of its sparse layers, or `FILE: NAME` of the records of
-results/analyses/FILE.json. pictures.json has the panels of each picture. Their points are the records of such a file,
-or the shares of translations that each layer of some runs finds.
+`other`, and what a pair is `about`: the constants in which its runs may differ. Any other difference is an error, also
+of what follows from constants, `tokens a step` and `FLOPs`. What is compared is a number of a script's table or of its
+sparse layers, or `FILE: NAME` of the records of results/analyses/FILE.json: a run's last, or those of two `steps`, ours
+and the other's. Translations are found by the layer of the script's table, by another `layer`, or by the `best` of each
+side. pictures.json has the panels of each picture, of such records, or of the shares that each layer of runs finds.
 """
 
 import importlib
@@ -14,8 +16,15 @@ from statistics import fmean
 
 from analysis.measures import mean_over_layers
 from analysis.shared import Panel, canvas, draw
+from engine.config import identity
 
-SEEDS = ("", "-seed=1", "-seed=2", "-seed=3", "-seed=4")  # in the names of runs
+SEEDS = ("", *(f"-seed={seed}" for seed in range(1, 8)))  # in the names of runs
+BY_LAYER = {"translations found": "retrieval", "found, centred": "centred"}  # a number -> of all layers, in `held_out`
+BEST = {"layer": "best", "how": ", best layers"}
+CENTRED = {"number": "found, centred", "how": ", centred"}
+BESIDE = {
+    "translations found": [BEST, CENTRED]
+}  # measured otherwise than in the paper: it is shown, and decides nothing
 UNITS = {  # how a number is taken, so that the claim says that the difference of two is above 0; 100 log is about 1%
     "perplexity, about % lower": lambda x: -100 * math.log(x),
     "points more of BLEU, F1 or accuracy": lambda x: x,
@@ -43,13 +52,17 @@ def read(file: Path, take=lambda content: content):
 
 
 def claims(folder: Path) -> list[dict]:
-    """Each claim with its effects, and what they say together."""
+    """Each claim with its effects, and what those say together that are measured as in the paper."""
     rows = read(folder / "claims.json")
     for claim in rows:
-        pairs = [effect(folder, pair) for pair in claim["pairs"]]
+        pairs = []
+        for pair in claim["pairs"]:
+            beside = [] if "layer" in pair else BESIDE.get(pair["number"], [])
+            pairs += [effect(folder, pair | change) for change in ({}, *beside)]
+        found = {pair["verdict"] for pair in pairs if "how" not in pair}
         claim["pairs"] = pairs
         claim["effect"] = "<br>".join(pair["words"] for pair in pairs)
-        found = {pair["verdict"] for pair in pairs}
+        claim["differ"] = ", ".join(dict.fromkeys(name for pair in pairs for name in pair["differ"]))
         if len(found) == 1:
             claim["verdict"] = found.pop()
         elif {"holds", "the opposite"} <= found:
@@ -63,13 +76,10 @@ def effect(folder: Path, pair: dict) -> dict:
     """The mean of the differences between two runs of the same seed, with a 95% t-interval over seeds and its p."""
     from scipy import stats
 
-    take = UNITS[pair["unit"]]
-    ours = values(folder, pair["ours"], pair["number"])
-    other = values(folder, pair["other"], pair["number"])
-    differences = []
-    for seed in SEEDS:
-        if seed in ours and seed in other:
-            differences.append(take(ours[seed]) - take(other[seed]))
+    take, where = UNITS[pair["unit"]], pair["where"] + pair.get("how", "")
+    ours, other = (values(folder, pair, side) for side in ("ours", "other"))
+    seeds = [seed for seed in SEEDS if seed in ours and seed in other]
+    differences = [take(ours[seed]) - take(other[seed]) for seed in seeds]
     if len(differences) < 2:
         raise ValueError(f"{pair['ours']} and {pair['other']} have no two seeds in common: no interval")
     test = stats.ttest_1samp(differences, 0)
@@ -77,30 +87,70 @@ def effect(folder: Path, pair: dict) -> dict:
     low, high = test.confidence_interval()
     verdict = "holds" if low > 0 else "the opposite" if high < 0 else "level"
     said = [f"{float(f'{x:.2g}'):+g}" for x in (mean, low, high)]  # two digits, and no exponent
-    words = "{}: {} ({} to {}, p {:.2g})".format(pair["where"], *said, test.pvalue)
+    words = "{}: {} ({} to {}, p {:.2g})".format(where, *said, test.pvalue)
     drawn = {"seeds": differences, "mean": [mean], "ends": [low, high], "paper": []}
-    if "paper" in pair:
+    if "paper" in pair and where == pair["where"]:
         before, after = pair["paper"]
         drawn["paper"] = [take(after) - take(before)]
     for name, numbers in drawn.items():
         drawn[name] = [round(float(x), 3) for x in numbers]  # the same on every machine
-    return pair | drawn | {"words": words, "verdict": verdict}
+    differ = dict.fromkeys(name for seed in seeds for name in differing(folder, pair, seed))
+    return pair | drawn | {"where": where, "words": words, "verdict": verdict, "differ": [*differ]}
 
 
-def values(folder: Path, run: str, number: str) -> dict[str, float]:
-    """{seed: what is compared} of SCRIPT/RUN."""
-    where, _, key = number.rpartition(": ")
+def differing(folder: Path, pair: dict, seed: str) -> list[str]:
+    """In what the runs of a seed differ. Raises ValueError where that is more than the pair is about."""
+    ours, other = (facts(folder, pair[side].format(seed)) for side in ("ours", "other"))
+    found = ["step"] if "steps" in pair else []
+    for name in sorted(ours.keys() & other.keys()):
+        one, two = ours[name], other[name]
+        if one == two or name == "FLOPs" and math.isclose(one, two, rel_tol=0.02):  # no two routers cost the same
+            continue
+        if name not in pair["about"]:
+            raise ValueError(f"{pair['ours']} and {pair['other']}: {name} is {one} and {two}; `about` must name it")
+        found.append(name)
+    return found
+
+
+def facts(folder: Path, run: str) -> dict:
+    """All in which SCRIPT/RUN may differ from others: the constants that it reads, and what follows from them."""
+    Config = importlib.import_module(run.split("/")[-2]).Config
+
+    def take(result: dict) -> dict:
+        constants, fields = result["config"], Config.__dataclass_fields__
+        found = {name: constants[name] for name in constants.keys() - fields}  # checksums, and constants of that day
+        found |= identity(Config(**{name: constants[name] for name in constants.keys() & fields}))
+        tokens = constants["batch_tokens"] * (1 + constants.get("tlm", False))  # pairs are a batch, too
+        work = result.get("flops_per_pair", result.get("flops"))
+        work = work["total"] if isinstance(work, dict) else work
+        work *= 1 if "tlm" in constants else tokens * constants["steps"]  # XLM-E's is that of the whole training
+        return found | {"tokens a step": tokens, "FLOPs": work, "dtype": result["machine"]["dtype"]}
+
+    return read(folder / f"{run}.json", take)
+
+
+def values(folder: Path, pair: dict, side: str) -> dict[str, float]:
+    """{seed: what is compared} of SCRIPT/RUN, which is one side of a pair."""
+    run, layer = pair[side], pair.get("layer")
+    where, _, key = pair["number"].rpartition(": ")
     if where:
         seeds = {f"out/{run.format(seed)}": seed for seed in SEEDS}
-        own = [record for record in records(folder, where) if record["run"] in seeds]
-        return {seeds[record["run"]]: record[key] for record in own}
-    script = importlib.import_module(run.partition("/")[0])
+        step = pair["steps"][side == "other"] if "steps" in pair else None
+        own = [record for record in records(folder, where) if step in (None, record.get("step"))]
+        return {seeds[record["run"]]: record[key] for record in own if record["run"] in seeds}
+    script = importlib.import_module(run.split("/")[-2])
 
-    def take(result: dict) -> float:
+    def take(result: dict):
+        if layer is not None:
+            return result["held_out"][BY_LAYER[key]]
         cells = script.cells(result)
         return cells[key][0] if key in cells else mean_over_layers(key, result["test"]["layers"])
 
-    return {seed: read(file, take) for seed, file in files_of(folder, run).items()}
+    found = {seed: read(file, take) for seed, file in files_of(folder, run).items()}
+    if layer == "best":
+        means = [fmean(shares) for shares in zip(*found.values())]
+        layer = means.index(max(means))
+    return found if layer is None else {seed: shares[layer] for seed, shares in found.items()}
 
 
 def files_of(folder: Path, run: str) -> dict[str, Path]:
