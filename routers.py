@@ -49,9 +49,9 @@ class Router(nn.Module):
     K       how many experts TopK takes: `top_k`, without which XMoE's layer passes `split` (more parts, more choices).
             Switch, Base and Hash take one whatever K is, and Threshold as many as a token needs
     V       size of the vocabulary, for a router that looks at token ids
-    x_moe   the conventions of X-MoE's layers: embeddings start orthogonal, and with K > 1 the softmax gate runs over
-            the K chosen experts and the balance loss counts all of them. XMoE weighs by the plain probability (eq. 2)
-            and counts first choices (eq. 7).
+    x_moe   the conventions of X-MoE's layers: embeddings start from an orthogonal matrix, and with K > 1 the softmax
+            gate runs over the K chosen experts and the balance loss counts all of them. XMoE weighs by the plain
+            probability (eq. 2) and counts first choices (eq. 7).
 
     A router has no bias, and computes in its parameters' type (fp32) whatever the autocast type. XMoE's released code
     ranks as here. X-MoE's leaves h unnormalised and learns no temperature, unlike its equations 7 and 8.
@@ -63,7 +63,7 @@ class Router(nn.Module):
     most = 1  # experts that a token may choose at most; None: all. On a GPU there is room for so many rows a token
     balanced = True  # whether it is trained with the balance loss
     sees_later = False  # whether its choices depend on later tokens, so that it cannot generate
-    orthogonal = False  # whether expert embeddings start orthogonal whatever the layer
+    orthogonal = False  # whether expert embeddings start from an orthogonal matrix whatever the layer
     reads = {"score", "gate", "routing_dim", "init_temperature", "router_std", "router_lr"}  # constants of the config
 
     def __init__(self, config, E: int, K: int = 1, V: int = 0, x_moe: bool = False):
@@ -82,7 +82,7 @@ class Router(nn.Module):
         if d_e:
             nn.init.normal_(self.project.weight, std=config.router_std)
         if self.on_sphere or self.orthogonal or x_moe:
-            nn.init.orthogonal_(self.experts)
+            nn.init.orthogonal_(self.experts)  # which more experts than dimensions cannot be
             self.experts.data = EMBEDDING_NORM * F.normalize(self.experts.data, dim=1)
         else:
             nn.init.normal_(self.experts, std=config.router_std)

@@ -67,7 +67,7 @@ class Config:
     routing_dim: int | None = None  # d_e, what the router projects to; 0: nothing; None: on a hypersphere E / 2
     init_temperature: float | None = None  # tau_0 of a hypersphere; None: the gate's
     router_std: float = 0.1  # of the normal that a router's weights start from
-    balance_coef: float = 0.01  # alpha, the weight of the balance loss (eq. 8)
+    balance_coef: float = 0.01  # alpha, the weight of the balance loss (eq. 7)
     # training
     steps: int = 1400  # optimizer steps
     batch_tokens: int = 1024  # tokens of a step, over all processes and micro-batches

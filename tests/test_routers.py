@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import normalize
 
-from model import Experts, dispatch, kept_rows
+from model import Experts, MoE, dispatch, kept_rows
 from routers import NOT_CHOSEN, ROUTERS, Router, balanced_assignment, priority_key
 
 D, V = 6, 11
@@ -300,7 +300,7 @@ def test_nothing_real_and_nothing_finite_end_too():
 
 
 @pytest.mark.parametrize("name, x_moe", [("hypersphere", False), ("base", False), ("threshold", True)])
-def test_expert_embeddings_start_orthogonal_with_norm_0_1(name, x_moe):
+def test_no_more_expert_embeddings_than_dimensions_start_orthogonal_with_norm_0_1(name, x_moe):
     experts = ROUTERS[name](constants(n_embd=16, routing_dim=0), 8, x_moe=x_moe).experts
     torch.testing.assert_close(experts @ experts.t(), 0.01 * torch.eye(8), atol=1e-7, rtol=1e-5)
 
@@ -379,3 +379,38 @@ def test_gradient_through_the_gate_is_a_sum_of_expert_embeddings(K, x_moe, gate)
         c = torch.linalg.lstsq(span, gradient[s, :, None]).solution
         assert gradient[s].norm() > 1e-3
         assert (span @ c - gradient[s, :, None]).norm() < 1e-10 * gradient[s].norm()
+
+
+@pytest.mark.parametrize("K", [1, 2, 3])
+def test_the_jacobian_of_an_smoe_layer_is_that_of_the_paper(K):  # X-MoE section 2.2, eqs. 1 to 6
+    """Why states collapse: J1 fits the token to its experts, J2 moves it towards a sum of N embeddings, N < d."""
+    N = 4
+    router = make_router("topk", N, K, x_moe=True).requires_grad_(False)
+    ffn = Experts(N, D, 5, "tanh").double().requires_grad_(False)
+    for p in ffn.parameters():
+        torch.nn.init.normal_(p)
+    layer, h, ids = MoE(router, ffn, math.inf, math.inf), make_tokens(1)[0][0].detach(), torch.zeros(1, 1).long()
+    whole = torch.autograd.functional.jacobian(lambda h: h + layer(h.view(1, 1, D), ids)[0].view(D), h)  # eq. 2
+
+    e = router.experts  # (N, d)
+    s = [float(h @ e[i]) for i in range(N)]  # eq. 1
+    k = sorted(range(N), key=s.__getitem__, reverse=True)[:K]
+    compared = range(N) if K == 1 else k  # the softmax of eq. 3 is over all experts, of top-K over those K
+    S = {j: math.exp(s[j]) / sum(math.exp(s[i]) for i in compared) for j in compared}
+    J1, J2 = torch.eye(D, dtype=torch.float64), torch.zeros(D, D, dtype=torch.float64)
+    gradient = torch.linspace(-1, 2, D, dtype=torch.float64)  # of the loss, where the layer's output is
+    c = dict.fromkeys(compared, 0.0)
+    for i in k:
+
+        def expert(h, i=i):
+            return ffn.w_out[i].t() @ reference.expert_hidden(h, i, ffn.w_in, ffn.b_in) + ffn.b_out[i]
+
+        h_ffn = expert(h)
+        J1 = J1 + S[i] * torch.autograd.functional.jacobian(expert, h)  # eq. 4
+        for j in compared:
+            J2 = J2 + S[i] * ((i == j) - S[j]) * h_ffn.outer(e[j])
+            c[j] += S[i] * ((i == j) - S[j]) * float(h_ffn @ gradient)
+    assert_same(whole, J1 + J2)
+    assert J2.norm() > 0.1 and torch.linalg.matrix_rank(J2) <= K
+    assert_same(J2.t() @ gradient, sum(c[j] * e[j] for j in compared))  # eqs. 5, 6
+    assert_same(whole.t() @ gradient, J1.t() @ gradient + sum(c[j] * e[j] for j in compared))
