@@ -181,7 +181,7 @@ ROWS = [  # table, encoder, what its run changes in its preset, what to change i
     ("xlme2", "XLM - TLM", XLM | dict(tlm=False), {}, "?, 64.0/46.0"),
     ("xlme2", "XLM-E", XLM_E, {}, "76.6, 68.3/49.8"),
     ("xlme2", "XLM-E - TRTD", XLM_E | dict(tlm=False), {}, "75.1, 67.8/49.7"),
-    ("xlme2", "XLM-E - TRTD - gate", XLM_E | dict(tlm=False, relative_bias=False), {}, "?, 67.4/49.2"),
+    ("xlme2", "XLM-E - TRTD - bias", XLM_E | dict(tlm=False, relative_bias=False), {}, "?, 67.4/49.2"),
     ("xlme7", "XLM", XLM, {}, "?, ?, ?, ?, ?"),
     ("xlme7", "XLM-E", XLM_E, {}, "14.9, 19.2, 13.1, 11.2, 8.8"),
     ("xlme7", "XLM-E - TRTD", XLM_E | dict(tlm=False), {}, "16.3, 18.6, 16.3, 11.5, 9.6"),

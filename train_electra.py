@@ -166,7 +166,7 @@ def table2(base: Config) -> Table:
         (("XLM-E", "76.6, 68.3 / 49.8"), {}),
         (("XLM-E - TRTD", "75.1, 67.8 / 49.7"), sentences),
         (("XLM-E - TRTD, 2 x the steps", ""), sentences | dict(steps=2 * base.steps)),
-        (("XLM-E - TRTD - gate", "?, 67.4 / 49.2"), sentences | dict(relative_bias=False)),
+        (("XLM-E - TRTD - bias", "?, 67.4 / 49.2"), sentences | dict(relative_bias=False)),
     ]
     return Table("XLM-E table 2, pre-training: held-out text", ("model", "paper: XNLI, MLQA"), rows)
 

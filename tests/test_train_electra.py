@@ -349,7 +349,7 @@ def test_table_2_has_every_row(options, monkeypatch, capsys):
     ELECTRA.run(options, monkeypatch)
     rows = {row[0]: row for row in table_rows(capsys.readouterr().out.split("\n\n")[-1])}
     longer = ["XLM, 1.354 x the steps", "XLM with the bias, 1.354 x the steps"]
-    alone = ["XLM-E - TRTD", "XLM-E - TRTD, 2 x the steps", "XLM-E - TRTD - gate"]
+    alone = ["XLM-E - TRTD", "XLM-E - TRTD, 2 x the steps", "XLM-E - TRTD - bias"]
     assert list(rows) == ["XLM", *longer, "XLM - TLM", "XLM-E", *alone]
     assert [bool(row[6]) for row in rows.values()] == [False] * 4 + [True] * 4
     assert rows["XLM-E"][3] == rows[alone[1]][3] != rows[alone[0]][3]  # FLOPs
