@@ -19,6 +19,7 @@ from collections import ChainMap
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Literal
 
 import torch
@@ -230,7 +231,19 @@ def table(number: str, base: Config) -> Table:
             name = f"{paper}-{task}"
             whole = reset | PRESETS[name] | dict(preset=name, model=run) | change
             rows.append(((label, task, theirs), whole))
-    return Table(title, ("encoder", "task", "paper"), rows)
+    return Table(title, ("encoder", "task", "paper"), rows, average if tasks == ALL else None)
+
+
+def average(rows: list[tuple]) -> tuple:
+    """The papers' column Avg: the mean over the tasks of an encoder that were run, of answers that of F1 and EM."""
+    (encoder, *_), _ = rows[0]
+    theirs = [fmean(map(float, paper.split("/"))) for (*_, paper), _ in rows]
+    seeds = []
+    for of_tasks in zip(*(seeds for _, seeds in rows)):
+        scores = [[own[name][0] for name in ("F1 or accuracy", "EM") if own[name][0] is not None] for own in of_tasks]
+        ours = fmean(map(fmean, scores)) if all(scores) else None  # a test without labels has no score
+        seeds.append(dict.fromkeys(of_tasks[0], (None, "")) | {"F1 or accuracy": (ours, ".1f")})
+    return (encoder, f"avg of {len(rows)}", f"{fmean(theirs):.1f}"), seeds
 
 
 TABLES = {number: partial(table, number) for number in TITLES}

@@ -7,6 +7,7 @@ import statistics
 import sys
 from collections.abc import Callable
 from functools import partial
+from itertools import groupby
 from typing import NamedTuple
 
 from engine.config import changed, command_line, refuse, run_name, unread
@@ -20,6 +21,17 @@ class Table(NamedTuple):
     title: str
     labels: tuple[str, ...]  # headers of what is known before a run: the method, the paper's numbers
     rows: list[tuple[tuple[str, ...], dict]]  # the labels' cells, and what to change for the row
+    average: Callable | None = None  # of rows with the same first label, as in `lines` -> one more below them
+
+    def lines(self, found: list[tuple]) -> list[dict[str, str]]:
+        """The rows of a table. found: of each row that was run the labels, and `seeds` as in `row`."""
+        rows = []
+        for _, group in groupby(found, key=lambda row: row[0][0]):
+            own = [*group]
+            rows += [self.row(*row) for row in own]
+            if self.average:
+                rows.append(self.row(*self.average(own)))
+        return rows
 
     def row(self, labels: tuple[str, ...], seeds: list[dict]) -> dict[str, str]:
         """{header: cell} of a row. seeds: what a script's `cells` says of each, {header: (number or None, format)}."""
@@ -30,10 +42,10 @@ class Table(NamedTuple):
 
     def render(self, results: list[list[dict]], cells: Callable) -> str:
         """Markdown. results: of each row's seeds."""
-        rows = []
+        found = []
         for (labels, _), result in zip(self.rows, results):
-            seeds = [cells(one) for one in result]
-            rows.append(self.row(labels, seeds))
+            found.append((labels, [cells(one) for one in result]))
+        rows = self.lines(found)
         return markdown_table(list(rows[0]), [list(row.values()) for row in rows])
 
 

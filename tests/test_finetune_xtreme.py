@@ -492,6 +492,29 @@ def test_a_row_has_the_constants_of_its_task():
     assert TABLES["1"](Config()).rows[-1][1]["train_examples"] == 5000  # the demo's are samples
 
 
+@pytest.mark.parametrize("number, averages", [("1", "61.4 63.8 65.3 64.1 65.0"), ("xlme1", "67.6 58.6 69.3")])
+def test_below_the_tasks_of_an_encoder_stands_their_average(number, averages):
+    """The papers' column Avg, which takes the mean of F1 and EM; ours of two seeds, an EM of 0 among them."""
+    table = finetune_xtreme.table(number, finetune_xtreme.Config())
+    found = []
+    for labels, _ in table.rows:
+        answer, form = "/" in labels[2], ".1f"
+        seeds = [
+            {"F1 or accuracy": (n, form), "EM": (0.0 if answer else None, form), "guess": (1, form)} for n in (7, 14)
+        ]
+        found.append((labels, seeds))
+    rows = table.lines(found)
+    own = [row for row in rows if row["task"] == "avg of 7"]
+    assert rows[7] == own[0] and len(rows) == 8 * len(own)
+    assert [row["paper"] for row in own] == averages.split()
+    assert {row["F1 or accuracy"] for row in own} == {"8.2 ± 3.9"}  # (4 + 3 / 2) / 7 of 7 and of 14
+    assert own[0]["guess"] == own[0]["EM"] == ""
+    for _, seeds in found[:7]:
+        seeds[0]["F1 or accuracy"] = seeds[0]["EM"] = None, ".1f"
+    assert table.lines(found)[7]["F1 or accuracy"] == "11.0"
+    assert finetune_xtreme.table("6", finetune_xtreme.Config()).average is None
+
+
 def test_a_table_runs_every_row(options, encoders, tmp_path, monkeypatch, capsys):
     for name in ("model", "task", "learning_rate", "batch_size", "micro_size", "epochs"):
         del options[name]

@@ -81,8 +81,8 @@ def runs(folder: Path, script: str, options: str) -> list[dict]:
         seeds = [cells_of(folder, one, module) for one in seeds_of(config, change)]
         found = [cells for cells in seeds if cells]
         if found:
-            rows.append(table.row(labels, found))
-    return rows
+            rows.append((labels, found))
+    return table.lines(rows)
 
 
 def cells_of(folder: Path, config, module) -> dict | None:
