@@ -134,6 +134,7 @@ def test_an_effect_is_the_mean_difference_of_seeds_with_its_interval(tmp_path, s
     for seed, F1, dense in zip(claims.SEEDS, scores, [1, 2, 3]):
         records.append({"run": f"out/train_lm/demo{seed}", "F1": F1})
         records.append({"run": f"out/train_lm/demo{seed}-router=dense", "F1": dense})
+    records.append({"run": f"out/train_lm/demo{claims.SEEDS[3]}", "F1": 9})  # a seed that the other has not
     write(tmp_path / "analyses" / "tags.json", {"records": records})
     pair = write_pair(tmp_path, train_lm, {}, {"router": "dense"}, about=["router", "split"])
     pair |= {"number": "tags: F1", "unit": "points more of BLEU, F1 or accuracy"}
@@ -179,6 +180,7 @@ DIFFERENCES = {  # the script, the constants of two runs, their FLOPs, in what t
     "unread": (train_lm, dict(router="dense", threshold=0.1), dict(router="dense", split=2), (1, 1), ""),
     "younger than a run": (train_lm, dict(beta2=None), dict(beta2=train_lm.Config.beta2), (1, 1), ""),
     "where it is kept": (train_lm, dict(out_dir="a", device="cpu"), dict(out_dir="b"), (1, 1), ""),
+    "as many FLOPs in more steps": (train_electra, {}, dict(steps=10_832), (1, 1), "steps"),
     "no two routers cost the same": (train_electra, {}, {}, (1.019, 1), ""),
     "but nearly": (train_electra, {}, {}, (1.021, 1), "FLOPs"),
     "FLOPs a token": (train_mlm, {}, dict(steps=4000), (1, 2), "steps"),
@@ -245,6 +247,7 @@ def test_of_translations_found_the_paper_decides_and_other_measures_stand_beside
     assert [one["where"] for one in found["pairs"]] == names
     assert [words.partition(":")[0] for words in found["effect"].split("<br>")] == names
     assert found["verdict"] == "mixed" and found["differ"] == ""
+    assert claims.effect(tmp_path, pair | {"number": "found, centred", "layer": 1})["mean"] == [21.333]
     write(tmp_path / "claims.json", [claim | {"pairs": [pair]}])
     assert claims.claims(tmp_path)[0]["verdict"] == "holds"
 
