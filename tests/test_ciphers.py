@@ -81,6 +81,17 @@ def test_pairs_say_the_same_and_two_languages_are_never_paired(english):
     assert len(held_out) == 1 and 30 < len(*held_out) <= ciphers.HELD_OUT
 
 
+def test_backwards_are_the_ciphers_and_never_english(english):
+    for form in (ciphers.by_language, ciphers.by_pair):
+        one, other = form(english), ciphers.backwards(form)(english)
+        assert list(one) == list(other)
+        for name, own in one.items():
+            for (split, *texts), (same, *turned) in zip(own, other[name], strict=True):
+                assert split == same
+                for language, text, found in zip(name.split("-"), texts, turned, strict=True):
+                    assert found == (text if language == "en" else "".join(reversed(text)))
+
+
 def test_ciphers_are_prepared_with_a_token_a_character(tmp_path, monkeypatch, english):
     for name in ("ciphers", "ciphers-pairs"):
         monkeypatch.setitem(corpora.CORPORA, name, corpora.CORPORA[name]._replace(read=lambda: english))
