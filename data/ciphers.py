@@ -90,7 +90,7 @@ def by_pair(english: Records) -> dict[str, Records]:
 def backwards(form: Callable) -> Callable:
     """`by_language` or `by_pair`, but with the ciphers written from the end of a text to its beginning.
 
-    Dufter and Schuetze (EMNLP 2020) found that an encoder does not become multilingual then: who measures whether one
+    Dufter and Schütze (EMNLP 2020) found that an encoder does not become multilingual then: who measures whether one
     is, should see that.
     """
 
