@@ -50,7 +50,7 @@ class Config:
     n_head: int = 4  # H
     n_embd: int = 48  # D
     ffn_size: int = 192  # inner width of an FFN
-    block_size: int = 64  # T, the longest sequence
+    block_size: int = 32  # T, the longest sequence; in longer ones neighbours are found later
     dropout: float = 0.0  # after embeddings, attention weights, attention and FFN; the sparse layers have none
     init_std: float = 0.05  # of the normal that weights start from; from 0.02 so narrow an encoder learns later
     frequency_bias: bool = True  # the output's bias starts at the log frequencies of the training tokens, else at 0
@@ -109,7 +109,7 @@ BASE |= dict(steps=125_000, batch_tokens=2048 * 512, micro_tokens=32 * 512)
 BASE |= dict(learning_rate=5e-4, beta2=0.98, eps=1e-6)
 BASE |= dict(eval_every=5000, eval_tokens=1 << 25, recompute=True, dtype="auto")
 # Real text, in 48 languages, and an encoder that is narrow for it. A quarter of an hour on one core.
-SMALL = dict(data="messages", n_embd=64, ffn_size=256, init_std=0.02)
+SMALL = dict(data="messages", n_embd=64, ffn_size=256, block_size=64, init_std=0.02)
 SMALL |= dict(expert_size=256, gate=None)
 SMALL |= dict(steps=10_000, learning_rate=2e-3)
 SMALL |= dict(eval_every=2000, eval_tokens=1 << 17, eval_maskings=3, dtype="auto")
