@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from analysis import bilingual, flops, measures
 from data import counting
 from data.batches import Masked, MaskedData, PairData
-from data.folder import read_meta, ready
 from engine import parallel
 from engine.device import clear_errors, seed_all
 from engine.optim import adamw, cross_entropy, linear, set_learning_rate
@@ -140,6 +139,7 @@ PRESETS = {
     "xl": BASE | XL,
 }
 
+VOCABULARY = {"demo": 517, "captions": 4098, "base": 250_002, "large": 1 << 19, "xl": 1 << 19}
 # What is shown in place of a masked token: the mask with the first probability, any token with the second, else itself.
 MASKS = {"all": (1.0, 0.0), "bert": (0.8, 0.1), "electra": (0.85, 0.0)}
 XLM = dict(objective="mlm", relative_bias=False, masks="bert")
@@ -422,10 +422,9 @@ def build(config: Config, data: dict, context) -> Electra | MaskedLM:
 
 
 def work_of(config: Config) -> float:
-    """`step_flops` of a model with these constants, by the vocabulary of its pairs."""
-    V = read_meta(ready(config.pairs))["tokenizer"]["vocab_size"]
+    """`step_flops` of a model with these constants, by the vocabulary of the preset's corpora."""
     with torch.device("meta"):
-        return step_flops(NETWORKS[config.objective](config, V))
+        return step_flops(NETWORKS[config.objective](config, VOCABULARY[config.preset]))
 
 
 def step_flops(model: Electra | MaskedLM) -> float:

@@ -3,6 +3,7 @@
 What all scripts share is tested in test_run.py.
 """
 
+import dataclasses
 import json
 import math
 from collections import Counter
@@ -381,6 +382,18 @@ def test_a_run_names_both_of_its_corpora(options, monkeypatch):
     ELECTRA.run(options | {"steps": 1, "eval_maskings": 1}, monkeypatch)
     checksums = [source.checksum for source in opened(options)[2].values()]
     assert saved(options)["identity"]["data_checksum"] == "+".join(checksums) and len(set(checksums)) == 2
+
+
+@pytest.mark.parametrize("preset", train_electra.PRESETS)
+def test_xlm_of_equal_flops_has_them(preset):
+    base = Config(**{"preset": preset} | train_electra.PRESETS[preset])
+    rows = {label: change for (label, _), change in train_electra.table2(base).rows}
+    longer = [label for label in rows if label.startswith("XLM") and label.endswith("x the steps")]
+    assert len(longer) == 3
+    for label in longer[:2]:
+        config = dataclasses.replace(base, **rows[label])
+        work = config.steps * train_electra.work_of(config)
+        assert work == pytest.approx(base.steps * train_electra.work_of(base), rel=1e-3) and config.objective == "mlm"
 
 
 def test_table_2_has_every_row(options, monkeypatch, capsys):
