@@ -34,8 +34,12 @@ from engine.files import folder_of
 
 
 def demos(*scripts) -> list[str]:
-    """The folders of the scripts' demos, with the constants that they have now."""
-    return [str(folder_of(script.Config(), script.PRESETS)[0]) for script in scripts]
+    """The folders of those of the scripts' demos that were trained, with the constants that they have now."""
+    found = [folder_of(script.Config(), script.PRESETS)[0] for script in scripts]
+    there = [str(folder) for folder in found if folder.exists()]
+    if not there:
+        raise ValueError(f"{found[0]} does not exist: python {scripts[0].__name__}.py trains it")
+    return there
 
 
 SIZES = {preset: train_electra.Config(**constants) for preset, constants in train_electra.PRESETS.items()}

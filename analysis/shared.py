@@ -292,7 +292,9 @@ def choose(script: str, options: Drawn, fits=None, lacks="", words=in_words) -> 
         elif options.folders:
             warn(f"{folder} is left out: it {lacks}")
     if not found:
-        raise ValueError(f"there is no finished run of {script}.py that fits: train one, or name folders")
+        raise ValueError(
+            f"there is no finished run of {script}.py that fits: python {script}.py trains one; or name folders"
+        )
     return named(found.values(), words)
 
 

@@ -27,6 +27,7 @@ from model import Encoder
 OBJECTIVES = {"rtd": "XLM-E", "mlm": "XLM"}
 FLOPS = "training FLOPs"
 BY_LAYER = "encoder", "layer"  # one row of a table for each
+UNTRAINED = Path("untrained")
 
 
 def curve(options: Drawn):
@@ -68,12 +69,17 @@ class Encoders(Drawn):
 def by_layer(options: Encoders, demos: Callable, measure: Callable) -> tuple[list, list]:
     """Records of all layers of every encoder, and of the layer at 3/4 of its depth, which the table shows.
 
+    Beside them stands the first encoder before it was trained.
+
     demos() -> the folders of the demos; measure(encoder, tokenizer, context) -> {column: its numbers by layer}, from
     the embeddings on.
     """
     context = setup(options.device, "float32")
     folders = dict.fromkeys(map(Path, options.folders or demos()))
     opened = {folder: pretrained.load_encoder(folder) for folder in folders}
+    encoder, tokenizer = next(iter(opened.values()))
+    torch.manual_seed(0)
+    opened[UNTRAINED] = Encoder(encoder.config, encoder.vocab_size).eval(), tokenizer
     runs = [Trained(folder, read_json(folder / "config.json"), []) for folder in folders if pretrained.is_run(folder)]
     names = {run.folder: run.name for run in shared.named(runs, words_of)}
     records, rows = [], []
@@ -95,7 +101,7 @@ def in_row(name: str, columns: dict) -> dict:
 
 @dataclass
 class Retrieval(Encoders):
-    # folder of LASER's tatoeba.deu-eng.deu and .eng; none: held-out messages of Django, which need no download
+    # folder of LASER's tatoeba.deu-eng.deu and .eng; none: held-out pairs of ciphers, which need no download
     source: str | None = None
 
 
@@ -157,8 +163,8 @@ def in_columns(groups: Iterable, percents: Iterable) -> dict:
 def sentences(source: str | None) -> tuple[bitext_sets.Pairs, dict]:
     """The pairs of each language, and the groups of languages whose means are shown."""
     if source is None:
-        texts = bitext_sets.held_out(ready("catalogs-pairs"))
-        return texts, {"Django's messages": list(texts)}
+        texts = bitext_sets.held_out(ready("ciphers-pairs"))
+        return texts, {"ciphers": list(texts)}
     texts, groups = bitext_sets.tatoeba(Path(source)), {}
     for group, languages in TATOEBA.items():
         groups[group] = [language for language in languages if language in texts]
@@ -169,7 +175,8 @@ def sentences(source: str | None) -> tuple[bitext_sets.Pairs, dict]:
 
 @dataclass
 class Alignment(Encoders):
-    source: str | None = None  # folder of de-en.src-tgt (source ||| target, in words) and de-en.gold, and so on
+    # folder of de-en.src-tgt (source ||| target, in words) and de-en.gold, and so on; none: held-out pairs of ciphers
+    source: str | None = None
     rounds: Literal[1, 2] = 2  # of finding pairs of pieces: 2 as in XLM-Align's paper, 1 as in its released aligner
 
 
@@ -191,11 +198,10 @@ def alignment(options: Alignment, demos: Callable):
     sequence where they fit, as in XLM-Align's released aligner. Pairs of them are those that are each other's best; in
     a second round, which XLM-Align's paper has and the released aligner has not, pieces without a partner get another
     chance (Itermax). Beside it stands what needs no model, the diagonal: each word with the one that is as far into the
-    other sentence.
+    other sentence. Of ciphers that is the truth, and what is seen is whether an encoder has found it.
     """
-    if options.source is None:
-        raise ValueError("say where alignments by hand are: --source FOLDER with de-en.src-tgt and de-en.gold")
-    sets = bitext_sets.word_alignments(Path(options.source))
+    source = options.source
+    sets = bitext_sets.word_alignments(Path(source)) if source else bitext_sets.letters(ready("ciphers-pairs"))
 
     def measure(encoder, tokenizer, context) -> dict[str, list]:
         errors = {}  # of each set by layer
@@ -212,7 +218,7 @@ def alignment(options: Alignment, demos: Callable):
         diagonals[name] = error_of(map(diagonal, pairs), pairs)
     mean = fmean(diagonals.values())
     rows.append(in_row("the diagonal", {MEAN: mean} | diagonals))
-    for name, percents in PAPER_ALIGNMENT.items():
+    for name, percents in PAPER_ALIGNMENT.items() if source else ():
         theirs = dict(zip(PAPER_SETS, percents))
         rows.append(in_row(f"paper: {name}", {MEAN: None} | {each: theirs.get(each) for each in sets}))
     title = f"Mean of {', '.join(sets)}; rounds: {options.rounds}"

@@ -54,6 +54,15 @@ class Aligned(NamedTuple):
     possible: Links  # with the sure ones
 
 
+def letters(folder: Path) -> dict[str, list[Aligned]]:
+    """The validation pairs of a cipher: each character is the translation of the one in the same place."""
+    sets = {}
+    for language, pairs in held_out(folder).items():
+        links = [{(i, i) for i in range(len(one))} for one, _ in pairs]
+        sets[f"{language}-en"] = [Aligned([*one], [*two], own, own) for (one, two), own in zip(pairs, links)]
+    return sets
+
+
 def word_alignments(folder: Path) -> dict[str, list[Aligned]]:
     """Pair of languages -> its sentences.
 

@@ -8,7 +8,7 @@ with the others and never with each other.
 
 import random
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, permutations
 
 from data.files import Records
@@ -85,6 +85,23 @@ def by_pair(english: Records) -> dict[str, Records]:
             for text in chosen:
                 own.append((split, written(text, one), written(text, other)))
     return rows
+
+
+def backwards(form: Callable) -> Callable:
+    """`by_language` or `by_pair`, but with the ciphers written from the end of a text to its beginning.
+
+    Dufter and Schütze (EMNLP 2020) found that an encoder does not become multilingual then: who measures whether one
+    is, should see that.
+    """
+
+    def rows_of(english: Records) -> dict[str, Records]:
+        found = {}
+        for name, rows in form(english).items():
+            steps = [1 if language == "en" else -1 for language in name.split("-")]
+            found[name] = [(split, *(text[::step] for text, step in zip(texts, steps))) for split, *texts in rows]
+        return found
+
+    return rows_of
 
 
 def in_pieces(english: Records) -> tuple[list[Document], list[str]]:

@@ -62,7 +62,6 @@ def prepare(
     """
     check_options(name, source, tokenizer, max_tokens, languages, pieces)
     corpus = CORPORA[name]
-    languages = languages or corpus.languages
     out = Path(out or PREPARED / name).resolve()
     with new_folder(out) as folder:
         every = read(name, source)

@@ -131,7 +131,7 @@ def table_of(config, presets: dict, tables: dict) -> Table:
 
 def refuse_rows(config, presets: dict, table: Table):
     """Raises ValueError where the command line gives what the rows of a table give, or what none of them reads."""
-    of_both = {"data", "moe_after", "preset", "steps"}  # tables take them from the command line
+    of_both = {"data", "experts", "moe_after", "preset", "steps"}  # tables take them from the command line
     of_rows = {name for _, change in table.rows for name in change}
     given = changed(config, presets).keys() & of_rows - of_both
     if given:

@@ -139,7 +139,7 @@ def test_seeds_are_a_mean_and_a_deviation(tatoeba, tokenizer, tmp_path, draw):
         save_model(name, tokenizer)
         (name / "config.json").write_text(json.dumps({"objective": "rtd", "seed": seed}))
     _, found = draw("retrieval", *names, f"{names[0]}/", "--source", tatoeba)  # one of them twice
-    assert [row[0] for row in found["table"][1:3]] == ["XLM-E", "chance"]
+    assert [row[0] for row in found["table"][1:4]] == ["XLM-E", "untrained", "chance"]
     one, two = (own(found, name)[2]["Tatoeba-36, xx to en"] for name in names)
     assert found["table"][1][6] == f"{fmean([one, two]):.5g} ± {abs(one - two) / 2**0.5:.5g}"
 
@@ -157,8 +157,10 @@ def test_without_a_source_it_is_held_out_pairs(electra_corpora, folders, monkeyp
     pairs = electra_corpora["pairs"]
     monkeypatch.setattr(xlm_e, "ready", lambda name: pairs)
     _, found = draw("retrieval", folders[0])
-    assert found["table"][0][2] == "Django's messages, en to xx"
-    assert found["table"][2:] == [["chance", "", "2", "2", "2"]]
+    assert found["table"][0][2] == "ciphers, en to xx"
+    assert found["table"][3:] == [["chance", "", "2", "2", "2"]]
+    trained, untrained = (own(found, name) for name in (folders[0], "untrained"))
+    assert len(trained) == len(untrained) and trained[1]["ciphers, %"] != untrained[1]["ciphers, %"]
     texts = PairData(pairs, 16, 64).texts("valid", "aa-en")
     assert bitext_sets.held_out(pairs)["aa"] == list(zip(*texts))
 
@@ -305,11 +307,22 @@ def test_the_diagonal():
     assert of(3, 8) == {(0, 0), (1, 3), (2, 5)}  # 8 / 3 and 16 / 3 lie nearer to 3 and 5 than to what is below
 
 
+def test_the_characters_of_ciphers_are_aligned_by_their_places(electra_corpora, folders, monkeypatch, draw):
+    pairs = electra_corpora["pairs"]
+    monkeypatch.setattr(xlm_e, "ready", lambda name: pairs)
+    (first, *_), *_ = bitext_sets.letters(pairs).values()
+    one, two = next(zip(*PairData(pairs, 16, 64).texts("valid", "aa-en")))
+    assert (first.one, first.two) == ([*one], [*two])
+    assert first.sure == first.possible == {(i, i) for i in range(len(one))}
+    monkeypatch.setattr(bitext_sets, "letters", lambda _: {"aa-en": [Aligned([*"abc"], [*"abc"], {(0, 0)}, {(0, 0)})]})
+    _, found = draw("alignment", folders[0])
+    assert [row[0] for row in found["table"][1:]] == [found["table"][1][0], "untrained", "the diagonal"]
+
+
 def test_what_is_no_alignment_is_one_clear_line(gold, folders, tmp_path, monkeypatch, capsys):
     def says(*words) -> str:
         return refused(monkeypatch, capsys, "alignment", folders[0], *words)
 
-    assert "--source FOLDER with de-en.src-tgt" in says()
     assert "no file such as de-en.src-tgt" in says("--source", tmp_path / "none")
     file, links = gold / "de-en.src-tgt", gold / "de-en.gold"
     (gold / "more").mkdir()

@@ -26,6 +26,7 @@ from data.batches import Masked, PairData
 from data.prepare import prepare
 from data.tokenizers import XLMR, train_sentencepiece
 from engine.device import Context, seed_all, setup
+from engine.table import mean_cell
 from model import PAD, MaskedLM
 from train_electra import Config, Electra, losses_of, sample, score
 
@@ -34,7 +35,7 @@ TINY = dict(n_layer=2, n_head=2, n_embd=16, ffn_size=32, block_size=16, micro_to
 TINY |= dict(generator_layers=1, eval_every=2, eval_tokens=256, eval_maskings=2, log_every=1)
 TINY |= dict(device="cpu", dtype="float32")
 EXPERTS = dict(experts=4, expert_size=16, moe_after=(1,))
-XLM = dict(objective="mlm", relative_bias=False, generator_layers=2)  # the last is its default: nothing reads it
+XLM = train_electra.XLM | dict(generator_layers=4)  # the last is its default: nothing reads it
 HERE = Context(0, 1, torch.device("cpu"), torch.float32)
 
 
@@ -258,7 +259,8 @@ def test_every_row_trains_and_reports(row, options, monkeypatch, capsys):
             assert (scores["balance"] > 0) == sparse and 0 < scores["masked"] <= 0.5 * scores["tokens"]
             assert ("saved" in scores) == rtd
             assert not rtd or 0 < scores["replaced"] * scores["tokens"] <= scores["masked"]
-        losses = [own["mlm"] + 5 * own.get("rtd", 0) for own in (held_out["sentences"], held_out["pairs"])]
+        weight = Config.lambda_disc
+        losses = [own["mlm"] + weight * own.get("rtd", 0) for own in (held_out["sentences"], held_out["pairs"])]
         assert held_out["loss"] == pytest.approx(sum(losses))
         assert len(held_out["layers"]) == sparse and len(held_out["retrieval"]) == 3 and 0 < held_out["chance"] < 0.2
     for kind in ("sentences", "pairs"):  # two maskings in the end, one on the way
@@ -266,7 +268,7 @@ def test_every_row_trains_and_reports(row, options, monkeypatch, capsys):
         assert ours["tokens"] == 2 * theirs["tokens"] and ours["masked"] > 1.5 * theirs["masked"]
     assert (result["parameters"]["kept"] < result["parameters"]["total"]) == rtd  # the generator is not kept
     assert records[0]["flops"] * 2 == records[1]["flops"] == result["flops"]
-    config, context, data, model = opened(options | ROWS[row])
+    config, context, data, model = opened(options | ROWS[row] | {"masks": "all"})  # as evaluation has them
     untrained = bilingual.retrieval(model.eval().encoder, data["pairs"], config, context)["centred"]
     assert all(
         held_out["untrained"] == pytest.approx(untrained) for held_out in (records[0]["held_out"], result["held_out"])
@@ -337,6 +339,44 @@ def test_retrieval_is_the_mean_over_language_pairs(options):
     assert scores["centred"] == pytest.approx(torch.stack(centred).mean(dim=0).tolist())
 
 
+def test_the_end_says_since_when_a_translation_helps(options, monkeypatch, capsys):
+    """At the second evaluation it adds two points for the first time, and at the third it does no longer."""
+    shares = iter([(0.31, 0.30), (0.35, 0.30), (0.30, 0.30), (0.30, 0.30)])
+
+    def effect(*_):
+        beside, alone = next(shares)
+        return {"with": beside, "without": alone, "effect": [0.0, 0.1]}
+
+    monkeypatch.setattr(bilingual, "translation_effect", effect)
+    ELECTRA.run(options | {"steps": 6}, monkeypatch)
+    assert result_of(options["out_dir"])["change"] == 4
+    assert "a translation helps since step 4; in the end +0.0% of the masked" in capsys.readouterr().out
+    shares = iter([(0.3, 0.3)] * 4)
+    ELECTRA.run(options | {"steps": 6, "seed": 1}, monkeypatch)
+    assert "a translation does not help yet" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("masks", train_electra.MASKS)
+def test_masks_are_those_of_training_alone(masks, options, monkeypatch):
+    """The shares of masks, of other tokens and of tokens that are left; evaluation hides every one."""
+    shown, share = {}, {"all": (1, 0, 0), "bert": (0.8, 0.1, 0.1), "electra": (0.85, 0, 0.15)}[masks]
+    losses_of = train_electra.losses_of
+
+    def watched(model, batch, *more):
+        kind = "training" if torch.is_grad_enabled() else "evaluation"
+        seen = batch.ids.flatten()[batch.masked]
+        shown.setdefault(kind, []).append(torch.stack([seen, batch.targets]))
+        return losses_of(model, batch, *more)
+
+    monkeypatch.setattr(train_electra, "losses_of", watched)
+    ELECTRA.run(options | {"masks": masks, "steps": 30, "eval_every": 30}, monkeypatch)
+    mask = opened(options)[2]["pairs"].tokenizer.mask
+    for kind, expected in {"training": share, "evaluation": (1, 0, 0)}.items():
+        seen, targets = torch.cat(shown[kind], dim=1)
+        hidden, left = (seen == mask).double().mean(), (seen == targets).double().mean()
+        assert [hidden, 1 - hidden - left, left] == pytest.approx(expected, abs=0.02)
+
+
 def test_a_run_names_both_of_its_corpora(options, monkeypatch):
     """Neither may change under it."""
     ELECTRA.run(options | {"steps": 1, "eval_maskings": 1}, monkeypatch)
@@ -344,35 +384,38 @@ def test_a_run_names_both_of_its_corpora(options, monkeypatch):
     assert saved(options)["identity"]["data_checksum"] == "+".join(checksums) and len(set(checksums)) == 2
 
 
+@pytest.mark.parametrize("preset", train_electra.PRESETS)
+def test_xlm_of_equal_flops_has_them(preset):
+    base = Config(**{"preset": preset} | train_electra.PRESETS[preset])
+    rows = {label: change for (label, _), change in train_electra.table2(base).rows}
+    longer = [label for label in rows if label.startswith("XLM") and label.endswith("x the steps")]
+    assert len(longer) == 3
+    for label in longer[:2]:
+        config = dataclasses.replace(base, **rows[label])
+        work = config.steps * train_electra.work_of(config)
+        assert work == pytest.approx(base.steps * train_electra.work_of(base), rel=1e-3) and config.objective == "mlm"
+
+
 def test_table_2_has_every_row(options, monkeypatch, capsys):
     options |= {"table": 2, "steps": 2}
     ELECTRA.run(options, monkeypatch)
     rows = {row[0]: row for row in table_rows(capsys.readouterr().out.split("\n\n")[-1])}
-    longer = ["XLM, 1.354 x the steps", "XLM with the bias, 1.354 x the steps"]
+    more = train_electra.work_of(Config(**options)) / train_electra.work_of(Config(**options | XLM))
+    longer = [f"XLM, {more:.2f} x the steps", f"XLM with the bias, {more:.2f} x the steps"]
     alone = ["XLM-E - TRTD", "XLM-E - TRTD, 2 x the steps", "XLM-E - TRTD - bias"]
-    assert list(rows) == ["XLM", *longer, "XLM - TLM", "XLM-E", *alone]
-    assert [bool(row[6]) for row in rows.values()] == [False] * 4 + [True] * 4
+    assert list(rows) == ["XLM", *longer, "XLM - TLM", "XLM-E", "XLM-E - bias", *alone]
+    assert [bool(row[6]) for row in rows.values()] == [False] * 4 + [True] * 5
     assert rows["XLM-E"][3] == rows[alone[1]][3] != rows[alone[0]][3]  # FLOPs
     results = [json.loads(path.read_text()) for path in options["out_dir"].glob("*/result.json")]
-    assert sorted(r["config"]["steps"] for r in results) == [2, 2, 2, 2, 2, 3, 3, 4]
-    (whole,) = [r for r in results if r["config"]["objective"] == "rtd" and r["config"]["tlm"]]
-    cells = [format(value, form) for value, form in train_electra.cells(whole).values()]
+    assert sorted(r["config"]["steps"] for r in results) == [2, 2, 2, 2, 2, 2, 3, 3, 4]
+    of = {"objective": "rtd", "tlm": True, "relative_bias": True}
+    (whole,) = [r for r in results if of.items() <= r["config"].items()]
+    cells = [mean_cell([cell]) for cell in train_electra.cells(whole).values()]
     assert rows["XLM-E"][2:] == cells and cells[0] == f"{whole['parameters']['kept'] / 1e6:.1f}"
 
 
-@pytest.mark.parametrize("preset", train_electra.PRESETS)
-def test_xlm_of_equal_flops_has_them(preset):
-    V = {"ciphers": 1029, "captions": 4098, "base": 250_002, "large": 1 << 19, "xl": 1 << 19}
-    config, work = Config(**train_electra.PRESETS[preset]), []
-    for given in ({}, XLM):
-        with torch.device("meta"):
-            network = MaskedLM if given else Electra
-            work.append(train_electra.step_flops(network(dataclasses.replace(config, **given), V.get(preset, 8192))))
-    assert work[0] / work[1] == pytest.approx(train_electra.EQUAL_FLOPS[preset], rel=1e-3)
-
-
 BAD = {
-    "no discriminator": (XLM | {"lambda_disc": 1.0}, "--lambda_disc is not read with --router dense, --objective mlm"),
+    "no discriminator": (XLM | {"lambda_disc": 2.0}, "--lambda_disc is not read with --router dense, --objective mlm"),
     "a generator of the baseline": ({"objective": "mlm"}, "--generator_layers is not read"),
     "rate of no bias": ({"relative_bias": False, "distance_lr": 2.0}, "objective rtd, --relative_bias False: leave"),
     "no pairs": ({"pairs": "opus"}, "no prepared data in"),

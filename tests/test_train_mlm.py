@@ -227,15 +227,43 @@ def test_a_stopped_run_ends_with_the_numbers_of_one_that_was_not(options, tmp_pa
 
 def test_table_2_has_every_row(options, monkeypatch, capsys):
     options |= {"table": 2, "steps": 2}
-    assert "its rows have a --gate of their own" in MLM.refused(options | {"gate": "sigmoid"}, monkeypatch, capsys)
+    assert "its rows have a --gate of their own" in MLM.refused(options | {"gate": "softmax"}, monkeypatch, capsys)
     MLM.run(options, monkeypatch)
     rows = table_rows(capsys.readouterr().out.split("\n\n")[-1])
-    assert [row[1] for row in rows] == ["23.51", "19.02", "18.72", "19.59", "19.12"]
+    assert [row[1] for row in rows] == ["23.51", "", "", "19.02", "18.72", "19.59", "19.12"]
     assert all(float(row[2]) >= 0 and float(row[3]) > 1 for row in rows)
-    assert [bool(row[7]) for row in rows] == [0, 0, 1, 0, 1]  # temperature
+    assert [bool(row[8]) for row in rows] == [0, 0, 0, 0, 1, 0, 1]  # temperature
     configs = [json.loads(path.read_text()) for path in options["out_dir"].glob("*/config.json")]
-    gates = [str(config["gate"]) for config in configs if config["router"] == "switch"]
-    assert len(configs) == 5 and sorted(gates) == ["None", "sigmoid"]
+    ours = [(config["gate"], config["experts"]) for config in configs if config["router"] == "switch"]
+    assert len(configs) == 7 and sorted(ours) == [("sigmoid", 1), ("sigmoid", 4), ("softmax", 4)]
+
+
+def test_the_end_says_since_when_it_is_ahead_and_what_smoe_has(options, tmp_path, monkeypatch, capsys):
+    """The committed result of the demo's SMoE stands beside the demo itself, and beside no other run."""
+    losses = iter([3.0, 2.0, 2.5, 3.0])
+    evaluate = train_mlm.evaluate
+
+    def fixed(*args, **more):
+        scores, chosen = evaluate(*args, **more)
+        return scores | {"ppl": next(losses)}, chosen
+
+    counted = {
+        name: {"ppl": 2.7, "right": 0.1, "languages": {"aa": 1.0, "bb": 1e9}} for name in ("tokens", "neighbours")
+    }
+    monkeypatch.setattr(train_mlm, "evaluate", fixed)
+    monkeypatch.setattr(train_mlm.counting, "masked_scores", lambda *_: counted)
+    smoe = tmp_path / "results/train_mlm/demo-router=switch.json"
+    smoe.parent.mkdir(parents=True)
+    smoe.write_text(json.dumps({"valid": {"layers": [{"rc": 3.14159, "rf": 0.25}]}}))
+    monkeypatch.setattr(train_mlm, "__file__", str(tmp_path / "train_mlm.py"))
+    MLM.run(options | {"steps": 8}, monkeypatch)
+    out, result = capsys.readouterr().out, result_of(options["out_dir"])
+    assert result["ahead"] == 4
+    assert "ahead of counting by neighbours in 1 of 2 languages, and in all together since step 4" in out
+    assert "its baseline SMoE" not in out
+    words = train_mlm.report(train_mlm.Config(), result | {"name": "demo"})
+    assert words.endswith("its baseline SMoE, --router switch, has RC 3.14, RF 25.0%")
+    assert "since" not in train_mlm.report(train_mlm.Config(), result | {"ahead": None})
 
 
 @pytest.mark.parametrize("number, dims", [(3, [2, 0, 2, 0]), (5, [1, 2, 4, 8, 16])])

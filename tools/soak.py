@@ -249,16 +249,15 @@ class Soak:
 
 
 def make_data(base: Path):
-    """Our own code as a text; the messages of Django in two languages and as pairs, and an encoder of them."""
+    """Our own code as a text; English and a cipher of it, also as pairs, and an encoder of them."""
     pages = [page.read_text() for page in Path(__file__).parents[1].glob("*/*.py")]
     text = base / "text.txt"
     text.write_text("\n\n".join(pages))
     small = {"normalization_rule_name": "identity"}  # XLM-R's rules would be as large as a checkpoint
     tokenizer = train_sentencepiece(pages, 400, XLMR, **small).save(base)
     prepare("text", text, tokenizer, out=base / "text")
-    how = {"tokenizer": tokenizer, "max_tokens": 4000}
-    prepare("catalogs", **how, languages="de,en", out=base / "languages")
-    prepare("catalogs-pairs", **how, languages="de-en", out=base / "pairs")
+    prepare("ciphers", max_tokens=4000, languages="en,x1", out=base / "languages")
+    prepare("ciphers-pairs", max_tokens=4000, languages="x1-en", out=base / "pairs")
     words = "train_mlm " + OPTIONS["train_mlm"] + " --steps 1 --device cpu --out_dir {base}/encoders"
     sys.argv = words.format(base=base).split()
     importlib.import_module("train_mlm").main()
