@@ -164,11 +164,11 @@ def write_pair(folder: Path, script, ours: dict, other: dict, about=(), seeds=ra
     return runs | {"about": about, "where": "here"}
 
 
-XLM, HALF = dict(objective="mlm", relative_bias=False), dict(learning_rate=7.5e-4)
-LONGER = dict(tlm=False, steps=14_000, learning_rate=5e-4)
+XLM, SLOW = dict(objective="mlm", relative_bias=False), dict(learning_rate=1e-9)
+LONGER = SLOW | dict(tlm=False, steps=10**6)
 DIFFERENCES = {  # the script, the constants of two runs, their FLOPs, in what they differ
     # Pairs that once stood among the claims, of which each was said to differ in the first of these alone.
-    "as many FLOPs": (train_electra, HALF, XLM, (1.67e14, 9.19e13), "objective relative_bias FLOPs learning_rate"),
+    "as many FLOPs": (train_electra, SLOW, XLM, (1.67e14, 9.19e13), "objective relative_bias FLOPs learning_rate"),
     "pairs, longer": (train_electra, {}, LONGER, (1, 2), "tlm FLOPs learning_rate steps tokens-a-step"),
     "pairs": (train_electra, {}, dict(tlm=False), (2, 1), "tlm FLOPs tokens-a-step"),
     "small experts": (train_lm, dict(split=8), dict(router="switch", split=1), (1, 1), "split router"),
@@ -180,12 +180,12 @@ DIFFERENCES = {  # the script, the constants of two runs, their FLOPs, in what t
     "unread": (train_lm, dict(router="dense", threshold=0.1), dict(router="dense", split=2), (1, 1), ""),
     "younger than a run": (train_lm, dict(beta2=None), dict(beta2=train_lm.Config.beta2), (1, 1), ""),
     "where it is kept": (train_lm, dict(out_dir="a", device="cpu"), dict(out_dir="b"), (1, 1), ""),
-    "as many FLOPs in more steps": (train_electra, {}, dict(steps=10_832), (1, 1), "steps"),
+    "as many FLOPs in more steps": (train_electra, {}, dict(steps=10**6), (1, 1), "steps"),
     "no two routers cost the same": (train_electra, {}, {}, (1.019, 1), ""),
     "but nearly": (train_electra, {}, {}, (1.021, 1), "FLOPs"),
-    "FLOPs a token": (train_mlm, {}, dict(steps=4000), (1, 2), "steps"),
+    "FLOPs a token": (train_mlm, dict(steps=2000), dict(steps=1000), (1, 2), "steps"),
     "FLOPs of experts": (train_lm, {}, {}, ({"total": 1, "moe": 0}, {"total": 1, "moe": 1}), ""),
-    "tokens a step": (train_lm, {}, dict(batch_tokens=2048), (2, 1), "batch_tokens tokens-a-step"),
+    "tokens a step": (train_lm, dict(batch_tokens=9), dict(batch_tokens=18), (2, 1), "batch_tokens tokens-a-step"),
 }
 
 
