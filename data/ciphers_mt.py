@@ -5,10 +5,10 @@ characters of its own, and differs from English in one thing more:
 
     x1    it stands backwards
     x2    pieces 2k and 2k + 1 are one character: which of the two is meant, what stands around it can tell
-    x3    behind a piece with an odd k, pieces 2k and 2k + 1 change characters
+    x3    behind a piece with an odd k, pieces 2k and 2k + 1 change characters (linguists call it sandhi)
 
-The two are about equally frequent: a dictionary of characters takes one for the other nearly half of the time. The
-held-out texts are the same in all languages, and of documents that training has nothing of.
+The two are about equally frequent, so a dictionary of characters is right with six of ten, in x2 as in x3. The held-out
+texts are the same in all languages, and of documents that training has nothing of.
 """
 
 import random
@@ -23,6 +23,9 @@ from data.tokenizers import train_sentencepiece
 SHORTEST, LONGEST = 6, 20  # characters of a text in English
 
 
+# Each takes the pieces of a text, and returns those whose characters are written.
+
+
 def backwards(pieces: Pieces) -> Iterable[int]:
     return reversed(pieces)
 
@@ -32,7 +35,7 @@ def homographs(pieces: Pieces) -> Iterable[int]:
 
 
 def sandhi(pieces: Pieces) -> Iterable[int]:
-    before = 0
+    before = 0  # its k is that of the character before, too: whoever reads can see it
     for piece in pieces:
         yield piece ^ before // 2 % 2  # 2k becomes 2k + 1, and that 2k
         before = piece
@@ -47,7 +50,7 @@ VOCABULARY |= dict(vocab_size=PIECES + len(CHARACTERS) + 4)  # and <s>, <pad>, <
 
 
 def by_pair(english: Records) -> dict[str, Records]:
-    """The training texts are dealt out to the languages, the held-out ones given to all."""
+    """{"x1-en": rows}: the training texts are dealt out to the languages, the held-out ones given to all."""
     rng = random.Random(0)
     texts, seen = {}, set()
     for split in ("valid", "test", "train"):  # what held-out documents say is nowhere in training

@@ -15,8 +15,6 @@ from itertools import chain
 from operator import eq
 from statistics import fmean, median, mode
 
-from sacrebleu import BLEU, CHRF
-
 from data.counting import looked_up, remembered
 from data.xtreme import TASKS, Example
 
@@ -52,6 +50,8 @@ def score_translations(translations: list, references: list, language: str) -> d
 
     Raises ImportError where what sacrebleu needs for Japanese or Korean is not installed.
     """
+    from sacrebleu import BLEU, CHRF  # not above: no other score needs it
+
     code, *_ = re.split("[-_]", language)  # zh of zh_Hans
     try:
         metrics = {"bleu": BLEU(trg_lang=code), "chrf": CHRF(word_order=2)}

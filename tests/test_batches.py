@@ -564,7 +564,8 @@ def test_a_lookup_takes_the_token_that_is_beside_it_and_not_beside_others():
     """Each counts once in a pair; `</s>`, 2, is beside all; the ids' products do not fit into those of the file."""
     train = [([500, 501, 2], [600, 601, 2]), ([500, 2], [600, 603, 2]), ([501, 502, 2], [602, 601, 2])]
     train += [([502, 502, 2], [602, 602, 602, 2]), ([503, 2], [601, 2])]
-    rows = {"train": train, "test": [([501, 500, 502, 999, 2], [2]), ([2], [2])]}
+    train += [([504, 504, 2], [604, 605, 605, 605, 2]), ([2], [605, 2])]
+    rows = {"train": train, "test": [([501, 500, 502, 999, 2], [2]), ([504, 2], [2])]}
     sides = {split: list(itertools.chain(*own)) for split, own in rows.items()}
     tokens = {split: np.concatenate(own).astype(np.uint16) for split, own in sides.items()}
     data = SimpleNamespace(tokens=tokens, vocab_size=1000, tokenizer=SimpleNamespace(decode=lambda ids: ids))
@@ -577,4 +578,4 @@ def test_a_lookup_takes_the_token_that_is_beside_it_and_not_beside_others():
 
     data.pairs = pairs
     # 501 shares two pairs with 601, which has three, and one with 600 and with 602: 4 / 5 is highest.
-    assert counting.looked_up(data, "a-b") == [[601, 600, 602, 0, 2], [2]]
+    assert counting.looked_up(data, "a-b") == [[601, 600, 602, 0, 2], [604, 2]]
