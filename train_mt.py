@@ -86,7 +86,7 @@ class Config:
     router_std: float = 0.04  # of the normal that a router's weights start from
     balance_coef: float = 0.01  # alpha, the weight of the balance loss
     # training
-    steps: int = 3000  # optimizer steps
+    steps: int = 2000  # optimizer steps
     batch_tokens: int = 2048  # tokens of a step, both sides with their padding, over all processes and micro-batches
     micro_tokens: int = 2048  # tokens of one forward pass; under a capacity limit it changes the numbers
     learning_rate: float = 4e-3  # peak
@@ -108,7 +108,7 @@ class Config:
     # where and how
     out_dir: str = "out/train_mt"  # where runs are kept
     device: str = "auto"  # cuda, mps or cpu
-    dtype: Literal["auto", "bfloat16", "float32", "float64"] = "auto"  # auto: bfloat16 where it is fast
+    dtype: Literal["auto", "bfloat16", "float32", "float64"] = "float32"  # auto: bfloat16 where it is fast
     shard: bool = False  # weights and their state lie in pieces over all processes (FSDP2)
     compile: bool | None = None  # torch.compile; None: where products are in bfloat16 on a GPU
     recompute: bool = False  # activation checkpointing: less memory, for a second forward pass
@@ -124,7 +124,7 @@ class Config:
 
 
 # What real text needs: it is long, and a model can learn it by heart.
-REAL = dict(dropout=0.3, threshold=0.9, expert_size=512, warmup_steps=512, eval_sentences=3000)
+REAL = dict(dropout=0.3, threshold=0.9, expert_size=512, warmup_steps=512, eval_sentences=3000, dtype="auto")
 MULTI30K = REAL | dict(data="multi30k-de", n_embd=128, ffn_size=512)  # German captions: 8 minutes on one core
 MULTI30K |= dict(block_size=128, learning_rate=2e-3, steps=1500, eval_every=500)
 # XMoE 4.2 and its authors' configurations; the papers are silent on batch and steps: those are ours.
