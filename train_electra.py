@@ -62,7 +62,7 @@ class Config:
     n_head: int = 4  # H
     n_embd: int = 64  # D
     ffn_size: int = 256  # inner width of an FFN
-    block_size: int = 64  # T, the longest row
+    block_size: int = 32  # T, the longest row; in longer ones the demo becomes multilingual later
     dropout: float = 0.0  # after embeddings, attention weights, attention and FFN; the sparse layers have none
     init_std: float = 0.02  # of the normal that weights start from
     frequency_bias: bool = True  # the generator's output bias starts at the log frequencies of the training tokens
@@ -115,7 +115,7 @@ class Config:
 
 # Real sentences and their translations, few and short: captions of pictures in English and German (Multi30k). How to
 # prepare them stands in data/README.md.
-CAPTIONS = dict(data="captions", pairs="captions-pairs", n_embd=128, ffn_size=512)
+CAPTIONS = dict(data="captions", pairs="captions-pairs", n_embd=128, ffn_size=512, block_size=64)
 CAPTIONS |= dict(steps=14_000, eval_every=2000)  # at half the rate more translations are found
 CAPTIONS |= dict(dtype="auto")
 
