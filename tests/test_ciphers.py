@@ -8,6 +8,7 @@ import pytest
 
 from data import ciphers, corpora, folder
 from data.files import SPLITS
+from data.prepare import prepare
 from data.tokenizers import load_tokenizer
 
 TESTS = Path(__file__).parent
@@ -87,6 +88,8 @@ def test_ciphers_are_prepared_with_a_token_a_character(tmp_path, monkeypatch, en
     monkeypatch.setattr(folder, "PREPARED", tmp_path)
     one, two = folder.ready("ciphers"), folder.ready("ciphers-pairs")
     assert (one / "xlmr.model").read_bytes() == (two / "xlmr.model").read_bytes()
+    alone = prepare("ciphers", languages="x1", out=tmp_path / "alone")  # learned from all languages all the same
+    assert (alone / "xlmr.model").read_bytes() == (one / "xlmr.model").read_bytes()
     tokenizer = load_tokenizer(one)
     text = "".join(chain(*ALPHABETS.values()))
     (ids,) = tokenizer.encode_batch([text])
