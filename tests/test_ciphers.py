@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from data import ciphers, corpora, folder
+from data import ciphers, ciphers_mt, corpora, folder
 from data.files import SPLITS
 from data.prepare import prepare
 from data.tokenizers import load_tokenizer
@@ -95,3 +95,67 @@ def test_ciphers_are_prepared_with_a_token_a_character(tmp_path, monkeypatch, en
     (ids,) = tokenizer.encode_batch([text])
     assert tokenizer.unk not in ids and len(set(ids)) == len(text) and tokenizer.decode(ids) == text
     assert tokenizer.vocab_size == len(text) + 5
+
+
+# --- What the translator reads
+
+
+def read_back(language: str, cipher: str) -> list[int]:
+    """The pieces that a cipher stands for; of x2 the lower one of two."""
+    pieces = list(plain(cipher))
+    if language == "x1":
+        return pieces[::-1]
+    if language == "x2":
+        assert not any(piece % 2 for piece in pieces)
+        return pieces
+    found = [pieces[0]]
+    for before, piece in zip(pieces, pieces[1:]):  # k is the same in English
+        found.append(piece if before // 2 % 2 == 0 else piece - 1 if piece % 2 else piece + 1)
+    return found
+
+
+def test_each_language_differs_from_english_in_one_thing():
+    pieces = [2, 3, 4, 6, 5]
+    found = {language: list(form(pieces)) for language, form in ciphers_mt.LANGUAGES.items()}
+    assert found == {"x1": [5, 6, 4, 3, 2], "x2": [2, 2, 4, 6, 4], "x3": [2, 2, 5, 6, 4]}
+
+
+def test_a_translator_reads_a_token_a_character_and_writes_english(tmp_path, monkeypatch, english):
+    monkeypatch.setitem(corpora.CORPORA, "ciphers-mt", corpora.CORPORA["ciphers-mt"]._replace(read=lambda: english))
+    monkeypatch.setattr(folder, "PREPARED", tmp_path)
+    tokenizer = load_tokenizer(folder.ready("ciphers-mt"))
+    rows = ciphers_mt.by_pair(english)
+    piece_of = {}  # token of English -> the piece that it is in the ciphers
+    for language in ("x1", "x3", "x2"):
+        for _, cipher, text in rows[f"{language}-en"]:
+            assert language_of(cipher) == language
+            (space, *source), target = tokenizer.encode_batch([cipher, text])
+            assert tokenizer.unk not in source + target and len(source) == len(cipher) == len(target)
+            assert tokenizer.decode([space, *source]) == cipher and tokenizer.decode(target) == text
+            for token, piece in zip(target, read_back(language, cipher)):
+                expected = piece_of.setdefault(token, piece)
+                assert piece == (expected // 2 * 2 if language == "x2" else expected)
+    assert len(set(piece_of.values())) == len(piece_of) > 100
+
+
+def test_a_translator_is_trained_on_nothing_of_held_out_documents(monkeypatch, english):
+    few, every = [], []
+    for held_out, found in ((7, few), (10**6, every)):
+        monkeypatch.setattr(ciphers_mt, "HELD_OUT", held_out)
+        found += ciphers_mt.by_pair(english).items()
+    texts = defaultdict(list)
+    for (name, rows), (_, all_rows) in zip(few, every):
+        own = {split: [text for this, _, text in rows if this == split] for split in SPLITS}
+        texts["train"] += own["train"]
+        assert len(own["valid"]) == len(own["test"]) == 7
+        texts[name] = own["valid"] + own["test"]
+        held_out = {text for split, _, text in all_rows if split != "train"}
+        assert held_out.issuperset(texts[name])
+    assert texts["x1-en"] == texts["x2-en"] == texts["x3-en"]
+    assert len(texts["train"]) == len(set(texts["train"])) > 1000 and held_out.isdisjoint(texts["train"])
+    documents = {
+        split: " ".join(ciphers.sentences(" ".join(text for own, text in english if own == split))) for split in SPLITS
+    }
+    assert all(text in documents["train"] for text in texts["train"])
+    assert all(text in documents["valid"] for text in texts["x1-en"][:7])
+    assert all(6 <= len(text) <= 20 for text in texts["train"])

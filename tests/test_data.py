@@ -385,7 +385,7 @@ def test_the_command_writes_and_reports_or_refuses(tmp_path, model, paragraphs):
 OPTIONS = {  # corpus, options -> what is said. Their source, where it is none, is a folder with pairs
     "pydoc": ({}, "unknown corpus 'pydoc'; there are pydocs, prose, wikitext103, "),
     "wmt23-uk": ({"source": None}, "corpus 'wmt23-uk' needs --source"),
-    "ciphers-pairs": ({}, "corpus 'ciphers-pairs' is read from installed packages: leave out --source"),
+    "ciphers-mt": ({}, "corpus 'ciphers-mt' is read from installed packages: leave out --source"),
     "enwiki": ({"source": Path("absent")}, "--source absent does not exist"),
     "wikitext103": ({"max_tokens": 0}, "--max_tokens and --pieces must be positive"),
     "pydocs": ({"languages": "en"}, "--languages is for"),

@@ -34,7 +34,7 @@ TINY = dict(n_layer=2, n_head=2, n_embd=16, ffn_size=32, block_size=16, micro_to
 TINY |= dict(generator_layers=1, eval_every=2, eval_tokens=256, eval_maskings=2, log_every=1)
 TINY |= dict(device="cpu", dtype="float32")
 EXPERTS = dict(experts=4, expert_size=16, moe_after=(1,))
-XLM = dict(objective="mlm", relative_bias=False, generator_layers=4)  # the last is its default: nothing reads it
+XLM = train_electra.XLM | dict(generator_layers=4)  # the last is its default: nothing reads it
 HERE = Context(0, 1, torch.device("cpu"), torch.float32)
 
 
@@ -267,7 +267,7 @@ def test_every_row_trains_and_reports(row, options, monkeypatch, capsys):
         assert ours["tokens"] == 2 * theirs["tokens"] and ours["masked"] > 1.5 * theirs["masked"]
     assert (result["parameters"]["kept"] < result["parameters"]["total"]) == rtd  # the generator is not kept
     assert records[0]["flops"] * 2 == records[1]["flops"] == result["flops"]
-    config, context, data, model = opened(options | ROWS[row])
+    config, context, data, model = opened(options | ROWS[row] | {"masks": "all"})  # as evaluation has them
     untrained = bilingual.retrieval(model.eval().encoder, data["pairs"], config, context)["centred"]
     assert all(
         held_out["untrained"] == pytest.approx(untrained) for held_out in (records[0]["held_out"], result["held_out"])
@@ -353,6 +353,27 @@ def test_the_end_says_since_when_a_translation_helps(options, monkeypatch, capsy
     shares = iter([(0.3, 0.3)] * 4)
     ELECTRA.run(options | {"steps": 6, "seed": 1}, monkeypatch)
     assert "a translation does not help yet" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("masks", train_electra.MASKS)
+def test_masks_are_those_of_training_alone(masks, options, monkeypatch):
+    """The shares of masks, of other tokens and of tokens that are left; evaluation hides every one."""
+    shown, share = {}, {"all": (1, 0, 0), "bert": (0.8, 0.1, 0.1), "electra": (0.85, 0, 0.15)}[masks]
+    losses_of = train_electra.losses_of
+
+    def watched(model, batch, *more):
+        kind = "training" if torch.is_grad_enabled() else "evaluation"
+        seen = batch.ids.flatten()[batch.masked]
+        shown.setdefault(kind, []).append(torch.stack([seen, batch.targets]))
+        return losses_of(model, batch, *more)
+
+    monkeypatch.setattr(train_electra, "losses_of", watched)
+    ELECTRA.run(options | {"masks": masks, "steps": 30, "eval_every": 30}, monkeypatch)
+    mask = opened(options)[2]["pairs"].tokenizer.mask
+    for kind, expected in {"training": share, "evaluation": (1, 0, 0)}.items():
+        seen, targets = torch.cat(shown[kind], dim=1)
+        hidden, left = (seen == mask).double().mean(), (seen == targets).double().mean()
+        assert [hidden, 1 - hidden - left, left] == pytest.approx(expected, abs=0.02)
 
 
 def test_a_run_names_both_of_its_corpora(options, monkeypatch):

@@ -29,7 +29,6 @@ from engine.optim import adamw, cross_entropy
 from model import Translator
 from train_mt import PRESETS, Config
 
-pytest.importorskip("sacrebleu")
 MT = Script(train_mt)
 run, refused = MT.run, MT.refused
 TINY = dict(n_layer=2, decoder_layers=2, n_head=2, n_embd=16, ffn_size=32, block_size=32, micro_tokens=128, steps=4)
@@ -85,7 +84,7 @@ def fix_valid_bleu(monkeypatch, *scores: float) -> list[dict]:
         if split != "valid":
             return score_split(model, data, split, *rest, **options)
         weights.append(copy.deepcopy(model.state_dict()))
-        return {"bleu": next(scores), "chrf": 0.0, "layers": []}
+        return {"bleu": next(scores), "chrf": 0.0, "pairs": {}, "layers": []}
 
     monkeypatch.setattr(train_mt, "score_split", fixed)
     return weights
@@ -144,7 +143,8 @@ def test_pairs_are_learned_by_heart(tmp_path, monkeypatch, capsys):
     folder = prepare("bitext", tmp_path / "text", pieces=370, out=tmp_path / "data")
     options = TINY | {"data": folder, "out_dir": tmp_path / "out", "n_embd": 64, "ffn_size": 128, "steps": 80}
     options |= {"micro_tokens": 512, "batch_tokens": 512, "eval_every": 80, "learning_rate": 8e-3}
-    options |= {"warmup_steps": 20, "label_smoothing": 0.0, "capacity": math.inf}  # a limit may cost a word
+    options |= {"warmup_steps": 20, "label_smoothing": 0.0, "threshold": 0.9}
+    options |= {"capacity": math.inf}  # a limit may cost a word
     run(options, monkeypatch)
     assert result_of(tmp_path / "out")["test"]["bleu"] == pytest.approx(100)
     capsys.readouterr()
@@ -303,24 +303,59 @@ def test_table_3_has_every_row(options, monkeypatch, capsys):
     assert rows[0][2:4] == ["mean", "26.4 / 51.5"] and rows[5][2:4] == ["mean", "28.7 / 53.7"]
     results = [json.loads(path.read_text()) for path in options["out_dir"].glob("*/result.json")]
     (dense,) = (result for result in results if result["config"]["router"] == "dense")
-    expected = [dense["memory"]["bleu"], dense["best"]["bleu"]]
-    expected += [pair["bleu"] for pair in dense["test"]["pairs"].values()]
-    assert rows[0][11:] == [f"{bleu:.2f}" for bleu in expected]
+    expected = [dense[what][metric] for what in ("memory", "lookup") for metric in ("bleu", "chrf")]
+    assert rows[0][11:16] == [f"{score:.2f}" for score in (*expected, dense["best"]["bleu"])]
+    expected = [pair[metric] for pair in dense["test"]["pairs"].values() for metric in ("bleu", "chrf")]
+    assert rows[0][17:] == [f"{score:.2f}" for score in expected]
     assert rows[0][5] == f"{dense['test']['bleu']:.2f}" and rows[0][7] == rows[0][10] == ""  # no rows are kept there
     assert all(float(row[7]) < float(row[10]) for row in rows[1:])  # rows kept: without a limit, more
 
 
-def test_a_memory_has_the_mean_score_of_its_pairs(options, monkeypatch):
+def test_counting_is_scored_by_pair_and_in_the_mean(options, monkeypatch):
     _, _, data, _ = opened(options)
     expected = {name: data.texts("test", name)[1] for name in data.languages}
     own = {"de-en": expected["de-en"], "ru-en": ["a text of its own"] * 5}
     monkeypatch.setattr("data.scores.remembered", lambda data, name: own[name])
-    scores = [train_mt.score_translations(own[name], expected[name], "en") for name in own]
-    assert scores[0]["bleu"] == pytest.approx(100) and scores[1]["bleu"] < 20
-    means = {metric: (scores[0][metric] + scores[1][metric]) / 2 for metric in ("bleu", "chrf")}
-    assert train_mt.score_memory(data) == pytest.approx(means)
+    scores = {name: train_mt.score_translations(own[name], expected[name], "en") for name in own}
+    assert scores["de-en"]["bleu"] == pytest.approx(100) and scores["ru-en"]["bleu"] < 20
+    found = train_mt.score_counting(data)
+    assert found["memory"].pop("pairs") == scores
+    means = {metric: (scores["de-en"][metric] + scores["ru-en"][metric]) / 2 for metric in ("bleu", "chrf")}
+    assert found["memory"] == pytest.approx(means)
+    assert found["lookup"]["chrf"] > 90  # the words of these languages stand in one order
     own |= {"de-en": [], "ru-en": []}  # where the training text is large
-    assert train_mt.score_memory(data) == {}
+    assert train_mt.score_counting(data)["memory"] == {}
+
+
+def test_the_moment_is_the_first_evaluation_ahead_of_the_memory(options, monkeypatch, capsys):
+    """Of each pair of languages; nothing where that never comes; and a run that goes on keeps it."""
+    score_split, chrf = train_mt.score_split, iter([30.0, 31.0, 29.0, 32.0])
+
+    def fixed(model, data, split, *rest, **options):
+        scores = score_split(model, data, split, *rest, **options)
+        if split == "valid":
+            scores["pairs"]["de-en"]["chrf"] = scores["pairs"]["ru-en"]["chrf"] = next(chrf)
+        return scores
+
+    pairs = {name: {"bleu": 1.0, "chrf": memory} for name, memory in {"de-en": 30.0, "ru-en": 32.0}.items()}
+    counted = {
+        "memory": {"bleu": 1.0, "chrf": 31.0, "pairs": pairs},
+        "lookup": {"bleu": 1.0, "chrf": 2.0, "pairs": pairs},
+    }
+    monkeypatch.setattr(train_mt, "score_split", fixed)
+    monkeypatch.setattr(train_mt, "score_counting", lambda data: counted)
+    run(options | {"steps": 8}, monkeypatch)
+    out, result = capsys.readouterr().out, result_of(options["out_dir"])
+    assert result["moment"] == {"de-en": 4, "ru-en": None} and result["memory"] == counted["memory"]
+    assert "ahead of the memory since step 4" in out and "ahead of the memory at no evaluation" in out
+    assert train_mt.cells(result)["ahead at step"][0] is None
+    (only_run(options["out_dir"]) / "result.json").unlink()
+    chrf = iter([29.0])
+    run(options | {"steps": 8}, monkeypatch)
+    assert result_of(options["out_dir"])["moment"] == {"de-en": 4, "ru-en": None}
+    result["moment"]["ru-en"] = 6
+    assert train_mt.cells(result)["ahead at step"][0] == 6
+    assert train_mt.cells(result | {"moment": {}})["ahead at step"][0] is None
 
 
 def rows_of(number: int, *argv: str) -> list[tuple]:
@@ -354,14 +389,16 @@ def test_at_the_papers_scale_every_language_has_its_own_model():
 def test_table_4_has_x_moes_layer_in_the_encoder(options, monkeypatch, capsys):
     run(options | {"table": 4, "steps": 1, "eval_every": 1, "eval_sentences": 1, "experts": 4}, monkeypatch)
     rows = table_rows(capsys.readouterr().out.split("\n\n")[-1])
-    assert [row[0] for row in rows] == ["dense", "SMoE", "X-MoE"] and [row[4] for row in rows] == ["", "1.00", "1.00"]
+    assert [row[0] for row in rows] == ["dense", "one expert for all", "SMoE", "X-MoE"]
+    assert [row[4] for row in rows] == ["", "1.00", "1.00", "1.00"]
     rows = rows_of(4, "--preset", "wmt10")
     assert {config.moe_after for _, config in rows} == {(6,)} and rows[0][1].sampling_exponent == 0.7
     # 32 experts of three FFNs with a norm each; E routing vectors, which the hypersphere has in E / 2 dimensions.
     D, F, E = 512, 2048, 32
-    experts = 79_438_848 + 3 * E * (2 * D * F + F + D + 2 * D)
+    expert = 3 * (2 * D * F + F + D + 2 * D)
+    experts = 79_438_848 + E * expert
     found = [flops.numel(built(config)) for _, config in rows]
-    assert found == [79_438_848, experts + E * D, experts + 16 * D + E * 16 + 1]
+    assert found == [79_438_848, 79_438_848 + expert + D, experts + E * D, experts + 16 * D + E * 16 + 1]
 
 
 # --- Translating files
@@ -473,10 +510,6 @@ def test_bad_input_is_one_clear_line(case, options, monkeypatch, capsys):
     assert message in refused(options | given, monkeypatch, capsys)
 
 
-def test_without_sacrebleu_one_line_says_how_to_get_it(options, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "sacrebleu", None)
-    assert "pip install sacrebleu" in refused(options, monkeypatch, capsys)
-    monkeypatch.undo()
+def test_what_a_language_needs_is_said_in_one_line(options, monkeypatch, capsys):
     with pytest.raises(ImportError, match=r"sacrebleu\[ja\]"):  # it splits Japanese with the help of another
         train_mt.score_translations([""], [""], "ja")
-    assert not options["out_dir"].exists()
