@@ -9,6 +9,7 @@ import pytest
 import train_electra
 from data import ciphers, ciphers_mt, corpora, folder
 from data.files import SPLITS
+from data.prepare import prepare
 from data.tokenizers import load_tokenizer
 
 TESTS = Path(__file__).parent
@@ -99,6 +100,8 @@ def test_ciphers_are_prepared_with_a_token_a_character(tmp_path, monkeypatch, en
     monkeypatch.setattr(folder, "PREPARED", tmp_path)
     one, two = folder.ready("ciphers"), folder.ready("ciphers-pairs")
     assert (one / "xlmr.model").read_bytes() == (two / "xlmr.model").read_bytes()
+    alone = prepare("ciphers", languages="x1", out=tmp_path / "alone")  # learned from all languages all the same
+    assert (alone / "xlmr.model").read_bytes() == (one / "xlmr.model").read_bytes()
     tokenizer = load_tokenizer(one)
     text = "".join(chain(*ALPHABETS.values()))
     (ids,) = tokenizer.encode_batch([text])
