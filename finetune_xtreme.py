@@ -220,12 +220,9 @@ def encoder_of(config: Config) -> str | Path:
             folder, reason = folder_of(run, presets)
             if folder.exists():
                 return folder
-            given = {"preset": run.preset} if run.preset != type(run).preset else {}
-            words = [f"--{key} {value}" for key, value in (given | changed(run, presets)).items()]
-            command, why = (
-                " ".join(["python", f"{Path(name).parent.name}.py", *words]),
-                f" ({reason})" if reason else "",
-            )
+            given = {"preset": run.preset} | changed(run, presets)
+            options = "".join(f" --{key} {value}" for key, value in given.items() if value != "demo")
+            command, why = f"python {Path(name).parent.name}.py{options}", f" ({reason})" if reason else ""
             raise ValueError(f"{folder} does not exist{why}: {command} makes it, or name another folder")
     return config.model
 

@@ -26,7 +26,7 @@ MOST = {"train": 4000, "dev": 400, "test": 1000}  # examples of a task
 TAGGED, HALF, BIT = (24, 60), (10, 28), (2, 5)  # pieces of a text with tags, of one of a pair, and of a bit of that
 START, REST, STRANGE = (4, 12), (24, 36), (4, 12)  # pieces of a text's beginning, of the rest, of what is put into it
 
-Text = list[tuple[list[int], str]]  # the pieces of each word, and its tag
+Text = list[tuple[Pieces, str]]  # the pieces of each word, and its tag
 
 
 def ready() -> Path:
@@ -92,7 +92,7 @@ def tag_of(word: str, first: bool) -> str:
     return "NAME" if core[:1].isupper() and not first else "O"
 
 
-def pieces_of(text: Text) -> list[int]:
+def pieces_of(text: Text) -> Pieces:
     return [piece for pieces, _ in text for piece in pieces]
 
 
@@ -116,15 +116,22 @@ def tagged(held_out: list[Text], rng: random.Random) -> Iterator[Text]:
 def paired(held_out: list[Text], rng: random.Random) -> Iterator[tuple[Pieces, Pieces, str]]:
     """Of each two texts that follow one another a right example and a wrong one."""
     for pieces in map(pieces_of, held_out):
-        end = 0
-        while len(pieces) >= end + 4 * HALF[1]:  # so that there is an elsewhere
-            begin, middle = end, end + rng.randint(*HALF)
-            end = middle + rng.randint(*HALF)
+        for begin, middle, end in places(len(pieces), HALF, HALF, rng):
             one, two = pieces[begin:middle], pieces[middle:end]
             elsewhere = pieces[:begin] + pieces[end:]
-            place = rng.randint(0, len(elsewhere) - len(two))
-            yield one, two, "1"
-            yield one, woven(two, elsewhere[place:], rng), "0"
+            if len(elsewhere) >= len(two):
+                place = rng.randint(0, len(elsewhere) - len(two))
+                yield one, two, "1"
+                yield one, woven(two, elsewhere[place:], rng), "0"
+
+
+def places(length: int, one: tuple, two: tuple, rng: random.Random) -> Iterator[tuple[int, int, int]]:
+    """Of one text and a next, with sizes by chance from these, as often as they fit: begin, middle and end."""
+    end = 0
+    while length >= end + one[1] + two[1]:
+        begin, middle = end, end + rng.randint(*one)
+        end = middle + rng.randint(*two)
+        yield begin, middle, end
 
 
 def woven(one: Pieces, two: Pieces, rng: random.Random) -> Pieces:
@@ -145,10 +152,7 @@ def mixed(held_out: list[Text], rng: random.Random) -> Iterator[tuple[Pieces, ..
     documents = list(map(pieces_of, held_out))
     for number, pieces in enumerate(documents):
         others = [own for own in documents[:number] + documents[number + 1 :] if len(own) > STRANGE[1]]
-        end = 0
-        while others and len(pieces) >= end + START[1] + REST[1]:
-            begin, middle = end, end + rng.randint(*START)
-            end = middle + rng.randint(*REST)
+        for begin, middle, end in places(len(pieces), START, REST, rng) if others else ():
             place = rng.randint(middle, end)
             other, size = rng.choice(others), rng.randint(*STRANGE)
             first = rng.randint(0, len(other) - size)

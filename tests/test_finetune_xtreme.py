@@ -6,19 +6,18 @@ import math
 import re
 import shutil
 from collections import Counter
-from itertools import product
 from pathlib import Path
 from statistics import fmean
 
 import numpy as np
 import pytest
 import torch
-from helpers import TORCHRUN, Script, finish, losses, metrics, only_run, result_of, saved, table_rows
+from helpers import TORCHRUN, Script, finish, losses, metrics, only_run, result_of, saved, table_rows, write_files
 
 import finetune_xtreme
 import train_electra
 import train_mlm
-from data import xtreme, xtreme_rows
+from data import cipher_tasks, xtreme, xtreme_rows
 from data.prepare import prepare
 from data.scores import score_task
 from data.tokenizers import XLMR, train_sentencepiece
@@ -194,6 +193,62 @@ def test_every_kind_of_task_is_learned_scored_and_reported(task, options, monkey
     assert max(result["guesses"]["en"].values()) < 70
     first, *_, last = losses(options["out_dir"])
     assert last < 0.5 * first
+
+
+@pytest.fixture
+def laboratory(tmp_path, monkeypatch):
+    """Words in place of ciphers, where the laboratory's tasks are read."""
+    for name in ("train-en", "dev-en", "test-en", "test-x1"):
+        lines = tag_lines(drawn(40, 1), "de" if name == "test-x1" else "en")
+        for tag, ours in {"NOUN": "NAME", "ADJ": "CODE", "VERB": "NUMBER", "CCONJ": "O"}.items():
+            lines = lines.replace(f"\t{tag}\n", f"\t{ours}\n")
+        write_files(tmp_path / "laboratory" / "tags", {f"{name}.tsv": lines})
+    monkeypatch.setattr(cipher_tasks, "ready", lambda: tmp_path / "laboratory")
+
+
+def test_a_task_of_the_laboratory_says_what_to_look_for(laboratory, options, monkeypatch, capsys):
+    del options["source"], options["task"]
+    XTREME.run(options, monkeypatch)
+    result = result_of(options["out_dir"])
+    assert list(result["languages"]) == ["en", "x1"] and result["counted"]["en"]["f1"] == 100.0
+    assert result["counted"]["x1"]["f1"] < 100
+    assert capsys.readouterr().out.strip().endswith("ahead of counting there, it knows that languages are one.")
+
+
+def test_an_encoder_that_does_not_know_the_ciphers_is_refused(laboratory, options, monkeypatch, capsys):
+    del options["source"], options["task"]
+    monkeypatch.setattr(XLMR, "tokens", lambda self, pieces: [self.unk for _ in pieces])
+    assert "does not know the ciphers' characters: train it with" in XTREME.refused(options, monkeypatch, capsys)
+
+
+def test_random_weights_are_a_new_encoder_of_each_seed(options, encoders):
+    """Of the same shape, with a head of its own."""
+    trained = pretrained.load(encoders["hypersphere"])[0].state_dict()
+    found = []
+    for changes in (dict(random_weights=True), dict(random_weights=True), dict(random_weights=True, seed=1), {}):
+        _, _, model, data, _ = opened(options | changes)
+        found.append((model.state_dict(), data.checksum))
+    (one, checksum), (again, same), (two, other), (ours, _) = found
+    assert checksum == same != other
+    name = "encoder.layers.0.ffn.fc.weight"
+    assert one.keys() == ours.keys() and torch.equal(one[name], again[name])
+    assert not torch.equal(one[name], two[name]) and torch.equal(ours[name], trained[name.removeprefix("encoder.")])
+    assert all(not torch.equal(own[name], ours[name]) for own in (one, two))
+
+
+def test_a_seed_of_a_table_is_an_encoder_s(monkeypatch):
+    """And of a single run its head's alone."""
+    asked = []
+    monkeypatch.setattr(finetune_xtreme, "folder_of", lambda config, _: (asked.append(config) or Path("nowhere"), ""))
+    [(_, change), *_] = TABLES["7"](Config()).rows
+    row = dataclasses.replace(Config(table="7", seed=3), **change)
+    for config, seed in ((row, "--seed 3 "), (dataclasses.replace(row, table=None), "")):
+        with pytest.raises(ValueError, match=f"does not exist: python train_mlm.py {seed}--router switch makes"):
+            finetune_xtreme.encoder_of(config)
+    assert [config.seed for config in asked] == [3, 0]
+    with pytest.raises(ValueError, match="python train_mlm.py --preset small --router switch makes it"):
+        model = change["model"].replace("demo", "small")
+        finetune_xtreme.encoder_of(Config(encoders="small", model=model))
 
 
 @pytest.mark.parametrize("frozen", [True, False])

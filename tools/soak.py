@@ -47,8 +47,8 @@ OPTIONS = {  # of each script; `make_data` leaves its files in the folder {base}
     "train_mlm": TINY + SPARSE + "--data {base}/languages --eval_maskings 2",
     "train_electra": TINY + "--data {base}/languages --pairs {base}/pairs --generator_layers 1 --eval_tokens 256",
     "train_mt": TINY + "--data {base}/pairs --decoder_layers 2 --warmup_steps 2 --eval_sentences 2 --beam 2",
-    "finetune_xtreme": "--model {base}/encoder --train_examples 60 --test_examples 3 --batch_size 8 --micro_size 4 "
-    "--epochs 3",
+    "finetune_xtreme": "--model {base}/encoder --task pos --source {base}/tags --train_examples 60 --test_examples 3 "
+    "--batch_size 8 --micro_size 4 --epochs 3",
 }
 KINDS = {"SIGKILL": 10, "SIGTERM": 4, "SIGINT": 4}  # a fault, and how often it is drawn
 KINDS |= {"two at once": 2, "full disk": 4, "damaged file": 12}
@@ -249,7 +249,7 @@ class Soak:
 
 
 def make_data(base: Path):
-    """Our own code as a text; the messages of Django in two languages and as pairs, and an encoder of them."""
+    """Our own code as a text; the messages of Django in two languages and as pairs, an encoder of them, and a task."""
     pages = [page.read_text() for page in Path(__file__).parents[1].glob("*/*.py")]
     text = base / "text.txt"
     text.write_text("\n\n".join(pages))
@@ -259,6 +259,10 @@ def make_data(base: Path):
     how = {"tokenizer": tokenizer, "max_tokens": 4000}
     prepare("catalogs", **how, languages="de,en", out=base / "languages")
     prepare("catalogs-pairs", **how, languages="de-en", out=base / "pairs")
+    (base / "tags").mkdir()
+    for place, split in enumerate(("train", "dev", "test")):
+        lines = [f"{word}\t{'NOUN' if word.isalpha() else 'SYM'}\n" for word in pages[place].split()]
+        (base / "tags" / f"{split}-en.tsv").write_text("\n".join(lines))  # sentences of a word
     words = "train_mlm " + OPTIONS["train_mlm"] + " --steps 1 --device cpu --out_dir {base}/encoders"
     sys.argv = words.format(base=base).split()
     importlib.import_module("train_mlm").main()
