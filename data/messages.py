@@ -1,11 +1,10 @@
-"""Messages beside their English: Django's and Home Assistant's.
+"""Messages beside their English: Home Assistant's.
 
 No text of one split, in any language, is in another.
 """
 
 import json
 import re
-import struct
 import zipfile
 import zlib
 from collections import Counter, defaultdict
@@ -13,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from data.files import Records, split_of
-from data.packages import HOMEASSISTANT, package, wheel_file
+from data.packages import HOMEASSISTANT, wheel_file
 
 MIN_MESSAGES = 100  # of a language that is kept
 Translated = tuple[str, str, str]  # language as in zh_Hans, English, message
@@ -46,17 +45,15 @@ def scattered(text: str) -> tuple[int, str]:
     return zlib.crc32(text.encode()), text
 
 
-def separated(found: set[Translated], singulars: dict[str, str] | None = None) -> list[Message]:
+def separated(found: set[Translated]) -> list[Message]:
     """Translations with their split, sorted. A hash of the English sends 5% to valid and 5% to test.
 
-    singulars: English text -> that whose hash is used, where it is not its own. A message that translates English texts
-    of two splits is left out, and so are languages of few messages.
+    A message that translates English texts of two splits is left out, and so are languages of few messages.
     """
     split = {}  # English text -> its split
     uses = defaultdict(set)  # text -> the splits in which it stands
     for _, english, message in found:
-        key = (singulars or {}).get(english, english)
-        split[english] = split_of(key, valid=0.05, test=0.05)
+        split[english] = split_of(english, valid=0.05, test=0.05)
         uses[english].add(split[english])
         uses[message].add(split[english])
     kept = []
@@ -68,45 +65,6 @@ def separated(found: set[Translated], singulars: dict[str, str] | None = None) -
     if not messages:
         raise ValueError(f"no language has {MIN_MESSAGES} texts beside their English: is it the right source?")
     return messages
-
-
-def django_messages() -> list[Message]:
-    """Those of the installed package. A plural is in the split of its singular."""
-    found = set()
-    singulars = defaultdict(set)  # English text -> the other texts of which it is the plural
-    for path in django_catalogs():
-        for singular, english, message in read_catalog(path):
-            found.add((path.parent.parent.name, english, message))
-            singulars[english] |= {singular} - {english}
-    return separated(found, {english: min(forms) for english, forms in singulars.items() if forms})
-
-
-def django_catalogs() -> list[Path]:
-    """LANGUAGE/LC_MESSAGES/*.mo, but for English itself."""
-    found = package("django").rglob("*/LC_MESSAGES/*.mo")
-    return [path for path in found if path.parent.parent.name != "en"]
-
-
-def read_catalog(path: Path) -> Iterator[tuple[str, str, str]]:
-    """(singular, English, message) of the translations in a .mo file; a plural gives its first and its last form.
-
-    Python's gettext reads such files too, but does not give the English plural. A .mo file has two tables of lengths
-    and offsets, one of keys and one of texts.
-    """
-    data = path.read_bytes()
-    _, _, count, keys, texts = struct.unpack_from("<5I", data)
-
-    def texts_of(table: int) -> Iterator[str]:
-        for place in range(table, table + 8 * count, 8):
-            length, offset = struct.unpack_from("<2I", data, place)
-            yield data[offset : offset + length].decode()
-
-    for key, text in zip(texts_of(keys), texts_of(texts)):
-        english = key.split("\x04")[-1].split("\0")  # a context may stand before it
-        forms = text.split("\0")
-        for source, message in {(english[0], forms[0]), (english[-1], forms[-1])}:
-            if source.strip() and message.strip():  # the file's header is the translation of nothing
-                yield english[0], source, message
 
 
 def home_messages(source: Path | None = None) -> list[Message]:

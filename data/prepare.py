@@ -52,7 +52,7 @@ def prepare(
     """Prepare corpus `name` and return its folder. ValueError, OSError or ImportError: one line, nothing is written.
 
     Args:
-        name: see data/README.md; pydocs, catalogs, ciphers and their pairs need no network
+        name: see data/README.md; pydocs, ciphers and their pairs need no network
         source: local file or folder to read instead of the network
         tokenizer: GPT-2 rank file or SentencePiece *.model; for many languages the latter, read with XLM-R's ids
         max_tokens: no training document begins beyond this many tokens, of each language where there are many

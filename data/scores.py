@@ -35,7 +35,7 @@ def score_task(task, language, gold: list, predicted: list) -> dict[str, float]:
         return {"f1": 100 * tag_f1(gold, predicted)}
     if kind == "label":
         return {"accuracy": 100 * fmean(map(eq, gold, predicted))}
-    words_of = partial(mlqa_words, language=language) if task == "mlqa" else squad_words
+    words_of = {"mlqa": partial(mlqa_words, language=language), "spans": list}.get(task, squad_words)
     f1, em = [], []
     for answers, answer in zip(gold, predicted):
         words = words_of(answer)
@@ -167,7 +167,7 @@ Predictor = Callable[[list[Example]], list]  # examples -> the prediction for ea
 def guess(kind: str, train: list[Example], examples: list[Example]) -> list:
     """The most frequent tag or label; of a text its first words, as many as answers have (the median).
 
-    Words end at white space, so the guess is often a whole sentence or more in Chinese, Japanese and Thai.
+    Words end at white space, so the guess is often a whole sentence or more in Chinese, Japanese, Thai and ciphers.
     """
     if kind == "label":
         return [mode(one.gold for one in train)] * len(examples)
@@ -195,12 +195,13 @@ def tags_by_word(train: list[Example]) -> Predictor:
     return lambda examples: list(map(tags, examples))
 
 
-def labels_by_word(train: list[Example]) -> Predictor:
+def labels_by_word(train: list[Example], words_of: Callable | None = None) -> Predictor:
     """Chooses the likeliest label by naive Bayes over the words that an example shares with training."""
+    words_of = words_of or words_by_text
     labels = Counter(one.gold for one in train)
     counts = defaultdict(Counter)  # word -> label -> examples
     for one in train:
-        for word in words_by_text(one):
+        for word in words_of(one):
             counts[word][one.gold] += 1
 
     def likelihood(label: str, words: list) -> float:
@@ -209,7 +210,7 @@ def labels_by_word(train: list[Example]) -> Predictor:
         return math.log(examples) + math.fsum(map(math.log, shares))  # exact: words of a set have no order
 
     def likeliest(example: Example) -> str:
-        known = [word for word in words_by_text(example) if word in counts]
+        known = [word for word in words_of(example) if word in counts]
         return max(labels, key=partial(likelihood, words=known))
 
     return lambda examples: list(map(likeliest, examples))
@@ -224,4 +225,23 @@ def words_by_text(one: Example) -> set[tuple[int, str]]:
     return words
 
 
-COUNTING = {"tags": tags_by_word, "label": labels_by_word}  # kind of task: what solves it by counting words
+def neighbours_by_text(one: Example) -> set[tuple]:
+    """As `words_by_text`, of texts without words: characters, neighbours, and the characters that both texts have."""
+    found = {(None, character) for character in set.intersection(*map(set, one.texts))}
+    for number, text in enumerate(one.texts):
+        found.update((number, part) for part in chain(text, zip(text, text[1:])))
+    return found
+
+
+def answers_by_place(train: list[Example]) -> Predictor:
+    """Always the same characters of a text: as many as answers have (the median), where most of them stand."""
+    answers = [answer for one in train for answer in one.gold[:1]]
+    counts = Counter(place for text, begin in answers for place in range(begin, begin + len(text)))
+    size = round(median(len(text) for text, _ in answers))
+    begin = max(range(max(counts) + 1), key=lambda begin: sum(counts[begin + place] for place in range(size)))
+    return lambda examples: [one.texts[1][begin : begin + size] for one in examples]
+
+
+# Kind of task, or task: what solves it by counting.
+COUNTING = {"tags": tags_by_word, "label": labels_by_word, "spans": answers_by_place}
+COUNTING["pairs"] = partial(labels_by_word, words_of=neighbours_by_text)

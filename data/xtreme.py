@@ -3,9 +3,8 @@
     pos, ner                  a tag for every word                   scored by F1 of runs of tags
     xquad, mlqa, tydiqa       the part of a text that answers        F1 of words, and exact match (em)
     xnli, pawsx               a label for two sentences              accuracy
-    apps                      a label for one                        accuracy
 
-`apps` is a smoke test and no task of XTREME's: which of Django's applications a message belongs to, in all languages.
+The laboratory has one of each kind, tags, spans and pairs, in English and in ciphers of it: see data/cipher_tasks.py.
 """
 
 import json
@@ -16,15 +15,15 @@ from itertools import chain, groupby
 from pathlib import Path
 from typing import NamedTuple
 
+from data import cipher_tasks, ciphers
 from data.corpora import HUB_SPLITS, network
 from data.files import json_object, named_split, read_lines, source_files, split_of, uncompressed_name
-from data.messages import django_catalogs, django_messages, read_catalog
 
 
 class Task(NamedTuple):
     kind: str  # tags, answer or label
     languages: str = ""  # the benchmark's
-    labels: tuple[str, ...] = ()  # the tags or labels; those of apps are found in its training examples
+    labels: tuple[str, ...] = ()  # the tags or labels
     folder: str = ""  # in XTREME's folder of all tasks
     hub: str = ""  # what the hub's google/xtreme calls it, by the code or the name of a language
     test: str = "test"  # the split that the benchmark scores
@@ -43,15 +42,21 @@ TASKS = {
     "tydiqa": Task("answer", "ar bn en fi id ko ru sw te", (), "tydiqa", "tydiqa", test="valid"),
     "xnli": Task("label", "ar bg de el en es fr hi ru sw th tr ur vi zh", NLI, "xnli", "XNLI"),
     "pawsx": Task("label", "de en es fr ja ko zh", ("0", "1"), "pawsx", "PAWS-X.{code}"),
-    "apps": Task("label"),
 }
+CIPHERS = " ".join(ciphers.LANGUAGES)
+LABORATORY = {
+    "tags": Task("tags", CIPHERS, ("NAME", "CODE", "NUMBER", "O"), "tags"),
+    "pairs": Task("label", CIPHERS, ("0", "1"), "pairs"),
+    "spans": Task("answer", CIPHERS, (), "spans"),
+}
+TASKS |= LABORATORY
 SQUAD = ("xquad", "mlqa")  # tasks that train on SQuAD
 NAMED = """af Afrikaans ar Arabic bg Bulgarian bn Bengali de German el Greek en English es Spanish et Estonian eu Basque
     fa Persian fi Finnish fr French he Hebrew hi Hindi hu Hungarian id Indonesian it Italian ja Japanese kk Kazakh
     ko Korean mr Marathi nl Dutch pt Portuguese ru Russian sw Swahili ta Tamil te Telugu th Thai tl Tagalog tr Turkish
     ur Urdu vi Vietnamese yo Yoruba zh Chinese""".split()
 NAMES = dict(zip(NAMED[::2], NAMED[1::2]))  # code -> name, as the hub has it
-CODES = [*NAMES, *"az gu jv ka lt ml ms my pa pl qu ro uk wo".split()]
+CODES = [*NAMES, *"az gu jv ka lt ml ms my pa pl qu ro uk wo".split(), *ciphers.LANGUAGES]
 LANGUAGES = {code: code for code in CODES}  # what file names say -> code
 LANGUAGES |= {name.lower(): code for code, name in NAMES.items()}
 
@@ -78,12 +83,14 @@ class Examples(NamedTuple):
 def read_examples(task: str, source: str | None, most_train=None, most_test=None) -> Examples:
     """The examples of a task, at most so many to train on and so many of each language to score; None: all.
 
-    source: a folder of the task's files, or of XTREME's folders of all tasks; None: the hub.
+    source: a folder of the task's files, or of XTREME's folders of all tasks; None: the hub, or the laboratory.
     Where there is no development set, or the benchmark scores it, a tenth of the training examples takes its place.
     ValueError where English training examples or all test examples are missing.
     """
     scored = TASKS[task].test
     folder = Path(source) if source else None
+    if task in LABORATORY and not folder:
+        folder = cipher_tasks.ready()
     found, notes = {}, []
     for split in dict.fromkeys(("train", scored, "valid")):
         found[split], more = read(task, split, folder)
@@ -103,8 +110,6 @@ def read_examples(task: str, source: str | None, most_train=None, most_test=None
     if not train or not valid:
         raise ValueError(f"too few English training examples of {task} to hold some out to choose by")
     labels = list(TASKS[task].labels)
-    if task == "apps":
-        labels = sorted({one.gold for one in train})
     test = {language: own[:most_test] for language, own in test.items()}
     return Examples(train[:most_train], valid[:most_test], test, labels, notes)
 
@@ -115,8 +120,6 @@ def read(task, split, source: Path | None) -> tuple[dict, list]:
     source: a folder; None: the hub, which gives English alone but for the split that is scored. A file that cannot be
     used is left out, and named. So are examples without a label, but for test sets that have none at all.
     """
-    if task == "apps":
-        return applications(split), []
     examples, seen, notes = defaultdict(list), [], []
     parts = files_of(task, split, source) if source else hub_of(task, split)
     for language, where, part in parts:
@@ -300,7 +303,7 @@ def submission(task, language, examples: list, predicted: list) -> tuple:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The hub, and Django
+# The hub
 
 
 def hub_of(task, split) -> Iterator[tuple[str, str, Found]]:
@@ -340,25 +343,3 @@ def from_hub(task, split, language) -> Found:
         elif row.get("language", language) == language:
             label = row.get("gold_label", row.get("label"))
             yield Example("", (row["sentence1"], row["sentence2"]), label or None)
-
-
-def applications(split: str) -> dict[str, list[Example]]:
-    """Django's messages and the application that each stands in, by language.
-
-    Split as the corpus `catalogs` is: nothing that is scored was seen in pre-training on that.
-    """
-    application_of = {}  # English text -> its application
-    for path in sorted(django_catalogs()):
-        for _, english, _ in read_catalog(path):
-            application_of.setdefault(english, path.parents[3].name)
-    sizes = Counter(application_of.values())
-    rows = django_messages()
-    rows += {("en", english, english, own) for _, english, _, own in rows}  # English translates itself
-    examples = {}
-    for language, english, message, own in sorted(rows):
-        if own == split:
-            label = application_of[english]
-            if sizes[label] < 20:
-                label = "other"
-            examples.setdefault(language, []).append(Example("", (message,), label))
-    return examples

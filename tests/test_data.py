@@ -1,12 +1,10 @@
 """Making data: splits share nothing, and a prepared folder is whole, or not there at all."""
 
-import gettext
 import gzip
 import json
 import os
 import shutil
 import signal
-import struct
 import subprocess
 import sys
 import time
@@ -15,20 +13,18 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import sentencepiece
 from filelock import FileLock
-from helpers import OWN_CODE, ROOT, write_files
+from helpers import ROOT, write_files
 
 from data import corpora, english, messages, tokenizers
 from data import folder as prepared
 from data import prepare as preparing
 from data.files import SPLITS, read_documents, source_files, split_of
 from data.folder import ready
-from data.messages import read_catalog
 from data.prepare import prepare
 from data.tokenizers import XLMR, load_tokenizer, train_sentencepiece
 
@@ -272,120 +268,34 @@ def test_wikipedia_is_split_by_article(tmp_path, monkeypatch):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Django's catalogs
+# Messages
 
 
-def write_mo(path: Path, texts: dict[str, str]) -> Path:
-    header = "Content-Type: text/plain; charset=UTF-8\nPlural-Forms: nplurals=3; plural=n==1 ? 0 : n==2 ? 1 : 2;\n"
-    texts = {"": header} | texts
-    encoded = [text.encode() for text in [*texts, *texts.values()]]
-    place, tables, body = 28 + 16 * len(texts), [], b""
-    for text in encoded:
-        tables += [len(text), place + len(body)]
-        body += text + b"\0"
-    head = struct.pack("<7I", 0x950412DE, 0, len(texts), 28, 28 + 8 * len(texts), 0, 0)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(head + struct.pack(f"<{len(tables)}I", *tables) + body)
-    return path
-
-
-CATALOG = {
-    "Save": "Speichern",
-    "month name\x04May": "Mai",
-    "%d item\0%d items": "%d Ding\0%d Dinge (2)\0%d Dinge (n)",
-    "verb\x04%d page\0%d pages": "\0%d Seiten (2)\0%d Seiten",
-    "untranslated": "",
-    "blank": " \n",
-    "ſ": "ß – 漢字",
-}
-
-
-def test_a_catalog_holds_what_gettext_reads(tmp_path):
-    path = write_mo(tmp_path / "a.mo", CATALOG)
-    with path.open("rb") as file:
-        reader = gettext.GNUTranslations(file)
-    assert sorted(read_catalog(path)) == [
-        ("%d item", "%d item", reader.ngettext("%d item", "%d items", 1)),
-        ("%d item", "%d items", reader.ngettext("%d item", "%d items", 9)),
-        ("%d page", "%d pages", reader.npgettext("verb", "%d page", "%d pages", 9)),
-        ("May", "May", reader.pgettext("month name", "May")),
-        ("Save", "Save", reader.gettext("Save")),
-        ("ſ", "ſ", reader.gettext("ſ")),
-    ]
-
-
-@pytest.fixture
-def django(tmp_path, monkeypatch) -> Path:
-    """A folder in Django's place, and languages of any size."""
-    monkeypatch.setattr(messages, "MIN_MESSAGES", 1)
-    spec = SimpleNamespace(submodule_search_locations=[str(tmp_path / "django")])
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: spec if name == "django" else None)
-    monkeypatch.setattr("importlib.metadata.version", lambda name: "0")
-    return tmp_path / "django" / "conf" / "locale"
-
-
-def test_messages_are_sorted_split_by_english_and_never_leak(django):
+def test_messages_are_sorted_split_by_english_and_never_leak(monkeypatch):
+    monkeypatch.setattr(messages, "MIN_MESSAGES", 2)
     english = {split: [] for split in SPLITS}
     for i in range(200):
         english[split_of(f"message {i}", valid=0.05, test=0.05)].append(f"message {i}")
     held_out, other = english["valid"][:2], english["train"][:3]
-    single, plural = english["valid"][2], english["train"][3]
-    german = {text: f"de {text}" for text in [*held_out, *other]} | {f"{single}\0{plural}": "eins\0zwei\0viele"}
+    found = {("de", text, f"de {text}") for text in (held_out[0], other[0])}
     # one German text for English texts of two splits, and English that stands for another message of another split
-    german |= {other[1]: "doppelt", held_out[1]: "doppelt", other[2]: held_out[0]}
-    write_mo(django / "de" / "LC_MESSAGES" / "a.mo", german)
-    write_mo(django / "de" / "LC_MESSAGES" / "b.mo", {other[0]: f"de {other[0]}", plural: "allein"})
-    write_mo(django / "en" / "LC_MESSAGES" / "a.mo", {"menu.title": "Title"})
-    write_mo(django / "en_GB" / "LC_MESSAGES" / "a.mo", {other[0]: other[0]})
-    assert messages.django_messages() == sorted(
+    found |= {("de", other[1], "doppelt"), ("de", held_out[1], "doppelt"), ("de", other[2], held_out[0])}
+    found |= {("en_GB", other[0], other[0]), ("en_GB", other[1], other[1]), ("af", other[0], "one alone")}
+    rows = messages.separated(found)
+    assert rows == sorted(
         [
             ("de", held_out[0], f"de {held_out[0]}", "valid"),
             ("de", other[0], f"de {other[0]}", "train"),
-            ("de", single, "eins", "valid"),
-            ("de", plural, "viele", "valid"),
-            ("de", plural, "allein", "valid"),
             ("en_GB", other[0], other[0], "train"),
+            ("en_GB", other[1], other[1], "train"),
         ]
     )
-    documents = corpora.read("catalogs")
-    assert sorted(documents) == ["de", "en", "en_GB"] and documents["en_GB"] == [("train", other[0])]
-    valid = {("valid", text) for text in (held_out[0], single, plural)}
-    assert len(documents["en"]) == 4 and set(documents["en"]) == {("train", other[0])} | valid
-
-
-def test_a_language_of_few_messages_is_left_out(django, monkeypatch):
-    monkeypatch.setattr(messages, "MIN_MESSAGES", 3)
-    for language, count in (("af", 2), ("be", 3)):
-        texts = {f"{i}": f"{language} {i}" for i in range(count)}
-        write_mo(django / language / "LC_MESSAGES" / "a.mo", texts)
-    assert {language for language, *_ in messages.django_messages()} == {"be"}
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ImportError, match="pip install django"):
-        messages.django_messages()
-
-
-def test_catalogs_train_one_tokenizer_on_the_training_text_of_all_languages(django, tmp_path, monkeypatch):
-    words = OWN_CODE[0].split() + OWN_CODE[1].split()
-    phrases = sorted({" ".join(words[i : i + 4]) for i in range(0, 1600, 2)})
-    for language in ("de", "sw", "es", "es_AR"):
-        write_mo(django / language / "LC_MESSAGES" / "a.mo", {text: f"{language} {text}" for text in phrases})
-    trained = []
-
-    def train(texts, kind):
-        trained.append(sorted(texts))
-        return train_sentencepiece(trained[-1], 400, kind)
-
-    monkeypatch.setattr(preparing, "train_sentencepiece", train)
-    one = prepare("catalogs", languages="sw", out=tmp_path / "one")
-    two = prepare("catalogs-pairs", out=tmp_path / "two")
-    prefixes = ("", "de ", "sw ", "es ", "es_AR ")
-    train_texts = [text for text in phrases if split_of(text, valid=0.05, test=0.05) == "train"]
-    assert trained == 2 * [sorted(prefix + text for text in train_texts for prefix in prefixes)]
-    assert list(meta_of(one)["languages"]) == ["sw"] and meta_of(one)["tokenizer"] == meta_of(two)["tokenizer"]
-    assert list(meta_of(two)["languages"]) == ["de-en", "es-en", "es_AR-en", "sw-en"]
-    held_out = held_out_of(two, "valid")
-    assert len(held_out) == 4 * sum(split_of(text, 0.05, 0.05) == "valid" for text in phrases)
-    assert all(first.removeprefix(first.split()[0] + " ") == second for first, second in held_out)
+    documents = messages.by_language(rows)
+    assert sorted(documents) == ["de", "en", "en_GB"]
+    assert set(documents["en_GB"]) == {("train", other[0]), ("train", other[1])}
+    assert set(documents["en"]) == set(documents["en_GB"]) | {("valid", held_out[0])}
+    with pytest.raises(ValueError, match="no language has 2 texts beside their English"):
+        messages.separated({("af", other[0], "one alone")})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -481,7 +391,7 @@ OPTIONS = {  # corpus, options -> what is said. Their source, where it is none, 
     "pydocs": ({"languages": "en"}, "--languages is for"),
     "cc100": ({"source": None}, "needs --tokenizer PATH: a SentencePiece model such as XLM-R's"),
     "opus100": ({}, "needs --tokenizer PATH: a SentencePiece model such as XLM-R's; or, for pairs, --pieces N"),
-    "catalogs": ({"source": None, "pieces": 400}, "--pieces is for translation pairs"),
+    "ciphers": ({"source": None, "pieces": 400}, "--pieces is for translation pairs"),
     "wmt10": ({"pieces": 400, "tokenizer": Path("x")}, "--pieces is for translation pairs (bitext, wmt10, ...), with"),
     "multi30k-de": ({}, "no val.de (plain, .gz or .xz) in "),
     "wmt23-de": ({"pieces": 90_000}, "no vocabulary of 90,000 pieces from this text: Vocabulary size too high"),

@@ -6,19 +6,18 @@ import math
 import re
 import shutil
 from collections import Counter
-from itertools import product
 from pathlib import Path
 from statistics import fmean
 
 import numpy as np
 import pytest
 import torch
-from helpers import TORCHRUN, Script, finish, losses, metrics, only_run, result_of, saved, table_rows
+from helpers import TORCHRUN, Script, finish, losses, metrics, only_run, result_of, saved, table_rows, write_files
 
 import finetune_xtreme
 import train_electra
 import train_mlm
-from data import xtreme, xtreme_rows
+from data import cipher_tasks, xtreme, xtreme_rows
 from data.prepare import prepare
 from data.scores import score_task
 from data.tokenizers import XLMR, train_sentencepiece
@@ -170,17 +169,10 @@ LEARNED = {
 }
 
 
-@pytest.mark.parametrize("task", [*TASKS, "apps"])
+@pytest.mark.parametrize("task", TASKS)
 def test_every_kind_of_task_is_learned_scored_and_reported(task, options, monkeypatch, capsys):
     """Of an obvious rule every English example is right; guessing is not that good."""
     options |= {"task": task, "dropout": 0.0} | LEARNED.get(task, {})
-    if task == "apps":  # few examples in place of Django's messages, which take seconds to read
-        examples = {"de": [], "en": []}
-        for words, (language, own) in product(drawn(20, 0), examples.items()):
-            text = " ".join(translate(words, language))
-            own.append(xtreme.Example("", (text,), "a" if "dog" in words else "b"))
-        monkeypatch.setattr(xtreme, "applications", lambda split: examples)
-        del options["source"], options["task"]
     XTREME.run(options, monkeypatch)
     out, result = capsys.readouterr().out, result_of(options["out_dir"])
     assert list(result["languages"]) == list(result["guesses"]) == ["de", "en"] and result["unlabelled"] == []
@@ -195,13 +187,68 @@ def test_every_kind_of_task_is_learned_scored_and_reported(task, options, monkey
     rows = [[language, *(result[kind].get(language, {}) for kind in COLUMNS)] for language in ("de", "en")]
     rows.append(["mean", *(result[mean] for mean in COLUMNS.values())])
     assert table_rows(table) == [[name, *map(in_words, scores)] for name, *scores in rows]
-    assert ("a smoke test, no task of XTREME's" in title) == (task == "apps")
+    assert title.endswith("best in English development")
     assert gap == f"English is ahead of the mean of the others by {in_words(result['gap'])}"
-    if task != "apps":
-        assert set(result["languages"]["en"].values()) == {100.0} == set(result["valid"].values())
-        assert max(result["guesses"]["en"].values()) < 70
-        first, *_, last = losses(options["out_dir"])
-        assert last < 0.5 * first
+    assert set(result["languages"]["en"].values()) == {100.0} == set(result["valid"].values())
+    assert max(result["guesses"]["en"].values()) < 70
+    first, *_, last = losses(options["out_dir"])
+    assert last < 0.5 * first
+
+
+@pytest.fixture
+def laboratory(tmp_path, monkeypatch):
+    """Words in place of ciphers, where the laboratory's tasks are read."""
+    for name in ("train-en", "dev-en", "test-en", "test-x1"):
+        lines = tag_lines(drawn(40, 1), "de" if name == "test-x1" else "en")
+        for tag, ours in {"NOUN": "NAME", "ADJ": "CODE", "VERB": "NUMBER", "CCONJ": "O"}.items():
+            lines = lines.replace(f"\t{tag}\n", f"\t{ours}\n")
+        write_files(tmp_path / "laboratory" / "tags", {f"{name}.tsv": lines})
+    monkeypatch.setattr(cipher_tasks, "ready", lambda: tmp_path / "laboratory")
+
+
+def test_a_task_of_the_laboratory_says_what_to_look_for(laboratory, options, monkeypatch, capsys):
+    del options["source"], options["task"]
+    XTREME.run(options, monkeypatch)
+    result = result_of(options["out_dir"])
+    assert list(result["languages"]) == ["en", "x1"] and result["counted"]["en"]["f1"] == 100.0
+    assert result["counted"]["x1"]["f1"] < 100
+    assert capsys.readouterr().out.strip().endswith("ahead of counting there, it knows that languages are one.")
+
+
+def test_an_encoder_that_does_not_know_the_ciphers_is_refused(laboratory, options, monkeypatch, capsys):
+    del options["source"], options["task"]
+    monkeypatch.setattr(XLMR, "tokens", lambda self, pieces: [self.unk for _ in pieces])
+    assert "does not know the ciphers' characters: train it with" in XTREME.refused(options, monkeypatch, capsys)
+
+
+def test_random_weights_are_a_new_encoder_of_each_seed(options, encoders):
+    """Of the same shape, with a head of its own."""
+    trained = pretrained.load(encoders["hypersphere"])[0].state_dict()
+    found = []
+    for changes in (dict(random_weights=True), dict(random_weights=True), dict(random_weights=True, seed=1), {}):
+        _, _, model, data, _ = opened(options | changes)
+        found.append((model.state_dict(), data.checksum))
+    (one, checksum), (again, same), (two, other), (ours, _) = found
+    assert checksum == same != other
+    name = "encoder.layers.0.ffn.fc.weight"
+    assert one.keys() == ours.keys() and torch.equal(one[name], again[name])
+    assert not torch.equal(one[name], two[name]) and torch.equal(ours[name], trained[name.removeprefix("encoder.")])
+    assert all(not torch.equal(own[name], ours[name]) for own in (one, two))
+
+
+def test_a_seed_of_a_table_is_an_encoder_s(monkeypatch):
+    """And of a single run its head's alone."""
+    asked = []
+    monkeypatch.setattr(finetune_xtreme, "folder_of", lambda config, _: (asked.append(config) or Path("nowhere"), ""))
+    [(_, change), *_] = TABLES["7"](Config()).rows
+    row = dataclasses.replace(Config(table="7", seed=3), **change)
+    for config, seed in ((row, "--seed 3 "), (dataclasses.replace(row, table=None), "")):
+        with pytest.raises(ValueError, match=f"does not exist: python train_mlm.py {seed}--router switch makes"):
+            finetune_xtreme.encoder_of(config)
+    assert [config.seed for config in asked] == [3, 0]
+    with pytest.raises(ValueError, match="python train_mlm.py --preset small --router switch makes it"):
+        model = change["model"].replace("demo", "small")
+        finetune_xtreme.encoder_of(Config(encoders="small", model=model))
 
 
 @pytest.mark.parametrize("frozen", [True, False])
@@ -476,7 +523,7 @@ def test_a_row_s_encoder_is_a_run_of_the_other_scripts(number, tmp_path, monkeyp
             configs += [script.Config(**change) for _, change in table(script.Config()).rows]
     asked = []
     monkeypatch.setattr(finetune_xtreme, "folder_of", lambda config, presets: (asked.append(config) or tmp_path, ""))
-    rows = TABLES[number](Config()).rows
+    rows = TABLES[number](Config(source="x")).rows + TABLES[number](Config()).rows
     for _, change in rows:
         assert finetune_xtreme.encoder_of(dataclasses.replace(Config(), **change)) == tmp_path
     assert len(asked) == len(rows) and all(config in configs for config in asked)
@@ -489,7 +536,13 @@ def test_a_row_has_the_constants_of_its_task():
     given = PRESETS["xmoe-pos"] | dict(preset="xmoe-pos", model="out/train_electra/base-tlm=False", encoders="base")
     assert dataclasses.replace(base, **change) == Config(**given)
     assert TABLES["6"](Config()).rows[-1][1]["balance_coef"] == 0.1
-    assert TABLES["1"](Config()).rows[-1][1]["train_examples"] == 5000  # the demo's are samples
+    assert TABLES["1"](Config(source="x")).rows[-1][1]["train_examples"] == 5000  # the demo's are samples
+    rows = TABLES["1"](Config()).rows  # or the laboratory's
+    assert [labels for labels, _ in rows[:3]] == [("dense", task, "") for task in ("tags", "pairs", "spans")]
+    assert [change["task"] for _, change in rows[:3]] == ["tags", "pairs", "spans"] and len(rows) == 15
+    assert dataclasses.replace(Config(), **rows[0][1]) == Config(
+        "ciphers-tags", block_size=128, model=rows[0][1]["model"]
+    )
 
 
 @pytest.mark.parametrize("number, averages", [("1", "61.4 63.8 65.3 64.1 65.0"), ("xlme1", "67.6 58.6 69.3")])
@@ -523,7 +576,7 @@ def test_a_table_runs_every_row(options, encoders, tmp_path, monkeypatch, capsys
     assert "its rows have a --epochs of their own" in XTREME.refused(options | {"epochs": 9}, monkeypatch, capsys)
     assert "encoders must be one of demo," in XTREME.refused(options | {"encoders": "tiny"}, monkeypatch, capsys)
     refused = XTREME.refused(options, monkeypatch, capsys)
-    assert "out/train_mlm/demo-router=switch does not exist: train it with train_mlm.py" in refused
+    assert "out/train_mlm/demo-router=switch does not exist: python train_mlm.py --router switch makes it" in refused
     runs = {"": "hypersphere", "-top_k=2": "hypersphere", "-router=switch": "switch", "-router=topk-top_k=2": "switch"}
     for number, change in enumerate(change for own, _, change, *_ in ROWS if own == "7"):
         encoder = "hypersphere" if change["router"] == "hypersphere" else "switch"
@@ -554,9 +607,9 @@ BAD = {
     "no model in it": ({"model": "."}, ". is neither the folder of a run nor of a model"),
     "no such source": ({"source": "nowhere"}, "nowhere holds no English training examples of xnli"),
     "a file as source": ({"source": "pyproject.toml"}, "pyproject.toml holds no English training examples of xnli"),
-    "no such table": ({"table": "9", "task": "apps"}, "table must be one of 1, 3, 5, 6, 7, xlme1, xlme2, xlme7, not 9"),
+    "no such table": ({"table": "9"}, "table must be one of 1, 3, 5, 6, 7, xlme1, xlme2, xlme7, not 9"),
     "no table": ({"encoders": "small"}, "--encoders is not read with --task xnli"),
-    "apps has no files": ({"task": "apps"}, "--source is not read with --task apps"),
+    "the laboratory has no other files": ({"task": "tags"}, "--source is not read with --task tags"),
     "longest row": ({"block_size": 7}, "block_size = 7 leaves a row no room"),
 }
 

@@ -12,7 +12,7 @@ import torch
 from helpers import write_files
 
 from data import xtreme
-from data.scores import guess, labels_by_word, score_task, tags_by_word
+from data.scores import COUNTING, answers_by_place, guess, labels_by_word, score_task, tags_by_word
 from data.tokenizers import XLMR
 from data.xtreme import NER, UPOS, Example, read, read_examples, submission
 from data.xtreme_rows import UNKNOWN, Row, TaskData, batch_of, best_answer, by_example, rows_of
@@ -324,14 +324,6 @@ def test_without_the_hub_it_is_said_in_one_line(hub, monkeypatch):
         read("xnli", "test", None)
 
 
-def test_applications_of_few_messages_are_one_label():
-    pytest.importorskip("django")
-    examples = read_examples("apps", None)
-    assert examples.labels == "admin admindocs auth conf flatpages gis humanize other postgres".split()
-    english = {text for one in examples.train for text in one.texts}
-    assert len(examples.test) > 90 and not english & {text for one in examples.test["en"] for text in one.texts}
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # rows
 
@@ -570,6 +562,9 @@ def test_f1_of_tags_is_seqevals(tags):
         ("mlqa", "ar", ["بال"], "ب", 100, 100),  # its article is dropped anywhere
         ("mlqa", "vi", ["cái"], "", 0, 100),
         ("tydiqa", "en", ["«one»"], "one", 0, 0),
+        ("spans", "x1", ["abcd"], "bcde", 75, 0),  # a character is a word
+        ("spans", "x1", ["the"], "The", 200 / 3, 0),
+        ("spans", "en", ["abc"], "abc", 100, 100),
         ("tydiqa", "en", ["12% of the U.S."], "12 of US", 100, 100),
     ],
 )
@@ -634,3 +629,20 @@ def test_counting_gives_each_example_its_likeliest_label():
         ("new", "new"): "x",  # 2, 1
     }
     assert labels_by_word(train)([Example("", texts, "") for texts in cases]) == list(cases.values())
+
+
+def test_counting_pairs_is_of_characters_neighbours_and_what_both_texts_have():
+    train = [Example("", texts, label) for *texts, label in (("ab", "cd", "1"), ("ab", "dc", "0"))]
+    count = COUNTING["pairs"]
+    assert count(train)([Example("", texts, "") for texts in (("x", "ycd"), ("x", "dcy"))]) == ["1", "0"]  # by order
+    train = [Example("", texts, label) for *texts, label in ("ab0", "ba0", "bb1", "aa1")]
+    assert count(train)([Example("", (text, text), "") for text in "ab"]) == ["1", "1"]  # by what is shared
+    assert count(train)([Example("", ("a", "b"), "")]) == ["0"]
+
+
+def test_counting_answers_takes_the_place_where_most_of_them_stand():
+    """Of as many characters as answers have."""
+    golds = [("abc", 0), ("cde", 2), ("de", 3), ("d", 3), ("efghij", 4)]  # median 3; e, d and f stand in 3, 3 and 1
+    train = [Example("", ("?", "abcdefghij"), [gold, ("abcde", 0)]) for gold in golds]
+    texts = "klmnopqrst", "uvwx", "y"
+    assert answers_by_place(train)([Example("", ("?", text), None) for text in texts]) == ["mno", "wx", ""]

@@ -47,8 +47,8 @@ OPTIONS = {  # of each script; `make_data` leaves its files in the folder {base}
     "train_mlm": TINY + SPARSE + "--data {base}/languages --eval_maskings 2",
     "train_electra": TINY + "--data {base}/languages --pairs {base}/pairs --generator_layers 1 --eval_tokens 256",
     "train_mt": TINY + "--data {base}/pairs --decoder_layers 2 --warmup_steps 2 --eval_sentences 2 --beam 2",
-    "finetune_xtreme": "--model {base}/encoder --train_examples 60 --test_examples 3 --batch_size 8 --micro_size 4 "
-    "--epochs 3",
+    "finetune_xtreme": "--model {base}/encoder --task pos --source {base}/tags --train_examples 60 --test_examples 3 "
+    "--batch_size 8 --micro_size 4 --epochs 3",
 }
 KINDS = {"SIGKILL": 10, "SIGTERM": 4, "SIGINT": 4}  # a fault, and how often it is drawn
 KINDS |= {"two at once": 2, "full disk": 4, "damaged file": 12}
@@ -248,16 +248,28 @@ class Soak:
         return self
 
 
+def write(file: Path, text: str):
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(text)
+
+
 def make_data(base: Path):
-    """Our own code as a text; English and a cipher of it, also as pairs, and an encoder of them."""
+    """Our own code as a text, in two languages and as pairs; an encoder of them, and a task."""
     pages = [page.read_text() for page in Path(__file__).parents[1].glob("*/*.py")]
     text = base / "text.txt"
     text.write_text("\n\n".join(pages))
     small = {"normalization_rule_name": "identity"}  # XLM-R's rules would be as large as a checkpoint
     tokenizer = train_sentencepiece(pages, 400, XLMR, **small).save(base)
     prepare("text", text, tokenizer, out=base / "text")
-    prepare("ciphers", max_tokens=4000, languages="en,x1", out=base / "languages")
-    prepare("ciphers-pairs", max_tokens=4000, languages="x1-en", out=base / "pairs")
+    for place, split in enumerate(("train", "dev", "test")):
+        lines = [f"{word}\t{'NOUN' if word.isalpha() else 'SYM'}\n" for word in pages[place].split()]
+        write(base / "tags" / f"{split}-en.tsv", "\n".join(lines))  # sentences of a word
+    lines = "\n".join(line for page in pages for line in page.splitlines() if line.strip())
+    for language, words in {"en": lines, "de": lines.swapcase()}.items():
+        write(base / "texts" / f"{language}.txt", words.replace("\n", "\n\n"))
+        write(base / "both" / f"de-en.{language}", words)
+    prepare("cc100", base / "texts", tokenizer, max_tokens=4000, out=base / "languages")
+    prepare("bitext", base / "both", tokenizer, max_tokens=4000, out=base / "pairs")
     words = "train_mlm " + OPTIONS["train_mlm"] + " --steps 1 --device cpu --out_dir {base}/encoders"
     sys.argv = words.format(base=base).split()
     importlib.import_module("train_mlm").main()
