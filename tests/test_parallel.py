@@ -40,7 +40,7 @@ def commands(corpora, electra_corpora, mt_corpus) -> dict[str, tuple[str, dict]]
     electra = test_train_electra.TINY | test_train_electra.EXPERTS | size | {"router": "topk", "batch_tokens": 1024}
     electra |= {"data": electra_corpora["data"], "pairs": electra_corpora["pairs"]}
     mt = test_train_mt.TINY | size | {"data": mt_corpus, "batch_tokens": 512, "micro_tokens": 64, "expert_ffns": 2}
-    xlm = electra | {"objective": "mlm", "generator_layers": 2}  # the last is its default: nothing reads it
+    xlm = electra | {"objective": "mlm", "generator_layers": 4}  # the last is its default: nothing reads it
     found = {"lm": ("train_lm", lm), "mlm": ("train_mlm", mlm), "xlm": ("train_electra", xlm)}
     return found | {"electra": ("train_electra", electra), "mt": ("train_mt", mt)}
 
