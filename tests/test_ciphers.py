@@ -188,6 +188,8 @@ def tasks(english, tmp_path, monkeypatch) -> dict[str, xtreme.Examples]:
     monkeypatch.setattr(cipher_tasks, "PREPARED", tmp_path)
     found = {task: xtreme.read_examples(task, None) for task in xtreme.LABORATORY}
     assert calls == [1] and [path.name for path in tmp_path.glob("[!.]*")] == ["ciphers-tasks"]
+    names = {path.stem for path in tmp_path.glob("ciphers-tasks/*/*")}
+    assert names == {"train-en", "dev-en", *(f"test-{language}" for language in ciphers.LANGUAGES)}
     return found
 
 
@@ -259,14 +261,16 @@ def test_the_wrong_text_of_a_pair_is_the_right_one_with_bits_of_another(tasks):
 
 
 def test_woven_texts_have_bits_of_both_in_turns():
-    rng = random.Random(0)
+    """Either of them begins."""
+    rng, first = random.Random(0), set()
     for _ in range(100):
         one, two = list(range(20)), list(range(100, 130))
-        sides = [number >= 100 for number in cipher_tasks.woven(one, two, rng)]
         text = cipher_tasks.woven(one, two, rng)
-        assert [number % 100 for number in text] == one and len(sides) == 20
-        runs = "".join("ab"[side] for side in sides).replace("ab", "a b").replace("ba", "b a").split()
+        assert [number % 100 for number in text] == one
+        runs = "".join("ab"[number >= 100] for number in text).replace("ab", "a b").replace("ba", "b a").split()
         assert all(2 <= len(run) <= 5 for run in runs[:-1]) and len(runs[-1]) <= 5
+        first.add(runs[0][0])
+    assert first == {"a", "b"}
 
 
 def test_an_answer_is_what_another_document_has_put_in(tasks, english):
