@@ -207,6 +207,12 @@ def test_tasks_say_the_same_in_every_language_and_are_learned_in_english(tasks):
         assert all(each == said[0] for each in said)
 
 
+def test_a_task_is_read_from_the_user_s_folder_where_one_is_given(tasks, tmp_path, monkeypatch):
+    (tmp_path / "ciphers-tasks").rename(tmp_path / "mine")
+    monkeypatch.setattr(cipher_tasks, "ready", lambda: tmp_path / "nowhere")
+    assert xtreme.read_examples("tags", str(tmp_path / "mine")) == tasks["tags"]
+
+
 def test_tasks_are_of_documents_that_no_language_is_trained_on(english):
     """Nor do they have a sentence of a training text."""
     rows = [("train", "X1 y2. Aa bb!"), ("valid", "Aa bb! One two three."), ("test", "Four Five. aa BB! Zx qy.")]
