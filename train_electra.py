@@ -50,9 +50,7 @@ class Config:
     # what is learned
     objective: Literal["rtd", "mlm"] = "rtd"  # rtd: XLM-E; mlm: a masked LM of n_layer layers, and no discriminator
     tlm: bool = True  # both on translation pairs too: TLM and TRTD; false: on sentences alone
-    lambda_disc: float = (
-        1.0  # lambda, the weight of the discriminator's losses; the paper's 50 holds a young generator back
-    )
+    lambda_disc: float = 1.0  # lambda, the weight of the discriminator's losses; 50 holds a young generator back
     mask_share: float = 0.4  # of the tokens is masked; the paper's 0.15 teaches less in so short a run
     masks: Literal["all", "bert", "electra"] = "all"  # which of them show the mask in training, see MASKS
     span: float | None = None  # mean length of masked spans; None: single tokens (section 3.1 says spans do worse)
@@ -139,6 +137,7 @@ PRESETS = {
     "xl": BASE | XL,
 }
 
+# Tokens of each preset's vocabulary: equal FLOPs depend on it, and a table is made before its corpora are read.
 VOCABULARY = {"demo": 517, "captions": 4098, "base": 250_002, "large": 1 << 19, "xl": 1 << 19}
 # What is shown in place of a masked token: the mask with the first probability, any token with the second, else itself.
 MASKS = {"all": (1.0, 0.0), "bert": (0.8, 0.1), "electra": (0.85, 0.0)}
