@@ -82,11 +82,11 @@ class Config:
     router_std: float = 0.02  # of the normal that the router's projection starts from
     balance_coef: float = 0.01  # the weight of the balance loss
     # training
-    steps: int = 3000  # optimizer steps
+    steps: int = 4000  # optimizer steps
     batch_tokens: int = 512  # tokens of a step, over all processes, for sentences and again for pairs
     micro_tokens: int = 512  # tokens of one forward pass; under a capacity limit it changes the numbers
     learning_rate: float = 1.5e-3  # peak
-    distance_lr: float = 10.0  # the relative bias learns at so many times the rate: else it hardly grows in this time
+    distance_lr: float = 5.0  # the relative bias learns at so many times the rate: else it hardly grows in this time
     warmup: float = 0.1  # share of the steps; then a line down to 0
     beta2: float = 0.999  # Adam; in small batches a token is rare: its gradient must be remembered
     eps: float = 1e-9  # Adam; the gradients of rare tokens are small
@@ -115,7 +115,7 @@ class Config:
 # prepare them stands in data/README.md.
 CAPTIONS = dict(data="captions", pairs="captions-pairs", n_embd=128, ffn_size=512, block_size=64)
 CAPTIONS |= dict(steps=14_000, eval_every=2000)  # at half the rate more translations are found
-CAPTIONS |= dict(dtype="auto")
+CAPTIONS |= dict(distance_lr=10.0, dtype="auto")
 
 # XLM-E appendices A and B; micro-batches are ours. Of Large and XL the text says that they have a vocabulary of 500K,
 # but only one of 2^19 gives the parameters of table 3.
