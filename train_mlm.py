@@ -72,7 +72,7 @@ class Config:
     router_std: float = 0.02  # of the normal that the router's projection starts from
     balance_coef: float = 0.01  # alpha, the weight of the balance loss (eq. 10)
     # training
-    steps: int = 4500  # optimizer steps
+    steps: int = 4000  # optimizer steps
     batch_tokens: int = 1024  # tokens of a step, over all processes and micro-batches
     micro_tokens: int = 1024  # tokens of one forward pass; under a capacity limit it changes the numbers
     learning_rate: float = 3e-3  # peak
