@@ -242,6 +242,7 @@ def table(number: str, base: Config) -> Table:
         for task, score in zip(tasks, theirs):
             name = f"{paper}-{task}"
             whole = reset | PRESETS[name] | dict(preset=name, model=run) | change
+            del whole["dtype"]  # of the base, so that --dtype is heard
             rows.append(((label, task, score), whole))
     return Table(title, ("encoder", "task", "paper"), rows, average if tasks == ALL else None)
 
