@@ -3,6 +3,7 @@
     python analyze.py activations    XMoE's figures 1 and 6: positive activations, by number and by size of experts
     python analyze.py gamma          XMoE's figure 4 and table 2: perplexity with less work at test
     python analyze.py experts        XMoE's figure 5: experts that a token needs, in the course of training
+    python analyze.py tokens         which tokens XMoE gives many experts: rare ones, or those before a surprise
     python analyze.py threshold      XMoE's figure 7: perplexity by the threshold, in training and at test
     python analyze.py speed          XMoE's figure 8: time of a batch by its FLOPs
     python analyze.py umap           X-MoE's figures 2a and 2b: tokens as a router sees them
@@ -47,6 +48,7 @@ ANALYSES = {  # each: its options, and what it is handed of a training script
     xmoe.activations: (Measured, train_lm.evaluate),
     xmoe.gamma: (Measured, train_lm.evaluate),
     xmoe.experts: (Drawn,),
+    xmoe.tokens: (Measured, train_lm.evaluate),
     xmoe.threshold: (Measured, train_lm.evaluate),
     xmoe.speed: (Measured, train_lm.evaluate),
     x_moe.umap: (x_moe.Umap,),

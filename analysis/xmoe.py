@@ -6,11 +6,13 @@ from functools import partial
 from statistics import median
 
 import torch
+from torch import Tensor
 
 from analysis import measures, shared
 from analysis.flops import row_flops
 from analysis.shared import Drawn, Measured, Panel, Trained
 from engine.device import warn
+from engine.optim import cross_entropy
 from model import GPT
 
 SHARES = 0.125, 0.25, 0.5, 0.75, 1.0  # limits of the experts' FLOPs at test, of a dense FFN's
@@ -144,6 +146,44 @@ def experts(options: Drawn):
     shared.show(experts, options, records, ("experts", "layer", "step"), panels, last)
 
 
+def tokens(options: Measured, evaluate: Callable):
+    """Which tokens XMoE's router gives many experts: rare ones, or those behind which much is open?
+
+    The tokens of the test text are sorted into ten groups of one size: on the left by how often they stand in the
+    training text, the most frequent first, on the right by the loss of the token behind them, the lowest first. A line
+    is the mean of a group in a run of train_lm.py, in one of its MoE layers.
+    """
+    records, panels = [], []
+    for run in shared.opened(choose_threshold(options), options, evaluate):
+        served, orders = of_tokens(run, options.max_tokens)
+        for name, order in orders.items():
+            for number, layer in enumerate(served, 1):
+                groups = layer[order.argsort(stable=True)].float().tensor_split(10)
+                for tenth, group in enumerate(groups, 1):
+                    record = run.record | {"layer": f"block {number * run.config['moe_every']}", "sorted by": name}
+                    records.append(record | {"tenth": tenth, "experts of a token": float(group.mean())})
+    for (name,), own in shared.grouped(records, "sorted by").items():
+        panels.append(Panel(f"By {name}", own, "layer", "tenth", "experts of a token", from_zero=True))
+    shared.show(tokens, options, records, ("experts", "sorted by", "layer", "tenth"), panels)
+
+
+@torch.no_grad()
+def of_tokens(run: Trained, max_tokens: int) -> tuple[Tensor, dict[str, Tensor]]:
+    """Of N test tokens the experts that serve them, (layers, N), and two orders, (N,): rarity, and loss behind them."""
+    model, counts = run.model.eval(), []
+    for moe in model.moe_layers:
+        moe.watchers.append(lambda moe, h, routing, kept: counts.append(kept.sum(dim=1).cpu()))
+    frequency, rarity, loss = run.data.log_frequencies(), [], []
+    for x, y in run.data.eval_batches("test", max_tokens):
+        with run.context.autocast():
+            logits, _ = model(run.context.send(x))
+        rarity.append(-frequency[x.flatten()])
+        loss.append(cross_entropy(logits.flatten(0, 1), run.context.send(y.flatten()), reduction="none").cpu())
+    layers = len(model.moe_layers)
+    served = torch.stack([torch.cat(counts[layer::layers]) for layer in range(layers)])
+    return served, {"rarity": torch.cat(rarity), "the loss behind them": torch.cat(loss)}
+
+
 def threshold(options: Measured, evaluate: Callable):
     """XMoE's figure 7: perplexity by the threshold t, in training and at test.
 
@@ -212,7 +252,7 @@ def speed(options: Measured, evaluate: Callable):
 
 
 @torch.no_grad()
-def pass_forward(run: Trained, x: torch.Tensor, share: float):
+def pass_forward(run: Trained, x: Tensor, share: float):
     """One batch, with the experts limited to a share of a dense FFN's FLOPs."""
     limit(run, share)
     run.model.eval()

@@ -122,6 +122,25 @@ def test_activations_are_those_of_results_and_of_a_loop(draw, place):
     assert sorted(drawn) == sorted(positive.values())
 
 
+def test_tokens_are_grouped_by_rarity_and_by_the_loss_behind_them(draw, place):
+    axes, found = draw("tokens", place.lm["threshold"])
+    model, _ = pretrained.load(place.lm["threshold"])
+    data, kept = TokenData(place.text, 16, 64), []
+    seen = []  # of each token: how often it is read, the loss behind it, its experts
+    train = data.tokens["train"].tolist()
+    model.moe_layers[0].watchers.append(lambda moe, h, routing, own: kept.extend(own.sum(dim=1).tolist()))
+    with torch.no_grad():
+        for x, y in data.eval_batches("test"):
+            logp = model(x)[0].log_softmax(dim=2).flatten(0, 1)
+            for logp, token, following in zip(logp, x.flatten().tolist(), y.flatten().tolist()):
+                seen.append((train.count(token), -float(logp[following]), kept[len(seen)]))
+    for title, first_of_all in (("rarity", lambda one: -one[0]), ("the loss behind them", lambda one: one[1])):
+        expected = [fmean(one[2] for one in group) for group in np.array_split(sorted(seen, key=first_of_all), 10)]
+        drawn = [record["experts of a token"] for record in found["records"] if record["sorted by"] == title]
+        assert drawn == pytest.approx(expected, rel=1e-5)
+    assert [len(lines(own)) for own in axes] == [1, 1]
+
+
 def test_gamma_is_what_is_left_of_a_dense_ffns_work(draw, place, monkeypatch):
     monkeypatch.setattr(xmoe, "SHARES", (0.5, 1.0, 8.0))
     names = "threshold", "switch", "dense", "split"
