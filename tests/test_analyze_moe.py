@@ -132,8 +132,8 @@ def test_tokens_are_grouped_by_rarity_and_by_the_loss_behind_them(draw, place):
     with torch.no_grad():
         for x, y in data.eval_batches("test"):
             logp = model(x)[0].log_softmax(dim=2).flatten(0, 1)
-            for logp, token, following in zip(logp, x.flatten().tolist(), y.flatten().tolist()):
-                seen.append((train.count(token), -float(logp[following]), kept[len(seen)]))
+            for of_token, token, following in zip(logp, x.flatten().tolist(), y.flatten().tolist()):
+                seen.append((train.count(token), -float(of_token[following]), kept[len(seen)]))
     for title, first_of_all in (("rarity", lambda one: -one[0]), ("the loss behind them", lambda one: one[1])):
         expected = [fmean(one[2] for one in group) for group in np.array_split(sorted(seen, key=first_of_all), 10)]
         drawn = [record["experts of a token"] for record in found["records"] if record["sorted by"] == title]
