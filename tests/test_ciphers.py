@@ -266,6 +266,17 @@ def test_the_wrong_text_of_a_pair_is_the_right_one_with_bits_of_another(tasks):
     assert 0.4 < sum(same) / len(same) < 0.65  # half of it stands in its place
 
 
+def test_what_is_woven_into_a_pair_stands_nowhere_in_it():
+    document = [([piece], "O") for piece in range(60)]
+    labels = set()
+    for one, two, label in cipher_tasks.paired([document], random.Random(0)):
+        own = {*one, *(range(one[-1] + 1, one[-1] + 1 + len(two)))}
+        assert (set(two) <= own) == (label == "1")
+        assert all(piece not in own or piece == one[-1] + 1 + place for place, piece in enumerate(two))
+        labels.add(label)
+    assert labels == {"0", "1"}
+
+
 def test_woven_texts_have_bits_of_both_in_turns():
     """Either of them begins."""
     rng, first = random.Random(0), set()
