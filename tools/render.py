@@ -103,7 +103,7 @@ def cells_of(folder: Path, config, module) -> dict | None:
 
 
 def measured(folder: Path, name: str) -> list[dict]:
-    """{header: cell} of each row of what analyze.py or `tools/bench.py --json` wrote."""
+    """{header: cell} of each row of what analyze.py or tools/bench.py wrote."""
 
     def take(content) -> list[dict]:
         if isinstance(content, dict):

@@ -1,7 +1,7 @@
 """Trouble at random moments, to show that nothing which a training script has saved is lost.
 
-    python tools/soak.py                                      300 faults, shared out over the five scripts that train
-    python tools/soak.py --faults 1000 --scripts train_lm     more of them, of one script
+    python tests/soak.py                                      300 faults, shared out over the five scripts that train
+    python tests/soak.py --faults 1000 --scripts train_lm     more of them, of one script
 
 A round begins in an empty folder: some faults befall a tiny run, and then the same command goes on to the end.
 The weights, losses and figures that it leaves must equal, bit for bit, those of a run that nobody troubled, and what
