@@ -5,18 +5,16 @@
     python tools/bench.py check     layers here against the CPU's, and a training that is stopped and goes on
 
 Contenders take turns, round by round. `ms` is the median of one's times, and `spread` half the range between their
-quartiles. The `ratio` of a layer, router included, is its time over that of a dense FFN with the FLOPs of the rows that
-the experts really keep: 1 is a layer that costs nothing but its arithmetic. `least_mb` must be read and written at
+quartiles. `ratio` is the time over that of the dense one at equal FLOPs, which for a layer are those of the rows that
+its experts really keep: 1 is a layer that costs nothing but its arithmetic. `least_mb` must be read and written at
 least; `operations` have the largest shares of the time. On a GPU `peak_mb` is the memory beyond what is kept between
 runs, and `host_waits` counts, by file and line, how often the host waits for the GPU. What a section finds is written
 at once into results/gpu/CARD-PART.json, without a GPU into out/bench. A GPU's file is welcome, whatever it says.
 """
 
 import itertools
-import json
 import math
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -29,6 +27,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
+
+import numpy as np
 
 os.environ["KINETO_LOG_LEVEL"] = "5"  # the profiler keeps silent
 
@@ -52,7 +52,8 @@ from routers import ROUTERS
 ROOT = Path(model.__file__).parent
 VOCABULARY = 8192
 PATIENCE = 5.0  # seconds, after which a slow contender has run often enough
-Contender = tuple[Callable[[], None], dict]  # does its work once; what its record says that needs no measuring
+QUARTILES = 0.25, 0.5, 0.75
+Contender = tuple[Callable, dict]  # does its work once; what its record says that needs no measuring
 
 
 @dataclass
@@ -66,8 +67,8 @@ class Config:
     out: Path | None = None  # file that receives the results
 
 
-def measure(makers: dict[str, Callable[[], Contender]], config: Config, context) -> list[dict]:
-    """A record of each: the median of its times and their spread, its facts, and what else is seen of a run."""
+def measure(makers: dict, config: Config, context) -> list[dict]:
+    """A record of each contender. makers: name -> a function that makes one; the first is what others compare with."""
     runs, facts, records = {}, {}, []
     for name, make in makers.items():
         try:
@@ -75,19 +76,20 @@ def measure(makers: dict[str, Callable[[], Contender]], config: Config, context)
             run()
             runs[name] = run
         except Exception as error:  # there may be no compiler, no such library, or one that has changed
-            if not re.search("HF|compiled", name):
+            if "HF" not in name and "compiled" not in name:
                 raise
             context.say(f"{name}: skipped ({type(error).__name__}: {error})")
     times = measures.in_turns(runs, context, config.rounds, PATIENCE)
-    quartiles = torch.tensor([0.25, 0.5, 0.75])
     for name, run in runs.items():
-        lower, ms, upper = torch.tensor(times[name]).quantile(quartiles).tolist()
-        record = {"impl": name, "ms": ms, "spread": (upper - lower) / 2, "runs": len(times[name])} | facts[name]
+        lower, ms, upper = np.quantile(times[name], QUARTILES)
+        speed = facts[name]["gflops"] / ms  # TFLOP/s
+        record = {"impl": name, "ms": ms, "spread": (upper - lower) / 2}
+        record |= {"runs": len(times[name]), "teraflops": speed}
         first = records[0] if records else record
-        record["ratio"] = ms / record["gflops"] * first["gflops"] / first["ms"]
+        record["ratio"] = first["teraflops"] / speed
         if context.peak_flops:
-            record["mfu"] = 1e12 * record["gflops"] / ms / context.peak_flops
-        records.append(record | seen(run, context))
+            record["mfu"] = 1e12 * speed / context.peak_flops
+        records.append(record | facts[name] | seen(run, context))
     return records
 
 
@@ -105,13 +107,17 @@ def seen(run: Callable, context) -> dict:
         set_mode("default")
         measures.clock(context)  # when the device has done all
     own_time = "self_device_time_total" if on_gpu else "self_cpu_time_total"
-    times = Counter({event.key: getattr(event, own_time) for event in profile.key_averages()})
-    shares = [f"{name} {own / max(1, times.total()):.0%}" for name, own in times.most_common(6)]
-    facts = {"operations": ", ".join(shares).replace("aten::", "")}
+    times = Counter()
+    for event in profile.key_averages():
+        times[event.key.removeprefix("aten::")] = getattr(event, own_time)
+    total = max(1, times.total())
+    shares = [f"{name} {own / total:.0%}" for name, own in times.most_common(6)]
+    facts = {"operations": ", ".join(shares)}
     if on_gpu:
         waits = [warning for warning in caught if "called a synchroniz" in str(warning.message)]
         facts["host_waits"] = Counter(f"{Path(warning.filename).name}:{warning.lineno}" for warning in waits)
-        facts["peak_mb"] = (torch.cuda.max_memory_allocated() - before) / 2**20
+        peak = torch.cuda.max_memory_allocated() - before
+        facts["peak_mb"] = peak / 2**20
     return facts
 
 
@@ -129,34 +135,35 @@ SHAPES = {
 LOGIT_STD = 2.75  # of what a router says of a token, so that it has preferences as a trained one has
 
 
-def whole_layers(shape: train_lm.Config, config: Config, context) -> list[dict]:
-    """Forward and backward passes of dense FFNs of a layer's FLOPs, of ours under its router and others, of Mixtral's.
+def whole_layers(shape: train_lm.Config, config: Config, context):
+    """Forward and backward passes of a dense FFN, of Mixtral's layer, and of ours under every router.
 
-    "no limit" chooses as Mixtral does. Under the demo's threshold, 0.3, a token keeps one or two experts.
+    Without a limit topk chooses as Mixtral does. Under 0.3, the demo's threshold, a token keeps one or two experts.
     """
     torch.manual_seed(0)
     h = torch.randn(1, config.tokens, shape.n_embd).to(context.device)
-    ours = partial(our_layer, shape, h, context)
-    _, facts = ours()
-    dense = partial(dense_layer, h, facts["gflops"], context)
-    makers = {"dense": dense, "dense, compiled": partial(dense, compiled=True), "ours": ours}
+    ffn = model.FFN(shape, "tanh").to(context.device)
+    dense = partial(layer, ffn, h, flops.matrix_flops(ffn), context)
+    makers = {"dense": dense, "dense, compiled": partial(dense, compiled=True)}
     makers["HF Mixtral, grouped_mm"] = partial(mixtral, shape, h, context)
-    variants = {router: {"router": router} for router in ROUTERS if router != shape.router}
+    variants = {router: {"router": router} for router in ROUTERS}
     variants["threshold 0.3"] = {"router": "threshold", "threshold": 0.3}
-    variants["no limit"] = {"router": "topk", "capacity": math.inf}
+    variants["topk, no limit"] = {"router": "topk", "capacity": math.inf}
     for name, changes in variants.items():
-        makers[f"ours, {name}"] = partial(our_layer, replace(shape, **changes), h, context)
+        other = replace(shape, **changes)
+        makers[f"ours, {name}"] = partial(our_layer, other, h, context)
+    own = partial(our_layer, shape, h, context)
     if context.device.type == "cuda":
-        makers["ours, compiled"] = partial(ours, compiled=True)
+        makers[f"ours, {shape.router}, compiled"] = partial(own, compiled=True)
     if context.dtype == torch.bfloat16:
-        makers["ours, weights in bfloat16"] = partial(ours, cast=True)
+        makers[f"ours, {shape.router}, weights in bfloat16"] = partial(own, cast=True)
     return measure(makers, config, context)
 
 
-def layer(module: nn.Module, h: Tensor, gflops: float, context, *more: Tensor, compiled: bool = False) -> Contender:
+def layer(module: nn.Module, h: Tensor, work: float, context, *more: Tensor, compiled=False) -> Contender:
     """A forward and a backward pass: h (1, S, D) and more -> output, and with more a balance loss.
 
-    gflops: of the forward pass.
+    work: FLOPs of a token, forward.
     """
     call = parallel.compiled(module) if compiled else module
 
@@ -170,14 +177,14 @@ def layer(module: nn.Module, h: Tensor, gflops: float, context, *more: Tensor, c
 
     # Weights are read twice, and their gradients written; tokens pass in and out, both ways.
     numbers = 3 * flops.numel(module) + 4 * h.numel()
-    facts = {"S": h.shape[1], "gflops": 3 * gflops, "least_mb": 1e-6 * context.dtype.itemsize * numbers}
-    return run, facts
+    gflops = 3e-9 * work * h.shape[1]
+    return run, {"gflops": gflops, "least_mb": 1e-6 * context.dtype.itemsize * numbers}
 
 
-def our_layer(shape: train_lm.Config, h: Tensor, context, compiled: bool = False, cast: bool = False) -> Contender:
+def our_layer(shape: train_lm.Config, h: Tensor, context, cast=False, **more) -> Contender:
     """With random weights. cast: those of the experts have the type of the products once and for all."""
     torch.manual_seed(1)  # other than the tokens' seed
-    constants = replace(shape, router_std=LOGIT_STD / math.sqrt(shape.n_embd))
+    constants = replace(shape, router_std=LOGIT_STD / shape.n_embd**0.5)
     moe = model.in_place_of_ffn(constants, VOCABULARY, "tanh").to(h.device)
     for p in moe.experts.parameters():
         nn.init.normal_(p, std=0.02)
@@ -188,18 +195,8 @@ def our_layer(shape: train_lm.Config, h: Tensor, context, compiled: bool = False
     with torch.no_grad(), context.autocast():
         moe(h, ids)
     rows = stats.finish()["served"]  # per token
-    gflops = 1e-9 * flops.row_flops(moe) * rows * h.shape[1]
-    run, facts = layer(moe, h, gflops, context, ids, compiled=compiled)
+    run, facts = layer(moe, h, rows * flops.row_flops(moe), context, ids, **more)
     return run, facts | {"rows_per_token": rows}
-
-
-def dense_layer(h: Tensor, gflops: float, context, compiled: bool = False) -> Contender:
-    """An FFN of width 4 D on as many of the tokens as make these FLOPs."""
-    D = h.shape[2]
-    each = 16e-9 * D**2  # GFLOPs of a token, forward
-    S = max(1, round(gflops / 3 / each))
-    ffn = model.FFN(train_lm.Config(n_embd=D, ffn_size=4 * D), "tanh").to(h.device)
-    return layer(ffn, h[:, :S], S * each, context, compiled=compiled)
 
 
 def mixtral(shape: train_lm.Config, h: Tensor, context) -> Contender:
@@ -214,32 +211,34 @@ def mixtral(shape: train_lm.Config, h: Tensor, context) -> Contender:
     block = library.MixtralSparseMoeBlock(config)
     for p in block.parameters():
         nn.init.normal_(p, std=0.02)
-    nn.init.normal_(block.gate.weight, std=LOGIT_STD / math.sqrt(D))
+    nn.init.normal_(block.gate.weight, std=LOGIT_STD / D**0.5)
     block.to(h.device, context.dtype)
-    return layer(block, h.to(context.dtype), 6e-9 * D * width * K * h.shape[1], context)
+    return layer(block, h.to(context.dtype), 6 * D * width * K, context)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # step: how fast does it train?
 
 
-def training_steps(preset: str, config: Config, context, **changes) -> list[dict]:
+def training_steps(preset: str, config: Config, context, **changes) -> Iterator[dict]:
     """XMoE's models, at equal FLOPs: dense, or with whole FFNs as experts, or with eighths of them."""
     base = train_lm.Config(**train_lm.PRESETS[preset] | changes)
+    kinds = {"dense": 1, "switch": 1, "topk": 8, "threshold": 8}
     makers = {}
-    for router, split in {"dense": None, "switch": 1, "topk": 8, "threshold": 8}.items():
+    for router, split in kinds.items():
         constants = replace(base, router=router, split=split)
         makers[router] = partial(trainee, constants, config.tokens, context)
-    records = measure(makers, config, context)
-    return [record | {"steps_per_second": 1e3 / record["ms"]} for record in records]
+    for record in measure(makers, config, context):
+        yield record | {"steps_per_second": 1e3 / record["ms"]}
 
 
 def trainee(constants: train_lm.Config, tokens: int, context) -> Contender:
     """Training steps, each micro-batch of about so many random tokens."""
     torch.manual_seed(0)
     V = 50_257 if context.device.type == "cuda" else VOCABULARY
-    micros = constants.batch_tokens // constants.micro_tokens
-    ids = torch.randint(V, (max(1, tokens // constants.block_size), constants.block_size)).to(context.device)
+    T, micros = constants.block_size, constants.batch_tokens // constants.micro_tokens
+    ids = torch.randint(V, (max(1, tokens // T), T))
+    ids = ids.to(context.device)
     net = model.GPT(constants, V).to(context.device)
     forward = parallel.wrap(net, constants, context)
     optimizer = adamw(net, constants)
@@ -255,9 +254,10 @@ def trainee(constants: train_lm.Config, tokens: int, context) -> Contender:
         optimizer.zero_grad()
         net.after_step()
 
-    S = micros * ids.numel()
-    work = flops.flops_per_token(net, constants, head=2 * constants.n_embd * V)
-    return run, {"S": S, "gflops": 3e-9 * S * work}
+    tokens = micros * ids.numel()
+    head = 2 * constants.n_embd * V
+    work = flops.flops_per_token(net, constants, head)
+    return run, {"tokens": tokens, "gflops": 3e-9 * work * tokens}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -266,71 +266,79 @@ def trainee(constants: train_lm.Config, tokens: int, context) -> Contender:
 CPU = Context(0, 1, torch.device("cpu"), torch.float32)
 
 
-def outcome(module: nn.Module, given: tuple[Tensor, ...], context) -> dict[str, Tensor]:
+def against_the_cpu(router: str, config: Config, context, E: int = 16) -> Iterator[dict]:
+    """A layer here, in bfloat16, against the same on the CPU in float32.
+
+    Crowded: most tokens want the same few experts, and others stay empty, where the router lets them.
+    """
+    for gamma, layers, crowded in itertools.product((2.0, 0.5, 16.0), (0, 2), (False, True)):
+        torch.manual_seed(0)
+        constants = train_mlm.Config(router=router, top_k=2, experts=E, capacity_factor=gamma)
+        constants = replace(constants, n_embd=64, expert_size=32, expert_layers=layers)
+        moe = model.between_layers(constants, 512, "tanh")
+        for p in moe.parameters():
+            if p.dim() > 1:
+                nn.init.normal_(p, std=0.2)
+        h = torch.randn(1, 512, 64) + 3 * crowded * torch.randn(64)
+        ids = torch.arange(512).unsqueeze(0) % (2 if crowded else 512)
+        expected, found = outcome(moe, (h, ids), CPU), outcome(moe, (h, ids), context)
+        facts = {"gamma": gamma, "stack": layers, "crowded": crowded}
+        yield facts | judge(found, expected, 0.06)  # a token whose scores are equal but for rounding may go elsewhere
+
+
+def outcome(module: nn.Module, given: tuple, context) -> dict[str, Tensor]:
     """What a module makes of given tensors, and gradients of the sum of its squares: by them and by the parameters.
 
     What the allocator has free is NaN before, so that it shows where memory is read that nobody wrote.
     """
     module.to(context.device).zero_grad()
-    given = [x.to(context.device, copy=True).requires_grad_(x.is_floating_point()) for x in given]
-    sizes = [1 << 27, *64 * [1 << 18]] if context.device.type == "cuda" else []
-    blocks = [torch.full([size], math.nan, device=context.device) for size in sizes]
-    del blocks
+    leaves, found, loss = {}, {}, 0.0
+    for number, x in enumerate(given):
+        x = x.to(context.device, copy=True)
+        leaves[f"input {number}"] = x.requires_grad_(x.is_floating_point())
+    if context.device.type == "cuda":
+        sizes = [1 << 27, *64 * [1 << 18]]
+        blocks = [torch.full([size], math.nan, device="cuda") for size in sizes]
+        del blocks
     with context.autocast():
-        outputs = [y for y in module(*given) if torch.is_tensor(y) and y.requires_grad]
-    sum(y.float().square().sum() for y in outputs).backward()
-    found = {f"output {n}": y for n, y in enumerate(outputs)} | {f"input {n}": x.grad for n, x in enumerate(given)}
-    found |= {name.removeprefix("_orig_mod."): p.grad for name, p in module.named_parameters()}
-    return {name: x.detach().cpu().double() for name, x in found.items() if x is not None}
+        outputs = module(*leaves.values())
+    for number, y in enumerate(outputs):
+        if torch.is_tensor(y) and y.requires_grad:
+            found[f"output {number}"] = y
+            loss = loss + y.float().square().sum()
+    loss.backward()
+    leaves |= dict(module.named_parameters())
+    for name, x in leaves.items():
+        if x.grad is not None:
+            found[name.removeprefix("_orig_mod.")] = x.grad
+    return {name: x.detach().cpu().double() for name, x in found.items()}
 
 
-def judge(found: dict[str, Tensor], expected: dict[str, Tensor], limit: float) -> dict:
+def judge(found: dict, expected: dict, limit: float) -> dict:
     """Compares tensors of the same names: |x - y| / |y| of each must be under the limit."""
-    errors = {name: float(torch.dist(found[name], y) / (y.norm() + 1e-12)) for name, y in expected.items()}
+    errors = {}
+    for name, y in expected.items():
+        error = torch.dist(found[name], y) / (y.norm() + 1e-12)
+        errors[name] = float(error)
     wrong = [name for name in errors if not errors[name] < limit]  # NaN is wrong, too
     worst = max(wrong or errors, key=errors.get)
     return {"right": not wrong, "error": errors[worst], "of": worst}
 
 
-def against_the_cpu(router: str, config: Config, context, E: int = 16) -> Iterator[dict]:
-    """A layer here, in bfloat16, against the same on the CPU in float32.
-
-    Crowded: nearly all tokens want the same two experts, and others stay empty, where the router lets them.
-    """
-    tokens, D = 512, 64
-    for gamma, layers, crowded in itertools.product((2.0, 0.5, E), (0, 2), (False, True)):
-        torch.manual_seed(0)
-        size = {"n_embd": D, "experts": E, "expert_size": 32, "expert_layers": layers, "top_k": 2}
-        moe = model.between_layers(train_mlm.Config(router=router, capacity_factor=gamma, **size), tokens, "tanh")
-        for p in moe.parameters():
-            if p.dim() > 1:
-                nn.init.normal_(p, std=0.2)
-        h, ids = torch.randn(1, tokens, D), torch.arange(tokens).unsqueeze(0)
-        if crowded:
-            h, ids = h + 0.5, ids % 2
-        if crowded and hasattr(moe.router, "experts"):  # they stand against what all tokens share
-            moe.router.experts.data[2:] -= 0.5 * moe.router.project(torch.ones(D)).detach()
-        choices = []
-        moe.watchers = [lambda moe, h, routing, kept, choices=choices: choices.append(kept.cpu())]
-        expected, found = [outcome(moe, (h, ids), where) for where in (CPU, context)]
-        same = torch.equal(*choices)  # scores that are equal but for rounding may change places
-        facts = {"gamma": gamma, "stack": layers, "crowded": crowded, "same choices": same}
-        yield facts | judge(found, expected, 0.03 if same else 0.3)
-
-
 def other_parts(config: Config, context) -> Iterator[dict]:
     """XLM-E's attention, in texts of several lengths; a router, compiled as in training, against the eager one here."""
     torch.manual_seed(0)
-    B, T, H = 8, 256, 4
-    own = model.SelfAttention(train_lm.Config(n_embd=64 * H, n_head=H), causal=False, dropout=0.0, biased=True)
-    nn.init.normal_(own.gate)
-    real = torch.arange(T) < (T - torch.arange(B) % (T // 2)).view(B, 1, 1, 1)
-    given = torch.randn(B, T, 64 * H), real, torch.randn(H, T, T)
-    expected, found = [outcome(own, given, where) for where in (CPU, context)]
+    constants = train_lm.Config(n_embd=256, n_head=4)
+    attention = model.SelfAttention(constants, causal=False, dropout=0.0, biased=True)
+    nn.init.normal_(attention.gate)
+    lengths = torch.arange(128, 256, 16).view(8, 1, 1, 1)
+    real = torch.arange(256) < lengths
+    given = torch.randn(8, 256, 256), real, torch.randn(4, 256, 256)
+    expected, found = outcome(attention, given, CPU), outcome(attention, given, context)
     yield {"what": "attention"} | judge(found, expected, 0.03)
-    router = ROUTERS["threshold"](train_lm.Config(n_embd=64), E=32)
-    h = torch.randn(4096, 64)
-    expected, found = [outcome(each, (h,), context) for each in (router, parallel.compiled(router))]
+    router = ROUTERS["threshold"](constants, E=32)
+    h = torch.randn(4096, 256)
+    expected, found = outcome(router, (h,), context), outcome(parallel.compiled(router), (h,), context)
     yield {"what": "compiled router"} | judge(found, expected, 3e-4)  # gradients in bfloat16 would differ by 2e-3
 
 
@@ -339,9 +347,10 @@ RESUMED = "--n_layer 2 --n_embd 64 --ffn_size 256 --steps 40 --eval_every 20 --e
 
 def stopped_and_resumed(config: Config, context) -> Iterator[dict]:
     """train_lm.py is stopped after its first evaluation, and goes on to its end."""
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-u", ROOT / "train_lm.py", *RESUMED.split(), "--out_dir", folder]
+        command = [sys.executable, "-u", ROOT / "train_lm.py", *RESUMED.split()]
+        command += ["--out_dir", folder]
         with subprocess.Popen(command, **pipes) as first:
             for line in first.stdout:
                 if line.startswith("step 20: "):  # it has been evaluated
@@ -352,12 +361,12 @@ def stopped_and_resumed(config: Config, context) -> Iterator[dict]:
     yield {"right": right, "exits": exits, "output": second.stdout.splitlines()[-30:]}
 
 
-def sections_of(part: str, gpu: bool) -> dict[str, Callable[[Config, Context], Iterator[dict]]]:
+def sections_of(part: str, gpu: bool) -> dict[str, Callable]:
     if part == "layer":
         return {name: partial(whole_layers, shape) for name, shape in SHAPES.items()}
     if part == "step" and gpu:
         large = partial(training_steps, "openwebtext-323M")
-        return {"323M, eager": partial(large, compile=False), "323M, compiled": partial(large, compile=True)}
+        return {"eager": partial(large, compile=False), "compiled": partial(large, compile=True)}
     if part == "step":
         small = partial(training_steps, "small", dropout=0.0)
         return {"width 256": small, "width 768": partial(small, n_embd=768, ffn_size=3072)}
@@ -366,23 +375,27 @@ def sections_of(part: str, gpu: bool) -> dict[str, Callable[[Config, Context], I
     return found | {"other parts": other_parts, "train_lm.py": stopped_and_resumed}
 
 
-def run(sections: dict[str, Callable], file: Path, config: Config, context) -> list[dict]:
+def run(sections: dict, file: Path, config: Config, context) -> list[dict]:
     """Writes and prints what each section finds, until time is up. An error is a result, too."""
     start, results = time.perf_counter(), []
     commit = subprocess.getoutput(f"git -C {ROOT} describe --always --dirty")
     for name, section in sections.items():
+        if time.perf_counter() - start > config.limit:
+            context.say(f"\nstopped before {name!r}: time is up")
+            break
         rows = []
         try:
-            late = time.perf_counter() - start > config.limit
-            rows.extend([{"stopped": "time is up"}] if late else section(config, context))
+            rows.extend(section(config, context))
         except Exception as error:
-            rows.append({"right": False, "error": repr(error), "traceback": traceback.format_exc().splitlines()})
-        results += [{"section": name} | row | {"machine": context.machine | {"commit": commit}} for row in rows]
-        lines = ",\n".join(map(json.dumps, results))
-        write(file, f"[\n{lines}\n]\n")
-        columns = [*rows[-1]]
-        cells = [[cell(row.get(column, "")) for column in columns] for row in rows]
-        context.say(f"\n{name}, {time.perf_counter() - start:.0f} s\n{markdown_table(columns, cells)}")
+            trace = traceback.format_exc().splitlines()
+            rows.append({"right": False, "error": repr(error), "traceback": trace})
+        results += [{"section": name} | row for row in rows]
+        write(file, {"machine": context.machine | {"commit": commit}, "results": results})
+        cells = []
+        for row in rows:
+            cells.append([cell(row.get(column, "")) for column in rows[-1]])
+        seconds = time.perf_counter() - start
+        context.say(f"\n{name}, {seconds:.0f} s\n{markdown_table([*rows[-1]], cells)}")
     return results
 
 
@@ -399,8 +412,9 @@ def main():
     sections = {name: section for name, section in every.items() if name.startswith(config.only)}
     if not sections:
         fail(f"no section of {config.part} begins with {config.only!r}: there are {', '.join(every)}")
-    device = re.sub("[^A-Za-z0-9]+", "-", context.machine["device"])
-    file = config.out or ROOT / ("results/gpu" if gpu else "out/bench") / f"{device}-{config.part}.json"
+    device = context.machine["device"].replace(" ", "-")
+    folder = ROOT / ("results/gpu" if gpu else "out/bench")
+    file = config.out or folder / f"{device}-{config.part}.json"
     results = run(sections, file, config, context)
     wrong = dict.fromkeys(result["section"] for result in results if not result.get("right", True))
     context.say(f"\n{len(results)} results are in {file}; wrong or failed: {', '.join(wrong) or 'none'}")
