@@ -1,101 +1,134 @@
 """tools/bench.py as a user runs it, at tiny sizes; what is measured is not tested, only what is made of it."""
 
 import json
+import math
 import sys
+import warnings
 from dataclasses import replace
 
 import pytest
 import torch
 
+import model
 import train_lm
 from analysis import measures
 from engine.device import Context
+from routers import ROUTERS
 from tools import bench
 
-CPU = Context(0, 1, torch.device("cpu"), torch.float32)
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="python tools/bench.py check takes minutes there")
+CPU = bench.CPU
 MIXTRAL = "HF Mixtral, grouped_mm"
 
 
 @pytest.fixture
-def records(monkeypatch, tmp_path):
-    """A function: the words of a command line -> the records that it writes. Nothing is compiled."""
+def results(monkeypatch, tmp_path):
+    """A function: the words of a command line -> the exit status, and the results in the file. Nothing is compiled."""
 
-    def run(*words) -> list[dict]:
-        file = tmp_path / "records.json"
-        monkeypatch.setattr(sys, "argv", ["bench.py", *map(str, words), "--device", "cpu", "--json", str(file)])
-        with torch.compiler.set_stance("force_eager"):
+    def run(*words) -> tuple[int, list[dict]]:
+        file = tmp_path / "new" / "results.json"
+        monkeypatch.setattr(sys, "argv", ["bench.py", *map(str, words), "--out", str(file)])
+        with torch.compiler.set_stance("force_eager"), pytest.raises(SystemExit) as stop:
             bench.main()
-        return json.loads(file.read_text())
+        content = json.loads(file.read_text())
+        assert content["machine"]["processes"] == 1 and content["machine"]["commit"]
+        return stop.value.code, content["results"]
 
     return run
 
 
+def contender(run=list, gflops=1.0) -> bench.Contender:
+    return run, {"gflops": gflops}
+
+
 def test_contenders_take_turns_until_their_patience_is_used_up(monkeypatch):
-    """A record has the median, and half the range between the quartiles."""
+    """A record has the median, half the range between the quartiles, and the time over the first's at equal FLOPs."""
     now, calls = [0.0], []
-    times = {"quick": iter([99, 8, 9, 1, 9]), "slow": iter([99, 30])}
+    times = {"quick": iter([0, 99, 8, 9, 1, 9, 0]), "slow": iter([0, 99, 30, 0])}
     monkeypatch.setattr(measures, "clock", lambda context: now[0])
 
-    def contender(name: str) -> bench.Contender:
+    def maker(name: str):
         def run():
             calls.append(name)
             now[0] += next(times[name])
 
-        return bench.Contender(run, {"S": 5})
+        return contender(run, {"quick": 1.0, "slow": 2.0}[name])
 
     monkeypatch.setattr(bench, "PATIENCE", 0.029)
-    both, config = {name: contender(name) for name in times}, bench.Config("layer", rounds=4)
-    quick, slow = bench.measure("group", both, config, CPU)
-    # Once each for warming up, then backwards, and then there is only one.
-    assert calls == ["quick", "slow", "slow", "quick", "quick", "quick", "quick"]
-    expected = {"shape": "group", "impl": "quick", "runs": 4, "S": 5, "ms": 8.5, "spread": 1.375, "peak_mb": None}
-    assert quick == expected | {"all_ms": [8, 9, 1, 9]}
-    assert (slow["ms"], slow["spread"], slow["runs"]) == (30, 0, 1)
+    makers = {name: lambda name=name: maker(name) for name in times}
+    quick, slow = bench.measure(makers, bench.Config("layer", rounds=4), CPU)
+    # Once each to see that they run, once for warming up, then backwards, and then there is only one.
+    assert calls[2:9] == ["quick", "slow", "slow", "quick", "quick", "quick", "quick"]
+    expected = {"impl": "quick", "ms": 8.5, "spread": 1.375, "runs": 4, "gflops": 1.0, "ratio": 1.0}
+    assert quick == quick | expected
+    assert (slow["ms"], slow["spread"], slow["runs"], slow["ratio"]) == (30, 0, 1, pytest.approx(30 / 8.5 / 2))
 
 
-def test_layer_measures_every_router_and_peer_against_the_dense_ones(records, capsys):
-    found = {record["impl"]: record for record in records("layer", "--shapes", "S1", "--tokens", 64, "--rounds", 2)}
-    others = ["topk", "hypersphere", "threshold", "base", "expert_choice", "hash", "no limit"]
-    ours = ["dense", "ours", *(f"ours, {other}" for other in others), "dense, compiled"]
-    assert [name for name in found if name != MIXTRAL] == ours
-    assert found["ours, no limit"]["gflops"] == pytest.approx(3 * 4 * 256 * 1024 * 64 / 1e9)  # of every token
-    assert (MIXTRAL in found) != (f"{MIXTRAL}: skipped" in capsys.readouterr().out)
-    dense, compiled, ours = found["dense"], found["dense, compiled"], found["ours"]
-    assert (ours["shape"], ours["S"], ours["runs"], ours["machine"]["processes"]) == ("S1", 64, 2, 1)
-    assert ours["gflops"] == pytest.approx(dense["gflops"], rel=0.01)
-    for record in found.values():
-        each = record["ms"] / record["gflops"]
-        assert record["ratio"] == pytest.approx(each / dense["ms"] * dense["gflops"])
-        assert record["to_compiled"] == pytest.approx(each / compiled["ms"] * compiled["gflops"])
-
-
-def test_a_peer_that_cannot_run_here_is_left_out(capsys):
+def test_what_cannot_run_here_is_left_out_unless_it_is_our_own(capsys):
     def missing():
         raise ImportError("no such library")
 
-    def broken():
-        return bench.Contender(lambda: 1 / 0, {})
+    makers = {"dense": contender, "HF": missing, "dense, compiled": lambda: contender(lambda: 1 / 0)}
+    (record,) = bench.measure(makers, bench.Config("layer", rounds=1), CPU)
+    assert record["impl"] == "dense"
+    said = capsys.readouterr().out
+    assert "HF: skipped (ImportError: no such library)\ndense, compiled: skipped (ZeroDivisionError: " in said
+    with pytest.raises(ImportError):
+        bench.measure({"ours, base": missing}, bench.Config("layer"), CPU)
 
-    sound = bench.Contender(list, {})
-    makers = {"missing": missing, "broken": broken, "sound": lambda: sound}
-    assert bench.those_that_run(makers, CPU) == {"sound": sound}
-    said = "missing: skipped (ImportError: no such library)\nbroken: skipped (ZeroDivisionError: division by zero)\n"
-    assert capsys.readouterr().out == said
-    records = [{"impl": "dense", "ms": 2.0, "gflops": 1.0}, {"impl": "ours", "ms": 3.0, "gflops": 1.0}]
-    assert [(r["ratio"], r["to_compiled"]) for r in bench.compare(records)] == [(1.0, None), (1.5, None)]
+
+def test_a_run_is_seen_by_operation_and_on_a_gpu_by_where_the_host_waits(monkeypatch):
+    def run():
+        torch.ones(300, 300) @ torch.ones(300, 300)
+        warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+        warnings.warn("something else", stacklevel=1)
+
+    assert "mm " in bench.seen(run, CPU)["operations"]
+    modes = []
+    monkeypatch.setattr(measures, "clock", lambda context: 0.0)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", list)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 2**20)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 * 2**20)
+    facts = bench.seen(run, replace(CPU, device=torch.device("cuda")))
+    assert facts["host_waits"] == {f"test_bench.py:{run.__code__.co_firstlineno + 2}": 1} and facts["peak_mb"] == 2
+    assert modes == ["warn", "default"]
+
+
+def test_layer_measures_every_router_and_peer_against_the_dense_ones(results, capsys):
+    words = "layer", "--only", "S2", "--tokens", 64, "--rounds", 1, "--dtype", "float32"
+    status, found = results(*words)
+    assert status == 0 and {record["section"] for record in found} == {"S2"}
+    found = {record["impl"]: record for record in found}
+    others = [*ROUTERS, "threshold 0.3", "topk, no limit"]
+    assert found.keys() - {MIXTRAL} == {"dense", "dense, compiled", *(f"ours, {other}" for other in others)}
+    said = capsys.readouterr().out
+    assert (MIXTRAL in found) != (f"{MIXTRAL}: skipped" in said) and "| ours, threshold 0.3 " in said
+    assert found["ours, topk, no limit"]["gflops"] == pytest.approx(3 * 4 * 256 * 1024 * 64 / 1e9)  # of every token
+    assert (
+        1 <= found["ours, threshold 0.3"]["rows_per_token"] < 0.5 * found["ours, threshold"]["rows_per_token"]
+    )  # t is 0.9
+    dense, ours = found["dense"], found["ours, switch"]
+    assert dense["gflops"] == found["ours, topk, no limit"]["gflops"] and (ours["runs"], dense["ratio"]) == (1, 1)
+    assert ours["ratio"] == pytest.approx(ours["ms"] / dense["ms"] * dense["gflops"] / ours["gflops"])
+
+
+def test_weights_that_have_the_type_of_products_are_one_way_more(results):
+    status, found = results("layer", "--only", "S1", "--tokens", 32, "--rounds", 1, "--dtype", "bfloat16")
+    assert status == 0 and "ours, switch, weights in bfloat16" in {record["impl"] for record in found}
 
 
 @pytest.mark.parametrize("name", bench.SHAPES)
 def test_mixtral_has_as_many_flops_and_parameters_as_our_layer(name, monkeypatch):
     pytest.importorskip("transformers")
-    blocks = []
-    monkeypatch.setattr(bench, "layer", lambda block, call, h, gflops, context: blocks.append(block) or gflops)
+    blocks, shape = [], bench.SHAPES[name]
+    monkeypatch.setattr(bench, "layer", lambda block, h, work, context: blocks.append(block) or work)
     with torch.device("meta"):
-        h, ours = torch.zeros(1, 4, bench.SHAPES[name].n_embd), bench.sparse_ffn(bench.SHAPES[name])
-        gflops = bench.mixtral(bench.SHAPES[name], h, replace(CPU, device="meta"))
-    E, K = ours.router.E, bench.SHAPES[name].split
+        h, ours = torch.zeros(1, 4, shape.n_embd), model.in_place_of_ffn(shape, 8, "tanh")
+        work = bench.mixtral(shape, h, replace(CPU, device="meta"))
+    E, K = ours.router.E, shape.split
     weights = sum(p.numel() for name, p in blocks[0].named_parameters() if "experts" in name)
-    assert gflops == pytest.approx(2e-9 * weights / E * K * 4)  # of K experts a token
+    assert work == pytest.approx(2 * weights / E * K)  # K experts of a token
     assert weights == pytest.approx(sum(p.numel() for p in ours.experts.parameters() if p.dim() == 3), rel=0.04)
 
 
@@ -104,32 +137,76 @@ def test_flops_are_those_of_the_rows_that_are_kept(router, kept):
     """64 tokens that are all alike want the same experts, which have room for 8; BASE deals them out."""
     h = torch.ones(1, 64, 16)
     shape = train_lm.Config(n_embd=16, ffn_size=8, split=2, expert_ffns=4, capacity=0.5, router=router)
-    ours = bench.our_layer(shape, h, CPU).facts  # 8 experts of width 4
+    _, ours = bench.our_layer(shape, h, CPU)  # 8 experts of width 4
     assert ours["gflops"] == pytest.approx(3 * 2 * 2 * 16 * 4 * kept / 1e9)
     assert ours["rows_per_token"] == kept / 64
-    dense = bench.dense_layer(h, 8 * 3 * 16e-9 * 16**2, CPU).facts
-    # 8 tokens in and out, both ways; two matrices and their biases read twice and their gradients written: 2 bytes each
-    least = 2 * (4 * 8 * 16 + 3 * (2 * 16 * 64 + 64 + 16))
-    flops = 3 * 8 * 2 * 2 * 16 * 64
-    assert dense == {"S": 8, "gflops": pytest.approx(flops / 1e9), "least_mb": pytest.approx(least / 1e6)}
+    ffn = model.FFN(shape, "tanh")
+    _, dense = bench.layer(ffn, h, bench.flops.matrix_flops(ffn), CPU)
+    # Tokens in and out, both ways; two matrices and their biases read twice and their gradients written: 4 bytes each
+    least = 4 * (4 * 64 * 16 + 3 * (2 * 16 * 8 + 8 + 16))
+    assert dense["gflops"] == pytest.approx(3 * 64 * 2 * 2 * 16 * 8 / 1e9)
+    assert dense["least_mb"] == pytest.approx(least / 1e6)
 
 
-def test_step_measures_whole_steps(records, monkeypatch):
-    monkeypatch.setattr(bench, "STEPS", {"width 16": bench.decoders(n_head=4, n_embd=16, ffn_size=64, block_size=16)})
-    found = records("step", "--tokens", 70, "--rounds", 2)  # 4 sequences and a part of one
-    dense, switch, *_ = found
-    assert [r["impl"] for r in found] == ["dense 1 x 64", "switch 8 x 64", "topk 64 x 8", "threshold 64 x 8"]
-    for r in found:
-        assert r["tokens_per_second"] == pytest.approx(64 / r["ms"] * 1e3)
-        assert r["to_dense"] == pytest.approx(r["ms"] / dense["ms"])
-        assert r["to_switch"] == pytest.approx(r["ms"] / switch["ms"])
-        assert r["gflops"] == pytest.approx(dense["gflops"], rel=0.05)  # models that are compared cost the same
-        assert r["S"] == 64
+def test_step_measures_whole_steps(monkeypatch):
+    monkeypatch.setattr(Context, "peak_flops", 1e12)
+    config = bench.Config("step", tokens=70, rounds=1)  # 4 sequences and a part of one
+    tiny = dict(n_head=4, n_embd=16, ffn_size=64, block_size=16)
+    dense, *others = bench.training_steps("small", config, CPU, **tiny)
+    assert [dense["impl"], *(record["impl"] for record in others)] == ["dense", "switch", "topk", "threshold"]
+    for record in (dense, *others):
+        assert record["tokens"] == 64 and record["steps_per_second"] == pytest.approx(1e3 / record["ms"])
+        assert record["mfu"] == pytest.approx(record["gflops"] / record["ms"])
+        assert record["gflops"] == pytest.approx(dense["gflops"], rel=0.05)  # models that are compared cost the same
+    assert bench.sections_of("step", gpu=False).keys() == {"width 256", "width 768"}
+    assert bench.sections_of("step", gpu=True).keys() == {"eager", "compiled"}
 
 
-def test_a_device_that_is_not_there_is_one_clear_line(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["bench.py", "layer", "--device", "quantum"])
+def test_check_is_rehearsed_without_a_gpu(results, monkeypatch, corpora):
+    monkeypatch.setattr(bench, "RESUMED", f"{bench.RESUMED} --block_size 32 --data {corpora['a']}")
+    status, found = results("check")
+    assert status == 0 and all(result["right"] for result in found)
+    assert {result["section"] for result in found} == bench.sections_of("check", False).keys()
+
+
+def test_results_are_written_at_once_until_time_is_up(results, monkeypatch, tmp_path, capsys):
+    def fails(config, context):
+        yield {"found": 1}
+        raise RuntimeError("broken")
+
+    def slow(config, context):
+        before = json.loads((tmp_path / "new/results.json").read_text())["results"]
+        assert [result.get("found") for result in before] == [1, None]
+        config.limit = 0.0
+        yield {"right": True}
+
+    def never(config, context):
+        raise AssertionError("time is up")
+
+    sections = {"fails": fails, "slow": slow, "never": never}
+    monkeypatch.setattr(bench, "sections_of", lambda part, gpu: sections)
+    status, (_, broken, last) = results("check")
+    assert status == 1 and broken["error"] == "RuntimeError('broken')" and "in fails" in str(broken["traceback"])
+    assert last == {"section": "slow", "right": True}
+    assert "stopped before 'never': time is up" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("wrong", [1.1, math.nan], ids=["ten percent off", "NaN"])
+def test_a_layer_that_is_wrong_here_is_seen(wrong, monkeypatch):
+    forward = model.MoE.forward
+
+    def differs(moe, h, *rest):
+        y, balance = forward(moe, h, *rest)
+        return y * (wrong if torch.is_autocast_enabled("cpu") else 1.0), balance
+
+    monkeypatch.setattr(model.MoE, "forward", differs)
+    here = replace(CPU, dtype=torch.bfloat16)
+    assert not any(result["right"] for result in bench.against_the_cpu("topk", bench.Config("check"), here))
+
+
+def test_a_section_that_is_not_there_is_one_clear_line(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["bench.py", "layer", "--only", "S9"])
     with pytest.raises(SystemExit) as stop:
         bench.main()
     (line,) = capsys.readouterr().err.splitlines()
-    assert stop.value.code == 1 and line.startswith("error: device quantum")
+    assert stop.value.code == 1 and line == "error: no section of layer begins with 'S9': there are S1, S2, S3, S4"

@@ -18,7 +18,7 @@ sys.path.insert(0, ".")
 import torch
 """
 SCRIPTS = "train_lm train_mlm train_electra train_mt finetune_xtreme analyze data.prepare".split()
-SCRIPTS += "tools.bench tools.render tools.soak engine.pretrained".split()
+SCRIPTS += "tools.bench tools.render tests.soak engine.pretrained".split()
 
 
 def test_every_script_is_imported_and_train_lm_helps():

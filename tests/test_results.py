@@ -111,10 +111,13 @@ def test_a_table_has_the_rows_that_were_run_and_the_columns_that_are_asked_for(t
 
 
 def test_rows_of_a_measurement_can_be_chosen(tmp_path):
-    write(tmp_path / "bench" / "layer.json", [{"shape": "S1", "ms": 1.5}, {"shape": "S2", "ms": 2.5}])
+    records = [{"shape": "S1", "ms": 1.5}, {"shape": "S2", "ms": 2.5}]
+    write(tmp_path / "bench" / "layer.json", records)
+    write(tmp_path / "bench" / "step.json", {"machine": {}, "results": records})
     write(tmp_path / "analyses" / "gamma.json", {"table": [["shape", "ms"], ["S1", 1.5], ["S2", 2.5]]})
-    chosen = render.fill("<!-- bench/layer: shape=S2 | ms -->\n\n", tmp_path)
-    assert "| ms   |\n|------|\n| 2.50 |\n" in chosen
+    for name in ("layer", "step"):
+        chosen = render.fill(f"<!-- bench/{name}: shape=S2 | ms -->\n\n", tmp_path)
+        assert "| ms   |\n|------|\n| 2.50 |\n" in chosen
     all_rows = render.fill("<!-- analyses/gamma: shape | ms -->\n\n", tmp_path)
     assert "| S1    | 1.5 |\n| S2    | 2.5 |\n" in all_rows
 

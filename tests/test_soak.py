@@ -1,10 +1,9 @@
-"""tools/soak.py: what it calls equal, and that it notices what goes wrong. The faults themselves are not a test's."""
+"""soak.py: what it calls equal, and that it notices what goes wrong. The faults themselves are not a test's."""
 
 import json
 
+import soak
 import torch
-
-from tools import soak
 
 
 def test_equal_is_bit_for_bit():

@@ -1,91 +1,131 @@
-"""How fast a sparse layer and whole training steps are, each beside what it should be compared with.
+"""How fast this code is, and whether a GPU computes what a CPU does: in three parts, on whatever device there is.
 
-    python tools/bench.py layer                  one layer beside dense FFNs and Hugging Face's Mixtral
-    python tools/bench.py step                   training steps of small models, at equal FLOPs
-    python tools/bench.py layer --tokens 65536 --json layer.json
+    python tools/bench.py layer     one sparse layer, under every router, beside dense FFNs and Hugging Face's Mixtral
+    python tools/bench.py step      training steps of whole models; on a GPU they have the paper's size
+    python tools/bench.py check     layers here against the CPU's, and a training that is stopped and goes on
 
-All contenders take turns, round by round. Times are medians in milliseconds, and `spread` is half the range between
-their quartiles. The `ratio` of a layer, router included, is its time over that of a dense FFN with the FLOPs of the
-rows that the experts really keep: 1 is a layer that costs nothing but its arithmetic. `to_compiled` compares with the
-same FFN compiled. For a CUDA card there is tools/gpu.py.
+Contenders take turns, round by round. `ms` is the median of one's times, and `spread` half the range between their
+quartiles. `ratio` is the time over that of the dense one at equal FLOPs, which for a layer are those of the rows that
+its experts really keep: 1 is a layer that costs nothing but its arithmetic. `least_mb` must be read and written at
+least; `operations` have the largest shares of the time. On a GPU `peak_mb` is the memory beyond what is kept between
+runs, and `host_waits` counts, by file and line, how often the host waits for the GPU. What a section finds is written
+at once into results/gpu/CARD-PART.json, without a GPU into out/bench. A GPU's file is welcome, whatever it says.
 """
 
-import json
+import itertools
 import math
+import os
+import subprocess
 import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
+
+os.environ["KINETO_LOG_LEVEL"] = "5"  # the profiler keeps silent
+
 import torch
 import tyro
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # where the project's modules are
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where the project's modules are
 
 import model
 import train_lm
+import train_mlm
 from analysis import flops, measures
 from engine import parallel
-from engine.device import clear_errors, setup
+from engine.device import Context, clear_errors, fail, setup
+from engine.files import write
 from engine.optim import adamw, cross_entropy
 from engine.table import markdown_table
 from routers import ROUTERS
 
+ROOT = Path(model.__file__).parent
 VOCABULARY = 8192
 PATIENCE = 5.0  # seconds, after which a slow contender has run often enough
+QUARTILES = 0.25, 0.5, 0.75
+Contender = tuple[Callable, dict]  # does its work once; what its record says that needs no measuring
 
 
 @dataclass
 class Config:
-    what: tyro.conf.Positional[Literal["layer", "step"]]
-    tokens: int = 4096  # of the layer's input, or of a training step
+    part: tyro.conf.Positional[Literal["layer", "step", "check"]]
+    tokens: int = 16_384 if torch.cuda.is_available() else 4096  # of a forward pass
     rounds: int = 15  # how often each contender runs, after a first time for warming up
-    shapes: tuple[Literal["S1", "S2", "S3", "S4"], ...] = ("S1", "S2", "S3", "S4")  # of the layer
-    device: str = "auto"  # cuda, mps or cpu
-    dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # auto: bfloat16 where it is fast
-    json: Path | None = None  # file that receives the records
+    only: str = ""  # what the names of the sections to run begin with
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # auto: bfloat16 where it is fast; check: always
+    limit: float = 540.0  # seconds, after which no section begins
+    out: Path | None = None  # file that receives the results
 
 
-class Contender(NamedTuple):
-    run: Callable[[], None]  # does the work once
-    facts: dict  # what its record says that needs no measuring
-
-
-def measure(group: str, contenders: dict[str, Contender], config: Config, context) -> list[dict]:
-    """A record of each: its facts, the median of its times and their spread, and the memory that it needs."""
-    calls = {name: contender.run for name, contender in contenders.items()}
-    times = measures.in_turns(calls, context, config.rounds, PATIENCE)
-    records = []
-    for name, contender in contenders.items():
-        own = times[name]
-        first, middle, third = np.quantile(own, [0.25, 0.5, 0.75]).tolist()
-        record = {"shape": group, "impl": name, "runs": len(own)}
-        record |= {"ms": middle, "spread": (third - first) / 2, "all_ms": own}
-        record["peak_mb"] = peak_memory(contender.run, context)
-        records.append(record | contender.facts)
+def measure(makers: dict, config: Config, context) -> list[dict]:
+    """A record of each contender. makers: name -> a function that makes one; the first is what others compare with."""
+    runs, facts, records = {}, {}, []
+    for name, make in makers.items():
+        try:
+            run, facts[name] = make()
+            run()
+            runs[name] = run
+        except Exception as error:  # there may be no compiler, no such library, or one that has changed
+            if "HF" not in name and "compiled" not in name:
+                raise
+            context.say(f"{name}: skipped ({type(error).__name__}: {error})")
+    times = measures.in_turns(runs, context, config.rounds, PATIENCE)
+    for name, run in runs.items():
+        lower, ms, upper = np.quantile(times[name], QUARTILES)
+        speed = facts[name]["gflops"] / ms  # TFLOP/s
+        record = {"impl": name, "ms": ms, "spread": (upper - lower) / 2}
+        record |= {"runs": len(times[name]), "teraflops": speed}
+        first = records[0] if records else record
+        record["ratio"] = first["teraflops"] / speed
+        if context.peak_flops:
+            record["mfu"] = 1e12 * speed / context.peak_flops
+        records.append(record | facts[name] | seen(run, context))
     return records
 
 
-def peak_memory(run: Callable, context) -> float | None:
-    """The MB on a GPU that a run needs at its peak beyond what is there before it."""
-    if context.device.type != "cuda":
-        return None
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    run()
-    return (torch.cuda.max_memory_allocated() - before) / 2**20
+def seen(run: Callable, context) -> dict:
+    """What one more run shows: the operations with most of the time; on a GPU also memory, and where the host waits."""
+    on_gpu = context.device.type == "cuda"
+    set_mode = torch.cuda.set_sync_debug_mode if on_gpu else str
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    with warnings.catch_warnings(record=True) as caught, torch.profiler.profile() as profile:
+        warnings.simplefilter("always")
+        set_mode("warn")
+        run()
+        set_mode("default")
+        measures.clock(context)  # when the device has done all
+    own_time = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+    times = Counter()
+    for event in profile.key_averages():
+        times[event.key.removeprefix("aten::")] = getattr(event, own_time)
+    total = max(1, times.total())
+    shares = [f"{name} {own / total:.0%}" for name, own in times.most_common(6)]
+    facts = {"operations": ", ".join(shares)}
+    if on_gpu:
+        waits = [warning for warning in caught if "called a synchroniz" in str(warning.message)]
+        facts["host_waits"] = Counter(f"{Path(warning.filename).name}:{warning.lineno}" for warning in waits)
+        peak = torch.cuda.max_memory_allocated() - before
+        facts["peak_mb"] = peak / 2**20
+    return facts
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# One layer
+# layer: what does it cost?
 
-
-SMALL = train_lm.Config(n_embd=256, ffn_size=1024)
-LARGE = train_lm.Config(n_embd=768, ffn_size=3072)
+SMALL = train_lm.Config(n_embd=256, ffn_size=1024, threshold=0.9)
+LARGE = replace(SMALL, n_embd=768, ffn_size=3072)
 SHAPES = {
     "S1": replace(SMALL, router="switch", split=1),  # 8 experts of width 1024
     "S2": replace(SMALL, router="threshold", split=8),  # 64 of 128
@@ -95,225 +135,290 @@ SHAPES = {
 LOGIT_STD = 2.75  # of what a router says of a token, so that it has preferences as a trained one has
 
 
-def bench_layer(config: Config, context) -> Iterator[list[dict]]:
-    """Forward and backward pass of one layer: dense FFNs of its FLOPs; ours, under its router and others; Mixtral's."""
-    for name in config.shapes:
-        torch.manual_seed(0)
-        h = torch.randn(1, config.tokens, SHAPES[name].n_embd).to(context.device)
-        peers = {"HF Mixtral, grouped_mm": partial(mixtral, SHAPES[name], h, context)}
-        yield measure_layers(name, SHAPES[name], h, peers, config, context)
+def whole_layers(shape: train_lm.Config, config: Config, context):
+    """Forward and backward passes of a dense FFN, of Mixtral's layer, and of ours under every router.
+
+    Without a limit topk chooses as Mixtral does. Under 0.3, the demo's threshold, a token keeps one or two experts.
+    """
+    torch.manual_seed(0)
+    h = torch.randn(1, config.tokens, shape.n_embd).to(context.device)
+    ffn = model.FFN(shape, "tanh").to(context.device)
+    dense = partial(layer, ffn, h, flops.matrix_flops(ffn), context)
+    makers = {"dense": dense, "dense, compiled": partial(dense, compiled=True)}
+    makers["HF Mixtral, grouped_mm"] = partial(mixtral, shape, h, context)
+    variants = {router: {"router": router} for router in ROUTERS}
+    variants["threshold 0.3"] = {"router": "threshold", "threshold": 0.3}
+    variants["topk, no limit"] = {"router": "topk", "capacity": math.inf}
+    for name, changes in variants.items():
+        other = replace(shape, **changes)
+        makers[f"ours, {name}"] = partial(our_layer, other, h, context)
+    own = partial(our_layer, shape, h, context)
+    if context.device.type == "cuda":
+        makers[f"ours, {shape.router}, compiled"] = partial(own, compiled=True)
+    if context.dtype == torch.bfloat16:
+        makers[f"ours, {shape.router}, weights in bfloat16"] = partial(own, cast=True)
+    return measure(makers, config, context)
 
 
-def measure_layers(group: str, shape: train_lm.Config, h: Tensor, peers: dict, config, context) -> list[dict]:
-    """Records of all that is compared on tokens h (1, S, D), with ratios of the times that equal FLOPs take."""
-    ours = our_layer(shape, h, context)
-    dense = partial(dense_layer, h, ours.facts["gflops"], context)
-    found = {"dense": dense(), "ours": ours}
-    for router in ROUTERS:
-        if router != shape.router:
-            other = replace(shape, router=router)
-            found[f"ours, {router}"] = our_layer(other, h, context)
-    no_limit = replace(shape, router="topk", capacity=math.inf)  # it chooses as Mixtral does
-    found["ours, no limit"] = our_layer(no_limit, h, context)
-    peers = {"dense, compiled": partial(dense, compiled=True)} | peers
-    found |= those_that_run(peers, context)
-    return compare(measure(group, found, config, context))
+def layer(module: nn.Module, h: Tensor, work: float, context, *more: Tensor, compiled=False) -> Contender:
+    """A forward and a backward pass: h (1, S, D) and more -> output, and with more a balance loss.
 
-
-def those_that_run(makers: dict[str, Callable], context) -> dict[str, Contender]:
-    """There may be no compiler, no such library, or one that has changed."""
-    found = {}
-    for name, make in makers.items():
-        try:
-            contender = make()
-            contender.run()
-            found[name] = contender
-        except Exception as error:
-            context.say(f"{name}: skipped ({type(error).__name__}: {error})")
-    return found
-
-
-def compare(records: list[dict]) -> list[dict]:
-    """Adds ratios of the times that layers take for equal FLOPs."""
-    cost = {record["impl"]: record["ms"] / record["gflops"] for record in records}
-    for record in records:
-        own, compiled = cost[record["impl"]], cost.get("dense, compiled")
-        record["ratio"] = own / cost["dense"]
-        record["to_compiled"] = own / compiled if compiled else None
-    return records
-
-
-def layer(module: nn.Module, call: Callable, h: Tensor, gflops: float, context) -> Contender:
-    """A forward and a backward pass of call: (1, S, D) -> output, balance loss. gflops: of the forward pass."""
+    work: FLOPs of a token, forward.
+    """
+    call = parallel.compiled(module) if compiled else module
 
     def run():
         x = h.detach().requires_grad_()
         with context.autocast():
-            y, balance = call(x)
-        loss = y + balance
-        loss.backward(h.to(y.dtype))  # any gradient will do
-        module.zero_grad(set_to_none=True)  # gradients are made anew, as in training
+            y = call(x, *more)
+        y = sum(y) if more else y
+        y.backward(h.to(y.dtype))  # any gradient will do
+        module.zero_grad()  # gradients are made anew, as in training
 
-    # Weights are read twice, and their gradients written; tokens pass in and out, both ways: in bfloat16.
+    # Weights are read twice, and their gradients written; tokens pass in and out, both ways.
     numbers = 3 * flops.numel(module) + 4 * h.numel()
-    facts = {"S": h.shape[1], "gflops": 3 * gflops, "least_mb": 2e-6 * numbers}
-    return Contender(run, facts)
+    gflops = 3e-9 * work * h.shape[1]
+    return run, {"gflops": gflops, "least_mb": 1e-6 * context.dtype.itemsize * numbers}
 
 
-def alone(module: nn.Module) -> Callable:
-    """What gives the output of a module that has no balance loss."""
-    return lambda x: (module(x), 0.0)
-
-
-def sparse_ffn(shape: train_lm.Config) -> model.MoE:
-    """Our layer with random weights."""
-    torch.manual_seed(0)
-    constants = replace(shape, router_std=LOGIT_STD / math.sqrt(shape.n_embd))
-    moe = model.in_place_of_ffn(constants, VOCABULARY, "tanh")
+def our_layer(shape: train_lm.Config, h: Tensor, context, cast=False, **more) -> Contender:
+    """With random weights. cast: those of the experts have the type of the products once and for all."""
+    torch.manual_seed(1)  # other than the tokens' seed
+    constants = replace(shape, router_std=LOGIT_STD / shape.n_embd**0.5)
+    moe = model.in_place_of_ffn(constants, VOCABULARY, "tanh").to(h.device)
     for p in moe.experts.parameters():
         nn.init.normal_(p, std=0.02)
-    return moe
-
-
-def our_layer(shape: train_lm.Config, h: Tensor, context, compiled: bool = False) -> Contender:
-    moe = sparse_ffn(shape).to(h.device)
+    if cast:
+        moe.experts.to(context.dtype)
     ids = torch.randint(VOCABULARY, h.shape[:2]).to(h.device)
     stats = measures.RoutingStats(moe)
-    with torch.no_grad():
+    with torch.no_grad(), context.autocast():
         moe(h, ids)
     rows = stats.finish()["served"]  # per token
-    gflops = 1e-9 * flops.row_flops(moe) * rows * h.shape[1]
-    call = parallel.compiled(moe) if compiled else moe
-    ours = layer(moe, lambda x: call(x, ids), h, gflops, context)
-    ours.facts["rows_per_token"] = rows
-    return ours
-
-
-def dense_layer(h: Tensor, gflops: float, context, compiled: bool = False) -> Contender:
-    """An FFN of width 4 D on as many of the tokens as make these FLOPs."""
-    D = h.shape[2]
-    each = 16e-9 * D**2  # GFLOPs of a token, forward
-    S = max(1, round(gflops / 3 / each))
-    constants = train_lm.Config(n_embd=D, ffn_size=4 * D)
-    ffn = model.FFN(constants, "tanh").to(h.device)
-    call = parallel.compiled(ffn) if compiled else ffn
-    return layer(ffn, alone(call), h[:, :S], S * each, context)
+    run, facts = layer(moe, h, rows * flops.row_flops(moe), context, ids, **more)
+    return run, facts | {"rows_per_token": rows}
 
 
 def mixtral(shape: train_lm.Config, h: Tensor, context) -> Contender:
-    """Hugging Face's Mixtral block: top-K without a capacity.
-
-    Its experts have three matrices, and are two thirds as wide as ours, so that FLOPs and parameters are equal. Its
-    weights have the type of our products, since autocast does not reach all of its own.
-    """
-    from transformers import MixtralConfig
-    from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+    """Hugging Face's: top-K, no capacity, three matrices two thirds as wide as our two, in the type of our products."""
+    from transformers.models.mixtral import modeling_mixtral as library
 
     D, K = shape.n_embd, shape.split
     width = 8 * round(shape.ffn_size / K / 12)
-    config = MixtralConfig(hidden_size=D, intermediate_size=width, hidden_act="gelu_pytorch_tanh")
+    config = library.MixtralConfig(hidden_size=D, intermediate_size=width, hidden_act="gelu_pytorch_tanh")
     config.num_local_experts, config.num_experts_per_tok = shape.expert_ffns * K, K
     config._experts_implementation = "grouped_mm"
-    block = MixtralSparseMoeBlock(config)
+    block = library.MixtralSparseMoeBlock(config)
     for p in block.parameters():
         nn.init.normal_(p, std=0.02)
-    nn.init.normal_(block.gate.weight, std=LOGIT_STD / math.sqrt(D))
+    nn.init.normal_(block.gate.weight, std=LOGIT_STD / D**0.5)
     block.to(h.device, context.dtype)
-    gflops = 6e-9 * D * width * K * h.shape[1]
-    return layer(block, alone(block), h.to(context.dtype), gflops, context)
+    return layer(block, h.to(context.dtype), 6 * D * width * K, context)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Training steps
+# step: how fast does it train?
 
 
-def decoders(**changes) -> dict[str, train_lm.Config]:
-    """XMoE's models: experts in every second block, as wide as the dense FFN or an eighth of it."""
-    constants = train_lm.PRESETS["small"] | {"dropout": 0.0} | changes
-    base = train_lm.Config(**constants)
-    ffn = base.ffn_size
-    return {
-        f"dense 1 x {ffn}": replace(base, router="dense"),
-        f"switch 8 x {ffn}": replace(base, router="switch"),
-        f"topk 64 x {ffn // 8}": replace(base, router="topk", split=8),
-        f"threshold 64 x {ffn // 8}": replace(base, router="threshold", split=8),
-    }
+def training_steps(preset: str, config: Config, context, **changes) -> Iterator[dict]:
+    """XMoE's models, at equal FLOPs: dense, or with whole FFNs as experts, or with eighths of them."""
+    base = train_lm.Config(**train_lm.PRESETS[preset] | changes)
+    kinds = {"dense": 1, "switch": 1, "topk": 8, "threshold": 8}
+    makers = {}
+    for router, split in kinds.items():
+        constants = replace(base, router=router, split=split)
+        makers[router] = partial(trainee, constants, config.tokens, context)
+    for record in measure(makers, config, context):
+        yield record | {"steps_per_second": 1e3 / record["ms"]}
 
 
-STEPS = {"width 256": decoders(), "width 768": decoders(n_embd=768, ffn_size=3072)}
-
-
-def bench_step(config: Config, context) -> Iterator[list[dict]]:
-    """Forward, backward, clipping and AdamW on random tokens."""
-    for group, models in STEPS.items():
-        trainees = {}
-        for name, constants in models.items():
-            trainees[name] = trainee(constants, config.tokens, context)
-        found = measure(group, trainees, config, context)
-        dense, switch, *_ = found
-        for record in found:
-            record["tokens_per_second"] = 1e3 * record["S"] / record["ms"]
-            record["to_dense"] = record["ms"] / dense["ms"]
-            record["to_switch"] = record["ms"] / switch["ms"]
-        yield found
-
-
-def trainee(config: train_lm.Config, tokens: int, context, micros: int = 1) -> Contender:
-    """Training steps of so many micro-batches of about so many random tokens."""
+def trainee(constants: train_lm.Config, tokens: int, context) -> Contender:
+    """Training steps, each micro-batch of about so many random tokens."""
     torch.manual_seed(0)
     V = 50_257 if context.device.type == "cuda" else VOCABULARY
-    sequences = max(1, tokens // config.block_size)
-    ids = torch.randint(V, (sequences, config.block_size)).to(context.device)
-    net = model.GPT(config, V).to(context.device)
-    forward = parallel.wrap(net, config, context)
-    optimizer = adamw(net, config)
+    T, micros = constants.block_size, constants.batch_tokens // constants.micro_tokens
+    ids = torch.randint(V, (max(1, tokens // T), T))
+    ids = ids.to(context.device)
+    net = model.GPT(constants, V).to(context.device)
+    forward = parallel.wrap(net, constants, context)
+    optimizer = adamw(net, constants)
 
     def run():
         for _ in range(micros):
             with context.autocast():
                 logits, balance = forward(ids)
                 loss = cross_entropy(logits.flatten(0, 1), ids.flatten())
-            ((loss + config.balance_coef * balance) / micros).backward()
-        parallel.clip_grad_norm_(net, config.grad_clip)
+            ((loss + constants.balance_coef * balance) / micros).backward()
+        parallel.clip_grad_norm_(net, constants.grad_clip)
         optimizer.step()
         optimizer.zero_grad()
         net.after_step()
 
-    S, head = micros * ids.numel(), 2 * config.n_embd * V
-    work = flops.flops_per_token(net, config, head)
-    return Contender(run, {"S": S, "gflops": 3e-9 * S * work})
+    tokens = micros * ids.numel()
+    head = 2 * constants.n_embd * V
+    work = flops.flops_per_token(net, constants, head)
+    return run, {"tokens": tokens, "gflops": 3e-9 * work * tokens}
 
 
-BENCHES = {  # and the columns of its table
-    "layer": (bench_layer, "shape impl runs ms spread ratio to_compiled peak_mb gflops"),
-    "step": (bench_step, "shape impl runs ms spread tokens_per_second peak_mb to_dense to_switch"),
-}
+# ---------------------------------------------------------------------------------------------------------------------
+# check: is it right?
+
+CPU = Context(0, 1, torch.device("cpu"), torch.float32)
 
 
-def cell(value: str | float | None) -> str:
-    """A measurement in a table; empty where there is none."""
-    if isinstance(value, float):
-        return f"{value:,.2f}"
-    return "" if value is None else str(value)
+def against_the_cpu(router: str, config: Config, context, E: int = 16) -> Iterator[dict]:
+    """A layer here, in bfloat16, against the same on the CPU in float32.
+
+    Crowded: most tokens want the same few experts, and others stay empty, where the router lets them.
+    """
+    for gamma, layers, crowded in itertools.product((2.0, 0.5, 16.0), (0, 2), (False, True)):
+        torch.manual_seed(0)
+        constants = train_mlm.Config(router=router, top_k=2, experts=E, capacity_factor=gamma)
+        constants = replace(constants, n_embd=64, expert_size=32, expert_layers=layers)
+        moe = model.between_layers(constants, 512, "tanh")
+        for p in moe.parameters():
+            if p.dim() > 1:
+                nn.init.normal_(p, std=0.2)
+        h = torch.randn(1, 512, 64) + 3 * crowded * torch.randn(64)
+        ids = torch.arange(512).unsqueeze(0) % (2 if crowded else 512)
+        expected, found = outcome(moe, (h, ids), CPU), outcome(moe, (h, ids), context)
+        facts = {"gamma": gamma, "stack": layers, "crowded": crowded}
+        yield facts | judge(found, expected, 0.06)  # a token whose scores are equal but for rounding may go elsewhere
+
+
+def outcome(module: nn.Module, given: tuple, context) -> dict[str, Tensor]:
+    """What a module makes of given tensors, and gradients of the sum of its squares: by them and by the parameters.
+
+    What the allocator has free is NaN before, so that it shows where memory is read that nobody wrote.
+    """
+    module.to(context.device).zero_grad()
+    leaves, found, loss = {}, {}, 0.0
+    for number, x in enumerate(given):
+        x = x.to(context.device, copy=True)
+        leaves[f"input {number}"] = x.requires_grad_(x.is_floating_point())
+    if context.device.type == "cuda":
+        sizes = [1 << 27, *64 * [1 << 18]]
+        blocks = [torch.full([size], math.nan, device="cuda") for size in sizes]
+        del blocks
+    with context.autocast():
+        outputs = module(*leaves.values())
+    for number, y in enumerate(outputs):
+        if torch.is_tensor(y) and y.requires_grad:
+            found[f"output {number}"] = y
+            loss = loss + y.float().square().sum()
+    loss.backward()
+    leaves |= dict(module.named_parameters())
+    for name, x in leaves.items():
+        if x.grad is not None:
+            found[name.removeprefix("_orig_mod.")] = x.grad
+    return {name: x.detach().cpu().double() for name, x in found.items()}
+
+
+def judge(found: dict, expected: dict, limit: float) -> dict:
+    """Compares tensors of the same names: |x - y| / |y| of each must be under the limit."""
+    errors = {}
+    for name, y in expected.items():
+        error = torch.dist(found[name], y) / (y.norm() + 1e-12)
+        errors[name] = float(error)
+    wrong = [name for name in errors if not errors[name] < limit]  # NaN is wrong, too
+    worst = max(wrong or errors, key=errors.get)
+    return {"right": not wrong, "error": errors[worst], "of": worst}
+
+
+def other_parts(config: Config, context) -> Iterator[dict]:
+    """XLM-E's attention, in texts of several lengths; a router, compiled as in training, against the eager one here."""
+    torch.manual_seed(0)
+    constants = train_lm.Config(n_embd=256, n_head=4)
+    attention = model.SelfAttention(constants, causal=False, dropout=0.0, biased=True)
+    nn.init.normal_(attention.gate)
+    lengths = torch.arange(128, 256, 16).view(8, 1, 1, 1)
+    real = torch.arange(256) < lengths
+    given = torch.randn(8, 256, 256), real, torch.randn(4, 256, 256)
+    expected, found = outcome(attention, given, CPU), outcome(attention, given, context)
+    yield {"what": "attention"} | judge(found, expected, 0.03)
+    router = ROUTERS["threshold"](constants, E=32)
+    h = torch.randn(4096, 256)
+    expected, found = outcome(router, (h,), context), outcome(parallel.compiled(router), (h,), context)
+    yield {"what": "compiled router"} | judge(found, expected, 3e-4)  # gradients in bfloat16 would differ by 2e-3
+
+
+RESUMED = "--n_layer 2 --n_embd 64 --ffn_size 256 --steps 40 --eval_every 20 --eval_tokens 2048 --dtype bfloat16"
+
+
+def stopped_and_resumed(config: Config, context) -> Iterator[dict]:
+    """train_lm.py is stopped after its first evaluation, and goes on to its end."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-u", ROOT / "train_lm.py", *RESUMED.split()]
+        command += ["--out_dir", folder]
+        with subprocess.Popen(command, **pipes) as first:
+            for line in first.stdout:
+                if line.startswith("step 20: "):  # it has been evaluated
+                    first.terminate()
+        second = subprocess.run(command, **pipes)
+    exits = [first.returncode, second.returncode]
+    right = exits == [143, 0] and "goes on from step" in second.stdout
+    yield {"right": right, "exits": exits, "output": second.stdout.splitlines()[-30:]}
+
+
+def sections_of(part: str, gpu: bool) -> dict[str, Callable]:
+    if part == "layer":
+        return {name: partial(whole_layers, shape) for name, shape in SHAPES.items()}
+    if part == "step" and gpu:
+        large = partial(training_steps, "openwebtext-323M")
+        return {"eager": partial(large, compile=False), "compiled": partial(large, compile=True)}
+    if part == "step":
+        small = partial(training_steps, "small", dropout=0.0)
+        return {"width 256": small, "width 768": partial(small, n_embd=768, ffn_size=3072)}
+    found = {name: partial(against_the_cpu, name) for name in ROUTERS}
+    found["many experts"] = partial(against_the_cpu, "topk", E=1024)  # CUDA's grouped_mm takes fewer groups than that
+    return found | {"other parts": other_parts, "train_lm.py": stopped_and_resumed}
+
+
+def run(sections: dict, file: Path, config: Config, context) -> list[dict]:
+    """Writes and prints what each section finds, until time is up. An error is a result, too."""
+    start, results = time.perf_counter(), []
+    commit = subprocess.getoutput(f"git -C {ROOT} describe --always --dirty")
+    for name, section in sections.items():
+        if time.perf_counter() - start > config.limit:
+            context.say(f"\nstopped before {name!r}: time is up")
+            break
+        rows = []
+        try:
+            rows.extend(section(config, context))
+        except Exception as error:
+            trace = traceback.format_exc().splitlines()
+            rows.append({"right": False, "error": repr(error), "traceback": trace})
+        results += [{"section": name} | row for row in rows]
+        write(file, {"machine": context.machine | {"commit": commit}, "results": results})
+        cells = []
+        for row in rows:
+            cells.append([cell(row.get(column, "")) for column in rows[-1]])
+        seconds = time.perf_counter() - start
+        context.say(f"\n{name}, {seconds:.0f} s\n{markdown_table([*rows[-1]], cells)}")
+    return results
+
+
+def cell(value) -> str:
+    return f"{value:,.4g}" if isinstance(value, float) else f"{value!s:.80}"
 
 
 def main():
     config = tyro.cli(Config, description=__doc__, use_underscores=True)
-    bench, columns = BENCHES[config.what]
-    columns, lines = columns.split(), []
     with clear_errors():
-        context = setup(config.device, config.dtype)
-        machine = context.machine
-        context.say(", ".join(f"{key} {value}" for key, value in machine.items()))
-        for found in bench(config, context):
-            rows = []
-            for record in found:
-                rows.append([cell(record[column]) for column in columns])
-            context.say(f"\n{markdown_table(columns, rows)}")
-            lines += [json.dumps(record | {"machine": machine}) for record in found]
-            if config.json:
-                text = ",\n".join(lines)
-                config.json.write_text(f"[\n{text}\n]\n")
+        context = setup(dtype="bfloat16" if config.part == "check" else config.dtype)
+    gpu = context.device.type == "cuda"
+    every = sections_of(config.part, gpu)
+    sections = {name: section for name, section in every.items() if name.startswith(config.only)}
+    if not sections:
+        fail(f"no section of {config.part} begins with {config.only!r}: there are {', '.join(every)}")
+    device = context.machine["device"].replace(" ", "-")
+    folder = ROOT / ("results/gpu" if gpu else "out/bench")
+    file = config.out or folder / f"{device}-{config.part}.json"
+    results = run(sections, file, config, context)
+    wrong = dict.fromkeys(result["section"] for result in results if not result.get("right", True))
+    context.say(f"\n{len(results)} results are in {file}; wrong or failed: {', '.join(wrong) or 'none'}")
+    sys.exit(bool(wrong))
 
 
 if __name__ == "__main__":

@@ -103,16 +103,17 @@ def cells_of(folder: Path, config, module) -> dict | None:
 
 
 def measured(folder: Path, name: str) -> list[dict]:
-    """{header: cell} of each row of what analyze.py or `tools/bench.py --json` wrote."""
+    """{header: cell} of each row of what analyze.py or tools/bench.py wrote."""
 
     def take(content) -> list[dict]:
-        if isinstance(content, dict):
+        if "table" in content:
             headers, *rows = content["table"]
             return [dict(zip(headers, row, strict=True)) for row in rows]
-        for record in content:
+        records = content["results"] if "results" in content else content
+        for record in records:
             for key, value in record.items():
                 record[key] = f"{value:.2f}" if isinstance(value, float) else value
-        return content
+        return records
 
     return read(folder / f"{name}.json", take)
 

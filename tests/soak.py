@@ -1,7 +1,7 @@
 """Trouble at random moments, to show that nothing which a training script has saved is lost.
 
-    python tools/soak.py                                      300 faults, shared out over the five scripts that train
-    python tools/soak.py --faults 1000 --scripts train_lm     more of them, of one script
+    python tests/soak.py                                      300 faults, shared out over the five scripts that train
+    python tests/soak.py --faults 1000 --scripts train_lm     more of them, of one script
 
 A round begins in an empty folder: some faults befall a tiny run, and then the same command goes on to the end.
 The weights, losses and figures that it leaves must equal, bit for bit, those of a run that nobody troubled, and what
@@ -36,7 +36,7 @@ from tqdm import tqdm
 
 from data.prepare import prepare
 from data.tokenizers import XLMR, train_sentencepiece
-from engine.files import load_checkpoint, newest, read_json
+from engine.files import load_checkpoint, newest, read_json, write
 from engine.run import SIGNALS
 
 TINY = "--n_layer 2 --n_head 2 --n_embd 16 --ffn_size 32 --block_size 16 --micro_tokens 128 --batch_tokens 256 "
@@ -115,16 +115,11 @@ def plain(content):
 
 def damage(file: Path, foreign: Path):
     """In one of four ways. foreign: the same file of a run with another seed."""
-    kind = random.choice(["flip", "half", "foreign", "gone"])
     data = bytearray(file.read_bytes())
-    if kind == "flip":
-        data[random.randrange(len(data))] ^= 0xFF
-    elif kind == "half":
-        data = data[: len(data) // 2]
-    elif kind == "foreign":
-        data = foreign.read_bytes()
-    file.write_bytes(data)
-    if kind == "gone":
+    data[random.randrange(len(data))] ^= 0xFF
+    half = file.read_bytes()[: len(data) // 2]
+    file.write_bytes(random.choice([data, half, foreign.read_bytes()]))
+    if random.random() < 0.25:
         file.unlink()
 
 
@@ -207,6 +202,7 @@ class Soak:
             shutil.rmtree(self.out)
             shutil.copytree(self.whole, self.run)
         files = [file for file in self.run.glob("*.*") if (self.foreign / file.name).exists()]
+        files.remove(self.run / "config.json")  # it says whose folder this is: the command would begin beside it
         file = random.choice(files)
         if file.name != "result.json":
             (self.run / "result.json").unlink(missing_ok=True)  # a finished run looks at nothing else
@@ -217,12 +213,11 @@ class Soak:
             file.write_bytes(content)
         return self.judge(code, {0, 1})
 
-    def the_end(self) -> str:
-        return self.judge(end(self.start(self.out)), {0})
-
     def trouble(self, kind: str):
         """One fault, or the end of a round."""
-        if kind.startswith("SIG"):
+        if kind == "the end":
+            wrong = self.judge(end(self.start(self.out)), {0})
+        elif kind.startswith("SIG"):
             wrong = self.signal(kind)
         else:
             wrong = getattr(self, kind.replace(" ", "_"))()
@@ -246,11 +241,6 @@ class Soak:
         self.trouble("the end")
         print(f"{self.script}: tried {dict(self.tried)}, wrong {self.wrong}", flush=True)
         return self
-
-
-def write(file: Path, text: str):
-    file.parent.mkdir(exist_ok=True)
-    file.write_text(text)
 
 
 def make_data(base: Path):
