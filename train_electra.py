@@ -86,7 +86,7 @@ class Config:
     batch_tokens: int = 512  # tokens of a step, over all processes, for sentences and again for pairs
     micro_tokens: int = 512  # tokens of one forward pass; under a capacity limit it changes the numbers
     learning_rate: float = 1.5e-3  # peak
-    distance_lr: float = 5.0  # the relative bias learns at so many times the rate: else it hardly grows in this time
+    distance_lr: float = 3.0  # the relative bias learns at so many times the rate: else it hardly grows in this time
     warmup: float = 0.1  # share of the steps; then a line down to 0
     beta2: float = 0.999  # Adam; in small batches a token is rare: its gradient must be remembered
     eps: float = 1e-9  # Adam; the gradients of rare tokens are small
