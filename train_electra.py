@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Literal
 
+import engine  # isort: skip  # noqa: F401  before torch
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -337,6 +338,7 @@ def evaluate(model, data: dict, config: Config, context, untrained: list[float],
 # One run
 
 
+@torch.random.fork_rng(devices=[])  # whoever calls it keeps random numbers of their own
 def train(config: Config, context) -> dict:
     """Trains (or goes on training) one model -> its result, which is also in result.json."""
     with clear_errors():
@@ -391,7 +393,7 @@ def train(config: Config, context) -> dict:
             if translation["with"] > translation["without"] + 0.02:  # it begins to help: the languages become one
                 run.kept.setdefault("change", step + 1)
             record = {"flops": (step + 1) * work, "held_out": scores}
-            run.save(step + 1, record, scores["loss"], f"{record['flops']:.2e} FLOPs\n{describe(scores)}")
+            run.save(step + 1, record, f"{record['flops']:.2e} FLOPs\n{describe(scores)}", scores["loss"])
     maskings, untrained = config.eval_maskings, run.kept["untrained"]
     scores = evaluate(parallel.whole(model), held_out, config, context, untrained, maskings)
     result = {"held_out": scores, "change": run.kept.get("change"), "counting": counted, "parameters": parameters}

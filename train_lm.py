@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+import engine  # isort: skip  # noqa: F401  before torch
 import torch
 
 from analysis import flops, measures
@@ -236,6 +237,7 @@ def build(config: Config, data: TokenData, context) -> GPT:
     return model
 
 
+@torch.random.fork_rng(devices=[])  # whoever calls it keeps random numbers of their own
 def train(config: Config, context) -> dict:
     """Trains (or goes on training) a language model -> its result, which is also in result.json."""
     if config.eval_only:
@@ -276,7 +278,7 @@ def train(config: Config, context) -> dict:
         model.after_step()  # restores what a router keeps fixed: a hypersphere its norms, the others nothing
         if run.due(step + 1):
             scores = evaluate(parallel.whole(model), data, "valid", context, config.eval_tokens)
-            run.save(step + 1, scores, scores["loss"], f"valid {describe(scores)}")
+            run.save(step + 1, scores, f"valid {describe(scores)}", scores["loss"])
 
     model, text = parallel.whole(model), data.meta["splits"]["test"]
     result = test(model, data, context) | {"parameters": parameters, "flops": work}

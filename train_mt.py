@@ -23,6 +23,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Literal
 
+import engine  # isort: skip  # noqa: F401  before torch
 import torch
 from tqdm import tqdm
 
@@ -367,6 +368,7 @@ def evaluate(model: Translator, data: TranslationData, split: str, context, max_
 # One run
 
 
+@torch.random.fork_rng(devices=[])  # whoever calls it keeps random numbers of their own
 def train(config: Config, context) -> dict:
     """Trains (or goes on training) a translator -> its result, which is also in result.json."""
     with clear_errors():
@@ -424,7 +426,7 @@ def train(config: Config, context) -> dict:
                 if pair["chrf"] > memories.get(name, math.inf):  # the memory's of the test set
                     moments.setdefault(name, step + 1)
             scores |= {"bleu": valid["bleu"], "chrf": valid["chrf"]}
-            run.save(step + 1, scores, scores["loss"], f"valid {describe(scores)}")
+            run.save(step + 1, scores, f"valid {describe(scores)}", scores["loss"])
 
     model, best = parallel.whole(model), run.kept["best"]
     model.load_state_dict(best["model"])
