@@ -13,6 +13,7 @@ from typing import NamedTuple
 from engine.config import changed, command_line, refuse, run_name, unread
 from engine.device import clear_errors, fail, setup
 from engine.run import SIGNALS, stop
+from routers import RouterError
 
 
 class Table(NamedTuple):
@@ -95,7 +96,7 @@ def carry_out(config, presets: dict, context, tables: dict, train, report, cells
     with clear_errors():
         table = table_of(config, presets, tables)
     results = []
-    with clear_errors(kinds=()):
+    with clear_errors(kinds=(RouterError,)):
         for _, change in table.rows:
             results.append([train(one, context) for one in seeds_of(config, change)])
     for result in results[0] if not config.table else []:
