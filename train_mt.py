@@ -16,6 +16,7 @@ goes on where it stopped. `--help` lists every constant.
 """
 
 import math
+import sys
 from collections import ChainMap
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -248,8 +249,7 @@ def translate(model: Translator, source, real, tokenizer, beam=5, length_penalty
     searched = list(range(B))  # the b sentences that are not done
     was_training = model.training
     model.eval()
-    limited = limit or model.sees_later  # of experts that choose their tokens, the limit is what chooses
-    with nullcontext() if limited else model.no_limit():
+    with nullcontext() if limit else model.no_limit():
         encoded, _ = model.encode(source, real)
         past = None
         while searched:
@@ -490,6 +490,8 @@ def translate_file(config: Config, context, at_once: int = 1000):
         model = context.place(model)
         stdin = config.translate == "-"
         source = open(0, encoding="utf-8-sig", newline="\n") if stdin else read_lines(Path(config.translate))
+    if not sys.stdout.isatty():  # data, in UTF-8 whatever the locale is; on a terminal what it lacks is replaced
+        sys.stdout.reconfigure(encoding="utf-8")
     while True:
         with clear_errors():
             lines = list(map(str.strip, islice(source, at_once if context.rank == 0 else 0)))

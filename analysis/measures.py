@@ -238,7 +238,7 @@ def hidden_states(encoder: nn.Module, rows: list[list], context) -> tuple[list, 
     real = keep.flatten().nonzero().squeeze(1)
     ids, real, keep = context.send_all(ids, real, keep)
     states = []
-    with context.autocast():
+    with context.autocast(), encoder.no_limit():  # a text's states do not depend on those beside it
         encoder(ids, real, states)
     return [state.float() for state in states], keep
 

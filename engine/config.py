@@ -65,9 +65,10 @@ def check(config):
         low, high = LIMITS.get(name, (0, ANY))
         if not low <= value <= high:
             raise ValueError(f"{name} must lie from {low:g} to {high:g}, not {value!r}")
+    trains = getattr(config, "translate", None) is None
     for batch, micro in (("batch_tokens", "micro_tokens"), ("batch_size", "micro_size")):
         whole, part = getattr(config, batch, 0), getattr(config, micro, 1)
-        if whole % part:
+        if trains and whole % part:
             raise ValueError(f"{micro} = {part} does not divide {batch} = {whole}")
     router = getattr(config, "router", "dense")
     if router != "dense" and router not in ROUTERS:

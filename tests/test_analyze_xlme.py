@@ -189,7 +189,7 @@ def test_what_is_no_encoder_is_one_clear_line(tatoeba, tokenizer, folders, tmp_p
     def says(folder: Path) -> str:
         return refused(monkeypatch, capsys, "retrieval", folders[0], folder, "--source", tatoeba)
 
-    assert "does not exist: train it with train_mlm.py" in says(tmp_path / "train_mlm" / "demo")
+    assert "does not exist: train it first" in says(tmp_path / "train_mlm" / "demo")
     assert "neither the folder of a run" in says(tatoeba)
     assert "is no encoder" in says(save_model(tmp_path / "gpt", tokenizer, GPT))
     changed = save_model(tmp_path / "changed", tokenizer)

@@ -607,7 +607,7 @@ def test_a_table_runs_every_row(options, encoders, tmp_path, monkeypatch, capsys
 # Bad input
 
 BAD = {
-    "no model": ({"model": "out/train_mlm/x"}, "out/train_mlm/x does not exist: train it with train_mlm.py"),
+    "no model": ({"model": "out/train_mlm/x"}, "out/train_mlm/x does not exist: train it first"),
     "no model in it": ({"model": "."}, ". is neither the folder of a run nor of a model"),
     "no such source": ({"source": "nowhere"}, "nowhere holds no English training examples of xnli"),
     "a file as source": ({"source": "pyproject.toml"}, "pyproject.toml holds no English training examples of xnli"),

@@ -449,7 +449,7 @@ def test_weights_that_the_last_update_broke_are_not_saved(broken, options, monke
 
     monkeypatch.setattr(Electra, "after_step", after_step)
     assert "not finite at step 4" in ELECTRA.refused(options, monkeypatch, capsys)
-    assert saved(options)["step"] == 2
+    assert saved(options)["step"] == 3
 
 
 def test_the_interval_of_what_a_translation_adds_is_over_pairs(monkeypatch):
