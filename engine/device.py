@@ -53,9 +53,7 @@ def clear_errors(kinds=(ValueError, OSError, ImportError)):
             raise
         *_, (frame, _) = traceback.walk_tb(error.__traceback__)
         who = type(frame.f_locals.get("self")).__name__
-        fail(
-            f"{who} reads the constant {error.name}: add a line for it to the script's Config, and its name to `reads`"
-        )
+        fail(f"{who} reads the constant {error.name}: add it to the script's Config, and its name to `reads`")
     except (RuntimeError, MemoryError) as error:
         text = " ".join(f"{type(error).__name__} {error}".split())[:300]
         told = re.search("(not enough|out of|allocate) memory|overflow", text, re.I)
