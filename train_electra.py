@@ -363,7 +363,8 @@ def train(config: Config, context) -> dict:
         forward = parallel.wrap(model, config, context)
         optimizer = adamw(model, config)
         corpora = [*data.values()] if config.tlm else [data["sentences"]]
-        run.resume(model, optimizer, flops_per_token=work / 3 / (len(corpora) * config.batch_tokens))
+        of_token = work / 3 / (len(corpora) * config.batch_tokens)
+        run.resume(model, optimizer, of_token, "sum of the losses {:.4f}".format)
 
     for step in run.steps():
         set_learning_rate(optimizer, linear(step, config.steps, config.warmup, config.learning_rate))
@@ -445,11 +446,13 @@ def describe(scores: dict) -> str:
     """What one evaluation found: a line for each kind of text, two of both languages together, one a sparse layer."""
     lines = []
     for kind in ("sentences", "pairs"):
-        line = "generator: loss {mlm:.3f}, {generator:.1%} right"
-        if "rtd" in scores[kind]:
-            line += "; discriminator: loss {rtd:.4f}, {saved:.1%} below a blind guess's, "
-            line += "{accuracy:.1%} right, {replaced:.1%} replaced"
-        lines.append(f"held-out {kind}: {line.format(**scores[kind])}")
+        own, saved = scores[kind], scores[kind].get("saved")
+        line = f"{measures.in_perplexity(own['mlm'])}, {own['generator']:.1%} of the masked tokens right"
+        if saved is not None:
+            line = f"generator: {line}; discriminator: loss {own['rtd']:.4f}, {abs(saved):.1%} "
+            line += "below" if saved >= 0 else "above"
+            line += f" a blind guess's, {own['accuracy']:.1%} right, {own['replaced']:.1%} replaced"
+        lines.append(f"held-out {kind}: {line}")
     line = "masked tokens of half a pair: {with:.2%} right with its translation beside it, {without:.2%} without: "
     low, high = scores["translation"]["effect"]
     lines.append(f"{line.format(**scores['translation'])}a difference of {low:+.2%} to {high:+.2%}")

@@ -265,7 +265,7 @@ def train(config: Config, context) -> dict:
         context.say(counting.in_words(counted))
         forward = parallel.wrap(model, config, context)
         optimizer = adamw(model, config)
-        run.resume(model, optimizer, work)
+        run.resume(model, optimizer, work, measures.in_perplexity)
 
     scores, chosen = run.kept.get("valid"), run.kept.get("chosen")  # of the last evaluation
     for step in run.steps():

@@ -392,7 +392,7 @@ def train(config: Config, context) -> dict:
         memories = {name: pair["chrf"] for name, pair in counting["memory"].get("pairs", {}).items()}
         forward = parallel.wrap(model, config, context)
         optimizer = adamw(model, config)
-        run.resume(model, optimizer, work / (2 * length))
+        run.resume(model, optimizer, work / (2 * length), "smoothed loss {:.4f}".format)
 
     for step in run.steps():
         set_learning_rate(optimizer, inverse_sqrt(step, config.warmup_steps, config.learning_rate))

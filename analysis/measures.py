@@ -19,6 +19,10 @@ def perplexity(loss: float) -> float:
     return math.exp(min(loss, 700))
 
 
+def in_perplexity(loss: float) -> str:
+    return f"perplexity {perplexity(loss):.2f}"
+
+
 def bits_per_byte(loss: float, counts: dict) -> float:
     """Of a mean cross entropy in nats a token; counts: the `tokens` and `bytes` of the text. It compares tokenizers."""
     nats = loss * counts["tokens"] / counts["bytes"]

@@ -113,9 +113,13 @@ class Run:
         for name in edited:
             self.code[name] += f", before {before[name]}"  # what goes on is of both
 
-    def resume(self, model, optimizer, flops_per_token: float):
-        """Makes the folder, and puts everything where the checkpoint left it. flops_per_token: forward, for MFU."""
+    def resume(self, model, optimizer, flops_per_token: float, loss_in_words="loss {:.4f}".format):
+        """Makes the folder, and puts everything where the checkpoint left it.
+
+        flops_per_token: forward, for MFU; loss_in_words: how the training loss is told, best in the evaluation's unit.
+        """
         self.model, self.optimizer, self.flops_per_token = model, optimizer, flops_per_token
+        self.loss_in_words = loss_in_words
         state, self.checkpoint = self.checkpoint, {}
         self.start, self.seconds, self.log = state.get("step", 0), 0.0, ""  # the last is what metrics.jsonl holds
         self.board = None  # TensorBoard
@@ -259,7 +263,7 @@ class Run:
         self.train_loss = window["loss_sum"] / (done - self.since)
         self.check_finite(self.train_loss, done)
         self.speed = self.tokens / window["seconds"]
-        words = f"loss {self.train_loss:.3f}, {self.speed:,.0f} tok/s"
+        words = f"{self.loss_in_words(self.train_loss)}, {self.speed:,.0f} tok/s"
         if not self.bar.disable:
             self.bar.set_postfix_str(words)
         elif self.context.rank == 0:  # a line in a log, which a bar would fill
@@ -289,7 +293,7 @@ class Run:
         speed, fastest = f"{self.speed:,.0f} tokens/s", self.context.peak_flops
         if fastest:
             speed += f", MFU {3 * self.flops_per_token * self.speed / fastest:.1%} at full capacity"
-        self.context.say(f"step {done}: train {self.train_loss:.4f}  {speed}  {words}")
+        self.context.say(f"step {done}: train {self.loss_in_words(self.train_loss)}  {speed}  {words}")
         record = {"step": done, "train_loss": self.train_loss, "tokens_per_second": self.speed} | scores
         self.log += json.dumps(record) + "\n"
         self.write("metrics.jsonl", self.log)

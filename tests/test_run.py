@@ -585,7 +585,10 @@ def test_a_log_has_a_line_where_a_terminal_has_a_bar(options, monkeypatch, capsy
     monkeypatch.setattr(Context, "peak_flops", 1e9)
     LM.run(options | {"log_every": 2}, monkeypatch)
     said, log = capsys.readouterr(), metrics(options["out_dir"])
-    lines = [f"step {record['step']}/4: loss {record['train_loss']:.3f}" for record in log]
+    counts = json.loads((options["data"] / "meta.json").read_text())["splits"]["train"]
+    bpb = [record["train_loss"] * counts["tokens"] / counts["bytes"] / math.log(2) for record in log]
+    lines = [f"step {record['step']}/4: {own:.3f} bits per byte" for record, own in zip(log, bpb)]
+    assert [f"train {own:.3f} bits per byte, perplexity " in said.out for own in bpb] == [True, True]
     assert [line.split(",")[0] for line in said.err.splitlines()] == lines
     flops = result_of(options["out_dir"])["flops"]  # forward
     found = [float(share) for share in re.findall(r"MFU ([\d.]+)% at full capacity", said.out)]

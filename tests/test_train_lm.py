@@ -270,7 +270,7 @@ def test_an_evaluation_is_done_again_after_more_training(options, monkeypatch):
         LM.run(command, monkeypatch)
         file = only_run(options["out_dir"]) / "eval-t=None-capacity=0.5.json"
         found.append(json.loads(file.read_text()))
-    assert [result["step"] for result in found] == [2, 2, 4] and found[0]["test"]["loss"] != found[2]["test"]["loss"]
+    assert [result["step"] for result in found] == [3, 3, 4] and found[0]["test"]["loss"] != found[2]["test"]["loss"]
 
 
 def test_a_model_is_evaluated_on_its_own_data_alone(options, corpora, tmp_path, monkeypatch, capsys):
