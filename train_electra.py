@@ -446,12 +446,12 @@ def describe(scores: dict) -> str:
     """What one evaluation found: a line for each kind of text, two of both languages together, one a sparse layer."""
     lines = []
     for kind in ("sentences", "pairs"):
-        own, saved = scores[kind], scores[kind].get("saved")
-        line = f"{measures.in_perplexity(own['mlm'])}, {own['generator']:.1%} of the masked tokens right"
-        if saved is not None:
-            line = f"generator: {line}; discriminator: loss {own['rtd']:.4f}, {abs(saved):.1%} "
-            line += "below" if saved >= 0 else "above"
-            line += f" a blind guess's, {own['accuracy']:.1%} right, {own['replaced']:.1%} replaced"
+        own = scores[kind]
+        line = f"{measures.in_perplexity(own['mlm'])}, {own['generator']:.1%} right"
+        if "rtd" in own:
+            saved = f"{abs(own['saved']):.1%} {'above' if own['saved'] < 0 else 'below'} a blind guess's"
+            line = f"generator: {line}; discriminator: loss {own['rtd']:.4f}, {saved}, "
+            line += "{accuracy:.1%} right, {replaced:.1%} replaced".format(**own)
         lines.append(f"held-out {kind}: {line}")
     line = "masked tokens of half a pair: {with:.2%} right with its translation beside it, {without:.2%} without: "
     low, high = scores["translation"]["effect"]

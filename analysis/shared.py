@@ -21,7 +21,7 @@ from data.batches import MaskedData, Prepared, TokenData
 from engine import pretrained
 from engine.config import check
 from engine.device import Context, setup, warn
-from engine.files import read_json
+from engine.files import read_json, to_json
 from engine.table import markdown_table, mean_cell
 from model import GPT, SparseModel
 from routers import ROUTERS
@@ -108,8 +108,7 @@ def keep(figure: Callable, options, drawing, numbers: dict):
         drawing.suptitle(title.rstrip("."), wrap=True)
         drawing.savefig(f"{path}.png", dpi=150)
     command = shlex.join(["python", "analyze.py", *sys.argv[1:]])
-    text = json.dumps({"command": command} | numbers, indent=1)
-    Path(f"{path}.json").write_text(text + "\n")
+    Path(f"{path}.json").write_text(to_json({"command": command} | numbers) + "\n")
     print(f"{path}.json has the numbers" + (f", {path}.png the figure" if drawing else ""))
 
 

@@ -41,7 +41,7 @@ from data.batches import TokenData
 from engine import hugging_face, table
 from engine.config import command_line
 from engine.device import Context, setup
-from engine.files import load_checkpoint, newest, write
+from engine.files import load_checkpoint, newest, read_json, write
 from engine.pretrained import load
 from engine.run import Run
 from engine.table import Table, markdown_table
@@ -518,6 +518,16 @@ def test_a_file_of_another_run_is_an_error(name, options, monkeypatch, capsys):
         else:
             file.write_text(json.dumps({"config": other}))
         assert f"{name} is of a run with another {constant}: delete it" in LM.refused(options, monkeypatch, capsys)
+
+
+def test_what_json_has_no_number_for_is_read_as_it_was_written(tmp_path):
+    numbers = {"inf": math.inf, "inside": {"least": -math.inf, "text": "Infinity, NaN", "list": [0.5, 1]}, "none": None}
+    write(tmp_path / "new.json", numbers)
+    json.loads((tmp_path / "new.json").read_text(), parse_constant=pytest.fail)
+    (tmp_path / "old.json").write_text(json.dumps(numbers))
+    assert read_json(tmp_path / "new.json") == read_json(tmp_path / "old.json") == numbers
+    write(tmp_path / "new.json", {"a": math.nan})
+    assert math.isnan(read_json(tmp_path / "new.json")["a"])
 
 
 def test_the_history_is_that_of_the_checkpoint(options, monkeypatch, capsys):
