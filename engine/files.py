@@ -149,11 +149,8 @@ def to_json(content) -> str:
 
 def from_json(text: str):
     """What `to_json`, or Python's own, wrote."""
-
-    def numbers(found: dict) -> dict:
-        return {name: float(value) if value in NO_NUMBERS else value for name, value in found.items()}
-
-    return json.loads(text, object_hook=numbers)
+    number = lambda value: float(value) if value in NO_NUMBERS else value  # noqa: E731
+    return json.loads(text, object_hook=lambda found: {name: number(value) for name, value in found.items()})
 
 
 def write(file: Path, content: dict | str | bytes):

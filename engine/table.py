@@ -51,12 +51,12 @@ class Table(NamedTuple):
 
 
 def mean_cell(numbers: list[tuple]) -> str:
-    """The mean of (number or None, its format) over seeds, with the deviation of several; empty where none is."""
+    """The mean of (number or None, its format) over seeds, and the deviation if they differ; empty where none is."""
     values = [value for value, _ in numbers if value is not None]
     if not values:
         return ""
     form = numbers[0][1]
-    deviation = f" ± {statistics.stdev(values):{form.lstrip('+')}}" if len(values) > 1 else ""
+    deviation = f" ± {statistics.stdev(values):{form.lstrip('+')}}" if len({*values}) > 1 else ""
     return f"{statistics.fmean(values):{form}}{deviation}"
 
 
