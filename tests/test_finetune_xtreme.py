@@ -17,6 +17,7 @@ from helpers import TORCHRUN, Script, finish, losses, metrics, only_run, result_
 import finetune_xtreme
 import train_electra
 import train_mlm
+from analysis import measures
 from data import cipher_tasks, xtreme, xtreme_rows
 from data.prepare import prepare
 from data.scores import score_task
@@ -331,6 +332,21 @@ def test_a_run_that_was_killed_while_it_predicted_ends_as_if_it_was_not(options,
         assert ours | {"seconds": 0} == theirs | {"seconds": 0}
         torch.testing.assert_close(saved(killed)["model"], saved(whole)["model"], rtol=0, atol=0)
         assert predictions(killed["out_dir"]) == predictions(whole["out_dir"])
+
+
+def test_what_is_predicted_and_a_sentence_s_vector_know_no_limit(options):
+    """Else they would depend on what else is in the batch."""
+    config, examples, model, data, context = opened(options)
+    served = []
+    for moe in model.moe_layers:
+        moe.eval_capacity_factor = 0.01
+        moe.watchers.append(lambda moe, h, routing, kept: served.append(torch.equal(kept, routing.wanted)))
+    finetune_xtreme.predict(model, examples.valid, config, data.tokenizer, context)
+    predicted = len(served)
+    texts = [" ".join(words) for words in drawn(20, 3)]
+    measures.sentence_vectors(model.encoder, data.tokenizer, texts, 1000, context)
+    assert all(served) and 0 < predicted < len(served)
+    assert all(moe.eval_capacity_factor == 0.01 for moe in model.moe_layers)
 
 
 def test_other_examples_or_another_encoder_are_other_data(options, source, encoders, tmp_path, monkeypatch, capsys):
@@ -663,4 +679,4 @@ def test_weights_that_the_last_update_broke_are_not_saved(options, monkeypatch, 
 
     monkeypatch.setattr(torch.optim.AdamW, "step", step)
     assert "not finite at step 12" in XTREME.refused(options, monkeypatch, capsys)
-    assert saved(options)["step"] == 6 and not (only_run(options["out_dir"]) / "result.json").exists()
+    assert saved(options)["step"] == 11 and not (only_run(options["out_dir"]) / "result.json").exists()
