@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from routers import NOT_CHOSEN, ROUTERS
+from routers import NOT_CHOSEN, ROUTERS, RouterError, check_priority
 
 PAD = 1  # the encoder's `<pad>`, as in XLM-R, whose positions begin after it
 MIN_CAPACITY = 4
@@ -86,13 +86,12 @@ def may_ask(x) -> bool:
 
 
 def check_choices(router: nn.Module, routing):
-    """Raises ValueError where a routing is not what its class says. A GPU makes room by that, and does not check."""
-    name, priority = type(router).__name__, routing.priority
-    if priority.dtype != torch.int64:
-        raise ValueError(f"{name}: a priority is int64, not {priority.dtype}: make it with by_rank or priority_key")
-    most = int(routing.wanted.sum(dim=1).max()) if len(priority) else 0
+    """Raises RouterError where a routing is not what its class says. A GPU makes room by that, and does not check."""
+    check_priority(router, routing.priority, routing.probs)
+    most = int(routing.wanted.sum(dim=1).max()) if len(routing.priority) else 0
     if most > router.max_choices:
-        raise ValueError(f"{name} chose {most} experts for a token, but its class says most = {router.most}")
+        name = type(router).__name__
+        raise RouterError(f"{name} chose {most} experts for a token, but its class says most = {router.most}")
 
 
 def within_capacity(priority, capacity: int):
@@ -407,9 +406,9 @@ class SparseModel(nn.Module):
 
     @contextmanager
     def no_limit(self):
-        """Inside the `with`, experts have no capacity limit at test."""
+        """Inside the `with`, experts have no capacity limit at test, but those that choose their tokens by it."""
         before = [moe.eval_capacity_factor for moe in self.moe_layers]
-        for moe in self.moe_layers:
+        for moe in self.moe_layers if not self.sees_later else ():
             moe.eval_capacity_factor = math.inf
         try:
             yield

@@ -28,6 +28,10 @@ def router(name: str):
     return register
 
 
+class RouterError(ValueError):
+    """What is wrong with a router's class."""
+
+
 class Routing(NamedTuple):
     """What a router decides about S tokens and E experts."""
 
@@ -102,7 +106,7 @@ class Router(nn.Module):
 
     def choose(self, score, probs):
         """score (S, E), probs (S, E), both without gradient -> priority (S, E), see `by_rank`."""
-        raise TypeError(f"{type(self).__name__} has no `choose` method")
+        raise RouterError(f"{type(self).__name__} has no `choose(self, score, probs)`, which returns priorities (S, E)")
 
     def forward(self, h, ids=None, position=None) -> Routing:
         """h (S, D) of real tokens alone, their ids (S,) and their positions in their sequences (S,)."""
@@ -111,6 +115,7 @@ class Router(nn.Module):
             logits = score / self.temperature if self.on_sphere else score
             probs = logits.softmax(dim=1)  # XMoE eq. 1
             priority = self.choose(score.detach(), probs.detach())
+            check_priority(self, priority, probs)
             gate = probs if self.gate == "softmax" else logits.sigmoid()  # X-MoE eq. 8
             chosen = priority > NOT_CHOSEN
             weight = torch.where(chosen, gate, 0.0)
@@ -251,6 +256,15 @@ class Hash(Router):
 def one_hot(index, E: int):
     """(S,) -> (S, E) bool"""
     return index.unsqueeze(1) == torch.arange(E, device=index.device)
+
+
+def check_priority(router: nn.Module, priority, probs):
+    """Raises RouterError for what are no priorities, such as the numbers of the chosen experts."""
+    if isinstance(priority, Tensor) and priority.shape == probs.shape and priority.dtype == torch.int64:
+        return
+    found = f"{tuple(priority.shape)} of {priority.dtype}" if isinstance(priority, Tensor) else f"a {type(priority)}"
+    wanted = f"(S, E) = {tuple(probs.shape)} of torch.int64, made with by_rank or priority_key"
+    raise RouterError(f"{type(router).__name__} chooses by {found}: `choose` should return priorities {wanted}")
 
 
 def by_rank(order, probs, count: Tensor | int):

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Literal
 
+import engine  # isort: skip  # noqa: F401  before torch
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -337,6 +338,7 @@ def evaluate(model, data: dict, config: Config, context, untrained: list[float],
 # One run
 
 
+@torch.random.fork_rng(devices=[])  # whoever calls it keeps random numbers of their own
 def train(config: Config, context) -> dict:
     """Trains (or goes on training) one model -> its result, which is also in result.json."""
     with clear_errors():
@@ -361,7 +363,8 @@ def train(config: Config, context) -> dict:
         forward = parallel.wrap(model, config, context)
         optimizer = adamw(model, config)
         corpora = [*data.values()] if config.tlm else [data["sentences"]]
-        run.resume(model, optimizer, flops_per_token=work / 3 / (len(corpora) * config.batch_tokens))
+        of_token = work / 3 / (len(corpora) * config.batch_tokens)
+        run.resume(model, optimizer, of_token, "sum of the losses {:.4f}".format)
 
     for step in run.steps():
         set_learning_rate(optimizer, linear(step, config.steps, config.warmup, config.learning_rate))
@@ -391,7 +394,7 @@ def train(config: Config, context) -> dict:
             if translation["with"] > translation["without"] + 0.02:  # it begins to help: the languages become one
                 run.kept.setdefault("change", step + 1)
             record = {"flops": (step + 1) * work, "held_out": scores}
-            run.save(step + 1, record, scores["loss"], f"{record['flops']:.2e} FLOPs\n{describe(scores)}")
+            run.save(step + 1, record, f"{record['flops']:.2e} FLOPs\n{describe(scores)}", scores["loss"])
     maskings, untrained = config.eval_maskings, run.kept["untrained"]
     scores = evaluate(parallel.whole(model), held_out, config, context, untrained, maskings)
     result = {"held_out": scores, "change": run.kept.get("change"), "counting": counted, "parameters": parameters}
@@ -443,11 +446,13 @@ def describe(scores: dict) -> str:
     """What one evaluation found: a line for each kind of text, two of both languages together, one a sparse layer."""
     lines = []
     for kind in ("sentences", "pairs"):
-        line = "generator: loss {mlm:.3f}, {generator:.1%} right"
-        if "rtd" in scores[kind]:
-            line += "; discriminator: loss {rtd:.4f}, {saved:.1%} below a blind guess's, "
-            line += "{accuracy:.1%} right, {replaced:.1%} replaced"
-        lines.append(f"held-out {kind}: {line.format(**scores[kind])}")
+        own = scores[kind]
+        line = f"{measures.in_perplexity(own['mlm'])}, {own['generator']:.1%} right"
+        if "rtd" in own:
+            saved = f"{abs(own['saved']):.1%} {'above' if own['saved'] < 0 else 'below'} a blind guess's"
+            line = f"generator: {line}; discriminator: loss {own['rtd']:.4f}, {saved}, "
+            line += "{accuracy:.1%} right, {replaced:.1%} replaced".format(**own)
+        lines.append(f"held-out {kind}: {line}")
     line = "masked tokens of half a pair: {with:.2%} right with its translation beside it, {without:.2%} without: "
     low, high = scores["translation"]["effect"]
     lines.append(f"{line.format(**scores['translation'])}a difference of {low:+.2%} to {high:+.2%}")

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+import engine  # isort: skip  # noqa: F401  before torch
 import torch
 
 from analysis import flops, measures
@@ -212,15 +213,18 @@ def evaluate(model: GPT, data: TokenData, split: str, context, max_tokens: int |
         sums += y.numel() * torch.tensor(means, dtype=torch.float64)
     loss, balance, tokens = context.sum(sums).tolist()
     model.train()
-    loss, counts = loss / tokens, data.meta["splits"][split]
+    layers = [watch.finish(context.sum) for watch in watches]
+    scores = {"balance": balance / tokens, "tokens": int(tokens), "layers": layers}
+    return in_units(loss / tokens, data.meta["splits"][split]) | scores
+
+
+def in_units(loss: float, counts: dict) -> dict[str, float]:
+    """A mean cross entropy in nats a token, by the tokens, words and bytes that a text has."""
     return {
-        "loss": loss,  # nats a token
+        "loss": loss,
         "ppl": measures.perplexity(loss),
         "word_ppl": measures.perplexity(loss * counts["tokens"] / counts["words"]),  # of words between blanks
         "bpb": measures.bits_per_byte(loss, counts),
-        "balance": balance / tokens,
-        "tokens": int(tokens),
-        "layers": [watch.finish(context.sum) for watch in watches],
     }
 
 
@@ -236,6 +240,7 @@ def build(config: Config, data: TokenData, context) -> GPT:
     return model
 
 
+@torch.random.fork_rng(devices=[])  # whoever calls it keeps random numbers of their own
 def train(config: Config, context) -> dict:
     """Trains (or goes on training) a language model -> its result, which is also in result.json."""
     if config.eval_only:
@@ -254,7 +259,8 @@ def train(config: Config, context) -> dict:
         by_counting = counting.text_losses(data, config.steps)
         forward = parallel.wrap(model, config, context)
         optimizer = adamw(model, config)
-        run.resume(model, optimizer, work)
+        counts = data.meta["splits"]["train"]
+        run.resume(model, optimizer, work, lambda loss: LOSS.format(**in_units(loss, counts)))
 
     for step in run.steps():
         peak, floor = config.learning_rate, config.min_learning_rate
@@ -276,7 +282,7 @@ def train(config: Config, context) -> dict:
         model.after_step()  # restores what a router keeps fixed: a hypersphere its norms, the others nothing
         if run.due(step + 1):
             scores = evaluate(parallel.whole(model), data, "valid", context, config.eval_tokens)
-            run.save(step + 1, scores, scores["loss"], f"valid {describe(scores)}")
+            run.save(step + 1, scores, f"valid {describe(scores)}", scores["loss"])
 
     model, text = parallel.whole(model), data.meta["splits"]["test"]
     result = test(model, data, context) | {"parameters": parameters, "flops": work}
@@ -327,9 +333,12 @@ def evaluate_run(config: Config, context) -> dict:
 # What is printed
 
 
+LOSS = "{bpb:.3f} bits per byte, perplexity {ppl:.2f}"
+
+
 def describe(scores: dict) -> str:
     """What one evaluation found, a line an MoE layer."""
-    words = "{bpb:.3f} bits per byte, perplexity {ppl:.2f} ({word_ppl:.1f} a word)  balance {balance:.3f}"
+    words = f"{LOSS} ({{word_ppl:.1f}} a word)  balance {{balance:.3f}}"
     layers = [f"\n  MoE layer {i}: {measures.describe_routing(layer)}" for i, layer in enumerate(scores["layers"], 1)]
     return words.format(**scores) + "".join(layers)
 
@@ -338,6 +347,9 @@ def report(config: Config, result: dict) -> str:
     """A finished result in words."""
     scores, free = result["test"], result["test_no_limit"]
     title = result["name"] + ", test"
+    for name in ("threshold", "capacity"):
+        at_test = getattr(config, f"eval_{name}")
+        title += "" if at_test is None else f", {name} {at_test:g}"
     if config.router != "dense" and ROUTERS[config.router].sees_later:
         title += ", not causal: experts choose among later tokens too"
     lines = ["", title, "under the limit: " * (free != scores) + describe(scores)]
@@ -349,7 +361,8 @@ def report(config: Config, result: dict) -> str:
         lines.append(words.format(**result["counting"]))
     for name, wanted in {"easy": "few experts of the last MoE layer are wanted by", "hard": "many by"}.items():
         if name in result:
-            lines.append(f"{wanted}: {' '.join(repr(token.removeprefix(' '))[1:-1] for token in result[name])}")
+            tokens = [repr(token.replace(" ", "·"))[1:-1] for token in result[name]]  # so that blanks can be seen
+            lines.append(f"{wanted}: {' '.join(token.removeprefix('·') or token for token in tokens)}")
     return "\n".join(lines)
 
 

@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
+import engine  # isort: skip  # noqa: F401  before torch
 import torch
 from torch import Tensor
 
@@ -245,6 +246,7 @@ def build(config: Config, data: MaskedData, context) -> MaskedLM:
     return model
 
 
+@torch.random.fork_rng(devices=[])  # whoever calls it keeps random numbers of their own
 def train(config: Config, context) -> dict:
     """Trains (or goes on training) an encoder -> its result, which is also in result.json."""
     with clear_errors():
@@ -263,7 +265,7 @@ def train(config: Config, context) -> dict:
         context.say(counting.in_words(counted))
         forward = parallel.wrap(model, config, context)
         optimizer = adamw(model, config)
-        run.resume(model, optimizer, work)
+        run.resume(model, optimizer, work, measures.in_perplexity)
 
     scores, chosen = run.kept.get("valid"), run.kept.get("chosen")  # of the last evaluation
     for step in run.steps():
@@ -290,7 +292,7 @@ def train(config: Config, context) -> dict:
             run.kept |= {"valid": scores, "chosen": chosen}
             if scores["ppl"] < counted.get("neighbours", {}).get("ppl", 0):
                 run.kept.setdefault("ahead", step + 1)
-            run.save(step + 1, scores, scores["loss"], f"valid {describe(scores)}")
+            run.save(step + 1, scores, f"valid {describe(scores)}", scores["loss"])
 
     result = {"valid": scores, "ahead": run.kept.get("ahead"), "counting": counted}
     return run.finish(result | {"parameters": parameters, "flops": work})

@@ -16,6 +16,7 @@ goes on where it stopped. `--help` lists every constant.
 """
 
 import math
+import sys
 from collections import ChainMap
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Literal
 
+import engine  # isort: skip  # noqa: F401  before torch
 import torch
 from tqdm import tqdm
 
@@ -247,8 +249,7 @@ def translate(model: Translator, source, real, tokenizer, beam=5, length_penalty
     searched = list(range(B))  # the b sentences that are not done
     was_training = model.training
     model.eval()
-    limited = limit or model.sees_later  # of experts that choose their tokens, the limit is what chooses
-    with nullcontext() if limited else model.no_limit():
+    with nullcontext() if limit else model.no_limit():
         encoded, _ = model.encode(source, real)
         past = None
         while searched:
@@ -367,6 +368,7 @@ def evaluate(model: Translator, data: TranslationData, split: str, context, max_
 # One run
 
 
+@torch.random.fork_rng(devices=[])  # whoever calls it keeps random numbers of their own
 def train(config: Config, context) -> dict:
     """Trains (or goes on training) a translator -> its result, which is also in result.json."""
     with clear_errors():
@@ -390,7 +392,7 @@ def train(config: Config, context) -> dict:
         memories = {name: pair["chrf"] for name, pair in counting["memory"].get("pairs", {}).items()}
         forward = parallel.wrap(model, config, context)
         optimizer = adamw(model, config)
-        run.resume(model, optimizer, work / (2 * length))
+        run.resume(model, optimizer, work / (2 * length), "smoothed loss {:.4f}".format)
 
     for step in run.steps():
         set_learning_rate(optimizer, inverse_sqrt(step, config.warmup_steps, config.learning_rate))
@@ -424,7 +426,7 @@ def train(config: Config, context) -> dict:
                 if pair["chrf"] > memories.get(name, math.inf):  # the memory's of the test set
                     moments.setdefault(name, step + 1)
             scores |= {"bleu": valid["bleu"], "chrf": valid["chrf"]}
-            run.save(step + 1, scores, scores["loss"], f"valid {describe(scores)}")
+            run.save(step + 1, scores, f"valid {describe(scores)}", scores["loss"])
 
     model, best = parallel.whole(model), run.kept["best"]
     model.load_state_dict(best["model"])
@@ -488,6 +490,8 @@ def translate_file(config: Config, context, at_once: int = 1000):
         model = context.place(model)
         stdin = config.translate == "-"
         source = open(0, encoding="utf-8-sig", newline="\n") if stdin else read_lines(Path(config.translate))
+    if not sys.stdout.isatty():  # data, in UTF-8 whatever the locale is; on a terminal what it lacks is replaced
+        sys.stdout.reconfigure(encoding="utf-8")
     while True:
         with clear_errors():
             lines = list(map(str.strip, islice(source, at_once if context.rank == 0 else 0)))

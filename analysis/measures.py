@@ -19,6 +19,10 @@ def perplexity(loss: float) -> float:
     return math.exp(min(loss, 700))
 
 
+def in_perplexity(loss: float) -> str:
+    return f"perplexity {perplexity(loss):.2f}"
+
+
 def bits_per_byte(loss: float, counts: dict) -> float:
     """Of a mean cross entropy in nats a token; counts: the `tokens` and `bytes` of the text. It compares tokenizers."""
     nats = loss * counts["tokens"] / counts["bytes"]
@@ -238,7 +242,7 @@ def hidden_states(encoder: nn.Module, rows: list[list], context) -> tuple[list, 
     real = keep.flatten().nonzero().squeeze(1)
     ids, real, keep = context.send_all(ids, real, keep)
     states = []
-    with context.autocast():
+    with context.autocast(), encoder.no_limit():  # a text's states do not depend on those beside it
         encoder(ids, real, states)
     return [state.float() for state in states], keep
 

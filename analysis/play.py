@@ -33,6 +33,7 @@ CHOOSERS = {"threshold": Threshold, "topk": TopK, "switch": Switch, "expert_choi
 SENTENCE = "Return the sum of all elements. If the list is empty, raise a ValueError instead of returning zero."
 VALIDATION_TOKENS = 1 << 14  # from which the page knows what an expert serves
 LISTED = 14  # tokens that it shows of an expert
+LARGEST = 1 << 22  # bytes of a request
 
 
 @dataclass
@@ -291,9 +292,12 @@ class Handler(BaseHTTPRequestHandler):
         if self.path not in answers:
             return self.say(404, f"there are {', '.join(answers)}")
         try:
-            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            length = int(self.headers["Content-Length"])
+            if not 0 <= length <= LARGEST:
+                return self.say(413, f"a request has {LARGEST:,} bytes at most")
+            asked = json.loads(self.rfile.read(length))
             found = answers[self.path](asked)
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, TimeoutError) as error:
             return self.say(400, f"{error}")
         self.answer_json(200, found)
 

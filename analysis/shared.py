@@ -21,7 +21,7 @@ from data.batches import MaskedData, Prepared, TokenData
 from engine import pretrained
 from engine.config import check
 from engine.device import Context, setup, warn
-from engine.files import read_json
+from engine.files import read_json, to_json
 from engine.table import markdown_table, mean_cell
 from model import GPT, SparseModel
 from routers import ROUTERS
@@ -49,7 +49,6 @@ class Measured(Drawn):
 COLORS = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"  # Okabe and Ito's
 THIN = {"linewidth": 0.7, "alpha": 0.6}
 THICK = {"linewidth": 2, "markersize": 4}
-APART = 0.05  # between the labels of two lines, of the height of the axes
 
 
 @dataclass
@@ -108,8 +107,7 @@ def keep(figure: Callable, options, drawing, numbers: dict):
         drawing.suptitle(title.rstrip("."), wrap=True)
         drawing.savefig(f"{path}.png", dpi=150)
     command = shlex.join(["python", "analyze.py", *sys.argv[1:]])
-    text = json.dumps({"command": command} | numbers, indent=1)
-    Path(f"{path}.json").write_text(text + "\n")
+    Path(f"{path}.json").write_text(to_json({"command": command} | numbers) + "\n")
     print(f"{path}.json has the numbers" + (f", {path}.png the figure" if drawing else ""))
 
 
@@ -135,9 +133,8 @@ def draw(panels: list[Panel]):
     figure = canvas(len(panels))
     for axes, panel in zip(figure.axes, panels):
         axes.spines[["top", "right"]].set_visible(False)
-        heights = dict(panel.levels)  # at the right end of each line
-        for height in panel.levels.values():
-            axes.axhline(height, color="0.6", linestyle="--")
+        for name, height in panel.levels.items():
+            axes.axhline(height, color="0.6", linestyle="--", label=name)
         for name, runs in lines_of(panel).items():
             following = COLORS[len(colors) % len(COLORS)]
             color = colors.setdefault(name, following)
@@ -145,13 +142,12 @@ def draw(panels: list[Panel]):
                 axes.plot(*points.T, color=color, **THIN)
             shortest = min(map(len, runs))
             mean = np.mean([points[:shortest] for points in runs], axis=0)
-            axes.plot(*mean.T, "o-" if panel.joined else "o", color=color, **THICK)
-            heights[name] = mean[-1, 1]
+            axes.plot(*mean.T, "o-" if panel.joined else "o", color=color, label=name, **THICK)
         axes.set(title=panel.title, xlabel=panel.x, ylabel=panel.y)
         axes.locator_params(axis="x", integer=panel.x == "layer")
         if panel.from_zero:
             axes.set_ylim(bottom=0)
-        label(axes, heights, colors)
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=8, frameon=False)
     return figure
 
 
@@ -163,22 +159,6 @@ def lines_of(panel: Panel) -> dict[str, list[np.ndarray]]:
         points = [(record[panel.x], record[panel.y]) for record in own]
         lines.setdefault(name, []).append(np.array(points, dtype=float))
     return lines
-
-
-def label(axes, heights: dict, colors: dict):
-    """Names to the right of the axes, as high as their lines end, but far enough apart to be read."""
-    right = axes.get_xlim()[1]
-    to_axes = axes.transScale + axes.transLimits  # data -> shares of the axes' width and height
-    places = {name: to_axes.transform((right, height))[1] for name, height in heights.items()}
-    names = sorted(places, key=places.get)
-    for below, name in zip(names, names[1:]):
-        places[name] = max(places[name], places[below] + APART)
-    room = 1.0
-    for name in reversed(names):
-        places[name] = min(places[name], room)
-        room = places[name] - APART
-        style = {"color": colors.get(name, "0.4"), "fontsize": 8, "va": "center"}
-        axes.text(1.02, places[name], name, transform=axes.transAxes, **style)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -256,26 +236,27 @@ def in_words(config: dict) -> str:
     return f"{config['router']} {experts} x {size}" if router_of(config) else "dense"
 
 
-def named(runs: Iterable[Trained], words: Callable = in_words) -> list[Trained]:
+def named(runs: Iterable[Trained], words: Callable = in_words, told: tuple = ()) -> list[Trained]:
     """The runs with their names: what each is, with the constants in which runs of the same words differ.
 
-    So only seeds of one experiment have the same name. words: constants -> what a run is, in a few words.
+    So only seeds of one experiment have the same name. words: constants -> what a run is, in a few words; told: the
+    constants in which those of other words may not differ either.
     """
-    kinds = {}
+    runs, kinds = [*runs], {}
     for run in runs:
         kinds.setdefault(words(run.config), []).append(run)
     for kind, alike in kinds.items():
         for run in alike:
             run.name = kind
             for constant, value in run.config.items():
-                values = [other.config.get(constant) for other in alike]
-                if constant != "seed" and values != [value] * len(alike):
+                values = {repr(other.config.get(constant)) for other in (runs if constant in told else alike)}
+                if constant != "seed" and len(values) > 1:
                     run.name += f", {constant} {value}"
-    return [*runs]
+    return runs
 
 
 def choose(script: str, options: Drawn, fits=None, lacks="", words=in_words) -> list[Trained]:
-    """The runs that were named, or all finished runs of the script's demo.
+    """The runs that were named, or all finished runs of the script's demo, but for trials of a few steps.
 
     fits: constants -> whether a figure can show the run; lacks: what is said of a named run that is left out; words:
     see `named`. Raises ValueError where a named run is not finished, or no run is left.
@@ -291,11 +272,15 @@ def choose(script: str, options: Drawn, fits=None, lacks="", words=in_words) -> 
             found[folder] = run
         elif options.folders:
             warn(f"{folder} is left out: it {lacks}")
+    longest = max((run.config.get("steps", 0) for run in found.values()), default=0)
+    for folder, run in [*found.items()] if not options.folders else ():
+        if 2 * run.config.get("steps", 0) < longest:
+            warn(f"{found.pop(folder).folder} is left out: {longest} steps are others' length; name it to see it")
     if not found:
         raise ValueError(
             f"there is no finished run of {script}.py that fits: python {script}.py trains one; or name folders"
         )
-    return named(found.values(), words)
+    return named(found.values(), words, told=("n_embd", "steps"))
 
 
 def opened(runs: list[Trained], options: Measured, evaluate: Callable | None = None) -> tqdm:

@@ -124,7 +124,7 @@ def retrieval(options: Retrieval, demos: Callable):
 
     def measure(encoder, tokenizer, context) -> dict[str, list]:
         found = {}  # language -> how often the translation is found, from English and to it, (2, L + 1)
-        for language, pairs in tqdm(texts.items(), unit="language"):
+        for language, pairs in tqdm(texts.items(), unit="language", disable=None):
             vectors = []
             for side in zip(*pairs):
                 vectors.append(measures.sentence_vectors(encoder, tokenizer, side, 2048, context))
@@ -207,7 +207,7 @@ def alignment(options: Alignment, demos: Callable):
         errors = {}  # of each set by layer
         for name, pairs in sets.items():
             links = []
-            for pair in tqdm(pairs, desc=name):
+            for pair in tqdm(pairs, desc=name, disable=None):
                 links.append(align(pair, encoder, tokenizer, context, options.rounds))
             errors[name] = [error_of(of_layer, pairs) for of_layer in zip(*links)]
         return {MEAN: list(map(fmean, zip(*errors.values())))} | errors

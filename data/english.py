@@ -13,6 +13,7 @@ import sysconfig
 import warnings
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from itertools import chain
 from pathlib import Path
 
@@ -27,6 +28,7 @@ TAG = re.compile(r"</?[A-Za-z][^<>]*>")
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
+@cache  # a laboratory's two corpora, and the pieces that they are cut into, are made from it
 def pydocs(source: Path | None = None) -> Records:
     """A document is the prose in the docstrings of a source file."""
     return list(each_once(python_files(sentences, source)))

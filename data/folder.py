@@ -1,6 +1,7 @@
 """A folder that `python -m data.prepare` wrote: checked, and its tokens mapped into memory."""
 
 import json
+import sys
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -29,6 +30,7 @@ def ready(name: str, make: bool = True) -> Path:
     if name not in CORPORA or not CORPORA[name].packages or CORPORA[name].wheels:
         return Path(name) if Path(name).exists() else folder
     if make:
+        print(f"preparing {name}, once: {folder} will have it", file=sys.stderr)
         try:
             prepare(name, out=folder)
         except (OSError, ValueError):

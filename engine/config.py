@@ -10,6 +10,7 @@ import math
 import os
 import re
 import sys
+from difflib import get_close_matches
 from typing import Annotated
 
 import tyro
@@ -28,6 +29,10 @@ SPARSE |= {"moe_after", "experts", "expert_size", "expert_layers", "capacity_fac
 
 # Constants that decide which others are read; a message that refuses one names them.
 REASONS = ("router", "score", "objective", "tlm", "relative_bias", "task", "table")
+
+# What options of other programs, and of other scripts of this one, are called here.
+MEANT = {"lr": "learning_rate", "steps": "epochs", "epochs": "steps"}
+MEANT |= {"batch_size": "batch_tokens", "batch_tokens": "batch_size"}
 
 Texts = Annotated[tuple[str, ...], tyro.conf.UseAppendAction]  # an option that may be given again and again
 
@@ -65,9 +70,10 @@ def check(config):
         low, high = LIMITS.get(name, (0, ANY))
         if not low <= value <= high:
             raise ValueError(f"{name} must lie from {low:g} to {high:g}, not {value!r}")
+    trains = getattr(config, "translate", None) is None
     for batch, micro in (("batch_tokens", "micro_tokens"), ("batch_size", "micro_size")):
         whole, part = getattr(config, batch, 0), getattr(config, micro, 1)
-        if whole % part:
+        if trains and whole % part:
             raise ValueError(f"{micro} = {part} does not divide {batch} = {whole}")
     router = getattr(config, "router", "dense")
     if router != "dense" and router not in ROUTERS:
@@ -93,15 +99,20 @@ def command_line(Config: type, presets: dict, argv: list[str]):
 
 
 def parse(default, argv: list[str], description: str):
-    """A dataclass with what argv changes in it. The comments behind its fields are the help, below a description."""
+    """A dataclass with what argv changes in it. The comments behind its fields are the help, below a description.
+
+    Raises ValueError for an option that there is not.
+    """
     words = {"true": "True", "false": "False", "none": "None"}  # tyro wants Python's spelling
     fields, args = dataclasses.fields(default), []
     texts = {f"--{field.name}" for field in fields if field.type in (str, Texts)}
     for word in argv:
         args += word.split("=", 1) if word.startswith("--") else [word]
-    for place, before in enumerate(args[:-1], 1):
+    for place, (before, word) in enumerate(zip([""] + args, args)):
         if before not in texts:
-            args[place] = words.get(args[place], args[place])
+            args[place] = words.get(word, word)
+            if word.startswith("--"):
+                known(word.removeprefix("--").replace("-", "_"), {"help"} | {field.name for field in fields})
     return tyro.cli(
         type(default),
         args=args,
@@ -111,6 +122,14 @@ def parse(default, argv: list[str], description: str):
         use_underscores=True,
         console_outputs=int(os.environ.get("LOCAL_RANK", 0)) == 0,
     )
+
+
+def known(option: str, names: set[str]):
+    """Raises ValueError where it is none of the names, with the one that is perhaps meant."""
+    if option not in names:
+        near = [MEANT.get(option), *get_close_matches(option, names)]
+        hint = next((f": perhaps you mean --{name}" for name in near if name in names), "")
+        raise ValueError(f"there is no option --{option}{hint}; --help lists them all")
 
 
 def changed(config, presets: dict) -> dict:

@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import sys
+import traceback
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -47,11 +48,21 @@ def clear_errors(kinds=(ValueError, OSError, ImportError)):
         yield
     except kinds as error:
         fail(" ".join(str(error).split()))
+    except AttributeError as error:
+        if not isinstance(getattr(error.obj, "router", None), str):  # as a Config has it
+            raise
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        who = type(frame.f_locals.get("self")).__name__
+        fail(f"{who} reads the constant {error.name}: add it to the script's Config, and its name to `reads`")
     except (RuntimeError, MemoryError) as error:
         text = " ".join(f"{type(error).__name__} {error}".split())[:300]
         told = re.search("(not enough|out of|allocate) memory|overflow", text, re.I)
         if told or isinstance(error, MemoryError):
             fail(f"the memory does not suffice: make the model or its batches smaller ({text})")
+        half = re.search(r"(\S+\.so): (file too short|invalid ELF|cannot read)", text)
+        if half:
+            Path(half[1]).unlink(missing_ok=True)
+            fail(f"a kill had left {half[1]} half written, and it is deleted now: the same command goes on")
         if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
             fail(f"torch.compile fails: install the compiler that it asks for, or give --compile false ({text})")
         raise

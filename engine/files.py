@@ -134,9 +134,23 @@ def read_json(file: Path) -> dict:
     if not file.exists():
         return {}
     try:
-        return dict(**json.loads(file.read_text()))
+        return dict(**from_json(file.read_text()))
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{file} is not readable JSON, or no object ({error}): delete it or restore it") from None
+
+
+NO_NUMBERS = "Infinity", "-Infinity", "NaN"  # in JSON: Python writes them all the same, and few others read them
+
+
+def to_json(content) -> str:
+    text = json.dumps(content, indent=1)
+    return re.sub(rf"({'|'.join(NO_NUMBERS)})(?=,?$)", r'"\1"', text, flags=re.M)
+
+
+def from_json(text: str):
+    """What `to_json`, or Python's own, wrote."""
+    number = lambda value: float(value) if value in NO_NUMBERS else value  # noqa: E731
+    return json.loads(text, object_hook=lambda found: {name: number(value) for name, value in found.items()})
 
 
 def write(file: Path, content: dict | str | bytes):
@@ -148,7 +162,7 @@ def write(file: Path, content: dict | str | bytes):
             if file.suffix == ".pt":
                 torch.save(content, f)
             elif isinstance(content, dict):
-                f.write(json.dumps(content, indent=1).encode())
+                f.write(to_json(content).encode())
             else:
                 f.write(content if isinstance(content, bytes) else content.encode())
             f.flush()

@@ -4,7 +4,6 @@
 nanoxmoe_tokenizers.py beside it; transformers runs it where it is told trust_remote_code=True.
 """
 
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -41,7 +40,7 @@ class Model(PreTrainedModel):
 
     def run(self, *inputs):
         """What the model returns, but for the balance loss. Experts that choose tokens keep their limit: it chooses."""
-        with nullcontext() if self.model.sees_later else self.model.no_limit():
+        with self.model.no_limit():
             y, _ = self.model(*inputs)
         return y
 

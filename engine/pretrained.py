@@ -27,10 +27,10 @@ PIECES = "sentencepiece.bpe.model"  # XLM-R's tokenizer
 
 def read(folder: Path) -> Found:
     """A run, or a model in Hugging Face's format. Raises OSError or ValueError where there is no sound one."""
-    wanted = WEIGHTS + hugging_face.FILES
-    if not has_one(folder, wanted):
-        names = ", ".join(wanted)
-        raise FileNotFoundError(f"{folder} is neither the folder of a run nor of a model: it has none of {names}")
+    if not folder.exists():
+        raise FileNotFoundError(f"{folder} does not exist: train it first, or name another folder")
+    if not has_one(folder, WEIGHTS + hugging_face.FILES):
+        raise FileNotFoundError(f"{folder} is neither the folder of a run nor of a model: it holds no weights")
     if not is_run(folder):
         return hugging_face.read(folder)
     _, state = newest(folder, WEIGHTS)
@@ -80,8 +80,6 @@ def tokenizer_in(folder: Path) -> Tokenizer | None:
 
 def load_encoder(path: str | Path, **changes) -> tuple[Encoder, XLMR]:
     """As `load`, of a folder that must hold an encoder with XLM-R's kind of tokenizer."""
-    if not Path(path).exists():
-        raise ValueError(f"{path} does not exist: train it with train_mlm.py, or name another folder")
     encoder, tokenizer = load(path, **changes)
     if not isinstance(encoder, Encoder):
         raise ValueError(f"{path} is no encoder: give a run of train_mlm.py or train_electra.py")

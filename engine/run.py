@@ -11,6 +11,7 @@ import math
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -112,9 +113,13 @@ class Run:
         for name in edited:
             self.code[name] += f", before {before[name]}"  # what goes on is of both
 
-    def resume(self, model, optimizer, flops_per_token: float):
-        """Makes the folder, and puts everything where the checkpoint left it. flops_per_token: forward, for MFU."""
+    def resume(self, model, optimizer, flops_per_token: float, loss_in_words="loss {:.4f}".format):
+        """Makes the folder, and puts everything where the checkpoint left it.
+
+        flops_per_token: forward, for MFU; loss_in_words: how the training loss is told, best in the evaluation's unit.
+        """
         self.model, self.optimizer, self.flops_per_token = model, optimizer, flops_per_token
+        self.loss_in_words = loss_in_words
         state, self.checkpoint = self.checkpoint, {}
         self.start, self.seconds, self.log = state.get("step", 0), 0.0, ""  # the last is what metrics.jsonl holds
         self.board = None  # TensorBoard
@@ -141,7 +146,8 @@ class Run:
         while found != self.folder:  # as another run may have taken the name meanwhile
             self.folder, self.reason = folder_of(self.config, self.presets, self.identity)
             self.folder.mkdir(parents=True, exist_ok=True)
-            self.lock = FileLock(self.folder / "lock")  # as long as there is this object
+            # Held as long as there is this object, whichever thread then drops it.
+            self.lock = FileLock(self.folder / "lock", thread_local=False)
             try:
                 with suppress(Timeout):  # within a second whoever holds it has said which run it is
                     self.lock.acquire(timeout=1)
@@ -177,27 +183,37 @@ class Run:
     # -- the steps
 
     def steps(self) -> Iterator[int]:
-        """The numbers of the steps, under a bar on a terminal. Behind each, a process that is asked to stop does so."""
-        self.asked = 0  # the signal that asks this process to stop
+        """The numbers of the steps, under a bar on a terminal. Behind each, a process that is asked to stop does so.
+
+        A checkpoint is saved before each step that an evaluation follows, so that a kill in it loses this step alone.
+        """
+        self.asked, self.evaluating = 0, False  # the first: the signal that asks this process to stop
         steps, silent = range(self.start, self.total), self.context.rank > 0
         self.bar = tqdm(steps, initial=self.start, total=self.total, unit="step", disable=silent or None)
         self.model.train()
-        before = [signal.signal(number, self.ask) for number in SIGNALS]
+        before = {}
+        if threading.current_thread() is threading.main_thread():  # else signals are not this run's to take
+            before = {number: signal.signal(number, self.ask) for number in SIGNALS}
         try:
             for step in self.bar:
+                if self.ends_stretch(step + 1) and step not in (self.start, self.since):  # which are saved
+                    self.save_checkpoint(step)
                 yield step
                 if (step + 1) % self.config.log_every == 0:
                     self.look(step + 1)
                 self.stop_if_asked(step + 1)
         finally:
-            for number, handler in zip(SIGNALS, before):
-                signal.signal(number, handler)
+            for number, handler in before.items():
+                signal.signal(number, handler or signal.SIG_DFL)  # None: it was not Python's
 
     def ask(self, number: int, frame):
-        """The step, or the evaluation, is finished and saved before the process ends; a second signal ends it."""
-        if self.asked:
+        """A step is finished and saved before the process ends. A second signal ends it, and one in an evaluation,
+        before which it was saved; but several processes wait for each other in it, and finish it."""
+        if self.asked or self.evaluating and self.context.world == 1:
             stop(number)
         self.asked = number
+        if self.evaluating:
+            warn("asked to stop: the evaluation is finished first; a second signal ends it at once")
 
     def stop_if_asked(self, done: int):
         """Ends all processes behind the same step where one was asked to stop; torchrun asks all of them."""
@@ -247,7 +263,7 @@ class Run:
         self.train_loss = window["loss_sum"] / (done - self.since)
         self.check_finite(self.train_loss, done)
         self.speed = self.tokens / window["seconds"]
-        words = f"loss {self.train_loss:.3f}, {self.speed:,.0f} tok/s"
+        words = f"{self.loss_in_words(self.train_loss)}, {self.speed:,.0f} tok/s"
         if not self.bar.disable:
             self.bar.set_postfix_str(words)
         elif self.context.rank == 0:  # a line in a log, which a bar would fill
@@ -260,19 +276,24 @@ class Run:
 
     def due(self, done: int) -> bool:
         """Whether an evaluation is due after so many steps; if so, the training loss is looked at first."""
-        if done % self.every and done != self.total:
+        if not self.ends_stretch(done):
             return False
         self.look(done)
         self.seconds += time.perf_counter() - self.clock
+        self.evaluating = True
         return True
 
-    def save(self, done: int, scores: dict, loss: float, words: str):
-        """Logs an evaluation and saves a checkpoint, unless the last update broke the weights, which its loss shows."""
+    def ends_stretch(self, done: int) -> bool:
+        return done % self.every == 0 or done == self.total
+
+    def save(self, done: int, scores: dict, words: str, loss: float = 0.0):
+        """Logs an evaluation and saves a checkpoint, unless its loss, if it has one, is not finite."""
+        self.evaluating = False
         self.check_finite(loss, done)
         speed, fastest = f"{self.speed:,.0f} tokens/s", self.context.peak_flops
         if fastest:
             speed += f", MFU {3 * self.flops_per_token * self.speed / fastest:.1%} at full capacity"
-        self.context.say(f"step {done}: train {self.train_loss:.4f}  {speed}  {words}")
+        self.context.say(f"step {done}: train {self.loss_in_words(self.train_loss)}  {speed}  {words}")
         record = {"step": done, "train_loss": self.train_loss, "tokens_per_second": self.speed} | scores
         self.log += json.dumps(record) + "\n"
         self.write("metrics.jsonl", self.log)
@@ -280,16 +301,18 @@ class Run:
             self.board.add_scalar(name, value, done)
         self.open_window(done)
         self.save_checkpoint(done)
-        self.clock = time.perf_counter()  # writing a file is not training
 
     def save_checkpoint(self, done: int):
-        """What it takes to go on after so many steps. At every moment one of the two files is whole."""
-        window = self.window()
-        self.check_finite(window["loss_sum"], done)
+        """What it takes to go on after so many steps, unless the last update broke the weights. At every moment one of
+        the two files is whole."""
+        begun, window, model = time.perf_counter(), self.window(), parallel.whole(self.model)
+        everything = sum(p.detach().sum() for p in model.parameters())
+        self.check_finite(window["loss_sum"] + float(everything), done)
         state = {"seconds": self.seconds, "log": self.log, "window": window, "kept": self.kept}
         state |= {"precision": self.precision, "code": self.code}
         state["optimizer"] = parallel.optimizer_state(self.model, self.optimizer)
-        self.save_model("ckpt.pt", self.model, done, **state)
+        self.save_model("ckpt.pt", model, done, **state)
+        self.clock += time.perf_counter() - begun  # writing a file is not training
 
     def save_model(self, name: str, model, step: int, **state):
         """A file with what it takes to make the model again, and with `state`."""

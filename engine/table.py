@@ -13,6 +13,7 @@ from typing import NamedTuple
 from engine.config import changed, command_line, refuse, run_name, unread
 from engine.device import clear_errors, fail, setup
 from engine.run import SIGNALS, stop
+from routers import RouterError
 
 
 class Table(NamedTuple):
@@ -50,12 +51,12 @@ class Table(NamedTuple):
 
 
 def mean_cell(numbers: list[tuple]) -> str:
-    """The mean of (number or None, its format) over seeds, with the deviation of several; empty where none is."""
+    """The mean of (number or None, its format) over seeds, and the deviation if they differ; empty where none is."""
     values = [value for value, _ in numbers if value is not None]
     if not values:
         return ""
     form = numbers[0][1]
-    deviation = f" ± {statistics.stdev(values):{form.lstrip('+')}}" if len(values) > 1 else ""
+    deviation = f" ± {statistics.stdev(values):{form.lstrip('+')}}" if len({*values}) > 1 else ""
     return f"{statistics.fmean(values):{form}}{deviation}"
 
 
@@ -95,7 +96,7 @@ def carry_out(config, presets: dict, context, tables: dict, train, report, cells
     with clear_errors():
         table = table_of(config, presets, tables)
     results = []
-    with clear_errors(kinds=()):
+    with clear_errors(kinds=(RouterError,)):
         for _, change in table.rows:
             results.append([train(one, context) for one in seeds_of(config, change)])
     for result in results[0] if not config.table else []:

@@ -167,7 +167,8 @@ def only_run(folder: Path) -> Path:
 
 
 def result_of(folder: Path) -> dict:
-    return json.loads((only_run(folder) / "result.json").read_text())
+    """By the letter of JSON, which has no Infinity."""
+    return json.loads((only_run(folder) / "result.json").read_text(), parse_constant=pytest.fail)
 
 
 def saved(options: dict, name: str = "ckpt.pt") -> dict:

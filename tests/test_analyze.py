@@ -2,7 +2,9 @@
 
 import importlib
 import json
+import shutil
 import sys
+from pathlib import Path
 
 import pytest
 from helpers import ROOT
@@ -31,17 +33,13 @@ def refused(monkeypatch, capsys, *line) -> str:
 
 
 def lines(axes) -> list[tuple]:
-    """(name, x, y) of every thick line or set of points, named by the label of its colour."""
-    names = {text.get_color(): text.get_text() for text in axes.texts}
+    """(name, x, y) of every thick line or set of points."""
     thick = [line for line in axes.lines if line.get_linewidth() == 2]
-    return [(names[line.get_color()], list(line.get_xdata()), list(line.get_ydata())) for line in thick]
+    return [(line.get_label(), list(line.get_xdata()), list(line.get_ydata())) for line in thick]
 
 
 def levels(axes) -> dict[str, float]:
-    """The dashed lines: what the labels in grey say, from below."""
-    heights = sorted(line.get_ydata()[0] for line in axes.lines if line.get_linestyle() == "--")
-    texts = sorted((text.get_position()[1], text.get_text()) for text in axes.texts if text.get_color() == "0.4")
-    return {name: height for (_, name), height in zip(texts, heights, strict=True)}
+    return {line.get_label(): line.get_ydata()[0] for line in axes.lines if line.get_linestyle() == "--"}
 
 
 def kept(folder, name: str) -> dict:
@@ -101,6 +99,11 @@ def test_names_tell_what_runs_are():
     more = "threshold 32 x 128, steps "
     found += (base | {"steps": 9, "seed": 1},)
     assert names(*found) == [f"{more}1400", f"{more}1400", "switch 8 x 512", f"{more}9"]
+    runs = [shared.Trained("out/a", constants, []) for constants in (base, switch | {"n_embd": 8})]
+    assert [run.name for run in shared.named(runs, told=("n_embd", "steps"))] == [
+        "threshold 32 x 128, n_embd 128",
+        "switch 8 x 512, n_embd 8",
+    ]
     older = {name: value for name, value in base.items() if name != "steps"}  # of a time without such a constant
     assert names(base, older) == [f"{more}1400", "threshold 32 x 128"]
     assert shared.in_words(identity(train_lm.Config(router="dense"))) == "dense"
@@ -144,6 +147,20 @@ def test_xlm_es_figure_1_is_drawn_from_the_logs(folders, draw):
     )
     assert numbers["command"].startswith(f"python analyze.py curve {folders[0]}")
     assert numbers["records"][-1]["run"] == str(folders[1]) and len(numbers["table"]) == 1 + 2 * len(log)
+
+
+def test_a_trial_of_a_few_steps_is_drawn_where_it_is_named(folders, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for folder, steps in zip(folders, (3000, 20)):
+        file = folder / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"steps": steps}))
+        shutil.copytree(folder, Path("out/train_electra", f"demo-{folder.name}"))
+    chosen = shared.choose("train_electra", shared.Drawn())
+    assert [Path(run.folder).name for run in chosen] == ["demo-rtd"]
+    assert "demo-mlm is left out: " in capsys.readouterr().err
+    given = tuple(map(str, folders))
+    found = shared.choose("train_electra", shared.Drawn(given), words=lambda config: config["objective"])
+    assert [run.name for run in found] == ["rtd, steps 3000", "mlm, steps 20"]
 
 
 def test_what_is_no_log_or_cannot_be_drawn_is_one_clear_line(folders, draw, tmp_path, monkeypatch, capsys):

@@ -231,7 +231,8 @@ def test_pydocs_keeps_a_paragraph_once(tmp_path):
         (tmp_path / f"m{i:02}.py").write_text(text)
     (tmp_path / "tests").mkdir()
     shutil.copy(tmp_path / "m00.py", tmp_path / "tests")  # is not read
-    documents = list(corpora.pydocs(tmp_path))
+    documents = corpora.pydocs(tmp_path)
+    assert corpora.pydocs(tmp_path) is documents  # of three that need it, the first reads it
     assert len(documents) == 60 and sum("same words" in text for _, text in documents) == 1
     assert documents[0][1] == "Module number 0 of the whole package.\n\nThe same words in every file."
     assert {split for split, _ in documents} > {"train"}

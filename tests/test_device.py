@@ -102,7 +102,7 @@ def test_weights_and_products_have_their_precision(dtype, weights, products):
     assert (layer.weight.dtype, y.dtype) == (getattr(torch, weights), getattr(torch, products))
 
 
-def test_what_a_user_can_cause_is_one_line(capsys, monkeypatch):
+def test_what_a_user_can_cause_is_one_line(capsys, monkeypatch, tmp_path):
     for error in (ValueError("two\n lines"), OSError(2, "gone"), ImportError("no such library")):
         with pytest.raises(SystemExit) as stop, device.clear_errors():
             raise error
@@ -114,6 +114,11 @@ def test_what_a_user_can_cause_is_one_line(capsys, monkeypatch):
         with pytest.raises(SystemExit), device.clear_errors(()):
             raise error
         assert "error: the memory does not suffice" in capsys.readouterr().err
+    half = tmp_path / "kernel.so"
+    half.write_text("")
+    with pytest.raises(SystemExit), device.clear_errors(()):
+        raise RuntimeError(f"ImportError: {half}: file too short")
+    assert "the same command goes on" in capsys.readouterr().err and not half.exists()
     with pytest.raises(ValueError, match="^device nonsense: "):
         device.setup("nonsense")
     monkeypatch.setenv("LOCAL_RANK", "1")

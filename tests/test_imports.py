@@ -1,10 +1,13 @@
 """Who imports whom, from above: scripts, figures, measures, engine/ and data/, model.py, routers.py."""
 
 import ast
+import os
+import re
 import subprocess
 import sys
 from graphlib import TopologicalSorter
 
+import pytest
 from helpers import ROOT
 
 FOLDERS = "engine", "data", "analysis", "tools"
@@ -49,3 +52,23 @@ def test_a_script_loads_only_what_it_needs():
     done = subprocess.run([sys.executable, "-c", LOADED], cwd=ROOT, capture_output=True, text=True, check=True)
     loaded = {*done.stdout.splitlines()} & {*map(str, FILES)}
     assert str(ROOT / "model.py") in loaded and len(loaded) <= 20, sorted(loaded)
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if height(name) == 5 and "." not in name])
+def test_a_script_sets_how_threads_wait_before_torch_is_loaded(name):
+    lines = re.findall(r"^(?:import|from) (\w+)", MODULES[name].read_text(), re.M)
+    first, *_ = [line for line in lines if line not in sys.stdlib_module_names]
+    assert first == "engine" or height(first) == 5
+
+
+@pytest.mark.parametrize(
+    "given, count", [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "30000000000")]
+)
+def test_openmp_reads_it_but_where_the_user_says_otherwise(given, count):
+    env = {name: os.environ[name] for name in os.environ if not name.startswith(("OMP_", "GOMP_"))}
+    env |= given | {"OMP_DISPLAY_ENV": "verbose"}
+    told = subprocess.run([sys.executable, "-c", "import train_lm"], cwd=ROOT, env=env, capture_output=True, text=True)
+    found = {*re.findall(r"GOMP_SPINCOUNT = '(\d+)'", told.stderr)}
+    if not found:
+        pytest.skip("this torch has another OpenMP than GNU's")
+    assert found == {count}

@@ -1,5 +1,6 @@
 """What a layer, a model, the FLOPs and train_lm.py know of a router of one's own."""
 
+import re
 import signal
 
 import pytest
@@ -168,6 +169,19 @@ def test_one_that_sees_later_tokens_writes_and_translates_nothing():
         Encoder(constants(router="own_later"), 13)
 
 
-def test_a_router_that_does_not_choose_says_so():
-    with pytest.raises(TypeError, match="Router has no `choose` method"):
-        Router(constants(), 4)(torch.randn(3, 8))
+WRONG = {
+    "indices": (lambda self, score, probs: probs.topk(2).indices, r"Own chooses by \(64, 2\) of torch.int64: `choose`"),
+    "floats": (lambda self, score, probs: probs, r"Own chooses by \(64, 8\) of torch.float32: `choose` should return"),
+    "nothing": (lambda self, score, probs: None, "Own chooses by a .*NoneType.*should return priorities .* by_rank"),
+    "no constant": (lambda self, score, probs: self.config.sharpness, "Own reads the constant sharpness: add it"),
+    "no choose": (Router.choose, r"Own has no `choose\(self, score, probs\)`, which returns priorities \(S, E\)"),
+    "too many": (lambda self, score, probs: by_rank(probs.argsort(), probs, 3), "Own chose 3 experts .* most = 1"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_router_is_one_line_that_names_it(wrong, corpora, tmp_path, monkeypatch, capsys):
+    choose, message = WRONG[wrong]
+    monkeypatch.setitem(ROUTERS, "own", type("Own", (Router,), {"choose": choose, "__module__": __name__}))
+    options = TINY_LM | {"router": "own", "data": corpora["a"], "out_dir": tmp_path}
+    assert re.search(message, Script(train_lm).refused(options, monkeypatch, capsys))

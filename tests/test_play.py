@@ -350,7 +350,7 @@ def test_runs_that_will_not_do(made, tmp_path, monkeypatch, capsys):
     def told(*line) -> str:
         return refused(monkeypatch, capsys, "play", "--open", "false", "--run", *line)
 
-    assert "is neither the folder of a run" in told(tmp_path / "nothing")
+    assert "does not exist: train it first" in told(tmp_path / "nothing")
     for kind in (GPT, MaskedLM, Translator):
         folder = made(kind, router="dense" if kind is not Translator else "topk")
         assert f"{folder} is no language model or encoder with experts" in told(folder)
@@ -416,6 +416,15 @@ def test_the_server_refuses_what_is_not_its_page(server):
     assert asked(server, "DELETE", "/", body)[0] == 501
     assert asked(server, "POST", "/route", Content_Length="x")[0] == 400
     assert asked(server, "POST", "/route", json.dumps({"text": "x " * 500_000}))[0] == 200  # a megabyte
+    for length in (-1, play.LARGEST + 1, 10**15):
+        status, found, _ = asked(server, "POST", "/route", Content_Length=length)
+        assert status == 413 and found["error"] == "a request has 4,194,304 bytes at most"
+
+
+def test_a_request_that_stops_half_way_is_not_waited_for(server, monkeypatch):
+    monkeypatch.setattr(play.Handler, "timeout", 0.1)
+    status, found, _ = asked(server, "POST", "/route", "{", Content_Length=100)
+    assert status == 400 and "timed out" in found["error"]
 
 
 def test_what_is_not_understood_is_one_line(server):

@@ -93,8 +93,8 @@ def test_other_bad_folders_of_runs_are_one_clear_line(options, tmp_path, monkeyp
         assert message in one_line(folder, ValueError)
     torch.save({"weights": 1}, file)
     assert "it holds something else" in one_line(folder, ValueError)
-    for nothing in (tmp_path, tmp_path / "nowhere"):
-        assert "neither the folder of a run nor of a model" in one_line(nothing, OSError)
+    assert "neither the folder of a run nor of a model" in one_line(tmp_path, OSError)
+    assert "does not exist: train it first" in one_line(tmp_path / "nowhere", OSError)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

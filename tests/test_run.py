@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import zipfile
 from pathlib import Path
@@ -40,7 +41,7 @@ from data.batches import TokenData
 from engine import hugging_face, table
 from engine.config import command_line
 from engine.device import Context, setup
-from engine.files import load_checkpoint, newest, write
+from engine.files import load_checkpoint, newest, read_json, write
 from engine.pretrained import load
 from engine.run import Run
 from engine.table import Table, markdown_table
@@ -154,7 +155,7 @@ def test_whenever_a_file_takes_its_name_a_run_may_stop(options, tmp_path, monkey
             raise Stop
         return rename(file, target)
 
-    for stop_at in range(1, 9):
+    for stop_at in range(1, 13):
         renames.clear()
         stopped = options | {"out_dir": tmp_path / str(stop_at)}
         with pytest.MonkeyPatch.context() as patch, pytest.raises(Stop):
@@ -162,7 +163,8 @@ def test_whenever_a_file_takes_its_name_a_run_may_stop(options, tmp_path, monkey
             LM.run(stopped, patch)
         LM.run(stopped, monkeypatch)
         assert_same_end(stopped, whole)
-    names = "config.json tokenizer.model metrics.jsonl ckpt.pt metrics.jsonl ckpt.prev.pt ckpt.pt result.json"
+    names = "config.json tokenizer.model ckpt.pt metrics.jsonl ckpt.prev.pt ckpt.pt ckpt.prev.pt ckpt.pt metrics.jsonl "
+    names += "ckpt.prev.pt ckpt.pt result.json"
     assert " ".join(Path(target).name for target in renames) == names
 
 
@@ -172,8 +174,7 @@ def test_a_file_is_on_the_disk_before_it_takes_its_name(options, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda number: (done.append("fsync"), fsync(number)))
     monkeypatch.setattr(Path, "replace", lambda file, target: (done.append(file.suffix), replace(file, target)))
     LM.run(options, monkeypatch)
-    done.remove(".pt")  # the checkpoint that becomes the previous one
-    assert done == ["fsync", ".tmp"] * 7
+    assert [each for each in done if each != ".pt"] == ["fsync", ".tmp"] * 9  # a .pt becomes the previous one
 
 
 @pytest.mark.parametrize(
@@ -189,7 +190,7 @@ def test_a_signal_ends_a_run_behind_its_step(step, evaluations, number, options,
     log = only_run(ended["out_dir"]) / "metrics.jsonl"
     assert (len(metrics(ended["out_dir"])) if log.exists() else 0) == evaluations
     if step == 3:  # saved by its evaluation, and not once more
-        assert load_checkpoint(log.with_name("ckpt.prev.pt"))["step"] == 2
+        assert load_checkpoint(log.with_name("ckpt.prev.pt"))["step"] == 3
     LM.run(ended, monkeypatch)
     assert f"goes on from step {step + 1}" in capsys.readouterr().out
     LM.run(whole, monkeypatch)
@@ -197,20 +198,33 @@ def test_a_signal_ends_a_run_behind_its_step(step, evaluations, number, options,
     assert [record["step"] for record in metrics(whole["out_dir"])] == [2, 4, 5]  # the last one, too
 
 
-def test_a_second_signal_ends_a_run_at_once(options, monkeypatch, capsys):
-    """Here while it evaluates: the checkpoint of before is kept."""
+@pytest.mark.parametrize("how", ["killed", "one signal", "two signals"])
+def test_what_ends_a_run_in_an_evaluation_costs_it_one_step(how, options, tmp_path, monkeypatch, capsys):
+    """A kill, and a signal, which is not answered minutes later; but processes that wait for each other need two."""
+    whole, ended = kept_in(options, "whole", "ended")
 
     def evaluate(model, data, split, context, *most, old=train_lm.evaluate):
-        if only_run(options["out_dir"]).joinpath("ckpt.pt").exists():
-            os.kill(os.getpid(), signal.SIGINT)
+        if load_checkpoint(only_run(ended["out_dir"]) / "ckpt.pt")["step"] == 3:
+            if how == "killed":
+                raise Stop
+            if how == "two signals":
+                context.world = 2
+                os.kill(os.getpid(), signal.SIGINT)
+                assert "the evaluation is finished first" in capsys.readouterr().err
             os.kill(os.getpid(), signal.SIGINT)
         return old(model, data, split, context, *most)
 
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as stop:
+    with pytest.MonkeyPatch.context() as patch, pytest.raises((SystemExit, Stop)) as stop:
         patch.setattr(train_lm, "evaluate", evaluate)
-        LM.run(options, patch)
-    assert stop.value.code == 130 and "stopped; the same command goes on" in capsys.readouterr().err
-    assert checkpoint(options)["step"] == 2
+        LM.run(ended, patch)
+    assert how == "killed" or stop.value.code == 130
+    assert how == "killed" or "stopped; the same command goes on" in capsys.readouterr().err
+    del stop  # it holds the run
+    monkeypatch.undo()
+    LM.run(ended, monkeypatch)
+    assert "goes on from step 3" in capsys.readouterr().out
+    LM.run(whole, monkeypatch)
+    assert_same_end(ended, whole)
 
 
 @pytest.mark.parametrize("where, number", [("build", signal.SIGTERM), ("test", signal.SIGINT)])
@@ -225,6 +239,25 @@ def test_a_signal_before_or_behind_the_steps_is_one_line(where, number, options,
     for each in (ended, whole):
         LM.run(each, monkeypatch)
     assert_same_end(ended, whole)
+
+
+def test_a_training_takes_nothing_that_belongs_to_the_program_which_calls_it(options, monkeypatch):
+    """In any thread, again and again: not its signals, not its random numbers, and not its folder when it is done."""
+    results = []
+
+    def work():
+        for seed in (0, 0, 1):
+            where = {name: str(options[name]) for name in ("data", "out_dir")}
+            config = train_lm.Config(**options | where | {"seed": seed, "resume": False})
+            results.append(train_lm.train(config, setup("cpu", "float32"))["test"]["loss"])
+
+    before = signal.getsignal(signal.SIGINT), torch.get_rng_state()
+    for call in (threading.Thread(target=work), threading.Thread(target=work)):
+        call.start()
+        call.join()
+    work()
+    assert signal.getsignal(signal.SIGINT) is before[0] and torch.equal(torch.get_rng_state(), before[1])
+    assert results == results[:3] * 3 and results[0] == results[1] != results[2]
 
 
 def test_one_process_that_is_sent_a_signal_stops_both(options):
@@ -290,9 +323,9 @@ def test_a_checkpoint_that_is_not_the_runs_own_gives_way_to_the_one_before_it(da
     LM.run(options, monkeypatch)
     said = capsys.readouterr()
     assert "ckpt.pt is corrupt (" in said.err and "using ckpt.prev.pt" in said.err
-    assert "goes on from step 2" in said.out
+    assert "goes on from step 3" in said.out
     torch.testing.assert_close(checkpoint(options)["model"], whole["model"], rtol=0, atol=0)
-    assert load_checkpoint(folder / "ckpt.prev.pt")["step"] == 2  # the damaged one did not take its place
+    assert load_checkpoint(folder / "ckpt.prev.pt")["step"] == 3  # the damaged one did not take its place
     spoil()
     (folder / "ckpt.prev.pt").write_bytes(b"not a checkpoint")
     line = LM.refused(options, monkeypatch, capsys)
@@ -487,6 +520,16 @@ def test_a_file_of_another_run_is_an_error(name, options, monkeypatch, capsys):
         assert f"{name} is of a run with another {constant}: delete it" in LM.refused(options, monkeypatch, capsys)
 
 
+def test_what_json_has_no_number_for_is_read_as_it_was_written(tmp_path):
+    numbers = {"inf": math.inf, "inside": {"least": -math.inf, "text": "Infinity, NaN", "list": [0.5, 1]}, "none": None}
+    write(tmp_path / "new.json", numbers)
+    json.loads((tmp_path / "new.json").read_text(), parse_constant=pytest.fail)
+    (tmp_path / "old.json").write_text(json.dumps(numbers))
+    assert read_json(tmp_path / "new.json") == read_json(tmp_path / "old.json") == numbers
+    write(tmp_path / "new.json", {"a": math.nan})
+    assert math.isnan(read_json(tmp_path / "new.json")["a"])
+
+
 def test_the_history_is_that_of_the_checkpoint(options, monkeypatch, capsys):
     stopped(LM, 2, signal.SIGTERM, options, capsys)
     file = only_run(options["out_dir"]) / "metrics.jsonl"
@@ -496,7 +539,10 @@ def test_the_history_is_that_of_the_checkpoint(options, monkeypatch, capsys):
     assert file.read_bytes() == before
 
 
-@pytest.mark.parametrize("bad, log_every, ends, kept", [({6}, 1, 7, 4), ({5}, 100, 8, 4), ({2}, 100, 3, None)])
+BAD = ({6}, 1, 7, 4), ({5}, 100, 7, 4), ({7}, 100, 8, 7), ({1}, 100, 2, None)
+
+
+@pytest.mark.parametrize("bad, log_every, ends, kept", BAD)
 def test_a_loss_that_is_not_finite_ends_the_run(bad, log_every, ends, kept, options, monkeypatch, capsys):
     """Also where nobody looked at that step and later losses would be finite, and where a signal asks to save."""
     at = []
@@ -511,18 +557,19 @@ def test_a_loss_that_is_not_finite_ends_the_run(bad, log_every, ends, kept, opti
     assert (only_run(options["out_dir"]) / "ckpt.pt").exists() == bool(kept)
 
 
-def test_weights_that_the_last_update_broke_are_not_saved(options, monkeypatch, capsys):
-    """Every training loss was finite; only the evaluation can tell."""
+@pytest.mark.parametrize("update, kept", [(7, 4), (8, 7)])
+def test_weights_that_the_last_update_broke_are_not_saved(update, kept, options, monkeypatch, capsys):
+    """Before an evaluation, and behind it. Every training loss was finite."""
     updates = []
 
     def after_step(model):
         updates.append(1)
-        if len(updates) == 8:
+        if len(updates) == update:
             model.ln_f.weight.data.fill_(math.inf)
 
     monkeypatch.setattr(train_lm.GPT, "after_step", after_step)
-    assert "not finite at step 8" in LM.refused(options | {"steps": 40, "eval_every": 4}, monkeypatch, capsys)
-    assert checkpoint(options)["step"] == 4
+    assert f"not finite at step {update}" in LM.refused(options | {"steps": 40, "eval_every": 4}, monkeypatch, capsys)
+    assert checkpoint(options)["step"] == kept
 
 
 def test_the_gradient_is_the_mean_over_the_micro_batches(options, monkeypatch):
@@ -548,7 +595,10 @@ def test_a_log_has_a_line_where_a_terminal_has_a_bar(options, monkeypatch, capsy
     monkeypatch.setattr(Context, "peak_flops", 1e9)
     LM.run(options | {"log_every": 2}, monkeypatch)
     said, log = capsys.readouterr(), metrics(options["out_dir"])
-    lines = [f"step {record['step']}/4: loss {record['train_loss']:.3f}" for record in log]
+    counts = json.loads((options["data"] / "meta.json").read_text())["splits"]["train"]
+    bpb = [record["train_loss"] * counts["tokens"] / counts["bytes"] / math.log(2) for record in log]
+    lines = [f"step {record['step']}/4: {own:.3f} bits per byte" for record, own in zip(log, bpb)]
+    assert [f"train {own:.3f} bits per byte, perplexity " in said.out for own in bpb] == [True, True]
     assert [line.split(",")[0] for line in said.err.splitlines()] == lines
     flops = result_of(options["out_dir"])["flops"]  # forward
     found = [float(share) for share in re.findall(r"MFU ([\d.]+)% at full capacity", said.out)]
@@ -575,7 +625,7 @@ def test_micro_batches_that_cannot_be_dealt(options, monkeypatch, capsys):
     assert "cannot be dealt to 3 processes" in LM.refused(options, monkeypatch, capsys)
 
 
-DIFFER = ("false, 2]", "false, 0]"), ('"data_checksum": "', '"data_checksum": "0'), ('}, "float32"', '}, "bfloat16"')
+DIFFER = ("false, 3]", "false, 0]"), ('"data_checksum": "', '"data_checksum": "0'), ('}, "float32"', '}, "bfloat16"')
 
 
 @pytest.mark.parametrize("ours, theirs", DIFFER)
@@ -606,10 +656,10 @@ def test_a_table_gives_mean_deviation_and_gaps():
     results = [[{"ppl": 10.0}], [{"ppl": 1.0, "cut": 0.5}, {"ppl": 3.0, "cut": 0.5}]]
     text = Table("title", ("method", "paper"), rows).render(results, cells)
     assert text.splitlines() == [
-        "| method | paper | ppl         | cut          |",
-        "|--------|-------|-------------|--------------|",
-        "| dense  | 22.61 | 10.00       |              |",
-        "| Switch | 20.11 | 2.00 ± 1.41 | 50.0% ± 0.0% |",
+        "| method | paper | ppl         | cut   |",
+        "|--------|-------|-------------|-------|",
+        "| dense  | 22.61 | 10.00       |       |",
+        "| Switch | 20.11 | 2.00 ± 1.41 | 50.0% |",
     ]
     assert markdown_table(["a"], [[1], [None]]).splitlines() == ["| a    |", "|------|", "| 1    |", "| None |"]
 

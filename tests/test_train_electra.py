@@ -278,7 +278,11 @@ def test_every_row_trains_and_reports(row, options, monkeypatch, capsys):
     assert ("sparse layer 1: experts wanted" in out) == sparse and ("discriminator: loss" in out) == rtd
     counted = counting.masked_scores(data["sentences"], 256)
     assert result["counting"] == counted and out.count(counting.in_words(counted)) == 2  # before training, and after
-    assert f"{result['held_out']['pairs']['generator']:.1%} right" in out[out.rindex("held-out pairs: generator") :]
+    last, own = out[out.rindex("held-out pairs: ") :].splitlines()[0], result["held_out"]["pairs"]
+    assert f"perplexity {math.exp(own['mlm']):.2f}, {own['generator']:.1%} right" in last
+    assert (
+        ("generator" in last) == rtd and f"{'above' if own.get('saved', 1) < 0 else 'below'} a blind" in last or not rtd
+    )
 
 
 def test_the_gradient_is_of_the_losses_means_over_all_that_a_step_predicts(options, monkeypatch):
@@ -449,7 +453,7 @@ def test_weights_that_the_last_update_broke_are_not_saved(broken, options, monke
 
     monkeypatch.setattr(Electra, "after_step", after_step)
     assert "not finite at step 4" in ELECTRA.refused(options, monkeypatch, capsys)
-    assert saved(options)["step"] == 2
+    assert saved(options)["step"] == 3
 
 
 def test_the_interval_of_what_a_translation_adds_is_over_pairs(monkeypatch):

@@ -270,7 +270,7 @@ def test_an_evaluation_is_done_again_after_more_training(options, monkeypatch):
         LM.run(command, monkeypatch)
         file = only_run(options["out_dir"]) / "eval-t=None-capacity=0.5.json"
         found.append(json.loads(file.read_text()))
-    assert [result["step"] for result in found] == [2, 2, 4] and found[0]["test"]["loss"] != found[2]["test"]["loss"]
+    assert [result["step"] for result in found] == [3, 3, 4] and found[0]["test"]["loss"] != found[2]["test"]["loss"]
 
 
 def test_a_model_is_evaluated_on_its_own_data_alone(options, corpora, tmp_path, monkeypatch, capsys):
@@ -290,7 +290,7 @@ def test_gpt2_weights_are_evaluated_and_trained_on(options, tmp_path, monkeypatc
     options |= {"router": "dense", "init_from": tmp_path / "gpt2", "out_dir": tmp_path / "out"}
     options |= {"frequency_bias": False, "learning_rate": 1e-9, "min_learning_rate": 0}
     evaluated = options | {"eval_only": True}
-    assert "gpt2 is neither the folder of a run nor of a model" in LM.refused(evaluated, monkeypatch, capsys)
+    assert "gpt2 does not exist: train it first" in LM.refused(evaluated, monkeypatch, capsys)
     options["init_from"].mkdir()
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)

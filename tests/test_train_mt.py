@@ -17,7 +17,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import ROOT, TORCHRUN, Script, flip_a_byte, metrics, only_run, result_of, saved, table_rows, words
+from helpers import (
+    ROOT,
+    TORCHRUN,
+    Script,
+    flip_a_byte,
+    metrics,
+    only_run,
+    result_of,
+    saved,
+    table_rows,
+    words,
+    write_files,
+)
 
 import train_mt
 from analysis import flops
@@ -267,7 +279,7 @@ def test_the_best_weights_are_tested_and_kept_whatever_happens(options, monkeypa
     flip_a_byte(only_run(options["out_dir"]) / "ckpt.pt")
     run(options, monkeypatch)
     said, best = capsys.readouterr(), saved(options, "model.pt")
-    assert "goes on from step 6" in said.out
+    assert "goes on from step 7" in said.out
     assert said.out.count("weights of step 4, whose validation BLEU is best: 9.00") == 2
     assert (best["step"], saved(options, "ckpt.pt")["step"]) == (4, 8)
     assert all(torch.equal(weight, weights[1][name]) for name, weight in best["model"].items())
@@ -288,7 +300,7 @@ def test_broken_weights_end_the_run_before_they_are_translated_or_saved(options,
     monkeypatch.setattr(train_mt, "evaluate", broken)
     fix_valid_bleu(monkeypatch, 5.0)
     assert "not finite at step 4" in refused(options, monkeypatch, capsys)
-    assert saved(options, "ckpt.pt")["step"] == 2
+    assert saved(options, "ckpt.pt")["step"] == 3
 
 
 # --- Tables, and a translation memory
@@ -437,6 +449,17 @@ def test_a_file_or_standard_input_is_translated_line_by_line(trained, tmp_path, 
     command = [*TORCHRUN, str(ROOT / "train_mt.py"), *words(trained | {"translate": "-"})]
     done = subprocess.run(command, input="\n".join(lines).encode(), capture_output=True)
     assert done.returncode == 0 and done.stdout.decode() == out, done.stderr.decode()
+
+
+def test_translations_in_a_file_are_utf8_whatever_the_locale(trained, tmp_path, monkeypatch):
+    """And batches may be larger than those of training."""
+    text = "да 犬 \N{DOG FACE}"
+    monkeypatch.setattr(train_mt, "translate_texts", lambda model, texts, *rest: texts)
+    write_files(tmp_path, {"in.txt": f"{text}\n"})
+    with open(tmp_path / "out.txt", "w", encoding="cp1252") as file:
+        monkeypatch.setattr(sys, "stdout", file)
+        run(trained | {"translate": tmp_path / "in.txt", "micro_tokens": 10_007}, monkeypatch)
+    assert (tmp_path / "out.txt").read_text(encoding="utf-8") == f"{text}\n"
 
 
 def test_any_standard_input_is_read(trained, monkeypatch, capsys):

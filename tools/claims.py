@@ -9,7 +9,6 @@ side. pictures.json has the panels of each picture, of such records, or of the s
 """
 
 import importlib
-import json
 import math
 from pathlib import Path
 from statistics import fmean
@@ -17,6 +16,7 @@ from statistics import fmean
 from analysis.measures import mean_over_layers
 from analysis.shared import Panel, canvas, draw
 from engine.config import identity
+from engine.files import from_json
 
 SEEDS = ("", *(f"-seed={seed}" for seed in range(1, 8)))  # in the names of runs
 BY_LAYER = {"translations found": "retrieval", "found, centred": "centred"}  # a number -> of all layers, in `held_out`
@@ -40,7 +40,7 @@ COLORS = {"holds": "#0072B2", "level": "0.55", "the opposite": "#D55E00"}
 def read(file: Path, take=lambda content: content):
     """take(content) of a file of JSON. Raises ValueError where it is missing, or is not what `take` takes."""
     try:
-        return take(json.loads(file.read_text()))
+        return take(from_json(file.read_text()))
     except FileNotFoundError:
         raise ValueError(f"{file} is missing: measure it, or take it off its page") from None
     except (LookupError, TypeError, ValueError, AttributeError) as error:
