@@ -1,7 +1,8 @@
 """A run's tokenizer as files that AutoTokenizer reads without code of ours: tokenizer.json and its options.
 
-Its ids are ours, but that a special token which a text spells out is that token, and that XLM-R's kind may lose some of
-several combining marks in a row: transformers reads SentencePiece's table of characters so, in XLM-R itself, too.
+Its ids are ours, with two exceptions. A special token that a text spells out is that token. And where a text is
+decomposed (NFD), XLM-R's kind misses some compositions, as transformers' own XLM-R does: its reader of SentencePiece's
+table of characters goes by what looks like one.
 """
 
 import io
@@ -9,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, processors
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
 from data.tokenizers import GPT2, GPT2_PATTERN, XLMR, SentencePiece, Tokenizer
@@ -54,18 +55,21 @@ def from_sentencepiece(tokenizer: SentencePiece) -> tokenizers.Tokenizer:
     scores = [tokenizer.processor.get_score(i) for i in range(len(names))]
     if isinstance(tokenizer, XLMR):
         names = ["<s>", "<pad>", "</s>", "<unk>", *names[3:], "<mask>"]
-        kinds = [CONTROL] * 4 + kinds[3:] + [CONTROL]
+        kinds = [CONTROL] * 3 + [UNKNOWN] + kinds[3:] + [CONTROL]
         scores = [0.0] * 4 + scores[3:] + [0.0]
+    unknown = kinds.index(UNKNOWN)
     [training], [rules] = parts[2], parts[3]
     if training.get(3, UNIGRAM) == UNIGRAM:
-        model = models.Unigram([*zip(names, scores)], unk_id=names.index("<unk>"), byte_fallback=True)
+        model = models.Unigram([*zip(names, scores)], unk_id=unknown, byte_fallback=True)
     else:
         normal = {name: score for name, score, kind in zip(names, scores, kinds) if kind == NORMAL}
         ids = {name: i for i, name in enumerate(names)}
-        model = models.BPE(ids, [*pairs(normal)], unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+        model = models.BPE(ids, [*pairs(normal)], unk_token=names[unknown], fuse_unk=True, byte_fallback=True)
     theirs = tokenizers.Tokenizer(model)
     begins, single = rules.get(3, True), rules.get(4, True)  # a space is put in front; there is one at a time
     theirs.normalizer = normalizer(rules.get(2), begins, single)
+    scheme = "always" if begins else "never"
+    theirs.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     theirs.decoder = decoders.Sequence(steps + [decoders.Strip(" ", left=1)] * begins)
     for name, kind in zip(names, kinds):
@@ -92,11 +96,10 @@ def pairs(scores: dict[str, float]) -> Iterator[tuple[str, str]]:
 def normalizer(table: bytes | None, begins: bool, single: bool) -> normalizers.Sequence:
     steps = [normalizers.Precompiled(table)] if table else []
     if single:
-        steps += [normalizers.Replace(Regex(r"\A +"), ""), normalizers.Replace(Regex(" +"), " ")]
-    steps.append(normalizers.Replace(" ", "▁"))
-    if single:
-        steps.append(normalizers.Replace(Regex(r"▁+\z"), ""))
-    return normalizers.Sequence(steps + [normalizers.Prepend("▁")] * begins)
+        steps += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" +"), " ")]
+    elif begins:  # also before a space, where a pre-tokenizer puts none
+        steps.append(normalizers.Prepend("▁"))
+    return normalizers.Sequence(steps)
 
 
 def fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
