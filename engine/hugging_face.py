@@ -226,8 +226,8 @@ CLASSES = {  # class of a run's model -> transformers' classes for it, and ours 
     "MaskedLM": {"AutoModelForMaskedLM": "NanoXMoEForMaskedLM"},
     "Electra": {"AutoModelForTokenClassification": "NanoXMoEForTokenClassification"},
 }
-for kind in ("MaskedLM", "Electra"):  # encoders
-    CLASSES[kind] |= {"AutoModel": "NanoXMoEModel"} | CLASSES["Electra"]
+for own in ("MaskedLM", "Electra"):  # encoders
+    CLASSES[own] |= {"AutoModel": "NanoXMoEModel"} | CLASSES["Electra"]
 CARD = """# {name}
 
 Trained with nanoXMoE. What it was trained with, and what it scored, is in result.json if the run was finished.
@@ -240,7 +240,7 @@ tokenizer = AutoTokenizer.from_pretrained(FOLDER)
 ```
 """
 NO_LIMIT = """
-Experts have no capacity limit here, in training neither, so that no token depends on its batch-mates. Generation has no
+Experts have no capacity limit here, nor in fine-tuning, so that no token depends on its batch-mates. Generation has no
 cache of keys and values: for each new token it reads again what stands before.
 """
 SEES_LATER = """
