@@ -609,9 +609,10 @@ class GPT(SparseModel):
         deep = math.sqrt(2 * config.n_layer)
         self.init_weights(config.init_std, config.init_std / deep)
 
-    def hidden(self, ids, past: list[KeysValues] | None = None):
+    def hidden(self, ids, past: list[KeysValues] | None = None, real=None, states: list | None = None):
         """ids (B, T) -> final hidden states (B, T, D), balance loss, and what is `past` to the next ids, (B, 1).
 
+        real: as in `MoE`; padding must stand at the ends of rows. `states` receives what each block reads, where given.
         Raises ValueError where more than block_size tokens come together.
         """
         first = past[0][0].shape[2] if past else 0
@@ -622,7 +623,9 @@ class GPT(SparseModel):
         x = self.dropout(self.wte(ids) + positions)
         total, present = self.ln_f.weight.new_zeros(()), []
         for i, block in enumerate(self.blocks):
-            x, balance, so_far = block(x, ids, past=past[i] if past else None)
+            if states is not None:
+                states.append(x)
+            x, balance, so_far = block(x, ids, real, past=past[i] if past else None)
             total = total + balance
             present.append(so_far)
         return self.ln_f(x), total, present

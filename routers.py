@@ -244,7 +244,8 @@ class Hash(Router):
 
     def forward(self, h, ids, position=None):
         chosen = one_hot(self.expert_of_id[ids], self.E)  # (S, E)
-        weight = chosen.to(torch.promote_types(h.dtype, torch.float32))
+        rounded = torch.is_autocast_enabled(h.device.type)  # h, and not what is added to the residual stream
+        weight = chosen.to(torch.float32 if rounded else h.dtype)
         priority = torch.where(chosen, 0, NOT_CHOSEN)  # all are equal: the earlier token comes first
         return Routing(weight, priority, weight.new_zeros(()), weight)
 

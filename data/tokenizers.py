@@ -143,12 +143,13 @@ class GPT2(Tokenizer):
         super().__init__(file)
         if self.sha256 != GPT2_SHA256:
             raise ValueError("this is neither a SentencePiece *.model nor GPT-2's rank file, r50k_base.tiktoken")
-        ranks = {}
+        self.ranks = {}
         for line in file.splitlines():
             token, rank = line.split()
-            ranks[base64.b64decode(token)] = int(rank)
-        special = {"<|endoftext|>": self.eot}
-        self.encoding = tiktoken.Encoding("gpt2", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens=special)
+            self.ranks[base64.b64decode(token)] = int(rank)
+        self.encoding = tiktoken.Encoding(
+            "gpt2", pat_str=GPT2_PATTERN, mergeable_ranks=self.ranks, special_tokens={"<|endoftext|>": self.eot}
+        )
 
     def encode_short(self, texts: list[str]) -> Ids:
         return self.encoding.encode_ordinary_batch(texts, num_threads=THREADS)

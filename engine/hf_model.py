@@ -1,48 +1,57 @@
-"""nanoXMoE's models and tokenizers under the names that transformers expects.
+"""nanoXMoE's models under the names that transformers expects.
 
-`python -m engine.pretrained export RUN FOLDER` copies this file into FOLDER, with model.py, routers.py and
-nanoxmoe_tokenizers.py beside it; transformers runs it where it is told trust_remote_code=True.
+`python -m engine.pretrained export RUN FOLDER` copies this file into FOLDER, with model.py and routers.py beside it;
+transformers runs it where it is told trust_remote_code=True.
 """
 
-from pathlib import Path
+import math
 from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel, PreTrainedTokenizer
-from transformers.modeling_outputs import CausalLMOutput, MaskedLMOutput, TokenClassifierOutput
+from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput, TokenClassifierOutput
+from transformers.utils import can_return_tuple
 
-from .model import GPT, Encoder, MaskedLM
-from .nanoxmoe_tokenizers import KINDS, load_tokenizer
+from .model import GPT, Encoder, SparseModel, output_logits
 
 
 class NanoXMoEConfig(PretrainedConfig):
-    """constants: those of the training script, by which model.py makes the model."""
-
     model_type = "nanoxmoe"
-
-    def __init__(self, constants: dict | None = None, **options):
-        self.constants = constants or {}
-        super().__init__(**options)
+    constants = {}  # of the training script, by which model.py makes the model
 
 
 class Model(PreTrainedModel):
-    """What all have: a model of model.py, without a capacity limit, so that no token depends on its batch-mates."""
+    """What all have."""
 
     config_class = NanoXMoEConfig
-    kind = Encoder
+    base_model_prefix = "model"
+    _input_embed_layer = "wte"  # by this name transformers looks for the embeddings in `model` and `embeddings`
 
-    def __init__(self, config: NanoXMoEConfig):
-        super().__init__(config)
-        self.model = self.kind(SimpleNamespace(**config.constants), config.vocab_size)
-        self.post_init()
+    def states(self, asked: bool | None) -> list | None:
+        """What hidden states are to be put into, None where neither the call nor the config asks for them."""
+        asked = self.config.output_hidden_states if asked is None else asked
+        return [] if asked else None
 
-    def run(self, *inputs):
-        """What the model returns, but for the balance loss. Experts that choose tokens keep their limit: it chooses."""
-        with self.model.no_limit():
-            y, _ = self.model(*inputs)
-        return y
+    def loss(self, logits, labels, options: dict):
+        """By transformers' function for a class of this name: a decoder's shifts the labels, and -100 is no label."""
+        if labels is None:
+            return None
+        sizes = {"vocab_size": self.config.vocab_size, "config": self.config}
+        return self.loss_function(logits=logits, labels=labels, **sizes, **options)
+
+
+def network(kind: type[SparseModel], config: NanoXMoEConfig) -> SparseModel:
+    """A model of model.py whose experts have no limit, so that no token depends on its batch-mates.
+
+    Experts that choose tokens keep theirs: it does the choosing.
+    """
+    net = kind(SimpleNamespace(**config.constants), config.vocab_size)
+    if not net.sees_later:
+        for moe in net.moe_layers:
+            moe.capacity_factor = moe.eval_capacity_factor = math.inf
+    return net
 
 
 def places(attention_mask) -> torch.Tensor | None:
@@ -53,78 +62,82 @@ def places(attention_mask) -> torch.Tensor | None:
 
 
 class NanoXMoEForCausalLM(Model, GenerationMixin):
-    """A decoder, which knows no padding: texts of unlike lengths are read one by one."""
+    """A decoder. It keeps no keys and values: for each new token it reads again what stands before."""
 
-    kind = GPT
+    def __init__(self, config: NanoXMoEConfig):
+        super().__init__(config)
+        self.model = network(GPT, config)
+        self.post_init()
 
-    def forward(self, input_ids, attention_mask=None, **ignored):
-        if places(attention_mask) is None:
-            return CausalLMOutput(logits=self.run(input_ids))
-        logits = self.model.wte.weight.new_zeros(*input_ids.shape, self.config.vocab_size)
-        for row, ids, real in zip(logits, input_ids, attention_mask.bool()):
-            row[real] = self.run(ids[real].unsqueeze(0)).squeeze(0)
-        return CausalLMOutput(logits=logits)
+    @can_return_tuple
+    def forward(self, input_ids, attention_mask=None, labels=None, output_hidden_states=None, **options):
+        states, padded = self.states(output_hidden_states), places(attention_mask) is not None
+        if padded:  # padding goes to the end of its row, where no token sees it
+            order = attention_mask.argsort(dim=1, descending=True, stable=True)
+            input_ids, attention_mask = input_ids.gather(1, order), attention_mask.gather(1, order)
+        h, _, _ = self.model.hidden(input_ids, real=places(attention_mask), states=states)
+        if padded:
+            back = order.argsort(dim=1).unsqueeze(2).expand_as(h)
+            h, states = h.gather(1, back), states and [x.gather(1, back) for x in states]
+        logits = output_logits(h, self.model.wte.weight, self.model.bias)
+        return CausalLMOutput(self.loss(logits, labels, options), logits, hidden_states=states and (*states, h))
 
     def prepare_inputs_for_generation(self, input_ids, attention_mask=None, **ignored):
+        if self.model.sees_later:
+            raise ValueError("experts of this model choose among later tokens, too, so it cannot generate")
         read = slice(-self.config.max_position_embeddings, None)
         mask = None if attention_mask is None else attention_mask[:, read]
         return {"input_ids": input_ids[:, read], "attention_mask": mask}
 
 
-class NanoXMoEForMaskedLM(Model):
-    kind = MaskedLM
+class NanoXMoEModel(Model):
+    """An encoder's hidden states."""
 
-    def forward(self, input_ids, attention_mask=None, **ignored):
-        everywhere = torch.arange(input_ids.numel(), device=input_ids.device)
-        logits = self.run(input_ids, everywhere, places(attention_mask))
-        return MaskedLMOutput(logits=logits.view(*input_ids.shape, -1))
+    def __init__(self, config: NanoXMoEConfig):
+        super().__init__(config)
+        self.encoder = network(Encoder, config)
+        self.post_init()
+
+    @property
+    def embeddings(self) -> Encoder:
+        return self.encoder
+
+    @can_return_tuple
+    def forward(self, input_ids, attention_mask=None, output_hidden_states=None, **ignored):
+        states = self.states(output_hidden_states)
+        h, _ = self.encoder(input_ids, places(attention_mask), states)
+        return BaseModelOutput(h, hidden_states=states and tuple(states))
 
 
-class NanoXMoEForTokenClassification(Model):
-    """XLM-E's discriminator: a logit for each token, above 0 where it seems replaced."""
+class WithHead(Model):
+    """An encoder with a head, which begins with the same layer for all."""
 
     def __init__(self, config: NanoXMoEConfig):
         super().__init__(config)
         D = config.hidden_size
-        self.dense, self.ln_h = nn.Linear(D, D), nn.LayerNorm(D)
-        self.out = nn.Linear(D, 1)
+        self.model, self.dense, self.ln_h = NanoXMoEModel(config), nn.Linear(D, D), nn.LayerNorm(D)
 
-    def forward(self, input_ids, attention_mask=None, **ignored):
-        h = self.run(input_ids, places(attention_mask))
-        h = self.ln_h(F.gelu(self.dense(h)))
-        return TokenClassifierOutput(logits=self.out(h))
+    @can_return_tuple
+    def forward(self, input_ids, attention_mask=None, labels=None, output_hidden_states=None, **options):
+        read = self.model(input_ids, attention_mask, output_hidden_states, return_dict=True)
+        logits = self.out(self.ln_h(F.gelu(self.dense(read.last_hidden_state))))
+        return TokenClassifierOutput(self.loss(logits, labels, options), logits, read.hidden_states)
 
 
-class NanoXMoETokenizer(PreTrainedTokenizer):
-    """A tokenizer of nanoxmoe_tokenizers.py, whose tokens are called by their numbers."""
+class NanoXMoEForMaskedLM(WithHead):
+    def __init__(self, config: NanoXMoEConfig):
+        super().__init__(config)
+        self.bias = nn.Parameter(torch.zeros(config.vocab_size))
+        self.post_init()
 
-    vocab_files_names = {kind: each.filename for kind, each in KINDS.items()}  # a folder has one of them
-    model_input_names = ["input_ids", "attention_mask"]
+    def out(self, x):
+        return output_logits(x, self.get_input_embeddings().weight, self.bias)
 
-    def __init__(self, **options):
-        (file,) = filter(None, (options.pop(kind, None) for kind in KINDS))
-        self.ours = load_tokenizer(file)
-        super().__init__(**options)
 
-    @property
-    def vocab_size(self) -> int:
-        return self.ours.vocab_size
+class NanoXMoEForTokenClassification(WithHead):
+    """As exported from XLM-E's discriminator, it says whether a token was replaced; it can be trained to say more."""
 
-    def get_vocab(self) -> dict[str, int]:
-        return {f"<{i}>": i for i in range(self.vocab_size)} | self.added_tokens_encoder
-
-    def tokenize(self, text: str, **ignored) -> list[str]:
-        [ids] = self.ours.encode_batch([text])
-        return list(map(self._convert_id_to_token, ids))
-
-    def _convert_token_to_id(self, token: str) -> int:
-        return int(token[1:-1])
-
-    def _convert_id_to_token(self, i: int) -> str:
-        return f"<{i}>"
-
-    def convert_tokens_to_string(self, tokens: list[str]) -> str:
-        return self.ours.decode(list(map(self._convert_token_to_id, tokens)))
-
-    def save_vocabulary(self, folder: str, prefix: str | None = None) -> tuple[str]:
-        return (str(self.ours.save(Path(folder))),)
+    def __init__(self, config: NanoXMoEConfig):
+        super().__init__(config)
+        self.out = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()

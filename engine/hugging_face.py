@@ -1,15 +1,16 @@
 """Hugging Face's formats: GPT-2 and XLM-R are read, and a run is written as a folder that transformers loads.
 
 A dense decoder without an output bias is written in GPT-2's own layout, a dense encoder without a relative bias in
-XLM-R's. All others, and the tokenizers, take their code along (model.py, routers.py, nanoxmoe_tokenizers.py and
-hf_model.py), which transformers runs where it is told trust_remote_code=True. A decoder's folder can be scored by
-lm-eval (pip install "lm-eval[hf]"):
+XLM-R's. All others take their code along (model.py, routers.py and hf_model.py), which transformers runs where it is
+told trust_remote_code=True. A decoder's folder can be scored by lm-eval (pip install "lm-eval[hf]"):
 
     lm_eval run --model hf --model_args pretrained=FOLDER,trust_remote_code=True --tasks lambada_openai
 """
 
+import math
 import re
 import shutil
+import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,9 +19,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from data.tokenizers import XLMR, Tokenizer, load_tokenizer
+from data.tokenizers import load_tokenizer
 from engine.files import read_json, with_names_of_today, write
 from model import PAD
+from routers import ROUTERS
 
 Weights = dict[str, Tensor]  # by the names that model.py has for them
 FILES = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json"
@@ -183,7 +185,7 @@ def read(folder: Path) -> Found:
     if config.get("model_type") == "nanoxmoe":
         kind = config["trained"]
         constants = config["constants"] | {"vocab_size": config["vocab_size"]}
-        weights = part_of(read_tensors(folder), "model.")
+        weights = {name.removeprefix("model."): x for name, x in read_tensors(folder).items()}
         weights = with_names_of_today(weights, weights)
     else:
         kind = "GPT" if config.get("model_type") == "gpt2" else "MaskedLM"
@@ -219,29 +221,40 @@ def read_part(file: Path) -> Weights:
 # Writing
 
 CODE = {"model.py": "model.py", "routers.py": "routers.py", "hf_model.py": "engine/hf_model.py"}
-CODE["nanoxmoe_tokenizers.py"] = "data/tokenizers.py"  # a name of its own: there is a library called tokenizers
-CLASSES = {  # class of a run's model -> transformers' class for it, and ours in hf_model.py
-    "GPT": ("AutoModelForCausalLM", "NanoXMoEForCausalLM"),
-    "MaskedLM": ("AutoModelForMaskedLM", "NanoXMoEForMaskedLM"),
-    "Electra": ("AutoModelForTokenClassification", "NanoXMoEForTokenClassification"),
+CLASSES = {  # class of a run's model -> transformers' classes for it, and ours in hf_model.py; the first is its own
+    "GPT": {"AutoModelForCausalLM": "NanoXMoEForCausalLM"},
+    "MaskedLM": {"AutoModelForMaskedLM": "NanoXMoEForMaskedLM"},
+    "Electra": {"AutoModelForTokenClassification": "NanoXMoEForTokenClassification"},
 }
+for own in ("MaskedLM", "Electra"):  # encoders
+    CLASSES[own] |= {"AutoModel": "NanoXMoEModel"} | CLASSES["Electra"]
 CARD = """# {name}
 
-Trained with nanoXMoE. What it was trained with, and what it scored, is in result.json if the run was finished. Experts
-have no capacity limit here, so that no token depends on its batch-mates. It is loaded by
-
+Trained with nanoXMoE. What it was trained with, and what it scored, is in result.json if the run was finished.
+{about}
 ```python
 from transformers import {auto}, AutoTokenizer
 
 model = {auto}.from_pretrained(FOLDER{trust})
-tokenizer = AutoTokenizer.from_pretrained(FOLDER, trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained(FOLDER)
 ```
 """
+NO_LIMIT = """
+Experts have no capacity limit here, nor in fine-tuning, so that no token depends on its batch-mates. Generation has no
+cache of keys and values: for each new token it reads again what stands before.
+"""
+SEES_LATER = """
+Experts choose among all tokens of a batch, later ones too, so that each token depends on the others. What looks like a
+language model's perplexity is none, and nothing can be generated.
+"""
+MOST = sys.float_info.max  # JSON has no infinity
 
 
 def export(found: Found, run: Path, folder: Path):
     """Writes what was found in the folder `run`. Raises ValueError, OSError or ImportError of one line."""
     from safetensors.torch import save_file
+
+    from engine import hf_tokenizer
 
     if found.kind not in CLASSES:
         raise ValueError(f"{run} holds a {found.kind}: give a run of train_lm.py, train_mlm.py or train_electra.py")
@@ -250,25 +263,24 @@ def export(found: Found, run: Path, folder: Path):
     tokenizer, layout = load_tokenizer(run), LAYOUTS.get(found.kind)
     theirs = layout.written(found.constants, found.weights) if layout else None
     config, weights = theirs or with_our_code(found)
-    special = special_tokens(tokenizer)
-    config |= {f"{name}_id": token for name, token in special.items()}
-
+    config |= {f"{name}_id": token for name, token in hf_tokenizer.special_ids(tokenizer).items()}
+    auto, *_ = CLASSES[found.kind]
+    files = {"config.json": config} | hf_tokenizer.files_of(tokenizer, found.constants["block_size"])
+    about, trust = "", ""
+    if not theirs:
+        router = ROUTERS.get(found.constants["router"])
+        about = SEES_LATER if router and router.sees_later else NO_LIMIT
+        trust = ", trust_remote_code=True"
+        for name, here in CODE.items():
+            code = (Path(__file__).parents[1] / here).read_text()
+            files[name] = code.replace("from routers import", "from .routers import")
+    files["README.md"] = CARD.format(name=run.name, auto=auto, trust=trust, about=about)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "model.safetensors").chmod(0o644)  # as the other files
-    write(folder / "config.json", config)
-    options = {name: f"<{token}>" for name, token in special.items()}
-    options["tokenizer_class"] = "NanoXMoETokenizer"
-    options["auto_map"] = {"AutoTokenizer": ["hf_model.NanoXMoETokenizer", None]}
-    options["model_max_length"] = found.constants["block_size"]
-    write(folder / "tokenizer_config.json", options)
-    tokenizer.save(folder)
-    for name, here in CODE.items():
-        code = (Path(__file__).parents[1] / here).read_text()
-        write(folder / name, code.replace("from routers import", "from .routers import"))
-    auto, _ = CLASSES[found.kind]
-    trust = "" if theirs else ", trust_remote_code=True"
-    write(folder / "README.md", CARD.format(name=run.name, auto=auto, trust=trust))
+    for name, content in files.items():
+        write(folder / name, content)
+    tokenizer.save(folder)  # for `load`
     if (run / "result.json").exists():
         shutil.copy(run / "result.json", folder)
     print(f"{folder} has the model, its tokenizer and a card that says how transformers loads them")
@@ -276,16 +288,13 @@ def export(found: Found, run: Path, folder: Path):
 
 def with_our_code(found: Found) -> tuple[dict, Weights]:
     """The config and the tensors of a model of hf_model.py."""
-    weights, constants, head = found.weights, dict(found.constants), {}
-    if found.kind == "Electra":  # the discriminator and its head; the generator has done its work
-        head = {name: x for name, x in weights.items() if name.startswith(("dense.", "ln_h.", "out."))}
-        weights = part_of(weights, "encoder.")
-    auto, name = CLASSES[found.kind]
+    constants = {name: MOST if x == math.inf else x for name, x in found.constants.items()}
+    weights, classes = dict(found.weights), CLASSES[found.kind]
     config = {
         "model_type": "nanoxmoe",
         "trained": found.kind,
-        "architectures": [name],
-        "auto_map": {"AutoConfig": "hf_model.NanoXMoEConfig", auto: f"hf_model.{name}"},
+        "architectures": [*classes.values()][:1],
+        "auto_map": {"AutoConfig": "hf_model.NanoXMoEConfig"},
         "dtype": "float32",
         "use_cache": False,
         "vocab_size": constants.pop("vocab_size"),
@@ -295,12 +304,14 @@ def with_our_code(found: Found) -> tuple[dict, Weights]:
         "num_attention_heads": constants["n_head"],
         "constants": constants,
     }
-    tensors = {f"model.{name}": x.contiguous() for name, x in weights.items()}
-    return config, tensors | head
-
-
-def special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
-    """Tokens by the names that transformers has for them."""
-    if not isinstance(tokenizer, XLMR):
-        return dict.fromkeys(("bos_token", "pad_token", "eos_token"), tokenizer.eot)
-    return {f"{name}_token": getattr(tokenizer, name) for name in ("bos", "pad", "eos", "mask")}
+    config["auto_map"] |= {auto: f"hf_model.{name}" for auto, name in classes.items()}
+    if found.kind == "Electra":
+        config["id2label"] = {0: "original", 1: "replaced"}
+        for name in ("out.weight", "out.bias"):  # a softmax of 0 and a logit is the logit's sigmoid
+            weights[name] = torch.cat([torch.zeros_like(weights[name]), weights[name]])
+    tensors = {}
+    for name, x in weights.items():
+        if not name.startswith("generator."):  # it has done its work
+            inside = found.kind == "GPT" or name.startswith("encoder.")
+            tensors["model." * inside + name] = x.contiguous()
+    return config, tensors

@@ -16,8 +16,13 @@ MODULES = {".".join(file.relative_to(ROOT).with_suffix("").parts): file for file
 HEIGHTS = {"routers": 0, "model": 1, "engine": 2, "data": 2, "analysis": 4}  # of files and folders; scripts have 5
 HEIGHTS |= dict.fromkeys(["analysis.bilingual", "analysis.flops", "analysis.measures"], 3)  # which training needs too
 LOADED = """
-import sys, train_lm
+import sys
+from torch._functorch import config
 
+before = config.get_config_copy()
+import train_lm
+
+assert config.get_config_copy() == before, "an import changes what torch compiles in the whole program"
 print(*(getattr(module, "__file__", None) for module in list(sys.modules.values())), sep="\\n")
 """
 
