@@ -41,7 +41,7 @@ class Config:
     preset: str = "demo"  # demo, small, or wikitext103 / openwebtext at -124M, -323M or -556M
     table: int | None = None  # run every row of XMoE's table 1 or 2 at the preset's scale
     seeds: int = 1  # repeat with so many seeds; give mean and deviation
-    data: str = "pydocs"  # a corpus under data/prepared, or the folder of a prepared one
+    data: str = "pydocs"  # your own text (a file or a folder), a corpus under data/prepared, or a prepared folder
     seed: int = 0  # of weights, data order and dropout
     # the model
     n_layer: int = 4  # blocks
@@ -212,11 +212,11 @@ def evaluate(model: GPT, data: TokenData, split: str, context, max_tokens: int |
         sums += y.numel() * torch.tensor(means, dtype=torch.float64)
     loss, balance, tokens = context.sum(sums).tolist()
     model.train()
-    loss, counts = loss / tokens, data.meta["splits"][split]
+    loss, counts = loss / tokens, data.eval_counts(split, max_tokens)
     return {
         "loss": loss,  # nats a token
         "ppl": measures.perplexity(loss),
-        "word_ppl": measures.perplexity(loss * counts["tokens"] / counts["words"]),  # of words between blanks
+        "word_ppl": measures.perplexity(tokens * loss / counts["words"]) if "words" in counts else None,
         "bpb": measures.bits_per_byte(loss, counts),
         "balance": balance / tokens,
         "tokens": int(tokens),
@@ -329,7 +329,8 @@ def evaluate_run(config: Config, context) -> dict:
 
 def describe(scores: dict) -> str:
     """What one evaluation found, a line an MoE layer."""
-    words = "{bpb:.3f} bits per byte, perplexity {ppl:.2f} ({word_ppl:.1f} a word)  balance {balance:.3f}"
+    a_word = " ({word_ppl:.1f} a word)" if scores["word_ppl"] else ""  # where blanks part words
+    words = "{bpb:.3f} bits per byte, perplexity {ppl:.2f}" + a_word + "  balance {balance:.3f}"
     layers = [f"\n  MoE layer {i}: {measures.describe_routing(layer)}" for i, layer in enumerate(scores["layers"], 1)]
     return words.format(**scores) + "".join(layers)
 
