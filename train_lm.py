@@ -42,7 +42,7 @@ class Config:
     preset: str = "demo"  # demo, small, or wikitext103 / openwebtext at -124M, -323M or -556M
     table: int | None = None  # run every row of XMoE's table 1 or 2 at the preset's scale
     seeds: int = 1  # repeat with so many seeds; give mean and deviation
-    data: str = "pydocs"  # a corpus under data/prepared, or the folder of a prepared one
+    data: str = "pydocs"  # your own text (a file or a folder), a corpus under data/prepared, or a prepared folder
     seed: int = 0  # of weights, data order and dropout
     # the model
     n_layer: int = 4  # blocks
@@ -215,7 +215,7 @@ def evaluate(model: GPT, data: TokenData, split: str, context, max_tokens: int |
     model.train()
     layers = [watch.finish(context.sum) for watch in watches]
     scores = {"balance": balance / tokens, "tokens": int(tokens), "layers": layers}
-    return in_units(loss / tokens, data.meta["splits"][split]) | scores
+    return in_units(loss / tokens, data.eval_counts(split, max_tokens)) | scores
 
 
 def in_units(loss: float, counts: dict) -> dict[str, float]:
@@ -223,7 +223,7 @@ def in_units(loss: float, counts: dict) -> dict[str, float]:
     return {
         "loss": loss,
         "ppl": measures.perplexity(loss),
-        "word_ppl": measures.perplexity(loss * counts["tokens"] / counts["words"]),  # of words between blanks
+        "word_ppl": measures.perplexity(loss * counts["tokens"] / counts["words"]) if "words" in counts else None,
         "bpb": measures.bits_per_byte(loss, counts),
     }
 
@@ -338,7 +338,8 @@ LOSS = "{bpb:.3f} bits per byte, perplexity {ppl:.2f}"
 
 def describe(scores: dict) -> str:
     """What one evaluation found, a line an MoE layer."""
-    words = f"{LOSS} ({{word_ppl:.1f}} a word)  balance {{balance:.3f}}"
+    a_word = " ({word_ppl:.1f} a word)" if scores["word_ppl"] else ""  # where blanks part words
+    words = f"{LOSS}{a_word}  balance {{balance:.3f}}"
     layers = [f"\n  MoE layer {i}: {measures.describe_routing(layer)}" for i, layer in enumerate(scores["layers"], 1)]
     return words.format(**scores) + "".join(layers)
 

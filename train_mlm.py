@@ -42,7 +42,7 @@ class Config:
     preset: str = "demo"  # demo, small, or base: the paper's
     table: int | None = None  # run every row of X-MoE's table 2, 3 or 5 at the preset's scale
     seeds: int = 1  # repeat with so many seeds; give mean and deviation
-    data: str = "ciphers"  # a corpus of many languages under data/prepared, or the folder of a prepared one
+    data: str = "ciphers"  # a folder of LANGUAGE.txt, a corpus of languages under data/prepared, or a prepared folder
     sampling_exponent: float = 0.7  # a language is drawn in proportion to its tokens to this power
     mask_share: float = 0.4  # of the tokens is to be predicted; the paper's 0.15 teaches less in so short a run
     seed: int = 0  # of weights, data order, masks and dropout

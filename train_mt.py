@@ -52,7 +52,7 @@ class Config:
     preset: str = "demo"  # demo, multi30k, wmt23 (XMoE) or wmt10 (X-MoE)
     table: int | None = None  # run every row of XMoE's table 3 or X-MoE's table 4 at the preset's scale
     seeds: int = 1  # repeat with so many seeds; give mean and deviation
-    data: str = "ciphers-mt"  # a corpus of translation pairs under data/prepared, or the folder of a prepared one
+    data: str = "ciphers-mt"  # a folder of de-en.de and .en, a corpus of pairs in data/prepared, or a prepared folder
     target: str = "en"  # the language to translate into, from the other of each pair
     sampling_exponent: float = 1.0  # a pair of languages is drawn in proportion to its size to this power
     seed: int = 0  # of weights, data order and dropout
@@ -357,7 +357,7 @@ def evaluate(model: Translator, data: TranslationData, split: str, context, max_
     return {
         "loss": loss / tokens,
         "ppl": measures.perplexity(loss / tokens),
-        "bpb": measures.bits_per_byte(loss / tokens, data.translation_counts(split)),
+        "bpb": measures.bits_per_byte(loss / tokens, data.eval_counts(split, max_tokens)),
         "balance": balance / tokens,
         "tokens": int(tokens),
         "layers": [{"name": name} | watch.finish(context.sum) for name, watch in zip(model.moe_names, watches)],
@@ -417,15 +417,15 @@ def train(config: Config, context) -> dict:
             scores = evaluate(now, data, "valid", context, config.eval_tokens)
             run.check_finite(scores["loss"], step + 1)  # broken weights translate nothing
             valid = score_split(now, data, "valid", config, context, config.eval_sentences)
-            best = run.kept.get("best", {"bleu": -1})
-            if valid["bleu"] > best["bleu"]:
+            best, found = run.kept.get("best", {}), {name: valid[name] for name in ("bleu", "chrf")}
+            if tuple(found.values()) > (best.get("bleu", -1), best.get("chrf", 0)):
                 weights = {name: x.to("cpu", copy=True) for name, x in now.state_dict().items()}
-                run.kept["best"] = {"step": step + 1, "bleu": valid["bleu"], "model": weights}
+                run.kept["best"] = found | {"step": step + 1, "model": weights}
             moments = run.kept.setdefault("moment", {})
             for name, pair in valid["pairs"].items():
                 if pair["chrf"] > memories.get(name, math.inf):  # the memory's of the test set
                     moments.setdefault(name, step + 1)
-            scores |= {"bleu": valid["bleu"], "chrf": valid["chrf"]}
+            scores |= found
             run.save(step + 1, scores, f"valid {describe(scores)}", scores["loss"])
 
     model, best = parallel.whole(model), run.kept["best"]

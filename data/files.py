@@ -55,7 +55,7 @@ def source_files(source: Path) -> list[Path]:
 
     def closed(error: OSError):
         if isinstance(error, PermissionError):
-            say_unread(source, error.filename)
+            say_unread(source, "they may not be opened", error.filename)
 
     for folder, inside, names in os.walk(source, followlinks=True, onerror=closed):
         real = os.path.realpath(folder)
@@ -82,14 +82,13 @@ def text_files(source: Path, *endings: str) -> list[Path]:
             found.append(path)
         else:
             left.append(path.name)
-    say_unread(source, *left)
+    say_unread(source, "by their names they hold no text for training; a file given alone is read", *left)
     return found
 
 
-@cache  # a source that is read twice says it once
-def say_unread(source: Path, *names: str):
+def say_unread(source: Path, why: str, *names: str):
     if names:
-        print(f"not read in {source}: {len(names):,} files ({', '.join(names[:3])})", file=sys.stderr)
+        say(f"not read in {source}: {len(names):,} files ({', '.join(names[:3])}), as {why}")
 
 
 def one_of(folder: Path, *names: str) -> Path:
@@ -111,14 +110,21 @@ def uncompressed_name(path: Path) -> str:
 
 
 def read_lines(path: Path) -> Iterator[str]:
-    """The lines of a UTF-8 file with their line ends, without the byte order mark that some programs begin it with."""
+    """The lines of a UTF-8 file, each with a line feed, without the byte order mark that some programs begin it with.
+
+    Lines may end in CR LF. A lone CR ends a line only where a file has no line feed; elsewhere it is part of a text, so
+    that files of pairs stay aligned.
+    """
     open_file = COMPRESSED.get(path.suffix.lower(), open)
     try:
         with open_file(path, "rt", encoding="utf-8-sig", newline="\n") as file:
-            for line in file:
-                if "\0" in line:
-                    raise ValueError(f"{path} is not UTF-8: it has bytes of 0, as UTF-16 has")
-                yield line
+            for number, line in enumerate(file, start=1):
+                if 3 * line.count("\0") > len(line):
+                    raise ValueError(f"{path} is not UTF-8: line {number:,} has bytes of 0, as UTF-16 has")
+                is_all = number == 1 and not line.endswith("\n")
+                text = line.removesuffix("\n").removesuffix("\r")
+                for part in text.split("\r") if is_all else [text]:
+                    yield f"{part}\n"
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8: {error.reason}") from error
     except (EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError) as error:
@@ -196,6 +202,12 @@ def read_parquet(path: Path) -> Iterator[str]:
             yield from (text or "" for text in texts)
     except (ArrowException, KeyError, OSError, UnicodeDecodeError) as error:  # a damaged file gives any of these
         raise ValueError(f"{path} cannot be read: {error}".splitlines()[0]) from error
+
+
+def has_words(text: str) -> bool:
+    """Whether blanks part its words. In Greenlandic these have 15 letters in the mean; in Thai blanks part phrases."""
+    words = text.split()
+    return sum(map(len, words)) < 16 * len(words)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """A folder that `python -m data.prepare` wrote: checked, and its tokens mapped into memory."""
 
+import hashlib
 import json
-import sys
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -13,26 +13,36 @@ import torch
 from numpy import ndarray
 from torch import Tensor
 
-from data.files import PREPARED, SPLITS, checksum, sha256
+from data.files import PREPARED, SPLITS, checksum, say, sha256, source_files
 from data.tokenizers import KINDS, Tokenizer, load_tokenizer
 
 HASHED_UP_TO = 1 << 30  # bytes; hashing a larger file takes seconds at every start, so only its size is compared
 AGAIN = "remove the folder and prepare it again: python -m data.prepare --help says how"
 
 
-def ready(name: str, make: bool = True) -> Path:
-    """data/prepared/NAME, made now where packages contain it and `make` says so, or else the folder called `name`."""
-    folder = PREPARED / name
-    if folder.exists():
-        return folder
+def ready(name: str, kind: str | None = None, make: bool = True) -> Path:
+    """data/prepared/NAME, or the prepared folder called `name`.
+
+    Where `make` says so a corpus that packages contain is prepared now, and so are the user's texts, of a kind as in
+    data.corpora, under a vocabulary of their own. Of each state of their files, by size and time, a folder is kept.
+    """
+    folder, source, options = PREPARED / name, Path(name).resolve(), {}
+    for place in (folder, Path(name)):
+        if (place / "meta.json").exists() or (place / "train.bin").exists():
+            return place
     from data.prepare import CORPORA, prepare  # not above: what is prepared is read without the readers of all corpora
 
-    if name not in CORPORA or not CORPORA[name].packages or CORPORA[name].wheels:
-        return Path(name) if Path(name).exists() else folder
-    if make:
-        print(f"preparing {name}, once: {folder} will have it", file=sys.stderr)
+    if name not in CORPORA and source.exists():
+        files = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in source_files(source)]
+        state = hashlib.sha256(repr((kind, files)).encode()).hexdigest()
+        folder, options = PREPARED / f"{source.stem[:40]}-{state[:8]}", {"source": source}
+        name = {"languages": "cc100", "pairs": "bitext"}.get(kind, "text")
+    elif name not in CORPORA or not CORPORA[name].packages or CORPORA[name].wheels:
+        return folder
+    if make and not folder.exists():
+        say(f"preparing {name}, once: {folder} will have it")
         try:
-            prepare(name, out=folder)
+            prepare(name, out=folder, **options)
         except (OSError, ValueError):
             if not folder.exists():  # it exists where another process was faster
                 raise
@@ -47,7 +57,7 @@ def read_meta(folder: Path) -> dict:
 
         known = folder.name in CORPORA
         source = " --source DIR" if known and CORPORA[folder.name].read is None else ""
-        how = f"prepare it: python -m data.prepare {folder.name + source if known else '--help'}"
+        how = f"prepare it: python -m data.prepare {folder.name}{source}" if known else "nor is there such a text"
         raise FileNotFoundError(f"no prepared data in {folder}; {how}")
     try:
         meta = json.loads(path.read_text())
@@ -104,7 +114,7 @@ class Prepared:
     @classmethod
     def open(cls, name: str, config, context, **options) -> "Prepared":
         """The corpus `name`, or the prepared folder `name`, read as a script's config says; see `ready`."""
-        folder = ready(name, make=context.rank == 0)
+        folder = ready(name, cls.kind, make=context.rank == 0)
         context.barrier()
         sizes = config.block_size, config.micro_tokens, config.batch_tokens // config.micro_tokens
         return cls(folder, *sizes, config.seed, **options)

@@ -12,31 +12,35 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from data.files import Records, split_of
-from data.packages import HOMEASSISTANT, wheel_file
+from data.packages import wheel_file
 
 MIN_MESSAGES = 100  # of a language that is kept
-Translated = tuple[str, str, str]  # language as in zh_Hans, English, message
-Message = tuple[str, str, str, str]  # the same, and the split
 
 
-def by_language(messages: list[Message]) -> dict[str, Records]:
-    """Documents are messages, each once in a language; those of `en` are the English texts that have a translation."""
+def by_language(source: Path | None = None) -> dict[str, Records]:
+    """Documents are messages, each once in a language; those of `en` are the English texts that have a translation.
+
+    A hash of the English sends 5% to valid and 5% to test. A message that translates English texts of two splits is
+    left out, and so are languages of few messages.
+    """
+    found = sorted(home_messages(source))
+    split = {}  # English text -> its split
+    uses = defaultdict(set)  # text -> the splits in which it stands
+    for _, english, message in found:
+        split[english] = split_of(english, valid=0.05, test=0.05)
+        uses[english].add(split[english])
+        uses[message].add(split[english])
+    kept = [row for row in found if len(uses[row[2]]) == 1]
+    counts = Counter(language for language, *_ in kept)
     splits = defaultdict(dict)  # language -> text -> split
-    for language, english, message, split in messages:
-        splits["en"][english] = split
-        splits[language][message] = split
+    for language, english, message in kept:
+        if counts[language] >= MIN_MESSAGES:
+            splits["en"][english] = splits[language][message] = split[english]
+    if not splits:
+        raise ValueError(f"no language has {MIN_MESSAGES} texts beside their English: is it the right source?")
     rows = {}
     for language, own in splits.items():
         rows[language] = [(own[text], text) for text in sorted(own, key=scattered)]
-    return rows
-
-
-def by_pair(messages: list[Message]) -> dict[str, Records]:
-    """A message and its English, split by the English text."""
-    rows = defaultdict(list)
-    in_order = sorted(messages, key=lambda row: (scattered(row[1]), row[2]))
-    for language, english, message, split in in_order:
-        rows[f"{language}-en"].append((split, message, english))
     return rows
 
 
@@ -45,32 +49,13 @@ def scattered(text: str) -> tuple[int, str]:
     return zlib.crc32(text.encode()), text
 
 
-def separated(found: set[Translated]) -> list[Message]:
-    """Translations with their split, sorted. A hash of the English sends 5% to valid and 5% to test.
+def home_messages(source: Path | None = None) -> set[tuple[str, str, str]]:
+    """(language as in zh_Hans, English, message), aligned by key, in single spaces.
 
-    A message that translates English texts of two splits is left out, and so are languages of few messages.
+    Left out is what is the English itself, or has other {placeholders}.
     """
-    split = {}  # English text -> its split
-    uses = defaultdict(set)  # text -> the splits in which it stands
-    for _, english, message in found:
-        split[english] = split_of(english, valid=0.05, test=0.05)
-        uses[english].add(split[english])
-        uses[message].add(split[english])
-    kept = []
-    for language, english, message in sorted(found):
-        if len(uses[message]) == 1:
-            kept.append((language, english, message, split[english]))
-    counts = Counter(language for language, *_ in kept)
-    messages = [row for row in kept if counts[row[0]] >= MIN_MESSAGES]
-    if not messages:
-        raise ValueError(f"no language has {MIN_MESSAGES} texts beside their English: is it the right source?")
-    return messages
-
-
-def home_messages(source: Path | None = None) -> list[Message]:
-    """Aligned by key, in single spaces. Left out is what is the English itself, or has other {placeholders}."""
     texts = defaultdict(dict)  # language -> component and JSON key path -> text
-    with zipfile.ZipFile(wheel_file(HOMEASSISTANT, source)) as archive:
+    with zipfile.ZipFile(wheel_file(source)) as archive:
         for name in archive.namelist():
             if match := re.fullmatch(r"(.+)/translations/([\w-]+)\.json", name):
                 component, language = match.groups()
@@ -82,7 +67,7 @@ def home_messages(source: Path | None = None) -> list[Message]:
             english = texts["en"].get(key)
             if english and text not in ("", english) and placeholders(english) == placeholders(text):
                 found.add((language, english, text))
-    return separated(found)
+    return found
 
 
 def leaves(node, keys: tuple) -> Iterator[tuple]:

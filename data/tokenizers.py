@@ -12,6 +12,8 @@ import hashlib
 import io
 import os
 from collections.abc import Iterable, Iterator
+from itertools import chain
+from math import isqrt
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +21,7 @@ import sentencepiece
 
 GPT2_FILE = "https://openaipublic.blob.core.windows.net/encodings/r50k_base.tiktoken"  # the ranks of its tokens
 GPT2_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
-PART = 300_000  # characters that are encoded at once
+PART = 250_000  # characters that are encoded at once, in at most a million bytes
 Ids = list[list[int]]  # of the tokens of each text
 THREADS = os.cpu_count() or 1
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
@@ -162,11 +164,19 @@ KINDS = {each.kind: each for each in (SentencePiece, XLMR, GPT2)}
 
 
 def train_sentencepiece(texts: Iterable[str], vocab_size=8192, kind=SentencePiece, **options) -> SentencePiece:
-    """Learns vocab_size tokens. The same texts always give the same file; too few texts are a ValueError."""
+    """Learns vocab_size tokens. The same texts always give the same file; too few texts are a ValueError.
+
+    vocab_size: None is what fits the texts: bytes, their characters, and as many merges as the root of their length.
+    """
     lines = []
     for text in texts:
         text = text.encode("utf-8", "replace").decode()  # lone surrogates become "?", as in data.prepare
-        lines += filter(None, text.split("\n"))
+        # SentencePiece leaves out a line of more than a mebibyte.
+        lines += chain.from_iterable(map(parts, text.split("\n")))
+    if vocab_size is None:
+        merges = isqrt(sum(map(len, lines)))
+        vocab_size = 260 + len(set().union(*lines)) + merges + kind.added
+        options["hard_vocab_limit"] = False  # a monotonous text has fewer merges
     file = io.BytesIO()
     pieces = vocab_size - kind.added
     try:

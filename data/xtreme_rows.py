@@ -111,7 +111,8 @@ def answer_places(gold: list | None, spans: list) -> list[int]:
     if not gold or gold[0][1] < 0:
         return []
     text, begin = gold[0]
-    end = begin + len(text)
+    end = begin + len(text.rstrip())  # a blank at its end would be the next word's
+    begin += len(text) - len(text.lstrip())
     return [token for token, (first, last) in enumerate(spans) if last > begin and first < end]
 
 

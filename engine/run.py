@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from tempfile import TemporaryFile
 
 import torch
 from filelock import FileLock, Timeout
@@ -72,6 +73,12 @@ class Run:
         self.folder, self.reason = context.gather(folder_of(config, presets, self.identity))[0]
         self.find()
         self.kept = self.checkpoint.get("kept", {})
+        if context.rank == 0 and not self.result:
+            try:  # now, rather than after the work
+                os.makedirs(config.out_dir, exist_ok=True)
+                TemporaryFile(dir=config.out_dir).close()
+            except OSError as error:
+                raise ValueError(f"{config.out_dir} cannot hold runs ({error}): choose another --out_dir") from None
 
     @property
     def name(self) -> str:

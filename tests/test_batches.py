@@ -528,7 +528,9 @@ def test_held_out_texts_are_kept_as_they_were_written(aligned):
         english += [target for _, target in found]
     tokens = translations.tokenizer.encode_batch(english)
     counts = {"tokens": sum(len(ids) + 1 for ids in tokens), "bytes": sum(map(len, english))}
-    assert translations.translation_counts("test") == counts
+    assert translations.eval_counts("test") == counts
+    numbers, one_pair = translations.eval_pairs("test", 1), {"tokens": len(tokens[0]) + 1, "bytes": len(english[0])}
+    assert numbers.tolist() == [0] and translations.eval_counts("test", 1) == one_pair  # of what is read, no more
 
 
 def test_sources_to_translate_come_longest_first_within_the_budget():

@@ -20,10 +20,10 @@ import sentencepiece
 from filelock import FileLock
 from helpers import ROOT, write_files
 
-from data import corpora, english, messages, tokenizers
+from data import bitext_sets, corpora, english, messages, tokenizers, xtreme
 from data import folder as prepared
 from data import prepare as preparing
-from data.files import SPLITS, read_documents, source_files, split_of
+from data.files import SPLITS, has_words, named_split, read_documents, source_files, split_of
 from data.folder import ready
 from data.prepare import prepare
 from data.tokenizers import XLMR, load_tokenizer, train_sentencepiece
@@ -125,7 +125,65 @@ def test_splits_named_by_files(tmp_path, capsys):
     write_files(tmp_path, texts)
     expected = [("valid", "b"), ("valid", "d"), ("test", "c"), *(("train", text) for text in "abcb")]
     assert list(corpora.text(tmp_path)) == expected
-    assert f"not read in {tmp_path}: 1 files (other.txt)\n" in capsys.readouterr().err
+    assert f"not read in {tmp_path}: 1 files (other.txt), as their names say no split" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "names, of_their_own",
+    [
+        ("a.txt b.txt", ""),
+        ("train-00000-of-00001.txt", ""),  # as the hub names it
+        ("train.txt val.txt", "valid"),
+        ("a.txt b.txt test.txt", "test"),
+        ("train.txt dev.txt test.txt", "valid test"),
+    ],
+)
+def test_what_no_name_says_is_split_off_by_a_hash(tmp_path, names, of_their_own):
+    """From train, or from all that say nothing; of a small text a tenth, of a large one a hundredth."""
+    texts = {name: [f"{name} {i}" for i in range(500)] for name in names.split()}
+    write_files(tmp_path, {name: "\n".join(own) for name, own in texts.items()})
+    for share, more in ((0.1, 0), (0.01, 10**7)):
+        with (tmp_path / next(iter(texts))).open("a") as file:
+            file.write("\n" * more)
+        expected, ours = [], of_their_own.split()
+        for name, own in texts.items():
+            split = named_split(Path(name)) or "train"
+            for text in own:
+                shares = [0 if held_out in ours else share for held_out in ("valid", "test")]
+                expected.append((split_of(text, *shares) if split == "train" else split, text))
+        found = list(corpora.text(tmp_path))
+        assert sorted(found) == sorted(expected) and {split for split, _ in found} == set(SPLITS)
+
+
+READERS = {  # a reader, and the lines of each file that it reads
+    corpora.text: {"train.txt": "one,two,,three", "valid.txt": "four,five", "test.jsonl": '{"text": "six"}'},
+    corpora.enwiki: {"train.txt": "= A =,x,,= B =,y", "valid.txt": "= C =,x,,= D =,y"},
+    corpora.wikitext103: {f"wiki.{split}.raw": " , = A = , , x , , = B = , , y " for split in SPLITS},
+    corpora.multi30k: {f"{n}.{side}": "x,y" for n in ("train", "val", "test_2016_flickr") for side in ("de", "en")},
+    corpora.bitext: {"de-en.train.de": "x,y", "de-en.train.en": "a,b", "de-en.valid.tsv": "x\ty,z\tw"},
+    bitext_sets.tatoeba: {"deu-eng.deu": "x,y", "deu-eng.eng": "a,b"},
+    bitext_sets.word_alignments: {"de-en.src-tgt": "a b ||| c,d ||| e", "de-en.gold": "1-1 2p1,1-1"},
+    partial(xtreme.read, "ner", "test"): {"test-de.tsv": "Ein\tO,Hund\tB-PER,,Ja\tO"},
+    partial(xtreme.read, "pos", "test"): {"de-test.conllu": "# x,1\tJa\t_\tX\t_\t_\t_\t_\t_\t_,"},
+    partial(xtreme.read, "pawsx", "test"): {"test-de.tsv": "Ja\tNein\t1,Ja\tJa\t0"},
+}
+
+
+@pytest.mark.parametrize("read", READERS)
+def test_line_ends_of_all_systems_and_a_mark_at_the_beginning_change_nothing(read, tmp_path):
+    found = []
+    for number, (mark, end) in enumerate([("", "\n"), ("", "\r\n"), ("", "\r"), ("\ufeff", "\n"), ("\ufeff", "\r\n")]):
+        files = {name: mark + lines.replace(",", end) + end for name, lines in READERS[read].items()}
+        rows = read(write_files(tmp_path / str(number), files))
+        if isinstance(rows, dict):
+            rows = {name: list(own) for name, own in rows.items()}
+        found.append(rows if isinstance(rows, dict | tuple) else list(rows))
+    assert found[0] and all(rows == found[0] for rows in found), found
+
+
+def test_a_lone_cr_between_line_feeds_is_text(tmp_path):
+    write_files(tmp_path, {"de-en.valid.de": "a\rb\nc\rd", "de-en.valid.en": "x\r\ny"})
+    assert list(corpora.bitext(tmp_path)["de-en"]) == [("valid", "a\rb", "x"), ("valid", "c\rd", "y")]
 
 
 @pytest.mark.parametrize(
@@ -154,7 +212,8 @@ def test_what_is_read_is_data_once_and_what_is_not_is_said(tmp_path, capsys):
         (inside / name).symlink_to(to)
     os.mkfifo(inside / "pipe.txt")
     assert texts_of(inside) == ["elsewhere/b.txt", "in/deep/a.txt"]
-    assert f"not read in {inside}: 14 files (README.md, photo.JPG, x.avi)\n" in capsys.readouterr().err
+    said = f"not read in {inside}: 14 files (README.md, photo.JPG, x.avi), as by their names they hold no text"
+    assert said in capsys.readouterr().err
     assert source_files(inside / "README.md") == [inside / "README.md"]
 
 
@@ -168,7 +227,14 @@ def test_a_folder_that_may_not_be_read_is_named(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(os, "scandir", scandir)
     assert source_files(tmp_path) == [tmp_path / "a.txt"]
-    assert capsys.readouterr().err == f"not read in {tmp_path}: 1 files ({tmp_path / 'locked'})\n"
+    said = f"not read in {tmp_path}: 1 files ({tmp_path / 'locked'}), as they may not be opened\n"
+    assert capsys.readouterr().err == said
+
+
+def test_scripts_whose_blanks_part_words():
+    assert has_words("The quick brown fox") and has_words("Donaudampfschifffahrt ist lang") and not has_words("")
+    assert has_words("    x = 1\n" * 9) and not has_words("我们在这里学习语言和数学的知识。")
+    assert not has_words("ผมไปตลาดกับเพื่อนของผม แล้วกลับบ้านตอนเย็น")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -193,7 +259,7 @@ class A:
 
 def test_prose_of_definitions_and_of_compiled_functions(tmp_path):
     write_files(tmp_path, {"a.py": PYTHON, "b.py": "def broken(:\n"})
-    found = {name: list(paragraphs) for name, paragraphs in english.python_files(english.sentences, tmp_path)}
+    found = {name: list(paragraphs) for name, paragraphs in english.python_files(tmp_path)}
     assert found[f"{tmp_path.name}/a.py"] == [
         "A module that documents many things.",
         "The absolute value of {input}. And a longer tail.",
@@ -282,21 +348,15 @@ def test_messages_are_sorted_split_by_english_and_never_leak(monkeypatch):
     # one German text for English texts of two splits, and English that stands for another message of another split
     found |= {("de", other[1], "doppelt"), ("de", held_out[1], "doppelt"), ("de", other[2], held_out[0])}
     found |= {("en_GB", other[0], other[0]), ("en_GB", other[1], other[1]), ("af", other[0], "one alone")}
-    rows = messages.separated(found)
-    assert rows == sorted(
-        [
-            ("de", held_out[0], f"de {held_out[0]}", "valid"),
-            ("de", other[0], f"de {other[0]}", "train"),
-            ("en_GB", other[0], other[0], "train"),
-            ("en_GB", other[1], other[1], "train"),
-        ]
-    )
-    documents = messages.by_language(rows)
+    monkeypatch.setattr(messages, "home_messages", lambda source: found)
+    documents = messages.by_language()
     assert sorted(documents) == ["de", "en", "en_GB"]
+    assert set(documents["de"]) == {("valid", f"de {held_out[0]}"), ("train", f"de {other[0]}")}
     assert set(documents["en_GB"]) == {("train", other[0]), ("train", other[1])}
     assert set(documents["en"]) == set(documents["en_GB"]) | {("valid", held_out[0])}
     with pytest.raises(ValueError, match="no language has 2 texts beside their English"):
-        messages.separated({("af", other[0], "one alone")})
+        found &= {("af", other[0], "one alone")}
+        messages.by_language()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -384,16 +444,15 @@ def test_the_command_writes_and_reports_or_refuses(tmp_path, model, paragraphs):
 
 
 OPTIONS = {  # corpus, options -> what is said. Their source, where it is none, is a folder with pairs
-    "pydoc": ({}, "unknown corpus 'pydoc'; there are pydocs, prose, wikitext103, "),
+    "pydoc": ({}, "unknown corpus 'pydoc'; there are pydocs, wikitext103, "),
     "wmt23-uk": ({"source": None}, "corpus 'wmt23-uk' needs --source"),
     "ciphers-mt": ({}, "corpus 'ciphers-mt' is read from installed packages: leave out --source"),
     "enwiki": ({"source": Path("absent")}, "--source absent does not exist"),
     "wikitext103": ({"max_tokens": 0}, "--max_tokens and --pieces must be positive"),
     "pydocs": ({"languages": "en"}, "--languages is for"),
     "cc100": ({"source": None}, "needs --tokenizer PATH: a SentencePiece model such as XLM-R's"),
-    "opus100": ({}, "needs --tokenizer PATH: a SentencePiece model such as XLM-R's; or, for pairs, --pieces N"),
-    "ciphers": ({"source": None, "pieces": 400}, "--pieces is for translation pairs"),
-    "wmt10": ({"pieces": 400, "tokenizer": Path("x")}, "--pieces is for translation pairs (bitext, wmt10, ...), with"),
+    "opus100": ({"source": None}, "needs --tokenizer PATH: a SentencePiece model such as XLM-R's; or --pieces N"),
+    "wmt10": ({"pieces": 400, "tokenizer": Path("x")}, "--pieces learns a tokenizer: leave it out, or --tokenizer"),
     "multi30k-de": ({}, "no val.de (plain, .gz or .xz) in "),
     "wmt23-de": ({"pieces": 90_000}, "no vocabulary of 90,000 pieces from this text: Vocabulary size too high"),
     "wmt23-ru": ({"languages": "de-en,ru-en"}, "no language 'ru-en'; there are de-en"),
@@ -425,7 +484,7 @@ BAD = [  # corpus, files, what is said
     ("text", {}, "split 'train' is empty"),
     ("text", {"a.txt": "déjà vu\n".encode() + b"caf\xe9\n"}, "a.txt is not UTF-8: invalid continuation byte"),
     ("text", {"a.txt": "déjà vu\n".encode("utf-16-le")}, "a.txt is not UTF-8: "),
-    ("text", {"a.txt": "plain\nwords\n".encode("utf-16-le")}, "a.txt is not UTF-8: it has bytes of 0, as UTF-16 has"),
+    ("text", {"a.txt": "plain\nwords\n".encode("utf-16-le")}, "a.txt is not UTF-8: line 1 has bytes of 0, as UTF-16"),
     ("text", {"a.txt": "a single document"}, "'valid' is empty"),
     ("text", {"a.csv.gz": "id,text\n1,one\n"}, "a.csv.gz is not read: give its text as "),
     *[("text", {f"a.{form}": "x"}, f"a.{form} is not read: give its text as ") for form in UNREAD_FORMS],
@@ -523,6 +582,37 @@ def test_what_is_ready(tmp_path, monkeypatch, folder):
     assert ready(str(folder)) == folder and ready("wikitext103") == tmp_path / "wikitext103" and len(made) == 1
 
 
+OWN = {  # kind -> what the user gives
+    None: {"a.txt": "\n".join(f"number {i}" for i in range(900))},
+    "languages": {f"{name}.txt": "\n".join(lines_of(name, 300)) for name in ("de", "sw")},
+    "pairs": {f"de-en.{side}": "\n".join(lines_of(side, 500)) for side in ("de", "en")},
+}
+
+
+@pytest.mark.parametrize("kind", OWN)
+def test_ones_own_texts_are_prepared_once_for_each_state_of_their_files(kind, tmp_path, monkeypatch):
+    monkeypatch.setattr(prepared, "PREPARED", tmp_path / "prepared")
+    source = write_files(tmp_path / "mine", OWN[kind])
+    monkeypatch.chdir(tmp_path)
+    assert not ready("mine", kind, make=False).exists()
+    folder = ready("mine", kind)
+    assert folder.parent == tmp_path / "prepared" and folder.name.startswith("mine-")
+    assert meta_of(folder)["kind"] == (kind or "text") and meta_of(folder)["tokenizer"]["kind"] != "gpt2"
+    before = (folder / "meta.json").stat().st_mtime_ns
+    assert ready(str(source), kind) == ready("mine", kind, make=False) == folder
+    assert (folder / "meta.json").stat().st_mtime_ns == before
+    file = next(source.iterdir())
+    os.utime(file, ns=(1, 1))
+    again = ready("mine", kind)
+    assert again != folder and meta_of(again)["checksum"] == meta_of(folder)["checksum"]
+
+
+def test_a_damaged_folder_is_not_taken_for_texts(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "copy")
+    (tmp_path / "copy" / "meta.json").unlink()
+    assert ready(str(tmp_path / "copy")) == tmp_path / "copy"
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Many languages
 
@@ -566,6 +656,23 @@ def test_a_limit_ends_the_reading_of_a_language(spm, hub, tmp_path, monkeypatch)
     for name, counts in meta_of(folder)["languages"].items():
         assert 2000 <= counts["train"]["tokens"] < 2100 and min(counts[split]["tokens"] for split in SPLITS) >= 100
         assert hub.read[CC100(name), "train"] < 4000
+
+
+@pytest.mark.parametrize("name, added", [("text", 0), ("cc100", XLMR.added)])
+def test_a_vocabulary_is_learned_of_as_many_pieces_as_are_asked_for(name, added, tmp_path):
+    files = {f"{side}.txt": "\n".join(lines_of(side, 600)) for side in ("de", "sw")}
+    source = write_files(tmp_path / "in", files)
+    for pieces in (330, None):  # none: as many as fit
+        folder = prepare(name, source, pieces=pieces, languages=None, out=tmp_path / str(pieces))
+        assert meta_of(folder)["tokenizer"]["vocab_size"] - added == pieces or pieces is None
+        assert meta_of(folder)["splits"]["train"]["tokens"] > 1000
+
+
+def test_a_vocabulary_is_learned_from_so_much_of_each_language(monkeypatch):
+    monkeypatch.setattr(preparing, "LEARNED", 20)
+    groups = {"a": [("train", "12345"), ("valid", "x"), ("train", "67890ab"), ("train", "c")], "b": [("train", "123")]}
+    assert list(preparing.training_texts(groups)) == ["12345", "67890", "123"]
+    assert list(preparing.training_texts(groups, 1)) == ["12345", "123"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -612,7 +719,7 @@ def test_pairs_come_back(spm, tmp_path, capsys):
     files["ru-en.en"] = "no first side\n"
     source = write_files(tmp_path / "in", files)
     folder = prepare("bitext", source, tokenizer=spm, out=tmp_path / "out")
-    assert capsys.readouterr().err.count(f"not read in {source}: 2 files (README.md, ru-en.en)\n") == 1
+    assert capsys.readouterr().err.count(f"in {source}: 2 files (README.md, ru-en.en), as they are no two sides") == 1
     meta = meta_of(folder)
     assert meta["kind"] == "pairs" and list(meta["languages"]) == list(texts)
     for name in texts:

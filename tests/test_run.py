@@ -425,6 +425,21 @@ def test_a_folder_that_cannot_be_locked_is_named(error, options, monkeypatch, ca
     assert re.search(r"demo\S*lock cannot be locked \(.*\): choose another --out_dir", line)
 
 
+def test_a_place_that_can_hold_no_run_is_told_before_the_work(options, monkeypatch, capsys):
+    LM.run(options, monkeypatch)
+
+    def closed(dir):
+        raise PermissionError(13, "Permission denied", dir)
+
+    monkeypatch.setattr("engine.run.TemporaryFile", closed)
+    monkeypatch.setattr(train_lm, "build", None)
+    LM.run(options, monkeypatch)  # a finished run is told all the same
+    line = LM.refused(options | {"seed": 1}, monkeypatch, capsys)
+    assert f"{options['out_dir']} cannot hold runs ([Errno 13] Permission denied" in line
+    file = only_run(options["out_dir"]) / "config.json"
+    assert f"{file} cannot hold runs (" in LM.refused(options | {"out_dir": file}, monkeypatch, capsys)
+
+
 def test_a_file_that_cannot_be_written_leaves_no_part_of_it(tmp_path, monkeypatch, capsys):
     def fsync(number):
         raise OSError(5, "Input/output error")

@@ -1,6 +1,8 @@
 """Tokenizers: nothing is lost, XLM-R's ids are fairseq's, and a file that is none is refused in one line."""
 
 import io
+import math
+import random
 import shutil
 
 import pytest
@@ -67,6 +69,33 @@ def test_the_same_texts_give_the_same_file(bpe, xlmr, kind, size, tmp_path):
     again.save(tmp_path)
     loaded = load_tokenizer(tmp_path)
     assert type(loaded) is kind and loaded.sha256 == first.sha256
+
+
+@pytest.mark.parametrize("kind", [SentencePiece, XLMR])
+def test_every_line_counts_in_a_vocabulary(kind):
+    """One of over a mebibyte, as one with a NUL, has the pieces that its words have in short lines."""
+    words = ["zebra quagga okapi gnu"] * 50_000
+    alike = [" ".join(words), "\n".join(words[:99]), "\n".join(f"{word}\0" for word in words[:99])]
+    encoded = []
+    for text in alike:
+        tokenizer = train_sentencepiece([text], 300, kind, model_type="bpe", hard_vocab_limit=False)
+        encoded.append(len(tokenizer.encode_batch([words[0]])[0]))
+    assert encoded == [encoded[0]] * 3 and encoded[0] <= 5
+
+
+CHINESE = list(map(chr, range(0x4E00, 0x4E00 + 3000)))
+
+
+@pytest.mark.parametrize("kind", [SentencePiece, XLMR])
+@pytest.mark.parametrize("letters, length", [("abc defg. ", 10_000), (CHINESE, 30_000), ("x", 100)])
+def test_a_vocabulary_fits_the_text(kind, letters, length):
+    """Its characters and the root of its length, of Chinese as of English, and of what is too monotonous fewer."""
+    rng = random.Random(0)
+    text = "\n".join("".join(rng.choices(letters, k=100)) for _ in range(length // 100))
+    tokenizer = train_sentencepiece([text], None, kind, model_type="bpe")
+    most = 260 + len(set(text)) + math.isqrt(length) + kind.added
+    assert most - 10 <= tokenizer.vocab_size <= most or (length == 100 and tokenizer.vocab_size < most)
+    assert tokenizer.decode(tokenizer.encode_batch([text])[0]).split() == text.split()
 
 
 def test_xlmr_ids_are_fairseqs(xlmr, tmp_path):

@@ -5,6 +5,7 @@ import json
 import math
 import shutil
 from collections import Counter
+from itertools import groupby
 from statistics import fmean
 
 import numpy as np
@@ -98,12 +99,12 @@ def test_every_step_has_its_rate_and_is_clipped(options, monkeypatch):
 
 def test_evaluation_is_its_literal_definition(options, monkeypatch):
     """On all of a split or on its first tokens; what a router draws, and so the score, is the same every time."""
-    _, data, net = opened(options | {"dtype": "float64", "dropout": 0.5, "micro_tokens": 80, "batch_tokens": 80})
+    _, data, net = opened(options | {"dtype": "float64", "dropout": 0.5, "micro_tokens": 112, "batch_tokens": 112})
     context, draws = setup("cpu", "float64"), []
     net.moe_layers[0].watchers.append(lambda *_: draws.append(float(torch.rand(()))))  # as a router might
-    whole, again, some = (train_lm.evaluate(net, data, "valid", context, most) for most in (None, None, 80))
+    whole, again, some = (train_lm.evaluate(net, data, "valid", context, most) for most in (None, None, 112))
     assert net.training and whole == again
-    assert some["tokens"] == 80 < whole["tokens"] and whole["tokens"] == (len(data.tokens["valid"]) - 1) // 16 * 16
+    assert some["tokens"] == 112 < whole["tokens"] and whole["tokens"] == (len(data.tokens["valid"]) - 1) // 16 * 16
     total, balances = 0.0, 0.0
     net.eval().requires_grad_(False)
     batches = list(data.eval_batches("valid", None))
@@ -114,17 +115,24 @@ def test_evaluation_is_its_literal_definition(options, monkeypatch):
         train_lm.evaluate(net, data, "valid", dataclasses.replace(context, rank=rank, world=2))
         assert draws[len(batches) :] == draws[rank : len(batches) : 2]
     net.eval()
-    assert batches[-1][1].numel() < 80 == batches[0][1].numel()
+    assert batches[-1][1].numel() < 112 == batches[0][1].numel()
     for x, y in batches:
         logits, balance = net(x)
         total -= float(logits.log_softmax(dim=2).gather(2, y.unsqueeze(2)).sum())
         balances += float(balance) * y.numel()
     assert whole["loss"] == pytest.approx(total / whole["tokens"])
     assert whole["balance"] == pytest.approx(balances / whole["tokens"])
-    counts = data.meta["splits"]["valid"]
-    nats = whole["loss"] * counts["tokens"]  # of the whole split, shared out among its bytes
-    assert whole["bpb"] == pytest.approx(nats / counts["bytes"] / math.log(2))
-    assert whole["word_ppl"] == pytest.approx(math.exp(min(700, nats / counts["words"])))
+    eot = data.tokenizer.eot
+    for scores in (whole, some):  # the text that was read, and no more of the split
+        ids = data.tokens["valid"][1 : 1 + scores["tokens"]].tolist()
+        texts = [data.tokenizer.decode([*own]) for end, own in groupby(ids, eot.__eq__) if not end]
+        size, words = sum(map(len, texts)), sum(len(text.split()) for text in texts)
+        nats = scores["loss"] * scores["tokens"]
+        assert scores["bpb"] == pytest.approx(nats / size / math.log(2))
+        assert scores["word_ppl"] == pytest.approx(math.exp(min(700, nats / words)))
+    monkeypatch.setattr("data.batches.has_words", lambda text: False)  # as of Chinese
+    scores = train_lm.evaluate(net, data, "valid", context, 112)
+    assert scores["word_ppl"] is None and "a word" not in train_lm.describe(scores)
 
 
 def test_the_outputs_bias_starts_at_the_log_frequencies(options):

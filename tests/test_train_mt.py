@@ -88,15 +88,15 @@ def opened(options: dict) -> tuple:
     return config, context, data, context.place(Translator(config, data.vocab_size))
 
 
-def fix_valid_bleu(monkeypatch, *scores: float) -> list[dict]:
-    """The BLEU of each validation from now on -> the weights that were validated."""
+def fix_valid_scores(monkeypatch, *scores: tuple[float, float]) -> list[dict]:
+    """BLEU and chrF2++ of each validation from now on -> the weights that were validated."""
     scores, weights, score_split = iter(scores), [], train_mt.score_split
 
     def fixed(model, data, split, *rest, **options):
         if split != "valid":
             return score_split(model, data, split, *rest, **options)
         weights.append(copy.deepcopy(model.state_dict()))
-        return {"bleu": next(scores), "chrf": 0.0, "pairs": {}, "layers": []}
+        return dict(zip(("bleu", "chrf"), next(scores))) | {"pairs": {}, "layers": []}
 
     monkeypatch.setattr(train_mt, "score_split", fixed)
     return weights
@@ -222,10 +222,11 @@ def test_scores_are_of_texts_as_people_write_them():
     assert train_mt.score_translations(tokenised, reference, "en")["bleu"] < 80
     assert train_mt.score_translations([text.lower() for text in reference], reference, "en")["bleu"] < 90
     # Chinese has no spaces: a text that differs in one place would otherwise have no word right.
-    reference, ours = ["我昨天在图书馆看了一本书。"], ["我昨天在图书馆读了一本书。"]
-    for language in ("zh", "zh_Hans"):
-        bleu = train_mt.score_translations(ours, reference, language)["bleu"]
-        assert bleu > 60 > 20 > train_mt.score_translations(ours, reference, "en")["bleu"]
+    reference, ours = ["我昨天在学校的图书馆里看了一本书。"], ["我昨天在学校的图书馆里读了一本书。"]
+    for language, parts in {"zh": "zh", "zh_Hans": "zh", "th": "char"}.items():  # sacrebleu knows no Thai
+        scores = train_mt.score_translations(ours, reference, language)
+        assert scores["bleu"] > 60 and f"tok:{parts}|" in scores["bleu_signature"]
+    assert "tok:13a|" in same["bleu_signature"]
 
 
 def test_what_is_scored_is_what_was_written_not_pieces(options, monkeypatch):
@@ -272,10 +273,11 @@ def test_text_comes_out_detokenised_in_the_order_it_came(options, monkeypatch):
 def test_the_best_weights_are_tested_and_kept_whatever_happens(options, monkeypatch, capsys):
     """Of a run that is killed behind its last checkpoint, and whose last checkpoint is damaged."""
     options |= {"steps": 8, "dropout": 0.1}
-    weights = fix_valid_bleu(monkeypatch, 5.0, 9.0, 7.0, 9.0, 8.0)  # of steps 2, 4, 6 and 8, and of step 8 again
+    scores = (9.0, 3.0), (9.0, 4.0), (7.0, 9.0), (9.0, 4.0), (8.0, 9.0)  # of steps 2, 4, 6 and 8, and of step 8 again
+    weights = fix_valid_scores(monkeypatch, *scores)
     run(options, monkeypatch)
     before = lose(options)
-    assert before["best"] == {"step": 4, "bleu": 9.0}
+    assert before["best"] == {"step": 4, "bleu": 9.0}  # of equal BLEU the one of higher chrF2++
     flip_a_byte(only_run(options["out_dir"]) / "ckpt.pt")
     run(options, monkeypatch)
     said, best = capsys.readouterr(), saved(options, "model.pt")
@@ -298,7 +300,7 @@ def test_broken_weights_end_the_run_before_they_are_translated_or_saved(options,
         return evaluate(*arguments) | ({"loss": math.nan} if len(seen) == 2 else {})
 
     monkeypatch.setattr(train_mt, "evaluate", broken)
-    fix_valid_bleu(monkeypatch, 5.0)
+    fix_valid_scores(monkeypatch, (5.0, 0.0))
     assert "not finite at step 4" in refused(options, monkeypatch, capsys)
     assert saved(options, "ckpt.pt")["step"] == 3
 

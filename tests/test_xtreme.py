@@ -395,8 +395,10 @@ def test_parts_cover_the_text_and_the_answer_is_where_the_targets_say(tokenizer,
     rng, exact, others = random.Random(0), 0, 0
     for _ in range(200):
         begin = rng.randrange(len(text) - 1)
-        answer = text[begin : begin + rng.randint(1, 30)]
-        own = [n for n, (first, last) in enumerate(spans) if last > begin and first < begin + len(answer)]
+        answer = text[begin : begin + rng.randint(2, 30)]
+        end = begin + len(answer.rstrip())  # blanks at its edges are no part of it
+        start = end - len(answer.strip())
+        own = [n for n, (first, last) in enumerate(spans) if last > start and first < end]
         rows = answer_rows(tokenizer, Example("0", ("Which?", text), [(answer, begin), ("another", 0)]))
         assert 20 * (len(rows) - 2) + room < len(ids) <= 20 * (len(rows) - 1) + room
         for number, row in enumerate(rows):
