@@ -73,7 +73,7 @@ def play(out: Path):
 
 
 def half_done(whole: Path, new: Path):
-    """A copy of a run as it was after its first evaluation."""
+    """A copy of a run as it was before the step that its last evaluation follows."""
     shutil.copytree(whole, new)
     run = only_run(new)
     (run / "result.json").unlink()

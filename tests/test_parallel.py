@@ -109,7 +109,7 @@ def test_processes_compute_what_one_does(played):
             folder = played[processes] / f"resumed {name} {how}"
             same_end(folder, played[1] / TOGETHER[name][0], processes)
             assert (only_run(folder) / "ckpt.prev.pt").exists()
-        assert (played[processes] / "log.txt").read_text().count("goes on from step 2") == len(resumed)
+        assert (played[processes] / "log.txt").read_text().count("goes on from step 3") == len(resumed)
 
 
 def same_curve(played, name: str, case: str):
