@@ -57,7 +57,9 @@ def read_meta(folder: Path) -> dict:
 
         known = folder.name in CORPORA
         source = " --source DIR" if known and CORPORA[folder.name].read is None else ""
-        how = f"prepare it: python -m data.prepare {folder.name}{source}" if known else "nor is there such a text"
+        how = f"prepare it: python -m data.prepare {folder.name}{source}"
+        if not known:
+            how = "nor is there such a text: python -m data.prepare --help lists what can be prepared"
         raise FileNotFoundError(f"no prepared data in {folder}; {how}")
     try:
         meta = json.loads(path.read_text())
