@@ -48,7 +48,7 @@ ANALYSES = {  # each: its options, and what it is handed of a training script
     xmoe.activations: (Measured, train_lm.evaluate),
     xmoe.gamma: (Measured, train_lm.evaluate),
     xmoe.experts: (Drawn,),
-    xmoe.tokens: (Measured, train_lm.evaluate),
+    xmoe.tokens: (Measured,),
     xmoe.threshold: (Measured, train_lm.evaluate),
     xmoe.speed: (Measured, train_lm.evaluate),
     x_moe.umap: (x_moe.Umap,),

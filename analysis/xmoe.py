@@ -146,7 +146,7 @@ def experts(options: Drawn):
     shared.show(experts, options, records, ("experts", "layer", "step"), panels, last)
 
 
-def tokens(options: Measured, evaluate: Callable):
+def tokens(options: Measured):
     """Which tokens XMoE's router gives many experts: rare ones, or those behind which much is open?
 
     The tokens of the test text are sorted into ten groups of one size: on the left by how often they stand in the
@@ -154,7 +154,7 @@ def tokens(options: Measured, evaluate: Callable):
     is the mean of a group in a run of train_lm.py, in one of its MoE layers.
     """
     records, panels = [], []
-    for run in shared.opened(choose_threshold(options), options, evaluate):
+    for run in shared.opened(choose_threshold(options), options):
         served, orders = of_tokens(run, options.max_tokens)
         for name, order in orders.items():
             for number, layer in enumerate(served, 1):

@@ -139,18 +139,16 @@ def read_json(file: Path) -> dict:
         raise ValueError(f"{file} is not readable JSON, or no object ({error}): delete it or restore it") from None
 
 
-NO_NUMBERS = "Infinity", "-Infinity", "NaN"  # in JSON: Python writes them all the same, and few others read them
+NO_NUMBER = "(-?Infinity|NaN)"  # in JSON: Python writes them all the same, and few others read them
 
 
 def to_json(content) -> str:
-    text = json.dumps(content, indent=1)
-    return re.sub(rf"({'|'.join(NO_NUMBERS)})(?=,?$)", r'"\1"', text, flags=re.M)
+    return re.sub(rf"{NO_NUMBER}(?=,?$)", r'"\1"', json.dumps(content, indent=1), flags=re.M)
 
 
 def from_json(text: str):
     """What `to_json`, or Python's own, wrote."""
-    number = lambda value: float(value) if value in NO_NUMBERS else value  # noqa: E731
-    return json.loads(text, object_hook=lambda found: {name: number(value) for name, value in found.items()})
+    return json.loads(re.sub(rf'"{NO_NUMBER}"(?=,?$)', r"\1", text, flags=re.M))
 
 
 def write(file: Path, content: dict | str | bytes):

@@ -536,7 +536,11 @@ def test_a_file_of_another_run_is_an_error(name, options, monkeypatch, capsys):
 
 
 def test_what_json_has_no_number_for_is_read_as_it_was_written(tmp_path):
-    numbers = {"inf": math.inf, "inside": {"least": -math.inf, "text": "Infinity, NaN", "list": [0.5, 1]}, "none": None}
+    numbers = {
+        "inf": math.inf,
+        "inside": {"least": -math.inf, "text": "Infinity, NaN", "list": [0.5, math.inf]},
+        "none": None,
+    }
     write(tmp_path / "new.json", numbers)
     json.loads((tmp_path / "new.json").read_text(), parse_constant=pytest.fail)
     (tmp_path / "old.json").write_text(json.dumps(numbers))
