@@ -49,7 +49,7 @@ from model import Encoder, SparseModel, real_mask
 
 @dataclass
 class Config:
-    preset: str = "demo"  # demo, ciphers-pairs, ciphers-spans, or a paper and a task: xmoe-xnli
+    preset: str = "demo"  # demo; a paper and a task: xmoe-xnli; for small encoders ciphers-spans, sample-pos and so on
     table: str | None = None  # run every row of X-MoE's table 1, 3, 5, 6 or 7, or XLM-E's xlme1, xlme2 or xlme7
     seeds: int = 1  # repeat with so many seeds, in tables of the encoders, too; give mean and deviation
     # the task, its data and the encoder
@@ -96,10 +96,11 @@ class Config:
 
 # X-MoE appendix C and XLM-E table 11; where the paper searched several values, they stand behind the middle one, which
 # is taken. X-MoE searched balance_coef: 0, 1e-3, 1e-2, 1e-1. Clipping, dropout, Adam's constants and lengths are those
-# of XTREME's own scripts: the papers do not say. `ciphers` are the laboratory's tasks, for encoders of the demos' size,
-# which take larger steps.
+# of XTREME's own scripts: the papers do not say. `ciphers` and `sample` are for encoders of the demos' size, which take
+# larger steps: the laboratory's tasks, and a part of each of XTREME's.
 COMMON = dict(batch_size=32, micro_size=8, epochs=10, dropout=0.1, dtype="auto")
 CIPHERS = dict(batch_size=16, micro_size=16, dropout=0.0, dtype="float32")
+SAMPLE = CIPHERS | dict(test_examples=200)
 CONSTANTS = {
     "xmoe-pos": dict(batch_size=8, learning_rate=2e-5, balance_coef=1e-2),  # 1e-5, 2e-5, 3e-5
     "xmoe-ner": dict(batch_size=8, learning_rate=7e-6, balance_coef=1e-2),  # 5e-6 to 9e-6
@@ -118,6 +119,13 @@ CONSTANTS = {
     "ciphers-tags": CIPHERS | dict(epochs=8, learning_rate=2e-3),  # as the demo
     "ciphers-pairs": CIPHERS | dict(epochs=4, learning_rate=3e-4),
     "ciphers-spans": CIPHERS | dict(epochs=4, learning_rate=2e-3),
+    "sample-pos": SAMPLE | dict(train_examples=2000, epochs=6, learning_rate=2e-3),
+    "sample-ner": SAMPLE | dict(train_examples=2000, epochs=6, learning_rate=2e-3),
+    "sample-xquad": SAMPLE | dict(train_examples=1000, epochs=3, learning_rate=1e-3),
+    "sample-mlqa": SAMPLE | dict(train_examples=1000, epochs=3, learning_rate=1e-3),
+    "sample-tydiqa": SAMPLE | dict(train_examples=1000, epochs=3, learning_rate=1e-3),
+    "sample-xnli": SAMPLE | dict(train_examples=5000, epochs=4, learning_rate=3e-4),
+    "sample-pawsx": SAMPLE | dict(train_examples=5000, epochs=10, learning_rate=3e-4),
 }
 
 
