@@ -195,7 +195,9 @@ def cells(result: dict) -> dict:
 
 
 class Electra(SparseModel):
-    """A discriminator and a generator (sections 2 and 3), which share token and position embeddings, as in ELECTRA."""
+    """A discriminator and a generator (sections 2 and 3), which share the embeddings of tokens and, as in ELECTRA, of
+    positions: of distances, too, so that the discriminator knows where neighbours stand as soon as the generator does.
+    """
 
     def __init__(self, config, V: int):
         super().__init__()
@@ -211,6 +213,7 @@ class Electra(SparseModel):
         self.generator = MaskedLM(SimpleNamespace(**vars(config) | smaller), V)
         self.generator.encoder.wte = self.encoder.wte
         self.generator.encoder.wpe = self.encoder.wpe
+        self.generator.encoder.distance = self.encoder.distance
 
     def forward(self, ids, masked, real, targets):
         """-> the generator's logits (M, V), the balance loss, and of S tokens verdicts and whether they were replaced.
