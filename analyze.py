@@ -39,7 +39,9 @@ def demos(*scripts) -> list[str]:
     found = [folder_of(script.Config(), script.PRESETS)[0] for script in scripts]
     there = [str(folder) for folder in found if folder.exists()]
     if not there:
-        raise ValueError(f"{found[0]} does not exist: python {scripts[0].__name__}.py trains it")
+        others = "".join(f", {file.parent}" for file in sorted(found[0].parent.glob("*/config.json")))
+        others = others and f"; or name a run: there are {others[2:]}"
+        raise ValueError(f"{found[0]} does not exist: python {scripts[0].__name__}.py trains it{others}")
     return there
 
 

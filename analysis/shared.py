@@ -7,11 +7,13 @@ dicts with the same names.
 
 import importlib
 import json
+import math
 import shlex
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from textwrap import fill
 
 import numpy as np
 import tyro
@@ -53,7 +55,7 @@ THICK = {"linewidth": 2, "markersize": 4}
 
 @dataclass
 class Panel:
-    """One set of axes. The names of x and y in the records are the labels of the axes."""
+    """One set of axes, if there are records. The names of x and y in them are the labels of the axes."""
 
     title: str
     records: list[dict]
@@ -111,11 +113,14 @@ def keep(figure: Callable, options, drawing, numbers: dict):
     print(f"{path}.json has the numbers" + (f", {path}.png the figure" if drawing else ""))
 
 
-def canvas(columns: int = 1, width: float = 6.5, height: float = 4.5):
-    """An empty figure with a row of axes, each so many inches wide and high."""
+def canvas(panels: int, width: float = 5.5, height: float = 4.5):
+    """An empty figure with so many axes, three in a row at most, each so many inches wide and high."""
     Figure = library("matplotlib.figure", "matplotlib").Figure
-    figure = Figure(figsize=(columns * width, height), layout="constrained")
-    figure.subplots(1, columns, squeeze=False)
+    columns = min(panels, 3)
+    rows = math.ceil(panels / columns)
+    figure = Figure(figsize=(columns * width, rows * height), layout="constrained")
+    for place in range(panels):
+        figure.add_subplot(rows, columns, 1 + place)
     return figure
 
 
@@ -128,26 +133,33 @@ def library(name: str, package: str):
 
 
 def draw(panels: list[Panel]):
-    """A figure with the panels side by side. A name has one colour; seeds are thin lines, their mean is a thick one."""
-    colors = {}
+    """A figure with the panels side by side, and below them what their lines are.
+
+    A name has one colour. Seeds are thin lines, and their mean is a thick one.
+    """
+    panels = [panel for panel in panels if panel.records]
+    colors, key = {}, {}
     figure = canvas(len(panels))
     for axes, panel in zip(figure.axes, panels):
         axes.spines[["top", "right"]].set_visible(False)
         for name, height in panel.levels.items():
-            axes.axhline(height, color="0.6", linestyle="--", label=name)
+            key[name] = axes.axhline(height, color="0.6", linestyle="--", label=name)
         for name, runs in lines_of(panel).items():
             following = COLORS[len(colors) % len(COLORS)]
             color = colors.setdefault(name, following)
             for points in runs if len(runs) > 1 else []:
-                axes.plot(*points.T, color=color, **THIN)
+                key["one seed"] = axes.plot(*points.T, color=color, **THIN)[0]
             shortest = min(map(len, runs))
             mean = np.mean([points[:shortest] for points in runs], axis=0)
-            axes.plot(*mean.T, "o-" if panel.joined else "o", color=color, label=name, **THICK)
-        axes.set(title=panel.title, xlabel=panel.x, ylabel=panel.y)
+            key[name] = axes.plot(*mean.T, "o-" if panel.joined else "o", color=color, label=name, **THICK)[0]
+        axes.set(title=fill(panel.title, 50), xlabel=panel.x, ylabel=panel.y)
         axes.locator_params(axis="x", integer=panel.x == "layer")
         if panel.from_zero:
             axes.set_ylim(bottom=0)
-        axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=8, frameon=False)
+    letters = 15 * figure.get_figwidth()  # that fit side by side
+    columns = max(1, int(letters / (15 + max(map(len, key)))))
+    figure.set_figheight(figure.get_figheight() + 0.2 * len(key) / columns)
+    figure.legend(list(key.values()), list(key), loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
     return figure
 
 
@@ -170,6 +182,9 @@ SCRIPTS = {  # a constant, or a score, that no other script's runs have
     "train_electra": "objective",
     "finetune_xtreme": "train_examples",
 }
+
+
+UNTOLD = {"seed", "eval_every", "eval_tokens", "eval_maskings"}  # in which runs of one name may differ
 
 
 @dataclass
@@ -239,8 +254,8 @@ def in_words(config: dict) -> str:
 def named(runs: Iterable[Trained], words: Callable = in_words, told: tuple = ()) -> list[Trained]:
     """The runs with their names: what each is, with the constants in which runs of the same words differ.
 
-    So only seeds of one experiment have the same name. words: constants -> what a run is, in a few words; told: the
-    constants in which those of other words may not differ either.
+    So only seeds of one experiment have the same name. How often a run was evaluated in training is not told. words:
+    constants -> what a run is, in a few words; told: the constants in which those of other words may not differ either.
     """
     runs, kinds = [*runs], {}
     for run in runs:
@@ -250,7 +265,7 @@ def named(runs: Iterable[Trained], words: Callable = in_words, told: tuple = ())
             run.name = kind
             for constant, value in run.config.items():
                 values = {repr(other.config.get(constant)) for other in (runs if constant in told else alike)}
-                if constant != "seed" and len(values) > 1:
+                if constant not in UNTOLD and len(values) > 1:
                     run.name += f", {constant} {value}"
     return runs
 

@@ -34,7 +34,8 @@ def curve(options: Drawn):
     """XLM-E's figure 1: scores against training FLOPs. Higher at the same FLOPs is better.
 
     At our scale the scores are held-out translations found, and masked tokens of held-out sentences that are right (of
-    XLM-E by its generator). Give runs of train_electra.py, of either objective.
+    XLM-E by its generator). Chance is a guess's; what an untrained encoder finds is in `retrieval`. Give runs of
+    train_electra.py, of either objective.
     """
     records, found, right = [], "share of translations found", "share of masked tokens right"
     for run in shared.choose("train_electra", options, words=words_of):
@@ -143,7 +144,7 @@ def retrieval(options: Retrieval, demos: Callable):
         chance = 100 * fmean(1 / len(texts[language]) for language in languages)
         chances.append((chance, chance))
         title = f"{len(languages)} languages, mean of both directions"
-        panels.append(Panel(title, records, "encoder", "layer", f"{group}, %", {"chance": chance}))
+        panels.append(Panel(title, records, "encoder", "layer", f"{group} found, %", {"chance": chance}))
     rows.append(in_row("chance", in_columns(groups, chances)))
     for name, percents in PAPER_RETRIEVAL.items() if options.source else ():
         rows.append(in_row(f"paper: {name}", in_columns(groups, percents)))
@@ -156,7 +157,7 @@ def in_columns(groups: Iterable, percents: Iterable) -> dict:
     for group, (forth, back) in zip(groups, percents):
         columns[f"{group}, en to xx"] = forth
         columns[f"{group}, xx to en"] = back
-        columns[f"{group}, %"] = (forth + back) / 2
+        columns[f"{group} found, %"] = (forth + back) / 2
     return columns
 
 

@@ -7,6 +7,7 @@ from statistics import median
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from analysis import measures, shared
 from analysis.flops import row_flops
@@ -18,7 +19,11 @@ from model import GPT
 SHARES = 0.125, 0.25, 0.5, 0.75, 1.0  # limits of the experts' FLOPs at test, of a dense FFN's
 THRESHOLDS = 0.0, 0.25, 0.5, 0.75, 0.9, 0.95, 1.0  # at test
 ROUNDS = 10  # how often a batch is timed, after a first time for warming up
+SERVED = "experts that serve a token"
 LIMIT, SPENT = "limit of the experts' FLOPs, in dense FFNs", "FLOPs of the experts, in dense FFNs"
+
+
+in_sight = partial(tqdm, leave=False, unit="test", disable=None)  # a bar for what takes minutes
 
 
 def test(run: Trained, max_tokens: int) -> tuple[float, list]:
@@ -34,20 +39,18 @@ def activations(options: Measured, evaluate: Callable):
     number of full-sized experts (figure 1) and rises as experts get smaller (figure 6). A dense model is looked at in
     the blocks where sparse models have experts. A point is a run of train_lm.py, the mean of its layers.
     """
-    x, y = "width of an expert", "share of positive activations"
+    number, width, share = "experts of a layer", "width of an expert", "share of positive activations"
     records, full = [], []
     for run in shared.opened(shared.choose("train_lm", options), options, evaluate):
-        experts, size = shared.experts_of(run.config)
-        record = {"run": run.folder, "router": run.config["router"], "experts": experts}
-        record |= {x: size, y: positive_share(run, options.max_tokens)}
-        records.append(record)
+        count, size = shared.experts_of(run.config)
+        records.append(run.record | {number: count, width: size, share: positive_share(run, options.max_tokens)})
         if size == run.config["ffn_size"]:
-            full.append(record)
+            full.append(records[-1])
     panels = [
-        Panel("Experts as wide as an FFN (figure 1)", full, "router", "experts", y, joined=False),
-        Panel("All (figure 6)", records, "router", x, y, joined=False),
+        Panel("Experts as wide as an FFN (figure 1)", full, "experts", number, share, joined=False),
+        Panel("All (figure 6)", records, "experts", width, share, joined=False),
     ]
-    shared.show(activations, options, records, ("router", "experts", x), panels)
+    shared.show(activations, options, records, ("experts", number, width), panels)
 
 
 def positive_share(run: Trained, max_tokens: int) -> float:
@@ -95,7 +98,7 @@ def gamma(options: Measured, evaluate: Callable):
 def test_limited(run: Trained, max_tokens: int) -> Iterator[dict]:
     """Under each limit: FLOPs of the experts that served a token, as a share of a dense FFN's, and the perplexity."""
     model = run.model
-    for share in SHARES if model.moe_layers else (1.0,):
+    for share in in_sight(SHARES if model.moe_layers else (1.0,)):
         limit(run, share)
         ppl, layers = test(run, max_tokens)
         spent = 1.0
@@ -132,17 +135,17 @@ def experts(options: Drawn):
     as training goes on. A line is an MoE layer of a run of train_lm.py. Seeds of one experiment share a panel. The
     table has the last evaluation.
     """
-    records, last = [], []
+    records, last, asked = [], [], "experts that a token asks for"
     for run in choose_threshold(options):
         for evaluation in run.log:
             for i, layer in enumerate(evaluation["layers"], 1):
                 record = run.record | {"layer": f"block {i * run.config['moe_every']}"}
-                record |= {"step": evaluation["step"], "experts of a token": layer["wanted"]}
+                record |= {"step": evaluation["step"], asked: layer["wanted"]}
                 records.append(record)
         last += records[-len(run.log[-1]["layers"]) :]
     panels = []
     for (name,), own in shared.grouped(records, "experts").items():
-        panels.append(Panel(name, own, "layer", "step", "experts of a token", from_zero=True))
+        panels.append(Panel(name, own, "layer", "step", asked, from_zero=True))
     shared.show(experts, options, records, ("experts", "layer", "step"), panels, last)
 
 
@@ -153,18 +156,19 @@ def tokens(options: Measured):
     training text, the most frequent first, on the right by the loss of the token behind them, the lowest first. A line
     is the mean of a group in a run of train_lm.py, in one of its MoE layers.
     """
-    records, panels = [], []
+    records, panels, tenth = [], [], "tenth of the tokens"
     for run in shared.opened(choose_threshold(options), options):
         served, orders = of_tokens(run, options.max_tokens)
         for name, order in orders.items():
             for number, layer in enumerate(served, 1):
                 groups = layer[order.argsort(stable=True)].float().tensor_split(10)
-                for tenth, group in enumerate(groups, 1):
-                    record = run.record | {"layer": f"block {number * run.config['moe_every']}", "sorted by": name}
-                    records.append(record | {"tenth": tenth, "experts of a token": float(group.mean())})
+                layer_of = f"{run.name}, block {number * run.config['moe_every']}"
+                for place, group in enumerate(groups, 1):
+                    record = {"run": run.folder, "experts": layer_of, "sorted by": name}
+                    records.append(record | {tenth: place, SERVED: float(group.mean())})
     for (name,), own in shared.grouped(records, "sorted by").items():
-        panels.append(Panel(f"By {name}", own, "layer", "tenth", "experts of a token", from_zero=True))
-    shared.show(tokens, options, records, ("experts", "sorted by", "layer", "tenth"), panels)
+        panels.append(Panel(f"By {name}", own, "experts", tenth, SERVED, from_zero=True))
+    shared.show(tokens, options, records, ("experts", "sorted by", tenth), panels)
 
 
 @torch.no_grad()
@@ -202,7 +206,7 @@ def threshold(options: Measured, evaluate: Callable):
     for run in shared.opened(runs, options, evaluate):
         point = partial(threshold_point, run, options.max_tokens)
         trained.append(point("in training", run.config["threshold"]))
-        for t in THRESHOLDS if run is first else ():
+        for t in in_sight(THRESHOLDS if run is first else ()):
             run.model.config.eval_threshold = t  # the routers read it there
             tested.append(point("at test", t))
             with run.model.no_limit():
@@ -212,7 +216,7 @@ def threshold(options: Measured, evaluate: Callable):
     panels = [
         Panel("Another threshold in training", trained, by, "threshold t", "perplexity", joined=False),
         Panel("Another threshold at test", tested, by, "threshold t", "perplexity"),
-        Panel("What it costs at test", tested, by, "threshold t", "experts that serve a token", from_zero=True),
+        Panel("What it costs at test", tested, by, "threshold t", SERVED, from_zero=True),
     ]
     shared.show(threshold, options, records, (by, "threshold t"), panels)
 
@@ -225,7 +229,7 @@ def threshold_point(run: Trained, max_tokens: int, what: str, t: float) -> dict:
     ppl, layers = test(run, max_tokens)
     served = measures.mean_over_layers("served", layers)
     record = {"run": run.folder, "t is changed": what, "threshold t": t}
-    return record | {"perplexity": ppl, "experts that serve a token": served}
+    return record | {"perplexity": ppl, SERVED: served}
 
 
 def speed(options: Measured, evaluate: Callable):

@@ -136,7 +136,7 @@ def test_tokens_are_grouped_by_rarity_and_by_the_loss_behind_them(draw, place):
                 seen.append((train.count(token), -float(of_token[following]), kept[len(seen)]))
     for title, first_of_all in (("rarity", lambda one: -one[0]), ("the loss behind them", lambda one: one[1])):
         expected = [fmean(one[2] for one in group) for group in np.array_split(sorted(seen, key=first_of_all), 10)]
-        drawn = [record["experts of a token"] for record in found["records"] if record["sorted by"] == title]
+        drawn = [record[xmoe.SERVED] for record in found["records"] if record["sorted by"] == title]
         assert drawn == pytest.approx(expected, rel=1e-5)
     assert [len(lines(own)) for own in axes] == [1, 1]
 

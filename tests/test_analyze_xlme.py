@@ -119,18 +119,18 @@ def test_translations_that_are_found(tatoeba, folders, draw):
             # Of 36: German 100%, Dutch 0, Finnish; of 14: German alone.
             assert record["Tatoeba-36, en to xx"] == pytest.approx((100 + 0 + 10 * forth) / 3)
             assert record["Tatoeba-36, xx to en"] == pytest.approx((100 + 0 + 10 * back) / 3)
-            assert record["Tatoeba-14, en to xx"] == record["Tatoeba-14, %"] == 100
+            assert record["Tatoeba-14, en to xx"] == record["Tatoeba-14 found, %"] == 100
         assert layer == encoder.config.n_layer
     assert len({numbers for numbers in loops.values()}) > 2, "the case shows nothing"
     head, *rows = found["table"]
-    assert head[2:5] == ["Tatoeba-14, en to xx", "Tatoeba-14, xx to en", "Tatoeba-14, %"]
+    assert head[2:5] == ["Tatoeba-14, en to xx", "Tatoeba-14, xx to en", "Tatoeba-14 found, %"]
     table = {row[0]: row[1:] for row in rows}
     one, other = (own(found, folder)[0]["encoder"] for folder in folders)
     assert one.startswith("dense, n_layer 2") and table[one][:4] == [2, "100", "100", "100"] and table[other][0] == 3
     assert table[other][4] == f"{(100 + 10 * loops[folders[1], 3][0]) / 3:.5g}"
     assert table["chance"][1:5] == ["3.3333", "3.3333", "3.3333", f"{100 * (2 / 30 + 1 / 10) / 3:.5g}"]
     assert table["paper: XLM-E"] == ["", "74.4", "72.3", "73.35", "65", "62.3", "63.65"]
-    assert lines(axes[1])[0] == (one, [0, 1, 2], [record["Tatoeba-36, %"] for record in own(found, folders[0])])
+    assert lines(axes[1])[0] == (one, [0, 1, 2], [record["Tatoeba-36 found, %"] for record in own(found, folders[0])])
 
 
 def test_seeds_are_a_mean_and_a_deviation(tatoeba, tokenizer, tmp_path, draw):
@@ -160,7 +160,7 @@ def test_without_a_source_it_is_held_out_pairs(electra_corpora, folders, monkeyp
     assert found["table"][0][2] == "ciphers, en to xx"
     assert found["table"][3:] == [["chance", "", "2", "2", "2"]]
     trained, untrained = (own(found, name) for name in (folders[0], "untrained"))
-    assert len(trained) == len(untrained) and trained[1]["ciphers, %"] != untrained[1]["ciphers, %"]
+    assert len(trained) == len(untrained) and trained[1]["ciphers found, %"] != untrained[1]["ciphers found, %"]
     texts = PairData(pairs, 16, 64).texts("valid", "aa-en")
     assert bitext_sets.held_out(pairs)["aa"] == list(zip(*texts))
 

@@ -100,14 +100,13 @@ def test_layer_measures_every_router_and_peer_against_the_dense_ones(results, ca
     status, found = results(*words)
     assert status == 0 and {record["section"] for record in found} == {"S2"}
     found = {record["impl"]: record for record in found}
-    others = [*ROUTERS, "threshold 0.3", "topk, no limit"]
+    others = [*(ROUTERS.keys() - {"threshold"}), "threshold 0.9", "threshold 0.3", "topk, no limit"]
     assert found.keys() - {MIXTRAL} == {"dense", "dense, compiled", *(f"ours, {other}" for other in others)}
     said = capsys.readouterr().out
     assert (MIXTRAL in found) != (f"{MIXTRAL}: skipped" in said) and "| ours, threshold 0.3 " in said
     assert found["ours, topk, no limit"]["gflops"] == pytest.approx(3 * 4 * 256 * 1024 * 64 / 1e9)  # of every token
-    assert (
-        1 <= found["ours, threshold 0.3"]["rows_per_token"] < 0.5 * found["ours, threshold"]["rows_per_token"]
-    )  # t is 0.9
+    rows = [found[f"ours, threshold {t}"]["rows_per_token"] for t in (0.3, 0.9)]
+    assert 1 <= rows[0] < 0.5 * rows[1]
     dense, ours = found["dense"], found["ours, switch"]
     assert dense["gflops"] == found["ours, topk, no limit"]["gflops"] and (ours["runs"], dense["ratio"]) == (1, 1)
     assert ours["ratio"] == pytest.approx(ours["ms"] / dense["ms"] * dense["gflops"] / ours["gflops"])
@@ -155,7 +154,7 @@ def test_step_measures_whole_steps(monkeypatch):
     dense, *others = bench.training_steps("small", config, CPU, **tiny)
     assert [dense["impl"], *(record["impl"] for record in others)] == ["dense", "switch", "topk", "threshold"]
     for record in (dense, *others):
-        assert record["tokens"] == 64 and record["steps_per_second"] == pytest.approx(1e3 / record["ms"])
+        assert record["tokens"] == 64
         assert record["mfu"] == pytest.approx(record["gflops"] / record["ms"])
         assert record["gflops"] == pytest.approx(dense["gflops"], rel=0.05)  # models that are compared cost the same
     assert bench.sections_of("step", gpu=False).keys() == {"width 256", "width 768"}
@@ -169,7 +168,7 @@ def test_check_is_rehearsed_without_a_gpu(results, monkeypatch, corpora):
     assert {result["section"] for result in found} == bench.sections_of("check", False).keys()
 
 
-def test_results_are_written_at_once_until_time_is_up(results, monkeypatch, tmp_path, capsys):
+def test_results_are_written_at_once(results, monkeypatch, tmp_path):
     def fails(config, context):
         yield {"found": 1}
         raise RuntimeError("broken")
@@ -177,18 +176,13 @@ def test_results_are_written_at_once_until_time_is_up(results, monkeypatch, tmp_
     def slow(config, context):
         before = json.loads((tmp_path / "new/results.json").read_text())["results"]
         assert [result.get("found") for result in before] == [1, None]
-        config.limit = 0.0
         yield {"right": True}
 
-    def never(config, context):
-        raise AssertionError("time is up")
-
-    sections = {"fails": fails, "slow": slow, "never": never}
+    sections = {"fails": fails, "slow": slow}
     monkeypatch.setattr(bench, "sections_of", lambda part, gpu: sections)
     status, (_, broken, last) = results("check")
     assert status == 1 and broken["error"] == "RuntimeError('broken')" and "in fails" in str(broken["traceback"])
     assert last == {"section": "slow", "right": True}
-    assert "stopped before 'never': time is up" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("wrong", [1.1, math.nan], ids=["ten percent off", "NaN"])

@@ -255,21 +255,6 @@ def test_of_translations_found_the_paper_decides_and_other_measures_stand_beside
     assert claims.claims(tmp_path)[0]["verdict"] == "holds"
 
 
-def test_a_trend_is_the_difference_of_two_steps_of_one_run(tmp_path):
-    pytest.importorskip("scipy")
-    pair = write_pair(tmp_path, train_mlm, {}, {}) | {"unit": "doublings of RC", "number": "collapse: RC"}
-    pair["other"] = pair["ours"]
-    records = []
-    for n, seed in enumerate(claims.SEEDS[:3]):
-        for step, RC in ((2000, 100), (4000, 7), (8000, 400 + n)):
-            records.append({"run": f"out/train_mlm/demo{seed}", "step": step, "RC": RC})
-    write(tmp_path / "analyses" / "collapse.json", {"records": records})
-    found = claims.effect(tmp_path, pair | {"steps": [8000, 2000]})
-    assert found["mean"] == pytest.approx([2.004], abs=2e-3) and found["differ"] == ["step"]
-    assert claims.values(tmp_path, pair, "ours") == {"": 400, "-seed=1": 401, "-seed=2": 402}
-    assert claims.effect(tmp_path, pair | {"steps": [2000, 8000]})["verdict"] == "the opposite"
-
-
 @pytest.mark.parametrize(
     "found, verdict",
     [

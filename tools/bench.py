@@ -6,10 +6,10 @@
 
 Contenders take turns, round by round. `ms` is the median of one's times, and `spread` half the range between their
 quartiles. `ratio` is the time over that of the dense one at equal FLOPs, which for a layer are those of the rows that
-its experts really keep: 1 is a layer that costs nothing but its arithmetic. `least_mb` must be read and written at
-least; `operations` have the largest shares of the time. On a GPU `peak_mb` is the memory beyond what is kept between
-runs, and `host_waits` counts, by file and line, how often the host waits for the GPU. What a section finds is written
-at once into results/gpu/CARD-PART.json, without a GPU into out/bench. A GPU's file is welcome, whatever it says.
+its experts really keep: 1 costs nothing but its arithmetic. `least_mb` must be read and written at least; `operations`
+take most of the time. On a GPU `peak_mb` is the memory beyond what is kept between runs, and `host_waits` counts, by
+file and line, how often the host waits for the GPU. What a section finds is written at once, into results/gpu/CARD-
+PART-TYPE.json, or without a GPU into out/bench. A GPU's file is welcome.
 """
 
 import itertools
@@ -18,7 +18,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 import traceback
 import warnings
 from collections import Counter
@@ -28,15 +27,14 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
-
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where the project's modules are
 os.environ["KINETO_LOG_LEVEL"] = "5"  # the profiler keeps silent
 
+import engine  # isort: skip  # noqa: F401  before torch
+import numpy as np
 import torch
 import tyro
 from torch import Tensor, nn
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where the project's modules are
 
 import model
 import train_lm
@@ -52,7 +50,6 @@ from routers import ROUTERS
 ROOT = Path(model.__file__).parent
 VOCABULARY = 8192
 PATIENCE = 5.0  # seconds, after which a slow contender has run often enough
-QUARTILES = 0.25, 0.5, 0.75
 Contender = tuple[Callable, dict]  # does its work once; what its record says that needs no measuring
 
 
@@ -63,7 +60,6 @@ class Config:
     rounds: int = 15  # how often each contender runs, after a first time for warming up
     only: str = ""  # what the names of the sections to run begin with
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # auto: bfloat16 where it is fast; check: always
-    limit: float = 540.0  # seconds, after which no section begins
     out: Path | None = None  # file that receives the results
 
 
@@ -81,12 +77,11 @@ def measure(makers: dict, config: Config, context) -> list[dict]:
             context.say(f"{name}: skipped ({type(error).__name__}: {error})")
     times = measures.in_turns(runs, context, config.rounds, PATIENCE)
     for name, run in runs.items():
-        lower, ms, upper = np.quantile(times[name], QUARTILES)
+        lower, ms, upper = np.quantile(times[name], (0.25, 0.5, 0.75))
         speed = facts[name]["gflops"] / ms  # TFLOP/s
-        record = {"impl": name, "ms": ms, "spread": (upper - lower) / 2}
+        first = records[0]["teraflops"] if records else speed
+        record = {"impl": name, "ms": ms, "spread": (upper - lower) / 2, "ratio": first / speed}
         record |= {"runs": len(times[name]), "teraflops": speed}
-        first = records[0] if records else record
-        record["ratio"] = first["teraflops"] / speed
         if context.peak_flops:
             record["mfu"] = 1e12 * speed / context.peak_flops
         records.append(record | facts[name] | seen(run, context))
@@ -107,38 +102,38 @@ def seen(run: Callable, context) -> dict:
         set_mode("default")
         measures.clock(context)  # when the device has done all
     own_time = "self_device_time_total" if on_gpu else "self_cpu_time_total"
-    times = Counter()
-    for event in profile.key_averages():
-        times[event.key.removeprefix("aten::")] = getattr(event, own_time)
-    total = max(1, times.total())
-    shares = [f"{name} {own / total:.0%}" for name, own in times.most_common(6)]
+    times = Counter({event.key.removeprefix("aten::"): getattr(event, own_time) for event in profile.key_averages()})
+    shares = [f"{name} {own / max(1, times.total()):.0%}" for name, own in times.most_common(6)]
     facts = {"operations": ", ".join(shares)}
     if on_gpu:
         waits = [warning for warning in caught if "called a synchroniz" in str(warning.message)]
         facts["host_waits"] = Counter(f"{Path(warning.filename).name}:{warning.lineno}" for warning in waits)
-        peak = torch.cuda.max_memory_allocated() - before
-        facts["peak_mb"] = peak / 2**20
+        facts["peak_mb"] = (torch.cuda.max_memory_allocated() - before) / 2**20
     return facts
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # layer: what does it cost?
 
-SMALL = train_lm.Config(n_embd=256, ffn_size=1024, threshold=0.9)
-LARGE = replace(SMALL, n_embd=768, ffn_size=3072)
+SMALL = dict(n_embd=256, ffn_size=1024)
+LARGE = dict(n_embd=768, ffn_size=3072)
 SHAPES = {
-    "S1": replace(SMALL, router="switch", split=1),  # 8 experts of width 1024
-    "S2": replace(SMALL, router="threshold", split=8),  # 64 of 128
-    "S3": replace(LARGE, router="topk", split=8),  # 64 of 384
-    "S4": replace(LARGE, router="switch", split=1, expert_ffns=32),  # 32 of 3072
+    "S1": train_lm.Config(**SMALL, router="switch", split=1),  # 8 experts of width 1024
+    "S2": train_lm.Config(**SMALL, router="threshold", split=8),  # 64 of 128
+    "S3": train_lm.Config(**LARGE, router="topk", split=8),  # 64 of 384
+    "S4": train_lm.Config(**LARGE, router="switch", split=1, expert_ffns=32),  # 32 of 3072
 }
+VARIANTS = {router: {"router": router} for router in ROUTERS if router != "threshold"}
+VARIANTS["topk, no limit"] = {"router": "topk", "capacity": math.inf}
+VARIANTS |= {f"threshold {t}": {"router": "threshold", "threshold": t} for t in (0.9, 0.3)}
 LOGIT_STD = 2.75  # of what a router says of a token, so that it has preferences as a trained one has
 
 
 def whole_layers(shape: train_lm.Config, config: Config, context):
     """Forward and backward passes of a dense FFN, of Mixtral's layer, and of ours under every router.
 
-    Without a limit topk chooses as Mixtral does. Under 0.3, the demo's threshold, a token keeps one or two experts.
+    Without a limit topk chooses as Mixtral does. The threshold is the papers' 0.9, where the limit decides what a token
+    keeps, or the demo's 0.3, where that is one or two experts.
     """
     torch.manual_seed(0)
     h = torch.randn(1, config.tokens, shape.n_embd).to(context.device)
@@ -146,17 +141,13 @@ def whole_layers(shape: train_lm.Config, config: Config, context):
     dense = partial(layer, ffn, h, flops.matrix_flops(ffn), context)
     makers = {"dense": dense, "dense, compiled": partial(dense, compiled=True)}
     makers["HF Mixtral, grouped_mm"] = partial(mixtral, shape, h, context)
-    variants = {router: {"router": router} for router in ROUTERS}
-    variants["threshold 0.3"] = {"router": "threshold", "threshold": 0.3}
-    variants["topk, no limit"] = {"router": "topk", "capacity": math.inf}
-    for name, changes in variants.items():
-        other = replace(shape, **changes)
-        makers[f"ours, {name}"] = partial(our_layer, other, h, context)
-    own = partial(our_layer, shape, h, context)
-    if context.device.type == "cuda":
-        makers[f"ours, {shape.router}, compiled"] = partial(own, compiled=True)
-    if context.dtype == torch.bfloat16:
-        makers[f"ours, {shape.router}, weights in bfloat16"] = partial(own, cast=True)
+    for name, changes in VARIANTS.items():
+        own = partial(our_layer, replace(shape, **changes), h, context)
+        makers[f"ours, {name}"] = own
+        if context.dtype == torch.bfloat16 and changes["router"] == shape.router:
+            makers[f"ours, {name}, weights in bfloat16"] = partial(own, cast=True)
+        if context.device.type == "cuda" and changes["router"] == shape.router:
+            makers[f"ours, {name}, compiled"] = partial(own, compiled=True)
     return measure(makers, config, context)
 
 
@@ -205,8 +196,8 @@ def mixtral(shape: train_lm.Config, h: Tensor, context) -> Contender:
 
     D, K = shape.n_embd, shape.split
     width = 8 * round(shape.ffn_size / K / 12)
-    config = library.MixtralConfig(hidden_size=D, intermediate_size=width, hidden_act="gelu_pytorch_tanh")
-    config.num_local_experts, config.num_experts_per_tok = shape.expert_ffns * K, K
+    sizes = dict(hidden_size=D, intermediate_size=width, num_local_experts=shape.expert_ffns * K, num_experts_per_tok=K)
+    config = library.MixtralConfig(**sizes, hidden_act="gelu_pytorch_tanh")
     config._experts_implementation = "grouped_mm"
     block = library.MixtralSparseMoeBlock(config)
     for p in block.parameters():
@@ -220,16 +211,14 @@ def mixtral(shape: train_lm.Config, h: Tensor, context) -> Contender:
 # step: how fast does it train?
 
 
-def training_steps(preset: str, config: Config, context, **changes) -> Iterator[dict]:
+def training_steps(preset: str, config: Config, context, **changes) -> list[dict]:
     """XMoE's models, at equal FLOPs: dense, or with whole FFNs as experts, or with eighths of them."""
     base = train_lm.Config(**train_lm.PRESETS[preset] | changes)
-    kinds = {"dense": 1, "switch": 1, "topk": 8, "threshold": 8}
     makers = {}
-    for router, split in kinds.items():
+    for router, split in {"dense": 1, "switch": 1, "topk": 8, "threshold": 8}.items():
         constants = replace(base, router=router, split=split)
         makers[router] = partial(trainee, constants, config.tokens, context)
-    for record in measure(makers, config, context):
-        yield record | {"steps_per_second": 1e3 / record["ms"]}
+    return measure(makers, config, context)
 
 
 def trainee(constants: train_lm.Config, tokens: int, context) -> Contender:
@@ -237,8 +226,7 @@ def trainee(constants: train_lm.Config, tokens: int, context) -> Contender:
     torch.manual_seed(0)
     V = 50_257 if context.device.type == "cuda" else VOCABULARY
     T, micros = constants.block_size, constants.batch_tokens // constants.micro_tokens
-    ids = torch.randint(V, (max(1, tokens // T), T))
-    ids = ids.to(context.device)
+    ids = torch.randint(V, (max(1, tokens // T), T)).to(context.device)
     net = model.GPT(constants, V).to(context.device)
     forward = parallel.wrap(net, constants, context)
     optimizer = adamw(net, constants)
@@ -255,8 +243,7 @@ def trainee(constants: train_lm.Config, tokens: int, context) -> Contender:
         net.after_step()
 
     tokens = micros * ids.numel()
-    head = 2 * constants.n_embd * V
-    work = flops.flops_per_token(net, constants, head)
+    work = flops.flops_per_token(net, constants, head=2 * constants.n_embd * V)
     return run, {"tokens": tokens, "gflops": 3e-9 * work * tokens}
 
 
@@ -273,8 +260,8 @@ def against_the_cpu(router: str, config: Config, context, E: int = 16) -> Iterat
     """
     for gamma, layers, crowded in itertools.product((2.0, 0.5, 16.0), (0, 2), (False, True)):
         torch.manual_seed(0)
-        constants = train_mlm.Config(router=router, top_k=2, experts=E, capacity_factor=gamma)
-        constants = replace(constants, n_embd=64, expert_size=32, expert_layers=layers)
+        sizes = dict(experts=E, n_embd=64, expert_size=32, expert_layers=layers)
+        constants = train_mlm.Config(router=router, top_k=2, capacity_factor=gamma, **sizes)
         moe = model.between_layers(constants, 512, "tanh")
         for p in moe.parameters():
             if p.dim() > 1:
@@ -282,8 +269,8 @@ def against_the_cpu(router: str, config: Config, context, E: int = 16) -> Iterat
         h = torch.randn(1, 512, 64) + 3 * crowded * torch.randn(64)
         ids = torch.arange(512).unsqueeze(0) % (2 if crowded else 512)
         expected, found = outcome(moe, (h, ids), CPU), outcome(moe, (h, ids), context)
-        facts = {"gamma": gamma, "stack": layers, "crowded": crowded}
-        yield facts | judge(found, expected, 0.06)  # a token whose scores are equal but for rounding may go elsewhere
+        # A token whose scores are equal but for rounding may go elsewhere.
+        yield {"gamma": gamma, "stack": layers, "crowded": crowded} | judge(found, expected, 0.06)
 
 
 def outcome(module: nn.Module, given: tuple, context) -> dict[str, Tensor]:
@@ -331,8 +318,7 @@ def other_parts(config: Config, context) -> Iterator[dict]:
     constants = train_lm.Config(n_embd=256, n_head=4)
     attention = model.SelfAttention(constants, causal=False, dropout=0.0, biased=True)
     nn.init.normal_(attention.gate)
-    lengths = torch.arange(128, 256, 16).view(8, 1, 1, 1)
-    real = torch.arange(256) < lengths
+    real = torch.arange(256) < torch.arange(128, 256, 16).view(8, 1, 1, 1)
     given = torch.randn(8, 256, 256), real, torch.randn(4, 256, 256)
     expected, found = outcome(attention, given, CPU), outcome(attention, given, context)
     yield {"what": "attention"} | judge(found, expected, 0.03)
@@ -347,10 +333,9 @@ RESUMED = "--n_layer 2 --n_embd 64 --ffn_size 256 --steps 40 --eval_every 20 --e
 
 def stopped_and_resumed(config: Config, context) -> Iterator[dict]:
     """train_lm.py is stopped after its first evaluation, and goes on to its end."""
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-u", ROOT / "train_lm.py", *RESUMED.split()]
-        command += ["--out_dir", folder]
+        command = [sys.executable, "-u", ROOT / "train_lm.py", *RESUMED.split(), "--out_dir", folder]
         with subprocess.Popen(command, **pipes) as first:
             for line in first.stdout:
                 if line.startswith("step 20: "):  # it has been evaluated
@@ -358,7 +343,7 @@ def stopped_and_resumed(config: Config, context) -> Iterator[dict]:
         second = subprocess.run(command, **pipes)
     exits = [first.returncode, second.returncode]
     right = exits == [143, 0] and "goes on from step" in second.stdout
-    yield {"right": right, "exits": exits, "output": second.stdout.splitlines()[-30:]}
+    yield {"right": right, "exits": exits, "output": second.stdout[-2000:]}
 
 
 def sections_of(part: str, gpu: bool) -> dict[str, Callable]:
@@ -376,31 +361,22 @@ def sections_of(part: str, gpu: bool) -> dict[str, Callable]:
 
 
 def run(sections: dict, file: Path, config: Config, context) -> list[dict]:
-    """Writes and prints what each section finds, until time is up. An error is a result, too."""
-    start, results = time.perf_counter(), []
-    commit = subprocess.getoutput(f"git -C {ROOT} describe --always --dirty")
+    """Writes and prints what each section finds, as soon as it has. An error is a result, too."""
+    results, commit = [], subprocess.getoutput(f"git -C {ROOT} describe --always --dirty")
     for name, section in sections.items():
-        if time.perf_counter() - start > config.limit:
-            context.say(f"\nstopped before {name!r}: time is up")
-            break
         rows = []
         try:
             rows.extend(section(config, context))
         except Exception as error:
-            trace = traceback.format_exc().splitlines()
-            rows.append({"right": False, "error": repr(error), "traceback": trace})
+            rows.append({"right": False, "error": repr(error), "traceback": traceback.format_exc()})
         results += [{"section": name} | row for row in rows]
         write(file, {"machine": context.machine | {"commit": commit}, "results": results})
         cells = []
         for row in rows:
-            cells.append([cell(row.get(column, "")) for column in rows[-1]])
-        seconds = time.perf_counter() - start
-        context.say(f"\n{name}, {seconds:.0f} s\n{markdown_table([*rows[-1]], cells)}")
+            values = [row.get(column, "") for column in rows[-1]]
+            cells.append([f"{value:,.4g}" if isinstance(value, float) else f"{value!s:.80}" for value in values])
+        context.say(f"\n{name}\n{markdown_table([*rows[-1]], cells)}")
     return results
-
-
-def cell(value) -> str:
-    return f"{value:,.4g}" if isinstance(value, float) else f"{value!s:.80}"
 
 
 def main():
@@ -412,9 +388,8 @@ def main():
     sections = {name: section for name, section in every.items() if name.startswith(config.only)}
     if not sections:
         fail(f"no section of {config.part} begins with {config.only!r}: there are {', '.join(every)}")
-    device = context.machine["device"].replace(" ", "-")
-    folder = ROOT / ("results/gpu" if gpu else "out/bench")
-    file = config.out or folder / f"{device}-{config.part}.json"
+    name = "{device}-{part}-{dtype}.json".format(part=config.part, **context.machine).replace(" ", "-")
+    file = config.out or ROOT / ("results/gpu" if gpu else "out/bench") / name
     results = run(sections, file, config, context)
     wrong = dict.fromkeys(result["section"] for result in results if not result.get("right", True))
     context.say(f"\n{len(results)} results are in {file}; wrong or failed: {', '.join(wrong) or 'none'}")
