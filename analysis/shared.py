@@ -251,11 +251,11 @@ def in_words(config: dict) -> str:
     return f"{config['router']} {experts} x {size}" if router_of(config) else "dense"
 
 
-def named(runs: Iterable[Trained], words: Callable = in_words, told: tuple = ()) -> list[Trained]:
+def named(runs: Iterable[Trained], words: Callable = in_words) -> list[Trained]:
     """The runs with their names: what each is, with the constants in which runs of the same words differ.
 
-    So only seeds of one experiment have the same name. How often a run was evaluated in training is not told. words:
-    constants -> what a run is, in a few words; told: the constants in which those of other words may not differ either.
+    So only seeds of one experiment have the same name. Width and steps are told where any runs differ in them, and how
+    a run was evaluated in training is not. words: constants -> what a run is, in a few words.
     """
     runs, kinds = [*runs], {}
     for run in runs:
@@ -264,7 +264,8 @@ def named(runs: Iterable[Trained], words: Callable = in_words, told: tuple = ())
         for run in alike:
             run.name = kind
             for constant, value in run.config.items():
-                values = {repr(other.config.get(constant)) for other in (runs if constant in told else alike)}
+                compared = runs if constant in ("n_embd", "steps") else alike
+                values = {repr(other.config.get(constant)) for other in compared}
                 if constant not in UNTOLD and len(values) > 1:
                     run.name += f", {constant} {value}"
     return runs
@@ -295,7 +296,7 @@ def choose(script: str, options: Drawn, fits=None, lacks="", words=in_words) -> 
         raise ValueError(
             f"there is no finished run of {script}.py that fits: python {script}.py trains one; or name folders"
         )
-    return named(found.values(), words, told=("n_embd", "steps"))
+    return named(found.values(), words)
 
 
 def opened(runs: list[Trained], options: Measured, evaluate: Callable | None = None) -> tqdm:

@@ -10,11 +10,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from analysis import measures, shared
-from analysis.flops import row_flops
 from analysis.shared import Drawn, Measured, Panel, Trained
 from engine.device import warn
 from engine.optim import cross_entropy
-from model import GPT
 
 SHARES = 0.125, 0.25, 0.5, 0.75, 1.0  # limits of the experts' FLOPs at test, of a dense FFN's
 THRESHOLDS = 0.0, 0.25, 0.5, 0.75, 0.9, 0.95, 1.0  # at test
@@ -72,11 +70,10 @@ def positive_share(run: Trained, max_tokens: int) -> float:
 
 
 def gamma(options: Measured, evaluate: Callable):
-    """XMoE's figure 4 and table 2: test perplexity of trained models whose experts may do less work.
+    """XMoE's figure 4: test perplexity of trained models whose experts may do less work.
 
     1 is the work of a dense FFN. Left it is the limit that a layer has, as in the paper. Where tokens want fewer
-    experts than the limit allows, less is spent: right is what was spent. The flatter a line, the more can be saved. A
-    dense model that was split into experts (table 2) gets t = 0.9 below 1, as in the paper.
+    experts than the limit allows, less is spent: right is what was spent. The flatter a line, the more can be saved.
     """
 
     def is_causal(config: dict) -> bool:
@@ -97,30 +94,19 @@ def gamma(options: Measured, evaluate: Callable):
 
 def test_limited(run: Trained, max_tokens: int) -> Iterator[dict]:
     """Under each limit: FLOPs of the experts that served a token, as a share of a dense FFN's, and the perplexity."""
-    model = run.model
-    for share in in_sight(SHARES if model.moe_layers else (1.0,)):
+    _, size = shared.experts_of(run.config)
+    for share in in_sight(SHARES if run.model.moe_layers else (1.0,)):
         limit(run, share)
         ppl, layers = test(run, max_tokens)
-        spent = 1.0
-        if layers:
-            served = measures.mean_over_layers("served", layers)
-            spent = served * row_flops(model.moe_layers[0]) / ffn_flops(model)
-        yield {LIMIT: share, SPENT: spent, "perplexity": ppl}
+        served = measures.mean_over_layers("served", layers) if layers else 1
+        yield {LIMIT: share, SPENT: served * size / run.config["ffn_size"], "perplexity": ppl}
 
 
 def limit(run: Trained, share: float):
     """Limits the experts of every MoE layer at test to a share of a dense FFN's FLOPs."""
+    _, size = shared.experts_of(run.config)
     for moe in run.model.moe_layers:
-        moe.eval_capacity_factor = share * ffn_flops(run.model) / row_flops(moe)
-    # A dense model that was split into experts, and trained with t = 1 (table 2), gets t = 0.9 below full work.
-    is_split = run.config.get("expert_ffns") == run.config.get("threshold") == 1
-    t = 0.9 if is_split and share < 1 else run.config.get("eval_threshold")
-    run.model.config.eval_threshold = t  # the routers read it there
-
-
-def ffn_flops(model: GPT) -> float:
-    """Forward FLOPs of one token in a dense FFN of the model's sizes."""
-    return 4 * model.config.n_embd * model.config.ffn_size
+        moe.eval_capacity_factor = share * run.config["ffn_size"] / size
 
 
 def choose_threshold(options: Drawn) -> list[Trained]:
@@ -199,7 +185,7 @@ def threshold(options: Measured, evaluate: Callable):
     first, *others = choose_threshold(options)
     runs, trained, tested = [first], [], []
     for run in others:
-        if all_but_threshold(run) == all_but_threshold(first):
+        if run.config == first.config | {name: run.config[name] for name in ("seed", "threshold")}:
             runs.append(run)
         else:
             warn(f"{run.folder} is left out: it and {first.folder} differ by more than --threshold and --seed")
@@ -219,10 +205,6 @@ def threshold(options: Measured, evaluate: Callable):
         Panel("What it costs at test", tested, by, "threshold t", SERVED, from_zero=True),
     ]
     shared.show(threshold, options, records, (by, "threshold t"), panels)
-
-
-def all_but_threshold(run: Trained) -> dict:
-    return run.config | {"seed": None, "threshold": None}
 
 
 def threshold_point(run: Trained, max_tokens: int, what: str, t: float) -> dict:

@@ -94,18 +94,14 @@ def test_names_tell_what_runs_are():
     def names(*found: dict) -> list[str]:
         return [run.name for run in shared.named([shared.Trained("out/a", constants, []) for constants in found])]
 
-    found = base, base | {"seed": 1}, switch
-    assert names(*found) == ["threshold 32 x 128", "threshold 32 x 128", "switch 8 x 512"]
-    more = "threshold 32 x 128, steps "
-    found += (base | {"steps": 9, "seed": 1},)
-    assert names(*found) == [f"{more}1400", f"{more}1400", "switch 8 x 512", f"{more}9"]
-    runs = [shared.Trained("out/a", constants, []) for constants in (base, switch | {"n_embd": 8})]
-    assert [run.name for run in shared.named(runs, told=("n_embd", "steps"))] == [
-        "threshold 32 x 128, n_embd 128",
-        "switch 8 x 512, n_embd 8",
-    ]
-    older = {name: value for name, value in base.items() if name != "steps"}  # of a time without such a constant
-    assert names(base, older) == [f"{more}1400", "threshold 32 x 128"]
+    ours, theirs = "threshold 32 x 128", "switch 8 x 512"
+    assert names(base, base | {"seed": 1, "eval_every": 9, "eval_tokens": 9}, switch) == [ours, ours, theirs]
+    assert names(base, base | {"beta2": 0.5}, switch) == [f"{ours}, beta2 0.999", f"{ours}, beta2 0.5", theirs]
+    for constant in ("n_embd", "steps"):  # in which no two runs may differ unseen
+        told = f", {constant} {base[constant]}"
+        assert names(base, switch | {constant: 8}) == [f"{ours}{told}", f"{theirs}, {constant} 8"]
+    older = {name: value for name, value in base.items() if name != "beta2"}  # of a time without such a constant
+    assert names(base, older) == [f"{ours}, beta2 0.999", ours]
     assert shared.in_words(identity(train_lm.Config(router="dense"))) == "dense"
     assert shared.in_words(identity(train_mlm.Config(experts=4, expert_size=6))) == "hypersphere 4 x 6"
 
