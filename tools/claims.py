@@ -3,13 +3,13 @@
 Both are listed in results/. In the names of runs {} is where a seed stands. claims.json has pairs of runs, `ours` and
 `other`, and what a pair is `about`: the constants in which its runs may differ. Any other difference is an error, also
 of what follows from constants, `tokens a step` and `FLOPs`. What is compared is a number of a script's table or of its
-sparse layers, or `FILE: NAME` of a run's last record in results/analyses/FILE.json. Translations are found by the layer
-of the script's table, by another `layer`, or by the `best` of each side. pictures.json has the panels of each picture,
-of such records, or of the shares that each layer of runs finds.
+sparse layers. Translations are found by the layer of the script's table, by another `layer`, or by the `best` of each
+side. pictures.json has the panels of pictures, of records in results/analyses/, or of what each layer of runs finds.
 """
 
 import importlib
 import math
+from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
 
@@ -135,11 +135,7 @@ def facts(folder: Path, run: str) -> dict:
 
 def values(folder: Path, pair: dict, side: str) -> dict[str, float]:
     """{seed: what is compared} of SCRIPT/RUN, which is one side of a pair."""
-    run, layer = pair[side], pair.get("layer")
-    where, _, key = pair["number"].rpartition(": ")
-    if where:
-        seeds = {f"out/{run.format(seed)}": seed for seed in SEEDS}
-        return {seeds[record["run"]]: record[key] for record in records(folder, where) if record["run"] in seeds}
+    run, layer, key = pair[side], pair.get("layer"), pair["number"]
     script = importlib.import_module(run.split("/")[-2])
 
     def take(result: dict):
@@ -183,7 +179,7 @@ def pictures(folder: Path) -> dict[str, tuple]:
 def panel_of(folder: Path, panel: dict) -> list:
     """What a Panel is made of."""
     if "records" in panel:
-        shown = records(folder, panel["records"])
+        shown = read(folder / f"analyses/{panel['records']}.json", itemgetter("records"))
         return [panel["title"], shown, panel["by"], panel["x"], panel["y"]]
     shown = []
     for name, run in panel["runs"].items():
@@ -193,11 +189,6 @@ def panel_of(folder: Path, panel: dict) -> list:
                 record = {"run": file.stem, "encoder": name, "layer": layer}
                 shown.append(record | {FOUND: 100 * share})
     return [panel["title"], shown, "encoder", "layer", FOUND]
-
-
-def records(folder: Path, name: str) -> list[dict]:
-    """Those of results/analyses/NAME.json."""
-    return read(folder / f"analyses/{name}.json", lambda content: content["records"])
 
 
 def curves(panels: list[list]):
