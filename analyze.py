@@ -5,7 +5,6 @@
     python analyze.py experts        XMoE's figure 5: experts that a token needs, in the course of training
     python analyze.py tokens         which tokens XMoE gives many experts: rare ones, or those before a surprise
     python analyze.py threshold      XMoE's figure 7: perplexity by the threshold, in training and at test
-    python analyze.py speed          XMoE's figure 8: time of a batch by its FLOPs
     python analyze.py umap           X-MoE's figures 2a and 2b: tokens as a router sees them
     python analyze.py collapse       X-MoE's figures 2c and 3a: collapse (RC) and fluctuation (RF) in training
     python analyze.py consistency    X-MoE's figure 3b: loads of the experts in fine-tuning runs that differ by seed
@@ -51,7 +50,6 @@ ANALYSES = {  # each: its options, and what it is handed of a training script
     xmoe.experts: (Drawn,),
     xmoe.tokens: (Measured,),
     xmoe.threshold: (Measured, train_lm.evaluate),
-    xmoe.speed: (Measured, train_lm.evaluate),
     x_moe.umap: (x_moe.Umap,),
     x_moe.collapse: (Drawn,),
     x_moe.consistency: (Drawn,),

@@ -277,10 +277,8 @@ def choose(script: str, options: Drawn, fits=None, lacks="", words=in_words) -> 
     fits: constants -> whether a figure can show the run; lacks: what is said of a named run that is left out; words:
     see `named`. Raises ValueError where a named run is not finished, or no run is left.
     """
-    results = Path("out", script).glob("demo*/result.json")
-    finished = sorted(file.parent for file in results)
-    found = {}
-    for folder in [str(Path(folder)) for folder in options.folders or finished]:
+    finished, found = sorted(Path("out", script).glob("demo*/result.json")), {}
+    for folder in map(str, map(Path, options.folders or [file.parent for file in finished])):
         run = read_run(folder, script)
         if not Path(folder, "result.json").exists():
             raise ValueError(f"{folder} is not finished: the command that began the run finishes it")
@@ -293,9 +291,7 @@ def choose(script: str, options: Drawn, fits=None, lacks="", words=in_words) -> 
         if 2 * run.config.get("steps", 0) < longest:
             warn(f"{found.pop(folder).folder} is left out: {longest} steps are others' length; name it to see it")
     if not found:
-        raise ValueError(
-            f"there is no finished run of {script}.py that fits: python {script}.py trains one; or name folders"
-        )
+        raise ValueError(f"no finished run of {script}.py fits: python {script}.py trains one; or name folders")
     return named(found.values(), words)
 
 

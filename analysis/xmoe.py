@@ -1,9 +1,8 @@
-"""XMoE's figures 1, 4, 5, 6, 7 and 8, from runs of train_lm.py, whose `evaluate` they are handed."""
+"""XMoE's figures 1, 4, 5, 6 and 7, from runs of train_lm.py, whose `evaluate` they are handed."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
-from statistics import median
 
 import torch
 from torch import Tensor
@@ -16,7 +15,6 @@ from engine.optim import cross_entropy
 
 SHARES = 0.125, 0.25, 0.5, 0.75, 1.0  # limits of the experts' FLOPs at test, of a dense FFN's
 THRESHOLDS = 0.0, 0.25, 0.5, 0.75, 0.9, 0.95, 1.0  # at test
-ROUNDS = 10  # how often a batch is timed, after a first time for warming up
 SERVED = "experts that serve a token"
 LIMIT, SPENT = "limit of the experts' FLOPs, in dense FFNs", "FLOPs of the experts, in dense FFNs"
 
@@ -96,17 +94,11 @@ def test_limited(run: Trained, max_tokens: int) -> Iterator[dict]:
     """Under each limit: FLOPs of the experts that served a token, as a share of a dense FFN's, and the perplexity."""
     _, size = shared.experts_of(run.config)
     for share in in_sight(SHARES if run.model.moe_layers else (1.0,)):
-        limit(run, share)
+        for moe in run.model.moe_layers:
+            moe.eval_capacity_factor = share * run.config["ffn_size"] / size
         ppl, layers = test(run, max_tokens)
         served = measures.mean_over_layers("served", layers) if layers else 1
         yield {LIMIT: share, SPENT: served * size / run.config["ffn_size"], "perplexity": ppl}
-
-
-def limit(run: Trained, share: float):
-    """Limits the experts of every MoE layer at test to a share of a dense FFN's FLOPs."""
-    _, size = shared.experts_of(run.config)
-    for moe in run.model.moe_layers:
-        moe.eval_capacity_factor = share * run.config["ffn_size"] / size
 
 
 def choose_threshold(options: Drawn) -> list[Trained]:
@@ -118,21 +110,21 @@ def experts(options: Drawn):
     """XMoE's figure 5: how many experts a token needs to reach the threshold, in the course of training.
 
     The probabilities of the chosen experts must sum to t. In the paper many are needed at first, and fewer and fewer
-    as training goes on. A line is an MoE layer of a run of train_lm.py. Seeds of one experiment share a panel. The
-    table has the last evaluation.
+    as training goes on. A line is an MoE layer of runs of train_lm.py. The table has the last evaluation.
     """
     records, last, asked = [], [], "experts that a token asks for"
     for run in choose_threshold(options):
         for evaluation in run.log:
-            for i, layer in enumerate(evaluation["layers"], 1):
-                record = run.record | {"layer": f"block {i * run.config['moe_every']}"}
-                record |= {"step": evaluation["step"], asked: layer["wanted"]}
-                records.append(record)
+            for i, layer in enumerate(evaluation["layers"]):
+                records.append(of_block(run, i) | {"step": evaluation["step"], asked: layer["wanted"]})
         last += records[-len(run.log[-1]["layers"]) :]
-    panels = []
-    for (name,), own in shared.grouped(records, "experts").items():
-        panels.append(Panel(name, own, "layer", "step", asked, from_zero=True))
-    shared.show(experts, options, records, ("experts", "layer", "step"), panels, last)
+    panel = Panel("", records, "experts", "step", asked, from_zero=True)
+    shared.show(experts, options, records, ("experts", "step"), [panel], last)
+
+
+def of_block(run: Trained, i: int) -> dict:
+    """What the records of a run's i-th MoE layer have, from 0."""
+    return run.record | {"experts": f"{run.name}, block {(1 + i) * run.config['moe_every']}"}
 
 
 def tokens(options: Measured):
@@ -146,12 +138,11 @@ def tokens(options: Measured):
     for run in shared.opened(choose_threshold(options), options):
         served, orders = of_tokens(run, options.max_tokens)
         for name, order in orders.items():
-            for number, layer in enumerate(served, 1):
+            for i, layer in enumerate(served):
                 groups = layer[order.argsort(stable=True)].float().tensor_split(10)
-                layer_of = f"{run.name}, block {number * run.config['moe_every']}"
                 for place, group in enumerate(groups, 1):
-                    record = {"run": run.folder, "experts": layer_of, "sorted by": name}
-                    records.append(record | {tenth: place, SERVED: float(group.mean())})
+                    record = of_block(run, i) | {"sorted by": name, tenth: place, SERVED: float(group.mean())}
+                    records.append(record)
     for (name,), own in shared.grouped(records, "sorted by").items():
         panels.append(Panel(f"By {name}", own, "experts", tenth, SERVED, from_zero=True))
     shared.show(tokens, options, records, ("experts", "sorted by", tenth), panels)
@@ -212,35 +203,3 @@ def threshold_point(run: Trained, max_tokens: int, what: str, t: float) -> dict:
     served = measures.mean_over_layers("served", layers)
     record = {"run": run.folder, "t is changed": what, "threshold t": t}
     return record | {"perplexity": ppl, SERVED: served}
-
-
-def speed(options: Measured, evaluate: Callable):
-    """XMoE's figure 8: the time that a model takes for one batch, forward, by the FLOPs of its experts.
-
-    Each model is timed under several limits of its experts' FLOPs, and a dense model at 1. In the paper time falls with
-    FLOPs, and smaller experts take longer for the same FLOPs. All take turns, round by round, on the first batch of
-    their test text, and the medians are shown.
-    """
-    runs, records = shared.choose("train_lm", options), []
-    calls = {}
-    for run in shared.opened(runs, options, evaluate):
-        x, _ = next(run.data.eval_batches("test", run.data.micro_tokens))
-        for point in test_limited(run, run.data.micro_tokens):
-            del point["perplexity"]  # of one batch
-            calls[len(records)] = partial(pass_forward, run, run.context.send(x), point[LIMIT])
-            records.append(run.record | point)
-    times = measures.in_turns(calls, run.context, ROUNDS)
-    for record, own in zip(records, times.values()):
-        record["ms a batch"] = median(own)
-    title = "On {device}, threads {threads}".format(**run.context.machine)
-    panel = Panel(title, records, "experts", SPENT, "ms a batch", from_zero=True)
-    shared.show(speed, options, records, ("experts", LIMIT), [panel])
-
-
-@torch.no_grad()
-def pass_forward(run: Trained, x: Tensor, share: float):
-    """One batch, with the experts limited to a share of a dense FFN's FLOPs."""
-    limit(run, share)
-    run.model.eval()
-    with run.context.autocast():
-        run.model(x)

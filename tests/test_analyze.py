@@ -165,7 +165,7 @@ def test_what_is_no_log_or_cannot_be_drawn_is_one_clear_line(folders, draw, tmp_
         return refused(monkeypatch, capsys, "curve", *line)
 
     monkeypatch.chdir(tmp_path)
-    assert "there is no finished run of train_electra.py" in told()
+    assert "no finished run of train_electra.py" in told()
     (tmp_path / "out" / "train_electra").mkdir(parents=True)
     (tmp_path / "out" / "train_electra" / "demo").symlink_to(folders[0])
     assert draw("curve")[1]["records"][0]["run"] == "out/train_electra/demo"

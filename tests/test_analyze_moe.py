@@ -17,7 +17,7 @@ from test_train_electra import corpora as electra_corpora
 
 import train_lm
 import train_mlm
-from analysis import measures, x_moe, xmoe
+from analysis import x_moe, xmoe
 from data.batches import MaskedData, TokenData
 from engine import pretrained
 from engine.config import SPARSE
@@ -165,17 +165,17 @@ def test_gamma_is_what_is_left_of_a_dense_ffns_work(draw, place, monkeypatch):
 
 
 def test_experts_wanted_are_the_logs(draw, place):
-    axes, found = draw("experts")
+    (axes,), found = draw("experts")
     wanted = {}  # of each line, the mean of the seeds
     for name, runs in {"t = 0.3": 1, "threshold": 2, "split": 1}.items():
         logs = [log(place.lm[own]) for own in (name, "seed 1")[:runs]]
         for i in range(len(logs[0][0]["layers"])):
             numbers = [[record["layers"][i]["wanted"] for record in own] for own in logs]
             wanted[name, i] = [fmean(both) for both in zip(*numbers)]
-    drawn = [(xs, ys) for panel in axes for _, xs, ys in lines(panel)]
-    assert sorted(drawn) == sorted(([2, 4], numbers) for numbers in wanted.values())
-    assert len(axes) == 3 and [name for panel in axes for name, _, _ in lines(panel)].count("block 2") == 3
-    assert [row[2] for row in found["table"][1:]] == len(wanted) * [4]  # every layer, once
+    drawn = lines(axes)
+    assert sorted(line[1:] for line in drawn) == sorted(([2, 4], numbers) for numbers in wanted.values())
+    assert [name[-9:] for name, _, _ in drawn].count(", block 2") == 3
+    assert [row[1] for row in found["table"][1:]] == len(wanted) * [4]  # every layer, once
 
 
 def test_thresholds_in_training_and_at_test(draw, place, monkeypatch, capsys):
@@ -199,26 +199,6 @@ def test_thresholds_in_training_and_at_test(draw, place, monkeypatch, capsys):
     for i, panel in enumerate((at_test, cost), 1):
         drawn = {name: ys for name, _, ys in lines(panel)}
         assert drawn == {name: [point[i] for point in by_kind[name]] for name in drawn} and len(drawn) == 2
-
-
-def test_speed_is_the_median_of_many_turns(draw, place, monkeypatch):
-    """How they take turns is tested in test_bench.py."""
-    threshold, dense = place.lm["threshold"], place.lm["dense"]
-
-    def in_turns(calls, context, rounds):
-        for call in calls.values():
-            call()
-        return {name: [99.0, 9.0 + name, 1.0] for name in calls}
-
-    monkeypatch.setattr(measures, "in_turns", in_turns)
-    monkeypatch.setattr(xmoe, "SHARES", (0.5, 1.0))
-    (axes,), found = draw("speed", threshold, dense)
-    medians = [(threshold, 0.5, 9), (threshold, 1, 10), (dense, 1, 11)]
-    assert points(found, "run", xmoe.LIMIT, "ms a batch") == medians
-    spent = [record[xmoe.SPENT] for record in found["records"]]
-    assert spent[-1] == 1 and spent[0] < spent[1] <= 1
-    drawn = [point for _, xs, ys in lines(axes) for point in zip(xs, ys)]
-    assert drawn == points(found, xmoe.SPENT, "ms a batch")
 
 
 def entering(folder: str, languages: Path) -> tuple[torch.Tensor, list[int], torch.nn.Module]:
@@ -352,7 +332,7 @@ def test_runs_that_do_not_fit_are_one_clear_line(place, tmp_path, monkeypatch, c
         with pytest.raises(SystemExit):
             run(monkeypatch, *line, "--out", tmp_path)
         warning, error = capsys.readouterr().err.splitlines()
-        assert error.startswith("error: there is no finished run of ") and warning.startswith("warning: ")
+        assert error.startswith("error: no finished run of ") and warning.startswith("warning: ")
         return warning
 
     def as_if(folder: str, router: str) -> str:
@@ -388,4 +368,4 @@ def test_runs_that_are_not_there_are_one_clear_line(place, tmp_path, monkeypatch
     (copy / "result.json").unlink()
     assert f"{copy} is not finished" in refused(monkeypatch, capsys, "experts", copy)
     monkeypatch.chdir(tmp_path)
-    assert "there is no finished run of train_lm.py" in refused(monkeypatch, capsys, "gamma")
+    assert "no finished run of train_lm.py" in refused(monkeypatch, capsys, "gamma")

@@ -172,7 +172,7 @@ def pictures(folder: Path) -> dict[str, tuple]:
     found = {"verdicts": (forest, units)}
     for name, panels in read(folder / "pictures.json").items():
         numbers = [panel_of(folder, panel) for panel in panels]
-        found[name] = curves, numbers
+        found[name] = lambda panels: draw([Panel(*panel) for panel in panels]), numbers
     return found
 
 
@@ -189,10 +189,6 @@ def panel_of(folder: Path, panel: dict) -> list:
                 record = {"run": file.stem, "encoder": name, "layer": layer}
                 shown.append(record | {FOUND: 100 * share})
     return [panel["title"], shown, "encoder", "layer", FOUND]
-
-
-def curves(panels: list[list]):
-    return draw([Panel(*panel) for panel in panels])
 
 
 def forest(units: dict[str, list[dict]]):
