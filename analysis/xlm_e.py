@@ -272,6 +272,7 @@ def pieces(words: list, tokenizer: XLMR) -> tuple[list, list]:
 # ---------------------------------------------------------------------------------------------------------------------
 # Tables 3 and 4, which are counts
 
+META = torch.device("meta")  # where weights have shapes but no values
 # The text says a vocabulary of 500K for the larger two, but only 2^19 gives the table's numbers.
 TABLE3 = {"base": (250_002, "279M"), "large": (1 << 19, "840M"), "xl": (1 << 19, "2.2B")}  # vocabulary, parameters
 
@@ -292,17 +293,12 @@ No way of counting gives the paper's numbers for the paper's rows. They are near
 its own vocabulary, gives for one batch: 6.3e19 for the discriminator alone, and 9.4e19 with the generator.""")
 
 
-def encoder(config, V: int) -> Encoder:
-    """A network of train_electra.py's constants, whose weights have shapes but no values."""
-    with torch.device("meta"):
-        return Encoder(config, V)
-
-
 def table3(sizes: dict) -> str:
     """Parameters, ours beside the paper's. sizes: preset -> its constants of train_electra.py."""
     rows = []
     for preset, (V, paper) in TABLE3.items():
-        network = encoder(sizes[preset], V)
+        with META:
+            network = Encoder(sizes[preset], V)
         D = network.config.n_embd
         head = D * D + D + 2 * D + D + 1  # a dense layer, a norm, and a number for each token
         rows.append([preset, f"{V:,}", paper, f"{head + numel(network):,}"])
@@ -311,9 +307,9 @@ def table3(sizes: dict) -> str:
 
 def table4(config) -> str:
     """Training FLOPs of the base model, by ELECTRA's accounting and by ours, beside the paper's."""
-    V, _ = TABLE3["base"]
-    large, small = encoder(config, V), encoder(replace(config, n_layer=config.generator_layers), V)
-    D = config.n_embd
+    V, D = TABLE3["base"][0], config.n_embd
+    with META:
+        large, small = Encoder(config, V), Encoder(replace(config, n_layer=config.generator_layers), V)
     ours = []
     heads = 2 * D * D + 2 * D, config.mask_share * masked_head_flops(small)  # the generator's, of masked tokens alone
     for network, head in zip((large, small), heads):

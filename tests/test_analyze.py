@@ -67,7 +67,10 @@ def test_seeds_are_thin_lines_and_their_mean_is_a_thick_one():
     pytest.importorskip("matplotlib")
     other = [{"run": "c", "kind": "two", "x": 3, "y": 1.0}, {"run": "d", "kind": "three", "x": 3, "y": 2.0}]
     panels = [Panel("", RECORDS, "kind", "x", "y", {"chance": 3.0}), Panel("", other, "kind", "x", "y", joined=False)]
-    first, second = shared.draw(panels).axes
+    figure = shared.draw([*panels, Panel("", [], "kind", "x", "y")])
+    first, second = figure.axes
+    key = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert key == ["chance", "one seed", "one", "two", "three"]
     # The seed that has one point less cuts the mean.
     assert lines(first) == [("one", [1], [3.0]), ("two", [1], [123.456])] and levels(first) == {"chance": 3.0}
     thin = [list(line.get_ydata()) for line in first.lines if line.get_linewidth() < 1]

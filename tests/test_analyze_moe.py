@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import TINY_LM, Script
-from test_analyze import levels, lines, refused, run
+from test_analyze import levels, lines, run
 from test_train_electra import corpora as electra_corpora
 
 import train_lm
@@ -281,31 +281,24 @@ def test_umap_is_given_what_the_router_compares(draw, place, monkeypatch):
         assert panel.collections[0].get_array().tolist() == chosen
 
 
-def fine_tuned(folder: Path, loads, **constants) -> Path:
-    """A folder such as finetune_xtreme.py leaves."""
-    folder.mkdir(parents=True)
-    config = {"model": "out/train_mlm/demo", "frozen": True, "train_examples": None, "epochs": 3, "seed": 0}
-    (folder / "config.json").write_text(json.dumps(config | constants))
-    (folder / "metrics.jsonl").write_text('{"step": 200}\n')
-    (folder / "result.json").write_text(json.dumps({"loads": loads}))
-    return folder
+def test_consistency_is_the_mean_correlation(draw, tmp_path, monkeypatch, capsys):
+    """Of folders such as finetune_xtreme.py leaves: loads of three times 100 steps, one layer, three experts."""
+    monkeypatch.chdir(tmp_path)
 
+    def fine_tuned(name: str, loads, **constants) -> Path:
+        folder = Path("out/finetune_xtreme", name)
+        folder.mkdir(parents=True)
+        config = {"model": "out/train_mlm/demo", "frozen": True, "train_examples": None, "epochs": 3, "seed": 0}
+        (folder / "config.json").write_text(json.dumps(config | constants))
+        (folder / "metrics.jsonl").write_text('{"step": 200}\n')
+        (folder / "result.json").write_text(json.dumps({"loads": loads}))
+        return folder
 
-@pytest.fixture
-def tuned(place):
-    """Runs of an encoder: loads of three times 100 steps, one layer, three experts."""
-    base = place.base / "out/finetune_xtreme"
     loads = [[[1, 2, 3]] * 3, [[2, 4, 6], [3, 2, 1], [1, 2, 3]], [[5, 6, 7], [1, 2, 4], [1, 2, 3]]]
-    for seed, own in enumerate(loads):
-        fine_tuned(base / ("demo" if seed == 0 else f"demo-seed={seed}"), [[layer] for layer in own], seed=seed)
-    yield base
-    shutil.rmtree(base)
-
-
-def test_consistency_is_the_mean_correlation(draw, tuned, monkeypatch, capsys):
-    fine_tuned(tuned / "demo-epochs=2", [[[1, 2, 3]]], epochs=2)  # alone of its kind
-    fine_tuned(tuned / "demo-model=dense", [[], []], model="dense")
-    fine_tuned(tuned / "sample", [[[3, 2, 1]]] * 3, seed=9)  # no demo
+    first, *_ = [fine_tuned(f"demo {seed}", [[layer] for layer in own], seed=seed) for seed, own in enumerate(loads)]
+    fine_tuned("demo, alone of its kind", [[[1, 2, 3]]], epochs=2)
+    fine_tuned("demo, dense", [[], []], model="dense")
+    fine_tuned("no demo", [[[3, 2, 1]]] * 3, seed=9)
     (axes,), found = draw("consistency")
     pearson = np.corrcoef([[1, 2, 3], [3, 2, 1], [1, 2, 4]])
     ((_, steps, values),) = lines(axes)
@@ -313,59 +306,52 @@ def test_consistency_is_the_mean_correlation(draw, tuned, monkeypatch, capsys):
     assert levels(axes) == {"3 runs with unrelated loads": pytest.approx(1 / 3)}
     assert [row[1] for row in found["table"][1:]] == [100, 300]
     said = capsys.readouterr().err
-    assert "demo, epochs 2 is left out" in said and "demo-model=dense is left out: it has no experts" in said
-    short = fine_tuned(tuned / "demo-epochs=1", [], epochs=1)
+    assert "demo, epochs 2 is left out" in said and "demo, dense is left out: it has no experts" in said
+    short = fine_tuned("short", [], epochs=1)
     with pytest.raises(SystemExit):
-        run(monkeypatch, "consistency", tuned / "demo", short)
+        run(monkeypatch, "consistency", first, short)
     said = capsys.readouterr().err
     assert f"{short} is left out: it is shorter than 100 steps" in said and "no two finished runs" in said
 
 
 def test_runs_that_do_not_fit_are_one_clear_line(place, tmp_path, monkeypatch, capsys):
-    lm, mlm = place.lm, place.mlm
+    """The last line of stderr; before it is said which run is left out, if one is."""
 
     def told(*line) -> str:
-        return refused(monkeypatch, capsys, *line, "--out", tmp_path)
-
-    def left_out(*line) -> str:
-        """The warning before the error that no run is left."""
-        with pytest.raises(SystemExit):
+        with pytest.raises(SystemExit) as stop:
             run(monkeypatch, *line, "--out", tmp_path)
-        warning, error = capsys.readouterr().err.splitlines()
-        assert error.startswith("error: no finished run of ") and warning.startswith("warning: ")
-        return warning
+        *warnings, error = said = capsys.readouterr().err.splitlines()
+        assert stop.value.code == 1 and error.startswith("error: ")
+        assert all(warning.startswith("warning: ") for warning in warnings) and len(said) <= 2
+        return "\n".join(said)
 
-    def as_if(folder: str, router: str) -> str:
-        copy = shutil.copytree(folder, tmp_path / router, dirs_exist_ok=True)
-        (copy / "config.json").write_text(json.dumps(read(folder, "config.json") | {"router": router}))
+    def as_if(folder: str, lost=(), **changes) -> str:
+        copy = shutil.copytree(folder, tmp_path / f"copy {len([*tmp_path.iterdir()])}")
+        (copy / "config.json").write_text(json.dumps(read(folder, "config.json") | changes))
+        for file in lost:
+            (copy / file).unlink()
         return str(copy)
 
-    assert f"{mlm['X-MoE']} holds no run of train_lm.py" in told("experts", mlm["X-MoE"])
-    assert f"{lm['switch']} holds no run of train_mlm.py" in told("collapse", lm["switch"])
-    for name, other in (("threshold", "switch"), ("experts", "dense")):
-        assert f"{lm[other]} is left out: it has no threshold router" in left_out(name, lm[other])
-    assert "max_tokens must be over 0" in told("gamma", lm["switch"], "--max_tokens", -1)
-    assert "device nowhere" in told("gamma", lm["switch"], "--device", "nowhere")
-    assert "choose among later tokens too" in left_out("gamma", as_if(lm["switch"], "expert_choice"))
-    assert f"{mlm['dense']} is left out: it has no experts" in left_out("collapse", mlm["dense"])
-    assert "routers.py does not have" in told("collapse", as_if(mlm["X-MoE"], "of yesterday"))
+    lm, sphere, dense = place.lm, place.mlm["X-MoE"], place.mlm["dense"]
+    checkpoints = [file.name for file in Path(lm["threshold"]).glob("ckpt*")]
     monkeypatch.setitem(sys.modules, "umap", SimpleNamespace(UMAP=Flat))
-    for folder in (mlm["dense"], as_if(mlm["X-MoE"], "hash")):
-        assert "has no router that compares tokens" in left_out("umap", folder)
-    assert "100 neighbours" in told("umap", mlm["X-MoE"], "--max_tokens", 64)
+    for line, error in {
+        ("experts", sphere): f"{sphere} holds no run of train_lm.py",
+        ("collapse", lm["switch"]): f"{lm['switch']} holds no run of train_mlm.py",
+        ("threshold", lm["switch"]): f"{lm['switch']} is left out: it has no threshold router",
+        ("experts", lm["dense"]): "no finished run of train_lm.py fits",
+        ("experts", as_if(lm["threshold"], ["result.json"])): "is not finished",
+        ("gamma", as_if(lm["threshold"], checkpoints)): "is neither the folder of a run",
+        ("gamma", as_if(lm["threshold"], data_checksum="another")): "was trained on it",
+        ("gamma", as_if(lm["switch"], router="expert_choice")): "choose among later tokens too",
+        ("gamma", lm["switch"], "--max_tokens", -1): "max_tokens must be over 0",
+        ("gamma", lm["switch"], "--device", "nowhere"): "device nowhere",
+        ("collapse", dense): f"{dense} is left out: it has no experts",
+        ("collapse", as_if(sphere, router="of yesterday")): "routers.py does not have",
+        ("umap", dense): "has no router that compares tokens",
+        ("umap", as_if(sphere, router="hash")): "has no router that compares tokens",
+        ("umap", sphere, "--max_tokens", 64): "100 neighbours",
+    }.items():
+        assert error in told(*line), line
     monkeypatch.setitem(sys.modules, "umap", None)
-    assert "pip install umap-learn" in told("umap", mlm["X-MoE"])
-
-
-def test_runs_that_are_not_there_are_one_clear_line(place, tmp_path, monkeypatch, capsys):
-    copy = shutil.copytree(place.lm["threshold"], tmp_path / "copy")
-    config = read(copy, "config.json")
-    (copy / "config.json").write_text(json.dumps(config | {"data_checksum": "another"}))
-    assert f"has changed since {copy} was trained on it" in refused(monkeypatch, capsys, "gamma", copy)
-    for file in copy.glob("ckpt*"):
-        file.unlink()
-    assert f"{copy} is neither the folder of a run" in refused(monkeypatch, capsys, "gamma", copy)
-    (copy / "result.json").unlink()
-    assert f"{copy} is not finished" in refused(monkeypatch, capsys, "experts", copy)
-    monkeypatch.chdir(tmp_path)
-    assert "no finished run of train_lm.py" in refused(monkeypatch, capsys, "gamma")
+    assert "pip install umap-learn" in told("umap", sphere)

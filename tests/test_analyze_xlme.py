@@ -262,13 +262,9 @@ def test_alignment_is_a_loop_over_pieces(folders):
 
 def both_agree(before: list[list], plan: list[list]) -> set[tuple]:
     """As XLM-Align's released aligner: the best of a row of the plan, and of a column of it before rows were scaled."""
-    m, n = len(plan), len(plan[0])
-    columns = []
-    for j in range(n):
-        total = sum(before[i][j] for i in range(m))
-        columns.append([before[i][j] / total for i in range(m)])
+    columns = np.array(before) / np.sum(before, axis=0)
     rows = [row.index(max(row)) for row in plan]
-    return {(i, j) for i, j in enumerate(rows) if columns[j].index(max(columns[j])) == i}
+    return {(i, j) for i, j in enumerate(rows) if columns[:, j].argmax() == i}
 
 
 def test_table_6(gold, folders, draw):
@@ -297,14 +293,10 @@ def test_table_6(gold, folders, draw):
     assert table["paper: XLM-E"] == ["", "", "16.49", "24.41"] and table["paper: fast_align"] == ["", "", "32.14", ""]
 
 
-def test_the_diagonal():
-    def of(m, n):
-        return xlm_e.diagonal(Aligned(["a"] * m, ["b"] * n, set(), set()))
-
-    assert of(3, 3) == {(0, 0), (1, 1), (2, 2)} and of(1, 4) == {(0, 0)}
-    assert of(4, 2) == {(0, 0), (1, 0), (2, 1), (3, 1)}  # 3 * 2 / 4 would be 2, past the end
-    assert of(2, 6) == {(0, 0), (1, 3)} and of(3, 5) == {(0, 0), (1, 2), (2, 3)}
-    assert of(3, 8) == {(0, 0), (1, 3), (2, 5)}  # 8 / 3 and 16 / 3 lie nearer to 3 and 5 than to what is below
+@pytest.mark.parametrize("m, n, ends", [(3, 3, [0, 1, 2]), (1, 4, [0]), (4, 2, [0, 0, 1, 1]), (3, 8, [0, 3, 5])])
+def test_the_diagonal(m, n, ends):
+    """Of 4 and 2 words the last would lead past the end; 8 / 3 and 16 / 3 lie nearer to 3 and 5."""
+    assert xlm_e.diagonal(Aligned(["a"] * m, ["b"] * n, set(), set())) == {*enumerate(ends)}
 
 
 def test_the_characters_of_ciphers_are_aligned_by_their_places(electra_corpora, folders, monkeypatch, draw):
