@@ -51,6 +51,7 @@ class Measured(Drawn):
 COLORS = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"  # Okabe and Ito's
 THIN = {"linewidth": 0.7, "alpha": 0.6}
 THICK = {"linewidth": 2, "markersize": 4}
+KEY = {"loc": "outside lower center", "fontsize": 8, "frameon": False}
 
 
 @dataclass
@@ -148,10 +149,10 @@ def draw(panels: list[Panel]):
             following = COLORS[len(colors) % len(COLORS)]
             color = colors.setdefault(name, following)
             for points in runs if len(runs) > 1 else []:
-                key["one seed"] = axes.plot(*points.T, color=color, **THIN)[0]
+                [key["one seed"]] = axes.plot(*points.T, color=color, label="one seed", **THIN)
             shortest = min(map(len, runs))
             mean = np.mean([points[:shortest] for points in runs], axis=0)
-            key[name] = axes.plot(*mean.T, "o-" if panel.joined else "o", color=color, label=name, **THICK)[0]
+            [key[name]] = axes.plot(*mean.T, "o-" if panel.joined else "o", color=color, label=name, **THICK)
         axes.set(title=fill(panel.title, 50), xlabel=panel.x, ylabel=panel.y)
         axes.locator_params(axis="x", integer=panel.x == "layer")
         if panel.from_zero:
@@ -159,7 +160,7 @@ def draw(panels: list[Panel]):
     letters = 15 * figure.get_figwidth()  # that fit side by side
     columns = max(1, int(letters / (15 + max(map(len, key)))))
     figure.set_figheight(figure.get_figheight() + 0.2 * len(key) / columns)
-    figure.legend(list(key.values()), list(key), loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
+    figure.legend(handles=[*key.values()], ncols=columns, **KEY)
     return figure
 
 

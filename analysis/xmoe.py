@@ -176,7 +176,8 @@ def threshold(options: Measured, evaluate: Callable):
     first, *others = choose_threshold(options)
     runs, trained, tested = [first], [], []
     for run in others:
-        if run.config == first.config | {name: run.config[name] for name in ("seed", "threshold")}:
+        own = {name: run.config[name] for name in ("seed", "threshold")}
+        if run.config == first.config | own:
             runs.append(run)
         else:
             warn(f"{run.folder} is left out: it and {first.folder} differ by more than --threshold and --seed")

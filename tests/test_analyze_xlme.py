@@ -165,26 +165,6 @@ def test_without_a_source_it_is_held_out_pairs(electra_corpora, folders, monkeyp
     assert bitext_sets.held_out(pairs)["aa"] == list(zip(*texts))
 
 
-def test_what_is_no_tatoeba_is_one_clear_line(tatoeba, folders, tmp_path, monkeypatch, capsys):
-    def says(source: Path = tatoeba) -> str:
-        return refused(monkeypatch, capsys, "retrieval", folders[0], "--out", tmp_path, "--source", source)
-
-    assert "no pair of files such as tatoeba.deu-eng.deu" in says(tmp_path / "none")
-    english = tatoeba / "nld-eng.eng"
-    lines = english.read_text().splitlines()
-    write(english, lines[:-1])
-    assert "nld-eng.nld and nld-eng.eng" in says() and "line 30" in says()
-    for file in (english, tatoeba / "nld-eng.nld"):
-        file.write_text("")
-    assert "nld-eng.nld holds no sentence" in says()
-    english.unlink()
-    assert "nld-eng.eng" in says()
-    (tmp_path / "fin").mkdir()
-    for side in ("fin", "eng"):
-        shutil.copy(tatoeba / f"tatoeba.fin-eng.{side}", tmp_path / "fin")
-    assert "holds no language of Tatoeba-14" in says(tmp_path / "fin")
-
-
 def test_what_is_no_encoder_is_one_clear_line(tatoeba, tokenizer, folders, tmp_path, monkeypatch, capsys):
     def says(folder: Path) -> str:
         return refused(monkeypatch, capsys, "retrieval", folders[0], folder, "--source", tatoeba)
@@ -311,27 +291,35 @@ def test_the_characters_of_ciphers_are_aligned_by_their_places(electra_corpora, 
     assert [row[0] for row in found["table"][1:]] == [found["table"][1][0], "untrained", "the diagonal"]
 
 
-def test_what_is_no_alignment_is_one_clear_line(gold, folders, tmp_path, monkeypatch, capsys):
-    def says(*words) -> str:
-        return refused(monkeypatch, capsys, "alignment", folders[0], *words)
+BROKEN = [  # the command, its files that are changed, what stands in them (None: they are gone), what is said
+    ("retrieval", "*", None, "no pair of files such as tatoeba.deu-eng.deu"),
+    ("retrieval", "*deu*", None, "holds no language of Tatoeba-14"),
+    ("retrieval", "nld-eng.eng", None, "nld-eng.eng"),
+    ("retrieval", "nld-eng.*", "", "nld-eng.nld holds no sentence"),
+    ("retrieval", "nld-eng.eng", "dog\ncat\n", "nld-eng.nld and nld-eng.eng"),
+    ("alignment", "*", None, "no file such as de-en.src-tgt"),
+    ("alignment", "de-en.gold", None, "de-en.gold"),
+    ("alignment", "de-en.src-tgt", "a ||| b\nrot red\na ||| b\n", "line 2: not `source ||| target`"),
+    ("alignment", "de-en.src-tgt", "a ||| b\nrot |||\na ||| b\n", "line 2: not `source ||| target`"),
+    ("alignment", "de-en.src-tgt", "a ||| b\n||| red\na ||| b\n", "line 2: not `source ||| target`"),
+    ("alignment", "de-en.src-tgt", "rot ||| red\n", "1 sentence pairs and de-en.gold 3 lines"),
+    ("alignment", "de-en.gold", "2p2\n\n\n", "holds no sure link"),
+    ("alignment", "de-en.gold", "1-1\n1-1 2-x\n\n", "de-en.gold, line 2: 2-x is no link such as 1-1 or 2p3"),
+]
 
-    assert "no file such as de-en.src-tgt" in says("--source", tmp_path / "none")
-    file, links = gold / "de-en.src-tgt", gold / "de-en.gold"
-    (gold / "more").mkdir()
-    for each in (file, links):
-        shutil.copy(each, gold / "more")
-    assert "holds de-en twice, once in " in says("--source", gold)
-    shutil.rmtree(gold / "more")
-    text = file.read_text()
-    for broken in (text.replace("rot |||", "rot"), text.replace("||| red\n", "|||\n"), text.replace("rot |||", "|||")):
-        file.write_text(broken)
-        assert "line" in says("--source", gold) and "not `source ||| target`" in says("--source", gold)
-    file.write_text(text + "rot ||| red\n")
-    assert "4 sentence pairs and de-en.gold 3 lines" in says("--source", gold)
-    file.write_text(text)
-    links.write_text("2p2\n\n\n")
-    assert "holds no sure link" in says("--source", gold)
-    links.write_text("1-1\n1-1 2-x\n\n")
-    assert "de-en.gold, line 2: 2-x is no link such as 1-1 or 2p3" in says("--source", gold)
-    links.unlink()
-    assert "de-en.gold" in says("--source", gold)
+
+@pytest.mark.parametrize("command, files, content, error", BROKEN)
+def test_a_broken_set_is_one_clear_line(
+    command, files, content, error, tatoeba, gold, folders, tmp_path, monkeypatch, capsys
+):
+    source = {"retrieval": tatoeba, "alignment": gold}[command]
+    for file in [*source.glob(files)]:
+        file.unlink()
+        if content is not None:
+            file.write_text(content)
+    assert error in refused(monkeypatch, capsys, command, folders[0], "--out", tmp_path, "--source", source)
+
+
+def test_a_set_that_is_there_twice_is_one_clear_line(gold, folders, monkeypatch, capsys):
+    shutil.copytree(gold, gold / "more")
+    assert "holds de-en twice, once in " in refused(monkeypatch, capsys, "alignment", folders[0], "--source", gold)

@@ -41,7 +41,7 @@ import train_lm
 import train_mlm
 from analysis import flops, measures
 from engine import parallel
-from engine.device import Context, clear_errors, fail, setup
+from engine.device import Context, clear_errors, setup
 from engine.files import write
 from engine.optim import adamw, cross_entropy
 from engine.table import markdown_table
@@ -58,7 +58,6 @@ class Config:
     part: tyro.conf.Positional[Literal["layer", "step", "check"]]
     tokens: int = 16_384 if torch.cuda.is_available() else 4096  # of a forward pass
     rounds: int = 15  # how often each contender runs, after a first time for warming up
-    only: str = ""  # what the names of the sections to run begin with
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # auto: bfloat16 where it is fast; check: always
     out: Path | None = None  # file that receives the results
 
@@ -71,8 +70,8 @@ def measure(makers: dict, config: Config, context) -> list[dict]:
             run, facts[name] = make()
             run()
             runs[name] = run
-        except Exception as error:  # there may be no compiler, no such library, or one that has changed
-            if "HF" not in name and "compiled" not in name:
+        except Exception as error:  # there may be no such library, or one that has changed
+            if "HF" not in name:
                 raise
             context.say(f"{name}: skipped ({type(error).__name__}: {error})")
     times = measures.in_turns(runs, context, config.rounds, PATIENCE)
@@ -102,13 +101,17 @@ def seen(run: Callable, context) -> dict:
         set_mode("default")
         measures.clock(context)  # when the device has done all
     own_time = "self_device_time_total" if on_gpu else "self_cpu_time_total"
-    times = Counter({event.key.removeprefix("aten::"): getattr(event, own_time) for event in profile.key_averages()})
-    shares = [f"{name} {own / max(1, times.total()):.0%}" for name, own in times.most_common(6)]
+    times = Counter()
+    for event in profile.key_averages():
+        times[event.key.removeprefix("aten::")] = getattr(event, own_time)
+    total = max(1, times.total())
+    shares = [f"{name} {own / total:.0%}" for name, own in times.most_common(6)]
     facts = {"operations": ", ".join(shares)}
     if on_gpu:
         waits = [warning for warning in caught if "called a synchroniz" in str(warning.message)]
         facts["host_waits"] = Counter(f"{Path(warning.filename).name}:{warning.lineno}" for warning in waits)
-        facts["peak_mb"] = (torch.cuda.max_memory_allocated() - before) / 2**20
+        peak = torch.cuda.max_memory_allocated() - before
+        facts["peak_mb"] = peak / 2**20
     return facts
 
 
@@ -125,43 +128,37 @@ SHAPES = {
 }
 VARIANTS = {router: {"router": router} for router in ROUTERS if router != "threshold"}
 VARIANTS["topk, no limit"] = {"router": "topk", "capacity": math.inf}
-VARIANTS |= {f"threshold {t}": {"router": "threshold", "threshold": t} for t in (0.9, 0.3)}
+VARIANTS["threshold 0.9"] = {"router": "threshold", "threshold": 0.9}
+VARIANTS["threshold 0.3"] = {"router": "threshold", "threshold": 0.3}
 LOGIT_STD = 2.75  # of what a router says of a token, so that it has preferences as a trained one has
 
 
 def whole_layers(shape: train_lm.Config, config: Config, context):
     """Forward and backward passes of a dense FFN, of Mixtral's layer, and of ours under every router.
 
-    Without a limit topk chooses as Mixtral does. The threshold is the papers' 0.9, where the limit decides what a token
+    Without a limit topk chooses as Mixtral does. The threshold is the paper's 0.9, where the limit decides what a token
     keeps, or the demo's 0.3, where that is one or two experts.
     """
     torch.manual_seed(0)
     h = torch.randn(1, config.tokens, shape.n_embd).to(context.device)
     ffn = model.FFN(shape, "tanh").to(context.device)
-    dense = partial(layer, ffn, h, flops.matrix_flops(ffn), context)
-    makers = {"dense": dense, "dense, compiled": partial(dense, compiled=True)}
+    makers = {"dense": partial(layer, ffn, h, flops.matrix_flops(ffn), context)}
     makers["HF Mixtral, grouped_mm"] = partial(mixtral, shape, h, context)
     for name, changes in VARIANTS.items():
         own = partial(our_layer, replace(shape, **changes), h, context)
         makers[f"ours, {name}"] = own
         if context.dtype == torch.bfloat16 and changes["router"] == shape.router:
             makers[f"ours, {name}, weights in bfloat16"] = partial(own, cast=True)
-        if context.device.type == "cuda" and changes["router"] == shape.router:
-            makers[f"ours, {name}, compiled"] = partial(own, compiled=True)
     return measure(makers, config, context)
 
 
-def layer(module: nn.Module, h: Tensor, work: float, context, *more: Tensor, compiled=False) -> Contender:
-    """A forward and a backward pass: h (1, S, D) and more -> output, and with more a balance loss.
-
-    work: FLOPs of a token, forward.
-    """
-    call = parallel.compiled(module) if compiled else module
+def layer(module: nn.Module, h: Tensor, work: float, context, *more: Tensor) -> Contender:
+    """A pass forward and backward: h (1, S, D) and more -> output, balance loss; work: forward FLOPs of a token."""
 
     def run():
         x = h.detach().requires_grad_()
         with context.autocast():
-            y = call(x, *more)
+            y = module(x, *more)
         y = sum(y) if more else y
         y.backward(h.to(y.dtype))  # any gradient will do
         module.zero_grad()  # gradients are made anew, as in training
@@ -172,7 +169,7 @@ def layer(module: nn.Module, h: Tensor, work: float, context, *more: Tensor, com
     return run, {"gflops": gflops, "least_mb": 1e-6 * context.dtype.itemsize * numbers}
 
 
-def our_layer(shape: train_lm.Config, h: Tensor, context, cast=False, **more) -> Contender:
+def our_layer(shape: train_lm.Config, h: Tensor, context, cast=False) -> Contender:
     """With random weights. cast: those of the experts have the type of the products once and for all."""
     torch.manual_seed(1)  # other than the tokens' seed
     constants = replace(shape, router_std=LOGIT_STD / shape.n_embd**0.5)
@@ -186,7 +183,7 @@ def our_layer(shape: train_lm.Config, h: Tensor, context, cast=False, **more) ->
     with torch.no_grad(), context.autocast():
         moe(h, ids)
     rows = stats.finish()["served"]  # per token
-    run, facts = layer(moe, h, rows * flops.row_flops(moe), context, ids, **more)
+    run, facts = layer(moe, h, rows * flops.row_flops(moe), context, ids)
     return run, facts | {"rows_per_token": rows}
 
 
@@ -196,8 +193,8 @@ def mixtral(shape: train_lm.Config, h: Tensor, context) -> Contender:
 
     D, K = shape.n_embd, shape.split
     width = 8 * round(shape.ffn_size / K / 12)
-    sizes = dict(hidden_size=D, intermediate_size=width, num_local_experts=shape.expert_ffns * K, num_experts_per_tok=K)
-    config = library.MixtralConfig(**sizes, hidden_act="gelu_pytorch_tanh")
+    config = library.MixtralConfig(hidden_size=D, intermediate_size=width, hidden_act="gelu_pytorch_tanh")
+    config.num_local_experts, config.num_experts_per_tok = shape.expert_ffns * K, K
     config._experts_implementation = "grouped_mm"
     block = library.MixtralSparseMoeBlock(config)
     for p in block.parameters():
@@ -215,7 +212,8 @@ def training_steps(preset: str, config: Config, context, **changes) -> list[dict
     """XMoE's models, at equal FLOPs: dense, or with whole FFNs as experts, or with eighths of them."""
     base = train_lm.Config(**train_lm.PRESETS[preset] | changes)
     makers = {}
-    for router, split in {"dense": 1, "switch": 1, "topk": 8, "threshold": 8}.items():
+    kinds = {"dense": 1, "switch": 1, "topk": 8, "threshold": 8}
+    for router, split in kinds.items():
         constants = replace(base, router=router, split=split)
         makers[router] = partial(trainee, constants, config.tokens, context)
     return measure(makers, config, context)
@@ -226,7 +224,8 @@ def trainee(constants: train_lm.Config, tokens: int, context) -> Contender:
     torch.manual_seed(0)
     V = 50_257 if context.device.type == "cuda" else VOCABULARY
     T, micros = constants.block_size, constants.batch_tokens // constants.micro_tokens
-    ids = torch.randint(V, (max(1, tokens // T), T)).to(context.device)
+    ids = torch.randint(V, (max(1, tokens // T), T))
+    ids = ids.to(context.device)
     net = model.GPT(constants, V).to(context.device)
     forward = parallel.wrap(net, constants, context)
     optimizer = adamw(net, constants)
@@ -251,6 +250,7 @@ def trainee(constants: train_lm.Config, tokens: int, context) -> Contender:
 # check: is it right?
 
 CPU = Context(0, 1, torch.device("cpu"), torch.float32)
+RESUMED = "--n_layer 2 --n_embd 64 --ffn_size 256 --steps 40 --eval_every 20 --eval_tokens 2048 --dtype bfloat16"
 
 
 def against_the_cpu(router: str, config: Config, context, E: int = 16) -> Iterator[dict]:
@@ -260,8 +260,8 @@ def against_the_cpu(router: str, config: Config, context, E: int = 16) -> Iterat
     """
     for gamma, layers, crowded in itertools.product((2.0, 0.5, 16.0), (0, 2), (False, True)):
         torch.manual_seed(0)
-        sizes = dict(experts=E, n_embd=64, expert_size=32, expert_layers=layers)
-        constants = train_mlm.Config(router=router, top_k=2, capacity_factor=gamma, **sizes)
+        constants = train_mlm.Config(router=router, top_k=2, experts=E, capacity_factor=gamma)
+        constants = replace(constants, n_embd=64, expert_size=32, expert_layers=layers)
         moe = model.between_layers(constants, 512, "tanh")
         for p in moe.parameters():
             if p.dim() > 1:
@@ -269,8 +269,8 @@ def against_the_cpu(router: str, config: Config, context, E: int = 16) -> Iterat
         h = torch.randn(1, 512, 64) + 3 * crowded * torch.randn(64)
         ids = torch.arange(512).unsqueeze(0) % (2 if crowded else 512)
         expected, found = outcome(moe, (h, ids), CPU), outcome(moe, (h, ids), context)
-        # A token whose scores are equal but for rounding may go elsewhere.
-        yield {"gamma": gamma, "stack": layers, "crowded": crowded} | judge(found, expected, 0.06)
+        facts = {"gamma": gamma, "stack": layers, "crowded": crowded}
+        yield facts | judge(found, expected, 0.06)  # a token whose scores are equal but for rounding may go elsewhere
 
 
 def outcome(module: nn.Module, given: tuple, context) -> dict[str, Tensor]:
@@ -318,7 +318,8 @@ def other_parts(config: Config, context) -> Iterator[dict]:
     constants = train_lm.Config(n_embd=256, n_head=4)
     attention = model.SelfAttention(constants, causal=False, dropout=0.0, biased=True)
     nn.init.normal_(attention.gate)
-    real = torch.arange(256) < torch.arange(128, 256, 16).view(8, 1, 1, 1)
+    lengths = torch.arange(128, 256, 16).view(8, 1, 1, 1)
+    real = torch.arange(256) < lengths
     given = torch.randn(8, 256, 256), real, torch.randn(4, 256, 256)
     expected, found = outcome(attention, given, CPU), outcome(attention, given, context)
     yield {"what": "attention"} | judge(found, expected, 0.03)
@@ -326,9 +327,6 @@ def other_parts(config: Config, context) -> Iterator[dict]:
     h = torch.randn(4096, 256)
     expected, found = outcome(router, (h,), context), outcome(parallel.compiled(router), (h,), context)
     yield {"what": "compiled router"} | judge(found, expected, 3e-4)  # gradients in bfloat16 would differ by 2e-3
-
-
-RESUMED = "--n_layer 2 --n_embd 64 --ffn_size 256 --steps 40 --eval_every 20 --eval_tokens 2048 --dtype bfloat16"
 
 
 def stopped_and_resumed(config: Config, context) -> Iterator[dict]:
@@ -368,15 +366,19 @@ def run(sections: dict, file: Path, config: Config, context) -> list[dict]:
         try:
             rows.extend(section(config, context))
         except Exception as error:
-            rows.append({"right": False, "error": repr(error), "traceback": traceback.format_exc()})
+            trace = traceback.format_exc().splitlines()
+            rows.append({"right": False, "error": repr(error), "traceback": trace})
         results += [{"section": name} | row for row in rows]
         write(file, {"machine": context.machine | {"commit": commit}, "results": results})
         cells = []
         for row in rows:
-            values = [row.get(column, "") for column in rows[-1]]
-            cells.append([f"{value:,.4g}" if isinstance(value, float) else f"{value!s:.80}" for value in values])
+            cells.append([cell(row.get(column, "")) for column in rows[-1]])
         context.say(f"\n{name}\n{markdown_table([*rows[-1]], cells)}")
     return results
+
+
+def cell(value) -> str:
+    return f"{value:,.4g}" if isinstance(value, float) else f"{value!s:.80}"
 
 
 def main():
@@ -384,13 +386,10 @@ def main():
     with clear_errors():
         context = setup(dtype="bfloat16" if config.part == "check" else config.dtype)
     gpu = context.device.type == "cuda"
-    every = sections_of(config.part, gpu)
-    sections = {name: section for name, section in every.items() if name.startswith(config.only)}
-    if not sections:
-        fail(f"no section of {config.part} begins with {config.only!r}: there are {', '.join(every)}")
-    name = "{device}-{part}-{dtype}.json".format(part=config.part, **context.machine).replace(" ", "-")
-    file = config.out or ROOT / ("results/gpu" if gpu else "out/bench") / name
-    results = run(sections, file, config, context)
+    device, dtype = context.machine["device"].replace(" ", "-"), context.machine["dtype"]
+    folder = ROOT / ("results/gpu" if gpu else "out/bench")
+    file = config.out or folder / f"{device}-{config.part}-{dtype}.json"
+    results = run(sections_of(config.part, gpu), file, config, context)
     wrong = dict.fromkeys(result["section"] for result in results if not result.get("right", True))
     context.say(f"\n{len(results)} results are in {file}; wrong or failed: {', '.join(wrong) or 'none'}")
     sys.exit(bool(wrong))

@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import fmean
 
 from analysis.measures import mean_over_layers
-from analysis.shared import Panel, canvas, draw
+from analysis.shared import KEY, Panel, canvas, draw
 from engine.config import identity
 from engine.files import from_json
 
@@ -203,7 +203,7 @@ def forest(units: dict[str, list[dict]]):
             for name, (mark, words) in MARKS.items():
                 x = pair[name]
                 color = "black" if name == "paper" else COLORS[pair["verdict"]]
-                [key[words]] = axes.plot(x, [y] * len(x), mark, color=color, linewidth=2)
+                [key[name]] = axes.plot(x, [y] * len(x), mark, color=color, linewidth=2, label=words)
         axes.axvline(0, color="black", linewidth=0.8)
         names = [pair["name"] for pair in pairs]
         axes.set_yticks(range(len(pairs)), names, fontsize=8)
@@ -211,5 +211,5 @@ def forest(units: dict[str, list[dict]]):
         axes.set_title(unit, fontsize=9, loc="left")
         axes.spines[["top", "right", "left"]].set_visible(False)
     figure.suptitle("Right of 0 is what the paper says: blue holds, grey is level, orange is the opposite", fontsize=10)
-    figure.legend(list(key.values()), list(key), loc="outside lower center", ncols=len(key), fontsize=8, frameon=False)
+    figure.legend(handles=[*key.values()], ncols=len(key), **KEY)
     return figure
