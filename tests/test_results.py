@@ -203,13 +203,12 @@ def test_a_pair_may_differ_in_what_it_is_about_and_in_nothing_else(tmp_path, scr
             claims.differing(tmp_path, pair | {"about": rest}, "-seed=1")
 
 
-def test_numbers_are_compared_as_they_were_computed_and_translations_by_their_pairs(tmp_path):
+def test_numbers_are_compared_as_they_were_computed(tmp_path):
     """`auto` is what the machine made of it; the FLOPs of a translator are those of a pair."""
-    machines = {"dtype": "float32"}, {"dtype": "bfloat16"}
-    pair = write_pair(tmp_path, train_mt, dict(dtype="float32"), {}, ["dtype"], flops_per_pair=({"total": 1},) * 2)
-    assert claims.differing(tmp_path, pair, "") == []
-    pair = write_pair(tmp_path, train_mt, {}, {}, ["dtype", "FLOPs"], machine=machines, flops_per_pair=(1, 2))
-    assert claims.differing(tmp_path, pair, "") == ["FLOPs", "dtype"]
+    for machines, named in (("float32", "float32"), []), (("float32", "bfloat16"), ["FLOPs", "dtype"]):
+        more = {"machine": [{"dtype": dtype} for dtype in machines], "flops_per_pair": (1, 1 + len(named))}
+        pair = write_pair(tmp_path, train_mt, dict(dtype="float32"), {}, named, **more)
+        assert claims.differing(tmp_path, pair, "") == named
 
 
 def test_each_of_eight_seeds_is_compared(tmp_path, monkeypatch):
