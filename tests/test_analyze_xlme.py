@@ -161,8 +161,15 @@ def test_without_a_source_it_is_held_out_pairs(electra_corpora, folders, monkeyp
     assert found["table"][3:] == [["chance", "", "2", "2", "2"]]
     trained, untrained = (own(found, name) for name in (folders[0], "untrained"))
     assert len(trained) == len(untrained) and trained[1]["ciphers found, %"] != untrained[1]["ciphers found, %"]
-    texts = PairData(pairs, 16, 64).texts("valid", "aa-en")
-    assert bitext_sets.held_out(pairs)["aa"] == list(zip(*texts))
+    texts = list(zip(*PairData(pairs, 16, 64).texts("valid", "aa-en")))
+    assert bitext_sets.held_out(pairs)["aa"] == texts
+    (first, *_), *_ = bitext_sets.letters(pairs).values()  # characters are aligned by their places
+    one, two = texts[0]
+    assert (first.one, first.two) == ([*one], [*two])
+    assert first.sure == first.possible == {(i, i) for i in range(len(one))}
+    monkeypatch.setattr(bitext_sets, "letters", lambda _: {"aa-en": [Aligned([*"abc"], [*"abc"], {(0, 0)}, {(0, 0)})]})
+    _, found = draw("alignment", folders[0])
+    assert [row[0] for row in found["table"][1:]] == [found["table"][1][0], "untrained", "the diagonal"]
 
 
 def test_what_is_no_encoder_is_one_clear_line(tatoeba, tokenizer, folders, tmp_path, monkeypatch, capsys):
@@ -277,18 +284,6 @@ def test_table_6(gold, folders, draw):
 def test_the_diagonal(m, n, ends):
     """Of 4 and 2 words the last would lead past the end; 8 / 3 and 16 / 3 lie nearer to 3 and 5."""
     assert xlm_e.diagonal(Aligned(["a"] * m, ["b"] * n, set(), set())) == {*enumerate(ends)}
-
-
-def test_the_characters_of_ciphers_are_aligned_by_their_places(electra_corpora, folders, monkeypatch, draw):
-    pairs = electra_corpora["pairs"]
-    monkeypatch.setattr(xlm_e, "ready", lambda name: pairs)
-    (first, *_), *_ = bitext_sets.letters(pairs).values()
-    one, two = next(zip(*PairData(pairs, 16, 64).texts("valid", "aa-en")))
-    assert (first.one, first.two) == ([*one], [*two])
-    assert first.sure == first.possible == {(i, i) for i in range(len(one))}
-    monkeypatch.setattr(bitext_sets, "letters", lambda _: {"aa-en": [Aligned([*"abc"], [*"abc"], {(0, 0)}, {(0, 0)})]})
-    _, found = draw("alignment", folders[0])
-    assert [row[0] for row in found["table"][1:]] == [found["table"][1][0], "untrained", "the diagonal"]
 
 
 BROKEN = [  # the command, its files that are changed, what stands in them (None: they are gone), what is said

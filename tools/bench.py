@@ -8,8 +8,8 @@ Contenders take turns, round by round. `ms` is the median of one's times, and `s
 quartiles. `ratio` is the time over that of the dense one at equal FLOPs, which for a layer are those of the rows that
 its experts really keep: 1 costs nothing but its arithmetic. `least_mb` must be read and written at least; `operations`
 take most of the time. On a GPU `peak_mb` is the memory beyond what is kept between runs, and `host_waits` counts, by
-file and line, how often the host waits for the GPU. What a section finds is written at once, into results/gpu/CARD-
-PART-TYPE.json, or without a GPU into out/bench. A GPU's file is welcome.
+file and line, how often the host waits for the GPU. What a section finds is written at once, into
+results/gpu/CARD-PART-TYPE.json, or without a GPU into out/bench. A GPU's file is welcome.
 """
 
 import itertools
