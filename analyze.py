@@ -55,7 +55,7 @@ ANALYSES = {  # each: its options, and what it is handed of a training script
     x_moe.consistency: (Drawn,),
     xlm_e.curve: (Drawn,),
     xlm_e.flops: (xlm_e.Flops, SIZES),
-    xlm_e.retrieval: (xlm_e.Retrieval, partial(demos, train_electra, train_mlm)),
+    xlm_e.retrieval: (xlm_e.Encoders, partial(demos, train_electra, train_mlm)),
     xlm_e.alignment: (xlm_e.Alignment, partial(demos, train_electra, train_mlm)),
     play.play: (play.Play, partial(demos, train_lm)),
 }

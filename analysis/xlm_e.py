@@ -63,6 +63,7 @@ class Encoders(Drawn):
 
     # runs of train_electra.py (its discriminator) or train_mlm.py, or XLM-R in Hugging Face's format; none: both demos
     folders: tyro.conf.Positional[tuple[str, ...]] = ()
+    source: str | None = None  # folder of the paper's test set, as told above; none: held-out pairs of ciphers
     device: str = "auto"  # cuda, mps or cpu
 
 
@@ -99,12 +100,6 @@ def in_row(name: str, columns: dict) -> dict:
     return {"encoder": name, "layer": ""} | columns
 
 
-@dataclass
-class Retrieval(Encoders):
-    # folder of LASER's tatoeba.deu-eng.deu and .eng; none: held-out pairs of ciphers, which need no download
-    source: str | None = None
-
-
 TATOEBA = {"Tatoeba-14": bitext_sets.TATOEBA_14, "Tatoeba-36": bitext_sets.TATOEBA_36}
 PAPER_RETRIEVAL = {  # table 5: English to another language, and back, of 14 languages and of 36
     "XLM-R": [(59.5, 57.6), (55.5, 53.4)],
@@ -114,11 +109,12 @@ PAPER_RETRIEVAL = {  # table 5: English to another language, and back, of 14 lan
 }
 
 
-def retrieval(options: Retrieval, demos: Callable):
+def retrieval(options: Encoders, demos: Callable):
     """XLM-E's table 5 and figure 3: how often the nearest sentence in the other language is the translation.
 
     A sentence is the mean of its tokens' hidden states at three quarters of the depth, also for XLM-R, of which the
-    paper takes layer 7 of 12; nearness is the cosine. Higher is better.
+    paper takes layer 7 of 12; nearness is the cosine. Higher is better. --source is the folder of LASER's
+    tatoeba.deu-eng.deu and .eng, and so on.
     """
     texts, groups = sentences(options.source)
 
@@ -175,8 +171,6 @@ def sentences(source: str | None) -> tuple[bitext_sets.Pairs, dict]:
 
 @dataclass
 class Alignment(Encoders):
-    # folder of de-en.src-tgt (source ||| target, in words) and de-en.gold, and so on; none: held-out pairs of ciphers
-    source: str | None = None
     rounds: Literal[1, 2] = 2  # of finding pairs of pieces: 2 as in XLM-Align's paper, 1 as in its released aligner
 
 
@@ -198,7 +192,8 @@ def alignment(options: Alignment, demos: Callable):
     sequence where they fit, as in XLM-Align's released aligner. Pairs of them are those that are each other's best; in
     a second round, which XLM-Align's paper has and the released aligner has not, pieces without a partner get another
     chance (Itermax). Beside it stands what needs no model, the diagonal: each word with the one that is as far into the
-    other sentence. Of ciphers that is the truth, and what is seen is whether an encoder has found it.
+    other sentence. Of ciphers that is the truth, and what is seen is whether an encoder has found it. --source is the
+    folder of de-en.src-tgt (source ||| target, in words) and de-en.gold, and so on.
     """
     source = options.source
     sets = bitext_sets.word_alignments(Path(source)) if source else bitext_sets.letters(ready("ciphers-pairs"))
