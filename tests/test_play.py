@@ -18,6 +18,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import reference
 import torch
 import torch.nn.functional as F
 from helpers import ROOT, Script, constants, save_run
@@ -157,6 +158,16 @@ def test_the_page_chooses_as_the_routers_do():
     assert cut > 300, "the limits cut nothing"
     for case, found, right in zip(cases, in_the_page(CHOSEN, cases), expected, strict=True):
         assert found == right, {name: case[name] for name in ("chooser", "t", "K", "gamma", "S", "E")}
+
+
+@pytest.mark.skipif(not NODE, reason="there is no node")
+def test_every_stop_of_the_capacity_changes_something():
+    cases = [[S, E, own] for S in (2, 22, 64, 500) for E in (1, 8, 32) for own in (0.3, 4.0, None)]
+    found = in_the_page("([S, E, own]) => [stops(S, E, own), capacity(S, E, own)]", cases)
+    for (S, E, own), (stops, C) in zip(cases, found):
+        places = [place for place, _ in stops]
+        assert places == sorted({*places}) and places[-1] == S and [C, own] in stops
+        assert all(place == reference.capacity(S, E, E if gamma is None else gamma) for place, gamma in stops)
 
 
 @pytest.mark.skipif(not NODE, reason="there is no node")
@@ -304,6 +315,8 @@ def test_a_page_is_written_with_its_sentences(made, tmp_path, monkeypatch, capsy
     assert page.replace(page[page.index('id="data">') + 10 : page.index("</script>")], "{{DATA}}") == plain
     elsewhere = r"https?:|//cdn|@import|<link(?! rel=\"icon\")|src=|innerHTML|outerHTML|insertAdj|eval\("
     assert not re.search(elsewhere, plain) and plain.count("{{DATA}}") == 1
+    for slider in re.findall(r'<input id="(\w+)" type="range"', plain):
+        assert f'<label for="{slider}">' in plain  # its name for who does not see it
 
 
 @pytest.mark.parametrize("name", ["topk", "top-2"])
@@ -318,6 +331,10 @@ def test_runs_that_will_not_do(made, tmp_path, monkeypatch, capsys):
         return refused(monkeypatch, capsys, "play", "--open", "false", "--run", *line)
 
     assert "does not exist: train it first" in told(tmp_path / "nothing")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "out/train_lm/another").mkdir(parents=True)
+    (tmp_path / "out/train_lm/another/config.json").write_text("{}")
+    assert "name a run: there are out/train_lm/another" in refused(monkeypatch, capsys, "play")
     for kind in (GPT, MaskedLM, Translator):
         folder = made(kind, router="dense" if kind is not Translator else "topk")
         assert f"{folder} is no language model or encoder with experts" in told(folder)
