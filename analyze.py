@@ -1,11 +1,10 @@
 """Figures, and tables that are measurements of finished models. Nothing is trained here.
 
     python analyze.py activations    XMoE's figures 1 and 6: positive activations, by number and by size of experts
-    python analyze.py gamma          XMoE's figure 4 and table 2: perplexity with less work at test
+    python analyze.py gamma          XMoE's figure 4: perplexity with less work at test
     python analyze.py experts        XMoE's figure 5: experts that a token needs, in the course of training
     python analyze.py tokens         which tokens XMoE gives many experts: rare ones, or those before a surprise
     python analyze.py threshold      XMoE's figure 7: perplexity by the threshold, in training and at test
-    python analyze.py speed          XMoE's figure 8: time of a batch by its FLOPs
     python analyze.py umap           X-MoE's figures 2a and 2b: tokens as a router sees them
     python analyze.py collapse       X-MoE's figures 2c and 3a: collapse (RC) and fluctuation (RF) in training
     python analyze.py consistency    X-MoE's figure 3b: loads of the experts in fine-tuning runs that differ by seed
@@ -13,7 +12,6 @@
     python analyze.py flops          XLM-E's tables 3 and 4: parameters and FLOPs of the paper's sizes
     python analyze.py retrieval      XLM-E's table 5 and figure 3: translations that encoders find, by layer
     python analyze.py alignment      XLM-E's table 6 and figure 4: word alignment, by layer
-    python analyze.py gap            XLM-E's table 7: English ahead of other languages, after fine-tuning
     python analyze.py play           a page to play with: what a model's routers do with your sentence, and could do
 
 They read the runs that the demos and the tables left under out/, or the folders of runs that you name. A figure is
@@ -39,7 +37,9 @@ def demos(*scripts) -> list[str]:
     found = [folder_of(script.Config(), script.PRESETS)[0] for script in scripts]
     there = [str(folder) for folder in found if folder.exists()]
     if not there:
-        raise ValueError(f"{found[0]} does not exist: python {scripts[0].__name__}.py trains it")
+        others = "".join(f", {file.parent}" for file in sorted(found[0].parent.glob("*/config.json")))
+        others = others and f"; or name a run: there are {others[2:]}"
+        raise ValueError(f"{found[0]} does not exist: python {scripts[0].__name__}.py trains it{others}")
     return there
 
 
@@ -50,15 +50,13 @@ ANALYSES = {  # each: its options, and what it is handed of a training script
     xmoe.experts: (Drawn,),
     xmoe.tokens: (Measured,),
     xmoe.threshold: (Measured, train_lm.evaluate),
-    xmoe.speed: (Measured, train_lm.evaluate),
     x_moe.umap: (x_moe.Umap,),
     x_moe.collapse: (Drawn,),
     x_moe.consistency: (Drawn,),
     xlm_e.curve: (Drawn,),
     xlm_e.flops: (xlm_e.Flops, SIZES),
-    xlm_e.retrieval: (xlm_e.Retrieval, partial(demos, train_electra, train_mlm)),
+    xlm_e.retrieval: (xlm_e.Encoders, partial(demos, train_electra, train_mlm)),
     xlm_e.alignment: (xlm_e.Alignment, partial(demos, train_electra, train_mlm)),
-    xlm_e.gap: (xlm_e.Gap,),
     play.play: (play.Play, partial(demos, train_lm)),
 }
 

@@ -300,7 +300,7 @@ def add_rows(out, rows: Rows, y):
 
 
 def in_place_of_ffn(config, V: int, gelu: str) -> MoE:
-    """XMoE's layer. Every router gets the same parameters and the same FLOPs (eq. 6): cutting an FFN's width into
+    """XMoE's layer. Every router's experts have the same parameters and FLOPs (eq. 6): cutting an FFN's width into
     `split` parts gives `split` times as many experts, choices (but for a `top_k` of its own) and places.
 
     Raises ValueError where the width cannot be cut so.

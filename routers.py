@@ -346,7 +346,7 @@ def auction(value, price, seats: int, epsilon: float):
 
     value (N, E): what a seat is worth to a bidder. price (E,) is raised in place. Each round asks the device whether
     anyone is still unassigned, so that a GPU waits for the host in all rounds of all auctions: some 35 to 130 a layer
-    for 16,384 tokens. BASE is the one router of which training on a GPU is slow.
+    for 16,384 tokens, counted on a CPU. BASE is the one router that should be slow on a GPU.
     """
     N, E = value.shape
     everyone = torch.arange(N, device=value.device)

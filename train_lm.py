@@ -150,7 +150,7 @@ TABLE2 = [  # experts, FLOPs at test, the paper's numbers
 
 
 def table1(base: Config) -> Table:
-    """The paper's routers, with the same parameters and the same FLOPs."""
+    """The paper's routers, with the same parameters and FLOPs of their experts."""
     rows = []
     for method, split, change, *paper in TABLE1:
         experts = 1 if method == "dense" else base.expert_ffns * split

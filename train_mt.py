@@ -165,7 +165,7 @@ TABLE4 = {
 
 
 def table3(base: Config) -> Table:
-    """Every router, with the same parameters and the same FLOPs; at the paper's scale a model for each language."""
+    """Every router, with the same parameters and FLOPs of its experts; at the paper's scale a model a language."""
     if base.moe_after:
         raise ValueError("table 3 has experts in place of FFNs: not with moe_after, nor with preset wmt10")
     language = base.data.rpartition("-")[2]

@@ -77,10 +77,6 @@ def retrieval(encoder: Encoder, pairs: PairData, config, context, most: int = 10
             centred = measures.retrieval(*vectors).tolist()
             chance = 1 / len(sides[0][:most])
             found.append((plain, centred, chance))
-    plain, centred, chance = zip(*chain(*context.gather(found)))
-    return {"retrieval": mean(plain), "centred": mean(centred), "chance": fmean(chance)}
-
-
-def mean(rows: tuple) -> list[float]:
-    numbers = torch.tensor(rows, dtype=torch.float64)
-    return numbers.mean(dim=0).tolist()
+    *both, chance = zip(*chain(*context.gather(found)))
+    plain, centred = torch.tensor(both, dtype=torch.float64).mean(dim=1).tolist()
+    return {"retrieval": plain, "centred": centred, "chance": fmean(chance)}

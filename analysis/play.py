@@ -97,11 +97,8 @@ class Player:
         self.lock = threading.Lock()
         self.seen = []
         for moe in self.model.moe_layers:
-            moe.watchers.append(self.watch)
+            moe.watchers.append(lambda moe, h, routing, kept: self.seen.append((routing, kept)))
         self.about = self.of_model()
-
-    def watch(self, moe, h, routing, kept):
-        self.seen.append((routing, kept))
 
     def of_model(self) -> dict:
         """The run, how it routes at test, and the choosers that can take its router's place."""
@@ -299,7 +296,7 @@ class Handler(BaseHTTPRequestHandler):
             found = answers[self.path](asked)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError, TimeoutError) as error:
             return self.say(400, f"{error}")
-        self.answer_json(200, found)
+        self.answer(200, found)
 
     def is_ours(self) -> bool:
         """Whether the address was typed as we printed it, and no foreign page asks. Else says 403."""
@@ -311,13 +308,10 @@ class Handler(BaseHTTPRequestHandler):
         return ours
 
     def say(self, status: int, error: str):
-        self.answer_json(status, {"error": error})
+        self.answer(status, {"error": error})
 
-    def answer_json(self, status: int, content: dict):
-        text = json.dumps(content, allow_nan=False)
-        self.answer(status, text.encode(), "application/json")
-
-    def answer(self, status: int, body: bytes, kind: str):
+    def answer(self, status: int, content: bytes | dict, kind: str = "application/json"):
+        body = content if isinstance(content, bytes) else json.dumps(content, allow_nan=False).encode()
         self.send_response(status)
         headers = {"Content-Type": kind, "Content-Length": len(body), "Cache-Control": "no-store"}
         headers |= {"X-Content-Type-Options": "nosniff", "X-Frame-Options": "DENY"}

@@ -7,11 +7,13 @@ dicts with the same names.
 
 import importlib
 import json
+import math
 import shlex
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from textwrap import fill
 
 import numpy as np
 import tyro
@@ -49,11 +51,12 @@ class Measured(Drawn):
 COLORS = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"  # Okabe and Ito's
 THIN = {"linewidth": 0.7, "alpha": 0.6}
 THICK = {"linewidth": 2, "markersize": 4}
+KEY = {"loc": "outside lower center", "fontsize": 8, "frameon": False}
 
 
 @dataclass
 class Panel:
-    """One set of axes. The names of x and y in the records are the labels of the axes."""
+    """One set of axes, if there are records. The names of x and y in them are the labels of the axes."""
 
     title: str
     records: list[dict]
@@ -111,11 +114,14 @@ def keep(figure: Callable, options, drawing, numbers: dict):
     print(f"{path}.json has the numbers" + (f", {path}.png the figure" if drawing else ""))
 
 
-def canvas(columns: int = 1, width: float = 6.5, height: float = 4.5):
-    """An empty figure with a row of axes, each so many inches wide and high."""
+def canvas(panels: int, width: float = 5.5, height: float = 4.5):
+    """An empty figure with so many axes, three in a row at most, each so many inches wide and high."""
     Figure = library("matplotlib.figure", "matplotlib").Figure
-    figure = Figure(figsize=(columns * width, height), layout="constrained")
-    figure.subplots(1, columns, squeeze=False)
+    columns = min(panels, 3)
+    rows = math.ceil(panels / columns)
+    figure = Figure(figsize=(columns * width, rows * height), layout="constrained")
+    for place in range(panels):
+        figure.add_subplot(rows, columns, 1 + place)
     return figure
 
 
@@ -128,26 +134,33 @@ def library(name: str, package: str):
 
 
 def draw(panels: list[Panel]):
-    """A figure with the panels side by side. A name has one colour; seeds are thin lines, their mean is a thick one."""
-    colors = {}
+    """A figure with the panels side by side, and below them what their lines are.
+
+    A name has one colour. Seeds are thin lines, and their mean is a thick one.
+    """
+    panels = [panel for panel in panels if panel.records]
+    colors, key = {}, {}
     figure = canvas(len(panels))
     for axes, panel in zip(figure.axes, panels):
         axes.spines[["top", "right"]].set_visible(False)
         for name, height in panel.levels.items():
-            axes.axhline(height, color="0.6", linestyle="--", label=name)
+            key[name] = axes.axhline(height, color="0.6", linestyle="--", label=name)
         for name, runs in lines_of(panel).items():
             following = COLORS[len(colors) % len(COLORS)]
             color = colors.setdefault(name, following)
             for points in runs if len(runs) > 1 else []:
-                axes.plot(*points.T, color=color, **THIN)
+                [key["one seed"]] = axes.plot(*points.T, color=color, label="one seed", **THIN)
             shortest = min(map(len, runs))
             mean = np.mean([points[:shortest] for points in runs], axis=0)
-            axes.plot(*mean.T, "o-" if panel.joined else "o", color=color, label=name, **THICK)
-        axes.set(title=panel.title, xlabel=panel.x, ylabel=panel.y)
+            [key[name]] = axes.plot(*mean.T, "o-" if panel.joined else "o", color=color, label=name, **THICK)
+        axes.set(title=fill(panel.title, 50), xlabel=panel.x, ylabel=panel.y)
         axes.locator_params(axis="x", integer=panel.x == "layer")
         if panel.from_zero:
             axes.set_ylim(bottom=0)
-        axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=8, frameon=False)
+    letters = 15 * figure.get_figwidth()  # that fit side by side
+    columns = max(1, int(letters / (15 + max(map(len, key)))))
+    figure.set_figheight(figure.get_figheight() + 0.2 * len(key) / columns)
+    figure.legend(handles=[*key.values()], ncols=columns, **KEY)
     return figure
 
 
@@ -170,6 +183,9 @@ SCRIPTS = {  # a constant, or a score, that no other script's runs have
     "train_electra": "objective",
     "finetune_xtreme": "train_examples",
 }
+
+
+UNTOLD = {"seed", "eval_every", "eval_tokens", "eval_maskings"}  # in which runs of one name may differ
 
 
 @dataclass
@@ -236,11 +252,11 @@ def in_words(config: dict) -> str:
     return f"{config['router']} {experts} x {size}" if router_of(config) else "dense"
 
 
-def named(runs: Iterable[Trained], words: Callable = in_words, told: tuple = ()) -> list[Trained]:
+def named(runs: Iterable[Trained], words: Callable = in_words) -> list[Trained]:
     """The runs with their names: what each is, with the constants in which runs of the same words differ.
 
-    So only seeds of one experiment have the same name. words: constants -> what a run is, in a few words; told: the
-    constants in which those of other words may not differ either.
+    So only seeds of one experiment have the same name. Width and steps are told where any runs differ in them, and how
+    a run was evaluated in training is not. words: constants -> what a run is, in a few words.
     """
     runs, kinds = [*runs], {}
     for run in runs:
@@ -249,8 +265,9 @@ def named(runs: Iterable[Trained], words: Callable = in_words, told: tuple = ())
         for run in alike:
             run.name = kind
             for constant, value in run.config.items():
-                values = {repr(other.config.get(constant)) for other in (runs if constant in told else alike)}
-                if constant != "seed" and len(values) > 1:
+                compared = runs if constant in ("n_embd", "steps") else alike
+                values = {repr(other.config.get(constant)) for other in compared}
+                if constant not in UNTOLD and len(values) > 1:
                     run.name += f", {constant} {value}"
     return runs
 
@@ -261,10 +278,8 @@ def choose(script: str, options: Drawn, fits=None, lacks="", words=in_words) -> 
     fits: constants -> whether a figure can show the run; lacks: what is said of a named run that is left out; words:
     see `named`. Raises ValueError where a named run is not finished, or no run is left.
     """
-    results = Path("out", script).glob("demo*/result.json")
-    finished = sorted(file.parent for file in results)
-    found = {}
-    for folder in [str(Path(folder)) for folder in options.folders or finished]:
+    finished, found = sorted(Path("out", script).glob("demo*/result.json")), {}
+    for folder in map(str, map(Path, options.folders or [file.parent for file in finished])):
         run = read_run(folder, script)
         if not Path(folder, "result.json").exists():
             raise ValueError(f"{folder} is not finished: the command that began the run finishes it")
@@ -277,10 +292,8 @@ def choose(script: str, options: Drawn, fits=None, lacks="", words=in_words) -> 
         if 2 * run.config.get("steps", 0) < longest:
             warn(f"{found.pop(folder).folder} is left out: {longest} steps are others' length; name it to see it")
     if not found:
-        raise ValueError(
-            f"there is no finished run of {script}.py that fits: python {script}.py trains one; or name folders"
-        )
-    return named(found.values(), words, told=("n_embd", "steps"))
+        raise ValueError(f"no finished run of {script}.py fits: python {script}.py trains one; or name folders")
+    return named(found.values(), words)
 
 
 def opened(runs: list[Trained], options: Measured, evaluate: Callable | None = None) -> tqdm:

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import fill
 
 import torch
 from torch import Tensor
@@ -39,15 +40,16 @@ def umap(options: Umap):
     numbers = {}
     drawing = shared.canvas(len(runs), width=5.5, height=5.8)
     how = {"n_neighbors": NEIGHBORS, "min_dist": 1.0, "output_metric": "hyperboloid"}  # X-MoE 4.5
-    layout = UMAP(**how, random_state=0, n_jobs=1)
+    layout = UMAP(**how, random_state=0, n_jobs=1, verbose=True)  # it takes minutes
     turn = torch.linspace(0, 2 * math.pi, 361)
     for axes, run in zip(drawing.axes, shared.opened(runs, options)):
         x, expert = routed(run, options.max_tokens)
         plane = layout.fit_transform(x.numpy())
         disk = poincare(torch.from_numpy(plane).double())
-        axes.scatter(*disk.t(), c=expert, cmap="turbo", s=4)
+        points = axes.scatter(*disk.t(), c=expert, cmap="turbo", s=4)
+        drawing.colorbar(points, ax=axes, label="expert", shrink=0.6)
         axes.plot(turn.cos(), turn.sin(), color="0.6", linewidth=1)
-        axes.set(title=f"{run.name}: {len(x):,} tokens by their experts", aspect="equal")
+        axes.set(title=f"{fill(run.name, 40)}\n{len(x):,} tokens by their experts", aspect="equal")
         axes.axis("off")
         numbers[run.folder] = {"points": disk.tolist(), "experts": expert.tolist()}
     shared.keep(umap, options, drawing, {"runs": numbers})

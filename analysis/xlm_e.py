@@ -1,8 +1,7 @@
-"""XLM-E's figures 1, 3 and 4, and tables 3 to 7: training curves, sizes, retrieval, word alignment, transfer."""
+"""XLM-E's figures 1, 3 and 4, and tables 3 to 6: training curves, sizes, retrieval, word alignment."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
 from typing import Literal
@@ -34,7 +33,8 @@ def curve(options: Drawn):
     """XLM-E's figure 1: scores against training FLOPs. Higher at the same FLOPs is better.
 
     At our scale the scores are held-out translations found, and masked tokens of held-out sentences that are right (of
-    XLM-E by its generator). Give runs of train_electra.py, of either objective.
+    XLM-E by its generator). Chance is a guess's; what an untrained encoder finds is in `retrieval`. Give runs of
+    train_electra.py, of either objective.
     """
     records, found, right = [], "share of translations found", "share of masked tokens right"
     for run in shared.choose("train_electra", options, words=words_of):
@@ -63,6 +63,7 @@ class Encoders(Drawn):
 
     # runs of train_electra.py (its discriminator) or train_mlm.py, or XLM-R in Hugging Face's format; none: both demos
     folders: tyro.conf.Positional[tuple[str, ...]] = ()
+    source: str | None = None  # folder of the paper's test set, as told above; none: held-out pairs of ciphers
     device: str = "auto"  # cuda, mps or cpu
 
 
@@ -99,12 +100,6 @@ def in_row(name: str, columns: dict) -> dict:
     return {"encoder": name, "layer": ""} | columns
 
 
-@dataclass
-class Retrieval(Encoders):
-    # folder of LASER's tatoeba.deu-eng.deu and .eng; none: held-out pairs of ciphers, which need no download
-    source: str | None = None
-
-
 TATOEBA = {"Tatoeba-14": bitext_sets.TATOEBA_14, "Tatoeba-36": bitext_sets.TATOEBA_36}
 PAPER_RETRIEVAL = {  # table 5: English to another language, and back, of 14 languages and of 36
     "XLM-R": [(59.5, 57.6), (55.5, 53.4)],
@@ -114,11 +109,12 @@ PAPER_RETRIEVAL = {  # table 5: English to another language, and back, of 14 lan
 }
 
 
-def retrieval(options: Retrieval, demos: Callable):
+def retrieval(options: Encoders, demos: Callable):
     """XLM-E's table 5 and figure 3: how often the nearest sentence in the other language is the translation.
 
     A sentence is the mean of its tokens' hidden states at three quarters of the depth, also for XLM-R, of which the
-    paper takes layer 7 of 12; nearness is the cosine. Higher is better.
+    paper takes layer 7 of 12; nearness is the cosine. Higher is better. --source is the folder of LASER's
+    tatoeba.deu-eng.deu and .eng, and so on.
     """
     texts, groups = sentences(options.source)
 
@@ -143,7 +139,7 @@ def retrieval(options: Retrieval, demos: Callable):
         chance = 100 * fmean(1 / len(texts[language]) for language in languages)
         chances.append((chance, chance))
         title = f"{len(languages)} languages, mean of both directions"
-        panels.append(Panel(title, records, "encoder", "layer", f"{group}, %", {"chance": chance}))
+        panels.append(Panel(title, records, "encoder", "layer", f"{group} found, %", {"chance": chance}))
     rows.append(in_row("chance", in_columns(groups, chances)))
     for name, percents in PAPER_RETRIEVAL.items() if options.source else ():
         rows.append(in_row(f"paper: {name}", in_columns(groups, percents)))
@@ -156,7 +152,7 @@ def in_columns(groups: Iterable, percents: Iterable) -> dict:
     for group, (forth, back) in zip(groups, percents):
         columns[f"{group}, en to xx"] = forth
         columns[f"{group}, xx to en"] = back
-        columns[f"{group}, %"] = (forth + back) / 2
+        columns[f"{group} found, %"] = (forth + back) / 2
     return columns
 
 
@@ -175,8 +171,6 @@ def sentences(source: str | None) -> tuple[bitext_sets.Pairs, dict]:
 
 @dataclass
 class Alignment(Encoders):
-    # folder of de-en.src-tgt (source ||| target, in words) and de-en.gold, and so on; none: held-out pairs of ciphers
-    source: str | None = None
     rounds: Literal[1, 2] = 2  # of finding pairs of pieces: 2 as in XLM-Align's paper, 1 as in its released aligner
 
 
@@ -198,7 +192,8 @@ def alignment(options: Alignment, demos: Callable):
     sequence where they fit, as in XLM-Align's released aligner. Pairs of them are those that are each other's best; in
     a second round, which XLM-Align's paper has and the released aligner has not, pieces without a partner get another
     chance (Itermax). Beside it stands what needs no model, the diagonal: each word with the one that is as far into the
-    other sentence. Of ciphers that is the truth, and what is seen is whether an encoder has found it.
+    other sentence. Of ciphers that is the truth, and what is seen is whether an encoder has found it. --source is the
+    folder of de-en.src-tgt (source ||| target, in words) and de-en.gold, and so on.
     """
     source = options.source
     sets = bitext_sets.word_alignments(Path(source)) if source else bitext_sets.letters(ready("ciphers-pairs"))
@@ -269,69 +264,10 @@ def pieces(words: list, tokenizer: XLMR) -> tuple[list, list]:
     return ids, words_of
 
 
-@dataclass
-class Gap(Drawn):
-    # finished runs of finetune_xtreme.py, or folders that hold many of them
-    folders: tyro.conf.Positional[tuple[str, ...]] = ("out/finetune_xtreme",)
-
-
-PAPER_TASKS = "xquad", "mlqa", "tydiqa", "xnli", "pawsx"
-PAPER_GAP = {  # table 7
-    "XLM-R": (15.9, 20.3, 15.2, 10.4, 11.4),
-    "XLM-E - TRTD": (16.3, 18.6, 16.3, 11.5, 9.6),
-    "XLM-E": (14.9, 19.2, 13.1, 11.2, 8.8),
-}
-
-
-def gap(options: Gap):
-    """XLM-E's table 7: the score in English minus the mean of the other languages, after fine-tuning in English.
-
-    Lower is better where the score is well above a guess's: who guesses in all languages has no gap. Of answers the
-    score is exact match. Guess, and counting "by word", are means over the other languages too. Seeds are averaged.
-    """
-    tasks = {}  # task -> folder -> run
-    for folder in options.folders:
-        for file in sorted(Path(folder).rglob("result.json")):
-            run = shared.read_run(str(file.parent), "finetune_xtreme")
-            tasks.setdefault(run.config["task"], {})[run.folder] = run
-    if not tasks:
-        folders = ", ".join(options.folders)
-        raise ValueError(f"no result of finetune_xtreme.py in {folders}: run it, or name its folders")
-    records, rows = [], []
-    for task, runs in tasks.items():
-        for run in shared.named(runs.values(), itemgetter("model")):
-            scores = scores_of(read_json(Path(run.folder, "result.json")))
-            records.append({"run": run.config["model"], "encoder": run.name, "task": task} | scores)
-            rows.append(records[-1])
-        for name, gaps in PAPER_GAP.items():
-            theirs = dict(zip(PAPER_TASKS, gaps))
-            if task in theirs:
-                row = {"encoder": f"paper: {name}", "task": task, "gap": theirs[task]}
-                rows.append(dict.fromkeys(records[0]) | row)
-    shared.show(gap, options, records, ("encoder", "task"), [], rows)
-
-
-def scores_of(result: dict) -> dict[str, float | None]:
-    """What table 7 shows of a result. English and the gap are None where a task has no English test."""
-    metric = list(result["mean"])[-1]  # of answers exact match
-    return {
-        "English": result["languages"].get("en", {}).get(metric),
-        "others": mean_of_others(result["languages"], metric),
-        "gap": result["gap"].get(metric),
-        "guess": mean_of_others(result["guesses"], metric),
-        "by word": mean_of_others(result["counted"], metric),
-    }
-
-
-def mean_of_others(scores: dict[str, dict], metric: str) -> float | None:
-    """The mean over languages that are not English; None where there are no scores."""
-    others = [scores[language][metric] for language in scores if language != "en"]
-    return fmean(others) if others else None
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Tables 3 and 4, which are counts
 
+META = torch.device("meta")  # where weights have shapes but no values
 # The text says a vocabulary of 500K for the larger two, but only 2^19 gives the table's numbers.
 TABLE3 = {"base": (250_002, "279M"), "large": (1 << 19, "840M"), "xl": (1 << 19, "2.2B")}  # vocabulary, parameters
 
@@ -352,17 +288,12 @@ No way of counting gives the paper's numbers for the paper's rows. They are near
 its own vocabulary, gives for one batch: 6.3e19 for the discriminator alone, and 9.4e19 with the generator.""")
 
 
-def encoder(config, V: int) -> Encoder:
-    """A network of train_electra.py's constants, whose weights have shapes but no values."""
-    with torch.device("meta"):
-        return Encoder(config, V)
-
-
 def table3(sizes: dict) -> str:
     """Parameters, ours beside the paper's. sizes: preset -> its constants of train_electra.py."""
     rows = []
     for preset, (V, paper) in TABLE3.items():
-        network = encoder(sizes[preset], V)
+        with META:
+            network = Encoder(sizes[preset], V)
         D = network.config.n_embd
         head = D * D + D + 2 * D + D + 1  # a dense layer, a norm, and a number for each token
         rows.append([preset, f"{V:,}", paper, f"{head + numel(network):,}"])
@@ -371,9 +302,9 @@ def table3(sizes: dict) -> str:
 
 def table4(config) -> str:
     """Training FLOPs of the base model, by ELECTRA's accounting and by ours, beside the paper's."""
-    V, _ = TABLE3["base"]
-    large, small = encoder(config, V), encoder(replace(config, n_layer=config.generator_layers), V)
-    D = config.n_embd
+    V, D = TABLE3["base"][0], config.n_embd
+    with META:
+        large, small = Encoder(config, V), Encoder(replace(config, n_layer=config.generator_layers), V)
     ours = []
     heads = 2 * D * D + 2 * D, config.mask_share * masked_head_flops(small)  # the generator's, of masked tokens alone
     for network, head in zip((large, small), heads):

@@ -1,24 +1,25 @@
-"""XMoE's figures 1, 4, 5, 6, 7 and 8, from runs of train_lm.py, whose `evaluate` they are handed."""
+"""XMoE's figures 1, 4, 5, 6 and 7, from runs of train_lm.py, whose `evaluate` they are handed."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
-from statistics import median
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from analysis import measures, shared
-from analysis.flops import row_flops
 from analysis.shared import Drawn, Measured, Panel, Trained
 from engine.device import warn
 from engine.optim import cross_entropy
-from model import GPT
 
 SHARES = 0.125, 0.25, 0.5, 0.75, 1.0  # limits of the experts' FLOPs at test, of a dense FFN's
 THRESHOLDS = 0.0, 0.25, 0.5, 0.75, 0.9, 0.95, 1.0  # at test
-ROUNDS = 10  # how often a batch is timed, after a first time for warming up
+SERVED = "experts that serve a token"
 LIMIT, SPENT = "limit of the experts' FLOPs, in dense FFNs", "FLOPs of the experts, in dense FFNs"
+
+
+in_sight = partial(tqdm, leave=False, unit="test", disable=None)  # a bar for what takes minutes
 
 
 def test(run: Trained, max_tokens: int) -> tuple[float, list]:
@@ -34,20 +35,18 @@ def activations(options: Measured, evaluate: Callable):
     number of full-sized experts (figure 1) and rises as experts get smaller (figure 6). A dense model is looked at in
     the blocks where sparse models have experts. A point is a run of train_lm.py, the mean of its layers.
     """
-    x, y = "width of an expert", "share of positive activations"
+    number, width, share = "experts of a layer", "width of an expert", "share of positive activations"
     records, full = [], []
     for run in shared.opened(shared.choose("train_lm", options), options, evaluate):
-        experts, size = shared.experts_of(run.config)
-        record = {"run": run.folder, "router": run.config["router"], "experts": experts}
-        record |= {x: size, y: positive_share(run, options.max_tokens)}
-        records.append(record)
+        count, size = shared.experts_of(run.config)
+        records.append(run.record | {number: count, width: size, share: positive_share(run, options.max_tokens)})
         if size == run.config["ffn_size"]:
-            full.append(record)
+            full.append(records[-1])
     panels = [
-        Panel("Experts as wide as an FFN (figure 1)", full, "router", "experts", y, joined=False),
-        Panel("All (figure 6)", records, "router", x, y, joined=False),
+        Panel("Experts as wide as an FFN (figure 1)", full, "experts", number, share, joined=False),
+        Panel("All (figure 6)", records, "experts", width, share, joined=False),
     ]
-    shared.show(activations, options, records, ("router", "experts", x), panels)
+    shared.show(activations, options, records, ("experts", number, width), panels)
 
 
 def positive_share(run: Trained, max_tokens: int) -> float:
@@ -69,11 +68,10 @@ def positive_share(run: Trained, max_tokens: int) -> float:
 
 
 def gamma(options: Measured, evaluate: Callable):
-    """XMoE's figure 4 and table 2: test perplexity of trained models whose experts may do less work.
+    """XMoE's figure 4: test perplexity of trained models whose experts may do less work.
 
     1 is the work of a dense FFN. Left it is the limit that a layer has, as in the paper. Where tokens want fewer
-    experts than the limit allows, less is spent: right is what was spent. The flatter a line, the more can be saved. A
-    dense model that was split into experts (table 2) gets t = 0.9 below 1, as in the paper.
+    experts than the limit allows, less is spent: right is what was spent. The flatter a line, the more can be saved.
     """
 
     def is_causal(config: dict) -> bool:
@@ -94,30 +92,13 @@ def gamma(options: Measured, evaluate: Callable):
 
 def test_limited(run: Trained, max_tokens: int) -> Iterator[dict]:
     """Under each limit: FLOPs of the experts that served a token, as a share of a dense FFN's, and the perplexity."""
-    model = run.model
-    for share in SHARES if model.moe_layers else (1.0,):
-        limit(run, share)
+    _, size = shared.experts_of(run.config)
+    for share in in_sight(SHARES if run.model.moe_layers else (1.0,)):
+        for moe in run.model.moe_layers:
+            moe.eval_capacity_factor = share * run.config["ffn_size"] / size
         ppl, layers = test(run, max_tokens)
-        spent = 1.0
-        if layers:
-            served = measures.mean_over_layers("served", layers)
-            spent = served * row_flops(model.moe_layers[0]) / ffn_flops(model)
-        yield {LIMIT: share, SPENT: spent, "perplexity": ppl}
-
-
-def limit(run: Trained, share: float):
-    """Limits the experts of every MoE layer at test to a share of a dense FFN's FLOPs."""
-    for moe in run.model.moe_layers:
-        moe.eval_capacity_factor = share * ffn_flops(run.model) / row_flops(moe)
-    # A dense model that was split into experts, and trained with t = 1 (table 2), gets t = 0.9 below full work.
-    is_split = run.config.get("expert_ffns") == run.config.get("threshold") == 1
-    t = 0.9 if is_split and share < 1 else run.config.get("eval_threshold")
-    run.model.config.eval_threshold = t  # the routers read it there
-
-
-def ffn_flops(model: GPT) -> float:
-    """Forward FLOPs of one token in a dense FFN of the model's sizes."""
-    return 4 * model.config.n_embd * model.config.ffn_size
+        served = measures.mean_over_layers("served", layers) if layers else 1
+        yield {LIMIT: share, SPENT: served * size / run.config["ffn_size"], "perplexity": ppl}
 
 
 def choose_threshold(options: Drawn) -> list[Trained]:
@@ -129,21 +110,21 @@ def experts(options: Drawn):
     """XMoE's figure 5: how many experts a token needs to reach the threshold, in the course of training.
 
     The probabilities of the chosen experts must sum to t. In the paper many are needed at first, and fewer and fewer
-    as training goes on. A line is an MoE layer of a run of train_lm.py. Seeds of one experiment share a panel. The
-    table has the last evaluation.
+    as training goes on. A line is an MoE layer of runs of train_lm.py. The table has the last evaluation.
     """
-    records, last = [], []
+    records, last, asked = [], [], "experts that a token asks for"
     for run in choose_threshold(options):
         for evaluation in run.log:
-            for i, layer in enumerate(evaluation["layers"], 1):
-                record = run.record | {"layer": f"block {i * run.config['moe_every']}"}
-                record |= {"step": evaluation["step"], "experts of a token": layer["wanted"]}
-                records.append(record)
+            for i, layer in enumerate(evaluation["layers"]):
+                records.append(of_block(run, i) | {"step": evaluation["step"], asked: layer["wanted"]})
         last += records[-len(run.log[-1]["layers"]) :]
-    panels = []
-    for (name,), own in shared.grouped(records, "experts").items():
-        panels.append(Panel(name, own, "layer", "step", "experts of a token", from_zero=True))
-    shared.show(experts, options, records, ("experts", "layer", "step"), panels, last)
+    panel = Panel("", records, "experts", "step", asked, from_zero=True)
+    shared.show(experts, options, records, ("experts", "step"), [panel], last)
+
+
+def of_block(run: Trained, i: int) -> dict:
+    """What the records of a run's i-th MoE layer have, from 0."""
+    return run.record | {"experts": f"{run.name}, block {(1 + i) * run.config['moe_every']}"}
 
 
 def tokens(options: Measured):
@@ -153,18 +134,18 @@ def tokens(options: Measured):
     training text, the most frequent first, on the right by the loss of the token behind them, the lowest first. A line
     is the mean of a group in a run of train_lm.py, in one of its MoE layers.
     """
-    records, panels = [], []
+    records, panels, tenth = [], [], "tenth of the tokens"
     for run in shared.opened(choose_threshold(options), options):
         served, orders = of_tokens(run, options.max_tokens)
         for name, order in orders.items():
-            for number, layer in enumerate(served, 1):
+            for i, layer in enumerate(served):
                 groups = layer[order.argsort(stable=True)].float().tensor_split(10)
-                for tenth, group in enumerate(groups, 1):
-                    record = run.record | {"layer": f"block {number * run.config['moe_every']}", "sorted by": name}
-                    records.append(record | {"tenth": tenth, "experts of a token": float(group.mean())})
+                for place, group in enumerate(groups, 1):
+                    record = of_block(run, i) | {"sorted by": name, tenth: place, SERVED: float(group.mean())}
+                    records.append(record)
     for (name,), own in shared.grouped(records, "sorted by").items():
-        panels.append(Panel(f"By {name}", own, "layer", "tenth", "experts of a token", from_zero=True))
-    shared.show(tokens, options, records, ("experts", "sorted by", "layer", "tenth"), panels)
+        panels.append(Panel(f"By {name}", own, "experts", tenth, SERVED, from_zero=True))
+    shared.show(tokens, options, records, ("experts", "sorted by", tenth), panels)
 
 
 @torch.no_grad()
@@ -195,14 +176,15 @@ def threshold(options: Measured, evaluate: Callable):
     first, *others = choose_threshold(options)
     runs, trained, tested = [first], [], []
     for run in others:
-        if all_but_threshold(run) == all_but_threshold(first):
+        own = {name: run.config[name] for name in ("seed", "threshold")}
+        if run.config == first.config | own:
             runs.append(run)
         else:
             warn(f"{run.folder} is left out: it and {first.folder} differ by more than --threshold and --seed")
     for run in shared.opened(runs, options, evaluate):
         point = partial(threshold_point, run, options.max_tokens)
         trained.append(point("in training", run.config["threshold"]))
-        for t in THRESHOLDS if run is first else ():
+        for t in in_sight(THRESHOLDS if run is first else ()):
             run.model.config.eval_threshold = t  # the routers read it there
             tested.append(point("at test", t))
             with run.model.no_limit():
@@ -212,49 +194,13 @@ def threshold(options: Measured, evaluate: Callable):
     panels = [
         Panel("Another threshold in training", trained, by, "threshold t", "perplexity", joined=False),
         Panel("Another threshold at test", tested, by, "threshold t", "perplexity"),
-        Panel("What it costs at test", tested, by, "threshold t", "experts that serve a token", from_zero=True),
+        Panel("What it costs at test", tested, by, "threshold t", SERVED, from_zero=True),
     ]
     shared.show(threshold, options, records, (by, "threshold t"), panels)
-
-
-def all_but_threshold(run: Trained) -> dict:
-    return run.config | {"seed": None, "threshold": None}
 
 
 def threshold_point(run: Trained, max_tokens: int, what: str, t: float) -> dict:
     ppl, layers = test(run, max_tokens)
     served = measures.mean_over_layers("served", layers)
     record = {"run": run.folder, "t is changed": what, "threshold t": t}
-    return record | {"perplexity": ppl, "experts that serve a token": served}
-
-
-def speed(options: Measured, evaluate: Callable):
-    """XMoE's figure 8: the time that a model takes for one batch, forward, by the FLOPs of its experts.
-
-    Each model is timed under several limits of its experts' FLOPs, and a dense model at 1. In the paper time falls with
-    FLOPs, and smaller experts take longer for the same FLOPs. All take turns, round by round, on the first batch of
-    their test text, and the medians are shown.
-    """
-    runs, records = shared.choose("train_lm", options), []
-    calls = {}
-    for run in shared.opened(runs, options, evaluate):
-        x, _ = next(run.data.eval_batches("test", run.data.micro_tokens))
-        for point in test_limited(run, run.data.micro_tokens):
-            del point["perplexity"]  # of one batch
-            calls[len(records)] = partial(pass_forward, run, run.context.send(x), point[LIMIT])
-            records.append(run.record | point)
-    times = measures.in_turns(calls, run.context, ROUNDS)
-    for record, own in zip(records, times.values()):
-        record["ms a batch"] = median(own)
-    title = "On {device}, threads {threads}".format(**run.context.machine)
-    panel = Panel(title, records, "experts", SPENT, "ms a batch", from_zero=True)
-    shared.show(speed, options, records, ("experts", LIMIT), [panel])
-
-
-@torch.no_grad()
-def pass_forward(run: Trained, x: Tensor, share: float):
-    """One batch, with the experts limited to a share of a dense FFN's FLOPs."""
-    limit(run, share)
-    run.model.eval()
-    with run.context.autocast():
-        run.model(x)
+    return record | {"perplexity": ppl, SERVED: served}

@@ -67,7 +67,10 @@ def test_seeds_are_thin_lines_and_their_mean_is_a_thick_one():
     pytest.importorskip("matplotlib")
     other = [{"run": "c", "kind": "two", "x": 3, "y": 1.0}, {"run": "d", "kind": "three", "x": 3, "y": 2.0}]
     panels = [Panel("", RECORDS, "kind", "x", "y", {"chance": 3.0}), Panel("", other, "kind", "x", "y", joined=False)]
-    first, second = shared.draw(panels).axes
+    figure = shared.draw([*panels, Panel("", [], "kind", "x", "y")])
+    first, second = figure.axes
+    key = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert key == ["chance", "one seed", "one", "two", "three"]
     # The seed that has one point less cuts the mean.
     assert lines(first) == [("one", [1], [3.0]), ("two", [1], [123.456])] and levels(first) == {"chance": 3.0}
     thin = [list(line.get_ydata()) for line in first.lines if line.get_linewidth() < 1]
@@ -94,18 +97,14 @@ def test_names_tell_what_runs_are():
     def names(*found: dict) -> list[str]:
         return [run.name for run in shared.named([shared.Trained("out/a", constants, []) for constants in found])]
 
-    found = base, base | {"seed": 1}, switch
-    assert names(*found) == ["threshold 32 x 128", "threshold 32 x 128", "switch 8 x 512"]
-    more = "threshold 32 x 128, steps "
-    found += (base | {"steps": 9, "seed": 1},)
-    assert names(*found) == [f"{more}1400", f"{more}1400", "switch 8 x 512", f"{more}9"]
-    runs = [shared.Trained("out/a", constants, []) for constants in (base, switch | {"n_embd": 8})]
-    assert [run.name for run in shared.named(runs, told=("n_embd", "steps"))] == [
-        "threshold 32 x 128, n_embd 128",
-        "switch 8 x 512, n_embd 8",
-    ]
-    older = {name: value for name, value in base.items() if name != "steps"}  # of a time without such a constant
-    assert names(base, older) == [f"{more}1400", "threshold 32 x 128"]
+    ours, theirs = "threshold 32 x 128", "switch 8 x 512"
+    assert names(base, base | {"seed": 1, "eval_every": 9, "eval_tokens": 9}, switch) == [ours, ours, theirs]
+    assert names(base, base | {"beta2": 0.5}, switch) == [f"{ours}, beta2 0.999", f"{ours}, beta2 0.5", theirs]
+    for constant in ("n_embd", "steps"):  # in which no two runs may differ unseen
+        told = f", {constant} {base[constant]}"
+        assert names(base, switch | {constant: 8}) == [f"{ours}{told}", f"{theirs}, {constant} 8"]
+    older = {name: value for name, value in base.items() if name != "beta2"}  # of a time without such a constant
+    assert names(base, older) == [f"{ours}, beta2 0.999", ours]
     assert shared.in_words(identity(train_lm.Config(router="dense"))) == "dense"
     assert shared.in_words(identity(train_mlm.Config(experts=4, expert_size=6))) == "hypersphere 4 x 6"
 
@@ -169,7 +168,7 @@ def test_what_is_no_log_or_cannot_be_drawn_is_one_clear_line(folders, draw, tmp_
         return refused(monkeypatch, capsys, "curve", *line)
 
     monkeypatch.chdir(tmp_path)
-    assert "there is no finished run of train_electra.py" in told()
+    assert "no finished run of train_electra.py" in told()
     (tmp_path / "out" / "train_electra").mkdir(parents=True)
     (tmp_path / "out" / "train_electra" / "demo").symlink_to(folders[0])
     assert draw("curve")[1]["records"][0]["run"] == "out/train_electra/demo"

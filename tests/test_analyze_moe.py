@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 from helpers import TINY_LM, Script
-from test_analyze import levels, lines, refused, run
+from test_analyze import levels, lines, run
 from test_train_electra import corpora as electra_corpora
 
 import train_lm
 import train_mlm
-from analysis import measures, shared, x_moe, xmoe
+from analysis import x_moe, xmoe
 from data.batches import MaskedData, TokenData
 from engine import pretrained
 from engine.config import SPARSE
@@ -29,7 +29,6 @@ LM_RUNS = {
     "seed 1": {"threshold": 0.9, "seed": 1},
     "t = 0.3": {},
     "switch": {"router": "switch"},
-    "switch, seed 1": {"router": "switch", "seed": 1},
     "dense": {"router": "dense"},
     "split": dict(moe_every=1, threshold=1.0, expert_ffns=1, split=4),  # as in table 2
 }
@@ -112,18 +111,17 @@ def test_activations_are_those_of_results_and_of_a_loop(draw, place):
             h = h + model.blocks[1].attn(model.blocks[1].ln_1(h))[0]  # where the sparse models have experts
             units += model.blocks[1].ffn.fc(model.blocks[1].ln_2(h)).flatten().tolist()
     assert positive[place.lm["dense"]] == sum(unit > 0 for unit in units) / len(units)
-    assert {(name, x) for name, xs, _ in lines(number) for x in xs} == {("switch", 8), ("dense", 1)}
-    assert {(name, x) for name, xs, _ in lines(size) for x in xs} == {
-        ("switch", FFN),
-        ("dense", FFN),
-        ("threshold", WIDTH),
-    }
+    assert {(name, x) for name, xs, _ in lines(number) for x in xs} == {("switch 8 x 32", 8), ("dense", 1)}
+    small = "threshold 32 x 8, threshold 0.3", "threshold 32 x 8, threshold 0.9", "threshold 4 x 8"
+    widths = {"switch 8 x 32": FFN, "dense": FFN} | dict.fromkeys(small, WIDTH)
+    assert {(name, x) for name, xs, _ in lines(size) for x in xs} == {*widths.items()}
+    assert sorted(row[0] for row in found["table"][1:]) == sorted(widths)  # of unlike thresholds one each
     drawn = [y for _, _, ys in lines(size) for y in ys]
     assert sorted(drawn) == sorted(positive.values())
 
 
 def test_tokens_are_grouped_by_rarity_and_by_the_loss_behind_them(draw, place):
-    axes, found = draw("tokens", place.lm["threshold"])
+    axes, found = draw("tokens", place.lm["threshold"], place.lm["t = 0.3"])
     model, _ = pretrained.load(place.lm["threshold"])
     data, kept = TokenData(place.text, 16, 64), []
     seen = []  # of each token: how often it is read, the loss behind it, its experts
@@ -136,9 +134,10 @@ def test_tokens_are_grouped_by_rarity_and_by_the_loss_behind_them(draw, place):
                 seen.append((train.count(token), -float(of_token[following]), kept[len(seen)]))
     for title, first_of_all in (("rarity", lambda one: -one[0]), ("the loss behind them", lambda one: one[1])):
         expected = [fmean(one[2] for one in group) for group in np.array_split(sorted(seen, key=first_of_all), 10)]
-        drawn = [record["experts of a token"] for record in found["records"] if record["sorted by"] == title]
-        assert drawn == pytest.approx(expected, rel=1e-5)
-    assert [len(lines(own)) for own in axes] == [1, 1]
+        drawn = [record[xmoe.SERVED] for record in found["records"] if record["sorted by"] == title]
+        assert drawn[:10] == pytest.approx(expected, rel=1e-5)
+    names = [f"threshold 32 x 8, threshold {t}, block 2" for t in (0.9, 0.3)]
+    assert [[name for name, _, _ in lines(own)] for own in axes] == [names, names]
 
 
 def test_gamma_is_what_is_left_of_a_dense_ffns_work(draw, place, monkeypatch):
@@ -154,40 +153,28 @@ def test_gamma_is_what_is_left_of_a_dense_ffns_work(draw, place, monkeypatch):
         assert own[1]["perplexity"] == read(place.lm[name])["test"]["ppl"]
     for name in ("threshold", "switch"):  # 8 x FFN: gamma = E
         assert by_name[name][8]["perplexity"] == read(place.lm[name])["test_no_limit"]["ppl"]
-    for name, changes, rows in (("threshold", {}, FFN / WIDTH), ("split", {"eval_threshold": 0.9}, 4)):
-        ppl, served = literal(place.lm[name], place.text, eval_capacity=0.5, **changes)
+    for name in ("threshold", "split"):
+        ppl, served = literal(place.lm[name], place.text, eval_capacity=0.5)
         assert by_name[name][0.5]["perplexity"] == pytest.approx(ppl, rel=1e-6)
-        assert by_name[name][0.5][xmoe.SPENT] == pytest.approx(served / rows)
+        assert by_name[name][0.5][xmoe.SPENT] == pytest.approx(served * WIDTH / FFN)
     assert by_name["dense"][1][xmoe.SPENT] == 1
     for panel, x in zip(axes, (xmoe.LIMIT, xmoe.SPENT)):
         drawn = [list(zip(xs, ys)) for _, xs, ys in lines(panel)]
         assert [point for line in drawn for point in line] == points(found, x, "perplexity")
 
 
-def test_a_limit_is_a_share_of_a_dense_ffns_flops(place):
-    """And a run's own threshold at test comes back, but for a dense model that was split (table 2)."""
-    model, _ = pretrained.load(place.lm["threshold"])
-    config = read(place.lm["threshold"], "config.json")
-    split = read(place.lm["split"], "config.json")
-    cases = (config | {"eval_threshold": 0.4}, 0.5, 0.4), (split, 0.5, 0.9), (split, 1.0, None)
-    for constants, share, t in cases:
-        xmoe.limit(shared.Trained("", constants, [], model=model), share)
-        assert model.moe_layers[0].eval_capacity_factor == pytest.approx(share * FFN / WIDTH)
-        assert model.config.eval_threshold == t
-
-
 def test_experts_wanted_are_the_logs(draw, place):
-    axes, found = draw("experts")
+    (axes,), found = draw("experts")
     wanted = {}  # of each line, the mean of the seeds
     for name, runs in {"t = 0.3": 1, "threshold": 2, "split": 1}.items():
         logs = [log(place.lm[own]) for own in (name, "seed 1")[:runs]]
         for i in range(len(logs[0][0]["layers"])):
             numbers = [[record["layers"][i]["wanted"] for record in own] for own in logs]
             wanted[name, i] = [fmean(both) for both in zip(*numbers)]
-    drawn = [(xs, ys) for panel in axes for _, xs, ys in lines(panel)]
-    assert sorted(drawn) == sorted(([2, 4], numbers) for numbers in wanted.values())
-    assert len(axes) == 3 and [name for panel in axes for name, _, _ in lines(panel)].count("block 2") == 3
-    assert [row[2] for row in found["table"][1:]] == len(wanted) * [4]  # every layer, once
+    drawn = lines(axes)
+    assert sorted(line[1:] for line in drawn) == sorted(([2, 4], numbers) for numbers in wanted.values())
+    assert [name[-9:] for name, _, _ in drawn].count(", block 2") == 3
+    assert [row[1] for row in found["table"][1:]] == len(wanted) * [4]  # every layer, once
 
 
 def test_thresholds_in_training_and_at_test(draw, place, monkeypatch, capsys):
@@ -211,26 +198,6 @@ def test_thresholds_in_training_and_at_test(draw, place, monkeypatch, capsys):
     for i, panel in enumerate((at_test, cost), 1):
         drawn = {name: ys for name, _, ys in lines(panel)}
         assert drawn == {name: [point[i] for point in by_kind[name]] for name in drawn} and len(drawn) == 2
-
-
-def test_speed_is_the_median_of_many_turns(draw, place, monkeypatch):
-    """How they take turns is tested in test_bench.py."""
-    threshold, dense = place.lm["threshold"], place.lm["dense"]
-
-    def in_turns(calls, context, rounds):
-        for call in calls.values():
-            call()
-        return {name: [99.0, 9.0 + name, 1.0] for name in calls}
-
-    monkeypatch.setattr(measures, "in_turns", in_turns)
-    monkeypatch.setattr(xmoe, "SHARES", (0.5, 1.0))
-    (axes,), found = draw("speed", threshold, dense)
-    medians = [(threshold, 0.5, 9), (threshold, 1, 10), (dense, 1, 11)]
-    assert points(found, "run", xmoe.LIMIT, "ms a batch") == medians
-    spent = [record[xmoe.SPENT] for record in found["records"]]
-    assert spent[-1] == 1 and spent[0] < spent[1] <= 1
-    drawn = [point for _, xs, ys in lines(axes) for point in zip(xs, ys)]
-    assert drawn == points(found, xmoe.SPENT, "ms a batch")
 
 
 def entering(folder: str, languages: Path) -> tuple[torch.Tensor, list[int], torch.nn.Module]:
@@ -276,13 +243,9 @@ def test_the_disk_keeps_hyperbolic_distances_and_has_its_points_around_its_middl
     torch.manual_seed(0)
     x = 3 + 2 * torch.randn(20, 2, dtype=torch.float64)
     disk = x_moe.poincare(x)
-    for a, u in zip(x.tolist(), disk.tolist()):
-        for b, v in zip(x.tolist(), disk.tolist()):
-            z = math.sqrt(1 + a[0] ** 2 + a[1] ** 2), math.sqrt(1 + b[0] ** 2 + b[1] ** 2)
-            cosh = z[0] * z[1] - a[0] * b[0] - a[1] * b[1]
-            apart = (u[0] - v[0]) ** 2 + (u[1] - v[1]) ** 2
-            room = (1 - u[0] ** 2 - u[1] ** 2) * (1 - v[0] ** 2 - v[1] ** 2)
-            assert cosh == pytest.approx(1 + 2 * apart / room)
+    z, room = (1 + x.square().sum(dim=1)).sqrt(), 1 - disk.square().sum(dim=1)
+    cosh = z.outer(z) - x @ x.t()  # of the distance of every two points
+    torch.testing.assert_close(cosh, 1 + 2 * torch.cdist(disk, disk).square() / room.outer(room))
     assert disk.mean(dim=0).norm() < 0.2 < disk.norm(dim=1).max() < 1
 
 
@@ -313,31 +276,24 @@ def test_umap_is_given_what_the_router_compares(draw, place, monkeypatch):
         assert panel.collections[0].get_array().tolist() == chosen
 
 
-def fine_tuned(folder: Path, loads, **constants) -> Path:
-    """A folder such as finetune_xtreme.py leaves."""
-    folder.mkdir(parents=True)
-    config = {"model": "out/train_mlm/demo", "frozen": True, "train_examples": None, "epochs": 3, "seed": 0}
-    (folder / "config.json").write_text(json.dumps(config | constants))
-    (folder / "metrics.jsonl").write_text('{"step": 200}\n')
-    (folder / "result.json").write_text(json.dumps({"loads": loads}))
-    return folder
+def test_consistency_is_the_mean_correlation(draw, tmp_path, monkeypatch, capsys):
+    """Of folders such as finetune_xtreme.py leaves: loads of three times 100 steps, one layer, three experts."""
+    monkeypatch.chdir(tmp_path)
 
+    def fine_tuned(name: str, loads, **constants) -> Path:
+        folder = Path("out/finetune_xtreme", name)
+        folder.mkdir(parents=True)
+        config = {"model": "out/train_mlm/demo", "frozen": True, "train_examples": None, "epochs": 3, "seed": 0}
+        (folder / "config.json").write_text(json.dumps(config | constants))
+        (folder / "metrics.jsonl").write_text('{"step": 200}\n')
+        (folder / "result.json").write_text(json.dumps({"loads": loads}))
+        return folder
 
-@pytest.fixture
-def tuned(place):
-    """Runs of an encoder: loads of three times 100 steps, one layer, three experts."""
-    base = place.base / "out/finetune_xtreme"
     loads = [[[1, 2, 3]] * 3, [[2, 4, 6], [3, 2, 1], [1, 2, 3]], [[5, 6, 7], [1, 2, 4], [1, 2, 3]]]
-    for seed, own in enumerate(loads):
-        fine_tuned(base / ("demo" if seed == 0 else f"demo-seed={seed}"), [[layer] for layer in own], seed=seed)
-    yield base
-    shutil.rmtree(base)
-
-
-def test_consistency_is_the_mean_correlation(draw, tuned, monkeypatch, capsys):
-    fine_tuned(tuned / "demo-epochs=2", [[[1, 2, 3]]], epochs=2)  # alone of its kind
-    fine_tuned(tuned / "demo-model=dense", [[], []], model="dense")
-    fine_tuned(tuned / "sample", [[[3, 2, 1]]] * 3, seed=9)  # no demo
+    first, *_ = [fine_tuned(f"demo {seed}", [[layer] for layer in own], seed=seed) for seed, own in enumerate(loads)]
+    fine_tuned("demo, alone of its kind", [[[1, 2, 3]]], epochs=2)
+    fine_tuned("demo, dense", [[], []], model="dense")
+    fine_tuned("no demo", [[[3, 2, 1]]] * 3, seed=9)
     (axes,), found = draw("consistency")
     pearson = np.corrcoef([[1, 2, 3], [3, 2, 1], [1, 2, 4]])
     ((_, steps, values),) = lines(axes)
@@ -345,59 +301,52 @@ def test_consistency_is_the_mean_correlation(draw, tuned, monkeypatch, capsys):
     assert levels(axes) == {"3 runs with unrelated loads": pytest.approx(1 / 3)}
     assert [row[1] for row in found["table"][1:]] == [100, 300]
     said = capsys.readouterr().err
-    assert "demo, epochs 2 is left out" in said and "demo-model=dense is left out: it has no experts" in said
-    short = fine_tuned(tuned / "demo-epochs=1", [], epochs=1)
+    assert "demo, epochs 2 is left out" in said and "demo, dense is left out: it has no experts" in said
+    short = fine_tuned("short", [], epochs=1)
     with pytest.raises(SystemExit):
-        run(monkeypatch, "consistency", tuned / "demo", short)
+        run(monkeypatch, "consistency", first, short)
     said = capsys.readouterr().err
     assert f"{short} is left out: it is shorter than 100 steps" in said and "no two finished runs" in said
 
 
 def test_runs_that_do_not_fit_are_one_clear_line(place, tmp_path, monkeypatch, capsys):
-    lm, mlm = place.lm, place.mlm
+    """The last line of stderr; before it is said which run is left out, if one is."""
 
     def told(*line) -> str:
-        return refused(monkeypatch, capsys, *line, "--out", tmp_path)
-
-    def left_out(*line) -> str:
-        """The warning before the error that no run is left."""
-        with pytest.raises(SystemExit):
+        with pytest.raises(SystemExit) as stop:
             run(monkeypatch, *line, "--out", tmp_path)
-        warning, error = capsys.readouterr().err.splitlines()
-        assert error.startswith("error: there is no finished run of ") and warning.startswith("warning: ")
-        return warning
+        *warnings, error = said = capsys.readouterr().err.splitlines()
+        assert stop.value.code == 1 and error.startswith("error: ")
+        assert all(warning.startswith("warning: ") for warning in warnings) and len(said) <= 2
+        return "\n".join(said)
 
-    def as_if(folder: str, router: str) -> str:
-        copy = shutil.copytree(folder, tmp_path / router, dirs_exist_ok=True)
-        (copy / "config.json").write_text(json.dumps(read(folder, "config.json") | {"router": router}))
+    def as_if(folder: str, lost=(), **changes) -> str:
+        copy = shutil.copytree(folder, tmp_path / f"copy {len([*tmp_path.iterdir()])}")
+        (copy / "config.json").write_text(json.dumps(read(folder, "config.json") | changes))
+        for file in lost:
+            (copy / file).unlink()
         return str(copy)
 
-    assert f"{mlm['X-MoE']} holds no run of train_lm.py" in told("experts", mlm["X-MoE"])
-    assert f"{lm['switch']} holds no run of train_mlm.py" in told("collapse", lm["switch"])
-    for name, other in (("threshold", "switch"), ("experts", "dense")):
-        assert f"{lm[other]} is left out: it has no threshold router" in left_out(name, lm[other])
-    assert "max_tokens must be over 0" in told("gamma", lm["switch"], "--max_tokens", -1)
-    assert "device nowhere" in told("gamma", lm["switch"], "--device", "nowhere")
-    assert "choose among later tokens too" in left_out("gamma", as_if(lm["switch"], "expert_choice"))
-    assert f"{mlm['dense']} is left out: it has no experts" in left_out("collapse", mlm["dense"])
-    assert "routers.py does not have" in told("collapse", as_if(mlm["X-MoE"], "of yesterday"))
+    lm, sphere, dense = place.lm, place.mlm["X-MoE"], place.mlm["dense"]
+    checkpoints = [file.name for file in Path(lm["threshold"]).glob("ckpt*")]
     monkeypatch.setitem(sys.modules, "umap", SimpleNamespace(UMAP=Flat))
-    for folder in (mlm["dense"], as_if(mlm["X-MoE"], "hash")):
-        assert "has no router that compares tokens" in left_out("umap", folder)
-    assert "100 neighbours" in told("umap", mlm["X-MoE"], "--max_tokens", 64)
+    for line, error in {
+        ("experts", sphere): f"{sphere} holds no run of train_lm.py",
+        ("collapse", lm["switch"]): f"{lm['switch']} holds no run of train_mlm.py",
+        ("threshold", lm["switch"]): f"{lm['switch']} is left out: it has no threshold router",
+        ("experts", lm["dense"]): "no finished run of train_lm.py fits",
+        ("experts", as_if(lm["threshold"], ["result.json"])): "is not finished",
+        ("gamma", as_if(lm["threshold"], checkpoints)): "is neither the folder of a run",
+        ("gamma", as_if(lm["threshold"], data_checksum="another")): "was trained on it",
+        ("gamma", as_if(lm["switch"], router="expert_choice")): "choose among later tokens too",
+        ("gamma", lm["switch"], "--max_tokens", -1): "max_tokens must be over 0",
+        ("gamma", lm["switch"], "--device", "nowhere"): "device nowhere",
+        ("collapse", dense): f"{dense} is left out: it has no experts",
+        ("collapse", as_if(sphere, router="of yesterday")): "routers.py does not have",
+        ("umap", dense): "has no router that compares tokens",
+        ("umap", as_if(sphere, router="hash")): "has no router that compares tokens",
+        ("umap", sphere, "--max_tokens", 64): "100 neighbours",
+    }.items():
+        assert error in told(*line), line
     monkeypatch.setitem(sys.modules, "umap", None)
-    assert "pip install umap-learn" in told("umap", mlm["X-MoE"])
-
-
-def test_runs_that_are_not_there_are_one_clear_line(place, tmp_path, monkeypatch, capsys):
-    copy = shutil.copytree(place.lm["threshold"], tmp_path / "copy")
-    config = read(copy, "config.json")
-    (copy / "config.json").write_text(json.dumps(config | {"data_checksum": "another"}))
-    assert f"has changed since {copy} was trained on it" in refused(monkeypatch, capsys, "gamma", copy)
-    for file in copy.glob("ckpt*"):
-        file.unlink()
-    assert f"{copy} is neither the folder of a run" in refused(monkeypatch, capsys, "gamma", copy)
-    (copy / "result.json").unlink()
-    assert f"{copy} is not finished" in refused(monkeypatch, capsys, "experts", copy)
-    monkeypatch.chdir(tmp_path)
-    assert "there is no finished run of train_lm.py" in refused(monkeypatch, capsys, "gamma")
+    assert "pip install umap-learn" in told("umap", sphere)

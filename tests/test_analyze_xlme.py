@@ -1,4 +1,4 @@
-"""`analyze.py retrieval`, `alignment` and `gap`: XLM-E's tables 5 to 7, on encoders and sets that are made here."""
+"""`analyze.py retrieval` and `alignment`: XLM-E's tables 5 and 6, on encoders and sets that are made here."""
 
 import json
 import shutil
@@ -12,7 +12,7 @@ import reference
 import torch
 import torch.nn.functional as F
 from helpers import save_run
-from test_analyze import kept, levels, lines, refused, run
+from test_analyze import levels, lines, refused
 from test_flops import SMALL
 from test_train_electra import corpora as electra_corpora
 
@@ -119,18 +119,18 @@ def test_translations_that_are_found(tatoeba, folders, draw):
             # Of 36: German 100%, Dutch 0, Finnish; of 14: German alone.
             assert record["Tatoeba-36, en to xx"] == pytest.approx((100 + 0 + 10 * forth) / 3)
             assert record["Tatoeba-36, xx to en"] == pytest.approx((100 + 0 + 10 * back) / 3)
-            assert record["Tatoeba-14, en to xx"] == record["Tatoeba-14, %"] == 100
+            assert record["Tatoeba-14, en to xx"] == record["Tatoeba-14 found, %"] == 100
         assert layer == encoder.config.n_layer
     assert len({numbers for numbers in loops.values()}) > 2, "the case shows nothing"
     head, *rows = found["table"]
-    assert head[2:5] == ["Tatoeba-14, en to xx", "Tatoeba-14, xx to en", "Tatoeba-14, %"]
+    assert head[2:5] == ["Tatoeba-14, en to xx", "Tatoeba-14, xx to en", "Tatoeba-14 found, %"]
     table = {row[0]: row[1:] for row in rows}
     one, other = (own(found, folder)[0]["encoder"] for folder in folders)
     assert one.startswith("dense, n_layer 2") and table[one][:4] == [2, "100", "100", "100"] and table[other][0] == 3
     assert table[other][4] == f"{(100 + 10 * loops[folders[1], 3][0]) / 3:.5g}"
     assert table["chance"][1:5] == ["3.3333", "3.3333", "3.3333", f"{100 * (2 / 30 + 1 / 10) / 3:.5g}"]
     assert table["paper: XLM-E"] == ["", "74.4", "72.3", "73.35", "65", "62.3", "63.65"]
-    assert lines(axes[1])[0] == (one, [0, 1, 2], [record["Tatoeba-36, %"] for record in own(found, folders[0])])
+    assert lines(axes[1])[0] == (one, [0, 1, 2], [record["Tatoeba-36 found, %"] for record in own(found, folders[0])])
 
 
 def test_seeds_are_a_mean_and_a_deviation(tatoeba, tokenizer, tmp_path, draw):
@@ -160,29 +160,16 @@ def test_without_a_source_it_is_held_out_pairs(electra_corpora, folders, monkeyp
     assert found["table"][0][2] == "ciphers, en to xx"
     assert found["table"][3:] == [["chance", "", "2", "2", "2"]]
     trained, untrained = (own(found, name) for name in (folders[0], "untrained"))
-    assert len(trained) == len(untrained) and trained[1]["ciphers, %"] != untrained[1]["ciphers, %"]
-    texts = PairData(pairs, 16, 64).texts("valid", "aa-en")
-    assert bitext_sets.held_out(pairs)["aa"] == list(zip(*texts))
-
-
-def test_what_is_no_tatoeba_is_one_clear_line(tatoeba, folders, tmp_path, monkeypatch, capsys):
-    def says(source: Path = tatoeba) -> str:
-        return refused(monkeypatch, capsys, "retrieval", folders[0], "--out", tmp_path, "--source", source)
-
-    assert "no pair of files such as tatoeba.deu-eng.deu" in says(tmp_path / "none")
-    english = tatoeba / "nld-eng.eng"
-    lines = english.read_text().splitlines()
-    write(english, lines[:-1])
-    assert "nld-eng.nld and nld-eng.eng" in says() and "line 30" in says()
-    for file in (english, tatoeba / "nld-eng.nld"):
-        file.write_text("")
-    assert "nld-eng.nld holds no sentence" in says()
-    english.unlink()
-    assert "nld-eng.eng" in says()
-    (tmp_path / "fin").mkdir()
-    for side in ("fin", "eng"):
-        shutil.copy(tatoeba / f"tatoeba.fin-eng.{side}", tmp_path / "fin")
-    assert "holds no language of Tatoeba-14" in says(tmp_path / "fin")
+    assert len(trained) == len(untrained) and trained[1]["ciphers found, %"] != untrained[1]["ciphers found, %"]
+    texts = list(zip(*PairData(pairs, 16, 64).texts("valid", "aa-en")))
+    assert bitext_sets.held_out(pairs)["aa"] == texts
+    (first, *_), *_ = bitext_sets.letters(pairs).values()  # characters are aligned by their places
+    one, two = texts[0]
+    assert (first.one, first.two) == ([*one], [*two])
+    assert first.sure == first.possible == {(i, i) for i in range(len(one))}
+    monkeypatch.setattr(bitext_sets, "letters", lambda _: {"aa-en": [Aligned([*"abc"], [*"abc"], {(0, 0)}, {(0, 0)})]})
+    _, found = draw("alignment", folders[0])
+    assert [row[0] for row in found["table"][1:]] == [found["table"][1][0], "untrained", "the diagonal"]
 
 
 def test_what_is_no_encoder_is_one_clear_line(tatoeba, tokenizer, folders, tmp_path, monkeypatch, capsys):
@@ -262,13 +249,9 @@ def test_alignment_is_a_loop_over_pieces(folders):
 
 def both_agree(before: list[list], plan: list[list]) -> set[tuple]:
     """As XLM-Align's released aligner: the best of a row of the plan, and of a column of it before rows were scaled."""
-    m, n = len(plan), len(plan[0])
-    columns = []
-    for j in range(n):
-        total = sum(before[i][j] for i in range(m))
-        columns.append([before[i][j] / total for i in range(m)])
+    columns = np.array(before) / np.sum(before, axis=0)
     rows = [row.index(max(row)) for row in plan]
-    return {(i, j) for i, j in enumerate(rows) if columns[j].index(max(columns[j])) == i}
+    return {(i, j) for i, j in enumerate(rows) if columns[:, j].argmax() == i}
 
 
 def test_table_6(gold, folders, draw):
@@ -297,107 +280,41 @@ def test_table_6(gold, folders, draw):
     assert table["paper: XLM-E"] == ["", "", "16.49", "24.41"] and table["paper: fast_align"] == ["", "", "32.14", ""]
 
 
-def test_the_diagonal():
-    def of(m, n):
-        return xlm_e.diagonal(Aligned(["a"] * m, ["b"] * n, set(), set()))
-
-    assert of(3, 3) == {(0, 0), (1, 1), (2, 2)} and of(1, 4) == {(0, 0)}
-    assert of(4, 2) == {(0, 0), (1, 0), (2, 1), (3, 1)}  # 3 * 2 / 4 would be 2, past the end
-    assert of(2, 6) == {(0, 0), (1, 3)} and of(3, 5) == {(0, 0), (1, 2), (2, 3)}
-    assert of(3, 8) == {(0, 0), (1, 3), (2, 5)}  # 8 / 3 and 16 / 3 lie nearer to 3 and 5 than to what is below
+@pytest.mark.parametrize("m, n, ends", [(3, 3, [0, 1, 2]), (1, 4, [0]), (4, 2, [0, 0, 1, 1]), (3, 8, [0, 3, 5])])
+def test_the_diagonal(m, n, ends):
+    """Of 4 and 2 words the last would lead past the end; 8 / 3 and 16 / 3 lie nearer to 3 and 5."""
+    assert xlm_e.diagonal(Aligned(["a"] * m, ["b"] * n, set(), set())) == {*enumerate(ends)}
 
 
-def test_the_characters_of_ciphers_are_aligned_by_their_places(electra_corpora, folders, monkeypatch, draw):
-    pairs = electra_corpora["pairs"]
-    monkeypatch.setattr(xlm_e, "ready", lambda name: pairs)
-    (first, *_), *_ = bitext_sets.letters(pairs).values()
-    one, two = next(zip(*PairData(pairs, 16, 64).texts("valid", "aa-en")))
-    assert (first.one, first.two) == ([*one], [*two])
-    assert first.sure == first.possible == {(i, i) for i in range(len(one))}
-    monkeypatch.setattr(bitext_sets, "letters", lambda _: {"aa-en": [Aligned([*"abc"], [*"abc"], {(0, 0)}, {(0, 0)})]})
-    _, found = draw("alignment", folders[0])
-    assert [row[0] for row in found["table"][1:]] == [found["table"][1][0], "untrained", "the diagonal"]
+BROKEN = [  # the command, its files that are changed, what stands in them (None: they are gone), what is said
+    ("retrieval", "*", None, "no pair of files such as tatoeba.deu-eng.deu"),
+    ("retrieval", "*deu*", None, "holds no language of Tatoeba-14"),
+    ("retrieval", "nld-eng.eng", None, "nld-eng.eng"),
+    ("retrieval", "nld-eng.*", "", "nld-eng.nld holds no sentence"),
+    ("retrieval", "nld-eng.eng", "dog\ncat\n", "nld-eng.nld and nld-eng.eng"),
+    ("alignment", "*", None, "no file such as de-en.src-tgt"),
+    ("alignment", "de-en.gold", None, "de-en.gold"),
+    ("alignment", "de-en.src-tgt", "a ||| b\nrot red\na ||| b\n", "line 2: not `source ||| target`"),
+    ("alignment", "de-en.src-tgt", "a ||| b\nrot |||\na ||| b\n", "line 2: not `source ||| target`"),
+    ("alignment", "de-en.src-tgt", "a ||| b\n||| red\na ||| b\n", "line 2: not `source ||| target`"),
+    ("alignment", "de-en.src-tgt", "rot ||| red\n", "1 sentence pairs and de-en.gold 3 lines"),
+    ("alignment", "de-en.gold", "2p2\n\n\n", "holds no sure link"),
+    ("alignment", "de-en.gold", "1-1\n1-1 2-x\n\n", "de-en.gold, line 2: 2-x is no link such as 1-1 or 2p3"),
+]
 
 
-def test_what_is_no_alignment_is_one_clear_line(gold, folders, tmp_path, monkeypatch, capsys):
-    def says(*words) -> str:
-        return refused(monkeypatch, capsys, "alignment", folders[0], *words)
-
-    assert "no file such as de-en.src-tgt" in says("--source", tmp_path / "none")
-    file, links = gold / "de-en.src-tgt", gold / "de-en.gold"
-    (gold / "more").mkdir()
-    for each in (file, links):
-        shutil.copy(each, gold / "more")
-    assert "holds de-en twice, once in " in says("--source", gold)
-    shutil.rmtree(gold / "more")
-    text = file.read_text()
-    for broken in (text.replace("rot |||", "rot"), text.replace("||| red\n", "|||\n"), text.replace("rot |||", "|||")):
-        file.write_text(broken)
-        assert "line" in says("--source", gold) and "not `source ||| target`" in says("--source", gold)
-    file.write_text(text + "rot ||| red\n")
-    assert "4 sentence pairs and de-en.gold 3 lines" in says("--source", gold)
-    file.write_text(text)
-    links.write_text("2p2\n\n\n")
-    assert "holds no sure link" in says("--source", gold)
-    links.write_text("1-1\n1-1 2-x\n\n")
-    assert "de-en.gold, line 2: 2-x is no link such as 1-1 or 2p3" in says("--source", gold)
-    links.unlink()
-    assert "de-en.gold" in says("--source", gold)
+@pytest.mark.parametrize("command, files, content, error", BROKEN)
+def test_a_broken_set_is_one_clear_line(
+    command, files, content, error, tatoeba, gold, folders, tmp_path, monkeypatch, capsys
+):
+    source = {"retrieval": tatoeba, "alignment": gold}[command]
+    for file in [*source.glob(files)]:
+        file.unlink()
+        if content is not None:
+            file.write_text(content)
+    assert error in refused(monkeypatch, capsys, command, folders[0], "--out", tmp_path, "--source", source)
 
 
-def save_result(folder: Path, model: str, task: str, english: float | None, others: float, **more):
-    """What finetune_xtreme.py leaves behind, as far as it is read."""
-    metric = "em" if task == "xquad" else "accuracy"
-    result = {"languages": {"de": {metric: others - 1}, "zh": {metric: others + 1}}, "gap": {}}
-    if english is not None:
-        result["languages"]["en"] = {metric: english}
-        result["gap"] = {metric: english - others, "f1": -1.0}  # the gap is of EM
-    result |= {"mean": {"f1": 1.0, metric: 1.0}, "counted": {}}
-    # English is not among the others
-    result["guesses"] = {"de": {metric: 33.0}, "zh": {metric: 33.0}, "en": {metric: 99.0}}
-    if task != "xquad":
-        result["counted"] = {"de": {metric: 44.0}, "zh": {metric: 46.0}, "en": {metric: 99.0}}
-    constants = {"model": model, "task": task, "seed": 0, "epochs": 3, "train_examples": None} | more
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(constants))
-    (folder / "metrics.jsonl").write_text("{}")
-    (folder / "result.json").write_text(json.dumps(result))
-
-
-@pytest.fixture
-def finished(tmp_path) -> Path:
-    base = tmp_path / "finetune_xtreme"
-    save_result(base / "a", "out/train_electra/demo", "xnli", 70, 60)
-    save_result(base / "b", "out/train_electra/demo", "xnli", 74, 62, seed=1)
-    save_result(base / "c", "out/train_electra/demo", "xquad", 50, 41)
-    save_result(base / "d", "out/train_mlm/demo", "xnli", None, 61)  # not tested in English
-    return base
-
-
-def test_table_7(finished, tmp_path, monkeypatch):
-    named_twice = finished, finished / "a"  # it counts once
-    run(monkeypatch, "gap", *named_twice, "--out", tmp_path / "drawn")
-    xlm_e, mlm = "out/train_electra/demo", "out/train_mlm/demo"
-    found = kept(tmp_path, "gap")
-    head, *rows = found["table"]
-    assert {record["run"] for record in found["records"]} == {xlm_e, mlm}  # claims compare seeds by it
-    assert head == ["encoder", "task", "English", "others", "gap", "guess", "by word"]
-    assert [row for row in rows if not row[0].startswith("paper")] == [
-        [xlm_e, "xnli", "72 ± 2.8284", "61 ± 1.4142", "11 ± 1.4142", "33", "45"],
-        [mlm, "xnli", "", "61", "", "33", "45"],
-        [xlm_e, "xquad", "50", "41", "9", "33", ""],
-    ]
-    assert ["paper: XLM-R", "xquad", "", "", "15.9", "", ""] in rows and len(rows) == 3 + 2 * 3
-    save_result(finished / "e", mlm, "xnli", 60, 61, epochs=4)
-    run(monkeypatch, "gap", finished, "--out", tmp_path / "drawn")
-    names = [row[0] for row in kept(tmp_path, "gap")["table"]]
-    assert f"{mlm}, epochs 3" in names and f"{mlm}, epochs 4" in names
-
-
-def test_what_is_no_result_is_one_clear_line(finished, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert "no result of finetune_xtreme.py in out/finetune_xtreme" in refused(monkeypatch, capsys, "gap")
-    (finished / "a" / "result.json").write_text("{")
-    assert "not readable JSON" in refused(monkeypatch, capsys, "gap", finished)
-    (finished / "a" / "config.json").write_text("{}")
-    assert "holds no run of finetune_xtreme.py" in refused(monkeypatch, capsys, "gap", finished)
+def test_a_set_that_is_there_twice_is_one_clear_line(gold, folders, monkeypatch, capsys):
+    shutil.copytree(gold, gold / "more")
+    assert "holds de-en twice, once in " in refused(monkeypatch, capsys, "alignment", folders[0], "--source", gold)

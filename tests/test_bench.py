@@ -68,11 +68,11 @@ def test_what_cannot_run_here_is_left_out_unless_it_is_our_own(capsys):
     def missing():
         raise ImportError("no such library")
 
-    makers = {"dense": contender, "HF": missing, "dense, compiled": lambda: contender(lambda: 1 / 0)}
+    makers = {"dense": contender, "HF": missing, "HF, other": lambda: contender(lambda: 1 / 0)}
     (record,) = bench.measure(makers, bench.Config("layer", rounds=1), CPU)
     assert record["impl"] == "dense"
     said = capsys.readouterr().out
-    assert "HF: skipped (ImportError: no such library)\ndense, compiled: skipped (ZeroDivisionError: " in said
+    assert "HF: skipped (ImportError: no such library)\nHF, other: skipped (ZeroDivisionError: " in said
     with pytest.raises(ImportError):
         bench.measure({"ours, base": missing}, bench.Config("layer"), CPU)
 
@@ -95,26 +95,26 @@ def test_a_run_is_seen_by_operation_and_on_a_gpu_by_where_the_host_waits(monkeyp
     assert modes == ["warn", "default"]
 
 
-def test_layer_measures_every_router_and_peer_against_the_dense_ones(results, capsys):
-    words = "layer", "--only", "S2", "--tokens", 64, "--rounds", 1, "--dtype", "float32"
-    status, found = results(*words)
+def test_layer_measures_every_router_and_peer_against_the_dense_one(results, monkeypatch, capsys):
+    monkeypatch.setattr(bench, "SHAPES", {"S2": bench.SHAPES["S2"]})
+    status, found = results("layer", "--tokens", 64, "--rounds", 1, "--dtype", "float32")
     assert status == 0 and {record["section"] for record in found} == {"S2"}
     found = {record["impl"]: record for record in found}
-    others = [*ROUTERS, "threshold 0.3", "topk, no limit"]
-    assert found.keys() - {MIXTRAL} == {"dense", "dense, compiled", *(f"ours, {other}" for other in others)}
+    others = [*(ROUTERS.keys() - {"threshold"}), "threshold 0.9", "threshold 0.3", "topk, no limit"]
+    assert found.keys() - {MIXTRAL} == {"dense", *(f"ours, {other}" for other in others)}
     said = capsys.readouterr().out
     assert (MIXTRAL in found) != (f"{MIXTRAL}: skipped" in said) and "| ours, threshold 0.3 " in said
     assert found["ours, topk, no limit"]["gflops"] == pytest.approx(3 * 4 * 256 * 1024 * 64 / 1e9)  # of every token
-    assert (
-        1 <= found["ours, threshold 0.3"]["rows_per_token"] < 0.5 * found["ours, threshold"]["rows_per_token"]
-    )  # t is 0.9
+    rows = [found[f"ours, threshold {t}"]["rows_per_token"] for t in (0.3, 0.9)]
+    assert 1 <= rows[0] < 0.5 * rows[1]
     dense, ours = found["dense"], found["ours, switch"]
     assert dense["gflops"] == found["ours, topk, no limit"]["gflops"] and (ours["runs"], dense["ratio"]) == (1, 1)
     assert ours["ratio"] == pytest.approx(ours["ms"] / dense["ms"] * dense["gflops"] / ours["gflops"])
 
 
-def test_weights_that_have_the_type_of_products_are_one_way_more(results):
-    status, found = results("layer", "--only", "S1", "--tokens", 32, "--rounds", 1, "--dtype", "bfloat16")
+def test_weights_that_have_the_type_of_products_are_one_way_more(results, monkeypatch):
+    monkeypatch.setattr(bench, "SHAPES", {"S1": bench.SHAPES["S1"]})
+    status, found = results("layer", "--tokens", 32, "--rounds", 1, "--dtype", "bfloat16")
     assert status == 0 and "ours, switch, weights in bfloat16" in {record["impl"] for record in found}
 
 
@@ -155,7 +155,7 @@ def test_step_measures_whole_steps(monkeypatch):
     dense, *others = bench.training_steps("small", config, CPU, **tiny)
     assert [dense["impl"], *(record["impl"] for record in others)] == ["dense", "switch", "topk", "threshold"]
     for record in (dense, *others):
-        assert record["tokens"] == 64 and record["steps_per_second"] == pytest.approx(1e3 / record["ms"])
+        assert record["tokens"] == 64
         assert record["mfu"] == pytest.approx(record["gflops"] / record["ms"])
         assert record["gflops"] == pytest.approx(dense["gflops"], rel=0.05)  # models that are compared cost the same
     assert bench.sections_of("step", gpu=False).keys() == {"width 256", "width 768"}
@@ -169,7 +169,7 @@ def test_check_is_rehearsed_without_a_gpu(results, monkeypatch, corpora):
     assert {result["section"] for result in found} == bench.sections_of("check", False).keys()
 
 
-def test_results_are_written_at_once_until_time_is_up(results, monkeypatch, tmp_path, capsys):
+def test_results_are_written_at_once(results, monkeypatch, tmp_path):
     def fails(config, context):
         yield {"found": 1}
         raise RuntimeError("broken")
@@ -177,18 +177,13 @@ def test_results_are_written_at_once_until_time_is_up(results, monkeypatch, tmp_
     def slow(config, context):
         before = json.loads((tmp_path / "new/results.json").read_text())["results"]
         assert [result.get("found") for result in before] == [1, None]
-        config.limit = 0.0
         yield {"right": True}
 
-    def never(config, context):
-        raise AssertionError("time is up")
-
-    sections = {"fails": fails, "slow": slow, "never": never}
+    sections = {"fails": fails, "slow": slow}
     monkeypatch.setattr(bench, "sections_of", lambda part, gpu: sections)
     status, (_, broken, last) = results("check")
     assert status == 1 and broken["error"] == "RuntimeError('broken')" and "in fails" in str(broken["traceback"])
     assert last == {"section": "slow", "right": True}
-    assert "stopped before 'never': time is up" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("wrong", [1.1, math.nan], ids=["ten percent off", "NaN"])
@@ -202,11 +197,3 @@ def test_a_layer_that_is_wrong_here_is_seen(wrong, monkeypatch):
     monkeypatch.setattr(model.MoE, "forward", differs)
     here = replace(CPU, dtype=torch.bfloat16)
     assert not any(result["right"] for result in bench.against_the_cpu("topk", bench.Config("check"), here))
-
-
-def test_a_section_that_is_not_there_is_one_clear_line(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["bench.py", "layer", "--only", "S9"])
-    with pytest.raises(SystemExit) as stop:
-        bench.main()
-    (line,) = capsys.readouterr().err.splitlines()
-    assert stop.value.code == 1 and line == "error: no section of layer begins with 'S9': there are S1, S2, S3, S4"

@@ -59,10 +59,10 @@ def test_a_script_loads_only_what_it_needs():
     assert str(ROOT / "model.py") in loaded and len(loaded) <= 20, sorted(loaded)
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if height(name) == 5 and "." not in name])
+@pytest.mark.parametrize("name", [name for name in MODULES if "__main__" in MODULES[name].read_text()])
 def test_a_script_sets_how_threads_wait_before_torch_is_loaded(name):
     lines = re.findall(r"^(?:import|from) (\w+)", MODULES[name].read_text(), re.M)
-    first, *_ = [line for line in lines if line not in sys.stdlib_module_names]
+    first, *_ = [line for line in lines if line not in {"tyro"} | sys.stdlib_module_names]
     assert first == "engine" or height(first) == 5
 
 

@@ -24,16 +24,17 @@ import torch.nn.functional as F
 from helpers import ROOT, Script, constants, save_run
 from test_analyze import refused, run
 from test_flops import SMALL
+from test_train_electra import corpora as electra_corpora
 
 import train_lm
 from analysis import play
 from data.batches import MaskedData
-from data.prepare import prepare
-from data.tokenizers import XLMR, SentencePiece, train_sentencepiece
+from data.tokenizers import XLMR, SentencePiece, load_tokenizer, train_sentencepiece
 from engine import pretrained
 from model import GPT, MaskedLM, MoE, Translator, within_capacity
 from routers import NOT_CHOSEN
 
+__all__ = ["electra_corpora"]  # a fixture
 NODE = shutil.which("node")
 TEXT = "the cat & the <script> sat\n\ton the mat שלום 中文 $x$"
 HOSTILE = "</script><script>alert(1)</script><!-- \u202e\u2066 \u2028 \x00 \ud800 {{DATA}} & \\u003c"
@@ -55,11 +56,8 @@ ENCODERS = {
 
 @pytest.fixture(scope="session")
 def tokenizers() -> dict:
-    text = [
-        "the cat sat on the mat <script> <b> & שלום x y z",
-        "the 中 the cat sat " * 3,
-        "a quick brown fox jumps over",
-    ]
+    text = ["the cat sat on the mat <script> <b> & שלום x y z", "the 中 the cat sat " * 3]
+    text.append("a quick brown fox jumps over")
     return {kind: train_sentencepiece(text, 296, kind) for kind in (SentencePiece, XLMR)}
 
 
@@ -163,48 +161,41 @@ def test_the_page_chooses_as_the_routers_do():
 
 
 @pytest.mark.skipif(not NODE, reason="there is no node")
+def test_every_stop_of_the_capacity_changes_something():
+    cases = [[S, E, own] for S in (2, 22, 64, 500) for E in (1, 8, 32) for own in (0.3, 4.0, None)]
+    found = in_the_page("([S, E, own]) => [stops(S, E, own), capacity(S, E, own)]", cases)
+    for (S, E, own), (stops, C) in zip(cases, found):
+        places = [place for place, _ in stops]
+        assert places == sorted({*places}) and places[-1] == S and [C, own] in stops
+        assert all(place == reference.capacity(S, E, E if gamma is None else gamma) for place, gamma in stops)
+
+
+@pytest.mark.skipif(not NODE, reason="there is no node")
 @pytest.mark.parametrize("name", [*DECODERS, *ENCODERS])
 def test_the_page_shows_what_the_run_does(name, made):
-    """Chosen by the page from what the server says, and by hand from the model's own router."""
+    """Chosen by the page from what the server says, and by the model itself."""
     folder = make_any(made, name)
     player = play.Player(str(folder))
     about, found = player.about, player.route(TEXT)
     other = {"hash": "own", "base": "own", "hypersphere": "switch", "top-2": "topk"}
     assert about["own"]["chooser"] == other.get(name, name)
     assert ("topk" in about["choosers"]) == (name != "hash")
-    assert about["names"] == {"hypersphere": ["after layer 1", "after layer 3"], "top-2": ["after layer 2"]}.get(
-        name, ["block 2", "block 4"]
-    )
+    names = {"hypersphere": ["after layer 1", "after layer 3"], "top-2": ["after layer 2"]}
+    assert about["names"] == names.get(name, ["block 2", "block 4"])
     S, E, cases = len(found["tokens"]), about["E"], []
     for layer in found["layers"]:
         case = about["own"] | {"S": S, "E": E, "probs": unpacked(layer["probs"], "<f4", E).flatten().tolist()}
         own = unpacked(layer["rank"], "<i4", E).flatten().tolist()
         cases += [case | {"own": own}] + [case] * (about["own"]["chooser"] != "own")
-    right = [item for item in by_hand(folder, TEXT) for _ in range(len(cases) // len(found["layers"]))]
-    assert in_the_page(CHOSEN, cases) == right
-    assert any(asked != kept for asked, kept in right) == (name != "hypersphere"), "the case shows nothing"
-
-
-def by_hand(folder, text: str) -> list[list[str]]:
-    """Of each sparse layer who is asked and who serves, by the slow loop of the tests."""
     model, tokenizer = pretrained.load(folder)
-    ids = tokenizer.encode_batch([text])[0]
+    ids, right = tokenizer.encode_batch([TEXT])[0], []
     ids = [0, *ids, 2] if tokenizer.kind == "xlmr" else [tokenizer.eot, *ids]
-    routings = []
     for moe in model.moe_layers:
-        moe.router.register_forward_hook(lambda router, given, routing: routings.append(routing))
+        moe.watchers.append(lambda moe, h, routing, kept: right.append([digits(routing.wanted), digits(kept)]))
     with torch.no_grad():
         model(torch.tensor([ids]))
-    layers, S = [], len(ids)
-    for moe, routing in zip(model.moe_layers, routings, strict=True):
-        E, turn = moe.router.E, {}
-        for s, e in routing.wanted.nonzero().tolist():
-            turn[s, e] = (-int(routing.priority[s, e]), s)
-        C = reference.capacity(S, E, moe.eval_capacity_factor) if moe.eval_capacity_factor < math.inf else None
-        kept = reference.serve(turn, C, E)
-        every = [(s, e) for s in range(S) for e in range(E)]
-        layers.append(["".join("01"[place in those] for place in every) for those in (turn, kept)])
-    return layers
+    assert in_the_page(CHOSEN, cases) == [layer for layer in right for _ in range(len(cases) // len(right))]
+    assert any(asked != kept for asked, kept in right) == (name != "hypersphere"), "the case shows nothing"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -282,15 +273,10 @@ def test_what_an_expert_serves_most_is_counted(options, tmp_path, monkeypatch):
     assert "no validation text: " in play.Player(str(folder)).served["note"]
 
 
-def test_what_the_experts_of_an_encoder_serve(made, tokenizers, tmp_path, monkeypatch):
+def test_what_the_experts_of_an_encoder_serve(made, tokenizers, electra_corpora, monkeypatch):
     """Each token goes to one expert, without a limit: together they serve the validation text, nothing masked."""
-    rng = np.random.default_rng(0)
-    (tmp_path / "text").mkdir()
-    for language, words in {"aa": ["cat", "sat", "mat"], "bb": ["quick", "brown", "fox", "jumps"]}.items():
-        lines = [" ".join(rng.choice(words, 12)) for _ in range(400)]
-        (tmp_path / "text" / f"{language}.txt").write_text("\n\n".join(lines))
-    spm = tokenizers[XLMR].save(tmp_path)
-    folder = prepare("cc100", tmp_path / "text", tokenizer=spm, out=tmp_path / "prepared")
+    folder = electra_corpora["data"]
+    monkeypatch.setitem(tokenizers, XLMR, load_tokenizer(folder, kind="xlmr"))
     run = made(MaskedLM, **ENCODERS["hypersphere"], data=str(folder))
     data = MaskedData(folder, block_size=64, micro_tokens=64)
     (run / "config.json").write_text(json.dumps({"data_checksum": f"{data.checksum}+that of pairs"}))
@@ -324,26 +310,20 @@ def test_a_page_is_written_with_its_sentences(made, tmp_path, monkeypatch, capsy
     assert not data["live"] and "no validation text" in data["served"]["note"]
     # The page has the elements that it has without the sentences, and nothing of the text is one of them.
     plain = play.PAGE.read_text()
-    assert [page.count(mark) for mark in ("<script", "</script", "<!--")] == [
-        plain.count(mark) for mark in ("<script", "</script", "<!--")
-    ]
+    for mark in ("<script", "</script", "<!--"):
+        assert page.count(mark) == plain.count(mark)
     assert page.replace(page[page.index('id="data">') + 10 : page.index("</script>")], "{{DATA}}") == plain
+    elsewhere = r"https?:|//cdn|@import|<link(?! rel=\"icon\")|src=|innerHTML|outerHTML|insertAdj|eval\("
+    assert not re.search(elsewhere, plain) and plain.count("{{DATA}}") == 1
+    for slider in re.findall(r'<input id="(\w+)" type="range"', plain):
+        assert f'<label for="{slider}">' in plain  # its name for who does not see it
 
 
-def test_the_page_needs_nothing_from_elsewhere():
-    page = play.PAGE.read_text()
-    assert not re.search(
-        r"https?:|//cdn|@import|<link(?! rel=\"icon\")|src=|innerHTML|outerHTML|insertAdj|eval\(", page
-    )
-    assert page.count("{{DATA}}") == 1
-
-
-def test_a_long_text_is_cut_to_what_the_model_reads(made):
-    for kind, name in ((GPT, "topk"), (MaskedLM, "top-2")):
-        player = play.Player(str(make_any(made, name)))
-        found = player.route("x y " * 2500)
-        assert len(found["tokens"]) == 64 < found["of"] and found["of"] > 2500
-        assert (found["loss"] is None) == (kind is MaskedLM)
+@pytest.mark.parametrize("name", ["topk", "top-2"])
+def test_a_long_text_is_cut_to_what_the_model_reads(made, name):
+    found = play.Player(str(make_any(made, name))).route("x y " * 2500)
+    assert len(found["tokens"]) == 64 and found["of"] > 2500
+    assert (found["loss"] is None) == (name in ENCODERS)
 
 
 def test_runs_that_will_not_do(made, tmp_path, monkeypatch, capsys):
@@ -351,6 +331,10 @@ def test_runs_that_will_not_do(made, tmp_path, monkeypatch, capsys):
         return refused(monkeypatch, capsys, "play", "--open", "false", "--run", *line)
 
     assert "does not exist: train it first" in told(tmp_path / "nothing")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "out/train_lm/another").mkdir(parents=True)
+    (tmp_path / "out/train_lm/another/config.json").write_text("{}")
+    assert "name a run: there are out/train_lm/another" in refused(monkeypatch, capsys, "play")
     for kind in (GPT, MaskedLM, Translator):
         folder = made(kind, router="dense" if kind is not Translator else "topk")
         assert f"{folder} is no language model or encoder with experts" in told(folder)

@@ -6,10 +6,10 @@
 
 Contenders take turns, round by round. `ms` is the median of one's times, and `spread` half the range between their
 quartiles. `ratio` is the time over that of the dense one at equal FLOPs, which for a layer are those of the rows that
-its experts really keep: 1 is a layer that costs nothing but its arithmetic. `least_mb` must be read and written at
-least; `operations` have the largest shares of the time. On a GPU `peak_mb` is the memory beyond what is kept between
-runs, and `host_waits` counts, by file and line, how often the host waits for the GPU. What a section finds is written
-at once into results/gpu/CARD-PART.json, without a GPU into out/bench. A GPU's file is welcome, whatever it says.
+its experts really keep: 1 costs nothing but its arithmetic. `least_mb` must be read and written at least; `operations`
+take most of the time. On a GPU `peak_mb` is the memory beyond what is kept between runs, and `host_waits` counts, by
+file and line, how often the host waits for the GPU. What a section finds is written at once, into
+results/gpu/CARD-PART-TYPE.json, or without a GPU into out/bench. A GPU's file is welcome.
 """
 
 import itertools
@@ -18,7 +18,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 import traceback
 import warnings
 from collections import Counter
@@ -28,22 +27,21 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
-
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where the project's modules are
 os.environ["KINETO_LOG_LEVEL"] = "5"  # the profiler keeps silent
 
+import engine  # isort: skip  # noqa: F401  before torch
+import numpy as np
 import torch
 import tyro
 from torch import Tensor, nn
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where the project's modules are
 
 import model
 import train_lm
 import train_mlm
 from analysis import flops, measures
 from engine import parallel
-from engine.device import Context, clear_errors, fail, setup
+from engine.device import Context, clear_errors, setup
 from engine.files import write
 from engine.optim import adamw, cross_entropy
 from engine.table import markdown_table
@@ -52,7 +50,6 @@ from routers import ROUTERS
 ROOT = Path(model.__file__).parent
 VOCABULARY = 8192
 PATIENCE = 5.0  # seconds, after which a slow contender has run often enough
-QUARTILES = 0.25, 0.5, 0.75
 Contender = tuple[Callable, dict]  # does its work once; what its record says that needs no measuring
 
 
@@ -61,9 +58,7 @@ class Config:
     part: tyro.conf.Positional[Literal["layer", "step", "check"]]
     tokens: int = 16_384 if torch.cuda.is_available() else 4096  # of a forward pass
     rounds: int = 15  # how often each contender runs, after a first time for warming up
-    only: str = ""  # what the names of the sections to run begin with
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # auto: bfloat16 where it is fast; check: always
-    limit: float = 540.0  # seconds, after which no section begins
     out: Path | None = None  # file that receives the results
 
 
@@ -75,18 +70,17 @@ def measure(makers: dict, config: Config, context) -> list[dict]:
             run, facts[name] = make()
             run()
             runs[name] = run
-        except Exception as error:  # there may be no compiler, no such library, or one that has changed
-            if "HF" not in name and "compiled" not in name:
+        except Exception as error:  # there may be no such library, or one that has changed
+            if "HF" not in name:
                 raise
             context.say(f"{name}: skipped ({type(error).__name__}: {error})")
     times = measures.in_turns(runs, context, config.rounds, PATIENCE)
     for name, run in runs.items():
-        lower, ms, upper = np.quantile(times[name], QUARTILES)
+        lower, ms, upper = np.quantile(times[name], (0.25, 0.5, 0.75))
         speed = facts[name]["gflops"] / ms  # TFLOP/s
-        record = {"impl": name, "ms": ms, "spread": (upper - lower) / 2}
+        first = records[0]["teraflops"] if records else speed
+        record = {"impl": name, "ms": ms, "spread": (upper - lower) / 2, "ratio": first / speed}
         record |= {"runs": len(times[name]), "teraflops": speed}
-        first = records[0] if records else record
-        record["ratio"] = first["teraflops"] / speed
         if context.peak_flops:
             record["mfu"] = 1e12 * speed / context.peak_flops
         records.append(record | facts[name] | seen(run, context))
@@ -124,53 +118,47 @@ def seen(run: Callable, context) -> dict:
 # ---------------------------------------------------------------------------------------------------------------------
 # layer: what does it cost?
 
-SMALL = train_lm.Config(n_embd=256, ffn_size=1024, threshold=0.9)
-LARGE = replace(SMALL, n_embd=768, ffn_size=3072)
+SMALL = dict(n_embd=256, ffn_size=1024)
+LARGE = dict(n_embd=768, ffn_size=3072)
 SHAPES = {
-    "S1": replace(SMALL, router="switch", split=1),  # 8 experts of width 1024
-    "S2": replace(SMALL, router="threshold", split=8),  # 64 of 128
-    "S3": replace(LARGE, router="topk", split=8),  # 64 of 384
-    "S4": replace(LARGE, router="switch", split=1, expert_ffns=32),  # 32 of 3072
+    "S1": train_lm.Config(**SMALL, router="switch", split=1),  # 8 experts of width 1024
+    "S2": train_lm.Config(**SMALL, router="threshold", split=8),  # 64 of 128
+    "S3": train_lm.Config(**LARGE, router="topk", split=8),  # 64 of 384
+    "S4": train_lm.Config(**LARGE, router="switch", split=1, expert_ffns=32),  # 32 of 3072
 }
+VARIANTS = {router: {"router": router} for router in ROUTERS if router != "threshold"}
+VARIANTS["topk, no limit"] = {"router": "topk", "capacity": math.inf}
+VARIANTS["threshold 0.9"] = {"router": "threshold", "threshold": 0.9}
+VARIANTS["threshold 0.3"] = {"router": "threshold", "threshold": 0.3}
 LOGIT_STD = 2.75  # of what a router says of a token, so that it has preferences as a trained one has
 
 
 def whole_layers(shape: train_lm.Config, config: Config, context):
     """Forward and backward passes of a dense FFN, of Mixtral's layer, and of ours under every router.
 
-    Without a limit topk chooses as Mixtral does. Under 0.3, the demo's threshold, a token keeps one or two experts.
+    Without a limit topk chooses as Mixtral does. The threshold is the paper's 0.9, where the limit decides what a token
+    keeps, or the demo's 0.3, where that is one or two experts.
     """
     torch.manual_seed(0)
     h = torch.randn(1, config.tokens, shape.n_embd).to(context.device)
     ffn = model.FFN(shape, "tanh").to(context.device)
-    dense = partial(layer, ffn, h, flops.matrix_flops(ffn), context)
-    makers = {"dense": dense, "dense, compiled": partial(dense, compiled=True)}
+    makers = {"dense": partial(layer, ffn, h, flops.matrix_flops(ffn), context)}
     makers["HF Mixtral, grouped_mm"] = partial(mixtral, shape, h, context)
-    variants = {router: {"router": router} for router in ROUTERS}
-    variants["threshold 0.3"] = {"router": "threshold", "threshold": 0.3}
-    variants["topk, no limit"] = {"router": "topk", "capacity": math.inf}
-    for name, changes in variants.items():
-        other = replace(shape, **changes)
-        makers[f"ours, {name}"] = partial(our_layer, other, h, context)
-    own = partial(our_layer, shape, h, context)
-    if context.device.type == "cuda":
-        makers[f"ours, {shape.router}, compiled"] = partial(own, compiled=True)
-    if context.dtype == torch.bfloat16:
-        makers[f"ours, {shape.router}, weights in bfloat16"] = partial(own, cast=True)
+    for name, changes in VARIANTS.items():
+        own = partial(our_layer, replace(shape, **changes), h, context)
+        makers[f"ours, {name}"] = own
+        if context.dtype == torch.bfloat16 and changes["router"] == shape.router:
+            makers[f"ours, {name}, weights in bfloat16"] = partial(own, cast=True)
     return measure(makers, config, context)
 
 
-def layer(module: nn.Module, h: Tensor, work: float, context, *more: Tensor, compiled=False) -> Contender:
-    """A forward and a backward pass: h (1, S, D) and more -> output, and with more a balance loss.
-
-    work: FLOPs of a token, forward.
-    """
-    call = parallel.compiled(module) if compiled else module
+def layer(module: nn.Module, h: Tensor, work: float, context, *more: Tensor) -> Contender:
+    """A pass forward and backward: h (1, S, D) and more -> output, balance loss; work: forward FLOPs of a token."""
 
     def run():
         x = h.detach().requires_grad_()
         with context.autocast():
-            y = call(x, *more)
+            y = module(x, *more)
         y = sum(y) if more else y
         y.backward(h.to(y.dtype))  # any gradient will do
         module.zero_grad()  # gradients are made anew, as in training
@@ -181,7 +169,7 @@ def layer(module: nn.Module, h: Tensor, work: float, context, *more: Tensor, com
     return run, {"gflops": gflops, "least_mb": 1e-6 * context.dtype.itemsize * numbers}
 
 
-def our_layer(shape: train_lm.Config, h: Tensor, context, cast=False, **more) -> Contender:
+def our_layer(shape: train_lm.Config, h: Tensor, context, cast=False) -> Contender:
     """With random weights. cast: those of the experts have the type of the products once and for all."""
     torch.manual_seed(1)  # other than the tokens' seed
     constants = replace(shape, router_std=LOGIT_STD / shape.n_embd**0.5)
@@ -195,7 +183,7 @@ def our_layer(shape: train_lm.Config, h: Tensor, context, cast=False, **more) ->
     with torch.no_grad(), context.autocast():
         moe(h, ids)
     rows = stats.finish()["served"]  # per token
-    run, facts = layer(moe, h, rows * flops.row_flops(moe), context, ids, **more)
+    run, facts = layer(moe, h, rows * flops.row_flops(moe), context, ids)
     return run, facts | {"rows_per_token": rows}
 
 
@@ -220,16 +208,15 @@ def mixtral(shape: train_lm.Config, h: Tensor, context) -> Contender:
 # step: how fast does it train?
 
 
-def training_steps(preset: str, config: Config, context, **changes) -> Iterator[dict]:
+def training_steps(preset: str, config: Config, context, **changes) -> list[dict]:
     """XMoE's models, at equal FLOPs: dense, or with whole FFNs as experts, or with eighths of them."""
     base = train_lm.Config(**train_lm.PRESETS[preset] | changes)
-    kinds = {"dense": 1, "switch": 1, "topk": 8, "threshold": 8}
     makers = {}
+    kinds = {"dense": 1, "switch": 1, "topk": 8, "threshold": 8}
     for router, split in kinds.items():
         constants = replace(base, router=router, split=split)
         makers[router] = partial(trainee, constants, config.tokens, context)
-    for record in measure(makers, config, context):
-        yield record | {"steps_per_second": 1e3 / record["ms"]}
+    return measure(makers, config, context)
 
 
 def trainee(constants: train_lm.Config, tokens: int, context) -> Contender:
@@ -255,8 +242,7 @@ def trainee(constants: train_lm.Config, tokens: int, context) -> Contender:
         net.after_step()
 
     tokens = micros * ids.numel()
-    head = 2 * constants.n_embd * V
-    work = flops.flops_per_token(net, constants, head)
+    work = flops.flops_per_token(net, constants, head=2 * constants.n_embd * V)
     return run, {"tokens": tokens, "gflops": 3e-9 * work * tokens}
 
 
@@ -264,6 +250,7 @@ def trainee(constants: train_lm.Config, tokens: int, context) -> Contender:
 # check: is it right?
 
 CPU = Context(0, 1, torch.device("cpu"), torch.float32)
+RESUMED = "--n_layer 2 --n_embd 64 --ffn_size 256 --steps 40 --eval_every 20 --eval_tokens 2048 --dtype bfloat16"
 
 
 def against_the_cpu(router: str, config: Config, context, E: int = 16) -> Iterator[dict]:
@@ -342,15 +329,11 @@ def other_parts(config: Config, context) -> Iterator[dict]:
     yield {"what": "compiled router"} | judge(found, expected, 3e-4)  # gradients in bfloat16 would differ by 2e-3
 
 
-RESUMED = "--n_layer 2 --n_embd 64 --ffn_size 256 --steps 40 --eval_every 20 --eval_tokens 2048 --dtype bfloat16"
-
-
 def stopped_and_resumed(config: Config, context) -> Iterator[dict]:
     """train_lm.py is stopped after its first evaluation, and goes on to its end."""
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-u", ROOT / "train_lm.py", *RESUMED.split()]
-        command += ["--out_dir", folder]
+        command = [sys.executable, "-u", ROOT / "train_lm.py", *RESUMED.split(), "--out_dir", folder]
         with subprocess.Popen(command, **pipes) as first:
             for line in first.stdout:
                 if line.startswith("step 20: "):  # it has been evaluated
@@ -358,7 +341,7 @@ def stopped_and_resumed(config: Config, context) -> Iterator[dict]:
         second = subprocess.run(command, **pipes)
     exits = [first.returncode, second.returncode]
     right = exits == [143, 0] and "goes on from step" in second.stdout
-    yield {"right": right, "exits": exits, "output": second.stdout.splitlines()[-30:]}
+    yield {"right": right, "exits": exits, "output": second.stdout[-2000:]}
 
 
 def sections_of(part: str, gpu: bool) -> dict[str, Callable]:
@@ -376,13 +359,9 @@ def sections_of(part: str, gpu: bool) -> dict[str, Callable]:
 
 
 def run(sections: dict, file: Path, config: Config, context) -> list[dict]:
-    """Writes and prints what each section finds, until time is up. An error is a result, too."""
-    start, results = time.perf_counter(), []
-    commit = subprocess.getoutput(f"git -C {ROOT} describe --always --dirty")
+    """Writes and prints what each section finds, as soon as it has. An error is a result, too."""
+    results, commit = [], subprocess.getoutput(f"git -C {ROOT} describe --always --dirty")
     for name, section in sections.items():
-        if time.perf_counter() - start > config.limit:
-            context.say(f"\nstopped before {name!r}: time is up")
-            break
         rows = []
         try:
             rows.extend(section(config, context))
@@ -394,8 +373,7 @@ def run(sections: dict, file: Path, config: Config, context) -> list[dict]:
         cells = []
         for row in rows:
             cells.append([cell(row.get(column, "")) for column in rows[-1]])
-        seconds = time.perf_counter() - start
-        context.say(f"\n{name}, {seconds:.0f} s\n{markdown_table([*rows[-1]], cells)}")
+        context.say(f"\n{name}\n{markdown_table([*rows[-1]], cells)}")
     return results
 
 
@@ -408,14 +386,10 @@ def main():
     with clear_errors():
         context = setup(dtype="bfloat16" if config.part == "check" else config.dtype)
     gpu = context.device.type == "cuda"
-    every = sections_of(config.part, gpu)
-    sections = {name: section for name, section in every.items() if name.startswith(config.only)}
-    if not sections:
-        fail(f"no section of {config.part} begins with {config.only!r}: there are {', '.join(every)}")
-    device = context.machine["device"].replace(" ", "-")
+    device, dtype = context.machine["device"].replace(" ", "-"), context.machine["dtype"]
     folder = ROOT / ("results/gpu" if gpu else "out/bench")
-    file = config.out or folder / f"{device}-{config.part}.json"
-    results = run(sections, file, config, context)
+    file = config.out or folder / f"{device}-{config.part}-{dtype}.json"
+    results = run(sections_of(config.part, gpu), file, config, context)
     wrong = dict.fromkeys(result["section"] for result in results if not result.get("right", True))
     context.say(f"\n{len(results)} results are in {file}; wrong or failed: {', '.join(wrong) or 'none'}")
     sys.exit(bool(wrong))

@@ -3,18 +3,18 @@
 Both are listed in results/. In the names of runs {} is where a seed stands. claims.json has pairs of runs, `ours` and
 `other`, and what a pair is `about`: the constants in which its runs may differ. Any other difference is an error, also
 of what follows from constants, `tokens a step` and `FLOPs`. What is compared is a number of a script's table or of its
-sparse layers, or `FILE: NAME` of the records of results/analyses/FILE.json: a run's last, or those of two `steps`, ours
-and the other's. Translations are found by the layer of the script's table, by another `layer`, or by the `best` of each
-side. pictures.json has the panels of each picture, of such records, or of the shares that each layer of runs finds.
+sparse layers. Translations are found by the layer of the script's table, by another `layer`, or by the `best` of each
+side. pictures.json has the panels of pictures, of records in results/analyses/, or of what each layer of runs finds.
 """
 
 import importlib
 import math
+from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
 
 from analysis.measures import mean_over_layers
-from analysis.shared import Panel, canvas, draw
+from analysis.shared import KEY, Panel, canvas, draw
 from engine.config import identity
 from engine.files import from_json
 
@@ -22,9 +22,7 @@ SEEDS = ("", *(f"-seed={seed}" for seed in range(1, 8)))  # in the names of runs
 BY_LAYER = {"translations found": "retrieval", "found, centred": "centred"}  # a number -> of all layers, in `held_out`
 BEST = {"layer": "best", "how": ", best layers"}
 CENTRED = {"number": "found, centred", "how": ", centred"}
-BESIDE = {
-    "translations found": [BEST, CENTRED]
-}  # measured otherwise than in the paper: it is shown, and decides nothing
+BESIDE = {"translations found": [BEST, CENTRED]}  # not the paper's measure: it is shown, and decides nothing
 UNITS = {  # how a number is taken, so that the claim says that the difference of two is above 0; 100 log is about 1%
     "perplexity, about % lower": lambda x: -100 * math.log(x),
     "points more of BLEU, F1 or accuracy": lambda x: x,
@@ -33,7 +31,13 @@ UNITS = {  # how a number is taken, so that the claim says that the difference o
     "points of RF lower": lambda x: -100 * x,
     "doublings of RC": math.log2,
 }
-MARKS = {"ends": "-", "seeds": "|", "mean": "o", "paper": "D"}
+MARKS = {
+    "ends": ("-", "95% interval of the mean"),
+    "seeds": ("|", "a seed"),
+    "mean": ("o", "mean of the seeds"),
+    "paper": ("D", "the paper"),
+}
+FOUND = "translations found, %"
 COLORS = {"holds": "#0072B2", "level": "0.55", "the opposite": "#D55E00"}
 
 
@@ -101,7 +105,7 @@ def effect(folder: Path, pair: dict) -> dict:
 def differing(folder: Path, pair: dict, seed: str) -> list[str]:
     """In what the runs of a seed differ. Raises ValueError where that is more than the pair is about."""
     ours, other = (facts(folder, pair[side].format(seed)) for side in ("ours", "other"))
-    found = ["step"] if "steps" in pair else []
+    found = []
     for name in sorted(ours.keys() & other.keys()):
         one, two = ours[name], other[name]
         if one == two or name == "FLOPs" and math.isclose(one, two, rel_tol=0.02):  # no two routers cost the same
@@ -131,13 +135,7 @@ def facts(folder: Path, run: str) -> dict:
 
 def values(folder: Path, pair: dict, side: str) -> dict[str, float]:
     """{seed: what is compared} of SCRIPT/RUN, which is one side of a pair."""
-    run, layer = pair[side], pair.get("layer")
-    where, _, key = pair["number"].rpartition(": ")
-    if where:
-        seeds = {f"out/{run.format(seed)}": seed for seed in SEEDS}
-        step = pair["steps"][side == "other"] if "steps" in pair else None
-        own = [record for record in records(folder, where) if step in (None, record.get("step"))]
-        return {seeds[record["run"]]: record[key] for record in own if record["run"] in seeds}
+    run, layer, key = pair[side], pair.get("layer"), pair["number"]
     script = importlib.import_module(run.split("/")[-2])
 
     def take(result: dict):
@@ -174,14 +172,14 @@ def pictures(folder: Path) -> dict[str, tuple]:
     found = {"verdicts": (forest, units)}
     for name, panels in read(folder / "pictures.json").items():
         numbers = [panel_of(folder, panel) for panel in panels]
-        found[name] = curves, numbers
+        found[name] = lambda panels: draw([Panel(*panel) for panel in panels]), numbers
     return found
 
 
 def panel_of(folder: Path, panel: dict) -> list:
     """What a Panel is made of."""
     if "records" in panel:
-        shown = records(folder, panel["records"])
+        shown = read(folder / f"analyses/{panel['records']}.json", itemgetter("records"))
         return [panel["title"], shown, panel["by"], panel["x"], panel["y"]]
     shown = []
     for name, run in panel["runs"].items():
@@ -189,17 +187,8 @@ def panel_of(folder: Path, panel: dict) -> list:
             shares = read(file, lambda result: result["held_out"][panel["held_out"]])
             for layer, share in enumerate(shares):
                 record = {"run": file.stem, "encoder": name, "layer": layer}
-                shown.append(record | {"found, %": 100 * share})
-    return [panel["title"], shown, "encoder", "layer", "found, %"]
-
-
-def records(folder: Path, name: str) -> list[dict]:
-    """Those of results/analyses/NAME.json."""
-    return read(folder / f"analyses/{name}.json", lambda content: content["records"])
-
-
-def curves(panels: list[list]):
-    return draw([Panel(*panel) for panel in panels])
+                shown.append(record | {FOUND: 100 * share})
+    return [panel["title"], shown, "encoder", "layer", FOUND]
 
 
 def forest(units: dict[str, list[dict]]):
@@ -208,18 +197,19 @@ def forest(units: dict[str, list[dict]]):
     figure = canvas(1, width=9, height=0.25 * rows + 0.7 * len(units))
     figure.clear()
     heights = [len(pairs) + 1.2 for pairs in units.values()]
-    panels = figure.subplots(len(units), 1, height_ratios=heights)
+    panels, key = figure.subplots(len(units), 1, height_ratios=heights), {}
     for axes, (unit, pairs) in zip(panels, units.items()):
         for y, pair in enumerate(pairs):
-            for name, mark in MARKS.items():
+            for name, (mark, words) in MARKS.items():
                 x = pair[name]
                 color = "black" if name == "paper" else COLORS[pair["verdict"]]
-                axes.plot(x, [y] * len(x), mark, color=color, linewidth=2)
+                [key[name]] = axes.plot(x, [y] * len(x), mark, color=color, linewidth=2, label=words)
         axes.axvline(0, color="black", linewidth=0.8)
         names = [pair["name"] for pair in pairs]
         axes.set_yticks(range(len(pairs)), names, fontsize=8)
         axes.set_ylim(len(pairs) - 0.4, -0.6)
         axes.set_title(unit, fontsize=9, loc="left")
         axes.spines[["top", "right", "left"]].set_visible(False)
-    figure.suptitle("Right of 0 is what the paper says: blue holds, grey is level, red is the opposite", fontsize=10)
+    figure.suptitle("Right of 0 is what the paper says: blue holds, grey is level, orange is the opposite", fontsize=10)
+    figure.legend(handles=[*key.values()], ncols=len(key), **KEY)
     return figure

@@ -109,11 +109,10 @@ def measured(folder: Path, name: str) -> list[dict]:
         if "table" in content:
             headers, *rows = content["table"]
             return [dict(zip(headers, row, strict=True)) for row in rows]
-        records = content["results"] if "results" in content else content
-        for record in records:
+        for record in content["results"]:
             for key, value in record.items():
                 record[key] = f"{value:.2f}" if isinstance(value, float) else value
-        return records
+        return content["results"]
 
     return read(folder / f"{name}.json", take)
 
