@@ -6,12 +6,14 @@
     python analyze.py tokens         which tokens XMoE gives many experts: rare ones, or those before a surprise
     python analyze.py threshold      XMoE's figure 7: perplexity by the threshold, in training and at test
     python analyze.py umap           X-MoE's figures 2a and 2b: tokens as a router sees them
+    python analyze.py speed          XMoE's figure 8: time of a batch by its FLOPs
     python analyze.py collapse       X-MoE's figures 2c and 3a: collapse (RC) and fluctuation (RF) in training
     python analyze.py consistency    X-MoE's figure 3b: loads of the experts in fine-tuning runs that differ by seed
     python analyze.py curve          XLM-E's figure 1: scores by training FLOPs
     python analyze.py flops          XLM-E's tables 3 and 4: parameters and FLOPs of the paper's sizes
     python analyze.py retrieval      XLM-E's table 5 and figure 3: translations that encoders find, by layer
     python analyze.py alignment      XLM-E's table 6 and figure 4: word alignment, by layer
+    python analyze.py gap            XLM-E's table 7: English ahead of other languages, after fine-tuning
     python analyze.py play           a page to play with: what a model's routers do with your sentence, and could do
 
 They read the runs that the demos and the tables left under out/, or the folders of runs that you name. A figure is
@@ -50,6 +52,7 @@ ANALYSES = {  # each: its options, and what it is handed of a training script
     xmoe.experts: (Drawn,),
     xmoe.tokens: (Measured,),
     xmoe.threshold: (Measured, train_lm.evaluate),
+    xmoe.speed: (Measured, train_lm.evaluate),
     x_moe.umap: (x_moe.Umap,),
     x_moe.collapse: (Drawn,),
     x_moe.consistency: (Drawn,),
@@ -57,6 +60,7 @@ ANALYSES = {  # each: its options, and what it is handed of a training script
     xlm_e.flops: (xlm_e.Flops, SIZES),
     xlm_e.retrieval: (xlm_e.Encoders, partial(demos, train_electra, train_mlm)),
     xlm_e.alignment: (xlm_e.Alignment, partial(demos, train_electra, train_mlm)),
+    xlm_e.gap: (xlm_e.Gap,),
     play.play: (play.Play, partial(demos, train_lm)),
 }
 

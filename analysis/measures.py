@@ -41,7 +41,7 @@ def bootstrap(totals: Tensor, sizes: Tensor) -> list[float]:
     return torch.stack(ratios).quantile(ends).tolist()
 
 
-def in_turns(calls: dict[object, Callable], context, rounds: int, patience: float) -> dict[object, list]:
+def in_turns(calls: dict[object, Callable], context, rounds: int, patience: float = math.inf) -> dict[object, list]:
     """Milliseconds of each call, one after the other, round by round.
 
     The first round warms up and does not count. Every other round goes backwards, so that nobody always follows the

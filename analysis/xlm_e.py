@@ -1,7 +1,8 @@
-"""XLM-E's figures 1, 3 and 4, and tables 3 to 6: training curves, sizes, retrieval, word alignment."""
+"""XLM-E's figures 1, 3 and 4, and tables 3 to 7: training curves, sizes, retrieval, word alignment, transfer."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
 from typing import Literal
@@ -262,6 +263,66 @@ def pieces(words: list, tokenizer: XLMR) -> tuple[list, list]:
         ids += own
         words_of += [word] * len(own)
     return ids, words_of
+
+
+@dataclass
+class Gap(Drawn):
+    # finished runs of finetune_xtreme.py, or folders that hold many of them
+    folders: tyro.conf.Positional[tuple[str, ...]] = ("out/finetune_xtreme",)
+
+
+PAPER_TASKS = "xquad", "mlqa", "tydiqa", "xnli", "pawsx"
+PAPER_GAP = {  # table 7
+    "XLM-R": (15.9, 20.3, 15.2, 10.4, 11.4),
+    "XLM-E - TRTD": (16.3, 18.6, 16.3, 11.5, 9.6),
+    "XLM-E": (14.9, 19.2, 13.1, 11.2, 8.8),
+}
+
+
+def gap(options: Gap):
+    """XLM-E's table 7: the score in English minus the mean of the other languages, after fine-tuning in English.
+
+    Lower is better where the score is well above a guess's: who guesses in all languages has no gap. Of answers the
+    score is exact match. Guess, and counting "by word", are means over the other languages too. Seeds are averaged.
+    """
+    tasks = {}  # task -> folder -> run
+    for folder in options.folders:
+        for file in sorted(Path(folder).rglob("result.json")):
+            run = shared.read_run(str(file.parent), "finetune_xtreme")
+            tasks.setdefault(run.config["task"], {})[run.folder] = run
+    if not tasks:
+        folders = ", ".join(options.folders)
+        raise ValueError(f"no result of finetune_xtreme.py in {folders}: run it, or name its folders")
+    records, rows = [], []
+    for task, runs in tasks.items():
+        for run in shared.named(runs.values(), itemgetter("model")):
+            scores = scores_of(read_json(Path(run.folder, "result.json")))
+            records.append({"run": run.config["model"], "encoder": run.name, "task": task} | scores)
+            rows.append(records[-1])
+        for name, gaps in PAPER_GAP.items():
+            theirs = dict(zip(PAPER_TASKS, gaps))
+            if task in theirs:
+                row = {"encoder": f"paper: {name}", "task": task, "gap": theirs[task]}
+                rows.append(dict.fromkeys(records[0]) | row)
+    shared.show(gap, options, records, ("encoder", "task"), [], rows)
+
+
+def scores_of(result: dict) -> dict[str, float | None]:
+    """What table 7 shows of a result. English and the gap are None where a task has no English test."""
+    metric = list(result["mean"])[-1]  # of answers exact match
+    return {
+        "English": result["languages"].get("en", {}).get(metric),
+        "others": mean_of_others(result["languages"], metric),
+        "gap": result["gap"].get(metric),
+        "guess": mean_of_others(result["guesses"], metric),
+        "by word": mean_of_others(result["counted"], metric),
+    }
+
+
+def mean_of_others(scores: dict[str, dict], metric: str) -> float | None:
+    """The mean over languages that are not English; None where there are no scores."""
+    others = [scores[language][metric] for language in scores if language != "en"]
+    return fmean(others) if others else None
 
 
 # ---------------------------------------------------------------------------------------------------------------------

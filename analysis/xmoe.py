@@ -1,8 +1,9 @@
-"""XMoE's figures 1, 4, 5, 6 and 7, from runs of train_lm.py, whose `evaluate` they are handed."""
+"""XMoE's figures 1, 4, 5, 6, 7 and 8, from runs of train_lm.py, whose `evaluate` they are handed."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
+from statistics import median
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from engine.optim import cross_entropy
 
 SHARES = 0.125, 0.25, 0.5, 0.75, 1.0  # limits of the experts' FLOPs at test, of a dense FFN's
 THRESHOLDS = 0.0, 0.25, 0.5, 0.75, 0.9, 0.95, 1.0  # at test
+ROUNDS = 10  # how often a batch is timed, after a first time for warming up
 SERVED = "experts that serve a token"
 LIMIT, SPENT = "limit of the experts' FLOPs, in dense FFNs", "FLOPs of the experts, in dense FFNs"
 
@@ -94,11 +96,17 @@ def test_limited(run: Trained, max_tokens: int) -> Iterator[dict]:
     """Under each limit: FLOPs of the experts that served a token, as a share of a dense FFN's, and the perplexity."""
     _, size = shared.experts_of(run.config)
     for share in in_sight(SHARES if run.model.moe_layers else (1.0,)):
-        for moe in run.model.moe_layers:
-            moe.eval_capacity_factor = share * run.config["ffn_size"] / size
+        limit(run, share)
         ppl, layers = test(run, max_tokens)
         served = measures.mean_over_layers("served", layers) if layers else 1
         yield {LIMIT: share, SPENT: served * size / run.config["ffn_size"], "perplexity": ppl}
+
+
+def limit(run: Trained, share: float):
+    """Limits the experts of every MoE layer at test to a share of a dense FFN's FLOPs."""
+    _, size = shared.experts_of(run.config)
+    for moe in run.model.moe_layers:
+        moe.eval_capacity_factor = share * run.config["ffn_size"] / size
 
 
 def choose_threshold(options: Drawn) -> list[Trained]:
@@ -204,3 +212,35 @@ def threshold_point(run: Trained, max_tokens: int, what: str, t: float) -> dict:
     served = measures.mean_over_layers("served", layers)
     record = {"run": run.folder, "t is changed": what, "threshold t": t}
     return record | {"perplexity": ppl, SERVED: served}
+
+
+def speed(options: Measured, evaluate: Callable):
+    """XMoE's figure 8: the time that a model takes for one batch, forward, by the FLOPs of its experts.
+
+    Each model is timed under several limits of its experts' FLOPs, and a dense model at 1. In the paper time falls with
+    FLOPs, and smaller experts take longer for the same FLOPs. All take turns, round by round, on the first batch of
+    their test text, and the medians are shown.
+    """
+    runs, records = shared.choose("train_lm", options), []
+    calls = {}
+    for run in shared.opened(runs, options, evaluate):
+        x, _ = next(run.data.eval_batches("test", run.data.micro_tokens))
+        for point in test_limited(run, run.data.micro_tokens):
+            del point["perplexity"]  # of one batch
+            calls[len(records)] = partial(pass_forward, run, run.context.send(x), point[LIMIT])
+            records.append(run.record | point)
+    times = measures.in_turns(calls, run.context, ROUNDS)
+    for record, own in zip(records, times.values()):
+        record["ms a batch"] = median(own)
+    title = "On {device}, threads {threads}".format(**run.context.machine)
+    panel = Panel(title, records, "experts", SPENT, "ms a batch", from_zero=True)
+    shared.show(speed, options, records, ("experts", LIMIT), [panel])
+
+
+@torch.no_grad()
+def pass_forward(run: Trained, x: Tensor, share: float):
+    """One batch, with the experts limited to a share of a dense FFN's FLOPs."""
+    limit(run, share)
+    run.model.eval()
+    with run.context.autocast():
+        run.model(x)

@@ -17,7 +17,7 @@ from test_train_electra import corpora as electra_corpora
 
 import train_lm
 import train_mlm
-from analysis import x_moe, xmoe
+from analysis import measures, x_moe, xmoe
 from data.batches import MaskedData, TokenData
 from engine import pretrained
 from engine.config import SPARSE
@@ -198,6 +198,26 @@ def test_thresholds_in_training_and_at_test(draw, place, monkeypatch, capsys):
     for i, panel in enumerate((at_test, cost), 1):
         drawn = {name: ys for name, _, ys in lines(panel)}
         assert drawn == {name: [point[i] for point in by_kind[name]] for name in drawn} and len(drawn) == 2
+
+
+def test_speed_is_the_median_of_many_turns(draw, place, monkeypatch):
+    """How they take turns is tested in test_bench.py."""
+    threshold, dense = place.lm["threshold"], place.lm["dense"]
+
+    def in_turns(calls, context, rounds):
+        for call in calls.values():
+            call()
+        return {name: [99.0, 9.0 + name, 1.0] for name in calls}
+
+    monkeypatch.setattr(measures, "in_turns", in_turns)
+    monkeypatch.setattr(xmoe, "SHARES", (0.5, 1.0))
+    (axes,), found = draw("speed", threshold, dense)
+    medians = [(threshold, 0.5, 9), (threshold, 1, 10), (dense, 1, 11)]
+    assert points(found, "run", xmoe.LIMIT, "ms a batch") == medians
+    spent = [record[xmoe.SPENT] for record in found["records"]]
+    assert spent[-1] == 1 and spent[0] < spent[1] <= 1
+    drawn = [point for _, xs, ys in lines(axes) for point in zip(xs, ys)]
+    assert drawn == points(found, xmoe.SPENT, "ms a batch")
 
 
 def entering(folder: str, languages: Path) -> tuple[torch.Tensor, list[int], torch.nn.Module]:
