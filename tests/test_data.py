@@ -16,11 +16,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import sentencepiece
 from filelock import FileLock
 from helpers import ROOT, write_files
 
-from data import bitext_sets, corpora, english, messages, tokenizers, xtreme
+from data import bitext_sets, corpora, english, tokenizers, xtreme
 from data import folder as prepared
 from data import prepare as preparing
 from data.files import SPLITS, has_words, named_split, read_documents, source_files, split_of
@@ -144,13 +143,11 @@ def test_what_no_name_says_is_split_off_by_a_hash(tmp_path, names, of_their_own)
     write_files(tmp_path, {name: "\n".join(own) for name, own in texts.items()})
     for share, more in ((0.1, 0), (0.01, 10**7)):
         with (tmp_path / next(iter(texts))).open("a") as file:
-            file.write("\n" * more)
-        expected, ours = [], of_their_own.split()
+            file.write(" " * more + "\n")
+        shares, expected = [0 if held_out in of_their_own else share for held_out in ("valid", "test")], []
         for name, own in texts.items():
             split = named_split(Path(name)) or "train"
-            for text in own:
-                shares = [0 if held_out in ours else share for held_out in ("valid", "test")]
-                expected.append((split_of(text, *shares) if split == "train" else split, text))
+            expected += [(split_of(text, *shares) if split == "train" else split, text) for text in own]
         found = list(corpora.text(tmp_path))
         assert sorted(found) == sorted(expected) and {split for split, _ in found} == set(SPLITS)
 
@@ -201,34 +198,30 @@ def test_documents_are_lines_but_where_blank_lines_are_regular(tmp_path, monkeyp
     assert len(found) == documents and "\n".join(found).split() == "".join(text).split()
 
 
-def test_what_is_read_is_data_once_and_what_is_not_is_said(tmp_path, capsys):
-    inside, elsewhere = tmp_path / "in", tmp_path / "elsewhere"
-    names = ("in/.git/config", "in/.hidden.txt", "in/deep/a.txt", "in/README.md", "in/photo.JPG", "elsewhere/b.txt")
-    no_text = tuple(f"in/x.{ending}" for ending in "avi ckpt db h5 idx mp3 mp4 so sqlite svg wav webp".split())
-    write_files(tmp_path, {name: name for name in names + no_text})
+def test_what_is_read_is_data_once_and_what_is_not_is_said(tmp_path, monkeypatch, capsys):
+    inside, elsewhere, locked = tmp_path / "in", tmp_path / "elsewhere", tmp_path / "in" / "locked"
+    names = (
+        "in/.git/config in/.hidden.txt in/deep/a.txt in/README.md in/photo.JPG in/locked/c.txt elsewhere/b.txt".split()
+    )
+    names += [f"in/x.{ending}" for ending in "avi ckpt db h5 idx mp3 mp4 so sqlite svg wav webp".split()]
+    write_files(tmp_path, {name: name for name in names})
     links = {"first": elsewhere, "second": elsewhere, "deep/parent": inside, "again.txt": inside / "deep" / "a.txt"}
     links |= {"loop": inside / "loop", "broken.txt": inside / "absent.txt"}
     for name, to in links.items():
         (inside / name).symlink_to(to)
     os.mkfifo(inside / "pipe.txt")
-    assert texts_of(inside) == ["elsewhere/b.txt", "in/deep/a.txt"]
-    said = f"not read in {inside}: 14 files (README.md, photo.JPG, x.avi), as by their names they hold no text"
-    assert said in capsys.readouterr().err
-    assert source_files(inside / "README.md") == [inside / "README.md"]
-
-
-def test_a_folder_that_may_not_be_read_is_named(tmp_path, monkeypatch, capsys):
-    write_files(tmp_path, {"a.txt": "a", "locked/b.txt": "b"})
 
     def scandir(path, scandir=os.scandir):
-        if str(path).endswith("locked"):
+        if Path(path) == locked:
             raise PermissionError(13, "Permission denied", path)
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", scandir)
-    assert source_files(tmp_path) == [tmp_path / "a.txt"]
-    said = f"not read in {tmp_path}: 1 files ({tmp_path / 'locked'}), as they may not be opened\n"
-    assert capsys.readouterr().err == said
+    assert texts_of(inside) == ["elsewhere/b.txt", "in/deep/a.txt"]
+    said = capsys.readouterr().err
+    assert f"not read in {inside}: 1 files ({locked}), as they may not be opened\n" in said
+    assert f"not read in {inside}: 14 files (README.md, photo.JPG, x.avi), as by their names they hold no text" in said
+    assert source_files(inside / "README.md") == [inside / "README.md"]
 
 
 def test_scripts_whose_blanks_part_words():
@@ -285,9 +278,8 @@ PROSE = {  # a docstring -> its paragraphs
 }
 
 
-@pytest.mark.parametrize("text", PROSE)
-def test_prose_is_whole_sentences_without_markup(text):
-    assert list(english.sentences(text)) == PROSE[text]
+def test_prose_is_whole_sentences_without_markup():
+    assert {text: list(english.sentences(text)) for text in PROSE} == PROSE
 
 
 def test_pydocs_keeps_a_paragraph_once(tmp_path):
@@ -335,31 +327,6 @@ def test_wikipedia_is_split_by_article(tmp_path, monkeypatch):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Messages
-
-
-def test_messages_are_sorted_split_by_english_and_never_leak(monkeypatch):
-    monkeypatch.setattr(messages, "MIN_MESSAGES", 2)
-    english = {split: [] for split in SPLITS}
-    for i in range(200):
-        english[split_of(f"message {i}", valid=0.05, test=0.05)].append(f"message {i}")
-    held_out, other = english["valid"][:2], english["train"][:3]
-    found = {("de", text, f"de {text}") for text in (held_out[0], other[0])}
-    # one German text for English texts of two splits, and English that stands for another message of another split
-    found |= {("de", other[1], "doppelt"), ("de", held_out[1], "doppelt"), ("de", other[2], held_out[0])}
-    found |= {("en_GB", other[0], other[0]), ("en_GB", other[1], other[1]), ("af", other[0], "one alone")}
-    monkeypatch.setattr(messages, "home_messages", lambda source: found)
-    documents = messages.by_language()
-    assert sorted(documents) == ["de", "en", "en_GB"]
-    assert set(documents["de"]) == {("valid", f"de {held_out[0]}"), ("train", f"de {other[0]}")}
-    assert set(documents["en_GB"]) == {("train", other[0]), ("train", other[1])}
-    assert set(documents["en"]) == set(documents["en_GB"]) | {("valid", held_out[0])}
-    with pytest.raises(ValueError, match="no language has 2 texts beside their English"):
-        found &= {("af", other[0], "one alone")}
-        messages.by_language()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # Prepared folders
 
 
@@ -383,13 +350,6 @@ def documents_of(folder: Path, split: str, language: str | None = None) -> list[
     parts = np.split(ids, np.flatnonzero(ids == tokenizer.eot) + 1)
     assert len(parts.pop()) == 0  # the last one ends too
     return [tokenizer.decode(part[:-1].tolist()) for part in parts]
-
-
-def test_the_checksum_is_of_the_data_not_of_its_place(folder, paragraphs, model, tmp_path):
-    for name, texts in {"same": paragraphs, "other": paragraphs[:-1]}.items():
-        write_files(tmp_path, {f"{name}.txt": "\n\n".join(texts)})
-        found = prepare("text", tmp_path / f"{name}.txt", model, out=tmp_path / name)
-        assert (meta_of(found)["checksum"] == meta_of(folder)["checksum"]) == (name == "same")
 
 
 def test_long_documents_are_whole_and_lone_surrogates_stop_nothing(tmp_path, spm, monkeypatch):
@@ -461,20 +421,18 @@ OPTIONS = {  # corpus, options -> what is said. Their source, where it is none, 
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_bad_options_are_one_line(name, tmp_path):
-    write_pairs(tmp_path / "pairs", "de-en", {"train": 60, "valid": 1, "test": 1})
+    table = "".join(f"{one}\t{two}\n" for one, two in pairs("de-en", 60))
+    write_files(tmp_path / "pairs", {f"de-en.{split}.tsv": table for split in SPLITS})
     options, line = OPTIONS[name]
     assert line in refusal(name, **{"source": tmp_path / "pairs", "out": tmp_path / "out"} | options)
     assert not (tmp_path / "out").exists()
 
 
 def test_a_tokenizer_without_an_end_is_refused_in_one_line(tmp_path):
-    write_files(tmp_path, {"a.txt": "\n".join(lines_of("de", 50))})
-    options = {"vocab_size": 40, "eos_id": -1, "hard_vocab_limit": False, "minloglevel": 2}
-    with (tmp_path / "no_end.model").open("wb") as file:
-        lines = iter(lines_of("de", 50))
-        sentencepiece.SentencePieceTrainer.train(sentence_iterator=lines, model_writer=file, **options)
-    refused = refusal("text", tmp_path / "a.txt", tokenizer=tmp_path / "no_end.model", out=tmp_path / "out")
-    assert "no_end.model has no token that ends a text" in refused
+    write_files(tmp_path, {"a.txt": "\n".join(lines_of("de", 500))})
+    tokenizer = train_sentencepiece(lines_of("de", 50), 300, eos_id=-1).save(tmp_path)
+    refused = refusal("text", tmp_path / "a.txt", tokenizer, out=tmp_path / "out")
+    assert refused == f"{tokenizer} has no token that ends a text"
 
 
 THREE, FIVE, GOOD = "a\n" * 3, "a\n" * 4 + "a", "\n\n".join(lines_of("de", 500))
@@ -505,16 +463,19 @@ BAD = [  # corpus, files, what is said
 
 
 @pytest.mark.parametrize("name, contents, line", BAD)
-def test_bad_files_are_one_line(name, contents, line, spm, tmp_path):
+def test_bad_files_are_one_line_before_the_work(name, contents, line, spm, tmp_path, monkeypatch):
     (tmp_path / "in").mkdir()
     write_files(tmp_path / "in", contents)
-    assert line in refusal(name, tmp_path / "in", tokenizer=spm, out=tmp_path / "out")
+    for work in ("train_sentencepiece", "write_corpus"):
+        monkeypatch.setattr(preparing, work, pytest.fail)
+    for tokenizer, pieces in ((spm, None), (None, 300)):
+        assert line in refusal(name, tmp_path / "in", tokenizer, pieces=pieces, out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_a_corpus_without_a_reader_is_told_with_its_source():
-    with pytest.raises(FileNotFoundError, match="python -m data.prepare wmt10 --source DIR"):
-        prepared.read_meta(Path("nowhere/wmt10"))
+def test_a_language_of_nothing_that_the_tokenizer_keeps_has_no_text(spm, tmp_path):
+    write_files(tmp_path / "in", {"de.txt": GOOD, "sw.txt": "\u200b"})
+    assert "language 'sw' of " in refusal("cc100", tmp_path / "in", tokenizer=spm, out=tmp_path / "out")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -565,7 +526,7 @@ def test_a_second_preparation_waits_for_the_first(model, tmp_path, monkeypatch):
             time.sleep(0.5)
             assert not waiting.done() and not training.done()
             write_files(tmp_path, {"pydocs/meta.json": ""})
-        with pytest.raises(ValueError, match="is not empty"):
+        with pytest.raises(FileExistsError, match="is not empty"):
             waiting.result()
         assert training.result() == tmp_path / "pydocs"
 
@@ -580,6 +541,9 @@ def test_what_is_ready(tmp_path, monkeypatch, folder):
     monkeypatch.chdir(folder.parent)
     assert ready(folder.name) == Path(folder.name)
     assert ready(str(folder)) == folder and ready("wikitext103") == tmp_path / "wikitext103" and len(made) == 1
+    damaged = Path(shutil.copytree(folder, tmp_path / "damaged"))  # is not taken for texts
+    (damaged / "meta.json").unlink()
+    assert ready(str(damaged)) == damaged
 
 
 OWN = {  # kind -> what the user gives
@@ -605,12 +569,8 @@ def test_ones_own_texts_are_prepared_once_for_each_state_of_their_files(kind, tm
     os.utime(file, ns=(1, 1))
     again = ready("mine", kind)
     assert again != folder and meta_of(again)["checksum"] == meta_of(folder)["checksum"]
-
-
-def test_a_damaged_folder_is_not_taken_for_texts(folder, tmp_path):
-    shutil.copytree(folder, tmp_path / "copy")
-    (tmp_path / "copy" / "meta.json").unlink()
-    assert ready(str(tmp_path / "copy")) == tmp_path / "copy"
+    file.write_text(file.read_text().replace("1", "2"))
+    assert meta_of(ready("mine", kind))["checksum"] != meta_of(folder)["checksum"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -639,8 +599,8 @@ def test_a_folder_of_languages_holds_what_cc100_streams(spm, hub, tmp_path):
             assert (counts["documents"], counts["bytes"]) == (len(own), sum(map(len, own)))
             assert counts["words"] == sum(len(text.split()) for text in own)
     for split in SPLITS:
-        for key in ("tokens", "words", "documents", "bytes"):
-            assert meta["splits"][split][key] == sum(counts[split][key] for counts in meta["languages"].values())
+        for key, count in meta["splits"][split].items():
+            assert count == sum(counts[split][key] for counts in meta["languages"].values())
         assert (folder / f"{split}.bin").stat().st_size == 2 * meta["splits"][split]["tokens"]
     hub.rows = {(CC100(name), "train"): own for name, own in texts.items()}
     streamed = prepare("cc100", tokenizer=spm, languages=",".join(SIZES), out=tmp_path / "hub")
@@ -658,14 +618,9 @@ def test_a_limit_ends_the_reading_of_a_language(spm, hub, tmp_path, monkeypatch)
         assert hub.read[CC100(name), "train"] < 4000
 
 
-@pytest.mark.parametrize("name, added", [("text", 0), ("cc100", XLMR.added)])
-def test_a_vocabulary_is_learned_of_as_many_pieces_as_are_asked_for(name, added, tmp_path):
-    files = {f"{side}.txt": "\n".join(lines_of(side, 600)) for side in ("de", "sw")}
-    source = write_files(tmp_path / "in", files)
-    for pieces in (330, None):  # none: as many as fit
-        folder = prepare(name, source, pieces=pieces, languages=None, out=tmp_path / str(pieces))
-        assert meta_of(folder)["tokenizer"]["vocab_size"] - added == pieces or pieces is None
-        assert meta_of(folder)["splits"]["train"]["tokens"] > 1000
+def test_a_vocabulary_is_learned_of_as_many_pieces_as_are_asked_for(tmp_path):
+    write_files(tmp_path, {"a.txt": "\n".join(lines_of("de", 600))})
+    assert meta_of(prepare("text", tmp_path, pieces=330, out=tmp_path / "out"))["tokenizer"]["vocab_size"] == 330
 
 
 def test_a_vocabulary_is_learned_from_so_much_of_each_language(monkeypatch):
@@ -684,15 +639,6 @@ def pairs(name: str, count: int, split: str = "train") -> list[tuple[str, str]]:
     return list(zip(*(lines_of(f"{name} {split} {side}", count) for side in sides)))
 
 
-def write_pairs(folder: Path, name: str, sizes: dict[str, int]) -> Path:
-    """Files NAME.SPLIT.SIDE."""
-    files = {}
-    for split, count in sizes.items():
-        for side, texts in zip(name.split("-"), zip(*pairs(name, count, split))):
-            files[f"{name}.{split}.{side}"] = "".join(f"{text}\n" for text in texts)
-    return write_files(folder, files)
-
-
 def pairs_of(folder: Path, split: str, name: str) -> list[tuple[str, str]]:
     """The pairs of a language pair, decoded from its tokens through the index."""
     tokenizer, counts = load_tokenizer(folder), meta_of(folder)["languages"][name][split]
@@ -700,6 +646,7 @@ def pairs_of(folder: Path, split: str, name: str) -> list[tuple[str, str]]:
     begin = 2 * counts["first"]
     assert index[begin + 2 * counts["pairs"]] == index[begin] + counts["tokens"]
     ends = index[begin : begin + 2 * counts["pairs"] + 1]
+    assert index[0] == 0 and index[-1] == len(tokens) and (tokens[ends[1:] - 1] == tokenizer.eot).all()
     texts = [tokenizer.decode(tokens[a : b - 1].tolist()) for a, b in zip(ends[:-1], ends[1:])]
     return list(zip(texts[::2], texts[1::2]))
 
@@ -727,10 +674,6 @@ def test_pairs_come_back(spm, tmp_path, capsys):
         for pair in texts[name]:
             expected[split_of(pair[1], valid=0.01, test=0.01)].append(pair)
         assert {split: pairs_of(folder, split, name) for split in SPLITS} == expected
-    for split in SPLITS:
-        tokens, index = np.fromfile(folder / f"{split}.bin", "uint16"), np.fromfile(folder / f"{split}.idx", "int64")
-        assert index[0] == 0 and index[-1] == len(tokens) and (tokens[index[1:] - 1] == 2).all()
-        assert (tokens == 2).sum() == len(index) - 1 == 2 * meta["splits"][split]["pairs"]
     assert not (folder / "train.jsonl").exists()
     for split in ("valid", "test"):
         assert held_out_of(folder, split) == [pair for name in texts for pair in pairs_of(folder, split, name)]
