@@ -49,13 +49,10 @@ def by_language(source: Path | None = None) -> dict[str, Records]:
         raise ValueError(f"no language has {MIN_MESSAGES} texts beside their English: is it the right source?")
     rows = {}
     for language, own in splits.items():
-        rows[language] = [(own[text], text) for text in sorted(own, key=scattered)]
+        # not by the alphabet, which would put the variants of one phrase into one window
+        texts = sorted(own, key=lambda text: (zlib.crc32(text.encode()), text))
+        rows[language] = [(own[text], text) for text in texts]
     return rows
-
-
-def scattered(text: str) -> tuple[int, str]:
-    """Sorts by a checksum in place of the alphabet, which would put the variants of one phrase into one window."""
-    return zlib.crc32(text.encode()), text
 
 
 def home_messages(source: Path | None = None) -> set[tuple[str, str, str]]:

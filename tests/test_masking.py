@@ -82,10 +82,5 @@ def test_spans():
     mean = chosen.sum() / runs.total()
     assert mean == pytest.approx(19.8 / (1 + 18.8 / 3), abs=0.1)
     assert runs[1] / runs.total() == pytest.approx(1 / 3, abs=0.06) and max(runs) > 8
-
-
-def test_a_span_ends_with_its_part():
-    turn = np.array([0.1, 0.9, 0.8, 0.2, 0.7])
-    lengths = np.array([4, 1, 1, 2, 1])
-    part = np.array([0, 0, 1, 1, 1])
-    assert span_turns(turn, lengths, part).tolist() == [0.1, 0.1, 0.8, 0.2, 0.2]
+    lengths, part = np.array([4, 1, 1, 2, 1]), np.array([0, 0, 1, 1, 1])  # a span ends with its part
+    assert span_turns(np.array([0.1, 0.9, 0.8, 0.2, 0.7]), lengths, part).tolist() == [0.1, 0.1, 0.8, 0.2, 0.2]

@@ -4,15 +4,13 @@ import hashlib
 import json
 import sys
 import zipfile
-from collections import defaultdict
-from itertools import chain
 from pathlib import Path
 
 import pytest
 from test_data import lines_of, meta_of, refusal
 
 from data import corpora, messages
-from data.files import SPLITS
+from data.files import SPLITS, split_of
 from data.prepare import prepare
 
 
@@ -37,12 +35,10 @@ def home_wheel(monkeypatch, folder: Path, components: dict[str, dict[str, dict]]
 
 @pytest.fixture
 def wheel(tmp_path, monkeypatch) -> Path:
-    """Messages in two languages and English; German says the same of some two, as languages do."""
+    """400 messages in German and English, and one in Nepali."""
     english = dict(enumerate(lines_of("en", 400)))
     german = {key: text.replace("en", "de") for key, text in english.items()}
-    german |= {key: german[key + 1] for key in range(0, 400, 8)}
-    swahili = {key: text.replace("en", "sw") for key, text in english.items()}
-    return home_wheel(monkeypatch, tmp_path, {"lamp": {"en": english, "de": german, "sw": swahili, "ne": {"3": "eka"}}})
+    return home_wheel(monkeypatch, tmp_path, {"lamp": {"en": english, "de": german, "ne": {"3": "eka"}}})
 
 
 def test_messages_are_aligned_by_their_keys(tmp_path, monkeypatch):
@@ -60,14 +56,22 @@ def test_messages_are_aligned_by_their_keys(tmp_path, monkeypatch):
     }
 
 
-def test_no_message_is_in_two_splits_and_rare_languages_are_left_out(wheel):
-    texts = corpora.read("messages", wheel.parent)
-    assert set(texts) == {"en", "de", "sw"}
-    splits = defaultdict(set)  # text -> its splits
-    for split, text in chain(*texts.values()):
-        splits[text].add(split)
-    assert {len(found) for found in splits.values()} == {1} and set.union(*splits.values()) == set(SPLITS)
-    assert len(texts["sw"]) == 400 and 300 < len(texts["de"]) < 400  # German of two splits is left out
+def test_messages_are_split_by_english_and_never_leak(monkeypatch):
+    monkeypatch.setattr(messages, "MIN_MESSAGES", 2)
+    english = {split: [] for split in SPLITS}
+    for i in range(200):
+        english[split_of(f"message {i}", valid=0.05, test=0.05)].append(f"message {i}")
+    held_out, other = english["valid"][:2], english["train"][:3]
+    found = {("de", text, f"de {text}") for text in (held_out[0], other[0])}
+    # one German text for English texts of two splits, and English that stands for another message of another split
+    found |= {("de", other[1], "doppelt"), ("de", held_out[1], "doppelt"), ("de", other[2], held_out[0])}
+    found |= {("en_GB", other[0], other[0]), ("en_GB", other[1], other[1]), ("af", other[0], "one alone")}
+    monkeypatch.setattr(messages, "home_messages", lambda source: found)
+    assert {language: set(rows) for language, rows in messages.by_language().items()} == {
+        "de": {("valid", f"de {held_out[0]}"), ("train", f"de {other[0]}")},
+        "en_GB": {("train", other[0]), ("train", other[1])},
+        "en": {("train", other[0]), ("train", other[1]), ("valid", held_out[0])},
+    }
 
 
 def test_meta_says_what_was_read(wheel, monkeypatch):
@@ -87,7 +91,8 @@ def test_a_wheel_is_downloaded_until_it_is_whole(wheel, tmp_path, monkeypatch, c
     assert messages.wheel_file() == found
     assert capsys.readouterr().err.count("downloading homeassistant==2026.2.3") == 1
     found.write_bytes(found.read_bytes()[:99])  # of a download that was killed
-    assert len(corpora.read("messages")["sw"]) == 400
+    texts = corpora.read("messages")
+    assert set(texts) == {"en", "de"} and len(texts["de"]) == 400
     found.unlink()
     pip.write_text("import sys; sys.exit('WARNING: Retrying\\nERROR: No matching distribution found')")
     no_network = "cannot download homeassistant==2026.2.3 (No matching distribution found); it takes pip"
