@@ -102,6 +102,7 @@ def check_options(name: str, source, tokenizer, max_tokens, languages, pieces):
     if name not in CORPORA:
         raise ValueError(f"unknown corpus {name!r}; there are {', '.join(CORPORA)}")
     corpus = CORPORA[name]
+    numbers = [number for number in (max_tokens, pieces) if number is not None]
     known = tokenizer or pieces or source or corpus.vocabulary or corpus.pieces
     hint = "a SentencePiece model such as XLM-R's; or --pieces N, a BPE of its own"
     refused = {
@@ -109,9 +110,7 @@ def check_options(name: str, source, tokenizer, max_tokens, languages, pieces):
         f"corpus {name!r} is read from installed packages: leave out --source": source and not corpus.local,
         f"--source {source} does not exist": source and not source.exists(),
         f"corpus {name!r} needs --tokenizer PATH: {hint}": not known,
-        "--max_tokens and --pieces must be positive": any(
-            number is not None and number < 1 for number in (max_tokens, pieces)
-        ),
+        "--max_tokens and --pieces must be positive": min(numbers, default=1) < 1,
         f"--languages is for corpora of many languages, not for {name!r}": languages and corpus.kind == "text",
         "--pieces learns a tokenizer: leave it out, or --tokenizer": pieces and tokenizer,
     }
@@ -209,9 +208,10 @@ def write_corpus(folder: Path, meta: dict, groups: Groups, tokenizer: Tokenizer,
                 train, *held_out = (own[split]["tokens"] for split in SPLITS)
                 if limit and train >= limit and min(held_out) >= min(limit, ENOUGH):
                     break
+            if language and not train:  # of the hub, or where the tokenizer drops all characters
+                refuse_empty({language: set()}, meta["source"])
     meta["splits"] = {split: writers[split].close() for split in SPLITS}
-    texts = {language: {split for split in SPLITS if own[split]["tokens"]} for language, own in counts.items()}
-    refuse_empty(texts, meta["source"])  # a tokenizer may drop all characters of a text
+    refuse_empty({None: {split for split in SPLITS if meta["splits"][split]["tokens"]}}, meta["source"])
     if meta["kind"] != "text":
         meta["languages"] = counts
     tokenizer.save(folder)
