@@ -59,7 +59,7 @@ def make(english: Records) -> dict[str, dict[str, list[Made]]]:
     for task, examples_of in {"tags": tagged, "pairs": paired, "spans": mixed}.items():
         found[task] = {}
         for split, own in held_out.items():
-            rng = random.Random("dev" if split == "valid" else split)
+            rng = random.Random("dev" if split == "valid" else split)  # as those of the results were drawn
             examples = list(examples_of(own, rng))
             rng.shuffle(examples)
             found[task][split] = examples[: MOST[split]]

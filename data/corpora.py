@@ -163,11 +163,9 @@ def hub_pairs(name: str, *columns: str) -> Records:
         from datasets import get_dataset_split_names
 
         there = get_dataset_split_names(*name.split())
-    splits = {}
     for split, theirs in HUB_SPLITS.items():
         if theirs in there:
-            splits[split] = hub_rows(name, theirs, *columns)
-    yield from labelled(splits)
+            yield from labelled({split: hub_rows(name, theirs, *columns)})
 
 
 # ---------------------------------------------------------------------------------------------------------------------

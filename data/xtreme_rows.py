@@ -78,12 +78,9 @@ def answer_rows(number, example, tokenizer, T, stride) -> Iterator[Row]:
         part = range(start, min(start + room, len(ids)))
         shift = len(head) - start  # from a token's place in the text to its place in the row
         marks = [(shift + token, without_stop(text, *spans[token])) for token in part]
-        if not answer:
-            targets = [UNKNOWN, UNKNOWN]
-        elif answer[0] in part and answer[-1] in part:
+        targets = [0, 0] if answer else [UNKNOWN, UNKNOWN]
+        if answer and answer[0] in part and answer[-1] in part:
             targets = [shift + answer[0], shift + answer[-1]]
-        else:
-            targets = [0, 0]
         own = ids[start : part.stop]
         yield Row(number, [*head, *own, tokenizer.eos], marks, targets)
 
@@ -133,8 +130,7 @@ def batch_of(rows: list[Row], pad: int) -> Batch:
     first = range(0, ids.numel(), ids.shape[1])  # the flat position at which each row begins
     words = [begin + place for begin, row in zip(first, rows) for place, _ in row.marks]
     targets = [target for row in rows for target in row.targets]
-    words, targets = torch.tensor(words).long(), torch.tensor(targets).long()
-    return Batch(ids, real, words, targets)
+    return Batch(ids, real, torch.tensor(words).long(), torch.tensor(targets).long())
 
 
 class TaskData:
