@@ -54,8 +54,7 @@ class TokenData(Prepared):
     def windows(self, split, starts: ndarray) -> tuple[Tensor, Tensor]:
         places = starts[:, None] + np.arange(self.block_size + 1)  # (B, T + 1)
         tokens = torch.from_numpy(self.tokens[split][places].astype(np.int64))
-        x, y = tokens[:, :-1], tokens[:, 1:]
-        return x.contiguous(), y.contiguous()
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
     def seen(self, steps: int) -> Tensor:
         """(N,) bool: which training tokens are targets in the first `steps` steps."""

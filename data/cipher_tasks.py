@@ -14,59 +14,64 @@ import json
 import random
 import re
 from collections.abc import Iterator
-from pathlib import Path
+from contextlib import suppress
 
-from data.ciphers import LANGUAGES, Pieces, alphabets, sentences, train_pieces, written
+from data.ciphers import Pieces, sentences, train_pieces, written
 from data.english import pydocs
 from data.files import PREPARED, Records
 
-FOLDER = "ciphers-tasks"  # of data/prepared
 DEVELOPMENT = 8  # one of so many documents of valid is for development, the others are to train on
-MOST = {"train": 4000, "dev": 400, "test": 1000}  # examples of a task
+MOST = {"train": 4000, "valid": 400, "test": 1000}  # examples of a task
 TAGGED, HALF, BIT = (10, 28), (6, 13), (2, 5)  # pieces of a text with tags, of one of a pair, and of a bit of that
 START, REST, STRANGE = (2, 4), (12, 16), (3, 7)  # pieces of a text's beginning, of the rest, of what is put into it
 
 Text = list[tuple[Pieces, str]]  # the pieces of each word, and its tag
+# The pieces of each text (of tags: of each word), and a tag for each word, a label, or the answer's begin and end.
+Made = tuple[list[Pieces], list[str] | str | tuple[int, int]]
 
 
-def ready() -> Path:
-    """The folder of the tasks, written now where there is none: about 20 s."""
+def read(task: str) -> dict[str, list[Made]]:
+    """The examples of each split. They are made once, in about 20 s, and kept in data/prepared."""
     from data.prepare import new_folder  # not above: others need none of what it reads
 
-    folder = PREPARED / FOLDER
+    folder = PREPARED / "ciphers-examples"
     if not folder.exists():
-        try:
-            with new_folder(folder) as partial:
-                write(partial, pydocs())
-        except (OSError, ValueError):
-            if not folder.exists():  # it exists where another process was faster
-                raise
-    return folder
+        with suppress(FileExistsError), new_folder(folder) as new:  # another process may be faster
+            for name, examples in make(pydocs()).items():
+                (new / f"{name}.json").write_text(json.dumps(examples))
+    return json.loads((folder / f"{task}.json").read_text())
 
 
-def write(folder: Path, english: Records):
-    """The files of all tasks: English ones to train on and to choose by, those to be scored in every language."""
-    makers = {"tags": (tagged, in_tsv), "pairs": (paired, in_tsv_of_pairs), "spans": (mixed, in_json)}
+def said(made: Made, language: str) -> tuple[tuple[str, ...], list | str]:
+    """The texts and the gold of an example, as in data/xtreme.py, in a language."""
+    pieces, gold = made
+    texts = tuple(written(own, language) for own in pieces)
+    if isinstance(gold[0], int):  # a piece is a character
+        begin, end = gold
+        gold = [(texts[1][begin:end], begin)]
+    return texts, gold
+
+
+def make(english: Records) -> dict[str, dict[str, list[Made]]]:
+    """Task -> split -> examples."""
     held_out = documents(list(english))
-    for task, (make, form) in makers.items():
-        (folder / task).mkdir()
+    found = {}
+    for task, examples_of in {"tags": tagged, "pairs": paired, "spans": mixed}.items():
+        found[task] = {}
         for split, own in held_out.items():
-            rng = random.Random(split)
-            examples = list(make(own, rng))
+            rng = random.Random("dev" if split == "valid" else split)  # as those of the results were drawn
+            examples = list(examples_of(own, rng))
             rng.shuffle(examples)
-            for language, alphabet in alphabets().items():
-                if language == LANGUAGES[0] or split == "test":
-                    ending = "json" if task == "spans" else "tsv"
-                    file = folder / task / f"{split}-{language}.{ending}"
-                    file.write_text(form(examples[: MOST[split]], alphabet), encoding="utf-8")
+            found[task][split] = examples[: MOST[split]]
+    return found
 
 
 def documents(english: list) -> dict[str, list[Text]]:
-    """Those of valid, which are for train and dev, and of test; without sentences that training text has, too."""
+    """Those of valid, which are for train and valid, and of test; without sentences that training text has, too."""
     in_sentences = [(split, sentences(text.lower())) for split, text in english]
     model = train_pieces(in_sentences)
     known = {sentence for split, own in in_sentences if split == "train" for sentence in own}
-    found = {"train": [], "dev": [], "test": []}
+    found = {"train": [], "valid": [], "test": []}
     valid = 0
     for split, text in (row for row in english if row[0] != "train"):
         valid += split == "valid"
@@ -77,7 +82,7 @@ def documents(english: list) -> dict[str, list[Text]]:
                 words += own
                 tags += [tag_of(word, place == 0) for place, word in enumerate(own)]
         pieces = model.encode_batch([word.lower() for word in words])
-        part = "test" if split == "test" else "train" if valid % DEVELOPMENT else "dev"
+        part = "test" if split == "test" else "train" if valid % DEVELOPMENT else "valid"
         found[part].append(list(zip(pieces, tags)))
     return found
 
@@ -100,20 +105,21 @@ def pieces_of(text: Text) -> Pieces:
 # Examples of all languages
 
 
-def tagged(held_out: list[Text], rng: random.Random) -> Iterator[Text]:
+def tagged(held_out: list[Text], rng: random.Random) -> Iterator[Made]:
     """Texts of whole words, one after another, that have a tag."""
     for document in held_out:
         text, room = [], 0
         for word in document:
             if len(pieces_of([*text, word])) > room:
                 if {tag for _, tag in text} - {"O"}:
-                    yield text
+                    words, tags = zip(*text)
+                    yield words, tags
                 text, room = [], rng.randint(*TAGGED)
             if len(word[0]) <= room:
                 text.append(word)
 
 
-def paired(held_out: list[Text], rng: random.Random) -> Iterator[tuple[Pieces, Pieces, str]]:
+def paired(held_out: list[Text], rng: random.Random) -> Iterator[Made]:
     """Of each two texts that follow one another a right example and a wrong one."""
     for pieces in map(pieces_of, held_out):
         for begin, middle, end in places(len(pieces), HALF, HALF, rng):
@@ -123,8 +129,8 @@ def paired(held_out: list[Text], rng: random.Random) -> Iterator[tuple[Pieces, P
                 place = rng.randint(0, len(elsewhere) - len(two))
                 wrong = woven(two, elsewhere[place:], rng)
                 if wrong != two:
-                    yield one, two, "1"
-                    yield one, wrong, "0"
+                    yield [one, two], "1"
+                    yield [one, wrong], "0"
 
 
 def places(length: int, one: tuple, two: tuple, rng: random.Random) -> Iterator[tuple[int, int, int]]:
@@ -147,8 +153,8 @@ def woven(one: Pieces, two: Pieces, rng: random.Random) -> Pieces:
     return found
 
 
-def mixed(held_out: list[Text], rng: random.Random) -> Iterator[tuple[Pieces, ...]]:
-    """How a text begins; what stands before the strange bit, this, and what stands behind it."""
+def mixed(held_out: list[Text], rng: random.Random) -> Iterator[Made]:
+    """How a text begins, and how it goes on around the strange bit, which is the answer."""
     documents = list(map(pieces_of, held_out))
     for number, pieces in enumerate(documents):
         others = [own for own in documents[:number] + documents[number + 1 :] if len(own) > STRANGE[1]]
@@ -156,36 +162,5 @@ def mixed(held_out: list[Text], rng: random.Random) -> Iterator[tuple[Pieces, ..
             place = rng.randint(middle, end)
             other, size = rng.choice(others), rng.randint(*STRANGE)
             first = rng.randint(0, len(other) - size)
-            yield pieces[begin:middle], pieces[middle:place], other[first : first + size], pieces[place:end]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Files
-
-
-def in_tsv(examples: list[Text], alphabet: list[str]) -> str:
-    """PAN-X: `word TAB tag` lines, with a blank line between two sentences."""
-    blocks = []
-    for text in examples:
-        blocks.append("".join(f"{written(pieces, alphabet)}\t{tag}\n" for pieces, tag in text))
-    return "\n".join(blocks)
-
-
-def in_tsv_of_pairs(examples: list, alphabet: list[str]) -> str:
-    """PAWS-X: `text TAB text TAB label` lines."""
-    lines = []
-    for one, two, label in examples:
-        lines.append(f"{written(one, alphabet)}\t{written(two, alphabet)}\t{label}\n")
-    return "".join(lines)
-
-
-def in_json(examples: list, alphabet: list[str]) -> str:
-    """SQuAD 1.1."""
-    paragraphs = []
-    for number, texts in enumerate(examples):
-        start, before, strange, behind = (written(text, alphabet) for text in texts)
-        answer = {"text": strange, "answer_start": len(before)}
-        question = {"id": str(number), "question": start, "answers": [answer]}
-        paragraphs.append({"context": before + strange + behind, "qas": [question]})
-    whole = {"version": "1.1", "data": [{"title": FOLDER, "paragraphs": paragraphs}]}
-    return json.dumps(whole, ensure_ascii=False)
+            rest = pieces[middle:place] + other[first : first + size] + pieces[place:end]
+            yield [pieces[begin:middle], rest], (place - middle, place - middle + size)

@@ -1,4 +1,4 @@
-"""A text in languages that differ in nothing but their words: English, and ciphers of it.
+"""A text in languages that differ in nothing but their words: English, and ciphers of it; and harder ones to translate.
 
 English is cut into PIECES pieces. Each language writes a piece as one character of its own (of Unicode's private use),
 chosen by a permutation: no two languages share a character, and a sentence has one length and one order in all.
@@ -8,8 +8,10 @@ with the others and never with each other.
 
 import random
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from itertools import chain, permutations
+from textwrap import wrap
 
 from data.files import Records
 from data.tokenizers import SentencePiece, train_sentencepiece
@@ -42,25 +44,34 @@ def alphabets() -> dict[str, list[str]]:
     return found
 
 
-def written(pieces: Iterable[int], alphabet: list[str]) -> str:
-    return "".join(alphabet[piece] for piece in pieces)
+ALPHABETS = alphabets()
 
 
-def by_language(english: Records) -> dict[str, Records]:
+def written(pieces: Iterable[int], language: str, backwards=False) -> str:
+    """backwards: but for English, from the end of a text to its beginning.
+
+    Dufter and Schütze (EMNLP 2020) found that an encoder does not become multilingual then: who measures whether one
+    is, should see that.
+    """
+    text = "".join(ALPHABETS[language][piece] for piece in pieces)
+    return text[::-1] if backwards and language != "en" else text
+
+
+def by_language(english: Records, backwards=False) -> dict[str, Records]:
     """Each language's share of the documents (split, text)."""
     documents, _ = in_pieces(english)
     *shares, _ = dealt_out(documents)
     rows = {}
-    for share, (language, alphabet) in zip(shares, alphabets().items()):
-        rows[language] = [("train", "".join(alphabet))]  # so that rare characters have tokens too
+    for share, language in zip(shares, LANGUAGES):
+        rows[language] = [("train", written(range(PIECES), language, backwards))]  # rare characters have tokens too
         for split, sentences in share:
-            text = written(chain.from_iterable(sentences), alphabet)
+            text = written(chain.from_iterable(sentences), language, backwards)
             rows[language].append((split, text))
     return rows
 
 
-def by_pair(english: Records) -> dict[str, Records]:
-    """The training pairs are dealt out to every two languages in both orders, the held-out ones given to all."""
+def by_pair(english: Records, backwards=False) -> dict[str, Records]:
+    """Texts of SHORTEST to LONGEST pieces in every two languages and in both orders."""
     documents, names = in_pieces(english)
     *_, paired = dealt_out(documents)
     rng = random.Random(0)
@@ -70,38 +81,22 @@ def by_pair(english: Records) -> dict[str, Records]:
             for text in cut(sentence, names, rng):
                 found.append((tuple(text), split))
     rng.shuffle(found)
-    texts = {"valid": [], "test": [], "train": []}
+    texts = defaultdict(list)
     for text, split in dict(found).items():  # each once: none of one split is in another
         texts[split].append(text)
     pairs = [pair for pair in permutations(LANGUAGES, 2) if set(pair) != NEVER_PAIRED]
     rows = {}
-    for number, pair in enumerate(pairs):
-        one, other = (alphabets()[language] for language in pair)
-        rows["-".join(pair)] = own = []
-        for split in texts:
-            chosen = texts[split][:HELD_OUT]
-            if split == "train":
-                chosen = texts[split][number :: len(pairs)]
-            for text in chosen:
-                own.append((split, written(text, one), written(text, other)))
+    for pair, own in zip(pairs, for_each(len(pairs), texts)):
+        said = [[written(text, language, backwards) for _, text in own] for language in pair]
+        rows["-".join(pair)] = list(zip((split for split, _ in own), *said))
     return rows
 
 
-def backwards(form: Callable) -> Callable:
-    """`by_language` or `by_pair`, but with the ciphers written from the end of a text to its beginning.
-
-    Dufter and Schütze (EMNLP 2020) found that an encoder does not become multilingual then: who measures whether one
-    is, should see that.
-    """
-
-    def rows_of(english: Records) -> dict[str, Records]:
-        found = {}
-        for name, rows in form(english).items():
-            steps = [1 if language == "en" else -1 for language in name.split("-")]
-            found[name] = [(split, *(text[::step] for text, step in zip(texts, steps))) for split, *texts in rows]
-        return found
-
-    return rows_of
+def for_each(count: int, texts: dict[str, list]) -> Iterator[list[tuple]]:
+    """For each of so many pairs its (split, text): those of train are dealt out, the held-out ones given to all."""
+    for number in range(count):
+        held_out = [(split, text) for split in ("valid", "test") for text in texts[split][:HELD_OUT]]
+        yield held_out + [("train", text) for text in texts["train"][number::count]]
 
 
 def in_pieces(english: Records) -> tuple[list[Document], list[str]]:
@@ -160,3 +155,63 @@ def cut(sentence: Pieces, names: list[str], rng: random.Random) -> Iterator[Piec
             end -= 1
         yield sentence[begin:end]
         begin = end
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pairs for a translator: readable English, and ciphers that take more than a dictionary to read
+#
+# A text is a few words of English in lower case. Each of three languages differs from English in one thing more:
+#
+#     x1    it stands backwards
+#     x2    pieces 2k and 2k + 1 are one character: which of the two is meant, what stands around it can tell
+#     x3    behind a piece with an odd k, pieces 2k and 2k + 1 change characters (linguists call it sandhi)
+#
+# The two are about equally frequent, so a dictionary of characters is right with six of ten, in x2 as in x3. The
+# held-out texts are the same in all languages, and of documents that training has nothing of.
+
+
+def homographs(pieces: Pieces) -> Iterable[int]:
+    return (piece - piece % 2 for piece in pieces)
+
+
+def sandhi(pieces: Pieces) -> Iterable[int]:
+    before = 0  # its k is that of the character before, too: whoever reads can see it
+    for piece in pieces:
+        yield piece ^ before // 2 % 2  # 2k becomes 2k + 1, and that 2k
+        before = piece
+
+
+HARDER = {"x1": reversed, "x2": homographs, "x3": sandhi}  # language -> the pieces whose characters are written
+# The vocabulary: English in PIECES pieces, which are learned anew, and a token a character of the ciphers.
+CHARACTERS = [character for language in HARDER for character in ALPHABETS[language]]
+HARDER_VOCABULARY = ENGLISH | dict(model_type="bpe", eos_id=2, user_defined_symbols=CHARACTERS)
+HARDER_VOCABULARY |= dict(vocab_size=PIECES + len(CHARACTERS) + 4)  # and <s>, <pad>, </s> and <mask>
+NARROWEST, WIDEST = 6, 20  # characters of a text in English
+
+
+def to_english(english: Records) -> dict[str, Records]:
+    """{"x1-en": rows (split, cipher, English)}."""
+    rng = random.Random(0)
+    texts, seen = {}, set()
+    for split in ("valid", "test", "train"):  # what held-out documents say is nowhere in training
+        documents = [text for own, text in english if own == split]
+        found = chain.from_iterable(phrases(text, rng) for text in documents)
+        texts[split] = [text for text in dict.fromkeys(found) if text not in seen]
+        seen.update(texts[split])
+        rng.shuffle(texts[split])
+    model = train_sentencepiece(texts["train"], PIECES, **ENGLISH)
+    rows = {}
+    for (language, form), own in zip(HARDER.items(), for_each(len(HARDER), texts)):
+        encoded = model.encode_batch([text for _, text in own])
+        ciphers = [written(form(pieces), language) for pieces in encoded]
+        rows[f"{language}-en"] = [(split, cipher, text) for (split, text), cipher in zip(own, ciphers)]
+    return rows
+
+
+def phrases(document: str, rng: random.Random) -> Iterator[str]:
+    """Its sentences, each broken between words into texts of about one length."""
+    for sentence in sentences(document.lower()):
+        width = rng.randint(NARROWEST, WIDEST)
+        for text in wrap(sentence, width, break_long_words=False, break_on_hyphens=False):
+            if NARROWEST <= len(text) <= WIDEST:
+                yield text

@@ -12,11 +12,12 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
-from data import ciphers, ciphers_mt, files, messages, packages
+from data import ciphers, files, messages
 from data.english import pydocs
 from data.files import Records, one_of, read_documents, read_lines, read_pairs, read_sides, split_of
 
@@ -162,11 +163,9 @@ def hub_pairs(name: str, *columns: str) -> Records:
         from datasets import get_dataset_split_names
 
         there = get_dataset_split_names(*name.split())
-    splits = {}
     for split, theirs in HUB_SPLITS.items():
         if theirs in there:
-            splits[split] = hub_rows(name, theirs, *columns)
-    yield from labelled(splits)
+            yield from labelled({split: hub_rows(name, theirs, *columns)})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -254,8 +253,8 @@ def multi30k(source: Path | None = None) -> Groups:
 
 PYDOCS = dict(read=pydocs, packages=("numpy", "torch"))
 CIPHERS = PYDOCS | dict(vocabulary="ciphers", learning=ciphers.VOCABULARY)
-CIPHERS_MT = PYDOCS | dict(vocabulary="ciphers-mt", learning=ciphers_mt.VOCABULARY)
-HOME = dict(wheels=(packages.HOMEASSISTANT,), vocabulary="messages")
+CIPHERS_MT = PYDOCS | dict(vocabulary="ciphers-mt", learning=ciphers.HARDER_VOCABULARY)
+HOME = dict(wheels=(messages.HOMEASSISTANT,), vocabulary="messages")
 CORPORA = {
     "pydocs": Corpus("text", pydocs, **PYDOCS, vocabulary="pydocs"),
     "wikitext103": Corpus("text", wikitext103, wikitext103, vocabulary="gpt2"),
@@ -264,11 +263,11 @@ CORPORA = {
     "text": Corpus("text", text),
     "messages": Corpus("languages", messages.by_language, messages.by_language, **HOME),
     "ciphers": Corpus("languages", form=ciphers.by_language, **CIPHERS),
-    "ciphers-backwards": Corpus("languages", form=ciphers.backwards(ciphers.by_language), **CIPHERS),
+    "ciphers-backwards": Corpus("languages", form=partial(ciphers.by_language, backwards=True), **CIPHERS),
     "cc100": Corpus("languages", language_files, cc100),
     "ciphers-pairs": Corpus("pairs", form=ciphers.by_pair, **CIPHERS),
-    "ciphers-backwards-pairs": Corpus("pairs", form=ciphers.backwards(ciphers.by_pair), **CIPHERS),
-    "ciphers-mt": Corpus("pairs", form=ciphers_mt.by_pair, **CIPHERS_MT),
+    "ciphers-backwards-pairs": Corpus("pairs", form=partial(ciphers.by_pair, backwards=True), **CIPHERS),
+    "ciphers-mt": Corpus("pairs", form=ciphers.to_english, **CIPHERS_MT),
     "multi30k-de": Corpus("pairs", multi30k, multi30k, pieces=8_000),
     "opus100": Corpus("pairs", bitext, opus100),
     "bitext": Corpus("pairs", bitext),

@@ -18,10 +18,6 @@ def large(data) -> bool:
     return len(data.tokens["train"]) > COUNTED_UP_TO
 
 
-def tokens_of(data, split: str) -> Tensor:
-    return torch.from_numpy(data.tokens[split].astype("int64"))
-
-
 def interpolated(counts: Tensor, rest: Tensor) -> Tensor:
     """(V,) probabilities by counts (V,), and by `rest` (V,), which has all the weight where nothing was seen."""
     kinds = counts.count_nonzero().clamp(min=1)
@@ -43,7 +39,7 @@ def text_losses(data, steps: int) -> dict[str, float]:
     if large(data):
         return {}
     V = data.vocab_size
-    train, test = tokens_of(data, "train"), tokens_of(data, "test")
+    train, test = (torch.from_numpy(data.tokens[split].astype("int64")) for split in ("train", "test"))
     one, two = train[:-1], train[1:]  # all pairs of neighbours
     targets = data.seen(steps)[1:]  # which second tokens training sees
     held_out = test[:-1], test[1:]
@@ -91,7 +87,7 @@ def masked_scores(data, max_tokens=None) -> dict[str, dict]:
     """
     if large(data):
         return {}
-    V, train = data.vocab_size, tokens_of(data, "train")
+    V, train = data.vocab_size, torch.from_numpy(data.tokens["train"].astype("int64"))
     of_all = unigrams(train, V)
     sizes = torch.from_numpy(data.streams["train"][:, 1])
     singles = [unigrams(own, V, of_all) for own in train.split(sizes.tolist())]
@@ -99,9 +95,7 @@ def masked_scores(data, max_tokens=None) -> dict[str, dict]:
     keys = language * V + train  # a language and a token as one number
     following = count_beside(keys[:-1], train[1:], V)
     preceding = count_beside(keys[1:], train[:-1], V)
-    # Of each language sums of losses, of right ones, and their number.
-    by_tokens = torch.zeros(len(sizes), 3, dtype=torch.float64)
-    by_neighbours = torch.zeros_like(by_tokens)
+    sums = torch.zeros(2, len(sizes), 3, dtype=torch.float64)  # of each language losses, right ones, and their number
     for _, _, batch in data.eval_batches("valid", 1, max_tokens):
         ids = F.pad(batch.ids.flatten(), (0, 1), value=data.tokenizer.bos)
         shown = ids[batch.masked]
@@ -114,15 +108,15 @@ def masked_scores(data, max_tokens=None) -> dict[str, dict]:
             after = interpolated(following(left[m]), single)
             before = interpolated(preceding(right[m]), single)
             both = after * before / single
-            for sums, p in ((by_tokens, single.clone()), (by_neighbours, both)):
+            for own, p in zip(sums, (single.clone(), both)):
                 p[shown[m]] *= odds[m]
                 loss = p.sum().log() - p[target].log()
-                sums[batch.language[m]] += torch.stack([loss, p.argmax() == target, torch.ones(())])
+                own[batch.language[m]] += torch.stack([loss, p.argmax() == target, torch.ones(())])
     found = {}
-    for name, sums in {"tokens": by_tokens, "neighbours": by_neighbours}.items():
-        loss, right, count = sums.sum(dim=0)
+    for name, own in zip(("tokens", "neighbours"), sums):
+        loss, right, count = own.sum(dim=0)
         languages = {}
-        for language, (own_loss, _, own_count) in zip(data.languages, sums.tolist()):
+        for language, (own_loss, _, own_count) in zip(data.languages, own.tolist()):
             if own_count:
                 languages[language] = math.exp(own_loss / own_count)
         found[name] = {"ppl": float(torch.exp(loss / count)), "right": float(right / count), "languages": languages}
@@ -143,8 +137,6 @@ def remembered(data, language: str) -> list[str]:
 
     Similar is the cosine of the tokens that they have; a token weighs log(N / n) where n of N training sources have it.
     """
-    if large(data):
-        return []
     sources = texts(data, "train", language, side=0)
     train = list(map(np.unique, sources))
     tokens = np.concatenate(train)
@@ -172,8 +164,6 @@ def looked_up(data, language: str) -> list[str]:
     For a source's token stands the one that it shares most training pairs with, both counted once in a pair: of n and m
     pairs that have the one and the other, they share k, and 2 k / (n + m) is highest (Dice's coefficient).
     """
-    if large(data):
-        return []
     V = data.vocab_size
     sides = [list(map(np.unique, texts(data, "train", language, side))) for side in (0, 1)]
     n, m = (np.bincount(np.concatenate(own), minlength=V) for own in sides)

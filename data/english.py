@@ -4,11 +4,13 @@ They are read with `ast`: nothing is imported or run.
 """
 
 import ast
+import importlib.util
 import inspect
 import re
 import sysconfig
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -16,7 +18,6 @@ from pathlib import Path
 from tqdm import tqdm
 
 from data.files import Records, split_of
-from data.packages import package
 
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
@@ -38,7 +39,9 @@ def pydocs(source: Path | None = None) -> Records:
 
 def python_files(source: Path | None = None) -> Iterator[tuple[str, Iterator[str]]]:
     """The paragraphs of the documentation in each source file of a folder, or of Python, NumPy and PyTorch."""
-    roots = {"python": Path(sysconfig.get_path("stdlib")), "numpy": package("numpy"), "torch": package("torch")}
+    roots = {"python": Path(sysconfig.get_path("stdlib"))}
+    for name in ("numpy", "torch"):
+        roots[name] = Path(importlib.util.find_spec(name).origin).parent  # it is not imported
     if source:
         roots = {source.name: source}
     found = {}
@@ -48,16 +51,12 @@ def python_files(source: Path | None = None) -> Iterator[tuple[str, Iterator[str
             if SKIPPED.isdisjoint(inside.parts):
                 found[f"{name}/{inside.as_posix()}"] = path
     for name, path in sorted(found.items()):
-        yield name, chain.from_iterable(map(sentences, docstrings(path)))
-
-
-def docstrings(path: Path) -> list[str]:
-    """A file's documentation in its order; nothing where the file does not parse."""
-    try:
-        with warnings.catch_warnings(action="ignore", category=SyntaxWarning):
-            return list(documentation(ast.parse(path.read_bytes())))
-    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the last two where code is nested too deeply
-        return []
+        texts = []
+        # a file that does not parse has none; the last two are raised where code is nested too deeply
+        with suppress(SyntaxError, ValueError, RecursionError, MemoryError):
+            with warnings.catch_warnings(action="ignore", category=SyntaxWarning):
+                texts = list(documentation(ast.parse(path.read_bytes())))
+        yield name, chain.from_iterable(map(sentences, texts))
 
 
 DEFINITIONS = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)

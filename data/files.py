@@ -51,26 +51,21 @@ def source_files(source: Path) -> list[Path]:
     """The file itself, or the files under a folder and under its links, sorted, each once. None of them is hidden."""
     if source.is_file():
         return [source]
-    found, seen = [], set()
+    found = {}  # the real path of each folder and file -> the first under which it was found
 
     def closed(error: OSError):
         if isinstance(error, PermissionError):
             say_unread(source, "they may not be opened", error.filename)
 
     for folder, inside, names in os.walk(source, followlinks=True, onerror=closed):
-        real = os.path.realpath(folder)
-        if real in seen:  # two links lead here, or a circle of them
+        if found.setdefault(os.path.realpath(folder), folder) != folder:  # two links lead here, or a circle of them
             inside.clear()
             continue
-        seen.add(real)
         inside[:] = [name for name in sorted(inside) if not name.startswith(".")]
-        for name in sorted(names):
-            path = Path(folder, name)
-            real, hidden = os.path.realpath(path), name.startswith(".")
-            if path.is_file() and real not in seen and not hidden:  # a pipe and a broken link are no files
-                seen.add(real)
-                found.append(path)
-    return sorted(found)
+        for path in (Path(folder, name) for name in sorted(names) if not name.startswith(".")):
+            if path.is_file():  # a pipe and a broken link are none
+                found.setdefault(os.path.realpath(path), path)
+    return sorted(path for path in found.values() if isinstance(path, Path))
 
 
 def text_files(source: Path, *endings: str) -> list[Path]:
@@ -148,7 +143,12 @@ def read_documents(path: Path, blocks: bool = False) -> Iterator[str]:
     lines = chain(head, lines)
     first = next(filter(str.strip, head), "")
     if name.endswith(JSON) or "text" in json_object(first):
-        yield from json_rows(path, lines)
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                text = json_object(line).get("text")
+                if not isinstance(text, str):
+                    raise ValueError(f"{path}, line {number}: no JSON object with a string named 'text'")
+                yield text
     elif blocks or are_blocks(head):
         say(f"{path.parent}: every block between blank lines is a document")
         for has_text, block in groupby(lines, key=lambda line: bool(line.strip())):
@@ -169,16 +169,6 @@ def are_blocks(head: list[str]) -> bool:
     """Whether blank lines are regular: most of the lines are in blocks of 100 at most, of which there are two."""
     sizes = [block.count("\n") for block in re.split(r"\n(?:[^\S\n]*\n)+", "".join(head).strip() + "\n")]
     return len(sizes) > 1 and 2 * sum(size for size in sizes if size <= 100) >= sum(sizes)
-
-
-def json_rows(path: Path, lines: Iterable[str]) -> Iterator[str]:
-    """The "text" of every line; blank lines are passed over."""
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            text = json_object(line).get("text")
-            if not isinstance(text, str):
-                raise ValueError(f"{path}, line {number}: no JSON object with a string named 'text'")
-            yield text
 
 
 def json_object(line: str) -> dict:

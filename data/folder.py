@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -41,11 +42,8 @@ def ready(name: str, kind: str | None = None, make: bool = True) -> Path:
         return folder
     if make and not folder.exists():
         say(f"preparing {name}, once: {folder} will have it")
-        try:
+        with suppress(FileExistsError):  # another process may be faster
             prepare(name, out=folder, **options)
-        except (OSError, ValueError):
-            if not folder.exists():  # it exists where another process was faster
-                raise
     return folder
 
 
@@ -55,11 +53,10 @@ def read_meta(folder: Path) -> dict:
     if not path.is_file():
         from data.corpora import CORPORA  # not above, see `ready`
 
-        known = folder.name in CORPORA
-        source = " --source DIR" if known and CORPORA[folder.name].read is None else ""
-        how = f"prepare it: python -m data.prepare {folder.name}{source}"
-        if not known:
-            how = "nor is there such a text: python -m data.prepare --help lists what can be prepared"
+        how = "nor is there such a text: python -m data.prepare --help lists what can be prepared"
+        if folder.name in CORPORA:
+            source = "" if CORPORA[folder.name].read else " --source DIR"
+            how = f"prepare it: python -m data.prepare {folder.name}{source}"
         raise FileNotFoundError(f"no prepared data in {folder}; {how}")
     try:
         meta = json.loads(path.read_text())
@@ -165,8 +162,7 @@ class Prepared:
 
     def stream(self, split, language: str) -> tuple[int, int]:
         """The number of the first token (or pair) of a language, and how many it has."""
-        number = self.languages.index(language)
-        return tuple(self.streams[split][number].tolist())
+        return tuple(self.streams[split][self.languages.index(language)].tolist())
 
     def pairs(self, split, numbers: ndarray | None = None) -> Spans:
         """The pairs of a split that have these numbers (R,), or all. The size of each text includes its `</s>`."""

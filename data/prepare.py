@@ -64,6 +64,9 @@ def prepare(
     corpus = CORPORA[name]
     out = Path(out or PREPARED / name).resolve()
     with new_folder(out) as folder:
+        if source:  # what is refused in the end is refused before the work, where it is cheap to read twice
+            found = restricted(read(name, source), languages)
+            refuse_empty({language: splits_in(rows) for language, rows in found.items()}, source)
         every = read(name, source)
         groups = restricted(every, languages)
         chosen = tokenizer_of(name, source, tokenizer, languages, pieces, every)
@@ -83,7 +86,7 @@ def new_folder(out: Path):
     partial = out.with_name(f".{out.name}.new.partial")
     with FileLock(out.with_name(f".{out.name}.lock")):  # a second preparation of the folder waits
         if out.exists() and any(out.iterdir()):
-            raise ValueError(f"--out {out} is not empty: remove what is there, or give another folder")
+            raise FileExistsError(f"--out {out} is not empty: remove what is there, or give another folder")
         shutil.rmtree(partial, ignore_errors=True)  # of a preparation that was killed
         unfinished.append(partial)
         try:
@@ -125,6 +128,28 @@ def restricted(groups: Groups, languages: str | None) -> Groups:
     return {language: groups[language] for language in sorted(chosen, key=str)}
 
 
+def splits_in(rows: Records) -> set[str]:
+    """Those that have a text; what comes after there is one of each is not read."""
+    found = set()
+    for split, *texts in rows:
+        if all(map(str.strip, texts)):
+            found.add(split)
+        if len(found) == len(SPLITS):
+            break
+    return found
+
+
+def refuse_empty(found: dict[str | None, set[str]], source):
+    """ValueError for a language without training text, and for a split that no language has; found: who has which."""
+    for language, splits in found.items():
+        if language and "train" not in splits:
+            what = f"language {language!r} of {source} has no training text"
+            raise ValueError(f"{what}: leave it out with --languages")
+    for split in SPLITS:
+        if not any(split in splits for splits in found.values()):
+            raise ValueError(f"split {split!r} is empty: give more text, or files for it")
+
+
 def tokenizer_of(name: str, source, tokenizer, languages, pieces, every: Groups) -> Tokenizer:
     """The given tokenizer, one that is learned from training texts, or GPT-2's. every: the rows of all languages."""
     corpus = CORPORA[name]
@@ -134,15 +159,16 @@ def tokenizer_of(name: str, source, tokenizer, languages, pieces, every: Groups)
         if chosen.eot < 0:
             raise ValueError(f"{tokenizer} has no token that ends a text")
         return chosen
-    pieces = pieces or corpus.pieces
-    options = {"vocab_size": pieces and pieces + kind.added, "model_type": "bpe"}
-    if corpus.vocabulary == "gpt2" and not pieces:
+    own = None if pieces else corpus.vocabulary
+    if own == "gpt2":
         return gpt2()
-    if corpus.vocabulary and not pieces:  # learned from all languages, so that it does not depend on --languages
-        if corpus.vocabulary != name or corpus.learn_from:  # else rows are lists, which writing goes through again
-            every = read(corpus.vocabulary, source)
+    if own:  # learned from all languages, so that it does not depend on --languages
         options = corpus.learning
+        if own != name or corpus.learn_from:  # else rows are lists, which writing goes through again
+            every = read(own, source)
     else:
+        pieces = pieces or corpus.pieces
+        options = {"vocab_size": pieces and pieces + kind.added, "model_type": "bpe"}
         every = restricted(read(name, source), languages)
     return train_sentencepiece(training_texts(every, corpus.learn_from), kind=kind, **options)
 
@@ -182,13 +208,10 @@ def write_corpus(folder: Path, meta: dict, groups: Groups, tokenizer: Tokenizer,
                 train, *held_out = (own[split]["tokens"] for split in SPLITS)
                 if limit and train >= limit and min(held_out) >= min(limit, ENOUGH):
                     break
-            if language and not train:
-                what = f"language {language!r} of {meta['source']}"
-                raise ValueError(f"{what} has no training text: leave it out with --languages")
+            if language and not train:  # of the hub, or where the tokenizer drops all characters
+                refuse_empty({language: set()}, meta["source"])
     meta["splits"] = {split: writers[split].close() for split in SPLITS}
-    for split, total in meta["splits"].items():
-        if not total["tokens"]:
-            raise ValueError(f"split {split!r} is empty: give more text, or files for it")
+    refuse_empty({None: {split for split in SPLITS if meta["splits"][split]["tokens"]}}, meta["source"])
     if meta["kind"] != "text":
         meta["languages"] = counts
     tokenizer.save(folder)
@@ -218,7 +241,7 @@ class SplitWriter:
 
     def __init__(self, folder: Path, split: str, kind: str):
         self.unit = "pairs" if kind == "pairs" else "documents"
-        self.total = Counter({"tokens": 0, "words": 0, "bytes": 0, self.unit: 0})
+        self.counts = []  # of each language
         self.tokens = (folder / f"{split}.bin").open("wb")
         self.index = self.texts = None
         if kind == "pairs":
@@ -229,24 +252,23 @@ class SplitWriter:
 
     def begin_language(self) -> dict[str, int]:
         """The counts of the language that follows, which will grow, and the number of its first token or pair."""
-        first = self.total["pairs" if self.index else "tokens"]
-        self.own = Counter({"first": first} | dict.fromkeys(self.total, 0))
-        return self.own
+        unit = "pairs" if self.index else "tokens"
+        first = sum(own[unit] for own in self.counts)
+        self.counts.append(Counter({"first": first, "tokens": 0, "words": 0, "bytes": 0, self.unit: 0}))
+        return self.counts[-1]
 
     def append(self, texts: list[str], ids: list[np.ndarray], eot: int):
         """A document or a pair, each text with the token that ends it."""
         if not all(map(len, ids)):
             return  # a text of characters that the tokenizer drops
+        own = self.counts[-1]
         for text, tokens in zip(texts, ids):
             words = sum(1 for _ in re.finditer(r"\S+", text))  # a list of them takes ten times the text's memory
-            counts = {"tokens": len(tokens) + 1, "words": words, "bytes": len(text.encode())}
+            own.update(tokens=len(tokens) + 1, words=words, bytes=len(text.encode()))
             self.tokens.write(np.append(tokens, tokens.dtype.type(eot)))
-            self.total.update(counts)
-            self.own.update(counts)
             if self.index:
-                self.index.write(np.int64(self.total["tokens"]))
-        self.total[self.unit] += 1
-        self.own[self.unit] += 1
+                self.index.write(np.int64(self.tokens.tell() // tokens.itemsize))
+        own[self.unit] += 1
         if self.texts:
             self.texts.write(json.dumps(texts, ensure_ascii=False) + "\n")
 
@@ -254,7 +276,7 @@ class SplitWriter:
         for file in (self.tokens, self.index, self.texts):
             if file:
                 file.close()
-        return self.total
+        return {key: sum(own[key] for own in self.counts) for key in ("tokens", "words", "bytes", self.unit)}
 
 
 unfinished = []  # folders that a signal leaves nobody else to remove
@@ -268,23 +290,16 @@ def end_at_once(number: int, frame):
     os._exit(128 + number)
 
 
-@contextmanager
-def errors_in_a_line():
-    """What is wrong with the user's files and options is one line, and exit 1."""
-    try:
-        yield
-    except (ValueError, OSError, ImportError, MemoryError) as error:
-        sys.exit(f"error: {' '.join(str(error).split()) or 'the memory does not suffice'}")
-
-
 def main():
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, end_at_once)
-    with errors_in_a_line():
+    try:
         out = tyro.cli(prepare, prog="python -m data.prepare", description=__doc__, use_underscores=True)
-        splits = json.loads((out / "meta.json").read_text())["splits"]
-        counts = [f"{splits[split]['tokens']:,}" for split in SPLITS]
-        print(f"{out}: {' / '.join(counts)} tokens (train / valid / test)")
+    except (ValueError, OSError, ImportError, MemoryError) as error:
+        sys.exit(f"error: {' '.join(str(error).split()) or 'the memory does not suffice'}")
+    splits = json.loads((out / "meta.json").read_text())["splits"]
+    counts = [f"{splits[split]['tokens']:,}" for split in SPLITS]
+    print(f"{out}: {' / '.join(counts)} tokens (train / valid / test)")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from data.files import json_object, named_split, read_lines, source_files, split
 
 class Task(NamedTuple):
     kind: str  # tags, answer or label
-    languages: str = ""  # the benchmark's
+    languages: str  # the benchmark's
     labels: tuple[str, ...] = ()  # the tags or labels
     folder: str = ""  # in XTREME's folder of all tasks
     hub: str = ""  # what the hub's google/xtreme calls it, by the code or the name of a language
@@ -45,9 +45,9 @@ TASKS = {
 }
 CIPHERS = " ".join(ciphers.LANGUAGES)
 LABORATORY = {
-    "tags": Task("tags", CIPHERS, ("NAME", "CODE", "NUMBER", "O"), "tags"),
-    "pairs": Task("label", CIPHERS, ("0", "1"), "pairs"),
-    "spans": Task("answer", CIPHERS, (), "spans"),
+    "tags": Task("tags", CIPHERS, ("NAME", "CODE", "NUMBER", "O")),
+    "pairs": Task("label", CIPHERS, ("0", "1")),
+    "spans": Task("answer", CIPHERS),
 }
 TASKS |= LABORATORY
 SQUAD = ("xquad", "mlqa")  # tasks that train on SQuAD
@@ -56,13 +56,12 @@ NAMED = """af Afrikaans ar Arabic bg Bulgarian bn Bengali de German el Greek en 
     ko Korean mr Marathi nl Dutch pt Portuguese ru Russian sw Swahili ta Tamil te Telugu th Thai tl Tagalog tr Turkish
     ur Urdu vi Vietnamese yo Yoruba zh Chinese""".split()
 NAMES = dict(zip(NAMED[::2], NAMED[1::2]))  # code -> name, as the hub has it
-CODES = [*NAMES, *"az gu jv ka lt ml ms my pa pl qu ro uk wo".split(), *ciphers.LANGUAGES]
-LANGUAGES = {code: code for code in CODES}  # what file names say -> code
-LANGUAGES |= {name.lower(): code for code, name in NAMES.items()}
+CODES = {code: code for code in [*NAMES, *"az gu jv ka lt ml ms my pa pl qu ro uk wo".split()]}
+LANGUAGES = CODES | {name.lower(): code for code, name in NAMES.items()}  # what file names say -> code
 
 
 class Example(NamedTuple):
-    id: str  # of a question, "" of others
+    id: str  # of a question, or "" where there is none
     texts: tuple[str, ...]  # the words of a sentence; a question and its text; one sentence or two
     gold: list | str | None  # a tag for each word; answers (text, its first character, or -1: not in the text); a label
 
@@ -83,17 +82,15 @@ class Examples(NamedTuple):
 def read_examples(task: str, source: str | None, most_train=None, most_test=None) -> Examples:
     """The examples of a task, at most so many to train on and so many of each language to score; None: all.
 
-    source: a folder of the task's files, or of XTREME's folders of all tasks; None: the hub, or the laboratory.
+    source: a folder of the task's files, or of XTREME's folders of all tasks; None: the hub. The laboratory needs none.
     Where there is no development set, or the benchmark scores it, a tenth of the training examples takes its place.
     ValueError where English training examples or all test examples are missing.
     """
-    scored = TASKS[task].test
-    folder = Path(source) if source else None
-    if task in LABORATORY and not folder:
-        folder = cipher_tasks.ready()
+    scored, folder = TASKS[task].test, Path(source) if source else None
+    made = laboratory(task) if task in LABORATORY else {}
     found, notes = {}, []
     for split in dict.fromkeys(("train", scored, "valid")):
-        found[split], more = read(task, split, folder)
+        found[split], more = (made[split], []) if made else read(task, split, folder)
         notes += more
     test, train = found.pop(scored), found["train"].get("en")
     for examples, what in ((train, "English training"), (test, scored)):
@@ -109,9 +106,19 @@ def read_examples(task: str, source: str | None, most_train=None, most_test=None
         train, valid = parts.values()
     if not train or not valid:
         raise ValueError(f"too few English training examples of {task} to hold some out to choose by")
-    labels = list(TASKS[task].labels)
     test = {language: own[:most_test] for language, own in test.items()}
-    return Examples(train[:most_train], valid[:most_test], test, labels, notes)
+    return Examples(train[:most_train], valid[:most_test], test, list(TASKS[task].labels), notes)
+
+
+def laboratory(task) -> dict[str, dict[str, list[Example]]]:
+    """Split -> language -> examples."""
+    found = {}
+    for split, made in cipher_tasks.read(task).items():
+        found[split] = {}
+        for language in languages_of(task, split):
+            own = enumerate(cipher_tasks.said(one, language) for one in made)
+            found[split][language] = [Example(str(number), *one) for number, one in own]
+    return found
 
 
 def read(task, split, source: Path | None) -> tuple[dict, list]:
@@ -121,7 +128,11 @@ def read(task, split, source: Path | None) -> tuple[dict, list]:
     used is left out, and named. So are examples without a label, but for test sets that have none at all.
     """
     examples, seen, notes = defaultdict(list), [], []
-    parts = files_of(task, split, source) if source else hub_of(task, split)
+    if source:
+        parts = files_of(task, split, source)
+    else:
+        languages = languages_of(task, split)
+        parts = ((one, f"{task} from the hub, {split}, {one}", from_hub(task, split, one)) for one in languages)
     for language, where, part in parts:
         try:
             part = list(part)
@@ -162,28 +173,22 @@ def files_of(task, split, source: Path) -> Iterator[tuple[str, Path | str, Found
     no split belongs to the one that is scored. Files of another form are left out, and those of several languages or of
     none that the benchmark has, but for XNLI's own JSON lines, where every row says its language.
     """
-    folders = [each.folder for each in TASKS.values() if each.folder]
-    if any((source / folder).is_dir() for folder in folders):  # XTREME's folder of all tasks
-        squad = task in SQUAD and split != "test"
-        source = source / ("squad" if squad else TASKS[task].folder)
+    kind, codes, labels, folder, _, scored = TASKS[task]
+    if any((source / each.folder).is_dir() for each in TASKS.values() if each.folder):  # XTREME's folder of all tasks
+        source = source / ("squad" if task in SQUAD and split != "test" else folder)
+    endings, reader = FORMS[kind]
     for path in source_files(source):
         name = Path(uncompressed_name(path).lower())
-        words = re.split(r"[._-]", name.stem)
-        languages = {LANGUAGES[word] for word in words if word in LANGUAGES}
-        if not languages and path.parent.name in LANGUAGES:
-            languages = {LANGUAGES[path.parent.name]}
-        if not languages and task in SQUAD:
-            languages = {"en"}
-        named = named_split(Path(name.stem))
-        if not named and name.suffix:
-            named = TASKS[task].test
-        endings, reader = FORMS[TASKS[task].kind]
-        known = languages.intersection(TASKS[task].languages.split())
-        if named == split and len(languages) == len(known) == 1 and name.suffix in endings:
-            yield min(languages), path, reader(path, TASKS[task].labels)
-        if named == split and not languages and (task, name.suffix) == ("xnli", ".jsonl"):
+        said = [re.split(r"[._-]", name.stem), [path.parent.name], ["en"] if task in SQUAD else []]
+        each = ({LANGUAGES[word] for word in words if word in LANGUAGES} for words in said)
+        languages = next(filter(None, each), set())
+        if split != (named_split(Path(name.stem)) or (scored if name.suffix else None)):
+            continue
+        if not languages and (task, name.suffix) == ("xnli", ".jsonl"):
             for language in languages_of(task, split):
-                yield language, f"{path}, {language}", read_labels(path, TASKS[task].labels, language)
+                yield language, f"{path}, {language}", read_labels(path, labels, language)
+        if len(languages) == 1 and languages.issubset(codes.split()) and name.suffix in endings:
+            yield min(languages), path, reader(path, labels)
 
 
 def languages_of(task, split) -> list[str]:
@@ -294,8 +299,7 @@ def submission(task, language, examples: list, predicted: list) -> tuple:
     """
     file = f"{TASKS[task].folder or task}/test-{language}"
     if TASKS[task].kind == "answer":
-        ids = [one.id for one in examples]
-        return f"{file}.json", dict(zip(ids, predicted))
+        return f"{file}.json", dict(zip([one.id for one in examples], predicted))
     lines = [*predicted, ""]
     if TASKS[task].kind == "tags":
         lines = chain.from_iterable([*tags, ""] for tags in predicted)
@@ -304,12 +308,6 @@ def submission(task, language, examples: list, predicted: list) -> tuple:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The hub
-
-
-def hub_of(task, split) -> Iterator[tuple[str, str, Found]]:
-    """(language, what is read, what it holds) of a split."""
-    for language in languages_of(task, split):
-        yield language, f"{task} from the hub, {split}, {language}", from_hub(task, split, language)
 
 
 def from_hub(task, split, language) -> Found:

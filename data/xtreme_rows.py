@@ -78,12 +78,9 @@ def answer_rows(number, example, tokenizer, T, stride) -> Iterator[Row]:
         part = range(start, min(start + room, len(ids)))
         shift = len(head) - start  # from a token's place in the text to its place in the row
         marks = [(shift + token, without_stop(text, *spans[token])) for token in part]
-        if not answer:
-            targets = [UNKNOWN, UNKNOWN]
-        elif answer[0] in part and answer[-1] in part:
+        targets = [0, 0] if answer else [UNKNOWN, UNKNOWN]
+        if answer and answer[0] in part and answer[-1] in part:
             targets = [shift + answer[0], shift + answer[-1]]
-        else:
-            targets = [0, 0]
         own = ids[start : part.stop]
         yield Row(number, [*head, *own, tokenizer.eos], marks, targets)
 
@@ -133,8 +130,7 @@ def batch_of(rows: list[Row], pad: int) -> Batch:
     first = range(0, ids.numel(), ids.shape[1])  # the flat position at which each row begins
     words = [begin + place for begin, row in zip(first, rows) for place, _ in row.marks]
     targets = [target for row in rows for target in row.targets]
-    words, targets = torch.tensor(words).long(), torch.tensor(targets).long()
-    return Batch(ids, real, words, targets)
+    return Batch(ids, real, torch.tensor(words).long(), torch.tensor(targets).long())
 
 
 class TaskData:
@@ -172,8 +168,7 @@ def row_predictions(kind, labels, rows: list[Row], logits: Tensor, longest: int)
     if kind == "answer":
         pairs = logits.unflatten(0, (-1, 2))  # (B, 2, T) the answers' begins and ends
         return [[best_answer(row, *own, longest)] for row, own in zip(rows, pairs)]
-    best = logits.argmax(dim=1).tolist()
-    found = iter(labels[number] for number in best)
+    found = iter(labels[number] for number in logits.argmax(dim=1).tolist())
     return [list(islice(found, len(row.targets))) for row in rows]
 
 
@@ -184,17 +179,13 @@ def best_answer(row: Row, begins: Tensor, ends: Tensor, longest) -> tuple:
     """
     if not row.marks:
         return -math.inf, 0, 0
-    first, _ = row.marks[0]
-    last, _ = row.marks[-1]
-    text = slice(first, last + 1)
+    text = slice(row.marks[0][0], row.marks[-1][0] + 1)
     score = begins[text, None] + ends[text]  # (N, N) from a token of the text to another
-    allowed = torch.ones_like(score, dtype=torch.bool)
-    allowed = allowed.triu().tril(longest - 1)
+    allowed = torch.ones_like(score, dtype=torch.bool).triu().tril(longest - 1)
     score = score.masked_fill(~allowed, -math.inf)
     begin, end = divmod(int(score.argmax()), len(score))
-    _, (first_char, _) = row.marks[begin]
-    _, (_, last_char) = row.marks[end]
-    return float(score[begin, end]), first_char, last_char
+    (_, (first, _)), (_, (_, last)) = row.marks[begin], row.marks[end]
+    return float(score[begin, end]), first, last
 
 
 def by_example(kind, examples: list[Example], rows: list[Row], found) -> list:

@@ -12,19 +12,24 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from test_masking import within
 from test_train_electra import corpora as electra_corpora
 
 from data import batches, counting, folder
 from data.batches import Masked, MaskedData, PairData, TokenData, Translation, TranslationData, source_batches
 from data.files import SPLITS, checksum
 from data.folder import Spans
+from data.masking import DRAWS, Masking, span_turns
 from data.prepare import prepare
 
 __all__ = ["electra_corpora"]  # a fixture
 KINDS = [TokenData, MaskedData, PairData, TranslationData]
 COUNTS = {"train": 40, "test": 20}
 T, B = 16, 4
+
+
+def within(count: int, n: int, p: float) -> bool:
+    """Five standard deviations of a binomial: off by chance once in two million."""
+    return abs(count - n * p) < 5 * (n * p * (1 - p)) ** 0.5
 
 
 def same(one, two) -> bool:
@@ -172,27 +177,28 @@ def test_a_micro_batch_holds_rows(folder_of, kind, sizes):
         kind(folder_of[kind], 7, 70)
 
 
-@pytest.mark.parametrize("name", ["train.bin", "valid.idx", "test.jsonl", "xlmr.model"])
-def test_a_damaged_file_is_one_line(aligned, tmp_path, monkeypatch, name):
+def test_a_damaged_folder_is_one_line(aligned, tmp_path, monkeypatch):
     copy = Path(shutil.copytree(aligned, tmp_path / "copy"))
-    (copy / name).write_bytes((aligned / name).read_bytes()[:-2])
-    with pytest.raises(ValueError, match=f"{name} has changed .* prepare it again: python -m data.prepare"):
-        PairData(copy, T, T)
-    if name in ("train.bin", "valid.idx"):
-        monkeypatch.setattr(folder, "HASHED_UP_TO", 0)  # as if it were too large to be hashed
-        with pytest.raises(ValueError, match=f"{name} has .* bytes instead of"):
-            PairData(copy, T, T)
-
-
-def test_a_damaged_meta_json_is_one_line(many, tmp_path):
-    edited = json.loads((many / "meta.json").read_text())
+    edited = json.loads((aligned / "meta.json").read_text())
     edited["splits"]["valid"]["tokens"] += 1
-    for content in ("{", "[]", "{}", json.dumps(edited)):
-        (tmp_path / "meta.json").write_text(content)
-        with pytest.raises(ValueError, match=r"meta\.json has changed .* prepare it again"):
-            TokenData(tmp_path, T, T)
-    with pytest.raises(FileNotFoundError, match="no prepared data .*; .*python -m data.prepare cc100"):
-        TokenData(tmp_path / "cc100", T, T)
+    damages = [("meta.json", content.encode()) for content in ("{", "[]", "{}", json.dumps(edited))]
+    names = ("test.jsonl", "xlmr.model", "train.bin", "valid.idx")
+    damages += [(name, (aligned / name).read_bytes()[:-2]) for name in names]
+    for name, content in damages:
+        (copy / name).write_bytes(content)
+        with pytest.raises(ValueError, match=f"{name} has changed .* prepare it again: python -m data.prepare"):
+            PairData(copy, T, T)
+        if name.endswith(("bin", "idx")):
+            with monkeypatch.context() as patch, pytest.raises(ValueError, match=f"{name} has .* bytes instead of"):
+                patch.setattr(folder, "HASHED_UP_TO", 0)  # as if it were too large to be hashed
+                PairData(copy, T, T)
+        shutil.copy(aligned / name, copy)
+    (copy / "valid.bin").unlink()
+    with pytest.raises(FileNotFoundError, match=r"valid\.bin is missing; remove the folder and prepare it again"):
+        PairData(copy, T, T)
+    for name, source in {"cc100": "", "wmt10": " --source DIR"}.items():
+        with pytest.raises(FileNotFoundError, match=f"no prepared data .*; .*python -m data.prepare {name}{source}$"):
+            PairData(tmp_path / name, T, T)
 
 
 def test_y_is_x_one_token_ahead_in_windows_from_everywhere(tmp_path):
@@ -240,8 +246,7 @@ def test_evaluation_reads_the_split_once_in_order(many):
 
 
 def test_a_split_of_exactly_one_window(many):
-    sizes = {split: len(tokens) for split, tokens in TokenData(many, T, T).tokens.items()}
-    size, split = min((size, split) for split, size in sizes.items())
+    size, split = min((len(tokens), split) for split, tokens in TokenData(many, T, T).tokens.items())
     data = TokenData(many, size - 1, size - 1)
     assert len(list(data.eval_batches(split))) == 1
     assert same(data.batch(split, 9), next(data.eval_batches(split)))
@@ -327,9 +332,9 @@ def test_evaluation_reads_every_token_once_per_masking(tmp_path):
         assert batch.ids.numel() <= T * B
 
 
-def test_evaluation_depends_on_neither_seed_nor_batch_size(tmp_path):
+def test_evaluation_does_not_depend_on_the_batch_size(tmp_path):
     plain = numbered_texts(tmp_path, EVALUATED)
-    for change in ({"seed": 5}, {"micro_tokens": 7 * T}, {"micro_tokens": T}):
+    for change in ({"micro_tokens": 7 * T}, {"micro_tokens": T}):
         other = numbered_texts(tmp_path, EVALUATED, **change)
         assert all((spread(reading(plain, k), READ) == spread(reading(other, k), READ)).all() for k in range(2))
 
@@ -426,16 +431,13 @@ def masks(data: PairData, found: list[tuple[int, Masked]]) -> dict[int, list[int
     return hidden
 
 
-def test_evaluation_reads_every_pair_once_per_masking(tmp_path):
-    data = numbered_pairs(tmp_path, SIZED)
+def test_evaluation_reads_every_pair_once_per_masking_and_masks_halves_independently(tmp_path):
+    data = numbered_pairs(tmp_path / "sized", SIZED)
     found = [masks(data, reading(data, k)) for k in range(3)]
     assert all(sorted(turn) == list(range(83)) for turn in found)
     assert found[0] != found[1] != found[2]
     assert (spread(reading(data), data.eval_tokens("valid"))[0] >= 0).all()
     assert all(batch.ids.numel() <= T * B for _, batch in reading(data))
-
-
-def test_evaluation_masks_halves_independently(tmp_path):
     data = numbered_pairs(tmp_path, {"a-b": [(11, 11)] * 100}, block_size=32, micro_tokens=64, mask_share=0.1)
     found = masks(data, reading(data)).values()  # one of ten in each half
     assert within(sum(one % 11 == two % 11 for one, two in found), 100, 0.1)
@@ -542,35 +544,11 @@ def test_sources_to_translate_come_longest_first_within_the_budget():
     assert list(source_batches([], pad=1, eos=2, micro_tokens=12)) == []
 
 
-def test_a_memory_is_searched_by_the_cosine_of_squared_weights():
-    """A token that is in few sources weighs more, in what two sources share and in their lengths."""
-    rng = np.random.default_rng(3)
-    sources = {split: [np.minimum(rng.geometric(0.15, 6), 29) for _ in range(count)] for split, count in COUNTS.items()}
-    tokens = {split: np.concatenate([[*own, 30 + n] for n, own in enumerate(each)]) for split, each in sources.items()}
-    data = SimpleNamespace(tokens=tokens, vocab_size=100, tokenizer=SimpleNamespace(decode=lambda ids: ids[0] - 30))
-    data.stream = lambda split, language: (0, COUNTS[split])
-    data.pairs = lambda split, n: Spans(n * 0, 7 * n[:, None] + [0, 6], n[:, None] * 0 + [6, 1])
-    train = list(map(set, sources["train"]))
-    weight = {token: math.log(40 / max(1, sum(token in own for own in train))) for token in range(30)}
-
-    def cosine(a: set, b: set) -> float:
-        lengths = [math.sqrt(sum(weight[token] ** 2 for token in own)) for own in (a, b)]
-        return sum(weight[token] ** 2 for token in a & b) / math.prod(lengths)
-
-    found = counting.remembered(data, "a-b")
-    for n, own in zip(found, map(set, sources["test"]), strict=True):
-        assert cosine(own, train[n]) == pytest.approx(max(cosine(own, other) for other in train))
-
-
-def test_a_lookup_takes_the_token_that_is_beside_it_and_not_beside_others():
-    """Each counts once in a pair; `</s>`, 2, is beside all; the ids' products do not fit into those of the file."""
-    train = [([500, 501, 2], [600, 601, 2]), ([500, 2], [600, 603, 2]), ([501, 502, 2], [602, 601, 2])]
-    train += [([502, 502, 2], [602, 602, 602, 2]), ([503, 2], [601, 2])]
-    train += [([504, 504, 2], [604, 605, 605, 605, 2]), ([2], [605, 2])]
-    rows = {"train": train, "test": [([501, 500, 502, 999, 2], [2]), ([504, 2], [2])]}
+def spelt(rows: dict[str, list[tuple]], decode) -> SimpleNamespace:
+    """Data of one language pair, split -> the ids of sources and translations, as counting reads it."""
     sides = {split: list(itertools.chain(*own)) for split, own in rows.items()}
-    tokens = {split: np.concatenate(own).astype(np.uint16) for split, own in sides.items()}
-    data = SimpleNamespace(tokens=tokens, vocab_size=1000, tokenizer=SimpleNamespace(decode=lambda ids: ids))
+    data = SimpleNamespace(vocab_size=1000, tokenizer=SimpleNamespace(decode=decode))
+    data.tokens = {split: np.concatenate(own).astype(np.uint16) for split, own in sides.items()}
     data.stream = lambda split, language: (0, len(rows[split]))
 
     def pairs(split, numbers):
@@ -579,5 +557,107 @@ def test_a_lookup_takes_the_token_that_is_beside_it_and_not_beside_others():
         return Spans(numbers * 0, starts.reshape(-1, 2)[numbers], sizes.reshape(-1, 2)[numbers])
 
     data.pairs = pairs
+    return data
+
+
+def test_a_memory_is_searched_by_the_cosine_of_squared_weights():
+    """A token that is in few sources weighs more, in what two sources share and in their lengths."""
+    rng, rows = np.random.default_rng(3), {}
+    for split, count in COUNTS.items():
+        rows[split] = [(np.minimum(rng.geometric(0.15, 6), 29), [30 + n]) for n in range(count)]
+    train = [set(source) for source, _ in rows["train"]]
+    weight = {token: math.log(40 / max(1, sum(token in own for own in train))) for token in range(30)}
+
+    def cosine(a: set, b: set) -> float:
+        lengths = [math.sqrt(sum(weight[token] ** 2 for token in own)) for own in (a, b)]
+        return sum(weight[token] ** 2 for token in a & b) / math.prod(lengths)
+
+    found = counting.remembered(spelt(rows, lambda ids: ids[0] - 30), "a-b")
+    for n, (source, _) in zip(found, rows["test"], strict=True):
+        assert cosine(set(source), train[n]) == pytest.approx(max(cosine(set(source), other) for other in train))
+
+
+def test_a_lookup_takes_the_token_that_is_beside_it_and_not_beside_others():
+    """Each counts once in a pair; `</s>`, 2, is beside all; the ids' products do not fit into those of the file."""
+    train = [([500, 501, 2], [600, 601, 2]), ([500, 2], [600, 603, 2]), ([501, 502, 2], [602, 601, 2])]
+    train += [([502, 502, 2], [602, 602, 602, 2]), ([503, 2], [601, 2])]
+    train += [([504, 504, 2], [604, 605, 605, 605, 2]), ([2], [605, 2])]
+    rows = {"train": train, "test": [([501, 500, 502, 999, 2], [2]), ([504, 2], [2])]}
     # 501 shares two pairs with 601, which has three, and one with 600 and with 602: 4 / 5 is highest.
-    assert counting.looked_up(data, "a-b") == [[601, 600, 602, 0, 2], [604, 2]]
+    assert counting.looked_up(spelt(rows, lambda ids: ids), "a-b") == [[601, 600, 602, 0, 2], [604, 2]]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Masking: how many tokens are chosen, which, and what is shown in their places
+
+V, MASK = 1000, 999
+SPECIAL = (0, 1, 2, 3, MASK)
+TOKENIZER = SimpleNamespace(special=SPECIAL, mask=MASK, vocab_size=V)
+
+
+def mask(ids: np.ndarray, share, replace=(1.0, 0.0), span=None, seed=0) -> tuple:
+    """The ids (B, T) after masking, and which were chosen, where every row is a part."""
+    masking = Masking(TOKENIZER, share, replace, span)
+    random = np.random.default_rng(seed).random((DRAWS, ids.size))
+    chosen = masking.choose(ids.flatten(), np.arange(ids.size) // ids.shape[1], random)
+    return masking.hide(ids.flatten(), chosen, random).reshape(ids.shape), chosen.reshape(ids.shape)
+
+
+@pytest.fixture(scope="module")
+def masked():
+    """4,000 rows with 88 or 99 tokens that are not special, before and after masking."""
+    ids = np.random.default_rng(0).integers(4, 999, (4000, 101))
+    ids[:, 0] = 0
+    ids[:, 40] = 2
+    ids[::2, 90:] = 1
+    return ids, *mask(ids, 0.15, (0.8, 0.1))
+
+
+def test_15_percent_are_chosen_in_the_mean_and_no_special_ones(masked):
+    ids, _, chosen = masked
+    maskable = ~np.isin(ids, SPECIAL)
+    assert not (chosen & ~maskable).any()
+    count = chosen.sum(axis=1)
+    for rows, size in ((slice(0, None, 2), 88), (slice(1, None, 2), 99)):
+        few = int(size * 0.15)
+        assert set(count[rows]) == {few, few + 1} and (maskable[rows].sum(axis=1) == size).all()
+        assert within((count[rows] > few).sum(), 2000, size * 0.15 % 1)
+    assert all(within(chosen[:, place].sum(), 4000, 0.15) for place in (1, 39, 41, 89))
+
+
+def test_80_percent_become_the_mask_and_10_a_random_token(masked):
+    ids, hidden, chosen = masked
+    assert (hidden[~chosen] == ids[~chosen]).all()
+    new, old = hidden[chosen], ids[chosen]
+    assert within((new == MASK).sum(), len(new), 0.8)
+    drawn = new[(new != MASK) & (new != old)]
+    assert within(len(drawn), len(new), 0.1 * (1 - 1 / 995)) and not np.isin(drawn, SPECIAL).any()
+    assert within((drawn < 500).sum(), len(drawn), 496 / 995)
+
+
+def test_at_least_one_is_chosen_where_there_is_any():
+    ids = np.full((3, 8), 2)
+    ids[1, 5] = ids[2] = 7
+    for seed in range(20):
+        hidden, chosen = mask(ids, 0.15, seed=seed)
+        assert np.flatnonzero(chosen[1]).tolist() == [5] and not chosen[0].any() and chosen[2].sum() in (1, 2)
+        assert ((hidden == MASK) == chosen).all()
+    assert (mask(ids, 1.0)[1] == (ids == 7)).all()
+
+
+def test_spans():
+    ids = np.full((400, 1000), 9)
+    ids[:, ::100] = 2
+    _, chosen = mask(ids, 0.02, span=3.0)
+    count = chosen.sum(axis=1)
+    assert not chosen[:, ::100].any() and set(count) <= {19, 20}  # 990 * 0.02 = 19.8
+    assert within((count == 20).sum(), 400, 0.8)
+    runs = Counter()
+    for row in chosen:
+        runs.update(map(len, "".join(" x"[one] for one in row.astype(int)).split()))
+    # Spans hardly touch one another. n tokens are 1 + (n - 1) / 3 spans in the mean, of which the last is cut.
+    mean = chosen.sum() / runs.total()
+    assert mean == pytest.approx(19.8 / (1 + 18.8 / 3), abs=0.1)
+    assert runs[1] / runs.total() == pytest.approx(1 / 3, abs=0.06) and max(runs) > 8
+    lengths, part = np.array([4, 1, 1, 2, 1]), np.array([0, 0, 1, 1, 1])  # a span ends with its part
+    assert span_turns(np.array([0.1, 0.9, 0.8, 0.2, 0.7]), lengths, part).tolist() == [0.1, 0.1, 0.8, 0.2, 0.2]

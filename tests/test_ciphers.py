@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 import train_electra
-from data import cipher_tasks, ciphers, ciphers_mt, corpora, folder, xtreme
+from data import cipher_tasks, ciphers, corpora, folder, xtreme
 from data.files import SPLITS
 from data.prepare import prepare
 from data.tokenizers import load_tokenizer
 
-ALPHABETS = ciphers.alphabets()
+ALPHABETS = ciphers.ALPHABETS
 PLAIN = {character: piece for own in ALPHABETS.values() for piece, character in enumerate(own)}
 
 
@@ -85,15 +85,13 @@ def test_pairs_say_the_same_and_two_languages_are_never_paired(english):
     assert len(held_out) == 1 and 30 < len(*held_out) <= ciphers.HELD_OUT
 
 
-def test_backwards_are_the_ciphers_and_never_english(english):
-    for form in (ciphers.by_language, ciphers.by_pair):
-        one, other = form(english), ciphers.backwards(form)(english)
-        assert list(one) == list(other)
-        for name, own in one.items():
-            for (split, *texts), (same, *turned) in zip(own, other[name], strict=True):
-                assert split == same
-                for language, text, found in zip(name.split("-"), texts, turned, strict=True):
-                    assert found == (text if language == "en" else "".join(reversed(text)))
+@pytest.mark.parametrize("form", [ciphers.by_language, ciphers.by_pair])
+def test_backwards_are_the_ciphers_and_never_english(form, english):
+    expected = {}
+    for name, rows in form(english).items():
+        turn = [-1 if language.startswith("x") else 1 for language in name.split("-")]
+        expected[name] = [(split, *(text[::step] for text, step in zip(texts, turn))) for split, *texts in rows]
+    assert form(english, backwards=True) == expected
 
 
 def test_ciphers_are_prepared_with_a_token_a_character(tmp_path, monkeypatch, english):
@@ -128,17 +126,11 @@ def read_back(language: str, cipher: str) -> list[int]:
     return found
 
 
-def test_each_language_differs_from_english_in_one_thing():
-    pieces = [2, 3, 4, 6, 5]
-    found = {language: list(form(pieces)) for language, form in ciphers_mt.LANGUAGES.items()}
-    assert found == {"x1": [5, 6, 4, 3, 2], "x2": [2, 2, 4, 6, 4], "x3": [2, 2, 5, 6, 4]}
-
-
 def test_a_translator_reads_a_token_a_character_and_writes_english(tmp_path, monkeypatch, english):
     monkeypatch.setitem(corpora.CORPORA, "ciphers-mt", corpora.CORPORA["ciphers-mt"]._replace(read=lambda: english))
     monkeypatch.setattr(folder, "PREPARED", tmp_path)
     tokenizer = load_tokenizer(folder.ready("ciphers-mt"))
-    rows = ciphers_mt.by_pair(english)
+    rows = ciphers.to_english(english)
     piece_of = {}  # token of English -> the piece that it is in the ciphers
     for language in ("x1", "x3", "x2"):
         for _, cipher, text in rows[f"{language}-en"]:
@@ -153,27 +145,21 @@ def test_a_translator_reads_a_token_a_character_and_writes_english(tmp_path, mon
 
 
 def test_a_translator_is_trained_on_nothing_of_held_out_documents(monkeypatch, english):
-    few, every = [], []
-    for held_out, found in ((7, few), (10**6, every)):
-        monkeypatch.setattr(ciphers_mt, "HELD_OUT", held_out)
-        found += ciphers_mt.by_pair(english).items()
+    monkeypatch.setattr(ciphers, "HELD_OUT", 10**6)
+    every = {text for own in ciphers.to_english(english).values() for split, _, text in own if split != "train"}
+    monkeypatch.setattr(ciphers, "HELD_OUT", 7)
     texts = defaultdict(list)
-    for (name, rows), (_, all_rows) in zip(few, every):
-        own = {split: [text for this, _, text in rows if this == split] for split in SPLITS}
-        texts["train"] += own["train"]
-        assert len(own["valid"]) == len(own["test"]) == 7
-        texts[name] = own["valid"] + own["test"]
-        held_out = {text for split, _, text in all_rows if split != "train"}
-        assert held_out.issuperset(texts[name])
-    assert texts["x1-en"] == texts["x2-en"] == texts["x3-en"]
-    assert len(texts["train"]) == len(set(texts["train"])) > 1000 and held_out.isdisjoint(texts["train"])
-    documents = {
-        split: " ".join(ciphers.sentences(" ".join(text for own, text in english if own == split).lower()))
-        for split in SPLITS
-    }
-    assert all(text in documents["train"] for text in texts["train"])
-    assert all(text in documents["valid"] for text in texts["x1-en"][:7])
-    assert all(6 <= len(text) <= 20 for text in texts["train"])
+    for name, rows in ciphers.to_english(english).items():
+        for split, _, text in rows:
+            texts["train" if split == "train" else f"{split} {name}"].append(text)
+    train = texts.pop("train")
+    assert len(train) == len(set(train)) > 1000 and every.isdisjoint(train)
+    assert all(6 <= len(text) <= 20 for text in train)
+    for split in ("valid", "test"):
+        one, *others = [texts[f"{split} {language}-en"] for language in ciphers.HARDER]
+        assert others == [one, one] and len(one) == 7 and every.issuperset(one)
+        said = " ".join(ciphers.sentences(" ".join(text for own, text in english if own == split).lower()))
+        assert all(text in said for text in one)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -182,14 +168,12 @@ def test_a_translator_is_trained_on_nothing_of_held_out_documents(monkeypatch, e
 
 @pytest.fixture
 def tasks(english, tmp_path, monkeypatch) -> dict[str, xtreme.Examples]:
-    """What is read of the three tasks, whose folder is written the first time and no other."""
+    """What is read of the three tasks, which are made the first time and no other."""
     calls = []
     monkeypatch.setattr(cipher_tasks, "pydocs", lambda: calls.append(1) or english)
     monkeypatch.setattr(cipher_tasks, "PREPARED", tmp_path)
     found = {task: xtreme.read_examples(task, None) for task in xtreme.LABORATORY}
-    assert calls == [1] and [path.name for path in tmp_path.glob("[!.]*")] == ["ciphers-tasks"]
-    names = {path.stem for path in tmp_path.glob("ciphers-tasks/*/*")}
-    assert names == {"train-en", "dev-en", *(f"test-{language}" for language in ciphers.LANGUAGES)}
+    assert calls == [1] and [path.name for path in tmp_path.glob("[!.]*")] == ["ciphers-examples"]
     return found
 
 
@@ -203,14 +187,8 @@ def test_tasks_say_the_same_in_every_language_and_are_learned_in_english(tasks):
             assert {language_of("".join(one.texts)) for one in own} == {language}
         for own in examples.test.values():
             golds = [[(plain(text), place) for text, place in one.gold] if task == "spans" else one.gold for one in own]
-            said.append([(tuple(map(plain, one.texts)), gold) for one, gold in zip(own, golds)])
+            said.append([(one.id, tuple(map(plain, one.texts)), gold) for one, gold in zip(own, golds)])
         assert all(each == said[0] for each in said)
-
-
-def test_a_task_is_read_from_the_user_s_folder_where_one_is_given(tasks, tmp_path, monkeypatch):
-    (tmp_path / "ciphers-tasks").rename(tmp_path / "mine")
-    monkeypatch.setattr(cipher_tasks, "ready", lambda: tmp_path / "nowhere")
-    assert xtreme.read_examples("tags", str(tmp_path / "mine")) == tasks["tags"]
 
 
 def test_tasks_are_of_documents_that_no_language_is_trained_on(english):
@@ -218,9 +196,9 @@ def test_tasks_are_of_documents_that_no_language_is_trained_on(english):
     rows = [("train", "X1 y2. Aa bb!"), ("valid", "Aa bb! One two three."), ("test", "Four Five. aa BB! Zx qy.")]
     found = cipher_tasks.documents(english + rows)
     counts = {split: sum(own == split for own, _ in english) for split in SPLITS}
-    assert len(found["test"]) == counts["test"] + 1 and len(found["train"] + found["dev"]) == counts["valid"] + 1
-    assert len(found["dev"]) == (counts["valid"] + 1) // 8
-    words = [[(len(pieces) > 0, tag) for pieces, tag in text] for text in (found["train"] + found["dev"])]
+    assert len(found["test"]) == counts["test"] + 1 and len(found["train"] + found["valid"]) == counts["valid"] + 1
+    assert len(found["valid"]) == (counts["valid"] + 1) // 8
+    words = [[(len(pieces) > 0, tag) for pieces, tag in text] for text in (found["train"] + found["valid"])]
     assert [(True, "O")] * 3 in words  # one two three
     [tags] = [[tag for _, tag in text] for text in found["test"][-1:]]
     assert tags == ["O", "NAME", "O", "O"]
@@ -253,23 +231,11 @@ def test_tags_stand_at_their_words(tasks, english):
     assert all(own.isdisjoint({"O", "NAME"}) for word, own in tags.items() if "_" in word.strip("\u2581_.,()'\""))
 
 
-def test_the_wrong_text_of_a_pair_is_the_right_one_with_bits_of_another(tasks):
-    examples = tasks["pairs"].train
-    right = {plain(one.texts[0]): plain(one.texts[1]) for one in examples if one.gold == "1"}
-    wrong = {plain(one.texts[0]): plain(one.texts[1]) for one in examples if one.gold == "0"}
-    assert right.keys() == wrong.keys()
-    same = []
-    for first, text in wrong.items():
-        assert 6 <= len(first) <= 13 and 6 <= len(text) <= 13
-        assert len(text) == len(right[first]) and text != right[first]
-        same.append(sum(map(int.__eq__, text, right[first])) / len(text))
-    assert 0.4 < sum(same) / len(same) < 0.65  # half of it stands in its place
-
-
 def test_what_is_woven_into_a_pair_stands_nowhere_in_it():
     document = [([piece], "O") for piece in range(60)]
     labels = set()
-    for one, two, label in cipher_tasks.paired([document], random.Random(0)):
+    for (one, two), label in cipher_tasks.paired([document], random.Random(0)):
+        assert 6 <= len(one) <= 13 and 6 <= len(two) <= 13
         own = {*one, *(range(one[-1] + 1, one[-1] + 1 + len(two)))}
         assert (set(two) <= own) == (label == "1")
         assert all(piece not in own or piece == one[-1] + 1 + place for place, piece in enumerate(two))

