@@ -6,14 +6,17 @@ import dataclasses
 import os
 import platform
 import re
+import struct
 import sys
+import tempfile
 import traceback
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from filelock import FileLock, Timeout
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -59,10 +62,6 @@ def clear_errors(kinds=(ValueError, OSError, ImportError)):
         told = re.search("(not enough|out of|allocate) memory|overflow", text, re.I)
         if told or isinstance(error, MemoryError):
             fail(f"the memory does not suffice: make the model or its batches smaller ({text})")
-        half = re.search(r"(\S+\.so): (file too short|invalid ELF|cannot read)", text)
-        if half:
-            Path(half[1]).unlink(missing_ok=True)
-            fail(f"a kill had left {half[1]} half written, and it is deleted now: the same command goes on")
         if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
             fail(f"torch.compile fails: install the compiler that it asks for, or give --compile false ({text})")
         raise
@@ -191,6 +190,7 @@ def setup(device: str = "auto", dtype: str = "auto") -> Context:
         dtype = "bfloat16" if fast else "float32"
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     context = Context(rank, world, torch.device(device), getattr(torch, dtype), allocator)
+    mend_caches()
     if world > 1 and not dist.is_initialized():
         join(context)
     return context
@@ -221,6 +221,21 @@ def keep_memory() -> str:
         return "default"
     libc.mallopt(-1, (1 << 31) - 1)
     return "glibc, mallopt"
+
+
+def mend_caches():
+    """Deletes libraries that a kill left half written: torch.compile would load them, and fail, for good.
+
+    See pytorch issue 102539. A whole one ends with a table, whose place and size its first bytes tell.
+    """
+    own, others = os.environ.get("TORCHINDUCTOR_CACHE_DIR"), Path(tempfile.gettempdir()).glob("torchinductor_*")
+    for cache in [Path(own)] if own else others:
+        for file in cache.glob("*/*.so") if sys.platform == "linux" else ():
+            name, _, _ = file.name.partition(".")
+            with suppress(OSError, Timeout), FileLock(cache / "locks" / f"{name}.lock", timeout=0):  # nobody writes it
+                place, row, rows = struct.unpack_from("<Q10xHH", file.read_bytes().ljust(64, b"\0"), 40)
+                if not 0 < place + row * rows <= file.stat().st_size:
+                    file.unlink()
 
 
 def seed_all(*key: int):

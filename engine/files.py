@@ -139,16 +139,18 @@ def read_json(file: Path) -> dict:
         raise ValueError(f"{file} is not readable JSON, or no object ({error}): delete it or restore it") from None
 
 
-NO_NUMBER = "(-?Infinity|NaN)"  # in JSON: Python writes them all the same, and few others read them
+NO_NUMBER = "-?Infinity|NaN"  # in JSON: Python writes them all the same, and few others read them
+TEXT = r'"(?:[^"\\]|\\.)*"'  # where it may be a word
 
 
-def to_json(content) -> str:
-    return re.sub(rf"{NO_NUMBER}(?=,?$)", r'"\1"', json.dumps(content, indent=1), flags=re.M)
+def to_json(content, indent: int | None = 1) -> str:
+    text = json.dumps(content, indent=indent)
+    return re.sub(f"{TEXT}|({NO_NUMBER})", lambda found: f'"{found[1]}"' if found[1] else found[0], text)
 
 
 def from_json(text: str):
     """What `to_json`, or Python's own, wrote."""
-    return json.loads(re.sub(rf'"{NO_NUMBER}"(?=,?$)', r"\1", text, flags=re.M))
+    return json.loads(re.sub(rf'"({NO_NUMBER})"(?!\s*:)', r"\1", text))
 
 
 def write(file: Path, content: dict | str | bytes):

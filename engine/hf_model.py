@@ -34,6 +34,11 @@ class Model(PreTrainedModel):
         asked = self.config.output_hidden_states if asked is None else asked
         return [] if asked else None
 
+    def resize_token_embeddings(self, new_num_tokens: int | None = None, *ignored, **options) -> nn.Embedding:
+        if new_num_tokens not in (None, self.config.vocab_size):
+            raise ValueError(f"this model's vocabulary stays as it is, {self.config.vocab_size} tokens")
+        return self.get_input_embeddings()
+
     def loss(self, logits, labels, options: dict):
         """By transformers' function for a class of this name: a decoder's shifts the labels, and -100 is no label."""
         if labels is None:

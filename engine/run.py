@@ -24,7 +24,7 @@ from tqdm import tqdm
 from engine import parallel
 from engine.config import identity
 from engine.device import Context, fail, show, warn
-from engine.files import MADE, code_of, folder_of, newest, others, read_json, write
+from engine.files import MADE, code_of, folder_of, newest, others, read_json, to_json, write
 
 SIGNALS = signal.SIGTERM, signal.SIGINT  # the second is Ctrl-C
 
@@ -302,7 +302,7 @@ class Run:
             speed += f", MFU {3 * self.flops_per_token * self.speed / fastest:.1%} at full capacity"
         self.context.say(f"step {done}: train {self.loss_in_words(self.train_loss)}  {speed}  {words}")
         record = {"step": done, "train_loss": self.train_loss, "tokens_per_second": self.speed} | scores
-        self.log += json.dumps(record) + "\n"
+        self.log += to_json(record, indent=None) + "\n"
         self.write("metrics.jsonl", self.log)
         for name, value in numbers(record) if self.board else ():
             self.board.add_scalar(name, value, done)

@@ -194,10 +194,8 @@ def test_4096_experts_of_size_1_train():  # the paper could not run it
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="needs a compiler")
-def test_compiled_activations_are_the_eager_ones(monkeypatch, pytestconfig):
+def test_compiled_activations_are_the_eager_ones(monkeypatch):
     """In bf16, where both compute alike but for roundings; in fp32 nothing is compiled."""
-    cache = pytestconfig.cache.mkdir("inductor")  # of this test alone: only its first run has to wait for the compiler
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache))
     compiled, results = model.compiled_activation("cpu"), []
     assert compiled is not model.activation
     a, b, gate = (torch.randn(9, F_, requires_grad=True) for F_ in (8, 8, 1))

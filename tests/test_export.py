@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import random
+import re
 import unicodedata
 from pathlib import Path
 from types import SimpleNamespace
@@ -168,8 +169,15 @@ def test_hidden_states_tuples_and_embeddings(exported):
         torch.testing.assert_close(models[1](ids).last_hidden_state, h, rtol=1e-4, atol=1e-5)
     for theirs in models:
         assert torch.equal(theirs.get_input_embeddings().weight, own.wte.weight)
+        if exported.name not in NATIVE:
+            assert theirs.resize_token_embeddings(420) is theirs.get_input_embeddings()
+            with pytest.raises(ValueError, match="vocabulary stays as it is, 420 tokens"):
+                theirs.resize_token_embeddings(421)
         first, *others = theirs(ids, return_dict=False)
         found = theirs(ids, output_hidden_states=True)
+        theirs.config.output_hidden_states = True
+        assert torch.equal(theirs(ids).hidden_states[1], found.hidden_states[1])
+        theirs.config.output_hidden_states = False
         assert not others or exported.name in NATIVE
         assert torch.equal(first, found[0]) and theirs(ids).hidden_states is None
         assert [x.shape for x in found.hidden_states] == [(2, 12, 32)] * 3
@@ -355,7 +363,7 @@ def test_ids_are_ours_on_odd_texts(which, tmp_path, monkeypatch):
     kind, options = TOKENIZERS[which]
     r = random.Random(0)
     words = ["".join(r.choices("abcdefgh_.", k=r.randint(1, 7))) for _ in range(500)]
-    known = [" ".join(r.choices(words, k=12)) for _ in range(1000)]
+    known = [" ".join(r.choices(words + 40 * ["<0x41", "</s", "b>"], k=12)) for _ in range(1000)]
     if kind is GPT2:
         ranks = made_up_ranks()
         monkeypatch.setattr(data.tokenizers, "GPT2_SHA256", hashlib.sha256(ranks).hexdigest())
@@ -365,7 +373,9 @@ def test_ids_are_ours_on_odd_texts(which, tmp_path, monkeypatch):
     for name, content in files_of(own, 24).items():
         write(tmp_path / name, content)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    texts = [text for text in odd_texts(r) + known if not any(token in text for token in theirs.all_special_tokens)]
+    like_tokens = ["a<0x41>", "ab\uff1c/s\uff1e"]  # a byte and a special token, and are none
+    special = "|".join(map(re.escape, theirs.all_special_tokens))
+    texts = [text for text in like_tokens + odd_texts(r) + known if not re.search(special, text)]
     assert len(theirs) == own.vocab_size
     ids = own.encode_batch(texts)
     assert theirs(texts, add_special_tokens=False)["input_ids"] == ids

@@ -1,7 +1,10 @@
-"""What Windows or macOS lack is needed by no script: they are imported, and say what they can do, without it."""
+"""What Windows or macOS lack is needed by no script, and what is installed is what the project needs, no more."""
 
+import os
+import re
 import subprocess
 import sys
+import tomllib
 
 from helpers import ROOT
 
@@ -26,3 +29,28 @@ def test_every_script_is_imported_and_train_lm_helps():
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "--steps INT" in done.stdout
+
+
+def requirements(text: str) -> dict[str, str]:
+    """{name: its line}"""
+    return {re.match(r"[\w-]+", line)[0]: line for line in text.splitlines() if line and line[0] not in "#-"}
+
+
+def test_a_torch_that_is_there_is_kept(tmp_path):
+    """What README says to type then gives pip all the rest."""
+    [line] = re.findall(r"^(grep .*) && python train_lm.py$", (ROOT / "README.md").read_text(), re.M)
+    (tmp_path / "pip").write_text(f'#!/bin/sh\ncat "$3" > {tmp_path}/given\n')
+    (tmp_path / "pip").chmod(0o755)
+    env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    subprocess.run(["sh", "-c", line], cwd=ROOT, env=env, check=True)
+    core = requirements((ROOT / "requirements.txt").read_text())
+    assert core.pop("torch") and requirements((tmp_path / "given").read_text()) == core
+
+
+def test_what_pip_installs_is_what_the_project_needs():
+    said = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    more = [name for extra in said["project"]["optional-dependencies"].values() for name in extra]
+    for file, names in {"requirements": [], "requirements-dev": more}.items():
+        names = {re.match(r"[\w-]+", name)[0] for name in [*said["project"]["dependencies"] * (not names), *names]}
+        assert requirements((ROOT / f"{file}.txt").read_text()).keys() == names
+    assert said["tool"]["setuptools"] == {"packages": []}
