@@ -68,14 +68,10 @@ def clear_errors(kinds=(ValueError, OSError, ImportError)):
 
 
 # Dense bf16 peak of a card, in TFLOP/s, by words of its name; where several are in a name, the longest counts.
-PEAK_TFLOPS = {"GB300": 2500, "B300": 2250, "GB200": 2500, "B200": 2250}
-PEAK_TFLOPS |= {"GH200": 989, "H200 NVL": 835, "H200": 989, "H20": 148}
-PEAK_TFLOPS |= {"H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H800": 989}
-PEAK_TFLOPS |= {"A100": 312, "A800": 312, "A30": 165, "A40": 150}
-PEAK_TFLOPS |= {"A10G": 70, "A10": 125, "L40S": 362, "L40": 181, "L4": 121}
-PEAK_TFLOPS |= {"RTX PRO 6000": 504, "RTX 6000 Ada": 364, "RTX A6000": 155}
-PEAK_TFLOPS |= {"RTX 5090": 210, "RTX 5080": 113, "RTX 4090": 165}
-PEAK_TFLOPS |= {"RTX 4080": 97, "RTX 3090": 71, "RTX A5000": 111}
+PEAK_TFLOPS = {"B200": 2250, "GH200": 989, "H200": 989, "H200 NVL": 835, "H20": 148}
+PEAK_TFLOPS |= {"H100": 989, "H100 PCIe": 756, "H100 NVL": 835}
+PEAK_TFLOPS |= {"A100": 312, "A10G": 70, "L40S": 362, "L40": 181, "L4": 121}
+PEAK_TFLOPS |= {"RTX 5090": 210, "RTX 4090": 165, "RTX 3090": 71}
 
 
 @dataclasses.dataclass
@@ -116,14 +112,6 @@ class Context:
             x = x.clone()
             dist.all_reduce(x)
         return x
-
-    def most(self, number: int) -> int:
-        """The largest of the processes' numbers, on every one of them; no device is waited for."""
-        if self.world == 1:
-            return number
-        x = torch.tensor(number)
-        dist.all_reduce(x, dist.ReduceOp.MAX)
-        return int(x)
 
     def gather(self, x) -> list:
         """What every process has, by rank, on every one of them; anything that can be pickled."""
@@ -228,14 +216,15 @@ def mend_caches():
 
     See pytorch issue 102539. A whole one ends with a table, whose place and size its first bytes tell.
     """
-    own, others = os.environ.get("TORCHINDUCTOR_CACHE_DIR"), Path(tempfile.gettempdir()).glob("torchinductor_*")
-    for cache in [Path(own)] if own else others:
-        for file in cache.glob("*/*.so") if sys.platform == "linux" else ():
-            name, _, _ = file.name.partition(".")
-            with suppress(OSError, Timeout), FileLock(cache / "locks" / f"{name}.lock", timeout=0):  # nobody writes it
-                place, row, rows = struct.unpack_from("<Q10xHH", file.read_bytes().ljust(64, b"\0"), 40)
-                if not 0 < place + row * rows <= file.stat().st_size:
-                    file.unlink()
+    folder, tmp = os.environ.get("TORCHINDUCTOR_CACHE_DIR"), Path(tempfile.gettempdir())
+    files = Path(folder).glob("*/*.so") if folder else tmp.glob("torchinductor_*/*/*.so")
+    for file in files if sys.platform == "linux" else ():
+        name, _, _ = file.name.partition(".")
+        lock = file.parents[1] / "locks" / f"{name}.lock"  # of who is writing it
+        with suppress(OSError, Timeout), FileLock(lock, timeout=0):
+            place, row, rows = struct.unpack_from("<Q10xHH", file.read_bytes().ljust(64, b"\0"), 40)
+            if not 0 < place + row * rows <= file.stat().st_size:
+                file.unlink()
 
 
 def seed_all(*key: int):

@@ -110,13 +110,10 @@ class Run:
                 self.context.say(f"{self.name}: finished before, in {self.folder} (--resume false trains it again)")
         edited = [*others(before, self.code)]
         if edited:
-            words = ", ".join(name.partition(" (")[0] for name in edited) + f" changed since {self.name} was trained: "
-            if tests_alone:
-                words += "its weights are of the code before"
-            else:
-                words += "its numbers are of the code before" if self.result else "it goes on with the code of today"
-                words += "; --resume false trains it anew, in place of this one"
-            warn(words)
+            words = f"{', '.join(name.partition(' (')[0] for name in edited)} changed since {self.name} was trained"
+            what = "numbers are" if self.result else "weights are"
+            hint = "" if tests_alone else "; --resume false trains it anew, in place of this one"
+            warn(f"{words}: its {what} of the code before{hint}")
         for name in edited:
             self.code[name] += f", before {before[name]}"  # what goes on is of both
 
@@ -224,7 +221,7 @@ class Run:
 
     def stop_if_asked(self, done: int):
         """Ends all processes behind the same step where one was asked to stop; torchrun asks all of them."""
-        number = self.context.most(self.asked)
+        number = max(self.context.gather(self.asked))
         if not number:
             return
         if done != self.since:  # an evaluation has just saved it
