@@ -8,7 +8,6 @@ import os
 import platform
 import re
 import sys
-import textwrap
 import zipfile
 from collections.abc import Iterator
 from contextlib import suppress
@@ -81,41 +80,33 @@ def others(theirs: dict | None, ours: dict) -> Iterator[str]:
 
 
 def code_of(config) -> dict[str, str]:
-    """Checksums of the code that a run's numbers come from: the script, model.py, routers.py, a router of one's own.
+    """Checksums of the code that a run's numbers come from: the script, model.py, routers.py, a router's own file.
 
     Comments, docstrings and constants at the top of the script do not count: constants are compared by their values.
     """
-    kind = type(config)
-    trees = {"model.py": source_of(sys.modules["model"]), "routers.py": source_of(sys.modules["routers"])}
-    trees["the script"] = script = source_of(sys.modules[kind.__module__])
-    script.body = [node for node in script.body if not isinstance(node, ast.Assign | ast.AugAssign)]
-    for node in script.body:
-        if isinstance(node, ast.ClassDef) and node.name == kind.__name__:
-            for constant in node.body:
-                if isinstance(constant, ast.AnnAssign):
-                    constant.value = None
-    router = ROUTERS.get(getattr(config, "router", ""), Router)
-    own = [each for each in router.__mro__ if issubclass(each, Router) and each.__module__ != "routers"]
-    for each in own:
-        trees[f"router {each.__name__}"] = source_of(sys.modules.get(each.__module__), each)
+    kind, router = type(config), ROUTERS.get(getattr(config, "router", ""), Router)
+    modules = {"model": "model.py", "routers": "routers.py", kind.__module__: "the script"}
+    for each in router.__mro__:
+        if issubclass(each, Router):
+            modules.setdefault(each.__module__, f"{each.__module__}.py")
     python = ".".join(platform.python_version_tuple()[:2])  # which decides how code is written out
     found = {}
-    for name, tree in trees.items():
+    for module, name in modules.items():
+        try:
+            tree = ast.parse(inspect.getsource(sys.modules[module]))
+        except (OSError, TypeError):  # of a notebook: it is in no file
+            continue
         for node in ast.walk(tree):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
                 node.body = node.body[1:]
+            if isinstance(node, ast.ClassDef) and node.name == kind.__name__ and name == "the script":
+                for constant in node.body:
+                    if isinstance(constant, ast.AnnAssign):
+                        constant.value = None
+        if name == "the script":
+            tree.body = [node for node in tree.body if not isinstance(node, ast.Assign | ast.AugAssign)]
         found[f"{name} (Python {python})"] = hashlib.sha256(ast.unparse(tree).encode()).hexdigest()
     return found
-
-
-def source_of(module, kind: type | None = None) -> ast.Module:
-    """A module's code; where it is in no file, as a notebook's, that of the methods of a class in it."""
-    with suppress(OSError, TypeError):
-        return ast.parse(inspect.getsource(module))
-    methods = filter(inspect.isfunction, vars(kind).values())
-    with suppress(OSError):
-        return ast.parse("\n".join(textwrap.dedent(inspect.getsource(method)) for method in methods))
-    return ast.parse("")  # typed at a prompt
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import linecache
 import os
 import re
 import subprocess
@@ -237,35 +236,44 @@ def test_what_counts_as_code(tmp_path, monkeypatch):
         assert (code_of(train_lm.Config()) == before) is same, edit
 
 
-OWN = """
-@router("own")
-class {0}({1}):
+OWN = {
+    "own_base": """
+from routers import Router, by_rank
+
+class Base(Router):
     def choose(self, score, probs):
-        return by_rank(probs.argsort(dim=1, descending={2}), probs, 1)
-"""
+        return by_rank(probs.argsort(dim=1, descending={}), probs, 1)
+""",
+    "own": """
+from own_base import Base
+from routers import router
+
+@router("own")
+class Own(Base):
+    split = {}
+""",
+}
 
 
 def test_a_router_of_ones_own_is_code(tmp_path, monkeypatch):
-    """Wherever it stands, even in a cell of a notebook, and with what it inherits."""
+    """And what it inherits; one that is in no file is not seen."""
     monkeypatch.setattr(routers, "ROUTERS", dict(routers.ROUTERS))
     monkeypatch.setattr("engine.files.ROUTERS", routers.ROUTERS)
-    config = train_lm.Config(router="own")
 
-    def defined(base: str, descending: bool, cell: bool) -> dict:
-        module = types.ModuleType(f"own_{descending}_{cell}")
-        lines = "from routers import Router, by_rank, router\n" + OWN.format("Base", base, descending)
-        lines += "\n@router('own')\nclass Own(Base):\n    split = 2\n"
-        file = str(tmp_path / f"{module.__name__}.py")
-        if cell:  # as IPython keeps it
-            linecache.cache[file] = len(lines), None, lines.splitlines(True), file
-        else:
-            Path(file).write_text(lines)
-            module.__file__ = file
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-        exec(compile(lines, file, "exec"), module.__dict__)
-        return code_of(config)
+    def defined(*values) -> dict:
+        for (name, lines), value in zip(OWN.items(), values):
+            module, file = types.ModuleType(name), tmp_path / f"{name}.py"
+            file.write_text(lines.format(value))
+            module.__file__ = str(file)
+            monkeypatch.setitem(sys.modules, name, module)
+            exec(file.read_text(), module.__dict__)
+        found = code_of(train_lm.Config(router="own"))
+        return {name.partition(" (")[0]: checksum for name, checksum in found.items()}
 
-    for cell in (False, True):
-        before, after = (defined("Router", descending, cell) for descending in (True, False))
-        assert before.keys() == after.keys() and len(before) == 5  # with Own and Base
-        assert before != after and code_of(config) == after
+    before = defined(True, 2)
+    assert before.keys() == {"the script", "model.py", "routers.py", "own.py", "own_base.py"}
+    for values, changed in (((False, 2), "own_base.py"), ((True, 16), "own.py")):
+        assert {name for name, checksum in defined(*values).items() if checksum != before[name]} == {changed}
+    for name in OWN:
+        del sys.modules[name].__file__
+    assert len(code_of(train_lm.Config(router="own"))) == 3
