@@ -60,22 +60,6 @@ def test_a_compiled_router_has_the_gradient_of_an_uncompiled_one():
         assert (compiled - eager).norm() <= 1e-5 * eager.norm()
 
 
-CHANGED = """
-from torch._dynamo import config as dynamo
-from torch._functorch import config as functorch
-from torch._inductor import config as inductor
-
-before = [config.get_config_copy() for config in (dynamo, functorch, inductor)]
-import model
-
-assert before == [config.get_config_copy() for config in (dynamo, functorch, inductor)]
-"""
-
-
-def test_who_imports_the_model_finds_the_compiler_as_it_was():
-    subprocess.run([sys.executable, "-c", CHANGED], cwd=ROOT, check=True)
-
-
 def test_as_many_models_are_compiled_as_a_table_has(monkeypatch):
     counter = CompileCounter()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))

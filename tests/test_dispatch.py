@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import model
 from model import Experts, MoE, Stacks, within_capacity
-from routers import NOT_CHOSEN, ROUTERS, Switch, by_rank
+from routers import NOT_CHOSEN, ROUTERS
 
 D, V = 8, 13
 VARIANTS = {name: (name, {}) for name in ROUTERS}  # name of the router, constants
@@ -242,37 +242,6 @@ def test_memory_follows_the_kept_rows(monkeypatch, asks, S=1024):
 
 
 # --- What CUDA runs, as far as a CPU can run it
-
-ROOMS = [(0.5, 1, 32), (2.0, 1, 64), (0.5, 2, 32), (math.inf, 1, 64), (math.inf, 3, 192)]
-
-
-@pytest.mark.parametrize("gamma, most, room", ROOMS)
-def test_room_is_as_little_as_is_sure(as_on_cuda, gamma, most, room):
-    """Of 64 tokens' choices and 8 experts' places the fewer."""
-    moe, sizes = make_moe("switch" if most == 1 else "topk", E=8, gamma=gamma), []
-    moe.router.most = most
-    moe.experts.register_forward_pre_hook(lambda experts, given: sizes.append(len(given[0])))
-    moe(*make_batch(2, 32))
-    assert (moe.router.max_choices, sizes) == (most, [room])
-
-
-class Greedy(Switch):
-    """Says that a token chooses one expert, and chooses two."""
-
-    def choose(self, score, probs):
-        return by_rank(probs.argsort(dim=1, descending=True), probs, 2)
-
-
-def test_a_router_that_chooses_more_than_it_says_is_caught():
-    moe = make_moe("switch")
-    moe.router = Greedy(constants(n_embd=D), 4).double()
-    with pytest.raises(ValueError, match="Greedy chose 2 experts for a token, but its class says most = 1"):
-        moe(*make_batch(2, 5))
-    moe.router.most = 2
-    moe(*make_batch(2, 5))
-    moe.router.choose = lambda score, probs: probs
-    with pytest.raises(ValueError, match="Greedy chooses by .* of torch.float64: `choose` should return"):
-        moe(*make_batch(2, 5))
 
 
 @pytest.mark.parametrize("variant, fullgraph", [("x-moe-sigmoid", True), ("threshold", False)])

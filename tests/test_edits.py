@@ -4,7 +4,6 @@ import importlib.util
 import json
 import os
 import re
-import subprocess
 import sys
 import threading
 import types
@@ -16,7 +15,7 @@ import test_train_electra
 import test_train_mlm
 import test_train_mt
 from filelock import FileLock
-from helpers import ROOT, TINY_LM, TORCHRUN, Script, words
+from helpers import ROOT, TINY_LM, Script, words
 from test_finetune_xtreme import encoders, source
 from test_train_electra import corpora as electra_corpora
 from test_train_mt import corpus as mt_corpus
@@ -141,27 +140,6 @@ def test_an_evaluation_follows_the_code(commands, edited, tmp_path, monkeypatch)
         (file,) = options["out_dir"].glob("*/eval-t=0.5-capacity=None.json")
         found.append(json.loads(file.read_text())["test"]["balance"])
     assert found[0] != -1.0 == found[1]
-
-
-def test_processes_follow_an_edit(commands, edited, tmp_path):
-    """Two on each of two runs, which start at the same time and must not take one name."""
-    options = commands["train_lm"] | {"out_dir": tmp_path / "out", "batch_tokens": 256}
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    files = ROOT / "train_lm.py", edited.file("train_lm", *DECAY)
-
-    def run(*launcher: str) -> list[str]:
-        started = []
-        for file in files:
-            command = [*launcher, str(file), *words(options)]
-            started.append(subprocess.Popen(command, env=env, text=True, **streams))
-        return [process.communicate()[0] for process in started]
-
-    said = run(*TORCHRUN)
-    folders = {file.parent for file in options["out_dir"].glob("*/result.json")}
-    assert len(folders) == 2, said
-    assert sorted("a run of its own" in text for text in said) == [False, True]
-    assert all("finished before" in text for text in run(sys.executable))
 
 
 def test_a_name_that_is_taken_in_this_moment_is_not_taken_twice(commands, edited, tmp_path, monkeypatch):
