@@ -166,8 +166,9 @@ def test_hidden_states_tuples_and_embeddings(exported):
     for theirs in models:
         assert torch.equal(theirs.get_input_embeddings().weight, own.wte.weight)
         assert theirs.resize_token_embeddings(420) is theirs.get_input_embeddings()
-        with pytest.raises(ValueError, match="vocabulary stays as it is, 420 tokens"):
-            theirs.resize_token_embeddings(421)
+        for sizes in ((421,), (420, 64), (None, 64)):
+            with pytest.raises(ValueError, match="vocabulary stays as it is, 420 tokens"):
+                theirs.resize_token_embeddings(*sizes)
         [first] = theirs(ids, return_dict=False)
         found = theirs(ids, output_hidden_states=True)
         theirs.config.output_hidden_states = True
