@@ -37,9 +37,7 @@ class Model(PreTrainedModel):
     def resize_token_embeddings(self, new_num_tokens=None, pad_to_multiple_of=None, mean_resizing=True) -> nn.Embedding:
         V = self.config.vocab_size
         if new_num_tokens not in (None, V) or V % (pad_to_multiple_of or 1):
-            raise ValueError(
-                f"this model's vocabulary stays as it is, {V} tokens: biases and routers know each of them"
-            )
+            raise ValueError(f"this model's vocabulary stays as it is, {V} tokens: its biases and routers know them")
         return self.get_input_embeddings()
 
     def loss(self, logits, labels, options: dict):
