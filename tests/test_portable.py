@@ -11,6 +11,7 @@ from helpers import ROOT
 HIDE = """
 import os, platform, signal, sys
 
+import torch.distributed.checkpoint.state_dict  # torch knows Windows and macOS by their names
 for name in ("resource", "fcntl"):
     sys.modules[name] = None  # whoever imports it has an ImportError
 for module, names in {os: ["fork"], signal: ["SIGKILL", "SIGPIPE", "SIGALRM"]}.items():
@@ -18,7 +19,6 @@ for module, names in {os: ["fork"], signal: ["SIGKILL", "SIGPIPE", "SIGALRM"]}.i
         delattr(module, name)
 platform.libc_ver = lambda *_: ("", "")  # and so no mallopt
 sys.path.insert(0, ".")
-import torch
 """
 SCRIPTS = "train_lm train_mlm train_electra train_mt finetune_xtreme analyze data.prepare".split()
 SCRIPTS += "tools.bench tools.render tests.soak engine.pretrained".split()
