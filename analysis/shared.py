@@ -6,7 +6,6 @@ dicts with the same names.
 """
 
 import importlib
-import json
 import math
 import shlex
 import sys
@@ -23,7 +22,7 @@ from data.batches import MaskedData, Prepared, TokenData
 from engine import pretrained
 from engine.config import check
 from engine.device import Context, setup, warn
-from engine.files import read_json, to_json
+from engine.files import from_json, read_json, to_json
 from engine.table import markdown_table, mean_cell
 from model import GPT, SparseModel
 from routers import ROUTERS
@@ -212,7 +211,7 @@ def read_run(folder: str, script: str) -> Trained:
     file = Path(folder, "metrics.jsonl")
     lines = file.read_text().splitlines() if file.exists() else []
     try:
-        log = [dict(**json.loads(line)) for line in lines]
+        log = [dict(**from_json(line)) for line in lines]
     except (ValueError, TypeError):
         why = "has a torn line: the run's command goes on from its checkpoint and mends it"
         raise ValueError(f"{file} {why}") from None

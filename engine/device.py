@@ -6,14 +6,17 @@ import dataclasses
 import os
 import platform
 import re
+import struct
 import sys
+import tempfile
 import traceback
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from filelock import FileLock, Timeout
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -59,24 +62,16 @@ def clear_errors(kinds=(ValueError, OSError, ImportError)):
         told = re.search("(not enough|out of|allocate) memory|overflow", text, re.I)
         if told or isinstance(error, MemoryError):
             fail(f"the memory does not suffice: make the model or its batches smaller ({text})")
-        half = re.search(r"(\S+\.so): (file too short|invalid ELF|cannot read)", text)
-        if half:
-            Path(half[1]).unlink(missing_ok=True)
-            fail(f"a kill had left {half[1]} half written, and it is deleted now: the same command goes on")
         if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
             fail(f"torch.compile fails: install the compiler that it asks for, or give --compile false ({text})")
         raise
 
 
 # Dense bf16 peak of a card, in TFLOP/s, by words of its name; where several are in a name, the longest counts.
-PEAK_TFLOPS = {"GB300": 2500, "B300": 2250, "GB200": 2500, "B200": 2250}
-PEAK_TFLOPS |= {"GH200": 989, "H200 NVL": 835, "H200": 989, "H20": 148}
-PEAK_TFLOPS |= {"H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H800": 989}
-PEAK_TFLOPS |= {"A100": 312, "A800": 312, "A30": 165, "A40": 150}
-PEAK_TFLOPS |= {"A10G": 70, "A10": 125, "L40S": 362, "L40": 181, "L4": 121}
-PEAK_TFLOPS |= {"RTX PRO 6000": 504, "RTX 6000 Ada": 364, "RTX A6000": 155}
-PEAK_TFLOPS |= {"RTX 5090": 210, "RTX 5080": 113, "RTX 4090": 165}
-PEAK_TFLOPS |= {"RTX 4080": 97, "RTX 3090": 71, "RTX A5000": 111}
+PEAK_TFLOPS = {"B200": 2250, "GH200": 989, "H200": 989, "H200 NVL": 835, "H20": 148}
+PEAK_TFLOPS |= {"H100": 989, "H100 PCIe": 756, "H100 NVL": 835}
+PEAK_TFLOPS |= {"A100": 312, "A10G": 70, "L40S": 362, "L40": 181, "L4": 121}
+PEAK_TFLOPS |= {"RTX 5090": 210, "RTX 4090": 165, "RTX 3090": 71}
 
 
 @dataclasses.dataclass
@@ -191,6 +186,7 @@ def setup(device: str = "auto", dtype: str = "auto") -> Context:
         dtype = "bfloat16" if fast else "float32"
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     context = Context(rank, world, torch.device(device), getattr(torch, dtype), allocator)
+    mend_caches()
     if world > 1 and not dist.is_initialized():
         join(context)
     return context
@@ -221,6 +217,24 @@ def keep_memory() -> str:
         return "default"
     libc.mallopt(-1, (1 << 31) - 1)
     return "glibc, mallopt"
+
+
+def mend_caches():
+    """Deletes libraries that a kill left half written: torch.compile would load them, and fail, for good.
+
+    See pytorch issue 102539. A whole one ends with a table, whose place and size its first bytes tell.
+    """
+    folder, tmp = os.environ.get("TORCHINDUCTOR_CACHE_DIR"), Path(tempfile.gettempdir())
+    files = Path(folder).glob("*/*.so") if folder else tmp.glob("torchinductor_*/*/*.so")
+    for file in files if sys.platform == "linux" else ():
+        name, _, _ = file.name.partition(".")
+        lock = file.parents[1] / "locks" / f"{name}.lock"  # of who is writing it
+        with suppress(OSError, Timeout), FileLock(lock, timeout=0):
+            with file.open("rb") as own:
+                start = own.read(64).ljust(64, b"\0")
+            place, row, rows = struct.unpack_from("<Q10xHH", start, 40)
+            if not 0 < place + row * rows <= file.stat().st_size:
+                file.unlink()
 
 
 def seed_all(*key: int):

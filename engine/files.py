@@ -8,7 +8,6 @@ import os
 import platform
 import re
 import sys
-import textwrap
 import zipfile
 from collections.abc import Iterator
 from contextlib import suppress
@@ -24,14 +23,7 @@ from routers import ROUTERS, Router
 CHECKPOINTS = "ckpt.pt", "ckpt.prev.pt"  # the newest, and the one before it
 WEIGHTS = "model.pt", *CHECKPOINTS  # the first of them has the best weights of a translator, or of fine-tuning
 MADE = *WEIGHTS, "metrics.jsonl", "result.json", "eval-*.json"  # what --resume false deletes
-HOLDS = {  # what every checkpoint has, of which type
-    "model": dict,
-    "class": str,
-    "constants": dict,
-    "vocab_size": int,
-    "step": int,
-    "identity": dict,
-}
+HOLDS = {"model", "class", "constants", "vocab_size", "step", "identity"}  # what every checkpoint has
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -88,41 +80,33 @@ def others(theirs: dict | None, ours: dict) -> Iterator[str]:
 
 
 def code_of(config) -> dict[str, str]:
-    """Checksums of the code that a run's numbers come from: the script, model.py, routers.py, a router of one's own.
+    """Checksums of the code that a run's numbers come from: the script, model.py, routers.py, a router's own file.
 
     Comments, docstrings and constants at the top of the script do not count: constants are compared by their values.
     """
-    kind = type(config)
-    trees = {"model.py": source_of(sys.modules["model"]), "routers.py": source_of(sys.modules["routers"])}
-    trees["the script"] = script = source_of(sys.modules[kind.__module__])
-    script.body = [node for node in script.body if not isinstance(node, ast.Assign | ast.AugAssign)]
-    for node in script.body:
-        if isinstance(node, ast.ClassDef) and node.name == kind.__name__:
-            for constant in node.body:
-                if isinstance(constant, ast.AnnAssign):
-                    constant.value = None
-    router = ROUTERS.get(getattr(config, "router", ""), Router)
-    own = [each for each in router.__mro__ if issubclass(each, Router) and each.__module__ != "routers"]
-    for each in own:
-        trees[f"router {each.__name__}"] = source_of(sys.modules.get(each.__module__), each)
+    kind, router = type(config), ROUTERS.get(getattr(config, "router", ""), Router)
+    modules = {"model": "model.py", "routers": "routers.py", kind.__module__: "the script"}
+    for each in router.__mro__:
+        if issubclass(each, Router):
+            modules.setdefault(each.__module__, f"{each.__module__}.py")
     python = ".".join(platform.python_version_tuple()[:2])  # which decides how code is written out
     found = {}
-    for name, tree in trees.items():
+    for module, name in modules.items():
+        try:
+            tree = ast.parse(inspect.getsource(sys.modules[module]))
+        except (OSError, TypeError):  # of a notebook: it is in no file
+            continue
         for node in ast.walk(tree):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
                 node.body = node.body[1:]
+            if isinstance(node, ast.ClassDef) and node.name == kind.__name__ and name == "the script":
+                for constant in node.body:
+                    if isinstance(constant, ast.AnnAssign):
+                        constant.value = None
+        if name == "the script":
+            tree.body = [node for node in tree.body if not isinstance(node, ast.Assign | ast.AugAssign)]
         found[f"{name} (Python {python})"] = hashlib.sha256(ast.unparse(tree).encode()).hexdigest()
     return found
-
-
-def source_of(module, kind: type | None = None) -> ast.Module:
-    """A module's code; where it is in no file, as a notebook's, that of the methods of a class in it."""
-    with suppress(OSError, TypeError):
-        return ast.parse(inspect.getsource(module))
-    methods = filter(inspect.isfunction, vars(kind).values())
-    with suppress(OSError):
-        return ast.parse("\n".join(textwrap.dedent(inspect.getsource(method)) for method in methods))
-    return ast.parse("")  # typed at a prompt
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -139,16 +123,18 @@ def read_json(file: Path) -> dict:
         raise ValueError(f"{file} is not readable JSON, or no object ({error}): delete it or restore it") from None
 
 
-NO_NUMBER = "(-?Infinity|NaN)"  # in JSON: Python writes them all the same, and few others read them
+NO_NUMBER = "-?Infinity|NaN"  # in JSON: Python writes them all the same, and few others read them
+TEXT = r'"(?:[^"\\]|\\.)*"'  # where it may be a word
 
 
-def to_json(content) -> str:
-    return re.sub(rf"{NO_NUMBER}(?=,?$)", r'"\1"', json.dumps(content, indent=1), flags=re.M)
+def to_json(content, indent: int | None = 1) -> str:
+    text = json.dumps(content, indent=indent)
+    return re.sub(f"{TEXT}|({NO_NUMBER})", lambda found: f'"{found[1]}"' if found[1] else found[0], text)
 
 
 def from_json(text: str):
     """What `to_json`, or Python's own, wrote."""
-    return json.loads(re.sub(rf'"{NO_NUMBER}"(?=,?$)', r"\1", text, flags=re.M))
+    return json.loads(re.sub(rf'"({NO_NUMBER})"(?!\s*:)', r"\1", text))
 
 
 def write(file: Path, content: dict | str | bytes):
@@ -179,13 +165,11 @@ def load_checkpoint(file: Path) -> dict:
     """Raises ValueError where the file is damaged, which torch alone may miss, or holds something else."""
     try:
         with zipfile.ZipFile(file) as z:
-            if sum(record.file_size for record in z.infolist()) > file.stat().st_size:
-                raise ValueError("it is compressed, as torch's files never are")
             if z.testzip():
                 raise ValueError("a checksum differs")
         shared = os.name == "posix"  # the processes of a node share it; Windows renames no file that is mapped
         state = torch.load(file, "cpu", weights_only=True, mmap=shared)
-        if not all(isinstance(state.get(name), kind) for name, kind in HOLDS.items()):
+        if not state.keys() >= HOLDS:
             raise ValueError("it holds something else")
         return with_names_of_today(state, state["model"])
     except Exception as error:  # damage shows itself in a dozen ways

@@ -17,6 +17,7 @@ from data.tokenizers import GPT2, GPT2_PATTERN, XLMR, SentencePiece, Tokenizer
 
 UNIGRAM = 1  # a kind of SentencePiece's models; others join pairs of pieces
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = range(1, 5)  # kinds of its pieces
+NEVER = -1e4  # the score of other kinds: where a text is normalised to the name of one, it is not meant
 
 
 def special_ids(tokenizer: Tokenizer) -> dict[str, int]:
@@ -60,7 +61,8 @@ def from_sentencepiece(tokenizer: SentencePiece) -> tokenizers.Tokenizer:
     unknown = kinds.index(UNKNOWN)
     [training], [rules] = parts[2], parts[3]
     if training.get(3, UNIGRAM) == UNIGRAM:
-        model = models.Unigram([*zip(names, scores)], unk_id=unknown, byte_fallback=True)
+        found = [score if kind in (NORMAL, USER_DEFINED) else NEVER for score, kind in zip(scores, kinds)]
+        model = models.Unigram([*zip(names, found)], unk_id=unknown, byte_fallback=True)
     else:
         normal = {name: score for name, score, kind in zip(names, scores, kinds) if kind == NORMAL}
         ids = {name: i for i, name in enumerate(names)}
@@ -113,10 +115,5 @@ def fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
 
 def number(file: io.BytesIO) -> int:
     """Seven bits a byte, the lowest first; the eighth says whether more follow. 0 at the end."""
-    value, place = 0, 0
-    for byte in iter(lambda: file.read(1), b""):
-        value |= (byte[0] & 127) << place
-        place += 7
-        if byte[0] < 128:
-            break
-    return value
+    [byte] = file.read(1) or [0]
+    return byte if byte < 128 else byte - 128 + (number(file) << 7)

@@ -1,18 +1,16 @@
 """Hugging Face's formats: GPT-2 and XLM-R are read, and a run is written as a folder that transformers loads.
 
-A dense decoder without an output bias is written in GPT-2's own layout, a dense encoder without a relative bias in
-XLM-R's. All others take their code along (model.py, routers.py and hf_model.py), which transformers runs where it is
-told trust_remote_code=True. A decoder's folder can be scored by lm-eval (pip install "lm-eval[hf]"):
+A run takes its code along (model.py, routers.py and hf_model.py), which transformers runs where it is told
+trust_remote_code=True. A decoder's folder can be scored by lm-eval (pip install "lm-eval[hf]"):
 
     lm_eval run --model hf --model_args pretrained=FOLDER,trust_remote_code=True --tasks lambada_openai
 """
 
 import math
-import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,7 +23,6 @@ from model import PAD
 from routers import ROUTERS
 
 Weights = dict[str, Tensor]  # by the names that model.py has for them
-FILES = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json"
 
 
 class Found(NamedTuple):
@@ -35,12 +32,6 @@ class Found(NamedTuple):
     constants: dict  # by which model.py makes it, with its vocab_size
     weights: Weights
     vocabulary: str  # the checksum of its tokenizer; "" where nobody knows
-
-
-def part_of(weights: Weights, prefix: str) -> Weights:
-    """The weights of one part of a model, by the names that they have in that part."""
-    names = [name for name in weights if name.startswith(prefix)]
-    return {name.removeprefix(prefix): weights[name] for name in names}
 
 
 def short(error: Exception) -> str:
@@ -54,9 +45,8 @@ SIZES = "vocab_size", "block_size", "n_layer", "n_head", "n_embd", "ffn_size"  #
 
 
 class Layout(NamedTuple):
-    """How transformers writes a dense model of model.py down. Its table of names is read in both directions."""
+    """How transformers writes a dense model of model.py down."""
 
-    architecture: str  # transformers' class
     sizes: tuple[str, ...]  # SIZES in their config.json
     fixed: dict  # values there for which model.py has a model
     ours: dict  # constants of ours that describe it
@@ -64,18 +54,6 @@ class Layout(NamedTuple):
     prefix: str  # which theirs have only in a model with a head
     unused: int = 0  # positions that no token has
     turned: bool = False  # their matrices are (in, out)
-
-    def pairs(self, layers: int) -> Iterator[tuple[str, list[str]]]:
-        """Names of tensors that may be there, ours and theirs."""
-        for ours, theirs in self.names.items():
-            for layer in range(layers if "{}" in ours else 1):
-                for end in ("", ".weight", ".bias"):
-                    yield ours.format(layer) + end, [name.format(layer) + end for name in theirs.split()]
-
-    def turn(self, name: str, x: Tensor) -> Tensor:
-        """A tensor of this name of ours, from their axes to ours or back."""
-        turned = self.turned and x.dim() == 2 and name.startswith("blocks.")
-        return x.t().contiguous() if turned else x
 
     def read(self, folder: Path) -> tuple[dict, Weights]:
         """Their folder -> our constants and weights. Raises ValueError where model.py has no such model."""
@@ -91,27 +69,16 @@ class Layout(NamedTuple):
         sizes["block_size"] -= self.unused
         weights, tensors = {}, read_tensors(folder)
         tensors |= {self.prefix + name: x for name, x in tensors.items()}  # of a model without a head
-        for ours, theirs in self.pairs(sizes["n_layer"]):
-            if tensors.keys() >= {*theirs}:
-                x = torch.cat([tensors[name] for name in theirs])
-                weights[ours] = self.turn(ours, x)
+        every = product(self.names.items(), range(sizes["n_layer"]), ("", ".weight", ".bias"))
+        for (ours, theirs), layer, end in every:
+            parts = [tensors.get(name.format(layer) + end) for name in theirs.split()]
+            if all(x is not None for x in parts):
+                x, name = torch.cat(parts), ours.format(layer) + end
+                weights[name] = x.t() if self.turned and x.dim() == 2 and "{}" in ours else x
         return self.ours | sizes, weights
-
-    def written(self, constants: dict, weights: Weights) -> tuple[dict, Weights] | None:
-        """Our constants and weights -> their config and tensors; None where these have no room for all of ours."""
-        names, tensors = dict(self.pairs(constants["n_layer"])), {}
-        if not names.keys() >= weights.keys():
-            return None
-        config = {theirs: constants[ours] for ours, theirs in zip(SIZES, self.sizes)}
-        config[self.sizes[1]] += self.unused
-        for ours, x in weights.items():
-            parts = self.turn(ours, x).chunk(len(names[ours]))
-            tensors |= {theirs: part.clone() for theirs, part in zip(names[ours], parts)}
-        return {"architectures": [self.architecture]} | self.fixed | config, tensors
 
 
 GPT2 = Layout(
-    "GPT2LMHeadModel",
     sizes=("vocab_size", "n_positions", "n_layer", "n_head", "n_embd", "n_inner"),
     fixed={
         "model_type": "gpt2",
@@ -138,7 +105,6 @@ GPT2 = Layout(
 )
 LAYER = "roberta.encoder.layer.{}."
 XLM_R = Layout(
-    "XLMRobertaForMaskedLM",
     sizes=(
         *("vocab_size", "max_position_embeddings", "num_hidden_layers"),
         *("num_attention_heads", "hidden_size", "intermediate_size"),
@@ -181,6 +147,8 @@ OTHERS = {"router": "dense", "dropout": 0.0, "init_std": 0.02, "top_k": None}  #
 
 def read(folder: Path) -> Found:
     """GPT-2, XLM-R, or a run that `export` wrote."""
+    if not weight_files(folder):
+        raise FileNotFoundError(f"{folder} is neither the folder of a run nor of a model: it holds no weights")
     config = read_json(folder / "config.json")
     if config.get("model_type") == "nanoxmoe":
         kind = config["trained"]
@@ -193,28 +161,25 @@ def read(folder: Path) -> Found:
     return Found(kind, OTHERS | constants, weights, vocabulary="")
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """The parts of a model: safetensors, or the pickles of older models."""
+    return sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+
+
 def read_tensors(folder: Path) -> Weights:
-    """All tensors, by their names without what torch.compile and DataParallel put before them."""
-    file = next(path for path in map(folder.joinpath, FILES) if path.exists())
-    try:
-        parts, tensors = [file], {}
-        if file.suffix == ".json":  # it says which part a tensor is in
-            names = read_json(file)["weight_map"].values()
-            parts = [folder / Path(name).name for name in sorted(set(names))]
-        for file in parts:
-            tensors |= read_part(file)
-    except Exception as error:  # damage shows itself in a dozen ways
-        raise ValueError(f"{file} cannot be read: {short(error)}") from None
-    return {re.sub(r"^(_orig_mod\.|module\.)+", "", name): x for name, x in tensors.items()}
+    """All tensors, by their names."""
+    tensors = {}
+    for file in weight_files(folder):
+        try:
+            if file.suffix == ".bin":
+                tensors |= torch.load(file, "cpu", weights_only=True)
+            else:
+                from safetensors.torch import load_file
 
-
-def read_part(file: Path) -> Weights:
-    """The tensors of one file: safetensors, or the pickle of older models."""
-    if file.suffix == ".bin":
-        return torch.load(file, map_location="cpu", weights_only=True)
-    from safetensors.torch import load_file
-
-    return load_file(file)
+                tensors |= load_file(file)
+        except Exception as error:  # damage shows itself in a dozen ways
+            raise ValueError(f"{file} cannot be read: {short(error)}") from None
+    return tensors
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -232,21 +197,20 @@ CARD = """# {name}
 
 Trained with nanoXMoE. What it was trained with, and what it scored, is in result.json if the run was finished.
 {about}
+
 ```python
 from transformers import {auto}, AutoTokenizer
 
-model = {auto}.from_pretrained(FOLDER{trust})
+model = {auto}.from_pretrained(FOLDER, trust_remote_code=True)
 tokenizer = AutoTokenizer.from_pretrained(FOLDER)
 ```
 """
 NO_LIMIT = """
-Experts have no capacity limit here, nor in fine-tuning, so that no token depends on its batch-mates. Generation has no
-cache of keys and values: for each new token it reads again what stands before.
-"""
+No expert has a limit, in fine-tuning neither, so no token depends on its batch-mates. Generation keeps nothing: for
+each new token it reads again what stands before."""
 SEES_LATER = """
-Experts choose among all tokens of a batch, later ones too, so that each token depends on the others. What looks like a
-language model's perplexity is none, and nothing can be generated.
-"""
+Experts choose among later tokens, too, so each token depends on the others: nothing can be generated, and what looks
+like a language model's perplexity is none."""
 MOST = sys.float_info.max  # JSON has no infinity
 
 
@@ -260,21 +224,15 @@ def export(found: Found, run: Path, folder: Path):
         raise ValueError(f"{run} holds a {found.kind}: give a run of train_lm.py, train_mlm.py or train_electra.py")
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"{folder} is not empty: give another folder")
-    tokenizer, layout = load_tokenizer(run), LAYOUTS.get(found.kind)
-    theirs = layout.written(found.constants, found.weights) if layout else None
-    config, weights = theirs or with_our_code(found)
+    tokenizer, router = load_tokenizer(run), ROUTERS.get(found.constants["router"])
+    config, weights = theirs(found)
     config |= {f"{name}_id": token for name, token in hf_tokenizer.special_ids(tokenizer).items()}
-    auto, *_ = CLASSES[found.kind]
     files = {"config.json": config} | hf_tokenizer.files_of(tokenizer, found.constants["block_size"])
-    about, trust = "", ""
-    if not theirs:
-        router = ROUTERS.get(found.constants["router"])
-        about = SEES_LATER if router and router.sees_later else NO_LIMIT
-        trust = ", trust_remote_code=True"
-        for name, here in CODE.items():
-            code = (Path(__file__).parents[1] / here).read_text()
-            files[name] = code.replace("from routers import", "from .routers import")
-    files["README.md"] = CARD.format(name=run.name, auto=auto, trust=trust, about=about)
+    for name, here in CODE.items():
+        code = (Path(__file__).parents[1] / here).read_text()
+        files[name] = code.replace("from routers import", "from .routers import")
+    auto, about = [*CLASSES[found.kind]][0], SEES_LATER if router and router.sees_later else NO_LIMIT
+    files["README.md"] = CARD.format(name=run.name, auto=auto, about=about)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "model.safetensors").chmod(0o644)  # as the other files
@@ -286,7 +244,7 @@ def export(found: Found, run: Path, folder: Path):
     print(f"{folder} has the model, its tokenizer and a card that says how transformers loads them")
 
 
-def with_our_code(found: Found) -> tuple[dict, Weights]:
+def theirs(found: Found) -> tuple[dict, Weights]:
     """The config and the tensors of a model of hf_model.py."""
     constants = {name: MOST if x == math.inf else x for name, x in found.constants.items()}
     weights, classes = dict(found.weights), CLASSES[found.kind]

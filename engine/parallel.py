@@ -5,17 +5,27 @@ it, and to save it in one file that any number of processes can read, `whole` pu
 """
 
 import warnings
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._functorch import config as functorch_config
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
+
+WHOLE = StateDictOptions(full_state_dict=True)  # states have whole tensors, whatever lies in pieces
 
 
 def wrap(model: nn.Module, config, context) -> nn.Module:
@@ -72,25 +82,12 @@ def clip_grad_norm_(model: nn.Module, limit: float):
         p.grad /= dist.get_world_size()
         dist.all_reduce(p.grad)
     if limit:
-        norms = [whole_tensor(get_total_norm([p.grad for p in some])) for some in (pieces, routers)]
-        norm = torch.hypot(*norms)
+        of_pieces, of_routers = (get_total_norm([p.grad for p in some]) for some in (pieces, routers))
+        norm = torch.hypot(of_pieces.full_tensor(), of_routers)
         for some in (pieces, routers):
             clip_grads_with_norm_(some, limit, norm)
 
 
-def whole_tensor(x: Tensor) -> Tensor:
-    """What lies on all processes in pieces, on each of them; it is itself where it is no such tensor."""
-    return x.full_tensor() if isinstance(x, DTensor) else x
-
-
-def cut(p: Tensor, x: Tensor) -> Tensor:
-    """x, a whole, cut as the parameter p is."""
-    if not isinstance(p, DTensor):
-        return x
-    return distribute_tensor(x.to(p.device), p.device_mesh, p.placements, src_data_rank=None)
-
-
-@torch.no_grad()
 def whole(model: nn.Module) -> nn.Module:
     """The model itself if it is not split, or else a copy with all its weights: all processes must ask together."""
     if not isinstance(model, FSDPModule):
@@ -98,55 +95,25 @@ def whole(model: nn.Module) -> nn.Module:
     kind = type(model).__mro__[2]  # fully_shard has put a class of its own before it
     first = next(model.parameters())
     copy = kind(model.config, model.vocab_size).to(first.device, first.dtype)
-    parts = model.state_dict()
-    for name, x in copy.state_dict().items():
-        x.copy_(whole_tensor(parts[name]))
+    copy.load_state_dict(get_model_state_dict(model, options=WHOLE))
     return copy
 
 
-def saved_piece(p: Tensor, name: str, x: Tensor) -> Tensor:
-    """This process's piece of what was saved for a parameter. Raises ValueError where it is of another shape."""
-    piece = cut(p, x)
-    if piece.shape != p.shape:
-        raise ValueError(f"{name} has the shape {tuple(x.shape)}")
-    return piece
-
-
-@torch.no_grad()
 def load_model(model: nn.Module, saved: dict[str, Tensor]):
     """From the state of `whole(model)`, on any number of processes. Raises ValueError where it is of another model."""
-    state = model.state_dict(keep_vars=True)
-    if state.keys() != saved.keys():
-        raise ValueError(f"the checkpoint is of another model: {min(state.keys() ^ saved.keys())} is in one alone")
-    for name, p in state.items():
-        p.copy_(saved_piece(p, name, saved[name]))
+    ours, theirs = ({name: tuple(x.shape) for name, x in state.items()} for state in (model.state_dict(), saved))
+    for name in ours | theirs:
+        if ours.get(name) != theirs.get(name):
+            raise ValueError(f"of another model: {name} has the shape {theirs.get(name)}, not {ours.get(name)}")
+    set_model_state_dict(model, dict(saved), options=WHOLE)
 
 
-@torch.no_grad()
 def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict:
     """Its state by the parameters' names, whole, on rank 0: it does not tell on how many processes it was."""
-    names = {p: name for name, p in model.named_parameters()}
-    state = {}
-    for p, moments in optimizer.state.items():
-        state[names[p]] = own = dict(moments)
-        for key, x in moments.items():
-            if isinstance(x, DTensor):
-                x = x.full_tensor()
-                own[key] = x.cpu() if dist.get_rank() == 0 else None
-    return {"state": state, "param_groups": optimizer.state_dict()["param_groups"]}
+    return get_optimizer_state_dict(model, optimizer, options=replace(WHOLE, cpu_offload=isinstance(model, FSDPModule)))
 
 
 def load_optimizer(model: nn.Module, optimizer: Optimizer, saved: dict):
-    """From what `optimizer_state` gave, on any number of processes. Raises ValueError where moments are missing."""
-    names = {p: name for name, p in model.named_parameters()}
-    state, groups = {}, optimizer.state_dict()["param_groups"]
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for i, p in enumerate(parameters):
-        name = names[p]
-        moments = saved["state"].get(name, {})
-        if not moments.keys() >= {"step", "exp_avg", "exp_avg_sq"}:
-            raise ValueError(f"the optimizer's state of {name} is missing")
-        state[i] = own = dict(moments)
-        for key in own.keys() - {"step"}:
-            own[key] = saved_piece(p, name, moments[key])
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    """From what `optimizer_state` gave, on any number of processes. Raises RuntimeError where moments are missing."""
+    groups = get_optimizer_state_dict(model, optimizer)["param_groups"]  # as the config has them now
+    set_optimizer_state_dict(model, optimizer, {"state": saved["state"], "param_groups": groups}, options=WHOLE)

@@ -18,7 +18,7 @@ from data.tokenizers import KINDS, XLMR, Tokenizer, load_tokenizer
 from engine import hugging_face
 from engine.device import clear_errors
 from engine.files import WEIGHTS, newest
-from engine.hugging_face import LAYOUTS, OTHERS, SIZES, Found, Weights, part_of, short
+from engine.hugging_face import LAYOUTS, OTHERS, SIZES, Found, Weights, short
 from model import GPT, Encoder, Translator
 
 MODELS = {"GPT": GPT, "MaskedLM": Encoder, "Electra": Encoder, "Translator": Translator}  # trained, and loaded
@@ -29,8 +29,6 @@ def read(folder: Path) -> Found:
     """A run, or a model in Hugging Face's format. Raises OSError or ValueError where there is no sound one."""
     if not folder.exists():
         raise FileNotFoundError(f"{folder} does not exist: train it first, or name another folder")
-    if not has_one(folder, WEIGHTS + hugging_face.FILES):
-        raise FileNotFoundError(f"{folder} is neither the folder of a run nor of a model: it holds no weights")
     if not is_run(folder):
         return hugging_face.read(folder)
     _, state = newest(folder, WEIGHTS)
@@ -65,7 +63,8 @@ def load(path: str | Path, **changes) -> tuple[nn.Module, Tokenizer | None]:
     except Exception as error:  # wrong constants show themselves in a dozen ways
         raise ValueError(f"{path} describes no model: {short(error)}") from error
     if kind is Encoder:  # without the head that it was trained with
-        weights = part_of(weights, "encoder.") or weights
+        own = {name.removeprefix("encoder."): x for name, x in weights.items() if name.startswith("encoder.")}
+        weights = own or weights  # an encoder's own have no prefix
     return fill(model, {}, weights, path).eval(), tokenizer
 
 

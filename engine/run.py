@@ -24,7 +24,7 @@ from tqdm import tqdm
 from engine import parallel
 from engine.config import identity
 from engine.device import Context, fail, show, warn
-from engine.files import MADE, code_of, folder_of, newest, others, read_json, write
+from engine.files import MADE, code_of, folder_of, newest, others, read_json, to_json, write
 
 SIGNALS = signal.SIGTERM, signal.SIGINT  # the second is Ctrl-C
 
@@ -110,13 +110,10 @@ class Run:
                 self.context.say(f"{self.name}: finished before, in {self.folder} (--resume false trains it again)")
         edited = [*others(before, self.code)]
         if edited:
-            words = ", ".join(name.partition(" (")[0] for name in edited) + f" changed since {self.name} was trained: "
-            if tests_alone:
-                words += "its weights are of the code before"
-            else:
-                words += "its numbers are of the code before" if self.result else "it goes on with the code of today"
-                words += "; --resume false trains it anew, in place of this one"
-            warn(words)
+            words = f"{', '.join(name.partition(' (')[0] for name in edited)} changed since {self.name} was trained"
+            what = "numbers are" if self.result else "weights are"
+            hint = "" if tests_alone else "; --resume false trains it anew, in place of this one"
+            warn(f"{words}: its {what} of the code before{hint}")
         for name in edited:
             self.code[name] += f", before {before[name]}"  # what goes on is of both
 
@@ -302,7 +299,7 @@ class Run:
             speed += f", MFU {3 * self.flops_per_token * self.speed / fastest:.1%} at full capacity"
         self.context.say(f"step {done}: train {self.loss_in_words(self.train_loss)}  {speed}  {words}")
         record = {"step": done, "train_loss": self.train_loss, "tokens_per_second": self.speed} | scores
-        self.log += json.dumps(record) + "\n"
+        self.log += to_json(record, indent=None) + "\n"
         self.write("metrics.jsonl", self.log)
         for name, value in numbers(record) if self.board else ():
             self.board.add_scalar(name, value, done)

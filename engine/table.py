@@ -25,29 +25,22 @@ class Table(NamedTuple):
     average: Callable | None = None  # of rows with the same first label, as in `lines` -> one more below them
 
     def lines(self, found: list[tuple]) -> list[dict[str, str]]:
-        """The rows of a table. found: of each row that was run the labels, and `seeds` as in `row`."""
+        """{header: cell} of each row. found: of each row that was run the labels, and of each of its seeds what a
+        script's `cells` says, {header: (number or None, format)}."""
         rows = []
         for _, group in groupby(found, key=lambda row: row[0][0]):
             own = [*group]
-            rows += [self.row(*row) for row in own]
             if self.average:
-                rows.append(self.row(*self.average(own)))
+                own.append(self.average(own))
+            for labels, seeds in own:
+                cells = {name: mean_cell([one[name] for one in seeds]) for name in seeds[0]}
+                rows.append(dict(zip(self.labels, labels)) | cells)
         return rows
-
-    def row(self, labels: tuple[str, ...], seeds: list[dict]) -> dict[str, str]:
-        """{header: cell} of a row. seeds: what a script's `cells` says of each, {header: (number or None, format)}."""
-        row = dict(zip(self.labels, labels))
-        for name in seeds[0]:
-            row[name] = mean_cell([cells[name] for cells in seeds])
-        return row
 
     def render(self, results: list[list[dict]], cells: Callable) -> str:
         """Markdown. results: of each row's seeds."""
-        found = []
-        for (labels, _), result in zip(self.rows, results):
-            found.append((labels, [cells(one) for one in result]))
-        rows = self.lines(found)
-        return markdown_table(list(rows[0]), [list(row.values()) for row in rows])
+        rows = self.lines([(labels, [*map(cells, seeds)]) for (labels, _), seeds in zip(self.rows, results)])
+        return markdown_table([*rows[0]], [[*row.values()] for row in rows])
 
 
 def mean_cell(numbers: list[tuple]) -> str:
@@ -91,7 +84,7 @@ def start(Config: type, presets: dict):
 def carry_out(config, presets: dict, context, tables: dict, train, report, cells) -> list[list[dict]]:
     """A table, or one run a seed and its report -> the results of each row's seeds.
 
-    train(config, context) -> result; report(config, result) -> text; cells: see `Table.row`.
+    train(config, context) -> result; report(config, result) -> text; cells: see `Table.lines`.
     """
     with clear_errors():
         table = table_of(config, presets, tables)

@@ -176,7 +176,8 @@ def saved(options: dict, name: str = "ckpt.pt") -> dict:
 
 
 def metrics(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (only_run(folder) / "metrics.jsonl").read_text().splitlines()]
+    lines = (only_run(folder) / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line, parse_constant=pytest.fail) for line in lines]
 
 
 def losses(folder: Path) -> list[float]:

@@ -138,9 +138,6 @@ def test_names_are_those_of_folders():
     odd, long = name("--data", "/home/me/my text"), name("--data", "x" * 300)
     assert odd == "demo-data=_home_me_my_text"
     assert len(long) == 160 and long == name("--data", "x" * 301)  # a folder of its own has a number
-
-
-def test_several_values_name_a_run_too():
     config = command_line(train_mlm.Config, train_mlm.PRESETS, ["--moe_after", "1", "2"])
     assert "moe_after=1,2" in run_name(config, train_mlm.PRESETS)
     assert identity(config)["moe_after"] == [1, 2]  # as JSON has it

@@ -1,9 +1,5 @@
-"""What a GPU would do, on a machine without one: the host reads nothing off it, Inductor writes code for an H100.
+"""What a GPU would do, on a machine without one; where it compiles, and what may not change when it does."""
 
-Both are done by fake_cuda.py, in a process that believes in a card.
-"""
-
-import importlib.util
 import itertools
 import json
 import os
@@ -26,37 +22,23 @@ from engine.optim import cross_entropy
 from routers import ROUTERS
 
 HERE = Path(__file__).parent
-without_card = pytest.mark.skipif(
-    torch.version.cuda is not None or not shutil.which("g++"), reason="needs a compiler, and torch for CPUs"
-)
 
 
-def done(task: str, folder: Path) -> dict:
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]])}
-    ran = subprocess.run([sys.executable, HERE / "fake_cuda.py", folder, task], env=env, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    return json.loads((folder / f"{task}.json").read_text())
-
-
-@without_card
+@pytest.mark.skipif(torch.version.cuda is not None or not shutil.which("g++"), reason="needs g++, and torch for CPUs")
 def test_a_step_of_every_model_reads_nothing_off_the_card(tmp_path):
-    """But for BASE's auction, and for routers whose tokens may choose all experts where there is no limit."""
-    found = done("steps", tmp_path)
+    """But for BASE's auction, and for routers whose tokens may choose all experts where there is no limit.
+
+    See fake_cuda.py, a process that believes in a card.
+    """
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]])}
+    ran = subprocess.run([sys.executable, HERE / "fake_cuda.py", tmp_path], env=env, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    found = json.loads((tmp_path / "steps.json").read_text())
     assert len(found) == 4 * (1 + 2 * len(ROUTERS)) - 5 + 2
     read = {case for case, error in found.items() if error}
     expected = {case for case in found if "base" in case or "threshold, no limit" in case}
     assert read == expected | {"a number is read"}
     assert all("DataDependent" in found[case] or "nonzero" in found[case] for case in read)
-
-
-@without_card
-@pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="needs triton")
-def test_inductor_writes_code_for_an_h100_that_moves_little(tmp_path):
-    """GB of a forward and a backward pass, of which the dense FFN of as many FLOPs moves 1.6."""
-    moved = done("code", tmp_path)
-    assert all(moved.values()), moved
-    assert moved["topk"] <= moved["threshold"] < 3.7 and moved["dense"] < 1.7
-    assert moved["loss"] < 6.7  # of these, 1.6 are counted where the host's choice of S logits is read
 
 
 def test_a_compiled_router_has_the_gradient_of_an_uncompiled_one():
@@ -76,22 +58,6 @@ def test_a_compiled_router_has_the_gradient_of_an_uncompiled_one():
             results.append(torch.autograd.grad(loss, [moe.router.experts for moe in net.moe_layers]))
     for compiled, eager in zip(*results):
         assert (compiled - eager).norm() <= 1e-5 * eager.norm()
-
-
-CHANGED = """
-from torch._dynamo import config as dynamo
-from torch._functorch import config as functorch
-from torch._inductor import config as inductor
-
-before = [config.get_config_copy() for config in (dynamo, functorch, inductor)]
-import model
-
-assert before == [config.get_config_copy() for config in (dynamo, functorch, inductor)]
-"""
-
-
-def test_who_imports_the_model_finds_the_compiler_as_it_was():
-    subprocess.run([sys.executable, "-c", CHANGED], cwd=ROOT, check=True)
 
 
 def test_as_many_models_are_compiled_as_a_table_has(monkeypatch):

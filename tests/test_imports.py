@@ -17,12 +17,15 @@ HEIGHTS = {"routers": 0, "model": 1, "engine": 2, "data": 2, "analysis": 4}  # o
 HEIGHTS |= dict.fromkeys(["analysis.bilingual", "analysis.flops", "analysis.measures"], 3)  # which training needs too
 LOADED = """
 import sys
-from torch._functorch import config
+from torch._dynamo import config as dynamo
+from torch._functorch import config as functorch
+from torch._inductor import config as inductor
 
-before = config.get_config_copy()
+before = [config.get_config_copy() for config in (dynamo, functorch, inductor)]
 import train_lm
 
-assert config.get_config_copy() == before, "an import changes what torch compiles in the whole program"
+now = [config.get_config_copy() for config in (dynamo, functorch, inductor)]
+assert now == before, "an import changes what torch compiles in the whole program"
 print(*(getattr(module, "__file__", None) for module in list(sys.modules.values())), sep="\\n")
 """
 

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 import torch
-from helpers import TINY_LM, Script, constants, lively, losses, saved, stopped, values_and_gradients
+from helpers import ROOT, TINY_LM, Script, constants, lively, losses, saved, stopped, values_and_gradients
 
 import model
 import train_lm
@@ -18,19 +18,10 @@ OWN = ("own_random", "own_soft", "own_position", "own_later")
 
 @pytest.fixture(scope="module", autouse=True)
 def registered():
-    """The routers below, for this file alone."""
+    """README's first one and the routers below, for this file alone."""
     before = dict(ROUTERS)
-
-    @router("own_random")
-    class TopOneRandom(Router):
-        """The most probable expert, and another by chance."""
-
-        split = most = 2
-
-        def choose(self, score, probs):
-            best = probs.argmax(dim=1, keepdim=True)
-            order = torch.rand_like(probs).scatter(1, best, 2.0).argsort(dim=1, descending=True)
-            return by_rank(order, probs, 2)
+    [block] = re.findall(r'^(@router\("top1_random"\)\n.*?)^```', (ROOT / "README.md").read_text(), re.S | re.M)
+    exec(block, globals() | {"router": lambda name: router("own_random")})
 
     @router("own_soft")
     class SoftThreshold(Router):

@@ -126,37 +126,25 @@ def as_older_ones(folder: Path):
 
 
 @pytest.mark.parametrize("layout", ["gpt2", "xlmr"])
-def test_both_ways_of_writing_weights_give_one_model(layout, tmp_path):
-    save(tmp_path, layout)
-    one, tokenizer = load(tmp_path)
-    assert not one.training and tokenizer is None
-    as_older_ones(tmp_path)
-    two, _ = load(tmp_path)
-    assert type(one) is type(two) is {"gpt2": GPT, "xlmr": Encoder}[layout]
-    torch.testing.assert_close(two.state_dict(), one.state_dict(), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "pickle"])
-def test_weights_in_parts_and_of_a_wrapped_model_are_read(safe, tmp_path):
-    """Their names begin as torch.compile and DataParallel leave them."""
-    from safetensors.torch import save_file
-
-    model = save(tmp_path, "gpt2")
-    one, _ = load(tmp_path)
+def test_all_ways_of_writing_weights_give_one_model(layout, tmp_path):
+    """As one file, in parts, and as a pickle."""
+    model, found = save(tmp_path, layout), []
+    found.append(load(tmp_path))
     (tmp_path / "model.safetensors").unlink()
-    name = "model.safetensors" if safe else "pytorch_model.bin"
-    places = {}
-    for number, (key, x) in enumerate(model.transformer.state_dict().items()):
-        part, key = f"{number % 2}-{name}", f"module._orig_mod.transformer.{key}"
-        places.setdefault(part, {})[key] = x
-    for part, tensors in places.items():
-        (save_file if safe else torch.save)(tensors, tmp_path / part)
-    index = {"weight_map": {key: part for part, tensors in places.items() for key in tensors}}
-    (tmp_path / f"{name}.index.json").write_text(json.dumps(index))
-    two, _ = load(tmp_path)
-    torch.testing.assert_close(two.state_dict(), one.state_dict(), rtol=0, atol=0)
-    (tmp_path / f"0-{name}").unlink()
-    assert f"0-{name} cannot be read" in one_line(tmp_path, ValueError)
+    model.save_pretrained(tmp_path, max_shard_size=5000)
+    first, *others = sorted(tmp_path.glob("*.safetensors"))
+    assert others
+    found.append(load(tmp_path))
+    first.unlink()
+    assert "has not the weights of the model" in one_line(tmp_path, ValueError)
+    for part in others:
+        part.unlink()
+    model.save_pretrained(tmp_path)
+    as_older_ones(tmp_path)
+    found.append(load(tmp_path))
+    for net, tokenizer in found:
+        assert type(net) is {"gpt2": GPT, "xlmr": Encoder}[layout] and not net.training and tokenizer is None
+        torch.testing.assert_close(net.state_dict(), found[0][0].state_dict(), rtol=0, atol=0)
 
 
 def change(folder: Path, **values):
