@@ -25,7 +25,7 @@ from data import counting
 from data.batches import Masked, PairData
 from data.prepare import prepare
 from data.tokenizers import XLMR, train_sentencepiece
-from engine.device import Context, seed_all, setup
+from engine.device import Context, setup
 from engine.table import mean_cell
 from model import PAD, MaskedLM
 from train_electra import Config, Electra, losses_of, sample, score
@@ -173,16 +173,6 @@ def test_samples_are_of_fp32_even_where_logits_are_not():
     assert sample(torch.full((3, 5), math.nan)).shape == (3,)  # a NaN must reach the loss, which reports it
 
 
-def test_the_discriminator_teaches_the_generator_nothing_but_its_embeddings():
-    """No gradient flows through sampling."""
-    model, (batch, _, _) = small(), small_batch()
-    (_, rtd, _), _ = losses_of(model, batch, model.config, HERE)
-    rtd.backward()
-    for name, p in model.generator.named_parameters():
-        shared = any(p is own for own in model.encoder.parameters())
-        assert (p.grad is not None and bool(p.grad.any())) == shared, name
-
-
 def test_padding_that_the_generator_draws_is_a_token_like_any_other(monkeypatch):
     """A row's answers do not change when it stands beside a longer one, even with a drawn <pad> inside."""
     model, (batch, real, original) = small(), small_batch()
@@ -284,37 +274,6 @@ def test_every_row_trains_and_reports(row, options, monkeypatch, capsys):
     assert (
         ("generator" in last) == rtd and f"{'above' if own.get('saved', 1) < 0 else 'below'} a blind" in last or not rtd
     )
-
-
-def test_the_gradient_is_of_the_losses_means_over_all_that_a_step_predicts(options, monkeypatch):
-    seen = []
-
-    def record(parameters, limit):
-        assert limit == 3.0
-        seen.append([p.grad.clone() for p in parameters])
-
-    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", record)
-    options |= {"dtype": "float64", "lambda_disc": 7.0, "router": "switch", "balance_coef": 0.5} | EXPERTS
-    options |= {"grad_clip": 3.0, "steps": 1, "dropout": 0.1}
-    ELECTRA.run(options, monkeypatch)
-    config, _, data, model = opened(options)
-    batches, masked, tokens = {}, Counter(), Counter()
-    for kind in ("sentences", "pairs"):
-        for micro in range(2):
-            batches[kind, micro] = batch = data[kind].batch("train", 0, micro)
-            masked[kind] += len(batch.targets)
-            tokens[kind] += int((batch.ids != data[kind].tokenizer.pad).sum())
-    for micro in range(2):
-        seed_all(config.seed, 1, micro)
-        for kind in ("sentences", "pairs"):
-            batch = batches[kind, micro]
-            assert (batch.ids.flatten()[batch.masked] == data[kind].tokenizer.mask).all()  # always
-            logits, balance, answers, replaced = model(batch.ids, batch.masked, batch.real, batch.targets)
-            loss = F.cross_entropy(logits, batch.targets, reduction="sum") / masked[kind]
-            judged = 7 * F.binary_cross_entropy_with_logits(answers, replaced.double(), reduction="sum")
-            loss = loss + (judged + 0.5 * len(answers) * balance) / tokens[kind]
-            loss.backward()
-    torch.testing.assert_close(seen[0], [p.grad for p in model.parameters()], rtol=1e-12, atol=1e-12)
 
 
 def test_both_corpora_are_read_as_the_constants_say(options):
@@ -419,20 +378,6 @@ def test_table_2_has_every_row(options, monkeypatch, capsys):
     assert rows["XLM-E"][2:] == cells and cells[0] == f"{whole['parameters']['kept'] / 1e6:.1f}"
 
 
-BAD = {
-    "no discriminator": (XLM | {"lambda_disc": 2.0}, "--lambda_disc is not read with --router dense, --objective mlm"),
-    "a generator of the baseline": ({"objective": "mlm"}, "--generator_layers is not read"),
-    "rate of no bias": ({"relative_bias": False, "distance_lr": 2.0}, "objective rtd, --relative_bias False: leave"),
-    "no pairs": ({"pairs": "opus"}, "no prepared data in"),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_one_clear_line(case, options, monkeypatch, capsys):
-    given, message = BAD[case]
-    assert message in ELECTRA.refused(options | given, monkeypatch, capsys)
-
-
 def test_corpora_that_do_not_fit(options, corpora, monkeypatch, capsys):
     for given, message in (
         ({"pairs": corpora["other"]}, "different tokenizers: prepare both with the same --tokenizer"),
@@ -440,21 +385,6 @@ def test_corpora_that_do_not_fit(options, corpora, monkeypatch, capsys):
         ({"pairs": corpora["data"]}, "of languages; PairData reads"),
     ):
         assert message in ELECTRA.refused(options | given, monkeypatch, capsys)
-
-
-@pytest.mark.parametrize("broken", ["encoder.ln_e.weight", "generator.ln_h.weight"])
-def test_weights_that_the_last_update_broke_are_not_saved(broken, options, monkeypatch, capsys):
-    """Of either network; every training loss was finite, only the evaluation can tell."""
-    updates = []
-
-    def after_step(model):
-        updates.append(1)
-        if len(updates) == 4:
-            model.get_parameter(broken).data.fill_(math.inf)
-
-    monkeypatch.setattr(Electra, "after_step", after_step)
-    assert "not finite at step 4" in ELECTRA.refused(options, monkeypatch, capsys)
-    assert saved(options)["step"] == 3
 
 
 def test_the_interval_of_what_a_translation_adds_is_over_pairs(monkeypatch):

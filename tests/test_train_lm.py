@@ -22,7 +22,6 @@ from data.tokenizers import load_tokenizer
 from engine import pretrained
 from engine.config import command_line
 from engine.device import setup
-from engine.optim import cosine
 from routers import NOT_CHOSEN, ROUTERS
 
 LM = Script(train_lm)
@@ -85,16 +84,6 @@ def test_learning_happens_and_the_result_is_the_last_models(options, monkeypatch
     net, _ = pretrained.load(only_run(options["out_dir"]))
     scores = train_lm.test(net, data, setup("cpu", "float32"))
     assert scores["test"] == result_of(options["out_dir"])["test"]
-
-
-def test_every_step_has_its_rate_and_is_clipped(options, monkeypatch):
-    """The gradient itself is looked at in test_run.py."""
-    limits, rates = [], []
-    monkeypatch.setattr(train_lm.parallel, "clip_grad_norm_", lambda net, limit: limits.append(limit))
-    monkeypatch.setattr(train_lm, "set_learning_rate", lambda optimizer, rate: rates.append(rate))
-    options |= {"grad_clip": 0.25, "steps": 8, "eval_every": 8}
-    LM.run(options | {"learning_rate": 1.0, "min_learning_rate": 0.1, "warmup": 0.25}, monkeypatch)
-    assert rates == [cosine(step, 8, 0.25, 1.0, 0.1) for step in range(8)] and limits == [0.25] * 8
 
 
 def test_evaluation_is_its_literal_definition(options, monkeypatch):

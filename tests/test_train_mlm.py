@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import reference
 import torch
-from helpers import ROOT, Script, losses, metrics, result_of, saved, stopped, table_rows
+from helpers import Script, metrics, result_of, saved, stopped, table_rows
 from test_measures import literal_rc
 from test_train_electra import corpora
 
@@ -86,34 +86,6 @@ def test_every_row_trains_and_reports(row, options, monkeypatch, capsys):
     work = flops.flops_per_token(model.encoder, model.config, head)
     assert result_of(options["out_dir"])["flops"] == pytest.approx(work)
     torch.testing.assert_close(model.bias.data, data.log_frequencies())
-
-
-def test_the_gradient_is_the_mean_over_all_masked_tokens_of_a_step_and_the_rate_falls(options, monkeypatch):
-    gradients, rates = [], []
-    set_rate = train_mlm.set_learning_rate
-    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda ps, _: gradients.append([p.grad.clone() for p in ps]))
-    monkeypatch.setattr(train_mlm, "set_learning_rate", lambda adamw, rate: set_rate(adamw, rates.append(rate) or rate))
-    options |= {"dtype": "float64", "balance_coef": 0.5, "learning_rate": 1.0, "warmup": 0.5, "mask_share": 0.3}
-    options |= {"dropout": 0.1, "sampling_exponent": 0.0, "eval_every": 1}
-    MLM.run(options, monkeypatch)
-    _, _, data, model = opened(options)
-    shown = 0.0
-    batches = [data.batch("train", 0, micro) for micro in range(2)]
-    counts = [len(batch.masked) for batch in batches]
-    assert counts[0] != counts[1]
-    for micro, batch in enumerate(batches):
-        train_mlm.seed_all(0, 1, micro)
-        assert 0.2 < counts[micro] / batch.ids.numel() < 0.4
-        logits, balance = model(batch.ids, batch.masked, batch.real)
-        loss = torch.nn.functional.cross_entropy(logits, batch.targets, reduction="sum")
-        shown += float(loss) / sum(counts)
-        loss = loss + 0.5 * counts[micro] * balance
-        (loss / sum(counts)).backward()
-    torch.testing.assert_close(gradients[0], [p.grad for p in model.parameters()], rtol=1e-12, atol=1e-12)
-    assert losses(options["out_dir"])[0] == pytest.approx(shown)
-    assert rates == pytest.approx([0.5, 1.0, 1.0, 0.5])
-    groups = {group["times"]: group["lr"] for group in saved(options)["optimizer"]["param_groups"]}
-    assert groups == pytest.approx({1.0: 0.5, 0.2: 0.1, 10.0: 5.0})  # the router's, and what distances add
 
 
 def test_evaluation_is_its_literal_definition(options):
@@ -282,18 +254,6 @@ def test_the_base_preset_is_the_papers_model():
     with torch.device("meta"):
         counts = flops.count_parameters(MaskedLM(config, 250_002))
     assert (counts["total"], counts["active"]) == (731_808_915, 292_479_891)  # of them 842,130 in the head
-
-
-BAD = {
-    "no bias": ({"relative_bias": False, "distance_lr": 2.0}, "--router hypersphere, --relative_bias False: leave"),
-    "no weights": ({"init_from": str(ROOT / "tests")}, "is neither the folder of a run nor of a model"),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_one_clear_line(case, options, monkeypatch, capsys):
-    given, message = BAD[case]
-    assert message in MLM.refused(options | given, monkeypatch, capsys)
 
 
 def test_xlmr_weights_start_a_sparse_model(options, tmp_path, monkeypatch, capsys):

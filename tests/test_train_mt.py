@@ -37,7 +37,6 @@ from data.batches import TranslationData
 from data.prepare import prepare
 from engine.config import command_line
 from engine.device import seed_all, setup
-from engine.optim import adamw, cross_entropy
 from model import Translator
 from train_mt import PRESETS, Config
 
@@ -168,34 +167,6 @@ def test_pairs_are_learned_by_heart(tmp_path, monkeypatch, capsys):
 # --- Formulas
 
 
-def test_every_step_has_its_learning_rate_and_the_mean_gradient(options, monkeypatch):
-    seen, rates = [], []
-
-    def step(self, *_, f=torch.optim.AdamW.step):
-        seen.append([p.grad.clone() for group in self.param_groups for p in group["params"]])
-        rates.append({group["lr"] for group in self.param_groups})
-        return f(self)
-
-    monkeypatch.setattr(torch.optim.AdamW, "step", step)
-    options |= {"dtype": "float64", "balance_coef": 0.5, "learning_rate": 1e-3}
-    run(options | {"steps": 3}, monkeypatch)
-    up_for_two_steps_then_falling = [5e-4, 1e-3, 1e-3 * math.sqrt(2 / 3)]
-    assert [max(rate) for rate in rates] == pytest.approx(up_for_two_steps_then_falling)
-    assert all(len(rate) == 1 for rate in rates)
-    config, context, data, model = opened(options)
-    batches = [data.batch("train", 0, micro) for micro in range(2)]
-    counts = [len(batch.labels) for batch in batches]
-    assert counts[0] != counts[1]
-    for batch, count in zip(batches, counts):
-        logits, balance = model(batch.source, batch.target, batch.source_real, batch.target_real)
-        loss = cross_entropy(logits, batch.labels, label_smoothing=0.1, reduction="sum") + 0.5 * count * balance
-        (loss / sum(counts)).backward()
-    groups = adamw(model, config).param_groups
-    expected = [p.grad for group in groups for p in group["params"]]
-    torch.testing.assert_close(seen[0], expected, rtol=1e-12, atol=1e-12)
-    assert {group["betas"] for group in groups} == {(0.9, 0.98)}
-
-
 def test_evaluation_is_its_literal_definition(options):
     _, context, data, model = opened(options | {"dtype": "float64", "capacity": math.inf, "dropout": 0.5})
     scores, total, count, size = train_mt.evaluate(model, data, "valid", context, 10**9), 0.0, 0, 0
@@ -290,19 +261,6 @@ def test_the_best_weights_are_tested_and_kept_whatever_happens(options, monkeypa
     again = train_mt.score_split(model, data, "test", config, context)
     assert json.loads(json.dumps(again)) == result_of(options["out_dir"])["test"]
     assert lose(options) == before
-
-
-def test_broken_weights_end_the_run_before_they_are_translated_or_saved(options, monkeypatch, capsys):
-    evaluate, seen = train_mt.evaluate, []
-
-    def broken(*arguments):
-        seen.append(1)
-        return evaluate(*arguments) | ({"loss": math.nan} if len(seen) == 2 else {})
-
-    monkeypatch.setattr(train_mt, "evaluate", broken)
-    fix_valid_scores(monkeypatch, (5.0, 0.0))
-    assert "not finite at step 4" in refused(options, monkeypatch, capsys)
-    assert saved(options, "ckpt.pt")["step"] == 3
 
 
 # --- Tables, and a translation memory
@@ -516,23 +474,6 @@ def test_what_cannot_be_translated_is_one_clear_line(trained, tmp_path, monkeypa
 
 
 # --- What a user can get wrong
-
-BAD = {
-    "language": ({"target": "fr"}, "pairs without the language 'fr'"),
-    "another table's layers": ({"table": 3, "moe_after": "1"}, "not with moe_after, nor with preset wmt10"),
-    "nothing to translate": ({"model": "out/train_mt/multi30k"}, "--model is not read with --router threshold"),
-    "no row's decoder": ({"table": 4, "decoder_moe": False}, "--decoder_moe is not read"),
-    "X-MoE's experts": ({"experts": 4}, "--experts is not read with --router threshold"),
-    "XMoE's experts": ({"moe_after": "2", "split": 2}, "--split is not read with"),
-    "not causal": ({"router": "expert_choice"}, "cannot translate: add --decoder_moe false"),
-    "small micro-batches": ({"micro_tokens": 32, "batch_tokens": 32}, "must hold a pair of two times block_size 32"),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_one_clear_line(case, options, monkeypatch, capsys):
-    given, message = BAD[case]
-    assert message in refused(options | given, monkeypatch, capsys)
 
 
 def test_what_a_language_needs_is_said_in_one_line(options, monkeypatch, capsys):
