@@ -109,25 +109,20 @@ def source(tmp_path_factory) -> Path:
             files[f"xnli/{split}-{language}.tsv"] = label_lines(sentences, language)
             name = f"xquad/xquad.{language}.json" if split == "test" else f"squad/{split}-v1.1.json"
             files[name] = answers(sentences, language)
-    for name, text in files.items():
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text(text)
-    return folder
+    return write_files(folder, files)
 
 
 @pytest.fixture(scope="session")
 def encoders(tmp_path_factory) -> dict[str, Path]:
     """The folders of ENCODERS, each trained for a step."""
-    base = tmp_path_factory.mktemp("encoders")
-    (base / "text").mkdir()
-    texts = {"en": [" ".join(words) for words in drawn(200, 9)]}
-    texts["de"] = [" ".join(translate(text.split(), "de")) for text in texts["en"]]
-    for language, own in texts.items():
+    base, texts, files, folders = tmp_path_factory.mktemp("encoders"), [], {}, {}
+    for language in ("de", "en"):
+        own = [" ".join(translate(words, language)) for words in drawn(200, 9)]
+        texts += own
         for split, part in {"train": own[:160], "valid": own[160:180], "test": own[180:]}.items():
-            (base / "text" / f"{language}.{split}.txt").write_text("\n\n".join(part))
-    spm = train_sentencepiece(texts["de"] + texts["en"], 295, XLMR).save(base)
-    data = prepare("cc100", base / "text", tokenizer=spm, out=base / "prepared")
-    folders = {}
+            files[f"{language}.{split}.txt"] = "\n\n".join(part)
+    spm = train_sentencepiece(texts, 295, XLMR).save(base)
+    data = prepare("cc100", write_files(base / "text", files), tokenizer=spm, out=base / "prepared")
     with pytest.MonkeyPatch.context() as patch:
         for name, constants in ENCODERS.items():
             given = ENCODER | constants | {"data": data, "eval_maskings": 1, "out_dir": base / name}
@@ -335,7 +330,7 @@ def test_loads_are_counted_and_two_processes_go_on_with_what_one_would_compute(o
 
     The encoder was trained with activation checkpointing, under which each choice would be counted twice.
     """
-    options |= {"train_examples": 28, "batch_size": 4, "micro_size": 2, "epochs": 15, "dtype": "float64"}
+    options |= {"train_examples": 28, "batch_size": 4, "micro_size": 2, "epochs": 15, "dtype": "float64", "task": "pos"}
     two, counts, calls = options | {"out_dir": tmp_path / "two"}, Counter(), []
 
     def save(self, done, *rest, old=Run.save):

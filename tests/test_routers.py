@@ -106,10 +106,7 @@ def test_router_follows_the_equations(combination, training, case, dtype):
 # --- Selection and priority
 
 
-def test_hash_serves_in_order_is_the_same_in_every_run_and_uses_every_expert():
-    router, ids = make_router("hash", 3), torch.arange(40) % V
-    for e, queue in enumerate(queues(router(torch.zeros(40, D), ids).priority)):
-        assert queue == [s for s in range(40) if router.expert_of_id[ids[s]] == e]
+def test_hash_is_the_same_in_every_run_and_uses_every_expert():
     tables = []
     for seed in (1, 2):
         torch.manual_seed(seed)

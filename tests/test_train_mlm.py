@@ -72,12 +72,9 @@ def test_every_row_trains_and_reports(row, options, monkeypatch, capsys):
         assert layer["rc"] > 0 and layer["imbalance"] >= 1 and (layer["wanted"] == 2 or row != "X-MoE top-2")
         assert f"sparse layer {i + 1}: RC {layer['rc']:.2f}, RF {layer['rf']:.1%}" in out
         assert (layer["temperature"] is not None) == (row not in ("SMoE", "threshold"))
-        if layer["temperature"]:  # it learns, and the expert embeddings stay on their sphere
-            weights = saved(options)["model"]
-            assert layer["temperature"] == pytest.approx(float(weights[f"encoder.moes.{i}.router.temperature"]))
-            assert layer["temperature"] not in (0.3, 0.07)
-            experts = weights[f"encoder.moes.{i}.router.experts"]
-            torch.testing.assert_close(experts.norm(dim=1), torch.full((4,), 0.1))
+        if layer["temperature"]:  # it learns
+            learned = saved(options)["model"][f"encoder.moes.{i}.router.temperature"]
+            assert layer["temperature"] == pytest.approx(float(learned)) and layer["temperature"] not in (0.3, 0.07)
     first, last = metrics(options["out_dir"])
     assert all(layer["rf"] is None for layer in first["layers"])
     assert first["predicted"] < last["predicted"]  # the final perplexity is over several maskings
