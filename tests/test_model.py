@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from helpers import ROOT, constants
 from torch import nn
 
-from model import GPT, Encoder, Experts, Stacks, Translator
+from model import GPT, Encoder, Experts, MaskedLM, Stacks, Translator
 from routers import ROUTERS
 
 V = 13
@@ -67,16 +67,27 @@ def test_balance_loss_is_summed_over_layers_and_steps_reach_every_router():
         torch.testing.assert_close(moe.router.experts.norm(dim=1), torch.full((3,), 0.1).double())
 
 
-def test_what_writes_to_the_residual_stream_starts_smaller_with_depth():  # GPT-2
+TRANSLATOR = dict(router="dense", moe_after=(), decoder_moe=True)
+STARTS = [  # a model, its constants, and the deviation of what writes to the residual stream: in GPT-2 by the depth
+    (GPT, dict(n_layer=8), 0.02 / 4),
+    (Translator, TRANSLATOR | dict(n_layer=8, decoder_layers=2), 0.02 / 4),
+    (Translator, TRANSLATOR | dict(n_layer=2, decoder_layers=8), 0.02 / 4),
+    (MaskedLM, dict(router="dense", relative_bias=True), 0.02),
+]
+
+
+@pytest.mark.parametrize("kind, changes, written", STARTS, ids=str)
+def test_weights_start_from_the_normal_that_was_asked_for(kind, changes, written):
     torch.manual_seed(0)
-    model = GPT(constants(n_layer=8, n_embd=64, ffn_size=256, init_std=0.02, router_std=0.02), 50)
-    for name, p in model.named_parameters():
-        last = name.rpartition(".")[2]
-        if last.startswith("b"):
+    size = dict(n_embd=64, ffn_size=256, init_std=0.02, router_std=0.02)
+    for name, p in kind(constants(**size | changes), 60).named_parameters():
+        if name.rpartition(".")[2].startswith("b"):
             assert (p == 0).all(), name
-        elif "ln" not in name:
-            expected = 0.02 / 4 if name.endswith(("proj.weight", "w_out")) else 0.02
-            assert p.std().item() == pytest.approx(expected, rel=0.15), name
+        elif "ln_" in name or "gate_w" in name:
+            assert (p == 1).all(), name
+        else:
+            expected = written if name.endswith(("proj.weight", "w_out")) else 0.02
+            assert p.std().item() == pytest.approx(expected, rel=0.25), name
 
 
 def test_dropout_follows_embeddings_and_is_in_attention_weights():
@@ -88,9 +99,10 @@ def test_dropout_follows_embeddings_and_is_in_attention_weights():
     assert (reached[0] == 0).all()
 
 
-def test_too_long_a_sequence_is_refused():
-    with pytest.raises(ValueError, match="a sequence of 9 tokens is longer than block_size = 8"):
-        make_gpt()(torch.zeros(1, 9, dtype=torch.int64))
+@pytest.mark.parametrize("kind", [GPT, Encoder])
+def test_too_long_a_sequence_is_refused(kind):
+    with pytest.raises(ValueError, match="a sequence of 17 tokens is longer than block_size = 16"):
+        kind(constants(), V)(torch.full((1, 17), 5))
 
 
 def logits_before_and_after_a_change(model, at):

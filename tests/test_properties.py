@@ -13,12 +13,10 @@ from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from functools import cache, partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
-from helpers import write_files
-from hypothesis import HealthCheck, assume, given, settings
+from helpers import constants, save_run, write_files
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import finetune_xtreme
@@ -27,14 +25,12 @@ import train_lm
 import train_mlm
 import train_mt
 from data import bitext_sets, corpora, xtreme, xtreme_rows
-from data.batches import PairData, TokenData
+from data.batches import PairData
 from data.prepare import prepare
 from data.tokenizers import XLMR, load_tokenizer, train_sentencepiece
 from engine import pretrained
 from engine.config import command_line, run_name
-from engine.device import Context
-from engine.optim import adamw
-from engine.run import Run
+from engine.files import read_json
 from model import GPT
 
 TOTAL = int(os.environ.get("EXAMPLES", 0))
@@ -183,55 +179,34 @@ def use_tokenizer(path: Path):
     tokenizer.decode(tokenizer.encode_batch(["Ein Text, 漢字\n"])[0])
 
 
-def make_data(name: str, folder: Path):
-    """A prepared corpus of text or of pairs."""
+def make_data(folder: Path):
+    """A prepared corpus of pairs."""
     source = folder.with_name("source")
-    source.mkdir(exist_ok=True)
-    for split in ("train", "valid", "test"):
-        texts = [f"{split} {number}, and so on" for number in range(30)]
-        (source / f"de-en.{split}.tsv").write_bytes(lines(*(f"{text}\t{text}" for text in texts)))
-        (source / f"de.{split}.txt").write_bytes(lines(*texts))
+    texts = [f"text {number}, and so on" for number in range(30)]
+    pairs = lines(*(f"{text}\t{text}" for text in texts))
+    write_files(source, {f"de-en.{split}.tsv": pairs for split in ("train", "valid", "test")})
     pieces().save(folder.parent)
     folder.rmdir()
-    prepare(name, source, folder.with_name("xlmr.model"), out=folder)
+    prepare("bitext", source, folder.with_name("xlmr.model"), out=folder)
 
 
-def use_data(Data: type, folder: Path):
-    data = Data(folder, 8, 64)
+def use_data(folder: Path):
+    data = PairData(folder, 8, 64)
     data.batch("train", 0)
     data.tokenizer.encode_batch(["text"])
 
 
-def run_in(folder: Path) -> Run:
-    """A run of train_lm.py that goes on in this folder, or starts there."""
-    size = dict(block_size=8, n_layer=1, n_head=2, n_embd=4, ffn_size=8, router="dense")
-    config = train_lm.Config(**size, out_dir=str(folder))
-    data = SimpleNamespace(micros_per_step=1, tokenizer=pieces(), checksum="d")
-    return Run(config, train_lm.PRESETS, Context(0, 1, torch.device("cpu"), torch.float32), data)
-
-
 def make_run(folder: Path):
-    run = run_in(folder)
-    model = GPT(run.config, 40)
-    run.resume(model, adamw(model, run.config), flops_per_token=1.0)
-    run.save_checkpoint(1)
-    run.finish({"test": {"loss": 1.5, "layers": []}})
-    (run.folder / "lock").unlink()
-
-
-def use_run(folder: Path):
-    run = answer(lambda: run_in(folder), str(folder))
-    if run:
-        pretrained.load(run.folder)
+    save_run(folder, GPT(constants(router="dense"), 40), pieces())
 
 
 TEXTS = {"a.txt": TEXT, "b.txt.gz": gzip.compress(TEXT), "c.txt.xz": lzma.compress(TEXT)}
+TEXTS |= {"d.jsonl": rows({"text": "A"}, {"text": "B", "id": 1})}
 LANGUAGES = {"de.txt": TEXT, "sw.1.jsonl.xz": lzma.compress(rows({"text": "A"}))}
 PAIRS = {"de-en.de": SENTENCES, "de-en.en": SENTENCES, "sw-en.tsv": lines("moja\tone", "mbili\ttwo")}
 LINKS = {"de-en.src-tgt": lines("ein Hund ||| a dog", "ja ||| yes"), "de-en.gold": lines("1-1 2p2", "1-1")}
 CASES = {  # files by name, or what writes them into a folder; what reads them there
     "text": (TEXTS, partial(corpus, "text")),
-    "jsonl": ({"train.jsonl": rows({"text": "A"}, {"text": "B", "id": 1})}, partial(corpus, "text")),
     "languages": (LANGUAGES, partial(corpus, "cc100")),
     "bitext": (PAIRS, partial(corpus, "bitext")),
     "tags": ({"train-en.tsv": TAGS, "test-de.tsv": TAGS, "de-ud-test.conllu": CONLLU}, partial(task, "pos")),
@@ -240,9 +215,9 @@ CASES = {  # files by name, or what writes them into a folder; what reads them t
     "links": (LINKS, bitext_sets.word_alignments),
     "tatoeba": ({"deu-eng.deu": SENTENCES, "deu-eng.eng": SENTENCES}, bitext_sets.tatoeba),
     "tokenizer": (lambda folder: pieces().save(folder), use_tokenizer),
-    "text data": (partial(make_data, "text"), partial(use_data, TokenData)),
-    "pair data": (partial(make_data, "bitext"), partial(use_data, PairData)),
-    "run": (make_run, use_run),
+    "prepared data": (make_data, use_data),
+    "run": (make_run, pretrained.load),
+    "record": ({"it.json": rows({"seed": 0, "gamma": "Infinity"})}, lambda folder: read_json(folder / "it.json")),
 }
 
 
@@ -267,34 +242,3 @@ def test_a_damaged_file_is_read_or_refused_in_a_line(name, tmp_path):
             answer(lambda: read(folder), str(folder))
 
     check()
-
-
-# --- What was written is read
-
-LINES = st.text(st.characters(codec="utf-8", exclude_characters="\0\n\t\ufeff")).map(str.strip).filter(bool)
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("place")
-
-
-@profile
-@given(pairs=st.lists(st.tuples(LINES, LINES), min_size=1, max_size=5))
-def test_a_prepared_folder_holds_what_was_read(place, pairs):
-    texts = [text for pair in pairs for text in pair]
-    found = pieces().encode_batch(texts)
-    assume(all(found))  # none is of characters that the tokenizer drops
-    source, out = place / "source", place / "out"
-    source.mkdir(exist_ok=True)
-    for split in ("train", "valid", "test"):
-        (source / f"de-en.{split}.tsv").write_bytes(lines(*map("\t".join, pairs)))
-    shutil.rmtree(out, ignore_errors=True)
-    with redirect_stderr(io.StringIO()):
-        prepare("bitext", source, pieces().save(place), out=out)
-    data = PairData(out, 8, 64)
-    expected = [[*ids, data.tokenizer.eot] for ids in found]
-    for split in ("train", "valid", "test"):
-        starts = data.index[split]
-        assert [data.tokens[split][a:b].tolist() for a, b in zip(starts, starts[1:])] == expected
-    assert list(zip(*data.texts("valid", "de-en"))) == pairs

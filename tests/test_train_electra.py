@@ -155,7 +155,7 @@ def test_losses_are_the_papers_equations(monkeypatch):
     assert scores == pytest.approx(expected) and any(certain)
 
 
-def test_samples_follow_the_softmax():
+def test_samples_follow_the_softmax_in_fp32_even_where_logits_are_not():
     torch.manual_seed(0)
     logits = torch.tensor([2.0, -1.0, 0.5, -math.inf, 0.0])
     counts = torch.bincount(sample(logits.expand(200_000, 5)), minlength=5)
@@ -163,11 +163,7 @@ def test_samples_follow_the_softmax():
     assert counts[3] == 0
     chi_square = ((counts - expected) ** 2 / expected)[[0, 1, 2, 4]].sum()
     assert chi_square < 16.3  # 99.9% of the time, with 3 degrees of freedom
-
-
-def test_samples_are_of_fp32_even_where_logits_are_not():
-    """In bf16, noise near 8 has steps of 1/16: rare tokens would come too often or never."""
-    torch.manual_seed(0)
+    # In bf16, noise near 8 has steps of 1/16: rare tokens would come too often or never.
     drawn = sample(torch.zeros(2_000, 1000, dtype=torch.bfloat16))
     assert drawn.dtype == torch.int64 and (drawn[:-1] == drawn[1:]).float().mean() < 0.01
     assert torch.bincount(drawn).max() <= 12  # of a mean of 2
@@ -262,8 +258,6 @@ def test_every_row_trains_and_reports(row, options, monkeypatch, capsys):
         assert ours["tokens"] == 2 * theirs["tokens"] and ours["masked"] > 1.5 * theirs["masked"]
     assert (result["parameters"]["kept"] < result["parameters"]["total"]) == rtd  # the generator is not kept
     assert records[0]["flops"] * 2 == records[1]["flops"] == result["flops"]
-    bias = getattr(model, "generator", model).bias.data
-    torch.testing.assert_close(bias, data["sentences"].log_frequencies())
     checksums = [corpus.checksum for corpus in data.values()]  # neither may change under it
     assert saved(options)["identity"]["data_checksum"] == "+".join(checksums) and len(set(checksums)) == 2
     counted = counting.masked_scores(data["sentences"], 256)
@@ -350,7 +344,7 @@ def test_xlm_of_equal_flops_has_them(preset):
 
 
 def test_table_2_has_every_row(options, monkeypatch, capsys):
-    options |= {"table": 2, "steps": 2}
+    options |= {"table": 2, "steps": 2, "eval_tokens": 64, "eval_maskings": 1}
     ELECTRA.run(options, monkeypatch)
     rows = {row[0]: row for row in table_rows(capsys.readouterr().out.split("\n\n")[-1])}
     more = train_electra.work_of(Config(**options)) / train_electra.work_of(Config(**options | XLM))
