@@ -26,9 +26,8 @@ from engine.run import Run
 from model import SparseModel
 
 __all__ = ["commands", "electra_corpora", "encoders", "mt_corpus", "source"]  # fixtures
-SCRIPTS = {
-    script.__name__: Script(script) for script in (train_lm, train_mlm, train_electra, train_mt, finetune_xtreme)
-}
+MODULES = train_lm, train_mlm, train_electra, train_mt, finetune_xtreme
+SCRIPTS = {module.__name__: Script(module) for module in MODULES}
 
 
 @pytest.fixture
