@@ -22,7 +22,6 @@ ROWS = {  # XLM-E's encoder, and every row of X-MoE's tables 2, 3, 5 and 7
     "no reduction": {"routing_dim": 0},
     "no norm": {"router": "switch", "routing_dim": 2},
 }
-every_row = pytest.mark.parametrize("row", ROWS)
 
 
 def small(**changes) -> SimpleNamespace:
@@ -44,7 +43,7 @@ def make_batch(lengths, seed=0):
 # --- The encoder
 
 
-@every_row
+@pytest.mark.parametrize("row", ROWS)
 def test_padding_and_its_content_change_nothing(row):
     """Neither states nor logits, gradients and balance; `real` tells what is padding, not the id."""
     masked_lm = make(MaskedLM, row)

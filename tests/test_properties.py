@@ -196,10 +196,6 @@ def use_data(folder: Path):
     data.tokenizer.encode_batch(["text"])
 
 
-def make_run(folder: Path):
-    save_run(folder, GPT(constants(router="dense"), 40), pieces())
-
-
 TEXTS = {"a.txt": TEXT, "b.txt.gz": gzip.compress(TEXT), "c.txt.xz": lzma.compress(TEXT)}
 TEXTS |= {"d.jsonl": rows({"text": "A"}, {"text": "B", "id": 1})}
 LANGUAGES = {"de.txt": TEXT, "sw.1.jsonl.xz": lzma.compress(rows({"text": "A"}))}
@@ -216,7 +212,7 @@ CASES = {  # files by name, or what writes them into a folder; what reads them t
     "tatoeba": ({"deu-eng.deu": SENTENCES, "deu-eng.eng": SENTENCES}, bitext_sets.tatoeba),
     "tokenizer": (lambda folder: pieces().save(folder), use_tokenizer),
     "prepared data": (make_data, use_data),
-    "run": (make_run, pretrained.load),
+    "run": (lambda folder: save_run(folder, GPT(constants(router="dense"), 40), pieces()), pretrained.load),
     "record": ({"it.json": rows({"seed": 0, "gamma": "Infinity"})}, lambda folder: read_json(folder / "it.json")),
 }
 

@@ -268,11 +268,6 @@ def test_every_row_trains_and_reports(row, options, monkeypatch, capsys):
     assert ("generator" in last) == rtd and ("above a blind" in last) == (own.get("saved", 0) < 0)
 
 
-def test_both_corpora_are_read_as_the_constants_say(options):
-    for corpus in opened(options | {"span": 3.0, "mask_share": 0.25, "sampling_exponent": 0.3})[2].values():
-        assert (corpus.span, corpus.mask_share, corpus.exponent, corpus.replace) == (3.0, 0.25, 0.3, (1.0, 0.0))
-
-
 def test_retrieval_is_the_mean_over_language_pairs(options):
     options |= {"dtype": "float64", "block_size": 12, "micro_tokens": 120, "batch_tokens": 240}
     config, context, data, model = opened(options)
@@ -313,22 +308,23 @@ def test_the_end_says_since_when_a_translation_helps(options, monkeypatch, capsy
 
 
 @pytest.mark.parametrize("masks, share", {"all": (1, 0), "bert": (0.8, 0.1), "electra": (0.85, 0)}.items())
-def test_masks_are_those_of_training_alone(masks, share, options, monkeypatch):
-    """The shares of masks and of other tokens; evaluation hides every one."""
-    read = {"train": [], "evaluate": []}
+def test_corpora_are_read_as_the_constants_say(masks, share, options, monkeypatch):
+    """With the shares of masks and of other tokens in training alone: evaluation hides every one."""
+    read = {"train": set(), "evaluate": set()}
 
     def batch(corpus, *where, old=PairData.batch):
-        read["train"].append(corpus.replace)
+        read["train"].add((corpus.replace, corpus.span, corpus.mask_share, corpus.exponent))
         return old(corpus, *where)
 
     def evaluate(model, data, *rest, old=train_electra.evaluate):
-        read["evaluate"] += [corpus.replace for corpus in data.values()]
+        read["evaluate"] |= {(corpus.replace, corpus.span, corpus.mask_share) for corpus in data.values()}
         return old(model, data, *rest)
 
     monkeypatch.setattr(PairData, "batch", batch)
     monkeypatch.setattr(train_electra, "evaluate", evaluate)
-    ELECTRA.run(options | {"masks": masks, "steps": 1}, monkeypatch)
-    assert {name: set(found) for name, found in read.items()} == {"train": {share}, "evaluate": {(1, 0)}}
+    given = {"masks": masks, "steps": 1, "span": 3.0, "mask_share": 0.25, "sampling_exponent": 0.3}
+    ELECTRA.run(options | given, monkeypatch)
+    assert read == {"train": {(share, 3.0, 0.25, 0.3)}, "evaluate": {((1, 0), 3.0, 0.25)}}
 
 
 @pytest.mark.parametrize("preset", train_electra.PRESETS)
