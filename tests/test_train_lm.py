@@ -45,7 +45,7 @@ def last_table(out: str) -> list[list[str]]:
 
 @pytest.mark.parametrize("name", ["dense", *ROUTERS])
 def test_every_router_trains_and_reports(name, options, monkeypatch, capsys):
-    LM.run(options | {"router": name, "dtype": "bfloat16" if name == "hash" else "float32"}, monkeypatch)
+    LM.run(options | {"router": name, "dtype": "bfloat16" if name == "topk" else "float32"}, monkeypatch)
     out, result = capsys.readouterr().out, result_of(options["out_dir"])
     scores, unlimited = result["test"], result["test_no_limit"]
     assert all(f"{of['bpb']:.3f} bits per byte, perplexity {of['ppl']:.2f}" in out for of in (scores, unlimited))
@@ -59,7 +59,7 @@ def test_every_router_trains_and_reports(name, options, monkeypatch, capsys):
     assert ("without a limit" in out) == ("under the limit" in out) == (unlimited != scores) == limited
     if limited:
         assert unlimited["layers"][0]["cut"] == 0 and scores["layers"][0]["cut"] > 0
-    assert all(w.dtype == torch.float32 for w in saved(options)["model"].values())
+    assert {w.dtype for w in saved(options)["model"].values()} <= {torch.float32, torch.int64}  # the last are Hash's
     # Only a router whose tokens choose how many experts they get says which tokens are easy and which are hard.
     assert ("easy" in result) == ("many by" in out) == (name == "threshold")
 
