@@ -34,12 +34,8 @@ TINY = dict(epochs=2, batch_size=8, micro_size=4, learning_rate=1e-2, dropout=0.
 TINY |= dict(dtype="float32")
 ENCODER = dict(n_layer=2, n_head=2, n_embd=16, ffn_size=32, block_size=32, steps=1, eval_every=1, batch_tokens=128)
 ENCODER |= dict(micro_tokens=128, device="cpu", dtype="float32")
-SPARSE = dict(experts=4, expert_size=16, moe_after=(1,))
-ENCODERS = {
-    "switch": SPARSE | dict(router="switch"),
-    "hypersphere": SPARSE | dict(recompute=True),
-    "dense": dict(router="dense"),
-}
+ENCODER |= dict(experts=4, expert_size=16, moe_after=(1,))
+ENCODERS = {"switch": dict(router="switch"), "hypersphere": dict(recompute=True)}
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Tasks with a rule: a word's tag is its kind; what answers is an animal; one word says what follows from what
@@ -443,7 +439,7 @@ def test_logits_are_those_of_transformers(kind, tmp_path, encoders):
     shape |= dict(max_position_embeddings=34, type_vocab_size=1, layer_norm_eps=1e-5, num_labels=len(labels) or 2)
     theirs = getattr(transformers, f"XLMRobertaFor{name}")(transformers.XLMRobertaConfig(**shape))
     theirs.eval().save_pretrained(tmp_path)
-    shutil.copy(encoders["dense"] / "xlmr.model", tmp_path / "sentencepiece.bpe.model")
+    shutil.copy(encoders["switch"] / "xlmr.model", tmp_path / "sentencepiece.bpe.model")
     encoder, tokenizer = pretrained.load(tmp_path)
     ours = FineTuned(encoder, kind, labels, 0.1).eval()
     ours.out.load_state_dict(theirs.get_submodule(head).state_dict())
