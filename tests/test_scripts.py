@@ -39,6 +39,7 @@ def options(commands, tmp_path) -> dict[str, dict]:
 # ---------------------------------------------------------------------------------------------------------------------
 # A step
 
+EXACT = dict(dtype="float64", learning_rate=1e-3, balance_coef=0.5, grad_clip=0.25)
 X_MOE = dict(router="hypersphere", dropout=0.1)
 EXPERTS = dict(experts=4, expert_size=16, moe_after=(1,))
 LINE = [0.5, 1.0, 1.0, 0.5]  # in two steps up, in two down
@@ -77,9 +78,7 @@ def parts(name: str, model, batch) -> list[tuple]:
 def test_a_step_has_its_rate_and_the_gradient_of_means_over_all_that_it_predicts(name, options, tmp_path, monkeypatch):
     """Adam and clipping would hide a wrong scale: look at the gradient before them."""
     given, shares = STEPS[name]
-    options = (
-        options[name] | {"dtype": "float64", "learning_rate": 1e-3, "balance_coef": 0.5, "grad_clip": 0.25} | given
-    )
+    options = options[name] | EXACT | given
     runs, gradients, rates, shown = [], [], [], []
     if name == "finetune_xtreme":
         options["source"] = shutil.copytree(options["source"], tmp_path / "source")
