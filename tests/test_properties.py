@@ -8,19 +8,15 @@ import io
 import json
 import lzma
 import os
-import re
 import shutil
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import fields
 from functools import cache, partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import NamedTuple
 
 import pytest
-import torch
-from hypothesis import HealthCheck, assume, given, settings
+from helpers import constants, save_run, write_files
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import finetune_xtreme
@@ -29,14 +25,12 @@ import train_lm
 import train_mlm
 import train_mt
 from data import bitext_sets, corpora, xtreme, xtreme_rows
-from data.batches import PairData, TokenData
+from data.batches import PairData
 from data.prepare import prepare
 from data.tokenizers import XLMR, load_tokenizer, train_sentencepiece
 from engine import pretrained
 from engine.config import command_line, run_name
-from engine.device import Context
-from engine.optim import adamw
-from engine.run import Run
+from engine.files import read_json
 from model import GPT
 
 TOTAL = int(os.environ.get("EXAMPLES", 0))
@@ -64,60 +58,34 @@ def check_line(text: str, where: str):
 # --- The command line
 
 SCRIPTS = {module.__name__: module for module in (train_lm, train_mlm, train_electra, train_mt, finetune_xtreme)}
-ODD = "nan inf -inf 1e400 1e-400 -1 -0.0 0 1 2 4 0x10 1e3 none true false -- --help".split()
+USUAL = st.sampled_from("0 1 2 8 64 0.5 1e-3 true false none text switch hypersphere sigmoid float64".split())
+ODD = "nan inf -inf 1e400 1e-400 -1 -0.0 4 0x10 1e3 -- --help".split()
 ODD += ["", " ", "9" * 30, "9" * 400, "a=b", "--preset demo", "a\nb"]
-WORDS = st.sampled_from(ODD) | st.integers(-3, 300).map(str) | st.floats().map(str)
+WORDS = USUAL | USUAL | st.sampled_from(ODD) | st.integers(-3, 300).map(str) | st.floats().map(str)
 WORDS |= st.text(st.characters(exclude_characters="\0"), max_size=8)
-USUAL = {"int": "1 2 8 64", "float": "0.5 1 1e-3", "bool": "true false", "str": "text", "None": "none"}
-
-
-def usual(field) -> list[str]:
-    """Words that a constant of this type may be."""
-    kind = str(field.type)
-    if "Literal" in kind:
-        return re.findall(r"'(\w+)'", kind)
-    return " ".join(words for name, words in USUAL.items() if name in kind).split()
-
-
-@st.composite
-def command_lines(draw, default) -> list[str]:
-    """Up to five options for this dataclass, most of them with values of the right kind."""
-    options = {field.name: usual(field) for field in fields(default)} | {"nonsense": ["1"]}
-    line = []
-    for name in draw(st.lists(st.sampled_from([*options]), max_size=5)):
-        odd = draw(st.integers(0, 3)) == 0
-        value = draw(WORDS if odd else st.sampled_from(options[name]))
-        line += draw(st.sampled_from([[f"--{name}", value], [f"--{name}={value}"], [value]]))
-    return line
-
-
-def take(script, line: list[str]):
-    """Parses a command line, and makes what follows from its config before there is a model.
-
-    It may be refused in a line, or by tyro, or ask for help.
-    """
-    said = io.StringIO()
-    with redirect_stderr(said), redirect_stdout(said):
-        try:
-            config = answer(lambda: command_line(script.Config, script.PRESETS, line))
-        except SystemExit as stop:
-            assert stop.code in (0, 2) and said.getvalue().strip()
-            return
-    if config is None:
-        return
-    assert len(run_name(config, script.PRESETS).encode()) <= 255
+WRITTEN = st.sampled_from(["--{0}\0{1}", "--{0}={1}", "{1}"])
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_command_line_makes_a_run_or_is_refused(name):
+    """It is refused in a line, or by tyro, or asks for help."""
     script = SCRIPTS[name]
+    names = st.sampled_from([*vars(script.Config()), "nonsense"])
 
     @profile
-    @given(st.data())
-    def check(data):
-        preset = data.draw(st.sampled_from([*script.PRESETS, "no such", None]))
-        line = data.draw(command_lines(script.Config()))
-        take(script, ["--preset", preset, *line] if preset else line)
+    @given(st.sampled_from([*script.PRESETS, "no such", None]), st.lists(st.tuples(WRITTEN, names, WORDS), max_size=5))
+    def check(preset, options):
+        line = ["--preset", preset] if preset else []
+        for form, name, value in options:
+            line += form.format(name, value).split("\0")
+        said = io.StringIO()
+        with redirect_stderr(said), redirect_stdout(said):
+            try:
+                config = answer(lambda: command_line(script.Config, script.PRESETS, line))
+            except SystemExit as stop:
+                assert stop.code in (0, 2) and said.getvalue().strip()
+                return
+        assert not config or len(run_name(config, script.PRESETS).encode()) <= 255
 
     check()
 
@@ -158,11 +126,6 @@ def damages(name: str, whole: bytes):
 
 
 # --- Readers: sound files, one of which is damaged, and what reads them
-
-
-class Case(NamedTuple):
-    make: dict[str, bytes] | Callable[[Path], None]  # files by name, or what writes them into a folder
-    read: Callable[[Path], object]
 
 
 def lines(*each: str) -> bytes:
@@ -216,87 +179,51 @@ def use_tokenizer(path: Path):
     tokenizer.decode(tokenizer.encode_batch(["Ein Text, 漢字\n"])[0])
 
 
-def make_data(name: str, folder: Path):
-    """A prepared corpus of text or of pairs."""
+def make_data(folder: Path):
+    """A prepared corpus of pairs."""
     source = folder.with_name("source")
-    source.mkdir(exist_ok=True)
-    for split in ("train", "valid", "test"):
-        texts = [f"{split} {number}, and so on" for number in range(30)]
-        (source / f"de-en.{split}.tsv").write_bytes(lines(*(f"{text}\t{text}" for text in texts)))
-        (source / f"de.{split}.txt").write_bytes(lines(*texts))
+    texts = [f"text {number}, and so on" for number in range(30)]
+    pairs = lines(*(f"{text}\t{text}" for text in texts))
+    write_files(source, {f"de-en.{split}.tsv": pairs for split in ("train", "valid", "test")})
     pieces().save(folder.parent)
     folder.rmdir()
-    prepare(name, source, folder.with_name("xlmr.model"), out=folder)
+    prepare("bitext", source, folder.with_name("xlmr.model"), out=folder)
 
 
-def use_data(Data: type, folder: Path):
-    data = Data(folder, 8, 64)
+def use_data(folder: Path):
+    data = PairData(folder, 8, 64)
     data.batch("train", 0)
     data.tokenizer.encode_batch(["text"])
 
 
-def run_in(folder: Path) -> Run:
-    """A run of train_lm.py that goes on in this folder, or starts there."""
-    size = dict(block_size=8, n_layer=1, n_head=2, n_embd=4, ffn_size=8, router="dense")
-    config = train_lm.Config(**size, out_dir=str(folder))
-    data = SimpleNamespace(micros_per_step=1, tokenizer=pieces(), checksum="d")
-    return Run(config, train_lm.PRESETS, Context(0, 1, torch.device("cpu"), torch.float32), data)
-
-
-def make_run(folder: Path):
-    run = run_in(folder)
-    model = GPT(run.config, 40)
-    run.resume(model, adamw(model, run.config), flops_per_token=1.0)
-    run.save_checkpoint(1)
-    run.finish({"test": {"loss": 1.5, "layers": []}})
-    (run.folder / "lock").unlink()
-
-
-def use_run(folder: Path):
-    run = answer(lambda: run_in(folder), str(folder))
-    if run:
-        pretrained.load(run.folder)
-
-
 TEXTS = {"a.txt": TEXT, "b.txt.gz": gzip.compress(TEXT), "c.txt.xz": lzma.compress(TEXT)}
+TEXTS |= {"d.jsonl": rows({"text": "A"}, {"text": "B", "id": 1})}
 LANGUAGES = {"de.txt": TEXT, "sw.1.jsonl.xz": lzma.compress(rows({"text": "A"}))}
 PAIRS = {"de-en.de": SENTENCES, "de-en.en": SENTENCES, "sw-en.tsv": lines("moja\tone", "mbili\ttwo")}
 LINKS = {"de-en.src-tgt": lines("ein Hund ||| a dog", "ja ||| yes"), "de-en.gold": lines("1-1 2p2", "1-1")}
-CASES = {
-    "text": Case(TEXTS, partial(corpus, "text")),
-    "jsonl": Case({"train.jsonl": rows({"text": "A"}, {"text": "B", "id": 1})}, partial(corpus, "text")),
-    "languages": Case(LANGUAGES, partial(corpus, "cc100")),
-    "bitext": Case(PAIRS, partial(corpus, "bitext")),
-    "tags": Case({"train-en.tsv": TAGS, "test-de.tsv": TAGS, "de-ud-test.conllu": CONLLU}, partial(task, "pos")),
-    "xquad": Case({"train-v1.1.json": SQUAD, "xquad.de.json": SQUAD}, partial(task, "xquad")),
-    "xnli": Case({"train-en.tsv": lines("A\tB\tneutral"), "test-de.jsonl": NLI}, partial(task, "xnli")),
-    "links": Case(LINKS, bitext_sets.word_alignments),
-    "tatoeba": Case({"deu-eng.deu": SENTENCES, "deu-eng.eng": SENTENCES}, bitext_sets.tatoeba),
-    "tokenizer": Case(lambda folder: pieces().save(folder), use_tokenizer),
-    "text data": Case(partial(make_data, "text"), partial(use_data, TokenData)),
-    "pair data": Case(partial(make_data, "bitext"), partial(use_data, PairData)),
-    "run": Case(make_run, use_run),
+CASES = {  # files by name, or what writes them into a folder; what reads them there
+    "text": (TEXTS, partial(corpus, "text")),
+    "languages": (LANGUAGES, partial(corpus, "cc100")),
+    "bitext": (PAIRS, partial(corpus, "bitext")),
+    "tags": ({"train-en.tsv": TAGS, "test-de.tsv": TAGS, "de-ud-test.conllu": CONLLU}, partial(task, "pos")),
+    "xquad": ({"train-v1.1.json": SQUAD, "xquad.de.json": SQUAD}, partial(task, "xquad")),
+    "xnli": ({"train-en.tsv": lines("A\tB\tneutral"), "test-de.jsonl": NLI}, partial(task, "xnli")),
+    "links": (LINKS, bitext_sets.word_alignments),
+    "tatoeba": ({"deu-eng.deu": SENTENCES, "deu-eng.eng": SENTENCES}, bitext_sets.tatoeba),
+    "tokenizer": (lambda folder: pieces().save(folder), use_tokenizer),
+    "prepared data": (make_data, use_data),
+    "run": (lambda folder: save_run(folder, GPT(constants(router="dense"), 40), pieces()), pretrained.load),
+    "record": ({"it.json": rows({"seed": 0, "gamma": "Infinity"})}, lambda folder: read_json(folder / "it.json")),
 }
-
-
-def in_folder(name: str, tmp_path: Path) -> Path:
-    """The sound files of a case."""
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    make = CASES[name].make
-    if callable(make):
-        make(folder)
-    else:
-        for file, content in make.items():
-            (folder / file).write_bytes(content)
-    return folder
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_damaged_file_is_read_or_refused_in_a_line(name, tmp_path):
-    case, folder = CASES[name], in_folder(name, tmp_path)
+    (make, read), folder = CASES[name], tmp_path / "folder"
+    folder.mkdir()
+    make(folder) if callable(make) else write_files(folder, make)
     sound = {path: path.read_bytes() for path in sorted(folder.rglob("*.*")) if path.is_file()}
-    case.read(folder)
+    read(folder)
 
     @profile
     @given(st.data())
@@ -308,37 +235,6 @@ def test_a_damaged_file_is_read_or_refused_in_a_line(name, tmp_path):
         file = data.draw(st.sampled_from(sorted(sound)))
         file.write_bytes(data.draw(damages(file.name, sound[file])))
         with redirect_stderr(io.StringIO()):
-            answer(lambda: case.read(folder), str(folder))
+            answer(lambda: read(folder), str(folder))
 
     check()
-
-
-# --- What was written is read
-
-LINES = st.text(st.characters(codec="utf-8", exclude_characters="\0\n\t\ufeff")).map(str.strip).filter(bool)
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("place")
-
-
-@profile
-@given(pairs=st.lists(st.tuples(LINES, LINES), min_size=1, max_size=5))
-def test_a_prepared_folder_holds_what_was_read(place, pairs):
-    texts = [text for pair in pairs for text in pair]
-    found = pieces().encode_batch(texts)
-    assume(all(found))  # none is of characters that the tokenizer drops
-    source, out = place / "source", place / "out"
-    source.mkdir(exist_ok=True)
-    for split in ("train", "valid", "test"):
-        (source / f"de-en.{split}.tsv").write_bytes(lines(*map("\t".join, pairs)))
-    shutil.rmtree(out, ignore_errors=True)
-    with redirect_stderr(io.StringIO()):
-        prepare("bitext", source, pieces().save(place), out=out)
-    data = PairData(out, 8, 64)
-    expected = [[*ids, data.tokenizer.eot] for ids in found]
-    for split in ("train", "valid", "test"):
-        starts = data.index[split]
-        assert [data.tokens[split][a:b].tolist() for a, b in zip(starts, starts[1:])] == expected
-    assert list(zip(*data.texts("valid", "de-en"))) == pairs

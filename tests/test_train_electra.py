@@ -7,6 +7,7 @@ import dataclasses
 import json
 import math
 from collections import Counter
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 
@@ -25,7 +26,7 @@ from data import counting
 from data.batches import Masked, PairData
 from data.prepare import prepare
 from data.tokenizers import XLMR, train_sentencepiece
-from engine.device import Context, seed_all, setup
+from engine.device import Context, setup
 from engine.table import mean_cell
 from model import PAD, MaskedLM
 from train_electra import Config, Electra, losses_of, sample, score
@@ -154,7 +155,7 @@ def test_losses_are_the_papers_equations(monkeypatch):
     assert scores == pytest.approx(expected) and any(certain)
 
 
-def test_samples_follow_the_softmax():
+def test_samples_follow_the_softmax_in_fp32_even_where_logits_are_not():
     torch.manual_seed(0)
     logits = torch.tensor([2.0, -1.0, 0.5, -math.inf, 0.0])
     counts = torch.bincount(sample(logits.expand(200_000, 5)), minlength=5)
@@ -162,25 +163,11 @@ def test_samples_follow_the_softmax():
     assert counts[3] == 0
     chi_square = ((counts - expected) ** 2 / expected)[[0, 1, 2, 4]].sum()
     assert chi_square < 16.3  # 99.9% of the time, with 3 degrees of freedom
-
-
-def test_samples_are_of_fp32_even_where_logits_are_not():
-    """In bf16, noise near 8 has steps of 1/16: rare tokens would come too often or never."""
-    torch.manual_seed(0)
+    # In bf16, noise near 8 has steps of 1/16: rare tokens would come too often or never.
     drawn = sample(torch.zeros(2_000, 1000, dtype=torch.bfloat16))
     assert drawn.dtype == torch.int64 and (drawn[:-1] == drawn[1:]).float().mean() < 0.01
     assert torch.bincount(drawn).max() <= 12  # of a mean of 2
     assert sample(torch.full((3, 5), math.nan)).shape == (3,)  # a NaN must reach the loss, which reports it
-
-
-def test_the_discriminator_teaches_the_generator_nothing_but_its_embeddings():
-    """No gradient flows through sampling."""
-    model, (batch, _, _) = small(), small_batch()
-    (_, rtd, _), _ = losses_of(model, batch, model.config, HERE)
-    rtd.backward()
-    for name, p in model.generator.named_parameters():
-        shared = any(p is own for own in model.encoder.parameters())
-        assert (p.grad is not None and bool(p.grad.any())) == shared, name
 
 
 def test_padding_that_the_generator_draws_is_a_token_like_any_other(monkeypatch):
@@ -255,71 +242,30 @@ def test_every_row_trains_and_reports(row, options, monkeypatch, capsys):
     out, result, records = capsys.readouterr().out, result_of(options["out_dir"]), metrics(options["out_dir"])
     rtd, sparse = ROWS[row].get("objective") != "mlm", "router" in ROWS[row]
     assert [record["step"] for record in records] == [2, 4]
+    config, context, data, model = opened(options | ROWS[row] | {"masks": "all"})  # as evaluation has them
+    untrained = bilingual.retrieval(model.eval().encoder, data["pairs"], config, context)["centred"]
     for held_out in (records[0]["held_out"], result["held_out"]):
-        for scores in (held_out["sentences"], held_out["pairs"]):
+        both = held_out["sentences"], held_out["pairs"]
+        for scores in both:
             assert (scores["balance"] > 0) == sparse and 0 < scores["masked"] <= 0.5 * scores["tokens"]
             assert ("saved" in scores) == rtd
             assert not rtd or 0 < scores["replaced"] * scores["tokens"] <= scores["masked"]
-        weight = Config.lambda_disc
-        losses = [own["mlm"] + weight * own.get("rtd", 0) for own in (held_out["sentences"], held_out["pairs"])]
-        assert held_out["loss"] == pytest.approx(sum(losses))
+        losses = [own["mlm"] + Config.lambda_disc * own.get("rtd", 0) for own in both]
+        assert held_out["loss"] == pytest.approx(sum(losses)) and held_out["untrained"] == pytest.approx(untrained)
         assert len(held_out["layers"]) == sparse and len(held_out["retrieval"]) == 3 and 0 < held_out["chance"] < 0.2
     for kind in ("sentences", "pairs"):  # two maskings in the end, one on the way
         ours, theirs = result["held_out"][kind], records[1]["held_out"][kind]
         assert ours["tokens"] == 2 * theirs["tokens"] and ours["masked"] > 1.5 * theirs["masked"]
     assert (result["parameters"]["kept"] < result["parameters"]["total"]) == rtd  # the generator is not kept
     assert records[0]["flops"] * 2 == records[1]["flops"] == result["flops"]
-    config, context, data, model = opened(options | ROWS[row] | {"masks": "all"})  # as evaluation has them
-    untrained = bilingual.retrieval(model.eval().encoder, data["pairs"], config, context)["centred"]
-    assert all(
-        held_out["untrained"] == pytest.approx(untrained) for held_out in (records[0]["held_out"], result["held_out"])
-    )
-    bias = getattr(model, "generator", model).bias.data
-    torch.testing.assert_close(bias, data["sentences"].log_frequencies())
-    assert ("sparse layer 1: experts wanted" in out) == sparse and ("discriminator: loss" in out) == rtd
+    checksums = [corpus.checksum for corpus in data.values()]  # neither may change under it
+    assert saved(options)["identity"]["data_checksum"] == "+".join(checksums) and len(set(checksums)) == 2
     counted = counting.masked_scores(data["sentences"], 256)
     assert result["counting"] == counted and out.count(counting.in_words(counted)) == 2  # before training, and after
+    assert ("sparse layer 1: " in out) == sparse
     last, own = out[out.rindex("held-out pairs: ") :].splitlines()[0], result["held_out"]["pairs"]
     assert f"perplexity {math.exp(own['mlm']):.2f}, {own['generator']:.1%} right" in last
-    assert (
-        ("generator" in last) == rtd and f"{'above' if own.get('saved', 1) < 0 else 'below'} a blind" in last or not rtd
-    )
-
-
-def test_the_gradient_is_of_the_losses_means_over_all_that_a_step_predicts(options, monkeypatch):
-    seen = []
-
-    def record(parameters, limit):
-        assert limit == 3.0
-        seen.append([p.grad.clone() for p in parameters])
-
-    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", record)
-    options |= {"dtype": "float64", "lambda_disc": 7.0, "router": "switch", "balance_coef": 0.5} | EXPERTS
-    options |= {"grad_clip": 3.0, "steps": 1, "dropout": 0.1}
-    ELECTRA.run(options, monkeypatch)
-    config, _, data, model = opened(options)
-    batches, masked, tokens = {}, Counter(), Counter()
-    for kind in ("sentences", "pairs"):
-        for micro in range(2):
-            batches[kind, micro] = batch = data[kind].batch("train", 0, micro)
-            masked[kind] += len(batch.targets)
-            tokens[kind] += int((batch.ids != data[kind].tokenizer.pad).sum())
-    for micro in range(2):
-        seed_all(config.seed, 1, micro)
-        for kind in ("sentences", "pairs"):
-            batch = batches[kind, micro]
-            assert (batch.ids.flatten()[batch.masked] == data[kind].tokenizer.mask).all()  # always
-            logits, balance, answers, replaced = model(batch.ids, batch.masked, batch.real, batch.targets)
-            loss = F.cross_entropy(logits, batch.targets, reduction="sum") / masked[kind]
-            judged = 7 * F.binary_cross_entropy_with_logits(answers, replaced.double(), reduction="sum")
-            loss = loss + (judged + 0.5 * len(answers) * balance) / tokens[kind]
-            loss.backward()
-    torch.testing.assert_close(seen[0], [p.grad for p in model.parameters()], rtol=1e-12, atol=1e-12)
-
-
-def test_both_corpora_are_read_as_the_constants_say(options):
-    for corpus in opened(options | {"span": 3.0, "mask_share": 0.25, "sampling_exponent": 0.3})[2].values():
-        assert (corpus.span, corpus.mask_share, corpus.exponent, corpus.replace) == (3.0, 0.25, 0.3, (1.0, 0.0))
+    assert ("generator" in last) == rtd and ("above a blind" in last) == (own.get("saved", 0) < 0)
 
 
 def test_retrieval_is_the_mean_over_language_pairs(options):
@@ -356,37 +302,30 @@ def test_the_end_says_since_when_a_translation_helps(options, monkeypatch, capsy
     ELECTRA.run(options | {"steps": 6}, monkeypatch)
     assert result_of(options["out_dir"])["change"] == 4
     assert "a translation helps since step 4; in the end +0.0% of the masked" in capsys.readouterr().out
-    shares = iter([(0.3, 0.3)] * 4)
-    ELECTRA.run(options | {"steps": 6, "seed": 1}, monkeypatch)
-    assert "a translation does not help yet" in capsys.readouterr().out
+    result = result_of(options["out_dir"]) | {"change": None}
+    assert "a translation does not help yet" in train_electra.report(Config(), result)
 
 
-@pytest.mark.parametrize("masks", train_electra.MASKS)
-def test_masks_are_those_of_training_alone(masks, options, monkeypatch):
-    """The shares of masks, of other tokens and of tokens that are left; evaluation hides every one."""
-    shown, share = {}, {"all": (1, 0, 0), "bert": (0.8, 0.1, 0.1), "electra": (0.85, 0, 0.15)}[masks]
-    losses_of = train_electra.losses_of
+@pytest.mark.parametrize("masks, share", {"all": (1, 0), "bert": (0.8, 0.1), "electra": (0.85, 0)}.items())
+def test_corpora_are_read_as_the_constants_say(masks, share, options, monkeypatch):
+    """With the shares of masks and of other tokens in training alone: evaluation hides every one."""
+    options |= {"masks": masks, "steps": 1, "span": 3.0, "mask_share": 0.25, "sampling_exponent": 0.3}
+    for corpus in opened(options)[2].values():
+        assert (corpus.replace, corpus.span, corpus.mask_share, corpus.exponent) == (share, 3.0, 0.25, 0.3)
+    read = {"train": set(), "evaluate": set()}
 
-    def watched(model, batch, *more):
-        kind = "training" if torch.is_grad_enabled() else "evaluation"
-        seen = batch.ids.flatten()[batch.masked]
-        shown.setdefault(kind, []).append(torch.stack([seen, batch.targets]))
-        return losses_of(model, batch, *more)
+    def batch(corpus, *where, old=PairData.batch):
+        read["train"].add(corpus.replace)
+        return old(corpus, *where)
 
-    monkeypatch.setattr(train_electra, "losses_of", watched)
-    ELECTRA.run(options | {"masks": masks, "steps": 30, "eval_every": 30}, monkeypatch)
-    mask = opened(options)[2]["pairs"].tokenizer.mask
-    for kind, expected in {"training": share, "evaluation": (1, 0, 0)}.items():
-        seen, targets = torch.cat(shown[kind], dim=1)
-        hidden, left = (seen == mask).double().mean(), (seen == targets).double().mean()
-        assert [hidden, 1 - hidden - left, left] == pytest.approx(expected, abs=0.02)
+    def evaluate(model, data, *rest, old=train_electra.evaluate):
+        read["evaluate"] |= {corpus.replace for corpus in data.values()}
+        return old(model, data, *rest)
 
-
-def test_a_run_names_both_of_its_corpora(options, monkeypatch):
-    """Neither may change under it."""
-    ELECTRA.run(options | {"steps": 1, "eval_maskings": 1}, monkeypatch)
-    checksums = [source.checksum for source in opened(options)[2].values()]
-    assert saved(options)["identity"]["data_checksum"] == "+".join(checksums) and len(set(checksums)) == 2
+    monkeypatch.setattr(PairData, "batch", batch)
+    monkeypatch.setattr(train_electra, "evaluate", evaluate)
+    ELECTRA.run(options, monkeypatch)
+    assert read == {"train": {share}, "evaluate": {(1, 0)}}
 
 
 @pytest.mark.parametrize("preset", train_electra.PRESETS)
@@ -402,7 +341,7 @@ def test_xlm_of_equal_flops_has_them(preset):
 
 
 def test_table_2_has_every_row(options, monkeypatch, capsys):
-    options |= {"table": 2, "steps": 2}
+    options |= {"table": 2, "steps": 2, "eval_tokens": 64, "eval_maskings": 1}
     ELECTRA.run(options, monkeypatch)
     rows = {row[0]: row for row in table_rows(capsys.readouterr().out.split("\n\n")[-1])}
     more = train_electra.work_of(Config(**options)) / train_electra.work_of(Config(**options | XLM))
@@ -419,20 +358,6 @@ def test_table_2_has_every_row(options, monkeypatch, capsys):
     assert rows["XLM-E"][2:] == cells and cells[0] == f"{whole['parameters']['kept'] / 1e6:.1f}"
 
 
-BAD = {
-    "no discriminator": (XLM | {"lambda_disc": 2.0}, "--lambda_disc is not read with --router dense, --objective mlm"),
-    "a generator of the baseline": ({"objective": "mlm"}, "--generator_layers is not read"),
-    "rate of no bias": ({"relative_bias": False, "distance_lr": 2.0}, "objective rtd, --relative_bias False: leave"),
-    "no pairs": ({"pairs": "opus"}, "no prepared data in"),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_one_clear_line(case, options, monkeypatch, capsys):
-    given, message = BAD[case]
-    assert message in ELECTRA.refused(options | given, monkeypatch, capsys)
-
-
 def test_corpora_that_do_not_fit(options, corpora, monkeypatch, capsys):
     for given, message in (
         ({"pairs": corpora["other"]}, "different tokenizers: prepare both with the same --tokenizer"),
@@ -442,64 +367,28 @@ def test_corpora_that_do_not_fit(options, corpora, monkeypatch, capsys):
         assert message in ELECTRA.refused(options | given, monkeypatch, capsys)
 
 
-@pytest.mark.parametrize("broken", ["encoder.ln_e.weight", "generator.ln_h.weight"])
-def test_weights_that_the_last_update_broke_are_not_saved(broken, options, monkeypatch, capsys):
-    """Of either network; every training loss was finite, only the evaluation can tell."""
-    updates = []
-
-    def after_step(model):
-        updates.append(1)
-        if len(updates) == 4:
-            model.get_parameter(broken).data.fill_(math.inf)
-
-    monkeypatch.setattr(Electra, "after_step", after_step)
-    assert "not finite at step 4" in ELECTRA.refused(options, monkeypatch, capsys)
-    assert saved(options)["step"] == 3
-
-
-def test_the_interval_of_what_a_translation_adds_is_over_pairs(monkeypatch):
-    masked, right = torch.tensor([4.0, 4.0, 8.0]), {True: [3.0, 1.0, 8.0], False: [1.0, 1.0, 2.0]}
-
-    def right_by_pair(*args, beside):
-        return torch.stack([torch.tensor(right[beside]), masked])
-
-    monkeypatch.setattr(bilingual, "right_by_pair", right_by_pair)
-    found = bilingual.translation_effect(None, None, None, None, 1)
-    assert (found["with"], found["without"]) == (0.75, 0.25)
-    assert found["effect"] == measures.bootstrap(torch.tensor([2.0, 0.0, 6.0]), masked)
-
-
-def test_the_translation_comparison_masks_the_same_tokens(options):
-    """With the other half beside each half and without."""
-    config, context, data, model = opened(options)
-    batches, guesses = data["pairs"].eval_batches, {}
-    masked = [batch.targets for *_, batch in batches("valid", 1, config.eval_tokens)]
-    with torch.no_grad():
-        model.generator.bias[torch.cat(masked).mode().values] += 5  # so that some guesses are right
-    model.eval()
-    for name, shown in {"with": {0: (0, 1), 1: (0, 1)}, "without": {0: (0,), 1: (1,)}}.items():
-        found = []
-        for half in (0, 1):
-            for *_, batch in batches("valid", 1, config.eval_tokens, masked=(half,), shown=shown[half]):
-                with torch.no_grad():
-                    right = model.generator(batch.ids, batch.masked, batch.real)[0].argmax(dim=1) == batch.targets
-                found += zip(batch.targets.tolist(), right.tolist())
-        guesses[name] = found
-    assert [token for token, _ in guesses["with"]] == [token for token, _ in guesses["without"]]
-    found = bilingual.translation_effect(model.generator, data["pairs"], config, context, maskings=1)
-    found.pop("effect")
-    assert found == pytest.approx({name: fmean(right for _, right in own) for name, own in guesses.items()})
-    assert min(found.values()) > 0
-
-
-def test_masked_tokens_are_counted_pair_by_pair(options):
-    """Over both halves and all maskings, in several batches."""
+def test_what_a_translation_adds_is_counted_pair_by_pair(options):
+    """Of the same masked tokens with the other half beside each half and without, in several maskings and batches."""
     config, context, data, model = opened(options | {"micro_tokens": 64, "batch_tokens": 64})
-    given = data["pairs"], config, context
-    expected, firsts = Counter(), set()
-    for half in (0, 1):
-        for _, first, batch in data["pairs"].eval_batches("valid", 2, config.eval_tokens, masked=(half,)):
-            firsts.add(first)
-            expected.update((first, row) for row in (batch.masked // batch.ids.shape[1]).tolist())
-    _, masked = bilingual.right_by_pair(model.generator, *given, maskings=2, beside=True)
-    assert masked[masked > 0].tolist() == [expected[key] for key in sorted(expected)] and len(firsts) > 1
+    read, generator = ("valid", 2, config.eval_tokens), model.generator.eval()
+    right, total, begins, end = {True: Counter(), False: Counter()}, Counter(), set(), 0  # the first two of each pair
+    with torch.no_grad():
+        for p in generator.parameters():
+            p += 0.5 * torch.randn_like(p)  # so that guesses differ, and some are right
+        for half, beside in product((0, 1), (True, False)):
+            shown = (0, 1) if beside else (half,)
+            for _, first, batch in data["pairs"].eval_batches(*read, masked=(half,), shown=shown):
+                guesses = generator(batch.ids, batch.masked, batch.real)[0].argmax(dim=1)
+                begun = end if first else 0
+                for place, hit in zip(batch.masked.tolist(), (guesses == batch.targets).tolist()):
+                    pair = begun + place // batch.ids.shape[1]
+                    right[beside][pair] += hit
+                    total[pair] += beside
+                end = begun + len(batch.ids)
+                begins.add(first)
+    beside, alone, masked = (torch.tensor([own[pair] for pair in range(end)]) for own in (*right.values(), total))
+    found = bilingual.translation_effect(generator, data["pairs"], config, context, maskings=2)
+    assert found["effect"] == measures.bootstrap((beside - alone).double(), masked.double())
+    shares = [float(own.sum() / masked.sum()) for own in (beside, alone)]
+    assert [found["with"], found["without"]] == pytest.approx(shares) and shares[0] != shares[1]
+    assert min(shares) > 0 and len(begins) > 2

@@ -22,7 +22,6 @@ from data.tokenizers import load_tokenizer
 from engine import pretrained
 from engine.config import command_line
 from engine.device import setup
-from engine.optim import cosine
 from routers import NOT_CHOSEN, ROUTERS
 
 LM = Script(train_lm)
@@ -46,7 +45,7 @@ def last_table(out: str) -> list[list[str]]:
 
 @pytest.mark.parametrize("name", ["dense", *ROUTERS])
 def test_every_router_trains_and_reports(name, options, monkeypatch, capsys):
-    LM.run(options | {"router": name}, monkeypatch)
+    LM.run(options | {"router": name, "dtype": "bfloat16" if name == "topk" else "float32"}, monkeypatch)
     out, result = capsys.readouterr().out, result_of(options["out_dir"])
     scores, unlimited = result["test"], result["test_no_limit"]
     assert all(f"{of['bpb']:.3f} bits per byte, perplexity {of['ppl']:.2f}" in out for of in (scores, unlimited))
@@ -60,19 +59,9 @@ def test_every_router_trains_and_reports(name, options, monkeypatch, capsys):
     assert ("without a limit" in out) == ("under the limit" in out) == (unlimited != scores) == limited
     if limited:
         assert unlimited["layers"][0]["cut"] == 0 and scores["layers"][0]["cut"] > 0
-    if name == "hypersphere":  # X-MoE 3.1: after each step the embeddings are back on their sphere
-        weights = saved(options)["model"]
-        norms = weights["blocks.1.ffn.router.experts"].norm(dim=1)
-        torch.testing.assert_close(norms, torch.full_like(norms, 0.1))
+    assert {w.dtype for w in saved(options)["model"].values()} <= {torch.float32, torch.int64}  # the last are Hash's
     # Only a router whose tokens choose how many experts they get says which tokens are easy and which are hard.
     assert ("easy" in result) == ("many by" in out) == (name == "threshold")
-
-
-def test_bfloat16_trains(options, monkeypatch):
-    LM.run(options | {"dtype": "bfloat16", "steps": 2}, monkeypatch)
-    state = saved(options)
-    assert all(w.dtype == torch.float32 for w in state["model"].values())
-    assert result_of(options["out_dir"])["test"]["layers"][0]["served"] > 0
 
 
 def test_learning_happens_and_the_result_is_the_last_models(options, monkeypatch):
@@ -85,16 +74,6 @@ def test_learning_happens_and_the_result_is_the_last_models(options, monkeypatch
     net, _ = pretrained.load(only_run(options["out_dir"]))
     scores = train_lm.test(net, data, setup("cpu", "float32"))
     assert scores["test"] == result_of(options["out_dir"])["test"]
-
-
-def test_every_step_has_its_rate_and_is_clipped(options, monkeypatch):
-    """The gradient itself is looked at in test_run.py."""
-    limits, rates = [], []
-    monkeypatch.setattr(train_lm.parallel, "clip_grad_norm_", lambda net, limit: limits.append(limit))
-    monkeypatch.setattr(train_lm, "set_learning_rate", lambda optimizer, rate: rates.append(rate))
-    options |= {"grad_clip": 0.25, "steps": 8, "eval_every": 8}
-    LM.run(options | {"learning_rate": 1.0, "min_learning_rate": 0.1, "warmup": 0.25}, monkeypatch)
-    assert rates == [cosine(step, 8, 0.25, 1.0, 0.1) for step in range(8)] and limits == [0.25] * 8
 
 
 def test_evaluation_is_its_literal_definition(options, monkeypatch):
@@ -133,11 +112,6 @@ def test_evaluation_is_its_literal_definition(options, monkeypatch):
     monkeypatch.setattr("data.batches.has_words", lambda text: False)  # as of Chinese
     scores = train_lm.evaluate(net, data, "valid", context, 112)
     assert scores["word_ppl"] is None and "a word" not in train_lm.describe(scores)
-
-
-def test_the_outputs_bias_starts_at_the_log_frequencies(options):
-    _, data, net = opened(options)
-    torch.testing.assert_close(net.bias.data, data.log_frequencies())
 
 
 def test_counting_is_its_literal_definition(options, monkeypatch, capsys):
@@ -305,9 +279,6 @@ def test_gpt2_weights_are_evaluated_and_trained_on(options, tmp_path, monkeypatc
     shape = dict(vocab_size=320, n_positions=16, n_layer=2, n_head=2, n_embd=16, n_inner=32, initializer_range=0.3)
     theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape)).eval()
     theirs.save_pretrained(options["init_from"])
-    capsys.readouterr()
-    for name, value in {"router": "switch", "frequency_bias": True}.items():
-        assert f"has {name} " in LM.refused(evaluated | {name: value}, monkeypatch, capsys)
     LM.run(evaluated, monkeypatch)
     (file,) = only_run(options["out_dir"]).glob("eval-*.json")
     file.write_text(file.read_text().replace('"test"', '"weights of another day"'))
@@ -343,15 +314,13 @@ def test_rows_of_table_1_have_the_papers_parameters_and_figures(preset):
     hashed = whole - 6 * 8 * base.n_embd  # it has no router
     expected = [whole, hashed, whole, half, quarter, eighth, half, quarter, eighth]
     totals, factors = [], []
-    table, width = train_lm.table1(base), base.ffn_size
+    table = train_lm.table1(base)
     for _, change in table.rows:
         with torch.device("meta"):
             net = train_lm.GPT(dataclasses.replace(base, **change), V)
         totals.append(flops.count_parameters(net)["total"])
         factors.append(int(net.moe_layers[0].capacity_factor) if net.moe_layers else 0)
     assert totals[1:] == expected and factors == [0, 1, 1, 1, 2, 4, 8, 2, 4, 8]
-    experts = [labels[1] for labels, _ in table.rows]
-    assert experts == [f"1 x {width}"] + [f"{8 * k} x {width // k}" for k in factors[1:]]
     papers = {"323M": [("22.61", "22.24"), ("19.46", "19.97")], "556M": [("", ""), ("18.72", "19.10")]}
     assert [table.rows[row][0][2:] for row in (0, 9)] == papers[size]
     if size == "323M":

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import reference
 import torch
-from helpers import ROOT, Script, losses, metrics, result_of, saved, stopped, table_rows
+from helpers import Script, metrics, result_of, saved, stopped, table_rows
 from test_measures import literal_rc
-from test_train_electra import corpora
+from test_train_electra import EXPERTS, corpora
 
 import train_mlm
 from analysis import flops
@@ -29,7 +29,6 @@ __all__ = ["corpora"]  # a fixture
 MLM = Script(train_mlm)
 TINY = dict(n_layer=2, n_head=2, n_embd=16, ffn_size=32, block_size=16, micro_tokens=128, batch_tokens=256, steps=4)
 TINY |= dict(eval_every=2, eval_maskings=2, log_every=1, device="cpu", dtype="float32")
-EXPERTS = dict(experts=4, expert_size=16, moe_after=(1,))
 LANGUAGES = "aa", "bb", "en"
 
 
@@ -72,12 +71,9 @@ def test_every_row_trains_and_reports(row, options, monkeypatch, capsys):
         assert layer["rc"] > 0 and layer["imbalance"] >= 1 and (layer["wanted"] == 2 or row != "X-MoE top-2")
         assert f"sparse layer {i + 1}: RC {layer['rc']:.2f}, RF {layer['rf']:.1%}" in out
         assert (layer["temperature"] is not None) == (row not in ("SMoE", "threshold"))
-        if layer["temperature"]:  # it learns, and the expert embeddings stay on their sphere
-            weights = saved(options)["model"]
-            assert layer["temperature"] == pytest.approx(float(weights[f"encoder.moes.{i}.router.temperature"]))
-            assert layer["temperature"] not in (0.3, 0.07)
-            experts = weights[f"encoder.moes.{i}.router.experts"]
-            torch.testing.assert_close(experts.norm(dim=1), torch.full((4,), 0.1))
+        if layer["temperature"]:  # it learns
+            learned = saved(options)["model"][f"encoder.moes.{i}.router.temperature"]
+            assert layer["temperature"] == pytest.approx(float(learned)) and layer["temperature"] not in (0.3, 0.07)
     first, last = metrics(options["out_dir"])
     assert all(layer["rf"] is None for layer in first["layers"])
     assert first["predicted"] < last["predicted"]  # the final perplexity is over several maskings
@@ -85,35 +81,6 @@ def test_every_row_trains_and_reports(row, options, monkeypatch, capsys):
     head = 0.4 * 2 * 16 * (16 + data.vocab_size)  # of masked tokens
     work = flops.flops_per_token(model.encoder, model.config, head)
     assert result_of(options["out_dir"])["flops"] == pytest.approx(work)
-    torch.testing.assert_close(model.bias.data, data.log_frequencies())
-
-
-def test_the_gradient_is_the_mean_over_all_masked_tokens_of_a_step_and_the_rate_falls(options, monkeypatch):
-    gradients, rates = [], []
-    set_rate = train_mlm.set_learning_rate
-    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda ps, _: gradients.append([p.grad.clone() for p in ps]))
-    monkeypatch.setattr(train_mlm, "set_learning_rate", lambda adamw, rate: set_rate(adamw, rates.append(rate) or rate))
-    options |= {"dtype": "float64", "balance_coef": 0.5, "learning_rate": 1.0, "warmup": 0.5, "mask_share": 0.3}
-    options |= {"dropout": 0.1, "sampling_exponent": 0.0, "eval_every": 1}
-    MLM.run(options, monkeypatch)
-    _, _, data, model = opened(options)
-    shown = 0.0
-    batches = [data.batch("train", 0, micro) for micro in range(2)]
-    counts = [len(batch.masked) for batch in batches]
-    assert counts[0] != counts[1]
-    for micro, batch in enumerate(batches):
-        train_mlm.seed_all(0, 1, micro)
-        assert 0.2 < counts[micro] / batch.ids.numel() < 0.4
-        logits, balance = model(batch.ids, batch.masked, batch.real)
-        loss = torch.nn.functional.cross_entropy(logits, batch.targets, reduction="sum")
-        shown += float(loss) / sum(counts)
-        loss = loss + 0.5 * counts[micro] * balance
-        (loss / sum(counts)).backward()
-    torch.testing.assert_close(gradients[0], [p.grad for p in model.parameters()], rtol=1e-12, atol=1e-12)
-    assert losses(options["out_dir"])[0] == pytest.approx(shown)
-    assert rates == pytest.approx([0.5, 1.0, 1.0, 0.5])
-    groups = {group["times"]: group["lr"] for group in saved(options)["optimizer"]["param_groups"]}
-    assert groups == pytest.approx({1.0: 0.5, 0.2: 0.1, 10.0: 5.0})  # the router's, and what distances add
 
 
 def test_evaluation_is_its_literal_definition(options):
@@ -168,8 +135,7 @@ def test_counting_is_its_literal_definition(options, monkeypatch, capsys):
     after = [text + train[sum(map(len, texts[: i + 1])) :][:1] for i, text in enumerate(texts)]
     before = [train[: sum(map(len, texts[:i]))][-1:] + text for i, text in enumerate(texts)]
     singles = [reference.interpolated(text, of_all) for text in texts]
-    losses, right, seen = {"tokens": [], "neighbours": []}, Counter(), Counter()
-    alone = defaultdict(list)  # losses of each language by neighbours
+    losses, right, seen = {"tokens": defaultdict(list), "neighbours": defaultdict(list)}, Counter(), Counter()
     for _, _, batch in data.eval_batches("valid", 1, 150):
         T, first = batch.ids.shape[1], int(batch.ids[0, 0])
         for place, language, token in zip(batch.masked.tolist(), batch.language.tolist(), batch.targets.tolist()):
@@ -183,22 +149,21 @@ def test_counting_is_its_literal_definition(options, monkeypatch, capsys):
                 if there != data.tokenizer.mask:
                     p = reference.shown(p, there, 0.1, 0.1 / (V - len(data.tokenizer.special)))
                     seen[there == token] += 1
-                losses[what].append(-math.log(p[token]))
-                if what == "neighbours":
-                    alone[data.languages[language]].append(-math.log(p[token]))
+                losses[what][data.languages[language]].append(-math.log(p[token]))
                 right[what] += token == np.argmax(p)
     assert min(seen.values()) > 1  # of both kinds
     found = counting.masked_scores(data, 150)
-    for what, each in losses.items():
+    for what, own in losses.items():
+        each = sum(own.values(), [])
         scores = {name: found[what][name] for name in ("ppl", "right")}
         assert scores == pytest.approx({"ppl": math.exp(fmean(each)), "right": right[what] / len(each)})
-    by_language = {name: math.exp(fmean(each)) for name, each in alone.items()}
-    assert found["neighbours"]["languages"] == pytest.approx(by_language) and len(alone) > 1
+        by_language = {name: math.exp(fmean(each)) for name, each in own.items()}
+        assert found[what]["languages"] == pytest.approx(by_language) and len(own) > 1
     MLM.run(options | {"eval_tokens": 150}, monkeypatch)
     result, out = result_of(options["out_dir"]), capsys.readouterr().out
     assert result["counting"] == found and out.count(counting.in_words(found)) == 2  # before training, and after
     ahead = [name for name, ppl in by_language.items() if result["valid"]["languages"][name] < ppl]
-    assert f"ahead of counting by neighbours in {len(ahead)} of {len(alone)} languages" in out
+    assert f"ahead of counting by neighbours in {len(ahead)} of {len(by_language)} languages" in out
     data.tokens["train"] = np.zeros(2**24 + 1, dtype="uint16")
     assert counting.in_words(counting.masked_scores(data)) == "counting: not done, the training text is large"
 
@@ -244,12 +209,11 @@ def test_the_end_says_since_when_it_is_ahead_and_what_smoe_has(options, tmp_path
     evaluate = train_mlm.evaluate
 
     def fixed(*args, **more):
-        scores, chosen = evaluate(*args, **more)
-        return scores | {"ppl": next(losses)}, chosen
+        found, chosen = evaluate(*args, **more)
+        return found | {"ppl": next(losses)}, chosen
 
-    counted = {
-        name: {"ppl": 2.7, "right": 0.1, "languages": {"aa": 1.0, "bb": 1e9}} for name in ("tokens", "neighbours")
-    }
+    scores = {"ppl": 2.7, "right": 0.1, "languages": {"aa": 1.0, "bb": 1e9}}
+    counted = {"tokens": scores, "neighbours": scores}
     monkeypatch.setattr(train_mlm, "evaluate", fixed)
     monkeypatch.setattr(train_mlm.counting, "masked_scores", lambda *_: counted)
     smoe = tmp_path / "results/train_mlm/demo-router=switch.json"
@@ -282,18 +246,6 @@ def test_the_base_preset_is_the_papers_model():
     with torch.device("meta"):
         counts = flops.count_parameters(MaskedLM(config, 250_002))
     assert (counts["total"], counts["active"]) == (731_808_915, 292_479_891)  # of them 842,130 in the head
-
-
-BAD = {
-    "no bias": ({"relative_bias": False, "distance_lr": 2.0}, "--router hypersphere, --relative_bias False: leave"),
-    "no weights": ({"init_from": str(ROOT / "tests")}, "is neither the folder of a run nor of a model"),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_one_clear_line(case, options, monkeypatch, capsys):
-    given, message = BAD[case]
-    assert message in MLM.refused(options | given, monkeypatch, capsys)
 
 
 def test_xlmr_weights_start_a_sparse_model(options, tmp_path, monkeypatch, capsys):

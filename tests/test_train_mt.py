@@ -8,7 +8,6 @@ import dataclasses
 import json
 import math
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -37,7 +36,6 @@ from data.batches import TranslationData
 from data.prepare import prepare
 from engine.config import command_line
 from engine.device import seed_all, setup
-from engine.optim import adamw, cross_entropy
 from model import Translator
 from train_mt import PRESETS, Config
 
@@ -56,22 +54,18 @@ def sentences(count: int, seed: int, words: dict[str, str] = WORDS) -> list[tupl
     return [(" ".join(text) + ".", " ".join(map(words.get, text)) + ".") for text in drawn]
 
 
-def write(folder: Path, pairs: dict[str, list[tuple[str, str]]], name: str = "de-en"):
-    folder.mkdir(exist_ok=True)
-    for split, own in pairs.items():
-        for side, lines in zip(name.split("-"), zip(*own)):
-            (folder / f"{name}.{split}.{side}").write_text("".join(f"{line}\n" for line in lines))
+def lines(pairs: list[tuple[str, str]]) -> str:
+    return "".join(f"{one}\t{two}\n" for one, two in pairs)
 
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory) -> Path:
     """Two pairs of languages, whose words are a piece each: five to ten tokens a text."""
-    base = tmp_path_factory.mktemp("pairs")
-    for language in ("de", "ru"):
-        counts = zip(("train", "valid", "test"), (120, 6, 5))
-        pairs = {split: sentences(count, seed) for seed, (split, count) in enumerate(counts)}
-        write(base / "text", pairs, f"{language}-en")
-    return prepare("bitext", base / "text", pieces=340, out=base / "corpus")
+    base, files = tmp_path_factory.mktemp("pairs"), {}
+    for seed, (split, count) in enumerate({"train": 120, "valid": 6, "test": 5}.items()):
+        for language in ("de", "ru"):
+            files[f"{language}-en.{split}.tsv"] = lines(sentences(count, seed))
+    return prepare("bitext", write_files(base / "text", files), pieces=340, out=base / "corpus")
 
 
 @pytest.fixture
@@ -86,28 +80,6 @@ def opened(options: dict) -> tuple:
     data = TranslationData.open(config.data, config, context, exponent=1.0, target=config.target)
     seed_all(config.seed)
     return config, context, data, context.place(Translator(config, data.vocab_size))
-
-
-def fix_valid_scores(monkeypatch, *scores: tuple[float, float]) -> list[dict]:
-    """BLEU and chrF2++ of each validation from now on -> the weights that were validated."""
-    scores, weights, score_split = iter(scores), [], train_mt.score_split
-
-    def fixed(model, data, split, *rest, **options):
-        if split != "valid":
-            return score_split(model, data, split, *rest, **options)
-        weights.append(copy.deepcopy(model.state_dict()))
-        return dict(zip(("bleu", "chrf"), next(scores))) | {"pairs": {}, "layers": []}
-
-    monkeypatch.setattr(train_mt, "score_split", fixed)
-    return weights
-
-
-def lose(options: dict, *names: str) -> dict:
-    """Leaves a run's folder as if the run had been killed -> its result before, without what may differ."""
-    folder, result = only_run(options["out_dir"]), result_of(options["out_dir"])
-    for name in ("result.json", "model.pt", *names):
-        (folder / name).unlink()
-    return {name: result[name] for name in ("best", "test", "test_no_limit", "parameters")}
 
 
 # --- Whole runs
@@ -132,26 +104,20 @@ def test_every_row_trains_translates_and_reports(row, options, monkeypatch, caps
         assert scores["bleu"] == pytest.approx(np.mean([pair["bleu"] for pair in scores["pairs"].values()]))
         assert f"BLEU {scores['bleu']:.2f}  chrF2++ {scores['chrf']:.2f}" in out
         assert len(scores["layers"]) == sparse
-    pair = limited["pairs"]["de-en"]
-    assert "nrefs:1" in pair["bleu_signature"] and "tok:13a" in pair["bleu_signature"]
-    assert "nc:6" in pair["chrf_signature"] and "nw:2" in pair["chrf_signature"]
+    assert "nw:2" in limited["pairs"]["de-en"]["chrf_signature"]
     assert out.count("reference: ") == out.count("ours:      ") == 5
     if row in ("threshold", "encoder alone"):
         assert any(layer["cut"] > 0 for layer in limited["layers"])
         assert all(layer["cut"] == 0 for layer in free["layers"])
     else:  # these have no limit, or nothing but one
         assert limited == free and "without a limit" not in out
-    if row == "X-MoE":  # embeddings are put back on their sphere after every step
-        norms = saved(options, "model.pt")["model"]["moes.0.router.experts"].norm(dim=1)
-        torch.testing.assert_close(norms, torch.full((4,), 0.1))
-    for record in metrics(options["out_dir"]):
-        assert record["ppl"] == pytest.approx(math.exp(record["loss"])) and record["bleu"] >= 0
+    assert all(record["bleu"] >= 0 for record in metrics(options["out_dir"]))
 
 
 def test_pairs_are_learned_by_heart(tmp_path, monkeypatch, capsys):
     """BLEU 100 of the very pairs that it was trained on."""
     pairs = sentences(16, 5, {f"{a}{b}": f"{b}o{a}" for a in "bdfgklmn" for b in ("at", "er", "il", "ut", "op")})
-    write(tmp_path / "text", {"train": pairs, "valid": pairs, "test": pairs})
+    write_files(tmp_path / "text", {f"de-en.{split}.tsv": lines(pairs) for split in ("train", "valid", "test")})
     folder = prepare("bitext", tmp_path / "text", pieces=370, out=tmp_path / "data")
     options = TINY | {"data": folder, "out_dir": tmp_path / "out", "n_embd": 64, "ffn_size": 128, "steps": 80}
     options |= {"micro_tokens": 512, "batch_tokens": 512, "eval_every": 80, "learning_rate": 8e-3}
@@ -166,34 +132,6 @@ def test_pairs_are_learned_by_heart(tmp_path, monkeypatch, capsys):
 
 
 # --- Formulas
-
-
-def test_every_step_has_its_learning_rate_and_the_mean_gradient(options, monkeypatch):
-    seen, rates = [], []
-
-    def step(self, *_, f=torch.optim.AdamW.step):
-        seen.append([p.grad.clone() for group in self.param_groups for p in group["params"]])
-        rates.append({group["lr"] for group in self.param_groups})
-        return f(self)
-
-    monkeypatch.setattr(torch.optim.AdamW, "step", step)
-    options |= {"dtype": "float64", "balance_coef": 0.5, "learning_rate": 1e-3}
-    run(options | {"steps": 3}, monkeypatch)
-    up_for_two_steps_then_falling = [5e-4, 1e-3, 1e-3 * math.sqrt(2 / 3)]
-    assert [max(rate) for rate in rates] == pytest.approx(up_for_two_steps_then_falling)
-    assert all(len(rate) == 1 for rate in rates)
-    config, context, data, model = opened(options)
-    batches = [data.batch("train", 0, micro) for micro in range(2)]
-    counts = [len(batch.labels) for batch in batches]
-    assert counts[0] != counts[1]
-    for batch, count in zip(batches, counts):
-        logits, balance = model(batch.source, batch.target, batch.source_real, batch.target_real)
-        loss = cross_entropy(logits, batch.labels, label_smoothing=0.1, reduction="sum") + 0.5 * count * balance
-        (loss / sum(counts)).backward()
-    groups = adamw(model, config).param_groups
-    expected = [p.grad for group in groups for p in group["params"]]
-    torch.testing.assert_close(seen[0], expected, rtol=1e-12, atol=1e-12)
-    assert {group["betas"] for group in groups} == {(0.9, 0.98)}
 
 
 def test_evaluation_is_its_literal_definition(options):
@@ -227,6 +165,8 @@ def test_scores_are_of_texts_as_people_write_them():
         scores = train_mt.score_translations(ours, reference, language)
         assert scores["bleu"] > 60 and f"tok:{parts}|" in scores["bleu_signature"]
     assert "tok:13a|" in same["bleu_signature"]
+    with pytest.raises(ImportError, match=r"sacrebleu\[ja\]"):  # it splits Japanese with the help of another
+        train_mt.score_translations([""], [""], "ja")
 
 
 def test_what_is_scored_is_what_was_written_not_pieces(options, monkeypatch):
@@ -272,37 +212,34 @@ def test_text_comes_out_detokenised_in_the_order_it_came(options, monkeypatch):
 
 def test_the_best_weights_are_tested_and_kept_whatever_happens(options, monkeypatch, capsys):
     """Of a run that is killed behind its last checkpoint, and whose last checkpoint is damaged."""
+    scores = iter([(9.0, 3.0), (9.0, 4.0), (7.0, 9.0), (9.0, 4.0), (8.0, 9.0)])  # of steps 2 to 8, and of 8 again
+    weights, score_split = [], train_mt.score_split
+
+    def fixed(model, data, split, *rest, **more):
+        if split != "valid":
+            return score_split(model, data, split, *rest, **more)
+        weights.append(copy.deepcopy(model.state_dict()))
+        return dict(zip(("bleu", "chrf"), next(scores))) | {"pairs": {}, "layers": []}
+
+    monkeypatch.setattr(train_mt, "score_split", fixed)
     options |= {"steps": 8, "dropout": 0.1}
-    scores = (9.0, 3.0), (9.0, 4.0), (7.0, 9.0), (9.0, 4.0), (8.0, 9.0)  # of steps 2, 4, 6 and 8, and of step 8 again
-    weights = fix_valid_scores(monkeypatch, *scores)
     run(options, monkeypatch)
-    before = lose(options)
+    folder, before = only_run(options["out_dir"]), result_of(options["out_dir"])
     assert before["best"] == {"step": 4, "bleu": 9.0}  # of equal BLEU the one of higher chrF2++
-    flip_a_byte(only_run(options["out_dir"]) / "ckpt.pt")
+    for name in ("result.json", "model.pt"):
+        (folder / name).unlink()
+    flip_a_byte(folder / "ckpt.pt")
     run(options, monkeypatch)
-    said, best = capsys.readouterr(), saved(options, "model.pt")
+    said, best, after = capsys.readouterr(), saved(options, "model.pt"), result_of(options["out_dir"])
     assert "goes on from step 7" in said.out
     assert said.out.count("weights of step 4, whose validation BLEU is best: 9.00") == 2
     assert (best["step"], saved(options, "ckpt.pt")["step"]) == (4, 8)
     assert all(torch.equal(weight, weights[1][name]) for name, weight in best["model"].items())
     config, context, data, model = opened(options)
     model.load_state_dict(best["model"])
-    again = train_mt.score_split(model, data, "test", config, context)
-    assert json.loads(json.dumps(again)) == result_of(options["out_dir"])["test"]
-    assert lose(options) == before
-
-
-def test_broken_weights_end_the_run_before_they_are_translated_or_saved(options, monkeypatch, capsys):
-    evaluate, seen = train_mt.evaluate, []
-
-    def broken(*arguments):
-        seen.append(1)
-        return evaluate(*arguments) | ({"loss": math.nan} if len(seen) == 2 else {})
-
-    monkeypatch.setattr(train_mt, "evaluate", broken)
-    fix_valid_scores(monkeypatch, (5.0, 0.0))
-    assert "not finite at step 4" in refused(options, monkeypatch, capsys)
-    assert saved(options, "ckpt.pt")["step"] == 3
+    again = score_split(model, data, "test", config, context)
+    assert json.loads(json.dumps(again)) == after["test"]
+    assert all(after[name] == before[name] for name in ("best", "test", "test_no_limit", "parameters"))
 
 
 # --- Tables, and a translation memory
@@ -354,10 +291,7 @@ def test_the_moment_is_the_first_evaluation_ahead_of_the_memory(options, monkeyp
         return scores
 
     pairs = {name: {"bleu": 1.0, "chrf": memory} for name, memory in {"de-en": 30.0, "ru-en": 32.0}.items()}
-    counted = {
-        "memory": {"bleu": 1.0, "chrf": 31.0, "pairs": pairs},
-        "lookup": {"bleu": 1.0, "chrf": 2.0, "pairs": pairs},
-    }
+    counted = {name: {"bleu": 1.0, "chrf": 31.0, "pairs": pairs} for name in ("memory", "lookup")}
     monkeypatch.setattr(train_mt, "score_split", fixed)
     monkeypatch.setattr(train_mt, "score_counting", lambda data: counted)
     run(options | {"steps": 8}, monkeypatch)
@@ -427,17 +361,10 @@ def translating(options: dict) -> dict:
 
 
 @pytest.fixture(scope="session")
-def trained_once(corpus, tmp_path_factory) -> Path:
-    out = tmp_path_factory.mktemp("trained") / "out"
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        run(TINY | {"data": corpus, "out_dir": out}, monkeypatch)
-    return out
-
-
-@pytest.fixture
-def trained(trained_once, options, capsys) -> dict:
-    shutil.copytree(trained_once, options["out_dir"])
-    capsys.readouterr()
+def trained(corpus, tmp_path_factory) -> dict:
+    options = TINY | {"data": corpus, "out_dir": tmp_path_factory.mktemp("trained")}
+    with pytest.MonkeyPatch.context() as patch:
+        run(options, patch)
     return translating(options)
 
 
@@ -485,10 +412,10 @@ def test_any_standard_input_is_read(trained, monkeypatch, capsys):
 
 
 def test_a_closed_output_ends_it_quietly(trained):
-    command = [sys.executable, str(ROOT / "train_mt.py"), *words(trained | {"translate": "-"})]
+    command = [sys.executable, str(ROOT / "train_mt.py"), *words(trained | {"translate": "-", "beam": 1})]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         process.stdout.close()
-        process.stdin.write(b"rot\n" * 1500)
+        process.stdin.write(b"rot\n" * 1001)
         process.stdin.close()
         assert not process.stderr.read() and process.wait() == 0
 
@@ -512,31 +439,5 @@ def test_what_cannot_be_translated_is_one_clear_line(trained, tmp_path, monkeypa
     (tmp_path / "latin").write_bytes(b"caf\xe9\n")
     given = trained | {"translate": tmp_path / "latin"}
     assert "is not UTF-8: " in refused(given, monkeypatch, capsys)
-    assert "neither the folder of a run" in refused(given | {"model": tmp_path}, monkeypatch, capsys)
     alone = "--translate reads --beam, --device, --dtype, --length_penalty, --micro_tokens, --model alone: leave out --"
     assert f"{alone}steps" in refused(given | {"steps": 3}, monkeypatch, capsys)
-
-
-# --- What a user can get wrong
-
-BAD = {
-    "language": ({"target": "fr"}, "pairs without the language 'fr'"),
-    "another table's layers": ({"table": 3, "moe_after": "1"}, "not with moe_after, nor with preset wmt10"),
-    "nothing to translate": ({"model": "out/train_mt/multi30k"}, "--model is not read with --router threshold"),
-    "no row's decoder": ({"table": 4, "decoder_moe": False}, "--decoder_moe is not read"),
-    "X-MoE's experts": ({"experts": 4}, "--experts is not read with --router threshold"),
-    "XMoE's experts": ({"moe_after": "2", "split": 2}, "--split is not read with"),
-    "not causal": ({"router": "expert_choice"}, "cannot translate: add --decoder_moe false"),
-    "small micro-batches": ({"micro_tokens": 32, "batch_tokens": 32}, "must hold a pair of two times block_size 32"),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_one_clear_line(case, options, monkeypatch, capsys):
-    given, message = BAD[case]
-    assert message in refused(options | given, monkeypatch, capsys)
-
-
-def test_what_a_language_needs_is_said_in_one_line(options, monkeypatch, capsys):
-    with pytest.raises(ImportError, match=r"sacrebleu\[ja\]"):  # it splits Japanese with the help of another
-        train_mt.score_translations([""], [""], "ja")
