@@ -12,7 +12,7 @@ from statistics import fmean
 import numpy as np
 import pytest
 import torch
-from helpers import TORCHRUN, Script, finish, losses, metrics, only_run, result_of, saved, table_rows
+from helpers import TORCHRUN, Script, finish, losses, metrics, only_run, result_of, saved, table_rows, write_files
 
 import finetune_xtreme
 import train_electra
