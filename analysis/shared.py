@@ -277,8 +277,9 @@ def choose(script: str, options: Drawn, fits=None, lacks="", words=in_words) -> 
     fits: constants -> whether a figure can show the run; lacks: what is said of a named run that is left out; words:
     see `named`. Raises ValueError where a named run is not finished, or no run is left.
     """
-    finished, found = sorted(Path("out", script).glob("demo*/result.json")), {}
-    for folder in map(str, map(Path, options.folders or [file.parent for file in finished])):
+    finished = sorted(file.parent for file in Path("out", script).glob("demo*/result.json"))
+    found = {}
+    for folder in map(str, map(Path, options.folders or finished)):
         run = read_run(folder, script)
         if not Path(folder, "result.json").exists():
             raise ValueError(f"{folder} is not finished: the command that began the run finishes it")

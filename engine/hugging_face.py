@@ -231,7 +231,8 @@ def export(found: Found, run: Path, folder: Path):
     for name, here in CODE.items():
         code = (Path(__file__).parents[1] / here).read_text()
         files[name] = code.replace("from routers import", "from .routers import")
-    auto, about = [*CLASSES[found.kind]][0], SEES_LATER if router and router.sees_later else NO_LIMIT
+    auto, *_ = CLASSES[found.kind]
+    about = SEES_LATER if router and router.sees_later else NO_LIMIT
     files["README.md"] = CARD.format(name=run.name, auto=auto, about=about)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})

@@ -360,7 +360,8 @@ def sections_of(part: str, gpu: bool) -> dict[str, Callable]:
 
 def run(sections: dict, file: Path, config: Config, context) -> list[dict]:
     """Writes and prints what each section finds, as soon as it has. An error is a result, too."""
-    results, commit = [], subprocess.getoutput(f"git -C {ROOT} describe --always --dirty")
+    results = []
+    commit = subprocess.getoutput(f"git -C {ROOT} describe --always --dirty")
     for name, section in sections.items():
         rows = []
         try:
