@@ -84,7 +84,6 @@ class Config:
     dtype: Literal["auto", "bfloat16", "float32", "float64"] = "float32"  # auto: bfloat16 where it is fast
     compile: bool | None = None  # torch.compile; None: where products are in bfloat16 on a GPU
     resume: bool = True  # go on from the run's newest checkpoint; false: start again
-    tensorboard: bool = False  # every evaluation goes to TensorBoard, too: tensorboard --logdir out
 
     def unread(self) -> set[str]:
         """Constants that a run does not read because of others: see engine/config.py."""

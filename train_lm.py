@@ -97,7 +97,6 @@ class Config:
     compile: bool | None = None  # torch.compile; None: where products are in bfloat16 on a GPU
     recompute: bool = False  # activation checkpointing: less memory, for a second forward pass
     resume: bool = True  # go on from the run's newest checkpoint; false: start again
-    tensorboard: bool = False  # every evaluation goes to TensorBoard, too: tensorboard --logdir out
     eval_only: bool = False  # no training: evaluate the run's checkpoint, or --init_from
     init_from: str | None = None  # folder of another run, or of GPT-2 in Hugging Face's format (router dense)
 

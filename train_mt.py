@@ -115,7 +115,6 @@ class Config:
     compile: bool | None = None  # torch.compile; None: where products are in bfloat16 on a GPU
     recompute: bool = False  # activation checkpointing: less memory, for a second forward pass
     resume: bool = True  # go on from the run's newest checkpoint; false: start again
-    tensorboard: bool = False  # every evaluation goes to TensorBoard, too: tensorboard --logdir out
 
     def unread(self) -> set[str]:
         """Constants that a run does not read because of others."""

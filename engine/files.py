@@ -171,24 +171,9 @@ def load_checkpoint(file: Path) -> dict:
         state = torch.load(file, "cpu", weights_only=True, mmap=shared)
         if not state.keys() >= HOLDS:
             raise ValueError("it holds something else")
-        return with_names_of_today(state, state["model"])
+        return state
     except Exception as error:  # damage shows itself in a dozen ways
         raise ValueError(f"checkpoint {file} is corrupt ({error})") from None
-
-
-def with_names_of_today(state: dict, weights: dict) -> dict:
-    """What was saved, with today's names for parameters of experts, which had others before December 2026.
-
-    weights: those in it, which tell whether experts are bare FFNs or stacks.
-    """
-    ffns = "experts.ffns.\\1." if any(".norms." in name for name in weights) else "experts."
-    names = {}
-    for name, content in state.items():
-        if isinstance(name, str):
-            name = re.sub(r"(?<!experts\.)\bnorms\.(\d+)\.", r"experts.norms.\1.", name)
-            name = re.sub(r"\bexperts\.(\d+)\.", ffns, name)
-        names[name] = with_names_of_today(content, weights) if isinstance(content, dict) else content
-    return names
 
 
 def newest(folder: Path, names=CHECKPOINTS) -> tuple[str, dict]:

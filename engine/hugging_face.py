@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from data.tokenizers import load_tokenizer
-from engine.files import read_json, with_names_of_today, write
+from engine.files import read_json, write
 from model import PAD
 from routers import ROUTERS
 
@@ -154,7 +154,6 @@ def read(folder: Path) -> Found:
         kind = config["trained"]
         constants = config["constants"] | {"vocab_size": config["vocab_size"]}
         weights = {name.removeprefix("model."): x for name, x in read_tensors(folder).items()}
-        weights = with_names_of_today(weights, weights)
     else:
         kind = "GPT" if config.get("model_type") == "gpt2" else "MaskedLM"
         constants, weights = LAYOUTS[kind].read(folder)

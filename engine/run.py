@@ -39,15 +39,6 @@ def stop(number: int, where: str = ""):
     sys.exit(128 + number)
 
 
-def numbers(record, name: str = "") -> Iterator[tuple[str, float]]:
-    """Every number inside a record, by its path such as layers/0/served."""
-    if isinstance(record, int | float):
-        yield name, record
-    elif isinstance(record, dict | list):
-        for key, value in record.items() if isinstance(record, dict) else enumerate(record):
-            yield from numbers(value, f"{name}/{key}" if name else key)
-
-
 class Run:
     """The folder of one training run, and what surrounds its steps.
 
@@ -126,7 +117,6 @@ class Run:
         self.loss_in_words = loss_in_words
         state, self.checkpoint = self.checkpoint, {}
         self.start, self.seconds, self.log = state.get("step", 0), 0.0, ""  # the last is what metrics.jsonl holds
-        self.board = None  # TensorBoard
         self.open_window()
         if state:
             try:
@@ -172,12 +162,6 @@ class Run:
         self.write(self.tokenizer.filename, self.tokenizer.file)
         if self.log:
             self.write("metrics.jsonl", self.log)  # without the lines of steps that will be taken again
-        if self.config.tensorboard:
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-            except ImportError:
-                raise ValueError("--tensorboard needs one more library: pip install tensorboard") from None
-            self.board = SummaryWriter(self.folder / "tensorboard", purge_step=self.start + 1)
 
     def write(self, name: str, content: dict | str | bytes):
         """A file of the folder, from rank 0 alone."""
@@ -301,8 +285,6 @@ class Run:
         record = {"step": done, "train_loss": self.train_loss, "tokens_per_second": self.speed} | scores
         self.log += to_json(record, indent=None) + "\n"
         self.write("metrics.jsonl", self.log)
-        for name, value in numbers(record) if self.board else ():
-            self.board.add_scalar(name, value, done)
         self.open_window(done)
         self.save_checkpoint(done)
 

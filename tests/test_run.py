@@ -23,7 +23,6 @@ from helpers import (
     ROOT,
     TORCHRUN,
     Script,
-    constants,
     finish,
     flip_a_byte,
     losses,
@@ -37,14 +36,13 @@ from helpers import words as command
 
 import train_lm
 from data.batches import TokenData
-from engine import hugging_face, table
+from engine import table
 from engine.config import command_line
 from engine.device import Context, setup
 from engine.files import from_json, load_checkpoint, newest, read_json, to_json, write
 from engine.pretrained import load
 from engine.run import Run
 from engine.table import Table, markdown_table
-from model import GPT, MaskedLM
 
 LM = Script(train_lm)
 
@@ -377,32 +375,6 @@ def test_a_checkpoint_of_another_model_is_one_line(part, left, message, options,
     assert message in LM.refused(options, monkeypatch, capsys)
 
 
-@pytest.mark.parametrize("kind", [GPT, MaskedLM], ids=["experts", "stacks"])
-def test_a_checkpoint_from_before_has_todays_names(kind, tmp_path):
-    """Of its model, of what its optimizer knows, and of the best weights so far."""
-    net, file = kind(constants(), 13), tmp_path / "ckpt.pt"
-
-    def before(name: str) -> str:
-        name = name.replace("experts.norms.", "norms.").replace("experts.ffns.", "experts.")
-        return re.sub(r"experts\.([wb]_)", r"experts.0.\1", name)
-
-    def state(name_of) -> dict:
-        weights = {name_of(name): x.tolist() for name, x in net.state_dict().items()}
-        moments = {name: {"exp_avg": x} for name, x in weights.items()}
-        found = {"model": weights, "optimizer": {"state": moments}, "kept": {"best": {"step": 2, "model": weights}}}
-        return found | {"class": "GPT", "constants": {"experts": 4}, "vocab_size": 13, "step": 3, "identity": {}}
-
-    old = {"blocks.1.ffn.experts.0.w_in", "encoder.moes.0.experts.1.b_out", "encoder.moes.0.norms.1.weight"}
-    assert len(state(before)["model"].keys() & old) == (1 if kind is GPT else 2)
-    for name_of in (before, str):
-        torch.save(state(name_of), file)
-        assert load_checkpoint(file) == state(str)
-    config = {"model_type": "nanoxmoe", "trained": kind.__name__, "constants": {}, "vocab_size": 13}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    torch.save({f"model.{before(name)}": x for name, x in net.state_dict().items()}, tmp_path / "pytorch_model.bin")
-    assert hugging_face.read(tmp_path).weights.keys() == net.state_dict().keys()  # an export
-
-
 @pytest.mark.parametrize("error", [OSError(37, "No locks available"), NotImplementedError("no flock here")])
 def test_a_folder_that_cannot_be_locked_is_named(error, options, monkeypatch, capsys):
     def acquire(self, **given):
@@ -639,26 +611,3 @@ def test_seeds_give_mean_and_deviation(options, monkeypatch, capsys):
     names = {json.loads(path.read_text())["seed"] for path in options["out_dir"].glob("*/config.json")}
     assert names == {3, 4} and out.count("under the limit") == 2
     assert "demo, preset demo, seeds: 2" in out and " ± " in out
-
-
-def test_evaluations_go_to_tensorboard_too(options, monkeypatch, capsys):
-    seen = []
-
-    class Writer:
-        def __init__(self, folder, purge_step):
-            seen.append((folder.name, purge_step))
-
-        def add_scalar(self, name, value, step):
-            seen.append((name, value, step))
-
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    assert "pip install tensorboard" in LM.refused(options | {"tensorboard": True}, monkeypatch, capsys)
-    gc.collect()  # the lock of that run
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer))
-    LM.run(options | {"tensorboard": True}, monkeypatch)
-    (first, *scalars), logged = seen, metrics(options["out_dir"])
-    assert first == ("tensorboard", 1)
-    for record in logged:
-        for name in ("train_loss", "loss", "ppl"):
-            assert (name, record[name], record["step"]) in scalars
-        assert ("layers/0/served", record["layers"][0]["served"], record["step"]) in scalars
