@@ -176,6 +176,7 @@ def cells(result: dict) -> dict:
         "our perplexity": (result["valid"]["ppl"], ".2f"),
         "ahead at step": (result.get("ahead"), ",.0f"),
         "RC": (mean("rc"), ".2f"),
+        "RC at first": (measures.mean_over_layers("rc", result.get("first", [])), ".2f"),
         "RF": (mean("rf"), ".1%"),
         "load imbalance": (mean("imbalance"), ".2f"),
         "temperature": (mean("temperature"), ".3f"),
@@ -289,11 +290,12 @@ def train(config: Config, context) -> dict:
             maskings = config.eval_maskings if step + 1 == config.steps else 1
             scores, chosen = evaluate(parallel.whole(model), data, config, context, maskings, before=chosen)
             run.kept |= {"valid": scores, "chosen": chosen}
+            run.kept.setdefault("first", scores["layers"])  # of which RC then rises or falls
             if scores["ppl"] < counted.get("neighbours", {}).get("ppl", 0):
                 run.kept.setdefault("ahead", step + 1)
             run.save(step + 1, scores, f"valid {describe(scores)}", scores["loss"])
 
-    result = {"valid": scores, "ahead": run.kept.get("ahead"), "counting": counted}
+    result = {"valid": scores, "first": run.kept["first"], "ahead": run.kept.get("ahead"), "counting": counted}
     return run.finish(result | {"parameters": parameters, "flops": work})
 
 

@@ -346,13 +346,14 @@ def test_table_2_has_every_row(options, monkeypatch, capsys):
     rows = {row[0]: row for row in table_rows(capsys.readouterr().out.split("\n\n")[-1])}
     more = train_electra.work_of(Config(**options)) / train_electra.work_of(Config(**options | XLM))
     longer = [f"XLM, {more:.2f} x the steps", f"XLM with the bias, {more:.2f} x the steps"]
-    alone = ["XLM-E - TRTD", "XLM-E - TRTD, 2 x the steps", "XLM-E - TRTD - bias"]
-    assert list(rows) == ["XLM", *longer, "XLM - TLM", "XLM-E", "XLM-E - bias", *alone]
-    assert [bool(row[6]) for row in rows.values()] == [False] * 4 + [True] * 5
+    alone = ["XLM-E - TRTD, masks as ELECTRA's", "XLM-E - TRTD, 2 x the steps", "XLM-E - TRTD - bias"]
+    with_pairs = ["XLM-E", "XLM-E - bias", "XLM-E, masks as ELECTRA's"]
+    assert list(rows) == ["XLM", *longer, "XLM - TLM", *with_pairs, *alone]
+    assert [bool(row[6]) for row in rows.values()] == [False] * 4 + [True] * 6
     assert rows["XLM-E"][3] == rows[alone[1]][3] != rows[alone[0]][3]  # FLOPs
     results = [json.loads(path.read_text()) for path in options["out_dir"].glob("*/result.json")]
-    assert sorted(r["config"]["steps"] for r in results) == [2, 2, 2, 2, 2, 2, 3, 3, 4]
-    of = {"objective": "rtd", "tlm": True, "relative_bias": True}
+    assert sorted(r["config"]["steps"] for r in results) == [2, 2, 2, 2, 2, 2, 2, 3, 3, 4]
+    of = {"objective": "rtd", "tlm": True, "relative_bias": True, "masks": "all"}
     (whole,) = [r for r in results if of.items() <= r["config"].items()]
     cells = [mean_cell([cell]) for cell in train_electra.cells(whole).values()]
     assert rows["XLM-E"][2:] == cells and cells[0] == f"{whole['parameters']['kept'] / 1e6:.1f}"
