@@ -164,20 +164,6 @@ def test_files_that_cannot_be_read_are_left_out_in_a_line(tmp_path, task):
         path.unlink()
 
 
-def test_xnli_is_read_as_it_is_published(tmp_path):
-    row = {"sentence1": "A", "sentence2": "B", "gold_label": "neutral", "promptID": "1"}
-    rows = [row | {"language": language} for language in TASKS["xnli"].languages.split()] + [{"language": "de"}]
-    lines = "".join(json.dumps(one) + "\n" for one in rows)
-    files = {"XNLI-1.0/xnli.dev.jsonl": lines, "XNLI-1.0/xnli.test.jsonl": lines, "XNLI-1.0/xnli.test.tsv": "x\n"}
-    write_files(tmp_path, files | {"multinli_1.0_train.jsonl": json.dumps(row) + "\n"})
-    for split in ("train", "valid", "test"):
-        found, notes = read("xnli", split, tmp_path)
-        languages = sorted(TASKS["xnli"].languages.split()) if split == "test" else ["en"]
-        assert found == {language: [Example("", ("A", "B"), "neutral")] for language in languages}
-    path = tmp_path / "XNLI-1.0" / "xnli.test.jsonl"
-    assert notes == [f"{path}, de: 1 x a line that is not two sentences and a label"]
-
-
 UNLABELLED = {  # how test sets come without labels: task, file, text, and the texts that are in it
     "XTREME's tags": ("pos", "test-de.tsv", "a\nb\n\nc\n\n", [("a", "b"), ("c",)]),
     "empty tags": ("ner", "test-de.tsv", "de:a\t\nde:b\t\n\nde:c\t", [("a", "b"), ("c",)]),
@@ -280,12 +266,8 @@ def test_labels_from_the_hub(hub):
     assert hub.asked == [("nyu-mll/multi_nli", None, "train")]
 
 
-def test_without_the_hub_it_is_said_in_one_line(hub, monkeypatch):
-    with pytest.raises(OSError, match=r"google/xtreme XNLI .*no route.*--source") as error:
-        read("xnli", "test", None)
-    assert "\n" not in str(error.value)
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(OSError, match="pip install datasets"):
+def test_without_the_hub_it_is_said_in_one_line(hub):
+    with pytest.raises(OSError, match=r"google/xtreme XNLI [^\n]*no route[^\n]*--source[^\n]*$"):
         read("xnli", "test", None)
 
 
