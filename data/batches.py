@@ -325,9 +325,10 @@ class PairData(MaskedData):
         return [rows.take(micros[place]) for place in order]
 
     def all_rows(self, split) -> Spans:
-        return self.pairs(split)
+        count = self.meta["splits"][split]["pairs"]
+        return self.pairs(split, np.arange(count))
 
-    def pairs(self, split, numbers: ndarray | None = None) -> Spans:
+    def pairs(self, split, numbers: ndarray) -> Spans:
         """Pairs as in Prepared, but cut to rows of at most block_size tokens, the longer half first."""
         rows = super().pairs(split, numbers)
         one, two = rows.sizes.T
@@ -458,7 +459,7 @@ class TranslationData(Prepared):
         texts = list(chain.from_iterable(texts))
         return {"tokens": int(tokens), "bytes": sum(len(texts[number].encode()) for number in numbers)}
 
-    def pairs(self, split, numbers: ndarray | None = None) -> Spans:
+    def pairs(self, split, numbers: ndarray) -> Spans:
         """Pairs as in Prepared, but the source is always first."""
         language, starts, sizes = super().pairs(split, numbers)
         swap = np.array(self.target_first)[language]

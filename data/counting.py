@@ -26,11 +26,10 @@ def interpolated(counts: Tensor, rest: Tensor) -> Tensor:
     return (counts + kinds * rest) / (counts.sum() + kinds)
 
 
-def unigrams(tokens: Tensor, V: int, rest=None) -> Tensor:
-    """(V,) the probabilities of V tokens by their counts among tokens (N,), and by `rest`; None: uniform."""
-    counts = torch.bincount(tokens, minlength=V).double()
-    uniform = torch.full_like(counts, 1 / V)
-    return interpolated(counts, uniform if rest is None else rest)
+def unigrams(tokens: Tensor, V: int) -> Tensor:
+    """(V,) the probabilities of V tokens by their counts among tokens (N,)."""
+    uniform = torch.full((V,), 1 / V, dtype=torch.float64)
+    return interpolated(tokens.bincount(minlength=V), uniform)
 
 
 def text_losses(data, steps: int) -> dict[str, float]:
@@ -63,8 +62,7 @@ def bigram_loss(seen: Tensor, held_out: Tensor, V: int) -> float:
     total = 0.0
     for token in first.unique():
         p = interpolated(following(token), single)
-        own = p[second[first == token]]
-        total -= float(own.log().sum())
+        total -= float(p[second[first == token]].log().sum())
     return total / len(first)
 
 
@@ -93,7 +91,7 @@ def masked_scores(data, max_tokens=None) -> dict[str, dict]:
     train = torch.from_numpy(data.tokens["train"].astype("int64"))
     of_all = unigrams(train, V)
     sizes = torch.from_numpy(data.streams["train"][:, 1])
-    singles = [unigrams(own, V, of_all) for own in train.split(sizes.tolist())]
+    singles = [interpolated(own.bincount(minlength=V), of_all) for own in train.split(sizes.tolist())]
     language = torch.arange(len(sizes)).repeat_interleave(sizes)
     keys = language * V + train  # a language and a token as one number
     following = count_beside(keys[:-1], train[1:], V)
@@ -135,7 +133,7 @@ def in_words(found: dict[str, dict]) -> str:
     return f"counting: {tokens} by the tokens of each language; {both} by the two beside each as well (first masking)"
 
 
-def remembered(data, language: str) -> list[ndarray]:
+def remembered(data, language: str) -> list[str]:
     """For each test source of a language pair of TranslationData, the translation of the most similar training source.
 
     Similar is the cosine of the tokens that they have; a token weighs log(N / n) where n of N training sources have it.
@@ -156,10 +154,10 @@ def remembered(data, language: str) -> list[ndarray]:
         shared = np.add.reduceat(own[tokens], begins)
         nearest = (shared / lengths).argmax()  # a test source's own length is the same for all
         found.append(translations[nearest])
-    return found
+    return decoded(data, found)
 
 
-def looked_up(data, language: str) -> list[ndarray]:
+def looked_up(data, language: str) -> list[str]:
     """Each test source of a language pair of TranslationData, token by token in its order.
 
     For a source's token stands the one that it shares most training pairs with, both counted once in a pair: of n and m
@@ -175,7 +173,11 @@ def looked_up(data, language: str) -> list[ndarray]:
     best = np.zeros(V, int)  # an unknown one becomes <s>, which no text shows
     best[source[order]] = target[order]  # of a source's tokens the last is kept
     test, _ = texts(data, "test", language)
-    return [best[text] for text in test]
+    return decoded(data, [best[text] for text in test])
+
+
+def decoded(data, texts: list[ndarray]) -> list[str]:
+    return [data.tokenizer.decode(ids.tolist()) for ids in texts]
 
 
 def different(texts: list[ndarray], V) -> tuple[list, ndarray]:

@@ -164,10 +164,8 @@ class Prepared:
         """The number of the first token (or pair) of a language, and how many it has."""
         return tuple(self.streams[split][self.languages.index(language)].tolist())
 
-    def pairs(self, split, numbers: ndarray | None = None) -> Spans:
-        """The pairs of a split that have these numbers (R,), or all. The size of each text includes its `</s>`."""
-        if numbers is None:
-            numbers = np.arange(self.meta["splits"][split]["pairs"])
+    def pairs(self, split, numbers: ndarray) -> Spans:
+        """The pairs of a split that have these numbers (R,). The size of each text includes its `</s>`."""
         first = self.streams[split][:, 0]
         language = first.searchsorted(numbers, side="right") - 1
         texts = 2 * numbers[:, None] + np.array([0, 1])  # (R, 2)

@@ -75,10 +75,9 @@ def score_counting(data) -> dict[str, dict]:
     for name, method in {"memory": remembered, "lookup": looked_up}.items():
         pairs = {}
         for language in () if large(data) else data.languages:
-            _, references = data.texts("test", language)
-            if references:
-                ids = [own.tolist() for own in method(data, language)]
-                translations = list(map(data.tokenizer.decode, ids))
+            translations = method(data, language)
+            if translations:
+                _, references = data.texts("test", language)
                 pairs[language] = score_translations(translations, references, data.target)
         found[name] = mean(pairs.values()) | {"pairs": pairs} if pairs else {}
     return found

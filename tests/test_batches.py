@@ -544,10 +544,10 @@ def test_sources_to_translate_come_longest_first_within_the_budget():
     assert list(source_batches([], pad=1, eos=2, micro_tokens=12)) == []
 
 
-def spelt(rows: dict[str, list[tuple]]) -> SimpleNamespace:
+def spelt(rows: dict[str, list[tuple]], decode) -> SimpleNamespace:
     """Data of one language pair, split -> the ids of sources and translations, as counting reads it."""
     sides = {split: list(itertools.chain(*own)) for split, own in rows.items()}
-    data = SimpleNamespace(vocab_size=1000)
+    data = SimpleNamespace(vocab_size=1000, tokenizer=SimpleNamespace(decode=decode))
     data.tokens = {split: np.concatenate(own).astype(np.uint16) for split, own in sides.items()}
     data.stream = lambda split, language: (0, len(rows[split]))
 
@@ -572,10 +572,9 @@ def test_a_memory_is_searched_by_the_cosine_of_squared_weights():
         lengths = [math.sqrt(sum(weight[token] ** 2 for token in own)) for own in (a, b)]
         return sum(weight[token] ** 2 for token in a & b) / math.prod(lengths)
 
-    found = counting.remembered(spelt(rows), "a-b")
-    for [token], (source, _) in zip(found, rows["test"], strict=True):
-        alike = [cosine(set(source), other) for other in train]
-        assert alike[token - 30] == pytest.approx(max(alike))
+    found = counting.remembered(spelt(rows, lambda ids: ids[0] - 30), "a-b")
+    for n, (source, _) in zip(found, rows["test"], strict=True):
+        assert cosine(set(source), train[n]) == pytest.approx(max(cosine(set(source), other) for other in train))
 
 
 def test_a_lookup_takes_the_token_that_is_beside_it_and_not_beside_others():
@@ -585,8 +584,7 @@ def test_a_lookup_takes_the_token_that_is_beside_it_and_not_beside_others():
     train += [([504, 504, 2], [604, 605, 605, 605, 2]), ([2], [605, 2])]
     rows = {"train": train, "test": [([501, 500, 502, 999, 2], [2]), ([504, 2], [2])]}
     # 501 shares two pairs with 601, which has three, and one with 600 and with 602: 4 / 5 is highest.
-    found = counting.looked_up(spelt(rows), "a-b")
-    assert [ids.tolist() for ids in found] == [[601, 600, 602, 0, 2], [604, 2]]
+    assert counting.looked_up(spelt(rows, lambda ids: ids), "a-b") == [[601, 600, 602, 0, 2], [604, 2]]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
