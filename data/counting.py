@@ -21,14 +21,14 @@ def large(data) -> bool:
 
 
 def interpolated(counts: Tensor, rest: Tensor) -> Tensor:
-    """(V,) probabilities by counts (V,), and by `rest` (V,), which has all the weight where nothing was seen."""
+    """(V,) probabilities by counts (V,), and by `rest`, (V,) or (), which has all the weight where nothing was seen."""
     kinds = counts.count_nonzero().clamp(min=1)
     return (counts + kinds * rest) / (counts.sum() + kinds)
 
 
 def unigrams(tokens: Tensor, V: int) -> Tensor:
     """(V,) the probabilities of V tokens by their counts among tokens (N,)."""
-    uniform = torch.full((V,), 1 / V, dtype=torch.float64)
+    uniform = torch.tensor(1 / V, dtype=torch.float64)
     return interpolated(tokens.bincount(minlength=V), uniform)
 
 
@@ -62,7 +62,8 @@ def bigram_loss(seen: Tensor, held_out: Tensor, V: int) -> float:
     total = 0.0
     for token in first.unique():
         p = interpolated(following(token), single)
-        total -= float(p[second[first == token]].log().sum())
+        own = p[second[first == token]]
+        total -= float(own.log().sum())
     return total / len(first)
 
 
