@@ -90,9 +90,10 @@ def read_examples(task: str, source: str | None, most_train=None, most_test=None
     """
     scored, notes = TASKS[task].test, []
     found = laboratory(task) if task in LABORATORY else {}
-    for split in {} if found else dict.fromkeys(("train", scored, "valid")):
-        found[split], more = read(task, split, source and Path(source))
-        notes += more
+    if not found:
+        for split in dict.fromkeys(("train", scored, "valid")):
+            found[split], more = read(task, split, source and Path(source))
+            notes += more
     test, train = found.pop(scored), found["train"].get("en")
     for examples, what in ((train, "English training"), (test, scored)):
         if not examples:
