@@ -84,12 +84,13 @@ class TokenData(Prepared):
 
     def eval_counts(self, split, max_tokens=None) -> dict[str, int]:
         """How many `tokens`, and of their text `bytes` and `words` between blanks, `eval_batches` predicts."""
-        tokens = self.tokens[split][1 : 1 + self.eval_tokens(split, max_tokens)]
-        documents = np.split(tokens, np.flatnonzero(tokens == self.tokenizer.eot))
-        texts = [self.tokenizer.decode(own[own != self.tokenizer.eot].tolist()) for own in documents]
-        text = " ".join(texts)
-        found = {"tokens": len(tokens), "bytes": len(text.encode()) - len(texts) + 1}
-        return found | ({"words": len(text.split())} if has_words(text) else {})
+        count, eot = self.eval_tokens(split, max_tokens), self.tokenizer.eot
+        tokens = self.tokens[split][1 : 1 + count]
+        documents = np.split(tokens, np.flatnonzero(tokens == eot))
+        text = " ".join(self.tokenizer.decode(own[own != eot].tolist()) for own in documents)
+        size = len(text.encode()) - len(documents) + 1
+        words = {"words": len(text.split())} if has_words(text) else {}
+        return {"tokens": count, "bytes": size} | words
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -300,7 +301,8 @@ class PairData(MaskedData):
         """A micro-batch for training, of pairs that are about equally long."""
         pool, place = divmod(step * self.micros_per_step + micro, POOL_MICROS)
         rows = self.pool(split, pool)[place]
-        random = self.random(TRAINING, split, step, micro).random((DRAWS, rows.lengths.sum()))
+        rng = self.random(TRAINING, split, step, micro)
+        random = rng.random((DRAWS, rows.lengths.sum()))
         return self.mask_rows(split, rows, random)
 
     def draw_pool(self, split, number: int) -> list[Spans]:
@@ -323,9 +325,10 @@ class PairData(MaskedData):
         return [rows.take(micros[place]) for place in order]
 
     def all_rows(self, split) -> Spans:
-        return self.pairs(split)
+        count = self.meta["splits"][split]["pairs"]
+        return self.pairs(split, np.arange(count))
 
-    def pairs(self, split, numbers: ndarray | None = None) -> Spans:
+    def pairs(self, split, numbers: ndarray) -> Spans:
         """Pairs as in Prepared, but cut to rows of at most block_size tokens, the longer half first."""
         rows = super().pairs(split, numbers)
         one, two = rows.sizes.T
@@ -452,10 +455,11 @@ class TranslationData(Prepared):
         """How many `tokens` (with `</s>`) and `bytes` the translations of `eval_pairs` have."""
         numbers = self.eval_pairs(split, max_tokens)
         _, tokens = self.pairs(split, numbers).sizes.sum(axis=0)
-        every = list(chain.from_iterable(self.texts(split, language)[1] for language in self.languages))
-        return {"tokens": int(tokens), "bytes": sum(len(every[number].encode()) for number in numbers)}
+        texts = [self.texts(split, language)[1] for language in self.languages]
+        texts = list(chain.from_iterable(texts))
+        return {"tokens": int(tokens), "bytes": sum(len(texts[number].encode()) for number in numbers)}
 
-    def pairs(self, split, numbers: ndarray | None = None) -> Spans:
+    def pairs(self, split, numbers: ndarray) -> Spans:
         """Pairs as in Prepared, but the source is always first."""
         language, starts, sizes = super().pairs(split, numbers)
         swap = np.array(self.target_first)[language]

@@ -15,23 +15,27 @@ import random
 import re
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import starmap
 
-from data.ciphers import Pieces, sentences, train_pieces, written
+from data.ciphers import Pieces, learned, sentences, written
 from data.english import pydocs
 from data.files import PREPARED, Records
 
 DEVELOPMENT = 8  # one of so many documents of valid is for development, the others are to train on
 MOST = {"train": 4000, "valid": 400, "test": 1000}  # examples of a task
-TAGGED, HALF, BIT = (10, 28), (6, 13), (2, 5)  # pieces of a text with tags, of one of a pair, and of a bit of that
-START, REST, STRANGE = (2, 4), (12, 16), (3, 7)  # pieces of a text's beginning, of the rest, of what is put into it
+TAGGED = (10, 28)  # pieces of a text with tags, at least and at most
+HALF, BIT = (6, 13), (2, 5)  # of one text of a pair, and of a bit of it
+START, REST = (2, 4), (12, 16)  # of how a text begins, and of how it goes on
+STRANGE = (3, 7)  # of what is put into that
 
 Text = list[tuple[Pieces, str]]  # the pieces of each word, and its tag
 # The pieces of each text (of tags: of each word), and a tag for each word, a label, or the answer's begin and end.
 Made = tuple[list[Pieces], list[str] | str | tuple[int, int]]
+Sets = dict[str, list[Made]]  # split -> its examples
 
 
-def read(task: str) -> dict[str, list[Made]]:
-    """The examples of each split. They are made once, in about 20 s, and kept in data/prepared."""
+def read(task: str) -> Sets:
+    """They are made once, in about 20 s, and kept in data/prepared."""
     from data.prepare import new_folder  # not above: others need none of what it reads
 
     folder = PREPARED / "ciphers-examples"
@@ -42,7 +46,7 @@ def read(task: str) -> dict[str, list[Made]]:
     return json.loads((folder / f"{task}.json").read_text())
 
 
-def said(made: Made, language: str) -> tuple[tuple[str, ...], list | str]:
+def said(made: Made, language: str) -> tuple[tuple, list | str]:
     """The texts and the gold of an example, as in data/xtreme.py, in a language."""
     pieces, gold = made
     texts = tuple(written(own, language) for own in pieces)
@@ -52,9 +56,9 @@ def said(made: Made, language: str) -> tuple[tuple[str, ...], list | str]:
     return texts, gold
 
 
-def make(english: Records) -> dict[str, dict[str, list[Made]]]:
-    """Task -> split -> examples."""
-    held_out = documents(list(english))
+def make(english: Records) -> dict[str, Sets]:
+    """By task."""
+    held_out = documents(english)
     found = {}
     for task, examples_of in {"tags": tagged, "pairs": paired, "spans": mixed}.items():
         found[task] = {}
@@ -66,25 +70,21 @@ def make(english: Records) -> dict[str, dict[str, list[Made]]]:
     return found
 
 
-def documents(english: list) -> dict[str, list[Text]]:
+def documents(english: Records) -> dict[str, list[Text]]:
     """Those of valid, which are for train and valid, and of test; without sentences that training text has, too."""
-    in_sentences = [(split, sentences(text.lower())) for split, text in english]
-    model = train_pieces(in_sentences)
-    known = {sentence for split, own in in_sentences if split == "train" for sentence in own}
-    found = {"train": [], "valid": [], "test": []}
-    valid = 0
-    for split, text in (row for row in english if row[0] != "train"):
-        valid += split == "valid"
-        words, tags = [], []
+    in_sentences, model = learned(english)
+    known = set().union(*(own for split, own in in_sentences if split == "train"))
+    found = {"valid": [], "test": []}
+    for split, text in (row for row in english if row[0] in found):
+        words = []  # and whether each begins a sentence
         for sentence in sentences(text):
             if sentence.lower() not in known:
-                own = sentence.split()
-                words += own
-                tags += [tag_of(word, place == 0) for place, word in enumerate(own)]
-        pieces = model.encode_batch([word.lower() for word in words])
-        part = "test" if split == "test" else "train" if valid % DEVELOPMENT else "valid"
-        found[part].append(list(zip(pieces, tags)))
-    return found
+                words += [(word, place == 0) for place, word in enumerate(sentence.split())]
+        pieces = model.encode_batch([word.lower() for word, _ in words])
+        found[split].append(list(zip(pieces, starmap(tag_of, words))))
+    valid = found["valid"][DEVELOPMENT - 1 :: DEVELOPMENT]
+    del found["valid"][DEVELOPMENT - 1 :: DEVELOPMENT]
+    return {"train": found["valid"], "valid": valid, "test": found["test"]}
 
 
 def tag_of(word: str, first: bool) -> str:
@@ -105,7 +105,7 @@ def pieces_of(text: Text) -> Pieces:
 # Examples of all languages
 
 
-def tagged(held_out: list[Text], rng: random.Random) -> Iterator[Made]:
+def tagged(held_out: list[Text], rng) -> Iterator[Made]:
     """Texts of whole words, one after another, that have a tag."""
     for document in held_out:
         text, room = [], 0
@@ -119,12 +119,10 @@ def tagged(held_out: list[Text], rng: random.Random) -> Iterator[Made]:
                 text.append(word)
 
 
-def paired(held_out: list[Text], rng: random.Random) -> Iterator[Made]:
+def paired(held_out: list[Text], rng) -> Iterator[Made]:
     """Of each two texts that follow one another a right example and a wrong one."""
     for pieces in map(pieces_of, held_out):
-        for begin, middle, end in places(len(pieces), HALF, HALF, rng):
-            one, two = pieces[begin:middle], pieces[middle:end]
-            elsewhere = pieces[:begin] + pieces[end:]
+        for one, two, elsewhere in cut(pieces, HALF, HALF, rng):
             if len(elsewhere) >= len(two):
                 place = rng.randint(0, len(elsewhere) - len(two))
                 wrong = woven(two, elsewhere[place:], rng)
@@ -133,34 +131,34 @@ def paired(held_out: list[Text], rng: random.Random) -> Iterator[Made]:
                     yield [one, wrong], "0"
 
 
-def places(length: int, one: tuple, two: tuple, rng: random.Random) -> Iterator[tuple[int, int, int]]:
-    """Of one text and a next, with sizes by chance from these, as often as they fit: begin, middle and end."""
+def cut(pieces: Pieces, one: tuple, two: tuple, rng) -> Iterator[tuple]:
+    """A text and the next, with sizes by chance from these, as often as they fit; and all that is around both."""
     end = 0
-    while length >= end + one[1] + two[1]:
+    while len(pieces) >= end + one[1] + two[1]:
         begin, middle = end, end + rng.randint(*one)
         end = middle + rng.randint(*two)
-        yield begin, middle, end
+        yield pieces[begin:middle], pieces[middle:end], pieces[:begin] + pieces[end:]
 
 
-def woven(one: Pieces, two: Pieces, rng: random.Random) -> Pieces:
+def woven(one: Pieces, two: Pieces, rng) -> Pieces:
     """Bits of both in turns, each from its place; as long as the first one."""
     found, texts = [], [one, two]
     rng.shuffle(texts)
     while len(found) < len(one):
-        end = min(len(one), len(found) + rng.randint(*BIT))
+        end = len(found) + rng.randint(*BIT)
         found += texts[0][len(found) : end]
         texts.reverse()
-    return found
+    return found[: len(one)]
 
 
-def mixed(held_out: list[Text], rng: random.Random) -> Iterator[Made]:
+def mixed(held_out: list[Text], rng) -> Iterator[Made]:
     """How a text begins, and how it goes on around the strange bit, which is the answer."""
     documents = list(map(pieces_of, held_out))
-    for number, pieces in enumerate(documents):
-        others = [own for own in documents[:number] + documents[number + 1 :] if len(own) > STRANGE[1]]
-        for begin, middle, end in places(len(pieces), START, REST, rng) if others else ():
-            place = rng.randint(middle, end)
+    for pieces in documents:
+        others = [own for own in documents if own is not pieces and len(own) > STRANGE[1]]
+        for start, rest, _ in cut(pieces, START, REST, rng):
+            place = rng.randint(0, len(rest))
             other, size = rng.choice(others), rng.randint(*STRANGE)
             first = rng.randint(0, len(other) - size)
-            rest = pieces[middle:place] + other[first : first + size] + pieces[place:end]
-            yield [pieces[begin:middle], rest], (place - middle, place - middle + size)
+            strange = other[first : first + size]
+            yield [start, rest[:place] + strange + rest[place:]], (place, place + size)

@@ -9,11 +9,11 @@ with the others and never with each other.
 import random
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from itertools import chain, permutations
 from textwrap import wrap
 
-from data.files import Records
+from data.files import SPLITS, Records
 from data.tokenizers import SentencePiece, train_sentencepiece
 
 LANGUAGES = ("en", "x1", "x2", "x3")
@@ -47,7 +47,7 @@ def alphabets() -> dict[str, list[str]]:
 ALPHABETS = alphabets()
 
 
-def written(pieces: Iterable[int], language: str, backwards=False) -> str:
+def written(pieces: Iterable[int], language, backwards=False) -> str:
     """backwards: but for English, from the end of a text to its beginning.
 
     Dufter and Schütze (EMNLP 2020) found that an encoder does not become multilingual then: who measures whether one
@@ -86,36 +86,36 @@ def by_pair(english: Records, backwards=False) -> dict[str, Records]:
         texts[split].append(text)
     pairs = [pair for pair in permutations(LANGUAGES, 2) if set(pair) != NEVER_PAIRED]
     rows = {}
-    for pair, own in zip(pairs, for_each(len(pairs), texts)):
-        said = [[written(text, language, backwards) for _, text in own] for language in pair]
-        rows["-".join(pair)] = list(zip((split for split, _ in own), *said))
+    for pair, splits, own in dealt_to(pairs, texts):
+        said = ([written(text, language, backwards) for text in own] for language in pair)
+        rows["-".join(pair)] = list(zip(splits, *said))
     return rows
 
 
-def for_each(count: int, texts: dict[str, list]) -> Iterator[list[tuple]]:
-    """For each of so many pairs its (split, text): those of train are dealt out, the held-out ones given to all."""
-    for number in range(count):
-        held_out = [(split, text) for split in ("valid", "test") for text in texts[split][:HELD_OUT]]
-        yield held_out + [("train", text) for text in texts["train"][number::count]]
+def dealt_to(names: Collection, texts: dict[str, list]) -> Iterator[tuple]:
+    """(name, the split of each of its texts, its texts): train's are dealt out, the held-out ones given to all."""
+    held_out = [(split, text) for split in ("valid", "test") for text in texts[split][:HELD_OUT]]
+    for number, name in enumerate(names):
+        train = texts["train"][number :: len(names)]
+        yield name, *zip(*held_out, *(("train", text) for text in train))
 
 
 def in_pieces(english: Records) -> tuple[list[Document], list[str]]:
     """The documents in pieces, the longest first, and the names of the pieces."""
-    documents = [(split, sentences(text.lower())) for split, text in english]  # so that few pieces hold more
-    model = train_pieces(documents)
+    documents, model = learned(english)
     documents = [(split, model.encode_batch(own)) for split, own in documents]
     documents.sort(key=size, reverse=True)
-    return documents, [model.processor.id_to_piece(piece) for piece in range(PIECES)]
+    return documents, model.processor.id_to_piece(list(range(PIECES)))
 
 
-def train_pieces(documents: list[tuple[str, list[str]]]) -> SentencePiece:
-    """The PIECES of English, learned from the sentences of train."""
+def learned(english: Records) -> tuple[list, SentencePiece]:
+    """Documents (split, sentences) in lower case and ASCII, so that few pieces hold more, and the PIECES of train's."""
+    documents = [(split, sentences(text.lower())) for split, text in english]
     train = chain.from_iterable(own for split, own in documents if split == "train")
-    return train_sentencepiece(train, PIECES, **ENGLISH)
+    return documents, train_sentencepiece(train, PIECES, **ENGLISH)
 
 
 def sentences(text: str) -> list[str]:
-    """In ASCII alone, so that few pieces hold more than characters."""
     text = text.encode("ascii", "ignore").decode()
     text = " ".join(text.split())
     return re.split(r"(?<=[.!?:;]) ", text)
@@ -133,7 +133,7 @@ def dealt_out(documents: list[Document]) -> list[list[Document]]:
     part = (1 - PAIRED) / len(LANGUAGES)
     parts = [part] * len(LANGUAGES) + [PAIRED]
     shares = [[] for _ in parts]
-    have = {split: [0.0] * len(parts) for split, _ in documents}
+    have = {split: [0.0] * len(parts) for split in SPLITS}
     for document in documents:
         own = have[document[0]]
         least = own.index(min(own))
@@ -142,15 +142,13 @@ def dealt_out(documents: list[Document]) -> list[list[Document]]:
     return shares
 
 
-def cut(sentence: Pieces, names: list[str], rng: random.Random) -> Iterator[Pieces]:
-    """Texts of SHORTEST to LONGEST pieces by chance, each but the first shortened until the next begins with a word."""
+def cut(sentence: Pieces, names: list[str], rng) -> Iterator[Pieces]:
+    """Texts of SHORTEST to LONGEST pieces by chance, each shortened until the next begins with a word."""
     begin = 0
     while len(sentence) - begin >= SHORTEST:
-        end = begin + rng.randint(SHORTEST, LONGEST)
-        end = min(end, len(sentence))
+        end = min(begin + rng.randint(SHORTEST, LONGEST), len(sentence))
         while begin + SHORTEST < end < len(sentence):
-            name = names[sentence[end]]
-            if name.startswith("\u2581"):
+            if names[sentence[end]].startswith("\u2581"):
                 break
             end -= 1
         yield sentence[begin:end]
@@ -201,10 +199,9 @@ def to_english(english: Records) -> dict[str, Records]:
         rng.shuffle(texts[split])
     model = train_sentencepiece(texts["train"], PIECES, **ENGLISH)
     rows = {}
-    for (language, form), own in zip(HARDER.items(), for_each(len(HARDER), texts)):
-        encoded = model.encode_batch([text for _, text in own])
-        ciphers = [written(form(pieces), language) for pieces in encoded]
-        rows[f"{language}-en"] = [(split, cipher, text) for (split, text), cipher in zip(own, ciphers)]
+    for (language, form), splits, own in dealt_to(HARDER.items(), texts):
+        ciphers = (written(form(pieces), language) for pieces in model.encode_batch(own))
+        rows[f"{language}-en"] = list(zip(splits, ciphers, own))
     return rows
 
 

@@ -5,10 +5,12 @@ weigh n / (n + kinds), and a less specific distribution has the rest. Of a large
 """
 
 import math
+from collections.abc import Iterator
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy import ndarray
 from torch import Tensor
 
 COUNTED_UP_TO = 2**24  # tokens of a training text
@@ -19,16 +21,15 @@ def large(data) -> bool:
 
 
 def interpolated(counts: Tensor, rest: Tensor) -> Tensor:
-    """(V,) probabilities by counts (V,), and by `rest` (V,), which has all the weight where nothing was seen."""
+    """(V,) probabilities by counts (V,), and by `rest`, (V,) or (), which has all the weight where nothing was seen."""
     kinds = counts.count_nonzero().clamp(min=1)
     return (counts + kinds * rest) / (counts.sum() + kinds)
 
 
-def unigrams(tokens: Tensor, V: int, rest=None) -> Tensor:
-    """(V,) the probabilities of V tokens by their counts among tokens (N,), and by `rest`; None: uniform."""
-    counts = torch.bincount(tokens, minlength=V).double()
-    uniform = torch.full_like(counts, 1 / V)
-    return interpolated(counts, uniform if rest is None else rest)
+def unigrams(tokens: Tensor, V: int) -> Tensor:
+    """(V,) the probabilities of V tokens by their counts among tokens (N,)."""
+    uniform = torch.tensor(1 / V, dtype=torch.float64)
+    return interpolated(tokens.bincount(minlength=V), uniform)
 
 
 def text_losses(data, steps: int) -> dict[str, float]:
@@ -39,30 +40,30 @@ def text_losses(data, steps: int) -> dict[str, float]:
     if large(data):
         return {}
     V = data.vocab_size
-    train, test = (torch.from_numpy(data.tokens[split].astype("int64")) for split in ("train", "test"))
-    one, two = train[:-1], train[1:]  # all pairs of neighbours
-    targets = data.seen(steps)[1:]  # which second tokens training sees
-    held_out = test[:-1], test[1:]
+    train = torch.from_numpy(data.tokens["train"].astype("int64"))
+    test = torch.from_numpy(data.tokens["test"].astype("int64"))
+    pairs = train.unfold(0, 2, 1).T  # (2, N) all neighbours
+    seen = pairs[:, data.seen(steps)[1:]]  # whose second token is a target
+    held_out = test.unfold(0, 2, 1).T
     single = unigrams(train, V)[test].log().mean()
     return {
         "unigrams": -float(single),
-        "bigrams": bigram_loss((one[targets], two[targets]), held_out, V),
-        "all bigrams": bigram_loss((one, two), held_out, V),
+        "bigrams": bigram_loss(seen, held_out, V),
+        "all bigrams": bigram_loss(pairs, held_out, V),
     }
 
 
-def bigram_loss(seen: tuple, held_out: tuple, V: int) -> float:
-    """Mean cross entropy, in nats, of each held-out token given the one before it, by counts of the pairs seen.
-
-    seen, held_out: the first and the second tokens of pairs, (N,) and (M,) each, of V different ones.
-    """
+def bigram_loss(seen: Tensor, held_out: Tensor, V: int) -> float:
+    """Mean cross entropy, in nats, of the second token of held-out pairs (2, M) given the first, by counts of the pairs
+    (2, N) seen, of V different tokens."""
     first, second = held_out
     following = count_beside(*seen, V)
     single = unigrams(seen[1], V)
     total = 0.0
     for token in first.unique():
         p = interpolated(following(token), single)
-        total -= float(p[second[first == token]].log().sum())
+        own = p[second[first == token]]
+        total -= float(own.log().sum())
     return total / len(first)
 
 
@@ -87,10 +88,11 @@ def masked_scores(data, max_tokens=None) -> dict[str, dict]:
     """
     if large(data):
         return {}
-    V, train = data.vocab_size, torch.from_numpy(data.tokens["train"].astype("int64"))
+    V = data.vocab_size
+    train = torch.from_numpy(data.tokens["train"].astype("int64"))
     of_all = unigrams(train, V)
     sizes = torch.from_numpy(data.streams["train"][:, 1])
-    singles = [unigrams(own, V, of_all) for own in train.split(sizes.tolist())]
+    singles = [interpolated(own.bincount(minlength=V), of_all) for own in train.split(sizes.tolist())]
     language = torch.arange(len(sizes)).repeat_interleave(sizes)
     keys = language * V + train  # a language and a token as one number
     following = count_beside(keys[:-1], train[1:], V)
@@ -104,22 +106,23 @@ def masked_scores(data, max_tokens=None) -> dict[str, dict]:
         left = key + ids[batch.masked - 1]
         right = key + ids[batch.masked + 1]  # behind the end of a row the `<s>` of the next
         for m, target in enumerate(batch.targets):
-            single = singles[batch.language[m]]
+            language = batch.language[m]
+            single = singles[language]
             after = interpolated(following(left[m]), single)
             before = interpolated(preceding(right[m]), single)
             both = after * before / single
             for own, p in zip(sums, (single.clone(), both)):
                 p[shown[m]] *= odds[m]
                 loss = p.sum().log() - p[target].log()
-                own[batch.language[m]] += torch.stack([loss, p.argmax() == target, torch.ones(())])
+                own[language] += torch.stack([loss, p.argmax() == target, torch.ones(())])
     found = {}
     for name, own in zip(("tokens", "neighbours"), sums):
-        loss, right, count = own.sum(dim=0)
-        languages = {}
-        for language, (own_loss, _, own_count) in zip(data.languages, own.tolist()):
-            if own_count:
-                languages[language] = math.exp(own_loss / own_count)
-        found[name] = {"ppl": float(torch.exp(loss / count)), "right": float(right / count), "languages": languages}
+        loss, right, _ = own.sum(dim=0) / own[:, 2].sum()
+        found[name] = {"ppl": float(loss.exp()), "right": float(right), "languages": {}}
+        losses, _, counts = own.T.tolist()
+        for language, loss, count in zip(data.languages, losses, counts):
+            if count:
+                found[name]["languages"][language] = math.exp(loss / count)
     return found
 
 
@@ -127,8 +130,7 @@ def in_words(found: dict[str, dict]) -> str:
     """What `masked_scores` found, in words."""
     if not found:
         return "counting: not done, the training text is large"
-    words = "perplexity {ppl:.2f}, {right:.1%} right"
-    tokens, both = words.format(**found["tokens"]), words.format(**found["neighbours"])
+    tokens, both = map("perplexity {ppl:.2f}, {right:.1%} right".format_map, found.values())
     return f"counting: {tokens} by the tokens of each language; {both} by the two beside each as well (first masking)"
 
 
@@ -137,25 +139,23 @@ def remembered(data, language: str) -> list[str]:
 
     Similar is the cosine of the tokens that they have; a token weighs log(N / n) where n of N training sources have it.
     """
-    sources = texts(data, "train", language, side=0)
-    train = list(map(np.unique, sources))
+    sources, translations = texts(data, "train", language)
+    train, n = different(sources, data.vocab_size)
     tokens = np.concatenate(train)
     sizes = list(map(len, train))  # each has the `</s>` at least, which weighs nothing
     begins = np.cumsum(sizes) - sizes
-    n = np.bincount(tokens, minlength=data.vocab_size).clip(1)
-    weight = np.log(len(train) / n) ** 2  # both sources have the token
+    weight = np.log(len(train) / n.clip(1)) ** 2  # both sources have the token
     squares = np.add.reduceat(weight[tokens], begins)
     lengths = np.sqrt(squares) + 1e-9
-    translations = texts(data, "train", language, side=1)
     found = []
-    for text in texts(data, "test", language, side=0):
+    test, _ = texts(data, "test", language)
+    for text in test:
         own = np.zeros(data.vocab_size)
         own[text] = weight[text]
         shared = np.add.reduceat(own[tokens], begins)
         nearest = (shared / lengths).argmax()  # a test source's own length is the same for all
-        ids = translations[nearest].tolist()
-        found.append(data.tokenizer.decode(ids))
-    return found
+        found.append(translations[nearest])
+    return decoded(data, found)
 
 
 def looked_up(data, language: str) -> list[str]:
@@ -165,21 +165,31 @@ def looked_up(data, language: str) -> list[str]:
     pairs that have the one and the other, they share k, and 2 k / (n + m) is highest (Dice's coefficient).
     """
     V = data.vocab_size
-    sides = [list(map(np.unique, texts(data, "train", language, side))) for side in (0, 1)]
-    n, m = (np.bincount(np.concatenate(own), minlength=V) for own in sides)
-    keys = [(V * source[:, None].astype(int) + target).ravel() for source, target in zip(*sides)]
+    (sources, n), (targets, m) = (different(own, V) for own in texts(data, "train", language))
+    keys = [np.add.outer(V * one.astype(int), two).ravel() for one, two in zip(sources, targets)]
     keys, k = np.unique(np.concatenate(keys), return_counts=True)
     source, target = np.divmod(keys, V)
-    order = (k / (n[source] + m[target])).argsort()
+    half = k / (n[source] + m[target])
+    order = half.argsort()
     best = np.zeros(V, int)  # an unknown one becomes <s>, which no text shows
     best[source[order]] = target[order]  # of a source's tokens the last is kept
-    return [data.tokenizer.decode(best[text].tolist()) for text in texts(data, "test", language, side=0)]
+    test, _ = texts(data, "test", language)
+    return decoded(data, [best[text] for text in test])
 
 
-def texts(data, split: str, language: str, side: int) -> list[np.ndarray]:
-    """The tokens, with `</s>`, of the sources (side 0) or of the translations (side 1) of a language pair."""
+def decoded(data, texts: list[ndarray]) -> list[str]:
+    return [data.tokenizer.decode(ids.tolist()) for ids in texts]
+
+
+def different(texts: list[ndarray], V) -> tuple[list, ndarray]:
+    """The different tokens of each text, ascending, and (V,) how many of the texts have each token."""
+    own = list(map(np.unique, texts))
+    return own, np.bincount(np.concatenate(own), minlength=V)
+
+
+def texts(data, split, language) -> Iterator[list[ndarray]]:
+    """The tokens, with `</s>`, of the sources of a language pair, and then those of the translations."""
     first, count = data.stream(split, language)
-    pairs = data.pairs(split, np.arange(first, first + count))
-    starts = pairs.starts[:, side]
-    ends = starts + pairs.sizes[:, side]
-    return [data.tokens[split][start:end] for start, end in zip(starts, ends)]
+    _, starts, sizes = data.pairs(split, np.arange(first, first + count))
+    for begins, ends in zip(starts.T, (starts + sizes).T):
+        yield [data.tokens[split][begin:end] for begin, end in zip(begins, ends)]

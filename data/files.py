@@ -151,8 +151,8 @@ def read_documents(path: Path, blocks: bool = False) -> Iterator[str]:
                 yield text
     elif blocks or are_blocks(head):
         say(f"{path.parent}: every block between blank lines is a document")
-        for has_text, block in groupby(lines, key=lambda line: bool(line.strip())):
-            while has_text and (part := list(islice(block, LONGEST_BLOCK))):
+        for is_blank, block in groupby(lines, key=str.isspace):
+            while not is_blank and (part := list(islice(block, LONGEST_BLOCK))):
                 yield "".join(part).strip()
     else:
         say(f"{path.parent}: every line is a document")

@@ -21,7 +21,7 @@ HASHED_UP_TO = 1 << 30  # bytes; hashing a larger file takes seconds at every st
 AGAIN = "remove the folder and prepare it again: python -m data.prepare --help says how"
 
 
-def ready(name: str, kind: str | None = None, make: bool = True) -> Path:
+def ready(name: str, kind=None, make=True) -> Path:
     """data/prepared/NAME, or the prepared folder called `name`.
 
     Where `make` says so a corpus that packages contain is prepared now, and so are the user's texts, of a kind as in
@@ -124,23 +124,23 @@ class Prepared:
         self.batch_size, rest = divmod(self.micro_tokens, self.block_size)  # B, where all rows are equally long
         if self.batch_size == 0 or (rest and self.kind != "pairs"):
             raise ValueError(f"micro_tokens {self.micro_tokens} must hold rows of block_size {self.block_size} tokens")
-        self.meta = read_meta(self.folder)
-        if self.kind not in (None, self.meta["kind"]):
-            found = f"{self.folder} holds {self.meta['name']!r}, a corpus of {self.meta['kind']}"
+        self.meta = meta = read_meta(self.folder)
+        if self.kind not in (None, meta["kind"]):
+            found = f"{self.folder} holds {meta['name']!r}, a corpus of {meta['kind']}"
             raise ValueError(f"{found}; {type(self).__name__} reads {self.kind}: data/README.md lists them")
-        self.checksum = self.meta["checksum"]
-        self.vocab_size = self.meta["tokenizer"]["vocab_size"]
-        self.languages = sorted(self.meta.get("languages", []))  # J languages, or pairs of them
+        self.checksum = meta["checksum"]
+        self.vocab_size = meta["tokenizer"]["vocab_size"]
+        self.languages = sorted(meta.get("languages", []))  # J languages, or pairs of them
         self.tokens = {}  # split -> (N,)
         self.index = {}  # split -> (2 * pairs + 1,): where each text of a pair begins, and the end
         self.streams = {}  # split -> (J, 2): the number of each language's first token (or pair), and its count
-        unit = "pairs" if self.meta["kind"] == "pairs" else "tokens"
-        for split, total in self.meta["splits"].items():
+        unit = "pairs" if meta["kind"] == "pairs" else "tokens"
+        for split, total in meta["splits"].items():
             file = self.folder / f"{split}.bin"
-            self.tokens[split] = map_numbers(file, self.meta["dtype"], total["tokens"])
+            self.tokens[split] = map_numbers(file, meta["dtype"], total["tokens"])
             if unit == "pairs":
                 self.index[split] = map_numbers(file.with_suffix(".idx"), "int64", 2 * total["pairs"] + 1)
-            counts = [self.meta["languages"][language][split] for language in self.languages]
+            counts = [meta["languages"][language][split] for language in self.languages]
             self.streams[split] = np.array([[own["first"], own[unit]] for own in counts], dtype=np.int64)
 
     @cached_property
@@ -148,7 +148,7 @@ class Prepared:
         kind = KINDS[self.meta["tokenizer"]["kind"]]
         return load_tokenizer(self.folder / kind.filename)
 
-    def random(self, purpose: int, split, *key) -> np.random.Generator:
+    def random(self, purpose, split, *key) -> np.random.Generator:
         """The generator of one batch."""
         return np.random.default_rng((purpose, self.seed, SPLITS.index(split), *key))
 
@@ -164,10 +164,8 @@ class Prepared:
         """The number of the first token (or pair) of a language, and how many it has."""
         return tuple(self.streams[split][self.languages.index(language)].tolist())
 
-    def pairs(self, split, numbers: ndarray | None = None) -> Spans:
-        """The pairs of a split that have these numbers (R,), or all. The size of each text includes its `</s>`."""
-        if numbers is None:
-            numbers = np.arange(self.meta["splits"][split]["pairs"])
+    def pairs(self, split, numbers: ndarray) -> Spans:
+        """The pairs of a split that have these numbers (R,). The size of each text includes its `</s>`."""
         first = self.streams[split][:, 0]
         language = first.searchsorted(numbers, side="right") - 1
         texts = 2 * numbers[:, None] + np.array([0, 1])  # (R, 2)
@@ -175,7 +173,7 @@ class Prepared:
         ends = self.index[split][texts + 1]
         return Spans(language, starts, ends - starts)
 
-    def texts(self, split, language: str) -> tuple[list[str], list[str]]:
+    def texts(self, split, language: str) -> tuple[list, list]:
         """The first and the second texts of a language pair in "valid" or "test", as they were written."""
         first, count = self.stream(split, language)
         with (self.folder / f"{split}.jsonl").open(encoding="utf-8") as file:

@@ -19,9 +19,8 @@ from data.files import Records, sha256, split_of
 
 MIN_MESSAGES = 100  # of a language that is kept
 DOWNLOADS = Path(__file__).parent / "downloads"
-PIP = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--retries=1"]
-PIP += ["--no-deps", "--only-binary=:all:"]
-PIP += ["--python-version=3.14"]  # the package is read, not run: it need not be one for this Python
+PIP = [sys.executable, *"-m pip download --quiet --disable-pip-version-check --retries=1 --no-deps".split()]
+PIP += ["--only-binary=:all:", "--python-version=3.14"]  # it is read, not run: it may be for another Python
 HOMEASSISTANT = "homeassistant==2026.2.3"
 SHA256 = "8167820cac4b8defe895fd2c36ac23402a445d1fe6028e8cde24caabb935282c"  # of the one file that will do
 

@@ -6,12 +6,11 @@ Beside them stands what needs no network: a guess, what counting words reaches, 
 import math
 import re
 import string
-import sys
 import unicodedata
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
-from functools import cache, partial
-from itertools import chain
+from collections.abc import Callable, Collection, Iterable
+from functools import partial
+from itertools import chain, pairwise
 from operator import eq
 from statistics import fmean, median, mode
 
@@ -19,6 +18,7 @@ from data.counting import large, looked_up, remembered
 from data.files import has_words
 from data.xtreme import TASKS, Example
 
+Scores = dict[str, float]  # metric -> percent
 ASCII = dict.fromkeys(map(ord, string.punctuation))  # for `str.translate` to leave out
 ARTICLES = {
     "en": r"\b(a|an|the)\b",
@@ -29,21 +29,21 @@ ARTICLES = {
 }
 
 
-def score_task(task, language, gold: list, predicted: list) -> dict[str, float]:
-    """In percent. gold: of each example, as in `Example`; predicted: tags, an answer or a label."""
+def score_task(task, language, gold: list, predicted: list) -> Scores:
+    """gold: of each example, as in `Example`; predicted: tags, an answer or a label."""
     kind = TASKS[task].kind
     if kind == "tags":
-        return {"f1": 100 * tag_f1(gold, predicted)}
+        return {"f1": 100 * f1(entities(gold), entities(predicted))}
     if kind == "label":
         return {"accuracy": 100 * fmean(map(eq, gold, predicted))}
     words_of = {"mlqa": partial(mlqa_words, language=language), "spans": list}.get(task, squad_words)
-    f1, em = [], []
+    shared, exact = [], []
     for answers, answer in zip(gold, predicted):
         words = words_of(answer)
         right = [words_of(text) for text, _ in answers]
-        f1.append(max(word_f1(words, one) for one in right))
-        em.append(words in right)
-    return {"f1": 100 * fmean(f1), "em": 100 * fmean(em)}
+        shared.append(max(f1(words, one) for one in right))
+        exact.append(words in right)
+    return {"f1": 100 * fmean(shared), "em": 100 * fmean(exact)}
 
 
 def score_translations(translations: list, references: list, language: str) -> dict:
@@ -56,13 +56,13 @@ def score_translations(translations: list, references: list, language: str) -> d
 
     code, *_ = re.split("[-_]", language)  # zh of zh_Hans
     try:
-        metrics = {"bleu": BLEU(trg_lang=code), "chrf": CHRF(word_order=2)}
-        if metrics["bleu"].tokenizer.signature() == "13a" and not has_words(" ".join(references)):
-            metrics["bleu"] = BLEU(tokenize="char")
+        bleu = BLEU(trg_lang=code)
+        if bleu.tokenizer.signature() == "13a" and not has_words(" ".join(references)):
+            bleu = BLEU(tokenize="char")
     except RuntimeError as error:
         raise ImportError(f"BLEU needs more for {language!r}: {error}") from error
     scores = {}
-    for name, metric in metrics.items():
+    for name, metric in {"bleu": bleu, "chrf": CHRF(word_order=2)}.items():
         scores[name] = metric.corpus_score(translations, [references]).score
         scores[f"{name}_signature"] = str(metric.get_signature())
     return scores
@@ -83,34 +83,36 @@ def score_counting(data) -> dict[str, dict]:
     return found
 
 
-def mean(scores: Iterable[dict]) -> dict[str, float]:
+def mean(scores: Iterable[dict]) -> Scores:
     """The mean of each metric over languages, or pairs of them; {} where there are none."""
     values = defaultdict(list)
     for own in scores:
         for metric, value in own.items():
-            values[metric].append(value)
-    return {metric: fmean(own) for metric, own in values.items() if not isinstance(own[0], str)}
+            if not isinstance(value, str):  # sacrebleu's signature
+                values[metric].append(value)
+    return {metric: fmean(own) for metric, own in values.items()}
 
 
-def gap(languages: dict[str, dict]) -> dict[str, float]:
+def gap(languages: dict[str, Scores]) -> Scores:
     """English minus the mean of the other languages (XLM-E table 7), of each metric; {} where there are not both."""
     others = languages.copy()
-    english, means = others.pop("en", {}), mean(others.values())
+    english = others.pop("en", {})
+    means = mean(others.values())
     return {metric: value - means[metric] for metric, value in english.items() if means}
 
 
-def tag_f1(gold: list, predicted: list) -> float:
-    """F1 of entities, which are right where their place and their class are.
+def f1(one: Collection, two: Collection) -> float:
+    """Of two bags of words or of entities; 0 where they share none, even if both are empty, as in SQuAD's script."""
+    shared = Counter(one) & Counter(two)
+    return 2 * shared.total() / max(1, len(one) + len(two))
+
+
+def entities(sentences: list[list[str]]) -> set[tuple]:
+    """(sentence, first word, last word, class) of every entity.
 
     Of tags without B- and I-, such as UPOS, a run of equal ones is an entity. That is how seqeval 0.0.12 read them,
     which XTREME used, and it took each SYM and SCONJ for an entity of its own (S- stood for a single).
     """
-    there, found = entities(gold), entities(predicted)
-    return 2 * len(there & found) / max(1, len(there) + len(found))
-
-
-def entities(sentences: list[list[str]]) -> set[tuple]:
-    """(sentence, first word, last word, class) of every entity."""
     found = set()
     for number, tags in enumerate(sentences):
         begin, before = 0, "O"  # of the present entity; the tag of the last word
@@ -125,12 +127,6 @@ def entities(sentences: list[list[str]]) -> set[tuple]:
     return found
 
 
-def word_f1(one: list[str], two: list[str]) -> float:
-    """F1 of two bags of words; 0 where they share none, even if both are empty, as in SQuAD's script."""
-    shared = Counter(one) & Counter(two)
-    return 2 * shared.total() / max(1, len(one) + len(two))
-
-
 def squad_words(text: str) -> list[str]:
     """SQuAD 1.1: lower case, without ASCII punctuation, then without English articles."""
     text = text.lower().translate(ASCII)
@@ -139,20 +135,13 @@ def squad_words(text: str) -> list[str]:
 
 def mlqa_words(text: str, language: str) -> list[str]:
     """MLQA: as SQuAD's, with Unicode's punctuation, the language's articles, and every Chinese character a word."""
-    text = text.lower().translate(punctuation())
+    text = text.lower().translate(ASCII)
+    text = "".join(letter for letter in text if unicodedata.category(letter)[0] != "P")
     if language in ARTICLES:
         text = re.sub(ARTICLES[language], " ", text)
     if language == "zh":
         text = re.sub(r"([\u4e00-\u9fa5])", r" \1 ", text)
     return text.split()
-
-
-@cache
-def punctuation() -> dict[int, None]:
-    """Unicode's, and ASCII's."""
-    codes = range(sys.maxunicode + 1)
-    of_unicode = [code for code in codes if unicodedata.category(chr(code))[0] == "P"]
-    return ASCII | dict.fromkeys(of_unicode)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -172,8 +161,9 @@ def guess(kind: str, train: list[Example], examples: list[Example]) -> list:
         most = mode(chain.from_iterable(one.gold for one in train))
         return [[most] * len(one.gold) for one in examples]
     answers = chain.from_iterable(one.gold for one in train)
-    words = round(median(len(text.split()) for text, _ in answers))
-    return [" ".join(one.texts[1].split()[:words]) for one in examples]
+    size = round(median(len(text.split()) for text, _ in answers))
+    words = [one.texts[1].split() for one in examples]
+    return [" ".join(own[:size]) for own in words]
 
 
 def tags_by_word(train: list[Example]) -> Predictor:
@@ -191,48 +181,47 @@ def tags_by_word(train: list[Example]) -> Predictor:
     return lambda examples: list(map(tags, examples))
 
 
-def labels_by_word(train: list[Example], words_of: Callable | None = None) -> Predictor:
+def words_by_text(one: Example) -> set[tuple]:
+    """Every word once, with the number of its text: in a premise it says something else than in a hypothesis."""
+    return numbered(re.findall(r"\w+", text.lower()) for text in one.texts)
+
+
+def neighbours_by_text(one: Example) -> set[tuple]:
+    """As `words_by_text`, of texts without words: characters, neighbours, and the characters that both texts have."""
+    shared = set.intersection(*map(set, one.texts))
+    return numbered([*(chain(text, pairwise(text)) for text in one.texts), shared])
+
+
+def numbered(texts: Iterable[Iterable]) -> set[tuple]:
+    return {(number, part) for number, parts in enumerate(texts) for part in parts}
+
+
+def labels_by_word(train: list[Example], words_of=words_by_text) -> Predictor:
     """Chooses the likeliest label by naive Bayes over the words that an example shares with training."""
-    words_of = words_of or words_by_text
     labels = Counter(one.gold for one in train)
     counts = defaultdict(Counter)  # word -> label -> examples
     for one in train:
         for word in words_of(one):
             counts[word][one.gold] += 1
 
-    def likelihood(label: str, words: list) -> float:
-        examples = labels[label]
-        shares = [(counts[word][label] + 1) / (examples + 2) for word in words]
-        return math.log(examples) + math.fsum(map(math.log, shares))  # exact: words of a set have no order
+    def likelihood(label: str, words: list[Counter]) -> float:
+        examples = labels[label] + 2
+        shares = [(own[label] + 1) / examples for own in words]
+        return math.log(labels[label]) + math.fsum(map(math.log, shares))  # exact: words of a set have no order
 
     def likeliest(example: Example) -> str:
-        known = [word for word in words_of(example) if word in counts]
+        known = [counts[word] for word in words_of(example) if word in counts]
         return max(labels, key=partial(likelihood, words=known))
 
     return lambda examples: list(map(likeliest, examples))
 
 
-def words_by_text(one: Example) -> set[tuple[int, str]]:
-    """Every word once, with the number of its text: in a premise it says something else than in a hypothesis."""
-    words = set()
-    for number, text in enumerate(one.texts):
-        own = re.findall(r"\w+", text.lower())
-        words.update((number, word) for word in own)
-    return words
-
-
-def neighbours_by_text(one: Example) -> set[tuple]:
-    """As `words_by_text`, of texts without words: characters, neighbours, and the characters that both texts have."""
-    found = {(None, character) for character in set.intersection(*map(set, one.texts))}
-    for number, text in enumerate(one.texts):
-        found.update((number, part) for part in chain(text, zip(text, text[1:])))
-    return found
-
-
 def answers_by_place(train: list[Example]) -> Predictor:
     """Always the same characters of a text: as many as answers have (the median), where most of them stand."""
     answers = [answer for one in train for answer in one.gold[:1]]
-    counts = Counter(place for text, begin in answers for place in range(begin, begin + len(text)))
+    counts = Counter()  # of the answers over each place
+    for text, begin in answers:
+        counts.update(range(begin, begin + len(text)))
     size = round(median(len(text) for text, _ in answers))
     begin = max(range(max(counts) + 1), key=lambda begin: sum(counts[begin + place] for place in range(size)))
     return lambda examples: [one.texts[1][begin : begin + size] for one in examples]

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from data import cipher_tasks, ciphers
 from data.corpora import HUB_SPLITS, network
-from data.files import json_object, named_split, read_lines, source_files, split_of, uncompressed_name
+from data.files import named_split, read_lines, source_files, split_of, uncompressed_name
 
 
 class Task(NamedTuple):
@@ -51,13 +51,14 @@ LABORATORY = {
 }
 TASKS |= LABORATORY
 SQUAD = ("xquad", "mlqa")  # tasks that train on SQuAD
-NAMED = """af Afrikaans ar Arabic bg Bulgarian bn Bengali de German el Greek en English es Spanish et Estonian eu Basque
-    fa Persian fi Finnish fr French he Hebrew hi Hindi hu Hungarian id Indonesian it Italian ja Japanese kk Kazakh
-    ko Korean mr Marathi nl Dutch pt Portuguese ru Russian sw Swahili ta Tamil te Telugu th Thai tl Tagalog tr Turkish
-    ur Urdu vi Vietnamese yo Yoruba zh Chinese""".split()
-NAMES = dict(zip(NAMED[::2], NAMED[1::2]))  # code -> name, as the hub has it
-CODES = {code: code for code in [*NAMES, *"az gu jv ka lt ml ms my pa pl qu ro uk wo".split()]}
-LANGUAGES = CODES | {name.lower(): code for code, name in NAMES.items()}  # what file names say -> code
+NAMES = """af:Afrikaans ar:Arabic bg:Bulgarian bn:Bengali de:German el:Greek en:English es:Spanish et:Estonian eu:Basque
+    fa:Persian fi:Finnish fr:French he:Hebrew hi:Hindi hu:Hungarian id:Indonesian it:Italian ja:Japanese kk:Kazakh
+    ko:Korean mr:Marathi nl:Dutch pt:Portuguese ru:Russian sw:Swahili ta:Tamil te:Telugu th:Thai tl:Tagalog tr:Turkish
+    ur:Urdu vi:Vietnamese yo:Yoruba zh:Chinese"""
+NAMES = dict(pair.split(":") for pair in NAMES.split())  # code -> name, as the hub has it
+CODES = [*NAMES, *"az gu jv ka lt ml ms my pa pl qu ro uk wo".split()]
+LANGUAGES = dict(zip(CODES, CODES))  # what file names say -> code
+LANGUAGES |= {name.lower(): code for code, name in NAMES.items()}
 
 
 class Example(NamedTuple):
@@ -66,6 +67,7 @@ class Example(NamedTuple):
     gold: list | str | None  # a tag for each word; answers (text, its first character, or -1: not in the text); a label
 
 
+Sets = dict[str, list[Example]]  # language -> its examples
 Found = Iterator[Example | str]  # what is read from a file or from the hub: examples, and what is wrong, in words
 
 
@@ -74,7 +76,7 @@ class Examples(NamedTuple):
 
     train: list[Example]
     valid: list[Example]
-    test: dict[str, list[Example]]  # language -> its examples; `gold` is None where the benchmark keeps the labels
+    test: Sets  # `gold` is None where the benchmark keeps the labels
     labels: list[str]
     notes: list[str]  # what was wrong with files or single examples, a line each
 
@@ -86,12 +88,12 @@ def read_examples(task: str, source: str | None, most_train=None, most_test=None
     Where there is no development set, or the benchmark scores it, a tenth of the training examples takes its place.
     ValueError where English training examples or all test examples are missing.
     """
-    scored, folder = TASKS[task].test, Path(source) if source else None
-    made = laboratory(task) if task in LABORATORY else {}
-    found, notes = {}, []
-    for split in dict.fromkeys(("train", scored, "valid")):
-        found[split], more = (made[split], []) if made else read(task, split, folder)
-        notes += more
+    scored, notes = TASKS[task].test, []
+    found = laboratory(task) if task in LABORATORY else {}
+    if not found:
+        for split in dict.fromkeys(("train", scored, "valid")):
+            found[split], more = read(task, split, source and Path(source))
+            notes += more
     test, train = found.pop(scored), found["train"].get("en")
     for examples, what in ((train, "English training"), (test, scored)):
         if not examples:
@@ -110,8 +112,8 @@ def read_examples(task: str, source: str | None, most_train=None, most_test=None
     return Examples(train[:most_train], valid[:most_test], test, list(TASKS[task].labels), notes)
 
 
-def laboratory(task) -> dict[str, dict[str, list[Example]]]:
-    """Split -> language -> examples."""
+def laboratory(task) -> dict[str, Sets]:
+    """By split."""
     found = {}
     for split, made in cipher_tasks.read(task).items():
         found[split] = {}
@@ -121,8 +123,8 @@ def laboratory(task) -> dict[str, dict[str, list[Example]]]:
     return found
 
 
-def read(task, split, source: Path | None) -> tuple[dict, list]:
-    """-> {language: examples} of a split, and what was wrong with them, a line each.
+def read(task, split, source: Path | None) -> tuple[Sets, list[str]]:
+    """The examples of a split, and what was wrong with them, a line each.
 
     source: a folder; None: the hub, which gives English alone but for the split that is scored. A file that cannot be
     used is left out, and named. So are examples without a label, but for test sets that have none at all.
@@ -150,10 +152,9 @@ def read(task, split, source: Path | None) -> tuple[dict, list]:
             notes.append(f"{where} holds the examples of another file: they count once")
             continue
         seen.append((language, found))
-        problems = Counter(one for one in part if isinstance(one, str))
-        unknown = sum(one.gold is None for one in found)
-        problems += Counter({"an example without its label": unknown})
-        notes += [f"{where}: {count:,} x {what}" for what, count in problems.most_common(5)]
+        problems = [one for one in part if isinstance(one, str)]
+        problems += ["an example without its label" for one in found if one.gold is None]
+        notes += [f"{where}: {count:,} x {what}" for what, count in Counter(problems).most_common(5)]
         examples[language] += found
     for language, own in examples.items():
         known = [one for one in own if one.gold is not None]
@@ -171,29 +172,28 @@ def files_of(task, split, source: Path) -> Iterator[tuple[str, Path | str, Found
 
     PAN-X as published, de/train, says the language by its folder. SQuAD's files say no language. A file whose name says
     no split belongs to the one that is scored. Files of another form are left out, and those of several languages or of
-    none that the benchmark has, but for XNLI's own JSON lines, where every row says its language.
+    none that the benchmark has.
     """
-    kind, codes, labels, folder, _, scored = TASKS[task]
-    if any((source / each.folder).is_dir() for each in TASKS.values() if each.folder):  # XTREME's folder of all tasks
-        source = source / ("squad" if task in SQUAD and split != "test" else folder)
-    endings, reader = FORMS[kind]
+    own, is_squad = TASKS[task], task in SQUAD
+    folders = {each.folder for each in TASKS.values() if each.folder}
+    if any((source / folder).is_dir() for folder in folders):  # XTREME's folder of all tasks
+        source /= "squad" if is_squad and split != "test" else own.folder
+    endings, reader = FORMS[own.kind]
     for path in source_files(source):
         name = Path(uncompressed_name(path).lower())
-        said = [re.split(r"[._-]", name.stem), [path.parent.name], ["en"] if task in SQUAD else []]
-        each = ({LANGUAGES[word] for word in words if word in LANGUAGES} for words in said)
-        languages = next(filter(None, each), set())
-        if split != (named_split(Path(name.stem)) or (scored if name.suffix else None)):
+        said = named_split(Path(name.stem)) or (own.test if name.suffix else None)
+        if said != split or name.suffix not in endings:
             continue
-        if not languages and (task, name.suffix) == ("xnli", ".jsonl"):
-            for language in languages_of(task, split):
-                yield language, f"{path}, {language}", read_labels(path, labels, language)
-        if len(languages) == 1 and languages.issubset(codes.split()) and name.suffix in endings:
-            yield min(languages), path, reader(path, labels)
+        languages = set(map(LANGUAGES.get, re.split(r"[._-]", name.stem))) - {None}
+        languages = languages or {LANGUAGES.get(path.parent.name, "en" if is_squad else None)}
+        if len(languages) == 1 and languages.issubset(own.languages.split()):
+            yield min(languages), path, reader(path, own.labels)
 
 
 def languages_of(task, split) -> list[str]:
     """Those that are read of a source that has all: English alone where the split is not scored."""
-    return TASKS[task].languages.split() if split == TASKS[task].test else ["en"]
+    own = TASKS[task]
+    return own.languages.split() if split == own.test else ["en"]
 
 
 def read_tags(path: Path, labels: tuple) -> Found:
@@ -204,8 +204,8 @@ def read_tags(path: Path, labels: tuple) -> Found:
     """
     conllu = uncompressed_name(path).endswith(".conllu")
     columns, word_at, tag_at = (10, 1, 3) if conllu else (2, 0, 1)
-    for has_text, block in groupby(read_lines(path), key=lambda line: bool(line.strip())):
-        if not has_text:
+    for is_blank, block in groupby(read_lines(path), key=str.isspace):
+        if is_blank:
             continue
         words, tags = [], []
         for line in block:
@@ -261,18 +261,13 @@ def answered(name, question, context, answers: Iterable) -> Found:
     yield Example(name, (question, context), found or None)
 
 
-def read_labels(path: Path, labels: tuple, language="") -> Found:
-    """`sentence TAB sentence TAB label` lines; the label may be missing. With a language, its rows of JSON lines.
+def read_labels(path: Path, labels: tuple) -> Found:
+    """`sentence TAB sentence TAB label` lines; the label may be missing.
 
     A broken line is left out; an unknown label stays, and no prediction equals it.
     """
     for line in read_lines(path):
         cells = line.rstrip("\r\n").split("\t")
-        if language:
-            row = json_object(line)
-            if row.get("language", language) != language:
-                continue
-            cells = [str(row[key]) for key in ("sentence1", "sentence2", "gold_label") if key in row]
         if len(cells) == 2:
             cells.append("")
         if len(cells) != 3:
@@ -297,11 +292,11 @@ def submission(task, language, examples: list, predicted: list) -> tuple:
 
     Tags stand a line each, a blank one between sentences, and labels a line each; answers are JSON, by their ids.
     """
-    file = f"{TASKS[task].folder or task}/test-{language}"
-    if TASKS[task].kind == "answer":
+    kind, file = TASKS[task].kind, f"{TASKS[task].folder or task}/test-{language}"
+    if kind == "answer":
         return f"{file}.json", dict(zip([one.id for one in examples], predicted))
     lines = [*predicted, ""]
-    if TASKS[task].kind == "tags":
+    if kind == "tags":
         lines = chain.from_iterable([*tags, ""] for tags in predicted)
     return f"{file}.tsv", "\n".join(lines)
 
@@ -312,7 +307,7 @@ def submission(task, language, examples: list, predicted: list) -> tuple:
 
 def from_hub(task, split, language) -> Found:
     """From google/xtreme. To train on XNLI this is MultiNLI; to train on XQuAD and MLQA, and to choose, SQuAD."""
-    repository, their_split = "google/xtreme", HUB_SPLITS[split]
+    kind, repository, their_split = TASKS[task].kind, "google/xtreme", HUB_SPLITS[split]
     config = TASKS[task].hub.format(code=language, name=NAMES.get(language))
     if task in SQUAD and split != "test":
         config = "SQuAD"
@@ -323,20 +318,21 @@ def from_hub(task, split, language) -> Found:
     with network(f"{repository} {config or ''}"):
         from datasets import load_dataset
 
-        rows = load_dataset(repository, config, split=their_split)
-        tags = {"pos": "pos_tags", "ner": "ner_tags"}.get(task)  # the column of numbers of tags
-        names = rows.features[tags].feature.names if tags else ()
-        rows = list(rows)
+        data = load_dataset(repository, config, split=their_split)
+        rows = list(data)
     own_prefix = NAMES[language].lower() if task == "tydiqa" else ""  # TyDiQA's languages are in one set
     for row in rows:
-        if tags:
-            yield Example("", tuple(row["tokens"]), [names[tag] for tag in row[tags]])
-        elif TASKS[task].kind == "answer":
+        if kind == "tags":
+            column = f"{task}_tags"
+            names = data.features[column].feature.names
+            tags = [names[tag] for tag in row[column]]
+            yield Example("", tuple(row["tokens"]), tags)
+        elif kind == "answer":
             if row["id"].startswith(own_prefix):
                 answers = zip(row["answers"]["text"], row["answers"]["answer_start"])
                 yield from answered(row["id"], row["question"], row["context"], answers)
         elif "premise" in row:  # MultiNLI
-            label = NLI[row["label"]] if row["label"] >= 0 else None
+            label = dict(enumerate(NLI)).get(row["label"])
             yield Example("", (row["premise"], row["hypothesis"]), label)
         elif row.get("language", language) == language:
             label = row.get("gold_label", row.get("label"))

@@ -85,7 +85,7 @@ def answer_rows(number, example, tokenizer, T, stride) -> Iterator[Row]:
         yield Row(number, [*head, *own, tokenizer.eos], marks, targets)
 
 
-def without_stop(text: str, begin: int, end: int) -> tuple[int, int]:
+def without_stop(text: str, begin, end) -> tuple[int, int]:
     """A piece without the stop at its end: a tokenizer may join both, as in `”，`, but no answer ends in a stop."""
     kept = text[begin:end].rstrip("،؛。，、；")
     return begin, begin + len(kept) if kept.strip() else end
@@ -172,23 +172,23 @@ def row_predictions(kind, labels, rows: list[Row], logits: Tensor, longest: int)
     return [list(islice(found, len(row.targets))) for row in rows]
 
 
-def best_answer(row: Row, begins: Tensor, ends: Tensor, longest) -> tuple:
+def best_answer(row: Row, begins, ends, longest) -> tuple:
     """The likeliest answer of at most `longest` tokens: its score, and its begin and end in the text.
 
     begins, ends: (T,) logits of each token to be the answer's first or last.
     """
     if not row.marks:
         return -math.inf, 0, 0
-    text = slice(row.marks[0][0], row.marks[-1][0] + 1)
+    places, spans = zip(*row.marks)
+    text = slice(places[0], places[-1] + 1)
     score = begins[text, None] + ends[text]  # (N, N) from a token of the text to another
     allowed = torch.ones_like(score, dtype=torch.bool).triu().tril(longest - 1)
     score = score.masked_fill(~allowed, -math.inf)
     begin, end = divmod(int(score.argmax()), len(score))
-    (_, (first, _)), (_, (_, last)) = row.marks[begin], row.marks[end]
-    return float(score[begin, end]), first, last
+    return float(score[begin, end]), spans[begin][0], spans[end][1]
 
 
-def by_example(kind, examples: list[Example], rows: list[Row], found) -> list:
+def by_example(kind, examples: list[Example], rows, found) -> list:
     """The prediction for each example, from what was found in its rows: found[number of the row]."""
     parts = [[] for _ in examples]
     for number, row in enumerate(rows):

@@ -620,11 +620,6 @@ def test_a_limit_ends_the_reading_of_a_language(spm, hub, tmp_path, monkeypatch)
         assert hub.read[CC100(name), "train"] < 4000
 
 
-def test_a_vocabulary_is_learned_of_as_many_pieces_as_are_asked_for(tmp_path):
-    write_files(tmp_path, {"a.txt": "\n".join(lines_of("de", 600))})
-    assert meta_of(prepare("text", tmp_path, pieces=330, out=tmp_path / "out"))["tokenizer"]["vocab_size"] == 330
-
-
 def test_a_vocabulary_is_learned_from_so_much_of_each_language(monkeypatch):
     monkeypatch.setattr(preparing, "LEARNED", 20)
     groups = {"a": [("train", "12345"), ("valid", "x"), ("train", "67890ab"), ("train", "c")], "b": [("train", "123")]}

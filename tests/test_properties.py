@@ -171,7 +171,7 @@ TAGS = lines("The\tDET", "dog\tNOUN", "barks\tVERB", "", "It\tPRON", "barks\tVER
 CONLLU = lines("# text = A dog", "1\tA\ta\tDET\t_\t_\t_\t_\t_\t_", "2\tdog\tdog\tNOUN\t_\t_\t_\t_\t_\t_", "")
 QUESTION = {"id": "1", "question": "What is it?", "answers": [{"text": "blue", "answer_start": 6}]}
 SQUAD = json.dumps({"data": [{"paragraphs": [{"context": "It is blue, so it is.", "qas": [QUESTION]}]}]}).encode()
-NLI = rows({"sentence1": "A", "sentence2": "B", "label": "neutral"}, {"premise": "C", "hypothesis": "D", "label": "x"})
+NLI = lines("A\tB\tneutral", "C\tD\tx", "E\tF")
 
 
 def use_tokenizer(path: Path):
@@ -207,7 +207,7 @@ CASES = {  # files by name, or what writes them into a folder; what reads them t
     "bitext": (PAIRS, partial(corpus, "bitext")),
     "tags": ({"train-en.tsv": TAGS, "test-de.tsv": TAGS, "de-ud-test.conllu": CONLLU}, partial(task, "pos")),
     "xquad": ({"train-v1.1.json": SQUAD, "xquad.de.json": SQUAD}, partial(task, "xquad")),
-    "xnli": ({"train-en.tsv": lines("A\tB\tneutral"), "test-de.jsonl": NLI}, partial(task, "xnli")),
+    "xnli": ({"train-en.tsv": NLI, "test-de.tsv": NLI}, partial(task, "xnli")),
     "links": (LINKS, bitext_sets.word_alignments),
     "tatoeba": ({"deu-eng.deu": SENTENCES, "deu-eng.eng": SENTENCES}, bitext_sets.tatoeba),
     "tokenizer": (lambda folder: pieces().save(folder), use_tokenizer),
