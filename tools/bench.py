@@ -79,7 +79,8 @@ def measure(makers: dict, config: Config, context) -> list[dict]:
         lower, ms, upper = np.quantile(times[name], (0.25, 0.5, 0.75))
         speed = facts[name]["gflops"] / ms  # TFLOP/s
         first = records[0]["teraflops"] if records else speed
-        record = {"impl": name, "ms": ms, "spread": (upper - lower) / 2, "ratio": first / speed}
+        spread = (upper - lower) / 2
+        record = {"impl": name, "ms": ms, "spread": spread, "ratio": first / speed}
         record |= {"runs": len(times[name]), "teraflops": speed}
         if context.peak_flops:
             record["mfu"] = 1e12 * speed / context.peak_flops
@@ -94,8 +95,8 @@ def seen(run: Callable, context) -> dict:
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-    with warnings.catch_warnings(record=True) as caught, torch.profiler.profile() as profile:
-        warnings.simplefilter("always")
+    watch = warnings.catch_warnings(record=True, action="always")
+    with watch as caught, torch.profiler.profile() as profile:
         set_mode("warn")
         run()
         set_mode("default")
