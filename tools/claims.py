@@ -22,7 +22,7 @@ from engine.files import from_json
 
 SEEDS = ("", *(f"-seed={seed}" for seed in range(1, 8)))  # in the names of runs
 BY_LAYER = {"translations found": "retrieval", "found, centred": "centred"}  # a number -> of all layers, in `held_out`
-BESIDE = {", best layers": {"layer": "best"}, ", centred": {"number": "found, centred"}}  # decides nothing
+BESIDE = {", best layers": {"layer": "best"}, ", centred": {"number": "found, centred"}}  # shown, decides nothing
 UNITS = {  # how a number is taken, so that the claim says that the difference of two is above 0; 100 log is about 1%
     "perplexity, about % lower": lambda x: -100 * math.log(x),
     "points more of BLEU, F1 or accuracy": lambda x: x,
