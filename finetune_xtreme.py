@@ -142,9 +142,11 @@ PRESETS = {"demo": {}} | {name: preset(name) for name in CONSTANTS}
 
 ALL = ("pos", "ner", "xquad", "mlqa", "tydiqa", "xnli", "pawsx")
 DENSE = dict(router="dense")
-SMOE, X_MOE = (dict(router=router, gate="softmax") for router in ("switch", "hypersphere"))
+SMOE = dict(router="switch", gate="softmax")
+SMOE_SIGMOID = SMOE | dict(gate="sigmoid")
+X_MOE = dict(router="hypersphere", gate="softmax")
+X_MOE_SIGMOID = X_MOE | dict(gate="sigmoid")
 # Rows say a routing_dim in multiples of the number of experts.
-SMOE_SIGMOID, X_MOE_SIGMOID = SMOE | dict(gate="sigmoid"), X_MOE | dict(gate="sigmoid")
 XLM, XLM_E = train_electra.XLM, dict(objective="rtd")
 LEARN = dict(frozen=False)
 TITLES = {  # of a table: its title, and the tasks of its columns
@@ -205,21 +207,22 @@ def run_of(preset: str, change: dict) -> tuple:
         raise ValueError(f"encoders must be one of {', '.join(script.PRESETS)}, not {preset!r}")
     constants = {"preset": preset} | script.PRESETS[preset] | change
     if "routing_dim" in change:
-        constants["routing_dim"] = int(change["routing_dim"] * constants.get("experts", script.Config.experts))
+        experts = constants.get("experts", script.Config.experts)
+        constants["routing_dim"] = int(change["routing_dim"] * experts)
     config = script.Config(**constants)
     return f"{config.out_dir}/{run_name(config, script.PRESETS)}", config, script.PRESETS
 
 
 def encoder_of(config: Config) -> str | Path:
     """The folder of the encoder. Where its name is that of a run in the tables, it is the run with these constants; in
-    a table that with the seed of the row, so that a seed is an encoder's, and each has one head.
-
-    Raises ValueError where that was not trained.
+    a table that with the seed of the row, so that a seed is an encoder's, and each has one head. Raises ValueError
+    where that was not trained.
     """
     for _, _, change, *_ in ROWS:
         name, run, presets = run_of(config.encoders, change)
         if name == config.model:
-            run = replace(run, seed=config.seed if config.table else run.seed)
+            if config.table:
+                run = replace(run, seed=config.seed)
             folder, reason = folder_of(run, presets)
             if folder.exists():
                 return folder
@@ -337,7 +340,8 @@ def predict(model: FineTuned, examples: list[Example], config: Config, tokenizer
     model.eval()
     rows = xtreme_rows.rows_of(model.kind, examples, tokenizer, model.longest_row, config.stride, model.labels)
     size = config.micro_size
-    longest_first = sorted(range(len(rows)), key=lambda number: -len(rows[number].ids))
+    lengths = [len(row.ids) for row in rows]
+    longest_first = sorted(range(len(rows)), key=lengths.__getitem__, reverse=True)
     found = {}  # number of a row -> a list: the tags of its words, its label, its best answer
     for first in range(context.rank * size, len(rows), context.world * size):
         numbers = longest_first[first : first + size]
@@ -406,7 +410,8 @@ def train(config: Config, context) -> dict:
         optimizer = adamw(model, config)
         # loads[i, l, e]: how many tokens of steps 100 i to 100 i + 99 have expert e of layer l as their first choice.
         experts = max((moe.router.E for moe in model.moe_layers), default=0)
-        zeros = torch.zeros(1 + steps // 100, len(model.moe_layers), experts, dtype=torch.int64)
+        shape = 1 + steps // 100, len(model.moe_layers), experts
+        zeros = torch.zeros(shape, dtype=torch.int64)
         run.kept["loads"] = loads = run.kept.get("loads", zeros).to(context.device)
         counts = torch.zeros_like(loads[0])  # of this step, on this process
         for moe, own in zip(model.moe_layers, counts):
@@ -426,7 +431,8 @@ def train(config: Config, context) -> dict:
             loss = cross_entropy(logits, targets)
             total = loss + config.balance_coef * balance  # X-MoE eq. 10
             (total / part).backward()  # the step's loss is the mean over all that its micro-batches predict
-            run.add(loss / part, tokens=ids.numel() if real is None else len(real))
+            tokens = ids.numel() if real is None else len(real)
+            run.add(loss / part, tokens)
         parallel.clip_grad_norm_(model, config.grad_clip)
         optimizer.step()
         optimizer.zero_grad()
@@ -457,19 +463,21 @@ def train(config: Config, context) -> dict:
 
 def set_up(config: Config) -> tuple[Examples, FineTuned, TaskData]:
     """What a run starts from. Raises ValueError, OSError or ImportError where something is missing."""
-    examples = read_examples(config.task, config.source, config.train_examples, config.test_examples)
+    limits = config.train_examples, config.test_examples
+    examples = read_examples(config.task, config.source, *limits)
     for note in examples.notes:
         warn(note)
     encoder, tokenizer = pretrained.load_encoder(encoder_of(config), dropout=config.dropout, recompute=False)
     seed_all(config.seed)
     if config.random_weights:
         encoder = Encoder(encoder.config, encoder.vocab_size)
-    model = FineTuned(encoder, TASKS[config.task].kind, examples.labels, config.dropout)
+    kind = TASKS[config.task].kind
+    model = FineTuned(encoder, kind, examples.labels, config.dropout)
     longest = encoder.config.block_size
     model.longest_row = T = min(config.block_size or longest, longest)  # tokens
     if T < 8:
         raise ValueError(f"block_size = {T} leaves a row no room for a question and a text: 8 or more")
-    rows = xtreme_rows.rows_of(model.kind, examples.train, tokenizer, T, config.stride, model.labels)
+    rows = xtreme_rows.rows_of(kind, examples.train, tokenizer, T, config.stride, model.labels)
     if config.task in LABORATORY and tokenizer.unk in rows[0].ids:
         raise ValueError(f"{config.model} does not know the ciphers' characters: train it with --data ciphers")
     rows = [row for row in rows if set(row.targets) != {xtreme_rows.UNKNOWN}]
@@ -480,8 +488,8 @@ def set_up(config: Config) -> tuple[Examples, FineTuned, TaskData]:
     found = hashlib.sha256(scored.encode("utf-8", "surrogatepass"))
     for x in model.state_dict().values():
         found.update(x.flatten().view(torch.uint8).numpy())
-    sizes, checksum = (config.batch_size, config.micro_size), found.hexdigest()
-    return examples, model, TaskData(rows, tokenizer, *sizes, config.seed, checksum)
+    sizes = config.batch_size, config.micro_size
+    return examples, model, TaskData(rows, tokenizer, *sizes, config.seed, found.hexdigest())
 
 
 def describe(scores: dict[str, float]) -> str:
@@ -490,8 +498,7 @@ def describe(scores: dict[str, float]) -> str:
 
 LOOK_FOR = """
 Look at English first: ahead of counting, the encoder knows more of a text than its words. Then at the ciphers, of which
-no training example was: ahead of counting there, it knows that languages are one.
-"""
+no training example was: ahead of counting there, it knows that languages are one."""
 
 
 def report(config: Config, result: dict) -> str:
@@ -511,7 +518,7 @@ def report(config: Config, result: dict) -> str:
         where = f"what was predicted is in {config.out_dir}/{result['name']}"
         lines.append(f"no test labels, not scored: {', '.join(result['unlabelled'])}; {where}")
     if config.task in LABORATORY:
-        lines.append(LOOK_FOR.rstrip())
+        lines.append(LOOK_FOR)
     return "\n".join(lines)
 
 

@@ -40,7 +40,7 @@ class MoE(nn.Module):
         self.capacity_factor, self.eval_capacity_factor = capacity_factor, at_test
         self.watchers = []  # called with (self, h, routing, kept), where routing is measured
 
-    def forward(self, h, ids, real=None, first: int = 0):
+    def forward(self, h, ids, real=None, first=0):
         """h (B, T, D), ids (B, T), at positions from `first` on -> (B, T, D), balance loss.
 
         real (S,): places in B * T of the tokens that are not padding, ascending; None if all are. No expert serves
@@ -73,7 +73,8 @@ class MoE(nn.Module):
 
         What is above a whole number by 1e-7 or less is rounding: gamma 1.1 of 100 tokens over 10 experts is 11, not 12.
         """
-        gamma, E = self.capacity_factor if self.training else self.eval_capacity_factor, self.router.E
+        gamma = self.capacity_factor if self.training else self.eval_capacity_factor
+        E = self.router.E
         if gamma >= E:
             return S
         rows = math.ceil(gamma * S / E - 1e-7)
@@ -310,7 +311,8 @@ def in_place_of_ffn(config, V: int, gelu: str) -> MoE:
     if config.ffn_size % split:
         raise ValueError(f"split = {split} does not divide ffn_size = {config.ffn_size}")
     at_test = config.capacity if config.eval_capacity is None else config.eval_capacity
-    E, K = config.expert_ffns * split, split if config.top_k is None else config.top_k
+    E = config.expert_ffns * split
+    K = split if config.top_k is None else config.top_k
     return MoE(
         router(config, E, K, V),
         Experts(E, config.n_embd, config.ffn_size // split, gelu),
@@ -444,7 +446,7 @@ class SelfAttention(nn.Module):
     the attention's weights.
     """
 
-    def __init__(self, config, causal: bool, dropout: float, biased: bool = False):
+    def __init__(self, config, causal: bool, dropout: float, biased=False):
         super().__init__()
         D, self.n_head = config.n_embd, config.n_head
         if D % self.n_head:
@@ -507,7 +509,7 @@ class CrossAttention(nn.Module):
 class RelativePositionBias(nn.Module):
     """d_{i-j} of XLM-E 3.3: a learned number for each head and each bucket of distances, as in T5 (bidirectional)."""
 
-    def __init__(self, n_head: int, buckets: int = 32, longest: int = 128):
+    def __init__(self, n_head: int, buckets=32, longest=128):
         super().__init__()
         self.table, self.longest = nn.Embedding(buckets, n_head), longest
 
@@ -528,7 +530,7 @@ class RelativePositionBias(nn.Module):
         return torch.where(far < exact, far, coarse) + half * (ahead > 0)
 
 
-def biased_attention(q, k, v, scale, distance, mask, dropout: float = 0.0):
+def biased_attention(q, k, v, scale, distance, mask, dropout: float):
     """softmax(q k / sqrt(d_k) + scale_i d_ij) v (XLM-E eqs. 7, 8). q, k, v (B, H, T, d_k); scale (B, H, T).
 
     distance (H, T, T); mask (B, 1, 1, T) bool.
@@ -609,7 +611,7 @@ class GPT(SparseModel):
         deep = math.sqrt(2 * config.n_layer)
         self.init_weights(config.init_std, config.init_std / deep)
 
-    def hidden(self, ids, past: list[KeysValues] | None = None, real=None, states: list | None = None):
+    def hidden(self, ids, past: list[KeysValues] | None = None, real=None, states=None):
         """ids (B, T) -> final hidden states (B, T, D), balance loss, and what is `past` to the next ids, (B, 1).
 
         real: as in `MoE`; padding must stand at the ends of rows. `states` receives what each block reads, where given.
@@ -635,9 +637,7 @@ class GPT(SparseModel):
         return output_logits(h, self.wte.weight, self.bias), balance
 
     @torch.no_grad()
-    def generate(
-        self, ids, new_tokens: int, temperature=1.0, top_k: int | None = None, end: int | None = None, look=None
-    ):
+    def generate(self, ids, new_tokens: int, temperature=1.0, top_k=None, end=None, look=None):
         """ids (B, T) -> (B, T + new_tokens), sampled from softmax(logits / temperature) over the top_k (None: all).
 
         It stops where every row has had the token `end`. After each token look(ids) is called, where given. Keys and
@@ -722,7 +722,7 @@ class Encoder(SparseModel):
         self.moes = nn.ModuleList(between_layers(config, V, "none") for _ in self.moe_after)
         self.init_weights(config.init_std, config.init_std)
 
-    def forward(self, ids, real=None, states: list | None = None):
+    def forward(self, ids, real=None, states=None):
         """ids (B, T) -> hidden states (B, T, D), and the balance loss summed over sparse layers (scalar).
 
         real (S,): places in B * T of the tokens that are not padding; None if all are. No token looks at padding.
@@ -819,11 +819,10 @@ class Translator(SparseModel):
         self.decoder = self.blocks(config.decoder_layers, decoder=True)
         self.ln_e = nn.LayerNorm(D)
         self.ln_d = nn.LayerNorm(D)
-        for block in self.decoder:
-            if block.sparse and block.ffn.router.sees_later:
-                raise ValueError(
-                    f"router {config.router} sees later tokens, so it cannot translate: add --decoder_moe false"
-                )
+        sparse = [block.ffn for block in self.decoder if block.sparse]
+        if sparse and sparse[0].router.sees_later:
+            why = f"router {config.router} sees later tokens, so it cannot translate"
+            raise ValueError(f"{why}: add --decoder_moe false")
         # As in GPT-2, what writes to the residual stream starts smaller, the deeper the model.
         deep = math.sqrt(2 * max(config.n_layer, config.decoder_layers))
         self.init_weights(config.init_std, config.init_std / deep)

@@ -6,6 +6,7 @@ from itertools import chain
 from statistics import fmean
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from analysis import measures
@@ -73,8 +74,9 @@ def retrieval(encoder: Encoder, pairs: PairData, config, context, most: int = 10
         if sides[0]:
             vectors = [vectors_of(side[:most]) for side in sides]
             plain = measures.retrieval(*vectors).tolist()
-            vectors = [measures.centred(own) for own in vectors]
-            centred = measures.retrieval(*vectors).tolist()
+            moved = [own - own.mean(dim=1, keepdim=True) for own in vectors]
+            centred = [F.normalize(own, dim=2) for own in moved]
+            centred = measures.retrieval(*centred).tolist()
             chance = 1 / len(sides[0][:most])
             found.append((plain, centred, chance))
     *both, chance = zip(*chain(*context.gather(found)))

@@ -1,7 +1,4 @@
-"""What is measured of models: routing statistics, collapse and fluctuation, retrieval, alignment.
-
-Functions that the scripts and analyses share; nothing here imports a file of the project. Letters as in model.py.
-"""
+"""What is measured of models: routing, collapse and fluctuation, retrieval, alignment. Letters as in model.py."""
 
 import math
 import time
@@ -287,11 +284,6 @@ def both_directions(one: Tensor, two: Tensor) -> Tensor:
     forth = near.argmax(dim=2) == here  # (L + 1, n)
     back = near.argmax(dim=1) == here
     return torch.stack([forth, back]).float().mean(dim=2)
-
-
-def centred(x: Tensor) -> Tensor:
-    """Sentence vectors (L + 1, n, D) about their mean, of length 1."""
-    return F.normalize(x - x.mean(dim=1, keepdim=True), dim=2)
 
 
 def retrieval(one: Tensor, two: Tensor) -> Tensor:

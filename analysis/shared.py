@@ -75,17 +75,17 @@ def show(figure: Callable, options, records: list[dict], keys: tuple, panels: li
     keep(figure, options, drawing, {"table": table, "records": records})
 
 
-def table_of(records: list[dict], keys: tuple) -> list[list]:
+def table_of(records: list[dict], keys: tuple) -> list:
     """Headers and rows: one row for all records with the same `keys`, as of seeds, with the means of their numbers.
 
-    Texts that are no keys are left out.
+    Texts that are no keys are left out. A cell is empty where the records have none.
     """
     numbers = [name for name, value in records[0].items() if name not in keys and not isinstance(value, str)]
     rows = [[*keys, *numbers]]
     for kind, alike in grouped(records, *keys).items():
         row = [f"{key:.5g}" if isinstance(key, float) else key for key in kind]
         for name in numbers:
-            values = [(record[name], ".5g") for record in alike]
+            values = [(record.get(name), ".5g") for record in alike]
             row.append(mean_cell(values))
         rows.append(row)
     return rows
@@ -95,7 +95,7 @@ def grouped(records: list[dict], *names: str) -> dict[tuple, list[dict]]:
     """The records that are alike in these names, by their values."""
     groups = {}
     for record in records:
-        values = tuple(record.get(name) for name in names)
+        values = tuple(record.get(name, "") for name in names)
         groups.setdefault(values, []).append(record)
     return groups
 
@@ -113,7 +113,7 @@ def keep(figure: Callable, options, drawing, numbers: dict):
     print(f"{path}.json has the numbers" + (f", {path}.png the figure" if drawing else ""))
 
 
-def canvas(panels: int, width: float = 5.5, height: float = 4.5):
+def canvas(panels: int, width=5.5, height=4.5):
     """An empty figure with so many axes, three in a row at most, each so many inches wide and high."""
     Figure = library("matplotlib.figure", "matplotlib").Figure
     columns = min(panels, 3)
@@ -163,7 +163,7 @@ def draw(panels: list[Panel]):
     return figure
 
 
-def lines_of(panel: Panel) -> dict[str, list[np.ndarray]]:
+def lines_of(panel: Panel) -> dict[str, list]:
     """name -> of each run (points, 2) its x and y, or of all together if not joined; nan where a number is None."""
     lines = {}
     by = (panel.by, "run") if panel.joined else (panel.by,)
@@ -182,8 +182,6 @@ SCRIPTS = {  # a constant, or a score, that no other script's runs have
     "train_electra": "objective",
     "finetune_xtreme": "train_examples",
 }
-
-
 UNTOLD = {"seed", "eval_every", "eval_tokens", "eval_maskings"}  # in which runs of one name may differ
 
 

@@ -107,8 +107,7 @@ def collapse(options: Drawn):
                 layer = evaluation["layers"][i]
                 record = {"run": run.folder, "experts": f"{run.name}, layer {depth}"}
                 record |= {"step": evaluation["step"], "perplexity": evaluation["ppl"]}
-                record |= {"RC": layer["rc"], "RF": layer["rf"]}
-                records.append(record)
+                records.append(record | {"RC": layer["rc"], "RF": layer["rf"]})
             last += records[-min(LAST, len(run.log)) :]
     panels = [
         Panel("RC: spread within experts over that between (2c)", records, "experts", "step", "RC", from_zero=True),
@@ -143,8 +142,7 @@ def consistency(options: Drawn):
             for span in range(spans):
                 correlation = loads[:, span, layer].corrcoef()  # (m, m); nan where all loads of a run are equal
                 record = {"encoder": f"{name}, sparse layer {layer + 1}", "step": 100 * (span + 1)}
-                record |= {"consistency": float(correlation.mean()), "unrelated loads": 1 / m}
-                records.append(record)
+                records.append(record | {"consistency": float(correlation.mean()), "unrelated loads": 1 / m})
             rows += [records[-spans], records[-1]][:spans]  # the first 100 steps, and the last
     if not records:
         raise ValueError("no two finished runs with experts differ by --seed alone: finetune_xtreme.py --seeds 2")

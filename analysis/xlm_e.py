@@ -68,20 +68,19 @@ class Encoders(Drawn):
     device: str = "auto"  # cuda, mps or cpu
 
 
-def by_layer(options: Encoders, demos: Callable, measure: Callable) -> tuple[list, list]:
+def by_layer(options: Encoders, demos: Callable, measure: Callable) -> tuple:
     """Records of all layers of every encoder, and of the layer at 3/4 of its depth, which the table shows.
 
-    Beside them stands the first encoder before it was trained.
-
-    demos() -> the folders of the demos; measure(encoder, tokenizer, context) -> {column: its numbers by layer}, from
-    the embeddings on.
+    Beside them stands the first encoder before it was trained. demos() -> the folders of the demos; measure(encoder,
+    tokenizer, context) -> {column: its numbers by layer}, from the embeddings on.
     """
     context = setup(options.device, "float32")
     folders = dict.fromkeys(map(Path, options.folders or demos()))
     opened = {folder: pretrained.load_encoder(folder) for folder in folders}
     encoder, tokenizer = next(iter(opened.values()))
     torch.manual_seed(0)
-    opened[UNTRAINED] = Encoder(encoder.config, encoder.vocab_size).eval(), tokenizer
+    untrained = Encoder(encoder.config, encoder.vocab_size)
+    opened[UNTRAINED] = untrained.eval(), tokenizer
     runs = [Trained(folder, read_json(folder / "config.json"), []) for folder in folders if pretrained.is_run(folder)]
     names = {run.folder: run.name for run in shared.named(runs, words_of)}
     records, rows = [], []
@@ -94,11 +93,6 @@ def by_layer(options: Encoders, demos: Callable, measure: Callable) -> tuple[lis
         records += own
         rows.append(own[measures.middle_layer(encoder.config.n_layer)])
     return records, rows
-
-
-def in_row(name: str, columns: dict) -> dict:
-    """A row of a table of encoders for what is none."""
-    return {"encoder": name, "layer": ""} | columns
 
 
 TATOEBA = {"Tatoeba-14": bitext_sets.TATOEBA_14, "Tatoeba-36": bitext_sets.TATOEBA_36}
@@ -141,9 +135,9 @@ def retrieval(options: Encoders, demos: Callable):
         chances.append((chance, chance))
         title = f"{len(languages)} languages, mean of both directions"
         panels.append(Panel(title, records, "encoder", "layer", f"{group} found, %", {"chance": chance}))
-    rows.append(in_row("chance", in_columns(groups, chances)))
+    rows.append({"encoder": "chance"} | in_columns(groups, chances))
     for name, percents in PAPER_RETRIEVAL.items() if options.source else ():
-        rows.append(in_row(f"paper: {name}", in_columns(groups, percents)))
+        rows.append({"encoder": f"paper: {name}"} | in_columns(groups, percents))
     shared.show(retrieval, options, records, BY_LAYER, panels, rows)
 
 
@@ -213,10 +207,10 @@ def alignment(options: Alignment, demos: Callable):
     for name, pairs in sets.items():
         diagonals[name] = error_of(map(diagonal, pairs), pairs)
     mean = fmean(diagonals.values())
-    rows.append(in_row("the diagonal", {MEAN: mean} | diagonals))
+    rows.append({"encoder": "the diagonal", MEAN: mean} | diagonals)
     for name, percents in PAPER_ALIGNMENT.items() if source else ():
         theirs = dict(zip(PAPER_SETS, percents))
-        rows.append(in_row(f"paper: {name}", {MEAN: None} | {each: theirs.get(each) for each in sets}))
+        rows.append({"encoder": f"paper: {name}"} | theirs)
     title = f"Mean of {', '.join(sets)}; rounds: {options.rounds}"
     panel = Panel(title, records, "encoder", "layer", MEAN, {"the diagonal": mean})
     shared.show(alignment, options, records, BY_LAYER, [panel], rows)
@@ -237,7 +231,8 @@ def diagonal(pair: Aligned) -> set[tuple]:
 
 def align(pair: Aligned, encoder, tokenizer: XLMR, context, rounds: int) -> list[set]:
     """The links between the words of two sentences, by layer. What is too long for a row is cut."""
-    bos, eos, room = tokenizer.bos, tokenizer.eos, encoder.config.block_size - 2
+    bos, eos = tokenizer.bos, tokenizer.eos
+    room = encoder.config.block_size - 2
     ids, words = pieces(pair.one, tokenizer)
     more, others = pieces(pair.two, tokenizer)
     rows = [[bos, *ids, eos, *more, eos]]
@@ -296,27 +291,21 @@ def gap(options: Gap):
     records, rows = [], []
     for task, runs in tasks.items():
         for run in shared.named(runs.values(), itemgetter("model")):
-            scores = scores_of(read_json(Path(run.folder, "result.json")))
-            records.append({"run": run.config["model"], "encoder": run.name, "task": task} | scores)
-            rows.append(records[-1])
+            result = read_json(Path(run.folder, "result.json"))
+            metric = list(result["mean"])[-1]  # of answers exact match
+            record = {"run": run.config["model"], "encoder": run.name, "task": task}
+            record["English"] = result["languages"].get("en", {}).get(metric)  # None without an English test
+            record["others"] = mean_of_others(result["languages"], metric)
+            record["gap"] = result["gap"].get(metric)
+            record["guess"] = mean_of_others(result["guesses"], metric)
+            record["by word"] = mean_of_others(result["counted"], metric)
+            records.append(record)
+            rows.append(record)
         for name, gaps in PAPER_GAP.items():
             theirs = dict(zip(PAPER_TASKS, gaps))
             if task in theirs:
-                row = {"encoder": f"paper: {name}", "task": task, "gap": theirs[task]}
-                rows.append(dict.fromkeys(records[0]) | row)
+                rows.append({"encoder": f"paper: {name}", "task": task, "gap": theirs[task]})
     shared.show(gap, options, records, ("encoder", "task"), [], rows)
-
-
-def scores_of(result: dict) -> dict[str, float | None]:
-    """What table 7 shows of a result. English and the gap are None where a task has no English test."""
-    metric = list(result["mean"])[-1]  # of answers exact match
-    return {
-        "English": result["languages"].get("en", {}).get(metric),
-        "others": mean_of_others(result["languages"], metric),
-        "gap": result["gap"].get(metric),
-        "guess": mean_of_others(result["guesses"], metric),
-        "by word": mean_of_others(result["counted"], metric),
-    }
 
 
 def mean_of_others(scores: dict[str, dict], metric: str) -> float | None:

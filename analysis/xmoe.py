@@ -19,8 +19,6 @@ THRESHOLDS = 0.0, 0.25, 0.5, 0.75, 0.9, 0.95, 1.0  # at test
 ROUNDS = 10  # how often a batch is timed, after a first time for warming up
 SERVED = "experts that serve a token"
 LIMIT, SPENT = "limit of the experts' FLOPs, in dense FFNs", "FLOPs of the experts, in dense FFNs"
-
-
 in_sight = partial(tqdm, leave=False, unit="test", disable=None)  # a bar for what takes minutes
 
 
@@ -39,7 +37,8 @@ def activations(options: Measured, evaluate: Callable):
     """
     number, width, share = "experts of a layer", "width of an expert", "share of positive activations"
     records, full = [], []
-    for run in shared.opened(shared.choose("train_lm", options), options, evaluate):
+    runs = shared.choose("train_lm", options)
+    for run in shared.opened(runs, options, evaluate):
         count, size = shared.experts_of(run.config)
         records.append(run.record | {number: count, width: size, share: positive_share(run, options.max_tokens)})
         if size == run.config["ffn_size"]:
@@ -53,7 +52,8 @@ def activations(options: Measured, evaluate: Callable):
 
 def positive_share(run: Trained, max_tokens: int) -> float:
     """Of the activations in the MoE layers, or in a dense model in the FFN of each `moe_every`-th block."""
-    every = min(run.model.config.moe_every, len(run.model.blocks))
+    blocks = run.model.blocks
+    every = min(run.model.config.moe_every, len(blocks))
     signs = Counter()
 
     def count(fc, inputs, a):
@@ -61,7 +61,7 @@ def positive_share(run: Trained, max_tokens: int) -> float:
         signs.update(positive=positive, units=a.numel())
 
     if not run.model.moe_layers:
-        for block in run.model.blocks[every - 1 :: every]:
+        for block in blocks[every - 1 :: every]:
             block.ffn.fc.register_forward_hook(count)
     _, layers = test(run, max_tokens)
     if layers:
@@ -125,7 +125,7 @@ def experts(options: Drawn):
         for evaluation in run.log:
             for i, layer in enumerate(evaluation["layers"]):
                 records.append(of_block(run, i) | {"step": evaluation["step"], asked: layer["wanted"]})
-        last += records[-len(run.log[-1]["layers"]) :]
+        last += records[-len(evaluation["layers"]) :]
     panel = Panel("", records, "experts", "step", asked, from_zero=True)
     shared.show(experts, options, records, ("experts", "step"), [panel], last)
 
@@ -147,7 +147,7 @@ def tokens(options: Measured):
         served, orders = of_tokens(run, options.max_tokens)
         for name, order in orders.items():
             for i, layer in enumerate(served):
-                groups = layer[order.argsort(stable=True)].float().tensor_split(10)
+                groups = layer[order].float().tensor_split(10)
                 for place, group in enumerate(groups, 1):
                     record = of_block(run, i) | {"sorted by": name, tenth: place, SERVED: float(group.mean())}
                     records.append(record)
@@ -157,8 +157,8 @@ def tokens(options: Measured):
 
 
 @torch.no_grad()
-def of_tokens(run: Trained, max_tokens: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """Of N test tokens the experts that serve them, (layers, N), and two orders, (N,): rarity, and loss behind them."""
+def of_tokens(run: Trained, max_tokens: int) -> tuple[Tensor, dict]:
+    """Of N test tokens the experts that serve them, (layers, N), and two orders of them, (N,)."""
     model, counts = run.model.eval(), []
     for moe in model.moe_layers:
         moe.watchers.append(lambda moe, h, routing, kept: counts.append(kept.sum(dim=1).cpu()))
@@ -170,7 +170,8 @@ def of_tokens(run: Trained, max_tokens: int) -> tuple[Tensor, dict[str, Tensor]]
         loss.append(cross_entropy(logits.flatten(0, 1), run.context.send(y.flatten()), reduction="none").cpu())
     layers = len(model.moe_layers)
     served = torch.stack([torch.cat(counts[layer::layers]) for layer in range(layers)])
-    return served, {"rarity": torch.cat(rarity), "the loss behind them": torch.cat(loss)}
+    keys = {"rarity": rarity, "the loss behind them": loss}
+    return served, {name: torch.cat(own).argsort(stable=True) for name, own in keys.items()}
 
 
 def threshold(options: Measured, evaluate: Callable):
@@ -181,6 +182,13 @@ def threshold(options: Measured, evaluate: Callable):
     under its capacity limit and without one. With t = 0 a token takes one expert, with t = 1 it wants all. In the paper
     perplexity falls as t rises, both ways, and 0.9 is a little better than 1.
     """
+    by = "t is changed"
+
+    def point(run: Trained, how: str, t: float) -> dict:
+        ppl, layers = test(run, options.max_tokens)
+        served = measures.mean_over_layers("served", layers)
+        return {"run": run.folder, by: how, "threshold t": t, "perplexity": ppl, SERVED: served}
+
     first, *others = choose_threshold(options)
     runs, trained, tested = [first], [], []
     for run in others:
@@ -190,28 +198,18 @@ def threshold(options: Measured, evaluate: Callable):
         else:
             warn(f"{run.folder} is left out: it and {first.folder} differ by more than --threshold and --seed")
     for run in shared.opened(runs, options, evaluate):
-        point = partial(threshold_point, run, options.max_tokens)
-        trained.append(point("in training", run.config["threshold"]))
+        trained.append(point(run, "in training", run.config["threshold"]))
         for t in in_sight(THRESHOLDS if run is first else ()):
             run.model.config.eval_threshold = t  # the routers read it there
-            tested.append(point("at test", t))
+            tested.append(point(run, "at test", t))
             with run.model.no_limit():
-                tested.append(point("at test, no limit", t))
-    records = trained + tested
-    by = "t is changed"
+                tested.append(point(run, "at test, no limit", t))
     panels = [
         Panel("Another threshold in training", trained, by, "threshold t", "perplexity", joined=False),
         Panel("Another threshold at test", tested, by, "threshold t", "perplexity"),
         Panel("What it costs at test", tested, by, "threshold t", SERVED, from_zero=True),
     ]
-    shared.show(threshold, options, records, (by, "threshold t"), panels)
-
-
-def threshold_point(run: Trained, max_tokens: int, what: str, t: float) -> dict:
-    ppl, layers = test(run, max_tokens)
-    served = measures.mean_over_layers("served", layers)
-    record = {"run": run.folder, "t is changed": what, "threshold t": t}
-    return record | {"perplexity": ppl, SERVED: served}
+    shared.show(threshold, options, trained + tested, (by, "threshold t"), panels)
 
 
 def speed(options: Measured, evaluate: Callable):
@@ -224,8 +222,9 @@ def speed(options: Measured, evaluate: Callable):
     runs, records = shared.choose("train_lm", options), []
     calls = {}
     for run in shared.opened(runs, options, evaluate):
-        x, _ = next(run.data.eval_batches("test", run.data.micro_tokens))
-        for point in test_limited(run, run.data.micro_tokens):
+        size = run.data.micro_tokens
+        x, _ = next(run.data.eval_batches("test", size))
+        for point in test_limited(run, size):
             del point["perplexity"]  # of one batch
             calls[len(records)] = partial(pass_forward, run, run.context.send(x), point[LIMIT])
             records.append(run.record | point)

@@ -49,12 +49,9 @@ class Model(PreTrainedModel):
 
 
 def network(kind: type[SparseModel], config: NanoXMoEConfig) -> SparseModel:
-    """A model of model.py whose experts have no limit, so that no token depends on its batch-mates.
-
-    Experts that choose tokens keep theirs: it does the choosing.
-    """
+    """A model of model.py whose experts have no limit, so that no token depends on its batch-mates."""
     net = kind(SimpleNamespace(**config.constants), config.vocab_size)
-    if not net.sees_later:
+    if not net.sees_later:  # there the limit does the choosing
         for moe in net.moe_layers:
             moe.capacity_factor = moe.eval_capacity_factor = math.inf
     return net
@@ -80,7 +77,8 @@ class NanoXMoEForCausalLM(Model, GenerationMixin):
         states, padded = self.states(output_hidden_states), places(attention_mask) is not None
         if padded:  # padding goes to the end of its row, where no token sees it
             order = attention_mask.argsort(dim=1, descending=True, stable=True)
-            input_ids, attention_mask = input_ids.gather(1, order), attention_mask.gather(1, order)
+            input_ids = input_ids.gather(1, order)
+            attention_mask = attention_mask.gather(1, order)
         h, _, _ = self.model.hidden(input_ids, real=places(attention_mask), states=states)
         if padded:
             back = order.argsort(dim=1).unsqueeze(2).expand_as(h)

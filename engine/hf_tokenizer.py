@@ -18,19 +18,22 @@ from data.tokenizers import GPT2, GPT2_PATTERN, XLMR, SentencePiece, Tokenizer
 UNIGRAM = 1  # a kind of SentencePiece's models; others join pairs of pieces
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = range(1, 5)  # kinds of its pieces
 NEVER = -1e4  # the score of other kinds: where a text is normalised to the name of one, it is not meant
+XLMR_BEGINS = [("<s>", CONTROL, NEVER), ("<pad>", CONTROL, NEVER), ("</s>", CONTROL, NEVER), ("<unk>", UNKNOWN, NEVER)]
 
 
 def special_ids(tokenizer: Tokenizer) -> dict[str, int]:
     """Special tokens by the names that transformers has for them."""
     if isinstance(tokenizer, XLMR):
-        return {f"{name}_token": getattr(tokenizer, name) for name in ("bos", "pad", "eos", "unk", "mask")}
+        names = "bos", "pad", "eos", "unk", "mask"
+        return {f"{name}_token": getattr(tokenizer, name) for name in names}
     return dict.fromkeys(("bos_token", "pad_token", "eos_token"), tokenizer.eot)
 
 
-def files_of(tokenizer: Tokenizer, longest: int) -> dict[str, str | dict]:
-    """What each file holds. longest: how many tokens the model reads at once."""
+def files_of(tokenizer: Tokenizer, longest: int) -> dict:
+    """What each file holds, a text or a dict. longest: how many tokens the model reads at once."""
     theirs = from_gpt2(tokenizer) if isinstance(tokenizer, GPT2) else from_sentencepiece(tokenizer)
-    options = {name: theirs.id_to_token(token) for name, token in special_ids(tokenizer).items()}
+    special = special_ids(tokenizer)
+    options = {name: theirs.id_to_token(token) for name, token in special.items()}
     options |= {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": longest,
@@ -48,36 +51,25 @@ def from_gpt2(tokenizer: GPT2) -> tokenizers.Tokenizer:
 
 
 def from_sentencepiece(tokenizer: SentencePiece) -> tokenizers.Tokenizer:
-    parts = defaultdict(list)  # pieces, and what they were trained by
+    parts = defaultdict(list)  # 1: the pieces, 2: what they were trained by, 3: how a text is normalised
     for number, value in fields(tokenizer.file):
         parts[number].append(dict(fields(value)))
-    kinds = [piece.get(3, NORMAL) for piece in parts[1]]
-    names = [piece[1].decode() for piece in parts[1]]
-    scores = [tokenizer.processor.get_score(i) for i in range(len(names))]
-    if isinstance(tokenizer, XLMR):
-        names = ["<s>", "<pad>", "</s>", "<unk>", *names[3:], "<mask>"]
-        kinds = [CONTROL] * 3 + [UNKNOWN] + kinds[3:] + [CONTROL]
-        scores = [0.0] * 4 + scores[3:] + [0.0]
-    unknown = kinds.index(UNKNOWN)
     [training], [rules] = parts[2], parts[3]
-    if training.get(3, UNIGRAM) == UNIGRAM:
-        found = [score if kind in (NORMAL, USER_DEFINED) else NEVER for score, kind in zip(scores, kinds)]
-        model = models.Unigram([*zip(names, found)], unk_id=unknown, byte_fallback=True)
-    else:
-        normal = {name: score for name, score, kind in zip(names, scores, kinds) if kind == NORMAL}
-        ids = {name: i for i, name in enumerate(names)}
-        model = models.BPE(ids, [*pairs(normal)], unk_token=names[unknown], fuse_unk=True, byte_fallback=True)
-    theirs = tokenizers.Tokenizer(model)
-    begins, single = rules.get(3, True), rules.get(4, True)  # a space is put in front; there is one at a time
-    theirs.normalizer = normalizer(rules.get(2), begins, single)
-    scheme = "always" if begins else "never"
-    theirs.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
-    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    theirs.decoder = decoders.Sequence(steps + [decoders.Strip(" ", left=1)] * begins)
-    for name, kind in zip(names, kinds):
-        if kind in (UNKNOWN, CONTROL, USER_DEFINED):
-            special = kind != USER_DEFINED
-            theirs.add_tokens([AddedToken(name, lstrip=name == "<mask>", normalized=False, special=special)])
+    pieces = []  # name, kind, score
+    for i, piece in enumerate(parts[1]):
+        kind = piece.get(3, NORMAL)
+        written = kind in (NORMAL, USER_DEFINED)
+        score = tokenizer.processor.get_score(i) if written else NEVER
+        pieces.append((piece[1].decode(), kind, score))
+    if isinstance(tokenizer, XLMR):
+        pieces = [*XLMR_BEGINS, *pieces[3:], ("<mask>", CONTROL, NEVER)]
+    theirs = tokenizers.Tokenizer(model_of(pieces, training.get(3, UNIGRAM)))
+    read_and_write(theirs, rules)
+    for name, kind, _ in pieces:
+        special = kind in (UNKNOWN, CONTROL)
+        if special or kind == USER_DEFINED:
+            mask = name == "<mask>"
+            theirs.add_tokens([AddedToken(name, lstrip=mask, normalized=False, special=special)])
     if isinstance(tokenizer, XLMR):
         theirs.post_processor = processors.TemplateProcessing(
             single="<s> $A </s>",
@@ -87,24 +79,40 @@ def from_sentencepiece(tokenizer: SentencePiece) -> tokenizers.Tokenizer:
     return theirs
 
 
-def pairs(scores: dict[str, float]) -> Iterator[tuple[str, str]]:
-    """Any two pieces that make a third, those first that make the one of the highest score."""
-    for name in sorted(scores, key=scores.get, reverse=True):
+def model_of(pieces: list[tuple], kind: int) -> models.Model:
+    names, kinds, _ = zip(*pieces)
+    unknown = kinds.index(UNKNOWN)
+    if kind == UNIGRAM:
+        scores = [(name, score) for name, _, score in pieces]
+        return models.Unigram(scores, unk_id=unknown, byte_fallback=True)
+    normal = {name: score for name, kind, score in pieces if kind == NORMAL}
+    pairs = []  # any two pieces that make a third, those first that make the one of the highest score
+    for name in sorted(normal, key=normal.get, reverse=True):
         for k in range(1, len(name)):
-            if name[:k] in scores and name[k:] in scores:
-                yield name[:k], name[k:]
+            halves = name[:k], name[k:]
+            if normal.keys() >= {*halves}:
+                pairs.append(halves)
+    ids = {name: i for i, name in enumerate(names)}
+    return models.BPE(ids, pairs, unk_token=names[unknown], fuse_unk=True, byte_fallback=True)
 
 
-def normalizer(table: bytes | None, begins: bool, single: bool) -> normalizers.Sequence:
-    steps = [normalizers.Precompiled(table)] if table else []
+def read_and_write(theirs: tokenizers.Tokenizer, rules: dict):
+    """How a text is normalised, and spelt again."""
+    begins, single = rules.get(3, True), rules.get(4, True)  # a space is put in front; there is one at a time
+    steps = [normalizers.Precompiled(rules[2])] if rules.get(2) else []
     if single:
-        steps += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" +"), " ")]
+        steps.append(normalizers.Replace(Regex(r"\A +| +\z"), ""))
+        steps.append(normalizers.Replace(Regex(" +"), " "))
     elif begins:  # also before a space, where a pre-tokenizer puts none
         steps.append(normalizers.Prepend("▁"))
-    return normalizers.Sequence(steps)
+    theirs.normalizer = normalizers.Sequence(steps)
+    scheme = "always" if begins else "never"
+    theirs.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    theirs.decoder = decoders.Sequence(steps + [decoders.Strip(" ", left=1)] * begins)
 
 
-def fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
+def fields(message: bytes) -> Iterator[tuple]:
     """Numbers and values in a message of Protocol Buffers. SentencePiece's file is one, whose values are messages."""
     file = io.BytesIO(message)
     while key := number(file):

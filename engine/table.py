@@ -24,7 +24,7 @@ class Table(NamedTuple):
     rows: list[tuple[tuple[str, ...], dict]]  # the labels' cells, and what to change for the row
     average: Callable | None = None  # of rows with the same first label, as in `lines` -> one more below them
 
-    def lines(self, found: list[tuple]) -> list[dict[str, str]]:
+    def lines(self, found: list[tuple]) -> list[dict]:
         """{header: cell} of each row. found: of each row that was run the labels, and of each of its seeds what a
         script's `cells` says, {header: (number or None, format)}."""
         rows = []
@@ -37,7 +37,7 @@ class Table(NamedTuple):
                 rows.append(dict(zip(self.labels, labels)) | cells)
         return rows
 
-    def render(self, results: list[list[dict]], cells: Callable) -> str:
+    def render(self, results: list[list], cells: Callable) -> str:
         """Markdown. results: of each row's seeds."""
         rows = self.lines([(labels, [*map(cells, seeds)]) for (labels, _), seeds in zip(self.rows, results)])
         return markdown_table([*rows[0]], [[*row.values()] for row in rows])
@@ -112,19 +112,16 @@ def told(words: Callable, result: dict):
 
 
 def table_of(config, presets: dict, tables: dict) -> Table:
-    """The table that a config asks for, or one with a single row. Raises ValueError for one that the script lacks."""
+    """The table that a config asks for, or one with a single row.
+
+    Raises ValueError where there is no such table, or the command line gives what its rows give, or what none reads.
+    """
     if not config.table:
         name = run_name(config, presets)
         return Table(config.preset, ("run",), [((name,), {})])
     if config.table not in tables:
         raise ValueError(f"table must be one of {', '.join(map(str, tables))}, not {config.table}")
     table = tables[config.table](config)
-    refuse_rows(config, presets, table)
-    return table
-
-
-def refuse_rows(config, presets: dict, table: Table):
-    """Raises ValueError where the command line gives what the rows of a table give, or what none of them reads."""
     of_both = {"data", "experts", "moe_after", "preset", "steps"}  # tables take them from the command line
     of_rows = {name for _, change in table.rows for name in change}
     given = changed(config, presets).keys() & of_rows - of_both
@@ -132,3 +129,4 @@ def refuse_rows(config, presets: dict, table: Table):
         raise ValueError(f"its rows have a --{min(given)} of their own: leave it out")
     rows = [dataclasses.replace(config, **change) for _, change in table.rows]
     refuse(config, presets, set.intersection(*map(unread, rows)))
+    return table

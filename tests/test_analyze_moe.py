@@ -351,11 +351,9 @@ def test_runs_that_do_not_fit_are_one_clear_line(place, tmp_path, monkeypatch, c
     checkpoints = [file.name for file in Path(lm["threshold"]).glob("ckpt*")]
     monkeypatch.setitem(sys.modules, "umap", SimpleNamespace(UMAP=Flat))
     for line, error in {
-        ("experts", sphere): f"{sphere} holds no run of train_lm.py",
         ("collapse", lm["switch"]): f"{lm['switch']} holds no run of train_mlm.py",
         ("threshold", lm["switch"]): f"{lm['switch']} is left out: it has no threshold router",
         ("experts", lm["dense"]): "no finished run of train_lm.py fits",
-        ("experts", as_if(lm["threshold"], ["result.json"])): "is not finished",
         ("gamma", as_if(lm["threshold"], checkpoints)): "is neither the folder of a run",
         ("gamma", as_if(lm["threshold"], data_checksum="another")): "was trained on it",
         ("gamma", as_if(lm["switch"], router="expert_choice")): "choose among later tokens too",

@@ -55,16 +55,13 @@ def test_the_outputs_bias_is_added_to_all_logits():
         torch.testing.assert_close(model(ids)[0], before + more)
 
 
-def test_balance_loss_is_summed_over_layers_and_steps_reach_every_router():
+def test_balance_loss_is_summed_over_layers():
     model, losses = make_gpt("x-moe", n_layer=4), []
     for moe in model.moe_layers:
         moe.register_forward_hook(lambda _, __, out: losses.append(out[1]))
     _, total = model(make_ids(2, 8))
     assert len(losses) == 2 and min(losses) > 0
     torch.testing.assert_close(total, sum(losses))
-    model.after_step()
-    for moe in model.moe_layers:
-        torch.testing.assert_close(moe.router.experts.norm(dim=1), torch.full((3,), 0.1).double())
 
 
 TRANSLATOR = dict(router="dense", moe_after=(), decoder_moe=True)

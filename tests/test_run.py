@@ -35,9 +35,7 @@ from helpers import (
 from helpers import words as command
 
 import train_lm
-from data.batches import TokenData
 from engine import table
-from engine.config import command_line
 from engine.device import Context, setup
 from engine.files import from_json, load_checkpoint, newest, read_json, to_json, write
 from engine.pretrained import load
@@ -511,24 +509,6 @@ def test_what_is_not_finite_ends_the_run(what, bad, log_every, ends, kept, optio
     assert f"not finite at step {ends} " in LM.refused(given, monkeypatch, capsys)
     assert not kept or checkpoint(options)["step"] == kept
     assert (only_run(options["out_dir"]) / "ckpt.pt").exists() == bool(kept)
-
-
-def test_the_gradient_is_the_mean_over_the_micro_batches(options, monkeypatch):
-    """Adam and clipping would hide a wrong scale: look at the gradient before them."""
-    seen = []
-    record = lambda model, limit: seen.extend(p.grad.clone() for p in model.parameters())  # noqa: E731
-    options |= {"steps": 1, "balance_coef": 0.5, "dtype": "float64"}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train_lm.parallel, "clip_grad_norm_", record)
-        LM.run(options, patch)
-    config, context = command_line(train_lm.Config, train_lm.PRESETS, command(options)), setup("cpu", "float64")
-    data = TokenData.open(config.data, config, context)
-    model = train_lm.build(config, data, context)
-    for micro in range(2):
-        x, y = data.batch("train", 0, micro)
-        logits, balance = model(x)
-        ((torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten()) + 0.5 * balance) / 2).backward()
-    torch.testing.assert_close(seen, [p.grad for p in model.parameters()])
 
 
 def test_a_log_has_a_line_where_a_terminal_has_a_bar(options, monkeypatch, capsys):

@@ -27,7 +27,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where the project's modules are
+sys.path.insert(0, str(Path(__file__).parents[1]))  # where the project's modules are
 os.environ["KINETO_LOG_LEVEL"] = "5"  # the profiler keeps silent
 
 import engine  # isort: skip  # noqa: F401  before torch
@@ -79,7 +79,8 @@ def measure(makers: dict, config: Config, context) -> list[dict]:
         lower, ms, upper = np.quantile(times[name], (0.25, 0.5, 0.75))
         speed = facts[name]["gflops"] / ms  # TFLOP/s
         first = records[0]["teraflops"] if records else speed
-        record = {"impl": name, "ms": ms, "spread": (upper - lower) / 2, "ratio": first / speed}
+        spread = (upper - lower) / 2
+        record = {"impl": name, "ms": ms, "spread": spread, "ratio": first / speed}
         record |= {"runs": len(times[name]), "teraflops": speed}
         if context.peak_flops:
             record["mfu"] = 1e12 * speed / context.peak_flops
@@ -94,8 +95,8 @@ def seen(run: Callable, context) -> dict:
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-    with warnings.catch_warnings(record=True) as caught, torch.profiler.profile() as profile:
-        warnings.simplefilter("always")
+    watch = warnings.catch_warnings(record=True, action="always")
+    with watch as caught, torch.profiler.profile() as profile:
         set_mode("warn")
         run()
         set_mode("default")
@@ -208,7 +209,7 @@ def mixtral(shape: train_lm.Config, h: Tensor, context) -> Contender:
 # step: how fast does it train?
 
 
-def training_steps(preset: str, config: Config, context, **changes) -> list[dict]:
+def training_steps(preset: str, config: Config, context, **changes):
     """XMoE's models, at equal FLOPs: dense, or with whole FFNs as experts, or with eighths of them."""
     base = train_lm.Config(**train_lm.PRESETS[preset] | changes)
     makers = {}
@@ -224,8 +225,8 @@ def trainee(constants: train_lm.Config, tokens: int, context) -> Contender:
     torch.manual_seed(0)
     V = 50_257 if context.device.type == "cuda" else VOCABULARY
     T, micros = constants.block_size, constants.batch_tokens // constants.micro_tokens
-    ids = torch.randint(V, (max(1, tokens // T), T))
-    ids = ids.to(context.device)
+    B = max(1, tokens // T)
+    ids = torch.randint(V, (B, T)).to(context.device)
     net = model.GPT(constants, V).to(context.device)
     forward = parallel.wrap(net, constants, context)
     optimizer = adamw(net, constants)
@@ -253,11 +254,8 @@ CPU = Context(0, 1, torch.device("cpu"), torch.float32)
 RESUMED = "--n_layer 2 --n_embd 64 --ffn_size 256 --steps 40 --eval_every 20 --eval_tokens 2048 --dtype bfloat16"
 
 
-def against_the_cpu(router: str, config: Config, context, E: int = 16) -> Iterator[dict]:
-    """A layer here, in bfloat16, against the same on the CPU in float32.
-
-    Crowded: most tokens want the same few experts, and others stay empty, where the router lets them.
-    """
+def against_the_cpu(router: str, config: Config, context, E=16) -> Iterator[dict]:
+    """A layer here, in bfloat16, against the same on the CPU in float32. crowded: most tokens want the same experts."""
     for gamma, layers, crowded in itertools.product((2.0, 0.5, 16.0), (0, 2), (False, True)):
         torch.manual_seed(0)
         constants = train_mlm.Config(router=router, top_k=2, experts=E, capacity_factor=gamma)
@@ -267,13 +265,15 @@ def against_the_cpu(router: str, config: Config, context, E: int = 16) -> Iterat
             if p.dim() > 1:
                 nn.init.normal_(p, std=0.2)
         h = torch.randn(1, 512, 64) + 3 * crowded * torch.randn(64)
-        ids = torch.arange(512).unsqueeze(0) % (2 if crowded else 512)
-        expected, found = outcome(moe, (h, ids), CPU), outcome(moe, (h, ids), context)
+        kinds = 2 if crowded else 512
+        ids = torch.arange(512).unsqueeze(0) % kinds
+        expected = outcome(moe, (h, ids), CPU)
+        found = outcome(moe, (h, ids), context)
         facts = {"gamma": gamma, "stack": layers, "crowded": crowded}
         yield facts | judge(found, expected, 0.06)  # a token whose scores are equal but for rounding may go elsewhere
 
 
-def outcome(module: nn.Module, given: tuple, context) -> dict[str, Tensor]:
+def outcome(module: nn.Module, given: tuple, context) -> dict:
     """What a module makes of given tensors, and gradients of the sum of its squares: by them and by the parameters.
 
     What the allocator has free is NaN before, so that it shows where memory is read that nobody wrote.
@@ -305,8 +305,7 @@ def judge(found: dict, expected: dict, limit: float) -> dict:
     """Compares tensors of the same names: |x - y| / |y| of each must be under the limit."""
     errors = {}
     for name, y in expected.items():
-        error = torch.dist(found[name], y) / (y.norm() + 1e-12)
-        errors[name] = float(error)
+        errors[name] = float(torch.dist(found[name], y) / (y.norm() + 1e-12))
     wrong = [name for name in errors if not errors[name] < limit]  # NaN is wrong, too
     worst = max(wrong or errors, key=errors.get)
     return {"right": not wrong, "error": errors[worst], "of": worst}
@@ -318,14 +317,16 @@ def other_parts(config: Config, context) -> Iterator[dict]:
     constants = train_lm.Config(n_embd=256, n_head=4)
     attention = model.SelfAttention(constants, causal=False, dropout=0.0, biased=True)
     nn.init.normal_(attention.gate)
-    lengths = torch.arange(128, 256, 16).view(8, 1, 1, 1)
-    real = torch.arange(256) < lengths
+    lengths = torch.arange(128, 256, 16)
+    real = torch.arange(256) < lengths[:, None, None, None]
     given = torch.randn(8, 256, 256), real, torch.randn(4, 256, 256)
-    expected, found = outcome(attention, given, CPU), outcome(attention, given, context)
+    expected = outcome(attention, given, CPU)
+    found = outcome(attention, given, context)
     yield {"what": "attention"} | judge(found, expected, 0.03)
     router = ROUTERS["threshold"](constants, E=32)
     h = torch.randn(4096, 256)
-    expected, found = outcome(router, (h,), context), outcome(parallel.compiled(router), (h,), context)
+    expected = outcome(router, (h,), context)
+    found = outcome(parallel.compiled(router), (h,), context)
     yield {"what": "compiled router"} | judge(found, expected, 3e-4)  # gradients in bfloat16 would differ by 2e-3
 
 
@@ -371,10 +372,9 @@ def run(sections: dict, file: Path, config: Config, context) -> list[dict]:
             rows.append({"right": False, "error": repr(error), "traceback": trace})
         results += [{"section": name} | row for row in rows]
         write(file, {"machine": context.machine | {"commit": commit}, "results": results})
-        cells = []
-        for row in rows:
-            cells.append([cell(row.get(column, "")) for column in rows[-1]])
-        context.say(f"\n{name}\n{markdown_table([*rows[-1]], cells)}")
+        columns = [*rows[-1]]
+        cells = [[cell(row.get(column, "")) for column in columns] for row in rows]
+        context.say(f"\n{name}\n{markdown_table(columns, cells)}")
     return results
 
 

@@ -9,6 +9,8 @@ side. pictures.json has the panels of pictures, of records in results/analyses/,
 
 import importlib
 import math
+from collections.abc import Callable
+from itertools import starmap
 from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
@@ -20,9 +22,7 @@ from engine.files import from_json
 
 SEEDS = ("", *(f"-seed={seed}" for seed in range(1, 8)))  # in the names of runs
 BY_LAYER = {"translations found": "retrieval", "found, centred": "centred"}  # a number -> of all layers, in `held_out`
-BEST = {"layer": "best", "how": ", best layers"}
-CENTRED = {"number": "found, centred", "how": ", centred"}
-BESIDE = {"translations found": [BEST, CENTRED]}  # not the paper's measure: it is shown, and decides nothing
+BESIDE = {", best layers": {"layer": "best"}, ", centred": {"number": "found, centred"}}  # shown, decides nothing
 UNITS = {  # how a number is taken, so that the claim says that the difference of two is above 0; 100 log is about 1%
     "perplexity, about % lower": lambda x: -100 * math.log(x),
     "points more of BLEU, F1 or accuracy": lambda x: x,
@@ -59,14 +59,16 @@ def claims(folder: Path) -> list[dict]:
     """Each claim with its effects, and what those say together that are measured as in the paper."""
     rows = read(folder / "claims.json")
     for claim in rows:
-        pairs = []
+        pairs, found, differ = [], set(), {}
         for pair in claim["pairs"]:
-            beside = [] if "layer" in pair else BESIDE.get(pair["number"], [])
-            pairs += [effect(folder, pair | change) for change in ({}, *beside)]
-        found = {pair["verdict"] for pair in pairs if "how" not in pair}
-        claim["pairs"] = pairs
+            pairs.append(effect(folder, pair))
+            found.add(pairs[-1]["verdict"])
+            differ |= dict.fromkeys(pairs[-1]["differ"])
+            if pair["number"] == "translations found" and "layer" not in pair:
+                for how, change in BESIDE.items():
+                    pairs.append(effect(folder, pair | change, how))
+        claim |= {"pairs": pairs, "differ": ", ".join(differ)}
         claim["effect"] = "<br>".join(pair["words"] for pair in pairs)
-        claim["differ"] = ", ".join(dict.fromkeys(name for pair in pairs for name in pair["differ"]))
         if len(found) == 1:
             claim["verdict"] = found.pop()
         elif {"holds", "the opposite"} <= found:
@@ -76,13 +78,14 @@ def claims(folder: Path) -> list[dict]:
     return rows
 
 
-def effect(folder: Path, pair: dict) -> dict:
+def effect(folder: Path, pair: dict, how="") -> dict:
     """The mean of the differences between two runs of the same seed, with a 95% t-interval over seeds and its p."""
     from scipy import stats
 
-    take, where = UNITS[pair["unit"]], pair["where"] + pair.get("how", "")
-    ours, other = (values(folder, pair, side) for side in ("ours", "other"))
-    seeds = [seed for seed in SEEDS if seed in ours and seed in other]
+    take, where = UNITS[pair["unit"]], pair["where"] + how
+    ours = values(folder, pair, pair["ours"])
+    other = values(folder, pair, pair["other"])
+    seeds = [seed for seed in ours if seed in other]
     differences = [take(ours[seed]) - take(other[seed]) for seed in seeds]
     if len(differences) < 2:
         raise ValueError(f"{pair['ours']} and {pair['other']} have no two seeds in common: no interval")
@@ -90,53 +93,60 @@ def effect(folder: Path, pair: dict) -> dict:
     mean = fmean(differences)
     low, high = test.confidence_interval()
     verdict = "holds" if low > 0 else "the opposite" if high < 0 else "level"
-    said = [f"{float(f'{x:.2g}'):+g}" for x in (mean, low, high)]  # two digits, and no exponent
-    words = "{}: {} ({} to {}, p {:.2g})".format(where, *said, test.pvalue)
+    said = [float(f"{x:.2g}") for x in (mean, low, high)]  # two digits, and no exponent
+    words = "{}: {:+g} ({:+g} to {:+g}, p {:.2g})".format(where, *said, test.pvalue)
     drawn = {"seeds": differences, "mean": [mean], "ends": [low, high], "paper": []}
-    if "paper" in pair and where == pair["where"]:
-        before, after = pair["paper"]
-        drawn["paper"] = [take(after) - take(before)]
+    if "paper" in pair and not how:
+        before, after = map(take, pair["paper"])
+        drawn["paper"] = [after - before]
     for name, numbers in drawn.items():
         drawn[name] = [round(float(x), 3) for x in numbers]  # the same on every machine
-    differ = dict.fromkeys(name for seed in seeds for name in differing(folder, pair, seed))
-    return pair | drawn | {"where": where, "words": words, "verdict": verdict, "differ": [*differ]}
+    differ = {name for seed in seeds for name in differing(folder, pair, seed)}
+    found = {"where": where, "words": words, "verdict": verdict}
+    return pair | drawn | found | {"differ": sorted(differ)}
 
 
 def differing(folder: Path, pair: dict, seed: str) -> list[str]:
     """In what the runs of a seed differ. Raises ValueError where that is more than the pair is about."""
-    ours, other = (facts(folder, pair[side].format(seed)) for side in ("ours", "other"))
-    found = []
-    for name in sorted(ours.keys() & other.keys()):
-        one, two = ours[name], other[name]
-        if one == two or name == "FLOPs" and math.isclose(one, two, rel_tol=0.02):  # no two routers cost the same
-            continue
+    ours = facts(folder, pair["ours"].format(seed))
+    other = facts(folder, pair["other"].format(seed))
+    if math.isclose(ours["FLOPs"], other["FLOPs"], rel_tol=0.02):  # no two routers cost the same
+        del ours["FLOPs"]
+    both = sorted(ours.keys() & other.keys())
+    found = [name for name in both if ours[name] != other[name]]
+    for name in found:
         if name not in pair["about"]:
-            raise ValueError(f"{pair['ours']} and {pair['other']}: {name} is {one} and {two}; `about` must name it")
-        found.append(name)
+            values = f"{name} is {ours[name]} and {other[name]}"
+            raise ValueError(f"{pair['ours']} and {pair['other']}: {values}; `about` must name it")
     return found
 
 
 def facts(folder: Path, run: str) -> dict:
     """All in which SCRIPT/RUN may differ from others: the constants that it reads, and what follows from them."""
-    Config = importlib.import_module(run.split("/")[-2]).Config
+    Config = importlib.import_module(Path(run).parent.name).Config
 
     def take(result: dict) -> dict:
-        constants, fields = result["config"], Config.__dataclass_fields__
-        found = {name: constants[name] for name in constants.keys() - fields}  # checksums, and constants of that day
-        found |= identity(Config(**{name: constants[name] for name in constants.keys() & fields}))
-        tokens = constants["batch_tokens"] * (1 + constants.get("tlm", False))  # pairs are a batch, too
-        work = result.get("flops_per_pair", result.get("flops"))
-        work = work["total"] if isinstance(work, dict) else work
-        work *= 1 if "tlm" in constants else tokens * constants["steps"]  # XLM-E's is that of the whole training
-        return found | {"tokens a step": tokens, "FLOPs": work, "dtype": result["machine"]["dtype"]}
+        constants, fields = result["config"], Config.__dataclass_fields__.keys()
+        known = {name: constants[name] for name in fields & constants}
+        others = {name: constants[name] for name in constants.keys() - fields}  # checksums, and constants of that day
+        tokens = constants["batch_tokens"]
+        work = result.get("flops_per_pair") or result["flops"]
+        if isinstance(work, dict):
+            work = work["total"]
+        if "tlm" not in constants:  # XLM-E's is that of the whole training
+            work *= tokens * constants["steps"]
+        elif constants["tlm"]:  # pairs are a batch, too
+            tokens *= 2
+        found = {"tokens a step": tokens, "FLOPs": work, "dtype": result["machine"]["dtype"]}
+        return identity(Config(**known)) | others | found
 
     return read(folder / f"{run}.json", take)
 
 
-def values(folder: Path, pair: dict, side: str) -> dict[str, float]:
+def values(folder: Path, pair: dict, run: str) -> dict[str, float]:
     """{seed: what is compared} of SCRIPT/RUN, which is one side of a pair."""
-    run, layer, key = pair[side], pair.get("layer"), pair["number"]
-    script = importlib.import_module(run.split("/")[-2])
+    script = importlib.import_module(Path(run).parent.name)
+    layer, key = pair.get("layer"), pair["number"]
 
     def take(result: dict):
         if layer is not None:
@@ -144,17 +154,19 @@ def values(folder: Path, pair: dict, side: str) -> dict[str, float]:
         cells = script.cells(result)
         return cells[key][0] if key in cells else mean_over_layers(key, result["test"]["layers"])
 
-    found = {seed: read(file, take) for seed, file in files_of(folder, run).items()}
+    found = of_seeds(folder, run, take)
+    if layer is None:
+        return found
     if layer == "best":
-        means = [fmean(shares) for shares in zip(*found.values())]
+        means = [*map(fmean, zip(*found.values()))]
         layer = means.index(max(means))
-    return found if layer is None else {seed: shares[layer] for seed, shares in found.items()}
+    return {seed: shares[layer] for seed, shares in found.items()}
 
 
-def files_of(folder: Path, run: str) -> dict[str, Path]:
-    """{seed: the result of SCRIPT/RUN}, as far as they are there."""
+def of_seeds(folder: Path, run: str, take: Callable) -> dict:
+    """{seed: take(result)} of SCRIPT/RUN, as far as the results are there."""
     files = {seed: folder / f"{run.format(seed)}.json" for seed in SEEDS}
-    return {seed: file for seed, file in files.items() if file.exists()}
+    return {seed: read(file, take) for seed, file in files.items() if file.exists()}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -172,7 +184,7 @@ def pictures(folder: Path) -> dict[str, tuple]:
     found = {"verdicts": (forest, units)}
     for name, panels in read(folder / "pictures.json").items():
         numbers = [panel_of(folder, panel) for panel in panels]
-        found[name] = lambda panels: draw([Panel(*panel) for panel in panels]), numbers
+        found[name] = lambda panels: draw(starmap(Panel, panels)), numbers
     return found
 
 
@@ -183,11 +195,10 @@ def panel_of(folder: Path, panel: dict) -> list:
         return [panel["title"], shown, panel["by"], panel["x"], panel["y"]]
     shown = []
     for name, run in panel["runs"].items():
-        for file in files_of(folder, run).values():
-            shares = read(file, lambda result: result["held_out"][panel["held_out"]])
-            for layer, share in enumerate(shares):
-                record = {"run": file.stem, "encoder": name, "layer": layer}
-                shown.append(record | {FOUND: 100 * share})
+        for seed, held_out in of_seeds(folder, run, itemgetter("held_out")).items():
+            for layer, share in enumerate(held_out[panel["held_out"]]):
+                record = {"run": Path(run).name.format(seed), "encoder": name}
+                shown.append(record | {"layer": layer, FOUND: 100 * share})
     return [panel["title"], shown, "encoder", "layer", FOUND]
 
 
@@ -197,7 +208,8 @@ def forest(units: dict[str, list[dict]]):
     figure = canvas(1, width=9, height=0.25 * rows + 0.7 * len(units))
     figure.clear()
     heights = [len(pairs) + 1.2 for pairs in units.values()]
-    panels, key = figure.subplots(len(units), 1, height_ratios=heights), {}
+    panels = figure.subplots(len(units), 1, height_ratios=heights)
+    key = {}
     for axes, (unit, pairs) in zip(panels, units.items()):
         for y, pair in enumerate(pairs):
             for name, (mark, words) in MARKS.items():
