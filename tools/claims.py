@@ -3,8 +3,9 @@
 Both are listed in results/. In the names of runs {} is where a seed stands. claims.json has pairs of runs, `ours` and
 `other`, and what a pair is `about`: the constants in which its runs may differ. Any other difference is an error, also
 of what follows from constants, `tokens a step` and `FLOPs`. What is compared is a number of a script's table or of its
-sparse layers. Translations are found by the layer of the script's table, by another `layer`, or by the `best` of each
-side. pictures.json has the panels of pictures, of records in results/analyses/, or of what each layer of runs finds.
+sparse layers; `from` names another number of the other side, such as the one that the same runs began with. Of
+translations it is the layer of the script's table, another `layer`, or the `best` of each side. pictures.json has the
+panels of pictures, of records in results/analyses/, or of what each layer of runs finds.
 """
 
 import importlib
@@ -84,7 +85,8 @@ def effect(folder: Path, pair: dict, how="") -> dict:
 
     take, where = UNITS[pair["unit"]], pair["where"] + how
     ours = values(folder, pair, pair["ours"])
-    other = values(folder, pair, pair["other"])
+    before = {"number": pair.get("from", pair["number"])}
+    other = values(folder, pair | before, pair["other"])
     seeds = [seed for seed in ours if seed in other]
     differences = [take(ours[seed]) - take(other[seed]) for seed in seeds]
     if len(differences) < 2:
