@@ -146,7 +146,6 @@ SMOE = dict(router="switch", gate="softmax")
 SMOE_SIGMOID = SMOE | dict(gate="sigmoid")
 X_MOE = dict(router="hypersphere", gate="softmax")
 X_MOE_SIGMOID = X_MOE | dict(gate="sigmoid")
-# Rows say a routing_dim in multiples of the number of experts.
 XLM, XLM_E = train_electra.XLM, dict(objective="rtd")
 SENTENCES = XLM_E | train_electra.SENTENCES
 LEARN = dict(frozen=False)
@@ -160,7 +159,9 @@ TITLES = {  # of a table: its title, and the tasks of its columns
     "xlme2": ("XLM-E table 2: ablation", ("xnli", "mlqa")),
     "xlme7": ("XLM-E table 7: English minus the mean of the other languages (EM of answers)", ALL[2:]),
 }
-ROWS = [  # table, encoder, what its run changes in its preset, what to change in fine-tuning, the paper's numbers
+# A row: its table, the encoder, what its run changes in its preset (a routing_dim in multiples of the experts), what to
+# change in fine-tuning, and the paper's numbers.
+ROWS = [
     ("1", "dense", DENSE, {}, "70.0, 61.1, 67.3/51.1, 58.7/41.1, 42.1/28.3, 70.1, 84.1"),
     ("1", "SMoE, softmax", SMOE, LEARN, "70.1, 60.9, 71.3/55.2, 62.8/44.8, 50.9/34.5, 71.5, 84.6"),
     ("1", "X-MoE, softmax", X_MOE, {}, "70.8, 63.2, 72.4/56.2, 64.5/46.3, 53.7/38.1, 72.0, 85.2"),
