@@ -3,8 +3,9 @@
 import os
 import sys
 
-# Threads of OpenMP that wait for each other spin, and where other programs need the cores they wait for long. So they
-# soon sleep. The library reads this when torch loads it: a script imports this package first.
+# Threads of OpenMP that wait for each other spin: the fastest way where the cores are theirs alone, and by far the
+# slowest where other programs need them. For how long is read when torch is loaded: a script imports this first.
 told = os.environ.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}  # by the user
 if not told and "torch" not in sys.modules:
-    os.environ["GOMP_SPINCOUNT"] = "1000"
+    load = getattr(os, "getloadavg", lambda: [0.0])()[0]  # programs that want a core, in the last minute
+    os.environ["GOMP_SPINCOUNT"] = "1000" if load > os.cpu_count() else "30000"
