@@ -131,6 +131,8 @@ def test_rows_of_a_measurement_can_be_chosen(tmp_path):
 def test_an_effect_is_the_mean_difference_of_seeds_with_its_interval(tmp_path, monkeypatch, scores, ends, verdict):
     """Of three seeds the t-interval reaches 4.3027 standard errors; p of two degrees is 1 - t / sqrt(2 + t^2)."""
     pair = write_scores(tmp_path, monkeypatch, train_lm, zip(scores, [1, 2, 3]))
+    since = claims.effect(tmp_path, pair | {"other": pair["ours"], "from": "F1 at first"})  # of the same runs
+    assert since["mean"] == [round(sum(scores) / 3 - 1, 3)] and not since["differ"]
     (tmp_path / "train_lm" / f"demo{claims.SEEDS[3]}.json").write_text('{"F1": 9}')  # a seed that the other has not
     found = claims.effect(tmp_path, pair | {"paper": [70, 72]})
     assert found["differ"] == ["router"]
@@ -161,7 +163,7 @@ def write_pair(folder: Path, script, ours: dict, other: dict, about=(), seeds=ra
 def write_scores(folder: Path, monkeypatch, script, scores) -> dict:
     """A pair, with the F1 of ours and of the other, which is dense, for each seed."""
     pytest.importorskip("scipy")
-    monkeypatch.setattr(script, "cells", lambda result: {"F1": (result["F1"], "")})
+    monkeypatch.setattr(script, "cells", lambda result: {"F1": (result["F1"], ""), "F1 at first": (1, "")})
     for seed, both in enumerate(scores):
         pair = write_pair(folder, script, {}, {"router": "dense"}, ["router", "split"], seeds=[seed], F1=both)
     return pair | {"number": "F1", "unit": "points more of BLEU, F1 or accuracy"}
