@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from test_data import pairs
 from test_train_electra import corpora as electra_corpora
 
 from data import batches, counting, folder
@@ -23,7 +24,6 @@ from data.prepare import prepare
 
 __all__ = ["electra_corpora"]  # a fixture
 KINDS = [TokenData, MaskedData, PairData, TranslationData]
-COUNTS = {"train": 40, "test": 20}
 T, B = 16, 4
 
 
@@ -64,12 +64,6 @@ def restored(batch: Masked) -> torch.Tensor:
 # Two kinds of folders: prepared ones, and ones where no token comes twice in a split, so that it tells its own place
 
 
-def lines_of(name: str, count: int) -> list[str]:
-    rng = np.random.default_rng(list(name.encode()))
-    numbers = [" ".join(map(str, rng.integers(99, size=2 + i % 5))) for i in range(count)]
-    return [f"{name} {i} {own}" + " 7" * (9 * (i % 6 == 0)) for i, own in enumerate(numbers)]
-
-
 @pytest.fixture(scope="session")
 def many(electra_corpora) -> Path:
     """A prepared corpus of three languages."""
@@ -77,19 +71,17 @@ def many(electra_corpora) -> Path:
 
 
 PAIRS = {}  # (languages, split) -> pairs of texts
-for languages in ("de-en", "en-ru"):
-    for split, count in {"train": 150, "valid": 20, "test": 15}.items():
-        first, second = [lines_of(f"{languages} {split} {side}", count) for side in languages.split("-")]
-        PAIRS[languages, split] = list(zip(first, [f"{line} longer" for line in second]))
+for split, count in {"train": 150, "valid": 20, "test": 15}.items():
+    PAIRS |= {(languages, split): pairs(languages, count, split) for languages in ("de-en", "en-ru")}
 
 
 @pytest.fixture(scope="session")
 def aligned(tmp_path_factory) -> Path:
     """A prepared corpus of those pairs."""
     base = tmp_path_factory.mktemp("aligned")
-    for (languages, split), pairs in PAIRS.items():
-        for side, texts in zip(languages.split("-"), zip(*pairs)):
-            (base / f"{languages}.{split}.{side}").write_text("\n".join(texts))
+    for (languages, split), texts in PAIRS.items():
+        for side, own in zip(languages.split("-"), zip(*texts)):
+            (base / f"{languages}.{split}.{side}").write_text("\n".join(own))
     return prepare("bitext", base, pieces=400, out=base / "prepared")
 
 
@@ -315,7 +307,7 @@ def spread(found: list[tuple[int, Masked]], count: int) -> np.ndarray:
     return table
 
 
-def test_evaluation_reads_every_token_once_per_masking(tmp_path):
+def test_evaluation_reads_every_token_once_per_masking_whatever_the_batch_size(tmp_path):
     data = numbered_texts(tmp_path, EVALUATED)
     before, after, language = spread(reading(data), READ)
     assert sorted(before[before != 0]) == list(range(4, 183)) and data.eval_tokens("valid") == READ
@@ -325,18 +317,14 @@ def test_evaluation_reads_every_token_once_per_masking(tmp_path):
     assert (before != after).any() and (before == after)[~chosen].all()
     again, _, other = spread(reading(data, 1), READ)
     assert (again == before).all() and (other != language).any()
+    for size in (7 * T, T):
+        sized = numbered_texts(tmp_path, EVALUATED, micro_tokens=size)
+        assert all((spread(reading(data, k), READ) == spread(reading(sized, k), READ)).all() for k in range(2))
     for _, batch in reading(data):
         windows_of(data, batch, "valid")
         lengths = (restored(batch) != 1).sum(dim=1)
         assert (lengths.diff() <= 0).all() and lengths[0] == batch.ids.shape[1]  # the longest first
         assert batch.ids.numel() <= T * B
-
-
-def test_evaluation_does_not_depend_on_the_batch_size(tmp_path):
-    plain = numbered_texts(tmp_path, EVALUATED)
-    for change in ({"micro_tokens": 7 * T}, {"micro_tokens": T}):
-        other = numbered_texts(tmp_path, EVALUATED, **change)
-        assert all((spread(reading(plain, k), READ) == spread(reading(other, k), READ)).all() for k in range(2))
 
 
 def test_limited_evaluation_takes_all_languages_evenly(tmp_path):
@@ -513,7 +501,7 @@ def test_pairs_with_a_long_side_are_left_out_and_counted(aligned, tmp_path):
     assert data.left_out == dict.fromkeys(SPLITS, 2)
     for batch in (data.batch("train", 0), next(data.eval_batches("valid"))):
         assert sorted(len(source) for source, _ in translations_of(batch)) == [3, 8]
-    with pytest.raises(ValueError, match="all train pairs of .* are longer than block_size 8 tokens"):
+    with pytest.raises(ValueError, match="all valid pairs of .* are longer than block_size 8 tokens"):
         TranslationData(aligned, 8, 128)
     with pytest.raises(ValueError, match="pairs without the language 'ru': de-en; see --target"):
         TranslationData(aligned, 32, 128, target="ru")
@@ -563,7 +551,7 @@ def spelt(rows: dict[str, list[tuple]], decode) -> SimpleNamespace:
 def test_a_memory_is_searched_by_the_cosine_of_squared_weights():
     """A token that is in few sources weighs more, in what two sources share and in their lengths."""
     rng, rows = np.random.default_rng(3), {}
-    for split, count in COUNTS.items():
+    for split, count in {"train": 40, "test": 20}.items():
         rows[split] = [(np.minimum(rng.geometric(0.15, 6), 29), [30 + n]) for n in range(count)]
     train = [set(source) for source, _ in rows["train"]]
     weight = {token: math.log(40 / max(1, sum(token in own for own in train))) for token in range(30)}

@@ -130,18 +130,6 @@ def test_a_run_that_goes_on_with_other_code_says_so(commands, edited, tmp_path, 
         assert re.search(words, capsys.readouterr().err)
 
 
-def test_an_evaluation_follows_the_code(commands, edited, tmp_path, monkeypatch):
-    options = commands["train_lm"] | {"out_dir": tmp_path / "out"}
-    found = []
-    for edit in ((), (r'"balance": balance / tokens,', '"balance": -1.0,')):
-        script = edited.script("train_lm", *edit)
-        for more in ({}, {"eval_only": True, "eval_threshold": 0.5}):
-            script.run(options | more, monkeypatch)
-        (file,) = options["out_dir"].glob("*/eval-t=0.5-capacity=None.json")
-        found.append(json.loads(file.read_text())["test"]["balance"])
-    assert found[0] != -1.0 == found[1]
-
-
 def test_a_name_that_is_taken_in_this_moment_is_not_taken_twice(commands, edited, tmp_path, monkeypatch):
     """Another run has the folder's lock already, and says a little later which run it is."""
     options = commands["train_lm"] | {"out_dir": tmp_path / "out"}

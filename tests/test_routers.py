@@ -7,7 +7,7 @@ import signal
 import pytest
 import reference
 import torch
-from helpers import constants, values_and_gradients
+from helpers import constants, lively, values_and_gradients
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import normalize
@@ -22,7 +22,6 @@ COMBINATIONS.sort(key=str)
 quick = settings(max_examples=60, deadline=None, derandomize=True)
 
 every_combination = pytest.mark.parametrize("combination", COMBINATIONS, ids=lambda c: "-".join(filter(None, c)))
-every_gate = pytest.mark.parametrize("gate", GATES)
 train_and_test = pytest.mark.parametrize("training", [True, False], ids=["training", "test"])
 
 
@@ -37,11 +36,8 @@ def in_time():
 
 def make_router(name, E, K=1, x_moe=False, dtype=torch.float64, training=False, **changes) -> Router:
     """A router whose parameters are large enough for every choice to matter."""
-    torch.manual_seed(0)
     router = ROUTERS[name](constants(**{"n_embd": D} | changes), E, K=K, V=V, x_moe=x_moe)
-    for parameter, p in router.named_parameters():
-        torch.nn.init.constant_(p, 0.4) if parameter == "temperature" else torch.nn.init.normal_(p)
-    return router.to(dtype).train(training)
+    return lively(router, dtype).train(training)
 
 
 def logit_router(name, E, **changes) -> Router:
@@ -182,7 +178,7 @@ def test_priority_key_orders_by_rank_then_value(a, b):
 # --- Balance loss (XMoE eq. 7, X-MoE eq. 9)
 
 
-@every_gate
+@pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("name, K", [("switch", 1), ("topk", 2), ("threshold", 1)])
 def test_balance_loss_is_1_when_uniform_and_E_when_collapsed(name, K, gate):
     router = logit_router(name, 4, K=K, gate=gate, threshold=0.5)

@@ -29,6 +29,7 @@ from helpers import (
     metrics,
     only_run,
     result_of,
+    saved,
     signal_at,
     stopped,
 )
@@ -49,24 +50,6 @@ class Stop(Exception):
     """What ends a run in the middle."""
 
 
-def checkpoint(options: dict) -> dict:
-    return torch.load(only_run(options["out_dir"]) / "ckpt.pt", weights_only=True)
-
-
-def stop_in_the_middle(options: dict, step: int):
-    """Ends a run while it takes this step, from 0, without a word to anybody."""
-
-    def rate(now, *rest, cosine=train_lm.cosine):
-        if now == step:
-            raise Stop
-        return cosine(now, *rest)
-
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(Stop):
-        patch.setattr(train_lm, "cosine", rate)
-        LM.run(options, patch)
-    gc.collect()  # its lock with it
-
-
 def kept_in(options: dict, *names: str) -> tuple[dict, ...]:
     """The same command with folders of these names."""
     return tuple(options | {"out_dir": options["out_dir"] / name} for name in names)
@@ -74,7 +57,7 @@ def kept_in(options: dict, *names: str) -> tuple[dict, ...]:
 
 def assert_same_end(one: dict, two: dict):
     """Bit for bit: weights, optimizer, what was logged, what came out."""
-    ours, theirs = checkpoint(one), checkpoint(two)
+    ours, theirs = saved(one), saved(two)
     torch.testing.assert_close(ours["model"], theirs["model"], rtol=0, atol=0)
     torch.testing.assert_close(ours["optimizer"]["state"], theirs["optimizer"]["state"], rtol=0, atol=0)
     found = []
@@ -94,7 +77,7 @@ def wait_for(process: subprocess.Popen, out: Path, file: str, lines: int = 0) ->
 
 def test_a_run_leaves_behind_what_it_takes_to_make_the_model_again(options, monkeypatch):
     LM.run(options, monkeypatch)
-    folder, state, result = only_run(options["out_dir"]), checkpoint(options), result_of(options["out_dir"])
+    folder, state, result = only_run(options["out_dir"]), saved(options), result_of(options["out_dir"])
     keys = "class step constants vocab_size identity precision code model optimizer seconds log window kept"
     assert state.keys() == set(keys.split())
     assert state["class"] == "GPT" and state["vocab_size"] == 320 and state["step"] == 4
@@ -110,7 +93,8 @@ def test_a_run_leaves_behind_what_it_takes_to_make_the_model_again(options, monk
 
 def test_a_second_run_in_the_same_folder_is_refused_and_touches_nothing(options, monkeypatch, capsys):
     """Whoever holds the folder goes on; the lock goes with the process, not with the file."""
-    stop_in_the_middle(options, 3)
+    stopped(LM, 2, signal.SIGTERM, options, capsys)
+    gc.collect()  # the lock of the run that was stopped
     folder = only_run(options["out_dir"])
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     hold = "import filelock, sys, time; lock = filelock.FileLock(sys.argv[1]); lock.acquire(); print(1, flush=True)"
@@ -190,46 +174,37 @@ def test_a_signal_ends_a_run_behind_its_step(step, evaluations, number, options,
     assert [record["step"] for record in metrics(whole["out_dir"])] == [2, 4, 5]  # the last one, too
 
 
-@pytest.mark.parametrize("how", ["killed", "one signal", "two signals"])
-def test_what_ends_a_run_in_an_evaluation_costs_it_one_step(how, options, tmp_path, monkeypatch, capsys):
+OUTSIDE = ("build", 1), ("test", 1), ("evaluate", 0), ("evaluate", 1), ("evaluate", 2)
+
+
+@pytest.mark.parametrize("where, signals", OUTSIDE)
+def test_what_ends_a_run_outside_of_its_steps_costs_it_one_at_most(where, signals, options, monkeypatch, capsys):
     """A kill, and a signal, which is not answered minutes later; but processes that wait for each other need two."""
     whole, ended = kept_in(options, "whole", "ended")
+    number, old = signal.SIGTERM if where == "build" else signal.SIGINT, getattr(train_lm, where)
 
-    def evaluate(model, data, split, context, *most, old=train_lm.evaluate):
-        if load_checkpoint(only_run(ended["out_dir"]) / "ckpt.pt")["step"] == 3:
-            if how == "killed":
-                raise Stop
-            if how == "two signals":
-                context.world = 2
-                os.kill(os.getpid(), signal.SIGINT)
-                assert "the evaluation is finished first" in capsys.readouterr().err
-            os.kill(os.getpid(), signal.SIGINT)
-        return old(model, data, split, context, *most)
+    def end(*given):
+        if where == "evaluate" and saved(ended)["step"] != 3:
+            return old(*given)
+        if not signals:
+            raise Stop
+        if signals == 2:
+            *_, context, _ = given
+            context.world = 2
+            os.kill(os.getpid(), number)
+            assert "the evaluation is finished first" in capsys.readouterr().err
+        os.kill(os.getpid(), number)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises((SystemExit, Stop)) as stop:
-        patch.setattr(train_lm, "evaluate", evaluate)
+        patch.setattr(train_lm, where, end)
         LM.run(ended, patch)
-    assert how == "killed" or stop.value.code == 130
-    assert how == "killed" or "stopped; the same command goes on" in capsys.readouterr().err
+    if signals:
+        assert stop.value.code == 128 + number
+        assert "\nstopped; the same command goes on\n" in "\n" + capsys.readouterr().err.replace("\r", "\n")
     del stop  # it holds the run
-    monkeypatch.undo()
     LM.run(ended, monkeypatch)
-    assert "goes on from step 3" in capsys.readouterr().out
+    assert ("goes on from step 3" in capsys.readouterr().out) == (where == "evaluate")
     LM.run(whole, monkeypatch)
-    assert_same_end(ended, whole)
-
-
-@pytest.mark.parametrize("where, number", [("build", signal.SIGTERM), ("test", signal.SIGINT)])
-def test_a_signal_before_or_behind_the_steps_is_one_line(where, number, options, monkeypatch, capsys):
-    whole, ended = kept_in(options, "whole", "ended")
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as stop:
-        patch.setattr(train_lm, where, lambda *_: os.kill(os.getpid(), number))
-        LM.run(ended, patch)
-    assert stop.value.code == 128 + number
-    del stop  # it holds the run
-    assert "\nstopped; the same command goes on\n" in "\n" + capsys.readouterr().err.replace("\r", "\n")
-    for each in (ended, whole):
-        LM.run(each, monkeypatch)
     assert_same_end(ended, whole)
 
 
@@ -262,7 +237,7 @@ def test_one_process_that_is_sent_a_signal_stops_both(options):
     (step,) = re.findall(r"stopped at step (\d+); the same command goes on", out)
     assert "exitcode: 143" in out and "[rank" not in out and "Error: " not in out.split("ChildFailed")[0]
     assert "Warning: " not in out  # of a library, whose words users would take for ours
-    state = checkpoint(options)
+    state = saved(options)
     window = state["window"]
     assert state["step"] == int(step) and window["since"] == int(step) // 10 * 10
     assert (window["loss_sum"] > 0) == (state["step"] > window["since"])
@@ -278,7 +253,7 @@ def test_torchrun_starts_again_what_lost_a_process(options, monkeypatch):
         os.kill(workers[1], signal.SIGKILL)
     assert finish(process, killed).count("goes on from step") == 2
     LM.run(whole, monkeypatch)
-    torch.testing.assert_close(checkpoint(whole)["model"], checkpoint(killed)["model"], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(saved(whole)["model"], saved(killed)["model"], rtol=1e-6, atol=1e-6)
     assert losses(killed["out_dir"]) == pytest.approx(losses(whole["out_dir"]), rel=1e-5)
 
 
@@ -301,7 +276,8 @@ def test_a_finished_run_is_not_run_again_unless_told_to(options, monkeypatch, ca
 @pytest.mark.parametrize("damage", ["weights alone", "a flipped byte"])
 def test_a_checkpoint_that_is_not_the_runs_own_gives_way_to_the_one_before_it(damage, options, monkeypatch, capsys):
     LM.run(options, monkeypatch)
-    folder, whole = only_run(options["out_dir"]), checkpoint(options)
+    folder = only_run(options["out_dir"])
+    whole = torch.load(folder / "ckpt.pt")
 
     def spoil():
         (folder / "result.json").unlink(missing_ok=True)
@@ -316,7 +292,7 @@ def test_a_checkpoint_that_is_not_the_runs_own_gives_way_to_the_one_before_it(da
     said = capsys.readouterr()
     assert "ckpt.pt is corrupt (" in said.err and "using ckpt.prev.pt" in said.err
     assert "goes on from step 3" in said.out
-    torch.testing.assert_close(checkpoint(options)["model"], whole["model"], rtol=0, atol=0)
+    torch.testing.assert_close(saved(options)["model"], whole["model"], rtol=0, atol=0)
     assert load_checkpoint(folder / "ckpt.prev.pt")["step"] == 3  # the damaged one did not take its place
     spoil()
     (folder / "ckpt.prev.pt").write_bytes(b"not a checkpoint")
@@ -362,14 +338,15 @@ def test_a_disk_that_is_full_ends_the_run_in_one_line(options, tmp_path, monkeyp
 )
 def test_a_checkpoint_of_another_model_is_one_line(part, left, message, options, monkeypatch, capsys):
     stopped(LM, 0, signal.SIGTERM, options, capsys)
-    state = checkpoint(options)
+    file = only_run(options["out_dir"]) / "ckpt.pt"
+    state = torch.load(file)
     *way, last = part
     inside = functools.reduce(dict.get, way, state)
     if left is None:
         del inside[last]
     else:
         inside[last] = left
-    torch.save(state, only_run(options["out_dir"]) / "ckpt.pt")
+    torch.save(state, file)
     assert message in LM.refused(options, monkeypatch, capsys)
 
 
@@ -436,7 +413,7 @@ def test_a_run_goes_on_from_the_weights_of_another(options, corpora, tmp_path, m
     assert json.loads(file.read_text())["test"]["loss"] == pytest.approx(expected["loss"])
     LM.run(tested | {"eval_only": False, "resume": False}, monkeypatch)  # the folder is a run's
     LM.run(options | {"steps": 6, "learning_rate": 1e-12, "min_learning_rate": 0.0}, monkeypatch)
-    torch.testing.assert_close(checkpoint(options)["model"], load_checkpoint(before / "ckpt.pt")["model"])
+    torch.testing.assert_close(saved(options)["model"], load_checkpoint(before / "ckpt.pt")["model"])
     capsys.readouterr()
     for change, message in {
         "data": (corpora["c"], "no run of this script with the vocabulary of this corpus"),
@@ -453,7 +430,7 @@ def test_a_file_that_is_no_record_is_an_error(options, monkeypatch, capsys):
         (only_run(options["out_dir"]) / "result.json").write_text(text)
         line = LM.refused(options, monkeypatch, capsys)
         assert re.search(r"result.json of demo\S+ is not what this script writes \(KeyError\(", line)
-    write(only_run(options["out_dir"]) / "result.json", {"config": checkpoint(options)["identity"] | {"seed": 1}})
+    write(only_run(options["out_dir"]) / "result.json", {"config": saved(options)["identity"] | {"seed": 1}})
     assert "result.json is of a run with another seed: delete it" in LM.refused(options, monkeypatch, capsys)
     for name in ("result.json", "config.json"):
         for content in ("", "[]", '{"seed": 0', "[" * 100_000):
@@ -478,12 +455,12 @@ def test_the_history_is_that_of_the_checkpoint(options, monkeypatch, capsys):
     """In strict JSON."""
     evaluate = train_lm.evaluate
     monkeypatch.setattr(train_lm, "evaluate", lambda *given: evaluate(*given) | {"far": math.inf})
-    stopped(LM, 2, signal.SIGTERM, options, capsys)
+    stopped(LM, 1, signal.SIGTERM, options, capsys)
     assert [record["far"] for record in metrics(options["out_dir"])] == ["Infinity"]
     file = only_run(options["out_dir"]) / "metrics.jsonl"
     before = file.read_bytes()
     file.write_bytes(before + b'{"step": 3, "torn')
-    stop_in_the_middle(options, 3)
+    stopped(LM, 2, signal.SIGTERM, options, capsys)
     assert file.read_bytes() == before
 
 
@@ -507,7 +484,7 @@ def test_what_is_not_finite_ends_the_run(what, bad, log_every, ends, kept, optio
     if not kept:
         signal_at(ends - 1, signal.SIGTERM, monkeypatch)
     assert f"not finite at step {ends} " in LM.refused(given, monkeypatch, capsys)
-    assert not kept or checkpoint(options)["step"] == kept
+    assert not kept or saved(options)["step"] == kept
     assert (only_run(options["out_dir"]) / "ckpt.pt").exists() == bool(kept)
 
 
@@ -551,20 +528,18 @@ DIFFER = ("false, 3]", "false, 0]"), ('"data_checksum": "', '"data_checksum": "0
 
 @pytest.mark.parametrize("ours, theirs", DIFFER)
 def test_processes_that_see_different_files(ours, theirs, options, monkeypatch, capsys):
-    stop_in_the_middle(options, 3)
+    stopped(LM, 2, signal.SIGTERM, options, capsys)
     replaced = lambda mine: mine.replace(ours, theirs) if isinstance(mine, str) else mine  # noqa: E731
     monkeypatch.setattr(Context, "gather", lambda self, mine: [mine, replaced(mine)])
-    capsys.readouterr()
     line = LM.refused(options, monkeypatch, capsys)
     where = only_run(options["out_dir"])
     assert f"the processes see different data, precision or files in {where}: use a shared disk" in line
 
 
 def test_a_run_that_goes_on_in_another_precision_says_so(options, monkeypatch, capsys):
-    stop_in_the_middle(options, 3)
+    stopped(LM, 2, signal.SIGTERM, options, capsys)
     file = only_run(options["out_dir"]) / "ckpt.pt"
     torch.save(torch.load(file) | {"precision": "bfloat16"}, file)
-    capsys.readouterr()
     LM.run(options, monkeypatch)
     assert "warning: it began in bfloat16, and goes on in float32" in capsys.readouterr().err
 

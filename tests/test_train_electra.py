@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Script, metrics, result_of, saved, table_rows
+from helpers import Script, lively, metrics, result_of, saved, table_rows
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -86,15 +86,9 @@ def opened(options) -> tuple:
 # The equations
 
 
-def small(seed=0, **changes) -> Electra:
-    """A model in float64 whose weights are large enough that everything matters."""
-    torch.manual_seed(seed)
+def small(**changes) -> Electra:
     config = Config(**TINY | changes)
-    model = (Electra if config.objective == "rtd" else MaskedLM)(config, V=50).double()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(0.2 * torch.randn_like(p))
-    return model.eval()
+    return lively((Electra if config.objective == "rtd" else MaskedLM)(config, V=50)).eval()
 
 
 def small_batch() -> tuple:

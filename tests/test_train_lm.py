@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import shutil
 from collections import Counter
 from itertools import groupby
 from statistics import fmean
@@ -35,10 +34,6 @@ def opened(options: dict):
     return config, data, train_lm.build(config, data, context)
 
 
-def last_table(out: str) -> list[list[str]]:
-    return table_rows(out.split("\n\n")[-1])
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # One run
 
@@ -64,16 +59,12 @@ def test_every_router_trains_and_reports(name, options, monkeypatch, capsys):
     assert ("easy" in result) == ("many by" in out) == (name == "threshold")
 
 
-def test_learning_happens_and_the_result_is_the_last_models(options, monkeypatch):
+def test_learning_happens(options, monkeypatch):
     """Of numbers drawn by chance there is nothing to learn but how often each token comes."""
-    options |= {"steps": 40, "learning_rate": 2e-2, "eval_every": 20, "frequency_bias": False}
-    LM.run(options, monkeypatch)
+    given = {"steps": 40, "learning_rate": 2e-2, "eval_every": 20, "frequency_bias": False}
+    LM.run(options | given, monkeypatch)
     first, last = losses(options["out_dir"])
     assert last < first - 0.3
-    _, data, _ = opened(options)
-    net, _ = pretrained.load(only_run(options["out_dir"]))
-    scores = train_lm.test(net, data, setup("cpu", "float32"))
-    assert scores["test"] == result_of(options["out_dir"])["test"]
 
 
 def test_evaluation_is_its_literal_definition(options, monkeypatch):
@@ -228,7 +219,8 @@ def test_evaluation_under_another_routing_leaves_the_run_alone(options, monkeypa
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     capsys.readouterr()
     LM.run(options | at_test, monkeypatch)
-    record = json.loads((folder / "eval-t=0.0-capacity=0.125.json").read_text())
+    file = folder / "eval-t=0.0-capacity=0.125.json"
+    record = json.loads(file.read_text())
     assert record["test"]["layers"][0]["wanted"] == 1
     assert record["test"]["layers"][0]["served"] < 1 == record["test_no_limit"]["layers"][0]["served"]
     assert {name: (folder / name).read_bytes() for name in before} == before
@@ -240,40 +232,20 @@ def test_evaluation_under_another_routing_leaves_the_run_alone(options, monkeypa
     monkeypatch.setattr(train_lm, "cross_entropy", None)
     LM.run(options | at_test, monkeypatch)
     assert capsys.readouterr().out.split("\n\n")[-2:] == out.split("\n\n")[-2:]
-
-
-def test_an_evaluation_is_done_again_after_more_training(options, monkeypatch):
-    at_test = options | {"eval_only": True, "eval_capacity": 0.5}
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
-        patch.setattr(train_lm, "cosine", lambda step, *rest: 1e-2 / (3 - step))  # the run ends before its last step
-        LM.run(options, patch)
-    found = []
-    for command in (at_test, options, at_test):
-        LM.run(command, monkeypatch)
-        file = only_run(options["out_dir"]) / "eval-t=None-capacity=0.5.json"
-        found.append(json.loads(file.read_text()))
-    assert [result["step"] for result in found] == [3, 3, 4] and found[0]["test"]["loss"] != found[2]["test"]["loss"]
-
-
-def test_a_model_is_evaluated_on_its_own_data_alone(options, corpora, tmp_path, monkeypatch, capsys):
-    """Whether or not files of the run are to be read."""
-    options |= {"data": tmp_path / "data", "out_dir": tmp_path / "out", "steps": 2, "sample_tokens": 1}
-    shutil.copytree(corpora["a"], options["data"])
-    LM.run(options, monkeypatch)
-    shutil.rmtree(options["data"])
-    shutil.copytree(corpora["b"], options["data"])
-    capsys.readouterr()
+    for before in ({"step": 3}, {"code": {}}):  # since then it has trained on, or the code is another
+        file.write_text(json.dumps(record | before))
+        with pytest.raises(TypeError):
+            LM.run(options | at_test, monkeypatch)
+    (folder / "config.json").write_text('{"data_checksum": "of other data"}')
     for resume in (True, False):
-        given = options | {"eval_only": True, "eval_capacity": 0.5, "resume": resume}
+        given = options | at_test | {"resume": resume}
         assert "has other data, or other constants" in LM.refused(given, monkeypatch, capsys)
 
 
-def test_gpt2_weights_are_evaluated_and_trained_on(options, tmp_path, monkeypatch, capsys):
+def test_gpt2_weights_are_evaluated_and_trained_on(options, tmp_path, monkeypatch):
     options |= {"router": "dense", "init_from": tmp_path / "gpt2", "out_dir": tmp_path / "out"}
     options |= {"frequency_bias": False, "learning_rate": 1e-9, "min_learning_rate": 0}
     evaluated = options | {"eval_only": True}
-    assert "gpt2 does not exist: train it first" in LM.refused(evaluated, monkeypatch, capsys)
-    options["init_from"].mkdir()
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     shape = dict(vocab_size=320, n_positions=16, n_layer=2, n_head=2, n_embd=16, n_inner=32, initializer_range=0.3)
@@ -334,7 +306,7 @@ def test_table_1_has_every_row_and_runs_none_twice(options, monkeypatch, capsys)
     LM.run(options, monkeypatch)
     out = capsys.readouterr().out
     assert "XMoE table 1: test perplexity of every router at equal FLOPs, preset demo, seeds: 1\n" in out
-    rows = last_table(out)
+    rows = table_rows(out.split("\n\n")[-1])
     assert [row[1] for row in rows] == ["1 x 64", *["8 x 64"] * 3, *["16 x 32", "32 x 16", "64 x 8"] * 2]
     assert rows[0][2:4] == ["22.61", "22.24"] and rows[9][2:4] == ["19.46", "19.97"]
     found = [json.loads(path.read_text()) for path in options["out_dir"].glob("*/result.json")]
@@ -343,14 +315,14 @@ def test_table_1_has_every_row_and_runs_none_twice(options, monkeypatch, capsys)
     assert rows[0][8:] == [""] * 4 and all(float(row[6]) > 1 and row[8] and row[9] for row in rows[1:])
     monkeypatch.setattr(train_lm, "cross_entropy", None)
     LM.run(options, monkeypatch)
-    assert last_table(capsys.readouterr().out) == rows
+    assert table_rows(capsys.readouterr().out.split("\n\n")[-1]) == rows
 
 
 def test_table_2_says_what_share_was_really_kept(options, monkeypatch, capsys):
     """With `--resume false` each of the three models is trained again, and only once."""
     LM.run(options | {"table": 2, "steps": 2, "sample_tokens": 1, "resume": False}, monkeypatch)
     out = capsys.readouterr().out
-    rows = last_table(out)
+    rows = table_rows(out.split("\n\n")[-1])
     assert out.count("step 2: train") == 3
     assert [row[2] for row in rows] == ["1.00x"] + ["1.00x", "0.75x", "0.50x", "0.25x"] * 2
     assert [row[1] for row in rows] == [""] + ["8 x 4"] * 4 + ["16 x 2"] * 4

@@ -176,18 +176,16 @@ def test_a_stopped_run_ends_with_the_numbers_of_one_that_was_not(options, tmp_pa
     chosen, evaluate = [], train_mlm.evaluate
 
     def record(*args, **more):
-        scores, now = evaluate(*args, **more)
-        chosen.append(now[0])
-        return scores, now
+        chosen.append(evaluate(*args, **more))
+        return chosen[-1]
 
     MLM.run(ended, monkeypatch)
     monkeypatch.setattr(train_mlm, "evaluate", record)
     MLM.run(whole, monkeypatch)
     torch.testing.assert_close(saved(ended)["model"], saved(whole)["model"], rtol=0, atol=0)
     assert result_of(ended["out_dir"])["valid"] == result_of(whole["out_dir"])["valid"]
-    last, *_ = result_of(whole["out_dir"])["valid"]["layers"]
-    _, before, now = chosen
-    assert last["rf"] == float((before != now).double().mean()) > 0
+    _, (_, [before]), (scores, [now]) = chosen
+    assert scores["layers"][0]["rf"] == float((before != now).double().mean()) > 0
 
 
 def test_table_2_has_every_row(options, monkeypatch, capsys):

@@ -258,14 +258,6 @@ def test_the_limit_is_obeyed_when_it_is_asked_for(limit):
     assert model.moe_layers[0].eval_capacity_factor == 1.0  # as before
 
 
-def test_experts_that_choose_their_tokens_keep_their_limit():
-    """It is what chooses; without it every expert would serve every token."""
-    model, served = make("encoder alone", router="expert_choice", capacity=0.5), []
-    model.moe_layers[0].watchers.append(lambda moe, h, routing, kept: served.append(int(kept.sum())))
-    translate(model, torch.tensor(sources([15, 15])), None, TOKENIZER, beam=2)
-    assert served == [32]
-
-
 @pytest.mark.parametrize("training", [True, False])
 def test_translating_leaves_the_mode_as_it_was_and_drops_nothing_out(training):
     model = soon(make("threshold", dropout=0.5)).train(training)
