@@ -25,7 +25,6 @@ from test_train_mt import corpus as mt_corpus
 
 from engine import pretrained
 from engine.files import load_checkpoint
-from engine.run import numbers
 
 __all__ = ["electra_corpora", "mt_corpus"]  # fixtures
 
@@ -138,7 +137,14 @@ def same_end(folder: Path, alone: Path, processes: int):
     assert len(net.moe_layers) > 0
 
 
-def flat(record) -> dict[str, float]:
-    """Its numbers, but those of time and of who did it."""
-    others = "second|processes|shard"
-    return {name: x for name, x in numbers(record) if not re.search(others, name)}
+def flat(record, path="") -> dict[str, float]:
+    """Its numbers by where they stand, but those of time and of who did it."""
+    if isinstance(record, list):
+        record = dict(enumerate(record))
+    if not isinstance(record, dict):
+        return {path: record} if isinstance(record, int | float) else {}
+    found = {}
+    for name, part in record.items():
+        if not re.search("second|processes|shard", str(name)):
+            found |= flat(part, f"{path}/{name}")
+    return found

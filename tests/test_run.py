@@ -426,10 +426,11 @@ def test_a_run_goes_on_from_the_weights_of_another(options, corpora, tmp_path, m
 
 def test_a_file_that_is_no_record_is_an_error(options, monkeypatch, capsys):
     stopped(LM, 0, signal.SIGTERM, options, capsys)
-    for text in ('{"name": "x"}', '{"name": "x", "config": 3}', '{"name": "x", "config": {}}'):
+    broken = {'{"name": "x"}': "KeyError", '{"config": 3}': "KeyError", '{"test": 3, "test_no_limit": 3}': "TypeError"}
+    for text, error in broken.items():
         (only_run(options["out_dir"]) / "result.json").write_text(text)
         line = LM.refused(options, monkeypatch, capsys)
-        assert re.search(r"result.json of demo\S+ is not what this script writes \(KeyError\(", line)
+        assert re.search(rf"result.json of demo\S+ is not what this script writes \({error}\(", line)
     write(only_run(options["out_dir"]) / "result.json", {"config": saved(options)["identity"] | {"seed": 1}})
     assert "result.json is of a run with another seed: delete it" in LM.refused(options, monkeypatch, capsys)
     for name in ("result.json", "config.json"):
