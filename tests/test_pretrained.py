@@ -1,6 +1,6 @@
 """`pretrained.load`: what it makes of a run's folder and of a checkpoint in Hugging Face's format.
 
-That GPT-2 and XLM-R compute what Hugging Face's do is tested in test_model.py and test_encoder.py.
+That GPT-2 and XLM-R compute what Hugging Face's do is tested in test_train_lm.py and test_train_mlm.py.
 """
 
 import json
