@@ -303,15 +303,11 @@ def describe(scores: dict) -> str:
     """What one evaluation found, a line a sparse layer."""
     lines = ["perplexity {ppl:.2f} ({predicted:,} masked tokens)  balance {balance:.3f}".format(**scores)]
     for i, layer in enumerate(scores["layers"], 1):
-        lines.append(f"  sparse layer {i}: {collapse_in_words(layer)}; {measures.describe_routing(layer)}")
+        changed = "-" if layer["rf"] is None else f"{layer['rf']:.1%}"
+        lines.append(f"  sparse layer {i}: RC {layer['rc']:.2f}, RF {changed}; {measures.describe_routing(layer)}")
         if layer["temperature"]:
             lines[-1] += f", temperature {layer['temperature']:.4f}"
     return "\n".join(lines)
-
-
-def collapse_in_words(layer: dict) -> str:
-    changed = "-" if layer["rf"] is None else f"{layer['rf']:.1%}"
-    return f"RC {layer['rc']:.2f}, RF {changed}"
 
 
 def report(config: Config, result: dict) -> str:
@@ -327,8 +323,10 @@ def report(config: Config, result: dict) -> str:
         lines.append(f"the model is ahead of counting by neighbours in {ahead} of {len(counted)} languages{since}")
     smoe = Path(__file__).parent / f"results/train_mlm/{result['name']}-router=switch.json"
     if smoe.exists():  # of the demo: a run with other constants has another name
-        layers = read_json(smoe)["valid"]["layers"]
-        lines.append("its baseline SMoE, --router switch, has " + collapse_in_words(layers[0]))
+        for name, own in {"X-MoE": result, "its baseline SMoE, --router switch,": read_json(smoe)}.items():
+            [first], [last] = own["first"], own["valid"]["layers"]
+            words = "{} began with RC {:.0f} and ends with {:.0f}, RF {:.1%}"
+            lines.append(words.format(name, first["rc"], last["rc"], last["rf"]))
     return "\n".join(lines)
 
 

@@ -216,15 +216,18 @@ def test_the_end_says_since_when_it_is_ahead_and_what_smoe_has(options, tmp_path
     monkeypatch.setattr(train_mlm.counting, "masked_scores", lambda *_: counted)
     smoe = tmp_path / "results/train_mlm/demo-router=switch.json"
     smoe.parent.mkdir(parents=True)
-    smoe.write_text(json.dumps({"valid": {"layers": [{"rc": 3.14159, "rf": 0.25}]}}))
+    smoe.write_text(json.dumps({"first": [{"rc": 2.7}], "valid": {"layers": [{"rc": 3.14, "rf": 0.25}]}}))
     monkeypatch.setattr(train_mlm, "__file__", str(tmp_path / "train_mlm.py"))
     MLM.run(options | {"steps": 8}, monkeypatch)
     out, result = capsys.readouterr().out, result_of(options["out_dir"])
     assert result["ahead"] == 4
     assert "ahead of counting by neighbours in 1 of 2 languages, and in all together since step 4" in out
     assert "its baseline SMoE" not in out
-    words = train_mlm.report(train_mlm.Config(), result | {"name": "demo"})
-    assert words.endswith("its baseline SMoE, --router switch, has RC 3.14, RF 25.0%")
+    [first], [last] = result["first"], result["valid"]["layers"]
+    first["rc"], last["rc"], last["rf"] = 7, 8, 1
+    *_, ours, words = train_mlm.report(train_mlm.Config(), result | {"name": "demo"}).splitlines()
+    assert ours == "X-MoE began with RC 7 and ends with 8, RF 100.0%"
+    assert words == "its baseline SMoE, --router switch, began with RC 3 and ends with 3, RF 25.0%"
     assert "since" not in train_mlm.report(train_mlm.Config(), result | {"ahead": None})
 
 
