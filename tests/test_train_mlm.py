@@ -195,7 +195,7 @@ def test_table_2_has_every_row(options, monkeypatch, capsys):
     rows = table_rows(capsys.readouterr().out.split("\n\n")[-1])
     assert [row[1] for row in rows] == ["23.51", "", "", "19.02", "18.72", "19.59", "19.12"]
     assert all(float(row[2]) >= 0 and float(row[3]) > 1 for row in rows)
-    assert [bool(row[8]) for row in rows] == [0, 0, 0, 0, 1, 0, 1]  # temperature
+    assert [bool(row[9]) for row in rows] == [0, 0, 0, 0, 1, 0, 1]  # temperature
     configs = [json.loads(path.read_text()) for path in options["out_dir"].glob("*/config.json")]
     ours = [(config["gate"], config["experts"]) for config in configs if config["router"] == "switch"]
     assert len(configs) == 7 and sorted(ours) == [("sigmoid", 1), ("sigmoid", 4), ("softmax", 4)]
