@@ -323,8 +323,10 @@ def report(config: Config, result: dict) -> str:
         lines.append(f"the model is ahead of counting by neighbours in {ahead} of {len(counted)} languages{since}")
     smoe = Path(__file__).parent / f"results/train_mlm/{result['name']}-router=switch.json"
     if smoe.exists():  # of the demo: a run with other constants has another name
-        for name, own in {"X-MoE": result, "its baseline SMoE, --router switch,": read_json(smoe)}.items():
-            [first], [last] = own["first"], own["valid"]["layers"]
+        runs = {"X-MoE": result, "its baseline SMoE, --router switch,": read_json(smoe)}
+        for name, own in runs.items():
+            [first] = own["first"]
+            [last] = own["valid"]["layers"]
             words = "{} began with RC {:.0f} and ends with {:.0f}, RF {:.1%}"
             lines.append(words.format(name, first["rc"], last["rc"], last["rf"]))
     return "\n".join(lines)
