@@ -205,7 +205,7 @@ def labels_by_word(train: list[Example], words_of=words_by_text) -> Predictor:
             counts[word][one.gold] += 1
 
     def likelihood(label: str, words: list[Counter]) -> float:
-        examples = labels[label] + 2
+        examples = labels[label] + 2  # one more that has each word, and one that has it not
         shares = [(own[label] + 1) / examples for own in words]
         return math.log(labels[label]) + math.fsum(map(math.log, shares))  # exact: words of a set have no order
 

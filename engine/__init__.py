@@ -7,5 +7,8 @@ import sys
 # slowest where other programs need them. For how long is read when torch is loaded: a script imports this first.
 told = os.environ.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}  # by the user
 if not told and "torch" not in sys.modules:
-    load = getattr(os, "getloadavg", lambda: [0.0])()[0]  # programs that want a core, in the last minute
-    os.environ["GOMP_SPINCOUNT"] = "1000" if load > os.cpu_count() else "30000"
+    try:
+        load, *_ = os.getloadavg()  # programs that wanted a core, in the last minute
+    except (AttributeError, OSError):  # not every system tells
+        load = 0.0
+    os.environ["GOMP_SPINCOUNT"] = "1000" if load > (os.cpu_count() or 1) else "30000"

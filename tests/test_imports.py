@@ -72,14 +72,15 @@ def test_a_script_sets_how_threads_wait_before_torch_is_loaded(name):
 @pytest.mark.parametrize(
     "given, load, count",
     [
-        ({}, 0.5, "30000"),
-        ({}, 100_000, "1000"),
-        ({"GOMP_SPINCOUNT": "7"}, 0.5, "7"),
-        ({"OMP_WAIT_POLICY": "active"}, 0.5, "30000000000"),
+        ({}, "(0.5, 0, 0)", "30000"),
+        ({}, "(1e5, 0, 0)", "1000"),
+        ({}, "open('')", "30000"),  # an OSError, as where the system does not tell
+        ({"GOMP_SPINCOUNT": "7"}, "(1e5, 0, 0)", "7"),
+        ({"OMP_WAIT_POLICY": "active"}, "(1e5, 0, 0)", "30000000000"),
     ],
 )
 def test_openmp_waits_by_the_load_but_where_the_user_says_otherwise(given, load, count):
-    code = f"import os; os.getloadavg = lambda: ({load}, 0, 0); import train_lm"
+    code = f"import os; os.getloadavg = lambda: {load}; import train_lm"
     env = {name: os.environ[name] for name in os.environ if not name.startswith(("OMP_", "GOMP_"))}
     env |= given | {"OMP_DISPLAY_ENV": "verbose"}
     told = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True)

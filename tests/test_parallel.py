@@ -139,12 +139,10 @@ def same_end(folder: Path, alone: Path, processes: int):
 
 def flat(record, path="") -> dict[str, float]:
     """Its numbers by where they stand, but those of time and of who did it."""
-    if isinstance(record, list):
-        record = dict(enumerate(record))
-    if not isinstance(record, dict):
+    if not isinstance(record, dict | list):
         return {path: record} if isinstance(record, int | float) else {}
     found = {}
-    for name, part in record.items():
+    for name, part in record.items() if isinstance(record, dict) else enumerate(record):
         if not re.search("second|processes|shard", str(name)):
             found |= flat(part, f"{path}/{name}")
     return found
