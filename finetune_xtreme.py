@@ -38,7 +38,7 @@ from engine import parallel, pretrained
 from engine.config import changed, run_name
 from engine.device import clear_errors, seed_all, warn
 from engine.files import folder_of
-from engine.optim import adamw, cross_entropy, linear, set_learning_rate
+from engine.optim import adamw, clip_gradients, cross_entropy, linear, set_learning_rate
 from engine.run import Run
 from engine.table import Table, carry_out, markdown_table, start
 from model import Encoder, SparseModel, real_mask
@@ -437,7 +437,7 @@ def train(config: Config, context) -> dict:
             (total / part).backward()  # the step's loss is the mean over all that its micro-batches predict
             tokens = ids.numel() if real is None else len(real)
             run.add(loss / part, tokens)
-        parallel.clip_grad_norm_(model, config.grad_clip)
+        clip_gradients(model, config.grad_clip)
         optimizer.step()
         optimizer.zero_grad()
         if not config.frozen:

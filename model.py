@@ -375,14 +375,6 @@ class SparseModel(nn.Module):
         return [module for module in self.modules() if isinstance(module, MoE)]
 
     @property
-    def parts(self) -> list[nn.Module]:
-        """What FSDP gathers at a time; those inside others come first."""
-        kinds = Block, EncoderLayer, MoE
-        whole = [m for m in self.modules() if isinstance(m, kinds)]
-        # A decoder's block also makes keys and values of the source, outside of its forward.
-        return [m for m in reversed(whole) if getattr(m, "cross", None) is None]
-
-    @property
     def sees_later(self) -> bool:
         """Whether experts choose among later tokens too: a decoder's perplexity is then no language model's."""
         return any(moe.router.sees_later for moe in self.moe_layers)

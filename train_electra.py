@@ -30,7 +30,7 @@ from data import counting
 from data.batches import Masked, MaskedData, PairData
 from engine import parallel
 from engine.device import clear_errors, seed_all
-from engine.optim import adamw, cross_entropy, linear, set_learning_rate
+from engine.optim import adamw, clip_gradients, cross_entropy, linear, set_learning_rate
 from engine.run import Run
 from engine.table import Table, carry_out, start
 from model import Encoder, MaskedLM, SparseModel
@@ -101,7 +101,6 @@ class Config:
     out_dir: str = "out/train_electra"  # where runs are kept
     device: str = "auto"  # cuda, mps or cpu
     dtype: Literal["auto", "bfloat16", "float32", "float64"] = "float32"  # auto: bfloat16 where it is fast
-    shard: bool = False  # weights and their state lie in pieces over all processes (FSDP2)
     compile: bool | None = None  # torch.compile; None: where products are in bfloat16 on a GPU
     recompute: bool = False  # activation checkpointing: less memory, for a second forward pass
     resume: bool = True  # go on from the run's newest checkpoint; false: start again
@@ -317,7 +316,7 @@ def blind_loss(replaced: int, maskable: int, tokens: int) -> float:
     return maskable / tokens * entropy
 
 
-def evaluate(model, data: dict, config: Config, context, untrained: list[float], maskings: int = 1) -> dict:
+def evaluate(model, data: dict, config: Config, context, untrained: list[float], maskings: int) -> dict:
     """Scores of both kinds of validation text, routing statistics of the sparse layers, and two measures of pairs.
 
     untrained: the translations that each layer found before training about each language's mean; they are kept, too.
@@ -387,21 +386,21 @@ def train(config: Config, context) -> dict:
             loss = mlm + config.lambda_disc * rtd + config.balance_coef * balance  # section 3.2
             loss.backward()
             run.add(loss, tokens=len(corpora) * config.micro_tokens)
-        parallel.clip_grad_norm_(model, config.grad_clip)
+        clip_gradients(model, config.grad_clip)
         optimizer.step()
         optimizer.zero_grad()
         model.after_step()  # restores what a router keeps fixed: a hypersphere its norms, the others nothing
         if run.due(step + 1):
-            scores = evaluate(parallel.whole(model), held_out, config, context, run.kept["untrained"])
-            translation = scores["translation"]
+            maskings = config.eval_maskings if step + 1 == config.steps else 1
+            scores = evaluate(model, held_out, config, context, run.kept["untrained"], maskings)
+            run.kept["scores"], translation = scores, scores["translation"]
             if translation["with"] > translation["without"] + 0.02:  # it begins to help: the languages become one
                 run.kept.setdefault("change", step + 1)
             record = {"flops": (step + 1) * work, "held_out": scores}
             run.save(step + 1, record, f"{record['flops']:.2e} FLOPs\n{describe(scores)}", scores["loss"])
-    maskings, untrained = config.eval_maskings, run.kept["untrained"]
-    scores = evaluate(parallel.whole(model), held_out, config, context, untrained, maskings)
-    result = {"held_out": scores, "change": run.kept.get("change"), "counting": counted, "parameters": parameters}
-    return run.finish(result | {"flops": config.steps * work})
+
+    result = {"held_out": run.kept["scores"], "change": run.kept.get("change"), "counting": counted}
+    return run.finish(result | {"parameters": parameters, "flops": config.steps * work})
 
 
 def open_data(config: Config, context) -> dict[str, MaskedData | PairData]:

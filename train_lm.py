@@ -27,7 +27,7 @@ from data.batches import TokenData
 from engine import parallel, pretrained
 from engine.device import clear_errors, seed_all, show
 from engine.files import newest, read_json
-from engine.optim import adamw, cosine, cross_entropy, set_learning_rate
+from engine.optim import adamw, clip_gradients, cosine, cross_entropy, set_learning_rate
 from engine.run import Run
 from engine.table import Table, carry_out, start
 from model import GPT
@@ -93,7 +93,6 @@ class Config:
     out_dir: str = "out/train_lm"  # where runs are kept
     device: str = "auto"  # cuda, mps or cpu
     dtype: Literal["auto", "bfloat16", "float32", "float64"] = "auto"  # auto: bfloat16 where it is fast
-    shard: bool = False  # weights and their state lie in pieces over all processes (FSDP2)
     compile: bool | None = None  # torch.compile; None: where products are in bfloat16 on a GPU
     recompute: bool = False  # activation checkpointing: less memory, for a second forward pass
     resume: bool = True  # go on from the run's newest checkpoint; false: start again
@@ -275,15 +274,15 @@ def train(config: Config, context) -> dict:
             total = loss + config.balance_coef * balance
             (total / len(run.micros)).backward()
             run.add(loss / len(run.micros), tokens=x.numel())
-        parallel.clip_grad_norm_(model, config.grad_clip)
+        clip_gradients(model, config.grad_clip)
         optimizer.step()
         optimizer.zero_grad()
         model.after_step()  # restores what a router keeps fixed: a hypersphere its norms, the others nothing
         if run.due(step + 1):
-            scores = evaluate(parallel.whole(model), data, "valid", context, config.eval_tokens)
+            scores = evaluate(model, data, "valid", context, config.eval_tokens)
             run.save(step + 1, scores, f"valid {describe(scores)}", scores["loss"])
 
-    model, text = parallel.whole(model), data.meta["splits"]["test"]
+    text = data.meta["splits"]["test"]
     result = test(model, data, context) | {"parameters": parameters, "flops": work}
     result["counting"] = {name: measures.bits_per_byte(loss, text) for name, loss in by_counting.items()}
     if model.moe_layers and model.moe_layers[-1].router.most is None and not model.sees_later:
@@ -314,7 +313,7 @@ def evaluate_run(config: Config, context) -> dict:
             raise ValueError(f"{run.folder} has no checkpoint: train with the same constants but eval_ ones first{why}")
         model = build(config, data, context)
         if checkpoint:
-            parallel.load_model(model, checkpoint["model"])
+            model.load_state_dict(checkpoint["model"])
     file = f"eval-t={config.eval_threshold}-capacity={config.eval_capacity}.json"
     known = read_json(run.folder / file)
     tested = {"name": run.name, "step": checkpoint.get("step", 0), "code": run.code}

@@ -4,7 +4,7 @@
     python train_mlm.py --router switch                        the baseline SMoE; --router dense: no experts
     python train_mlm.py --gate softmax --routing_dim 4         another gate, and a sphere of fewer dimensions
     python train_mlm.py --table 2                              every row of a table, beside the paper's numbers
-    python train_mlm.py --preset small                         more text: first, python -m data.prepare messages
+    python train_mlm.py --preset small                         more text: see `messages` in data/README.md
     torchrun --nproc_per_node 8 train_mlm.py --preset base     the paper's model and schedule, on 8 GPUs
 
 Prints, at every evaluation, the perplexity of masked tokens, how the sparse layers route, and X-MoE's two measures: RC
@@ -28,7 +28,7 @@ from data.batches import MaskedData
 from engine import parallel, pretrained
 from engine.device import clear_errors, seed_all
 from engine.files import read_json
-from engine.optim import adamw, cross_entropy, linear, set_learning_rate
+from engine.optim import adamw, clip_gradients, cross_entropy, linear, set_learning_rate
 from engine.run import Run
 from engine.table import Table, carry_out, start
 from model import PAD, MaskedLM
@@ -92,7 +92,6 @@ class Config:
     out_dir: str = "out/train_mlm"  # where runs are kept
     device: str = "auto"  # cuda, mps or cpu
     dtype: Literal["auto", "bfloat16", "float32", "float64"] = "float32"  # auto: bfloat16 where it is fast
-    shard: bool = False  # weights and their state lie in pieces over all processes (FSDP2)
     compile: bool | None = None  # torch.compile; None: where products are in bfloat16 on a GPU
     recompute: bool = False  # activation checkpointing: less memory, for a second forward pass
     resume: bool = True  # go on from the run's newest checkpoint; false: start again
@@ -282,13 +281,13 @@ def train(config: Config, context) -> dict:
             total = loss + config.balance_coef * balance  # X-MoE eq. 10
             (total / part).backward()  # the step's loss is the mean over all masked tokens of its micro-batches
             run.add(loss / part, tokens=batch.tokens)
-        parallel.clip_grad_norm_(model, config.grad_clip)
+        clip_gradients(model, config.grad_clip)
         optimizer.step()
         optimizer.zero_grad()
         model.after_step()  # brings expert embeddings back to their sphere
         if run.due(step + 1):
             maskings = config.eval_maskings if step + 1 == config.steps else 1
-            scores, chosen = evaluate(parallel.whole(model), data, config, context, maskings, before=chosen)
+            scores, chosen = evaluate(model, data, config, context, maskings, before=chosen)
             run.kept |= {"valid": scores, "chosen": chosen}
             run.kept.setdefault("first", scores["layers"])  # of which RC then rises or falls
             if scores["ppl"] < counted.get("neighbours", {}).get("ppl", 0):

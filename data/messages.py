@@ -1,31 +1,24 @@
-"""Messages beside their English: Home Assistant's, from a wheel that pip downloads and that is never installed.
+"""Messages beside their English: Home Assistant's, from its wheel, which is read and need not be installed.
 
 No text of one split, in any language, is in another.
 """
 
 import json
 import re
-import subprocess
-import sys
 import zipfile
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-from filelock import FileLock
-
 from data.files import Records, sha256, split_of
 
 MIN_MESSAGES = 100  # of a language that is kept
-DOWNLOADS = Path(__file__).parent / "downloads"
-PIP = [sys.executable, *"-m pip download --quiet --disable-pip-version-check --retries=1 --no-deps".split()]
-PIP += ["--only-binary=:all:", "--python-version=3.14"]  # it is read, not run: it may be for another Python
 HOMEASSISTANT = "homeassistant==2026.2.3"
 SHA256 = "8167820cac4b8defe895fd2c36ac23402a445d1fe6028e8cde24caabb935282c"  # of the one file that will do
 
 
-def by_language(source: Path | None = None) -> dict[str, Records]:
+def by_language(source: Path) -> dict[str, Records]:
     """Documents are messages, each once in a language; those of `en` are the English texts that have a translation.
 
     A hash of the English sends 5% to valid and 5% to test. A message that translates English texts of two splits is
@@ -54,7 +47,7 @@ def by_language(source: Path | None = None) -> dict[str, Records]:
     return rows
 
 
-def home_messages(source: Path | None = None) -> set[tuple[str, str, str]]:
+def home_messages(source: Path) -> set[tuple[str, str, str]]:
     """(language as in zh_Hans, English, message), aligned by key, in single spaces.
 
     Left out is what is the English itself, or has other {placeholders}.
@@ -88,27 +81,9 @@ def placeholders(text: str) -> list[str]:
     return sorted(re.findall(r"\{[^{}]*\}", text))
 
 
-def wheel_file(source: Path | None = None) -> Path:
-    """Home Assistant's wheel: the file `source`, or that in the folder, or in DOWNLOADS, where pip puts it. OSError,
-    ValueError: no such."""
-    path = source or DOWNLOADS
-    if not path.is_file():
-        path /= HOMEASSISTANT.replace("==", "-") + "-py3-none-any.whl"
-    if not source:
-        DOWNLOADS.mkdir(parents=True, exist_ok=True)
-        with FileLock(DOWNLOADS / ".lock"):  # a second preparation waits
-            if not path.exists() or sha256(path) != SHA256:  # cut, where a download was killed
-                path.unlink(missing_ok=True)
-                download()
+def wheel_file(source: Path) -> Path:
+    """Home Assistant's wheel: the file `source`, or that in the folder. OSError, ValueError: no such."""
+    path = source if source.is_file() else source / f"{HOMEASSISTANT.replace('==', '-')}-py3-none-any.whl"
     if sha256(path) != SHA256:
         raise ValueError(f"{path} is not the wheel of {HOMEASSISTANT} that PyPI has: its sha256 differs")
     return path
-
-
-def download():
-    print(f"downloading {HOMEASSISTANT} into {DOWNLOADS}", file=sys.stderr)
-    done = subprocess.run([*PIP, "--dest", str(DOWNLOADS), HOMEASSISTANT], capture_output=True, text=True)
-    if done.returncode:
-        reason = (done.stderr.splitlines() or ["no reason given"])[-1].removeprefix("ERROR: ")
-        needs = "it takes pip and the network, or the wheel in a folder, given with --source"
-        raise OSError(f"cannot download {HOMEASSISTANT} ({reason}); {needs}")

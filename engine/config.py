@@ -19,7 +19,7 @@ from routers import ROUTERS
 
 # Constants that say where and how to run, or what to do with a trained model: they make no other run.
 WHERE = {"preset", "table", "seeds", "out_dir", "resume", "device", "log_every"}
-WHERE |= {"shard", "compile", "recompute"}
+WHERE |= {"compile", "recompute"}
 WHERE |= {"eval_only", "prompt", "sample_tokens", "sample_temperature", "sample_top_k", "sample_seed"}
 WHERE |= {"translate", "encoders", "source"}  # of the source it is what was read that counts, by a checksum
 

@@ -6,17 +6,14 @@ import dataclasses
 import os
 import platform
 import re
-import struct
 import sys
-import tempfile
 import traceback
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from filelock import FileLock
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -186,7 +183,6 @@ def setup(device: str = "auto", dtype: str = "auto") -> Context:
         dtype = "bfloat16" if fast else "float32"
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     context = Context(rank, world, torch.device(device), getattr(torch, dtype), allocator)
-    mend_caches()
     if world > 1 and not dist.is_initialized():
         join(context)
     return context
@@ -217,24 +213,6 @@ def keep_memory() -> str:
         return "default"
     libc.mallopt(-1, (1 << 31) - 1)
     return "glibc, mallopt"
-
-
-def mend_caches():
-    """Deletes libraries that a kill left half written: torch.compile would load them, and fail, for good.
-
-    See pytorch issue 102539. A whole one ends with a table, whose place and size its first bytes tell.
-    """
-    folder, tmp = os.environ.get("TORCHINDUCTOR_CACHE_DIR"), Path(tempfile.gettempdir())
-    files = Path(folder).glob("*/*.so") if folder else tmp.glob("torchinductor_*/*/*.so")
-    for file in files if sys.platform == "linux" else ():
-        name, _, _ = file.name.partition(".")
-        lock = file.parents[1] / "locks" / f"{name}.lock"  # of who is writing it
-        with suppress(OSError, NotImplementedError), FileLock(lock, timeout=0):
-            with file.open("rb") as own:
-                start = own.read(64).ljust(64, b"\0")
-            place, row, rows = struct.unpack_from("<Q10xHH", start, 40)
-            if not 0 < place + row * rows <= file.stat().st_size:
-                file.unlink()
 
 
 def seed_all(*key: int):

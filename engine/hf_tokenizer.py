@@ -5,11 +5,8 @@ decomposed (NFD), XLM-R's kind misses some compositions, as transformers' own XL
 table of characters goes by what looks like one.
 """
 
-import io
-from collections import defaultdict
-from collections.abc import Iterator
-
 import tokenizers
+from sentencepiece.sentencepiece_model_pb2 import ModelProto
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
@@ -51,20 +48,15 @@ def from_gpt2(tokenizer: GPT2) -> tokenizers.Tokenizer:
 
 
 def from_sentencepiece(tokenizer: SentencePiece) -> tokenizers.Tokenizer:
-    parts = defaultdict(list)  # 1: the pieces, 2: what they were trained by, 3: how a text is normalised
-    for number, value in fields(tokenizer.file):
-        parts[number].append(dict(fields(value)))
-    [training], [rules] = parts[2], parts[3]
+    model = ModelProto.FromString(tokenizer.file)
     pieces = []  # name, kind, score
-    for i, piece in enumerate(parts[1]):
-        kind = piece.get(3, NORMAL)
-        written = kind in (NORMAL, USER_DEFINED)
-        score = tokenizer.processor.get_score(i) if written else NEVER
-        pieces.append((piece[1].decode(), kind, score))
+    for piece in model.pieces:
+        score = piece.score if piece.type in (NORMAL, USER_DEFINED) else NEVER
+        pieces.append((piece.piece, piece.type, score))
     if isinstance(tokenizer, XLMR):
         pieces = [*XLMR_BEGINS, *pieces[3:], ("<mask>", CONTROL, NEVER)]
-    theirs = tokenizers.Tokenizer(model_of(pieces, training.get(3, UNIGRAM)))
-    read_and_write(theirs, rules)
+    theirs = tokenizers.Tokenizer(model_of(pieces, model.trainer_spec.model_type))
+    read_and_write(theirs, model.normalizer_spec)
     for name, kind, _ in pieces:
         special = kind in (UNKNOWN, CONTROL)
         if special or kind == USER_DEFINED:
@@ -96,11 +88,11 @@ def model_of(pieces: list[tuple], kind: int) -> models.Model:
     return models.BPE(ids, pairs, unk_token=names[unknown], fuse_unk=True, byte_fallback=True)
 
 
-def read_and_write(theirs: tokenizers.Tokenizer, rules: dict):
+def read_and_write(theirs: tokenizers.Tokenizer, rules):
     """How a text is normalised, and spelt again."""
-    begins, single = rules.get(3, True), rules.get(4, True)  # a space is put in front; there is one at a time
-    steps = [normalizers.Precompiled(rules[2])] if rules.get(2) else []
-    if single:
+    begins, characters = rules.add_dummy_prefix, rules.precompiled_charsmap
+    steps = [normalizers.Precompiled(characters)] if characters else []
+    if rules.remove_extra_whitespaces:
         steps.append(normalizers.Replace(Regex(r"\A +| +\z"), ""))
         steps.append(normalizers.Replace(Regex(" +"), " "))
     elif begins:  # also before a space, where a pre-tokenizer puts none
@@ -110,18 +102,3 @@ def read_and_write(theirs: tokenizers.Tokenizer, rules: dict):
     theirs.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     theirs.decoder = decoders.Sequence(steps + [decoders.Strip(" ", left=1)] * begins)
-
-
-def fields(message: bytes) -> Iterator[tuple]:
-    """Numbers and values in a message of Protocol Buffers. SentencePiece's file is one, whose values are messages."""
-    file = io.BytesIO(message)
-    while key := number(file):
-        kind = key & 7
-        value = 4 if kind == 5 else number(file)  # of bytes and floats the length
-        yield key >> 3, value if kind == 0 else file.read(value)
-
-
-def number(file: io.BytesIO) -> int:
-    """Seven bits a byte, the lowest first; the eighth says whether more follow. 0 at the end."""
-    [byte] = file.read(1) or [0]
-    return byte if byte < 128 else byte - 128 + (number(file) << 7)

@@ -45,8 +45,7 @@ def adamw(model: torch.nn.Module, config) -> torch.optim.AdamW:
         is_bias = name.endswith(("bias", "b_in", "b_out"))
         decay = 0.0 if p.dim() < 2 or is_norm or is_bias else config.weight_decay
         times = of_routers if "router." in name else of_distances if "distance." in name else 1.0
-        kind = decay, times, type(p)  # FSDP's parameters are not stepped with others
-        group = groups.setdefault(kind, {"params": [], "weight_decay": decay, "times": times})
+        group = groups.setdefault((decay, times), {"params": [], "weight_decay": decay, "times": times})
         group["params"].append(p)
     return torch.optim.AdamW(
         list(groups.values()),
@@ -55,6 +54,12 @@ def adamw(model: torch.nn.Module, config) -> torch.optim.AdamW:
         eps=config.eps,
         fused=True,
     )
+
+
+def clip_gradients(model: torch.nn.Module, limit: float):
+    """Scales the gradients down to a norm of `limit`, if theirs is larger; limit 0 does not."""
+    if limit:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, value: float):

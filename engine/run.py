@@ -19,9 +19,9 @@ from tempfile import TemporaryFile
 
 import torch
 from filelock import FileLock, Timeout
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from tqdm import tqdm
 
-from engine import parallel
 from engine.config import identity
 from engine.device import Context, fail, show, warn
 from engine.files import MADE, code_of, folder_of, newest, others, read_json, to_json, write
@@ -122,8 +122,8 @@ class Run:
             try:
                 self.seconds, self.log = float(state["seconds"]), "" + state["log"]  # TypeError if it is no text
                 self.open_window(**state["window"])
-                parallel.load_model(model, state["model"])
-                parallel.load_optimizer(model, optimizer, state["optimizer"])
+                model.load_state_dict(state["model"])
+                set_optimizer_state_dict(model, optimizer, state["optimizer"])
             except Exception as error:  # what is missing, or of another shape, shows itself in a dozen ways
                 file = self.folder / self.checkpoint_name
                 raise ValueError(f"{file} is not a whole checkpoint of this run ({error!s:.200}): delete it") from None
@@ -291,18 +291,17 @@ class Run:
     def save_checkpoint(self, done: int):
         """What it takes to go on after so many steps, unless the last update broke the weights. At every moment one of
         the two files is whole."""
-        begun, window, model = time.perf_counter(), self.window(), parallel.whole(self.model)
-        everything = sum(p.detach().sum() for p in model.parameters())
+        begun, window = time.perf_counter(), self.window()
+        everything = sum(p.detach().sum() for p in self.model.parameters())
         self.check_finite(window["loss_sum"] + float(everything), done)
         state = {"seconds": self.seconds, "log": self.log, "window": window, "kept": self.kept}
         state |= {"precision": self.precision, "code": self.code}
-        state["optimizer"] = parallel.optimizer_state(self.model, self.optimizer)
-        self.save_model("ckpt.pt", model, done, **state)
+        state["optimizer"] = get_optimizer_state_dict(self.model, self.optimizer)
+        self.save_model("ckpt.pt", self.model, done, **state)
         self.clock += time.perf_counter() - begun  # writing a file is not training
 
     def save_model(self, name: str, model, step: int, **state):
         """A file with what it takes to make the model again, and with `state`."""
-        model = parallel.whole(model)
         state |= {"class": type(model).__name__, "step": step, "identity": self.identity}
         state |= {"constants": vars(model.config), "vocab_size": model.vocab_size}
         self.write(name, state | {"model": model.state_dict()})

