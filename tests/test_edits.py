@@ -195,7 +195,7 @@ def test_what_counts_as_code(tmp_path, monkeypatch):
         ("EMBEDDING_NORM = 0.1  # X-MoE 3.1", "EMBEDDING_NORM = 0.1\n\n# X-MoE 3.2"): True,
         ('"""(S, D) -> (S, E)"""', '"""Scores."""'): True,
         ("EMBEDDING_NORM = 0.1", "EMBEDDING_NORM = 0.2"): False,
-        ("1 + (p[:, :-1]", "2 + (p[:, :-1]"): False,
+        ("1 + (total[:, :-1]", "2 + (total[:, :-1]"): False,
     }.items():
         assert text.count(edit[0]) == 1
         file.write_text(text.replace(*edit))

@@ -157,6 +157,27 @@ def test_threshold_1_reaches_every_expert(dtype):
         assert logit_router("threshold", h.shape[1], threshold=1.0, dtype=dtype)(h).wanted.all()
 
 
+@pytest.mark.parametrize(
+    "name, K, t", [("topk", 3, 1), ("threshold", 1, 0.0), ("threshold", 1, 0.3), ("threshold", 1, 0.9)]
+)
+def test_experts_are_chosen_as_by_sorting_all_of_them(name, K, t):
+    """Of 40 experts few are looked at first. Many are equal here, and some tokens need more than those."""
+    E, rng = 40, torch.Generator().manual_seed(0)
+    h = torch.randn(400, E, generator=rng).mul(2).round()
+    router = logit_router(name, E, K=K, threshold=t, dtype=torch.float32)
+    routing = router(h)
+    p, order = routing.probs.detach().sort(dim=1, descending=True, stable=True)
+    count = torch.full((400,), K)
+    if name == "threshold":
+        count = 1 + (p[:, :-1].cumsum(dim=1) < t).sum(dim=1)
+        assert t < 0.9 or (count <= 8).any() and (count > 8).any()
+    expected = torch.full((400, E), NOT_CHOSEN)
+    for token, (experts, most) in enumerate(zip(order, count)):
+        for rank, expert in enumerate(experts[:most]):
+            expected[token, expert] = priority_key(routing.probs[token, expert].detach(), rank)
+    assert torch.equal(routing.priority, expected)
+
+
 RANKED = st.tuples(st.integers(0, 4095), st.floats(width=32, allow_nan=False))
 
 

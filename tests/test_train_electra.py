@@ -323,6 +323,21 @@ def test_corpora_are_read_as_the_constants_say(masks, share, options, monkeypatc
     assert read == {"train": {share}, "evaluate": {(1, 0)}}
 
 
+@pytest.mark.parametrize("limit, larger", {math.inf: True, 1.0: False}.items())
+def test_held_out_batches_are_larger_where_no_limit_counts_their_tokens(limit, larger, options, monkeypatch):
+    options |= EXPERTS | {"router": "topk", "capacity_factor": limit, "steps": 1}
+    sizes = set()
+
+    def evaluate(model, data, *rest, old=train_electra.evaluate):
+        sizes.update(corpus.micro_tokens for corpus in data.values())
+        return old(model, data, *rest)
+
+    monkeypatch.setattr(train_electra, "evaluate", evaluate)
+    ELECTRA.run(options, monkeypatch)
+    [size] = sizes
+    assert size > options["micro_tokens"] and size <= 4096 if larger else size == options["micro_tokens"]
+
+
 @pytest.mark.parametrize("preset", train_electra.PRESETS)
 def test_xlm_of_equal_flops_has_them(preset):
     base = Config(**{"preset": preset} | train_electra.PRESETS[preset])
