@@ -158,7 +158,7 @@ def test_threshold_1_reaches_every_expert(dtype):
 
 
 @pytest.mark.parametrize(
-    "name, K, t", [("topk", 3, 1), ("threshold", 1, 0.0), ("threshold", 1, 0.3), ("threshold", 1, 0.9)]
+    "name, K, t", [("topk", 3, 1), ("threshold", 1, 0.0), ("threshold", 1, 0.3), ("threshold", 1, 0.95)]
 )
 def test_experts_are_chosen_as_by_sorting_all_of_them(name, K, t):
     """Of 40 experts few are looked at first. Many are equal here, and some tokens need more than those."""
@@ -170,7 +170,7 @@ def test_experts_are_chosen_as_by_sorting_all_of_them(name, K, t):
     count = torch.full((400,), K)
     if name == "threshold":
         count = 1 + (p[:, :-1].cumsum(dim=1) < t).sum(dim=1)
-        assert t < 0.9 or (count <= 8).any() and (count > 8).any()
+        assert t < 0.9 or (count <= 8).any() and (count > 16).any()
     expected = torch.full((400, E), NOT_CHOSEN)
     for token, (experts, most) in enumerate(zip(order, count)):
         for rank, expert in enumerate(experts[:most]):
