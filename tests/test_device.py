@@ -26,6 +26,15 @@ def test_learning_rates_are_their_formulas():
     assert optim.cosine(0, 1, 0.1, 1.0, 0.0) == optim.linear(0, 1, 0.0, 1.0) == 1.0  # a single step is a step
 
 
+@pytest.mark.parametrize("limit, left", {0.0: 5.0, 2.0: 2.0, 7.0: 5.0}.items())
+def test_gradients_are_clipped_to_a_norm_and_0_leaves_them(limit, left):
+    model = torch.nn.Linear(2, 1)
+    model.weight.grad, model.bias.grad = torch.tensor([[3.0, 0.0]]), torch.tensor([4.0])
+    optim.clip_gradients(model, limit)
+    found = torch.cat([model.weight.grad.flatten(), model.bias.grad])
+    torch.testing.assert_close(found, torch.tensor([3.0, 0.0, 4.0]) * left / 5, rtol=1e-5, atol=0)
+
+
 @pytest.mark.parametrize("stacks", [0, 2], ids=["bare", "stacks"])
 def test_weight_decay_spares_norms_biases_and_the_temperature(stacks):
     config = constants(router="hypersphere", expert_layers=stacks, **ADAM)
