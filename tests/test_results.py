@@ -221,6 +221,24 @@ def test_each_of_eight_seeds_is_compared(tmp_path, monkeypatch):
         claims.effect(tmp_path, pair)
 
 
+def test_a_run_is_compared_with_the_line_between_two(tmp_path, monkeypatch):
+    """At the same number of experts that serve a token: 1.5, 2 and 1.75 of them, between 1 and 3."""
+    pytest.importorskip("scipy")
+    monkeypatch.setattr(train_lm, "cells", lambda result: {"F1": (result["F1"], ""), "served": (result["served"], "")})
+    for seed, (x, y) in enumerate([(1.5, 12.0), (2.0, 15.5), (1.75, 14.0)]):
+        for K, end in ((1, 10.0), (3, 20.0)):
+            numbers = dict(F1=(y, end), served=(x, K))
+            pair = write_pair(tmp_path, train_lm, {}, dict(router="topk", top_k=K), [], seeds=[seed], **numbers)
+            name = f"demo{claims.SEEDS[seed]}-router"
+            (tmp_path / f"train_lm/{name}=dense.json").rename(tmp_path / f"train_lm/{name}={K}.json")
+    pair |= {"number": "F1", "unit": "points more of BLEU, F1 or accuracy", "about": ["router"]}
+    pair["other"] = [f"train_lm/demo{{}}-router={K}" for K in (1, 3)]
+    found = claims.effect(tmp_path, pair)
+    assert sorted(found["seeds"]) == [-0.5, 0.25, 0.5] and found["differ"] == ["router"]
+    with pytest.raises(ValueError, match="router is .* `about` must name it"):
+        claims.effect(tmp_path, pair | {"about": []})
+
+
 def test_of_translations_found_the_paper_decides_and_other_measures_stand_beside(tmp_path):
     """Of four layers the paper's is the third. The best is that of the mean over seeds, of each side its own."""
     pytest.importorskip("scipy")

@@ -3,7 +3,8 @@
 Both are listed in results/. In the names of runs {} is where a seed stands. claims.json has pairs of runs, `ours` and
 `other`, and what a pair is `about`: the constants in which its runs may differ. Any other difference is an error, also
 of what follows from constants, `tokens a step` and `FLOPs`. What is compared is a number of a script's table or of its
-sparse layers; `from` names another number of the other side, such as the one that the same runs began with. Of
+sparse layers; `from` names another number of the other side, such as the one that the same runs began with. Where
+`other` names two runs, it is the number on the line between them, where as many experts serve a token as in ours. Of
 translations it is the layer of the script's table, another `layer`, or the `best` of each side. pictures.json has the
 panels of pictures, of records in results/analyses/, or of what each layer of runs finds.
 """
@@ -30,6 +31,7 @@ UNITS = {  # how a number is taken, so that the claim says that the difference o
     "points more: masked tokens right, activations positive": lambda x: 100 * x,
     "points more of the translations found": lambda x: 100 * x,
     "points of RF lower": lambda x: -100 * x,
+    "points of the gap to English lower": lambda x: -x,
     "doublings of RC": math.log2,
 }
 MARKS = {
@@ -86,7 +88,7 @@ def effect(folder: Path, pair: dict, how="") -> dict:
     take, where = UNITS[pair["unit"]], pair["where"] + how
     ours = values(folder, pair, pair["ours"])
     before = {"number": pair.get("from", pair["number"])}
-    other = values(folder, pair | before, pair["other"])
+    other = between(folder, pair) if len(others(pair)) > 1 else values(folder, pair | before, pair["other"])
     seeds = [seed for seed in ours if seed in other]
     differences = [take(ours[seed]) - take(other[seed]) for seed in seeds]
     if len(differences) < 2:
@@ -103,17 +105,34 @@ def effect(folder: Path, pair: dict, how="") -> dict:
         drawn["paper"] = [after - before]
     for name, numbers in drawn.items():
         drawn[name] = [round(float(x), 3) for x in numbers]  # the same on every machine
-    differ = {name for seed in seeds for name in differing(folder, pair, seed)}
+    sides = [pair | {"other": run} for run in others(pair)]
+    differ = {name for side in sides for seed in seeds for name in differing(folder, side, seed)}
     found = {"where": where, "words": words, "verdict": verdict}
     return pair | drawn | found | {"differ": sorted(differ)}
+
+
+def others(pair: dict) -> list[str]:
+    return pair["other"] if isinstance(pair["other"], list) else [pair["other"]]
+
+
+def between(folder: Path, pair: dict) -> dict[str, float]:
+    """{seed: the number on the line between the other side's two runs, where as many experts serve as in ours}."""
+    served = pair | {"number": "served"}
+    x = values(folder, served, pair["ours"])
+    ends = [(values(folder, served, run), values(folder, pair, run)) for run in pair["other"]]
+    found = {}
+    for seed in set.intersection(*map(set, (x, *(y for _, y in ends)))):
+        (x0, y0), (x1, y1) = ((experts[seed], numbers[seed]) for experts, numbers in ends)
+        found[seed] = y0 + (y1 - y0) * (x[seed] - x0) / (x1 - x0)
+    return found
 
 
 def differing(folder: Path, pair: dict, seed: str) -> list[str]:
     """In what the runs of a seed differ. Raises ValueError where that is more than the pair is about."""
     ours = facts(folder, pair["ours"].format(seed))
     other = facts(folder, pair["other"].format(seed))
-    if math.isclose(ours["FLOPs"], other["FLOPs"], rel_tol=0.02):  # no two routers cost the same
-        del ours["FLOPs"]
+    if math.isclose(ours.get("FLOPs", 0), other.get("FLOPs", 0), rel_tol=0.02):  # no two routers cost the same
+        ours.pop("FLOPs", None)
     both = sorted(ours.keys() & other.keys())
     found = [name for name in both if ours[name] != other[name]]
     for name in found:
@@ -131,6 +150,10 @@ def facts(folder: Path, run: str) -> dict:
         constants, fields = result["config"], Config.__dataclass_fields__.keys()
         known = {name: constants[name] for name in fields & constants}
         others = {name: constants[name] for name in constants.keys() - fields}  # checksums, and constants of that day
+        found = {"dtype": result["machine"]["dtype"]}
+        if "model" in constants:  # fine-tuning, whose checksum of the data is of the encoder's weights as well
+            del others["data_checksum"]
+            return identity(Config(**known)) | others | found
         tokens = constants["batch_tokens"]
         work = result.get("flops_per_pair") or result["flops"]
         if isinstance(work, dict):
@@ -139,8 +162,7 @@ def facts(folder: Path, run: str) -> dict:
             work *= tokens * constants["steps"]
         elif constants["tlm"]:  # pairs are a batch, too
             tokens *= 2
-        found = {"tokens a step": tokens, "FLOPs": work, "dtype": result["machine"]["dtype"]}
-        return identity(Config(**known)) | others | found
+        return identity(Config(**known)) | others | found | {"tokens a step": tokens, "FLOPs": work}
 
     return read(folder / f"{run}.json", take)
 
