@@ -530,8 +530,9 @@ def biased_attention(q, k, v, scale, distance, mask, dropout: float):
     bias = scale.unsqueeze(3) * distance
     if mask is not None:
         bias = bias.masked_fill(~mask, -math.inf)
-    if q.is_cuda or q.dtype == torch.bfloat16:
-        return F.scaled_dot_product_attention(q, k, v, bias.to(q.dtype), dropout_p=dropout)
+    bias = bias.to(q.dtype)
+    if q.is_cuda:
+        return F.scaled_dot_product_attention(q, k, v, bias, dropout_p=dropout)
     # On a CPU torch takes its own function apart, into more operations than these.
     heads = q.shape[:2]
     q, k, v, bias = (x.flatten(0, 1) for x in (q, k, v, bias))  # (B * H, T, d_k), and (B * H, T, T)

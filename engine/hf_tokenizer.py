@@ -51,7 +51,7 @@ def from_sentencepiece(tokenizer: SentencePiece) -> tokenizers.Tokenizer:
     model = ModelProto.FromString(tokenizer.file)
     pieces = []  # name, kind, score
     for piece in model.pieces:
-        score = piece.score if piece.type in (NORMAL, USER_DEFINED) else NEVER
+        score = piece.score if piece.type == NORMAL else NEVER
         pieces.append((piece.piece, piece.type, score))
     if isinstance(tokenizer, XLMR):
         pieces = [*XLMR_BEGINS, *pieces[3:], ("<mask>", CONTROL, NEVER)]
