@@ -159,8 +159,8 @@ TITLES = {  # of a table: its title, and the tasks of its columns
     "xlme2": ("XLM-E table 2: ablation", ("xnli", "mlqa")),
     "xlme7": ("XLM-E table 7: English minus the mean of the other languages (EM of answers)", ALL[2:]),
 }
-# A row: its table, the encoder, what its run changes in its preset (a routing_dim in multiples of the experts), what to
-# change in fine-tuning, and the paper's numbers.
+# A row: its table, the encoder, what its run changes in its preset (a routing_dim in multiples of the experts; steps
+# None: as many as take XLM-E's FLOPs), what to change in fine-tuning, and the paper's numbers.
 ROWS = [
     ("1", "dense", DENSE, {}, "70.0, 61.1, 67.3/51.1, 58.7/41.1, 42.1/28.3, 70.1, 84.1"),
     ("1", "SMoE, softmax", SMOE, LEARN, "70.1, 60.9, 71.3/55.2, 62.8/44.8, 50.9/34.5, 71.5, 84.6"),
@@ -190,6 +190,7 @@ ROWS = [
     ("xlme1", "XLM (in the paper, Hu et al.'s)", XLM, {}, "70.1, 61.2, 59.8/44.3, 48.5/32.6, 43.6/29.1, 69.1, 80.9"),
     ("xlme1", "XLM-E", XLM_E, {}, "75.6, 63.5, 76.2/60.2, 68.3/49.8, 62.4/45.7, 76.6, 88.3"),
     ("xlme2", "XLM", XLM, {}, "?, 66.2/47.8"),
+    ("xlme2", "XLM, as many FLOPs", XLM | dict(steps=None), {}, "?, ?"),
     ("xlme2", "XLM - TLM", XLM | dict(tlm=False), {}, "?, 64.0/46.0"),
     ("xlme2", "XLM-E", XLM_E, {}, "76.6, 68.3/49.8"),
     ("xlme2", "XLM-E, masks as ELECTRA's", XLM_E | dict(masks="electra"), {}, "?, ?"),
@@ -213,6 +214,9 @@ def run_of(preset: str, change: dict) -> tuple:
     if "routing_dim" in change:
         experts = constants.get("experts", script.Config.experts)
         constants["routing_dim"] = int(change["routing_dim"] * experts)
+    if "steps" in change:
+        xlm_e = train_electra.Config(**{"preset": preset} | script.PRESETS[preset])
+        constants["steps"] = round(train_electra.steps_of_xlm(xlm_e) * xlm_e.steps)
     config = script.Config(**constants)
     return f"{config.out_dir}/{run_name(config, script.PRESETS)}", config, script.PRESETS
 

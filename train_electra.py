@@ -149,7 +149,7 @@ def table2(base: Config) -> Table:
 
     XLM, and XLM-E without pairs, stand here with XLM-E's steps and once more with its FLOPs.
     """
-    more = work_of(base) / work_of(replace(base, **XLM))
+    more = steps_of_xlm(base)
     longer = dict(steps=round(more * base.steps))
     rows = [
         (("XLM", "?, 66.2 / 47.8"), XLM),
@@ -426,6 +426,11 @@ def build(config: Config, data: dict, context) -> Electra | MaskedLM:
         generator = getattr(model, "generator", model)
         generator.bias.data.copy_(data["sentences"].log_frequencies())
     return model
+
+
+def steps_of_xlm(config: Config) -> float:
+    """How many steps of XLM take the FLOPs of one of XLM-E's with these constants."""
+    return work_of(config) / work_of(replace(config, **XLM))
 
 
 def work_of(config: Config) -> float:

@@ -574,6 +574,15 @@ def test_a_tokenizer_that_is_not_the_models_is_refused(options, monkeypatch, cap
     assert "its tokenizer has 280 pieces, not those of its model" in XTREME.refused(options, monkeypatch, capsys)
 
 
+@pytest.mark.parametrize("preset", train_electra.PRESETS)
+def test_xlm_of_as_many_flops_is_that_of_its_own_table(preset):
+    base = train_electra.Config(**{"preset": preset} | train_electra.PRESETS[preset])
+    [steps] = {change["steps"] for (label, _), change in train_electra.table2(base).rows if label.startswith("XLM, ")}
+    [change] = [change for _, label, change, *_ in ROWS if label == "XLM, as many FLOPs"]
+    _, run, _ = finetune_xtreme.run_of(preset, change)
+    assert (run.steps, run.objective, run.relative_bias, run.masks) == (steps, "mlm", False, "bert")
+
+
 def test_broken_rows_are_reported_and_left_out(options, source, tmp_path, monkeypatch, capsys):
     shutil.copytree(source, tmp_path / "source")
     train, test = (tmp_path / "source" / "xnli" / f"{name}.tsv" for name in ("train-en", "test-de"))
