@@ -23,7 +23,6 @@ CURVES = {
     "topk, no drops": dict(router="topk", expert_ffns=4, split=2, capacity=math.inf),
     "hypersphere": dict(router="hypersphere", expert_ffns=8, split=1),
 }
-WAYS = {2: "together", 1: "alone"}  # processes -> what their curves are called
 
 
 def curve(case: str, context) -> dict:
@@ -60,7 +59,7 @@ def play(out: Path):
     for case in CURVES:
         found = curve(case, context)
         if context.rank == 0:
-            torch.save(found, out / f"{WAYS[context.world]}, {case}.pt")
+            torch.save(found, out / f"{context.world}, {case}.pt")
     for script, options, begun in json.loads((out / "commands.json").read_text()):
         if begun and context.rank == 0:
             half_done(Path(begun), Path(options[1 + options.index("--out_dir")]))

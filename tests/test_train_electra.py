@@ -323,19 +323,12 @@ def test_corpora_are_read_as_the_constants_say(masks, share, options, monkeypatc
     assert read == {"train": {share}, "evaluate": {(1, 0)}}
 
 
-@pytest.mark.parametrize("limit, larger", {math.inf: True, 1.0: False}.items())
-def test_held_out_batches_are_larger_where_no_limit_counts_their_tokens(limit, larger, options, monkeypatch):
-    options |= EXPERTS | {"router": "topk", "capacity_factor": limit, "steps": 1}
-    sizes = set()
-
-    def evaluate(model, data, *rest, old=train_electra.evaluate):
-        sizes.update(corpus.micro_tokens for corpus in data.values())
-        return old(model, data, *rest)
-
-    monkeypatch.setattr(train_electra, "evaluate", evaluate)
-    ELECTRA.run(options, monkeypatch)
-    [size] = sizes
-    assert size > options["micro_tokens"] and size <= 4096 if larger else size == options["micro_tokens"]
+@pytest.mark.parametrize("limit, size", {math.inf: 4096, 1.0: TINY["micro_tokens"]}.items())
+def test_held_out_batches_are_larger_where_no_limit_counts_their_tokens(limit, size, options, monkeypatch):
+    options |= EXPERTS | {"router": "topk", "capacity_factor": limit}
+    monkeypatch.setattr(train_electra, "evaluate", lambda _, data, *more: pytest.fail(f"{data['pairs'].micro_tokens}"))
+    with pytest.raises(pytest.fail.Exception, match=f"^{size}$"):
+        ELECTRA.run(options, monkeypatch)
 
 
 @pytest.mark.parametrize("preset", train_electra.PRESETS)
