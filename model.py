@@ -240,7 +240,7 @@ def ragged_linear(x, w, rows: Rows):
         counts = rows.counts.tolist()
         spare = len(x) - sum(counts)
         parts = x.split([*counts, spare])
-        products = [part @ matrix for part, matrix in zip(parts, w)]
+        products = [*map(torch.matmul, parts, w)]
         products.append(x.new_zeros(spare, w.shape[2]))
         return torch.cat(products)
     ends = rows.counts.cumsum(0, dtype=torch.int32)

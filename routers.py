@@ -199,22 +199,16 @@ class Threshold(Router):
             t = self.config.eval_threshold
         if t >= 1:  # every expert: in fp32 the sum of all probabilities may stop short of 1, or reach it early
             return by_rank(best_experts(probs, self.E), probs, self.E)
-        # To look at few experts of most tokens is faster, but a GPU would wait for who needs more.
+        # To look at few experts is faster where they are enough for all tokens, but a GPU would wait for the answer.
         one_look = probs.is_cuda or torch.compiler.is_compiling()
-        return self.fewest(probs, t, self.E if one_look else min(FEW, self.E))
-
-    def fewest(self, probs, t: float, most: int):
-        """The priorities where `most` experts are looked at, and then all, of those tokens whose sum stays below t."""
-        order = best_experts(probs, most)
-        total = probs.gather(1, order).cumsum(dim=1)  # (S, most)
+        for most in [self.E] if one_look else [min(FEW, self.E), self.E]:
+            order = best_experts(probs, most)
+            total = probs.gather(1, order).cumsum(dim=1)  # (S, most)
+            if most == self.E or (total[:, -1] >= t).all():
+                break
         # One more expert for each prefix that stays below t; the sum of all is left out, so at most E.
         count = 1 + (total[:, :-1] < t).sum(dim=1)  # (S,)
-        priority = by_rank(order, probs, count)
-        if most < self.E:
-            below = total[:, -1] < t
-            if below.any():
-                priority[below] = self.fewest(probs[below], t, self.E)
-        return priority
+        return by_rank(order, probs, count)
 
 
 @router("base")

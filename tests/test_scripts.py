@@ -20,7 +20,6 @@ import train_lm
 import train_mlm
 import train_mt
 from data.xtreme_rows import UNKNOWN
-from engine import parallel
 from engine.device import seed_all
 from engine.run import Run
 from model import SparseModel
@@ -102,7 +101,7 @@ def test_a_step_has_its_rate_and_the_gradient_of_means_over_all_that_it_predicts
 
     monkeypatch.setattr(Run, "__init__", keep)
     monkeypatch.setattr(Run, "resume", resume)
-    monkeypatch.setattr(parallel, "clip_grad_norm_", clip)
+    monkeypatch.setattr(f"{name}.clip_gradients", clip)
     SCRIPTS[name].run(options, monkeypatch)
     for share, found in zip(shares, rates, strict=True):
         assert found == pytest.approx([1e-3 * share] * len(found))
