@@ -219,7 +219,8 @@ class Run:
         self.since, self.tokens = since, tokens
         self.clock = time.perf_counter() - seconds
         # On the device: once not finite, it stays so, and nobody waits for it at every step.
-        self.loss_sum = torch.tensor(loss_sum, device=self.context.device)
+        dtype = torch.promote_types(self.context.dtype, torch.float32)
+        self.loss_sum = torch.tensor(loss_sum, dtype=dtype, device=self.context.device)
 
     def window(self) -> dict:
         """What opens it again on any number of processes, each of which then has the mean of their sums."""
