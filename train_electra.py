@@ -347,8 +347,10 @@ def train(config: Config, context) -> dict:
         data = open_data(config, context)
         # What is held out always shows the mask, so that scores are equal for all masks of training. Without a limit
         # they do not depend on the size of a batch, and larger ones take less time.
-        times = max(1, 4096 // config.micro_tokens) if math.isinf(config.capacity_factor) else 1
-        held_out = open_data(replace(config, masks="all", micro_tokens=times * config.micro_tokens), context)
+        limited = math.isfinite(config.capacity_factor)
+        times = 1 if limited else max(1, 4096 // config.micro_tokens)
+        larger = replace(config, masks="all", micro_tokens=times * config.micro_tokens)
+        held_out = open_data(larger, context)
         run = Run(config, PRESETS, context, *data.values())
         if run.result:
             return run.result

@@ -88,7 +88,10 @@ def effect(folder: Path, pair: dict, how="") -> dict:
     take, where = UNITS[pair["unit"]], pair["where"] + how
     ours = values(folder, pair, pair["ours"])
     before = {"number": pair.get("from", pair["number"])}
-    other = between(folder, pair) if len(others(pair)) > 1 else values(folder, pair | before, pair["other"])
+    if len(others(pair)) > 1:
+        other = between(folder, pair)
+    else:
+        other = values(folder, pair | before, pair["other"])
     seeds = [seed for seed in ours if seed in other]
     differences = [take(ours[seed]) - take(other[seed]) for seed in seeds]
     if len(differences) < 2:
@@ -123,7 +126,8 @@ def between(folder: Path, pair: dict) -> dict[str, float]:
     found = {}
     for seed in set.intersection(*map(set, (x, *(y for _, y in ends)))):
         (x0, y0), (x1, y1) = ((experts[seed], numbers[seed]) for experts, numbers in ends)
-        found[seed] = y0 + (y1 - y0) * (x[seed] - x0) / (x1 - x0)
+        share = (x[seed] - x0) / (x1 - x0)
+        found[seed] = y0 + share * (y1 - y0)
     return found
 
 
