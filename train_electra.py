@@ -398,7 +398,8 @@ def train(config: Config, context) -> dict:
         if run.due(step + 1):
             maskings = config.eval_maskings if step + 1 == config.steps else 1
             scores = evaluate(model, held_out, config, context, run.kept["untrained"], maskings)
-            run.kept["scores"], translation = scores, scores["translation"]
+            run.kept["scores"] = scores
+            translation = scores["translation"]
             if translation["with"] > translation["without"] + 0.02:  # it begins to help: the languages become one
                 run.kept.setdefault("change", step + 1)
             record = {"flops": (step + 1) * work, "held_out": scores}
