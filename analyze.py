@@ -13,7 +13,6 @@
     python analyze.py flops          XLM-E's tables 3 and 4: parameters and FLOPs of the paper's sizes
     python analyze.py retrieval      XLM-E's table 5 and figure 3: translations that encoders find, by layer
     python analyze.py alignment      XLM-E's table 6 and figure 4: word alignment, by layer
-    python analyze.py gap            XLM-E's table 7: English ahead of other languages, after fine-tuning
     python analyze.py play           a page to play with: what a model's routers do with your sentence, and could do
 
 They read the runs that the demos and the tables left under out/, or the folders of runs that you name. A figure is
@@ -60,7 +59,6 @@ ANALYSES = {  # each: its options, and what it is handed of a training script
     xlm_e.flops: (xlm_e.Flops, SIZES),
     xlm_e.retrieval: (xlm_e.Encoders, partial(demos, train_electra, train_mlm)),
     xlm_e.alignment: (xlm_e.Alignment, partial(demos, train_electra, train_mlm)),
-    xlm_e.gap: (xlm_e.Gap,),
     play.play: (play.Play, partial(demos, train_lm)),
 }
 

@@ -63,7 +63,9 @@ class MoE(nn.Module):
         gates = routing.weight * kept
         most = min(S * self.router.max_choices, E * C)  # rows that can be kept; where all can, waiting costs a GPU less
         room = None if may_ask(h) or most == S * E else most
-        y = dispatch(flat, gates, kept_rows(gates, kept, room), self.experts)
+        rows = kept_rows(gates, kept, room)
+        y = self.experts(flat.index_select(0, rows.token), rows)  # (N, D), weighed
+        y = add_rows(self.experts.biases(gates), rows, y)  # (S, D) in the gates' type (fp32); XMoE eq. 2
         if real is not None:
             y = y.new_zeros(B * T, D).index_copy(0, real, y)
         return y.view_as(h), routing.balance_loss
@@ -146,16 +148,6 @@ def kept_rows(gates, kept, room: int | None = None) -> Rows:
     if used is not None:
         gate = torch.where(used, gate, 0.0)
     return Rows(place % S, place // S, gate, counts, used)
-
-
-def dispatch(h, gates, rows: Rows, experts: "Experts | Stacks"):
-    """Sends each token to the experts that keep it and adds up their weighted outputs (XMoE eq. 2).
-
-    h (S, D); gates (S, E), 0 where not kept -> (S, D) in the gates' type (fp32), 0 for a token that no expert kept.
-    """
-    x = h.index_select(0, rows.token)  # (N, D)
-    y = experts(x, rows)  # (N, D), weighed
-    return add_rows(experts.biases(gates), rows, y)
 
 
 class Experts(nn.Module):
@@ -611,39 +603,34 @@ class GPT(SparseModel):
         deep = math.sqrt(2 * config.n_layer)
         self.init_weights(config.init_std, config.init_std / deep)
 
-    def hidden(self, ids, past: list[KeysValues] | None = None, real=None, states=None):
-        """ids (B, T) -> final hidden states (B, T, D), balance loss, and what is `past` to the next ids, (B, 1).
+    def hidden(self, ids, real=None, states=None):
+        """ids (B, T) -> final hidden states (B, T, D), balance loss.
 
         real: as in `MoE`; padding must stand at the ends of rows. `states` receives what each block reads, where given.
-        Raises ValueError where more than block_size tokens come together.
+        Raises ValueError where T > block_size.
         """
-        first = past[0][0].shape[2] if past else 0
-        end, longest = first + ids.shape[1], self.config.block_size
-        if end > longest:
-            raise ValueError(f"a sequence of {end} tokens is longer than block_size = {longest}")
-        positions = self.wpe.weight[first:end]  # (T, D)
-        x = self.dropout(self.wte(ids) + positions)
-        total, present = self.ln_f.weight.new_zeros(()), []
-        for i, block in enumerate(self.blocks):
+        T, longest = ids.shape[1], self.config.block_size
+        if T > longest:
+            raise ValueError(f"a sequence of {T} tokens is longer than block_size = {longest}")
+        x = self.dropout(self.wte(ids) + self.wpe.weight[:T])
+        total = self.ln_f.weight.new_zeros(())
+        for block in self.blocks:
             if states is not None:
                 states.append(x)
-            x, balance, so_far = block(x, ids, real, past=past[i] if past else None)
+            x, balance, _ = block(x, ids, real)
             total = total + balance
-            present.append(so_far)
-        return self.ln_f(x), total, present
+        return self.ln_f(x), total
 
     def forward(self, ids):
-        h, balance, _ = self.hidden(ids)
+        h, balance = self.hidden(ids)
         return output_logits(h, self.wte.weight, self.bias), balance
 
     @torch.no_grad()
-    def generate(self, ids, new_tokens: int, temperature=1.0, top_k=None, end=None, look=None):
-        """ids (B, T) -> (B, T + new_tokens), sampled from softmax(logits / temperature) over the top_k (None: all).
+    def generate(self, ids, new_tokens: int, temperature: float, top_k: int, end: int):
+        """ids (B, T) -> (B, T + new_tokens), sampled from softmax(logits / temperature) over the top_k.
 
-        It stops where every row has had the token `end`. After each token look(ids) is called, where given. Keys and
-        values of what stands there are kept, so that each step reads one token, as long as block_size holds all. There
-        is no capacity limit: a token read alone fills no expert, so its experts depend on its own past and not on what
-        else is in the batch.
+        It stops where every row has had the token `end`. There is no capacity limit, so that a token's experts depend
+        on its own past and not on what else is in the batch.
         Raises ValueError for a router that sees later tokens, as expert_choice does: they are not written yet.
         """
         if self.sees_later:
@@ -652,23 +639,15 @@ class GPT(SparseModel):
         T, longest = ids.shape[1], self.config.block_size
         self.eval()
         with self.no_limit():
-            past = None
             for _ in range(new_tokens):
-                fits = past is not None and ids.shape[1] <= longest
-                if not fits:  # the first time, or the window moves on and all positions change
-                    past = None
-                read = ids[:, -1:] if fits else ids[:, -longest:]
-                h, _, past = self.hidden(read, past)
+                h, _ = self.hidden(ids[:, -longest:])  # all anew: a sample is short
                 logits = F.linear(h[:, -1], self.wte.weight, self.bias)  # (B, V)
                 logits = logits.float() / temperature
-                if top_k is not None:
-                    best = logits.topk(min(top_k, logits.shape[1])).values
-                    logits = logits.masked_fill(logits < best[:, -1:], -math.inf)
+                best = logits.topk(min(top_k, logits.shape[1])).values
+                logits = logits.masked_fill(logits < best[:, -1:], -math.inf)
                 drawn = logits.softmax(dim=1).multinomial(1)
                 ids = torch.cat([ids, drawn], dim=1)
-                if look is not None:
-                    look(ids)
-                if end is not None and (ids[:, T:] == end).any(dim=1).all():
+                if (ids[:, T:] == end).any(dim=1).all():
                     break
         self.train(was_training)
         return ids
@@ -864,12 +843,7 @@ class Translator(SparseModel):
         return Source(keys_values, mask), total
 
     def decode(self, ids, source: Source, past: list[KeysValues] | None = None, real=None):
-        """ids (R, T) -> hidden states (R, T, D), balance loss, what to pass as `past` with the next ids, (R, 1).
-
-        Raises ValueError where several ids come after a past.
-        """
-        if past and ids.shape[1] > 1:
-            raise ValueError(f"after a past comes one token at a time, not {ids.shape[1]}")
+        """ids (R, T) -> hidden states (R, T, D), balance loss, what to pass as `past` with the next ids, (R, 1)."""
         x = self.embed(ids, first=past[0][0].shape[2] if past else 0)
         total = self.ln_d.weight.new_zeros(())
         present = []

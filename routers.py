@@ -77,7 +77,6 @@ class Router(nn.Module):
         self.score = config.score or self.score
         self.gate = config.gate or self.gate
         self.on_sphere = self.score == "hypersphere"
-        # X-MoE with K > 1: the softmax gate sums to 1 over the chosen experts, and the balance loss counts all K.
         self.over_chosen = x_moe and K > 1
         d_e = config.routing_dim  # X-MoE 3.1: W projects h to so many dimensions; 0: there is no W
         if d_e is None:

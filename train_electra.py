@@ -185,7 +185,7 @@ def cells(result: dict) -> dict:
         "translation adds": (translation["with"] - translation["without"], "+.2%"),
         "change at step": (result.get("change"), ",.0f"),
         "translations found": (scores["retrieval"][layer], ".1%"),
-        "found, centred": (scores["centred"][layer] if "centred" in scores else None, ".1%"),
+        "found, centred": (scores["centred"][layer], ".1%"),
     }
 
 
@@ -303,17 +303,11 @@ def score(model, batches, special, config: Config, context) -> dict:
     scores |= {name: sums[name] / max(1, M) for name in ("mlm", "generator", "balance")}
     if config.objective == "rtd":
         scores |= {name: sums[name] / S for name in ("rtd", "accuracy", "replaced")}
-        blind = blind_loss(sums["replaced"], maskable, S)
+        share = sums["replaced"] / max(1, maskable)
+        entropy = -sum(p * math.log(p) for p in (share, 1 - share) if p)
+        blind = maskable / S * entropy  # a special token, which nobody replaces, costs the guess nothing
         scores["saved"] = 1 - scores["rtd"] / blind if blind else 0.0
     return scores
-
-
-def blind_loss(replaced: int, maskable: int, tokens: int) -> float:
-    """The mean loss of a guess that looks at no token: 0 for a special one, which nobody replaces, and for the others
-    the entropy of the share that is replaced."""
-    share = replaced / max(1, maskable)
-    entropy = -sum(p * math.log(p) for p in (share, 1 - share) if p)
-    return maskable / tokens * entropy
 
 
 def evaluate(model, data: dict, config: Config, context, untrained: list[float], maskings: int) -> dict:
@@ -340,7 +334,6 @@ def evaluate(model, data: dict, config: Config, context, untrained: list[float],
 # One run
 
 
-@torch.random.fork_rng(devices=[])  # whoever calls it keeps random numbers of their own
 def train(config: Config, context) -> dict:
     """Trains (or goes on training) one model -> its result, which is also in result.json."""
     with clear_errors():
@@ -470,10 +463,9 @@ def describe(scores: dict) -> str:
     low, high = scores["translation"]["effect"]
     lines.append(f"{line.format(**scores['translation'])}a difference of {low:+.2%} to {high:+.2%}")
     layer = measures.middle_layer(len(scores["retrieval"]) - 1)
-    found, centred = (scores[name][layer] for name in ("retrieval", "centred"))
-    before = f" ({scores['untrained'][layer]:.1%} untrained)" if "untrained" in scores else ""
+    found, centred, before = (scores[name][layer] for name in ("retrieval", "centred", "untrained"))
     line = f"held-out translations found by layer {layer}: {found:.1%} ({scores['chance']:.1%} by chance), "
-    lines.append(f"{line}{centred:.1%} where the mean of each language is taken away{before}")
+    lines.append(f"{line}{centred:.1%} where the mean of each language is taken away ({before:.1%} untrained)")
     for i, moe in enumerate(scores["layers"], 1):
         lines.append(f"sparse layer {i}: {measures.describe_routing(moe)}")
     return "\n".join(lines)

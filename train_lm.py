@@ -238,7 +238,6 @@ def build(config: Config, data: TokenData, context) -> GPT:
     return model
 
 
-@torch.random.fork_rng(devices=[])  # whoever calls it keeps random numbers of their own
 def train(config: Config, context) -> dict:
     """Trains (or goes on training) a language model -> its result, which is also in result.json."""
     if config.eval_only:
@@ -366,7 +365,7 @@ def report(config: Config, result: dict) -> str:
 
 
 def write_sample(folder: Path, config: Config, context):
-    """Prints how the run in a folder goes on from the prompt, token by token.
+    """Prints how the run in a folder goes on from the prompt.
 
     Its experts have no capacity limit; the threshold is `eval_threshold`. Nothing is printed where there is no
     checkpoint, as where the weights of `--init_from` were evaluated alone.
@@ -380,27 +379,17 @@ def write_sample(folder: Path, config: Config, context):
     if model.sees_later:
         show("\nno sample: the experts choose among tokens that are not written yet")
         return
-    shown = ""
-
-    def show_new(ids):
-        """What ids (1, T) say, but for what is shown already, and for a character whose last bytes are to come."""
-        nonlocal shown
-        text = tokenizer.decode(ids[ids != tokenizer.eot].tolist())
-        text = text.rstrip("\N{REPLACEMENT CHARACTER}")
-        show(text[len(shown) :], end="")
-        shown = text
-
     model = context.place(model)
     watches = [measures.RoutingStats(moe) for moe in model.moe_layers]
     ids = torch.tensor([[tokenizer.eot, *prompt]], device=context.device)
     seed_all(config.sample_seed)
-    show("\nsample:")
-    show_new(ids)
     with context.autocast():
         how = config.sample_tokens, config.sample_temperature, config.sample_top_k
-        model.generate(ids, *how, end=tokenizer.eot, look=show_new)
+        ids = model.generate(ids, *how, end=tokenizer.eot)
+    show(f"\nsample:\n{tokenizer.decode(ids[ids != tokenizer.eot].tolist())}")
     served = ", ".join(f"{watch.finish()['served']:.1f}" for watch in watches)
-    show(f"\n({served} experts served per token)" if served else "")
+    if served:
+        show(f"({served} experts served per token)")
 
 
 def main():

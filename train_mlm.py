@@ -235,9 +235,7 @@ def build(config: Config, data: MaskedData, context) -> MaskedLM:
         model.bias.data.copy_(data.log_frequencies())
     if config.init_from:
         constants, weights = pretrained.weights_of(config.init_from, "MaskedLM", data.tokenizer.sha256)
-        longest = constants.pop("block_size")
-        if config.block_size > longest:
-            raise ValueError(f"{config.init_from} has {longest} positions, fewer than block_size = {config.block_size}")
+        constants.pop("block_size")  # fewer positions may be taken
         weights["encoder.wpe.weight"] = weights["encoder.wpe.weight"][: PAD + 1 + config.block_size]
         # What the checkpoint lacks stays new: sparse layers, or the head.
         new = {name: x for name, x in model.state_dict().items() if "moes." in name or "encoder." not in name}
@@ -245,7 +243,6 @@ def build(config: Config, data: MaskedData, context) -> MaskedLM:
     return model
 
 
-@torch.random.fork_rng(devices=[])  # whoever calls it keeps random numbers of their own
 def train(config: Config, context) -> dict:
     """Trains (or goes on training) an encoder -> its result, which is also in result.json."""
     with clear_errors():

@@ -16,11 +16,9 @@ goes on where it stopped. `--help` lists every constant.
 """
 
 import math
-import sys
 from collections import ChainMap
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Literal
 
@@ -34,9 +32,7 @@ from data.files import read_lines
 from data.scores import mean, score_counting, score_translations
 from data.tokenizers import XLMR
 from engine import parallel, pretrained
-from engine.config import changed
 from engine.device import clear_errors, seed_all, warn
-from engine.files import folder_of
 from engine.optim import adamw, clip_gradients, cross_entropy, inverse_sqrt, set_learning_rate
 from engine.run import Run
 from engine.table import Table, carry_out, start
@@ -105,8 +101,8 @@ class Config:
     # translating
     beam: int = 5  # beams of a translation
     length_penalty: float = 1.0  # a translation's log probability is divided by its length to this power
-    translate: str | None = None  # no training: translate this file, or - for standard input, with a trained model
-    model: str | None = None  # the folder of its run; None: the demo's
+    translate: str | None = None  # no training: translate the lines of this file with a trained model
+    model: str = "out/train_mt/demo"  # the folder of its run
     # where and how
     out_dir: str = "out/train_mt"  # where runs are kept
     device: str = "auto"  # cuda, mps or cpu
@@ -117,7 +113,10 @@ class Config:
 
     def unread(self) -> set[str]:
         """Constants that a run does not read because of others."""
-        names = {"model"} if self.translate is None else set()
+        if self.translate is not None:
+            read = {"translate", "model", "beam", "length_penalty", "micro_tokens", "device", "dtype"}
+            return vars(self).keys() - read
+        names = {"model"}
         if self.moe_after:
             return names | {"moe_every", "decoder_moe", "expert_ffns", "split", "capacity", "eval_capacity"}
         return names | {"experts", "expert_size", "expert_layers", "capacity_factor"}
@@ -366,7 +365,6 @@ def evaluate(model: Translator, data: TranslationData, split: str, context, max_
 # One run
 
 
-@torch.random.fork_rng(devices=[])  # whoever calls it keeps random numbers of their own
 def train(config: Config, context) -> dict:
     """Trains (or goes on training) a translator -> its result, which is also in result.json."""
     with clear_errors():
@@ -472,30 +470,16 @@ def report(config: Config, result: dict) -> str:
     return "\n".join(lines)
 
 
-def translate_file(config: Config, context, at_once: int = 1000):
-    """Prints the translation of every line of a file or of standard input, so many at once; of an empty line an empty
-    one."""
+def translate_file(config: Config, context):
+    """Prints the translation of every line of a file, of an empty line an empty one."""
     with clear_errors():
-        read = {"model", "beam", "length_penalty", "micro_tokens", "device", "dtype"}
-        more = changed(config, PRESETS).keys() - read - {"translate"}
-        if more:
-            raise ValueError(f"--translate reads --{', --'.join(sorted(read))} alone: leave out --{min(more)}")
-        folder = config.model or folder_of(Config(), PRESETS)[0]
-        model, tokenizer = pretrained.load(folder)  # the best weights, or the last of a run that is not finished
+        model, tokenizer = pretrained.load(config.model)  # the best weights, or the last of a run that is not finished
         if not isinstance(model, Translator):
-            raise ValueError(f"{folder} is no translator: give --model the folder of a run of train_mt.py")
-        model = context.place(model)
-        stdin = config.translate == "-"
-        source = open(0, encoding="utf-8-sig", newline="\n") if stdin else read_lines(Path(config.translate))
-    if not sys.stdout.isatty():  # data, in UTF-8 whatever the locale is; on a terminal what it lacks is replaced
-        sys.stdout.reconfigure(encoding="utf-8")
-    while True:
-        with clear_errors():
-            lines = list(map(str.strip, islice(source, at_once if context.rank == 0 else 0)))
-        lines, *_ = context.gather(lines)  # a pipe can be read once
-        if not lines:
-            return context.barrier()  # they leave together: see engine/table.py
-        context.say("\n".join(translate_texts(model, lines, tokenizer, config, context)))
+            raise ValueError(f"{config.model} is no translator: give --model the folder of a run of train_mt.py")
+        lines = list(map(str.strip, read_lines(Path(config.translate))))
+    found = translate_texts(context.place(model), lines, tokenizer, config, context)
+    context.say("\n".join(found))
+    context.barrier()  # they leave together: see engine/table.py
 
 
 def main():

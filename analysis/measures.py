@@ -231,13 +231,11 @@ def representation_collapse(count: Tensor, total: Tensor, outer: Tensor) -> floa
 def hidden_states(encoder: nn.Module, rows: list[list], context) -> tuple[list, Tensor]:
     """One forward pass over B rows of ids -> a list of the hidden states by layer (0: embeddings), (B, T, D) each, and
     where they are real (B, T) bool."""
-    lengths = torch.tensor([len(row) for row in rows])
     texts = [torch.tensor(row) for row in rows]
-    ids = nn.utils.rnn.pad_sequence(texts, batch_first=True)  # (B, T)
-    place = torch.arange(ids.shape[1])
-    keep = place < lengths.unsqueeze(1)
+    ids = nn.utils.rnn.pad_sequence(texts, batch_first=True, padding_value=-1)  # (B, T)
+    keep = ids >= 0
     real = keep.flatten().nonzero().squeeze(1)
-    ids, real, keep = context.send_all(ids, real, keep)
+    ids, real, keep = context.send_all(ids.clamp(min=0), real, keep)
     states = []
     with context.autocast(), encoder.no_limit():  # a text's states do not depend on those beside it
         encoder(ids, real, states)

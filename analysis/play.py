@@ -33,7 +33,6 @@ CHOOSERS = {"threshold": Threshold, "topk": TopK, "switch": Switch, "expert_choi
 SENTENCE = "Return the sum of all elements. If the list is empty, raise a ValueError instead of returning zero."
 VALIDATION_TOKENS = 1 << 14  # from which the page knows what an expert serves
 LISTED = 14  # tokens that it shows of an expert
-LARGEST = 1 << 22  # bytes of a request
 
 
 @dataclass
@@ -266,36 +265,28 @@ def written(tokenizer, token: int) -> str:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """GET / is the page; the page posts JSON to /route, /loss and /served. Only pages of this server are answered."""
+    """GET is the page; the page posts JSON to /route, /loss and /served. Only pages of this server are answered."""
 
     timeout = 60
 
     def do_GET(self):
-        if not self.is_ours():
-            return
-        if self.path != "/":
-            return self.say(404, "there is only /")
-        self.answer(200, self.server.page, "text/html; charset=utf-8")
+        if self.is_ours():
+            self.answer(200, self.server.page, "text/html; charset=utf-8")
 
     def do_POST(self):
         if not self.is_ours():
             return
         player = self.server.player
-        answers = {
-            "/route": lambda asked: player.route(asked["text"]),
-            "/loss": lambda asked: player.loss(asked["text"], asked["setting"]),
-            "/served": lambda asked: player.served,
-        }
-        if self.path not in answers:
-            return self.say(404, f"there are {', '.join(answers)}")
         try:
-            length = int(self.headers["Content-Length"])
-            if not 0 <= length <= LARGEST:
-                return self.say(413, f"a request has {LARGEST:,} bytes at most")
-            asked = json.loads(self.rfile.read(length))
-            found = answers[self.path](asked)
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, TimeoutError) as error:
-            return self.say(400, f"{error}")
+            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            if self.path == "/served":
+                found = player.served
+            elif self.path == "/loss":
+                found = player.loss(asked["text"], asked["setting"])
+            else:
+                found = player.route(asked["text"])
+        except ValueError as error:
+            return self.answer(400, {"error": f"{error}"})
         self.answer(200, found)
 
     def is_ours(self) -> bool:
@@ -304,19 +295,14 @@ class Handler(BaseHTTPRequestHandler):
         origins = [None, *(f"http://{host}" for host in hosts)]
         ours = self.headers.get("Host") in hosts and self.headers.get("Origin") in origins
         if not ours:
-            self.say(403, "only pages of this server are answered")
+            self.answer(403, {"error": "only pages of this server are answered"})
         return ours
-
-    def say(self, status: int, error: str):
-        self.answer(status, {"error": error})
 
     def answer(self, status: int, content: bytes | dict, kind: str = "application/json"):
         body = content if isinstance(content, bytes) else json.dumps(content, allow_nan=False).encode()
         self.send_response(status)
-        headers = {"Content-Type": kind, "Content-Length": len(body), "Cache-Control": "no-store"}
-        headers |= {"X-Content-Type-Options": "nosniff", "X-Frame-Options": "DENY"}
-        for name, value in headers.items():
-            self.send_header(name, str(value))
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
 

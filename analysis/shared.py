@@ -68,11 +68,10 @@ class Panel:
 
 
 def show(figure: Callable, options, records: list[dict], keys: tuple, panels: list[Panel], rows=None):
-    """Prints a table, of `rows` or else of the records, draws the panels if there are any, and keeps all."""
+    """Prints a table, of `rows` or else of the records, draws the panels, and keeps all."""
     headers, *lines = table = table_of(rows or records, keys)
     print(markdown_table(headers, lines))
-    drawing = draw(panels) if panels else None
-    keep(figure, options, drawing, {"table": table, "records": records})
+    keep(figure, options, draw(panels), {"table": table, "records": records})
 
 
 def table_of(records: list[dict], keys: tuple) -> list:
@@ -80,7 +79,8 @@ def table_of(records: list[dict], keys: tuple) -> list:
 
     Texts that are no keys are left out. A cell is empty where the records have none.
     """
-    numbers = [name for name, value in records[0].items() if name not in keys and not isinstance(value, str)]
+    others = [name for name in records[0] if name not in keys]
+    numbers = [name for name in others if not isinstance(records[0][name], str)]
     rows = [[*keys, *numbers]]
     for kind, alike in grouped(records, *keys).items():
         row = [f"{key:.5g}" if isinstance(key, float) else key for key in kind]
@@ -101,16 +101,15 @@ def grouped(records: list[dict], *names: str) -> dict[tuple, list[dict]]:
 
 
 def keep(figure: Callable, options, drawing, numbers: dict):
-    """Writes a drawing, if there is one, and the numbers in it with the command that drew it."""
+    """Writes a drawing, and the numbers in it with the command that drew it."""
     path = Path(options.out, figure.__name__)
     path.parent.mkdir(parents=True, exist_ok=True)
-    if drawing:
-        title, *_ = figure.__doc__.splitlines()
-        drawing.suptitle(title.rstrip("."), wrap=True)
-        drawing.savefig(f"{path}.png", dpi=150)
+    title, *_ = figure.__doc__.splitlines()
+    drawing.suptitle(title.rstrip("."), wrap=True)
+    drawing.savefig(f"{path}.png", dpi=150)
     command = shlex.join(["python", "analyze.py", *sys.argv[1:]])
     Path(f"{path}.json").write_text(to_json({"command": command} | numbers) + "\n")
-    print(f"{path}.json has the numbers" + (f", {path}.png the figure" if drawing else ""))
+    print(f"{path}.json has the numbers, {path}.png the figure")
 
 
 def canvas(panels: int, width=5.5, height=4.5):
@@ -204,17 +203,14 @@ class Trained:
 
 
 def read_run(folder: str, script: str) -> Trained:
-    """Raises ValueError where the folder holds no run of the script, or its log is torn."""
+    """Raises ValueError where the folder holds no finished run of the script."""
+    if not Path(folder, "result.json").exists():
+        raise ValueError(f"{folder} holds no finished run: the command that began a run finishes it")
     config = read_json(Path(folder, "config.json"))
-    file = Path(folder, "metrics.jsonl")
-    lines = file.read_text().splitlines() if file.exists() else []
-    try:
-        log = [dict(**from_json(line)) for line in lines]
-    except (ValueError, TypeError):
-        why = "has a torn line: the run's command goes on from its checkpoint and mends it"
-        raise ValueError(f"{file} {why}") from None
-    if not log or SCRIPTS[script] not in config | log[-1]:
-        raise ValueError(f"{folder} holds no run of {script}.py with an evaluation: give such as out/{script}/demo")
+    lines = Path(folder, "metrics.jsonl").read_text().splitlines()
+    log = [from_json(line) for line in lines]
+    if SCRIPTS[script] not in config | log[-1]:
+        raise ValueError(f"{folder} holds no run of {script}.py: give such as out/{script}/demo")
     return Trained(folder, config, log)
 
 
@@ -245,19 +241,23 @@ def experts_of(config: dict) -> tuple[int, int]:
 
 def in_words(config: dict) -> str:
     """A run in a few words, such as `threshold 32 x 128`."""
+    if "objective" in config:  # of train_electra.py
+        return {"rtd": "XLM-E", "mlm": "XLM"}[config["objective"]]
+    if "model" in config:  # of finetune_xtreme.py
+        return config["model"]
     experts, size = experts_of(config)
     return f"{config['router']} {experts} x {size}" if router_of(config) else "dense"
 
 
-def named(runs: Iterable[Trained], words: Callable = in_words) -> list[Trained]:
+def named(runs: Iterable[Trained]) -> list[Trained]:
     """The runs with their names: what each is, with the constants in which runs of the same words differ.
 
     So only seeds of one experiment have the same name. Width and steps are told where any runs differ in them, and how
-    a run was evaluated in training is not. words: constants -> what a run is, in a few words.
+    a run was evaluated in training is not.
     """
     runs, kinds = [*runs], {}
     for run in runs:
-        kinds.setdefault(words(run.config), []).append(run)
+        kinds.setdefault(in_words(run.config), []).append(run)
     for kind, alike in kinds.items():
         for run in alike:
             run.name = kind
@@ -269,18 +269,16 @@ def named(runs: Iterable[Trained], words: Callable = in_words) -> list[Trained]:
     return runs
 
 
-def choose(script: str, options: Drawn, fits=None, lacks="", words=in_words) -> list[Trained]:
+def choose(script: str, options: Drawn, fits=None, lacks="") -> list[Trained]:
     """The runs that were named, or all finished runs of the script's demo, but for trials of a few steps.
 
-    fits: constants -> whether a figure can show the run; lacks: what is said of a named run that is left out; words:
-    see `named`. Raises ValueError where a named run is not finished, or no run is left.
+    fits: constants -> whether a figure can show the run; lacks: what is said of a named run that is left out. Raises
+    ValueError where a named run is not finished, or no run is left.
     """
     finished = sorted(file.parent for file in Path("out", script).glob("demo*/result.json"))
     found = {}
     for folder in map(str, map(Path, options.folders or finished)):
         run = read_run(folder, script)
-        if not Path(folder, "result.json").exists():
-            raise ValueError(f"{folder} is not finished: the command that began the run finishes it")
         if fits is None or fits(run.config):
             found[folder] = run
         elif options.folders:
@@ -291,7 +289,7 @@ def choose(script: str, options: Drawn, fits=None, lacks="", words=in_words) -> 
             warn(f"{found.pop(folder).folder} is left out: {longest} steps are others' length; name it to see it")
     if not found:
         raise ValueError(f"no finished run of {script}.py fits: python {script}.py trains one; or name folders")
-    return named(found.values(), words)
+    return named(found.values())
 
 
 def opened(runs: list[Trained], options: Measured, evaluate: Callable | None = None) -> tqdm:

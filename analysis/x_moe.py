@@ -14,7 +14,6 @@ from engine.device import warn
 from engine.files import read_json
 
 NEIGHBORS = 100  # that UMAP looks at
-LAST = 4  # evaluations in the table of RC and RF
 
 
 @dataclass
@@ -97,10 +96,9 @@ def collapse(options: Drawn):
 
     RC is the spread of hidden states within experts over that between them. It falls in a collapse: in the paper
     SMoE's falls, and X-MoE's is higher and rises. RF is the share of the validation tokens whose expert has changed
-    since the evaluation before: in the paper X-MoE's is lower. The table has the last four evaluations. Both are from
-    the logs of runs of train_mlm.py.
+    since the evaluation before: in the paper X-MoE's is lower. Both are from the logs of runs of train_mlm.py.
     """
-    records, last = [], []
+    records = []
     for run in shared.choose("train_mlm", options, shared.router_of, "has no experts"):
         for i, depth in enumerate(sorted(run.config["moe_after"])):
             for evaluation in run.log:
@@ -108,12 +106,11 @@ def collapse(options: Drawn):
                 record = {"run": run.folder, "experts": f"{run.name}, layer {depth}"}
                 record |= {"step": evaluation["step"], "perplexity": evaluation["ppl"]}
                 records.append(record | {"RC": layer["rc"], "RF": layer["rf"]})
-            last += records[-min(LAST, len(run.log)) :]
     panels = [
         Panel("RC: spread within experts over that between (2c)", records, "experts", "step", "RC", from_zero=True),
         Panel("RF: share of tokens whose expert changed (3a)", records, "experts", "step", "RF", from_zero=True),
     ]
-    shared.show(collapse, options, records, ("experts", "step"), panels, last)
+    shared.show(collapse, options, records, ("experts", "step"), panels)
 
 
 def consistency(options: Drawn):
@@ -125,7 +122,7 @@ def consistency(options: Drawn):
     two seeds or more of each kind.
     """
     kinds, records, rows, levels = {}, [], [], {}
-    for run in shared.choose("finetune_xtreme", options, words=describe_tuning):
+    for run in shared.choose("finetune_xtreme", options):
         loads = read_json(Path(run.folder, "result.json"))["loads"]
         if loads and loads[0]:
             kinds.setdefault(run.name, []).append(loads)
@@ -149,8 +146,3 @@ def consistency(options: Drawn):
     title = "1: all runs load their experts alike"
     panel = Panel(title, records, "encoder", "step", "consistency", levels, from_zero=True)
     shared.show(consistency, options, records, ("encoder", "step"), [panel], rows)
-
-
-def describe_tuning(config: dict) -> str:
-    name = Path(config["model"]).name
-    return name if config["frozen"] else f"{name}, routers learn"

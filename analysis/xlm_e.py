@@ -1,8 +1,7 @@
-"""XLM-E's figures 1, 3 and 4, and tables 3 to 7: training curves, sizes, retrieval, word alignment, transfer."""
+"""XLM-E's figures 1, 3 and 4, and tables 3 to 6: training curves, sizes, retrieval, word alignment."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
 from typing import Literal
@@ -24,7 +23,6 @@ from engine.files import read_json
 from engine.table import markdown_table
 from model import Encoder
 
-OBJECTIVES = {"rtd": "XLM-E", "mlm": "XLM"}
 FLOPS = "training FLOPs"
 BY_LAYER = "encoder", "layer"  # one row of a table for each
 UNTRAINED = Path("untrained")
@@ -38,7 +36,7 @@ def curve(options: Drawn):
     train_electra.py, of either objective.
     """
     records, found, right = [], "share of translations found", "share of masked tokens right"
-    for run in shared.choose("train_electra", options, words=words_of):
+    for run in shared.choose("train_electra", options):
         layer = measures.middle_layer(run.config["n_layer"])
         for evaluation in run.log:
             scores = evaluation["held_out"]
@@ -51,11 +49,6 @@ def curve(options: Drawn):
         Panel("Held-out sentences", records, "encoder", FLOPS, right),
     ]
     shared.show(curve, options, records, ("encoder", FLOPS), panels)
-
-
-def words_of(config: dict) -> str:
-    """What an encoder is, in a few words."""
-    return OBJECTIVES[config["objective"]] if "objective" in config else shared.in_words(config)
 
 
 @dataclass
@@ -82,7 +75,7 @@ def by_layer(options: Encoders, demos: Callable, measure: Callable) -> tuple:
     untrained = Encoder(encoder.config, encoder.vocab_size)
     opened[UNTRAINED] = untrained.eval(), tokenizer
     runs = [Trained(folder, read_json(folder / "config.json"), []) for folder in folders if pretrained.is_run(folder)]
-    names = {run.folder: run.name for run in shared.named(runs, words_of)}
+    names = {run.folder: run.name for run in shared.named(runs)}
     records, rows = [], []
     for folder, (encoder, tokenizer) in opened.items():
         columns = measure(context.place(encoder), tokenizer, context)
@@ -260,60 +253,6 @@ def pieces(words: list, tokenizer: XLMR) -> tuple[list, list]:
     return ids, words_of
 
 
-@dataclass
-class Gap(Drawn):
-    # finished runs of finetune_xtreme.py, or folders that hold many of them
-    folders: tyro.conf.Positional[tuple[str, ...]] = ("out/finetune_xtreme",)
-
-
-PAPER_TASKS = "xquad", "mlqa", "tydiqa", "xnli", "pawsx"
-PAPER_GAP = {  # table 7
-    "XLM-R": (15.9, 20.3, 15.2, 10.4, 11.4),
-    "XLM-E - TRTD": (16.3, 18.6, 16.3, 11.5, 9.6),
-    "XLM-E": (14.9, 19.2, 13.1, 11.2, 8.8),
-}
-
-
-def gap(options: Gap):
-    """XLM-E's table 7: the score in English minus the mean of the other languages, after fine-tuning in English.
-
-    Lower is better where the score is well above a guess's: who guesses in all languages has no gap. Of answers the
-    score is exact match. Guess, and counting "by word", are means over the other languages too. Seeds are averaged.
-    """
-    tasks = {}  # task -> folder -> run
-    for folder in options.folders:
-        for file in sorted(Path(folder).rglob("result.json")):
-            run = shared.read_run(str(file.parent), "finetune_xtreme")
-            tasks.setdefault(run.config["task"], {})[run.folder] = run
-    if not tasks:
-        folders = ", ".join(options.folders)
-        raise ValueError(f"no result of finetune_xtreme.py in {folders}: run it, or name its folders")
-    records, rows = [], []
-    for task, runs in tasks.items():
-        for run in shared.named(runs.values(), itemgetter("model")):
-            result = read_json(Path(run.folder, "result.json"))
-            metric = list(result["mean"])[-1]  # of answers exact match
-            record = {"run": run.config["model"], "encoder": run.name, "task": task}
-            record["English"] = result["languages"].get("en", {}).get(metric)  # None without an English test
-            record["others"] = mean_of_others(result["languages"], metric)
-            record["gap"] = result["gap"].get(metric)
-            record["guess"] = mean_of_others(result["guesses"], metric)
-            record["by word"] = mean_of_others(result["counted"], metric)
-            records.append(record)
-            rows.append(record)
-        for name, gaps in PAPER_GAP.items():
-            theirs = dict(zip(PAPER_TASKS, gaps))
-            if task in theirs:
-                rows.append({"encoder": f"paper: {name}", "task": task, "gap": theirs[task]})
-    shared.show(gap, options, records, ("encoder", "task"), [], rows)
-
-
-def mean_of_others(scores: dict[str, dict], metric: str) -> float | None:
-    """The mean over languages that are not English; None where there are no scores."""
-    others = [scores[language][metric] for language in scores if language != "en"]
-    return fmean(others) if others else None
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Tables 3 and 4, which are counts
 
@@ -333,9 +272,6 @@ def flops(options: Flops, sizes: dict):
     print(table3(sizes))
     print("\nXLM-E table 4: training FLOPs of 125,000 steps of batches of 2,048 x 512 tokens\n")
     print(table4(sizes["base"]))
-    print("""
-No way of counting gives the paper's numbers for the paper's rows. They are near to what ELECTRA's script, which counts
-its own vocabulary, gives for one batch: 6.3e19 for the discriminator alone, and 9.4e19 with the generator.""")
 
 
 def table3(sizes: dict) -> str:
@@ -351,41 +287,15 @@ def table3(sizes: dict) -> str:
 
 
 def table4(config) -> str:
-    """Training FLOPs of the base model, by ELECTRA's accounting and by ours, beside the paper's."""
+    """Training FLOPs of the base model beside the paper's: matrix products, and twice as many backward."""
     V, D = TABLE3["base"][0], config.n_embd
     with META:
         large, small = Encoder(config, V), Encoder(replace(config, n_layer=config.generator_layers), V)
-    ours = []
     heads = 2 * D * D + 2 * D, config.mask_share * masked_head_flops(small)  # the generator's, of masked tokens alone
-    for network, head in zip((large, small), heads):
-        ours.append(3 * flops_per_token(network, network.config, head))
-    electra = electra_flops(large.config, True), electra_flops(small.config, False)
+    of_token = sum(3 * flops_per_token(network, network.config, head) for network, head in zip((large, small), heads))
+    batch = config.steps * config.batch_tokens * of_token
     rows = [
-        ["XLM-E: both networks, a batch of sentences and one of pairs", "9.5e19"],
-        ["XLM-E - TRTD: both networks, one batch", "6.3e19"],
-        ["the discriminator alone, one batch", ""],
+        ["XLM-E: a batch of sentences and one of pairs", "9.5e19", f"{2 * batch:.2e}"],
+        ["XLM-E - TRTD: one batch", "6.3e19", f"{batch:.2e}"],
     ]
-    for one, other in (electra, ours):  # training FLOPs of one token in the discriminator and in the generator
-        for row, cost in zip(rows, (2 * (one + other), one + other, one)):
-            row.append(f"{config.steps * config.batch_tokens * cost:.2e}")
-    return markdown_table(["base", "paper", "ELECTRA's script", "products, backward twice"], rows)
-
-
-def electra_flops(config, discriminator: bool) -> float:
-    """Training FLOPs of one token of XLM-E's generator or discriminator, as the script that came with ELECTRA counts.
-
-    Every operation counts, the backward pass costs as much as the forward pass, an embedding costs a product with the
-    whole table of V rows, ELECTRA's, and one token of 6.4 is masked. The networks are dense, as the paper's are.
-    """
-    D, T, H, inner, V = config.n_embd, config.block_size, config.n_head, config.ffn_size, 30_522
-    # Operations a number: norm 5, softmax 5, dropout 4, GELU 8, bias 1 or 2.
-    scores = 4 * D * T + 10 * T * H
-    attention = 8 * D * D + scores + 9 * D + 5  # the script counts 5 for one norm where 5 D would be right
-    ffn = 4 * D * inner + 9 * inner + 11 * D
-    inputs = 2 * D * (T + 2) + 11 * D + 2 * D * V
-    head = 2 * D * D + 11 * D
-    if not discriminator:
-        hidden = 2 * D * D + 14 * D
-        logits = 2 * D * V + 7 * V
-        head = (hidden + logits) / 6.4
-    return 2 * (config.n_layer * (attention + ffn) + inputs + head)
+    return markdown_table(["base", "paper", "ours"], rows)

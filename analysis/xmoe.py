@@ -7,7 +7,6 @@ from statistics import median
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from analysis import measures, shared
 from analysis.shared import Drawn, Measured, Panel, Trained
@@ -19,7 +18,6 @@ THRESHOLDS = 0.0, 0.25, 0.5, 0.75, 0.9, 0.95, 1.0  # at test
 ROUNDS = 10  # how often a batch is timed, after a first time for warming up
 SERVED = "experts that serve a token"
 LIMIT, SPENT = "limit of the experts' FLOPs, in dense FFNs", "FLOPs of the experts, in dense FFNs"
-in_sight = partial(tqdm, leave=False, unit="test", disable=None)  # a bar for what takes minutes
 
 
 def test(run: Trained, max_tokens: int) -> tuple[float, list]:
@@ -95,7 +93,7 @@ def gamma(options: Measured, evaluate: Callable):
 def test_limited(run: Trained, max_tokens: int) -> Iterator[dict]:
     """Under each limit: FLOPs of the experts that served a token, as a share of a dense FFN's, and the perplexity."""
     _, size = shared.experts_of(run.config)
-    for share in in_sight(SHARES if run.model.moe_layers else (1.0,)):
+    for share in SHARES if run.model.moe_layers else (1.0,):
         limit(run, share)
         ppl, layers = test(run, max_tokens)
         served = measures.mean_over_layers("served", layers) if layers else 1
@@ -199,7 +197,7 @@ def threshold(options: Measured, evaluate: Callable):
             warn(f"{run.folder} is left out: it and {first.folder} differ by more than --threshold and --seed")
     for run in shared.opened(runs, options, evaluate):
         trained.append(point(run, "in training", run.config["threshold"]))
-        for t in in_sight(THRESHOLDS if run is first else ()):
+        for t in THRESHOLDS if run is first else ():
             run.model.config.eval_threshold = t  # the routers read it there
             tested.append(point(run, "at test", t))
             with run.model.no_limit():

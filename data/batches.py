@@ -281,7 +281,8 @@ class MaskedData(Prepared):
         if real is not None:
             masked = real[masked]
         language = np.repeat(rows.language, rows.lengths)[chosen]
-        return Masked(ids, masked, torch.from_numpy(tokens[chosen]), real, torch.from_numpy(language))
+        targets = torch.from_numpy(tokens[chosen])
+        return Masked(ids, masked, targets, real, torch.from_numpy(language))
 
 
 class PairData(MaskedData):
@@ -376,9 +377,6 @@ class TranslationData(Prepared):
     kind = "pairs"
 
     def __post_init__(self):
-        if self.micro_tokens < 2 * self.block_size:
-            what = f"must hold a pair of two times block_size {self.block_size} tokens"
-            raise ValueError(f"micro_tokens {self.micro_tokens} {what}")
         super().__post_init__()
         for name in self.languages:
             if not (name.startswith(f"{self.target}-") or name.endswith(f"-{self.target}")):
@@ -457,7 +455,8 @@ class TranslationData(Prepared):
         _, tokens = self.pairs(split, numbers).sizes.sum(axis=0)
         texts = [self.texts(split, language)[1] for language in self.languages]
         texts = list(chain.from_iterable(texts))
-        return {"tokens": int(tokens), "bytes": sum(len(texts[number].encode()) for number in numbers)}
+        size = sum(len(texts[number].encode()) for number in numbers)
+        return {"tokens": int(tokens), "bytes": size}
 
     def pairs(self, split, numbers: ndarray) -> Spans:
         """Pairs as in Prepared, but the source is always first."""

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from data.batches import PairData
-from data.files import one_of, read_lines, read_sides, source_files, uncompressed_name
+from data.files import read_lines, read_sides
 
 Pairs = dict[str, list[tuple[str, str]]]  # language -> pairs of a sentence and its English translation
 Links = set[tuple[int, int]]  # of a word of the first sentence and one of the second, by their numbers from 0
@@ -26,8 +26,6 @@ def tatoeba(folder: Path) -> Pairs:
         name = f"{language}-eng"
         if any(folder.glob(f"*{name}.*")):
             texts[language] = list(read_sides(folder, (language, "eng"), f"tatoeba.{name}", name))
-            if not texts[language]:
-                raise ValueError(f"{folder / name}.{language} holds no sentence")
     if not texts:
         what = "no pair of files such as tatoeba.deu-eng.deu and tatoeba.deu-eng.eng (plain, .gz or .xz)"
         raise FileNotFoundError(f"--source {folder} holds {what}")
@@ -70,16 +68,9 @@ def word_alignments(folder: Path) -> dict[str, list[Aligned]]:
     possible, counted from 1. Links that point past their sentence, of which published sets have a few, are left out.
     """
     sets = {}
-    for path in source_files(folder):
-        name, _, ending = uncompressed_name(path).rpartition(".")
-        if ending != "src-tgt":
-            continue
-        if name in sets:
-            raise ValueError(f"{folder} holds {name} twice, once in {path.parent}: give the folder of one")
-        gold = one_of(path.parent, f"{name}.gold")
-        sets[name] = list(read_alignments(path, gold))
-        if not any(aligned.sure for aligned in sets[name]):
-            raise ValueError(f"{gold} holds no sure link")
+    for path in sorted(folder.glob("*.src-tgt")):
+        gold = path.with_suffix(".gold")
+        sets[path.stem] = list(read_alignments(path, gold))
     if not sets:
         raise FileNotFoundError(f"--source {folder} holds no file such as de-en.src-tgt, beside de-en.gold")
     return sets

@@ -22,7 +22,6 @@ PIECES = 128
 PAIRED = 0.3  # of the text is for pairs, the rest for the languages in equal parts
 SHORTEST, LONGEST = 3, 8  # pieces of a text in a pair
 HELD_OUT = 300  # pairs in valid, and in test: the same ones, in the same order, for every two languages
-FIRST = 0xF0000
 # How the pieces of English are learned, and the vocabulary: a token a character.
 BOTH = dict(character_coverage=1.0, byte_fallback=False)
 ENGLISH = BOTH | dict(normalization_rule_name="nmt_nfkc", remove_extra_whitespaces=True, add_dummy_prefix=True)
@@ -33,18 +32,11 @@ VOCABULARY |= dict(normalization_rule_name="identity", remove_extra_whitespaces=
 Pieces = list[int]
 Document = tuple[str, list[Pieces]]  # its split and its sentences
 
-
-def alphabets() -> dict[str, list[str]]:
-    """Language -> the character that stands for each piece."""
-    found = {}
-    for number, language in enumerate(LANGUAGES):
-        first = FIRST + number * PIECES
-        found[language] = list(map(chr, range(first, first + PIECES)))
-        random.Random(number).shuffle(found[language])
-    return found
-
-
-ALPHABETS = alphabets()
+ALPHABETS = {}  # language -> the character that stands for each piece
+for number, language in enumerate(LANGUAGES):
+    first = 0xF0000 + number * PIECES
+    ALPHABETS[language] = list(map(chr, range(first, first + PIECES)))
+    random.Random(number).shuffle(ALPHABETS[language])
 
 
 def written(pieces: Iterable[int], language, backwards=False) -> str:
@@ -63,7 +55,8 @@ def by_language(english: Records, backwards=False) -> dict[str, Records]:
     *shares, _ = dealt_out(documents)
     rows = {}
     for share, language in zip(shares, LANGUAGES):
-        rows[language] = [("train", written(range(PIECES), language, backwards))]  # rare characters have tokens too
+        every = written(range(PIECES), language, backwards)  # so that rare characters have tokens too
+        rows[language] = [("train", every)]
         for split, sentences in share:
             text = written(chain.from_iterable(sentences), language, backwards)
             rows[language].append((split, text))

@@ -129,8 +129,8 @@ def read_lines(path: Path) -> Iterator[str]:
 def read_documents(path: Path, blocks: bool = False) -> Iterator[str]:
     """The documents of a file: the rows of Parquet and of JSON lines, and the blocks or lines of plain text.
 
-    JSON lines are known by a first line that is a JSON object with a "text", or by the name. In plain text every line
-    is a document, but where blank lines are regular (or `blocks` says so) the blocks between them are.
+    JSON lines are known by the name. In plain text every line is a document, but where blank lines are regular (or
+    `blocks` says so) the blocks between them are.
     """
     name = uncompressed_name(path).lower()
     if UNREAD.search(name):
@@ -141,11 +141,13 @@ def read_documents(path: Path, blocks: bool = False) -> Iterator[str]:
     lines = read_lines(path)
     head = list(islice(lines, HEAD))
     lines = chain(head, lines)
-    first = next(filter(str.strip, head), "")
-    if name.endswith(JSON) or "text" in json_object(first):
+    if name.endswith(JSON):
         for number, line in enumerate(lines, start=1):
             if line.strip():
-                text = json_object(line).get("text")
+                row = {}
+                with suppress(ValueError, RecursionError):  # the second where it is nested too deeply
+                    row = json.loads(line)
+                text = row.get("text") if isinstance(row, dict) else None
                 if not isinstance(text, str):
                     raise ValueError(f"{path}, line {number}: no JSON object with a string named 'text'")
                 yield text
@@ -171,21 +173,10 @@ def are_blocks(head: list[str]) -> bool:
     return len(sizes) > 1 and 2 * sum(size for size in sizes if size <= 100) >= sum(sizes)
 
 
-def json_object(line: str) -> dict:
-    """{} where the line holds none."""
-    with suppress(ValueError, RecursionError):  # the second where it is nested too deeply
-        row = json.loads(line)
-        if isinstance(row, dict):
-            return row
-    return {}
-
-
 def read_parquet(path: Path) -> Iterator[str]:
     """The column "text"; a missing value is an empty text."""
-    try:
-        from pyarrow import ArrowException, parquet
-    except ImportError as error:
-        raise ImportError(f"{path} needs pyarrow: pip install pyarrow") from error
+    from pyarrow import ArrowException, parquet  # not above: no other file needs it
+
     try:
         for batch in parquet.ParquetFile(path).iter_batches(batch_size=64, columns=["text"]):
             texts = batch["text"].cast("large_string").to_pylist()

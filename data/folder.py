@@ -51,13 +51,8 @@ def read_meta(folder: Path) -> dict:
     """meta.json of a prepared folder. FileNotFoundError or ValueError names the file that is missing or has changed."""
     path = folder / "meta.json"
     if not path.is_file():
-        from data.corpora import CORPORA  # not above, see `ready`
-
-        how = "nor is there such a text: python -m data.prepare --help lists what can be prepared"
-        if folder.name in CORPORA:
-            source = "" if CORPORA[folder.name].read else " --source DIR"
-            how = f"prepare it: python -m data.prepare {folder.name}{source}"
-        raise FileNotFoundError(f"no prepared data in {folder}; {how}")
+        how = f"python -m data.prepare {folder.name} prepares it, if it is a corpus of data/README.md"
+        raise FileNotFoundError(f"no prepared data in {folder}, nor is there such a text: {how}")
     try:
         meta = json.loads(path.read_text())
         intact = meta["checksum"] == checksum(meta)
@@ -119,8 +114,6 @@ class Prepared:
         return cls(folder, *sizes, config.seed, **options)
 
     def __post_init__(self):
-        if self.block_size < 8:
-            raise ValueError(f"block_size {self.block_size} must be at least 8 tokens")
         self.batch_size, rest = divmod(self.micro_tokens, self.block_size)  # B, where all rows are equally long
         if self.batch_size == 0 or (rest and self.kind != "pairs"):
             raise ValueError(f"micro_tokens {self.micro_tokens} must hold rows of block_size {self.block_size} tokens")

@@ -37,8 +37,6 @@ def by_language(source: Path) -> dict[str, Records]:
     for language, english, message in kept:
         if counts[language] >= MIN_MESSAGES:
             splits["en"][english] = splits[language][message] = split[english]
-    if not splits:
-        raise ValueError(f"no language has {MIN_MESSAGES} texts beside their English: is it the right source?")
     rows = {}
     for language, own in splits.items():
         # not by the alphabet, which would put the variants of one phrase into one window
@@ -53,7 +51,9 @@ def home_messages(source: Path) -> set[tuple[str, str, str]]:
     Left out is what is the English itself, or has other {placeholders}.
     """
     texts = defaultdict(dict)  # language -> component and JSON key path -> text
-    with zipfile.ZipFile(wheel_file(source)) as archive:
+    if sha256(source) != SHA256:
+        raise ValueError(f"{source} is not the wheel of {HOMEASSISTANT} that PyPI has: its sha256 differs")
+    with zipfile.ZipFile(source) as archive:
         for name in archive.namelist():
             if match := re.fullmatch(r"(.+)/translations/([\w-]+)\.json", name):
                 component, language = match.groups()
@@ -79,11 +79,3 @@ def leaves(node, keys: tuple) -> Iterator[tuple]:
 
 def placeholders(text: str) -> list[str]:
     return sorted(re.findall(r"\{[^{}]*\}", text))
-
-
-def wheel_file(source: Path) -> Path:
-    """Home Assistant's wheel: the file `source`, or that in the folder. OSError, ValueError: no such."""
-    path = source if source.is_file() else source / f"{HOMEASSISTANT.replace('==', '-')}-py3-none-any.whl"
-    if sha256(path) != SHA256:
-        raise ValueError(f"{path} is not the wheel of {HOMEASSISTANT} that PyPI has: its sha256 differs")
-    return path

@@ -11,9 +11,7 @@ all, and a folder that holds something is never written to.
 
 import importlib.metadata
 import json
-import os
 import platform
-import re
 import shutil
 import signal
 import sys
@@ -28,8 +26,6 @@ import tyro
 from filelock import FileLock
 from tqdm import tqdm
 
-if not __package__:  # python data/prepare.py, in place of -m data.prepare
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
 from data.corpora import CORPORA, Groups, read
 from data.files import PREPARED, SPLITS, Records, checksum, sha256
 from data.tokenizers import XLMR, SentencePiece, Tokenizer, gpt2, load_tokenizer, train_sentencepiece
@@ -59,13 +55,10 @@ def prepare(
         languages: de,en,sw: only these of many; de-en,en-fr: pairs
         pieces: of a BPE that is learned from the texts, in place of a tokenizer
     """
-    check_options(name, source, tokenizer, max_tokens, languages, pieces)
+    check_options(name, source, tokenizer, languages, pieces)
     corpus = CORPORA[name]
     out = Path(out or PREPARED / name).resolve()
     with new_folder(out) as folder:
-        if source:  # what is refused in the end is refused before the work, where it is cheap to read twice
-            found = restricted(read(name, source), languages)
-            refuse_empty({language: splits_in(rows) for language, rows in found.items()}, source)
         every = read(name, source)
         groups = restricted(every, languages)
         chosen = tokenizer_of(name, source, tokenizer, languages, pieces, every)
@@ -86,7 +79,6 @@ def new_folder(out: Path):
         if out.exists() and any(out.iterdir()):
             raise FileExistsError(f"--out {out} is not empty: remove what is there, or give another folder")
         shutil.rmtree(partial, ignore_errors=True)  # of a preparation that was killed
-        unfinished.append(partial)
         try:
             partial.mkdir()
             yield partial
@@ -95,12 +87,11 @@ def new_folder(out: Path):
             shutil.rmtree(partial, ignore_errors=True)
 
 
-def check_options(name: str, source, tokenizer, max_tokens, languages, pieces):
+def check_options(name: str, source, tokenizer, languages, pieces):
     """ValueError for options that make no sense together."""
     if name not in CORPORA:
         raise ValueError(f"unknown corpus {name!r}; there are {', '.join(CORPORA)}")
     corpus = CORPORA[name]
-    numbers = [number for number in (max_tokens, pieces) if number is not None]
     known = tokenizer or pieces or source or corpus.vocabulary or corpus.pieces
     hint = "a SentencePiece model such as XLM-R's; or --pieces N, a BPE of its own"
     refused = {
@@ -108,7 +99,6 @@ def check_options(name: str, source, tokenizer, max_tokens, languages, pieces):
         f"corpus {name!r} is read from installed packages: leave out --source": source and not corpus.local,
         f"--source {source} does not exist": source and not source.exists(),
         f"corpus {name!r} needs --tokenizer PATH: {hint}": not known,
-        "--max_tokens and --pieces must be positive": min(numbers, default=1) < 1,
         f"--languages is for corpora of many languages, not for {name!r}": languages and corpus.kind == "text",
         "--pieces learns a tokenizer: leave it out, or --tokenizer": pieces and tokenizer,
     }
@@ -124,28 +114,6 @@ def restricted(groups: Groups, languages: str | None) -> Groups:
     if unknown:
         raise ValueError(f"no language {min(unknown)!r}; there are {', '.join(sorted(groups))}")
     return {language: groups[language] for language in sorted(chosen, key=str)}
-
-
-def splits_in(rows: Records) -> set[str]:
-    """Those that have a text; what comes after there is one of each is not read."""
-    found = set()
-    for split, *texts in rows:
-        if all(map(str.strip, texts)):
-            found.add(split)
-        if len(found) == len(SPLITS):
-            break
-    return found
-
-
-def refuse_empty(found: dict[str | None, set[str]], source):
-    """ValueError for a language without training text, and for a split that no language has; found: who has which."""
-    for language, splits in found.items():
-        if language and "train" not in splits:
-            what = f"language {language!r} of {source} has no training text"
-            raise ValueError(f"{what}: leave it out with --languages")
-    for split in SPLITS:
-        if not any(split in splits for splits in found.values()):
-            raise ValueError(f"split {split!r} is empty: give more text, or files for it")
 
 
 def tokenizer_of(name: str, source, tokenizer, languages, pieces, every: Groups) -> Tokenizer:
@@ -206,10 +174,13 @@ def write_corpus(folder: Path, meta: dict, groups: Groups, tokenizer: Tokenizer,
                 train, *held_out = (own[split]["tokens"] for split in SPLITS)
                 if limit and train >= limit and min(held_out) >= min(limit, ENOUGH):
                     break
-            if language and not train:  # of the hub, or where the tokenizer drops all characters
-                refuse_empty({language: set()}, meta["source"])
+            if language and not train:
+                what = f"language {language!r} of {meta['source']} has no training text"
+                raise ValueError(f"{what}: leave it out with --languages")
     meta["splits"] = {split: writers[split].close() for split in SPLITS}
-    refuse_empty({None: {split for split in SPLITS if meta["splits"][split]["tokens"]}}, meta["source"])
+    for split, total in meta["splits"].items():
+        if not total["tokens"]:
+            raise ValueError(f"split {split!r} is empty: give more text, or files for it")
     if meta["kind"] != "text":
         meta["languages"] = counts
     tokenizer.save(folder)
@@ -261,7 +232,7 @@ class SplitWriter:
             return  # a text of characters that the tokenizer drops
         own = self.counts[-1]
         for text, tokens in zip(texts, ids):
-            words = sum(1 for _ in re.finditer(r"\S+", text))  # a list of them takes ten times the text's memory
+            words = len(text.split())
             own.update(tokens=len(tokens) + 1, words=words, bytes=len(text.encode()))
             self.tokens.write(np.append(tokens, tokens.dtype.type(eot)))
             if self.index:
@@ -277,20 +248,8 @@ class SplitWriter:
         return {key: sum(own[key] for own in self.counts) for key in ("tokens", "words", "bytes", self.unit)}
 
 
-unfinished = []  # folders that a signal leaves nobody else to remove
-
-
-def end_at_once(number: int, frame):
-    """Ends the process at once: an exception could leave a lock of a tokenizer's threads held, and wait for ever."""
-    for folder in unfinished:
-        shutil.rmtree(folder, ignore_errors=True)
-    os.write(2, b"stopped: nothing was written\n")
-    os._exit(128 + number)
-
-
 def main():
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, end_at_once)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # an exception could wait for a tokenizer's threads for ever
     try:
         out = tyro.cli(prepare, prog="python -m data.prepare", description=__doc__, use_underscores=True)
     except (ValueError, OSError, ImportError, MemoryError) as error:

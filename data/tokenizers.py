@@ -30,8 +30,6 @@ GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|
 class Tokenizer:
     """What all have: `vocab_size`, `eot` (the token that ends a text), encode_batch and decode (U+FFFD: no UTF-8)."""
 
-    kind, filename = "", ""
-
     def __init__(self, file: bytes):
         self.file = file
         self.sha256 = hashlib.sha256(file).hexdigest()
@@ -216,8 +214,6 @@ def load_tokenizer(path: Path | str, kind: str | None = None) -> Tokenizer:
     """
     path = Path(path)
     there = [each.filename for each in KINDS.values() if (path / each.filename).is_file()]
-    if len(there) > 1:
-        raise ValueError(f"{path} holds {' and '.join(there)}: give the path of one of them")
     path = path.joinpath(*there)
     if not path.is_file():
         raise FileNotFoundError(f"no tokenizer at {path}")

@@ -77,18 +77,12 @@ def answer_rows(number, example, tokenizer, T, stride) -> Iterator[Row]:
     for start in range(0, max(1, len(ids) - room + stride), stride):
         part = range(start, min(start + room, len(ids)))
         shift = len(head) - start  # from a token's place in the text to its place in the row
-        marks = [(shift + token, without_stop(text, *spans[token])) for token in part]
+        marks = [(shift + token, spans[token]) for token in part]
         targets = [0, 0] if answer else [UNKNOWN, UNKNOWN]
         if answer and answer[0] in part and answer[-1] in part:
             targets = [shift + answer[0], shift + answer[-1]]
         own = ids[start : part.stop]
         yield Row(number, [*head, *own, tokenizer.eos], marks, targets)
-
-
-def without_stop(text: str, begin, end) -> tuple[int, int]:
-    """A piece without the stop at its end: a tokenizer may join both, as in `”，`, but no answer ends in a stop."""
-    kept = text[begin:end].rstrip("،؛。，、；")
-    return begin, begin + len(kept) if kept.strip() else end
 
 
 def label_row(number: int, texts, target, tokenizer, T) -> Row:

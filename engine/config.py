@@ -28,7 +28,7 @@ SPARSE = {"moe_every", "expert_ffns", "split", "capacity", "eval_capacity", "dec
 SPARSE |= {"moe_after", "experts", "expert_size", "expert_layers", "capacity_factor", "balance_coef"}
 
 # Constants that decide which others are read; a message that refuses one names them.
-REASONS = ("router", "score", "objective", "tlm", "relative_bias", "task", "table")
+REASONS = ("router", "score", "objective", "tlm", "relative_bias", "task", "table", "translate")
 
 # What options of other programs, and of other scripts of this one, are called here.
 MEANT = {"lr": "learning_rate", "steps": "epochs", "epochs": "steps"}
@@ -41,6 +41,7 @@ LIMITS = {}  # the least and the most that a number may be; one that is not name
 for low, high, names in (
     (1, 65535, "port"),
     (0, ANY, "seed routing_dim sample_tokens sample_seed"),
+    (8, ANY, "block_size"),
     (0, 10_000, "expert_layers"),  # this and the next make lists of so many
     (1, 10_000, "n_layer decoder_layers generator_layers seeds"),
     (0, 1, "min_learning_rate weight_decay warmup threshold eval_threshold sampling_exponent"),

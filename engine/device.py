@@ -7,7 +7,6 @@ import os
 import platform
 import re
 import sys
-import traceback
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,12 +17,12 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 
-def show(text: str, stream=None, end: str = "\n"):
+def show(text: str, stream=None):
     """A line above a bar. What cannot be shown is replaced, and a stream that nobody reads any more is closed."""
     stream = stream or sys.stdout
     encoding = stream.encoding or "utf-8"
     try:
-        tqdm.write(text.encode(encoding, "replace").decode(encoding), file=stream, end=end)
+        tqdm.write(text.encode(encoding, "replace").decode(encoding), file=stream)
         stream.flush()
     except OSError:  # the rest goes nowhere, and at its end Python has nothing to complain of
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
@@ -48,12 +47,6 @@ def clear_errors(kinds=(ValueError, OSError, ImportError)):
         yield
     except kinds as error:
         fail(" ".join(str(error).split()))
-    except AttributeError as error:
-        if not isinstance(getattr(error.obj, "router", None), str):  # as a Config has it
-            raise
-        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-        who = type(frame.f_locals.get("self")).__name__
-        fail(f"{who} reads the constant {error.name}: add it to the script's Config, and its name to `reads`")
     except (RuntimeError, MemoryError) as error:
         text = " ".join(f"{type(error).__name__} {error}".split())[:300]
         told = re.search("(not enough|out of|allocate) memory|overflow", text, re.I)
@@ -62,13 +55,6 @@ def clear_errors(kinds=(ValueError, OSError, ImportError)):
         if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
             fail(f"torch.compile fails: install the compiler that it asks for, or give --compile false ({text})")
         raise
-
-
-# Dense bf16 peak of a card, in TFLOP/s, by words of its name; where several are in a name, the longest counts.
-PEAK_TFLOPS = {"B200": 2250, "GH200": 989, "H200": 989, "H200 NVL": 835, "H20": 148}
-PEAK_TFLOPS |= {"H100": 989, "H100 PCIe": 756, "H100 NVL": 835}
-PEAK_TFLOPS |= {"A100": 312, "A10G": 70, "L40S": 362, "L40": 181, "L4": 121}
-PEAK_TFLOPS |= {"RTX 5090": 210, "RTX 4090": 165, "RTX 3090": 71}
 
 
 @dataclasses.dataclass
@@ -110,14 +96,6 @@ class Context:
             dist.all_reduce(x)
         return x
 
-    def most(self, number: int) -> int:
-        """The largest of the processes' numbers, on every one of them; no device is waited for."""
-        if self.world == 1:
-            return number
-        x = torch.tensor(number)
-        dist.all_reduce(x, dist.ReduceOp.MAX)
-        return int(x)
-
     def gather(self, x) -> list:
         """What every process has, by rank, on every one of them; anything that can be pickled."""
         if self.world == 1:
@@ -129,15 +107,6 @@ class Context:
     def barrier(self):
         if self.world > 1:
             dist.barrier()
-
-    @property
-    def peak_flops(self) -> float | None:
-        """FLOP/s of all processes together; None where it is not known."""
-        if self.device.type != "cuda" or self.dtype != torch.bfloat16:
-            return None
-        name = torch.cuda.get_device_name(self.device)
-        found = [words for words in PEAK_TFLOPS if re.search(rf"\b{words}\b", name)]
-        return 1e12 * PEAK_TFLOPS[max(found, key=len)] * self.world if found else None
 
     @property
     def machine(self) -> dict:

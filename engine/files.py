@@ -18,7 +18,6 @@ import torch
 
 from engine.config import identity, run_name
 from engine.device import fail, warn
-from routers import ROUTERS, Router
 
 CHECKPOINTS = "ckpt.pt", "ckpt.prev.pt"  # the newest, and the one before it
 WEIGHTS = "model.pt", *CHECKPOINTS  # the first of them has the best weights of a translator, or of fine-tuning
@@ -73,29 +72,22 @@ def is_free(folder: Path) -> bool:
     return not any((folder / name).exists() for name in ("config.json", "result.json", *WEIGHTS))
 
 
-def others(theirs: dict | None, ours: dict) -> Iterator[str]:
+def others(theirs: dict, ours: dict) -> Iterator[str]:
     """The names that both have with different values."""
-    theirs = theirs if isinstance(theirs, dict) else {}
     return (name for name, value in ours.items() if theirs.get(name, value) != value)
 
 
 def code_of(config) -> dict[str, str]:
-    """Checksums of the code that a run's numbers come from: the script, model.py, routers.py, a router's own file.
+    """Checksums of the code that a run's numbers come from: the script, model.py, routers.py.
 
     Comments, docstrings and constants at the top of the script do not count: constants are compared by their values.
     """
-    kind, router = type(config), ROUTERS.get(getattr(config, "router", ""), Router)
+    kind = type(config)
     modules = {"model": "model.py", "routers": "routers.py", kind.__module__: "the script"}
-    for each in router.__mro__:
-        if issubclass(each, Router):
-            modules.setdefault(each.__module__, f"{each.__module__}.py")
     python = ".".join(platform.python_version_tuple()[:2])  # which decides how code is written out
     found = {}
     for module, name in modules.items():
-        try:
-            tree = ast.parse(inspect.getsource(sys.modules[module]))
-        except (OSError, TypeError):  # of a notebook: it is in no file
-            continue
+        tree = ast.parse(inspect.getsource(sys.modules[module]))
         for node in ast.walk(tree):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
                 node.body = node.body[1:]

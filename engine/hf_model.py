@@ -51,9 +51,8 @@ class Model(PreTrainedModel):
 def network(kind: type[SparseModel], config: NanoXMoEConfig) -> SparseModel:
     """A model of model.py whose experts have no limit, so that no token depends on its batch-mates."""
     net = kind(SimpleNamespace(**config.constants), config.vocab_size)
-    if not net.sees_later:  # there the limit does the choosing
-        for moe in net.moe_layers:
-            moe.capacity_factor = moe.eval_capacity_factor = math.inf
+    for moe in net.moe_layers:
+        moe.capacity_factor = moe.eval_capacity_factor = math.inf
     return net
 
 
@@ -79,7 +78,7 @@ class NanoXMoEForCausalLM(Model, GenerationMixin):
             order = attention_mask.argsort(dim=1, descending=True, stable=True)
             input_ids = input_ids.gather(1, order)
             attention_mask = attention_mask.gather(1, order)
-        h, _, _ = self.model.hidden(input_ids, real=places(attention_mask), states=states)
+        h, _ = self.model.hidden(input_ids, real=places(attention_mask), states=states)
         if padded:
             back = order.argsort(dim=1).unsqueeze(2).expand_as(h)
             h, states = h.gather(1, back), states and [x.gather(1, back) for x in states]
@@ -87,8 +86,6 @@ class NanoXMoEForCausalLM(Model, GenerationMixin):
         return CausalLMOutput(self.loss(logits, labels, options), logits, hidden_states=states and (*states, h))
 
     def prepare_inputs_for_generation(self, input_ids, attention_mask=None, **ignored):
-        if self.model.sees_later:
-            raise ValueError("experts of this model choose among later tokens, too, so it cannot generate")
         read = slice(-self.config.max_position_embeddings, None)
         mask = None if attention_mask is None else attention_mask[:, read]
         return {"input_ids": input_ids[:, read], "attention_mask": mask}

@@ -195,7 +195,9 @@ for own in ("MaskedLM", "Electra"):  # encoders
 CARD = """# {name}
 
 Trained with nanoXMoE. What it was trained with, and what it scored, is in result.json if the run was finished.
-{about}
+
+No expert has a limit, in fine-tuning neither, so no token depends on its batch-mates. Generation keeps nothing: for
+each new token it reads again what stands before.
 
 ```python
 from transformers import {auto}, AutoTokenizer
@@ -204,12 +206,6 @@ model = {auto}.from_pretrained(FOLDER, trust_remote_code=True)
 tokenizer = AutoTokenizer.from_pretrained(FOLDER)
 ```
 """
-NO_LIMIT = """
-No expert has a limit, in fine-tuning neither, so no token depends on its batch-mates. Generation keeps nothing: for
-each new token it reads again what stands before."""
-SEES_LATER = """
-Experts choose among later tokens, too, so each token depends on the others: nothing can be generated, and what looks
-like a language model's perplexity is none."""
 MOST = sys.float_info.max  # JSON has no infinity
 
 
@@ -223,7 +219,10 @@ def export(found: Found, run: Path, folder: Path):
         raise ValueError(f"{run} holds a {found.kind}: give a run of train_lm.py, train_mlm.py or train_electra.py")
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"{folder} is not empty: give another folder")
-    tokenizer, router = load_tokenizer(run), ROUTERS.get(found.constants["router"])
+    router = ROUTERS.get(found.constants["router"])
+    if router and router.sees_later:
+        raise ValueError(f"{run} has experts that choose among later tokens, too: no text would have one answer")
+    tokenizer = load_tokenizer(run)
     config, weights = theirs(found)
     config |= {f"{name}_id": token for name, token in hf_tokenizer.special_ids(tokenizer).items()}
     files = {"config.json": config} | hf_tokenizer.files_of(tokenizer, found.constants["block_size"])
@@ -231,8 +230,7 @@ def export(found: Found, run: Path, folder: Path):
         code = (Path(__file__).parents[1] / here).read_text()
         files[name] = code.replace("from routers import", "from .routers import")
     auto, *_ = CLASSES[found.kind]
-    about = SEES_LATER if router and router.sees_later else NO_LIMIT
-    files["README.md"] = CARD.format(name=run.name, auto=auto, about=about)
+    files["README.md"] = CARD.format(name=run.name, auto=auto)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "model.safetensors").chmod(0o644)  # as the other files

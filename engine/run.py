@@ -11,11 +11,8 @@ import math
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
-from tempfile import TemporaryFile
 
 import torch
 from filelock import FileLock, Timeout
@@ -34,8 +31,7 @@ def stop(number: int, where: str = ""):
     for each in SIGNALS:
         signal.signal(each, signal.SIG_DFL)
     if int(os.environ.get("LOCAL_RANK", 0)) == 0:
-        begun = "" if where else "\n"  # a sample's line may be half written
-        show(f"{begun}stopped{where}; the same command goes on", sys.stderr)
+        show(f"stopped{where}; the same command goes on", sys.stderr)
     sys.exit(128 + number)
 
 
@@ -45,11 +41,11 @@ class Run:
     `result`: the run is finished, and this is what it found; else empty. `kept`: what a script wants in checkpoints
     beside model and optimizer, restored when the run goes on. `total` steps, with an evaluation `every` so many, are
     the config's unless they are given. Only rank 0 writes. Raises ValueError where the micro-batches of a step cannot
-    be dealt evenly, or a file in its folder is of another run.
+    be dealt evenly.
     """
 
     def __init__(self, config, presets: dict, context: Context, *data, total=None, every=None):
-        self.config, self.presets, self.context = config, presets, context
+        self.config, self.context = config, context
         self.total, self.every = total or config.steps, every or config.eval_every
         self.tokenizer = data[0].tokenizer
         self.identity = identity(config)
@@ -62,39 +58,23 @@ class Run:
             raise ValueError(f"{micros} micro-batches a step cannot be dealt to {world} processes: change them")
         self.micros = range(context.rank, micros, world)  # this process's
         self.folder, self.reason = context.gather(folder_of(config, presets, self.identity))[0]
+        self.name = self.folder.name
         self.find()
         self.kept = self.checkpoint.get("kept", {})
-        if context.rank == 0 and not self.result:
-            try:  # now, rather than after the work
-                os.makedirs(config.out_dir, exist_ok=True)
-                TemporaryFile(dir=config.out_dir).close()
-            except OSError as error:
-                raise ValueError(f"{config.out_dir} cannot hold runs ({error}): choose another --out_dir") from None
-
-    @property
-    def name(self) -> str:
-        return self.folder.name
 
     def find(self):
-        """Looks in the folder for a result, or else for the newest sound checkpoint. Both must be this run's."""
+        """Looks in the folder for a result, or else for the newest sound checkpoint."""
         self.result, self.checkpoint, self.checkpoint_name = {}, {}, ""
         if self.config.resume:
             self.result = read_json(self.folder / "result.json")
             if not self.result:
                 self.checkpoint_name, self.checkpoint = newest(self.folder)
-        found = {"result.json": self.result.get("config"), self.checkpoint_name: self.checkpoint.get("identity")}
-        for name, theirs in found.items():
-            for other in others(theirs, self.identity):
-                raise ValueError(f"{self.folder / name} is of a run with another {other}: delete it")
-        step = self.checkpoint.get("step", 0)
-        if not 0 <= step <= self.total:
-            file = self.folder / self.checkpoint_name
-            raise ValueError(f"{file} is of step {step}, and the last is {self.total}: delete it")
         seen = [self.name, self.identity, self.precision, bool(self.result), self.checkpoint.get("step")]
         if len(set(self.context.gather(json.dumps(seen)))) > 1:
             where = f"files in {self.folder}: use a shared disk, and pass --dtype"
             raise ValueError(f"the processes see different data, precision or {where}")
-        before, tests_alone = (self.result or self.checkpoint).get("code"), getattr(self.config, "eval_only", False)
+        before = (self.result or self.checkpoint).get("code", {})
+        tests_alone = getattr(self.config, "eval_only", False)
         if self.result:
             self.result["name"] = self.name  # the folder may have been renamed
             if not tests_alone:
@@ -111,7 +91,7 @@ class Run:
     def resume(self, model, optimizer, flops_per_token: float, loss_in_words="loss {:.4f}".format):
         """Makes the folder, and puts everything where the checkpoint left it.
 
-        flops_per_token: forward, for MFU; loss_in_words: how the training loss is told, best in the evaluation's unit.
+        flops_per_token: forward; loss_in_words: how the training loss is told, best in the evaluation's unit.
         """
         self.model, self.optimizer, self.flops_per_token = model, optimizer, flops_per_token
         self.loss_in_words = loss_in_words
@@ -136,21 +116,15 @@ class Run:
 
     def make_folder(self):
         """A run that starts again deletes what runs make. Raises ValueError where another process trains here."""
-        found = None
-        while found != self.folder:  # as another run may have taken the name meanwhile
-            self.folder, self.reason = folder_of(self.config, self.presets, self.identity)
-            self.folder.mkdir(parents=True, exist_ok=True)
-            # Held as long as there is this object, whichever thread then drops it.
-            self.lock = FileLock(self.folder / "lock", thread_local=False)
-            try:
-                with suppress(Timeout):  # within a second whoever holds it has said which run it is
-                    self.lock.acquire(timeout=1)
-            except (OSError, NotImplementedError) as error:
-                file = self.folder / "lock"
-                raise ValueError(f"{file} cannot be locked ({error}): choose another --out_dir") from None
-            found, _ = folder_of(self.config, self.presets, self.identity)
-        if not self.lock.is_locked:
-            raise ValueError(f"another process is training in {self.folder}: wait for it, or end it")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        # Held as long as there is this object, whichever thread then drops it.
+        self.lock = FileLock(self.folder / "lock", thread_local=False)
+        try:
+            self.lock.acquire(blocking=False)
+        except Timeout:
+            raise ValueError(f"another process is training in {self.folder}: wait for it, or end it") from None
+        except (OSError, NotImplementedError) as error:
+            raise ValueError(f"{self.folder} cannot be locked ({error}): choose another --out_dir") from None
         self.write("config.json", self.identity)
         if self.reason:
             self.context.say(f"{self.name}: a run of its own, as {self.reason}")
@@ -175,13 +149,11 @@ class Run:
 
         A checkpoint is saved before each step that an evaluation follows, so that a kill in it loses this step alone.
         """
-        self.asked, self.evaluating = 0, False  # the first: the signal that asks this process to stop
+        self.asked = 0  # the signal that asks this process to stop
         steps, silent = range(self.start, self.total), self.context.rank > 0
         self.bar = tqdm(steps, initial=self.start, total=self.total, unit="step", disable=silent or None)
         self.model.train()
-        before = {}
-        if threading.current_thread() is threading.main_thread():  # else signals are not this run's to take
-            before = {number: signal.signal(number, self.ask) for number in SIGNALS}
+        before = {number: signal.signal(number, self.ask) for number in SIGNALS}
         try:
             for step in self.bar:
                 if self.ends_stretch(step + 1) and step not in (self.start, self.since):  # which are saved
@@ -195,24 +167,20 @@ class Run:
                 signal.signal(number, handler or signal.SIG_DFL)  # None: it was not Python's
 
     def ask(self, number: int, frame):
-        """A step is finished and saved before the process ends. A second signal ends it, and one in an evaluation,
-        before which it was saved; but several processes wait for each other in it, and finish it."""
-        if self.asked or self.evaluating and self.context.world == 1:
+        """A step and its evaluation are finished and saved before the process ends; a second signal ends it at once."""
+        if self.asked:
             stop(number)
         self.asked = number
-        if self.evaluating:
-            warn("asked to stop: the evaluation is finished first; a second signal ends it at once")
 
     def stop_if_asked(self, done: int):
         """Ends all processes behind the same step where one was asked to stop; torchrun asks all of them."""
-        number = self.context.most(self.asked)
-        if not number:
+        if not self.context.sum(torch.tensor(self.asked)):
             return
         if done != self.since:  # an evaluation has just saved it
             self.save_checkpoint(done)
         self.context.barrier()  # torchrun ends the others when the first one ends
         self.bar.close()
-        stop(number, f" at step {done}")
+        stop(self.asked or signal.SIGTERM, f" at step {done}")
 
     def open_window(self, since=0, tokens=0, seconds=0.0, loss_sum=0.0):
         """Begins to count the steps since the last evaluation, of which the bar and the log speak."""
@@ -269,7 +237,6 @@ class Run:
             return False
         self.look(done)
         self.seconds += time.perf_counter() - self.clock
-        self.evaluating = True
         return True
 
     def ends_stretch(self, done: int) -> bool:
@@ -277,11 +244,10 @@ class Run:
 
     def save(self, done: int, scores: dict, words: str, loss: float = 0.0):
         """Logs an evaluation and saves a checkpoint, unless its loss, if it has one, is not finite."""
-        self.evaluating = False
         self.check_finite(loss, done)
-        speed, fastest = f"{self.speed:,.0f} tokens/s", self.context.peak_flops
-        if fastest:
-            speed += f", MFU {3 * self.flops_per_token * self.speed / fastest:.1%} at full capacity"
+        speed = f"{self.speed:,.0f} tokens/s"
+        if self.context.device.type == "cuda":
+            speed += f", {3e-12 * self.flops_per_token * self.speed:,.1f} TFLOP/s at full capacity"
         self.context.say(f"step {done}: train {self.loss_in_words(self.train_loss)}  {speed}  {words}")
         record = {"step": done, "train_loss": self.train_loss, "tokens_per_second": self.speed} | scores
         self.log += to_json(record, indent=None) + "\n"

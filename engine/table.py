@@ -6,7 +6,6 @@ import signal
 import statistics
 import sys
 from collections.abc import Callable
-from functools import partial
 from itertools import groupby
 from typing import NamedTuple
 
@@ -92,23 +91,18 @@ def carry_out(config, presets: dict, context, tables: dict, train, report, cells
     with clear_errors(kinds=(RouterError,)):
         for _, change in table.rows:
             results.append([train(one, context) for one in seeds_of(config, change)])
-    for result in results[0] if not config.table else []:
-        context.say(told(partial(report, config), result))
-    if config.table or config.seeds > 1:
-        rows = table.render(results, partial(told, cells))
-        context.say(f"\n{table.title}, preset {config.preset}, seeds: {config.seeds}\n\n{rows}")
+    try:
+        for result in results[0] if not config.table else []:
+            context.say(report(config, result))
+        if config.table or config.seeds > 1:
+            rows = table.render(results, cells)
+            context.say(f"\n{table.title}, preset {config.preset}, seeds: {config.seeds}\n\n{rows}")
+    except (LookupError, TypeError, AttributeError) as error:  # an older version wrote it
+        fail(f"a result.json in {config.out_dir} is not what this script writes ({error!r}): delete it")
     # Processes leave together, after an exchange without tensors: where a thread of gloo's still lets go of a tensor
     # while Python shuts down, the process is terminated.
     context.barrier()
     return results
-
-
-def told(words: Callable, result: dict):
-    """What a script says of a result; one clear line where an older version of it, or somebody else, wrote it."""
-    try:
-        return words(result)
-    except (LookupError, TypeError, AttributeError) as error:
-        fail(f"result.json of {result.get('name')} is not what this script writes ({error!r}): delete it")
 
 
 def table_of(config, presets: dict, tables: dict) -> Table:

@@ -82,8 +82,6 @@ def measure(makers: dict, config: Config, context) -> list[dict]:
         spread = (upper - lower) / 2
         record = {"impl": name, "ms": ms, "spread": spread, "ratio": first / speed}
         record |= {"runs": len(times[name]), "teraflops": speed}
-        if context.peak_flops:
-            record["mfu"] = 1e12 * speed / context.peak_flops
         records.append(record | facts[name] | seen(run, context))
     return records
 

@@ -5,15 +5,13 @@ Both are listed in results/. In the names of runs {} is where a seed stands. cla
 of what follows from constants, `tokens a step` and `FLOPs`. What is compared is a number of a script's table or of its
 sparse layers; `from` names another number of the other side, such as the one that the same runs began with. Where
 `other` names two runs, it is the number on the line between them, where as many experts serve a token as in ours. Of
-translations it is the layer of the script's table, another `layer`, or the `best` of each side. pictures.json has the
-panels of pictures, of records in results/analyses/, or of what each layer of runs finds.
+translations it is the layer of the script's table, or another `layer`. pictures.json has the panels of pictures, of
+records in results/analyses/, or of what each layer of runs finds.
 """
 
 import importlib
 import math
-from collections.abc import Callable
 from itertools import starmap
-from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
 
@@ -24,7 +22,6 @@ from engine.files import from_json
 
 SEEDS = ("", *(f"-seed={seed}" for seed in range(1, 8)))  # in the names of runs
 BY_LAYER = {"translations found": "retrieval", "found, centred": "centred"}  # a number -> of all layers, in `held_out`
-BESIDE = {", best layers": {"layer": "best"}, ", centred": {"number": "found, centred"}}  # shown, decides nothing
 UNITS = {  # how a number is taken, so that the claim says that the difference of two is above 0; 100 log is about 1%
     "perplexity, about % lower": lambda x: -100 * math.log(x),
     "points more of BLEU, F1 or accuracy": lambda x: x,
@@ -44,14 +41,9 @@ FOUND = "translations found, %"
 COLORS = {"holds": "#0072B2", "level": "0.55", "the opposite": "#D55E00"}
 
 
-def read(file: Path, take=lambda content: content):
-    """take(content) of a file of JSON. Raises ValueError where it is missing, or is not what `take` takes."""
-    try:
-        return take(from_json(file.read_text()))
-    except FileNotFoundError:
-        raise ValueError(f"{file} is missing: measure it, or take it off its page") from None
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise ValueError(f"{file} is not what its script writes today ({error!r}): measure it again") from None
+def read(file: Path):
+    """What a file of JSON holds."""
+    return from_json(file.read_text())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -68,8 +60,8 @@ def claims(folder: Path) -> list[dict]:
             found.add(pairs[-1]["verdict"])
             differ |= dict.fromkeys(pairs[-1]["differ"])
             if pair["number"] == "translations found" and "layer" not in pair:
-                for how, change in BESIDE.items():
-                    pairs.append(effect(folder, pair | change, how))
+                beside = pair | {"number": "found, centred"}  # shown, decides nothing
+                pairs.append(effect(folder, beside, ", centred"))
         claim |= {"pairs": pairs, "differ": ", ".join(differ)}
         claim["effect"] = "<br>".join(pair["words"] for pair in pairs)
         if len(found) == 1:
@@ -149,52 +141,44 @@ def differing(folder: Path, pair: dict, seed: str) -> list[str]:
 def facts(folder: Path, run: str) -> dict:
     """All in which SCRIPT/RUN may differ from others: the constants that it reads, and what follows from them."""
     Config = importlib.import_module(Path(run).parent.name).Config
-
-    def take(result: dict) -> dict:
-        constants, fields = result["config"], Config.__dataclass_fields__.keys()
-        known = {name: constants[name] for name in fields & constants}
-        others = {name: constants[name] for name in constants.keys() - fields}  # checksums, and constants of that day
-        found = {"dtype": result["machine"]["dtype"]}
-        if "model" in constants:  # fine-tuning, whose checksum of the data is of the encoder's weights as well
-            del others["data_checksum"]
-            return identity(Config(**known)) | others | found
-        tokens = constants["batch_tokens"]
-        work = result.get("flops_per_pair") or result["flops"]
-        if isinstance(work, dict):
-            work = work["total"]
-        if "tlm" not in constants:  # XLM-E's is that of the whole training
-            work *= tokens * constants["steps"]
-        elif constants["tlm"]:  # pairs are a batch, too
-            tokens *= 2
-        return identity(Config(**known)) | others | found | {"tokens a step": tokens, "FLOPs": work}
-
-    return read(folder / f"{run}.json", take)
+    result = read(folder / f"{run}.json")
+    constants, fields = result["config"], Config.__dataclass_fields__.keys()
+    known = {name: constants[name] for name in fields & constants}
+    others = {name: constants[name] for name in constants.keys() - fields}  # checksums, and constants of that day
+    found = identity(Config(**known)) | others | {"dtype": result["machine"]["dtype"]}
+    if "model" in constants:  # fine-tuning, whose checksum of the data is of the encoder's weights as well
+        del found["data_checksum"]
+        return found
+    tokens = constants["batch_tokens"]
+    work = result.get("flops_per_pair") or result["flops"]
+    if isinstance(work, dict):
+        work = work["total"]
+    if "tlm" not in constants:  # XLM-E's is that of the whole training
+        work *= tokens * constants["steps"]
+    elif constants["tlm"]:  # pairs are a batch, too
+        tokens *= 2
+    return found | {"tokens a step": tokens, "FLOPs": work}
 
 
 def values(folder: Path, pair: dict, run: str) -> dict[str, float]:
     """{seed: what is compared} of SCRIPT/RUN, which is one side of a pair."""
     script = importlib.import_module(Path(run).parent.name)
-    layer, key = pair.get("layer"), pair["number"]
-
-    def take(result: dict):
-        if layer is not None:
-            return result["held_out"][BY_LAYER[key]]
+    layer, key, found = pair.get("layer"), pair["number"], {}
+    for seed, result in of_seeds(folder, run).items():
         cells = script.cells(result)
-        return cells[key][0] if key in cells else mean_over_layers(key, result["test"]["layers"])
-
-    found = of_seeds(folder, run, take)
-    if layer is None:
-        return found
-    if layer == "best":
-        means = [*map(fmean, zip(*found.values()))]
-        layer = means.index(max(means))
-    return {seed: shares[layer] for seed, shares in found.items()}
+        if layer is not None:
+            found[seed] = result["held_out"][BY_LAYER[key]][layer]
+        elif key in cells:
+            found[seed], _ = cells[key]
+        else:
+            found[seed] = mean_over_layers(key, result["test"]["layers"])
+    return found
 
 
-def of_seeds(folder: Path, run: str, take: Callable) -> dict:
-    """{seed: take(result)} of SCRIPT/RUN, as far as the results are there."""
+def of_seeds(folder: Path, run: str) -> dict[str, dict]:
+    """{seed: result} of SCRIPT/RUN, as far as the results are there."""
     files = {seed: folder / f"{run.format(seed)}.json" for seed in SEEDS}
-    return {seed: read(file, take) for seed, file in files.items() if file.exists()}
+    return {seed: read(file) for seed, file in files.items() if file.exists()}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -219,12 +203,12 @@ def pictures(folder: Path) -> dict[str, tuple]:
 def panel_of(folder: Path, panel: dict) -> list:
     """What a Panel is made of."""
     if "records" in panel:
-        shown = read(folder / f"analyses/{panel['records']}.json", itemgetter("records"))
+        shown = read(folder / f"analyses/{panel['records']}.json")["records"]
         return [panel["title"], shown, panel["by"], panel["x"], panel["y"]]
     shown = []
     for name, run in panel["runs"].items():
-        for seed, held_out in of_seeds(folder, run, itemgetter("held_out")).items():
-            for layer, share in enumerate(held_out[panel["held_out"]]):
+        for seed, result in of_seeds(folder, run).items():
+            for layer, share in enumerate(result["held_out"][panel["held_out"]]):
                 record = {"run": Path(run).name.format(seed), "encoder": name}
                 shown.append(record | {"layer": layer, FOUND: 100 * share})
     return [panel["title"], shown, "encoder", "layer", FOUND]

@@ -93,28 +93,24 @@ def cells_of(folder: Path, config, module) -> dict | None:
     file = folder / module.__name__ / f"{name}.json"
     if not file.exists():
         return None
-    cells = read(file, module.cells)
-    before = read(file, lambda result: result.get("config", {}))
+    result = read(file)
     for constant, value in identity(config).items():
-        was = before.get(constant, value)
+        was = result.get("config", {}).get(constant, value)
         if was != value:
             raise ValueError(f"{file} has {constant} {was}, its command {value}: run it again")
-    return cells
+    return module.cells(result)
 
 
 def measured(folder: Path, name: str) -> list[dict]:
     """{header: cell} of each row of what analyze.py or tools/bench.py wrote."""
-
-    def take(content) -> list[dict]:
-        if "table" in content:
-            headers, *rows = content["table"]
-            return [dict(zip(headers, row, strict=True)) for row in rows]
-        for record in content["results"]:
-            for key, value in record.items():
-                record[key] = f"{value:.2f}" if isinstance(value, float) else value
-        return content["results"]
-
-    return read(folder / f"{name}.json", take)
+    content = read(folder / f"{name}.json")
+    if "table" in content:
+        headers, *rows = content["table"]
+        return [dict(zip(headers, row, strict=True)) for row in rows]
+    for record in content["results"]:
+        for key, value in record.items():
+            record[key] = f"{value:.2f}" if isinstance(value, float) else value
+    return content["results"]
 
 
 def main(check: bool = False, root: Path = RESULTS.parent):
