@@ -626,11 +626,11 @@ class GPT(SparseModel):
         return output_logits(h, self.wte.weight, self.bias), balance
 
     @torch.no_grad()
-    def generate(self, ids, new_tokens: int, temperature: float, top_k: int, end: int):
+    def generate(self, ids, new_tokens: int, temperature=1.0, top_k=50, end=-1):
         """ids (B, T) -> (B, T + new_tokens), sampled from softmax(logits / temperature) over the top_k.
 
-        It stops where every row has had the token `end`. There is no capacity limit, so that a token's experts depend
-        on its own past and not on what else is in the batch.
+        It stops where every row has had the token `end` (-1: none). There is no capacity limit, so that a token's
+        experts depend on its own past and not on what else is in the batch.
         Raises ValueError for a router that sees later tokens, as expert_choice does: they are not written yet.
         """
         if self.sees_later:

@@ -285,7 +285,7 @@ class Handler(BaseHTTPRequestHandler):
                 found = player.loss(asked["text"], asked["setting"])
             else:
                 found = player.route(asked["text"])
-        except ValueError as error:
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             return self.answer(400, {"error": f"{error}"})
         self.answer(200, found)
 

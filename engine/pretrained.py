@@ -50,7 +50,7 @@ def load(path: str | Path, **changes) -> tuple[nn.Module, Tokenizer | None]:
     """
     folder = Path(path)
     found, tokenizer = read(folder), tokenizer_in(folder)
-    if found.vocabulary and not (tokenizer and tokenizer.sha256 == found.vocabulary):
+    if found.vocabulary and found.vocabulary != tokenizer.sha256:
         raise ValueError(f"{path} was trained with another vocabulary than the tokenizer in it")
     kind, weights = MODELS[found.kind], found.weights
     constants = found.constants | changes
@@ -66,9 +66,10 @@ def tokenizer_in(folder: Path) -> Tokenizer | None:
     """That of a run, or XLM-R's; other models may have none."""
     if (folder / PIECES).exists():
         return load_tokenizer(folder / PIECES, kind="xlmr")
+    if is_run(folder):
+        return load_tokenizer(folder)
     with suppress(FileNotFoundError):
         return load_tokenizer(folder)
-    return None
 
 
 def load_encoder(path: str | Path, **changes) -> tuple[Encoder, XLMR]:

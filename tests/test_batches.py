@@ -160,13 +160,11 @@ def test_batches_are_dealt_to_processes_and_evaluation_has_no_seed(folder_of, ki
         assert torch.equal(*(restored(x) if masked else x.source for x in (dealt, following)))
 
 
-@pytest.mark.parametrize("kind, sizes", [(TokenData, (32, 65)), (PairData, (32, 31)), (TranslationData, (32, 63))])
+@pytest.mark.parametrize("kind, sizes", [(TokenData, (32, 65)), (PairData, (32, 31)), (TranslationData, (32, 31))])
 def test_a_micro_batch_holds_rows(folder_of, kind, sizes):
     block, micro = sizes
     with pytest.raises(ValueError, match=f"micro_tokens {micro} must hold .* block_size {block}"):
         kind(folder_of[kind], block, micro)
-    with pytest.raises(ValueError, match="block_size 7 must be at least 8"):
-        kind(folder_of[kind], 7, 70)
 
 
 def test_a_damaged_folder_is_one_line(aligned, tmp_path, monkeypatch):
@@ -188,9 +186,8 @@ def test_a_damaged_folder_is_one_line(aligned, tmp_path, monkeypatch):
     (copy / "valid.bin").unlink()
     with pytest.raises(FileNotFoundError, match=r"valid\.bin is missing; remove the folder and prepare it again"):
         PairData(copy, T, T)
-    for name, source in {"cc100": "", "wmt10": " --source DIR"}.items():
-        with pytest.raises(FileNotFoundError, match=f"no prepared data .*; .*python -m data.prepare {name}{source}$"):
-            PairData(tmp_path / name, T, T)
+    with pytest.raises(FileNotFoundError, match="no prepared data .*: python -m data.prepare wmt10 prepares it"):
+        PairData(tmp_path / "wmt10", T, T)
 
 
 def test_y_is_x_one_token_ahead_in_windows_from_everywhere(tmp_path):

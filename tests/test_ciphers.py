@@ -41,7 +41,7 @@ def plain(text: str) -> tuple[int, ...]:
 
 
 def test_ciphers_are_permutations():
-    assert list(ALPHABETS) == list(ciphers.LANGUAGES) and ALPHABETS == ciphers.alphabets()
+    assert list(ALPHABETS) == list(ciphers.LANGUAGES)
     assert len(PLAIN) == len(ciphers.LANGUAGES) * ciphers.PIECES  # no character twice
     orders = [[sorted(own).index(character) for character in own] for own in ALPHABETS.values()]
     assert all(sum(map(int.__eq__, one, two)) < 10 for one, two in combinations(orders, 2))

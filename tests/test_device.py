@@ -1,6 +1,5 @@
 """Learning rates, the optimizer and the loss; devices, chance and what is the sum over processes."""
 
-import dataclasses
 import re
 
 import pytest
@@ -84,17 +83,6 @@ def test_chance_depends_on_every_part_of_the_key():
         device.seed_all(*key)
         drawn.append(float(torch.rand(())))
     assert drawn[0] == drawn[4] and len(set(drawn)) == 4
-
-
-def test_peaks_of_cards(monkeypatch):
-    context = device.Context(0, 2, torch.device("cuda"), torch.bfloat16)
-    cards = {"H100 80GB HBM3": 989, "H100 PCIe": 756, "H100 NVL": 835, "H20": 148, "GH200 480GB": 989}
-    cards |= {"A100-SXM4-80GB": 312, "A10G": 70, "L40S": 362, "L4": 121, "L40G": None}
-    for card, peak in cards.items():
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, card=card: f"NVIDIA {card}")
-        assert context.peak_flops == (None if peak is None else 2e12 * peak)
-        assert dataclasses.replace(context, dtype=torch.float32).peak_flops is None
-        assert dataclasses.replace(context, device=torch.device("cpu")).peak_flops is None
 
 
 @pytest.mark.parametrize(

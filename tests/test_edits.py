@@ -6,7 +6,6 @@ import os
 import re
 import sys
 import threading
-import types
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,6 @@ from test_train_electra import corpora as electra_corpora
 from test_train_mt import corpus as mt_corpus
 
 import model
-import routers
 import train_lm
 from engine.config import command_line, identity
 from engine.files import code_of, folder_of
@@ -200,46 +198,3 @@ def test_what_counts_as_code(tmp_path, monkeypatch):
         assert text.count(edit[0]) == 1
         file.write_text(text.replace(*edit))
         assert (code_of(train_lm.Config()) == before) is same, edit
-
-
-OWN = {
-    "own_base": """
-from routers import Router, by_rank
-
-class Base(Router):
-    def choose(self, score, probs):
-        return by_rank(probs.argsort(dim=1, descending={}), probs, 1)
-""",
-    "own": """
-from own_base import Base
-from routers import router
-
-@router("own")
-class Own(Base):
-    split = {}
-""",
-}
-
-
-def test_a_router_of_ones_own_is_code(tmp_path, monkeypatch):
-    """And what it inherits; one that is in no file is not seen."""
-    monkeypatch.setattr(routers, "ROUTERS", dict(routers.ROUTERS))
-    monkeypatch.setattr("engine.files.ROUTERS", routers.ROUTERS)
-
-    def defined(*values) -> dict:
-        for (name, lines), value in zip(OWN.items(), values):
-            module, file = types.ModuleType(name), tmp_path / f"{name}.py"
-            file.write_text(lines.format(value))
-            module.__file__ = str(file)
-            monkeypatch.setitem(sys.modules, name, module)
-            exec(file.read_text(), module.__dict__)
-        found = code_of(train_lm.Config(router="own"))
-        return {name.partition(" (")[0]: checksum for name, checksum in found.items()}
-
-    before = defined(True, 2)
-    assert before.keys() == {"the script", "model.py", "routers.py", "own.py", "own_base.py"}
-    for values, changed in (((False, 2), "own_base.py"), ((True, 16), "own.py")):
-        assert {name for name, checksum in defined(*values).items() if checksum != before[name]} == {changed}
-    for name in OWN:
-        del sys.modules[name].__file__
-    assert len(code_of(train_lm.Config(router="own"))) == 3

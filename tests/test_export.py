@@ -30,7 +30,6 @@ SMALL = dict(n_layer=2, n_head=2, n_embd=32, ffn_size=64, block_size=24)
 STACK = dict(experts=4, expert_size=16, moe_after=(1,))
 KINDS = {  # what is trained, its config; decoders with and without experts, encoders, an encoder with a verdict
     "dense decoder": (GPT, train_lm.Config(router="dense", frequency_bias=False, **SMALL)),
-    "expert_choice": (GPT, train_lm.Config(router="expert_choice", **SMALL)),
     **{router: (GPT, train_lm.Config(router=router, **SMALL)) for router in ("threshold", "topk", "hash", "base")},
     "dense encoder": (MaskedLM, train_mlm.Config(router="dense", relative_bias=False, **SMALL)),
     "hypersphere": (MaskedLM, train_mlm.Config(**SMALL | STACK)),
@@ -39,7 +38,6 @@ KINDS = {  # what is trained, its config; decoders with and without experts, enc
 }
 AUTO = {GPT: "AutoModelForCausalLM", MaskedLM: "AutoModelForMaskedLM"}
 AUTO[train_electra.Electra] = "AutoModelForTokenClassification"
-ALONE = [name for name in KINDS if name != "expert_choice"]  # where a token depends on no other row
 PIPELINES = {
     "text-generation": ["dense decoder", "threshold", "topk", "hash", "base"],
     "fill-mask": ["dense encoder", "hypersphere", "limited"],
@@ -75,18 +73,15 @@ def load(folder, auto: str, **options):
 
 
 def said(model, ids):
-    """Our logits (B, T, V), without a capacity limit but where it does the choosing; the verdict's beside a 0."""
+    """Our logits (B, T, V), without a capacity limit; the verdict's beside a 0."""
     with torch.no_grad(), model.no_limit():
         if isinstance(model, GPT):
-            if not model.sees_later:
-                return model(ids)[0]
-        elif isinstance(model, MaskedLM):
+            return model(ids)[0]
+        if isinstance(model, MaskedLM):
             return model(ids, torch.arange(ids.numel()))[0].view(*ids.shape, -1)
-        else:
-            h, _ = model.encoder(ids)
-            verdict = model.out(model.ln_h(F.gelu(model.dense(h))))
-            return torch.cat([torch.zeros_like(verdict), verdict], dim=2)
-    return model(ids)[0].detach()
+        h, _ = model.encoder(ids)
+        verdict = model.out(model.ln_h(F.gelu(model.dense(h))))
+        return torch.cat([torch.zeros_like(verdict), verdict], dim=2)
 
 
 def some_ids(model, *shape) -> torch.Tensor:
@@ -110,7 +105,6 @@ def test_logits_are_ours(exported, dtype):
     assert away < {"float32": 1e-6, "bfloat16": 0.1, "float16": 0.01}[dtype]
 
 
-@of(*ALONE)
 @pytest.mark.parametrize("side", ["left", "right", "unsaid"])
 def test_padding_changes_nothing(exported, side):
     """Neither values nor gradients. lm-eval pads a decoder's texts behind them, and gives no mask."""
@@ -137,7 +131,6 @@ def test_padding_changes_nothing(exported, side):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3 * float(b.abs().max()) + 1e-6)
 
 
-@of(*ALONE)
 def test_labels_give_the_loss(exported):
     """In training, too, where no expert has a limit either: rows alone have the loss that they have together."""
     theirs, ids = exported.theirs, some_ids(exported.ours, 2, 12)
@@ -200,14 +193,6 @@ def test_generation_is_ours(exported):
     both = theirs.generate(**batch, max_new_tokens=8, pad_token_id=1, **how)
     alone = exported.words(texts[1], return_tensors="pt")
     assert torch.equal(both[1, -8:], theirs.generate(**alone, max_new_tokens=8, pad_token_id=1, **how)[0, -8:])
-
-
-@of("expert_choice")
-def test_experts_that_see_later_tokens_generate_nothing(exported):
-    with pytest.raises(ValueError, match="cannot generate"):
-        exported.theirs.generate(some_ids(exported.ours, 1, 3), max_new_tokens=2)
-    card = (exported.folder / "README.md").read_text()
-    assert "no token depends" not in card and "each token depends on the others" in card
 
 
 def test_saved_and_loaded_again(exported, tmp_path):
@@ -306,6 +291,10 @@ def test_what_cannot_be_exported_is_one_clear_line(exported, tmp_path):
     state = torch.load(exported.run / "ckpt.pt", weights_only=True) | {"class": "Translator"}
     write(tmp_path / "ckpt.pt", state)
     with pytest.raises(ValueError, match="holds a Translator: give a run of"):
+        export(tmp_path, tmp_path / "new")
+    state = torch.load(exported.run / "ckpt.pt", weights_only=True)
+    write(tmp_path / "ckpt.pt", state | {"constants": state["constants"] | {"router": "expert_choice"}})
+    with pytest.raises(ValueError, match="has experts that choose among later tokens"):
         export(tmp_path, tmp_path / "new")
     assert not (tmp_path / "new").exists()
 

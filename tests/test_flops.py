@@ -134,10 +134,9 @@ def test_parameters_of_table_3(preset, paper):
 def test_flops_of_table_4(monkeypatch, capsys):  # the paper: 6.3e19 and 9.5e19
     run(monkeypatch, "flops")
     rows = table_rows(capsys.readouterr().out.split("\n\n")[3])
-    assert [row[1] for row in rows] == ["9.5e19", "6.3e19", ""]  # of XLM-E, and of XLM-E without TRTD
-    assert [row[2] for row in rows] == ["1.87e+20", "9.37e+19", "6.26e+19"]
+    assert [row[1] for row in rows] == ["9.5e19", "6.3e19"]  # of XLM-E, and of XLM-E without TRTD
     T, D, L, vocabulary = 512, 768, 12, 250_002
     one = L * (24 * D * D + 4 * T * D) + 2 * D * D + 2 * D
     other = 4 * (24 * D * D + 4 * T * D) + 0.15 * 2 * D * (D + vocabulary)
-    ours = [3 * 125_000 * 2048 * 512 * cost for cost in (2 * (one + other), one + other, one)]
-    assert [row[3] for row in rows] == [f"{cost:.2e}" for cost in ours]
+    ours = [3 * 125_000 * 2048 * 512 * cost for cost in (2 * (one + other), one + other)]
+    assert [row[2] for row in rows] == [f"{cost:.2e}" for cost in ours]

@@ -158,14 +158,6 @@ def test_samples_come_from_the_top_k_and_follow_the_temperature():
     assert model.generate(ids, 1, top_k=100).shape == (1, 5)  # more than there are is all
 
 
-def test_each_step_reads_one_token_as_long_as_all_fit(monkeypatch):
-    model, ids, read = make_gpt(block_size=8), make_ids(2, 3), []
-    hidden = model.hidden
-    monkeypatch.setattr(model, "hidden", lambda ids, past: read.append(ids.shape[1]) or hidden(ids, past))
-    model.generate(ids, 8)
-    assert read == [3, 1, 1, 1, 1, 1, 8, 8]
-
-
 def test_generation_stops_where_every_row_has_had_the_end():
     model, ids = make_gpt(), make_ids(2, 4)
     whole = model.generate(ids, 8, top_k=1)

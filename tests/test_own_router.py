@@ -164,7 +164,6 @@ WRONG = {
     "indices": (lambda self, score, probs: probs.topk(2).indices, r"Own chooses by \(64, 2\) of torch.int64: `choose`"),
     "floats": (lambda self, score, probs: probs, r"Own chooses by \(64, 8\) of torch.float32: `choose` should return"),
     "nothing": (lambda self, score, probs: None, "Own chooses by a .*NoneType.*should return priorities .* by_rank"),
-    "no constant": (lambda self, score, probs: self.config.sharpness, "Own reads the constant sharpness: add it"),
     "no choose": (Router.choose, r"Own has no `choose\(self, score, probs\)`, which returns priorities \(S, E\)"),
     "too many": (lambda self, score, probs: by_rank(probs.argsort(), probs, 3), "Own chose 3 experts .* most = 1"),
 }

@@ -260,7 +260,7 @@ def test_xlmr_weights_start_a_sparse_model(options, tmp_path, monkeypatch, capsy
     capsys.readouterr()
     for given, message in (
         ({"n_layer": 3}, "n_layer 2, not 3"),
-        ({"block_size": 64}, "32 positions, fewer than block_size = 64"),
+        ({"block_size": 64}, "size mismatch for encoder.wpe.weight"),
         ({"relative_bias": True}, "has relative_bias False, not True"),
         ({"init_from": tmp_path / "wider"}, "vocab_size 310, not 300"),
     ):

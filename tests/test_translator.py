@@ -177,14 +177,6 @@ def test_experts_stand_where_the_papers_have_them(options, encoder, decoder, aft
     assert all(ours is theirs for ours, theirs in zip(model.moe_layers, expected, strict=True))
 
 
-def test_after_what_is_remembered_comes_one_token():
-    model = make("dense")
-    encoded, _ = model.encode(torch.tensor([[4, EOS]]))
-    _, _, past = model.decode(torch.tensor([[BOS]]), encoded)
-    with pytest.raises(ValueError, match="one token at a time, not 2"):
-        model.decode(torch.tensor([[5, 6]]), encoded, past)
-
-
 # --- Decoding
 
 

@@ -146,7 +146,7 @@ def facts(folder: Path, run: str) -> dict:
     known = {name: constants[name] for name in fields & constants}
     others = {name: constants[name] for name in constants.keys() - fields}  # checksums, and constants of that day
     found = identity(Config(**known)) | others | {"dtype": result["machine"]["dtype"]}
-    if "model" in constants:  # fine-tuning, whose checksum of the data is of the encoder's weights as well
+    if "task" in constants:  # fine-tuning, whose checksum of the data is of the encoder's weights as well
         del found["data_checksum"]
         return found
     tokens = constants["batch_tokens"]
