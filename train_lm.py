@@ -380,12 +380,13 @@ def write_sample(folder: Path, config: Config, context):
         show("\nno sample: the experts choose among tokens that are not written yet")
         return
     model = context.place(model)
-    watches = [measures.RoutingStats(moe) for moe in model.moe_layers]
     ids = torch.tensor([[tokenizer.eot, *prompt]], device=context.device)
     seed_all(config.sample_seed)
-    with context.autocast():
+    with context.autocast(), model.no_limit(), torch.no_grad():
         how = config.sample_tokens, config.sample_temperature, config.sample_top_k
         ids = model.generate(ids, *how, end=tokenizer.eot)
+        watches = [measures.RoutingStats(moe) for moe in model.moe_layers]
+        model(ids[:, -model.config.block_size :])  # in which each token is read once
     show(f"\nsample:\n{tokenizer.decode(ids[ids != tokenizer.eot].tolist())}")
     served = ", ".join(f"{watch.finish()['served']:.1f}" for watch in watches)
     if served:

@@ -254,7 +254,7 @@ PYDOCS = dict(read=pydocs, packages=("numpy", "torch"))
 CIPHERS = PYDOCS | dict(vocabulary="ciphers", learning=ciphers.VOCABULARY)
 CIPHERS_MT = PYDOCS | dict(vocabulary="ciphers-mt", learning=ciphers.HARDER_VOCABULARY)
 CORPORA = {
-    "pydocs": Corpus("text", pydocs, **PYDOCS, vocabulary="pydocs"),
+    "pydocs": Corpus("text", **PYDOCS, vocabulary="pydocs"),
     "wikitext103": Corpus("text", wikitext103, wikitext103, vocabulary="gpt2"),
     "openwebtext": Corpus("text", text, openwebtext, vocabulary="gpt2"),
     "enwiki": Corpus("text", enwiki, vocabulary="enwiki", learn_from=4000),

@@ -19,17 +19,20 @@ from tqdm import tqdm
 
 from data.files import Records, split_of
 
+ROOTS = {"python": Path(sysconfig.get_path("stdlib"))}
+for name in ("numpy", "torch"):
+    ROOTS[name] = Path(importlib.util.find_spec(name).origin).parent  # it is not imported
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
 @cache  # a laboratory's two corpora, and the pieces that they are cut into, are made from it
-def pydocs(source: Path | None = None) -> Records:
+def pydocs() -> Records:
     """A document is the prose in the docstrings of a source file, split by a hash of the file's name.
 
     A paragraph counts where it first appears.
     """
     seen, rows = set(), []
-    for name, paragraphs in tqdm(python_files(source), desc="reading", disable=None):
+    for name, paragraphs in tqdm(python_files(), desc="reading", disable=None):
         new = [text for text in dict.fromkeys(paragraphs) if text not in seen]
         seen.update(new)
         if new:
@@ -37,15 +40,10 @@ def pydocs(source: Path | None = None) -> Records:
     return rows
 
 
-def python_files(source: Path | None = None) -> Iterator[tuple[str, Iterator[str]]]:
-    """The paragraphs of the documentation in each source file of a folder, or of Python, NumPy and PyTorch."""
-    roots = {"python": Path(sysconfig.get_path("stdlib"))}
-    for name in ("numpy", "torch"):
-        roots[name] = Path(importlib.util.find_spec(name).origin).parent  # it is not imported
-    if source:
-        roots = {source.name: source}
+def python_files() -> Iterator[tuple[str, Iterator[str]]]:
+    """The paragraphs of the documentation in each source file of ROOTS."""
     found = {}
-    for name, root in roots.items():
+    for name, root in ROOTS.items():
         for path in root.rglob("*.py"):
             inside = path.relative_to(root)
             if SKIPPED.isdisjoint(inside.parts):

@@ -55,16 +55,14 @@ def prepare(
         languages: de,en,sw: only these of many; de-en,en-fr: pairs
         pieces: of a BPE that is learned from the texts, in place of a tokenizer
     """
-    check_options(name, source, tokenizer, languages, pieces)
+    check_options(name, source, tokenizer, max_tokens, languages, pieces)
     corpus = CORPORA[name]
     out = Path(out or PREPARED / name).resolve()
     with new_folder(out) as folder:
         every = read(name, source)
         groups = restricted(every, languages)
         chosen = tokenizer_of(name, source, tokenizer, languages, pieces, every)
-        versions = {}
-        if not source:
-            versions |= {package: importlib.metadata.version(package) for package in corpus.packages}
+        versions = {package: importlib.metadata.version(package) for package in corpus.packages}
         meta = {"name": name, "source": str(source or name), "versions": versions, "kind": corpus.kind}
         write_corpus(folder, meta, groups, chosen, max_tokens)
     return out
@@ -87,7 +85,7 @@ def new_folder(out: Path):
             shutil.rmtree(partial, ignore_errors=True)
 
 
-def check_options(name: str, source, tokenizer, languages, pieces):
+def check_options(name: str, source, tokenizer, max_tokens, languages, pieces):
     """ValueError for options that make no sense together."""
     if name not in CORPORA:
         raise ValueError(f"unknown corpus {name!r}; there are {', '.join(CORPORA)}")
@@ -99,6 +97,7 @@ def check_options(name: str, source, tokenizer, languages, pieces):
         f"corpus {name!r} is read from installed packages: leave out --source": source and not corpus.local,
         f"--source {source} does not exist": source and not source.exists(),
         f"corpus {name!r} needs --tokenizer PATH: {hint}": not known,
+        "--max_tokens and --pieces must be positive": 0 in (max_tokens, pieces),
         f"--languages is for corpora of many languages, not for {name!r}": languages and corpus.kind == "text",
         "--pieces learns a tokenizer: leave it out, or --tokenizer": pieces and tokenizer,
     }

@@ -15,7 +15,6 @@ from operator import eq
 from statistics import fmean, median, mode
 
 from data.counting import large, looked_up, remembered
-from data.files import has_words
 from data.xtreme import TASKS, Example
 
 Scores = dict[str, float]  # metric -> percent
@@ -49,16 +48,13 @@ def score_task(task, language, gold: list, predicted: list) -> Scores:
 def score_translations(translations: list, references: list, language: str) -> dict:
     """BLEU and chrF2++ of a corpus. Both sides are texts as people write them: sacrebleu finds the words itself.
 
-    Where blanks part no words and sacrebleu finds none, as in Thai, BLEU counts characters. Raises ImportError where
-    what sacrebleu needs for Japanese or Korean is not installed.
+    Raises ImportError where what it needs for Japanese or Korean is not installed.
     """
     from sacrebleu import BLEU, CHRF  # not above: no other score needs it
 
     code, *_ = re.split("[-_]", language)  # zh of zh_Hans
     try:
         bleu = BLEU(trg_lang=code)
-        if bleu.tokenizer.signature() == "13a" and not has_words(" ".join(references)):
-            bleu = BLEU(tokenize="char")
     except RuntimeError as error:
         raise ImportError(f"BLEU needs more for {language!r}: {error}") from error
     scores = {}

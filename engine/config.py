@@ -94,7 +94,7 @@ def command_line(Config: type, presets: dict, argv: list[str]):
     default = Config(**{"preset": preset} | presets[preset])
     config = parse(default, argv, sys.modules[Config.__module__].__doc__)
     check(config)
-    if not config.table:  # its rows are other models
+    if not config.table or getattr(config, "translate", None):  # a table's rows are other models
         refuse(config, presets, unread(config))
     return config
 

@@ -72,8 +72,9 @@ def is_free(folder: Path) -> bool:
     return not any((folder / name).exists() for name in ("config.json", "result.json", *WEIGHTS))
 
 
-def others(theirs: dict, ours: dict) -> Iterator[str]:
+def others(theirs: dict | None, ours: dict) -> Iterator[str]:
     """The names that both have with different values."""
+    theirs = theirs if isinstance(theirs, dict) else {}
     return (name for name, value in ours.items() if theirs.get(name, value) != value)
 
 

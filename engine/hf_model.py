@@ -34,12 +34,6 @@ class Model(PreTrainedModel):
         asked = self.config.output_hidden_states if asked is None else asked
         return [] if asked else None
 
-    def resize_token_embeddings(self, new_num_tokens=None, pad_to_multiple_of=None, mean_resizing=True) -> nn.Embedding:
-        V = self.config.vocab_size
-        if new_num_tokens not in (None, V) or V % (pad_to_multiple_of or 1):
-            raise ValueError(f"this model's vocabulary stays as it is, {V} tokens: its biases and routers know them")
-        return self.get_input_embeddings()
-
     def loss(self, logits, labels, options: dict):
         """By transformers' function for a class of this name: a decoder's shifts the labels, and -100 is no label."""
         if labels is None:

@@ -55,7 +55,10 @@ def load(path: str | Path, **changes) -> tuple[nn.Module, Tokenizer | None]:
     kind, weights = MODELS[found.kind], found.weights
     constants = found.constants | changes
     V = constants.pop("vocab_size")
-    model = kind(SimpleNamespace(**constants), V)
+    try:
+        model = kind(SimpleNamespace(**constants), V)
+    except Exception as error:  # constants of another version show themselves in a dozen ways
+        raise ValueError(f"{path} describes no model: {short(error)}") from error
     if kind is Encoder:  # without the head that it was trained with
         own = {name.removeprefix("encoder."): x for name, x in weights.items() if name.startswith("encoder.")}
         weights = own or weights  # an encoder's own have no prefix

@@ -41,7 +41,7 @@ class Run:
     `result`: the run is finished, and this is what it found; else empty. `kept`: what a script wants in checkpoints
     beside model and optimizer, restored when the run goes on. `total` steps, with an evaluation `every` so many, are
     the config's unless they are given. Only rank 0 writes. Raises ValueError where the micro-batches of a step cannot
-    be dealt evenly.
+    be dealt evenly, or a file in its folder is of another run.
     """
 
     def __init__(self, config, presets: dict, context: Context, *data, total=None, every=None):
@@ -63,12 +63,16 @@ class Run:
         self.kept = self.checkpoint.get("kept", {})
 
     def find(self):
-        """Looks in the folder for a result, or else for the newest sound checkpoint."""
+        """Looks in the folder for a result, or else for the newest sound checkpoint. Both must be this run's."""
         self.result, self.checkpoint, self.checkpoint_name = {}, {}, ""
         if self.config.resume:
             self.result = read_json(self.folder / "result.json")
             if not self.result:
                 self.checkpoint_name, self.checkpoint = newest(self.folder)
+        theirs = self.result.get("config") or self.checkpoint.get("identity")
+        for other in others(theirs, self.identity):
+            file = self.folder / (self.checkpoint_name or "result.json")
+            raise ValueError(f"{file} is of a run with another {other}: delete it")
         seen = [self.name, self.identity, self.precision, bool(self.result), self.checkpoint.get("step")]
         if len(set(self.context.gather(json.dumps(seen)))) > 1:
             where = f"files in {self.folder}: use a shared disk, and pass --dtype"
@@ -122,7 +126,8 @@ class Run:
         try:
             self.lock.acquire(blocking=False)
         except Timeout:
-            raise ValueError(f"another process is training in {self.folder}: wait for it, or end it") from None
+            how = "wait for it or end it, and start again"  # where it is another run, this one has a new name then
+            raise ValueError(f"another process is training in {self.folder}: {how}") from None
         except (OSError, NotImplementedError) as error:
             raise ValueError(f"{self.folder} cannot be locked ({error}): choose another --out_dir") from None
         self.write("config.json", self.identity)

@@ -1,4 +1,4 @@
-"""`analyze.py retrieval`, `alignment` and `gap`: XLM-E's tables 5 to 7, on encoders and sets that are made here."""
+"""`analyze.py retrieval` and `alignment`: XLM-E's tables 5 and 6, on encoders and sets that are made here."""
 
 import json
 from pathlib import Path

@@ -251,9 +251,10 @@ class A:
 """
 
 
-def test_prose_of_definitions_and_of_compiled_functions(tmp_path):
+def test_prose_of_definitions_and_of_compiled_functions(tmp_path, monkeypatch):
     write_files(tmp_path, {"a.py": PYTHON, "b.py": "def broken(:\n"})
-    found = {name: list(paragraphs) for name, paragraphs in english.python_files(tmp_path)}
+    monkeypatch.setattr(english, "ROOTS", {tmp_path.name: tmp_path})
+    found = {name: list(paragraphs) for name, paragraphs in english.python_files()}
     assert found[f"{tmp_path.name}/a.py"] == [
         "A module that documents many things.",
         "The absolute value of {input}. And a longer tail.",
@@ -283,15 +284,18 @@ def test_prose_is_whole_sentences_without_markup():
     assert {text: list(english.sentences(text)) for text in PROSE} == PROSE
 
 
-def test_pydocs_keeps_a_paragraph_once(tmp_path):
+def test_pydocs_keeps_a_paragraph_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(english, "ROOTS", {"own": tmp_path})
+    english.pydocs.cache_clear()
     for i in range(60):
         shared = "The same words in every file."
         text = f'"""Module number {i} of the whole package."""\ndef f():\n    """{shared}\n\n    {shared}"""\n'
         (tmp_path / f"m{i:02}.py").write_text(text)
     (tmp_path / "tests").mkdir()
     shutil.copy(tmp_path / "m00.py", tmp_path / "tests")  # is not read
-    documents = corpora.pydocs(tmp_path)
-    assert corpora.pydocs(tmp_path) is documents  # of three that need it, the first reads it
+    documents = english.pydocs()
+    assert english.pydocs() is documents  # of three that need it, the first reads it
+    english.pydocs.cache_clear()
     assert len(documents) == 60 and sum("same words" in text for _, text in documents) == 1
     assert documents[0][1] == "Module number 0 of the whole package.\n\nThe same words in every file."
     assert {split for split, _ in documents} > {"train"}
@@ -397,7 +401,8 @@ OPTIONS = {  # corpus, options -> what is said. Their source, where it is none, 
     "wmt23-uk": ({"source": None}, "corpus 'wmt23-uk' needs --source"),
     "ciphers-mt": ({}, "corpus 'ciphers-mt' is read from installed packages: leave out --source"),
     "enwiki": ({"source": Path("absent")}, "--source absent does not exist"),
-    "pydocs": ({"languages": "en"}, "--languages is for"),
+    "wikitext103": ({"max_tokens": 0}, "--max_tokens and --pieces must be positive"),
+    "pydocs": ({"source": None, "languages": "en"}, "--languages is for"),
     "cc100": ({"source": None}, "needs --tokenizer PATH: a SentencePiece model such as XLM-R's"),
     "opus100": ({"source": None}, "needs --tokenizer PATH: a SentencePiece model such as XLM-R's; or --pieces N"),
     "wmt10": ({"pieces": 400, "tokenizer": Path("x")}, "--pieces learns a tokenizer: leave it out, or --tokenizer"),
@@ -760,10 +765,10 @@ def test_messages_are_split_by_english_and_never_leak(monkeypatch):
 
 
 def test_meta_says_what_was_read(wheel, monkeypatch):
-    changed = corpora.CORPORA["messages"]._replace(learning=dict(vocab_size=300), packages=("numpy",))
+    changed = corpora.CORPORA["messages"]._replace(learning=dict(vocab_size=300))
     monkeypatch.setitem(corpora.CORPORA, "messages", changed)
     meta = meta_of(prepare("messages", wheel, languages="de"))
-    assert list(meta["languages"]) == ["de"] and list(meta["versions"]) == ["python"]  # numpy was not read
+    assert list(meta["languages"]) == ["de"] and list(meta["versions"]) == ["python"]
 
 
 def test_another_wheel_is_refused(wheel):

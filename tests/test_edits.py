@@ -5,7 +5,6 @@ import json
 import os
 import re
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -13,15 +12,14 @@ import test_finetune_xtreme
 import test_train_electra
 import test_train_mlm
 import test_train_mt
-from filelock import FileLock
-from helpers import ROOT, TINY_LM, Script, words
+from helpers import ROOT, TINY_LM, Script
 from test_finetune_xtreme import encoders, source
 from test_train_electra import corpora as electra_corpora
 from test_train_mt import corpus as mt_corpus
 
 import model
 import train_lm
-from engine.config import command_line, identity
+from engine.config import identity
 from engine.files import code_of, folder_of
 
 __all__ = ["electra_corpora", "encoders", "mt_corpus", "source"]  # fixtures
@@ -126,21 +124,6 @@ def test_a_run_that_goes_on_with_other_code_says_so(commands, edited, tmp_path, 
         edited.script("train_lm").run(options, monkeypatch)
         words = rf"warning: the script changed since \S+ was trained: its {what} of the code before; --resume false"
         assert re.search(words, capsys.readouterr().err)
-
-
-def test_a_name_that_is_taken_in_this_moment_is_not_taken_twice(commands, edited, tmp_path, monkeypatch):
-    """Another run has the folder's lock already, and says a little later which run it is."""
-    options = commands["train_lm"] | {"out_dir": tmp_path / "out"}
-    config = command_line(train_lm.Config, train_lm.PRESETS, words(options))
-    folder, _ = folder_of(config, train_lm.PRESETS)
-    folder.mkdir(parents=True)
-    constants = json.dumps(identity(config) | {"data_checksum": "of other data"})
-    with FileLock(folder / "lock"):
-        said = threading.Timer(0.3, (folder / "config.json").write_text, [constants])
-        said.start()
-        Script(train_lm).run(options, monkeypatch)
-    assert [file.parent.name for file in options["out_dir"].glob("*/result.json")] == [f"{folder.name}-2"]
-    assert (folder / "config.json").read_text() == constants
 
 
 def write_constants(folder: Path, **constants):

@@ -83,6 +83,7 @@ def test_other_bad_folders_of_runs_are_one_clear_line(options, tmp_path, monkeyp
     state = load_checkpoint(file)
     bad = {
         "has not the weights of the model": {"model": {"wte.weight": torch.zeros(2, 2)}},
+        "describes no model": {"constants": {}},
         "holds checkpoints of something else": {"class": "FineTuned"},
         "another vocabulary than the tokenizer in it": {"identity": {"tokenizer_checksum": "another"}},
     }

@@ -313,6 +313,7 @@ def test_a_disk_that_is_full_ends_the_run_in_one_line(options, tmp_path, monkeyp
         (("model", "wte.weight"), torch.zeros(7, 7), "size mismatch for wte.weight"),
         (("optimizer", "state", "wte.weight"), None, "Missing optimizer state for parameter 'wte.weight'"),
         (("class",), None, "it holds something else"),
+        (("identity", "seed"), 1, "ckpt.pt is of a run with another seed: delete it"),
         (("log",), 7, "ckpt.pt is not a whole checkpoint of this run"),
         (("seconds",), "x", "ckpt.pt is not a whole checkpoint of this run"),
         (("window",), {"a": 1}, "ckpt.pt is not a whole checkpoint of this run"),
@@ -398,6 +399,8 @@ def test_a_file_that_is_no_record_is_an_error(options, monkeypatch, capsys):
         (only_run(options["out_dir"]) / "result.json").write_text(text)
         line = LM.refused(options, monkeypatch, capsys)
         assert re.search(rf"a result.json in \S+ is not what this script writes \({error}\(", line)
+    write(only_run(options["out_dir"]) / "result.json", {"config": saved(options)["identity"] | {"seed": 1}})
+    assert "result.json is of a run with another seed: delete it" in LM.refused(options, monkeypatch, capsys)
     for name in ("result.json", "config.json"):
         for content in ("", "[]", '{"seed": 0', "[" * 100_000):
             (only_run(options["out_dir"]) / name).write_text(content)

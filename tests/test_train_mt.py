@@ -158,9 +158,9 @@ def test_scores_are_of_texts_as_people_write_them():
     assert train_mt.score_translations([text.lower() for text in reference], reference, "en")["bleu"] < 90
     # Chinese has no spaces: a text that differs in one place would otherwise have no word right.
     reference, ours = ["我昨天在学校的图书馆里看了一本书。"], ["我昨天在学校的图书馆里读了一本书。"]
-    for language, parts in {"zh": "zh", "zh_Hans": "zh", "th": "char"}.items():  # sacrebleu knows no Thai
+    for language in ("zh", "zh_Hans"):
         scores = train_mt.score_translations(ours, reference, language)
-        assert scores["bleu"] > 60 and f"tok:{parts}|" in scores["bleu_signature"]
+        assert scores["bleu"] > 60 and "tok:zh|" in scores["bleu_signature"]
     assert "tok:13a|" in same["bleu_signature"]
     with pytest.raises(ImportError, match=r"sacrebleu\[ja\]"):  # it splits Japanese with the help of another
         train_mt.score_translations([""], [""], "ja")
