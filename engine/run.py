@@ -45,7 +45,7 @@ class Run:
     """
 
     def __init__(self, config, presets: dict, context: Context, *data, total=None, every=None):
-        self.config, self.context = config, context
+        self.config, self.presets, self.context = config, presets, context
         self.total, self.every = total or config.steps, every or config.eval_every
         self.tokenizer = data[0].tokenizer
         self.identity = identity(config)
@@ -126,10 +126,12 @@ class Run:
         try:
             self.lock.acquire(blocking=False)
         except Timeout:
-            how = "wait for it or end it, and start again"  # where it is another run, this one has a new name then
-            raise ValueError(f"another process is training in {self.folder}: {how}") from None
+            raise ValueError(f"another process is training in {self.folder}: wait for it, or end it") from None
         except (OSError, NotImplementedError) as error:
             raise ValueError(f"{self.folder} cannot be locked ({error}): choose another --out_dir") from None
+        found, _ = folder_of(self.config, self.presets, self.identity)
+        if found != self.folder:  # as where a constant was edited while the first run was being prepared
+            raise ValueError(f"another run has taken {self.folder} meanwhile: give the command again")
         self.write("config.json", self.identity)
         if self.reason:
             self.context.say(f"{self.name}: a run of its own, as {self.reason}")

@@ -12,14 +12,14 @@ import test_finetune_xtreme
 import test_train_electra
 import test_train_mlm
 import test_train_mt
-from helpers import ROOT, TINY_LM, Script
+from helpers import ROOT, TINY_LM, Script, words, write_files
 from test_finetune_xtreme import encoders, source
 from test_train_electra import corpora as electra_corpora
 from test_train_mt import corpus as mt_corpus
 
 import model
 import train_lm
-from engine.config import identity
+from engine.config import command_line, identity
 from engine.files import code_of, folder_of
 
 __all__ = ["electra_corpora", "encoders", "mt_corpus", "source"]  # fixtures
@@ -124,6 +124,26 @@ def test_a_run_that_goes_on_with_other_code_says_so(commands, edited, tmp_path, 
         edited.script("train_lm").run(options, monkeypatch)
         words = rf"warning: the script changed since \S+ was trained: its {what} of the code before; --resume false"
         assert re.search(words, capsys.readouterr().err)
+
+
+def test_a_name_that_is_taken_in_this_moment_is_not_taken_twice(commands, edited, tmp_path, monkeypatch, capsys):
+    """Another run has it when this one comes to make the folder; given again, the command has a folder of its own."""
+    options = commands["train_lm"] | {"out_dir": tmp_path / "out"}
+    config = command_line(train_lm.Config, train_lm.PRESETS, words(options))
+    folder, _ = folder_of(config, train_lm.PRESETS)
+    constants = json.dumps(identity(config) | {"data_checksum": "of other data"})
+    build = train_lm.build
+
+    def slow(*given):
+        write_files(folder, {"config.json": constants})
+        return build(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train_lm, "build", slow)
+        assert f"another run has taken {folder} meanwhile" in Script(train_lm).refused(options, patch, capsys)
+    Script(train_lm).run(options, monkeypatch)
+    assert [file.parent.name for file in options["out_dir"].glob("*/result.json")] == [f"{folder.name}-2"]
+    assert (folder / "config.json").read_text() == constants
 
 
 def write_constants(folder: Path, **constants):
