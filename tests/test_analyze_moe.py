@@ -304,6 +304,7 @@ def test_consistency_is_the_mean_correlation(draw, tmp_path, monkeypatch, capsys
         folder = Path("out/finetune_xtreme", name)
         folder.mkdir(parents=True)
         config = {"model": "out/train_mlm/demo", "frozen": True, "train_examples": None, "epochs": 3, "seed": 0}
+        config |= {"task": "tags", "data_checksum": name}  # that is of the new head's weights, too
         (folder / "config.json").write_text(json.dumps(config | constants))
         (folder / "metrics.jsonl").write_text('{"step": 200}\n')
         (folder / "result.json").write_text(json.dumps({"loads": loads}))

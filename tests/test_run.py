@@ -156,7 +156,7 @@ def test_a_file_is_on_the_disk_before_it_takes_its_name(options, monkeypatch):
     "step, evaluations, number",
     [(0, 0, signal.SIGTERM), (2, 1, signal.SIGINT), (3, 2, signal.SIGTERM), (4, 3, signal.SIGINT)],
 )
-def test_a_signal_ends_a_run_behind_its_step(step, evaluations, number, options, tmp_path, monkeypatch, capsys):
+def test_a_signal_ends_a_run_behind_its_step(step, evaluations, number, options, monkeypatch, capsys):
     """The state is saved between two evaluations, too; none is added, and none is left out."""
     options |= {"steps": 5, "dropout": 0.1}
     whole, ended = kept_in(options, "whole", "ended")
@@ -287,7 +287,7 @@ def test_a_checkpoint_that_is_not_the_runs_own_gives_way_to_the_one_before_it(da
     assert "ckpt.pt is corrupt (" in LM.refused(options | {"eval_only": True}, monkeypatch, capsys)
 
 
-def test_a_disk_that_is_full_ends_the_run_in_one_line(options, tmp_path, monkeypatch, capsys):
+def test_a_disk_that_is_full_ends_the_run_in_one_line(options, monkeypatch, capsys):
     """By a limit on a file's size, which the system reports in the same way; what was saved before stays."""
     resource = pytest.importorskip("resource")
     whole, ended = kept_in(options, "whole", "ended")
