@@ -166,6 +166,7 @@ def test_a_finished_run_goes_on_from_any_prompt(options, monkeypatch, capsys):
     tokenizer, (net, _) = load_tokenizer(options["data"]), pretrained.load(only_run(options["out_dir"]))
     ids = torch.tensor([[tokenizer.eot, *tokenizer.encode_batch(["12 34"])[0]]])
     written = net.generate(ids, 6, top_k=1, end=tokenizer.eot)
+    assert written.shape[1] == ids.shape[1] + 6  # the text's first token is the end of another, and ends nothing
     watches = [measures.RoutingStats(moe) for moe in net.moe_layers]
     with torch.no_grad(), net.no_limit():
         net(written[:, -net.config.block_size :])
