@@ -386,7 +386,7 @@ def write_sample(folder: Path, config: Config, context):
         how = config.sample_tokens, config.sample_temperature, config.sample_top_k
         ids = model.generate(ids, *how, end=tokenizer.eot)
         watches = [measures.RoutingStats(moe) for moe in model.moe_layers]
-        model(ids[:, -model.config.block_size :])  # in which each token is read once
+        model.hidden(ids[:, -model.config.block_size :])  # which reads each token once, and is counted
     show(f"\nsample:\n{tokenizer.decode(ids[ids != tokenizer.eot].tolist())}")
     served = ", ".join(f"{watch.finish()['served']:.1f}" for watch in watches)
     if served:

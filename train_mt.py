@@ -16,6 +16,7 @@ goes on where it stopped. `--help` lists every constant.
 """
 
 import math
+import sys
 from collections import ChainMap
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -477,6 +478,8 @@ def translate_file(config: Config, context):
         if not isinstance(model, Translator):
             raise ValueError(f"{config.model} is no translator: give --model the folder of a run of train_mt.py")
         lines = list(map(str.strip, read_lines(Path(config.translate))))
+    if not sys.stdout.isatty():  # it is data, in UTF-8 whatever the locale is
+        sys.stdout.reconfigure(encoding="utf-8")
     found = translate_texts(context.place(model), lines, tokenizer, config, context)
     context.say("\n".join(found))
     context.barrier()  # they leave together: see engine/table.py

@@ -264,7 +264,7 @@ def named(runs: Iterable[Trained]) -> list[Trained]:
             for constant, value in run.config.items():
                 compared = runs if constant in ("n_embd", "steps") else alike
                 values = {repr(other.config.get(constant)) for other in compared}
-                is_seed = constant == "data_checksum" and "task" in run.config  # fine-tuning's is of the encoder, too
+                is_seed = constant == "data_checksum" and "task" in run.config  # fine-tuning's is of new weights, too
                 if constant not in UNTOLD and len(values) > 1 and not is_seed:
                     run.name += f", {constant} {value}"
     return runs

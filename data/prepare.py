@@ -90,6 +90,7 @@ def check_options(name: str, source, tokenizer, max_tokens, languages, pieces):
     if name not in CORPORA:
         raise ValueError(f"unknown corpus {name!r}; there are {', '.join(CORPORA)}")
     corpus = CORPORA[name]
+    numbers = [number for number in (max_tokens, pieces) if number is not None]
     known = tokenizer or pieces or source or corpus.vocabulary or corpus.pieces
     hint = "a SentencePiece model such as XLM-R's; or --pieces N, a BPE of its own"
     refused = {
@@ -97,7 +98,7 @@ def check_options(name: str, source, tokenizer, max_tokens, languages, pieces):
         f"corpus {name!r} is read from installed packages: leave out --source": source and not corpus.local,
         f"--source {source} does not exist": source and not source.exists(),
         f"corpus {name!r} needs --tokenizer PATH: {hint}": not known,
-        "--max_tokens and --pieces must be positive": 0 in (max_tokens, pieces),
+        "--max_tokens and --pieces must be positive": min(numbers, default=1) < 1,
         f"--languages is for corpora of many languages, not for {name!r}": languages and corpus.kind == "text",
         "--pieces learns a tokenizer: leave it out, or --tokenizer": pieces and tokenizer,
     }

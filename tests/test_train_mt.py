@@ -8,6 +8,7 @@ import dataclasses
 import json
 import math
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -379,9 +380,22 @@ def test_a_file_is_translated_line_by_line(trained, tmp_path, monkeypatch, capsy
     assert done.returncode == 0 and done.stdout.decode() == out, done.stderr.decode()
 
 
+def test_translations_in_a_file_are_utf8_whatever_the_locale(trained, tmp_path, monkeypatch):
+    """And batches may be larger than those of training."""
+    text = "да 犬 \N{DOG FACE}"
+    monkeypatch.setattr(train_mt, "translate_texts", lambda model, texts, *rest: texts)
+    write_files(tmp_path, {"in.txt": f"{text}\n"})
+    with open(tmp_path / "out.txt", "w", encoding="cp1252") as file:
+        monkeypatch.setattr(sys, "stdout", file)
+        run(trained | {"translate": tmp_path / "in.txt", "micro_tokens": 10_007}, monkeypatch)
+    assert (tmp_path / "out.txt").read_text(encoding="utf-8") == f"{text}\n"
+
+
 def test_what_cannot_be_translated_is_one_clear_line(trained, tmp_path, monkeypatch, capsys):
     assert "nowhere" in refused(trained | {"translate": tmp_path / "nowhere"}, monkeypatch, capsys)
     (tmp_path / "latin").write_bytes(b"caf\xe9\n")
     given = trained | {"translate": tmp_path / "latin"}
     assert "is not UTF-8: " in refused(given, monkeypatch, capsys)
-    assert "--steps" in refused(given | {"steps": 3}, monkeypatch, capsys)
+    for more in ({"steps": 3}, {"table": "3"}):
+        line = refused(given | more, monkeypatch, capsys)
+        assert f"--{min(more)} is not read with " in line and f"--translate {given['translate']}: leave it out" in line

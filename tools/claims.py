@@ -80,10 +80,10 @@ def effect(folder: Path, pair: dict, how="") -> dict:
     take, where = UNITS[pair["unit"]], pair["where"] + how
     ours = values(folder, pair, pair["ours"])
     before = {"number": pair.get("from", pair["number"])}
-    if len(others(pair)) > 1:
-        other = between(folder, pair)
+    if isinstance(pair["other"], list):
+        runs, other = pair["other"], between(folder, pair)
     else:
-        other = values(folder, pair | before, pair["other"])
+        runs, other = [pair["other"]], values(folder, pair | before, pair["other"])
     seeds = [seed for seed in ours if seed in other]
     differences = [take(ours[seed]) - take(other[seed]) for seed in seeds]
     if len(differences) < 2:
@@ -100,14 +100,10 @@ def effect(folder: Path, pair: dict, how="") -> dict:
         drawn["paper"] = [after - before]
     for name, numbers in drawn.items():
         drawn[name] = [round(float(x), 3) for x in numbers]  # the same on every machine
-    sides = [pair | {"other": run} for run in others(pair)]
+    sides = [pair | {"other": run} for run in runs]
     differ = {name for side in sides for seed in seeds for name in differing(folder, side, seed)}
     found = {"where": where, "words": words, "verdict": verdict}
     return pair | drawn | found | {"differ": sorted(differ)}
-
-
-def others(pair: dict) -> list[str]:
-    return pair["other"] if isinstance(pair["other"], list) else [pair["other"]]
 
 
 def between(folder: Path, pair: dict) -> dict[str, float]:
