@@ -111,8 +111,10 @@ def within_capacity(priority, capacity: int):
     above = priority > bar
     tied = (priority == bar) & (bar > NOT_CHOSEN)
     places_left = capacity - above.sum(dim=1, keepdim=True)  # (E, 1)
-    number = tied.cumsum(dim=1, dtype=torch.int32)  # of a token among those that are tied, the earliest is 1
-    return (above | tied & (number <= places_left)).t()
+    # Tied tokens are counted through all experts at once: torch 2.11 fails to compile long sums of rows for a GPU.
+    count = tied.flatten().cumsum(0, dtype=torch.int32).view_as(tied)
+    before = count[:, :1] - tied[:, :1].int()  # (E, 1)
+    return (above | tied & (count - before <= places_left)).t()
 
 
 class Rows(NamedTuple):
@@ -164,7 +166,11 @@ class Experts(nn.Module):
     def forward(self, x, rows: Rows):
         """(N, D) -> g W_out^T gelu(W_in x + b_in), (N, D). The gate g costs nothing inside the activation."""
         a = ragged_linear(x, self.w_in.mT, rows)  # (N, F)
-        b = self.b_in.index_select(0, rows.expert)  # (N, F)
+        if x.is_cuda:  # a product, as its gradient then is one: adding that up row by row takes a fifth of the layer
+            b = F.pad(self.b_in.unsqueeze(1), (0, 0, 0, 7))  # (E, 8, F): eight are the fewest that are fast
+            b = ragged_linear(x.new_ones(len(x), 8), b, rows)
+        else:
+            b = self.b_in.index_select(0, rows.expert)  # (N, F)
         activate = activation
         if a.dtype == torch.bfloat16 and a.numel() >= WORTH_COMPILING and not torch.compiler.is_compiling():
             activate = compiled_activation(a.device.type)
@@ -262,7 +268,7 @@ def has_grouped_mm(x, w) -> bool:
 
 def activation(a, b, gate, gelu: str):
     """gate * gelu(a + b), a and b (N, F), gate (N, 1), in the type of a."""
-    z = gate * F.gelu(a + b, approximate=gelu)
+    z = gate * F.gelu(a + b.to(gate.dtype), approximate=gelu)
     return z.to(a.dtype)
 
 
@@ -272,8 +278,10 @@ def compiled_activation(device: str):
     compiled = torch.compile(activation, dynamic=True)
     ones = functools.partial(torch.ones, device=device, requires_grad=True)
     size = 1024, WORTH_COMPILING // 1024  # stands for all, but a small one would be compiled for one thread
+    on_its_own = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)  # and not of a block recomputed
     try:
-        compiled(ones(size, dtype=torch.bfloat16), ones(size), ones(1024, 1), "tanh")
+        with on_its_own:
+            compiled(ones(size, dtype=torch.bfloat16), ones(size), ones(1024, 1), "tanh")
     except Exception:  # no compiler, or another of many reasons: slower, but right
         return activation
     return compiled

@@ -327,6 +327,7 @@ def balance_loss(counted, probs):
 # BASE's balanced assignment
 
 
+@torch.compiler.disable
 @torch.no_grad()
 def balanced_assignment(score, epsilon: float | None = None):
     """The assignment of S tokens to E experts, at most ceil(S / E) each, of the highest total score (BASE Layers).

@@ -64,6 +64,8 @@ class Config:
 
 def measure(makers: dict, config: Config, context) -> list[dict]:
     """A record of each contender. makers: name -> a function that makes one; the first is what others compare with."""
+    torch.compiler.reset()
+    torch._dynamo.config.recompile_limit = 100  # contenders are compiled versions of the same code
     runs, facts, records = {}, {}, []
     for name, make in makers.items():
         try:
@@ -102,7 +104,9 @@ def seen(run: Callable, context) -> dict:
     own_time = "self_device_time_total" if on_gpu else "self_cpu_time_total"
     times = Counter()
     for event in profile.key_averages():
-        times[event.key.removeprefix("aten::")] = getattr(event, own_time)
+        if event.device_type.name.lower() == context.device.type:  # on a GPU its kernels, and not who called them
+            name = event.key.removeprefix("aten::").removeprefix("void ").split("<")[0]
+            times[name] += getattr(event, own_time)
     total = max(1, times.total())
     shares = [f"{name} {own / total:.0%}" for name, own in times.most_common(6)]
     facts = {"operations": ", ".join(shares)}
@@ -152,12 +156,17 @@ def whole_layers(shape: train_lm.Config, config: Config, context):
 
 
 def layer(module: nn.Module, h: Tensor, work: float, context, *more: Tensor) -> Contender:
-    """A pass forward and backward: h (1, S, D) and more -> output, balance loss; work: forward FLOPs of a token."""
+    """A pass forward and backward: h (1, S, D) and more -> output, balance loss; work: forward FLOPs of a token.
+
+    In bfloat16 on a GPU it is compiled, as in training.
+    """
+
+    forward = parallel.compiled(module) if h.is_cuda and context.dtype == torch.bfloat16 else module
 
     def run():
         x = h.detach().requires_grad_()
         with context.autocast():
-            y = module(x, *more)
+            y = forward(x, *more)
         y = sum(y) if more else y
         y.backward(h.to(y.dtype))  # any gradient will do
         module.zero_grad()  # gradients are made anew, as in training
@@ -226,7 +235,7 @@ def trainee(constants: train_lm.Config, tokens: int, context) -> Contender:
     B = max(1, tokens // T)
     ids = torch.randint(V, (B, T)).to(context.device)
     net = model.GPT(constants, V).to(context.device)
-    forward = parallel.wrap(net, constants, context)
+    forward = parallel.compiled(net) if constants.compile else net
     optimizer = adamw(net, constants)
 
     def run():
@@ -345,7 +354,7 @@ def stopped_and_resumed(config: Config, context) -> Iterator[dict]:
 
 def sections_of(part: str, gpu: bool) -> dict[str, Callable]:
     if part == "layer":
-        return {name: partial(whole_layers, shape) for name, shape in SHAPES.items()}
+        return {name: partial(whole_layers, shape) for name, shape in SHAPES.items() if shape.n_embd > 256 or not gpu}
     if part == "step" and gpu:
         large = partial(training_steps, "openwebtext-323M")
         return {"eager": partial(large, compile=False), "compiled": partial(large, compile=True)}
