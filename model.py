@@ -22,7 +22,6 @@ from routers import NOT_CHOSEN, ROUTERS, RouterError, check_priority
 
 PAD = 1  # the encoder's `<pad>`, as in XLM-R, whose positions begin after it
 MIN_CAPACITY = 4
-WORTH_COMPILING = 1 << 21  # activations (N x F), from which compiling the function between two products pays
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The sparse layer: router (routers.py), capacity, rows, experts, sum
@@ -121,7 +120,7 @@ class Rows(NamedTuple):
     """The N (token, expert) pairs that are kept, sorted by expert.
 
     On a CPU, N is their number. On a GPU the host does not wait for it (unless every token might go to every expert),
-    and N is the most that there can be: the rows after the last expert's are spare (token 0, gate 0).
+    and N is the most that there can be: the rows after the last expert's are spare (any token, gate 0).
     """
 
     token: Tensor  # (N,)
@@ -142,8 +141,10 @@ def kept_rows(gates, kept, room: int | None = None) -> Rows:
     if room is None:
         place, used = by_expert.nonzero(), None
     else:
-        place = torch.nonzero_static(by_expert, size=room, fill_value=0)
-        used = torch.arange(room, device=kept.device).unsqueeze(1) < counts.sum()
+        row = torch.arange(room, device=kept.device).unsqueeze(1)
+        used = row < counts.sum()
+        place = torch.nonzero_static(by_expert, size=room)
+        place = torch.where(used, place, row)  # if spare rows were one token's, adding them up would take long
     place = place.squeeze(1)  # (N,)
     gate = gates.t().flatten()
     gate = gate.index_select(0, place).unsqueeze(1)  # (N, 1)
@@ -164,30 +165,22 @@ class Experts(nn.Module):
         self.gelu = gelu
 
     def forward(self, x, rows: Rows):
-        """(N, D) -> g W_out^T gelu(W_in x + b_in), (N, D). The gate g costs nothing inside the activation."""
-        a = ragged_linear(x, self.w_in.mT, rows)  # (N, F)
-        if x.is_cuda:  # a product, as its gradient then is one: adding that up row by row takes a fifth of the layer
-            b = F.pad(self.b_in.unsqueeze(1), (0, 0, 0, 7))  # (E, 8, F): eight are the fewest that are fast
-            b = ragged_linear(x.new_ones(len(x), 8), b, rows)
-        else:
-            b = self.b_in.index_select(0, rows.expert)  # (N, F)
-        activate = activation
-        if a.dtype == torch.bfloat16 and a.numel() >= WORTH_COMPILING and not torch.compiler.is_compiling():
-            activate = compiled_activation(a.device.type)
-        z = activate(a, b, rows.gate, self.gelu)  # (N, F)
-        del a, b  # each is as large as z, and the backward pass does not need it
+        """(N, D) -> g W_out^T gelu(W_in x + b_in), (N, D)"""
+        z = rows.gate * F.gelu(self.activations(x, rows), approximate=self.gelu)  # (N, F)
         return ragged_linear(z, self.w_out, rows)
+
+    def activations(self, x, rows: Rows):
+        """(N, D) -> W_in x + b_in, (N, F), which XMoE's figure 6 looks at."""
+        a = ragged_linear(x, self.w_in.mT, rows)
+        if not x.is_cuda:
+            return a + self.b_in.index_select(0, rows.expert)
+        # Its gradient would be added up row by row, in a fifth of the layer's time. That of a product is a product.
+        b = F.pad(self.b_in.unsqueeze(1), (0, 0, 0, 7))  # (E, 8, F): eight are the fewest that are fast
+        return a + ragged_linear(x.new_ones(len(x), 8), b, rows)
 
     def biases(self, gates):
         """(S, E) -> the g b_out of all experts, (S, D), as one product: row by row it would take much memory."""
-        with torch.autocast(gates.device.type, enabled=False):
-            return gates @ self.b_out.to(gates.dtype)
-
-    def activations(self, h, kept):
-        """What the units of all kept rows compute before GELU, (N, F) (XMoE figure 6)."""
-        rows = kept_rows(kept.to(h.dtype), kept)
-        a = ragged_linear(h.index_select(0, rows.token), self.w_in.mT, rows)
-        return a + self.b_in.index_select(0, rows.expert)
+        return (gates @ self.b_out.to(gates.dtype)).to(gates.dtype)
 
 
 class Stacks(nn.Module):
@@ -264,27 +257,6 @@ def has_grouped_mm(x, w) -> bool:
     whole = I % aligned == 0 and O % aligned == 0
     few = on_cpu or len(w) < 1024  # CUDA's kernel takes no more groups
     return x.dtype in dtypes and whole and few and len(x) > 0
-
-
-def activation(a, b, gate, gelu: str):
-    """gate * gelu(a + b), a and b (N, F), gate (N, 1), in the type of a."""
-    z = gate * F.gelu(a + b.to(gate.dtype), approximate=gelu)
-    return z.to(a.dtype)
-
-
-@functools.cache
-def compiled_activation(device: str):
-    """`activation` in one pass over memory, and one backward; as it stands where that device cannot compile it."""
-    compiled = torch.compile(activation, dynamic=True)
-    ones = functools.partial(torch.ones, device=device, requires_grad=True)
-    size = 1024, WORTH_COMPILING // 1024  # stands for all, but a small one would be compiled for one thread
-    on_its_own = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)  # and not of a block recomputed
-    try:
-        with on_its_own:
-            compiled(ones(size, dtype=torch.bfloat16), ones(size), ones(1024, 1), "tanh")
-    except Exception:  # no compiler, or another of many reasons: slower, but right
-        return activation
-    return compiled
 
 
 def add_rows(out, rows: Rows, y):

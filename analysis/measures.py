@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from model import kept_rows
+
 
 def perplexity(loss: float) -> float:
     """Of a mean cross entropy in nats; that of a model that has diverged stays a number."""
@@ -89,7 +91,8 @@ class RoutingStats:
         found = {"tokens": len(kept), "wanted": load.sum(), "entropy": entropy.sum()}
         found |= {"served": kept.sum(), "unserved": passed_by.sum()}
         if hasattr(moe.experts, "activations"):  # of bare FFNs, and those above 0
-            a = moe.experts.activations(h, kept)
+            rows = kept_rows(kept.to(h.dtype), kept)
+            a = moe.experts.activations(h.index_select(0, rows.token), rows)
             found["units"] = a.numel()
             found["positive"] = (a > 0).sum()
         for name, number in found.items():

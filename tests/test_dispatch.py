@@ -1,7 +1,6 @@
 """From what a router wants to what experts compute: capacity, drops, and the layer against the papers' equations."""
 
 import math
-import shutil
 
 import pytest
 import reference
@@ -177,27 +176,6 @@ def test_4096_experts_of_size_1_train():  # the paper could not run it
     slow = ((routing.weight * kept).unsqueeze(2) * slow).sum(dim=1)
     inputs = (*experts.parameters(), moe.router.experts)
     assert_close(values_and_gradients([y[0]], inputs), values_and_gradients([slow], inputs), 1e-4)
-
-
-@pytest.mark.skipif(not shutil.which("g++"), reason="needs a compiler")
-def test_compiled_activations_are_the_eager_ones(monkeypatch):
-    """In bf16, where both compute alike but for roundings; in fp32 nothing is compiled."""
-    compiled, results = model.compiled_activation("cpu"), []
-    assert compiled is not model.activation
-    a, b, gate = (torch.randn(9, F_, requires_grad=True) for F_ in (8, 8, 1))
-    both = [values_and_gradients([f(a, b, gate, "tanh")], (a, b, gate)) for f in (compiled, model.activation)]
-    assert_close(*both, 1e-5)
-    for worth in (model.WORTH_COMPILING, 0):
-        used = []
-        monkeypatch.setattr(model, "WORTH_COMPILING", worth)
-        monkeypatch.setattr(model, "compiled_activation", lambda device, used=used: used.append(device) or compiled)
-        moe, (h, ids) = make_moe("topk", torch.float32), make_batch(2, 9, torch.float32)
-        moe(h, ids)
-        assert not used
-        with torch.autocast("cpu", torch.bfloat16):
-            results.append(values_and_gradients(moe(h.requires_grad_(), ids), (h, *moe.parameters())))
-        assert used == ([] if worth else ["cpu"])
-    assert_close(results[1], results[0], 1e-3)
 
 
 # --- Cost

@@ -105,7 +105,7 @@ def seen(run: Callable, context) -> dict:
     times = Counter()
     for event in profile.key_averages():
         if event.device_type.name.lower() == context.device.type:  # on a GPU its kernels, and not who called them
-            name = event.key.removeprefix("aten::").removeprefix("void ").split("<")[0]
+            name = event.key.removeprefix("aten::").removeprefix("void ").split("<")[0][:60]
             times[name] += getattr(event, own_time)
     total = max(1, times.total())
     shares = [f"{name} {own / total:.0%}" for name, own in times.most_common(6)]
@@ -228,10 +228,10 @@ def training_steps(preset: str, config: Config, context, **changes):
 
 
 def trainee(constants: train_lm.Config, tokens: int, context) -> Contender:
-    """Training steps, each micro-batch of about so many random tokens."""
+    """Training steps of up to four micro-batches, each of about so many random tokens."""
     torch.manual_seed(0)
     V = 50_257 if context.device.type == "cuda" else VOCABULARY
-    T, micros = constants.block_size, constants.batch_tokens // constants.micro_tokens
+    T, micros = constants.block_size, min(4, constants.batch_tokens // constants.micro_tokens)
     B = max(1, tokens // T)
     ids = torch.randint(V, (B, T)).to(context.device)
     net = model.GPT(constants, V).to(context.device)
