@@ -428,8 +428,8 @@ class SelfAttention(nn.Module):
         mask (B, 1, 1, T) bool: which positions may be looked at, None: all; distance (H, T, T): d; past: keys and
         values of the positions before h, which is then one token of each row.
         """
-        qkv = self.qkv(h).unflatten(2, (3, self.n_head, -1))
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, H, T, D / H) each
+        qkv = self.qkv(h).unflatten(2, (3, self.n_head, -1)).permute(2, 0, 3, 1, 4)
+        q, k, v = qkv if distance is None else qkv.contiguous()  # (B, H, T, D / H) each; one copy is faster than three
         if past is not None:
             before_k, before_v = past
             k = torch.cat([before_k, k], dim=2)
