@@ -22,6 +22,7 @@ from engine.optim import cross_entropy
 from routers import ROUTERS
 
 HERE = Path(__file__).parent
+CPU = Context(0, 1, torch.device("cpu"), torch.float32)
 
 
 @pytest.mark.skipif(torch.version.cuda is not None or not shutil.which("g++"), reason="needs g++, and torch for CPUs")
@@ -65,7 +66,7 @@ def test_as_many_models_are_compiled_as_a_table_has(monkeypatch):
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
     for count in range(1, 11):
         net = torch.nn.Linear(2, 2)
-        parallel.compiled(net)(torch.randn(3, 2))
+        parallel.wrap(net, constants(compile=True), CPU)(torch.randn(3, 2))
         assert counter.frame_count == count
 
 
@@ -112,6 +113,21 @@ class OnCuda(torch.Tensor):
     """Says so, and is not."""
 
     is_cuda = True
+
+
+def test_biases_of_experts_are_the_same_as_a_product():
+    """With their gradients."""
+    experts = model.Experts(3, 8, 16, "tanh")
+    for p in experts.parameters():
+        torch.nn.init.normal_(p)
+    kept = torch.rand(9, 3) < 0.5
+    rows = model.kept_rows(torch.rand(9, 3), kept)
+    x = torch.randn(len(rows.token), 8, requires_grad=True)
+    leaves = x, *experts.parameters()
+    expected = values_and_gradients([experts(x, rows)], leaves)
+    found = values_and_gradients([experts(x.as_subclass(OnCuda), rows).as_subclass(torch.Tensor)], leaves)
+    for here, there in zip(found, expected):
+        torch.testing.assert_close(here, there)
 
 
 def test_logits_of_an_odd_vocabulary_are_the_same_in_whole_blocks():
