@@ -110,17 +110,17 @@ def within_capacity(priority, capacity: int):
     above = priority > bar
     tied = (priority == bar) & (bar > NOT_CHOSEN)
     places_left = capacity - above.sum(dim=1, keepdim=True)  # (E, 1)
-    # Tied tokens are counted through all experts at once: torch 2.11 fails to compile long sums of rows for a GPU.
+    # Tied tokens are counted through all experts at once: row by row, torch 2.11 cannot compile that for a GPU.
     count = tied.flatten().cumsum(0, dtype=torch.int32).view_as(tied)
-    before = count[:, :1] - tied[:, :1].int()  # (E, 1)
-    return (above | tied & (count - before <= places_left)).t()
+    number = count - count[:, :1] + tied[:, :1]  # of a token among the expert's tied ones, the earliest is 1
+    return (above | tied & (number <= places_left)).t()
 
 
 class Rows(NamedTuple):
     """The N (token, expert) pairs that are kept, sorted by expert.
 
     On a CPU, N is their number. On a GPU the host does not wait for it (unless every token might go to every expert),
-    and N is the most that there can be: the rows after the last expert's are spare (any token, gate 0).
+    and N is the most that there can be: the rows after the last expert's are spare (any token and expert, gate 0).
     """
 
     token: Tensor  # (N,)
@@ -135,7 +135,7 @@ def kept_rows(gates, kept, room: int | None = None) -> Rows:
 
     room: how many rows to make, with spare ones after the kept ones; None: wait for the number of those that are kept.
     """
-    S = len(kept)
+    S, E = kept.shape
     counts = kept.sum(dim=0)  # (E,)
     by_expert = kept.t().flatten()  # (E * S,)
     if room is None:
@@ -144,7 +144,8 @@ def kept_rows(gates, kept, room: int | None = None) -> Rows:
         row = torch.arange(room, device=kept.device).unsqueeze(1)
         used = row < counts.sum()
         place = torch.nonzero_static(by_expert, size=room)
-        place = torch.where(used, place, row)  # if spare rows were one token's, adding them up would take long
+        # Were spare rows all one token's or one expert's, adding up their zeros would take long.
+        place = torch.where(used, place, row % E * S + row % S)
     place = place.squeeze(1)  # (N,)
     gate = gates.t().flatten()
     gate = gate.index_select(0, place).unsqueeze(1)  # (N, 1)
@@ -172,10 +173,11 @@ class Experts(nn.Module):
     def activations(self, x, rows: Rows):
         """(N, D) -> W_in x + b_in, (N, F), which XMoE's figure 6 looks at."""
         a = ragged_linear(x, self.w_in.mT, rows)
-        if not x.is_cuda:
+        if not x.is_cuda or a.dtype != torch.bfloat16:
             return a + self.b_in.index_select(0, rows.expert)
-        # Its gradient would be added up row by row, in a fifth of the layer's time. That of a product is a product.
-        b = F.pad(self.b_in.unsqueeze(1), (0, 0, 0, 7))  # (E, 8, F): eight are the fewest that are fast
+        # The gradient of that would be added up row by row, in a fifth of the layer's time: so a product with ones,
+        # eight in a row, since a grouped product needs rows of 16 bytes.
+        b = F.pad(self.b_in.unsqueeze(1), (0, 0, 0, 7))  # (E, 8, F)
         return a + ragged_linear(x.new_ones(len(x), 8), b, rows)
 
     def biases(self, gates):

@@ -91,7 +91,7 @@ class RoutingStats:
         found = {"tokens": len(kept), "wanted": load.sum(), "entropy": entropy.sum()}
         found |= {"served": kept.sum(), "unserved": passed_by.sum()}
         if hasattr(moe.experts, "activations"):  # of bare FFNs, and those above 0
-            rows = kept_rows(kept.to(h.dtype), kept)
+            rows = kept_rows(kept, kept)
             a = moe.experts.activations(h.index_select(0, rows.token), rows)
             found["units"] = a.numel()
             found["positive"] = (a > 0).sum()

@@ -15,8 +15,10 @@ def wrap(model: nn.Module, config, context) -> nn.Module:
     """-> what to call in place of the model. --compile decides, or else whether products are in bfloat16 on a GPU."""
     device = context.device.type
     fast = device == "cuda" and context.dtype == torch.bfloat16
-    torch.compiler.reset()  # models of before count, and of more than eight torch gives up
-    forward = compiled(model) if config.compile or (config.compile is None and fast) else model
+    forward = model
+    if config.compile or (config.compile is None and fast):
+        torch.compiler.reset()  # earlier models count, and after eight torch gives up
+        forward = compiled(model)
     if context.world == 1:
         return forward
     buffers = [name for name, _ in forward.named_buffers()]  # Hash's table is the same everywhere
@@ -26,7 +28,7 @@ def wrap(model: nn.Module, config, context) -> nn.Module:
 
 def compiled(model: nn.Module) -> nn.Module:
     """By torch.compile. Backward products have the types of the forward pass: autocast's would round a router's."""
-    warnings.filterwarnings("ignore", "TensorFloat32")  # which would round a router's, too
+    warnings.filterwarnings("ignore", "TensorFloat32")  # torch recommends it; a router's products would be rounded
     functorch_config.backward_pass_autocast = "off"
     functorch_config.ban_recompute_used_far_apart = False  # the backward pass masks spare rows anew: 3% less is moved
     return torch.compile(model)

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import ROOT, constants, values_and_gradients
+from test_dispatch import assert_close, make_batch, make_moe
 from torch._dynamo.testing import CompileCounter
 
 import model
@@ -115,19 +117,17 @@ class OnCuda(torch.Tensor):
     is_cuda = True
 
 
-def test_biases_of_experts_are_the_same_as_a_product():
-    """With their gradients."""
-    experts = model.Experts(3, 8, 16, "tanh")
-    for p in experts.parameters():
-        torch.nn.init.normal_(p)
-    kept = torch.rand(9, 3) < 0.5
-    rows = model.kept_rows(torch.rand(9, 3), kept)
-    x = torch.randn(len(rows.token), 8, requires_grad=True)
-    leaves = x, *experts.parameters()
-    expected = values_and_gradients([experts(x, rows)], leaves)
-    found = values_and_gradients([experts(x.as_subclass(OnCuda), rows).as_subclass(torch.Tensor)], leaves)
-    for here, there in zip(found, expected):
-        torch.testing.assert_close(here, there)
+@pytest.mark.parametrize("layers", [0, 2])
+@pytest.mark.parametrize("gamma", [0.5, 2.0, math.inf])
+def test_a_layer_has_the_same_values_and_gradients_there(layers, gamma):
+    """With spare rows, with biases that are products, and with rows that are added up in another way."""
+    moe, (h, ids) = make_moe("topk", torch.float32, gamma=gamma, layers=layers), make_batch(2, 9, torch.float32)
+    leaves = h.requires_grad_(), *moe.parameters()
+    for dtype, limit in ((torch.float32, 1e-5), (torch.bfloat16, 0.03)):
+        with torch.autocast("cpu", dtype, enabled=dtype == torch.bfloat16):
+            expected = values_and_gradients(moe(h, ids), leaves)
+            found = [x.as_subclass(torch.Tensor) for x in moe(h.as_subclass(OnCuda), ids)]
+        assert_close(values_and_gradients(found, leaves), expected, limit)
 
 
 def test_logits_of_an_odd_vocabulary_are_the_same_in_whole_blocks():

@@ -9,7 +9,8 @@ quartiles. `ratio` is the time over that of the dense one at equal FLOPs, which 
 its experts really keep: 1 costs nothing but its arithmetic. `least_mb` must be read and written at least; `operations`
 take most of the time. On a GPU `peak_mb` is the memory beyond what is kept between runs, and `host_waits` counts, by
 file and line, how often the host waits for the GPU. What a section finds is written at once, into
-results/gpu/CARD-PART-TYPE.json, or without a GPU into out/bench. A GPU's file is welcome.
+results/gpu/CARD-PART-TYPE.json, or without a GPU into out/bench. A GPU's file is welcome. There `layer` has the large
+shapes alone, since small ones would measure how fast kernels are launched.
 """
 
 import itertools
@@ -62,10 +63,11 @@ class Config:
     out: Path | None = None  # file that receives the results
 
 
+# Contenders are versions of the same code, and each is compiled for its own shapes, as it would be alone.
+@torch._dynamo.config.patch(recompile_limit=100, automatic_dynamic_shapes=False)
 def measure(makers: dict, config: Config, context) -> list[dict]:
     """A record of each contender. makers: name -> a function that makes one; the first is what others compare with."""
     torch.compiler.reset()
-    torch._dynamo.config.recompile_limit = 100  # contenders are compiled versions of the same code
     runs, facts, records = {}, {}, []
     for name, make in makers.items():
         try:
@@ -81,8 +83,7 @@ def measure(makers: dict, config: Config, context) -> list[dict]:
         lower, ms, upper = np.quantile(times[name], (0.25, 0.5, 0.75))
         speed = facts[name]["gflops"] / ms  # TFLOP/s
         first = records[0]["teraflops"] if records else speed
-        spread = (upper - lower) / 2
-        record = {"impl": name, "ms": ms, "spread": spread, "ratio": first / speed}
+        record = {"impl": name, "ms": ms, "spread": (upper - lower) / 2, "ratio": first / speed}
         record |= {"runs": len(times[name]), "teraflops": speed}
         records.append(record | facts[name] | seen(run, context))
     return records
@@ -104,7 +105,7 @@ def seen(run: Callable, context) -> dict:
     own_time = "self_device_time_total" if on_gpu else "self_cpu_time_total"
     times = Counter()
     for event in profile.key_averages():
-        if event.device_type.name.lower() == context.device.type:  # on a GPU its kernels, and not who called them
+        if not on_gpu or event.device_type.name == "CUDA":  # on a GPU its kernels, and not who called them
             name = event.key.removeprefix("aten::").removeprefix("void ").split("<")[0][:60]
             times[name] += getattr(event, own_time)
     total = max(1, times.total())
@@ -113,8 +114,7 @@ def seen(run: Callable, context) -> dict:
     if on_gpu:
         waits = [warning for warning in caught if "called a synchroniz" in str(warning.message)]
         facts["host_waits"] = Counter(f"{Path(warning.filename).name}:{warning.lineno}" for warning in waits)
-        peak = torch.cuda.max_memory_allocated() - before
-        facts["peak_mb"] = peak / 2**20
+        facts["peak_mb"] = (torch.cuda.max_memory_allocated() - before) / 2**20
     return facts
 
 
@@ -228,7 +228,7 @@ def training_steps(preset: str, config: Config, context, **changes):
 
 
 def trainee(constants: train_lm.Config, tokens: int, context) -> Contender:
-    """Training steps of up to four micro-batches, each of about so many random tokens."""
+    """Training steps of up to four micro-batches, since more take long, each of about so many random tokens."""
     torch.manual_seed(0)
     V = 50_257 if context.device.type == "cuda" else VOCABULARY
     T, micros = constants.block_size, min(4, constants.batch_tokens // constants.micro_tokens)
@@ -275,8 +275,9 @@ def against_the_cpu(router: str, config: Config, context, E=16) -> Iterator[dict
         kinds = 2 if crowded else 512
         ids = torch.arange(512).unsqueeze(0) % kinds
         expected = outcome(moe, (h, ids), CPU)
-        found = outcome(moe, (h, ids), context)
-        facts = {"gamma": gamma, "stack": layers, "crowded": crowded}
+        compiled = context.device.type == "cuda" and (gamma, layers, crowded) == (2.0, 0, False)  # as in training
+        found = outcome(parallel.compiled(moe) if compiled else moe, (h, ids), context)
+        facts = {"gamma": gamma, "stack": layers, "crowded": crowded, "compiled": compiled}
         yield facts | judge(found, expected, 0.06)  # a token whose scores are equal but for rounding may go elsewhere
 
 
