@@ -183,7 +183,6 @@ ROWS = [
     ("xlme1", "XLM-E", XLM_E, {}, "75.6, 63.5, 76.2/60.2, 68.3/49.8, 62.4/45.7, 76.6, 88.3"),
     ("xlme2", "XLM", XLM, {}, "?, 66.2/47.8"),
     ("xlme2", "XLM, as many FLOPs", XLM | dict(steps=None), {}, "?, ?"),
-    ("xlme2", "XLM with the bias, as many FLOPs", XLM | dict(relative_bias=True, steps=None), {}, "?, ?"),
     ("xlme2", "XLM - TLM", XLM | dict(tlm=False), {}, "?, 64.0/46.0"),
     ("xlme2", "XLM-E", XLM_E, {}, "76.6, 68.3/49.8"),
     ("xlme2", "XLM-E, masks as ELECTRA's", XLM_E | dict(masks="electra"), {}, "?, ?"),

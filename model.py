@@ -175,7 +175,7 @@ class Experts(nn.Module):
         a = ragged_linear(x, self.w_in.mT, rows)
         if not x.is_cuda or a.dtype != torch.bfloat16:
             return a + self.b_in.index_select(0, rows.expert)
-        # Its gradient would be added up row by row, in a fifth of the layer's time: so it is a product with ones.
+        # That gradient would be added up row by row, in a fifth of the layer's time: so this is a product with ones.
         b = F.pad(self.b_in.unsqueeze(1), (0, 0, 0, 7))  # (E, 8, F): a grouped product needs rows of 16 bytes
         return a + ragged_linear(x.new_ones(len(x), 8), b, rows)
 

@@ -3,8 +3,6 @@
 DDP stands on torch.distributed, and is the same code on NCCL and on gloo.
 """
 
-import warnings
-
 import torch
 from torch import nn
 from torch._functorch import config as functorch_config
@@ -28,7 +26,6 @@ def wrap(model: nn.Module, config, context) -> nn.Module:
 
 def compiled(model: nn.Module) -> nn.Module:
     """By torch.compile. Backward products have the types of the forward pass: autocast's would round a router's."""
-    warnings.filterwarnings("ignore", "TensorFloat32")  # torch recommends it; a router's products would be rounded
     functorch_config.backward_pass_autocast = "off"
     functorch_config.ban_recompute_used_far_apart = False  # the backward pass masks spare rows anew: 3% less is moved
     return torch.compile(model)

@@ -9,8 +9,7 @@ quartiles. `ratio` is the time over that of the dense one at equal FLOPs, which 
 its experts really keep: 1 costs nothing but its arithmetic. `least_mb` must be read and written at least; `operations`
 take most of the time. On a GPU `peak_mb` is the memory beyond what is kept between runs, and `host_waits` counts, by
 file and line, how often the host waits for the GPU. What a section finds is written at once, into
-results/gpu/CARD-PART-TYPE.json, or without a GPU into out/bench. A GPU's file is welcome. There `layer` has the large
-shapes alone, since small ones would measure how fast kernels are launched.
+results/gpu/CARD-PART-TYPE.json, or without a GPU into out/bench. A GPU's file is welcome.
 """
 
 import itertools
@@ -83,7 +82,8 @@ def measure(makers: dict, config: Config, context) -> list[dict]:
         lower, ms, upper = np.quantile(times[name], (0.25, 0.5, 0.75))
         speed = facts[name]["gflops"] / ms  # TFLOP/s
         first = records[0]["teraflops"] if records else speed
-        record = {"impl": name, "ms": ms, "spread": (upper - lower) / 2, "ratio": first / speed}
+        spread = (upper - lower) / 2
+        record = {"impl": name, "ms": ms, "spread": spread, "ratio": first / speed}
         record |= {"runs": len(times[name]), "teraflops": speed}
         records.append(record | facts[name] | seen(run, context))
     return records
@@ -106,15 +106,17 @@ def seen(run: Callable, context) -> dict:
     times = Counter()
     for event in profile.key_averages():
         if not on_gpu or event.device_type.name == "CUDA":  # on a GPU its kernels, and not who called them
-            name = event.key.removeprefix("aten::").removeprefix("void ").split("<")[0][:60]
-            times[name] += getattr(event, own_time)
+            name = event.key.removeprefix("aten::").removeprefix("void ")
+            name, *_ = name.split("<")  # without a template's arguments
+            times[name[:60]] += getattr(event, own_time)
     total = max(1, times.total())
     shares = [f"{name} {own / total:.0%}" for name, own in times.most_common(6)]
     facts = {"operations": ", ".join(shares)}
     if on_gpu:
         waits = [warning for warning in caught if "called a synchroniz" in str(warning.message)]
         facts["host_waits"] = Counter(f"{Path(warning.filename).name}:{warning.lineno}" for warning in waits)
-        facts["peak_mb"] = (torch.cuda.max_memory_allocated() - before) / 2**20
+        peak = torch.cuda.max_memory_allocated() - before
+        facts["peak_mb"] = peak / 2**20
     return facts
 
 
@@ -156,12 +158,9 @@ def whole_layers(shape: train_lm.Config, config: Config, context):
 
 
 def layer(module: nn.Module, h: Tensor, work: float, context, *more: Tensor) -> Contender:
-    """A pass forward and backward: h (1, S, D) and more -> output, balance loss; work: forward FLOPs of a token.
-
-    In bfloat16 on a GPU it is compiled, as in training.
-    """
-
-    forward = parallel.compiled(module) if h.is_cuda and context.dtype == torch.bfloat16 else module
+    """A pass forward and backward: h (1, S, D) and more -> output, balance loss; work: forward FLOPs of a token."""
+    as_in_training = h.is_cuda and context.dtype == torch.bfloat16
+    forward = parallel.compiled(module) if as_in_training else module
 
     def run():
         x = h.detach().requires_grad_()
@@ -231,7 +230,8 @@ def trainee(constants: train_lm.Config, tokens: int, context) -> Contender:
     """Training steps of up to four micro-batches, since more take long, each of about so many random tokens."""
     torch.manual_seed(0)
     V = 50_257 if context.device.type == "cuda" else VOCABULARY
-    T, micros = constants.block_size, min(4, constants.batch_tokens // constants.micro_tokens)
+    T, micros = constants.block_size, constants.batch_tokens // constants.micro_tokens
+    micros = min(micros, 4)
     B = max(1, tokens // T)
     ids = torch.randint(V, (B, T)).to(context.device)
     net = model.GPT(constants, V).to(context.device)
@@ -275,7 +275,8 @@ def against_the_cpu(router: str, config: Config, context, E=16) -> Iterator[dict
         kinds = 2 if crowded else 512
         ids = torch.arange(512).unsqueeze(0) % kinds
         expected = outcome(moe, (h, ids), CPU)
-        compiled = context.device.type == "cuda" and (gamma, layers, crowded) == (2.0, 0, False)  # as in training
+        first = (gamma, layers, crowded) == (2.0, 0, False)
+        compiled = first and context.device.type == "cuda"  # as in training; all would take long
         found = outcome(parallel.compiled(moe) if compiled else moe, (h, ids), context)
         facts = {"gamma": gamma, "stack": layers, "crowded": crowded, "compiled": compiled}
         yield facts | judge(found, expected, 0.06)  # a token whose scores are equal but for rounding may go elsewhere
@@ -355,7 +356,8 @@ def stopped_and_resumed(config: Config, context) -> Iterator[dict]:
 
 def sections_of(part: str, gpu: bool) -> dict[str, Callable]:
     if part == "layer":
-        return {name: partial(whole_layers, shape) for name, shape in SHAPES.items() if shape.n_embd > 256 or not gpu}
+        names = ["S3", "S4"] if gpu else SHAPES  # small ones would tell how fast a GPU is given its work
+        return {name: partial(whole_layers, SHAPES[name]) for name in names}
     if part == "step" and gpu:
         large = partial(training_steps, "openwebtext-323M")
         return {"eager": partial(large, compile=False), "compiled": partial(large, compile=True)}
