@@ -115,7 +115,7 @@ class Player:
         own = {
             "chooser": chooser,
             "t": constants.get("threshold", 0.5) if t is None else t,
-            "K": router.max_choices if chooser == "topk" else min(4, router.E),
+            "K": router.K if chooser == "topk" else min(4, router.E),
             "gamma": moe.eval_capacity_factor if moe.eval_capacity_factor < router.E else None,  # None: no limit
         }
         about = {"run": self.run, "router": constants["router"], "names": names, "E": router.E}

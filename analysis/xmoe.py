@@ -11,7 +11,7 @@ from torch import Tensor
 from analysis import measures, shared
 from analysis.shared import Drawn, Measured, Panel, Trained
 from engine.device import warn
-from engine.optim import cross_entropy
+from model import cross_entropy
 
 SHARES = 0.125, 0.25, 0.5, 0.75, 1.0  # limits of the experts' FLOPs at test, of a dense FFN's
 THRESHOLDS = 0.0, 0.25, 0.5, 0.75, 0.9, 0.95, 1.0  # at test
@@ -165,7 +165,7 @@ def of_tokens(run: Trained, max_tokens: int) -> tuple[Tensor, dict]:
         with run.context.autocast():
             logits, _ = model(run.context.send(x))
         rarity.append(-frequency[x.flatten()])
-        loss.append(cross_entropy(logits.flatten(0, 1), run.context.send(y.flatten()), reduction="none").cpu())
+        loss.append(cross_entropy(logits.flatten(0, 1), run.context.send(y.flatten()), per_token=True).cpu())
     layers = len(model.moe_layers)
     served = torch.stack([torch.cat(counts[layer::layers]) for layer in range(layers)])
     keys = {"rarity": rarity, "the loss behind them": loss}
