@@ -26,10 +26,10 @@ from engine.config import Texts, check
 from engine.device import seed_all, setup
 from engine.files import read_json
 from model import GPT, Encoder
-from routers import NOT_CHOSEN, ExpertChoice, Router, Switch, Threshold, TopK
+from routers import NOT_CHOSEN, Router, Switch, Threshold, TopK
 
 PAGE = Path(__file__).with_name("play.html")
-CHOOSERS = {"threshold": Threshold, "topk": TopK, "switch": Switch, "expert_choice": ExpertChoice}
+CHOOSERS = {"threshold": Threshold, "topk": TopK, "switch": Switch}
 SENTENCE = "Return the sum of all elements. If the list is empty, raise a ValueError instead of returning zero."
 VALIDATION_TOKENS = 1 << 14  # from which the page knows what an expert serves
 LISTED = 14  # tokens that it shows of an expert

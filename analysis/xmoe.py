@@ -73,13 +73,7 @@ def gamma(options: Measured, evaluate: Callable):
     1 is the work of a dense FFN. Left it is the limit that a layer has, as in the paper. Where tokens want fewer
     experts than the limit allows, less is spent: right is what was spent. The flatter a line, the more can be saved.
     """
-
-    def is_causal(config: dict) -> bool:
-        router = shared.router_of(config)
-        return router is None or not router.sees_later
-
-    lacks = "has experts that choose among later tokens too: its perplexity is no language model's"
-    runs, records = shared.choose("train_lm", options, is_causal, lacks), []
+    runs, records = shared.choose("train_lm", options), []
     for run in shared.opened(runs, options, evaluate):
         for point in test_limited(run, options.max_tokens):
             records.append(run.record | point)
