@@ -212,7 +212,7 @@ def chooser_of(router) -> str:
     if kind.forward is not Router.forward:
         return "own"
     if kind.choose is TopK.choose:
-        return "switch" if router.max_choices == 1 else "topk"
+        return "switch" if router.K == 1 else "topk"
     names = {other.choose: name for name, other in CHOOSERS.items()}
     return names.get(kind.choose, "own")
 
