@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers import ROOT, constants
 
-from model import in_place_of_ffn
+from model import xmoe_layer
 from routers import ROUTERS
 
 
@@ -18,7 +18,7 @@ def test_the_routers_of_the_readme_route(own, monkeypatch):
     exec(
         "import torch\nfrom routers import Router, by_rank, router\n" + block, {}
     )  # a block may take these for granted
-    moe = in_place_of_ffn(constants(router=own, expert_ffns=8), 13, "tanh")
+    moe = xmoe_layer(constants(router=own, expert_ffns=8), 13, "tanh")
     ROUTERS.pop(own)
     y, balance = moe(torch.randn(2, 16, 8), torch.randint(13, (2, 16)))  # more choices than `most` are an error
     (y.square().sum() + balance).backward()
