@@ -282,11 +282,11 @@ def test_a_trainer_saves_and_goes_on(exported, tmp_path):
 def test_what_cannot_be_exported_is_one_clear_line(exported, tmp_path):
     with pytest.raises(ValueError, match="is not empty"):
         export(exported.run, exported.folder)
-    with pytest.raises(FileNotFoundError, match="holds no checkpoint"):
+    with pytest.raises(FileNotFoundError, match="has no checkpoint"):
         export(tmp_path, tmp_path / "new")
     state = torch.load(exported.run / "ckpt.pt", weights_only=True) | {"class": "Translator"}
     write(tmp_path / "ckpt.pt", state)
-    with pytest.raises(ValueError, match="holds a Translator: give a run of"):
+    with pytest.raises(ValueError, match="holds a Translator: pass a run of"):
         export(tmp_path, tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
