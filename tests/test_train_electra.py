@@ -296,9 +296,9 @@ def test_the_end_says_since_when_a_translation_helps(options, monkeypatch, capsy
 
     monkeypatch.setattr(bilingual, "translation_effect", effect)
     ELECTRA.run(options | {"steps": 6}, monkeypatch)
-    assert result_of(options["out_dir"])["change"] == 4
+    assert result_of(options["out_dir"])["since_step"] == 4
     assert "a translation helps since step 4; in the end +0.0% of the masked" in capsys.readouterr().out
-    result = result_of(options["out_dir"]) | {"change": None}
+    result = result_of(options["out_dir"]) | {"since_step": None}
     assert "a translation does not help yet" in train_electra.report(Config(), result)
 
 
