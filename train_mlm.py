@@ -315,7 +315,7 @@ def report(config: Config, result: dict) -> str:
         since = f", and in all together since step {result['ahead']}" if result["ahead"] else ""
         lines.append(f"the model is ahead of counting by neighbours in {ahead} of {len(counted)} languages{since}")
     for first, last in zip(result["first"], result["valid"]["layers"]):
-        lines.append(f"RC {first['rc']:.0f} at the first evaluation, {last['rc']:.0f} at the last; RF {last['rf']:.1%}")
+        lines.append(f"RC was {first['rc']:.0f} at the first evaluation and is {last['rc']:.0f} at the last")
     return "\n".join(lines)
 
 

@@ -86,7 +86,6 @@ ROWS = {  # what to say, and how many layers are sparse
     "dense": ({"router": "dense", "dtype": "bfloat16"}, 0),
     "threshold": ({"expert_ffns": 2}, 2),
     "encoder alone": ({"router": "switch", "expert_ffns": 2, "decoder_moe": False}, 1),
-    "expert choice": ({"router": "expert_choice", "decoder_moe": False}, 1),
     "X-MoE": ({"router": "hypersphere", "moe_after": "1", "experts": 4}, 1),
 }
 
@@ -141,7 +140,7 @@ def test_evaluation_is_its_literal_definition(options):
         for one, two in zip(*data.texts("valid", name)):
             source, target = data.tokenizer.encode_batch([one, two])
             with torch.no_grad():
-                logits, _ = model(torch.tensor([[*source, 2]]), torch.tensor([[0, *target]]))
+                logits, _ = model(torch.tensor([[*source, 2]]), None, torch.tensor([[0, *target]]), None)
             for row, label in zip(logits.log_softmax(dim=1), [*target, 2]):
                 total, count = total - float(row[label]), count + 1
             size += len(two.encode())
