@@ -82,14 +82,14 @@ def test_a_run_is_seen_by_operation_and_on_a_gpu_by_where_the_host_waits(monkeyp
         warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
         warnings.warn("something else", stacklevel=1)
 
-    assert "mm " in bench.seen(run, CPU)["operations"]
+    assert "mm " in bench.profile(run, CPU)["operations"]
     modes = []
     monkeypatch.setattr(measures, "clock", lambda context: 0.0)
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", list)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 2**20)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 * 2**20)
-    facts = bench.seen(run, replace(CPU, device=torch.device("cuda")))
+    facts = bench.profile(run, replace(CPU, device=torch.device("cuda")))
     assert facts["host_waits"] == {f"test_bench.py:{run.__code__.co_firstlineno + 2}": 1} and facts["peak_mb"] == 2
     assert modes == ["warn", "default"]
 
