@@ -43,7 +43,7 @@ class Model(PreTrainedModel):
 
 
 def network(kind: type[SparseModel], config: NanoXMoEConfig) -> SparseModel:
-    """Builds a model of model.py without a capacity limit, so that no token depends on others of its batch."""
+    """Builds a model of model.py without a capacity limit, so that no token depends on the rest of its batch."""
     net = kind(SimpleNamespace(**config.constants), config.vocab_size)
     for moe in net.moe_layers:
         moe.capacity_factor = moe.eval_capacity_factor = math.inf
@@ -58,7 +58,7 @@ def nonpad_indices(attention_mask) -> torch.Tensor | None:
 
 
 class NanoXMoEForCausalLM(Model, GenerationMixin):
-    """A decoder. Without a cache of keys and values: each new token recomputes the whole context."""
+    """A decoder without a key-value cache: each new token recomputes the whole context."""
 
     def __init__(self, config: NanoXMoEConfig):
         super().__init__(config)

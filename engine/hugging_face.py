@@ -48,10 +48,10 @@ class Layout(NamedTuple):
     """How transformers stores a dense model of model.py."""
 
     sizes: tuple[str, ...]  # names of SIZES in its config.json
-    required: dict  # values in its config.json without which model.py has no such model
+    required: dict  # values that its config.json must have for model.py to support it
     constants: dict  # our constants that describe the model
     names: dict[str, str]  # our module or tensor -> its name there, or several to concatenate; {}: number of the layer
-    prefix: str  # of the names in a model with a head
+    prefix: str  # of names in models with a head
     unused_positions: int = 0
     transposed: bool = False  # matrices are (in, out)
 

@@ -14,7 +14,7 @@ def wrap(model: nn.Module, config, context) -> nn.Module:
     fast = device == "cuda" and context.dtype == torch.bfloat16
     forward = model
     if config.compile or (config.compile is None and fast):
-        torch.compiler.reset()  # torch stops compiling after eight models
+        torch.compiler.reset()  # otherwise torch stops compiling after eight models
         forward = compiled(model)
     if context.world == 1:
         return forward

@@ -104,7 +104,7 @@ def weights_of(path: str | Path, kind: str, vocabulary: str) -> tuple[dict, Weig
 
 
 def fill(model: nn.Module, sizes: dict, weights: Weights, path: str | Path) -> nn.Module:
-    """Loads into the model those of the weights that it has.
+    """Loads the weights that the model needs; others are ignored.
 
     sizes: constants of the model that the weights come from. Raises ValueError if this model differs.
     """

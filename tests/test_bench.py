@@ -145,7 +145,7 @@ def test_flops_are_those_of_the_rows_that_are_kept(router, kept):
 def test_step_measures_whole_steps():
     config = bench.Config("step", tokens=70, rounds=1)  # 4 sequences and a part of one
     tiny = dict(n_head=4, n_embd=16, ffn_size=64, block_size=16)
-    dense, *others = bench.training_steps("small", config, CPU, **tiny)
+    dense, *others = bench.time_steps("small", config, CPU, **tiny)
     assert [dense["impl"], *(record["impl"] for record in others)] == ["dense", "switch", "topk", "threshold"]
     for record in (dense, *others):
         assert record["tokens"] == 64

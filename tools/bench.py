@@ -114,8 +114,7 @@ def profile(run: Callable, context) -> dict:
     if on_gpu:
         waits = [warning for warning in caught if "called a synchroniz" in str(warning.message)]
         facts["host_waits"] = Counter(f"{Path(warning.filename).name}:{warning.lineno}" for warning in waits)
-        peak = torch.cuda.max_memory_allocated() - before
-        facts["peak_mb"] = peak / 2**20
+        facts["peak_mb"] = (torch.cuda.max_memory_allocated() - before) / 2**20
     return facts
 
 
@@ -137,7 +136,7 @@ VARIANTS["threshold 0.3"] = {"router": "threshold", "threshold": 0.3}
 LOGIT_STD = 2.75  # standard deviation of router logits, large enough to prefer experts as a trained router does
 
 
-def whole_layers(shape: train_lm.Config, config: Config, context):
+def time_layers(shape: train_lm.Config, config: Config, context):
     """Times forward and backward passes of a dense FFN, Mixtral's layer, and our layer with each router.
 
     Without a capacity limit, topk routes as Mixtral does. At the paper's threshold of 0.9, capacity decides how many
@@ -214,18 +213,18 @@ def mixtral(shape: train_lm.Config, h: Tensor, context) -> Contender:
 # step: how fast is training?
 
 
-def training_steps(preset: str, config: Config, context, **changes):
+def time_steps(preset: str, config: Config, context, **changes):
     """Times XMoE's models at equal FLOPs: dense, with FFN-sized experts (split 1), and with split 8."""
     base = train_lm.Config(**train_lm.PRESETS[preset] | changes)
     makers = {}
     splits = {"dense": 1, "switch": 1, "topk": 8, "threshold": 8}
     for router, split in splits.items():
         constants = replace(base, router=router, split=split)
-        makers[router] = partial(trainee, constants, config.tokens, context)
+        makers[router] = partial(training_step, constants, config.tokens, context)
     return measure(makers, config, context)
 
 
-def trainee(constants: train_lm.Config, tokens: int, context) -> Contender:
+def training_step(constants: train_lm.Config, tokens: int, context) -> Contender:
     """A training step of at most four micro-batches, each of about this many random tokens."""
     torch.manual_seed(0)
     V = 50_257 if context.device.type == "cuda" else VOCABULARY
@@ -355,12 +354,12 @@ def stopped_and_resumed(config: Config, context) -> Iterator[dict]:
 def sections_of(part: str, gpu: bool) -> dict[str, Callable]:
     if part == "layer":
         names = ["S3", "S4"] if gpu else SHAPES  # small shapes would measure kernel launches
-        return {name: partial(whole_layers, SHAPES[name]) for name in names}
+        return {name: partial(time_layers, SHAPES[name]) for name in names}
     if part == "step" and gpu:
-        large = partial(training_steps, "openwebtext-323M")
+        large = partial(time_steps, "openwebtext-323M")
         return {"eager": partial(large, compile=False), "compiled": partial(large, compile=True)}
     if part == "step":
-        small = partial(training_steps, "small", dropout=0.0)
+        small = partial(time_steps, "small", dropout=0.0)
         return {"width 256": small, "width 768": partial(small, n_embd=768, ffn_size=3072)}
     checks = {name: partial(against_the_cpu, name) for name in ROUTERS}
     checks["many experts"] = partial(against_the_cpu, "topk", E=1024)  # more groups than CUDA's grouped_mm supports
