@@ -112,7 +112,7 @@ def test_names_tell_what_runs_are():
 def test_what_routers_are_is_asked_of_their_classes():
     for name, reads in {"dense": False, "hash": False, "threshold": True, "topk": False}.items():
         assert shared.reads(identity(train_lm.Config(router=name)), "threshold") is reads
-    with pytest.raises(ValueError, match="routers.py does not have"):
+    with pytest.raises(ValueError, match="routers.py has no router 'of yesterday'"):
         shared.router_of({"router": "of yesterday"})
 
 
@@ -168,25 +168,26 @@ def test_what_is_no_log_or_cannot_be_drawn_is_one_clear_line(folders, draw, tmp_
         return refused(monkeypatch, capsys, "curve", *line)
 
     monkeypatch.chdir(tmp_path)
-    assert "no finished run of train_electra.py" in told()
+    assert "no suitable finished run of train_electra.py" in told()
     (tmp_path / "out" / "train_electra").mkdir(parents=True)
     (tmp_path / "out" / "train_electra" / "demo").symlink_to(folders[0])
     assert draw("curve")[1]["records"][0]["run"] == "out/train_electra/demo"
-    assert f"{tmp_path} holds no finished run" in told(*folders, tmp_path)
+    assert f"{tmp_path} has no finished run" in told(*folders, tmp_path)
     (tmp_path / "file").write_text("in the way")
     assert "file" in told(folders[0], "--out", tmp_path / "file")
-    for text, error in {'{"seed": 1}': "holds no run of train_electra.py", "{": "is not readable JSON"}.items():
+    for text, error in {'{"seed": 1}': "is not a run of train_electra.py", "{": "is not readable JSON"}.items():
         (folders[1] / "config.json").write_text(text)
         assert error in told(folders[1])
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "matplotlib.figure", None)
         assert "pip install matplotlib" in told(folders[0])
     (folders[0] / "result.json").unlink()
-    assert f"{folders[0]} holds no finished run" in told(folders[0])
+    assert f"{folders[0]} has no finished run" in told(folders[0])
 
 
 def test_commands_that_are_none(monkeypatch, capsys):
-    assert "'figure2' is no figure: python analyze.py activations | gamma | " in refused(monkeypatch, capsys, "figure2")
+    error = refused(monkeypatch, capsys, "figure2")
+    assert "'figure2' is not an analysis: python analyze.py activations | gamma | " in error
     for line in ((), ("--help",)):
         run(monkeypatch, *line)
         said = capsys.readouterr().out

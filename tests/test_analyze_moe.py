@@ -132,7 +132,7 @@ def test_tokens_are_grouped_by_rarity_and_by_the_loss_behind_them(draw, place):
             logp = model(x)[0].log_softmax(dim=2).flatten(0, 1)
             for of_token, token, following in zip(logp, x.flatten().tolist(), y.flatten().tolist()):
                 seen.append((train.count(token), -float(of_token[following]), kept[len(seen)]))
-    for title, first_of_all in (("rarity", lambda one: -one[0]), ("the loss behind them", lambda one: one[1])):
+    for title, first_of_all in (("rarity", lambda one: -one[0]), ("the loss of the next token", lambda one: one[1])):
         expected = [fmean(one[2] for one in group) for group in np.array_split(sorted(seen, key=first_of_all), 10)]
         drawn = [record[xmoe.SERVED] for record in found["records"] if record["sorted by"] == title]
         assert drawn[:10] == pytest.approx(expected, rel=1e-5)
@@ -213,11 +213,11 @@ def test_speed_is_the_median_of_many_turns(draw, place, monkeypatch):
     monkeypatch.setattr(xmoe, "SHARES", (0.5, 1.0))
     (axes,), found = draw("speed", threshold, dense)
     medians = [(threshold, 0.5, 9), (threshold, 1, 10), (dense, 1, 11)]
-    assert points(found, "run", xmoe.LIMIT, "ms a batch") == medians
+    assert points(found, "run", xmoe.LIMIT, "ms per batch") == medians
     spent = [record[xmoe.SPENT] for record in found["records"]]
     assert spent[-1] == 1 and spent[0] < spent[1] <= 1
     drawn = [point for _, xs, ys in lines(axes) for point in zip(xs, ys)]
-    assert drawn == points(found, xmoe.SPENT, "ms a batch")
+    assert drawn == points(found, xmoe.SPENT, "ms per batch")
 
 
 def entering(folder: str, languages: Path) -> tuple[torch.Tensor, list[int], torch.nn.Module]:
@@ -352,15 +352,15 @@ def test_runs_that_do_not_fit_are_one_clear_line(place, tmp_path, monkeypatch, c
     checkpoints = [file.name for file in Path(lm["threshold"]).glob("ckpt*")]
     monkeypatch.setitem(sys.modules, "umap", SimpleNamespace(UMAP=Flat))
     for line, error in {
-        ("collapse", lm["switch"]): f"{lm['switch']} holds no run of train_mlm.py",
+        ("collapse", lm["switch"]): f"{lm['switch']} is not a run of train_mlm.py",
         ("threshold", lm["switch"]): f"{lm['switch']} is left out: it has no threshold router",
-        ("experts", lm["dense"]): "no finished run of train_lm.py fits",
+        ("experts", lm["dense"]): "no suitable finished run of train_lm.py",
         ("gamma", as_if(lm["threshold"], checkpoints)): "is neither the folder of a run",
         ("gamma", as_if(lm["threshold"], data_checksum="another")): "was trained on it",
         ("gamma", lm["switch"], "--max_tokens", -1): "max_tokens must be over 0",
         ("gamma", lm["switch"], "--device", "nowhere"): "device nowhere",
         ("collapse", dense): f"{dense} is left out: it has no experts",
-        ("collapse", as_if(sphere, router="of yesterday")): "routers.py does not have",
+        ("collapse", as_if(sphere, router="of yesterday")): "routers.py has no router",
         ("umap", dense): "has no router that compares tokens",
         ("umap", as_if(sphere, router="hash")): "has no router that compares tokens",
         ("umap", sphere, "--max_tokens", 64): "100 neighbours",

@@ -287,7 +287,7 @@ def test_the_diagonal(m, n, ends):
 
 BROKEN = [  # the command, its files that are changed, what stands in them (None: they are gone), what is said
     ("retrieval", "*", None, "no pair of files such as tatoeba.deu-eng.deu"),
-    ("retrieval", "*deu*", None, "holds no language of Tatoeba-14"),
+    ("retrieval", "*deu*", None, "has no language of Tatoeba-14"),
     ("retrieval", "nld-eng.eng", None, "nld-eng.eng"),
     ("retrieval", "nld-eng.eng", "dog\ncat\n", "nld-eng.nld and nld-eng.eng"),
     ("alignment", "*", None, "no file such as de-en.src-tgt"),

@@ -332,7 +332,7 @@ def test_runs_that_will_not_do(made, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "out/train_lm/another").mkdir(parents=True)
     (tmp_path / "out/train_lm/another/config.json").write_text("{}")
-    assert "name a run: there are out/train_lm/another" in refused(monkeypatch, capsys, "play")
+    assert "pass another run: out/train_lm/another" in refused(monkeypatch, capsys, "play")
     for kind in (GPT, MaskedLM, Translator):
         folder = made(kind, router="dense" if kind is not Translator else "topk")
         assert f"{folder} is no language model or encoder with experts" in told(folder)
