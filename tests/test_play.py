@@ -176,16 +176,16 @@ def test_the_page_shows_what_the_run_does(name, made):
     folder = make_any(made, name)
     player = play.Player(str(folder))
     about, found = player.about, player.route(TEXT)
-    other = {"hash": "own", "base": "own", "hypersphere": "switch", "top-2": "topk"}
-    assert about["own"]["chooser"] == other.get(name, name)
+    other = {"hash": "trained", "base": "trained", "hypersphere": "switch", "top-2": "topk"}
+    assert about["trained"]["chooser"] == other.get(name, name)
     assert ("topk" in about["choosers"]) == (name != "hash")
     names = {"hypersphere": ["after layer 1", "after layer 3"], "top-2": ["after layer 2"]}
     assert about["names"] == names.get(name, ["block 2", "block 4"])
     S, E, cases = len(found["tokens"]), about["E"], []
     for layer in found["layers"]:
-        case = about["own"] | {"S": S, "E": E, "probs": unpacked(layer["probs"], "<f4", E).flatten().tolist()}
+        case = about["trained"] | {"S": S, "E": E, "probs": unpacked(layer["probs"], "<f4", E).flatten().tolist()}
         own = unpacked(layer["rank"], "<i4", E).flatten().tolist()
-        cases += [case | {"own": own}] + [case] * (about["own"]["chooser"] != "own")
+        cases += [case | {"own": own}] + [case] * (about["trained"]["chooser"] != "trained")
     model, tokenizer = pretrained.load(folder)
     ids, right = tokenizer.encode_batch([TEXT])[0], []
     ids = [0, *ids, 2] if tokenizer.kind == "xlmr" else [tokenizer.eot, *ids]
@@ -204,7 +204,7 @@ def test_the_page_shows_what_the_run_does(name, made):
 def test_the_loss_is_the_model_s_under_the_setting(made):
     folder = made(GPT, **DECODERS["threshold"])
     player = play.Player(str(folder))
-    own = player.about["own"]
+    own = player.about["trained"]
     trained = player.route(TEXT)["loss"]
     assert own == {"chooser": "threshold", "t": 0.7, "K": 4, "gamma": 2.0}
     assert player.loss(TEXT, own)["loss"] == trained and trained[0] is None
@@ -229,21 +229,21 @@ def test_the_loss_is_the_model_s_under_the_setting(made):
         assert found != trained
     assert player.route(TEXT)["loss"] == trained  # all is as it was
     encoder = play.Player(str(made(MaskedLM, **ENCODERS["top-2"])))
-    assert encoder.route(TEXT)["loss"] is None and encoder.loss(TEXT, encoder.about["own"]) == {"loss": None}
+    assert encoder.route(TEXT)["loss"] is None and encoder.loss(TEXT, encoder.about["trained"]) == {"loss": None}
 
 
 def test_every_token_can_be_read(tokenizers):
     def pieces(kind, text: str) -> list[str]:
-        return [play.written(tokenizers[kind], token) for token in tokenizers[kind].encode_batch([text])[0]]
+        return [play.printable(tokenizers[kind], token) for token in tokenizers[kind].encode_batch([text])[0]]
 
     shown = pieces(SentencePiece, "the cat\n\tש中é\x00\u200f$")
     assert "".join(shown) == "the·cat⏎⇥ש中\\xc3\\xa9\\x00\\xe2\\x80\\x8f$"
     assert "⏎" in shown and "\\xc3" in shown
     assert "".join(pieces(XLMR, "cat 中")) == "·cat·中"
-    assert [play.written(tokenizers[XLMR], token) for token in (0, 2, 3)] == ["<s>", "</s>", "<unk>"]
+    assert [play.printable(tokenizers[XLMR], token) for token in (0, 2, 3)] == ["<s>", "</s>", "<unk>"]
     bytes_of = [b" cat", b"\n", "é".encode()[:1]].__getitem__
     gpt2 = SimpleNamespace(kind="gpt2", encoding=SimpleNamespace(decode_single_token_bytes=bytes_of))
-    assert [play.written(gpt2, token) for token in range(3)] == ["·cat", "⏎", "\\xc3"]
+    assert [play.printable(gpt2, token) for token in range(3)] == ["·cat", "⏎", "\\xc3"]
 
 
 def test_what_an_expert_serves_most_is_counted(options, tmp_path, monkeypatch):
@@ -265,7 +265,7 @@ def test_what_an_expert_serves_most_is_counted(options, tmp_path, monkeypatch):
     for own, top in zip(kept.t(), found["layers"][0], strict=True):
         count = Counter(tokens[own].tolist())
         assert [n for _, n, _ in top] == sorted(count.values(), reverse=True)[: play.LISTED] and top
-        every = {(play.written(tokenizer, token), n, occurs[token]) for token, n in count.items()}
+        every = {(play.printable(tokenizer, token), n, occurs[token]) for token, n in count.items()}
         assert set(map(tuple, top)) <= every
     (folder / "config.json").write_text('{"data_checksum": "of another text"}')
     assert "no validation text: " in play.Player(str(folder)).served["note"]
@@ -285,7 +285,7 @@ def test_what_the_experts_of_an_encoder_serve(made, tokenizers, electra_corpora,
     assert found["note"] == f"{occurs.total():,} tokens of the validation text" and len(found["layers"]) == 2
     right = Counter()
     for token, n in occurs.items():
-        right[play.written(tokenizers[XLMR], token)] += n
+        right[play.printable(tokenizers[XLMR], token)] += n
     for experts in found["layers"]:
         served = Counter()
         for top in experts:
@@ -300,7 +300,7 @@ def test_what_the_experts_of_an_encoder_serve(made, tokenizers, electra_corpora,
 def test_a_page_is_written_with_its_sentences(made, tmp_path, monkeypatch, capsys):
     folder, file = made(GPT, **DECODERS["threshold"]), tmp_path / "pages" / "play.html"
     run(monkeypatch, "play", "--run", folder, "--text", TEXT, "--text", HOSTILE, "--text", "none", "--out", file)
-    assert re.search(rf"{file} is the page, \d+ kB; texts in it: 3", capsys.readouterr().out)
+    assert re.search(rf"Wrote {file}: \d+ kB, texts: 3", capsys.readouterr().out)
     page, player = file.read_text(), play.Player(str(folder))
     data = data_of(page)
     assert [found["text"] for found in data["routes"]] == [TEXT, HOSTILE, "none"]
@@ -335,7 +335,7 @@ def test_runs_that_will_not_do(made, tmp_path, monkeypatch, capsys):
     assert "pass another run: out/train_lm/another" in refused(monkeypatch, capsys, "play")
     for kind in (GPT, MaskedLM, Translator):
         folder = made(kind, router="dense" if kind is not Translator else "topk")
-        assert f"{folder} is no language model or encoder with experts" in told(folder)
+        assert f"{folder} is not a language model or encoder with experts" in told(folder)
     folder = made(GPT, **DECODERS["topk"])
     assert "the text is empty" in told(folder, "--text", "")
     assert "port must lie from 1 to 65535, not 70000" in told(folder, "--port", "70000")
@@ -376,7 +376,7 @@ def test_the_server_answers_its_own_page(server):
     origin = f"http://127.0.0.1:{server.server_port}"
     status, found, _ = asked(server, "POST", "/route", json.dumps({"text": HOSTILE}), Origin=origin)
     assert status == 200 and found == json.loads(json.dumps(server.player.route(HOSTILE)))
-    setting = server.player.about["own"] | {"chooser": "topk", "K": 2}
+    setting = server.player.about["trained"] | {"chooser": "topk", "K": 2}
     status, found, _ = asked(server, "POST", "/loss", json.dumps({"text": TEXT, "setting": setting}))
     assert status == 200 and found == server.player.loss(TEXT, setting)
     status, found, _ = asked(server, "POST", "/served", "{}")
@@ -399,7 +399,7 @@ def test_the_server_refuses_what_is_not_its_page(server):
 
 
 def test_what_is_not_understood_is_one_line(server):
-    own = server.player.about["own"]
+    own = server.player.about["trained"]
     bad = ["", "{", "null", "{}", '{"text": 3}', '{"text": ""}', '{"text": null}', "\xff"]
     for body in bad:
         status, found, _ = asked(server, "POST", "/route", body.encode("latin-1"))
