@@ -26,7 +26,7 @@ import train_electra
 import train_lm
 import train_mlm
 from analysis import play, x_moe, xlm_e, xmoe
-from analysis.shared import Drawn, Measured
+from analysis.shared import EvalOptions, FigureOptions
 from engine.config import parse
 from engine.device import clear_errors
 from engine.files import folder_of
@@ -45,16 +45,16 @@ def demos(*scripts) -> list[str]:
 
 SIZES = {preset: train_electra.Config(**constants) for preset, constants in train_electra.PRESETS.items()}
 ANALYSES = {  # analysis -> its options, then what it needs from the training scripts
-    xmoe.activations: (Measured, train_lm.evaluate),
-    xmoe.gamma: (Measured, train_lm.evaluate),
-    xmoe.experts: (Drawn,),
-    xmoe.tokens: (Measured,),
-    xmoe.threshold: (Measured, train_lm.evaluate),
-    xmoe.speed: (Measured, train_lm.evaluate),
+    xmoe.activations: (EvalOptions, train_lm.evaluate),
+    xmoe.gamma: (EvalOptions, train_lm.evaluate),
+    xmoe.experts: (FigureOptions,),
+    xmoe.tokens: (EvalOptions,),
+    xmoe.threshold: (EvalOptions, train_lm.evaluate),
+    xmoe.speed: (EvalOptions, train_lm.evaluate),
     x_moe.umap: (x_moe.Umap,),
-    x_moe.collapse: (Drawn,),
-    x_moe.consistency: (Drawn,),
-    xlm_e.curve: (Drawn,),
+    x_moe.collapse: (FigureOptions,),
+    x_moe.consistency: (FigureOptions,),
+    xlm_e.curve: (FigureOptions,),
     xlm_e.flops: (xlm_e.Flops, SIZES),
     xlm_e.retrieval: (xlm_e.Encoders, partial(demos, train_electra, train_mlm)),
     xlm_e.alignment: (xlm_e.Alignment, partial(demos, train_electra, train_mlm)),

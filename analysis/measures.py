@@ -80,7 +80,7 @@ class RoutingStats:
         self.moe = moe
         names = "tokens", "wanted", "served", "unserved", "entropy", "positive", "units"
         self.sums = dict.fromkeys(names, 0.0)
-        self.load = torch.zeros(moe.router.E, dtype=torch.float64)  # choices of each expert
+        self.load = torch.zeros(moe.router.E, dtype=torch.float64)  # requests per expert
         moe.watchers.append(self)
 
     def __call__(self, moe, h: Tensor, routing, kept: Tensor):

@@ -28,7 +28,7 @@ from routers import ROUTERS
 
 
 @dataclass
-class Drawn:
+class FigureOptions:
     """Options of every figure."""
 
     folders: tyro.conf.Positional[tuple[str, ...]] = ()  # run folders; default: all suitable finished runs of the demo
@@ -36,7 +36,7 @@ class Drawn:
 
 
 @dataclass
-class Measured(Drawn):
+class EvalOptions(FigureOptions):
     """Options of figures that evaluate trained models."""
 
     max_tokens: int = 1 << 16  # held-out tokens per point, at most
@@ -70,7 +70,7 @@ def show(figure: Callable, options, records: list[dict], keys: tuple, panels: li
     """Prints a table of `rows`, or of the records, and saves it with the drawing of the panels."""
     headers, *lines = table = table_of(rows or records, keys)
     print(markdown_table(headers, lines))
-    keep(figure, options, draw(panels), {"table": table, "records": records})
+    save(figure, options, draw(panels), {"table": table, "records": records})
 
 
 def table_of(records: list[dict], keys: tuple) -> list:
@@ -99,7 +99,7 @@ def grouped(records: list[dict], *names: str) -> dict[tuple, list[dict]]:
     return groups
 
 
-def keep(figure: Callable, options, drawing, numbers: dict):
+def save(figure: Callable, options, drawing, numbers: dict):
     """Writes a drawing, and its numbers together with the command that made it."""
     path = Path(options.out, figure.__name__)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -184,7 +184,7 @@ UNNAMED = {"seed", "eval_every", "eval_tokens", "eval_maskings"}  # runs of the 
 
 
 @dataclass
-class Trained:
+class TrainedRun:
     """A finished run."""
 
     folder: str
@@ -201,7 +201,7 @@ class Trained:
         return {"run": self.folder, "experts": self.name}
 
 
-def read_run(folder: str, script: str) -> Trained:
+def read_run(folder: str, script: str) -> TrainedRun:
     """Raises ValueError if the folder has no finished run of the script."""
     if not Path(folder, "result.json").exists():
         raise ValueError(f"{folder} has no finished run: repeat its command to finish it")
@@ -210,7 +210,7 @@ def read_run(folder: str, script: str) -> Trained:
     log = [from_json(line) for line in lines]
     if SCRIPTS[script] not in config | log[-1]:
         raise ValueError(f"{folder} is not a run of {script}.py: pass one, such as out/{script}/demo")
-    return Trained(folder, config, log)
+    return TrainedRun(folder, config, log)
 
 
 def router_of(config: dict) -> type | None:
@@ -248,7 +248,7 @@ def in_words(config: dict) -> str:
     return f"{config['router']} {experts} x {size}" if router_of(config) else "dense"
 
 
-def named(runs: Iterable[Trained]) -> list[Trained]:
+def named(runs: Iterable[TrainedRun]) -> list[TrainedRun]:
     """The runs with names: the description, and the constants in which runs of the same description differ.
 
     So only seeds of the same experiment share a name. Width and steps are added if any two runs differ in them.
@@ -270,7 +270,7 @@ def named(runs: Iterable[Trained]) -> list[Trained]:
     return runs
 
 
-def choose(script: str, options: Drawn, fits=None, lacks="") -> list[Trained]:
+def select_runs(script: str, options: FigureOptions, fits=None, lacks="") -> list[TrainedRun]:
     """The runs in `options.folders`, or all finished runs of the script's demo except short trials.
 
     fits: constants -> whether a figure can show the run; lacks: why not, for the warning. Raises ValueError if a passed
@@ -295,7 +295,7 @@ def choose(script: str, options: Drawn, fits=None, lacks="") -> list[Trained]:
     return named(runs.values())
 
 
-def opened(runs: list[Trained], options: Measured, evaluate: Callable | None = None) -> tqdm:
+def loaded(runs: list[TrainedRun], options: EvalOptions, evaluate: Callable | None = None) -> tqdm:
     """Loads the models and corpora of all runs -> the runs, with a progress bar.
 
     evaluate: that of the runs' script, if needed. Raises ValueError or OSError if a checkpoint or a corpus is missing,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from analysis import shared
-from analysis.shared import Drawn, Measured, Panel, Trained
+from analysis.shared import EvalOptions, FigureOptions, Panel, TrainedRun
 from engine.device import warn
 from engine.files import read_json
 
@@ -17,7 +17,7 @@ NEIGHBORS = 100  # UMAP's n_neighbors
 
 
 @dataclass
-class Umap(Measured):
+class Umap(EvalOptions):
     max_tokens: int = 4096  # validation tokens, at most; the first of each language come first
 
 
@@ -35,14 +35,14 @@ def umap(options: Umap):
         selected = options.folders or config["seed"] == 0
         return selected and shared.reads(config, "score")
 
-    runs = shared.choose("train_mlm", options, fits, "has no router that compares tokens with experts")
+    runs = shared.select_runs("train_mlm", options, fits, "has no router that compares tokens with experts")
     numbers = {}
     drawing = shared.canvas(len(runs), width=5.5, height=5.8)
     paper = {"n_neighbors": NEIGHBORS, "min_dist": 1.0, "output_metric": "hyperboloid"}  # X-MoE 4.5
     layout = UMAP(**paper, random_state=0, n_jobs=1, verbose=True)  # takes minutes
     angle = torch.linspace(0, 2 * math.pi, 361)
-    for axes, run in zip(drawing.axes, shared.opened(runs, options)):
-        x, expert = routed(run, options.max_tokens)
+    for axes, run in zip(drawing.axes, shared.loaded(runs, options)):
+        x, expert = router_inputs(run, options.max_tokens)
         plane = layout.fit_transform(x.numpy())
         disk = poincare(torch.from_numpy(plane).double())
         points = axes.scatter(*disk.t(), c=expert, cmap="turbo", s=4)
@@ -51,11 +51,11 @@ def umap(options: Umap):
         axes.set(title=f"{fill(run.name, 40)}\n{len(x):,} tokens coloured by expert", aspect="equal")
         axes.axis("off")
         numbers[run.folder] = {"points": disk.tolist(), "experts": expert.tolist()}
-    shared.keep(umap, options, drawing, {"runs": numbers})
+    shared.save(umap, options, drawing, {"runs": numbers})
 
 
 @torch.no_grad()
-def routed(run: Trained, max_tokens: int) -> tuple[Tensor, Tensor]:
+def router_inputs(run: TrainedRun, max_tokens: int) -> tuple[Tensor, Tensor]:
     """-> h (S, D) or W h (S, d_e), which the first sparse layer's router compares with its experts; first choices (S,).
 
     The validation tokens are masked as in the evaluations during training.
@@ -91,7 +91,7 @@ def poincare(x: Tensor) -> Tensor:
     return torch.view_as_real(centred)
 
 
-def collapse(options: Drawn):
+def collapse(options: FigureOptions):
     """X-MoE's figures 2c and 3a: representation collapse (RC) and routing fluctuation (RF) during training.
 
     RC is the spread of hidden states within experts over that between experts; it falls as representations collapse. In
@@ -99,7 +99,7 @@ def collapse(options: Drawn):
     since the previous evaluation; in the paper X-MoE's is lower. Both come from the logs of runs of train_mlm.py.
     """
     records = []
-    for run in shared.choose("train_mlm", options, shared.router_of, "has no experts"):
+    for run in shared.select_runs("train_mlm", options, shared.router_of, "has no experts"):
         for i, depth in enumerate(sorted(run.config["moe_after"])):
             for evaluation in run.log:
                 layer = evaluation["layers"][i]
@@ -113,7 +113,7 @@ def collapse(options: Drawn):
     shared.show(collapse, options, records, ("experts", "step"), panels)
 
 
-def consistency(options: Drawn):
+def consistency(options: FigureOptions):
     """X-MoE's figure 3b: consistency of expert loads across fine-tuning runs that differ only in their seed.
 
     1: the experts get the same shares of the tokens in all runs. 1 over the number of runs: the loads are unrelated.
@@ -121,7 +121,7 @@ def consistency(options: Drawn):
     on XNLI, X-MoE's comes close to 1, and SMoE's falls. Pass runs of finetune_xtreme.py, at least two seeds of each.
     """
     groups, records, rows, levels = {}, [], [], {}
-    for run in shared.choose("finetune_xtreme", options):
+    for run in shared.select_runs("finetune_xtreme", options):
         loads = read_json(Path(run.folder, "result.json"))["loads"]
         if loads and loads[0]:
             groups.setdefault(run.name, []).append(loads)

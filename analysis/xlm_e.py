@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from analysis import measures, shared
 from analysis.flops import flops_per_token, masked_head_flops, numel
-from analysis.shared import Drawn, Panel, Trained
+from analysis.shared import FigureOptions, Panel, TrainedRun
 from data import bitext_sets
 from data.bitext_sets import Aligned
 from data.folder import ready
@@ -28,7 +28,7 @@ BY_LAYER = "encoder", "layer"  # the keys of a table's rows
 UNTRAINED = Path("untrained")
 
 
-def curve(options: Drawn):
+def curve(options: FigureOptions):
     """XLM-E's figure 1: scores against training FLOPs. Higher at the same FLOPs is better.
 
     The scores are the share of held-out translations found, and the accuracy on masked tokens of held-out sentences
@@ -36,7 +36,7 @@ def curve(options: Drawn):
     train_electra.py with either objective.
     """
     records, found, accuracy = [], "share of translations found", "accuracy on masked tokens"
-    for run in shared.choose("train_electra", options):
+    for run in shared.select_runs("train_electra", options):
         layer = measures.middle_layer(run.config["n_layer"])
         for evaluation in run.log:
             scores = evaluation["held_out"]
@@ -52,7 +52,7 @@ def curve(options: Drawn):
 
 
 @dataclass
-class Encoders(Drawn):
+class Encoders(FigureOptions):
     """Options of comparisons of encoders by layer."""
 
     # runs of train_electra.py (the discriminator) or train_mlm.py, or XLM-R from Hugging Face; default: both demos
@@ -69,15 +69,15 @@ def by_layer(options: Encoders, demos: Callable, measure: Callable) -> tuple:
     """
     context = setup(options.device, "float32")
     folders = dict.fromkeys(map(Path, options.folders or demos()))
-    opened = {folder: pretrained.load_encoder(folder) for folder in folders}
-    encoder, tokenizer = next(iter(opened.values()))
+    encoders = {folder: pretrained.load_encoder(folder) for folder in folders}
+    encoder, tokenizer = next(iter(encoders.values()))
     torch.manual_seed(0)
     untrained = Encoder(encoder.config, encoder.vocab_size)
-    opened[UNTRAINED] = untrained.eval(), tokenizer
-    runs = [Trained(folder, read_json(folder / "config.json"), []) for folder in folders if pretrained.is_run(folder)]
+    encoders[UNTRAINED] = untrained.eval(), tokenizer
+    runs = [TrainedRun(run, read_json(run / "config.json"), []) for run in folders if pretrained.is_run(run)]
     names = {run.folder: run.name for run in shared.named(runs)}
     records, rows = [], []
-    for folder, (encoder, tokenizer) in opened.items():
+    for folder, (encoder, tokenizer) in encoders.items():
         columns = measure(context.place(encoder), tokenizer, context)
         layers = []
         for layer, numbers in enumerate(zip(*columns.values())):

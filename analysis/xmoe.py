@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from analysis import measures, shared
-from analysis.shared import Drawn, Measured, Panel, Trained
+from analysis.shared import EvalOptions, FigureOptions, Panel, TrainedRun
 from engine.device import warn
 from engine.optim import cross_entropy
 
@@ -20,13 +20,13 @@ SERVED = "experts that serve a token"
 LIMIT, SPENT = "limit of the experts' FLOPs, in dense FFNs", "FLOPs of the experts, in dense FFNs"
 
 
-def test(run: Trained, max_tokens: int) -> tuple[float, list]:
+def test(run: TrainedRun, max_tokens: int) -> tuple[float, list]:
     """Test perplexity under the model's current settings, and the statistics of its MoE layers."""
     scores = run.evaluate(run.model, run.data, "test", run.context, max_tokens)
     return scores["ppl"], scores["layers"]
 
 
-def activations(options: Measured, evaluate: Callable):
+def activations(options: EvalOptions, evaluate: Callable):
     """XMoE's figures 1 and 6: the share of positive activations in FFNs, by number and size of experts.
 
     GELU maps negative inputs to almost 0, so computing them is wasted work. In the paper the share falls with the
@@ -35,8 +35,8 @@ def activations(options: Measured, evaluate: Callable):
     """
     number, width, share = "experts per layer", "width of an expert", "share of positive activations"
     records, full = [], []
-    runs = shared.choose("train_lm", options)
-    for run in shared.opened(runs, options, evaluate):
+    runs = shared.select_runs("train_lm", options)
+    for run in shared.loaded(runs, options, evaluate):
         count, size = shared.experts_of(run.config)
         records.append(run.record | {number: count, width: size, share: positive_share(run, options.max_tokens)})
         if size == run.config["ffn_size"]:
@@ -48,7 +48,7 @@ def activations(options: Measured, evaluate: Callable):
     shared.show(activations, options, records, ("experts", number, width), panels)
 
 
-def positive_share(run: Trained, max_tokens: int) -> float:
+def positive_share(run: TrainedRun, max_tokens: int) -> float:
     """Share of positive activations in the MoE layers, or in a dense model in every `moe_every`-th FFN."""
     blocks = run.model.blocks
     every = min(run.model.config.moe_every, len(blocks))
@@ -67,14 +67,14 @@ def positive_share(run: Trained, max_tokens: int) -> float:
     return signs["positive"] / signs["units"]
 
 
-def gamma(options: Measured, evaluate: Callable):
+def gamma(options: EvalOptions, evaluate: Callable):
     """XMoE's figure 4: test perplexity of trained models with less compute in their experts.
 
     Compute is in units of a dense FFN. Left is the limit of a layer, as in the paper; right is what was spent, which is
     less if tokens request fewer experts than the limit allows. The flatter a line, the more compute can be saved.
     """
-    runs, records = shared.choose("train_lm", options), []
-    for run in shared.opened(runs, options, evaluate):
+    runs, records = shared.select_runs("train_lm", options), []
+    for run in shared.loaded(runs, options, evaluate):
         for point in test_limited(run, options.max_tokens):
             records.append(run.record | point)
     panels = [
@@ -84,7 +84,7 @@ def gamma(options: Measured, evaluate: Callable):
     shared.show(gamma, options, records, ("experts", LIMIT), panels)
 
 
-def test_limited(run: Trained, max_tokens: int) -> Iterator[dict]:
+def test_limited(run: TrainedRun, max_tokens: int) -> Iterator[dict]:
     """The experts' FLOPs per token, in dense FFNs, and the test perplexity under each limit."""
     _, size = shared.experts_of(run.config)
     for share in SHARES if run.model.moe_layers else (1.0,):
@@ -94,40 +94,40 @@ def test_limited(run: Trained, max_tokens: int) -> Iterator[dict]:
         yield {LIMIT: share, SPENT: served * size / run.config["ffn_size"], "perplexity": ppl}
 
 
-def limit(run: Trained, share: float):
+def limit(run: TrainedRun, share: float):
     """Limits the experts' FLOPs at test to a share of a dense FFN's."""
     _, size = shared.experts_of(run.config)
     for moe in run.model.moe_layers:
         moe.eval_capacity_factor = share * run.config["ffn_size"] / size
 
 
-def choose_threshold(options: Drawn) -> list[Trained]:
+def threshold_runs(options: FigureOptions) -> list[TrainedRun]:
     fits = partial(shared.reads, constant="threshold")
-    return shared.choose("train_lm", options, fits, "has no threshold router")
+    return shared.select_runs("train_lm", options, fits, "has no threshold router")
 
 
-def experts(options: Drawn):
-    """XMoE's figure 5: how many experts a token needs to reach the threshold, during training.
+def experts(options: FigureOptions):
+    """XMoE's figure 5: how many experts a token needs to reach the threshold during training.
 
     The probabilities of a token's experts must sum to t. In the paper tokens need many experts at first, and ever fewer
     as training proceeds. A line is an MoE layer in runs of train_lm.py. The table has the last evaluation.
     """
     records, last, wanted = [], [], "experts that a token asks for"
-    for run in choose_threshold(options):
+    for run in threshold_runs(options):
         for evaluation in run.log:
             for i, layer in enumerate(evaluation["layers"]):
-                records.append(of_block(run, i) | {"step": evaluation["step"], wanted: layer["wanted"]})
+                records.append(block_record(run, i) | {"step": evaluation["step"], wanted: layer["wanted"]})
         last += records[-len(evaluation["layers"]) :]
     panel = Panel("", records, "experts", "step", wanted, from_zero=True)
     shared.show(experts, options, records, ("experts", "step"), [panel], last)
 
 
-def of_block(run: Trained, i: int) -> dict:
+def block_record(run: TrainedRun, i: int) -> dict:
     """The keys common to all records of a run's MoE layer i, counted from 0."""
     return run.record | {"experts": f"{run.name}, block {(1 + i) * run.config['moe_every']}"}
 
 
-def tokens(options: Measured):
+def tokens(options: EvalOptions):
     """Which tokens get many experts: rare ones, or those whose next token is uncertain?
 
     The test tokens are sorted into ten groups of equal size: left by their frequency in the training text, from most to
@@ -135,13 +135,13 @@ def tokens(options: Measured):
     train_lm.py, a point the mean over a group.
     """
     records, panels, tenth = [], [], "tenth of the tokens"
-    for run in shared.opened(choose_threshold(options), options):
+    for run in shared.loaded(threshold_runs(options), options):
         served, orders = served_and_orders(run, options.max_tokens)
         for name, order in orders.items():
             for i, layer in enumerate(served):
                 groups = layer[order].float().tensor_split(10)
                 for number, group in enumerate(groups, 1):
-                    record = of_block(run, i) | {"sorted by": name, tenth: number, SERVED: float(group.mean())}
+                    record = block_record(run, i) | {"sorted by": name, tenth: number, SERVED: float(group.mean())}
                     records.append(record)
     for (name,), group in shared.grouped(records, "sorted by").items():
         panels.append(Panel(f"By {name}", group, "experts", tenth, SERVED, from_zero=True))
@@ -149,7 +149,7 @@ def tokens(options: Measured):
 
 
 @torch.no_grad()
-def served_and_orders(run: Trained, max_tokens: int) -> tuple[Tensor, dict]:
+def served_and_orders(run: TrainedRun, max_tokens: int) -> tuple[Tensor, dict]:
     """How many experts serve each of N test tokens, (layers, N), and two orders of the tokens, (N,) indices each."""
     model, counts = run.model.eval(), []
     for moe in model.moe_layers:
@@ -166,7 +166,7 @@ def served_and_orders(run: Trained, max_tokens: int) -> tuple[Tensor, dict]:
     return served, {name: torch.cat(values).argsort(stable=True) for name, values in keys.items()}
 
 
-def threshold(options: Measured, evaluate: Callable):
+def threshold(options: EvalOptions, evaluate: Callable):
     """XMoE's figure 7: perplexity by threshold t, in training and at test.
 
     Left: runs trained with different t (`python train_lm.py --threshold 0.5` and so on), tested with the same t. They
@@ -176,12 +176,12 @@ def threshold(options: Measured, evaluate: Callable):
     """
     by = "t is changed"
 
-    def point(run: Trained, changed: str, t: float) -> dict:
+    def point(run: TrainedRun, changed: str, t: float) -> dict:
         ppl, layers = test(run, options.max_tokens)
         served = measures.mean_over_layers("served", layers)
         return {"run": run.folder, by: changed, "threshold t": t, "perplexity": ppl, SERVED: served}
 
-    first, *others = choose_threshold(options)
+    first, *others = threshold_runs(options)
     runs, trained, tested = [first], [], []
     for run in others:
         allowed = {name: run.config[name] for name in ("seed", "threshold")}
@@ -189,7 +189,7 @@ def threshold(options: Measured, evaluate: Callable):
             runs.append(run)
         else:
             warn(f"{run.folder} is left out: it differs from {first.folder} in more than --threshold and --seed")
-    for run in shared.opened(runs, options, evaluate):
+    for run in shared.loaded(runs, options, evaluate):
         trained.append(point(run, "in training", run.config["threshold"]))
         for t in THRESHOLDS if run is first else ():
             run.model.config.eval_threshold = t  # which the routers read
@@ -204,16 +204,16 @@ def threshold(options: Measured, evaluate: Callable):
     shared.show(threshold, options, trained + tested, (by, "threshold t"), panels)
 
 
-def speed(options: Measured, evaluate: Callable):
+def speed(options: EvalOptions, evaluate: Callable):
     """XMoE's figure 8: time of a forward pass over one batch by the experts' FLOPs.
 
     Each model is timed under several limits of its experts' FLOPs, a dense model at 1. In the paper time falls with
     FLOPs, and smaller experts take longer for the same FLOPs. The models take turns on the first batch of their test
     text; medians over the rounds are shown.
     """
-    runs, records = shared.choose("train_lm", options), []
+    runs, records = shared.select_runs("train_lm", options), []
     calls = {}
-    for run in shared.opened(runs, options, evaluate):
+    for run in shared.loaded(runs, options, evaluate):
         size = run.data.micro_tokens
         x, _ = next(run.data.eval_batches("test", size))
         for point in test_limited(run, size):
@@ -229,7 +229,7 @@ def speed(options: Measured, evaluate: Callable):
 
 
 @torch.no_grad()
-def pass_forward(run: Trained, x: Tensor, share: float):
+def pass_forward(run: TrainedRun, x: Tensor, share: float):
     """One batch, with the experts' FLOPs limited to a share of a dense FFN's."""
     limit(run, share)
     run.model.eval()
