@@ -198,7 +198,8 @@ def test_threshold_changes_t_in_training_and_at_test(draw, place, monkeypatch, c
     assert lines(training)[0][1] == [0.9, 0.9, 0.3]
     for i, panel in enumerate((at_test, cost), 1):
         drawn = {name: ys for name, _, ys in lines(panel)}
-        assert drawn == {name: [point[i] for point in by_kind[name]] for name in ("at test", "at test, no limit")}
+        assert {*drawn} == {"at test", "at test, no limit"}
+        assert drawn == {name: [point[i] for point in by_kind[name]] for name in drawn}
 
 
 def test_speed_is_the_median_over_rounds(draw, place, monkeypatch):

@@ -203,7 +203,8 @@ def test_gold_alignments_count_words_from_1(gold):
     """Two links of en-ro point outside their sentences."""
     sets = bitext_sets.word_alignments(gold)
     three, unequal, unaligned = sets["de-en"]
-    assert three == (["Hund", "und", "Katze"], ["dog", "and", "cat"], {(0, 0), (2, 2)}, {(0, 0), (1, 1), (2, 2)})
+    assert three[:2] == (["Hund", "und", "Katze"], ["dog", "and", "cat"])
+    assert three[2:] == ({(0, 0), (2, 2)}, {(0, 0), (1, 1), (2, 2)})
     assert unequal == (["rot"], ["red", "house"], {(0, 0)}, {(0, 0), (0, 1)})
     assert unaligned == (["Haus", "rot"], ["red"], set(), set())
     [pair] = sets["en-ro"]
