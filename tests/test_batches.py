@@ -19,7 +19,7 @@ from data import batches, counting, folder
 from data.batches import Masked, MaskedData, PairData, TokenData, Translation, TranslationData, source_batches
 from data.files import SPLITS, checksum
 from data.folder import Spans
-from data.masking import DRAWS, Masking, span_turns
+from data.masking import DRAWS, Masking, span_ranks
 from data.prepare import prepare
 
 __all__ = ["electra_corpora"]  # a fixture
@@ -645,4 +645,4 @@ def test_spans():
     assert mean == pytest.approx(19.8 / (1 + 18.8 / 3), abs=0.1)
     assert runs[1] / runs.total() == pytest.approx(1 / 3, abs=0.06) and max(runs) > 8
     lengths, part = np.array([4, 1, 1, 2, 1]), np.array([0, 0, 1, 1, 1])  # a span ends with its part
-    assert span_turns(np.array([0.1, 0.9, 0.8, 0.2, 0.7]), lengths, part).tolist() == [0.1, 0.1, 0.8, 0.2, 0.2]
+    assert span_ranks(np.array([0.1, 0.9, 0.8, 0.2, 0.7]), lengths, part).tolist() == [0.1, 0.1, 0.8, 0.2, 0.2]
