@@ -118,7 +118,7 @@ def laboratory(task) -> dict[str, Sets]:
     for split, made in cipher_tasks.read(task).items():
         found[split] = {}
         for language in languages_of(task, split):
-            own = enumerate(cipher_tasks.said(one, language) for one in made)
+            own = enumerate(cipher_tasks.in_language(one, language) for one in made)
             found[split][language] = [Example(str(number), *one) for number, one in own]
     return found
 
