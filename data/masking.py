@@ -50,7 +50,7 @@ class Masking:
         count = np.maximum(count, n > 0)
         order = np.lexsort((rank, part))
         chosen = np.empty(len(part), dtype=bool)
-        chosen[order] = places(part) < count[part]  # the lowest ranks of each part
+        chosen[order] = index_within(part) < count[part]  # the lowest ranks of each part
         return chosen
 
     def hide(self, ids: ndarray, chosen: ndarray, random: ndarray) -> ndarray:
@@ -64,9 +64,9 @@ class Masking:
         return np.where(chosen, shown, ids)
 
     def odds(self, shown: Tensor) -> Tensor:
-        """How many times likelier it is to see each token `shown` at a chosen place if it is the right one.
+        """How many times likelier each token in `shown` is at a chosen position if it is the right one.
 
-        By Bayes' rule, it multiplies the probability that the shown token is right. It is 1 for the mask token.
+        By Bayes' rule, this factor multiplies the probability that the token is right. It is 1 for the mask token.
         """
         becomes_mask, becomes_random = self.replace
         stays = 1 - becomes_mask - becomes_random
@@ -74,7 +74,7 @@ class Masking:
         return torch.where(shown == self.mask, 1.0, odds).double()
 
 
-def places(part: ndarray) -> ndarray:
+def index_within(part: ndarray) -> ndarray:
     """(N,) each entry's index within its part; part: (N,) the number of its part, ascending."""
     return np.arange(len(part)) - part.searchsorted(part)
 

@@ -64,12 +64,12 @@ def entities(sentences: list[list[str]]) -> set[tuple]:
     spans = set()
     for number, tags in enumerate(sentences):
         begin, before = 0, "O"  # of the current entity; the previous word's tag
-        for place, tag in enumerate([*tags, "O"]):
+        for word, tag in enumerate([*tags, "O"]):
             kind = tag.removeprefix("B-").removeprefix("I-")
             if kind != before or tag.startswith(("B-", "S")):
                 if before != "O":
-                    spans.add((number, begin, place - 1, before))
-                begin = place
+                    spans.add((number, begin, word - 1, before))
+                begin = word
             before = kind
     return spans
 
@@ -162,11 +162,11 @@ def labels_by_word(train: list[Example], words_of=words_by_text) -> Predictor:
 def answers_by_place(train: list[Example]) -> Predictor:
     """Predicts the same range of characters in every text: the median answer's length, where most answers lie."""
     answers = [answer for example in train for answer in example.gold[:1]]
-    counts = Counter()  # place of a character -> answers that contain it
+    counts = Counter()  # index of a character -> answers that contain it
     for text, begin in answers:
         counts.update(range(begin, begin + len(text)))
     size = round(median(len(text) for text, _ in answers))
-    begin = max(range(max(counts) + 1), key=lambda begin: sum(counts[begin + place] for place in range(size)))
+    begin = max(range(max(counts) + 1), key=lambda begin: sum(counts[begin + i] for i in range(size)))
     return lambda examples: [example.texts[1][begin : begin + size] for example in examples]
 
 

@@ -92,7 +92,7 @@ READ = [  # task, split, files, language -> texts and gold of its examples, note
     ("xnli", "train", NLI, {"en": [(('One "a".', "Two."), "contradiction"), (("A", "B"), "entailment")]}, ""),
     ("xnli", "test", NLI, {"de": [(("A", "B"), "neutral"), (("C", "D"), "-")]}, WRONG_LABELS),
     ("xnli", "test", SOME, {"de": [(("c", "d"), "neutral")], "fr": [(("a", "b"), None)]}, f"{NO_LABEL}; {NO_LABEL}"),
-    ("xquad", "test", {"xquad.de.json": IN_ROME}, {"de": FOUND}, "7 x an answer that is not in its place in the text"),
+    ("xquad", "test", {"xquad.de.json": IN_ROME}, {"de": FOUND}, "7 x an answer that is not at its position in the text"),
 ]
 
 
@@ -107,7 +107,7 @@ def test_what_is_read(task, split, files, examples, notes, tmp_path):
 def test_the_same_examples_in_two_files_count_once(tmp_path):
     found, notes = read("ner", "test", write_files(tmp_path, TWICE))
     assert [one.texts[0] for one in found["de"]] == ["Anna", "Eva"]
-    assert notes == [f"{tmp_path / 'test-de.tsv'} holds the examples of another file: they count once"]
+    assert notes == [f"{tmp_path / 'test-de.tsv'} holds the same examples as another file: skipped"]
 
 
 QUESTION = ("Where is it?", "It is in Rome, in Rome.", [("Rome", 9), ("in Rome", 15)])
@@ -152,7 +152,7 @@ def test_files_that_cannot_be_read_are_left_out_in_a_line(tmp_path, task):
         path = tmp_path / f"test.de.{ending}{compressed}"
         write_files(tmp_path, {path.name: content})
         found, [note] = read(task, "test", tmp_path)
-        assert found.keys() == {"ru"} and note.startswith(f"{path} {what}") and note.endswith("left out")
+        assert found.keys() == {"ru"} and note.startswith(f"{path} {what}") and note.endswith("skipped")
         assert "\n" not in note
         path.unlink()
 
@@ -247,7 +247,7 @@ def test_what_the_hub_is_asked_for(hub, task, split):
     assert [one.gold for one in found["en"]] == [expected]
     alone = task in ("tydiqa", "xnli", "pawsx")  # rows are told apart by what they say of their language
     assert len(found) == (1 if alone else len(ASKED[task, split]))
-    unknown = f"{task} from the hub, {split}, en: 1 x an answer that is not in its place in the text"
+    unknown = f"{task} from the hub, {split}, en: 1 x an answer that is not at its position in the text"
     assert (unknown in notes) == (TASKS[task].kind == "answer")
 
 
