@@ -132,9 +132,8 @@ NAMES = [  # task, split, published file name, and its language, None if it is n
 @pytest.mark.parametrize("task, split, name, language", NAMES)
 def test_published_file_names_say_split_and_language(tmp_path, task, split, name, language):
     sets, notes = read(task, split, write_files(tmp_path, {name: squad(QUESTION)}))
-    example = Example("0", QUESTION[:2], QUESTION[2])
-    assert sets == ({language: [example]} if language else {})
-    assert notes == []
+    expected = {language: [Example("0", QUESTION[:2], QUESTION[2])]} if language else {}
+    assert (sets, notes) == (expected, [])
 
 
 ONE = squad(("a", "b", [("b", 0)]))
@@ -194,14 +193,12 @@ def test_a_test_set_without_labels_is_kept_with_a_note(tmp_path, tokenizer, case
 
 def test_predictions_are_written_in_the_format_of_the_benchmark():
     examples = [Example("7", ("a", "b"), None), Example("9", ("c",), None)]
-    tags, labels, answers = (["B-PER", "O"], ["O"]), ["neutral", "x"], {"7": "", "9": "東京"}
+    tags, labels, texts = (["B-PER", "O"], ["O"]), ["neutral", "x"], ["", "東京"]
     assert submission("ner", "de", examples, tags) == ("panx/test-de.tsv", "B-PER\nO\n\nO\n")
     assert submission("pos", "zh", examples[1:], [["X"]]) == ("udpos/test-zh.tsv", "X\n")
     assert submission("xnli", "de", examples, labels) == ("xnli/test-de.tsv", "neutral\nx\n")
     for task in ("xquad", "mlqa", "tydiqa"):
-        name, content = submission(task, "ja", examples, list(answers.values()))
-        assert name == f"{task}/test-ja.json"
-        assert content == answers
+        assert submission(task, "ja", examples, texts) == (f"{task}/test-ja.json", {"7": "", "9": "東京"})
 
 
 @pytest.fixture
@@ -368,12 +365,9 @@ def test_an_answer_without_a_known_place_trains_nothing(tokenizer, gold):
     assert all(row.targets == [UNKNOWN, UNKNOWN] for row in rows)
 
 
-QUESTIONS = [("why " * 99, "def return " * 9), ("why", ""), ("", "\u200b"), ("why", "x")]
-
-
-@pytest.mark.parametrize("question, text", QUESTIONS)
-def test_a_long_question_or_an_empty_text_makes_rows(tokenizer, question, text):
-    rows = answer_rows(tokenizer, Example("0", (question, text), [("def", 0)]), T=16, stride=500)
+@pytest.mark.parametrize("query, text", [("why " * 99, "def return " * 9), ("why", ""), ("", "\u200b"), ("why", "x")])
+def test_a_long_question_or_an_empty_text_makes_rows(tokenizer, query, text):
+    rows = answer_rows(tokenizer, Example("0", (query, text), [("def", 0)]), T=16, stride=500)
     ids = tokenizer.encode_batch([text])[0]
     assert sum(len(row.marks) for row in rows) >= len(ids)
     assert ids or len(rows) == 1
