@@ -42,8 +42,8 @@ for number, language in enumerate(LANGUAGES):
 def encipher(pieces: Iterable[int], language, backwards=False) -> str:
     """The text in a language; backwards: reversed, except in English.
 
-    With reversed languages, Dufter and Schütze (EMNLP 2020) found, an encoder does not become multilingual: a measure
-    of multilinguality should show this.
+    Dufter and Schütze (EMNLP 2020) found that an encoder does not become multilingual if a language is reversed: a
+    measure of multilinguality should show this.
     """
     text = "".join(ALPHABETS[language][piece] for piece in pieces)
     return text[::-1] if backwards and language != "en" else text
@@ -102,7 +102,7 @@ def in_pieces(english: Records) -> tuple[list[Document], list[str]]:
 
 
 def learn_pieces(english: Records) -> tuple[list, SentencePiece]:
-    """Documents (split, sentences) in lower-case ASCII, so that few pieces cover much text, and a tokenizer."""
+    """Documents (split, sentences), in lower-case ASCII so that few pieces cover them, and the tokenizer of the pieces."""
     documents = [(split, split_sentences(text.lower())) for split, text in english]
     train = chain.from_iterable(sentences for split, sentences in documents if split == "train")
     return documents, train_sentencepiece(train, PIECES, **ENGLISH)
@@ -121,7 +121,7 @@ def size(document: Document) -> int:
 def deal_documents(documents: list[Document]) -> list[list[Document]]:
     """The documents of each language and, last, those for pairs.
 
-    Documents are dealt longest first, each to the recipient that has the least of its share of the split so far.
+    Documents are dealt longest first, each to the recipient with the smallest fraction of its share of the split so far.
     """
     part = (1 - PAIRED) / len(LANGUAGES)
     parts = [part] * len(LANGUAGES) + [PAIRED]

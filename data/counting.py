@@ -82,7 +82,7 @@ def masked_scores(data, max_tokens=None) -> dict[str, dict]:
     """How well counts predict the masked tokens of MaskedData's validation text, in its first masking.
 
     `tokens` uses the counts of a language, interpolated with those of all languages. `neighbours` also uses the tokens
-    l and r on both sides: p(x | l, r) ~ p(x | l) p(x | r) / p(x). Both know that the token shown may be the right one.
+    l and r on both sides: p(x | l, r) ~ p(x | l) p(x | r) / p(x). Both allow for the token shown being right.
     """
     if large(data):
         return {}
@@ -158,7 +158,7 @@ def remembered(data, language: str) -> list[str]:
 
 
 def looked_up(data, language: str) -> list[str]:
-    """A token-by-token lookup of each test source of a language pair in TranslationData, in the source's order.
+    """Translates each test source of a language pair in TranslationData token by token, in the source's order.
 
     A source token becomes the target token with the highest Dice coefficient, 2 k / (n + m): n training pairs have the
     one, m the other, and k both.

@@ -4,7 +4,7 @@
     xquad, mlqa, tydiqa       the answer to a question in a text     F1 of words, and exact match (em)
     xnli, pawsx               a label for two sentences              accuracy
 
-Three small tasks, one of each kind, are in English and its ciphers: tags, spans and pairs, see data/cipher_tasks.py.
+Three small tasks in English and its ciphers, tags, spans and pairs, are one of each kind: see data/cipher_tasks.py.
 """
 
 import json
@@ -84,7 +84,7 @@ class Examples(NamedTuple):
 def read_examples(task: str, source: str | None, most_train=None, most_test=None) -> Examples:
     """Reads a task: at most most_train training examples and most_test per language to score (None: all).
 
-    source: a folder of the task's files, or of XTREME's folders of all tasks; None: the hub. Ciphers' tasks need none.
+    source: a folder of the task's files, or of XTREME's folders of all tasks; None: the hub. The cipher tasks need none.
     Without a separate development set, a tenth of the training examples is held out as one.
     Raises ValueError if there are no English training examples or no test examples.
     """
