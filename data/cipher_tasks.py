@@ -4,7 +4,7 @@
     pairs    two texts: does the second one continue the first (1), or do bits from elsewhere alternate with it (0)?
     spans    the beginning of a text, and its continuation with a bit of another document inserted: find the bit
 
-Every example exists in every language, each piece written as a character of it. Tags are read from the text before it is
+Every example exists in every language, with a character for each piece. Tags are read from the text before it is
 lower-cased, so only the context tells `tensor` from `Tensor`. The wrong text of a pair is as long as the right one, and
 its bits come from the same document; an answer of spans has any length and any place. Texts of pairs and spans may
 begin and end within a word.

@@ -102,7 +102,7 @@ def in_pieces(english: Records) -> tuple[list[Document], list[str]]:
 
 
 def learn_pieces(english: Records) -> tuple[list, SentencePiece]:
-    """Documents (split, sentences), in lower-case ASCII so that few pieces cover them, and the tokenizer of the pieces."""
+    """Documents (split, sentences), in lower-case ASCII so that few pieces cover them, and their tokenizer."""
     documents = [(split, split_sentences(text.lower())) for split, text in english]
     train = chain.from_iterable(sentences for split, sentences in documents if split == "train")
     return documents, train_sentencepiece(train, PIECES, **ENGLISH)
@@ -121,7 +121,7 @@ def size(document: Document) -> int:
 def deal_documents(documents: list[Document]) -> list[list[Document]]:
     """The documents of each language and, last, those for pairs.
 
-    Documents are dealt longest first, each to the recipient with the smallest fraction of its share of the split so far.
+    Documents are dealt longest first, each to the recipient with the least of its share of the split so far.
     """
     part = (1 - PAIRED) / len(LANGUAGES)
     parts = [part] * len(LANGUAGES) + [PAIRED]

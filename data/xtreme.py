@@ -84,7 +84,7 @@ class Examples(NamedTuple):
 def read_examples(task: str, source: str | None, most_train=None, most_test=None) -> Examples:
     """Reads a task: at most most_train training examples and most_test per language to score (None: all).
 
-    source: a folder of the task's files, or of XTREME's folders of all tasks; None: the hub. The cipher tasks need none.
+    source: a folder of the task's files, or of XTREME's folders of all tasks; None: the hub. Cipher tasks need none.
     Without a separate development set, a tenth of the training examples is held out as one.
     Raises ValueError if there are no English training examples or no test examples.
     """
