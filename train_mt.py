@@ -28,8 +28,8 @@ from tqdm import tqdm
 
 from analysis import flops, measures
 from data.batches import TranslationData, source_batches
+from data.bleu import mean, score_counting, score_translations
 from data.files import read_lines
-from data.scores import mean, score_counting, score_translations
 from data.tokenizers import XLMR
 from engine import parallel, pretrained
 from engine.device import clear_errors, seed_all, warn

@@ -1,7 +1,6 @@
-"""Parameters and FLOPs, counted from the weights of a model. Letters as in model.py.
+"""Parameters and FLOPs, counted from a model's weights. Letters as in model.py.
 
-Only matrix products count, with two FLOPs a multiply-add, of whatever matrices there are. A training step costs three
-forward passes.
+Only matrix products count, at two FLOPs per multiply-add. A training step costs three forward passes.
 """
 
 from torch import nn
@@ -12,7 +11,7 @@ def numel(module: nn.Module) -> int:
 
 
 def count_parameters(model: nn.Module) -> dict[str, float]:
-    """`total`, and `active`: what one token passes through at full capacity."""
+    """`total`, and `active`: those that one token uses at full capacity."""
     total = active = numel(model)
     for moe in model.moe_layers:
         idle = 1 - served_rows(moe) / moe.router.E
@@ -21,25 +20,25 @@ def count_parameters(model: nn.Module) -> dict[str, float]:
 
 
 def served_rows(moe: nn.Module) -> float:
-    """Experts per token that the capacity leaves room for: at most as many as a token may choose, gamma, and E."""
+    """Experts per token at full capacity: the smallest of the router's K, gamma and E."""
     router = moe.router
     return min(router.K, moe.capacity_factor, router.E)
 
 
 def row_flops(moe: nn.Module) -> float:
-    """Forward FLOPs of one token in one expert."""
+    """Forward FLOPs per token of one expert."""
     sizes = [p.numel() for p in moe.experts.parameters() if p.dim() == 3]  # (E, F, D) each
     return 2 * sum(sizes) / moe.router.E
 
 
 def moe_flops(moe: nn.Module) -> float:
-    """Forward FLOPs of one token in one sparse layer at full capacity: router and experts."""
+    """Forward FLOPs per token of one sparse layer, router and experts, at full capacity."""
     sizes = [p.numel() for p in moe.router.parameters() if p.dim() == 2]
     return 2 * sum(sizes) + served_rows(moe) * row_flops(moe)
 
 
 def matrix_flops(body: nn.Module) -> float:
-    """Forward FLOPs of a token that passes through all of a module."""
+    """Forward FLOPs per token of a module without its attention products."""
     flops = 0.0
     for name, module in body.named_modules():
         if hasattr(module, "router"):
@@ -50,27 +49,27 @@ def matrix_flops(body: nn.Module) -> float:
 
 
 def flops_per_token(body: nn.Module, config, head: float) -> float:
-    """Forward FLOPs of one token. Attention counts the full T x T, as MFU figures do.
+    """Forward FLOPs per token. Attention counts the full T x T matrix, as is usual for MFU.
 
-    body: the module whose matrices every token passes through; head: FLOPs of the output layer a token.
+    body: the module that every token passes through; head: FLOPs of the output layer per token.
     """
     attention = 4 * config.block_size * config.n_embd
     return matrix_flops(body) + config.n_layer * attention + head
 
 
 def masked_head_flops(model: nn.Module) -> float:
-    """Forward FLOPs of the output layer of a MaskedLM, of one masked token: its dense layer and the logits."""
+    """Forward FLOPs of a MaskedLM's head per masked token: the dense layer and the logits."""
     D = model.config.n_embd
     return 2 * D * (D + model.vocab_size)
 
 
 def translation_flops(model: nn.Module, N: float, T: float) -> float:
-    """Forward FLOPs of one pair, a source of N tokens and a translation of T."""
+    """Forward FLOPs of one pair: a source of N tokens and a translation of T tokens."""
     config = model.config
     D, M = config.n_embd, config.decoder_layers
     source = matrix_flops(nn.ModuleList([model.encoder, model.moes]))
     target = matrix_flops(model.decoder)
-    cross = 2 * M * D * 2 * D  # the decoder's keys and values of one source token, in all of its blocks
-    looks = config.n_layer * N * N + M * T * (T + N)  # pairs of tokens, one of which attends to the other
+    cross = 2 * M * D * 2 * D  # cross-attention keys and values of one source token, in all M blocks
+    scores = config.n_layer * N * N + M * T * (T + N)  # attention scores per head
     logits = 2 * D * model.vocab_size
-    return N * (source + cross) + T * (target - cross + logits) + 4 * D * looks
+    return N * (source + cross) + T * (target - cross + logits) + 4 * D * scores

@@ -1,4 +1,4 @@
-"""What is measured of models: routing, collapse and fluctuation, retrieval, alignment. Letters as in model.py."""
+"""Metrics: routing statistics, collapse and fluctuation, retrieval, word alignment. Letters as in model.py."""
 
 import math
 import time
@@ -14,7 +14,7 @@ from model import kept_rows
 
 
 def perplexity(loss: float) -> float:
-    """Of a mean cross entropy in nats; that of a model that has diverged stays a number."""
+    """exp(loss) for a mean cross entropy in nats, finite even after divergence."""
     return math.exp(min(loss, 700))
 
 
@@ -23,13 +23,13 @@ def in_perplexity(loss: float) -> str:
 
 
 def bits_per_byte(loss: float, counts: dict) -> float:
-    """Of a mean cross entropy in nats a token; counts: the `tokens` and `bytes` of the text. It compares tokenizers."""
+    """From nats per token, comparable across tokenizers; counts: the `tokens` and `bytes` of the text."""
     nats = loss * counts["tokens"] / counts["bytes"]
     return nats / math.log(2)
 
 
 def bootstrap(totals: Tensor, sizes: Tensor) -> list[float]:
-    """The 95% interval of sum(totals) / sum(sizes), (R,) each, over samples of R rows drawn with replacement."""
+    """95% bootstrap interval of sum(totals) / sum(sizes), (R,) each, resampling rows with replacement."""
     rng, R = torch.Generator().manual_seed(0), len(sizes)
     ratios = []
     for _ in range(1000):
@@ -41,10 +41,10 @@ def bootstrap(totals: Tensor, sizes: Tensor) -> list[float]:
 
 
 def in_turns(calls: dict[object, Callable], context, rounds: int, patience: float = math.inf) -> dict[object, list]:
-    """Milliseconds of each call, one after the other, round by round.
+    """Times each call in turn, round by round -> milliseconds per call and round.
 
-    The first round warms up and does not count. Every other round goes backwards, so that nobody always follows the
-    same neighbour. A call drops out when its times add up to the patience, in seconds.
+    The first round is a warm-up. The order reverses every round, so that no call always follows the same one. A call
+    drops out once its times add up to `patience` seconds.
     """
     times = {name: [] for name in calls}
     order = list(calls)
@@ -61,50 +61,50 @@ def in_turns(calls: dict[object, Callable], context, rounds: int, patience: floa
 
 
 def clock(context) -> float:
-    """Milliseconds, read when the device has done all that it was asked for."""
+    """Milliseconds, read after the device has finished all queued work."""
     if context.device.type != "cpu":
         torch.accelerator.synchronize()
     return 1e3 * time.perf_counter()
 
 
 def mean_over_layers(name: str, layers: list[dict]) -> float | None:
-    """Of the layers that have one; None where none has."""
+    """The mean over the layers where it is not None; None if there are none."""
     values = [layer[name] for layer in layers if layer[name] is not None]
     return fmean(values) if values else None
 
 
 class RoutingStats:
-    """Watches one MoE layer until `finish`, and adds up what it does with S tokens a call."""
+    """Accumulates routing statistics of one MoE layer until `finish`; a call sees S tokens."""
 
     def __init__(self, moe: nn.Module):
         self.moe = moe
         names = "tokens", "wanted", "served", "unserved", "entropy", "positive", "units"
         self.sums = dict.fromkeys(names, 0.0)
-        self.load = torch.zeros(moe.router.E, dtype=torch.float64)  # choices of each expert
+        self.load = torch.zeros(moe.router.E, dtype=torch.float64)  # requests per expert
         moe.watchers.append(self)
 
     def __call__(self, moe, h: Tensor, routing, kept: Tensor):
         """h (S, D); kept (S, E) bool."""
         load = routing.wanted.sum(dim=0).cpu()
-        entropy = torch.special.entr(routing.probs.detach())  # of the router's probabilities
-        passed_by = ~kept.any(dim=1)
-        found = {"tokens": len(kept), "wanted": load.sum(), "entropy": entropy.sum()}
-        found |= {"served": kept.sum(), "unserved": passed_by.sum()}
-        if hasattr(moe.experts, "activations"):  # of bare FFNs, and those above 0
+        entropy = torch.special.entr(routing.probs.detach())
+        unserved = ~kept.any(dim=1)
+        sums = {"tokens": len(kept), "wanted": load.sum(), "entropy": entropy.sum()}
+        sums |= {"served": kept.sum(), "unserved": unserved.sum()}
+        if hasattr(moe.experts, "activations"):  # experts that are single FFNs
             rows = kept_rows(kept, kept)
             a = moe.experts.activations(h.index_select(0, rows.token), rows)
-            found["units"] = a.numel()
-            found["positive"] = (a > 0).sum()
-        for name, number in found.items():
+            sums["units"] = a.numel()
+            sums["positive"] = (a > 0).sum()
+        for name, number in sums.items():
             self.sums[name] += float(number)
         self.load += load
 
     def finish(self, reduce=torch.clone) -> dict:
-        """Stops watching -> what was seen; `reduce` sums a tensor over processes.
+        """Stops watching -> the statistics; `reduce` sums a tensor over processes.
 
-        wanted, served: experts per token, before and after the capacity. cut: share of the choices that were over
-        capacity. unserved: share of the tokens that no expert kept. imbalance: choices of the busiest expert over the
-        mean. entropy: in nats. positive: share of activations above 0, None where experts are stacks.
+        wanted, served: experts per token, before and after the capacity limit. cut: share of requests dropped.
+        unserved: share of tokens that no expert served. imbalance: requests to the busiest expert over the mean.
+        entropy: of the router's probabilities, in nats. positive: share of activations above 0, None for stacks.
         """
         self.moe.watchers.remove(self)
         sums = torch.tensor(list(self.sums.values()), dtype=torch.float64)
@@ -123,7 +123,7 @@ class RoutingStats:
 
 
 def describe_routing(layer: dict[str, float]) -> str:
-    """What `finish` found, in words."""
+    """The statistics of `RoutingStats.finish` in one line."""
     positive = "" if layer["positive"] is None else f", positive {layer['positive']:.1%}"
     return (
         f"experts wanted {layer['wanted']:.2f}, served {layer['served']:.2f} per token; "
@@ -134,9 +134,9 @@ def describe_routing(layer: dict[str, float]) -> str:
 
 @torch.no_grad()
 def easy_and_hard(model, batches, context, occurs: int = 20) -> tuple[list, list]:
-    """The 8 tokens that want the fewest experts of the last MoE layer, and the most, of those that occur so often.
+    """The 8 tokens that request the fewest experts of the last MoE layer, and the 8 that request the most.
 
-    batches: ids (B, T), of which none is padding.
+    batches: ids (B, T) without padding; occurs: tokens that are rarer are ignored.
     """
     V, moe = model.vocab_size, model.moe_layers[-1]
     count, wanted = torch.zeros(V), torch.zeros(V)
@@ -153,16 +153,16 @@ def easy_and_hard(model, batches, context, occurs: int = 20) -> tuple[list, list
         with context.autocast():
             model(*context.send_all(batch))
     moe.watchers.remove(watch)
-    often = (count >= occurs).nonzero().squeeze(1)
-    mean = wanted[often] / count[often]
-    order = often[mean.argsort(stable=True)].tolist()
+    frequent = (count >= occurs).nonzero().squeeze(1)
+    mean = wanted[frequent] / count[frequent]
+    order = frequent[mean.argsort(stable=True)].tolist()
     return order[:8], order[::-1][:8]
 
 
 class Collapse:
-    """Watches what enters one sparse layer's router and what it chooses, for RC (X-MoE eq. 11) and RF (figure 3a).
+    """Accumulates the router inputs and first choices of one sparse layer, for RC (X-MoE eq. 11) and RF (figure 3a).
 
-    `place`: where the next tokens stand among all `tokens` of the evaluation; None: they are not looked at.
+    tokens: how many the evaluation has. `place`: index of the next call's first token; None: ignore the call.
     """
 
     def __init__(self, moe: nn.Module, tokens: int):
@@ -189,7 +189,7 @@ class Collapse:
         self.chosen[self.place : end] = chosen.int().cpu()
 
     def finish(self, before: Tensor | None, reduce=torch.clone) -> dict:
-        """Stops watching -> rc, and rf: the share of tokens with another expert than `before` (tokens,), or None."""
+        """Stops watching -> rc, and rf: the share of tokens whose expert differs from `before` (tokens,), or None."""
         self.moe.watchers.remove(self)
         self.chosen = reduce(self.chosen)
         sums = map(reduce, (self.count, self.total, self.outer))
@@ -199,23 +199,23 @@ class Collapse:
 
 
 def count_choices(moe: nn.Module, counts: Tensor):
-    """From now on adds to counts (E,) how many training tokens have each expert as first choice (X-MoE figure 3b)."""
+    """Adds each training step's first choices to counts (E,) from now on (X-MoE figure 3b)."""
 
     def watch(moe, h, routing, kept):
         if moe.training:
             first = routing.priority.argmax(dim=1)  # (S,)
-            counts.scatter_add_(0, first, torch.ones_like(first))  # bincount would wait for the device
+            counts.scatter_add_(0, first, torch.ones_like(first))  # bincount would sync
 
     moe.watchers.append(watch)
 
 
 def representation_collapse(count: Tensor, total: Tensor, outer: Tensor) -> float:
-    """RC = Tr(Sigma_W pinv(Sigma_B)), the smaller, the more collapsed (X-MoE eq. 11).
+    """RC = Tr(Sigma_W pinv(Sigma_B)); smaller means more collapsed (X-MoE eq. 11).
 
-    Of n tokens h (D,), each in the class of its chosen expert, from sums in float64: count (E,) tokens, total (E, D)
-    the sum of h, and outer (D, D) the sum of h h^T over all. Sigma_W is the mean covariance around class means mu_k,
-    Sigma_B = sum_k n_k / n (mu_k - mu)(mu_k - mu)^T over non-empty classes, whose rank is one less than their number.
-    0 where one expert has all tokens, nan where h is not finite.
+    The classes of the n tokens h (D,) are their chosen experts. Sums in float64: count (E,) of tokens, total (E, D) of
+    h, and outer (D, D) of h h^T over all tokens. Sigma_W is the mean covariance around the class means mu_k; Sigma_B =
+    sum_k n_k / n (mu_k - mu)(mu_k - mu)^T over the K non-empty classes, of rank at most K - 1.
+    0 if one expert has all tokens, nan if h is not finite.
     """
     count, total = count[count > 0], total[count > 0]
     n = count.sum()
@@ -232,34 +232,34 @@ def representation_collapse(count: Tensor, total: Tensor, outer: Tensor) -> floa
 
 @torch.no_grad()
 def hidden_states(encoder: nn.Module, rows: list[list], context) -> tuple[list, Tensor]:
-    """One forward pass over B rows of ids -> a list of the hidden states by layer (0: embeddings), (B, T, D) each, and
-    where they are real (B, T) bool."""
-    texts = [torch.tensor(row) for row in rows]
-    ids = nn.utils.rnn.pad_sequence(texts, batch_first=True, padding_value=-1)  # (B, T)
-    keep = ids >= 0
-    real = keep.flatten().nonzero().squeeze(1)
-    ids, real, keep = context.send_all(ids.clamp(min=0), real, keep)
+    """One forward pass over B rows of ids -> hidden states by layer (0: embeddings), (B, T, D) each, and a mask (B, T),
+    False at padding."""
+    tensors = [torch.tensor(row) for row in rows]
+    ids = nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=-1)  # (B, T)
+    mask = ids >= 0
+    real = mask.flatten().nonzero().squeeze(1)
+    ids, real, mask = context.send_all(ids.clamp(min=0), real, mask)
     states = []
-    with context.autocast(), encoder.no_limit():  # a text's states do not depend on those beside it
+    with context.autocast(), encoder.no_limit():  # so that a text's states do not depend on its batch
         encoder(ids, real, states)
-    return [state.float() for state in states], keep
+    return [state.float() for state in states], mask
 
 
 def middle_layer(L: int) -> int:
-    """Of an encoder with L layers that whose sentence vectors are shown, the 9th of 12 (XLM-E 4.6); 0: embeddings."""
+    """The layer whose sentence vectors are reported, of an encoder with L: the 9th of 12 (XLM-E 4.6); 0: embeddings."""
     return round(0.75 * L)
 
 
 def sentence_vectors(encoder, tokenizer, texts: Sequence[str], micro_tokens: int, context) -> Tensor:
-    """(L + 1, n, D): means over the tokens of each text, of length 1, by layer (0: embeddings), as in XLM-E 4.6.
+    """(L + 1, n, D): normalized means over the tokens of each text, by layer (0: embeddings), as in XLM-E 4.6.
 
-    A text stands between <s> and </s>, which count, and is cut where the encoder has no more positions. A forward pass
-    has at most micro_tokens or one text.
+    The mean includes <s> and </s>; texts are cut to the encoder's block_size. A forward pass has at most micro_tokens,
+    or one text.
     """
     config = encoder.config
     room = config.block_size - 2
     ids = tokenizer.encode_batch(list(texts))
-    rows = [[tokenizer.bos, *own[:room], tokenizer.eos] for own in ids]
+    rows = [[tokenizer.bos, *text[:room], tokenizer.eos] for text in ids]
     lengths = [len(row) for row in rows]
     order = sorted(range(len(rows)), key=lengths.__getitem__, reverse=True)
     shape = config.n_layer + 1, len(rows), config.n_embd
@@ -267,23 +267,23 @@ def sentence_vectors(encoder, tokenizer, texts: Sequence[str], micro_tokens: int
     while order:
         size = max(1, micro_tokens // lengths[order[0]])
         chunk, order = order[:size], order[size:]
-        own = [rows[i] for i in chunk]
-        states, keep = hidden_states(encoder, own, context)
+        batch = [rows[i] for i in chunk]
+        states, mask = hidden_states(encoder, batch, context)
         for layer, state in zip(vectors, states):
-            total = (state * keep.unsqueeze(2)).sum(dim=1)
-            layer[chunk] = F.normalize(total, dim=1)  # as long as that of the mean
+            total = (state * mask.unsqueeze(2)).sum(dim=1)
+            layer[chunk] = F.normalize(total, dim=1)  # equal to the normalized mean
     return vectors
 
 
 def both_directions(one: Tensor, two: Tensor) -> Tensor:
-    """How often the nearest of n sentences is the translation, by layer: (2, L + 1), from one to two, and back.
+    """(2, L + 1): share of n sentences whose nearest neighbour is the translation, by layer, from one to two and back.
 
-    one, two (L + 1, n, D), of length 1: row i of one is the translation of row i of the other (XLM-E table 5).
+    one, two (L + 1, n, D), normalized: row i of one translates row i of the other (XLM-E table 5).
     """
-    near = one @ two.mT  # (L + 1, n, n)
-    here = torch.arange(one.shape[1], device=one.device)  # (n,)
-    forth = near.argmax(dim=2) == here  # (L + 1, n)
-    back = near.argmax(dim=1) == here
+    cosine = one @ two.mT  # (L + 1, n, n)
+    translation = torch.arange(one.shape[1], device=one.device)  # (n,)
+    forth = cosine.argmax(dim=2) == translation  # (L + 1, n)
+    back = cosine.argmax(dim=1) == translation
     return torch.stack([forth, back]).float().mean(dim=2)
 
 
@@ -293,10 +293,10 @@ def retrieval(one: Tensor, two: Tensor) -> Tensor:
 
 
 def sinkhorn(similarity: Tensor, rounds: int = 2) -> tuple[Tensor, Tensor]:
-    """(..., m, n) similarities of the pieces of two sentences -> pi and xi, plans of transport, as in XLM-Align.
+    """(..., m, n) similarities of the pieces of two sentences -> transport plans pi and xi, as in XLM-Align.
 
-    What is not above 0 becomes 1e-6; a round scales first the columns, then the rows, to a sum of 1. xi is the plan
-    before its rows were last scaled.
+    Values of 0 or less become 1e-6. Each round scales the columns, then the rows, to sum to 1; xi is the plan before
+    the last scaling of its rows.
     """
     pi = torch.where(similarity > 0, similarity, 1e-6)
     for _ in range(rounds):
@@ -308,34 +308,33 @@ def sinkhorn(similarity: Tensor, rounds: int = 2) -> tuple[Tensor, Tensor]:
 def itermax(plan: Tensor, ratio: float = 0.9) -> Tensor:
     """(..., m, n) -> bool, which pieces are aligned, by two rounds of SimAlign's Itermax (Jalili Sabet et al., 2020).
 
-    Those that are each other's best, then also those that are once `ratio` is on what has a partner on one side and 0
-    on what has one on both. No second round where every piece of a side has a partner, or a side has only one or two.
+    Round 1 aligns mutual best matches. Round 2 does so again, with pairs weighted by `ratio` where one piece is aligned
+    already, and by 0 where both are. It is skipped if all pieces of one side are aligned, or a side has at most two.
     """
     aligned = each_others_best(plan)
     if min(plan.shape[-2:]) <= 2:
         return aligned
-    row = aligned.any(dim=-1, keepdim=True)  # (..., m, 1) whether a piece has a partner
+    row = aligned.any(dim=-1, keepdim=True)  # (..., m, 1) whether a piece is aligned
     column = aligned.any(dim=-2, keepdim=True)
-    all_have = row.all(dim=-2, keepdim=True) | column.all(dim=-1, keepdim=True)
+    complete = row.all(dim=-2, keepdim=True) | column.all(dim=-1, keepdim=True)
     free = ~(row & column)  # (..., m, n)
-    left = free * torch.where(row | column, ratio * plan, plan)
-    more = each_others_best(left) & free & ~all_have
+    weighted = free * torch.where(row | column, ratio * plan, plan)
+    more = each_others_best(weighted) & free & ~complete
     return aligned | more
 
 
 def each_others_best(plan: Tensor) -> Tensor:
-    """(..., m, n) -> bool: the largest of their row and of their column, of equal ones the first."""
+    """(..., m, n) -> bool: the maxima of both their row and their column; ties go to the first."""
     none = torch.zeros_like(plan, dtype=torch.bool)
-    best = plan.argmax(dim=-1, keepdim=True)
-    of_row = none.scatter(-1, best, True)
-    best = plan.argmax(dim=-2, keepdim=True)
-    return of_row & none.scatter(-2, best, True)
+    in_row = none.scatter(-1, plan.argmax(dim=-1, keepdim=True), True)
+    in_column = none.scatter(-2, plan.argmax(dim=-2, keepdim=True), True)
+    return in_row & in_column
 
 
 def word_links(aligned: Tensor, one: list[int], two: list[int]) -> list[set]:
-    """Of each layer the pairs (word, word) any of whose pieces are aligned.
+    """By layer, the pairs (word, word) with at least one aligned pair of pieces.
 
-    aligned (L + 1, m, n) bool; one (m,), two (n,): the word that each piece is of.
+    aligned (L + 1, m, n) bool; one (m,), two (n,): the word that each piece belongs to.
     """
     links = [set() for _ in aligned]
     for layer, i, j in aligned.nonzero().tolist():
@@ -343,13 +342,13 @@ def word_links(aligned: Tensor, one: list[int], two: list[int]) -> list[set]:
     return links
 
 
-def alignment_error(found: list[set], sure: list[set], possible: list[set]) -> float:
-    """AER over all sentences together: 1 - (|A & S| + |A & P|) / (|A| + |S|), XLM-E eq. 10.
+def alignment_error(predicted: list[set], sure: list[set], possible: list[set]) -> float:
+    """AER over all sentences: 1 - (|A & S| + |A & P|) / (|A| + |S|), XLM-E eq. 10.
 
-    Of each sentence the links (word, word) that were found, the sure ones and the possible ones, which hold the sure.
+    For each sentence, the links (word, word): predicted A, sure S, and possible P, a superset of S.
     """
-    right = total = 0
-    for own, S, P in zip(found, sure, possible, strict=True):
-        right += len(own & S) + len(own & P)
-        total += len(own) + len(S)
-    return 1 - right / total
+    correct = total = 0
+    for A, S, P in zip(predicted, sure, possible, strict=True):
+        correct += len(A & S) + len(A & P)
+        total += len(A) + len(S)
+    return 1 - correct / total

@@ -1,8 +1,7 @@
-"""What the figures share: how they are drawn and kept, and the trained runs that they read.
+"""What the figures share: drawing and saving them, and loading the runs that they show.
 
-A figure is a function of its options, and of what analyze.py hands it of a training script. Its name is the command's,
-and its docstring is the command's help, of which the first line is the title of the drawing. What it shows are records:
-dicts with the same names.
+A figure is a function of its options and of what analyze.py passes from a training script. Its name is the command, its
+docstring the command's help, and the docstring's first line the title. It shows records: dicts with the same keys.
 """
 
 import importlib
@@ -29,23 +28,23 @@ from routers import ROUTERS
 
 
 @dataclass
-class Drawn:
+class FigureOptions:
     """Options of every figure."""
 
-    folders: tyro.conf.Positional[tuple[str, ...]] = ()  # folders of runs; none: all finished ones of the demo that fit
-    out: str = "out/figures"  # folder for NAME.png and NAME.json
+    folders: tyro.conf.Positional[tuple[str, ...]] = ()  # run folders; default: all suitable finished runs of the demo
+    out: str = "out/figures"  # where to write NAME.png and NAME.json
 
 
 @dataclass
-class Measured(Drawn):
-    """Options of figures for which trained models are run again."""
+class EvalOptions(FigureOptions):
+    """Options of figures that evaluate trained models."""
 
-    max_tokens: int = 1 << 16  # held-out tokens that are read for each point, at most
+    max_tokens: int = 1 << 16  # held-out tokens per point, at most
     device: str = "auto"  # cuda, mps or cpu
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# How a figure is drawn and kept
+# Drawing and saving
 
 COLORS = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"  # Okabe and Ito's
 THIN = {"linewidth": 0.7, "alpha": 0.6}
@@ -55,44 +54,44 @@ KEY = {"loc": "outside lower center", "fontsize": 8, "frameon": False}
 
 @dataclass
 class Panel:
-    """One set of axes, if there are records. The names of x and y in them are the labels of the axes."""
+    """One plot, left out if it has no records. The keys x and y of the records are also the axis labels."""
 
     title: str
     records: list[dict]
-    by: str  # what a line is called in the records; records of one name and several `run` are of seeds
+    by: str  # the key whose values name the lines; runs with the same name are seeds
     x: str
     y: str
-    levels: dict[str, float] = field(default_factory=dict)  # name -> height of a dashed line across
-    joined: bool = True  # whether the points of a run are joined
-    from_zero: bool = False  # whether y begins at 0
+    levels: dict[str, float] = field(default_factory=dict)  # name -> y of a dashed horizontal line
+    joined: bool = True  # whether a line joins the points of a run
+    from_zero: bool = False  # whether the y axis starts at 0
 
 
 def show(figure: Callable, options, records: list[dict], keys: tuple, panels: list[Panel], rows=None):
-    """Prints a table, of `rows` or else of the records, draws the panels, and keeps all."""
+    """Prints a table of `rows`, or of the records, and saves it with the drawing of the panels."""
     headers, *lines = table = table_of(rows or records, keys)
     print(markdown_table(headers, lines))
-    keep(figure, options, draw(panels), {"table": table, "records": records})
+    save(figure, options, draw(panels), {"table": table, "records": records})
 
 
 def table_of(records: list[dict], keys: tuple) -> list:
-    """Headers and rows: one row for all records with the same `keys`, as of seeds, with the means of their numbers.
+    """Headers and rows: one row for all records with equal `keys`, such as seeds, with the means of their numbers.
 
-    Texts that are no keys are left out. A cell is empty where the records have none.
+    Strings other than the keys are left out. A cell without numbers is empty.
     """
-    others = [name for name in records[0] if name not in keys]
-    numbers = [name for name in others if not isinstance(records[0][name], str)]
+    columns = [name for name in records[0] if name not in keys]
+    numbers = [name for name in columns if not isinstance(records[0][name], str)]
     rows = [[*keys, *numbers]]
-    for kind, alike in grouped(records, *keys).items():
-        row = [f"{key:.5g}" if isinstance(key, float) else key for key in kind]
+    for values, group in grouped(records, *keys).items():
+        row = [f"{value:.5g}" if isinstance(value, float) else value for value in values]
         for name in numbers:
-            values = [(record.get(name), ".5g") for record in alike]
-            row.append(mean_cell(values))
+            cells = [(record.get(name), ".5g") for record in group]
+            row.append(mean_cell(cells))
         rows.append(row)
     return rows
 
 
 def grouped(records: list[dict], *names: str) -> dict[tuple, list[dict]]:
-    """The records that are alike in these names, by their values."""
+    """Groups records by their values of these keys."""
     groups = {}
     for record in records:
         values = tuple(record.get(name, "") for name in names)
@@ -100,8 +99,8 @@ def grouped(records: list[dict], *names: str) -> dict[tuple, list[dict]]:
     return groups
 
 
-def keep(figure: Callable, options, drawing, numbers: dict):
-    """Writes a drawing, and the numbers in it with the command that drew it."""
+def save(figure: Callable, options, drawing, numbers: dict):
+    """Writes a drawing, and its numbers together with the command that made it."""
     path = Path(options.out, figure.__name__)
     path.parent.mkdir(parents=True, exist_ok=True)
     title, *_ = figure.__doc__.splitlines()
@@ -109,32 +108,32 @@ def keep(figure: Callable, options, drawing, numbers: dict):
     drawing.savefig(f"{path}.png", dpi=150)
     command = shlex.join(["python", "analyze.py", *sys.argv[1:]])
     Path(f"{path}.json").write_text(to_json({"command": command} | numbers) + "\n")
-    print(f"{path}.json has the numbers, {path}.png the figure")
+    print(f"Wrote {path}.png, and its numbers to {path}.json")
 
 
 def canvas(panels: int, width=5.5, height=4.5):
-    """An empty figure with so many axes, three in a row at most, each so many inches wide and high."""
+    """An empty figure with this many axes of width x height inches, at most three in a row."""
     Figure = library("matplotlib.figure", "matplotlib").Figure
     columns = min(panels, 3)
     rows = math.ceil(panels / columns)
     figure = Figure(figsize=(columns * width, rows * height), layout="constrained")
-    for place in range(panels):
-        figure.add_subplot(rows, columns, 1 + place)
+    for number in range(1, panels + 1):
+        figure.add_subplot(rows, columns, number)
     return figure
 
 
 def library(name: str, package: str):
-    """A module that only a figure needs."""
+    """Imports a module that only figures need."""
     try:
         return importlib.import_module(name)
     except ImportError:
-        raise ImportError(f"a figure needs one more library: pip install {package}") from None
+        raise ImportError(f"this figure needs {package}: pip install {package}") from None
 
 
 def draw(panels: list[Panel]):
-    """A figure with the panels side by side, and below them what their lines are.
+    """A figure with the panels side by side above one legend.
 
-    A name has one colour. Seeds are thin lines, and their mean is a thick one.
+    A name has the same colour in all panels. Thin lines are seeds, thick ones their means.
     """
     panels = [panel for panel in panels if panel.records]
     colors, key = {}, {}
@@ -144,8 +143,8 @@ def draw(panels: list[Panel]):
         for name, height in panel.levels.items():
             key[name] = axes.axhline(height, color="0.6", linestyle="--", label=name)
         for name, runs in lines_of(panel).items():
-            following = COLORS[len(colors) % len(COLORS)]
-            color = colors.setdefault(name, following)
+            next_color = COLORS[len(colors) % len(COLORS)]
+            color = colors.setdefault(name, next_color)
             for points in runs if len(runs) > 1 else []:
                 [key["one seed"]] = axes.plot(*points.T, color=color, label="one seed", **THIN)
             shortest = min(map(len, runs))
@@ -155,92 +154,92 @@ def draw(panels: list[Panel]):
         axes.locator_params(axis="x", integer=panel.x == "layer")
         if panel.from_zero:
             axes.set_ylim(bottom=0)
-    letters = 15 * figure.get_figwidth()  # that fit side by side
-    columns = max(1, int(letters / (15 + max(map(len, key)))))
+    characters = 15 * figure.get_figwidth()  # per line of the legend
+    columns = max(1, int(characters / (15 + max(map(len, key)))))
     figure.set_figheight(figure.get_figheight() + 0.2 * len(key) / columns)
     figure.legend(handles=[*key.values()], ncols=columns, **KEY)
     return figure
 
 
 def lines_of(panel: Panel) -> dict[str, list]:
-    """name -> of each run (points, 2) its x and y, or of all together if not joined; nan where a number is None."""
+    """name -> x and y of each run, (points, 2), or of all runs together if not joined; nan for None."""
     lines = {}
     by = (panel.by, "run") if panel.joined else (panel.by,)
-    for (name, *_), own in grouped(panel.records, *by).items():
-        points = [(record[panel.x], record[panel.y]) for record in own]
+    for (name, *_), group in grouped(panel.records, *by).items():
+        points = [(record[panel.x], record[panel.y]) for record in group]
         lines.setdefault(name, []).append(np.array(points, dtype=float))
     return lines
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Which runs are meant
+# The runs that a figure shows
 
-SCRIPTS = {  # a constant, or a score, that no other script's runs have
+SCRIPTS = {  # script -> a constant or a metric that only its runs have
     "train_lm": "min_learning_rate",
     "train_mlm": "predicted",
     "train_electra": "objective",
     "finetune_xtreme": "train_examples",
 }
-UNTOLD = {"seed", "eval_every", "eval_tokens", "eval_maskings"}  # in which runs of one name may differ
+UNNAMED = {"seed", "eval_every", "eval_tokens", "eval_maskings"}  # runs of the same name may differ in these
 
 
 @dataclass
-class Trained:
-    """A run that figures show."""
+class TrainedRun:
+    """A finished run."""
 
     folder: str
     config: dict  # its constants
-    log: list[dict]  # its evaluations
-    name: str = ""  # what it is, in a few words; only seeds of one experiment have the same
-    model: SparseModel | None = None  # this and what follows: where it is measured again
+    log: list[dict]  # its evaluations, from metrics.jsonl
+    name: str = ""  # such as "threshold 32 x 128"; shared only by seeds of the same experiment
+    model: SparseModel | None = None  # this and the rest: only if it is evaluated again
     data: Prepared | None = None
     context: Context | None = None
-    evaluate: Callable | None = None  # that of its script
+    evaluate: Callable | None = None  # its script's
 
     @property
     def record(self) -> dict:
         return {"run": self.folder, "experts": self.name}
 
 
-def read_run(folder: str, script: str) -> Trained:
-    """Raises ValueError where the folder holds no finished run of the script."""
+def read_run(folder: str, script: str) -> TrainedRun:
+    """Raises ValueError if the folder has no finished run of the script."""
     if not Path(folder, "result.json").exists():
-        raise ValueError(f"{folder} holds no finished run: the command that began a run finishes it")
+        raise ValueError(f"{folder} has no finished run: repeat its command to finish it")
     config = read_json(Path(folder, "config.json"))
     lines = Path(folder, "metrics.jsonl").read_text().splitlines()
     log = [from_json(line) for line in lines]
     if SCRIPTS[script] not in config | log[-1]:
-        raise ValueError(f"{folder} holds no run of {script}.py: give such as out/{script}/demo")
-    return Trained(folder, config, log)
+        raise ValueError(f"{folder} is not a run of {script}.py: pass one, such as out/{script}/demo")
+    return TrainedRun(folder, config, log)
 
 
 def router_of(config: dict) -> type | None:
-    """The class of a run's router; None of a dense model. Raises ValueError where routers.py has no such router."""
+    """The router class of a run, None for a dense model. Raises ValueError if the router no longer exists."""
     name = config["router"]
     if name != "dense" and name not in ROUTERS:
-        raise ValueError(f"a run has the router {name!r}, which routers.py does not have")
+        raise ValueError(f"routers.py has no router {name!r}, which a run was trained with")
     return ROUTERS.get(name)
 
 
 def reads(config: dict, constant: str) -> bool:
-    """Whether the router of a run reads a constant."""
+    """Whether a run's router reads this constant."""
     router = router_of(config)
     return router is not None and constant in router.reads
 
 
 def experts_of(config: dict) -> tuple[int, int]:
-    """How many experts a sparse layer of a run has, and the width of one; of a dense model its FFN."""
+    """Number of experts per sparse layer, and the width of each; for a dense model 1 and its FFN's width."""
     router = router_of(config)
     if router is None:
         return 1, config["ffn_size"]
-    if "experts" in config:  # X-MoE's layers
+    if "experts" in config:  # X-MoE's sparse layers
         return config["experts"], config["expert_size"]
     split = config["split"] or router.split
     return config["expert_ffns"] * split, config["ffn_size"] // split
 
 
 def in_words(config: dict) -> str:
-    """A run in a few words, such as `threshold 32 x 128`."""
+    """A short description of a run, such as `threshold 32 x 128`."""
     if "objective" in config:  # of train_electra.py
         return {"rtd": "XLM-E", "mlm": "XLM"}[config["objective"]]
     if "model" in config:  # of finetune_xtreme.py
@@ -249,55 +248,58 @@ def in_words(config: dict) -> str:
     return f"{config['router']} {experts} x {size}" if router_of(config) else "dense"
 
 
-def named(runs: Iterable[Trained]) -> list[Trained]:
-    """The runs with their names: what each is, with the constants in which runs of the same words differ.
+def named(runs: Iterable[TrainedRun]) -> list[TrainedRun]:
+    """The runs with names: the description, and the constants in which runs of the same description differ.
 
-    So only seeds of one experiment have the same name. Width and steps are told where any runs differ in them, and how
-    a run was evaluated in training is not.
+    So only seeds of the same experiment share a name. Width and steps are added if any two runs differ in them.
+    Constants of the evaluations during training are not.
     """
-    runs, kinds = [*runs], {}
+    runs, groups = [*runs], {}
     for run in runs:
-        kinds.setdefault(in_words(run.config), []).append(run)
-    for kind, alike in kinds.items():
-        for run in alike:
-            run.name = kind
+        groups.setdefault(in_words(run.config), []).append(run)
+    for words, group in groups.items():
+        for run in group:
+            run.name = words
             for constant, value in run.config.items():
-                compared = runs if constant in ("n_embd", "steps") else alike
+                compared = runs if constant in ("n_embd", "steps") else group
                 values = {repr(other.config.get(constant)) for other in compared}
-                is_seed = constant == "data_checksum" and "task" in run.config  # fine-tuning's is of new weights, too
-                if constant not in UNTOLD and len(values) > 1 and not is_seed:
+                # A fine-tuning run's checksum includes the new weights, which depend on the seed.
+                by_seed = constant == "data_checksum" and "task" in run.config
+                if constant not in UNNAMED and len(values) > 1 and not by_seed:
                     run.name += f", {constant} {value}"
     return runs
 
 
-def choose(script: str, options: Drawn, fits=None, lacks="") -> list[Trained]:
-    """The runs that were named, or all finished runs of the script's demo, but for trials of a few steps.
+def select_runs(script: str, options: FigureOptions, fits=None, lacks="") -> list[TrainedRun]:
+    """The runs in `options.folders`, or all finished runs of the script's demo except short trials.
 
-    fits: constants -> whether a figure can show the run; lacks: what is said of a named run that is left out. Raises
-    ValueError where a named run is not finished, or no run is left.
+    fits: constants -> whether a figure can show the run; lacks: why not, for the warning. Raises ValueError if a passed
+    run is unfinished, or no run is left.
     """
     finished = sorted(file.parent for file in Path("out", script).glob("demo*/result.json"))
-    found = {}
+    runs = {}
     for folder in map(str, map(Path, options.folders or finished)):
         run = read_run(folder, script)
         if fits is None or fits(run.config):
-            found[folder] = run
+            runs[folder] = run
         elif options.folders:
             warn(f"{folder} is left out: it {lacks}")
-    longest = max((run.config.get("steps", 0) for run in found.values()), default=0)
-    for folder, run in [*found.items()] if not options.folders else ():
-        if 2 * run.config.get("steps", 0) < longest:
-            warn(f"{found.pop(folder).folder} is left out: {longest} steps are others' length; name it to see it")
-    if not found:
-        raise ValueError(f"no finished run of {script}.py fits: python {script}.py trains one; or name folders")
-    return named(found.values())
+    longest = max((run.config.get("steps", 0) for run in runs.values()), default=0)
+    for folder, run in [*runs.items()] if not options.folders else ():
+        steps = run.config.get("steps", 0)
+        if 2 * steps < longest:
+            warn(f"{folder} is left out: it has {steps} steps, others {longest}; pass its folder to include it")
+            del runs[folder]
+    if not runs:
+        raise ValueError(f"no suitable finished run of {script}.py: train one with python {script}.py, or pass folders")
+    return named(runs.values())
 
 
-def opened(runs: list[Trained], options: Measured, evaluate: Callable | None = None) -> tqdm:
-    """The runs with their models, corpora and the device, under a bar. All are opened before the first is measured.
+def loaded(runs: list[TrainedRun], options: EvalOptions, evaluate: Callable | None = None) -> tqdm:
+    """Loads the models and corpora of all runs -> the runs, with a progress bar.
 
-    evaluate: that of the runs' script, where a figure needs it. Raises ValueError or OSError where a checkpoint or a
-    corpus is gone, or the corpus has changed.
+    evaluate: that of the runs' script, if needed. Raises ValueError or OSError if a checkpoint or a corpus is missing,
+    or the corpus has changed.
     """
     check(options)
     for run in runs:
@@ -310,7 +312,7 @@ def opened(runs: list[Trained], options: Measured, evaluate: Callable | None = N
 
 
 def corpus_of(model: SparseModel, folder: str, constants: dict, context: Context) -> TokenData | MaskedData:
-    """What a run was trained on, of XLM-E's two the sentences. Raises ValueError or OSError where it is gone."""
+    """The corpus a run was trained on (XLM-E: the sentences). Raises ValueError or OSError if missing or changed."""
     config = model.config
     if isinstance(model, GPT):
         data = TokenData.open(config.data, config, context)

@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from analysis import measures, shared
 from analysis.flops import flops_per_token, masked_head_flops, numel
-from analysis.shared import Drawn, Panel, Trained
+from analysis.shared import FigureOptions, Panel, TrainedRun
 from data import bitext_sets
 from data.bitext_sets import Aligned
 from data.folder import ready
@@ -24,72 +24,72 @@ from engine.table import markdown_table
 from model import Encoder
 
 FLOPS = "training FLOPs"
-BY_LAYER = "encoder", "layer"  # one row of a table for each
+BY_LAYER = "encoder", "layer"  # the keys of a table's rows
 UNTRAINED = Path("untrained")
 
 
-def curve(options: Drawn):
+def curve(options: FigureOptions):
     """XLM-E's figure 1: scores against training FLOPs. Higher at the same FLOPs is better.
 
-    At our scale the scores are held-out translations found, and masked tokens of held-out sentences that are right (of
-    XLM-E by its generator). Chance is a guess's; what an untrained encoder finds is in `retrieval`. Give runs of
-    train_electra.py, of either objective.
+    The scores are the share of held-out translations found, and the accuracy on masked tokens of held-out sentences
+    (for XLM-E, the generator's). Chance is random guessing; `retrieval` also shows an untrained encoder. Pass runs of
+    train_electra.py with either objective.
     """
-    records, found, right = [], "share of translations found", "share of masked tokens right"
-    for run in shared.choose("train_electra", options):
+    records, found, accuracy = [], "share of translations found", "accuracy on masked tokens"
+    for run in shared.select_runs("train_electra", options):
         layer = measures.middle_layer(run.config["n_layer"])
         for evaluation in run.log:
             scores = evaluation["held_out"]
             record = {"run": run.folder, "encoder": run.name, FLOPS: evaluation["flops"]}
-            record |= {found: scores["retrieval"][layer], right: scores["sentences"]["generator"]}
+            record |= {found: scores["retrieval"][layer], accuracy: scores["sentences"]["generator"]}
             records.append(record)
     chance = {"chance": scores["chance"]}
     panels = [
         Panel("Held-out translations", records, "encoder", FLOPS, found, chance),
-        Panel("Held-out sentences", records, "encoder", FLOPS, right),
+        Panel("Held-out sentences", records, "encoder", FLOPS, accuracy),
     ]
     shared.show(curve, options, records, ("encoder", FLOPS), panels)
 
 
 @dataclass
-class Encoders(Drawn):
-    """Options of what compares the layers of encoders."""
+class Encoders(FigureOptions):
+    """Options of comparisons of encoders by layer."""
 
-    # runs of train_electra.py (its discriminator) or train_mlm.py, or XLM-R in Hugging Face's format; none: both demos
+    # runs of train_electra.py (the discriminator) or train_mlm.py, or XLM-R from Hugging Face; default: both demos
     folders: tyro.conf.Positional[tuple[str, ...]] = ()
-    source: str | None = None  # folder of the paper's test set, as told above; none: held-out pairs of ciphers
+    source: str | None = None  # folder of the paper's test set, see above; default: held-out pairs of ciphers
     device: str = "auto"  # cuda, mps or cpu
 
 
 def by_layer(options: Encoders, demos: Callable, measure: Callable) -> tuple:
-    """Records of all layers of every encoder, and of the layer at 3/4 of its depth, which the table shows.
+    """-> the records of all layers of every encoder, and those at 3/4 of the depth, for the table.
 
-    Beside them stands the first encoder before it was trained. demos() -> the folders of the demos; measure(encoder,
-    tokenizer, context) -> {column: its numbers by layer}, from the embeddings on.
+    Adds the first encoder with untrained weights. demos() -> the demos' folders; measure(encoder, tokenizer, context)
+    -> {column: numbers by layer, starting at the embeddings}.
     """
     context = setup(options.device, "float32")
     folders = dict.fromkeys(map(Path, options.folders or demos()))
-    opened = {folder: pretrained.load_encoder(folder) for folder in folders}
-    encoder, tokenizer = next(iter(opened.values()))
+    encoders = {folder: pretrained.load_encoder(folder) for folder in folders}
+    encoder, tokenizer = next(iter(encoders.values()))
     torch.manual_seed(0)
     untrained = Encoder(encoder.config, encoder.vocab_size)
-    opened[UNTRAINED] = untrained.eval(), tokenizer
-    runs = [Trained(folder, read_json(folder / "config.json"), []) for folder in folders if pretrained.is_run(folder)]
+    encoders[UNTRAINED] = untrained.eval(), tokenizer
+    runs = [TrainedRun(run, read_json(run / "config.json"), []) for run in folders if pretrained.is_run(run)]
     names = {run.folder: run.name for run in shared.named(runs)}
     records, rows = [], []
-    for folder, (encoder, tokenizer) in opened.items():
+    for folder, (encoder, tokenizer) in encoders.items():
         columns = measure(context.place(encoder), tokenizer, context)
-        own = []
+        layers = []
         for layer, numbers in enumerate(zip(*columns.values())):
             record = {"run": str(folder), "encoder": names.get(folder, folder.name), "layer": layer}
-            own.append(record | dict(zip(columns, numbers)))
-        records += own
-        rows.append(own[measures.middle_layer(encoder.config.n_layer)])
+            layers.append(record | dict(zip(columns, numbers)))
+        records += layers
+        rows.append(layers[measures.middle_layer(encoder.config.n_layer)])
     return records, rows
 
 
 TATOEBA = {"Tatoeba-14": bitext_sets.TATOEBA_14, "Tatoeba-36": bitext_sets.TATOEBA_36}
-PAPER_RETRIEVAL = {  # table 5: English to another language, and back, of 14 languages and of 36
+PAPER_RETRIEVAL = {  # table 5: from English and back, means of 14 and of 36 languages
     "XLM-R": [(59.5, 57.6), (55.5, 53.4)],
     "InfoXLM": [(80.6, 77.8), (68.6, 67.3)],
     "XLM-E": [(74.4, 72.3), (65.0, 62.3)],
@@ -100,14 +100,14 @@ PAPER_RETRIEVAL = {  # table 5: English to another language, and back, of 14 lan
 def retrieval(options: Encoders, demos: Callable):
     """XLM-E's table 5 and figure 3: how often the nearest sentence in the other language is the translation.
 
-    A sentence is the mean of its tokens' hidden states at three quarters of the depth, also for XLM-R, of which the
-    paper takes layer 7 of 12; nearness is the cosine. Higher is better. --source is the folder of LASER's
-    tatoeba.deu-eng.deu and .eng, and so on.
+    A sentence vector is the mean of its hidden states at three quarters of the depth (for XLM-R the paper uses layer 7
+    of 12); sentences are compared by cosine. Higher is better. --source is the folder with LASER's tatoeba.deu-eng.deu,
+    tatoeba.deu-eng.eng, and so on.
     """
     texts, groups = sentences(options.source)
 
     def measure(encoder, tokenizer, context) -> dict[str, list]:
-        found = {}  # language -> how often the translation is found, from English and to it, (2, L + 1)
+        found = {}  # language -> share of translations found from and to English, (2, L + 1)
         for language, pairs in tqdm(texts.items(), unit="language", disable=None):
             vectors = []
             for side in zip(*pairs):
@@ -135,7 +135,7 @@ def retrieval(options: Encoders, demos: Callable):
 
 
 def in_columns(groups: Iterable, percents: Iterable) -> dict:
-    """Columns of the table; percents: of each group, from English to other languages, and back."""
+    """The table's columns; percents: for each group, from English and to English."""
     columns = {}
     for group, (forth, back) in zip(groups, percents):
         columns[f"{group}, en to xx"] = forth
@@ -145,7 +145,7 @@ def in_columns(groups: Iterable, percents: Iterable) -> dict:
 
 
 def sentences(source: str | None) -> tuple[bitext_sets.Pairs, dict]:
-    """The pairs of each language, and the groups of languages whose means are shown."""
+    """The sentence pairs by language, and the groups of languages to average over."""
     if source is None:
         texts = bitext_sets.held_out(ready("ciphers-pairs"))
         return texts, {"ciphers": list(texts)}
@@ -153,13 +153,13 @@ def sentences(source: str | None) -> tuple[bitext_sets.Pairs, dict]:
     for group, languages in TATOEBA.items():
         groups[group] = [language for language in languages if language in texts]
         if not groups[group]:
-            raise ValueError(f"{source} holds no language of {group}")
+            raise ValueError(f"{source} has no language of {group}")
     return texts, groups
 
 
 @dataclass
 class Alignment(Encoders):
-    rounds: Literal[1, 2] = 2  # of finding pairs of pieces: 2 as in XLM-Align's paper, 1 as in its released aligner
+    rounds: Literal[1, 2] = 2  # of aligning pieces: 2 in XLM-Align's paper, 1 in its released aligner
 
 
 MEAN = "mean AER, %"
@@ -174,126 +174,124 @@ PAPER_ALIGNMENT = {  # table 6
 
 
 def alignment(options: Alignment, demos: Callable):
-    """XLM-E's table 6 and figure 4: the error of word alignments by optimal transport (AER, lower is better).
+    """XLM-E's table 6 and figure 4: alignment error rate (AER) of words aligned by optimal transport; lower is better.
 
-    The pieces of a sentence and of its translation are as similar as the dot products of their states say, in one
-    sequence where they fit, as in XLM-Align's released aligner. Pairs of them are those that are each other's best; in
-    a second round, which XLM-Align's paper has and the released aligner has not, pieces without a partner get another
-    chance (Itermax). Beside it stands what needs no model, the diagonal: each word with the one that is as far into the
-    other sentence. Of ciphers that is the truth, and what is seen is whether an encoder has found it. --source is the
-    folder of de-en.src-tgt (source ||| target, in words) and de-en.gold, and so on.
+    The similarity of two pieces is the dot product of their hidden states, computed on both sentences in one sequence
+    if they fit, as in XLM-Align's released aligner. Mutual best matches are aligned. A second round, in XLM-Align's
+    paper but not in its aligner, aligns the pieces that are left (Itermax). "the diagonal" is a trivial baseline: each
+    word is aligned with the word at the same relative position. For ciphers that is the correct alignment. --source is
+    the folder with de-en.src-tgt (source ||| target, in words), de-en.gold, and so on.
     """
     source = options.source
     sets = bitext_sets.word_alignments(Path(source)) if source else bitext_sets.letters(ready("ciphers-pairs"))
 
     def measure(encoder, tokenizer, context) -> dict[str, list]:
-        errors = {}  # of each set by layer
+        errors = {}  # set -> AER by layer
         for name, pairs in sets.items():
             links = []
             for pair in tqdm(pairs, desc=name, disable=None):
                 links.append(align(pair, encoder, tokenizer, context, options.rounds))
-            errors[name] = [error_of(of_layer, pairs) for of_layer in zip(*links)]
+            errors[name] = [error_rate(layer, pairs) for layer in zip(*links)]
         return {MEAN: list(map(fmean, zip(*errors.values())))} | errors
 
     records, rows = by_layer(options, demos, measure)
     diagonals = {}
     for name, pairs in sets.items():
-        diagonals[name] = error_of(map(diagonal, pairs), pairs)
+        diagonals[name] = error_rate(map(diagonal, pairs), pairs)
     mean = fmean(diagonals.values())
     rows.append({"encoder": "the diagonal", MEAN: mean} | diagonals)
     for name, percents in PAPER_ALIGNMENT.items() if source else ():
-        theirs = dict(zip(PAPER_SETS, percents))
-        rows.append({"encoder": f"paper: {name}"} | theirs)
+        rows.append({"encoder": f"paper: {name}"} | dict(zip(PAPER_SETS, percents)))
     title = f"Mean of {', '.join(sets)}; rounds: {options.rounds}"
     panel = Panel(title, records, "encoder", "layer", MEAN, {"the diagonal": mean})
     shared.show(alignment, options, records, BY_LAYER, [panel], rows)
 
 
-def error_of(links: Iterable[set], pairs: list[Aligned]) -> float:
-    """AER in percent of the links that were found in each pair of sentences."""
+def error_rate(links: Iterable[set], pairs: list[Aligned]) -> float:
+    """AER in percent of the links predicted for each sentence pair."""
     sure = [pair.sure for pair in pairs]
     possible = [pair.possible for pair in pairs]
     return 100 * measures.alignment_error(list(links), sure, possible)
 
 
 def diagonal(pair: Aligned) -> set[tuple]:
-    """Each word with the one that stands as far into the other sentence."""
+    """Links each word to the one at the same relative position in the other sentence."""
     m, n = len(pair.one), len(pair.two)
     return {(i, min(round(i * n / m), n - 1)) for i in range(m)}
 
 
 def align(pair: Aligned, encoder, tokenizer: XLMR, context, rounds: int) -> list[set]:
-    """The links between the words of two sentences, by layer. What is too long for a row is cut."""
+    """The links between the words of two sentences, by layer. Sentences that are too long are cut."""
     bos, eos = tokenizer.bos, tokenizer.eos
     room = encoder.config.block_size - 2
-    ids, words = pieces(pair.one, tokenizer)
-    more, others = pieces(pair.two, tokenizer)
-    rows = [[bos, *ids, eos, *more, eos]]
+    ids1, words1 = pieces(pair.one, tokenizer)
+    ids2, words2 = pieces(pair.two, tokenizer)
+    rows = [[bos, *ids1, eos, *ids2, eos]]
     if len(rows[0]) > room + 2:
-        rows = [[bos, *ids[:room], eos], [bos, *more[:room], eos]]
-    words, others = words[:room], others[:room]
-    states = []  # (L + 1, T, D) of each row
+        rows = [[bos, *ids1[:room], eos], [bos, *ids2[:room], eos]]
+    words1, words2 = words1[:room], words2[:room]
+    states = []  # (L + 1, T, D) per row
     for row in rows:
         layers, _ = measures.hidden_states(encoder, [row], context)
         states.append(torch.cat(layers))
-    e = states[0][:, 1 : 1 + len(words)]  # (L + 1, m, D)
-    f = states[-1][:, -1 - len(others) : -1]  # (L + 1, n, D)
+    e = states[0][:, 1 : 1 + len(words1)]  # (L + 1, m, D)
+    f = states[-1][:, -1 - len(words2) : -1]  # (L + 1, n, D)
     pi, xi = measures.sinkhorn(e @ f.mT)
     aligned = measures.itermax(pi) if rounds == 2 else measures.each_others_best(xi)
-    return measures.word_links(aligned, words, others)
+    return measures.word_links(aligned, words1, words2)
 
 
 def pieces(words: list, tokenizer: XLMR) -> tuple[list, list]:
-    """The pieces of a sentence, and the word that each is of. A word of characters that are dropped is `<unk>`."""
-    ids, words_of = [], []
-    for word, own in enumerate(tokenizer.encode_batch(words)):
-        own = own or [tokenizer.unk]
-        ids += own
-        words_of += [word] * len(own)
-    return ids, words_of
+    """The ids of a sentence's pieces, and the index of each piece's word. A word without pieces becomes `<unk>`."""
+    ids, word_of = [], []
+    for word, word_ids in enumerate(tokenizer.encode_batch(words)):
+        word_ids = word_ids or [tokenizer.unk]
+        ids += word_ids
+        word_of += [word] * len(word_ids)
+    return ids, word_of
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Tables 3 and 4, which are counts
+# Tables 3 and 4: counts, nothing is trained
 
-META = torch.device("meta")  # where weights have shapes but no values
-# The text says a vocabulary of 500K for the larger two, but only 2^19 gives the table's numbers.
+META = torch.device("meta")  # weights with shapes but no data
+# The paper states a vocabulary of 500K for the larger two, but only 2^19 gives the table's numbers.
 TABLE3 = {"base": (250_002, "279M"), "large": (1 << 19, "840M"), "xl": (1 << 19, "2.2B")}  # vocabulary, parameters
 
 
 @dataclass
 class Flops:
-    """There are no options."""
+    """No options."""
 
 
 def flops(options: Flops, sizes: dict):
     """XLM-E's tables 3 and 4: parameters and training FLOPs of the paper's sizes."""
     print("XLM-E table 3: parameters of the discriminator with its head\n")
     print(table3(sizes))
-    print("\nXLM-E table 4: training FLOPs of 125,000 steps of batches of 2,048 x 512 tokens\n")
+    print("\nXLM-E table 4: training FLOPs of 125,000 steps with batches of 2,048 x 512 tokens\n")
     print(table4(sizes["base"]))
 
 
 def table3(sizes: dict) -> str:
-    """Parameters, ours beside the paper's. sizes: preset -> its constants of train_electra.py."""
+    """Parameters, ours beside the paper's. sizes: preset of train_electra.py -> its Config."""
     rows = []
     for preset, (V, paper) in TABLE3.items():
         with META:
             network = Encoder(sizes[preset], V)
         D = network.config.n_embd
-        head = D * D + D + 2 * D + D + 1  # a dense layer, a norm, and a number for each token
+        head = D * D + D + 2 * D + D + 1  # a dense layer, a norm, and one logit per token
         rows.append([preset, f"{V:,}", paper, f"{head + numel(network):,}"])
     return markdown_table(["preset", "vocabulary", "paper", "ours"], rows)
 
 
 def table4(config) -> str:
-    """Training FLOPs of the base model beside the paper's: matrix products, and twice as many backward."""
+    """Training FLOPs of the base model beside the paper's: matrix products, the backward pass counted twice."""
     V, D = TABLE3["base"][0], config.n_embd
     with META:
         large, small = Encoder(config, V), Encoder(replace(config, n_layer=config.generator_layers), V)
-    heads = 2 * D * D + 2 * D, config.mask_share * masked_head_flops(small)  # the generator's, of masked tokens alone
-    of_token = sum(3 * flops_per_token(network, network.config, head) for network, head in zip((large, small), heads))
-    batch = config.steps * config.batch_tokens * of_token
+    heads = 2 * D * D + 2 * D, config.mask_share * masked_head_flops(small)  # the generator's sees masked tokens only
+    per_token = sum(3 * flops_per_token(network, network.config, head) for network, head in zip((large, small), heads))
+    batch = config.steps * config.batch_tokens * per_token
     rows = [
         ["XLM-E: a batch of sentences and one of pairs", "9.5e19", f"{2 * batch:.2e}"],
         ["XLM-E - TRTD: one batch", "6.3e19", f"{batch:.2e}"],

@@ -1,1 +1,1 @@
-"""Corpora, tokenizers and batches: text comes in here, (B, T) tensors go out."""
+"""Corpora, tokenizers and batches: text in, (B, T) tensors out."""

@@ -5,9 +5,9 @@
     PairData           translation pairs, with masked tokens
     TranslationData    sources and their translations
 
-`batch(split, step, micro)` depends on the seed and on these three arguments alone: a run that was stopped, or one on
-any number of processes, sees the data of one that never stopped. `eval_batches` depends on the corpus, on block_size
-and on the masking, never on the seed: scores of different runs can be compared.
+`batch(split, step, micro)` depends only on the seed and these three arguments: a resumed run, and a run on any number
+of processes, sees the same data as an uninterrupted one. `eval_batches` depends on the corpus, block_size and the
+masking, not on the seed: scores of different runs are comparable.
 """
 
 from dataclasses import dataclass
@@ -22,42 +22,42 @@ from torch import Tensor
 
 from data.files import SPLITS, has_words
 from data.folder import Prepared, Spans
-from data.masking import DRAWS, Masking, places
+from data.masking import DRAWS, Masking, index_within
 
-# What random numbers are for: the key of every generator begins with one of these, so that no two uses share numbers.
+# The purpose of random numbers: every generator's key begins with one, so that no two purposes share numbers.
 TRAINING, EVALUATION, POOL, PASS = range(4)
 POOL_MICROS = 128  # micro-batches of pairs that are drawn and sorted together
-DRAWN = 256  # pairs that are drawn at once
+DRAWN = 256  # pairs that are drawn at a time
 
 
 class TokenData(Prepared):
-    """Windows of T = block_size tokens. ValueError where a split is too short for one."""
+    """Windows of T = block_size tokens. Raises ValueError if a split is too short for one."""
 
     def __post_init__(self):
         super().__post_init__()
         for split, tokens in self.tokens.items():
             if len(tokens) <= self.block_size:
+                short = f"{self.folder / split}.bin has {len(tokens):,} tokens"
                 needed = f"block_size {self.block_size} needs {self.block_size + 1:,}"
-                what = f"{self.folder / split}.bin has {len(tokens):,} tokens and {needed}"
-                raise ValueError(f"{what}: give more text, or a smaller --block_size")
+                raise ValueError(f"{short} and {needed}: use more text or a smaller --block_size")
 
     def batch(self, split, step, micro=0):
-        """Inputs x and targets y of windows at random places. Both are (B, T) int64, and y is one token ahead."""
+        """Inputs x and targets y of windows at random offsets; both (B, T) int64, y one token ahead of x."""
         return self.windows(split, self.starts(split, step, micro))
 
     def starts(self, split, step, micro) -> ndarray:
-        """(B,) where the windows of a micro-batch begin."""
+        """(B,) the offsets of a micro-batch's windows."""
         last = len(self.tokens[split]) - self.block_size
         rng = self.random(TRAINING, split, step, micro)
         return rng.integers(last, size=self.batch_size)
 
     def windows(self, split, starts: ndarray) -> tuple[Tensor, Tensor]:
-        places = starts[:, None] + np.arange(self.block_size + 1)  # (B, T + 1)
-        tokens = torch.from_numpy(self.tokens[split][places].astype(np.int64))
+        index = starts[:, None] + np.arange(self.block_size + 1)  # (B, T + 1)
+        tokens = torch.from_numpy(self.tokens[split][index].astype(np.int64))
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
     def seen(self, steps: int) -> Tensor:
-        """(N,) bool: which training tokens are targets in the first `steps` steps."""
+        """(N,) bool: the training tokens that are targets in the first `steps` steps."""
         changes = np.zeros(len(self.tokens["train"]) + 1, dtype=np.int32)
         for step in range(steps):
             for micro in range(self.micros_per_step):
@@ -67,68 +67,68 @@ class TokenData(Prepared):
         return torch.from_numpy(changes[:-1].cumsum() > 0)
 
     def eval_batches(self, split, max_tokens=None, rank=0, world=1):
-        """x and y of windows that follow one another, of the whole split or of its first max_tokens tokens.
+        """x and y of consecutive windows, from the whole split or its first max_tokens tokens.
 
-        They are dealt round-robin to the processes. Up to T tokens at the end of the split are not read.
+        Processes take batches in turn. Up to T tokens at the end of the split are not read.
         """
         starts = np.arange(0, self.eval_tokens(split, max_tokens), self.block_size)
         for first in range(rank * self.batch_size, len(starts), world * self.batch_size):
             yield self.windows(split, starts[first : first + self.batch_size])
 
     def eval_tokens(self, split, max_tokens=None) -> int:
-        """How many tokens `eval_batches` predicts."""
+        """The number of tokens that `eval_batches` predicts."""
         count = (len(self.tokens[split]) - 1) // self.block_size
         if max_tokens is not None:
             count = min(count, max(1, max_tokens // self.block_size))
         return count * self.block_size
 
     def eval_counts(self, split, max_tokens=None) -> dict[str, int]:
-        """How many `tokens`, and of their text `bytes` and `words` between blanks, `eval_batches` predicts."""
+        """What `eval_batches` predicts, in `tokens`, and in `bytes` and space-separated `words` of their text."""
         count, eot = self.eval_tokens(split, max_tokens), self.tokenizer.eot
         tokens = self.tokens[split][1 : 1 + count]
         documents = np.split(tokens, np.flatnonzero(tokens == eot))
-        text = " ".join(self.tokenizer.decode(own[own != eot].tolist()) for own in documents)
+        text = " ".join(self.tokenizer.decode(ids[ids != eot].tolist()) for ids in documents)
         size = len(text.encode()) - len(documents) + 1
         words = {"words": len(text.split())} if has_words(text) else {}
         return {"tokens": count, "bytes": size} | words
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What the data of many languages share
+# Shared by the multilingual data
 
 
 def probabilities(sizes: ndarray, train: ndarray, exponent: float) -> ndarray:
-    """(J,) how often each language is drawn: p_j is proportional to n_j ** exponent (XLM-E eq. 9).
+    """(J,) the probability of drawing each language, proportional to n_j ** exponent (XLM-E eq. 9).
 
-    train: (J,) n_j; sizes: (J,) what each has in the split that is read: one that has nothing is not drawn.
+    train: (J,) n_j; sizes: (J,) each language's size in the split that is read: an empty one is not drawn.
     """
     weights = np.where(sizes > 0, train ** float(exponent), 0)
     return weights / weights.sum()
 
 
 def evenly(language: ndarray, lengths: ndarray, max_tokens) -> ndarray:
-    """The numbers of rows that have about max_tokens tokens: first the first row of every language, then the second ...
+    """Row numbers, in total about max_tokens tokens: the first row of every language, then the second of every one ...
 
     language, lengths: (R,) of all rows, languages ascending. max_tokens None: all rows.
     """
     if max_tokens is None:
         return np.arange(len(language))
-    order = places(language).argsort(kind="stable")
+    order = index_within(language).argsort(kind="stable")
     enough = (lengths[order].cumsum() <= max_tokens).sum()
     return order[: max(1, enough)]
 
 
 def gather(tokens: ndarray, starts: ndarray, sizes: ndarray) -> ndarray:
-    """(N,) int64, the tokens of texts one behind the other. starts: (R,) where each begins; sizes: (R,) its length."""
+    """(N,) int64, the concatenated tokens of texts. starts: (R,) where each begins; sizes: (R,) its length."""
     ends = sizes.cumsum()
-    here = np.arange(ends[-1]) + np.repeat(starts - (ends - sizes), sizes)
-    return tokens[here].astype(np.int64)
+    index = np.arange(ends[-1]) + np.repeat(starts - (ends - sizes), sizes)
+    return tokens[index].astype(np.int64)
 
 
 def pad_rows(tokens: ndarray, lengths: ndarray, pad, width=0) -> tuple[Tensor, Tensor | None]:
-    """Rows of (B,) lengths, whose (N,) tokens stand one after the other, padded to the longest, or to a larger width.
+    """Pads B rows, given as concatenated tokens (N,) and lengths (B,), to the longest row or to a larger width.
 
-    -> ids (B, T), and the flat positions (N,) of what is no padding, or None where there is no padding.
+    -> ids (B, T), and the flat indices (N,) of non-padding tokens, or None if there is no padding.
     """
     real = np.arange(max(width, lengths.max())) < lengths[:, None]  # (B, T)
     ids = np.full(real.shape, pad, dtype=np.int64)
@@ -137,9 +137,9 @@ def pad_rows(tokens: ndarray, lengths: ndarray, pad, width=0) -> tuple[Tensor, T
 
 
 def cut(sizes: ndarray, micro_tokens: int) -> list[slice]:
-    """Cuts rows into batches of at most micro_tokens tokens, padding included, or of one row that has more.
+    """Cuts a sequence of rows into batches of at most micro_tokens tokens, padding included, or of one longer row.
 
-    sizes: (R, sides) the length of each row on each side; every side of a batch is as wide as its longest row.
+    sizes: (R, sides) the length of each row on each side; each side of a batch is as wide as its longest row.
     """
     begin, batches = 0, []
     widths = [0] * sizes.shape[1]
@@ -159,17 +159,17 @@ def cut(sizes: ndarray, micro_tokens: int) -> list[slice]:
 
 
 class Masked(NamedTuple):
-    """B rows of T tokens, `<s>` and the text of one language (or pair). Flat positions count through all B * T."""
+    """B rows of T tokens, `<s>` and the text of one language (or pair). Flat indices count through all B * T."""
 
     ids: Tensor  # (B, T) after masking
-    masked: Tensor  # (M,) flat positions of the tokens to predict, ascending
+    masked: Tensor  # (M,) flat indices of the tokens to predict, ascending
     targets: Tensor  # (M,) the tokens to predict
-    real: Tensor | None  # (S,) flat positions of what is no padding, ascending; None: there is no padding
+    real: Tensor | None  # (S,) flat indices of non-padding tokens, ascending; None: there is no padding
     language: Tensor  # (M,) index into the data's `languages`
 
     @property
     def tokens(self) -> int:
-        """How many tokens the rows have, without padding."""
+        """The number of non-padding tokens."""
         return self.ids.numel() if self.real is None else len(self.real)
 
 
@@ -177,11 +177,11 @@ class Masked(NamedTuple):
 class MaskedData(Prepared):
     """A corpus of many languages, in rows of `<s>` and block_size - 1 tokens of one language, some of them masked.
 
-    The language of a row is drawn by `probabilities` of the training tokens, and its place by chance.
+    A row's language is drawn with the `probabilities` of the training tokens, its offset uniformly at random.
     """
 
     exponent: float = 0.7  # of `probabilities`
-    mask_share: float = 0.15  # this and what follows: see Masking
+    mask_share: float = 0.15  # this and the next two: see Masking
     replace: tuple[float, float] = (0.8, 0.1)
     span: float | None = None
 
@@ -198,7 +198,7 @@ class MaskedData(Prepared):
         return rng.choice(len(shares), count, p=shares)
 
     def batch(self, split, step, micro=0) -> Masked:
-        """A micro-batch for training. A language that is shorter than a row gives rows with padding."""
+        """A micro-batch for training. Rows of a language that is shorter than a row are padded."""
         rng = self.random(TRAINING, split, step, micro)
         language = self.draw_languages(rng, split, self.batch_size)
         first, count = self.streams[split][language].T
@@ -209,32 +209,31 @@ class MaskedData(Prepared):
         return self.mask_rows(split, rows, random, width=self.block_size)
 
     def all_rows(self, split) -> Spans:
-        """The text of every language in rows that follow one another. The last one of a language may be shorter."""
+        """The text of every language in consecutive rows. A language's last row may be shorter."""
         width = self.block_size - 1
         first, count = self.streams[split].T
         language = np.repeat(np.arange(len(count)), -(-count // width))
-        offset = width * places(language)
+        offset = width * index_within(language)
         starts = first[language] + offset
         sizes = np.minimum(width, count[language] - offset)
         return Spans(language, starts[:, None], sizes[:, None])
 
     def eval_rows(self, split, max_tokens) -> Spans:
-        """The rows that evaluation reads, the longest first."""
+        """The rows that evaluation reads, longest first."""
         rows = self.all_rows(split)
         rows = rows.take(evenly(rows.language, rows.lengths, max_tokens))
-        place = rows.starts[:, 0]
-        return rows.take(np.lexsort((place, -rows.lengths)))
+        return rows.take(np.lexsort((rows.starts[:, 0], -rows.lengths)))
 
     def eval_tokens(self, split, max_tokens=None) -> int:
-        """How many tokens `eval_batches` reads in one masking, without padding."""
+        """The number of non-padding tokens that `eval_batches` reads in one masking."""
         return int(self.eval_rows(split, max_tokens).lengths.sum())
 
     def eval_batches(self, split, maskings=10, max_tokens=None, rank=0, world=1, masked=(0, 1), shown=(0, 1)):
         """(k, first, Masked): all rows, or about max_tokens tokens of them (see evenly), masked in `maskings` ways.
 
-        k is the number of the masking, `first` that of the batch's first token among all that are read. Batches are
-        dealt round-robin to the processes. Of a pair's texts those in `shown` are there, and those in `masked` are
-        masked. The masks of a text depend on k and its place in the corpus alone, so not on what is shown beside it.
+        k is the number of the masking, `first` the number of the batch's first token among all that are read. Processes
+        take batches in turn. A pair's texts in `shown` are in the rows, and those in `masked` are masked. The masks of
+        a text depend only on k and its position in the corpus, not on the text shown with it.
         """
         rows = self.eval_rows(split, max_tokens)
         batches = cut(rows.lengths[:, None], self.micro_tokens)
@@ -244,13 +243,13 @@ class MaskedData(Prepared):
         firsts = rows.lengths.cumsum() - rows.lengths
         for turn in range(rank, maskings * len(batches), world):
             k, number = divmod(turn, len(batches))
-            own = rows.take(batches[number])
             first = firsts[batches[number].start]
-            random = self.fixed_random(k, own)
-            yield k, int(first), self.mask_rows(split, own, random, to_mask)
+            batch = rows.take(batches[number])
+            random = self.fixed_random(k, batch)
+            yield k, int(first), self.mask_rows(split, batch, random, to_mask)
 
     def fixed_random(self, k: int, rows: Spans) -> ndarray:
-        """(DRAWS, N) random numbers for masking k, which depend on where each text begins."""
+        """(DRAWS, N) random numbers, which depend only on k and the offset of each text."""
         drawn = []
         for starts, sizes in zip(rows.starts, rows.sizes):
             drawn.append(np.zeros((DRAWS, 1)))  # for `<s>`, which is never masked
@@ -260,17 +259,17 @@ class MaskedData(Prepared):
         return np.concatenate(drawn, axis=1)
 
     def mask_rows(self, split, rows: Spans, random: ndarray, to_mask=None, width=0) -> Masked:
-        """The batch of these rows of N tokens in all.
+        """The batch of these rows of N tokens in total.
 
-        random: (DRAWS, N); to_mask: (P,) bool, which texts of a row are masked, None: all; width: see pad_rows.
+        random: (DRAWS, N); to_mask: (P,) bool, the texts of a row that are masked, None: all; width: see pad_rows.
         """
         starts = np.insert(rows.starts, 0, 0, axis=1)
-        sizes = np.insert(rows.sizes, 0, 1, axis=1)  # (R, 1 + P): the `<s>` is a text, too
+        sizes = np.insert(rows.sizes, 0, 1, axis=1)  # (R, 1 + P): the `<s>` counts as a text
         tokens = gather(self.tokens[split], starts.flatten(), sizes.flatten())
         ends = sizes.cumsum().reshape(sizes.shape)
         tokens[ends[:, 0] - 1] = self.tokenizer.bos
         if self.kind == "pairs":
-            tokens[ends[:, 1:] - 1] = self.tokenizer.eos  # also where a text was cut
+            tokens[ends[:, 1:] - 1] = self.tokenizer.eos  # a text that was cut ends in </s>, too
         part = np.repeat(np.arange(sizes.size), sizes.flatten())
         chosen = self.masking.choose(tokens, part, random)
         if to_mask is not None:
@@ -288,8 +287,8 @@ class MaskedData(Prepared):
 class PairData(MaskedData):
     """A corpus of translation pairs, in rows `<s> first </s> second </s>` of at most block_size tokens.
 
-    A pair of languages is drawn by `probabilities` of the training pairs, and one of its pairs by chance. Each half is
-    masked on its own. Where a row would be too long the longer half is cut first.
+    A language pair is drawn with the `probabilities` of the training pairs, and one of its pairs uniformly at random.
+    Each half is masked separately. If a row would be too long, the longer half is cut first.
     """
 
     kind = "pairs"
@@ -299,17 +298,17 @@ class PairData(MaskedData):
         self.pool = lru_cache(maxsize=1)(self.draw_pool)
 
     def batch(self, split, step, micro=0) -> Masked:
-        """A micro-batch for training, of pairs that are about equally long."""
-        pool, place = divmod(step * self.micros_per_step + micro, POOL_MICROS)
-        rows = self.pool(split, pool)[place]
+        """A micro-batch for training, of pairs of about equal length."""
+        number, index = divmod(step * self.micros_per_step + micro, POOL_MICROS)
+        rows = self.pool(split, number)[index]
         rng = self.random(TRAINING, split, step, micro)
         random = rng.random((DRAWS, rows.lengths.sum()))
         return self.mask_rows(split, rows, random)
 
     def draw_pool(self, split, number: int) -> list[Spans]:
-        """POOL_MICROS micro-batches: pairs are drawn, sorted by length, cut into batches, and these are shuffled.
+        """POOL_MICROS micro-batches: pairs are drawn, sorted by length and cut into batches, which are shuffled.
 
-        There are always a few batches too many; those that are left out are chosen by chance, whatever their lengths.
+        There are always a few batches too many; random ones are dropped, so that no length is preferred.
         """
         rng = self.random(POOL, split, number)
         drawn, tokens = [], 0
@@ -323,19 +322,18 @@ class PairData(MaskedData):
         rows = rows.take(rows.lengths.argsort(kind="stable"))
         micros = cut(rows.lengths[:, None], self.micro_tokens)
         order = rng.permutation(len(micros))[:POOL_MICROS]
-        return [rows.take(micros[place]) for place in order]
+        return [rows.take(micros[index]) for index in order]
 
     def all_rows(self, split) -> Spans:
         count = self.meta["splits"][split]["pairs"]
         return self.pairs(split, np.arange(count))
 
     def pairs(self, split, numbers: ndarray) -> Spans:
-        """Pairs as in Prepared, but cut to rows of at most block_size tokens, the longer half first."""
+        """Pairs as in Prepared, cut to rows of at most block_size tokens, the longer half first."""
         rows = super().pairs(split, numbers)
         one, two = rows.sizes.T
         room = self.block_size - 1
-        left_for_one = np.maximum(room - two, room - room // 2)
-        one = np.minimum(one, left_for_one)
+        one = np.minimum(one, np.maximum(room - two, room - room // 2))
         two = np.minimum(two, room - one)
         return rows._replace(sizes=np.stack([one, two], axis=1))
 
@@ -345,30 +343,31 @@ class PairData(MaskedData):
 
 
 class Translation(NamedTuple):
-    """B sources of up to N tokens and their translations of up to T. Flat positions count through all rows."""
+    """B sources of up to N tokens and their translations of up to T. Flat indices count through all rows."""
 
     source: Tensor  # (B, N) each text and its </s>
-    source_real: Tensor | None  # (S,) flat positions of what is no padding; None: there is no padding
-    target: Tensor  # (B, T) <s> and the translation: what the decoder reads
+    source_real: Tensor | None  # (S,) flat indices of non-padding tokens; None: there is no padding
+    target: Tensor  # (B, T) <s> and the translation: the decoder's input
     target_real: Tensor | None  # (M,)
-    labels: Tensor  # (M,) the token that follows each of them: the translation and its </s>
+    labels: Tensor  # (M,) the next token at each of these: the translation and its </s>
 
     @property
     def tokens(self) -> int:
-        """How many tokens both sides have, without padding."""
+        """The number of non-padding tokens on both sides."""
         source = self.source if self.source_real is None else self.source_real
         return source.numel() + len(self.labels)
 
 
 @dataclass(eq=False)
 class TranslationData(Prepared):
-    """A corpus of translation pairs, translated into the language `target`, which may stand first or second in a pair.
+    """A corpus of translation pairs, translated into the language `target`, which may be the first or second of a pair.
 
-    Training goes through the corpus in passes, each with every pair once and in an order of its own. With an `exponent`
-    below 1 a pass has as many pairs, but those of each language pair are as many as `probabilities` says: what a pass
-    leaves out of a large one begins the next pass, and a small one comes round several times. Pairs with more than
-    block_size tokens in a text, `</s>` included, are left out in training and of losses, and counted in `left_out`.
-    ValueError where a language pair lacks `target`, or all its training pairs, or all pairs of a split, are too long.
+    Training makes passes through the corpus, each over every pair once, in a new order. With an `exponent` below 1 a
+    pass has as many pairs in total, divided among the language pairs by `probabilities`: in a large one, the next pass
+    continues with the pairs that are left; a small one repeats within a pass. Pairs in which a text has more than
+    block_size tokens, `</s>` included, are excluded from training and from losses, and counted in `left_out`.
+
+    Raises ValueError if a language pair lacks `target`, or all its training pairs or all pairs of a split are too long.
     """
 
     exponent: float = 1.0
@@ -380,39 +379,38 @@ class TranslationData(Prepared):
         super().__post_init__()
         for name in self.languages:
             if not (name.startswith(f"{self.target}-") or name.endswith(f"-{self.target}")):
-                what = f"pairs without the language {self.target!r}: {name}"
-                raise ValueError(f"{self.folder} has {what}; see --target")
-        self.target_first = [not name.endswith(f"-{self.target}") for name in self.languages]  # of each pair of them
+                raise ValueError(f"{self.folder} has pairs without the language {self.target!r}: {name}; see --target")
+        self.target_first = [not name.endswith(f"-{self.target}") for name in self.languages]
         self.fitting = {split: self.find_fitting(split) for split in SPLITS}
         self.left_out = {}
         for split, fitting in self.fitting.items():
             self.left_out[split] = self.meta["splits"][split]["pairs"] - sum(map(len, fitting))
-        self.order = lru_cache(maxsize=2)(self.order_pass)  # of the first pass, whose length is needed, and the present
+        self.order = lru_cache(maxsize=2)(self.order_pass)  # the first pass, for its length, and the current one
 
     def find_fitting(self, split) -> list[ndarray]:
-        """The numbers of the pairs of each language pair that are short enough."""
+        """The numbers of each language pair's pairs that are short enough."""
         fitting = []
         for first, count in self.streams[split].tolist():
             numbers = np.arange(first, first + count)
             longer = self.pairs(split, numbers).sizes.max(axis=1)
             fitting.append(numbers[longer <= self.block_size])
-        left = list(map(len, fitting))
-        if not sum(left) or (split == "train" and not min(left)):
-            what = f"all {split} pairs of {self.languages[left.index(0)]} in {self.folder}"
-            raise ValueError(f"{what} are longer than block_size {self.block_size} tokens")
+        counts = list(map(len, fitting))
+        if not sum(counts) or (split == "train" and not min(counts)):
+            pairs = f"all {split} pairs of {self.languages[counts.index(0)]} in {self.folder}"
+            raise ValueError(f"{pairs} are longer than block_size {self.block_size} tokens")
         return fitting
 
     def batch(self, split, step, micro=0) -> Translation:
-        """A micro-batch for training, of pairs that are about equally long."""
+        """A micro-batch for training, of pairs of about equal length."""
         micros_per_pass = len(self.order(split, 0))
-        number, place = divmod(step * self.micros_per_step + micro, micros_per_pass)
+        number, index = divmod(step * self.micros_per_step + micro, micros_per_pass)
         micros = self.order(split, number)
-        # With an exponent a pass may have a few micro-batches more or fewer than the first: skip or repeat those.
-        return self.translation(split, micros[place % len(micros)])
+        # With an exponent, a pass may be a few micro-batches longer or shorter than the first: skip or repeat those.
+        return self.translation(split, micros[index % len(micros)])
 
     def order_pass(self, split, number: int) -> list[ndarray]:
-        """The micro-batches of a pass, (B,) pairs each: shuffled, sorted by length, cut, and shuffled again. That takes
-        some 2 s and 200 MB for each million pairs, once in a pass."""
+        """The micro-batches of a pass, (B,) pairs each: pairs are shuffled, sorted by length and cut, batches shuffled.
+        Takes about 2 s and 200 MB per million pairs, once per pass."""
         rng = self.random(PASS, split, number)
         fitting = self.fitting[split]
         sizes = np.array(list(map(len, fitting)))
@@ -425,32 +423,30 @@ class TranslationData(Prepared):
             drawn.append(numbers[turns % max(1, len(numbers))])
         shuffled = rng.permutation(np.concatenate(drawn))
         micros = self.sort_and_cut(split, shuffled)
-        return [micros[place] for place in rng.permutation(len(micros))]
+        return [micros[index] for index in rng.permutation(len(micros))]
 
     def sort_and_cut(self, split, numbers: ndarray) -> list[ndarray]:
-        """These pairs in batches of about equal lengths, long sources first. Among sources of one length translations
-        get longer, or shorter, in turns, so that neighbours are alike where the length of the source changes."""
+        """These pairs in batches of about equal lengths, long sources first. Translations are sorted up for odd source
+        lengths and down for even ones, so that neighbours are alike where the source length changes."""
         sizes = self.pairs(split, numbers).sizes
         source, target = sizes.T
-        in_turns = np.where(source % 2, target, -target)
-        order = np.lexsort((in_turns, -source))
-        batches = cut(sizes[order], self.micro_tokens)
-        return [numbers[order[own]] for own in batches]
+        zigzag = np.where(source % 2, target, -target)
+        order = np.lexsort((zigzag, -source))
+        return [numbers[order[batch]] for batch in cut(sizes[order], self.micro_tokens)]
 
     def eval_batches(self, split, max_tokens=None, rank=0, world=1):
-        """The `eval_pairs`, in batches that are dealt round-robin to the processes."""
-        for own in self.sort_and_cut(split, self.eval_pairs(split, max_tokens))[rank::world]:
-            yield self.translation(split, own)
+        """The `eval_pairs` in batches, which processes take in turn."""
+        for numbers in self.sort_and_cut(split, self.eval_pairs(split, max_tokens))[rank::world]:
+            yield self.translation(split, numbers)
 
     def eval_pairs(self, split, max_tokens=None) -> ndarray:
-        """The numbers of all pairs that are short enough, or of those with about max_tokens tokens (see evenly)."""
+        """The numbers of all pairs that are short enough, or of about max_tokens tokens of them (see evenly)."""
         numbers = np.concatenate(self.fitting[split])
         rows = self.pairs(split, numbers)
-        lengths = rows.sizes.sum(axis=1)
-        return numbers[evenly(rows.language, lengths, max_tokens)]
+        return numbers[evenly(rows.language, rows.sizes.sum(axis=1), max_tokens)]
 
     def eval_counts(self, split, max_tokens=None) -> dict[str, int]:
-        """How many `tokens` (with `</s>`) and `bytes` the translations of `eval_pairs` have."""
+        """The size of the translations in `eval_pairs`, in `tokens` (with `</s>`) and `bytes`."""
         numbers = self.eval_pairs(split, max_tokens)
         _, tokens = self.pairs(split, numbers).sizes.sum(axis=0)
         texts = [self.texts(split, language)[1] for language in self.languages]
@@ -459,7 +455,7 @@ class TranslationData(Prepared):
         return {"tokens": int(tokens), "bytes": size}
 
     def pairs(self, split, numbers: ndarray) -> Spans:
-        """Pairs as in Prepared, but the source is always first."""
+        """Pairs as in Prepared, but with the source first."""
         language, starts, sizes = super().pairs(split, numbers)
         swap = np.array(self.target_first)[language]
         starts[swap] = starts[swap, ::-1]
@@ -467,7 +463,7 @@ class TranslationData(Prepared):
         return Spans(language, starts, sizes)
 
     def texts(self, split, language: str) -> tuple[list, list]:
-        """The sources and the translations of a language pair in "valid" or "test", as they were written."""
+        """The sources and the translations of a language pair in "valid" or "test", in their original form."""
         both = super().texts(split, language)
         return both[::-1] if self.target_first[self.languages.index(language)] else both
 
@@ -476,21 +472,21 @@ class TranslationData(Prepared):
         source_sizes, target_sizes = rows.sizes.T
         sources = gather(self.tokens[split], rows.starts[:, 0], source_sizes)
         labels = gather(self.tokens[split], rows.starts[:, 1], target_sizes)
-        read = np.roll(labels, 1)
-        read[target_sizes.cumsum() - target_sizes] = self.tokenizer.bos  # in place of the `</s>` before
+        inputs = np.roll(labels, 1)
+        inputs[target_sizes.cumsum() - target_sizes] = self.tokenizer.bos  # replaces the previous text's `</s>`
         source = pad_rows(sources, source_sizes, self.tokenizer.pad)
-        target = pad_rows(read, target_sizes, self.tokenizer.pad)
+        target = pad_rows(inputs, target_sizes, self.tokenizer.pad)
         return Translation(*source, *target, torch.from_numpy(labels))
 
 
 def source_batches(ids: list[list[int]], pad: int, eos: int, micro_tokens: int):
-    """Sources to translate, the longest first, in batches of at most micro_tokens tokens, padding included.
+    """Sources to translate, longest first, in batches of at most micro_tokens tokens, padding included.
 
     Yields the numbers of the sources, and (source (B, N), source_real (S,) or None) as in Translation.
     """
     lengths = np.array([len(text) + 1 for text in ids])
     order = np.argsort(-lengths, kind="stable")
-    for own in cut(lengths[order, None], micro_tokens):
-        numbers = order[own].tolist()
+    for batch in cut(lengths[order, None], micro_tokens):
+        numbers = order[batch].tolist()
         rows = [[*ids[number], eos] for number in numbers]
         yield numbers, pad_rows(np.concatenate(rows), lengths[numbers], pad)

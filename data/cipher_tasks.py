@@ -1,13 +1,13 @@
-"""XTREME in the laboratory: three tasks made of those documents of `pydocs` that no language is trained on.
+"""Three small tasks like XTREME's, made from held-out documents of `pydocs`, which no language is trained on.
 
-    tags     what a word is: a NAME, CODE, a NUMBER, or none of them (O)
-    pairs    two texts: does the second one go on from the first (1), or is every other bit of it from elsewhere (0)?
-    spans    how a text begins, and how it goes on, with a bit of another document put into it: which one?
+    tags     tag each word: NAME, CODE, NUMBER, or O for none of them
+    pairs    two texts: does the second one continue the first (1), or do bits from elsewhere alternate with it (0)?
+    spans    the beginning of a text, and its continuation with a bit of another document inserted: find the bit
 
-All is said in every language, a word as a string of its characters. Tags are read off the text before it is put into
-lower case, so that `tensor` is told from `Tensor` by what stands around it. The wrong text of a pair is as long as the
-right one, and its bits are of one document; answers of spans have any length and stand anywhere. Texts of pairs and
-spans are cut anywhere, too, in the middle of a word.
+Every example exists in every language, with a character for each piece. Tags are read from the text before it is
+lower-cased, so only the context tells `tensor` from `Tensor`. The wrong text of a pair is as long as the right one, and
+its bits come from the same document; an answer of spans has any length and any place. Texts of pairs and spans may
+begin and end within a word.
 """
 
 import json
@@ -17,39 +17,39 @@ from collections.abc import Iterator
 from contextlib import suppress
 from itertools import starmap
 
-from data.ciphers import Pieces, learned, sentences, written
+from data.ciphers import Pieces, encipher, learn_pieces, split_sentences
 from data.english import pydocs
 from data.files import PREPARED, Records
 
-DEVELOPMENT = 8  # one of so many documents of valid is for development, the others are to train on
+DEVELOPMENT = 8  # one in this many documents of valid is for development, the others are for training
 MOST = {"train": 4000, "valid": 400, "test": 1000}  # examples of a task
-TAGGED = (10, 28)  # pieces of a text with tags, at least and at most
-HALF, BIT = (6, 13), (2, 5)  # of one text of a pair, and of a bit of it
-START, REST = (2, 4), (12, 16)  # of how a text begins, and of how it goes on
-STRANGE = (3, 7)  # of what is put into that
+TAGGED = (10, 28)  # tags: least and most pieces of a text
+HALF, BIT = (6, 13), (2, 5)  # pairs: of each text, and of each bit of the wrong one
+START, REST = (2, 4), (12, 16)  # spans: of the beginning, and of the continuation
+STRANGE = (3, 7)  # spans: of the inserted bit
 
-Text = list[tuple[Pieces, str]]  # the pieces of each word, and its tag
-# The pieces of each text (of tags: of each word), and a tag for each word, a label, or the answer's begin and end.
-Made = tuple[list[Pieces], list[str] | str | tuple[int, int]]
-Sets = dict[str, list[Made]]  # split -> its examples
+Text = list[tuple[Pieces, str]]  # (pieces, tag) of each word
+# An example: the pieces of each text (tags: of each word), and the tags, a label or the (begin, end) of the answer.
+Plain = tuple[list[Pieces], list[str] | str | tuple[int, int]]
+Sets = dict[str, list[Plain]]  # split -> its examples
 
 
 def read(task: str) -> Sets:
-    """They are made once, in about 20 s, and kept in data/prepared."""
-    from data.prepare import new_folder  # not above: others need none of what it reads
+    """Makes the examples the first time, in about 20 s, and keeps them in data/prepared."""
+    from data.prepare import new_folder  # not above: nothing else needs what it imports
 
     folder = PREPARED / "ciphers-examples"
     if not folder.exists():
         with suppress(FileExistsError), new_folder(folder) as new:  # another process may be faster
-            for name, examples in make(pydocs()).items():
-                (new / f"{name}.json").write_text(json.dumps(examples))
+            for name, sets in make(pydocs()).items():
+                (new / f"{name}.json").write_text(json.dumps(sets))
     return json.loads((folder / f"{task}.json").read_text())
 
 
-def said(made: Made, language: str) -> tuple[tuple, list | str]:
-    """The texts and the gold of an example, as in data/xtreme.py, in a language."""
-    pieces, gold = made
-    texts = tuple(written(own, language) for own in pieces)
+def in_language(example: Plain, language: str) -> tuple[tuple, list | str]:
+    """The example's texts and gold in a language, as in data/xtreme.py."""
+    pieces, gold = example
+    texts = tuple(encipher(text, language) for text in pieces)
     if isinstance(gold[0], int):  # a piece is a character
         begin, end = gold
         gold = [(texts[1][begin:end], begin)]
@@ -57,38 +57,38 @@ def said(made: Made, language: str) -> tuple[tuple, list | str]:
 
 
 def make(english: Records) -> dict[str, Sets]:
-    """By task."""
+    """task -> split -> examples"""
     held_out = documents(english)
-    found = {}
-    for task, examples_of in {"tags": tagged, "pairs": paired, "spans": mixed}.items():
-        found[task] = {}
-        for split, own in held_out.items():
-            rng = random.Random("dev" if split == "valid" else split)  # as those of the results were drawn
-            examples = list(examples_of(own, rng))
+    tasks = {}
+    for task, examples_of in {"tags": tagged, "pairs": paired, "spans": inserted}.items():
+        tasks[task] = {}
+        for split, texts in held_out.items():
+            rng = random.Random("dev" if split == "valid" else split)  # "dev": as in published results
+            examples = list(examples_of(texts, rng))
             rng.shuffle(examples)
-            found[task][split] = examples[: MOST[split]]
-    return found
+            tasks[task][split] = examples[: MOST[split]]
+    return tasks
 
 
 def documents(english: Records) -> dict[str, list[Text]]:
-    """Those of valid, which are for train and valid, and of test; without sentences that training text has, too."""
-    in_sentences, model = learned(english)
-    known = set().union(*(own for split, own in in_sentences if split == "train"))
-    found = {"valid": [], "test": []}
-    for split, text in (row for row in english if row[0] in found):
-        words = []  # and whether each begins a sentence
-        for sentence in sentences(text):
+    """split -> documents without sentences of the training text; those of valid are divided into train and valid."""
+    all_sentences, model = learn_pieces(english)
+    known = set().union(*(sentences for split, sentences in all_sentences if split == "train"))
+    texts = {"valid": [], "test": []}
+    for split, text in (row for row in english if row[0] in texts):
+        words = []  # (word, whether it begins a sentence)
+        for sentence in split_sentences(text):
             if sentence.lower() not in known:
                 words += [(word, place == 0) for place, word in enumerate(sentence.split())]
         pieces = model.encode_batch([word.lower() for word, _ in words])
-        found[split].append(list(zip(pieces, starmap(tag_of, words))))
-    valid = found["valid"][DEVELOPMENT - 1 :: DEVELOPMENT]
-    del found["valid"][DEVELOPMENT - 1 :: DEVELOPMENT]
-    return {"train": found["valid"], "valid": valid, "test": found["test"]}
+        texts[split].append(list(zip(pieces, starmap(tag_of, words))))
+    valid = texts["valid"][DEVELOPMENT - 1 :: DEVELOPMENT]
+    del texts["valid"][DEVELOPMENT - 1 :: DEVELOPMENT]
+    return {"train": texts["valid"], "valid": valid, "test": texts["test"]}
 
 
 def tag_of(word: str, first: bool) -> str:
-    """first: it begins a sentence, where a capital says nothing."""
+    """first: the word begins a sentence, where a capital letter means nothing."""
     core = word.strip(".,;:!?()[]{}'\"`")
     if re.search(r"\d", core):
         return "NUMBER"
@@ -102,11 +102,11 @@ def pieces_of(text: Text) -> Pieces:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Examples of all languages
+# Examples of each task
 
 
-def tagged(held_out: list[Text], rng) -> Iterator[Made]:
-    """Texts of whole words, one after another, that have a tag."""
+def tagged(held_out: list[Text], rng) -> Iterator[Plain]:
+    """Consecutive texts of whole words; those without any tag but O are skipped."""
     for document in held_out:
         text, room = [], 0
         for word in document:
@@ -119,8 +119,8 @@ def tagged(held_out: list[Text], rng) -> Iterator[Made]:
                 text.append(word)
 
 
-def paired(held_out: list[Text], rng) -> Iterator[Made]:
-    """Of each two texts that follow one another a right example and a wrong one."""
+def paired(held_out: list[Text], rng) -> Iterator[Plain]:
+    """A right and a wrong example from every two consecutive texts."""
     for pieces in map(pieces_of, held_out):
         for one, two, elsewhere in cut(pieces, HALF, HALF, rng):
             if len(elsewhere) >= len(two):
@@ -132,7 +132,7 @@ def paired(held_out: list[Text], rng) -> Iterator[Made]:
 
 
 def cut(pieces: Pieces, one: tuple, two: tuple, rng) -> Iterator[tuple]:
-    """A text and the next, with sizes by chance from these, as often as they fit; and all that is around both."""
+    """Consecutive pairs of texts, of random sizes in these ranges, as many as fit, each with all that surrounds it."""
     end = 0
     while len(pieces) >= end + one[1] + two[1]:
         begin, middle = end, end + rng.randint(*one)
@@ -141,21 +141,21 @@ def cut(pieces: Pieces, one: tuple, two: tuple, rng) -> Iterator[tuple]:
 
 
 def woven(one: Pieces, two: Pieces, rng) -> Pieces:
-    """Bits of both in turns, each from its place; as long as the first one."""
-    found, texts = [], [one, two]
+    """Alternating bits of both texts, each at its original place; as long as the first text."""
+    mixture, texts = [], [one, two]
     rng.shuffle(texts)
-    while len(found) < len(one):
-        end = len(found) + rng.randint(*BIT)
-        found += texts[0][len(found) : end]
+    while len(mixture) < len(one):
+        end = len(mixture) + rng.randint(*BIT)
+        mixture += texts[0][len(mixture) : end]
         texts.reverse()
-    return found[: len(one)]
+    return mixture[: len(one)]
 
 
-def mixed(held_out: list[Text], rng) -> Iterator[Made]:
-    """How a text begins, and how it goes on around the strange bit, which is the answer."""
+def inserted(held_out: list[Text], rng) -> Iterator[Plain]:
+    """The beginning of a text, and its continuation with the inserted bit, which is the answer."""
     documents = list(map(pieces_of, held_out))
     for pieces in documents:
-        others = [own for own in documents if own is not pieces and len(own) > STRANGE[1]]
+        others = [other for other in documents if other is not pieces and len(other) > STRANGE[1]]
         for start, rest, _ in cut(pieces, START, REST, rng):
             place = rng.randint(0, len(rest))
             other, size = rng.choice(others), rng.randint(*STRANGE)

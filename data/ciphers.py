@@ -1,9 +1,9 @@
-"""A text in languages that differ in nothing but their words: English, and ciphers of it; and harder ones to translate.
+"""A corpus in languages that differ only in their words: English and ciphers of it; and harder ciphers to translate.
 
-English is cut into PIECES pieces. Each language writes a piece as one character of its own (of Unicode's private use),
-chosen by a permutation: no two languages share a character, and a sentence has one length and one order in all.
-No document is told in two languages, but for those that the pairs are cut from; of the pairs, two languages are paired
-with the others and never with each other.
+English is cut into PIECES pieces. Each language writes a piece as one character (of Unicode's private use areas),
+chosen by a permutation: no two languages share a character, and a sentence has the same length and order in every one.
+Each document is in one language, except those that the pairs are cut from. Two of the languages are paired with the
+others but never with each other.
 """
 
 import random
@@ -19,10 +19,10 @@ from data.tokenizers import SentencePiece, train_sentencepiece
 LANGUAGES = ("en", "x1", "x2", "x3")
 NEVER_PAIRED = {"x2", "x3"}
 PIECES = 128
-PAIRED = 0.3  # of the text is for pairs, the rest for the languages in equal parts
+PAIRED = 0.3  # share of the text for pairs; the languages get equal parts of the rest
 SHORTEST, LONGEST = 3, 8  # pieces of a text in a pair
-HELD_OUT = 300  # pairs in valid, and in test: the same ones, in the same order, for every two languages
-# How the pieces of English are learned, and the vocabulary: a token a character.
+HELD_OUT = 300  # pairs in valid, and in test: the same texts in the same order for all language pairs
+# SentencePiece options: for the pieces of English, and for the vocabulary of one token per character.
 BOTH = dict(character_coverage=1.0, byte_fallback=False)
 ENGLISH = BOTH | dict(normalization_rule_name="nmt_nfkc", remove_extra_whitespaces=True, add_dummy_prefix=True)
 ENGLISH |= dict(allow_whitespace_only_pieces=False, user_defined_symbols=[], eos_id=-1)
@@ -30,63 +30,63 @@ VOCABULARY = BOTH | dict(model_type="char", hard_vocab_limit=False)
 VOCABULARY |= dict(normalization_rule_name="identity", remove_extra_whitespaces=False, add_dummy_prefix=False)
 
 Pieces = list[int]
-Document = tuple[str, list[Pieces]]  # its split and its sentences
+Document = tuple[str, list[Pieces]]  # (split, sentences)
 
-ALPHABETS = {}  # language -> the character that stands for each piece
+ALPHABETS = {}  # language -> the character of each piece
 for number, language in enumerate(LANGUAGES):
     first = 0xF0000 + number * PIECES
     ALPHABETS[language] = list(map(chr, range(first, first + PIECES)))
     random.Random(number).shuffle(ALPHABETS[language])
 
 
-def written(pieces: Iterable[int], language, backwards=False) -> str:
-    """backwards: but for English, from the end of a text to its beginning.
+def encipher(pieces: Iterable[int], language, backwards=False) -> str:
+    """The text in a language; backwards: reversed, except in English.
 
-    Dufter and Schütze (EMNLP 2020) found that an encoder does not become multilingual then: who measures whether one
-    is, should see that.
+    Dufter and Schütze (EMNLP 2020) found that an encoder does not become multilingual if a language is reversed: a
+    measure of multilinguality should show this.
     """
     text = "".join(ALPHABETS[language][piece] for piece in pieces)
     return text[::-1] if backwards and language != "en" else text
 
 
 def by_language(english: Records, backwards=False) -> dict[str, Records]:
-    """Each language's share of the documents (split, text)."""
+    """Each language's share of the documents, as rows (split, text)."""
     documents, _ = in_pieces(english)
-    *shares, _ = dealt_out(documents)
+    *shares, _ = deal_documents(documents)
     rows = {}
     for share, language in zip(shares, LANGUAGES):
-        every = written(range(PIECES), language, backwards)  # so that rare characters have tokens too
-        rows[language] = [("train", every)]
+        alphabet = encipher(range(PIECES), language, backwards)  # so that rare characters have tokens too
+        rows[language] = [("train", alphabet)]
         for split, sentences in share:
-            text = written(chain.from_iterable(sentences), language, backwards)
+            text = encipher(chain.from_iterable(sentences), language, backwards)
             rows[language].append((split, text))
     return rows
 
 
 def by_pair(english: Records, backwards=False) -> dict[str, Records]:
-    """Texts of SHORTEST to LONGEST pieces in every two languages and in both orders."""
+    """Texts of SHORTEST to LONGEST pieces for every two paired languages, in both orders."""
     documents, names = in_pieces(english)
-    *_, paired = dealt_out(documents)
+    *_, paired = deal_documents(documents)
     rng = random.Random(0)
-    found = []
+    split_texts = []
     for split, sentences in paired:
         for sentence in sentences:
             for text in cut(sentence, names, rng):
-                found.append((tuple(text), split))
-    rng.shuffle(found)
+                split_texts.append((tuple(text), split))
+    rng.shuffle(split_texts)
     texts = defaultdict(list)
-    for text, split in dict(found).items():  # each once: none of one split is in another
+    for text, split in dict(split_texts).items():  # each text once, so that it is in one split only
         texts[split].append(text)
     pairs = [pair for pair in permutations(LANGUAGES, 2) if set(pair) != NEVER_PAIRED]
     rows = {}
-    for pair, splits, own in dealt_to(pairs, texts):
-        said = ([written(text, language, backwards) for text in own] for language in pair)
-        rows["-".join(pair)] = list(zip(splits, *said))
+    for pair, splits, pair_texts in deal_texts(pairs, texts):
+        sides = ([encipher(text, language, backwards) for text in pair_texts] for language in pair)
+        rows["-".join(pair)] = list(zip(splits, *sides))
     return rows
 
 
-def dealt_to(names: Collection, texts: dict[str, list]) -> Iterator[tuple]:
-    """(name, the split of each of its texts, its texts): train's are dealt out, the held-out ones given to all."""
+def deal_texts(names: Collection, texts: dict[str, list]) -> Iterator[tuple]:
+    """(name, splits, texts) for each name: training texts are dealt out, held-out ones are the same for all."""
     held_out = [(split, text) for split in ("valid", "test") for text in texts[split][:HELD_OUT]]
     for number, name in enumerate(names):
         train = texts["train"][number :: len(names)]
@@ -94,21 +94,21 @@ def dealt_to(names: Collection, texts: dict[str, list]) -> Iterator[tuple]:
 
 
 def in_pieces(english: Records) -> tuple[list[Document], list[str]]:
-    """The documents in pieces, the longest first, and the names of the pieces."""
-    documents, model = learned(english)
-    documents = [(split, model.encode_batch(own)) for split, own in documents]
+    """The documents in pieces, longest first, and the names of the pieces."""
+    documents, model = learn_pieces(english)
+    documents = [(split, model.encode_batch(sentences)) for split, sentences in documents]
     documents.sort(key=size, reverse=True)
     return documents, model.processor.id_to_piece(list(range(PIECES)))
 
 
-def learned(english: Records) -> tuple[list, SentencePiece]:
-    """Documents (split, sentences) in lower case and ASCII, so that few pieces hold more, and the PIECES of train's."""
-    documents = [(split, sentences(text.lower())) for split, text in english]
-    train = chain.from_iterable(own for split, own in documents if split == "train")
+def learn_pieces(english: Records) -> tuple[list, SentencePiece]:
+    """Documents (split, sentences), in lower-case ASCII so that few pieces cover them, and their tokenizer."""
+    documents = [(split, split_sentences(text.lower())) for split, text in english]
+    train = chain.from_iterable(sentences for split, sentences in documents if split == "train")
     return documents, train_sentencepiece(train, PIECES, **ENGLISH)
 
 
-def sentences(text: str) -> list[str]:
+def split_sentences(text: str) -> list[str]:
     text = text.encode("ascii", "ignore").decode()
     text = " ".join(text.split())
     return re.split(r"(?<=[.!?:;]) ", text)
@@ -118,25 +118,25 @@ def size(document: Document) -> int:
     return sum(map(len, document[1]))
 
 
-def dealt_out(documents: list[Document]) -> list[list[Document]]:
-    """The documents for each language and, last, those for pairs.
+def deal_documents(documents: list[Document]) -> list[list[Document]]:
+    """The documents of each language and, last, those for pairs.
 
-    In each split the longest document that is left goes to whom most of its share is missing.
+    Documents are dealt longest first, each to the recipient with the least of its share of the split so far.
     """
     part = (1 - PAIRED) / len(LANGUAGES)
     parts = [part] * len(LANGUAGES) + [PAIRED]
     shares = [[] for _ in parts]
-    have = {split: [0.0] * len(parts) for split in SPLITS}
+    filled = {split: [0.0] * len(parts) for split in SPLITS}
     for document in documents:
-        own = have[document[0]]
-        least = own.index(min(own))
-        own[least] += size(document) / parts[least]
+        sizes = filled[document[0]]
+        least = sizes.index(min(sizes))
+        sizes[least] += size(document) / parts[least]
         shares[least].append(document)
     return shares
 
 
 def cut(sentence: Pieces, names: list[str], rng) -> Iterator[Pieces]:
-    """Texts of SHORTEST to LONGEST pieces by chance, each shortened until the next begins with a word."""
+    """Texts of a random SHORTEST to LONGEST pieces, each shortened until the next one begins with a word."""
     begin = 0
     while len(sentence) - begin >= SHORTEST:
         end = min(begin + rng.randint(SHORTEST, LONGEST), len(sentence))
@@ -149,16 +149,16 @@ def cut(sentence: Pieces, names: list[str], rng) -> Iterator[Pieces]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Pairs for a translator: readable English, and ciphers that take more than a dictionary to read
+# Pairs for a translator: readable English, and ciphers that need more than a dictionary
 #
-# A text is a few words of English in lower case. Each of three languages differs from English in one thing more:
+# A text is a few words of English in lower case. Each of three ciphers adds one difficulty:
 #
-#     x1    it stands backwards
-#     x2    pieces 2k and 2k + 1 are one character: which of the two is meant, what stands around it can tell
-#     x3    behind a piece with an odd k, pieces 2k and 2k + 1 change characters (linguists call it sandhi)
+#     x1    the text is reversed
+#     x2    pieces 2k and 2k + 1 share a character: only the context can tell which one is meant
+#     x3    after a piece with an odd k, pieces 2k and 2k + 1 swap characters (linguists call this sandhi)
 #
-# The two are about equally frequent, so a dictionary of characters is right with six of ten, in x2 as in x3. The
-# held-out texts are the same in all languages, and of documents that training has nothing of.
+# Pieces 2k and 2k + 1 are about equally frequent, so a dictionary of characters gets six of ten right, in x2 and in x3.
+# Held-out texts are the same in all ciphers, and training has no text of their documents.
 
 
 def homographs(pieces: Pieces) -> Iterable[int]:
@@ -166,14 +166,14 @@ def homographs(pieces: Pieces) -> Iterable[int]:
 
 
 def sandhi(pieces: Pieces) -> Iterable[int]:
-    before = 0  # its k is that of the character before, too: whoever reads can see it
+    previous = 0
     for piece in pieces:
-        yield piece ^ before // 2 % 2  # 2k becomes 2k + 1, and that 2k
-        before = piece
+        yield piece ^ previous // 2 % 2  # swaps 2k and 2k + 1; k stays, so a reader can tell the previous piece's k
+        previous = piece
 
 
-HARDER = {"x1": reversed, "x2": homographs, "x3": sandhi}  # language -> the pieces whose characters are written
-# The vocabulary: English in PIECES pieces, which are learned anew, and a token a character of the ciphers.
+HARDER = {"x1": reversed, "x2": homographs, "x3": sandhi}  # language -> maps pieces to those that are written
+# The vocabulary: PIECES pieces of English, learned for these texts, and one token per character of the ciphers.
 CHARACTERS = [character for language in HARDER for character in ALPHABETS[language]]
 HARDER_VOCABULARY = ENGLISH | dict(model_type="bpe", eos_id=2, user_defined_symbols=CHARACTERS)
 HARDER_VOCABULARY |= dict(vocab_size=PIECES + len(CHARACTERS) + 4)  # and <s>, <pad>, </s> and <mask>
@@ -184,23 +184,23 @@ def to_english(english: Records) -> dict[str, Records]:
     """{"x1-en": rows (split, cipher, English)}."""
     rng = random.Random(0)
     texts, seen = {}, set()
-    for split in ("valid", "test", "train"):  # what held-out documents say is nowhere in training
-        documents = [text for own, text in english if own == split]
-        found = chain.from_iterable(phrases(text, rng) for text in documents)
-        texts[split] = [text for text in dict.fromkeys(found) if text not in seen]
+    for split in ("valid", "test", "train"):  # training last: it leaves out every text of a held-out document
+        documents = [text for name, text in english if name == split]
+        split_texts = chain.from_iterable(phrases(text, rng) for text in documents)
+        texts[split] = [text for text in dict.fromkeys(split_texts) if text not in seen]
         seen.update(texts[split])
         rng.shuffle(texts[split])
     model = train_sentencepiece(texts["train"], PIECES, **ENGLISH)
     rows = {}
-    for (language, form), splits, own in dealt_to(HARDER.items(), texts):
-        ciphers = (written(form(pieces), language) for pieces in model.encode_batch(own))
-        rows[f"{language}-en"] = list(zip(splits, ciphers, own))
+    for (language, rewrite), splits, plain in deal_texts(HARDER.items(), texts):
+        ciphers = (encipher(rewrite(pieces), language) for pieces in model.encode_batch(plain))
+        rows[f"{language}-en"] = list(zip(splits, ciphers, plain))
     return rows
 
 
 def phrases(document: str, rng: random.Random) -> Iterator[str]:
-    """Its sentences, each broken between words into texts of about one length."""
-    for sentence in sentences(document.lower()):
+    """The document's sentences, each wrapped at a random width into texts of about equal length."""
+    for sentence in split_sentences(document.lower()):
         width = rng.randint(NARROWEST, WIDEST)
         for text in wrap(sentence, width, break_long_words=False, break_on_hyphens=False):
             if NARROWEST <= len(text) <= WIDEST:

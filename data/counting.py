@@ -1,7 +1,7 @@
-"""What counting reaches: scores without any network, to print beside those of trained models.
+"""Counting baselines: scores without a neural network, to print beside those of trained models.
 
-Counts are interpolated as by Witten and Bell (1991): where n tokens of `kinds` different ones were seen, their counts
-weigh n / (n + kinds), and a less specific distribution has the rest. Of a large training text nothing is counted.
+Counts are interpolated as in Witten and Bell (1991): if n tokens were seen, `kinds` of them distinct, the counts weigh
+n / (n + kinds), and a less specific distribution has the rest. A large training text is not counted.
 """
 
 import math
@@ -21,29 +21,27 @@ def large(data) -> bool:
 
 
 def interpolated(counts: Tensor, rest: Tensor) -> Tensor:
-    """(V,) probabilities by counts (V,), and by `rest`, (V,) or (), which has all the weight where nothing was seen."""
+    """(V,) probabilities from counts (V,) and from `rest`, (V,) or (), which has all the weight if nothing was seen."""
     kinds = counts.count_nonzero().clamp(min=1)
     return (counts + kinds * rest) / (counts.sum() + kinds)
 
 
 def unigrams(tokens: Tensor, V: int) -> Tensor:
-    """(V,) the probabilities of V tokens by their counts among tokens (N,)."""
+    """(V,) the probability of each of V tokens, from tokens (N,)."""
     uniform = torch.tensor(1 / V, dtype=torch.float64)
     return interpolated(tokens.bincount(minlength=V), uniform)
 
 
 def text_losses(data, steps: int) -> dict[str, float]:
-    """Cross entropies of TokenData's test text, in nats per token, by counts of its training text.
-
-    They count single tokens, the pairs of neighbours that so many steps of training see, or all pairs.
-    """
+    """Cross entropies of TokenData's test text, in nats per token, from counts in its training text: of single tokens,
+    of the bigrams seen in `steps` steps of training, and of all bigrams."""
     if large(data):
         return {}
     V = data.vocab_size
     train = torch.from_numpy(data.tokens["train"].astype("int64"))
     test = torch.from_numpy(data.tokens["test"].astype("int64"))
-    pairs = train.unfold(0, 2, 1).T  # (2, N) all neighbours
-    seen = pairs[:, data.seen(steps)[1:]]  # whose second token is a target
+    pairs = train.unfold(0, 2, 1).T  # (2, N) all bigrams
+    seen = pairs[:, data.seen(steps)[1:]]  # those whose second token is a target
     held_out = test.unfold(0, 2, 1).T
     single = unigrams(train, V)[test].log().mean()
     return {
@@ -54,21 +52,21 @@ def text_losses(data, steps: int) -> dict[str, float]:
 
 
 def bigram_loss(seen: Tensor, held_out: Tensor, V: int) -> float:
-    """Mean cross entropy, in nats, of the second token of held-out pairs (2, M) given the first, by counts of the pairs
-    (2, N) seen, of V different tokens."""
+    """Mean cross entropy, in nats, of the second token of held-out bigrams (2, M) given the first, from the counts of
+    the bigrams seen (2, N)."""
     first, second = held_out
-    following = count_beside(*seen, V)
+    following = neighbour_counts(*seen, V)
     single = unigrams(seen[1], V)
     total = 0.0
     for token in first.unique():
         p = interpolated(following(token), single)
-        own = p[second[first == token]]
-        total -= float(own.log().sum())
+        p = p[second[first == token]]
+        total -= float(p.log().sum())
     return total / len(first)
 
 
-def count_beside(keys: Tensor, tokens: Tensor, V: int):
-    """-> a function of a key: (V,) how often each of V tokens stood beside it."""
+def neighbour_counts(keys: Tensor, tokens: Tensor, V: int):
+    """-> a function of a key: (V,) how often each token comes with that key in keys (N,), tokens (N,)."""
     keys, order = keys.sort()
     tokens = tokens[order]
 
@@ -81,98 +79,99 @@ def count_beside(keys: Tensor, tokens: Tensor, V: int):
 
 
 def masked_scores(data, max_tokens=None) -> dict[str, dict]:
-    """How well counts predict the masked tokens of MaskedData's validation text, in the first of its maskings.
+    """How well counts predict the masked tokens of MaskedData's validation text, in its first masking.
 
     `tokens` uses the counts of a language, interpolated with those of all languages. `neighbours` also uses the tokens
-    l and r on both sides: p(x | l, r) ~ p(x | l) p(x | r) / p(x). Both know that the token shown may be the right one.
+    l and r on both sides: p(x | l, r) ~ p(x | l) p(x | r) / p(x). Both allow for the token shown being right.
     """
     if large(data):
         return {}
     V = data.vocab_size
     train = torch.from_numpy(data.tokens["train"].astype("int64"))
-    of_all = unigrams(train, V)
+    all_languages = unigrams(train, V)
     sizes = torch.from_numpy(data.streams["train"][:, 1])
-    singles = [interpolated(own.bincount(minlength=V), of_all) for own in train.split(sizes.tolist())]
+    singles = [interpolated(text.bincount(minlength=V), all_languages) for text in train.split(sizes.tolist())]
     language = torch.arange(len(sizes)).repeat_interleave(sizes)
-    keys = language * V + train  # a language and a token as one number
-    following = count_beside(keys[:-1], train[1:], V)
-    preceding = count_beside(keys[1:], train[:-1], V)
-    sums = torch.zeros(2, len(sizes), 3, dtype=torch.float64)  # of each language losses, right ones, and their number
+    keys = language * V + train  # a language and a token in one number
+    following = neighbour_counts(keys[:-1], train[1:], V)
+    preceding = neighbour_counts(keys[1:], train[:-1], V)
+    sums = torch.zeros(2, len(sizes), 3, dtype=torch.float64)  # per language: loss, correct tokens, all tokens
     for _, _, batch in data.eval_batches("valid", 1, max_tokens):
         ids = F.pad(batch.ids.flatten(), (0, 1), value=data.tokenizer.bos)
         shown = ids[batch.masked]
         odds = data.masking.odds(shown)
         key = batch.language * V
         left = key + ids[batch.masked - 1]
-        right = key + ids[batch.masked + 1]  # behind the end of a row the `<s>` of the next
+        right = key + ids[batch.masked + 1]  # at the end of a row, the `<s>` of the next
         for m, target in enumerate(batch.targets):
             language = batch.language[m]
             single = singles[language]
             after = interpolated(following(left[m]), single)
             before = interpolated(preceding(right[m]), single)
             both = after * before / single
-            for own, p in zip(sums, (single.clone(), both)):
+            for totals, p in zip(sums, (single.clone(), both)):
                 p[shown[m]] *= odds[m]
                 loss = p.sum().log() - p[target].log()
-                own[language] += torch.stack([loss, p.argmax() == target, torch.ones(())])
-    found = {}
-    for name, own in zip(("tokens", "neighbours"), sums):
-        loss, right, _ = own.sum(dim=0) / own[:, 2].sum()
-        found[name] = {"ppl": float(loss.exp()), "right": float(right), "languages": {}}
-        losses, _, counts = own.T.tolist()
+                totals[language] += torch.stack([loss, p.argmax() == target, torch.ones(())])
+    scores = {}
+    for name, totals in zip(("tokens", "neighbours"), sums):
+        loss, right, _ = totals.sum(dim=0) / totals[:, 2].sum()
+        scores[name] = {"ppl": float(loss.exp()), "right": float(right), "languages": {}}
+        losses, _, counts = totals.T.tolist()
         for language, loss, count in zip(data.languages, losses, counts):
             if count:
-                found[name]["languages"][language] = math.exp(loss / count)
-    return found
+                scores[name]["languages"][language] = math.exp(loss / count)
+    return scores
 
 
-def in_words(found: dict[str, dict]) -> str:
-    """What `masked_scores` found, in words."""
-    if not found:
+def in_words(scores: dict[str, dict]) -> str:
+    """The result of `masked_scores` as a line."""
+    if not scores:
         return "counting: not done, the training text is large"
-    tokens, both = map("perplexity {ppl:.2f}, {right:.1%} right".format_map, found.values())
-    return f"counting: {tokens} by the tokens of each language; {both} by the two beside each as well (first masking)"
+    tokens, both = map("perplexity {ppl:.2f}, {right:.1%} right".format_map, scores.values())
+    return f"counting: {tokens} from each language's token counts; {both} with both neighbours as well (first masking)"
 
 
 def remembered(data, language: str) -> list[str]:
-    """For each test source of a language pair of TranslationData, the translation of the most similar training source.
+    """A translation memory: for each test source of a language pair in TranslationData, the translation of the most
+    similar training source.
 
-    Similar is the cosine of the tokens that they have; a token weighs log(N / n) where n of N training sources have it.
+    Similarity is the cosine of the sets of tokens; a token that n of N training sources contain weighs log(N / n).
     """
     sources, translations = texts(data, "train", language)
-    train, n = different(sources, data.vocab_size)
+    train, n = distinct(sources, data.vocab_size)
     tokens = np.concatenate(train)
-    sizes = list(map(len, train))  # each has the `</s>` at least, which weighs nothing
+    sizes = list(map(len, train))  # at least 1: each has the `</s>`, which weighs nothing
     begins = np.cumsum(sizes) - sizes
-    weight = np.log(len(train) / n.clip(1)) ** 2  # both sources have the token
+    weight = np.log(len(train) / n.clip(1)) ** 2  # squared: once for each of the two sources
     squares = np.add.reduceat(weight[tokens], begins)
     lengths = np.sqrt(squares) + 1e-9
-    found = []
+    best = []
     test, _ = texts(data, "test", language)
     for text in test:
-        own = np.zeros(data.vocab_size)
-        own[text] = weight[text]
-        shared = np.add.reduceat(own[tokens], begins)
-        nearest = (shared / lengths).argmax()  # a test source's own length is the same for all
-        found.append(translations[nearest])
-    return decoded(data, found)
+        weights = np.zeros(data.vocab_size)
+        weights[text] = weight[text]
+        shared = np.add.reduceat(weights[tokens], begins)
+        nearest = (shared / lengths).argmax()  # the test source's length does not change the order
+        best.append(translations[nearest])
+    return decoded(data, best)
 
 
 def looked_up(data, language: str) -> list[str]:
-    """Each test source of a language pair of TranslationData, token by token in its order.
+    """Translates each test source of a language pair in TranslationData token by token, in the source's order.
 
-    For a source's token stands the one that it shares most training pairs with, both counted once in a pair: of n and m
-    pairs that have the one and the other, they share k, and 2 k / (n + m) is highest (Dice's coefficient).
+    A source token becomes the target token with the highest Dice coefficient, 2 k / (n + m): n training pairs have the
+    one, m the other, and k both.
     """
     V = data.vocab_size
-    (sources, n), (targets, m) = (different(own, V) for own in texts(data, "train", language))
-    keys = [np.add.outer(V * one.astype(int), two).ravel() for one, two in zip(sources, targets)]
+    (sources, n), (targets, m) = (distinct(side, V) for side in texts(data, "train", language))
+    keys = [np.add.outer(V * source.astype(int), target).ravel() for source, target in zip(sources, targets)]
     keys, k = np.unique(np.concatenate(keys), return_counts=True)
     source, target = np.divmod(keys, V)
     half = k / (n[source] + m[target])
     order = half.argsort()
-    best = np.zeros(V, int)  # an unknown one becomes <s>, which no text shows
-    best[source[order]] = target[order]  # of a source's tokens the last is kept
+    best = np.zeros(V, int)  # an unknown token becomes <s>, which decoding drops
+    best[source[order]] = target[order]  # of equal indices the last assignment counts
     test, _ = texts(data, "test", language)
     return decoded(data, [best[text] for text in test])
 
@@ -181,10 +180,10 @@ def decoded(data, texts: list[ndarray]) -> list[str]:
     return [data.tokenizer.decode(ids.tolist()) for ids in texts]
 
 
-def different(texts: list[ndarray], V) -> tuple[list, ndarray]:
-    """The different tokens of each text, ascending, and (V,) how many of the texts have each token."""
-    own = list(map(np.unique, texts))
-    return own, np.bincount(np.concatenate(own), minlength=V)
+def distinct(texts: list[ndarray], V) -> tuple[list, ndarray]:
+    """The distinct tokens of each text, ascending, and (V,) how many texts have each token."""
+    tokens = list(map(np.unique, texts))
+    return tokens, np.bincount(np.concatenate(tokens), minlength=V)
 
 
 def texts(data, split, language) -> Iterator[list[ndarray]]:

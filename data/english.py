@@ -1,6 +1,6 @@
-"""English that stands in packages: the documentation in Python files.
+"""English prose from installed packages: the documentation in their Python files.
 
-They are read with `ast`: nothing is imported or run.
+The files are parsed with `ast`, never imported or run.
 """
 
 import ast
@@ -21,15 +21,15 @@ from data.files import Records, split_of
 
 ROOTS = {"python": Path(sysconfig.get_path("stdlib"))}
 for name in ("numpy", "torch"):
-    ROOTS[name] = Path(importlib.util.find_spec(name).origin).parent  # it is not imported
+    ROOTS[name] = Path(importlib.util.find_spec(name).origin).parent  # without importing it
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
-@cache  # a laboratory's two corpora, and the pieces that they are cut into, are made from it
+@cache  # both cipher corpora and their pieces are made from it
 def pydocs() -> Records:
-    """A document is the prose in the docstrings of a source file, split by a hash of the file's name.
+    """A document is the prose in the docstrings of a source file. A hash of the file name chooses its split.
 
-    A paragraph counts where it first appears.
+    A repeated paragraph is kept only where it first appears.
     """
     seen, rows = set(), []
     for name, paragraphs in tqdm(python_files(), desc="reading", disable=None):
@@ -41,16 +41,16 @@ def pydocs() -> Records:
 
 
 def python_files() -> Iterator[tuple[str, Iterator[str]]]:
-    """The paragraphs of the documentation in each source file of ROOTS."""
-    found = {}
-    for name, root in ROOTS.items():
+    """(name, paragraphs of its documentation) of each source file in ROOTS."""
+    files = {}
+    for package, root in ROOTS.items():
         for path in root.rglob("*.py"):
-            inside = path.relative_to(root)
-            if SKIPPED.isdisjoint(inside.parts):
-                found[f"{name}/{inside.as_posix()}"] = path
-    for name, path in sorted(found.items()):
+            relative = path.relative_to(root)
+            if SKIPPED.isdisjoint(relative.parts):
+                files[f"{package}/{relative.as_posix()}"] = path
+    for name, path in sorted(files.items()):
         texts = []
-        # a file that does not parse has none; the last two are raised where code is nested too deeply
+        # no text if the file does not parse; the last two errors mean that its code is nested too deeply
         with suppress(SyntaxError, ValueError, RecursionError, MemoryError):
             with warnings.catch_warnings(action="ignore", category=SyntaxWarning):
                 texts = list(documentation(ast.parse(path.read_bytes())))
@@ -58,11 +58,11 @@ def python_files() -> Iterator[tuple[str, Iterator[str]]]:
 
 
 DEFINITIONS = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-ADD_DOC = re.compile(r"_?add_(docstr|newdoc)")  # torch's and numpy's calls that document compiled functions
+ADD_DOC = re.compile(r"_?add_(docstr|newdoc)")  # how torch and numpy document compiled functions
 
 
 def documentation(node: ast.AST) -> Iterator[str]:
-    """Docstrings, texts given to ADD_DOC, and those assigned to `__doc__` and to pydoc's `topics` (the manual)."""
+    """Docstrings, strings passed to ADD_DOC, and those assigned to `__doc__` or to pydoc's `topics` (the manual)."""
     if isinstance(node, DEFINITIONS):
         yield ast.get_docstring(node) or ""
     elif isinstance(node, ast.Assign) and name_of(node.targets[0]) in ("__doc__", "topics"):
@@ -74,7 +74,7 @@ def documentation(node: ast.AST) -> Iterator[str]:
         yield from documentation(node.value)
     for field in ("decorator_list", "body", "orelse", "handlers", "finalbody", "cases"):
         children = getattr(node, field, ())
-        if isinstance(children, list):  # the body of a lambda is not one
+        if isinstance(children, list):  # the body of a lambda is a single node
             for child in children:
                 yield from documentation(child)
 
@@ -84,7 +84,7 @@ def name_of(node: ast.expr) -> str:
 
 
 def literals(node: ast.expr) -> Iterator[str]:
-    """The strings in an expression, also within +, %, .format(...), tuples, lists and the values of dictionaries."""
+    """The strings in an expression: also inside +, %, .format(...), tuples, lists and dictionary values."""
     match node:
         case ast.Constant(value=str(text)):
             yield text
@@ -99,24 +99,24 @@ def literals(node: ast.expr) -> Iterator[str]:
                 yield from literals(element)
 
 
-MIN_WORDS = 5  # of a paragraph
-MARKUP = [  # what marks words up, and what is left of it
+MIN_WORDS = 5  # in a paragraph
+MARKUP = [  # (pattern, replacement)
     (re.compile(r":[\w:]+:`[~!]?([^`<]*?)(?:\s*<[^`]*>)?`"), r"\1"),  # :func:`~torch.abs`
     (re.compile(r"`([^`<]+?)\s*<[^`]*>`_+"), r"\1"),  # `text <address>`_
     (re.compile(r"(``?|\*\*?)(?=\S)([^`*\n]*?\S)\1_*"), r"\2"),  # ``code``, `code`, **strong**, *emphasis*
     (re.compile(r"^(?:[-*+•]|\d+[.)]|\.\. note::|Notes?:|Warning:|Returns:|Yields:)\s+"), ""),
     (re.compile(r"::$"), ":"),
 ]
-HEADER = re.compile(r"^[^\n]+\n\s*[-=~^\"*]{3,}[ \t]*$", re.MULTILINE)  # a line that is underlined
-PLAIN = re.compile(r"""["'“(]*[A-Za-z’'-]+[)"'”]*[.,;:!?]*[)"'”]*""")  # a word of a sentence
+HEADER = re.compile(r"^[^\n]+\n\s*[-=~^\"*]{3,}[ \t]*$", re.MULTILINE)  # an underlined heading
+PLAIN = re.compile(r"""["'“(]*[A-Za-z’'-]+[)"'”]*[.,;:!?]*[)"'”]*""")  # a plain word, maybe quoted or with punctuation
 
 
 def sentences(text: str) -> Iterator[str]:
-    """The paragraphs that are sentences, each in one line, without markup: no doctests, formulas, tables and so on."""
+    """The paragraphs that are prose, each on one line, without markup: no doctests, formulas, tables and so on."""
     for block in re.split(r"\n[ \t]*\n", HEADER.sub("\n", text)):
         block = " ".join(block.split())
-        for pattern, kept in MARKUP:
-            block = pattern.sub(kept, block)
+        for pattern, replacement in MARKUP:
+            block = pattern.sub(replacement, block)
         words = block.split()
         if len(words) < MIN_WORDS or not block[0].isupper() or block[-1] not in ".!?:":
             continue

@@ -1,6 +1,6 @@
-"""Readers of the files that texts come in: documents and translation pairs, plain, .gz or .xz.
+"""Readers of text files: documents and translation pairs, plain, .gz or .xz.
 
-What cannot be read is a ValueError or an OSError of one line, which names the file and, where it is known, the line.
+A file that cannot be read raises a one-line ValueError or OSError with its name and, if known, the line number.
 """
 
 import gzip
@@ -12,18 +12,17 @@ import re
 import sys
 import zlib
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from functools import cache
 from itertools import chain, groupby, islice, zip_longest
 from pathlib import Path
 
 SPLITS = ("train", "valid", "test")
 SPLIT_NAMES = {name: name for name in SPLITS} | {"val": "valid", "validation": "valid", "dev": "valid"}
-HEAD = 1000  # lines at the beginning of a text file that decide what its documents are
-LONGEST_BLOCK = 100_000  # lines: a longer one is several documents
+HEAD = 1000  # the number of lines at the start of a text file that decide what its documents are
+LONGEST_BLOCK = 100_000  # lines in a document; a longer block is split
 COMPRESSED = {".gz": gzip.open, ".xz": lzma.open}
 JSON = (".json", ".jsonl", ".ndjson")
-# What a folder of text may hold besides, and is passed over; and files of text in a form that is not read.
+# Files that are not text, skipped in a folder; then formats that may contain text, but are not supported.
 NO_TEXT = re.compile(
     r"^(readme|licen[cs]e|notice|dataset_infos?)\b|\.(png|jpe?g|gif|webp|svg|ico|mp[34]|wav|flac|avi|so|dll|exe|pyc"
     r"|np[yz]|bin|pth?|safetensors|ckpt|pkl|h5|db|sqlite|lock|idx)$"
@@ -33,7 +32,7 @@ Records = Iterable[tuple[str, ...]]  # (split, text) or (split, first text, seco
 
 
 def split_of(key: str, valid: float, test: float) -> str:
-    """The split that a hash of `key` chooses, given the shares of valid and test. Equal keys share a split."""
+    """The split chosen by a hash of `key`, given the shares of valid and test. Equal keys share a split."""
     digest = hashlib.sha256(key.encode("utf-8", "replace")).digest()
     share = int.from_bytes(digest[:8], "big") / 2**64
     if share < valid:
@@ -42,52 +41,52 @@ def split_of(key: str, valid: float, test: float) -> str:
 
 
 def named_split(path: Path) -> str | None:
-    """The split that a relative path names, as in valid-00001.jsonl, shard.test.txt.gz or train/a.txt."""
+    """The split in a relative path such as valid-00001.jsonl, shard.test.txt.gz or train/a.txt."""
     words = re.split(r"[._/-]", path.as_posix().lower())
     return next((SPLIT_NAMES[word] for word in words if word in SPLIT_NAMES), None)
 
 
 def source_files(source: Path) -> list[Path]:
-    """The file itself, or the files under a folder and under its links, sorted, each once. None of them is hidden."""
+    """The file itself, or all files under a folder, sorted. Follows links, skips hidden files, lists each file once."""
     if source.is_file():
         return [source]
-    found = {}  # the real path of each folder and file -> the first under which it was found
+    paths = {}  # real path of a folder or file -> the path it was first found at
 
-    def closed(error: OSError):
+    def report(error: OSError):
         if isinstance(error, PermissionError):
-            say_unread(source, "they may not be opened", error.filename)
+            say_skipped(source, "permission denied", error.filename)
 
-    for folder, inside, names in os.walk(source, followlinks=True, onerror=closed):
-        if found.setdefault(os.path.realpath(folder), folder) != folder:  # two links lead here, or a circle of them
-            inside.clear()
+    for folder, subfolders, names in os.walk(source, followlinks=True, onerror=report):
+        if paths.setdefault(os.path.realpath(folder), folder) != folder:  # already seen through another link
+            subfolders.clear()
             continue
-        inside[:] = [name for name in sorted(inside) if not name.startswith(".")]
+        subfolders[:] = [name for name in sorted(subfolders) if not name.startswith(".")]
         for path in (Path(folder, name) for name in sorted(names) if not name.startswith(".")):
-            if path.is_file():  # a pipe and a broken link are none
-                found.setdefault(os.path.realpath(path), path)
-    return sorted(path for path in found.values() if isinstance(path, Path))
+            if path.is_file():  # not a pipe or a broken link
+                paths.setdefault(os.path.realpath(path), path)
+    return sorted(path for path in paths.values() if isinstance(path, Path))
 
 
 def text_files(source: Path, *endings: str) -> list[Path]:
-    """The `source_files` that may hold documents, with one of the endings; says in a line which are not read."""
-    found, left = [], []
+    """The `source_files` with one of the endings that may contain documents. Reports the files skipped."""
+    paths, skipped = [], []
     for path in source_files(source):
         name = uncompressed_name(path).lower()
         if path == source or (name.endswith(endings or "") and not NO_TEXT.search(name)):
-            found.append(path)
+            paths.append(path)
         else:
-            left.append(path.name)
-    say_unread(source, "by their names they hold no text for training; a file given alone is read", *left)
-    return found
+            skipped.append(path.name)
+    say_skipped(source, "their names do not look like training text; pass a file alone to read it", *skipped)
+    return paths
 
 
-def say_unread(source: Path, why: str, *names: str):
+def say_skipped(source: Path, reason: str, *names: str):
     if names:
-        say(f"not read in {source}: {len(names):,} files ({', '.join(names[:3])}), as {why}")
+        say(f"skipped {len(names):,} file(s) in {source} ({', '.join(names[:3])}): {reason}")
 
 
 def one_of(folder: Path, *names: str) -> Path:
-    """The first of these files that the folder has, plain or compressed."""
+    """The first of these files that exists in the folder, plain or compressed."""
     for name in names:
         for suffix in ("", ".gz", ".xz"):
             path = folder / f"{name}{suffix}"
@@ -105,20 +104,20 @@ def uncompressed_name(path: Path) -> str:
 
 
 def read_lines(path: Path) -> Iterator[str]:
-    """The lines of a UTF-8 file, each with a line feed, without the byte order mark that some programs begin it with.
+    """The lines of a UTF-8 file, each ending in a line feed, without a byte order mark.
 
-    Lines may end in CR LF. A lone CR ends a line only where a file has no line feed; elsewhere it is part of a text, so
-    that files of pairs stay aligned.
+    Lines may end in CR LF. A lone CR ends a line only if the file has no line feed; otherwise it is text, so that the
+    files of a language pair stay aligned.
     """
     open_file = COMPRESSED.get(path.suffix.lower(), open)
     try:
         with open_file(path, "rt", encoding="utf-8-sig", newline="\n") as file:
             for number, line in enumerate(file, start=1):
                 if 3 * line.count("\0") > len(line):
-                    raise ValueError(f"{path} is not UTF-8: line {number:,} has bytes of 0, as UTF-16 has")
-                is_all = number == 1 and not line.endswith("\n")
+                    raise ValueError(f"{path} is not UTF-8: line {number:,} has many zero bytes, as in UTF-16")
+                is_only_line = number == 1 and not line.endswith("\n")
                 text = line.removesuffix("\n").removesuffix("\r")
-                for part in text.split("\r") if is_all else [text]:
+                for part in text.split("\r") if is_only_line else [text]:
                     yield f"{part}\n"
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8: {error.reason}") from error
@@ -127,14 +126,14 @@ def read_lines(path: Path) -> Iterator[str]:
 
 
 def read_documents(path: Path, blocks: bool = False) -> Iterator[str]:
-    """The documents of a file: the rows of Parquet and of JSON lines, and the blocks or lines of plain text.
+    """The documents of a file: the rows of Parquet or JSON lines, the blocks or lines of plain text.
 
-    JSON lines are known by the name. In plain text every line is a document, but where blank lines are regular (or
-    `blocks` says so) the blocks between them are.
+    The file name determines the format. In plain text, blocks between blank lines are documents if the blank lines are
+    regular or `blocks` is true; otherwise lines are.
     """
     name = uncompressed_name(path).lower()
     if UNREAD.search(name):
-        raise ValueError(f"{path} is not read: give its text as plain text, JSON lines or Parquet, plain, .gz or .xz")
+        raise ValueError(f"{path}: unsupported format; pass plain text, JSON lines or Parquet (plain, .gz or .xz)")
     if name.endswith(".parquet"):
         yield from read_parquet(path)
         return
@@ -144,12 +143,12 @@ def read_documents(path: Path, blocks: bool = False) -> Iterator[str]:
     if name.endswith(JSON):
         for number, line in enumerate(lines, start=1):
             if line.strip():
-                row = {}
-                with suppress(ValueError, RecursionError):  # the second where it is nested too deeply
-                    row = json.loads(line)
-                text = row.get("text") if isinstance(row, dict) else None
+                try:
+                    text = json.loads(line)["text"]
+                except (ValueError, TypeError, KeyError, RecursionError):  # the last one: nested too deeply
+                    text = None
                 if not isinstance(text, str):
-                    raise ValueError(f"{path}, line {number}: no JSON object with a string named 'text'")
+                    raise ValueError(f"{path}, line {number}: not a JSON object with a string 'text'")
                 yield text
     elif blocks or are_blocks(head):
         say(f"{path.parent}: every block between blank lines is a document")
@@ -163,30 +162,30 @@ def read_documents(path: Path, blocks: bool = False) -> Iterator[str]:
 
 @cache
 def say(line: str):
-    """Once, however many files of a folder it is true of."""
+    """Prints each distinct line once, not for every file of a folder."""
     print(line, file=sys.stderr)
 
 
 def are_blocks(head: list[str]) -> bool:
-    """Whether blank lines are regular: most of the lines are in blocks of 100 at most, of which there are two."""
+    """Whether blank lines are regular: two or more blocks, and at least half of the lines in blocks of up to 100."""
     sizes = [block.count("\n") for block in re.split(r"\n(?:[^\S\n]*\n)+", "".join(head).strip() + "\n")]
     return len(sizes) > 1 and 2 * sum(size for size in sizes if size <= 100) >= sum(sizes)
 
 
 def read_parquet(path: Path) -> Iterator[str]:
     """The column "text"; a missing value is an empty text."""
-    from pyarrow import ArrowException, parquet  # not above: no other file needs it
+    from pyarrow import ArrowException, parquet  # optional dependency
 
     try:
         for batch in parquet.ParquetFile(path).iter_batches(batch_size=64, columns=["text"]):
             texts = batch["text"].cast("large_string").to_pylist()
             yield from (text or "" for text in texts)
-    except (ArrowException, KeyError, OSError, UnicodeDecodeError) as error:  # a damaged file gives any of these
+    except (ArrowException, KeyError, OSError, UnicodeDecodeError) as error:  # a damaged file raises any of these
         raise ValueError(f"{path} cannot be read: {error}".splitlines()[0]) from error
 
 
 def has_words(text: str) -> bool:
-    """Whether blanks part its words. In Greenlandic these have 15 letters in the mean; in Thai blanks part phrases."""
+    """Whether spaces separate words, not phrases as in Thai. Even Greenlandic words average only 15 letters."""
     words = text.split()
     return sum(map(len, words)) < 16 * len(words)
 
@@ -196,7 +195,7 @@ def has_words(text: str) -> bool:
 
 
 def read_pairs(*paths: Path) -> Iterator[tuple[str, str]]:
-    """The lines of two aligned files or of one .tsv, stripped. A line without two texts is a ValueError."""
+    """The stripped lines of two aligned files or of one .tsv. Raises ValueError if a line is not two texts."""
     if len(paths) == 1:
         rows = (line.split("\t") for line in read_lines(paths[0]))
     else:
@@ -205,12 +204,12 @@ def read_pairs(*paths: Path) -> Iterator[tuple[str, str]]:
         texts = tuple(text.strip() for text in row)
         if len(texts) != 2 or not all(texts):
             names = " and ".join(path.name for path in paths)
-            raise ValueError(f"{names} in {paths[0].parent}, line {number}: not two texts")
+            raise ValueError(f"{names} in {paths[0].parent}, line {number}: expected two texts")
         yield texts
 
 
 def read_sides(folder: Path, sides: tuple[str, str], *names: str) -> Iterator[tuple[str, str]]:
-    """The lines of NAME.de beside those of NAME.en, where `sides` are de and en, of the first name that there is."""
+    """Pairs from NAME.de and NAME.en if `sides` is ("de", "en"), for the first of the names that exists."""
     return read_pairs(*[one_of(folder, *(f"{name}.{side}" for name in names)) for side in sides])
 
 
@@ -226,8 +225,8 @@ def sha256(path: Path) -> str:
 
 
 def checksum(meta: dict) -> str:
-    """One hash of the data: of every file, count and the tokenizer, but not of where they come from."""
-    place = ("name", "source", "versions", "checksum")
-    data = {key: meta[key] for key in meta if key not in place}
+    """A hash of the data: of every file, every count and the tokenizer, but not of their origin."""
+    origin = ("name", "source", "versions", "checksum")
+    data = {key: meta[key] for key in meta if key not in origin}
     text = json.dumps(data, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""A folder that `python -m data.prepare` wrote: checked, and its tokens mapped into memory."""
+"""Opens a folder written by `python -m data.prepare`: checks it and maps its tokens into memory."""
 
 import hashlib
 import json
@@ -17,21 +17,21 @@ from torch import Tensor
 from data.files import PREPARED, SPLITS, checksum, say, sha256, source_files
 from data.tokenizers import KINDS, Tokenizer, load_tokenizer
 
-HASHED_UP_TO = 1 << 30  # bytes; hashing a larger file takes seconds at every start, so only its size is compared
-AGAIN = "remove the folder and prepare it again: python -m data.prepare --help says how"
+HASHED_UP_TO = 1 << 30  # bytes; larger files take seconds to hash, so only their size is checked
+AGAIN = "remove the folder and prepare it again: python -m data.prepare --help shows how"
 
 
 def ready(name: str, kind=None, make=True) -> Path:
-    """data/prepared/NAME, or the prepared folder called `name`.
+    """data/prepared/NAME, or the prepared folder at path `name`.
 
-    Where `make` says so a corpus that packages contain is prepared now, and so are the user's texts, of a kind as in
-    data.corpora, under a vocabulary of their own. Of each state of their files, by size and time, a folder is kept.
+    With `make`, prepares a corpus of installed packages or the user's texts at path `name`. Texts become a corpus of
+    this kind (see data.corpora) with its own vocabulary, in a new folder whenever the size or time of a file changes.
     """
     folder, source, options = PREPARED / name, Path(name).resolve(), {}
-    for place in (folder, Path(name)):
-        if (place / "meta.json").exists() or (place / "train.bin").exists():
-            return place
-    from data.prepare import CORPORA, prepare  # not above: what is prepared is read without the readers of all corpora
+    for path in (folder, Path(name)):
+        if (path / "meta.json").exists() or (path / "train.bin").exists():
+            return path
+    from data.prepare import CORPORA, prepare  # only here: a prepared folder does not need these modules
 
     if name not in CORPORA and source.exists():
         files = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in source_files(source)]
@@ -41,18 +41,18 @@ def ready(name: str, kind=None, make=True) -> Path:
     elif name not in CORPORA or not CORPORA[name].packages:
         return folder
     if make and not folder.exists():
-        say(f"preparing {name}, once: {folder} will have it")
-        with suppress(FileExistsError):  # another process may be faster
+        say(f"preparing {name} once, in {folder}")
+        with suppress(FileExistsError):  # another process may finish first
             prepare(name, out=folder, **options)
     return folder
 
 
 def read_meta(folder: Path) -> dict:
-    """meta.json of a prepared folder. FileNotFoundError or ValueError names the file that is missing or has changed."""
+    """meta.json of a prepared folder. Raises FileNotFoundError or ValueError if a file is missing or has changed."""
     path = folder / "meta.json"
     if not path.is_file():
-        how = f"python -m data.prepare {folder.name} prepares it, if it is a corpus of data/README.md"
-        raise FileNotFoundError(f"no prepared data in {folder}, nor is there such a text: {how}")
+        hint = f"python -m data.prepare {folder.name} prepares it if data/README.md lists it"
+        raise FileNotFoundError(f"no prepared data in {folder}, and no text of that name: {hint}")
     try:
         meta = json.loads(path.read_text())
         intact = meta["checksum"] == checksum(meta)
@@ -70,7 +70,7 @@ def read_meta(folder: Path) -> dict:
 
 
 def map_numbers(file: Path, dtype: str, count: int) -> ndarray:
-    """The numbers in a file, which stay on the disk until they are used."""
+    """Memory-maps the numbers in a file. Raises ValueError if there are not `count`."""
     size, expected = file.stat().st_size, count * np.dtype(dtype).itemsize
     if size != expected:
         raise ValueError(f"{file} has {size:,} bytes instead of {expected:,}; {AGAIN}")
@@ -78,55 +78,56 @@ def map_numbers(file: Path, dtype: str, count: int) -> ndarray:
 
 
 class Spans(NamedTuple):
-    """R rows of P texts each, as places in the tokens of a split. A window has one text, a pair has two."""
+    """R rows of P texts each, as spans of a split's tokens. A window has one text, a pair has two."""
 
     language: ndarray  # (R,) index into the data's `languages`
-    starts: ndarray  # (R, P) where each text begins
-    sizes: ndarray  # (R, P) how many tokens it has
+    starts: ndarray  # (R, P) first token of each text
+    sizes: ndarray  # (R, P) number of tokens
 
     @property
     def lengths(self) -> ndarray:
-        """(R,) the tokens of each row: `<s>` and its texts."""
+        """(R,) number of tokens in each row: `<s>` and its texts."""
         return 1 + self.sizes.sum(axis=1)
 
-    def take(self, which: ndarray | slice) -> "Spans":
-        return Spans(*(array[which] for array in self))
+    def take(self, rows: ndarray | slice) -> "Spans":
+        return Spans(*(array[rows] for array in self))
 
 
 @dataclass(eq=False)
 class Prepared:
-    """A folder that `python -m data.prepare` wrote. FileNotFoundError or ValueError: missing, damaged, another kind."""
+    """A prepared folder. Raises FileNotFoundError or ValueError if it is missing, damaged or of another kind."""
 
     folder: Path
-    block_size: int  # T, the tokens of the longest row
-    micro_tokens: int  # the most tokens of a micro-batch, padding included
+    block_size: int  # T, the maximum number of tokens in a row
+    micro_tokens: int  # the maximum number of tokens in a micro-batch, padding included
     micros_per_step: int = 1
     seed: int = 0
 
-    kind = None  # of the corpora that the class reads, see data.corpora; None: any
+    kind = None  # the kind of corpus that the class reads, see data.corpora; None: any
 
     @classmethod
     def open(cls, name: str, config, context, **options) -> "Prepared":
-        """The corpus `name`, or the prepared folder `name`, read as a script's config says; see `ready`."""
+        """Opens the corpus or prepared folder `name` (see `ready`) with the sizes in a script's config."""
         folder = ready(name, cls.kind, make=context.rank == 0)
         context.barrier()
         sizes = config.block_size, config.micro_tokens, config.batch_tokens // config.micro_tokens
         return cls(folder, *sizes, config.seed, **options)
 
     def __post_init__(self):
-        self.batch_size, rest = divmod(self.micro_tokens, self.block_size)  # B, where all rows are equally long
+        self.batch_size, rest = divmod(self.micro_tokens, self.block_size)  # B, if all rows have T tokens
         if self.batch_size == 0 or (rest and self.kind != "pairs"):
-            raise ValueError(f"micro_tokens {self.micro_tokens} must hold rows of block_size {self.block_size} tokens")
+            bound = "at least" if self.kind == "pairs" else "a multiple of"
+            raise ValueError(f"micro_tokens = {self.micro_tokens} must be {bound} block_size = {self.block_size}")
         self.meta = meta = read_meta(self.folder)
         if self.kind not in (None, meta["kind"]):
-            found = f"{self.folder} holds {meta['name']!r}, a corpus of {meta['kind']}"
-            raise ValueError(f"{found}; {type(self).__name__} reads {self.kind}: data/README.md lists them")
+            corpus = f"{self.folder} contains {meta['name']!r}, a corpus of {meta['kind']}"
+            raise ValueError(f"{corpus}; {type(self).__name__} reads {self.kind}: see data/README.md")
         self.checksum = meta["checksum"]
         self.vocab_size = meta["tokenizer"]["vocab_size"]
-        self.languages = sorted(meta.get("languages", []))  # J languages, or pairs of them
+        self.languages = sorted(meta.get("languages", []))  # J languages or language pairs
         self.tokens = {}  # split -> (N,)
-        self.index = {}  # split -> (2 * pairs + 1,): where each text of a pair begins, and the end
-        self.streams = {}  # split -> (J, 2): the number of each language's first token (or pair), and its count
+        self.index = {}  # split -> (2 * pairs + 1,): the position of each text's first token, and the end
+        self.streams = {}  # split -> (J, 2): the index of each language's first token (or pair), and their count
         unit = "pairs" if meta["kind"] == "pairs" else "tokens"
         for split, total in meta["splits"].items():
             file = self.folder / f"{split}.bin"
@@ -134,7 +135,7 @@ class Prepared:
             if unit == "pairs":
                 self.index[split] = map_numbers(file.with_suffix(".idx"), "int64", 2 * total["pairs"] + 1)
             counts = [meta["languages"][language][split] for language in self.languages]
-            self.streams[split] = np.array([[own["first"], own[unit]] for own in counts], dtype=np.int64)
+            self.streams[split] = np.array([[count["first"], count[unit]] for count in counts], dtype=np.int64)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -142,11 +143,11 @@ class Prepared:
         return load_tokenizer(self.folder / kind.filename)
 
     def random(self, purpose, split, *key) -> np.random.Generator:
-        """The generator of one batch."""
+        """The random generator of one batch."""
         return np.random.default_rng((purpose, self.seed, SPLITS.index(split), *key))
 
     def log_frequencies(self) -> Tensor:
-        """(V,) the log of each token's share of the training text, counted in at most 16 million of its tokens."""
+        """(V,) log share of each token in the training text, estimated from at most 16 million tokens."""
         tokens = self.tokens["train"]
         every = 1 + len(tokens) // 2**24
         counts = np.bincount(tokens[::every], minlength=self.vocab_size) + 1
@@ -154,11 +155,11 @@ class Prepared:
         return torch.from_numpy(np.log(shares)).float()
 
     def stream(self, split, language: str) -> tuple[int, int]:
-        """The number of the first token (or pair) of a language, and how many it has."""
+        """The index of a language's first token (or pair), and their count."""
         return tuple(self.streams[split][self.languages.index(language)].tolist())
 
     def pairs(self, split, numbers: ndarray) -> Spans:
-        """The pairs of a split that have these numbers (R,). The size of each text includes its `</s>`."""
+        """The pairs of a split with these numbers (R,). The size of each text includes its `</s>`."""
         first = self.streams[split][:, 0]
         language = first.searchsorted(numbers, side="right") - 1
         texts = 2 * numbers[:, None] + np.array([0, 1])  # (R, 2)
@@ -167,7 +168,7 @@ class Prepared:
         return Spans(language, starts, ends - starts)
 
     def texts(self, split, language: str) -> tuple[list, list]:
-        """The first and the second texts of a language pair in "valid" or "test", as they were written."""
+        """The original first and second texts of a language pair in "valid" or "test"."""
         first, count = self.stream(split, language)
         with (self.folder / f"{split}.jsonl").open(encoding="utf-8") as file:
             pairs = list(map(json.loads, islice(file, first, first + count)))

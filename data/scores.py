@@ -1,7 +1,4 @@
-"""The scores of XTREME's tasks, as the benchmark computes them, and those of translations, as sacrebleu does.
-
-Beside them stands what needs no network: a guess, what counting words reaches, and a translation memory.
-"""
+"""The scores of XTREME's tasks, computed as the benchmark does, and baselines without a network: guessing, counting."""
 
 import math
 import re
@@ -14,11 +11,10 @@ from itertools import chain, pairwise
 from operator import eq
 from statistics import fmean, median, mode
 
-from data.counting import large, looked_up, remembered
+from data.bleu import Scores, mean
 from data.xtreme import TASKS, Example
 
-Scores = dict[str, float]  # metric -> percent
-ASCII = dict.fromkeys(map(ord, string.punctuation))  # for `str.translate` to leave out
+ASCII = dict.fromkeys(map(ord, string.punctuation))  # a table for `str.translate` that deletes ASCII punctuation
 ARTICLES = {
     "en": r"\b(a|an|the)\b",
     "es": r"\b(un|una|unos|unas|el|la|los|las)\b",
@@ -29,68 +25,24 @@ ARTICLES = {
 
 
 def score_task(task, language, gold: list, predicted: list) -> Scores:
-    """gold: of each example, as in `Example`; predicted: tags, an answer or a label."""
+    """gold: `Example.gold` of each example; predicted: tags, an answer or a label for each."""
     kind = TASKS[task].kind
     if kind == "tags":
         return {"f1": 100 * f1(entities(gold), entities(predicted))}
     if kind == "label":
         return {"accuracy": 100 * fmean(map(eq, gold, predicted))}
     words_of = {"mlqa": partial(mlqa_words, language=language), "spans": list}.get(task, squad_words)
-    shared, exact = [], []
+    overlaps, exact = [], []
     for answers, answer in zip(gold, predicted):
         words = words_of(answer)
-        right = [words_of(text) for text, _ in answers]
-        shared.append(max(f1(words, one) for one in right))
-        exact.append(words in right)
-    return {"f1": 100 * fmean(shared), "em": 100 * fmean(exact)}
-
-
-def score_translations(translations: list, references: list, language: str) -> dict:
-    """BLEU and chrF2++ of a corpus. Both sides are texts as people write them: sacrebleu finds the words itself.
-
-    Raises ImportError where what it needs for Japanese or Korean is not installed.
-    """
-    from sacrebleu import BLEU, CHRF  # not above: no other score needs it
-
-    code, *_ = re.split("[-_]", language)  # zh of zh_Hans
-    try:
-        bleu = BLEU(trg_lang=code)
-    except RuntimeError as error:
-        raise ImportError(f"BLEU needs more for {language!r}: {error}") from error
-    scores = {}
-    for name, metric in {"bleu": bleu, "chrf": CHRF(word_order=2)}.items():
-        scores[name] = metric.corpus_score(translations, [references]).score
-        scores[f"{name}_signature"] = str(metric.get_signature())
-    return scores
-
-
-def score_counting(data) -> dict[str, dict]:
-    """Test scores of a translation memory and of a lookup, token by token: their means, and those of each pair of
-    languages in `pairs`; {} where there is too much text to search it."""
-    found = {}
-    for name, method in {"memory": remembered, "lookup": looked_up}.items():
-        pairs = {}
-        for language in () if large(data) else data.languages:
-            translations = method(data, language)
-            if translations:
-                _, references = data.texts("test", language)
-                pairs[language] = score_translations(translations, references, data.target)
-        found[name] = mean(pairs.values()) | {"pairs": pairs} if pairs else {}
-    return found
-
-
-def mean(scores: Iterable[dict]) -> Scores:
-    """The mean of each metric over languages, or pairs of them; {} where there are none."""
-    values = defaultdict(list)
-    for own in scores:
-        for metric, value in own.items():
-            if not isinstance(value, str):  # sacrebleu's signature
-                values[metric].append(value)
-    return {metric: fmean(own) for metric, own in values.items()}
+        references = [words_of(text) for text, _ in answers]
+        overlaps.append(max(f1(words, reference) for reference in references))
+        exact.append(words in references)
+    return {"f1": 100 * fmean(overlaps), "em": 100 * fmean(exact)}
 
 
 def gap(languages: dict[str, Scores]) -> Scores:
-    """English minus the mean of the other languages (XLM-E table 7), of each metric; {} where there are not both."""
+    """English minus the mean of the other languages (XLM-E table 7), for each metric; {} without both."""
     others = languages.copy()
     english = others.pop("en", {})
     means = mean(others.values())
@@ -98,7 +50,7 @@ def gap(languages: dict[str, Scores]) -> Scores:
 
 
 def f1(one: Collection, two: Collection) -> float:
-    """Of two bags of words or of entities; 0 where they share none, even if both are empty, as in SQuAD's script."""
+    """F1 of two bags of words or of entities; 0 if they share none, even if both are empty, as in SQuAD's script."""
     shared = Counter(one) & Counter(two)
     return 2 * shared.total() / max(1, len(one) + len(two))
 
@@ -106,21 +58,20 @@ def f1(one: Collection, two: Collection) -> float:
 def entities(sentences: list[list[str]]) -> set[tuple]:
     """(sentence, first word, last word, class) of every entity.
 
-    Of tags without B- and I-, such as UPOS, a run of equal ones is an entity. That is how seqeval 0.0.12 read them,
-    which XTREME used, and it took each SYM and SCONJ for an entity of its own (S- stood for a single).
+    If tags have no B- and I-, as in UPOS, an entity is a run of equal tags. This follows seqeval 0.0.12, which XTREME
+    used; it reads a leading S as a single-token entity, so every SYM and SCONJ is one.
     """
-    found = set()
+    spans = set()
     for number, tags in enumerate(sentences):
-        begin, before = 0, "O"  # of the present entity; the tag of the last word
-        for place, tag in enumerate([*tags, "O"]):
+        begin, before = 0, "O"  # of the current entity; the previous word's tag
+        for word, tag in enumerate([*tags, "O"]):
             kind = tag.removeprefix("B-").removeprefix("I-")
-            alone = tag.startswith(("B-", "S"))
-            if alone or kind != before:
+            if kind != before or tag.startswith(("B-", "S")):
                 if before != "O":
-                    found.add((number, begin, place - 1, before))
-                begin = place
+                    spans.add((number, begin, word - 1, before))
+                begin = word
             before = kind
-    return found
+    return spans
 
 
 def squad_words(text: str) -> list[str]:
@@ -130,7 +81,7 @@ def squad_words(text: str) -> list[str]:
 
 
 def mlqa_words(text: str, language: str) -> list[str]:
-    """MLQA: as SQuAD's, with Unicode's punctuation, the language's articles, and every Chinese character a word."""
+    """MLQA: also without Unicode punctuation, with the language's own articles; each Chinese character is a word."""
     text = text.lower().translate(ASCII)
     text = "".join(letter for letter in text if unicodedata.category(letter)[0] != "P")
     if language in ARTICLES:
@@ -141,51 +92,47 @@ def mlqa_words(text: str, language: str) -> list[str]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Tasks without a network
+# Baselines without a network
 
-Predictor = Callable[[list[Example]], list]  # examples -> the prediction for each
+Predictor = Callable[[list[Example]], list]  # examples -> a prediction for each
 
 
 def guess(kind: str, train: list[Example], examples: list[Example]) -> list:
-    """The most frequent tag or label; of a text its first words, as many as answers have (the median).
+    """Predicts the most frequent tag or label; for an answer, the first words of the text, as many as the median answer
+    has.
 
-    Words end at white space, so the guess is often a whole sentence or more in Chinese, Japanese, Thai and ciphers.
+    Words end at white space, so a guess in Chinese, Japanese, Thai or a cipher is often a whole sentence or more.
     """
     if kind == "label":
-        return [mode(one.gold for one in train)] * len(examples)
+        return [mode(example.gold for example in train)] * len(examples)
     if kind == "tags":
-        most = mode(chain.from_iterable(one.gold for one in train))
-        return [[most] * len(one.gold) for one in examples]
-    answers = chain.from_iterable(one.gold for one in train)
+        tag = mode(chain.from_iterable(example.gold for example in train))
+        return [[tag] * len(example.gold) for example in examples]
+    answers = chain.from_iterable(example.gold for example in train)
     size = round(median(len(text.split()) for text, _ in answers))
-    words = [one.texts[1].split() for one in examples]
-    return [" ".join(own[:size]) for own in words]
+    return [" ".join(example.texts[1].split()[:size]) for example in examples]
 
 
 def tags_by_word(train: list[Example]) -> Predictor:
-    """Tags each word with its most frequent tag in training, or with the most frequent of all where it is new."""
-    counts = defaultdict(Counter)  # word -> tag -> how often
-    for one in train:
-        for word, tag in zip(one.texts, one.gold):
+    """Tags each word with its most frequent tag in training, and a new word with the most frequent tag overall."""
+    counts = defaultdict(Counter)  # word -> tag -> count; None counts all words
+    for example in train:
+        for word, tag in zip(example.texts, example.gold):
             counts[word.lower()][tag] += 1
             counts[None][tag] += 1
-    tag_of = {word: max(own, key=own.get) for word, own in counts.items()}
-
-    def tags(example: Example) -> list[str]:
-        return [tag_of.get(word.lower(), tag_of[None]) for word in example.texts]
-
-    return lambda examples: list(map(tags, examples))
+    tag_of = {word: max(tags, key=tags.get) for word, tags in counts.items()}
+    return lambda examples: [[tag_of.get(word.lower(), tag_of[None]) for word in one.texts] for one in examples]
 
 
-def words_by_text(one: Example) -> set[tuple]:
-    """Every word once, with the number of its text: in a premise it says something else than in a hypothesis."""
-    return numbered(re.findall(r"\w+", text.lower()) for text in one.texts)
+def words_by_text(example: Example) -> set[tuple]:
+    """The distinct (number of the text, word): a word counts separately in a premise and in a hypothesis."""
+    return numbered(re.findall(r"\w+", text.lower()) for text in example.texts)
 
 
-def neighbours_by_text(one: Example) -> set[tuple]:
-    """As `words_by_text`, of texts without words: characters, neighbours, and the characters that both texts have."""
-    shared = set.intersection(*map(set, one.texts))
-    return numbered([*(chain(text, pairwise(text)) for text in one.texts), shared])
+def neighbours_by_text(example: Example) -> set[tuple]:
+    """The same for texts in ciphers: characters, pairs of neighbours, and the characters that both texts share."""
+    shared = set.intersection(*map(set, example.texts))
+    return numbered([*(chain(text, pairwise(text)) for text in example.texts), shared])
 
 
 def numbered(texts: Iterable[Iterable]) -> set[tuple]:
@@ -193,17 +140,17 @@ def numbered(texts: Iterable[Iterable]) -> set[tuple]:
 
 
 def labels_by_word(train: list[Example], words_of=words_by_text) -> Predictor:
-    """Chooses the likeliest label by naive Bayes over the words that an example shares with training."""
-    labels = Counter(one.gold for one in train)
+    """Predicts the most likely label by naive Bayes over the words that an example shares with training."""
+    labels = Counter(example.gold for example in train)
     counts = defaultdict(Counter)  # word -> label -> examples
-    for one in train:
-        for word in words_of(one):
-            counts[word][one.gold] += 1
+    for example in train:
+        for word in words_of(example):
+            counts[word][example.gold] += 1
 
     def likelihood(label: str, words: list[Counter]) -> float:
-        examples = labels[label] + 2  # one more that has each word, and one that has it not
-        shares = [(own[label] + 1) / examples for own in words]
-        return math.log(labels[label]) + math.fsum(map(math.log, shares))  # exact: words of a set have no order
+        examples = labels[label] + 2  # smoothing: one more with each word, and one without
+        shares = [(word[label] + 1) / examples for word in words]
+        return math.log(labels[label]) + math.fsum(map(math.log, shares))  # fsum: the order of the set does not matter
 
     def likeliest(example: Example) -> str:
         known = [counts[word] for word in words_of(example) if word in counts]
@@ -213,16 +160,16 @@ def labels_by_word(train: list[Example], words_of=words_by_text) -> Predictor:
 
 
 def answers_by_place(train: list[Example]) -> Predictor:
-    """Always the same characters of a text: as many as answers have (the median), where most of them stand."""
-    answers = [answer for one in train for answer in one.gold[:1]]
-    counts = Counter()  # of the answers over each place
+    """Predicts the same range of characters in every text: the median answer's length, where most answers lie."""
+    answers = [answer for example in train for answer in example.gold[:1]]
+    counts = Counter()  # index of a character -> answers that contain it
     for text, begin in answers:
         counts.update(range(begin, begin + len(text)))
     size = round(median(len(text) for text, _ in answers))
-    begin = max(range(max(counts) + 1), key=lambda begin: sum(counts[begin + place] for place in range(size)))
-    return lambda examples: [one.texts[1][begin : begin + size] for one in examples]
+    begin = max(range(max(counts) + 1), key=lambda begin: sum(counts[begin + i] for i in range(size)))
+    return lambda examples: [example.texts[1][begin : begin + size] for example in examples]
 
 
-# Kind of task, or task: what solves it by counting.
+# Task, or kind of task -> its counting baseline.
 COUNTING = {"tags": tags_by_word, "label": labels_by_word, "spans": answers_by_place}
 COUNTING["pairs"] = partial(labels_by_word, words_of=neighbours_by_text)

@@ -1,10 +1,10 @@
-"""Tokenizers behind one interface, each made from the bytes of its file.
+"""Tokenizers with one interface, each created from the bytes of its file.
 
-    SentencePiece    a lossless BPE, which `train_sentencepiece` learns from a text
-    XLMR             a SentencePiece model with the ids and the special tokens of XLM-R
-    GPT2             GPT-2's byte-level BPE of 50,257 tokens, which `gpt2` downloads once
+    SentencePiece    a lossless BPE, learned from text by `train_sentencepiece`
+    XLMR             a SentencePiece model with XLM-R's ids and special tokens
+    GPT2             GPT-2's byte-level BPE of 50,257 tokens, downloaded once by `gpt2`
 
-But for XLM-R's, and but for U+2581, decode(encode_batch([text])[0]) == text. No special tokens are added.
+decode(encode_batch([text])[0]) == text, except for XLM-R and the character U+2581. No special tokens are added.
 """
 
 import base64
@@ -19,16 +19,16 @@ from pathlib import Path
 import numpy as np
 import sentencepiece
 
-GPT2_FILE = "https://openaipublic.blob.core.windows.net/encodings/r50k_base.tiktoken"  # the ranks of its tokens
+GPT2_FILE = "https://openaipublic.blob.core.windows.net/encodings/r50k_base.tiktoken"  # token ranks
 GPT2_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
-PART = 250_000  # characters that are encoded at once, in at most a million bytes
-Ids = list[list[int]]  # of the tokens of each text
+PART = 250_000  # characters encoded at once, at most a million bytes
+Ids = list[list[int]]  # the token ids of each text
 THREADS = os.cpu_count() or 1
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 
 
 class Tokenizer:
-    """What all have: `vocab_size`, `eot` (the token that ends a text), encode_batch and decode (U+FFFD: no UTF-8)."""
+    """Base class. Attributes: `vocab_size`, `eot` (the end-of-text token). `decode` turns invalid UTF-8 into U+FFFD."""
 
     def __init__(self, file: bytes):
         self.file = file
@@ -47,17 +47,17 @@ class Tokenizer:
         return [ids.tolist() for ids in self.encode_arrays(texts)]
 
     def encode_arrays(self, texts: list[str]) -> Iterator[np.ndarray]:
-        """The ids of each text. A long one is encoded in parts: some tokenizers fail on it, and its ids take memory."""
+        """The ids of each text. A long text is encoded in parts, which saves memory; some tokenizers fail on it."""
         short = [text for text in texts if len(text) <= PART]
         encoded = iter(self.encode_short(short))
         for text in texts:
             long = (self.encode_short([part])[0] for part in parts(text))
-            found = long if len(text) > PART else [next(encoded)]
-            yield np.concatenate([np.array(ids, self.dtype) for ids in found])
+            ids_of_parts = long if len(text) > PART else [next(encoded)]
+            yield np.concatenate([np.array(ids, self.dtype) for ids in ids_of_parts])
 
 
 def parts(text: str) -> Iterator[str]:
-    """A text in parts of PART characters at most, cut before white space, which no token spans, or in a longer run."""
+    """Cuts a text into parts of at most PART characters, before white space if possible: no token crosses it."""
     begin = 0
     while begin < len(text):
         end = begin + PART
@@ -70,11 +70,11 @@ def parts(text: str) -> Iterator[str]:
 
 
 class SentencePiece(Tokenizer):
-    """A SentencePiece model. It writes a space as U+2581, so one of these in a text comes back as a space."""
+    """A SentencePiece model. It represents a space as U+2581, so U+2581 in a text is decoded to a space."""
 
     kind, filename = "sentencepiece", "tokenizer.model"
-    added = 0  # tokens that are not pieces of the model
-    # lossless: the text is not normalised, and every space and newline is kept
+    added = 0  # number of tokens that are not pieces of the model
+    # lossless: no normalisation, every space and newline is kept
     training = dict(model_type="bpe", normalization_rule_name="identity")
     training |= dict(remove_extra_whitespaces=False, add_dummy_prefix=False, allow_whitespace_only_pieces=True)
     training |= dict(user_defined_symbols=["\n"], eos_id=1, bos_id=-1)
@@ -97,7 +97,7 @@ class SentencePiece(Tokenizer):
 
 
 class XLMR(SentencePiece):
-    """fairseq's ids: piece i >= 3 is token i + 1, <mask> the last. Text is normalised: NFKC, and single spaces."""
+    """fairseq's ids: piece i >= 3 is token i + 1, <mask> is last. Normalises text: NFKC, single spaces."""
 
     kind, filename = "xlmr", "xlmr.model"
     added = 2
@@ -109,19 +109,19 @@ class XLMR(SentencePiece):
         super().__init__(file)
         model = self.processor
         if (model.unk_id(), model.bos_id(), model.eos_id()) != (0, 1, 2):
-            raise ValueError("XLM-R's ids need a SentencePiece model with <unk> 0, <s> 1 and </s> 2")
+            raise ValueError("XLM-R's ids require a SentencePiece model with <unk> 0, <s> 1 and </s> 2")
         self.vocab_size += self.added
         self.mask = self.vocab_size - 1
         self.special = (self.bos, self.pad, self.eos, self.unk, self.mask)
-        self.unwritten = (self.bos, self.pad, self.unk, self.mask)  # what a model must never write: all but the end
+        self.unwritten = (self.bos, self.pad, self.unk, self.mask)  # never generated: all but </s>
 
     def encode_short(self, texts: list[str]) -> Ids:
         return [self.tokens(pieces) for pieces in super().encode_short(texts)]
 
     def encode_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """The token ids of a text, and where each begins and ends in it, with the space before it."""
-        found = self.processor.encode(text, return_type="offset_mapping")
-        return self.tokens(found["ids"]), found["offsets"]
+        """The token ids of a text and their (begin, end) in it, where a token includes the space before it."""
+        encoded = self.processor.encode(text, return_type="offset_mapping")
+        return self.tokens(encoded["ids"]), encoded["offsets"]
 
     def tokens(self, pieces: list[int]) -> list[int]:
         return [piece + 1 if piece else self.unk for piece in pieces]
@@ -132,7 +132,7 @@ class XLMR(SentencePiece):
 
 
 class GPT2(Tokenizer):
-    """GPT-2's tokenizer (tiktoken's `r50k_base`) from a file with a token in base64 and its rank in every line."""
+    """GPT-2's tokenizer (tiktoken's `r50k_base`). Each line of its file has a token in base64 and its rank."""
 
     kind, filename = "gpt2", "tokenizer.tiktoken"
     vocab_size, eot = 50_257, 50_256
@@ -142,7 +142,7 @@ class GPT2(Tokenizer):
 
         super().__init__(file)
         if self.sha256 != GPT2_SHA256:
-            raise ValueError("this is neither a SentencePiece *.model nor GPT-2's rank file, r50k_base.tiktoken")
+            raise ValueError("this is neither a SentencePiece *.model nor GPT-2's rank file r50k_base.tiktoken")
         self.ranks = {}
         for line in file.splitlines():
             token, rank = line.split()
@@ -158,23 +158,23 @@ class GPT2(Tokenizer):
         return self.encoding.decode(ids, errors="replace")
 
 
-KINDS = {each.kind: each for each in (SentencePiece, XLMR, GPT2)}
+KINDS = {cls.kind: cls for cls in (SentencePiece, XLMR, GPT2)}
 
 
 def train_sentencepiece(texts: Iterable[str], vocab_size=8192, kind=SentencePiece, **options) -> SentencePiece:
-    """Learns vocab_size tokens. The same texts always give the same file; too few texts are a ValueError.
+    """Learns vocab_size tokens, deterministically. Raises ValueError if there is too little text.
 
-    vocab_size: None is what fits the texts: bytes, their characters, and as many merges as the root of their length.
+    vocab_size: None fits it to the text: bytes, characters, and the square root of the text's length in merges.
     """
     lines = []
     for text in texts:
         text = text.encode("utf-8", "replace").decode()  # lone surrogates become "?", as in data.prepare
-        # SentencePiece leaves out a line of more than a mebibyte.
+        # SentencePiece skips lines longer than a mebibyte
         lines += chain.from_iterable(map(parts, text.split("\n")))
     if vocab_size is None:
         merges = isqrt(sum(map(len, lines)))
         vocab_size = 260 + len(set().union(*lines)) + merges + kind.added
-        options["hard_vocab_limit"] = False  # a monotonous text has fewer merges
+        options["hard_vocab_limit"] = False  # repetitive text has fewer merges
     file = io.BytesIO()
     pieces = vocab_size - kind.added
     try:
@@ -185,42 +185,42 @@ def train_sentencepiece(texts: Iterable[str], vocab_size=8192, kind=SentencePiec
             unk_id=0,
             pad_id=-1,
             max_sentence_length=1 << 20,
-            num_threads=2,  # it is written into the model: a number of cores would change the file
+            num_threads=2,  # fixed because it is stored in the model file
             minloglevel=2,
-            **dict(byte_fallback=True) | kind.training | options,  # unknown characters are spelt in bytes
+            **dict(byte_fallback=True) | kind.training | options,  # unknown characters become bytes
         )
     except RuntimeError as error:
-        reason = str(error).rpartition("] ")[2].strip() or "too little of it, or too few pieces"
-        raise ValueError(f"no vocabulary of {pieces:,} pieces from this text: {reason}") from error
+        reason = str(error).rpartition("] ")[2].strip() or "too little text or too few pieces"
+        raise ValueError(f"cannot learn {pieces:,} pieces from this text: {reason}") from error
     return kind(file.getvalue())
 
 
 def gpt2() -> GPT2:
-    """GPT-2's tokenizer from tiktoken's cache or from the network. OSError says what to do where neither has it."""
+    """GPT-2's tokenizer from tiktoken's cache or the network. Raises OSError if neither has it."""
     from tiktoken.load import read_file_cached
 
     try:
         return GPT2(read_file_cached(GPT2_FILE, GPT2_SHA256))
     except (OSError, ValueError) as error:
-        what = f"the GPT-2 vocabulary cannot be downloaded ({type(error).__name__})"
+        problem = f"cannot download the GPT-2 vocabulary ({type(error).__name__})"
         hint = "set TIKTOKEN_CACHE_DIR to a filled cache, or pass r50k_base.tiktoken with --tokenizer PATH"
-        raise OSError(f"{what}: {hint}") from error
+        raise OSError(f"{problem}: {hint}") from error
 
 
 def load_tokenizer(path: Path | str, kind: str | None = None) -> Tokenizer:
-    """The tokenizer in a file (*.model is SentencePiece, anything else a rank file) or in a folder.
+    """The tokenizer in a file (*.model: SentencePiece, otherwise GPT-2's rank file) or in a folder.
 
-    The name xlmr.model or kind "xlmr" make its ids XLM-R's. Raises FileNotFoundError or ValueError.
+    Kind "xlmr" or the file name xlmr.model selects XLM-R's ids. Raises FileNotFoundError or ValueError.
     """
     path = Path(path)
-    there = [each.filename for each in KINDS.values() if (path / each.filename).is_file()]
-    path = path.joinpath(*there)
+    filenames = [cls.filename for cls in KINDS.values() if (path / cls.filename).is_file()]
+    path = path.joinpath(*filenames)
     if not path.is_file():
         raise FileNotFoundError(f"no tokenizer at {path}")
-    chosen = SentencePiece if path.suffix == ".model" else GPT2
+    cls = SentencePiece if path.suffix == ".model" else GPT2
     if kind == XLMR.kind or path.name == XLMR.filename:
-        chosen = XLMR
+        cls = XLMR
     try:
-        return chosen(path.read_bytes())
+        return cls(path.read_bytes())
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error

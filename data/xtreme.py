@@ -1,10 +1,10 @@
 """XTREME's seven tasks: their languages, and their examples, read from files or from the Hugging Face hub.
 
-    pos, ner                  a tag for every word                   scored by F1 of runs of tags
-    xquad, mlqa, tydiqa       the part of a text that answers        F1 of words, and exact match (em)
+    pos, ner                  a tag for every word                   scored by F1 of entities (runs of tags)
+    xquad, mlqa, tydiqa       the answer to a question in a text     F1 of words, and exact match (em)
     xnli, pawsx               a label for two sentences              accuracy
 
-The laboratory has one of each kind, tags, spans and pairs, in English and in ciphers of it: see data/cipher_tasks.py.
+Three small tasks in English and its ciphers, tags, spans and pairs, are one of each kind: see data/cipher_tasks.py.
 """
 
 import json
@@ -22,10 +22,10 @@ from data.files import named_split, read_lines, source_files, split_of, uncompre
 
 class Task(NamedTuple):
     kind: str  # tags, answer or label
-    languages: str  # the benchmark's
+    languages: str  # codes of the benchmark's languages
     labels: tuple[str, ...] = ()  # the tags or labels
-    folder: str = ""  # in XTREME's folder of all tasks
-    hub: str = ""  # what the hub's google/xtreme calls it, by the code or the name of a language
+    folder: str = ""  # its name in XTREME's folder of all tasks
+    hub: str = ""  # its config of the hub's google/xtreme, with the code or the name of a language
     test: str = "test"  # the split that the benchmark scores
 
 
@@ -55,152 +55,152 @@ NAMES = """af:Afrikaans ar:Arabic bg:Bulgarian bn:Bengali de:German el:Greek en:
     fa:Persian fi:Finnish fr:French he:Hebrew hi:Hindi hu:Hungarian id:Indonesian it:Italian ja:Japanese kk:Kazakh
     ko:Korean mr:Marathi nl:Dutch pt:Portuguese ru:Russian sw:Swahili ta:Tamil te:Telugu th:Thai tl:Tagalog tr:Turkish
     ur:Urdu vi:Vietnamese yo:Yoruba zh:Chinese"""
-NAMES = dict(pair.split(":") for pair in NAMES.split())  # code -> name, as the hub has it
+NAMES = dict(pair.split(":") for pair in NAMES.split())  # code -> the hub's name
 CODES = [*NAMES, *"az gu jv ka lt ml ms my pa pl qu ro uk wo".split()]
-LANGUAGES = dict(zip(CODES, CODES))  # what file names say -> code
+LANGUAGES = dict(zip(CODES, CODES))  # code or name in a file name -> code
 LANGUAGES |= {name.lower(): code for code, name in NAMES.items()}
 
 
 class Example(NamedTuple):
-    id: str  # of a question, or "" where there is none
+    id: str  # of a question, otherwise ""
     texts: tuple[str, ...]  # the words of a sentence; a question and its text; one sentence or two
-    gold: list | str | None  # a tag for each word; answers (text, its first character, or -1: not in the text); a label
+    gold: list | str | None  # a tag for each word; answers (text, its first character, -1: not in the text); a label
 
 
 Sets = dict[str, list[Example]]  # language -> its examples
-Found = Iterator[Example | str]  # what is read from a file or from the hub: examples, and what is wrong, in words
+Parsed = Iterator[Example | str]  # the examples of a file or of the hub, and messages about what is wrong
 
 
 class Examples(NamedTuple):
-    """Of a task: English ones to train on and to choose a checkpoint by, and those to score, of every language."""
+    """The examples of a task: English ones to train on and to choose a checkpoint, and every language's to score."""
 
     train: list[Example]
     valid: list[Example]
-    test: Sets  # `gold` is None where the benchmark keeps the labels
+    test: Sets  # `gold` is None where the benchmark withholds the labels
     labels: list[str]
-    notes: list[str]  # what was wrong with files or single examples, a line each
+    notes: list[str]  # problems with files or single examples, one line each
 
 
 def read_examples(task: str, source: str | None, most_train=None, most_test=None) -> Examples:
-    """The examples of a task, at most so many to train on and so many of each language to score; None: all.
+    """Reads a task: at most most_train training examples and most_test per language to score (None: all).
 
-    source: a folder of the task's files, or of XTREME's folders of all tasks; None: the hub. The laboratory needs none.
-    Where there is no development set, or the benchmark scores it, a tenth of the training examples takes its place.
-    ValueError where English training examples or all test examples are missing.
+    source: a folder of the task's files, or of XTREME's folders of all tasks; None: the hub. Cipher tasks need none.
+    Without a separate development set, a tenth of the training examples is held out as one.
+    Raises ValueError if there are no English training examples or no test examples.
     """
     scored, notes = TASKS[task].test, []
-    found = laboratory(task) if task in LABORATORY else {}
-    if not found:
+    splits = laboratory(task) if task in LABORATORY else {}
+    if not splits:
         for split in dict.fromkeys(("train", scored, "valid")):
-            found[split], more = read(task, split, source and Path(source))
+            splits[split], more = read(task, split, source and Path(source))
             notes += more
-    test, train = found.pop(scored), found["train"].get("en")
-    for examples, what in ((train, "English training"), (test, scored)):
+    test, train = splits.pop(scored), splits["train"].get("en")
+    for examples, name in ((train, "English training"), (test, scored)):
         if not examples:
-            missing = f"{source or 'the hub'} holds no {what} examples of {task}"
+            missing = f"{source or 'the hub'} holds no {name} examples of {task}"
             raise ValueError("; ".join([missing, *notes[:3]]))
-    valid = found.get("valid", {}).get("en")
+    valid = splits.get("valid", {}).get("en")
     if not valid:
         parts = {"train": [], "valid": []}
-        for one in train:
-            split = split_of(" ".join(one.texts), valid=0.1, test=0.0)
-            parts[split].append(one)
+        for example in train:
+            split = split_of(" ".join(example.texts), valid=0.1, test=0.0)
+            parts[split].append(example)
         train, valid = parts.values()
     if not train or not valid:
-        raise ValueError(f"too few English training examples of {task} to hold some out to choose by")
-    test = {language: own[:most_test] for language, own in test.items()}
+        raise ValueError(f"too few English training examples of {task} to hold out a development set")
+    test = {language: examples[:most_test] for language, examples in test.items()}
     return Examples(train[:most_train], valid[:most_test], test, list(TASKS[task].labels), notes)
 
 
 def laboratory(task) -> dict[str, Sets]:
-    """By split."""
-    found = {}
-    for split, made in cipher_tasks.read(task).items():
-        found[split] = {}
+    """split -> language -> the examples of a task in ciphers"""
+    splits = {}
+    for split, plain in cipher_tasks.read(task).items():
+        splits[split] = {}
         for language in languages_of(task, split):
-            own = enumerate(cipher_tasks.said(one, language) for one in made)
-            found[split][language] = [Example(str(number), *one) for number, one in own]
-    return found
+            examples = enumerate(cipher_tasks.in_language(one, language) for one in plain)
+            splits[split][language] = [Example(str(number), *example) for number, example in examples]
+    return splits
 
 
 def read(task, split, source: Path | None) -> tuple[Sets, list[str]]:
-    """The examples of a split, and what was wrong with them, a line each.
+    """The examples of a split, and its problems, one line each.
 
-    source: a folder; None: the hub, which gives English alone but for the split that is scored. A file that cannot be
-    used is left out, and named. So are examples without a label, but for test sets that have none at all.
+    source: a folder; None: the hub, which gives only English unless the split is scored. An unusable file is skipped
+    and named. Examples without a label are skipped, except in a test set that has no labels at all.
     """
-    examples, seen, notes = defaultdict(list), [], []
+    sets, seen, notes = defaultdict(list), [], []
     if source:
         parts = files_of(task, split, source)
     else:
         languages = languages_of(task, split)
         parts = ((one, f"{task} from the hub, {split}, {one}", from_hub(task, split, one)) for one in languages)
-    for language, where, part in parts:
+    for language, where, parsed in parts:
         try:
-            part = list(part)
+            parsed = list(parsed)
         except ValueError as error:
-            notes.append(f"{error}: left out")
+            notes.append(f"{error}: skipped")
             continue
-        found = [one for one in part if isinstance(one, Example)]
-        if task == "ner":  # every word of PAN-X begins with its language as it is published: `en:Anna`
-            for number, one in enumerate(found):
-                words = [word.removeprefix(f"{language}:") or word for word in one.texts]
-                found[number] = one._replace(texts=tuple(words))
-        if not found:
-            notes.append(f"{where} holds no example: left out")
-        elif (language, found) in seen:
-            notes.append(f"{where} holds the examples of another file: they count once")
+        examples = [one for one in parsed if isinstance(one, Example)]
+        if task == "ner":  # PAN-X as published prefixes every word with its language: `en:Anna`
+            for number, example in enumerate(examples):
+                words = [word.removeprefix(f"{language}:") or word for word in example.texts]
+                examples[number] = example._replace(texts=tuple(words))
+        if not examples:
+            notes.append(f"{where} holds no example: skipped")
+        elif (language, examples) in seen:
+            notes.append(f"{where} holds the same examples as another file: skipped")
             continue
-        seen.append((language, found))
-        problems = [one for one in part if isinstance(one, str)]
-        problems += ["an example without its label" for one in found if one.gold is None]
-        notes += [f"{where}: {count:,} x {what}" for what, count in Counter(problems).most_common(5)]
-        examples[language] += found
-    for language, own in examples.items():
-        known = [one for one in own if one.gold is not None]
-        if known or split != TASKS[task].test:
-            examples[language] = known
-    return {language: own for language, own in sorted(examples.items()) if own}, notes
+        seen.append((language, examples))
+        problems = [one for one in parsed if isinstance(one, str)]
+        problems += ["an example without its label" for example in examples if example.gold is None]
+        notes += [f"{where}: {count:,} x {problem}" for problem, count in Counter(problems).most_common(5)]
+        sets[language] += examples
+    for language, examples in sets.items():
+        labelled = [example for example in examples if example.gold is not None]
+        if labelled or split != TASKS[task].test:
+            sets[language] = labelled
+    return {language: examples for language, examples in sorted(sets.items()) if examples}, notes
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Files
 
 
-def files_of(task, split, source: Path) -> Iterator[tuple[str, Path | str, Found]]:
-    """(language, file, what it holds) of a split, by what names say: train-en.tsv, test-context-de-question-de.json.
+def files_of(task, split, source: Path) -> Iterator[tuple[str, Path | str, Parsed]]:
+    """(language, file, its contents) for each file whose name has the split and the language, such as train-en.tsv or
+    test-context-de-question-de.json.
 
-    PAN-X as published, de/train, says the language by its folder. SQuAD's files say no language. A file whose name says
-    no split belongs to the one that is scored. Files of another form are left out, and those of several languages or of
-    none that the benchmark has.
+    PAN-X as published, de/train, has the language in the folder's name. SQuAD's files have none. A file without a split
+    in its name belongs to the one that is scored. Other formats are skipped, and so are files of several languages or
+    of none of the benchmark's.
     """
-    own, is_squad = TASKS[task], task in SQUAD
+    spec, is_squad = TASKS[task], task in SQUAD
     folders = {each.folder for each in TASKS.values() if each.folder}
     if any((source / folder).is_dir() for folder in folders):  # XTREME's folder of all tasks
-        source /= "squad" if is_squad and split != "test" else own.folder
-    endings, reader = FORMS[own.kind]
+        source /= "squad" if is_squad and split != "test" else spec.folder
+    endings, reader = FORMATS[spec.kind]
     for path in source_files(source):
         name = Path(uncompressed_name(path).lower())
-        said = named_split(Path(name.stem)) or (own.test if name.suffix else None)
-        if said != split or name.suffix not in endings:
+        file_split = named_split(Path(name.stem)) or (spec.test if name.suffix else None)
+        if file_split != split or name.suffix not in endings:
             continue
         languages = set(map(LANGUAGES.get, re.split(r"[._-]", name.stem))) - {None}
         languages = languages or {LANGUAGES.get(path.parent.name, "en" if is_squad else None)}
-        if len(languages) == 1 and languages.issubset(own.languages.split()):
-            yield min(languages), path, reader(path, own.labels)
+        if len(languages) == 1 and languages.issubset(spec.languages.split()):
+            yield min(languages), path, reader(path, spec.labels)
 
 
 def languages_of(task, split) -> list[str]:
-    """Those that are read of a source that has all: English alone where the split is not scored."""
-    own = TASKS[task]
-    return own.languages.split() if split == own.test else ["en"]
+    """The languages that are read from a source that has all: only English unless the split is scored."""
+    return TASKS[task].languages.split() if split == TASKS[task].test else ["en"]
 
 
-def read_tags(path: Path, labels: tuple) -> Found:
-    """Sentences of `word TAB tag` lines or of words alone, or of CoNLL-U's ten columns, with a blank line between two.
+def read_tags(path: Path, labels: tuple) -> Parsed:
+    """Sentences separated by blank lines, as `word TAB tag` lines, as words alone, or in CoNLL-U's ten columns.
 
-    CoNLL-U's empty nodes and multiword tokens are left out, as are words whose line is broken and sentences whose words
-    are all `_`, which a treebank may not show. An unknown tag stays, and no prediction equals it.
+    CoNLL-U's empty nodes and multiword tokens are skipped, as are malformed lines, and sentences in which every word is
+    `_`, because the treebank may not publish them. An unknown tag is kept, and no prediction can equal it.
     """
     conllu = uncompressed_name(path).endswith(".conllu")
     columns, word_at, tag_at = (10, 1, 3) if conllu else (2, 0, 1)
@@ -226,8 +226,8 @@ def read_tags(path: Path, labels: tuple) -> Found:
             yield Example("", tuple(words), tags or None)
 
 
-def read_answers(path: Path, labels: tuple) -> Found:
-    """The questions of a file in SQuAD 1.1's JSON."""
+def read_answers(path: Path, labels: tuple) -> Parsed:
+    """The questions of a file in SQuAD 1.1's JSON format."""
     text = "".join(read_lines(path))
     try:
         for article in json.loads(text)["data"]:
@@ -235,36 +235,36 @@ def read_answers(path: Path, labels: tuple) -> Found:
                 context = str(paragraph["context"])
                 for question in paragraph["qas"]:
                     answers = []
-                    for one in question.get("answers") or ():
-                        answers.append((str(one["text"]), int(one["answer_start"])))
-                    asked = str(question["id"]), str(question["question"])
-                    "".join([*asked, context]).encode()  # an error where JSON spells half a surrogate pair
-                    yield from answered(*asked, context, answers)
+                    for answer in question.get("answers") or ():
+                        answers.append((str(answer["text"]), int(answer["answer_start"])))
+                    id_and_text = str(question["id"]), str(question["question"])
+                    "".join([*id_and_text, context]).encode()  # raises if the JSON has half a surrogate pair
+                    yield from answer_example(*id_and_text, context, answers)
     except (KeyError, TypeError, ValueError, OverflowError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is not in SQuAD's format ({type(error).__name__}: {error})") from None
 
 
-def answered(name, question, context, answers: Iterable) -> Found:
+def answer_example(name, question, context, answers: Iterable) -> Parsed:
     """A question as an example.
 
-    answers: (text, its first character); none, or empty ones, where the benchmark keeps them. One that is not in its
-    place is taken where it is nearest, and has the place -1 where the text does not hold it.
+    answers: (text, its first character); none, or empty texts, where the benchmark withholds them. An answer that is
+    not at its position is searched for: the nearest occurrence counts, and the position is -1 if there is none.
     """
-    found = []
+    gold = []
     for text, start in answers:
         if text.strip():
             if start < 0 or not context.startswith(text, start):
-                yield "an answer that is not in its place in the text"
+                yield "an answer that is not at its position in the text"
                 places = [match.start() for match in re.finditer(f"(?={re.escape(text)})", context)]
                 start = min(places, key=lambda place: abs(place - start), default=-1)
-            found.append((text, start))
-    yield Example(name, (question, context), found or None)
+            gold.append((text, start))
+    yield Example(name, (question, context), gold or None)
 
 
-def read_labels(path: Path, labels: tuple) -> Found:
+def read_labels(path: Path, labels: tuple) -> Parsed:
     """`sentence TAB sentence TAB label` lines; the label may be missing.
 
-    A broken line is left out; an unknown label stays, and no prediction equals it.
+    A malformed line is skipped. An unknown label is kept, and no prediction can equal it.
     """
     for line in read_lines(path):
         cells = line.rstrip("\r\n").split("\t")
@@ -280,7 +280,7 @@ def read_labels(path: Path, labels: tuple) -> Found:
         yield Example("", tuple(texts), label or None)
 
 
-FORMS = {  # kind of task -> the endings of its files, and their reader
+FORMATS = {  # kind of task -> the suffixes of its files, and their reader
     "tags": ((".tsv", ".conllu", ""), read_tags),
     "answer": ((".json",), read_answers),
     "label": ((".tsv",), read_labels),
@@ -288,13 +288,13 @@ FORMS = {  # kind of task -> the endings of its files, and their reader
 
 
 def submission(task, language, examples: list, predicted: list) -> tuple:
-    """Name and content of the file in which XTREME's evaluate.py wants what was predicted for a test set.
+    """The name and content of a file with a test set's predictions, in the format of XTREME's evaluate.py.
 
-    Tags stand a line each, a blank one between sentences, and labels a line each; answers are JSON, by their ids.
+    One tag per line with a blank line after each sentence; one label per line; answers as JSON, by question id.
     """
     kind, file = TASKS[task].kind, f"{TASKS[task].folder or task}/test-{language}"
     if kind == "answer":
-        return f"{file}.json", dict(zip([one.id for one in examples], predicted))
+        return f"{file}.json", dict(zip([example.id for example in examples], predicted))
     lines = [*predicted, ""]
     if kind == "tags":
         lines = chain.from_iterable([*tags, ""] for tags in predicted)
@@ -305,22 +305,22 @@ def submission(task, language, examples: list, predicted: list) -> tuple:
 # The hub
 
 
-def from_hub(task, split, language) -> Found:
-    """From google/xtreme. To train on XNLI this is MultiNLI; to train on XQuAD and MLQA, and to choose, SQuAD."""
-    kind, repository, their_split = TASKS[task].kind, "google/xtreme", HUB_SPLITS[split]
+def from_hub(task, split, language) -> Parsed:
+    """google/xtreme; MultiNLI for training XNLI, and SQuAD for training and development of XQuAD and MLQA."""
+    kind, repository, hub_split = TASKS[task].kind, "google/xtreme", HUB_SPLITS[split]
     config = TASKS[task].hub.format(code=language, name=NAMES.get(language))
     if task in SQUAD and split != "test":
         config = "SQuAD"
     elif task == "xquad":
-        their_split = "validation"
+        hub_split = "validation"
     elif task == "xnli" and split == "train":
         repository, config = "nyu-mll/multi_nli", None
     with network(f"{repository} {config or ''}"):
         from datasets import load_dataset
 
-        data = load_dataset(repository, config, split=their_split)
+        data = load_dataset(repository, config, split=hub_split)
         rows = list(data)
-    own_prefix = NAMES[language].lower() if task == "tydiqa" else ""  # TyDiQA's languages are in one set
+    prefix = NAMES[language].lower() if task == "tydiqa" else ""  # TyDiQA's languages are in one set
     for row in rows:
         if kind == "tags":
             column = f"{task}_tags"
@@ -328,9 +328,9 @@ def from_hub(task, split, language) -> Found:
             tags = [names[tag] for tag in row[column]]
             yield Example("", tuple(row["tokens"]), tags)
         elif kind == "answer":
-            if row["id"].startswith(own_prefix):
+            if row["id"].startswith(prefix):
                 answers = zip(row["answers"]["text"], row["answers"]["answer_start"])
-                yield from answered(row["id"], row["question"], row["context"], answers)
+                yield from answer_example(row["id"], row["question"], row["context"], answers)
         elif "premise" in row:  # MultiNLI
             label = dict(enumerate(NLI)).get(row["label"])
             yield Example("", (row["premise"], row["hypothesis"]), label)

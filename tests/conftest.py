@@ -1,4 +1,4 @@
-"""What tests of train_lm.py, and of what all scripts share, run on. Other scripts have corpora of their own."""
+"""Fixtures for tests of train_lm.py and of shared code. Other scripts' tests make their own corpora."""
 
 import os
 import signal
@@ -15,18 +15,18 @@ from data.tokenizers import XLMR, SentencePiece, train_sentencepiece
 from engine.run import SIGNALS
 
 modules = tempfile.TemporaryDirectory()
-os.environ["HF_MODULES_CACHE"] = modules.name  # where transformers puts the code of exported models
+os.environ["HF_MODULES_CACHE"] = modules.name  # where transformers copies the code of exported models
 
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread():
-    """Tensors as small as these only wait for a second one."""
+    """A second thread only slows down such small tensors."""
     torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
 def signals():
-    """Whatever a script does with them inside a test, Ctrl-C ends the tests."""
+    """Restores the signal handlers that a script replaces, so that Ctrl-C ends the tests."""
     before = {number: signal.getsignal(number) for number in SIGNALS}
     yield
     for number, handler in before.items():
@@ -35,19 +35,19 @@ def signals():
 
 @pytest.fixture(scope="session")
 def bpe() -> SentencePiece:
-    """A small vocabulary, learned from Python; other scripts are spelt in bytes."""
+    """A small vocabulary learned from Python code; other writing systems become bytes."""
     return train_sentencepiece(OWN_CODE, vocab_size=600)
 
 
 @pytest.fixture(scope="session")
 def xlmr() -> XLMR:
-    """Another, under XLM-R's ids."""
+    """A smaller one, with XLM-R's ids."""
     return train_sentencepiece(OWN_CODE, vocab_size=500, kind=XLMR)
 
 
 @pytest.fixture(scope="session")
 def corpora(tmp_path_factory) -> dict[str, Path]:
-    """Three prepared corpora of numbers: a and b share a tokenizer, c has the text of a and another vocabulary."""
+    """Three prepared corpora of numbers: a and b share a tokenizer, c is the text of a with another vocabulary."""
     base = tmp_path_factory.mktemp("corpora")
     rng = np.random.default_rng(0)
     texts, tokenizers = [], []
@@ -71,15 +71,15 @@ def options(corpora, tmp_path) -> dict:
 
 @pytest.fixture
 def draw(monkeypatch, tmp_path):
-    """Runs a command of analyze.py -> the axes that it drew, and what it kept."""
+    """Runs a command of analyze.py and returns the axes that it drew and the data that it saved."""
     from test_analyze import kept, run
 
     Figure = pytest.importorskip("matplotlib.figure").Figure
     figures, savefig = [], Figure.savefig
 
-    def record(figure, *args, **more):
+    def record(figure, *args, **kwargs):
         figures.append(figure)
-        savefig(figure, *args, **more)
+        savefig(figure, *args, **kwargs)
 
     monkeypatch.setattr(Figure, "savefig", record)
 
@@ -93,7 +93,7 @@ def draw(monkeypatch, tmp_path):
 
 @pytest.fixture
 def unwritten_is_nan():
-    """Memory that nobody wrote is NaN, so that none of it can be used unseen."""
+    """Fills uninitialised memory with NaN, so that using it fails a test."""
     torch.use_deterministic_algorithms(True)
     assert torch.empty(1).isnan()
     yield

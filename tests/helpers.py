@@ -1,4 +1,4 @@
-"""What the tests of the training scripts share: running one as a user does, and looking at what it leaves behind."""
+"""Shared by the tests of the training scripts: running one as a user does, and reading its files."""
 
 import gc
 import gzip
@@ -20,13 +20,13 @@ from engine.files import load_checkpoint
 from engine.run import Run
 
 ROOT = Path(__file__).parent.parent
-OWN_CODE = [path.read_text() for path in sorted((ROOT / "data").glob("*.py"))]  # a text for small vocabularies
+OWN_CODE = [path.read_text() for path in sorted((ROOT / "data").glob("*.py"))]  # text to learn small vocabularies from
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
-# The smallest train_lm.py that still has experts, two micro-batches a step and two evaluations.
+# The smallest run of train_lm.py with experts, two micro-batches per step and two evaluations.
 TINY_LM = dict(n_layer=2, n_head=2, n_embd=16, ffn_size=32, block_size=16, micro_tokens=64, batch_tokens=128, steps=4)
 TINY_LM |= dict(eval_every=2, eval_tokens=128, log_every=1, sample_tokens=4, device="cpu", dtype="float32")
 
-# All constants that the core reads, of models that are smaller still.
+# All constants that models and routers read, for even smaller models.
 CONSTANTS = dict(n_layer=2, n_head=2, n_embd=8, ffn_size=16, block_size=16, dropout=0.0, init_std=0.1, moe_every=2)
 CONSTANTS |= dict(frequency_bias=False, relative_bias=False, expert_ffns=4, split=None, capacity=1.0, moe_after=(1,))
 CONSTANTS |= dict(experts=4, expert_size=8, expert_layers=2, top_k=None, capacity_factor=float("inf"), router="switch")
@@ -35,12 +35,12 @@ CONSTANTS |= dict(eval_capacity=None, eval_threshold=None)
 
 
 def constants(**changes) -> SimpleNamespace:
-    """A config as models and routers read it."""
+    """A config for models and routers."""
     return SimpleNamespace(**CONSTANTS | changes)
 
 
 def lively(module: torch.nn.Module, dtype=torch.float64) -> torch.nn.Module:
-    """The module with parameters large enough for every choice to matter."""
+    """Makes the parameters large enough for every routing choice to matter."""
     torch.manual_seed(1)
     for name, p in module.named_parameters():
         if name.endswith("temperature"):
@@ -53,17 +53,17 @@ def lively(module: torch.nn.Module, dtype=torch.float64) -> torch.nn.Module:
 
 
 def values_and_gradients(outputs, inputs) -> tuple:
-    """The outputs, and the gradients of a weighted sum of them."""
+    """The outputs and the gradients of their randomly weighted sum."""
     loss = 0.0
     for y in outputs:
         rng = torch.Generator().manual_seed(9)
-        arrow = torch.randn(y.shape, generator=rng, dtype=torch.float64)
-        loss = loss + (y.double() * arrow).sum()
+        weights = torch.randn(y.shape, generator=rng, dtype=torch.float64)
+        loss = loss + (y.double() * weights).sum()
     return *outputs, *torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)
 
 
 def write_files(folder: Path, files: dict[str, str | bytes]) -> Path:
-    """The folder with these files in it, compressed where their names say so."""
+    """Writes files into the folder and returns it. Files named .gz or .xz are compressed."""
     for name, content in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -74,7 +74,7 @@ def write_files(folder: Path, files: dict[str, str | bytes]) -> Path:
 
 
 def save_run(folder: Path, model: torch.nn.Module, tokenizer) -> Path:
-    """The folder of a run that has left this model."""
+    """Writes the checkpoint and tokenizer of a finished run and returns its folder."""
     folder.mkdir(parents=True, exist_ok=True)
     state = {"step": 1, "class": type(model).__name__, "constants": vars(model.config), "vocab_size": model.vocab_size}
     state |= {"identity": {"tokenizer_checksum": tokenizer.sha256}, "model": model.state_dict()}
@@ -84,57 +84,61 @@ def save_run(folder: Path, model: torch.nn.Module, tokenizer) -> Path:
 
 
 def words(options: dict) -> list[str]:
-    found = []
+    """The command line of these options."""
+    line = []
     for name, value in options.items():
         values = value if isinstance(value, tuple) else (value,)
-        found += [f"--{name}", *map(str, values)]
-    return found
+        line += [f"--{name}", *map(str, values)]
+    return line
 
 
 def said(text: str) -> list[str]:
-    """The lines of stderr, but for progress bars, which move about."""
+    """The lines of stderr without progress bars."""
     lines = re.sub(r"\x1b\[A|\r", "\n", text).splitlines()
     return [line for line in lines if line.strip() and not re.search(r"\d%\||\D/s\b|s/(step|batch)", line)]
 
 
 class Script:
-    """One of the training scripts, given as its module."""
+    """A training script, given as its module."""
 
     def __init__(self, module):
         self.module, self.name = module, f"{module.__name__}.py"
 
     def run(self, options: dict, monkeypatch):
-        gc.collect()  # the lock of a run that was stopped in this process
+        gc.collect()  # releases the lock of a run that was stopped in this process
         monkeypatch.setattr(sys, "argv", [self.name, *words(options)])
         self.module.main()
 
     def refused(self, options: dict, monkeypatch, capsys) -> str:
-        """The one line of a run that must not go on."""
+        """The one-line error of a run that must be refused."""
         with pytest.raises(SystemExit) as stop:
             self.run(options, monkeypatch)
         lines = said(capsys.readouterr().err)
-        assert stop.value.code == 1 and len(lines) == 1 and lines[0].startswith("error: "), lines
+        assert len(lines) == 1, lines
+        assert lines[0].startswith("error: ")
+        assert stop.value.code == 1
         return lines[0]
 
     def rejected(self, options: dict, monkeypatch, capsys) -> str:
-        """What tyro says of words that are no command line, its frame taken away."""
+        """tyro's message about an invalid command line, without its frame."""
         with pytest.raises(SystemExit) as stop:
             self.run(options, monkeypatch)
-        said = capsys.readouterr()
-        assert stop.value.code == 2 and not said.out
-        return " ".join(re.sub("[╭╮╰╯│─]", " ", said.err).split())
+        printed = capsys.readouterr()
+        assert stop.value.code == 2
+        assert not printed.out
+        return " ".join(re.sub("[╭╮╰╯│─]", " ", printed.err).split())
 
     def start(self, options: dict, *launcher: str) -> subprocess.Popen:
-        """As a process of its own."""
+        """Starts the script in a separate process."""
         command = [*(launcher or (sys.executable,)), str(ROOT / self.name), *words(options)]
         env = os.environ | {"OMP_NUM_THREADS": "1"}
         Path(options["out_dir"]).mkdir(exist_ok=True)
-        log = open(Path(options["out_dir"], "log.txt"), "w")  # a pipe that nobody reads would block the run
+        log = open(Path(options["out_dir"], "log.txt"), "w")  # a full pipe would block the run
         return subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT, text=True)
 
 
 def signal_at(step: int, number: int, patch):
-    """Sends the run a signal while it takes this step, from 0."""
+    """Sends the run a signal during this step, counted from 0."""
 
     def due(self, done, due=Run.due):
         if done == step + 1:
@@ -145,7 +149,7 @@ def signal_at(step: int, number: int, patch):
 
 
 def stopped(script: Script, step: int, number: int, options: dict, capsys) -> str:
-    """A run that is stopped by a signal while it takes this step -> what it prints on stderr, the bar apart."""
+    """Runs the script, stops it by a signal during this step and returns its stderr without progress bars."""
     capsys.readouterr()
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as stop:
         signal_at(step, number, patch)
@@ -155,7 +159,7 @@ def stopped(script: Script, step: int, number: int, options: dict, capsys) -> st
 
 
 def finish(process: subprocess.Popen, options: dict) -> str:
-    """Waits for the end, which must be a good one -> what was printed."""
+    """Waits for the process, which must succeed, and returns its output."""
     code, out = process.wait(), Path(options["out_dir"], "log.txt").read_text()
     assert code == 0, out
     return out
@@ -167,7 +171,7 @@ def only_run(folder: Path) -> Path:
 
 
 def result_of(folder: Path) -> dict:
-    """By the letter of JSON, which has no Infinity."""
+    """result.json of the only run, in strict JSON without Infinity or NaN."""
     return json.loads((only_run(folder) / "result.json").read_text(), parse_constant=pytest.fail)
 
 
@@ -192,13 +196,13 @@ def table_rows(table: str) -> list[list[str]]:
 
 
 def flip_a_byte(file: Path):
-    """In the middle; of a checkpoint in that of its largest tensor: what pads tensors is in no checksum."""
+    """Flips the middle byte, in a checkpoint that of the largest tensor: padding between tensors has no checksum."""
     data = bytearray(file.read_bytes())
-    place = len(data) // 2
+    position = len(data) // 2
     if zipfile.is_zipfile(file):
         with zipfile.ZipFile(file) as z:
             largest = max(z.infolist(), key=lambda record: record.file_size)
         name, extra = struct.unpack_from("<2H", data, largest.header_offset + 26)
-        place = largest.header_offset + 30 + name + extra + largest.file_size // 2
-    data[place] ^= 0xFF
+        position = largest.header_offset + 30 + name + extra + largest.file_size // 2
+    data[position] ^= 0xFF
     file.write_bytes(data)

@@ -1,4 +1,4 @@
-"""What the processes of test_parallel.py do: `play`. It imports little: starting them is most of what they cost."""
+"""What the processes of test_parallel.py run: `play`. It imports little, as starting them takes most of the time."""
 
 import functools
 import importlib
@@ -25,22 +25,22 @@ CURVES = {
 
 
 def curve(case: str, context) -> dict:
-    """Ten steps of plain gradient descent, which shows a gradient of the wrong size, under a limit of its norm."""
+    """Ten steps of SGD, which reveals gradients of the wrong scale, with clipping."""
     config = train_lm.Config(**TINY_LM | {"dtype": "float64"} | CURVES[case])
     seed_all(0)
     gpt = context.place(train_lm.GPT(config, 40))
     forward = parallel.wrap(gpt, config, context)
     optimizer = torch.optim.SGD(gpt.parameters(), lr=0.3, foreach=False)
-    losses, mine = [], range(context.rank, MICROS, context.world)
+    losses, micros = [], range(context.rank, MICROS, context.world)
     for step in range(STEPS):
         total = torch.zeros((), dtype=torch.float64)
-        for micro in mine:
-            forward.require_backward_grad_sync = micro == mine[-1]
+        for micro in micros:
+            forward.require_backward_grad_sync = micro == micros[-1]
             seed_all(1, step, micro)
-            ids = 39 - torch.randint(40, (4, 17)).float().sqrt().mul(6.3).long().clamp(max=39)  # some come more often
+            ids = 39 - torch.randint(40, (4, 17)).float().sqrt().mul(6.3).long().clamp(max=39)  # skewed
             loss, balance = forward(ids[:, :-1], ids[:, 1:])
             loss = loss + 0.1 * balance
-            (loss / len(mine)).backward()
+            (loss / len(micros)).backward()
             total += loss.detach() / MICROS
         clip_gradients(gpt, 0.5)
         optimizer.step()
@@ -51,14 +51,14 @@ def curve(case: str, context) -> dict:
 
 
 def play(out: Path):
-    """What each of the processes does: the curves, then the commands of commands.json."""
+    """Runs the curves, then the commands of commands.json."""
     torch.set_num_threads(1)
-    torch.compile = functools.partial(torch.compile, backend="aot_eager")  # which compiles what is asked for quickly
+    torch.compile = functools.partial(torch.compile, backend="aot_eager")  # compiles fast
     context = setup("cpu", "float64")
     for case in CURVES:
-        found = curve(case, context)
+        result = curve(case, context)
         if context.rank == 0:
-            torch.save(found, out / f"{context.world}, {case}.pt")
+            torch.save(result, out / f"{context.world}, {case}.pt")
     for script, options, begun in json.loads((out / "commands.json").read_text()):
         if begun and context.rank == 0:
             half_done(Path(begun), Path(options[1 + options.index("--out_dir")]))
@@ -68,9 +68,9 @@ def play(out: Path):
     (out / "done").touch()
 
 
-def half_done(whole: Path, new: Path):
-    """A copy of a run as it was before the step that its last evaluation follows."""
-    shutil.copytree(whole, new)
+def half_done(finished: Path, new: Path):
+    """Copies a run as of its previous checkpoint."""
+    shutil.copytree(finished, new)
     run = only_run(new)
     (run / "result.json").unlink()
     (run / "ckpt.prev.pt").replace(run / "ckpt.pt")

@@ -1,4 +1,4 @@
-"""`analyze.py retrieval` and `alignment`: XLM-E's tables 5 and 6, on encoders and sets that are made here."""
+"""`analyze.py retrieval` and `alignment`: XLM-E's tables 5 and 6, on random encoders and made-up test sets."""
 
 import json
 from pathlib import Path
@@ -37,7 +37,7 @@ def tokenizer() -> XLMR:
 
 
 def save_model(folder: Path, tokenizer: XLMR, kind=MaskedLM, **changes) -> Path:
-    """The folder of a run whose model has weights large enough for every layer to matter."""
+    """The folder of a run, its weights large enough for every layer to matter."""
     sizes = dict(router="dense", block_size=24, n_embd=16, ffn_size=32)
     config = SimpleNamespace(**SMALL | sizes | changes)
     torch.manual_seed(len(folder.name))
@@ -52,17 +52,17 @@ def save_model(folder: Path, tokenizer: XLMR, kind=MaskedLM, **changes) -> Path:
 
 @pytest.fixture(scope="session")
 def folders(tokenizer, tmp_path_factory) -> list[Path]:
-    """Two encoders, of unlike depths."""
+    """Two encoders of different depths."""
     base = tmp_path_factory.mktemp("runs")
     return [save_model(base / "one", tokenizer), save_model(base / "other", tokenizer, n_layer=4, relative_bias=True)]
 
 
-def own(found: dict, run: Path) -> list[dict]:
-    return [record for record in found["records"] if record["run"] == str(run)]
+def records_of(kept: dict, run: Path) -> list[dict]:
+    return [record for record in kept["records"] if record["run"] == str(run)]
 
 
 def states_of(encoder, row: list[int]) -> list[torch.Tensor]:
-    """(T, D) by layer, of one row alone."""
+    """(T, D) by layer, of a single row."""
     states = []
     with torch.no_grad():
         encoder(torch.tensor([row]), None, states)
@@ -70,12 +70,12 @@ def states_of(encoder, row: list[int]) -> list[torch.Tensor]:
 
 
 def sentences(count: int, seed: int, length: int = 6) -> list[str]:
-    """No two alike, not even as bags of words."""
-    rng, found = np.random.default_rng(seed), {}
-    while len(found) < count:
+    """Sentences that differ even as bags of words."""
+    rng, by_words = np.random.default_rng(seed), {}
+    while len(by_words) < count:
         words = rng.choice(WORDS, rng.integers(2, length))
-        found.setdefault(tuple(sorted(words)), " ".join(words))
-    return list(found.values())
+        by_words.setdefault(tuple(sorted(words)), " ".join(words))
+    return list(by_words.values())
 
 
 def write(path: Path, lines: list[str]):
@@ -84,7 +84,7 @@ def write(path: Path, lines: list[str]):
 
 @pytest.fixture
 def tatoeba(tmp_path) -> Path:
-    """German: the English sentences themselves. Dutch: shuffled against them. Finnish: a tenth as many, others."""
+    """German: copies of the English sentences. Dutch: copies in another order. Finnish: 10 other sentences."""
     folder = tmp_path / "tatoeba"
     folder.mkdir()
     english = sentences(30, 0)
@@ -98,10 +98,11 @@ def tatoeba(tmp_path) -> Path:
     return folder
 
 
-def test_translations_that_are_found(tatoeba, folders, draw):
-    """Copies are all found and shuffled ones never, by every layer; the rest is as many as a loop finds."""
-    assert len(bitext_sets.TATOEBA_14) == 14 and len(set(bitext_sets.TATOEBA_36)) == 36
-    axes, found = draw("retrieval", *folders, "--source", tatoeba)
+def test_retrieval_equals_a_loop_over_sentences(tatoeba, folders, draw):
+    """Every layer finds all copies, no reordered ones, and as many of the others as a loop does."""
+    assert len(bitext_sets.TATOEBA_14) == 14
+    assert len(set(bitext_sets.TATOEBA_36)) == 36
+    axes, kept = draw("retrieval", *folders, "--source", tatoeba)
     loops = {}
     for folder in folders:
         encoder, tokenizer = pretrained.load_encoder(folder)
@@ -110,37 +111,40 @@ def test_translations_that_are_found(tatoeba, folders, draw):
             rows = [[tokenizer.bos, *ids, tokenizer.eos] for ids in tokenizer.encode_batch(list(side))]
             vectors.append([[F.normalize(h.mean(dim=0), dim=0) for h in states_of(encoder, row)] for row in rows])
         finnish, english = vectors
-        for layer, record in enumerate(own(found, folder)):
-            near = [[float(e[layer] @ f[layer]) for f in finnish] for e in english]
-            forth = sum(row.index(max(row)) == i for i, row in enumerate(near))
-            back = sum(column.index(max(column)) == i for i, column in enumerate(zip(*near)))
+        for layer, record in enumerate(records_of(kept, folder)):
+            cosine = [[float(e[layer] @ f[layer]) for f in finnish] for e in english]
+            forth = sum(row.index(max(row)) == i for i, row in enumerate(cosine))
+            back = sum(column.index(max(column)) == i for i, column in enumerate(zip(*cosine)))
             loops[folder, layer] = forth, back
-            # Of 36: German 100%, Dutch 0, Finnish; of 14: German alone.
+            # Tatoeba-36 has German (100%), Dutch (0%) and Finnish; Tatoeba-14 German only.
             assert record["Tatoeba-36, en to xx"] == pytest.approx((100 + 0 + 10 * forth) / 3)
             assert record["Tatoeba-36, xx to en"] == pytest.approx((100 + 0 + 10 * back) / 3)
             assert record["Tatoeba-14, en to xx"] == record["Tatoeba-14 found, %"] == 100
         assert layer == encoder.config.n_layer
-    assert len({numbers for numbers in loops.values()}) > 2, "the case shows nothing"
-    head, *rows = found["table"]
+    assert len(set(loops.values())) > 2, "the layers do not differ"
+    head, *rows = kept["table"]
     assert head[2:5] == ["Tatoeba-14, en to xx", "Tatoeba-14, xx to en", "Tatoeba-14 found, %"]
     table = {row[0]: row[1:] for row in rows}
-    one, other = (own(found, folder)[0]["encoder"] for folder in folders)
-    assert one.startswith("dense, n_layer 2") and table[one][:4] == [2, "100", "100", "100"] and table[other][0] == 3
+    one, other = (records_of(kept, folder)[0]["encoder"] for folder in folders)
+    assert one.startswith("dense, n_layer 2")
+    assert table[one][:4] == [2, "100", "100", "100"]
+    assert table[other][0] == 3
     assert table[other][4] == f"{(100 + 10 * loops[folders[1], 3][0]) / 3:.5g}"
     assert table["chance"][1:5] == ["3.3333", "3.3333", "3.3333", f"{100 * (2 / 30 + 1 / 10) / 3:.5g}"]
     assert table["paper: XLM-E"] == ["", "74.4", "72.3", "73.35", "65", "62.3", "63.65"]
-    assert lines(axes[1])[0] == (one, [0, 1, 2], [record["Tatoeba-36 found, %"] for record in own(found, folders[0])])
+    percents = [record["Tatoeba-36 found, %"] for record in records_of(kept, folders[0])]
+    assert lines(axes[1])[0] == (one, [0, 1, 2], percents)
 
 
-def test_seeds_are_a_mean_and_a_deviation(tatoeba, tokenizer, tmp_path, draw):
+def test_seeds_become_a_mean_and_a_deviation(tatoeba, tokenizer, tmp_path, draw):
     names = tmp_path / "runs" / "one", tmp_path / "runs" / "one-seed=1"
     for seed, name in enumerate(names):
         save_model(name, tokenizer)
         (name / "config.json").write_text(json.dumps({"objective": "rtd", "seed": seed}))
-    _, found = draw("retrieval", *names, f"{names[0]}/", "--source", tatoeba)  # one of them twice
-    assert [row[0] for row in found["table"][1:4]] == ["XLM-E", "untrained", "chance"]
-    one, two = (own(found, name)[2]["Tatoeba-36, xx to en"] for name in names)
-    assert found["table"][1][6] == f"{fmean([one, two]):.5g} ± {abs(one - two) / 2**0.5:.5g}"
+    _, kept = draw("retrieval", *names, f"{names[0]}/", "--source", tatoeba)  # one is passed twice
+    assert [row[0] for row in kept["table"][1:4]] == ["XLM-E", "untrained", "chance"]
+    one, two = (records_of(kept, name)[2]["Tatoeba-36, xx to en"] for name in names)
+    assert kept["table"][1][6] == f"{fmean([one, two]):.5g} ± {abs(one - two) / 2**0.5:.5g}"
 
 
 def test_a_long_sentence_is_cut(folders):
@@ -152,35 +156,36 @@ def test_a_long_sentence_is_cut(folders):
         torch.testing.assert_close(layer[0], F.normalize(h.mean(dim=0), dim=0), rtol=1e-4, atol=1e-5)
 
 
-def test_without_a_source_it_is_held_out_pairs(electra_corpora, folders, monkeypatch, draw):
+def test_without_a_source_held_out_pairs_are_used(electra_corpora, folders, monkeypatch, draw):
     pairs = electra_corpora["pairs"]
     monkeypatch.setattr(xlm_e, "ready", lambda name: pairs)
-    _, found = draw("retrieval", folders[0])
-    assert found["table"][0][2] == "ciphers, en to xx"
-    assert found["table"][3:] == [["chance", "", "2", "2", "2"]]
-    trained, untrained = (own(found, name) for name in (folders[0], "untrained"))
-    assert len(trained) == len(untrained) and trained[1]["ciphers found, %"] != untrained[1]["ciphers found, %"]
+    _, kept = draw("retrieval", folders[0])
+    assert kept["table"][0][2] == "ciphers, en to xx"
+    assert kept["table"][3:] == [["chance", "", "2", "2", "2"]]
+    trained, untrained = (records_of(kept, name) for name in (folders[0], "untrained"))
+    assert len(trained) == len(untrained)
+    assert trained[1]["ciphers found, %"] != untrained[1]["ciphers found, %"]
     texts = list(zip(*PairData(pairs, 16, 64).texts("valid", "aa-en")))
     assert bitext_sets.held_out(pairs)["aa"] == texts
-    (first, *_), *_ = bitext_sets.letters(pairs).values()  # characters are aligned by their places
+    (first, *_), *_ = bitext_sets.letters(pairs).values()  # characters are aligned by position
     one, two = texts[0]
     assert (first.one, first.two) == ([*one], [*two])
     assert first.sure == first.possible == {(i, i) for i in range(len(one))}
     monkeypatch.setattr(bitext_sets, "letters", lambda _: {"aa-en": [Aligned([*"abc"], [*"abc"], {(0, 0)}, {(0, 0)})]})
-    _, found = draw("alignment", folders[0])
-    assert [row[0] for row in found["table"][1:]] == [found["table"][1][0], "untrained", "the diagonal"]
+    _, kept = draw("alignment", folders[0])
+    assert [row[0] for row in kept["table"][1:]] == [kept["table"][1][0], "untrained", "the diagonal"]
 
 
-def test_what_is_no_encoder_is_one_clear_line(tatoeba, tokenizer, folders, tmp_path, monkeypatch, capsys):
-    def says(folder: Path) -> str:
+def test_folders_without_an_encoder_are_refused_in_one_line(tatoeba, tokenizer, folders, tmp_path, monkeypatch, capsys):
+    def error(folder: Path) -> str:
         return refused(monkeypatch, capsys, "retrieval", folders[0], folder, "--source", tatoeba)
 
-    assert "does not exist: train it first" in says(tmp_path / "train_mlm" / "demo")
-    assert "neither the folder of a run" in says(tatoeba)
-    assert "is no encoder" in says(save_model(tmp_path / "gpt", tokenizer, GPT))
+    assert "does not exist: train it first" in error(tmp_path / "train_mlm" / "demo")
+    assert "neither the folder of a run" in error(tatoeba)
+    assert "is no encoder" in error(save_model(tmp_path / "gpt", tokenizer, GPT))
     changed = save_model(tmp_path / "changed", tokenizer)
     (changed / tokenizer.filename).unlink()
-    assert "no tokenizer" in says(changed)
+    assert "no tokenizer" in error(changed)
 
 
 @pytest.fixture
@@ -194,33 +199,34 @@ def gold(tmp_path) -> Path:
     return folder
 
 
-def test_gold_alignments_are_read_from_1(gold):
-    """Two links of en-ro point past their sentence."""
+def test_gold_alignments_count_words_from_1(gold):
+    """Two links of en-ro point outside their sentences."""
     sets = bitext_sets.word_alignments(gold)
-    assert sets["de-en"] == [
-        Aligned(["Hund", "und", "Katze"], ["dog", "and", "cat"], {(0, 0), (2, 2)}, {(0, 0), (1, 1), (2, 2)}),
-        Aligned(["rot"], ["red", "house"], {(0, 0)}, {(0, 0), (0, 1)}),
-        Aligned(["Haus", "rot"], ["red"], set(), set()),
-    ]
-    assert sets["en-ro"] == [Aligned(["dog", "cat"], ["Katze", "Hund"], {(0, 1), (1, 0)}, {(0, 1), (1, 0), (1, 1)})]
+    three, unequal, unaligned = sets["de-en"]
+    assert three[:2] == (["Hund", "und", "Katze"], ["dog", "and", "cat"])
+    assert three[2:] == ({(0, 0), (2, 2)}, {(0, 0), (1, 1), (2, 2)})
+    assert unequal == (["rot"], ["red", "house"], {(0, 0)}, {(0, 0), (0, 1)})
+    assert unaligned == (["Haus", "rot"], ["red"], set(), set())
+    [pair] = sets["en-ro"]
+    assert pair == (["dog", "cat"], ["Katze", "Hund"], {(0, 1), (1, 0)}, {(0, 1), (1, 0), (1, 1)})
 
 
-def test_alignment_is_a_loop_over_pieces(folders):
-    """Of sentences that fit into one row together, that do not, and that are too long even alone."""
+def test_alignment_equals_a_loop_over_pieces(folders):
+    """For sentences that fit into one row together, only separately, or not at all."""
     rng, pairs = np.random.default_rng(0), []
     for m, n in ((2, 3), (4, 1), (1, 3), (6, 6), (40, 3)):
         pairs.append(Aligned(*([*rng.choice(WORDS, size)] for size in (m, n)), set(), set()))
     encoder, tokenizer = pretrained.load_encoder(folders[1])
     length = {word: len(tokenizer.encode_batch([word])[0]) for word in WORDS}
-    for total in (21, 22):  # pieces of both sides that just fit into one row of 24, and just do not
+    for total in (21, 22):  # total pieces that just fit into one row of 24, or just do not
         words = []
         while sum(map(length.get, words)) != total:
             words = [str(word) for word in rng.choice(WORDS, 8)]
         pairs.append(Aligned(words[:4], words[4:], set(), set()))
     bos, eos, T = tokenizer.bos, tokenizer.eos, encoder.config.block_size
-    apart = cut = differ = 0
+    separate = cut = differ = 0
     for pair in pairs:
-        found = xlm_e.align(pair, encoder, tokenizer, CPU, rounds=2)
+        links = xlm_e.align(pair, encoder, tokenizer, CPU, rounds=2)
         released = xlm_e.align(pair, encoder, tokenizer, CPU, rounds=1)
         ids, owners = [[], []], [[], []]
         for side, words in enumerate((pair.one, pair.two)):
@@ -233,61 +239,63 @@ def test_alignment_is_a_loop_over_pieces(folders):
             states = states_of(encoder, [bos, *ids[0], eos, *ids[1], eos])
             e, f = [h[1 : m + 1] for h in states], [h[m + 2 : m + n + 2] for h in states]
         else:
-            apart, cut = apart + 1, cut + (max(m, n) > T - 2)
+            separate, cut = separate + 1, cut + (max(m, n) > T - 2)
             e, f = ([h[1:-1] for h in states_of(encoder, [bos, *side[: T - 2], eos])] for side in ids)
         for layer in range(5):
             S = [[float(x @ y) for y in f[layer]] for x in e[layer]]
             plan = reference.transport(S, 2)
             twice = reference.iterative(plan, 2, 0.9)
             once = both_agree(reference.transport(S, 1), plan)
-            assert found[layer] == {(owners[0][i], owners[1][j]) for i, j in twice}, (pair, layer)
+            assert links[layer] == {(owners[0][i], owners[1][j]) for i, j in twice}, (pair, layer)
             assert released[layer] == {(owners[0][i], owners[1][j]) for i, j in once}, (pair, layer)
             differ += twice != once
-    assert 0 < cut < apart < 5 and differ
+    assert 0 < cut < separate < 5
+    assert differ
 
 
 def both_agree(before: list[list], plan: list[list]) -> set[tuple]:
-    """As XLM-Align's released aligner: the best of a row of the plan, and of a column of it before rows were scaled."""
+    """As XLM-Align's aligner: the best of a row of the plan, and of a column before the last scaling of rows."""
     columns = np.array(before) / np.sum(before, axis=0)
     rows = [row.index(max(row)) for row in plan]
     return {(i, j) for i, j in enumerate(rows) if columns[:, j].argmax() == i}
 
 
-def test_table_6(gold, folders, draw):
-    (axes,), found = draw("alignment", *folders, "--source", gold, "--rounds", 1)
+def test_table_6_has_the_error_rates_of_a_loop(gold, folders, draw):
+    (axes,), kept = draw("alignment", *folders, "--source", gold, "--rounds", 1)
     sets = bitext_sets.word_alignments(gold)
-    table = {row[0]: row[1:] for row in found["table"][1:]}
-    assert found["table"][0] == ["encoder", "layer", "mean AER, %", "de-en", "en-ro"]
+    table = {row[0]: row[1:] for row in kept["table"][1:]}
+    assert kept["table"][0] == ["encoder", "layer", "mean AER, %", "de-en", "en-ro"]
     for folder, shown in zip(folders, (2, 3)):
         encoder, tokenizer = pretrained.load_encoder(folder)
-        courses = []
+        rates = []  # by layer, for each set
         for pairs in sets.values():
             links = [xlm_e.align(pair, encoder, tokenizer, CPU, rounds=1) for pair in pairs]
             sure, possible = [pair.sure for pair in pairs], [pair.possible for pair in pairs]
-            courses.append([100 * reference.aer(of_layer, sure, possible) for of_layer in zip(*links)])
-        records = own(found, folder)
-        for record, errors in zip(records, zip(*courses), strict=True):
-            shown_errors = record["de-en"], record["en-ro"], record["mean AER, %"]
-            assert shown_errors == pytest.approx((*errors, fmean(errors)))
+            rates.append([100 * reference.aer(layer, sure, possible) for layer in zip(*links)])
+        records = records_of(kept, folder)
+        for record, expected in zip(records, zip(*rates), strict=True):
+            errors = record["de-en"], record["en-ro"], record["mean AER, %"]
+            assert errors == pytest.approx((*expected, fmean(expected)))
         numbers = [f"{number:.5g}" for number in list(records[shown].values())[3:]]
         assert table[records[shown]["encoder"]] == [shown, *numbers]
-    assert lines(axes)[0][2] == [record["mean AER, %"] for record in own(found, folders[0])]
-    # Of 3 + 1 + 2 links three are sure and one is possible alone, where 3 are sure; of 2 links one is possible alone.
+    assert lines(axes)[0][2] == [record["mean AER, %"] for record in records_of(kept, folders[0])]
+    # de-en: of 6 links 3 are sure and 4 possible, and gold has 3 sure ones. en-ro: of 2 links 1 is possible.
     diagonal = 100 * (1 - (3 + 4) / (6 + 3)), 100 * (1 - 1 / (2 + 2))
     assert table["the diagonal"][2:] == [f"{error:.5g}" for error in diagonal]
     assert levels(axes) == {"the diagonal": pytest.approx(fmean(diagonal))}
-    assert table["paper: XLM-E"] == ["", "", "16.49", "24.41"] and table["paper: fast_align"] == ["", "", "32.14", ""]
+    assert table["paper: XLM-E"] == ["", "", "16.49", "24.41"]
+    assert table["paper: fast_align"] == ["", "", "32.14", ""]
 
 
 @pytest.mark.parametrize("m, n, ends", [(3, 3, [0, 1, 2]), (1, 4, [0]), (4, 2, [0, 0, 1, 1]), (3, 8, [0, 3, 5])])
-def test_the_diagonal(m, n, ends):
-    """Of 4 and 2 words the last would lead past the end; 8 / 3 and 16 / 3 lie nearer to 3 and 5."""
+def test_the_diagonal_links_words_at_the_same_relative_position(m, n, ends):
+    """With 4 and 2 words the last is clamped to the end; 8 / 3 and 16 / 3 round to 3 and 5."""
     assert xlm_e.diagonal(Aligned(["a"] * m, ["b"] * n, set(), set())) == {*enumerate(ends)}
 
 
-BROKEN = [  # the command, its files that are changed, what stands in them (None: they are gone), what is said
+BROKEN = [  # command, changed files, their content (None: deleted), the error
     ("retrieval", "*", None, "no pair of files such as tatoeba.deu-eng.deu"),
-    ("retrieval", "*deu*", None, "holds no language of Tatoeba-14"),
+    ("retrieval", "*deu*", None, "has no language of Tatoeba-14"),
     ("retrieval", "nld-eng.eng", None, "nld-eng.eng"),
     ("retrieval", "nld-eng.eng", "dog\ncat\n", "nld-eng.nld and nld-eng.eng"),
     ("alignment", "*", None, "no file such as de-en.src-tgt"),
@@ -301,7 +309,7 @@ BROKEN = [  # the command, its files that are changed, what stands in them (None
 
 
 @pytest.mark.parametrize("command, files, content, error", BROKEN)
-def test_a_broken_set_is_one_clear_line(
+def test_a_broken_test_set_is_refused_in_one_line(
     command, files, content, error, tatoeba, gold, folders, tmp_path, monkeypatch, capsys
 ):
     source = {"retrieval": tatoeba, "alignment": gold}[command]
@@ -309,4 +317,5 @@ def test_a_broken_set_is_one_clear_line(
         file.unlink()
         if content is not None:
             file.write_text(content)
-    assert error in refused(monkeypatch, capsys, command, folders[0], "--out", tmp_path, "--source", source)
+    line = command, folders[0], "--out", tmp_path, "--source", source
+    assert error in refused(monkeypatch, capsys, *line)

@@ -1,4 +1,4 @@
-"""Reading data: what batches hold, what they depend on, and what evaluation reads."""
+"""Batches: their contents, what they depend on, and what evaluation reads."""
 
 import itertools
 import json
@@ -19,7 +19,7 @@ from data import batches, counting, folder
 from data.batches import Masked, MaskedData, PairData, TokenData, Translation, TranslationData, source_batches
 from data.files import SPLITS, checksum
 from data.folder import Spans
-from data.masking import DRAWS, Masking, span_turns
+from data.masking import DRAWS, Masking, span_ranks
 from data.prepare import prepare
 
 __all__ = ["electra_corpora"]  # a fixture
@@ -28,7 +28,7 @@ T, B = 16, 4
 
 
 def within(count: int, n: int, p: float) -> bool:
-    """Five standard deviations of a binomial: off by chance once in two million."""
+    """Whether a binomial count is within five standard deviations: off by chance once in two million."""
     return abs(count - n * p) < 5 * (n * p * (1 - p)) ** 0.5
 
 
@@ -41,17 +41,19 @@ def steps(data, count: int, split="train") -> list:
     return [data.batch(split, step) for step in range(count)]
 
 
-def real_places(ids: torch.Tensor, real: torch.Tensor | None) -> list[int]:
-    return list(range(ids.numel())) if real is None else real.tolist()
+def nonpad_places(ids: torch.Tensor, nonpad: torch.Tensor | None) -> list[int]:
+    return list(range(ids.numel())) if nonpad is None else nonpad.tolist()
 
 
-def rows_of_real(ids: torch.Tensor, real: torch.Tensor | None) -> list[list[int]]:
-    """The rows of a batch without padding; checks that what is not real is padding, at the end of rows."""
-    own = np.bincount(np.array(real_places(ids, real)) // ids.shape[1], minlength=len(ids))
-    padding = np.arange(ids.shape[1]) >= own[:, None]  # (B, T)
-    assert np.flatnonzero(~padding).tolist() == real_places(ids, real)
-    assert (ids.numpy()[padding] == 1).all() and (real is None) == (not padding.any())
-    return [row[:length] for row, length in zip(ids.tolist(), own)]
+def rows_without_padding(ids: torch.Tensor, nonpad: torch.Tensor | None) -> list[list[int]]:
+    """The rows of a batch without padding; checks that the rest is padding, at the end of rows."""
+    places = nonpad_places(ids, nonpad)
+    lengths = np.bincount(np.array(places) // ids.shape[1], minlength=len(ids))
+    padding = np.arange(ids.shape[1]) >= lengths[:, None]  # (B, T)
+    assert np.flatnonzero(~padding).tolist() == places
+    assert (ids.numpy()[padding] == 1).all()
+    assert (nonpad is None) == (not padding.any())
+    return [row[:length] for row, length in zip(ids.tolist(), lengths)]
 
 
 def restored(batch: Masked) -> torch.Tensor:
@@ -61,7 +63,7 @@ def restored(batch: Masked) -> torch.Tensor:
     return ids
 
 
-# Two kinds of folders: prepared ones, and ones where no token comes twice in a split, so that it tells its own place
+# Two kinds of folders: prepared corpora, and numbered ones, in which every token of a split is unique
 
 
 @pytest.fixture(scope="session")
@@ -80,8 +82,8 @@ def aligned(tmp_path_factory) -> Path:
     """A prepared corpus of those pairs."""
     base = tmp_path_factory.mktemp("aligned")
     for (languages, split), texts in PAIRS.items():
-        for side, own in zip(languages.split("-"), zip(*texts)):
-            (base / f"{languages}.{split}.{side}").write_text("\n".join(own))
+        for side, lines in zip(languages.split("-"), zip(*texts)):
+            (base / f"{languages}.{split}.{side}").write_text("\n".join(lines))
     return prepare("bitext", base, pieces=400, out=base / "prepared")
 
 
@@ -91,10 +93,10 @@ def folder_of(many, aligned) -> dict[type, Path]:
 
 
 def numbered(kind: type, base: Path, languages: dict, **arguments):
-    """A folder of these languages, name -> how many tokens, or (of train and test, of valid); or of these pairs of
-    languages, name -> the sizes of both texts of its pairs, which are the same in all splits.
+    """A folder of languages, name -> token count, or (count in train and test, count in valid); or of language pairs,
+    name -> the sizes of both texts of each pair, the same in all splits.
 
-    Ids count from 4 on through all languages, and a text of a pair ends in </s>, which its size counts.
+    Ids count from 4 through all languages; each text of a pair ends in </s>, included in its size.
     """
     pairs = kind.kind == "pairs"
     meta = {"name": "numbered", "kind": kind.kind, "dtype": "uint32", "splits": {}, "files": {}}
@@ -102,11 +104,11 @@ def numbered(kind: type, base: Path, languages: dict, **arguments):
     base.mkdir(parents=True, exist_ok=True)
     for split in SPLITS:
         first, ends = 0, [0]
-        for name, own in languages.items():
+        for name, sizes in languages.items():
             if not pairs:
-                own = [[own[split == "valid"] if isinstance(own, tuple) else own]]
-            ends += (ends[-1] + np.cumsum(own)).tolist()
-            count = len(own) if pairs else own[0][0]
+                sizes = [[sizes[split == "valid"] if isinstance(sizes, tuple) else sizes]]
+            ends += (ends[-1] + np.cumsum(sizes)).tolist()
+            count = len(sizes) if pairs else sizes[0][0]
             meta["languages"][name][split] = {"first": first, "pairs" if pairs else "tokens": count}
             first += count
         ids = np.arange(4, 4 + ends[-1], dtype="uint32")
@@ -127,47 +129,51 @@ def numbered(kind: type, base: Path, languages: dict, **arguments):
 
 
 numbered_texts = partial(numbered, MaskedData)
-numbered_pairs = partial(numbered, PairData, replace=(1.0, 0.0))  # what is masked always becomes the mask
+numbered_pairs = partial(numbered, PairData, replace=(1.0, 0.0))  # masked tokens always become the mask
 numbered_translations = partial(numbered, TranslationData)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_batches_depend_on_seed_split_step_and_micro_alone(folder_of, kind):
+def test_batches_depend_only_on_seed_split_step_and_micro(folder_of, kind):
     one, two, other = [kind(folder_of[kind], 32, 128, 4, seed) for seed in (1, 1, 2)]
-    asked = [(split, step, micro) for split in ("train", "valid") for step in (0, 900, 7, 0) for micro in (2, 1, 0)]
-    first = {key: one.batch(*key) for key in asked}
-    assert all(same(two.batch(*key), first[key]) for key in reversed(asked))
-    assert not any(same(other.batch(*key), first[key]) for key in asked)
-    assert len({batch[0].numpy().tobytes() for (split, *_), batch in first.items() if split == "train"}) == 9
+    keys = [(split, step, micro) for split in ("train", "valid") for step in (0, 900, 7, 0) for micro in (2, 1, 0)]
+    first = {key: one.batch(*key) for key in keys}
+    assert all(same(two.batch(*key), first[key]) for key in reversed(keys))
+    assert not any(same(other.batch(*key), first[key]) for key in keys)
+    train = {batch[0].numpy().tobytes() for (split, *_), batch in first.items() if split == "train"}
+    assert len(train) == 9  # all are different
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_batches_are_dealt_to_processes_and_evaluation_has_no_seed(folder_of, kind):
+def test_processes_share_out_evaluation_whatever_the_seed(folder_of, kind):
     sizes = (8, 16) if kind is TokenData else (32, 64)
     one, data = kind(folder_of[kind], *sizes), kind(folder_of[kind], *sizes, seed=5)
-    whole = list(one.eval_batches("valid"))
+    all_batches = list(one.eval_batches("valid"))
     ranks = [list(data.eval_batches("valid", rank=rank, world=3)) for rank in range(3)]
-    assert sum(map(len, ranks)) == len(whole) > 8
-    for i, batch in enumerate(whole):
+    assert sum(map(len, ranks)) == len(all_batches) > 8
+    for i, batch in enumerate(all_batches):
         other = ranks[i % 3][i // 3]
         if issubclass(kind, MaskedData):  # masking, first token, batch
             assert other[:2] == batch[:2]
             other, batch = other[2], batch[2]
         assert same(other, batch)
-    if one.kind == "pairs":  # the same sequence, however many a step has
-        dealt, masked = kind(folder_of[kind], *sizes, 2).batch("train", 3, 1), kind is PairData
-        following = one.batch("train", 7)
-        assert torch.equal(*(restored(x) if masked else x.source for x in (dealt, following)))
+
+
+@pytest.mark.parametrize("kind", [PairData, TranslationData])
+def test_pairs_come_in_the_same_order_however_many_a_step_has(folder_of, kind):
+    one, two = kind(folder_of[kind], 32, 64), kind(folder_of[kind], 32, 64, 2)
+    batches = one.batch("train", 7), two.batch("train", 3, 1)
+    assert torch.equal(*(restored(batch) if kind is PairData else batch.source for batch in batches))
 
 
 @pytest.mark.parametrize("kind, sizes", [(TokenData, (32, 65)), (PairData, (32, 31)), (TranslationData, (32, 31))])
-def test_a_micro_batch_holds_rows(folder_of, kind, sizes):
+def test_a_micro_batch_must_hold_a_row(folder_of, kind, sizes):
     block, micro = sizes
     with pytest.raises(ValueError, match=f"micro_tokens {micro} must hold .* block_size {block}"):
         kind(folder_of[kind], block, micro)
 
 
-def test_a_damaged_folder_is_one_line(aligned, tmp_path, monkeypatch):
+def test_a_damaged_folder_is_an_error_of_one_line(aligned, tmp_path, monkeypatch):
     copy = Path(shutil.copytree(aligned, tmp_path / "copy"))
     edited = json.loads((aligned / "meta.json").read_text())
     edited["splits"]["valid"]["tokens"] += 1
@@ -180,7 +186,7 @@ def test_a_damaged_folder_is_one_line(aligned, tmp_path, monkeypatch):
             PairData(copy, T, T)
         if name.endswith(("bin", "idx")):
             with monkeypatch.context() as patch, pytest.raises(ValueError, match=f"{name} has .* bytes instead of"):
-                patch.setattr(folder, "HASHED_UP_TO", 0)  # as if it were too large to be hashed
+                patch.setattr(folder, "HASHED_UP_TO", 0)  # as if it were too large to hash
                 PairData(copy, T, T)
         shutil.copy(aligned / name, copy)
     (copy / "valid.bin").unlink()
@@ -190,19 +196,21 @@ def test_a_damaged_folder_is_one_line(aligned, tmp_path, monkeypatch):
         PairData(tmp_path / "wmt10", T, T)
 
 
-def test_y_is_x_one_token_ahead_in_windows_from_everywhere(tmp_path):
+def test_y_is_one_token_ahead_of_x_in_windows_from_everywhere(tmp_path):
     data = numbered(TokenData, tmp_path, {"x": 400})
-    found = Counter()
+    starts = Counter()
     for x, y in steps(data, 3000, "valid"):
-        assert x.shape == y.shape == (B, T) and x.dtype == y.dtype == torch.int64
-        assert torch.equal(y, x + 1) and (x.diff() == 1).all()
-        found.update((x[:, 0] - 4).tolist())
+        assert (x.shape, x.dtype) == (y.shape, y.dtype) == ((B, T), torch.int64)
+        assert torch.equal(y, x + 1)
+        assert (x.diff() == 1).all()
+        starts.update((x[:, 0] - 4).tolist())
     assert not same(data.batch("train", 0), data.batch("valid", 0))
-    assert sorted(found) == list(range(400 - T))
-    assert all(within(sum(found[place] for place in range(at, at + 38)), 12_000, 38 / 384) for at in range(0, 380, 38))
+    assert sorted(starts) == list(range(400 - T))
+    for first in range(0, 380, 38):
+        assert within(sum(starts[place] for place in range(first, first + 38)), 12_000, 38 / 384)
 
 
-def test_seen_are_the_targets_of_so_many_steps(tmp_path):
+def test_seen_are_the_targets_of_the_first_steps(tmp_path):
     data = numbered(TokenData, tmp_path, {"x": 400}, micros_per_step=2)
     for count in (0, 1, 3, 200):
         expected = torch.zeros(400, dtype=torch.bool)
@@ -211,18 +219,19 @@ def test_seen_are_the_targets_of_so_many_steps(tmp_path):
                 _, y = data.batch("train", step, micro)
                 expected[y.flatten() - 4] = True
         assert torch.equal(data.seen(count), expected)
-    assert not expected[0] and expected.sum() > 390  # nothing comes before the first
+    assert expected.sum() > 390
+    assert not expected[0]  # the first token is never a target
 
 
 def test_log_frequencies_follow_the_training_text(many):
     data = TokenData(many, T, T)
     counts = Counter(data.tokens["train"].tolist())
-    assert len(counts) < data.vocab_size  # a token that never comes has its share, too
+    assert len(counts) < data.vocab_size  # a token that never occurs has a share, too
     expected = torch.tensor([counts[token] + 1 for token in range(data.vocab_size)])
     torch.testing.assert_close(data.log_frequencies().exp(), expected / (counts.total() + data.vocab_size))
 
 
-def test_evaluation_reads_the_split_once_in_order(many):
+def test_evaluation_reads_the_split_once_and_in_order(many):
     data = TokenData(many, T, T * B)
     tokens = torch.from_numpy(data.tokens["valid"].astype("int64"))
     count = (len(tokens) - 1) // T * T
@@ -234,7 +243,7 @@ def test_evaluation_reads_the_split_once_in_order(many):
         assert sum(x.numel() for x, _ in data.eval_batches("valid", limit)) == read
 
 
-def test_a_split_of_exactly_one_window(many):
+def test_a_split_of_exactly_one_window_is_enough(many):
     size, split = min((len(tokens), split) for split, tokens in TokenData(many, T, T).tokens.items())
     data = TokenData(many, size - 1, size - 1)
     assert len(list(data.eval_batches(split))) == 1
@@ -245,15 +254,16 @@ def test_a_split_of_exactly_one_window(many):
 
 def windows_of(data: MaskedData, batch: Masked, split="train") -> list[tuple[int, int, int]]:
     """(language, place in its text, tokens) of each row; checks that a row is `<s>` and text of one language."""
-    found = []
-    for start, *row in rows_of_real(restored(batch), batch.real):
-        assert start == 0 and (np.diff(row) == 1).all()
+    windows = []
+    for start, *row in rows_without_padding(restored(batch), batch.real):
+        assert start == 0
+        assert (np.diff(row) == 1).all()
         for language, (first, size) in enumerate(data.streams[split].tolist()):
             if first <= row[0] - 4 < first + size:
                 assert row[-1] - 4 < first + size
-                found.append((language, row[0] - 4 - first, len(row)))
-    assert len(found) == len(batch.ids)
-    return found
+                windows.append((language, row[0] - 4 - first, len(row)))
+    assert len(windows) == len(batch.ids)
+    return windows
 
 
 def test_a_language_is_drawn_by_its_smoothed_size(tmp_path):
@@ -265,22 +275,22 @@ def test_a_language_is_drawn_by_its_smoothed_size(tmp_path):
         for language, weight in enumerate(expected):
             assert within(drawn[language], 10_000, weight / sum(expected))
     drawn = Counter(row[0] for batch in steps(data, 20, "valid") for row in windows_of(data, batch, "valid"))
-    # By the training tokens, 1024 ** 0.7 is 128; a language without a text in valid is not drawn there.
-    assert set(drawn) == {0, 1} and within(drawn[1], 2000, 1 / 129)
+    assert set(drawn) == {0, 1}  # a language without text in valid is not drawn there
+    assert within(drawn[1], 2000, 1 / 129)  # by the training tokens: 1024 ** 0.7 is 128
 
 
-def test_windows_are_from_everywhere_and_those_of_a_short_language_padded(tmp_path):
+def test_windows_are_from_everywhere_and_padded_in_a_short_language(tmp_path):
     data = numbered_texts(tmp_path, {"a": 5, "b": 60}, exponent=0, mask_share=1)
-    found = Counter()
+    windows = Counter()
     for batch in steps(data, 1000):
         assert batch.ids.shape == (B, T)
         rows = windows_of(data, batch)
-        found.update(rows)
-        assert batch.masked.tolist() == [place for place in real_places(batch.ids, batch.real) if place % T]
+        windows.update(rows)
+        assert batch.masked.tolist() == [n for n in nonpad_places(batch.ids, batch.real) if n % T]
         assert batch.language.tolist() == [rows[place // T][0] for place in batch.masked.tolist()]
         assert batch.tokens == sum(1 + length for *_, length in rows)  # with `<s>`
-    assert set(found) == {(0, 0, 5)} | {(1, place, T - 1) for place in range(46)}
-    assert all(within(found[1, place, T - 1], 4000, 1 / 92) for place in range(46))
+    assert set(windows) == {(0, 0, 5)} | {(1, place, T - 1) for place in range(46)}
+    assert all(within(windows[1, place, T - 1], 4000, 1 / 92) for place in range(46))
 
 
 EVALUATED = {"a": (900, 100), "b": (900, 0), "c": (900, 47), "d": (900, 16), "e": (900, 15), "f": (900, 1)}
@@ -292,85 +302,91 @@ def reading(data, k=0, **arguments) -> list[tuple[int, Masked]]:
     return [(first, batch) for turn, first, batch in data.eval_batches("valid", k + 1, **arguments) if turn == k]
 
 
-def spread(found: list[tuple[int, Masked]], count: int) -> np.ndarray:
-    """(3, count) the ids of all real tokens before and after masking, and their language (-1: not masked)."""
+def spread(batches: list[tuple[int, Masked]], count: int) -> np.ndarray:
+    """(3, count) the ids of all non-padding tokens before and after masking, and their language (-1: not masked)."""
     table = np.full((3, count), -1)
-    for first, batch in found:
-        real = real_places(batch.ids, batch.real)
-        places = slice(first, first + len(real))
-        assert (table[:, places] == -1).all()  # no batch has these tokens yet
-        table[:2, places] = torch.stack([restored(batch), batch.ids]).flatten(1)[:, real]
-        table[2, first + np.searchsorted(real, batch.masked.numpy())] = batch.language
+    for first, batch in batches:
+        nonpad = nonpad_places(batch.ids, batch.real)
+        places = slice(first, first + len(nonpad))
+        assert (table[:, places] == -1).all()  # no earlier batch has these tokens
+        table[:2, places] = torch.stack([restored(batch), batch.ids]).flatten(1)[:, nonpad]
+        table[2, first + np.searchsorted(nonpad, batch.masked.numpy())] = batch.language
     return table
 
 
-def test_evaluation_reads_every_token_once_per_masking_whatever_the_batch_size(tmp_path):
+def test_evaluation_reads_every_token_once_per_masking_at_any_batch_size(tmp_path):
     data = numbered_texts(tmp_path, EVALUATED)
     before, after, language = spread(reading(data), READ)
-    assert sorted(before[before != 0]) == list(range(4, 183)) and data.eval_tokens("valid") == READ
+    assert data.eval_tokens("valid") == READ
+    assert sorted(before[before != 0]) == list(range(4, 183))
     chosen = language >= 0
     ends = np.cumsum([size for _, size in EVALUATED.values()]) + 4
     assert (language[chosen] == ends.searchsorted(before[chosen], side="right")).all()
-    assert (before != after).any() and (before == after)[~chosen].all()
+    assert (before == after)[~chosen].all()
+    assert (before != after).any()
     again, _, other = spread(reading(data, 1), READ)
-    assert (again == before).all() and (other != language).any()
-    for size in (7 * T, T):
+    assert (again == before).all()
+    assert (other != language).any()
+    for size, k in itertools.product((7 * T, T), range(2)):
         sized = numbered_texts(tmp_path, EVALUATED, micro_tokens=size)
-        assert all((spread(reading(data, k), READ) == spread(reading(sized, k), READ)).all() for k in range(2))
+        assert (spread(reading(data, k), READ) == spread(reading(sized, k), READ)).all()
     for _, batch in reading(data):
         windows_of(data, batch, "valid")
         lengths = (restored(batch) != 1).sum(dim=1)
-        assert (lengths.diff() <= 0).all() and lengths[0] == batch.ids.shape[1]  # the longest first
+        assert lengths.tolist() == sorted(lengths.tolist(), reverse=True)
+        assert lengths[0] == batch.ids.shape[1]
         assert batch.ids.numel() <= T * B
 
 
-def test_limited_evaluation_takes_all_languages_evenly(tmp_path):
+def test_limited_evaluation_covers_all_languages_evenly(tmp_path):
     data = numbered_texts(tmp_path, EVALUATED)
 
     def rows(limit=None) -> dict[int, list[int]]:
         """The first token of a window -> its ids after masking."""
-        found = {}
+        ids = {}
         for _, batch in reading(data, max_tokens=limit):
-            found |= dict(zip(restored(batch)[:, 1].tolist(), rows_of_real(batch.ids, batch.real)))
-        return found
+            ids |= dict(zip(restored(batch)[:, 1].tolist(), rows_without_padding(batch.ids, batch.real)))
+        return ids
 
-    # The first windows of a, c, d, e, f have 16 + 16 + 16 + 16 + 2 tokens; then come the second of a and of c.
+    # The first windows of a, c, d, e, f have 16 + 16 + 16 + 16 + 2 tokens; the second ones of a and c follow.
     for limit, windows in ((66, 5), (81, 5), (98, 7), (1, 1), (10**6, 15)):
         some = rows(limit)
-        assert len(some) == windows and some.items() <= rows().items()  # masked as in a full evaluation
-    assert sorted(rows(66)) == [4, 104, 151, 167, 182] and data.eval_tokens("valid", 66) == 66
+        assert len(some) == windows
+        assert some.items() <= rows().items()  # masked as in a full evaluation
+    assert sorted(rows(66)) == [4, 104, 151, 167, 182]
+    assert data.eval_tokens("valid", 66) == 66
 
 
-MIXED = [(n % 7 + 2, n % 5 + 2) for n in range(60)]  # tokens of both texts with their </s>
+MIXED = [(n % 7 + 2, n % 5 + 2) for n in range(60)]  # tokens of both texts, with </s>
 SIZED = {"a-b": [*MIXED, (30, 3), (3, 30), (30, 30)], "c-d": MIXED[:20]}
 
 
 def pairs_of(data: PairData, batch: Masked) -> list[tuple[int, list[int], list[int]]]:
-    """(pair, first, second) of every row; checks that it is `<s> first </s> second </s>`, from where a pair begins."""
-    found = []
+    """(pair, first, second) of every row; checks that it is `<s> first </s> second </s>` of one pair from its begin."""
+    rows = []
     starts = data.index["train"][:-1].reshape(-1, 2)
-    for row in rows_of_real(restored(batch), batch.real):
-        assert row[0] == 0 and row[-1] == 2 and row.count(2) == 2
+    for row in rows_without_padding(restored(batch), batch.real):
+        assert (row[0], row[-1], row.count(2)) == (0, 2, 2)
         middle = row.index(2)
         first, second = row[1:middle], row[middle + 1 : -1]
-        assert (np.diff(first) == 1).all() and (np.diff(second) == 1).all()
+        assert all((np.diff(half) == 1).all() for half in (first, second))
         [pair] = np.flatnonzero(starts[:, 0] == first[0] - 4)
         assert starts[pair, 1] == second[0] - 4
-        found.append((int(pair), first, second))
-    return found
+        rows.append((int(pair), first, second))
+    return rows
 
 
-def test_the_budget_is_kept_and_padding_small(tmp_path):
+def test_micro_batches_keep_to_the_budget_with_little_padding(tmp_path):
     sizes = np.random.default_rng(0).integers(2, 40, (700, 2)).tolist()
     for budget in (64, 1000, 20_000):
         data = numbered_pairs(tmp_path, {"a-b": sizes}, block_size=64, micro_tokens=budget)
-        found = [batch.ids for batch in steps(data, batches.POOL_MICROS)]
-        padded = [ids.numel() for ids in found]
-        real = sum(int((ids != 1).sum()) for ids in found)
-        assert max(padded) <= budget and real > 0.95 * sum(padded)
-        assert sum(padded) > (0.57 if budget == 64 else 0.9) * budget * len(found)
-        widths = [ids.shape[1] for ids in found]
-        assert widths != sorted(widths) and widths != sorted(widths, reverse=True)
+        ids = [batch.ids for batch in steps(data, batches.POOL_MICROS)]
+        padded = [x.numel() for x in ids]
+        assert max(padded) <= budget
+        assert sum(int((x != 1).sum()) for x in ids) > 0.95 * sum(padded)
+        assert sum(padded) > (0.57 if budget == 64 else 0.9) * budget * len(ids)
+        widths = [x.shape[1] for x in ids]
+        assert widths not in (sorted(widths), sorted(widths, reverse=True))
 
 
 @pytest.mark.parametrize("block", [8, 15, 16])
@@ -384,14 +400,14 @@ def test_the_longer_half_is_cut_first(tmp_path, block):
         for pair, first, second in pairs_of(data, batch):
             seen.add(pair)
             one, two = sizes[pair]
-            while one + two > block - 1:  # one token of the longer half at a time, of the second where they are equal
+            while one + two > block - 1:  # one token of the longer half at a time, of the second if equal
                 one, two = (one - 1, two) if one > two else (one, two - 1)
             assert (len(first) + 1, len(second) + 1) == (one, two)
     assert seen == set(range(len(sizes)))
 
 
 def test_halves_are_masked_independently(tmp_path):
-    sizes = [(11, 21)] * 30  # 10 and 20 tokens to choose from: 1.5 and 3 of them
+    sizes = [(11, 21)] * 30  # 10 and 20 maskable tokens: 1.5 and 3 are chosen
     data = numbered_pairs(tmp_path, {"a-b": sizes[:10], "c-d": sizes[10:]}, block_size=40, micro_tokens=400)
     firsts, places = Counter(), Counter()
     for batch in steps(data, 300):
@@ -402,59 +418,62 @@ def test_halves_are_masked_independently(tmp_path):
         places.update((batch.masked % 33).tolist())
         pairs = [pair for pair, *_ in pairs_of(data, batch)]
         assert batch.language.tolist() == [int(pairs[place // 33] >= 10) for place in batch.masked.tolist()]
-    assert set(firsts) == {1, 2} and within(firsts[2], firsts.total(), 0.5)
+    assert set(firsts) == {1, 2}
+    assert within(firsts[2], firsts.total(), 0.5)
     assert sorted(places) == [*range(1, 11), *range(12, 32)]
 
 
-def masks(data: PairData, found: list[tuple[int, Masked]]) -> dict[int, list[int]]:
-    """pair -> the tokens of it that are masked."""
+def masks(data: PairData, batches: list[tuple[int, Masked]]) -> dict[int, list[int]]:
+    """pair -> its masked tokens"""
     hidden = {}
-    for _, batch in found:
+    for _, batch in batches:
         for (pair, *_), before, after in zip(pairs_of(data, batch), restored(batch), batch.ids):
             assert pair not in hidden
             hidden[pair] = before[before != after].tolist()
     return hidden
 
 
-def test_evaluation_reads_every_pair_once_per_masking_and_masks_halves_independently(tmp_path):
-    data = numbered_pairs(tmp_path / "sized", SIZED)
-    found = [masks(data, reading(data, k)) for k in range(3)]
-    assert all(sorted(turn) == list(range(83)) for turn in found)
-    assert found[0] != found[1] != found[2]
+def test_evaluation_reads_every_pair_once_per_masking(tmp_path):
+    data = numbered_pairs(tmp_path, SIZED)
+    turns = [masks(data, reading(data, k)) for k in range(3)]
+    assert all(sorted(turn) == list(range(83)) for turn in turns)
+    assert turns[0] != turns[1] != turns[2]
     assert (spread(reading(data), data.eval_tokens("valid"))[0] >= 0).all()
     assert all(batch.ids.numel() <= T * B for _, batch in reading(data))
+
+
+def test_evaluation_masks_halves_independently(tmp_path):
     data = numbered_pairs(tmp_path, {"a-b": [(11, 11)] * 100}, block_size=32, micro_tokens=64, mask_share=0.1)
-    found = masks(data, reading(data)).values()  # one of ten in each half
-    assert within(sum(one % 11 == two % 11 for one, two in found), 100, 0.1)
+    hidden = masks(data, reading(data)).values()  # one of ten tokens in each half
+    assert within(sum(one % 11 == two % 11 for one, two in hidden), 100, 0.1)
 
 
 def translations_of(batch: Translation) -> list[tuple[list[int], list[int]]]:
-    """Source and translation of every row, both with </s>; checks how the batch is made of them."""
-    sources = rows_of_real(batch.source, batch.source_real)
-    read = rows_of_real(batch.target, batch.target_real)
-    written = batch.labels.split([len(row) for row in read])
-    found = []
+    """Source and translation of every row, both with </s>; checks the batch's layout."""
+    sources = rows_without_padding(batch.source, batch.source_real)
+    read = rows_without_padding(batch.target, batch.target_real)
+    written = [row.tolist() for row in batch.labels.split([len(row) for row in read])]
+    pairs = []
     for source, before, after in zip(sources, read, written):
-        after = after.tolist()
         assert before == [0, *after[:-1]]
-        assert source.index(2) == len(source) - 1 and after.index(2) == len(after) - 1
-        found.append((source, after))
+        assert all(text.index(2) == len(text) - 1 for text in (source, after))
+        pairs.append((source, after))
     assert batch.tokens == sum(map(len, sources)) + sum(map(len, read))
-    return found
+    return pairs
 
 
 def passes(data: TranslationData, count: int) -> list[list[Translation]]:
-    """The micro-batches of the first passes, which end where every pair has come."""
-    pairs, step, found = sum(map(len, data.fitting["train"])), itertools.count(), []
+    """The micro-batches of the first passes; a pass ends when it has as many pairs as the corpus."""
+    pairs, step, batches = sum(map(len, data.fitting["train"])), itertools.count(), []
     for _ in range(count):
-        found.append([])
-        while sum(len(batch.source) for batch in found[-1]) < pairs:
-            found[-1].append(data.batch("train", next(step)))
-    return found
+        batches.append([])
+        while sum(len(batch.source) for batch in batches[-1]) < pairs:
+            batches[-1].append(data.batch("train", next(step)))
+    return batches
 
 
 def known_pairs(data: TranslationData, split: str) -> set[str]:
-    """What `translations_of` finds of PAIRS, translated into English wherever it stands."""
+    """PAIRS as strings of `translations_of`, translated into English from either side."""
     pairs = PAIRS["de-en", split] + [pair[::-1] for pair in PAIRS["en-ru", split]]
     both = [data.tokenizer.encode_batch(list(pair)) for pair in pairs]
     return {str(([*source, 2], [*target, 2])) for source, target in both}
@@ -463,37 +482,41 @@ def known_pairs(data: TranslationData, split: str) -> set[str]:
 def test_a_pass_has_each_pair_of_the_corpus_once(aligned):
     data = TranslationData(aligned, 64, 256, seed=3)
     orders = []
-    for found in passes(data, 3):
-        padded = [batch.source.numel() + batch.target.numel() for batch in found]
-        assert max(padded) <= 256 and sum(batch.tokens for batch in found) > 0.85 * sum(padded)
-        rows = [str(row) for batch in found for row in translations_of(batch)]
-        assert len(rows) == 300 and set(rows) == known_pairs(data, "train")
+    for micros in passes(data, 3):
+        padded = [batch.source.numel() + batch.target.numel() for batch in micros]
+        assert max(padded) <= 256
+        assert sum(batch.tokens for batch in micros) > 0.85 * sum(padded)
+        rows = [str(row) for batch in micros for row in translations_of(batch)]
+        assert len(rows) == 300
+        assert set(rows) == known_pairs(data, "train")
         orders.append(rows)
-        widths = [batch.source.shape[1] for batch in found]
-        assert widths != sorted(widths) and widths != sorted(widths, reverse=True)
+        widths = [batch.source.shape[1] for batch in micros]
+        assert widths not in (sorted(widths), sorted(widths, reverse=True))
     assert orders[0] != orders[1] != orders[2]
 
 
-def test_a_smoothed_pass_has_every_language_in_its_share_and_every_pair_in_turn(tmp_path):
+def test_a_smoothed_pass_has_each_language_by_its_share_and_its_pairs_in_turn(tmp_path):
     sizes = {"a-en": [(2, 2)] * 80, "b-en": [(3, 3)] * 20}
     data = numbered_translations(tmp_path, sizes, exponent=0.5, micro_tokens=40)
     drawn = Counter(torch.cat([batch.source[:, 0] for batch in steps(data, 5 * 12)]).tolist())
     of_a = [drawn[4 + 4 * pair] for pair in range(80)]
-    assert len(drawn) == 100 and max(of_a) - min(of_a) <= 2
+    assert len(drawn) == 100
+    assert max(of_a) - min(of_a) <= 2
     assert within(sum(of_a), drawn.total(), 2 / 3)  # sqrt(80) : sqrt(20) is 2 : 1
 
 
-def test_evaluation_has_every_pair_once(aligned):
+def test_evaluation_translates_every_pair_once(aligned):
     data = TranslationData(aligned, 64, 128)
     rows = [str(row) for batch in data.eval_batches("valid") for row in translations_of(batch)]
-    assert len(rows) == 40 and set(rows) == known_pairs(data, "valid")
+    assert len(rows) == 40
+    assert set(rows) == known_pairs(data, "valid")
     some = [row for batch in data.eval_batches("valid", 80) for row in translations_of(batch)]
     assert 0 < len(some) < 10
     assert sum(len(source) + len(target) for source, target in some) <= 80
     assert sum(len(batch.source) for batch in data.eval_batches("valid", 1)) == 1
 
 
-def test_pairs_with_a_long_side_are_left_out_and_counted(aligned, tmp_path):
+def test_pairs_with_a_long_side_are_excluded_and_counted(aligned, tmp_path):
     data = numbered_translations(tmp_path, {"a-en": [(9, 2), (8, 8), (2, 9), (3, 4)]}, block_size=8)
     assert data.left_out == dict.fromkeys(SPLITS, 2)
     for batch in (data.batch("train", 0), next(data.eval_batches("valid"))):
@@ -504,36 +527,36 @@ def test_pairs_with_a_long_side_are_left_out_and_counted(aligned, tmp_path):
         TranslationData(aligned, 32, 128, target="ru")
 
 
-def test_held_out_texts_are_kept_as_they_were_written(aligned):
-    pairs, translations = PairData(aligned, T, T), TranslationData(aligned, 64, 128)
+def test_held_out_texts_keep_their_original_form(aligned):
+    pairs, data = PairData(aligned, T, T), TranslationData(aligned, 64, 128)
     english = []
     for languages in ("de-en", "en-ru"):
         texts = PAIRS[languages, "test"]
         assert list(zip(*pairs.texts("test", languages))) == texts
-        found = list(zip(*translations.texts("test", languages)))
-        assert found == [pair[::-1] if languages == "en-ru" else pair for pair in texts]
-        english += [target for _, target in found]
-    tokens = translations.tokenizer.encode_batch(english)
+        translated = list(zip(*data.texts("test", languages)))
+        assert translated == [pair[::-1] if languages == "en-ru" else pair for pair in texts]
+        english += [target for _, target in translated]
+    tokens = data.tokenizer.encode_batch(english)
     counts = {"tokens": sum(len(ids) + 1 for ids in tokens), "bytes": sum(map(len, english))}
-    assert translations.eval_counts("test") == counts
-    numbers, one_pair = translations.eval_pairs("test", 1), {"tokens": len(tokens[0]) + 1, "bytes": len(english[0])}
-    assert numbers.tolist() == [0] and translations.eval_counts("test", 1) == one_pair  # of what is read, no more
+    assert data.eval_counts("test") == counts
+    assert data.eval_pairs("test", 1).tolist() == [0]  # counts are of the pairs that are read
+    assert data.eval_counts("test", 1) == {"tokens": len(tokens[0]) + 1, "bytes": len(english[0])}
 
 
 def test_sources_to_translate_come_longest_first_within_the_budget():
     ids = [[5] * n for n in (3, 9, 0, 4, 4, 30)]
-    found = list(source_batches(ids, pad=1, eos=2, micro_tokens=10))
-    assert [numbers for numbers, _ in found] == [[5], [1], [3, 4], [0, 2]]  # 31, 10, 2 x 5 and 2 x 4 tokens
-    for numbers, (source, real) in found:
-        assert rows_of_real(source, real) == [[*ids[number], 2] for number in numbers]
+    numbers, sources = zip(*source_batches(ids, pad=1, eos=2, micro_tokens=10))
+    assert numbers == ([5], [1], [3, 4], [0, 2])  # 31, 10, 2 x 5 and 2 x 4 tokens
+    for batch, source in zip(numbers, sources):
+        assert rows_without_padding(*source) == [[*ids[number], 2] for number in batch]
     assert list(source_batches([], pad=1, eos=2, micro_tokens=12)) == []
 
 
-def spelt(rows: dict[str, list[tuple]], decode) -> SimpleNamespace:
-    """Data of one language pair, split -> the ids of sources and translations, as counting reads it."""
-    sides = {split: list(itertools.chain(*own)) for split, own in rows.items()}
+def pairs_of_ids(rows: dict[str, list[tuple]], decode) -> SimpleNamespace:
+    """A fake TranslationData of one language pair, from split -> ids of sources and translations, for counting."""
+    sides = {split: list(itertools.chain(*texts)) for split, texts in rows.items()}
     data = SimpleNamespace(vocab_size=1000, tokenizer=SimpleNamespace(decode=decode))
-    data.tokens = {split: np.concatenate(own).astype(np.uint16) for split, own in sides.items()}
+    data.tokens = {split: np.concatenate(texts).astype(np.uint16) for split, texts in sides.items()}
     data.stream = lambda split, language: (0, len(rows[split]))
 
     def pairs(split, numbers):
@@ -545,35 +568,36 @@ def spelt(rows: dict[str, list[tuple]], decode) -> SimpleNamespace:
     return data
 
 
-def test_a_memory_is_searched_by_the_cosine_of_squared_weights():
-    """A token that is in few sources weighs more, in what two sources share and in their lengths."""
+def test_a_memory_returns_the_source_with_the_highest_cosine():
+    """A token in few sources weighs more, in the tokens that two sources share and in their lengths."""
     rng, rows = np.random.default_rng(3), {}
     for split, count in {"train": 40, "test": 20}.items():
         rows[split] = [(np.minimum(rng.geometric(0.15, 6), 29), [30 + n]) for n in range(count)]
     train = [set(source) for source, _ in rows["train"]]
-    weight = {token: math.log(40 / max(1, sum(token in own for own in train))) for token in range(30)}
+    weight = {token: math.log(40 / max(1, sum(token in source for source in train))) for token in range(30)}
 
     def cosine(a: set, b: set) -> float:
-        lengths = [math.sqrt(sum(weight[token] ** 2 for token in own)) for own in (a, b)]
+        lengths = [math.sqrt(sum(weight[token] ** 2 for token in tokens)) for tokens in (a, b)]
         return sum(weight[token] ** 2 for token in a & b) / math.prod(lengths)
 
-    found = counting.remembered(spelt(rows, lambda ids: ids[0] - 30), "a-b")
-    for n, (source, _) in zip(found, rows["test"], strict=True):
-        assert cosine(set(source), train[n]) == pytest.approx(max(cosine(set(source), other) for other in train))
+    nearest = counting.remembered(pairs_of_ids(rows, lambda ids: ids[0] - 30), "a-b")
+    for n, (source, _) in zip(nearest, rows["test"], strict=True):
+        highest = max(cosine(set(source), other) for other in train)
+        assert cosine(set(source), train[n]) == pytest.approx(highest)
 
 
-def test_a_lookup_takes_the_token_that_is_beside_it_and_not_beside_others():
-    """Each counts once in a pair; `</s>`, 2, is beside all; the ids' products do not fit into those of the file."""
+def test_a_lookup_takes_the_token_with_the_highest_dice_coefficient():
+    """Tokens count once in a pair; `</s>`, 2, is in all; products of ids overflow the file's type."""
     train = [([500, 501, 2], [600, 601, 2]), ([500, 2], [600, 603, 2]), ([501, 502, 2], [602, 601, 2])]
     train += [([502, 502, 2], [602, 602, 602, 2]), ([503, 2], [601, 2])]
     train += [([504, 504, 2], [604, 605, 605, 605, 2]), ([2], [605, 2])]
-    rows = {"train": train, "test": [([501, 500, 502, 999, 2], [2]), ([504, 2], [2])]}
+    data = pairs_of_ids({"train": train, "test": [([501, 500, 502, 999, 2], [2]), ([504, 2], [2])]}, lambda ids: ids)
     # 501 shares two pairs with 601, which has three, and one with 600 and with 602: 4 / 5 is highest.
-    assert counting.looked_up(spelt(rows, lambda ids: ids), "a-b") == [[601, 600, 602, 0, 2], [604, 2]]
+    assert counting.looked_up(data, "a-b") == [[601, 600, 602, 0, 2], [604, 2]]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Masking: how many tokens are chosen, which, and what is shown in their places
+# Masking: how many tokens are chosen, which ones, and what replaces them
 
 V, MASK = 1000, 999
 SPECIAL = (0, 1, 2, 3, MASK)
@@ -581,7 +605,7 @@ TOKENIZER = SimpleNamespace(special=SPECIAL, mask=MASK, vocab_size=V)
 
 
 def mask(ids: np.ndarray, share, replace=(1.0, 0.0), span=None, seed=0) -> tuple:
-    """The ids (B, T) after masking, and which were chosen, where every row is a part."""
+    """The ids (B, T) after masking, and which were chosen; every row is a part."""
     masking = Masking(TOKENIZER, share, replace, span)
     random = np.random.default_rng(seed).random((DRAWS, ids.size))
     chosen = masking.choose(ids.flatten(), np.arange(ids.size) // ids.shape[1], random)
@@ -598,14 +622,15 @@ def masked():
     return ids, *mask(ids, 0.15, (0.8, 0.1))
 
 
-def test_15_percent_are_chosen_in_the_mean_and_no_special_ones(masked):
+def test_15_percent_are_chosen_on_average_and_no_special_tokens(masked):
     ids, _, chosen = masked
     maskable = ~np.isin(ids, SPECIAL)
     assert not (chosen & ~maskable).any()
     count = chosen.sum(axis=1)
     for rows, size in ((slice(0, None, 2), 88), (slice(1, None, 2), 99)):
         few = int(size * 0.15)
-        assert set(count[rows]) == {few, few + 1} and (maskable[rows].sum(axis=1) == size).all()
+        assert (maskable[rows].sum(axis=1) == size).all()
+        assert set(count[rows]) == {few, few + 1}
         assert within((count[rows] > few).sum(), 2000, size * 0.15 % 1)
     assert all(within(chosen[:, place].sum(), 4000, 0.15) for place in (1, 39, 41, 89))
 
@@ -616,33 +641,42 @@ def test_80_percent_become_the_mask_and_10_a_random_token(masked):
     new, old = hidden[chosen], ids[chosen]
     assert within((new == MASK).sum(), len(new), 0.8)
     drawn = new[(new != MASK) & (new != old)]
-    assert within(len(drawn), len(new), 0.1 * (1 - 1 / 995)) and not np.isin(drawn, SPECIAL).any()
+    assert not np.isin(drawn, SPECIAL).any()
+    assert within(len(drawn), len(new), 0.1 * (1 - 1 / 995))
     assert within((drawn < 500).sum(), len(drawn), 496 / 995)
 
 
-def test_at_least_one_is_chosen_where_there_is_any():
+def test_at_least_one_token_is_chosen_if_any_is_maskable():
     ids = np.full((3, 8), 2)
     ids[1, 5] = ids[2] = 7
     for seed in range(20):
         hidden, chosen = mask(ids, 0.15, seed=seed)
-        assert np.flatnonzero(chosen[1]).tolist() == [5] and not chosen[0].any() and chosen[2].sum() in (1, 2)
+        assert not chosen[0].any()
+        assert np.flatnonzero(chosen[1]).tolist() == [5]
+        assert chosen[2].sum() in (1, 2)
         assert ((hidden == MASK) == chosen).all()
     assert (mask(ids, 1.0)[1] == (ids == 7)).all()
 
 
-def test_spans():
+def test_spans_have_geometric_lengths_and_keep_to_the_share():
     ids = np.full((400, 1000), 9)
     ids[:, ::100] = 2
     _, chosen = mask(ids, 0.02, span=3.0)
     count = chosen.sum(axis=1)
-    assert not chosen[:, ::100].any() and set(count) <= {19, 20}  # 990 * 0.02 = 19.8
+    assert not chosen[:, ::100].any()
+    assert set(count) <= {19, 20}  # 990 * 0.02 = 19.8
     assert within((count == 20).sum(), 400, 0.8)
     runs = Counter()
     for row in chosen:
         runs.update(map(len, "".join(" x"[one] for one in row.astype(int)).split()))
-    # Spans hardly touch one another. n tokens are 1 + (n - 1) / 3 spans in the mean, of which the last is cut.
+    # Spans rarely touch. n tokens are 1 + (n - 1) / 3 spans on average, and the last one is cut.
     mean = chosen.sum() / runs.total()
     assert mean == pytest.approx(19.8 / (1 + 18.8 / 3), abs=0.1)
-    assert runs[1] / runs.total() == pytest.approx(1 / 3, abs=0.06) and max(runs) > 8
-    lengths, part = np.array([4, 1, 1, 2, 1]), np.array([0, 0, 1, 1, 1])  # a span ends with its part
-    assert span_turns(np.array([0.1, 0.9, 0.8, 0.2, 0.7]), lengths, part).tolist() == [0.1, 0.1, 0.8, 0.2, 0.2]
+    assert runs[1] / runs.total() == pytest.approx(1 / 3, abs=0.06)
+    assert max(runs) > 8
+
+
+def test_a_span_ends_with_its_part():
+    lengths, part = np.array([4, 1, 1, 2, 1]), np.array([0, 0, 1, 1, 1])
+    ranks = span_ranks(np.array([0.1, 0.9, 0.8, 0.2, 0.7]), lengths, part)
+    assert ranks.tolist() == [0.1, 0.1, 0.8, 0.2, 0.2]

@@ -1,4 +1,4 @@
-"""Making data: splits share nothing, and a prepared folder is whole, or not there at all."""
+"""Preparing data: splits share no text, and a prepared folder is complete or absent."""
 
 import gzip
 import hashlib
@@ -30,13 +30,13 @@ from data.tokenizers import XLMR, load_tokenizer, train_sentencepiece
 
 
 def lines_of(name: str, count: int) -> list[str]:
-    """Texts that are different in every language and every place."""
+    """Texts that differ between languages and between positions."""
     rng = np.random.default_rng(list(name.encode()))
     return [f"{name} {i} " + " ".join(map(str, rng.integers(99, size=1 + i % 5))) for i in range(count)]
 
 
 def refusal(name: str, *arguments, **options) -> str:
-    """The one line with which a preparation refuses."""
+    """The one-line error message of a preparation."""
     with pytest.raises((ValueError, OSError, ImportError)) as error:
         prepare(name, *arguments, **options)
     assert "\n" not in str(error.value)
@@ -48,7 +48,7 @@ def meta_of(folder: Path) -> dict:
 
 
 def texts_of(folder: Path) -> list[str]:
-    """What the corpus `text` reads from a folder."""
+    """The texts that the corpus `text` reads from a folder."""
     return sorted(text for _, text in corpora.text(folder))
 
 
@@ -63,7 +63,7 @@ def spm(xlmr, tmp_path_factory) -> Path:
 
 
 class FakeHub:
-    """Stands in for the `datasets` package; counts the rows that were read."""
+    """A fake `datasets` package that counts the rows read."""
 
     def __init__(self):
         self.rows, self.read = {}, Counter()
@@ -95,19 +95,20 @@ def hub(monkeypatch) -> FakeHub:
 # Files
 
 
-def test_text_files_of_every_kind(tmp_path):
+def test_text_files_of_every_format_are_read(tmp_path):
     files = {"a.md": "one\nmore of one\n\n \n\ntwo\n", "b.txt.xz": "\ufeffthree\nf\ufeffour\n", "c": "five\n"}
+    texts = ["one\nmore of one", "two", "three", "f\ufeffour", "five"]
     rows = {"d.jsonl": "6\n\n6", "e.json": "7", "f.ndjson": "8", "g.JSONL": "9"}
     rows |= {"c4-en.00000-of-00512.json.gz": "10", "h.JSON.GZ": "11"}
     for name, text in rows.items():
         files[name] = "\n" + json.dumps({"text": text, "url": "x"}) + "\n"
     write_files(tmp_path, files)
-    assert texts_of(tmp_path) == sorted(["one\nmore of one", "two", "three", "f\ufeffour", "five", *rows.values()])
+    assert texts_of(tmp_path) == sorted([*texts, *rows.values()])
     del files["c"], files["a.md"]
     assert sorted(corpora.language_files(tmp_path)) == ["b", "d", "e", "en", "f", "g", "h"]
 
 
-def test_parquet(tmp_path):
+def test_parquet_files_are_read_or_refused_by_name(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     write_table = pytest.importorskip("pyarrow.parquet").write_table
     write_table(pyarrow.table({"text": ["one", None, "two"]}), tmp_path / "a.parquet")
@@ -120,40 +121,42 @@ def test_parquet(tmp_path):
             list(read_documents(tmp_path / f"{name}.parquet"))
 
 
-def test_splits_named_by_files(tmp_path, capsys):
+def test_file_names_choose_the_split(tmp_path, capsys):
     texts = {"train-0001.txt": "a\nb\nc\nb\n", "my.validation.txt": "b\nd\n", "test/a.txt": "c\n", "other.txt": "e"}
     write_files(tmp_path, texts)
     expected = [("valid", "b"), ("valid", "d"), ("test", "c"), *(("train", text) for text in "abcb")]
     assert list(corpora.text(tmp_path)) == expected
-    assert f"not read in {tmp_path}: 1 files (other.txt), as their names say no split" in capsys.readouterr().err
+    skipped = f"skipped 1 file(s) in {tmp_path} (other.txt): other files name their split, these do not"
+    assert skipped in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    "names, of_their_own",
+    "names, named",
     [
         ("a.txt b.txt", ""),
-        ("train-00000-of-00001.txt", ""),  # as the hub names it
+        ("train-00000-of-00001.txt", ""),  # as on the hub
         ("train.txt val.txt", "valid"),
         ("a.txt b.txt test.txt", "test"),
         ("train.txt dev.txt test.txt", "valid test"),
     ],
 )
-def test_what_no_name_says_is_split_off_by_a_hash(tmp_path, names, of_their_own):
-    """From train, or from all that say nothing; of a small text a tenth, of a large one a hundredth."""
+def test_splits_without_a_file_are_chosen_by_a_hash_of_the_text(tmp_path, names, named):
+    """They take a tenth of a small training text each, and a hundredth of a large one."""
     texts = {name: [f"{name} {i}" for i in range(500)] for name in names.split()}
-    write_files(tmp_path, {name: "\n".join(own) for name, own in texts.items()})
-    for share, more in ((0.1, 0), (0.01, 10**7)):
+    write_files(tmp_path, {name: "\n".join(lines) for name, lines in texts.items()})
+    for share, spaces in ((0.1, 0), (0.01, 10**7)):
         with (tmp_path / next(iter(texts))).open("a") as file:
-            file.write(" " * more + "\n")
-        shares, expected = [0 if held_out in of_their_own else share for held_out in ("valid", "test")], []
-        for name, own in texts.items():
+            file.write(" " * spaces + "\n")
+        shares, expected = [0 if held_out in named else share for held_out in ("valid", "test")], []
+        for name, lines in texts.items():
             split = named_split(Path(name)) or "train"
-            expected += [(split_of(text, *shares) if split == "train" else split, text) for text in own]
-        found = list(corpora.text(tmp_path))
-        assert sorted(found) == sorted(expected) and {split for split, _ in found} == set(SPLITS)
+            expected += [(split_of(text, *shares) if split == "train" else split, text) for text in lines]
+        rows = list(corpora.text(tmp_path))
+        assert sorted(rows) == sorted(expected)
+        assert {split for split, _ in rows} == set(SPLITS)
 
 
-READERS = {  # a reader, and the lines of each file that it reads
+READERS = {  # reader -> the files it reads, with "," for the end of a line
     corpora.text: {"train.txt": "one,two,,three", "valid.txt": "four,five", "test.jsonl": '{"text": "six"}'},
     corpora.enwiki: {"train.txt": "= A =,x,,= B =,y", "valid.txt": "= C =,x,,= D =,y"},
     corpora.wikitext103: {f"wiki.{split}.raw": " , = A = , , x , , = B = , , y " for split in SPLITS},
@@ -168,15 +171,16 @@ READERS = {  # a reader, and the lines of each file that it reads
 
 
 @pytest.mark.parametrize("read", READERS)
-def test_line_ends_of_all_systems_and_a_mark_at_the_beginning_change_nothing(read, tmp_path):
-    found = []
+def test_line_endings_and_a_byte_order_mark_change_nothing(read, tmp_path):
+    results = []
     for number, (mark, end) in enumerate([("", "\n"), ("", "\r\n"), ("", "\r"), ("\ufeff", "\n"), ("\ufeff", "\r\n")]):
         files = {name: mark + lines.replace(",", end) + end for name, lines in READERS[read].items()}
         rows = read(write_files(tmp_path / str(number), files))
         if isinstance(rows, dict):
-            rows = {name: list(own) for name, own in rows.items()}
-        found.append(rows if isinstance(rows, dict | tuple) else list(rows))
-    assert found[0] and all(rows == found[0] for rows in found), found
+            rows = {name: list(texts) for name, texts in rows.items()}
+        results.append(rows if isinstance(rows, dict | tuple) else list(rows))
+    assert results[0]
+    assert results == [results[0]] * 5
 
 
 def test_a_lone_cr_between_line_feeds_is_text(tmp_path):
@@ -189,17 +193,18 @@ def test_a_lone_cr_between_line_feeds_is_text(tmp_path):
     [(3, [], 3), (3, [1], 2), (1, [], 1), (1200, [5], 1200), (1200, [1100], 1200)]
     + [(1200, range(0, 1200, 300), 1200), (1200, range(20, 1200, 20), 60), (1200, range(20, 620, 20), 30 + 2)],
 )
-def test_documents_are_lines_but_where_blank_lines_are_regular(tmp_path, monkeypatch, lines, blanks, documents):
+def test_documents_are_lines_unless_blank_lines_are_regular(tmp_path, monkeypatch, lines, blanks, documents):
     monkeypatch.setattr("data.files.LONGEST_BLOCK", 590)
     text = [f"line {i}\n" for i in range(lines)]
-    for place in reversed(blanks):
-        text.insert(place, " \n\n")
+    for position in reversed(blanks):
+        text.insert(position, " \n\n")
     write_files(tmp_path, {"a.txt": "".join(text)})
-    found = list(read_documents(tmp_path / "a.txt"))
-    assert len(found) == documents and "\n".join(found).split() == "".join(text).split()
+    texts = list(read_documents(tmp_path / "a.txt"))
+    assert len(texts) == documents
+    assert "\n".join(texts).split() == "".join(text).split()
 
 
-def test_what_is_read_is_data_once_and_what_is_not_is_said(tmp_path, monkeypatch, capsys):
+def test_each_text_file_is_read_once_and_skipped_files_are_reported(tmp_path, monkeypatch, capsys):
     inside, elsewhere, locked = tmp_path / "in", tmp_path / "elsewhere", tmp_path / "in" / "locked"
     names = (
         "in/.git/config in/.hidden.txt in/deep/a.txt in/README.md in/photo.JPG in/locked/c.txt elsewhere/b.txt".split()
@@ -208,8 +213,8 @@ def test_what_is_read_is_data_once_and_what_is_not_is_said(tmp_path, monkeypatch
     write_files(tmp_path, {name: name for name in names})
     links = {"first": elsewhere, "second": elsewhere, "deep/parent": inside, "again.txt": inside / "deep" / "a.txt"}
     links |= {"loop": inside / "loop", "broken.txt": inside / "absent.txt"}
-    for name, to in links.items():
-        (inside / name).symlink_to(to)
+    for name, target in links.items():
+        (inside / name).symlink_to(target)
     os.mkfifo(inside / "pipe.txt")
 
     def scandir(path, scandir=os.scandir):
@@ -219,16 +224,17 @@ def test_what_is_read_is_data_once_and_what_is_not_is_said(tmp_path, monkeypatch
 
     monkeypatch.setattr(os, "scandir", scandir)
     assert texts_of(inside) == ["elsewhere/b.txt", "in/deep/a.txt"]
-    said = capsys.readouterr().err
-    assert f"not read in {inside}: 1 files ({locked}), as they may not be opened\n" in said
-    assert f"not read in {inside}: 14 files (README.md, photo.JPG, x.avi), as by their names they hold no text" in said
+    errors = capsys.readouterr().err
+    assert f"skipped 1 file(s) in {inside} ({locked}): permission denied\n" in errors
+    assert f"skipped 14 file(s) in {inside} (README.md, photo.JPG, x.avi): their names" in errors
     assert source_files(inside / "README.md") == [inside / "README.md"]
 
 
-def test_scripts_whose_blanks_part_words():
-    assert has_words("The quick brown fox") and has_words("Donaudampfschifffahrt ist lang") and not has_words("")
-    assert has_words("    x = 1\n" * 9) and not has_words("我们在这里学习语言和数学的知识。")
-    assert not has_words("ผมไปตลาดกับเพื่อนของผม แล้วกลับบ้านตอนเย็น")
+def test_scripts_with_spaces_between_words_are_recognised():
+    for text in ("The quick brown fox", "Donaudampfschifffahrt ist lang", "    x = 1\n" * 9):
+        assert has_words(text)
+    for text in ("", "我们在这里学习语言和数学的知识。", "ผมไปตลาดกับเพื่อนของผม แล้วกลับบ้านตอนเย็น"):
+        assert not has_words(text)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -251,21 +257,21 @@ class A:
 """
 
 
-def test_prose_of_definitions_and_of_compiled_functions(tmp_path, monkeypatch):
+def test_docstrings_of_definitions_and_of_compiled_functions_are_found(tmp_path, monkeypatch):
     write_files(tmp_path, {"a.py": PYTHON, "b.py": "def broken(:\n"})
     monkeypatch.setattr(english, "ROOTS", {tmp_path.name: tmp_path})
-    found = {name: list(paragraphs) for name, paragraphs in english.python_files()}
-    assert found[f"{tmp_path.name}/a.py"] == [
+    paragraphs = {name: list(texts) for name, texts in english.python_files()}
+    assert paragraphs[f"{tmp_path.name}/a.py"] == [
         "A module that documents many things.",
         "The absolute value of {input}. And a longer tail.",
         "A view of the transposed array.",
         'The "if" statement is used for conditional execution.',
         "Indented text of a method, over two lines.",
     ]
-    assert found[f"{tmp_path.name}/b.py"] == []
+    assert paragraphs[f"{tmp_path.name}/b.py"] == []
 
 
-PROSE = {  # a docstring -> its paragraphs
+PROSE = {  # docstring -> its paragraphs of prose
     "Returns what :py:class:`the class <a.B>` makes of it.": ["Returns what the class makes of it."],
     "This ``list`` is **never** sorted, even *rather* long.": ["This list is never sorted, even rather long."],
     "It all stands in `the manual <https://a.org>`_ too.": ["It all stands in the manual too."],
@@ -280,28 +286,29 @@ PROSE = {  # a docstring -> its paragraphs
 }
 
 
-def test_prose_is_whole_sentences_without_markup():
+def test_prose_is_sentences_without_markup():
     assert {text: list(english.sentences(text)) for text in PROSE} == PROSE
 
 
-def test_pydocs_keeps_a_paragraph_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(english, "ROOTS", {"own": tmp_path})
+def test_pydocs_keeps_a_repeated_paragraph_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(english, "ROOTS", {"mine": tmp_path})
     english.pydocs.cache_clear()
     for i in range(60):
         shared = "The same words in every file."
         text = f'"""Module number {i} of the whole package."""\ndef f():\n    """{shared}\n\n    {shared}"""\n'
         (tmp_path / f"m{i:02}.py").write_text(text)
     (tmp_path / "tests").mkdir()
-    shutil.copy(tmp_path / "m00.py", tmp_path / "tests")  # is not read
+    shutil.copy(tmp_path / "m00.py", tmp_path / "tests")  # skipped
     documents = english.pydocs()
-    assert english.pydocs() is documents  # of three that need it, the first reads it
+    assert english.pydocs() is documents  # cached
     english.pydocs.cache_clear()
-    assert len(documents) == 60 and sum("same words" in text for _, text in documents) == 1
+    assert len(documents) == 60
+    assert sum("same words" in text for _, text in documents) == 1
     assert documents[0][1] == "Module number 0 of the whole package.\n\nThe same words in every file."
     assert {split for split, _ in documents} > {"train"}
 
 
-def test_articles_of_wikitext_are_cut_at_top_level_headings(tmp_path, hub, monkeypatch):
+def test_wikitext_is_split_into_articles_at_top_level_headings(tmp_path, hub, monkeypatch):
     blank = " \n"
     one = [" = One = \n", blank, " Text with x = y = z . \n", " = no heading = \n", blank, " = = Part = = \n", blank]
     two = [" = Two @-@ fold = \n", blank, " More text . \n"]
@@ -311,7 +318,7 @@ def test_articles_of_wikitext_are_cut_at_top_level_headings(tmp_path, hub, monke
     articles = [blank + "".join(one), "".join(two)]
     expected = [(split, article) for split in ("valid", "test", "train") for article in articles]
     assert list(corpora.wikitext103(tmp_path)) == expected
-    rows = [line if line.strip() else "" for line in lines]  # as the hub has them
+    rows = [line if line.strip() else "" for line in lines]  # as on the hub
     hub.rows = {("wikitext-103-raw-v1", split): rows for split in ("train", "validation", "test")}
     assert list(corpora.wikitext103()) == expected
     with pytest.raises(OSError, match=r"no route\)[^\n]*--source[^\n]*$"):
@@ -321,14 +328,15 @@ def test_articles_of_wikitext_are_cut_at_top_level_headings(tmp_path, hub, monke
         list(corpora.openwebtext())
 
 
-def test_wikipedia_is_split_by_article(tmp_path, monkeypatch):
+def test_every_second_held_out_article_of_wikipedia_is_test(tmp_path, monkeypatch):
     train = "\n\n".join(f"= {n} =\nThe article number {n}.\nMore." for n in range(300))
     write_files(tmp_path, {"train.txt": train, "valid.txt": "= A =\nOne\n\n= B =\nTwo\n\n= C =\nThree\n"})
     learn = partial(train_sentencepiece, vocab_size=300)
     monkeypatch.setattr(preparing, "train_sentencepiece", lambda texts, kind: learn(list(texts), kind=kind))
     folder = prepare("enwiki", tmp_path, out=tmp_path / "out")
-    assert len(documents_of(folder, "train")) == 300 and documents_of(folder, "test") == ["= B =\nTwo"]
+    assert len(documents_of(folder, "train")) == 300
     assert documents_of(folder, "valid") == ["= A =\nOne", "= C =\nThree"]
+    assert documents_of(folder, "test") == ["= B =\nTwo"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -342,7 +350,7 @@ def paragraphs() -> list[str]:
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory, model, paragraphs) -> Path:
-    """A prepared corpus, never written to by a test."""
+    """A prepared corpus. Tests must not write to it."""
     base = write_files(tmp_path_factory.mktemp("corpus"), {"mine.txt": "\n\n".join(paragraphs)})
     return prepare("text", source=base / "mine.txt", tokenizer=model, out=base / "prepared")
 
@@ -353,11 +361,11 @@ def documents_of(folder: Path, split: str, language: str | None = None) -> list[
     counts = meta["languages"][language][split] if language else {"first": 0} | meta["splits"][split]
     ids = np.fromfile(folder / f"{split}.bin", meta["dtype"])[counts["first"] :][: counts["tokens"]]
     parts = np.split(ids, np.flatnonzero(ids == tokenizer.eot) + 1)
-    assert len(parts.pop()) == 0  # the last one ends too
+    assert len(parts.pop()) == 0  # the last document ends too
     return [tokenizer.decode(part[:-1].tolist()) for part in parts]
 
 
-def test_long_documents_are_whole_and_lone_surrogates_stop_nothing(tmp_path, spm, monkeypatch):
+def test_long_documents_are_complete_and_lone_surrogates_become_question_marks(tmp_path, spm, monkeypatch):
     monkeypatch.setattr(tokenizers, "PART", 100)
     text = "def return self " * 50
     rows = json.dumps({"text": text}) + '\n{"text": "half \\ud800 of a pair"}'
@@ -367,12 +375,12 @@ def test_long_documents_are_whole_and_lone_surrogates_stop_nothing(tmp_path, spm
     assert meta_of(folder)["splits"]["train"]["words"] == 155
 
 
-def test_what_is_there_is_never_replaced(folder, tmp_path, model):
+def test_existing_files_are_never_replaced(folder, tmp_path, model):
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     write_files(tmp_path, {"thesis.txt": "precious"})
     for out in (folder, tmp_path):
-        line = refusal("text", source=tmp_path / "thesis.txt", tokenizer=model, out=out)
-        assert line == f"--out {out} is not empty: remove what is there, or give another folder"
+        message = refusal("text", source=tmp_path / "thesis.txt", tokenizer=model, out=out)
+        assert message == f"--out {out} is not empty: delete its files or pass another folder"
     refusal("text", source=folder.parent / "mine.txt", tokenizer=model, out=tmp_path / "thesis.txt")
     assert (tmp_path / "thesis.txt").read_text() == "precious"
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
@@ -383,7 +391,7 @@ def command(*arguments, **options) -> subprocess.CompletedProcess:
     return subprocess.run(words, **dict(cwd=ROOT, capture_output=True, text=True, check=False) | options)
 
 
-def test_the_command_writes_and_reports_or_refuses(tmp_path, model, paragraphs):
+def test_the_command_prints_token_counts_or_one_error(tmp_path, model, paragraphs):
     write_files(tmp_path, {"mine.txt": "\n\n".join(paragraphs)})
     out, prepare_text = tmp_path / "out", ("-m", "data.prepare", "text")
     done = command(*prepare_text, "--source", tmp_path / "mine.txt", "--tokenizer", model, "--out", out)
@@ -391,86 +399,88 @@ def test_the_command_writes_and_reports_or_refuses(tmp_path, model, paragraphs):
     counts = [f"{meta_of(out)['splits'][split]['tokens']:,}" for split in SPLITS]
     assert done.stdout == f"{out}: {' / '.join(counts)} tokens (train / valid / test)\n"
     done = command(*prepare_text, "--source", tmp_path / "absent")
-    assert done.returncode == 1 and done.stderr == f"error: --source {tmp_path / 'absent'} does not exist\n"
+    assert done.stderr == f"error: --source {tmp_path / 'absent'} does not exist\n"
+    assert done.returncode == 1
     done = command(*prepare_text, "--sourse", "x")
-    assert done.returncode == 2 and "--sourse" in done.stderr
+    assert "--sourse" in done.stderr
+    assert done.returncode == 2
 
 
-OPTIONS = {  # corpus, options -> what is said. Their source, where it is none, is a folder with pairs
-    "pydoc": ({}, "unknown corpus 'pydoc'; there are pydocs, wikitext103, "),
+OPTIONS = {  # corpus -> options, error message. The default source is a folder of pairs
+    "pydoc": ({}, "unknown corpus 'pydoc'; choose from pydocs, wikitext103, "),
     "wmt23-uk": ({"source": None}, "corpus 'wmt23-uk' needs --source"),
-    "ciphers-mt": ({}, "corpus 'ciphers-mt' is read from installed packages: leave out --source"),
+    "ciphers-mt": ({}, "corpus 'ciphers-mt' is read from installed packages: omit --source"),
     "enwiki": ({"source": Path("absent")}, "--source absent does not exist"),
     "wikitext103": ({"max_tokens": 0}, "--max_tokens and --pieces must be positive"),
     "text": ({"pieces": -5}, "--max_tokens and --pieces must be positive"),
-    "pydocs": ({"source": None, "languages": "en"}, "--languages is for"),
-    "cc100": ({"source": None}, "needs --tokenizer PATH: a SentencePiece model such as XLM-R's"),
-    "opus100": ({"source": None}, "needs --tokenizer PATH: a SentencePiece model such as XLM-R's; or --pieces N"),
-    "wmt10": ({"pieces": 400, "tokenizer": Path("x")}, "--pieces learns a tokenizer: leave it out, or --tokenizer"),
+    "pydocs": ({"source": None, "languages": "en"}, "--languages is only for multilingual corpora, not for 'pydocs'"),
+    "cc100": ({"source": None}, "needs --tokenizer PATH (a SentencePiece model such as XLM-R's)"),
+    "opus100": ({"source": None}, "needs --tokenizer PATH (a SentencePiece model such as XLM-R's) or --pieces N"),
+    "wmt10": ({"pieces": 400, "tokenizer": Path("x")}, "--pieces learns a tokenizer: do not combine it with"),
     "multi30k-de": ({}, "no val.de (plain, .gz or .xz) in "),
-    "wmt23-de": ({"pieces": 90_000}, "no vocabulary of 90,000 pieces from this text: Vocabulary size too high"),
-    "wmt23-ru": ({"languages": "de-en,ru-en"}, "no language 'ru-en'; there are de-en"),
+    "wmt23-de": ({"pieces": 90_000}, "cannot learn 90,000 pieces from this text: Vocabulary size too high"),
+    "wmt23-ru": ({"languages": "de-en,ru-en"}, "unknown language 'ru-en'; choose from de-en"),
 }
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_bad_options_are_one_line(name, tmp_path):
+def test_bad_options_are_refused_in_one_line(name, tmp_path):
     table = "".join(f"{one}\t{two}\n" for one, two in pairs("de-en", 60))
     write_files(tmp_path / "pairs", {f"de-en.{split}.tsv": table for split in SPLITS})
-    options, line = OPTIONS[name]
-    assert line in refusal(name, **{"source": tmp_path / "pairs", "out": tmp_path / "out"} | options)
+    options, message = OPTIONS[name]
+    assert message in refusal(name, **{"source": tmp_path / "pairs", "out": tmp_path / "out"} | options)
     assert not (tmp_path / "out").exists()
 
 
-def test_a_tokenizer_without_an_end_is_refused_in_one_line(tmp_path):
+def test_a_tokenizer_without_an_end_of_text_token_is_refused(tmp_path):
     write_files(tmp_path, {"a.txt": "\n".join(lines_of("de", 500))})
     tokenizer = train_sentencepiece(lines_of("de", 50), 300, eos_id=-1).save(tmp_path)
-    refused = refusal("text", tmp_path / "a.txt", tokenizer, out=tmp_path / "out")
-    assert refused == f"{tokenizer} has no token that ends a text"
+    message = refusal("text", tmp_path / "a.txt", tokenizer, out=tmp_path / "out")
+    assert message == f"{tokenizer} has no end-of-text token"
 
 
 THREE, FIVE, GOOD = "a\n" * 3, "a\n" * 4 + "a", "\n\n".join(lines_of("de", 500))
 [HELD_OUT, *_] = [text for text in lines_of("x", 500) if split_of(text, 0.01, 0.01) == "valid"]
 UNREAD_FORMS = ("jsonl.zst", "rar", "feather", "avro", "orc", "tfrecord")
-BAD = [  # corpus, files, what is said
+BAD = [  # corpus, files, error message
     ("text", {}, "split 'train' is empty"),
     ("text", {"a.txt": "déjà vu\n".encode() + b"caf\xe9\n"}, "a.txt is not UTF-8: invalid continuation byte"),
     ("text", {"a.txt": "déjà vu\n".encode("utf-16-le")}, "a.txt is not UTF-8: "),
-    ("text", {"a.txt": "plain\nwords\n".encode("utf-16-le")}, "a.txt is not UTF-8: line 1 has bytes of 0, as UTF-16"),
+    ("text", {"a.txt": "plain\nwords\n".encode("utf-16-le")}, "a.txt is not UTF-8: line 1 has many zero bytes, as in"),
     ("text", {"a.txt": "a single document"}, "'valid' is empty"),
-    ("text", {"a.csv.gz": "id,text\n1,one\n"}, "a.csv.gz is not read: give its text as "),
-    *[("text", {f"a.{form}": "x"}, f"a.{form} is not read: give its text as ") for form in UNREAD_FORMS],
-    ("text", {"a.json": '[{"text": "one"}, {"text": "two"}]'}, "a.json, line 1: no JSON object"),
-    ("text", {"a.jsonl": '{"text": "fine"}\n{"text": 3}'}, "a.jsonl, line 2: no JSON object with a string named"),
-    ("text", {"a.jsonl": '{"text": "fine"}\n' + "[" * 100_000}, "a.jsonl, line 2: no JSON object"),
+    ("text", {"a.csv.gz": "id,text\n1,one\n"}, "a.csv.gz: unsupported format; pass plain text"),
+    *[("text", {f"a.{form}": "x"}, f"a.{form}: unsupported format; pass plain text") for form in UNREAD_FORMS],
+    ("text", {"a.json": '[{"text": "one"}, {"text": "two"}]'}, "a.json, line 1: not a JSON object"),
+    ("text", {"a.jsonl": '{"text": "fine"}\n{"text": 3}'}, "a.jsonl, line 2: not a JSON object with a string 'text'"),
+    ("text", {"a.jsonl": '{"text": "fine"}\n' + "[" * 100_000}, "a.jsonl, line 2: not a JSON object"),
     ("text", {"a.txt.gz": gzip.compress(b"text " * 999)[:-9]}, "a.txt.gz is damaged"),
-    ("cc100", {"NOTES.md": "no language"}, "holds no LANGUAGE.txt"),
+    ("cc100", {"NOTES.md": "no language"}, "contains no LANGUAGE.txt"),
     ("cc100", {"de.txt": GOOD, "sw.txt": " \n\n"}, "language 'sw' of "),
     ("cc100", {"de.txt": GOOD, "sw.txt": HELD_OUT}, "has no training text"),
-    ("bitext", {"NOTES.md": "no pair"}, "holds no file such as de-en.de, beside de-en.en"),
-    ("bitext", {"de-en.de": THREE, "de-en.en": FIVE}, ", line 4: not two texts"),
-    ("bitext", {"de-en.de": "a\n \na\n", "de-en.en": THREE}, ", line 2: not two texts"),
-    ("bitext", {"de-en.tsv": "a\tb\none\ttwo\tthree"}, ", line 2: not two texts"),
+    ("bitext", {"NOTES.md": "no pair"}, "contains no files such as de-en.de and de-en.en"),
+    ("bitext", {"de-en.de": THREE, "de-en.en": FIVE}, ", line 4: expected two texts"),
+    ("bitext", {"de-en.de": "a\n \na\n", "de-en.en": THREE}, ", line 2: expected two texts"),
+    ("bitext", {"de-en.tsv": "a\tb\none\ttwo\tthree"}, ", line 2: expected two texts"),
     ("bitext", {"de-en.de": THREE}, "no de-en.en (plain, .gz or .xz) in "),
     ("bitext", {"de-en.de": "a\n", "de-en.en": "b\n"}, "split 'valid' is empty"),
 ]
 
 
-@pytest.mark.parametrize("name, contents, line", BAD)
-def test_bad_files_are_one_line(name, contents, line, spm, tmp_path):
+@pytest.mark.parametrize("name, contents, message", BAD)
+def test_bad_files_are_refused_in_one_line(name, contents, message, spm, tmp_path):
     (tmp_path / "in").mkdir()
     write_files(tmp_path / "in", contents)
-    assert line in refusal(name, tmp_path / "in", spm, out=tmp_path / "out")
+    assert message in refusal(name, tmp_path / "in", spm, out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_a_language_of_nothing_that_the_tokenizer_keeps_has_no_text(spm, tmp_path):
+def test_a_language_whose_characters_the_tokenizer_drops_has_no_text(spm, tmp_path):
     write_files(tmp_path / "in", {"de.txt": GOOD, "sw.txt": "\u200b"})
     assert "language 'sw' of " in refusal("cc100", tmp_path / "in", tokenizer=spm, out=tmp_path / "out")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Preparations that are stopped, killed, or at work twice
+# Stopped, killed and concurrent preparations
 
 SLOW = """
 import sys, time
@@ -479,7 +489,7 @@ from data import prepare
 from data.tokenizers import SentencePiece
 
 def encode(self, texts):
-    print("begun", flush=True)
+    print("encoding", flush=True)
     time.sleep(600)
 
 SentencePiece.encode_short = encode
@@ -488,18 +498,18 @@ prepare.main()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
-def test_a_preparation_that_is_stopped_leaves_no_obstacle(number, model, tmp_path):
+def test_a_stopped_preparation_can_be_repeated(number, model, tmp_path):
     write_files(tmp_path, {"a.txt": "\n\n".join(map(str, range(2000))), ".out.more.new.partial/of": "another"})
     words = ["text", "--source", tmp_path / "a.txt", "--tokenizer", model, "--out", tmp_path / "out"]
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     with subprocess.Popen([sys.executable, "-c", SLOW, *map(str, words)], cwd=ROOT, **pipes) as process:
-        assert process.stdout.readline() == "begun\n"
+        assert process.stdout.readline() == "encoding\n"
         process.send_signal(number)
         process.communicate(timeout=20)
-    assert process.returncode == -number and (tmp_path / ".out.new.partial" / "train.bin").exists()
-    kept = {"a.txt", ".out.lock", ".out.more.new.partial"}
+    assert process.returncode == -number
+    assert (tmp_path / ".out.new.partial" / "train.bin").exists()
     prepare("text", tmp_path / "a.txt", model, out=tmp_path / "out")
-    assert {path.name for path in tmp_path.iterdir()} == kept | {"out"}
+    assert set(os.listdir(tmp_path)) == {"a.txt", "out", ".out.lock", ".out.more.new.partial"}
 
 
 def test_a_second_preparation_waits_for_the_first(model, tmp_path, monkeypatch):
@@ -510,53 +520,64 @@ def test_a_second_preparation_waits_for_the_first(model, tmp_path, monkeypatch):
             waiting = pool.submit(prepare, "text", tmp_path / "a.txt", model, out=tmp_path / "pydocs")
             training = pool.submit(ready, "pydocs")  # as a script does
             time.sleep(0.5)
-            assert not waiting.done() and not training.done()
+            assert not waiting.done()
+            assert not training.done()
             write_files(tmp_path, {"pydocs/meta.json": ""})
         with pytest.raises(FileExistsError, match="is not empty"):
             waiting.result()
         assert training.result() == tmp_path / "pydocs"
 
 
-def test_what_is_ready(tmp_path, monkeypatch, folder):
+def test_a_corpus_of_installed_packages_is_prepared_once(tmp_path, monkeypatch):
     monkeypatch.setattr(prepared, "PREPARED", tmp_path)
     made = []
     monkeypatch.setattr(preparing, "prepare", lambda name, out: made.append((name, out)) or out.mkdir())
-    assert ready("pydocs", make=False) == tmp_path / "pydocs" and made == []
+    assert ready("pydocs", make=False) == tmp_path / "pydocs"
+    assert ready("wikitext103") == tmp_path / "wikitext103"  # not in a package
+    assert made == []
     assert ready("pydocs") == ready("pydocs") == tmp_path / "pydocs"
     assert made == [("pydocs", tmp_path / "pydocs")]
+
+
+def test_a_prepared_folder_is_found_by_its_path(tmp_path, monkeypatch, folder):
+    monkeypatch.setattr(prepared, "PREPARED", tmp_path)
+    assert ready(str(folder)) == folder
     monkeypatch.chdir(folder.parent)
     assert ready(folder.name) == Path(folder.name)
-    assert ready(str(folder)) == folder and ready("wikitext103") == tmp_path / "wikitext103" and len(made) == 1
-    damaged = Path(shutil.copytree(folder, tmp_path / "damaged"))  # is not taken for texts
+    damaged = Path(shutil.copytree(folder, tmp_path / "damaged"))
     (damaged / "meta.json").unlink()
-    assert ready(str(damaged)) == damaged
+    assert ready(str(damaged)) == damaged  # not mistaken for texts
 
 
-OWN = {  # kind -> what the user gives
+USER_FILES = {  # kind -> files
     None: {"a.txt": "\n".join(f"number {i}" for i in range(900))},
     "languages": {f"{name}.txt": "\n".join(lines_of(name, 300)) for name in ("de", "sw")},
     "pairs": {f"de-en.{side}": "\n".join(lines_of(side, 500)) for side in ("de", "en")},
 }
 
 
-@pytest.mark.parametrize("kind", OWN)
-def test_ones_own_texts_are_prepared_once_for_each_state_of_their_files(kind, tmp_path, monkeypatch):
+@pytest.mark.parametrize("kind", USER_FILES)
+def test_user_texts_are_prepared_again_only_when_a_file_changes(kind, tmp_path, monkeypatch):
     monkeypatch.setattr(prepared, "PREPARED", tmp_path / "prepared")
-    source = write_files(tmp_path / "mine", OWN[kind])
+    source = write_files(tmp_path / "mine", USER_FILES[kind])
     monkeypatch.chdir(tmp_path)
     assert not ready("mine", kind, make=False).exists()
     folder = ready("mine", kind)
-    assert folder.parent == tmp_path / "prepared" and folder.name.startswith("mine-")
-    assert meta_of(folder)["kind"] == (kind or "text") and meta_of(folder)["tokenizer"]["kind"] != "gpt2"
+    meta = meta_of(folder)
+    assert folder.parent == tmp_path / "prepared"
+    assert folder.name.startswith("mine-")
+    assert meta["kind"] == (kind or "text")
+    assert meta["tokenizer"]["kind"] != "gpt2"
     before = (folder / "meta.json").stat().st_mtime_ns
     assert ready(str(source), kind) == ready("mine", kind, make=False) == folder
     assert (folder / "meta.json").stat().st_mtime_ns == before
     file = next(source.iterdir())
     os.utime(file, ns=(1, 1))
     again = ready("mine", kind)
-    assert again != folder and meta_of(again)["checksum"] == meta_of(folder)["checksum"]
+    assert again != folder
+    assert meta_of(again)["checksum"] == meta["checksum"]
     file.write_text(file.read_text().replace("1", "2"))
-    assert meta_of(ready("mine", kind))["checksum"] != meta_of(folder)["checksum"]
+    assert meta_of(ready("mine", kind))["checksum"] != meta["checksum"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -566,45 +587,48 @@ SIZES = {"de": 500, "sw": 300, "zh-Hans": 20}
 CC100 = "https://data.statmt.org/cc-100/{}.txt.xz".format
 
 
-def test_a_folder_of_languages_holds_what_cc100_streams(spm, hub, tmp_path):
-    """Three languages in three formats, the last in two files."""
+def test_a_folder_of_languages_gives_the_same_files_as_streaming_cc100(spm, hub, tmp_path):
+    """Three languages in three formats; the last is in two files."""
     texts = {name: lines_of(name, size) for name, size in SIZES.items()}
     files = {"de.txt": "\n\n".join(texts["de"]), "README.md": "no language"}
     files["sw.part.jsonl.gz"] = "\n".join(json.dumps({"text": text}) for text in texts["sw"])
     files |= {f"zh-Hans.{i}.txt": "\n\n".join(texts["zh-Hans"][10 * i : 10 * i + 10]) for i in range(2)}
     folder = prepare("cc100", write_files(tmp_path / "in", files), tokenizer=spm, out=tmp_path / "out")
     meta = meta_of(folder)
-    assert list(meta["languages"]) == sorted(SIZES) and meta["tokenizer"]["kind"] == "xlmr"
+    assert list(meta["languages"]) == sorted(SIZES)
+    assert meta["tokenizer"]["kind"] == "xlmr"
     for language in SIZES:
         expected = {split: [] for split in SPLITS}
         for text in texts[language]:
             expected[split_of(text, valid=0.01, test=0.01)].append(text)
         assert {split: documents_of(folder, split, language) for split in SPLITS} == expected
-        for split, own in expected.items():
+        for split, documents in expected.items():
             counts = meta["languages"][language][split]
-            assert (counts["documents"], counts["bytes"]) == (len(own), sum(map(len, own)))
-            assert counts["words"] == sum(len(text.split()) for text in own)
+            assert counts["documents"] == len(documents)
+            assert counts["bytes"] == sum(map(len, documents))
+            assert counts["words"] == sum(len(text.split()) for text in documents)
     for split in SPLITS:
         for key, count in meta["splits"][split].items():
             assert count == sum(counts[split][key] for counts in meta["languages"].values())
         assert (folder / f"{split}.bin").stat().st_size == 2 * meta["splits"][split]["tokens"]
-    hub.rows = {(CC100(name), "train"): own for name, own in texts.items()}
+    hub.rows = {(CC100(name), "train"): rows for name, rows in texts.items()}
     streamed = prepare("cc100", tokenizer=spm, languages=",".join(SIZES), out=tmp_path / "hub")
     assert meta_of(streamed)["files"] == meta["files"]
 
 
-def test_a_limit_ends_the_reading_of_a_language(spm, hub, tmp_path, monkeypatch):
+def test_max_tokens_ends_the_reading_of_a_language(spm, hub, tmp_path, monkeypatch):
     monkeypatch.setattr(preparing, "BATCH_CHARS", 500)
     monkeypatch.setattr(preparing, "ENOUGH", 100)
     hub.rows = {(CC100(name), "train"): lines_of(name, 9000) for name in ("de", "sw")}
     folder = prepare("cc100", tokenizer=spm, languages="sw,de", max_tokens=2000, out=tmp_path / "out")
     assert list(meta_of(folder)["languages"]) == ["de", "sw"]
     for name, counts in meta_of(folder)["languages"].items():
-        assert 2000 <= counts["train"]["tokens"] < 2100 and min(counts[split]["tokens"] for split in SPLITS) >= 100
+        assert 2000 <= counts["train"]["tokens"] < 2100
+        assert min(counts[split]["tokens"] for split in SPLITS) >= 100
         assert hub.read[CC100(name), "train"] < 4000
 
 
-def test_a_vocabulary_is_learned_from_so_much_of_each_language(monkeypatch):
+def test_a_vocabulary_is_learned_from_equal_shares_of_the_languages(monkeypatch):
     monkeypatch.setattr(preparing, "LEARNED", 20)
     groups = {"a": [("train", "12345"), ("valid", "x"), ("train", "67890ab"), ("train", "c")], "b": [("train", "123")]}
     assert list(preparing.training_texts(groups)) == ["12345", "67890", "123"]
@@ -621,13 +645,14 @@ def pairs(name: str, count: int, split: str = "train") -> list[tuple[str, str]]:
 
 
 def pairs_of(folder: Path, split: str, name: str) -> list[tuple[str, str]]:
-    """The pairs of a language pair, decoded from its tokens through the index."""
+    """The sentence pairs of a language pair, decoded from the token file through the index."""
     tokenizer, counts = load_tokenizer(folder), meta_of(folder)["languages"][name][split]
     tokens, index = np.fromfile(folder / f"{split}.bin", "uint16"), np.fromfile(folder / f"{split}.idx", "int64")
     begin = 2 * counts["first"]
     assert index[begin + 2 * counts["pairs"]] == index[begin] + counts["tokens"]
     ends = index[begin : begin + 2 * counts["pairs"] + 1]
-    assert index[0] == 0 and index[-1] == len(tokens) and (tokens[ends[1:] - 1] == tokenizer.eot).all()
+    assert (index[0], index[-1]) == (0, len(tokens))
+    assert (tokens[ends[1:] - 1] == tokenizer.eot).all()
     texts = [tokenizer.decode(tokens[a : b - 1].tolist()) for a, b in zip(ends[:-1], ends[1:])]
     return list(zip(texts[::2], texts[1::2]))
 
@@ -636,20 +661,22 @@ def held_out_of(folder: Path, split: str) -> list[tuple[str, str]]:
     return [tuple(json.loads(line)) for line in (folder / f"{split}.jsonl").read_text().splitlines()]
 
 
-def test_pairs_come_back(spm, tmp_path, capsys):
-    """One pair of languages in two files, and as a table; the other as .xz."""
+def test_pairs_are_decoded_unchanged(spm, tmp_path, capsys):
+    """One language pair is in two files and a table, the other in .xz files."""
     texts = {"de-en": pairs("de-en", 400), "en-zh-Hans": pairs("en-zh-Hans", 150)}
     german, english = zip(*texts["de-en"][:200])
     files = {"README.md": "no pair", "de-en.a.de": "\r\n".join(german), "de-en.a.en.gz": "\n".join(english)}
     files["de-en.b.tsv"] = "".join(f"{one}\t{two}\n" for one, two in texts["de-en"][200:])
-    for side, own in zip(("en", "zh-Hans"), zip(*texts["en-zh-Hans"])):
-        files[f"en-zh-Hans.{side}.xz"] = "\n".join(own)
+    for side, lines in zip(("en", "zh-Hans"), zip(*texts["en-zh-Hans"])):
+        files[f"en-zh-Hans.{side}.xz"] = "\n".join(lines)
     files["ru-en.en"] = "no first side\n"
     source = write_files(tmp_path / "in", files)
     folder = prepare("bitext", source, tokenizer=spm, out=tmp_path / "out")
-    assert capsys.readouterr().err.count(f"in {source}: 2 files (README.md, ru-en.en), as they are no two sides") == 1
+    skipped = f"skipped 2 file(s) in {source} (README.md, ru-en.en): neither a side of a language pair"
+    assert capsys.readouterr().err.count(skipped) == 1
     meta = meta_of(folder)
-    assert meta["kind"] == "pairs" and list(meta["languages"]) == list(texts)
+    assert meta["kind"] == "pairs"
+    assert list(meta["languages"]) == list(texts)
     for name in texts:
         expected = {split: [] for split in SPLITS}
         for pair in texts[name]:
@@ -657,10 +684,11 @@ def test_pairs_come_back(spm, tmp_path, capsys):
         assert {split: pairs_of(folder, split, name) for split in SPLITS} == expected
     assert not (folder / "train.jsonl").exists()
     for split in ("valid", "test"):
-        assert held_out_of(folder, split) == [pair for name in texts for pair in pairs_of(folder, split, name)]
+        decoded = [pair for name in texts for pair in pairs_of(folder, split, name)]
+        assert held_out_of(folder, split) == decoded
 
 
-def test_pairs_of_the_hub_have_its_splits(spm, hub, tmp_path):
+def test_pairs_of_the_hub_keep_its_splits(spm, hub, tmp_path):
     def translations(name: str, rows: list[tuple]) -> list[dict]:
         return [{"translation": dict(zip(name.split("-"), both))} for both in rows]
 
@@ -671,21 +699,23 @@ def test_pairs_of_the_hub_have_its_splits(spm, hub, tmp_path):
     rows = [(" ", "nothing"), ("\u200b", "without a token"), (None, "nothing at all")]
     hub.rows["de-en", "train"][3:3] = translations("de-en", rows)
     out = prepare("opus100", tokenizer=spm, out=tmp_path / "out")
-    for split, theirs in (("train", "train"), ("valid", "validation"), ("test", "test")):
-        assert pairs_of(out, split, "de-en") == pairs("de-en", 9, theirs)
+    for split, hub_split in (("train", "train"), ("valid", "validation"), ("test", "test")):
+        assert pairs_of(out, split, "de-en") == pairs("de-en", 9, hub_split)
     assert list(meta_of(out)["languages"]) == ["an-en", "de-en"]
-    assert len(pairs_of(out, "train", "an-en")) == 9 and pairs_of(out, "valid", "an-en") == []
+    assert len(pairs_of(out, "train", "an-en")) == 9
+    assert pairs_of(out, "valid", "an-en") == []
     hub.rows["de-en", "train"] = [{"translation": {"en": "no German"}}]
-    assert "cannot read Helsinki-NLP/opus-100 de-en (KeyError: 'de')" in refusal("opus100", tokenizer=spm)
+    message = refusal("opus100", tokenizer=spm)
+    assert "cannot read Helsinki-NLP/opus-100 de-en (KeyError: 'de')" in message
 
 
-def test_multi30k_reads_its_own_files_or_the_hub(tmp_path, hub):
+def test_multi30k_is_the_same_from_local_files_and_from_the_hub(tmp_path, hub):
     names = {"train": ("train", "train"), "valid": ("val", "validation"), "test": ("test_2016_flickr", "test")}
-    for split, (name, theirs) in names.items():
+    for split, (name, hub_split) in names.items():
         rows = pairs("de-en", 60, split)
         for side, lines in zip(("de", "en"), zip(*rows)):
             write_files(tmp_path, {f"{name}.{side}": "\n".join(lines)})
-        hub.rows["bentrevett/multi30k", theirs] = [{"de": one, "en": two} for one, two in rows]
+        hub.rows["bentrevett/multi30k", hub_split] = [{"de": one, "en": two} for one, two in rows]
     local = prepare("multi30k-de", tmp_path, pieces=300, out=tmp_path / "local")
     streamed = prepare("multi30k-de", pieces=300, out=tmp_path / "hub")
     assert held_out_of(local, "valid") == pairs("de-en", 60, "valid")
@@ -698,12 +728,14 @@ def test_a_joint_bpe_is_trained_on_both_sides_of_the_training_pairs(tmp_path):
         for language, text in zip(("de", "en"), both):
             write_files(tmp_path, {f"de-en.{split}.{language}": "".join(f"{text} {i}\n" for i in range(40))})
     tokenizer = load_tokenizer(prepare("bitext", tmp_path, pieces=290, out=tmp_path / "out"))
-    assert isinstance(tokenizer, XLMR) and tokenizer.vocab_size == 290 + XLMR.added
+    assert isinstance(tokenizer, XLMR)
+    assert tokenizer.vocab_size == 290 + XLMR.added
     pieces = {tokenizer.processor.id_to_piece(i) for i in range(290)}
     words = {piece for piece in pieces if not piece.startswith("<")}
-    assert {"▁bär", "▁bear"} < pieces and not any(letter in word for word in words for letter in ("z", "k"))
-    # BPE, not unigram: every piece is the merge of two others
-    assert all(len(x) == 1 or any(x[:i] in pieces and x[i:] in pieces for i in range(1, len(x))) for x in words)
+    assert {"▁bär", "▁bear"} < pieces
+    assert not set("zk") & set("".join(words))  # the letters of the held-out pairs
+    for word in words:  # BPE, not unigram: every longer piece merges two others
+        assert len(word) == 1 or any(word[:i] in pieces and word[i:] in pieces for i in range(1, len(word)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -711,14 +743,14 @@ def test_a_joint_bpe_is_trained_on_both_sides_of_the_training_pairs(tmp_path):
 
 
 def home_wheel(monkeypatch, folder: Path, components: dict[str, dict[str, dict]]) -> Path:
-    """Home Assistant's wheel of {component: {language: messages}}, which is the one that PyPI is said to have."""
+    """A wheel of Home Assistant with {component: {language: messages}}, accepted as PyPI's."""
     path = folder / f"{messages.HOMEASSISTANT.replace('==', '-')}-py3-none-any.whl"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("homeassistant/strings.json", "{}")
         for component, languages in components.items():
-            for language, said in languages.items():
+            for language, texts in languages.items():
                 name = f"homeassistant/components/{component}/translations/{language}.json"
-                archive.writestr(name, json.dumps(said))
+                archive.writestr(name, json.dumps(texts))
     monkeypatch.setattr(messages, "SHA256", hashlib.sha256(path.read_bytes()).hexdigest())
     monkeypatch.setattr(preparing, "PREPARED", folder / "prepared")
     return path
@@ -732,46 +764,48 @@ def wheel(tmp_path, monkeypatch) -> Path:
     return home_wheel(monkeypatch, tmp_path, {"lamp": {"en": english, "de": german, "ne": {"3": "eka"}}})
 
 
-def test_messages_are_aligned_by_their_keys(tmp_path, monkeypatch):
+def test_messages_are_aligned_by_key(tmp_path, monkeypatch):
     english = {"step": {"title": "Set  up\n{name}", "host": "Host", "two": "{a} of {b}", "lost": "One"}, "list": ["x"]}
     german = {"step": {"host": "Host", "title": "{name} einrichten", "two": "{b}: {a}", "more": "Zwei"}, "list": ["y"]}
     portuguese = {"step": {"title": "Configurar {nome}", "two": "{a} {a} {b}", "host": "Servidor", "lost": ""}}
     components = {"a": {"en": english, "de": german, "pt-BR": portuguese}, "b": {"de": {"step": "no English file"}}}
     components["c"] = {"en": {"step": "Set up"}, "de": {"step": "Einrichten"}, "fr": {"step": {"host": "no table"}}}
     wheel = home_wheel(monkeypatch, tmp_path, components)
+    # without the German "Host", which is English, and Portuguese with other placeholders
     assert messages.home_messages(wheel) == {
-        ("de", "Set up {name}", "{name} einrichten"),  # Host is English, and Portuguese has other placeholders
+        ("de", "Set up {name}", "{name} einrichten"),
         ("de", "{a} of {b}", "{b}: {a}"),
         ("pt_BR", "Host", "Servidor"),
         ("de", "Set up", "Einrichten"),
     }
 
 
-def test_messages_are_split_by_english_and_never_leak(monkeypatch):
+def test_messages_are_split_by_their_english_and_never_leak(monkeypatch):
     monkeypatch.setattr(messages, "MIN_MESSAGES", 2)
     english = {split: [] for split in SPLITS}
     for i in range(200):
         english[split_of(f"message {i}", valid=0.05, test=0.05)].append(f"message {i}")
-    held_out, other = english["valid"][:2], english["train"][:3]
-    found = {("de", text, f"de {text}") for text in (held_out[0], other[0])}
-    # one German text for English texts of two splits, and English that stands for another message of another split
-    found |= {("de", other[1], "doppelt"), ("de", held_out[1], "doppelt"), ("de", other[2], held_out[0])}
-    found |= {("en_GB", other[0], other[0]), ("en_GB", other[1], other[1]), ("af", other[0], "one alone")}
-    monkeypatch.setattr(messages, "home_messages", lambda source: found)
-    assert {language: set(rows) for language, rows in messages.by_language(None).items()} == {
-        "de": {("valid", f"de {held_out[0]}"), ("train", f"de {other[0]}")},
-        "en_GB": {("train", other[0]), ("train", other[1])},
-        "en": {("train", other[0]), ("train", other[1]), ("valid", held_out[0])},
-    }
+    valid, train = english["valid"][:2], english["train"][:3]
+    aligned = {("de", text, f"de {text}") for text in (valid[0], train[0])}
+    # a German text of English texts in two splits, and a translation that is an English text of another split
+    aligned |= {("de", train[1], "doppelt"), ("de", valid[1], "doppelt"), ("de", train[2], valid[0])}
+    aligned |= {("en_GB", train[0], train[0]), ("en_GB", train[1], train[1]), ("af", train[0], "one alone")}
+    monkeypatch.setattr(messages, "home_messages", lambda source: aligned)
+    rows = {language: set(rows) for language, rows in messages.by_language(None).items()}
+    assert rows.keys() == {"de", "en_GB", "en"}
+    assert rows["de"] == {("valid", f"de {valid[0]}"), ("train", f"de {train[0]}")}
+    assert rows["en_GB"] == {("train", train[0]), ("train", train[1])}
+    assert rows["en"] == {("train", train[0]), ("train", train[1]), ("valid", valid[0])}
 
 
-def test_meta_says_what_was_read(wheel, monkeypatch):
-    changed = corpora.CORPORA["messages"]._replace(learning=dict(vocab_size=300))
+def test_meta_lists_the_languages_and_versions_read(wheel, monkeypatch):
+    changed = corpora.CORPORA["messages"]._replace(learn_options=dict(vocab_size=300))
     monkeypatch.setitem(corpora.CORPORA, "messages", changed)
     meta = meta_of(prepare("messages", wheel, languages="de"))
-    assert list(meta["languages"]) == ["de"] and list(meta["versions"]) == ["python"]
+    assert list(meta["languages"]) == ["de"]
+    assert list(meta["versions"]) == ["python"]
 
 
 def test_another_wheel_is_refused(wheel):
     wheel.write_bytes(wheel.read_bytes()[:-1])
-    assert "is not the wheel of homeassistant==2026.2.3 that PyPI has" in refusal("messages", wheel)
+    assert "is not PyPI's wheel of homeassistant==2026.2.3" in refusal("messages", wheel)

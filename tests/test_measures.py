@@ -1,4 +1,4 @@
-"""analysis/measures.py: routing statistics, RC, RF and consistency, retrieval and word alignment against loops."""
+"""analysis/measures.py: routing statistics, RC, transport and word alignment against loops, and by hand."""
 
 import math
 
@@ -21,24 +21,27 @@ V = 23
 
 
 def layer(router: str, **changes) -> MoE:
-    """XMoE's, of 4 experts of width 8."""
+    """XMoE's layer with 4 experts of width 8."""
     return lively(xmoe_layer(small(router, **changes), V, "tanh")).eval()
 
 
 def test_perplexity_and_bits_per_byte_by_hand():
     """10 tokens of 3 bits each, 15 bytes."""
-    assert measures.perplexity(math.log(1e300)) == pytest.approx(1e300) and math.isfinite(measures.perplexity(1e9))
-    assert measures.bits_per_byte(3 * math.log(2), {"tokens": 10, "bytes": 15, "words": 4}) == pytest.approx(2)
+    assert measures.perplexity(math.log(1e300)) == pytest.approx(1e300)
+    assert math.isfinite(measures.perplexity(1e9))
+    counts = {"tokens": 10, "bytes": 15, "words": 4}
+    assert measures.bits_per_byte(3 * math.log(2), counts) == pytest.approx(2)
 
 
-def test_what_is_shown_of_layers():
+def test_the_middle_layer_and_means_over_layers():
     assert [measures.middle_layer(L) for L in (2, 4, 6, 12, 24)] == [2, 3, 4, 9, 18]
     layers = [{"rc": 0.0, "rf": None}, {"rc": 3.0, "rf": None}, {"rc": None, "rf": None}]
-    assert measures.mean_over_layers("rc", layers) == 1.5 and measures.mean_over_layers("rf", layers) is None
+    assert measures.mean_over_layers("rc", layers) == 1.5
+    assert measures.mean_over_layers("rf", layers) is None
 
 
 def literal_stats(moe: MoE, calls: list) -> dict:
-    """calls: (h (S, D), ids (S,)) of every forward pass. What routers choose is held against loops elsewhere."""
+    """calls: h (S, D) and ids (S,) of each forward pass. test_routers.py tests what routers choose."""
     E, ffn = moe.router.E, moe.experts
     tokens, wanted, served, unserved, entropy, positive, units, load = 0, 0, 0, 0, 0.0, 0, 0, []
     for h, ids in calls:
@@ -65,12 +68,12 @@ def literal_stats(moe: MoE, calls: list) -> dict:
 
 @torch.no_grad()
 @pytest.mark.parametrize("router", ROUTERS)
-def test_statistics_are_literal_counts_of_real_tokens(router):
+def test_statistics_are_literal_counts_without_padding(router):
     moe = layer(router, capacity=0.25, threshold=0.7)
     batches = [(torch.randn(3, 8, 8).double(), torch.randint(23, (3, 8)), None) for _ in range(2)]
     real = (torch.arange(24) % 5 != 2).nonzero().squeeze(1)
     batches.append((torch.randn(3, 8, 8).double(), torch.randint(23, (3, 8)), real))  # a batch with padding
-    moe(*batches[0])  # nobody watches
+    moe(*batches[0])  # not watched yet
     watch = measures.RoutingStats(moe)
     for batch in batches:
         moe(*batch)
@@ -78,15 +81,17 @@ def test_statistics_are_literal_counts_of_real_tokens(router):
     flat[2] = flat[2][0][real], flat[2][1][real]
     expected = literal_stats(moe, flat)
     assert expected["cut"] > 0
-    assert watch.finish() == pytest.approx(expected, rel=1e-9, abs=1e-12) and not moe.watchers
+    assert watch.finish() == pytest.approx(expected, rel=1e-9, abs=1e-12)
+    assert not moe.watchers
 
 
-def test_statistics_of_stacks_and_of_nothing():
+def test_statistics_of_stacks_and_of_no_tokens():
     moe = lively(x_moe_layer(small("switch", moe_after=(1,)), V, "none")).eval()
     watch = measures.RoutingStats(moe)
     moe(torch.randn(1, 8, 8).double(), torch.zeros(1, 8, dtype=torch.int64))
     stats = watch.finish()
-    assert stats["positive"] is None and stats["wanted"] == 1
+    assert stats["positive"] is None
+    assert stats["wanted"] == 1
     nothing = measures.RoutingStats(moe).finish()
     assert nothing["wanted"] == nothing["unserved"] == nothing["imbalance"] == 0
 
@@ -96,12 +101,12 @@ def literal_rc(h: torch.Tensor, chosen: torch.Tensor) -> float:
     mu, n, D = h.mean(dim=0), len(h), h.shape[1]
     within, between = torch.zeros(D, D, dtype=torch.float64), torch.zeros(D, D, dtype=torch.float64)
     for k in classes:
-        mine = h[chosen == k]
-        mu_k = mine.mean(dim=0)
-        for x in mine:
+        members = h[chosen == k]
+        mu_k = members.mean(dim=0)
+        for x in members:
             within += torch.outer(x - mu_k, x - mu_k) / n
-        between += len(mine) / n * torch.outer(mu_k - mu, mu_k - mu)
-    # rank at most K - 1: what is left of the others is rounding
+        between += len(members) / n * torch.outer(mu_k - mu, mu_k - mu)
+    # rank at most K - 1: other eigenvalues are rounding errors
     values, vectors = torch.linalg.eigh(between)
     inverse = torch.zeros(D, D, dtype=torch.float64)
     for i in values.argsort(descending=True)[: len(classes) - 1]:
@@ -117,29 +122,30 @@ def rc(h: torch.Tensor, chosen: torch.Tensor, experts: int) -> float:
 
 @settings(max_examples=50, deadline=None, derandomize=True)
 @given(st.integers(0, 10_000), st.integers(5, 40), st.integers(2, 6), st.integers(2, 6))
-def test_rc_is_its_formula(seed, n, D, E):
+def test_rc_equals_its_formula(seed, n, D, E):
     rng = torch.Generator().manual_seed(seed)
     h = torch.randn(n, D, generator=rng, dtype=torch.float64) + 5
     chosen = torch.randint(E, (n,), generator=rng)
     assert rc(h, chosen, E) == pytest.approx(literal_rc(h, chosen), rel=1e-6, abs=1e-9)
 
 
-def test_rc_stands_a_mean_far_from_0():
-    """Sigma_B of K classes has rank K - 1; the rounding of large means must not count as one more direction."""
+def test_rc_is_stable_if_the_mean_is_far_from_0():
+    """Sigma_B of K classes has rank K - 1; rounding of large means must not add a direction."""
     h = torch.randn(30, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     chosen = torch.arange(30) % 3
     assert rc(h + 1e5, chosen, 3) == pytest.approx(literal_rc(h, chosen), rel=1e-3)
 
 
-def test_rc_of_points_of_one_expert_and_of_what_is_not_finite():
+def test_rc_of_points_of_one_expert_of_nan_and_by_hand():
     chosen = torch.tensor([0, 0, 2, 2, 2, 3])
-    points = torch.randn(4, 5, dtype=torch.float64)[chosen]  # tokens of an expert are one point
+    points = torch.randn(4, 5, dtype=torch.float64)[chosen]  # all tokens of an expert are equal
     assert rc(points, chosen, 4) == pytest.approx(0, abs=1e-9)
-    assert rc(points, chosen * 0, 4) == 0 and math.isnan(rc(points * math.nan, chosen, 4))
-    # by hand: two experts at -1 and 1, each spread by -0.5 and 0.5: Sigma_W = 0.25, Sigma_B = 1
+    assert rc(points, chosen * 0, 4) == 0
+    assert math.isnan(rc(points * math.nan, chosen, 4))
+    # two experts at -1 and 1, each with tokens at -0.5 and 0.5 from it: Sigma_W = 0.25, Sigma_B = 1
     line = torch.tensor([[-1.5], [-0.5], [0.5], [1.5]], dtype=torch.float64)
     assert rc(line, torch.tensor([0, 0, 1, 1]), 2) == pytest.approx(0.25)
-    # a direction in which the experts lie 1e-4 times as far apart, and their tokens too, counts as much
+    # a direction counts as much if experts and tokens are 1e-4 times as far apart in it
     scale = torch.tensor([1, 1e-4], dtype=torch.float64)
     means = torch.tensor([[-1, -1], [-1, 1], [1, -1], [1, 1]], dtype=torch.float64)
     square = torch.cat([means - 0.5, means + 0.5]) * scale
@@ -147,7 +153,7 @@ def test_rc_of_points_of_one_expert_and_of_what_is_not_finite():
 
 
 def plans(m: int, n: int, count: int = 60) -> torch.Tensor:
-    """(count, m, n) similarities, some of them equal, some of them below 0."""
+    """(count, m, n) similarities with ties and negative values."""
     rng = torch.Generator().manual_seed(100 * m + n)
     return (4 * torch.randn(count, m, n, generator=rng, dtype=torch.float64)).round() / 4
 
@@ -156,39 +162,38 @@ SHAPES = [(1, 1), (1, 5), (2, 6), (3, 3), (4, 9), (9, 4), (12, 11)]
 
 
 @pytest.mark.parametrize("m, n", SHAPES)
-def test_sinkhorn_is_a_loop_over_columns_and_rows(m, n):
+def test_sinkhorn_equals_a_loop_over_columns_and_rows(m, n):
     similarity = plans(m, n, 5)
     before = similarity.clone()
     for rounds in (1, 2, 3):
         pi, xi = measures.sinkhorn(similarity, rounds)
-        for mine, S in zip(pi, similarity.tolist(), strict=True):
-            torch.testing.assert_close(mine.tolist(), reference.transport(S, rounds))
+        for plan, S in zip(pi, similarity.tolist(), strict=True):
+            torch.testing.assert_close(plan.tolist(), reference.transport(S, rounds))
         torch.testing.assert_close(xi / xi.sum(dim=2, keepdim=True), pi)
         torch.testing.assert_close(xi.sum(dim=1), torch.ones(5, n, dtype=torch.float64))
     assert torch.equal(similarity, before)
 
 
 @pytest.mark.parametrize("m, n", SHAPES)
-def test_itermax_is_simaligns(m, n):
-    """Against a loop, and against the package where it is installed."""
+def test_itermax_equals_a_loop_and_simaligns(m, n):
     similarity = plans(m, n).relu()
     for ratio in (0.9, 0.3):
         aligned = measures.itermax(similarity, ratio)
-        for mine, plan in zip(aligned, similarity.tolist(), strict=True):
-            assert set(map(tuple, mine.nonzero().tolist())) == reference.iterative(plan, 2, ratio)
+        for links, plan in zip(aligned, similarity.tolist(), strict=True):
+            assert set(map(tuple, links.nonzero().tolist())) == reference.iterative(plan, 2, ratio)
     SentenceAligner = pytest.importorskip("simalign").SentenceAligner
-    for plan, mine in zip(similarity + 0.01, measures.itermax(similarity + 0.01)):
-        assert torch.equal(mine, torch.from_numpy(SentenceAligner.iter_max(plan.numpy(), 2)) > 0)
+    for plan, links in zip(similarity + 0.01, measures.itermax(similarity + 0.01)):
+        assert torch.equal(links, torch.from_numpy(SentenceAligner.iter_max(plan.numpy(), 2)) > 0)
 
 
-def test_the_interval_of_a_share_is_that_of_its_rows():
-    same = measures.bootstrap(torch.full((9,), 1.5), torch.full((9,), 2))
-    assert same == [0.75, 0.75]
+def test_the_bootstrap_interval_approximates_the_normal_one():
+    equal_rows = measures.bootstrap(torch.full((9,), 1.5), torch.full((9,), 2))
+    assert equal_rows == [0.75, 0.75]
     torch.manual_seed(0)
     sizes = torch.randint(1, 9, (400,))
     totals = torch.bernoulli(torch.full((400,), 0.4)).double() * sizes
     share = float(totals.sum() / sizes.sum())
     low, high = measures.bootstrap(totals, sizes)
-    deviation = float((totals - share * sizes).square().sum().sqrt() / sizes.sum())  # of a ratio, for many rows
+    deviation = float((totals - share * sizes).square().sum().sqrt() / sizes.sum())  # of a ratio estimator
     assert low == pytest.approx(share - 1.96 * deviation, abs=0.2 * deviation)
     assert high == pytest.approx(share + 1.96 * deviation, abs=0.2 * deviation)

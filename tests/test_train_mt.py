@@ -263,7 +263,7 @@ def test_counting_is_scored_by_pair_and_in_the_mean(options, monkeypatch):
     _, _, data, _ = opened(options)
     expected = {name: data.texts("test", name)[1] for name in data.languages}
     own = {"de-en": expected["de-en"], "ru-en": ["a text of its own"] * 5}
-    monkeypatch.setattr("data.scores.remembered", lambda data, name: own[name])
+    monkeypatch.setattr("data.bleu.remembered", lambda data, name: own[name])
     scores = {name: train_mt.score_translations(own[name], expected[name], "en") for name in own}
     assert scores["de-en"]["bleu"] == pytest.approx(100) and scores["ru-en"]["bleu"] < 20
     found = train_mt.score_counting(data)

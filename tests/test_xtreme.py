@@ -1,4 +1,4 @@
-"""XTREME: what is read, also where it is broken; rows of tokens that lose nothing; scores as they were published."""
+"""XTREME: reading of sound and damaged files, rows of tokens that lose nothing, and scores as published."""
 
 import gzip
 import json
@@ -26,12 +26,12 @@ def tokenizer(xlmr) -> XLMR:
 
 
 def squad(*questions: tuple[str, str, list[tuple[str, int]]]) -> str:
-    """SQuAD's JSON of (question, text, answers), an article each; their ids are 0, 1 and so on."""
+    """SQuAD's JSON with one article for each (question, text, answers); ids count from 0."""
     data = []
     for number, (question, context, answers) in enumerate(questions):
         answers = [{"text": text, "answer_start": start} for text, start in answers]
-        asked = {"id": str(number), "question": question, "answers": answers}
-        data.append({"title": "one", "paragraphs": [{"context": context, "qas": [asked]}]})
+        entry = {"id": str(number), "question": question, "answers": answers}
+        data.append({"title": "one", "paragraphs": [{"context": context, "qas": [entry]}]})
     return json.dumps({"version": "1.1", "data": data})
 
 
@@ -58,12 +58,13 @@ CONLLU = """# sent_id = 1
 TSV = {"train-en.tsv": "A\tDET\nrow\tNOUN\n\n\nRead\tVERB\n \n.\tPUNCT", "dev-en.tsv": "dev\tX\n\n"}
 TSV |= {"test-de.tsv.gz": "\u3000\tSYM\r\n\r\nZwei Worte\tX\r\n", "test-en.ud25.tsv": "en\tX\n"}
 UD = "es_gsd-ud-test.conllu en_ewt-ud-train.conllu.gz sv_talbanken-ud-train.conllu pl_pdb-ud-test.conllu"
-UD = dict.fromkeys(UD.split(), CONLLU)  # Swedish and Polish are none of the benchmark's
+UD = dict.fromkeys(UD.split(), CONLLU)  # Swedish and Polish are not in the benchmark
 TREES = [(("da", "me", "lo", "#"), ["VERB", "PRON", "PRON", "ADV"]), (("snake_", "_"), ["NOUN", "SYM"])]
 BROKEN_TREE = (("me", "lo", "#"), ["PRON", "PRON", "ADV"])
 BAD_TREE = {"de_gsd-ud-test.conllu": CONLLU.replace("1\tda\t", "1 da ").replace("\t", " ", 1)}
 BAD_TAGS = {"test-de.tsv": "a\tX\nb\nc\tX\tX\nd\tX\te\nf\tQ\n\nh\n\n"}
 NO_LABEL = "1 x an example without its label"
+MISPLACED = "an answer that is not at its position in the text"
 WRONG_TAGS = f"2 x a line with 3 columns; 1 x the unknown tag ''; 1 x the unknown tag 'Q'; {NO_LABEL}"
 WRONG_LABELS = "2 x a line that is not two sentences and a label; 1 x the unknown label '-'"
 PANX = "de:Anna\tB-PER\nde::\tO\nde:10:30\tO\nen:x\tO\nde:\tO\n\n"
@@ -74,7 +75,7 @@ NLI |= {"test-de.tsv.gz": "A\tB\tneutral\nC\tD\t-\nE\n\n", "xnli.test.tsv": "lan
 SOME = {"test-de.tsv": "a\tb\nc\td\tneutral\n", "test-fr.tsv": "a\tb\n"}
 ROME = "It is in Rome, not in (ancient) Rome: aaa."
 PLACES = {("Rome", 9): 9, ("Rome", 7): 9, ("Rome", 30): 32, ("Rome", -5): 9, ("Rome", 10**9): 32}
-PLACES |= {("(ancient)", 0): 22, ("aa", 41): 39, ("Paris", 9): -1}  # where it is nearest
+PLACES |= {("(ancient)", 0): 22, ("aa", 41): 39, ("Paris", 9): -1}  # the nearest occurrence
 IN_ROME = squad(*[("?", ROME, [answer]) for answer in PLACES])
 FOUND = [(("?", ROME), [(answer, place)]) for (answer, _), place in PLACES.items()]
 READ = [  # task, split, files, language -> texts and gold of its examples, notes
@@ -92,26 +93,26 @@ READ = [  # task, split, files, language -> texts and gold of its examples, note
     ("xnli", "train", NLI, {"en": [(('One "a".', "Two."), "contradiction"), (("A", "B"), "entailment")]}, ""),
     ("xnli", "test", NLI, {"de": [(("A", "B"), "neutral"), (("C", "D"), "-")]}, WRONG_LABELS),
     ("xnli", "test", SOME, {"de": [(("c", "d"), "neutral")], "fr": [(("a", "b"), None)]}, f"{NO_LABEL}; {NO_LABEL}"),
-    ("xquad", "test", {"xquad.de.json": IN_ROME}, {"de": FOUND}, "7 x an answer that is not in its place in the text"),
+    ("xquad", "test", {"xquad.de.json": IN_ROME}, {"de": FOUND}, f"7 x {MISPLACED}"),
 ]
 
 
 @pytest.mark.parametrize("task, split, files, examples, notes", READ)
-def test_what_is_read(task, split, files, examples, notes, tmp_path):
-    found, said = read(task, split, write_files(tmp_path, files))
-    assert {language: [one[1:] for one in own] for language, own in found.items()} == examples
-    assert "; ".join(note.split(": ", 1)[1] for note in said) == notes
-    assert {note.split(": ")[0] for note in said} <= {str(tmp_path / name) for name in files}
+def test_files_are_read_and_their_problems_counted(task, split, files, examples, notes, tmp_path):
+    sets, lines = read(task, split, write_files(tmp_path, files))
+    assert {language: [example[1:] for example in each] for language, each in sets.items()} == examples
+    assert "; ".join(line.split(": ", 1)[1] for line in lines) == notes
+    assert {line.split(": ")[0] for line in lines} <= {str(tmp_path / name) for name in files}
 
 
-def test_the_same_examples_in_two_files_count_once(tmp_path):
-    found, notes = read("ner", "test", write_files(tmp_path, TWICE))
-    assert [one.texts[0] for one in found["de"]] == ["Anna", "Eva"]
-    assert notes == [f"{tmp_path / 'test-de.tsv'} holds the examples of another file: they count once"]
+def test_a_file_with_the_examples_of_another_is_skipped(tmp_path):
+    sets, notes = read("ner", "test", write_files(tmp_path, TWICE))
+    assert [example.texts[0] for example in sets["de"]] == ["Anna", "Eva"]
+    assert notes == [f"{tmp_path / 'test-de.tsv'} holds the same examples as another file: skipped"]
 
 
 QUESTION = ("Where is it?", "It is in Rome, in Rome.", [("Rome", 9), ("in Rome", 15)])
-NAMES = [  # task, split, file, and the language that it is read as
+NAMES = [  # task, split, published file name, and its language, None if it is not read
     ("xquad", "train", "train-v1.1.json", "en"),
     ("xquad", "valid", "dev-v1.1.json.gz", "en"),
     ("xquad", "test", "xquad.zh.json", "zh"),
@@ -129,9 +130,10 @@ NAMES = [  # task, split, file, and the language that it is read as
 
 
 @pytest.mark.parametrize("task, split, name, language", NAMES)
-def test_answers_under_the_names_that_they_come_with(tmp_path, task, split, name, language):
-    found, notes = read(task, split, write_files(tmp_path, {name: squad(QUESTION)}))
-    assert notes == [] and found == ({language: [Example("0", QUESTION[:2], QUESTION[2])]} if language else {})
+def test_published_file_names_say_split_and_language(tmp_path, task, split, name, language):
+    sets, notes = read(task, split, write_files(tmp_path, {name: squad(QUESTION)}))
+    expected = {language: [Example("0", QUESTION[:2], QUESTION[2])]} if language else {}
+    assert (sets, notes) == (expected, [])
 
 
 ONE = squad(("a", "b", [("b", 0)]))
@@ -142,22 +144,24 @@ GOOD |= {"xnli": ("tsv", "a\tb\tneutral\n", "")}
 
 
 @pytest.mark.parametrize("task", GOOD)
-def test_files_that_cannot_be_read_are_left_out_in_a_line(tmp_path, task):
+def test_an_unreadable_file_is_skipped_with_one_note(tmp_path, task):
     ending, good, empty = GOOD[task]
     write_files(tmp_path, {f"test.ru.{ending}": good})
     bad = [("", empty, "holds no example"), ("", good.encode() + b"\xff\xfe\n", "is not UTF-8")]
     bad += [(".gz", gzip.compress(good.encode() * 50)[:-9], "is damaged"), (".gz", good.encode(), "is damaged")]
     bad += [("", text, "is not in SQuAD's format") for text in BROKEN if ending == "json"]
-    for compressed, content, what in bad:
+    for compressed, content, problem in bad:
         path = tmp_path / f"test.de.{ending}{compressed}"
         write_files(tmp_path, {path.name: content})
-        found, [note] = read(task, "test", tmp_path)
-        assert found.keys() == {"ru"} and note.startswith(f"{path} {what}") and note.endswith("left out")
+        sets, [note] = read(task, "test", tmp_path)
+        assert sets.keys() == {"ru"}
+        assert note.startswith(f"{path} {problem}")
+        assert note.endswith("skipped")
         assert "\n" not in note
         path.unlink()
 
 
-UNLABELLED = {  # how test sets come without labels: task, file, text, and the texts that are in it
+UNLABELLED = {  # forms of test sets without labels: task, file, its content, and the texts in it
     "XTREME's tags": ("pos", "test-de.tsv", "a\nb\n\nc\n\n", [("a", "b"), ("c",)]),
     "empty tags": ("ner", "test-de.tsv", "de:a\t\nde:b\t\n\nde:c\t", [("a", "b"), ("c",)]),
     "CoNLL-U": ("pos", "de_gsd-ud-test.conllu", "1\ta" + 8 * "\t_" + "\n", [("a",)]),
@@ -170,15 +174,15 @@ UNLABELLED = {  # how test sets come without labels: task, file, text, and the t
 
 
 @pytest.mark.parametrize("case", UNLABELLED)
-def test_test_sets_without_labels_are_kept_and_named(tmp_path, tokenizer, case):
+def test_a_test_set_without_labels_is_kept_with_a_note(tmp_path, tokenizer, case):
     task, name, text, texts = UNLABELLED[case]
     kind, labels, scored = TASKS[task].kind, TASKS[task].labels, TASKS[task].test
     write_files(tmp_path, {name: text})
-    found, notes = read(task, scored, tmp_path)
+    sets, notes = read(task, scored, tmp_path)
     assert notes == [f"{tmp_path / name}: {len(texts)} x an example without its label"]
-    [own] = found.values()
-    assert [one[1:] for one in own] == [(each, None) for each in texts]
-    rows = rows_of(kind, own, tokenizer, T, STRIDE, list(labels))
+    [examples] = sets.values()
+    assert [example[1:] for example in examples] == [(each, None) for each in texts]
+    rows = rows_of(kind, examples, tokenizer, T, STRIDE, list(labels))
     assert {target for row in rows for target in row.targets} == {UNKNOWN}
     name = name.replace("test", "train").replace("dev", "train").replace("xquad", "train").replace("de", "en")
     write_files(tmp_path / "train", {name.replace("ko", "en"): text})
@@ -187,24 +191,23 @@ def test_test_sets_without_labels_are_kept_and_named(tmp_path, tokenizer, case):
         read_examples(task, str(tmp_path / "train"))
 
 
-def test_predictions_are_written_as_the_benchmark_wants_them():
-    one, two = Example("7", ("a", "b"), None), Example("9", ("c",), None)
-    tags = ["B-PER", "O"], ["O"]
-    assert submission("ner", "de", [one, two], tags) == ("panx/test-de.tsv", "B-PER\nO\n\nO\n")
-    assert submission("pos", "zh", [two], [["X"]]) == ("udpos/test-zh.tsv", "X\n")
-    assert submission("xnli", "de", [one, two], ["neutral", "x"]) == ("xnli/test-de.tsv", "neutral\nx\n")
-    answers = {"7": "", "9": "東京"}
+def test_predictions_are_written_in_the_format_of_the_benchmark():
+    examples = [Example("7", ("a", "b"), None), Example("9", ("c",), None)]
+    tags, labels, texts = (["B-PER", "O"], ["O"]), ["neutral", "x"], ["", "東京"]
+    assert submission("ner", "de", examples, tags) == ("panx/test-de.tsv", "B-PER\nO\n\nO\n")
+    assert submission("pos", "zh", examples[1:], [["X"]]) == ("udpos/test-zh.tsv", "X\n")
+    assert submission("xnli", "de", examples, labels) == ("xnli/test-de.tsv", "neutral\nx\n")
     for task in ("xquad", "mlqa", "tydiqa"):
-        assert submission(task, "ja", [one, two], list(answers.values())) == (f"{task}/test-ja.json", answers)
+        assert submission(task, "ja", examples, texts) == (f"{task}/test-ja.json", {"7": "", "9": "東京"})
 
 
 @pytest.fixture
 def hub(monkeypatch) -> SimpleNamespace:
-    """Stands in for the `datasets` package: what it is asked for, the rows that it has, and the names of tags."""
-    hub = SimpleNamespace(asked=[], rows=[], names={})
+    """A fake `datasets` package, with its requests, its rows and the names of its tags."""
+    hub = SimpleNamespace(requests=[], rows=[], names={})
 
     def load_dataset(repository, config, split):
-        hub.asked.append((repository, config, split))
+        hub.requests.append((repository, config, split))
         if not hub.rows:
             raise ConnectionError("no route\nto host")
         features = {key: SimpleNamespace(feature=SimpleNamespace(names=names)) for key, names in hub.names.items()}
@@ -217,10 +220,10 @@ def hub(monkeypatch) -> SimpleNamespace:
 
 TASKS = xtreme.TASKS
 CODES = {task: TASKS[task].languages.split() for task in TASKS}
-ASKED = {  # all that the hub is asked for
+REQUESTS = {  # all requests to the hub
     ("pos", "test"): [(f"udpos.{xtreme.NAMES.get(code)}", "test") for code in CODES["pos"]],
     ("ner", "test"): [(f"PAN-X.{code}", "test") for code in CODES["ner"]],
-    ("ner", "train"): [("PAN-X.en", "train")],  # of what is not scored English alone is read
+    ("ner", "train"): [("PAN-X.en", "train")],  # only English unless the split is scored
     ("xquad", "train"): [("SQuAD", "train")],
     ("xquad", "test"): [(f"XQuAD.{code}", "validation") for code in CODES["xquad"]],
     ("mlqa", "valid"): [("SQuAD", "validation")],
@@ -231,8 +234,8 @@ ASKED = {  # all that the hub is asked for
 }
 
 
-@pytest.mark.parametrize("task, split", ASKED)
-def test_what_the_hub_is_asked_for(hub, task, split):
+@pytest.mark.parametrize("task, split", REQUESTS)
+def test_the_hub_is_asked_for_the_splits_of_the_benchmark(hub, task, split):
     hub.names = {"pos_tags": ["X", "VERB"], "ner_tags": ["O", "B-PER"]}
     tags = {"tokens": ["a", "b"], "pos_tags": [1, 0], "ner_tags": [1, 0]}
     answers = {"text": ["Rome", "Paris"], "answer_start": [9, 0]}
@@ -240,26 +243,26 @@ def test_what_the_hub_is_asked_for(hub, task, split):
     hub.rows = [tags | answer | {"language": "en", "sentence1": "A", "sentence2": "B", "label": "1"}]
     if task == "xnli":
         hub.rows[0]["gold_label"] = "neutral"
-    found, notes = read(task, split, None)
-    assert hub.asked == [("google/xtreme", *asked) for asked in ASKED[task, split]]
+    sets, notes = read(task, split, None)
+    assert hub.requests == [("google/xtreme", *request) for request in REQUESTS[task, split]]
     gold = {"pos": ["VERB", "X"], "ner": ["B-PER", "O"], "xnli": "neutral", "pawsx": "1"}
     expected = gold.get(task, [("Rome", 9), ("Paris", -1)])
-    assert [one.gold for one in found["en"]] == [expected]
-    alone = task in ("tydiqa", "xnli", "pawsx")  # rows are told apart by what they say of their language
-    assert len(found) == (1 if alone else len(ASKED[task, split]))
-    unknown = f"{task} from the hub, {split}, en: 1 x an answer that is not in its place in the text"
-    assert (unknown in notes) == (TASKS[task].kind == "answer")
+    assert [example.gold for example in sets["en"]] == [expected]
+    rows_have_language = task in ("tydiqa", "xnli", "pawsx")
+    assert len(sets) == (1 if rows_have_language else len(REQUESTS[task, split]))
+    misplaced = f"{task} from the hub, {split}, en: 1 x {MISPLACED}"
+    assert (misplaced in notes) == (TASKS[task].kind == "answer")
 
 
-def test_labels_from_the_hub(hub):
+def test_labels_of_multinli_are_read_from_the_hub(hub):
     hub.rows = [{"premise": "A", "hypothesis": "B", "label": number} for number in (0, 1, 2, -1)]
-    found, notes = read("xnli", "train", None)
-    assert [one.gold for one in found["en"]] == ["entailment", "neutral", "contradiction"]
+    sets, notes = read("xnli", "train", None)
+    assert [example.gold for example in sets["en"]] == ["entailment", "neutral", "contradiction"]
     assert notes == ["xnli from the hub, train, en: 1 x an example without its label"]
-    assert hub.asked == [("nyu-mll/multi_nli", None, "train")]
+    assert hub.requests == [("nyu-mll/multi_nli", None, "train")]
 
 
-def test_without_the_hub_it_is_said_in_one_line(hub):
+def test_an_unreachable_hub_is_an_error_of_one_line(hub):
     with pytest.raises(OSError, match=r"google/xtreme XNLI [^\n]*no route[^\n]*--source[^\n]*$"):
         read("xnli", "test", None)
 
@@ -272,7 +275,8 @@ def tag_rows(tokenizer, *sentences: list[str], T: int = T) -> list[Row]:
     examples = [Example("", tuple(words), [UPOS[i % 17] for i, _ in enumerate(words)]) for words in sentences]
     rows = rows_of("tags", examples, tokenizer, T, STRIDE, list(UPOS))
     for row in rows:
-        assert row.ids[0] == tokenizer.bos and row.ids[-1] == tokenizer.eos and len(row.ids) <= T
+        assert (row.ids[0], row.ids[-1]) == (tokenizer.bos, tokenizer.eos)
+        assert len(row.ids) <= T
         assert not {tokenizer.bos, tokenizer.eos} & set(row.ids[1:-1])
     return rows
 
@@ -280,16 +284,16 @@ def tag_rows(tokenizer, *sentences: list[str], T: int = T) -> list[Row]:
 def test_every_word_has_one_mark(tokenizer):
     rng = random.Random(0)
     words = [*"def return 日本語 x \u200b tokenizer 😀 ﬁ .".split(), "", "a b", "internationalisation" * 9]
-    assert tokenizer.encode_batch(["\u200b"]) == [[]]  # it vanishes
-    assert len(tokenizer.encode_batch([words[-1]])[0]) > T  # more pieces than a row has places
+    assert tokenizer.encode_batch(["\u200b"]) == [[]]  # it has no pieces
+    assert len(tokenizer.encode_batch([words[-1]])[0]) > T  # more pieces than fit into a row
     sentences = [rng.choices(words, k=rng.randint(1, 40)) for _ in range(50)]
     rows = tag_rows(tokenizer, *sentences)
     assert len(rows) > len(sentences)
     for number, sentence in enumerate(sentences):
-        own = [row for row in rows if row.example == number]
-        assert [word for row in own for _, word in row.marks] == list(range(len(sentence)))
-        assert [tag for row in own for tag in row.targets] == [word % 17 for word in range(len(sentence))]
-        for row in own:
+        parts = [row for row in rows if row.example == number]
+        assert [word for row in parts for _, word in row.marks] == list(range(len(sentence)))
+        assert [tag for row in parts for tag in row.targets] == [word % 17 for word in range(len(sentence))]
+        for row in parts:
             ends = [place for place, _ in row.marks[1:]] + [len(row.ids) - 1]
             assert row.marks[0][0] == 1
             for (place, word), end in zip(row.marks, ends):
@@ -322,10 +326,10 @@ def answer_rows(tokenizer, *examples: Example, T: int = 60, stride: int = 20) ->
 
 
 @pytest.mark.parametrize("language", TEXTS)
-def test_parts_cover_the_text_and_the_answer_is_where_the_targets_say(tokenizer, language):
-    """In the rows that hold all its tokens, and in no other. No row is there for nothing.
+def test_parts_cover_the_text_and_targets_mark_the_answer(tokenizer, language):
+    """Targets are set in the rows that contain all its tokens, and in no other; no row is superfluous.
 
-    It comes back exactly where it begins and ends with pieces, and else with the rest of these two.
+    The marked text is exactly the answer if it begins and ends with pieces, and otherwise has the rest of these two.
     """
     text = TEXTS[language]
     ids, spans = tokenizer.encode_offsets(text)
@@ -336,37 +340,42 @@ def test_parts_cover_the_text_and_the_answer_is_where_the_targets_say(tokenizer,
     for _ in range(200):
         begin = rng.randrange(len(text) - 1)
         answer = text[begin : begin + rng.randint(2, 30)]
-        end = begin + len(answer.rstrip())  # blanks at its edges are no part of it
+        end = begin + len(answer.rstrip())  # spaces at its edges do not belong to it
         start = end - len(answer.strip())
-        own = [n for n, (first, last) in enumerate(spans) if last > start and first < end]
+        tokens = [n for n, (first, last) in enumerate(spans) if last > start and first < end]
         rows = answer_rows(tokenizer, Example("0", ("Which?", text), [(answer, begin), ("another", 0)]))
         assert 20 * (len(rows) - 2) + room < len(ids) <= 20 * (len(rows) - 1) + room
         for first, row in zip(range(0, len(ids), 20), rows, strict=False):
-            whole = first <= own[0] and own[-1] < first + room
-            targets = [ahead + own[0] - first, ahead + own[-1] - first] if whole else [0, 0]
+            complete = first <= tokens[0] and tokens[-1] < first + room
+            targets = [ahead + tokens[0] - first, ahead + tokens[-1] - first] if complete else [0, 0]
             marks = list(enumerate(spans[first:][:room], ahead))
             assert row == Row(0, [*head, *ids[first:][:room], tokenizer.eos], marks, targets)
-        found = text[spans[own[0]][0] : spans[own[-1]][1]].strip()
-        assert answer.strip() in found
+        marked = text[spans[tokens[0]][0] : spans[tokens[-1]][1]].strip()
+        assert answer.strip() in marked
         if {begin, begin + len(answer)} <= places:
-            assert found == answer.strip()
+            assert marked == answer.strip()
             exact += 1
     assert exact > 20
 
 
-def test_long_questions_no_text_and_no_known_place(tokenizer):
-    for gold in ([("Paris", -1)], []):
-        rows = answer_rows(tokenizer, Example("0", ("Which?", TEXTS["en"]), gold))
-        assert len(rows) > 1 and all(row.targets == [UNKNOWN, UNKNOWN] for row in rows)
-    for question, text in (("why " * 99, "def return " * 9), ("why", ""), ("", "\u200b"), ("why", "x")):
-        rows = answer_rows(tokenizer, Example("0", (question, text), [("def", 0)]), T=16, stride=500)
-        ids = tokenizer.encode_batch([text])[0]
-        places = [place for row in rows for place, _ in row.marks]
-        assert len(places) >= len(ids) and (ids or len(rows) == 1)
-        assert all(row.ids.count(tokenizer.eos) == 3 and len(row.marks) >= 5 for row in rows[:-1])
+@pytest.mark.parametrize("gold", [[("Paris", -1)], []])
+def test_an_answer_without_a_known_place_trains_nothing(tokenizer, gold):
+    rows = answer_rows(tokenizer, Example("0", ("Which?", TEXTS["en"]), gold))
+    assert len(rows) > 1
+    assert all(row.targets == [UNKNOWN, UNKNOWN] for row in rows)
 
 
-def test_label_rows(tokenizer):
+@pytest.mark.parametrize("query, text", [("why " * 99, "def return " * 9), ("why", ""), ("", "\u200b"), ("why", "x")])
+def test_a_long_question_or_an_empty_text_makes_rows(tokenizer, query, text):
+    rows = answer_rows(tokenizer, Example("0", (query, text), [("def", 0)]), T=16, stride=500)
+    ids = tokenizer.encode_batch([text])[0]
+    assert sum(len(row.marks) for row in rows) >= len(ids)
+    assert ids or len(rows) == 1
+    assert all(row.ids.count(tokenizer.eos) == 3 for row in rows[:-1])
+    assert all(len(row.marks) >= 5 for row in rows[:-1])
+
+
+def test_label_rows_join_sentences_and_truncate_the_longer(tokenizer):
     bos, eos = tokenizer.bos, tokenizer.eos
     a, b = tokenizer.encode_batch(["def return", "self"])
     texts = {("def return", "self"): "neutral", ("self",): "entailment", ("", "self"): "?"}
@@ -379,14 +388,15 @@ def test_label_rows(tokenizer):
     for texts in (("return " * 99, "self tokenizer"), ("self tokenizer", "return " * 99)):
         (row,) = rows_of("label", [Example("0", texts, "neutral")], tokenizer, T, STRIDE, list(xtreme.NLI))
         cut = [long[: T - 4 - len(short)], short][:: 1 if texts[0][0] == "r" else -1]
-        assert row.ids == [bos, *cut[0], eos, eos, *cut[1], eos] and len(row.ids) == T
+        assert row.ids == [bos, *cut[0], eos, eos, *cut[1], eos]
+        assert len(row.ids) == T
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # batches
 
 
-def test_padding_and_flat_places(tokenizer):
+def test_a_batch_is_padded_and_has_flat_indices(tokenizer):
     rows = tag_rows(tokenizer, ["def", "return", "self"], ["x"], ["tokenizer", "."])
     batch = batch_of(rows, tokenizer.pad)
     width = max(len(row.ids) for row in rows)
@@ -395,7 +405,8 @@ def test_padding_and_flat_places(tokenizer):
     real = [number * width + place for number, row in enumerate(rows) for place in range(len(row.ids))]
     assert batch.real.tolist() == real
     first = [row.ids[place] for row in rows for place, _ in row.marks]
-    assert batch.ids.flatten()[batch.words].tolist() == first and len(first) == 6
+    assert len(first) == 6
+    assert batch.ids.flatten()[batch.words].tolist() == first
     assert batch.targets.tolist() == [0, 1, 2, 0, 0, 1]
     assert batch_of([rows[0], rows[0]], tokenizer.pad).real is None
 
@@ -406,12 +417,12 @@ def numbered(count: int, batch_size: int = 6, micro_size: int = 2, seed: int = 0
 
 
 def seen(data: TaskData, step: int) -> list[int]:
-    """The rows of a step."""
+    """The numbers of a step's rows."""
     return [row for micro in range(data.micros_per_step) for row in data.batch(step, micro).targets.tolist()]
 
 
 @pytest.mark.parametrize("count", [6, 12, 20, 4])
-def test_an_epoch_is_every_row_once(count):
+def test_an_epoch_has_every_row_once(count):
     data = numbered(count)
     assert data.steps_per_epoch == -(-count // 6)
     epochs = []
@@ -419,19 +430,20 @@ def test_an_epoch_is_every_row_once(count):
         steps = range(epoch * data.steps_per_epoch, (epoch + 1) * data.steps_per_epoch)
         rows = [row for step in steps for row in seen(data, step)]
         assert sorted(rows[:count]) == list(range(count))
-        assert rows[count:] == (rows * 6)[: len(rows) - count]  # filled up with its first
+        assert rows[count:] == (rows * 6)[: len(rows) - count]  # filled up with the epoch's first rows
         epochs.append(rows)
     assert epochs[0] != epochs[1] != epochs[2]
 
 
-def test_a_batch_is_a_function_of_seed_step_and_micro():
+def test_a_batch_depends_only_on_seed_step_and_micro():
     one, two = numbered(20), numbered(20)
     for step, micro in [(3, 1), (0, 0), (9, 2), (0, 1), (3, 1)]:
         again, batch = two.batch(step, micro), one.batch(step, micro)
         assert all(a is b is None or torch.equal(a, b) for a, b in zip(batch, again))
         assert batch.ids.shape == (2, 3)
     assert [seen(one, step) for step in (5, 1)] == [seen(two, step) for step in (1, 5)][::-1]
-    assert [seen(one, step) for step in range(4)] != [seen(numbered(20, seed=1), step) for step in range(4)]
+    other = numbered(20, seed=1)
+    assert [seen(one, step) for step in range(4)] != [seen(other, step) for step in range(4)]
     wide = numbered(20, micro_size=6)  # the same rows in one forward pass
     assert [seen(one, step) for step in range(8)] == [seen(wide, step) for step in range(8)]
     assert one.checksum == numbered(20, seed=3).checksum
@@ -443,14 +455,15 @@ def test_a_batch_is_a_function_of_seed_step_and_micro():
 
 
 @pytest.mark.parametrize("tags", [NER, UPOS])
-def test_f1_of_tags_is_seqevals(tags):
-    """Which reads UPOS like version 0.0.12 where each has its first letter before it, as if that were B or I."""
+def test_f1_of_tags_equals_seqevals(tags):
+    """With a tag's first letter as its prefix, like B or I, today's seqeval reads UPOS as version 0.0.12 did."""
     f1_score = pytest.importorskip("seqeval.metrics").f1_score
     rng = random.Random(0)
+    prefixed = {tag: tag if tags == NER else f"{tag[0]}-{tag}" for tag in tags}
     for _ in range(300):
         gold = [rng.choices(tags, k=rng.randint(1, 9)) for _ in range(rng.randint(1, 4))]
-        predicted = [[tag if rng.random() < 0.6 else rng.choice(tags) for tag in own] for own in gold]
-        theirs = [[[tag if tags == NER else f"{tag[0]}-{tag}" for tag in own] for own in x] for x in (gold, predicted)]
+        predicted = [[tag if rng.random() < 0.6 else rng.choice(tags) for tag in each] for each in gold]
+        theirs = [[[prefixed[tag] for tag in each] for each in side] for side in (gold, predicted)]
         with warnings.catch_warnings(action="ignore"):
             assert score_task("ner", "en", gold, predicted)["f1"] == pytest.approx(100 * f1_score(*theirs))
 
@@ -462,9 +475,9 @@ def test_f1_of_tags_is_seqevals(tags):
         ("xquad", "en", ["one two three"], "two three four five", 400 / 7, 0),
         ("xquad", "en", ["no", "yes sir"], "yes", 200 / 3, 0),
         ("xquad", "en", ["cat"], "", 0, 0),
-        ("xquad", "en", ["the"], "", 0, 100),  # nothing is left of both
+        ("xquad", "en", ["the"], "", 0, 100),  # both are empty without the article
         ("xquad", "de", ["der Hund"], "Hund", 200 / 3, 0),  # only English articles
-        ("xquad", "zh", ["北京，"], "北京", 0, 0),  # only ASCII punctuation, and no characters as words
+        ("xquad", "zh", ["北京，"], "北京", 0, 0),  # only ASCII punctuation; a character is no word
         ("mlqa", "de", ["der Hund"], "Hund", 100, 100),
         ("mlqa", "es", ["el gato"], "gato", 100, 100),
         ("mlqa", "vi", ["những con mèo"], "con mèo", 100, 100),
@@ -473,7 +486,7 @@ def test_f1_of_tags_is_seqevals(tags):
         ("mlqa", "zh", ["北京"], "北方", 50, 0),
         ("mlqa", "zh", ["$5"], "5", 100, 100),  # ASCII's symbols too
         ("mlqa", "zh", ["NBA球员 ABC"], "ABC球", 200 / 3, 0),
-        ("mlqa", "ar", ["بال"], "ب", 100, 100),  # its article is dropped anywhere
+        ("mlqa", "ar", ["بال"], "ب", 100, 100),  # the article is removed anywhere
         ("mlqa", "vi", ["cái"], "", 0, 100),
         ("tydiqa", "en", ["«one»"], "one", 0, 0),
         ("spans", "x1", ["abcd"], "bcde", 75, 0),  # a character is a word
@@ -481,16 +494,16 @@ def test_f1_of_tags_is_seqevals(tags):
         ("tydiqa", "en", ["12% of the U.S."], "12 of US", 100, 100),
     ],
 )
-def test_scores_of_answers_by_hand(task, language, gold, predicted, f1, em):
-    found = score_task(task, language, [[(text, 0) for text in gold]], [predicted])
-    assert found == {"f1": pytest.approx(f1), "em": em}
+def test_answers_have_the_scores_computed_by_hand(task, language, gold, predicted, f1, em):
+    scores = score_task(task, language, [[(text, 0) for text in gold]], [predicted])
+    assert scores == {"f1": pytest.approx(f1), "em": em}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# predictions, and what finds answers without a model
+# predictions, and baselines without a model
 
 
-def test_the_best_answer_is_that_of_all_spans():
+def test_the_best_answer_has_the_highest_score_of_all_spans():
     generator = torch.Generator().manual_seed(0)
     for longest in (1, 2, 30):
         begins, ends = torch.randn(2, 12, generator=generator)
@@ -498,17 +511,18 @@ def test_the_best_answer_is_that_of_all_spans():
         spans = {(i, j): begins[i] + ends[j] for i in range(4, 11) for j in range(i, min(i + longest, 11))}
         i, j = max(spans, key=spans.get)
         score, begin, end = best_answer(row, begins, ends, longest)
-        assert (begin, end) == (10 * i, 10 * j + 5) and score == pytest.approx(float(spans[i, j]))
+        assert (begin, end) == (10 * i, 10 * j + 5)
+        assert score == pytest.approx(float(spans[i, j]))
     assert best_answer(row._replace(marks=[]), begins, ends, 30) == (float("-inf"), 0, 0)
 
 
-def test_the_rows_of_an_example_are_put_together():
+def test_predictions_of_rows_are_combined_by_example():
     example, row = Example("", ("?", "one two"), []), Row(0, [], [], [])
     rows = [row, row._replace(example=1), row]
-    found = {0: [(5.0, 0, 3)], 1: [(7.0, 4, 7)], 2: [(1.0, 4, 7)]}
-    assert by_example("answer", [example, example], rows, found) == ["one", "two"]
-    found = {0: ["A", "B"], 1: ["C"], 2: ["D"]}
-    assert by_example("tags", [example, example], rows, found) == [["A", "B", "D"], ["C"]]
+    predicted = {0: [(5.0, 0, 3)], 1: [(7.0, 4, 7)], 2: [(1.0, 4, 7)]}
+    assert by_example("answer", [example, example], rows, predicted) == ["one", "two"]
+    predicted = {0: ["A", "B"], 1: ["C"], 2: ["D"]}
+    assert by_example("tags", [example, example], rows, predicted) == [["A", "B", "D"], ["C"]]
 
 
 def tagged(text: str, tags: str) -> Example:
@@ -525,17 +539,17 @@ def test_a_guess_is_the_most_frequent_tag_or_label_or_the_first_words():
     assert guess("answer", [one, two], [one]) == ["the red"]
 
 
-def test_counting_gives_each_word_its_most_frequent_tag():
+def test_counting_tags_each_word_with_its_most_frequent_tag():
     train = [tagged("The run ends", "DET NOUN VERB"), tagged("a run run", "DET VERB VERB"), tagged("x y", "X X")]
     train += [tagged("the x z", "DET NOUN NOUN"), tagged("x u", "NOUN NOUN")]
-    found = tags_by_word(train)([tagged("THE Run of", ""), tagged("x", "")])
-    assert found == [["DET", "VERB", "NOUN"], ["NOUN"]]
+    tags = tags_by_word(train)([tagged("THE Run of", ""), tagged("x", "")])
+    assert tags == [["DET", "VERB", "NOUN"], ["NOUN"]]
 
 
-def test_counting_gives_each_example_its_likeliest_label():
-    """A word counts once in a text, and in each text by itself; unknown ones do not."""
+def test_counting_predicts_the_most_likely_label():
+    """A word counts once in each text, separately in each; unknown words do not count."""
     train = [Example("", texts, label) for *texts, label in (("a b", "c", "x"), ("a", "b", "x"), ("b", "a", "y"))]
-    cases = {  # what 3 P(label, words) is: x, y
+    cases = {  # 3 P(label, words) of x, y
         ("A!", "new"): "x",  # 2 * 3/4, 1 * 1/3
         ("new", "a"): "y",  # 2 * 1/4, 1 * 2/3
         ("b, b b", "new"): "x",  # 2 * 2/4, 1 * 2/3; three times it would be y
@@ -544,18 +558,20 @@ def test_counting_gives_each_example_its_likeliest_label():
     assert labels_by_word(train)([Example("", texts, "") for texts in cases]) == list(cases.values())
 
 
-def test_counting_pairs_is_of_characters_neighbours_and_what_both_texts_have():
+def test_counting_pairs_uses_neighbouring_characters():
     train = [Example("", texts, label) for *texts, label in (("ab", "cd", "1"), ("ab", "dc", "0"))]
-    count = COUNTING["pairs"]
-    assert count(train)([Example("", texts, "") for texts in (("x", "ycd"), ("x", "dcy"))]) == ["1", "0"]  # by order
+    examples = [Example("", texts, "") for texts in (("x", "ycd"), ("x", "dcy"))]
+    assert COUNTING["pairs"](train)(examples) == ["1", "0"]
+
+
+def test_counting_pairs_uses_characters_that_both_texts_share():
     train = [Example("", texts, label) for *texts, label in ("ab0", "ba0", "bb1", "aa1")]
-    assert count(train)([Example("", (text, text), "") for text in "ab"]) == ["1", "1"]  # by what is shared
-    assert count(train)([Example("", ("a", "b"), "")]) == ["0"]
+    examples = [Example("", tuple(texts), "") for texts in ("aa", "bb", "ab")]
+    assert COUNTING["pairs"](train)(examples) == ["1", "1", "0"]
 
 
-def test_counting_answers_takes_the_place_where_most_of_them_stand():
-    """Of as many characters as answers have."""
-    golds = [("abc", 0), ("cde", 2), ("de", 3), ("d", 3), ("efghij", 4)]  # median 3; e, d and f stand in 3, 3 and 1
+def test_counting_answers_with_the_place_that_most_answers_cover():
+    golds = [("abc", 0), ("cde", 2), ("de", 3), ("d", 3), ("efghij", 4)]  # median 3; e, d and f are in 3, 3 and 1
     train = [Example("", ("?", "abcdefghij"), [gold, ("abcde", 0)]) for gold in golds]
-    texts = "klmnopqrst", "uvwx", "y"
-    assert answers_by_place(train)([Example("", ("?", text), None) for text in texts]) == ["mno", "wx", ""]
+    examples = [Example("", ("?", text), None) for text in ("klmnopqrst", "uvwx", "y")]
+    assert answers_by_place(train)(examples) == ["mno", "wx", ""]
