@@ -172,10 +172,7 @@ BAD = {
     "more layers": (lambda f: change(f, num_hidden_layers=3), "does not have the weights of the model"),
     "truncated configuration": (lambda f: truncate(f / "config.json"), "config.json is not readable JSON"),
     "truncated weights": (lambda f: truncate(f / "model.safetensors"), "model.safetensors cannot be read"),
-    "truncated pickle": (
-        lambda f: (to_pickle(f), truncate(f / "pytorch_model.bin")),
-        "pytorch_model.bin cannot be read",
-    ),
+    "truncated pickle": (lambda f: (to_pickle(f), truncate(f / "pytorch_model.bin")), "model.bin cannot be read"),
     "another vocabulary": (lambda f: (f / "sentencepiece.bpe.model").write_bytes(b"?"), "is not a SentencePiece model"),
 }
 
