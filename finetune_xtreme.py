@@ -38,10 +38,10 @@ from engine import parallel, pretrained
 from engine.config import changed, run_name
 from engine.device import clear_errors, seed_all, warn
 from engine.files import folder_of
-from engine.optim import adamw, clip_gradients, cross_entropy, linear, set_learning_rate
+from engine.optim import adamw, clip_gradients, linear, set_learning_rate
 from engine.run import Run
 from engine.table import Table, carry_out, markdown_table, start
-from model import Encoder, SparseModel, real_mask
+from model import Encoder, SparseModel, cross_entropy, real_mask
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Constants: change one here, or give --name value
@@ -422,8 +422,9 @@ def train(config: Config, context) -> dict:
     for step in run.steps():
         set_learning_rate(optimizer, linear(step, steps, config.warmup, config.learning_rate))
         batches = [data.batch(step, micro) for micro in run.micros]
-        parts = run.parts([int((batch.targets != xtreme_rows.UNKNOWN).sum()) for batch in batches])
-        for micro, batch, part in zip(run.micros, batches, parts):
+        labelled = [int((batch.targets != xtreme_rows.UNKNOWN).sum()) for batch in batches]
+        predicted = context.mean(sum(labelled)) or 1.0
+        for micro, batch, count in zip(run.micros, batches, labelled):
             seed_all(config.seed, 1 + step, micro)  # all that is random: so a resumed run is the same run
             forward.require_backward_grad_sync = micro == run.micros[-1]  # processes exchange gradients once
             ids, real, words, targets = context.send_all(*batch)
@@ -431,9 +432,10 @@ def train(config: Config, context) -> dict:
                 logits, balance = forward(ids, real, words)
             loss = cross_entropy(logits, targets)
             total = loss + config.balance_coef * balance  # X-MoE eq. 10
-            (total / part).backward()  # the step's loss is the mean over all that its micro-batches predict
+            share = count / predicted  # a step's loss is the mean over all its targets
+            (share * total).backward()
             tokens = ids.numel() if real is None else len(real)
-            run.add(loss / part, tokens)
+            run.add(share * loss, tokens)
         clip_gradients(model, config.grad_clip)
         optimizer.step()
         optimizer.zero_grad()

@@ -1,10 +1,10 @@
-"""The sparse layer, and Transformers that have it: a decoder (GPT-2's layout), an encoder (XLM-R's), and both together.
+"""The sparse layer and the Transformers that use it: a decoder (GPT-2), an encoder (XLM-R) and an encoder-decoder.
 
-XMoE's experts stand in place of the FFN of every `moe_every`-th block; X-MoE's sparse layers stand between the layers
-of an encoder, after those that `moe_after` names. Read `MoE` first: it is how tokens reach their experts. A model reads
-the constants of a script's Config by name. Tensor letters: B batch, T sequence length, S tokens that are not padding, D
-model width, H heads, E experts, F inner width of one expert, C expert capacity, K experts per token, N rows that
-experts keep, V vocabulary, M masked tokens.
+XMoE's experts replace the FFN of every `moe_every`-th block; X-MoE inserts sparse layers between encoder layers, after
+those in `moe_after`. Read `MoE` first: it shows how tokens reach their experts. A model reads the constants of a
+script's Config by name. Tensor letters: B batch, T sequence length, S non-padding tokens, D model width, H heads,
+E experts, F inner width of one expert, C expert capacity, K experts per token, N rows that experts keep, V vocabulary,
+M predicted tokens.
 """
 
 import functools
@@ -20,39 +20,37 @@ from torch.utils.checkpoint import checkpoint
 
 from routers import NOT_CHOSEN, ROUTERS, RouterError, check_priority
 
-PAD = 1  # the encoder's `<pad>`, as in XLM-R, whose positions begin after it
+PAD = 1  # the encoder's `<pad>`, as in XLM-R, positions start after it
 MIN_CAPACITY = 4
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The sparse layer: router (routers.py), capacity, rows, experts, sum
+# The sparse layer: route (routers.py), apply the capacity limit, gather rows, run experts, sum
 
 
 class MoE(nn.Module):
     """A sparse FFN: a router chooses experts for each token, and each expert serves as many as its capacity allows.
 
-    capacity_factor, at_test: the papers' gamma, in training and at test; inf is no limit.
+    capacity_factor, at_test: the papers' gamma, in training and at test; inf: no limit.
     """
 
     def __init__(self, router: nn.Module, experts: "Experts | Stacks", capacity_factor: float, at_test: float):
         super().__init__()
         self.router, self.experts = router, experts
         self.capacity_factor, self.eval_capacity_factor = capacity_factor, at_test
-        self.watchers = []  # called with (self, h, routing, kept), where routing is measured
+        self.watchers = []  # hooks that measure routing, called with (self, h, routing, kept)
 
-    def forward(self, h, ids, real=None, first=0):
-        """h (B, T, D), ids (B, T), at positions from `first` on -> (B, T, D), balance loss.
+    def forward(self, h, ids, real=None):
+        """h (B, T, D), ids (B, T) -> (B, T, D), balance loss.
 
-        real (S,): places in B * T of the tokens that are not padding, ascending; None if all are. No expert serves
-        padding, and it fills no capacity. What stands there comes out as 0.
+        real (S,): flat indices of non-padding tokens, ascending; None if there is no padding. No expert serves padding,
+        it fills no capacity, and its output is 0.
         """
         B, T, D = h.shape
-        position = torch.arange(first, first + T, device=h.device).repeat(B)
         flat, ids = h.flatten(0, 1), ids.flatten()
         if real is not None:
-            flat = flat.index_select(0, real)
-            ids, position = ids[real], position[real]
-        routing = self.router(flat, ids, position)
-        if may_ask(h) and not torch.compiler.is_compiling():
+            flat, ids = flat.index_select(0, real), ids[real]
+        routing = self.router(flat, ids)
+        if may_sync(h) and not torch.compiler.is_compiling():
             check_choices(self.router, routing)
         S, E = routing.weight.shape
         C = self.capacity(S)
@@ -60,19 +58,19 @@ class MoE(nn.Module):
         for watch in self.watchers:
             watch(self, flat, routing, kept)
         gates = routing.weight * kept
-        most = min(S * self.router.max_choices, E * C)  # rows that can be kept; where all can, waiting costs a GPU less
-        room = None if may_ask(h) or most == S * E else most
-        rows = kept_rows(gates, kept, room)
-        y = self.experts(flat.index_select(0, rows.token), rows)  # (N, D), weighed
-        y = add_rows(self.experts.biases(gates), rows, y)  # (S, D) in the gates' type (fp32); XMoE eq. 2
+        most = min(S * self.router.K, E * C)  # rows that can be kept; if that is all pairs, a sync costs a GPU less
+        size = None if may_sync(h) or most == S * E else most
+        rows = kept_rows(gates, kept, size)
+        y = self.experts(flat.index_select(0, rows.token), rows)  # (N, D), weighted
+        y = add_rows(self.experts.biases(gates), rows, y)  # (S, D) in the gates' dtype (fp32); XMoE eq. 2
         if real is not None:
             y = y.new_zeros(B * T, D).index_copy(0, real, y)
         return y.view_as(h), routing.balance_loss
 
     def capacity(self, S: int) -> int:
-        """C, how many of S tokens one expert may serve (XMoE eq. 3): at most all, at least 4; gamma inf is no limit.
+        """C, how many of S tokens one expert may serve (XMoE eq. 3): at least 4, at most S; gamma inf: no limit.
 
-        What is above a whole number by 1e-7 or less is rounding: gamma 1.1 of 100 tokens over 10 experts is 11, not 12.
+        Subtracting 1e-7 absorbs rounding: with gamma 1.1, 100 tokens and 10 experts, C is 11, not 12.
         """
         gamma = self.capacity_factor if self.training else self.eval_capacity_factor
         E = self.router.E
@@ -82,69 +80,68 @@ class MoE(nn.Module):
         return min(S, max(MIN_CAPACITY, rows))
 
 
-def may_ask(x) -> bool:
-    """Whether the host may read a number off the device of x without stalling it."""
+def may_sync(x) -> bool:
+    """Whether reading a number from the device of x is free; on a GPU the host would wait."""
     return not x.is_cuda
 
 
 def check_choices(router: nn.Module, routing):
-    """Raises RouterError where a routing is not what its class says. A GPU makes room by that, and does not check."""
+    """Raises RouterError if a routing breaks its class's promise. A GPU allocates rows by it, and does not check."""
     check_priority(router, routing.priority, routing.probs)
     most = int(routing.wanted.sum(dim=1).max()) if len(routing.priority) else 0
-    if most > router.max_choices:
-        name = type(router).__name__
-        raise RouterError(f"{name} chose {most} experts for a token, but its class says most = {router.most}")
+    if most > router.K:
+        raise RouterError(f"{type(router).__name__} chose {most} experts for a token, but its class has K = {router.K}")
 
 
 def within_capacity(priority, capacity: int):
-    """(S, E) priorities -> (S, E) bool: of the tokens that chose it, each expert keeps the first C by priority.
+    """(S, E) priorities -> (S, E) bool: each expert keeps the C highest-priority tokens that chose it.
 
-    Among equal priorities the earlier token comes first. Nothing is sorted: the C-th highest is an expert's bar, and
-    of the tokens exactly at the bar the earliest take the places that are left.
+    Ties go to the earlier token. This needs no sort: an expert keeps all tokens above its C-th highest priority, the
+    bar, and fills the remaining places with the earliest tokens exactly at the bar.
     """
     if capacity >= len(priority):
         return priority > NOT_CHOSEN
-    priority = priority.t().contiguous()  # (E, S), so that the tokens of an expert lie together
+    priority = priority.t().contiguous()  # (E, S), so that each expert's tokens are contiguous
     highest = priority.topk(capacity, dim=1, sorted=False).values  # (E, C)
     bar = highest.amin(dim=1, keepdim=True)  # (E, 1)
     above = priority > bar
     tied = (priority == bar) & (bar > NOT_CHOSEN)
     places_left = capacity - above.sum(dim=1, keepdim=True)  # (E, 1)
-    # Tied tokens are counted through all experts at once: row by row, torch 2.11 cannot compile that for a GPU.
+    # One flat cumsum over all experts: torch 2.11 cannot compile a row-wise one for a GPU.
     count = tied.flatten().cumsum(0, dtype=torch.int32).view_as(tied)
-    number = count - count[:, :1] + tied[:, :1]  # of a token among the expert's tied ones, the earliest is 1
+    number = count - count[:, :1] + tied[:, :1]  # position among the expert's tied tokens, from 1
     return (above | tied & (number <= places_left)).t()
 
 
 class Rows(NamedTuple):
     """The N (token, expert) pairs that are kept, sorted by expert.
 
-    On a CPU, N is their number. On a GPU the host does not wait for it (unless every token might go to every expert),
-    and N is the most that there can be: the rows after the last expert's are spare (any token and expert, gate 0).
+    On a CPU, N is their number. On a GPU that would be a sync, so N is an upper bound (unless every token may go to
+    every expert), and the rows after the last expert's are spare (arbitrary token and expert, gate 0).
     """
 
     token: Tensor  # (N,)
     expert: Tensor  # (N,)
     gate: Tensor  # (N, 1)
     counts: Tensor  # (E,) rows of each expert
-    used: Tensor | None  # (N, 1) bool: False for spare rows, which lie at the end; None: there are none
+    used: Tensor | None  # (N, 1) bool: False for spare rows, at the end; None: no spare rows
 
 
-def kept_rows(gates, kept, room: int | None = None) -> Rows:
+def kept_rows(gates, kept, size: int | None = None) -> Rows:
     """gates (S, E), kept (S, E) bool -> Rows.
 
-    room: how many rows to make, with spare ones after the kept ones; None: wait for the number of those that are kept.
+    size: N, with spare rows after the kept ones; None: exactly the kept rows, whose number takes a sync.
     """
     S, E = kept.shape
     counts = kept.sum(dim=0)  # (E,)
     by_expert = kept.t().flatten()  # (E * S,)
-    if room is None:
+    if size is None:
         place, used = by_expert.nonzero(), None
     else:
-        row = torch.arange(room, device=kept.device).unsqueeze(1)
+        row = torch.arange(size, device=kept.device).unsqueeze(1)
         used = row < counts.sum()
-        place = torch.nonzero_static(by_expert, size=room)
-        # Were spare rows all one token's or one expert's, adding up their zeros would take long.
+        place = torch.nonzero_static(by_expert, size=size)
+        # Spread spare rows over tokens and experts: adding all their zeros to one place would be slow.
         place = torch.where(used, place, row % E * S + row % S)
     place = place.squeeze(1)  # (N,)
     gate = gates.t().flatten()
@@ -155,7 +152,7 @@ def kept_rows(gates, kept, room: int | None = None) -> Rows:
 
 
 class Experts(nn.Module):
-    """E experts, each a bare FFN (XMoE). A row of w_in is what a unit reads, a row of w_out what it writes."""
+    """E experts, each a plain FFN (XMoE). A unit reads a row of w_in and writes a row of w_out."""
 
     def __init__(self, E: int, D: int, F_: int, gelu: str):
         super().__init__()
@@ -171,21 +168,21 @@ class Experts(nn.Module):
         return ragged_linear(z, self.w_out, rows)
 
     def activations(self, x, rows: Rows):
-        """(N, D) -> W_in x + b_in, (N, F), which XMoE's figure 6 looks at."""
+        """(N, D) -> W_in x + b_in, (N, F); XMoE figure 6 measures these."""
         a = ragged_linear(x, self.w_in.mT, rows)
         if not x.is_cuda or a.dtype != torch.bfloat16:
             return a + self.b_in.index_select(0, rows.expert)
-        # That gradient would be added up row by row, in a fifth of the layer's time: so this is a product with ones.
+        # The gradient of index_select adds row by row, a fifth of the layer's time; a product with ones is faster.
         b = F.pad(self.b_in.unsqueeze(1), (0, 0, 0, 7))  # (E, 8, F): a grouped product needs rows of 16 bytes
         return a + ragged_linear(x.new_ones(len(x), 8), b, rows)
 
     def biases(self, gates):
-        """(S, E) -> the g b_out of all experts, (S, D), as one product: row by row it would take much memory."""
+        """(S, E) -> the sum of g b_out over experts, (S, D), as one product: row by row would need more memory."""
         return (gates @ self.b_out.to(gates.dtype)).to(gates.dtype)
 
 
 class Stacks(nn.Module):
-    """E experts, each a stack of FFNs with a norm before and a residual around it (X-MoE 4.1)."""
+    """E experts, each a stack of pre-norm residual FFNs (X-MoE 4.1)."""
 
     def __init__(self, E: int, D: int, F_: int, gelu: str, layers: int):
         super().__init__()
@@ -193,9 +190,9 @@ class Stacks(nn.Module):
         self.ffns = nn.ModuleList(Experts(E, D, F_, gelu) for _ in range(layers))
 
     def forward(self, x, rows: Rows):
-        """(N, D) -> g (u - x), (N, D), where u is what the stack makes of x.
+        """(N, D) -> g (u - x), (N, D), where u is the stack's output.
 
-        So h + g (u - x) is BASE layers' g u + (1 - g) h (X-MoE eq. 2).
+        So h + g (u - x) equals BASE Layers' g u + (1 - g) h (X-MoE eq. 2).
         """
         u, inside = x, rows._replace(gate=torch.ones_like(rows.gate))
         for norm, ffn in zip(self.norms, self.ffns):
@@ -203,12 +200,12 @@ class Stacks(nn.Module):
         return rows.gate * (u - x)
 
     def biases(self, gates):
-        """None are left to add: a stack adds its own before the gate weighs it."""
+        """Zeros: a stack adds its biases before the gate."""
         return gates.new_zeros(len(gates), self.ffns[0].b_out.shape[1])
 
 
 class ExpertNorm(nn.Module):
-    """A layer norm for each expert's rows: (N, D) -> (N, D)."""
+    """Layer norm with weights per expert: (N, D) -> (N, D)."""
 
     def __init__(self, E: int, D: int):
         super().__init__()
@@ -222,11 +219,11 @@ class ExpertNorm(nn.Module):
 
 
 def ragged_linear(x, w, rows: Rows):
-    """Each expert's rows times its own matrix: x (N, I), w (E, I, O) -> (N, O), in autocast's type where that is on.
+    """Multiplies each expert's rows by its matrix: x (N, I), w (E, I, O) -> (N, O), in autocast's dtype if enabled.
 
-    Spare rows are not multiplied: what comes out of them, forwards and backwards, is 0.
+    Spare rows are not multiplied; their outputs and gradients are 0.
     """
-    dtype = product_type(x)
+    dtype = matmul_dtype(x)
     x, w = x.to(dtype), w.to(dtype)
     if not has_grouped_mm(x, w):
         counts = rows.counts.tolist()
@@ -238,46 +235,46 @@ def ragged_linear(x, w, rows: Rows):
     ends = rows.counts.cumsum(0, dtype=torch.int32)
     if rows.used is None:
         return F.grouped_mm(x, w, offs=ends)
-    x = torch.where(rows.used, x, 0)  # the kernel leaves spare rows unwritten, also in the gradient that comes back
+    x = torch.where(rows.used, x, 0)  # the kernel leaves spare rows unwritten, in the gradient too
     return torch.where(rows.used, F.grouped_mm(x, w, offs=ends), 0)
 
 
-def product_type(x) -> torch.dtype:
-    """The type in which x is multiplied by a matrix: autocast's where that is on."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+def matmul_dtype(x) -> torch.dtype:
+    """The dtype of matrix products of x: autocast's if enabled."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 def has_grouped_mm(x, w) -> bool:
-    """Whether `grouped_mm` takes these: bf16 with rows of a multiple of 16 bytes, on a CPU fp32 too if not compiled."""
+    """Whether `grouped_mm` supports these: bf16, rows a multiple of 16 bytes; on a CPU, uncompiled, fp32 too."""
     on_cpu, dtypes = x.device.type == "cpu", [torch.bfloat16]
     if on_cpu and not torch.compiler.is_compiling():
         dtypes.append(torch.float32)
     _, I, O = w.shape  # noqa: E741
     aligned = 16 // x.element_size()
     whole = I % aligned == 0 and O % aligned == 0
-    few = on_cpu or len(w) < 1024  # CUDA's kernel takes no more groups
+    few = on_cpu or len(w) < 1024  # the limit of CUDA's kernel
     return x.dtype in dtypes and whole and few and len(x) > 0
 
 
 def add_rows(out, rows: Rows, y):
-    """out (S, D) with each row of y (N, D) added to its token."""
+    """Adds each row of y (N, D) to its token in out (S, D)."""
     y = y.to(out.dtype)
-    if y.is_cuda:  # compiled, it adds in place; on a CPU it is slower
+    if y.is_cuda:  # compiled, it adds in place; scatter_add is faster on a CPU
         return out.index_add(0, rows.token, y)
     token = rows.token.unsqueeze(1).expand_as(y)
     return out.scatter_add(0, token, y)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The papers' layers, and what models that have them share
+# The papers' layers, and what all models share
 
 
-def in_place_of_ffn(config, V: int, gelu: str) -> MoE:
-    """XMoE's layer. Every router's experts have the same parameters and FLOPs (eq. 6): cutting an FFN's width into
-    `split` parts gives `split` times as many experts, choices (but for a `top_k` of its own) and places.
+def xmoe_layer(config, V: int, gelu: str) -> MoE:
+    """XMoE's layer, which replaces an FFN. All routers get the same parameters and FLOPs (eq. 6): cutting the FFN width
+    into `split` parts gives `split` times as many experts, choices (unless `top_k` is set) and capacity.
 
-    Raises ValueError where the width cannot be cut so.
+    Raises ValueError if split does not divide the width.
     """
     router = ROUTERS[config.router]
     split = config.split or router.split
@@ -285,24 +282,21 @@ def in_place_of_ffn(config, V: int, gelu: str) -> MoE:
         raise ValueError(f"split = {split} does not divide ffn_size = {config.ffn_size}")
     at_test = config.capacity if config.eval_capacity is None else config.eval_capacity
     E = config.expert_ffns * split
-    K = split if config.top_k is None else config.top_k
+    top_k = split if config.top_k is None else config.top_k
     return MoE(
-        router(config, E, K, V),
+        router(config, E, top_k, V),
         Experts(E, config.n_embd, config.ffn_size // split, gelu),
         capacity_factor=config.capacity * split,
         at_test=at_test * split,
     )
 
 
-def between_layers(config, V: int, gelu: str) -> MoE:
-    """X-MoE's layer (4.1), of `experts` stacks."""
-    router = ROUTERS[config.router]
-    if router.sees_later and math.isinf(config.capacity_factor):
-        raise ValueError(f"router {config.router} chooses by the capacity: give --capacity_factor, such as 1")
+def x_moe_layer(config, V: int, gelu: str) -> MoE:
+    """X-MoE's layer (4.1), which stands between two encoder layers: `experts` stacks."""
     size, layers = (config.experts, config.n_embd, config.expert_size, gelu), config.expert_layers
-    K = 1 if config.top_k is None else config.top_k
+    top_k = 1 if config.top_k is None else config.top_k
     return MoE(
-        router(config, config.experts, K, V, x_moe=True),
+        ROUTERS[config.router](config, config.experts, top_k, V, x_moe=True),
         Stacks(*size, layers) if layers else Experts(*size),
         capacity_factor=config.capacity_factor,
         at_test=config.capacity_factor,
@@ -310,37 +304,51 @@ def between_layers(config, V: int, gelu: str) -> MoE:
 
 
 def output_logits(h, w, bias=None):
-    """h (..., D), w (V, D) -> (..., V). On CUDA V is filled up to 64s: 50,257 logits would not be aligned in memory."""
+    """h (..., D), w (V, D) -> (..., V). CUDA pads V to a multiple of 64: rows of 50,257 logits would be unaligned."""
     if not h.is_cuda:
         return F.linear(h, w, bias)
     V, spare = len(w), -len(w) % 64
-    w = F.pad(w.to(product_type(h)), (0, 0, 0, spare))
+    w = F.pad(w.to(matmul_dtype(h)), (0, 0, 0, spare))
     if bias is not None:
         bias = F.pad(bias, (0, spare))
     return F.linear(h, w, bias)[..., :V]
 
 
+def cross_entropy(logits, targets, label_smoothing=0.0, per_token=False):
+    """logits (M, V), targets (M,) -> mean cross entropy in nats, or (M,) per token; in fp32 even under autocast.
+
+    Targets of -100 do not count. The mean over no targets is 0.
+    """
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    reduction = "none" if per_token else "sum"
+    loss = F.cross_entropy(logits.to(dtype), targets, label_smoothing=label_smoothing, reduction=reduction)
+    return loss if per_token else loss / (targets != -100).sum().clamp(min=1)
+
+
 class SparseModel(nn.Module):
-    """What models with MoE layers have in common: their start, what routers keep fixed, and routing at test."""
+    """What models with MoE layers share: initialization, activation checkpointing, and routing at test."""
+
+    def recompute_layers(self):
+        """Activation checkpointing: each layer keeps only its input, and the backward pass computes it again."""
+        for model in self.modules():
+            lists = [part for part in model.children() if isinstance(part, nn.ModuleList)]
+            for layer in chain(*lists) if isinstance(model, SparseModel) else ():
+                layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
 
     def init_weights(self, std: float, written_std: float):
-        """Draws matrices from normals, and sets biases to 0; routers and norms keep their own start.
+        """Draws matrices from normal distributions and zeroes biases; routers and norms have their own initialization.
 
-        written_std: of the matrices that write to the residual stream. Here `recompute` takes effect, too.
+        written_std: for matrices that write to the residual stream.
         """
-        if getattr(self.config, "recompute", False):  # a model from elsewhere has no such constant
-            lists = [part for part in self.children() if isinstance(part, nn.ModuleList)]
-            for layer in chain(*lists):  # keeps only its input, and the backward pass computes it again
-                layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
         for name, p in self.named_parameters():
             if any(part in name for part in ("router", "ln_", "norms", "gate_w")):
-                continue  # these know their own start
+                continue
             if name.endswith(("bias", "b_in", "b_out")):
                 nn.init.zeros_(p)
             else:
                 writes = name.endswith(("proj.weight", "w_out"))
                 nn.init.normal_(p, std=written_std if writes else std)
-            if name.endswith("w_out") and ".ffns." in name:  # as in BASE layers: a stack changes nothing at first
+            if name.endswith("w_out") and ".ffns." in name:  # as in BASE Layers: a stack starts as the identity
                 nn.init.zeros_(p)
 
     @property
@@ -348,23 +356,17 @@ class SparseModel(nn.Module):
         return [module for module in self.modules() if isinstance(module, MoE)]
 
     @property
-    def sees_later(self) -> bool:
-        """Whether experts choose among later tokens too: a decoder's perplexity is then no language model's."""
-        return any(moe.router.sees_later for moe in self.moe_layers)
-
-    @property
     def limited_at_test(self) -> bool:
-        """Whether a choice can be cut at test. False where experts choose tokens: there the limit itself chooses."""
-        limited = any(moe.eval_capacity_factor < moe.router.E for moe in self.moe_layers)
-        return limited and not self.sees_later
+        """Whether a full expert can drop tokens at test."""
+        return any(moe.eval_capacity_factor < moe.router.E for moe in self.moe_layers)
 
     def after_step(self):
-        """To be called after every optimizer step: restores what routers keep fixed."""
+        """Call after every optimizer step: restores what routers keep fixed."""
         for moe in self.moe_layers:
             moe.router.after_step()
 
     def add_sparse(self, depth: int, x, total, ids, real):
-        """x + MoE(x) for the sparse layers after layer `depth` (X-MoE eq. 2), and total + their balance losses."""
+        """Adds the sparse layers after layer `depth` to x (X-MoE eq. 2), and their balance losses to total."""
         for moe, after in zip(self.moes, self.moe_after):
             if after == depth:
                 y, balance = moe(x, ids, real)
@@ -373,9 +375,9 @@ class SparseModel(nn.Module):
 
     @contextmanager
     def no_limit(self):
-        """Inside the `with`, experts have no capacity limit at test, but those that choose their tokens by it."""
+        """Context manager: experts have no capacity limit at test."""
         before = [moe.eval_capacity_factor for moe in self.moe_layers]
-        for moe in self.moe_layers if not self.sees_later else ():
+        for moe in self.moe_layers:
             moe.eval_capacity_factor = math.inf
         try:
             yield
@@ -405,10 +407,9 @@ KeysValues = tuple[Tensor, Tensor]  # of an attention: (B, H, T, D / H) each
 
 
 class SelfAttention(nn.Module):
-    """Each position of (B, T, D) looks at all others or, causal, at itself and those before it.
+    """Multi-head self-attention over (B, T, D), bidirectional or causal.
 
-    biased: what is added to the scores of a head depends on the distance, gated by the query (XLM-E 3.3). dropout: of
-    the attention's weights.
+    biased: adds the gated relative position bias to the scores (XLM-E 3.3). dropout: of the attention weights.
     """
 
     def __init__(self, config, causal: bool, dropout: float, biased=False):
@@ -424,13 +425,13 @@ class SelfAttention(nn.Module):
             self.gate_w = nn.Parameter(torch.ones(self.n_head))  # w
 
     def forward(self, h, mask=None, distance=None, past: KeysValues | None = None):
-        """-> (B, T, D), and keys and values of all positions so far.
+        """-> (B, T, D), and the keys and values of all positions so far.
 
-        mask (B, 1, 1, T) bool: which positions may be looked at, None: all; distance (H, T, T): d; past: keys and
-        values of the positions before h, which is then one token of each row.
+        mask (B, 1, 1, T) bool: True where a position may be attended to, None: everywhere; distance (H, T, T): d;
+        past: keys and values of the positions before h, which then has T = 1.
         """
         qkv = self.qkv(h).unflatten(2, (3, self.n_head, -1)).permute(2, 0, 3, 1, 4)
-        q, k, v = qkv if distance is None else qkv.contiguous()  # (B, H, T, D / H) each; one copy is faster than three
+        q, k, v = qkv if distance is None else qkv.contiguous()  # (B, H, T, D / H) each; one copy beats three
         if past is not None:
             before_k, before_v = past
             k = torch.cat([before_k, k], dim=2)
@@ -439,7 +440,7 @@ class SelfAttention(nn.Module):
         if distance is not None:
             gates = (q @ self.gate.t()).sigmoid()  # (B, H, T, 2)
             update, reset = gates.unbind(3)
-            # r = d + g_u d + (1 - g_u) w g_r d: the gates only scale the row of d that belongs to their query.
+            # r = d + g_u d + (1 - g_u) w g_r d: the gates of a query scale its row of d.
             scale = 1 + update + (1 - update) * self.gate_w[:, None] * reset
             y = biased_attention(q, k, v, scale, distance, mask, dropout)
         else:
@@ -449,7 +450,7 @@ class SelfAttention(nn.Module):
 
 
 class CrossAttention(nn.Module):
-    """Each position of (B, T, D) looks at the keys and values of a source."""
+    """Multi-head attention from (B, T, D) to the keys and values of a source."""
 
     def __init__(self, config):
         super().__init__()
@@ -464,7 +465,7 @@ class CrossAttention(nn.Module):
         return tuple(kv.permute(2, 0, 3, 1, 4))
 
     def forward(self, h, source: KeysValues, mask):
-        """(B, T, D) -> (B, T, D); mask (B, 1, 1, N) bool: which keys may be looked at; None: all."""
+        """(B, T, D) -> (B, T, D); mask (B, 1, 1, N) bool: True where a key may be attended to; None: everywhere."""
         q = self.q(h).unflatten(2, (self.n_head, -1))
         q = q.transpose(1, 2)  # (B, H, T, D / H)
         y = F.scaled_dot_product_attention(q, *source, mask)
@@ -472,7 +473,7 @@ class CrossAttention(nn.Module):
 
 
 class RelativePositionBias(nn.Module):
-    """d_{i-j} of XLM-E 3.3: a learned number for each head and each bucket of distances, as in T5 (bidirectional)."""
+    """d_{i-j} of XLM-E 3.3: a learned bias per head and distance bucket, as in T5 (bidirectional)."""
 
     def __init__(self, n_head: int, buckets=32, longest=128):
         super().__init__()
@@ -480,19 +481,19 @@ class RelativePositionBias(nn.Module):
 
     def forward(self, T: int):
         """(H, T, T)"""
-        place = torch.arange(T, device=self.table.weight.device)
-        bucket = self.bucket(place[None, :] - place[:, None])  # (T, T)
+        position = torch.arange(T, device=self.table.weight.device)
+        bucket = self.bucket(position[None, :] - position[:, None])  # (T, T)
         return self.table(bucket).permute(2, 0, 1)
 
-    def bucket(self, ahead):
-        """j - i -> its bucket: one half for each sign; of a half, one half is exact, the other logarithmic."""
+    def bucket(self, offset):
+        """j - i -> bucket: half of the buckets per sign; the first half of those exact, the others logarithmic."""
         half = self.table.num_embeddings // 2
-        exact, far = half // 2, ahead.abs()
+        exact, far = half // 2, offset.abs()
         times = torch.log(far.clamp(min=1) / exact)
         ratio = times / math.log(self.longest / exact)
         coarse = exact + (ratio * (half - exact)).long()
         coarse = coarse.clamp(max=half - 1)
-        return torch.where(far < exact, far, coarse) + half * (ahead > 0)
+        return torch.where(far < exact, far, coarse) + half * (offset > 0)
 
 
 def biased_attention(q, k, v, scale, distance, mask, dropout: float):
@@ -506,7 +507,7 @@ def biased_attention(q, k, v, scale, distance, mask, dropout: float):
     bias = bias.to(q.dtype)
     if q.is_cuda:
         return F.scaled_dot_product_attention(q, k, v, bias, dropout_p=dropout)
-    # On a CPU torch takes its own function apart, into more operations than these.
+    # On a CPU, torch decomposes its function into more operations than these.
     heads = q.shape[:2]
     q, k, v, bias = (x.flatten(0, 1) for x in (q, k, v, bias))  # (B * H, T, d_k), and (B * H, T, T)
     scores = torch.baddbmm(bias, q, k.mT, alpha=q.shape[2] ** -0.5)
@@ -519,9 +520,9 @@ def biased_attention(q, k, v, scale, distance, mask, dropout: float):
 
 
 class Block(nn.Module):
-    """GPT-2's: each part reads a norm of the residual stream and adds to it. cross: one part looks at a source.
+    """GPT-2's pre-norm block. cross: with cross-attention to a source.
 
-    attention_dropout: whether the weights of the attention have dropout, too.
+    attention_dropout: whether the attention weights have dropout too.
     """
 
     def __init__(self, config, V: int, sparse: bool, causal=True, cross=False, attention_dropout=True):
@@ -533,34 +534,34 @@ class Block(nn.Module):
         if cross:
             self.ln_c, self.cross = nn.LayerNorm(D), CrossAttention(config)
         self.ln_2 = nn.LayerNorm(D)
-        self.ffn = in_place_of_ffn(config, V, "tanh") if sparse else FFN(config, "tanh")
+        self.ffn = xmoe_layer(config, V, "tanh") if sparse else FFN(config, "tanh")
         self.dropout, self.sparse = nn.Dropout(config.dropout), sparse
 
     def forward(self, x, ids, real=None, mask=None, past: KeysValues | None = None, source: KeysValues | None = None):
-        """x (R, T, D), ids (R, T) -> x, the balance loss, and keys and values of all positions so far.
+        """x (R, T, D), ids (R, T) -> x, the balance loss, and the keys and values of all positions so far.
 
-        real: see `MoE`; past: see `SelfAttention`. mask: which positions may be looked at, (R, 1, 1, T), or those of
-        the source, (B, 1, 1, N). R is B, or B * K where K beams of a sentence lie side by side and share its source.
+        real: see `MoE`; past: see `SelfAttention`. mask: True where positions (R, 1, 1, T), or with cross-attention
+        those of the source (B, 1, 1, N), may be attended to. R is B, or B * K where the K beams of a sentence are
+        adjacent rows that share its source.
         """
-        own_mask = None if self.cross else mask
-        y, so_far = self.attn(self.ln_1(x), own_mask, past=past)
+        self_mask = None if self.cross else mask
+        y, keys_values = self.attn(self.ln_1(x), self_mask, past=past)
         x = x + self.dropout(y)
         if self.cross:
             B, D = len(source[0]), x.shape[2]
-            h = self.ln_c(x).view(B, -1, D)  # (B, K * T, D): queries need no order here
+            h = self.ln_c(x).view(B, -1, D)  # (B, K * T, D): the order of queries does not matter
             y = self.cross(h, source, mask)
             x = x + self.dropout(y.view_as(x))
         h, balance = self.ln_2(x), 0.0
         if self.sparse:
-            keys, _ = so_far
-            y, balance = self.ffn(h, ids, real, first=keys.shape[2] - x.shape[1])
+            y, balance = self.ffn(h, ids, real)
         else:
             y = self.ffn(h)
-        return x + self.dropout(y), balance, so_far  # a token that no expert kept passes by on the residual stream
+        return x + self.dropout(y), balance, keys_values  # tokens that no expert kept pass on the residual stream
 
 
-def every_so_many(config, layers: int) -> list[bool]:
-    """Which of so many blocks have experts in place of their FFN. Raises ValueError where not even the last has."""
+def sparse_blocks(config, layers: int) -> list[bool]:
+    """Which blocks have experts: every `moe_every`-th, up to the last. Raises ValueError if none has."""
     sparse = config.router != "dense"
     if sparse and config.moe_every > layers:
         raise ValueError(f"moe_every = {config.moe_every} leaves no block of {layers} with experts")
@@ -568,7 +569,7 @@ def every_so_many(config, layers: int) -> list[bool]:
 
 
 class GPT(SparseModel):
-    """Decoder-only language model. ids (B, T) -> logits (B, T, V), and the balance loss summed over layers (scalar)."""
+    """Decoder-only language model."""
 
     def __init__(self, config, V: int):
         super().__init__()
@@ -576,19 +577,19 @@ class GPT(SparseModel):
         self.wte = nn.Embedding(V, config.n_embd)
         self.wpe = nn.Embedding(config.block_size, config.n_embd)
         self.dropout = nn.Dropout(config.dropout)
-        sparse = every_so_many(config, config.n_layer)
+        sparse = sparse_blocks(config, config.n_layer)
         self.blocks = nn.ModuleList(Block(config, V, has_experts) for has_experts in sparse)
         self.ln_f = nn.LayerNorm(config.n_embd)
         self.bias = nn.Parameter(torch.zeros(V)) if config.frequency_bias else None  # GPT-2 has none
-        # GPT-2: what writes to the residual stream starts smaller, the deeper the model.
+        # GPT-2: matrices that write to the residual stream start smaller in deeper models.
         deep = math.sqrt(2 * config.n_layer)
         self.init_weights(config.init_std, config.init_std / deep)
 
     def hidden(self, ids, real=None, states=None):
-        """ids (B, T) -> final hidden states (B, T, D), balance loss.
+        """ids (B, T) -> final hidden states (B, T, D), the balance loss summed over layers (scalar).
 
-        real: as in `MoE`; padding must stand at the ends of rows. `states` receives what each block reads, where given.
-        Raises ValueError where T > block_size.
+        real: see `MoE`; padding must be at the end of rows. states: a list that receives each block's input.
+        Raises ValueError if T > block_size.
         """
         T, longest = ids.shape[1], self.config.block_size
         if T > longest:
@@ -602,26 +603,27 @@ class GPT(SparseModel):
             total = total + balance
         return self.ln_f(x), total
 
-    def forward(self, ids):
+    def forward(self, ids, targets=None):
+        """ids (B, T), targets (B, T) -> mean cross entropy, or logits (B, T, V) without targets; balance loss."""
         h, balance = self.hidden(ids)
-        return output_logits(h, self.wte.weight, self.bias), balance
+        logits = output_logits(h, self.wte.weight, self.bias)
+        if targets is None:
+            return logits, balance
+        return cross_entropy(logits.flatten(0, 1), targets.flatten()), balance
 
     @torch.no_grad()
     def generate(self, ids, new_tokens: int, temperature=1.0, top_k=50, end=-1):
-        """ids (B, T) -> (B, T + new_tokens), sampled from softmax(logits / temperature) over the top_k.
+        """ids (B, T) -> (B, T + new_tokens), sampled from the top_k of softmax(logits / temperature).
 
-        It stops where every row has had the token `end` (-1: none). There is no capacity limit, so that a token's
-        experts depend on its own past and not on what else is in the batch.
-        Raises ValueError for a router that sees later tokens, as expert_choice does: they are not written yet.
+        Stops once every row has the token `end` (-1: never). Experts have no capacity limit, so a token's experts
+        depend on its own past alone, not on the rest of the batch.
         """
-        if self.sees_later:
-            raise ValueError(f"router {self.config.router} sees later tokens, so it cannot generate")
         was_training = self.training
         T, longest = ids.shape[1], self.config.block_size
         self.eval()
         with self.no_limit():
             for _ in range(new_tokens):
-                h, _ = self.hidden(ids[:, -longest:])  # all anew: a sample is short
+                h, _ = self.hidden(ids[:, -longest:])  # no cache: a sample is short
                 logits = F.linear(h[:, -1], self.wte.weight, self.bias)  # (B, V)
                 logits = logits.float() / temperature
                 best = logits.topk(min(top_k, logits.shape[1])).values
@@ -639,7 +641,7 @@ class GPT(SparseModel):
 
 
 class EncoderLayer(nn.Module):
-    """XLM-R's: each part adds to its input, and a norm follows."""
+    """XLM-R's post-norm layer."""
 
     def __init__(self, config):
         super().__init__()
@@ -657,7 +659,7 @@ class EncoderLayer(nn.Module):
 
 
 def layers_before_sparse(config) -> list[int]:
-    """The layers, from 1, after which sparse ones stand. Raises ValueError where there are no such layers."""
+    """The layers, counted from 1, that a sparse layer follows. Raises ValueError if `moe_after` is invalid."""
     if config.router == "dense":
         return []
     if not config.moe_after or not all(1 <= depth <= config.n_layer for depth in config.moe_after):
@@ -666,28 +668,28 @@ def layers_before_sparse(config) -> list[int]:
 
 
 class Encoder(SparseModel):
-    """XLM-R's encoder with sparse layers between its own: x + MoE(x) after each layer of `moe_after` (X-MoE eq. 2)."""
+    """XLM-R's encoder, with a sparse layer x + MoE(x) after each layer in `moe_after` (X-MoE eq. 2)."""
 
     def __init__(self, config, V: int):
         super().__init__()
         self.config, self.vocab_size, D = config, V, config.n_embd
         self.wte = nn.Embedding(V, D)
-        self.wpe = nn.Embedding(PAD + 1 + config.block_size, D)  # XLM-R's: row 0 is unused, row 1 is padding's
-        self.token_type = nn.Parameter(torch.empty(1, D))  # there is one type only
+        self.wpe = nn.Embedding(PAD + 1 + config.block_size, D)  # as in XLM-R, row 0 is unused and row 1 is for padding
+        self.token_type = nn.Parameter(torch.empty(1, D))  # there is only one type
         self.ln_e = nn.LayerNorm(D)
         self.dropout = nn.Dropout(config.dropout)
-        self.distance = RelativePositionBias(config.n_head) if config.relative_bias else None  # all layers share it
+        self.distance = RelativePositionBias(config.n_head) if config.relative_bias else None  # shared by all layers
         self.layers = nn.ModuleList(EncoderLayer(config) for _ in range(config.n_layer))
         self.moe_after = layers_before_sparse(config)
-        self.moes = nn.ModuleList(between_layers(config, V, "none") for _ in self.moe_after)
+        self.moes = nn.ModuleList(x_moe_layer(config, V, "none") for _ in self.moe_after)
         self.init_weights(config.init_std, config.init_std)
 
     def forward(self, ids, real=None, states=None):
-        """ids (B, T) -> hidden states (B, T, D), and the balance loss summed over sparse layers (scalar).
+        """ids (B, T) -> hidden states (B, T, D), the balance loss summed over sparse layers (scalar).
 
-        real (S,): places in B * T of the tokens that are not padding; None if all are. No token looks at padding.
-        `states` receives the output of the embeddings, and of each layer with the sparse ones after it, where given.
-        Raises ValueError where T > block_size.
+        real (S,): flat indices of non-padding tokens; None if there is no padding. No token attends to padding.
+        states: a list that receives the embeddings and the output of each layer, including the sparse one after it.
+        Raises ValueError if T > block_size.
         """
         T, longest = ids.shape[1], self.config.block_size
         if T > longest:
@@ -695,7 +697,7 @@ class Encoder(SparseModel):
         mask = None
         positions = torch.arange(PAD + 1, PAD + 1 + T, device=ids.device)
         if real is not None:
-            # ids != PAD will not do: XLM-E's generator may draw a PAD
+            # not ids != PAD: XLM-E's generator may sample a PAD
             mask = real_mask(ids, real)  # (B, T)
             positions = PAD + mask.cumsum(dim=1) * mask
             mask = mask[:, None, None]
@@ -714,13 +716,13 @@ class Encoder(SparseModel):
 
 
 def real_mask(ids, real):
-    """ids (B, T), real (S,) places in B * T -> (B, T) bool, True there."""
+    """ids (B, T), real (S,) flat indices -> (B, T) bool, True there."""
     mask = ids.new_zeros(ids.numel(), dtype=torch.bool)
     return mask.index_fill_(0, real, True).view(ids.shape)
 
 
 class MaskedLM(SparseModel):
-    """An encoder with XLM-R's head, which sees only the M masked tokens."""
+    """An encoder with XLM-R's head, applied to the M masked tokens only."""
 
     def __init__(self, config, V: int):
         super().__init__()
@@ -728,34 +730,38 @@ class MaskedLM(SparseModel):
         self.encoder = Encoder(config, V)
         self.dense = nn.Linear(D, D)
         self.ln_h = nn.LayerNorm(D)
-        self.bias = nn.Parameter(torch.zeros(V))  # the output matrix is the embeddings'
+        self.bias = nn.Parameter(torch.zeros(V))  # the output matrix is tied to the embeddings
         nn.init.normal_(self.dense.weight, std=config.init_std)
         nn.init.zeros_(self.dense.bias)
 
-    def forward(self, ids, masked, real=None):
-        """ids (B, T), masked (M,) places in B * T, real as in `Encoder` -> logits (M, V), balance loss."""
+    def forward(self, ids, masked, targets=None, real=None):
+        """-> mean cross entropy, or logits (M, V) without targets; balance loss.
+
+        ids (B, T), masked (M,) flat indices, targets (M,) the tokens there, real: see `Encoder`.
+        """
         x, balance = self.encoder(ids, real)
         x = x.flatten(0, 1).index_select(0, masked)  # (M, D)
         x = self.ln_h(F.gelu(self.dense(x)))
-        return output_logits(x, self.encoder.wte.weight, self.bias), balance
+        logits = output_logits(x, self.encoder.wte.weight, self.bias)
+        return logits if targets is None else cross_entropy(logits, targets), balance
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The encoder-decoder (XMoE 4.2). Where the papers say "Transformer" and no more: norms come first, positions are
-# sinusoids, one matrix embeds sources and translations and makes the logits. B sentences, K beams of each, R rows of
-# the decoder (B, or B * K), N tokens of a source, T of a translation, M of translations that are not padding.
+# The encoder-decoder (XMoE 4.2). The papers just say "Transformer"; ours is pre-norm with sinusoidal positions, and one
+# matrix embeds sources and translations and produces the logits. B sentences, K beams of each, R rows of the decoder
+# (B, or B * K), N tokens of a source, T of a translation, M non-padding tokens of all translations.
 
 
 class Source(NamedTuple):
-    """What the decoder looks at."""
+    """An encoded source, as the decoder attends to it."""
 
-    keys_values: list[KeysValues]  # for each of its blocks
-    mask: Tensor | None  # (B, 1, 1, N) bool, True where a token is not padding; None: everywhere
+    keys_values: list[KeysValues]  # for each decoder block
+    mask: Tensor | None  # (B, 1, 1, N) bool, False at padding; None: no padding
 
-    def sentences(self, stay) -> "Source":
-        """stay (B,) bool -> those sentences alone"""
-        mask = None if self.mask is None else self.mask[stay]
-        return Source(rows_of(self.keys_values, stay), mask)
+    def sentences(self, rows) -> "Source":
+        """Keeps only these sentences."""
+        mask = None if self.mask is None else self.mask[rows]
+        return Source(rows_of(self.keys_values, rows), mask)
 
 
 def rows_of(keys_values: list[KeysValues], rows) -> list[KeysValues]:
@@ -763,10 +769,7 @@ def rows_of(keys_values: list[KeysValues], rows) -> list[KeysValues]:
 
 
 class Translator(SparseModel):
-    """Encoder-decoder: source and what is written so far -> logits of the next token, and the balance loss.
-
-    Raises ValueError where the decoder's router sees later tokens, as expert_choice does: they are not written yet.
-    """
+    """Encoder-decoder for translation."""
 
     def __init__(self, config, V: int):
         super().__init__()
@@ -775,42 +778,38 @@ class Translator(SparseModel):
         self.wte = nn.Embedding(V, D)
         self.dropout = nn.Dropout(config.dropout)
         self.encoder = self.blocks(config.n_layer, decoder=False)
-        self.moes = nn.ModuleList(between_layers(config, V, "tanh") for _ in self.moe_after)
+        self.moes = nn.ModuleList(x_moe_layer(config, V, "tanh") for _ in self.moe_after)
         self.decoder = self.blocks(config.decoder_layers, decoder=True)
         self.ln_e = nn.LayerNorm(D)
         self.ln_d = nn.LayerNorm(D)
-        sparse = [block.ffn for block in self.decoder if block.sparse]
-        if sparse and sparse[0].router.sees_later:
-            why = f"router {config.router} sees later tokens, so it cannot translate"
-            raise ValueError(f"{why}: add --decoder_moe false")
-        # As in GPT-2, what writes to the residual stream starts smaller, the deeper the model.
+        # As in GPT-2, matrices that write to the residual stream start smaller in deeper models.
         deep = math.sqrt(2 * max(config.n_layer, config.decoder_layers))
         self.init_weights(config.init_std, config.init_std / deep)
 
     def blocks(self, layers: int, decoder: bool) -> nn.ModuleList:
         config, sparse = self.config, [False] * layers
         if not config.moe_after and (config.decoder_moe or not decoder):
-            sparse = every_so_many(config, layers)
+            sparse = sparse_blocks(config, layers)
         kind = dict(causal=decoder, cross=decoder, attention_dropout=False)
         return nn.ModuleList(Block(config, self.vocab_size, has_experts, **kind) for has_experts in sparse)
 
     @property
     def moe_names(self) -> list[str]:
-        """Where the MoE layers stand, in the order of `moe_layers`."""
+        """The places of the MoE layers, in the order of `moe_layers`."""
         names = [f"encoder block {i}" for i, block in enumerate(self.encoder, 1) if block.sparse]
         names += [f"after encoder block {depth}" for depth in self.moe_after]
         names += [f"decoder block {i}" for i, block in enumerate(self.decoder, 1) if block.sparse]
         return names
 
     def embed(self, ids, first: int = 0):
-        """ids (B, T), whose first stands at position `first` -> (B, T, D)"""
+        """ids (B, T), starting at position `first` -> (B, T, D)"""
         x = math.sqrt(self.config.n_embd) * self.wte(ids)
         position = torch.arange(first, first + ids.shape[1], device=ids.device)
         waves = sinusoids(position, self.config.n_embd)
         return self.dropout(x + waves.to(x.dtype))
 
     def encode(self, ids, real=None) -> tuple[Source, Tensor]:
-        """ids (B, N), real (S,) places in B * N of what is not padding, None if all is -> source, balance loss."""
+        """ids (B, N), real (S,) flat indices of non-padding tokens or None -> source, balance loss."""
         mask = None
         if real is not None:
             mask = real_mask(ids, real)[:, None, None]
@@ -824,31 +823,36 @@ class Translator(SparseModel):
         return Source(keys_values, mask), total
 
     def decode(self, ids, source: Source, past: list[KeysValues] | None = None, real=None):
-        """ids (R, T) -> hidden states (R, T, D), balance loss, what to pass as `past` with the next ids, (R, 1)."""
+        """ids (R, T) -> hidden states (R, T, D), balance loss, the `past` to pass with the next ids (R, 1)."""
         x = self.embed(ids, first=past[0][0].shape[2] if past else 0)
         total = self.ln_d.weight.new_zeros(())
         present = []
         for i, block in enumerate(self.decoder):
-            before = past[i] if past else None
-            x, balance, so_far = block(x, ids, real, source.mask, before, source.keys_values[i])
+            block_past = past[i] if past else None
+            x, balance, keys_values = block(x, ids, real, source.mask, block_past, source.keys_values[i])
             total = total + balance
-            present.append(so_far)
+            present.append(keys_values)
         return self.ln_d(x), total, present
 
-    def forward(self, source, target, source_real=None, target_real=None):
-        """source (B, N), target (B, T) -> logits (M, V) at the tokens of the target that are real, balance loss.
+    def forward(self, source, source_real, target, target_real, labels=None):
+        """-> mean cross entropy, smoothed in training, or logits (M, V) without labels; balance loss.
 
-        source_real, target_real: places in B * N and in B * T of what is not padding, ascending; None if all is.
+        source (B, N), target (B, T), labels (M,): the token that follows each non-padding token of target.
+        source_real, target_real: flat indices of non-padding tokens, ascending; None if there is no padding.
         """
         encoded, balance = self.encode(source, source_real)
         h, more, _ = self.decode(target, encoded, real=target_real)
         h = h.flatten(0, 1)
         if target_real is not None:
             h = h.index_select(0, target_real)
-        return output_logits(h, self.wte.weight), balance + more
+        logits = output_logits(h, self.wte.weight)
+        if labels is None:
+            return logits, balance + more
+        smoothing = self.config.label_smoothing if self.training else 0.0
+        return cross_entropy(logits, labels, smoothing), balance + more
 
     def log_probabilities(self, h):
-        """(R, D) -> (R, V) fp32 of the next token, whatever the autocast type: small differences tell beams apart."""
+        """(R, D) -> (R, V) of the next token, in fp32 even under autocast: beams differ by little."""
         w = self.wte.weight
         with torch.autocast(h.device.type, enabled=False):
             logits = F.linear(h.to(w.dtype), w)
@@ -856,10 +860,10 @@ class Translator(SparseModel):
 
 
 def sinusoids(position, D: int):
-    """(T,) -> (T, D): half of them sines, half cosines (Vaswani et al. 3.5)"""
+    """(T,) -> (T, D): half sines, half cosines (Vaswani et al. 3.5)"""
     i = torch.arange(0, D, 2, device=position.device)
     turn = torch.exp(-math.log(10_000) / D * i)
     angle = position.unsqueeze(1) * turn  # (T, D / 2)
     waves = angle.sin(), angle.cos()
     both = torch.cat(waves, dim=1)
-    return both[:, :D]  # one less where D is odd
+    return both[:, :D]  # D may be odd

@@ -27,13 +27,13 @@ from torch import Tensor, nn
 
 from analysis import bilingual, flops, measures
 from data import counting
-from data.batches import Masked, MaskedData, PairData
+from data.batches import MaskedData, PairData
 from engine import parallel
 from engine.device import clear_errors, seed_all
-from engine.optim import adamw, clip_gradients, cross_entropy, linear, set_learning_rate
+from engine.optim import adamw, clip_gradients, linear, set_learning_rate
 from engine.run import Run
 from engine.table import Table, carry_out, start
-from model import Encoder, MaskedLM, SparseModel
+from model import Encoder, MaskedLM, SparseModel, cross_entropy
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Constants: change one here, or give --name value
@@ -214,23 +214,26 @@ class Electra(SparseModel):
         self.generator.encoder.wpe = self.encoder.wpe
         self.generator.encoder.distance = self.encoder.distance
 
-    def forward(self, ids, masked, real, targets):
-        """-> the generator's logits (M, V), the balance loss, and of S tokens verdicts and whether they were replaced.
+    def forward(self, ids, masked, targets, real=None):
+        """-> MLM or TLM, the mean over masked tokens; the balance loss; MRTD or TRTD, the mean over all tokens.
 
-        ids (B, T) after masking; masked (M,) places in B * T; real (S,) as in `Encoder`; targets (M,) what stood there.
-        A verdict is a logit, above 0 where a token seems replaced.
+        ids (B, T) after masking; masked (M,) flat indices, targets (M,) the tokens there; real: see `Encoder`.
         """
-        logits, _ = self.generator(ids, masked, real)
+        logits, balance, disc_logits, replaced = self.predict(ids, masked, targets, real)
+        return cross_entropy(logits, targets), balance, disc_loss(disc_logits, replaced)
+
+    def predict(self, ids, masked, targets, real=None):
+        """-> generator logits (M, V), balance loss, discriminator logits (S,) (above 0: replaced), the truth (S,)"""
+        logits, _ = self.generator(ids, masked, real=real)
         drawn = sample(logits)  # (M,)
         corrupt = ids.flatten().index_copy(0, masked, drawn)  # (B * T,), eqs. 2 and 4
         h, balance = self.encoder(corrupt.view_as(ids), real)  # (B, T, D)
-        verdicts = self.out(self.ln_h(F.gelu(self.dense(h)))).flatten()  # (B * T,)
-        wrong = drawn != targets  # a token that was drawn as it stood there counts as original
+        disc_logits = self.out(self.ln_h(F.gelu(self.dense(h)))).flatten()  # (B * T,)
         replaced = corrupt.new_zeros(len(corrupt), dtype=torch.bool)  # (B * T,)
-        replaced[masked] = wrong
+        replaced[masked] = drawn != targets  # a sample that equals the original counts as original
         if real is not None:
-            verdicts, replaced = verdicts[real], replaced[real]  # (S,)
-        return logits, balance, verdicts, replaced
+            disc_logits, replaced = disc_logits[real], replaced[real]  # (S,)
+        return logits, balance, disc_logits, replaced
 
 
 NETWORKS = {"rtd": Electra, "mlm": MaskedLM}  # by what is learned
@@ -247,24 +250,10 @@ def sample(logits: Tensor) -> Tensor:
     return (logits - noise).argmax(dim=1)
 
 
-def losses_of(forward, batch: Masked, config: Config, context):
-    """-> the three losses of a batch, and what the networks say of it: logits, and the verdicts with their truth.
-
-    The losses are MLM or TLM, the mean over masked tokens; MRTD or TRTD, the mean over all tokens, 0 for the baseline;
-    and the balance loss.
-    """
-    ids, masked, targets, real = context.send_all(*batch[:4])
-    inputs = [ids, masked, real]
-    if config.objective == "rtd":
-        inputs.append(targets)
-    with context.autocast():
-        logits, balance, *judged = forward(*inputs)
-    total = cross_entropy(logits, targets, reduction="sum")
-    mlm, rtd = total / max(1, len(targets)), 0.0  # eq. 1
-    if judged:
-        verdicts, replaced = (x.to(mlm.dtype) for x in judged)
-        rtd = F.binary_cross_entropy_with_logits(verdicts, replaced)  # eqs. 3, 5
-    return (mlm, rtd, balance), [logits, *judged]
+def disc_loss(disc_logits: Tensor, replaced: Tensor) -> Tensor:
+    """(S,), (S,) -> mean binary cross entropy (eqs. 3, 5), in fp32 even under autocast"""
+    dtype = torch.promote_types(disc_logits.dtype, torch.float32)
+    return F.binary_cross_entropy_with_logits(disc_logits.to(dtype), replaced.to(dtype))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -281,20 +270,25 @@ def score(model, batches, special, config: Config, context) -> dict:
     special = torch.tensor([*special])
     own, sums = Counter(), Counter()  # this process's counts, and those of all
     for masking, first, batch in batches:
-        seed_all(config.seed, masking, first, 3)  # no key of training's, whose fourth number is as good as 0
-        (mlm, rtd, balance), (logits, *judged) = losses_of(model, batch, config, context)
+        seed_all(config.seed, masking, first, 3)  # no key of training: there the fourth number counts as 0
+        ids, masked, targets, real = context.send_all(*batch[:4])
+        with context.autocast():
+            if config.objective == "rtd":
+                logits, balance, disc_logits, replaced = model.predict(ids, masked, targets, real)
+            else:
+                logits, balance = model(ids, masked, real=real)
         right = logits.argmax(dim=1).cpu() == batch.targets  # (M,)
         shown = batch.ids.flatten()
         if batch.real is not None:
             shown = shown[batch.real]  # (S,)
         M, S = len(right), len(shown)
-        own.update(masked=M, mlm=M * float(mlm), generator=int(right.sum()))
-        own.update(tokens=S, rtd=S * float(rtd), balance=M * float(balance))
+        own.update(masked=M, mlm=M * float(cross_entropy(logits, targets)), generator=int(right.sum()))
+        own.update(tokens=S, balance=M * float(balance))
         # What is special is never masked. A masked place shows the mask, which is special, and hides what is not.
         own["maskable"] += S - int(torch.isin(shown, special).sum()) + M
-        if judged:
-            verdicts, replaced = judged  # (S,)
-            correct = (verdicts > 0) == replaced
+        if config.objective == "rtd":
+            correct = (disc_logits > 0) == replaced  # (S,)
+            own["rtd"] += S * float(disc_loss(disc_logits, replaced))
             own.update(accuracy=int(correct.sum()), replaced=int(replaced.sum()))
     for part in context.gather(own):
         sums.update(part)  # adding Counters would lose what is not a number
@@ -368,20 +362,21 @@ def train(config: Config, context) -> dict:
 
     for step in run.steps():
         set_learning_rate(optimizer, linear(step, config.steps, config.warmup, config.learning_rate))
-        of_step = []  # of sentences, and of pairs: batches, and what to divide their losses by
-        for corpus in corpora:
-            batches = [corpus.batch("train", step, micro) for micro in run.micros]
-            parts = run.parts([(len(batch.targets), batch.tokens) for batch in batches])
-            of_step.append(zip(batches, parts))
-        for micro, *of_micro in zip(run.micros, *of_step):
+        batches = [[corpus.batch("train", step, micro) for corpus in corpora] for micro in run.micros]
+        masked, tokens = [], []  # of the step, in sentences and in pairs; each loss is the mean over all of them
+        for kind in zip(*batches):
+            masked.append(context.mean(sum(len(batch.targets) for batch in kind)) or 1.0)
+            tokens.append(context.mean(sum(batch.tokens for batch in kind)))
+        for micro, kinds in zip(run.micros, batches):
             seed_all(config.seed, 1 + step, micro)  # all that is random: so a resumed run is the same run
             forward.require_backward_grad_sync = micro == run.micros[-1]  # DDP exchanges gradients once
-            asked = []
-            for batch, (masked, tokens) in of_micro:
-                (mlm, rtd, balance), _ = losses_of(forward, batch, config, context)
-                asked.append((mlm / masked, rtd / tokens, balance / tokens))
-            mlm, rtd, balance = map(sum, zip(*asked))
-            loss = mlm + config.lambda_disc * rtd + config.balance_coef * balance  # section 3.2
+            loss = 0.0
+            for batch, of_masked, of_tokens in zip(kinds, masked, tokens):
+                with context.autocast():
+                    mlm, balance, *rtd = forward(*context.send_all(*batch[:4]))
+                loss += len(batch.targets) / of_masked * mlm
+                others = config.balance_coef * balance + config.lambda_disc * sum(rtd)  # section 3.2; XLM has no rtd
+                loss += batch.tokens / of_tokens * others
             loss.backward()
             run.add(loss, tokens=len(corpora) * config.micro_tokens)
         clip_gradients(model, config.grad_clip)
@@ -398,8 +393,8 @@ def train(config: Config, context) -> dict:
             record = {"flops": (step + 1) * work, "held_out": scores}
             run.save(step + 1, record, f"{record['flops']:.2e} FLOPs\n{describe(scores)}", scores["loss"])
 
-    result = {"held_out": run.kept["scores"], "change": run.kept.get("change"), "counting": counted}
-    return run.finish(result | {"parameters": parameters, "flops": config.steps * work})
+    measured = {"held_out": run.kept["scores"], "change": run.kept.get("change"), "counting": counted}
+    return run.finish(measured | {"parameters": parameters, "flops": config.steps * work})
 
 
 def open_data(config: Config, context) -> dict[str, MaskedData | PairData]:

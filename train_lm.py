@@ -27,11 +27,10 @@ from data.batches import TokenData
 from engine import parallel, pretrained
 from engine.device import clear_errors, seed_all, show
 from engine.files import newest, read_json
-from engine.optim import adamw, clip_gradients, cosine, cross_entropy, set_learning_rate
+from engine.optim import adamw, clip_gradients, cosine, set_learning_rate
 from engine.run import Run
 from engine.table import Table, carry_out, start
 from model import GPT
-from routers import ROUTERS
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Constants: change one here, or give --name value
@@ -205,8 +204,7 @@ def evaluate(model: GPT, data: TokenData, split: str, context, max_tokens: int |
         seed_all(model.config.seed, 0, 1 + micro)  # for a router that draws
         x, y = context.send_all(x, y)
         with context.autocast():
-            logits, balance = model(x)
-            loss = cross_entropy(logits.flatten(0, 1), y.flatten())
+            loss, balance = model(x, y)
         means = [float(loss), float(balance), 1.0]
         sums += y.numel() * torch.tensor(means, dtype=torch.float64)
     loss, balance, tokens = context.sum(sums).tolist()
@@ -268,8 +266,7 @@ def train(config: Config, context) -> dict:
             forward.require_backward_grad_sync = micro == run.micros[-1]  # DDP exchanges gradients once
             x, y = context.send_all(*data.batch("train", step, micro))
             with context.autocast():
-                logits, balance = forward(x)
-                loss = cross_entropy(logits.flatten(0, 1), y.flatten())
+                loss, balance = forward(x, y)
             total = loss + config.balance_coef * balance
             (total / len(run.micros)).backward()
             run.add(loss / len(run.micros), tokens=x.numel())
@@ -281,15 +278,20 @@ def train(config: Config, context) -> dict:
             scores = evaluate(model, data, "valid", context, config.eval_tokens)
             run.save(step + 1, scores, f"valid {describe(scores)}", scores["loss"])
 
+    return run.finish(summary(model, data, by_counting, context) | {"parameters": parameters, "flops": work})
+
+
+def summary(model: GPT, data: TokenData, by_counting: dict, context) -> dict:
+    """Final measurements: test scores, counting baselines, and the tokens that want few or many experts."""
     text = data.meta["splits"]["test"]
-    result = test(model, data, context) | {"parameters": parameters, "flops": work}
+    result = test(model, data, context)
     result["counting"] = {name: measures.bits_per_byte(loss, text) for name, loss in by_counting.items()}
-    if model.moe_layers and model.moe_layers[-1].router.most is None and not model.sees_later:
+    if model.moe_layers and type(model.moe_layers[-1].router).K is None:
         batches = [x for x, _ in data.eval_batches("test", 1 << 16)]
         easy, hard = measures.easy_and_hard(model, batches, context)
         result["easy"] = [data.tokenizer.decode([token]) for token in easy]
         result["hard"] = [data.tokenizer.decode([token]) for token in hard]
-    return run.finish(result)
+    return result
 
 
 def test(model: GPT, data: TokenData, context) -> dict:
@@ -348,8 +350,6 @@ def report(config: Config, result: dict) -> str:
     for name in ("threshold", "capacity"):
         at_test = getattr(config, f"eval_{name}")
         title += "" if at_test is None else f", {name} {at_test:g}"
-    if config.router != "dense" and ROUTERS[config.router].sees_later:
-        title += ", not causal: experts choose among later tokens too"
     lines = ["", title, "under the limit: " * (free != scores) + describe(scores)]
     if free != scores:
         lines.append(f"without a limit: {describe(free)}")
@@ -376,9 +376,6 @@ def write_sample(folder: Path, config: Config, context):
         model, tokenizer = pretrained.load(folder)
         model.config.eval_threshold = config.eval_threshold  # the routers read it there
         [prompt] = tokenizer.encode_batch([config.prompt])
-    if model.sees_later:
-        show("\nno sample: the experts choose among tokens that are not written yet")
-        return
     model = context.place(model)
     ids = torch.tensor([[tokenizer.eot, *prompt]], device=context.device)
     seed_all(config.sample_seed)

@@ -15,7 +15,6 @@ language. A run is kept in out/train_mlm/NAME; the same command goes on where it
 
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Literal
 
 import engine  # isort: skip  # noqa: F401  before torch
@@ -27,11 +26,10 @@ from data import counting
 from data.batches import MaskedData
 from engine import parallel, pretrained
 from engine.device import clear_errors, seed_all
-from engine.files import read_json
-from engine.optim import adamw, clip_gradients, cross_entropy, linear, set_learning_rate
+from engine.optim import adamw, clip_gradients, linear, set_learning_rate
 from engine.run import Run
 from engine.table import Table, carry_out, start
-from model import PAD, MaskedLM
+from model import PAD, MaskedLM, cross_entropy
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Constants: change one here, or give --name value
@@ -205,8 +203,8 @@ def evaluate(model: MaskedLM, data: MaskedData, config: Config, context, masking
             watch.place = first if k == 0 else None  # where this batch's tokens begin among all
         ids, masked, targets, real = context.send_all(*batch[:4])
         with context.autocast():
-            logits, balance = model(ids, masked, real)
-        loss = cross_entropy(logits, targets, reduction="none").cpu().double()  # (M,)
+            logits, balance = model(ids, masked, real=real)
+        loss = cross_entropy(logits, targets, per_token=True).cpu().double()  # (M,)
         losses.index_add_(0, batch.language, loss)
         counts.index_add_(0, batch.language, torch.ones_like(loss))
         balances += float(balance) * len(loss)
@@ -263,21 +261,20 @@ def train(config: Config, context) -> dict:
         optimizer = adamw(model, config)
         run.resume(model, optimizer, work, measures.in_perplexity)
 
-    scores, chosen = run.kept.get("valid"), run.kept.get("chosen")  # of the last evaluation
+    chosen = run.kept.get("chosen")  # experts at the last evaluation
     for step in run.steps():
         set_learning_rate(optimizer, linear(step, config.steps, config.warmup, config.learning_rate))
         batches = [data.batch("train", step, micro) for micro in run.micros]
-        parts = run.parts([len(batch.targets) for batch in batches])
-        for micro, batch, part in zip(run.micros, batches, parts):
+        predicted = context.mean(sum(len(batch.targets) for batch in batches)) or 1.0
+        for micro, batch in zip(run.micros, batches):
             seed_all(config.seed, 1 + step, micro)  # all that is random: so a resumed run is the same run
             forward.require_backward_grad_sync = micro == run.micros[-1]  # DDP exchanges gradients once
-            ids, masked, targets, real = context.send_all(*batch[:4])
             with context.autocast():
-                logits, balance = forward(ids, masked, real)
-                loss = cross_entropy(logits, targets, reduction="sum") / max(1, len(targets))
+                loss, balance = forward(*context.send_all(*batch[:4]))
             total = loss + config.balance_coef * balance  # X-MoE eq. 10
-            (total / part).backward()  # the step's loss is the mean over all masked tokens of its micro-batches
-            run.add(loss / part, tokens=batch.tokens)
+            share = len(batch.targets) / predicted  # a step's loss is the mean over all its masked tokens
+            (share * total).backward()
+            run.add(share * loss, tokens=batch.tokens)
         clip_gradients(model, config.grad_clip)
         optimizer.step()
         optimizer.zero_grad()
@@ -291,8 +288,8 @@ def train(config: Config, context) -> dict:
                 run.kept.setdefault("ahead", step + 1)
             run.save(step + 1, scores, f"valid {describe(scores)}", scores["loss"])
 
-    result = {"valid": scores, "first": run.kept["first"], "ahead": run.kept.get("ahead"), "counting": counted}
-    return run.finish(result | {"parameters": parameters, "flops": work})
+    measured = {name: run.kept.get(name) for name in ("valid", "first", "ahead")}
+    return run.finish(measured | {"counting": counted, "parameters": parameters, "flops": work})
 
 
 def describe(scores: dict) -> str:
@@ -317,14 +314,8 @@ def report(config: Config, result: dict) -> str:
         ahead = sum(ppl < counted[name] for name, ppl in languages.items() if name in counted)
         since = f", and in all together since step {result['ahead']}" if result["ahead"] else ""
         lines.append(f"the model is ahead of counting by neighbours in {ahead} of {len(counted)} languages{since}")
-    smoe = Path(__file__).parent / f"results/train_mlm/{result['name']}-router=switch.json"
-    if smoe.exists():  # of the demo: a run with other constants has another name
-        runs = {"X-MoE": result, "its baseline SMoE, --router switch,": read_json(smoe)}
-        for name, own in runs.items():
-            [first] = own["first"]
-            [last] = own["valid"]["layers"]
-            words = "{} began with RC {:.0f} and ends with {:.0f}, RF {:.1%}"
-            lines.append(words.format(name, first["rc"], last["rc"], last["rf"]))
+    for first, last in zip(result["first"], result["valid"]["layers"]):
+        lines.append(f"RC {first['rc']:.0f} at the first evaluation, {last['rc']:.0f} at the last; RF {last['rf']:.1%}")
     return "\n".join(lines)
 
 

@@ -28,13 +28,13 @@ import torch
 from tqdm import tqdm
 
 from analysis import flops, measures
-from data.batches import Translation, TranslationData, source_batches
+from data.batches import TranslationData, source_batches
 from data.files import read_lines
 from data.scores import mean, score_counting, score_translations
 from data.tokenizers import XLMR
 from engine import parallel, pretrained
 from engine.device import clear_errors, seed_all, warn
-from engine.optim import adamw, clip_gradients, cross_entropy, inverse_sqrt, set_learning_rate
+from engine.optim import adamw, clip_gradients, inverse_sqrt, set_learning_rate
 from engine.run import Run
 from engine.table import Table, carry_out, start
 from model import Translator, real_mask, rows_of
@@ -345,10 +345,8 @@ def evaluate(model: Translator, data: TranslationData, split: str, context, max_
     sums = torch.zeros(3, dtype=torch.float64)  # cross entropy, balance loss, tokens
     for number, batch in enumerate(data.eval_batches(split, max_tokens, context.rank, context.world)):
         seed_all(model.config.seed, 0, 1 + context.rank + number * context.world)  # for a router that draws
-        batch = Translation(*context.send_all(*batch))
         with context.autocast():
-            logits, balance = model(batch.source, batch.target, batch.source_real, batch.target_real)
-            loss = cross_entropy(logits, batch.labels)
+            loss, balance = model(*context.send_all(*batch))
         sums += torch.tensor([float(loss), float(balance), 1.0], dtype=torch.float64) * len(batch.labels)
     loss, balance, tokens = context.sum(sums).tolist()
     model.train()
@@ -394,17 +392,16 @@ def train(config: Config, context) -> dict:
     for step in run.steps():
         set_learning_rate(optimizer, inverse_sqrt(step, config.warmup_steps, config.learning_rate))
         batches = [data.batch("train", step, micro) for micro in run.micros]
-        parts = run.parts([len(batch.labels) for batch in batches])
-        for micro, batch, part in zip(run.micros, batches, parts):
+        predicted = context.mean(sum(len(batch.labels) for batch in batches)) or 1.0
+        for micro, batch in zip(run.micros, batches):
             seed_all(config.seed, 1 + step, micro)  # all that is random: so a resumed run is the same run
             forward.require_backward_grad_sync = micro == run.micros[-1]  # DDP exchanges gradients once
-            batch = Translation(*context.send_all(*batch))
             with context.autocast():
-                logits, balance = forward(batch.source, batch.target, batch.source_real, batch.target_real)
-                loss = cross_entropy(logits, batch.labels, label_smoothing=config.label_smoothing)
+                loss, balance = forward(*context.send_all(*batch))
             total = loss + config.balance_coef * balance
-            (total / part).backward()  # the step's loss is the mean over all tokens that its micro-batches predict
-            run.add(loss / part, tokens=batch.tokens)
+            share = len(batch.labels) / predicted  # a step's loss is the mean over all tokens that it predicts
+            (share * total).backward()
+            run.add(share * loss, tokens=batch.tokens)
         clip_gradients(model, config.grad_clip)
         optimizer.step()
         optimizer.zero_grad()
@@ -424,17 +421,20 @@ def train(config: Config, context) -> dict:
             scores |= found
             run.save(step + 1, scores, f"valid {describe(scores)}", scores["loss"])
 
+    result = test(model, data, run, config, context) | counting
+    result["moment"] = {name: run.kept["moment"].get(name) for name in memories}
+    return run.finish(result | {"parameters": parameters, "flops_per_pair": work})
+
+
+def test(model: Translator, data: TranslationData, run: Run, config: Config, context) -> dict:
+    """Test scores with the weights of the best validation BLEU, which are saved as model.pt."""
     best = run.kept["best"]
     model.load_state_dict(best["model"])
     run.save_model("model.pt", model, best["step"])
     scores = free = score_split(model, data, "test", config, context)  # under the limit: the paper's protocol
     if model.limited_at_test:
         free = score_split(model, data, "test", config, context, limit=False)
-    result = {"test": scores, "test_no_limit": free} | counting
-    result["moment"] = {name: run.kept["moment"].get(name) for name in memories}
-    result |= {"parameters": parameters, "flops_per_pair": work}
-    result["best"] = {"step": best["step"], "bleu": best["bleu"]}
-    return run.finish(result)
+    return {"test": scores, "test_no_limit": free, "best": {"step": best["step"], "bleu": best["bleu"]}}
 
 
 def in_words(scores: dict) -> str:

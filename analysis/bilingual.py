@@ -52,7 +52,7 @@ def right_by_row(model: MaskedLM, batch: Masked, context) -> Tensor:
     """(2, B): of each row the tokens that are right, and all that are masked."""
     ids, masked, targets, real = context.send_all(*batch[:4])
     with context.autocast():
-        logits, _ = model(ids, masked, real)
+        logits, _ = model(ids, masked, real=real)
     right = logits.argmax(dim=1) == targets  # (M,)
     both = torch.stack([right, torch.ones_like(right)])
     row = batch.masked // ids.shape[1]  # (M,) in which each stands

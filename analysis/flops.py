@@ -23,7 +23,7 @@ def count_parameters(model: nn.Module) -> dict[str, float]:
 def served_rows(moe: nn.Module) -> float:
     """Experts per token that the capacity leaves room for: at most as many as a token may choose, gamma, and E."""
     router = moe.router
-    return min(router.max_choices, moe.capacity_factor, router.E)
+    return min(router.K, moe.capacity_factor, router.E)
 
 
 def row_flops(moe: nn.Module) -> float:

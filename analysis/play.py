@@ -26,10 +26,10 @@ from engine.config import Texts, check
 from engine.device import seed_all, setup
 from engine.files import read_json
 from model import GPT, Encoder
-from routers import NOT_CHOSEN, ExpertChoice, Router, Switch, Threshold, TopK
+from routers import NOT_CHOSEN, Router, Switch, Threshold, TopK
 
 PAGE = Path(__file__).with_name("play.html")
-CHOOSERS = {"threshold": Threshold, "topk": TopK, "switch": Switch, "expert_choice": ExpertChoice}
+CHOOSERS = {"threshold": Threshold, "topk": TopK, "switch": Switch}
 SENTENCE = "Return the sum of all elements. If the list is empty, raise a ValueError instead of returning zero."
 VALIDATION_TOKENS = 1 << 14  # from which the page knows what an expert serves
 LISTED = 14  # tokens that it shows of an expert
@@ -115,7 +115,7 @@ class Player:
         own = {
             "chooser": chooser,
             "t": constants.get("threshold", 0.5) if t is None else t,
-            "K": router.max_choices if chooser == "topk" else min(4, router.E),
+            "K": router.K if chooser == "topk" else min(4, router.E),
             "gamma": moe.eval_capacity_factor if moe.eval_capacity_factor < router.E else None,  # None: no limit
         }
         about = {"run": self.run, "router": constants["router"], "names": names, "E": router.E}
@@ -212,7 +212,7 @@ def chooser_of(router) -> str:
     if kind.forward is not Router.forward:
         return "own"
     if kind.choose is TopK.choose:
-        return "switch" if router.max_choices == 1 else "topk"
+        return "switch" if router.K == 1 else "topk"
     names = {other.choose: name for name, other in CHOOSERS.items()}
     return names.get(kind.choose, "own")
 

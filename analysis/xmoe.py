@@ -11,7 +11,7 @@ from torch import Tensor
 from analysis import measures, shared
 from analysis.shared import Drawn, Measured, Panel, Trained
 from engine.device import warn
-from engine.optim import cross_entropy
+from model import cross_entropy
 
 SHARES = 0.125, 0.25, 0.5, 0.75, 1.0  # limits of the experts' FLOPs at test, of a dense FFN's
 THRESHOLDS = 0.0, 0.25, 0.5, 0.75, 0.9, 0.95, 1.0  # at test
@@ -73,13 +73,7 @@ def gamma(options: Measured, evaluate: Callable):
     1 is the work of a dense FFN. Left it is the limit that a layer has, as in the paper. Where tokens want fewer
     experts than the limit allows, less is spent: right is what was spent. The flatter a line, the more can be saved.
     """
-
-    def is_causal(config: dict) -> bool:
-        router = shared.router_of(config)
-        return router is None or not router.sees_later
-
-    lacks = "has experts that choose among later tokens too: its perplexity is no language model's"
-    runs, records = shared.choose("train_lm", options, is_causal, lacks), []
+    runs, records = shared.choose("train_lm", options), []
     for run in shared.opened(runs, options, evaluate):
         for point in test_limited(run, options.max_tokens):
             records.append(run.record | point)
@@ -165,7 +159,7 @@ def of_tokens(run: Trained, max_tokens: int) -> tuple[Tensor, dict]:
         with run.context.autocast():
             logits, _ = model(run.context.send(x))
         rarity.append(-frequency[x.flatten()])
-        loss.append(cross_entropy(logits.flatten(0, 1), run.context.send(y.flatten()), reduction="none").cpu())
+        loss.append(cross_entropy(logits.flatten(0, 1), run.context.send(y.flatten()), per_token=True).cpu())
     layers = len(model.moe_layers)
     served = torch.stack([torch.cat(counts[layer::layers]) for layer in range(layers)])
     keys = {"rarity": rarity, "the loss behind them": loss}

@@ -96,6 +96,10 @@ class Context:
             dist.all_reduce(x)
         return x
 
+    def mean(self, number: float) -> float:
+        """The mean of a number over all processes."""
+        return float(self.sum(torch.tensor(float(number), dtype=torch.float64))) / self.world
+
     def gather(self, x) -> list:
         """What every process has, by rank, on every one of them; anything that can be pickled."""
         if self.world == 1:

@@ -20,7 +20,6 @@ from torch import Tensor
 from data.tokenizers import load_tokenizer
 from engine.files import read_json, write
 from model import PAD
-from routers import ROUTERS
 
 Weights = dict[str, Tensor]  # by the names that model.py has for them
 
@@ -219,9 +218,6 @@ def export(found: Found, run: Path, folder: Path):
         raise ValueError(f"{run} holds a {found.kind}: give a run of train_lm.py, train_mlm.py or train_electra.py")
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"{folder} is not empty: give another folder")
-    router = ROUTERS.get(found.constants["router"])
-    if router and router.sees_later:
-        raise ValueError(f"{run} has experts that choose among later tokens, too: no text would have one answer")
     tokenizer = load_tokenizer(run)
     config, weights = theirs(found)
     config |= {f"{name}_id": token for name, token in hf_tokenizer.special_ids(tokenizer).items()}

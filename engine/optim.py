@@ -1,32 +1,8 @@
-"""The loss, the optimizer, and learning rates by step."""
+"""The optimizer and learning rate schedules."""
 
-import functools
 import math
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
-from torch.utils._triton import has_triton
-
-
-def cross_entropy(logits: Tensor, targets: Tensor, **options) -> Tensor:
-    """That of torch.nn.functional, of logits (M, V) and targets (M,), in fp32 at least.
-
-    On CUDA it is compiled, so that (M, V) numbers are read and written in bf16 alone, and never kept in fp32.
-    """
-    if logits.is_cuda and not torch.compiler.is_compiling() and has_triton():
-        return compiled_in_fp32()(logits, targets, **options)
-    return in_fp32(logits, targets, **options)
-
-
-def in_fp32(logits: Tensor, targets: Tensor, **options) -> Tensor:
-    dtype = torch.promote_types(logits.dtype, torch.float32)
-    return F.cross_entropy(logits.to(dtype), targets, **options)
-
-
-@functools.cache
-def compiled_in_fp32():
-    return torch.compile(in_fp32)
 
 
 def adamw(model: torch.nn.Module, config) -> torch.optim.AdamW:

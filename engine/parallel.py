@@ -11,6 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 def wrap(model: nn.Module, config, context) -> nn.Module:
     """-> what to call in place of the model. --compile decides, or else whether products are in bfloat16 on a GPU."""
+    if getattr(config, "recompute", False):  # fine-tuning has no such constant
+        model.recompute_layers()
     device = context.device.type
     fast = device == "cuda" and context.dtype == torch.bfloat16
     forward = model

@@ -203,17 +203,6 @@ class Run:
         seconds = time.perf_counter() - self.clock
         return {"since": self.since, "tokens": self.tokens, "seconds": seconds, "loss_sum": loss_sum}
 
-    def parts(self, counts: list) -> list:
-        """What to divide the mean loss of each micro-batch by, so that a step's is the mean over all that it predicts.
-
-        counts: how many tokens each micro-batch of this process predicts, or a list for each, of what is averaged
-        apart. Gradients are the mean over processes: so it is how many micro-batches of this size a process has a step.
-        """
-        counts = torch.tensor(counts)
-        whole = self.context.sum(counts.sum(dim=0)).double() / self.context.world
-        parts = whole / counts  # where nothing is predicted infinite, so that the loss counts for nothing
-        return parts.nan_to_num(nan=math.inf, posinf=math.inf).tolist()
-
     def add(self, loss: torch.Tensor, tokens: int):
         """Counts one micro-batch of this process; `loss` is its part of the step's loss, as the bar shows it."""
         self.loss_sum += loss.detach()

@@ -357,7 +357,6 @@ def test_runs_that_do_not_fit_are_one_clear_line(place, tmp_path, monkeypatch, c
         ("experts", lm["dense"]): "no finished run of train_lm.py fits",
         ("gamma", as_if(lm["threshold"], checkpoints)): "is neither the folder of a run",
         ("gamma", as_if(lm["threshold"], data_checksum="another")): "was trained on it",
-        ("gamma", as_if(lm["switch"], router="expert_choice")): "choose among later tokens too",
         ("gamma", lm["switch"], "--max_tokens", -1): "max_tokens must be over 0",
         ("gamma", lm["switch"], "--device", "nowhere"): "device nowhere",
         ("collapse", dense): f"{dense} is left out: it has no experts",

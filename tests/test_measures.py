@@ -43,7 +43,7 @@ def literal_stats(moe: MoE, calls: list) -> dict:
     tokens, wanted, served, unserved, entropy, positive, units, load = 0, 0, 0, 0, 0.0, 0, 0, []
     for h, ids in calls:
         routing = moe.router(h, ids)
-        turn = {(s, e): (-int(routing.priority[s, e]), s) for s, e in routing.wanted.nonzero().tolist()}
+        turn = {(s, e): (-routing.priority[s, e].item(), s) for s, e in routing.wanted.nonzero().tolist()}
         kept = reference.serve(turn, reference.capacity(len(h), E, moe.eval_capacity_factor), E)
         tokens, wanted, served = tokens + len(h), wanted + len(turn), served + len(kept)
         unserved += sum(not any((s, e) in kept for e in range(E)) for s in range(len(h)))

@@ -46,7 +46,6 @@ DECODERS = {
     "switch": dict(router="switch", capacity=0.25),
     "hash": dict(router="hash", capacity=0.05),
     "base": dict(router="base", capacity=0.25),
-    "expert_choice": dict(router="expert_choice", capacity=0.5),
 }
 ENCODERS = {
     "hypersphere": dict(router="hypersphere", experts=8, moe_after=(1, 3)),
@@ -142,7 +141,7 @@ def test_the_page_chooses_as_the_routers_do():
             edges = [float(sums[i]) for i in torch.randint(len(sums), (6,))]  # sums that reach t exactly, if no more
             settings = [("threshold", t, 1) for t in (0.0, 0.3, 0.5, 0.9, 0.999999, 1.0, *edges)]
             settings += [("topk", 0.5, K) for K in {1, min(2, E), E // 2 or 1, E}]
-            settings += [("switch", 0.5, 1), ("expert_choice", 0.5, 1)]
+            settings.append(("switch", 0.5, 1))
             for chooser, t, K in settings:
                 config = constants(threshold=min(t, 1.0), eval_threshold=None)
                 router = play.CHOOSERS[chooser](config, E, K)
@@ -224,7 +223,6 @@ def test_the_loss_is_the_model_s_under_the_setting(made):
         (dict(gamma=1.0), dict(eval_capacity=0.5)),
         (dict(chooser="topk", K=2), dict(router="topk", split=2)),
         (dict(chooser="switch", gamma=None), dict(router="switch", split=2, eval_capacity=inf)),
-        (dict(chooser="expert_choice"), dict(router="expert_choice", split=2)),
     ):
         found = player.loss(TEXT, own | change)["loss"]
         assert found[1:] == pytest.approx(expected(**constants_), abs=2e-4), change

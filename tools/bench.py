@@ -43,7 +43,7 @@ from analysis import flops, measures
 from engine import parallel
 from engine.device import Context, clear_errors, setup
 from engine.files import write
-from engine.optim import adamw, clip_gradients, cross_entropy
+from engine.optim import adamw, clip_gradients
 from engine.table import markdown_table
 from routers import ROUTERS
 
@@ -180,7 +180,7 @@ def our_layer(shape: train_lm.Config, h: Tensor, context, cast=False) -> Contend
     """With random weights. cast: those of the experts have the type of the products once and for all."""
     torch.manual_seed(1)  # other than the tokens' seed
     constants = replace(shape, router_std=LOGIT_STD / shape.n_embd**0.5)
-    moe = model.in_place_of_ffn(constants, VOCABULARY, "tanh").to(h.device)
+    moe = model.xmoe_layer(constants, VOCABULARY, "tanh").to(h.device)
     for p in moe.experts.parameters():
         nn.init.normal_(p, std=0.02)
     if cast:
@@ -241,8 +241,7 @@ def trainee(constants: train_lm.Config, tokens: int, context) -> Contender:
     def run():
         for _ in range(micros):
             with context.autocast():
-                logits, balance = forward(ids)
-                loss = cross_entropy(logits.flatten(0, 1), ids.flatten())
+                loss, balance = forward(ids, ids)
             ((loss + constants.balance_coef * balance) / micros).backward()
         clip_gradients(net, constants.grad_clip)
         optimizer.step()
@@ -267,7 +266,7 @@ def against_the_cpu(router: str, config: Config, context, E=16) -> Iterator[dict
         torch.manual_seed(0)
         constants = train_mlm.Config(router=router, top_k=2, experts=E, capacity_factor=gamma)
         constants = replace(constants, n_embd=64, expert_size=32, expert_layers=layers)
-        moe = model.between_layers(constants, 512, "tanh")
+        moe = model.x_moe_layer(constants, 512, "tanh")
         for p in moe.parameters():
             if p.dim() > 1:
                 nn.init.normal_(p, std=0.2)
