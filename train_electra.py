@@ -2,16 +2,16 @@
 
     python train_electra.py                                          the demo: English and three ciphers of it
     python train_electra.py --objective mlm --relative_bias false    the baseline XLM: a masked LM on the same batches
-    python train_electra.py --tlm false                              an ablation: sentences alone, no pairs
+    python train_electra.py --tlm false                              an ablation: sentences only, no pairs
     python train_electra.py --router hypersphere                     X-MoE's sparse layers in the discriminator
     python train_electra.py --table 2                                every row of the ablation
     torchrun --nproc_per_node 8 train_electra.py --preset base       the paper's model and schedule, on 8 GPUs
 
-In a batch of sentences and one of translation pairs some tokens are masked; the generator fills them in (MLM, TLM), and
-the discriminator says of every token of the outcome whether it was replaced (MRTD, TRTD). Prints, at every evaluation,
-how well both do that on held-out text, beside a guess that looks at nothing, and how many held-out sentences have their
-translation as the nearest one. A run is kept in out/train_electra/NAME; the same command goes on where it stopped.
-Whoever loads a run gets its discriminator without the head. `--help` lists every constant.
+Some tokens are masked in a batch of sentences and one of translation pairs; the generator fills them in (MLM, TLM), and
+the discriminator predicts for every token of the result whether it was replaced (MRTD, TRTD). Each evaluation prints
+the held-out scores of both, next to a blind guess, and how many held-out sentences have their translation as nearest
+neighbour. A run lives in out/train_electra/NAME; the same command resumes it. Loading a run gives its discriminator
+without the head. `--help` lists all constants.
 """
 
 import math
@@ -36,88 +36,88 @@ from engine.table import Table, carry_out, start
 from model import Encoder, MaskedLM, SparseModel, cross_entropy
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Constants: change one here, or give --name value
+# Constants: edit one here, or pass --name value
 
 
 @dataclass
 class Config:
     preset: str = "demo"  # demo, captions, or the paper's base, large and xl
     table: int | None = None  # run every row of XLM-E's table 2 at the preset's scale
-    seeds: int = 1  # repeat with so many seeds; give mean and deviation
-    data: str = "ciphers"  # a corpus of many languages under data/prepared, or the folder of a prepared one
-    pairs: str = "ciphers-pairs"  # translation pairs under data/prepared, or the folder of prepared ones
-    sampling_exponent: float = 0.7  # alpha of eq. 9: a language is drawn in proportion to its size to this power
-    seed: int = 0  # of weights, data order, masks, replaced tokens and dropout
+    seeds: int = 1  # train this many seeds and report mean and standard deviation
+    data: str = "ciphers"  # a multilingual corpus under data/prepared, or the folder of a prepared one
+    pairs: str = "ciphers-pairs"  # translation pairs under data/prepared, or the folder of a prepared corpus
+    sampling_exponent: float = 0.7  # alpha of eq. 9: a language is sampled in proportion to its size to this power
+    seed: int = 0  # seed of weights, data order, masks, sampled tokens and dropout
     # what is learned
-    objective: Literal["rtd", "mlm"] = "rtd"  # rtd: XLM-E; mlm: a masked LM of n_layer layers, and no discriminator
-    tlm: bool = True  # both on translation pairs too: TLM and TRTD; false: on sentences alone
-    lambda_disc: float = 1.0  # lambda, the weight of the discriminator's losses; 50 holds a young generator back
-    mask_share: float = 0.4  # of the tokens is masked; the paper's 0.15 teaches less in so short a run
-    masks: Literal["all", "bert", "electra"] = "all"  # which of them show the mask in training, see MASKS
+    objective: Literal["rtd", "mlm"] = "rtd"  # rtd: XLM-E; mlm: a masked LM of n_layer layers without a discriminator
+    tlm: bool = True  # train on translation pairs too (TLM and TRTD); false: on sentences only
+    lambda_disc: float = 1.0  # lambda, weight of the discriminator's losses; the paper's 50 slows a young generator
+    mask_share: float = 0.4  # share of tokens to mask; the paper's 0.15 teaches less in so short a run
+    masks: Literal["all", "bert", "electra"] = "all"  # what stands in place of masked tokens in training: see MASKS
     span: float | None = None  # mean length of masked spans; None: single tokens (section 3.1 says spans do worse)
     # the model
-    generator_layers: int = 4  # layers of the generator, which is as wide; with 2 the demo is not multilingual in time
-    n_layer: int = 4  # layers of the discriminator, without the sparse ones
-    n_head: int = 4  # H
-    n_embd: int = 64  # D
+    generator_layers: int = 4  # generator layers, of the same width; with 2 the demo is not multilingual in time
+    n_layer: int = 4  # discriminator layers, not counting sparse ones
+    n_head: int = 4  # H, attention heads
+    n_embd: int = 64  # D, model width
     ffn_size: int = 256  # inner width of an FFN
-    block_size: int = 32  # T, the longest row; in longer ones the demo becomes multilingual later
-    dropout: float = 0.0  # after embeddings, attention weights, attention and FFN; the sparse layers have none
-    init_std: float = 0.05  # of the normal that weights start from; from 0.02 a narrow discriminator learns later
-    frequency_bias: bool = True  # the generator's output bias starts at the log frequencies of the training tokens
+    block_size: int = 32  # T, the longest row; with longer rows the demo becomes multilingual later
+    dropout: float = 0.0  # dropout of embeddings, attention weights, attention and FFN; none in sparse layers
+    init_std: float = 0.05  # standard deviation of initial weights; at 0.02 a narrow discriminator learns later
+    frequency_bias: bool = True  # initialize the generator's output bias to the log frequencies of the training tokens
     relative_bias: bool = True  # gated relative position bias in both networks (section 3.3); the baseline has none
     # experts of the discriminator, or of the masked LM
     router: str = "dense"  # dense, or a name in routers.ROUTERS; hypersphere is X-MoE's
-    score: Literal["dot", "hypersphere"] | None = None  # how well a token fits an expert; None: the router's
-    gate: Literal["softmax", "sigmoid"] | None = None  # the weight of a chosen expert; None: the router's
-    moe_after: tuple[int, ...] = (2,)  # a sparse layer stands after each of these layers, counted from 1
-    experts: int = 32  # E
-    expert_size: int = 128  # F, the inner width of an expert's FFNs
-    expert_layers: int = 3  # FFNs of an expert, each with a norm and a residual around it; 0: one FFN without them
+    score: Literal["dot", "hypersphere"] | None = None  # token-expert similarity; None: the router's default
+    gate: Literal["softmax", "sigmoid"] | None = None  # weight of a chosen expert; None: the router's default
+    moe_after: tuple[int, ...] = (2,)  # insert a sparse layer after each of these layers, counted from 1
+    experts: int = 32  # E, experts per sparse layer
+    expert_size: int = 128  # F, inner width of an expert's FFNs
+    expert_layers: int = 3  # pre-norm residual FFNs per expert; 0: one plain FFN
     top_k: int = 1  # K, experts per token
-    capacity_factor: float = float("inf")  # gamma: an expert serves gamma * S / E of S tokens at most; inf: no limit
-    threshold: float = 0.9  # t of XMoE's router, the probability that the chosen experts must reach together
-    eval_threshold: float | None = None  # t at test; None: the same
-    routing_dim: int | None = None  # d_e, what the router projects to; 0: nothing; None: on a hypersphere E / 2
-    init_temperature: float | None = None  # tau_0 of a hypersphere; None: the gate's
-    router_std: float = 0.02  # of the normal that the router's projection starts from
-    balance_coef: float = 0.01  # the weight of the balance loss
+    capacity_factor: float = float("inf")  # gamma: an expert serves at most gamma * S / E of S tokens; inf: no limit
+    threshold: float = 0.9  # t of XMoE's router: the chosen experts' probabilities must sum to t
+    eval_threshold: float | None = None  # threshold at test; None: the same
+    routing_dim: int | None = None  # d_e, the dimension routers project to; 0: none; None: E / 2 on a hypersphere
+    init_temperature: float | None = None  # tau_0, initial temperature on a hypersphere; None: the paper's for the gate
+    router_std: float = 0.02  # standard deviation of the router's initial projection
+    balance_coef: float = 0.01  # alpha, the weight of the balance loss
     # training
     steps: int = 4000  # optimizer steps
-    batch_tokens: int = 512  # tokens of a step, over all processes, for sentences and again for pairs
-    micro_tokens: int = 512  # tokens of one forward pass; under a capacity limit it changes the numbers
-    learning_rate: float = 1.5e-3  # peak
-    distance_lr: float = 3.0  # the relative bias learns at so many times the rate: else it hardly grows in this time
-    warmup: float = 0.1  # share of the steps; then a line down to 0
-    beta2: float = 0.999  # Adam; in small batches a token is rare: its gradient must be remembered
-    eps: float = 1e-9  # Adam; the gradients of rare tokens are small
-    weight_decay: float = 0.01  # of matrices and embeddings
-    grad_clip: float = 2.0  # largest norm of the gradient; 0 for no limit
-    eval_every: int = 250  # steps from one evaluation and checkpoint to the next
+    batch_tokens: int = 512  # tokens per step over all processes, of sentences and again of pairs
+    micro_tokens: int = 512  # tokens per forward pass; changes results under a capacity limit
+    learning_rate: float = 1.5e-3  # peak learning rate
+    distance_lr: float = 3.0  # learning rate multiplier of the relative position bias; at 1 it hardly grows in time
+    warmup: float = 0.1  # share of steps for linear warm-up; then linear decay to 0
+    beta2: float = 0.999  # Adam's second beta; high, since tokens are rare in small batches
+    eps: float = 1e-9  # Adam's epsilon; low, since rare tokens have small gradients
+    weight_decay: float = 0.01  # weight decay of matrices and embeddings
+    grad_clip: float = 2.0  # clip the gradient to this norm; 0: no clipping
+    eval_every: int = 250  # evaluate and save a checkpoint every N steps
     eval_tokens: int = 1 << 14  # validation tokens of sentences, and of pairs, at most (retrieval has its own limit)
-    eval_maskings: int = 10  # the final scores are means over so many fixed maskings; the others take one
-    log_every: int = 10  # steps from one look at the loss to the next
+    eval_maskings: int = 10  # fixed maskings that the last evaluation averages over; the others use one
+    log_every: int = 10  # report the training loss every N steps
     # where and how
-    out_dir: str = "out/train_electra"  # where runs are kept
+    out_dir: str = "out/train_electra"  # folder of all runs
     device: str = "auto"  # cuda, mps or cpu
     dtype: Literal["auto", "bfloat16", "float32", "float64"] = "float32"  # auto: bfloat16 where it is fast
-    compile: bool | None = None  # torch.compile; None: where products are in bfloat16 on a GPU
-    recompute: bool = False  # activation checkpointing: less memory, for a second forward pass
-    resume: bool = True  # go on from the run's newest checkpoint; false: start again
+    compile: bool | None = None  # use torch.compile; None: for bfloat16 on a GPU
+    recompute: bool = False  # activation checkpointing: less memory for a second forward pass
+    resume: bool = True  # resume from the newest checkpoint; false: start over
 
     def unread(self) -> set[str]:
-        """Constants that a run does not read because of others: see engine/config.py."""
+        """Constants that this run ignores, given its others: see engine/config.py."""
         return {"lambda_disc", "generator_layers"} if self.objective == "mlm" else set()
 
 
-# Real sentences and their translations, few and short: captions of pictures in English and German (Multi30k). How to
-# prepare them stands in data/README.md.
+# Few, short, real sentences and their translations: image captions in English and German (Multi30k). data/README.md
+# says how to prepare them.
 CAPTIONS = dict(data="captions", pairs="captions-pairs", n_embd=128, ffn_size=512, block_size=64)
-CAPTIONS |= dict(steps=14_000, eval_every=2000)  # at half the rate more translations are found
+CAPTIONS |= dict(steps=14_000, eval_every=2000)  # half the rate finds more translations
 CAPTIONS |= dict(init_std=0.02, distance_lr=10.0, dtype="auto")
 
-# XLM-E appendices A and B; micro-batches are ours. Of Large and XL the text says that they have a vocabulary of 500K,
-# but only one of 2^19 gives the parameters of table 3.
+# XLM-E appendices A and B; micro-batches are ours. For Large and XL the text says a vocabulary of 500K, but only 2^19
+# gives the parameters of table 3.
 BASE = dict(data="cc100", pairs="opus100", mask_share=0.15, masks="electra")
 BASE |= dict(n_layer=12, n_head=12, n_embd=768, init_std=0.02)
 BASE |= dict(ffn_size=3072, block_size=512, dropout=0.1)
@@ -138,16 +138,16 @@ PRESETS = {
 
 # Tokens of each preset's vocabulary: equal FLOPs depend on it, and a table is made before its corpora are read.
 VOCABULARY = {"demo": 517, "captions": 4098, "base": 250_002, "large": 1 << 19, "xl": 1 << 19}
-# What is shown in place of a masked token: the mask with the first probability, any token with the second, else itself.
+# What replaces a masked token: the mask with the first probability, a random token with the second, else itself.
 MASKS = {"all": (1.0, 0.0), "bert": (0.8, 0.1), "electra": (0.85, 0.0)}
 XLM = dict(objective="mlm", relative_bias=False, masks="bert")
-SENTENCES = dict(tlm=False, masks="electra")  # without pairs a demo that always shows the mask learns nothing
+SENTENCES = dict(tlm=False, masks="electra")  # without pairs, a demo that always shows the mask learns nothing
 
 
 def table2(base: Config) -> Table:
-    """Without TRTD, without the gated bias, and XLM. The paper's numbers are XNLI, MLQA (F1 / EM) after fine-tuning.
+    """XLM, and XLM-E without TRTD or the gated bias; XLM and XLM-E without pairs at equal steps and at equal FLOPs.
 
-    XLM, and XLM-E without pairs, stand here with XLM-E's steps and once more with its FLOPs.
+    The paper's numbers are XNLI and MLQA (F1 / EM) after fine-tuning.
     """
     more = steps_of_xlm(base)
     longer = dict(steps=round(more * base.steps))
@@ -183,19 +183,20 @@ def cells(result: dict) -> dict:
         "saved in pairs": (pairs.get("saved"), ".1%"),
         "beside a translation": (translation["with"], ".1%"),
         "translation adds": (translation["with"] - translation["without"], "+.2%"),
-        "change at step": (result.get("change"), ",.0f"),
+        "translations help since step": (result.get("since_step"), ",.0f"),
         "translations found": (scores["retrieval"][layer], ".1%"),
         "found, centred": (scores["centred"][layer], ".1%"),
     }
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The two networks, and their losses
+# The two networks and their losses
 
 
 class Electra(SparseModel):
-    """A discriminator and a generator (sections 2 and 3), which share the embeddings of tokens and, as in ELECTRA, of
-    positions: of distances, too, so that the discriminator knows where neighbours stand as soon as the generator does.
+    """A discriminator and a generator (sections 2 and 3) that share token embeddings and, as in ELECTRA, positions.
+
+    They share the relative position bias too, so the discriminator attends to neighbours as soon as the generator does.
     """
 
     def __init__(self, config, V: int):
@@ -226,7 +227,7 @@ class Electra(SparseModel):
         """-> generator logits (M, V), balance loss, discriminator logits (S,) (above 0: replaced), the truth (S,)"""
         logits, _ = self.generator(ids, masked, real=real)
         drawn = sample(logits)  # (M,)
-        corrupt = ids.flatten().index_copy(0, masked, drawn)  # (B * T,), eqs. 2 and 4
+        corrupt = ids.flatten().index_copy(0, masked, drawn)  # (B * T,) eqs. 2, 4
         h, balance = self.encoder(corrupt.view_as(ids), real)  # (B, T, D)
         disc_logits = self.out(self.ln_h(F.gelu(self.dense(h)))).flatten()  # (B * T,)
         replaced = corrupt.new_zeros(len(corrupt), dtype=torch.bool)  # (B * T,)
@@ -236,17 +237,17 @@ class Electra(SparseModel):
         return logits, balance, disc_logits, replaced
 
 
-NETWORKS = {"rtd": Electra, "mlm": MaskedLM}  # by what is learned
+NETWORKS = {"rtd": Electra, "mlm": MaskedLM}  # by objective
 
 
 @torch.no_grad()
 def sample(logits: Tensor) -> Tensor:
-    """(M,) tokens from softmax(logits), (M, V), without gradient: each is the largest of V logits with Gumbel noise.
+    """logits (M, V) -> (M,) tokens sampled from softmax(logits) by the Gumbel-max trick, without gradient.
 
-    torch.multinomial is slower, and meets a NaN with an assertion on the device.
+    torch.multinomial is slower, and a NaN triggers a device-side assertion in it.
     """
     logits = logits.float()
-    noise = torch.rand_like(logits).log_().neg_().log_()  # in place: each is as large as the logits
+    noise = torch.rand_like(logits).log_().neg_().log_()  # in place, since it is as large as the logits
     return (logits - noise).argmax(dim=1)
 
 
@@ -262,13 +263,13 @@ def disc_loss(disc_logits: Tensor, replaced: Tensor) -> Tensor:
 
 @torch.no_grad()
 def score(model, batches, special, config: Config, context) -> dict:
-    """Mean losses and shares of right answers, over all batches of all processes; each batch's draws are fixed.
+    """Mean losses and accuracies over all batches of all processes, with fixed sampling for each batch.
 
-    saved: by how much the discriminator's loss is below that of a blind guess. Such a guess knows that `special` ids
-    are never masked, and which share of the other tokens is replaced; 0 means that nothing more has been learned.
+    saved: relative reduction of the discriminator's loss compared with a blind guess, which knows only that `special`
+    ids are never masked and what share of other tokens is replaced; 0: nothing more has been learned.
     """
     special = torch.tensor([*special])
-    own, sums = Counter(), Counter()  # this process's counts, and those of all
+    counts, sums = Counter(), Counter()  # of this process, and of all
     for masking, first, batch in batches:
         seed_all(config.seed, masking, first, 3)  # no key of training: there the fourth number counts as 0
         ids, masked, targets, real = context.send_all(*batch[:4])
@@ -282,16 +283,16 @@ def score(model, batches, special, config: Config, context) -> dict:
         if batch.real is not None:
             shown = shown[batch.real]  # (S,)
         M, S = len(right), len(shown)
-        own.update(masked=M, mlm=M * float(cross_entropy(logits, targets)), generator=int(right.sum()))
-        own.update(tokens=S, balance=M * float(balance))
-        # What is special is never masked. A masked place shows the mask, which is special, and hides what is not.
-        own["maskable"] += S - int(torch.isin(shown, special).sum()) + M
+        counts.update(masked=M, mlm=M * float(cross_entropy(logits, targets)), generator=int(right.sum()))
+        counts.update(tokens=S, balance=M * float(balance))
+        # Special tokens are never masked. A masked position shows the mask, which is special, but hides another token.
+        counts["maskable"] += S - int(torch.isin(shown, special).sum()) + M
         if config.objective == "rtd":
             correct = (disc_logits > 0) == replaced  # (S,)
-            own["rtd"] += S * float(disc_loss(disc_logits, replaced))
-            own.update(accuracy=int(correct.sum()), replaced=int(replaced.sum()))
-    for part in context.gather(own):
-        sums.update(part)  # adding Counters would lose what is not a number
+            counts["rtd"] += S * float(disc_loss(disc_logits, replaced))
+            counts.update(accuracy=int(correct.sum()), replaced=int(replaced.sum()))
+    for part in context.gather(counts):
+        sums.update(part)  # adding Counters would drop NaN
     M, S, maskable = sums["masked"], sums["tokens"], sums["maskable"]
     scores = {"masked": M, "tokens": S}
     scores |= {name: sums[name] / max(1, M) for name in ("mlm", "generator", "balance")}
@@ -299,23 +300,23 @@ def score(model, batches, special, config: Config, context) -> dict:
         scores |= {name: sums[name] / S for name in ("rtd", "accuracy", "replaced")}
         share = sums["replaced"] / max(1, maskable)
         entropy = -sum(p * math.log(p) for p in (share, 1 - share) if p)
-        blind = maskable / S * entropy  # a special token, which nobody replaces, costs the guess nothing
+        blind = maskable / S * entropy  # special tokens cost the guess nothing
         scores["saved"] = 1 - scores["rtd"] / blind if blind else 0.0
     return scores
 
 
 def evaluate(model, data: dict, config: Config, context, untrained: list[float], maskings: int) -> dict:
-    """Scores of both kinds of validation text, routing statistics of the sparse layers, and two measures of pairs.
+    """Scores on held-out sentences and pairs, routing statistics, and two measures of how languages are aligned.
 
-    untrained: the translations that each layer found before training about each language's mean; they are kept, too.
+    untrained: retrieval accuracy of each layer before training, with language means removed; part of the scores.
     """
     model.eval()
     watches = [measures.RoutingStats(moe) for moe in model.moe_layers]
     scores = {"loss": 0.0}
     for kind, corpus in data.items():
         batches = corpus.eval_batches("valid", maskings, config.eval_tokens, context.rank, context.world)
-        scores[kind] = own = score(model, batches, corpus.tokenizer.special, config, context)
-        scores["loss"] += own["mlm"] + config.lambda_disc * own.get("rtd", 0.0)
+        scores[kind] = of_kind = score(model, batches, corpus.tokenizer.special, config, context)
+        scores["loss"] += of_kind["mlm"] + config.lambda_disc * of_kind.get("rtd", 0.0)
     scores["layers"] = [watch.finish(context.sum) for watch in watches]
     generator, how = getattr(model, "generator", model), (data["pairs"], config, context)
     scores["translation"] = bilingual.translation_effect(generator, *how, maskings)
@@ -329,11 +330,11 @@ def evaluate(model, data: dict, config: Config, context, untrained: list[float],
 
 
 def train(config: Config, context) -> dict:
-    """Trains (or goes on training) one model -> its result, which is also in result.json."""
+    """Trains a model, or resumes training -> the content of result.json."""
     with clear_errors():
         data = open_data(config, context)
-        # What is held out always shows the mask, so that scores are equal for all masks of training. Without a limit
-        # they do not depend on the size of a batch, and larger ones take less time.
+        # Evaluation always shows the mask, whatever --masks. Without a capacity limit the batch size does not matter
+        # either, and larger batches are faster.
         limited = math.isfinite(config.capacity_factor)
         times = 1 if limited else max(1, 4096 // config.micro_tokens)
         larger = replace(config, masks="all", micro_tokens=times * config.micro_tokens)
@@ -343,14 +344,14 @@ def train(config: Config, context) -> dict:
             return run.result
         model = build(config, data, context)
         if not run.kept:
-            found = bilingual.retrieval(model.eval().encoder, held_out["pairs"], config, context)
-            run.kept["untrained"] = found["centred"]
+            untrained = bilingual.retrieval(model.eval().encoder, held_out["pairs"], config, context)
+            run.kept["untrained"] = untrained["centred"]
             model.train()
         work = step_flops(model)
         parameters = flops.count_parameters(model)
-        kept = [p.numel() for name, p in model.named_parameters() if not name.startswith("generator.")]
-        parameters["kept"] = sum(kept)  # the generator is thrown away when it has done its work
-        size = "{total:,} parameters, {kept:,} of them to keep".format(**parameters)
+        others = [p.numel() for name, p in model.named_parameters() if not name.startswith("generator.")]
+        parameters["kept"] = sum(others)  # the generator is not needed after pre-training
+        size = "{total:,} parameters, {kept:,} without the generator".format(**parameters)
         context.say(f"{run.name}: {size}; {work / 1e9:.1f} GFLOPs a step")
         counted = counting.masked_scores(held_out["sentences"], config.eval_tokens)
         context.say(counting.in_words(counted))
@@ -368,8 +369,8 @@ def train(config: Config, context) -> dict:
             masked.append(context.mean(sum(len(batch.targets) for batch in kind)) or 1.0)
             tokens.append(context.mean(sum(batch.tokens for batch in kind)))
         for micro, kinds in zip(run.micros, batches):
-            seed_all(config.seed, 1 + step, micro)  # all that is random: so a resumed run is the same run
-            forward.require_backward_grad_sync = micro == run.micros[-1]  # DDP exchanges gradients once
+            seed_all(config.seed, 1 + step, micro)  # all randomness, so a resumed run is the same run
+            forward.require_backward_grad_sync = micro == run.micros[-1]  # DDP averages gradients once per step
             loss = 0.0
             for batch, of_masked, of_tokens in zip(kinds, masked, tokens):
                 with context.autocast():
@@ -382,35 +383,35 @@ def train(config: Config, context) -> dict:
         clip_gradients(model, config.grad_clip)
         optimizer.step()
         optimizer.zero_grad()
-        model.after_step()  # restores what a router keeps fixed: a hypersphere its norms, the others nothing
+        model.after_step()  # a hypersphere router restores its norms
         if run.due(step + 1):
             maskings = config.eval_maskings if step + 1 == config.steps else 1
             scores = evaluate(model, held_out, config, context, run.kept["untrained"], maskings)
             run.kept["scores"] = scores
             translation = scores["translation"]
-            if translation["with"] > translation["without"] + 0.02:  # it begins to help: the languages become one
-                run.kept.setdefault("change", step + 1)
+            if translation["with"] > translation["without"] + 0.02:  # translations help: the languages are aligned
+                run.kept.setdefault("since_step", step + 1)
             record = {"flops": (step + 1) * work, "held_out": scores}
             run.save(step + 1, record, f"{record['flops']:.2e} FLOPs\n{describe(scores)}", scores["loss"])
 
-    measured = {"held_out": run.kept["scores"], "change": run.kept.get("change"), "counting": counted}
+    measured = {"held_out": run.kept["scores"], "since_step": run.kept.get("since_step"), "counting": counted}
     return run.finish(measured | {"parameters": parameters, "flops": config.steps * work})
 
 
 def open_data(config: Config, context) -> dict[str, MaskedData | PairData]:
-    """Both corpora. Raises ValueError where their vocabularies differ."""
+    """Opens both corpora. Raises ValueError if their vocabularies differ."""
     options = {"exponent": config.sampling_exponent, "mask_share": config.mask_share, "span": config.span}
     options["replace"] = MASKS[config.masks]
     sentences = MaskedData.open(config.data, config, context, **options)
     pairs = PairData.open(config.pairs, config, context, **options)
     if sentences.tokenizer.sha256 != pairs.tokenizer.sha256:
-        what = "have different tokenizers: prepare both with the same --tokenizer"
-        raise ValueError(f"{config.data} and {config.pairs} {what}")
+        problem = "have different tokenizers: prepare both with the same --tokenizer"
+        raise ValueError(f"{config.data} and {config.pairs} {problem}")
     return {"sentences": sentences, "pairs": pairs}
 
 
 def build(config: Config, data: dict, context) -> Electra | MaskedLM:
-    """The model drawn from the seed."""
+    """A new model."""
     seed_all(config.seed)
     model = context.place(NETWORKS[config.objective](config, data["pairs"].vocab_size))
     if config.frequency_bias:
@@ -431,7 +432,7 @@ def work_of(config: Config) -> float:
 
 
 def step_flops(model: Electra | MaskedLM) -> float:
-    """Training FLOPs of a step, forward and twice that backward; pairs count as rows of block_size tokens, too."""
+    """Training FLOPs of a step, the backward pass counted as two forward ones; pairs as rows of block_size tokens."""
     config, D = model.config, model.config.n_embd
     generator = getattr(model, "generator", model)
     head = config.mask_share * flops.masked_head_flops(generator)  # only masked tokens pass through it
@@ -444,36 +445,36 @@ def step_flops(model: Electra | MaskedLM) -> float:
 
 
 def describe(scores: dict) -> str:
-    """What one evaluation found: a line for each kind of text, two of both languages together, one a sparse layer."""
+    """An evaluation in words: lines on sentences, on pairs, on alignment, and on each sparse layer."""
     lines = []
     for kind in ("sentences", "pairs"):
-        own = scores[kind]
-        line = f"{measures.in_perplexity(own['mlm'])}, {own['generator']:.1%} right"
-        if "rtd" in own:
-            saved = f"{abs(own['saved']):.1%} {'above' if own['saved'] < 0 else 'below'} a blind guess's"
-            line = f"generator: {line}; discriminator: loss {own['rtd']:.4f}, {saved}, "
-            line += "{accuracy:.1%} right, {replaced:.1%} replaced".format(**own)
+        of_kind = scores[kind]
+        line = f"{measures.in_perplexity(of_kind['mlm'])}, {of_kind['generator']:.1%} right"
+        if "rtd" in of_kind:
+            saved = f"{abs(of_kind['saved']):.1%} {'above' if of_kind['saved'] < 0 else 'below'} a blind guess"
+            line = f"generator: {line}; discriminator: loss {of_kind['rtd']:.4f}, {saved}, "
+            line += "{accuracy:.1%} right, {replaced:.1%} replaced".format(**of_kind)
         lines.append(f"held-out {kind}: {line}")
-    line = "masked tokens of half a pair: {with:.2%} right with its translation beside it, {without:.2%} without: "
+    line = "masked tokens of one half of a pair: {with:.2%} right with the translation, {without:.2%} without: "
     low, high = scores["translation"]["effect"]
     lines.append(f"{line.format(**scores['translation'])}a difference of {low:+.2%} to {high:+.2%}")
     layer = measures.middle_layer(len(scores["retrieval"]) - 1)
-    found, centred, before = (scores[name][layer] for name in ("retrieval", "centred", "untrained"))
-    line = f"held-out translations found by layer {layer}: {found:.1%} ({scores['chance']:.1%} by chance), "
-    lines.append(f"{line}{centred:.1%} where the mean of each language is taken away ({before:.1%} untrained)")
+    accuracy, centred, untrained = (scores[name][layer] for name in ("retrieval", "centred", "untrained"))
+    line = f"held-out translations retrieved by layer {layer}: {accuracy:.1%} ({scores['chance']:.1%} by chance), "
+    lines.append(f"{line}{centred:.1%} with language means removed ({untrained:.1%} untrained)")
     for i, moe in enumerate(scores["layers"], 1):
         lines.append(f"sparse layer {i}: {measures.describe_routing(moe)}")
     return "\n".join(lines)
 
 
 def report(config: Config, result: dict) -> str:
-    """A finished result in words."""
+    """A result in words."""
     title = f"{result['name']}, {result['flops']:.2e} FLOPs, {config.eval_maskings} maskings"
     lines = ["", title, describe(result["held_out"]), counting.in_words(result["counting"])]
-    began, translation = result["change"], result["held_out"]["translation"]
-    words = f"a translation helps since step {began}" if began else "a translation does not help yet: give more --steps"
-    added = translation["with"] - translation["without"]
-    lines.append(f"{words}; in the end {added:+.1%} of the masked tokens are right because it is there")
+    since, translation = result["since_step"], result["held_out"]["translation"]
+    words = f"translations help since step {since}" if since else "translations do not help yet: increase --steps"
+    gain = translation["with"] - translation["without"]
+    lines.append(f"{words}; in the end they raise the accuracy on masked tokens by {100 * gain:.1f} points")
     return "\n".join(lines)
 
 

@@ -1,17 +1,17 @@
-"""XMoE's language models (tables 1 and 2): a GPT whose every second FFN is 8 * split small experts.
+"""XMoE's language models (tables 1 and 2): a GPT in which every second FFN is 8 * split small experts.
 
-    python train_lm.py                                     the demo: threshold router, on text that is on this disk
-    python train_lm.py --router switch --capacity 0.5      an ablation; it has a folder of its own under out/
-    python train_lm.py --split 8                           smaller experts: 64 of them, capacity to match
-    python train_lm.py --table 1 --seeds 3                 every row of a table, beside the paper's numbers
-    python train_lm.py --eval_only true --eval_threshold 0.5                  a trained model, routed otherwise
-    python train_lm.py --prompt "Return the" --sample_seed 1                  a trained model goes on from these words
+    python train_lm.py                                     the demo: threshold router, text from your own disk
+    python train_lm.py --router switch --capacity 0.5      an ablation, in a separate folder under out/
+    python train_lm.py --split 8                           smaller experts: 64 of them
+    python train_lm.py --table 1 --seeds 3                 every row of a table, next to the paper's numbers
+    python train_lm.py --eval_only true --eval_threshold 0.5                  test a trained model with other routing
+    python train_lm.py --prompt "Return the" --sample_seed 1                  sample from a trained model
     torchrun --nproc_per_node 8 train_lm.py --preset openwebtext-323M         the paper's size, on 8 GPUs
     torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint HOST:29500 train_lm.py --preset ...
 
-Prints, at every evaluation, bits per byte and perplexity, and how each MoE layer routes; in the end the test perplexity
-under the evaluation's capacity limit (the paper's protocol) and without one, and a sample. A run is kept in
-out/train_lm/NAME; the same command goes on where it stopped. `--help` lists every constant.
+Each evaluation prints bits per byte, perplexity, and how each MoE layer routes; the end prints test perplexity with the
+evaluation's capacity limit (the paper's protocol) and without one, and a sample. A run lives in out/train_lm/NAME; the
+same command resumes it. `--help` lists all constants.
 """
 
 from dataclasses import dataclass, replace
@@ -33,73 +33,73 @@ from engine.table import Table, carry_out, start
 from model import GPT
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Constants: change one here, or give --name value
+# Constants: edit one here, or pass --name value
 
 
 @dataclass
 class Config:
     preset: str = "demo"  # demo, small, or wikitext103 / openwebtext at -124M, -323M or -556M
     table: int | None = None  # run every row of XMoE's table 1 or 2 at the preset's scale
-    seeds: int = 1  # repeat with so many seeds; give mean and deviation
+    seeds: int = 1  # train this many seeds and report mean and standard deviation
     data: str = "pydocs"  # your own text (a file or a folder), a corpus under data/prepared, or a prepared folder
-    seed: int = 0  # of weights, data order and dropout
+    seed: int = 0  # seed of weights, data order and dropout
     # the model
-    n_layer: int = 4  # blocks
-    n_head: int = 4  # H
-    n_embd: int = 128  # D
+    n_layer: int = 4  # number of blocks
+    n_head: int = 4  # H, attention heads
+    n_embd: int = 128  # D, model width
     ffn_size: int = 512  # inner width of a dense FFN
     block_size: int = 256  # T, the longest sequence
-    dropout: float = 0.0  # after embeddings, attention weights, attention and FFN
-    init_std: float = 0.03  # of the normal that weights start from
-    frequency_bias: bool = True  # the output has a bias, which starts at the log frequencies of the training tokens
+    dropout: float = 0.0  # dropout of embeddings, attention weights, attention and FFN
+    init_std: float = 0.03  # standard deviation of initial weights
+    frequency_bias: bool = True  # add an output bias, initialized to the log frequencies of the training tokens
     # its experts
     router: str = "threshold"  # dense, or a name in routers.ROUTERS
-    score: Literal["dot", "hypersphere"] | None = None  # how well a token fits an expert; None: the router's
-    gate: Literal["softmax", "sigmoid"] | None = None  # the weight of a chosen expert; None: the router's
-    moe_every: int = 2  # every so many blocks have experts in place of their FFN
-    expert_ffns: int = 8  # a sparse layer has the parameters of so many dense FFNs
-    split: int | None = None  # parts of an FFN's width: expert_ffns * split experts; None: the router's (eq. 6)
-    top_k: int | None = None  # K, experts per token of topk; None: `split`, at equal FLOPs
-    capacity: float = 1.0  # work of the experts, in dense FFNs; the paper's gamma is capacity * split
-    eval_capacity: float | None = None  # at test; None: the same
-    threshold: float = 0.3  # t, the probability that the chosen experts must reach together (eq. 5); the paper: 0.9
-    eval_threshold: float | None = None  # at test; None: the same
-    routing_dim: int | None = None  # d_e, what the router projects to; 0: nothing; None: on a hypersphere E / 2
-    init_temperature: float | None = None  # tau_0 of a hypersphere; None: the gate's
-    router_std: float = 0.1  # of the normal that a router's weights start from
+    score: Literal["dot", "hypersphere"] | None = None  # token-expert similarity; None: the router's default
+    gate: Literal["softmax", "sigmoid"] | None = None  # weight of a chosen expert; None: the router's default
+    moe_every: int = 2  # every N-th block has experts instead of an FFN
+    expert_ffns: int = 8  # a sparse layer has the parameters of this many dense FFNs
+    split: int | None = None  # parts of an FFN's width: expert_ffns * split experts (eq. 6); None: the router's default
+    top_k: int | None = None  # K, experts per token of topk; None: `split`, for equal FLOPs
+    capacity: float = 1.0  # compute of the experts relative to a dense FFN; the paper's gamma is capacity * split
+    eval_capacity: float | None = None  # capacity at test; None: the same
+    threshold: float = 0.3  # t: the chosen experts' probabilities must sum to t (eq. 5); the paper: 0.9
+    eval_threshold: float | None = None  # threshold at test; None: the same
+    routing_dim: int | None = None  # d_e, the dimension routers project to; 0: none; None: E / 2 on a hypersphere
+    init_temperature: float | None = None  # tau_0, initial temperature on a hypersphere; None: the paper's for the gate
+    router_std: float = 0.1  # standard deviation of initial router weights
     balance_coef: float = 0.01  # alpha, the weight of the balance loss (eq. 7)
     # training
     steps: int = 1400  # optimizer steps
-    batch_tokens: int = 1024  # tokens of a step, over all processes and micro-batches
-    micro_tokens: int = 1024  # tokens of one forward pass; under a capacity limit it changes the numbers
-    learning_rate: float = 3e-3  # peak
-    min_learning_rate: float = 3e-5  # where the cosine ends
-    warmup: float = 0.1  # share of the steps
-    beta2: float = 0.999  # Adam; in small batches a token is rare: its gradient must be remembered
-    eps: float = 1e-8  # Adam
-    weight_decay: float = 0.1  # of matrices and embeddings
-    grad_clip: float = 1.0  # largest norm of the gradient; 0 for no limit
-    eval_every: int = 350  # steps from one evaluation and checkpoint to the next
-    eval_tokens: int = 32768  # validation tokens of each
-    log_every: int = 10  # steps from one look at the loss to the next
+    batch_tokens: int = 1024  # tokens per step, over all processes and micro-batches
+    micro_tokens: int = 1024  # tokens per forward pass; changes results under a capacity limit
+    learning_rate: float = 3e-3  # peak learning rate
+    min_learning_rate: float = 3e-5  # learning rate at the end of the cosine
+    warmup: float = 0.1  # share of steps for linear warm-up
+    beta2: float = 0.999  # Adam's second beta; high, since tokens are rare in small batches
+    eps: float = 1e-8  # Adam's epsilon
+    weight_decay: float = 0.1  # weight decay of matrices and embeddings
+    grad_clip: float = 1.0  # clip the gradient to this norm; 0: no clipping
+    eval_every: int = 350  # evaluate and save a checkpoint every N steps
+    eval_tokens: int = 32768  # validation tokens per evaluation
+    log_every: int = 10  # report the training loss every N steps
     # a sample of the trained model
-    prompt: str = ""  # what it goes on from
-    sample_tokens: int = 120  # its length
-    sample_temperature: float = 0.8  # what its logits are divided by
-    sample_top_k: int = 50  # each token is drawn from so many, the most probable ones
-    sample_seed: int = 0  # another number draws another sample
+    prompt: str = ""  # text to continue
+    sample_tokens: int = 120  # tokens of the sample, at most
+    sample_temperature: float = 0.8  # softmax temperature of the sample
+    sample_top_k: int = 50  # sample from this many most probable tokens
+    sample_seed: int = 0  # seed of the sample
     # where and how
-    out_dir: str = "out/train_lm"  # where runs are kept
+    out_dir: str = "out/train_lm"  # folder of all runs
     device: str = "auto"  # cuda, mps or cpu
     dtype: Literal["auto", "bfloat16", "float32", "float64"] = "auto"  # auto: bfloat16 where it is fast
-    compile: bool | None = None  # torch.compile; None: where products are in bfloat16 on a GPU
-    recompute: bool = False  # activation checkpointing: less memory, for a second forward pass
-    resume: bool = True  # go on from the run's newest checkpoint; false: start again
-    eval_only: bool = False  # no training: evaluate the run's checkpoint, or --init_from
-    init_from: str | None = None  # folder of another run, or of GPT-2 in Hugging Face's format (router dense)
+    compile: bool | None = None  # use torch.compile; None: for bfloat16 on a GPU
+    recompute: bool = False  # activation checkpointing: less memory for a second forward pass
+    resume: bool = True  # resume from the newest checkpoint; false: start over
+    eval_only: bool = False  # do not train: evaluate the run's checkpoint, or --init_from
+    init_from: str | None = None  # start from another run's folder, or from GPT-2 in Hugging Face format (router dense)
 
 
-# XMoE 4.1 and 4.2; 256 sequences of 1,024 tokens a step, in micro-batches of 16, are the authors' runs'.
+# XMoE 4.1 and 4.2; the authors' runs take 256 sequences of 1,024 tokens per step, in micro-batches of 16.
 PAPER = dict(n_layer=12, block_size=1024, dropout=0.1, frequency_bias=False, threshold=0.9)
 PAPER |= dict(init_std=0.014, router_std=0.014)
 PAPER |= dict(batch_tokens=256 * 1024, micro_tokens=16 * 1024)
@@ -109,7 +109,7 @@ BASE = PAPER | dict(n_head=12, n_embd=768, ffn_size=3072)
 WIDE = PAPER | dict(n_head=16, n_embd=1024, ffn_size=4096)
 PRESETS = {
     "demo": {},
-    # Half an hour on one core.
+    # half an hour on one core
     "small": dict(n_embd=256, ffn_size=1024, threshold=0.9, dropout=0.1, steps=5000, eval_every=1000),
     "wikitext103-124M": BASE | dict(data="wikitext103", steps=4_000, router="dense"),
     "wikitext103-323M": BASE | dict(data="wikitext103", steps=4_000, recompute=True),
@@ -122,8 +122,8 @@ PRESETS = {
 # ---------------------------------------------------------------------------------------------------------------------
 # Tables: rows, and the paper's test perplexity on OpenWebText and WikiText-103
 
-TABLE1 = [  # method, parts of an FFN's width, what its row changes, at 323M, at 556M
-    ("dense", 1, dict(router="dense"), "22.61", "22.24", "", ""),  # 124M; the paper has none of 556M's width
+TABLE1 = [  # method, split, the row's constants, the paper at 323M, at 556M
+    ("dense", 1, dict(router="dense"), "22.61", "22.24", "", ""),  # 124M; the paper has none at the width of 556M
     ("Switch", 1, dict(router="switch"), "20.11", "20.60", "19.17", "19.72"),
     ("Hash", 1, dict(router="hash"), "21.27", "21.63", "20.25", "22.01"),
     ("BASE", 1, dict(router="base"), "20.49", "21.13", "19.72", "21.03"),
@@ -147,7 +147,7 @@ TABLE2 = [  # experts, FLOPs at test, the paper's numbers
 
 
 def table1(base: Config) -> Table:
-    """The paper's routers, with the same parameters and FLOPs of their experts."""
+    """The paper's routers, with equal expert parameters and FLOPs."""
     rows = []
     for method, split, change, *paper in TABLE1:
         experts = 1 if method == "dense" else base.expert_ffns * split
@@ -158,12 +158,12 @@ def table1(base: Config) -> Table:
 
 
 def table2(base: Config) -> Table:
-    """A dense model whose FFNs are split into experts: t = 1, no drop. With fewer FLOPs at test t is 0.9."""
+    """A dense model whose FFNs are split into experts, trained with t = 1 and no drops; at test t = 0.9 saves FLOPs."""
     paper = TABLE1[0][3:5]  # of the dense model
     rows = [(("dense", "", "1.00x", *paper), {"router": "dense"})]
     for experts, work, *paper in TABLE2:
         change = dict(router="threshold", moe_every=1, threshold=1.0, expert_ffns=1, split=experts)
-        if work < 1:  # the run of the row at 1.00x, tested otherwise
+        if work < 1:  # tests the run of the 1.00x row
             change |= dict(eval_only=True, eval_threshold=0.9, eval_capacity=work)
         rows.append((("XMoE", f"{experts} x {base.ffn_size // experts}", f"{work:.2f}x", *paper), change))
     title = "XMoE table 2: test perplexity of dense models split into experts, with fewer FLOPs at test"
@@ -175,17 +175,17 @@ ROUTING = {"wanted": ".2f", "served": ".2f", "cut": ".1%", "unserved": ".2%"}
 
 
 def cells(result: dict) -> dict:
-    """A row of either table; of the routing statistics the mean over MoE layers."""
+    """A row of either table; routing statistics are means over MoE layers."""
     test, layers = result["test"], result["test"]["layers"]
-    found = {
+    row = {
         "params, M": (result["parameters"]["total"] / 1e6, ".1f"),
         "bits/byte": (test["bpb"], ".3f"),
         "ours": (test["ppl"], ".2f"),
         "no limit": (result["test_no_limit"]["ppl"], ".2f"),
     }
     for name, form in ROUTING.items():
-        found[name] = measures.mean_over_layers(name, layers), form
-    return found
+        row[name] = measures.mean_over_layers(name, layers), form
+    return row
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -194,7 +194,7 @@ def cells(result: dict) -> dict:
 
 @torch.no_grad()
 def evaluate(model: GPT, data: TokenData, split: str, context, max_tokens: int | None = None) -> dict:
-    """Cross entropy, balance loss and routing statistics, in micro-batches of the training's size."""
+    """Cross entropy, balance loss and routing statistics, with micro-batches as large as in training."""
     model.eval()
     watches = [measures.RoutingStats(moe) for moe in model.moe_layers]
     sums = torch.zeros(3, dtype=torch.float64)  # cross entropy, balance loss, tokens
@@ -215,7 +215,7 @@ def evaluate(model: GPT, data: TokenData, split: str, context, max_tokens: int |
 
 
 def in_units(loss: float, counts: dict) -> dict[str, float]:
-    """A mean cross entropy in nats a token, by the tokens, words and bytes that a text has."""
+    """Mean cross entropy in nats per token -> the units of a text with these counts of tokens, words and bytes."""
     return {
         "loss": loss,
         "ppl": measures.perplexity(loss),
@@ -225,7 +225,7 @@ def in_units(loss: float, counts: dict) -> dict[str, float]:
 
 
 def build(config: Config, data: TokenData, context) -> GPT:
-    """The model drawn from the seed, or that of `--init_from`."""
+    """A new model, or that of `--init_from`."""
     seed_all(config.seed)
     model = context.place(GPT(config, data.vocab_size))
     if config.frequency_bias:
@@ -237,7 +237,7 @@ def build(config: Config, data: TokenData, context) -> GPT:
 
 
 def train(config: Config, context) -> dict:
-    """Trains (or goes on training) a language model -> its result, which is also in result.json."""
+    """Trains a language model, or resumes training -> the content of result.json."""
     if config.eval_only:
         return evaluate_run(config, context)
     with clear_errors():
@@ -249,8 +249,8 @@ def train(config: Config, context) -> dict:
         parameters = flops.count_parameters(model)
         head = 2 * config.n_embd * data.vocab_size
         work = flops.flops_per_token(model, config, head)
-        size = "{total:,} parameters, {active:,.0f} active a token".format(**parameters)
-        context.say(f"{run.name}: {size}; {work / 1e6:.1f} MFLOPs a token forward at full capacity")
+        size = "{total:,} parameters, {active:,.0f} active per token".format(**parameters)
+        context.say(f"{run.name}: {size}; {work / 1e6:.1f} forward MFLOPs per token at full capacity")
         by_counting = counting.text_losses(data, config.steps)
         forward = parallel.wrap(model, config, context)
         optimizer = adamw(model, config)
@@ -262,8 +262,8 @@ def train(config: Config, context) -> dict:
         rate = cosine(step, config.steps, config.warmup, peak, floor)
         set_learning_rate(optimizer, rate)
         for micro in run.micros:
-            seed_all(config.seed, 1 + step, micro)  # all that is random: so a resumed run is the same run
-            forward.require_backward_grad_sync = micro == run.micros[-1]  # DDP exchanges gradients once
+            seed_all(config.seed, 1 + step, micro)  # all randomness, so a resumed run is the same run
+            forward.require_backward_grad_sync = micro == run.micros[-1]  # DDP averages gradients once per step
             x, y = context.send_all(*data.batch("train", step, micro))
             with context.autocast():
                 loss, balance = forward(x, y)
@@ -273,7 +273,7 @@ def train(config: Config, context) -> dict:
         clip_gradients(model, config.grad_clip)
         optimizer.step()
         optimizer.zero_grad()
-        model.after_step()  # restores what a router keeps fixed: a hypersphere its norms, the others nothing
+        model.after_step()  # a hypersphere router restores its norms
         if run.due(step + 1):
             scores = evaluate(model, data, "valid", context, config.eval_tokens)
             run.save(step + 1, scores, f"valid {describe(scores)}", scores["loss"])
@@ -282,7 +282,7 @@ def train(config: Config, context) -> dict:
 
 
 def summary(model: GPT, data: TokenData, by_counting: dict, context) -> dict:
-    """Final measurements: test scores, counting baselines, and the tokens that want few or many experts."""
+    """Test scores, counting baselines, and the tokens that want few or many experts."""
     text = data.meta["splits"]["test"]
     result = test(model, data, context)
     result["counting"] = {name: measures.bits_per_byte(loss, text) for name, loss in by_counting.items()}
@@ -295,7 +295,7 @@ def summary(model: GPT, data: TokenData, by_counting: dict, context) -> dict:
 
 
 def test(model: GPT, data: TokenData, context) -> dict:
-    """Test perplexity at the evaluation's capacity (the paper's protocol), and without a limit."""
+    """Test scores with the evaluation's capacity limit (the paper's protocol) and without a limit."""
     scores = free = evaluate(model, data, "test", context)
     if model.limited_at_test:
         with model.no_limit():
@@ -304,7 +304,7 @@ def test(model: GPT, data: TokenData, context) -> dict:
 
 
 def evaluate_run(config: Config, context) -> dict:
-    """Tests a trained model (or `--init_from`), routed as the eval_ constants say; kept beside the run."""
+    """Tests a trained model (or `--init_from`) with the routing of the eval_ constants; saved in the run's folder."""
     with clear_errors():
         data = TokenData.open(config.data, config, context)
         run = Run(replace(config, resume=True), PRESETS, context, data)
@@ -319,10 +319,10 @@ def evaluate_run(config: Config, context) -> dict:
     known = read_json(run.folder / file)
     tested = {"name": run.name, "step": checkpoint.get("step", 0), "code": run.code}
     if checkpoint and config.resume and tested.items() <= known.items():
-        return known  # these weights were tested in this way before
+        return known  # these weights were tested like this before
     result = tested | test(model, data, context)
     result |= {"parameters": flops.count_parameters(model)}
-    if not checkpoint:  # the folder is new, and without this file of no run
+    if not checkpoint:  # marks the new folder as this run's
         run.write("config.json", run.identity)
     run.write(file, result)
     return result
@@ -336,9 +336,9 @@ LOSS = "{bpb:.3f} bits per byte, perplexity {ppl:.2f}"
 
 
 def describe(scores: dict) -> str:
-    """What one evaluation found, a line an MoE layer."""
-    a_word = " ({word_ppl:.1f} a word)" if scores["word_ppl"] else ""  # where blanks part words
-    words = f"{LOSS}{a_word}  balance {{balance:.3f}}"
+    """An evaluation in words, with a line per MoE layer."""
+    per_word = " ({word_ppl:.1f} per word)" if scores["word_ppl"] else ""  # if the text has spaces
+    words = f"{LOSS}{per_word}  balance {{balance:.3f}}"
     layers = [f"\n  MoE layer {i}: {measures.describe_routing(layer)}" for i, layer in enumerate(scores["layers"], 1)]
     return words.format(**scores) + "".join(layers)
 
@@ -354,27 +354,27 @@ def report(config: Config, result: dict) -> str:
     if free != scores:
         lines.append(f"without a limit: {describe(free)}")
     if result.get("counting"):
-        words = "counting reaches {unigrams:.3f} bits per byte of the test text by tokens, "
-        words += "{bigrams:.3f} by pairs of them that training sees, {all bigrams:.3f} by all pairs"
+        words = "counting baselines, bits per byte: unigrams {unigrams:.3f}, bigrams of the tokens seen in training "
+        words += "{bigrams:.3f}, bigrams of the whole corpus {all bigrams:.3f}"
         lines.append(words.format(**result["counting"]))
-    for name, wanted in {"easy": "few experts of the last MoE layer are wanted by", "hard": "many by"}.items():
+    for name, label in {"easy": "tokens that want few experts of the last MoE layer", "hard": "many"}.items():
         if name in result:
-            tokens = [repr(token.replace(" ", "·"))[1:-1] for token in result[name]]  # so that blanks can be seen
-            lines.append(f"{wanted}: {' '.join(token.removeprefix('·') or token for token in tokens)}")
+            tokens = [repr(token.replace(" ", "·"))[1:-1] for token in result[name]]  # makes spaces visible
+            lines.append(f"{label}: {' '.join(token.removeprefix('·') or token for token in tokens)}")
     return "\n".join(lines)
 
 
 def write_sample(folder: Path, config: Config, context):
-    """Prints how the run in a folder goes on from the prompt.
+    """Prints a sample of the run in a folder, which continues the prompt.
 
-    Its experts have no capacity limit; the threshold is `eval_threshold`. Nothing is printed where there is no
-    checkpoint, as where the weights of `--init_from` were evaluated alone.
+    Experts have no capacity limit; the threshold is `eval_threshold`. Without a checkpoint, as after evaluating
+    `--init_from`, nothing is printed.
     """
     if not (folder / "ckpt.pt").exists():
         return
     with clear_errors():
         model, tokenizer = pretrained.load(folder)
-        model.config.eval_threshold = config.eval_threshold  # the routers read it there
+        model.config.eval_threshold = config.eval_threshold  # routers read it there
         [prompt] = tokenizer.encode_batch([config.prompt])
     model = context.place(model)
     ids = torch.tensor([[tokenizer.eot, *prompt]], device=context.device)
@@ -383,7 +383,7 @@ def write_sample(folder: Path, config: Config, context):
         how = config.sample_tokens, config.sample_temperature, config.sample_top_k
         ids = model.generate(ids, *how, end=tokenizer.eot)
         watches = [measures.RoutingStats(moe) for moe in model.moe_layers]
-        model.hidden(ids[:, -model.config.block_size :])  # which reads each token once, and is counted
+        model.hidden(ids[:, -model.config.block_size :])  # reads each token once, for the statistics
     show(f"\nsample:\n{tokenizer.decode(ids[ids != tokenizer.eot].tolist())}")
     served = ", ".join(f"{watch.finish()['served']:.1f}" for watch in watches)
     if served:

@@ -1,16 +1,16 @@
-"""X-MoE's encoders: masked language models of many languages, with sparse experts routed on a hypersphere (table 2).
+"""X-MoE's encoders: multilingual masked language models with sparse experts, routed on a hypersphere (table 2).
 
     python train_mlm.py                                        the demo: X-MoE, on English and three ciphers of it
     python train_mlm.py --router switch                        the baseline SMoE; --router dense: no experts
     python train_mlm.py --gate softmax --routing_dim 4         another gate, and a sphere of fewer dimensions
-    python train_mlm.py --table 2                              every row of a table, beside the paper's numbers
+    python train_mlm.py --table 2                              every row of a table, next to the paper's numbers
     python train_mlm.py --preset small                         more text: see `messages` in data/README.md
     torchrun --nproc_per_node 8 train_mlm.py --preset base     the paper's model and schedule, on 8 GPUs
 
-Prints, at every evaluation, the perplexity of masked tokens, how the sparse layers route, and X-MoE's two measures: RC
-says how far the vectors of an expert's tokens have collapsed around their mean (the smaller, the more), and RF which
-share of the tokens has changed its expert since the last evaluation. In the end it prints the perplexity of every
-language. A run is kept in out/train_mlm/NAME; the same command goes on where it stopped. `--help` lists every constant.
+Each evaluation prints the perplexity of masked tokens, how the sparse layers route, and X-MoE's two measures: RC, how
+far the hidden states of an expert's tokens have collapsed around their mean (lower: more collapse), and RF, the share
+of tokens whose expert changed since the previous evaluation. The end prints the perplexity of every language. A run
+lives in out/train_mlm/NAME; the same command resumes it. `--help` lists all constants.
 """
 
 from dataclasses import dataclass
@@ -32,71 +32,71 @@ from engine.table import Table, carry_out, start
 from model import PAD, MaskedLM, cross_entropy
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Constants: change one here, or give --name value
+# Constants: edit one here, or pass --name value
 
 
 @dataclass
 class Config:
-    preset: str = "demo"  # demo, small, or base: the paper's
+    preset: str = "demo"  # demo, small, or base (the paper's)
     table: int | None = None  # run every row of X-MoE's table 2, 3 or 5 at the preset's scale
-    seeds: int = 1  # repeat with so many seeds; give mean and deviation
-    data: str = "ciphers"  # a folder of LANGUAGE.txt, a corpus of languages under data/prepared, or a prepared folder
-    sampling_exponent: float = 0.7  # a language is drawn in proportion to its tokens to this power
-    mask_share: float = 0.4  # of the tokens is to be predicted; the paper's 0.15 teaches less in so short a run
-    seed: int = 0  # of weights, data order, masks and dropout
+    seeds: int = 1  # train this many seeds and report mean and standard deviation
+    data: str = "ciphers"  # a folder of LANGUAGE.txt files, a corpus under data/prepared, or a prepared folder
+    sampling_exponent: float = 0.7  # a language is sampled in proportion to its number of tokens to this power
+    mask_share: float = 0.4  # share of tokens to predict; the paper's 0.15 teaches less in so short a run
+    seed: int = 0  # seed of weights, data order, masks and dropout
     # the model
-    n_layer: int = 4  # layers, without the sparse ones
-    n_head: int = 4  # H
-    n_embd: int = 48  # D
+    n_layer: int = 4  # number of layers, not counting sparse ones
+    n_head: int = 4  # H, attention heads
+    n_embd: int = 48  # D, model width
     ffn_size: int = 192  # inner width of an FFN
-    block_size: int = 32  # T, the longest sequence; in longer ones neighbours are found later
-    dropout: float = 0.0  # after embeddings, attention weights, attention and FFN; the sparse layers have none
-    init_std: float = 0.05  # of the normal that weights start from; from 0.02 so narrow an encoder learns later
-    frequency_bias: bool = True  # the output's bias starts at the log frequencies of the training tokens, else at 0
-    relative_bias: bool = True  # XLM-E's gated position bias; without it the demo stays behind counting for long
+    block_size: int = 32  # T, the longest sequence; with longer ones the model learns to use neighbours later
+    dropout: float = 0.0  # dropout of embeddings, attention weights, attention and FFN; none in sparse layers
+    init_std: float = 0.05  # standard deviation of initial weights; at 0.02 a narrow encoder learns later
+    frequency_bias: bool = True  # initialize the output bias to the log frequencies of the training tokens, else to 0
+    relative_bias: bool = True  # XLM-E's gated relative position bias; without it the demo takes long to beat counting
     # its experts
     router: str = "hypersphere"  # dense, or a name in routers.ROUTERS; switch is the paper's baseline SMoE
-    score: Literal["dot", "hypersphere"] | None = None  # how well a token fits an expert; None: the router's
-    gate: Literal["softmax", "sigmoid"] | None = "sigmoid"  # the weight of a chosen expert; None: the router's
-    moe_after: tuple[int, ...] = (4,)  # a sparse layer stands after each of these layers, counted from 1
-    experts: int = 16  # E
-    expert_size: int = 192  # F, the inner width of an expert's FFNs
-    expert_layers: int = 3  # FFNs of an expert, each with a norm and a residual around it; 0: one FFN without them
+    score: Literal["dot", "hypersphere"] | None = None  # token-expert similarity; None: the router's default
+    gate: Literal["softmax", "sigmoid"] | None = "sigmoid"  # weight of a chosen expert; None: the router's default
+    moe_after: tuple[int, ...] = (4,)  # insert a sparse layer after each of these layers, counted from 1
+    experts: int = 16  # E, experts per sparse layer
+    expert_size: int = 192  # F, inner width of an expert's FFNs
+    expert_layers: int = 3  # pre-norm residual FFNs per expert; 0: one plain FFN
     top_k: int = 1  # K, experts per token
-    capacity_factor: float = float("inf")  # gamma: an expert serves gamma * S / E of S tokens at most; inf: no limit
-    threshold: float = 0.9  # t of XMoE's router, the probability that the chosen experts must reach together
-    eval_threshold: float | None = None  # t at test; None: the same
-    routing_dim: int | None = None  # d_e, what the router projects to; 0: nothing; None: on a hypersphere E / 2
-    init_temperature: float | None = None  # tau_0 of a hypersphere; None: the gate's
-    router_std: float = 0.02  # of the normal that the router's projection starts from
+    capacity_factor: float = float("inf")  # gamma: an expert serves at most gamma * S / E of S tokens; inf: no limit
+    threshold: float = 0.9  # t of XMoE's router: the chosen experts' probabilities must sum to t
+    eval_threshold: float | None = None  # threshold at test; None: the same
+    routing_dim: int | None = None  # d_e, the dimension routers project to; 0: none; None: E / 2 on a hypersphere
+    init_temperature: float | None = None  # tau_0, initial temperature on a hypersphere; None: the paper's for the gate
+    router_std: float = 0.02  # standard deviation of the router's initial projection
     balance_coef: float = 0.01  # alpha, the weight of the balance loss (eq. 10)
     # training
     steps: int = 4000  # optimizer steps
-    batch_tokens: int = 1024  # tokens of a step, over all processes and micro-batches
-    micro_tokens: int = 1024  # tokens of one forward pass; under a capacity limit it changes the numbers
-    learning_rate: float = 3e-3  # peak
-    router_lr: float = 0.2  # routers learn at so many times the rate of the rest
-    distance_lr: float = 10.0  # the relative bias likewise: in so few steps it would not grow to look at neighbours
-    warmup: float = 0.08  # share of the steps; then a line down to 0
-    beta2: float = 0.999  # Adam; in small batches a token is rare: its gradient must be remembered
-    eps: float = 1e-9  # Adam; the gradients of experts that few tokens choose are small
-    weight_decay: float = 0.01  # of matrices and embeddings
-    grad_clip: float = 2.0  # largest norm of the gradient; 0 for no limit (X-MoE does not say; this is XLM-E's)
-    eval_every: int = 500  # steps from one evaluation and checkpoint to the next
-    eval_tokens: int = 1 << 15  # validation tokens of an evaluation, at most
-    eval_maskings: int = 10  # the last evaluation is the mean over so many fixed maskings; the others take one
-    log_every: int = 10  # steps from one look at the loss to the next
+    batch_tokens: int = 1024  # tokens per step, over all processes and micro-batches
+    micro_tokens: int = 1024  # tokens per forward pass; changes results under a capacity limit
+    learning_rate: float = 3e-3  # peak learning rate
+    router_lr: float = 0.2  # learning rate multiplier of the routers
+    distance_lr: float = 10.0  # the same for the relative position bias; at 1 it hardly grows in so few steps
+    warmup: float = 0.08  # share of steps for linear warm-up; then linear decay to 0
+    beta2: float = 0.999  # Adam's second beta; high, since tokens are rare in small batches
+    eps: float = 1e-9  # Adam's epsilon; low, since rarely chosen experts have small gradients
+    weight_decay: float = 0.01  # weight decay of matrices and embeddings
+    grad_clip: float = 2.0  # clip the gradient to this norm; 0: no clipping (X-MoE does not say; this is XLM-E's)
+    eval_every: int = 500  # evaluate and save a checkpoint every N steps
+    eval_tokens: int = 1 << 15  # validation tokens per evaluation, at most
+    eval_maskings: int = 10  # fixed maskings that the last evaluation averages over; the others use one
+    log_every: int = 10  # report the training loss every N steps
     # where and how
-    out_dir: str = "out/train_mlm"  # where runs are kept
+    out_dir: str = "out/train_mlm"  # folder of all runs
     device: str = "auto"  # cuda, mps or cpu
     dtype: Literal["auto", "bfloat16", "float32", "float64"] = "float32"  # auto: bfloat16 where it is fast
-    compile: bool | None = None  # torch.compile; None: where products are in bfloat16 on a GPU
-    recompute: bool = False  # activation checkpointing: less memory, for a second forward pass
-    resume: bool = True  # go on from the run's newest checkpoint; false: start again
-    init_from: str | None = None  # folder of another run, or of XLM-R, which has no sparse layers: they start new
+    compile: bool | None = None  # use torch.compile; None: for bfloat16 on a GPU
+    recompute: bool = False  # activation checkpointing: less memory for a second forward pass
+    resume: bool = True  # resume from the newest checkpoint; false: start over
+    init_from: str | None = None  # start from another run's folder, or from XLM-R, whose missing sparse layers are new
 
 
-# X-MoE appendices A and B; the paper says neither the micro-batch nor a limit of the gradient: they are ours.
+# X-MoE appendices A and B; micro-batch and gradient clipping are ours, the paper does not say.
 BASE = dict(data="cc100", mask_share=0.15, router_lr=1.0)
 BASE |= dict(n_layer=12, n_head=12, n_embd=768, init_std=0.02)
 BASE |= dict(ffn_size=3072, block_size=512, dropout=0.1)
@@ -105,7 +105,7 @@ BASE |= dict(frequency_bias=False, relative_bias=False, distance_lr=1.0)
 BASE |= dict(steps=125_000, batch_tokens=2048 * 512, micro_tokens=32 * 512)
 BASE |= dict(learning_rate=5e-4, beta2=0.98, eps=1e-6)
 BASE |= dict(eval_every=5000, eval_tokens=1 << 25, recompute=True, dtype="auto")
-# Real text, in 48 languages, and an encoder that is narrow for it. A quarter of an hour on one core.
+# Real text in 48 languages, and a narrow encoder: a quarter of an hour on one core.
 SMALL = dict(data="messages", n_embd=64, ffn_size=256, block_size=64, init_std=0.02)
 SMALL |= dict(expert_size=256, gate=None)
 SMALL |= dict(steps=10_000, learning_rate=2e-3)
@@ -117,7 +117,7 @@ PRESETS = {
 }
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Tables. The paper's numbers in tables 3 and 5 are XNLI and MLQA (F1 / EM) after fine-tuning.
+# Tables. In tables 3 and 5 the paper's numbers are XNLI and MLQA (F1 / EM) after fine-tuning.
 
 TITLES = {
     2: "X-MoE table 2: validation perplexity",
@@ -127,7 +127,7 @@ TITLES = {
 
 
 def rows(number: int, E: int) -> list[tuple]:
-    """Of each row of a table with E experts: the model, the paper's numbers, and what it changes."""
+    """The rows of a table with E experts: the model, the paper's numbers, the row's constants."""
     smoe, x_moe = (dict(router=router, gate="sigmoid") for router in ("switch", "hypersphere"))
     softmax = dict(gate="softmax")
     if number == 2:
@@ -158,20 +158,20 @@ def rows(number: int, E: int) -> list[tuple]:
 
 def table(number: int, base: Config) -> Table:
     paper = "paper, perplexity" if number == 2 else "paper, fine-tuned: XNLI, MLQA"
-    found = [((label, scores), change) for label, scores, change in rows(number, base.experts)]
-    return Table(TITLES[number], ("model", paper), found)
+    labelled = [((label, scores), change) for label, scores, change in rows(number, base.experts)]
+    return Table(TITLES[number], ("model", paper), labelled)
 
 
 TABLES = {number: partial(table, number) for number in TITLES}
 
 
 def cells(result: dict) -> dict:
-    """A row of any of the tables; of what is measured of routing the mean over sparse layers."""
+    """A row of any table; routing statistics are means over sparse layers."""
     mean = partial(measures.mean_over_layers, layers=result["valid"]["layers"])
     return {
         "params, M": (result["parameters"]["total"] / 1e6, ".1f"),
         "our perplexity": (result["valid"]["ppl"], ".2f"),
-        "ahead at step": (result.get("ahead"), ",.0f"),
+        "beats counting since step": (result.get("since_step"), ",.0f"),
         "RC": (mean("rc"), ".2f"),
         "RC at first": (measures.mean_over_layers("rc", result.get("first", [])), ".2f"),
         "RF": (mean("rf"), ".1%"),
@@ -186,21 +186,21 @@ def cells(result: dict) -> dict:
 
 @torch.no_grad()
 def evaluate(model: MaskedLM, data: MaskedData, config: Config, context, maskings: int, before: list[Tensor] | None):
-    """-> scores on the validation text, and the experts that its tokens chose, (N,) for each sparse layer.
+    """-> validation scores, and the expert of each token, (N,) for each sparse layer.
 
-    Scores are the mean cross entropy of the masked tokens, their perplexity, overall and of each language, the balance
-    loss, and for each sparse layer routing statistics, RC, RF against the choices `before`, and temperature.
+    Scores are the mean cross entropy and perplexity of masked tokens, the perplexity of each language, the balance
+    loss, and for each sparse layer routing statistics, RC, RF relative to the experts `before`, and temperature.
     """
     model.eval()
     tokens = data.eval_tokens("valid", config.eval_tokens)
     routing = [measures.RoutingStats(moe) for moe in model.moe_layers]
     collapse = [measures.Collapse(moe, tokens) for moe in model.moe_layers]
-    losses, counts = torch.zeros(2, len(data.languages), dtype=torch.float64)  # of the masked tokens of each language
+    losses, counts = torch.zeros(2, len(data.languages), dtype=torch.float64)  # of each language's masked tokens
     balances = torch.zeros((), dtype=torch.float64)
     for k, first, batch in data.eval_batches("valid", maskings, config.eval_tokens, context.rank, context.world):
         seed_all(config.seed, 0, 1 + k, first)  # for a router that draws
         for watch in collapse:  # RC and RF are of the first masking
-            watch.place = first if k == 0 else None  # where this batch's tokens begin among all
+            watch.place = first if k == 0 else None  # index of the batch's first token
         ids, masked, targets, real = context.send_all(*batch[:4])
         with context.autocast():
             logits, balance = model(ids, masked, real=real)
@@ -226,23 +226,23 @@ def evaluate(model: MaskedLM, data: MaskedData, config: Config, context, masking
 
 
 def build(config: Config, data: MaskedData, context) -> MaskedLM:
-    """The model drawn from the seed, or that of `--init_from`."""
+    """A new model, or that of `--init_from`."""
     seed_all(config.seed)
     model = context.place(MaskedLM(config, data.vocab_size))
     if config.frequency_bias:
         model.bias.data.copy_(data.log_frequencies())
     if config.init_from:
         constants, weights = pretrained.weights_of(config.init_from, "MaskedLM", data.tokenizer.sha256)
-        constants.pop("block_size")  # fewer positions may be taken
+        constants.pop("block_size")  # may be shorter here
         weights["encoder.wpe.weight"] = weights["encoder.wpe.weight"][: PAD + 1 + config.block_size]
-        # What the checkpoint lacks stays new: sparse layers, or the head.
+        # Sparse layers or the head stay new if the checkpoint lacks them.
         new = {name: x for name, x in model.state_dict().items() if "moes." in name or "encoder." not in name}
         pretrained.fill(model, constants, new | weights, config.init_from)
     return model
 
 
 def train(config: Config, context) -> dict:
-    """Trains (or goes on training) an encoder -> its result, which is also in result.json."""
+    """Trains an encoder, or resumes training -> the content of result.json."""
     with clear_errors():
         shares = {"exponent": config.sampling_exponent, "mask_share": config.mask_share}
         data = MaskedData.open(config.data, config, context, **shares)
@@ -251,10 +251,10 @@ def train(config: Config, context) -> dict:
             return run.result
         model = build(config, data, context)
         parameters = flops.count_parameters(model)
-        head = config.mask_share * flops.masked_head_flops(model)  # only masked tokens pass through it
+        head = config.mask_share * flops.masked_head_flops(model)  # only masked tokens pass it
         work = flops.flops_per_token(model.encoder, config, head)
-        size = "{total:,} parameters, {active:,.0f} active a token".format(**parameters)
-        context.say(f"{run.name}: {size}; {work / 1e6:.1f} MFLOPs a token forward")
+        size = "{total:,} parameters, {active:,.0f} active per token".format(**parameters)
+        context.say(f"{run.name}: {size}; {work / 1e6:.1f} forward MFLOPs per token")
         counted = counting.masked_scores(data, config.eval_tokens)
         context.say(counting.in_words(counted))
         forward = parallel.wrap(model, config, context)
@@ -267,8 +267,8 @@ def train(config: Config, context) -> dict:
         batches = [data.batch("train", step, micro) for micro in run.micros]
         predicted = context.mean(sum(len(batch.targets) for batch in batches)) or 1.0
         for micro, batch in zip(run.micros, batches):
-            seed_all(config.seed, 1 + step, micro)  # all that is random: so a resumed run is the same run
-            forward.require_backward_grad_sync = micro == run.micros[-1]  # DDP exchanges gradients once
+            seed_all(config.seed, 1 + step, micro)  # all randomness, so a resumed run is the same run
+            forward.require_backward_grad_sync = micro == run.micros[-1]  # DDP averages gradients once per step
             with context.autocast():
                 loss, balance = forward(*context.send_all(*batch[:4]))
             total = loss + config.balance_coef * balance  # X-MoE eq. 10
@@ -278,22 +278,22 @@ def train(config: Config, context) -> dict:
         clip_gradients(model, config.grad_clip)
         optimizer.step()
         optimizer.zero_grad()
-        model.after_step()  # brings expert embeddings back to their sphere
+        model.after_step()  # puts expert embeddings back on their sphere
         if run.due(step + 1):
             maskings = config.eval_maskings if step + 1 == config.steps else 1
             scores, chosen = evaluate(model, data, config, context, maskings, before=chosen)
             run.kept |= {"valid": scores, "chosen": chosen}
-            run.kept.setdefault("first", scores["layers"])  # of which RC then rises or falls
+            run.kept.setdefault("first", scores["layers"])  # RC rises or falls from here
             if scores["ppl"] < counted.get("neighbours", {}).get("ppl", 0):
-                run.kept.setdefault("ahead", step + 1)
+                run.kept.setdefault("since_step", step + 1)
             run.save(step + 1, scores, f"valid {describe(scores)}", scores["loss"])
 
-    measured = {name: run.kept.get(name) for name in ("valid", "first", "ahead")}
+    measured = {name: run.kept.get(name) for name in ("valid", "first", "since_step")}
     return run.finish(measured | {"counting": counted, "parameters": parameters, "flops": work})
 
 
 def describe(scores: dict) -> str:
-    """What one evaluation found, a line a sparse layer."""
+    """An evaluation in words, with a line per sparse layer."""
     lines = ["perplexity {ppl:.2f} ({predicted:,} masked tokens)  balance {balance:.3f}".format(**scores)]
     for i, layer in enumerate(scores["layers"], 1):
         changed = "-" if layer["rf"] is None else f"{layer['rf']:.1%}"
@@ -304,18 +304,18 @@ def describe(scores: dict) -> str:
 
 
 def report(config: Config, result: dict) -> str:
-    """A finished result in words, the languages from the easiest to the hardest."""
+    """A result in words, with languages from the easiest to the hardest."""
     languages = result["valid"]["languages"]
     words = ", ".join(f"{name} {languages[name]:.2f}" for name in sorted(languages, key=languages.get))
-    lines = [f"\n{result['name']}, perplexity of every language:", words, f"valid {describe(result['valid'])}"]
+    lines = [f"\n{result['name']}, perplexity per language:", words, f"valid {describe(result['valid'])}"]
     lines.append(counting.in_words(result["counting"]))
     counted = result["counting"].get("neighbours", {}).get("languages")
     if counted:
-        ahead = sum(ppl < counted[name] for name, ppl in languages.items() if name in counted)
-        since = f", and in all together since step {result['ahead']}" if result["ahead"] else ""
-        lines.append(f"the model is ahead of counting by neighbours in {ahead} of {len(counted)} languages{since}")
+        beaten = sum(ppl < counted[name] for name, ppl in languages.items() if name in counted)
+        since = f", and overall since step {result['since_step']}" if result["since_step"] else ""
+        lines.append(f"the model beats counting by neighbours in {beaten} of {len(counted)} languages{since}")
     for first, last in zip(result["first"], result["valid"]["layers"]):
-        lines.append(f"RC {first['rc']:.0f} at the first evaluation, {last['rc']:.0f} at the last; RF {last['rf']:.1%}")
+        lines.append(f"RC was {first['rc']:.0f} at the first evaluation and is {last['rc']:.0f} at the last")
     return "\n".join(lines)
 
 

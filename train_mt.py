@@ -1,18 +1,17 @@
-"""XMoE's and X-MoE's translation models: an encoder-decoder with sparse experts under any router.
+"""XMoE's and X-MoE's translation models: an encoder-decoder with sparse experts and any router.
 
     python train_mt.py                                         the demo: three ciphers to readable English
     python train_mt.py --router switch                         another router, with equal parameters and FLOPs
     python -m data.prepare multi30k-de --source DIR            then
     python train_mt.py --preset multi30k                       German captions to English
     torchrun --nproc_per_node 4 train_mt.py --preset wmt23 --data wmt23-uk       the paper's model, on 4 GPUs
-    python train_mt.py --table 3                               every row of a table, beside the paper's numbers
-    python train_mt.py --translate FILE --model out/train_mt/multi30k      a trained model, line by line
+    python train_mt.py --table 3                               every row of a table, next to the paper's numbers
+    python train_mt.py --translate FILE --model out/train_mt/multi30k      translate a file with a trained model
 
-Prints, at every evaluation, cross entropy, how each MoE layer routes, and BLEU and chrF2++ of the validation set; in
-the end those of the test set, by the weights of the best validation BLEU, under the evaluation's capacity limit (the
-paper's protocol) and without one. Beside them stand those of a translation memory and of a lookup of single tokens, and
-the *moment*, the first evaluation that is ahead of the memory. A run is kept in out/train_mt/NAME; the same command
-goes on where it stopped. `--help` lists every constant.
+Each evaluation prints cross entropy, how each MoE layer routes, and validation BLEU and chrF2++; the end prints the
+test scores with the weights of the best validation BLEU, with the evaluation's capacity limit (the paper's protocol)
+and without one, next to those of two trivial methods: a translation memory and a lookup of single tokens. A run lives
+in out/train_mt/NAME; the same command resumes it. `--help` lists all constants.
 """
 
 import math
@@ -41,79 +40,79 @@ from model import Translator, real_mask, rows_of
 from routers import ROUTERS
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Constants: change one here, or give --name value
+# Constants: edit one here, or pass --name value
 
 
 @dataclass
 class Config:
     preset: str = "demo"  # demo, multi30k, wmt23 (XMoE) or wmt10 (X-MoE)
     table: int | None = None  # run every row of XMoE's table 3 or X-MoE's table 4 at the preset's scale
-    seeds: int = 1  # repeat with so many seeds; give mean and deviation
-    data: str = "ciphers-mt"  # a folder of de-en.de and .en, a corpus of pairs in data/prepared, or a prepared folder
-    target: str = "en"  # the language to translate into, from the other of each pair
-    sampling_exponent: float = 1.0  # a pair of languages is drawn in proportion to its size to this power
-    seed: int = 0  # of weights, data order and dropout
+    seeds: int = 1  # train this many seeds and report mean and standard deviation
+    data: str = "ciphers-mt"  # a folder with de-en.de and de-en.en, a corpus under data/prepared, or a prepared folder
+    target: str = "en"  # language to translate into
+    sampling_exponent: float = 1.0  # a language pair is sampled in proportion to its size to this power
+    seed: int = 0  # seed of weights, data order and dropout
     # the model
-    n_layer: int = 4  # blocks of the encoder
-    decoder_layers: int = 2  # blocks of the decoder
-    n_head: int = 4  # H
-    n_embd: int = 64  # D
+    n_layer: int = 4  # number of encoder blocks
+    decoder_layers: int = 2  # number of decoder blocks
+    n_head: int = 4  # H, attention heads
+    n_embd: int = 64  # D, model width
     ffn_size: int = 256  # inner width of a dense FFN
-    block_size: int = 32  # longest source and longest translation in training; longer pairs are left out
-    dropout: float = 0.0  # after embeddings, attention and FFN
-    init_std: float = 0.04  # of the normal that weights start from
-    # its experts: XMoE's, in place of FFNs, or X-MoE's, between the encoder's layers
+    block_size: int = 32  # T, the longest source or translation; longer pairs are left out of training
+    dropout: float = 0.0  # dropout after embeddings, attention and FFN
+    init_std: float = 0.04  # standard deviation of initial weights
+    # its experts: XMoE's, which replace FFNs, or X-MoE's, between encoder layers
     router: str = "threshold"  # dense, or a name in routers.ROUTERS
-    score: Literal["dot", "hypersphere"] | None = None  # how well a token fits an expert; None: the router's
-    gate: Literal["softmax", "sigmoid"] | None = None  # the weight of a chosen expert; None: the router's
-    moe_every: int = 2  # XMoE: every so many blocks have experts in place of their FFN
-    decoder_moe: bool = True  # XMoE: in the decoder, too (the text; the authors' runs have the encoder's alone)
-    expert_ffns: int = 8  # XMoE: a sparse layer has as many parameters as so many FFNs; the paper: 32
-    split: int | None = None  # XMoE: parts of an FFN's width, expert_ffns * split experts; None: the router's
-    capacity: float = 1.0  # XMoE: work of the experts, in dense FFNs; the paper's gamma is capacity * split
-    eval_capacity: float | None = None  # at test; None: the same
-    moe_after: tuple[int, ...] = ()  # X-MoE: sparse layers stand after these layers of the encoder, from 1
-    experts: int = 32  # X-MoE: E
-    expert_size: int = 256  # X-MoE: F
-    expert_layers: int = 3  # X-MoE: FFNs of an expert, each with a norm and a residual around it
+    score: Literal["dot", "hypersphere"] | None = None  # token-expert similarity; None: the router's default
+    gate: Literal["softmax", "sigmoid"] | None = None  # weight of a chosen expert; None: the router's default
+    moe_every: int = 2  # XMoE: every N-th block has experts instead of an FFN
+    decoder_moe: bool = True  # XMoE: experts in the decoder too, as in the paper; its code has them in the encoder only
+    expert_ffns: int = 8  # XMoE: a sparse layer has the parameters of this many dense FFNs; the paper: 32
+    split: int | None = None  # XMoE: parts of an FFN's width: expert_ffns * split experts; None: the router's default
+    capacity: float = 1.0  # XMoE: compute of the experts relative to a dense FFN; the paper's gamma is capacity * split
+    eval_capacity: float | None = None  # capacity at test; None: the same
+    moe_after: tuple[int, ...] = ()  # X-MoE: insert a sparse layer after each of these encoder layers, counted from 1
+    experts: int = 32  # X-MoE: E, experts per sparse layer
+    expert_size: int = 256  # X-MoE: F, inner width of an expert's FFNs
+    expert_layers: int = 3  # X-MoE: pre-norm residual FFNs per expert
     capacity_factor: float = math.inf  # X-MoE: gamma; inf: no limit
-    top_k: int | None = None  # K, experts per token of topk; None: XMoE's `split`, X-MoE's 1
-    threshold: float = 0.3  # t, the probability that the chosen experts must reach together; the paper: 0.9
-    eval_threshold: float | None = None  # at test; None: the same
-    routing_dim: int | None = None  # d_e, what the router projects to; 0: nothing; None: on a hypersphere E / 2
-    init_temperature: float | None = None  # tau_0 of a hypersphere; None: the gate's
-    router_std: float = 0.04  # of the normal that a router's weights start from
+    top_k: int | None = None  # K, experts per token of topk; None: `split` for XMoE, 1 for X-MoE
+    threshold: float = 0.3  # t: the chosen experts' probabilities must sum to t; the paper: 0.9
+    eval_threshold: float | None = None  # threshold at test; None: the same
+    routing_dim: int | None = None  # d_e, the dimension routers project to; 0: none; None: E / 2 on a hypersphere
+    init_temperature: float | None = None  # tau_0, initial temperature on a hypersphere; None: the paper's for the gate
+    router_std: float = 0.04  # standard deviation of initial router weights
     balance_coef: float = 0.01  # alpha, the weight of the balance loss
     # training
     steps: int = 2000  # optimizer steps
-    batch_tokens: int = 2048  # tokens of a step, both sides with their padding, over all processes and micro-batches
-    micro_tokens: int = 2048  # tokens of one forward pass; under a capacity limit it changes the numbers
-    learning_rate: float = 4e-3  # peak
-    warmup_steps: int = 200  # steps to the peak; then it falls as 1 / sqrt(step)
-    beta2: float = 0.98  # Adam
-    eps: float = 1e-8  # Adam
-    weight_decay: float = 1e-4  # of matrices and embeddings
-    grad_clip: float = 0.0  # largest norm of the gradient; 0 for no limit
-    label_smoothing: float = 0.1  # share of the target that is spread over the vocabulary
-    eval_every: int = 250  # steps from one evaluation and checkpoint to the next
-    eval_tokens: int = 1 << 20  # validation tokens of each loss, at most
-    eval_sentences: int = 100  # validation sentences of each BLEU, at most, from every pair of languages
-    log_every: int = 10  # steps from one look at the loss to the next
+    batch_tokens: int = 2048  # tokens per step over all processes, sources and translations with padding
+    micro_tokens: int = 2048  # tokens per forward pass; changes results under a capacity limit
+    learning_rate: float = 4e-3  # peak learning rate
+    warmup_steps: int = 200  # steps of linear warm-up; then the rate falls as 1 / sqrt(step)
+    beta2: float = 0.98  # Adam's second beta
+    eps: float = 1e-8  # Adam's epsilon
+    weight_decay: float = 1e-4  # weight decay of matrices and embeddings
+    grad_clip: float = 0.0  # clip the gradient to this norm; 0: no clipping
+    label_smoothing: float = 0.1  # share of the target probability that is spread over the vocabulary
+    eval_every: int = 250  # evaluate and save a checkpoint every N steps
+    eval_tokens: int = 1 << 20  # validation tokens per evaluation of the loss, at most
+    eval_sentences: int = 100  # validation sentences to translate for BLEU, at most, per language pair
+    log_every: int = 10  # report the training loss every N steps
     # translating
-    beam: int = 5  # beams of a translation
-    length_penalty: float = 1.0  # a translation's log probability is divided by its length to this power
-    translate: str | None = None  # no training: translate the lines of this file with a trained model
-    model: str = "out/train_mt/demo"  # the folder of its run
+    beam: int = 5  # beam size
+    length_penalty: float = 1.0  # exponent of the length that divides a translation's log probability
+    translate: str | None = None  # do not train: translate the lines of this file with a trained model
+    model: str = "out/train_mt/demo"  # folder of the run whose model translates
     # where and how
-    out_dir: str = "out/train_mt"  # where runs are kept
+    out_dir: str = "out/train_mt"  # folder of all runs
     device: str = "auto"  # cuda, mps or cpu
     dtype: Literal["auto", "bfloat16", "float32", "float64"] = "float32"  # auto: bfloat16 where it is fast
-    compile: bool | None = None  # torch.compile; None: where products are in bfloat16 on a GPU
-    recompute: bool = False  # activation checkpointing: less memory, for a second forward pass
-    resume: bool = True  # go on from the run's newest checkpoint; false: start again
+    compile: bool | None = None  # use torch.compile; None: for bfloat16 on a GPU
+    recompute: bool = False  # activation checkpointing: less memory for a second forward pass
+    resume: bool = True  # resume from the newest checkpoint; false: start over
 
     def unread(self) -> set[str]:
-        """Constants that a run does not read because of others."""
+        """Constants that this run ignores, given its others: see engine/config.py."""
         if self.translate is not None:
             read = {"translate", "model", "beam", "length_penalty", "micro_tokens", "device", "dtype"}
             return vars(self).keys() - read
@@ -123,11 +122,11 @@ class Config:
         return names | {"experts", "expert_size", "expert_layers", "capacity_factor"}
 
 
-# What real text needs: it is long, and a model can learn it by heart.
+# Real text is longer, and a model can overfit it.
 REAL = dict(dropout=0.3, threshold=0.9, expert_size=512, warmup_steps=512, eval_sentences=3000, dtype="auto")
 MULTI30K = REAL | dict(data="multi30k-de", n_embd=128, ffn_size=512)  # German captions: 8 minutes on one core
 MULTI30K |= dict(block_size=128, learning_rate=2e-3, steps=1500, eval_every=500)
-# XMoE 4.2 and its authors' configurations; the papers are silent on batch and steps: those are ours.
+# XMoE 4.2 and its authors' configurations; batch size and steps are ours, the papers do not say.
 PAPER = REAL | dict(n_layer=12, decoder_layers=6)
 PAPER |= dict(n_head=8, n_embd=512, ffn_size=2048)
 PAPER |= dict(block_size=256, learning_rate=5e-4)
@@ -145,7 +144,7 @@ PRESETS = {
 # Tables: rows, and the paper's BLEU and chrF2++
 
 LANGUAGES = ("uk", "de", "ru", "he", "zh", "mean")
-TABLE3 = [  # method, router, split, for each language
+TABLE3 = [  # method, router, split, the paper for each language
     ("dense", "dense", 1, "29.2 / 53.0 | 28.2 / 52.2 | 25.3 / 50.9 | 32.8 / 58.0 | 16.7 / 43.4 | 26.4 / 51.5"),
     ("Switch", "switch", 1, "29.9 / 53.9 | 29.2 / 53.1 | 26.7 / 52.0 | 34.9 / 59.7 | 17.4 / 44.8 | 27.6 / 52.7"),
     ("top-2", "topk", 2, "30.7 / 54.6 | 29.2 / 53.1 | 27.4 / 53.5 | 35.9 / 60.9 | 17.6 / 44.9 | 28.2 / 53.4"),
@@ -153,17 +152,17 @@ TABLE3 = [  # method, router, split, for each language
     ("XMoE", "threshold", 2, "31.7 / 55.7 | 29.4 / 53.3 | 28.4 / 54.0 | 36.1 / 60.5 | 18.1 / 45.6 | 28.7 / 53.8"),
     ("XMoE", "threshold", 4, "32.0 / 55.7 | 29.2 / 53.2 | 28.5 / 53.9 | 35.5 / 60.1 | 18.0 / 45.4 | 28.7 / 53.7"),
 ]
-# X-MoE's table 4: method, what to change. Our copy of the paper lacks its numbers.
+# X-MoE's table 4: method, the row's constants. Our copy of the paper lacks its numbers.
 TABLE4 = {
     "dense": dict(router="dense"),
-    "one expert for all": dict(router="switch", experts=1),  # ours: as much work a token as the next two
+    "one expert for all": dict(router="switch", experts=1),  # ours: the compute per token of the next two
     "SMoE": dict(router="switch"),
     "X-MoE": dict(router="hypersphere"),
 }
 
 
 def table3(base: Config) -> Table:
-    """Every router, with the same parameters and FLOPs of its experts; at the paper's scale a model a language."""
+    """Every router, with equal expert parameters and FLOPs; at the paper's scale, one model per language."""
     if base.moe_after:
         raise ValueError("table 3 has experts in place of FFNs: not with moe_after, nor with preset wmt10")
     language = base.data.rpartition("-")[2]
@@ -186,7 +185,7 @@ def table3(base: Config) -> Table:
 
 
 def table4(base: Config) -> Table:
-    """X-MoE's layer half-way in the encoder, many languages to English."""
+    """X-MoE's layer in the middle of the encoder, many languages to English."""
     depth = base.moe_after or (max(1, base.n_layer // 2),)
     rows = []
     for method, change in TABLE4.items():
@@ -195,25 +194,25 @@ def table4(base: Config) -> Table:
 
 
 def cells(result: dict) -> dict:
-    """A row of either table; `rows kept`: per token, the mean over MoE layers."""
-    found = {"params, M": (result["parameters"]["total"] / 1e6, ".1f")}
+    """A row of either table; `rows kept`: experts served per token, the mean over MoE layers."""
+    row = {"params, M": (result["parameters"]["total"] / 1e6, ".1f")}
     for where, note in {"test": "", "test_no_limit": ", no limit"}.items():
         scores = result[where]
-        found[f"BLEU{note}"] = scores["bleu"], ".2f"
-        found[f"chrF2++{note}"] = scores["chrf"], ".2f"
-        found[f"rows kept{note}"] = measures.mean_over_layers("served", scores["layers"]), ".2f"
+        row[f"BLEU{note}"] = scores["bleu"], ".2f"
+        row[f"chrF2++{note}"] = scores["chrf"], ".2f"
+        row[f"rows kept{note}"] = measures.mean_over_layers("served", scores["layers"]), ".2f"
     for what in ("memory", "lookup"):
         for metric, column in {"bleu": "BLEU", "chrf": "chrF2++"}.items():
-            found[f"{column}, {what}"] = result.get(what, {}).get(metric), ".2f"
-    found["BLEU, valid"] = result["best"]["bleu"], ".2f"
-    moments = result.get("moment", {}).values()
-    found["ahead at step"] = max(moments) if moments and all(moments) else None, ",.0f"  # of every memory
+            row[f"{column}, {what}"] = result.get(what, {}).get(metric), ".2f"
+    row["BLEU, valid"] = result["best"]["bleu"], ".2f"
+    steps = result.get("since_step", {}).values()
+    row["beats memory since step"] = max(steps) if steps and all(steps) else None, ",.0f"  # in every language
     pairs = result["test"]["pairs"]
-    if 1 < len(pairs) <= 10:  # more columns would not fit
+    if 1 < len(pairs) <= 10:  # more would not fit
         for name, pair in pairs.items():
-            found[name] = pair["bleu"], ".2f"
-            found[f"{name}, chrF2++"] = pair["chrf"], ".2f"
-    return found
+            row[name] = pair["bleu"], ".2f"
+            row[f"{name}, chrF2++"] = pair["chrf"], ".2f"
+    return row
 
 
 TABLES = {3: table3, 4: table4}
@@ -224,34 +223,34 @@ TABLES = {3: table3, 4: table4}
 
 @torch.no_grad()
 def translate(model: Translator, source, real, tokenizer, beam=5, length_penalty=1.0, limit=False) -> list:
-    """Translates by beam search: for each of B sources the ids of the best translation, without <s> and </s>.
+    """Beam search: the ids of the best translation of each of B sources, without <s> and </s>.
 
-    source (B, N) ends in </s>; real (S,): see `Translator.encode`. Of a source of n tokens before </s> the translation
-    has at most 1.2 n + 10. A finished one is worth its log probability over its length, with </s>, to the power of
-    `length_penalty`; a sentence is done when K are finished, or when its beams are as long as they may be. Experts have
-    no capacity limit, so that a translation depends on its source alone; with `limit` they have the evaluation's. Keys
-    and values of what is written are kept, so that each step reads one token.
+    source (B, N) ends in </s>; real (S,): see `Translator.encode`. A source of n tokens before </s> gets a translation
+    of at most 1.2 n + 10 tokens. A finished hypothesis scores its log probability divided by its length, including
+    </s>, to the power of `length_penalty`; a sentence is done when K hypotheses are finished or its beams reach the
+    maximum length. Experts have no capacity limit, so a translation depends on its source alone; limit: they have the
+    evaluation's. Keys and values are cached, so each step reads one token.
     """
     K, V, (B, N) = beam, model.vocab_size, source.shape
     device = source.device
-    never = torch.tensor(tokenizer.unwritten, device=device)  # no text is made of these
+    never = torch.tensor(tokenizer.unwritten, device=device)  # tokens that no text has
     is_end = torch.arange(V, device=device) == tokenizer.eos
     length = source.new_full((B,), N)  # with </s>
     if real is not None:
         length = real_mask(source, real).sum(dim=1)
     longest = 6 * (length - 1) // 5 + 10
-    written = source.new_full((B, K, 1), tokenizer.bos)  # the tokens of each beam
+    written = source.new_full((B, K, 1), tokenizer.bos)  # tokens of each beam
     score = torch.zeros(B, K, device=device)
-    score[:, 1:] = -math.inf  # at first all beams are alike, and only one goes on
-    finished = [[] for _ in range(B)]  # of each sentence pairs of a value and the ids
-    searched = list(range(B))  # the b sentences that are not done
+    score[:, 1:] = -math.inf  # all beams start equal, so only one continues
+    finished = [[] for _ in range(B)]  # per sentence, pairs of a score and ids
+    searched = list(range(B))  # indices of the b unfinished sentences
     was_training = model.training
     model.eval()
     with nullcontext() if limit else model.no_limit():
         encoded, _ = model.encode(source, real)
         past = None
         while searched:
-            t = written.shape[2]  # tokens, with </s>, of a translation that ends now
+            t = written.shape[2]  # length, with </s>, of a translation that ends now
             h, _, past = model.decode(written[:, :, -1:].flatten(0, 1), encoded, past)
             log_probs = model.log_probabilities(h[:, -1])  # (b * K, V)
             log_probs[:, never] = -math.inf
@@ -261,7 +260,7 @@ def translate(model: Translator, source, real, tokenizer, beam=5, length_penalty
             for i, last in enumerate(must_end):
                 if last:
                     total[i] = total[i].where(is_end, -math.inf)
-            best, place = total.flatten(1).topk(2 * K)  # (b, 2 K), the best first
+            best, place = total.flatten(1).topk(2 * K)  # (b, 2 K), best first
             before, token = place // V, place % V
             ends = token == tokenizer.eos
             ended = ends & (best > -math.inf)
@@ -269,14 +268,14 @@ def translate(model: Translator, source, real, tokenizer, beam=5, length_penalty
                 value = float(best[i, j]) / t**length_penalty
                 ids = written[i, before[i, j], 1:].tolist()
                 finished[searched[i]].append((value, ids))
-            # Of the 2 K best continuations of a sentence at most K are ends, one of each beam, so K go on.
+            # At most K of the 2 K best continuations end, one of each beam, so K continue.
             going_on = ends.int().argsort(dim=1, stable=True)[:, :K]
             score = best.gather(1, going_on)
             before = before.gather(1, going_on)
             token = token.gather(1, going_on)
             written = written.take_along_dim(before.unsqueeze(2), dim=1)
             written = torch.cat([written, token.unsqueeze(2)], dim=2)
-            full = [len(finished[own]) >= K for own in searched]
+            full = [len(finished[sentence]) >= K for sentence in searched]
             stay = [i for i in range(len(searched)) if not (must_end[i] or full[i])]
             rows = before + K * torch.arange(len(searched), device=device).unsqueeze(1)
             past = rows_of(past, rows[stay].flatten())
@@ -290,35 +289,35 @@ def translate(model: Translator, source, real, tokenizer, beam=5, length_penalty
 
 
 def translate_texts(model: Translator, texts: list[str], tokenizer: XLMR, config, context, limit=False) -> list[str]:
-    """The translation of each text, as people write it, in one line; empty where a text has no tokens.
+    """The translation of each text as detokenized text in one line; empty if a text has no tokens.
 
-    limit: see `translate`. Processes share out batches of like lengths.
+    limit: see `translate`. Processes share batches of similar lengths.
     """
     ids, room = tokenizer.encode_batch(texts), model.config.block_size - 1
     long = sum(len(text) > room for text in ids)
     if long:
         warn(f"{long} of {len(ids)} texts are cut to block_size - 1 = {room} tokens")
-    written = [number for number, text in enumerate(ids) if text]
-    sources = [ids[number][:room] for number in written]
-    budget = config.micro_tokens // 2  # about as many source tokens as in training, which a capacity counts
+    nonempty = [number for number, text in enumerate(ids) if text]
+    sources = [ids[number][:room] for number in nonempty]
+    budget = config.micro_tokens // 2  # about as many source tokens as in training, as capacity depends on them
     batches = [*source_batches(sources, tokenizer.pad, tokenizer.eos, budget)]
     silent = context.rank > 0 or None
-    found = {}  # number of a text -> its translation
+    translations = {}  # number of a text -> its translation
     for numbers, batch in tqdm(batches[context.rank :: context.world], "translating", leave=False, disable=silent):
         source, real = context.send_all(*batch)
         with context.autocast():
             best = translate(model, source, real, tokenizer, config.beam, config.length_penalty, limit)
         for number, translation in zip(numbers, best):
             text = tokenizer.decode(translation)
-            found[written[number]] = " ".join(text.split())  # a piece may be a line feed
-    found = ChainMap(*context.gather(found))
-    return [found.get(number, "") for number in range(len(texts))]
+            translations[nonempty[number]] = " ".join(text.split())  # a piece may be a line feed
+    translations = ChainMap(*context.gather(translations))
+    return [translations.get(number, "") for number in range(len(texts))]
 
 
 def score_split(model, data: TranslationData, split: str, config: Config, context, most=None, limit=True) -> dict:
-    """Translates at most so many sentences of each pair of languages (None: all) -> scores, examples, routing.
+    """Translates up to `most` sentences per language pair (None: all) -> scores, examples, routing statistics.
 
-    limit: as `translate` has it.
+    limit: see `translate`.
     """
     watches = list(map(measures.RoutingStats, model.moe_layers))
     pairs, texts = {}, []
@@ -327,7 +326,7 @@ def score_split(model, data: TranslationData, split: str, config: Config, contex
         if sources:
             ours = translate_texts(model, sources, data.tokenizer, config, context, limit)
             pairs[name] = score_translations(ours, references, config.target)
-            texts += [(name, *own) for own in zip(sources, references, ours)]
+            texts += [(name, *sentence) for sentence in zip(sources, references, ours)]
     apart = max(1, len(texts) // 5)
     return mean(pairs.values()) | {
         "pairs": pairs,
@@ -339,7 +338,7 @@ def score_split(model, data: TranslationData, split: str, config: Config, contex
 
 @torch.no_grad()
 def evaluate(model: Translator, data: TranslationData, split: str, context, max_tokens: int) -> dict:
-    """Cross entropy of the right translations (not smoothed), balance loss and routing statistics."""
+    """Cross entropy of reference translations (without smoothing), balance loss and routing statistics."""
     model.eval()
     watches = list(map(measures.RoutingStats, model.moe_layers))
     sums = torch.zeros(3, dtype=torch.float64)  # cross entropy, balance loss, tokens
@@ -365,24 +364,24 @@ def evaluate(model: Translator, data: TranslationData, split: str, context, max_
 
 
 def train(config: Config, context) -> dict:
-    """Trains (or goes on training) a translator -> its result, which is also in result.json."""
+    """Trains a translator, or resumes training -> the content of result.json."""
     with clear_errors():
         how = {"exponent": config.sampling_exponent, "target": config.target}
         data = TranslationData.open(config.data, config, context, **how)
         run = Run(config, PRESETS, context, data)
         if run.result:
             return run.result
-        score_translations([""], [""], config.target)  # is all there that this language needs?
+        score_translations([""], [""], config.target)  # fails early if a package for this language is missing
         seed_all(config.seed)
         model = context.place(Translator(config, data.vocab_size))
         counts = data.meta["splits"]["train"]
         length = counts["tokens"] / counts["pairs"] / 2
         parameters = flops.count_parameters(model)
         work = flops.translation_flops(model, length, length)
-        size = "{total:,} parameters, {active:,.0f} active a token".format(**parameters)
-        context.say(f"{run.name}: {size}; {work / 1e6:.1f} MFLOPs forward a pair of 2 x {length:.1f} tokens")
+        size = "{total:,} parameters, {active:,.0f} active per token".format(**parameters)
+        context.say(f"{run.name}: {size}; {work / 1e6:.1f} forward MFLOPs per pair of 2 x {length:.1f} tokens")
         left_out = ", ".join(f"{count:,} {split}" for split, count in data.left_out.items())
-        context.say(f"{counts['pairs']:,} pairs; longer than block_size, and left out: {left_out}")
+        context.say(f"{counts['pairs']:,} pairs; left out as longer than block_size: {left_out}")
         counting = score_counting(data)
         memories = {name: pair["chrf"] for name, pair in counting["memory"].get("pairs", {}).items()}
         forward = parallel.wrap(model, config, context)
@@ -394,8 +393,8 @@ def train(config: Config, context) -> dict:
         batches = [data.batch("train", step, micro) for micro in run.micros]
         predicted = context.mean(sum(len(batch.labels) for batch in batches)) or 1.0
         for micro, batch in zip(run.micros, batches):
-            seed_all(config.seed, 1 + step, micro)  # all that is random: so a resumed run is the same run
-            forward.require_backward_grad_sync = micro == run.micros[-1]  # DDP exchanges gradients once
+            seed_all(config.seed, 1 + step, micro)  # all randomness, so a resumed run is the same run
+            forward.require_backward_grad_sync = micro == run.micros[-1]  # DDP averages gradients once per step
             with context.autocast():
                 loss, balance = forward(*context.send_all(*batch))
             total = loss + config.balance_coef * balance
@@ -405,24 +404,24 @@ def train(config: Config, context) -> dict:
         clip_gradients(model, config.grad_clip)
         optimizer.step()
         optimizer.zero_grad()
-        model.after_step()  # restores what a router keeps fixed: a hypersphere its norms, the others nothing
+        model.after_step()  # a hypersphere router restores its norms
         if run.due(step + 1):
             scores = evaluate(model, data, "valid", context, config.eval_tokens)
-            run.check_finite(scores["loss"], step + 1)  # broken weights translate nothing
+            run.check_finite(scores["loss"], step + 1)  # NaN weights cannot translate
             valid = score_split(model, data, "valid", config, context, config.eval_sentences)
-            best, found = run.kept.get("best", {}), {name: valid[name] for name in ("bleu", "chrf")}
-            if tuple(found.values()) > (best.get("bleu", -1), best.get("chrf", 0)):
+            best, bleu_chrf = run.kept.get("best", {}), {name: valid[name] for name in ("bleu", "chrf")}
+            if tuple(bleu_chrf.values()) > (best.get("bleu", -1), best.get("chrf", 0)):
                 weights = {name: x.to("cpu", copy=True) for name, x in model.state_dict().items()}
-                run.kept["best"] = found | {"step": step + 1, "model": weights}
-            moments = run.kept.setdefault("moment", {})
+                run.kept["best"] = bleu_chrf | {"step": step + 1, "model": weights}
+            since_step = run.kept.setdefault("since_step", {})
             for name, pair in valid["pairs"].items():
-                if pair["chrf"] > memories.get(name, math.inf):  # the memory's of the test set
-                    moments.setdefault(name, step + 1)
-            scores |= found
+                if pair["chrf"] > memories.get(name, math.inf):  # the memory's score on the test set
+                    since_step.setdefault(name, step + 1)
+            scores |= bleu_chrf
             run.save(step + 1, scores, f"valid {describe(scores)}", scores["loss"])
 
     result = test(model, data, run, config, context) | counting
-    result["moment"] = {name: run.kept["moment"].get(name) for name in memories}
+    result["since_step"] = {name: run.kept["since_step"].get(name) for name in memories}
     return run.finish(result | {"parameters": parameters, "flops_per_pair": work})
 
 
@@ -431,7 +430,7 @@ def test(model: Translator, data: TranslationData, run: Run, config: Config, con
     best = run.kept["best"]
     model.load_state_dict(best["model"])
     run.save_model("model.pt", model, best["step"])
-    scores = free = score_split(model, data, "test", config, context)  # under the limit: the paper's protocol
+    scores = free = score_split(model, data, "test", config, context)  # with the limit: the paper's protocol
     if model.limited_at_test:
         free = score_split(model, data, "test", config, context, limit=False)
     return {"test": scores, "test_no_limit": free, "best": {"step": best["step"], "bleu": best["bleu"]}}
@@ -442,7 +441,7 @@ def in_words(scores: dict) -> str:
 
 
 def describe(scores: dict) -> str:
-    """What one evaluation found, a line an MoE layer."""
+    """An evaluation in words, with a line per MoE layer."""
     text = "{bpb:.3f} bits per byte, perplexity {ppl:.2f}  balance {balance:.3f}  ".format(**scores) + in_words(scores)
     for layer in scores["layers"]:
         text += f"\n  {layer['name']}: {measures.describe_routing(layer)}"
@@ -450,7 +449,7 @@ def describe(scores: dict) -> str:
 
 
 def report(config: Config, result: dict) -> str:
-    """A finished result in words."""
+    """A result in words."""
     scores, free = result["test"], result["test_no_limit"]
     best = result["best"]
     lines = [f"\n{result['name']}, test; beam {config.beam}, length penalty {config.length_penalty:g}"]
@@ -463,26 +462,26 @@ def report(config: Config, result: dict) -> str:
         if result["memory"]:
             for what in ("memory", "lookup"):
                 lines.append(f"    {what:10} {in_words(result[what]['pairs'][name])}")
-            moment = result["moment"][name]
-            lines.append("    ahead of the memory " + (f"since step {moment}" if moment else "at no evaluation"))
-    lines.append("BLEU {bleu_signature}\nchrF2++ {chrf_signature}\n".format(**pair))  # one pair's are all pairs'
+            since = result["since_step"][name]
+            lines.append("    beats the memory " + (f"since step {since}" if since else "at no evaluation"))
+    lines.append("BLEU {bleu_signature}\nchrF2++ {chrf_signature}\n".format(**pair))  # the same for all pairs
     for name, source, reference, ours in free["examples"]:
         lines.append(f"{name}: {source}\n  reference: {reference}\n  ours:      {ours}")
     return "\n".join(lines)
 
 
 def translate_file(config: Config, context):
-    """Prints the translation of every line of a file, of an empty line an empty one."""
+    """Prints the translation of each line of a file; empty lines stay empty."""
     with clear_errors():
-        model, tokenizer = pretrained.load(config.model)  # the best weights, or the last of a run that is not finished
+        model, tokenizer = pretrained.load(config.model)  # the best weights, or the latest of an unfinished run
         if not isinstance(model, Translator):
-            raise ValueError(f"{config.model} is no translator: give --model the folder of a run of train_mt.py")
+            raise ValueError(f"{config.model} is not a translator: pass --model the folder of a train_mt.py run")
         lines = list(map(str.strip, read_lines(Path(config.translate))))
-    if not sys.stdout.isatty():  # it is data, in UTF-8 whatever the locale is
+    if not sys.stdout.isatty():  # data, in UTF-8 whatever the locale
         sys.stdout.reconfigure(encoding="utf-8")
-    found = translate_texts(context.place(model), lines, tokenizer, config, context)
-    context.say("\n".join(found))
-    context.barrier()  # they leave together: see engine/table.py
+    translations = translate_texts(context.place(model), lines, tokenizer, config, context)
+    context.say("\n".join(translations))
+    context.barrier()  # processes exit together: see engine/table.py
 
 
 def main():

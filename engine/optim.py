@@ -6,21 +6,21 @@ import torch
 
 
 def adamw(model: torch.nn.Module, config) -> torch.optim.AdamW:
-    """AdamW that decays matrices and embeddings, not norms, biases or scalars (the experts' are told by their names).
+    """AdamW with weight decay for matrices and embeddings, not for norms, biases or scalars.
 
-    Routers learn at `router_lr` times the rate of the rest, and what distances add to attention at `distance_lr` times,
-    where a config has these.
+    If the config has them, `router_lr` and `distance_lr` multiply the learning rate of routers and of the relative
+    position bias.
     """
-    of_routers = getattr(config, "router_lr", 1.0)
-    of_distances = getattr(config, "distance_lr", 1.0)
+    router_lr = getattr(config, "router_lr", 1.0)
+    distance_lr = getattr(config, "distance_lr", 1.0)
     groups = {}
     for name, p in model.named_parameters():
         if not p.requires_grad:
             continue
-        is_norm = "ln_" in name or "norms." in name
+        is_norm = "ln_" in name or "norms." in name  # by name, since those of experts are matrices
         is_bias = name.endswith(("bias", "b_in", "b_out"))
         decay = 0.0 if p.dim() < 2 or is_norm or is_bias else config.weight_decay
-        times = of_routers if "router." in name else of_distances if "distance." in name else 1.0
+        times = router_lr if "router." in name else distance_lr if "distance." in name else 1.0
         group = groups.setdefault((decay, times), {"params": [], "weight_decay": decay, "times": times})
         group["params"].append(p)
     return torch.optim.AdamW(
@@ -33,7 +33,7 @@ def adamw(model: torch.nn.Module, config) -> torch.optim.AdamW:
 
 
 def clip_gradients(model: torch.nn.Module, limit: float):
-    """Scales the gradients down to a norm of `limit`, if theirs is larger; limit 0 does not."""
+    """Clips the norm of the gradient to `limit`; 0: no clipping."""
     if limit:
         torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
 
@@ -44,7 +44,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, value: float):
 
 
 def cosine(step: int, steps: int, warmup: float, peak: float, floor: float) -> float:
-    """Learning rate of `step` (from 0): a line up for the `warmup` share of the steps, a cosine down to `floor`."""
+    """Learning rate of `step` (from 0): linear warm-up for a share of the steps, then cosine decay to `floor`."""
     rising = max(1, round(warmup * steps))
     if step < rising:
         return peak * (step + 1) / rising
@@ -54,14 +54,14 @@ def cosine(step: int, steps: int, warmup: float, peak: float, floor: float) -> f
 
 
 def linear(step: int, steps: int, warmup: float, peak: float) -> float:
-    """Learning rate of `step` (from 0): a line up for the `warmup` share of the steps, a line down to 0 at `steps`."""
+    """Learning rate of `step` (from 0): linear warm-up for a share of the steps, then linear decay to 0 at `steps`."""
     rising = max(1, round(warmup * steps))
     falling = max(1, steps - rising)
     return peak * min((step + 1) / rising, (steps - step) / falling)
 
 
 def inverse_sqrt(step: int, warmup: int, peak: float) -> float:
-    """Learning rate of `step` (from 0): a line up to `peak` in `warmup` steps, then falling as 1 / sqrt(step)."""
+    """Learning rate of `step` (from 0): linear warm-up for `warmup` steps, then decay as 1 / sqrt(step)."""
     rising = (step + 1) / warmup
     falling = math.sqrt(warmup / (step + 1))
     return peak * min(rising, falling)

@@ -87,15 +87,13 @@ def route(router, h, ids=None, assigned=None, several=False):
         p = probs[s] = softmax([x / tau for x in score])
         first_probs[s] = softmax([x / tau0 for x in score])
         if kind in ("TopK", "Hypersphere"):
-            chosen = best_first(p)[: router.most]
+            chosen = best_first(p)[: router.K]
         elif kind == "Switch":
             chosen = best_first(p)[:1]
         elif kind == "Threshold":
             chosen = algorithm_1(p, t)
         elif kind == "Base":
             chosen = best_first(score)[:1] if assigned is None else [int(assigned[s])]
-        elif kind == "ExpertChoice":
-            chosen = [*range(E)]
         else:
             raise NotImplementedError(f"tests/reference.py does not say yet how {kind} chooses")
         for i, e in enumerate(chosen):
@@ -104,11 +102,11 @@ def route(router, h, ids=None, assigned=None, several=False):
                 g = g / sum(p[j] for j in chosen)
             weight[s, e] = g
             turn[s, e] = (i + 1, -p[e].item(), s)  # XMoE A.1: p - i, as a pair
-            if kind in ("Base", "ExpertChoice"):  # all choices are first ones
-                turn[s, e] = (1, -(score if kind == "Base" else p)[e].item(), s)
+            if kind == "Base":  # all choices are first choices
+                turn[s, e] = (1, -score[e].item(), s)
         counted += chosen if several else chosen[:1]
     loss = 0.0
-    if kind not in ("Base", "ExpertChoice"):
+    if kind != "Base":
         loss = balance(counted, first_probs, E)
     return Choices(weight, turn, loss, probs)
 

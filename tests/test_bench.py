@@ -118,7 +118,7 @@ def test_mixtral_has_as_many_flops_and_parameters_as_our_layer(name, monkeypatch
     blocks, shape = [], bench.SHAPES[name]
     monkeypatch.setattr(bench, "layer", lambda block, h, work, context: blocks.append(block) or work)
     with torch.device("meta"):
-        h, ours = torch.zeros(1, 4, shape.n_embd), model.in_place_of_ffn(shape, 8, "tanh")
+        h, ours = torch.zeros(1, 4, shape.n_embd), model.xmoe_layer(shape, 8, "tanh")
         work = bench.mixtral(shape, h, replace(CPU, device="meta"))
     E, K = ours.router.E, shape.split
     weights = sum(p.numel() for name, p in blocks[0].named_parameters() if "experts" in name)

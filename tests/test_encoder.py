@@ -57,7 +57,7 @@ def test_padding_and_its_content_change_nothing(row):
         own = own.masked_fill(own == PAD, padding)
         states, _ = masked_lm.encoder(own, places)
         torch.testing.assert_close(states.flatten(0, 1)[places], torch.cat([together[1, :5], together[2, :8]]))
-        logits, balance = masked_lm(own, places[::2], places)
+        logits, balance = masked_lm(own, places[::2], real=places)
         loss = logits.logsumexp(dim=1).sum() + balance
         gradients = torch.autograd.grad(loss, list(masked_lm.parameters()), allow_unused=True, materialize_grads=True)
         results.append((logits, balance, *gradients))
@@ -69,7 +69,7 @@ def test_an_inserted_stack_changes_nothing_at_first():
     dense.load_state_dict({k: v for k, v in sparse.state_dict().items() if "moes" not in k})
     assert len(sparse.moe_layers) == 3 and not dense.moe_layers
     ids, real = make_batch([12, 5])
-    assert torch.equal(sparse(ids, real, real)[0], dense(ids, real, real)[0])
+    assert torch.equal(sparse(ids, real, real=real)[0], dense(ids, real, real=real)[0])
 
 
 def test_sparse_layers_stand_where_they_are_told_to():

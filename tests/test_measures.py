@@ -13,7 +13,7 @@ from test_flops import small
 
 from analysis import measures
 from engine.device import Context
-from model import MoE, between_layers, in_place_of_ffn
+from model import MoE, x_moe_layer, xmoe_layer
 from routers import ROUTERS
 
 CPU = Context(0, 1, torch.device("cpu"), torch.float32)
@@ -22,7 +22,7 @@ V = 23
 
 def layer(router: str, **changes) -> MoE:
     """XMoE's, of 4 experts of width 8."""
-    return lively(in_place_of_ffn(small(router, **changes), V, "tanh")).eval()
+    return lively(xmoe_layer(small(router, **changes), V, "tanh")).eval()
 
 
 def test_perplexity_and_bits_per_byte_by_hand():
@@ -82,7 +82,7 @@ def test_statistics_are_literal_counts_of_real_tokens(router):
 
 
 def test_statistics_of_stacks_and_of_nothing():
-    moe = lively(between_layers(small("switch", moe_after=(1,)), V, "none")).eval()
+    moe = lively(x_moe_layer(small("switch", moe_after=(1,)), V, "none")).eval()
     watch = measures.RoutingStats(moe)
     moe(torch.randn(1, 8, 8).double(), torch.zeros(1, 8, dtype=torch.int64))
     stats = watch.finish()

@@ -1,25 +1,33 @@
-"""What README.md shows of writing a router works as it stands there."""
+"""The example router and the commands of README.md work as written."""
 
+import importlib
 import re
+import shlex
 
 import pytest
 import torch
 from helpers import ROOT, constants
 
-from model import in_place_of_ffn
-from routers import ROUTERS
+import routers
+from engine.config import command_line
+from model import xmoe_layer
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+COMMANDS = re.findall(r"^(?:python|torchrun .*|sbatch .*) (train_\w+|finetune_xtreme)\.py([^#\n]*)", README, re.M)
 
 
-@pytest.mark.parametrize("own", ["top1_random", "by_position"])
-def test_the_routers_of_the_readme_route(own, monkeypatch):
-    monkeypatch.delitem(ROUTERS, own, raising=False)  # of a reader who has it
-    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S | re.M)
-    (block,) = [block for block in blocks if f'@router("{own}")' in block]
-    exec(
-        "import torch\nfrom routers import Router, by_rank, router\n" + block, {}
-    )  # a block may take these for granted
-    moe = in_place_of_ffn(constants(router=own, expert_ffns=8), 13, "tanh")
-    ROUTERS.pop(own)
-    y, balance = moe(torch.randn(2, 16, 8), torch.randint(13, (2, 16)))  # more choices than `most` are an error
+def test_the_example_router_routes_and_learns(monkeypatch):
+    [example] = re.findall(r"^```python\n(.*?)^```", README, re.S | re.M)
+    monkeypatch.setitem(routers.ROUTERS, "top1_random", None)  # leaves with the test
+    exec(example, dict(vars(routers)))  # as if appended to routers.py
+    layer = xmoe_layer(constants(router="top1_random", expert_ffns=8), 13, "tanh")
+    y, balance = layer(torch.randn(2, 16, 8), torch.randint(13, (2, 16)))
     (y.square().sum() + balance).backward()
-    assert all(p.grad is not None and p.grad.any() for p in moe.router.parameters())
+    for parameter in layer.router.parameters():
+        assert parameter.grad.any()
+
+
+@pytest.mark.parametrize("script, options", COMMANDS)
+def test_every_command_is_accepted(script, options):
+    module = importlib.import_module(script)
+    command_line(module.Config, module.PRESETS, shlex.split(options))

@@ -29,7 +29,7 @@ from data.tokenizers import XLMR, train_sentencepiece
 from engine.device import Context, setup
 from engine.table import mean_cell
 from model import PAD, MaskedLM
-from train_electra import Config, Electra, losses_of, sample, score
+from train_electra import Config, Electra, sample, score
 
 ELECTRA = Script(train_electra)
 TINY = dict(n_layer=2, n_head=2, n_embd=16, ffn_size=32, block_size=16, micro_tokens=128, batch_tokens=256, steps=4)
@@ -109,7 +109,7 @@ def test_losses_are_the_papers_equations(monkeypatch):
     B, T = original.shape
     drawn = torch.where(torch.arange(len(batch.masked)) % 3 == 0, batch.targets, batch.targets.flip(0) - 1)
     monkeypatch.setattr(train_electra, "sample", lambda logits: drawn)
-    (mlm, rtd, _), _ = losses_of(model, batch, model.config, HERE)
+    mlm, _, rtd = model(*batch[:4])
 
     corrupt, guessed = original.clone(), 0
     for place, token in zip(batch.masked.tolist(), drawn.tolist()):  # eq. 2
@@ -168,10 +168,10 @@ def test_padding_that_the_generator_draws_is_a_token_like_any_other(monkeypatch)
     """A row's answers do not change when it stands beside a longer one, even with a drawn <pad> inside."""
     model, (batch, real, original) = small(), small_batch()
     monkeypatch.setattr(train_electra, "sample", lambda logits: torch.full((len(logits),), PAD))
-    together = model(batch.ids, batch.masked, real, batch.targets)
+    together = model.predict(*batch[:4])
     row, T, length = 1, original.shape[1], 5
     own, place = batch.masked // T == row, real // T == row
-    alone = model(batch.ids[[row], :length], batch.masked[own] - row * T, None, batch.targets[own])
+    alone = model.predict(batch.ids[[row], :length], batch.masked[own] - row * T, batch.targets[own])
     torch.testing.assert_close(together[2][place], alone[2])
     assert own.any() and torch.equal(together[3][place], alone[3])
 
@@ -182,7 +182,7 @@ def test_networks_share_embeddings_and_no_experts():
     shared = {name for name in theirs if theirs[name] is ours.get(name)}
     assert shared == {"wte.weight", "wpe.weight", "distance.table.weight"}
     assert len(model.moe_layers) == 1 and not model.generator.moe_layers
-    (*_, balance), _ = losses_of(model, small_batch()[0], model.config, HERE)
+    _, balance, _ = model(*small_batch()[0][:4])
     assert balance > 0
     for given, gates in (({}, 3), ({"relative_bias": False}, 0), (XLM, 0)):  # in both networks, or in none
         names = [name for name, _ in small(**given).named_parameters()]
@@ -196,7 +196,8 @@ def test_a_step_asks_the_device_nothing():
     with FakeTensorMode() as mode:
         batch = Masked(*(mode.from_tensor(x) for x in batch))
         model = Electra(Config(**TINY), V=50)
-        losses, _ = losses_of(model, batch, model.config, context)
+        with context.autocast():
+            losses = model(*batch[:4])
         sum(losses).backward()
 
 
@@ -209,8 +210,8 @@ def test_products_are_those_that_torch_counts(given, options):
     batch = Masked(ids, masked, ids.flatten()[masked], None, masked)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):  # it knows no other on a CPU
         for _ in range(1 + config.tlm):
-            (mlm, rtd, _), _ = losses_of(model, batch, config, HERE)
-            (mlm + rtd).backward()
+            mlm, _, *rtd = model(*batch[:4])
+            (mlm + sum(rtd)).backward()
     assert counter.get_total_flops() == pytest.approx(train_electra.step_flops(model), rel=0.02)
 
 
@@ -295,9 +296,9 @@ def test_the_end_says_since_when_a_translation_helps(options, monkeypatch, capsy
 
     monkeypatch.setattr(bilingual, "translation_effect", effect)
     ELECTRA.run(options | {"steps": 6}, monkeypatch)
-    assert result_of(options["out_dir"])["change"] == 4
+    assert result_of(options["out_dir"])["since_step"] == 4
     assert "a translation helps since step 4; in the end +0.0% of the masked" in capsys.readouterr().out
-    result = result_of(options["out_dir"]) | {"change": None}
+    result = result_of(options["out_dir"]) | {"since_step": None}
     assert "a translation does not help yet" in train_electra.report(Config(), result)
 
 
@@ -382,7 +383,7 @@ def test_what_a_translation_adds_is_counted_pair_by_pair(options):
         for half, beside in product((0, 1), (True, False)):
             shown = (0, 1) if beside else (half,)
             for _, first, batch in data["pairs"].eval_batches(*read, masked=(half,), shown=shown):
-                guesses = generator(batch.ids, batch.masked, batch.real)[0].argmax(dim=1)
+                guesses = generator(batch.ids, batch.masked, real=batch.real)[0].argmax(dim=1)
                 begun = end if first else 0
                 for place, hit in zip(batch.masked.tolist(), (guesses == batch.targets).tolist()):
                     pair = begun + place // batch.ids.shape[1]

@@ -163,7 +163,7 @@ def test_counting_is_its_literal_definition(options, monkeypatch, capsys):
     result, out = result_of(options["out_dir"]), capsys.readouterr().out
     assert result["counting"] == found and out.count(counting.in_words(found)) == 2  # before training, and after
     ahead = [name for name, ppl in by_language.items() if result["valid"]["languages"][name] < ppl]
-    assert f"ahead of counting by neighbours in {len(ahead)} of {len(by_language)} languages" in out
+    assert f"beats counting by neighbours in {len(ahead)} of {len(by_language)} languages" in out
     data.tokens["train"] = np.zeros(2**24 + 1, dtype="uint16")
     assert counting.in_words(counting.masked_scores(data)) == "counting: not done, the training text is large"
 
@@ -220,15 +220,15 @@ def test_the_end_says_since_when_it_is_ahead_and_what_smoe_has(options, tmp_path
     monkeypatch.setattr(train_mlm, "__file__", str(tmp_path / "train_mlm.py"))
     MLM.run(options | {"steps": 8}, monkeypatch)
     out, result = capsys.readouterr().out, result_of(options["out_dir"])
-    assert result["ahead"] == 4
-    assert "ahead of counting by neighbours in 1 of 2 languages, and in all together since step 4" in out
+    assert result["since_step"] == 4
+    assert "beats counting by neighbours in 1 of 2 languages, and overall since step 4" in out
     assert "its baseline SMoE" not in out
     [first], [last] = result["first"], result["valid"]["layers"]
     first["rc"], last["rc"], last["rf"] = 7, 8, 1
     *_, ours, words = train_mlm.report(train_mlm.Config(), result | {"name": "demo"}).splitlines()
     assert ours == "X-MoE began with RC 7 and ends with 8, RF 100.0%"
     assert words == "its baseline SMoE, --router switch, began with RC 3 and ends with 3, RF 25.0%"
-    assert "since" not in train_mlm.report(train_mlm.Config(), result | {"ahead": None})
+    assert "since" not in train_mlm.report(train_mlm.Config(), result | {"since_step": None})
 
 
 @pytest.mark.parametrize("number, dims", [(3, [2, 0, 2, 0]), (5, [1, 2, 4, 8, 16])])

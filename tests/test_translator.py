@@ -95,7 +95,7 @@ def literal_embedding(model: Translator, ids):
 def test_the_dense_model_is_torchs_transformer():
     model = make("dense")
     (source, real), (target, target_real) = padded(sources([5, 9, 2])), padded(sources([7, 3, 4], 1))
-    logits, balance = model(source, target, real, target_real)
+    logits, balance = model(source, real, target, target_real)
     padding, x, y = source == PAD, literal_embedding(model, source), literal_embedding(model, target)
     for block in model.encoder:
         x = torchs_layer(nn.TransformerEncoderLayer, block, model.config)(x, src_key_padding_mask=padding)
@@ -133,12 +133,12 @@ def test_neither_padding_nor_the_batch_nor_later_tokens_change_a_logit_without_a
     model, pairs = make(row), list(zip(sources([5, 9, 2]), sources([7, 3, 4], 1)))
     with model.no_limit(), torch.no_grad():
         (source, real), (target, target_real) = (padded(list(side)) for side in zip(*pairs))
-        together = model(source, target, real, target_real)[0].split([len(t) for _, t in pairs])
+        together = model(source, real, target, target_real)[0].split([len(t) for _, t in pairs])
         for (one, two), ours in zip(pairs, together):
-            alone, _ = model(torch.tensor([one]), torch.tensor([two]))
+            alone, _ = model(torch.tensor([one]), None, torch.tensor([two]), None)
             torch.testing.assert_close(ours, alone)
         other = [(id + 5) % 30 + 4 for id in two[2:]]
-        changed, _ = model(torch.tensor([one]), torch.tensor([[*two[:2], *other]]))
+        changed, _ = model(torch.tensor([one]), None, torch.tensor([[*two[:2], *other]]), None)
     torch.testing.assert_close(changed[:2], alone[:2])
     assert (changed[2:] - alone[2:]).abs().max() > 1e-3
 
@@ -149,7 +149,7 @@ def test_every_weight_has_a_gradient_and_balance_losses_are_added(row):
     for moe in model.moe_layers:
         moe.register_forward_hook(lambda _, __, out: losses.append(float(out[1].detach())))
     (source, real), (target, target_real) = padded(sources([5, 9, 20])), padded(sources([7, 3, 20], 1))
-    logits, balance = model(source, target, real, target_real)
+    logits, balance = model(source, real, target, target_real)
     (logits.square().mean() + balance).backward()
     assert {name for name, p in model.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0} == set()
     assert len(losses) == len(model.moe_layers) and float(balance.detach()) == pytest.approx(sum(losses))
@@ -195,7 +195,7 @@ def test_decoding_token_by_token_is_decoding_at_once(row):
 def log_probs(model: Translator, source: list[int], written: list[int]):
     """Of the next token, from the whole model, nothing kept from before."""
     with torch.no_grad(), model.no_limit():
-        logits, _ = model(torch.tensor([source]), torch.tensor([[BOS, *written]]))
+        logits, _ = model(torch.tensor([source]), None, torch.tensor([[BOS, *written]]), None)
     scores = logits[-1].log_softmax(dim=0)
     scores[list(NEVER)] = -math.inf
     return scores
