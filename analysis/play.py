@@ -227,7 +227,7 @@ def routed(model, setting: dict | None):
             if setting["chooser"] != "own":
                 moe.router = copy.copy(moe.router)  # with the same parameters
                 moe.router.__class__ = kind = CHOOSERS[setting["chooser"]]
-                moe.router.most = setting["K"] if kind is TopK else kind.most
+                moe.router.K = setting["K"] if kind is TopK else kind.K or moe.router.E
                 moe.router.config = SimpleNamespace(threshold=setting["t"], eval_threshold=None)
         yield
     finally:
