@@ -58,7 +58,8 @@ def add_result(folder: Path, path: Path):
     target = folder / f"{kind}.jsonl"
     lines = {from_json(line)["name"]: line for line in target.read_text().splitlines()}
     lines[name] = to_json({"name": name} | result | {"name": name}, indent=None)
-    write(target, "".join(f"{lines[name]}\n" for name in sorted(lines)))
+    write(target, "".join(f"{lines[key]}\n" for key in sorted(lines)))
+    print(f"{name} is in {target}")
 
 
 def fill(page: str, folder: Path) -> str:
