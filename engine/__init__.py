@@ -1,14 +1,14 @@
-"""What every script needs and no paper is about: command line, processes, devices, a run's folder, other formats."""
+"""Support code for every script: command line, processes, devices, run folders, and other weight formats."""
 
 import os
 import sys
 
-# Threads of OpenMP that wait for each other spin: the fastest way where the cores are theirs alone, and by far the
-# slowest where other programs need them. For how long is read when torch is loaded: a script imports this first.
-told = os.environ.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}  # by the user
-if not told and "torch" not in sys.modules:
+# OpenMP threads spin while they wait for each other: fastest on idle cores, but by far the slowest when other programs
+# need those cores. The spin count is read when torch is loaded, so a script imports this module first.
+set_by_user = os.environ.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}
+if not set_by_user and "torch" not in sys.modules:
     try:
-        load, *_ = os.getloadavg()  # programs that wanted a core, in the last minute
-    except (AttributeError, OSError):  # not every system tells
+        load, *_ = os.getloadavg()  # runnable processes, averaged over the last minute
+    except (AttributeError, OSError):  # not available on this system
         load = 0.0
     os.environ["GOMP_SPINCOUNT"] = "1000" if load > (os.cpu_count() or 1) else "30000"

@@ -1,7 +1,7 @@
-"""nanoXMoE's models under the names that transformers expects.
+"""nanoXMoE's models as transformers classes.
 
-`python -m engine.pretrained export RUN FOLDER` copies this file into FOLDER, with model.py and routers.py beside it;
-transformers runs it where it is told trust_remote_code=True.
+`python -m engine.pretrained export RUN FOLDER` copies this file, model.py and routers.py into FOLDER. transformers runs
+them if you pass trust_remote_code=True.
 """
 
 import math
@@ -19,23 +19,23 @@ from .model import GPT, Encoder, SparseModel, output_logits
 
 class NanoXMoEConfig(PretrainedConfig):
     model_type = "nanoxmoe"
-    constants = {}  # of the training script, by which model.py makes the model
+    constants = {}  # config of the training script, from which model.py builds the model
 
 
 class Model(PreTrainedModel):
-    """What all have."""
+    """Base class of all models."""
 
     config_class = NanoXMoEConfig
     base_model_prefix = "model"
-    _input_embed_layer = "wte"  # by this name transformers looks for the embeddings in `model` and `embeddings`
+    _input_embed_layer = "wte"  # transformers looks up this attribute of `model` or `embeddings`
 
-    def states(self, asked: bool | None) -> list | None:
-        """What hidden states are to be put into, None where neither the call nor the config asks for them."""
-        asked = self.config.output_hidden_states if asked is None else asked
-        return [] if asked else None
+    def states(self, requested: bool | None) -> list | None:
+        """An empty list to collect hidden states in; None unless the call, or else the config, requests them."""
+        requested = self.config.output_hidden_states if requested is None else requested
+        return [] if requested else None
 
     def loss(self, logits, labels, options: dict):
-        """By transformers' function for a class of this name: a decoder's shifts the labels, and -100 is no label."""
+        """Calls transformers' loss for this class name. For a decoder it shifts the labels; -100 is ignored."""
         if labels is None:
             return None
         sizes = {"vocab_size": self.config.vocab_size, "config": self.config}
@@ -43,22 +43,22 @@ class Model(PreTrainedModel):
 
 
 def network(kind: type[SparseModel], config: NanoXMoEConfig) -> SparseModel:
-    """A model of model.py whose experts have no limit, so that no token depends on its batch-mates."""
+    """Builds a model of model.py without a capacity limit, so that no token depends on the rest of its batch."""
     net = kind(SimpleNamespace(**config.constants), config.vocab_size)
     for moe in net.moe_layers:
         moe.capacity_factor = moe.eval_capacity_factor = math.inf
     return net
 
 
-def places(attention_mask) -> torch.Tensor | None:
-    """(B, T), 0 for padding -> places in B * T of what is none, or None where all is."""
+def nonpad_indices(attention_mask) -> torch.Tensor | None:
+    """(B, T), 0 for padding -> flat indices of non-padding tokens; None if there is no padding."""
     if attention_mask is None or attention_mask.all():
         return None
     return attention_mask.flatten().nonzero().squeeze(1)
 
 
 class NanoXMoEForCausalLM(Model, GenerationMixin):
-    """A decoder. It keeps no keys and values: for each new token it reads again what stands before."""
+    """A decoder without a key-value cache: each new token recomputes the whole context."""
 
     def __init__(self, config: NanoXMoEConfig):
         super().__init__(config)
@@ -67,26 +67,26 @@ class NanoXMoEForCausalLM(Model, GenerationMixin):
 
     @can_return_tuple
     def forward(self, input_ids, attention_mask=None, labels=None, output_hidden_states=None, **options):
-        states, padded = self.states(output_hidden_states), places(attention_mask) is not None
-        if padded:  # padding goes to the end of its row, where no token sees it
+        states, padded = self.states(output_hidden_states), nonpad_indices(attention_mask) is not None
+        if padded:  # move padding to the end of its row, where no token attends to it
             order = attention_mask.argsort(dim=1, descending=True, stable=True)
             input_ids = input_ids.gather(1, order)
             attention_mask = attention_mask.gather(1, order)
-        h, _ = self.model.hidden(input_ids, real=places(attention_mask), states=states)
+        h, _ = self.model.hidden(input_ids, real=nonpad_indices(attention_mask), states=states)
         if padded:
-            back = order.argsort(dim=1).unsqueeze(2).expand_as(h)
-            h, states = h.gather(1, back), states and [x.gather(1, back) for x in states]
+            inverse = order.argsort(dim=1).unsqueeze(2).expand_as(h)
+            h, states = h.gather(1, inverse), states and [x.gather(1, inverse) for x in states]
         logits = output_logits(h, self.model.wte.weight, self.model.bias)
         return CausalLMOutput(self.loss(logits, labels, options), logits, hidden_states=states and (*states, h))
 
     def prepare_inputs_for_generation(self, input_ids, attention_mask=None, **ignored):
-        read = slice(-self.config.max_position_embeddings, None)
-        mask = None if attention_mask is None else attention_mask[:, read]
-        return {"input_ids": input_ids[:, read], "attention_mask": mask}
+        context = slice(-self.config.max_position_embeddings, None)
+        mask = None if attention_mask is None else attention_mask[:, context]
+        return {"input_ids": input_ids[:, context], "attention_mask": mask}
 
 
 class NanoXMoEModel(Model):
-    """An encoder's hidden states."""
+    """An encoder without a head."""
 
     def __init__(self, config: NanoXMoEConfig):
         super().__init__(config)
@@ -100,12 +100,12 @@ class NanoXMoEModel(Model):
     @can_return_tuple
     def forward(self, input_ids, attention_mask=None, output_hidden_states=None, **ignored):
         states = self.states(output_hidden_states)
-        h, _ = self.encoder(input_ids, places(attention_mask), states)
+        h, _ = self.encoder(input_ids, nonpad_indices(attention_mask), states)
         return BaseModelOutput(h, hidden_states=states and tuple(states))
 
 
 class WithHead(Model):
-    """An encoder with a head, which begins with the same layer for all."""
+    """An encoder with a head: a dense layer, and an output layer `out` that each subclass defines."""
 
     def __init__(self, config: NanoXMoEConfig):
         super().__init__(config)
@@ -114,9 +114,9 @@ class WithHead(Model):
 
     @can_return_tuple
     def forward(self, input_ids, attention_mask=None, labels=None, output_hidden_states=None, **options):
-        read = self.model(input_ids, attention_mask, output_hidden_states, return_dict=True)
-        logits = self.out(self.ln_h(F.gelu(self.dense(read.last_hidden_state))))
-        return TokenClassifierOutput(self.loss(logits, labels, options), logits, read.hidden_states)
+        encoded = self.model(input_ids, attention_mask, output_hidden_states, return_dict=True)
+        logits = self.out(self.ln_h(F.gelu(self.dense(encoded.last_hidden_state))))
+        return TokenClassifierOutput(self.loss(logits, labels, options), logits, encoded.hidden_states)
 
 
 class NanoXMoEForMaskedLM(WithHead):
@@ -130,7 +130,7 @@ class NanoXMoEForMaskedLM(WithHead):
 
 
 class NanoXMoEForTokenClassification(WithHead):
-    """As exported from XLM-E's discriminator, it says whether a token was replaced; it can be trained to say more."""
+    """XLM-E's discriminator, which predicts whether a token was replaced; fine-tuning can give it other labels."""
 
     def __init__(self, config: NanoXMoEConfig):
         super().__init__(config)

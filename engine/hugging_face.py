@@ -1,7 +1,7 @@
-"""Hugging Face's formats: GPT-2 and XLM-R are read, and a run is written as a folder that transformers loads.
+"""Hugging Face's formats: loads GPT-2 and XLM-R, and exports a run as a folder that transformers loads.
 
-A run takes its code along (model.py, routers.py and hf_model.py), which transformers runs where it is told
-trust_remote_code=True. A decoder's folder can be scored by lm-eval (pip install "lm-eval[hf]"):
+The folder includes the code (model.py, routers.py and hf_model.py), which transformers runs if you pass
+trust_remote_code=True. lm-eval can evaluate an exported decoder (pip install "lm-eval[hf]"):
 
     lm_eval run --model hf --model_args pretrained=FOLDER,trust_remote_code=True --tasks lambada_openai
 """
@@ -21,16 +21,16 @@ from data.tokenizers import load_tokenizer
 from engine.files import read_json, write
 from model import PAD
 
-Weights = dict[str, Tensor]  # by the names that model.py has for them
+Weights = dict[str, Tensor]  # by their names in model.py
 
 
-class Found(NamedTuple):
-    """The model that a folder holds."""
+class SavedModel(NamedTuple):
+    """A model as read from a folder."""
 
-    kind: str  # the class that was trained, of pretrained.MODELS
-    constants: dict  # by which model.py makes it, with its vocab_size
+    kind: str  # the class that was trained, a key of pretrained.MODELS
+    constants: dict  # from which model.py builds it, and its vocab_size
     weights: Weights
-    vocabulary: str  # the checksum of its tokenizer; "" where nobody knows
+    vocabulary: str  # checksum of its tokenizer; "" if unknown
 
 
 def short(error: Exception) -> str:
@@ -40,46 +40,46 @@ def short(error: Exception) -> str:
 # ---------------------------------------------------------------------------------------------------------------------
 # Dense models in transformers' own layouts
 
-SIZES = "vocab_size", "block_size", "n_layer", "n_head", "n_embd", "ffn_size"  # constants of ours
+SIZES = "vocab_size", "block_size", "n_layer", "n_head", "n_embd", "ffn_size"  # our names
+SUFFIXES = "", ".weight", ".bias"
 
 
 class Layout(NamedTuple):
-    """How transformers writes a dense model of model.py down."""
+    """How transformers stores a dense model of model.py."""
 
-    sizes: tuple[str, ...]  # SIZES in their config.json
-    fixed: dict  # values there for which model.py has a model
-    ours: dict  # constants of ours that describe it
-    names: dict[str, str]  # of a module or tensor: ours -> theirs, or several that are one of ours; {}: the layer
-    prefix: str  # which theirs have only in a model with a head
-    unused: int = 0  # positions that no token has
-    turned: bool = False  # their matrices are (in, out)
+    sizes: tuple[str, ...]  # names of SIZES in its config.json
+    required: dict  # values that its config.json must have for model.py to support it
+    constants: dict  # our constants that describe the model
+    names: dict[str, str]  # our module or tensor -> its name there, or several to concatenate; {}: number of the layer
+    prefix: str  # of names in models with a head
+    unused_positions: int = 0
+    transposed: bool = False  # matrices are (in, out)
 
     def read(self, folder: Path) -> tuple[dict, Weights]:
-        """Their folder -> our constants and weights. Raises ValueError where model.py has no such model."""
+        """Converts a folder to our constants and weights. Raises ValueError if model.py has no such model."""
         config = read_json(folder / "config.json")
-        for name, value in self.fixed.items():
+        for name, value in self.required.items():
             if config.get(name, value) != value:
                 raise ValueError(f"{folder} has {name} {config[name]!s:.50}, not {value}: model.py has no such model")
         if config.get("n_inner") is None:  # as in GPT-2 itself
             config["n_inner"] = 4 * config.get("n_embd", 0)
-        sizes = {ours: config.get(theirs) for ours, theirs in zip(SIZES, self.sizes)}
+        sizes = {ours: config.get(name) for ours, name in zip(SIZES, self.sizes)}
         if not all(type(size) is int for size in sizes.values()):
             raise ValueError(f"{folder}/config.json does not have all of {', '.join(self.sizes)}")
-        sizes["block_size"] -= self.unused
+        sizes["block_size"] -= self.unused_positions
         weights, tensors = {}, read_tensors(folder)
-        tensors |= {self.prefix + name: x for name, x in tensors.items()}  # of a model without a head
-        every = product(self.names.items(), range(sizes["n_layer"]), ("", ".weight", ".bias"))
-        for (ours, theirs), layer, end in every:
-            parts = [tensors.get(name.format(layer) + end) for name in theirs.split()]
+        tensors |= {self.prefix + name: x for name, x in tensors.items()}  # a model without a head has no prefix
+        for (ours, names), layer, suffix in product(self.names.items(), range(sizes["n_layer"]), SUFFIXES):
+            parts = [tensors.get(name.format(layer) + suffix) for name in names.split()]
             if all(x is not None for x in parts):
-                x, name = torch.cat(parts), ours.format(layer) + end
-                weights[name] = x.t() if self.turned and x.dim() == 2 and "{}" in ours else x
-        return self.ours | sizes, weights
+                x, name = torch.cat(parts), ours.format(layer) + suffix
+                weights[name] = x.t() if self.transposed and x.dim() == 2 and "{}" in ours else x
+        return self.constants | sizes, weights
 
 
 GPT2 = Layout(
     sizes=("vocab_size", "n_positions", "n_layer", "n_head", "n_embd", "n_inner"),
-    fixed={
+    required={
         "model_type": "gpt2",
         "activation_function": "gelu_new",
         "layer_norm_epsilon": 1e-5,
@@ -87,7 +87,7 @@ GPT2 = Layout(
         "scale_attn_weights": True,
         "tie_word_embeddings": True,
     },
-    ours={"router": "dense", "frequency_bias": False},
+    constants={"router": "dense", "frequency_bias": False},
     names={
         "wte": "transformer.wte",
         "wpe": "transformer.wpe",
@@ -100,7 +100,7 @@ GPT2 = Layout(
         "ln_f": "transformer.ln_f",
     },
     prefix="transformer.",
-    turned=True,
+    transposed=True,
 )
 LAYER = "roberta.encoder.layer.{}."
 XLM_R = Layout(
@@ -108,7 +108,7 @@ XLM_R = Layout(
         *("vocab_size", "max_position_embeddings", "num_hidden_layers"),
         *("num_attention_heads", "hidden_size", "intermediate_size"),
     ),
-    fixed={
+    required={
         "model_type": "xlm-roberta",
         "hidden_act": "gelu",
         "layer_norm_eps": 1e-5,
@@ -117,7 +117,7 @@ XLM_R = Layout(
         "tie_word_embeddings": True,
         "type_vocab_size": 1,
     },
-    ours={"relative_bias": False},
+    constants={"relative_bias": False},
     names={
         "encoder.wte": "roberta.embeddings.word_embeddings",
         "encoder.wpe": "roberta.embeddings.position_embeddings",
@@ -134,20 +134,20 @@ XLM_R = Layout(
         "bias": "lm_head.bias",
     },
     prefix="roberta.",
-    unused=PAD + 1,
+    unused_positions=PAD + 1,
 )
-LAYOUTS = {"GPT": GPT2, "MaskedLM": XLM_R}  # of a run's class
-OTHERS = {"router": "dense", "dropout": 0.0, "init_std": 0.02, "top_k": None}  # which no weight depends on
+LAYOUTS = {"GPT": GPT2, "MaskedLM": XLM_R}  # by SavedModel.kind
+DEFAULTS = {"router": "dense", "dropout": 0.0, "init_std": 0.02, "top_k": None}  # constants that may be missing
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Reading
 
 
-def read(folder: Path) -> Found:
-    """GPT-2, XLM-R, or a run that `export` wrote."""
+def read(folder: Path) -> SavedModel:
+    """Reads GPT-2, XLM-R or an exported run."""
     if not weight_files(folder):
-        raise FileNotFoundError(f"{folder} is neither the folder of a run nor of a model: it holds no weights")
+        raise FileNotFoundError(f"{folder} is neither the folder of a run nor of a model: it has no weights")
     config = read_json(folder / "config.json")
     if config.get("model_type") == "nanoxmoe":
         kind = config["trained"]
@@ -156,16 +156,16 @@ def read(folder: Path) -> Found:
     else:
         kind = "GPT" if config.get("model_type") == "gpt2" else "MaskedLM"
         constants, weights = LAYOUTS[kind].read(folder)
-    return Found(kind, OTHERS | constants, weights, vocabulary="")
+    return SavedModel(kind, DEFAULTS | constants, weights, vocabulary="")
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The parts of a model: safetensors, or the pickles of older models."""
+    """The files of a model's weights: safetensors, or pickles for older models."""
     return sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
 
 
 def read_tensors(folder: Path) -> Weights:
-    """All tensors, by their names."""
+    """Reads all tensors of a model, by name."""
     tensors = {}
     for file in weight_files(folder):
         try:
@@ -175,7 +175,7 @@ def read_tensors(folder: Path) -> Weights:
                 from safetensors.torch import load_file
 
                 tensors |= load_file(file)
-        except Exception as error:  # damage shows itself in a dozen ways
+        except Exception as error:  # damaged files raise many kinds of errors
             raise ValueError(f"{file} cannot be read: {short(error)}") from None
     return tensors
 
@@ -184,19 +184,19 @@ def read_tensors(folder: Path) -> Weights:
 # Writing
 
 CODE = {"model.py": "model.py", "routers.py": "routers.py", "hf_model.py": "engine/hf_model.py"}
-CLASSES = {  # class of a run's model -> transformers' classes for it, and ours in hf_model.py; the first is its own
+CLASSES = {  # SavedModel.kind -> {transformers' auto class: class of hf_model.py}; the first is the trained model
     "GPT": {"AutoModelForCausalLM": "NanoXMoEForCausalLM"},
     "MaskedLM": {"AutoModelForMaskedLM": "NanoXMoEForMaskedLM"},
     "Electra": {"AutoModelForTokenClassification": "NanoXMoEForTokenClassification"},
 }
-for own in ("MaskedLM", "Electra"):  # encoders
-    CLASSES[own] |= {"AutoModel": "NanoXMoEModel"} | CLASSES["Electra"]
+for encoder in ("MaskedLM", "Electra"):
+    CLASSES[encoder] |= {"AutoModel": "NanoXMoEModel"} | CLASSES["Electra"]
 CARD = """# {name}
 
-Trained with nanoXMoE. What it was trained with, and what it scored, is in result.json if the run was finished.
+Trained with nanoXMoE. If the run is finished, result.json has its configuration and its scores.
 
-No expert has a limit, in fine-tuning neither, so no token depends on its batch-mates. Generation keeps nothing: for
-each new token it reads again what stands before.
+Experts have no capacity limit, even in fine-tuning, so no token depends on the rest of its batch. Generation has no
+key-value cache: each new token recomputes the whole context.
 
 ```python
 from transformers import {auto}, AutoTokenizer
@@ -205,46 +205,46 @@ model = {auto}.from_pretrained(FOLDER, trust_remote_code=True)
 tokenizer = AutoTokenizer.from_pretrained(FOLDER)
 ```
 """
-MOST = sys.float_info.max  # JSON has no infinity
+MAX_FLOAT = sys.float_info.max  # JSON has no infinity
 
 
-def export(found: Found, run: Path, folder: Path):
-    """Writes what was found in the folder `run`. Raises ValueError, OSError or ImportError of one line."""
+def export(saved: SavedModel, run: Path, folder: Path):
+    """Exports the model of the folder `run`. Raises ValueError, OSError or ImportError, with a message of one line."""
     from safetensors.torch import save_file
 
     from engine import hf_tokenizer
 
-    if found.kind not in CLASSES:
-        raise ValueError(f"{run} holds a {found.kind}: give a run of train_lm.py, train_mlm.py or train_electra.py")
+    if saved.kind not in CLASSES:
+        raise ValueError(f"{run} holds a {saved.kind}: pass a run of train_lm.py, train_mlm.py or train_electra.py")
     if folder.exists() and any(folder.iterdir()):
-        raise ValueError(f"{folder} is not empty: give another folder")
+        raise ValueError(f"{folder} is not empty: pass another folder")
     tokenizer = load_tokenizer(run)
-    config, weights = theirs(found)
+    config, weights = convert(saved)
     config |= {f"{name}_id": token for name, token in hf_tokenizer.special_ids(tokenizer).items()}
-    files = {"config.json": config} | hf_tokenizer.files_of(tokenizer, found.constants["block_size"])
-    for name, here in CODE.items():
-        code = (Path(__file__).parents[1] / here).read_text()
+    files = {"config.json": config} | hf_tokenizer.files_of(tokenizer, saved.constants["block_size"])
+    for name, source in CODE.items():
+        code = (Path(__file__).parents[1] / source).read_text()
         files[name] = code.replace("from routers import", "from .routers import")
-    auto, *_ = CLASSES[found.kind]
+    auto, *_ = CLASSES[saved.kind]
     files["README.md"] = CARD.format(name=run.name, auto=auto)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "model.safetensors").chmod(0o644)  # as the other files
+    (folder / "model.safetensors").chmod(0o644)  # like the other files
     for name, content in files.items():
         write(folder / name, content)
-    tokenizer.save(folder)  # for `load`
+    tokenizer.save(folder)  # for pretrained.load
     if (run / "result.json").exists():
         shutil.copy(run / "result.json", folder)
-    print(f"{folder} has the model, its tokenizer and a card that says how transformers loads them")
+    print(f"{folder} has the model, its tokenizer and a README.md that shows how to load them")
 
 
-def theirs(found: Found) -> tuple[dict, Weights]:
-    """The config and the tensors of a model of hf_model.py."""
-    constants = {name: MOST if x == math.inf else x for name, x in found.constants.items()}
-    weights, classes = dict(found.weights), CLASSES[found.kind]
+def convert(saved: SavedModel) -> tuple[dict, Weights]:
+    """The config.json and the tensors of a model of hf_model.py."""
+    constants = {name: MAX_FLOAT if x == math.inf else x for name, x in saved.constants.items()}
+    weights, classes = dict(saved.weights), CLASSES[saved.kind]
     config = {
         "model_type": "nanoxmoe",
-        "trained": found.kind,
+        "trained": saved.kind,
         "architectures": [*classes.values()][:1],
         "auto_map": {"AutoConfig": "hf_model.NanoXMoEConfig"},
         "dtype": "float32",
@@ -257,13 +257,13 @@ def theirs(found: Found) -> tuple[dict, Weights]:
         "constants": constants,
     }
     config["auto_map"] |= {auto: f"hf_model.{name}" for auto, name in classes.items()}
-    if found.kind == "Electra":
+    if saved.kind == "Electra":
         config["id2label"] = {0: "original", 1: "replaced"}
-        for name in ("out.weight", "out.bias"):  # a softmax of 0 and a logit is the logit's sigmoid
+        for name in ("out.weight", "out.bias"):  # softmax([0, logit]) is [1 - sigmoid(logit), sigmoid(logit)]
             weights[name] = torch.cat([torch.zeros_like(weights[name]), weights[name]])
     tensors = {}
     for name, x in weights.items():
-        if not name.startswith("generator."):  # it has done its work
-            inside = found.kind == "GPT" or name.startswith("encoder.")
-            tensors["model." * inside + name] = x.contiguous()
+        if not name.startswith("generator."):  # needed for training alone
+            in_body = saved.kind == "GPT" or name.startswith("encoder.")
+            tensors["model." * in_body + name] = x.contiguous()
     return config, tensors

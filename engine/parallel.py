@@ -1,7 +1,4 @@
-"""A model as training calls it: compiled where that pays, and the same on all processes, whose gradients are averaged.
-
-DDP stands on torch.distributed, and is the same code on NCCL and on gloo.
-"""
+"""Wraps a model for training: torch.compile where it pays, and DDP over all processes."""
 
 import torch
 from torch import nn
@@ -10,24 +7,24 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def wrap(model: nn.Module, config, context) -> nn.Module:
-    """-> what to call in place of the model. --compile decides, or else whether products are in bfloat16 on a GPU."""
+    """Returns what to call in place of the model. By default, --compile is true for bfloat16 on a GPU."""
     if getattr(config, "recompute", False):  # fine-tuning has no such constant
         model.recompute_layers()
     device = context.device.type
     fast = device == "cuda" and context.dtype == torch.bfloat16
     forward = model
     if config.compile or (config.compile is None and fast):
-        torch.compiler.reset()  # earlier models count, and after eight torch gives up
+        torch.compiler.reset()  # otherwise torch stops compiling after eight models
         forward = compiled(model)
     if context.world == 1:
         return forward
-    buffers = [name for name, _ in forward.named_buffers()]  # Hash's table is the same everywhere
+    buffers = [name for name, _ in forward.named_buffers()]  # the table of Hash routing is the same on all processes
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(forward, buffers)
     return DistributedDataParallel(forward, device_ids=[context.device] if device == "cuda" else None)
 
 
 def compiled(model: nn.Module) -> nn.Module:
-    """By torch.compile. Backward products have the types of the forward pass: autocast's would round a router's."""
-    functorch_config.backward_pass_autocast = "off"
-    functorch_config.ban_recompute_used_far_apart = False  # the backward pass masks spare rows anew: 3% less is moved
+    """Calls torch.compile, with settings that suit these models."""
+    functorch_config.backward_pass_autocast = "off"  # autocast would round the gradients of fp32 routers to bf16
+    functorch_config.ban_recompute_used_far_apart = False  # recomputing the mask of spare rows moves 3% less memory
     return torch.compile(model)

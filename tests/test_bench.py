@@ -82,14 +82,14 @@ def test_a_run_is_seen_by_operation_and_on_a_gpu_by_where_the_host_waits(monkeyp
         warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
         warnings.warn("something else", stacklevel=1)
 
-    assert "mm " in bench.seen(run, CPU)["operations"]
+    assert "mm " in bench.profile(run, CPU)["operations"]
     modes = []
     monkeypatch.setattr(measures, "clock", lambda context: 0.0)
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", list)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 2**20)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 * 2**20)
-    facts = bench.seen(run, replace(CPU, device=torch.device("cuda")))
+    facts = bench.profile(run, replace(CPU, device=torch.device("cuda")))
     assert facts["host_waits"] == {f"test_bench.py:{run.__code__.co_firstlineno + 2}": 1} and facts["peak_mb"] == 2
     assert modes == ["warn", "default"]
 
@@ -145,7 +145,7 @@ def test_flops_are_those_of_the_rows_that_are_kept(router, kept):
 def test_step_measures_whole_steps():
     config = bench.Config("step", tokens=70, rounds=1)  # 4 sequences and a part of one
     tiny = dict(n_head=4, n_embd=16, ffn_size=64, block_size=16)
-    dense, *others = bench.training_steps("small", config, CPU, **tiny)
+    dense, *others = bench.time_steps("small", config, CPU, **tiny)
     assert [dense["impl"], *(record["impl"] for record in others)] == ["dense", "switch", "topk", "threshold"]
     for record in (dense, *others):
         assert record["tokens"] == 64

@@ -107,7 +107,7 @@ def test_what_a_user_can_cause_is_one_line(capsys):
     for error in (MemoryError(), RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate")):
         with pytest.raises(SystemExit), device.clear_errors(()):
             raise error
-        assert "error: the memory does not suffice" in capsys.readouterr().err
+        assert "error: out of memory: make" in capsys.readouterr().err
     with pytest.raises(ValueError, match="^device nonsense: "):
         device.setup("nonsense")
 

@@ -82,10 +82,10 @@ def test_other_bad_folders_of_runs_are_one_clear_line(options, tmp_path, monkeyp
     (folder / "ckpt.prev.pt").unlink()
     state = load_checkpoint(file)
     bad = {
-        "has not the weights of the model": {"model": {"wte.weight": torch.zeros(2, 2)}},
-        "describes no model": {"constants": {}},
-        "holds checkpoints of something else": {"class": "FineTuned"},
-        "another vocabulary than the tokenizer in it": {"identity": {"tokenizer_checksum": "another"}},
+        "does not have the weights of the model": {"model": {"wte.weight": torch.zeros(2, 2)}},
+        "does not describe a model": {"constants": {}},
+        "holds checkpoints of another kind of model": {"class": "FineTuned"},
+        "another vocabulary than that of its tokenizer": {"identity": {"tokenizer_checksum": "another"}},
     }
     for message, other in bad.items():
         torch.save(state | other, tmp_path / "bad.pt")
@@ -136,7 +136,7 @@ def test_all_ways_of_writing_weights_give_one_model(layout, tmp_path):
     assert others
     found.append(load(tmp_path))
     first.unlink()
-    assert "has not the weights of the model" in one_line(tmp_path, ValueError)
+    assert "does not have the weights of the model" in one_line(tmp_path, ValueError)
     for part in others:
         part.unlink()
     model.save_pretrained(tmp_path)
@@ -165,8 +165,8 @@ BAD = {
     "other positions": (lambda f: change(f, position_embedding_type="relative_key"), "relative_key, not absolute"),
     "another padding": (lambda f: change(f, pad_token_id=0), "pad_token_id 0, not 1"),
     "no size": (lambda f: change(f, hidden_size=None), "config.json does not have all of vocab_size, "),
-    "another size": (lambda f: change(f, intermediate_size=48), "has not the weights of the model"),
-    "more layers": (lambda f: change(f, num_hidden_layers=3), "has not the weights of the model"),
+    "another size": (lambda f: change(f, intermediate_size=48), "does not have the weights of the model"),
+    "more layers": (lambda f: change(f, num_hidden_layers=3), "does not have the weights of the model"),
     "torn configuration": (lambda f: cut(f / "config.json"), "config.json is not readable JSON"),
     "torn weights": (lambda f: cut(f / "model.safetensors"), "model.safetensors cannot be read"),
     "torn pickle": (lambda f: (as_older_ones(f), cut(f / "pytorch_model.bin")), "pytorch_model.bin cannot be read"),

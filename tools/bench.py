@@ -1,15 +1,14 @@
-"""How fast this code is, and whether a GPU computes what a CPU does: in three parts, on whatever device there is.
+"""Benchmarks layers and training steps, and checks that the GPU computes the same as the CPU, in three parts.
 
-    python tools/bench.py layer     one sparse layer, under every router, beside dense FFNs and Hugging Face's Mixtral
-    python tools/bench.py step      training steps of whole models; on a GPU they have the paper's size
-    python tools/bench.py check     layers here against the CPU's, and a training that is stopped and goes on
+    python tools/bench.py layer     a sparse layer with each router, next to dense FFNs and Hugging Face's Mixtral
+    python tools/bench.py step      training steps of whole models; on a GPU, of the paper's size
+    python tools/bench.py check     layers on this device against the CPU's, and a run that is stopped and resumed
 
-Contenders take turns, round by round. `ms` is the median of one's times, and `spread` half the range between their
-quartiles. `ratio` is the time over that of the dense one at equal FLOPs, which for a layer are those of the rows that
-its experts really keep: 1 costs nothing but its arithmetic. `least_mb` must be read and written at least; `operations`
-take most of the time. On a GPU `peak_mb` is the memory beyond what is kept between runs, and `host_waits` counts, by
-file and line, how often the host waits for the GPU. What a section finds is written at once, into
-results/gpu/CARD-PART-TYPE.json, or without a GPU into out/bench. A GPU's file is welcome.
+Contenders run in turns. `ms` is the median time, and `spread` half its interquartile range. `ratio` is the time over
+the dense one's, at equal FLOPs (a layer's FLOPs are those of the rows that its experts serve), so 1 means no overhead.
+`least_mb` is the least memory traffic, and `operations` take the most time. On a GPU, `peak_mb` is the peak memory
+of a run, beyond what is allocated before it, and `host_waits` counts syncs by file and line. Results are saved after
+each section, to results/gpu/CARD-PART-TYPE.json, or to out/bench without a GPU. Please contribute your GPU's file.
 """
 
 import itertools
@@ -27,8 +26,8 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # where the project's modules are
-os.environ["KINETO_LOG_LEVEL"] = "5"  # the profiler keeps silent
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the project's root
+os.environ["KINETO_LOG_LEVEL"] = "5"  # silences the profiler
 
 import engine  # isort: skip  # noqa: F401  before torch
 import numpy as np
@@ -49,23 +48,23 @@ from routers import ROUTERS
 
 ROOT = Path(model.__file__).parent
 VOCABULARY = 8192
-PATIENCE = 5.0  # seconds, after which a slow contender has run often enough
-Contender = tuple[Callable, dict]  # does its work once; what its record says that needs no measuring
+PATIENCE = 5.0  # seconds, after which a contender does not run again
+Contender = tuple[Callable, dict]  # a function to time; facts for its record
 
 
 @dataclass
 class Config:
     part: tyro.conf.Positional[Literal["layer", "step", "check"]]
-    tokens: int = 16_384 if torch.cuda.is_available() else 4096  # of a forward pass
-    rounds: int = 15  # how often each contender runs, after a first time for warming up
-    dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # auto: bfloat16 where it is fast; check: always
-    out: Path | None = None  # file that receives the results
+    tokens: int = 16_384 if torch.cuda.is_available() else 4096  # per forward pass
+    rounds: int = 15  # runs of each contender, after one to warm up
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # auto: bfloat16 where it is fast; check always uses it
+    out: Path | None = None  # file for the results
 
 
-# Contenders are versions of the same code, and each is compiled for its own shapes, as it would be alone.
+# Contenders share code, but each is compiled for its own shapes, as it would be alone.
 @torch._dynamo.config.patch(recompile_limit=100, automatic_dynamic_shapes=False)
 def measure(makers: dict, config: Config, context) -> list[dict]:
-    """A record of each contender. makers: name -> a function that makes one; the first is what others compare with."""
+    """Times all contenders -> a record of each. makers: name -> function that makes one; the first is the baseline."""
     torch.compiler.reset()
     runs, facts, records = {}, {}, []
     for name, make in makers.items():
@@ -73,7 +72,7 @@ def measure(makers: dict, config: Config, context) -> list[dict]:
             run, facts[name] = make()
             run()
             runs[name] = run
-        except Exception as error:  # there may be no such library, or one that has changed
+        except Exception as error:  # the library may be missing, or its API may have changed
             if "HF" not in name:
                 raise
             context.say(f"{name}: skipped ({type(error).__name__}: {error})")
@@ -81,47 +80,46 @@ def measure(makers: dict, config: Config, context) -> list[dict]:
     for name, run in runs.items():
         lower, ms, upper = np.quantile(times[name], (0.25, 0.5, 0.75))
         speed = facts[name]["gflops"] / ms  # TFLOP/s
-        first = records[0]["teraflops"] if records else speed
+        baseline = records[0]["teraflops"] if records else speed
         spread = (upper - lower) / 2
-        record = {"impl": name, "ms": ms, "spread": spread, "ratio": first / speed}
+        record = {"impl": name, "ms": ms, "spread": spread, "ratio": baseline / speed}
         record |= {"runs": len(times[name]), "teraflops": speed}
-        records.append(record | facts[name] | seen(run, context))
+        records.append(record | facts[name] | profile(run, context))
     return records
 
 
-def seen(run: Callable, context) -> dict:
-    """What one more run shows: the operations with most of the time; on a GPU also memory, and where the host waits."""
+def profile(run: Callable, context) -> dict:
+    """Profiles one more run: the operations that take the most time; on a GPU also peak memory and syncs."""
     on_gpu = context.device.type == "cuda"
     set_mode = torch.cuda.set_sync_debug_mode if on_gpu else str
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-    watch = warnings.catch_warnings(record=True, action="always")
-    with watch as caught, torch.profiler.profile() as profile:
+    recorder = warnings.catch_warnings(record=True, action="always")
+    with recorder as caught, torch.profiler.profile() as profiler:
         set_mode("warn")
         run()
         set_mode("default")
-        measures.clock(context)  # when the device has done all
-    own_time = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+        measures.clock(context)  # waits for the device
+    time_key = "self_device_time_total" if on_gpu else "self_cpu_time_total"
     times = Counter()
-    for event in profile.key_averages():
-        if not on_gpu or event.device_type.name == "CUDA":  # on a GPU its kernels, and not who called them
+    for event in profiler.key_averages():
+        if not on_gpu or event.device_type.name == "CUDA":  # on a GPU, kernels alone
             name = event.key.removeprefix("aten::").removeprefix("void ")
-            name, *_ = name.split("<")  # without a template's arguments
-            times[name[:60]] += getattr(event, own_time)
+            name, *_ = name.split("<")  # drop template arguments
+            times[name[:60]] += getattr(event, time_key)
     total = max(1, times.total())
-    shares = [f"{name} {own / total:.0%}" for name, own in times.most_common(6)]
+    shares = [f"{name} {time / total:.0%}" for name, time in times.most_common(6)]
     facts = {"operations": ", ".join(shares)}
     if on_gpu:
         waits = [warning for warning in caught if "called a synchroniz" in str(warning.message)]
         facts["host_waits"] = Counter(f"{Path(warning.filename).name}:{warning.lineno}" for warning in waits)
-        peak = torch.cuda.max_memory_allocated() - before
-        facts["peak_mb"] = peak / 2**20
+        facts["peak_mb"] = (torch.cuda.max_memory_allocated() - before) / 2**20
     return facts
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# layer: what does it cost?
+# layer: how much does it cost?
 
 SMALL = dict(n_embd=256, ffn_size=1024)
 LARGE = dict(n_embd=768, ffn_size=3072)
@@ -135,14 +133,14 @@ VARIANTS = {router: {"router": router} for router in ROUTERS if router != "thres
 VARIANTS["topk, no limit"] = {"router": "topk", "capacity": math.inf}
 VARIANTS["threshold 0.9"] = {"router": "threshold", "threshold": 0.9}
 VARIANTS["threshold 0.3"] = {"router": "threshold", "threshold": 0.3}
-LOGIT_STD = 2.75  # of what a router says of a token, so that it has preferences as a trained one has
+LOGIT_STD = 2.75  # standard deviation of router logits, large enough to prefer experts as a trained router does
 
 
-def whole_layers(shape: train_lm.Config, config: Config, context):
-    """Forward and backward passes of a dense FFN, of Mixtral's layer, and of ours under every router.
+def time_layers(shape: train_lm.Config, config: Config, context):
+    """Times forward and backward passes of a dense FFN, Mixtral's layer, and our layer with each router.
 
-    Without a limit topk chooses as Mixtral does. The threshold is the paper's 0.9, where the limit decides what a token
-    keeps, or the demo's 0.3, where that is one or two experts.
+    Without a capacity limit, topk routes as Mixtral does. At the paper's threshold of 0.9, capacity decides how many
+    experts serve a token; at the demo's 0.3, there are one or two.
     """
     torch.manual_seed(0)
     h = torch.randn(1, config.tokens, shape.n_embd).to(context.device)
@@ -150,15 +148,15 @@ def whole_layers(shape: train_lm.Config, config: Config, context):
     makers = {"dense": partial(layer, ffn, h, flops.matrix_flops(ffn), context)}
     makers["HF Mixtral, grouped_mm"] = partial(mixtral, shape, h, context)
     for name, changes in VARIANTS.items():
-        own = partial(our_layer, replace(shape, **changes), h, context)
-        makers[f"ours, {name}"] = own
+        make = partial(our_layer, replace(shape, **changes), h, context)
+        makers[f"ours, {name}"] = make
         if context.dtype == torch.bfloat16 and changes["router"] == shape.router:
-            makers[f"ours, {name}, weights in bfloat16"] = partial(own, cast=True)
+            makers[f"ours, {name}, weights in bfloat16"] = partial(make, cast=True)
     return measure(makers, config, context)
 
 
 def layer(module: nn.Module, h: Tensor, work: float, context, *more: Tensor) -> Contender:
-    """A pass forward and backward: h (1, S, D) and more -> output, balance loss; work: forward FLOPs of a token."""
+    """A forward and backward pass of module(h, *more), h (1, S, D). work: forward FLOPs per token."""
     as_in_training = h.is_cuda and context.dtype == torch.bfloat16
     forward = parallel.compiled(module) if as_in_training else module
 
@@ -167,18 +165,18 @@ def layer(module: nn.Module, h: Tensor, work: float, context, *more: Tensor) -> 
         with context.autocast():
             y = forward(x, *more)
         y = sum(y) if more else y
-        y.backward(h.to(y.dtype))  # any gradient will do
-        module.zero_grad()  # gradients are made anew, as in training
+        y.backward(h.to(y.dtype))  # the gradient of the output may be anything
+        module.zero_grad()  # to None, as in training
 
-    # Weights are read twice, and their gradients written; tokens pass in and out, both ways.
+    # Read each weight twice, write its gradient; read and write each token, in both passes.
     numbers = 3 * flops.numel(module) + 4 * h.numel()
     gflops = 3e-9 * work * h.shape[1]
     return run, {"gflops": gflops, "least_mb": 1e-6 * context.dtype.itemsize * numbers}
 
 
 def our_layer(shape: train_lm.Config, h: Tensor, context, cast=False) -> Contender:
-    """With random weights. cast: those of the experts have the type of the products once and for all."""
-    torch.manual_seed(1)  # other than the tokens' seed
+    """A sparse layer with random weights. cast: expert weights are stored in bfloat16, too."""
+    torch.manual_seed(1)  # not the seed of the tokens
     constants = replace(shape, router_std=LOGIT_STD / shape.n_embd**0.5)
     moe = model.xmoe_layer(constants, VOCABULARY, "tanh").to(h.device)
     for p in moe.experts.parameters():
@@ -195,15 +193,15 @@ def our_layer(shape: train_lm.Config, h: Tensor, context, cast=False) -> Contend
 
 
 def mixtral(shape: train_lm.Config, h: Tensor, context) -> Contender:
-    """Hugging Face's: top-K, no capacity, three matrices two thirds as wide as our two, in the type of our products."""
-    from transformers.models.mixtral import modeling_mixtral as library
+    """Hugging Face's layer: top-K, no capacity limit, three matrices that are two thirds as wide as our two."""
+    from transformers.models.mixtral import modeling_mixtral
 
     D, K = shape.n_embd, shape.split
     width = 8 * round(shape.ffn_size / K / 12)
-    config = library.MixtralConfig(hidden_size=D, intermediate_size=width, hidden_act="gelu_pytorch_tanh")
+    config = modeling_mixtral.MixtralConfig(hidden_size=D, intermediate_size=width, hidden_act="gelu_pytorch_tanh")
     config.num_local_experts, config.num_experts_per_tok = shape.expert_ffns * K, K
     config._experts_implementation = "grouped_mm"
-    block = library.MixtralSparseMoeBlock(config)
+    block = modeling_mixtral.MixtralSparseMoeBlock(config)
     for p in block.parameters():
         nn.init.normal_(p, std=0.02)
     nn.init.normal_(block.gate.weight, std=LOGIT_STD / D**0.5)
@@ -212,22 +210,22 @@ def mixtral(shape: train_lm.Config, h: Tensor, context) -> Contender:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# step: how fast does it train?
+# step: how fast is training?
 
 
-def training_steps(preset: str, config: Config, context, **changes):
-    """XMoE's models, at equal FLOPs: dense, or with whole FFNs as experts, or with eighths of them."""
+def time_steps(preset: str, config: Config, context, **changes):
+    """Times XMoE's models at equal FLOPs: dense, with FFN-sized experts (split 1), and with split 8."""
     base = train_lm.Config(**train_lm.PRESETS[preset] | changes)
     makers = {}
-    kinds = {"dense": 1, "switch": 1, "topk": 8, "threshold": 8}
-    for router, split in kinds.items():
+    splits = {"dense": 1, "switch": 1, "topk": 8, "threshold": 8}
+    for router, split in splits.items():
         constants = replace(base, router=router, split=split)
-        makers[router] = partial(trainee, constants, config.tokens, context)
+        makers[router] = partial(training_step, constants, config.tokens, context)
     return measure(makers, config, context)
 
 
-def trainee(constants: train_lm.Config, tokens: int, context) -> Contender:
-    """Training steps of up to four micro-batches, since more take long, each of about so many random tokens."""
+def training_step(constants: train_lm.Config, tokens: int, context) -> Contender:
+    """A training step of at most four micro-batches, each of about this many random tokens."""
     torch.manual_seed(0)
     V = 50_257 if context.device.type == "cuda" else VOCABULARY
     T, micros = constants.block_size, constants.batch_tokens // constants.micro_tokens
@@ -254,14 +252,14 @@ def trainee(constants: train_lm.Config, tokens: int, context) -> Contender:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# check: is it right?
+# check: are the numbers right?
 
 CPU = Context(0, 1, torch.device("cpu"), torch.float32)
 RESUMED = "--n_layer 2 --n_embd 64 --ffn_size 256 --steps 40 --eval_every 20 --eval_tokens 2048 --dtype bfloat16"
 
 
 def against_the_cpu(router: str, config: Config, context, E=16) -> Iterator[dict]:
-    """A layer here, in bfloat16, against the same on the CPU in float32. crowded: most tokens want the same experts."""
+    """A bfloat16 layer on this device against fp32 on the CPU. crowded: most tokens request the same experts."""
     for gamma, layers, crowded in itertools.product((2.0, 0.5, 16.0), (0, 2), (False, True)):
         torch.manual_seed(0)
         constants = train_mlm.Config(router=router, top_k=2, experts=E, capacity_factor=gamma)
@@ -271,24 +269,24 @@ def against_the_cpu(router: str, config: Config, context, E=16) -> Iterator[dict
             if p.dim() > 1:
                 nn.init.normal_(p, std=0.2)
         h = torch.randn(1, 512, 64) + 3 * crowded * torch.randn(64)
-        kinds = 2 if crowded else 512
-        ids = torch.arange(512).unsqueeze(0) % kinds
+        distinct = 2 if crowded else 512
+        ids = torch.arange(512).unsqueeze(0) % distinct
         expected = outcome(moe, (h, ids), CPU)
         first = (gamma, layers, crowded) == (2.0, 0, False)
-        compiled = first and context.device.type == "cuda"  # as in training; all would take long
-        found = outcome(parallel.compiled(moe) if compiled else moe, (h, ids), context)
+        compiled = first and context.device.type == "cuda"  # as in training; compiling all takes too long
+        actual = outcome(parallel.compiled(moe) if compiled else moe, (h, ids), context)
         facts = {"gamma": gamma, "stack": layers, "crowded": crowded, "compiled": compiled}
-        yield facts | judge(found, expected, 0.06)  # a token whose scores are equal but for rounding may go elsewhere
+        yield facts | compare(actual, expected, 0.06)  # rounding may send a token with nearly equal scores elsewhere
 
 
-def outcome(module: nn.Module, given: tuple, context) -> dict:
-    """What a module makes of given tensors, and gradients of the sum of its squares: by them and by the parameters.
+def outcome(module: nn.Module, inputs: tuple, context) -> dict:
+    """The outputs of a module, and the gradients of their sum of squares with respect to inputs and parameters.
 
-    What the allocator has free is NaN before, so that it shows where memory is read that nobody wrote.
+    Free memory of the allocator is filled with NaN first, which shows up if uninitialized memory is read.
     """
     module.to(context.device).zero_grad()
-    leaves, found, loss = {}, {}, 0.0
-    for number, x in enumerate(given):
+    leaves, tensors, loss = {}, {}, 0.0
+    for number, x in enumerate(inputs):
         x = x.to(context.device, copy=True)
         leaves[f"input {number}"] = x.requires_grad_(x.is_floating_point())
     if context.device.type == "cuda":
@@ -299,53 +297,53 @@ def outcome(module: nn.Module, given: tuple, context) -> dict:
         outputs = module(*leaves.values())
     for number, y in enumerate(outputs):
         if torch.is_tensor(y) and y.requires_grad:
-            found[f"output {number}"] = y
+            tensors[f"output {number}"] = y
             loss = loss + y.float().square().sum()
     loss.backward()
     leaves |= dict(module.named_parameters())
     for name, x in leaves.items():
         if x.grad is not None:
-            found[name.removeprefix("_orig_mod.")] = x.grad
-    return {name: x.detach().cpu().double() for name, x in found.items()}
+            tensors[name.removeprefix("_orig_mod.")] = x.grad
+    return {name: x.detach().cpu().double() for name, x in tensors.items()}
 
 
-def judge(found: dict, expected: dict, limit: float) -> dict:
-    """Compares tensors of the same names: |x - y| / |y| of each must be under the limit."""
+def compare(actual: dict, expected: dict, limit: float) -> dict:
+    """Compares tensors by name: |x - y| / |y| of each must be less than the limit."""
     errors = {}
     for name, y in expected.items():
-        errors[name] = float(torch.dist(found[name], y) / (y.norm() + 1e-12))
+        errors[name] = float(torch.dist(actual[name], y) / (y.norm() + 1e-12))
     wrong = [name for name in errors if not errors[name] < limit]  # NaN is wrong, too
     worst = max(wrong or errors, key=errors.get)
     return {"right": not wrong, "error": errors[worst], "of": worst}
 
 
 def other_parts(config: Config, context) -> Iterator[dict]:
-    """XLM-E's attention, in texts of several lengths; a router, compiled as in training, against the eager one here."""
+    """XLM-E's attention, with padding, against the CPU; and a router, compiled against eager."""
     torch.manual_seed(0)
     constants = train_lm.Config(n_embd=256, n_head=4)
     attention = model.SelfAttention(constants, causal=False, dropout=0.0, biased=True)
     nn.init.normal_(attention.gate)
     lengths = torch.arange(128, 256, 16)
-    real = torch.arange(256) < lengths[:, None, None, None]
-    given = torch.randn(8, 256, 256), real, torch.randn(4, 256, 256)
-    expected = outcome(attention, given, CPU)
-    found = outcome(attention, given, context)
-    yield {"what": "attention"} | judge(found, expected, 0.03)
+    mask = torch.arange(256) < lengths[:, None, None, None]
+    inputs = torch.randn(8, 256, 256), mask, torch.randn(4, 256, 256)
+    expected = outcome(attention, inputs, CPU)
+    actual = outcome(attention, inputs, context)
+    yield {"what": "attention"} | compare(actual, expected, 0.03)
     router = ROUTERS["threshold"](constants, E=32)
     h = torch.randn(4096, 256)
     expected = outcome(router, (h,), context)
-    found = outcome(parallel.compiled(router), (h,), context)
-    yield {"what": "compiled router"} | judge(found, expected, 3e-4)  # gradients in bfloat16 would differ by 2e-3
+    actual = outcome(parallel.compiled(router), (h,), context)
+    yield {"what": "compiled router"} | compare(actual, expected, 3e-4)  # bfloat16 gradients would differ by 2e-3
 
 
 def stopped_and_resumed(config: Config, context) -> Iterator[dict]:
-    """train_lm.py is stopped after its first evaluation, and goes on to its end."""
+    """Stops train_lm.py after its first evaluation, and resumes it."""
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-u", ROOT / "train_lm.py", *RESUMED.split(), "--out_dir", folder]
         with subprocess.Popen(command, **pipes) as first:
             for line in first.stdout:
-                if line.startswith("step 20: "):  # it has been evaluated
+                if line.startswith("step 20: "):  # printed by the evaluation
                     first.terminate()
         second = subprocess.run(command, **pipes)
     exits = [first.returncode, second.returncode]
@@ -355,21 +353,21 @@ def stopped_and_resumed(config: Config, context) -> Iterator[dict]:
 
 def sections_of(part: str, gpu: bool) -> dict[str, Callable]:
     if part == "layer":
-        names = ["S3", "S4"] if gpu else SHAPES  # small ones would tell how fast a GPU is given its work
-        return {name: partial(whole_layers, SHAPES[name]) for name in names}
+        names = ["S3", "S4"] if gpu else SHAPES  # small shapes would measure kernel launches
+        return {name: partial(time_layers, SHAPES[name]) for name in names}
     if part == "step" and gpu:
-        large = partial(training_steps, "openwebtext-323M")
+        large = partial(time_steps, "openwebtext-323M")
         return {"eager": partial(large, compile=False), "compiled": partial(large, compile=True)}
     if part == "step":
-        small = partial(training_steps, "small", dropout=0.0)
+        small = partial(time_steps, "small", dropout=0.0)
         return {"width 256": small, "width 768": partial(small, n_embd=768, ffn_size=3072)}
-    found = {name: partial(against_the_cpu, name) for name in ROUTERS}
-    found["many experts"] = partial(against_the_cpu, "topk", E=1024)  # CUDA's grouped_mm takes fewer groups than that
-    return found | {"other parts": other_parts, "train_lm.py": stopped_and_resumed}
+    checks = {name: partial(against_the_cpu, name) for name in ROUTERS}
+    checks["many experts"] = partial(against_the_cpu, "topk", E=1024)  # more groups than CUDA's grouped_mm supports
+    return checks | {"other parts": other_parts, "train_lm.py": stopped_and_resumed}
 
 
 def run(sections: dict, file: Path, config: Config, context) -> list[dict]:
-    """Writes and prints what each section finds, as soon as it has. An error is a result, too."""
+    """Runs each section, then saves and prints its results. An error counts as a result."""
     results = []
     commit = subprocess.getoutput(f"git -C {ROOT} describe --always --dirty")
     for name, section in sections.items():

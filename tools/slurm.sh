@@ -1,12 +1,12 @@
 #!/bin/bash
-# A training script on several nodes under Slurm, one process a GPU:
+# Runs a training script on several nodes with Slurm, one process per GPU:
 #
 #     sbatch tools/slurm.sh train_lm.py --preset openwebtext-556M
 #     sbatch --nodes 8 tools/slurm.sh train_electra.py --preset xl
 #
-# Submit it from the folder of the scripts, which all nodes must see, with the Python environment active and the data
-# prepared (python -m data.prepare --help). A job that was stopped goes on by the same command, on any number of nodes whose
-# processes share out a step's micro-batches evenly.
+# Submit it from the folder of the scripts, on a disk that all nodes share, with the Python environment active and the
+# data prepared (python -m data.prepare --help). The same command resumes a stopped job. The number of nodes may change,
+# if the number of processes divides the micro-batches of a step.
 
 #SBATCH --job-name=nanoxmoe
 #SBATCH --nodes=2
