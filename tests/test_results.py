@@ -1,10 +1,11 @@
-"""The pages of results: up to date, whole, with links that lead somewhere, and clear where a file is missing."""
+"""The results, the pages that show them, and tools/render.py, which adds results and fills the pages."""
 
 import json
 import re
 import shutil
 from collections import Counter
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from helpers import ROOT
@@ -19,11 +20,12 @@ from tools import claims, render
 RESULTS = render.RESULTS
 PAGES = [ROOT / "README.md", *sorted(RESULTS.glob("*.md"))]
 TABLE = "`python train_lm.py --table 1 --seeds 3` <!-- method | ours as here | unserved -->\n\n"
+NOT_A_RESULT = "is not a SCRIPT/RUN/result.json as today's scripts write it"
 
 
 @pytest.fixture
 def root(tmp_path):
-    """A copy of the pages and of what they show, to break."""
+    """A copy of the pages and the results."""
     pytest.importorskip("scipy")
     pytest.importorskip("matplotlib")
     shutil.copy(ROOT / "README.md", tmp_path)
@@ -31,43 +33,78 @@ def root(tmp_path):
     return tmp_path
 
 
-def refused(capsys, root, **more) -> str:
+def refused(capsys, root, **options) -> str:
+    """The error line of tools/render.py."""
     capsys.readouterr()
     with pytest.raises(SystemExit) as stop:
-        render.main(root=root, **more)
+        render.main(root=root, **options)
     error = capsys.readouterr().err
     assert stop.value.code == 1
     assert re.fullmatch("error: .*\n", error)
     return error
 
 
-def write(file: Path, content):
-    file.parent.mkdir(exist_ok=True)
+def write_json(file: Path, content) -> Path:
+    file.parent.mkdir(exist_ok=True, parents=True)
     file.write_text(json.dumps(content))
+    return file
 
 
-def test_committed_pages_are_up_to_date_and_show_all(monkeypatch):
-    """A result whose run has another name today would be left out without a word."""
+def names_in(file: Path) -> list[str]:
+    return [json.loads(line)["name"] for line in file.read_text().splitlines()]
+
+
+def write_result(folder: Path, path: str, result: dict):
+    """Writes or replaces the line of KIND/NAME."""
+    kind, name = path.split("/")
+    file = folder / f"{kind}.jsonl"
+    lines = file.read_text().splitlines() if file.exists() else []
+    lines = [line for line in lines if json.loads(line)["name"] != name]
+    lines.append(json.dumps(result | {"name": name}))
+    file.write_text("\n".join(lines))
+    claims.results_of.cache_clear()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pages
+
+
+def test_committed_pages_are_up_to_date_and_show_every_result(monkeypatch):
+    """A result whose run is named differently today would silently be left out."""
     pytest.importorskip("scipy")
-    opened, read_text = set(), Path.read_text
+    shown = set()
 
-    def read(file, **more):
-        opened.add(file)
-        return read_text(file, **more)
+    class Recorded(dict):
+        def __getitem__(self, name):
+            shown.add(name)
+            return super().__getitem__(name)
 
-    monkeypatch.setattr(Path, "read_text", read)
+    results = claims.results_of(RESULTS)
+    recorded = Mock(return_value=Recorded(results))
+    monkeypatch.setattr(claims, "results_of", recorded)
+    monkeypatch.setattr(render, "results_of", recorded)
     render.main(check=True)
-    shown = {file for file in RESULTS.glob("*/*.json") if file.parent.name != "gpu"}
-    assert not shown - opened
+    hidden = {name for name in results if not name.startswith("gpu/")} - shown
+    assert not hidden
     assert len(shown) > 100
 
 
+@pytest.mark.parametrize("file", [*RESULTS.glob("**/*.jsonl")], ids=str)
+def test_lines_of_a_file_of_results_are_sorted_by_their_names(file):
+    names = names_in(file)
+    assert names == sorted(set(names))
+
+
 @pytest.mark.parametrize("page", PAGES, ids=str)
-def test_every_comment_asks_for_a_table_and_every_link_leads_somewhere(page):
-    """Sections as GitHub names them: lower case, and no punctuation."""
+def test_every_comment_of_a_page_has_a_table(page):
     text = page.read_text()
     assert len(render.LINE.findall(text)) == text.count("<!--")
-    for link, section in re.findall(r"\]\((?!http)([^#)]*)#?(.*?)\)", text):
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_links_of_a_page_lead_to_files_and_sections(page):
+    """GitHub writes the name of a section in lower case, without punctuation."""
+    for link, section in re.findall(r"\]\((?!http)([^#)]*)#?(.*?)\)", page.read_text()):
         target = page.parent / link if link else page
         assert target.exists(), link
         if section:
@@ -76,10 +113,10 @@ def test_every_comment_asks_for_a_table_and_every_link_leads_somewhere(page):
             assert names[section.replace("-", " ")] == 1, section
 
 
-def test_check_says_which_page_and_which_picture_is_old(root, capsys):
-    page = root / "results" / "xmoe.md"
+def test_check_names_outdated_pages_and_pictures_and_leaves_them(root, capsys):
+    page = root / "results/xmoe.md"
     page.write_text(page.read_text().replace("19.49", "19.48"))
-    file = root / "results" / "analyses" / "threshold.json"
+    file = root / "results/analyses.jsonl"
     file.write_text(file.read_text().replace('"perplexity": 127.33', '"perplexity": 127.34'))
     error = refused(capsys, root, check=True)
     assert "not up to date: xmoe.md, xmoe-work.png: python tools/render.py" in error
@@ -89,35 +126,163 @@ def test_check_says_which_page_and_which_picture_is_old(root, capsys):
     assert "19.48" not in page.read_text()
 
 
-def test_a_table_has_the_rows_that_were_run_and_the_columns_that_are_asked_for(tmp_path):
+def test_missing_results_are_one_clear_line(root, capsys):
+    (root / "results/bench.jsonl").rename(root / "bench.jsonl")
+    assert "results has no bench/" in refused(capsys, root)
+    (root / "bench.jsonl").rename(root / "results/bench.jsonl")
+    (root / "results/train_mlm.jsonl").unlink()
+    assert "share fewer than two seeds: no interval" in refused(capsys, root)
+
+
+def test_a_missing_analysis_is_one_clear_line(tmp_path):
+    with pytest.raises(ValueError, match="has no analyses/gamma"):
+        claims.panel_of(tmp_path, {"records": "gamma"})
+
+
+def demo_result(perplexity: float, **constants) -> dict:
+    """A result of train_lm.py's demo with the Switch router."""
     layers = [dict.fromkeys(train_lm.ROUTING, 0.25)]
-    for seed, ppl in enumerate([10.0, 12.0, 14.0]):
-        scores = {"ppl": ppl, "bpb": 2.0, "layers": layers}
-        config = identity(train_lm.Config(router="switch", seed=seed))
-        result = {"test": scores, "test_no_limit": scores, "config": config}
-        result["parameters"] = {"total": 2e6}
+    scores = {"ppl": perplexity, "bpb": 2.0, "layers": layers}
+    config = identity(train_lm.Config(router="switch", **constants))
+    return {"test": scores, "test_no_limit": scores, "config": config, "parameters": {"total": 2e6}}
+
+
+@pytest.fixture
+def three_seeds(tmp_path):
+    """A folder of results of three seeds."""
+    for seed, perplexity in enumerate([10.0, 12.0, 14.0]):
         name = f"demo-seed={seed}-router=switch" if seed else "demo-router=switch"
-        write(tmp_path / "train_lm" / f"{name}.json", result)
-    filled = render.fill(f"{TABLE}Words.\n", tmp_path)
+        write_result(tmp_path, f"train_lm/{name}", demo_result(perplexity, seed=seed))
+    return tmp_path
+
+
+def test_a_table_has_the_rows_with_results_and_the_chosen_columns(three_seeds):
+    filled = render.fill(f"{TABLE}Words.\n", three_seeds)
     row = "| Switch | 12.00 ± 2.00 | 25.00%   |\n"
     assert filled.startswith(f"{TABLE}| method | here         | unserved |\n")
     assert filled.endswith(f"|\n{row}\nWords.\n")
-    assert filled == render.fill(filled, tmp_path)
+
+
+def test_filling_a_page_twice_changes_nothing(three_seeds):
+    filled = render.fill(f"{TABLE}Words.\n", three_seeds)
+    assert render.fill(filled, three_seeds) == filled
+
+
+def test_an_unknown_column_is_refused(three_seeds):
     with pytest.raises(ValueError, match="no such row or column; there are method, experts, paper, OWT"):
-        render.fill(TABLE.replace("ours", "theirs"), tmp_path)
-    write(tmp_path / "train_lm" / "demo-router=switch.json", result)
-    with pytest.raises(ValueError, match=r"demo-router=switch\.json has seed 2, its command 0: run it again"):
-        render.fill(TABLE, tmp_path)
+        render.fill(TABLE.replace("ours", "theirs"), three_seeds)
+
+
+def test_a_result_with_other_constants_than_its_command_is_refused(three_seeds):
+    write_result(three_seeds, "train_lm/demo-router=switch", demo_result(10.0, seed=2))
+    with pytest.raises(ValueError, match="train_lm/demo-router=switch has seed 2, its command 0: run it again"):
+        render.fill(TABLE, three_seeds)
 
 
 def test_rows_of_a_measurement_can_be_chosen(tmp_path):
     records = [{"shape": "S1", "ms": 1.5}, {"shape": "S2", "ms": 2.5}]
-    write(tmp_path / "bench" / "step.json", {"machine": {}, "results": records})
-    write(tmp_path / "analyses" / "gamma.json", {"table": [["shape", "ms"], ["S1", 1.5], ["S2", 2.5]]})
-    chosen = render.fill("<!-- bench/step: shape=S2 | ms -->\n\n", tmp_path)
-    assert "| ms   |\n|------|\n| 2.50 |\n" in chosen
-    all_rows = render.fill("<!-- analyses/gamma: shape | ms -->\n\n", tmp_path)
-    assert "| S1    | 1.5 |\n| S2    | 2.5 |\n" in all_rows
+    write_result(tmp_path, "bench/step", {"machine": {}, "results": records})
+    filled = render.fill("<!-- bench/step: shape=S2 | ms -->\n\n", tmp_path)
+    assert "| ms   |\n|------|\n| 2.50 |\n" in filled
+
+
+def test_a_table_of_an_analysis_is_shown_as_written(tmp_path):
+    write_result(tmp_path, "analyses/gamma", {"table": [["shape", "ms"], ["S1", 1.5], ["S2", 2.5]]})
+    filled = render.fill("<!-- analyses/gamma: shape | ms -->\n\n", tmp_path)
+    assert "| S1    | 1.5 |\n| S2    | 2.5 |\n" in filled
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Adding results
+
+
+def line_of(file: Path, name: str) -> dict:
+    [line] = [line for line in file.read_text().splitlines() if json.loads(line)["name"] == name]
+    return json.loads(line)
+
+
+def test_a_run_is_added_to_its_script_and_shown_by_one_command(root, capsys):
+    file = root / "results/train_lm.jsonl"
+    before = file.read_text()
+    result = line_of(file, "demo-seed=1-router=dense-dtype=float32")
+    result["test"]["ppl"] += 50
+    run = write_json(root / "out/train_lm/a folder/result.json", result).parent
+    render.main(add=(run,), root=root)
+    old, new = before.splitlines(), file.read_text().splitlines()
+    changed = [json.loads(line) for line in new if line not in old]
+    assert changed == [result]
+    assert len(new) == len(old)
+    assert names_in(file) == sorted(names_in(file))
+    assert (root / "results/xmoe.md").read_text() != (RESULTS / "xmoe.md").read_text()
+    render.main(check=True, root=root)
+
+
+def test_several_runs_are_added_and_sorted_by_name(three_seeds):
+    for name in ("demo-router=base", "demo"):
+        run = three_seeds / "train_lm" / name
+        write_json(run / "result.json", {"name": name} | demo_result(1.0))
+        render.add_result(three_seeds, run)
+    names = ["demo", "demo-router=base", "demo-router=switch"]
+    assert names_in(three_seeds / "train_lm.jsonl")[:3] == names
+
+
+def test_an_evaluation_is_added_under_the_name_its_table_looks_for(three_seeds):
+    result = demo_result(8.0)
+    del result["config"]
+    file = three_seeds / "out/train_lm/demo/eval-t=0.9-capacity=0.5.json"
+    render.add_result(three_seeds, write_json(file, {"name": "demo"} | result))
+    name = "demo-eval-t=0.9-capacity=0.5"
+    assert line_of(three_seeds / "train_lm.jsonl", name)["test"]["ppl"] == 8.0
+    claims.results_of.cache_clear()
+    config = train_lm.Config(eval_only=True, eval_threshold=0.9, eval_capacity=0.5)
+    assert render.cells_of(three_seeds, config, train_lm)["ours"][0] == 8.0
+
+
+@pytest.mark.parametrize(
+    "kind, content",
+    [
+        ("analyses", {"command": "python analyze.py tokens", "table": [["x"], [1]], "records": [{"x": 1}]}),
+        ("bench", {"machine": {"device": "a card"}, "results": [{"ms": 1.0}]}),
+    ],
+)
+def test_analyses_and_measurements_are_added_under_the_name_of_their_file(tmp_path, kind, content):
+    write_result(tmp_path, f"{kind}/other", {})
+    render.add_result(tmp_path, write_json(tmp_path / "out/new.json", content))
+    assert line_of(tmp_path / f"{kind}.jsonl", "new") == {"name": "new"} | content
+    assert names_in(tmp_path / f"{kind}.jsonl") == ["new", "other"]
+
+
+def test_infinity_is_written_as_json_has_it(three_seeds):
+    run = three_seeds / "out/train_lm/demo"
+    write_json(run / "result.json", {"name": "demo"} | demo_result(float("inf")))
+    render.add_result(three_seeds, run)
+    claims.results_of.cache_clear()
+    assert line_of(three_seeds / "train_lm.jsonl", "demo")["test"]["ppl"] == "Infinity"
+    assert claims.results_of(three_seeds)["train_lm/demo"]["test"]["ppl"] == float("inf")
+
+
+@pytest.mark.parametrize(
+    "name, text, error",
+    [
+        ("train_lm/demo/config.json", "{}", "demo/result.json does not exist: pass the folder of a finished run"),
+        ("train_lm/demo/result.json", "{", "result.json is not readable JSON"),
+        ("train_lm/demo/result.json", '{"name": "demo", "test": {}}', NOT_A_RESULT),
+        ("runs/demo/result.json", '{"name": "demo"}', NOT_A_RESULT),
+        ("data/demo/result.json", '{"name": "demo"}', NOT_A_RESULT),
+    ],
+    ids=["unfinished", "damaged", "of another version", "in no folder of a script", "in the folder of another module"],
+)
+def test_what_is_not_a_result_is_refused_and_changes_nothing(root, capsys, name, text, error):
+    file = root / "out" / name
+    file.parent.mkdir(parents=True)
+    file.write_text(text)
+    assert error in refused(capsys, root, add=(file.parent,))
+    for lines in RESULTS.glob("*.jsonl"):
+        assert (root / "results" / lines.name).read_text() == lines.read_text()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Claims
 
 
 @pytest.mark.parametrize(
@@ -129,39 +294,55 @@ def test_rows_of_a_measurement_can_be_chosen(tmp_path):
     ],
 )
 def test_an_effect_is_the_mean_difference_of_seeds_with_its_interval(tmp_path, monkeypatch, scores, ends, verdict):
-    """Of three seeds the t-interval reaches 4.3027 standard errors; p of two degrees is 1 - t / sqrt(2 + t^2)."""
+    """With three seeds the t-interval is 4.3027 standard errors wide on each side."""
     pair = write_scores(tmp_path, monkeypatch, train_lm, zip(scores, [1, 2, 3]))
-    since = claims.effect(tmp_path, pair | {"other": pair["ours"], "from": "F1 at first"})  # of the same runs
-    assert since["mean"] == [round(sum(scores) / 3 - 1, 3)] and not since["differ"]
-    (tmp_path / "train_lm" / f"demo{claims.SEEDS[3]}.json").write_text('{"F1": 9}')  # a seed that the other has not
-    found = claims.effect(tmp_path, pair | {"paper": [70, 72]})
-    assert found["differ"] == ["router"]
-    assert found["ends"] == pytest.approx(ends, abs=1e-3)
-    assert found["mean"] == pytest.approx([sum(ends) / 2], abs=1e-3)
-    assert found["paper"] == [2]
-    assert found["verdict"] == verdict
-    if verdict == "level":
-        assert found["words"] == "here: +2 (-0.48 to +4.5, p 0.074)"
+    effect = claims.effect(tmp_path, pair | {"paper": [70, 72]})
+    assert effect["ends"] == pytest.approx(ends, abs=1e-3)
+    assert effect["mean"] == pytest.approx([sum(ends) / 2], abs=1e-3)
+    assert effect["verdict"] == verdict
+    assert effect["differ"] == ["router"]
+    assert effect["paper"] == [2]
 
 
-def write_pair(folder: Path, script, ours: dict, other: dict, about=(), seeds=range(3), **results) -> dict:
-    """A pair of runs, demo and demo-router=dense whatever their constants are, with so much of their results.
+def test_an_effect_in_words_has_its_interval_and_its_p(tmp_path, monkeypatch):
+    """With two degrees of freedom p is 1 - t / sqrt(2 + t^2)."""
+    pair = write_scores(tmp_path, monkeypatch, train_lm, zip([2, 4, 6], [1, 2, 3]))
+    assert claims.effect(tmp_path, pair)["words"] == "here: +2 (-0.48 to +4.5, p 0.074)"
 
-    What each of the two has of its own in a result is a pair of values in `results`.
+
+def test_a_run_can_be_compared_with_its_own_start(tmp_path, monkeypatch):
+    pair = write_scores(tmp_path, monkeypatch, train_lm, zip([2, 4, 6], [1, 2, 3]))
+    effect = claims.effect(tmp_path, pair | {"other": pair["ours"], "from": "F1 at first"})
+    assert effect["mean"] == [3]
+    assert effect["differ"] == []
+
+
+def test_a_seed_that_only_one_run_has_is_left_out(tmp_path, monkeypatch):
+    pair = write_scores(tmp_path, monkeypatch, train_lm, zip([2, 4, 6], [1, 2, 3]))
+    write_result(tmp_path, f"train_lm/demo{claims.SEEDS[3]}", {"F1": 9})
+    assert claims.effect(tmp_path, pair)["seeds"] == [1, 2, 3]
+
+
+def write_pair(
+    folder: Path, script, ours: dict, other: dict, about=(), seeds=range(3), suffix="-router=dense", **results
+):
+    """A pair of runs, demo and demo-router=dense, with any constants. -> an entry of claims.json
+
+    results: keys of the runs' results, each with the value of ours and the value of the other.
     """
-    for n, (name, constants) in enumerate({"": ours, "-router=dense": other}.items()):
+    for n, (name, constants) in enumerate({"": ours, suffix: other}.items()):
         for seed in seeds:
             config = vars(script.Config(seed=seed)) | constants
             config = {key: value for key, value in config.items() if value is not None}
             result = {"config": config, "machine": {"dtype": "float32"}, "flops": 1e9}
             result |= {key: values[n] for key, values in results.items()}
-            write(folder / script.__name__ / f"demo{claims.SEEDS[seed]}{name}.json", result)
-    runs = {"ours": f"{script.__name__}/demo{{}}", "other": f"{script.__name__}/demo{{}}-router=dense"}
+            write_result(folder, f"{script.__name__}/demo{claims.SEEDS[seed]}{name}", result)
+    runs = {"ours": f"{script.__name__}/demo{{}}", "other": f"{script.__name__}/demo{{}}{suffix}"}
     return runs | {"about": about, "where": "here"}
 
 
 def write_scores(folder: Path, monkeypatch, script, scores) -> dict:
-    """A pair, with the F1 of ours and of the other, which is dense, for each seed."""
+    """A pair of threshold and dense routers with these F1, (ours, other) for each seed."""
     pytest.importorskip("scipy")
     monkeypatch.setattr(script, "cells", lambda result: {"F1": (result["F1"], ""), "F1 at first": (1, "")})
     for seed, both in enumerate(scores):
@@ -171,99 +352,125 @@ def write_scores(folder: Path, monkeypatch, script, scores) -> dict:
 
 XLM, SLOW = dict(objective="mlm", relative_bias=False), dict(learning_rate=1e-9)
 LONGER = SLOW | dict(tlm=False, steps=10**6)
-DIFFERENCES = {  # the script, the constants of two runs, their FLOPs, in what they differ
-    # Pairs that once stood among the claims, of which each was said to differ in the first of these alone.
+DIFFERENCES = {  # script, constants of both runs, their FLOPs, what they differ in
+    # Former claims, each of which named only the first of these differences.
     "as many FLOPs": (train_electra, SLOW, XLM, (1.67e14, 9.19e13), "objective relative_bias FLOPs learning_rate"),
     "pairs, longer": (train_electra, {}, LONGER, (1, 2), "tlm FLOPs learning_rate steps tokens-a-step"),
     "pairs": (train_electra, {}, dict(tlm=False), (2, 1), "tlm FLOPs tokens-a-step"),
     "small experts": (train_lm, dict(split=8), dict(router="switch", split=1), (1, 1), "split router"),
-    # What follows from constants, and what they are called in older files.
-    "a seed": (train_lm, {}, dict(seed=7), (1, 1), "seed"),
+    # Consequences of constants, and constants of older versions.
+    "seed": (train_lm, {}, dict(seed=7), (1, 1), "seed"),
     "text": (train_lm, dict(data_checksum="a"), dict(data_checksum="b"), (1, 1), "data_checksum"),
-    "a constant of that day": (train_lm, dict(beta1=0.9), dict(beta1=0.8), (1, 1), "beta1"),
-    "one that only one knew": (train_lm, dict(beta1=0.9), {}, (1, 1), ""),
-    "unread": (train_lm, dict(router="dense", threshold=0.1), dict(router="dense", split=2), (1, 1), ""),
-    "younger than a run": (train_lm, dict(beta2=None), dict(beta2=train_lm.Config.beta2), (1, 1), ""),
-    "where it is kept": (train_lm, dict(out_dir="a", device="cpu"), dict(out_dir="b"), (1, 1), ""),
+    "an old constant": (train_lm, dict(beta1=0.9), dict(beta1=0.8), (1, 1), "beta1"),
+    "an old constant of one run": (train_lm, dict(beta1=0.9), {}, (1, 1), ""),
+    "constants not read": (train_lm, dict(router="dense", threshold=0.1), dict(router="dense", split=2), (1, 1), ""),
+    "a constant newer than one run": (train_lm, dict(beta2=None), dict(beta2=train_lm.Config.beta2), (1, 1), ""),
+    "folder and device": (train_lm, dict(out_dir="a", device="cpu"), dict(out_dir="b"), (1, 1), ""),
     "as many FLOPs in more steps": (train_electra, {}, dict(steps=10**6), (1, 1), "steps"),
-    "no two routers cost the same": (train_electra, {}, {}, (1.019, 1), ""),
-    "but nearly": (train_electra, {}, {}, (1.021, 1), "FLOPs"),
+    "2% more FLOPs": (train_electra, {}, {}, (1.019, 1), ""),
+    "over 2% more FLOPs": (train_electra, {}, {}, (1.021, 1), "FLOPs"),
     "FLOPs a token": (train_mlm, dict(steps=2000), dict(steps=1000), (1, 2), "steps"),
     "FLOPs of experts": (train_lm, {}, {}, ({"total": 1, "moe": 0}, {"total": 1, "moe": 1}), ""),
     "tokens a step": (train_lm, dict(batch_tokens=9), dict(batch_tokens=18), (2, 1), "batch_tokens tokens-a-step"),
 }
 
 
-@pytest.mark.parametrize("script, ours, other, work, named", DIFFERENCES.values(), ids=DIFFERENCES)
-def test_a_pair_may_differ_in_what_it_is_about_and_in_nothing_else(tmp_path, script, ours, other, work, named):
-    named = [name.replace("-", " ") for name in named.split()]
-    pair = write_pair(tmp_path, script, ours, other, about=named, flops=work)
-    assert claims.differing(tmp_path, pair, "-seed=1") == sorted(named)
-    for name in named:
-        rest = [other for other in named if other != name]
-        with pytest.raises(ValueError, match=rf"demo{{}} and .*/demo{{}}-router=dense: {name} is .*`about` must name"):
+@pytest.mark.parametrize("script, ours, other, flops, names", DIFFERENCES.values(), ids=DIFFERENCES)
+def test_every_difference_of_a_pair_must_be_named(tmp_path, script, ours, other, flops, names):
+    names = [name.replace("-", " ") for name in names.split()]
+    pair = write_pair(tmp_path, script, ours, other, about=names, flops=flops)
+    assert claims.differing(tmp_path, pair, "-seed=1") == sorted(names)
+    for name in names:
+        rest = [other for other in names if other != name]
+        with pytest.raises(
+            ValueError, match=rf"demo{{}} and .*/demo{{}}-router=dense: {name} is .*`about` must name it"
+        ):
             claims.differing(tmp_path, pair | {"about": rest}, "-seed=1")
 
 
-def test_numbers_are_compared_as_they_were_computed(tmp_path):
-    """`auto` is what the machine made of it; the FLOPs of a translator are those of a pair."""
-    for machines, named in (("float32", "float32"), []), (("float32", "bfloat16"), ["FLOPs", "dtype"]):
-        more = {"machine": [{"dtype": dtype} for dtype in machines], "flops_per_pair": (1, 1 + len(named))}
-        pair = write_pair(tmp_path, train_mt, dict(dtype="float32"), {}, named, **more)
-        assert claims.differing(tmp_path, pair, "") == named
+@pytest.mark.parametrize(
+    "dtypes, flops, names",
+    [
+        (("float32", "float32"), (1, 1), []),
+        (("float32", "bfloat16"), (1, 1), ["dtype"]),
+        (("float32", "float32"), (1, 3), ["FLOPs"]),
+    ],
+)
+def test_runs_of_the_translator_are_compared_by_their_dtype_and_flops_per_pair(tmp_path, dtypes, flops, names):
+    """The dtype is that of the machine: the constant may be `auto`."""
+    results = {"machine": [{"dtype": dtype} for dtype in dtypes], "flops_per_pair": flops}
+    pair = write_pair(tmp_path, train_mt, dict(dtype="float32"), {}, names, **results)
+    assert claims.differing(tmp_path, pair, "") == names
 
 
-def test_each_of_eight_seeds_is_compared(tmp_path, monkeypatch):
+def test_all_eight_seeds_are_compared(tmp_path, monkeypatch):
     pair = write_scores(tmp_path, monkeypatch, train_lm, [(seed, 2 * seed) for seed in range(8)])
     assert claims.effect(tmp_path, pair)["seeds"] == [0, -1, -2, -3, -4, -5, -6, -7]
+
+
+def test_a_difference_of_a_single_seed_is_found(tmp_path, monkeypatch):
+    pair = write_scores(tmp_path, monkeypatch, train_lm, [(seed, 2 * seed) for seed in range(8)])
     write_pair(tmp_path, train_lm, {}, dict(learning_rate=1.0), seeds=[7], F1=(7, 14))
     with pytest.raises(ValueError, match="learning_rate is .* and 1.0; `about` must name it"):
         claims.effect(tmp_path, pair)
 
 
-def test_a_run_is_compared_with_the_line_between_two(tmp_path, monkeypatch):
-    """At the same number of experts that serve a token: 1.5, 2 and 1.75 of them, between 1 and 3."""
+def test_a_run_can_be_compared_with_the_line_between_two(tmp_path, monkeypatch):
+    """At the experts that serve a token in ours, 1.5, 2 and 1.75, between runs with 1 and 3."""
     pytest.importorskip("scipy")
     monkeypatch.setattr(train_lm, "cells", lambda result: {"F1": (result["F1"], ""), "served": (result["served"], "")})
     for seed, (x, y) in enumerate([(1.5, 12.0), (2.0, 15.5), (1.75, 14.0)]):
         for K, end in ((1, 10.0), (3, 20.0)):
-            numbers = dict(F1=(y, end), served=(x, K))
-            pair = write_pair(tmp_path, train_lm, {}, dict(router="topk", top_k=K), [], seeds=[seed], **numbers)
-            file = tmp_path / f"train_lm/demo{claims.SEEDS[seed]}-router=dense.json"
-            file.rename(str(file).replace("dense", str(K)))
+            numbers = dict(F1=(y, end), served=(x, K), suffix=f"-router={K}")
+            pair = write_pair(tmp_path, train_lm, {}, dict(router="topk", top_k=K), seeds=[seed], **numbers)
     pair |= {"number": "F1", "unit": "points more of BLEU, F1 or accuracy", "about": ["router"]}
     pair["other"] = [f"train_lm/demo{{}}-router={K}" for K in (1, 3)]
-    found = claims.effect(tmp_path, pair)
-    assert sorted(found["seeds"]) == [-0.5, 0.25, 0.5] and found["differ"] == ["router"]
+    effect = claims.effect(tmp_path, pair)
+    assert effect["seeds"] == [-0.5, 0.5, 0.25]
+    assert effect["differ"] == ["router"]
 
 
-def test_of_translations_found_the_paper_decides_and_other_measures_stand_beside(tmp_path):
-    """Of four layers the paper's is the third."""
+@pytest.fixture
+def retrieval(tmp_path) -> dict:
+    """A pair with translations found in four layers: the paper's is the third."""
     pytest.importorskip("scipy")
     ours = [[1.0, 0.1, 0.6, 0.3, 0], [0.1, 0.11, 0.61, 0.31, 0], [0.1, 0.13, 0.63, 0.33, 0]]
     other = [0.1, 0.5, 0.2, 0.1, 0]
     scores = {"sentences": {"generator": 0}, "pairs": {"generator": 0}, "translation": {"with": 0, "without": 0}}
-    for seed, own in enumerate(ours):
-        held_out = [scores | {"retrieval": plain, "centred": plain[::-1]} for plain in (own, other)]
-        more = dict(held_out=held_out, parameters=[{"kept": 0}] * 2)
-        pair = write_pair(tmp_path, train_electra, {}, {}, seeds=[seed], **more)
-    pair |= {"number": "translations found", "unit": "points more of the translations found", "paper": [0.1, 0.3]}
-    claim = {"claim": "XLM-E", "short": "it", "pairs": [pair, pair | {"layer": 1, "where": "first layer"}]}
-    write(tmp_path / "claims.json", [claim])
-    [found] = claims.claims(tmp_path)
-    assert [one["mean"] for one in found["pairs"]] == [[21.333], [-38.667], [-38.667]]
-    assert [one["paper"] for one in found["pairs"]] == [[20], [], [20]]
+    for seed, shares in enumerate(ours):
+        held_out = [scores | {"retrieval": plain, "centred": plain[::-1]} for plain in (shares, other)]
+        results = dict(held_out=held_out, parameters=[{"kept": 0}] * 2)
+        pair = write_pair(tmp_path, train_electra, {}, {}, seeds=[seed], **results)
+    return pair | {"number": "translations found", "unit": "points more of the translations found", "paper": [0.1, 0.3]}
+
+
+def test_translations_found_are_shown_with_the_centred_ones(tmp_path, retrieval):
+    first = retrieval | {"layer": 1, "where": "first layer"}
+    write_json(tmp_path / "claims.json", [{"claim": "XLM-E", "short": "it", "pairs": [retrieval, first]}])
+    [claim] = claims.claims(tmp_path)
     names = ["here", "here, centred", "first layer"]
-    assert [one["where"] for one in found["pairs"]] == names
-    assert [words.partition(":")[0] for words in found["effect"].split("<br>")] == names
-    assert found["verdict"] == "mixed" and found["differ"] == ""
-    assert claims.effect(tmp_path, pair | {"number": "found, centred", "layer": 1})["mean"] == [21.333]
-    write(tmp_path / "claims.json", [claim | {"pairs": [pair]}])
-    assert claims.claims(tmp_path)[0]["verdict"] == "holds"
+    assert [pair["where"] for pair in claim["pairs"]] == names
+    assert [words.partition(":")[0] for words in claim["effect"].split("<br>")] == names
+    assert [pair["mean"] for pair in claim["pairs"]] == [[21.333], [-38.667], [-38.667]]
+    assert [pair["paper"] for pair in claim["pairs"]] == [[20], [], [20]]
+    assert claim["differ"] == ""
+    assert claim["verdict"] == "mixed"
+
+
+def test_centred_translations_are_no_part_of_the_verdict(tmp_path, retrieval):
+    write_json(tmp_path / "claims.json", [{"claim": "XLM-E", "short": "it", "pairs": [retrieval]}])
+    [claim] = claims.claims(tmp_path)
+    assert claim["verdict"] == "holds"
+
+
+def test_centred_translations_can_be_compared_in_any_layer(tmp_path, retrieval):
+    """Centred ones are those of plain cosine, from the last layer to the first."""
+    effect = claims.effect(tmp_path, retrieval | {"number": "found, centred", "layer": 1})
+    assert effect["mean"] == [21.333]
 
 
 @pytest.mark.parametrize(
-    "found, verdict",
+    "verdicts, verdict",
     [
         (["holds"] * 2, "holds"),
         (["level"] * 2, "level"),
@@ -274,25 +481,15 @@ def test_of_translations_found_the_paper_decides_and_other_measures_stand_beside
         ([], "not measured here"),
     ],
 )
-def test_a_verdict_is_defined_where_it_stands(tmp_path, monkeypatch, found, verdict):
+def test_a_claims_verdict_follows_from_its_pairs_and_is_defined_in_the_page(tmp_path, monkeypatch, verdicts, verdict):
     monkeypatch.setattr(claims, "effect", lambda folder, pair: pair | {"words": "", "differ": []})
-    pairs = [{"verdict": one, "number": "ours"} for one in found]
-    write(tmp_path / "claims.json", [{"verdict": "not measured here", "pairs": pairs}])
+    pairs = [{"verdict": each, "number": "ours"} for each in verdicts]
+    write_json(tmp_path / "claims.json", [{"verdict": "not measured here", "pairs": pairs}])
     [claim] = claims.claims(tmp_path)
     assert claim["verdict"] == verdict
     assert f"- *{verdict}*: " in (RESULTS / "README.md").read_text()
 
 
-def test_claims_without_runs_say_so():
+def test_claims_without_runs_are_marked_as_not_measured():
     for claim in json.loads((RESULTS / "claims.json").read_text()):
         assert claim.get("verdict") == (None if claim["pairs"] else "not measured here")
-
-
-def test_what_is_missing_is_one_clear_line(root, capsys):
-    file = root / "results" / "bench" / "layer.json"
-    file.rename(root / "kept.json")
-    assert "No such file or directory: " in refused(capsys, root)
-    (root / "kept.json").rename(file)
-    for file in root.glob("results/train_mlm/*seed=*"):
-        file.unlink()
-    assert "have no two seeds in common: no interval" in refused(capsys, root)

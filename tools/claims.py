@@ -1,16 +1,17 @@
 """What tools/render.py compares and draws: claims as differences between runs, seed by seed, and the pages' pictures.
 
-Both are listed in results/. In the names of runs {} is where a seed stands. claims.json has pairs of runs, `ours` and
-`other`, and what a pair is `about`: the constants in which its runs may differ. Any other difference is an error, also
-of what follows from constants, `tokens a step` and `FLOPs`. What is compared is a number of a script's table or of its
-sparse layers; `from` names another number of the other side, such as the one that the same runs began with. Where
-`other` names two runs, it is the number on the line between them, where as many experts serve a token as in ours. Of
-translations it is the layer of the script's table, or another `layer`. pictures.json has the panels of pictures, of
-records in results/analyses/, or of what each layer of runs finds.
+Runs are named SCRIPT/RUN, with {} for the seed. claims.json pairs two runs, `ours` and `other`, and lists what the pair
+is `about`: the constants in which its runs may differ. Any other difference is an error, also in the `tokens a step`
+and `FLOPs` that follow from the constants. `number` is a column of a script's table or a statistic of its sparse
+layers; `from` names another number of the other run, such as the one that the same run began with. If `other` names
+two runs, its number is interpolated between them, at the number of experts that serve a token in ours. Translations
+found are those of the layer in the script's table, or of `layer`. pictures.json lists the panels of each picture: the
+records of an analysis, or the translations found in each layer of runs.
 """
 
 import importlib
 import math
+from functools import cache
 from itertools import starmap
 from pathlib import Path
 from statistics import fmean
@@ -20,9 +21,12 @@ from analysis.shared import KEY, Panel, canvas, draw
 from engine.config import identity
 from engine.files import from_json
 
-SEEDS = ("", *(f"-seed={seed}" for seed in range(1, 8)))  # in the names of runs
-BY_LAYER = {"translations found": "retrieval", "found, centred": "centred"}  # a number -> of all layers, in `held_out`
-UNITS = {  # how a number is taken, so that the claim says that the difference of two is above 0; 100 log is about 1%
+SEEDS = ("", *(f"-seed={seed}" for seed in range(1, 8)))  # as they appear in names of runs
+BY_LAYER = {
+    "translations found": "retrieval",
+    "found, centred": "centred",
+}  # number -> its key in `held_out`, a list by layer
+UNITS = {  # unit -> a scale on which a claim says that ours is higher; a step of 1 in 100 log is about 1%
     "perplexity, about % lower": lambda x: -100 * math.log(x),
     "points more of BLEU, F1 or accuracy": lambda x: x,
     "points more: masked tokens right, activations positive": lambda x: 100 * x,
@@ -41,9 +45,14 @@ FOUND = "translations found, %"
 COLORS = {"holds": "#0072B2", "level": "0.55", "the opposite": "#D55E00"}
 
 
-def read(file: Path):
-    """What a file of JSON holds."""
-    return from_json(file.read_text())
+@cache
+def results_of(folder: Path) -> dict[str, dict]:
+    """{KIND/NAME: result} of the lines of folder/KIND.jsonl and of gpu/NAME.json."""
+    results = {f"gpu/{file.stem}": from_json(file.read_text()) for file in folder.glob("gpu/*.json")}
+    for file in folder.glob("*.jsonl"):
+        for result in map(from_json, file.read_text().splitlines()):
+            results[f"{file.stem}/{result['name']}"] = result
+    return results
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -51,130 +60,126 @@ def read(file: Path):
 
 
 def claims(folder: Path) -> list[dict]:
-    """Each claim with its effects, and what those say together that are measured as in the paper."""
-    rows = read(folder / "claims.json")
+    """Each claim with its effects, and a verdict on those measured as in the paper."""
+    rows = from_json((folder / "claims.json").read_text())
     for claim in rows:
-        pairs, found, differ = [], set(), {}
+        pairs, verdicts, differ = [], set(), {}
         for pair in claim["pairs"]:
             pairs.append(effect(folder, pair))
-            found.add(pairs[-1]["verdict"])
+            verdicts.add(pairs[-1]["verdict"])
             differ |= dict.fromkeys(pairs[-1]["differ"])
             if pair["number"] == "translations found" and "layer" not in pair:
-                beside = pair | {"number": "found, centred"}  # shown, decides nothing
-                pairs.append(effect(folder, beside, ", centred"))
+                centred = pair | {"number": "found, centred"}  # shown, but not part of the verdict
+                pairs.append(effect(folder, centred, ", centred"))
         claim |= {"pairs": pairs, "differ": ", ".join(differ)}
         claim["effect"] = "<br>".join(pair["words"] for pair in pairs)
-        if len(found) == 1:
-            claim["verdict"] = found.pop()
-        elif {"holds", "the opposite"} <= found:
+        if len(verdicts) == 1:
+            claim["verdict"] = verdicts.pop()
+        elif {"holds", "the opposite"} <= verdicts:
             claim["verdict"] = "mixed"
-        elif found:
-            claim["verdict"] = "in part" if "holds" in found else "level or worse"
+        elif verdicts:
+            claim["verdict"] = "in part" if "holds" in verdicts else "level or worse"
     return rows
 
 
-def effect(folder: Path, pair: dict, how="") -> dict:
-    """The mean of the differences between two runs of the same seed, with a 95% t-interval over seeds and its p."""
+def effect(folder: Path, pair: dict, suffix="") -> dict:
+    """The mean difference between two runs of the same seed, with a 95% t-interval over seeds and its p."""
     from scipy import stats
 
-    take, where = UNITS[pair["unit"]], pair["where"] + how
+    scale, where = UNITS[pair["unit"]], pair["where"] + suffix
     ours = values(folder, pair, pair["ours"])
-    before = {"number": pair.get("from", pair["number"])}
     if isinstance(pair["other"], list):
-        runs, other = pair["other"], between(folder, pair)
+        runs, other = pair["other"], interpolated(folder, pair)
     else:
-        runs, other = [pair["other"]], values(folder, pair | before, pair["other"])
+        number = pair.get("from", pair["number"])
+        runs, other = [pair["other"]], values(folder, pair | {"number": number}, pair["other"])
     seeds = [seed for seed in ours if seed in other]
-    differences = [take(ours[seed]) - take(other[seed]) for seed in seeds]
+    differences = [scale(ours[seed]) - scale(other[seed]) for seed in seeds]
     if len(differences) < 2:
-        raise ValueError(f"{pair['ours']} and {pair['other']} have no two seeds in common: no interval")
+        raise ValueError(f"{pair['ours']} and {pair['other']} share fewer than two seeds: no interval")
     test = stats.ttest_1samp(differences, 0)
     mean = fmean(differences)
     low, high = test.confidence_interval()
     verdict = "holds" if low > 0 else "the opposite" if high < 0 else "level"
-    said = [float(f"{x:.2g}") for x in (mean, low, high)]  # two digits, and no exponent
-    words = "{}: {:+g} ({:+g} to {:+g}, p {:.2g})".format(where, *said, test.pvalue)
-    drawn = {"seeds": differences, "mean": [mean], "ends": [low, high], "paper": []}
-    if "paper" in pair and not how:
-        before, after = map(take, pair["paper"])
-        drawn["paper"] = [after - before]
-    for name, numbers in drawn.items():
-        drawn[name] = [round(float(x), 3) for x in numbers]  # the same on every machine
-    sides = [pair | {"other": run} for run in runs]
-    differ = {name for side in sides for seed in seeds for name in differing(folder, side, seed)}
-    found = {"where": where, "words": words, "verdict": verdict}
-    return pair | drawn | found | {"differ": sorted(differ)}
+    rounded = [float(f"{x:.2g}") for x in (mean, low, high)]  # two digits, and no exponent
+    words = "{}: {:+g} ({:+g} to {:+g}, p {:.2g})".format(where, *rounded, test.pvalue)
+    marks = {"seeds": differences, "mean": [mean], "ends": [low, high], "paper": []}
+    if "paper" in pair and not suffix:
+        before, after = map(scale, pair["paper"])
+        marks["paper"] = [after - before]
+    for name, numbers in marks.items():
+        marks[name] = [round(float(x), 3) for x in numbers]  # the same on every machine
+    differ = {name for run in runs for seed in seeds for name in differing(folder, pair | {"other": run}, seed)}
+    return pair | marks | {"where": where, "words": words, "verdict": verdict, "differ": sorted(differ)}
 
 
-def between(folder: Path, pair: dict) -> dict[str, float]:
-    """{seed: the number on the line between the other side's two runs, where as many experts serve as in ours}."""
+def interpolated(folder: Path, pair: dict) -> dict[str, float]:
+    """{seed: the number of the other side, linear between its two runs, at the experts that serve a token in ours}."""
     served = pair | {"number": "served"}
     x = values(folder, served, pair["ours"])
-    ends = [(values(folder, served, run), values(folder, pair, run)) for run in pair["other"]]
-    found = {}
-    for seed in set.intersection(*map(set, (x, *(y for _, y in ends)))):
-        (x0, y0), (x1, y1) = ((experts[seed], numbers[seed]) for experts, numbers in ends)
-        share = (x[seed] - x0) / (x1 - x0)
-        found[seed] = y0 + share * (y1 - y0)
-    return found
+    (x0, y0), (x1, y1) = ((values(folder, served, run), values(folder, pair, run)) for run in pair["other"])
+    numbers = {}
+    for seed in x.keys() & y0.keys() & y1.keys():
+        share = (x[seed] - x0[seed]) / (x1[seed] - x0[seed])
+        numbers[seed] = y0[seed] + share * (y1[seed] - y0[seed])
+    return numbers
 
 
 def differing(folder: Path, pair: dict, seed: str) -> list[str]:
-    """In what the runs of a seed differ. Raises ValueError where that is more than the pair is about."""
+    """What the runs of a seed differ in. Raises ValueError if the pair is not about it."""
     ours = facts(folder, pair["ours"].format(seed))
     other = facts(folder, pair["other"].format(seed))
     if math.isclose(ours.get("FLOPs", 0), other.get("FLOPs", 0), rel_tol=0.02):  # no two routers cost the same
         ours.pop("FLOPs", None)
-    both = sorted(ours.keys() & other.keys())
-    found = [name for name in both if ours[name] != other[name]]
-    for name in found:
+    names = sorted(name for name in ours.keys() & other.keys() if ours[name] != other[name])
+    for name in names:
         if name not in pair["about"]:
-            values = f"{name} is {ours[name]} and {other[name]}"
-            raise ValueError(f"{pair['ours']} and {pair['other']}: {values}; `about` must name it")
-    return found
+            both = f"{name} is {ours[name]} and {other[name]}"
+            raise ValueError(f"{pair['ours']} and {pair['other']}: {both}; `about` must name it")
+    return names
 
 
 def facts(folder: Path, run: str) -> dict:
-    """All in which SCRIPT/RUN may differ from others: the constants that it reads, and what follows from them."""
+    """What SCRIPT/RUN may differ in: the constants that it reads, and what follows from them."""
     Config = importlib.import_module(Path(run).parent.name).Config
-    result = read(folder / f"{run}.json")
+    result = results_of(folder)[run]
     constants, fields = result["config"], Config.__dataclass_fields__.keys()
     known = {name: constants[name] for name in fields & constants}
-    others = {name: constants[name] for name in constants.keys() - fields}  # checksums, and constants of that day
-    found = identity(Config(**known)) | others | {"dtype": result["machine"]["dtype"]}
-    if "task" in constants:  # fine-tuning, whose checksum of the data is of the encoder's weights as well
-        del found["data_checksum"]
-        return found
+    others = {name: constants[name] for name in constants.keys() - fields}  # checksums, constants of older versions
+    facts = identity(Config(**known)) | others | {"dtype": result["machine"]["dtype"]}
+    if "task" in constants:  # fine-tuning: its data_checksum includes the encoder's weights
+        del facts["data_checksum"]
+        return facts
     tokens = constants["batch_tokens"]
-    work = result.get("flops_per_pair") or result["flops"]
-    if isinstance(work, dict):
-        work = work["total"]
-    if "tlm" not in constants:  # XLM-E's is that of the whole training
-        work *= tokens * constants["steps"]
-    elif constants["tlm"]:  # pairs are a batch, too
+    flops = result.get("flops_per_pair") or result["flops"]
+    if isinstance(flops, dict):
+        flops = flops["total"]
+    if "tlm" not in constants:  # XLM-E's is already that of the whole training
+        flops *= tokens * constants["steps"]
+    elif constants["tlm"]:  # a step has a second batch, of pairs
         tokens *= 2
-    return found | {"tokens a step": tokens, "FLOPs": work}
+    return facts | {"tokens a step": tokens, "FLOPs": flops}
 
 
 def values(folder: Path, pair: dict, run: str) -> dict[str, float]:
-    """{seed: what is compared} of SCRIPT/RUN, which is one side of a pair."""
+    """{seed: the pair's number} of SCRIPT/RUN, one side of the pair."""
     script = importlib.import_module(Path(run).parent.name)
-    layer, key, found = pair.get("layer"), pair["number"], {}
-    for seed, result in of_seeds(folder, run).items():
+    layer, key, numbers = pair.get("layer"), pair["number"], {}
+    for seed, result in by_seed(folder, run).items():
         cells = script.cells(result)
         if layer is not None:
-            found[seed] = result["held_out"][BY_LAYER[key]][layer]
+            numbers[seed] = result["held_out"][BY_LAYER[key]][layer]
         elif key in cells:
-            found[seed], _ = cells[key]
+            numbers[seed], _ = cells[key]
         else:
-            found[seed] = mean_over_layers(key, result["test"]["layers"])
-    return found
+            numbers[seed] = mean_over_layers(key, result["test"]["layers"])
+    return numbers
 
 
-def of_seeds(folder: Path, run: str) -> dict[str, dict]:
-    """{seed: result} of SCRIPT/RUN, as far as the results are there."""
-    files = {seed: folder / f"{run.format(seed)}.json" for seed in SEEDS}
-    return {seed: read(file) for seed, file in files.items() if file.exists()}
+def by_seed(folder: Path, run: str) -> dict[str, dict]:
+    """{seed: result} of SCRIPT/RUN, for the seeds that have one."""
+    results = results_of(folder)
+    return {seed: results[run.format(seed)] for seed in SEEDS if run.format(seed) in results}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -182,36 +187,38 @@ def of_seeds(folder: Path, run: str) -> dict[str, dict]:
 
 
 def pictures(folder: Path) -> dict[str, tuple]:
-    """{name: (how it is drawn, the numbers in it)}."""
+    """{name: (the function that draws it, the numbers in it)}."""
     units = {unit: [] for unit in UNITS}
     for claim in claims(folder):
         for pair in claim["pairs"]:
             row = {name: pair[name] for name in (*MARKS, "verdict")}
             row["name"] = f"{claim['short']}: {pair['where']}"
             units[pair["unit"]].append(row)
-    found = {"verdicts": (forest, units)}
-    for name, panels in read(folder / "pictures.json").items():
+    drawings = {"verdicts": (forest, units)}
+    for name, panels in from_json((folder / "pictures.json").read_text()).items():
         numbers = [panel_of(folder, panel) for panel in panels]
-        found[name] = lambda panels: draw(starmap(Panel, panels)), numbers
-    return found
+        drawings[name] = lambda panels: draw(starmap(Panel, panels)), numbers
+    return drawings
 
 
 def panel_of(folder: Path, panel: dict) -> list:
-    """What a Panel is made of."""
+    """The arguments of a Panel."""
     if "records" in panel:
-        shown = read(folder / f"analyses/{panel['records']}.json")["records"]
-        return [panel["title"], shown, panel["by"], panel["x"], panel["y"]]
-    shown = []
+        name, results = f"analyses/{panel['records']}", results_of(folder)
+        if name not in results:
+            raise ValueError(f"{folder} has no {name}")
+        return [panel["title"], results[name]["records"], panel["by"], panel["x"], panel["y"]]
+    records = []
     for name, run in panel["runs"].items():
-        for seed, result in of_seeds(folder, run).items():
+        for seed, result in by_seed(folder, run).items():
             for layer, share in enumerate(result["held_out"][panel["held_out"]]):
                 record = {"run": Path(run).name.format(seed), "encoder": name}
-                shown.append(record | {"layer": layer, FOUND: 100 * share})
-    return [panel["title"], shown, "encoder", "layer", FOUND]
+                records.append(record | {"layer": layer, FOUND: 100 * share})
+    return [panel["title"], records, "encoder", "layer", FOUND]
 
 
 def forest(units: dict[str, list[dict]]):
-    """A panel for each unit, and in it a row for each comparison: its seeds, their mean, its interval, the paper's."""
+    """A panel for each unit, with a row for each comparison: its seeds, their mean and interval, the paper's value."""
     rows = sum(map(len, units.values()))
     figure = canvas(1, width=9, height=0.25 * rows + 0.7 * len(units))
     figure.clear()
