@@ -2,7 +2,7 @@
 
     python tools/bench.py layer     a sparse layer with each router, next to dense FFNs and Hugging Face's Mixtral
     python tools/bench.py step      training steps of whole models; on a GPU, of the paper's size
-    python tools/bench.py check     layers on this device against the CPU's, and a run that is stopped and resumed
+    python tools/bench.py check     layers on this device against the CPU's
 
 Contenders run in turns. `ms` is the median time, and `spread` half its interquartile range. `ratio` is the time over
 the dense one's, at equal FLOPs (a layer's FLOPs are those of the rows that its experts serve), so 1 means no overhead.
@@ -16,7 +16,6 @@ import math
 import os
 import subprocess
 import sys
-import tempfile
 import traceback
 import warnings
 from collections import Counter
@@ -255,7 +254,6 @@ def training_step(constants: train_lm.Config, tokens: int, context) -> Contender
 # check: are the numbers right?
 
 CPU = Context(0, 1, torch.device("cpu"), torch.float32)
-RESUMED = "--n_layer 2 --n_embd 64 --ffn_size 256 --steps 40 --eval_every 20 --eval_tokens 2048 --dtype bfloat16"
 
 
 def against_the_cpu(router: str, config: Config, context, E=16) -> Iterator[dict]:
@@ -336,21 +334,6 @@ def other_parts(config: Config, context) -> Iterator[dict]:
     yield {"what": "compiled router"} | compare(actual, expected, 3e-4)  # bfloat16 gradients would differ by 2e-3
 
 
-def stopped_and_resumed(config: Config, context) -> Iterator[dict]:
-    """Stops train_lm.py after its first evaluation, and resumes it."""
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-u", ROOT / "train_lm.py", *RESUMED.split(), "--out_dir", folder]
-        with subprocess.Popen(command, **pipes) as first:
-            for line in first.stdout:
-                if line.startswith("step 20: "):  # printed by the evaluation
-                    first.terminate()
-        second = subprocess.run(command, **pipes)
-    exits = [first.returncode, second.returncode]
-    right = exits == [143, 0] and "goes on from step" in second.stdout
-    yield {"right": right, "exits": exits, "output": second.stdout[-2000:]}
-
-
 def sections_of(part: str, gpu: bool) -> dict[str, Callable]:
     if part == "layer":
         names = ["S3", "S4"] if gpu else SHAPES  # small shapes would measure kernel launches
@@ -363,7 +346,7 @@ def sections_of(part: str, gpu: bool) -> dict[str, Callable]:
         return {"width 256": small, "width 768": partial(small, n_embd=768, ffn_size=3072)}
     checks = {name: partial(against_the_cpu, name) for name in ROUTERS}
     checks["many experts"] = partial(against_the_cpu, "topk", E=1024)  # more groups than CUDA's grouped_mm supports
-    return checks | {"other parts": other_parts, "train_lm.py": stopped_and_resumed}
+    return checks | {"other parts": other_parts}
 
 
 def run(sections: dict, file: Path, config: Config, context) -> list[dict]:
