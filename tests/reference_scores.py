@@ -30,7 +30,7 @@ def between(pairs_after, pairs_before, left, right, unigrams):
 def given_input(p, token, kept, random):
     """Bayes: V probabilities of the right token, from prior p, if the input shows `token`.
 
-    kept: the probability that the right token is shown; random: that a random one is, for each token
+    kept, random: the probabilities that the input is the right token, and that it is a given random one
     """
     return normalized([value * (kept * (v == token) + random) for v, value in enumerate(p)])
 

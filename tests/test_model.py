@@ -49,6 +49,16 @@ def test_the_output_bias_is_optional_and_starts_at_0():
     assert not GPT(constants(frequency_bias=True), V).bias.any()
 
 
+def test_the_loss_is_the_mean_cross_entropy_over_targets_that_count():
+    model, ids, targets = make_gpt(frequency_bias=True), make_ids(2, 8), make_ids(2, 8, seed=1)
+    model.bias.data = torch.linspace(-2, 2, V).double()
+    targets[0, :5] = -100
+    logits, balance = model(ids)
+    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    torch.testing.assert_close(model(ids, targets), (expected, balance))
+    assert model(ids, torch.full_like(targets, -100))[0] == 0
+
+
 def test_balance_loss_is_summed_over_layers():
     model, losses = make_gpt("x-moe", n_layer=4), []
     for moe in model.moe_layers:

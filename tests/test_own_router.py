@@ -122,18 +122,9 @@ def test_a_resumed_run_equals_an_uninterrupted_one(name, corpora, tmp_path, monk
 
 
 WRONG = {
-    "indices": (
-        lambda self, score, probs: probs.topk(2).indices,
-        r"MyRouter.choose returned \(64, 2\) torch.int64",
-    ),
-    "a mask": (
-        lambda self, score, probs: probs > 0.2,
-        r"MyRouter.choose returned \(64, 8\) torch.bool",
-    ),
-    "nothing": (
-        lambda self, score, probs: None,
-        "MyRouter.choose returned a .*NoneType.*; it should return float",
-    ),
+    "indices": (lambda self, score, probs: probs.topk(2).indices, r"MyRouter.choose returned \(64, 2\) torch.int64"),
+    "a mask": (lambda self, score, probs: probs > 0.2, r"MyRouter.choose returned \(64, 8\) torch.bool"),
+    "nothing": (lambda self, score, probs: None, "MyRouter.choose returned a .*NoneType.*; it should return float"),
     "no choose": (Router.choose, r"MyRouter needs `choose\(self, score, probs\)`, which returns priorities \(S, E\)"),
     "too many": (lambda self, score, probs: by_rank(probs.argsort(), probs, 3), "MyRouter chose 3 experts .* K = 1"),
 }

@@ -64,10 +64,8 @@ def queues(priority):
 
 def matrix(values, S, E, dtype):
     """{(s, e): scalar} -> (S, E), 0 where there is no value."""
-    rows = []
-    for s in range(S):
-        rows.append(torch.stack([torch.as_tensor(values.get((s, e), 0.0), dtype=dtype) for e in range(E)]))
-    return torch.stack(rows)
+    scalars = [torch.as_tensor(values.get((s, e), 0.0), dtype=dtype) for s in range(S) for e in range(E)]
+    return torch.stack(scalars).view(S, E)
 
 
 def assert_equal_up_to_rounding(fast, slow, dtype=torch.float64):
@@ -127,11 +125,8 @@ def test_hash_is_the_same_in_every_run_and_uses_every_expert():
     assert torch.bincount(tables[0], minlength=4).min() > 200
 
 
-TIES = [
-    ("switch", 1, 1, 1),
-    ("topk", 2, 1, 2),
-    ("base", 1, 1, 1),
-]  # router, K, t, experts chosen if all have probability 1/4
+# Router, K, t, and how many of four experts with probability 1/4 it chooses.
+TIES = [("switch", 1, 1, 1), ("topk", 2, 1, 2), ("base", 1, 1, 1)]
 TIES += [("threshold", 1, t, n) for t, n in ((0, 1), (0.25, 1), (0.26, 2), (0.5, 2), (0.75, 3), (0.76, 4), (1, 4))]
 
 
@@ -229,6 +224,14 @@ def test_balance_loss_is_1_when_uniform_and_E_when_collapsed(name, K, gate):
     undecided = torch.zeros(8, 4).double()  # all probabilities are 1/4 and all first choices expert 0
     for h, loss in ((uniform, 1), (undecided, 1), (collapsed, 4)):
         assert router(h).balance_loss.item() == pytest.approx(loss, rel=1e-14)
+
+
+def test_a_token_without_experts_has_weight_0(monkeypatch):
+    router = make_router("topk", 4, K=2, x_moe=True)
+    monkeypatch.setattr(router, "choose", lambda score, probs: torch.full_like(probs, NOT_CHOSEN))
+    routing = router(make_tokens(3)[0])
+    assert torch.equal(routing.weight, torch.zeros(3, 4).double())
+    assert routing.balance_loss == 0
 
 
 # --- BASE
