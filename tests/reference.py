@@ -1,8 +1,7 @@
 """The papers' routers and sparse layer, written literally as slow loops over tokens and experts.
 
-Tests compare the fast code with these functions. Nothing is shared with it: `route` reads a router's parameters and
-constants, but calls none of its methods. A choice is a pair (s, e): token s chose expert e. Values are torch scalars,
-so tests can compare gradients too.
+Tests compare values and gradients of the fast code with these, which share no code with it: `route` reads a router's
+parameters and constants, but calls none of its methods. A choice is a pair (s, e): token s chose expert e.
 """
 
 import math

@@ -46,9 +46,7 @@ def normalized(values):
 def sinkhorn(S, rounds):
     """S[i][j] -> a transport plan (XLM-Align 3.1): each round scales columns, then rows, to a sum of 1."""
     m, n = len(S), len(S[0])
-    A = []
-    for row in S:
-        A.append([s if s > 0 else 1e-6 for s in row])
+    A = [[s if s > 0 else 1e-6 for s in row] for row in S]
     for _ in range(rounds):
         for j in range(n):
             total = sum(A[i][j] for i in range(m))

@@ -183,8 +183,7 @@ def test_priority_is_p_minus_i(name, K, t):  # XMoE A.1
 
 def test_by_rank_accepts_negative_scores():
     score = torch.tensor([[-1.0, -2.0, -3.0, -0.5]])
-    order = score.argsort(dim=1, descending=True)
-    priority = by_rank(order, score, 2)
+    priority = by_rank(score.argsort(dim=1, descending=True), score, 2)
     assert priority.tolist() == [[-2.0, NOT_CHOSEN, NOT_CHOSEN, -0.5]]
 
 
@@ -224,6 +223,13 @@ def test_balance_loss_is_1_when_uniform_and_E_when_collapsed(name, K, gate):
     undecided = torch.zeros(8, 4).double()  # all probabilities are 1/4 and all first choices expert 0
     for h, loss in ((uniform, 1), (undecided, 1), (collapsed, 4)):
         assert router(h).balance_loss.item() == pytest.approx(loss, rel=1e-14)
+
+
+def test_balance_loss_counts_the_choice_of_highest_priority(monkeypatch):
+    router = make_router("switch", 4)
+    monkeypatch.setattr(router, "choose", lambda score, probs: by_rank(probs.argsort(dim=1), probs, 1))
+    routing = router(make_tokens(1)[0])  # chooses the least probable expert
+    assert routing.balance_loss.item() == pytest.approx(4 * routing.probs.min().item())
 
 
 def test_a_token_without_experts_has_weight_0(monkeypatch):
