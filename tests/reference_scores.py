@@ -62,8 +62,7 @@ def mutual_best(A):
     """Pairs (i, j): j is the best match of i, and i of j."""
     pairs = set()
     for i, row in enumerate(A):
-        for j in range(len(row)):
-            column = [other[j] for other in A]
+        for j, column in enumerate(zip(*A)):
             if row.index(max(row)) == j and column.index(max(column)) == i:
                 pairs.add((i, j))
     return pairs
@@ -80,9 +79,7 @@ def itermax(A, rounds, ratio):
         if len(rows) == m or len(columns) == n:
             break
         weight = {0: 1.0, 1: ratio, 2: 0.0}  # by how many of the two are aligned
-        weighted = []
-        for i in range(m):
-            weighted.append([A[i][j] * weight[(i in rows) + (j in columns)] for j in range(n)])
+        weighted = [[A[i][j] * weight[(i in rows) + (j in columns)] for j in range(n)] for i in range(m)]
         pairs = pairs | {(i, j) for i, j in mutual_best(weighted) if i not in rows or j not in columns}
     return pairs
 

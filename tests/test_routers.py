@@ -97,18 +97,19 @@ def test_router_follows_the_equations(combination, training, case, dtype):
     assigned = routing.priority.argmax(dim=1) if name == "base" and training else None  # BASE has separate tests below
     slow = reference.route(router, h, ids, assigned, over_chosen=x_moe and K > 1 and name != "switch")
     slow_weight = matrix(slow.weight, S, E, dtype)
+    slow_balance = torch.as_tensor(slow.balance_loss, dtype=dtype)
     slow_probs = matrix({(s, e): x for s, p in slow.probs.items() for e, x in enumerate(p)}, S, E, dtype)
 
     assert_equal_up_to_rounding(routing.weight, slow_weight, dtype)
     assert_equal_up_to_rounding(routing.probs, slow_probs, dtype)
-    assert_equal_up_to_rounding(routing.balance_loss, torch.as_tensor(slow.balance_loss, dtype=dtype), dtype)
+    assert_equal_up_to_rounding(routing.balance_loss, slow_balance, dtype)
     assert queues(routing.priority) == reference.queues(slow.sort_key, E)
     assert {(s, e) for s, e in routing.wanted.nonzero().tolist()} == set(slow.weight)
     assert routing.wanted.sum(dim=1).max() <= router.K
 
     inputs = (h, *router.parameters())
     fast_outputs = (routing.weight, routing.balance_loss + 0 * h.sum())  # 0 * h: the loss may be a constant
-    slow_outputs = (slow_weight, slow.balance_loss + 0 * h.sum())
+    slow_outputs = (slow_weight, slow_balance + 0 * h.sum())
     fast_gradients, slow_gradients = (values_and_gradients(y, inputs)[2:] for y in (fast_outputs, slow_outputs))
     assert_equal_up_to_rounding(fast_gradients, slow_gradients, dtype)
 
