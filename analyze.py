@@ -22,6 +22,7 @@ shows, how to read it, and which options it has.
 
 import sys
 from functools import partial
+from pathlib import Path
 
 import train_electra
 import train_lm
@@ -30,12 +31,11 @@ from analysis import play, x_moe, xlm_e, xmoe
 from analysis.shared import Drawn, Measured
 from engine.config import parse
 from engine.device import clear_errors
-from engine.files import folder_of
 
 
 def demos(*scripts) -> list[str]:
-    """The folders of those of the scripts' demos that were trained, with the constants that they have now."""
-    found = [folder_of(script.Config(), script.PRESETS)[0] for script in scripts]
+    """The folders of those of the scripts' demos that were trained."""
+    found = [Path(script.Config.out_dir, script.Config.preset) for script in scripts]
     there = [str(folder) for folder in found if folder.exists()]
     if not there:
         others = "".join(f", {file.parent}" for file in sorted(found[0].parent.glob("*/config.json")))

@@ -36,9 +36,16 @@ MEANT |= {"batch_size": "batch_tokens", "batch_tokens": "batch_size"}
 
 Texts = Annotated[tuple[str, ...], tyro.conf.UseAppendAction]  # an option that may be given again and again
 
-ANY = 2**62
-LIMITS = {}  # the least and the most that a number may be; one that is not named here must be over 0 and finite
+OVER_0, ANY = 5e-324, 2**62
+OVER_0_NAMES = """
+table batch_size batch_tokens micro_size micro_tokens steps epochs warmup_steps eval_every eval_tokens eval_maskings
+eval_sentences max_tokens train_examples test_examples log_every stride longest_answer beam sample_top_k n_embd n_head
+ffn_size moe_every split top_k experts expert_size expert_ffns init_std router_std init_temperature learning_rate
+router_lr distance_lr eps
+"""
+LIMITS = {}  # the smallest and the largest value of a number; a constant that is not listed has no limits
 for low, high, names in (
+    (OVER_0, ANY, OVER_0_NAMES),
     (1, 65535, "port"),
     (0, ANY, "seed routing_dim sample_tokens sample_seed"),
     (8, ANY, "block_size"),
@@ -64,13 +71,12 @@ def check(config):
             raise ValueError(f"--{name} is empty: leave it out, or name something")
         if name == "prompt" and value.encode(errors="ignore").decode() != value:
             raise ValueError(f"--prompt is no text: {value!r}")
-        if type(value) not in (int, float):
+        if type(value) not in (int, float) or name not in LIMITS:
             continue
-        if name not in LIMITS and not 0 < value < ANY:
-            raise ValueError(f"{name} must be over 0 and finite, not {value!r}")
-        low, high = LIMITS.get(name, (0, ANY))
+        low, high = LIMITS[name]
         if not low <= value <= high:
-            raise ValueError(f"{name} must lie from {low:g} to {high:g}, not {value!r}")
+            valid = "be over 0 and finite" if low == OVER_0 else f"lie from {low:g} to {high:g}"
+            raise ValueError(f"{name} must {valid}, not {value!r}")
     trains = getattr(config, "translate", None) is None
     for batch, micro in (("batch_tokens", "micro_tokens"), ("batch_size", "micro_size")):
         whole, part = getattr(config, batch, 0), getattr(config, micro, 1)
@@ -175,17 +181,12 @@ def identity(config) -> dict:
     return json.loads(json.dumps({name: getattr(config, name) for name in names}))
 
 
-def run_name(config, presets: dict, more: dict | None = None) -> str:
-    """The preset, what differs from it, and more constants that tell this run from another, in at most 220 bytes."""
-    ours, end = identity(config), in_name(more or {}, room=60)
-    given = {name: ours[name] for name in changed(config, presets) if name in ours}
-    return config.preset + in_name(given, room=160 - len(config.preset)) + end
-
-
-def in_name(constants: dict, room: int) -> str:
-    """Constants as a folder's name says them, cut to so many bytes."""
-    words = ""
-    for name, value in constants.items():
-        words += f"-{name}={','.join(map(str, value)) if isinstance(value, list) else value}"
-    words = re.sub(r"[^\w.,=+-]+", "_", words)
-    return words.encode()[:room].decode(errors="ignore").rstrip("-")
+def run_name(config, presets: dict) -> str:
+    """The preset and the constants that differ from it, as a folder name of at most 160 bytes."""
+    constants, text = identity(config), config.preset
+    for name in changed(config, presets):
+        if name in constants:
+            value = constants[name]
+            text += f"-{name}={','.join(map(str, value)) if isinstance(value, list) else value}"
+    text = re.sub(r"[^\w.,=+-]+", "_", text)
+    return text.encode()[:160].decode(errors="ignore").rstrip("-")

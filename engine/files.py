@@ -11,12 +11,11 @@ import sys
 import zipfile
 from collections.abc import Iterator
 from contextlib import suppress
-from itertools import chain, count
 from pathlib import Path
 
 import torch
 
-from engine.config import identity, run_name
+from engine.config import run_name
 from engine.device import fail, warn
 
 CHECKPOINTS = "ckpt.pt", "ckpt.prev.pt"  # the newest, and the one before it
@@ -29,47 +28,25 @@ HOLDS = {"model", "class", "constants", "vocab_size", "step", "identity"}  # wha
 # Which folder is a run's
 
 
-def folder_of(config, presets: dict, ours: dict | None = None) -> tuple[Path, str]:
-    """The folder in out_dir of the run that has these constants, or of a new one; and why that has not the plain name.
+def folder_of(config, presets: dict, constants: dict) -> tuple[Path, str]:
+    """-> the folder of the run with these constants, and why it does not have the plain name ("" if it does).
 
-    ours: the constants, with checksums of what is read; None: those of the config alone. They are compared with every
-    config.json as far as both name them. Of several runs that agree it is the one of the plain name, else the newest.
-    Raises ValueError where the config.json of the plain name cannot be read.
+    The plain name is the preset and what differs from it. If another run has taken it, as after an edit of the script,
+    eight digits of a hash of the constants follow. Nothing is searched: to resume a run in another folder, rename that.
+
+    constants: those of `identity`, and checksums of the data. Raises ValueError if config.json is not readable.
     """
-    ours = ours or identity(config)
-    plain, runs = Path(config.out_dir, run_name(config, presets)), {}
-    for file in plain.parent.glob("*/config.json"):
-        try:
-            runs[file.parent] = constants_in(file)
-        except (ValueError, OSError):  # it stops its own run alone
-            if file.parent == plain:
-                raise
-    alike = [folder for folder, theirs in runs.items() if not any(others(theirs, ours))]
-    if plain in alike or not alike and is_free(plain):
+    plain = Path(config.out_dir, run_name(config, presets))
+    if not any((plain / name).exists() for name in ("config.json", "result.json", *WEIGHTS)):
         return plain, ""
-    if alike:
-        return max(alike, key=lambda folder: (folder / "config.json").stat().st_mtime), ""
-    theirs = runs.get(plain, {})
-    differing = {name: ours[name] for name in others(theirs, ours) if not name.endswith("_checksum")}
-    if len(differing) > 3:  # it is something else altogether, and a number will do
-        differing = {}
-    named = plain.with_name(run_name(config, presets, differing))
-    numbered = (named.with_name(f"{named.name}-{number}") for number in count(2))
-    folder = next(filter(is_free, chain([named], numbered)))
-    has = ", ".join(f"{name} {theirs[name]}" for name in differing)
-    return folder, f"{plain} has {has or ('other data, or other constants' if theirs else 'no config.json')}"
-
-
-def constants_in(file: Path) -> dict:
-    """What a run's config.json holds. Raises ValueError where it is none."""
-    constants = read_json(file)
-    if "data_checksum" not in constants:
-        raise ValueError(f"{file} is of no run: delete it or restore it")
-    return constants
-
-
-def is_free(folder: Path) -> bool:
-    return not any((folder / name).exists() for name in ("config.json", "result.json", *WEIGHTS))
+    theirs = read_json(plain / "config.json")
+    differing = [*others(theirs, constants)]
+    if "data_checksum" in theirs and not differing:
+        return plain, ""
+    reason = f"{plain} has another {', '.join(differing)}" if differing else f"{plain} has no config.json of a run"
+    known = {name: value for name, value in constants.items() if value is not None}  # without what --eval_only drops
+    digits = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:8]
+    return plain.with_name(f"{plain.name}-{digits}"), reason
 
 
 def others(theirs: dict | None, ours: dict) -> Iterator[str]:

@@ -129,12 +129,12 @@ class Run:
             raise ValueError(f"another process is training in {self.folder}: wait for it, or end it") from None
         except (OSError, NotImplementedError) as error:
             raise ValueError(f"{self.folder} cannot be locked ({error}): choose another --out_dir") from None
-        found, _ = folder_of(self.config, self.presets, self.identity)
-        if found != self.folder:  # as where a constant was edited while the first run was being prepared
-            raise ValueError(f"another run has taken {self.folder} meanwhile: give the command again")
+        folder, _ = folder_of(self.config, self.presets, self.identity)
+        if folder != self.folder:  # two runs of the same name have started at once
+            raise ValueError(f"another run has just taken {self.folder}: run the command again")
         self.write("config.json", self.identity)
         if self.reason:
-            self.context.say(f"{self.name}: a run of its own, as {self.reason}")
+            self.context.say(f"{self.name}: a separate run, as {self.reason}")
         for name in MADE if not self.config.resume else ():
             for file in self.folder.glob(name):
                 file.unlink()

@@ -2,13 +2,18 @@
 
 import dataclasses
 import math
+from functools import partial
 
 import pytest
 from helpers import Script
 
+import finetune_xtreme
+import train_electra
 import train_lm
 import train_mlm
-from engine.config import check, command_line, identity, run_name
+import train_mt
+from engine.config import LIMITS, check, command_line, identity, run_name
+from routers import ROUTERS
 
 LM = Script(train_lm)
 
@@ -70,6 +75,38 @@ RANGES = [  # names, what they may be, what they may not be
     ("dropout beta2", (0.0, 0.99), (-0.1, 1.0, math.nan)),
     ("capacity eval_capacity", (0.1, math.inf), (0.0, -1.0, math.nan)),
 ]
+
+
+@pytest.mark.parametrize("script", [train_lm, train_mlm, train_electra, train_mt, finetune_xtreme])
+def test_every_number_of_a_script_has_limits(script):
+    number = (int, float, int | None, float | None)
+    numbers = {field.name for field in dataclasses.fields(script.Config) if field.type in number}
+    assert numbers <= LIMITS.keys()
+
+
+@dataclasses.dataclass
+class WithJitter(train_lm.Config):
+    """A script's constants, and one that the author of a router has added."""
+
+    jitter: float = 0.0
+
+
+@pytest.mark.parametrize("router", ["dense", *ROUTERS])
+@pytest.mark.parametrize("jitter", [0.0, -1.0, 1e30, math.inf])
+def test_a_constant_of_your_own_has_no_limits_and_counts(router, jitter):
+    config = command_line(WithJitter, train_lm.PRESETS, ["--router", router, "--jitter", str(jitter)])
+    assert config.jitter == jitter
+    assert identity(config)["jitter"] == jitter
+    assert ("jitter" in run_name(config, train_lm.PRESETS)) == (jitter != 0)
+
+
+def test_a_constant_that_only_another_router_reads_is_refused(monkeypatch):
+    reads = ROUTERS["switch"].reads | {"jitter"}
+    monkeypatch.setitem(ROUTERS, "jittered", type("Jittered", (ROUTERS["switch"],), {"reads": reads}))
+    parse_jitter = partial(command_line, WithJitter, train_lm.PRESETS)
+    assert parse_jitter(["--router", "jittered", "--jitter", "1"]).jitter == 1
+    with pytest.raises(ValueError, match="^--jitter is not read with --router switch: leave it out$"):
+        parse_jitter(["--router", "switch", "--jitter", "1"])
 
 
 def test_every_constant_has_its_range():
@@ -137,7 +174,7 @@ def test_a_run_is_named_by_what_differs_from_its_preset():
 def test_names_are_those_of_folders():
     odd, long = name("--data", "/home/me/my text"), name("--data", "x" * 300)
     assert odd == "demo-data=_home_me_my_text"
-    assert len(long) == 160 and long == name("--data", "x" * 301)  # a folder of its own has a number
+    assert len(long) == 160 and long == name("--data", "x" * 301)
     config = command_line(train_mlm.Config, train_mlm.PRESETS, ["--moe_after", "1", "2"])
     assert "moe_after=1,2" in run_name(config, train_mlm.PRESETS)
     assert identity(config)["moe_after"] == [1, 2]  # as JSON has it
