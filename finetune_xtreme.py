@@ -16,7 +16,7 @@ too. The same command goes on where it stopped. `--help` lists every constant.
 
 import hashlib
 from collections import ChainMap
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -27,17 +27,13 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-import train_electra
-import train_mlm
 from analysis import flops, measures
 from data import xtreme_rows
 from data.scores import COUNTING, gap, guess, mean, score_task
 from data.xtreme import LABORATORY, TASKS, Example, Examples, read_examples, submission
 from data.xtreme_rows import TaskData
 from engine import parallel, pretrained
-from engine.config import changed, run_name
 from engine.device import clear_errors, seed_all, warn
-from engine.files import folder_of
 from engine.optim import adamw, clip_gradients, cross_entropy, linear, set_learning_rate
 from engine.run import Run
 from engine.table import Table, carry_out, markdown_table, start
@@ -133,13 +129,23 @@ PRESETS = {"demo": {}} | {name: preset(name) for name in CONSTANTS}
 # Tables: rows of encoders, each fine-tuned on several tasks, beside the paper's numbers (F1/EM of answers)
 
 ALL = ("pos", "ner", "xquad", "mlqa", "tydiqa", "xnli", "pawsx")
-DENSE = dict(router="dense")
-SMOE = dict(router="switch", gate="softmax")
-SMOE_SIGMOID = SMOE | dict(gate="sigmoid")
-X_MOE = dict(router="hypersphere", gate="softmax")
-X_MOE_SIGMOID = X_MOE | dict(gate="sigmoid")
-XLM, XLM_E = train_electra.XLM, dict(objective="rtd")
-SENTENCES = XLM_E | train_electra.SENTENCES
+# Encoders are runs of train_mlm.py and train_electra.py: {} is their preset, what follows differs from it.
+DENSE = "train_mlm/{}-router=dense"
+SMOE = "train_mlm/{}-router=switch-gate=softmax"
+SMOE_SIGMOID = "train_mlm/{}-router=switch-gate=sigmoid"
+X_MOE = "train_mlm/{}-gate=softmax"
+X_MOE_SIGMOID = "train_mlm/{}-gate=sigmoid"
+XLM = "train_electra/{}-objective=mlm-masks=bert-relative_bias=False"
+XLM_SENTENCES = "train_electra/{}-objective=mlm-tlm=False-masks=bert-relative_bias=False"
+XLM_E = "train_electra/{}"
+ELECTRA_MASKS = "train_electra/{}-masks=electra"
+SENTENCES = "train_electra/{}-tlm=False-masks=electra"
+SIZES = {  # by preset: E of train_mlm.py; the steps in which train_electra.py's XLM has the FLOPs of its XLM-E
+    "train_mlm": {"demo": 16, "small": 16, "base": 32},
+    "train_electra": {"demo": 7812, "captions": 25_382, "base": 157_500, "large": 150_375, "xl": 144_375},
+}
+# What a preset sets itself, so that names of its runs leave it out.
+DEFAULTS = {"demo": "-gate=sigmoid"} | dict.fromkeys(("base", "large", "xl"), "-masks=electra")
 LEARN = dict(frozen=False)
 TITLES = {  # of a table: its title, and the tasks of its columns
     "1": ("X-MoE table 1: XTREME", ALL),
@@ -151,8 +157,7 @@ TITLES = {  # of a table: its title, and the tasks of its columns
     "xlme2": ("XLM-E table 2: ablation", ("xnli", "mlqa")),
     "xlme7": ("XLM-E table 7: English minus the mean of the other languages (EM of answers)", ALL[2:]),
 }
-# A row: its table, the encoder, what its run changes in its preset (a routing_dim in multiples of the experts; steps
-# None: as many as take XLM-E's FLOPs), what to change in fine-tuning, and the paper's numbers.
+# A row: its table, its label, the encoder, what to change in fine-tuning, and the paper's numbers.
 ROWS = [
     ("1", "dense", DENSE, {}, "70.0, 61.1, 67.3/51.1, 58.7/41.1, 42.1/28.3, 70.1, 84.1"),
     ("1", "SMoE, softmax", SMOE, LEARN, "70.1, 60.9, 71.3/55.2, 62.8/44.8, 50.9/34.5, 71.5, 84.6"),
@@ -160,77 +165,65 @@ ROWS = [
     ("1", "SMoE, sigmoid", SMOE_SIGMOID, LEARN, "70.6, 61.2, 71.5/55.7, 63.2/45.3, 50.1/35.1, 71.2, 85.1"),
     ("1", "X-MoE, sigmoid", X_MOE_SIGMOID, {}, "71.1, 62.7, 72.3/56.3, 64.3/46.0, 51.5/36.6, 72.2, 85.2"),
     ("3", "reduction, norm, frozen", X_MOE_SIGMOID, {}, "72.2, 64.3/46.0"),
-    ("3", "norm, frozen", X_MOE_SIGMOID | dict(routing_dim=0), {}, "71.5, 63.4/45.2"),
-    ("3", "reduction, frozen", SMOE_SIGMOID | dict(routing_dim=0.5), {}, "71.4, 63.0/45.2"),
+    ("3", "norm, frozen", X_MOE_SIGMOID + "-routing_dim=0", {}, "71.5, 63.4/45.2"),
+    ("3", "reduction, frozen", SMOE_SIGMOID + "-routing_dim={E/2}", {}, "71.4, 63.0/45.2"),
     ("3", "reduction, norm", X_MOE_SIGMOID, LEARN, "71.7, 63.9/45.8"),
     ("3", "frozen", SMOE_SIGMOID, {}, "71.6, 63.6/45.5"),
     ("3", "none", SMOE_SIGMOID, LEARN, "71.2, 63.2/45.3"),
-    ("5", "N / 4", X_MOE_SIGMOID | dict(routing_dim=0.25), {}, "71.4, 64.3/46.4"),
+    ("5", "N / 4", X_MOE_SIGMOID + "-routing_dim={E/4}", {}, "71.4, 64.3/46.4"),
     ("5", "N / 2", X_MOE_SIGMOID, {}, "72.2, 64.3/46.0"),
-    ("5", "N", X_MOE_SIGMOID | dict(routing_dim=1), {}, "71.7, 63.8/45.9"),
-    ("5", "2 N", X_MOE_SIGMOID | dict(routing_dim=2), {}, "71.7, 62.7/44.8"),
-    ("5", "4 N", X_MOE_SIGMOID | dict(routing_dim=4), {}, "71.2, 63.1/45.0"),
+    ("5", "N", X_MOE_SIGMOID + "-routing_dim={E}", {}, "71.7, 63.8/45.9"),
+    ("5", "2 N", X_MOE_SIGMOID + "-routing_dim={2E}", {}, "71.7, 62.7/44.8"),
+    ("5", "4 N", X_MOE_SIGMOID + "-routing_dim={4E}", {}, "71.2, 63.1/45.0"),
     ("6", "0", X_MOE, dict(balance_coef=0.0), "71.71, 64.57"),
     ("6", "1e-3", X_MOE, dict(balance_coef=1e-3), "71.65, 64.40"),
     ("6", "1e-2", X_MOE, dict(balance_coef=1e-2), "71.93, 64.59"),
     ("6", "1e-1", X_MOE, dict(balance_coef=1e-1), "71.68, 64.50"),
     ("7", "SMoE, top-1", SMOE, LEARN, "?"),
     ("7", "X-MoE, top-1", X_MOE, {}, "?"),
-    ("7", "SMoE, top-2", SMOE | dict(router="topk", top_k=2), LEARN, "?"),
-    ("7", "X-MoE, top-2", X_MOE | dict(top_k=2), {}, "?"),
+    ("7", "SMoE, top-2", SMOE.replace("switch", "topk") + "-top_k=2", LEARN, "?"),
+    ("7", "X-MoE, top-2", X_MOE + "-top_k=2", {}, "?"),
     ("xlme1", "XLM-E - TRTD", SENTENCES, {}, "74.2, 62.7, 74.3/58.2, 67.8/49.7, 57.8/40.6, 75.1, 87.1"),
     ("xlme1", "XLM (in the paper, Hu et al.'s)", XLM, {}, "70.1, 61.2, 59.8/44.3, 48.5/32.6, 43.6/29.1, 69.1, 80.9"),
     ("xlme1", "XLM-E", XLM_E, {}, "75.6, 63.5, 76.2/60.2, 68.3/49.8, 62.4/45.7, 76.6, 88.3"),
     ("xlme2", "XLM", XLM, {}, "?, 66.2/47.8"),
-    ("xlme2", "XLM, as many FLOPs", XLM | dict(steps=None), {}, "?, ?"),
-    ("xlme2", "XLM - TLM", XLM | dict(tlm=False), {}, "?, 64.0/46.0"),
+    ("xlme2", "XLM, as many FLOPs", XLM + "-steps={steps}", {}, "?, ?"),
+    ("xlme2", "XLM - TLM", XLM_SENTENCES, {}, "?, 64.0/46.0"),
     ("xlme2", "XLM-E", XLM_E, {}, "76.6, 68.3/49.8"),
-    ("xlme2", "XLM-E, masks as ELECTRA's", XLM_E | dict(masks="electra"), {}, "?, ?"),
+    ("xlme2", "XLM-E, masks as ELECTRA's", ELECTRA_MASKS, {}, "?, ?"),
     ("xlme2", "XLM-E - TRTD", SENTENCES, {}, "75.1, 67.8/49.7"),
-    ("xlme2", "XLM-E - TRTD - bias", SENTENCES | dict(relative_bias=False), {}, "?, 67.4/49.2"),
+    ("xlme2", "XLM-E - TRTD - bias", SENTENCES + "-relative_bias=False", {}, "?, 67.4/49.2"),
     ("xlme2", "random weights", XLM_E, dict(random_weights=True), "?, ?"),
     ("xlme7", "XLM", XLM, {}, "?, ?, ?, ?, ?"),
     ("xlme7", "XLM-E", XLM_E, {}, "14.9, 19.2, 13.1, 11.2, 8.8"),
-    ("xlme7", "XLM-E, masks as ELECTRA's", XLM_E | dict(masks="electra"), {}, "?, ?, ?, ?, ?"),
+    ("xlme7", "XLM-E, masks as ELECTRA's", ELECTRA_MASKS, {}, "?, ?, ?, ?, ?"),
     ("xlme7", "XLM-E - TRTD", SENTENCES, {}, "16.3, 18.6, 16.3, 11.5, 9.6"),
 ]
 
 
-def run_of(preset: str, change: dict) -> tuple:
-    """The run of train_mlm.py, or train_electra.py, by a preset of its own and these changes: its name as a path, its
-    config, and the script's presets."""
-    script = train_electra if "objective" in change else train_mlm
-    if preset not in script.PRESETS:
-        raise ValueError(f"encoders must be one of {', '.join(script.PRESETS)}, not {preset!r}")
-    constants = {"preset": preset} | script.PRESETS[preset] | change
-    if "routing_dim" in change:
-        experts = constants.get("experts", script.Config.experts)
-        constants["routing_dim"] = int(change["routing_dim"] * experts)
-    if "steps" in change:
-        xlm_e = train_electra.Config(**{"preset": preset} | script.PRESETS[preset])
-        constants["steps"] = round(train_electra.steps_of_xlm(xlm_e) * xlm_e.steps)
-    config = script.Config(**constants)
-    return f"{config.out_dir}/{run_name(config, script.PRESETS)}", config, script.PRESETS
+def encoder_name(encoder: str, preset: str) -> str:
+    """The path of a row's encoder, as its script names the run of seed 0."""
+    sizes = SIZES[encoder.partition("/")[0]]
+    if preset not in sizes:
+        raise ValueError(f"encoders must be one of {', '.join(sizes)}, not {preset!r}")
+    steps = E = sizes[preset]
+    name = encoder.replace(DEFAULTS.get(preset, ""), "")
+    fields = {"E/4": E // 4, "E/2": E // 2, "E": E, "2E": 2 * E, "4E": 4 * E}
+    return "out/" + name.format(preset, steps=steps, **fields)
 
 
-def encoder_of(config: Config) -> str | Path:
-    """The folder of the encoder. Where its name is that of a run in the tables, it is the run with these constants; in
-    a table that with the seed of the row, so that a seed is an encoder's, and each has one head. Raises ValueError
-    where that was not trained.
-    """
-    for _, _, change, *_ in ROWS:
-        name, run, presets = run_of(config.encoders, change)
-        if name == config.model:
-            if config.table:
-                run = replace(run, seed=config.seed)
-            folder, reason = folder_of(run, presets)
-            if folder.exists():
-                return folder
-            given = {"preset": run.preset} | changed(run, presets)
-            options = "".join(f" --{key} {value}" for key, value in given.items() if value != "demo")
-            command, why = f"python {Path(name).parent.name}.py{options}", f" ({reason})" if reason else ""
-            raise ValueError(f"{folder} does not exist{why}: {command} makes it, or name another folder")
-    return config.model
+def encoder_of(config: Config) -> Path:
+    """The folder of the encoder; in a table of that with the row's seed, so that each encoder has one head."""
+    folder = Path(config.model)
+    preset, *options = folder.name.split("-")
+    if config.table and config.seed:
+        options.insert(0, f"seed={config.seed}")
+        folder = folder.with_name("-".join([preset, *options]))
+    script = folder.parent.name
+    if preset in SIZES.get(script, {}) and not folder.exists():
+        options = "".join(f" --{option.replace('=', ' ')}" for option in [f"preset={preset}", *options])
+        raise ValueError(f"{folder} does not exist: python {script}.py{options} trains it")
+    return folder
 
 
 def table(number: str, base: Config) -> Table:
@@ -248,11 +241,11 @@ def table(number: str, base: Config) -> Table:
     for of, label, encoder, change, numbers in ROWS:
         if of != number:
             continue
-        run, *_ = run_of(base.encoders, encoder)
+        model = encoder_name(encoder, base.encoders)
         theirs = [""] * len(tasks) if paper == "ciphers" else numbers.split(", ")
         for task, score in zip(tasks, theirs):
             name = f"{paper}-{task}"
-            whole = reset | PRESETS[name] | dict(preset=name, model=run) | change
+            whole = reset | PRESETS[name] | dict(preset=name, model=model) | change
             del whole["dtype"]  # of the base, so that --dtype is heard
             rows.append(((label, task, score), whole))
     return Table(title, ("encoder", "task", "paper"), rows, average if tasks == ALL else None)

@@ -43,7 +43,7 @@ def folder_of(config, presets: dict, constants: dict) -> tuple[Path, str]:
     differing = [*others(theirs, constants)]
     if "data_checksum" in theirs and not differing:
         return plain, ""
-    reason = f"{plain} has another {', '.join(differing)}" if differing else f"{plain} has no config.json of a run"
+    reason = f"{plain} differs in {', '.join(differing)}" if differing else f"{plain} has no config.json of a run"
     known = {name: value for name, value in constants.items() if value is not None}  # without what --eval_only drops
     digits = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:8]
     return plain.with_name(f"{plain.name}-{digits}"), reason

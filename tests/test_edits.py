@@ -94,7 +94,7 @@ def test_an_edited_constant_trains_a_separate_run_and_edited_code_is_reported(
     files = contents(first)
     out, _, folders = run(*DECAY)
     (second,) = folders - {first}
-    assert re.search(rf"{second.name}: a separate run, as {first} has another weight_decay\n", out)
+    assert re.search(rf"{second.name}: a separate run, as {first} differs in weight_decay\n", out)
     assert re.fullmatch(re.escape(first.name) + r"-[0-9a-f]{8}", second.name)
     assert json.loads((second / "result.json").read_text())["config"]["weight_decay"] == 0.37
     for edit, folder in ((DECAY, second), ((), first)):
@@ -179,7 +179,7 @@ def test_another_run_of_that_name_has_a_hash_of_its_constants(name_of, tmp_path)
     write_files(tmp_path, {"demo/config.json": json.dumps(name_of.constants)})
     name, reason = name_of(threshold=0.7)
     assert re.fullmatch("demo-[0-9a-f]{8}", name)
-    assert reason == f"{tmp_path}/demo has another threshold"
+    assert reason == f"{tmp_path}/demo differs in threshold"
     assert name_of(threshold=0.7) == (name, reason)
     names = {name_of(**change)[0] for change in ({"threshold": 0.6}, {"data_checksum": "e"}, {"n_layer": 3})}
     assert len(names | {name, "demo"}) == 5

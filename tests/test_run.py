@@ -356,7 +356,7 @@ def test_only_what_a_run_has_made_is_deleted(options, tmp_path, monkeypatch, cap
         (folder / name).write_text("mine")
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     LM.run(two | {"resume": False}, monkeypatch)
-    assert f"a separate run, as {folder} has another data\n" in capsys.readouterr().out
+    assert f"a separate run, as {folder} differs in data\n" in capsys.readouterr().out
     assert before == {path.name: path.read_bytes() for path in folder.iterdir()}
     LM.run(one | {"resume": False}, monkeypatch)
     assert {path.name for path in folder.iterdir()} == before.keys()
