@@ -1,4 +1,4 @@
-"""Files of runs: which folder is a run's, and what is in it, written whole and checked when it is read."""
+"""Files of runs: which folder belongs to a run, atomic writes, and checkpoints that are verified when read."""
 
 import ast
 import hashlib
@@ -18,23 +18,23 @@ import torch
 from engine.config import run_name
 from engine.device import fail, warn
 
-CHECKPOINTS = "ckpt.pt", "ckpt.prev.pt"  # the newest, and the one before it
-WEIGHTS = "model.pt", *CHECKPOINTS  # the first of them has the best weights of a translator, or of fine-tuning
-MADE = *WEIGHTS, "metrics.jsonl", "result.json", "eval-*.json"  # what --resume false deletes
-HOLDS = {"model", "class", "constants", "vocab_size", "step", "identity"}  # what every checkpoint has
+CHECKPOINTS = "ckpt.pt", "ckpt.prev.pt"  # the newest and the previous one
+WEIGHTS = "model.pt", *CHECKPOINTS  # model.pt: the best weights in translation or fine-tuning
+MADE = *WEIGHTS, "metrics.jsonl", "result.json", "eval-*.json"  # deleted by --resume false
+HOLDS = {"model", "class", "constants", "vocab_size", "step", "identity"}  # keys of every checkpoint
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Which folder is a run's
+# The folder of a run
 
 
 def folder_of(config, presets: dict, constants: dict) -> tuple[Path, str]:
     """-> the folder of the run with these constants, and why it does not have the plain name ("" if it does).
 
-    The plain name is the preset and what differs from it. If another run has taken it, as after an edit of the script,
-    eight digits of a hash of the constants follow. Nothing is searched: to resume a run in another folder, rename that.
+    The plain name is `run_name`. If another run has taken it, for example before a default was edited, eight digits of
+    a hash of the constants are appended. To resume a run in a folder with any other name, rename the folder.
 
-    constants: those of `identity`, and checksums of the data. Raises ValueError if config.json is not readable.
+    constants: `identity` and checksums of the data. Raises ValueError if config.json is not readable.
     """
     plain = Path(config.out_dir, run_name(config, presets))
     if not any((plain / name).exists() for name in ("config.json", "result.json", *WEIGHTS)):
@@ -44,39 +44,36 @@ def folder_of(config, presets: dict, constants: dict) -> tuple[Path, str]:
     if "data_checksum" in theirs and not differing:
         return plain, ""
     reason = f"{plain} differs in {', '.join(differing)}" if differing else f"{plain} has no config.json of a run"
-    known = {name: value for name, value in constants.items() if value is not None}  # without what --eval_only drops
+    known = {name: value for name, value in constants.items() if value is not None}  # --eval_only omits some None
     digits = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:8]
     return plain.with_name(f"{plain.name}-{digits}"), reason
 
 
 def others(theirs: dict | None, ours: dict) -> Iterator[str]:
-    """The names that both have with different values."""
+    """The names in both whose values differ."""
     theirs = theirs if isinstance(theirs, dict) else {}
     return (name for name, value in ours.items() if theirs.get(name, value) != value)
 
 
 def code_of(config) -> dict[str, str]:
-    """Checksums of the code that a run's numbers come from: the script, model.py, routers.py.
+    """Checksums of the code behind a run's numbers: model.py, routers.py, and the script's functions and classes.
 
-    Comments, docstrings and constants at the top of the script do not count: constants are compared by their values.
+    Comments and docstrings do not count, nor does the script's Config: constants are compared by value.
     """
-    kind = type(config)
-    modules = {"model": "model.py", "routers": "routers.py", kind.__module__: "the script"}
-    python = ".".join(platform.python_version_tuple()[:2])  # which decides how code is written out
-    found = {}
+    Config = type(config)
+    modules = {"model": "model.py", "routers": "routers.py", Config.__module__: "the script"}
+    python = ".".join(platform.python_version_tuple()[:2])  # ast.unparse depends on it
+    checksums = {}
     for module, name in modules.items():
         tree = ast.parse(inspect.getsource(sys.modules[module]))
+        if name == "the script":
+            code = [node for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
+            tree.body = [node for node in code if node.name != Config.__name__]
         for node in ast.walk(tree):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
                 node.body = node.body[1:]
-            if isinstance(node, ast.ClassDef) and node.name == kind.__name__ and name == "the script":
-                for constant in node.body:
-                    if isinstance(constant, ast.AnnAssign):
-                        constant.value = None
-        if name == "the script":
-            tree.body = [node for node in tree.body if not isinstance(node, ast.Assign | ast.AugAssign)]
-        found[f"{name} (Python {python})"] = hashlib.sha256(ast.unparse(tree).encode()).hexdigest()
-    return found
+        checksums[f"{name} (Python {python})"] = hashlib.sha256(ast.unparse(tree).encode()).hexdigest()
+    return checksums
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -84,31 +81,31 @@ def code_of(config) -> dict[str, str]:
 
 
 def read_json(file: Path) -> dict:
-    """What a file holds; {} where there is none. Raises ValueError where it holds no JSON object."""
+    """The content of a file, {} if it does not exist. Raises ValueError if that is not a JSON object."""
     if not file.exists():
         return {}
     try:
         return dict(**from_json(file.read_text()))
     except (ValueError, TypeError, RecursionError) as error:
-        raise ValueError(f"{file} is not readable JSON, or no object ({error}): delete it or restore it") from None
+        raise ValueError(f"{file} is not readable JSON, or not an object ({error}): delete it or restore it") from None
 
 
-NO_NUMBER = "-?Infinity|NaN"  # in JSON: Python writes them all the same, and few others read them
-TEXT = r'"(?:[^"\\]|\\.)*"'  # where it may be a word
+NOT_JSON = "-?Infinity|NaN"  # Python's json writes them bare; JSON has no such numbers, so we write strings
+STRING = r'"(?:[^"\\]|\\.)*"'  # where they are left alone
 
 
 def to_json(content, indent: int | None = 1) -> str:
     text = json.dumps(content, indent=indent)
-    return re.sub(f"{TEXT}|({NO_NUMBER})", lambda found: f'"{found[1]}"' if found[1] else found[0], text)
+    return re.sub(f"{STRING}|({NOT_JSON})", lambda match: f'"{match[1]}"' if match[1] else match[0], text)
 
 
 def from_json(text: str):
-    """What `to_json`, or Python's own, wrote."""
-    return json.loads(re.sub(rf'"({NO_NUMBER})"(?!\s*:)', r"\1", text))
+    """Reads what `to_json` or json.dumps wrote."""
+    return json.loads(re.sub(rf'"({NOT_JSON})"(?!\s*:)', r"\1", text))
 
 
 def write(file: Path, content: dict | str | bytes):
-    """Weights, JSON, text or bytes; the file takes its name when it is whole and on disk. Errors end as one line."""
+    """Writes weights, JSON, text or bytes, and renames the file into place once it is on disk. Errors are one line."""
     part = file.with_name(f"{file.name}.tmp")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -125,31 +122,31 @@ def write(file: Path, content: dict | str | bytes):
             file.replace(file.with_name(CHECKPOINTS[1]))
         part.replace(file)
     except (OSError, RuntimeError) as error:
-        with suppress(OSError):  # where the disk is gone for good
+        with suppress(OSError):  # the disk may be gone
             part.unlink()
-        cause = error.__context__ or error  # torch hides the reason
-        fail(f"{file} cannot be written ({cause}): what was saved before is whole")
+        cause = error.__context__ or error  # torch hides the cause
+        fail(f"{file} cannot be written ({cause}): what was saved before is intact")
 
 
 def load_checkpoint(file: Path) -> dict:
-    """Raises ValueError where the file is damaged, which torch alone may miss, or holds something else."""
+    """Raises ValueError if the file is damaged, which torch alone may miss, or is not a checkpoint of ours."""
     try:
         with zipfile.ZipFile(file) as z:
             if z.testzip():
                 raise ValueError("a checksum differs")
-        shared = os.name == "posix"  # the processes of a node share it; Windows renames no file that is mapped
+        shared = os.name == "posix"  # processes of a node share the pages; Windows cannot rename a mapped file
         state = torch.load(file, "cpu", weights_only=True, mmap=shared)
         if not state.keys() >= HOLDS:
             raise ValueError("it holds something else")
         return state
-    except Exception as error:  # damage shows itself in a dozen ways
+    except Exception as error:  # damage raises many kinds of errors
         raise ValueError(f"checkpoint {file} is corrupt ({error})") from None
 
 
 def newest(folder: Path, names=CHECKPOINTS) -> tuple[str, dict]:
-    """-> name and content of the first of these checkpoints that is sound, on the CPU; "" and {} if there are none.
+    """-> name and content (on the CPU) of the first of these checkpoints that is intact; "" and {} if none exists.
 
-    Raises ValueError if there are some, and none is sound.
+    Raises ValueError if all that exist are damaged.
     """
     damaged = ""
     for file in filter(Path.exists, map(folder.joinpath, names)):
@@ -162,5 +159,5 @@ def newest(folder: Path, names=CHECKPOINTS) -> tuple[str, dict]:
             warn(f"{damaged}using {file.name}")
         return file.name, state
     if damaged:
-        raise ValueError(f"{damaged}no other is left: training with --resume false starts again")
+        raise ValueError(f"{damaged}no other is left: --resume false trains from the start")
     return "", {}

@@ -125,9 +125,9 @@ def test_a_run_that_goes_on_with_other_code_says_so(commands, edited, tmp_path, 
             options, monkeypatch
         )
     capsys.readouterr()
-    for what in ("weights are", "numbers are"):
+    for stale in ("weights", "numbers"):
         edited.script("train_lm").run(options, monkeypatch)
-        words = rf"warning: the script changed since \S+ was trained: its {what} of the code before; --resume false"
+        words = rf"warning: the script changed since \S+ was trained: its {stale} predate the edit; --resume false"
         assert re.search(words, capsys.readouterr().err)
 
 

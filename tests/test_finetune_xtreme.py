@@ -179,7 +179,7 @@ def test_every_kind_of_task_is_learned_scored_and_reported(task, options, monkey
     rows.append(["mean", *(result[mean] for mean in COLUMNS.values())])
     assert table_rows(table) == [[name, *map(in_words, scores)] for name, *scores in rows]
     assert title.endswith("best in English development")
-    assert gap == f"English is ahead of the mean of the others by {in_words(result['gap'])}"
+    assert gap == f"English is above the mean of the other languages by {in_words(result['gap'])}"
     assert set(result["languages"]["en"].values()) == {100.0} == set(result["valid"].values())
     assert max(result["guesses"]["en"].values()) < 70
     first, *_, last = losses(options["out_dir"])
@@ -205,7 +205,7 @@ def test_a_task_of_the_laboratory_says_what_to_look_for(laboratory, options, mon
     result = result_of(options["out_dir"])
     assert list(result["languages"]) == ["en", "x1"] and result["counted"]["en"]["f1"] == 100.0
     assert result["counted"]["x1"]["f1"] < 100
-    assert capsys.readouterr().out.strip().endswith("ahead of counting there, it knows that languages are one.")
+    assert capsys.readouterr().out.strip().endswith("what it has learned in English transfers to other languages.")
 
 
 def test_an_encoder_that_does_not_know_the_ciphers_is_refused(laboratory, options, monkeypatch, capsys):
@@ -423,7 +423,7 @@ def test_what_is_predicted_does_not_need_labels(task, missing, options, source, 
     assert result["unlabelled"] == missing and result["languages"].keys() == {"de", "en"} - {*missing}
     assert said.err.count("x an example without its label") == len(missing)
     last = said.out.strip().splitlines()[-1]
-    assert last == f"no test labels, not scored: {', '.join(missing)}; what was predicted is in {run}"
+    assert last == f"no test labels, not scored: {', '.join(missing)}; predictions are in {run}"
     cells = finetune_xtreme.cells(result)
     assert (cells["F1 or accuracy"][0] is None) == (len(missing) == 2) and cells["English dev"][0] is not None
 
@@ -568,7 +568,7 @@ def test_a_table_runs_every_row(options, encoders, tmp_path, monkeypatch, capsys
         del options[name]
     options |= {"preset": "xmoe-xnli", "table": "7", "train_examples": 8, "out_dir": tmp_path / "runs"}
     monkeypatch.chdir(tmp_path)
-    assert "its rows have a --epochs of their own" in XTREME.refused(options | {"epochs": 9}, monkeypatch, capsys)
+    assert "the rows of this table set --epochs" in XTREME.refused(options | {"epochs": 9}, monkeypatch, capsys)
     assert "encoders must be one of demo," in XTREME.refused(options | {"encoders": "tiny"}, monkeypatch, capsys)
     refused = XTREME.refused(options, monkeypatch, capsys)
     command = "python train_mlm.py --preset demo --router switch --gate softmax"
@@ -612,9 +612,9 @@ def test_broken_rows_are_reported_and_left_out(options, source, tmp_path, monkey
     assert "48 rows of at most 32 tokens, 6 steps" in said.out
     result = result_of(options["out_dir"])
     assert list(result["languages"]) == ["en"] and result["gap"] == {}
-    assert "English is ahead" not in said.out
+    assert "English is above" not in said.out
     train.write_text("dog\tcat\tmaybe\n" * 60)
     with pytest.raises(SystemExit):
         XTREME.run(options | {"source": tmp_path / "source"}, monkeypatch)
     *_, line = capsys.readouterr().err.strip().splitlines()
-    assert line == "error: no training example of xnli has a label that is known"
+    assert line == "error: no training example of xnli has a known label"
