@@ -178,7 +178,7 @@ BAD = [  # script, what is given, what is said of it
     ("finetune_xtreme", {"table": "9"}, "table must be one of 1, 3, 5, 6, 7, xlme1, xlme2, xlme7, not 9"),
     ("finetune_xtreme", {"encoders": "small"}, "--encoders is not read with --task xnli"),
     ("finetune_xtreme", {"task": "tags"}, "--source is not read with --task tags"),
-    ("finetune_xtreme", {"block_size": 7}, "block_size must lie from 8"),
+    ("finetune_xtreme", {"block_size": 7}, "block_size must be between 8"),
 ]
 
 
