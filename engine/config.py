@@ -41,7 +41,7 @@ OVER_0_NAMES = """
 table batch_size batch_tokens micro_size micro_tokens steps epochs warmup_steps eval_every eval_tokens eval_maskings
 eval_sentences max_tokens train_examples test_examples log_every stride longest_answer beam sample_top_k n_embd n_head
 ffn_size moe_every split top_k experts expert_size expert_ffns init_std router_std init_temperature learning_rate
-router_lr distance_lr eps
+router_lr rel_bias_lr eps
 """
 LIMITS = {}  # name -> (lowest, highest); a constant that is not listed has no limits
 for low, high, names in (
@@ -152,7 +152,7 @@ def unread(config) -> set[str]:
     """
     unused = config.unread() if hasattr(config, "unread") else set()
     if not getattr(config, "relative_bias", True):
-        unused |= {"distance_lr"}
+        unused |= {"rel_bias_lr"}
     if not hasattr(config, "router"):
         return unused
     of_routers = {name for router in ROUTERS.values() for name in router.reads}
