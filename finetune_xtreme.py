@@ -27,9 +27,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from analysis import flops, measures
 from data import xtreme_rows
-from data.scores import COUNTING, gap, guess, mean, score_task
 from data.xtreme import LABORATORY, TASKS, Example, Examples, read_examples, submission
 from data.xtreme_rows import TaskData
 from engine import parallel, pretrained
@@ -37,6 +35,9 @@ from engine.device import clear_errors, seed_all, warn
 from engine.optim import adamw, clip_gradients, linear, set_learning_rate
 from engine.run import Run
 from engine.table import Table, carry_out, markdown_table, start
+from metrics import flops
+from metrics.routing import count_choices
+from metrics.scores import COUNTING, gap, guess, mean, score_task
 from model import Encoder, SparseModel, cross_entropy, nonpad_mask
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -407,7 +408,7 @@ def train(config: Config, context) -> dict:
         run.extra["loads"] = loads = run.extra.get("loads", zeros).to(context.device)
         counts = torch.zeros_like(loads[0])  # of this step, on this process
         for moe, layer_counts in zip(model.moe_layers, counts):
-            measures.count_choices(moe, layer_counts)
+            count_choices(moe, layer_counts)
         run.resume(model, optimizer, flops.matrix_flops(model))
 
     for step in run.steps():
