@@ -41,7 +41,7 @@ from engine.files import folder_of
 from engine.optim import adamw, clip_gradients, linear, set_learning_rate
 from engine.run import Run
 from engine.table import Table, carry_out, markdown_table, start
-from model import Encoder, SparseModel, cross_entropy, real_mask
+from model import Encoder, SparseModel, cross_entropy, nonpad_mask
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Constants: change one here, or give --name value
@@ -311,13 +311,13 @@ class FineTuned(SparseModel):
             nn.init.normal_(layer.weight, std=std)
             nn.init.zeros_(layer.bias)
 
-    def forward(self, ids, real, words):
-        """ids (B, T), real (S,) as in `Encoder`, words (M,) places of words in B * T -> logits, balance loss.
+    def forward(self, ids, nonpad, words):
+        """ids (B, T), nonpad (S,) as in `Encoder`, words (M,) places of words in B * T -> logits, balance loss.
 
         Logits of tags are (M, tags), of labels (B, labels), of answers (2 B, T): where the first row's answer begins,
         where it ends, then the second row's, and so on.
         """
-        h, balance = self.encoder(ids, real)  # (B, T, D)
+        h, balance = self.encoder(ids, nonpad)  # (B, T, D)
         if self.kind == "label":
             h = self.dropout(h[:, 0])
             h = self.dropout(self.dense(h).tanh())
@@ -326,8 +326,8 @@ class FineTuned(SparseModel):
             h = h.flatten(0, 1).index_select(0, words)
             return self.out(self.dropout(h)), balance
         logits = self.out(h).transpose(1, 2)  # (B, 2, T)
-        if real is not None:
-            padding = ~real_mask(ids, real).unsqueeze(1)
+        if nonpad is not None:
+            padding = ~nonpad_mask(ids, nonpad).unsqueeze(1)
             logits = logits.masked_fill(padding, -torch.inf)
         return logits.flatten(0, 1), balance
 
@@ -349,7 +349,7 @@ def predict(model: FineTuned, examples: list[Example], config: Config, tokenizer
         numbers = longest_first[first : first + size]
         own = [rows[number] for number in numbers]
         batch = xtreme_rows.batch_of(own, tokenizer.pad)
-        tensors = context.send_all(batch.ids, batch.real, batch.words)
+        tensors = context.send_all(batch.ids, batch.nonpad, batch.words)
         with context.autocast(), model.no_limit():  # what is predicted of a text does not depend on its neighbours
             logits, _ = model(*tensors)
         logits = logits.float().cpu()
@@ -413,7 +413,7 @@ def train(config: Config, context) -> dict:
         experts = max((moe.router.E for moe in model.moe_layers), default=0)
         shape = 1 + steps // 100, len(model.moe_layers), experts
         zeros = torch.zeros(shape, dtype=torch.int64)
-        run.kept["loads"] = loads = run.kept.get("loads", zeros).to(context.device)
+        run.extra["loads"] = loads = run.extra.get("loads", zeros).to(context.device)
         counts = torch.zeros_like(loads[0])  # of this step, on this process
         for moe, own in zip(model.moe_layers, counts):
             measures.count_choices(moe, own)
@@ -427,14 +427,14 @@ def train(config: Config, context) -> dict:
         for micro, batch, count in zip(run.micros, batches, labelled):
             seed_all(config.seed, 1 + step, micro)  # all that is random: so a resumed run is the same run
             forward.require_backward_grad_sync = micro == run.micros[-1]  # processes exchange gradients once
-            ids, real, words, targets = context.send_all(*batch)
+            ids, nonpad, words, targets = context.send_all(*batch)
             with context.autocast():
-                logits, balance = forward(ids, real, words)
+                logits, balance = forward(ids, nonpad, words)
             loss = cross_entropy(logits, targets)
             total = loss + config.balance_coef * balance  # X-MoE eq. 10
             share = count / predicted  # a step's loss is the mean over all its targets
             (share * total).backward()
-            tokens = ids.numel() if real is None else len(real)
+            tokens = ids.numel() if nonpad is None else len(nonpad)
             run.add(share * loss, tokens)
         clip_gradients(model, config.grad_clip)
         optimizer.step()
@@ -449,13 +449,13 @@ def train(config: Config, context) -> dict:
             gold = [one.gold for one in examples.valid]
             scores = score_task(config.task, "en", gold, predicted)
             [metric, *_] = scores  # accuracy or F1 chooses
-            best = run.kept.get("best")
+            best = run.extra.get("best")
             if best is None or scores[metric] > best["scores"][metric]:
                 weights = {name: x.to("cpu", copy=True) for name, x in model.state_dict().items()}
-                run.kept["best"] = {"step": step + 1, "scores": scores, "model": weights}
+                run.extra["best"] = {"step": step + 1, "scores": scores, "model": weights}
             run.save(step + 1, scores, f"English development: {describe(scores)}")
 
-    best = run.kept["best"]
+    best = run.extra["best"]
     model.load_state_dict(best["model"])
     run.save_model("model.pt", model, best["step"], labels=model.labels)
     result = score_languages(run, model, examples, config, context)

@@ -87,7 +87,7 @@ class Config:
     batch_tokens: int = 512  # tokens per step over all processes, of sentences and again of pairs
     micro_tokens: int = 512  # tokens per forward pass; changes results under a capacity limit
     learning_rate: float = 1.5e-3  # peak learning rate
-    distance_lr: float = 3.0  # learning rate multiplier of the relative position bias; at 1 it hardly grows in time
+    rel_bias_lr: float = 3.0  # learning rate multiplier of the relative position bias; at 1 it hardly grows in time
     warmup: float = 0.1  # share of steps for linear warm-up; then linear decay to 0
     beta2: float = 0.999  # Adam's second beta; high, since tokens are rare in small batches
     eps: float = 1e-9  # Adam's epsilon; low, since rare tokens have small gradients
@@ -114,7 +114,7 @@ class Config:
 # says how to prepare them.
 CAPTIONS = dict(data="captions", pairs="captions-pairs", n_embd=128, ffn_size=512, block_size=64)
 CAPTIONS |= dict(steps=14_000, eval_every=2000)  # half the rate finds more translations
-CAPTIONS |= dict(init_std=0.02, distance_lr=10.0, dtype="auto")
+CAPTIONS |= dict(init_std=0.02, rel_bias_lr=10.0, dtype="auto")
 
 # XLM-E appendices A and B; micro-batches are ours. For Large and XL the text says a vocabulary of 500K, but only 2^19
 # gives the parameters of table 3.
@@ -122,7 +122,7 @@ BASE = dict(data="cc100", pairs="opus100", mask_share=0.15, masks="electra")
 BASE |= dict(n_layer=12, n_head=12, n_embd=768, init_std=0.02)
 BASE |= dict(ffn_size=3072, block_size=512, dropout=0.1)
 BASE |= dict(moe_after=(6,), frequency_bias=False)
-BASE |= dict(lambda_disc=50.0, learning_rate=5e-4, distance_lr=1.0)
+BASE |= dict(lambda_disc=50.0, learning_rate=5e-4, rel_bias_lr=1.0)
 BASE |= dict(warmup=0.08, beta2=0.98, eps=1e-6)
 BASE |= dict(steps=125_000, batch_tokens=2048 * 512, micro_tokens=32 * 512)
 BASE |= dict(eval_every=5000, eval_tokens=1 << 25, dtype="auto")
@@ -175,7 +175,7 @@ def cells(result: dict) -> dict:
     sentences, pairs, translation = scores["sentences"], scores["pairs"], scores["translation"]
     layer = measures.middle_layer(len(scores["retrieval"]) - 1)
     return {
-        "params, M": (result["parameters"]["kept"] / 1e6, ".1f"),
+        "params, M": (result["parameters"]["without_generator"] / 1e6, ".1f"),
         "FLOPs": (result["flops"], ".2e"),
         "masked tokens right": (sentences["generator"], ".1%"),
         "in pairs": (pairs["generator"], ".1%"),
@@ -213,27 +213,27 @@ class Electra(SparseModel):
         self.generator = MaskedLM(SimpleNamespace(**vars(config) | smaller), V)
         self.generator.encoder.wte = self.encoder.wte
         self.generator.encoder.wpe = self.encoder.wpe
-        self.generator.encoder.distance = self.encoder.distance
+        self.generator.encoder.rel_bias = self.encoder.rel_bias
 
-    def forward(self, ids, masked, targets, real=None):
+    def forward(self, ids, masked, targets, nonpad=None):
         """-> MLM or TLM, the mean over masked tokens; the balance loss; MRTD or TRTD, the mean over all tokens.
 
-        ids (B, T) after masking; masked (M,) flat indices, targets (M,) the tokens there; real: see `Encoder`.
+        ids (B, T) after masking; masked (M,) flat indices, targets (M,) the tokens there; nonpad: see `Encoder`.
         """
-        logits, balance, disc_logits, replaced = self.predict(ids, masked, targets, real)
+        logits, balance, disc_logits, replaced = self.predict(ids, masked, targets, nonpad)
         return cross_entropy(logits, targets), balance, disc_loss(disc_logits, replaced)
 
-    def predict(self, ids, masked, targets, real=None):
+    def predict(self, ids, masked, targets, nonpad=None):
         """-> generator logits (M, V), balance loss, discriminator logits (S,) (above 0: replaced), the truth (S,)"""
-        logits, _ = self.generator(ids, masked, real=real)
+        logits, _ = self.generator(ids, masked, nonpad=nonpad)
         drawn = sample(logits)  # (M,)
         corrupt = ids.flatten().index_copy(0, masked, drawn)  # (B * T,) eqs. 2, 4
-        h, balance = self.encoder(corrupt.view_as(ids), real)  # (B, T, D)
+        h, balance = self.encoder(corrupt.view_as(ids), nonpad)  # (B, T, D)
         disc_logits = self.out(self.ln_h(F.gelu(self.dense(h)))).flatten()  # (B * T,)
         replaced = corrupt.new_zeros(len(corrupt), dtype=torch.bool)  # (B * T,)
         replaced[masked] = drawn != targets  # a sample that equals the original counts as original
-        if real is not None:
-            disc_logits, replaced = disc_logits[real], replaced[real]  # (S,)
+        if nonpad is not None:
+            disc_logits, replaced = disc_logits[nonpad], replaced[nonpad]  # (S,)
         return logits, balance, disc_logits, replaced
 
 
@@ -272,16 +272,16 @@ def score(model, batches, special, config: Config, context) -> dict:
     counts, sums = Counter(), Counter()  # of this process, and of all
     for masking, first, batch in batches:
         seed_all(config.seed, masking, first, 3)  # no key of training: there the fourth number counts as 0
-        ids, masked, targets, real = context.send_all(*batch[:4])
+        ids, masked, targets, nonpad = context.send_all(*batch[:4])
         with context.autocast():
             if config.objective == "rtd":
-                logits, balance, disc_logits, replaced = model.predict(ids, masked, targets, real)
+                logits, balance, disc_logits, replaced = model.predict(ids, masked, targets, nonpad)
             else:
-                logits, balance = model(ids, masked, real=real)
+                logits, balance = model(ids, masked, nonpad=nonpad)
         right = logits.argmax(dim=1).cpu() == batch.targets  # (M,)
         shown = batch.ids.flatten()
-        if batch.real is not None:
-            shown = shown[batch.real]  # (S,)
+        if batch.nonpad is not None:
+            shown = shown[batch.nonpad]  # (S,)
         M, S = len(right), len(shown)
         counts.update(masked=M, mlm=M * float(cross_entropy(logits, targets)), generator=int(right.sum()))
         counts.update(tokens=S, balance=M * float(balance))
@@ -343,15 +343,15 @@ def train(config: Config, context) -> dict:
         if run.result:
             return run.result
         model = build(config, data, context)
-        if not run.kept:
+        if not run.extra:
             untrained = bilingual.retrieval(model.eval().encoder, held_out["pairs"], config, context)
-            run.kept["untrained"] = untrained["centred"]
+            run.extra["untrained"] = untrained["centred"]
             model.train()
         work = step_flops(model)
         parameters = flops.count_parameters(model)
         others = [p.numel() for name, p in model.named_parameters() if not name.startswith("generator.")]
-        parameters["kept"] = sum(others)  # the generator is not needed after pre-training
-        size = "{total:,} parameters, {kept:,} without the generator".format(**parameters)
+        parameters["without_generator"] = sum(others)  # the generator is not needed after pre-training
+        size = "{total:,} parameters, {without_generator:,} without the generator".format(**parameters)
         context.say(f"{run.name}: {size}; {work / 1e9:.1f} GFLOPs a step")
         counted = counting.masked_scores(held_out["sentences"], config.eval_tokens)
         context.say(counting.in_words(counted))
@@ -386,15 +386,15 @@ def train(config: Config, context) -> dict:
         model.after_step()  # a hypersphere router restores its norms
         if run.due(step + 1):
             maskings = config.eval_maskings if step + 1 == config.steps else 1
-            scores = evaluate(model, held_out, config, context, run.kept["untrained"], maskings)
-            run.kept["scores"] = scores
+            scores = evaluate(model, held_out, config, context, run.extra["untrained"], maskings)
+            run.extra["scores"] = scores
             translation = scores["translation"]
             if translation["with"] > translation["without"] + 0.02:  # translations help: the languages are aligned
-                run.kept.setdefault("since_step", step + 1)
+                run.extra.setdefault("since_step", step + 1)
             record = {"flops": (step + 1) * work, "held_out": scores}
             run.save(step + 1, record, f"{record['flops']:.2e} FLOPs\n{describe(scores)}", scores["loss"])
 
-    measured = {"held_out": run.kept["scores"], "since_step": run.kept.get("since_step"), "counting": counted}
+    measured = {"held_out": run.extra["scores"], "since_step": run.extra.get("since_step"), "counting": counted}
     return run.finish(measured | {"parameters": parameters, "flops": config.steps * work})
 
 

@@ -76,7 +76,7 @@ class Config:
     micro_tokens: int = 1024  # tokens per forward pass; changes results under a capacity limit
     learning_rate: float = 3e-3  # peak learning rate
     router_lr: float = 0.2  # learning rate multiplier of the routers
-    distance_lr: float = 10.0  # the same for the relative position bias; at 1 it hardly grows in so few steps
+    rel_bias_lr: float = 10.0  # the same for the relative position bias; at 1 it hardly grows in so few steps
     warmup: float = 0.08  # share of steps for linear warm-up; then linear decay to 0
     beta2: float = 0.999  # Adam's second beta; high, since tokens are rare in small batches
     eps: float = 1e-9  # Adam's epsilon; low, since rarely chosen experts have small gradients
@@ -101,7 +101,7 @@ BASE = dict(data="cc100", mask_share=0.15, router_lr=1.0)
 BASE |= dict(n_layer=12, n_head=12, n_embd=768, init_std=0.02)
 BASE |= dict(ffn_size=3072, block_size=512, dropout=0.1)
 BASE |= dict(moe_after=(6,), experts=32, expert_size=3072, gate=None)
-BASE |= dict(frequency_bias=False, relative_bias=False, distance_lr=1.0)
+BASE |= dict(frequency_bias=False, relative_bias=False, rel_bias_lr=1.0)
 BASE |= dict(steps=125_000, batch_tokens=2048 * 512, micro_tokens=32 * 512)
 BASE |= dict(learning_rate=5e-4, beta2=0.98, eps=1e-6)
 BASE |= dict(eval_every=5000, eval_tokens=1 << 25, recompute=True, dtype="auto")
@@ -201,9 +201,9 @@ def evaluate(model: MaskedLM, data: MaskedData, config: Config, context, masking
         seed_all(config.seed, 0, 1 + k, first)  # for a router that draws
         for watch in collapse:  # RC and RF are of the first masking
             watch.place = first if k == 0 else None  # index of the batch's first token
-        ids, masked, targets, real = context.send_all(*batch[:4])
+        ids, masked, targets, nonpad = context.send_all(*batch[:4])
         with context.autocast():
-            logits, balance = model(ids, masked, real=real)
+            logits, balance = model(ids, masked, nonpad=nonpad)
         loss = cross_entropy(logits, targets, per_token=True).cpu().double()  # (M,)
         losses.index_add_(0, batch.language, loss)
         counts.index_add_(0, batch.language, torch.ones_like(loss))
@@ -261,7 +261,7 @@ def train(config: Config, context) -> dict:
         optimizer = adamw(model, config)
         run.resume(model, optimizer, work, measures.in_perplexity)
 
-    chosen = run.kept.get("chosen")  # experts at the last evaluation
+    chosen = run.extra.get("chosen")  # experts at the last evaluation
     for step in run.steps():
         set_learning_rate(optimizer, linear(step, config.steps, config.warmup, config.learning_rate))
         batches = [data.batch("train", step, micro) for micro in run.micros]
@@ -282,13 +282,13 @@ def train(config: Config, context) -> dict:
         if run.due(step + 1):
             maskings = config.eval_maskings if step + 1 == config.steps else 1
             scores, chosen = evaluate(model, data, config, context, maskings, before=chosen)
-            run.kept |= {"valid": scores, "chosen": chosen}
-            run.kept.setdefault("first", scores["layers"])  # RC rises or falls from here
+            run.extra |= {"valid": scores, "chosen": chosen}
+            run.extra.setdefault("first", scores["layers"])  # RC rises or falls from here
             if scores["ppl"] < counted.get("neighbours", {}).get("ppl", 0):
-                run.kept.setdefault("since_step", step + 1)
+                run.extra.setdefault("since_step", step + 1)
             run.save(step + 1, scores, f"valid {describe(scores)}", scores["loss"])
 
-    measured = {name: run.kept.get(name) for name in ("valid", "first", "since_step")}
+    measured = {name: run.extra.get(name) for name in ("valid", "first", "since_step")}
     return run.finish(measured | {"counting": counted, "parameters": parameters, "flops": work})
 
 

@@ -50,9 +50,9 @@ def correct_by_pair(model, pairs, config, context, maskings, both_shown) -> Tens
 @torch.no_grad()
 def correct_by_row(model: MaskedLM, batch: Masked, context) -> Tensor:
     """(2, B): the correctly predicted and the masked tokens of each row."""
-    ids, masked, targets, real = context.send_all(*batch[:4])
+    ids, masked, targets, nonpad = context.send_all(*batch[:4])
     with context.autocast():
-        logits, _ = model(ids, masked, real=real)
+        logits, _ = model(ids, masked, nonpad=nonpad)
     correct = logits.argmax(dim=1) == targets  # (M,)
     counts = torch.stack([correct, torch.ones_like(correct)])
     row = batch.masked // ids.shape[1]  # (M,)

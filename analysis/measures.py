@@ -237,11 +237,11 @@ def hidden_states(encoder: nn.Module, rows: list[list], context) -> tuple[list, 
     tensors = [torch.tensor(row) for row in rows]
     ids = nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=-1)  # (B, T)
     mask = ids >= 0
-    real = mask.flatten().nonzero().squeeze(1)
-    ids, real, mask = context.send_all(ids.clamp(min=0), real, mask)
+    nonpad = mask.flatten().nonzero().squeeze(1)
+    ids, nonpad, mask = context.send_all(ids.clamp(min=0), nonpad, mask)
     states = []
     with context.autocast(), encoder.no_limit():  # so that a text's states do not depend on its batch
-        encoder(ids, real, states)
+        encoder(ids, nonpad, states)
     return [state.float() for state in states], mask
 
 

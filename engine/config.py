@@ -146,7 +146,7 @@ def unread(config) -> set[str]:
     """
     own = config.unread() if hasattr(config, "unread") else set()
     if not getattr(config, "relative_bias", True):
-        own |= {"distance_lr"}
+        own |= {"rel_bias_lr"}
     if not hasattr(config, "router"):
         return own
     of_routers = {name for router in ROUTERS.values() for name in router.reads}

@@ -60,7 +60,7 @@ class Run:
         self.folder, self.reason = context.gather(folder_of(config, presets, self.identity))[0]
         self.name = self.folder.name
         self.find()
-        self.kept = self.checkpoint.get("kept", {})
+        self.extra = self.checkpoint.get("extra", {})
 
     def find(self):
         """Looks in the folder for a result, or else for the newest sound checkpoint. Both must be this run's."""
@@ -257,7 +257,7 @@ class Run:
         begun, window = time.perf_counter(), self.window()
         everything = sum(p.detach().sum() for p in self.model.parameters())
         self.check_finite(window["loss_sum"] + float(everything), done)
-        state = {"seconds": self.seconds, "log": self.log, "window": window, "kept": self.kept}
+        state = {"seconds": self.seconds, "log": self.log, "window": window, "extra": self.extra}
         state |= {"precision": self.precision, "code": self.code}
         state["optimizer"] = get_optimizer_state_dict(self.model, self.optimizer)
         self.save_model("ckpt.pt", self.model, done, **state)

@@ -235,7 +235,7 @@ def entering(folder: str, languages: Path) -> tuple[torch.Tensor, list[int], tor
     moe.watchers.append(watch)
     with torch.no_grad():
         for _, _, batch in MaskedData(languages, 16, 128, mask_share=0.4).eval_batches("valid", 1):
-            model(batch.ids, batch.real)
+            model(batch.ids, batch.nonpad)
     return torch.stack(states), chosen, moe
 
 

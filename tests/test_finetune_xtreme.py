@@ -341,7 +341,7 @@ def test_loads_are_counted_and_two_processes_go_on_with_what_one_would_compute(o
         XTREME.run(options, patch)
     ours = result_of(options["out_dir"])
     assert ours["loads"] == [[[counts[expert] for expert in range(4)]]]
-    assert int(saved(two)["kept"]["loads"][0].sum()) > 0
+    assert int(saved(two)["extra"]["loads"][0].sum()) > 0
     assert "goes on from step 98" in finish(XTREME.start(two, *TORCHRUN), two)
     theirs = result_of(two["out_dir"])
     for name in ("languages", "guesses", "valid", "step", "loads"):
@@ -349,7 +349,7 @@ def test_loads_are_counted_and_two_processes_go_on_with_what_one_would_compute(o
     assert metrics(options["out_dir"])[-1]["train_loss"] == pytest.approx(losses(two["out_dir"])[-1], rel=1e-7)
     ours, theirs = saved(options), saved(two)
     torch.testing.assert_close(theirs["model"], ours["model"], rtol=1e-7, atol=1e-9)
-    assert ours["step"] == 105 and torch.equal(ours["kept"]["loads"], theirs["kept"]["loads"])
+    assert ours["step"] == 105 and torch.equal(ours["extra"]["loads"], theirs["extra"]["loads"])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -454,7 +454,7 @@ def test_logits_are_those_of_transformers(kind, tmp_path, encoders):
     mask = torch.arange(batch.ids.shape[1]) < torch.tensor([len(row.ids) for row in own]).unsqueeze(1)
     assert not mask.all()
     with torch.no_grad():
-        logits, _ = ours(batch.ids, batch.real, batch.words)
+        logits, _ = ours(batch.ids, batch.nonpad, batch.words)
         expected = theirs(batch.ids, attention_mask=mask.long())
     if kind == "label":
         expected = expected.logits

@@ -72,14 +72,14 @@ def literal_stats(moe: MoE, calls: list) -> dict:
 def test_statistics_are_literal_counts_without_padding(router):
     moe = layer(router, capacity=0.25, threshold=0.7)
     batches = [(torch.randn(3, 8, 8).double(), torch.randint(23, (3, 8)), None) for _ in range(2)]
-    real = (torch.arange(24) % 5 != 2).nonzero().squeeze(1)
-    batches.append((torch.randn(3, 8, 8).double(), torch.randint(23, (3, 8)), real))  # a batch with padding
+    nonpad = (torch.arange(24) % 5 != 2).nonzero().squeeze(1)
+    batches.append((torch.randn(3, 8, 8).double(), torch.randint(23, (3, 8)), nonpad))  # a batch with padding
     moe(*batches[0])  # not watched yet
     watch = measures.RoutingStats(moe)
     for batch in batches:
         moe(*batch)
     flat = [(h.flatten(0, 1), ids.flatten()) for h, ids, _ in batches]
-    flat[2] = flat[2][0][real], flat[2][1][real]
+    flat[2] = flat[2][0][nonpad], flat[2][1][nonpad]
     expected = literal_stats(moe, flat)
     assert expected["cut"] > 0
     assert watch.finish() == pytest.approx(expected, rel=1e-9, abs=1e-12)

@@ -97,15 +97,15 @@ def small_batch() -> tuple:
     original = torch.full((3, 9), PAD)
     for row, length in zip(original, (9, 5, 7)):
         row[:length] = torch.randint(4, 49, (length,), generator=generator)
-    real = (original != PAD).flatten().nonzero().squeeze(1)
-    masked = real[torch.rand(len(real), generator=generator) < 0.3]
+    nonpad = (original != PAD).flatten().nonzero().squeeze(1)
+    masked = nonpad[torch.rand(len(nonpad), generator=generator) < 0.3]
     ids = original.flatten().index_fill(0, masked, 49).view_as(original)
-    return Masked(ids, masked, original.flatten()[masked], real, torch.zeros_like(masked)), real, original
+    return Masked(ids, masked, original.flatten()[masked], nonpad, torch.zeros_like(masked)), nonpad, original
 
 
 def test_losses_are_the_papers_equations(monkeypatch):
     """Eqs. 1 to 5, a token at a time; their gradients, which reach every parameter; and what is counted."""
-    model, (batch, real, original) = small(), small_batch()
+    model, (batch, nonpad, original) = small(), small_batch()
     B, T = original.shape
     drawn = torch.where(torch.arange(len(batch.masked)) % 3 == 0, batch.targets, batch.targets.flip(0) - 1)
     monkeypatch.setattr(train_electra, "sample", lambda logits: drawn)
@@ -114,22 +114,22 @@ def test_losses_are_the_papers_equations(monkeypatch):
     corrupt, guessed = original.clone(), 0
     for place, token in zip(batch.masked.tolist(), drawn.tolist()):  # eq. 2
         corrupt[place // T, place % T] = token
-    hidden, slow_mlm = model.generator.encoder(batch.ids, real)[0], 0
+    hidden, slow_mlm = model.generator.encoder(batch.ids, nonpad)[0], 0
     for place in batch.masked.tolist():  # eq. 1
         x = model.generator.ln_h(F.gelu(model.generator.dense(hidden[place // T, place % T])))
         x = x @ model.encoder.wte.weight.t() + model.generator.bias
         token = original[place // T, place % T]
         slow_mlm = slow_mlm - (x.exp() / x.exp().sum()).log()[token] / len(batch.masked)
         guessed += int(x.argmax() == token)
-    hidden, slow_rtd, called, truth = model.encoder(corrupt, real)[0], 0, [], []
-    for place in real.tolist():  # eq. 3
+    hidden, slow_rtd, called, truth = model.encoder(corrupt, nonpad)[0], 0, [], []
+    for place in nonpad.tolist():  # eq. 3
         replaced = bool(corrupt[place // T, place % T] != original[place // T, place % T])
         z = model.out(model.ln_h(F.gelu(model.dense(hidden[place // T, place % T]))))[0]
         p = 1 / (1 + torch.exp(-z))  # that it was replaced
-        slow_rtd = slow_rtd - torch.log(p if replaced else 1 - p) / len(real)
+        slow_rtd = slow_rtd - torch.log(p if replaced else 1 - p) / len(nonpad)
         called.append(bool(p > 0.5))
         truth.append(replaced)
-    assert 0 < sum(truth) < len(batch.masked) and 0 < sum(called) < len(real)
+    assert 0 < sum(truth) < len(batch.masked) and 0 < sum(called) < len(nonpad)
     torch.testing.assert_close((mlm, rtd), (slow_mlm, slow_rtd))
     parameters = list(model.parameters())
     fast = torch.autograd.grad(mlm + 50 * rtd, parameters)
@@ -138,11 +138,11 @@ def test_losses_are_the_papers_equations(monkeypatch):
 
     config, special = Config(**TINY), (49, *range(4, 12))
     scores = score(model, [(0, 0, batch)], special, config, HERE)
-    expected = dict(mlm=float(mlm), rtd=float(rtd), masked=len(batch.masked), tokens=len(real), balance=0)
-    expected |= dict(generator=guessed / len(batch.masked), replaced=sum(truth) / len(real))
+    expected = dict(mlm=float(mlm), rtd=float(rtd), masked=len(batch.masked), tokens=len(nonpad), balance=0)
+    expected |= dict(generator=guessed / len(batch.masked), replaced=sum(truth) / len(nonpad))
     expected |= dict(accuracy=fmean(a == b for a, b in zip(called, truth)))
     masked, tokens = batch.masked.tolist(), original.flatten().tolist()
-    certain = [place not in masked and tokens[place] in special for place in real.tolist()]  # to be original
+    certain = [place not in masked and tokens[place] in special for place in nonpad.tolist()]  # to be original
     share = sum(truth) / certain.count(False)
     blind = -sum(math.log(share if was else 1 - share) for was, sure in zip(truth, certain) if not sure) / len(truth)
     expected |= dict(saved=1 - float(rtd) / blind)
@@ -166,11 +166,11 @@ def test_samples_follow_the_softmax_in_fp32_even_where_logits_are_not():
 
 def test_padding_that_the_generator_draws_is_a_token_like_any_other(monkeypatch):
     """A row's answers do not change when it stands beside a longer one, even with a drawn <pad> inside."""
-    model, (batch, real, original) = small(), small_batch()
+    model, (batch, nonpad, original) = small(), small_batch()
     monkeypatch.setattr(train_electra, "sample", lambda logits: torch.full((len(logits),), PAD))
     together = model.predict(*batch[:4])
     row, T, length = 1, original.shape[1], 5
-    own, place = batch.masked // T == row, real // T == row
+    own, place = batch.masked // T == row, nonpad // T == row
     alone = model.predict(batch.ids[[row], :length], batch.masked[own] - row * T, batch.targets[own])
     torch.testing.assert_close(together[2][place], alone[2])
     assert own.any() and torch.equal(together[3][place], alone[3])
@@ -180,7 +180,7 @@ def test_networks_share_embeddings_and_no_experts():
     model = small(router="topk", top_k=2, **EXPERTS)
     ours, theirs = dict(model.encoder.named_parameters()), dict(model.generator.encoder.named_parameters())
     shared = {name for name in theirs if theirs[name] is ours.get(name)}
-    assert shared == {"wte.weight", "wpe.weight", "distance.table.weight"}
+    assert shared == {"wte.weight", "wpe.weight", "rel_bias.table.weight"}
     assert len(model.moe_layers) == 1 and not model.generator.moe_layers
     _, balance, _ = model(*small_batch()[0][:4])
     assert balance > 0
@@ -252,7 +252,7 @@ def test_every_row_trains_and_reports(row, options, monkeypatch, capsys):
     for kind in ("sentences", "pairs"):  # two maskings in the end, one on the way
         ours, theirs = result["held_out"][kind], records[0]["held_out"][kind]
         assert ours["tokens"] == 2 * theirs["tokens"] and ours["masked"] > 1.5 * theirs["masked"]
-    assert (result["parameters"]["kept"] < result["parameters"]["total"]) == rtd  # the generator is not kept
+    assert (result["parameters"]["without_generator"] < result["parameters"]["total"]) == rtd
     assert records[0]["flops"] * 2 == records[1]["flops"] == result["flops"]
     checksums = [corpus.checksum for corpus in data.values()]  # neither may change under it
     assert saved(options)["identity"]["data_checksum"] == "+".join(checksums) and len(set(checksums)) == 2
@@ -361,7 +361,7 @@ def test_table_2_has_every_row(options, monkeypatch, capsys):
     of = {"objective": "rtd", "tlm": True, "relative_bias": True, "masks": "all"}
     (whole,) = [r for r in results if of.items() <= r["config"].items()]
     cells = [mean_cell([cell]) for cell in train_electra.cells(whole).values()]
-    assert rows["XLM-E"][2:] == cells and cells[0] == f"{whole['parameters']['kept'] / 1e6:.1f}"
+    assert rows["XLM-E"][2:] == cells and cells[0] == f"{whole['parameters']['without_generator'] / 1e6:.1f}"
 
 
 def test_corpora_that_do_not_fit(options, corpora, monkeypatch, capsys):
@@ -384,7 +384,7 @@ def test_what_a_translation_adds_is_counted_pair_by_pair(options):
         for half, beside in product((0, 1), (True, False)):
             shown = (0, 1) if beside else (half,)
             for _, first, batch in data["pairs"].eval_batches(*read, masked=(half,), shown=shown):
-                guesses = generator(batch.ids, batch.masked, real=batch.real)[0].argmax(dim=1)
+                guesses = generator(batch.ids, batch.masked, nonpad=batch.nonpad)[0].argmax(dim=1)
                 begun = end if first else 0
                 for place, hit in zip(batch.masked.tolist(), (guesses == batch.targets).tolist()):
                     pair = begun + place // batch.ids.shape[1]

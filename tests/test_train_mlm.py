@@ -100,7 +100,7 @@ def test_evaluation_is_its_literal_definition(options):
     balance_sum = 0.0
     model.eval().requires_grad_(False)
     for _, _, batch in batches:
-        logits, balance = model(batch.ids, batch.masked, real=batch.real)
+        logits, balance = model(batch.ids, batch.masked, nonpad=batch.nonpad)
         balance_sum += float(balance) * len(batch.targets)
         for row, target, language in zip(logits.log_softmax(dim=1), batch.targets, batch.language):
             loss[data.languages[language]] -= float(row[target])
