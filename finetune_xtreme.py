@@ -29,9 +29,7 @@ from tqdm import tqdm
 
 import train_electra
 import train_mlm
-from analysis import flops, measures
 from data import xtreme_rows
-from data.scores import COUNTING, gap, guess, mean, score_task
 from data.xtreme import LABORATORY, TASKS, Example, Examples, read_examples, submission
 from data.xtreme_rows import TaskData
 from engine import parallel, pretrained
@@ -41,6 +39,9 @@ from engine.files import folder_of
 from engine.optim import adamw, clip_gradients, linear, set_learning_rate
 from engine.run import Run
 from engine.table import Table, carry_out, markdown_table, start
+from metrics import flops
+from metrics.routing import count_choices
+from metrics.scores import COUNTING, gap, guess, mean, score_task
 from model import Encoder, SparseModel, cross_entropy, nonpad_mask
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -416,7 +417,7 @@ def train(config: Config, context) -> dict:
         run.extra["loads"] = loads = run.extra.get("loads", zeros).to(context.device)
         counts = torch.zeros_like(loads[0])  # of this step, on this process
         for moe, own in zip(model.moe_layers, counts):
-            measures.count_choices(moe, own)
+            count_choices(moe, own)
         run.resume(model, optimizer, flops.matrix_flops(model))
 
     for step in run.steps():

@@ -25,14 +25,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from analysis import bilingual, flops, measures
-from data import counting
 from data.batches import MaskedData, PairData
 from engine import parallel
 from engine.device import clear_errors, seed_all
 from engine.optim import adamw, clip_gradients, linear, set_learning_rate
 from engine.run import Run
 from engine.table import Table, carry_out, start
+from metrics import bilingual, counting, crosslingual, flops, in_perplexity
+from metrics.routing import RoutingStats, describe_routing
 from model import Encoder, MaskedLM, SparseModel, cross_entropy
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -173,7 +173,7 @@ def cells(result: dict) -> dict:
     """A row of the table."""
     scores = result["held_out"]
     sentences, pairs, translation = scores["sentences"], scores["pairs"], scores["translation"]
-    layer = measures.middle_layer(len(scores["retrieval"]) - 1)
+    layer = crosslingual.middle_layer(len(scores["retrieval"]) - 1)
     return {
         "params, M": (result["parameters"]["without_generator"] / 1e6, ".1f"),
         "FLOPs": (result["flops"], ".2e"),
@@ -311,7 +311,7 @@ def evaluate(model, data: dict, config: Config, context, untrained: list[float],
     untrained: retrieval accuracy of each layer before training, with language means removed; part of the scores.
     """
     model.eval()
-    watches = [measures.RoutingStats(moe) for moe in model.moe_layers]
+    watches = [RoutingStats(moe) for moe in model.moe_layers]
     scores = {"loss": 0.0}
     for kind, corpus in data.items():
         batches = corpus.eval_batches("valid", maskings, config.eval_tokens, context.rank, context.world)
@@ -449,7 +449,7 @@ def describe(scores: dict) -> str:
     lines = []
     for kind in ("sentences", "pairs"):
         of_kind = scores[kind]
-        line = f"{measures.in_perplexity(of_kind['mlm'])}, {of_kind['generator']:.1%} right"
+        line = f"{in_perplexity(of_kind['mlm'])}, {of_kind['generator']:.1%} right"
         if "rtd" in of_kind:
             saved = f"{abs(of_kind['saved']):.1%} {'above' if of_kind['saved'] < 0 else 'below'} a blind guess"
             line = f"generator: {line}; discriminator: loss {of_kind['rtd']:.4f}, {saved}, "
@@ -458,12 +458,12 @@ def describe(scores: dict) -> str:
     line = "masked tokens of one half of a pair: {with:.2%} right with the translation, {without:.2%} without: "
     low, high = scores["translation"]["effect"]
     lines.append(f"{line.format(**scores['translation'])}a difference of {low:+.2%} to {high:+.2%}")
-    layer = measures.middle_layer(len(scores["retrieval"]) - 1)
+    layer = crosslingual.middle_layer(len(scores["retrieval"]) - 1)
     accuracy, centred, untrained = (scores[name][layer] for name in ("retrieval", "centred", "untrained"))
     line = f"held-out translations retrieved by layer {layer}: {accuracy:.1%} ({scores['chance']:.1%} by chance), "
     lines.append(f"{line}{centred:.1%} with language means removed ({untrained:.1%} untrained)")
     for i, moe in enumerate(scores["layers"], 1):
-        lines.append(f"sparse layer {i}: {measures.describe_routing(moe)}")
+        lines.append(f"sparse layer {i}: {describe_routing(moe)}")
     return "\n".join(lines)
 
 

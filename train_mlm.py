@@ -21,14 +21,14 @@ import engine  # isort: skip  # noqa: F401  before torch
 import torch
 from torch import Tensor
 
-from analysis import flops, measures
-from data import counting
 from data.batches import MaskedData
 from engine import parallel, pretrained
 from engine.device import clear_errors, seed_all
 from engine.optim import adamw, clip_gradients, linear, set_learning_rate
 from engine.run import Run
 from engine.table import Table, carry_out, start
+from metrics import counting, flops, in_perplexity, perplexity
+from metrics.routing import Collapse, RoutingStats, describe_routing, mean_over_layers
 from model import PAD, MaskedLM, cross_entropy
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -167,13 +167,13 @@ TABLES = {number: partial(table, number) for number in TITLES}
 
 def cells(result: dict) -> dict:
     """A row of any table; routing statistics are means over sparse layers."""
-    mean = partial(measures.mean_over_layers, layers=result["valid"]["layers"])
+    mean = partial(mean_over_layers, layers=result["valid"]["layers"])
     return {
         "params, M": (result["parameters"]["total"] / 1e6, ".1f"),
         "our perplexity": (result["valid"]["ppl"], ".2f"),
         "beats counting since step": (result.get("since_step"), ",.0f"),
         "RC": (mean("rc"), ".2f"),
-        "RC at first": (measures.mean_over_layers("rc", result.get("first", [])), ".2f"),
+        "RC at first": (mean_over_layers("rc", result.get("first", [])), ".2f"),
         "RF": (mean("rf"), ".1%"),
         "load imbalance": (mean("imbalance"), ".2f"),
         "temperature": (mean("temperature"), ".3f"),
@@ -193,8 +193,8 @@ def evaluate(model: MaskedLM, data: MaskedData, config: Config, context, masking
     """
     model.eval()
     tokens = data.eval_tokens("valid", config.eval_tokens)
-    routing = [measures.RoutingStats(moe) for moe in model.moe_layers]
-    collapse = [measures.Collapse(moe, tokens) for moe in model.moe_layers]
+    routing = [RoutingStats(moe) for moe in model.moe_layers]
+    collapse = [Collapse(moe, tokens) for moe in model.moe_layers]
     losses, counts = torch.zeros(2, len(data.languages), dtype=torch.float64)  # of each language's masked tokens
     balances = torch.zeros((), dtype=torch.float64)
     for k, first, batch in data.eval_batches("valid", maskings, config.eval_tokens, context.rank, context.world):
@@ -212,11 +212,11 @@ def evaluate(model: MaskedLM, data: MaskedData, config: Config, context, masking
     model.train()
     predicted = int(counts.sum())
     loss = float(losses.sum() / predicted)
-    scores = {"loss": loss, "ppl": measures.perplexity(loss), "languages": {}, "layers": []}
+    scores = {"loss": loss, "ppl": perplexity(loss), "languages": {}, "layers": []}
     scores |= {"balance": float(balances) / predicted, "tokens": tokens, "predicted": predicted}
     for name, total, count in zip(data.languages, losses.tolist(), counts.tolist()):
         if count:
-            scores["languages"][name] = measures.perplexity(total / count)
+            scores["languages"][name] = perplexity(total / count)
     for i, moe in enumerate(model.moe_layers):
         layer = routing[i].finish(context.sum)
         layer |= collapse[i].finish(before[i] if before else None, context.sum)
@@ -259,7 +259,7 @@ def train(config: Config, context) -> dict:
         context.say(counting.in_words(counted))
         forward = parallel.wrap(model, config, context)
         optimizer = adamw(model, config)
-        run.resume(model, optimizer, work, measures.in_perplexity)
+        run.resume(model, optimizer, work, in_perplexity)
 
     chosen = run.extra.get("chosen")  # experts at the last evaluation
     for step in run.steps():
@@ -297,7 +297,7 @@ def describe(scores: dict) -> str:
     lines = ["perplexity {ppl:.2f} ({predicted:,} masked tokens)  balance {balance:.3f}".format(**scores)]
     for i, layer in enumerate(scores["layers"], 1):
         changed = "-" if layer["rf"] is None else f"{layer['rf']:.1%}"
-        lines.append(f"  sparse layer {i}: RC {layer['rc']:.2f}, RF {changed}; {measures.describe_routing(layer)}")
+        lines.append(f"  sparse layer {i}: RC {layer['rc']:.2f}, RF {changed}; {describe_routing(layer)}")
         if layer["temperature"]:
             lines[-1] += f", temperature {layer['temperature']:.4f}"
     return "\n".join(lines)

@@ -26,9 +26,7 @@ import engine  # isort: skip  # noqa: F401  before torch
 import torch
 from tqdm import tqdm
 
-from analysis import flops, measures
 from data.batches import TranslationData, source_batches
-from data.bleu import mean, score_counting, score_translations
 from data.files import read_lines
 from data.tokenizers import XLMR
 from engine import parallel, pretrained
@@ -36,6 +34,9 @@ from engine.device import clear_errors, seed_all, warn
 from engine.optim import adamw, clip_gradients, inverse_sqrt, set_learning_rate
 from engine.run import Run
 from engine.table import Table, carry_out, start
+from metrics import bits_per_byte, flops, perplexity
+from metrics.bleu import mean, score_counting, score_translations
+from metrics.routing import RoutingStats, describe_routing, mean_over_layers
 from model import Translator, nonpad_mask, rows_of
 from routers import ROUTERS
 
@@ -200,7 +201,7 @@ def cells(result: dict) -> dict:
         scores = result[where]
         row[f"BLEU{note}"] = scores["bleu"], ".2f"
         row[f"chrF2++{note}"] = scores["chrf"], ".2f"
-        row[f"rows kept{note}"] = measures.mean_over_layers("served", scores["layers"]), ".2f"
+        row[f"rows kept{note}"] = mean_over_layers("served", scores["layers"]), ".2f"
     for what in ("memory", "lookup"):
         for metric, column in {"bleu": "BLEU", "chrf": "chrF2++"}.items():
             row[f"{column}, {what}"] = result.get(what, {}).get(metric), ".2f"
@@ -319,7 +320,7 @@ def score_split(model, data: TranslationData, split: str, config: Config, contex
 
     limit: see `translate`.
     """
-    watches = list(map(measures.RoutingStats, model.moe_layers))
+    watches = list(map(RoutingStats, model.moe_layers))
     pairs, texts = {}, []
     for name in data.languages:
         sources, references = (side[:most] for side in data.texts(split, name))
@@ -340,7 +341,7 @@ def score_split(model, data: TranslationData, split: str, config: Config, contex
 def evaluate(model: Translator, data: TranslationData, split: str, context, max_tokens: int) -> dict:
     """Cross entropy of reference translations (without smoothing), balance loss and routing statistics."""
     model.eval()
-    watches = list(map(measures.RoutingStats, model.moe_layers))
+    watches = list(map(RoutingStats, model.moe_layers))
     sums = torch.zeros(3, dtype=torch.float64)  # cross entropy, balance loss, tokens
     for number, batch in enumerate(data.eval_batches(split, max_tokens, context.rank, context.world)):
         seed_all(model.config.seed, 0, 1 + context.rank + number * context.world)  # for a router that draws
@@ -351,8 +352,8 @@ def evaluate(model: Translator, data: TranslationData, split: str, context, max_
     model.train()
     return {
         "loss": loss / tokens,
-        "ppl": measures.perplexity(loss / tokens),
-        "bpb": measures.bits_per_byte(loss / tokens, data.eval_counts(split, max_tokens)),
+        "ppl": perplexity(loss / tokens),
+        "bpb": bits_per_byte(loss / tokens, data.eval_counts(split, max_tokens)),
         "balance": balance / tokens,
         "tokens": int(tokens),
         "layers": [{"name": name} | watch.finish(context.sum) for name, watch in zip(model.moe_names, watches)],
@@ -444,7 +445,7 @@ def describe(scores: dict) -> str:
     """An evaluation in words, with a line per MoE layer."""
     text = "{bpb:.3f} bits per byte, perplexity {ppl:.2f}  balance {balance:.3f}  ".format(**scores) + in_words(scores)
     for layer in scores["layers"]:
-        text += f"\n  {layer['name']}: {measures.describe_routing(layer)}"
+        text += f"\n  {layer['name']}: {describe_routing(layer)}"
     return text
 
 

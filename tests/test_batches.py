@@ -15,12 +15,13 @@ import torch
 from test_data import pairs
 from test_train_electra import corpora as electra_corpora
 
-from data import batches, counting, folder
+from data import batches, folder
 from data.batches import Masked, MaskedData, PairData, TokenData, Translation, TranslationData, source_batches
 from data.files import SPLITS, checksum
 from data.folder import Spans
 from data.masking import DRAWS, Masking, span_ranks
 from data.prepare import prepare
+from metrics import counting
 
 __all__ = ["electra_corpora"]  # a fixture
 KINDS = [TokenData, MaskedData, PairData, TranslationData]

@@ -17,16 +17,16 @@ from helpers import TORCHRUN, Script, finish, losses, metrics, only_run, result_
 import finetune_xtreme
 import train_electra
 import train_mlm
-from analysis import measures
 from data import xtreme, xtreme_rows
 from data.prepare import prepare
-from data.scores import score_task
 from data.tokenizers import XLMR, train_sentencepiece
 from engine import pretrained
 from engine.config import check, identity
 from engine.device import setup
 from engine.run import Run
 from finetune_xtreme import COLUMNS, PRESETS, ROWS, TABLES, TITLES, Config, FineTuned
+from metrics import crosslingual
+from metrics.scores import score_task
 from routers import Router
 
 XTREME = Script(finetune_xtreme)
@@ -296,7 +296,7 @@ def test_what_is_predicted_and_a_sentence_s_vector_know_no_limit(options):
     finetune_xtreme.predict(model, examples.valid, config, data.tokenizer, context)
     predicted = len(served)
     texts = [" ".join(words) for words in drawn(20, 3)]
-    measures.sentence_vectors(model.encoder, data.tokenizer, texts, 1000, context)
+    crosslingual.sentence_vectors(model.encoder, data.tokenizer, texts, 1000, context)
     assert all(served) and 0 < predicted < len(served)
     assert all(moe.eval_capacity_factor == 0.01 for moe in model.moe_layers)
 

@@ -21,13 +21,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import train_electra
-from analysis import bilingual, measures
-from data import counting
 from data.batches import Masked, PairData
 from data.prepare import prepare
 from data.tokenizers import XLMR, train_sentencepiece
 from engine.device import Context, setup
 from engine.table import mean_cell
+from metrics import bilingual, counting, crosslingual
+from metrics.bilingual import bootstrap
 from model import PAD, MaskedLM
 from train_electra import Config, Electra, sample, score
 
@@ -277,9 +277,9 @@ def test_retrieval_is_the_mean_over_language_pairs(options):
                 encoder(torch.tensor([[pairs.tokenizer.bos, *text[:10], pairs.tokenizer.eos]]), None, states)
                 side.append(torch.stack([F.normalize(state[0].mean(dim=0), dim=0) for state in states]))
         sides = [torch.stack(side, dim=1) for side in sides]  # (L + 1, n, D)
-        found.append(measures.retrieval(*sides))
+        found.append(crosslingual.retrieval(*sides))
         shifted = [side - side.sum(dim=1, keepdim=True) / side.shape[1] for side in sides]
-        centred.append(measures.retrieval(*(x / x.norm(dim=2, keepdim=True) for x in shifted)))
+        centred.append(crosslingual.retrieval(*(x / x.norm(dim=2, keepdim=True) for x in shifted)))
     scores = bilingual.retrieval(encoder, pairs, config, context, most=20)
     assert scores["retrieval"] == pytest.approx(torch.stack(found).mean(dim=0).tolist())
     assert scores["chance"] == pytest.approx(1 / 20) and max(scores["retrieval"]) > 0
@@ -394,7 +394,7 @@ def test_what_a_translation_adds_is_counted_pair_by_pair(options):
                 begins.add(first)
     beside, alone, masked = (torch.tensor([own[pair] for pair in range(end)]) for own in (*right.values(), total))
     found = bilingual.translation_effect(generator, data["pairs"], config, context, maskings=2)
-    assert found["effect"] == measures.bootstrap((beside - alone).double(), masked.double())
+    assert found["effect"] == bootstrap((beside - alone).double(), masked.double())
     shares = [float(own.sum() / masked.sum()) for own in (beside, alone)]
     assert [found["with"], found["without"]] == pytest.approx(shares) and shares[0] != shares[1]
     assert min(shares) > 0 and len(begins) > 2

@@ -14,13 +14,13 @@ import torch
 from helpers import Script, losses, metrics, only_run, result_of, saved, table_rows, words
 
 import train_lm
-from analysis import flops, measures
-from data import counting
 from data.batches import TokenData
 from data.tokenizers import load_tokenizer
 from engine import pretrained
 from engine.config import command_line
 from engine.device import setup
+from metrics import bits_per_byte, counting, flops
+from metrics.routing import RoutingStats, easy_and_hard
 from routers import NOT_CHOSEN, ROUTERS
 
 LM = Script(train_lm)
@@ -124,7 +124,7 @@ def test_counting_is_its_literal_definition(options, monkeypatch, capsys):
     assert counting.text_losses(data, 2) == {}  # it would take long
     LM.run(options, monkeypatch)
     out, kept = capsys.readouterr().out, result_of(options["out_dir"])["counting"]
-    assert kept == pytest.approx({name: measures.bits_per_byte(loss, counts) for name, loss in expected.items()})
+    assert kept == pytest.approx({name: bits_per_byte(loss, counts) for name, loss in expected.items()})
     assert f"counting baselines, bits per byte: unigrams {kept['unigrams']:.3f}, " in out
 
 
@@ -143,7 +143,7 @@ def test_tokens_are_ordered_by_the_experts_they_want(options, monkeypatch):
     counts = Counter(torch.cat([x.flatten() for x in batches]).tolist())
     often = sorted(token for token, count in counts.items() if count >= 3)
     order = sorted(often, key=lambda token: token % E)
-    easy, hard = measures.easy_and_hard(net, batches, setup("cpu", "float32"), occurs=3)
+    easy, hard = easy_and_hard(net, batches, setup("cpu", "float32"), occurs=3)
     assert (easy, hard) == (order[:8], order[:-9:-1]) and len(often) < len(counts)
     assert order[0] % E == 0 and order[-1] % E == E - 1
     assert not net.training and not net.moe_layers[-1].watchers
@@ -152,7 +152,7 @@ def test_tokens_are_ordered_by_the_experts_they_want(options, monkeypatch):
 def test_a_report_names_easy_and_hard_tokens(options, monkeypatch, capsys):
     _, data, _ = opened(options)
     one, two, three = (data.tokenizer.encode_batch([digit])[0][-1] for digit in "123")
-    monkeypatch.setattr(measures, "easy_and_hard", lambda *_: ([one, two], [three]))
+    monkeypatch.setattr(train_lm, "easy_and_hard", lambda *_: ([one, two], [three]))
     LM.run(options, monkeypatch)
     out = capsys.readouterr().out
     assert "few experts of the last MoE layer: 1 2\n" in out and "many: 3\n" in out
@@ -166,7 +166,7 @@ def test_a_finished_run_goes_on_from_any_prompt(options, monkeypatch, capsys):
     ids = torch.tensor([[tokenizer.eot, *tokenizer.encode_batch(["12 34"])[0]]])
     written = net.generate(ids, 6, top_k=1, end=tokenizer.eot)
     assert written.shape[1] == ids.shape[1] + 6  # the text's first token is the end of another, and ends nothing
-    watches = [measures.RoutingStats(moe) for moe in net.moe_layers]
+    watches = [RoutingStats(moe) for moe in net.moe_layers]
     with torch.no_grad(), net.no_limit():
         net(written[:, -net.config.block_size :])
     served = watches[0].finish()["served"]

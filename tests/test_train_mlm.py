@@ -15,14 +15,13 @@ import pytest
 import reference_scores
 import torch
 from helpers import Script, metrics, result_of, saved, stopped, table_rows
-from test_measures import literal_rc
+from test_metrics import literal_rc
 from test_train_electra import EXPERTS, corpora
 
 import train_mlm
-from analysis import flops
-from data import counting
 from data.batches import MaskedData
 from engine.device import setup
+from metrics import counting, flops
 from model import MaskedLM
 
 __all__ = ["corpora"]  # a fixture

@@ -29,11 +29,11 @@ from helpers import (
 )
 
 import train_mt
-from analysis import flops
 from data.batches import TranslationData
 from data.prepare import prepare
 from engine.config import command_line
 from engine.device import seed_all, setup
+from metrics import flops
 from model import Translator
 from train_mt import PRESETS, Config
 
@@ -263,7 +263,7 @@ def test_counting_is_scored_by_pair_and_in_the_mean(options, monkeypatch):
     _, _, data, _ = opened(options)
     expected = {name: data.texts("test", name)[1] for name in data.languages}
     own = {"de-en": expected["de-en"], "ru-en": ["a text of its own"] * 5}
-    monkeypatch.setattr("data.bleu.remembered", lambda data, name: own[name])
+    monkeypatch.setattr("metrics.bleu.remembered", lambda data, name: own[name])
     scores = {name: train_mt.score_translations(own[name], expected[name], "en") for name in own}
     assert scores["de-en"]["bleu"] == pytest.approx(100) and scores["ru-en"]["bleu"] < 20
     found = train_mt.score_counting(data)
@@ -273,7 +273,7 @@ def test_counting_is_scored_by_pair_and_in_the_mean(options, monkeypatch):
     assert found["lookup"]["chrf"] > 90  # the words of these languages stand in one order
     own |= {"de-en": [], "ru-en": []}  # languages without a test set
     assert train_mt.score_counting(data)["memory"] == {}
-    monkeypatch.setattr("data.counting.COUNTED_UP_TO", 0)  # where the training text is large
+    monkeypatch.setattr("metrics.counting.COUNTED_UP_TO", 0)  # where the training text is large
     assert train_mt.score_counting(data) == {"memory": {}, "lookup": {}}
 
 

@@ -12,10 +12,10 @@ import torch
 from helpers import write_files
 
 from data import xtreme
-from data.scores import COUNTING, answers_by_place, guess, labels_by_word, score_task, tags_by_word
 from data.tokenizers import XLMR
 from data.xtreme import NER, UPOS, Example, read, read_examples, submission
 from data.xtreme_rows import UNKNOWN, Row, TaskData, batch_of, best_answer, by_example, rows_of
+from metrics.scores import COUNTING, answers_by_place, guess, labels_by_word, score_task, tags_by_word
 
 T, STRIDE = 24, 6
 

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from analysis import measures
 from data.batches import Masked, PairData
+from metrics import crosslingual
 from model import Encoder, MaskedLM
 
 
@@ -27,7 +27,7 @@ def translation_effect(model: MaskedLM, pairs: PairData, config, context, maskin
     return {
         "with": float(correct.sum() / total),
         "without": float(correct_alone.sum() / total),
-        "effect": measures.bootstrap(correct - correct_alone, masked),
+        "effect": bootstrap(correct - correct_alone, masked),
     }
 
 
@@ -68,18 +68,30 @@ def retrieval(encoder: Encoder, pairs: PairData, config, context, most: int = 10
     """
     options = {"micro_tokens": config.micro_tokens, "context": context}
     # The cipher languages share their held-out sentences: cache a language's vectors.
-    vectors_of = lru_cache(maxsize=4)(partial(measures.sentence_vectors, encoder, pairs.tokenizer, **options))
+    vectors_of = lru_cache(maxsize=4)(partial(crosslingual.sentence_vectors, encoder, pairs.tokenizer, **options))
     scores = []
     for language in pairs.languages[context.rank :: context.world]:
         sides = pairs.texts("valid", language)
         if sides[0]:
             vectors = [vectors_of(tuple(side[:most])) for side in sides]
-            plain = measures.retrieval(*vectors).tolist()
+            plain = crosslingual.retrieval(*vectors).tolist()
             shifted = [side - side.mean(dim=1, keepdim=True) for side in vectors]
             unit = [F.normalize(side, dim=2) for side in shifted]
-            centred = measures.retrieval(*unit).tolist()
+            centred = crosslingual.retrieval(*unit).tolist()
             chance = 1 / len(sides[0][:most])
             scores.append((plain, centred, chance))
     *both, chance = zip(*chain(*context.gather(scores)))
     plain, centred = torch.tensor(both, dtype=torch.float64).mean(dim=1).tolist()
     return {"retrieval": plain, "centred": centred, "chance": fmean(chance)}
+
+
+def bootstrap(totals: Tensor, sizes: Tensor) -> list[float]:
+    """95% bootstrap interval of sum(totals) / sum(sizes), (R,) each, resampling rows with replacement."""
+    rng, R = torch.Generator().manual_seed(0), len(sizes)
+    ratios = []
+    for _ in range(1000):
+        rows = torch.randint(R, (R,), generator=rng)
+        ratio = totals[rows].sum() / sizes[rows].sum()
+        ratios.append(ratio.double())
+    ends = torch.tensor([0.025, 0.975], dtype=torch.float64)
+    return torch.stack(ratios).quantile(ends).tolist()
