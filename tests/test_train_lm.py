@@ -9,7 +9,7 @@ from statistics import fmean
 
 import numpy as np
 import pytest
-import reference
+import reference_scores
 import torch
 from helpers import Script, losses, metrics, only_run, result_of, saved, table_rows, words
 
@@ -114,10 +114,10 @@ def test_counting_is_its_literal_definition(options, monkeypatch, capsys):
     seen = data.seen(2).tolist()
     assert 100 < sum(seen) < 250
     trained = [pair for place, pair in enumerate(pairs, 1) if seen[place]]
-    single = reference.interpolated(train, [1 / V] * V)
+    single = reference_scores.interpolated(train, [1 / V] * V)
     by_hand = {"unigrams": -fmean(math.log(single[token]) for token in test)}
     for name, known in {"bigrams": trained, "all bigrams": pairs}.items():
-        found = [reference.bigrams(known, one, V)[two] for one, two in zip(test, test[1:])]
+        found = [reference_scores.bigrams(known, one, V)[two] for one, two in zip(test, test[1:])]
         by_hand[name] = -fmean(map(math.log, found))
     assert counting.text_losses(data, 2) == pytest.approx(by_hand) and len(set(by_hand.values())) == 3
     data.tokens["train"] = np.zeros(2**24 + 1, dtype="uint16")

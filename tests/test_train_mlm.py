@@ -12,7 +12,7 @@ from statistics import fmean
 
 import numpy as np
 import pytest
-import reference
+import reference_scores
 import torch
 from helpers import Script, metrics, result_of, saved, stopped, table_rows
 from test_metrics import literal_rc
@@ -128,12 +128,12 @@ def test_counting_is_its_literal_definition(options, monkeypatch, capsys):
     """Each language's counts and pairs, with those of all behind the counts; printed beside the model's perplexity."""
     config, _, data, _ = opened(options | {"eval_tokens": 150})
     V, train = data.vocab_size, data.tokens["train"].tolist()
-    of_all = reference.interpolated(train, [1 / V] * V)
+    of_all = reference_scores.interpolated(train, [1 / V] * V)
     texts = [train[first : first + count] for first, count in data.streams["train"]]
     # The last token of a language stands beside the first of the next: counted as what follows it, and what precedes.
     after = [text + train[sum(map(len, texts[: i + 1])) :][:1] for i, text in enumerate(texts)]
     before = [train[: sum(map(len, texts[:i]))][-1:] + text for i, text in enumerate(texts)]
-    singles = [reference.interpolated(text, of_all) for text in texts]
+    singles = [reference_scores.interpolated(text, of_all) for text in texts]
     losses, right, seen = {"tokens": defaultdict(list), "neighbours": defaultdict(list)}, Counter(), Counter()
     for _, _, batch in data.eval_batches("valid", 1, 150):
         T, first = batch.ids.shape[1], int(batch.ids[0, 0])
@@ -143,10 +143,10 @@ def test_counting_is_its_literal_definition(options, monkeypatch, capsys):
             single = singles[language]
             behind = list(zip(after[language], after[language][1:]))
             ahead = list(zip(before[language], before[language][1:]))
-            beside = reference.between(behind, ahead, left, following, single)
+            beside = reference_scores.between(behind, ahead, left, following, single)
             for what, p in (("tokens", single), ("neighbours", beside)):
                 if there != data.tokenizer.mask:
-                    p = reference.shown(p, there, 0.1, 0.1 / (V - len(data.tokenizer.special)))
+                    p = reference_scores.given_input(p, there, 0.1, 0.1 / (V - len(data.tokenizer.special)))
                     seen[there == token] += 1
                 losses[what][data.languages[language]].append(-math.log(p[token]))
                 right[what] += token == np.argmax(p)
