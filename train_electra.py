@@ -31,9 +31,8 @@ from engine.device import clear_errors, seed_all
 from engine.optim import adamw, clip_gradients, linear, set_learning_rate
 from engine.run import Run
 from engine.table import Table, carry_out, start
-from metrics import bilingual, counting, crosslingual, flops
+from metrics import bilingual, counting, crosslingual, flops, in_perplexity
 from metrics.routing import RoutingStats, describe_routing
-from metrics.units import in_perplexity
 from model import Encoder, MaskedLM, SparseModel, cross_entropy
 
 # ---------------------------------------------------------------------------------------------------------------------

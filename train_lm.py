@@ -28,9 +28,8 @@ from engine.files import newest, read_json
 from engine.optim import adamw, clip_gradients, cosine, set_learning_rate
 from engine.run import Run
 from engine.table import Table, carry_out, start
-from metrics import counting, flops
+from metrics import bits_per_byte, counting, flops, perplexity
 from metrics.routing import RoutingStats, describe_routing, easy_and_hard, mean_over_layers
-from metrics.units import bits_per_byte, perplexity
 from model import GPT
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -27,9 +27,8 @@ from engine.device import clear_errors, seed_all
 from engine.optim import adamw, clip_gradients, linear, set_learning_rate
 from engine.run import Run
 from engine.table import Table, carry_out, start
-from metrics import counting, flops
+from metrics import counting, flops, in_perplexity, perplexity
 from metrics.routing import Collapse, RoutingStats, describe_routing, mean_over_layers
-from metrics.units import in_perplexity, perplexity
 from model import PAD, MaskedLM, cross_entropy
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -34,10 +34,9 @@ from engine.device import clear_errors, seed_all, warn
 from engine.optim import adamw, clip_gradients, inverse_sqrt, set_learning_rate
 from engine.run import Run
 from engine.table import Table, carry_out, start
-from metrics import flops
+from metrics import bits_per_byte, flops, perplexity
 from metrics.bleu import mean, score_counting, score_translations
 from metrics.routing import RoutingStats, describe_routing, mean_over_layers
-from metrics.units import bits_per_byte, perplexity
 from model import Translator, nonpad_mask, rows_of
 from routers import ROUTERS
 

@@ -37,7 +37,7 @@ def stop(number: int, where: str = ""):
 class Run:
     """The folder of one training run, and everything around its steps. Only rank 0 writes.
 
-    `result`: of a finished run, else empty. `kept`: what a script saves in checkpoints besides model and optimizer.
+    `result`: of a finished run, else empty. `extra`: what a script saves in checkpoints besides model and optimizer.
     `total` steps, and an evaluation `every` so many: by default the config's. Raises ValueError if the processes cannot
     share a step's micro-batches equally, or if a file in the folder belongs to another run.
     """
@@ -102,13 +102,15 @@ class Run:
         self.open_window()
         if state:
             try:
+                self.extra = state["extra"]
                 self.seconds, self.log = float(state["seconds"]), "" + state["log"]  # TypeError if it is not text
                 self.open_window(**state["window"])
                 model.load_state_dict(state["model"])
                 set_optimizer_state_dict(model, optimizer, state["optimizer"])
             except Exception as error:  # missing keys and wrong shapes raise many kinds of errors
                 file = self.folder / self.checkpoint_name
-                raise ValueError(f"{file} is not a whole checkpoint of this run ({error!s:.200}): delete it") from None
+                problem = f"{file} is not a whole checkpoint of this run, or is from an older version"
+                raise ValueError(f"{problem} ({error!s:.200}): delete it") from None
             self.context.say(f"{self.name}: goes on from step {self.start}")
             before = state.get("precision", self.precision)
             if before != self.precision:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from data.batches import Masked, PairData
 from metrics import crosslingual
-from metrics.units import bootstrap
 from model import Encoder, MaskedLM
 
 
@@ -81,3 +80,15 @@ def retrieval(encoder: Encoder, pairs: PairData, config, context, most: int = 10
     *both, chance = zip(*chain(*context.gather(scores)))
     plain, centred = torch.tensor(both, dtype=torch.float64).mean(dim=1).tolist()
     return {"retrieval": plain, "centred": centred, "chance": fmean(chance)}
+
+
+def bootstrap(totals: Tensor, sizes: Tensor) -> list[float]:
+    """95% bootstrap interval of sum(totals) / sum(sizes), (R,) each, resampling rows with replacement."""
+    rng, R = torch.Generator().manual_seed(0), len(sizes)
+    ratios = []
+    for _ in range(1000):
+        rows = torch.randint(R, (R,), generator=rng)
+        ratio = totals[rows].sum() / sizes[rows].sum()
+        ratios.append(ratio.double())
+    ends = torch.tensor([0.025, 0.975], dtype=torch.float64)
+    return torch.stack(ratios).quantile(ends).tolist()

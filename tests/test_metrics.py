@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from test_flops import small
 
 from engine.device import Context
-from metrics import crosslingual
+from metrics import bits_per_byte, crosslingual, perplexity
+from metrics.bilingual import bootstrap
 from metrics.routing import RoutingStats, mean_over_layers, representation_collapse
-from metrics.units import bits_per_byte, bootstrap, perplexity
 from model import MoE, x_moe_layer, xmoe_layer
 from routers import ROUTERS
 

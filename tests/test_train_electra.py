@@ -27,7 +27,7 @@ from data.tokenizers import XLMR, train_sentencepiece
 from engine.device import Context, setup
 from engine.table import mean_cell
 from metrics import bilingual, counting, crosslingual
-from metrics.units import bootstrap
+from metrics.bilingual import bootstrap
 from model import PAD, MaskedLM
 from train_electra import Config, Electra, sample, score
 

@@ -19,9 +19,8 @@ from data.tokenizers import load_tokenizer
 from engine import pretrained
 from engine.config import command_line
 from engine.device import setup
-from metrics import counting, flops
+from metrics import bits_per_byte, counting, flops
 from metrics.routing import RoutingStats, easy_and_hard
-from metrics.units import bits_per_byte
 from routers import NOT_CHOSEN, ROUTERS
 
 LM = Script(train_lm)
