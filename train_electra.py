@@ -25,14 +25,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from analysis import bilingual, flops, measures
-from data import counting
 from data.batches import MaskedData, PairData
 from engine import parallel
 from engine.device import clear_errors, seed_all
 from engine.optim import adamw, clip_gradients, linear, set_learning_rate
 from engine.run import Run
 from engine.table import Table, carry_out, start
+from metrics import bilingual, counting, crosslingual, flops
+from metrics.routing import RoutingStats, describe_routing
+from metrics.units import in_perplexity
 from model import Encoder, MaskedLM, SparseModel, cross_entropy
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -87,14 +88,14 @@ class Config:
     batch_tokens: int = 512  # tokens of sentences per step, over all processes, and as many tokens of pairs
     micro_tokens: int = 512  # tokens per forward pass; changes results under a capacity limit
     learning_rate: float = 1.5e-3  # peak learning rate
-    distance_lr: float = 3.0  # learning rate multiplier of the relative position bias; at 1 it hardly grows in time
+    rel_bias_lr: float = 3.0  # learning rate multiplier of the relative position bias; at 1 it hardly grows in time
     warmup: float = 0.1  # share of steps for linear warm-up; then linear decay to 0
     beta2: float = 0.999  # Adam's second beta; high, since tokens are rare in small batches
     eps: float = 1e-9  # Adam's epsilon; low, since rare tokens have small gradients
     weight_decay: float = 0.01  # weight decay of matrices and embeddings
     grad_clip: float = 2.0  # clip the gradient to this norm; 0: no clipping
     eval_every: int = 250  # evaluate and save a checkpoint every N steps
-    eval_tokens: int = 1 << 14  # validation tokens of sentences, at most, and of pairs; not the limit of retrieval
+    eval_tokens: int = 1 << 14  # at most this many validation tokens of each corpus; retrieval has a separate limit
     eval_maskings: int = 10  # fixed maskings that the last evaluation averages over; the others use one
     log_every: int = 10  # report the training loss every N steps
     # where and how
@@ -114,7 +115,7 @@ class Config:
 # data/README.md.
 CAPTIONS = dict(data="captions", pairs="captions-pairs", n_embd=128, ffn_size=512, block_size=64)
 CAPTIONS |= dict(steps=14_000, eval_every=2000)  # --learning_rate 7.5e-4 retrieves more translations
-CAPTIONS |= dict(init_std=0.02, distance_lr=10.0, dtype="auto")
+CAPTIONS |= dict(init_std=0.02, rel_bias_lr=10.0, dtype="auto")
 
 # XLM-E appendices A and B; micro-batches are ours. The paper's text says that Large and XL have a vocabulary of 500K,
 # but only 2^19 gives the parameters of table 3.
@@ -122,7 +123,7 @@ BASE = dict(data="cc100", pairs="opus100", mask_share=0.15, masks="electra")
 BASE |= dict(n_layer=12, n_head=12, n_embd=768, init_std=0.02)
 BASE |= dict(ffn_size=3072, block_size=512, dropout=0.1)
 BASE |= dict(moe_after=(6,), frequency_bias=False)
-BASE |= dict(lambda_disc=50.0, learning_rate=5e-4, distance_lr=1.0)
+BASE |= dict(lambda_disc=50.0, learning_rate=5e-4, rel_bias_lr=1.0)
 BASE |= dict(warmup=0.08, beta2=0.98, eps=1e-6)
 BASE |= dict(steps=125_000, batch_tokens=2048 * 512, micro_tokens=32 * 512)
 BASE |= dict(eval_every=5000, eval_tokens=1 << 25, dtype="auto")
@@ -136,8 +137,8 @@ PRESETS = {
     "xl": BASE | XL,
 }
 
-# Vocabulary size of each preset, to compute equal FLOPs before any corpus is read.
-VOCABULARY = {"demo": 517, "captions": 4098, "base": 250_002, "large": 1 << 19, "xl": 1 << 19}
+# Steps of XLM that take the FLOPs of one step of XLM-E, by preset.
+XLM_STEPS = {"demo": 1.953, "captions": 1.813, "base": 1.26, "large": 1.203, "xl": 1.155}
 # A masked token becomes the mask with the first probability, a random token with the second, else stays the same.
 MASKS = {"all": (1.0, 0.0), "bert": (0.8, 0.1), "electra": (0.85, 0.0)}
 XLM = dict(objective="mlm", relative_bias=False, masks="bert")
@@ -149,7 +150,7 @@ def table2(base: Config) -> Table:
 
     The paper's numbers are XNLI and MLQA (F1 / EM) after fine-tuning.
     """
-    ratio = steps_of_xlm(base)
+    ratio = XLM_STEPS[base.preset]
     longer = dict(steps=round(ratio * base.steps))
     rows = [
         (("XLM", "?, 66.2 / 47.8"), XLM),
@@ -173,9 +174,9 @@ def cells(result: dict) -> dict:
     """A row of the table."""
     scores = result["held_out"]
     sentences, pairs, translation = scores["sentences"], scores["pairs"], scores["translation"]
-    layer = measures.middle_layer(len(scores["retrieval"]) - 1)
+    layer = crosslingual.middle_layer(len(scores["retrieval"]) - 1)
     return {
-        "params, M": (result["parameters"]["kept"] / 1e6, ".1f"),
+        "params, M": (result["parameters"]["without_generator"] / 1e6, ".1f"),
         "FLOPs": (result["flops"], ".2e"),
         "masked tokens right": (sentences["generator"], ".1%"),
         "in pairs": (pairs["generator"], ".1%"),
@@ -213,27 +214,27 @@ class Electra(SparseModel):
         self.generator = MaskedLM(SimpleNamespace(**vars(config) | smaller), V)
         self.generator.encoder.wte = self.encoder.wte
         self.generator.encoder.wpe = self.encoder.wpe
-        self.generator.encoder.distance = self.encoder.distance
+        self.generator.encoder.rel_bias = self.encoder.rel_bias
 
-    def forward(self, ids, masked, targets, real=None):
+    def forward(self, ids, masked, targets, nonpad=None):
         """-> MLM or TLM loss, averaged over masked tokens; balance loss; MRTD or TRTD loss, averaged over all tokens.
 
-        ids (B, T) after masking; masked (M,) flat indices, targets (M,) the tokens there; real: see `Encoder`.
+        ids (B, T) after masking; masked (M,) flat indices, targets (M,) the tokens there; nonpad: see `Encoder`.
         """
-        logits, balance, disc_logits, replaced = self.predict(ids, masked, targets, real)
+        logits, balance, disc_logits, replaced = self.predict(ids, masked, targets, nonpad)
         return cross_entropy(logits, targets), balance, disc_loss(disc_logits, replaced)
 
-    def predict(self, ids, masked, targets, real=None):
+    def predict(self, ids, masked, targets, nonpad=None):
         """-> generator logits (M, V), balance loss, discriminator logits (S,) and labels (S,), true if replaced"""
-        logits, _ = self.generator(ids, masked, real=real)
+        logits, _ = self.generator(ids, masked, nonpad=nonpad)
         drawn = sample(logits)  # (M,)
         corrupt = ids.flatten().index_copy(0, masked, drawn)  # (B * T,) eqs. 2, 4
-        h, balance = self.encoder(corrupt.view_as(ids), real)  # (B, T, D)
+        h, balance = self.encoder(corrupt.view_as(ids), nonpad)  # (B, T, D)
         disc_logits = self.out(self.ln_h(F.gelu(self.dense(h)))).flatten()  # (B * T,)
         replaced = corrupt.new_zeros(len(corrupt), dtype=torch.bool)  # (B * T,)
         replaced[masked] = drawn != targets  # a sample that equals the original counts as original
-        if real is not None:
-            disc_logits, replaced = disc_logits[real], replaced[real]  # (S,)
+        if nonpad is not None:
+            disc_logits, replaced = disc_logits[nonpad], replaced[nonpad]  # (S,)
         return logits, balance, disc_logits, replaced
 
 
@@ -263,7 +264,7 @@ def disc_loss(disc_logits: Tensor, replaced: Tensor) -> Tensor:
 
 @torch.no_grad()
 def score(model, batches, special, config: Config, context) -> dict:
-    """Mean losses and accuracies over all batches of all processes, with the same sampled tokens every time.
+    """Mean losses and accuracies over all batches of all processes, always with the same sampled tokens.
 
     saved: how much lower the discriminator's loss is than that of a blind guess, as a share of it. The guess knows only
     that `special` ids are never masked and what share of other tokens is replaced.
@@ -272,16 +273,16 @@ def score(model, batches, special, config: Config, context) -> dict:
     counts, sums = Counter(), Counter()  # of this process, of all processes
     for masking, first, batch in batches:
         seed_all(config.seed, masking, first, 3)  # differs from all seeds of training, whose fourth number is 0
-        ids, masked, targets, real = context.send_all(*batch[:4])
+        ids, masked, targets, nonpad = context.send_all(*batch[:4])
         with context.autocast():
             if config.objective == "rtd":
-                logits, balance, disc_logits, replaced = model.predict(ids, masked, targets, real)
+                logits, balance, disc_logits, replaced = model.predict(ids, masked, targets, nonpad)
             else:
-                logits, balance = model(ids, masked, real=real)
+                logits, balance = model(ids, masked, nonpad=nonpad)
         right = logits.argmax(dim=1).cpu() == batch.targets  # (M,)
         visible = batch.ids.flatten()
-        if batch.real is not None:
-            visible = visible[batch.real]  # (S,)
+        if batch.nonpad is not None:
+            visible = visible[batch.nonpad]  # (S,)
         M, S = len(right), len(visible)
         counts.update(masked=M, mlm=M * float(cross_entropy(logits, targets)), generator=int(right.sum()))
         counts.update(tokens=S, balance=M * float(balance))
@@ -311,7 +312,7 @@ def evaluate(model, data: dict, config: Config, context, untrained: list[float],
     untrained: retrieval accuracy of each layer before training, with language means removed; added to the scores.
     """
     model.eval()
-    watches = [measures.RoutingStats(moe) for moe in model.moe_layers]
+    watches = [RoutingStats(moe) for moe in model.moe_layers]
     scores = {"loss": 0.0}
     for kind, corpus in data.items():
         batches = corpus.eval_batches("valid", maskings, config.eval_tokens, context.rank, context.world)
@@ -343,15 +344,15 @@ def train(config: Config, context) -> dict:
         if run.result:
             return run.result
         model = build(config, data, context)
-        if not run.kept:
+        if not run.extra:
             untrained = bilingual.retrieval(model.eval().encoder, held_out["pairs"], config, context)
-            run.kept["untrained"] = untrained["centred"]
+            run.extra["untrained"] = untrained["centred"]
             model.train()
         work = step_flops(model)
         parameters = flops.count_parameters(model)
         sizes = [p.numel() for name, p in model.named_parameters() if not name.startswith("generator.")]
-        parameters["kept"] = sum(sizes)  # the generator is not needed after pre-training
-        size = "{total:,} parameters, {kept:,} without the generator".format(**parameters)
+        parameters["without_generator"] = sum(sizes)  # the generator is not needed after pre-training
+        size = "{total:,} parameters, {without_generator:,} without the generator".format(**parameters)
         context.say(f"{run.name}: {size}; {work / 1e9:.1f} GFLOPs per step")
         counted = counting.masked_scores(held_out["sentences"], config.eval_tokens)
         context.say(counting.in_words(counted))
@@ -386,15 +387,15 @@ def train(config: Config, context) -> dict:
         model.after_step()  # hypersphere routers restore their norms
         if run.due(step + 1):
             maskings = config.eval_maskings if step + 1 == config.steps else 1
-            scores = evaluate(model, held_out, config, context, run.kept["untrained"], maskings)
-            run.kept["scores"] = scores
+            scores = evaluate(model, held_out, config, context, run.extra["untrained"], maskings)
+            run.extra["scores"] = scores
             translation = scores["translation"]
             if translation["with"] > translation["without"] + 0.02:  # translations help: the languages are aligned
-                run.kept.setdefault("since_step", step + 1)
+                run.extra.setdefault("since_step", step + 1)
             record = {"flops": (step + 1) * work, "held_out": scores}
             run.save(step + 1, record, f"{record['flops']:.2e} FLOPs\n{describe(scores)}", scores["loss"])
 
-    measured = {"held_out": run.kept["scores"], "since_step": run.kept.get("since_step"), "counting": counted}
+    measured = {"held_out": run.extra["scores"], "since_step": run.extra.get("since_step"), "counting": counted}
     return run.finish(measured | {"parameters": parameters, "flops": config.steps * work})
 
 
@@ -420,17 +421,6 @@ def build(config: Config, data: dict, context) -> Electra | MaskedLM:
     return model
 
 
-def steps_of_xlm(config: Config) -> float:
-    """The number of XLM steps that take the FLOPs of one step of XLM-E with these constants."""
-    return work_of(config) / work_of(replace(config, **XLM))
-
-
-def work_of(config: Config) -> float:
-    """`step_flops` of a model with these constants and the preset's vocabulary size."""
-    with torch.device("meta"):
-        return step_flops(NETWORKS[config.objective](config, VOCABULARY[config.preset]))
-
-
 def step_flops(model: Electra | MaskedLM) -> float:
     """Training FLOPs of a step. A backward pass counts as two forward passes, a pair as a row of block_size tokens."""
     config, D = model.config, model.config.n_embd
@@ -449,7 +439,7 @@ def describe(scores: dict) -> str:
     lines = []
     for kind in ("sentences", "pairs"):
         held_out = scores[kind]
-        line = f"{measures.in_perplexity(held_out['mlm'])}, {held_out['generator']:.1%} right"
+        line = f"{in_perplexity(held_out['mlm'])}, {held_out['generator']:.1%} right"
         if "rtd" in held_out:
             saved = f"{abs(held_out['saved']):.1%} {'above' if held_out['saved'] < 0 else 'below'} a blind guess"
             line = f"generator: {line}; discriminator: loss {held_out['rtd']:.4f}, {saved}, "
@@ -458,12 +448,12 @@ def describe(scores: dict) -> str:
     line = "masked tokens of one half of a pair: {with:.2%} right with the translation, {without:.2%} without: "
     low, high = scores["translation"]["effect"]
     lines.append(f"{line.format(**scores['translation'])}a difference of {low:+.2%} to {high:+.2%}")
-    layer = measures.middle_layer(len(scores["retrieval"]) - 1)
+    layer = crosslingual.middle_layer(len(scores["retrieval"]) - 1)
     accuracy, centred, untrained = (scores[name][layer] for name in ("retrieval", "centred", "untrained"))
     line = f"held-out translations retrieved by layer {layer}: {accuracy:.1%} ({scores['chance']:.1%} by chance), "
     lines.append(f"{line}{centred:.1%} with language means removed ({untrained:.1%} untrained)")
     for i, moe in enumerate(scores["layers"], 1):
-        lines.append(f"sparse layer {i}: {measures.describe_routing(moe)}")
+        lines.append(f"sparse layer {i}: {describe_routing(moe)}")
     return "\n".join(lines)
 
 

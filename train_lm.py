@@ -21,8 +21,6 @@ from typing import Literal
 import engine  # isort: skip  # noqa: F401  before torch
 import torch
 
-from analysis import flops, measures
-from data import counting
 from data.batches import TokenData
 from engine import parallel, pretrained
 from engine.device import clear_errors, seed_all, show
@@ -30,6 +28,9 @@ from engine.files import newest, read_json
 from engine.optim import adamw, clip_gradients, cosine, set_learning_rate
 from engine.run import Run
 from engine.table import Table, carry_out, start
+from metrics import counting, flops
+from metrics.routing import RoutingStats, describe_routing, easy_and_hard, mean_over_layers
+from metrics.units import bits_per_byte, perplexity
 from model import GPT
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -184,7 +185,7 @@ def cells(result: dict) -> dict:
         "no limit": (result["test_no_limit"]["ppl"], ".2f"),
     }
     for name, form in ROUTING.items():
-        row[name] = measures.mean_over_layers(name, layers), form
+        row[name] = mean_over_layers(name, layers), form
     return row
 
 
@@ -196,7 +197,7 @@ def cells(result: dict) -> dict:
 def evaluate(model: GPT, data: TokenData, split: str, context, max_tokens: int | None = None) -> dict:
     """Cross entropy, balance loss and routing statistics, with micro-batches as large as in training."""
     model.eval()
-    watches = [measures.RoutingStats(moe) for moe in model.moe_layers]
+    watches = [RoutingStats(moe) for moe in model.moe_layers]
     sums = torch.zeros(3, dtype=torch.float64)  # cross entropy, balance loss, tokens
     batches = data.eval_batches(split, max_tokens, context.rank, context.world)
     for number, (x, y) in enumerate(batches):
@@ -218,9 +219,9 @@ def in_units(loss: float, counts: dict) -> dict[str, float]:
     """Converts a mean cross entropy in nats per token, given the text's counts of tokens, words and bytes."""
     return {
         "loss": loss,
-        "ppl": measures.perplexity(loss),
-        "word_ppl": measures.perplexity(loss * counts["tokens"] / counts["words"]) if "words" in counts else None,
-        "bpb": measures.bits_per_byte(loss, counts),
+        "ppl": perplexity(loss),
+        "word_ppl": perplexity(loss * counts["tokens"] / counts["words"]) if "words" in counts else None,
+        "bpb": bits_per_byte(loss, counts),
     }
 
 
@@ -285,10 +286,10 @@ def summary(model: GPT, data: TokenData, counting_losses: dict, context) -> dict
     """Test scores, counting baselines, and the tokens that choose few or many experts."""
     text = data.meta["splits"]["test"]
     result = test(model, data, context)
-    result["counting"] = {name: measures.bits_per_byte(loss, text) for name, loss in counting_losses.items()}
+    result["counting"] = {name: bits_per_byte(loss, text) for name, loss in counting_losses.items()}
     if model.moe_layers and type(model.moe_layers[-1].router).K is None:
         batches = [x for x, _ in data.eval_batches("test", 1 << 16)]
-        easy, hard = measures.easy_and_hard(model, batches, context)
+        easy, hard = easy_and_hard(model, batches, context)
         result["easy"] = [data.tokenizer.decode([token]) for token in easy]
         result["hard"] = [data.tokenizer.decode([token]) for token in hard]
     return result
@@ -339,7 +340,7 @@ def describe(scores: dict) -> str:
     """An evaluation in words, with a line per MoE layer."""
     per_word = " ({word_ppl:.1f} per word)" if scores["word_ppl"] else ""  # if the text has spaces
     words = f"{LOSS}{per_word}  balance {{balance:.3f}}"
-    layers = [f"\n  MoE layer {i}: {measures.describe_routing(layer)}" for i, layer in enumerate(scores["layers"], 1)]
+    layers = [f"\n  MoE layer {i}: {describe_routing(layer)}" for i, layer in enumerate(scores["layers"], 1)]
     return words.format(**scores) + "".join(layers)
 
 
@@ -382,7 +383,7 @@ def write_sample(folder: Path, config: Config, context):
     with context.autocast(), model.no_limit(), torch.no_grad():
         sampling = config.sample_tokens, config.sample_temperature, config.sample_top_k
         ids = model.generate(ids, *sampling, end=tokenizer.eot)
-        watches = [measures.RoutingStats(moe) for moe in model.moe_layers]
+        watches = [RoutingStats(moe) for moe in model.moe_layers]
         model.hidden(ids[:, -model.config.block_size :])  # one pass over all tokens, for the statistics
     show(f"\nsample:\n{tokenizer.decode(ids[ids != tokenizer.eot].tolist())}")
     served = ", ".join(f"{watch.finish()['served']:.1f}" for watch in watches)

@@ -21,14 +21,15 @@ import engine  # isort: skip  # noqa: F401  before torch
 import torch
 from torch import Tensor
 
-from analysis import flops, measures
-from data import counting
 from data.batches import MaskedData
 from engine import parallel, pretrained
 from engine.device import clear_errors, seed_all
 from engine.optim import adamw, clip_gradients, linear, set_learning_rate
 from engine.run import Run
 from engine.table import Table, carry_out, start
+from metrics import counting, flops
+from metrics.routing import Collapse, RoutingStats, describe_routing, mean_over_layers
+from metrics.units import in_perplexity, perplexity
 from model import PAD, MaskedLM, cross_entropy
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -76,7 +77,7 @@ class Config:
     micro_tokens: int = 1024  # tokens per forward pass; changes results under a capacity limit
     learning_rate: float = 3e-3  # peak learning rate
     router_lr: float = 0.2  # learning rate multiplier of the routers
-    distance_lr: float = 10.0  # learning rate multiplier of the relative position bias; at 1 it hardly grows in time
+    rel_bias_lr: float = 10.0  # learning rate multiplier of the relative position bias; at 1 it hardly grows in time
     warmup: float = 0.08  # share of steps for linear warm-up; then linear decay to 0
     beta2: float = 0.999  # Adam's second beta; high, since tokens are rare in small batches
     eps: float = 1e-9  # Adam's epsilon; low, since rarely chosen experts have small gradients
@@ -101,7 +102,7 @@ BASE = dict(data="cc100", mask_share=0.15, router_lr=1.0)
 BASE |= dict(n_layer=12, n_head=12, n_embd=768, init_std=0.02)
 BASE |= dict(ffn_size=3072, block_size=512, dropout=0.1)
 BASE |= dict(moe_after=(6,), experts=32, expert_size=3072, gate=None)
-BASE |= dict(frequency_bias=False, relative_bias=False, distance_lr=1.0)
+BASE |= dict(frequency_bias=False, relative_bias=False, rel_bias_lr=1.0)
 BASE |= dict(steps=125_000, batch_tokens=2048 * 512, micro_tokens=32 * 512)
 BASE |= dict(learning_rate=5e-4, beta2=0.98, eps=1e-6)
 BASE |= dict(eval_every=5000, eval_tokens=1 << 25, recompute=True, dtype="auto")
@@ -167,13 +168,13 @@ TABLES = {number: partial(table, number) for number in TITLES}
 
 def cells(result: dict) -> dict:
     """A row of any table; routing statistics are means over sparse layers."""
-    mean = partial(measures.mean_over_layers, layers=result["valid"]["layers"])
+    mean = partial(mean_over_layers, layers=result["valid"]["layers"])
     return {
         "params, M": (result["parameters"]["total"] / 1e6, ".1f"),
         "our perplexity": (result["valid"]["ppl"], ".2f"),
         "beats counting since step": (result.get("since_step"), ",.0f"),
         "RC": (mean("rc"), ".2f"),
-        "RC at first": (measures.mean_over_layers("rc", result.get("first", [])), ".2f"),
+        "RC at first": (mean_over_layers("rc", result.get("first", [])), ".2f"),
         "RF": (mean("rf"), ".1%"),
         "load imbalance": (mean("imbalance"), ".2f"),
         "temperature": (mean("temperature"), ".3f"),
@@ -193,17 +194,17 @@ def evaluate(model: MaskedLM, data: MaskedData, config: Config, context, masking
     """
     model.eval()
     tokens = data.eval_tokens("valid", config.eval_tokens)
-    routing = [measures.RoutingStats(moe) for moe in model.moe_layers]
-    collapse = [measures.Collapse(moe, tokens) for moe in model.moe_layers]
+    routing = [RoutingStats(moe) for moe in model.moe_layers]
+    collapse = [Collapse(moe, tokens) for moe in model.moe_layers]
     losses, counts = torch.zeros(2, len(data.languages), dtype=torch.float64)  # per language, over its masked tokens
     balances = torch.zeros((), dtype=torch.float64)
     for k, first, batch in data.eval_batches("valid", maskings, config.eval_tokens, context.rank, context.world):
         seed_all(config.seed, 0, 1 + k, first)  # for routers that sample
         for watch in collapse:  # RC and RF are measured on the first masking
             watch.place = first if k == 0 else None  # index of the batch's first token
-        ids, masked, targets, real = context.send_all(*batch[:4])
+        ids, masked, targets, nonpad = context.send_all(*batch[:4])
         with context.autocast():
-            logits, balance = model(ids, masked, real=real)
+            logits, balance = model(ids, masked, nonpad=nonpad)
         loss = cross_entropy(logits, targets, per_token=True).cpu().double()  # (M,)
         losses.index_add_(0, batch.language, loss)
         counts.index_add_(0, batch.language, torch.ones_like(loss))
@@ -212,11 +213,11 @@ def evaluate(model: MaskedLM, data: MaskedData, config: Config, context, masking
     model.train()
     predicted = int(counts.sum())
     loss = float(losses.sum() / predicted)
-    scores = {"loss": loss, "ppl": measures.perplexity(loss), "languages": {}, "layers": []}
+    scores = {"loss": loss, "ppl": perplexity(loss), "languages": {}, "layers": []}
     scores |= {"balance": float(balances) / predicted, "tokens": tokens, "predicted": predicted}
     for name, total, count in zip(data.languages, losses.tolist(), counts.tolist()):
         if count:
-            scores["languages"][name] = measures.perplexity(total / count)
+            scores["languages"][name] = perplexity(total / count)
     for i, moe in enumerate(model.moe_layers):
         layer = routing[i].finish(context.sum)
         layer |= collapse[i].finish(before[i] if before else None, context.sum)
@@ -259,9 +260,9 @@ def train(config: Config, context) -> dict:
         context.say(counting.in_words(counted))
         forward = parallel.wrap(model, config, context)
         optimizer = adamw(model, config)
-        run.resume(model, optimizer, work, measures.in_perplexity)
+        run.resume(model, optimizer, work, in_perplexity)
 
-    chosen = run.kept.get("chosen")  # experts at the last evaluation
+    chosen = run.extra.get("chosen")  # experts at the last evaluation
     for step in run.steps():
         set_learning_rate(optimizer, linear(step, config.steps, config.warmup, config.learning_rate))
         batches = [data.batch("train", step, micro) for micro in run.micros]
@@ -282,13 +283,13 @@ def train(config: Config, context) -> dict:
         if run.due(step + 1):
             maskings = config.eval_maskings if step + 1 == config.steps else 1
             scores, chosen = evaluate(model, data, config, context, maskings, before=chosen)
-            run.kept |= {"valid": scores, "chosen": chosen}
-            run.kept.setdefault("first", scores["layers"])  # to show how RC changes
+            run.extra |= {"valid": scores, "chosen": chosen}
+            run.extra.setdefault("first", scores["layers"])  # to show how RC changes
             if scores["ppl"] < counted.get("neighbours", {}).get("ppl", 0):
-                run.kept.setdefault("since_step", step + 1)
+                run.extra.setdefault("since_step", step + 1)
             run.save(step + 1, scores, f"valid {describe(scores)}", scores["loss"])
 
-    measured = {name: run.kept.get(name) for name in ("valid", "first", "since_step")}
+    measured = {name: run.extra.get(name) for name in ("valid", "first", "since_step")}
     return run.finish(measured | {"counting": counted, "parameters": parameters, "flops": work})
 
 
@@ -297,7 +298,7 @@ def describe(scores: dict) -> str:
     lines = ["perplexity {ppl:.2f} ({predicted:,} masked tokens)  balance {balance:.3f}".format(**scores)]
     for i, layer in enumerate(scores["layers"], 1):
         changed = "-" if layer["rf"] is None else f"{layer['rf']:.1%}"
-        lines.append(f"  sparse layer {i}: RC {layer['rc']:.2f}, RF {changed}; {measures.describe_routing(layer)}")
+        lines.append(f"  sparse layer {i}: RC {layer['rc']:.2f}, RF {changed}; {describe_routing(layer)}")
         if layer["temperature"]:
             lines[-1] += f", temperature {layer['temperature']:.4f}"
     return "\n".join(lines)

@@ -26,9 +26,7 @@ import engine  # isort: skip  # noqa: F401  before torch
 import torch
 from tqdm import tqdm
 
-from analysis import flops, measures
 from data.batches import TranslationData, source_batches
-from data.bleu import mean, score_counting, score_translations
 from data.files import read_lines
 from data.tokenizers import XLMR
 from engine import parallel, pretrained
@@ -36,7 +34,11 @@ from engine.device import clear_errors, seed_all, warn
 from engine.optim import adamw, clip_gradients, inverse_sqrt, set_learning_rate
 from engine.run import Run
 from engine.table import Table, carry_out, start
-from model import Translator, real_mask, rows_of
+from metrics import flops
+from metrics.bleu import mean, score_counting, score_translations
+from metrics.routing import RoutingStats, describe_routing, mean_over_layers
+from metrics.units import bits_per_byte, perplexity
+from model import Translator, nonpad_mask, rows_of
 from routers import ROUTERS
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -200,7 +202,7 @@ def cells(result: dict) -> dict:
         scores = result[where]
         row[f"BLEU{note}"] = scores["bleu"], ".2f"
         row[f"chrF2++{note}"] = scores["chrf"], ".2f"
-        row[f"rows kept{note}"] = measures.mean_over_layers("served", scores["layers"]), ".2f"
+        row[f"rows kept{note}"] = mean_over_layers("served", scores["layers"]), ".2f"
     for baseline in ("memory", "lookup"):
         for metric, column in {"bleu": "BLEU", "chrf": "chrF2++"}.items():
             row[f"{column}, {baseline}"] = result.get(baseline, {}).get(metric), ".2f"
@@ -222,10 +224,10 @@ TABLES = {3: table3, 4: table4}
 
 
 @torch.no_grad()
-def translate(model: Translator, source, real, tokenizer, beam=5, length_penalty=1.0, limit=False) -> list:
+def translate(model: Translator, source, nonpad, tokenizer, beam=5, length_penalty=1.0, limit=False) -> list:
     """Beam search: the ids of the best translation of each of B sources, without <s> and </s>.
 
-    source (B, N) ends in </s>; real (S,): see `Translator.encode`. A source of n tokens before </s> gets a translation
+    source (B, N) ends in </s>; nonpad: see `Translator.encode`. A source of n tokens before </s> gets a translation
     of at most 1.2 n + 10 tokens. A finished hypothesis scores its log probability divided by its length, including
     </s>, to the power of `length_penalty`; a sentence is done when K hypotheses are finished or its beams reach the
     maximum length. Experts have no capacity limit, so a translation depends on its source alone; limit: use the
@@ -236,8 +238,8 @@ def translate(model: Translator, source, real, tokenizer, beam=5, length_penalty
     never = torch.tensor(tokenizer.unwritten, device=device)  # tokens that are never generated
     is_end = torch.arange(V, device=device) == tokenizer.eos
     length = source.new_full((B,), N)  # with </s>
-    if real is not None:
-        length = real_mask(source, real).sum(dim=1)
+    if nonpad is not None:
+        length = nonpad_mask(source, nonpad).sum(dim=1)
     longest = 6 * (length - 1) // 5 + 10
     written = source.new_full((B, K, 1), tokenizer.bos)  # tokens of each beam
     score = torch.zeros(B, K, device=device)
@@ -247,7 +249,7 @@ def translate(model: Translator, source, real, tokenizer, beam=5, length_penalty
     was_training = model.training
     model.eval()
     with nullcontext() if limit else model.no_limit():
-        encoded, _ = model.encode(source, real)
+        encoded, _ = model.encode(source, nonpad)
         past = None
         while searched:
             t = written.shape[2]  # length, with </s>, of a translation that ends now
@@ -304,9 +306,9 @@ def translate_texts(model: Translator, texts: list[str], tokenizer: XLMR, config
     silent = context.rank > 0 or None
     translations = {}  # by number of the text
     for numbers, batch in tqdm(batches[context.rank :: context.world], "translating", leave=False, disable=silent):
-        source, real = context.send_all(*batch)
+        source, nonpad = context.send_all(*batch)
         with context.autocast():
-            best = translate(model, source, real, tokenizer, config.beam, config.length_penalty, limit)
+            best = translate(model, source, nonpad, tokenizer, config.beam, config.length_penalty, limit)
         for number, translation in zip(numbers, best):
             text = tokenizer.decode(translation)
             translations[nonempty[number]] = " ".join(text.split())  # a token may be a line feed
@@ -319,7 +321,7 @@ def score_split(model, data: TranslationData, split: str, config: Config, contex
 
     limit: see `translate`.
     """
-    watches = list(map(measures.RoutingStats, model.moe_layers))
+    watches = list(map(RoutingStats, model.moe_layers))
     pairs, texts = {}, []
     for name in data.languages:
         sources, references = (side[:count] for side in data.texts(split, name))
@@ -340,7 +342,7 @@ def score_split(model, data: TranslationData, split: str, config: Config, contex
 def evaluate(model: Translator, data: TranslationData, split: str, context, max_tokens: int) -> dict:
     """Cross entropy of reference translations (without smoothing), balance loss and routing statistics."""
     model.eval()
-    watches = list(map(measures.RoutingStats, model.moe_layers))
+    watches = list(map(RoutingStats, model.moe_layers))
     sums = torch.zeros(3, dtype=torch.float64)  # cross entropy, balance loss, tokens
     for number, batch in enumerate(data.eval_batches(split, max_tokens, context.rank, context.world)):
         seed_all(model.config.seed, 0, 1 + context.rank + number * context.world)  # for routers that sample
@@ -351,8 +353,8 @@ def evaluate(model: Translator, data: TranslationData, split: str, context, max_
     model.train()
     return {
         "loss": loss / tokens,
-        "ppl": measures.perplexity(loss / tokens),
-        "bpb": measures.bits_per_byte(loss / tokens, data.eval_counts(split, max_tokens)),
+        "ppl": perplexity(loss / tokens),
+        "bpb": bits_per_byte(loss / tokens, data.eval_counts(split, max_tokens)),
         "balance": balance / tokens,
         "tokens": int(tokens),
         "layers": [{"name": name} | watch.finish(context.sum) for name, watch in zip(model.moe_names, watches)],
@@ -409,11 +411,11 @@ def train(config: Config, context) -> dict:
             scores = evaluate(model, data, "valid", context, config.eval_tokens)
             run.check_finite(scores["loss"], step + 1)  # NaN weights cannot translate
             valid = score_split(model, data, "valid", config, context, config.eval_sentences)
-            best, bleu_chrf = run.kept.get("best", {}), {name: valid[name] for name in ("bleu", "chrf")}
+            best, bleu_chrf = run.extra.get("best", {}), {name: valid[name] for name in ("bleu", "chrf")}
             if tuple(bleu_chrf.values()) > (best.get("bleu", -1), best.get("chrf", 0)):
                 weights = {name: x.to("cpu", copy=True) for name, x in model.state_dict().items()}
-                run.kept["best"] = bleu_chrf | {"step": step + 1, "model": weights}
-            since_step = run.kept.setdefault("since_step", {})
+                run.extra["best"] = bleu_chrf | {"step": step + 1, "model": weights}
+            since_step = run.extra.setdefault("since_step", {})
             for name, pair in valid["pairs"].items():
                 if pair["chrf"] > memories.get(name, math.inf):  # the memory's score on the test set
                     since_step.setdefault(name, step + 1)
@@ -421,13 +423,13 @@ def train(config: Config, context) -> dict:
             run.save(step + 1, scores, f"valid {describe(scores)}", scores["loss"])
 
     result = test(model, data, run, config, context) | counting
-    result["since_step"] = {name: run.kept["since_step"].get(name) for name in memories}
+    result["since_step"] = {name: run.extra["since_step"].get(name) for name in memories}
     return run.finish(result | {"parameters": parameters, "flops_per_pair": work})
 
 
 def test(model: Translator, data: TranslationData, run: Run, config: Config, context) -> dict:
     """Test scores of the weights with the best validation BLEU, which are saved as model.pt."""
-    best = run.kept["best"]
+    best = run.extra["best"]
     model.load_state_dict(best["model"])
     run.save_model("model.pt", model, best["step"])
     scores = unlimited = score_split(model, data, "test", config, context)  # with the limit: the paper's protocol
@@ -444,7 +446,7 @@ def describe(scores: dict) -> str:
     """An evaluation in words, with a line per MoE layer."""
     text = "{bpb:.3f} bits per byte, perplexity {ppl:.2f}  balance {balance:.3f}  ".format(**scores) + in_words(scores)
     for layer in scores["layers"]:
-        text += f"\n  {layer['name']}: {measures.describe_routing(layer)}"
+        text += f"\n  {layer['name']}: {describe_routing(layer)}"
     return text
 
 

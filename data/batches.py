@@ -130,10 +130,10 @@ def pad_rows(tokens: ndarray, lengths: ndarray, pad, width=0) -> tuple[Tensor, T
 
     -> ids (B, T), and the flat indices (N,) of non-padding tokens, or None if there is no padding.
     """
-    real = np.arange(max(width, lengths.max())) < lengths[:, None]  # (B, T)
-    ids = np.full(real.shape, pad, dtype=np.int64)
-    ids[real] = tokens
-    return torch.from_numpy(ids), None if real.all() else torch.from_numpy(np.flatnonzero(real))
+    nonpad = np.arange(max(width, lengths.max())) < lengths[:, None]  # (B, T)
+    ids = np.full(nonpad.shape, pad, dtype=np.int64)
+    ids[nonpad] = tokens
+    return torch.from_numpy(ids), None if nonpad.all() else torch.from_numpy(np.flatnonzero(nonpad))
 
 
 def cut(sizes: ndarray, micro_tokens: int) -> list[slice]:
@@ -164,13 +164,13 @@ class Masked(NamedTuple):
     ids: Tensor  # (B, T) after masking
     masked: Tensor  # (M,) flat indices of the tokens to predict, ascending
     targets: Tensor  # (M,) the tokens to predict
-    real: Tensor | None  # (S,) flat indices of non-padding tokens, ascending; None: there is no padding
+    nonpad: Tensor | None  # (S,) flat indices of non-padding tokens, ascending; None: there is no padding
     language: Tensor  # (M,) index into the data's `languages`
 
     @property
     def tokens(self) -> int:
         """The number of non-padding tokens."""
-        return self.ids.numel() if self.real is None else len(self.real)
+        return self.ids.numel() if self.nonpad is None else len(self.nonpad)
 
 
 @dataclass(eq=False)
@@ -275,13 +275,13 @@ class MaskedData(Prepared):
         if to_mask is not None:
             chosen &= np.tile([False, *to_mask], len(sizes))[part]
         hidden = self.masking.hide(tokens, chosen, random)
-        ids, real = pad_rows(hidden, rows.lengths, self.tokenizer.pad, width)
+        ids, nonpad = pad_rows(hidden, rows.lengths, self.tokenizer.pad, width)
         masked = torch.from_numpy(np.flatnonzero(chosen))
-        if real is not None:
-            masked = real[masked]
+        if nonpad is not None:
+            masked = nonpad[masked]
         language = np.repeat(rows.language, rows.lengths)[chosen]
         targets = torch.from_numpy(tokens[chosen])
-        return Masked(ids, masked, targets, real, torch.from_numpy(language))
+        return Masked(ids, masked, targets, nonpad, torch.from_numpy(language))
 
 
 class PairData(MaskedData):
@@ -346,15 +346,15 @@ class Translation(NamedTuple):
     """B sources of up to N tokens and their translations of up to T. Flat indices count through all rows."""
 
     source: Tensor  # (B, N) each text and its </s>
-    source_real: Tensor | None  # (S,) flat indices of non-padding tokens; None: there is no padding
+    source_nonpad: Tensor | None  # (S,) flat indices of non-padding tokens; None: there is no padding
     target: Tensor  # (B, T) <s> and the translation: the decoder's input
-    target_real: Tensor | None  # (M,)
+    target_nonpad: Tensor | None  # (M,)
     labels: Tensor  # (M,) the next token at each of these: the translation and its </s>
 
     @property
     def tokens(self) -> int:
         """The number of non-padding tokens on both sides."""
-        source = self.source if self.source_real is None else self.source_real
+        source = self.source if self.source_nonpad is None else self.source_nonpad
         return source.numel() + len(self.labels)
 
 
@@ -482,7 +482,7 @@ class TranslationData(Prepared):
 def source_batches(ids: list[list[int]], pad: int, eos: int, micro_tokens: int):
     """Sources to translate, longest first, in batches of at most micro_tokens tokens, padding included.
 
-    Yields the numbers of the sources, and (source (B, N), source_real (S,) or None) as in Translation.
+    Yields the numbers of the sources, and (source (B, N), source_nonpad (S,) or None) as in Translation.
     """
     lengths = np.array([len(text) + 1 for text in ids])
     order = np.argsort(-lengths, kind="stable")

@@ -1,10 +1,10 @@
-"""Steps on a card that is not there, in a process of its own: python fake_cuda.py FOLDER.
+"""Training steps on a simulated GPU, in a separate process: python fake_cuda.py FOLDER.
 
-Forward and backward passes of every script's model -> FOLDER/steps.json: case -> the error, "" if none. Tensors have
-shapes and no values (FakeTensorMode), so that whatever the host would read of them raises. Autograd needs something
-that says which card is current: a few lines of C++, which are loaded before torch looks for a real one.
+Runs forward and backward passes of every script's model, and writes {case: error, or ""} to FOLDER/steps.json. Tensors
+have shapes but no values (FakeTensorMode), so reading a value on the host raises. Autograd asks which GPU is current:
+a few lines of C++ answer, and are loaded before torch looks for a real GPU.
 """
-# ruff: noqa: E402, since the card must be there before torch is
+# ruff: noqa: E402, since the simulated GPU is loaded before torch
 
 import contextlib
 import ctypes
@@ -16,11 +16,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
-CARD = """
+GPU_HOOKS = """
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/FakeGuardImpl.h>
 namespace at {
-struct CUDAHooks : CUDAHooksInterface {  // the name by which torch looks for it
+struct CUDAHooks : CUDAHooksInterface {  // torch looks it up by this name
   explicit CUDAHooks(CUDAHooksArgs) {}
   void init() const override {}
   bool hasCUDA() const override { return true; }
@@ -35,21 +35,21 @@ C10_REGISTER_GUARD_IMPL(CUDA, c10::impl::FakeGuardImpl<c10::DeviceType::CUDA>)
 """
 
 
-def load_card(folder: Path):
+def load_gpu_hooks(folder: Path):
     torch = Path(importlib.util.find_spec("torch").origin).parent
-    built, lib = folder / "card.so", torch / "lib"
-    if not built.exists():
-        (folder / "card.cpp").write_text(CARD)
+    library, lib = folder / "gpu.so", torch / "lib"
+    if not library.exists():
+        (folder / "gpu.cpp").write_text(GPU_HOOKS)
         options = ["-shared", "-fPIC", "-std=c++20", f"-I{torch / 'include'}", f"-L{lib}", "-lc10", "-ltorch_cpu"]
-        subprocess.run(["g++", str(folder / "card.cpp"), "-o", str(built), *options], check=True)
+        subprocess.run(["g++", str(folder / "gpu.cpp"), "-o", str(library), *options], check=True)
     for name in ("libtorch_cpu.so", "libtorch_cuda.so"):
         if (lib / name).exists():
             ctypes.CDLL(str(lib / name), ctypes.RTLD_GLOBAL)
-    ctypes.CDLL(str(built))
+    ctypes.CDLL(str(library))
 
 
 if __name__ == "__main__":
-    load_card(Path(sys.argv[1]))
+    load_gpu_hooks(Path(sys.argv[1]))
 
 import torch
 from helpers import constants
@@ -61,8 +61,8 @@ from routers import ROUTERS
 
 
 @contextlib.contextmanager
-def with_a_card():
-    """Inside the `with`, torch finds a card, on which nothing can run."""
+def simulated_gpu():
+    """Inside the `with`, torch finds a GPU, on which nothing can run."""
     answers = dict(is_available=True, device_count=1, current_device=0, get_device_capability=(9, 0), _lazy_init=None)
     answers |= dict(get_device_properties=SimpleNamespace(major=9, minor=0, multi_processor_count=132))
     answers |= dict(_exchange_device=0, _maybe_exchange_device=0)
@@ -73,7 +73,7 @@ def with_a_card():
         yield
 
 
-def on_card(net: torch.nn.Module) -> torch.nn.Module:
+def to_gpu(net: torch.nn.Module) -> torch.nn.Module:
     for module in net.modules():
         for name, p in module._parameters.items():
             if p is not None:
@@ -84,64 +84,62 @@ def on_card(net: torch.nn.Module) -> torch.nn.Module:
 
 
 def step(net, read: bool = False):
-    """-> the loss of one micro-batch of a script: with padding, but for GPT."""
-    ids, real = torch.randint(V, (2, 16), device="cuda"), torch.arange(29, device="cuda")
+    """The loss of one micro-batch, with padding for all but GPT. read: the host reads the loss."""
+    ids, nonpad = torch.randint(V, (2, 16), device="cuda"), torch.arange(29, device="cuda")
     if isinstance(net, model.GPT):
-        given = ids, ids
+        inputs = ids, ids
     elif isinstance(net, model.Translator):
-        given = ids, real, ids, real, ids.flatten()[real]
+        inputs = ids, nonpad, ids, nonpad, ids.flatten()[nonpad]
     else:
-        masked = real[::3]
-        given = ids, masked, ids.flatten()[masked], real
+        masked = nonpad[::3]
+        inputs = ids, masked, ids.flatten()[masked], nonpad
     with torch.autocast("cuda", torch.bfloat16):
-        loss, balance, *rtd = net(*given)
-        loss = loss + 0.01 * balance + sum(rtd)
-    if read:
-        loss = loss * float(loss)
-    return loss
+        loss, balance, *disc_loss = net(*inputs)
+        loss = loss + 0.01 * balance + sum(disc_loss)
+    return loss * float(loss) if read else loss
 
 
-# Every model of a script -> its class and constants, without a capacity limit and with one.
+# Every script's model -> its class, its constants, and what removes the capacity limit.
 MODELS = {
     "GPT": (model.GPT, {}, dict(capacity=float("inf"))),
     "MaskedLM": (model.MaskedLM, dict(top_k=2, capacity_factor=0.5), dict(capacity_factor=float("inf"))),
     "Electra": (train_electra.Electra, dict(capacity_factor=0.5), dict(capacity_factor=float("inf"))),
     "Translator": (model.Translator, dict(moe_after=()), dict(capacity=float("inf"))),
 }
-V, MORE = 99, dict(n_embd=32, ffn_size=64, decoder_layers=2, decoder_moe=True, generator_layers=1, label_smoothing=0.1)
+V, SMALL = 99, dict(n_embd=32, ffn_size=64, decoder_layers=2, decoder_moe=True, generator_layers=1, label_smoothing=0.1)
 
 
-def build(name: str, router: str, limit: bool = True, **changes):
-    kind, own, no_limit = MODELS[name]
-    own = MORE | own | ({} if limit else no_limit) | changes
-    return kind(constants(router=router, relative_bias=name == "Electra", **own), V)
+def build(name: str, router: str, limit: bool = True):
+    kind, options, no_limit = MODELS[name]
+    options = SMALL | options | ({} if limit else no_limit)
+    return kind(constants(router=router, relative_bias=name == "Electra", **options), V)
 
 
 def steps() -> dict[str, str]:
-    found = {}
+    errors = {}
 
-    def attempt(case: str, take):
+    def attempt(case: str, loss):
         try:
             with FakeTensorMode():
-                take().backward()
-            found[case] = ""
+                loss().backward()
+            errors[case] = ""
         except Exception as error:
-            found[case] = f"{type(error).__name__}: {error!s:.200}"
+            errors[case] = f"{type(error).__name__}: {error!s:.200}"
 
     for name in MODELS:
-        attempt(f"{name}, dense", lambda name=name: step(on_card(build(name, "dense"))))
+        attempt(f"{name}, dense", lambda name=name: step(to_gpu(build(name, "dense"))))
         for router in ROUTERS:
             for limit in (True, False):
                 case = f"{name}, {router}{'' if limit else ', no limit'}"
-                attempt(case, lambda given=(name, router, limit): step(on_card(build(*given))))
+                attempt(case, lambda args=(name, router, limit): step(to_gpu(build(*args))))
     recomputed = build("GPT", "threshold")
     recomputed.recompute_layers()
-    attempt("recompute", lambda: step(on_card(recomputed)))
-    attempt("a number is read", lambda: step(on_card(build("GPT", "switch")), read=True))
-    return found
+    attempt("recompute", lambda: step(to_gpu(recomputed)))
+    attempt("a number is read", lambda: step(to_gpu(build("GPT", "switch")), read=True))
+    return errors
 
 
 if __name__ == "__main__":
-    with with_a_card():
-        found = steps()
-    Path(sys.argv[1], "steps.json").write_text(json.dumps(found))
+    with simulated_gpu():
+        errors = steps()
+    Path(sys.argv[1], "steps.json").write_text(json.dumps(errors))

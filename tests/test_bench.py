@@ -1,4 +1,4 @@
-"""tools/bench.py as a user runs it, at tiny sizes; what is measured is not tested, only what is made of it."""
+"""tools/bench.py as a user runs it, at tiny sizes. Timings are not tested, only what is computed from them."""
 
 import json
 import math
@@ -11,18 +11,18 @@ import torch
 
 import model
 import train_lm
-from analysis import measures
+from metrics import timing
 from routers import ROUTERS
 from tools import bench
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="python tools/bench.py check takes minutes there")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="python tools/bench.py check takes minutes on a GPU")
 CPU = bench.CPU
 MIXTRAL = "HF Mixtral, grouped_mm"
 
 
 @pytest.fixture
 def results(monkeypatch, tmp_path):
-    """A function: the words of a command line -> the exit status, and the results in the file. Nothing is compiled."""
+    """Runs a command line without compiling -> its exit status, and the results in its file."""
 
     def run(*words) -> tuple[int, list[dict]]:
         file = tmp_path / "new" / "results.json"
@@ -30,7 +30,8 @@ def results(monkeypatch, tmp_path):
         with torch.compiler.set_stance("force_eager"), pytest.raises(SystemExit) as stop:
             bench.main()
         content = json.loads(file.read_text())
-        assert content["machine"]["processes"] == 1 and content["machine"]["commit"]
+        assert content["machine"]["processes"] == 1
+        assert content["machine"]["commit"]
         return stop.value.code, content["results"]
 
     return run
@@ -40,11 +41,11 @@ def contender(run=list, gflops=1.0) -> bench.Contender:
     return run, {"gflops": gflops}
 
 
-def test_contenders_take_turns_until_their_patience_is_used_up(monkeypatch):
-    """A record has the median, half the range between the quartiles, and the time over the first's at equal FLOPs."""
+def test_contenders_run_in_turns_until_the_time_limit(monkeypatch):
+    """A record has the median, half the interquartile range, and the time over the first's at equal FLOPs."""
     now, calls = [0.0], []
     times = {"quick": iter([0, 99, 8, 9, 1, 9, 0]), "slow": iter([0, 99, 30, 0])}
-    monkeypatch.setattr(measures, "clock", lambda context: now[0])
+    monkeypatch.setattr(timing, "clock", lambda context: now[0])
 
     def maker(name: str):
         def run():
@@ -56,27 +57,29 @@ def test_contenders_take_turns_until_their_patience_is_used_up(monkeypatch):
     monkeypatch.setattr(bench, "PATIENCE", 0.029)
     makers = {name: lambda name=name: maker(name) for name in times}
     quick, slow = bench.measure(makers, bench.Config("layer", rounds=4), CPU)
-    # Once each to see that they run, once for warming up, then backwards, and then there is only one.
+    # After one run each to see that they work: warm up, then a round in reverse order, then only one is left.
     assert calls[2:9] == ["quick", "slow", "slow", "quick", "quick", "quick", "quick"]
     expected = {"impl": "quick", "ms": 8.5, "spread": 1.375, "runs": 4, "gflops": 1.0, "ratio": 1.0}
     assert quick == quick | expected
-    assert (slow["ms"], slow["spread"], slow["runs"], slow["ratio"]) == (30, 0, 1, pytest.approx(30 / 8.5 / 2))
+    assert (slow["ms"], slow["spread"], slow["runs"]) == (30, 0, 1)
+    assert slow["ratio"] == pytest.approx(30 / 8.5 / 2)
 
 
-def test_what_cannot_run_here_is_left_out_unless_it_is_our_own(capsys):
+def test_a_missing_library_is_skipped_but_our_own_errors_are_raised(capsys):
     def missing():
         raise ImportError("no such library")
 
     makers = {"dense": contender, "HF": missing, "HF, other": lambda: contender(lambda: 1 / 0)}
     (record,) = bench.measure(makers, bench.Config("layer", rounds=1), CPU)
     assert record["impl"] == "dense"
-    said = capsys.readouterr().out
-    assert "HF: skipped (ImportError: no such library)\nHF, other: skipped (ZeroDivisionError: " in said
+    printed = capsys.readouterr().out
+    assert "HF: skipped (ImportError: no such library)\n" in printed
+    assert "HF, other: skipped (ZeroDivisionError: " in printed
     with pytest.raises(ImportError):
         bench.measure({"ours, base": missing}, bench.Config("layer"), CPU)
 
 
-def test_a_run_is_seen_by_operation_and_on_a_gpu_by_where_the_host_waits(monkeypatch):
+def test_a_profile_lists_operations_and_on_a_gpu_syncs_and_peak_memory(monkeypatch):
     def run():
         torch.ones(300, 300) @ torch.ones(300, 300)
         warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
@@ -84,31 +87,36 @@ def test_a_run_is_seen_by_operation_and_on_a_gpu_by_where_the_host_waits(monkeyp
 
     assert "mm " in bench.profile(run, CPU)["operations"]
     modes = []
-    monkeypatch.setattr(measures, "clock", lambda context: 0.0)
+    monkeypatch.setattr(timing, "clock", lambda context: 0.0)
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", list)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 2**20)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 * 2**20)
     facts = bench.profile(run, replace(CPU, device=torch.device("cuda")))
-    assert facts["host_waits"] == {f"test_bench.py:{run.__code__.co_firstlineno + 2}": 1} and facts["peak_mb"] == 2
+    line = run.__code__.co_firstlineno + 2
+    assert facts["host_waits"] == {f"test_bench.py:{line}": 1}
+    assert facts["peak_mb"] == 2
     assert modes == ["warn", "default"]
 
 
-def test_layer_measures_every_router_and_peer_against_the_dense_one(results, monkeypatch, capsys):
+def test_layer_compares_every_router_and_mixtral_with_the_dense_layer(results, monkeypatch, capsys):
     monkeypatch.setattr(bench, "SHAPES", {"S2": bench.SHAPES["S2"]})
-    status, found = results("layer", "--tokens", 64, "--rounds", 1, "--dtype", "bfloat16")
-    assert status == 0 and {record["section"] for record in found} == {"S2"}
-    found = {record["impl"]: record for record in found}
-    others = {*(ROUTERS.keys() - {"threshold"}), "threshold 0.9", "threshold 0.3", "topk, no limit"}
-    others |= {f"threshold {t}, weights in bfloat16" for t in (0.3, 0.9)}
-    assert found.keys() - {MIXTRAL} == {"dense", *(f"ours, {other}" for other in others)}
-    said = capsys.readouterr().out
-    assert (MIXTRAL in found) != (f"{MIXTRAL}: skipped" in said) and "| ours, threshold 0.3 " in said
-    assert found["ours, topk, no limit"]["gflops"] == pytest.approx(3 * 4 * 256 * 1024 * 64 / 1e9)  # of every token
-    rows = [found[f"ours, threshold {t}"]["rows_per_token"] for t in (0.3, 0.9)]
+    status, records = results("layer", "--tokens", 64, "--rounds", 1, "--dtype", "bfloat16")
+    assert status == 0
+    assert {record["section"] for record in records} == {"S2"}
+    records = {record["impl"]: record for record in records}
+    variants = {*(ROUTERS.keys() - {"threshold"}), "threshold 0.9", "threshold 0.3", "topk, no limit"}
+    variants |= {f"threshold {t}, weights in bfloat16" for t in (0.3, 0.9)}
+    assert records.keys() - {MIXTRAL} == {"dense", *(f"ours, {variant}" for variant in variants)}
+    printed = capsys.readouterr().out
+    assert (MIXTRAL in records) != (f"{MIXTRAL}: skipped" in printed)
+    assert "| ours, threshold 0.3 " in printed
+    dense, ours, unlimited = records["dense"], records["ours, switch"], records["ours, topk, no limit"]
+    assert unlimited["gflops"] == pytest.approx(3 * 4 * 256 * 1024 * 64 / 1e9)  # every token is served
+    assert dense["gflops"] == unlimited["gflops"]
+    rows = [records[f"ours, threshold {t}"]["rows_per_token"] for t in (0.3, 0.9)]
     assert 1 <= rows[0] < 0.5 * rows[1]
-    dense, ours = found["dense"], found["ours, switch"]
-    assert dense["gflops"] == found["ours, topk, no limit"]["gflops"] and (ours["runs"], dense["ratio"]) == (1, 1)
+    assert (ours["runs"], dense["ratio"]) == (1, 1)
     assert ours["ratio"] == pytest.approx(ours["ms"] / dense["ms"] * dense["gflops"] / ours["gflops"])
 
 
@@ -122,71 +130,75 @@ def test_mixtral_has_as_many_flops_and_parameters_as_our_layer(name, monkeypatch
         work = bench.mixtral(shape, h, replace(CPU, device="meta"))
     E, K = ours.router.E, shape.split
     weights = sum(p.numel() for name, p in blocks[0].named_parameters() if "experts" in name)
-    assert work == pytest.approx(2 * weights / E * K)  # K experts of a token
-    assert weights == pytest.approx(sum(p.numel() for p in ours.experts.parameters() if p.dim() == 3), rel=0.04)
+    our_weights = sum(p.numel() for p in ours.experts.parameters() if p.dim() == 3)
+    assert work == pytest.approx(2 * weights / E * K)  # K experts per token
+    assert weights == pytest.approx(our_weights, rel=0.04)
 
 
-@pytest.mark.parametrize("router, kept", [("switch", 8), ("topk", 16), ("hypersphere", 16), ("base", 64)])
-def test_flops_are_those_of_the_rows_that_are_kept(router, kept):
-    """64 tokens that are all alike want the same experts, which have room for 8; BASE deals them out."""
+@pytest.mark.parametrize("router, served", [("switch", 8), ("topk", 16), ("hypersphere", 16), ("base", 64)])
+def test_flops_count_the_rows_that_are_served(router, served):
+    """64 equal tokens request the same experts, whose capacity is 8; BASE assigns them evenly."""
     h = torch.ones(1, 64, 16)
     shape = train_lm.Config(n_embd=16, ffn_size=8, split=2, expert_ffns=4, capacity=0.5, router=router)
     _, ours = bench.our_layer(shape, h, CPU)  # 8 experts of width 4
-    assert ours["gflops"] == pytest.approx(3 * 2 * 2 * 16 * 4 * kept / 1e9)
-    assert ours["rows_per_token"] == kept / 64
+    assert ours["gflops"] == pytest.approx(3 * 2 * 2 * 16 * 4 * served / 1e9)
+    assert ours["rows_per_token"] == served / 64
     ffn = model.FFN(shape, "tanh")
     _, dense = bench.layer(ffn, h, bench.flops.matrix_flops(ffn), CPU)
-    # Tokens in and out, both ways; two matrices and their biases read twice and their gradients written: 4 bytes each
+    # Read and write each token twice; read matrices and biases twice, write their gradients: 4 bytes a number
     least = 4 * (4 * 64 * 16 + 3 * (2 * 16 * 8 + 8 + 16))
     assert dense["gflops"] == pytest.approx(3 * 64 * 2 * 2 * 16 * 8 / 1e9)
     assert dense["least_mb"] == pytest.approx(least / 1e6)
 
 
-def test_step_measures_whole_steps():
-    config = bench.Config("step", tokens=70, rounds=1)  # 4 sequences and a part of one
+def test_step_times_training_steps_of_equal_flops():
+    config = bench.Config("step", tokens=70, rounds=1)  # 4 sequences and part of a fifth
     tiny = dict(n_head=4, n_embd=16, ffn_size=64, block_size=16)
-    dense, *others = bench.time_steps("small", config, CPU, **tiny)
-    assert [dense["impl"], *(record["impl"] for record in others)] == ["dense", "switch", "topk", "threshold"]
-    for record in (dense, *others):
+    records = bench.time_steps("small", config, CPU, **tiny)
+    assert [record["impl"] for record in records] == ["dense", "switch", "topk", "threshold"]
+    for record in records:
         assert record["tokens"] == 64
         assert record["teraflops"] == pytest.approx(record["gflops"] / record["ms"])
-        assert record["gflops"] == pytest.approx(dense["gflops"], rel=0.05)  # models that are compared cost the same
+        assert record["gflops"] == pytest.approx(records[0]["gflops"], rel=0.05)
     assert bench.sections_of("step", gpu=False).keys() == {"width 256", "width 768"}
     assert bench.sections_of("step", gpu=True).keys() == {"eager", "compiled"}
 
 
-def test_check_is_rehearsed_without_a_gpu(results, monkeypatch, corpora):
+def test_check_passes_on_a_cpu(results, monkeypatch, corpora):
     monkeypatch.setattr(bench, "RESUMED", f"{bench.RESUMED} --block_size 32 --data {corpora['a']}")
-    status, found = results("check")
-    assert status == 0 and all(result["right"] for result in found)
-    assert {result["section"] for result in found} == bench.sections_of("check", False).keys()
+    status, records = results("check")
+    assert status == 0
+    assert all(record["right"] for record in records)
+    assert {record["section"] for record in records} == bench.sections_of("check", False).keys()
 
 
-def test_results_are_written_at_once(results, monkeypatch, tmp_path):
+def test_results_are_written_after_each_section(results, monkeypatch, tmp_path):
     def fails(config, context):
-        yield {"found": 1}
+        yield {"number": 1}
         raise RuntimeError("broken")
 
     def slow(config, context):
-        before = json.loads((tmp_path / "new/results.json").read_text())["results"]
-        assert [result.get("found") for result in before] == [1, None]
+        written = json.loads((tmp_path / "new/results.json").read_text())["results"]
+        assert [result.get("number") for result in written] == [1, None]
         yield {"right": True}
 
     sections = {"fails": fails, "slow": slow}
     monkeypatch.setattr(bench, "sections_of", lambda part, gpu: sections)
     status, (_, broken, last) = results("check")
-    assert status == 1 and broken["error"] == "RuntimeError('broken')" and "in fails" in str(broken["traceback"])
+    assert status == 1
+    assert broken["error"] == "RuntimeError('broken')"
+    assert "in fails" in str(broken["traceback"])
     assert last == {"section": "slow", "right": True}
 
 
 @pytest.mark.parametrize("wrong", [1.1, math.nan], ids=["ten percent off", "NaN"])
-def test_a_layer_that_is_wrong_here_is_seen(wrong, monkeypatch):
+def test_check_notices_a_wrong_layer(wrong, monkeypatch):
     forward = model.MoE.forward
 
-    def differs(moe, h, *rest):
+    def wrong_forward(moe, h, *rest):
         y, balance = forward(moe, h, *rest)
         return y * (wrong if torch.is_autocast_enabled("cpu") else 1.0), balance
 
-    monkeypatch.setattr(model.MoE, "forward", differs)
-    here = replace(CPU, dtype=torch.bfloat16)
-    assert not any(result["right"] for result in bench.against_the_cpu("topk", bench.Config("check"), here))
+    monkeypatch.setattr(model.MoE, "forward", wrong_forward)
+    records = bench.against_the_cpu("topk", bench.Config("check"), replace(CPU, dtype=torch.bfloat16))
+    assert not any(record["right"] for record in records)

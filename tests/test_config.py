@@ -2,13 +2,18 @@
 
 import dataclasses
 import math
+from functools import partial
 
 import pytest
 from helpers import Script
 
+import finetune_xtreme
+import train_electra
 import train_lm
 import train_mlm
-from engine.config import check, command_line, identity, run_name
+import train_mt
+from engine.config import LIMITS, check, command_line, identity, run_name
+from routers import ROUTERS
 
 LM = Script(train_lm)
 
@@ -27,22 +32,22 @@ def test_none_and_false_are_words_in_a_text():
 
 
 REFUSED = {  # in one line
-    "unknown": ({"treshold": 0.5}, "there is no option --treshold: perhaps you mean --threshold; --help lists them"),
-    "elsewhere's": ({"lr": 0.5}, "there is no option --lr: perhaps you mean --learning_rate"),
-    "of another script": ({"moe_after": 2}, "there is no option --moe_after: perhaps you mean --moe_every"),
-    "nobody's": ({"xyz": 2}, "there is no option --xyz; --help lists them all"),
+    "unknown": ({"treshold": 0.5}, "there is no option --treshold: did you mean --threshold? --help lists all"),
+    "elsewhere's": ({"lr": 0.5}, "there is no option --lr: did you mean --learning_rate?"),
+    "of another script": ({"moe_after": 2}, "there is no option --moe_after: did you mean --moe_every?"),
+    "nobody's": ({"xyz": 2}, "there is no option --xyz; --help lists all options"),
     "router": ({"router": "topp"}, "router must be dense or one of topk, switch, hypersphere"),
     "preset": ({"preset": "wikitext103-323"}, "preset must be one of demo, small, wikitext103-124M"),
     "table": ({"table": 3}, "table must be one of 1, 2, not 3"),
-    "what the rows say": ({"table": 1, "split": 8}, "its rows have a --split of their own: leave it out"),
-    "no text": ({"prompt": "\udcff"}, "--prompt is no text: '\\udcff'"),
-    "no folder": ({"out_dir": ""}, "--out_dir is empty: leave it out, or name something"),
+    "what the rows say": ({"table": 1, "split": 8}, "the rows of this table set --split: leave it out"),
+    "no text": ({"prompt": "\udcff"}, "--prompt is not valid text: '\\udcff'"),
+    "no folder": ({"out_dir": ""}, "--out_dir is empty: pass a value, or leave it out"),
     "device": ({"device": "nonsense"}, "device nonsense: "),
     "data": ({"data": "wikitext103x"}, "python -m data.prepare"),
-    "a list of 2^31": ({"n_layer": 1 << 31}, "n_layer must lie from 1 to 10000, not 2147483648"),
+    "a list of 2^31": ({"n_layer": 1 << 31}, "n_layer must be between 1 and 10000, not 2147483648"),
     "far too wide": ({"n_embd": 1 << 40, "n_head": 1}, "the memory does not suffice"),
     "micro-batches": ({"batch_tokens": 100}, "micro_tokens = 64 does not divide batch_tokens = 100"),
-    "beyond 1": ({"threshold": 1.5}, "threshold must lie from 0 to 1, not 1.5"),
+    "beyond 1": ({"threshold": 1.5}, "threshold must be between 0 and 1, not 1.5"),
     "dense experts": ({"router": "dense", "split": 8}, "--split is not read with --router dense: leave it out"),
     "balance of BASE": ({"router": "base", "balance_coef": 0.2}, "--balance_coef is not read with --router base"),
     "tau_0 without a sphere": (
@@ -70,6 +75,38 @@ RANGES = [  # names, what they may be, what they may not be
     ("dropout beta2", (0.0, 0.99), (-0.1, 1.0, math.nan)),
     ("capacity eval_capacity", (0.1, math.inf), (0.0, -1.0, math.nan)),
 ]
+
+
+@pytest.mark.parametrize("script", [train_lm, train_mlm, train_electra, train_mt, finetune_xtreme])
+def test_every_number_of_a_script_has_limits(script):
+    number = (int, float, int | None, float | None)
+    numbers = {field.name for field in dataclasses.fields(script.Config) if field.type in number}
+    assert numbers <= LIMITS.keys()
+
+
+@dataclasses.dataclass
+class WithJitter(train_lm.Config):
+    """A script's constants, and one that the author of a router has added."""
+
+    jitter: float = 0.0
+
+
+@pytest.mark.parametrize("router", ["dense", *ROUTERS])
+@pytest.mark.parametrize("jitter", [0.0, -1.0, 1e30, math.inf])
+def test_a_constant_of_your_own_has_no_limits_and_counts(router, jitter):
+    config = command_line(WithJitter, train_lm.PRESETS, ["--router", router, "--jitter", str(jitter)])
+    assert config.jitter == jitter
+    assert identity(config)["jitter"] == jitter
+    assert ("jitter" in run_name(config, train_lm.PRESETS)) == (jitter != 0)
+
+
+def test_a_constant_that_only_another_router_reads_is_refused(monkeypatch):
+    reads = ROUTERS["switch"].reads | {"jitter"}
+    monkeypatch.setitem(ROUTERS, "jittered", type("Jittered", (ROUTERS["switch"],), {"reads": reads}))
+    parse_jitter = partial(command_line, WithJitter, train_lm.PRESETS)
+    assert parse_jitter(["--router", "jittered", "--jitter", "1"]).jitter == 1
+    with pytest.raises(ValueError, match="^--jitter is not read with --router switch: leave it out$"):
+        parse_jitter(["--router", "switch", "--jitter", "1"])
 
 
 def test_every_constant_has_its_range():
@@ -137,7 +174,7 @@ def test_a_run_is_named_by_what_differs_from_its_preset():
 def test_names_are_those_of_folders():
     odd, long = name("--data", "/home/me/my text"), name("--data", "x" * 300)
     assert odd == "demo-data=_home_me_my_text"
-    assert len(long) == 160 and long == name("--data", "x" * 301)  # a folder of its own has a number
+    assert len(long) == 160 and long == name("--data", "x" * 301)
     config = command_line(train_mlm.Config, train_mlm.PRESETS, ["--moe_after", "1", "2"])
     assert "moe_after=1,2" in run_name(config, train_mlm.PRESETS)
     assert identity(config)["moe_after"] == [1, 2]  # as JSON has it

@@ -124,16 +124,16 @@ def test_the_layer_follows_the_equations(monkeypatch, unwritten_is_nan, variant,
     gamma, E, F_, T, padding = LAYERS[case]
     moe, (h, ids) = make_moe(variant, dtype, gamma=gamma, E=E, F_=F_, layers=layers), make_batch(2, T, dtype)
     S = 2 * T
-    real = (torch.arange(S) % 4 != 1).nonzero().squeeze(1) if padding else torch.arange(S)
+    nonpad = (torch.arange(S) % 4 != 1).nonzero().squeeze(1) if padding else torch.arange(S)
     if padding:
         h.view(S, D)[1::4] = math.nan  # which nobody looks at
     inputs = (h.requires_grad_(), *moe.parameters())
-    ours, own_ids = h.flatten(0, 1)[real], ids.flatten()[real]
+    ours, own_ids = h.flatten(0, 1)[nonpad], ids.flatten()[nonpad]
     slow, slow_balance, choices, served = literal_layer(moe, ours, own_ids, variant == "x-moe-2")
     assert gamma != 0.5 or served < choices
-    slow = torch.zeros(S, D, dtype=dtype).index_copy(0, real, slow).view_as(h)
+    slow = torch.zeros(S, D, dtype=dtype).index_copy(0, nonpad, slow).view_as(h)
     expected = values_and_gradients((slow, slow_balance), inputs)
-    sizes, given = [], (ids, real if padding else None)
+    sizes, given = [], (ids, nonpad if padding else None)
     moe.experts.register_forward_pre_hook(lambda experts, given: sizes.append(len(given[0])))
     for asks in (True, False):
         monkeypatch.setattr(model, "may_sync", lambda x, asks=asks: asks)
@@ -148,8 +148,8 @@ def test_the_layer_follows_the_equations(monkeypatch, unwritten_is_nan, variant,
             found = values_and_gradients((coarse, same), inputs)
             both = [pair for pair in zip(found, expected) if pair[0].dim()]  # of one number alone all may be rounding
             assert_close(*zip(*both), 0.05)
-    most = min(len(real) * moe.router.K, E * moe.capacity(len(real)))
-    assert sizes[0] == served and sizes[-1] == (served if most == E * len(real) else most)
+    most = min(len(nonpad) * moe.router.K, E * moe.capacity(len(nonpad)))
+    assert sizes[0] == served and sizes[-1] == (served if most == E * len(nonpad) else most)
 
 
 @ffn_and_stack

@@ -45,10 +45,10 @@ def make_batch(lengths, seed=0):
 
 @pytest.mark.parametrize("row", ROWS)
 def test_padding_and_its_content_change_nothing(row):
-    """Neither states nor logits, gradients and balance; `real` tells what is padding, not the id."""
+    """Neither states nor logits, gradients and balance; `nonpad` tells what is padding, not the id."""
     masked_lm = make(MaskedLM, row)
-    ids, real = make_batch([12, 5, 8])
-    together, _ = masked_lm.encoder(ids, real)
+    ids, nonpad = make_batch([12, 5, 8])
+    together, _ = masked_lm.encoder(ids, nonpad)
     torch.testing.assert_close(masked_lm.encoder(ids[:1])[0][0], together[0])
     results = []
     for width, padding in ((8, PAD), (12, 9)):
@@ -57,7 +57,7 @@ def test_padding_and_its_content_change_nothing(row):
         own = own.masked_fill(own == PAD, padding)
         states, _ = masked_lm.encoder(own, places)
         torch.testing.assert_close(states.flatten(0, 1)[places], torch.cat([together[1, :5], together[2, :8]]))
-        logits, balance = masked_lm(own, places[::2], real=places)
+        logits, balance = masked_lm(own, places[::2], nonpad=places)
         loss = logits.logsumexp(dim=1).sum() + balance
         gradients = torch.autograd.grad(loss, list(masked_lm.parameters()), allow_unused=True, materialize_grads=True)
         results.append((logits, balance, *gradients))
@@ -68,8 +68,8 @@ def test_an_inserted_stack_changes_nothing_at_first():
     sparse, dense = (MaskedLM(small(moe_after=(1, 3, 3), router=router), V).eval() for router in ("switch", "dense"))
     dense.load_state_dict({k: v for k, v in sparse.state_dict().items() if "moes" not in k})
     assert len(sparse.moe_layers) == 3 and not dense.moe_layers
-    ids, real = make_batch([12, 5])
-    assert torch.equal(sparse(ids, real, real=real)[0], dense(ids, real, real=real)[0])
+    ids, nonpad = make_batch([12, 5])
+    assert torch.equal(sparse(ids, nonpad, nonpad=nonpad)[0], dense(ids, nonpad, nonpad=nonpad)[0])
 
 
 def test_sparse_layers_stand_where_they_are_told_to():
@@ -125,17 +125,17 @@ def literal_attention(q, k, v, u, gate_v, w, table, buckets, keep):
 @pytest.mark.parametrize("padding", [False, True])
 def test_gated_bias_is_its_formula(padding):
     attention = lively(SelfAttention(small(), causal=False, dropout=0.0, biased=True)).eval()
-    distance, T = lively(RelativePositionBias(2)), 6
+    rel_bias, T = lively(RelativePositionBias(2)), 6
     h = torch.randn(2, T, 8, dtype=torch.float64, requires_grad=True)
     keep = torch.ones(2, T, dtype=torch.bool)
     keep[1, 4:] = not padding
-    y, _ = attention(h, keep[:, None, None] if padding else None, distance(T))
+    y, _ = attention(h, keep[:, None, None] if padding else None, rel_bias(T))
     q, k, v = (x.view(2, T, 2, 4).transpose(1, 2) for x in attention.qkv(h).split(8, dim=2))
-    buckets = {ahead: int(distance.bucket(torch.tensor(ahead))) for ahead in range(-T, T + 1)}
-    heads = literal_attention(q, k, v, *attention.gate, attention.gate_w, distance.table.weight, buckets, keep)
+    buckets = {ahead: int(rel_bias.bucket(torch.tensor(ahead))) for ahead in range(-T, T + 1)}
+    heads = literal_attention(q, k, v, *attention.gate, attention.gate_w, rel_bias.table.weight, buckets, keep)
     expected = attention.proj(heads.transpose(1, 2).reshape(2, T, 8))
     torch.testing.assert_close(y, expected, rtol=1e-9, atol=1e-9)
-    inputs, arrow = (h, *attention.parameters(), *distance.parameters()), torch.randn_like(y)
+    inputs, arrow = (h, *attention.parameters(), *rel_bias.parameters()), torch.randn_like(y)
     found, slow = (torch.autograd.grad((x * arrow).sum(), inputs) for x in (y, expected))
     torch.testing.assert_close(found, slow, rtol=1e-8, atol=1e-9)
     assert all(g.abs().max() > 0 for g in found)

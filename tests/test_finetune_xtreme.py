@@ -17,16 +17,16 @@ from helpers import TORCHRUN, Script, finish, losses, metrics, only_run, result_
 import finetune_xtreme
 import train_electra
 import train_mlm
-from analysis import measures
 from data import xtreme, xtreme_rows
 from data.prepare import prepare
-from data.scores import score_task
 from data.tokenizers import XLMR, train_sentencepiece
 from engine import pretrained
-from engine.config import check, identity
+from engine.config import check, run_name
 from engine.device import setup
 from engine.run import Run
 from finetune_xtreme import COLUMNS, PRESETS, ROWS, TABLES, TITLES, Config, FineTuned
+from metrics import crosslingual
+from metrics.scores import score_task
 from routers import Router
 
 XTREME = Script(finetune_xtreme)
@@ -179,7 +179,7 @@ def test_every_kind_of_task_is_learned_scored_and_reported(task, options, monkey
     rows.append(["mean", *(result[mean] for mean in COLUMNS.values())])
     assert table_rows(table) == [[name, *map(in_words, scores)] for name, *scores in rows]
     assert title.endswith("best in English development")
-    assert gap == f"English is ahead of the mean of the others by {in_words(result['gap'])}"
+    assert gap == f"English is above the mean of the other languages by {in_words(result['gap'])}"
     assert set(result["languages"]["en"].values()) == {100.0} == set(result["valid"].values())
     assert max(result["guesses"]["en"].values()) < 70
     first, *_, last = losses(options["out_dir"])
@@ -205,7 +205,7 @@ def test_a_task_of_the_laboratory_says_what_to_look_for(laboratory, options, mon
     result = result_of(options["out_dir"])
     assert list(result["languages"]) == ["en", "x1"] and result["counted"]["en"]["f1"] == 100.0
     assert result["counted"]["x1"]["f1"] < 100
-    assert capsys.readouterr().out.strip().endswith("ahead of counting there, it knows that languages are one.")
+    assert capsys.readouterr().out.strip().endswith("what it has learned in English transfers to other languages.")
 
 
 def test_an_encoder_that_does_not_know_the_ciphers_is_refused(laboratory, options, monkeypatch, capsys):
@@ -229,19 +229,33 @@ def test_random_weights_are_a_new_encoder_of_each_seed(options, encoders):
     assert all(not torch.equal(own[name], ours[name]) for own in (one, two))
 
 
-def test_a_seed_of_a_table_is_an_encoder_s(monkeypatch):
-    """And of a single run its head's alone."""
-    asked = []
-    monkeypatch.setattr(finetune_xtreme, "folder_of", lambda config, _: (asked.append(config) or Path("nowhere"), ""))
+def test_in_a_table_each_seed_has_the_encoder_of_that_seed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     [(_, change), *_] = TABLES["7"](Config()).rows
     row = dataclasses.replace(Config(table="7", seed=3), **change)
-    for config, seed in ((row, "--seed 3 "), (dataclasses.replace(row, table=None), "")):
-        with pytest.raises(ValueError, match=f"python train_mlm.py {seed}--router switch --gate softmax makes it"):
-            finetune_xtreme.encoder_of(config)
-    assert [config.seed for config in asked] == [3, 0]
-    with pytest.raises(ValueError, match="python train_mlm.py --preset small --router switch --gate softmax makes it"):
-        model = change["model"].replace("demo", "small")
-        finetune_xtreme.encoder_of(Config(encoders="small", model=model))
+    write_files(Path("out/train_mlm"), {"demo-seed=3-router=switch-gate=softmax/ckpt.pt": ""})
+    assert str(finetune_xtreme.encoder_of(row)) == "out/train_mlm/demo-seed=3-router=switch-gate=softmax"
+    write_files(Path(change["model"]), {"ckpt.pt": ""})
+    for single in (dataclasses.replace(row, table=None), dataclasses.replace(row, seed=0)):
+        assert str(finetune_xtreme.encoder_of(single)) == change["model"]
+
+
+MISSING = {  # what to run if an encoder is missing
+    "python train_electra.py --preset demo": Config(),
+    "python train_mlm.py --preset small --router switch --gate softmax": Config(
+        encoders="small", model="out/train_mlm/small-router=switch-gate=softmax"
+    ),
+    "python train_electra.py --preset demo --seed 3 --masks electra": Config(
+        table="xlme2", seed=3, model="out/train_electra/demo-masks=electra"
+    ),
+}
+
+
+@pytest.mark.parametrize("command", MISSING)
+def test_a_missing_encoder_names_the_command_that_trains_it(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=f"does not exist: {command} trains it$"):
+        finetune_xtreme.encoder_of(MISSING[command])
 
 
 @pytest.mark.parametrize("frozen", [True, False])
@@ -296,7 +310,7 @@ def test_what_is_predicted_and_a_sentence_s_vector_know_no_limit(options):
     finetune_xtreme.predict(model, examples.valid, config, data.tokenizer, context)
     predicted = len(served)
     texts = [" ".join(words) for words in drawn(20, 3)]
-    measures.sentence_vectors(model.encoder, data.tokenizer, texts, 1000, context)
+    crosslingual.sentence_vectors(model.encoder, data.tokenizer, texts, 1000, context)
     assert all(served) and 0 < predicted < len(served)
     assert all(moe.eval_capacity_factor == 0.01 for moe in model.moe_layers)
 
@@ -311,7 +325,7 @@ def test_other_examples_or_another_encoder_are_other_data(options, source, encod
         capsys.readouterr()
         XTREME.run(options, monkeypatch)
         is_other = bool(more) or encoder == "switch"
-        assert ("has other data, or other constants" in capsys.readouterr().out) == is_other
+        assert ("differs in data_checksum" in capsys.readouterr().out) == is_other
     assert len([*options["out_dir"].glob("*/result.json")]) == 3
 
 
@@ -341,7 +355,7 @@ def test_loads_are_counted_and_two_processes_go_on_with_what_one_would_compute(o
         XTREME.run(options, patch)
     ours = result_of(options["out_dir"])
     assert ours["loads"] == [[[counts[expert] for expert in range(4)]]]
-    assert int(saved(two)["kept"]["loads"][0].sum()) > 0
+    assert int(saved(two)["extra"]["loads"][0].sum()) > 0
     assert "goes on from step 98" in finish(XTREME.start(two, *TORCHRUN), two)
     theirs = result_of(two["out_dir"])
     for name in ("languages", "guesses", "valid", "step", "loads"):
@@ -349,7 +363,7 @@ def test_loads_are_counted_and_two_processes_go_on_with_what_one_would_compute(o
     assert metrics(options["out_dir"])[-1]["train_loss"] == pytest.approx(losses(two["out_dir"])[-1], rel=1e-7)
     ours, theirs = saved(options), saved(two)
     torch.testing.assert_close(theirs["model"], ours["model"], rtol=1e-7, atol=1e-9)
-    assert ours["step"] == 105 and torch.equal(ours["kept"]["loads"], theirs["kept"]["loads"])
+    assert ours["step"] == 105 and torch.equal(ours["extra"]["loads"], theirs["extra"]["loads"])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -409,7 +423,7 @@ def test_what_is_predicted_does_not_need_labels(task, missing, options, source, 
     assert result["unlabelled"] == missing and result["languages"].keys() == {"de", "en"} - {*missing}
     assert said.err.count("x an example without its label") == len(missing)
     last = said.out.strip().splitlines()[-1]
-    assert last == f"no test labels, not scored: {', '.join(missing)}; what was predicted is in {run}"
+    assert last == f"no test labels, not scored: {', '.join(missing)}; predictions are in {run}"
     cells = finetune_xtreme.cells(result)
     assert (cells["F1 or accuracy"][0] is None) == (len(missing) == 2) and cells["English dev"][0] is not None
 
@@ -454,7 +468,7 @@ def test_logits_are_those_of_transformers(kind, tmp_path, encoders):
     mask = torch.arange(batch.ids.shape[1]) < torch.tensor([len(row.ids) for row in own]).unsqueeze(1)
     assert not mask.all()
     with torch.no_grad():
-        logits, _ = ours(batch.ids, batch.real, batch.words)
+        logits, _ = ours(batch.ids, batch.nonpad, batch.words)
         expected = theirs(batch.ids, attention_mask=mask.long())
     if kind == "label":
         expected = expected.logits
@@ -480,19 +494,34 @@ def test_every_preset_is_sound():
         assert preset == "demo" or (preset.endswith(f"-{config.task}") and config.block_size == length)
 
 
-@pytest.mark.parametrize("number", TITLES)
-def test_a_row_s_encoder_is_a_run_of_the_other_scripts(number, tmp_path, monkeypatch):
-    top_2 = dict(top_k=2, gate="softmax")  # in no table of train_mlm.py
-    configs = [train_mlm.Config(**top_2), train_mlm.Config(**top_2, router="topk")]
-    for script in (train_mlm, train_electra):
-        for table in script.TABLES.values():
-            configs += [script.Config(**change) for _, change in table(script.Config()).rows]
-    asked = []
-    monkeypatch.setattr(finetune_xtreme, "folder_of", lambda config, presets: (asked.append(config) or tmp_path, ""))
-    rows = TABLES[number](Config(preset="xmoe-xnli")).rows + TABLES[number](Config()).rows
-    for _, change in rows:
-        assert finetune_xtreme.encoder_of(dataclasses.replace(Config(), **change)) == tmp_path
-    assert len(asked) == len(rows) and all(config in configs for config in asked)
+def names_of_runs(script, preset: str, seed: int = 0) -> set[str]:
+    """The paths of all rows of a script's tables."""
+    base = script.Config(**{"preset": preset} | script.PRESETS[preset])
+    changes = [change for table in script.TABLES.values() for _, change in table(base).rows]
+    if script is train_mlm:
+        top_2 = dict(top_k=2, gate="softmax")  # in no table of train_mlm.py
+        changes += [top_2, top_2 | dict(router="topk")]
+    runs = [dataclasses.replace(base, **change, seed=seed) for change in changes]
+    return {f"{script.Config.out_dir}/{run_name(run, script.PRESETS)}" for run in runs}
+
+
+ENCODERS_OF = [(train_mlm, preset) for preset in train_mlm.PRESETS]
+ENCODERS_OF += [(train_electra, preset) for preset in train_electra.PRESETS]
+
+
+@pytest.mark.parametrize("script, preset", ENCODERS_OF)
+def test_the_encoder_of_a_row_is_a_row_of_the_script_that_trains_it(script, preset):
+    names = names_of_runs(script, preset)
+    for number in TITLES:
+        if number.startswith("xlme") == (script is train_electra):
+            for _, change in TABLES[number](Config(encoders=preset)).rows:
+                assert change["model"] in names
+
+
+@pytest.mark.parametrize("script, preset", ENCODERS_OF)
+def test_the_seed_of_an_encoder_follows_its_preset(script, preset):
+    with_seed = {name.replace(f"/{preset}", f"/{preset}-seed=3") for name in names_of_runs(script, preset)}
+    assert with_seed == names_of_runs(script, preset, seed=3)
 
 
 def test_a_row_has_the_constants_of_its_task():
@@ -539,16 +568,14 @@ def test_a_table_runs_every_row(options, encoders, tmp_path, monkeypatch, capsys
         del options[name]
     options |= {"preset": "xmoe-xnli", "table": "7", "train_examples": 8, "out_dir": tmp_path / "runs"}
     monkeypatch.chdir(tmp_path)
-    assert "its rows have a --epochs of their own" in XTREME.refused(options | {"epochs": 9}, monkeypatch, capsys)
+    assert "the rows of this table set --epochs" in XTREME.refused(options | {"epochs": 9}, monkeypatch, capsys)
     assert "encoders must be one of demo," in XTREME.refused(options | {"encoders": "tiny"}, monkeypatch, capsys)
     refused = XTREME.refused(options, monkeypatch, capsys)
-    command = "python train_mlm.py --router switch --gate softmax"
-    assert f"out/train_mlm/demo-router=switch-gate=softmax does not exist: {command} makes it" in refused
-    for number, change in enumerate(change for own, _, change, *_ in ROWS if own == "7"):
-        encoder = encoders["hypersphere" if change["router"] == "hypersphere" else "switch"]
-        folder = shutil.copytree(encoder, tmp_path / f"out/train_mlm/{number}")  # constants count, no name
-        constants = identity(train_mlm.Config(**change)) | {"data_checksum": ""}
-        (folder / "config.json").write_text(json.dumps(constants))
+    command = "python train_mlm.py --preset demo --router switch --gate softmax"
+    assert f"out/train_mlm/demo-router=switch-gate=softmax does not exist: {command} trains it" in refused
+    for _, change in TABLES["7"](Config()).rows:
+        encoder = encoders["switch" if "router" in change["model"] else "hypersphere"]
+        shutil.copytree(encoder, tmp_path / change["model"], dirs_exist_ok=True)
     XTREME.run(options, monkeypatch)
     rows = table_rows(capsys.readouterr().out.split("\n\n")[-1])
     assert [row[:2] for row in rows] == [[label, "xnli"] for own, label, *_ in ROWS if own == "7"]
@@ -574,15 +601,6 @@ def test_a_tokenizer_that_is_not_the_models_is_refused(options, monkeypatch, cap
     assert "its tokenizer has 280 pieces, not those of its model" in XTREME.refused(options, monkeypatch, capsys)
 
 
-@pytest.mark.parametrize("preset", train_electra.PRESETS)
-def test_xlm_of_as_many_flops_is_that_of_its_own_table(preset):
-    base = train_electra.Config(**{"preset": preset} | train_electra.PRESETS[preset])
-    [steps] = {change["steps"] for (label, _), change in train_electra.table2(base).rows if label.startswith("XLM, ")}
-    [change] = [change for _, label, change, *_ in ROWS if label == "XLM, as many FLOPs"]
-    _, run, _ = finetune_xtreme.run_of(preset, change)
-    assert (run.steps, run.objective, run.relative_bias, run.masks) == (steps, "mlm", False, "bert")
-
-
 def test_broken_rows_are_reported_and_left_out(options, source, tmp_path, monkeypatch, capsys):
     shutil.copytree(source, tmp_path / "source")
     train, test = (tmp_path / "source" / "xnli" / f"{name}.tsv" for name in ("train-en", "test-de"))
@@ -594,9 +612,9 @@ def test_broken_rows_are_reported_and_left_out(options, source, tmp_path, monkey
     assert "48 rows of at most 32 tokens, 6 steps" in said.out
     result = result_of(options["out_dir"])
     assert list(result["languages"]) == ["en"] and result["gap"] == {}
-    assert "English is ahead" not in said.out
+    assert "English is above" not in said.out
     train.write_text("dog\tcat\tmaybe\n" * 60)
     with pytest.raises(SystemExit):
         XTREME.run(options | {"source": tmp_path / "source"}, monkeypatch)
     *_, line = capsys.readouterr().err.strip().splitlines()
-    assert line == "error: no training example of xnli has a label that is known"
+    assert line == "error: no training example of xnli has a known label"

@@ -1,7 +1,7 @@
-"""Models on two processes, held against one process that does everything.
+"""Training on two processes must equal training on one.
 
-The processes are real ones on gloo, see played.py: starting them takes longer than what they do, so they do everything
-at once and the tests look at what they leave behind.
+The processes are real, with gloo (see played.py). Starting them takes longer than their work, so they run everything
+once, and the test compares their files.
 """
 
 import json
@@ -31,7 +31,7 @@ __all__ = ["electra_corpora", "mt_corpus"]  # fixtures
 
 @pytest.fixture(scope="session")
 def commands(corpora, electra_corpora, mt_corpus) -> dict[str, tuple[str, dict]]:
-    """A decoder, two encoders and both, with several micro-batches a process and step, and dropout."""
+    """Decoder, encoders and translator, with dropout and several micro-batches per process and step."""
     size = {"steps": 4, "eval_every": 2, "dtype": "float64", "dropout": 0.1}
     lm = TINY_LM | size | {"data": corpora["a"], "batch_tokens": 512, "router": "hypersphere", "capacity": 0.5}
     mlm = test_train_mlm.TINY | test_train_mlm.EXPERTS | size | {"data": electra_corpora["data"], "batch_tokens": 1024}
@@ -39,12 +39,12 @@ def commands(corpora, electra_corpora, mt_corpus) -> dict[str, tuple[str, dict]]
     electra = test_train_electra.TINY | test_train_electra.EXPERTS | size | {"router": "topk", "batch_tokens": 1024}
     electra |= {"data": electra_corpora["data"], "pairs": electra_corpora["pairs"]}
     mt = test_train_mt.TINY | size | {"data": mt_corpus, "batch_tokens": 512, "micro_tokens": 64, "expert_ffns": 2}
-    xlm = electra | {"objective": "mlm", "generator_layers": 4}  # the last is its default: nothing reads it
-    found = {"lm": ("train_lm", lm), "mlm": ("train_mlm", mlm), "xlm": ("train_electra", xlm)}
-    return found | {"electra": ("train_electra", electra), "mt": ("train_mt", mt)}
+    xlm = electra | {"objective": "mlm", "generator_layers": 4}  # the default: XLM has no generator
+    encoders = {"mlm": ("train_mlm", mlm), "xlm": ("train_electra", xlm), "electra": ("train_electra", electra)}
+    return {"lm": ("train_lm", lm), "mt": ("train_mt", mt)} | encoders
 
 
-TOGETHER = {  # run of two processes -> its command, and how
+TOGETHER = {  # run of two processes -> its command and extra options
     "lm": ("lm", dict(recompute=True)),
     "mlm": ("mlm", {}),
     "xlm": ("xlm", {}),
@@ -54,7 +54,7 @@ TOGETHER = {  # run of two processes -> its command, and how
 }
 
 
-def let_play(out: Path, processes: int, commands: list):
+def run_processes(out: Path, processes: int, commands: list):
     (out / "commands.json").write_text(json.dumps(commands))
     with open(out / "log.txt", "w") as log:
         if processes == 1:
@@ -69,61 +69,62 @@ def let_play(out: Path, processes: int, commands: list):
 
 @pytest.fixture(scope="session")
 def played(commands, tmp_path_factory) -> dict[int, Path]:
-    """Processes -> the folder of what so many of them did: their curves, their runs and what they went on with."""
+    """{number of processes: folder with their curves, runs and resumed runs}"""
     folders = {processes: tmp_path_factory.mktemp(f"of{processes}-") for processes in (1, 2)}
 
-    def given(processes: int, name: str, how: dict, begun: str | None = None) -> tuple:
+    def command(processes: int, name: str, extra: dict, begun: str | None = None) -> tuple:
         script, options = commands[TOGETHER.get(name, (name,))[0]]
         out = folders[processes] / (f"resumed {name}" if begun else name)
-        return script, words(options | how | {"out_dir": out}), begun
+        return script, words(options | extra | {"out_dir": out}), begun
 
-    todo = {2: [given(2, name, how) for name, (_, how) in TOGETHER.items()]}
-    todo[1] = [given(1, name, {}) for name in commands]
-    for processes in (2, 1):  # both go on with a run of two
-        todo[processes].append(given(processes, "lm", {}, str(folders[2] / "lm")))
-        let_play(folders[processes], processes, todo[processes])
+    todo = {2: [command(2, name, extra) for name, (_, extra) in TOGETHER.items()]}
+    todo[1] = [command(1, name, {}) for name in commands]
+    for processes in (2, 1):  # both resume a run of two processes
+        todo[processes].append(command(processes, "lm", {}, str(folders[2] / "lm")))
+        run_processes(folders[processes], processes, todo[processes])
     return folders
 
 
-def test_processes_compute_what_one_does(played):
-    """One test, since what they did is shared: pytest-xdist would have it done again for each that looks at it."""
+def test_two_processes_compute_the_same_as_one(played):
+    """A single test, because pytest-xdist would run the processes again for each test."""
     for case in CURVES:
         alone, together = (torch.load(played[number] / f"{number}, {case}.pt") for number in (1, 2))
         assert alone["losses"][-1] < alone["losses"][0] - 0.05
         assert together["losses"] == pytest.approx(alone["losses"], abs=1e-9), case
         torch.testing.assert_close(together["weights"], alone["weights"], rtol=1e-8, atol=1e-8)
-    assert metrics(played[1] / "lm")[-1]["layers"][0]["cut"] > 0  # under a limit that drops
+    assert metrics(played[1] / "lm")[-1]["layers"][0]["cut"] > 0  # some tokens are dropped
     for name, (script, _) in TOGETHER.items():
-        same_end(played[2] / name, played[1] / script, 2)
+        check_same_end(played[2] / name, played[1] / script, 2)
     for layer in metrics(played[1] / "mlm")[-1]["layers"]:
-        assert layer["cut"] > 0 and layer["rf"] > 0
-    for processes in (1, 2):  # a run goes on with any number of them
+        assert layer["cut"] > 0
+        assert layer["rf"] > 0
+    for processes in (1, 2):  # a run resumes with any number of processes
         folder = played[processes] / "resumed lm"
-        same_end(folder, played[1] / "lm", processes)
+        check_same_end(folder, played[1] / "lm", processes)
         assert (only_run(folder) / "ckpt.prev.pt").exists()
         assert (played[processes] / "log.txt").read_text().count("goes on from step 3") == 1
 
 
-def same_end(folder: Path, alone: Path, processes: int):
-    """Every number of the log and the result, the weights and Adam's moments are those of one process."""
+def check_same_end(folder: Path, alone: Path, processes: int):
+    """Compares all numbers of log and result, the weights and Adam's moments with those of one process."""
     assert result_of(folder)["machine"]["processes"] == processes
     assert only_run(folder).name == only_run(alone).name
     assert flat(metrics(folder)) == pytest.approx(flat(metrics(alone)), rel=1e-6, abs=1e-8)
     assert flat(result_of(folder)) == pytest.approx(flat(result_of(alone)), rel=1e-6, abs=1e-8)
-    ours, theirs = (load_checkpoint(only_run(path) / "ckpt.pt") for path in (folder, alone))
-    assert ours["class"] == theirs["class"]
-    torch.testing.assert_close(ours["model"], theirs["model"], rtol=1e-6, atol=1e-8)
-    torch.testing.assert_close(ours["optimizer"]["state"], theirs["optimizer"]["state"], rtol=1e-5, atol=1e-9)
+    state, expected = (load_checkpoint(only_run(path) / "ckpt.pt") for path in (folder, alone))
+    assert state["class"] == expected["class"]
+    torch.testing.assert_close(state["model"], expected["model"], rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(state["optimizer"]["state"], expected["optimizer"]["state"], rtol=1e-5, atol=1e-9)
     net, _ = pretrained.load(only_run(folder))
     assert len(net.moe_layers) > 0
 
 
 def flat(record, path="") -> dict[str, float]:
-    """Its numbers by where they stand, but those of time and of who did it."""
+    """{path: number} of a nested record, without times and process counts."""
     if not isinstance(record, dict | list):
         return {path: record} if isinstance(record, int | float) else {}
-    found = {}
+    numbers = {}
     for name, part in record.items() if isinstance(record, dict) else enumerate(record):
         if not re.search("second|processes", str(name)):
-            found |= flat(part, f"{path}/{name}")
-    return found
+            numbers |= flat(part, f"{path}/{name}")
+    return numbers

@@ -1,6 +1,6 @@
-"""`pretrained.load`: what it makes of a run's folder and of a checkpoint in Hugging Face's format.
+"""`pretrained.load` of runs and of models in Hugging Face's format.
 
-That GPT-2 and XLM-R compute what Hugging Face's do is tested in test_train_lm.py and test_train_mlm.py.
+test_train_lm.py and test_train_mlm.py test that GPT-2 and XLM-R compute what Hugging Face's models do.
 """
 
 import json
@@ -24,7 +24,7 @@ __all__ = ["electra_corpora"]  # a fixture
 TINY = dict(n_layer=2, n_head=2, n_embd=16, ffn_size=32, block_size=16, steps=4, eval_every=2)
 TINY |= dict(batch_tokens=128, micro_tokens=128, device="cpu", dtype="float32")
 MASKED = dict(experts=4, expert_size=16, moe_after=(1,), capacity_factor=1.5, eval_maskings=1)
-SCRIPTS = {  # those whose models are loaded as encoders: script, its constants
+SCRIPTS = {  # scripts whose models load as encoders, and their constants
     "mlm": (train_mlm, MASKED),
     "electra": (train_electra, dict(generator_layers=1)),
     "xlm": (train_electra, dict(objective="mlm")),
@@ -45,7 +45,7 @@ def trained(electra_corpora, tmp_path, monkeypatch):
     return train
 
 
-def test_a_masked_model_goes_on_from_another_run(trained):
+def test_init_from_starts_a_masked_model_from_another_run(trained):
     first = trained("mlm")
     second = trained("mlm", learning_rate=1e-12, init_from=first)
     before, after = (load_checkpoint(folder / "ckpt.pt")["model"] for folder in (first, second))
@@ -56,13 +56,14 @@ def test_a_masked_model_goes_on_from_another_run(trained):
 def test_a_run_of_every_script_loads_as_an_encoder(name, trained, electra_corpora):
     folder = trained(name)
     model, tokenizer = load(folder)
-    assert type(model) is Encoder and not model.training
+    assert type(model) is Encoder
+    assert not model.training
     assert tokenizer.sha256 == load_tokenizer(electra_corpora["data"]).sha256
     state = load_checkpoint(folder / "ckpt.pt")
     assert vars(model.config) == state["constants"]
     weights = {key: tensor for key, tensor in state["model"].items() if key.startswith("encoder.")}
-    assert {f"encoder.{key}" for key in model.state_dict()} == weights.keys()
-    assert all(torch.equal(tensor, weights[f"encoder.{key}"]) for key, tensor in model.state_dict().items())
+    loaded = {f"encoder.{key}": tensor for key, tensor in model.state_dict().items()}
+    torch.testing.assert_close(loaded, weights, rtol=0, atol=0)
     assert load(folder, dropout=0.25)[0].dropout.p == 0.25
 
 
@@ -74,7 +75,7 @@ def one_line(folder: Path, error: type[Exception]) -> str:
     return line
 
 
-def test_other_bad_folders_of_runs_are_one_clear_line(options, tmp_path, monkeypatch):
+def test_a_folder_without_an_intact_run_is_refused_in_one_line(options, tmp_path, monkeypatch):
     options["out_dir"] = tmp_path / "out"
     Script(train_lm).run(options, monkeypatch)
     folder = only_run(options["out_dir"])
@@ -87,9 +88,9 @@ def test_other_bad_folders_of_runs_are_one_clear_line(options, tmp_path, monkeyp
         "holds checkpoints of another kind of model": {"class": "FineTuned"},
         "another vocabulary than that of its tokenizer": {"identity": {"tokenizer_checksum": "another"}},
     }
-    for message, other in bad.items():
-        torch.save(state | other, tmp_path / "bad.pt")
-        (tmp_path / "bad.pt").replace(file)  # the state's tensors lie in the file that was here
+    for message, changes in bad.items():
+        torch.save(state | changes, tmp_path / "bad.pt")
+        (tmp_path / "bad.pt").replace(file)  # not overwritten: the tensors of `state` are mapped from the old file
         assert message in one_line(folder, ValueError)
     torch.save({"weights": 1}, file)
     assert "it holds something else" in one_line(folder, ValueError)
@@ -102,7 +103,7 @@ def test_other_bad_folders_of_runs_are_one_clear_line(options, tmp_path, monkeyp
 
 
 def save(folder: Path, kind: str):
-    """A small model of Hugging Face's, with its head."""
+    """Saves a small Hugging Face model, with its head."""
     transformers = pytest.importorskip("transformers")
     if kind == "gpt2":
         shape = dict(vocab_size=50, n_positions=16, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
@@ -115,8 +116,8 @@ def save(folder: Path, kind: str):
     return model
 
 
-def as_older_ones(folder: Path):
-    """The weights as GPT-2's are on the hub: a pickle, of a model without a head, whose names have no prefix."""
+def to_pickle(folder: Path):
+    """Stores the weights as the hub stores GPT-2: a pickle of a model without a head, whose names have no prefix."""
     from safetensors.torch import load_file
 
     tensors = load_file(folder / "model.safetensors")
@@ -126,57 +127,59 @@ def as_older_ones(folder: Path):
 
 
 @pytest.mark.parametrize("layout", ["gpt2", "xlmr"])
-def test_all_ways_of_writing_weights_give_one_model(layout, tmp_path):
-    """As one file, in parts, and as a pickle."""
-    model, found = save(tmp_path, layout), []
-    found.append(load(tmp_path))
+def test_one_file_shards_and_a_pickle_load_the_same_model(layout, tmp_path):
+    model = save(tmp_path, layout)
+    loaded = [load(tmp_path)]
     (tmp_path / "model.safetensors").unlink()
     model.save_pretrained(tmp_path, max_shard_size=5000)
-    first, *others = sorted(tmp_path.glob("*.safetensors"))
+    shard, *others = sorted(tmp_path.glob("*.safetensors"))
     assert others
-    found.append(load(tmp_path))
-    first.unlink()
+    loaded.append(load(tmp_path))
+    shard.unlink()
     assert "does not have the weights of the model" in one_line(tmp_path, ValueError)
-    for part in others:
-        part.unlink()
+    for shard in others:
+        shard.unlink()
     model.save_pretrained(tmp_path)
-    as_older_ones(tmp_path)
-    found.append(load(tmp_path))
-    for net, tokenizer in found:
-        assert type(net) is {"gpt2": GPT, "xlmr": Encoder}[layout] and not net.training and tokenizer is None
-        torch.testing.assert_close(net.state_dict(), found[0][0].state_dict(), rtol=0, atol=0)
+    to_pickle(tmp_path)
+    loaded.append(load(tmp_path))
+    first, _ = loaded[0]
+    for net, tokenizer in loaded:
+        assert type(net) is {"gpt2": GPT, "xlmr": Encoder}[layout]
+        assert not net.training
+        assert tokenizer is None
+        torch.testing.assert_close(net.state_dict(), first.state_dict(), rtol=0, atol=0)
 
 
 def change(folder: Path, **values):
-    """Changes config.json; None takes a value away."""
+    """Changes config.json; None removes a value."""
     config = json.loads((folder / "config.json").read_text()) | values
     config = {name: value for name, value in config.items() if value is not None}
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def cut(file: Path):
+def truncate(file: Path):
     file.write_bytes(file.read_bytes()[:-100])
 
 
 BAD = {
     "another model": (lambda f: change(f, model_type="bert"), "has model_type bert, not xlm-roberta"),
     "another activation": (lambda f: change(f, hidden_act="relu"), "hidden_act relu, not gelu"),
-    "an output matrix of its own": (lambda f: change(f, tie_word_embeddings=False), "tie_word_embeddings False, not"),
+    "untied embeddings": (lambda f: change(f, tie_word_embeddings=False), "tie_word_embeddings False, not"),
     "other positions": (lambda f: change(f, position_embedding_type="relative_key"), "relative_key, not absolute"),
     "another padding": (lambda f: change(f, pad_token_id=0), "pad_token_id 0, not 1"),
     "no size": (lambda f: change(f, hidden_size=None), "config.json does not have all of vocab_size, "),
     "another size": (lambda f: change(f, intermediate_size=48), "does not have the weights of the model"),
     "more layers": (lambda f: change(f, num_hidden_layers=3), "does not have the weights of the model"),
-    "torn configuration": (lambda f: cut(f / "config.json"), "config.json is not readable JSON"),
-    "torn weights": (lambda f: cut(f / "model.safetensors"), "model.safetensors cannot be read"),
-    "torn pickle": (lambda f: (as_older_ones(f), cut(f / "pytorch_model.bin")), "pytorch_model.bin cannot be read"),
+    "truncated configuration": (lambda f: truncate(f / "config.json"), "config.json is not readable JSON"),
+    "truncated weights": (lambda f: truncate(f / "model.safetensors"), "model.safetensors cannot be read"),
+    "truncated pickle": (lambda f: (to_pickle(f), truncate(f / "pytorch_model.bin")), "model.bin cannot be read"),
     "another vocabulary": (lambda f: (f / "sentencepiece.bpe.model").write_bytes(b"?"), "is not a SentencePiece model"),
 }
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_weights_are_one_clear_line(case, tmp_path):
+def test_a_bad_model_is_refused_in_one_line(case, tmp_path):
     save(tmp_path, "xlmr")
-    spoil, message = BAD[case]
-    spoil(tmp_path)
+    damage, message = BAD[case]
+    damage(tmp_path)
     assert message in one_line(tmp_path, (ValueError, OSError))

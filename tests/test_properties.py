@@ -1,6 +1,6 @@
-"""Readers of files and command lines under what chance brings: a result, or one clear line, and nothing else.
+"""Random command lines and damaged files: they give a result, or an error of one clear line.
 
-A few examples of each, the same every time; with EXAMPLES=10000 so many of all together, others every time.
+By default, a few examples of each, the same every time; EXAMPLES=10000 runs about that many in total, new every time.
 """
 
 import gzip
@@ -39,10 +39,7 @@ profile = settings(deadline=None, database=None, suppress_health_check=list(Heal
 
 
 def answer(call: Callable, where: str = ""):
-    """What a call gives, or None where it ends in an error that `clear_errors` turns into a line.
-
-    where: a name that the line must hold.
-    """
+    """The result of a call, or None after an error whose single line must contain `where`."""
     try:
         return call()
     except (ValueError, OSError, ImportError) as error:
@@ -67,8 +64,8 @@ WRITTEN = st.sampled_from(["--{0}\0{1}", "--{0}={1}", "{1}"])
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_command_line_makes_a_run_or_is_refused(name):
-    """It is refused in a line, or by tyro, or asks for help."""
+def test_a_random_command_line_is_a_config_or_refused_in_one_line(name):
+    """Or it is refused by tyro, or prints the help."""
     script = SCRIPTS[name]
     names = st.sampled_from([*vars(script.Config()), "nonsense"])
 
@@ -78,12 +75,13 @@ def test_a_command_line_makes_a_run_or_is_refused(name):
         line = ["--preset", preset] if preset else []
         for form, name, value in options:
             line += form.format(name, value).split("\0")
-        said = io.StringIO()
-        with redirect_stderr(said), redirect_stdout(said):
+        output = io.StringIO()
+        with redirect_stderr(output), redirect_stdout(output):
             try:
                 config = answer(lambda: command_line(script.Config, script.PRESETS, line))
             except SystemExit as stop:
-                assert stop.code in (0, 2) and said.getvalue().strip()
+                assert stop.code in (0, 2)
+                assert output.getvalue().strip()
                 return
         assert not config or len(run_name(config, script.PRESETS).encode()) <= 255
 
@@ -94,58 +92,58 @@ def test_a_command_line_makes_a_run_or_is_refused(name):
 
 
 @st.composite
-def damaged(draw, whole: bytes) -> bytes:
-    """The bytes with a few of them taken out, others put in, and perhaps cut off there."""
-    begin = draw(st.integers(0, len(whole)))
+def damaged(draw, content: bytes) -> bytes:
+    """The bytes with a few replaced, and perhaps cut off there."""
+    begin = draw(st.integers(0, len(content)))
     end = begin + draw(st.integers(0, 8))
-    rest = draw(st.sampled_from([whole[end:], whole[end:], b""]))
-    return whole[:begin] + draw(st.binary(max_size=8)) + rest
+    rest = draw(st.sampled_from([content[end:], content[end:], b""]))
+    return content[:begin] + draw(st.binary(max_size=8)) + rest
 
 
-REWRITTEN = [  # ways in which other programs leave a file, and in which people do
-    lambda whole: b"",
-    lambda whole: b"\xef\xbb\xbf" + whole,
-    lambda whole: whole.replace(b"\n", b"\r\n"),
-    lambda whole: whole.replace(b"\n", b""),
-    lambda whole: whole.replace(b"\t", b"  "),
-    lambda whole: whole.replace(b'"', b"'"),
-    lambda whole: whole.decode("utf-8", "replace").encode("utf-16"),
-    lambda whole: whole.decode("utf-8", "replace").encode("latin-1", "replace"),
-    lambda whole: b"".join(whole.splitlines(keepends=True)[1:]),
+REWRITTEN = [  # what other programs and people do to files
+    lambda content: b"",
+    lambda content: b"\xef\xbb\xbf" + content,
+    lambda content: content.replace(b"\n", b"\r\n"),
+    lambda content: content.replace(b"\n", b""),
+    lambda content: content.replace(b"\t", b"  "),
+    lambda content: content.replace(b'"', b"'"),
+    lambda content: content.decode("utf-8", "replace").encode("utf-16"),
+    lambda content: content.decode("utf-8", "replace").encode("latin-1", "replace"),
+    lambda content: b"".join(content.splitlines(keepends=True)[1:]),
     gzip.compress,
 ]
 
 
-def damages(name: str, whole: bytes):
-    """Ways to damage a file of that name."""
-    ways = damaged(whole) | st.sampled_from(REWRITTEN).map(lambda rewrite: rewrite(whole))
-    if name.endswith((".gz", ".xz")):  # what is inside, too
+def damages(name: str, content: bytes):
+    """A strategy that damages a file of this name."""
+    ways = damaged(content) | st.sampled_from(REWRITTEN).map(lambda rewrite: rewrite(content))
+    if name.endswith((".gz", ".xz")):  # damages the uncompressed file, too
         module = gzip if name.endswith(".gz") else lzma
-        ways |= damages(name[:-3], module.decompress(whole)).map(module.compress)
+        ways |= damages(name[:-3], module.decompress(content)).map(module.compress)
     return ways
 
 
-# --- Readers: sound files, one of which is damaged, and what reads them
+# --- Intact files, and what reads them after one of them is damaged
 
 
-def lines(*each: str) -> bytes:
-    return "".join(f"{line}\n" for line in each).encode()
+def lines(*texts: str) -> bytes:
+    return "".join(f"{text}\n" for text in texts).encode()
 
 
-def rows(*each) -> bytes:
-    return lines(*map(json.dumps, each))
+def rows(*records) -> bytes:
+    return lines(*map(json.dumps, records))
 
 
 @cache
 def pieces() -> XLMR:
-    """A small vocabulary."""
+    """A tokenizer with a small vocabulary."""
     return train_sentencepiece([Path(__file__).read_text()], 400, XLMR)
 
 
 def corpus(name: str, folder: Path):
-    """All that a corpus reads from a folder, and the folder that is made of it."""
-    found = corpora.CORPORA[name].local(folder)
-    for texts in found.values() if isinstance(found, dict) else [found]:
+    """Reads all texts of a corpus from a folder, and prepares it."""
+    texts_of = corpora.CORPORA[name].local(folder)
+    for texts in texts_of.values() if isinstance(texts_of, dict) else [texts_of]:
         for _ in texts:
             pass
     out = folder.with_name("out")
@@ -155,14 +153,14 @@ def corpus(name: str, folder: Path):
 
 
 def task(name: str, folder: Path):
-    """Examples of a task's two splits, and rows of tokens from them."""
+    """Reads examples of a task's two splits, and makes rows of tokens."""
     kind, labels = xtreme.TASKS[name].kind, xtreme.TASKS[name].labels
     for split in ("train", xtreme.TASKS[name].test):
         examples, notes = xtreme.read(name, split, folder)
         for note in notes:
             check_line(note, str(folder))
-        for own in examples.values():
-            xtreme_rows.rows_of(kind, own, pieces(), 32, 8, list(labels))
+        for language_examples in examples.values():
+            xtreme_rows.rows_of(kind, language_examples, pieces(), 32, 8, list(labels))
 
 
 TEXT = lines("A first text – Straße.", "漢字 and so on.", "", "The second one.", "", "Ein dritter.")
@@ -180,7 +178,7 @@ def use_tokenizer(path: Path):
 
 
 def make_data(folder: Path):
-    """A prepared corpus of pairs."""
+    """Prepares a corpus of pairs."""
     source = folder.with_name("source")
     texts = [f"text {number}, and so on" for number in range(30)]
     pairs = lines(*(f"{text}\t{text}" for text in texts))
@@ -201,7 +199,7 @@ TEXTS |= {"d.jsonl": rows({"text": "A"}, {"text": "B", "id": 1})}
 LANGUAGES = {"de.txt": TEXT, "sw.1.jsonl.xz": lzma.compress(rows({"text": "A"}))}
 PAIRS = {"de-en.de": SENTENCES, "de-en.en": SENTENCES, "sw-en.tsv": lines("moja\tone", "mbili\ttwo")}
 LINKS = {"de-en.src-tgt": lines("ein Hund ||| a dog", "ja ||| yes"), "de-en.gold": lines("1-1 2p2", "1-1")}
-CASES = {  # files by name, or what writes them into a folder; what reads them there
+CASES = {  # {file name: content}, or a function that makes a folder; a function that reads the folder
     "text": (TEXTS, partial(corpus, "text")),
     "languages": (LANGUAGES, partial(corpus, "cc100")),
     "bitext": (PAIRS, partial(corpus, "bitext")),
@@ -218,22 +216,22 @@ CASES = {  # files by name, or what writes them into a folder; what reads them t
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_damaged_file_is_read_or_refused_in_a_line(name, tmp_path):
+def test_a_damaged_file_is_read_or_refused_in_one_line(name, tmp_path):
     (make, read), folder = CASES[name], tmp_path / "folder"
     folder.mkdir()
     make(folder) if callable(make) else write_files(folder, make)
-    sound = {path: path.read_bytes() for path in sorted(folder.rglob("*.*")) if path.is_file()}
+    intact = {path: path.read_bytes() for path in sorted(folder.rglob("*.*")) if path.is_file()}
     read(folder)
 
     @profile
     @given(st.data())
     def check(data):
         shutil.rmtree(folder)
-        for path, content in sound.items():
+        for path, content in intact.items():
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
-        file = data.draw(st.sampled_from(sorted(sound)))
-        file.write_bytes(data.draw(damages(file.name, sound[file])))
+        file = data.draw(st.sampled_from(sorted(intact)))
+        file.write_bytes(data.draw(damages(file.name, intact[file])))
         with redirect_stderr(io.StringIO()):
             answer(lambda: read(folder), str(folder))
 

@@ -161,7 +161,7 @@ def test_a_signal_ends_a_run_behind_its_step(step, evaluations, number, options,
     options |= {"steps": 5, "dropout": 0.1}
     whole, ended = kept_in(options, "whole", "ended")
     line = stopped(LM, step, number, ended, capsys)
-    assert line == f"stopped at step {step + 1}; the same command goes on"
+    assert line == f"stopped at step {step + 1}; run the same command to resume"
     log = only_run(ended["out_dir"]) / "metrics.jsonl"
     assert (len(metrics(ended["out_dir"])) if log.exists() else 0) == evaluations
     if step == 3:  # saved by its evaluation, and not once more
@@ -195,7 +195,7 @@ def test_what_ends_a_run_outside_of_its_steps_costs_it_one_at_most(where, signal
         LM.run(ended, patch)
     if signals:
         assert stop.value.code == 128 + number
-        assert "\nstopped; the same command goes on\n" in "\n" + capsys.readouterr().err.replace("\r", "\n")
+        assert "\nstopped; run the same command to resume\n" in "\n" + capsys.readouterr().err.replace("\r", "\n")
     del stop  # it holds the run
     LM.run(ended, monkeypatch)
     assert ("goes on from step 3" in capsys.readouterr().out) == (where == "evaluate")
@@ -220,7 +220,7 @@ def test_one_process_that_is_sent_a_signal_stops_both(options):
     os.kill(workers[1], signal.SIGTERM)
     assert process.wait() == 1  # torchrun's own
     out = (options["out_dir"] / "log.txt").read_text()
-    (step,) = re.findall(r"stopped at step (\d+); the same command goes on", out)
+    (step,) = re.findall(r"stopped at step (\d+); run the same command to resume", out)
     assert "exitcode: 143" in out and "[rank" not in out and "Error: " not in out.split("ChildFailed")[0]
     assert "Warning: " not in out  # of a library, whose words users would take for ours
     state = saved(options)
@@ -283,7 +283,7 @@ def test_a_checkpoint_that_is_not_the_runs_own_gives_way_to_the_one_before_it(da
     spoil()
     (folder / "ckpt.prev.pt").write_bytes(b"not a checkpoint")
     line = LM.refused(options, monkeypatch, capsys)
-    assert "ckpt.pt is corrupt (" in line and "--resume false starts again" in line
+    assert "ckpt.pt is corrupt (" in line and "--resume false trains from the start" in line
     assert "ckpt.pt is corrupt (" in LM.refused(options | {"eval_only": True}, monkeypatch, capsys)
 
 
@@ -299,7 +299,7 @@ def test_a_disk_that_is_full_ends_the_run_in_one_line(options, monkeypatch, caps
             line = LM.refused(ended, monkeypatch, capsys)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        assert f"{name} cannot be written ([Errno 27] File too large): what was saved before is whole" in line
+        assert f"{name} cannot be written ([Errno 27] File too large): what was saved before is intact" in line
         assert newest(folder)[1]["step"] == 1 and not list(folder.glob("*.tmp"))
     LM.run(ended, monkeypatch)
     LM.run(whole, monkeypatch)
@@ -356,7 +356,7 @@ def test_only_what_a_run_has_made_is_deleted(options, tmp_path, monkeypatch, cap
         (folder / name).write_text("mine")
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     LM.run(two | {"resume": False}, monkeypatch)
-    assert f"a run of its own, as {folder} has data {tmp_path}/x/y\n" in capsys.readouterr().out
+    assert f"a separate run, as {folder} differs in data\n" in capsys.readouterr().out
     assert before == {path.name: path.read_bytes() for path in folder.iterdir()}
     LM.run(one | {"resume": False}, monkeypatch)
     assert {path.name for path in folder.iterdir()} == before.keys()
@@ -365,7 +365,7 @@ def test_only_what_a_run_has_made_is_deleted(options, tmp_path, monkeypatch, cap
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     capsys.readouterr()
     LM.run(one | {"resume": False}, monkeypatch)
-    assert f"a run of its own, as {folder} has no config.json\n" in capsys.readouterr().out
+    assert f"a separate run, as {folder} has no config.json of a run\n" in capsys.readouterr().out
     assert before == {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
@@ -405,9 +405,8 @@ def test_a_file_that_is_no_record_is_an_error(options, monkeypatch, capsys):
         for content in ("", "[]", '{"seed": 0', "[" * 100_000):
             (only_run(options["out_dir"]) / name).write_text(content)
             line = LM.refused(options, monkeypatch, capsys)
-            assert re.search(f"{name} is not readable JSON, or no object .*: delete it or restore it", line)
+            assert re.search(f"{name} is not readable JSON, or not an object .*: delete it or restore it", line)
         (only_run(options["out_dir"]) / name).write_text("{}")
-    assert "config.json is of no run: delete it or restore it" in LM.refused(options, monkeypatch, capsys)
 
 
 def test_what_json_has_no_number_for_is_read_as_it_was_written(tmp_path):
@@ -524,7 +523,7 @@ def test_a_run_that_goes_on_in_another_precision_says_so(options, monkeypatch, c
     file = only_run(options["out_dir"]) / "ckpt.pt"
     torch.save(torch.load(file) | {"precision": "bfloat16"}, file)
     LM.run(options, monkeypatch)
-    assert "warning: it began in bfloat16, and goes on in float32" in capsys.readouterr().err
+    assert "warning: it began in bfloat16, and resumes in float32" in capsys.readouterr().err
 
 
 def test_a_table_gives_mean_deviation_and_gaps():

@@ -51,10 +51,10 @@ STEPS = {  # what to say, and by which parts of the peak four steps learn
 }
 INPUTS = {  # of a batch: what goes in, and what is right
     "train_lm": lambda batch: (batch[:1], batch[1].flatten()),
-    "train_mlm": lambda batch: ((batch.ids, batch.masked, None, batch.real), batch.targets),
-    "train_electra": lambda batch: ((batch.ids, batch.masked, batch.targets, batch.real), batch.targets),
+    "train_mlm": lambda batch: ((batch.ids, batch.masked, None, batch.nonpad), batch.targets),
+    "train_electra": lambda batch: ((batch.ids, batch.masked, batch.targets, batch.nonpad), batch.targets),
     "train_mt": lambda batch: (batch[:-1], batch.labels),
-    "finetune_xtreme": lambda batch: ((batch.ids, batch.real, batch.words), batch.targets),
+    "finetune_xtreme": lambda batch: ((batch.ids, batch.nonpad, batch.words), batch.targets),
 }
 
 
@@ -67,9 +67,9 @@ def parts(name: str, model, batch) -> list[tuple]:
     loss = F.cross_entropy(logits.flatten(0, -2), targets, reduction="sum", label_smoothing=smoothing)
     found = [(loss, int((targets != UNKNOWN).sum()))]
     if judged:
-        verdicts, replaced = judged
-        loss = F.binary_cross_entropy_with_logits(verdicts, replaced.double(), reduction="sum")
-        found.append((7.0 * loss, len(verdicts)))
+        disc_logits, replaced = judged
+        loss = F.binary_cross_entropy_with_logits(disc_logits, replaced.double(), reduction="sum")
+        found.append((7.0 * loss, len(disc_logits)))
     count = found[-1][1]
     return [*found, (0.5 * count * balance, count)]
 
@@ -157,7 +157,7 @@ def test_weights_that_the_last_update_broke_are_not_saved(name, broken, options,
     assert saved(options)["step"] == 3 and not (only_run(options["out_dir"]) / "result.json").exists()
 
 
-BIAS = {"relative_bias": False, "distance_lr": 2.0}
+BIAS = {"relative_bias": False, "rel_bias_lr": 2.0}
 XLM = train_electra.XLM | {"generator_layers": 4}  # its default: nothing reads it
 BAD = [  # script, what is given, what is said of it
     ("train_mlm", BIAS, "--router hypersphere, --relative_bias False: leave"),
@@ -178,7 +178,7 @@ BAD = [  # script, what is given, what is said of it
     ("finetune_xtreme", {"table": "9"}, "table must be one of 1, 3, 5, 6, 7, xlme1, xlme2, xlme7, not 9"),
     ("finetune_xtreme", {"encoders": "small"}, "--encoders is not read with --task xnli"),
     ("finetune_xtreme", {"task": "tags"}, "--source is not read with --task tags"),
-    ("finetune_xtreme", {"block_size": 7}, "block_size must lie from 8"),
+    ("finetune_xtreme", {"block_size": 7}, "block_size must be between 8"),
 ]
 
 

@@ -142,7 +142,7 @@ def test_encoding_in_parts_gives_the_same_tokens(bpe, xlmr, gpt2_tokenizer, word
         assert max(map(len, parts), default=0) <= 20
         if all(one[-1:].strip() and two[0] in " \n" for one, two in zip(parts, parts[1:])):
             assert cut == uncut
-        elif tokenizer is not xlmr:  # XLM-R's normalises the text
+        elif tokenizer is not xlmr:  # XLM-R normalises text
             assert tokenizer.decode(cut[0]) == text
 
 

@@ -17,13 +17,14 @@ import torch
 from helpers import Script, losses, metrics, only_run, result_of, saved, table_rows, words
 
 import train_lm
-from analysis import flops, measures
-from data import counting
 from data.batches import TokenData
 from data.tokenizers import load_tokenizer
 from engine import pretrained
 from engine.config import command_line
 from engine.device import setup
+from metrics import counting, flops
+from metrics.routing import RoutingStats, easy_and_hard
+from metrics.units import bits_per_byte
 from routers import NOT_CHOSEN, ROUTERS
 
 LM = Script(train_lm)
@@ -140,7 +141,7 @@ def test_counting_baselines_match_literal_loops(options, monkeypatch, capsys):
     assert counting.text_losses(data, 2) == {}  # a large text would take long
     LM.run(options, monkeypatch)
     out, result = capsys.readouterr().out, result_of(options["out_dir"])["counting"]
-    assert result == pytest.approx({name: measures.bits_per_byte(loss, text) for name, loss in losses_of_run.items()})
+    assert result == pytest.approx({name: bits_per_byte(loss, text) for name, loss in losses_of_run.items()})
     assert f"counting baselines, bits per byte: unigrams {result['unigrams']:.3f}, " in out
 
 
@@ -162,7 +163,7 @@ def test_easy_tokens_choose_few_experts_and_hard_ones_many(options, monkeypatch)
     order = sorted(frequent, key=lambda token: token % E)
     assert order[0] % E == 0
     assert order[-1] % E == E - 1
-    easy, hard = measures.easy_and_hard(net, batches, setup("cpu", "float32"), occurs=3)
+    easy, hard = easy_and_hard(net, batches, setup("cpu", "float32"), occurs=3)
     assert (easy, hard) == (order[:8], order[:-9:-1])
     assert not net.training
     assert not net.moe_layers[-1].watchers
@@ -171,7 +172,7 @@ def test_easy_tokens_choose_few_experts_and_hard_ones_many(options, monkeypatch)
 def test_a_report_names_easy_and_hard_tokens(options, monkeypatch, capsys):
     _, data, _ = opened(options)
     one, two, three = (data.tokenizer.encode_batch([digit])[0][-1] for digit in "123")
-    monkeypatch.setattr(measures, "easy_and_hard", lambda *_: ([one, two], [three]))
+    monkeypatch.setattr(train_lm, "easy_and_hard", lambda *_: ([one, two], [three]))
     LM.run(options, monkeypatch)
     out = capsys.readouterr().out
     assert "few experts in the last MoE layer: 1 2\n" in out
@@ -186,7 +187,7 @@ def test_a_finished_run_continues_a_prompt(options, monkeypatch, capsys):
     ids = torch.tensor([[tokenizer.eot, *tokenizer.encode_batch(["12 34"])[0]]])
     written = net.generate(ids, 6, top_k=1, end=tokenizer.eot)
     assert written.shape[1] == ids.shape[1] + 6  # the leading end-of-text token does not end the sample
-    watches = [measures.RoutingStats(moe) for moe in net.moe_layers]
+    watches = [RoutingStats(moe) for moe in net.moe_layers]
     with torch.no_grad(), net.no_limit():
         net(written[:, -net.config.block_size :])
     served = watches[0].finish()["served"]

@@ -15,14 +15,13 @@ import pytest
 import reference
 import torch
 from helpers import Script, metrics, result_of, saved, stopped, table_rows
-from test_measures import literal_rc
+from test_metrics import literal_rc
 from test_train_electra import EXPERTS, corpora
 
 import train_mlm
-from analysis import flops
-from data import counting
 from data.batches import MaskedData
 from engine.device import setup
+from metrics import counting, flops
 from model import MaskedLM
 
 __all__ = ["corpora"]  # a fixture
@@ -107,7 +106,7 @@ def test_evaluation_matches_a_literal_loop(options):
     balance_sum = 0.0
     model.eval().requires_grad_(False)
     for _, _, batch in batches:
-        logits, balance = model(batch.ids, batch.masked, real=batch.real)
+        logits, balance = model(batch.ids, batch.masked, nonpad=batch.nonpad)
         balance_sum += float(balance) * len(batch.targets)
         for row, target, language in zip(logits.log_softmax(dim=1), batch.targets, batch.language):
             loss[data.languages[language]] -= float(row[target])

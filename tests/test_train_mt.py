@@ -17,11 +17,11 @@ import torch
 from helpers import TORCHRUN, Script, flip_a_byte, metrics, only_run, result_of, saved, table_rows, words, write_files
 
 import train_mt
-from analysis import flops
 from data.batches import TranslationData
 from data.prepare import prepare
 from engine.config import command_line
 from engine.device import seed_all, setup
+from metrics import flops
 from model import Translator
 from train_mt import PRESETS, Config
 
@@ -255,7 +255,7 @@ def test_trivial_baselines_are_scored_per_pair_and_on_average(options, monkeypat
     _, _, data, _ = opened(options)
     references = {name: data.texts("test", name)[1] for name in data.languages}
     memory = {"de-en": references["de-en"], "ru-en": ["an unrelated text of words"] * 5}
-    monkeypatch.setattr("data.bleu.remembered", lambda data, name: memory[name])
+    monkeypatch.setattr("metrics.bleu.remembered", lambda data, name: memory[name])
     scores = {name: train_mt.score_translations(memory[name], references[name], "en") for name in memory}
     assert scores["de-en"]["bleu"] == pytest.approx(100)
     assert scores["ru-en"]["bleu"] < 20
@@ -266,7 +266,7 @@ def test_trivial_baselines_are_scored_per_pair_and_on_average(options, monkeypat
     assert counted["lookup"]["chrf"] > 90  # these languages share their word order
     memory |= {"de-en": [], "ru-en": []}  # language pairs without a test set
     assert train_mt.score_counting(data)["memory"] == {}
-    monkeypatch.setattr("data.counting.COUNTED_UP_TO", 0)  # as for a large training text
+    monkeypatch.setattr("metrics.counting.COUNTED_UP_TO", 0)  # as for a large training text
     assert train_mt.score_counting(data) == {"memory": {}, "lookup": {}}
 
 

@@ -94,8 +94,8 @@ def literal_embedding(model: Translator, ids):
 
 def test_the_dense_model_is_torchs_transformer():
     model = make("dense")
-    (source, real), (target, target_real) = padded(sources([5, 9, 2])), padded(sources([7, 3, 4], 1))
-    logits, balance = model(source, real, target, target_real)
+    (source, nonpad), (target, target_nonpad) = padded(sources([5, 9, 2])), padded(sources([7, 3, 4], 1))
+    logits, balance = model(source, nonpad, target, target_nonpad)
     padding, x, y = source == PAD, literal_embedding(model, source), literal_embedding(model, target)
     for block in model.encoder:
         x = torchs_layer(nn.TransformerEncoderLayer, block, model.config)(x, src_key_padding_mask=padding)
@@ -103,7 +103,7 @@ def test_the_dense_model_is_torchs_transformer():
     for block in model.decoder:
         layer = torchs_layer(nn.TransformerDecoderLayer, block, model.config)
         y = layer(y, memory, tgt_mask=causal, memory_key_padding_mask=padding)
-    expected = (model.ln_d(y) @ model.wte.weight.t()).flatten(0, 1)[target_real]
+    expected = (model.ln_d(y) @ model.wte.weight.t()).flatten(0, 1)[target_nonpad]
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)  # the sinusoids' angles are in fp32
     assert balance == 0
 
@@ -132,8 +132,8 @@ def test_dropout_follows_embeddings_attention_cross_attention_and_ffn(row):
 def test_neither_padding_nor_the_batch_nor_later_tokens_change_a_logit_without_a_limit(row):
     model, pairs = make(row), list(zip(sources([5, 9, 2]), sources([7, 3, 4], 1)))
     with model.no_limit(), torch.no_grad():
-        (source, real), (target, target_real) = (padded(list(side)) for side in zip(*pairs))
-        together = model(source, real, target, target_real)[0].split([len(t) for _, t in pairs])
+        (source, nonpad), (target, target_nonpad) = (padded(list(side)) for side in zip(*pairs))
+        together = model(source, nonpad, target, target_nonpad)[0].split([len(t) for _, t in pairs])
         for (one, two), ours in zip(pairs, together):
             alone, _ = model(torch.tensor([one]), None, torch.tensor([two]), None)
             torch.testing.assert_close(ours, alone)
@@ -148,8 +148,8 @@ def test_every_weight_has_a_gradient_and_balance_losses_are_added(row):
     model, losses = make(row).train(), []
     for moe in model.moe_layers:
         moe.register_forward_hook(lambda _, __, out: losses.append(float(out[1].detach())))
-    (source, real), (target, target_real) = padded(sources([5, 9, 20])), padded(sources([7, 3, 20], 1))
-    logits, balance = model(source, real, target, target_real)
+    (source, nonpad), (target, target_nonpad) = padded(sources([5, 9, 20])), padded(sources([7, 3, 20], 1))
+    logits, balance = model(source, nonpad, target, target_nonpad)
     (logits.square().mean() + balance).backward()
     assert {name for name, p in model.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0} == set()
     assert len(losses) == len(model.moe_layers) and float(balance.detach()) == pytest.approx(sum(losses))
@@ -182,9 +182,9 @@ def test_experts_stand_where_the_papers_have_them(options, encoder, decoder, aft
 
 @every_row
 def test_decoding_token_by_token_is_decoding_at_once(row):
-    model, (source, real), target = make(row), padded(sources([5, 9, 2])), torch.tensor(sources([5, 5, 5], 1))
+    model, (source, nonpad), target = make(row), padded(sources([5, 9, 2])), torch.tensor(sources([5, 5, 5], 1))
     with torch.no_grad(), model.no_limit():
-        encoded, _ = model.encode(source, real)
+        encoded, _ = model.encode(source, nonpad)
         whole, _, _ = model.decode(target, encoded)
         past = None
         for t in range(target.shape[1]):

@@ -2,7 +2,7 @@
 
     python tools/bench.py layer     a sparse layer with each router, next to dense FFNs and Hugging Face's Mixtral
     python tools/bench.py step      training steps of whole models; on a GPU, of the paper's size
-    python tools/bench.py check     layers on this device against the CPU's, and a run that is stopped and resumed
+    python tools/bench.py check     layers on this device against the CPU's
 
 Contenders run in turns. `ms` is the median time, and `spread` half its interquartile range. `ratio` is the time over
 the dense one's, at equal FLOPs (a layer's FLOPs are those of the rows that its experts serve), so 1 means no overhead.
@@ -16,7 +16,6 @@ import math
 import os
 import subprocess
 import sys
-import tempfile
 import traceback
 import warnings
 from collections import Counter
@@ -38,12 +37,13 @@ from torch import Tensor, nn
 import model
 import train_lm
 import train_mlm
-from analysis import flops, measures
 from engine import parallel
 from engine.device import Context, clear_errors, setup
 from engine.files import write
 from engine.optim import adamw, clip_gradients
 from engine.table import markdown_table
+from metrics import flops, timing
+from metrics.routing import RoutingStats
 from routers import ROUTERS
 
 ROOT = Path(model.__file__).parent
@@ -76,7 +76,7 @@ def measure(makers: dict, config: Config, context) -> list[dict]:
             if "HF" not in name:
                 raise
             context.say(f"{name}: skipped ({type(error).__name__}: {error})")
-    times = measures.in_turns(runs, context, config.rounds, PATIENCE)
+    times = timing.in_turns(runs, context, config.rounds, PATIENCE)
     for name, run in runs.items():
         lower, ms, upper = np.quantile(times[name], (0.25, 0.5, 0.75))
         speed = facts[name]["gflops"] / ms  # TFLOP/s
@@ -100,7 +100,7 @@ def profile(run: Callable, context) -> dict:
         set_mode("warn")
         run()
         set_mode("default")
-        measures.clock(context)  # waits for the device
+        timing.clock(context)  # waits for the device
     time_key = "self_device_time_total" if on_gpu else "self_cpu_time_total"
     times = Counter()
     for event in profiler.key_averages():
@@ -184,7 +184,7 @@ def our_layer(shape: train_lm.Config, h: Tensor, context, cast=False) -> Contend
     if cast:
         moe.experts.to(context.dtype)
     ids = torch.randint(VOCABULARY, h.shape[:2]).to(h.device)
-    stats = measures.RoutingStats(moe)
+    stats = RoutingStats(moe)
     with torch.no_grad(), context.autocast():
         moe(h, ids)
     rows = stats.finish()["served"]  # per token
@@ -255,7 +255,6 @@ def training_step(constants: train_lm.Config, tokens: int, context) -> Contender
 # check: are the numbers right?
 
 CPU = Context(0, 1, torch.device("cpu"), torch.float32)
-RESUMED = "--n_layer 2 --n_embd 64 --ffn_size 256 --steps 40 --eval_every 20 --eval_tokens 2048 --dtype bfloat16"
 
 
 def against_the_cpu(router: str, config: Config, context, E=16) -> Iterator[dict]:
@@ -336,21 +335,6 @@ def other_parts(config: Config, context) -> Iterator[dict]:
     yield {"what": "compiled router"} | compare(actual, expected, 3e-4)  # bfloat16 gradients would differ by 2e-3
 
 
-def stopped_and_resumed(config: Config, context) -> Iterator[dict]:
-    """Stops train_lm.py after its first evaluation, and resumes it."""
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-u", ROOT / "train_lm.py", *RESUMED.split(), "--out_dir", folder]
-        with subprocess.Popen(command, **pipes) as first:
-            for line in first.stdout:
-                if line.startswith("step 20: "):  # printed by the evaluation
-                    first.terminate()
-        second = subprocess.run(command, **pipes)
-    exits = [first.returncode, second.returncode]
-    right = exits == [143, 0] and "goes on from step" in second.stdout
-    yield {"right": right, "exits": exits, "output": second.stdout[-2000:]}
-
-
 def sections_of(part: str, gpu: bool) -> dict[str, Callable]:
     if part == "layer":
         names = ["S3", "S4"] if gpu else SHAPES  # small shapes would measure kernel launches
@@ -363,7 +347,7 @@ def sections_of(part: str, gpu: bool) -> dict[str, Callable]:
         return {"width 256": small, "width 768": partial(small, n_embd=768, ffn_size=3072)}
     checks = {name: partial(against_the_cpu, name) for name in ROUTERS}
     checks["many experts"] = partial(against_the_cpu, "topk", E=1024)  # more groups than CUDA's grouped_mm supports
-    return checks | {"other parts": other_parts, "train_lm.py": stopped_and_resumed}
+    return checks | {"other parts": other_parts}
 
 
 def run(sections: dict, file: Path, config: Config, context) -> list[dict]:

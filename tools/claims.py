@@ -16,14 +16,17 @@ from itertools import starmap
 from pathlib import Path
 from statistics import fmean
 
-from analysis.measures import mean_over_layers
 from analysis.shared import KEY, Panel, canvas, draw
 from engine.config import identity
 from engine.files import from_json
+from metrics.routing import mean_over_layers
 
 SEEDS = ("", *(f"-seed={seed}" for seed in range(1, 8)))  # as they appear in names of runs
-BY_LAYER = {"translations found": "retrieval", "found, centred": "centred"}  # number -> its key in `held_out`, by layer
-UNITS = {  # the scale of a number: a claim says that a difference is above 0; 100 log is about 1%
+BY_LAYER = {
+    "translations found": "retrieval",
+    "found, centred": "centred",
+}  # number -> its key in `held_out`, a list by layer
+UNITS = {  # unit -> a scale on which a claim says that ours is higher; a step of 1 in 100 log is about 1%
     "perplexity, about % lower": lambda x: -100 * math.log(x),
     "points more of BLEU, F1 or accuracy": lambda x: x,
     "points more: masked tokens right, activations positive": lambda x: 100 * x,

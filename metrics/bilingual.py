@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from analysis import measures
 from data.batches import Masked, PairData
+from metrics import crosslingual
+from metrics.units import bootstrap
 from model import Encoder, MaskedLM
 
 
@@ -27,7 +28,7 @@ def translation_effect(model: MaskedLM, pairs: PairData, config, context, maskin
     return {
         "with": float(correct.sum() / total),
         "without": float(correct_alone.sum() / total),
-        "effect": measures.bootstrap(correct - correct_alone, masked),
+        "effect": bootstrap(correct - correct_alone, masked),
     }
 
 
@@ -50,9 +51,9 @@ def correct_by_pair(model, pairs, config, context, maskings, both_shown) -> Tens
 @torch.no_grad()
 def correct_by_row(model: MaskedLM, batch: Masked, context) -> Tensor:
     """(2, B): the correctly predicted and the masked tokens of each row."""
-    ids, masked, targets, real = context.send_all(*batch[:4])
+    ids, masked, targets, nonpad = context.send_all(*batch[:4])
     with context.autocast():
-        logits, _ = model(ids, masked, real=real)
+        logits, _ = model(ids, masked, nonpad=nonpad)
     correct = logits.argmax(dim=1) == targets  # (M,)
     counts = torch.stack([correct, torch.ones_like(correct)])
     row = batch.masked // ids.shape[1]  # (M,)
@@ -68,16 +69,16 @@ def retrieval(encoder: Encoder, pairs: PairData, config, context, most: int = 10
     """
     options = {"micro_tokens": config.micro_tokens, "context": context}
     # The cipher languages share their held-out sentences: cache a language's vectors.
-    vectors_of = lru_cache(maxsize=4)(partial(measures.sentence_vectors, encoder, pairs.tokenizer, **options))
+    vectors_of = lru_cache(maxsize=4)(partial(crosslingual.sentence_vectors, encoder, pairs.tokenizer, **options))
     scores = []
     for language in pairs.languages[context.rank :: context.world]:
         sides = pairs.texts("valid", language)
         if sides[0]:
             vectors = [vectors_of(tuple(side[:most])) for side in sides]
-            plain = measures.retrieval(*vectors).tolist()
+            plain = crosslingual.retrieval(*vectors).tolist()
             shifted = [side - side.mean(dim=1, keepdim=True) for side in vectors]
             unit = [F.normalize(side, dim=2) for side in shifted]
-            centred = measures.retrieval(*unit).tolist()
+            centred = crosslingual.retrieval(*unit).tolist()
             chance = 1 / len(sides[0][:most])
             scores.append((plain, centred, chance))
     *both, chance = zip(*chain(*context.gather(scores)))

@@ -1,0 +1,1 @@
+"""What a training measures: routing, FLOPs, trivial baselines, scores of tasks."""
