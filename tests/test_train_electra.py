@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Script, lively, metrics, result_of, saved, table_rows
+from helpers import Script, lively, losses, metrics, result_of, saved, table_rows
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import train_electra
-from data.batches import Masked, PairData
+from data.batches import Masked, MaskedData, PairData
 from data.prepare import prepare
 from data.tokenizers import XLMR, train_sentencepiece
 from engine.device import Context, setup
@@ -277,6 +277,17 @@ def test_every_row_trains_and_reports(row, options, monkeypatch, capsys):
     assert f"perplexity {math.exp(scores['mlm']):.2f}, {scores['generator']:.1%} right" in line
     assert ("generator" in line) == rtd
     assert ("above a blind" in line) == (scores.get("saved", 0) < 0)
+
+
+def test_a_step_without_masked_tokens_trains_the_discriminator_alone(options, monkeypatch):
+
+    def batch(data, *where, old=MaskedData.batch):
+        batch = old(data, *where)
+        return batch._replace(masked=batch.masked[:0], targets=batch.targets[:0])
+
+    monkeypatch.setattr(MaskedData, "batch", batch)
+    ELECTRA.run(options | {"tlm": False}, monkeypatch)
+    assert all(0 < loss < math.log(2) + 0.1 for loss in losses(options["out_dir"]))
 
 
 def test_retrieval_is_averaged_over_language_pairs(options):

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import reference
 import torch
-from helpers import Script, metrics, result_of, saved, stopped, table_rows
+from helpers import Script, losses, metrics, result_of, saved, stopped, table_rows
 from test_metrics import literal_rc
 from test_train_electra import EXPERTS, corpora
 
@@ -197,6 +197,16 @@ def test_a_resumed_run_equals_an_uninterrupted_one(options, tmp_path, monkeypatc
     assert next(layers) == next(layers)  # at step 4, RF compares with the experts of step 2, before the stop
     _, (_, [before]), (scores, [after]) = evaluations
     assert scores["layers"][0]["rf"] == float((before != after).double().mean()) > 0
+
+
+def test_a_step_without_masked_tokens_has_no_loss(options, monkeypatch):
+    def batch(data, *where, old=MaskedData.batch):
+        batch = old(data, *where)
+        return batch._replace(**{name: getattr(batch, name)[:0] for name in ("masked", "targets", "language")})
+
+    monkeypatch.setattr(MaskedData, "batch", batch)
+    MLM.run(options, monkeypatch)
+    assert losses(options["out_dir"]) == [0.0, 0.0]
 
 
 def test_table_2_has_every_row(options, monkeypatch, capsys):
