@@ -71,6 +71,7 @@ def edited(tmp_path, monkeypatch) -> Edited:
 DECAY = r"^(    weight_decay: float = )\S+", r"\g<1>0.37"
 LOOP = r"^        optimizer\.zero_grad\(\)$", "        optimizer.zero_grad(set_to_none=True)"
 PRESET = r"^PRESETS = \{", 'PRESETS = {"mine": {}, '
+LOOK = r"^(    log_every: int = )\d+", r"\g<1>7"  # identifies no run
 COMMENT = r"^        optimizer\.zero_grad\(\)$", "        optimizer.zero_grad()  # and the next"
 
 
@@ -103,7 +104,7 @@ def test_an_edited_constant_trains_a_separate_run_and_edited_code_is_reported(
         assert folders == {first, second}
         assert "changed" not in err
     assert contents(first) == files
-    for edit in (COMMENT, PRESET):
+    for edit in (COMMENT, PRESET, LOOK):
         _, err, _ = run(*edit)
         assert "changed" not in err
     out, err, _ = run(*LOOP)
