@@ -304,8 +304,8 @@ BROKEN = [  # command, changed files, their content (None: deleted), the error
     ("alignment", "de-en.src-tgt", "a ||| b\nrot red\na ||| b\n", "line 2: not `source ||| target`"),
     ("alignment", "de-en.src-tgt", "a ||| b\nrot |||\na ||| b\n", "line 2: not `source ||| target`"),
     ("alignment", "de-en.src-tgt", "a ||| b\n||| red\na ||| b\n", "line 2: not `source ||| target`"),
-    ("alignment", "de-en.src-tgt", "rot ||| red\n", "1 sentence pairs and de-en.gold 3 lines"),
-    ("alignment", "de-en.gold", "1-1\n1-1 2-x\n\n", "de-en.gold, line 2: 2-x is no link such as 1-1 or 2p3"),
+    ("alignment", "de-en.src-tgt", "rot ||| red\n", "1 sentence pairs, but de-en.gold has 3 lines"),
+    ("alignment", "de-en.gold", "1-1\n1-1 2-x\n\n", "de-en.gold, line 2: 2-x is not a link such as 1-1 or 2p3"),
 ]
 
 

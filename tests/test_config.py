@@ -45,7 +45,7 @@ REFUSED = {  # options, error message
     "device": ({"device": "nonsense"}, "device nonsense: "),
     "data": ({"data": "wikitext103x"}, "python -m data.prepare"),
     "a list of 2^31": ({"n_layer": 1 << 31}, "n_layer must be between 1 and 10000, not 2147483648"),
-    "far too wide": ({"n_embd": 1 << 40, "n_head": 1}, "the memory does not suffice"),
+    "far too wide": ({"n_embd": 1 << 40, "n_head": 1}, "out of memory: make the model or its batches smaller"),
     "micro-batches": ({"batch_tokens": 100}, "micro_tokens = 64 does not divide batch_tokens = 100"),
     "beyond 1": ({"threshold": 1.5}, "threshold must be between 0 and 1, not 1.5"),
     "dense experts": ({"router": "dense", "split": 8}, "--split is not read with --router dense: leave it out"),

@@ -611,7 +611,7 @@ def test_a_table_runs_every_row(options, encoders, tmp_path, monkeypatch, capsys
 def test_a_tokenizer_that_does_not_fit_the_model_is_refused(options, monkeypatch, capsys):
     other = train_sentencepiece([" ".join(GERMAN)] * 9, 280, XLMR)
     monkeypatch.setattr(pretrained, "load", lambda *_, load=pretrained.load, **more: (load(*_, **more)[0], other))
-    assert "its tokenizer has 280 pieces, not those of its model" in XTREME.refused(options, monkeypatch, capsys)
+    assert "its tokenizer has 280 pieces, its model " in XTREME.refused(options, monkeypatch, capsys)
 
 
 def test_broken_rows_are_skipped_with_a_warning(options, source, tmp_path, monkeypatch, capsys):

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -77,7 +76,7 @@ def wait_for(process: subprocess.Popen, out: Path, file: str, lines: int = 0) ->
 def test_the_folder_of_a_run_has_what_it_takes_to_rebuild_the_model(options, monkeypatch):
     LM.run(options, monkeypatch)
     folder, state, result = only_run(options["out_dir"]), saved(options), result_of(options["out_dir"])
-    keys = "class step constants vocab_size identity precision code model optimizer seconds log window kept"
+    keys = "class step constants vocab_size identity precision code model optimizer seconds log window extra"
     assert state.keys() == set(keys.split())
     assert state["class"] == "GPT"
     assert state["vocab_size"] == 320
@@ -256,7 +255,7 @@ def test_a_finished_run_is_only_trained_again_by_resume_false(options, monkeypat
     report = capsys.readouterr().out.split("\n\n", 1)[1]
     folder, before = only_run(options["out_dir"]), result_of(options["out_dir"])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train_lm, "cross_entropy", None)  # training or evaluation would fail
+        patch.setattr(train_lm.GPT, "forward", None)  # training or evaluation would fail
         LM.run(options, patch)
     out = capsys.readouterr().out
     assert "finished before" in out
@@ -398,10 +397,10 @@ def test_init_from_starts_from_the_weights_of_another_run(options, corpora, tmp_
     torch.testing.assert_close(saved(options)["model"], load_checkpoint(before / "ckpt.pt")["model"])
     capsys.readouterr()
     for change, message in {
-        "data": (corpora["c"], "no run of this script with the vocabulary of this corpus"),
+        "data": (corpora["c"], "not a run of this script with the vocabulary of this corpus"),
         "n_head": (4, "has n_head 2, not 4"),
         "frequency_bias": (False, "has frequency_bias True, not False"),
-        "router": ("dense", "has not the weights"),
+        "router": ("dense", "does not have the weights of the model that it describes"),
     }.items():
         assert message[1] in LM.refused(options | {change: message[0]}, monkeypatch, capsys)
 
@@ -455,11 +454,15 @@ BAD += ("weights", 6, 100, 7, 4), ("weights", 7, 100, 8, 7)
 def test_a_non_finite_loss_or_weight_ends_the_run(what, bad, log_every, ends, kept, options, monkeypatch, capsys):
     """Also if that step was not shown and later losses would be finite, if a signal wants to save, and if the update of
     a finite loss broke the weights."""
-    at, loss = [], train_lm.cross_entropy
+    at, forward = [], train_lm.GPT.forward
     monkeypatch.setattr(train_lm, "cosine", lambda step, *rest: at.append(step) or 0.0)
     if what == "loss":
-        broken = lambda *given: loss(*given) * (math.nan if at[-1] == bad else 1)  # noqa: E731
-        monkeypatch.setattr(train_lm, "cross_entropy", broken)
+
+        def broken(*given):
+            loss, balance = forward(*given)
+            return loss * (math.nan if at[-1] == bad else 1), balance
+
+        monkeypatch.setattr(train_lm.GPT, "forward", broken)
     else:
         broken = lambda model: model.ln_f.weight.data.mul_(math.inf if at[-1] == bad else 1)  # noqa: E731
         monkeypatch.setattr(train_lm.GPT, "after_step", broken)
@@ -508,14 +511,6 @@ def test_a_closed_or_full_stream_ends_no_run(streams, options):
     assert done.returncode == 0
     assert "Error" not in done.stderr
     assert result_of(options["out_dir"])
-
-
-def test_a_micro_batch_weighs_as_much_as_it_predicts():
-    """Nothing where it predicts nothing, even if none of them does."""
-    run = SimpleNamespace(context=Context(0, 1, torch.device("cpu"), torch.float32))
-    assert Run.parts(run, [3, 0, 1]) == [4 / 3, math.inf, 4.0]
-    assert Run.parts(run, [0]) == [math.inf]
-    assert Run.parts(run, [(2, 5), (2, 10)]) == [[2.0, 3.0], [2.0, 1.5]]
 
 
 def test_micro_batches_that_cannot_be_dealt_are_refused(options, monkeypatch, capsys):

@@ -211,7 +211,7 @@ def test_a_step_without_masked_tokens_has_no_loss(options, monkeypatch):
 
 def test_table_2_has_every_row(options, monkeypatch, capsys):
     options |= {"table": 2, "steps": 2}
-    assert "its rows have a --gate of their own" in MLM.refused(options | {"gate": "softmax"}, monkeypatch, capsys)
+    assert "the rows of this table set --gate" in MLM.refused(options | {"gate": "softmax"}, monkeypatch, capsys)
     MLM.run(options, monkeypatch)
     rows = table_rows(capsys.readouterr().out.split("\n\n")[-1])
     assert [row[1] for row in rows] == ["23.51", "", "", "19.02", "18.72", "19.59", "19.12"]
