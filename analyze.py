@@ -21,6 +21,7 @@ They read the runs of the demos and tables in out/, or the run folders that you 
 
 import sys
 from functools import partial
+from pathlib import Path
 
 import train_electra
 import train_lm
@@ -29,12 +30,11 @@ from analysis import play, x_moe, xlm_e, xmoe
 from analysis.shared import EvalOptions, FigureOptions
 from engine.config import parse
 from engine.device import clear_errors
-from engine.files import folder_of
 
 
 def demos(*scripts) -> list[str]:
-    """The folders of the scripts' trained demos, as their constants are now."""
-    folders = [folder_of(script.Config(), script.PRESETS)[0] for script in scripts]
+    """The folders of the scripts' trained demos."""
+    folders = [Path(script.Config.out_dir, script.Config.preset) for script in scripts]
     trained = [str(folder) for folder in folders if folder.exists()]
     if not trained:
         others = ", ".join(str(file.parent) for file in sorted(folders[0].parent.glob("*/config.json")))

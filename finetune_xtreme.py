@@ -1,22 +1,22 @@
-"""XTREME: an encoder is fine-tuned on English alone, and scored in every language (X-MoE and XLM-E, their tables).
+"""XTREME: fine-tune an encoder on English only, and score it in every language (tables of X-MoE and XLM-E).
 
-    python finetune_xtreme.py                              the demo: names, code and numbers among the words of a text
-                                                           in ciphers, by the encoder of `python train_electra.py`
+    python finetune_xtreme.py                              the demo: find names, code and numbers in ciphered text,
+                                                           with the encoder of `python train_electra.py`
     python finetune_xtreme.py --random_weights true        the same without pre-training
     python finetune_xtreme.py --preset ciphers-spans --model out/train_mlm/demo     another task, another encoder
     python finetune_xtreme.py --table xlme2                the encoders of a table, each on the three tasks in ciphers
-    python finetune_xtreme.py --preset xlme-mlqa --model /models/xlm-roberta-base    a task, by a paper's constants
+    python finetune_xtreme.py --preset xlme-mlqa --model /models/xlm-roberta-base    a task with a paper's constants
     python finetune_xtreme.py --table 1 --preset xmoe-xnli --source XTREME_FOLDER    X-MoE's table 1 on XTREME itself
 
-The checkpoint that is best in English (development set) is scored in every language, beside what a guess without a
-model reaches. A run is kept in out/finetune_xtreme/NAME with what it predicted, in files such as udpos/test-de.tsv
-and xquad/test-de.json, as XTREME's evaluate.py and its leaderboard want them; test sets without labels are predicted,
-too. The same command goes on where it stopped. `--help` lists every constant.
+The checkpoint with the best English development score is scored in every language, next to two trivial baselines. A
+run and its predictions are in out/finetune_xtreme/NAME: files such as udpos/test-de.tsv and xquad/test-de.json, in the
+format of XTREME's evaluate.py and leaderboard, also for test sets without labels. The same command resumes a stopped
+run. `--help` lists every constant.
 """
 
 import hashlib
 from collections import ChainMap
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -27,76 +27,73 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-import train_electra
-import train_mlm
-from analysis import flops, measures
 from data import xtreme_rows
-from data.scores import COUNTING, gap, guess, mean, score_task
 from data.xtreme import LABORATORY, TASKS, Example, Examples, read_examples, submission
 from data.xtreme_rows import TaskData
 from engine import parallel, pretrained
-from engine.config import changed, run_name
 from engine.device import clear_errors, seed_all, warn
-from engine.files import folder_of
 from engine.optim import adamw, clip_gradients, linear, set_learning_rate
 from engine.run import Run
 from engine.table import Table, carry_out, markdown_table, start
-from model import Encoder, SparseModel, cross_entropy, real_mask
+from metrics import flops
+from metrics.routing import count_choices
+from metrics.scores import COUNTING, gap, guess, mean, score_task
+from model import Encoder, SparseModel, cross_entropy, nonpad_mask
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Constants: change one here, or give --name value
+# Constants: change one here, or pass --name value
 
 
 @dataclass
 class Config:
-    preset: str = "demo"  # demo; a paper and a task: xmoe-xnli; or the laboratory's: ciphers-spans
+    preset: str = "demo"  # demo; a paper and a task, such as xmoe-xnli; or a task in ciphers, such as ciphers-spans
     table: str | None = None  # run every row of X-MoE's table 1, 3, 5, 6 or 7, or XLM-E's xlme1, xlme2 or xlme7
-    seeds: int = 1  # repeat with so many seeds, in tables of the encoders, too; give mean and deviation
+    seeds: int = 1  # number of seeds, of the encoders too in tables; prints mean and deviation
     # the task, its data and the encoder
     task: Literal["pos", "ner", "xquad", "mlqa", "tydiqa", "xnli", "pawsx", "tags", "pairs", "spans"] = "tags"
     model: str = "out/train_electra/demo"  # the encoder: folder of a run, or of XLM-R in Hugging Face's format
-    random_weights: bool = False  # a new encoder of that one's shape, drawn from the seed: what is learned without it
-    encoders: str = "demo"  # in tables: the preset of the runs of train_mlm.py and train_electra.py that are compared
-    source: str | None = None  # folder with the task's files, or with XTREME's folders of all tasks; none: the hub
-    train_examples: int | None = None  # at most so many to train on
-    test_examples: int | None = None  # at most so many to score in a language, or to choose by; a submission needs all
+    random_weights: bool = False  # a new encoder of the same shape, drawn from the seed: the score without pre-training
+    encoders: str = "demo"  # in tables: preset of the runs of train_mlm.py or train_electra.py to fine-tune
+    source: str | None = None  # folder with the task's files, or with XTREME's folders of all tasks; None: the hub
+    train_examples: int | None = None  # use at most this many training examples
+    test_examples: int | None = None  # at most this many of each language and of the development set; submit with all
     # training
-    frozen: bool = True  # routers and experts stay as they are (X-MoE 3.3); the balance loss still reaches the rest
-    balance_coef: float = 0.01  # alpha, the weight of the balance loss, where there are sparse layers
+    frozen: bool = True  # freeze routers and experts (X-MoE 3.3); the balance loss still trains the other weights
+    balance_coef: float = 0.01  # alpha, the weight of the balance loss of sparse layers
     epochs: int = 8  # passes through the training rows
-    batch_size: int = 16  # rows of a step, over all processes and micro-batches
+    batch_size: int = 16  # rows per step, over all processes and micro-batches
     micro_size: int = 16  # rows of one forward pass
-    block_size: int | None = None  # tokens of the longest row, at most as many as the encoder has positions for
-    stride: int = 128  # tokens from the beginning of one part of a long text to the next; half a row at most
+    block_size: int | None = None  # most tokens of a row; None: the encoder's
+    stride: int = 128  # tokens between the starts of two windows of a long text; at most half a row
     longest_answer: int = 30  # tokens
     learning_rate: float = 2e-3  # peak
-    warmup: float = 0.1  # share of the steps; then a line down to 0
+    warmup: float = 0.1  # share of the steps; then linear decay to 0
     beta2: float = 0.999  # Adam
     eps: float = 1e-8  # Adam
     weight_decay: float = 0.0  # of matrices and embeddings
-    grad_clip: float = 1.0  # largest norm of the gradient; 0 for no limit
-    dropout: float = 0.0  # in the encoder, and in the head of tags and labels
-    seed: int = 0  # of the new layers' weights, data order and dropout
-    log_every: int = 10  # steps from one look at the loss to the next
+    grad_clip: float = 1.0  # clip the gradient to this norm; 0: no clipping
+    dropout: float = 0.0  # in the encoder, and in the head for tags and labels
+    seed: int = 0  # of the head's weights, data order and dropout
+    log_every: int = 10  # show the loss every this many steps
     # where and how
-    out_dir: str = "out/finetune_xtreme"  # where runs are kept
+    out_dir: str = "out/finetune_xtreme"  # folder of all runs
     device: str = "auto"  # cuda, mps or cpu
-    dtype: Literal["auto", "bfloat16", "float32", "float64"] = "float32"  # auto: bfloat16 where it is fast
-    compile: bool | None = None  # torch.compile; None: where products are in bfloat16 on a GPU
-    resume: bool = True  # go on from the run's newest checkpoint; false: start again
+    dtype: Literal["auto", "bfloat16", "float32", "float64"] = "float32"  # auto: bfloat16 if it is fast
+    compile: bool | None = None  # torch.compile; None: on a GPU in bfloat16
+    resume: bool = True  # resume from the newest checkpoint; false: start over
 
     def unread(self) -> set[str]:
-        """Constants that a run does not read because of others: see engine/config.py."""
+        """Constants that other constants make unused, see engine/config.py."""
         names = set() if TASKS[self.task].kind == "answer" else {"stride", "longest_answer"}
         if self.table is None:
             names |= {"encoders", "source"} if self.task in LABORATORY else {"encoders"}
         return names
 
 
-# X-MoE appendix C and XLM-E table 11; where the paper searched several values, they stand behind the middle one, which
-# is taken. X-MoE searched balance_coef: 0, 1e-3, 1e-2, 1e-1. Clipping, dropout, Adam's constants and lengths are those
-# of XTREME's own scripts: the papers do not say. `ciphers` are the laboratory's tasks, for encoders of the demos' size,
-# which take larger steps.
+# X-MoE appendix C and XLM-E table 11. Where the paper searched several values, we take the middle one, and a comment
+# lists them. X-MoE searched balance_coef: 0, 1e-3, 1e-2, 1e-1. The papers do not state clipping, dropout, Adam's
+# constants and lengths: these are from XTREME's scripts. `ciphers` are tasks for encoders of the demos' size, which
+# take a higher learning rate.
 COMMON = dict(batch_size=32, micro_size=8, epochs=10, dropout=0.1, dtype="auto")
 CIPHERS = dict(batch_size=16, micro_size=16, dropout=0.0, dtype="float32")
 CONSTANTS = {
@@ -121,7 +118,7 @@ CONSTANTS = {
 
 
 def preset(name: str) -> dict:
-    """The constants of `paper-task`; XTREME's scripts read rows of 384 tokens for answers, and of 128 otherwise."""
+    """The constants of `paper-task`. XTREME's scripts use rows of 384 tokens for questions, else of 128."""
     task = name.partition("-")[2]
     longest = 384 if TASKS[task].kind == "answer" else 128
     return COMMON | CONSTANTS[name] | {"task": task, "block_size": longest}
@@ -130,18 +127,27 @@ def preset(name: str) -> dict:
 PRESETS = {"demo": {}} | {name: preset(name) for name in CONSTANTS}
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Tables: rows of encoders, each fine-tuned on several tasks, beside the paper's numbers (F1/EM of answers)
+# Tables: a row for each encoder and task, beside the paper's numbers (F1/EM of answers)
 
 ALL = ("pos", "ner", "xquad", "mlqa", "tydiqa", "xnli", "pawsx")
-DENSE = dict(router="dense")
-SMOE = dict(router="switch", gate="softmax")
-SMOE_SIGMOID = SMOE | dict(gate="sigmoid")
-X_MOE = dict(router="hypersphere", gate="softmax")
-X_MOE_SIGMOID = X_MOE | dict(gate="sigmoid")
-XLM, XLM_E = train_electra.XLM, dict(objective="rtd")
-SENTENCES = XLM_E | train_electra.SENTENCES
+# Encoders: folders of runs under out/. {} is the preset; the changed constants follow.
+DENSE = "train_mlm/{}-router=dense"
+SMOE = "train_mlm/{}-router=switch-gate=softmax"
+SMOE_SIGMOID = "train_mlm/{}-router=switch-gate=sigmoid"
+X_MOE = "train_mlm/{}-gate=softmax"
+X_MOE_SIGMOID = "train_mlm/{}-gate=sigmoid"
+XLM = "train_electra/{}-objective=mlm-masks=bert-relative_bias=False"
+XLM_E = "train_electra/{}"
+ELECTRA_MASKS = "train_electra/{}-masks=electra"
+SENTENCES = "train_electra/{}-tlm=False-masks=electra"
+SIZES = {  # by preset: E in train_mlm.py; in train_electra.py the steps of XLM that take the FLOPs of XLM-E
+    "train_mlm": {"demo": 16, "small": 16, "base": 32},
+    "train_electra": {"demo": 7812, "captions": 25_382, "base": 157_500, "large": 150_375, "xl": 144_375},
+}
+# What a preset already sets, so the names of its runs omit it.
+DEFAULTS = {"demo": "-gate=sigmoid"} | dict.fromkeys(("base", "large", "xl"), "-masks=electra")
 LEARN = dict(frozen=False)
-TITLES = {  # of a table: its title, and the tasks of its columns
+TITLES = {  # table -> title, tasks
     "1": ("X-MoE table 1: XTREME", ALL),
     "3": ("X-MoE table 3: reduction, L2 norm, frozen routing; sigmoid gate", ("xnli", "mlqa")),
     "5": ("X-MoE table 5: the routing dimension, sigmoid gate, N experts", ("xnli", "mlqa")),
@@ -151,8 +157,7 @@ TITLES = {  # of a table: its title, and the tasks of its columns
     "xlme2": ("XLM-E table 2: ablation", ("xnli", "mlqa")),
     "xlme7": ("XLM-E table 7: English minus the mean of the other languages (EM of answers)", ALL[2:]),
 }
-# A row: its table, the encoder, what its run changes in its preset (a routing_dim in multiples of the experts; steps
-# None: as many as take XLM-E's FLOPs), what to change in fine-tuning, and the paper's numbers.
+# Table, label, encoder, changed constants of fine-tuning, the paper's numbers.
 ROWS = [
     ("1", "dense", DENSE, {}, "70.0, 61.1, 67.3/51.1, 58.7/41.1, 42.1/28.3, 70.1, 84.1"),
     ("1", "SMoE, softmax", SMOE, LEARN, "70.1, 60.9, 71.3/55.2, 62.8/44.8, 50.9/34.5, 71.5, 84.6"),
@@ -160,126 +165,113 @@ ROWS = [
     ("1", "SMoE, sigmoid", SMOE_SIGMOID, LEARN, "70.6, 61.2, 71.5/55.7, 63.2/45.3, 50.1/35.1, 71.2, 85.1"),
     ("1", "X-MoE, sigmoid", X_MOE_SIGMOID, {}, "71.1, 62.7, 72.3/56.3, 64.3/46.0, 51.5/36.6, 72.2, 85.2"),
     ("3", "reduction, norm, frozen", X_MOE_SIGMOID, {}, "72.2, 64.3/46.0"),
-    ("3", "norm, frozen", X_MOE_SIGMOID | dict(routing_dim=0), {}, "71.5, 63.4/45.2"),
-    ("3", "reduction, frozen", SMOE_SIGMOID | dict(routing_dim=0.5), {}, "71.4, 63.0/45.2"),
+    ("3", "norm, frozen", X_MOE_SIGMOID + "-routing_dim=0", {}, "71.5, 63.4/45.2"),
+    ("3", "reduction, frozen", SMOE_SIGMOID + "-routing_dim={E/2}", {}, "71.4, 63.0/45.2"),
     ("3", "reduction, norm", X_MOE_SIGMOID, LEARN, "71.7, 63.9/45.8"),
     ("3", "frozen", SMOE_SIGMOID, {}, "71.6, 63.6/45.5"),
     ("3", "none", SMOE_SIGMOID, LEARN, "71.2, 63.2/45.3"),
-    ("5", "N / 4", X_MOE_SIGMOID | dict(routing_dim=0.25), {}, "71.4, 64.3/46.4"),
+    ("5", "N / 4", X_MOE_SIGMOID + "-routing_dim={E/4}", {}, "71.4, 64.3/46.4"),
     ("5", "N / 2", X_MOE_SIGMOID, {}, "72.2, 64.3/46.0"),
-    ("5", "N", X_MOE_SIGMOID | dict(routing_dim=1), {}, "71.7, 63.8/45.9"),
-    ("5", "2 N", X_MOE_SIGMOID | dict(routing_dim=2), {}, "71.7, 62.7/44.8"),
-    ("5", "4 N", X_MOE_SIGMOID | dict(routing_dim=4), {}, "71.2, 63.1/45.0"),
+    ("5", "N", X_MOE_SIGMOID + "-routing_dim={E}", {}, "71.7, 63.8/45.9"),
+    ("5", "2 N", X_MOE_SIGMOID + "-routing_dim={2E}", {}, "71.7, 62.7/44.8"),
+    ("5", "4 N", X_MOE_SIGMOID + "-routing_dim={4E}", {}, "71.2, 63.1/45.0"),
     ("6", "0", X_MOE, dict(balance_coef=0.0), "71.71, 64.57"),
     ("6", "1e-3", X_MOE, dict(balance_coef=1e-3), "71.65, 64.40"),
     ("6", "1e-2", X_MOE, dict(balance_coef=1e-2), "71.93, 64.59"),
     ("6", "1e-1", X_MOE, dict(balance_coef=1e-1), "71.68, 64.50"),
     ("7", "SMoE, top-1", SMOE, LEARN, "?"),
     ("7", "X-MoE, top-1", X_MOE, {}, "?"),
-    ("7", "SMoE, top-2", SMOE | dict(router="topk", top_k=2), LEARN, "?"),
-    ("7", "X-MoE, top-2", X_MOE | dict(top_k=2), {}, "?"),
+    ("7", "SMoE, top-2", SMOE.replace("switch", "topk") + "-top_k=2", LEARN, "?"),
+    ("7", "X-MoE, top-2", X_MOE + "-top_k=2", {}, "?"),
     ("xlme1", "XLM-E - TRTD", SENTENCES, {}, "74.2, 62.7, 74.3/58.2, 67.8/49.7, 57.8/40.6, 75.1, 87.1"),
     ("xlme1", "XLM (in the paper, Hu et al.'s)", XLM, {}, "70.1, 61.2, 59.8/44.3, 48.5/32.6, 43.6/29.1, 69.1, 80.9"),
     ("xlme1", "XLM-E", XLM_E, {}, "75.6, 63.5, 76.2/60.2, 68.3/49.8, 62.4/45.7, 76.6, 88.3"),
     ("xlme2", "XLM", XLM, {}, "?, 66.2/47.8"),
-    ("xlme2", "XLM, as many FLOPs", XLM | dict(steps=None), {}, "?, ?"),
-    ("xlme2", "XLM - TLM", XLM | dict(tlm=False), {}, "?, 64.0/46.0"),
+    ("xlme2", "XLM, as many FLOPs", XLM + "-steps={steps}", {}, "?, ?"),
+    ("xlme2", "XLM - TLM", XLM.replace("mlm", "mlm-tlm=False"), {}, "?, 64.0/46.0"),
     ("xlme2", "XLM-E", XLM_E, {}, "76.6, 68.3/49.8"),
-    ("xlme2", "XLM-E, masks as ELECTRA's", XLM_E | dict(masks="electra"), {}, "?, ?"),
+    ("xlme2", "XLM-E, masks as ELECTRA's", ELECTRA_MASKS, {}, "?, ?"),
     ("xlme2", "XLM-E - TRTD", SENTENCES, {}, "75.1, 67.8/49.7"),
-    ("xlme2", "XLM-E - TRTD - bias", SENTENCES | dict(relative_bias=False), {}, "?, 67.4/49.2"),
+    ("xlme2", "XLM-E - TRTD - bias", SENTENCES + "-relative_bias=False", {}, "?, 67.4/49.2"),
     ("xlme2", "random weights", XLM_E, dict(random_weights=True), "?, ?"),
     ("xlme7", "XLM", XLM, {}, "?, ?, ?, ?, ?"),
     ("xlme7", "XLM-E", XLM_E, {}, "14.9, 19.2, 13.1, 11.2, 8.8"),
-    ("xlme7", "XLM-E, masks as ELECTRA's", XLM_E | dict(masks="electra"), {}, "?, ?, ?, ?, ?"),
+    ("xlme7", "XLM-E, masks as ELECTRA's", ELECTRA_MASKS, {}, "?, ?, ?, ?, ?"),
     ("xlme7", "XLM-E - TRTD", SENTENCES, {}, "16.3, 18.6, 16.3, 11.5, 9.6"),
 ]
 
 
-def run_of(preset: str, change: dict) -> tuple:
-    """The run of train_mlm.py, or train_electra.py, by a preset of its own and these changes: its name as a path, its
-    config, and the script's presets."""
-    script = train_electra if "objective" in change else train_mlm
-    if preset not in script.PRESETS:
-        raise ValueError(f"encoders must be one of {', '.join(script.PRESETS)}, not {preset!r}")
-    constants = {"preset": preset} | script.PRESETS[preset] | change
-    if "routing_dim" in change:
-        experts = constants.get("experts", script.Config.experts)
-        constants["routing_dim"] = int(change["routing_dim"] * experts)
-    if "steps" in change:
-        xlm_e = train_electra.Config(**{"preset": preset} | script.PRESETS[preset])
-        constants["steps"] = round(train_electra.steps_of_xlm(xlm_e) * xlm_e.steps)
-    config = script.Config(**constants)
-    return f"{config.out_dir}/{run_name(config, script.PRESETS)}", config, script.PRESETS
+def encoder_path(encoder: str, preset: str) -> str:
+    """The folder of a row's encoder with seed 0."""
+    sizes = SIZES[encoder.partition("/")[0]]
+    if preset not in sizes:
+        raise ValueError(f"encoders must be one of {', '.join(sizes)}, not {preset!r}")
+    steps = E = sizes[preset]
+    name = encoder.replace(DEFAULTS.get(preset, ""), "")
+    fields = {"E/4": E // 4, "E/2": E // 2, "E": E, "2E": 2 * E, "4E": 4 * E}
+    return "out/" + name.format(preset, steps=steps, **fields)
 
 
-def encoder_of(config: Config) -> str | Path:
-    """The folder of the encoder. Where its name is that of a run in the tables, it is the run with these constants; in
-    a table that with the seed of the row, so that a seed is an encoder's, and each has one head. Raises ValueError
-    where that was not trained.
-    """
-    for _, _, change, *_ in ROWS:
-        name, run, presets = run_of(config.encoders, change)
-        if name == config.model:
-            if config.table:
-                run = replace(run, seed=config.seed)
-            folder, reason = folder_of(run, presets)
-            if folder.exists():
-                return folder
-            given = {"preset": run.preset} | changed(run, presets)
-            options = "".join(f" --{key} {value}" for key, value in given.items() if value != "demo")
-            command, why = f"python {Path(name).parent.name}.py{options}", f" ({reason})" if reason else ""
-            raise ValueError(f"{folder} does not exist{why}: {command} makes it, or name another folder")
-    return config.model
+def encoder_of(config: Config) -> Path:
+    """The folder of the encoder. In a table, each seed has the encoder of that seed, with `-seed=` in its name."""
+    folder = Path(config.model)
+    preset, *options = folder.name.split("-")
+    if config.table and config.seed:
+        options.insert(0, f"seed={config.seed}")
+        folder = folder.with_name("-".join([preset, *options]))
+    script = folder.parent.name
+    if preset in SIZES.get(script, {}) and not folder.exists():
+        options = "".join(f" --{option.replace('=', ' ')}" for option in [f"preset={preset}", *options])
+        raise ValueError(f"{folder} does not exist: python {script}.py{options} trains it")
+    return folder
 
 
 def table(number: str, base: Config) -> Table:
-    """A row for each encoder and task, by the constants that the preset's paper has for the task; the demo's tasks are
-    the laboratory's."""
+    """A row for each encoder and task, with the paper's constants for the task; the demo's tasks are in ciphers."""
     title, tasks = TITLES[number]
-    # Rows change `base`, which has the constants of its own preset, so of one task: back to the defaults with these.
+    # `base` has the constants of one task: rows reset them to the defaults.
     reset = {name: getattr(Config, name) for name in PRESETS[base.preset]}
     paper = base.preset.partition("-")[0].replace("demo", "ciphers")
     if paper == "ciphers":
         if base.source:
-            raise ValueError("the tasks in ciphers need no source: for XTREME's add a paper's --preset, as xmoe-xnli")
+            raise ValueError("tasks in ciphers need no source: for XTREME's add a paper's --preset, such as xmoe-xnli")
         title, tasks = f"{title}, in ciphers", tuple(LABORATORY)
     rows = []
-    for of, label, encoder, change, numbers in ROWS:
-        if of != number:
+    for row_of, label, encoder, change, numbers in ROWS:
+        if row_of != number:
             continue
-        run, *_ = run_of(base.encoders, encoder)
-        theirs = [""] * len(tasks) if paper == "ciphers" else numbers.split(", ")
-        for task, score in zip(tasks, theirs):
+        model = encoder_path(encoder, base.encoders)
+        scores = [""] * len(tasks) if paper == "ciphers" else numbers.split(", ")
+        for task, score in zip(tasks, scores):
             name = f"{paper}-{task}"
-            whole = reset | PRESETS[name] | dict(preset=name, model=run) | change
-            del whole["dtype"]  # of the base, so that --dtype is heard
-            rows.append(((label, task, score), whole))
+            constants = reset | PRESETS[name] | dict(preset=name, model=model) | change
+            del constants["dtype"]  # --dtype decides
+            rows.append(((label, task, score), constants))
     return Table(title, ("encoder", "task", "paper"), rows, average if tasks == ALL else None)
 
 
 def average(rows: list[tuple]) -> tuple:
-    """The papers' column Avg: the mean over the tasks of an encoder that were run, of answers that of F1 and EM."""
+    """The papers' column Avg: the mean over an encoder's tasks, each the mean of its F1 and EM if it has both."""
     (encoder, *_), _ = rows[0]
-    theirs = [fmean(map(float, paper.split("/"))) for (*_, paper), _ in rows]
+    paper_scores = [fmean(map(float, score.split("/"))) for (*_, score), _ in rows]
     seeds = []
-    for of_tasks in zip(*(seeds for _, seeds in rows)):
-        both = [[own[name][0] for name in ("F1 or accuracy", "EM")] for own in of_tasks]
-        scores = [[score for score in own if score is not None] for own in both]
-        ours = fmean(map(fmean, scores)) if all(scores) else None  # a test without labels has no score
-        empty = dict.fromkeys(of_tasks[0], (None, ""))
-        seeds.append(empty | {"F1 or accuracy": (ours, ".1f")})
-    return (encoder, f"avg of {len(rows)}", f"{fmean(theirs):.1f}"), seeds
+    for tasks in zip(*(seeds for _, seeds in rows)):
+        pairs = [(task["F1 or accuracy"][0], task["EM"][0]) for task in tasks]
+        scores = [[score for score in pair if score is not None] for pair in pairs]
+        score = fmean(map(fmean, scores)) if all(scores) else None  # None: a test set without labels
+        empty = dict.fromkeys(tasks[0], (None, ""))
+        seeds.append(empty | {"F1 or accuracy": (score, ".1f")})
+    return (encoder, f"avg of {len(rows)}", f"{fmean(paper_scores):.1f}"), seeds
 
 
 TABLES = {number: partial(table, number) for number in TITLES}
 
 
 def cells(result: dict) -> dict:
-    """A row of any of the tables: means over languages, and what only some of them are about."""
+    """The cells of a row: means over languages, and columns that only some tables show."""
     mean = result["mean"]
     english = result["languages"].get("en", {})
-    metrics = list(result["valid"])  # of answers f1 and em, else one alone
+    metrics = list(result["valid"])  # f1 and em of answers, else a single metric
     main, last = metrics[0], metrics[-1]
     return {
         "F1 or accuracy": (mean.get(main), ".1f"),
@@ -287,7 +279,7 @@ def cells(result: dict) -> dict:
         "guess": (result["guess"].get(main), ".1f"),
         "by word": (result["counting"].get(main), ".1f"),
         "English": (english.get(main), ".1f"),
-        "English ahead by": (result["gap"].get(last), ".1f"),  # the paper's is of EM
+        "English ahead by": (result["gap"].get(last), ".1f"),  # EM in the paper
         "English dev": (result["valid"][main], ".1f"),
     }
 
@@ -297,7 +289,7 @@ def cells(result: dict) -> dict:
 
 
 class FineTuned(SparseModel):
-    """An encoder under XLM-R's head for a kind of task: one linear layer on tokens, or two on `<s>`."""
+    """An encoder with XLM-R's head for a kind of task: one linear layer on tokens, or two on `<s>`."""
 
     def __init__(self, encoder: Encoder, kind: str, labels: list[str], dropout: float):
         super().__init__()
@@ -306,18 +298,18 @@ class FineTuned(SparseModel):
         D, std = encoder.config.n_embd, encoder.config.init_std
         self.dropout = nn.Dropout(dropout)
         self.dense = nn.Linear(D, D) if kind == "label" else None
-        self.out = nn.Linear(D, len(labels) or 2)  # of answers, which have no labels: begins here, ends here
+        self.out = nn.Linear(D, len(labels) or 2)  # answers have no labels, but 2 logits: start, end
         for layer in filter(None, (self.dense, self.out)):
             nn.init.normal_(layer.weight, std=std)
             nn.init.zeros_(layer.bias)
 
-    def forward(self, ids, real, words):
-        """ids (B, T), real (S,) as in `Encoder`, words (M,) places of words in B * T -> logits, balance loss.
+    def forward(self, ids, nonpad, words):
+        """ids (B, T), nonpad (S,) as in `Encoder`, words (M,) flat indices of words -> logits, balance loss.
 
-        Logits of tags are (M, tags), of labels (B, labels), of answers (2 B, T): where the first row's answer begins,
-        where it ends, then the second row's, and so on.
+        The logits are (M, tags) for tags, (B, labels) for labels and (2 B, T) for answers: start and end of the answer
+        in the first row, start and end in the second row, and so on.
         """
-        h, balance = self.encoder(ids, real)  # (B, T, D)
+        h, balance = self.encoder(ids, nonpad)  # (B, T, D)
         if self.kind == "label":
             h = self.dropout(h[:, 0])
             h = self.dropout(self.dense(h).tanh())
@@ -326,8 +318,8 @@ class FineTuned(SparseModel):
             h = h.flatten(0, 1).index_select(0, words)
             return self.out(self.dropout(h)), balance
         logits = self.out(h).transpose(1, 2)  # (B, 2, T)
-        if real is not None:
-            padding = ~real_mask(ids, real).unsqueeze(1)
+        if nonpad is not None:
+            padding = ~nonpad_mask(ids, nonpad).unsqueeze(1)
             logits = logits.masked_fill(padding, -torch.inf)
         return logits.flatten(0, 1), balance
 
@@ -338,52 +330,52 @@ class FineTuned(SparseModel):
 
 @torch.no_grad()
 def predict(model: FineTuned, examples: list[Example], config: Config, tokenizer, context) -> list:
-    """For each example its tags, its answer or its label. Processes share out batches of rows of like lengths."""
+    """-> tags, answer or label of each example. Batches of rows of similar length are dealt to the processes."""
     model.eval()
     rows = xtreme_rows.rows_of(model.kind, examples, tokenizer, model.longest_row, config.stride, model.labels)
     size = config.micro_size
     lengths = [len(row.ids) for row in rows]
     longest_first = sorted(range(len(rows)), key=lengths.__getitem__, reverse=True)
-    found = {}  # number of a row -> a list: the tags of its words, its label, its best answer
+    predictions = {}  # index of a row -> a list: the tags of its words, its label or its best answer
     for first in range(context.rank * size, len(rows), context.world * size):
-        numbers = longest_first[first : first + size]
-        own = [rows[number] for number in numbers]
-        batch = xtreme_rows.batch_of(own, tokenizer.pad)
-        tensors = context.send_all(batch.ids, batch.real, batch.words)
-        with context.autocast(), model.no_limit():  # what is predicted of a text does not depend on its neighbours
+        indices = longest_first[first : first + size]
+        batch_rows = [rows[i] for i in indices]
+        batch = xtreme_rows.batch_of(batch_rows, tokenizer.pad)
+        tensors = context.send_all(batch.ids, batch.nonpad, batch.words)
+        with context.autocast(), model.no_limit():  # a prediction does not depend on other rows of its batch
             logits, _ = model(*tensors)
         logits = logits.float().cpu()
-        predicted = xtreme_rows.row_predictions(model.kind, model.labels, own, logits, config.longest_answer)
-        found.update(zip(numbers, predicted))
-    found = ChainMap(*context.gather(found))
+        predicted = xtreme_rows.row_predictions(model.kind, model.labels, batch_rows, logits, config.longest_answer)
+        predictions.update(zip(indices, predicted))
+    predictions = ChainMap(*context.gather(predictions))
     model.train()
-    return xtreme_rows.by_example(model.kind, examples, rows, found)
+    return xtreme_rows.by_example(model.kind, examples, rows, predictions)
 
 
-COLUMNS = {"languages": "mean", "guesses": "guess", "counted": "counting"}  # scores of languages, and their means
+COLUMNS = {"languages": "mean", "guesses": "guess", "counted": "counting"}  # scores per language -> their mean
 
 
 def score_languages(run: Run, model: FineTuned, examples: Examples, config: Config, context) -> dict:
-    """Scores every language, beside a guess and what counting words finds -> these, their means, and the gap.
+    """Scores every language -> scores of the model, of a guess and of counting words, their means, and the gap.
 
-    What was predicted is kept as XTREME wants it, also of test sets without labels, which are not scored.
+    Writes predictions in XTREME's format, also for test sets without labels, which are not scored.
     """
     count = COUNTING.get(config.task) or COUNTING.get(model.kind)
     by_word = count(examples.train) if count else None
     result = {name: {} for name in COLUMNS} | {"unlabelled": []}
     tests, silent = examples.test.items(), context.rank > 0 or None
-    for language, own in tqdm(tests, "testing", disable=silent):
-        predicted = predict(model, own, config, run.tokenizer, context)
-        run.write(*submission(config.task, language, own, predicted))
-        gold = [one.gold for one in own]
+    for language, test in tqdm(tests, "testing", disable=silent):
+        predicted = predict(model, test, config, run.tokenizer, context)
+        run.write(*submission(config.task, language, test, predicted))
+        gold = [example.gold for example in test]
         if None in gold:
             result["unlabelled"].append(language)
             continue
         score = partial(score_task, config.task, language, gold)
         result["languages"][language] = score(predicted)
-        result["guesses"][language] = score(guess(model.kind, examples.train, own))
+        result["guesses"][language] = score(guess(model.kind, examples.train, test))
         if by_word:
-            result["counted"][language] = score(by_word(own))
+            result["counted"][language] = score(by_word(test))
     means = {name: mean(result[kind].values()) for kind, name in COLUMNS.items()}
     return result | means | {"gap": gap(result["languages"])}
 
@@ -393,7 +385,7 @@ def score_languages(run: Run, model: FineTuned, examples: Examples, config: Conf
 
 
 def train(config: Config, context) -> dict:
-    """Fine-tunes (or goes on) on English, and scores every language -> the result, which is also in result.json."""
+    """Fine-tunes on English, or resumes, and scores every language -> the result, also in result.json."""
     with clear_errors():
         examples, model, data = set_up(config)
         epoch = data.steps_per_epoch
@@ -409,14 +401,14 @@ def train(config: Config, context) -> dict:
         context.say(f"{run.name}: {limits}; {len(examples.valid):,} development examples")
         forward = parallel.wrap(model, config, context)
         optimizer = adamw(model, config)
-        # loads[i, l, e]: how many tokens of steps 100 i to 100 i + 99 have expert e of layer l as their first choice.
+        # loads[i, l, e]: number of tokens in steps 100 i to 100 i + 99 whose first choice in layer l is expert e.
         experts = max((moe.router.E for moe in model.moe_layers), default=0)
         shape = 1 + steps // 100, len(model.moe_layers), experts
         zeros = torch.zeros(shape, dtype=torch.int64)
-        run.kept["loads"] = loads = run.kept.get("loads", zeros).to(context.device)
+        run.extra["loads"] = loads = run.extra.get("loads", zeros).to(context.device)
         counts = torch.zeros_like(loads[0])  # of this step, on this process
-        for moe, own in zip(model.moe_layers, counts):
-            measures.count_choices(moe, own)
+        for moe, layer_counts in zip(model.moe_layers, counts):
+            count_choices(moe, layer_counts)
         run.resume(model, optimizer, flops.matrix_flops(model))
 
     for step in run.steps():
@@ -427,35 +419,35 @@ def train(config: Config, context) -> dict:
         for micro, batch, count in zip(run.micros, batches, labelled):
             seed_all(config.seed, 1 + step, micro)  # all that is random: so a resumed run is the same run
             forward.require_backward_grad_sync = micro == run.micros[-1]  # processes exchange gradients once
-            ids, real, words, targets = context.send_all(*batch)
+            ids, nonpad, words, targets = context.send_all(*batch)
             with context.autocast():
-                logits, balance = forward(ids, real, words)
+                logits, balance = forward(ids, nonpad, words)
             loss = cross_entropy(logits, targets)
             total = loss + config.balance_coef * balance  # X-MoE eq. 10
             share = count / predicted  # a step's loss is the mean over all its targets
             (share * total).backward()
-            tokens = ids.numel() if real is None else len(real)
+            tokens = ids.numel() if nonpad is None else len(nonpad)
             run.add(share * loss, tokens)
         clip_gradients(model, config.grad_clip)
         optimizer.step()
         optimizer.zero_grad()
         if not config.frozen:
-            model.after_step()  # restores what a router keeps fixed: a hypersphere its norms, the others nothing
-        for load, own in zip(loads[step // 100], counts):
-            load += context.sum(own)
+            model.after_step()  # restores the norms of embeddings on a hypersphere
+        for load, layer_counts in zip(loads[step // 100], counts):
+            load += context.sum(layer_counts)
         counts.zero_()
         if run.due(step + 1):
             predicted = predict(model, examples.valid, config, data.tokenizer, context)
-            gold = [one.gold for one in examples.valid]
+            gold = [example.gold for example in examples.valid]
             scores = score_task(config.task, "en", gold, predicted)
-            [metric, *_] = scores  # accuracy or F1 chooses
-            best = run.kept.get("best")
+            [metric, *_] = scores  # accuracy or F1 selects the checkpoint
+            best = run.extra.get("best")
             if best is None or scores[metric] > best["scores"][metric]:
                 weights = {name: x.to("cpu", copy=True) for name, x in model.state_dict().items()}
-                run.kept["best"] = {"step": step + 1, "scores": scores, "model": weights}
+                run.extra["best"] = {"step": step + 1, "scores": scores, "model": weights}
             run.save(step + 1, scores, f"English development: {describe(scores)}")
 
-    best = run.kept["best"]
+    best = run.extra["best"]
     model.load_state_dict(best["model"])
     run.save_model("model.pt", model, best["step"], labels=model.labels)
     result = score_languages(run, model, examples, config, context)
@@ -465,7 +457,7 @@ def train(config: Config, context) -> dict:
 
 
 def set_up(config: Config) -> tuple[Examples, FineTuned, TaskData]:
-    """What a run starts from. Raises ValueError, OSError or ImportError where something is missing."""
+    """-> examples, model and training data. Raises ValueError, OSError or ImportError if something is missing."""
     limits = config.train_examples, config.test_examples
     examples = read_examples(config.task, config.source, *limits)
     for note in examples.notes:
@@ -481,17 +473,16 @@ def set_up(config: Config) -> tuple[Examples, FineTuned, TaskData]:
     rows = xtreme_rows.rows_of(kind, examples.train, tokenizer, T, config.stride, model.labels)
     if config.task in LABORATORY and tokenizer.unk in rows[0].ids:
         raise ValueError(f"{config.model} does not know the ciphers' characters: train it with --data ciphers")
-    nothing = {xtreme_rows.UNKNOWN}
-    rows = [row for row in rows if set(row.targets) != nothing]
+    rows = [row for row in rows if set(row.targets) != {xtreme_rows.UNKNOWN}]
     if not rows:
-        raise ValueError(f"no training example of {config.task} has a label that is known")
-    # Other weights, or other examples to score, are another run: it does not go on with these.
+        raise ValueError(f"no training example of {config.task} has a known label")
+    # Other weights or other examples make a separate run.
     scored = repr((examples.valid, examples.test))
-    found = hashlib.sha256(scored.encode("utf-8", "surrogatepass"))
+    checksum = hashlib.sha256(scored.encode("utf-8", "surrogatepass"))
     for x in model.state_dict().values():
-        found.update(x.flatten().view(torch.uint8).numpy())
+        checksum.update(x.flatten().view(torch.uint8).numpy())
     sizes = config.batch_size, config.micro_size
-    return examples, model, TaskData(rows, tokenizer, *sizes, config.seed, found.hexdigest())
+    return examples, model, TaskData(rows, tokenizer, *sizes, config.seed, checksum.hexdigest())
 
 
 def describe(scores: dict[str, float]) -> str:
@@ -499,12 +490,12 @@ def describe(scores: dict[str, float]) -> str:
 
 
 LOOK_FOR = """
-Look at English first: ahead of counting, the encoder knows more of a text than its words. Then at the ciphers, of which
-no training example was: ahead of counting there, it knows that languages are one."""
+Look at English first: above counting, the encoder knows more about a text than its words. Then look at the ciphers,
+which have no training examples: above counting there, what it has learned in English transfers to other languages."""
 
 
 def report(config: Config, result: dict) -> str:
-    """A finished result in words: a table of the languages, and by how much English is ahead."""
+    """A finished result as text: a table of the languages, and the gap to English."""
     lines = [f"\n{result['name']}: weights of step {result['step']}, best in English development\n"]
     columns, rows = [], []
     for kind, name in COLUMNS.items():
@@ -515,9 +506,9 @@ def report(config: Config, result: dict) -> str:
     headers = ["", "score", "guess without a model", "counting"]
     lines.append(markdown_table(headers, rows) + "\n")
     if result["gap"]:
-        lines.append(f"English is ahead of the mean of the others by {describe(result['gap'])}")
+        lines.append(f"English is above the mean of the other languages by {describe(result['gap'])}")
     if result["unlabelled"]:
-        where = f"what was predicted is in {config.out_dir}/{result['name']}"
+        where = f"predictions are in {config.out_dir}/{result['name']}"
         lines.append(f"no test labels, not scored: {', '.join(result['unlabelled'])}; {where}")
     if config.task in LABORATORY:
         lines.append(LOOK_FOR)

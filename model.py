@@ -39,16 +39,16 @@ class MoE(nn.Module):
         self.capacity_factor, self.eval_capacity_factor = capacity_factor, at_test
         self.watchers = []  # hooks that measure routing, called with (self, h, routing, kept)
 
-    def forward(self, h, ids, real=None):
+    def forward(self, h, ids, nonpad=None):
         """h (B, T, D), ids (B, T) -> (B, T, D), balance loss.
 
-        real (S,): flat indices of non-padding tokens, ascending; None if there is no padding. No expert serves padding,
-        it fills no capacity, and its output is 0.
+        nonpad (S,): flat indices of non-padding tokens, ascending; None if there is no padding. Padding is not served,
+        fills no capacity, and gets 0.
         """
         B, T, D = h.shape
         flat, ids = h.flatten(0, 1), ids.flatten()
-        if real is not None:
-            flat, ids = flat.index_select(0, real), ids[real]
+        if nonpad is not None:
+            flat, ids = flat.index_select(0, nonpad), ids[nonpad]
         routing = self.router(flat, ids)
         if may_sync(h) and not torch.compiler.is_compiling():
             check_choices(self.router, routing)
@@ -63,8 +63,8 @@ class MoE(nn.Module):
         rows = kept_rows(gates, kept, size)
         y = self.experts(flat.index_select(0, rows.token), rows)  # (N, D), weighted
         y = add_rows(self.experts.biases(gates), rows, y)  # (S, D) in the gates' dtype (fp32); XMoE eq. 2
-        if real is not None:
-            y = y.new_zeros(B * T, D).index_copy(0, real, y)
+        if nonpad is not None:
+            y = y.new_zeros(B * T, D).index_copy(0, nonpad, y)
         return y.view_as(h), routing.balance_loss
 
     def capacity(self, S: int) -> int:
@@ -365,11 +365,11 @@ class SparseModel(nn.Module):
         for moe in self.moe_layers:
             moe.router.after_step()
 
-    def add_sparse(self, depth: int, x, total, ids, real):
+    def add_sparse(self, depth: int, x, total, ids, nonpad):
         """Adds the sparse layers after layer `depth` to x (X-MoE eq. 2), and their balance losses to total."""
         for moe, after in zip(self.moes, self.moe_after):
             if after == depth:
-                y, balance = moe(x, ids, real)
+                y, balance = moe(x, ids, nonpad)
                 x, total = x + y, total + balance
         return x, total
 
@@ -424,25 +424,25 @@ class SelfAttention(nn.Module):
             self.gate = nn.Parameter(torch.empty(2, D // self.n_head))  # u and v, shared by the heads
             self.gate_w = nn.Parameter(torch.ones(self.n_head))  # w
 
-    def forward(self, h, mask=None, distance=None, past: KeysValues | None = None):
+    def forward(self, h, mask=None, rel_bias=None, past: KeysValues | None = None):
         """-> (B, T, D), and the keys and values of all positions so far.
 
-        mask (B, 1, 1, T) bool: True where a position may be attended to, None: everywhere; distance (H, T, T): d;
+        mask (B, 1, 1, T) bool: True where a position may be attended to, None: everywhere; rel_bias (H, T, T): d;
         past: keys and values of the positions before h, which then has T = 1.
         """
         qkv = self.qkv(h).unflatten(2, (3, self.n_head, -1)).permute(2, 0, 3, 1, 4)
-        q, k, v = qkv if distance is None else qkv.contiguous()  # (B, H, T, D / H) each; one copy beats three
+        q, k, v = qkv if rel_bias is None else qkv.contiguous()  # (B, H, T, D / H) each; one copy beats three
         if past is not None:
             before_k, before_v = past
             k = torch.cat([before_k, k], dim=2)
             v = torch.cat([before_v, v], dim=2)
         dropout = self.dropout if self.training else 0.0
-        if distance is not None:
+        if rel_bias is not None:
             gates = (q @ self.gate.t()).sigmoid()  # (B, H, T, 2)
             update, reset = gates.unbind(3)
             # r = d + g_u d + (1 - g_u) w g_r d: the gates of a query scale its row of d.
             scale = 1 + update + (1 - update) * self.gate_w[:, None] * reset
-            y = biased_attention(q, k, v, scale, distance, mask, dropout)
+            y = biased_attention(q, k, v, scale, rel_bias, mask, dropout)
         else:
             causal = self.causal and past is None
             y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, dropout_p=dropout)
@@ -496,12 +496,12 @@ class RelativePositionBias(nn.Module):
         return torch.where(far < exact, far, coarse) + half * (offset > 0)
 
 
-def biased_attention(q, k, v, scale, distance, mask, dropout: float):
+def biased_attention(q, k, v, scale, rel_bias, mask, dropout: float):
     """softmax(q k / sqrt(d_k) + scale_i d_ij) v (XLM-E eqs. 7, 8). q, k, v (B, H, T, d_k); scale (B, H, T).
 
-    distance (H, T, T); mask (B, 1, 1, T) bool.
+    rel_bias (H, T, T); mask (B, 1, 1, T) bool.
     """
-    bias = scale.unsqueeze(3) * distance
+    bias = scale.unsqueeze(3) * rel_bias
     if mask is not None:
         bias = bias.masked_fill(~mask, -math.inf)
     bias = bias.to(q.dtype)
@@ -537,10 +537,10 @@ class Block(nn.Module):
         self.ffn = xmoe_layer(config, V, "tanh") if sparse else FFN(config, "tanh")
         self.dropout, self.sparse = nn.Dropout(config.dropout), sparse
 
-    def forward(self, x, ids, real=None, mask=None, past: KeysValues | None = None, source: KeysValues | None = None):
+    def forward(self, x, ids, nonpad=None, mask=None, past: KeysValues | None = None, source: KeysValues | None = None):
         """x (R, T, D), ids (R, T) -> x, the balance loss, and the keys and values of all positions so far.
 
-        real: see `MoE`; past: see `SelfAttention`. mask: True where positions (R, 1, 1, T), or with cross-attention
+        nonpad: see `MoE`; past: see `SelfAttention`. mask: True where positions (R, 1, 1, T), or with cross-attention
         those of the source (B, 1, 1, N), may be attended to. R is B, or B * K where the K beams of a sentence are
         adjacent rows that share its source.
         """
@@ -554,7 +554,7 @@ class Block(nn.Module):
             x = x + self.dropout(y.view_as(x))
         h, balance = self.ln_2(x), 0.0
         if self.sparse:
-            y, balance = self.ffn(h, ids, real)
+            y, balance = self.ffn(h, ids, nonpad)
         else:
             y = self.ffn(h)
         return x + self.dropout(y), balance, keys_values  # tokens that no expert kept pass on the residual stream
@@ -585,10 +585,10 @@ class GPT(SparseModel):
         deep = math.sqrt(2 * config.n_layer)
         self.init_weights(config.init_std, config.init_std / deep)
 
-    def hidden(self, ids, real=None, states=None):
+    def hidden(self, ids, nonpad=None, states=None):
         """ids (B, T) -> final hidden states (B, T, D), the balance loss summed over layers (scalar).
 
-        real: see `MoE`; padding must be at the end of rows. states: a list that receives each block's input.
+        nonpad: see `MoE`; padding must be at the end of rows. states: a list that receives each block's input.
         Raises ValueError if T > block_size.
         """
         T, longest = ids.shape[1], self.config.block_size
@@ -599,7 +599,7 @@ class GPT(SparseModel):
         for block in self.blocks:
             if states is not None:
                 states.append(x)
-            x, balance, _ = block(x, ids, real)
+            x, balance, _ = block(x, ids, nonpad)
             total = total + balance
         return self.ln_f(x), total
 
@@ -651,8 +651,8 @@ class EncoderLayer(nn.Module):
         self.ln_2 = nn.LayerNorm(config.n_embd)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x, mask, distance):
-        y, _ = self.attn(x, mask, distance)
+    def forward(self, x, mask, rel_bias):
+        y, _ = self.attn(x, mask, rel_bias)
         x = self.ln_1(x + self.dropout(y))
         y = self.ffn(x)
         return self.ln_2(x + self.dropout(y))
@@ -678,16 +678,16 @@ class Encoder(SparseModel):
         self.token_type = nn.Parameter(torch.empty(1, D))  # there is only one type
         self.ln_e = nn.LayerNorm(D)
         self.dropout = nn.Dropout(config.dropout)
-        self.distance = RelativePositionBias(config.n_head) if config.relative_bias else None  # shared by all layers
+        self.rel_bias = RelativePositionBias(config.n_head) if config.relative_bias else None  # shared by all layers
         self.layers = nn.ModuleList(EncoderLayer(config) for _ in range(config.n_layer))
         self.moe_after = layers_before_sparse(config)
         self.moes = nn.ModuleList(x_moe_layer(config, V, "none") for _ in self.moe_after)
         self.init_weights(config.init_std, config.init_std)
 
-    def forward(self, ids, real=None, states=None):
+    def forward(self, ids, nonpad=None, states=None):
         """ids (B, T) -> hidden states (B, T, D), the balance loss summed over sparse layers (scalar).
 
-        real (S,): flat indices of non-padding tokens; None if there is no padding. No token attends to padding.
+        nonpad (S,): flat indices of non-padding tokens; None if there is no padding. No token attends to padding.
         states: a list that receives the embeddings and the output of each layer, including the sparse one after it.
         Raises ValueError if T > block_size.
         """
@@ -696,29 +696,29 @@ class Encoder(SparseModel):
             raise ValueError(f"a sequence of {T} tokens is longer than block_size = {longest}")
         mask = None
         positions = torch.arange(PAD + 1, PAD + 1 + T, device=ids.device)
-        if real is not None:
+        if nonpad is not None:
             # not ids != PAD: XLM-E's generator may sample a PAD
-            mask = real_mask(ids, real)  # (B, T)
+            mask = nonpad_mask(ids, nonpad)  # (B, T)
             positions = PAD + mask.cumsum(dim=1) * mask
             mask = mask[:, None, None]
         x = self.wte(ids) + self.wpe(positions) + self.token_type
         x = self.dropout(self.ln_e(x))
-        distance = self.distance(T) if self.distance else None
+        rel_bias = self.rel_bias(T) if self.rel_bias else None
         total = self.ln_e.weight.new_zeros(())
         for depth, layer in enumerate(self.layers, 1):
             if states is not None:
                 states.append(x)
-            x = layer(x, mask, distance)
-            x, total = self.add_sparse(depth, x, total, ids, real)
+            x = layer(x, mask, rel_bias)
+            x, total = self.add_sparse(depth, x, total, ids, nonpad)
         if states is not None:
             states.append(x)
         return x, total
 
 
-def real_mask(ids, real):
-    """ids (B, T), real (S,) flat indices -> (B, T) bool, True there."""
+def nonpad_mask(ids, nonpad):
+    """ids (B, T), nonpad (S,) flat indices -> (B, T) bool, True there."""
     mask = ids.new_zeros(ids.numel(), dtype=torch.bool)
-    return mask.index_fill_(0, real, True).view(ids.shape)
+    return mask.index_fill_(0, nonpad, True).view(ids.shape)
 
 
 class MaskedLM(SparseModel):
@@ -734,12 +734,12 @@ class MaskedLM(SparseModel):
         nn.init.normal_(self.dense.weight, std=config.init_std)
         nn.init.zeros_(self.dense.bias)
 
-    def forward(self, ids, masked, targets=None, real=None):
+    def forward(self, ids, masked, targets=None, nonpad=None):
         """-> mean cross entropy, or logits (M, V) without targets; balance loss.
 
-        ids (B, T), masked (M,) flat indices, targets (M,) the tokens there, real: see `Encoder`.
+        ids (B, T), masked (M,) flat indices, targets (M,) the tokens there, nonpad: see `Encoder`.
         """
-        x, balance = self.encoder(ids, real)
+        x, balance = self.encoder(ids, nonpad)
         x = x.flatten(0, 1).index_select(0, masked)  # (M, D)
         x = self.ln_h(F.gelu(self.dense(x)))
         logits = output_logits(x, self.encoder.wte.weight, self.bias)
@@ -808,43 +808,43 @@ class Translator(SparseModel):
         waves = sinusoids(position, self.config.n_embd)
         return self.dropout(x + waves.to(x.dtype))
 
-    def encode(self, ids, real=None) -> tuple[Source, Tensor]:
-        """ids (B, N), real (S,) flat indices of non-padding tokens or None -> source, balance loss."""
+    def encode(self, ids, nonpad=None) -> tuple[Source, Tensor]:
+        """ids (B, N), nonpad (S,) flat indices of non-padding tokens or None -> source, balance loss."""
         mask = None
-        if real is not None:
-            mask = real_mask(ids, real)[:, None, None]
+        if nonpad is not None:
+            mask = nonpad_mask(ids, nonpad)[:, None, None]
         x = self.embed(ids)
         total = self.ln_e.weight.new_zeros(())
         for depth, block in enumerate(self.encoder, 1):
-            x, balance, _ = block(x, ids, real, mask)
-            x, total = self.add_sparse(depth, x, total + balance, ids, real)
+            x, balance, _ = block(x, ids, nonpad, mask)
+            x, total = self.add_sparse(depth, x, total + balance, ids, nonpad)
         h = self.ln_e(x)
         keys_values = [block.cross.keys_values(h) for block in self.decoder]
         return Source(keys_values, mask), total
 
-    def decode(self, ids, source: Source, past: list[KeysValues] | None = None, real=None):
+    def decode(self, ids, source: Source, past: list[KeysValues] | None = None, nonpad=None):
         """ids (R, T) -> hidden states (R, T, D), balance loss, the `past` to pass with the next ids (R, 1)."""
         x = self.embed(ids, first=past[0][0].shape[2] if past else 0)
         total = self.ln_d.weight.new_zeros(())
         present = []
         for i, block in enumerate(self.decoder):
             block_past = past[i] if past else None
-            x, balance, keys_values = block(x, ids, real, source.mask, block_past, source.keys_values[i])
+            x, balance, keys_values = block(x, ids, nonpad, source.mask, block_past, source.keys_values[i])
             total = total + balance
             present.append(keys_values)
         return self.ln_d(x), total, present
 
-    def forward(self, source, source_real, target, target_real, labels=None):
+    def forward(self, source, source_nonpad, target, target_nonpad, labels=None):
         """-> mean cross entropy, smoothed in training, or logits (M, V) without labels; balance loss.
 
         source (B, N), target (B, T), labels (M,): the token that follows each non-padding token of target.
-        source_real, target_real: flat indices of non-padding tokens, ascending; None if there is no padding.
+        source_nonpad, target_nonpad: flat indices of non-padding tokens, ascending; None if there is no padding.
         """
-        encoded, balance = self.encode(source, source_real)
-        h, more, _ = self.decode(target, encoded, real=target_real)
+        encoded, balance = self.encode(source, source_nonpad)
+        h, more, _ = self.decode(target, encoded, nonpad=target_nonpad)
         h = h.flatten(0, 1)
-        if target_real is not None:
-            h = h.index_select(0, target_real)
+        if target_nonpad is not None:
+            h = h.index_select(0, target_nonpad)
         logits = output_logits(h, self.wte.weight)
         if labels is None:
             return logits, balance + more

@@ -154,9 +154,9 @@ class Player:
         return {"loss": loss}
 
     @torch.no_grad()
-    def forward(self, ids: Tensor, real: Tensor | None = None, setting=None) -> tuple[list, list | None]:
+    def forward(self, ids: Tensor, nonpad: Tensor | None = None, setting=None) -> tuple[list, list | None]:
         """ids (B, T) -> [(routing, kept)] by MoE layer, and a decoder's losses of the first row's tokens."""
-        inputs = (ids,) if self.decodes else (ids, real)
+        inputs = (ids,) if self.decodes else (ids, nonpad)
         with self.lock, routed(self.model, setting):
             self.seen.clear()
             seed_all(0)  # for routers that sample
@@ -181,9 +181,9 @@ class Player:
             return {"layers": None, "note": f"no validation text: {error}"}
         occurs = Counter()
         counts = [[Counter() for _ in range(moe.router.E)] for moe in self.model.moe_layers]
-        for ids, real in self.held_out(data):
-            seen, _ = self.forward(ids, real)
-            tokens = ids.flatten() if real is None else ids.flatten()[real]  # (S,)
+        for ids, nonpad in self.held_out(data):
+            seen, _ = self.forward(ids, nonpad)
+            tokens = ids.flatten() if nonpad is None else ids.flatten()[nonpad]  # (S,)
             occurs.update(tokens.tolist())
             for experts, (_, kept) in zip(counts, seen):
                 for count, mask in zip(experts, kept.t()):
@@ -203,7 +203,7 @@ class Player:
         else:
             for _, _, batch in data.eval_batches("valid", 1, VALIDATION_TOKENS):
                 ids = batch.ids.flatten().index_copy(0, batch.masked, batch.targets)
-                yield ids.view_as(batch.ids), batch.real
+                yield ids.view_as(batch.ids), batch.nonpad
 
 
 def chooser_of(router) -> str:

@@ -70,9 +70,9 @@ def router_inputs(run: TrainedRun, max_tokens: int) -> tuple[Tensor, Tensor]:
 
     run.model.moe_layers[0].watchers.append(watch)
     for _, _, batch in run.data.eval_batches("valid", 1, max_tokens):
-        ids, real = run.context.send_all(batch.ids, batch.real)
+        ids, nonpad = run.context.send_all(batch.ids, batch.nonpad)
         with run.context.autocast():
-            run.model(ids, real)
+            run.model(ids, nonpad)
     states = torch.cat(states)
     if len(states) <= NEIGHBORS:
         raise ValueError(f"--max_tokens {max_tokens} is too small for UMAP with {NEIGHBORS} neighbours")

@@ -10,8 +10,7 @@ import torch
 import tyro
 from tqdm import tqdm
 
-from analysis import measures, shared
-from analysis.flops import flops_per_token, masked_head_flops, numel
+from analysis import shared
 from analysis.shared import FigureOptions, Panel, TrainedRun
 from data import bitext_sets
 from data.bitext_sets import Aligned
@@ -21,6 +20,8 @@ from engine import pretrained
 from engine.device import setup
 from engine.files import read_json
 from engine.table import markdown_table
+from metrics import crosslingual
+from metrics.flops import flops_per_token, masked_head_flops, numel
 from model import Encoder
 
 FLOPS = "training FLOPs"
@@ -37,7 +38,7 @@ def curve(options: FigureOptions):
     """
     records, found, accuracy = [], "share of translations found", "accuracy on masked tokens"
     for run in shared.select_runs("train_electra", options):
-        layer = measures.middle_layer(run.config["n_layer"])
+        layer = crosslingual.middle_layer(run.config["n_layer"])
         for evaluation in run.log:
             scores = evaluation["held_out"]
             record = {"run": run.folder, "encoder": run.name, FLOPS: evaluation["flops"]}
@@ -84,7 +85,7 @@ def by_layer(options: Encoders, demos: Callable, measure: Callable) -> tuple:
             record = {"run": str(folder), "encoder": names.get(folder, folder.name), "layer": layer}
             layers.append(record | dict(zip(columns, numbers)))
         records += layers
-        rows.append(layers[measures.middle_layer(encoder.config.n_layer)])
+        rows.append(layers[crosslingual.middle_layer(encoder.config.n_layer)])
     return records, rows
 
 
@@ -111,9 +112,9 @@ def retrieval(options: Encoders, demos: Callable):
         for language, pairs in tqdm(texts.items(), unit="language", disable=None):
             vectors = []
             for side in zip(*pairs):
-                vectors.append(measures.sentence_vectors(encoder, tokenizer, side, 2048, context))
+                vectors.append(crosslingual.sentence_vectors(encoder, tokenizer, side, 2048, context))
             foreign, english = vectors
-            found[language] = measures.both_directions(english, foreign).cpu()
+            found[language] = crosslingual.both_directions(english, foreign).cpu()
         means = []
         for languages in groups.values():
             shares = torch.stack([found[language] for language in languages])
@@ -211,7 +212,7 @@ def error_rate(links: Iterable[set], pairs: list[Aligned]) -> float:
     """AER in percent of the links predicted for each sentence pair."""
     sure = [pair.sure for pair in pairs]
     possible = [pair.possible for pair in pairs]
-    return 100 * measures.alignment_error(list(links), sure, possible)
+    return 100 * crosslingual.alignment_error(list(links), sure, possible)
 
 
 def diagonal(pair: Aligned) -> set[tuple]:
@@ -232,13 +233,13 @@ def align(pair: Aligned, encoder, tokenizer: XLMR, context, rounds: int) -> list
     words1, words2 = words1[:room], words2[:room]
     states = []  # (L + 1, T, D) per row
     for row in rows:
-        layers, _ = measures.hidden_states(encoder, [row], context)
+        layers, _ = crosslingual.hidden_states(encoder, [row], context)
         states.append(torch.cat(layers))
     e = states[0][:, 1 : 1 + len(words1)]  # (L + 1, m, D)
     f = states[-1][:, -1 - len(words2) : -1]  # (L + 1, n, D)
-    pi, xi = measures.sinkhorn(e @ f.mT)
-    aligned = measures.itermax(pi) if rounds == 2 else measures.each_others_best(xi)
-    return measures.word_links(aligned, words1, words2)
+    pi, xi = crosslingual.sinkhorn(e @ f.mT)
+    aligned = crosslingual.itermax(pi) if rounds == 2 else crosslingual.each_others_best(xi)
+    return crosslingual.word_links(aligned, words1, words2)
 
 
 def pieces(words: list, tokenizer: XLMR) -> tuple[list, list]:

@@ -8,9 +8,11 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from analysis import measures, shared
+from analysis import shared
 from analysis.shared import EvalOptions, FigureOptions, Panel, TrainedRun
 from engine.device import warn
+from metrics import timing
+from metrics.routing import mean_over_layers
 from model import cross_entropy
 
 SHARES = 0.125, 0.25, 0.5, 0.75, 1.0  # limits of the experts' FLOPs at test, in dense FFNs
@@ -63,7 +65,7 @@ def positive_share(run: TrainedRun, max_tokens: int) -> float:
             block.ffn.fc.register_forward_hook(count)
     _, layers = test(run, max_tokens)
     if layers:
-        return measures.mean_over_layers("positive", layers)
+        return mean_over_layers("positive", layers)
     return signs["positive"] / signs["units"]
 
 
@@ -90,7 +92,7 @@ def test_limited(run: TrainedRun, max_tokens: int) -> Iterator[dict]:
     for share in SHARES if run.model.moe_layers else (1.0,):
         limit(run, share)
         ppl, layers = test(run, max_tokens)
-        served = measures.mean_over_layers("served", layers) if layers else 1
+        served = mean_over_layers("served", layers) if layers else 1
         yield {LIMIT: share, SPENT: served * size / run.config["ffn_size"], "perplexity": ppl}
 
 
@@ -178,7 +180,7 @@ def threshold(options: EvalOptions, evaluate: Callable):
 
     def point(run: TrainedRun, changed: str, t: float) -> dict:
         ppl, layers = test(run, options.max_tokens)
-        served = measures.mean_over_layers("served", layers)
+        served = mean_over_layers("served", layers)
         return {"run": run.folder, by: changed, "threshold t": t, "perplexity": ppl, SERVED: served}
 
     first, *others = threshold_runs(options)
@@ -220,7 +222,7 @@ def speed(options: EvalOptions, evaluate: Callable):
             del point["perplexity"]  # measured on one batch alone
             calls[len(records)] = partial(pass_forward, run, run.context.send(x), point[LIMIT])
             records.append(run.record | point)
-    times = measures.in_turns(calls, run.context, ROUNDS)
+    times = timing.in_turns(calls, run.context, ROUNDS)
     for record, ms in zip(records, times.values()):
         record["ms per batch"] = median(ms)
     title = "On {device}, threads {threads}".format(**run.context.machine)

@@ -109,7 +109,7 @@ class Batch(NamedTuple):
     """B rows of T tokens; flat indices count through all B * T."""
 
     ids: Tensor  # (B, T)
-    real: Tensor | None  # (S,) flat indices of non-padding tokens; None: all of them
+    nonpad: Tensor | None  # (S,) flat indices of non-padding tokens; None: all of them
     words: Tensor  # (M,) flat indices of the marks
     targets: Tensor  # (M,) tags, (2 B,) first and last indices of answers, or (B,) labels
 
@@ -118,11 +118,11 @@ def batch_of(rows: list[Row], pad: int) -> Batch:
     """The rows, padded to the longest one."""
     lengths = np.array([len(row.ids) for row in rows])
     tokens = np.concatenate([row.ids for row in rows])
-    ids, real = pad_rows(tokens, lengths, pad)
+    ids, nonpad = pad_rows(tokens, lengths, pad)
     first = range(0, ids.numel(), ids.shape[1])  # the flat index at which each row begins
     words = [begin + index for begin, row in zip(first, rows) for index, _ in row.marks]
     targets = [target for row in rows for target in row.targets]
-    return Batch(ids, real, torch.tensor(words).long(), torch.tensor(targets).long())
+    return Batch(ids, nonpad, torch.tensor(words).long(), torch.tensor(targets).long())
 
 
 class TaskData:

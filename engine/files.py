@@ -1,4 +1,4 @@
-"""Files of runs: which folder is a run's, and what is in it, written whole and checked when it is read."""
+"""Files of runs: which folder belongs to a run, atomic writes, and checkpoints that are verified when read."""
 
 import ast
 import hashlib
@@ -11,95 +11,69 @@ import sys
 import zipfile
 from collections.abc import Iterator
 from contextlib import suppress
-from itertools import chain, count
 from pathlib import Path
 
 import torch
 
-from engine.config import identity, run_name
+from engine.config import run_name
 from engine.device import fail, warn
 
-CHECKPOINTS = "ckpt.pt", "ckpt.prev.pt"  # the newest, and the one before it
-WEIGHTS = "model.pt", *CHECKPOINTS  # the first of them has the best weights of a translator, or of fine-tuning
-MADE = *WEIGHTS, "metrics.jsonl", "result.json", "eval-*.json"  # what --resume false deletes
-HOLDS = {"model", "class", "constants", "vocab_size", "step", "identity"}  # what every checkpoint has
+CHECKPOINTS = "ckpt.pt", "ckpt.prev.pt"  # the newest and the previous one
+WEIGHTS = "model.pt", *CHECKPOINTS  # model.pt: the best weights in translation or fine-tuning
+MADE = *WEIGHTS, "metrics.jsonl", "result.json", "eval-*.json"  # deleted by --resume false
+HOLDS = {"model", "class", "constants", "vocab_size", "step", "identity"}  # keys of every checkpoint
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Which folder is a run's
+# The folder of a run
 
 
-def folder_of(config, presets: dict, ours: dict | None = None) -> tuple[Path, str]:
-    """The folder in out_dir of the run that has these constants, or of a new one; and why that has not the plain name.
+def folder_of(config, presets: dict, constants: dict) -> tuple[Path, str]:
+    """-> the folder of the run with these constants, and why it does not have the plain name ("" if it does).
 
-    ours: the constants, with checksums of what is read; None: those of the config alone. They are compared with every
-    config.json as far as both name them. Of several runs that agree it is the one of the plain name, else the newest.
-    Raises ValueError where the config.json of the plain name cannot be read.
+    The plain name is `run_name`. If another run has taken it, for example before a default was edited, eight digits of
+    a hash of the constants are appended. To resume a run in a folder with any other name, rename the folder.
+
+    constants: `identity` and checksums of the data. Raises ValueError if config.json is not readable.
     """
-    ours = ours or identity(config)
-    plain, runs = Path(config.out_dir, run_name(config, presets)), {}
-    for file in plain.parent.glob("*/config.json"):
-        try:
-            runs[file.parent] = constants_in(file)
-        except (ValueError, OSError):  # it stops its own run alone
-            if file.parent == plain:
-                raise
-    alike = [folder for folder, theirs in runs.items() if not any(others(theirs, ours))]
-    if plain in alike or not alike and is_free(plain):
+    plain = Path(config.out_dir, run_name(config, presets))
+    if not any((plain / name).exists() for name in ("config.json", "result.json", *WEIGHTS)):
         return plain, ""
-    if alike:
-        return max(alike, key=lambda folder: (folder / "config.json").stat().st_mtime), ""
-    theirs = runs.get(plain, {})
-    differing = {name: ours[name] for name in others(theirs, ours) if not name.endswith("_checksum")}
-    if len(differing) > 3:  # it is something else altogether, and a number will do
-        differing = {}
-    named = plain.with_name(run_name(config, presets, differing))
-    numbered = (named.with_name(f"{named.name}-{number}") for number in count(2))
-    folder = next(filter(is_free, chain([named], numbered)))
-    has = ", ".join(f"{name} {theirs[name]}" for name in differing)
-    return folder, f"{plain} has {has or ('other data, or other constants' if theirs else 'no config.json')}"
-
-
-def constants_in(file: Path) -> dict:
-    """What a run's config.json holds. Raises ValueError where it is none."""
-    constants = read_json(file)
-    if "data_checksum" not in constants:
-        raise ValueError(f"{file} is of no run: delete it or restore it")
-    return constants
-
-
-def is_free(folder: Path) -> bool:
-    return not any((folder / name).exists() for name in ("config.json", "result.json", *WEIGHTS))
+    theirs = read_json(plain / "config.json")
+    differing = [*others(theirs, constants)]
+    if "data_checksum" in theirs and not differing:
+        return plain, ""
+    reason = f"{plain} differs in {', '.join(differing)}" if differing else f"{plain} has no config.json of a run"
+    known = {name: value for name, value in constants.items() if value is not None}  # --eval_only omits some None
+    digits = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:8]
+    return plain.with_name(f"{plain.name}-{digits}"), reason
 
 
 def others(theirs: dict | None, ours: dict) -> Iterator[str]:
-    """The names that both have with different values."""
+    """The names in both whose values differ."""
     theirs = theirs if isinstance(theirs, dict) else {}
     return (name for name, value in ours.items() if theirs.get(name, value) != value)
 
 
 def code_of(config) -> dict[str, str]:
-    """Checksums of the code that a run's numbers come from: the script, model.py, routers.py.
+    """Checksums of the code behind a run's numbers: model.py, routers.py, and the script's functions and classes.
 
-    Comments, docstrings and constants at the top of the script do not count: constants are compared by their values.
+    Comments and docstrings do not count, nor does the script's Config: constants are compared by value.
     """
-    kind = type(config)
-    modules = {"model": "model.py", "routers": "routers.py", kind.__module__: "the script"}
-    python = ".".join(platform.python_version_tuple()[:2])  # which decides how code is written out
-    found = {}
+    Config = type(config)
+    modules = {"model": "model.py", "routers": "routers.py", Config.__module__: "the script"}
+    python = ".".join(platform.python_version_tuple()[:2])  # ast.unparse depends on it
+    checksums = {}
     for module, name in modules.items():
         tree = ast.parse(inspect.getsource(sys.modules[module]))
+        if name == "the script":
+            code = [node for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
+            tree.body = [node for node in code if node.name != Config.__name__]
         for node in ast.walk(tree):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
                 node.body = node.body[1:]
-            if isinstance(node, ast.ClassDef) and node.name == kind.__name__ and name == "the script":
-                for constant in node.body:
-                    if isinstance(constant, ast.AnnAssign):
-                        constant.value = None
-        if name == "the script":
-            tree.body = [node for node in tree.body if not isinstance(node, ast.Assign | ast.AugAssign)]
-        found[f"{name} (Python {python})"] = hashlib.sha256(ast.unparse(tree).encode()).hexdigest()
-    return found
+        checksums[f"{name} (Python {python})"] = hashlib.sha256(ast.unparse(tree).encode()).hexdigest()
+    return checksums
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -107,31 +81,31 @@ def code_of(config) -> dict[str, str]:
 
 
 def read_json(file: Path) -> dict:
-    """What a file holds; {} where there is none. Raises ValueError where it holds no JSON object."""
+    """The content of a file, {} if it does not exist. Raises ValueError if that is not a JSON object."""
     if not file.exists():
         return {}
     try:
         return dict(**from_json(file.read_text()))
     except (ValueError, TypeError, RecursionError) as error:
-        raise ValueError(f"{file} is not readable JSON, or no object ({error}): delete it or restore it") from None
+        raise ValueError(f"{file} is not readable JSON, or not an object ({error}): delete it or restore it") from None
 
 
-NO_NUMBER = "-?Infinity|NaN"  # in JSON: Python writes them all the same, and few others read them
-TEXT = r'"(?:[^"\\]|\\.)*"'  # where it may be a word
+NOT_JSON = "-?Infinity|NaN"  # Python's json writes them bare; JSON has no such numbers, so we write strings
+STRING = r'"(?:[^"\\]|\\.)*"'  # where they are left alone
 
 
 def to_json(content, indent: int | None = 1) -> str:
     text = json.dumps(content, indent=indent)
-    return re.sub(f"{TEXT}|({NO_NUMBER})", lambda found: f'"{found[1]}"' if found[1] else found[0], text)
+    return re.sub(f"{STRING}|({NOT_JSON})", lambda match: f'"{match[1]}"' if match[1] else match[0], text)
 
 
 def from_json(text: str):
-    """What `to_json`, or Python's own, wrote."""
-    return json.loads(re.sub(rf'"({NO_NUMBER})"(?!\s*:)', r"\1", text))
+    """Reads what `to_json` or json.dumps wrote."""
+    return json.loads(re.sub(rf'"({NOT_JSON})"(?!\s*:)', r"\1", text))
 
 
 def write(file: Path, content: dict | str | bytes):
-    """Weights, JSON, text or bytes; the file takes its name when it is whole and on disk. Errors end as one line."""
+    """Writes weights, JSON, text or bytes, and renames the file into place once it is on disk. Errors are one line."""
     part = file.with_name(f"{file.name}.tmp")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -148,31 +122,31 @@ def write(file: Path, content: dict | str | bytes):
             file.replace(file.with_name(CHECKPOINTS[1]))
         part.replace(file)
     except (OSError, RuntimeError) as error:
-        with suppress(OSError):  # where the disk is gone for good
+        with suppress(OSError):  # the disk may be gone
             part.unlink()
-        cause = error.__context__ or error  # torch hides the reason
-        fail(f"{file} cannot be written ({cause}): what was saved before is whole")
+        cause = error.__context__ or error  # torch hides the cause
+        fail(f"{file} cannot be written ({cause}): what was saved before is intact")
 
 
 def load_checkpoint(file: Path) -> dict:
-    """Raises ValueError where the file is damaged, which torch alone may miss, or holds something else."""
+    """Raises ValueError if the file is damaged, which torch alone may miss, or is not a checkpoint of ours."""
     try:
         with zipfile.ZipFile(file) as z:
             if z.testzip():
                 raise ValueError("a checksum differs")
-        shared = os.name == "posix"  # the processes of a node share it; Windows renames no file that is mapped
+        shared = os.name == "posix"  # processes of a node share the pages; Windows cannot rename a mapped file
         state = torch.load(file, "cpu", weights_only=True, mmap=shared)
         if not state.keys() >= HOLDS:
             raise ValueError("it holds something else")
         return state
-    except Exception as error:  # damage shows itself in a dozen ways
+    except Exception as error:  # damage raises many kinds of errors
         raise ValueError(f"checkpoint {file} is corrupt ({error})") from None
 
 
 def newest(folder: Path, names=CHECKPOINTS) -> tuple[str, dict]:
-    """-> name and content of the first of these checkpoints that is sound, on the CPU; "" and {} if there are none.
+    """-> name and content (on the CPU) of the first of these checkpoints that is intact; "" and {} if none exists.
 
-    Raises ValueError if there are some, and none is sound.
+    Raises ValueError if all that exist are damaged.
     """
     damaged = ""
     for file in filter(Path.exists, map(folder.joinpath, names)):
@@ -185,5 +159,5 @@ def newest(folder: Path, names=CHECKPOINTS) -> tuple[str, dict]:
             warn(f"{damaged}using {file.name}")
         return file.name, state
     if damaged:
-        raise ValueError(f"{damaged}no other is left: training with --resume false starts again")
+        raise ValueError(f"{damaged}no other is left: --resume false trains from the start")
     return "", {}

@@ -72,7 +72,7 @@ class NanoXMoEForCausalLM(Model, GenerationMixin):
             order = attention_mask.argsort(dim=1, descending=True, stable=True)
             input_ids = input_ids.gather(1, order)
             attention_mask = attention_mask.gather(1, order)
-        h, _ = self.model.hidden(input_ids, real=nonpad_indices(attention_mask), states=states)
+        h, _ = self.model.hidden(input_ids, nonpad=nonpad_indices(attention_mask), states=states)
         if padded:
             inverse = order.argsort(dim=1).unsqueeze(2).expand_as(h)
             h, states = h.gather(1, inverse), states and [x.gather(1, inverse) for x in states]

@@ -8,11 +8,11 @@ import torch
 def adamw(model: torch.nn.Module, config) -> torch.optim.AdamW:
     """AdamW with weight decay for matrices and embeddings, not for norms, biases or scalars.
 
-    If the config has them, `router_lr` and `distance_lr` multiply the learning rate of routers and of the relative
+    If the config has them, `router_lr` and `rel_bias_lr` multiply the learning rate of routers and of the relative
     position bias.
     """
     router_lr = getattr(config, "router_lr", 1.0)
-    distance_lr = getattr(config, "distance_lr", 1.0)
+    rel_bias_lr = getattr(config, "rel_bias_lr", 1.0)
     groups = {}
     for name, p in model.named_parameters():
         if not p.requires_grad:
@@ -20,7 +20,7 @@ def adamw(model: torch.nn.Module, config) -> torch.optim.AdamW:
         is_norm = "ln_" in name or "norms." in name  # by name, since those of experts are matrices
         is_bias = name.endswith(("bias", "b_in", "b_out"))
         decay = 0.0 if p.dim() < 2 or is_norm or is_bias else config.weight_decay
-        times = router_lr if "router." in name else distance_lr if "distance." in name else 1.0
+        times = router_lr if "router." in name else rel_bias_lr if "rel_bias." in name else 1.0
         group = groups.setdefault((decay, times), {"params": [], "weight_decay": decay, "times": times})
         group["params"].append(p)
     return torch.optim.AdamW(

@@ -116,7 +116,8 @@ def fill(model: nn.Module, sizes: dict, weights: Weights, path: str | Path) -> n
     try:
         model.load_state_dict({name: weights[name] for name in needed})
     except RuntimeError as error:
-        raise ValueError(f"{path} does not have the weights of the model that it describes: {short(error)}") from None
+        problem = f"{path} does not have the weights of the model that it describes: {short(error)}"
+        raise ValueError(f"{problem} (if an older version trained it, train it again)") from None
     return model
 
 

@@ -1,9 +1,8 @@
-"""One training run: where it goes on, its bar, its checkpoints.
+"""One training run: its folder, progress bar and checkpoints.
 
-A run is kept in a folder of out_dir: config.json, metrics.jsonl (a line an evaluation), ckpt.pt and the one before it,
-result.json. It is found by its constants, wherever they come from: the command line, a preset, or the script itself. So
-an edited constant makes a run of its own. The same command goes on from the newest sound checkpoint and ends as if it
-had never been stopped.
+A run is a folder in out_dir: config.json, metrics.jsonl (a line per evaluation), ckpt.pt and ckpt.prev.pt, result.json.
+Its constants identify it, whether they come from the command line, a preset or the script: an edited default trains a
+separate run. The same command resumes from the newest intact checkpoint, and ends as if the run had never stopped.
 """
 
 import json
@@ -27,21 +26,20 @@ SIGNALS = signal.SIGTERM, signal.SIGINT  # the second is Ctrl-C
 
 
 def stop(number: int, where: str = ""):
-    """Ends the process with one line and the exit code of this signal, 143 or 130."""
+    """Ends the process with one line and the signal's exit code, 143 or 130."""
     for each in SIGNALS:
         signal.signal(each, signal.SIG_DFL)
     if int(os.environ.get("LOCAL_RANK", 0)) == 0:
-        show(f"stopped{where}; the same command goes on", sys.stderr)
+        show(f"stopped{where}; run the same command to resume", sys.stderr)
     sys.exit(128 + number)
 
 
 class Run:
-    """The folder of one training run, and what surrounds its steps.
+    """The folder of one training run, and everything around its steps. Only rank 0 writes.
 
-    `result`: the run is finished, and this is what it found; else empty. `kept`: what a script wants in checkpoints
-    beside model and optimizer, restored when the run goes on. `total` steps, with an evaluation `every` so many, are
-    the config's unless they are given. Only rank 0 writes. Raises ValueError where the micro-batches of a step cannot
-    be dealt evenly, or a file in its folder is of another run.
+    `result`: of a finished run, else empty. `extra`: what a script saves in checkpoints besides model and optimizer.
+    `total` steps, and an evaluation `every` so many: by default the config's. Raises ValueError if the processes cannot
+    share a step's micro-batches equally, or if a file in the folder belongs to another run.
     """
 
     def __init__(self, config, presets: dict, context: Context, *data, total=None, every=None):
@@ -51,119 +49,121 @@ class Run:
         self.identity = identity(config)
         self.identity["data_checksum"] = "+".join(source.checksum for source in data)
         self.identity["tokenizer_checksum"] = self.tokenizer.sha256
-        self.precision = str(context.dtype).removeprefix("torch.")  # what --dtype auto is on this machine
+        self.precision = str(context.dtype).removeprefix("torch.")  # --dtype auto depends on the machine
         self.code = code_of(config)
         micros, world = data[0].micros_per_step, context.world
         if micros % world:
-            raise ValueError(f"{micros} micro-batches a step cannot be dealt to {world} processes: change them")
-        self.micros = range(context.rank, micros, world)  # this process's
+            raise ValueError(f"{micros} micro-batches a step cannot be dealt to {world} processes: change either")
+        self.micros = range(context.rank, micros, world)  # of this process
         self.folder, self.reason = context.gather(folder_of(config, presets, self.identity))[0]
         self.name = self.folder.name
         self.find()
-        self.kept = self.checkpoint.get("kept", {})
+        self.extra = self.checkpoint.get("extra", {})
 
     def find(self):
-        """Looks in the folder for a result, or else for the newest sound checkpoint. Both must be this run's."""
+        """Reads the result, or else the newest intact checkpoint. Raises ValueError if it belongs to another run."""
         self.result, self.checkpoint, self.checkpoint_name = {}, {}, ""
         if self.config.resume:
             self.result = read_json(self.folder / "result.json")
             if not self.result:
                 self.checkpoint_name, self.checkpoint = newest(self.folder)
         theirs = self.result.get("config") or self.checkpoint.get("identity")
-        for other in others(theirs, self.identity):
+        for name in others(theirs, self.identity):
             file = self.folder / (self.checkpoint_name or "result.json")
-            raise ValueError(f"{file} is of a run with another {other}: delete it")
-        seen = [self.name, self.identity, self.precision, bool(self.result), self.checkpoint.get("step")]
-        if len(set(self.context.gather(json.dumps(seen)))) > 1:
+            raise ValueError(f"{file} is of a run with another {name}: delete it")
+        state = [self.name, self.identity, self.precision, bool(self.result), self.checkpoint.get("step")]
+        if len(set(self.context.gather(json.dumps(state)))) > 1:
             where = f"files in {self.folder}: use a shared disk, and pass --dtype"
             raise ValueError(f"the processes see different data, precision or {where}")
-        before = (self.result or self.checkpoint).get("code", {})
-        tests_alone = getattr(self.config, "eval_only", False)
+        old_code = (self.result or self.checkpoint).get("code", {})
+        hint = " (--resume false trains it again)"
+        if getattr(self.config, "eval_only", False):
+            hint = ""
         if self.result:
             self.result["name"] = self.name  # the folder may have been renamed
-            if not tests_alone:
-                self.context.say(f"{self.name}: finished before, in {self.folder} (--resume false trains it again)")
-        edited = [*others(before, self.code)]
+            if hint:
+                self.context.say(f"{self.name}: finished before, in {self.folder}{hint}")
+        edited = [*others(old_code, self.code)]
         if edited:
-            words = f"{', '.join(name.partition(' (')[0] for name in edited)} changed since {self.name} was trained"
-            what = "numbers are" if self.result else "weights are"
-            hint = "" if tests_alone else "; --resume false trains it anew, in place of this one"
-            warn(f"{words}: its {what} of the code before{hint}")
+            files = ", ".join(name.partition(" (")[0] for name in edited)
+            warn(f"{files} changed since {self.name} was trained{hint}")
         for name in edited:
-            self.code[name] += f", before {before[name]}"  # what goes on is of both
+            self.code[name] += f", before {old_code[name]}"  # both versions have trained it
 
     def resume(self, model, optimizer, flops_per_token: float, loss_in_words="loss {:.4f}".format):
-        """Makes the folder, and puts everything where the checkpoint left it.
+        """Creates the folder, and restores model, optimizer and log from the checkpoint.
 
-        flops_per_token: forward; loss_in_words: how the training loss is told, best in the evaluation's unit.
+        flops_per_token: forward; loss_in_words: formats the training loss, preferably in the evaluation's unit.
         """
         self.model, self.optimizer, self.flops_per_token = model, optimizer, flops_per_token
         self.loss_in_words = loss_in_words
         state, self.checkpoint = self.checkpoint, {}
-        self.start, self.seconds, self.log = state.get("step", 0), 0.0, ""  # the last is what metrics.jsonl holds
+        self.start, self.seconds, self.log = state.get("step", 0), 0.0, ""  # log: the content of metrics.jsonl
         self.open_window()
         if state:
             try:
-                self.seconds, self.log = float(state["seconds"]), "" + state["log"]  # TypeError if it is no text
+                self.extra = state["extra"]
+                self.seconds, self.log = float(state["seconds"]), "" + state["log"]  # TypeError if it is not text
                 self.open_window(**state["window"])
                 model.load_state_dict(state["model"])
                 set_optimizer_state_dict(model, optimizer, state["optimizer"])
-            except Exception as error:  # what is missing, or of another shape, shows itself in a dozen ways
+            except Exception as error:  # missing keys and wrong shapes raise many kinds of errors
                 file = self.folder / self.checkpoint_name
-                raise ValueError(f"{file} is not a whole checkpoint of this run ({error!s:.200}): delete it") from None
+                problem = f"{file} is not a whole checkpoint of this run, or is from an older version"
+                raise ValueError(f"{problem} ({error!s:.200}): delete it") from None
             self.context.say(f"{self.name}: goes on from step {self.start}")
             before = state.get("precision", self.precision)
             if before != self.precision:
-                warn(f"it began in {before}, and goes on in {self.precision}: --dtype decides")
+                warn(f"it began in {before}, and resumes in {self.precision}: pass --dtype to choose")
         if self.context.rank == 0:
             self.make_folder()
 
     def make_folder(self):
-        """A run that starts again deletes what runs make. Raises ValueError where another process trains here."""
+        """Locks the folder; --resume false deletes the old run. Raises ValueError if another process trains here."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        # Held as long as there is this object, whichever thread then drops it.
+        # Held until this object is deleted, in whichever thread.
         self.lock = FileLock(self.folder / "lock", thread_local=False)
         try:
             self.lock.acquire(blocking=False)
         except Timeout:
-            raise ValueError(f"another process is training in {self.folder}: wait for it, or end it") from None
+            raise ValueError(f"another process is training in {self.folder}: wait for it, or stop it") from None
         except (OSError, NotImplementedError) as error:
             raise ValueError(f"{self.folder} cannot be locked ({error}): choose another --out_dir") from None
-        found, _ = folder_of(self.config, self.presets, self.identity)
-        if found != self.folder:  # as where a constant was edited while the first run was being prepared
-            raise ValueError(f"another run has taken {self.folder} meanwhile: give the command again")
+        folder, _ = folder_of(self.config, self.presets, self.identity)
+        if folder != self.folder:  # two runs of the same name have started at once
+            raise ValueError(f"another run has just taken {self.folder}: run the command again")
         self.write("config.json", self.identity)
         if self.reason:
-            self.context.say(f"{self.name}: a run of its own, as {self.reason}")
+            self.context.say(f"{self.name}: a separate run, as {self.reason}")
         for name in MADE if not self.config.resume else ():
             for file in self.folder.glob(name):
                 file.unlink()
-        if self.checkpoint_name == "ckpt.prev.pt":  # ckpt.pt is damaged or gone, and must not take this one's place
+        if self.checkpoint_name == "ckpt.prev.pt":  # ckpt.pt is damaged or missing
             (self.folder / "ckpt.prev.pt").replace(self.folder / "ckpt.pt")
         self.write(self.tokenizer.filename, self.tokenizer.file)
         if self.log:
-            self.write("metrics.jsonl", self.log)  # without the lines of steps that will be taken again
+            self.write("metrics.jsonl", self.log)  # without lines of steps that will be repeated
 
     def write(self, name: str, content: dict | str | bytes):
-        """A file of the folder, from rank 0 alone."""
+        """Writes a file in the folder, on rank 0 only."""
         if self.context.rank == 0:
             write(self.folder / name, content)
 
     # -- the steps
 
     def steps(self) -> Iterator[int]:
-        """The numbers of the steps, under a bar on a terminal. Behind each, a process that is asked to stop does so.
+        """Yields the steps, with a progress bar on a terminal. After each step, a signalled process stops.
 
-        A checkpoint is saved before each step that an evaluation follows, so that a kill in it loses this step alone.
+        A checkpoint precedes each step that an evaluation follows: a process killed in that loses only one step.
         """
-        self.asked = 0  # the signal that asks this process to stop
+        self.asked = 0  # the signal that this process has received
         steps, silent = range(self.start, self.total), self.context.rank > 0
         self.bar = tqdm(steps, initial=self.start, total=self.total, unit="step", disable=silent or None)
         self.model.train()
         before = {number: signal.signal(number, self.ask) for number in SIGNALS}
         try:
             for step in self.bar:
-                if self.ends_stretch(step + 1) and step not in (self.start, self.since):  # which are saved
+                if self.ends_stretch(step + 1) and step not in (self.start, self.since):  # already saved
                     self.save_checkpoint(step)
                 yield step
                 if (step + 1) % self.config.log_every == 0:
@@ -171,34 +171,34 @@ class Run:
                 self.stop_if_asked(step + 1)
         finally:
             for number, handler in before.items():
-                signal.signal(number, handler or signal.SIG_DFL)  # None: it was not Python's
+                signal.signal(number, handler or signal.SIG_DFL)  # None: not installed by Python
 
     def ask(self, number: int, frame):
-        """A step and its evaluation are finished and saved before the process ends; a second signal ends it at once."""
+        """The process finishes and saves the step and its evaluation, then ends; at a second signal it ends at once."""
         if self.asked:
             stop(number)
         self.asked = number
 
     def stop_if_asked(self, done: int):
-        """Ends all processes behind the same step where one was asked to stop; torchrun asks all of them."""
+        """If one process was signalled, all stop after the same step; torchrun signals all of them."""
         if not self.context.sum(torch.tensor(self.asked)):
             return
-        if done != self.since:  # an evaluation has just saved it
+        if done != self.since:  # else the evaluation has just saved it
             self.save_checkpoint(done)
         self.context.barrier()  # torchrun ends the others when the first one ends
         self.bar.close()
         stop(self.asked or signal.SIGTERM, f" at step {done}")
 
     def open_window(self, since=0, tokens=0, seconds=0.0, loss_sum=0.0):
-        """Begins to count the steps since the last evaluation, of which the bar and the log speak."""
+        """Starts the averages since the last evaluation, which the progress bar and the log show."""
         self.since, self.tokens = since, tokens
         self.clock = time.perf_counter() - seconds
-        # On the device: once not finite, it stays so, and nobody waits for it at every step.
+        # A sum on the device avoids a sync per step; once it is not finite, it stays so.
         dtype = torch.promote_types(self.context.dtype, torch.float32)
         self.loss_sum = torch.tensor(loss_sum, dtype=dtype, device=self.context.device)
 
     def window(self) -> dict:
-        """What opens it again on any number of processes, each of which then has the mean of their sums."""
+        """Arguments for `open_window` on any number of processes: each gets the mean of their sums."""
         loss_sum = float(self.context.sum(self.loss_sum)) / self.context.world
         seconds = time.perf_counter() - self.clock
         return {"since": self.since, "tokens": self.tokens, "seconds": seconds, "loss_sum": loss_sum}
@@ -209,8 +209,8 @@ class Run:
         self.tokens += tokens * self.context.world
 
     def look(self, done: int):
-        """Reads the loss, shows it, and ends a run whose loss is not finite."""
-        if done == self.since:  # it was looked at when it was saved
+        """Shows the mean loss; ends the run if that is not finite."""
+        if done == self.since:  # shown when it was saved
             return
         window = self.window()
         self.train_loss = window["loss_sum"] / (done - self.since)
@@ -219,7 +219,7 @@ class Run:
         words = f"{self.loss_in_words(self.train_loss)}, {self.speed:,.0f} tok/s"
         if not self.bar.disable:
             self.bar.set_postfix_str(words)
-        elif self.context.rank == 0:  # a line in a log, which a bar would fill
+        elif self.context.rank == 0:  # no terminal: a line in a log
             show(f"step {done}/{self.total}: {words}", sys.stderr)
 
     def check_finite(self, loss: float, done: int):
@@ -228,7 +228,7 @@ class Run:
             fail(f"the loss is not finite at step {done} or just before (not saved): change --learning_rate or --seed")
 
     def due(self, done: int) -> bool:
-        """Whether an evaluation is due after so many steps; if so, the training loss is looked at first."""
+        """Whether an evaluation follows this step; if so, shows the training loss first."""
         if not self.ends_stretch(done):
             return False
         self.look(done)
@@ -239,7 +239,7 @@ class Run:
         return done % self.every == 0 or done == self.total
 
     def save(self, done: int, scores: dict, words: str, loss: float = 0.0):
-        """Logs an evaluation and saves a checkpoint, unless its loss, if it has one, is not finite."""
+        """Logs an evaluation and saves a checkpoint; ends the run if the loss is not finite."""
         self.check_finite(loss, done)
         speed = f"{self.speed:,.0f} tokens/s"
         if self.context.device.type == "cuda":
@@ -252,27 +252,26 @@ class Run:
         self.save_checkpoint(done)
 
     def save_checkpoint(self, done: int):
-        """What it takes to go on after so many steps, unless the last update broke the weights. At every moment one of
-        the two files is whole."""
+        """Saves what it takes to resume, or ends a run whose weights are not finite. One file is always intact."""
         begun, window = time.perf_counter(), self.window()
-        everything = sum(p.detach().sum() for p in self.model.parameters())
-        self.check_finite(window["loss_sum"] + float(everything), done)
-        state = {"seconds": self.seconds, "log": self.log, "window": window, "kept": self.kept}
+        weights_sum = sum(p.detach().sum() for p in self.model.parameters())
+        self.check_finite(window["loss_sum"] + float(weights_sum), done)
+        state = {"seconds": self.seconds, "log": self.log, "window": window, "extra": self.extra}
         state |= {"precision": self.precision, "code": self.code}
         state["optimizer"] = get_optimizer_state_dict(self.model, self.optimizer)
         self.save_model("ckpt.pt", self.model, done, **state)
         self.clock += time.perf_counter() - begun  # writing a file is not training
 
     def save_model(self, name: str, model, step: int, **state):
-        """A file with what it takes to make the model again, and with `state`."""
+        """Saves what it takes to rebuild the model, and `state`."""
         state |= {"class": type(model).__name__, "step": step, "identity": self.identity}
         state |= {"constants": vars(model.config), "vocab_size": model.vocab_size}
         self.write(name, state | {"model": model.state_dict()})
 
     def finish(self, result: dict) -> dict:
-        """Adds what every result has, and writes it."""
+        """Adds what every result has, and writes it to result.json."""
         result = {"name": self.name} | result
         result |= {"seconds": round(self.seconds, 1), "config": self.identity, "code": self.code}
         result |= {"machine": self.context.machine}
         self.write("result.json", result)
-        return json.loads(json.dumps(result))  # as one that is read again
+        return json.loads(json.dumps(result))  # as if read from the file

@@ -1,4 +1,4 @@
-"""Tables of runs beside the paper's numbers, and what a script's `main` does."""
+"""Tables of runs beside the paper's numbers, and the `main` of a script."""
 
 import dataclasses
 import os
@@ -19,31 +19,33 @@ class Table(NamedTuple):
     """Rows of runs beside the paper's numbers."""
 
     title: str
-    labels: tuple[str, ...]  # headers of what is known before a run: the method, the paper's numbers
-    rows: list[tuple[tuple[str, ...], dict]]  # the labels' cells, and what to change for the row
-    average: Callable | None = None  # of rows with the same first label, as in `lines` -> one more below them
+    labels: tuple[str, ...]  # headers of the columns known before a run: the method, the paper's numbers
+    rows: list[tuple[tuple[str, ...], dict]]  # cells under these headers, and the constants that the row changes
+    average: Callable | None = None  # rows with the same first label, as in `lines` -> a row below them
 
-    def lines(self, found: list[tuple]) -> list[dict]:
-        """{header: cell} of each row. found: of each row that was run the labels, and of each of its seeds what a
-        script's `cells` says, {header: (number or None, format)}."""
+    def lines(self, scored: list[tuple]) -> list[dict]:
+        """-> {header: cell} of each row.
+
+        scored: the labels of each row, and `cells` of each of its seeds: {header: (number or None, format)}.
+        """
         rows = []
-        for _, group in groupby(found, key=lambda row: row[0][0]):
-            own = [*group]
+        for _, group in groupby(scored, key=lambda row: row[0][0]):
+            group = [*group]
             if self.average:
-                own.append(self.average(own))
-            for labels, seeds in own:
-                cells = {name: mean_cell([one[name] for one in seeds]) for name in seeds[0]}
+                group.append(self.average(group))
+            for labels, seeds in group:
+                cells = {name: mean_cell([seed[name] for seed in seeds]) for name in seeds[0]}
                 rows.append(dict(zip(self.labels, labels)) | cells)
         return rows
 
     def render(self, results: list[list], cells: Callable) -> str:
-        """Markdown. results: of each row's seeds."""
+        """Markdown of the results, a list of seeds for each row."""
         rows = self.lines([(labels, [*map(cells, seeds)]) for (labels, _), seeds in zip(self.rows, results)])
         return markdown_table([*rows[0]], [[*row.values()] for row in rows])
 
 
 def mean_cell(numbers: list[tuple]) -> str:
-    """The mean of (number or None, its format) over seeds, and the deviation if they differ; empty where none is."""
+    """Mean over seeds of (number or None, format), with the standard deviation if they differ; "" without numbers."""
     values = [value for value, _ in numbers if value is not None]
     if not values:
         return ""
@@ -53,7 +55,7 @@ def mean_cell(numbers: list[tuple]) -> str:
 
 
 def markdown_table(headers: list[str], rows: list[list]) -> str:
-    """A table that reads well in a terminal and in a README."""
+    """A table with aligned columns, readable in a terminal too."""
     columns = []
     for column in zip(headers, *rows):
         width = max(len(str(cell)) for cell in column)
@@ -63,25 +65,25 @@ def markdown_table(headers: list[str], rows: list[list]) -> str:
 
 
 def seeds_of(config, change: dict) -> list:
-    """The configs of one row, one for every seed."""
+    """One config per seed, with the changes of a row."""
     seeds = range(config.seed, config.seed + config.seeds)
     return [dataclasses.replace(config, **change, seed=seed) for seed in seeds]
 
 
 def start(Config: type, presets: dict):
-    """-> the config of the command line, and where this process stands; or one clear line."""
-    # A stream that was closed before is None; what it is told goes nowhere.
+    """-> the config of the command line, and the context of this process. Errors are one line."""
+    # A stream that is closed at startup is None.
     sys.stdout = sys.stdout or open(os.devnull, "w")
     sys.stderr = sys.stderr or open(os.devnull, "w")
-    for each in SIGNALS:
-        signal.signal(each, lambda number, frame: stop(number))
+    for number in SIGNALS:
+        signal.signal(number, lambda number, frame: stop(number))
     with clear_errors():
         config = command_line(Config, presets, sys.argv[1:])
         return config, setup(config.device, config.dtype)
 
 
 def carry_out(config, presets: dict, context, tables: dict, train, report, cells) -> list[list[dict]]:
-    """A table, or one run a seed and its report -> the results of each row's seeds.
+    """Runs the rows of a table, or one config and its report, for each seed -> results, a list of seeds for each row.
 
     train(config, context) -> result; report(config, result) -> text; cells: see `Table.lines`.
     """
@@ -90,25 +92,25 @@ def carry_out(config, presets: dict, context, tables: dict, train, report, cells
     results = []
     with clear_errors(kinds=(RouterError,)):
         for _, change in table.rows:
-            results.append([train(one, context) for one in seeds_of(config, change)])
+            results.append([train(run, context) for run in seeds_of(config, change)])
     try:
         for result in results[0] if not config.table else []:
             context.say(report(config, result))
         if config.table or config.seeds > 1:
             rows = table.render(results, cells)
             context.say(f"\n{table.title}, preset {config.preset}, seeds: {config.seeds}\n\n{rows}")
-    except (LookupError, TypeError, AttributeError) as error:  # an older version wrote it
+    except (LookupError, TypeError, AttributeError) as error:  # written by an older version
         fail(f"a result.json in {config.out_dir} is not what this script writes ({error!r}): delete it")
-    # Processes leave together, after an exchange without tensors: where a thread of gloo's still lets go of a tensor
-    # while Python shuts down, the process is terminated.
+    # Processes exit together, after a collective without tensors: a gloo thread that releases a tensor during Python's
+    # shutdown would terminate the process.
     context.barrier()
     return results
 
 
 def table_of(config, presets: dict, tables: dict) -> Table:
-    """The table that a config asks for, or one with a single row.
+    """The table that the config names, or one with a single row.
 
-    Raises ValueError where there is no such table, or the command line gives what its rows give, or what none reads.
+    Raises ValueError if it does not exist, or if the command line sets a constant that its rows set or that none reads.
     """
     if not config.table:
         name = run_name(config, presets)
@@ -116,11 +118,11 @@ def table_of(config, presets: dict, tables: dict) -> Table:
     if config.table not in tables:
         raise ValueError(f"table must be one of {', '.join(map(str, tables))}, not {config.table}")
     table = tables[config.table](config)
-    of_both = {"data", "experts", "moe_after", "preset", "steps"}  # tables take them from the command line
+    of_both = {"data", "experts", "moe_after", "preset", "steps"}  # rows derive theirs from the command line's
     of_rows = {name for _, change in table.rows for name in change}
-    given = changed(config, presets).keys() & of_rows - of_both
-    if given:
-        raise ValueError(f"its rows have a --{min(given)} of their own: leave it out")
+    conflicts = changed(config, presets).keys() & of_rows - of_both
+    if conflicts:
+        raise ValueError(f"the rows of this table set --{min(conflicts)}: leave it out")
     rows = [dataclasses.replace(config, **change) for _, change in table.rows]
     refuse(config, presets, set.intersection(*map(unread, rows)))
     return table

@@ -17,10 +17,11 @@ from test_train_electra import corpora as electra_corpora
 
 import train_lm
 import train_mlm
-from analysis import measures, x_moe, xmoe
+from analysis import x_moe, xmoe
 from data.batches import MaskedData, TokenData
 from engine import pretrained
 from engine.config import SPARSE
+from metrics import timing
 
 __all__ = ["electra_corpora"]  # a fixture
 pytest.importorskip("matplotlib")
@@ -211,7 +212,7 @@ def test_speed_is_the_median_over_rounds(draw, place, monkeypatch):
             call()
         return {name: [99.0, 9.0 + name, 1.0] for name in calls}
 
-    monkeypatch.setattr(measures, "in_turns", in_turns)
+    monkeypatch.setattr(timing, "in_turns", in_turns)
     monkeypatch.setattr(xmoe, "SHARES", (0.5, 1.0))
     (axes,), kept = draw("speed", threshold, dense)
     medians = [(threshold, 0.5, 9), (threshold, 1, 10), (dense, 1, 11)]
@@ -235,7 +236,7 @@ def entering(folder: str, languages: Path) -> tuple[torch.Tensor, list[int], tor
     moe.watchers.append(watch)
     with torch.no_grad():
         for _, _, batch in MaskedData(languages, 16, 128, mask_share=0.4).eval_batches("valid", 1):
-            model(batch.ids, batch.real)
+            model(batch.ids, batch.nonpad)
     return torch.stack(states), chosen, moe
 
 

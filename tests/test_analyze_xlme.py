@@ -15,13 +15,14 @@ from test_analyze import levels, lines, refused
 from test_flops import SMALL
 from test_train_electra import corpora as electra_corpora
 
-from analysis import measures, xlm_e
+from analysis import xlm_e
 from data import bitext_sets
 from data.batches import PairData
 from data.bitext_sets import Aligned
 from data.tokenizers import XLMR, train_sentencepiece
 from engine import pretrained
 from engine.device import Context
+from metrics import crosslingual
 from model import GPT, MaskedLM
 
 __all__ = ["electra_corpora"]  # a fixture
@@ -151,7 +152,7 @@ def test_a_long_sentence_is_cut(folders):
     encoder, tokenizer = pretrained.load_encoder(folders[0])
     text = " ".join(WORDS * 4)
     row = [tokenizer.bos, *tokenizer.encode_batch([text])[0][:22], tokenizer.eos]
-    vectors = measures.sentence_vectors(encoder, tokenizer, (text,), 100, CPU)
+    vectors = crosslingual.sentence_vectors(encoder, tokenizer, (text,), 100, CPU)
     for layer, h in zip(vectors, states_of(encoder, row), strict=True):
         torch.testing.assert_close(layer[0], F.normalize(h.mean(dim=0), dim=0), rtol=1e-4, atol=1e-5)
 
@@ -303,8 +304,8 @@ BROKEN = [  # command, changed files, their content (None: deleted), the error
     ("alignment", "de-en.src-tgt", "a ||| b\nrot red\na ||| b\n", "line 2: not `source ||| target`"),
     ("alignment", "de-en.src-tgt", "a ||| b\nrot |||\na ||| b\n", "line 2: not `source ||| target`"),
     ("alignment", "de-en.src-tgt", "a ||| b\n||| red\na ||| b\n", "line 2: not `source ||| target`"),
-    ("alignment", "de-en.src-tgt", "rot ||| red\n", "1 sentence pairs and de-en.gold 3 lines"),
-    ("alignment", "de-en.gold", "1-1\n1-1 2-x\n\n", "de-en.gold, line 2: 2-x is no link such as 1-1 or 2p3"),
+    ("alignment", "de-en.src-tgt", "rot ||| red\n", "1 sentence pairs, but de-en.gold has 3 lines"),
+    ("alignment", "de-en.gold", "1-1\n1-1 2-x\n\n", "de-en.gold, line 2: 2-x is not a link such as 1-1 or 2p3"),
 ]
 
 

@@ -11,7 +11,7 @@ import torch
 
 import model
 import train_lm
-from analysis import measures
+from metrics import timing
 from routers import ROUTERS
 from tools import bench
 
@@ -45,7 +45,7 @@ def test_contenders_run_in_turns_until_the_time_limit(monkeypatch):
     """A record has the median, half the interquartile range, and the time over the first's at equal FLOPs."""
     now, calls = [0.0], []
     times = {"quick": iter([0, 99, 8, 9, 1, 9, 0]), "slow": iter([0, 99, 30, 0])}
-    monkeypatch.setattr(measures, "clock", lambda context: now[0])
+    monkeypatch.setattr(timing, "clock", lambda context: now[0])
 
     def maker(name: str):
         def run():
@@ -87,7 +87,7 @@ def test_a_profile_lists_operations_and_on_a_gpu_syncs_and_peak_memory(monkeypat
 
     assert "mm " in bench.profile(run, CPU)["operations"]
     modes = []
-    monkeypatch.setattr(measures, "clock", lambda context: 0.0)
+    monkeypatch.setattr(timing, "clock", lambda context: 0.0)
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", list)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 2**20)
@@ -164,8 +164,7 @@ def test_step_times_training_steps_of_equal_flops():
     assert bench.sections_of("step", gpu=True).keys() == {"eager", "compiled"}
 
 
-def test_check_passes_on_a_cpu(results, monkeypatch, corpora):
-    monkeypatch.setattr(bench, "RESUMED", f"{bench.RESUMED} --block_size 32 --data {corpora['a']}")
+def test_check_passes_on_a_cpu(results):
     status, records = results("check")
     assert status == 0
     assert all(record["right"] for record in records)

@@ -78,9 +78,9 @@ def test_routers_and_the_relative_position_bias_have_their_own_learning_rates(ro
     for name, change in moved.items():
         rate = 0.0025 if ".router." in name else 0.01
         torch.testing.assert_close(change, torch.full_like(change, rate), rtol=1e-3, atol=1e-9)
-    config = constants(router="dense", relative_bias=True, distance_lr=4.0, **ADAM | {"weight_decay": 0.0})
+    config = constants(router="dense", relative_bias=True, rel_bias_lr=4.0, **ADAM | {"weight_decay": 0.0})
     moved = first_step(MaskedLM(config, 10).double(), config)
-    for name, rate in {"encoder.distance.table.weight": 0.04, "encoder.layers.0.attn.gate": 0.01, "bias": 0.01}.items():
+    for name, rate in {"encoder.rel_bias.table.weight": 0.04, "encoder.layers.0.attn.gate": 0.01, "bias": 0.01}.items():
         torch.testing.assert_close(moved[name], torch.full_like(moved[name], rate), rtol=1e-3, atol=1e-9)
 
 

@@ -126,26 +126,26 @@ def test_the_layer_follows_the_equations(monkeypatch, unwritten_is_nan, variant,
     gamma, E, F_, T, padding = LAYERS[case]
     moe, (h, ids) = make_moe(variant, dtype, gamma=gamma, E=E, F_=F_, layers=layers), make_batch(2, T, dtype)
     S = 2 * T
-    real = (torch.arange(S) % 4 != 1).nonzero().squeeze(1) if padding else torch.arange(S)
+    nonpad = (torch.arange(S) % 4 != 1).nonzero().squeeze(1) if padding else torch.arange(S)
     if padding:
         h.view(S, D)[1::4] = math.nan  # the layer must not read padding
     inputs = (h.requires_grad_(), *moe.parameters())
-    slow = literal_layer(moe, h.flatten(0, 1)[real], ids.flatten()[real], variant == "x-moe-2")
+    slow = literal_layer(moe, h.flatten(0, 1)[nonpad], ids.flatten()[nonpad], variant == "x-moe-2")
     slow_y, slow_balance, choices, served = slow
     assert served < choices or gamma != 0.5
-    slow_y = torch.zeros(S, D, dtype=dtype).index_copy(0, real, slow_y).view_as(h)
+    slow_y = torch.zeros(S, D, dtype=dtype).index_copy(0, nonpad, slow_y).view_as(h)
     expected = values_and_gradients((slow_y, slow_balance), inputs)
     tolerance = 1e-9 if dtype == torch.float64 else 1e-4
-    sizes, ids_and_real = [], (ids, real if padding else None)
+    sizes, ids_and_nonpad = [], (ids, nonpad if padding else None)
     moe.experts.register_forward_pre_hook(lambda experts, inputs: sizes.append(len(inputs[0])))
     for syncs in (True, False):
         monkeypatch.setattr(model, "may_sync", lambda x, syncs=syncs: syncs)
-        y, balance = moe(h, *ids_and_real)
+        y, balance = moe(h, *ids_and_nonpad)
         assert_close(values_and_gradients((y, balance), inputs), expected, tolerance)
         if dtype == torch.float32:
             with torch.autocast("cpu", torch.bfloat16):
-                bf16_y, bf16_balance = moe(h, *ids_and_real)
-                assert moe(h.bfloat16(), *ids_and_real)[0].dtype == torch.float32
+                bf16_y, bf16_balance = moe(h, *ids_and_nonpad)
+                assert moe(h.bfloat16(), *ids_and_nonpad)[0].dtype == torch.float32
             assert bf16_y.dtype == torch.float32
             assert not torch.equal(bf16_y, y)
             assert torch.equal(bf16_balance, balance)  # autocast does not affect routing
@@ -153,9 +153,9 @@ def test_the_layer_follows_the_equations(monkeypatch, unwritten_is_nan, variant,
             outputs = values_and_gradients((bf16_y, bf16_balance), inputs)
             pairs = [pair for pair in zip(outputs, expected) if pair[0].dim()]  # a scalar may be all rounding error
             assert_close(*zip(*pairs), 0.05)
-    upper_bound = min(len(real) * moe.router.K, E * moe.capacity(len(real)))
+    upper_bound = min(len(nonpad) * moe.router.K, E * moe.capacity(len(nonpad)))
     assert sizes[0] == served
-    assert sizes[-1] == (served if upper_bound == E * len(real) else upper_bound)
+    assert sizes[-1] == (served if upper_bound == E * len(nonpad) else upper_bound)
 
 
 @ffn_and_stack

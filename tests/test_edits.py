@@ -1,8 +1,7 @@
-"""A script that is edited and run again: a run of its own where a constant is another, and a word where the code is."""
+"""A script that is edited and run again: an edited constant makes a separate run, edited code gives a warning."""
 
 import importlib.util
 import json
-import os
 import re
 import sys
 from pathlib import Path
@@ -40,7 +39,7 @@ def commands(corpora, electra_corpora, mt_corpus, encoders, source) -> dict[str,
 
 
 class Edited:
-    """The scripts as they are after an edit, each in a folder of its own, since Python keeps what it has compiled."""
+    """Scripts after an edit, each in a separate folder, since Python caches what it has compiled."""
 
     def __init__(self, folder: Path, monkeypatch):
         self.folder, self.monkeypatch, self.edits = folder, monkeypatch, 0
@@ -72,16 +71,19 @@ def edited(tmp_path, monkeypatch) -> Edited:
 DECAY = r"^(    weight_decay: float = )\S+", r"\g<1>0.37"
 LOOP = r"^        optimizer\.zero_grad\(\)$", "        optimizer.zero_grad(set_to_none=True)"
 PRESET = r"^PRESETS = \{", 'PRESETS = {"mine": {}, '
+LOOK = r"^(    log_every: int = )\d+", r"\g<1>7"  # identifies no run
 COMMENT = r"^        optimizer\.zero_grad\(\)$", "        optimizer.zero_grad()  # and the next"
 
 
-def kept(folder: Path) -> dict[Path, bytes]:
+def contents(folder: Path) -> dict[Path, bytes]:
     names = "ckpt.pt", "ckpt.prev.pt", "model.pt", "result.json", "metrics.jsonl"
     return {file: file.read_bytes() for name in names for file in folder.glob(name)}
 
 
 @pytest.mark.parametrize("name", ["train_lm", "train_mlm", "train_electra", "train_mt", "finetune_xtreme"])
-def test_an_edit_is_followed(name, commands, edited, tmp_path, monkeypatch, capsys):
+def test_an_edited_constant_trains_a_separate_run_and_edited_code_is_reported(
+    name, commands, edited, tmp_path, monkeypatch, capsys
+):
     options = commands[name] | {"out_dir": tmp_path / "out"}
 
     def run(*edit: str, **given) -> tuple[str, str, set]:
@@ -90,47 +92,51 @@ def test_an_edit_is_followed(name, commands, edited, tmp_path, monkeypatch, caps
         return *capsys.readouterr(), {file.parent for file in options["out_dir"].glob("*/result.json")}
 
     *_, (first,) = run()
-    before = kept(first)
+    files = contents(first)
     out, _, folders = run(*DECAY)
     (second,) = folders - {first}
-    assert re.search(rf"{second.name}: a run of its own, as {first} has weight_decay \S+\n", out)
-    assert second.name.endswith("-weight_decay=0.37") and second.name.startswith(first.name[:40])
+    assert re.search(rf"{second.name}: a separate run, as {first} differs in weight_decay\n", out)
+    assert re.fullmatch(re.escape(first.name) + r"-[0-9a-f]{8}", second.name)
     assert json.loads((second / "result.json").read_text())["config"]["weight_decay"] == 0.37
-    for edit, given, found in ((DECAY, {}, second), ((), {}, first), ((), {"weight_decay": 0.37}, second)):
-        out, err, folders = run(*edit, **given)
-        assert f"finished before, in {found} " in out and folders == {first, second} and "changed" not in err
-    assert kept(first) == before
-    for edit in (COMMENT, PRESET):
+    for edit, folder in ((DECAY, second), ((), first)):
+        out, err, folders = run(*edit)
+        assert f"finished before, in {folder} " in out
+        assert folders == {first, second}
+        assert "changed" not in err
+    assert contents(first) == files
+    for edit in (COMMENT, PRESET, LOOK):
         _, err, _ = run(*edit)
         assert "changed" not in err
     out, err, _ = run(*LOOP)
     assert f"finished before, in {first} (--resume false trains it again)" in out
     assert f"warning: the script changed since {first.name} was trained" in err
     _, err, folders = run(*LOOP, resume=False)
-    assert "changed" not in err and folders == {first, second} and kept(first) != before
+    assert "changed" not in err
+    assert folders == {first, second}
+    assert contents(first) != files
     monkeypatch.setattr(model, "__file__", str(edited.file("model", "MIN_CAPACITY = 4", "MIN_CAPACITY = 5")))
     _, err, _ = run(*LOOP)
     assert "warning: model.py changed since" in err
 
 
-def test_a_run_that_goes_on_with_other_code_says_so(commands, edited, tmp_path, monkeypatch, capsys):
+def test_a_run_that_resumes_with_edited_code_warns(commands, edited, tmp_path, monkeypatch, capsys):
     options = commands["train_lm"] | {"out_dir": tmp_path / "out"}
     with pytest.raises(ZeroDivisionError):
         edited.script("train_lm", r"^        optimizer\.step\(\)$", "        optimizer.step(), 1 / (3 - step)").run(
             options, monkeypatch
         )
     capsys.readouterr()
-    for what in ("weights are", "numbers are"):
+    for _ in ("resumed", "finished"):
         edited.script("train_lm").run(options, monkeypatch)
-        words = rf"warning: the script changed since \S+ was trained: its {what} of the code before; --resume false"
-        assert re.search(words, capsys.readouterr().err)
+        warning = r"warning: the script changed since \S+ was trained \(--resume false trains it again\)\n"
+        assert re.search(warning, capsys.readouterr().err)
 
 
-def test_a_name_that_is_taken_in_this_moment_is_not_taken_twice(commands, edited, tmp_path, monkeypatch, capsys):
-    """Another run has it when this one comes to make the folder; given again, the command has a folder of its own."""
+def test_two_runs_that_start_at_once_never_share_a_folder(commands, edited, tmp_path, monkeypatch, capsys):
+    """Another run takes the name while this one builds its model; run again, the command takes the second name."""
     options = commands["train_lm"] | {"out_dir": tmp_path / "out"}
     config = command_line(train_lm.Config, train_lm.PRESETS, words(options))
-    folder, _ = folder_of(config, train_lm.PRESETS)
+    folder, _ = folder_of(config, train_lm.PRESETS, identity(config))
     constants = json.dumps(identity(config) | {"data_checksum": "of other data"})
     build = train_lm.build
 
@@ -140,54 +146,66 @@ def test_a_name_that_is_taken_in_this_moment_is_not_taken_twice(commands, edited
 
     with monkeypatch.context() as patch:
         patch.setattr(train_lm, "build", slow)
-        assert f"another run has taken {folder} meanwhile" in Script(train_lm).refused(options, patch, capsys)
+        assert f"another run has just taken {folder}" in Script(train_lm).refused(options, patch, capsys)
     Script(train_lm).run(options, monkeypatch)
-    assert [file.parent.name for file in options["out_dir"].glob("*/result.json")] == [f"{folder.name}-2"]
+    [result] = options["out_dir"].glob("*/result.json")
+    assert re.fullmatch(re.escape(folder.name) + "-[0-9a-f]{8}", result.parent.name)
     assert (folder / "config.json").read_text() == constants
 
 
-def write_constants(folder: Path, **constants):
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps({"data_checksum": "d"} | constants))
-
-
-def test_a_run_is_the_one_that_agrees_in_what_both_name(tmp_path):
+@pytest.fixture
+def name_of(tmp_path):
+    """The name and the reason of a run with these changes, and `name_of.constants`, those of the demo."""
     config = train_lm.Config(out_dir=str(tmp_path))
-    ours = identity(config) | {"data_checksum": "d"}
+    constants = identity(config) | {"data_checksum": "d"}
 
-    def found(**changes) -> str:
-        return folder_of(config, train_lm.PRESETS, ours | changes)[0].name
+    def name_of(**changes) -> tuple[str, str]:
+        folder, reason = folder_of(config, train_lm.PRESETS, constants | changes)
+        return folder.name, reason
 
-    assert found() == "demo"
-    # an older version named fewer constants, and others
-    write_constants(tmp_path / "a", seed=0, n_layer=ours["n_layer"], an_old_one=3)
-    write_constants(tmp_path / "b", seed=1)
-    assert found() == "a"
-    write_constants(tmp_path / "c", seed=0, n_head=ours["n_head"])
-    os.utime(tmp_path / "a" / "config.json", (1, 1))
-    assert found() == "c"  # the newest
-    write_constants(tmp_path / "demo", **ours)
-    os.utime(tmp_path / "demo" / "config.json", (0, 0))
-    assert found() == "demo"
-    (tmp_path / "e").mkdir()
-    for content in ("{", "[]", "{}", '{"model_type": "gpt2"}'):  # of no run: nobody else's concern
-        (tmp_path / "e" / "config.json").write_text(content)
-        assert found() == "demo"
-    assert found(data_checksum="another", threshold=0.7) == "demo-threshold=0.7"
-    assert found(data_checksum="another") == "demo-2"
-    write_constants(tmp_path / "demo-2", **ours | {"data_checksum": "third"})
-    assert found(data_checksum="another") == "demo-3"
-    other = dict.fromkeys(("n_layer", "n_head", "n_embd", "ffn_size"), 3)
-    assert found(**other) == "demo-3"  # so many differences are no name
-    (tmp_path / "demo-3").mkdir()
-    (tmp_path / "demo-3" / "ckpt.pt").touch()  # of a run that nobody knows
-    assert found(**other) == "demo-4"
+    name_of.constants = constants
+    return name_of
+
+
+def test_a_run_has_the_plain_name_if_that_is_free_or_agrees(name_of, tmp_path):
+    assert name_of() == ("demo", "")
+    older = {"seed": 0, "n_layer": 4, "data_checksum": "d", "constant_of_an_older_version": 3}
+    write_files(tmp_path, {"demo/config.json": json.dumps(older)})
+    assert name_of() == ("demo", "")
+    write_files(tmp_path, {"demo/config.json": json.dumps(name_of.constants)})
+    assert name_of() == ("demo", "")
+
+
+def test_else_a_hash_of_its_constants_is_appended(name_of, tmp_path):
+    write_files(tmp_path, {"demo/config.json": json.dumps(name_of.constants)})
+    name, reason = name_of(threshold=0.7)
+    assert re.fullmatch("demo-[0-9a-f]{8}", name)
+    assert reason == f"{tmp_path}/demo differs in threshold"
+    assert name_of(threshold=0.7) == (name, reason)
+    names = {name_of(**change)[0] for change in ({"threshold": 0.6}, {"data_checksum": "e"}, {"n_layer": 3})}
+    assert len(names | {name, "demo"}) == 5
+
+
+@pytest.mark.parametrize("file", ["config.json", "ckpt.pt", "model.pt", "result.json"])
+def test_a_folder_without_a_config_of_a_run_is_left_alone(file, name_of, tmp_path):
+    write_files(tmp_path, {f"demo/{file}": '{"model_type": "gpt2"}'})
+    name, reason = name_of()
+    assert re.fullmatch("demo-[0-9a-f]{8}", name)
+    assert reason == f"{tmp_path}/demo has no config.json of a run"
+
+
+def test_a_trained_model_is_found_however_it_is_routed_at_test(name_of, tmp_path):
+    """By its plain name, and by the hash if that is taken."""
     at_test = train_lm.Config(out_dir=str(tmp_path), eval_only=True, eval_threshold=0.5)
-    assert folder_of(at_test, train_lm.PRESETS)[0].name == "demo"
+    constants = identity(at_test) | {"data_checksum": "d"}
+    for threshold in (0.3, 0.7):
+        write_files(tmp_path, {"demo/config.json": json.dumps(name_of.constants | {"threshold": threshold})})
+        folder, _ = folder_of(at_test, train_lm.PRESETS, constants)
+        assert folder.name == name_of()[0]
 
 
-def test_what_counts_as_code(tmp_path, monkeypatch):
-    """Of a script all but what is set at its top, of the others that too; never comments, docstrings or empty lines."""
+def test_comments_and_docstrings_do_not_count_as_code(tmp_path, monkeypatch):
+    """Nor do empty lines. Constants at the top count in routers.py and model.py, but not in a script."""
     text, before = (ROOT / "routers.py").read_text(), code_of(train_lm.Config())
     assert [name.partition(" (")[0] for name in sorted(before)] == ["model.py", "routers.py", "the script"]
     file = tmp_path / "routers.py"

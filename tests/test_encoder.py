@@ -47,18 +47,18 @@ def make_batch(lengths, seed=0):
 def test_padding_changes_no_state_logit_gradient_or_balance_loss(row):
     """However long it is and whatever its ids are: the flat indices define padding."""
     masked_lm = make(MaskedLM, row)
-    ids, real = make_batch([12, 5, 8])
-    states_of_3, _ = masked_lm.encoder(ids, real)
+    ids, nonpad = make_batch([12, 5, 8])
+    states_of_3, _ = masked_lm.encoder(ids, nonpad)
     torch.testing.assert_close(masked_lm.encoder(ids[:1])[0][0], states_of_3[0])
     expected = torch.cat([states_of_3[1, :5], states_of_3[2, :8]])
     results = []
     for width, padding_id in ((8, PAD), (12, 9)):
         rows = ids[1:, :width]
-        real = (rows != PAD).flatten().nonzero().squeeze(1)
+        nonpad = (rows != PAD).flatten().nonzero().squeeze(1)
         rows = rows.masked_fill(rows == PAD, padding_id)
-        states, _ = masked_lm.encoder(rows, real)
-        torch.testing.assert_close(states.flatten(0, 1)[real], expected)
-        logits, balance = masked_lm(rows, real[::2], real=real)
+        states, _ = masked_lm.encoder(rows, nonpad)
+        torch.testing.assert_close(states.flatten(0, 1)[nonpad], expected)
+        logits, balance = masked_lm(rows, nonpad[::2], nonpad=nonpad)
         loss = logits.logsumexp(dim=1).sum() + balance
         gradients = torch.autograd.grad(loss, list(masked_lm.parameters()), allow_unused=True, materialize_grads=True)
         results.append((logits, balance, *gradients))
@@ -70,8 +70,8 @@ def test_inserted_stacks_start_as_the_identity():
     dense.load_state_dict({k: v for k, v in sparse.state_dict().items() if "moes" not in k})
     assert len(sparse.moe_layers) == 3
     assert not dense.moe_layers
-    ids, real = make_batch([12, 5])
-    assert torch.equal(sparse(ids, real, real=real)[0], dense(ids, real, real=real)[0])
+    ids, nonpad = make_batch([12, 5])
+    assert torch.equal(sparse(ids, nonpad, nonpad=nonpad)[0], dense(ids, nonpad, nonpad=nonpad)[0])
 
 
 def test_sparse_layers_follow_the_layers_in_moe_after():
@@ -129,17 +129,17 @@ def literal_attention(q, k, v, u, gate_v, w, table, buckets, keep):
 @pytest.mark.parametrize("padding", [False, True])
 def test_gated_bias_follows_the_equations(padding):
     attention = lively(SelfAttention(small(), causal=False, dropout=0.0, biased=True)).eval()
-    distance, T = lively(RelativePositionBias(2)), 6
+    rel_bias, T = lively(RelativePositionBias(2)), 6
     h = torch.randn(2, T, 8, dtype=torch.float64, requires_grad=True)
     keep = torch.ones(2, T, dtype=torch.bool)
     keep[1, 4:] = not padding
-    y, _ = attention(h, keep[:, None, None] if padding else None, distance(T))
+    y, _ = attention(h, keep[:, None, None] if padding else None, rel_bias(T))
     q, k, v = (x.view(2, T, 2, 4).transpose(1, 2) for x in attention.qkv(h).split(8, dim=2))
-    buckets = {offset: int(distance.bucket(torch.tensor(offset))) for offset in range(-T, T + 1)}
-    heads = literal_attention(q, k, v, *attention.gate, attention.gate_w, distance.table.weight, buckets, keep)
+    buckets = {offset: int(rel_bias.bucket(torch.tensor(offset))) for offset in range(-T, T + 1)}
+    heads = literal_attention(q, k, v, *attention.gate, attention.gate_w, rel_bias.table.weight, buckets, keep)
     expected = attention.proj(heads.transpose(1, 2).reshape(2, T, 8))
     torch.testing.assert_close(y, expected, rtol=1e-9, atol=1e-9)
-    inputs, weights = (h, *attention.parameters(), *distance.parameters()), torch.randn_like(y)
+    inputs, weights = (h, *attention.parameters(), *rel_bias.parameters()), torch.randn_like(y)
     gradients, slow_gradients = (torch.autograd.grad((x * weights).sum(), inputs) for x in (y, expected))
     torch.testing.assert_close(gradients, slow_gradients, rtol=1e-8, atol=1e-9)
     assert all(g.abs().max() > 0 for g in gradients)

@@ -11,7 +11,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import analyze
 import train_electra
-from analysis import flops, measures, xlm_e
+from analysis import xlm_e
+from metrics import flops
+from metrics.routing import RoutingStats
 from model import GPT, Encoder, MaskedLM, Translator
 from routers import ROUTERS
 
@@ -74,7 +76,7 @@ def test_rows_of_table_1_cost_the_same(K):  # XMoE eq. 6
 
 def counted(model: torch.nn.Module, *inputs) -> tuple[int, float]:
     """-> FLOPs of a forward pass by torch's counter, including products with b_out; rows that experts served."""
-    watches = [measures.RoutingStats(moe) for moe in model.moe_layers]
+    watches = [RoutingStats(moe) for moe in model.moe_layers]
     model(*inputs)
     rows = sum(watch.sums["served"] for watch in watches)
     for watch in watches:
@@ -113,7 +115,7 @@ def test_flops_of_the_encoder_equal_torchs_count():
 def test_flops_of_the_translator_equal_torchs_count(changes):
     config = small(**{"router": "switch", "capacity": 0.5, "capacity_factor": 1.0} | changes)
     model = lively(Translator(config, V)).eval()
-    count, rows = counted(model, torch.randint(4, V, (2, 12)), torch.randint(4, V, (2, 5)))
+    count, rows = counted(model, torch.randint(4, V, (2, 12)), None, torch.randint(4, V, (2, 5)), None)
     work = flops.translation_flops(model, 12, 5)
     stack = 3 if "moe_after" in changes else 1
     passes = {"{}": 24 + 2 * 10, "{'router': 'dense'}": 0}.get(str(changes), 24)  # tokens through sparse layers

@@ -9,7 +9,7 @@ from helpers import ROOT, TINY_LM, Script, constants, lively, losses, saved, sto
 
 import model
 import train_lm
-from analysis.flops import moe_flops, served_rows
+from metrics.flops import moe_flops, served_rows
 from model import xmoe_layer
 from routers import NOT_CHOSEN, ROUTERS, Router, Routing, balance_loss, by_rank, one_hot, router
 

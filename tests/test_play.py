@@ -355,7 +355,7 @@ def test_unusable_runs_and_options_are_refused_in_one_line(made, tmp_path, monke
         assert f"{folder} is not a language model or encoder with experts" in error(folder)
     folder = made(GPT, **DECODERS["topk"])
     assert "the text is empty" in error(folder, "--text", "")
-    assert "port must lie from 1 to 65535, not 70000" in error(folder, "--port", "70000")
+    assert "port must be between 1 and 65535, not 70000" in error(folder, "--port", "70000")
     (tmp_path / "file").write_text("in the way")
     assert "file" in error(folder, "--out", tmp_path / "file" / "play.html")
     with play.listen(None) as taken:

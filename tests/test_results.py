@@ -439,7 +439,7 @@ def retrieval(tmp_path) -> dict:
     scores = {"sentences": {"generator": 0}, "pairs": {"generator": 0}, "translation": {"with": 0, "without": 0}}
     for seed, shares in enumerate(ours):
         held_out = [scores | {"retrieval": plain, "centred": plain[::-1]} for plain in (shares, other)]
-        results = dict(held_out=held_out, parameters=[{"kept": 0}] * 2)
+        results = dict(held_out=held_out, parameters=[{"without_generator": 0}] * 2)
         pair = write_pair(tmp_path, train_electra, {}, {}, seeds=[seed], **results)
     return pair | {"number": "translations found", "unit": "points more of the translations found", "paper": [0.1, 0.3]}
 

@@ -96,8 +96,8 @@ def literal_embedding(model: Translator, ids):
 
 def test_the_dense_model_equals_torchs_transformer():
     model = make("dense")
-    (source, real), (target, target_real) = padded(sources([5, 9, 2])), padded(sources([7, 3, 4], 1))
-    logits, balance = model(source, real, target, target_real)
+    (source, nonpad), (target, target_nonpad) = padded(sources([5, 9, 2])), padded(sources([7, 3, 4], 1))
+    logits, balance = model(source, nonpad, target, target_nonpad)
     padding, x, y = source == PAD, literal_embedding(model, source), literal_embedding(model, target)
     for block in model.encoder:
         x = torchs_layer(nn.TransformerEncoderLayer, block, model.config)(x, src_key_padding_mask=padding)
@@ -105,7 +105,7 @@ def test_the_dense_model_equals_torchs_transformer():
     for block in model.decoder:
         layer = torchs_layer(nn.TransformerDecoderLayer, block, model.config)
         y = layer(y, memory, tgt_mask=causal, memory_key_padding_mask=padding)
-    expected = (model.ln_d(y) @ model.wte.weight.t()).flatten(0, 1)[target_real]
+    expected = (model.ln_d(y) @ model.wte.weight.t()).flatten(0, 1)[target_nonpad]
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)  # angles of sinusoids are fp32
     assert balance == 0
 
@@ -143,9 +143,9 @@ def test_dropout_follows_embeddings_attention_cross_attention_and_ffn(row):
 @torch.no_grad()
 def test_without_a_limit_neither_padding_nor_other_sentences_change_a_logit(row):
     model, all_sources, all_targets = make(row), sources([5, 9, 2]), sources([7, 3, 4], 1)
-    (source, real), (target, target_real) = padded(all_sources), padded(all_targets)
+    (source, nonpad), (target, target_nonpad) = padded(all_sources), padded(all_targets)
     with model.no_limit():
-        logits, _ = model(source, real, target, target_real)
+        logits, _ = model(source, nonpad, target, target_nonpad)
         for i, batched in enumerate(logits.split([len(target) for target in all_targets])):
             single, _ = model(torch.tensor([all_sources[i]]), None, torch.tensor([all_targets[i]]), None)
             torch.testing.assert_close(batched, single)
@@ -168,8 +168,8 @@ def test_every_weight_has_a_gradient_and_balance_losses_are_summed(row):
     model, losses = make(row).train(), []
     for moe in model.moe_layers:
         moe.register_forward_hook(lambda _, __, out: losses.append(float(out[1].detach())))
-    (source, real), (target, target_real) = padded(sources([5, 9, 20])), padded(sources([7, 3, 20], 1))
-    logits, balance = model(source, real, target, target_real)
+    (source, nonpad), (target, target_nonpad) = padded(sources([5, 9, 20])), padded(sources([7, 3, 20], 1))
+    logits, balance = model(source, nonpad, target, target_nonpad)
     (logits.square().mean() + balance).backward()
     without = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0]
     assert not without
@@ -203,9 +203,9 @@ def test_sparse_layers_are_where_the_papers_have_them(options, encoder, decoder,
 
 @every_row
 def test_decoding_token_by_token_equals_decoding_all_at_once(row):
-    model, (source, real), target = make(row), padded(sources([5, 9, 2])), torch.tensor(sources([5, 5, 5], 1))
+    model, (source, nonpad), target = make(row), padded(sources([5, 9, 2])), torch.tensor(sources([5, 5, 5], 1))
     with torch.no_grad(), model.no_limit():
-        encoded, _ = model.encode(source, real)
+        encoded, _ = model.encode(source, nonpad)
         expected, _, _ = model.decode(target, encoded)
         past = None
         for t in range(target.shape[1]):

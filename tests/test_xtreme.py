@@ -12,10 +12,10 @@ import torch
 from helpers import write_files
 
 from data import xtreme
-from data.scores import COUNTING, answers_by_place, guess, labels_by_word, score_task, tags_by_word
 from data.tokenizers import XLMR
 from data.xtreme import NER, UPOS, Example, read, read_examples, submission
 from data.xtreme_rows import UNKNOWN, Row, TaskData, batch_of, best_answer, by_example, rows_of
+from metrics.scores import COUNTING, answers_by_place, guess, labels_by_word, score_task, tags_by_word
 
 T, STRIDE = 24, 6
 
@@ -402,13 +402,13 @@ def test_a_batch_is_padded_and_has_flat_indices(tokenizer):
     width = max(len(row.ids) for row in rows)
     assert batch.ids.tolist() == [row.ids + [tokenizer.pad] * (width - len(row.ids)) for row in rows]
     assert batch.ids.dtype == batch.words.dtype == batch.targets.dtype == torch.int64
-    real = [number * width + place for number, row in enumerate(rows) for place in range(len(row.ids))]
-    assert batch.real.tolist() == real
+    nonpad = [number * width + place for number, row in enumerate(rows) for place in range(len(row.ids))]
+    assert batch.nonpad.tolist() == nonpad
     first = [row.ids[place] for row in rows for place, _ in row.marks]
     assert len(first) == 6
     assert batch.ids.flatten()[batch.words].tolist() == first
     assert batch.targets.tolist() == [0, 1, 2, 0, 0, 1]
-    assert batch_of([rows[0], rows[0]], tokenizer.pad).real is None
+    assert batch_of([rows[0], rows[0]], tokenizer.pad).nonpad is None
 
 
 def numbered(count: int, batch_size: int = 6, micro_size: int = 2, seed: int = 0, start: str = "") -> TaskData:

@@ -37,12 +37,13 @@ from torch import Tensor, nn
 import model
 import train_lm
 import train_mlm
-from analysis import flops, measures
 from engine import parallel
 from engine.device import Context, clear_errors, setup
 from engine.files import write
 from engine.optim import adamw, clip_gradients
 from engine.table import markdown_table
+from metrics import flops, timing
+from metrics.routing import RoutingStats
 from routers import ROUTERS
 
 ROOT = Path(model.__file__).parent
@@ -75,7 +76,7 @@ def measure(makers: dict, config: Config, context) -> list[dict]:
             if "HF" not in name:
                 raise
             context.say(f"{name}: skipped ({type(error).__name__}: {error})")
-    times = measures.in_turns(runs, context, config.rounds, PATIENCE)
+    times = timing.in_turns(runs, context, config.rounds, PATIENCE)
     for name, run in runs.items():
         lower, ms, upper = np.quantile(times[name], (0.25, 0.5, 0.75))
         speed = facts[name]["gflops"] / ms  # TFLOP/s
@@ -99,7 +100,7 @@ def profile(run: Callable, context) -> dict:
         set_mode("warn")
         run()
         set_mode("default")
-        measures.clock(context)  # waits for the device
+        timing.clock(context)  # waits for the device
     time_key = "self_device_time_total" if on_gpu else "self_cpu_time_total"
     times = Counter()
     for event in profiler.key_averages():
@@ -183,7 +184,7 @@ def our_layer(shape: train_lm.Config, h: Tensor, context, cast=False) -> Contend
     if cast:
         moe.experts.to(context.dtype)
     ids = torch.randint(VOCABULARY, h.shape[:2]).to(h.device)
-    stats = measures.RoutingStats(moe)
+    stats = RoutingStats(moe)
     with torch.no_grad(), context.autocast():
         moe(h, ids)
     rows = stats.finish()["served"]  # per token

@@ -16,10 +16,10 @@ from itertools import starmap
 from pathlib import Path
 from statistics import fmean
 
-from analysis.measures import mean_over_layers
 from analysis.shared import KEY, Panel, canvas, draw
 from engine.config import identity
 from engine.files import from_json
+from metrics.routing import mean_over_layers
 
 SEEDS = ("", *(f"-seed={seed}" for seed in range(1, 8)))  # as they appear in names of runs
 BY_LAYER = {

@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from statistics import fmean
 
-from data.counting import large, looked_up, remembered
+from metrics.counting import large, looked_up, remembered
 
 Scores = dict[str, float]  # metric -> percent
 

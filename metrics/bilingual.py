@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from analysis import measures
 from data.batches import Masked, PairData
+from metrics import crosslingual
 from model import Encoder, MaskedLM
 
 
@@ -27,7 +27,7 @@ def translation_effect(model: MaskedLM, pairs: PairData, config, context, maskin
     return {
         "with": float(correct.sum() / total),
         "without": float(correct_alone.sum() / total),
-        "effect": measures.bootstrap(correct - correct_alone, masked),
+        "effect": bootstrap(correct - correct_alone, masked),
     }
 
 
@@ -37,8 +37,7 @@ def correct_by_pair(model, pairs, config, context, maskings, both_shown) -> Tens
     local, total = Counter(), Counter()  # (half, first row of a batch) -> counts (2, B), summed over maskings
     for half in (0, 1):
         shown = (0, 1) if both_shown else (half,)
-        batches = pairs.eval_batches(*args, masked=(half,), shown=shown)
-        for _, first, batch in batches:
+        for _, first, batch in pairs.eval_batches(*args, masked=(half,), shown=shown):
             local[half, first] += correct_by_row(model, batch, context)
     for counts in context.gather(local):
         total.update(counts)
@@ -50,9 +49,9 @@ def correct_by_pair(model, pairs, config, context, maskings, both_shown) -> Tens
 @torch.no_grad()
 def correct_by_row(model: MaskedLM, batch: Masked, context) -> Tensor:
     """(2, B): the correctly predicted and the masked tokens of each row."""
-    ids, masked, targets, real = context.send_all(*batch[:4])
+    ids, masked, targets, nonpad = context.send_all(*batch[:4])
     with context.autocast():
-        logits, _ = model(ids, masked, real=real)
+        logits, _ = model(ids, masked, nonpad=nonpad)
     correct = logits.argmax(dim=1) == targets  # (M,)
     counts = torch.stack([correct, torch.ones_like(correct)])
     row = batch.masked // ids.shape[1]  # (M,)
@@ -68,18 +67,28 @@ def retrieval(encoder: Encoder, pairs: PairData, config, context, most: int = 10
     """
     options = {"micro_tokens": config.micro_tokens, "context": context}
     # The cipher languages share their held-out sentences: cache a language's vectors.
-    vectors_of = lru_cache(maxsize=4)(partial(measures.sentence_vectors, encoder, pairs.tokenizer, **options))
+    vectors_of = lru_cache(maxsize=4)(partial(crosslingual.sentence_vectors, encoder, pairs.tokenizer, **options))
     scores = []
     for language in pairs.languages[context.rank :: context.world]:
         sides = pairs.texts("valid", language)
         if sides[0]:
             vectors = [vectors_of(tuple(side[:most])) for side in sides]
-            plain = measures.retrieval(*vectors).tolist()
-            shifted = [side - side.mean(dim=1, keepdim=True) for side in vectors]
-            unit = [F.normalize(side, dim=2) for side in shifted]
-            centred = measures.retrieval(*unit).tolist()
-            chance = 1 / len(sides[0][:most])
-            scores.append((plain, centred, chance))
+            plain = crosslingual.retrieval(*vectors).tolist()
+            shifted = [F.normalize(side - side.mean(dim=1, keepdim=True), dim=2) for side in vectors]
+            centred = crosslingual.retrieval(*shifted).tolist()
+            scores.append((plain, centred, 1 / len(sides[0][:most])))
     *both, chance = zip(*chain(*context.gather(scores)))
     plain, centred = torch.tensor(both, dtype=torch.float64).mean(dim=1).tolist()
     return {"retrieval": plain, "centred": centred, "chance": fmean(chance)}
+
+
+def bootstrap(totals: Tensor, sizes: Tensor) -> list[float]:
+    """95% bootstrap interval of sum(totals) / sum(sizes), (R,) each, resampling rows with replacement."""
+    rng, R = torch.Generator().manual_seed(0), len(sizes)
+    ratios = []
+    for _ in range(1000):
+        rows = torch.randint(R, (R,), generator=rng)
+        ratio = totals[rows].sum() / sizes[rows].sum()
+        ratios.append(ratio.double())
+    ends = torch.tensor([0.025, 0.975], dtype=torch.float64)
+    return torch.stack(ratios).quantile(ends).tolist()

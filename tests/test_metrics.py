@@ -1,4 +1,4 @@
-"""analysis/measures.py: routing statistics, RC, transport and word alignment against loops, and by hand."""
+"""metrics/: routing statistics, RC, transport and word alignment against loops, and by hand."""
 
 import math
 
@@ -12,8 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_flops import small
 
-from analysis import measures
 from engine.device import Context
+from metrics import bits_per_byte, crosslingual, perplexity
+from metrics.bilingual import bootstrap
+from metrics.routing import RoutingStats, mean_over_layers, representation_collapse
 from model import MoE, x_moe_layer, xmoe_layer
 from routers import ROUTERS
 
@@ -28,17 +30,17 @@ def layer(router: str, **changes) -> MoE:
 
 def test_perplexity_and_bits_per_byte_by_hand():
     """10 tokens of 3 bits each, 15 bytes."""
-    assert measures.perplexity(math.log(1e300)) == pytest.approx(1e300)
-    assert math.isfinite(measures.perplexity(1e9))
+    assert perplexity(math.log(1e300)) == pytest.approx(1e300)
+    assert math.isfinite(perplexity(1e9))
     counts = {"tokens": 10, "bytes": 15, "words": 4}
-    assert measures.bits_per_byte(3 * math.log(2), counts) == pytest.approx(2)
+    assert bits_per_byte(3 * math.log(2), counts) == pytest.approx(2)
 
 
 def test_the_middle_layer_and_means_over_layers():
-    assert [measures.middle_layer(L) for L in (2, 4, 6, 12, 24)] == [2, 3, 4, 9, 18]
+    assert [crosslingual.middle_layer(L) for L in (2, 4, 6, 12, 24)] == [2, 3, 4, 9, 18]
     layers = [{"rc": 0.0, "rf": None}, {"rc": 3.0, "rf": None}, {"rc": None, "rf": None}]
-    assert measures.mean_over_layers("rc", layers) == 1.5
-    assert measures.mean_over_layers("rf", layers) is None
+    assert mean_over_layers("rc", layers) == 1.5
+    assert mean_over_layers("rf", layers) is None
 
 
 def literal_stats(moe: MoE, calls: list) -> dict:
@@ -72,14 +74,14 @@ def literal_stats(moe: MoE, calls: list) -> dict:
 def test_statistics_are_literal_counts_without_padding(router):
     moe = layer(router, capacity=0.25, threshold=0.7)
     batches = [(torch.randn(3, 8, 8).double(), torch.randint(23, (3, 8)), None) for _ in range(2)]
-    real = (torch.arange(24) % 5 != 2).nonzero().squeeze(1)
-    batches.append((torch.randn(3, 8, 8).double(), torch.randint(23, (3, 8)), real))  # a batch with padding
+    nonpad = (torch.arange(24) % 5 != 2).nonzero().squeeze(1)
+    batches.append((torch.randn(3, 8, 8).double(), torch.randint(23, (3, 8)), nonpad))  # a batch with padding
     moe(*batches[0])  # not watched yet
-    watch = measures.RoutingStats(moe)
+    watch = RoutingStats(moe)
     for batch in batches:
         moe(*batch)
     flat = [(h.flatten(0, 1), ids.flatten()) for h, ids, _ in batches]
-    flat[2] = flat[2][0][real], flat[2][1][real]
+    flat[2] = flat[2][0][nonpad], flat[2][1][nonpad]
     expected = literal_stats(moe, flat)
     assert expected["cut"] > 0
     assert watch.finish() == pytest.approx(expected, rel=1e-9, abs=1e-12)
@@ -88,12 +90,12 @@ def test_statistics_are_literal_counts_without_padding(router):
 
 def test_statistics_of_stacks_and_of_no_tokens():
     moe = lively(x_moe_layer(small("switch", moe_after=(1,)), V, "none")).eval()
-    watch = measures.RoutingStats(moe)
+    watch = RoutingStats(moe)
     moe(torch.randn(1, 8, 8).double(), torch.zeros(1, 8, dtype=torch.int64))
     stats = watch.finish()
     assert stats["positive"] is None
     assert stats["wanted"] == 1
-    nothing = measures.RoutingStats(moe).finish()
+    nothing = RoutingStats(moe).finish()
     assert nothing["wanted"] == nothing["unserved"] == nothing["imbalance"] == 0
 
 
@@ -118,7 +120,7 @@ def literal_rc(h: torch.Tensor, chosen: torch.Tensor) -> float:
 
 def rc(h: torch.Tensor, chosen: torch.Tensor, experts: int) -> float:
     one_hot = F.one_hot(chosen, experts).double()
-    return measures.representation_collapse(one_hot.sum(dim=0), one_hot.t() @ h, h.t() @ h)
+    return representation_collapse(one_hot.sum(dim=0), one_hot.t() @ h, h.t() @ h)
 
 
 @settings(max_examples=50, deadline=None, derandomize=True)
@@ -167,7 +169,7 @@ def test_sinkhorn_equals_a_loop_over_columns_and_rows(m, n):
     similarity = plans(m, n, 5)
     before = similarity.clone()
     for rounds in (1, 2, 3):
-        pi, xi = measures.sinkhorn(similarity, rounds)
+        pi, xi = crosslingual.sinkhorn(similarity, rounds)
         for plan, S in zip(pi, similarity.tolist(), strict=True):
             torch.testing.assert_close(plan.tolist(), reference_scores.sinkhorn(S, rounds))
         torch.testing.assert_close(xi / xi.sum(dim=2, keepdim=True), pi)
@@ -179,22 +181,22 @@ def test_sinkhorn_equals_a_loop_over_columns_and_rows(m, n):
 def test_itermax_equals_a_loop_and_simaligns(m, n):
     similarity = plans(m, n).relu()
     for ratio in (0.9, 0.3):
-        aligned = measures.itermax(similarity, ratio)
+        aligned = crosslingual.itermax(similarity, ratio)
         for links, plan in zip(aligned, similarity.tolist(), strict=True):
             assert set(map(tuple, links.nonzero().tolist())) == reference_scores.itermax(plan, 2, ratio)
     SentenceAligner = pytest.importorskip("simalign").SentenceAligner
-    for plan, links in zip(similarity + 0.01, measures.itermax(similarity + 0.01)):
+    for plan, links in zip(similarity + 0.01, crosslingual.itermax(similarity + 0.01)):
         assert torch.equal(links, torch.from_numpy(SentenceAligner.iter_max(plan.numpy(), 2)) > 0)
 
 
 def test_the_bootstrap_interval_approximates_the_normal_one():
-    equal_rows = measures.bootstrap(torch.full((9,), 1.5), torch.full((9,), 2))
+    equal_rows = bootstrap(torch.full((9,), 1.5), torch.full((9,), 2))
     assert equal_rows == [0.75, 0.75]
     torch.manual_seed(0)
     sizes = torch.randint(1, 9, (400,))
     totals = torch.bernoulli(torch.full((400,), 0.4)).double() * sizes
     share = float(totals.sum() / sizes.sum())
-    low, high = measures.bootstrap(totals, sizes)
+    low, high = bootstrap(totals, sizes)
     deviation = float((totals - share * sizes).square().sum().sqrt() / sizes.sum())  # of a ratio estimator
     assert low == pytest.approx(share - 1.96 * deviation, abs=0.2 * deviation)
     assert high == pytest.approx(share + 1.96 * deviation, abs=0.2 * deviation)

@@ -11,8 +11,8 @@ from itertools import chain, pairwise
 from operator import eq
 from statistics import fmean, median, mode
 
-from data.bleu import Scores, mean
 from data.xtreme import TASKS, Example
+from metrics.bleu import Scores, mean
 
 ASCII = dict.fromkeys(map(ord, string.punctuation))  # a table for `str.translate` that deletes ASCII punctuation
 ARTICLES = {

@@ -1,0 +1,172 @@
+"""How experts are used: load, drops, entropy, and X-MoE's RC and RF. Letters as in model.py."""
+
+import math
+from statistics import fmean
+
+import torch
+from torch import Tensor, nn
+
+from model import kept_rows
+
+
+def mean_over_layers(name: str, layers: list[dict]) -> float | None:
+    """The mean over the layers where it is not None; None if there are none."""
+    values = [layer[name] for layer in layers if layer[name] is not None]
+    return fmean(values) if values else None
+
+
+class RoutingStats:
+    """Accumulates routing statistics of one MoE layer until `finish`; a call sees S tokens."""
+
+    def __init__(self, moe: nn.Module):
+        self.moe = moe
+        names = "tokens", "wanted", "served", "unserved", "entropy", "positive", "units"
+        self.sums = dict.fromkeys(names, 0.0)
+        self.load = torch.zeros(moe.router.E, dtype=torch.float64)  # requests per expert
+        moe.watchers.append(self)
+
+    def __call__(self, moe, h: Tensor, routing, kept: Tensor):
+        """h (S, D); kept (S, E) bool."""
+        load = routing.wanted.sum(dim=0).cpu()
+        entropy = torch.special.entr(routing.probs.detach())
+        unserved = ~kept.any(dim=1)
+        sums = {"tokens": len(kept), "wanted": load.sum(), "entropy": entropy.sum()}
+        sums |= {"served": kept.sum(), "unserved": unserved.sum()}
+        if hasattr(moe.experts, "activations"):  # experts that are single FFNs
+            rows = kept_rows(kept, kept)
+            a = moe.experts.activations(h.index_select(0, rows.token), rows)
+            sums["units"] = a.numel()
+            sums["positive"] = (a > 0).sum()
+        for name, number in sums.items():
+            self.sums[name] += float(number)
+        self.load += load
+
+    def finish(self, reduce=torch.clone) -> dict:
+        """Stops watching -> the statistics; `reduce` sums a tensor over processes.
+
+        wanted, served: experts per token, before and after the capacity limit. cut: share of requests dropped.
+        unserved: share of tokens that no expert served. imbalance: requests to the busiest expert over the mean.
+        entropy: of the router's probabilities, in nats. positive: share of activations above 0, None for stacks.
+        """
+        self.moe.watchers.remove(self)
+        sums = torch.tensor(list(self.sums.values()), dtype=torch.float64)
+        tokens, wanted, served, unserved, entropy, positive, units = reduce(sums).tolist()
+        load = reduce(self.load)
+        tokens, choices = max(tokens, 1), max(wanted, 1)
+        return {
+            "wanted": wanted / tokens,
+            "served": served / tokens,
+            "cut": (wanted - served) / choices,
+            "unserved": unserved / tokens,
+            "imbalance": float(load.max()) * len(load) / choices,
+            "entropy": entropy / tokens,
+            "positive": positive / units if units else None,
+        }
+
+
+def describe_routing(layer: dict[str, float]) -> str:
+    """The statistics of `RoutingStats.finish` in one line."""
+    positive = "" if layer["positive"] is None else f", positive {layer['positive']:.1%}"
+    return (
+        f"experts wanted {layer['wanted']:.2f}, served {layer['served']:.2f} per token; "
+        f"choices cut {layer['cut']:.1%}, tokens unserved {layer['unserved']:.2%}; "
+        f"load imbalance {layer['imbalance']:.2f}, entropy {layer['entropy']:.2f}{positive}"
+    )
+
+
+@torch.no_grad()
+def easy_and_hard(model, batches, context, occurs: int = 20) -> tuple[list, list]:
+    """The 8 tokens that request the fewest experts of the last MoE layer, and the 8 that request the most.
+
+    batches: ids (B, T) without padding; occurs: tokens that are rarer are ignored.
+    """
+    V, moe = model.vocab_size, model.moe_layers[-1]
+    count, wanted = torch.zeros(V), torch.zeros(V)
+
+    def watch(moe, h, routing, kept):
+        experts = routing.wanted.sum(dim=1).to(wanted)
+        count.add_(torch.bincount(ids, minlength=V))
+        wanted.index_add_(0, ids, experts)
+
+    model.eval()
+    moe.watchers.append(watch)
+    for batch in batches:
+        ids = batch.flatten()
+        with context.autocast():
+            model(*context.send_all(batch))
+    moe.watchers.remove(watch)
+    frequent = (count >= occurs).nonzero().squeeze(1)
+    mean = wanted[frequent] / count[frequent]
+    order = frequent[mean.argsort(stable=True)].tolist()
+    return order[:8], order[::-1][:8]
+
+
+class Collapse:
+    """Accumulates the router inputs and first choices of one sparse layer, for RC (X-MoE eq. 11) and RF (figure 3a).
+
+    tokens: how many the evaluation has. `place`: index of the next call's first token; None: ignore the call.
+    """
+
+    def __init__(self, moe: nn.Module, tokens: int):
+        self.moe, self.place = moe, None
+        E, weight = moe.router.E, next(moe.experts.parameters())
+        D = weight.shape[-1]
+        self.device = "cuda" if weight.is_cuda else "cpu"  # MPS has no float64
+        wide = dict(dtype=torch.float64, device=self.device)
+        self.count = torch.zeros(E, **wide)
+        self.total = torch.zeros(E, D, **wide)  # sum of h over the tokens of each expert
+        self.outer = torch.zeros(D, D, **wide)  # sum of h h^T over all tokens
+        self.chosen = torch.zeros(tokens, dtype=torch.int32)  # first choices
+        moe.watchers.append(self)
+
+    def __call__(self, moe, h: Tensor, routing, kept: Tensor):
+        if self.place is None:
+            return
+        h = h.to(self.device).double()  # (S, D)
+        chosen = routing.priority.argmax(dim=1).to(self.device)  # (S,)
+        self.count += torch.bincount(chosen, minlength=len(self.count))
+        self.total.index_add_(0, chosen, h)
+        self.outer.addmm_(h.t(), h)
+        end = self.place + len(chosen)
+        self.chosen[self.place : end] = chosen.int().cpu()
+
+    def finish(self, before: Tensor | None, reduce=torch.clone) -> dict:
+        """Stops watching -> rc, and rf: the share of tokens whose expert differs from `before` (tokens,), or None."""
+        self.moe.watchers.remove(self)
+        self.chosen = reduce(self.chosen)
+        sums = map(reduce, (self.count, self.total, self.outer))
+        rc = representation_collapse(*sums)
+        rf = None if before is None else float((before != self.chosen).double().mean())
+        return {"rc": rc, "rf": rf}
+
+
+def count_choices(moe: nn.Module, counts: Tensor):
+    """Adds each training step's first choices to counts (E,) from now on (X-MoE figure 3b)."""
+
+    def watch(moe, h, routing, kept):
+        if moe.training:
+            first = routing.priority.argmax(dim=1)  # (S,)
+            counts.scatter_add_(0, first, torch.ones_like(first))  # bincount would sync
+
+    moe.watchers.append(watch)
+
+
+def representation_collapse(count: Tensor, total: Tensor, outer: Tensor) -> float:
+    """RC = Tr(Sigma_W pinv(Sigma_B)); smaller means more collapsed (X-MoE eq. 11).
+
+    The classes of the n tokens h (D,) are their chosen experts. Sums in float64: count (E,) of tokens, total (E, D) of
+    h, and outer (D, D) of h h^T over all tokens. Sigma_W is the mean covariance around the class means mu_k; Sigma_B =
+    sum_k n_k / n (mu_k - mu)(mu_k - mu)^T over the K non-empty classes, of rank at most K - 1.
+    0 if one expert has all tokens, nan if h is not finite.
+    """
+    count, total = count[count > 0], total[count > 0]
+    n = count.sum()
+    share = count / n  # (K,)
+    mean = total / count.unsqueeze(1)  # (K, D)
+    within = outer / n - (share * mean.t()) @ mean  # (D, D)
+    if not within.isfinite().all():
+        return math.nan
+    centred = mean - share @ mean
+    between = share.sqrt().unsqueeze(1) * centred  # (K, D), R; Sigma_B = R^T R
+    inverse = torch.linalg.pinv(between, rtol=1e-9)  # (D, K); pinv(Sigma_B) = pinv(R) pinv(R)^T
+    return float((inverse * (within @ inverse)).sum())
