@@ -1,8 +1,7 @@
 """The papers' routers and sparse layer, written literally as slow loops over tokens and experts.
 
-Tests compare the fast code with these functions. Nothing is shared with it: `route` reads a router's parameters and
-constants, but calls none of its methods. A choice is a pair (s, e): token s chose expert e. Values are torch scalars,
-so tests can compare gradients too.
+Tests compare values and gradients of the fast code with these, which share no code with it: `route` reads a router's
+parameters and constants, but calls none of its methods. A choice is a pair (s, e): token s chose expert e.
 """
 
 import math
@@ -71,9 +70,7 @@ def route(router, h, ids=None, assigned=None, over_chosen=False):
     kind, E = type(router).__name__, router.E
     if kind == "Hash":
         pairs = [(s, int(router.expert_of_id[ids[s]])) for s in range(len(h))]
-        probs = {}
-        for s in range(len(h)):
-            probs[s] = [float((s, e) in pairs) for e in range(E)]
+        probs = {s: [float((s, e) in pairs) for e in range(E)] for s in range(len(h))}
         return Choices(dict.fromkeys(pairs, 1.0), {(s, e): (1, 0.0, s) for s, e in pairs}, 0.0, probs)
 
     project, experts, gate = getattr(router.project, "weight", None), router.experts.unbind(0), router.gate
@@ -107,9 +104,7 @@ def route(router, h, ids=None, assigned=None, over_chosen=False):
             if kind == "Base":  # all choices are first choices
                 sort_key[s, e] = (1, -score[e].item(), s)
         counted += chosen if over_chosen else chosen[:1]
-    loss = 0.0
-    if kind != "Base":
-        loss = balance(counted, probs_at_tau0, E)
+    loss = 0.0 if kind == "Base" else balance(counted, probs_at_tau0, E)
     return Choices(weight, sort_key, loss, probs)
 
 

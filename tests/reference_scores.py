@@ -30,7 +30,7 @@ def between(pairs_after, pairs_before, left, right, unigrams):
 def given_input(p, token, kept, random):
     """Bayes: V probabilities of the right token, from prior p, if the input shows `token`.
 
-    kept: the probability that the right token is shown; random: that a random one is, for each token
+    kept, random: the probabilities that the input is the right token, and that it is a given random one
     """
     return normalized([value * (kept * (v == token) + random) for v, value in enumerate(p)])
 
@@ -46,9 +46,7 @@ def normalized(values):
 def sinkhorn(S, rounds):
     """S[i][j] -> a transport plan (XLM-Align 3.1): each round scales columns, then rows, to a sum of 1."""
     m, n = len(S), len(S[0])
-    A = []
-    for row in S:
-        A.append([s if s > 0 else 1e-6 for s in row])
+    A = [[s if s > 0 else 1e-6 for s in row] for row in S]
     for _ in range(rounds):
         for j in range(n):
             total = sum(A[i][j] for i in range(m))
@@ -64,8 +62,7 @@ def mutual_best(A):
     """Pairs (i, j): j is the best match of i, and i of j."""
     pairs = set()
     for i, row in enumerate(A):
-        for j in range(len(row)):
-            column = [other[j] for other in A]
+        for j, column in enumerate(zip(*A)):
             if row.index(max(row)) == j and column.index(max(column)) == i:
                 pairs.add((i, j))
     return pairs
@@ -82,9 +79,7 @@ def itermax(A, rounds, ratio):
         if len(rows) == m or len(columns) == n:
             break
         weight = {0: 1.0, 1: ratio, 2: 0.0}  # by how many of the two are aligned
-        weighted = []
-        for i in range(m):
-            weighted.append([A[i][j] * weight[(i in rows) + (j in columns)] for j in range(n)])
+        weighted = [[A[i][j] * weight[(i in rows) + (j in columns)] for j in range(n)] for i in range(m)]
         pairs = pairs | {(i, j) for i, j in mutual_best(weighted) if i not in rows or j not in columns}
     return pairs
 

@@ -49,6 +49,16 @@ def test_the_output_bias_is_optional_and_starts_at_0():
     assert not GPT(constants(frequency_bias=True), V).bias.any()
 
 
+def test_the_loss_is_the_mean_cross_entropy_over_targets_that_count():
+    model, ids, targets = make_gpt(frequency_bias=True), make_ids(2, 8), make_ids(2, 8, seed=1)
+    model.bias.data = torch.linspace(-2, 2, V).double()
+    targets[0, :5] = -100
+    logits, balance = model(ids)
+    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    torch.testing.assert_close(model(ids, targets), (expected, balance))
+    assert model(ids, torch.full_like(targets, -100))[0] == 0
+
+
 def test_balance_loss_is_summed_over_layers():
     model, losses = make_gpt("x-moe", n_layer=4), []
     for moe in model.moe_layers:
@@ -125,7 +135,7 @@ def test_no_limit_lifts_the_limit_at_test_and_restores_it():
 
 def test_capacity_limits_only_below_the_number_of_experts():
     assert make_gpt(capacity=2.9).limited_at_test
-    assert not make_gpt(capacity=3.0).limited_at_test  # each of the 3 experts has room for every token
+    assert not make_gpt(capacity=3.0).limited_at_test  # each expert has room for every token
 
 
 # --- Generation
@@ -170,10 +180,10 @@ def test_samples_come_from_the_top_k_and_follow_the_temperature():
 
 def test_generation_stops_once_every_row_has_the_end_token():
     model, ids = make_gpt(), make_ids(2, 4)
-    unstopped = model.generate(ids, 8, top_k=1)
-    end = int(unstopped[0, 6])
-    end_places = [4 + row[4:].tolist().index(end) if end in row[4:] else 11 for row in unstopped]
-    assert torch.equal(model.generate(ids, 8, top_k=1, end=end), unstopped[:, : 1 + max(end_places)])
+    full = model.generate(ids, 8, top_k=1)
+    end = int(full[0, 6])
+    end_places = [4 + row[4:].tolist().index(end) if end in row[4:] else 11 for row in full]
+    assert torch.equal(model.generate(ids, 8, top_k=1, end=end), full[:, : 1 + max(end_places)])
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -239,7 +249,7 @@ def test_an_x_moe_layer_follows_its_constants(layers):  # X-MoE 4.1
     assert [ffn.w_in.shape for ffn in ffns] == [(4, 6, 8)] * max(1, layers)
     assert (moe.capacity_factor, moe.eval_capacity_factor) == (1.5, 1.5)
     torch.testing.assert_close(moe.router.experts.norm(dim=1), torch.full((4,), 0.1))
-    assert all((ffn.w_out == 0).all() == bool(layers) for ffn in ffns)  # a stack starts as the identity
+    assert all((ffn.w_out == 0).all() == bool(layers) for ffn in ffns)  # stacks start as the identity
     assert len(norms) == layers
     assert all((norm.weight == 1).all() for norm in norms)
     assert all((norm.bias == 0).all() for norm in norms)

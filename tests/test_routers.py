@@ -64,10 +64,8 @@ def queues(priority):
 
 def matrix(values, S, E, dtype):
     """{(s, e): scalar} -> (S, E), 0 where there is no value."""
-    rows = []
-    for s in range(S):
-        rows.append(torch.stack([torch.as_tensor(values.get((s, e), 0.0), dtype=dtype) for e in range(E)]))
-    return torch.stack(rows)
+    scalars = [torch.as_tensor(values.get((s, e), 0.0), dtype=dtype) for s in range(S) for e in range(E)]
+    return torch.stack(scalars).view(S, E)
 
 
 def assert_equal_up_to_rounding(fast, slow, dtype=torch.float64):
@@ -99,18 +97,19 @@ def test_router_follows_the_equations(combination, training, case, dtype):
     assigned = routing.priority.argmax(dim=1) if name == "base" and training else None  # BASE has separate tests below
     slow = reference.route(router, h, ids, assigned, over_chosen=x_moe and K > 1 and name != "switch")
     slow_weight = matrix(slow.weight, S, E, dtype)
+    slow_balance = torch.as_tensor(slow.balance_loss, dtype=dtype)
     slow_probs = matrix({(s, e): x for s, p in slow.probs.items() for e, x in enumerate(p)}, S, E, dtype)
 
     assert_equal_up_to_rounding(routing.weight, slow_weight, dtype)
     assert_equal_up_to_rounding(routing.probs, slow_probs, dtype)
-    assert_equal_up_to_rounding(routing.balance_loss, torch.as_tensor(slow.balance_loss, dtype=dtype), dtype)
+    assert_equal_up_to_rounding(routing.balance_loss, slow_balance, dtype)
     assert queues(routing.priority) == reference.queues(slow.sort_key, E)
     assert {(s, e) for s, e in routing.wanted.nonzero().tolist()} == set(slow.weight)
     assert routing.wanted.sum(dim=1).max() <= router.K
 
     inputs = (h, *router.parameters())
     fast_outputs = (routing.weight, routing.balance_loss + 0 * h.sum())  # 0 * h: the loss may be a constant
-    slow_outputs = (slow_weight, slow.balance_loss + 0 * h.sum())
+    slow_outputs = (slow_weight, slow_balance + 0 * h.sum())
     fast_gradients, slow_gradients = (values_and_gradients(y, inputs)[2:] for y in (fast_outputs, slow_outputs))
     assert_equal_up_to_rounding(fast_gradients, slow_gradients, dtype)
 
@@ -127,11 +126,8 @@ def test_hash_is_the_same_in_every_run_and_uses_every_expert():
     assert torch.bincount(tables[0], minlength=4).min() > 200
 
 
-TIES = [
-    ("switch", 1, 1, 1),
-    ("topk", 2, 1, 2),
-    ("base", 1, 1, 1),
-]  # router, K, t, experts chosen if all have probability 1/4
+# Router, K, t, and how many of four experts with probability 1/4 it chooses.
+TIES = [("switch", 1, 1, 1), ("topk", 2, 1, 2), ("base", 1, 1, 1)]
 TIES += [("threshold", 1, t, n) for t, n in ((0, 1), (0.25, 1), (0.26, 2), (0.5, 2), (0.75, 3), (0.76, 4), (1, 4))]
 
 
@@ -188,8 +184,7 @@ def test_priority_is_p_minus_i(name, K, t):  # XMoE A.1
 
 def test_by_rank_accepts_negative_scores():
     score = torch.tensor([[-1.0, -2.0, -3.0, -0.5]])
-    order = score.argsort(dim=1, descending=True)
-    priority = by_rank(order, score, 2)
+    priority = by_rank(score.argsort(dim=1, descending=True), score, 2)
     assert priority.tolist() == [[-2.0, NOT_CHOSEN, NOT_CHOSEN, -0.5]]
 
 
@@ -229,6 +224,21 @@ def test_balance_loss_is_1_when_uniform_and_E_when_collapsed(name, K, gate):
     undecided = torch.zeros(8, 4).double()  # all probabilities are 1/4 and all first choices expert 0
     for h, loss in ((uniform, 1), (undecided, 1), (collapsed, 4)):
         assert router(h).balance_loss.item() == pytest.approx(loss, rel=1e-14)
+
+
+def test_balance_loss_counts_the_choice_of_highest_priority(monkeypatch):
+    router = make_router("switch", 4)
+    monkeypatch.setattr(router, "choose", lambda score, probs: by_rank(probs.argsort(dim=1), probs, 1))
+    routing = router(make_tokens(1)[0])  # chooses the least probable expert
+    assert routing.balance_loss.item() == pytest.approx(4 * routing.probs.min().item())
+
+
+def test_a_token_without_experts_has_weight_0(monkeypatch):
+    router = make_router("topk", 4, K=2, x_moe=True)
+    monkeypatch.setattr(router, "choose", lambda score, probs: torch.full_like(probs, NOT_CHOSEN))
+    routing = router(make_tokens(3)[0])
+    assert torch.equal(routing.weight, torch.zeros(3, 4).double())
+    assert routing.balance_loss == 0
 
 
 # --- BASE

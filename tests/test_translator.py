@@ -110,6 +110,15 @@ def test_the_dense_model_equals_torchs_transformer():
     assert balance == 0
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_the_loss_is_smoothed_in_training_only(training):
+    model, labels = make("switch", label_smoothing=0.1).train(training), torch.arange(17)
+    batch = *padded(sources([5, 9, 2])), *padded(sources([7, 3, 4], 1))
+    logits, balance = model(*batch)
+    expected = F.cross_entropy(logits, labels, label_smoothing=0.1 if training else 0.0)
+    torch.testing.assert_close(model(*batch, labels), (expected, balance))
+
+
 def test_beam_scores_are_in_fp32_under_autocast():
     model, h = make("dense", torch.float32), torch.randn(3, 16)
     expected = model.log_probabilities(h)
