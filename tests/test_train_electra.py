@@ -82,8 +82,7 @@ def opened(options) -> tuple:
     return config, context, data, train_electra.build(config, data, context)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The equations
+# --- The equations
 
 
 def small(**changes) -> Electra:
@@ -221,8 +220,7 @@ def test_flops_of_a_step_match_those_that_torch_counts(changes, options):
     assert counter.get_total_flops() == pytest.approx(train_electra.step_flops(model), rel=0.02)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The script
+# --- The script
 
 
 ROWS = {
@@ -279,13 +277,13 @@ def test_every_row_trains_and_reports(row, options, monkeypatch, capsys):
     assert ("above a blind" in line) == (scores.get("saved", 0) < 0)
 
 
+def without_masked_tokens(data, *where, old=MaskedData.batch):
+    batch = old(data, *where)
+    return batch._replace(masked=batch.masked[:0], targets=batch.targets[:0], language=batch.language[:0])
+
+
 def test_a_step_without_masked_tokens_trains_the_discriminator_alone(options, monkeypatch):
-
-    def batch(data, *where, old=MaskedData.batch):
-        batch = old(data, *where)
-        return batch._replace(masked=batch.masked[:0], targets=batch.targets[:0])
-
-    monkeypatch.setattr(MaskedData, "batch", batch)
+    monkeypatch.setattr(MaskedData, "batch", without_masked_tokens)
     ELECTRA.run(options | {"tlm": False}, monkeypatch)
     assert all(0 < loss < math.log(2) + 0.1 for loss in losses(options["out_dir"]))
 

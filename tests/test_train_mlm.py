@@ -16,7 +16,7 @@ import reference_scores
 import torch
 from helpers import Script, losses, metrics, result_of, saved, stopped, table_rows
 from test_metrics import literal_rc
-from test_train_electra import EXPERTS, corpora
+from test_train_electra import EXPERTS, corpora, without_masked_tokens
 
 import train_mlm
 from data.batches import MaskedData
@@ -201,11 +201,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(options, tmp_path, monkeypatc
 
 
 def test_a_step_without_masked_tokens_has_no_loss(options, monkeypatch):
-    def batch(data, *where, old=MaskedData.batch):
-        batch = old(data, *where)
-        return batch._replace(**{name: getattr(batch, name)[:0] for name in ("masked", "targets", "language")})
-
-    monkeypatch.setattr(MaskedData, "batch", batch)
+    monkeypatch.setattr(MaskedData, "batch", without_masked_tokens)
     MLM.run(options, monkeypatch)
     assert losses(options["out_dir"]) == [0.0, 0.0]
 
