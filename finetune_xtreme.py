@@ -1,6 +1,6 @@
 """XTREME: fine-tune an encoder on English only, and score it in every language (tables of X-MoE and XLM-E).
 
-    python finetune_xtreme.py                              the demo: tag names, code and numbers in text in ciphers,
+    python finetune_xtreme.py                              the demo: find names, code and numbers in ciphered text,
                                                            with the encoder of `python train_electra.py`
     python finetune_xtreme.py --random_weights true        the same without pre-training
     python finetune_xtreme.py --preset ciphers-spans --model out/train_mlm/demo     another task, another encoder

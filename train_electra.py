@@ -51,17 +51,17 @@ class Config:
     # what is learned
     objective: Literal["rtd", "mlm"] = "rtd"  # rtd: XLM-E; mlm: a masked LM of n_layer layers without a discriminator
     tlm: bool = True  # train on translation pairs too (TLM and TRTD); false: on sentences only
-    lambda_disc: float = 1.0  # lambda, weight of the discriminator's losses; the paper's 50 slows a young generator
-    mask_share: float = 0.4  # share of tokens to mask; the paper's 0.15 teaches less in so short a run
-    masks: Literal["all", "bert", "electra"] = "all"  # what stands in place of masked tokens in training: see MASKS
+    lambda_disc: float = 1.0  # lambda, weight of the discriminator's losses; 50 as in the paper slows the generator
+    mask_share: float = 0.4  # share of tokens to mask; with the paper's 0.15 the demo learns less
+    masks: Literal["all", "bert", "electra"] = "all"  # what replaces masked tokens in training: see MASKS
     span: float | None = None  # mean length of masked spans; None: single tokens (section 3.1 says spans do worse)
     # the model
-    generator_layers: int = 4  # generator layers, of the same width; with 2 the demo is not multilingual in time
+    generator_layers: int = 4  # generator layers, of the same width; with 2 the demo aligns its languages too late
     n_layer: int = 4  # discriminator layers, not counting sparse ones
     n_head: int = 4  # H, attention heads
     n_embd: int = 64  # D, model width
     ffn_size: int = 256  # inner width of an FFN
-    block_size: int = 32  # T, the longest row; with longer rows the demo becomes multilingual later
+    block_size: int = 32  # T, the longest row; with longer rows the demo aligns its languages later
     dropout: float = 0.0  # dropout of embeddings, attention weights, attention and FFN; none in sparse layers
     init_std: float = 0.05  # standard deviation of initial weights; at 0.02 a narrow discriminator learns later
     frequency_bias: bool = True  # initialize the generator's output bias to the log frequencies of the training tokens
@@ -84,7 +84,7 @@ class Config:
     balance_coef: float = 0.01  # alpha, the weight of the balance loss
     # training
     steps: int = 4000  # optimizer steps
-    batch_tokens: int = 512  # tokens per step over all processes, of sentences and again of pairs
+    batch_tokens: int = 512  # tokens of sentences per step, over all processes, and as many tokens of pairs
     micro_tokens: int = 512  # tokens per forward pass; changes results under a capacity limit
     learning_rate: float = 1.5e-3  # peak learning rate
     rel_bias_lr: float = 3.0  # learning rate multiplier of the relative position bias; at 1 it hardly grows in time
@@ -94,7 +94,7 @@ class Config:
     weight_decay: float = 0.01  # weight decay of matrices and embeddings
     grad_clip: float = 2.0  # clip the gradient to this norm; 0: no clipping
     eval_every: int = 250  # evaluate and save a checkpoint every N steps
-    eval_tokens: int = 1 << 14  # validation tokens of sentences, and of pairs, at most (retrieval has its own limit)
+    eval_tokens: int = 1 << 14  # at most this many validation tokens of each corpus; retrieval has a separate limit
     eval_maskings: int = 10  # fixed maskings that the last evaluation averages over; the others use one
     log_every: int = 10  # report the training loss every N steps
     # where and how
@@ -102,7 +102,7 @@ class Config:
     device: str = "auto"  # cuda, mps or cpu
     dtype: Literal["auto", "bfloat16", "float32", "float64"] = "float32"  # auto: bfloat16 where it is fast
     compile: bool | None = None  # use torch.compile; None: for bfloat16 on a GPU
-    recompute: bool = False  # activation checkpointing: less memory for a second forward pass
+    recompute: bool = False  # activation checkpointing: saves memory at the cost of a second forward pass
     resume: bool = True  # resume from the newest checkpoint; false: start over
 
     def unread(self) -> set[str]:
@@ -110,14 +110,14 @@ class Config:
         return {"lambda_disc", "generator_layers"} if self.objective == "mlm" else set()
 
 
-# Few, short, real sentences and their translations: image captions in English and German (Multi30k). data/README.md
-# says how to prepare them.
+# A small corpus of short, real sentences and their translations: image captions in English and German (Multi30k); see
+# data/README.md.
 CAPTIONS = dict(data="captions", pairs="captions-pairs", n_embd=128, ffn_size=512, block_size=64)
-CAPTIONS |= dict(steps=14_000, eval_every=2000)  # half the rate finds more translations
+CAPTIONS |= dict(steps=14_000, eval_every=2000)  # --learning_rate 7.5e-4 retrieves more translations
 CAPTIONS |= dict(init_std=0.02, rel_bias_lr=10.0, dtype="auto")
 
-# XLM-E appendices A and B; micro-batches are ours. For Large and XL the text says a vocabulary of 500K, but only 2^19
-# gives the parameters of table 3.
+# XLM-E appendices A and B; micro-batches are ours. The paper's text says that Large and XL have a vocabulary of 500K,
+# but only 2^19 gives the parameters of table 3.
 BASE = dict(data="cc100", pairs="opus100", mask_share=0.15, masks="electra")
 BASE |= dict(n_layer=12, n_head=12, n_embd=768, init_std=0.02)
 BASE |= dict(ffn_size=3072, block_size=512, dropout=0.1)
@@ -138,10 +138,10 @@ PRESETS = {
 
 # Steps of XLM that take the FLOPs of one step of XLM-E, by preset.
 XLM_STEPS = {"demo": 1.953, "captions": 1.813, "base": 1.26, "large": 1.203, "xl": 1.155}
-# What replaces a masked token: the mask with the first probability, a random token with the second, else itself.
+# A masked token becomes the mask with the first probability, a random token with the second, else stays the same.
 MASKS = {"all": (1.0, 0.0), "bert": (0.8, 0.1), "electra": (0.85, 0.0)}
 XLM = dict(objective="mlm", relative_bias=False, masks="bert")
-SENTENCES = dict(tlm=False, masks="electra")  # without pairs, a demo that always shows the mask learns nothing
+SENTENCES = dict(tlm=False, masks="electra")  # without pairs, the demo learns nothing with masks="all"
 
 
 def table2(base: Config) -> Table:
@@ -149,12 +149,12 @@ def table2(base: Config) -> Table:
 
     The paper's numbers are XNLI and MLQA (F1 / EM) after fine-tuning.
     """
-    more = XLM_STEPS[base.preset]
-    longer = dict(steps=round(more * base.steps))
+    ratio = XLM_STEPS[base.preset]
+    longer = dict(steps=round(ratio * base.steps))
     rows = [
         (("XLM", "?, 66.2 / 47.8"), XLM),
-        ((f"XLM, {more:.2f} x the steps", ""), XLM | longer),
-        ((f"XLM with the bias, {more:.2f} x the steps", ""), XLM | dict(relative_bias=True) | longer),
+        ((f"XLM, {ratio:.2f} x the steps", ""), XLM | longer),
+        ((f"XLM with the bias, {ratio:.2f} x the steps", ""), XLM | dict(relative_bias=True) | longer),
         (("XLM - TLM", "?, 64.0 / 46.0"), XLM | dict(tlm=False)),
         (("XLM-E", "76.6, 68.3 / 49.8"), {}),
         (("XLM-E - bias", ""), dict(relative_bias=False)),
@@ -194,9 +194,9 @@ def cells(result: dict) -> dict:
 
 
 class Electra(SparseModel):
-    """A discriminator and a generator (sections 2 and 3) that share token embeddings and, as in ELECTRA, positions.
+    """A discriminator and a generator (sections 2 and 3) that share token and, as in ELECTRA, position embeddings.
 
-    They share the relative position bias too, so the discriminator attends to neighbours as soon as the generator does.
+    They share the relative position bias too, so both networks learn to attend to neighbours at the same time.
     """
 
     def __init__(self, config, V: int):
@@ -216,7 +216,7 @@ class Electra(SparseModel):
         self.generator.encoder.rel_bias = self.encoder.rel_bias
 
     def forward(self, ids, masked, targets, nonpad=None):
-        """-> MLM or TLM, the mean over masked tokens; the balance loss; MRTD or TRTD, the mean over all tokens.
+        """-> MLM or TLM loss, averaged over masked tokens; balance loss; MRTD or TRTD loss, averaged over all tokens.
 
         ids (B, T) after masking; masked (M,) flat indices, targets (M,) the tokens there; nonpad: see `Encoder`.
         """
@@ -224,7 +224,7 @@ class Electra(SparseModel):
         return cross_entropy(logits, targets), balance, disc_loss(disc_logits, replaced)
 
     def predict(self, ids, masked, targets, nonpad=None):
-        """-> generator logits (M, V), balance loss, discriminator logits (S,) (above 0: replaced), the truth (S,)"""
+        """-> generator logits (M, V), balance loss, discriminator logits (S,) and labels (S,), true if replaced"""
         logits, _ = self.generator(ids, masked, nonpad=nonpad)
         drawn = sample(logits)  # (M,)
         corrupt = ids.flatten().index_copy(0, masked, drawn)  # (B * T,) eqs. 2, 4
@@ -263,15 +263,15 @@ def disc_loss(disc_logits: Tensor, replaced: Tensor) -> Tensor:
 
 @torch.no_grad()
 def score(model, batches, special, config: Config, context) -> dict:
-    """Mean losses and accuracies over all batches of all processes, with fixed sampling for each batch.
+    """Mean losses and accuracies over all batches of all processes, always with the same sampled tokens.
 
-    saved: relative reduction of the discriminator's loss compared with a blind guess, which knows only that `special`
-    ids are never masked and what share of other tokens is replaced; 0: nothing more has been learned.
+    saved: how much lower the discriminator's loss is than that of a blind guess, as a share of it. The guess knows only
+    that `special` ids are never masked and what share of other tokens is replaced.
     """
     special = torch.tensor([*special])
-    counts, sums = Counter(), Counter()  # of this process, and of all
+    counts, sums = Counter(), Counter()  # of this process, of all processes
     for masking, first, batch in batches:
-        seed_all(config.seed, masking, first, 3)  # no key of training: there the fourth number counts as 0
+        seed_all(config.seed, masking, first, 3)  # differs from all seeds of training, whose fourth number is 0
         ids, masked, targets, nonpad = context.send_all(*batch[:4])
         with context.autocast():
             if config.objective == "rtd":
@@ -279,20 +279,20 @@ def score(model, batches, special, config: Config, context) -> dict:
             else:
                 logits, balance = model(ids, masked, nonpad=nonpad)
         right = logits.argmax(dim=1).cpu() == batch.targets  # (M,)
-        shown = batch.ids.flatten()
+        visible = batch.ids.flatten()
         if batch.nonpad is not None:
-            shown = shown[batch.nonpad]  # (S,)
-        M, S = len(right), len(shown)
+            visible = visible[batch.nonpad]  # (S,)
+        M, S = len(right), len(visible)
         counts.update(masked=M, mlm=M * float(cross_entropy(logits, targets)), generator=int(right.sum()))
         counts.update(tokens=S, balance=M * float(balance))
-        # Special tokens are never masked. A masked position shows the mask, which is special, but hides another token.
-        counts["maskable"] += S - int(torch.isin(shown, special).sum()) + M
+        # Special tokens are never masked. A masked position shows the mask, a special token, but hides another.
+        counts["maskable"] += S - int(torch.isin(visible, special).sum()) + M
         if config.objective == "rtd":
             correct = (disc_logits > 0) == replaced  # (S,)
             counts["rtd"] += S * float(disc_loss(disc_logits, replaced))
             counts.update(accuracy=int(correct.sum()), replaced=int(replaced.sum()))
-    for part in context.gather(counts):
-        sums.update(part)  # adding Counters would drop NaN
+    for process_counts in context.gather(counts):
+        sums.update(process_counts)  # adding Counters would drop NaN
     M, S, maskable = sums["masked"], sums["tokens"], sums["maskable"]
     scores = {"masked": M, "tokens": S}
     scores |= {name: sums[name] / max(1, M) for name in ("mlm", "generator", "balance")}
@@ -300,27 +300,27 @@ def score(model, batches, special, config: Config, context) -> dict:
         scores |= {name: sums[name] / S for name in ("rtd", "accuracy", "replaced")}
         share = sums["replaced"] / max(1, maskable)
         entropy = -sum(p * math.log(p) for p in (share, 1 - share) if p)
-        blind = maskable / S * entropy  # special tokens cost the guess nothing
+        blind = maskable / S * entropy  # the guess is certain that special tokens are not replaced
         scores["saved"] = 1 - scores["rtd"] / blind if blind else 0.0
     return scores
 
 
 def evaluate(model, data: dict, config: Config, context, untrained: list[float], maskings: int) -> dict:
-    """Scores on held-out sentences and pairs, routing statistics, and two measures of how languages are aligned.
+    """Scores on held-out sentences and pairs, routing statistics, and two measures of how well languages are aligned.
 
-    untrained: retrieval accuracy of each layer before training, with language means removed; part of the scores.
+    untrained: retrieval accuracy of each layer before training, with language means removed; added to the scores.
     """
     model.eval()
     watches = [RoutingStats(moe) for moe in model.moe_layers]
     scores = {"loss": 0.0}
     for kind, corpus in data.items():
         batches = corpus.eval_batches("valid", maskings, config.eval_tokens, context.rank, context.world)
-        scores[kind] = of_kind = score(model, batches, corpus.tokenizer.special, config, context)
-        scores["loss"] += of_kind["mlm"] + config.lambda_disc * of_kind.get("rtd", 0.0)
+        scores[kind] = losses = score(model, batches, corpus.tokenizer.special, config, context)
+        scores["loss"] += losses["mlm"] + config.lambda_disc * losses.get("rtd", 0.0)
     scores["layers"] = [watch.finish(context.sum) for watch in watches]
-    generator, how = getattr(model, "generator", model), (data["pairs"], config, context)
-    scores["translation"] = bilingual.translation_effect(generator, *how, maskings)
-    scores |= bilingual.retrieval(model.encoder, *how) | {"untrained": untrained}
+    generator, pairs = getattr(model, "generator", model), data["pairs"]
+    scores["translation"] = bilingual.translation_effect(generator, pairs, config, context, maskings)
+    scores |= bilingual.retrieval(model.encoder, pairs, config, context) | {"untrained": untrained}
     model.train()
     return scores
 
@@ -333,12 +333,12 @@ def train(config: Config, context) -> dict:
     """Trains a model, or resumes training -> the content of result.json."""
     with clear_errors():
         data = open_data(config, context)
-        # Evaluation always shows the mask, whatever --masks. Without a capacity limit the batch size does not matter
-        # either, and larger batches are faster.
+        # Evaluation always shows the mask, whatever --masks is. Without a capacity limit, scores do not depend on the
+        # batch size, and larger batches are faster.
         limited = math.isfinite(config.capacity_factor)
-        times = 1 if limited else max(1, 4096 // config.micro_tokens)
-        larger = replace(config, masks="all", micro_tokens=times * config.micro_tokens)
-        held_out = open_data(larger, context)
+        factor = 1 if limited else max(1, 4096 // config.micro_tokens)
+        eval_config = replace(config, masks="all", micro_tokens=factor * config.micro_tokens)
+        held_out = open_data(eval_config, context)
         run = Run(config, PRESETS, context, *data.values())
         if run.result:
             return run.result
@@ -349,41 +349,41 @@ def train(config: Config, context) -> dict:
             model.train()
         work = step_flops(model)
         parameters = flops.count_parameters(model)
-        others = [p.numel() for name, p in model.named_parameters() if not name.startswith("generator.")]
-        parameters["without_generator"] = sum(others)  # the generator is not needed after pre-training
+        sizes = [p.numel() for name, p in model.named_parameters() if not name.startswith("generator.")]
+        parameters["without_generator"] = sum(sizes)  # the generator is not needed after pre-training
         size = "{total:,} parameters, {without_generator:,} without the generator".format(**parameters)
-        context.say(f"{run.name}: {size}; {work / 1e9:.1f} GFLOPs a step")
+        context.say(f"{run.name}: {size}; {work / 1e9:.1f} GFLOPs per step")
         counted = counting.masked_scores(held_out["sentences"], config.eval_tokens)
         context.say(counting.in_words(counted))
         forward = parallel.wrap(model, config, context)
         optimizer = adamw(model, config)
         corpora = [*data.values()] if config.tlm else [data["sentences"]]
-        of_token = work / 3 / (len(corpora) * config.batch_tokens)
-        run.resume(model, optimizer, of_token, "sum of the losses {:.4f}".format)
+        token_flops = work / 3 / (len(corpora) * config.batch_tokens)
+        run.resume(model, optimizer, token_flops, "sum of the losses {:.4f}".format)
 
     for step in run.steps():
         set_learning_rate(optimizer, linear(step, config.steps, config.warmup, config.learning_rate))
         batches = [[corpus.batch("train", step, micro) for corpus in corpora] for micro in run.micros]
-        masked, tokens = [], []  # of the step, in sentences and in pairs; each loss is the mean over all of them
+        masked, tokens = [], []  # per corpus, how many the step has: losses are means over all of them
         for kind in zip(*batches):
             masked.append(context.mean(sum(len(batch.targets) for batch in kind)) or 1.0)
             tokens.append(context.mean(sum(batch.tokens for batch in kind)))
         for micro, kinds in zip(run.micros, batches):
-            seed_all(config.seed, 1 + step, micro)  # all randomness, so a resumed run is the same run
+            seed_all(config.seed, 1 + step, micro)  # so a resumed run equals an uninterrupted one
             forward.require_backward_grad_sync = micro == run.micros[-1]  # DDP averages gradients once per step
             loss = 0.0
             for batch, of_masked, of_tokens in zip(kinds, masked, tokens):
                 with context.autocast():
                     mlm, balance, *rtd = forward(*context.send_all(*batch[:4]))
                 loss += len(batch.targets) / of_masked * mlm
-                others = config.balance_coef * balance + config.lambda_disc * sum(rtd)  # section 3.2; XLM has no rtd
-                loss += batch.tokens / of_tokens * others
+                weighted = config.balance_coef * balance + config.lambda_disc * sum(rtd)  # section 3.2; XLM has no rtd
+                loss += batch.tokens / of_tokens * weighted
             loss.backward()
             run.add(loss, tokens=len(corpora) * config.micro_tokens)
         clip_gradients(model, config.grad_clip)
         optimizer.step()
         optimizer.zero_grad()
-        model.after_step()  # a hypersphere router restores its norms
+        model.after_step()  # hypersphere routers restore their norms
         if run.due(step + 1):
             maskings = config.eval_maskings if step + 1 == config.steps else 1
             scores = evaluate(model, held_out, config, context, run.extra["untrained"], maskings)
@@ -421,7 +421,7 @@ def build(config: Config, data: dict, context) -> Electra | MaskedLM:
 
 
 def step_flops(model: Electra | MaskedLM) -> float:
-    """Training FLOPs of a step, the backward pass counted as two forward ones; pairs as rows of block_size tokens."""
+    """Training FLOPs of a step. A backward pass counts as two forward passes, a pair as a row of block_size tokens."""
     config, D = model.config, model.config.n_embd
     generator = getattr(model, "generator", model)
     head = config.mask_share * flops.masked_head_flops(generator)  # only masked tokens pass through it
@@ -434,15 +434,15 @@ def step_flops(model: Electra | MaskedLM) -> float:
 
 
 def describe(scores: dict) -> str:
-    """An evaluation in words: lines on sentences, on pairs, on alignment, and on each sparse layer."""
+    """An evaluation in words: lines for sentences, pairs, alignment, and each sparse layer."""
     lines = []
     for kind in ("sentences", "pairs"):
-        of_kind = scores[kind]
-        line = f"{in_perplexity(of_kind['mlm'])}, {of_kind['generator']:.1%} right"
-        if "rtd" in of_kind:
-            saved = f"{abs(of_kind['saved']):.1%} {'above' if of_kind['saved'] < 0 else 'below'} a blind guess"
-            line = f"generator: {line}; discriminator: loss {of_kind['rtd']:.4f}, {saved}, "
-            line += "{accuracy:.1%} right, {replaced:.1%} replaced".format(**of_kind)
+        held_out = scores[kind]
+        line = f"{in_perplexity(held_out['mlm'])}, {held_out['generator']:.1%} right"
+        if "rtd" in held_out:
+            saved = f"{abs(held_out['saved']):.1%} {'above' if held_out['saved'] < 0 else 'below'} a blind guess"
+            line = f"generator: {line}; discriminator: loss {held_out['rtd']:.4f}, {saved}, "
+            line += "{accuracy:.1%} right, {replaced:.1%} replaced".format(**held_out)
         lines.append(f"held-out {kind}: {line}")
     line = "masked tokens of one half of a pair: {with:.2%} right with the translation, {without:.2%} without: "
     low, high = scores["translation"]["effect"]

@@ -1,4 +1,4 @@
-"""XMoE's language models (tables 1 and 2): a GPT in which every second FFN is 8 * split small experts.
+"""XMoE's language models (tables 1 and 2): a GPT with 8 * split small experts in place of every second FFN.
 
     python train_lm.py                                     the demo: threshold router, text from your own disk
     python train_lm.py --router switch --capacity 0.5      an ablation, in a separate folder under out/
@@ -9,9 +9,9 @@
     torchrun --nproc_per_node 8 train_lm.py --preset openwebtext-323M         the paper's size, on 8 GPUs
     torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint HOST:29500 train_lm.py --preset ...
 
-Each evaluation prints bits per byte, perplexity, and how each MoE layer routes; the end prints test perplexity with the
-evaluation's capacity limit (the paper's protocol) and without one, and a sample. A run lives in out/train_lm/NAME; the
-same command resumes it. `--help` lists all constants.
+Each evaluation prints bits per byte, perplexity, and how each MoE layer routes. A run ends with test perplexity, with
+the evaluation's capacity limit (the paper's protocol) and without one, and a sample. It lives in out/train_lm/NAME;
+the same command resumes it. `--help` lists all constants.
 """
 
 from dataclasses import dataclass, replace
@@ -52,13 +52,13 @@ class Config:
     dropout: float = 0.0  # dropout of embeddings, attention weights, attention and FFN
     init_std: float = 0.03  # standard deviation of initial weights
     frequency_bias: bool = True  # add an output bias, initialized to the log frequencies of the training tokens
-    # its experts
+    # experts
     router: str = "threshold"  # dense, or a name in routers.ROUTERS
     score: Literal["dot", "hypersphere"] | None = None  # token-expert similarity; None: the router's default
     gate: Literal["softmax", "sigmoid"] | None = None  # weight of a chosen expert; None: the router's default
     moe_every: int = 2  # every N-th block has experts instead of an FFN
     expert_ffns: int = 8  # a sparse layer has the parameters of this many dense FFNs
-    split: int | None = None  # parts of an FFN's width: expert_ffns * split experts (eq. 6); None: the router's default
+    split: int | None = None  # parts of a split FFN: expert_ffns * split experts (eq. 6); None: the router's default
     top_k: int | None = None  # K, experts per token of topk; None: `split`, for equal FLOPs
     capacity: float = 1.0  # compute of the experts relative to a dense FFN; the paper's gamma is capacity * split
     eval_capacity: float | None = None  # capacity at test; None: the same
@@ -86,14 +86,14 @@ class Config:
     prompt: str = ""  # text to continue
     sample_tokens: int = 120  # tokens of the sample, at most
     sample_temperature: float = 0.8  # softmax temperature of the sample
-    sample_top_k: int = 50  # sample from this many most probable tokens
+    sample_top_k: int = 50  # sample from this many of the most probable tokens
     sample_seed: int = 0  # seed of the sample
     # where and how
     out_dir: str = "out/train_lm"  # folder of all runs
     device: str = "auto"  # cuda, mps or cpu
     dtype: Literal["auto", "bfloat16", "float32", "float64"] = "auto"  # auto: bfloat16 where it is fast
     compile: bool | None = None  # use torch.compile; None: for bfloat16 on a GPU
-    recompute: bool = False  # activation checkpointing: less memory for a second forward pass
+    recompute: bool = False  # activation checkpointing: saves memory at the cost of a second forward pass
     resume: bool = True  # resume from the newest checkpoint; false: start over
     eval_only: bool = False  # do not train: evaluate the run's checkpoint, or --init_from
     init_from: str | None = None  # start from another run's folder, or from GPT-2 in Hugging Face format (router dense)
@@ -123,7 +123,7 @@ PRESETS = {
 # Tables: rows, and the paper's test perplexity on OpenWebText and WikiText-103
 
 TABLE1 = [  # method, split, the row's constants, the paper at 323M, at 556M
-    ("dense", 1, dict(router="dense"), "22.61", "22.24", "", ""),  # 124M; the paper has none at the width of 556M
+    ("dense", 1, dict(router="dense"), "22.61", "22.24", "", ""),  # 124M; the paper has no dense model as wide as 556M
     ("Switch", 1, dict(router="switch"), "20.11", "20.60", "19.17", "19.72"),
     ("Hash", 1, dict(router="hash"), "21.27", "21.63", "20.25", "22.01"),
     ("BASE", 1, dict(router="base"), "20.49", "21.13", "19.72", "21.03"),
@@ -151,19 +151,19 @@ def table1(base: Config) -> Table:
     rows = []
     for method, split, change, *paper in TABLE1:
         experts = 1 if method == "dense" else base.expert_ffns * split
-        at = paper[2:] if base.preset.endswith("556M") else paper[:2]
-        rows.append(((method, f"{experts} x {base.ffn_size // split}", *at), change))
+        perplexities = paper[2:] if base.preset.endswith("556M") else paper[:2]
+        rows.append(((method, f"{experts} x {base.ffn_size // split}", *perplexities), change))
     title = "XMoE table 1: test perplexity of every router at equal FLOPs"
     return Table(title, ("method", "experts", "paper, OWT", "paper, WT103"), rows)
 
 
 def table2(base: Config) -> Table:
     """A dense model whose FFNs are split into experts, trained with t = 1 and no drops; at test t = 0.9 saves FLOPs."""
-    paper = TABLE1[0][3:5]  # of the dense model
+    paper = TABLE1[0][3:5]  # the dense model's
     rows = [(("dense", "", "1.00x", *paper), {"router": "dense"})]
     for experts, work, *paper in TABLE2:
         change = dict(router="threshold", moe_every=1, threshold=1.0, expert_ffns=1, split=experts)
-        if work < 1:  # tests the run of the 1.00x row
+        if work < 1:  # tests the model of the 1.00x row
             change |= dict(eval_only=True, eval_threshold=0.9, eval_capacity=work)
         rows.append((("XMoE", f"{experts} x {base.ffn_size // experts}", f"{work:.2f}x", *paper), change))
     title = "XMoE table 2: test perplexity of dense models split into experts, with fewer FLOPs at test"
@@ -201,7 +201,7 @@ def evaluate(model: GPT, data: TokenData, split: str, context, max_tokens: int |
     batches = data.eval_batches(split, max_tokens, context.rank, context.world)
     for number, (x, y) in enumerate(batches):
         micro = context.rank + number * context.world
-        seed_all(model.config.seed, 0, 1 + micro)  # for a router that draws
+        seed_all(model.config.seed, 0, 1 + micro)  # for routers that sample
         x, y = context.send_all(x, y)
         with context.autocast():
             loss, balance = model(x, y)
@@ -215,7 +215,7 @@ def evaluate(model: GPT, data: TokenData, split: str, context, max_tokens: int |
 
 
 def in_units(loss: float, counts: dict) -> dict[str, float]:
-    """Mean cross entropy in nats per token -> the units of a text with these counts of tokens, words and bytes."""
+    """Converts a mean cross entropy in nats per token, given the text's counts of tokens, words and bytes."""
     return {
         "loss": loss,
         "ppl": perplexity(loss),
@@ -225,7 +225,7 @@ def in_units(loss: float, counts: dict) -> dict[str, float]:
 
 
 def build(config: Config, data: TokenData, context) -> GPT:
-    """A new model, or that of `--init_from`."""
+    """A new model, initialized with the weights of `--init_from` if given."""
     seed_all(config.seed)
     model = context.place(GPT(config, data.vocab_size))
     if config.frequency_bias:
@@ -251,7 +251,7 @@ def train(config: Config, context) -> dict:
         work = flops.flops_per_token(model, config, head)
         size = "{total:,} parameters, {active:,.0f} active per token".format(**parameters)
         context.say(f"{run.name}: {size}; {work / 1e6:.1f} forward MFLOPs per token at full capacity")
-        by_counting = counting.text_losses(data, config.steps)
+        counting_losses = counting.text_losses(data, config.steps)
         forward = parallel.wrap(model, config, context)
         optimizer = adamw(model, config)
         counts = data.meta["splits"]["train"]
@@ -262,7 +262,7 @@ def train(config: Config, context) -> dict:
         rate = cosine(step, config.steps, config.warmup, peak, floor)
         set_learning_rate(optimizer, rate)
         for micro in run.micros:
-            seed_all(config.seed, 1 + step, micro)  # all randomness, so a resumed run is the same run
+            seed_all(config.seed, 1 + step, micro)  # so a resumed run equals an uninterrupted one
             forward.require_backward_grad_sync = micro == run.micros[-1]  # DDP averages gradients once per step
             x, y = context.send_all(*data.batch("train", step, micro))
             with context.autocast():
@@ -273,19 +273,19 @@ def train(config: Config, context) -> dict:
         clip_gradients(model, config.grad_clip)
         optimizer.step()
         optimizer.zero_grad()
-        model.after_step()  # a hypersphere router restores its norms
+        model.after_step()  # hypersphere routers restore their norms
         if run.due(step + 1):
             scores = evaluate(model, data, "valid", context, config.eval_tokens)
             run.save(step + 1, scores, f"valid {describe(scores)}", scores["loss"])
 
-    return run.finish(summary(model, data, by_counting, context) | {"parameters": parameters, "flops": work})
+    return run.finish(summary(model, data, counting_losses, context) | {"parameters": parameters, "flops": work})
 
 
-def summary(model: GPT, data: TokenData, by_counting: dict, context) -> dict:
-    """Test scores, counting baselines, and the tokens that want few or many experts."""
+def summary(model: GPT, data: TokenData, counting_losses: dict, context) -> dict:
+    """Test scores, counting baselines, and the tokens that choose few or many experts."""
     text = data.meta["splits"]["test"]
     result = test(model, data, context)
-    result["counting"] = {name: bits_per_byte(loss, text) for name, loss in by_counting.items()}
+    result["counting"] = {name: bits_per_byte(loss, text) for name, loss in counting_losses.items()}
     if model.moe_layers and type(model.moe_layers[-1].router).K is None:
         batches = [x for x, _ in data.eval_batches("test", 1 << 16)]
         easy, hard = easy_and_hard(model, batches, context)
@@ -296,40 +296,40 @@ def summary(model: GPT, data: TokenData, by_counting: dict, context) -> dict:
 
 def test(model: GPT, data: TokenData, context) -> dict:
     """Test scores with the evaluation's capacity limit (the paper's protocol) and without a limit."""
-    scores = free = evaluate(model, data, "test", context)
+    scores = unlimited = evaluate(model, data, "test", context)
     if model.limited_at_test:
         with model.no_limit():
-            free = evaluate(model, data, "test", context)
-    return {"test": scores, "test_no_limit": free}
+            unlimited = evaluate(model, data, "test", context)
+    return {"test": scores, "test_no_limit": unlimited}
 
 
 def evaluate_run(config: Config, context) -> dict:
-    """Tests a trained model (or `--init_from`) with the routing of the eval_ constants; saved in the run's folder."""
+    """Tests a trained model, or `--init_from`, with the eval_ constants' routing, and saves the scores in a file."""
     with clear_errors():
         data = TokenData.open(config.data, config, context)
         run = Run(replace(config, resume=True), PRESETS, context, data)
         _, checkpoint = newest(run.folder)
         if not checkpoint and not config.init_from:
-            why = f"; {run.reason}" if run.reason else ""
-            raise ValueError(f"{run.folder} has no checkpoint: train with the same constants but eval_ ones first{why}")
+            reason = f"; {run.reason}" if run.reason else ""
+            raise ValueError(f"{run.folder} has no checkpoint: first train with all constants but eval_ ones{reason}")
         model = build(config, data, context)
         if checkpoint:
             model.load_state_dict(checkpoint["model"])
     file = f"eval-t={config.eval_threshold}-capacity={config.eval_capacity}.json"
-    known = read_json(run.folder / file)
-    tested = {"name": run.name, "step": checkpoint.get("step", 0), "code": run.code}
-    if checkpoint and config.resume and tested.items() <= known.items():
-        return known  # these weights were tested like this before
-    result = tested | test(model, data, context)
+    previous = read_json(run.folder / file)
+    identity = {"name": run.name, "step": checkpoint.get("step", 0), "code": run.code}
+    if checkpoint and config.resume and identity.items() <= previous.items():
+        return previous  # the same test of the same weights
+    result = identity | test(model, data, context)
     result |= {"parameters": flops.count_parameters(model)}
-    if not checkpoint:  # marks the new folder as this run's
+    if not checkpoint:  # claims the new folder for this run
         run.write("config.json", run.identity)
     run.write(file, result)
     return result
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is printed
+# Printing
 
 
 LOSS = "{bpb:.3f} bits per byte, perplexity {ppl:.2f}"
@@ -344,20 +344,20 @@ def describe(scores: dict) -> str:
 
 
 def report(config: Config, result: dict) -> str:
-    """A finished result in words."""
-    scores, free = result["test"], result["test_no_limit"]
+    """A result in words."""
+    scores, unlimited = result["test"], result["test_no_limit"]
     title = result["name"] + ", test"
     for name in ("threshold", "capacity"):
         at_test = getattr(config, f"eval_{name}")
         title += "" if at_test is None else f", {name} {at_test:g}"
-    lines = ["", title, "under the limit: " * (free != scores) + describe(scores)]
-    if free != scores:
-        lines.append(f"without a limit: {describe(free)}")
+    lines = ["", title, "under the limit: " * (unlimited != scores) + describe(scores)]
+    if unlimited != scores:
+        lines.append(f"without a limit: {describe(unlimited)}")
     if result.get("counting"):
         words = "counting baselines, bits per byte: unigrams {unigrams:.3f}, bigrams of the tokens seen in training "
         words += "{bigrams:.3f}, bigrams of the whole corpus {all bigrams:.3f}"
         lines.append(words.format(**result["counting"]))
-    for name, label in {"easy": "tokens that want few experts of the last MoE layer", "hard": "many"}.items():
+    for name, label in {"easy": "tokens that choose few experts in the last MoE layer", "hard": "many"}.items():
         if name in result:
             tokens = [repr(token.replace(" ", "·"))[1:-1] for token in result[name]]  # makes spaces visible
             lines.append(f"{label}: {' '.join(token.removeprefix('·') or token for token in tokens)}")
@@ -365,25 +365,25 @@ def report(config: Config, result: dict) -> str:
 
 
 def write_sample(folder: Path, config: Config, context):
-    """Prints a sample of the run in a folder, which continues the prompt.
+    """Prints a continuation of the prompt, sampled from the run in a folder.
 
-    Experts have no capacity limit; the threshold is `eval_threshold`. Without a checkpoint, as after evaluating
-    `--init_from`, nothing is printed.
+    Experts have no capacity limit; the threshold is `eval_threshold`. Prints nothing if there is no checkpoint, as
+    after evaluating `--init_from`.
     """
     if not (folder / "ckpt.pt").exists():
         return
     with clear_errors():
         model, tokenizer = pretrained.load(folder)
-        model.config.eval_threshold = config.eval_threshold  # routers read it there
+        model.config.eval_threshold = config.eval_threshold  # where routers read it
         [prompt] = tokenizer.encode_batch([config.prompt])
     model = context.place(model)
     ids = torch.tensor([[tokenizer.eot, *prompt]], device=context.device)
     seed_all(config.sample_seed)
     with context.autocast(), model.no_limit(), torch.no_grad():
-        how = config.sample_tokens, config.sample_temperature, config.sample_top_k
-        ids = model.generate(ids, *how, end=tokenizer.eot)
+        sampling = config.sample_tokens, config.sample_temperature, config.sample_top_k
+        ids = model.generate(ids, *sampling, end=tokenizer.eot)
         watches = [RoutingStats(moe) for moe in model.moe_layers]
-        model.hidden(ids[:, -model.config.block_size :])  # reads each token once, for the statistics
+        model.hidden(ids[:, -model.config.block_size :])  # one pass over all tokens, for the statistics
     show(f"\nsample:\n{tokenizer.decode(ids[ids != tokenizer.eot].tolist())}")
     served = ", ".join(f"{watch.finish()['served']:.1f}" for watch in watches)
     if served:

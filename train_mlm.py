@@ -9,7 +9,7 @@
 
 Each evaluation prints the perplexity of masked tokens, how the sparse layers route, and X-MoE's two measures: RC, how
 far the hidden states of an expert's tokens have collapsed around their mean (lower: more collapse), and RF, the share
-of tokens whose expert changed since the previous evaluation. The end prints the perplexity of every language. A run
+of tokens whose expert changed since the previous evaluation. A run ends with the perplexity of each language. It
 lives in out/train_mlm/NAME; the same command resumes it. `--help` lists all constants.
 """
 
@@ -42,7 +42,7 @@ class Config:
     seeds: int = 1  # train this many seeds and report mean and standard deviation
     data: str = "ciphers"  # a folder of LANGUAGE.txt files, a corpus under data/prepared, or a prepared folder
     sampling_exponent: float = 0.7  # a language is sampled in proportion to its number of tokens to this power
-    mask_share: float = 0.4  # share of tokens to predict; the paper's 0.15 teaches less in so short a run
+    mask_share: float = 0.4  # share of tokens to predict; with the paper's 0.15 the demo learns less
     seed: int = 0  # seed of weights, data order, masks and dropout
     # the model
     n_layer: int = 4  # number of layers, not counting sparse ones
@@ -54,7 +54,7 @@ class Config:
     init_std: float = 0.05  # standard deviation of initial weights; at 0.02 a narrow encoder learns later
     frequency_bias: bool = True  # initialize the output bias to the log frequencies of the training tokens, else to 0
     relative_bias: bool = True  # XLM-E's gated relative position bias; without it the demo takes long to beat counting
-    # its experts
+    # experts
     router: str = "hypersphere"  # dense, or a name in routers.ROUTERS; switch is the paper's baseline SMoE
     score: Literal["dot", "hypersphere"] | None = None  # token-expert similarity; None: the router's default
     gate: Literal["softmax", "sigmoid"] | None = "sigmoid"  # weight of a chosen expert; None: the router's default
@@ -76,7 +76,7 @@ class Config:
     micro_tokens: int = 1024  # tokens per forward pass; changes results under a capacity limit
     learning_rate: float = 3e-3  # peak learning rate
     router_lr: float = 0.2  # learning rate multiplier of the routers
-    rel_bias_lr: float = 10.0  # the same for the relative position bias; at 1 it hardly grows in so few steps
+    rel_bias_lr: float = 10.0  # learning rate multiplier of the relative position bias; at 1 it hardly grows in time
     warmup: float = 0.08  # share of steps for linear warm-up; then linear decay to 0
     beta2: float = 0.999  # Adam's second beta; high, since tokens are rare in small batches
     eps: float = 1e-9  # Adam's epsilon; low, since rarely chosen experts have small gradients
@@ -91,12 +91,12 @@ class Config:
     device: str = "auto"  # cuda, mps or cpu
     dtype: Literal["auto", "bfloat16", "float32", "float64"] = "float32"  # auto: bfloat16 where it is fast
     compile: bool | None = None  # use torch.compile; None: for bfloat16 on a GPU
-    recompute: bool = False  # activation checkpointing: less memory for a second forward pass
+    recompute: bool = False  # activation checkpointing: saves memory at the cost of a second forward pass
     resume: bool = True  # resume from the newest checkpoint; false: start over
     init_from: str | None = None  # start from another run's folder, or from XLM-R, whose missing sparse layers are new
 
 
-# X-MoE appendices A and B; micro-batch and gradient clipping are ours, the paper does not say.
+# X-MoE appendices A and B; micro-batch and gradient clipping are ours, since the paper gives none.
 BASE = dict(data="cc100", mask_share=0.15, router_lr=1.0)
 BASE |= dict(n_layer=12, n_head=12, n_embd=768, init_std=0.02)
 BASE |= dict(ffn_size=3072, block_size=512, dropout=0.1)
@@ -105,7 +105,7 @@ BASE |= dict(frequency_bias=False, relative_bias=False, rel_bias_lr=1.0)
 BASE |= dict(steps=125_000, batch_tokens=2048 * 512, micro_tokens=32 * 512)
 BASE |= dict(learning_rate=5e-4, beta2=0.98, eps=1e-6)
 BASE |= dict(eval_every=5000, eval_tokens=1 << 25, recompute=True, dtype="auto")
-# Real text in 48 languages, and a narrow encoder: a quarter of an hour on one core.
+# Real text in 48 languages, and a narrow encoder: 15 minutes on one core.
 SMALL = dict(data="messages", n_embd=64, ffn_size=256, block_size=64, init_std=0.02)
 SMALL |= dict(expert_size=256, gate=None)
 SMALL |= dict(steps=10_000, learning_rate=2e-3)
@@ -195,11 +195,11 @@ def evaluate(model: MaskedLM, data: MaskedData, config: Config, context, masking
     tokens = data.eval_tokens("valid", config.eval_tokens)
     routing = [RoutingStats(moe) for moe in model.moe_layers]
     collapse = [Collapse(moe, tokens) for moe in model.moe_layers]
-    losses, counts = torch.zeros(2, len(data.languages), dtype=torch.float64)  # of each language's masked tokens
+    losses, counts = torch.zeros(2, len(data.languages), dtype=torch.float64)  # per language, over its masked tokens
     balances = torch.zeros((), dtype=torch.float64)
     for k, first, batch in data.eval_batches("valid", maskings, config.eval_tokens, context.rank, context.world):
-        seed_all(config.seed, 0, 1 + k, first)  # for a router that draws
-        for watch in collapse:  # RC and RF are of the first masking
+        seed_all(config.seed, 0, 1 + k, first)  # for routers that sample
+        for watch in collapse:  # RC and RF are measured on the first masking
             watch.place = first if k == 0 else None  # index of the batch's first token
         ids, masked, targets, nonpad = context.send_all(*batch[:4])
         with context.autocast():
@@ -226,7 +226,7 @@ def evaluate(model: MaskedLM, data: MaskedData, config: Config, context, masking
 
 
 def build(config: Config, data: MaskedData, context) -> MaskedLM:
-    """A new model, or that of `--init_from`."""
+    """A new model, initialized with the weights of `--init_from` if given."""
     seed_all(config.seed)
     model = context.place(MaskedLM(config, data.vocab_size))
     if config.frequency_bias:
@@ -251,7 +251,7 @@ def train(config: Config, context) -> dict:
             return run.result
         model = build(config, data, context)
         parameters = flops.count_parameters(model)
-        head = config.mask_share * flops.masked_head_flops(model)  # only masked tokens pass it
+        head = config.mask_share * flops.masked_head_flops(model)  # only masked tokens pass through it
         work = flops.flops_per_token(model.encoder, config, head)
         size = "{total:,} parameters, {active:,.0f} active per token".format(**parameters)
         context.say(f"{run.name}: {size}; {work / 1e6:.1f} forward MFLOPs per token")
@@ -267,7 +267,7 @@ def train(config: Config, context) -> dict:
         batches = [data.batch("train", step, micro) for micro in run.micros]
         predicted = context.mean(sum(len(batch.targets) for batch in batches)) or 1.0
         for micro, batch in zip(run.micros, batches):
-            seed_all(config.seed, 1 + step, micro)  # all randomness, so a resumed run is the same run
+            seed_all(config.seed, 1 + step, micro)  # so a resumed run equals an uninterrupted one
             forward.require_backward_grad_sync = micro == run.micros[-1]  # DDP averages gradients once per step
             with context.autocast():
                 loss, balance = forward(*context.send_all(*batch[:4]))
@@ -278,12 +278,12 @@ def train(config: Config, context) -> dict:
         clip_gradients(model, config.grad_clip)
         optimizer.step()
         optimizer.zero_grad()
-        model.after_step()  # puts expert embeddings back on their sphere
+        model.after_step()  # projects expert embeddings back onto their sphere
         if run.due(step + 1):
             maskings = config.eval_maskings if step + 1 == config.steps else 1
             scores, chosen = evaluate(model, data, config, context, maskings, before=chosen)
             run.extra |= {"valid": scores, "chosen": chosen}
-            run.extra.setdefault("first", scores["layers"])  # RC rises or falls from here
+            run.extra.setdefault("first", scores["layers"])  # to show how RC changes
             if scores["ppl"] < counted.get("neighbours", {}).get("ppl", 0):
                 run.extra.setdefault("since_step", step + 1)
             run.save(step + 1, scores, f"valid {describe(scores)}", scores["loss"])
@@ -304,7 +304,7 @@ def describe(scores: dict) -> str:
 
 
 def report(config: Config, result: dict) -> str:
-    """A result in words, with languages from the easiest to the hardest."""
+    """A result in words, with languages sorted from easiest to hardest."""
     languages = result["valid"]["languages"]
     words = ", ".join(f"{name} {languages[name]:.2f}" for name in sorted(languages, key=languages.get))
     lines = [f"\n{result['name']}, perplexity per language:", words, f"valid {describe(result['valid'])}"]

@@ -2,16 +2,16 @@
 
     python train_mt.py                                         the demo: three ciphers to readable English
     python train_mt.py --router switch                         another router, with equal parameters and FLOPs
-    python -m data.prepare multi30k-de --source DIR            then
+    python -m data.prepare multi30k-de --source DIR            prepare Multi30k, then train:
     python train_mt.py --preset multi30k                       German captions to English
     torchrun --nproc_per_node 4 train_mt.py --preset wmt23 --data wmt23-uk       the paper's model, on 4 GPUs
     python train_mt.py --table 3                               every row of a table, next to the paper's numbers
     python train_mt.py --translate FILE --model out/train_mt/multi30k      translate a file with a trained model
 
-Each evaluation prints cross entropy, how each MoE layer routes, and validation BLEU and chrF2++; the end prints the
-test scores with the weights of the best validation BLEU, with the evaluation's capacity limit (the paper's protocol)
-and without one, next to those of two trivial methods: a translation memory and a lookup of single tokens. A run lives
-in out/train_mt/NAME; the same command resumes it. `--help` lists all constants.
+Each evaluation prints cross entropy, how each MoE layer routes, and validation BLEU and chrF2++. A run ends with the
+test scores of the weights with the best validation BLEU, with the evaluation's capacity limit (the paper's protocol)
+and without one, next to two trivial baselines: a translation memory and a lookup of single tokens. It lives in
+out/train_mt/NAME; the same command resumes it. `--help` lists all constants.
 """
 
 import math
@@ -69,7 +69,7 @@ class Config:
     moe_every: int = 2  # XMoE: every N-th block has experts instead of an FFN
     decoder_moe: bool = True  # XMoE: experts in the decoder too, as in the paper; its code has them in the encoder only
     expert_ffns: int = 8  # XMoE: a sparse layer has the parameters of this many dense FFNs; the paper: 32
-    split: int | None = None  # XMoE: parts of an FFN's width: expert_ffns * split experts; None: the router's default
+    split: int | None = None  # XMoE: parts of a split FFN: expert_ffns * split experts; None: the router's default
     capacity: float = 1.0  # XMoE: compute of the experts relative to a dense FFN; the paper's gamma is capacity * split
     eval_capacity: float | None = None  # capacity at test; None: the same
     moe_after: tuple[int, ...] = ()  # X-MoE: insert a sparse layer after each of these encoder layers, counted from 1
@@ -109,7 +109,7 @@ class Config:
     device: str = "auto"  # cuda, mps or cpu
     dtype: Literal["auto", "bfloat16", "float32", "float64"] = "float32"  # auto: bfloat16 where it is fast
     compile: bool | None = None  # use torch.compile; None: for bfloat16 on a GPU
-    recompute: bool = False  # activation checkpointing: less memory for a second forward pass
+    recompute: bool = False  # activation checkpointing: saves memory at the cost of a second forward pass
     resume: bool = True  # resume from the newest checkpoint; false: start over
 
     def unread(self) -> set[str]:
@@ -127,7 +127,7 @@ class Config:
 REAL = dict(dropout=0.3, threshold=0.9, expert_size=512, warmup_steps=512, eval_sentences=3000, dtype="auto")
 MULTI30K = REAL | dict(data="multi30k-de", n_embd=128, ffn_size=512)  # German captions: 8 minutes on one core
 MULTI30K |= dict(block_size=128, learning_rate=2e-3, steps=1500, eval_every=500)
-# XMoE 4.2 and its authors' configurations; batch size and steps are ours, the papers do not say.
+# XMoE 4.2 and its authors' configurations; batch size and steps are ours, since the papers give none.
 PAPER = REAL | dict(n_layer=12, decoder_layers=6)
 PAPER |= dict(n_head=8, n_embd=512, ffn_size=2048)
 PAPER |= dict(block_size=256, learning_rate=5e-4)
@@ -156,7 +156,7 @@ TABLE3 = [  # method, router, split, the paper for each language
 # X-MoE's table 4: method, the row's constants. Our copy of the paper lacks its numbers.
 TABLE4 = {
     "dense": dict(router="dense"),
-    "one expert for all": dict(router="switch", experts=1),  # ours: the compute per token of the next two
+    "one expert for all": dict(router="switch", experts=1),  # ours, with the compute per token of the next two
     "SMoE": dict(router="switch"),
     "X-MoE": dict(router="hypersphere"),
 }
@@ -165,7 +165,7 @@ TABLE4 = {
 def table3(base: Config) -> Table:
     """Every router, with equal expert parameters and FLOPs; at the paper's scale, one model per language."""
     if base.moe_after:
-        raise ValueError("table 3 has experts in place of FFNs: not with moe_after, nor with preset wmt10")
+        raise ValueError("table 3 replaces FFNs with experts: not with moe_after, nor with preset wmt10")
     language = base.data.rpartition("-")[2]
     corpora = {language if language in LANGUAGES else "mean": base.data}
     if base.preset == "wmt23" and base.data == PRESETS["wmt23"]["data"]:
@@ -202,14 +202,14 @@ def cells(result: dict) -> dict:
         row[f"BLEU{note}"] = scores["bleu"], ".2f"
         row[f"chrF2++{note}"] = scores["chrf"], ".2f"
         row[f"rows kept{note}"] = mean_over_layers("served", scores["layers"]), ".2f"
-    for what in ("memory", "lookup"):
+    for baseline in ("memory", "lookup"):
         for metric, column in {"bleu": "BLEU", "chrf": "chrF2++"}.items():
-            row[f"{column}, {what}"] = result.get(what, {}).get(metric), ".2f"
+            row[f"{column}, {baseline}"] = result.get(baseline, {}).get(metric), ".2f"
     row["BLEU, valid"] = result["best"]["bleu"], ".2f"
     steps = result.get("since_step", {}).values()
     row["beats memory since step"] = max(steps) if steps and all(steps) else None, ",.0f"  # in every language
     pairs = result["test"]["pairs"]
-    if 1 < len(pairs) <= 10:  # more would not fit
+    if 1 < len(pairs) <= 10:  # more columns would not fit
         for name, pair in pairs.items():
             row[name] = pair["bleu"], ".2f"
             row[f"{name}, chrF2++"] = pair["chrf"], ".2f"
@@ -229,12 +229,12 @@ def translate(model: Translator, source, nonpad, tokenizer, beam=5, length_penal
     source (B, N) ends in </s>; nonpad: see `Translator.encode`. A source of n tokens before </s> gets a translation
     of at most 1.2 n + 10 tokens. A finished hypothesis scores its log probability divided by its length, including
     </s>, to the power of `length_penalty`; a sentence is done when K hypotheses are finished or its beams reach the
-    maximum length. Experts have no capacity limit, so a translation depends on its source alone; limit: they have the
+    maximum length. Experts have no capacity limit, so a translation depends on its source alone; limit: use the
     evaluation's. Keys and values are cached, so each step reads one token.
     """
     K, V, (B, N) = beam, model.vocab_size, source.shape
     device = source.device
-    never = torch.tensor(tokenizer.unwritten, device=device)  # tokens that no text has
+    never = torch.tensor(tokenizer.unwritten, device=device)  # tokens that are never generated
     is_end = torch.arange(V, device=device) == tokenizer.eos
     length = source.new_full((B,), N)  # with </s>
     if nonpad is not None:
@@ -258,81 +258,81 @@ def translate(model: Translator, source, nonpad, tokenizer, beam=5, length_penal
             total = log_probs.unflatten(0, (-1, K))  # (b, K, V)
             total += score.unsqueeze(2)
             must_end = (longest < t).tolist()
-            for i, last in enumerate(must_end):
-                if last:
+            for i, at_limit in enumerate(must_end):
+                if at_limit:
                     total[i] = total[i].where(is_end, -math.inf)
-            best, place = total.flatten(1).topk(2 * K)  # (b, 2 K), best first
-            before, token = place // V, place % V
+            best, index = total.flatten(1).topk(2 * K)  # (b, 2 K), best first
+            parent, token = index // V, index % V
             ends = token == tokenizer.eos
             ended = ends & (best > -math.inf)
             for i, j in ended[:, :K].nonzero().tolist():
                 value = float(best[i, j]) / t**length_penalty
-                ids = written[i, before[i, j], 1:].tolist()
+                ids = written[i, parent[i, j], 1:].tolist()
                 finished[searched[i]].append((value, ids))
-            # At most K of the 2 K best continuations end, one of each beam, so K continue.
-            going_on = ends.int().argsort(dim=1, stable=True)[:, :K]
-            score = best.gather(1, going_on)
-            before = before.gather(1, going_on)
-            token = token.gather(1, going_on)
-            written = written.take_along_dim(before.unsqueeze(2), dim=1)
+            # At most K of the 2 K best continuations end, one per beam, so at least K continue.
+            continuing = ends.int().argsort(dim=1, stable=True)[:, :K]
+            score = best.gather(1, continuing)
+            parent = parent.gather(1, continuing)
+            token = token.gather(1, continuing)
+            written = written.take_along_dim(parent.unsqueeze(2), dim=1)
             written = torch.cat([written, token.unsqueeze(2)], dim=2)
             full = [len(finished[sentence]) >= K for sentence in searched]
-            stay = [i for i in range(len(searched)) if not (must_end[i] or full[i])]
-            rows = before + K * torch.arange(len(searched), device=device).unsqueeze(1)
-            past = rows_of(past, rows[stay].flatten())
-            if len(stay) < len(searched):
-                encoded = encoded.sentences(stay)
-                written, score = written[stay], score[stay]
-                longest = longest[stay]
-                searched = [searched[i] for i in stay]
+            unfinished = [i for i in range(len(searched)) if not (must_end[i] or full[i])]
+            rows = parent + K * torch.arange(len(searched), device=device).unsqueeze(1)
+            past = rows_of(past, rows[unfinished].flatten())
+            if len(unfinished) < len(searched):
+                encoded = encoded.sentences(unfinished)
+                written, score = written[unfinished], score[unfinished]
+                longest = longest[unfinished]
+                searched = [searched[i] for i in unfinished]
     model.train(was_training)
-    return [max(pairs)[1] for pairs in finished]
+    return [max(hypotheses)[1] for hypotheses in finished]
 
 
 def translate_texts(model: Translator, texts: list[str], tokenizer: XLMR, config, context, limit=False) -> list[str]:
-    """The translation of each text as detokenized text in one line; empty if a text has no tokens.
+    """Translates each text into one line of detokenized text; a text without tokens into an empty one.
 
     limit: see `translate`. Processes share batches of similar lengths.
     """
     ids, room = tokenizer.encode_batch(texts), model.config.block_size - 1
-    long = sum(len(text) > room for text in ids)
-    if long:
-        warn(f"{long} of {len(ids)} texts are cut to block_size - 1 = {room} tokens")
+    too_long = sum(len(text) > room for text in ids)
+    if too_long:
+        warn(f"{too_long} of {len(ids)} texts are cut to block_size - 1 = {room} tokens")
     nonempty = [number for number, text in enumerate(ids) if text]
     sources = [ids[number][:room] for number in nonempty]
-    budget = config.micro_tokens // 2  # about as many source tokens as in training, as capacity depends on them
+    budget = config.micro_tokens // 2  # about as many source tokens as in training, since capacity depends on them
     batches = [*source_batches(sources, tokenizer.pad, tokenizer.eos, budget)]
     silent = context.rank > 0 or None
-    translations = {}  # number of a text -> its translation
+    translations = {}  # by number of the text
     for numbers, batch in tqdm(batches[context.rank :: context.world], "translating", leave=False, disable=silent):
         source, nonpad = context.send_all(*batch)
         with context.autocast():
             best = translate(model, source, nonpad, tokenizer, config.beam, config.length_penalty, limit)
         for number, translation in zip(numbers, best):
             text = tokenizer.decode(translation)
-            translations[nonempty[number]] = " ".join(text.split())  # a piece may be a line feed
+            translations[nonempty[number]] = " ".join(text.split())  # a token may be a line feed
     translations = ChainMap(*context.gather(translations))
     return [translations.get(number, "") for number in range(len(texts))]
 
 
-def score_split(model, data: TranslationData, split: str, config: Config, context, most=None, limit=True) -> dict:
-    """Translates up to `most` sentences per language pair (None: all) -> scores, examples, routing statistics.
+def score_split(model, data: TranslationData, split: str, config: Config, context, count=None, limit=True) -> dict:
+    """Translates the first `count` sentences per language pair (None: all) -> scores, examples, routing statistics.
 
     limit: see `translate`.
     """
     watches = list(map(RoutingStats, model.moe_layers))
     pairs, texts = {}, []
     for name in data.languages:
-        sources, references = (side[:most] for side in data.texts(split, name))
+        sources, references = (side[:count] for side in data.texts(split, name))
         if sources:
-            ours = translate_texts(model, sources, data.tokenizer, config, context, limit)
-            pairs[name] = score_translations(ours, references, config.target)
-            texts += [(name, *sentence) for sentence in zip(sources, references, ours)]
-    apart = max(1, len(texts) // 5)
+            translations = translate_texts(model, sources, data.tokenizer, config, context, limit)
+            pairs[name] = score_translations(translations, references, config.target)
+            texts += [(name, *sentence) for sentence in zip(sources, references, translations)]
+    stride = max(1, len(texts) // 5)
     return mean(pairs.values()) | {
         "pairs": pairs,
         "sentences": len(texts),
-        "examples": texts[apart // 2 :: apart][:5],
+        "examples": texts[stride // 2 :: stride][:5],
         "layers": [watch.finish(context.sum) for watch in watches],
     }
 
@@ -344,7 +344,7 @@ def evaluate(model: Translator, data: TranslationData, split: str, context, max_
     watches = list(map(RoutingStats, model.moe_layers))
     sums = torch.zeros(3, dtype=torch.float64)  # cross entropy, balance loss, tokens
     for number, batch in enumerate(data.eval_batches(split, max_tokens, context.rank, context.world)):
-        seed_all(model.config.seed, 0, 1 + context.rank + number * context.world)  # for a router that draws
+        seed_all(model.config.seed, 0, 1 + context.rank + number * context.world)  # for routers that sample
         with context.autocast():
             loss, balance = model(*context.send_all(*batch))
         sums += torch.tensor([float(loss), float(balance), 1.0], dtype=torch.float64) * len(batch.labels)
@@ -367,8 +367,8 @@ def evaluate(model: Translator, data: TranslationData, split: str, context, max_
 def train(config: Config, context) -> dict:
     """Trains a translator, or resumes training -> the content of result.json."""
     with clear_errors():
-        how = {"exponent": config.sampling_exponent, "target": config.target}
-        data = TranslationData.open(config.data, config, context, **how)
+        options = {"exponent": config.sampling_exponent, "target": config.target}
+        data = TranslationData.open(config.data, config, context, **options)
         run = Run(config, PRESETS, context, data)
         if run.result:
             return run.result
@@ -382,7 +382,7 @@ def train(config: Config, context) -> dict:
         size = "{total:,} parameters, {active:,.0f} active per token".format(**parameters)
         context.say(f"{run.name}: {size}; {work / 1e6:.1f} forward MFLOPs per pair of 2 x {length:.1f} tokens")
         left_out = ", ".join(f"{count:,} {split}" for split, count in data.left_out.items())
-        context.say(f"{counts['pairs']:,} pairs; left out as longer than block_size: {left_out}")
+        context.say(f"{counts['pairs']:,} pairs; left out because they are longer than block_size: {left_out}")
         counting = score_counting(data)
         memories = {name: pair["chrf"] for name, pair in counting["memory"].get("pairs", {}).items()}
         forward = parallel.wrap(model, config, context)
@@ -394,18 +394,18 @@ def train(config: Config, context) -> dict:
         batches = [data.batch("train", step, micro) for micro in run.micros]
         predicted = context.mean(sum(len(batch.labels) for batch in batches)) or 1.0
         for micro, batch in zip(run.micros, batches):
-            seed_all(config.seed, 1 + step, micro)  # all randomness, so a resumed run is the same run
+            seed_all(config.seed, 1 + step, micro)  # so a resumed run equals an uninterrupted one
             forward.require_backward_grad_sync = micro == run.micros[-1]  # DDP averages gradients once per step
             with context.autocast():
                 loss, balance = forward(*context.send_all(*batch))
             total = loss + config.balance_coef * balance
-            share = len(batch.labels) / predicted  # a step's loss is the mean over all tokens that it predicts
+            share = len(batch.labels) / predicted  # a step's loss is the mean over all its predicted tokens
             (share * total).backward()
             run.add(share * loss, tokens=batch.tokens)
         clip_gradients(model, config.grad_clip)
         optimizer.step()
         optimizer.zero_grad()
-        model.after_step()  # a hypersphere router restores its norms
+        model.after_step()  # hypersphere routers restore their norms
         if run.due(step + 1):
             scores = evaluate(model, data, "valid", context, config.eval_tokens)
             run.check_finite(scores["loss"], step + 1)  # NaN weights cannot translate
@@ -427,14 +427,14 @@ def train(config: Config, context) -> dict:
 
 
 def test(model: Translator, data: TranslationData, run: Run, config: Config, context) -> dict:
-    """Test scores with the weights of the best validation BLEU, which are saved as model.pt."""
+    """Test scores of the weights with the best validation BLEU, which are saved as model.pt."""
     best = run.extra["best"]
     model.load_state_dict(best["model"])
     run.save_model("model.pt", model, best["step"])
-    scores = free = score_split(model, data, "test", config, context)  # with the limit: the paper's protocol
+    scores = unlimited = score_split(model, data, "test", config, context)  # with the limit: the paper's protocol
     if model.limited_at_test:
-        free = score_split(model, data, "test", config, context, limit=False)
-    return {"test": scores, "test_no_limit": free, "best": {"step": best["step"], "bleu": best["bleu"]}}
+        unlimited = score_split(model, data, "test", config, context, limit=False)
+    return {"test": scores, "test_no_limit": unlimited, "best": {"step": best["step"], "bleu": best["bleu"]}}
 
 
 def in_words(scores: dict) -> str:
@@ -451,23 +451,23 @@ def describe(scores: dict) -> str:
 
 def report(config: Config, result: dict) -> str:
     """A result in words."""
-    scores, free = result["test"], result["test_no_limit"]
+    scores, unlimited = result["test"], result["test_no_limit"]
     best = result["best"]
     lines = [f"\n{result['name']}, test; beam {config.beam}, length penalty {config.length_penalty:g}"]
-    lines.append(f"weights of step {best['step']}, whose validation BLEU is best: {best['bleu']:.2f}")
-    lines.append("under the limit: " * (free != scores) + in_words(scores))
-    if free != scores:
-        lines.append(f"without a limit: {in_words(free)}")
+    lines.append(f"weights of step {best['step']}, with the best validation BLEU: {best['bleu']:.2f}")
+    lines.append("under the limit: " * (unlimited != scores) + in_words(scores))
+    if unlimited != scores:
+        lines.append(f"without a limit: {in_words(unlimited)}")
     for name, pair in scores["pairs"].items():
         lines.append(f"  {name:12} {in_words(pair)}")
         if result["memory"]:
-            for what in ("memory", "lookup"):
-                lines.append(f"    {what:10} {in_words(result[what]['pairs'][name])}")
+            for baseline in ("memory", "lookup"):
+                lines.append(f"    {baseline:10} {in_words(result[baseline]['pairs'][name])}")
             since = result["since_step"][name]
             lines.append("    beats the memory " + (f"since step {since}" if since else "at no evaluation"))
     lines.append("BLEU {bleu_signature}\nchrF2++ {chrf_signature}\n".format(**pair))  # the same for all pairs
-    for name, source, reference, ours in free["examples"]:
-        lines.append(f"{name}: {source}\n  reference: {reference}\n  ours:      {ours}")
+    for name, source, reference, translation in unlimited["examples"]:
+        lines.append(f"{name}: {source}\n  reference: {reference}\n  ours:      {translation}")
     return "\n".join(lines)
 
 
@@ -478,7 +478,7 @@ def translate_file(config: Config, context):
         if not isinstance(model, Translator):
             raise ValueError(f"{config.model} is not a translator: pass --model the folder of a train_mt.py run")
         lines = list(map(str.strip, read_lines(Path(config.translate))))
-    if not sys.stdout.isatty():  # data, in UTF-8 whatever the locale
+    if not sys.stdout.isatty():  # to a file: UTF-8 in any locale
         sys.stdout.reconfigure(encoding="utf-8")
     translations = translate_texts(context.place(model), lines, tokenizer, config, context)
     context.say("\n".join(translations))

@@ -12,7 +12,6 @@ masking, not on the seed: scores of different runs are comparable.
 
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -24,10 +23,9 @@ from data.files import SPLITS, has_words
 from data.folder import Prepared, Spans
 from data.masking import DRAWS, Masking, index_within
 
-# The purpose of random numbers: every generator's key begins with one, so that no two purposes share numbers.
+# Each random generator's key begins with its purpose, so that no two purposes share numbers.
 TRAINING, EVALUATION, POOL, PASS = range(4)
 POOL_MICROS = 128  # micro-batches of pairs that are drawn and sorted together
-DRAWN = 256  # pairs that are drawn at a time
 
 
 class TokenData(Prepared):
@@ -48,8 +46,7 @@ class TokenData(Prepared):
     def starts(self, split, step, micro) -> ndarray:
         """(B,) the offsets of a micro-batch's windows."""
         last = len(self.tokens[split]) - self.block_size
-        rng = self.random(TRAINING, split, step, micro)
-        return rng.integers(last, size=self.batch_size)
+        return self.random(TRAINING, split, step, micro).integers(last, size=self.batch_size)
 
     def windows(self, split, starts: ndarray) -> tuple[Tensor, Tensor]:
         index = starts[:, None] + np.arange(self.block_size + 1)  # (B, T + 1)
@@ -58,13 +55,12 @@ class TokenData(Prepared):
 
     def seen(self, steps: int) -> Tensor:
         """(N,) bool: the training tokens that are targets in the first `steps` steps."""
-        changes = np.zeros(len(self.tokens["train"]) + 1, dtype=np.int32)
+        seen = np.zeros(len(self.tokens["train"]), dtype=bool)
         for step in range(steps):
             for micro in range(self.micros_per_step):
-                first = 1 + self.starts("train", step, micro)
-                np.add.at(changes, first, 1)
-                np.add.at(changes, first + self.block_size, -1)
-        return torch.from_numpy(changes[:-1].cumsum() > 0)
+                for start in self.starts("train", step, micro):
+                    seen[start + 1 : start + 1 + self.block_size] = True
+        return torch.from_numpy(seen)
 
     def eval_batches(self, split, max_tokens=None, rank=0, world=1):
         """x and y of consecutive windows, from the whole split or its first max_tokens tokens.
@@ -91,10 +87,6 @@ class TokenData(Prepared):
         size = len(text.encode()) - len(documents) + 1
         words = {"words": len(text.split())} if has_words(text) else {}
         return {"tokens": count, "bytes": size} | words
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Shared by the multilingual data
 
 
 def probabilities(sizes: ndarray, train: ndarray, exponent: float) -> ndarray:
@@ -154,10 +146,6 @@ def cut(sizes: ndarray, micro_tokens: int) -> list[slice]:
     return batches
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Masked rows
-
-
 class Masked(NamedTuple):
     """B rows of T tokens, `<s>` and the text of one language (or pair). Flat indices count through all B * T."""
 
@@ -193,12 +181,11 @@ class MaskedData(Prepared):
 
     def draw_languages(self, rng, split, count: int) -> ndarray:
         sizes = self.streams[split][:, 1]
-        train = self.streams["train"][:, 1]
-        shares = probabilities(sizes, train, self.exponent)
+        shares = probabilities(sizes, self.streams["train"][:, 1], self.exponent)
         return rng.choice(len(shares), count, p=shares)
 
     def batch(self, split, step, micro=0) -> Masked:
-        """A micro-batch for training. Rows of a language that is shorter than a row are padded."""
+        """A micro-batch for training. If a language is shorter than a row, its rows are padded."""
         rng = self.random(TRAINING, split, step, micro)
         language = self.draw_languages(rng, split, self.batch_size)
         first, count = self.streams[split][language].T
@@ -269,7 +256,7 @@ class MaskedData(Prepared):
         ends = sizes.cumsum().reshape(sizes.shape)
         tokens[ends[:, 0] - 1] = self.tokenizer.bos
         if self.kind == "pairs":
-            tokens[ends[:, 1:] - 1] = self.tokenizer.eos  # a text that was cut ends in </s>, too
+            tokens[ends[:, 1:] - 1] = self.tokenizer.eos  # truncated texts end in </s>, too
         part = np.repeat(np.arange(sizes.size), sizes.flatten())
         chosen = self.masking.choose(tokens, part, random)
         if to_mask is not None:
@@ -313,7 +300,7 @@ class PairData(MaskedData):
         rng = self.random(POOL, split, number)
         drawn, tokens = [], 0
         while tokens < POOL_MICROS * self.micro_tokens:
-            language = self.draw_languages(rng, split, DRAWN)
+            language = self.draw_languages(rng, split, count=256)
             first, count = self.streams[split][language].T
             numbers = first + rng.integers(count)
             drawn.append(self.pairs(split, numbers))
@@ -325,8 +312,7 @@ class PairData(MaskedData):
         return [rows.take(micros[index]) for index in order]
 
     def all_rows(self, split) -> Spans:
-        count = self.meta["splits"][split]["pairs"]
-        return self.pairs(split, np.arange(count))
+        return self.pairs(split, np.arange(self.meta["splits"][split]["pairs"]))
 
     def pairs(self, split, numbers: ndarray) -> Spans:
         """Pairs as in Prepared, cut to rows of at most block_size tokens, the longer half first."""
@@ -336,10 +322,6 @@ class PairData(MaskedData):
         one = np.minimum(one, np.maximum(room - two, room - room // 2))
         two = np.minimum(two, room - one)
         return rows._replace(sizes=np.stack([one, two], axis=1))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Translation
 
 
 class Translation(NamedTuple):
@@ -362,10 +344,10 @@ class Translation(NamedTuple):
 class TranslationData(Prepared):
     """A corpus of translation pairs, translated into the language `target`, which may be the first or second of a pair.
 
-    Training makes passes through the corpus, each over every pair once, in a new order. With an `exponent` below 1 a
-    pass has as many pairs in total, divided among the language pairs by `probabilities`: in a large one, the next pass
-    continues with the pairs that are left; a small one repeats within a pass. Pairs in which a text has more than
-    block_size tokens, `</s>` included, are excluded from training and from losses, and counted in `left_out`.
+    Each pass through the training text visits every pair once, in a new order. With an `exponent` below 1, a pass has
+    the same number of pairs, divided among the language pairs by `probabilities`: a large language pair continues in
+    the next pass, a small one repeats within a pass. Pairs in which a text has more than block_size tokens, `</s>`
+    included, are excluded from training and from losses, and counted in `left_out`.
 
     Raises ValueError if a language pair lacks `target`, or all its training pairs or all pairs of a split are too long.
     """
@@ -392,8 +374,8 @@ class TranslationData(Prepared):
         fitting = []
         for first, count in self.streams[split].tolist():
             numbers = np.arange(first, first + count)
-            longer = self.pairs(split, numbers).sizes.max(axis=1)
-            fitting.append(numbers[longer <= self.block_size])
+            longest = self.pairs(split, numbers).sizes.max(axis=1)
+            fitting.append(numbers[longest <= self.block_size])
         counts = list(map(len, fitting))
         if not sum(counts) or (split == "train" and not min(counts)):
             pairs = f"all {split} pairs of {self.languages[counts.index(0)]} in {self.folder}"
@@ -405,7 +387,7 @@ class TranslationData(Prepared):
         micros_per_pass = len(self.order(split, 0))
         number, index = divmod(step * self.micros_per_step + micro, micros_per_pass)
         micros = self.order(split, number)
-        # With an exponent, a pass may be a few micro-batches longer or shorter than the first: skip or repeat those.
+        # With an exponent, passes differ by a few micro-batches from the first one: skip or repeat those.
         return self.translation(split, micros[index % len(micros)])
 
     def order_pass(self, split, number: int) -> list[ndarray]:
@@ -449,8 +431,7 @@ class TranslationData(Prepared):
         """The size of the translations in `eval_pairs`, in `tokens` (with `</s>`) and `bytes`."""
         numbers = self.eval_pairs(split, max_tokens)
         _, tokens = self.pairs(split, numbers).sizes.sum(axis=0)
-        texts = [self.texts(split, language)[1] for language in self.languages]
-        texts = list(chain.from_iterable(texts))
+        texts = [text for language in self.languages for text in self.texts(split, language)[1]]
         size = sum(len(texts[number].encode()) for number in numbers)
         return {"tokens": int(tokens), "bytes": size}
 

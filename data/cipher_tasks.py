@@ -101,10 +101,6 @@ def pieces_of(text: Text) -> Pieces:
     return [piece for pieces, _ in text for piece in pieces]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Examples of each task
-
-
 def tagged(held_out: list[Text], rng) -> Iterator[Plain]:
     """Consecutive texts of whole words; those without any tag but O are skipped."""
     for document in held_out:

@@ -94,10 +94,9 @@ def deal_texts(names: Collection, texts: dict[str, list]) -> Iterator[tuple]:
 
 
 def in_pieces(english: Records) -> tuple[list[Document], list[str]]:
-    """The documents in pieces, longest first, and the names of the pieces."""
+    """The documents in pieces, and the names of the pieces."""
     documents, model = learn_pieces(english)
     documents = [(split, model.encode_batch(sentences)) for split, sentences in documents]
-    documents.sort(key=size, reverse=True)
     return documents, model.processor.id_to_piece(list(range(PIECES)))
 
 
@@ -127,7 +126,7 @@ def deal_documents(documents: list[Document]) -> list[list[Document]]:
     parts = [part] * len(LANGUAGES) + [PAIRED]
     shares = [[] for _ in parts]
     filled = {split: [0.0] * len(parts) for split in SPLITS}
-    for document in documents:
+    for document in sorted(documents, key=size, reverse=True):
         sizes = filled[document[0]]
         least = sizes.index(min(sizes))
         sizes[least] += size(document) / parts[least]

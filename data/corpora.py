@@ -248,8 +248,6 @@ def multi30k(source: Path | None = None) -> Groups:
     return {"de-en": labelled(splits)}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-
 PYDOCS = dict(read=pydocs, packages=("numpy", "torch"))
 CIPHERS = PYDOCS | dict(vocabulary="ciphers", learn_options=ciphers.VOCABULARY)
 CIPHERS_MT = PYDOCS | dict(vocabulary="ciphers-mt", learn_options=ciphers.HARDER_VOCABULARY)

@@ -57,13 +57,12 @@ def python_files() -> Iterator[tuple[str, Iterator[str]]]:
         yield name, chain.from_iterable(map(sentences, texts))
 
 
-DEFINITIONS = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 ADD_DOC = re.compile(r"_?add_(docstr|newdoc)")  # how torch and numpy document compiled functions
 
 
 def documentation(node: ast.AST) -> Iterator[str]:
     """Docstrings, strings passed to ADD_DOC, and those assigned to `__doc__` or to pydoc's `topics` (the manual)."""
-    if isinstance(node, DEFINITIONS):
+    if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         yield ast.get_docstring(node) or ""
     elif isinstance(node, ast.Assign) and name_of(node.targets[0]) in ("__doc__", "topics"):
         yield from map(inspect.cleandoc, literals(node.value))
@@ -99,7 +98,6 @@ def literals(node: ast.expr) -> Iterator[str]:
                 yield from literals(element)
 
 
-MIN_WORDS = 5  # in a paragraph
 MARKUP = [  # (pattern, replacement)
     (re.compile(r":[\w:]+:`[~!]?([^`<]*?)(?:\s*<[^`]*>)?`"), r"\1"),  # :func:`~torch.abs`
     (re.compile(r"`([^`<]+?)\s*<[^`]*>`_+"), r"\1"),  # `text <address>`_
@@ -118,7 +116,7 @@ def sentences(text: str) -> Iterator[str]:
         for pattern, replacement in MARKUP:
             block = pattern.sub(replacement, block)
         words = block.split()
-        if len(words) < MIN_WORDS or not block[0].isupper() or block[-1] not in ".!?:":
+        if len(words) < 5 or not block[0].isupper() or block[-1] not in ".!?:":
             continue
         if re.match(r"\w+ ?:", block) or " : " in block:  # Args: ..., or x : array_like
             continue

@@ -143,10 +143,7 @@ class GPT2(Tokenizer):
         super().__init__(file)
         if self.sha256 != GPT2_SHA256:
             raise ValueError("this is neither a SentencePiece *.model nor GPT-2's rank file r50k_base.tiktoken")
-        self.ranks = {}
-        for line in file.splitlines():
-            token, rank = line.split()
-            self.ranks[base64.b64decode(token)] = int(rank)
+        self.ranks = {base64.b64decode(token): int(rank) for token, rank in map(bytes.split, file.splitlines())}
         self.encoding = tiktoken.Encoding(
             "gpt2", pat_str=GPT2_PATTERN, mergeable_ranks=self.ranks, special_tokens={"<|endoftext|>": self.eot}
         )

@@ -56,9 +56,8 @@ NAMES = """af:Afrikaans ar:Arabic bg:Bulgarian bn:Bengali de:German el:Greek en:
     ko:Korean mr:Marathi nl:Dutch pt:Portuguese ru:Russian sw:Swahili ta:Tamil te:Telugu th:Thai tl:Tagalog tr:Turkish
     ur:Urdu vi:Vietnamese yo:Yoruba zh:Chinese"""
 NAMES = dict(pair.split(":") for pair in NAMES.split())  # code -> the hub's name
-CODES = [*NAMES, *"az gu jv ka lt ml ms my pa pl qu ro uk wo".split()]
-LANGUAGES = dict(zip(CODES, CODES))  # code or name in a file name -> code
-LANGUAGES |= {name.lower(): code for code, name in NAMES.items()}
+LANGUAGES = {code: code for code in [*NAMES, *"az gu jv ka lt ml ms my pa pl qu ro uk wo".split()]}
+LANGUAGES |= {name.lower(): code for code, name in NAMES.items()}  # code or name in a file name -> code
 
 
 class Example(NamedTuple):
@@ -161,10 +160,6 @@ def read(task, split, source: Path | None) -> tuple[Sets, list[str]]:
         if labelled or split != TASKS[task].test:
             sets[language] = labelled
     return {language: examples for language, examples in sorted(sets.items()) if examples}, notes
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Files
 
 
 def files_of(task, split, source: Path) -> Iterator[tuple[str, Path | str, Parsed]]:
@@ -299,10 +294,6 @@ def submission(task, language, examples: list, predicted: list) -> tuple:
     if kind == "tags":
         lines = chain.from_iterable([*tags, ""] for tags in predicted)
     return f"{file}.tsv", "\n".join(lines)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The hub
 
 
 def from_hub(task, split, language) -> Parsed:

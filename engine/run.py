@@ -75,17 +75,17 @@ class Run:
             where = f"files in {self.folder}: use a shared disk, and pass --dtype"
             raise ValueError(f"the processes see different data, precision or {where}")
         old_code = (self.result or self.checkpoint).get("code", {})
-        eval_only = getattr(self.config, "eval_only", False)
+        hint = " (--resume false trains it again)"
+        if getattr(self.config, "eval_only", False):
+            hint = ""
         if self.result:
             self.result["name"] = self.name  # the folder may have been renamed
-            if not eval_only:
-                self.context.say(f"{self.name}: finished before, in {self.folder} (--resume false trains it again)")
+            if hint:
+                self.context.say(f"{self.name}: finished before, in {self.folder}{hint}")
         edited = [*others(old_code, self.code)]
         if edited:
             files = ", ".join(name.partition(" (")[0] for name in edited)
-            stale = "numbers" if self.result else "weights"
-            hint = "" if eval_only else "; --resume false replaces it by a new run"
-            warn(f"{files} changed since {self.name} was trained: its {stale} predate the edit{hint}")
+            warn(f"{files} changed since {self.name} was trained{hint}")
         for name in edited:
             self.code[name] += f", before {old_code[name]}"  # both versions have trained it
 
@@ -251,7 +251,7 @@ class Run:
         self.save_checkpoint(done)
 
     def save_checkpoint(self, done: int):
-        """Saves what it takes to resume; ends a run whose weights are not finite. One checkpoint is always intact."""
+        """Saves what it takes to resume, or ends a run whose weights are not finite. One file is always intact."""
         begun, window = time.perf_counter(), self.window()
         weights_sum = sum(p.detach().sum() for p in self.model.parameters())
         self.check_finite(window["loss_sum"] + float(weights_sum), done)

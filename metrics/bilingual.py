@@ -37,8 +37,7 @@ def correct_by_pair(model, pairs, config, context, maskings, both_shown) -> Tens
     local, total = Counter(), Counter()  # (half, first row of a batch) -> counts (2, B), summed over maskings
     for half in (0, 1):
         shown = (0, 1) if both_shown else (half,)
-        batches = pairs.eval_batches(*args, masked=(half,), shown=shown)
-        for _, first, batch in batches:
+        for _, first, batch in pairs.eval_batches(*args, masked=(half,), shown=shown):
             local[half, first] += correct_by_row(model, batch, context)
     for counts in context.gather(local):
         total.update(counts)
@@ -75,11 +74,9 @@ def retrieval(encoder: Encoder, pairs: PairData, config, context, most: int = 10
         if sides[0]:
             vectors = [vectors_of(tuple(side[:most])) for side in sides]
             plain = crosslingual.retrieval(*vectors).tolist()
-            shifted = [side - side.mean(dim=1, keepdim=True) for side in vectors]
-            unit = [F.normalize(side, dim=2) for side in shifted]
-            centred = crosslingual.retrieval(*unit).tolist()
-            chance = 1 / len(sides[0][:most])
-            scores.append((plain, centred, chance))
+            shifted = [F.normalize(side - side.mean(dim=1, keepdim=True), dim=2) for side in vectors]
+            centred = crosslingual.retrieval(*shifted).tolist()
+            scores.append((plain, centred, 1 / len(sides[0][:most])))
     *both, chance = zip(*chain(*context.gather(scores)))
     plain, centred = torch.tensor(both, dtype=torch.float64).mean(dim=1).tolist()
     return {"retrieval": plain, "centred": centred, "chance": fmean(chance)}

@@ -153,8 +153,8 @@ def remembered(data, language: str) -> list[str]:
         weights[text] = weight[text]
         shared = np.add.reduceat(weights[tokens], begins)
         nearest = (shared / lengths).argmax()  # the test source's length does not change the order
-        best.append(translations[nearest])
-    return decoded(data, best)
+        best.append(data.tokenizer.decode(translations[nearest].tolist()))
+    return best
 
 
 def looked_up(data, language: str) -> list[str]:
@@ -173,11 +173,7 @@ def looked_up(data, language: str) -> list[str]:
     best = np.zeros(V, int)  # an unknown token becomes <s>, which decoding drops
     best[source[order]] = target[order]  # of equal indices the last assignment counts
     test, _ = texts(data, "test", language)
-    return decoded(data, [best[text] for text in test])
-
-
-def decoded(data, texts: list[ndarray]) -> list[str]:
-    return [data.tokenizer.decode(ids.tolist()) for ids in texts]
+    return [data.tokenizer.decode(best[text].tolist()) for text in test]
 
 
 def distinct(texts: list[ndarray], V) -> tuple[list, ndarray]:

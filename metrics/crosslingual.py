@@ -37,15 +37,12 @@ def sentence_vectors(encoder, tokenizer, texts: Sequence[str], micro_tokens: int
     room = config.block_size - 2
     ids = tokenizer.encode_batch(list(texts))
     rows = [[tokenizer.bos, *text[:room], tokenizer.eos] for text in ids]
-    lengths = [len(row) for row in rows]
-    order = sorted(range(len(rows)), key=lengths.__getitem__, reverse=True)
-    shape = config.n_layer + 1, len(rows), config.n_embd
-    vectors = torch.empty(shape, device=context.device)
+    order = sorted(range(len(rows)), key=lambda i: len(rows[i]), reverse=True)
+    vectors = torch.empty(config.n_layer + 1, len(rows), config.n_embd, device=context.device)
     while order:
-        size = max(1, micro_tokens // lengths[order[0]])
+        size = max(1, micro_tokens // len(rows[order[0]]))
         chunk, order = order[:size], order[size:]
-        batch = [rows[i] for i in chunk]
-        states, mask = hidden_states(encoder, batch, context)
+        states, mask = hidden_states(encoder, [rows[i] for i in chunk], context)
         for layer, state in zip(vectors, states):
             total = (state * mask.unsqueeze(2)).sum(dim=1)
             layer[chunk] = F.normalize(total, dim=1)  # equal to the normalized mean

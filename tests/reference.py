@@ -1,7 +1,8 @@
-"""The papers' equations, literally: loops over tokens and experts, slow and plain. The fast code is held against these.
+"""The papers' routers and sparse layer, written literally as slow loops over tokens and experts.
 
-Nothing here comes from the fast code. `route` reads the parameters and the constants of a router object, none of its
-methods. A choice is a pair (s, e): token s chose expert e. Values are torch scalars, so gradients can be compared too.
+Tests compare the fast code with these functions. Nothing is shared with it: `route` reads a router's parameters and
+constants, but calls none of its methods. A choice is a pair (s, e): token s chose expert e. Values are torch scalars,
+so tests can compare gradients too.
 """
 
 import math
@@ -12,8 +13,8 @@ import torch
 
 
 class Choices(NamedTuple):
-    weight: dict  # (s, e) -> scalar g: how much of expert e's output token s adds
-    turn: dict  # (s, e) -> (rank from 1, -p, s): an expert serves smaller ones first
+    weight: dict  # (s, e) -> scalar g: the weight of expert e's output in token s's sum
+    sort_key: dict  # (s, e) -> (rank from 1, -p, s): an expert serves the smallest key first
     balance_loss: torch.Tensor | float
     probs: dict  # s -> E scalars
 
@@ -22,14 +23,14 @@ class Choices(NamedTuple):
 
 
 def similarity(h, e, project, on_sphere):
-    """XMoE eq. 1, X-MoE section 3.1; on a sphere the cosine (X-MoE eq. 7)"""
+    """XMoE eq. 1, X-MoE section 3.1; on a sphere, the cosine (X-MoE eq. 7)"""
     h = h if project is None else project @ h
     product = (h * e).sum()
     return product / ((h * h).sum().sqrt() * (e * e).sum().sqrt()) if on_sphere else product
 
 
 def softmax(scores):
-    largest = max(s.item() for s in scores)  # changes nothing but the range
+    largest = max(s.item() for s in scores)  # avoids overflow
     exponentials = [torch.exp(s - largest) for s in scores]
     return [x / sum(exponentials) for x in exponentials]
 
@@ -38,7 +39,7 @@ def sigmoid(x):
     return 1 / (1 + torch.exp(-x))
 
 
-# --- Selection: probabilities or scores of one token -> its experts, favourite first
+# --- Selection: one token's E probabilities or scores -> its experts, best first
 
 
 def best_first(p):
@@ -46,7 +47,7 @@ def best_first(p):
 
 
 def algorithm_1(p, t):
-    """XMoE appendix A.1; t = 1 is every expert, also where rounding makes the sum pass 1 early."""
+    """XMoE appendix A.1. t = 1 chooses every expert, even if rounding makes the sum reach 1 early."""
     if t >= 1:
         return best_first(p)
     chosen, total = [], 0.0
@@ -61,10 +62,11 @@ def algorithm_1(p, t):
 # --- Routers
 
 
-def route(router, h, ids=None, assigned=None, several=False):
-    """h (S, D) -> Choices. `assigned` (S,) is the balanced assignment, which BASE needs in training.
+def route(router, h, ids=None, assigned=None, over_chosen=False):
+    """h (S, D) -> Choices.
 
-    several: X-MoE's layers divide by the sum over K > 1 chosen experts, and their balance loss counts all of them.
+    assigned (S,): the balanced assignment, for BASE in training. over_chosen: as in X-MoE's layers with K > 1, the
+    softmax gate is normalized over the chosen experts and the balance loss counts all of them.
     """
     kind, E = type(router).__name__, router.E
     if kind == "Hash":
@@ -81,11 +83,11 @@ def route(router, h, ids=None, assigned=None, several=False):
     if not router.training and router.config.eval_threshold is not None:
         t = router.config.eval_threshold
 
-    weight, turn, first_probs, probs, counted = {}, {}, {}, {}, []
+    weight, sort_key, probs_at_tau0, probs, counted = {}, {}, {}, {}, []
     for s in range(len(h)):
         score = [similarity(h[s], e, project, on_sphere) for e in experts]
         p = probs[s] = softmax([x / tau for x in score])
-        first_probs[s] = softmax([x / tau0 for x in score])
+        probs_at_tau0[s] = softmax([x / tau0 for x in score])
         if kind in ("TopK", "Hypersphere"):
             chosen = best_first(p)[: router.K]
         elif kind == "Switch":
@@ -95,24 +97,24 @@ def route(router, h, ids=None, assigned=None, several=False):
         elif kind == "Base":
             chosen = best_first(score)[:1] if assigned is None else [int(assigned[s])]
         else:
-            raise NotImplementedError(f"tests/reference.py does not say yet how {kind} chooses")
+            raise NotImplementedError(f"add to tests/reference.py how {kind} chooses experts")
         for i, e in enumerate(chosen):
             g = p[e] if gate == "softmax" else sigmoid(score[e] / tau)  # X-MoE eq. 8
-            if gate == "softmax" and several:  # X-MoE section 2.2, top-K
+            if gate == "softmax" and over_chosen:  # X-MoE section 2.2, top-K
                 g = g / sum(p[j] for j in chosen)
             weight[s, e] = g
-            turn[s, e] = (i + 1, -p[e].item(), s)  # XMoE A.1: p - i, as a pair
+            sort_key[s, e] = (i + 1, -p[e].item(), s)  # XMoE A.1: p - i
             if kind == "Base":  # all choices are first choices
-                turn[s, e] = (1, -score[e].item(), s)
-        counted += chosen if several else chosen[:1]
+                sort_key[s, e] = (1, -score[e].item(), s)
+        counted += chosen if over_chosen else chosen[:1]
     loss = 0.0
     if kind != "Base":
-        loss = balance(counted, first_probs, E)
-    return Choices(weight, turn, loss, probs)
+        loss = balance(counted, probs_at_tau0, E)
+    return Choices(weight, sort_key, loss, probs)
 
 
 def balance(counted, probs, E):
-    """E * sum_e f_e P_e: XMoE eq. 7 with Switch's P_e; X-MoE eq. 9. `counted`: an expert per choice that counts."""
+    """E * sum_e f_e P_e: XMoE eq. 7 with Switch's P_e; X-MoE eq. 9. counted: the expert of each counted choice."""
     loss = 0.0
     for e in range(E):
         f = counted.count(e) / len(counted)
@@ -125,23 +127,23 @@ def balance(counted, probs, E):
 
 
 def capacity(tokens, experts, gamma):
-    """XMoE eq. 3, rounded up exactly, at least 4, at most all tokens"""
+    """XMoE eq. 3 in exact arithmetic, rounded up: at least 4, at most all tokens."""
     rounded = math.ceil(Fraction(str(gamma)) * tokens / experts)
     return min(tokens, max(4, rounded))
 
 
-def queues(turn, E):
-    """Each expert's tokens, in the order in which it serves them"""
-    found = []
+def queues(sort_key, E):
+    """Each expert's tokens, in the order in which it serves them."""
+    tokens = []
     for e in range(E):
-        queue = sorted((key, s) for (s, expert), key in turn.items() if expert == e)
-        found.append([s for _, s in queue])
-    return found
+        queue = sorted((key, s) for (s, expert), key in sort_key.items() if expert == e)
+        tokens.append([s for _, s in queue])
+    return tokens
 
 
-def serve(turn, limit, E):
-    """The choices that are served: each expert goes through its tokens in turn, until it is full (XMoE A.1)."""
-    return {(s, e) for e, queue in enumerate(queues(turn, E)) for s in queue[:limit]}
+def serve(sort_key, capacity, E):
+    """The served choices: each expert takes tokens in order until it is full (XMoE A.1). capacity None: no limit."""
+    return {(s, e) for e, queue in enumerate(queues(sort_key, E)) for s in queue[:capacity]}
 
 
 def gelu(x):
@@ -153,7 +155,7 @@ def expert_hidden(h, e, w_in, b_in):
 
 
 def moe(h, weight, served, w_in, b_in, w_out, b_out):
-    """XMoE eq. 2: y_s = sum over the experts that serve s of g E(h_s). w_in and w_out (E, F, D)"""
+    """XMoE eq. 2: y_s = sum of g E(h_s) over the experts that serve s. w_in and w_out (E, F, D)"""
     rows = []
     for s in range(len(h)):
         y = torch.zeros_like(h[s])
@@ -169,9 +171,9 @@ def layer_norm(u, gain, shift):
 
 
 def stacks(h, weight, served, layers):
-    """X-MoE eq. 2, 4.1: an expert is u <- u + FFN(LN(u)) from u = h, and adds g (u - h).
+    """X-MoE eq. 2, 4.1: an expert starts from u = h, repeats u <- u + FFN(LN(u)), and adds g (u - h).
 
-    layers: w_in, b_in, w_out, b_out, and gain and shift (E, D) of the norm, for each FFN of the experts
+    layers: for each FFN of the stack, w_in, b_in, w_out, b_out, and the norm's gain and shift (E, D)
     """
     rows = []
     for s in range(len(h)):
@@ -185,107 +187,3 @@ def stacks(h, weight, served, layers):
                 y = y + weight[s, e] * (u - h[s])
         rows.append(y)
     return torch.stack(rows)
-
-
-# --- Counting
-
-
-def interpolated(tokens, rest):
-    """Witten and Bell (1991): V probabilities by the counts of tokens, what they leave shared out as `rest` (V,) is."""
-    n, kinds = len(tokens), len(set(tokens))
-    if n == 0:
-        return rest
-    return [n / (n + kinds) * tokens.count(v) / n + kinds / (n + kinds) * rest[v] for v in range(len(rest))]
-
-
-def bigrams(pairs, first, V):
-    """V probabilities of what follows `first`, by the pairs seen, and by all second tokens where these leave off."""
-    single = interpolated([two for _, two in pairs], [1 / V] * V)
-    return interpolated([two for one, two in pairs if one == first], single)
-
-
-def between(behind, ahead, left, right, single):
-    """V probabilities of what stands between two tokens: each neighbour on its own, by pairs seen, and `single`."""
-    follow = interpolated([two for one, two in behind if one == left], single)
-    precede = interpolated([one for one, two in ahead if two == right], single)
-    both = [f * p / s for f, p, s in zip(follow, precede, single)]
-    return [value / sum(both) for value in both]
-
-
-def shown(p, token, kept, drawn):
-    """Bayes: V probabilities of the right token, where `token` is seen: as it was with `kept`, or `drawn` at random."""
-    both = [value * (kept * (v == token) + drawn) for v, value in enumerate(p)]
-    return [value / sum(both) for value in both]
-
-
-# --- For comparison: the same facts as tensors
-
-
-def table(values, S, E, like):
-    """{(s, e): scalar} -> (S, E), 0 where nothing is chosen"""
-    zero, rows = like.new_zeros(()), []
-    for s in range(S):
-        rows.append(torch.stack([zero + values.get((s, e), 0.0) for e in range(E)]))
-    return torch.stack(rows)
-
-
-# --- Word alignment (XLM-E 4.6)
-
-
-def transport(S, rounds):
-    """S[i][j] -> a plan, as XLM-Align's section 3.1: first the columns are scaled to a sum of 1, then the rows."""
-    m, n = len(S), len(S[0])
-    A = []
-    for row in S:
-        A.append([s if s > 0 else 1e-6 for s in row])
-    for _ in range(rounds):
-        for j in range(n):
-            total = sum(A[i][j] for i in range(m))
-            for i in range(m):
-                A[i][j] /= total
-        for i in range(m):
-            total = sum(A[i])
-            A[i] = [a / total for a in A[i]]
-    return A
-
-
-def best_of_both(A):
-    """Pairs (i, j): j is the best of i, and i of j."""
-    m, n = len(A), len(A[0])
-    found = set()
-    for i in range(m):
-        for j in range(n):
-            if A[i].index(max(A[i])) == j and [row[j] for row in A].index(max(row[j] for row in A)) == i:
-                found.add((i, j))
-    return found
-
-
-def iterative(A, rounds, ratio):
-    """SimAlign's Itermax: more pairs in every round, of what the rounds before left open."""
-    m, n = len(A), len(A[0])
-    found = best_of_both(A)
-    if min(m, n) <= 2:
-        return found
-    for _ in range(rounds - 1):
-        rows, columns = {i for i, _ in found}, {j for _, j in found}
-        if len(rows) == m or len(columns) == n:
-            break
-        weight = {0: 1.0, 1: ratio, 2: 0.0}  # of how many sides have a partner
-        left = []
-        for i in range(m):
-            left.append([A[i][j] * weight[(i in rows) + (j in columns)] for j in range(n)])
-        more = {(i, j) for i, j in best_of_both(left) if i not in rows or j not in columns}
-        found = found | more
-    return found
-
-
-def aer(found, sure, possible):
-    """XLM-E eq. 10, links counted one by one over all sentences."""
-    both_sure = both_possible = predicted = certain = 0
-    for A, S, P in zip(found, sure, possible):
-        for link in A:
-            predicted += 1
-            both_sure += link in S
-            both_possible += link in P or link in S
-        certain += len(S)
-    return 1 - (both_sure + both_possible) / (predicted + certain)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import reference
+import reference_scores
 import torch
 import torch.nn.functional as F
 from helpers import save_run
@@ -244,9 +244,9 @@ def test_alignment_equals_a_loop_over_pieces(folders):
             e, f = ([h[1:-1] for h in states_of(encoder, [bos, *side[: T - 2], eos])] for side in ids)
         for layer in range(5):
             S = [[float(x @ y) for y in f[layer]] for x in e[layer]]
-            plan = reference.transport(S, 2)
-            twice = reference.iterative(plan, 2, 0.9)
-            once = both_agree(reference.transport(S, 1), plan)
+            plan = reference_scores.sinkhorn(S, 2)
+            twice = reference_scores.itermax(plan, 2, 0.9)
+            once = both_agree(reference_scores.sinkhorn(S, 1), plan)
             assert links[layer] == {(owners[0][i], owners[1][j]) for i, j in twice}, (pair, layer)
             assert released[layer] == {(owners[0][i], owners[1][j]) for i, j in once}, (pair, layer)
             differ += twice != once
@@ -272,7 +272,7 @@ def test_table_6_has_the_error_rates_of_a_loop(gold, folders, draw):
         for pairs in sets.values():
             links = [xlm_e.align(pair, encoder, tokenizer, CPU, rounds=1) for pair in pairs]
             sure, possible = [pair.sure for pair in pairs], [pair.possible for pair in pairs]
-            rates.append([100 * reference.aer(layer, sure, possible) for layer in zip(*links)])
+            rates.append([100 * reference_scores.aer(layer, sure, possible) for layer in zip(*links)])
         records = records_of(kept, folder)
         for record, expected in zip(records, zip(*rates), strict=True):
             errors = record["de-en"], record["en-ro"], record["mean AER, %"]

@@ -1,4 +1,4 @@
-"""The command line that all scripts share, shown on train_lm.py: what it takes, what it refuses, how it names a run."""
+"""The command line that all scripts share, shown on train_lm.py: options, errors, and names of runs."""
 
 import dataclasses
 import math
@@ -22,16 +22,16 @@ def parse(*line: str) -> train_lm.Config:
     return command_line(train_lm.Config, train_lm.PRESETS, list(line))
 
 
-def test_words_that_are_no_value_are_rejected(options, monkeypatch, capsys):
+def test_a_value_of_the_wrong_type_is_rejected(options, monkeypatch, capsys):
     assert "--steps INT" in LM.rejected(options | {"steps": "many"}, monkeypatch, capsys)
 
 
-def test_none_and_false_are_words_in_a_text():
+def test_none_and_false_are_ordinary_words_in_a_text():
     config = parse("--prompt", "none", "--resume", "false", "--init_from", "none")
     assert (config.prompt, config.resume, config.init_from) == ("none", False, None)
 
 
-REFUSED = {  # in one line
+REFUSED = {  # options, error message
     "unknown": ({"treshold": 0.5}, "there is no option --treshold: did you mean --threshold? --help lists all"),
     "elsewhere's": ({"lr": 0.5}, "there is no option --lr: did you mean --learning_rate?"),
     "of another script": ({"moe_after": 2}, "there is no option --moe_after: did you mean --moe_every?"),
@@ -59,12 +59,12 @@ REFUSED = {  # in one line
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_makes_no_sense_is_refused_in_one_line(case, options, monkeypatch, capsys):
+def test_bad_options_are_refused_in_one_line(case, options, monkeypatch, capsys):
     given, message = REFUSED[case]
     assert message in LM.refused(options | given, monkeypatch, capsys)
 
 
-RANGES = [  # names, what they may be, what they may not be
+RANGES = [  # names, valid values, invalid values
     ("steps n_layer experts top_k", (1,), (0, -1)),
     ("learning_rate eps", (1e-12, 5.0), (0.0, -1.0, math.nan, math.inf)),
     ("batch_tokens", (1, 10**9), (0, -1, 10**400)),
@@ -86,7 +86,7 @@ def test_every_number_of_a_script_has_limits(script):
 
 @dataclasses.dataclass
 class WithJitter(train_lm.Config):
-    """A script's constants, and one that the author of a router has added."""
+    """A script's Config with a constant that the author of a router has added."""
 
     jitter: float = 0.0
 
@@ -109,7 +109,7 @@ def test_a_constant_that_only_another_router_reads_is_refused(monkeypatch):
         parse_jitter(["--router", "switch", "--jitter", "1"])
 
 
-def test_every_constant_has_its_range():
+def test_values_out_of_range_are_refused():
     for names, good, bad in RANGES:
         for name in names.split():
             Constants = dataclasses.make_dataclass("Constants", dict.fromkeys(["batch_tokens", "micro_tokens", name]))
@@ -121,12 +121,12 @@ def test_every_constant_has_its_range():
                     check(Constants(**sound | {name: value}))
 
 
-def test_help_has_every_constant_with_its_comment(monkeypatch, capsys):
+def test_help_shows_every_constant_with_its_comment(monkeypatch, capsys):
     with pytest.raises(SystemExit) as stop:
         LM.run({"help": ""}, monkeypatch)
     out = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert stop.value.code == 0 and "--moe_after" not in out
-    out = out.split(" options ")[1]  # behind the commands that the script's docstring shows
+    out = out.split(" options ")[1]  # after the commands in the script's docstring
     names = [field.name for field in dataclasses.fields(train_lm.Config)]
     for name, after in zip(names, [*names[1:], None]):
         text = out.split(f" --{name} ")[1].split(f" --{after} ")[0]  # INT optimizer steps (default: 500)
@@ -139,11 +139,11 @@ def test_options_may_be_written_in_several_ways():
     assert config.split is None
     assert parse("--preset=openwebtext-556M", "--steps", "9") == parse("--steps", "9", "--preset", "openwebtext-556M")
     assert parse("--prompt", "give --preset big").preset == "demo"
-    assert parse("--preset=small", "--preset", "openwebtext-556M").n_embd == 1024  # the last counts
+    assert parse("--preset=small", "--preset", "openwebtext-556M").n_embd == 1024  # the last one counts
     assert parse("--prompt=a=b").prompt == "a=b"
 
 
-def test_only_one_process_of_a_node_complains(options, monkeypatch, capsys):
+def test_only_one_process_of_a_node_prints_the_error(options, monkeypatch, capsys):
     monkeypatch.setenv("LOCAL_RANK", "1")
     for wrong in ({"threshold": 1.5}, {"treshold": 0.5}):
         with pytest.raises(SystemExit):
@@ -160,21 +160,23 @@ def name(*line: str) -> str:
 
 
 def test_a_run_is_named_by_what_differs_from_its_preset():
-    assert name() == "demo" and name("--preset", "openwebtext-323M") == "openwebtext-323M"
+    assert name() == "demo"
+    assert name("--preset", "openwebtext-323M") == "openwebtext-323M"
     assert name("--steps", "5", "--seed", "1") == name("--seed", "1", "--steps", "5") == "demo-seed=1-steps=5"
-    assert name("--learning_rate", "3e-3", "--threshold", "0.3") == "demo"  # as it is anyway
+    assert name("--learning_rate", "3e-3", "--threshold", "0.3") == "demo"  # the defaults
     for here in ("--device cpu", "--out_dir x", "--log_every 3", "--resume false", "--prompt a", "--sample_tokens 3"):
         assert name(*here.split()) == "demo"
     at_test = ("--eval_threshold", "0.5", "--eval_capacity", "2")
     assert name("--eval_only", "true", *at_test) == "demo" != name(*at_test)
-    switch = dataclasses.replace(parse(), router="switch", threshold=0.5)  # as a row of a table may
+    switch = dataclasses.replace(parse(), router="switch", threshold=0.5)  # as a row of a table may do
     assert run_name(switch, train_lm.PRESETS) == "demo-router=switch" == name("--router", "switch")
 
 
-def test_names_are_those_of_folders():
+def test_names_are_valid_folder_names():
     odd, long = name("--data", "/home/me/my text"), name("--data", "x" * 300)
     assert odd == "demo-data=_home_me_my_text"
-    assert len(long) == 160 and long == name("--data", "x" * 301)
+    assert len(long) == 160
+    assert long == name("--data", "x" * 301)
     config = command_line(train_mlm.Config, train_mlm.PRESETS, ["--moe_after", "1", "2"])
     assert "moe_after=1,2" in run_name(config, train_mlm.PRESETS)
-    assert identity(config)["moe_after"] == [1, 2]  # as JSON has it
+    assert identity(config)["moe_after"] == [1, 2]  # as in JSON

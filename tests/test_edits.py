@@ -1,4 +1,4 @@
-"""A script that is edited and run again: a run of its own where a constant is another, and a word where the code is."""
+"""A script that is edited and run again: an edited constant makes a separate run, edited code gives a warning."""
 
 import importlib.util
 import json
@@ -39,7 +39,7 @@ def commands(corpora, electra_corpora, mt_corpus, encoders, source) -> dict[str,
 
 
 class Edited:
-    """The scripts as they are after an edit, each in a folder of its own, since Python keeps what it has compiled."""
+    """Scripts after an edit, each in a separate folder, since Python caches what it has compiled."""
 
     def __init__(self, folder: Path, monkeypatch):
         self.folder, self.monkeypatch, self.edits = folder, monkeypatch, 0
@@ -71,6 +71,7 @@ def edited(tmp_path, monkeypatch) -> Edited:
 DECAY = r"^(    weight_decay: float = )\S+", r"\g<1>0.37"
 LOOP = r"^        optimizer\.zero_grad\(\)$", "        optimizer.zero_grad(set_to_none=True)"
 PRESET = r"^PRESETS = \{", 'PRESETS = {"mine": {}, '
+LOOK = r"^(    log_every: int = )\d+", r"\g<1>7"  # identifies no run
 COMMENT = r"^        optimizer\.zero_grad\(\)$", "        optimizer.zero_grad()  # and the next"
 
 
@@ -103,7 +104,7 @@ def test_an_edited_constant_trains_a_separate_run_and_edited_code_is_reported(
         assert folders == {first, second}
         assert "changed" not in err
     assert contents(first) == files
-    for edit in (COMMENT, PRESET):
+    for edit in (COMMENT, PRESET, LOOK):
         _, err, _ = run(*edit)
         assert "changed" not in err
     out, err, _ = run(*LOOP)
@@ -118,17 +119,17 @@ def test_an_edited_constant_trains_a_separate_run_and_edited_code_is_reported(
     assert "warning: model.py changed since" in err
 
 
-def test_a_run_that_goes_on_with_other_code_says_so(commands, edited, tmp_path, monkeypatch, capsys):
+def test_a_run_that_resumes_with_edited_code_warns(commands, edited, tmp_path, monkeypatch, capsys):
     options = commands["train_lm"] | {"out_dir": tmp_path / "out"}
     with pytest.raises(ZeroDivisionError):
         edited.script("train_lm", r"^        optimizer\.step\(\)$", "        optimizer.step(), 1 / (3 - step)").run(
             options, monkeypatch
         )
     capsys.readouterr()
-    for stale in ("weights", "numbers"):
+    for _ in ("resumed", "finished"):
         edited.script("train_lm").run(options, monkeypatch)
-        words = rf"warning: the script changed since \S+ was trained: its {stale} predate the edit; --resume false"
-        assert re.search(words, capsys.readouterr().err)
+        warning = r"warning: the script changed since \S+ was trained \(--resume false trains it again\)\n"
+        assert re.search(warning, capsys.readouterr().err)
 
 
 def test_two_runs_that_start_at_once_never_share_a_folder(commands, edited, tmp_path, monkeypatch, capsys):
@@ -175,7 +176,7 @@ def test_a_run_has_the_plain_name_if_that_is_free_or_agrees(name_of, tmp_path):
     assert name_of() == ("demo", "")
 
 
-def test_another_run_of_that_name_has_a_hash_of_its_constants(name_of, tmp_path):
+def test_else_a_hash_of_its_constants_is_appended(name_of, tmp_path):
     write_files(tmp_path, {"demo/config.json": json.dumps(name_of.constants)})
     name, reason = name_of(threshold=0.7)
     assert re.fullmatch("demo-[0-9a-f]{8}", name)
@@ -203,8 +204,8 @@ def test_a_trained_model_is_found_however_it_is_routed_at_test(name_of, tmp_path
         assert folder.name == name_of()[0]
 
 
-def test_what_counts_as_code(tmp_path, monkeypatch):
-    """Of a script all but what is set at its top, of the others that too; never comments, docstrings or empty lines."""
+def test_comments_and_docstrings_do_not_count_as_code(tmp_path, monkeypatch):
+    """Nor do empty lines. Constants at the top count in routers.py and model.py, but not in a script."""
     text, before = (ROOT / "routers.py").read_text(), code_of(train_lm.Config())
     assert [name.partition(" (")[0] for name in sorted(before)] == ["model.py", "routers.py", "the script"]
     file = tmp_path / "routers.py"

@@ -1,4 +1,4 @@
-"""`finetune_xtreme.py` as a user runs it, on tiny encoders and tasks of a few words whose rules are obvious."""
+"""`finetune_xtreme.py` as a user runs it, with tiny encoders and tasks of a few words with obvious rules."""
 
 import dataclasses
 import json
@@ -70,7 +70,7 @@ def tag_lines(sentences: list[list[str]], language: str) -> str:
 
 
 def answers(sentences: list[list[str]], language: str) -> str:
-    """SQuAD's format. The animal that answers stands among words that are none."""
+    """SQuAD's format. The answer is the only animal in the text."""
     rows = []
     for number, sentence in enumerate(sentences):
         words = [word for word in sentence if TAG[word] != "NOUN"] + ["and"]
@@ -95,7 +95,7 @@ def label_lines(sentences: list[list[str]], language: str) -> str:
 
 @pytest.fixture(scope="session")
 def source(tmp_path_factory) -> Path:
-    """XTREME's folders of three tasks: English to train on and to choose by; English and German to score."""
+    """XTREME's folders of three tasks: training and development sets in English, test sets in English and German."""
     folder, files = tmp_path_factory.mktemp("xtreme"), {}
     for seed, (split, count) in enumerate(COUNTS.items()):
         sentences = drawn(count, seed)
@@ -109,7 +109,7 @@ def source(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def encoders(tmp_path_factory) -> dict[str, Path]:
-    """The folders of ENCODERS, each trained for a step."""
+    """The folders of ENCODERS, each trained for one step."""
     base, texts, files, folders = tmp_path_factory.mktemp("encoders"), [], {}, {}
     for language in ("de", "en"):
         own = [" ".join(translate(words, language)) for words in drawn(200, 9)]
@@ -132,7 +132,7 @@ def options(encoders, source, tmp_path) -> dict:
 
 
 def predictions(folder: Path) -> dict[str, str]:
-    """What a run has predicted, by the names of its files."""
+    """The predictions of a run, by file name."""
     run = only_run(folder)
     return {str(file.relative_to(run)): file.read_text() for file in sorted(run.glob("*/test-*"))}
 
@@ -156,17 +156,18 @@ def in_words(scores: dict) -> str:
 LEARNED = {  # one task of each kind
     "pos": dict(epochs=12, learning_rate=1e-2),
     "xquad": dict(epochs=15, learning_rate=1e-2),
-    "xnli": dict(epochs=60, learning_rate=1e-3),  # at a higher rate two of the three words become one
+    "xnli": dict(epochs=60, learning_rate=1e-3),  # a higher rate merges two of the three words
 }
 
 
 @pytest.mark.parametrize("task", LEARNED)
 def test_every_kind_of_task_is_learned_scored_and_reported(task, options, monkeypatch, capsys):
-    """Of an obvious rule every English example is right; guessing is not that good."""
+    """The rule is obvious: every English example is right, and a guess is worse."""
     options |= {"task": task, "dropout": 0.0} | LEARNED[task]
     XTREME.run(options, monkeypatch)
     out, result = capsys.readouterr().out, result_of(options["out_dir"])
-    assert list(result["languages"]) == list(result["guesses"]) == ["de", "en"] and result["unlabelled"] == []
+    assert list(result["languages"]) == list(result["guesses"]) == ["de", "en"]
+    assert result["unlabelled"] == []
     assert list(result["counted"]) == ([] if task == "xquad" else ["de", "en"])
     for kind, mean in COLUMNS.items():
         for metric, value in result[mean].items():
@@ -188,7 +189,7 @@ def test_every_kind_of_task_is_learned_scored_and_reported(task, options, monkey
 
 @pytest.fixture
 def laboratory(monkeypatch):
-    """Words in place of ciphers, where the laboratory's tasks are read."""
+    """Words in place of ciphers in the laboratory's tasks."""
     ours, found = {"NOUN": "NAME", "ADJ": "CODE", "VERB": "NUMBER", "CCONJ": "O"}, {}
     for language in ("en", "x1"):
         found[language] = []
@@ -199,11 +200,12 @@ def laboratory(monkeypatch):
     monkeypatch.setattr(xtreme, "laboratory", lambda task: examples)
 
 
-def test_a_task_of_the_laboratory_says_what_to_look_for(laboratory, options, monkeypatch, capsys):
+def test_a_task_in_ciphers_says_what_to_look_for(laboratory, options, monkeypatch, capsys):
     del options["source"], options["task"]
     XTREME.run(options, monkeypatch)
     result = result_of(options["out_dir"])
-    assert list(result["languages"]) == ["en", "x1"] and result["counted"]["en"]["f1"] == 100.0
+    assert list(result["languages"]) == ["en", "x1"]
+    assert result["counted"]["en"]["f1"] == 100.0
     assert result["counted"]["x1"]["f1"] < 100
     assert capsys.readouterr().out.strip().endswith("what it has learned in English transfers to other languages.")
 
@@ -214,8 +216,8 @@ def test_an_encoder_that_does_not_know_the_ciphers_is_refused(laboratory, option
     assert "does not know the ciphers' characters: train it with" in XTREME.refused(options, monkeypatch, capsys)
 
 
-def test_random_weights_are_a_new_encoder_of_each_seed(options, encoders):
-    """Of the same shape, with a head of its own."""
+def test_random_weights_are_drawn_from_the_seed(options, encoders):
+    """The encoder has the same shape, and a new head."""
     trained = pretrained.load(encoders["hypersphere"])[0].state_dict()
     found = []
     for changes in (dict(random_weights=True), dict(random_weights=True), dict(random_weights=True, seed=1), {}):
@@ -224,8 +226,10 @@ def test_random_weights_are_a_new_encoder_of_each_seed(options, encoders):
     (one, checksum), (again, same), (two, other), (ours, _) = found
     assert checksum == same != other
     name = "encoder.layers.0.ffn.fc.weight"
-    assert one.keys() == ours.keys() and torch.equal(one[name], again[name])
-    assert not torch.equal(one[name], two[name]) and torch.equal(ours[name], trained[name.removeprefix("encoder.")])
+    assert one.keys() == ours.keys()
+    assert torch.equal(one[name], again[name])
+    assert not torch.equal(one[name], two[name])
+    assert torch.equal(ours[name], trained[name.removeprefix("encoder.")])
     assert all(not torch.equal(own[name], ours[name]) for own in (one, two))
 
 
@@ -240,7 +244,7 @@ def test_in_a_table_each_seed_has_the_encoder_of_that_seed(tmp_path, monkeypatch
         assert str(finetune_xtreme.encoder_of(single)) == change["model"]
 
 
-MISSING = {  # what to run if an encoder is missing
+MISSING = {  # command in the error -> config
     "python train_electra.py --preset demo": Config(),
     "python train_mlm.py --preset small --router switch --gate softmax": Config(
         encoders="small", model="out/train_mlm/small-router=switch-gate=softmax"
@@ -259,14 +263,14 @@ def test_a_missing_encoder_names_the_command_that_trains_it(command, tmp_path, m
 
 
 @pytest.mark.parametrize("frozen", [True, False])
-def test_frozen_routers_and_experts_stay_bit_for_bit(frozen, options, encoders, monkeypatch):
+def test_frozen_routers_and_experts_do_not_change(frozen, options, encoders, monkeypatch):
     XTREME.run(options | {"frozen": frozen, "weight_decay": 0.01}, monkeypatch)
     before, after = pretrained.load(encoders["hypersphere"])[0].state_dict(), saved(options, "model.pt")["model"]
     moved = {name for name, x in before.items() if not torch.equal(x, after[f"encoder.{name}"])}
     sparse = {name for name in before if name.startswith("moes.")}
     assert "moes.0.router.temperature" in sparse
     assert moved == (before.keys() - sparse if frozen else before.keys())
-    # expert embeddings are put back on their sphere
+    # expert embeddings return to their sphere
     torch.testing.assert_close(after["encoder.moes.0.router.experts"].norm(dim=1), torch.full((4,), 0.1))
 
 
@@ -274,8 +278,8 @@ def test_frozen_routers_and_experts_stay_bit_for_bit(frozen, options, encoders, 
 # Stopped runs, and several processes
 
 
-def test_a_run_that_was_killed_while_it_predicted_ends_as_if_it_was_not(options, tmp_path, monkeypatch):
-    """Of the second development set, or of the second language; a finished run predicts nothing again."""
+def test_a_run_killed_during_prediction_resumes_exactly(options, tmp_path, monkeypatch):
+    """Killed in the second development set, or the second language; a finished run predicts nothing again."""
     calls, predict = [], finetune_xtreme.predict
 
     def counted(*arguments):
@@ -296,12 +300,13 @@ def test_a_run_that_was_killed_while_it_predicted_ends_as_if_it_was_not(options,
             XTREME.run(killed, monkeypatch)
         XTREME.run(killed, monkeypatch)
         ours, theirs = (result_of(own["out_dir"]) | {"seconds": 0} for own in (killed, whole))
-        assert ours == theirs and predictions(killed["out_dir"]) == predictions(whole["out_dir"])
+        assert ours == theirs
+        assert predictions(killed["out_dir"]) == predictions(whole["out_dir"])
         torch.testing.assert_close(saved(killed)["model"], saved(whole)["model"], rtol=0, atol=0)
 
 
-def test_what_is_predicted_and_a_sentence_s_vector_know_no_limit(options):
-    """Else they would depend on what else is in the batch."""
+def test_predictions_and_sentence_vectors_have_no_capacity_limit(options):
+    """Otherwise they would depend on the rest of the batch."""
     config, examples, model, data, context = opened(options)
     served = []
     for moe in model.moe_layers:
@@ -315,7 +320,7 @@ def test_what_is_predicted_and_a_sentence_s_vector_know_no_limit(options):
     assert all(moe.eval_capacity_factor == 0.01 for moe in model.moe_layers)
 
 
-def test_other_examples_or_another_encoder_are_other_data(options, source, encoders, tmp_path, monkeypatch, capsys):
+def test_other_examples_or_encoders_make_a_separate_run(options, source, encoders, tmp_path, monkeypatch, capsys):
     options |= {"source": shutil.copytree(source, tmp_path / "source"), "model": tmp_path / "model"}
     for encoder, more in (("hypersphere", ""), ("switch", ""), ("hypersphere", "one\ttwo\tneutral\n")):
         options["model"].unlink(missing_ok=True)
@@ -329,8 +334,8 @@ def test_other_examples_or_another_encoder_are_other_data(options, source, encod
     assert len([*options["out_dir"].glob("*/result.json")]) == 3
 
 
-def test_loads_are_counted_and_two_processes_go_on_with_what_one_would_compute(options, tmp_path, monkeypatch):
-    """First choices by hand, of 100 steps, over a stop and two processes; all else in the result, too.
+def test_two_processes_resume_with_the_loads_that_one_would_count(options, tmp_path, monkeypatch):
+    """First choices of 100 steps are counted by hand, over a stop and two processes; the rest is equal too.
 
     The encoder was trained with activation checkpointing, under which each choice would be counted twice.
     """
@@ -363,14 +368,15 @@ def test_loads_are_counted_and_two_processes_go_on_with_what_one_would_compute(o
     assert metrics(options["out_dir"])[-1]["train_loss"] == pytest.approx(losses(two["out_dir"])[-1], rel=1e-7)
     ours, theirs = saved(options), saved(two)
     torch.testing.assert_close(theirs["model"], ours["model"], rtol=1e-7, atol=1e-9)
-    assert ours["step"] == 105 and torch.equal(ours["extra"]["loads"], theirs["extra"]["loads"])
+    assert ours["step"] == 105
+    assert torch.equal(ours["extra"]["loads"], theirs["extra"]["loads"])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What is kept, and what is predicted
 
 
-def test_the_checkpoint_is_the_best_in_english_development(options, monkeypatch):
+def test_the_best_checkpoint_in_english_development_is_scored(options, monkeypatch):
     weights, points, predict = [], iter([50.0, 80.0, 80.0, 60.0]), finetune_xtreme.predict
 
     def watched(model, examples, *rest):
@@ -386,14 +392,16 @@ def test_the_checkpoint_is_the_best_in_english_development(options, monkeypatch)
     options |= {"epochs": 4, "train_examples": 16}
     XTREME.run(options, monkeypatch)
     result = result_of(options["out_dir"])
-    assert result["valid"] == {"accuracy": 80.0} and result["step"] == 4
-    assert result["mean"] == {"accuracy": 75.0} and result["gap"] == {"accuracy": 30.0}
+    assert result["valid"] == {"accuracy": 80.0}
+    assert result["step"] == 4
+    assert result["mean"] == {"accuracy": 75.0}
+    assert result["gap"] == {"accuracy": 30.0}
     torch.testing.assert_close(saved(options, "model.pt")["model"], weights[1], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("task, missing", [("pos", ["de"]), ("xquad", ["de"]), ("xnli", ["de", "en"])])
-def test_what_is_predicted_does_not_need_labels(task, missing, options, source, tmp_path, monkeypatch, capsys):
-    """Of every example; scores follow from the files alone. Rows are so short that texts take several."""
+def test_predictions_do_not_need_labels(task, missing, options, source, tmp_path, monkeypatch, capsys):
+    """Every example has one, and scores follow from the files alone. Rows are so short that texts take several."""
     options |= {"task": task, "block_size": 16, "source": tmp_path / "source"}
     if task == "xquad":
         options |= {"stride": 3, "longest_answer": 4}
@@ -410,7 +418,7 @@ def test_what_is_predicted_does_not_need_labels(task, missing, options, source, 
             found = text.splitlines() if task == "xnli" else [json.loads(text)[one.id] for one in own]
         gold = [one.gold for one in own]
         assert score_task(task, language, gold, found) == pytest.approx(result["languages"][language])
-    for language in missing:  # labels are taken away as XTREME's scripts do
+    for language in missing:  # removes labels as XTREME's scripts do
         file = options["source"] / folder / (f"xquad.{language}.json" if task == "xquad" else f"test-{language}.tsv")
         text = re.sub(r'"text": "\w+"', '"text": ""', file.read_text())
         file.write_text(re.sub(r"\t\w+\n", "\n", text))
@@ -420,19 +428,22 @@ def test_what_is_predicted_does_not_need_labels(task, missing, options, source, 
     said, run = capsys.readouterr(), only_run(options["out_dir"])
     assert predictions(options["out_dir"]) == expected
     result = result_of(options["out_dir"])
-    assert result["unlabelled"] == missing and result["languages"].keys() == {"de", "en"} - {*missing}
+    assert result["unlabelled"] == missing
+    assert result["languages"].keys() == {"de", "en"} - {*missing}
     assert said.err.count("x an example without its label") == len(missing)
     last = said.out.strip().splitlines()[-1]
     assert last == f"no test labels, not scored: {', '.join(missing)}; predictions are in {run}"
     cells = finetune_xtreme.cells(result)
-    assert (cells["F1 or accuracy"][0] is None) == (len(missing) == 2) and cells["English dev"][0] is not None
+    assert (cells["F1 or accuracy"][0] is None) == (len(missing) == 2)
+    assert cells["English dev"][0] is not None
 
 
-def test_dropout_is_that_of_the_command_line_and_rows_fit_the_encoder(options):
-    """Whatever the encoder was trained with."""
+def test_dropout_is_the_option_s_and_rows_fit_the_encoder(options):
+    """The constants that the encoder was trained with do not matter."""
     _, _, model, data, _ = opened(options | {"dropout": 0.3, "block_size": 64})
     found = [module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)]
-    assert len(found) > 3 and set(found) == {0.3} == {layer.attn.dropout for layer in model.encoder.layers}
+    assert len(found) > 3
+    assert set(found) == {0.3} == {layer.attn.dropout for layer in model.encoder.layers}
     assert model.longest_row == 32 >= max(len(row.ids) for row in data.rows)
 
 
@@ -440,7 +451,7 @@ def test_dropout_is_that_of_the_command_line_and_rows_fit_the_encoder(options):
 # The same logits as transformers
 
 
-HEADS = {  # of a kind of task: the class's name and its last layer
+HEADS = {  # kind of task -> name of the class, its last layer
     "label": ("SequenceClassification", "classifier.out_proj"),
     "tags": ("TokenClassification", "classifier"),
     "answer": ("QuestionAnswering", "qa_outputs"),
@@ -448,7 +459,7 @@ HEADS = {  # of a kind of task: the class's name and its last layer
 
 
 @pytest.mark.parametrize("kind", HEADS)
-def test_logits_are_those_of_transformers(kind, tmp_path, encoders):
+def test_logits_equal_those_of_transformers(kind, tmp_path, encoders):
     transformers = pytest.importorskip("transformers")
     (name, head), labels = HEADS[kind], [] if kind == "answer" else list("abcde")
     shape = dict(vocab_size=295, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24)
@@ -486,7 +497,7 @@ def test_logits_are_those_of_transformers(kind, tmp_path, encoders):
 # Presets and tables
 
 
-def test_every_preset_is_sound():
+def test_every_preset_is_valid():
     for preset, constants in PRESETS.items():
         config = Config(preset=preset, **constants)
         check(config)
@@ -527,22 +538,24 @@ def test_the_seed_of_an_encoder_follows_its_preset(script, preset):
 def test_a_row_has_the_constants_of_its_task():
     base = Config(preset="xmoe-xnli", **PRESETS["xmoe-xnli"], encoders="base")
     [(labels, change), *_] = TABLES["xlme1"](base).rows
-    assert labels == ("XLM-E - TRTD", "pos", "74.2") and len(TABLES["xlme1"](base).rows) == 21
+    assert labels == ("XLM-E - TRTD", "pos", "74.2")
+    assert len(TABLES["xlme1"](base).rows) == 21
     given = PRESETS["xmoe-pos"] | dict(preset="xmoe-pos", model="out/train_electra/base-tlm=False", encoders="base")
     assert dataclasses.replace(base, **change) == Config(**given)
     assert TABLES["6"](Config()).rows[-1][1]["balance_coef"] == 0.1
     with pytest.raises(ValueError, match="need no source"):
         TABLES["1"](Config(source="x"))
-    rows = TABLES["1"](Config()).rows  # or the laboratory's
+    rows = TABLES["1"](Config()).rows  # in ciphers
     own = [(labels, change["task"]) for labels, change in rows[:3]]
-    assert own == [(("dense", task, ""), task) for task in ("tags", "pairs", "spans")] and len(rows) == 15
+    assert own == [(("dense", task, ""), task) for task in ("tags", "pairs", "spans")]
+    assert len(rows) == 15
     given = dict(preset="ciphers-tags", block_size=128, model="out/train_mlm/demo-router=dense")
     assert dataclasses.replace(Config(), **rows[0][1]) == Config(**given)
 
 
 @pytest.mark.parametrize("number, averages", [("1", "61.4 63.8 65.3 64.1 65.0"), ("xlme1", "67.6 58.6 69.3")])
-def test_below_the_tasks_of_an_encoder_stands_their_average(number, averages):
-    """The papers' column Avg, which takes the mean of F1 and EM; ours of two seeds, an EM of 0 among them."""
+def test_the_average_follows_the_tasks_of_an_encoder(number, averages):
+    """The papers' column Avg takes the mean of F1 and EM. Ours has two seeds, with an EM of 0."""
     table = finetune_xtreme.table(number, finetune_xtreme.Config(preset="xmoe-xnli"))
     found = []
     for labels, _ in table.rows:
@@ -595,23 +608,25 @@ def test_a_table_runs_every_row(options, encoders, tmp_path, monkeypatch, capsys
 # Bad input
 
 
-def test_a_tokenizer_that_is_not_the_models_is_refused(options, monkeypatch, capsys):
+def test_a_tokenizer_that_does_not_fit_the_model_is_refused(options, monkeypatch, capsys):
     other = train_sentencepiece([" ".join(GERMAN)] * 9, 280, XLMR)
     monkeypatch.setattr(pretrained, "load", lambda *_, load=pretrained.load, **more: (load(*_, **more)[0], other))
     assert "its tokenizer has 280 pieces, not those of its model" in XTREME.refused(options, monkeypatch, capsys)
 
 
-def test_broken_rows_are_reported_and_left_out(options, source, tmp_path, monkeypatch, capsys):
+def test_broken_rows_are_skipped_with_a_warning(options, source, tmp_path, monkeypatch, capsys):
     shutil.copytree(source, tmp_path / "source")
     train, test = (tmp_path / "source" / "xnli" / f"{name}.tsv" for name in ("train-en", "test-de"))
     train.write_text(train.read_text() + "dog\n" * 3 + "dog\tcat\tmaybe\n")
     test.write_bytes(b"\xff\t\n")
     XTREME.run(options | {"source": tmp_path / "source", "epochs": 1}, monkeypatch)
     said = capsys.readouterr()
-    assert said.err.count("warning: ") == 3 and f"warning: {train}: 3 x a line that is not" in said.err
+    assert said.err.count("warning: ") == 3
+    assert f"warning: {train}: 3 x a line that is not" in said.err
     assert "48 rows of at most 32 tokens, 6 steps" in said.out
     result = result_of(options["out_dir"])
-    assert list(result["languages"]) == ["en"] and result["gap"] == {}
+    assert list(result["languages"]) == ["en"]
+    assert result["gap"] == {}
     assert "English is above" not in said.out
     train.write_text("dog\tcat\tmaybe\n" * 60)
     with pytest.raises(SystemExit):

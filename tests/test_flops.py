@@ -115,7 +115,7 @@ def test_flops_of_the_encoder_equal_torchs_count():
 def test_flops_of_the_translator_equal_torchs_count(changes):
     config = small(**{"router": "switch", "capacity": 0.5, "capacity_factor": 1.0} | changes)
     model = lively(Translator(config, V)).eval()
-    count, rows = counted(model, torch.randint(4, V, (2, 12)), torch.randint(4, V, (2, 5)))
+    count, rows = counted(model, torch.randint(4, V, (2, 12)), None, torch.randint(4, V, (2, 5)), None)
     work = flops.translation_flops(model, 12, 5)
     stack = 3 if "moe_after" in changes else 1
     passes = {"{}": 24 + 2 * 10, "{'router': 'dense'}": 0}.get(str(changes), 24)  # tokens through sparse layers

@@ -1,4 +1,4 @@
-"""The decoder language model around its sparse layers, and what the constants of sparse layers mean."""
+"""The decoder language model, its generation, and the constants that define sparse layers."""
 
 import math
 import sys
@@ -21,9 +21,9 @@ every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
 
 def make_gpt(variant="switch", training=False, **options) -> GPT:
-    """A decoder with parameters large enough for every choice to matter."""
+    """A decoder with parameters large enough for every routing choice to matter."""
     model = lively(GPT(constants(**{"block_size": 8, "expert_ffns": 3} | VARIANTS[variant] | options), V))
-    model.wte.weight.data = 3 * F.normalize(model.wte.weight.data, dim=1)  # no token is everyone's guess
+    model.wte.weight.data = 3 * F.normalize(model.wte.weight.data, dim=1)  # no token is predicted everywhere
     model.wpe.weight.data *= 0.3
     return model.train(training)
 
@@ -35,15 +35,18 @@ def make_ids(B, T, seed=0):
 # --- The language model
 
 
-def test_the_outputs_bias_is_added_to_all_logits():
+def test_the_output_bias_is_added_to_all_logits():
     model, ids = make_gpt("threshold", frequency_bias=True), make_ids(3, 8)
-    assert make_gpt().bias is None
-    assert not GPT(constants(frequency_bias=True), V).bias.any()  # until a script fills it in
-    more = 3 * torch.randn(13, dtype=torch.float64)
+    change = 3 * torch.randn(13, dtype=torch.float64)
     with torch.no_grad():
         before, _ = model(ids)
-        model.bias += more
-        torch.testing.assert_close(model(ids)[0], before + more)
+        model.bias += change
+        torch.testing.assert_close(model(ids)[0], before + change)
+
+
+def test_the_output_bias_is_optional_and_starts_at_0():
+    assert make_gpt().bias is None
+    assert not GPT(constants(frequency_bias=True), V).bias.any()
 
 
 def test_balance_loss_is_summed_over_layers():
@@ -51,12 +54,13 @@ def test_balance_loss_is_summed_over_layers():
     for moe in model.moe_layers:
         moe.register_forward_hook(lambda _, __, out: losses.append(out[1]))
     _, total = model(make_ids(2, 8))
-    assert len(losses) == 2 and min(losses) > 0
+    assert len(losses) == 2
+    assert min(losses) > 0
     torch.testing.assert_close(total, sum(losses))
 
 
 TRANSLATOR = dict(router="dense", moe_after=(), decoder_moe=True)
-STARTS = [  # a model, its constants, and the deviation of what writes to the residual stream: in GPT-2 by the depth
+STARTS = [  # model, constants, deviation of matrices that write to the residual stream (GPT-2: smaller if deeper)
     (GPT, dict(n_layer=8), 0.02 / 4),
     (Translator, TRANSLATOR | dict(n_layer=8, decoder_layers=2), 0.02 / 4),
     (Translator, TRANSLATOR | dict(n_layer=2, decoder_layers=8), 0.02 / 4),
@@ -65,7 +69,7 @@ STARTS = [  # a model, its constants, and the deviation of what writes to the re
 
 
 @pytest.mark.parametrize("kind, changes, written", STARTS, ids=str)
-def test_weights_start_from_the_normal_that_was_asked_for(kind, changes, written):
+def test_matrices_start_normal_biases_at_0_and_norms_at_1(kind, changes, written):
     torch.manual_seed(0)
     size = dict(n_embd=64, ffn_size=256, init_std=0.02, router_std=0.02)
     for name, p in kind(constants(**size | changes), 60).named_parameters():
@@ -78,17 +82,17 @@ def test_weights_start_from_the_normal_that_was_asked_for(kind, changes, written
             assert p.std().item() == pytest.approx(expected, rel=0.25), name
 
 
-def test_dropout_follows_embeddings_and_is_in_attention_weights():
-    """That behind attention and FFN is tested in test_translator.py, of the same blocks."""
-    model, reached = make_gpt(dropout=1.0, training=True), []
+def test_embeddings_and_attention_weights_have_dropout():
+    """test_translator.py tests the dropout after attention and FFN, in the same blocks."""
+    model, block_inputs = make_gpt(dropout=1.0, training=True), []
     assert all(block.attn.dropout == 1.0 for block in model.blocks)
-    model.blocks[0].register_forward_pre_hook(lambda _, inputs: reached.append(inputs[0]))
+    model.blocks[0].register_forward_pre_hook(lambda _, inputs: block_inputs.append(inputs[0]))
     model(make_ids(2, 8))
-    assert (reached[0] == 0).all()
+    assert (block_inputs[0] == 0).all()
 
 
 @pytest.mark.parametrize("kind", [GPT, Encoder])
-def test_too_long_a_sequence_is_refused(kind):
+def test_a_sequence_longer_than_block_size_is_refused(kind):
     with pytest.raises(ValueError, match="a sequence of 17 tokens is longer than block_size = 16"):
         kind(constants(), V)(torch.full((1, 17), 5))
 
@@ -96,24 +100,32 @@ def test_too_long_a_sequence_is_refused(kind):
 @every_variant
 def test_without_drops_no_logit_depends_on_a_later_token(variant, at=4):
     model, ids = make_gpt(variant, n_layer=4, capacity=0.5), make_ids(3, 8)
-    changed = ids.clone()
-    changed[:, at:] = (changed[:, at:] + 5) % V
+    changed_ids = ids.clone()
+    changed_ids[:, at:] = (ids[:, at:] + 5) % V
     with model.no_limit(), torch.no_grad():
-        before, after = model(ids)[0], model(changed)[0]
+        before, after = model(ids)[0], model(changed_ids)[0]
     torch.testing.assert_close(before[:, :at], after[:, :at])
     assert (before[:, at:] - after[:, at:]).abs().max() > 1e-3
 
 
-def test_no_limit_holds_inside_and_is_undone_after():
+def capacity_factors(model):
+    return [(moe.capacity_factor, moe.eval_capacity_factor) for moe in model.moe_layers]
+
+
+def test_no_limit_lifts_the_limit_at_test_and_restores_it():
     model = make_gpt(n_layer=4, capacity=2.0, eval_capacity=1.5)
-    limits = lambda: [(moe.capacity_factor, moe.eval_capacity_factor) for moe in model.moe_layers]  # noqa: E731
-    assert model.limited_at_test and not make_gpt(capacity=3.0).limited_at_test  # 3 experts: as many places as tokens
     with model.no_limit():
-        assert not model.limited_at_test and limits() == [(2.0, math.inf)] * 2
-    assert limits() == [(2.0, 1.5)] * 2
+        assert capacity_factors(model) == [(2.0, math.inf)] * 2
+        assert not model.limited_at_test
+    assert capacity_factors(model) == [(2.0, 1.5)] * 2
     with pytest.raises(KeyError), model.no_limit():
         raise KeyError
-    assert limits() == [(2.0, 1.5)] * 2
+    assert capacity_factors(model) == [(2.0, 1.5)] * 2
+
+
+def test_capacity_limits_only_below_the_number_of_experts():
+    assert make_gpt(capacity=2.9).limited_at_test
+    assert not make_gpt(capacity=3.0).limited_at_test  # each of the 3 experts has room for every token
 
 
 # --- Generation
@@ -128,16 +140,17 @@ def greedy(model, ids, new_tokens):
 
 
 @every_variant
-def test_top_k_1_is_the_greedy_loop_also_beyond_block_size(variant):
-    """Whatever else is in the batch, and with the output's bias, which decides much of it."""
+def test_generating_with_top_k_1_is_greedy_also_beyond_block_size(variant):
+    """Without a capacity limit, for any batch, and with an output bias that matters."""
     model, ids = make_gpt(variant, n_layer=4, capacity=0.25, frequency_bias=True), make_ids(8, 3)
     model.bias.data = 3 * torch.randn(13, dtype=torch.float64)
     out = model.generate(ids, 8, top_k=1)
-    assert out.shape == (8, 11) and torch.equal(out[:, :3], ids)
-    assert not torch.equal(out, greedy(model, ids, 8))  # drops would have shown
+    assert out.shape == (8, 11)
+    assert torch.equal(out[:, :3], ids)
     assert torch.equal(out[:2], model.generate(ids[:2], 8, temperature=1e-6))
     with model.no_limit():
         assert torch.equal(out, greedy(model, ids, 8))
+    assert not torch.equal(out, greedy(model, ids, 8))  # the limit would change the tokens
 
 
 def test_samples_come_from_the_top_k_and_follow_the_temperature():
@@ -152,26 +165,26 @@ def test_samples_come_from_the_top_k_and_follow_the_temperature():
     expected[best] = (logits[best] / 3.0).softmax(dim=0)
     assert ((share > 0) == (expected > 0)).all()
     assert (share - expected).abs().max() < 0.04
-    assert model.generate(ids, 1, top_k=100).shape == (1, 5)  # more than there are is all
+    assert model.generate(ids, 1, top_k=100).shape == (1, 5)  # a top_k above V means all tokens
 
 
-def test_generation_stops_where_every_row_has_had_the_end():
+def test_generation_stops_once_every_row_has_the_end_token():
     model, ids = make_gpt(), make_ids(2, 4)
-    whole = model.generate(ids, 8, top_k=1)
-    end = int(whole[0, 6])
-    first = [4 + row[4:].tolist().index(end) if end in row[4:] else 11 for row in whole]
-    assert torch.equal(model.generate(ids, 8, top_k=1, end=end), whole[:, : 1 + max(first)])
+    unstopped = model.generate(ids, 8, top_k=1)
+    end = int(unstopped[0, 6])
+    end_places = [4 + row[4:].tolist().index(end) if end in row[4:] else 11 for row in unstopped]
+    assert torch.equal(model.generate(ids, 8, top_k=1, end=end), unstopped[:, : 1 + max(end_places)])
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_generation_leaves_the_model_as_it_was(training):
+def test_generation_uses_no_dropout_and_restores_the_mode_and_the_limit(training):
     model, ids = make_gpt(training=training, dropout=0.5), make_ids(1, 2)
-    assert torch.equal(model.generate(ids, 4, top_k=1), model.generate(ids, 4, top_k=1))  # no dropout
-    assert all(m.training == training for m in model.modules())
+    assert torch.equal(model.generate(ids, 4, top_k=1), model.generate(ids, 4, top_k=1))
+    assert all(module.training == training for module in model.modules())
     assert [moe.eval_capacity_factor for moe in model.moe_layers] == [1.0]
 
 
-# --- What the constants mean
+# --- The constants of sparse layers
 
 MT = dict(decoder_layers=1, decoder_moe=True)
 REFUSED = [
@@ -189,69 +202,74 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("kind, options, message", REFUSED, ids=str)
-def test_constants_that_make_no_model_are_refused(kind, options, message):
+def test_invalid_constants_are_refused(kind, options, message):
     with pytest.raises(ValueError, match=message):
         kind(constants(**options), V)
 
 
 @pytest.mark.parametrize("router", ROUTERS)
 @pytest.mark.parametrize("split", [None, 1, 2, 8])
-def test_every_split_of_an_xmoe_layer_keeps_parameters_and_flops(router, split):  # XMoE eq. 6
+def test_split_changes_neither_parameters_nor_flops_of_an_xmoe_layer(router, split):  # XMoE eq. 6
     moe = GPT(constants(router=router, split=split, ffn_size=32, capacity=1.5, eval_capacity=0.5), V).moe_layers[0]
     k = split or {"topk": 4, "threshold": 4}.get(router, 1)
-    assert moe.router.E == 4 * k and moe.experts.w_in.shape == (4 * k, 32 // k, 8)
-    assert (moe.capacity_factor, moe.eval_capacity_factor) == (1.5 * k, 0.5 * k)
+    assert moe.router.E == 4 * k
     assert moe.router.K == {"topk": k, "hypersphere": k, "threshold": 4 * k}.get(router, 1)
-    assert moe.capacity(64) == 64 * 1.5 * k / (4 * k) and moe.eval().capacity(64) == 64 * 0.5 * k / (4 * k)
+    assert moe.experts.w_in.shape == (4 * k, 32 // k, 8)
+    assert (moe.capacity_factor, moe.eval_capacity_factor) == (1.5 * k, 0.5 * k)
+    assert moe.capacity(64) == 64 * 1.5 / 4
+    assert moe.eval().capacity(64) == 64 * 0.5 / 4
 
 
-def test_top_k_is_apart_from_the_split():
-    """As many experts, of the same size, with the same places: but a token chooses so many."""
-    for k in (1, 3):
-        usual, own = (GPT(constants(router="topk", split=4, top_k=K), V).moe_layers[0] for K in (None, k))
-        assert own.router.K == k and usual.router.K == 4
-        assert own.experts.w_in.shape == usual.experts.w_in.shape and own.capacity(64) == usual.capacity(64)
+@pytest.mark.parametrize("top_k", [1, 3])
+def test_top_k_changes_neither_experts_nor_capacity(top_k):
+    by_split, moe = (GPT(constants(router="topk", split=4, top_k=k), V).moe_layers[0] for k in (None, top_k))
+    assert by_split.router.K == 4
+    assert moe.router.K == top_k
+    assert moe.experts.w_in.shape == by_split.experts.w_in.shape
+    assert moe.capacity(64) == by_split.capacity(64)
 
 
 @pytest.mark.parametrize("layers", [0, 1, 3])
-def test_an_x_moe_layer_has_the_experts_that_are_named(layers):  # X-MoE 4.1
-    given = dict(router="topk", top_k=2, expert_size=6, expert_layers=layers, capacity_factor=1.5)
-    moe = Encoder(constants(**given), V).moe_layers[0]
-    assert (moe.router.E, moe.router.K, type(moe.experts)) == (4, 2, Stacks if layers else Experts)
+def test_an_x_moe_layer_follows_its_constants(layers):  # X-MoE 4.1
+    options = dict(router="topk", top_k=2, expert_size=6, expert_layers=layers, capacity_factor=1.5)
+    moe = Encoder(constants(**options), V).moe_layers[0]
     ffns, norms = (moe.experts.ffns, moe.experts.norms) if layers else ([moe.experts], [])
-    assert len(ffns) == max(1, layers) and len(norms) == layers
-    assert all(ffn.w_in.shape == (4, 6, 8) for ffn in ffns)
-    assert moe.capacity_factor == moe.eval_capacity_factor == 1.5
-    start = moe.router.experts
-    torch.testing.assert_close(start.norm(dim=1), torch.full((4,), 0.1))
-    assert all((ffn.w_out == 0).all() == bool(layers) for ffn in ffns)  # a stack changes nothing at first
-    assert all((norm.weight == 1).all() and (norm.bias == 0).all() for norm in norms)
+    assert (moe.router.E, moe.router.K) == (4, 2)
+    assert type(moe.experts) is (Stacks if layers else Experts)
+    assert [ffn.w_in.shape for ffn in ffns] == [(4, 6, 8)] * max(1, layers)
+    assert (moe.capacity_factor, moe.eval_capacity_factor) == (1.5, 1.5)
+    torch.testing.assert_close(moe.router.experts.norm(dim=1), torch.full((4,), 0.1))
+    assert all((ffn.w_out == 0).all() == bool(layers) for ffn in ffns)  # a stack starts as the identity
+    assert len(norms) == layers
+    assert all((norm.weight == 1).all() for norm in norms)
+    assert all((norm.bias == 0).all() for norm in norms)
 
 
-OTHER = dict(threshold=0.3, init_temperature=0.9, routing_dim=3, eval_threshold=0.2, score="hypersphere")
-OTHER |= dict(gate="sigmoid", router_std=0.7)
+OPTIONS = dict(threshold=0.3, init_temperature=0.9, routing_dim=3, eval_threshold=0.2, score="hypersphere")
+OPTIONS |= dict(gate="sigmoid", router_std=0.7)
 
 
 @pytest.mark.parametrize("router", ROUTERS)
-def test_constants_that_a_router_does_not_read_change_nothing(router):
+def test_only_constants_in_reads_change_a_router(router):
     kind = ROUTERS[router]
-    for name, value in OTHER.items():
+    for name, value in OPTIONS.items():
         if value == getattr(kind, name, None):
             value = {"sigmoid": "softmax", "hypersphere": "dot"}[value]
         outputs = []
-        for given in ({}, {name: value}):
+        for changes in ({}, {name: value}):
             torch.manual_seed(0)
-            model = GPT(constants(**{"router": router, "router_std": 1.0, "threshold": 0.8} | given), V)
+            model = GPT(constants(**{"router": router, "router_std": 1.0, "threshold": 0.8} | changes), V)
             outputs.append(model.eval()(make_ids(2, 16)))
-        same = torch.equal(outputs[0][0], outputs[1][0]) and torch.equal(outputs[0][1], outputs[1][1])
+        (logits, balance), (changed_logits, changed_balance) = outputs
+        same = torch.equal(logits, changed_logits) and torch.equal(balance, changed_balance)
         if name not in kind.reads:
             assert same, name
-        elif name not in ("init_temperature", "router_std"):  # the one is of a sphere, the other not of all it draws
+        elif name not in ("init_temperature", "router_std"):  # read only on a hypersphere, or without one
             assert not same, name
 
 
-def test_a_step_of_a_sparse_decoder_enters_few_functions():
-    """How much a reader must know: the project's functions that a forward and a backward pass enter."""
+def test_a_training_step_of_a_sparse_decoder_enters_few_functions():
+    """Limits how many of the project's functions one must read to follow a forward and a backward pass."""
     model, entered, before = make_gpt("threshold"), set(), sys.getprofile()
 
     def note(frame, event, argument):
@@ -265,4 +283,4 @@ def test_a_step_of_a_sparse_decoder_enters_few_functions():
         (loss + 0.01 * balance).backward()
     finally:
         sys.setprofile(before)
-    assert 20 < len(entered) <= 31  # two of them check choices, in tests alone
+    assert 20 < len(entered) <= 31  # check_priority and check_choices are two of them

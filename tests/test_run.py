@@ -46,16 +46,16 @@ LM = Script(train_lm)
 
 
 class Stop(Exception):
-    """What ends a run in the middle."""
+    """Ends a run in the middle."""
 
 
 def kept_in(options: dict, *names: str) -> tuple[dict, ...]:
-    """The same command with folders of these names."""
+    """The same command with an out_dir of each of these names."""
     return tuple(options | {"out_dir": options["out_dir"] / name} for name in names)
 
 
 def assert_same_end(one: dict, two: dict):
-    """Bit for bit: weights, optimizer, what was logged, what came out."""
+    """Weights, optimizer, log and result are equal bit for bit."""
     ours, theirs = saved(one), saved(two)
     torch.testing.assert_close(ours["model"], theirs["model"], rtol=0, atol=0)
     torch.testing.assert_close(ours["optimizer"]["state"], theirs["optimizer"]["state"], rtol=0, atol=0)
@@ -67,31 +67,34 @@ def assert_same_end(one: dict, two: dict):
 
 
 def wait_for(process: subprocess.Popen, out: Path, file: str, lines: int = 0) -> list[int]:
-    """Until a run has this file, of so many lines -> the processes that torchrun has started for it."""
+    """Waits until a run has this file with this many lines -> the processes that torchrun has started."""
     while not any(path.read_bytes().count(b"\n") >= lines for path in out.glob(f"*/{file}")):
         assert process.poll() is None, (out / "log.txt").read_text()
         time.sleep(0.02)
     return [int(line) for line in subprocess.check_output(["pgrep", "-P", str(process.pid)]).split()]
 
 
-def test_a_run_leaves_behind_what_it_takes_to_make_the_model_again(options, monkeypatch):
+def test_the_folder_of_a_run_has_what_it_takes_to_rebuild_the_model(options, monkeypatch):
     LM.run(options, monkeypatch)
     folder, state, result = only_run(options["out_dir"]), saved(options), result_of(options["out_dir"])
     keys = "class step constants vocab_size identity precision code model optimizer seconds log window kept"
     assert state.keys() == set(keys.split())
-    assert state["class"] == "GPT" and state["vocab_size"] == 320 and state["step"] == 4
+    assert state["class"] == "GPT"
+    assert state["vocab_size"] == 320
+    assert state["step"] == 4
     model, tokenizer = load(folder)
     torch.testing.assert_close(model.state_dict(), state["model"], rtol=0, atol=0)
     assert tokenizer.vocab_size == 320
     assert result["config"] == state["identity"] == json.loads((folder / "config.json").read_text())
     assert {"name", "seconds", "machine", "test", "test_no_limit", "parameters", "flops"} < result.keys()
-    assert result["code"] == state["code"] and len(state["code"]) == 3  # train_lm.py, model.py, routers.py
+    assert result["code"] == state["code"]
+    assert len(state["code"]) == 3  # train_lm.py, model.py, routers.py
     files = "ckpt.prev.pt ckpt.pt config.json lock metrics.jsonl result.json tokenizer.model"  # and nothing temporary
     assert sorted(path.name for path in folder.iterdir()) == files.split()
 
 
-def test_a_second_run_in_the_same_folder_is_refused_and_touches_nothing(options, monkeypatch, capsys):
-    """Whoever holds the folder goes on; the lock goes with the process, not with the file."""
+def test_a_second_process_in_the_same_folder_is_refused_and_changes_nothing(options, monkeypatch, capsys):
+    """The process with the lock continues. The lock ends with the process, not with the file."""
     stopped(LM, 2, signal.SIGTERM, options, capsys)
     gc.collect()  # the lock of the run that was stopped
     folder = only_run(options["out_dir"])
@@ -102,14 +105,15 @@ def test_a_second_run_in_the_same_folder_is_refused_and_touches_nothing(options,
         holder.stdout.readline()
         for resume in (True, False):
             line = LM.refused(options | {"resume": resume}, monkeypatch, capsys)
-            assert "another process is training in" in line and str(folder) in line
+            assert "another process is training in" in line
+            assert str(folder) in line
         assert before == {path.name: path.read_bytes() for path in folder.iterdir()}
-        LM.run(options | {"eval_only": True}, monkeypatch)  # reads a checkpoint, and writes none
+        LM.run(options | {"eval_only": True}, monkeypatch)  # reads a checkpoint, and writes nothing
         holder.kill()
 
     def due(self, done, due=Run.due):
         gc.collect()
-        with pytest.raises(Timeout):  # it is held to the end
+        with pytest.raises(Timeout):  # held to the end
             FileLock(folder / "lock").acquire(blocking=False)
         return due(self, done)
 
@@ -119,7 +123,7 @@ def test_a_second_run_in_the_same_folder_is_refused_and_touches_nothing(options,
     FileLock(folder / "lock").acquire(blocking=False)
 
 
-def test_whenever_a_file_takes_its_name_a_run_may_stop(options, tmp_path, monkeypatch):
+def test_a_run_may_be_killed_at_any_rename_of_a_file(options, tmp_path, monkeypatch):
     whole = options | {"out_dir": tmp_path / "whole"}
     LM.run(whole, monkeypatch)
     renames = []
@@ -143,8 +147,8 @@ def test_whenever_a_file_takes_its_name_a_run_may_stop(options, tmp_path, monkey
     assert " ".join(Path(target).name for target in renames) == names
 
 
-def test_a_file_is_on_the_disk_before_it_takes_its_name(options, monkeypatch):
-    """What is killed is not the disk; what loses its power is."""
+def test_a_file_is_synced_to_disk_before_it_is_renamed(options, monkeypatch):
+    """A kill leaves the disk cache intact; a power failure does not."""
     done, fsync, replace = [], os.fsync, Path.replace
     monkeypatch.setattr(os, "fsync", lambda number: (done.append("fsync"), fsync(number)))
     monkeypatch.setattr(Path, "replace", lambda file, target: (done.append(file.suffix), replace(file, target)))
@@ -156,29 +160,29 @@ def test_a_file_is_on_the_disk_before_it_takes_its_name(options, monkeypatch):
     "step, evaluations, number",
     [(0, 0, signal.SIGTERM), (2, 1, signal.SIGINT), (3, 2, signal.SIGTERM), (4, 3, signal.SIGINT)],
 )
-def test_a_signal_ends_a_run_behind_its_step(step, evaluations, number, options, monkeypatch, capsys):
-    """The state is saved between two evaluations, too; none is added, and none is left out."""
+def test_a_signalled_run_stops_after_its_step_and_resumes(step, evaluations, number, options, monkeypatch, capsys):
+    """Also between two evaluations; no evaluation is added or left out."""
     options |= {"steps": 5, "dropout": 0.1}
     whole, ended = kept_in(options, "whole", "ended")
     line = stopped(LM, step, number, ended, capsys)
     assert line == f"stopped at step {step + 1}; run the same command to resume"
     log = only_run(ended["out_dir"]) / "metrics.jsonl"
     assert (len(metrics(ended["out_dir"])) if log.exists() else 0) == evaluations
-    if step == 3:  # saved by its evaluation, and not once more
+    if step == 3:  # saved by its evaluation, and not again
         assert load_checkpoint(log.with_name("ckpt.prev.pt"))["step"] == 3
     LM.run(ended, monkeypatch)
     assert f"goes on from step {step + 1}" in capsys.readouterr().out
     LM.run(whole, monkeypatch)
     assert_same_end(ended, whole)
-    assert [record["step"] for record in metrics(whole["out_dir"])] == [2, 4, 5]  # the last one, too
+    assert [record["step"] for record in metrics(whole["out_dir"])] == [2, 4, 5]  # and after the last step
 
 
 OUTSIDE = ("build", 1), ("test", 1), ("evaluate", 0), ("evaluate", 2)
 
 
 @pytest.mark.parametrize("where, signals", OUTSIDE)
-def test_what_ends_a_run_outside_of_its_steps_costs_it_one_at_most(where, signals, options, monkeypatch, capsys):
-    """A kill, and a signal, or in an evaluation, which would be finished, a second one."""
+def test_a_run_that_ends_outside_its_steps_loses_at_most_one(where, signals, options, monkeypatch, capsys):
+    """A kill, a signal, or in an evaluation a second signal, since the first waits for its end."""
     whole, ended = kept_in(options, "whole", "ended")
     number, old = signal.SIGTERM if where == "build" else signal.SIGINT, getattr(train_lm, where)
 
@@ -203,17 +207,18 @@ def test_what_ends_a_run_outside_of_its_steps_costs_it_one_at_most(where, signal
     assert_same_end(ended, whole)
 
 
-def test_a_training_takes_nothing_that_belongs_to_the_program_which_calls_it(options):
-    """Again and again: not its signals, and not its folder when it is done."""
+def test_training_in_a_program_restores_its_signal_handlers_and_releases_the_folder(options):
+    """So that it can be called repeatedly."""
     results, before = [], signal.getsignal(signal.SIGINT)
     for seed in (0, 0, 1):
         where = {name: str(options[name]) for name in ("data", "out_dir")}
         config = train_lm.Config(**options | where | {"seed": seed, "resume": False})
         results.append(train_lm.train(config, setup("cpu", "float32"))["test"]["loss"])
-    assert signal.getsignal(signal.SIGINT) is before and results[0] == results[1] != results[2]
+    assert signal.getsignal(signal.SIGINT) is before
+    assert results[0] == results[1] != results[2]
 
 
-def test_one_process_that_is_sent_a_signal_stops_both(options):
+def test_a_signal_to_one_process_stops_both(options):
     options |= {"steps": 100_000, "eval_every": 10, "dtype": "float64", "dropout": 0.1, "capacity": 0.5}
     process = LM.start(options, *TORCHRUN)
     workers = wait_for(process, options["out_dir"], "ckpt.pt")
@@ -221,16 +226,19 @@ def test_one_process_that_is_sent_a_signal_stops_both(options):
     assert process.wait() == 1  # torchrun's own
     out = (options["out_dir"] / "log.txt").read_text()
     (step,) = re.findall(r"stopped at step (\d+); run the same command to resume", out)
-    assert "exitcode: 143" in out and "[rank" not in out and "Error: " not in out.split("ChildFailed")[0]
-    assert "Warning: " not in out  # of a library, whose words users would take for ours
+    assert "exitcode: 143" in out
+    assert "[rank" not in out
+    assert "Error: " not in out.split("ChildFailed")[0]
+    assert "Warning: " not in out  # users would take a library's warning for ours
     state = saved(options)
     window = state["window"]
-    assert state["step"] == int(step) and window["since"] == int(step) // 10 * 10
+    assert state["step"] == int(step)
+    assert window["since"] == int(step) // 10 * 10
     assert (window["loss_sum"] > 0) == (state["step"] > window["since"])
 
 
-def test_torchrun_starts_again_what_lost_a_process(options, monkeypatch):
-    """Twice, and the end is that of a run that was not disturbed."""
+def test_torchrun_restarts_a_run_that_lost_a_process(options, monkeypatch):
+    """Twice, and the result equals that of an undisturbed run."""
     options |= {"steps": 150, "eval_every": 10, "eval_tokens": 64, "dtype": "float64", "dropout": 0.1}
     whole, killed = kept_in(options, "whole", "killed")
     process = LM.start(killed, *TORCHRUN, "--max-restarts", "2")
@@ -243,24 +251,27 @@ def test_torchrun_starts_again_what_lost_a_process(options, monkeypatch):
     assert losses(killed["out_dir"]) == pytest.approx(losses(whole["out_dir"]), rel=1e-5)
 
 
-def test_a_finished_run_is_not_run_again_unless_told_to(options, monkeypatch, capsys):
+def test_a_finished_run_is_only_trained_again_by_resume_false(options, monkeypatch, capsys):
     LM.run(options, monkeypatch)
     report = capsys.readouterr().out.split("\n\n", 1)[1]
     folder, before = only_run(options["out_dir"]), result_of(options["out_dir"])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train_lm, "cross_entropy", None)  # whoever trains or evaluates now fails
+        patch.setattr(train_lm, "cross_entropy", None)  # training or evaluation would fail
         LM.run(options, patch)
     out = capsys.readouterr().out
-    assert "finished before" in out and out.split("\n\n", 1)[1] == report
+    assert "finished before" in out
+    assert out.split("\n\n", 1)[1] == report
     evaluation = folder / "eval-t=0.5-capacity=1.json"
     evaluation.write_text("{}")
     LM.run(options | {"resume": False}, monkeypatch)
-    assert "goes on" not in capsys.readouterr().out and len(metrics(options["out_dir"])) == 2
-    assert result_of(options["out_dir"])["test"] == before["test"] and not evaluation.exists()
+    assert "goes on" not in capsys.readouterr().out
+    assert len(metrics(options["out_dir"])) == 2
+    assert result_of(options["out_dir"])["test"] == before["test"]
+    assert not evaluation.exists()
 
 
 @pytest.mark.parametrize("damage", ["weights alone", "a flipped byte"])
-def test_a_checkpoint_that_is_not_the_runs_own_gives_way_to_the_one_before_it(damage, options, monkeypatch, capsys):
+def test_a_damaged_checkpoint_falls_back_to_the_previous_one(damage, options, monkeypatch, capsys):
     LM.run(options, monkeypatch)
     folder = only_run(options["out_dir"])
     whole = torch.load(folder / "ckpt.pt")
@@ -276,19 +287,21 @@ def test_a_checkpoint_that_is_not_the_runs_own_gives_way_to_the_one_before_it(da
     capsys.readouterr()
     LM.run(options, monkeypatch)
     said = capsys.readouterr()
-    assert "ckpt.pt is corrupt (" in said.err and "using ckpt.prev.pt" in said.err
+    assert "ckpt.pt is corrupt (" in said.err
+    assert "using ckpt.prev.pt" in said.err
     assert "goes on from step 3" in said.out
     torch.testing.assert_close(saved(options)["model"], whole["model"], rtol=0, atol=0)
-    assert load_checkpoint(folder / "ckpt.prev.pt")["step"] == 3  # the damaged one did not take its place
+    assert load_checkpoint(folder / "ckpt.prev.pt")["step"] == 3  # not replaced by the damaged one
     spoil()
     (folder / "ckpt.prev.pt").write_bytes(b"not a checkpoint")
     line = LM.refused(options, monkeypatch, capsys)
-    assert "ckpt.pt is corrupt (" in line and "--resume false trains from the start" in line
+    assert "ckpt.pt is corrupt (" in line
+    assert "--resume false trains from the start" in line
     assert "ckpt.pt is corrupt (" in LM.refused(options | {"eval_only": True}, monkeypatch, capsys)
 
 
-def test_a_disk_that_is_full_ends_the_run_in_one_line(options, monkeypatch, capsys):
-    """By a limit on a file's size, which the system reports in the same way; what was saved before stays."""
+def test_a_full_disk_is_one_line_and_the_run_resumes_later(options, monkeypatch, capsys):
+    """Simulated by a limit on the file size, which is reported in the same way."""
     resource = pytest.importorskip("resource")
     whole, ended = kept_in(options, "whole", "ended")
     stopped(LM, 0, signal.SIGTERM, ended, capsys)
@@ -300,7 +313,8 @@ def test_a_disk_that_is_full_ends_the_run_in_one_line(options, monkeypatch, caps
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
         assert f"{name} cannot be written ([Errno 27] File too large): what was saved before is intact" in line
-        assert newest(folder)[1]["step"] == 1 and not list(folder.glob("*.tmp"))
+        assert newest(folder)[1]["step"] == 1
+        assert not list(folder.glob("*.tmp"))
     LM.run(ended, monkeypatch)
     LM.run(whole, monkeypatch)
     assert_same_end(ended, whole)
@@ -319,7 +333,7 @@ def test_a_disk_that_is_full_ends_the_run_in_one_line(options, monkeypatch, caps
         (("window",), {"a": 1}, "ckpt.pt is not a whole checkpoint of this run"),
     ],
 )
-def test_a_checkpoint_of_another_model_is_one_line(part, left, message, options, monkeypatch, capsys):
+def test_a_checkpoint_that_does_not_fit_is_one_line(part, left, message, options, monkeypatch, capsys):
     stopped(LM, 0, signal.SIGTERM, options, capsys)
     file = only_run(options["out_dir"]) / "ckpt.pt"
     state = torch.load(file)
@@ -334,7 +348,7 @@ def test_a_checkpoint_of_another_model_is_one_line(part, left, message, options,
 
 
 @pytest.mark.parametrize("error", [OSError(37, "No locks available"), NotImplementedError("no flock here")])
-def test_a_folder_that_cannot_be_locked_is_named(error, options, monkeypatch, capsys):
+def test_a_folder_that_cannot_be_locked_is_named_in_the_error(error, options, monkeypatch, capsys):
     def acquire(self, **given):
         raise error
 
@@ -343,8 +357,8 @@ def test_a_folder_that_cannot_be_locked_is_named(error, options, monkeypatch, ca
     assert re.search(r"demo\S* cannot be locked \(.*\): choose another --out_dir", line)
 
 
-def test_only_what_a_run_has_made_is_deleted(options, tmp_path, monkeypatch, capsys):
-    """And not before config.json was looked at: --data x/y and x_y have the same folder."""
+def test_resume_false_deletes_only_files_of_the_run(options, tmp_path, monkeypatch, capsys):
+    """And only after config.json has been compared: --data x/y and x_y have the same plain name."""
     for name in ("x/y", "x_y"):
         (tmp_path / "x").mkdir(exist_ok=True)
         shutil.copytree(options["data"], tmp_path / name)
@@ -361,7 +375,7 @@ def test_only_what_a_run_has_made_is_deleted(options, tmp_path, monkeypatch, cap
     LM.run(one | {"resume": False}, monkeypatch)
     assert {path.name for path in folder.iterdir()} == before.keys()
     assert all((folder / name).read_text() == "mine" for name in ("notes.json", "mine.pt", "mine.jsonl"))
-    (folder / "config.json").unlink()  # whose it is, nobody knows
+    (folder / "config.json").unlink()  # the owner is unknown now
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     capsys.readouterr()
     LM.run(one | {"resume": False}, monkeypatch)
@@ -369,8 +383,8 @@ def test_only_what_a_run_has_made_is_deleted(options, tmp_path, monkeypatch, cap
     assert before == {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_a_run_goes_on_from_the_weights_of_another(options, corpora, tmp_path, monkeypatch, capsys):
-    """With more steps, on other data, wherever its folder is now; not with another vocabulary or other constants."""
+def test_init_from_starts_from_the_weights_of_another_run(options, corpora, tmp_path, monkeypatch, capsys):
+    """With more steps, on other data, from a moved folder; but not with another vocabulary or other sizes."""
     LM.run(options | {"out_dir": tmp_path / "first"}, monkeypatch)
     before = only_run(tmp_path / "first").rename(tmp_path / "moved")
     options |= {"init_from": before, "data": corpora["b"], "out_dir": tmp_path / "second"}
@@ -379,7 +393,7 @@ def test_a_run_goes_on_from_the_weights_of_another(options, corpora, tmp_path, m
     (file,) = tested["out_dir"].glob("*/eval*.json")
     expected = json.loads((before / "result.json").read_text())["test"]
     assert json.loads(file.read_text())["test"]["loss"] == pytest.approx(expected["loss"])
-    LM.run(tested | {"eval_only": False, "resume": False}, monkeypatch)  # the folder is a run's
+    LM.run(tested | {"eval_only": False, "resume": False}, monkeypatch)  # the folder can be trained in
     LM.run(options | {"steps": 6, "learning_rate": 1e-12, "min_learning_rate": 0.0}, monkeypatch)
     torch.testing.assert_close(saved(options)["model"], load_checkpoint(before / "ckpt.pt")["model"])
     capsys.readouterr()
@@ -392,7 +406,7 @@ def test_a_run_goes_on_from_the_weights_of_another(options, corpora, tmp_path, m
         assert message[1] in LM.refused(options | {change: message[0]}, monkeypatch, capsys)
 
 
-def test_a_file_that_is_no_record_is_an_error(options, monkeypatch, capsys):
+def test_a_damaged_record_is_one_line(options, monkeypatch, capsys):
     stopped(LM, 0, signal.SIGTERM, options, capsys)
     broken = {'{"name": "x"}': "KeyError", '{"config": 3}': "KeyError", '{"test": 3, "test_no_limit": 3}': "TypeError"}
     for text, error in broken.items():
@@ -409,18 +423,19 @@ def test_a_file_that_is_no_record_is_an_error(options, monkeypatch, capsys):
         (only_run(options["out_dir"]) / name).write_text("{}")
 
 
-def test_what_json_has_no_number_for_is_read_as_it_was_written(tmp_path):
+def test_infinity_and_nan_survive_strict_json(tmp_path):
     texts = ["Infinity, NaN", ' "NaN": \\', "-Infinity, "]
     numbers = {"inf": math.inf, "NaN": {"least": -math.inf, "texts": texts, "list": [0.5, math.inf]}, "none": None}
     write(tmp_path / "new.json", numbers)
     for text in ((tmp_path / "new.json").read_text(), to_json(numbers, indent=None)):
         json.loads(text, parse_constant=pytest.fail)
         assert from_json(text) == read_json(tmp_path / "new.json") == from_json(json.dumps(numbers)) == numbers
-    assert to_json([math.nan], indent=None) == '["NaN"]' and math.isnan(from_json('["NaN"]')[0])
+    assert to_json([math.nan], indent=None) == '["NaN"]'
+    assert math.isnan(from_json('["NaN"]')[0])
 
 
-def test_the_history_is_that_of_the_checkpoint(options, monkeypatch, capsys):
-    """In strict JSON."""
+def test_the_log_is_cut_back_to_the_checkpoint(options, monkeypatch, capsys):
+    """And is strict JSON."""
     evaluate = train_lm.evaluate
     monkeypatch.setattr(train_lm, "evaluate", lambda *given: evaluate(*given) | {"far": math.inf})
     stopped(LM, 1, signal.SIGTERM, options, capsys)
@@ -437,9 +452,9 @@ BAD += ("weights", 6, 100, 7, 4), ("weights", 7, 100, 8, 7)
 
 
 @pytest.mark.parametrize("what, bad, log_every, ends, kept", BAD)
-def test_what_is_not_finite_ends_the_run(what, bad, log_every, ends, kept, options, monkeypatch, capsys):
-    """Also where nobody looked at that step and later losses would be finite, where a signal asks to save, and where
-    the update of a finite loss broke the weights."""
+def test_a_non_finite_loss_or_weight_ends_the_run(what, bad, log_every, ends, kept, options, monkeypatch, capsys):
+    """Also if that step was not shown and later losses would be finite, if a signal wants to save, and if the update of
+    a finite loss broke the weights."""
     at, loss = [], train_lm.cross_entropy
     monkeypatch.setattr(train_lm, "cosine", lambda step, *rest: at.append(step) or 0.0)
     if what == "loss":
@@ -456,7 +471,7 @@ def test_what_is_not_finite_ends_the_run(what, bad, log_every, ends, kept, optio
     assert (only_run(options["out_dir"]) / "ckpt.pt").exists() == bool(kept)
 
 
-def test_a_log_has_a_line_where_a_terminal_has_a_bar(options, monkeypatch, capsys):
+def test_without_a_terminal_the_bar_is_lines_in_the_log(options, monkeypatch, capsys):
     LM.run(options | {"log_every": 2}, monkeypatch)
     said, log = capsys.readouterr(), metrics(options["out_dir"])
     counts = json.loads((options["data"] / "meta.json").read_text())["splits"]["train"]
@@ -467,7 +482,7 @@ def test_a_log_has_a_line_where_a_terminal_has_a_bar(options, monkeypatch, capsy
     assert "TFLOP/s" not in said.out
 
 
-def test_on_a_card_the_log_tells_its_work(options, monkeypatch, capsys):
+def test_on_a_gpu_the_log_shows_tflops(options, monkeypatch, capsys):
     old = Run.save
 
     def save(self, *given):
@@ -482,24 +497,28 @@ def test_on_a_card_the_log_tells_its_work(options, monkeypatch, capsys):
     LM.run(options, monkeypatch)
     found = [float(work) for work in re.findall(r"([\d.]+) TFLOP/s at full capacity", capsys.readouterr().out)]
     expected = [3e-3 * record["tokens_per_second"] for record in metrics(options["out_dir"])]
-    assert found == pytest.approx(expected, abs=0.06) and min(found) > 1
+    assert found == pytest.approx(expected, abs=0.06)
+    assert min(found) > 1
 
 
 @pytest.mark.parametrize("streams", ["> /dev/full", "| true", ">&- 2>&-"])
-def test_a_stream_that_nobody_reads_ends_no_run(streams, options):
+def test_a_closed_or_full_stream_ends_no_run(streams, options):
     line = shlex.join(map(str, [sys.executable, ROOT / LM.name, *command(options)]))
     done = subprocess.run(["bash", "-c", f"set -o pipefail; {line} {streams}"], capture_output=True, text=True)
-    assert done.returncode == 0 and "Error" not in done.stderr and result_of(options["out_dir"])
+    assert done.returncode == 0
+    assert "Error" not in done.stderr
+    assert result_of(options["out_dir"])
 
 
 def test_a_micro_batch_weighs_as_much_as_it_predicts():
     """Nothing where it predicts nothing, even if none of them does."""
     run = SimpleNamespace(context=Context(0, 1, torch.device("cpu"), torch.float32))
-    assert Run.parts(run, [3, 0, 1]) == [4 / 3, math.inf, 4.0] and Run.parts(run, [0]) == [math.inf]
+    assert Run.parts(run, [3, 0, 1]) == [4 / 3, math.inf, 4.0]
+    assert Run.parts(run, [0]) == [math.inf]
     assert Run.parts(run, [(2, 5), (2, 10)]) == [[2.0, 3.0], [2.0, 1.5]]
 
 
-def test_micro_batches_that_cannot_be_dealt(options, monkeypatch, capsys):
+def test_micro_batches_that_cannot_be_dealt_are_refused(options, monkeypatch, capsys):
     monkeypatch.setattr(table, "setup", lambda *_: Context(0, 3, torch.device("cpu"), torch.float32))
     monkeypatch.setattr(Context, "barrier", lambda self: None)
     assert "cannot be dealt to 3 processes" in LM.refused(options, monkeypatch, capsys)
@@ -509,7 +528,7 @@ DIFFER = ("false, 3]", "false, 0]"), ('"data_checksum": "', '"data_checksum": "0
 
 
 @pytest.mark.parametrize("ours, theirs", DIFFER)
-def test_processes_that_see_different_files(ours, theirs, options, monkeypatch, capsys):
+def test_processes_that_see_different_files_are_refused(ours, theirs, options, monkeypatch, capsys):
     stopped(LM, 2, signal.SIGTERM, options, capsys)
     replaced = lambda mine: mine.replace(ours, theirs) if isinstance(mine, str) else mine  # noqa: E731
     monkeypatch.setattr(Context, "gather", lambda self, mine: [mine, replaced(mine)])
@@ -518,7 +537,7 @@ def test_processes_that_see_different_files(ours, theirs, options, monkeypatch, 
     assert f"the processes see different data, precision or files in {where}: use a shared disk" in line
 
 
-def test_a_run_that_goes_on_in_another_precision_says_so(options, monkeypatch, capsys):
+def test_a_run_that_resumes_in_another_precision_warns(options, monkeypatch, capsys):
     stopped(LM, 2, signal.SIGTERM, options, capsys)
     file = only_run(options["out_dir"]) / "ckpt.pt"
     torch.save(torch.load(file) | {"precision": "bfloat16"}, file)
@@ -526,7 +545,7 @@ def test_a_run_that_goes_on_in_another_precision_says_so(options, monkeypatch, c
     assert "warning: it began in bfloat16, and resumes in float32" in capsys.readouterr().err
 
 
-def test_a_table_gives_mean_deviation_and_gaps():
+def test_a_table_shows_mean_deviation_and_empty_cells():
     def cells(result):
         return {"ppl": (result["ppl"], ".2f"), "cut": (result.get("cut"), ".1%")}
 
@@ -542,7 +561,7 @@ def test_a_table_gives_mean_deviation_and_gaps():
     assert markdown_table(["a"], [[1], [None]]).splitlines() == ["| a    |", "|------|", "| 1    |", "| None |"]
 
 
-def test_seeds_give_mean_and_deviation(options, monkeypatch, capsys):
+def test_several_seeds_show_mean_and_deviation(options, monkeypatch, capsys):
     LM.run(options | {"seeds": 2, "seed": 3}, monkeypatch)
     out = capsys.readouterr().out
     names = {json.loads(path.read_text())["seed"] for path in options["out_dir"].glob("*/config.json")}

@@ -1,4 +1,4 @@
-"""What is to be said of every training script in the same words: its steps, broken weights, what a user can get wrong.
+"""What all training scripts have in common: a step, broken weights, and what a user can get wrong.
 
 What they share is tested in test_run.py, what two processes do in test_parallel.py.
 """
@@ -41,15 +41,15 @@ def options(commands, tmp_path) -> dict[str, dict]:
 EXACT = dict(dtype="float64", learning_rate=1e-3, balance_coef=0.5, grad_clip=0.25)
 X_MOE = dict(router="hypersphere", dropout=0.1)
 EXPERTS = dict(experts=4, expert_size=16, moe_after=(1,))
-LINE = [0.5, 1.0, 1.0, 0.5]  # in two steps up, in two down
-STEPS = {  # what to say, and by which parts of the peak four steps learn
+LINE = [0.5, 1.0, 1.0, 0.5]  # two steps up, two down
+STEPS = {  # options, and the learning rates of four steps as shares of the peak
     "train_lm": (X_MOE | dict(warmup=0.25, min_learning_rate=1e-4), [1.0, 1.0, 0.775, 0.325]),
     "train_mlm": (X_MOE | dict(warmup=0.5, sampling_exponent=0.0), LINE),
     "train_electra": (X_MOE | dict(warmup=0.5, lambda_disc=7.0, **EXPERTS), LINE),
     "train_mt": (X_MOE | dict(warmup_steps=2), [0.5, 1.0, math.sqrt(2 / 3), math.sqrt(2 / 4)]),
     "finetune_xtreme": (dict(warmup=0.5, task="pos", train_examples=16, epochs=2), LINE),
 }
-INPUTS = {  # of a batch: what goes in, and what is right
+INPUTS = {  # batch -> inputs of the model, targets
     "train_lm": lambda batch: (batch[:1], batch[1].flatten()),
     "train_mlm": lambda batch: ((batch.ids, batch.masked, None, batch.nonpad), batch.targets),
     "train_electra": lambda batch: ((batch.ids, batch.masked, batch.targets, batch.nonpad), batch.targets),
@@ -59,7 +59,7 @@ INPUTS = {  # of a batch: what goes in, and what is right
 
 
 def parts(name: str, model, batch) -> list[tuple]:
-    """Of one micro-batch: sums of losses, and what each is a sum over. The last is the balance loss."""
+    """-> (sum of a loss, number of terms) of one micro-batch. The last is the balance loss."""
     inputs, targets = INPUTS[name](batch)
     predict = model.predict if name == "train_electra" else model
     logits, balance, *judged = predict(*inputs)
@@ -75,15 +75,15 @@ def parts(name: str, model, batch) -> list[tuple]:
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_a_step_has_its_rate_and_the_gradient_of_means_over_all_that_it_predicts(name, options, tmp_path, monkeypatch):
-    """Adam and clipping would hide a wrong scale: look at the gradient before them."""
+def test_a_step_has_the_learning_rate_and_the_gradient_of_mean_losses(name, options, tmp_path, monkeypatch):
+    """Checks the gradient before clipping and Adam, which would hide a wrong scale."""
     given, shares = STEPS[name]
     options = options[name] | EXACT | given
     runs, gradients, rates, shown = [], [], [], []
     if name == "finetune_xtreme":
         options["source"] = shutil.copytree(options["source"], tmp_path / "source")
         file = options["source"] / "udpos" / "train-en.tsv"
-        file.write_text(re.sub(r"(\n\w+)\t\w+(\n\w+\t)", r"\1\tQ\2", file.read_text()))  # a tag that nobody knows
+        file.write_text(re.sub(r"(\n\w+)\t\w+(\n\w+\t)", r"\1\tQ\2", file.read_text()))  # an unknown tag
 
     def keep(run, config, presets, context, *data, old=Run.__init__, **more):
         old(run, config, presets, context, *data, **more)
@@ -110,7 +110,7 @@ def test_a_step_has_its_rate_and_the_gradient_of_means_over_all_that_it_predicts
     if getattr(runs[0].config, "frequency_bias", False):
         bias = getattr(model, "generator", model).bias.data
         torch.testing.assert_close(bias, runs[0].data[0].log_frequencies(), check_dtype=False)
-    sums = []  # of each micro-batch and corpus
+    sums = []  # by micro-batch and corpus
     for micro in range(2):
         seed_all(0, 1, micro)
         sums.append([parts(name, model, data.batch(*where, 0, micro)) for data in runs[0].data])
@@ -124,7 +124,7 @@ def test_a_step_has_its_rate_and_the_gradient_of_means_over_all_that_it_predicts
     sum(means).backward()
     expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     torch.testing.assert_close(gradients[0], expected, rtol=1e-12, atol=1e-12)
-    told = means if name == "train_electra" else means[:-1]  # the others tell the loss without that of balance
+    told = means if name == "train_electra" else means[:-1]  # the others show the loss without the balance loss
     assert shown[0] == pytest.approx(sum(told).item())
     if "router" in given:  # X-MoE 3.1: after each step the embeddings are back on their sphere
         weights = saved(options)["model"]
@@ -140,8 +140,8 @@ BROKEN += [("train_electra", "generator.ln_h.weight"), ("finetune_xtreme", "enco
 
 
 @pytest.mark.parametrize("name, broken", BROKEN)
-def test_weights_that_the_last_update_broke_are_not_saved(name, broken, options, monkeypatch, capsys):
-    """Every training loss was finite, only the evaluation can tell; and broken weights translate nothing."""
+def test_weights_broken_by_the_last_update_are_not_saved(name, broken, options, monkeypatch, capsys):
+    """Every training loss was finite: only the evaluation shows it. And broken weights translate nothing."""
     options, updates = options[name], []
     if name == "finetune_xtreme":
         options |= {"frozen": False, "train_examples": 16, "epochs": 2}
@@ -154,12 +154,13 @@ def test_weights_that_the_last_update_broke_are_not_saved(name, broken, options,
 
     monkeypatch.setattr(SparseModel, "after_step", after_step)
     assert "not finite at step 4" in SCRIPTS[name].refused(options, monkeypatch, capsys)
-    assert saved(options)["step"] == 3 and not (only_run(options["out_dir"]) / "result.json").exists()
+    assert saved(options)["step"] == 3
+    assert not (only_run(options["out_dir"]) / "result.json").exists()
 
 
 BIAS = {"relative_bias": False, "rel_bias_lr": 2.0}
 XLM = train_electra.XLM | {"generator_layers": 4}  # its default: nothing reads it
-BAD = [  # script, what is given, what is said of it
+BAD = [  # script, options, error message
     ("train_mlm", BIAS, "--router hypersphere, --relative_bias False: leave"),
     ("train_mlm", {"init_from": ROOT / "tests"}, "is neither the folder of a run nor of a model"),
     ("train_electra", XLM | {"lambda_disc": 2.0}, "--lambda_disc is not read with --router dense, --objective mlm"),

@@ -1,6 +1,6 @@
-"""`train_mt.py` as a user runs it, on two small pairs of languages and tiny models.
+"""train_mt.py, run as a user runs it, on two small language pairs with tiny models: scores, tables, and translating.
 
-The network and its beam search are tested in test_translator.py; what all scripts share, in test_run.py.
+The network and its beam search are tested in test_translator.py; what all scripts share, in test_scripts.py.
 """
 
 import copy
@@ -14,19 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import (
-    ROOT,
-    TORCHRUN,
-    Script,
-    flip_a_byte,
-    metrics,
-    only_run,
-    result_of,
-    saved,
-    table_rows,
-    words,
-    write_files,
-)
+from helpers import TORCHRUN, Script, flip_a_byte, metrics, only_run, result_of, saved, table_rows, words, write_files
 
 import train_mt
 from data.batches import TranslationData
@@ -46,19 +34,19 @@ WORDS = {"Hund": "dog", "Katze": "cat", "Haus": "house", "rot": "red", "blau": "
 
 
 def sentences(count: int, seed: int, words: dict[str, str] = WORDS) -> list[tuple[str, str]]:
-    """Texts of three to eight words and a full stop, translated word by word."""
+    """Random texts of three to eight words and a full stop, with their word-by-word translations."""
     rng = np.random.default_rng(seed)
     drawn = [rng.choice(list(words), rng.integers(3, 9)) for _ in range(count)]
     return [(" ".join(text) + ".", " ".join(map(words.get, text)) + ".") for text in drawn]
 
 
 def lines(pairs: list[tuple[str, str]]) -> str:
-    return "".join(f"{one}\t{two}\n" for one, two in pairs)
+    return "".join(f"{source}\t{target}\n" for source, target in pairs)
 
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory) -> Path:
-    """Two pairs of languages, whose words are a piece each: five to ten tokens a text."""
+    """Two language pairs in which each word is one token: five to ten tokens per text."""
     base, files = tmp_path_factory.mktemp("pairs"), {}
     for seed, (split, count) in enumerate({"train": 120, "valid": 6, "test": 5}.items()):
         for language in ("de", "ru"):
@@ -72,7 +60,7 @@ def options(corpus, tmp_path) -> dict:
 
 
 def opened(options: dict) -> tuple:
-    """What a run of these options has before its first step."""
+    """-> config, context, data, new model"""
     config = Config(**options)
     context = setup("cpu", config.dtype)
     data = TranslationData.open(config.data, config, context, exponent=1.0, target=config.target)
@@ -82,164 +70,166 @@ def opened(options: dict) -> tuple:
 
 # --- Whole runs
 
-ROWS = {  # what to say, and how many layers are sparse
+ROWS = {  # constants, number of sparse layers
     "dense": ({"router": "dense", "dtype": "bfloat16"}, 0),
     "threshold": ({"expert_ffns": 2}, 2),
-    "encoder alone": ({"router": "switch", "expert_ffns": 2, "decoder_moe": False}, 1),
+    "encoder only": ({"router": "switch", "expert_ffns": 2, "decoder_moe": False}, 1),
     "X-MoE": ({"router": "hypersphere", "moe_after": "1", "experts": 4}, 1),
 }
 
 
 @pytest.mark.parametrize("row", ROWS)
 def test_every_row_trains_translates_and_reports(row, options, monkeypatch, capsys):
-    given, sparse = ROWS[row]
-    run(options | given, monkeypatch)
+    changes, sparse = ROWS[row]
+    run(options | changes, monkeypatch)
     out, result = capsys.readouterr().out, result_of(options["out_dir"])
-    limited, free = result["test"], result["test_no_limit"]
-    for scores in (limited, free):
-        assert list(scores["pairs"]) == ["de-en", "ru-en"] and scores["sentences"] == 10
+    limited, unlimited = result["test"], result["test_no_limit"]
+    for scores in (limited, unlimited):
+        assert list(scores["pairs"]) == ["de-en", "ru-en"]
+        assert scores["sentences"] == 10
         assert scores["bleu"] == pytest.approx(np.mean([pair["bleu"] for pair in scores["pairs"].values()]))
         assert f"BLEU {scores['bleu']:.2f}  chrF2++ {scores['chrf']:.2f}" in out
         assert len(scores["layers"]) == sparse
     assert "nw:2" in limited["pairs"]["de-en"]["chrf_signature"]
     assert out.count("reference: ") == out.count("ours:      ") == 5
-    if row in ("threshold", "encoder alone"):
+    if row in ("threshold", "encoder only"):
         assert any(layer["cut"] > 0 for layer in limited["layers"])
-        assert all(layer["cut"] == 0 for layer in free["layers"])
-    else:  # these have no limit, or nothing but one
-        assert limited == free and "without a limit" not in out
+        assert all(layer["cut"] == 0 for layer in unlimited["layers"])
+    else:  # no capacity limit
+        assert limited == unlimited
+        assert "without a limit" not in out
     assert all(record["bleu"] >= 0 for record in metrics(options["out_dir"]))
 
 
-def test_pairs_are_learned_by_heart(tmp_path, monkeypatch, capsys):
-    """BLEU 100 of the very pairs that it was trained on."""
+def test_a_model_can_overfit_a_few_pairs(tmp_path, monkeypatch, capsys):
+    """BLEU is 100 on the training pairs, and --translate writes exactly their translations."""
     pairs = sentences(16, 5, {f"{a}{b}": f"{b}o{a}" for a in "bdfgklmn" for b in ("at", "er", "il", "ut", "op")})
     write_files(tmp_path / "text", {f"de-en.{split}.tsv": lines(pairs) for split in ("train", "valid", "test")})
     folder = prepare("bitext", tmp_path / "text", pieces=370, out=tmp_path / "data")
     options = TINY | {"data": folder, "out_dir": tmp_path / "out", "n_embd": 64, "ffn_size": 128, "steps": 80}
     options |= {"micro_tokens": 512, "batch_tokens": 512, "eval_every": 80, "learning_rate": 8e-3}
     options |= {"warmup_steps": 20, "label_smoothing": 0.0, "threshold": 0.9}
-    options |= {"capacity": math.inf}  # a limit may cost a word
+    options |= {"capacity": math.inf}  # dropped tokens may cost a word
     run(options, monkeypatch)
     assert result_of(tmp_path / "out")["test"]["bleu"] == pytest.approx(100)
     capsys.readouterr()
-    (tmp_path / "in.txt").write_text("".join(f"{one}\n" for one, _ in pairs))
+    (tmp_path / "in.txt").write_text("".join(f"{source}\n" for source, _ in pairs))
     run(translating(options) | {"translate": tmp_path / "in.txt"}, monkeypatch)
-    assert capsys.readouterr().out == "".join(f"{two}\n" for _, two in pairs)
+    assert capsys.readouterr().out == "".join(f"{target}\n" for _, target in pairs)
 
 
-# --- Formulas
+# --- Evaluation and scores
 
 
-def test_evaluation_is_its_literal_definition(options):
+def test_evaluation_matches_a_literal_loop(options):
     _, context, data, model = opened(options | {"dtype": "float64", "capacity": math.inf, "dropout": 0.5})
     scores, total, count, size = train_mt.evaluate(model, data, "valid", context, 10**9), 0.0, 0, 0
     assert model.training
     model.eval()
     for name in data.languages:
-        for one, two in zip(*data.texts("valid", name)):
-            source, target = data.tokenizer.encode_batch([one, two])
+        for texts in zip(*data.texts("valid", name)):
+            source, target = data.tokenizer.encode_batch(list(texts))
             with torch.no_grad():
                 logits, _ = model(torch.tensor([[*source, 2]]), None, torch.tensor([[0, *target]]), None)
             for row, label in zip(logits.log_softmax(dim=1), [*target, 2]):
                 total, count = total - float(row[label]), count + 1
-            size += len(two.encode())
-    assert scores["tokens"] == count and scores["loss"] == pytest.approx(total / count)
-    assert scores["bpb"] == pytest.approx(total / size / math.log(2))  # bits, by the bytes of the translations
+            size += len(texts[1].encode())
+    assert scores["tokens"] == count
+    assert scores["loss"] == pytest.approx(total / count)
+    assert scores["bpb"] == pytest.approx(total / size / math.log(2))  # per byte of the translations
 
 
-def test_scores_are_of_texts_as_people_write_them():
-    """Tokenised or lowercased text would score otherwise; sacrebleu does the tokenising."""
+def test_scores_need_detokenized_text_with_case():
+    """sacrebleu tokenizes; texts that are tokenized or lowercased score lower."""
     reference = ["He said: “it isn't red, is it?” (Not yet.)", "The U.S. house costs $1,000.50."]
     same = train_mt.score_translations(reference, reference, "en")
-    assert same["bleu"] == pytest.approx(100) and same["chrf"] == pytest.approx(100)
+    assert (same["bleu"], same["chrf"]) == pytest.approx((100, 100))
     tokenised = ["He said : “ it is n't red , is it ? ” ( Not yet . )", "The U . S . house costs $ 1 , 000.50 ."]
     assert train_mt.score_translations(tokenised, reference, "en")["bleu"] < 80
     assert train_mt.score_translations([text.lower() for text in reference], reference, "en")["bleu"] < 90
-    # Chinese has no spaces: a text that differs in one place would otherwise have no word right.
-    reference, ours = ["我昨天在学校的图书馆里看了一本书。"], ["我昨天在学校的图书馆里读了一本书。"]
-    for language in ("zh", "zh_Hans"):
-        scores = train_mt.score_translations(ours, reference, language)
-        assert scores["bleu"] > 60 and "tok:zh|" in scores["bleu_signature"]
     assert "tok:13a|" in same["bleu_signature"]
-    with pytest.raises(ImportError, match=r"sacrebleu\[ja\]"):  # it splits Japanese with the help of another
+    # Chinese has no spaces: as single words, two sentences that differ in one character would have nothing in common.
+    reference, translation = ["我昨天在学校的图书馆里看了一本书。"], ["我昨天在学校的图书馆里读了一本书。"]
+    for language in ("zh", "zh_Hans"):
+        scores = train_mt.score_translations(translation, reference, language)
+        assert scores["bleu"] > 60
+        assert "tok:zh|" in scores["bleu_signature"]
+    with pytest.raises(ImportError, match=r"sacrebleu\[ja\]"):  # tokenizing Japanese needs another package
         train_mt.score_translations([""], [""], "ja")
 
 
-def test_what_is_scored_is_what_was_written_not_pieces(options, monkeypatch):
-    """A model that translates perfectly gets 100, though its vocabulary knows neither the ½ nor double spaces."""
+def test_texts_are_scored_rather_than_tokens(options, monkeypatch):
+    """A perfect translation scores 100, even if the vocabulary has neither ½ nor double spaces."""
     config, context, data, model = opened(options)
     texts = {"de-en": (["eins", "zwei"], ["The  red dog… ½", "One"]), "ru-en": (["раз"], ["Two　red houses run."])}
     monkeypatch.setattr(data, "texts", lambda split, name: texts[name])
-    known = {one: two for sides in texts.values() for one, two in zip(*sides)}
-    monkeypatch.setattr(train_mt, "translate_texts", lambda model, texts, *rest: [known[text] for text in texts])
+    written = {source: target for sides in texts.values() for source, target in zip(*sides)}
+    monkeypatch.setattr(train_mt, "translate_texts", lambda model, texts, *rest: [written[text] for text in texts])
     scores = train_mt.score_split(model, data, "test", config, context)
     assert [pair["bleu"] for pair in scores["pairs"].values()] == pytest.approx([100, 100])
-    named = [("de-en", "eins"), ("de-en", "zwei"), ("ru-en", "раз")]
-    assert scores["examples"] == [(name, one, known[one], known[one]) for name, one in named]
-    known["раз"] = "Three dogs are here."
-    scores = train_mt.score_split(model, data, "test", dataclasses.replace(config, target="zh"), context, most=1)
+    sources = [("de-en", "eins"), ("de-en", "zwei"), ("ru-en", "раз")]
+    assert scores["examples"] == [(name, source, written[source], written[source]) for name, source in sources]
+    written["раз"] = "Three dogs are here."
+    scores = train_mt.score_split(model, data, "test", dataclasses.replace(config, target="zh"), context, count=1)
     de, ru = scores["pairs"].values()
-    assert ru["bleu"] < 50 < de["bleu"] and scores["sentences"] == 2 and "tok:zh" in de["bleu_signature"]
+    assert ru["bleu"] < 50 < de["bleu"]
+    assert scores["sentences"] == 2
+    assert "tok:zh" in de["bleu_signature"]
 
 
-def test_text_comes_out_detokenised_in_the_order_it_came(options, monkeypatch):
-    """Of ids whose pieces are parts of words and punctuation; inside, the longest come first."""
-    config, context, data, model = opened(options)
+def test_translations_are_detokenized_and_keep_the_order_of_their_sources(options, monkeypatch):
+    """Words may have several tokens; batches are sorted by length."""
+    config, context, data, model = opened(options | {"micro_tokens": 40, "batch_tokens": 40})
     texts = ["rot.", "", "Hundehaus und Katze und Haus.", "\u200b", "Katze  läuft."]
     assert len(data.tokenizer.encode_batch(texts)[2]) > 6
 
-    config = dataclasses.replace(config, micro_tokens=40)
-
-    def copied(model, source, *_):
-        assert source.numel() <= 20  # as in training, where half of the tokens are the translations'
+    def copy_source(model, source, *_):
+        assert source.numel() <= 20  # half of the micro-batch, as in training
         return [row[row > 2].tolist() for row in source]
 
-    monkeypatch.setattr(train_mt, "translate", copied)
-    found = train_mt.translate_texts(model, texts, data.tokenizer, config, context)
-    assert found == ["rot.", "", "Hundehaus und Katze und Haus.", "", "Katze läuft."]
+    monkeypatch.setattr(train_mt, "translate", copy_source)
+    translations = train_mt.translate_texts(model, texts, data.tokenizer, config, context)
+    assert translations == ["rot.", "", "Hundehaus und Katze und Haus.", "", "Katze läuft."]
     newline = data.tokenizer.processor.piece_to_id("<0x0A>") + 1
     [words] = data.tokenizer.encode_batch(["a b"])
     monkeypatch.setattr(train_mt, "translate", lambda model, source, *_: [[*words, newline, 5]] * len(source))
     assert "\n" not in train_mt.translate_texts(model, ["rot"], data.tokenizer, config, context)[0]
 
 
-# --- The best checkpoint, resuming and processes
-
-
-def test_the_best_weights_are_tested_and_kept_whatever_happens(options, monkeypatch, capsys):
-    """Of a run that is killed behind its last checkpoint, and whose last checkpoint is damaged."""
-    scores = iter([(9.0, 3.0), (9.0, 4.0), (7.0, 9.0), (9.0, 4.0), (8.0, 9.0)])  # of steps 2 to 8, and of 8 again
+def test_the_weights_of_the_best_validation_bleu_are_tested(options, monkeypatch, capsys):
+    """Also after a run that was killed after its last checkpoint, and whose last checkpoint is damaged."""
+    scores = iter([(9.0, 3.0), (9.0, 4.0), (7.0, 9.0), (9.0, 4.0), (8.0, 9.0)])  # at steps 2, 4, 6, 8, and 8 again
     weights, score_split = [], train_mt.score_split
 
-    def fixed(model, data, split, *rest, **more):
+    def with_fixed_scores(model, data, split, *rest, **more):
         if split != "valid":
             return score_split(model, data, split, *rest, **more)
         weights.append(copy.deepcopy(model.state_dict()))
         return dict(zip(("bleu", "chrf"), next(scores))) | {"pairs": {}, "layers": []}
 
-    monkeypatch.setattr(train_mt, "score_split", fixed)
+    monkeypatch.setattr(train_mt, "score_split", with_fixed_scores)
     options |= {"steps": 8, "dropout": 0.1}
     run(options, monkeypatch)
     folder, before = only_run(options["out_dir"]), result_of(options["out_dir"])
-    assert before["best"] == {"step": 4, "bleu": 9.0}  # of equal BLEU the one of higher chrF2++
+    assert before["best"] == {"step": 4, "bleu": 9.0}  # at equal BLEU, the higher chrF2++ is better
     for name in ("result.json", "model.pt"):
         (folder / name).unlink()
     flip_a_byte(folder / "ckpt.pt")
     run(options, monkeypatch)
-    said, best, after = capsys.readouterr(), saved(options, "model.pt"), result_of(options["out_dir"])
-    assert "goes on from step 7" in said.out
-    assert said.out.count("weights of step 4, whose validation BLEU is best: 9.00") == 2
-    assert (best["step"], saved(options, "ckpt.pt")["step"]) == (4, 8)
+    out, best, after = capsys.readouterr().out, saved(options, "model.pt"), result_of(options["out_dir"])
+    assert "goes on from step 7" in out
+    assert out.count("weights of step 4, with the best validation BLEU: 9.00") == 2
+    assert best["step"] == 4
+    assert saved(options, "ckpt.pt")["step"] == 8
     assert all(torch.equal(weight, weights[1][name]) for name, weight in best["model"].items())
     config, context, data, model = opened(options)
     model.load_state_dict(best["model"])
-    again = score_split(model, data, "test", config, context)
-    assert json.loads(json.dumps(again)) == after["test"]
+    test = score_split(model, data, "test", config, context)
+    assert json.loads(json.dumps(test)) == after["test"]
     assert all(after[name] == before[name] for name in ("best", "test", "test_no_limit", "parameters"))
 
 
-# --- Tables, and a translation memory
+# --- Trivial baselines and tables
 
 
 def test_table_3_has_every_row(options, monkeypatch, capsys):
@@ -248,53 +238,60 @@ def test_table_3_has_every_row(options, monkeypatch, capsys):
     rows = table_rows(capsys.readouterr().out.split("\n\n")[-1])
     assert [row[0] for row in rows] == ["dense", "Switch", "top-2", "top-4", "XMoE", "XMoE"]
     assert [row[1] for row in rows] == ["", "2 x 32", "4 x 16", "8 x 8", "4 x 16", "8 x 8"]
-    assert rows[0][2:4] == ["mean", "26.4 / 51.5"] and rows[5][2:4] == ["mean", "28.7 / 53.7"]
+    assert rows[0][2:4] == ["mean", "26.4 / 51.5"]
+    assert rows[5][2:4] == ["mean", "28.7 / 53.7"]
     results = [json.loads(path.read_text()) for path in options["out_dir"].glob("*/result.json")]
     (dense,) = (result for result in results if result["config"]["router"] == "dense")
-    expected = [dense[what][metric] for what in ("memory", "lookup") for metric in ("bleu", "chrf")]
+    expected = [dense[baseline][metric] for baseline in ("memory", "lookup") for metric in ("bleu", "chrf")]
     assert rows[0][11:16] == [f"{score:.2f}" for score in (*expected, dense["best"]["bleu"])]
     expected = [pair[metric] for pair in dense["test"]["pairs"].values() for metric in ("bleu", "chrf")]
     assert rows[0][17:] == [f"{score:.2f}" for score in expected]
-    assert rows[0][5] == f"{dense['test']['bleu']:.2f}" and rows[0][7] == rows[0][10] == ""  # no rows are kept there
-    assert all(float(row[7]) < float(row[10]) for row in rows[1:])  # rows kept: without a limit, more
+    assert rows[0][5] == f"{dense['test']['bleu']:.2f}"
+    assert rows[0][7] == rows[0][10] == ""  # rows kept: none in a dense model
+    assert all(float(row[7]) < float(row[10]) for row in rows[1:])  # rows kept: more without a limit
 
 
-def test_counting_is_scored_by_pair_and_in_the_mean(options, monkeypatch):
+def test_trivial_baselines_are_scored_per_pair_and_on_average(options, monkeypatch):
     _, _, data, _ = opened(options)
-    expected = {name: data.texts("test", name)[1] for name in data.languages}
-    own = {"de-en": expected["de-en"], "ru-en": ["a text of its own"] * 5}
-    monkeypatch.setattr("metrics.bleu.remembered", lambda data, name: own[name])
-    scores = {name: train_mt.score_translations(own[name], expected[name], "en") for name in own}
-    assert scores["de-en"]["bleu"] == pytest.approx(100) and scores["ru-en"]["bleu"] < 20
-    found = train_mt.score_counting(data)
-    assert found["memory"].pop("pairs") == scores
+    references = {name: data.texts("test", name)[1] for name in data.languages}
+    memory = {"de-en": references["de-en"], "ru-en": ["an unrelated text of words"] * 5}
+    monkeypatch.setattr("metrics.bleu.remembered", lambda data, name: memory[name])
+    scores = {name: train_mt.score_translations(memory[name], references[name], "en") for name in memory}
+    assert scores["de-en"]["bleu"] == pytest.approx(100)
+    assert scores["ru-en"]["bleu"] < 20
+    counted = train_mt.score_counting(data)
+    assert counted["memory"].pop("pairs") == scores
     means = {metric: (scores["de-en"][metric] + scores["ru-en"][metric]) / 2 for metric in ("bleu", "chrf")}
-    assert found["memory"] == pytest.approx(means)
-    assert found["lookup"]["chrf"] > 90  # the words of these languages stand in one order
-    own |= {"de-en": [], "ru-en": []}  # languages without a test set
+    assert counted["memory"] == pytest.approx(means)
+    assert counted["lookup"]["chrf"] > 90  # these languages share their word order
+    memory |= {"de-en": [], "ru-en": []}  # language pairs without a test set
     assert train_mt.score_counting(data)["memory"] == {}
-    monkeypatch.setattr("metrics.counting.COUNTED_UP_TO", 0)  # where the training text is large
+    monkeypatch.setattr("metrics.counting.COUNTED_UP_TO", 0)  # as for a large training text
     assert train_mt.score_counting(data) == {"memory": {}, "lookup": {}}
 
 
 def test_since_step_is_the_first_evaluation_that_beats_the_memory(options, monkeypatch, capsys):
-    """Of each pair of languages; nothing where that never comes; and a run that goes on keeps it."""
+    """Per language pair, None if no evaluation does; a resumed run keeps it. Validation obeys its constants' limits."""
     score_split, chrf = train_mt.score_split, iter([30.0, 31.0, 29.0, 32.0])
 
-    def fixed(model, data, split, *rest, **options):
-        scores = score_split(model, data, split, *rest, **options)
+    def with_fixed_chrf(model, data, split, *rest, **more):
+        scores = score_split(model, data, split, *rest, **more)
         if split == "valid":
+            assert scores["sentences"] == 2 * options["eval_sentences"]
+            assert scores["layers"][0]["cut"] > 0
             scores["pairs"]["de-en"]["chrf"] = scores["pairs"]["ru-en"]["chrf"] = next(chrf)
         return scores
 
     pairs = {name: {"bleu": 1.0, "chrf": memory} for name, memory in {"de-en": 30.0, "ru-en": 32.0}.items()}
     counted = {name: {"bleu": 1.0, "chrf": 31.0, "pairs": pairs} for name in ("memory", "lookup")}
-    monkeypatch.setattr(train_mt, "score_split", fixed)
+    monkeypatch.setattr(train_mt, "score_split", with_fixed_chrf)
     monkeypatch.setattr(train_mt, "score_counting", lambda data: counted)
     run(options | {"steps": 8}, monkeypatch)
     out, result = capsys.readouterr().out, result_of(options["out_dir"])
-    assert result["since_step"] == {"de-en": 4, "ru-en": None} and result["memory"] == counted["memory"]
-    assert "beats the memory since step 4" in out and "beats the memory at no evaluation" in out
+    assert result["since_step"] == {"de-en": 4, "ru-en": None}
+    assert result["memory"] == counted["memory"]
+    assert "beats the memory since step 4" in out
+    assert "beats the memory at no evaluation" in out
     assert train_mt.cells(result)["beats memory since step"][0] is None
     (only_run(options["out_dir"]) / "result.json").unlink()
     chrf = iter([29.0])
@@ -317,19 +314,20 @@ def built(config) -> Translator:
         return Translator(config, 32_000)
 
 
-def test_at_the_papers_scale_every_language_has_its_own_model():
+def test_table_3_at_the_papers_scale_has_a_model_per_language():
     rows = rows_of(3, "--preset", "wmt23")
     assert [config.data for _, config in rows] == 6 * ["wmt23-uk", "wmt23-de", "wmt23-ru", "wmt23-he", "wmt23-zh"]
     paper = {labels[2]: labels[3] for labels, _ in rows[-5:]}
     assert paper == dict(uk="32.0 / 55.7", de="29.2 / 53.2", ru="28.5 / 53.9", he="35.5 / 60.1", zh="18.0 / 45.4")
-    # Embeddings; 24 attentions, 18 FFNs, 42 norms in the blocks and two behind them.
+    # Embeddings; 24 attentions, 18 FFNs, 42 norms in the blocks and two after them.
     D, F = 512, 2048
     dense = 32_000 * D + 24 * 4 * (D * D + D) + 18 * (2 * D * F + F + D) + (42 + 2) * 2 * D
     assert flops.numel(built(rows[0][1])) == dense == 79_438_848
-    for (labels, config), k in zip(rows[5::5], (1, 2, 4, 2, 4), strict=True):
-        E, size, model = 32 * k, 2048 // k, built(config)
-        assert labels[1] == f"{E} x {size}" and {moe.capacity_factor for moe in model.moe_layers} == {k}
-        # 9 blocks have experts, and a routing vector for each
+    for (labels, config), split in zip(rows[5::5], (1, 2, 4, 2, 4), strict=True):
+        E, size, model = 32 * split, 2048 // split, built(config)
+        assert labels[1] == f"{E} x {size}"
+        assert {moe.capacity_factor for moe in model.moe_layers} == {split}
+        # 9 blocks have experts in place of an FFN, and a routing vector per expert.
         assert flops.numel(model) == dense + 9 * (E * (2 * D * size + size + D + D) - (2 * D * F + F + D))
 
 
@@ -339,22 +337,23 @@ def test_table_4_has_x_moes_layer_in_the_encoder(options, monkeypatch, capsys):
     assert [row[0] for row in rows] == ["dense", "one expert for all", "SMoE", "X-MoE"]
     assert [row[4] for row in rows] == ["", "1.00", "1.00", "1.00"]
     rows = rows_of(4, "--preset", "wmt10")
-    assert {config.moe_after for _, config in rows} == {(6,)} and rows[0][1].sampling_exponent == 0.7
-    # 32 experts of three FFNs with a norm each; E routing vectors, which the hypersphere has in E / 2 dimensions.
+    assert {config.moe_after for _, config in rows} == {(6,)}
+    assert rows[0][1].sampling_exponent == 0.7
+    # 32 experts of three FFNs with norms; E routing vectors, of E / 2 dimensions on the hypersphere.
     D, F, E = 512, 2048, 32
     expert = 3 * (2 * D * F + F + D + 2 * D)
     experts = 79_438_848 + E * expert
-    found = [flops.numel(built(config)) for _, config in rows]
-    assert found == [79_438_848, 79_438_848 + expert + D, experts + E * D, experts + 16 * D + E * 16 + 1]
+    sizes = [flops.numel(built(config)) for _, config in rows]
+    assert sizes == [79_438_848, 79_438_848 + expert + D, experts + E * D, experts + 16 * D + E * 16 + 1]
 
 
 # --- Translating files
 
 
 def translating(options: dict) -> dict:
-    """What `--translate` reads of them, with the run that they made."""
-    read = ("beam", "micro_tokens", "device", "dtype")
-    return {name: options[name] for name in read} | {"model": only_run(options["out_dir"])}
+    """The options that `--translate` reads, with the run of all options as its model."""
+    names = ("beam", "micro_tokens", "device", "dtype")
+    return {name: options[name] for name in names} | {"model": only_run(options["out_dir"])}
 
 
 @pytest.fixture(scope="session")
@@ -370,17 +369,20 @@ def test_a_file_is_translated_line_by_line(trained, tmp_path, monkeypatch, capsy
     (tmp_path / "in.txt").write_bytes("\r\n".join(lines).encode())
     run(trained | {"translate": tmp_path / "in.txt"}, monkeypatch)
     out, err = capsys.readouterr()
-    found = out.split("\n")
-    assert len(found) == len(lines) + 1 and found[1] == found[3] == found[7] == ""
+    *translations, after = out.split("\n")
+    assert after == ""
+    assert len(translations) == len(lines)
+    assert translations[1] == translations[3] == ""
+    assert translations[4] == translations[6]  # cut to the same 31 tokens
     assert "warning: 1 of 7 texts are cut to block_size - 1 = 31 tokens" in err
-    assert found[4] == found[6]
-    command = [*TORCHRUN, str(ROOT / "train_mt.py"), *words(trained | {"translate": tmp_path / "in.txt"})]
+    command = [*TORCHRUN, train_mt.__file__, *words(trained | {"translate": tmp_path / "in.txt"})]
     done = subprocess.run(command, capture_output=True)
-    assert done.returncode == 0 and done.stdout.decode() == out, done.stderr.decode()
+    assert done.returncode == 0, done.stderr.decode()
+    assert done.stdout.decode() == out
 
 
-def test_translations_in_a_file_are_utf8_whatever_the_locale(trained, tmp_path, monkeypatch):
-    """And batches may be larger than those of training."""
+def test_translations_redirected_to_a_file_are_utf8_in_any_locale(trained, tmp_path, monkeypatch):
+    """Their batches may be larger than those of training."""
     text = "да 犬 \N{DOG FACE}"
     monkeypatch.setattr(train_mt, "translate_texts", lambda model, texts, *rest: texts)
     write_files(tmp_path, {"in.txt": f"{text}\n"})
@@ -390,11 +392,12 @@ def test_translations_in_a_file_are_utf8_whatever_the_locale(trained, tmp_path, 
     assert (tmp_path / "out.txt").read_text(encoding="utf-8") == f"{text}\n"
 
 
-def test_what_cannot_be_translated_is_one_clear_line(trained, tmp_path, monkeypatch, capsys):
+def test_files_that_cannot_be_translated_are_refused_in_one_line(trained, tmp_path, monkeypatch, capsys):
     assert "nowhere" in refused(trained | {"translate": tmp_path / "nowhere"}, monkeypatch, capsys)
     (tmp_path / "latin").write_bytes(b"caf\xe9\n")
-    given = trained | {"translate": tmp_path / "latin"}
-    assert "is not UTF-8: " in refused(given, monkeypatch, capsys)
-    for more in ({"steps": 3}, {"table": "3"}):
-        line = refused(given | more, monkeypatch, capsys)
-        assert f"--{min(more)} is not read with " in line and f"--translate {given['translate']}: leave it out" in line
+    latin = trained | {"translate": tmp_path / "latin"}
+    assert "is not UTF-8: " in refused(latin, monkeypatch, capsys)
+    for name, value in {"steps": 3, "table": "3"}.items():
+        line = refused(latin | {name: value}, monkeypatch, capsys)
+        assert f"--{name} is not read with " in line
+        assert f"--translate {latin['translate']}: leave it out" in line
