@@ -259,8 +259,7 @@ def average(rows: list[tuple]) -> tuple:
         pairs = [(task["F1 or accuracy"][0], task["EM"][0]) for task in tasks]
         scores = [[score for score in pair if score is not None] for pair in pairs]
         score = fmean(map(fmean, scores)) if all(scores) else None  # None: a test set without labels
-        empty = dict.fromkeys(tasks[0], (None, ""))
-        seeds.append(empty | {"F1 or accuracy": (score, ".1f")})
+        seeds.append(dict.fromkeys(tasks[0], (None, "")) | {"F1 or accuracy": (score, ".1f")})
     return (encoder, f"avg of {len(rows)}", f"{fmean(paper_scores):.1f}"), seeds
 
 
@@ -334,16 +333,14 @@ def predict(model: FineTuned, examples: list[Example], config: Config, tokenizer
     model.eval()
     rows = xtreme_rows.rows_of(model.kind, examples, tokenizer, model.longest_row, config.stride, model.labels)
     size = config.micro_size
-    lengths = [len(row.ids) for row in rows]
-    longest_first = sorted(range(len(rows)), key=lengths.__getitem__, reverse=True)
+    longest_first = sorted(range(len(rows)), key=lambda i: -len(rows[i].ids))
     predictions = {}  # index of a row -> a list: the tags of its words, its label or its best answer
     for first in range(context.rank * size, len(rows), context.world * size):
         indices = longest_first[first : first + size]
         batch_rows = [rows[i] for i in indices]
         batch = xtreme_rows.batch_of(batch_rows, tokenizer.pad)
-        tensors = context.send_all(batch.ids, batch.nonpad, batch.words)
         with context.autocast(), model.no_limit():  # a prediction does not depend on other rows of its batch
-            logits, _ = model(*tensors)
+            logits, _ = model(*context.send_all(batch.ids, batch.nonpad, batch.words))
         logits = logits.float().cpu()
         predicted = xtreme_rows.row_predictions(model.kind, model.labels, batch_rows, logits, config.longest_answer)
         predictions.update(zip(indices, predicted))
@@ -433,8 +430,7 @@ def train(config: Config, context) -> dict:
         optimizer.zero_grad()
         if not config.frozen:
             model.after_step()  # restores the norms of embeddings on a hypersphere
-        for load, layer_counts in zip(loads[step // 100], counts):
-            load += context.sum(layer_counts)
+        loads[step // 100] += context.sum(counts)
         counts.zero_()
         if run.due(step + 1):
             predicted = predict(model, examples.valid, config, data.tokenizer, context)
@@ -458,8 +454,7 @@ def train(config: Config, context) -> dict:
 
 def set_up(config: Config) -> tuple[Examples, FineTuned, TaskData]:
     """-> examples, model and training data. Raises ValueError, OSError or ImportError if something is missing."""
-    limits = config.train_examples, config.test_examples
-    examples = read_examples(config.task, config.source, *limits)
+    examples = read_examples(config.task, config.source, config.train_examples, config.test_examples)
     for note in examples.notes:
         warn(note)
     encoder, tokenizer = pretrained.load_encoder(encoder_of(config), dropout=config.dropout, recompute=False)
@@ -477,8 +472,7 @@ def set_up(config: Config) -> tuple[Examples, FineTuned, TaskData]:
     if not rows:
         raise ValueError(f"no training example of {config.task} has a known label")
     # Other weights or other examples make a separate run.
-    scored = repr((examples.valid, examples.test))
-    checksum = hashlib.sha256(scored.encode("utf-8", "surrogatepass"))
+    checksum = hashlib.sha256(repr((examples.valid, examples.test)).encode("utf-8", "surrogatepass"))
     for x in model.state_dict().values():
         checksum.update(x.flatten().view(torch.uint8).numpy())
     sizes = config.batch_size, config.micro_size
@@ -497,14 +491,11 @@ which have no training examples: above counting there, what it has learned in En
 def report(config: Config, result: dict) -> str:
     """A finished result as text: a table of the languages, and the gap to English."""
     lines = [f"\n{result['name']}: weights of step {result['step']}, best in English development\n"]
-    columns, rows = [], []
-    for kind, name in COLUMNS.items():
-        columns.append(result[kind] | {"mean": result[name]})
+    columns, rows = [result[kind] | {"mean": result[name]} for kind, name in COLUMNS.items()], []
     for language in columns[0]:
         cells = [describe(scores.get(language, {})) for scores in columns]
         rows.append([language, *cells])
-    headers = ["", "score", "guess without a model", "counting"]
-    lines.append(markdown_table(headers, rows) + "\n")
+    lines.append(markdown_table(["", "score", "guess without a model", "counting"], rows) + "\n")
     if result["gap"]:
         lines.append(f"English is above the mean of the other languages by {describe(result['gap'])}")
     if result["unlabelled"]:

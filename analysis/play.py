@@ -164,8 +164,7 @@ class Player:
             seen = [*self.seen]
         if not self.decodes:
             return seen, None  # loaded without its head
-        logits = out[0, :-1].float()
-        loss = F.cross_entropy(logits, ids[0, 1:], reduction="none").tolist()
+        loss = F.cross_entropy(out[0, :-1].float(), ids[0, 1:], reduction="none").tolist()
         return seen, [None, *(round(x, 4) if math.isfinite(x) else None for x in loss)]
 
     @cached_property
@@ -213,8 +212,7 @@ def chooser_of(router) -> str:
         return "trained"
     if kind.choose is TopK.choose:
         return "switch" if router.K == 1 else "topk"
-    names = {other.choose: name for name, other in CHOOSERS.items()}
-    return names.get(kind.choose, "trained")
+    return {other.choose: name for name, other in CHOOSERS.items()}.get(kind.choose, "trained")
 
 
 @contextmanager

@@ -24,10 +24,6 @@ MADE = *WEIGHTS, "metrics.jsonl", "result.json", "eval-*.json"  # deleted by --r
 HOLDS = {"model", "class", "constants", "vocab_size", "step", "identity"}  # keys of every checkpoint
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The folder of a run
-
-
 def folder_of(config, presets: dict, constants: dict) -> tuple[Path, str]:
     """-> the folder of the run with these constants, and why it does not have the plain name ("" if it does).
 
@@ -56,7 +52,7 @@ def others(theirs: dict | None, ours: dict) -> Iterator[str]:
 
 
 def code_of(config) -> dict[str, str]:
-    """Checksums of the code behind a run's numbers: model.py, routers.py, and the script's functions and classes.
+    """Checksums of the code that a run's numbers depend on: model.py, routers.py, the script's functions and classes.
 
     Comments and docstrings do not count, nor does the script's Config: constants are compared by value.
     """
@@ -76,10 +72,6 @@ def code_of(config) -> dict[str, str]:
     return checksums
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Reading and writing
-
-
 def read_json(file: Path) -> dict:
     """The content of a file, {} if it does not exist. Raises ValueError if that is not a JSON object."""
     if not file.exists():
@@ -91,7 +83,7 @@ def read_json(file: Path) -> dict:
 
 
 NOT_JSON = "-?Infinity|NaN"  # Python's json writes them bare; JSON has no such numbers, so we write strings
-STRING = r'"(?:[^"\\]|\\.)*"'  # where they are left alone
+STRING = r'"(?:[^"\\]|\\.)*"'  # text within strings is left as it is
 
 
 def to_json(content, indent: int | None = 1) -> str:

@@ -25,8 +25,6 @@ Weights = dict[str, Tensor]  # by their names in model.py
 
 
 class SavedModel(NamedTuple):
-    """A model as read from a folder."""
-
     kind: str  # the class that was trained, a key of pretrained.MODELS
     constants: dict  # from which model.py builds it, and its vocab_size
     weights: Weights
@@ -160,12 +158,11 @@ def read(folder: Path) -> SavedModel:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files of a model's weights: safetensors, or pickles for older models."""
+    """safetensors, or pickles for older models."""
     return sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
 
 
 def read_tensors(folder: Path) -> Weights:
-    """Reads all tensors of a model, by name."""
     tensors = {}
     for file in weight_files(folder):
         try:

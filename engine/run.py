@@ -67,8 +67,7 @@ class Run:
             self.result = read_json(self.folder / "result.json")
             if not self.result:
                 self.checkpoint_name, self.checkpoint = newest(self.folder)
-        theirs = self.result.get("config") or self.checkpoint.get("identity")
-        for name in others(theirs, self.identity):
+        for name in others(self.result.get("config") or self.checkpoint.get("identity"), self.identity):
             file = self.folder / (self.checkpoint_name or "result.json")
             raise ValueError(f"{file} is of a run with another {name}: delete it")
         state = [self.name, self.identity, self.precision, bool(self.result), self.checkpoint.get("step")]

@@ -22,10 +22,7 @@ from engine.files import from_json
 from metrics.routing import mean_over_layers
 
 SEEDS = ("", *(f"-seed={seed}" for seed in range(1, 8)))  # as they appear in names of runs
-BY_LAYER = {
-    "translations found": "retrieval",
-    "found, centred": "centred",
-}  # number -> its key in `held_out`, a list by layer
+BY_LAYER = {"translations found": "retrieval", "found, centred": "centred"}  # number -> its key in `held_out`
 UNITS = {  # unit -> a scale on which a claim says that ours is higher; a step of 1 in 100 log is about 1%
     "perplexity, about % lower": lambda x: -100 * math.log(x),
     "points more of BLEU, F1 or accuracy": lambda x: x,
@@ -232,8 +229,7 @@ def forest(units: dict[str, list[dict]]):
                 color = "black" if name == "paper" else COLORS[pair["verdict"]]
                 [key[name]] = axes.plot(x, [y] * len(x), mark, color=color, linewidth=2, label=words)
         axes.axvline(0, color="black", linewidth=0.8)
-        names = [pair["name"] for pair in pairs]
-        axes.set_yticks(range(len(pairs)), names, fontsize=8)
+        axes.set_yticks(range(len(pairs)), [pair["name"] for pair in pairs], fontsize=8)
         axes.set_ylim(len(pairs) - 0.4, -0.6)
         axes.set_title(unit, fontsize=9, loc="left")
         axes.spines[["top", "right", "left"]].set_visible(False)
