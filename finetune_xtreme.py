@@ -56,16 +56,16 @@ class Config:
     encoders: str = "demo"  # in tables: preset of the runs of train_mlm.py or train_electra.py to fine-tune
     source: str | None = None  # folder with the task's files, or with XTREME's folders of all tasks; None: the hub
     train_examples: int | None = None  # use at most this many training examples
-    test_examples: int | None = None  # at most this many of each language and of the development set; submit with all
+    test_examples: int | None = None  # at most this many per language and of the development set; submissions need all
     # training
     frozen: bool = True  # freeze routers and experts (X-MoE 3.3); the balance loss still trains the other weights
     balance_coef: float = 0.01  # alpha, the weight of the balance loss of sparse layers
     epochs: int = 8  # passes through the training rows
     batch_size: int = 16  # rows per step, over all processes and micro-batches
     micro_size: int = 16  # rows of one forward pass
-    block_size: int | None = None  # most tokens of a row; None: the encoder's
+    block_size: int | None = None  # maximum tokens per row; None: the encoder's
     stride: int = 128  # tokens between the starts of two windows of a long text; at most half a row
-    longest_answer: int = 30  # tokens
+    longest_answer: int = 30  # maximum tokens per answer
     learning_rate: float = 2e-3  # peak
     warmup: float = 0.1  # share of the steps; then linear decay to 0
     beta2: float = 0.999  # Adam
@@ -93,7 +93,7 @@ class Config:
 # X-MoE appendix C and XLM-E table 11. Where the paper searched several values, we take the middle one, and a comment
 # lists them. X-MoE searched balance_coef: 0, 1e-3, 1e-2, 1e-1. The papers do not state clipping, dropout, Adam's
 # constants and lengths: these are from XTREME's scripts. `ciphers` are tasks for encoders of the demos' size, which
-# take a higher learning rate.
+# need a higher learning rate.
 COMMON = dict(batch_size=32, micro_size=8, epochs=10, dropout=0.1, dtype="auto")
 CIPHERS = dict(batch_size=16, micro_size=16, dropout=0.0, dtype="float32")
 CONSTANTS = {
@@ -259,8 +259,7 @@ def average(rows: list[tuple]) -> tuple:
         pairs = [(task["F1 or accuracy"][0], task["EM"][0]) for task in tasks]
         scores = [[score for score in pair if score is not None] for pair in pairs]
         score = fmean(map(fmean, scores)) if all(scores) else None  # None: a test set without labels
-        empty = dict.fromkeys(tasks[0], (None, ""))
-        seeds.append(empty | {"F1 or accuracy": (score, ".1f")})
+        seeds.append(dict.fromkeys(tasks[0], (None, "")) | {"F1 or accuracy": (score, ".1f")})
     return (encoder, f"avg of {len(rows)}", f"{fmean(paper_scores):.1f}"), seeds
 
 
@@ -330,20 +329,18 @@ class FineTuned(SparseModel):
 
 @torch.no_grad()
 def predict(model: FineTuned, examples: list[Example], config: Config, tokenizer, context) -> list:
-    """-> tags, answer or label of each example. Batches of rows of similar length are dealt to the processes."""
+    """-> tags, answer or label of each example. Batches of rows of similar length are distributed over processes."""
     model.eval()
     rows = xtreme_rows.rows_of(model.kind, examples, tokenizer, model.longest_row, config.stride, model.labels)
     size = config.micro_size
-    lengths = [len(row.ids) for row in rows]
-    longest_first = sorted(range(len(rows)), key=lengths.__getitem__, reverse=True)
+    longest_first = sorted(range(len(rows)), key=lambda i: -len(rows[i].ids))
     predictions = {}  # index of a row -> a list: the tags of its words, its label or its best answer
     for first in range(context.rank * size, len(rows), context.world * size):
         indices = longest_first[first : first + size]
         batch_rows = [rows[i] for i in indices]
         batch = xtreme_rows.batch_of(batch_rows, tokenizer.pad)
-        tensors = context.send_all(batch.ids, batch.nonpad, batch.words)
         with context.autocast(), model.no_limit():  # a prediction does not depend on other rows of its batch
-            logits, _ = model(*tensors)
+            logits, _ = model(*context.send_all(batch.ids, batch.nonpad, batch.words))
         logits = logits.float().cpu()
         predicted = xtreme_rows.row_predictions(model.kind, model.labels, batch_rows, logits, config.longest_answer)
         predictions.update(zip(indices, predicted))
@@ -417,7 +414,7 @@ def train(config: Config, context) -> dict:
         labelled = [int((batch.targets != xtreme_rows.UNKNOWN).sum()) for batch in batches]
         predicted = context.mean(sum(labelled)) or 1.0
         for micro, batch, count in zip(run.micros, batches, labelled):
-            seed_all(config.seed, 1 + step, micro)  # all that is random: so a resumed run is the same run
+            seed_all(config.seed, 1 + step, micro)  # seeds all randomness, so a resumed run gives the same result
             forward.require_backward_grad_sync = micro == run.micros[-1]  # processes exchange gradients once
             ids, nonpad, words, targets = context.send_all(*batch)
             with context.autocast():
@@ -433,8 +430,7 @@ def train(config: Config, context) -> dict:
         optimizer.zero_grad()
         if not config.frozen:
             model.after_step()  # restores the norms of embeddings on a hypersphere
-        for load, layer_counts in zip(loads[step // 100], counts):
-            load += context.sum(layer_counts)
+        loads[step // 100] += context.sum(counts)
         counts.zero_()
         if run.due(step + 1):
             predicted = predict(model, examples.valid, config, data.tokenizer, context)
@@ -458,8 +454,7 @@ def train(config: Config, context) -> dict:
 
 def set_up(config: Config) -> tuple[Examples, FineTuned, TaskData]:
     """-> examples, model and training data. Raises ValueError, OSError or ImportError if something is missing."""
-    limits = config.train_examples, config.test_examples
-    examples = read_examples(config.task, config.source, *limits)
+    examples = read_examples(config.task, config.source, config.train_examples, config.test_examples)
     for note in examples.notes:
         warn(note)
     encoder, tokenizer = pretrained.load_encoder(encoder_of(config), dropout=config.dropout, recompute=False)
@@ -477,8 +472,7 @@ def set_up(config: Config) -> tuple[Examples, FineTuned, TaskData]:
     if not rows:
         raise ValueError(f"no training example of {config.task} has a known label")
     # Other weights or other examples make a separate run.
-    scored = repr((examples.valid, examples.test))
-    checksum = hashlib.sha256(scored.encode("utf-8", "surrogatepass"))
+    checksum = hashlib.sha256(repr((examples.valid, examples.test)).encode("utf-8", "surrogatepass"))
     for x in model.state_dict().values():
         checksum.update(x.flatten().view(torch.uint8).numpy())
     sizes = config.batch_size, config.micro_size
@@ -497,14 +491,11 @@ which have no training examples: above counting there, what it has learned in En
 def report(config: Config, result: dict) -> str:
     """A finished result as text: a table of the languages, and the gap to English."""
     lines = [f"\n{result['name']}: weights of step {result['step']}, best in English development\n"]
-    columns, rows = [], []
-    for kind, name in COLUMNS.items():
-        columns.append(result[kind] | {"mean": result[name]})
+    columns, rows = [result[kind] | {"mean": result[name]} for kind, name in COLUMNS.items()], []
     for language in columns[0]:
         cells = [describe(scores.get(language, {})) for scores in columns]
         rows.append([language, *cells])
-    headers = ["", "score", "guess without a model", "counting"]
-    lines.append(markdown_table(headers, rows) + "\n")
+    lines.append(markdown_table(["", "score", "guess without a model", "counting"], rows) + "\n")
     if result["gap"]:
         lines.append(f"English is above the mean of the other languages by {describe(result['gap'])}")
     if result["unlabelled"]:

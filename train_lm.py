@@ -355,7 +355,7 @@ def report(config: Config, result: dict) -> str:
         lines.append(f"without a limit: {describe(unlimited)}")
     if result.get("counting"):
         words = "counting baselines, bits per byte: unigrams {unigrams:.3f}, bigrams of the tokens seen in training "
-        words += "{bigrams:.3f}, bigrams of the whole corpus {all bigrams:.3f}"
+        words += "{bigrams:.3f}, bigrams of the whole training text {all bigrams:.3f}"
         lines.append(words.format(**result["counting"]))
     for name, label in {"easy": "tokens that choose few experts in the last MoE layer", "hard": "many"}.items():
         if name in result:

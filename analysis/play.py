@@ -80,10 +80,6 @@ def page_of(data: dict) -> str:
     return PAGE.read_text(encoding="utf-8").replace("{{DATA}}", embedded)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The model
-
-
 class Player:
     """Runs a trained model for the page. Raises ValueError or OSError if it cannot be loaded or has no experts."""
 
@@ -164,8 +160,7 @@ class Player:
             seen = [*self.seen]
         if not self.decodes:
             return seen, None  # loaded without its head
-        logits = out[0, :-1].float()
-        loss = F.cross_entropy(logits, ids[0, 1:], reduction="none").tolist()
+        loss = F.cross_entropy(out[0, :-1].float(), ids[0, 1:], reduction="none").tolist()
         return seen, [None, *(round(x, 4) if math.isfinite(x) else None for x in loss)]
 
     @cached_property
@@ -213,8 +208,7 @@ def chooser_of(router) -> str:
         return "trained"
     if kind.choose is TopK.choose:
         return "switch" if router.K == 1 else "topk"
-    names = {other.choose: name for name, other in CHOOSERS.items()}
-    return names.get(kind.choose, "trained")
+    return {other.choose: name for name, other in CHOOSERS.items()}.get(kind.choose, "trained")
 
 
 @contextmanager
@@ -258,10 +252,6 @@ def printable(tokenizer, token: int) -> str:
             char = repr(char)[1:-1]
         shown += marks.get(char, char)
     return shown
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The server
 
 
 class Handler(BaseHTTPRequestHandler):

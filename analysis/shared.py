@@ -84,8 +84,7 @@ def table_of(records: list[dict], keys: tuple) -> list:
     for values, group in grouped(records, *keys).items():
         row = [f"{value:.5g}" if isinstance(value, float) else value for value in values]
         for name in numbers:
-            cells = [(record.get(name), ".5g") for record in group]
-            row.append(mean_cell(cells))
+            row.append(mean_cell([(record.get(name), ".5g") for record in group]))
         rows.append(row)
     return rows
 
@@ -143,8 +142,7 @@ def draw(panels: list[Panel]):
         for name, height in panel.levels.items():
             key[name] = axes.axhline(height, color="0.6", linestyle="--", label=name)
         for name, runs in lines_of(panel).items():
-            next_color = COLORS[len(colors) % len(COLORS)]
-            color = colors.setdefault(name, next_color)
+            color = colors.setdefault(name, COLORS[len(colors) % len(COLORS)])
             for points in runs if len(runs) > 1 else []:
                 [key["one seed"]] = axes.plot(*points.T, color=color, label="one seed", **THIN)
             shortest = min(map(len, runs))
@@ -185,8 +183,6 @@ UNNAMED = {"seed", "eval_every", "eval_tokens", "eval_maskings"}  # runs of the 
 
 @dataclass
 class TrainedRun:
-    """A finished run."""
-
     folder: str
     config: dict  # its constants
     log: list[dict]  # its evaluations, from metrics.jsonl
@@ -206,8 +202,7 @@ def read_run(folder: str, script: str) -> TrainedRun:
     if not Path(folder, "result.json").exists():
         raise ValueError(f"{folder} has no finished run: repeat its command to finish it")
     config = read_json(Path(folder, "config.json"))
-    lines = Path(folder, "metrics.jsonl").read_text().splitlines()
-    log = [from_json(line) for line in lines]
+    log = [from_json(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
     if SCRIPTS[script] not in config | log[-1]:
         raise ValueError(f"{folder} is not a run of {script}.py: pass one, such as out/{script}/demo")
     return TrainedRun(folder, config, log)

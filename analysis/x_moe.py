@@ -32,8 +32,7 @@ def umap(options: Umap):
     UMAP = shared.library("umap", "umap-learn").UMAP
 
     def fits(config: dict) -> bool:
-        selected = options.folders or config["seed"] == 0
-        return selected and shared.reads(config, "score")
+        return (options.folders or config["seed"] == 0) and shared.reads(config, "score")
 
     runs = shared.select_runs("train_mlm", options, fits, "has no router that compares tokens with experts")
     numbers = {}

@@ -26,7 +26,6 @@ from model import Encoder
 
 FLOPS = "training FLOPs"
 BY_LAYER = "encoder", "layer"  # the keys of a table's rows
-UNTRAINED = Path("untrained")
 
 
 def curve(options: FigureOptions):
@@ -54,8 +53,6 @@ def curve(options: FigureOptions):
 
 @dataclass
 class Encoders(FigureOptions):
-    """Options of comparisons of encoders by layer."""
-
     # runs of train_electra.py (the discriminator) or train_mlm.py, or XLM-R from Hugging Face; default: both demos
     folders: tyro.conf.Positional[tuple[str, ...]] = ()
     source: str | None = None  # folder of the paper's test set, see above; default: held-out pairs of ciphers
@@ -73,8 +70,7 @@ def by_layer(options: Encoders, demos: Callable, measure: Callable) -> tuple:
     encoders = {folder: pretrained.load_encoder(folder) for folder in folders}
     encoder, tokenizer = next(iter(encoders.values()))
     torch.manual_seed(0)
-    untrained = Encoder(encoder.config, encoder.vocab_size)
-    encoders[UNTRAINED] = untrained.eval(), tokenizer
+    encoders[Path("untrained")] = Encoder(encoder.config, encoder.vocab_size).eval(), tokenizer
     runs = [TrainedRun(run, read_json(run / "config.json"), []) for run in folders if pretrained.is_run(run)]
     names = {run.folder: run.name for run in shared.named(runs)}
     records, rows = [], []
@@ -110,17 +106,14 @@ def retrieval(options: Encoders, demos: Callable):
     def measure(encoder, tokenizer, context) -> dict[str, list]:
         found = {}  # language -> share of translations found from and to English, (2, L + 1)
         for language, pairs in tqdm(texts.items(), unit="language", disable=None):
-            vectors = []
-            for side in zip(*pairs):
-                vectors.append(crosslingual.sentence_vectors(encoder, tokenizer, side, 2048, context))
-            foreign, english = vectors
+            sides = zip(*pairs)
+            foreign, english = (crosslingual.sentence_vectors(encoder, tokenizer, s, 2048, context) for s in sides)
             found[language] = crosslingual.both_directions(english, foreign).cpu()
         means = []
         for languages in groups.values():
             shares = torch.stack([found[language] for language in languages])
             means.append((100 * shares.mean(dim=0)).double())
-        columns = in_columns(groups, means)
-        return {name: percents.tolist() for name, percents in columns.items()}
+        return {name: percents.tolist() for name, percents in in_columns(groups, means).items()}
 
     records, rows = by_layer(options, demos, measure)
     panels, chances = [], []
@@ -196,9 +189,7 @@ def alignment(options: Alignment, demos: Callable):
         return {MEAN: list(map(fmean, zip(*errors.values())))} | errors
 
     records, rows = by_layer(options, demos, measure)
-    diagonals = {}
-    for name, pairs in sets.items():
-        diagonals[name] = error_rate(map(diagonal, pairs), pairs)
+    diagonals = {name: error_rate(map(diagonal, pairs), pairs) for name, pairs in sets.items()}
     mean = fmean(diagonals.values())
     rows.append({"encoder": "the diagonal", MEAN: mean} | diagonals)
     for name, percents in PAPER_ALIGNMENT.items() if source else ():
@@ -255,7 +246,6 @@ def pieces(words: list, tokenizer: XLMR) -> tuple[list, list]:
 # ---------------------------------------------------------------------------------------------------------------------
 # Tables 3 and 4: counts, nothing is trained
 
-META = torch.device("meta")  # weights with shapes but no data
 # The paper states a vocabulary of 500K for the larger two, but only 2^19 gives the table's numbers.
 TABLE3 = {"base": (250_002, "279M"), "large": (1 << 19, "840M"), "xl": (1 << 19, "2.2B")}  # vocabulary, parameters
 
@@ -277,7 +267,7 @@ def table3(sizes: dict) -> str:
     """Parameters, ours beside the paper's. sizes: preset of train_electra.py -> its Config."""
     rows = []
     for preset, (V, paper) in TABLE3.items():
-        with META:
+        with torch.device("meta"):  # weights with shapes but no data
             network = Encoder(sizes[preset], V)
         D = network.config.n_embd
         head = D * D + D + 2 * D + D + 1  # a dense layer, a norm, and one logit per token
@@ -288,7 +278,7 @@ def table3(sizes: dict) -> str:
 def table4(config) -> str:
     """Training FLOPs of the base model beside the paper's: matrix products, the backward pass counted twice."""
     V, D = TABLE3["base"][0], config.n_embd
-    with META:
+    with torch.device("meta"):
         large, small = Encoder(config, V), Encoder(replace(config, n_layer=config.generator_layers), V)
     heads = 2 * D * D + 2 * D, config.mask_share * masked_head_flops(small)  # the generator's sees masked tokens only
     per_token = sum(3 * flops_per_token(network, network.config, head) for network, head in zip((large, small), heads))

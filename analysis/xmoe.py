@@ -36,8 +36,7 @@ def activations(options: EvalOptions, evaluate: Callable):
     the blocks where sparse models have experts. A point is a run of train_lm.py, averaged over its layers.
     """
     number, width, share = "experts per layer", "width of an expert", "share of positive activations"
-    records, full = [], []
-    runs = shared.select_runs("train_lm", options)
+    runs, records, full = shared.select_runs("train_lm", options), [], []
     for run in shared.loaded(runs, options, evaluate):
         count, size = shared.experts_of(run.config)
         records.append(run.record | {number: count, width: size, share: positive_share(run, options.max_tokens)})
@@ -57,8 +56,7 @@ def positive_share(run: TrainedRun, max_tokens: int) -> float:
     signs = Counter()
 
     def count(fc, inputs, a):
-        positive = int((a > 0).sum())
-        signs.update(positive=positive, units=a.numel())
+        signs.update(positive=int((a > 0).sum()), units=a.numel())
 
     if not run.model.moe_layers:
         for block in blocks[every - 1 :: every]:
@@ -213,8 +211,7 @@ def speed(options: EvalOptions, evaluate: Callable):
     FLOPs, and smaller experts take longer for the same FLOPs. The models take turns on the first batch of their test
     text; medians over the rounds are shown.
     """
-    runs, records = shared.select_runs("train_lm", options), []
-    calls = {}
+    runs, records, calls = shared.select_runs("train_lm", options), [], {}
     for run in shared.loaded(runs, options, evaluate):
         size = run.data.micro_tokens
         x, _ = next(run.data.eval_batches("test", size))

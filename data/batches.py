@@ -1,10 +1,5 @@
 """Batches of prepared corpora.
 
-    TokenData          windows of a text
-    MaskedData         rows of one language each, with masked tokens
-    PairData           translation pairs, with masked tokens
-    TranslationData    sources and their translations
-
 `batch(split, step, micro)` depends only on the seed and these three arguments: a resumed run, and a run on any number
 of processes, sees the same data as an uninterrupted one. `eval_batches` depends on the corpus, block_size and the
 masking, not on the seed: scores of different runs are comparable.
@@ -79,7 +74,7 @@ class TokenData(Prepared):
         return count * self.block_size
 
     def eval_counts(self, split, max_tokens=None) -> dict[str, int]:
-        """What `eval_batches` predicts, in `tokens`, and in `bytes` and space-separated `words` of their text."""
+        """The size of what `eval_batches` predicts: `tokens`, `bytes` and, if spaces separate words, `words`."""
         count, eot = self.eval_tokens(split, max_tokens), self.tokenizer.eot
         tokens = self.tokens[split][1 : 1 + count]
         documents = np.split(tokens, np.flatnonzero(tokens == eot))
@@ -408,8 +403,8 @@ class TranslationData(Prepared):
         return [micros[index] for index in rng.permutation(len(micros))]
 
     def sort_and_cut(self, split, numbers: ndarray) -> list[ndarray]:
-        """These pairs in batches of about equal lengths, long sources first. Translations are sorted up for odd source
-        lengths and down for even ones, so that neighbours are alike where the source length changes."""
+        """Cuts pairs into batches of similar lengths, long sources first. Translations ascend at odd source lengths and
+        descend at even ones, so that neighbours are similar where the source length changes."""
         sizes = self.pairs(split, numbers).sizes
         source, target = sizes.T
         zigzag = np.where(source % 2, target, -target)

@@ -5,9 +5,9 @@
     spans    the beginning of a text, and its continuation with a bit of another document inserted: find the bit
 
 Every example exists in every language, with a character for each piece. Tags are read from the text before it is
-lower-cased, so only the context tells `tensor` from `Tensor`. The wrong text of a pair is as long as the right one, and
-its bits come from the same document; an answer of spans has any length and any place. Texts of pairs and spans may
-begin and end within a word.
+lower-cased, so only the context distinguishes `tensor` from `Tensor`. The wrong text of a pair is as long as the right
+one, and its bits come from the same document; answers of spans vary in length and position. Texts of pairs and spans
+may begin and end within a word.
 """
 
 import json
@@ -23,7 +23,7 @@ from data.files import PREPARED, Records
 
 DEVELOPMENT = 8  # one in this many documents of valid is for development, the others are for training
 MOST = {"train": 4000, "valid": 400, "test": 1000}  # examples of a task
-TAGGED = (10, 28)  # tags: least and most pieces of a text
+TAGGED = (10, 28)  # tags: minimum and maximum pieces of a text
 HALF, BIT = (6, 13), (2, 5)  # pairs: of each text, and of each bit of the wrong one
 START, REST = (2, 4), (12, 16)  # spans: of the beginning, and of the continuation
 STRANGE = (3, 7)  # spans: of the inserted bit
@@ -128,7 +128,7 @@ def paired(held_out: list[Text], rng) -> Iterator[Plain]:
 
 
 def cut(pieces: Pieces, one: tuple, two: tuple, rng) -> Iterator[tuple]:
-    """Consecutive pairs of texts, of random sizes in these ranges, as many as fit, each with all that surrounds it."""
+    """Consecutive pairs of texts with random sizes in the ranges one and two, each with the rest of the document."""
     end = 0
     while len(pieces) >= end + one[1] + two[1]:
         begin, middle = end, end + rng.randint(*one)

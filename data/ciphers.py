@@ -118,10 +118,7 @@ def size(document: Document) -> int:
 
 
 def deal_documents(documents: list[Document]) -> list[list[Document]]:
-    """The documents of each language and, last, those for pairs.
-
-    Documents are dealt longest first, each to the recipient with the least of its share of the split so far.
-    """
+    """The documents of each language and, last, for pairs: dealt longest first, each to the least filled share."""
     part = (1 - PAIRED) / len(LANGUAGES)
     parts = [part] * len(LANGUAGES) + [PAIRED]
     shares = [[] for _ in parts]
@@ -139,9 +136,7 @@ def cut(sentence: Pieces, names: list[str], rng) -> Iterator[Pieces]:
     begin = 0
     while len(sentence) - begin >= SHORTEST:
         end = min(begin + rng.randint(SHORTEST, LONGEST), len(sentence))
-        while begin + SHORTEST < end < len(sentence):
-            if names[sentence[end]].startswith("\u2581"):
-                break
+        while begin + SHORTEST < end < len(sentence) and not names[sentence[end]].startswith("\u2581"):
             end -= 1
         yield sentence[begin:end]
         begin = end
@@ -156,7 +151,7 @@ def cut(sentence: Pieces, names: list[str], rng) -> Iterator[Pieces]:
 #     x2    pieces 2k and 2k + 1 share a character: only the context can tell which one is meant
 #     x3    after a piece with an odd k, pieces 2k and 2k + 1 swap characters (linguists call this sandhi)
 #
-# Pieces 2k and 2k + 1 are about equally frequent, so a dictionary of characters gets six of ten right, in x2 and in x3.
+# Pieces 2k and 2k + 1 are about equally frequent, so a dictionary of characters gets six of ten right in x2 and x3.
 # Held-out texts are the same in all ciphers, and training has no text of their documents.
 
 
@@ -167,7 +162,7 @@ def homographs(pieces: Pieces) -> Iterable[int]:
 def sandhi(pieces: Pieces) -> Iterable[int]:
     previous = 0
     for piece in pieces:
-        yield piece ^ previous // 2 % 2  # swaps 2k and 2k + 1; k stays, so a reader can tell the previous piece's k
+        yield piece ^ previous // 2 % 2  # swaps 2k and 2k + 1; k stays, so a reader can infer the previous piece's k
         previous = piece
 
 
@@ -183,7 +178,7 @@ def to_english(english: Records) -> dict[str, Records]:
     """{"x1-en": rows (split, cipher, English)}."""
     rng = random.Random(0)
     texts, seen = {}, set()
-    for split in ("valid", "test", "train"):  # training last: it leaves out every text of a held-out document
+    for split in ("valid", "test", "train"):  # training last, without any text of a held-out document
         documents = [text for name, text in english if name == split]
         split_texts = chain.from_iterable(phrases(text, rng) for text in documents)
         texts[split] = [text for text in dict.fromkeys(split_texts) if text not in seen]

@@ -102,10 +102,7 @@ def language_files(source: Path) -> Groups:
 
 
 def bitext(source: Path) -> Groups:
-    """Line-aligned files de-en.de and de-en.en, or de-en.tsv with both languages.
-
-    Names may be longer, as in de-en.train.de.gz and de-en.train.en.
-    """
+    """Line-aligned files de-en.de and de-en.en, or de-en.tsv; longer names such as de-en.train.de.gz also work."""
     contents = defaultdict(dict)  # pair -> file -> its pairs of texts
     paths = files.source_files(source)
     seconds = set()

@@ -22,7 +22,7 @@ HEAD = 1000  # the number of lines at the start of a text file that decide what 
 LONGEST_BLOCK = 100_000  # lines in a document; a longer block is split
 COMPRESSED = {".gz": gzip.open, ".xz": lzma.open}
 JSON = (".json", ".jsonl", ".ndjson")
-# Files that are not text, skipped in a folder; then formats that may contain text, but are not supported.
+# Files that are not text, skipped in a folder; then unsupported formats that may contain text.
 NO_TEXT = re.compile(
     r"^(readme|licen[cs]e|notice|dataset_infos?)\b|\.(png|jpe?g|gif|webp|svg|ico|mp[34]|wav|flac|avi|so|dll|exe|pyc"
     r"|np[yz]|bin|pth?|safetensors|ckpt|pkl|h5|db|sqlite|lock|idx)$"
@@ -226,7 +226,6 @@ def sha256(path: Path) -> str:
 
 def checksum(meta: dict) -> str:
     """A hash of the data: of every file, every count and the tokenizer, but not of their origin."""
-    origin = ("name", "source", "versions", "checksum")
-    data = {key: meta[key] for key in meta if key not in origin}
+    data = {key: meta[key] for key in meta.keys() - {"name", "source", "versions", "checksum"}}
     text = json.dumps(data, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()

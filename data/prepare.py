@@ -152,10 +152,7 @@ def training_texts(groups: Groups, limit: int | None = None) -> Iterator[str]:
 
 
 def write_corpus(folder: Path, meta: dict, groups: Groups, tokenizer: Tokenizer, limit: int | None = None):
-    """Encode the rows into the files of `folder`, language by language, and write meta.json last.
-
-    meta: description of the corpus, including its `kind`. limit: see max_tokens in `prepare`.
-    """
+    """Encode the rows into the files of `folder`, language by language, and write meta.json last; limit: max_tokens."""
     meta["versions"]["python"] = platform.python_version()
     meta["dtype"] = tokenizer.dtype
     writers = {split: SplitWriter(folder, split, meta["kind"]) for split in SPLITS}

@@ -187,7 +187,7 @@ def files_of(task, split, source: Path) -> Iterator[tuple[str, Path | str, Parse
 
 
 def languages_of(task, split) -> list[str]:
-    """The languages that are read from a source that has all: only English unless the split is scored."""
+    """The languages to read from the hub or in ciphers: only English unless the split is scored."""
     return TASKS[task].languages.split() if split == TASKS[task].test else ["en"]
 
 

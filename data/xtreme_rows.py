@@ -129,7 +129,7 @@ class TaskData:
     """The training rows of a task in batches: a micro-batch depends only on (seed, step, micro).
 
     An epoch is every row once in a random order; its last step is filled up with the epoch's first rows. `start` is a
-    hash of all else that a run depends on, for the checksum.
+    hash of everything else that a run depends on, for the checksum.
     """
 
     def __init__(self, rows: list[Row], tokenizer: XLMR, batch_size: int, micro_size: int, seed: int, start: str):

@@ -49,7 +49,7 @@ for low, high, names in (
     (1, 65535, "port"),
     (0, ANY, "seed routing_dim sample_tokens sample_seed"),
     (8, ANY, "block_size"),
-    (0, 10_000, "expert_layers"),  # this and the next are lengths of lists of layers
+    (0, 10_000, "expert_layers"),  # this and the next set lengths of lists of layers
     (1, 10_000, "n_layer decoder_layers generator_layers seeds"),
     (0, 1, "min_learning_rate weight_decay warmup threshold eval_threshold sampling_exponent"),
     (0, 1e9, "grad_clip balance_coef lambda_disc"),
@@ -77,10 +77,9 @@ def check(config):
         if not low <= value <= high:
             valid = "over 0 and finite" if low == OVER_0 else f"between {low:g} and {high:g}"
             raise ValueError(f"{name} must be {valid}, not {value!r}")
-    trains = getattr(config, "translate", None) is None
     for batch, micro in (("batch_tokens", "micro_tokens"), ("batch_size", "micro_size")):
         size, micro_size = getattr(config, batch, 0), getattr(config, micro, 1)
-        if trains and size % micro_size:
+        if getattr(config, "translate", None) is None and size % micro_size:
             raise ValueError(f"{micro} = {micro_size} does not divide {batch} = {size}")
     router = getattr(config, "router", "dense")
     if router != "dense" and router not in ROUTERS:

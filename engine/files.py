@@ -24,10 +24,6 @@ MADE = *WEIGHTS, "metrics.jsonl", "result.json", "eval-*.json"  # deleted by --r
 HOLDS = {"model", "class", "constants", "vocab_size", "step", "identity"}  # keys of every checkpoint
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The folder of a run
-
-
 def folder_of(config, presets: dict, constants: dict) -> tuple[Path, str]:
     """-> the folder of the run with these constants, and why it does not have the plain name ("" if it does).
 
@@ -39,24 +35,24 @@ def folder_of(config, presets: dict, constants: dict) -> tuple[Path, str]:
     plain = Path(config.out_dir, run_name(config, presets))
     if not any((plain / name).exists() for name in ("config.json", "result.json", *WEIGHTS)):
         return plain, ""
-    theirs = read_json(plain / "config.json")
-    differing = [*others(theirs, constants)]
-    if "data_checksum" in theirs and not differing:
+    recorded = read_json(plain / "config.json")
+    names = [*differing(recorded, constants)]
+    if "data_checksum" in recorded and not names:
         return plain, ""
-    reason = f"{plain} differs in {', '.join(differing)}" if differing else f"{plain} has no config.json of a run"
+    reason = f"{plain} differs in {', '.join(names)}" if names else f"{plain} has no config.json of a run"
     known = {name: value for name, value in constants.items() if value is not None}  # --eval_only omits some None
     digits = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:8]
     return plain.with_name(f"{plain.name}-{digits}"), reason
 
 
-def others(theirs: dict | None, ours: dict) -> Iterator[str]:
+def differing(recorded: dict | None, current: dict) -> Iterator[str]:
     """The names in both whose values differ."""
-    theirs = theirs if isinstance(theirs, dict) else {}
-    return (name for name, value in ours.items() if theirs.get(name, value) != value)
+    recorded = recorded if isinstance(recorded, dict) else {}
+    return (name for name, value in current.items() if recorded.get(name, value) != value)
 
 
 def code_of(config) -> dict[str, str]:
-    """Checksums of the code behind a run's numbers: model.py, routers.py, and the script's functions and classes.
+    """Checksums of the code that a run's numbers depend on: model.py, routers.py, the script's functions and classes.
 
     Comments and docstrings do not count, nor does the script's Config: constants are compared by value.
     """
@@ -76,10 +72,6 @@ def code_of(config) -> dict[str, str]:
     return checksums
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Reading and writing
-
-
 def read_json(file: Path) -> dict:
     """The content of a file, {} if it does not exist. Raises ValueError if that is not a JSON object."""
     if not file.exists():
@@ -91,7 +83,7 @@ def read_json(file: Path) -> dict:
 
 
 NOT_JSON = "-?Infinity|NaN"  # Python's json writes them bare; JSON has no such numbers, so we write strings
-STRING = r'"(?:[^"\\]|\\.)*"'  # where they are left alone
+STRING = r'"(?:[^"\\]|\\.)*"'  # text within strings is left as it is
 
 
 def to_json(content, indent: int | None = 1) -> str:

@@ -23,8 +23,6 @@ class NanoXMoEConfig(PretrainedConfig):
 
 
 class Model(PreTrainedModel):
-    """Base class of all models."""
-
     config_class = NanoXMoEConfig
     base_model_prefix = "model"
     _input_embed_layer = "wte"  # transformers looks up this attribute of `model` or `embeddings`

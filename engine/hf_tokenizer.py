@@ -8,21 +8,20 @@ SentencePiece's character map by grapheme.
 import tokenizers
 from sentencepiece.sentencepiece_model_pb2 import ModelProto
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
-from transformers.convert_slow_tokenizer import TikTokenConverter
+from transformers.convert_slow_tokenizer import TikTokenConverter, generate_merges
 
 from data.tokenizers import GPT2, GPT2_PATTERN, XLMR, SentencePiece, Tokenizer
 
 UNIGRAM = 1  # SentencePiece's model type; the other is BPE
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = range(1, 5)  # SentencePiece's types of pieces
-NEVER = -1e4  # score of all but normal pieces: text that is normalised to the name of one must not match it
+NEVER = -1e4  # score of all but normal pieces, so that text that spells such a piece never matches it
 XLMR_SPECIAL = [("<s>", CONTROL, NEVER), ("<pad>", CONTROL, NEVER), ("</s>", CONTROL, NEVER), ("<unk>", UNKNOWN, NEVER)]
 
 
 def special_ids(tokenizer: Tokenizer) -> dict[str, int]:
     """The ids of special tokens, by transformers' names."""
     if isinstance(tokenizer, XLMR):
-        names = "bos", "pad", "eos", "unk", "mask"
-        return {f"{name}_token": getattr(tokenizer, name) for name in names}
+        return {f"{name}_token": getattr(tokenizer, name) for name in ("bos", "pad", "eos", "unk", "mask")}
     return dict.fromkeys(("bos_token", "pad_token", "eos_token"), tokenizer.eot)
 
 
@@ -78,12 +77,7 @@ def model_of(pieces: list[tuple], model_type: int) -> models.Model:
         scores = [(text, score) for text, _, score in pieces]
         return models.Unigram(scores, unk_id=unknown, byte_fallback=True)
     scores = {text: score for text, kind, score in pieces if kind == NORMAL}
-    merges = []  # every pair whose concatenation is a piece, in descending order of its score
-    for text in sorted(scores, key=scores.get, reverse=True):
-        for k in range(1, len(text)):
-            pair = text[:k], text[k:]
-            if scores.keys() >= {*pair}:
-                merges.append(pair)
+    merges = generate_merges(scores, scores)  # pairs whose concatenation is a piece, in descending order of its score
     ids = {text: i for i, text in enumerate(texts)}
     return models.BPE(ids, merges, unk_token=texts[unknown], fuse_unk=True, byte_fallback=True)
 

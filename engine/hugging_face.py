@@ -25,8 +25,6 @@ Weights = dict[str, Tensor]  # by their names in model.py
 
 
 class SavedModel(NamedTuple):
-    """A model as read from a folder."""
-
     kind: str  # the class that was trained, a key of pretrained.MODELS
     constants: dict  # from which model.py builds it, and its vocab_size
     weights: Weights
@@ -36,9 +34,6 @@ class SavedModel(NamedTuple):
 def short(error: Exception) -> str:
     return textwrap.shorten(str(error), 300)
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Dense models in transformers' own layouts
 
 SIZES = "vocab_size", "block_size", "n_layer", "n_head", "n_embd", "ffn_size"  # our names
 SUFFIXES = "", ".weight", ".bias"
@@ -140,10 +135,6 @@ LAYOUTS = {"GPT": GPT2, "MaskedLM": XLM_R}  # by SavedModel.kind
 DEFAULTS = {"router": "dense", "dropout": 0.0, "init_std": 0.02, "top_k": None}  # constants that may be missing
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Reading
-
-
 def read(folder: Path) -> SavedModel:
     """Reads GPT-2, XLM-R or an exported run."""
     if not weight_files(folder):
@@ -160,12 +151,11 @@ def read(folder: Path) -> SavedModel:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files of a model's weights: safetensors, or pickles for older models."""
+    """safetensors, or pickles for older models."""
     return sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
 
 
 def read_tensors(folder: Path) -> Weights:
-    """Reads all tensors of a model, by name."""
     tensors = {}
     for file in weight_files(folder):
         try:
@@ -179,9 +169,6 @@ def read_tensors(folder: Path) -> Weights:
             raise ValueError(f"{file} cannot be read: {short(error)}") from None
     return tensors
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Writing
 
 CODE = {"model.py": "model.py", "routers.py": "routers.py", "hf_model.py": "engine/hf_model.py"}
 CLASSES = {  # SavedModel.kind -> {transformers' auto class: class of hf_model.py}; the first is the trained model

@@ -13,7 +13,7 @@ def adamw(model: torch.nn.Module, config) -> torch.optim.AdamW:
     """
     router_lr = getattr(config, "router_lr", 1.0)
     rel_bias_lr = getattr(config, "rel_bias_lr", 1.0)
-    groups = {}
+    groups, betas = {}, (0.9, config.beta2)
     for name, p in model.named_parameters():
         if not p.requires_grad:
             continue
@@ -23,13 +23,7 @@ def adamw(model: torch.nn.Module, config) -> torch.optim.AdamW:
         times = router_lr if "router." in name else rel_bias_lr if "rel_bias." in name else 1.0
         group = groups.setdefault((decay, times), {"params": [], "weight_decay": decay, "times": times})
         group["params"].append(p)
-    return torch.optim.AdamW(
-        list(groups.values()),
-        lr=config.learning_rate,
-        betas=(0.9, config.beta2),
-        eps=config.eps,
-        fused=True,
-    )
+    return torch.optim.AdamW(groups.values(), lr=config.learning_rate, betas=betas, eps=config.eps, fused=True)
 
 
 def clip_gradients(model: torch.nn.Module, limit: float):

@@ -99,8 +99,7 @@ def weights_of(path: str | Path, kind: str, vocabulary: str) -> tuple[dict, Weig
     names = {*SIZES, "frequency_bias", "relative_bias"}
     if not is_run(folder):
         names |= LAYOUTS[kind].constants.keys()
-    sizes = {name: value for name, value in saved.constants.items() if name in names}
-    return sizes, saved.weights
+    return {name: value for name, value in saved.constants.items() if name in names}, saved.weights
 
 
 def fill(model: nn.Module, sizes: dict, weights: Weights, path: str | Path) -> nn.Module:
@@ -112,9 +111,8 @@ def fill(model: nn.Module, sizes: dict, weights: Weights, path: str | Path) -> n
         expected = model.vocab_size if name == "vocab_size" else getattr(model.config, name)
         if size != expected:
             raise ValueError(f"{path} has {name} {size}, not {expected}")
-    needed = model.state_dict().keys() & weights.keys()
     try:
-        model.load_state_dict({name: weights[name] for name in needed})
+        model.load_state_dict({name: weights[name] for name in model.state_dict().keys() & weights.keys()})
     except RuntimeError as error:
         problem = f"{path} does not have the weights of the model that it describes: {short(error)}"
         raise ValueError(f"{problem} (if an older version trained it, train it again)") from None

@@ -16,8 +16,6 @@ from routers import RouterError
 
 
 class Table(NamedTuple):
-    """Rows of runs beside the paper's numbers."""
-
     title: str
     labels: tuple[str, ...]  # headers of the columns known before a run: the method, the paper's numbers
     rows: list[tuple[tuple[str, ...], dict]]  # cells under these headers, and the constants that the row changes
@@ -66,8 +64,7 @@ def markdown_table(headers: list[str], rows: list[list]) -> str:
 
 def seeds_of(config, change: dict) -> list:
     """One config per seed, with the changes of a row."""
-    seeds = range(config.seed, config.seed + config.seeds)
-    return [dataclasses.replace(config, **change, seed=seed) for seed in seeds]
+    return [dataclasses.replace(config, **change, seed=config.seed + i) for i in range(config.seeds)]
 
 
 def start(Config: type, presets: dict):
@@ -113,14 +110,13 @@ def table_of(config, presets: dict, tables: dict) -> Table:
     Raises ValueError if it does not exist, or if the command line sets a constant that its rows set or that none reads.
     """
     if not config.table:
-        name = run_name(config, presets)
-        return Table(config.preset, ("run",), [((name,), {})])
+        return Table(config.preset, ("run",), [((run_name(config, presets),), {})])
     if config.table not in tables:
         raise ValueError(f"table must be one of {', '.join(map(str, tables))}, not {config.table}")
     table = tables[config.table](config)
-    of_both = {"data", "experts", "moe_after", "preset", "steps"}  # rows derive theirs from the command line's
-    of_rows = {name for _, change in table.rows for name in change}
-    conflicts = changed(config, presets).keys() & of_rows - of_both
+    allowed = {"data", "experts", "moe_after", "preset", "steps"}  # rows derive their values from the command line's
+    set_by_rows = {name for _, change in table.rows for name in change}
+    conflicts = changed(config, presets).keys() & set_by_rows - allowed
     if conflicts:
         raise ValueError(f"the rows of this table set --{min(conflicts)}: leave it out")
     rows = [dataclasses.replace(config, **change) for _, change in table.rows]

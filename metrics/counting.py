@@ -52,8 +52,7 @@ def text_losses(data, steps: int) -> dict[str, float]:
 
 
 def bigram_loss(seen: Tensor, held_out: Tensor, V: int) -> float:
-    """Mean cross entropy, in nats, of the second token of held-out bigrams (2, M) given the first, from the counts of
-    the bigrams seen (2, N)."""
+    """Mean cross entropy in nats of the second token of bigrams held_out (2, M), from counts of those seen (2, N)."""
     first, second = held_out
     following = neighbour_counts(*seen, V)
     single = unigrams(seen[1], V)
@@ -82,7 +81,7 @@ def masked_scores(data, max_tokens=None) -> dict[str, dict]:
     """How well counts predict the masked tokens of MaskedData's validation text, in its first masking.
 
     `tokens` uses the counts of a language, interpolated with those of all languages. `neighbours` also uses the tokens
-    l and r on both sides: p(x | l, r) ~ p(x | l) p(x | r) / p(x). Both allow for the token shown being right.
+    l and r on both sides: p(x | l, r) ~ p(x | l) p(x | r) / p(x). Both account for targets that are shown unchanged.
     """
     if large(data):
         return {}

@@ -20,8 +20,7 @@ class RoutingStats:
 
     def __init__(self, moe: nn.Module):
         self.moe = moe
-        names = "tokens", "wanted", "served", "unserved", "entropy", "positive", "units"
-        self.sums = dict.fromkeys(names, 0.0)
+        self.sums = dict.fromkeys(("tokens", "wanted", "served", "unserved", "entropy", "positive", "units"), 0.0)
         self.load = torch.zeros(moe.router.E, dtype=torch.float64)  # requests per expert
         moe.watchers.append(self)
 
@@ -104,7 +103,7 @@ def easy_and_hard(model, batches, context, occurs: int = 20) -> tuple[list, list
 class Collapse:
     """Accumulates the router inputs and first choices of one sparse layer, for RC (X-MoE eq. 11) and RF (figure 3a).
 
-    tokens: how many the evaluation has. `place`: index of the next call's first token; None: ignore the call.
+    tokens: their number in the evaluation. `place`: index of the next call's first token; None: ignore the call.
     """
 
     def __init__(self, moe: nn.Module, tokens: int):

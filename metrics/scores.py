@@ -98,8 +98,7 @@ Predictor = Callable[[list[Example]], list]  # examples -> a prediction for each
 
 
 def guess(kind: str, train: list[Example], examples: list[Example]) -> list:
-    """Predicts the most frequent tag or label; for an answer, the first words of the text, as many as the median answer
-    has.
+    """Predicts the most frequent tag or label, or as many of the text's first words as the median answer has.
 
     Words end at white space, so a guess in Chinese, Japanese, Thai or a cipher is often a whole sentence or more.
     """

@@ -37,8 +37,7 @@ def opened(options: dict):
     return config, data, train_lm.build(config, data, context)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# One run
+# --- One run
 
 
 @pytest.mark.parametrize("name", ["dense", *ROUTERS])
@@ -140,7 +139,8 @@ def test_counting_baselines_match_literal_loops(options, monkeypatch, capsys):
     assert counting.text_losses(data, 2) == {}  # a large text would take long
     LM.run(options, monkeypatch)
     out, result = capsys.readouterr().out, result_of(options["out_dir"])["counting"]
-    assert result == pytest.approx({name: bits_per_byte(loss, text) for name, loss in losses_of_run.items()})
+    expected = {name: bits_per_byte(loss, text) for name, loss in losses_of_run.items()}
+    assert result == pytest.approx(expected)
     assert f"counting baselines, bits per byte: unigrams {result['unigrams']:.3f}, " in out
 
 
@@ -226,8 +226,7 @@ def test_a_sample_stops_at_the_end_of_a_text(options, monkeypatch, capsys):
     assert "\n\nsample:\n57é\n" in capsys.readouterr().out
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Evaluating a trained model, and weights of GPT-2
+# --- Evaluating a trained model, and weights of GPT-2
 
 
 def test_evaluation_with_other_routing_leaves_the_run_unchanged(options, monkeypatch, capsys):
@@ -288,8 +287,7 @@ def test_gpt2_weights_can_be_evaluated_and_trained_further(options, tmp_path, mo
     assert result_of(options["out_dir"])["test"]["loss"] == pytest.approx(scores["loss"], rel=1e-5)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Presets and tables
+# --- Presets and tables
 
 PAPER = {  # XMoE table 1: parameters of 8 x 3072, 16 x 1536, 32 x 768 and 64 x 384
     "323M": (322_818_816, 322_892_544, 323_040_000, 323_334_912),

@@ -16,7 +16,7 @@ import reference_scores
 import torch
 from helpers import Script, losses, metrics, result_of, saved, stopped, table_rows
 from test_metrics import literal_rc
-from test_train_electra import EXPERTS, corpora
+from test_train_electra import EXPERTS, corpora, without_masked_tokens
 
 import train_mlm
 from data.batches import MaskedData
@@ -174,7 +174,8 @@ def test_counting_baselines_match_literal_loops(options, monkeypatch, capsys):
     beaten = [name for name, ppl in perplexities.items() if result["valid"]["languages"][name] < ppl]
     assert f"beats counting by neighbours in {len(beaten)} of {len(perplexities)} languages" in out
     data.tokens["train"] = np.zeros(2**24 + 1, dtype="uint16")
-    assert counting.in_words(counting.masked_scores(data)) == "counting: not done, the training text is large"
+    line = counting.in_words(counting.masked_scores(data))
+    assert line == "counting: not done, the training text is large"
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(options, tmp_path, monkeypatch, capsys):
@@ -200,18 +201,15 @@ def test_a_resumed_run_equals_an_uninterrupted_one(options, tmp_path, monkeypatc
 
 
 def test_a_step_without_masked_tokens_has_no_loss(options, monkeypatch):
-    def batch(data, *where, old=MaskedData.batch):
-        batch = old(data, *where)
-        return batch._replace(**{name: getattr(batch, name)[:0] for name in ("masked", "targets", "language")})
-
-    monkeypatch.setattr(MaskedData, "batch", batch)
+    monkeypatch.setattr(MaskedData, "batch", without_masked_tokens)
     MLM.run(options, monkeypatch)
     assert losses(options["out_dir"]) == [0.0, 0.0]
 
 
 def test_table_2_has_every_row(options, monkeypatch, capsys):
     options |= {"table": 2, "steps": 2}
-    assert "the rows of this table set --gate" in MLM.refused(options | {"gate": "softmax"}, monkeypatch, capsys)
+    message = MLM.refused(options | {"gate": "softmax"}, monkeypatch, capsys)
+    assert "the rows of this table set --gate" in message
     MLM.run(options, monkeypatch)
     rows = table_rows(capsys.readouterr().out.split("\n\n")[-1])
     assert [row[1] for row in rows] == ["23.51", "", "", "19.02", "18.72", "19.59", "19.12"]
@@ -240,6 +238,7 @@ def test_the_report_says_since_when_it_beats_counting_and_how_rc_changed(options
     out, result = capsys.readouterr().out, result_of(options["out_dir"])
     assert result["since_step"] == 4
     assert "beats counting by neighbours in 1 of 2 languages, and overall since step 4" in out
+    assert result["first"] == metrics(options["out_dir"])[0]["layers"]
     [first], [last] = result["first"], result["valid"]["layers"]
     assert f"RC was {first['rc']:.0f} at the first evaluation and is {last['rc']:.0f} at the last" in out
     assert "since" not in train_mlm.report(train_mlm.Config(), result | {"since_step": None})

@@ -81,8 +81,7 @@ def measure(makers: dict, config: Config, context) -> list[dict]:
         lower, ms, upper = np.quantile(times[name], (0.25, 0.5, 0.75))
         speed = facts[name]["gflops"] / ms  # TFLOP/s
         baseline = records[0]["teraflops"] if records else speed
-        spread = (upper - lower) / 2
-        record = {"impl": name, "ms": ms, "spread": spread, "ratio": baseline / speed}
+        record = {"impl": name, "ms": ms, "spread": (upper - lower) / 2, "ratio": baseline / speed}
         record |= {"runs": len(times[name]), "teraflops": speed}
         records.append(record | facts[name] | profile(run, context))
     return records
@@ -95,8 +94,7 @@ def profile(run: Callable, context) -> dict:
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-    recorder = warnings.catch_warnings(record=True, action="always")
-    with recorder as caught, torch.profiler.profile() as profiler:
+    with warnings.catch_warnings(record=True, action="always") as caught, torch.profiler.profile() as profiler:
         set_mode("warn")
         run()
         set_mode("default")
@@ -157,21 +155,19 @@ def time_layers(shape: train_lm.Config, config: Config, context):
 
 def layer(module: nn.Module, h: Tensor, work: float, context, *more: Tensor) -> Contender:
     """A forward and backward pass of module(h, *more), h (1, S, D). work: forward FLOPs per token."""
-    as_in_training = h.is_cuda and context.dtype == torch.bfloat16
-    forward = parallel.compiled(module) if as_in_training else module
+    forward = parallel.compiled(module) if h.is_cuda and context.dtype == torch.bfloat16 else module  # as in training
 
     def run():
         x = h.detach().requires_grad_()
         with context.autocast():
             y = forward(x, *more)
         y = sum(y) if more else y
-        y.backward(h.to(y.dtype))  # the gradient of the output may be anything
+        y.backward(h.to(y.dtype))  # any gradient of the output will do
         module.zero_grad()  # to None, as in training
 
     # Read each weight twice, write its gradient; read and write each token, in both passes.
     numbers = 3 * flops.numel(module) + 4 * h.numel()
-    gflops = 3e-9 * work * h.shape[1]
-    return run, {"gflops": gflops, "least_mb": 1e-6 * context.dtype.itemsize * numbers}
+    return run, {"gflops": 3e-9 * work * h.shape[1], "least_mb": 1e-6 * context.dtype.itemsize * numbers}
 
 
 def our_layer(shape: train_lm.Config, h: Tensor, context, cast=False) -> Contender:
@@ -217,8 +213,7 @@ def time_steps(preset: str, config: Config, context, **changes):
     """Times XMoE's models at equal FLOPs: dense, with FFN-sized experts (split 1), and with split 8."""
     base = train_lm.Config(**train_lm.PRESETS[preset] | changes)
     makers = {}
-    splits = {"dense": 1, "switch": 1, "topk": 8, "threshold": 8}
-    for router, split in splits.items():
+    for router, split in {"dense": 1, "switch": 1, "topk": 8, "threshold": 8}.items():
         constants = replace(base, router=router, split=split)
         makers[router] = partial(training_step, constants, config.tokens, context)
     return measure(makers, config, context)
@@ -228,9 +223,8 @@ def training_step(constants: train_lm.Config, tokens: int, context) -> Contender
     """A training step of at most four micro-batches, each of about this many random tokens."""
     torch.manual_seed(0)
     V = 50_257 if context.device.type == "cuda" else VOCABULARY
-    T, micros = constants.block_size, constants.batch_tokens // constants.micro_tokens
-    micros = min(micros, 4)
-    B = max(1, tokens // T)
+    micros = min(constants.batch_tokens // constants.micro_tokens, 4)
+    B, T = max(1, tokens // constants.block_size), constants.block_size
     ids = torch.randint(V, (B, T)).to(context.device)
     net = model.GPT(constants, V).to(context.device)
     forward = parallel.compiled(net) if constants.compile else net
@@ -268,8 +262,7 @@ def against_the_cpu(router: str, config: Config, context, E=16) -> Iterator[dict
             if p.dim() > 1:
                 nn.init.normal_(p, std=0.2)
         h = torch.randn(1, 512, 64) + 3 * crowded * torch.randn(64)
-        distinct = 2 if crowded else 512
-        ids = torch.arange(512).unsqueeze(0) % distinct
+        ids = torch.arange(512).unsqueeze(0) % (2 if crowded else 512)
         expected = outcome(moe, (h, ids), CPU)
         first = (gamma, layers, crowded) == (2.0, 0, False)
         compiled = first and context.device.type == "cuda"  # as in training; compiling all takes too long

@@ -22,10 +22,7 @@ from engine.files import from_json
 from metrics.routing import mean_over_layers
 
 SEEDS = ("", *(f"-seed={seed}" for seed in range(1, 8)))  # as they appear in names of runs
-BY_LAYER = {
-    "translations found": "retrieval",
-    "found, centred": "centred",
-}  # number -> its key in `held_out`, a list by layer
+BY_LAYER = {"translations found": "retrieval", "found, centred": "centred"}  # number -> its key in `held_out`
 UNITS = {  # unit -> a scale on which a claim says that ours is higher; a step of 1 in 100 log is about 1%
     "perplexity, about % lower": lambda x: -100 * math.log(x),
     "points more of BLEU, F1 or accuracy": lambda x: x,
@@ -53,10 +50,6 @@ def results_of(folder: Path) -> dict[str, dict]:
         for result in map(from_json, file.read_text().splitlines()):
             results[f"{file.stem}/{result['name']}"] = result
     return results
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Claims
 
 
 def claims(folder: Path) -> list[dict]:
@@ -126,7 +119,7 @@ def interpolated(folder: Path, pair: dict) -> dict[str, float]:
 
 
 def differing(folder: Path, pair: dict, seed: str) -> list[str]:
-    """What the runs of a seed differ in. Raises ValueError if the pair is not about it."""
+    """The facts in which the two runs of a seed differ. Raises ValueError if the pair is not about one of them."""
     ours = facts(folder, pair["ours"].format(seed))
     other = facts(folder, pair["other"].format(seed))
     if math.isclose(ours.get("FLOPs", 0), other.get("FLOPs", 0), rel_tol=0.02):  # no two routers cost the same
@@ -140,7 +133,7 @@ def differing(folder: Path, pair: dict, seed: str) -> list[str]:
 
 
 def facts(folder: Path, run: str) -> dict:
-    """What SCRIPT/RUN may differ in: the constants that it reads, and what follows from them."""
+    """What to compare of SCRIPT/RUN: the constants that it reads, and what follows from them."""
     Config = importlib.import_module(Path(run).parent.name).Config
     result = results_of(folder)[run]
     constants, fields = result["config"], Config.__dataclass_fields__.keys()
@@ -182,10 +175,6 @@ def by_seed(folder: Path, run: str) -> dict[str, dict]:
     return {seed: results[run.format(seed)] for seed in SEEDS if run.format(seed) in results}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Pictures
-
-
 def pictures(folder: Path) -> dict[str, tuple]:
     """{name: (the function that draws it, the numbers in it)}."""
     units = {unit: [] for unit in UNITS}
@@ -202,7 +191,6 @@ def pictures(folder: Path) -> dict[str, tuple]:
 
 
 def panel_of(folder: Path, panel: dict) -> list:
-    """The arguments of a Panel."""
     if "records" in panel:
         name, results = f"analyses/{panel['records']}", results_of(folder)
         if name not in results:
@@ -232,8 +220,7 @@ def forest(units: dict[str, list[dict]]):
                 color = "black" if name == "paper" else COLORS[pair["verdict"]]
                 [key[name]] = axes.plot(x, [y] * len(x), mark, color=color, linewidth=2, label=words)
         axes.axvline(0, color="black", linewidth=0.8)
-        names = [pair["name"] for pair in pairs]
-        axes.set_yticks(range(len(pairs)), names, fontsize=8)
+        axes.set_yticks(range(len(pairs)), [pair["name"] for pair in pairs], fontsize=8)
         axes.set_ylim(len(pairs) - 0.4, -0.6)
         axes.set_title(unit, fontsize=9, loc="left")
         axes.spines[["top", "right", "left"]].set_visible(False)
