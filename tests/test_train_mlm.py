@@ -154,7 +154,7 @@ def test_counting_baselines_match_literal_loops(options, monkeypatch, capsys):
             both = reference_scores.between(pairs_after, pairs_before, left, following, single)
             for baseline, p in (("tokens", single), ("neighbours", both)):
                 if shown != data.tokenizer.mask:
-                    p = reference_scores.shown(p, shown, 0.1, 0.1 / (V - len(data.tokenizer.special)))
+                    p = reference_scores.given_input(p, shown, 0.1, 0.1 / (V - len(data.tokenizer.special)))
                     seen[shown == token] += 1
                 losses[baseline][data.languages[language]].append(-math.log(p[token]))
                 right[baseline] += token == np.argmax(p)
