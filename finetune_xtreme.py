@@ -56,16 +56,16 @@ class Config:
     encoders: str = "demo"  # in tables: preset of the runs of train_mlm.py or train_electra.py to fine-tune
     source: str | None = None  # folder with the task's files, or with XTREME's folders of all tasks; None: the hub
     train_examples: int | None = None  # use at most this many training examples
-    test_examples: int | None = None  # at most this many of each language and of the development set; submit with all
+    test_examples: int | None = None  # at most this many per language and of the development set; submissions need all
     # training
     frozen: bool = True  # freeze routers and experts (X-MoE 3.3); the balance loss still trains the other weights
     balance_coef: float = 0.01  # alpha, the weight of the balance loss of sparse layers
     epochs: int = 8  # passes through the training rows
     batch_size: int = 16  # rows per step, over all processes and micro-batches
     micro_size: int = 16  # rows of one forward pass
-    block_size: int | None = None  # most tokens of a row; None: the encoder's
+    block_size: int | None = None  # maximum tokens per row; None: the encoder's
     stride: int = 128  # tokens between the starts of two windows of a long text; at most half a row
-    longest_answer: int = 30  # tokens
+    longest_answer: int = 30  # maximum tokens per answer
     learning_rate: float = 2e-3  # peak
     warmup: float = 0.1  # share of the steps; then linear decay to 0
     beta2: float = 0.999  # Adam
@@ -93,7 +93,7 @@ class Config:
 # X-MoE appendix C and XLM-E table 11. Where the paper searched several values, we take the middle one, and a comment
 # lists them. X-MoE searched balance_coef: 0, 1e-3, 1e-2, 1e-1. The papers do not state clipping, dropout, Adam's
 # constants and lengths: these are from XTREME's scripts. `ciphers` are tasks for encoders of the demos' size, which
-# take a higher learning rate.
+# need a higher learning rate.
 COMMON = dict(batch_size=32, micro_size=8, epochs=10, dropout=0.1, dtype="auto")
 CIPHERS = dict(batch_size=16, micro_size=16, dropout=0.0, dtype="float32")
 CONSTANTS = {
@@ -329,7 +329,7 @@ class FineTuned(SparseModel):
 
 @torch.no_grad()
 def predict(model: FineTuned, examples: list[Example], config: Config, tokenizer, context) -> list:
-    """-> tags, answer or label of each example. Batches of rows of similar length are dealt to the processes."""
+    """-> tags, answer or label of each example. Batches of rows of similar length are distributed over processes."""
     model.eval()
     rows = xtreme_rows.rows_of(model.kind, examples, tokenizer, model.longest_row, config.stride, model.labels)
     size = config.micro_size
@@ -414,7 +414,7 @@ def train(config: Config, context) -> dict:
         labelled = [int((batch.targets != xtreme_rows.UNKNOWN).sum()) for batch in batches]
         predicted = context.mean(sum(labelled)) or 1.0
         for micro, batch, count in zip(run.micros, batches, labelled):
-            seed_all(config.seed, 1 + step, micro)  # all that is random: so a resumed run is the same run
+            seed_all(config.seed, 1 + step, micro)  # seeds all randomness, so a resumed run gives the same result
             forward.require_backward_grad_sync = micro == run.micros[-1]  # processes exchange gradients once
             ids, nonpad, words, targets = context.send_all(*batch)
             with context.autocast():

@@ -80,10 +80,6 @@ def page_of(data: dict) -> str:
     return PAGE.read_text(encoding="utf-8").replace("{{DATA}}", embedded)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The model
-
-
 class Player:
     """Runs a trained model for the page. Raises ValueError or OSError if it cannot be loaded or has no experts."""
 
@@ -256,10 +252,6 @@ def printable(tokenizer, token: int) -> str:
             char = repr(char)[1:-1]
         shown += marks.get(char, char)
     return shown
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The server
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -35,20 +35,20 @@ def folder_of(config, presets: dict, constants: dict) -> tuple[Path, str]:
     plain = Path(config.out_dir, run_name(config, presets))
     if not any((plain / name).exists() for name in ("config.json", "result.json", *WEIGHTS)):
         return plain, ""
-    theirs = read_json(plain / "config.json")
-    differing = [*others(theirs, constants)]
-    if "data_checksum" in theirs and not differing:
+    recorded = read_json(plain / "config.json")
+    names = [*differing(recorded, constants)]
+    if "data_checksum" in recorded and not names:
         return plain, ""
-    reason = f"{plain} differs in {', '.join(differing)}" if differing else f"{plain} has no config.json of a run"
+    reason = f"{plain} differs in {', '.join(names)}" if names else f"{plain} has no config.json of a run"
     known = {name: value for name, value in constants.items() if value is not None}  # --eval_only omits some None
     digits = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:8]
     return plain.with_name(f"{plain.name}-{digits}"), reason
 
 
-def others(theirs: dict | None, ours: dict) -> Iterator[str]:
+def differing(recorded: dict | None, current: dict) -> Iterator[str]:
     """The names in both whose values differ."""
-    theirs = theirs if isinstance(theirs, dict) else {}
-    return (name for name, value in ours.items() if theirs.get(name, value) != value)
+    recorded = recorded if isinstance(recorded, dict) else {}
+    return (name for name, value in current.items() if recorded.get(name, value) != value)
 
 
 def code_of(config) -> dict[str, str]:

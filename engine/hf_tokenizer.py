@@ -14,7 +14,7 @@ from data.tokenizers import GPT2, GPT2_PATTERN, XLMR, SentencePiece, Tokenizer
 
 UNIGRAM = 1  # SentencePiece's model type; the other is BPE
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = range(1, 5)  # SentencePiece's types of pieces
-NEVER = -1e4  # score of all but normal pieces: text that is normalised to the name of one must not match it
+NEVER = -1e4  # score of all but normal pieces, so that text that spells such a piece never matches it
 XLMR_SPECIAL = [("<s>", CONTROL, NEVER), ("<pad>", CONTROL, NEVER), ("</s>", CONTROL, NEVER), ("<unk>", UNKNOWN, NEVER)]
 
 

@@ -35,9 +35,6 @@ def short(error: Exception) -> str:
     return textwrap.shorten(str(error), 300)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Dense models in transformers' own layouts
-
 SIZES = "vocab_size", "block_size", "n_layer", "n_head", "n_embd", "ffn_size"  # our names
 SUFFIXES = "", ".weight", ".bias"
 
@@ -138,10 +135,6 @@ LAYOUTS = {"GPT": GPT2, "MaskedLM": XLM_R}  # by SavedModel.kind
 DEFAULTS = {"router": "dense", "dropout": 0.0, "init_std": 0.02, "top_k": None}  # constants that may be missing
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Reading
-
-
 def read(folder: Path) -> SavedModel:
     """Reads GPT-2, XLM-R or an exported run."""
     if not weight_files(folder):
@@ -176,9 +169,6 @@ def read_tensors(folder: Path) -> Weights:
             raise ValueError(f"{file} cannot be read: {short(error)}") from None
     return tensors
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Writing
 
 CODE = {"model.py": "model.py", "routers.py": "routers.py", "hf_model.py": "engine/hf_model.py"}
 CLASSES = {  # SavedModel.kind -> {transformers' auto class: class of hf_model.py}; the first is the trained model

@@ -2,7 +2,7 @@
 
 A run is a folder in out_dir: config.json, metrics.jsonl (a line per evaluation), ckpt.pt and ckpt.prev.pt, result.json.
 Its constants identify it, whether they come from the command line, a preset or the script: an edited default trains a
-separate run. The same command resumes from the newest intact checkpoint, and ends as if the run had never stopped.
+separate run. The same command resumes from the newest intact checkpoint, and gives the result of an uninterrupted run.
 """
 
 import json
@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from engine.config import identity
 from engine.device import Context, fail, show, warn
-from engine.files import MADE, code_of, folder_of, newest, others, read_json, to_json, write
+from engine.files import MADE, code_of, differing, folder_of, newest, read_json, to_json, write
 
 SIGNALS = signal.SIGTERM, signal.SIGINT  # the second is Ctrl-C
 
@@ -38,8 +38,8 @@ class Run:
     """The folder of one training run, and everything around its steps. Only rank 0 writes.
 
     `result`: of a finished run, else empty. `extra`: what a script saves in checkpoints besides model and optimizer.
-    `total` steps, and an evaluation `every` so many: by default the config's. Raises ValueError if the processes cannot
-    share a step's micro-batches equally, or if a file in the folder belongs to another run.
+    `total`: number of steps, and `every`: steps between evaluations; default: the config's. Raises ValueError if the
+    micro-batches of a step do not divide evenly over processes, or if a file in the folder belongs to another run.
     """
 
     def __init__(self, config, presets: dict, context: Context, *data, total=None, every=None):
@@ -53,7 +53,9 @@ class Run:
         self.code = code_of(config)
         micros, world = data[0].micros_per_step, context.world
         if micros % world:
-            raise ValueError(f"{micros} micro-batches a step cannot be dealt to {world} processes: change either")
+            raise ValueError(
+                f"{micros} micro-batches a step do not divide evenly over {world} processes: change either"
+            )
         self.micros = range(context.rank, micros, world)  # of this process
         self.folder, self.reason = context.gather(folder_of(config, presets, self.identity))[0]
         self.name = self.folder.name
@@ -67,7 +69,7 @@ class Run:
             self.result = read_json(self.folder / "result.json")
             if not self.result:
                 self.checkpoint_name, self.checkpoint = newest(self.folder)
-        for name in others(self.result.get("config") or self.checkpoint.get("identity"), self.identity):
+        for name in differing(self.result.get("config") or self.checkpoint.get("identity"), self.identity):
             file = self.folder / (self.checkpoint_name or "result.json")
             raise ValueError(f"{file} is of a run with another {name}: delete it")
         state = [self.name, self.identity, self.precision, bool(self.result), self.checkpoint.get("step")]
@@ -75,19 +77,17 @@ class Run:
             where = f"files in {self.folder}: use a shared disk, and pass --dtype"
             raise ValueError(f"the processes see different data, precision or {where}")
         old_code = (self.result or self.checkpoint).get("code", {})
-        hint = " (--resume false trains it again)"
-        if getattr(self.config, "eval_only", False):
-            hint = ""
+        hint = "" if getattr(self.config, "eval_only", False) else " (--resume false trains it again)"
         if self.result:
             self.result["name"] = self.name  # the folder may have been renamed
             if hint:
                 self.context.say(f"{self.name}: finished before, in {self.folder}{hint}")
-        edited = [*others(old_code, self.code)]
+        edited = [*differing(old_code, self.code)]
         if edited:
             files = ", ".join(name.partition(" (")[0] for name in edited)
             warn(f"{files} changed since {self.name} was trained{hint}")
         for name in edited:
-            self.code[name] += f", before {old_code[name]}"  # both versions have trained it
+            self.code[name] += f", before {old_code[name]}"  # trained by both versions
 
     def resume(self, model, optimizer, flops_per_token: float, loss_in_words="loss {:.4f}".format):
         """Creates the folder, and restores model, optimizer and log from the checkpoint.
@@ -108,7 +108,7 @@ class Run:
                 set_optimizer_state_dict(model, optimizer, state["optimizer"])
             except Exception as error:  # missing keys and wrong shapes raise many kinds of errors
                 file = self.folder / self.checkpoint_name
-                problem = f"{file} is not a whole checkpoint of this run, or is from an older version"
+                problem = f"{file} is not a complete checkpoint of this run, or is from an older version"
                 raise ValueError(f"{problem} ({error!s:.200}): delete it") from None
             self.context.say(f"{self.name}: goes on from step {self.start}")
             before = state.get("precision", self.precision)
@@ -120,7 +120,7 @@ class Run:
     def make_folder(self):
         """Locks the folder; --resume false deletes the old run. Raises ValueError if another process trains here."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        # Held until this object is deleted, in whichever thread.
+        # Held until this object is deleted, even if by another thread.
         self.lock = FileLock(self.folder / "lock", thread_local=False)
         try:
             self.lock.acquire(blocking=False)
@@ -129,7 +129,7 @@ class Run:
         except (OSError, NotImplementedError) as error:
             raise ValueError(f"{self.folder} cannot be locked ({error}): choose another --out_dir") from None
         folder, _ = folder_of(self.config, self.presets, self.identity)
-        if folder != self.folder:  # two runs of the same name have started at once
+        if folder != self.folder:  # two runs of the same name started at once
             raise ValueError(f"another run has just taken {self.folder}: run the command again")
         self.write("config.json", self.identity)
         if self.reason:
@@ -153,40 +153,40 @@ class Run:
     def steps(self) -> Iterator[int]:
         """Yields the steps, with a progress bar on a terminal. After each step, a signalled process stops.
 
-        A checkpoint precedes each step that an evaluation follows: a process killed in that loses only one step.
+        A checkpoint is saved before each step that an evaluation follows, so a kill during that loses only one step.
         """
-        self.asked = 0  # the signal that this process has received
+        self.received = 0  # the signal sent to this process, 0 for none
         steps, silent = range(self.start, self.total), self.context.rank > 0
         self.bar = tqdm(steps, initial=self.start, total=self.total, unit="step", disable=silent or None)
         self.model.train()
-        before = {number: signal.signal(number, self.ask) for number in SIGNALS}
+        before = {number: signal.signal(number, self.on_signal) for number in SIGNALS}
         try:
             for step in self.bar:
-                if self.ends_stretch(step + 1) and step not in (self.start, self.since):  # already saved
+                if self.evaluates_after(step + 1) and step not in (self.start, self.since):  # already saved
                     self.save_checkpoint(step)
                 yield step
                 if (step + 1) % self.config.log_every == 0:
-                    self.look(step + 1)
-                self.stop_if_asked(step + 1)
+                    self.show_loss(step + 1)
+                self.stop_if_signalled(step + 1)
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler or signal.SIG_DFL)  # None: not installed by Python
 
-    def ask(self, number: int, frame):
-        """The process finishes and saves the step and its evaluation, then ends; at a second signal it ends at once."""
-        if self.asked:
+    def on_signal(self, number: int, frame):
+        """The process finishes and saves the step and its evaluation, then exits; a second signal ends it at once."""
+        if self.received:
             stop(number)
-        self.asked = number
+        self.received = number
 
-    def stop_if_asked(self, done: int):
+    def stop_if_signalled(self, done: int):
         """If one process was signalled, all stop after the same step; torchrun signals all of them."""
-        if not self.context.sum(torch.tensor(self.asked)):
+        if not self.context.sum(torch.tensor(self.received)):
             return
         if done != self.since:  # else the evaluation has just saved it
             self.save_checkpoint(done)
-        self.context.barrier()  # torchrun ends the others when the first one ends
+        self.context.barrier()  # torchrun kills the others when the first one exits
         self.bar.close()
-        stop(self.asked or signal.SIGTERM, f" at step {done}")
+        stop(self.received or signal.SIGTERM, f" at step {done}")
 
     def open_window(self, since=0, tokens=0, seconds=0.0, loss_sum=0.0):
         """Starts the averages since the last evaluation, which the progress bar and the log show."""
@@ -197,17 +197,17 @@ class Run:
         self.loss_sum = torch.tensor(loss_sum, dtype=dtype, device=self.context.device)
 
     def window(self) -> dict:
-        """Arguments for `open_window` on any number of processes: each gets the mean of their sums."""
+        """Arguments of `open_window` to continue on any number of processes, with the mean of their loss sums."""
         loss_sum = float(self.context.sum(self.loss_sum)) / self.context.world
         seconds = time.perf_counter() - self.clock
         return {"since": self.since, "tokens": self.tokens, "seconds": seconds, "loss_sum": loss_sum}
 
     def add(self, loss: torch.Tensor, tokens: int):
-        """Counts one micro-batch of this process; `loss` is its part of the step's loss, as the bar shows it."""
+        """Counts one micro-batch of this process; `loss`: its share of the step's loss."""
         self.loss_sum += loss.detach()
         self.tokens += tokens * self.context.world
 
-    def look(self, done: int):
+    def show_loss(self, done: int):
         """Shows the mean loss; ends the run if that is not finite."""
         if done == self.since:  # shown when it was saved
             return
@@ -228,13 +228,13 @@ class Run:
 
     def due(self, done: int) -> bool:
         """Whether an evaluation follows this step; if so, shows the training loss first."""
-        if not self.ends_stretch(done):
+        if not self.evaluates_after(done):
             return False
-        self.look(done)
+        self.show_loss(done)
         self.seconds += time.perf_counter() - self.clock
         return True
 
-    def ends_stretch(self, done: int) -> bool:
+    def evaluates_after(self, done: int) -> bool:
         return done % self.every == 0 or done == self.total
 
     def save(self, done: int, scores: dict, words: str, loss: float = 0.0):
@@ -268,7 +268,7 @@ class Run:
         self.write(name, state | {"model": model.state_dict()})
 
     def finish(self, result: dict) -> dict:
-        """Adds what every result has, and writes it to result.json."""
+        """Adds the fields that all results share, and writes result.json."""
         result = {"name": self.name} | result
         result |= {"seconds": round(self.seconds, 1), "config": self.identity, "code": self.code}
         result |= {"machine": self.context.machine}

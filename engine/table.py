@@ -114,9 +114,9 @@ def table_of(config, presets: dict, tables: dict) -> Table:
     if config.table not in tables:
         raise ValueError(f"table must be one of {', '.join(map(str, tables))}, not {config.table}")
     table = tables[config.table](config)
-    of_both = {"data", "experts", "moe_after", "preset", "steps"}  # rows derive theirs from the command line's
-    of_rows = {name for _, change in table.rows for name in change}
-    conflicts = changed(config, presets).keys() & of_rows - of_both
+    allowed = {"data", "experts", "moe_after", "preset", "steps"}  # rows derive their values from the command line's
+    set_by_rows = {name for _, change in table.rows for name in change}
+    conflicts = changed(config, presets).keys() & set_by_rows - allowed
     if conflicts:
         raise ValueError(f"the rows of this table set --{min(conflicts)}: leave it out")
     rows = [dataclasses.replace(config, **change) for _, change in table.rows]

@@ -327,9 +327,9 @@ def test_a_full_disk_is_one_line_and_the_run_resumes_later(options, monkeypatch,
         (("optimizer", "state", "wte.weight"), None, "Missing optimizer state for parameter 'wte.weight'"),
         (("class",), None, "it holds something else"),
         (("identity", "seed"), 1, "ckpt.pt is of a run with another seed: delete it"),
-        (("log",), 7, "ckpt.pt is not a whole checkpoint of this run"),
-        (("seconds",), "x", "ckpt.pt is not a whole checkpoint of this run"),
-        (("window",), {"a": 1}, "ckpt.pt is not a whole checkpoint of this run"),
+        (("log",), 7, "ckpt.pt is not a complete checkpoint of this run"),
+        (("seconds",), "x", "ckpt.pt is not a complete checkpoint of this run"),
+        (("window",), {"a": 1}, "ckpt.pt is not a complete checkpoint of this run"),
     ],
 )
 def test_a_checkpoint_that_does_not_fit_is_one_line(part, left, message, options, monkeypatch, capsys):
@@ -516,7 +516,7 @@ def test_a_closed_or_full_stream_ends_no_run(streams, options):
 def test_micro_batches_that_cannot_be_dealt_are_refused(options, monkeypatch, capsys):
     monkeypatch.setattr(table, "setup", lambda *_: Context(0, 3, torch.device("cpu"), torch.float32))
     monkeypatch.setattr(Context, "barrier", lambda self: None)
-    assert "cannot be dealt to 3 processes" in LM.refused(options, monkeypatch, capsys)
+    assert "do not divide evenly over 3 processes" in LM.refused(options, monkeypatch, capsys)
 
 
 DIFFER = ("false, 3]", "false, 0]"), ('"data_checksum": "', '"data_checksum": "0'), ('}, "float32"', '}, "bfloat16"')

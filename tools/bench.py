@@ -162,7 +162,7 @@ def layer(module: nn.Module, h: Tensor, work: float, context, *more: Tensor) -> 
         with context.autocast():
             y = forward(x, *more)
         y = sum(y) if more else y
-        y.backward(h.to(y.dtype))  # the gradient of the output may be anything
+        y.backward(h.to(y.dtype))  # any gradient of the output will do
         module.zero_grad()  # to None, as in training
 
     # Read each weight twice, write its gradient; read and write each token, in both passes.

@@ -52,10 +52,6 @@ def results_of(folder: Path) -> dict[str, dict]:
     return results
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Claims
-
-
 def claims(folder: Path) -> list[dict]:
     """Each claim with its effects, and a verdict on those measured as in the paper."""
     rows = from_json((folder / "claims.json").read_text())
@@ -123,7 +119,7 @@ def interpolated(folder: Path, pair: dict) -> dict[str, float]:
 
 
 def differing(folder: Path, pair: dict, seed: str) -> list[str]:
-    """What the runs of a seed differ in. Raises ValueError if the pair is not about it."""
+    """The facts in which the two runs of a seed differ. Raises ValueError if the pair is not about one of them."""
     ours = facts(folder, pair["ours"].format(seed))
     other = facts(folder, pair["other"].format(seed))
     if math.isclose(ours.get("FLOPs", 0), other.get("FLOPs", 0), rel_tol=0.02):  # no two routers cost the same
@@ -137,7 +133,7 @@ def differing(folder: Path, pair: dict, seed: str) -> list[str]:
 
 
 def facts(folder: Path, run: str) -> dict:
-    """What SCRIPT/RUN may differ in: the constants that it reads, and what follows from them."""
+    """What to compare of SCRIPT/RUN: the constants that it reads, and what follows from them."""
     Config = importlib.import_module(Path(run).parent.name).Config
     result = results_of(folder)[run]
     constants, fields = result["config"], Config.__dataclass_fields__.keys()
@@ -179,10 +175,6 @@ def by_seed(folder: Path, run: str) -> dict[str, dict]:
     return {seed: results[run.format(seed)] for seed in SEEDS if run.format(seed) in results}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Pictures
-
-
 def pictures(folder: Path) -> dict[str, tuple]:
     """{name: (the function that draws it, the numbers in it)}."""
     units = {unit: [] for unit in UNITS}
@@ -199,7 +191,6 @@ def pictures(folder: Path) -> dict[str, tuple]:
 
 
 def panel_of(folder: Path, panel: dict) -> list:
-    """The arguments of a Panel."""
     if "records" in panel:
         name, results = f"analyses/{panel['records']}", results_of(folder)
         if name not in results:

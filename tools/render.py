@@ -2,7 +2,7 @@
 
     python tools/render.py                            update pages and pictures
     python tools/render.py --add out/train_lm/demo    add a finished run to results/train_lm.jsonl, then update
-    python tools/render.py --check                    exit with 1 if a page or picture is out of date
+    python tools/render.py --check                    exit with status 1 if a page or picture is out of date
 
 --add also takes the JSON files of `train_lm.py --eval_only true`, analyze.py and tools/bench.py; the last two are named
 after their file. An earlier result of the same name is replaced. In a page,
