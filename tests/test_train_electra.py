@@ -25,6 +25,7 @@ from data.batches import Masked, MaskedData, PairData
 from data.prepare import prepare
 from data.tokenizers import XLMR, train_sentencepiece
 from engine.device import Context, setup
+from engine.run import Run
 from engine.table import mean_cell
 from metrics import bilingual, counting, crosslingual
 from metrics.bilingual import bootstrap
@@ -225,7 +226,7 @@ def test_flops_of_a_step_match_those_that_torch_counts(changes, options):
 
 ROWS = {
     "XLM-E": {},
-    "sentences only, no bias": {"tlm": False, "relative_bias": False},
+    "sentences only, no bias": {"tlm": False, "relative_bias": False, "lambda_disc": 3.0},
     "XLM": XLM,
     "MLM": XLM | {"tlm": False},
     "X-MoE discriminator": {"router": "hypersphere", **EXPERTS},
@@ -248,7 +249,7 @@ def test_every_row_trains_and_reports(row, options, monkeypatch, capsys):
     for held_out in (first, last):
         loss = 0.0
         for scores in (held_out["sentences"], held_out["pairs"]):
-            loss += scores["mlm"] + Config.lambda_disc * scores.get("rtd", 0)
+            loss += scores["mlm"] + config.lambda_disc * scores.get("rtd", 0)
             assert (scores["balance"] > 0) == sparse
             assert 0 < scores["masked"] <= 0.5 * scores["tokens"]
             assert ("saved" in scores) == rtd
@@ -334,7 +335,7 @@ def test_masks_apply_to_training_only(masks, share, options, monkeypatch):
     options |= {"masks": masks, "steps": 1, "span": 3.0, "mask_share": 0.25, "sampling_exponent": 0.3}
     for corpus in opened(options)[2].values():
         assert (corpus.replace, corpus.span, corpus.mask_share, corpus.exponent) == (share, 3.0, 0.25, 0.3)
-    in_training, in_evaluation = set(), set()
+    in_training, in_evaluation, work = set(), set(), []
 
     def batch(corpus, *where, old=PairData.batch):
         in_training.add(corpus.replace)
@@ -344,9 +345,15 @@ def test_masks_apply_to_training_only(masks, share, options, monkeypatch):
         in_evaluation.update(corpus.replace for corpus in data.values())
         return old(model, data, *rest)
 
+    def add(run, loss, tokens, old=Run.add):
+        work.append(3 * tokens * run.flops_per_token)
+        old(run, loss, tokens)
+
     monkeypatch.setattr(PairData, "batch", batch)
+    monkeypatch.setattr(Run, "add", add)
     monkeypatch.setattr(train_electra, "evaluate", evaluate)
     ELECTRA.run(options, monkeypatch)
+    assert sum(work) == pytest.approx(result_of(options["out_dir"])["flops"])  # TFLOP/s count every token
     assert in_training == {share}
     assert in_evaluation == {(1, 0)}
 

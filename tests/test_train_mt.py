@@ -21,6 +21,7 @@ from data.batches import TranslationData
 from data.prepare import prepare
 from engine.config import command_line
 from engine.device import seed_all, setup
+from engine.run import Run
 from metrics import flops
 from model import Translator
 from train_mt import PRESETS, Config
@@ -99,6 +100,16 @@ def test_every_row_trains_translates_and_reports(row, options, monkeypatch, caps
         assert limited == unlimited
         assert "without a limit" not in out
     assert all(record["bleu"] >= 0 for record in metrics(options["out_dir"]))
+
+
+def test_flops_per_token_are_those_of_a_pair_over_its_tokens(options, monkeypatch):
+    def finish(run, result, old=Run.finish):
+        return old(run, result | {"flops_per_token": run.flops_per_token})
+
+    monkeypatch.setattr(Run, "finish", finish)
+    run(options | {"steps": 2}, monkeypatch)
+    result, counts = result_of(options["out_dir"]), opened(options)[2].meta["splits"]["train"]
+    assert result["flops_per_token"] * counts["tokens"] / counts["pairs"] == pytest.approx(result["flops_per_pair"])
 
 
 def test_a_model_can_overfit_a_few_pairs(tmp_path, monkeypatch, capsys):
