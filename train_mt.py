@@ -392,7 +392,7 @@ def train(config: Config, context) -> dict:
     for step in run.steps():
         set_learning_rate(optimizer, inverse_sqrt(step, config.warmup_steps, config.learning_rate))
         batches = [data.batch("train", step, micro) for micro in run.micros]
-        predicted = context.mean(sum(len(batch.labels) for batch in batches)) or 1.0
+        predicted = context.mean(sum(len(batch.labels) for batch in batches))
         for micro, batch in zip(run.micros, batches):
             seed_all(config.seed, 1 + step, micro)  # so a resumed run equals an uninterrupted one
             forward.require_backward_grad_sync = micro == run.micros[-1]  # DDP averages gradients once per step

@@ -1,4 +1,4 @@
-"""analysis/flops.py: parameters and FLOPs against the papers, by hand, and against torch's FLOP counter."""
+"""metrics/flops.py: parameters and FLOPs against the papers, by hand, and against torch's FLOP counter."""
 
 from types import SimpleNamespace
 
