@@ -8,6 +8,7 @@ import platform
 import re
 import sys
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -66,6 +67,7 @@ class Context:
     device: torch.device
     dtype: torch.dtype
     allocator: str = "default"
+    host_group: dist.ProcessGroup | None = None  # gloo, on a GPU as well
 
     def autocast(self):
         """Context manager that runs matrix products in bfloat16, if that is the precision."""
@@ -109,8 +111,9 @@ class Context:
         return objects
 
     def barrier(self):
+        """Waits for all processes, for up to a day while rank 0 prepares a corpus. NCCL's barrier would busy-wait."""
         if self.world > 1:
-            dist.barrier()
+            dist.barrier(self.host_group)
 
     @property
     def machine(self) -> dict:
@@ -148,6 +151,9 @@ def setup(device: str = "auto", dtype: str = "auto") -> Context:
     fast_bf16, allocator = False, "default"
     if device.startswith("cuda"):
         torch.cuda.set_device(device)
+        # torch prefers cuDNN's attention on an H100. Some of its kernels round the dropout rate to sixteenths (pytorch
+        # issue 174245), some return NaN gradients with a mask if T % 128 is 64 (196678), and it plans each new shape.
+        torch.backends.cuda.enable_cudnn_sdp(False)
         fast_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
     elif device == "cpu":
         allocator = keep_memory()
@@ -172,7 +178,12 @@ def join(context: Context):
     backend, gpu = "gloo", None
     if context.device.type == "cuda":
         backend, gpu = "cpu:gloo,cuda:nccl", context.device
-    dist.init_process_group(backend, store=store, rank=context.rank, world_size=world, device_id=gpu)
+    # The default of ten minutes is too short while rank 0 prepares a corpus, or one process compiles a new graph.
+    patience = timedelta(days=1)
+    dist.init_process_group(
+        backend, store=store, rank=context.rank, world_size=world, device_id=gpu, timeout=patience
+    )
+    context.host_group = dist.new_group(backend="gloo", timeout=patience)
     atexit.register(dist.destroy_process_group)
 
 
