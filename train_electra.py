@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from data.batches import MaskedData, PairData
+from data.batches import Masked, MaskedData, PairData
 from engine import parallel
 from engine.device import clear_errors, seed_all
 from engine.optim import adamw, clip_gradients, linear, set_learning_rate
@@ -361,9 +361,12 @@ def train(config: Config, context) -> dict:
         token_flops = work / 3 / (len(corpora) * config.batch_tokens)
         run.resume(model, optimizer, token_flops, "sum of the losses {:.4f}".format)
 
-    for step in run.steps():
+    def batches_of(step: int) -> list[list[Masked]]:
+        """Of sentences and of pairs, for each micro-batch of this process."""
+        return [[corpus.batch("train", step, micro) for corpus in corpora] for micro in run.micros]
+
+    for step, batches in run.steps_with(batches_of):
         set_learning_rate(optimizer, linear(step, config.steps, config.warmup, config.learning_rate))
-        batches = [[corpus.batch("train", step, micro) for corpus in corpora] for micro in run.micros]
         masked, tokens = [], []  # per corpus, how many the step has: losses are means over all of them
         for kind in zip(*batches):
             masked.append(context.mean(sum(len(batch.targets) for batch in kind)) or 1.0)
@@ -382,7 +385,7 @@ def train(config: Config, context) -> dict:
             run.add(loss, tokens=len(corpora) * config.micro_tokens)
         clip_gradients(model, config.grad_clip)
         optimizer.step()
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=context.world == 1)  # under DDP, gradients stay views of its buckets
         model.after_step()  # hypersphere routers restore their norms
         if run.due(step + 1):
             maskings = config.eval_maskings if step + 1 == config.steps else 1

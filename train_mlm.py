@@ -104,7 +104,7 @@ BASE |= dict(moe_after=(6,), experts=32, expert_size=3072, gate=None)
 BASE |= dict(frequency_bias=False, relative_bias=False, rel_bias_lr=1.0)
 BASE |= dict(steps=125_000, batch_tokens=2048 * 512, micro_tokens=32 * 512)
 BASE |= dict(learning_rate=5e-4, beta2=0.98, eps=1e-6)
-BASE |= dict(eval_every=5000, eval_tokens=1 << 25, recompute=True, dtype="auto")
+BASE |= dict(eval_every=5000, eval_tokens=1 << 25, dtype="auto")
 # Real text in 48 languages, and a narrow encoder: 15 minutes on one core.
 SMALL = dict(data="messages", n_embd=64, ffn_size=256, block_size=64, init_std=0.02)
 SMALL |= dict(expert_size=256, gate=None)
@@ -262,9 +262,8 @@ def train(config: Config, context) -> dict:
         run.resume(model, optimizer, work, in_perplexity)
 
     chosen = run.extra.get("chosen")  # experts at the last evaluation
-    for step in run.steps():
+    for step, batches in run.steps_with(lambda step: [data.batch("train", step, micro) for micro in run.micros]):
         set_learning_rate(optimizer, linear(step, config.steps, config.warmup, config.learning_rate))
-        batches = [data.batch("train", step, micro) for micro in run.micros]
         predicted = context.mean(sum(len(batch.targets) for batch in batches)) or 1.0
         for micro, batch in zip(run.micros, batches):
             seed_all(config.seed, 1 + step, micro)  # so a resumed run equals an uninterrupted one

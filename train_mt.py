@@ -137,7 +137,7 @@ X_MOE = dict(router="hypersphere", moe_after=(6,), expert_size=2048)
 PRESETS = {
     "demo": {},
     "multi30k": MULTI30K,
-    "wmt23": PAPER | dict(data="wmt23-de", expert_ffns=32, recompute=True),
+    "wmt23": PAPER | dict(data="wmt23-de", expert_ffns=32),
     "wmt10": PAPER | X_MOE | dict(data="wmt10", sampling_exponent=0.7),
 }
 

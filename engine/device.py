@@ -180,9 +180,7 @@ def join(context: Context):
         backend, gpu = "cpu:gloo,cuda:nccl", context.device
     # The default of ten minutes is too short while rank 0 prepares a corpus, or one process compiles a new graph.
     patience = timedelta(days=1)
-    dist.init_process_group(
-        backend, store=store, rank=context.rank, world_size=world, device_id=gpu, timeout=patience
-    )
+    dist.init_process_group(backend, store=store, rank=context.rank, world_size=world, device_id=gpu, timeout=patience)
     context.host_group = dist.new_group(backend="gloo", timeout=patience)
     atexit.register(dist.destroy_process_group)
 

@@ -11,7 +11,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from filelock import FileLock, Timeout
@@ -21,6 +22,7 @@ from tqdm import tqdm
 from engine.config import identity
 from engine.device import Context, fail, show, warn
 from engine.files import MADE, code_of, differing, folder_of, newest, read_json, to_json, write
+from engine.parallel import compiles
 
 SIGNALS = signal.SIGTERM, signal.SIGINT  # the second is Ctrl-C
 
@@ -159,11 +161,17 @@ class Run:
         steps, silent = range(self.start, self.total), self.context.rank > 0
         self.bar = tqdm(steps, initial=self.start, total=self.total, unit="step", disable=silent or None)
         self.model.train()
+        compiled = compiles(self.config, self.context)
+        if compiled:
+            self.context.say("compiling: the first steps take up to a few minutes")
         before = {number: signal.signal(number, self.on_signal) for number in SIGNALS}
         try:
             for step in self.bar:
                 if self.evaluates_after(step + 1) and step not in (self.start, self.since):  # already saved
                     self.save_checkpoint(step)
+                if compiled and step == self.start + 2:  # tokens/s does not count the steps that compiled
+                    self.seconds += time.perf_counter() - self.clock
+                    self.clock, self.tokens = time.perf_counter(), 0
                 yield step
                 if (step + 1) % self.config.log_every == 0:
                     self.show_loss(step + 1)
@@ -171,6 +179,15 @@ class Run:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler or signal.SIG_DFL)  # None: not installed by Python
+
+    def steps_with(self, prepare: Callable) -> Iterator[tuple]:
+        """Yields each step and prepare(step), which a thread computes a step ahead, so that a GPU does not wait."""
+        with ThreadPoolExecutor(1) as thread:
+            future = thread.submit(prepare, self.start)
+            for step in self.steps():
+                prepared = future.result()
+                future = thread.submit(prepare, min(step + 1, self.total - 1))
+                yield step, prepared
 
     def on_signal(self, number: int, frame):
         """The process finishes and saves the step and its evaluation, then exits; a second signal ends it at once."""

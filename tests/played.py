@@ -42,12 +42,13 @@ def curve(case: str, context) -> dict:
             loss = loss + 0.1 * balance
             (loss / len(micros)).backward()
             total += loss.detach() / MICROS
+        storages = len({p.grad.untyped_storage().data_ptr() for p in gpt.parameters()})
         clip_gradients(gpt, 0.5)
         optimizer.step()
         optimizer.zero_grad()
         gpt.after_step()
         losses.append(float(context.sum(total)))
-    return {"losses": losses, "weights": gpt.state_dict()}
+    return {"losses": losses, "weights": gpt.state_dict(), "storages of gradients": storages}
 
 
 def play(out: Path):

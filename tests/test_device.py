@@ -1,9 +1,11 @@
 """Learning rates, the optimizer and the loss; precision, random seeds and error messages."""
 
 import re
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers import constants
 
 from engine import device, optim
@@ -102,6 +104,38 @@ def test_each_dtype_sets_the_precision_of_weights_and_products(dtype, weights, p
     with context.autocast():
         y = layer(torch.randn(2, 4, dtype=layer.weight.dtype))
     assert (layer.weight.dtype, y.dtype) == (getattr(torch, weights), getattr(torch, products))
+
+
+def test_cudnns_attention_is_off_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(device.torch, "empty", lambda *_, **__: None)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        context = device.setup("cuda")
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+        assert torch.backends.cuda.flash_sdp_enabled()
+        assert torch.backends.cuda.mem_efficient_sdp_enabled()
+        assert (context.device, context.dtype) == (torch.device("cuda:0"), torch.bfloat16)
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+
+
+@pytest.mark.parametrize("kind, backend", [("cpu", "gloo"), ("cuda", "cpu:gloo,cuda:nccl")])
+def test_processes_wait_for_hours_and_meet_in_a_gloo_group(kind, backend, monkeypatch):
+    """Their barrier is gloo's on a GPU too."""
+    groups, met = [], []
+    monkeypatch.setattr(dist, "rendezvous", lambda _: iter([(dist.HashStore(), 0, 2)]))
+    monkeypatch.setattr(dist, "init_process_group", lambda *args, **options: groups.append((*args, options)))
+    monkeypatch.setattr(dist, "new_group", lambda **options: groups.append((options["backend"], options)) or "host")
+    monkeypatch.setattr(dist, "barrier", met.append)
+    monkeypatch.setattr(device.atexit, "register", lambda _: None)
+    context = device.Context(0, 2, torch.device(kind), torch.float32)
+    device.join(context)
+    assert [name for name, _ in groups] == [backend, "gloo"]
+    assert all(options["timeout"] >= timedelta(hours=12) for _, options in groups)
+    context.barrier()
+    assert met == ["host"]
 
 
 def test_errors_that_a_user_can_cause_are_one_line(capsys):

@@ -92,6 +92,7 @@ def test_two_processes_compute_the_same_as_one(played):
         assert alone["losses"][-1] < alone["losses"][0] - 0.05
         assert together["losses"] == pytest.approx(alone["losses"], abs=1e-9), case
         torch.testing.assert_close(together["weights"], alone["weights"], rtol=1e-8, atol=1e-8)
+        assert together["storages of gradients"] == 1 < alone["storages of gradients"]  # views of DDP's bucket
     assert metrics(played[1] / "lm")[-1]["layers"][0]["cut"] > 0  # some tokens are dropped
     for name, (script, _) in TOGETHER.items():
         check_same_end(played[2] / name, played[1] / script, 2)

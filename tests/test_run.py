@@ -11,8 +11,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -483,6 +485,40 @@ def test_without_a_terminal_the_bar_is_lines_in_the_log(options, monkeypatch, ca
     assert [f"train {own:.3f} bits per byte, perplexity " in said.out for own in bpb] == [True, True]
     assert [line.split(",")[0] for line in said.err.splitlines()] == lines
     assert "TFLOP/s" not in said.out
+
+
+def test_tokens_per_second_do_not_count_the_steps_that_compile(options, monkeypatch, capsys):
+    """By a clock on which each of the first two steps takes 100 seconds, and each other one a second."""
+    now = [0.0]
+
+    def due(self, done, due=Run.due):
+        now[0] += 100.0 if done <= 2 else 1.0
+        return due(self, done)
+
+    monkeypatch.setattr(Run, "due", due)
+    monkeypatch.setattr("engine.run.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(torch, "compile", lambda net: net)
+    for compile, speed in ((True, 128.0), (False, 6 * 128 / 204)):
+        out = options["out_dir"] / str(compile)
+        LM.run(options | {"steps": 6, "eval_every": 6, "compile": compile, "out_dir": out}, monkeypatch)
+        assert metrics(out)[-1]["tokens_per_second"] == pytest.approx(speed)
+        assert result_of(out)["seconds"] == 204
+        assert capsys.readouterr().out.count("compiling") == compile
+
+
+def test_a_thread_prepares_the_next_step(options):
+    texts = {name: str(options[name]) for name in ("data", "out_dir")}
+    config, context = train_lm.Config(**options | texts), setup("cpu")
+    run = Run(config, train_lm.PRESETS, context, train_lm.TokenData.open(config.data, config, context))
+    model = torch.nn.Linear(1, 1)
+    run.resume(model, torch.optim.SGD(model.parameters()), 1.0)
+    ready = [threading.Event() for _ in range(4)]
+    for step, prepared in run.steps_with(lambda step: ready[step].set() or -step):
+        assert prepared == -step
+        assert ready[min(step + 1, 3)].wait(timeout=60)
+    assert step == 3
+    with pytest.raises(ZeroDivisionError):
+        next(run.steps_with(lambda step: 1 / 0))
 
 
 def test_on_a_gpu_the_log_shows_tflops(options, monkeypatch, capsys):

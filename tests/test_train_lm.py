@@ -304,7 +304,7 @@ def test_rows_of_table_1_have_the_papers_parameters_and_perplexities(preset):
     assert (base.block_size, base.batch_tokens, base.micro_tokens) == (1024, 256 * 1024, 16 * 1024)
     unsplit, half, quarter, eighth = PAPER[size]
     hashed = unsplit - 6 * 8 * base.n_embd  # no router weights
-    expected = [unsplit, hashed, unsplit, half, quarter, eighth, half, quarter, eighth]
+    expected = [unsplit, hashed, half, quarter, eighth, half, quarter, eighth]
     totals, factors = [], []
     table = train_lm.table1(base)
     for _, change in table.rows:
@@ -313,12 +313,13 @@ def test_rows_of_table_1_have_the_papers_parameters_and_perplexities(preset):
         totals.append(flops.count_parameters(net)["total"])
         factors.append(int(net.moe_layers[0].capacity_factor) if net.moe_layers else 0)
     assert totals[1:] == expected
-    assert factors == [0, 1, 1, 1, 2, 4, 8, 2, 4, 8]
+    assert factors == [0, 1, 1, 2, 4, 8, 2, 4, 8]
+    assert "without BASE" in table.title  # too slow on a GPU
     perplexities = {"323M": [("22.61", "22.24"), ("19.46", "19.97")], "556M": [("", ""), ("18.72", "19.10")]}
-    assert [table.rows[row][0][2:] for row in (0, 9)] == perplexities[size]
+    assert [table.rows[row][0][2:] for row in (0, 8)] == perplexities[size]
     if size == "323M":
         assert totals[0] == 124_439_808
-        dense = train_lm.PRESETS[f"{corpus}-124M"] | {"router": "threshold", "recompute": True}
+        dense = train_lm.PRESETS[f"{corpus}-124M"] | {"router": "threshold"}
         assert dense == train_lm.PRESETS[preset] | {"router": "threshold"}
 
 

@@ -155,7 +155,7 @@ def time_layers(shape: train_lm.Config, config: Config, context):
 
 def layer(module: nn.Module, h: Tensor, work: float, context, *more: Tensor) -> Contender:
     """A forward and backward pass of module(h, *more), h (1, S, D). work: forward FLOPs per token."""
-    forward = parallel.compiled(module) if h.is_cuda and context.dtype == torch.bfloat16 else module  # as in training
+    forward = parallel.Compiled(module) if h.is_cuda and context.dtype == torch.bfloat16 else module  # as in training
 
     def run():
         x = h.detach().requires_grad_()
@@ -227,7 +227,7 @@ def training_step(constants: train_lm.Config, tokens: int, context) -> Contender
     B, T = max(1, tokens // constants.block_size), constants.block_size
     ids = torch.randint(V, (B, T)).to(context.device)
     net = model.GPT(constants, V).to(context.device)
-    forward = parallel.compiled(net) if constants.compile else net
+    forward = parallel.Compiled(net) if constants.compile else net
     optimizer = adamw(net, constants)
 
     def run():
@@ -266,7 +266,7 @@ def against_the_cpu(router: str, config: Config, context, E=16) -> Iterator[dict
         expected = outcome(moe, (h, ids), CPU)
         first = (gamma, layers, crowded) == (2.0, 0, False)
         compiled = first and context.device.type == "cuda"  # as in training; compiling all takes too long
-        actual = outcome(parallel.compiled(moe) if compiled else moe, (h, ids), context)
+        actual = outcome(parallel.Compiled(moe) if compiled else moe, (h, ids), context)
         facts = {"gamma": gamma, "stack": layers, "crowded": crowded, "compiled": compiled}
         yield facts | compare(actual, expected, 0.06)  # rounding may send a token with nearly equal scores elsewhere
 
@@ -324,7 +324,7 @@ def other_parts(config: Config, context) -> Iterator[dict]:
     router = ROUTERS["threshold"](constants, E=32)
     h = torch.randn(4096, 256)
     expected = outcome(router, (h,), context)
-    actual = outcome(parallel.compiled(router), (h,), context)
+    actual = outcome(parallel.Compiled(router), (h,), context)
     yield {"what": "compiled router"} | compare(actual, expected, 3e-4)  # bfloat16 gradients would differ by 2e-3
 
 
