@@ -510,7 +510,7 @@ def test_a_thread_prepares_the_next_step(options):
     texts = {name: str(options[name]) for name in ("data", "out_dir")}
     config, context = train_lm.Config(**options | texts), setup("cpu")
     run = Run(config, train_lm.PRESETS, context, train_lm.TokenData.open(config.data, config, context))
-    model = torch.nn.Linear(1, 1)
+    model = train_lm.GPT(config, 40)
     run.resume(model, torch.optim.SGD(model.parameters()), 1.0)
     ready = [threading.Event() for _ in range(4)]
     for step, prepared in run.steps_with(lambda step: ready[step].set() or -step):

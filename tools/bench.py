@@ -295,7 +295,7 @@ def outcome(module: nn.Module, inputs: tuple, context) -> dict:
     leaves |= dict(module.named_parameters())
     for name, x in leaves.items():
         if x.grad is not None:
-            tensors[name.removeprefix("_orig_mod.")] = x.grad
+            tensors[name.removeprefix("compiled._orig_mod.")] = x.grad
     return {name: x.detach().cpu().double() for name, x in tensors.items()}
 
 
