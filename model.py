@@ -246,10 +246,10 @@ def matmul_dtype(x) -> torch.dtype:
 
 
 def has_grouped_mm(x, w) -> bool:
-    """Whether `grouped_mm` supports these: bf16, rows a multiple of 16 bytes; on a CPU, uncompiled, fp32 too."""
+    """Whether `grouped_mm` supports these: bf16, rows a multiple of 16 bytes; on a CPU fp32 too, if not compiled."""
     on_cpu, dtypes = x.device.type == "cpu", [torch.bfloat16]
-    if on_cpu and not torch.compiler.is_compiling():
-        dtypes.append(torch.float32)
+    if on_cpu:  # compiled, torch 2.13's gradients of stacks in bf16 were NaN
+        dtypes = [] if torch.compiler.is_compiling() else [torch.bfloat16, torch.float32]
     _, I, O = w.shape  # noqa: E741
     aligned = 16 // x.element_size()
     whole = I % aligned == 0 and O % aligned == 0
