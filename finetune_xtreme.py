@@ -303,24 +303,24 @@ class FineTuned(SparseModel):
             nn.init.zeros_(layer.bias)
 
     def forward(self, ids, nonpad, words):
-        """ids (B, T), nonpad (S,) as in `Encoder`, words (M,) flat indices of words -> logits, balance loss.
+        """ids (B, T), nonpad (S,) as in `Encoder`, words (M,) flat indices of words -> logits, routers' losses.
 
         The logits are (M, tags) for tags, (B, labels) for labels and (2 B, T) for answers: start and end of the answer
         in the first row, start and end in the second row, and so on.
         """
-        h, balance = self.encoder(ids, nonpad)  # (B, T, D)
+        h, router_loss = self.encoder(ids, nonpad)  # (B, T, D)
         if self.kind == "label":
             h = self.dropout(h[:, 0])
             h = self.dropout(self.dense(h).tanh())
-            return self.out(h), balance
+            return self.out(h), router_loss
         if self.kind == "tags":
             h = h.flatten(0, 1).index_select(0, words)
-            return self.out(self.dropout(h)), balance
+            return self.out(self.dropout(h)), router_loss
         logits = self.out(h).transpose(1, 2)  # (B, 2, T)
         if nonpad is not None:
             padding = ~nonpad_mask(ids, nonpad).unsqueeze(1)
             logits = logits.masked_fill(padding, -torch.inf)
-        return logits.flatten(0, 1), balance
+        return logits.flatten(0, 1), router_loss
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -418,18 +418,17 @@ def train(config: Config, context) -> dict:
             forward.require_backward_grad_sync = micro == run.micros[-1]  # processes exchange gradients once
             ids, nonpad, words, targets = context.send_all(*batch)
             with context.autocast():
-                logits, balance = forward(ids, nonpad, words)
+                logits, router_loss = forward(ids, nonpad, words)
             loss = cross_entropy(logits, targets)
-            total = loss + config.balance_coef * balance  # X-MoE eq. 10
             share = count / predicted  # a step's loss is the mean over all its targets
-            (share * total).backward()
+            (share * (loss + router_loss)).backward()  # X-MoE eq. 10
             tokens = ids.numel() if nonpad is None else len(nonpad)
             run.add(share * loss, tokens)
         clip_gradients(model, config.grad_clip)
         optimizer.step()
         optimizer.zero_grad()
         if not config.frozen:
-            model.after_step()  # restores the norms of embeddings on a hypersphere
+            model.after_step(context.sum)  # restores the norms of embeddings on a hypersphere
         loads[step // 100] += context.sum(counts)
         counts.zero_()
         if run.due(step + 1):
@@ -457,7 +456,8 @@ def set_up(config: Config) -> tuple[Examples, FineTuned, TaskData]:
     examples = read_examples(config.task, config.source, config.train_examples, config.test_examples)
     for note in examples.notes:
         warn(note)
-    encoder, tokenizer = pretrained.load_encoder(encoder_of(config), dropout=config.dropout, recompute=False)
+    changes = {"dropout": config.dropout, "balance_coef": config.balance_coef, "recompute": False}
+    encoder, tokenizer = pretrained.load_encoder(encoder_of(config), **changes)
     seed_all(config.seed)
     if config.random_weights:
         encoder = Encoder(encoder.config, encoder.vocab_size)

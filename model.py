@@ -40,7 +40,7 @@ class MoE(nn.Module):
         self.watchers = []  # hooks that measure routing, called with (self, h, routing, kept)
 
     def forward(self, h, ids, nonpad=None):
-        """h (B, T, D), ids (B, T) -> (B, T, D), balance loss.
+        """h (B, T, D), ids (B, T) -> (B, T, D), the router's losses, weighted and summed.
 
         nonpad (S,): flat indices of non-padding tokens, ascending; None if there is no padding. Padding is not served,
         fills no capacity, and gets 0.
@@ -63,9 +63,11 @@ class MoE(nn.Module):
         rows = kept_rows(gates, kept, size)
         y = self.experts(flat.index_select(0, rows.token), rows)  # (N, D), weighted
         y = add_rows(self.experts.biases(gates), rows, y)  # (S, D) in the gates' dtype (fp32); XMoE eq. 2
+        if self.router.beside is not None:
+            y = y + self.router.beside(flat, routing)
         if nonpad is not None:
             y = y.new_zeros(B * T, D).index_copy(0, nonpad, y)
-        return y.view_as(h), routing.balance_loss
+        return y.view_as(h), sum(weight * loss for weight, loss in routing.losses.values())
 
     def capacity(self, S: int) -> int:
         """C, how many of S tokens one expert may serve (XMoE eq. 3): at least 4, at most S; gamma inf: no limit.
@@ -360,17 +362,22 @@ class SparseModel(nn.Module):
         """Whether a full expert can drop tokens at test."""
         return any(moe.eval_capacity_factor < moe.router.E for moe in self.moe_layers)
 
-    def after_step(self):
-        """Call after every optimizer step: restores what routers keep fixed."""
-        for moe in self.moe_layers:
-            moe.router.after_step()
+    def after_step(self, sum_over_processes):
+        """Call after every optimizer step: routers use and clear their tallies, and restore what they keep fixed."""
+        for router in (moe.router for moe in self.moe_layers):
+            tallies = [getattr(router, name) for name in router.tallies]
+            for tally in tallies:
+                tally.copy_(sum_over_processes(tally))
+            router.after_step()
+            for tally in tallies:
+                tally.zero_()
 
     def add_sparse(self, depth: int, x, total, ids, nonpad):
-        """Adds the sparse layers after layer `depth` to x (X-MoE eq. 2), and their balance losses to total."""
+        """Adds the sparse layers after layer `depth` to x (X-MoE eq. 2), and their routers' losses to total."""
         for moe, after in zip(self.moes, self.moe_after):
             if after == depth:
-                y, balance = moe(x, ids, nonpad)
-                x, total = x + y, total + balance
+                y, router_loss = moe(x, ids, nonpad)
+                x, total = x + y, total + router_loss
         return x, total
 
     @contextmanager
@@ -538,7 +545,7 @@ class Block(nn.Module):
         self.dropout, self.sparse = nn.Dropout(config.dropout), sparse
 
     def forward(self, x, ids, nonpad=None, mask=None, past: KeysValues | None = None, source: KeysValues | None = None):
-        """x (R, T, D), ids (R, T) -> x, the balance loss, and the keys and values of all positions so far.
+        """x (R, T, D), ids (R, T) -> x, the router's loss, and the keys and values of all positions so far.
 
         nonpad: see `MoE`; past: see `SelfAttention`. mask: True where positions (R, 1, 1, T), or with cross-attention
         those of the source (B, 1, 1, N), may be attended to. R is B, or B * K where the K beams of a sentence are
@@ -552,12 +559,12 @@ class Block(nn.Module):
             h = self.ln_c(x).view(B, -1, D)  # (B, K * T, D): the order of queries does not matter
             y = self.cross(h, source, mask)
             x = x + self.dropout(y.view_as(x))
-        h, balance = self.ln_2(x), 0.0
+        h, router_loss = self.ln_2(x), 0.0
         if self.sparse:
-            y, balance = self.ffn(h, ids, nonpad)
+            y, router_loss = self.ffn(h, ids, nonpad)
         else:
             y = self.ffn(h)
-        return x + self.dropout(y), balance, keys_values  # tokens that no expert kept pass on the residual stream
+        return x + self.dropout(y), router_loss, keys_values  # tokens that no expert kept pass on the residual stream
 
 
 def sparse_blocks(config, layers: int) -> list[bool]:
@@ -586,7 +593,7 @@ class GPT(SparseModel):
         self.init_weights(config.init_std, config.init_std / deep)
 
     def hidden(self, ids, nonpad=None, states=None):
-        """ids (B, T) -> final hidden states (B, T, D), the balance loss summed over layers (scalar).
+        """ids (B, T) -> final hidden states (B, T, D), the routers' losses summed over layers (scalar).
 
         nonpad: see `MoE`; padding must be at the end of rows. states: a list that receives each block's input.
         Raises ValueError if T > block_size.
@@ -599,17 +606,17 @@ class GPT(SparseModel):
         for block in self.blocks:
             if states is not None:
                 states.append(x)
-            x, balance, _ = block(x, ids, nonpad)
-            total = total + balance
+            x, router_loss, _ = block(x, ids, nonpad)
+            total = total + router_loss
         return self.ln_f(x), total
 
     def forward(self, ids, targets=None):
-        """ids (B, T), targets (B, T) -> mean cross entropy, or logits (B, T, V) without targets; balance loss."""
-        h, balance = self.hidden(ids)
+        """ids (B, T), targets (B, T) -> mean cross entropy, or logits (B, T, V) without targets; routers' losses."""
+        h, router_loss = self.hidden(ids)
         logits = output_logits(h, self.wte.weight, self.bias)
         if targets is None:
-            return logits, balance
-        return cross_entropy(logits.flatten(0, 1), targets.flatten()), balance
+            return logits, router_loss
+        return cross_entropy(logits.flatten(0, 1), targets.flatten()), router_loss
 
     @torch.no_grad()
     def generate(self, ids, new_tokens: int, temperature=1.0, top_k=50, end=-1):
@@ -685,7 +692,7 @@ class Encoder(SparseModel):
         self.init_weights(config.init_std, config.init_std)
 
     def forward(self, ids, nonpad=None, states=None):
-        """ids (B, T) -> hidden states (B, T, D), the balance loss summed over sparse layers (scalar).
+        """ids (B, T) -> hidden states (B, T, D), the routers' losses summed over sparse layers (scalar).
 
         nonpad (S,): flat indices of non-padding tokens; None if there is no padding. No token attends to padding.
         states: a list that receives the embeddings and the output of each layer, including the sparse one after it.
@@ -735,15 +742,15 @@ class MaskedLM(SparseModel):
         nn.init.zeros_(self.dense.bias)
 
     def forward(self, ids, masked, targets=None, nonpad=None):
-        """-> mean cross entropy, or logits (M, V) without targets; balance loss.
+        """-> mean cross entropy, or logits (M, V) without targets; routers' losses.
 
         ids (B, T), masked (M,) flat indices, targets (M,) the tokens there, nonpad: see `Encoder`.
         """
-        x, balance = self.encoder(ids, nonpad)
+        x, router_loss = self.encoder(ids, nonpad)
         x = x.flatten(0, 1).index_select(0, masked)  # (M, D)
         x = self.ln_h(F.gelu(self.dense(x)))
         logits = output_logits(x, self.encoder.wte.weight, self.bias)
-        return logits if targets is None else cross_entropy(logits, targets), balance
+        return logits if targets is None else cross_entropy(logits, targets), router_loss
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -809,47 +816,47 @@ class Translator(SparseModel):
         return self.dropout(x + waves.to(x.dtype))
 
     def encode(self, ids, nonpad=None) -> tuple[Source, Tensor]:
-        """ids (B, N), nonpad (S,) flat indices of non-padding tokens or None -> source, balance loss."""
+        """ids (B, N), nonpad (S,) flat indices of non-padding tokens or None -> source, routers' losses."""
         mask = None
         if nonpad is not None:
             mask = nonpad_mask(ids, nonpad)[:, None, None]
         x = self.embed(ids)
         total = self.ln_e.weight.new_zeros(())
         for depth, block in enumerate(self.encoder, 1):
-            x, balance, _ = block(x, ids, nonpad, mask)
-            x, total = self.add_sparse(depth, x, total + balance, ids, nonpad)
+            x, router_loss, _ = block(x, ids, nonpad, mask)
+            x, total = self.add_sparse(depth, x, total + router_loss, ids, nonpad)
         h = self.ln_e(x)
         keys_values = [block.cross.keys_values(h) for block in self.decoder]
         return Source(keys_values, mask), total
 
     def decode(self, ids, source: Source, past: list[KeysValues] | None = None, nonpad=None):
-        """ids (R, T) -> hidden states (R, T, D), balance loss, the `past` to pass with the next ids (R, 1)."""
+        """ids (R, T) -> hidden states (R, T, D), routers' losses, the `past` to pass with the next ids (R, 1)."""
         x = self.embed(ids, first=past[0][0].shape[2] if past else 0)
         total = self.ln_d.weight.new_zeros(())
         present = []
         for i, block in enumerate(self.decoder):
             block_past = past[i] if past else None
-            x, balance, keys_values = block(x, ids, nonpad, source.mask, block_past, source.keys_values[i])
-            total = total + balance
+            x, router_loss, keys_values = block(x, ids, nonpad, source.mask, block_past, source.keys_values[i])
+            total = total + router_loss
             present.append(keys_values)
         return self.ln_d(x), total, present
 
     def forward(self, source, source_nonpad, target, target_nonpad, labels=None):
-        """-> mean cross entropy, smoothed in training, or logits (M, V) without labels; balance loss.
+        """-> mean cross entropy, smoothed in training, or logits (M, V) without labels; routers' losses.
 
         source (B, N), target (B, T), labels (M,): the token that follows each non-padding token of target.
         source_nonpad, target_nonpad: flat indices of non-padding tokens, ascending; None if there is no padding.
         """
-        encoded, balance = self.encode(source, source_nonpad)
+        encoded, router_loss = self.encode(source, source_nonpad)
         h, more, _ = self.decode(target, encoded, nonpad=target_nonpad)
         h = h.flatten(0, 1)
         if target_nonpad is not None:
             h = h.index_select(0, target_nonpad)
         logits = output_logits(h, self.wte.weight)
         if labels is None:
-            return logits, balance + more
+            return logits, router_loss + more
         smoothing = self.config.label_smoothing if self.training else 0.0
-        return cross_entropy(logits, labels, smoothing), balance + more
+        return cross_entropy(logits, labels, smoothing), router_loss + more
 
     def log_probabilities(self, h):
         """(R, D) -> (R, V) of the next token, in fp32 even under autocast: beams differ by little."""

@@ -37,7 +37,7 @@ class Routing(NamedTuple):
 
     weight: Tensor  # (S, E) fp32, differentiable: the gate g of a chosen expert, 0 where not chosen
     priority: Tensor  # (S, E) float: an expert serves higher ones first; NOT_CHOSEN where not chosen
-    balance_loss: Tensor  # scalar: 1 for uniform load, E if one expert takes everything; 0 if the router has none
+    losses: dict[str, tuple[float, Tensor]]  # name -> weight in the training loss, value (scalar)
     probs: Tensor  # (S, E) fp32: softmax over the experts (hash: one-hot)
 
     @property
@@ -66,7 +66,9 @@ class Router(nn.Module):
     K = 1  # the most experts a token may choose, None: all E. A GPU allocates this many rows per token
     balanced = True  # train with the balance loss
     orthogonal = False  # start expert embeddings orthogonal in every layer
-    reads = {"score", "gate", "routing_dim", "init_temperature", "router_std", "router_lr"}  # others' are refused
+    reads = {"score", "gate", "routing_dim", "init_temperature", "router_std", "router_lr", "balance_coef"}
+    tallies = ()  # names of buffers that count over a training step
+    beside = None  # a method (h, routing) -> (S, D), added to the experts' output of every token; None: nothing
 
     def __init__(self, config, E: int, top_k: int = 1, V: int = 0, x_moe: bool = False):
         super().__init__()
@@ -93,9 +95,9 @@ class Router(nn.Module):
 
     @classmethod
     def reads_with(cls, score: str | None) -> set[str]:
-        """`reads` under `--score` (None: the class's own): only a hypersphere reads tau_0."""
-        on_sphere = (score or cls.score) == "hypersphere"
-        return cls.reads if on_sphere else cls.reads - {"init_temperature"}
+        """`reads` under `--score` (None: the class's own); only a hypersphere reads tau_0."""
+        unused = set() if (score or cls.score) == "hypersphere" else {"init_temperature"}
+        return cls.reads - unused - (set() if cls.balanced else {"balance_coef"})
 
     def choose(self, score, probs):
         """score (S, E), probs (S, E), both detached -> priority (S, E), see `by_rank`."""
@@ -110,18 +112,23 @@ class Router(nn.Module):
             priority = self.choose(score.detach(), probs.detach())
             check_priority(self, priority, probs)
             gate = probs if self.gate == "softmax" else logits.sigmoid()  # X-MoE eq. 8
-            chosen = priority > NOT_CHOSEN
-            weight = torch.where(chosen, gate, 0.0)
+            weight = torch.where(priority > NOT_CHOSEN, gate, 0.0)
             if self.over_chosen and self.gate == "softmax":  # X-MoE 2.2
                 total = weight.sum(dim=1, keepdim=True)  # (S, 1)
                 weight = weight / total.clamp_min(torch.finfo(total.dtype).tiny)
-            balance = weight.new_zeros(())
-            if self.balanced:
-                # X-MoE eq. 9 has the constant tau_0 in place of tau.
-                at_tau0 = (score / self.init_temperature).softmax(dim=1) if self.on_sphere else probs
-                first = one_hot(priority.argmax(dim=1), self.E)  # the first choice has the highest priority
-                balance = balance_loss(chosen if self.over_chosen else first, at_tau0)
-        return Routing(weight, priority, balance, probs)
+            losses = self.losses(score, probs, priority)
+        return Routing(weight, priority, losses, probs)
+
+    def losses(self, score, probs, priority) -> dict[str, tuple[float, Tensor]]:
+        """What a layer adds to the training loss: {name: (weight, value)}. score and probs (S, E) have gradients."""
+        if not self.balanced:
+            return {}
+        if self.on_sphere:  # X-MoE eq. 9 has the constant tau_0 in place of tau
+            probs = (score / self.init_temperature).softmax(dim=1)
+        counted = priority > NOT_CHOSEN
+        if not self.over_chosen:
+            counted = one_hot(priority.argmax(dim=1), self.E)  # the first choice has the highest priority
+        return {"balance": (self.config.balance_coef, balance_loss(counted, probs))}
 
     def scores(self, h):
         """(S, D) -> (S, E)"""
@@ -131,9 +138,20 @@ class Router(nn.Module):
             experts = F.normalize(experts, dim=1)
         return h @ experts.t()
 
+    def tally(self, name: str, *shape: int):
+        """Registers a buffer of zeros for `count`."""
+        self.register_buffer(name, torch.zeros(shape), persistent=False)
+        self.tallies += (name,)
+
+    def count(self, name: str, number: Tensor):
+        """Adds to a tally, in training. In `after_step` it holds the sum over all micro-batches and processes."""
+        recomputing = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+        if self.training and not recomputing:
+            getattr(self, name).add_(number)
+
     @torch.no_grad()
     def after_step(self):
-        """Call after each optimizer step: puts expert embeddings back on their sphere (X-MoE 3.1), keeps tau > 0."""
+        """Called after each optimizer step: puts expert embeddings back on their sphere (X-MoE 3.1), keeps tau > 0."""
         if self.on_sphere:
             self.experts.mul_(EMBEDDING_NORM / self.experts.norm(dim=1, keepdim=True))
             self.temperature.clamp_(min=1e-4)
@@ -226,7 +244,7 @@ class Hash(Router):
         autocast = torch.is_autocast_enabled(h.device.type)  # h is rounded, but the residual stream is not
         weight = chosen.to(torch.float32 if autocast else h.dtype)
         priority = torch.where(chosen, 0.0, NOT_CHOSEN)  # all equal: the earlier token comes first
-        return Routing(weight, priority, weight.new_zeros(()), weight)
+        return Routing(weight, priority, {}, weight)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

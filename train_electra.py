@@ -216,25 +216,25 @@ class Electra(SparseModel):
         self.generator.encoder.rel_bias = self.encoder.rel_bias
 
     def forward(self, ids, masked, targets, nonpad=None):
-        """-> MLM or TLM loss, averaged over masked tokens; balance loss; MRTD or TRTD loss, averaged over all tokens.
+        """-> MLM or TLM loss, averaged over masked tokens; routers' losses; MRTD or TRTD loss, averaged over all tokens.
 
         ids (B, T) after masking; masked (M,) flat indices, targets (M,) the tokens there; nonpad: see `Encoder`.
         """
-        logits, balance, disc_logits, replaced = self.predict(ids, masked, targets, nonpad)
-        return cross_entropy(logits, targets), balance, disc_loss(disc_logits, replaced)
+        logits, router_loss, disc_logits, replaced = self.predict(ids, masked, targets, nonpad)
+        return cross_entropy(logits, targets), router_loss, disc_loss(disc_logits, replaced)
 
     def predict(self, ids, masked, targets, nonpad=None):
-        """-> generator logits (M, V), balance loss, discriminator logits (S,) and labels (S,), true if replaced"""
+        """-> generator logits (M, V), routers' losses, discriminator logits (S,) and labels (S,), true if replaced"""
         logits, _ = self.generator(ids, masked, nonpad=nonpad)
         drawn = sample(logits)  # (M,)
         corrupt = ids.flatten().index_copy(0, masked, drawn)  # (B * T,) eqs. 2, 4
-        h, balance = self.encoder(corrupt.view_as(ids), nonpad)  # (B, T, D)
+        h, router_loss = self.encoder(corrupt.view_as(ids), nonpad)  # (B, T, D)
         disc_logits = self.out(self.ln_h(F.gelu(self.dense(h)))).flatten()  # (B * T,)
         replaced = corrupt.new_zeros(len(corrupt), dtype=torch.bool)  # (B * T,)
         replaced[masked] = drawn != targets  # a sample that equals the original counts as original
         if nonpad is not None:
             disc_logits, replaced = disc_logits[nonpad], replaced[nonpad]  # (S,)
-        return logits, balance, disc_logits, replaced
+        return logits, router_loss, disc_logits, replaced
 
 
 NETWORKS = {"rtd": Electra, "mlm": MaskedLM}  # by objective
@@ -275,16 +275,16 @@ def score(model, batches, special, config: Config, context) -> dict:
         ids, masked, targets, nonpad = context.send_all(*batch[:4])
         with context.autocast():
             if config.objective == "rtd":
-                logits, balance, disc_logits, replaced = model.predict(ids, masked, targets, nonpad)
+                logits, _, disc_logits, replaced = model.predict(ids, masked, targets, nonpad)
             else:
-                logits, balance = model(ids, masked, nonpad=nonpad)
+                logits, _ = model(ids, masked, nonpad=nonpad)
         right = logits.argmax(dim=1).cpu() == batch.targets  # (M,)
         visible = batch.ids.flatten()
         if batch.nonpad is not None:
             visible = visible[batch.nonpad]  # (S,)
         M, S = len(right), len(visible)
         counts.update(masked=M, mlm=M * float(cross_entropy(logits, targets)), generator=int(right.sum()))
-        counts.update(tokens=S, balance=M * float(balance))
+        counts.update(tokens=S)
         # Special tokens are never masked. A masked position shows the mask, a special token, but hides another.
         counts["maskable"] += S - int(torch.isin(visible, special).sum()) + M
         if config.objective == "rtd":
@@ -295,7 +295,7 @@ def score(model, batches, special, config: Config, context) -> dict:
         sums.update(process_counts)  # adding Counters would drop NaN
     M, S, maskable = sums["masked"], sums["tokens"], sums["maskable"]
     scores = {"masked": M, "tokens": S}
-    scores |= {name: sums[name] / max(1, M) for name in ("mlm", "generator", "balance")}
+    scores |= {name: sums[name] / max(1, M) for name in ("mlm", "generator")}
     if config.objective == "rtd":
         scores |= {name: sums[name] / S for name in ("rtd", "accuracy", "replaced")}
         share = sums["replaced"] / max(1, maskable)
@@ -317,7 +317,7 @@ def evaluate(model, data: dict, config: Config, context, untrained: list[float],
         batches = corpus.eval_batches("valid", maskings, config.eval_tokens, context.rank, context.world)
         scores[kind] = losses = score(model, batches, corpus.tokenizer.special, config, context)
         scores["loss"] += losses["mlm"] + config.lambda_disc * losses.get("rtd", 0.0)
-    scores["layers"] = [watch.finish(context.sum) for watch in watches]
+    scores["layers"] = [watch.finish(context.gather) for watch in watches]
     generator, pairs = getattr(model, "generator", model), data["pairs"]
     scores["translation"] = bilingual.translation_effect(generator, pairs, config, context, maskings)
     scores |= bilingual.retrieval(model.encoder, pairs, config, context) | {"untrained": untrained}
@@ -377,16 +377,15 @@ def train(config: Config, context) -> dict:
             loss = 0.0
             for batch, of_masked, of_tokens in zip(kinds, masked, tokens):
                 with context.autocast():
-                    mlm, balance, *rtd = forward(*context.send_all(*batch[:4]))
+                    mlm, router_loss, *rtd = forward(*context.send_all(*batch[:4]))
                 loss += len(batch.targets) / of_masked * mlm
-                weighted = config.balance_coef * balance + config.lambda_disc * sum(rtd)  # section 3.2; XLM has no rtd
-                loss += batch.tokens / of_tokens * weighted
+                loss += batch.tokens / of_tokens * (router_loss + config.lambda_disc * sum(rtd))  # XLM has no rtd
             loss.backward()
             run.add(loss, tokens=len(corpora) * config.micro_tokens)
         clip_gradients(model, config.grad_clip)
         optimizer.step()
         optimizer.zero_grad(set_to_none=context.world == 1)  # under DDP, gradients stay views of its buckets
-        model.after_step()  # hypersphere routers restore their norms
+        model.after_step(context.sum)  # routers update their state, such as norms on a hypersphere
         if run.due(step + 1):
             maskings = config.eval_maskings if step + 1 == config.steps else 1
             scores = evaluate(model, held_out, config, context, run.extra["untrained"], maskings)

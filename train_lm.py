@@ -29,7 +29,7 @@ from engine.optim import adamw, clip_gradients, cosine, set_learning_rate
 from engine.run import Run
 from engine.table import Table, carry_out, start
 from metrics import bits_per_byte, counting, flops, perplexity
-from metrics.routing import RoutingStats, describe_routing, easy_and_hard, mean_over_layers
+from metrics.routing import RoutingStats, describe_routing, easy_and_hard, losses_in_words, mean_over_layers
 from model import GPT
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -196,23 +196,22 @@ def cells(result: dict) -> dict:
 
 @torch.no_grad()
 def evaluate(model: GPT, data: TokenData, split: str, context, max_tokens: int | None = None) -> dict:
-    """Cross entropy, balance loss and routing statistics, with micro-batches as large as in training."""
+    """Cross entropy and routing statistics, with micro-batches as large as in training."""
     model.eval()
     watches = [RoutingStats(moe) for moe in model.moe_layers]
-    sums = torch.zeros(3, dtype=torch.float64)  # cross entropy, balance loss, tokens
+    sums = torch.zeros(2, dtype=torch.float64)  # cross entropy, tokens
     batches = data.eval_batches(split, max_tokens, context.rank, context.world)
     for number, (x, y) in enumerate(batches):
         micro = context.rank + number * context.world
         seed_all(model.config.seed, 0, 1 + micro)  # for routers that sample
         x, y = context.send_all(x, y)
         with context.autocast():
-            loss, balance = model(x, y)
-        means = [float(loss), float(balance), 1.0]
-        sums += y.numel() * torch.tensor(means, dtype=torch.float64)
-    loss, balance, tokens = context.sum(sums).tolist()
+            loss, _ = model(x, y)
+        sums += y.numel() * torch.tensor([float(loss), 1.0], dtype=torch.float64)
+    loss, tokens = context.sum(sums).tolist()
     model.train()
-    layers = [watch.finish(context.sum) for watch in watches]
-    scores = {"balance": balance / tokens, "tokens": int(tokens), "layers": layers}
+    layers = [watch.finish(context.gather) for watch in watches]
+    scores = {"tokens": int(tokens), "layers": layers}
     return in_units(loss / tokens, data.eval_counts(split, max_tokens)) | scores
 
 
@@ -268,14 +267,13 @@ def train(config: Config, context) -> dict:
             forward.require_backward_grad_sync = micro == run.micros[-1]  # DDP averages gradients once per step
             x, y = context.send_all(*data.batch("train", step, micro))
             with context.autocast():
-                loss, balance = forward(x, y)
-            total = loss + config.balance_coef * balance
-            (total / len(run.micros)).backward()
+                loss, router_loss = forward(x, y)
+            ((loss + router_loss) / len(run.micros)).backward()
             run.add(loss / len(run.micros), tokens=x.numel())
         clip_gradients(model, config.grad_clip)
         optimizer.step()
         optimizer.zero_grad()
-        model.after_step()  # hypersphere routers restore their norms
+        model.after_step(context.sum)  # routers update their state, such as norms on a hypersphere
         if run.due(step + 1):
             scores = evaluate(model, data, "valid", context, config.eval_tokens)
             run.save(step + 1, scores, f"valid {describe(scores)}", scores["loss"])
@@ -340,7 +338,7 @@ LOSS = "{bpb:.3f} bits per byte, perplexity {ppl:.2f}"
 def describe(scores: dict) -> str:
     """An evaluation in words, with a line per MoE layer."""
     per_word = " ({word_ppl:.1f} per word)" if scores["word_ppl"] else ""  # if the text has spaces
-    words = f"{LOSS}{per_word}  balance {{balance:.3f}}"
+    words = f"{LOSS}{per_word}  {losses_in_words(scores['layers'])}"
     layers = [f"\n  MoE layer {i}: {describe_routing(layer)}" for i, layer in enumerate(scores["layers"], 1)]
     return words.format(**scores) + "".join(layers)
 

@@ -28,7 +28,7 @@ from engine.optim import adamw, clip_gradients, linear, set_learning_rate
 from engine.run import Run
 from engine.table import Table, carry_out, start
 from metrics import counting, flops, in_perplexity, perplexity
-from metrics.routing import Collapse, RoutingStats, describe_routing, mean_over_layers
+from metrics.routing import Collapse, RoutingStats, describe_routing, losses_in_words, mean_over_layers
 from model import PAD, MaskedLM, cross_entropy
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -188,37 +188,35 @@ def cells(result: dict) -> dict:
 def evaluate(model: MaskedLM, data: MaskedData, config: Config, context, maskings: int, before: list[Tensor] | None):
     """-> validation scores, and the expert of each token, (N,) for each sparse layer.
 
-    Scores are the mean cross entropy and perplexity of masked tokens, the perplexity of each language, the balance
-    loss, and for each sparse layer routing statistics, RC, RF relative to the experts `before`, and temperature.
+    Scores are the mean cross entropy and perplexity of masked tokens, the perplexity of each language, and
+    for each sparse layer routing statistics, RC, RF relative to the experts `before`, and temperature.
     """
     model.eval()
     tokens = data.eval_tokens("valid", config.eval_tokens)
     routing = [RoutingStats(moe) for moe in model.moe_layers]
     collapse = [Collapse(moe, tokens) for moe in model.moe_layers]
     losses, counts = torch.zeros(2, len(data.languages), dtype=torch.float64)  # per language, over its masked tokens
-    balances = torch.zeros((), dtype=torch.float64)
     for k, first, batch in data.eval_batches("valid", maskings, config.eval_tokens, context.rank, context.world):
         seed_all(config.seed, 0, 1 + k, first)  # for routers that sample
         for watch in collapse:  # RC and RF are measured on the first masking
             watch.place = first if k == 0 else None  # index of the batch's first token
         ids, masked, targets, nonpad = context.send_all(*batch[:4])
         with context.autocast():
-            logits, balance = model(ids, masked, nonpad=nonpad)
+            logits, _ = model(ids, masked, nonpad=nonpad)
         loss = cross_entropy(logits, targets, per_token=True).cpu().double()  # (M,)
         losses.index_add_(0, batch.language, loss)
         counts.index_add_(0, batch.language, torch.ones_like(loss))
-        balances += float(balance) * len(loss)
-    losses, counts, balances = map(context.sum, (losses, counts, balances))
+    losses, counts = map(context.sum, (losses, counts))
     model.train()
     predicted = int(counts.sum())
     loss = float(losses.sum() / predicted)
     scores = {"loss": loss, "ppl": perplexity(loss), "languages": {}, "layers": []}
-    scores |= {"balance": float(balances) / predicted, "tokens": tokens, "predicted": predicted}
+    scores |= {"tokens": tokens, "predicted": predicted}
     for name, total, count in zip(data.languages, losses.tolist(), counts.tolist()):
         if count:
             scores["languages"][name] = perplexity(total / count)
     for i, moe in enumerate(model.moe_layers):
-        layer = routing[i].finish(context.sum)
+        layer = routing[i].finish(context.gather)
         layer |= collapse[i].finish(before[i] if before else None, context.sum)
         layer["temperature"] = moe.router.temperature.item() if moe.router.on_sphere else None  # X-MoE eq. 8
         scores["layers"].append(layer)
@@ -269,15 +267,14 @@ def train(config: Config, context) -> dict:
             seed_all(config.seed, 1 + step, micro)  # so a resumed run equals an uninterrupted one
             forward.require_backward_grad_sync = micro == run.micros[-1]  # DDP averages gradients once per step
             with context.autocast():
-                loss, balance = forward(*context.send_all(*batch[:4]))
-            total = loss + config.balance_coef * balance  # X-MoE eq. 10
+                loss, router_loss = forward(*context.send_all(*batch[:4]))
             share = len(batch.targets) / predicted  # a step's loss is the mean over all its masked tokens
-            (share * total).backward()
+            (share * (loss + router_loss)).backward()  # X-MoE eq. 10
             run.add(share * loss, tokens=batch.tokens)
         clip_gradients(model, config.grad_clip)
         optimizer.step()
         optimizer.zero_grad()
-        model.after_step()  # projects expert embeddings back onto their sphere
+        model.after_step(context.sum)  # projects expert embeddings back onto their sphere
         if run.due(step + 1):
             maskings = config.eval_maskings if step + 1 == config.steps else 1
             scores, chosen = evaluate(model, data, config, context, maskings, before=chosen)
@@ -293,7 +290,8 @@ def train(config: Config, context) -> dict:
 
 def describe(scores: dict) -> str:
     """An evaluation in words, with a line per sparse layer."""
-    lines = ["perplexity {ppl:.2f} ({predicted:,} masked tokens)  balance {balance:.3f}".format(**scores)]
+    words = "perplexity {ppl:.2f} ({predicted:,} masked tokens)  ".format(**scores)
+    lines = [words + losses_in_words(scores["layers"])]
     for i, layer in enumerate(scores["layers"], 1):
         changed = "-" if layer["rf"] is None else f"{layer['rf']:.1%}"
         lines.append(f"  sparse layer {i}: RC {layer['rc']:.2f}, RF {changed}; {describe_routing(layer)}")

@@ -36,7 +36,7 @@ from engine.run import Run
 from engine.table import Table, carry_out, start
 from metrics import bits_per_byte, flops, perplexity
 from metrics.bleu import mean, score_counting, score_translations
-from metrics.routing import RoutingStats, describe_routing, mean_over_layers
+from metrics.routing import RoutingStats, describe_routing, losses_in_words, mean_over_layers
 from model import Translator, nonpad_mask, rows_of
 from routers import ROUTERS
 
@@ -333,30 +333,29 @@ def score_split(model, data: TranslationData, split: str, config: Config, contex
         "pairs": pairs,
         "sentences": len(texts),
         "examples": texts[stride // 2 :: stride][:5],
-        "layers": [watch.finish(context.sum) for watch in watches],
+        "layers": [watch.finish(context.gather) for watch in watches],
     }
 
 
 @torch.no_grad()
 def evaluate(model: Translator, data: TranslationData, split: str, context, max_tokens: int) -> dict:
-    """Cross entropy of reference translations (without smoothing), balance loss and routing statistics."""
+    """Cross entropy of reference translations (without smoothing) and routing statistics."""
     model.eval()
     watches = list(map(RoutingStats, model.moe_layers))
-    sums = torch.zeros(3, dtype=torch.float64)  # cross entropy, balance loss, tokens
+    sums = torch.zeros(2, dtype=torch.float64)  # cross entropy, tokens
     for number, batch in enumerate(data.eval_batches(split, max_tokens, context.rank, context.world)):
         seed_all(model.config.seed, 0, 1 + context.rank + number * context.world)  # for routers that sample
         with context.autocast():
-            loss, balance = model(*context.send_all(*batch))
-        sums += torch.tensor([float(loss), float(balance), 1.0], dtype=torch.float64) * len(batch.labels)
-    loss, balance, tokens = context.sum(sums).tolist()
+            loss, _ = model(*context.send_all(*batch))
+        sums += len(batch.labels) * torch.tensor([float(loss), 1.0], dtype=torch.float64)
+    loss, tokens = context.sum(sums).tolist()
     model.train()
     return {
         "loss": loss / tokens,
         "ppl": perplexity(loss / tokens),
         "bpb": bits_per_byte(loss / tokens, data.eval_counts(split, max_tokens)),
-        "balance": balance / tokens,
         "tokens": int(tokens),
-        "layers": [{"name": name} | watch.finish(context.sum) for name, watch in zip(model.moe_names, watches)],
+        "layers": [{"name": name} | watch.finish(context.gather) for name, watch in zip(model.moe_names, watches)],
     }
 
 
@@ -397,15 +396,14 @@ def train(config: Config, context) -> dict:
             seed_all(config.seed, 1 + step, micro)  # so a resumed run equals an uninterrupted one
             forward.require_backward_grad_sync = micro == run.micros[-1]  # DDP averages gradients once per step
             with context.autocast():
-                loss, balance = forward(*context.send_all(*batch))
-            total = loss + config.balance_coef * balance
+                loss, router_loss = forward(*context.send_all(*batch))
             share = len(batch.labels) / predicted  # a step's loss is the mean over all its predicted tokens
-            (share * total).backward()
+            (share * (loss + router_loss)).backward()
             run.add(share * loss, tokens=batch.tokens)
         clip_gradients(model, config.grad_clip)
         optimizer.step()
         optimizer.zero_grad()
-        model.after_step()  # hypersphere routers restore their norms
+        model.after_step(context.sum)  # routers update their state, such as norms on a hypersphere
         if run.due(step + 1):
             scores = evaluate(model, data, "valid", context, config.eval_tokens)
             run.check_finite(scores["loss"], step + 1)  # NaN weights cannot translate
@@ -443,7 +441,8 @@ def in_words(scores: dict) -> str:
 
 def describe(scores: dict) -> str:
     """An evaluation in words, with a line per MoE layer."""
-    text = "{bpb:.3f} bits per byte, perplexity {ppl:.2f}  balance {balance:.3f}  ".format(**scores) + in_words(scores)
+    text = "{bpb:.3f} bits per byte, perplexity {ppl:.2f}  ".format(**scores)
+    text += f"{losses_in_words(scores['layers'])}  {in_words(scores)}"
     for layer in scores["layers"]:
         text += f"\n  {layer['name']}: {describe_routing(layer)}"
     return text

@@ -1,6 +1,7 @@
 """How experts are used: load, drops, entropy, and X-MoE's RC and RF. Letters as in model.py."""
 
 import math
+from collections import Counter
 from statistics import fmean
 
 import torch
@@ -22,6 +23,7 @@ class RoutingStats:
         self.moe = moe
         self.sums = dict.fromkeys(("tokens", "wanted", "served", "unserved", "entropy", "positive", "units"), 0.0)
         self.load = torch.zeros(moe.router.E, dtype=torch.float64)  # requests per expert
+        self.losses = Counter()  # the router's, by name
         moe.watchers.append(self)
 
     def __call__(self, moe, h: Tensor, routing, kept: Tensor):
@@ -39,18 +41,24 @@ class RoutingStats:
         for name, number in sums.items():
             self.sums[name] += float(number)
         self.load += load
+        for name, (_, loss) in routing.losses.items():
+            self.losses[name] += len(kept) * float(loss)
 
-    def finish(self, reduce=torch.clone) -> dict:
-        """Stops watching -> the statistics; `reduce` sums a tensor over processes.
+    def finish(self, gather=lambda x: [x]) -> dict:
+        """Stops watching -> the statistics; `gather` returns the objects of all processes.
 
         wanted, served: experts per token, before and after the capacity limit. cut: share of requests dropped.
         unserved: share of tokens that no expert served. imbalance: requests to the busiest expert over the mean.
         entropy: of the router's probabilities, in nats. positive: share of activations above 0, None for stacks.
+        losses: the router's, by name, without their weights.
         """
         self.moe.watchers.remove(self)
-        sums = torch.tensor(list(self.sums.values()), dtype=torch.float64)
-        tokens, wanted, served, unserved, entropy, positive, units = reduce(sums).tolist()
-        load = reduce(self.load)
+        sums, losses, load = Counter(), Counter(), torch.zeros_like(self.load)
+        for process_sums, process_losses, process_load in gather((self.sums, self.losses, self.load)):
+            sums.update(process_sums)  # adding Counters would drop NaN
+            losses.update(process_losses)
+            load += process_load
+        tokens, wanted, served, unserved, entropy, positive, units = sums.values()
         tokens, choices = max(tokens, 1), max(wanted, 1)
         return {
             "wanted": wanted / tokens,
@@ -60,7 +68,16 @@ class RoutingStats:
             "imbalance": float(load.max()) * len(load) / choices,
             "entropy": entropy / tokens,
             "positive": positive / units if units else None,
+            "losses": {name: loss / tokens for name, loss in losses.items()},
         }
+
+
+def losses_in_words(layers: list[dict]) -> str:
+    """The routers' losses by name, summed over layers."""
+    sums = Counter()
+    for layer in layers:
+        sums.update(layer["losses"])
+    return ", ".join(f"{name} {loss:.3f}" for name, loss in sums.items())
 
 
 def describe_routing(layer: dict[str, float]) -> str:

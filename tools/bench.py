@@ -233,12 +233,12 @@ def training_step(constants: train_lm.Config, tokens: int, context) -> Contender
     def run():
         for _ in range(micros):
             with context.autocast():
-                loss, balance = forward(ids, ids)
-            ((loss + constants.balance_coef * balance) / micros).backward()
+                loss, router_loss = forward(ids, ids)
+            ((loss + router_loss) / micros).backward()
         clip_gradients(net, constants.grad_clip)
         optimizer.step()
         optimizer.zero_grad()
-        net.after_step()
+        net.after_step(context.sum)
 
     tokens = micros * ids.numel()
     work = flops.flops_per_token(net, constants, head=2 * constants.n_embd * V)
