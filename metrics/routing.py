@@ -20,17 +20,16 @@ class RoutingStats:
 
     def __init__(self, moe: nn.Module):
         self.moe = moe
-        self.sums = dict.fromkeys(("tokens", "wanted", "served", "unserved", "entropy", "positive", "units"), 0.0)
-        self.load = torch.zeros(moe.router.E, dtype=torch.float64)  # requests per expert
+        self.sums = dict.fromkeys(("tokens", "unserved", "entropy", "positive", "units"), 0.0)
+        self.rows = torch.zeros(2, moe.router.E, dtype=torch.float64)  # each expert's requests, and tokens served
         moe.watchers.append(self)
 
     def __call__(self, moe, h: Tensor, routing, kept: Tensor):
         """h (S, D); kept (S, E) bool."""
-        load = routing.wanted.sum(dim=0).cpu()
+        self.rows += torch.stack([routing.wanted.sum(dim=0), kept.sum(dim=0)]).cpu()
         entropy = torch.special.entr(routing.probs.detach())
         unserved = ~kept.any(dim=1)
-        sums = {"tokens": len(kept), "wanted": load.sum(), "entropy": entropy.sum()}
-        sums |= {"served": kept.sum(), "unserved": unserved.sum()}
+        sums = {"tokens": len(kept), "unserved": unserved.sum(), "entropy": entropy.sum()}
         if hasattr(moe.experts, "activations"):  # experts that are single FFNs
             rows = kept_rows(kept, kept)
             a = moe.experts.activations(h.index_select(0, rows.token), rows)
@@ -38,38 +37,42 @@ class RoutingStats:
             sums["positive"] = (a > 0).sum()
         for name, number in sums.items():
             self.sums[name] += float(number)
-        self.load += load
 
     def finish(self, reduce=torch.clone) -> dict:
         """Stops watching -> the statistics; `reduce` sums a tensor over processes.
 
         wanted, served: experts per token, before and after the capacity limit. cut: share of requests dropped.
         unserved: share of tokens that no expert served. imbalance: requests to the busiest expert over the mean.
+        load: each expert's share of the choices that were kept. dead: number of experts that served no token.
         entropy: of the router's probabilities, in nats. positive: share of activations above 0, None for stacks.
         """
         self.moe.watchers.remove(self)
         sums = torch.tensor(list(self.sums.values()), dtype=torch.float64)
-        tokens, wanted, served, unserved, entropy, positive, units = reduce(sums).tolist()
-        load = reduce(self.load)
+        tokens, unserved, entropy, positive, units = reduce(sums).tolist()
+        requests, kept = reduce(self.rows)  # (E,)
+        wanted, served = float(requests.sum()), float(kept.sum())
         tokens, choices = max(tokens, 1), max(wanted, 1)
         return {
             "wanted": wanted / tokens,
             "served": served / tokens,
             "cut": (wanted - served) / choices,
             "unserved": unserved / tokens,
-            "imbalance": float(load.max()) * len(load) / choices,
+            "imbalance": float(requests.max()) * len(requests) / choices,
+            "load": [round(share, 5) for share in (kept / max(served, 1)).tolist()],
+            "dead": int((kept == 0).sum()),
             "entropy": entropy / tokens,
             "positive": positive / units if units else None,
         }
 
 
-def describe_routing(layer: dict[str, float]) -> str:
+def describe_routing(layer: dict) -> str:
     """The statistics of `RoutingStats.finish` in one line."""
+    dead = f", {layer['dead']} of {len(layer['load'])} experts dead" if layer.get("dead") else ""
     positive = "" if layer["positive"] is None else f", positive {layer['positive']:.1%}"
     return (
         f"experts wanted {layer['wanted']:.2f}, served {layer['served']:.2f} per token; "
         f"choices cut {layer['cut']:.1%}, tokens unserved {layer['unserved']:.2%}; "
-        f"load imbalance {layer['imbalance']:.2f}, entropy {layer['entropy']:.2f}{positive}"
+        f"load imbalance {layer['imbalance']:.2f}{dead}, entropy {layer['entropy']:.2f}{positive}"
     )
 
 
