@@ -397,6 +397,7 @@ def train(config: Config, context) -> dict:
             run.save(step + 1, record, f"{record['flops']:.2e} FLOPs\n{describe(scores)}", scores["loss"])
 
     measured = {"held_out": run.extra["scores"], "since_step": run.extra.get("since_step"), "counting": counted}
+    measured["flops_served"] = config.steps * step_flops(model, measured["held_out"]["layers"])
     return run.finish(measured | {"parameters": parameters, "flops": config.steps * work})
 
 
@@ -422,8 +423,11 @@ def build(config: Config, data: dict, context) -> Electra | MaskedLM:
     return model
 
 
-def step_flops(model: Electra | MaskedLM) -> float:
-    """Training FLOPs of a step. A backward pass counts as two forward passes, a pair as a row of block_size tokens."""
+def step_flops(model: Electra | MaskedLM, layers: tuple | list = ()) -> float:
+    """Training FLOPs of a step. A backward pass counts as two forward passes, a pair as a row of block_size tokens.
+
+    layers: the sparse layers' statistics, to count the experts that served; default: full capacity.
+    """
     config, D = model.config, model.config.n_embd
     generator = getattr(model, "generator", model)
     head = config.mask_share * flops.masked_head_flops(generator)  # only masked tokens pass through it
@@ -431,6 +435,7 @@ def step_flops(model: Electra | MaskedLM) -> float:
     if config.objective == "rtd":
         head = 2 * D * D + 2 * D
         forward += flops.flops_per_token(model.encoder, config, head)
+    forward = flops.as_served(model, forward, layers)
     batches = 1 + config.tlm  # of sentences, and of pairs
     return 3 * batches * config.batch_tokens * forward
 

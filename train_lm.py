@@ -5,6 +5,7 @@
     python train_lm.py --split 8                           smaller experts: 64 of them
     python train_lm.py --table 1 --seeds 3                 every row of a table, next to the paper's numbers
     python train_lm.py --eval_only true --eval_threshold 0.5                  test a trained model with other routing
+    python train_lm.py --eval_only true --init_from RUN --data my.txt         test a run with any other constants
     python train_lm.py --prompt "Return the" --sample_seed 1                  sample from a trained model
     torchrun --nproc_per_node 8 train_lm.py --preset openwebtext-323M         the paper's size, on 8 GPUs
     torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint HOST:29500 train_lm.py --preset ...
@@ -24,7 +25,7 @@ import torch
 from data.batches import TokenData
 from engine import parallel, pretrained
 from engine.device import clear_errors, seed_all, show
-from engine.files import newest, read_json
+from engine.files import differing, newest, read_json
 from engine.optim import adamw, clip_gradients, cosine, set_learning_rate
 from engine.run import Run
 from engine.table import Table, carry_out, start
@@ -187,7 +188,8 @@ def cells(result: dict) -> dict:
     }
     for name, form in ROUTING.items():
         row[name] = mean_over_layers(name, layers), form
-    return row
+    work = result.get("flops_served")  # older results lack it
+    return row | {"MFLOPs served": (work and work / 1e6, ".2f")}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -248,8 +250,7 @@ def train(config: Config, context) -> dict:
             return run.result
         model = build(config, data, context)
         parameters = flops.count_parameters(model)
-        head = 2 * config.n_embd * data.vocab_size
-        work = flops.flops_per_token(model, config, head)
+        work = forward_flops(model)
         size = "{total:,} parameters, {active:,.0f} active per token".format(**parameters)
         context.say(f"{run.name}: {size}; {work / 1e6:.1f} forward MFLOPs per token at full capacity")
         counting_losses = counting.text_losses(data, config.steps)
@@ -278,7 +279,13 @@ def train(config: Config, context) -> dict:
             scores = evaluate(model, data, "valid", context, config.eval_tokens)
             run.save(step + 1, scores, f"valid {describe(scores)}", scores["loss"])
 
-    return run.finish(summary(model, data, counting_losses, context) | {"parameters": parameters, "flops": work})
+    return run.finish(summary(model, data, counting_losses, context))
+
+
+def forward_flops(model: GPT) -> float:
+    """Forward FLOPs per token at full capacity."""
+    head = 2 * model.config.n_embd * model.vocab_size
+    return flops.flops_per_token(model, model.config, head)
 
 
 def summary(model: GPT, data: TokenData, counting_losses: dict, context) -> dict:
@@ -295,35 +302,44 @@ def summary(model: GPT, data: TokenData, counting_losses: dict, context) -> dict
 
 
 def test(model: GPT, data: TokenData, context) -> dict:
-    """Test scores with the evaluation's capacity limit (the paper's protocol) and without a limit."""
+    """Test scores with the evaluation's capacity limit (the paper's protocol) and without a limit; the model's size."""
     scores = unlimited = evaluate(model, data, "test", context)
     if model.limited_at_test:
         with model.no_limit():
             unlimited = evaluate(model, data, "test", context)
-    return {"test": scores, "test_no_limit": unlimited}
+    work = forward_flops(model)
+    sizes = {"parameters": flops.count_parameters(model), "flops": work}
+    sizes["flops_served"] = flops.as_served(model, work, scores["layers"])  # under the limit
+    return {"test": scores, "test_no_limit": unlimited} | sizes
 
 
 def evaluate_run(config: Config, context) -> dict:
-    """Tests a trained model, or `--init_from`, with the eval_ constants' routing, and saves the scores in a file."""
+    """Tests a trained model with the eval_ constants' routing, or `--init_from` with any constants of these sizes.
+
+    Saves the scores in a file, for `--init_from` in a separate folder.
+    """
     with clear_errors():
         data = TokenData.open(config.data, config, context)
         run = Run(replace(config, resume=True), PRESETS, context, data)
         _, checkpoint = newest(run.folder)
         if not checkpoint and not config.init_from:
             reason = f"; {run.reason}" if run.reason else ""
-            raise ValueError(f"{run.folder} has no checkpoint: first train with all constants but eval_ ones{reason}")
+            hint = f"first train with all constants but eval_ ones, or pass --init_from RUN to test that run{reason}"
+            raise ValueError(f"{run.folder} has no checkpoint: {hint}")
         model = build(config, data, context)
         if checkpoint:
             model.load_state_dict(checkpoint["model"])
+        trained = {} if checkpoint else read_json(Path(config.init_from, "config.json"))
     file = f"eval-t={config.eval_threshold}-capacity={config.eval_capacity}.json"
     previous = read_json(run.folder / file)
     identity = {"name": run.name, "step": checkpoint.get("step", 0), "code": run.code}
     if checkpoint and config.resume and identity.items() <= previous.items():
         return previous  # the same test of the same weights
-    result = identity | test(model, data, context)
-    result |= {"parameters": flops.count_parameters(model)}
+    result = identity | test(model, data, context) | {"config": run.identity}
     if not checkpoint:  # claims the new folder for this run
         run.write("config.json", run.identity)
+        names = [name for name in differing(trained, run.identity) if name != "init_from" and "checksum" not in name]
+        result["trained"] = {name: trained[name] for name in names}
     run.write(file, result)
     return result
 
@@ -350,6 +366,12 @@ def report(config: Config, result: dict) -> str:
     for name in ("threshold", "capacity"):
         at_test = getattr(config, f"eval_{name}")
         title += "" if at_test is None else f", {name} {at_test:g}"
+    work, served = result.get("flops"), result.get("flops_served")  # older results lack them
+    if served and served != work:
+        title += f"; {served / 1e6:.1f} of {work / 1e6:.1f} forward MFLOPs per token used"
+    other = [f"{name} {getattr(config, name)} (trained with {x})" for name, x in result.get("trained", {}).items()]
+    if other:
+        title += f"\nconstants that differ from {config.init_from}: {', '.join(other)}"
     lines = ["", title, "under the limit: " * (unlimited != scores) + describe(scores)]
     if unlimited != scores:
         lines.append(f"without a limit: {describe(unlimited)}")

@@ -285,6 +285,7 @@ def train(config: Config, context) -> dict:
             run.save(step + 1, scores, f"valid {describe(scores)}", scores["loss"])
 
     measured = {name: run.extra.get(name) for name in ("valid", "first", "since_step")}
+    measured["flops_served"] = flops.as_served(model, work, measured["valid"]["layers"])
     return run.finish(measured | {"counting": counted, "parameters": parameters, "flops": work})
 
 

@@ -421,6 +421,7 @@ def train(config: Config, context) -> dict:
 
     result = test(model, data, run, config, context) | counting
     result["since_step"] = {name: run.extra["since_step"].get(name) for name in memories}
+    result["flops_served_per_pair"] = flops.as_served(model, work, result["test"]["layers"], length)
     return run.finish(result | {"parameters": parameters, "flops_per_pair": work})
 
 

@@ -21,11 +21,12 @@ HASHED_UP_TO = 1 << 30  # bytes; larger files take seconds to hash, so only thei
 AGAIN = "remove the folder and prepare it again: python -m data.prepare --help shows how"
 
 
-def ready(name: str, kind=None, make=True) -> Path:
+def ready(name: str, kind=None, make=True, run: str | None = None) -> Path:
     """data/prepared/NAME, or the prepared folder at path `name`.
 
     With `make`, prepares a corpus of installed packages or the user's texts at path `name`. Texts become a corpus of
-    this kind (see data.corpora) with its own vocabulary, in a new folder whenever the size or time of a file changes.
+    this kind (see data.corpora), in a new folder whenever the size or time of a file changes. Their tokenizer is that
+    of a run's folder, if passed, or else learned from them.
     """
     folder, source, options = PREPARED / name, Path(name).resolve(), {}
     for path in (folder, Path(name)):
@@ -35,8 +36,13 @@ def ready(name: str, kind=None, make=True) -> Path:
 
     if name not in CORPORA and source.exists():
         files = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in source_files(source)]
-        state = hashlib.sha256(repr((kind, files)).encode()).hexdigest()
-        folder, options = PREPARED / f"{source.stem[:40]}-{state[:8]}", {"source": source}
+        state, options = [kind, files], {"source": source}
+        with suppress(FileNotFoundError):  # a folder of Hugging Face's has no tokenizer of ours
+            if run:
+                state.append(load_tokenizer(run).sha256)
+                options["tokenizer"] = Path(run)
+        digits = hashlib.sha256(repr(tuple(state)).encode()).hexdigest()[:8]
+        folder = PREPARED / f"{source.stem[:40]}-{digits}"
         name = {"languages": "cc100", "pairs": "bitext"}.get(kind, "text")
     elif name not in CORPORA or not CORPORA[name].packages:
         return folder
@@ -108,7 +114,7 @@ class Prepared:
     @classmethod
     def open(cls, name: str, config, context, **options) -> "Prepared":
         """Opens the corpus or prepared folder `name` (see `ready`) with the sizes in a script's config."""
-        folder = ready(name, cls.kind, make=context.rank == 0)
+        folder = ready(name, cls.kind, context.rank == 0, getattr(config, "init_from", None))
         context.barrier()
         sizes = config.block_size, config.micro_tokens, config.batch_tokens // config.micro_tokens
         return cls(folder, *sizes, config.seed, **options)

@@ -94,8 +94,11 @@ def weights_of(path: str | Path, kind: str, vocabulary: str) -> tuple[dict, Weig
     """
     folder = Path(path)
     saved = read(folder)
-    if saved.kind != kind or saved.vocabulary not in ("", vocabulary):
-        raise ValueError(f"{path} is not a run of this script with the vocabulary of this corpus")
+    if saved.kind != kind:
+        raise ValueError(f"{path} is not a run of this script")
+    if saved.vocabulary not in ("", vocabulary):
+        hint = f"pass --data a text file or folder, or prepare the corpus with --tokenizer {path}"
+        raise ValueError(f"{path} was trained with another tokenizer than the corpus: {hint}")
     names = {*SIZES, "frequency_bias", "relative_bias"}
     if not is_run(folder):
         names |= LAYOUTS[kind].constants.keys()

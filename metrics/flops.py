@@ -57,6 +57,16 @@ def flops_per_token(body: nn.Module, config, head: float) -> float:
     return matrix_flops(body) + config.n_layer * attention + head
 
 
+def as_served(model: nn.Module, work: float, layers: list[dict], tokens: float = 1) -> float:
+    """Adjusts `work`, FLOPs at full capacity, to the experts that served each token in an evaluation.
+
+    layers: statistics of the sparse layers; tokens: how many tokens each layer processes for this work.
+    """
+    for moe, layer in zip(model.moe_layers, layers):
+        work += tokens * (layer["served"] - served_rows(moe)) * row_flops(moe)
+    return work
+
+
 def masked_head_flops(model: nn.Module) -> float:
     """Forward FLOPs of a MaskedLM's head per masked token: the dense layer and the logits."""
     D = model.config.n_embd

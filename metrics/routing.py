@@ -21,18 +21,17 @@ class RoutingStats:
 
     def __init__(self, moe: nn.Module):
         self.moe = moe
-        self.sums = dict.fromkeys(("tokens", "wanted", "served", "unserved", "entropy", "positive", "units"), 0.0)
-        self.load = torch.zeros(moe.router.E, dtype=torch.float64)  # requests per expert
+        self.sums = dict.fromkeys(("tokens", "unserved", "entropy", "positive", "units"), 0.0)
+        self.rows = torch.zeros(2, moe.router.E, dtype=torch.float64)  # each expert's requests, and tokens served
         self.losses = Counter()  # the router's, by name
         moe.watchers.append(self)
 
     def __call__(self, moe, h: Tensor, routing, kept: Tensor):
         """h (S, D); kept (S, E) bool."""
-        load = routing.wanted.sum(dim=0).cpu()
+        self.rows += torch.stack([routing.wanted.sum(dim=0), kept.sum(dim=0)]).cpu()
         entropy = torch.special.entr(routing.probs.detach())
         unserved = ~kept.any(dim=1)
-        sums = {"tokens": len(kept), "wanted": load.sum(), "entropy": entropy.sum()}
-        sums |= {"served": kept.sum(), "unserved": unserved.sum()}
+        sums = {"tokens": len(kept), "unserved": unserved.sum(), "entropy": entropy.sum()}
         if hasattr(moe.experts, "activations"):  # experts that are single FFNs
             rows = kept_rows(kept, kept)
             a = moe.experts.activations(h.index_select(0, rows.token), rows)
@@ -40,7 +39,6 @@ class RoutingStats:
             sums["positive"] = (a > 0).sum()
         for name, number in sums.items():
             self.sums[name] += float(number)
-        self.load += load
         for name, (_, loss) in routing.losses.items():
             self.losses[name] += len(kept) * float(loss)
 
@@ -49,23 +47,28 @@ class RoutingStats:
 
         wanted, served: experts per token, before and after the capacity limit. cut: share of requests dropped.
         unserved: share of tokens that no expert served. imbalance: requests to the busiest expert over the mean.
+        load: each expert's share of the choices that were kept. dead: number of experts that served no token.
         entropy: of the router's probabilities, in nats. positive: share of activations above 0, None for stacks.
         losses: the router's, by name, without their weights.
         """
         self.moe.watchers.remove(self)
-        sums, losses, load = Counter(), Counter(), torch.zeros_like(self.load)
-        for process_sums, process_losses, process_load in gather((self.sums, self.losses, self.load)):
+        sums, losses, rows = Counter(), Counter(), torch.zeros_like(self.rows)
+        for process_sums, process_losses, process_rows in gather((self.sums, self.losses, self.rows)):
             sums.update(process_sums)  # adding Counters would drop NaN
             losses.update(process_losses)
-            load += process_load
-        tokens, wanted, served, unserved, entropy, positive, units = sums.values()
+            rows += process_rows
+        tokens, unserved, entropy, positive, units = sums.values()
+        requests, kept = rows  # (E,)
+        wanted, served = float(requests.sum()), float(kept.sum())
         tokens, choices = max(tokens, 1), max(wanted, 1)
         return {
             "wanted": wanted / tokens,
             "served": served / tokens,
             "cut": (wanted - served) / choices,
             "unserved": unserved / tokens,
-            "imbalance": float(load.max()) * len(load) / choices,
+            "imbalance": float(requests.max()) * len(requests) / choices,
+            "load": [round(share, 5) for share in (kept / max(served, 1)).tolist()],
+            "dead": int((kept == 0).sum()),
             "entropy": entropy / tokens,
             "positive": positive / units if units else None,
             "losses": {name: loss / tokens for name, loss in losses.items()},
@@ -80,13 +83,14 @@ def losses_in_words(layers: list[dict]) -> str:
     return ", ".join(f"{name} {loss:.3f}" for name, loss in sums.items())
 
 
-def describe_routing(layer: dict[str, float]) -> str:
+def describe_routing(layer: dict) -> str:
     """The statistics of `RoutingStats.finish` in one line."""
+    dead = f", {layer['dead']} of {len(layer['load'])} experts dead" if layer.get("dead") else ""
     positive = "" if layer["positive"] is None else f", positive {layer['positive']:.1%}"
     return (
         f"experts wanted {layer['wanted']:.2f}, served {layer['served']:.2f} per token; "
         f"choices cut {layer['cut']:.1%}, tokens unserved {layer['unserved']:.2%}; "
-        f"load imbalance {layer['imbalance']:.2f}, entropy {layer['entropy']:.2f}{positive}"
+        f"load imbalance {layer['imbalance']:.2f}{dead}, entropy {layer['entropy']:.2f}{positive}"
     )
 
 

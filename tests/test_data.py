@@ -580,6 +580,23 @@ def test_user_texts_are_prepared_again_only_when_a_file_changes(kind, tmp_path, 
     assert meta_of(ready("mine", kind))["checksum"] != meta["checksum"]
 
 
+@pytest.mark.parametrize("kind", [None, "pairs"])
+def test_user_texts_are_prepared_with_the_tokenizer_of_a_run(kind, tmp_path, monkeypatch, bpe, xlmr):
+    monkeypatch.setattr(prepared, "PREPARED", tmp_path / "prepared")
+    source = write_files(tmp_path / "mine", USER_FILES[kind])
+    tokenizer = xlmr if kind else bpe
+    run, no_run = tmp_path / "run", tmp_path / "hugging-face"
+    run.mkdir()
+    no_run.mkdir()
+    tokenizer.save(run)
+    folder = ready(str(source), kind, run=run)
+    assert meta_of(folder)["tokenizer"]["sha256"] == tokenizer.sha256
+    assert ready(str(source), kind, make=False, run=run) == folder
+    learned = ready(str(source), kind)
+    assert ready(str(source), kind, run=no_run) == learned != folder
+    assert meta_of(learned)["tokenizer"]["sha256"] != tokenizer.sha256
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Many languages
 

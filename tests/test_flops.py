@@ -78,7 +78,7 @@ def counted(model: torch.nn.Module, *inputs) -> tuple[int, float]:
     """-> FLOPs of a forward pass by torch's counter, including products with b_out; rows that experts served."""
     watches = [RoutingStats(moe) for moe in model.moe_layers]
     model(*inputs)
-    rows = sum(watch.sums["served"] for watch in watches)
+    rows = sum(float(watch.rows[1].sum()) for watch in watches)
     for watch in watches:
         watch.finish()
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
@@ -122,6 +122,29 @@ def test_flops_of_the_translator_equal_torchs_count(changes):
     row = stack * 2 * 2 * 8 * 8
     biases = 0 if "moe_after" in changes else passes * 2 * 4 * 8
     assert count == 2 * work - passes * row + biases + rows * row
+
+
+def test_flops_served_by_hand():
+    """0.5 and 2.25 experts per token in two sparse layers, instead of 1; an expert is a stack of three FFNs."""
+    model = MaskedLM(small("hypersphere", moe_after=(1, 2)), V)
+    layers = [{"served": 0.5}, {"served": 2.25}]
+    row = 3 * 2 * 2 * 8 * 8
+    assert flops.as_served(model, 10_000.0, layers) == 10_000 - 0.5 * row + 1.25 * row
+    assert flops.as_served(model, 10_000.0, layers, tokens=7) == 10_000 + 7 * 0.75 * row
+    assert flops.as_served(model, 10_000.0, []) == 10_000
+
+
+@pytest.mark.parametrize("router", ["dense", *ROUTERS])
+def test_flops_served_equal_torchs_count(router):
+    model = lively(GPT(small(router, capacity=0.25), V)).eval()  # experts drop tokens
+    ids = torch.randint(V, (2, 12))
+    count, rows = counted(model, ids)
+    watches = [RoutingStats(moe) for moe in model.moe_layers]
+    model(ids)
+    layers = [watch.finish() for watch in watches]
+    work = flops.flops_per_token(model, model.config, head=2 * 8 * V)
+    biases = 24 * 2 * 4 * 8 * len(layers)
+    assert count - biases == pytest.approx(24 * flops.as_served(model, work, layers))
 
 
 @pytest.mark.parametrize("preset, paper", [("base", 279e6), ("large", 840e6), ("xl", 2.2e9)])

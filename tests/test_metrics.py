@@ -15,9 +15,9 @@ from test_flops import small
 from engine.device import Context
 from metrics import bits_per_byte, crosslingual, perplexity
 from metrics.bilingual import bootstrap
-from metrics.routing import RoutingStats, mean_over_layers, representation_collapse
+from metrics.routing import RoutingStats, describe_routing, mean_over_layers, representation_collapse
 from model import MoE, x_moe_layer, xmoe_layer
-from routers import ROUTERS
+from routers import NOT_CHOSEN, ROUTERS
 
 CPU = Context(0, 1, torch.device("cpu"), torch.float32)
 V = 23
@@ -46,7 +46,7 @@ def test_the_middle_layer_and_means_over_layers():
 def literal_stats(moe: MoE, calls: list) -> dict:
     """calls: h (S, D) and ids (S,) of each forward pass. test_routers.py tests what routers choose."""
     E, ffn = moe.router.E, moe.experts
-    tokens, wanted, served, unserved, entropy, positive, units, load = 0, 0, 0, 0, 0.0, 0, 0, []
+    tokens, wanted, served, unserved, entropy, positive, units, load, kept_by = 0, 0, 0, 0, 0.0, 0, 0, [], []
     for h, ids in calls:
         routing = moe.router(h, ids)
         turn = {(s, e): (-routing.priority[s, e].item(), s) for s, e in routing.wanted.nonzero().tolist()}
@@ -55,6 +55,7 @@ def literal_stats(moe: MoE, calls: list) -> dict:
         unserved += sum(not any((s, e) in kept for e in range(E)) for s in range(len(h)))
         entropy -= sum(p * math.log(p) for p in routing.probs.flatten().tolist() if p > 0)
         load += [e for _, e in turn]
+        kept_by += [e for _, e in kept]
         for s, e in kept:
             a = reference.expert_hidden(h[s], e, ffn.w_in, ffn.b_in)
             positive, units = positive + int((a > 0).sum()), units + len(a)
@@ -64,6 +65,8 @@ def literal_stats(moe: MoE, calls: list) -> dict:
         "cut": (wanted - served) / wanted,
         "unserved": unserved / tokens,
         "imbalance": max(load.count(e) for e in range(E)) / (wanted / E),
+        "load": [kept_by.count(e) / served for e in range(E)],
+        "dead": sum(kept_by.count(e) == 0 for e in range(E)),
         "entropy": entropy / tokens,
         "positive": positive / units,
     }
@@ -84,7 +87,9 @@ def test_statistics_are_literal_counts_without_padding(router):
     flat[2] = flat[2][0][nonpad], flat[2][1][nonpad]
     expected = literal_stats(moe, flat)
     assert expected["cut"] > 0
-    assert watch.finish() == pytest.approx(expected, rel=1e-9, abs=1e-12)
+    stats = watch.finish()
+    assert stats.pop("load") == pytest.approx(expected.pop("load"), abs=5e-6)  # five digits
+    assert stats == pytest.approx(expected, rel=1e-9, abs=1e-12)
     assert not moe.watchers
 
 
@@ -97,6 +102,22 @@ def test_statistics_of_stacks_and_of_no_tokens():
     assert stats["wanted"] == 1
     nothing = RoutingStats(moe).finish()
     assert nothing["wanted"] == nothing["unserved"] == nothing["imbalance"] == 0
+    assert nothing["load"] == [0, 0, 0, 0]
+
+
+def test_experts_that_serve_no_token_are_dead(monkeypatch):
+    """All tokens choose expert 2 of 4."""
+    moe = layer("switch", capacity=4.0)
+    third = torch.tensor([NOT_CHOSEN, NOT_CHOSEN, 1.0, NOT_CHOSEN], dtype=torch.float64)
+    monkeypatch.setattr(moe.router, "choose", lambda score, probs: third.expand_as(probs))
+    watch = RoutingStats(moe)
+    moe(torch.randn(1, 8, 8).double(), torch.zeros(1, 8, dtype=torch.int64))
+    stats = watch.finish()
+    assert (stats["load"], stats["dead"]) == ([0, 0, 1, 0], 3)
+    assert "load imbalance 4.00, 3 of 4 experts dead, entropy" in describe_routing(stats)
+    assert "dead" not in describe_routing(stats | {"dead": 0})
+    older = {name: value for name, value in stats.items() if name not in ("load", "dead")}  # an older result
+    assert "load imbalance 4.00, entropy" in describe_routing(older)
 
 
 def literal_rc(h: torch.Tensor, chosen: torch.Tensor) -> float:

@@ -399,7 +399,7 @@ def test_init_from_starts_from_the_weights_of_another_run(options, corpora, tmp_
     torch.testing.assert_close(saved(options)["model"], load_checkpoint(before / "ckpt.pt")["model"])
     capsys.readouterr()
     for change, message in {
-        "data": (corpora["c"], "not a run of this script with the vocabulary of this corpus"),
+        "data": (corpora["c"], "was trained with another tokenizer than the corpus: pass --data a text file or folder"),
         "n_head": (4, "has n_head 2, not 4"),
         "frequency_bias": (False, "has frequency_bias True, not False"),
         "router": ("dense", "does not have the weights of the model that it describes"),

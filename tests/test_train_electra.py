@@ -27,7 +27,7 @@ from data.tokenizers import XLMR, train_sentencepiece
 from engine.device import Context, setup
 from engine.run import Run
 from engine.table import mean_cell
-from metrics import bilingual, counting, crosslingual
+from metrics import bilingual, counting, crosslingual, flops
 from metrics.bilingual import bootstrap
 from model import PAD, MaskedLM
 from train_electra import Config, Electra, sample, score
@@ -265,6 +265,9 @@ def test_every_row_trains_and_reports(row, options, monkeypatch, capsys):
         assert last[kind]["masked"] > 1.5 * first[kind]["masked"]
     assert (result["parameters"]["without_generator"] < result["parameters"]["total"]) == rtd
     assert records[0]["flops"] * 2 == records[1]["flops"] == result["flops"]
+    batches = 3 * config.steps * (1 + config.tlm) * config.batch_tokens  # of sentences, and of pairs
+    difference = flops.as_served(model, 0.0, last["layers"])
+    assert result["flops_served"] == pytest.approx(result["flops"] + batches * difference)
     sentences, pairs = (corpus.checksum for corpus in data.values())
     assert sentences != pairs
     assert saved(options)["identity"]["data_checksum"] == f"{sentences}+{pairs}"

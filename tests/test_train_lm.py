@@ -62,6 +62,17 @@ def test_every_router_trains_and_reports(name, options, monkeypatch, capsys):
     assert all(layer["cut"] == 0 for layer in unlimited["layers"])
     dtypes = {weight.dtype for weight in saved(options)["model"].values()}
     assert dtypes <= {torch.float32, torch.int64}  # int64: Hash's table
+    # FLOPs with the experts that served, by hand: a row of an expert is a product with both its matrices.
+    _, _, net = opened(options | {"router": name})
+    head = 2 * 16 * net.vocab_size
+    expected = flops.flops_per_token(net, net.config, head)
+    for moe, layer in zip(net.moe_layers, limited["layers"]):
+        E, F, D = moe.experts.w_in.shape
+        expected += (layer["served"] - flops.served_rows(moe)) * 2 * 2 * F * D
+        assert len(layer["load"]) == E
+        assert sum(layer["load"]) == pytest.approx(1, abs=E * 5e-6)
+    assert result["flops_served"] == pytest.approx(expected)
+    assert ("forward MFLOPs per token used" in out) == (result["flops_served"] != result["flops"])
     # Tokens are easy or hard only if the router lets them choose how many experts they get.
     assert ("easy" in result) == (name == "threshold")
     assert ("many: " in out) == (name == "threshold")
@@ -231,7 +242,9 @@ def test_a_sample_stops_at_the_end_of_a_text(options, monkeypatch, capsys):
 
 def test_evaluation_with_other_routing_leaves_the_run_unchanged(options, monkeypatch, capsys):
     at_test = options | {"eval_only": True, "eval_threshold": 0.0, "eval_capacity": 0.125}
-    assert "first train with all constants but eval_ ones" in LM.refused(at_test, monkeypatch, capsys)
+    assert "first train with all constants but eval_ ones, or pass --init_from RUN" in LM.refused(
+        at_test, monkeypatch, capsys
+    )
     LM.run(options, monkeypatch)
     folder = only_run(options["out_dir"])
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
@@ -259,6 +272,60 @@ def test_evaluation_with_other_routing_leaves_the_run_unchanged(options, monkeyp
     for resume in (True, False):
         message = LM.refused(at_test | {"resume": resume}, monkeypatch, capsys)
         assert f"{folder} differs in data_checksum" in message
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"router": "topk", "top_k": 1},
+        {"router": "topk", "data": "text"},
+        {"router": "switch", "split": 4, "capacity": 0.1},
+    ],
+    ids=lambda change: str([*change]),
+)
+def test_a_run_can_be_tested_with_other_constants_and_on_another_text(change, options, monkeypatch, capsys):
+    monkeypatch.setattr("data.folder.PREPARED", options["out_dir"] / "prepared")
+    LM.run(options | {"router": "topk", "out_dir": options["out_dir"] / "trained"}, monkeypatch)
+    run = only_run(options["out_dir"] / "trained")
+    files = {path.name: path.read_bytes() for path in run.iterdir()}
+    if "data" in change:
+        text = options["out_dir"] / "other.txt"
+        text.write_text("\n\n".join(" ".join(map(str, range(i, i + 20))) for i in range(400)))
+        change = change | {"data": text}
+    tested = options | change | {"eval_only": True, "init_from": run, "out_dir": options["out_dir"] / "tested"}
+    capsys.readouterr()
+    with monkeypatch.context() as patch:
+        patch.setattr(train_lm.Run, "steps", None)  # training would fail
+        LM.run(tested, patch)
+    out = capsys.readouterr().out
+    assert {path.name: path.read_bytes() for path in run.iterdir()} == files
+    (file,) = only_run(tested["out_dir"]).glob("eval-*.json")
+    record = json.loads(file.read_text())
+    assert f"perplexity {record['test']['ppl']:.2f}" in out
+    for name, value in change.items():
+        assert record["config"][name] == (str(value) if name == "data" else value)
+    names = {name for name in change if name != "router" or change["router"] != "topk"}
+    assert record["trained"].keys() == names
+    assert all(f"{name} {change[name]} (trained with {record['trained'][name]})" in out for name in names)
+    # The same as evaluating the run's weights in a model with these constants
+    config = command_line(train_lm.Config, train_lm.PRESETS, words(tested))
+    context = setup("cpu", config.dtype)
+    data = TokenData.open(config.data, config, context)
+    assert data.tokenizer.sha256 == load_tokenizer(run).sha256
+    net = train_lm.GPT(config, data.vocab_size)
+    net.load_state_dict(saved({"out_dir": options["out_dir"] / "trained"})["model"])
+    assert train_lm.evaluate(net, data, "test", context)["loss"] == pytest.approx(record["test"]["loss"])
+
+
+def test_a_prepared_corpus_with_another_tokenizer_cannot_test_a_run(options, corpora, monkeypatch, capsys):
+    LM.run(options, monkeypatch)
+    run = only_run(options["out_dir"])
+    tested = options | {"eval_only": True, "init_from": run, "data": corpora["c"]}
+    line = LM.refused(tested, monkeypatch, capsys)
+    assert line.endswith(
+        "another tokenizer than the corpus: pass --data a text file or folder, "
+        f"or prepare the corpus with --tokenizer {run}"
+    )
 
 
 def test_gpt2_weights_can_be_evaluated_and_trained_further(options, tmp_path, monkeypatch):
@@ -336,7 +403,8 @@ def test_table_1_has_every_row_and_trains_each_once(options, monkeypatch, capsys
     assert sorted(row[5] for row in rows) == sorted(f"{test['bpb']:.3f}" for test in tests)
     assert sorted(row[6] for row in rows) == sorted(f"{test['ppl']:.2f}" for test in tests)
     assert all(float(row[6]) > 1 for row in rows)
-    assert rows[0][8:] == [""] * 4  # a dense model has no routing statistics
+    assert rows[0][8:12] == [""] * 4  # a dense model has no routing statistics
+    assert all(float(row[12]) >= 0 for row in rows)  # MFLOPs served
     assert all(all(row[8:10]) for row in rows[1:])
     monkeypatch.setattr(train_lm.GPT, "forward", None)  # training or testing would fail
     LM.run(options, monkeypatch)

@@ -85,6 +85,8 @@ def test_every_row_trains_and_reports(row, options, monkeypatch, capsys):
     head = 0.4 * 2 * 16 * (16 + data.vocab_size)  # only masked tokens pass through it
     work = flops.flops_per_token(model.encoder, model.config, head)
     assert result["flops"] == pytest.approx(work)
+    assert result["flops_served"] == pytest.approx(flops.as_served(model, work, scores["layers"]))
+    assert all(len(layer["load"]) == moe.router.E for layer, moe in zip(scores["layers"], model.moe_layers))
 
 
 def test_evaluation_matches_a_literal_loop(options):

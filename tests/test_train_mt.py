@@ -19,6 +19,7 @@ from helpers import TORCHRUN, Script, flip_a_byte, metrics, only_run, result_of,
 import train_mt
 from data.batches import TranslationData
 from data.prepare import prepare
+from engine import pretrained
 from engine.config import command_line
 from engine.device import seed_all, setup
 from engine.run import Run
@@ -100,6 +101,11 @@ def test_every_row_trains_translates_and_reports(row, options, monkeypatch, caps
         assert limited == unlimited
         assert "without a limit" not in out
     assert all(record["bleu"] >= 0 for record in metrics(options["out_dir"]))
+    model, data = pretrained.load(only_run(options["out_dir"]))[0], opened(options)[2]
+    counts = data.meta["splits"]["train"]
+    length, work = counts["tokens"] / counts["pairs"] / 2, result["flops_per_pair"]
+    served = flops.as_served(model, work, limited["layers"], length)
+    assert result["flops_served_per_pair"] == pytest.approx(served)
 
 
 def test_flops_per_token_are_those_of_a_pair_over_its_tokens(options, monkeypatch):
