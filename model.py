@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from routers import NOT_CHOSEN, ROUTERS, RouterError, check_priority
+from routers import NOT_CHOSEN, RouterError, check_priority, find_router
 
 PAD = 1  # the encoder's `<pad>`, as in XLM-R, positions start after it
 MIN_CAPACITY = 4
@@ -67,7 +67,8 @@ class MoE(nn.Module):
             y = y + self.router.beside(flat, routing)
         if nonpad is not None:
             y = y.new_zeros(B * T, D).index_copy(0, nonpad, y)
-        return y.view_as(h), sum(weight * loss for weight, loss in routing.losses.values())
+        losses = [weight * loss for weight, loss in routing.losses.values()]
+        return y.view_as(h), sum(losses, gates.new_zeros(()))
 
     def capacity(self, S: int) -> int:
         """C, how many of S tokens one expert may serve (XMoE eq. 3): at least 4, at most S; gamma inf: no limit.
@@ -278,7 +279,7 @@ def xmoe_layer(config, V: int, gelu: str) -> MoE:
 
     Raises ValueError if split does not divide the width.
     """
-    router = ROUTERS[config.router]
+    router = find_router(config.router)
     split = config.split or router.split
     if config.ffn_size % split:
         raise ValueError(f"split = {split} does not divide ffn_size = {config.ffn_size}")
@@ -298,7 +299,7 @@ def x_moe_layer(config, V: int, gelu: str) -> MoE:
     size, layers = (config.experts, config.n_embd, config.expert_size, gelu), config.expert_layers
     top_k = 1 if config.top_k is None else config.top_k
     return MoE(
-        ROUTERS[config.router](config, config.experts, top_k, V, x_moe=True),
+        find_router(config.router)(config, config.experts, top_k, V, x_moe=True),
         Stacks(*size, layers) if layers else Experts(*size),
         capacity_factor=config.capacity_factor,
         at_test=config.capacity_factor,

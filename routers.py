@@ -5,7 +5,9 @@ early the expert serves it. That is all the dispatch in model.py needs: each exp
 priority. S tokens, D model width, E experts, K experts per token.
 """
 
+import importlib.util
 import math
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -22,10 +24,26 @@ def router(name: str):
     """Registers a class as `--router name`."""
 
     def register(cls):
+        cls.reads = cls.reads | cls.constants.keys()
         ROUTERS[name] = cls
         return cls
 
     return register
+
+
+def find_router(name: str) -> type["Router"]:
+    """The class of a name in ROUTERS, or of FILE.py:NAME in a file of your own. Raises ValueError if missing."""
+    file, _, _ = name.rpartition(":")
+    if file.endswith(".py") and name not in ROUTERS:
+        before = dict(ROUTERS)
+        spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+        of_file = {f"{file}:{short}": cls for short, cls in ROUTERS.items() if before.get(short) is not cls}
+        ROUTERS.clear()
+        ROUTERS.update(before | of_file)
+    if name not in ROUTERS:
+        raise ValueError(f"router must be dense, FILE.py:NAME, or one of {', '.join(ROUTERS)}, not {name!r}")
+    return ROUTERS[name]
 
 
 class RouterError(ValueError):
@@ -67,6 +85,7 @@ class Router(nn.Module):
     balanced = True  # train with the balance loss
     orthogonal = False  # start expert embeddings orthogonal in every layer
     reads = {"score", "gate", "routing_dim", "init_temperature", "router_std", "router_lr", "balance_coef"}
+    constants = {}  # name -> default of constants of your own: `--name value`, and `self.config.name`
     tallies = ()  # names of buffers that count over a training step
     beside = None  # a method (h, routing) -> (S, D), added to the experts' output of every token; None: nothing
 
@@ -111,13 +130,17 @@ class Router(nn.Module):
             probs = logits.softmax(dim=1)  # XMoE eq. 1
             priority = self.choose(score.detach(), probs.detach())
             check_priority(self, priority, probs)
-            gate = probs if self.gate == "softmax" else logits.sigmoid()  # X-MoE eq. 8
-            weight = torch.where(priority > NOT_CHOSEN, gate, 0.0)
+            weight = torch.where(priority > NOT_CHOSEN, self.gates(logits, probs), 0.0)
             if self.over_chosen and self.gate == "softmax":  # X-MoE 2.2
                 total = weight.sum(dim=1, keepdim=True)  # (S, 1)
                 weight = weight / total.clamp_min(torch.finfo(total.dtype).tiny)
             losses = self.losses(score, probs, priority)
-        return Routing(weight, priority, losses, probs)
+        E = self.E  # further columns of `scores` are null experts, which a token may choose for nothing
+        return Routing(weight[:, :E], priority[:, :E], losses, probs[:, :E])
+
+    def gates(self, logits, probs):
+        """(S, E), (S, E) -> (S, E): the weight of an expert's output, where it is chosen."""
+        return probs if self.gate == "softmax" else logits.sigmoid()  # X-MoE eq. 8
 
     def losses(self, score, probs, priority) -> dict[str, tuple[float, Tensor]]:
         """What a layer adds to the training loss: {name: (weight, value)}. score and probs (S, E) have gradients."""
@@ -127,7 +150,7 @@ class Router(nn.Module):
             probs = (score / self.init_temperature).softmax(dim=1)
         counted = priority > NOT_CHOSEN
         if not self.over_chosen:
-            counted = one_hot(priority.argmax(dim=1), self.E)  # the first choice has the highest priority
+            counted = one_hot(priority.argmax(dim=1), probs.shape[1])  # the first choice has the highest priority
         return {"balance": (self.config.balance_coef, balance_loss(counted, probs))}
 
     def scores(self, h):

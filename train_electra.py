@@ -216,7 +216,7 @@ class Electra(SparseModel):
         self.generator.encoder.rel_bias = self.encoder.rel_bias
 
     def forward(self, ids, masked, targets, nonpad=None):
-        """-> MLM or TLM loss, averaged over masked tokens; routers' losses; MRTD or TRTD loss, averaged over all tokens.
+        """-> MLM or TLM loss, a mean over masked tokens; routers' losses; MRTD or TRTD loss, a mean over all tokens.
 
         ids (B, T) after masking; masked (M,) flat indices, targets (M,) the tokens there; nonpad: see `Encoder`.
         """

@@ -24,7 +24,7 @@ from engine.device import Context, setup, warn
 from engine.files import from_json, read_json, to_json
 from engine.table import markdown_table, mean_cell
 from model import GPT, SparseModel
-from routers import ROUTERS
+from routers import find_router
 
 
 @dataclass
@@ -210,10 +210,7 @@ def read_run(folder: str, script: str) -> TrainedRun:
 
 def router_of(config: dict) -> type | None:
     """The router class of a run, None for a dense model. Raises ValueError if the router no longer exists."""
-    name = config["router"]
-    if name != "dense" and name not in ROUTERS:
-        raise ValueError(f"routers.py has no router {name!r}, which a run was trained with")
-    return ROUTERS.get(name)
+    return None if config["router"] == "dense" else find_router(config["router"])
 
 
 def reads(config: dict, constant: str) -> bool:

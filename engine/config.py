@@ -15,7 +15,7 @@ from typing import Annotated
 
 import tyro
 
-from routers import ROUTERS
+from routers import ROUTERS, find_router
 
 # Constants that say where and how to run, or what to do with a trained model. They do not identify a run.
 WHERE = {"preset", "table", "seeds", "out_dir", "resume", "device", "log_every"}
@@ -25,7 +25,7 @@ WHERE |= {"translate", "encoders", "source"}  # data read from a source is ident
 
 # Constants of sparse layers, unused in a dense model.
 SPARSE = {"moe_every", "expert_ffns", "split", "capacity", "eval_capacity", "decoder_moe"}  # XMoE's
-SPARSE |= {"moe_after", "experts", "expert_size", "expert_layers", "capacity_factor", "balance_coef"}
+SPARSE |= {"moe_after", "experts", "expert_size", "expert_layers", "capacity_factor"}
 
 # Constants that decide which others are read; error messages name them.
 REASONS = ("router", "score", "objective", "tlm", "relative_bias", "task", "table", "translate")
@@ -82,8 +82,10 @@ def check(config):
         if getattr(config, "translate", None) is None and size % micro_size:
             raise ValueError(f"{micro} = {micro_size} does not divide {batch} = {size}")
     router = getattr(config, "router", "dense")
-    if router != "dense" and router not in ROUTERS:
-        raise ValueError(f"router must be dense or one of {', '.join(ROUTERS)}, not {router!r}")
+    if router != "dense":
+        cls = find_router(router)
+        for name in cls.reads - cls.__base__.reads - vars(config).keys():
+            raise ValueError(f"{cls.__name__}.reads has {name!r}: correct it, or add a line {name} to Config")
 
 
 def command_line(Config: type, presets: dict, argv: list[str]):
@@ -91,17 +93,28 @@ def command_line(Config: type, presets: dict, argv: list[str]):
 
     Raises ValueError if a value is out of range, or the chosen model does not read an option.
     """
-    preset_parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    preset_parser.add_argument("--preset", default=Config.preset)
-    preset = preset_parser.parse_known_args(argv)[0].preset
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--preset", default=Config.preset)
+    parser.add_argument("--router")
+    preset, router = vars(parser.parse_known_args(argv)[0]).values()
     if preset not in presets:
         raise ValueError(f"preset must be one of {', '.join(presets)}, not {preset!r}")
+    router = router or presets[preset].get("router", getattr(Config, "router", "dense"))
+    Config = with_constants(Config, router)
     default = Config(**{"preset": preset} | presets[preset])
     config = parse(default, argv, sys.modules[Config.__module__].__doc__)
     check(config)
     if not config.table or getattr(config, "translate", None):  # rows of a table are different models
         refuse(config, presets, unread(config))
     return config
+
+
+def with_constants(Config: type, router: str) -> type:
+    """The Config with a field for each of the router's own constants."""
+    constants = {} if router == "dense" else find_router(router).constants
+    fields = [(name, type(value), value) for name, value in constants.items() if not hasattr(Config, name)]
+    module = {"__module__": Config.__module__}
+    return dataclasses.make_dataclass(Config.__name__, fields, bases=(Config,), namespace=module) if fields else Config
 
 
 def parse(default, argv: list[str], description: str):
@@ -157,10 +170,7 @@ def unread(config) -> set[str]:
     of_routers = {name for router in ROUTERS.values() for name in router.reads}
     if config.router == "dense":
         return unused | of_routers | SPARSE
-    router = ROUTERS[config.router]
-    if not router.balanced:
-        unused |= {"balance_coef"}
-    return unused | of_routers - router.reads_with(config.score)
+    return unused | of_routers - find_router(config.router).reads_with(config.score)
 
 
 def refuse(config, presets: dict, names: set[str]):

@@ -52,7 +52,7 @@ def differing(recorded: dict | None, current: dict) -> Iterator[str]:
 
 
 def code_of(config) -> dict[str, str]:
-    """Checksums of the code that a run's numbers depend on: model.py, routers.py, the script's functions and classes.
+    """Checksums of the code that a run's numbers depend on: model.py, routers, the script's functions and classes.
 
     Comments and docstrings do not count, nor does the script's Config: constants are compared by value.
     """
@@ -60,8 +60,12 @@ def code_of(config) -> dict[str, str]:
     modules = {"model": "model.py", "routers": "routers.py", Config.__module__: "the script"}
     python = ".".join(platform.python_version_tuple()[:2])  # ast.unparse depends on it
     checksums = {}
-    for module, name in modules.items():
-        tree = ast.parse(inspect.getsource(sys.modules[module]))
+    sources = {name: inspect.getsource(sys.modules[module]) for module, name in modules.items()}
+    file, _, _ = getattr(config, "router", "").rpartition(":")
+    if file:  # a router in a file of its own
+        sources[file] = Path(file).read_text()
+    for name, source in sources.items():
+        tree = ast.parse(source)
         if name == "the script":
             code = [node for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
             tree.body = [node for node in code if node.name != Config.__name__]

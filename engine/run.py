@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -23,6 +24,7 @@ from engine.config import identity
 from engine.device import Context, fail, show, warn
 from engine.files import MADE, code_of, differing, folder_of, newest, read_json, to_json, write
 from engine.parallel import compiles
+from routers import RouterError
 
 SIGNALS = signal.SIGTERM, signal.SIGINT  # the second is Ctrl-C
 
@@ -272,11 +274,20 @@ class Run:
         begun, window = time.perf_counter(), self.window()
         weights_sum = sum(p.detach().sum() for p in self.model.parameters())
         self.check_finite(window["loss_sum"] + float(weights_sum), done)
+        self.check_buffers()
         state = {"seconds": self.seconds, "log": self.log, "window": window, "extra": self.extra}
         state |= {"precision": self.precision, "code": self.code}
         state["optimizer"] = get_optimizer_state_dict(self.model, self.optimizer)
         self.save_model("ckpt.pt", self.model, done, **state)
         self.clock += time.perf_counter() - begun  # writing a file is not training
+
+    def check_buffers(self):
+        """Raises RouterError if processes differ in a buffer: a checkpoint has that of rank 0."""
+        buffers = {name: zlib.crc32(x.cpu().double().numpy().tobytes()) for name, x in self.model.named_buffers()}
+        for others in self.context.gather(buffers):
+            for name in differing(others, buffers):
+                problem = f"{name} of router {self.config.router} differs between processes"
+                raise RouterError(f"{problem}: count what it depends on with `tally` and `count`")
 
     def save_model(self, name: str, model, step: int, **state):
         """Saves what it takes to rebuild the model, and `state`."""

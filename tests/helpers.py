@@ -31,12 +31,17 @@ CONSTANTS = dict(n_layer=2, n_head=2, n_embd=8, ffn_size=16, block_size=16, drop
 CONSTANTS |= dict(frequency_bias=False, relative_bias=False, expert_ffns=4, split=None, capacity=1.0, moe_after=(1,))
 CONSTANTS |= dict(experts=4, expert_size=8, expert_layers=2, top_k=None, capacity_factor=float("inf"), router="switch")
 CONSTANTS |= dict(score=None, gate=None, threshold=0.9, routing_dim=None, init_temperature=None, router_std=0.1)
-CONSTANTS |= dict(eval_capacity=None, eval_threshold=None)
+CONSTANTS |= dict(eval_capacity=None, eval_threshold=None, balance_coef=1.0)
 
 
 def constants(**changes) -> SimpleNamespace:
     """A config for models and routers."""
     return SimpleNamespace(**CONSTANTS | changes)
+
+
+def balance_of(routing) -> torch.Tensor:
+    """The balance loss of a routing, without its weight; 0 if the router has none."""
+    return torch.as_tensor(sum(value for _, value in routing.losses.values()))
 
 
 def lively(module: torch.nn.Module, dtype=torch.float64) -> torch.nn.Module:

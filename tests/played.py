@@ -46,7 +46,7 @@ def curve(case: str, context) -> dict:
         clip_gradients(gpt, 0.5)
         optimizer.step()
         optimizer.zero_grad()
-        gpt.after_step()
+        gpt.after_step(context.sum)
         losses.append(float(context.sum(total)))
     return {"losses": losses, "weights": gpt.state_dict(), "storages of gradients": storages}
 

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 import torch
-from helpers import ROOT, TINY_LM, Script, constants, lively, losses, saved, stopped, values_and_gradients
+from helpers import ROOT, TINY_LM, Script, balance_of, constants, lively, losses, saved, stopped, values_and_gradients
 
 import model
 import train_lm
@@ -47,7 +47,7 @@ def registered():
             probs = self.scores(h.to(self.experts.dtype)).softmax(dim=1)
             chosen = one_hot(ids % self.E, self.E)
             priority = torch.where(chosen, probs.detach(), NOT_CHOSEN)
-            return Routing(torch.where(chosen, probs, 0.0), priority, balance_loss(chosen, probs), probs)
+            return Routing(torch.where(chosen, probs, 0.0), priority, {"balance": (1.0, balance_loss(chosen, probs))}, probs)
 
     yield
     ROUTERS.clear()
@@ -105,7 +105,7 @@ def test_each_expert_keeps_the_tokens_of_highest_priority(name, monkeypatch):
         first = sorted(s for _, s in queue[: 48 // 8])  # C is half of S / 4
         assert served.nonzero().flatten().tolist() == first
     assert kept.sum() < routing.wanted.sum()
-    assert routing.balance_loss > 0
+    assert balance_of(routing) > 0
 
 
 @pytest.mark.parametrize("name", MY_ROUTERS)
