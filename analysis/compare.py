@@ -1,6 +1,7 @@
 """Two experiments compared seed by seed. tools/claims.py uses the same arithmetic."""
 
 import math
+import os
 import shlex
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -21,32 +22,12 @@ MEASURES = {  # script -> the number to compare, and what it is
     "train_electra": ("masked tokens right", "held-out masked tokens right"),
     "finetune_xtreme": ("F1 or accuracy", "F1 or accuracy over languages"),
 }
-RELATIVE = {"ours", "no limit", "our perplexity", "rc", "RC", "RC at first"}  # the difference is a ratio, in %
+RELATIVE = {"ours", "no limit", "our perplexity", "rc", "RC", "RC at first"}  # differences are in %
 
 
 @dataclass
 class Compare(FigureOptions):
     number: str | None = None  # a column of the script's table or a routing statistic; None: the script's main measure
-
-
-@dataclass
-class Experiment:
-    """Runs that differ only in their seed."""
-
-    folder: str  # of one of them
-    script: str
-    config: dict  # its constants
-    runs: dict[int, TrainedRun]  # seed -> finished run
-    results: dict[int, dict]  # seed -> its result.json
-
-    def mean(self, value: Callable) -> str:
-        """The mean of value(result) over seeds, or "" if a seed has none."""
-        values = [value(result) for result in self.results.values()]
-        return "" if None in values else f"{fmean(values):{',.0f' if fmean(values) > 100 else '.3g'}}"
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The arithmetic
 
 
 def number_of(name: str, result: dict, cells: Callable) -> float | None:
@@ -81,8 +62,11 @@ def flops_of(result: dict) -> float | None:
     return flops["total"] if isinstance(flops, dict) else flops
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The comparison
+COSTS = {  # row of the table -> its value in a result, and its format
+    "FLOPs, nominal": (flops_of, ",.0f"),
+    "FLOPs, served": (lambda result: result.get("flops_served"), ",.0f"),
+    "minutes": (lambda result: result["seconds"] / 60, ".1f"),
+}
 
 
 def compare(options: Compare, scripts: dict[str, ModuleType]):
@@ -94,120 +78,100 @@ def compare(options: Compare, scripts: dict[str, ModuleType]):
     """
     if len(options.folders) != 2:
         raise ValueError("pass two runs, such as out/train_lm/demo-router=topk out/train_lm/demo")
-    a, b = both = [*map(find, options.folders)]
-    check_comparable(a, b)
-    script, (number, words) = scripts[a.script], MEASURES[a.script]
+    sides = a, b = [*map(find_seeds, options.folders)]
+    script = scripts[check_comparable(options.folders, sides)]
+    number, words = MEASURES[script.__name__]
     if options.number not in (None, number):
         number = words = options.number
-    relative = number in RELATIVE
     values = []
-    for side in both:
-        numbers = {seed: number_of(number, result, script.cells) for seed, result in side.results.items()}
+    for side in sides:
+        numbers = {seed: number_of(number, run.result, script.cells) for seed, run in side.items()}
         values.append({seed: x for seed, x in numbers.items() if x is not None})
+    relative = number in RELATIVE
     differences = paired(*values, math.log if relative else float)
     if not differences:
-        raise ValueError(f"no seed of both runs has {words}: train more with {command(script, b, min(a.runs))}")
+        raise ValueError(f"no seed of both runs has {words}: train more with {command(script, b, min(a))}")
 
-    def number_in(difference: float) -> float:
+    def size(difference: float) -> float:
         return 100 * math.expm1(difference) if relative else difference
 
     def in_words(difference: float) -> str:
-        return f"{float(f'{number_in(difference):.2g}'):+g}{'%' * relative}"
+        return f"{float(f'{size(difference):.2g}'):+g}{'%' * relative}"
 
-    print(f"A: {a.folder}, {len(a.runs)} finished\nB: {b.folder}, {len(b.runs)} finished")
-    for name in differing(a.config, b.config):
-        if name not in ignored(a.config):
-            print(f"{name}: {a.config[name]} in A, {b.config[name]} in B")
-    rows = [[f"seed {s}", *(f"{x[s]:.5g}" for x in values), in_words(d)] for s, d in differences.items()]
-    ends, verdict = None, f"one pair of seeds decides nothing{spread(values, relative)}"
+    rows = [[f"seed {s}", *(f"{side[s]:.5g}" for side in values), in_words(d)] for s, d in differences.items()]
+    records = [{"side": "A - B", "seed": s, words: size(d)} for s, d in differences.items()]
+    panel = Panel(f"A - B{', %' * relative}", records, "side", "seed", words, {"no difference": 0}, joined=False)
+    drawing = shared.draw([*curves(sides), panel])
     if len(differences) > 1:
-        mean, *ends, p = interval(differences.values())
+        mean, low, high, p = interval(differences.values())
+        drawing.axes[-1].axhspan(size(low), size(high), alpha=0.15)
         means = [f"{fmean(side[seed] for seed in differences):.5g}" for side in values]
-        low, high = map(in_words, ends)
-        rows.append(["mean", *means, f"{in_words(mean)} ({low} to {high}, p {p:.2g})"])
-        verdict = f"A is {'higher' if mean > 0 else 'lower'} by {in_words(abs(mean)).lstrip('+')}"
-        if ends[0] <= 0 <= ends[1]:
+        rows.append(["mean", *means, f"{in_words(mean)} ({in_words(low)} to {in_words(high)}, p {p:.2g})"])
+        verdict = f"A is {'higher' if mean > 0 else 'lower'} by {in_words(mean)[1:]}"
+        if low <= 0 <= high:
             verdict = "no significant difference"
     else:
-        for side in both:
-            if len(side.runs) == 1:
-                verdict += f"\nmore seeds of {side.folder}: {command(script, side, min(side.runs))}"
-    for name, value in COSTS.items():
-        row = [side.mean(value) for side in both]
-        rows += [[name, *row, ""]] if any(row) else []
+        verdict = "one pair of seeds decides nothing"
+        for name, side, numbers in zip("AB", sides, values):
+            if len(numbers) > 1:
+                deviation = stdev([math.log(x) if relative else x for x in numbers.values()])
+                verdict += f"\nstandard deviation of the {len(numbers)} seeds of {name}: {in_words(deviation)[1:]}"
+            else:
+                verdict += f"\nmore seeds of {name}: {command(script, side, min(side))}"
+    for name, (value, form) in COSTS.items():
+        costs = [[x for x in map(value, (run.result for run in side.values())) if x is not None] for side in sides]
+        if any(costs):
+            rows.append([name, *(f"{fmean(x):{form}}" if x else "" for x in costs), ""])
     table = [["", "A", "B", f"A - B, {words}"], *rows]
     print(f"\n{markdown_table(table[0], rows)}\n\npairs of seeds: {len(differences)}\n{words}: {verdict}")
-    records = [{"side": "A - B", "seed": seed, words: number_in(d)} for seed, d in differences.items()]
-    drawing = shared.draw(
-        [*curves(both), Panel(f"A - B{', %' * relative}", records, "side", "seed", words, joined=False)]
-    )
-    drawing.axes[-1].axhline(0, color="0.6")
-    if ends:
-        drawing.axes[-1].axhspan(*map(number_in, ends), alpha=0.15)
     shared.save(compare, options, drawing, {"table": table, "verdict": verdict, "records": records})
 
 
-COSTS = {  # row of the table -> its value in a result
-    "FLOPs, nominal": flops_of,
-    "FLOPs, served": lambda result: result.get("flops_served"),
-    "minutes": lambda result: result["seconds"] / 60,
-}
-
-
-def find(folder: str) -> Experiment:
-    """The finished runs beside a run's folder that differ only in their seed. Raises ValueError if there are none."""
-    config = read_json(Path(folder, "config.json"))
+def find_seeds(folder: str) -> dict[int, TrainedRun]:
+    """{seed: finished run} of the runs beside a run's folder that differ only in their seed, itself included."""
+    config, runs = read_json(Path(folder, "config.json")), {}
     if "seed" not in config:
         raise ValueError(f"{folder} has no config.json of a run: pass the folder of a run")
-    runs, results = {}, {}
     for file in sorted(Path(folder).absolute().parent.glob("*/config.json")):
         other = read_json(file)
-        if "seed" not in other or {*differing(other, config)} - ignored(config):
+        if "seed" not in other or unequal(config, other):
             continue
-        result = read_json(file.with_name("result.json"))
-        if result:
-            runs[other["seed"]], results[other["seed"]] = shared.read_run(str(file.parent)), result
+        if file.with_name("result.json").exists():
+            runs[other["seed"]] = shared.read_run(str(file.parent))
         else:
             print(f"{file.parent.name} (seed {other['seed']}) is not finished: left out")
     if not runs:
         raise ValueError(f"{folder} has no finished run: repeat its command to finish it")
-    script = shared.script_of(next(iter(runs.values())))
-    if not script:
-        raise ValueError(f"{folder} is not a run of a training script")
-    return Experiment(folder, script, config, runs, results)
+    return dict(sorted(runs.items()))
 
 
-def ignored(config: dict) -> set[str]:
-    """What may differ between seeds: in fine-tuning also the checksum, which includes the new weights."""
-    return {"seed", "data_checksum"} if "task" in config else {"seed"}
+def unequal(config: dict, other: dict) -> dict[str, tuple]:
+    """{constant: both values} of those that differ, except the seed and what depends on it."""
+    by_seed = {"seed", "data_checksum"} if "task" in config else {"seed"}  # of new weights, in fine-tuning
+    both = {name: (config.get(name, "-"), other.get(name, "-")) for name in config | other if name not in by_seed}
+    return {name: (x, y) for name, (x, y) in both.items() if x != y}
 
 
-def check_comparable(a: Experiment, b: Experiment):
-    """Raises ValueError for different scripts or data, or if both are the same experiment."""
-    if a.script != b.script:
-        raise ValueError(f"{a.folder} is a run of {a.script}.py, {b.folder} of {b.script}.py: pass runs of one script")
-    differ = {*differing(a.config, b.config)} - ignored(a.config)
-    for name in ("data_checksum", "tokenizer_checksum", "task"):
-        if name in differ:
-            raise ValueError(f"{a.folder} and {b.folder} differ in {name}: pass runs on the same data")
+def check_comparable(folders: tuple, sides: list[dict]) -> str:
+    """Says what differs -> the script of both. Raises ValueError for different scripts or data, or equal constants."""
+    (a, first), (b, second) = ((folder, next(iter(side.values()))) for folder, side in zip(folders, sides))
+    scripts = [*map(shared.script_of, (first, second))]
+    if scripts[0] != scripts[1] or "" in scripts:
+        raise ValueError(f"{a} is a run of {scripts[0]}.py, {b} of {scripts[1]}.py: pass runs of one script")
+    differ = unequal(first.config, second.config)
+    for name in differ.keys() & {"data_checksum", "tokenizer_checksum", "task"}:
+        raise ValueError(f"{a} and {b} differ in {name}: pass runs on the same data")
     if not differ:
-        raise ValueError(f"{a.folder} and {b.folder} differ only in their seed: pass runs of two experiments")
+        raise ValueError(f"{a} and {b} differ only in their seed: pass runs of two experiments")
+    print(f"A: {a}, {len(sides[0])} finished\nB: {b}, {len(sides[1])} finished\nA and B differ in:")
+    print("\n".join(f"  {name}: {x}, {y}" for name, (x, y) in differ.items()))
+    return scripts[0]
 
 
-def spread(values: list[dict], relative: bool) -> str:
-    """How much the seeds of a side differ, in words; "" if each side has one seed."""
-    for name, side in zip("BA", values[::-1]):
-        if len(side) > 1:
-            deviation = stdev(map(math.log, side.values())) if relative else stdev(side.values())
-            deviation = f"{100 * math.expm1(deviation):.2g}%" if relative else f"{deviation:.2g}"
-            return f": the {len(side)} seeds of {name} have a standard deviation of {deviation}"
-    return ""
-
-
-def command(script: ModuleType, side: Experiment, seed: int) -> str:
+def command(script: ModuleType, runs: dict[int, TrainedRun], seed: int) -> str:
     """The command that trains three seeds of an experiment: the closest preset and what differs from it."""
-    config = side.config | {"seed": seed, "out_dir": str(Path(side.folder).parent)}
-    changes = {}
+    run, changes = next(iter(runs.values())), {}
+    config = run.config | {"seed": seed, "out_dir": os.path.relpath(Path(run.folder).parent)}
     for preset, constants in script.PRESETS.items():
         known = from_json(to_json(vars(script.Config(**{"preset": preset} | constants))))
         changes[preset] = [*differing(known, config)]
@@ -219,25 +183,17 @@ def command(script: ModuleType, side: Experiment, seed: int) -> str:
     return shlex.join(words)
 
 
-def curves(both: list[Experiment]) -> list[Panel]:
-    """Panels of the training loss and of the held-out score at each evaluation."""
-    records, score = [], "held-out score"
-    for name, side in zip("AB", both):
-        for seed, run in side.runs.items():
+def curves(sides: list[dict[int, TrainedRun]]) -> list[Panel]:
+    """The training loss, and the score of each evaluation."""
+    records, score = [], "held out"
+    for name, side in zip("AB", sides):
+        for seed, run in side.items():
             for line in run.log:
-                record = {
-                    "run": seed,
-                    "side": f"{name}: {side.folder}",
-                    "step": line["step"],
-                    "loss": line["train_loss"],
-                }
-                if "held_out" in line:
-                    score, record["score"] = "masked tokens right", line["held_out"]["sentences"]["generator"]
-                else:
-                    score = next(metric for metric in ("bleu", "ppl", "f1", "accuracy") if metric in line)
-                    record["score"] = line[score]
-                records.append(record)
+                record = {"run": seed, "side": name, "step": line["step"], "training loss": line["train_loss"]}
+                scores = line.get("held_out", {}).get("sentences", line)
+                score = next(key for key in ("generator", "bleu", "ppl", "f1", "accuracy") if key in scores)
+                records.append(record | {"held out": scores[score]})
     return [
-        Panel("training loss", records, "side", "step", "loss"),
-        Panel(f"evaluations: {score}", records, "side", "step", "score"),
+        Panel("training", records, "side", "step", "training loss"),
+        Panel(f"evaluations: {score}", records, "side", "step", "held out"),
     ]

@@ -187,6 +187,7 @@ class TrainedRun:
     folder: str
     config: dict  # its constants
     log: list[dict]  # its evaluations, from metrics.jsonl
+    result: dict = field(default_factory=dict)  # from result.json
     name: str = ""  # such as "threshold 32 x 128"; shared only by seeds of the same experiment
     model: SparseModel | None = None  # this and the rest: only if it is evaluated again
     data: Prepared | None = None
@@ -209,7 +210,7 @@ def read_run(folder: str, script: str = "") -> TrainedRun:
         raise ValueError(f"{folder} has no finished run: repeat its command to finish it")
     config = read_json(Path(folder, "config.json"))
     log = [from_json(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
-    run = TrainedRun(folder, config, log)
+    run = TrainedRun(folder, config, log, result=read_json(Path(folder, "result.json")))
     if script and script_of(run) != script:
         raise ValueError(f"{folder} is not a run of {script}.py: pass one, such as out/{script}/demo")
     return run

@@ -97,9 +97,8 @@ def carry_out(config, presets: dict, context, tables: dict, train, report, cells
             context.say(report(config, result))
         if config.table or config.seeds > 1:
             rows = table.render(results, cells)
-            context.say(f"\n{table.title}, preset {config.preset}, seeds: {config.seeds}\n\n{rows}")
-        if config.seeds > 1 and not config.table:
-            context.say(comparison(config, presets, results[0][0]["name"]))
+            hint = "" if config.table else comparison(config, presets, results[0][0]["name"])
+            context.say(f"\n{table.title}, preset {config.preset}, seeds: {config.seeds}\n\n{rows}{hint}")
     except (LookupError, TypeError, AttributeError) as error:  # written by an older version
         fail(f"a result.json in {config.out_dir} is not what this script writes ({error!r}): delete it")
     # Processes exit together, after a collective without tensors: a gloo thread that releases a tensor during Python's
@@ -116,8 +115,8 @@ def comparison(config, presets: dict, name: str) -> str:
     if folder == baseline:
         return ""
     command = shlex.join(["python", "analyze.py", "compare", str(folder), str(baseline)])
-    untrained = "" if (baseline / "result.json").exists() else f"  ({baseline.name} is not trained yet)"
-    return f"\ncompare seed by seed: {command}{untrained}"
+    untrained = "" if (baseline / "result.json").exists() else "  # not trained yet"
+    return f"\n\ncompare seed by seed: {command}{untrained}"
 
 
 def table_of(config, presets: dict, tables: dict) -> Table:
