@@ -13,6 +13,7 @@
     python analyze.py flops          XLM-E's tables 3 and 4: parameters and FLOPs of the paper's sizes
     python analyze.py retrieval      XLM-E's table 5 and figure 3: sentence retrieval by layer
     python analyze.py alignment      XLM-E's table 6 and figure 4: word alignment by layer
+    python analyze.py compare A B    two runs, seed by seed: the difference with its 95% interval
     python analyze.py play           an interactive page: how a trained model routes your sentence
 
 They read the runs of the demos and tables in out/, or the run folders that you pass. A figure is written to NAME.png in
@@ -23,10 +24,12 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import finetune_xtreme
 import train_electra
 import train_lm
 import train_mlm
-from analysis import play, x_moe, xlm_e, xmoe
+import train_mt
+from analysis import compare, play, x_moe, xlm_e, xmoe
 from analysis.shared import EvalOptions, FigureOptions
 from engine.config import parse
 from engine.device import clear_errors
@@ -44,6 +47,7 @@ def demos(*scripts) -> list[str]:
 
 
 SIZES = {preset: train_electra.Config(**constants) for preset, constants in train_electra.PRESETS.items()}
+SCRIPTS = {script.__name__: script for script in (train_lm, train_mlm, train_mt, train_electra, finetune_xtreme)}
 ANALYSES = {  # analysis -> its options, then what it needs from the training scripts
     xmoe.activations: (EvalOptions, train_lm.evaluate),
     xmoe.gamma: (EvalOptions, train_lm.evaluate),
@@ -58,6 +62,7 @@ ANALYSES = {  # analysis -> its options, then what it needs from the training sc
     xlm_e.flops: (xlm_e.Flops, SIZES),
     xlm_e.retrieval: (xlm_e.Encoders, partial(demos, train_electra, train_mlm)),
     xlm_e.alignment: (xlm_e.Alignment, partial(demos, train_electra, train_mlm)),
+    compare.compare: (compare.Compare, SCRIPTS),
     play.play: (play.Play, partial(demos, train_lm)),
 }
 

@@ -149,7 +149,7 @@ def draw(panels: list[Panel]):
             mean = np.mean([points[:shortest] for points in runs], axis=0)
             [key[name]] = axes.plot(*mean.T, "o-" if panel.joined else "o", color=color, label=name, **THICK)
         axes.set(title=fill(panel.title, 50), xlabel=panel.x, ylabel=panel.y)
-        axes.locator_params(axis="x", integer=panel.x == "layer")
+        axes.locator_params(axis="x", integer=panel.x in ("layer", "seed"))
         if panel.from_zero:
             axes.set_ylim(bottom=0)
     characters = 15 * figure.get_figwidth()  # per line of the legend
@@ -175,6 +175,7 @@ def lines_of(panel: Panel) -> dict[str, list]:
 SCRIPTS = {  # script -> a constant or a metric that only its runs have
     "train_lm": "min_learning_rate",
     "train_mlm": "predicted",
+    "train_mt": "label_smoothing",
     "train_electra": "objective",
     "finetune_xtreme": "train_examples",
 }
@@ -186,6 +187,7 @@ class TrainedRun:
     folder: str
     config: dict  # its constants
     log: list[dict]  # its evaluations, from metrics.jsonl
+    result: dict = field(default_factory=dict)  # from result.json
     name: str = ""  # such as "threshold 32 x 128"; shared only by seeds of the same experiment
     model: SparseModel | None = None  # this and the rest: only if it is evaluated again
     data: Prepared | None = None
@@ -197,15 +199,21 @@ class TrainedRun:
         return {"run": self.folder, "experts": self.name}
 
 
-def read_run(folder: str, script: str) -> TrainedRun:
-    """Raises ValueError if the folder has no finished run of the script."""
+def script_of(run: TrainedRun) -> str:
+    """The script that trained a run, "" if none of ours did."""
+    return next((script for script, name in SCRIPTS.items() if name in run.config | run.log[-1]), "")
+
+
+def read_run(folder: str, script: str = "") -> TrainedRun:
+    """Raises ValueError if the folder has no finished run, or not one of the script."""
     if not Path(folder, "result.json").exists():
         raise ValueError(f"{folder} has no finished run: repeat its command to finish it")
     config = read_json(Path(folder, "config.json"))
     log = [from_json(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
-    if SCRIPTS[script] not in config | log[-1]:
+    run = TrainedRun(folder, config, log, result=read_json(Path(folder, "result.json")))
+    if script and script_of(run) != script:
         raise ValueError(f"{folder} is not a run of {script}.py: pass one, such as out/{script}/demo")
-    return TrainedRun(folder, config, log)
+    return run
 
 
 def router_of(config: dict) -> type | None:

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from textwrap import fill
 
 import torch
@@ -11,7 +10,6 @@ from torch import Tensor
 from analysis import shared
 from analysis.shared import EvalOptions, FigureOptions, Panel, TrainedRun
 from engine.device import warn
-from engine.files import read_json
 
 NEIGHBORS = 100  # UMAP's n_neighbors
 
@@ -121,7 +119,7 @@ def consistency(options: FigureOptions):
     """
     groups, records, rows, levels = {}, [], [], {}
     for run in shared.select_runs("finetune_xtreme", options):
-        loads = read_json(Path(run.folder, "result.json"))["loads"]
+        loads = run.result["loads"]
         if loads and loads[0]:
             groups.setdefault(run.name, []).append(loads)
         else:

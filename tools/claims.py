@@ -14,12 +14,11 @@ import math
 from functools import cache
 from itertools import starmap
 from pathlib import Path
-from statistics import fmean
 
+from analysis.compare import flops_of, interval, number_of, paired
 from analysis.shared import KEY, Panel, canvas, draw
 from engine.config import identity
 from engine.files import from_json
-from metrics.routing import mean_over_layers
 
 SEEDS = ("", *(f"-seed={seed}" for seed in range(1, 8)))  # as they appear in names of runs
 BY_LAYER = {"translations found": "retrieval", "found, centred": "centred"}  # number -> its key in `held_out`
@@ -77,8 +76,6 @@ def claims(folder: Path) -> list[dict]:
 
 def effect(folder: Path, pair: dict, suffix="") -> dict:
     """The mean difference between two runs of the same seed, with a 95% t-interval over seeds and its p."""
-    from scipy import stats
-
     scale, where = UNITS[pair["unit"]], pair["where"] + suffix
     ours = values(folder, pair, pair["ours"])
     if isinstance(pair["other"], list):
@@ -86,23 +83,20 @@ def effect(folder: Path, pair: dict, suffix="") -> dict:
     else:
         number = pair.get("from", pair["number"])
         runs, other = [pair["other"]], values(folder, pair | {"number": number}, pair["other"])
-    seeds = [seed for seed in ours if seed in other]
-    differences = [scale(ours[seed]) - scale(other[seed]) for seed in seeds]
+    differences = paired(ours, other, scale)
     if len(differences) < 2:
         raise ValueError(f"{pair['ours']} and {pair['other']} share fewer than two seeds: no interval")
-    test = stats.ttest_1samp(differences, 0)
-    mean = fmean(differences)
-    low, high = test.confidence_interval()
+    mean, low, high, p = interval(differences.values())
     verdict = "holds" if low > 0 else "the opposite" if high < 0 else "level"
     rounded = [float(f"{x:.2g}") for x in (mean, low, high)]  # two digits, and no exponent
-    words = "{}: {:+g} ({:+g} to {:+g}, p {:.2g})".format(where, *rounded, test.pvalue)
-    marks = {"seeds": differences, "mean": [mean], "ends": [low, high], "paper": []}
+    words = "{}: {:+g} ({:+g} to {:+g}, p {:.2g})".format(where, *rounded, p)
+    marks = {"seeds": differences.values(), "mean": [mean], "ends": [low, high], "paper": []}
     if "paper" in pair and not suffix:
         before, after = map(scale, pair["paper"])
         marks["paper"] = [after - before]
     for name, numbers in marks.items():
         marks[name] = [round(float(x), 3) for x in numbers]  # the same on every machine
-    differ = {name for run in runs for seed in seeds for name in differing(folder, pair | {"other": run}, seed)}
+    differ = {name for run in runs for seed in differences for name in differing(folder, pair | {"other": run}, seed)}
     return pair | marks | {"where": where, "words": words, "verdict": verdict, "differ": sorted(differ)}
 
 
@@ -144,9 +138,7 @@ def facts(folder: Path, run: str) -> dict:
         del facts["data_checksum"]
         return facts
     tokens = constants["batch_tokens"]
-    flops = result.get("flops_per_pair") or result["flops"]
-    if isinstance(flops, dict):
-        flops = flops["total"]
+    flops = flops_of(result)
     if "tlm" not in constants:  # XLM-E's is already that of the whole training
         flops *= tokens * constants["steps"]
     elif constants["tlm"]:  # a step has a second batch, of pairs
@@ -159,13 +151,10 @@ def values(folder: Path, pair: dict, run: str) -> dict[str, float]:
     script = importlib.import_module(Path(run).parent.name)
     layer, key, numbers = pair.get("layer"), pair["number"], {}
     for seed, result in by_seed(folder, run).items():
-        cells = script.cells(result)
         if layer is not None:
             numbers[seed] = result["held_out"][BY_LAYER[key]][layer]
-        elif key in cells:
-            numbers[seed], _ = cells[key]
         else:
-            numbers[seed] = mean_over_layers(key, result["test"]["layers"])
+            numbers[seed] = number_of(key, result, script.cells)
     return numbers
 
 
