@@ -530,6 +530,19 @@ def test_every_preset_is_valid():
         assert preset == "demo" or (preset.endswith(f"-{config.task}") and config.block_size == length)
 
 
+def test_fine_tuning_has_the_papers_constants():
+    """X-MoE's appendix C, XLM-E's table 11; of searched values the middle one."""
+    most, searched = (0.1,) * 5, (2e-5, 7e-6, 3e-5, 3e-5, 3e-5)
+    xmoe = dict(batch_size=(8, 8, 32, 32, 32, 32, 32), learning_rate=(*searched, 2e-5, 2e-5))
+    xmoe |= dict(epochs=(10, 10, 3, 3, 20, 5, 10), warmup=(*most, 0.2, 0.1), weight_decay=(0, 0, 0, 0, 0, 0.01, 0))
+    xlme = dict(batch_size=(16, 8, 32, 32, 32, 32, 32), learning_rate=(*searched, 7e-6, 1e-5))
+    xlme |= dict(epochs=(10, 10, 4, 3, 20, 10, 10), warmup=(*most, 12_500 / 122_720, 0.1), weight_decay=(0,) * 7)
+    for paper, columns in {"xmoe": xmoe, "xlme": xlme}.items():
+        configs = [Config(**PRESETS[f"{paper}-{task}"]) for task in finetune_xtreme.ALL]
+        for name, values in columns.items():
+            assert tuple(getattr(config, name) for config in configs) == values, (paper, name)
+
+
 def names_of_runs(script, preset: str, seed: int = 0) -> set[str]:
     """The paths of all rows of a script's tables."""
     base = script.Config(**{"preset": preset} | script.PRESETS[preset])
