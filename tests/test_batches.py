@@ -231,7 +231,7 @@ def test_log_frequencies_follow_the_training_text(many):
     assert len(counts) < data.vocab_size  # a token that never occurs has a share, too
     expected = torch.tensor([counts[token] + 1 for token in range(data.vocab_size)])
     torch.testing.assert_close(data.log_frequencies().exp(), expected / (counts.total() + data.vocab_size))
-    data.tokens["train"] = np.repeat(np.array([3, 5], "uint16"), 2**24)  # of a longer text, every third token counts
+    data.tokens["train"] = np.repeat(np.array([3, 5], "uint16"), 2**24)  # every third token is counted
     assert data.log_frequencies()[[3, 5]].exp().tolist() == pytest.approx([0.5, 0.5], rel=1e-3)
 
 

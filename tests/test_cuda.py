@@ -176,7 +176,7 @@ def test_the_gpu_code_of_a_layer_has_the_same_values_and_gradients(layers, gamma
 
 
 def test_cudas_grouped_product_needs_bfloat16_aligned_rows_and_fewer_than_1024_experts():
-    """Meta tensors are on no CPU either."""
+    """On meta tensors, which take the GPU's branch."""
     good = dict(dtype=torch.bfloat16, rows=5, experts=1023, width=8, out=16)
     assert supported(**good)
     for change in (dict(dtype=torch.float32), dict(rows=0), dict(experts=1024), dict(width=12), dict(out=12)):

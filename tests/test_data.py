@@ -309,7 +309,7 @@ def test_pydocs_keeps_a_repeated_paragraph_once(tmp_path, monkeypatch):
 
 
 def test_nine_percent_of_pydocs_are_held_out(monkeypatch):
-    """Another share would be another corpus than that of published results."""
+    """Published results depend on this split."""
     monkeypatch.setattr(english, "python_files", lambda: ((f"m{i}", [f"Text {i}."]) for i in range(10_000)))
     english.pydocs.cache_clear()
     counts = Counter(split for split, _ in english.pydocs())

@@ -377,7 +377,7 @@ def test_two_processes_resume_with_the_loads_that_one_would_count(options, tmp_p
 
 
 def test_the_best_checkpoint_in_english_development_is_scored(options, monkeypatch):
-    """By F1, whatever the EM."""
+    """F1 chooses it, not EM."""
     weights, points, predict = [], iter([50.0, 80.0, 80.0, 60.0]), finetune_xtreme.predict
 
     def watched(model, examples, *rest):
@@ -460,7 +460,7 @@ def test_dropout_is_the_option_s_and_rows_fit_the_encoder(options):
 @pytest.mark.parametrize("kind", ["label", "tags", "answer"])
 @pytest.mark.parametrize("training", [True, False])
 def test_heads_of_labels_and_tags_have_dropout_before_each_layer(kind, training, encoders):
-    """At a rate of 1, inputs are 0. XLM-R's head of answers has none."""
+    """At a rate of 1, their inputs are 0. XLM-R's head for answers has no dropout."""
     encoder, _ = pretrained.load_encoder(encoders["switch"], dropout=0.0)
     model, inputs = FineTuned(encoder, kind, list("ab"), dropout=1.0).train(training), []
     if kind == "label":
@@ -531,7 +531,7 @@ def test_every_preset_is_valid():
 
 
 def test_fine_tuning_has_the_papers_constants():
-    """X-MoE's appendix C, XLM-E's table 11; of searched values the middle one."""
+    """X-MoE's appendix C and XLM-E's table 11; if they searched several values, the middle one."""
     most, searched = (0.1,) * 5, (2e-5, 7e-6, 3e-5, 3e-5, 3e-5)
     xmoe = dict(batch_size=(8, 8, 32, 32, 32, 32, 32), learning_rate=(*searched, 2e-5, 2e-5))
     xmoe |= dict(epochs=(10, 10, 3, 3, 20, 5, 10), warmup=(*most, 0.2, 0.1), weight_decay=(0, 0, 0, 0, 0, 0.01, 0))

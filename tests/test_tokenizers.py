@@ -17,7 +17,7 @@ from data.tokenizers import GPT2, XLMR, SentencePiece, gpt2, load_tokenizer, tra
 
 @pytest.fixture(scope="session")
 def gpt2_tokenizer() -> GPT2:
-    """Of the published kind and size, but with tokens that need no network."""
+    """As many tokens as GPT-2's, made up so that no download is needed."""
     ranks = made_up_ranks()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tokenizers, "GPT2_SHA256", hashlib.sha256(ranks).hexdigest())
