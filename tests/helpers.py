@@ -1,10 +1,12 @@
 """Shared by the tests of the training scripts: running one as a user does, and reading its files."""
 
+import base64
 import gc
 import gzip
 import json
 import lzma
 import os
+import random
 import re
 import struct
 import subprocess
@@ -76,6 +78,20 @@ def write_files(folder: Path, files: dict[str, str | bytes]) -> Path:
             content = {".gz": gzip.compress, ".xz": lzma.compress}.get(path.suffix.lower(), bytes)(content.encode())
         path.write_bytes(content)
     return folder
+
+
+def made_up_ranks() -> bytes:
+    """As many tokens as GPT-2's: all bytes, then concatenations of an earlier token and a byte."""
+    r, tokens = random.Random(0), [bytes([byte]) for byte in range(256)]
+    common = [*b" abcdefghijklmnopqrstuvwxyz\n\xc3\xa9", *range(256)]
+    known = set(tokens)
+    while len(tokens) < 50_256:
+        begin = r.choice([32, 97, 256]) % len(tokens)
+        token = tokens[r.randrange(begin, len(tokens))] + bytes([r.choice(common)])
+        if token not in known and len(token) < 12:
+            known.add(token)
+            tokens.append(token)
+    return b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens))
 
 
 def save_run(folder: Path, model: torch.nn.Module, tokenizer) -> Path:

@@ -144,6 +144,8 @@ def test_seeds_become_a_mean_and_a_deviation(tatoeba, tokenizer, tmp_path, draw)
         (name / "config.json").write_text(json.dumps({"objective": "rtd", "seed": seed}))
     _, kept = draw("retrieval", *names, f"{names[0]}/", "--source", tatoeba)  # one is passed twice
     assert [row[0] for row in kept["table"][1:4]] == ["XLM-E", "untrained", "chance"]
+    _, again = draw("retrieval", *names, "--source", tatoeba)
+    assert again["table"] == kept["table"]  # the same untrained encoder
     one, two = (records_of(kept, name)[2]["Tatoeba-36, xx to en"] for name in names)
     assert kept["table"][1][6] == f"{fmean([one, two]):.5g} ± {abs(one - two) / 2**0.5:.5g}"
 

@@ -231,6 +231,8 @@ def test_log_frequencies_follow_the_training_text(many):
     assert len(counts) < data.vocab_size  # a token that never occurs has a share, too
     expected = torch.tensor([counts[token] + 1 for token in range(data.vocab_size)])
     torch.testing.assert_close(data.log_frequencies().exp(), expected / (counts.total() + data.vocab_size))
+    data.tokens["train"] = np.repeat(np.array([3, 5], "uint16"), 2**24)  # every third token is counted
+    assert data.log_frequencies()[[3, 5]].exp().tolist() == pytest.approx([0.5, 0.5], rel=1e-3)
 
 
 def test_evaluation_reads_the_split_once_and_in_order(many):
@@ -357,6 +359,11 @@ def test_limited_evaluation_covers_all_languages_evenly(tmp_path):
         assert some.items() <= rows().items()  # masked as in a full evaluation
     assert sorted(rows(66)) == [4, 104, 151, 167, 182]
     assert data.eval_tokens("valid", 66) == 66
+
+
+def test_limited_evaluation_takes_languages_in_turn():
+    rows = batches.evenly(np.repeat(np.arange(4), 40), np.ones(160, dtype=int), max_tokens=158)
+    assert rows.tolist() == [40 * language + row for row in range(40) for language in range(4)][:158]
 
 
 MIXED = [(n % 7 + 2, n % 5 + 2) for n in range(60)]  # tokens of both texts, with </s>

@@ -166,6 +166,8 @@ def test_a_run_is_named_by_what_differs_from_its_preset():
     assert name("--learning_rate", "3e-3", "--threshold", "0.3") == "demo"  # the defaults
     for here in ("--device cpu", "--out_dir x", "--log_every 3", "--resume false", "--prompt a", "--sample_tokens 3"):
         assert name(*here.split()) == "demo"
+    masked = command_line(train_mlm.Config, train_mlm.PRESETS, ["--eval_maskings", "3"])
+    assert run_name(masked, train_mlm.PRESETS) == "demo-eval_maskings=3"  # it changes the result
     at_test = ("--eval_threshold", "0.5", "--eval_capacity", "2")
     assert name("--eval_only", "true", *at_test) == "demo" != name(*at_test)
     switch = dataclasses.replace(parse(), router="switch", threshold=0.5)  # as a row of a table may do

@@ -175,6 +175,19 @@ def test_the_gpu_code_of_a_layer_has_the_same_values_and_gradients(layers, gamma
         assert_close(values_and_gradients(outputs, leaves), expected, limit)
 
 
+def test_cudas_grouped_product_needs_bfloat16_aligned_rows_and_fewer_than_1024_experts():
+    """On meta tensors, which take the GPU's branch."""
+    good = dict(dtype=torch.bfloat16, rows=5, experts=1023, width=8, out=16)
+    assert supported(**good)
+    for change in (dict(dtype=torch.float32), dict(rows=0), dict(experts=1024), dict(width=12), dict(out=12)):
+        assert not supported(**good | change), change
+
+
+def supported(dtype, rows: int, experts: int, width: int, out: int) -> bool:
+    make = partial(torch.empty, dtype=dtype, device="meta")
+    return model.has_grouped_mm(make(rows, width), make(experts, width, out))
+
+
 def test_padding_an_odd_vocabulary_does_not_change_logits():
     h, w, bias = torch.randn(2, 3, 8), torch.randn(70, 8), torch.randn(70)
     expected = F.linear(h, w, bias)

@@ -308,6 +308,15 @@ def test_pydocs_keeps_a_repeated_paragraph_once(tmp_path, monkeypatch):
     assert {split for split, _ in documents} > {"train"}
 
 
+def test_nine_percent_of_pydocs_are_held_out(monkeypatch):
+    """Published results depend on this split."""
+    monkeypatch.setattr(english, "python_files", lambda: ((f"m{i}", [f"Text {i}."]) for i in range(10_000)))
+    english.pydocs.cache_clear()
+    counts = Counter(split for split, _ in english.pydocs())
+    english.pydocs.cache_clear()
+    assert counts == {"train": 9079, "valid": 432, "test": 489}
+
+
 def test_wikitext_is_split_into_articles_at_top_level_headings(tmp_path, hub, monkeypatch):
     blank = " \n"
     one = [" = One = \n", blank, " Text with x = y = z . \n", " = no heading = \n", blank, " = = Part = = \n", blank]
@@ -570,6 +579,7 @@ def test_user_texts_are_prepared_again_only_when_a_file_changes(kind, tmp_path, 
     assert meta["tokenizer"]["kind"] != "gpt2"
     before = (folder / "meta.json").stat().st_mtime_ns
     assert ready(str(source), kind) == ready("mine", kind, make=False) == folder
+    assert len({ready("mine", other, make=False) for other in USER_FILES}) == len(USER_FILES)
     assert (folder / "meta.json").stat().st_mtime_ns == before
     file = next(source.iterdir())
     os.utime(file, ns=(1, 1))

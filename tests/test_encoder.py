@@ -152,6 +152,10 @@ def test_attention_weights_have_dropout_in_training_only(biased):
     bias = lively(RelativePositionBias(2))(6) if biased else None
     assert torch.equal(attention.eval()(h, None, bias)[0], attention(h, None, bias)[0])
     assert not torch.equal(attention.train()(h, None, bias)[0], attention(h, None, bias)[0])
+    attention.qkv.weight.data[16:], attention.qkv.bias.data[16:], attention.proj = 0.0, 1.0, torch.nn.Identity()
+    sums = attention(h, None, bias)[0].unflatten(2, (2, 4))  # all values are 1: each output is a sum of weights
+    torch.testing.assert_close(sums, sums[..., :1].expand_as(sums))
+    assert ((sums - 1).abs() > 0.01).any()
 
 
 def test_buckets_equal_those_of_t5():

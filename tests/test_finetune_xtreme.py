@@ -377,6 +377,7 @@ def test_two_processes_resume_with_the_loads_that_one_would_count(options, tmp_p
 
 
 def test_the_best_checkpoint_in_english_development_is_scored(options, monkeypatch):
+    """F1 chooses it, not EM."""
     weights, points, predict = [], iter([50.0, 80.0, 80.0, 60.0]), finetune_xtreme.predict
 
     def watched(model, examples, *rest):
@@ -385,18 +386,27 @@ def test_the_best_checkpoint_in_english_development_is_scored(options, monkeypat
         return predict(model, examples, *rest)
 
     def given(task, language, gold, predicted):
-        return {"accuracy": next(points) if len(gold) == COUNTS["dev"] else {"en": 90.0, "de": 60.0}[language]}
+        f1 = next(points) if len(gold) == COUNTS["dev"] else {"en": 90.0, "de": 60.0}[language]
+        return {"f1": f1, "em": 100 - f1}
 
     monkeypatch.setattr(finetune_xtreme, "predict", watched)
     monkeypatch.setattr(finetune_xtreme, "score_task", given)
     options |= {"epochs": 4, "train_examples": 16}
     XTREME.run(options, monkeypatch)
     result = result_of(options["out_dir"])
-    assert result["valid"] == {"accuracy": 80.0}
+    assert result["valid"] == {"f1": 80.0, "em": 20.0}
     assert result["step"] == 4
-    assert result["mean"] == {"accuracy": 75.0}
-    assert result["gap"] == {"accuracy": 30.0}
+    assert result["mean"] == {"f1": 75.0, "em": 25.0}
+    assert result["gap"] == {"f1": 30.0, "em": -30.0}
     torch.testing.assert_close(saved(options, "model.pt")["model"], weights[1], rtol=0, atol=0)
+
+
+def test_a_guess_is_the_most_frequent_label_of_training(options, source, tmp_path, monkeypatch):
+    options |= {"source": shutil.copytree(source, tmp_path / "source"), "epochs": 1}
+    write_files(options["source"] / "xnli", {"test-de.tsv": "rot\trennt\tentailment\n" * 2 + "rot\tund\tneutral\n"})
+    write_files(options["source"] / "xnli", {"train-en.tsv": "red\tand\tneutral\n" * 9})
+    XTREME.run(options, monkeypatch)
+    assert result_of(options["out_dir"])["guesses"]["de"]["accuracy"] == pytest.approx(100 / 3)
 
 
 @pytest.mark.parametrize("task, missing", [("pos", ["de"]), ("xquad", ["de"]), ("xnli", ["de", "en"])])
@@ -445,6 +455,21 @@ def test_dropout_is_the_option_s_and_rows_fit_the_encoder(options):
     assert len(found) > 3
     assert set(found) == {0.3} == {layer.attn.dropout for layer in model.encoder.layers}
     assert model.longest_row == 32 >= max(len(row.ids) for row in data.rows)
+
+
+@pytest.mark.parametrize("kind", ["label", "tags", "answer"])
+@pytest.mark.parametrize("training", [True, False])
+def test_heads_of_labels_and_tags_have_dropout_before_each_layer(kind, training, encoders):
+    """At a rate of 1, their inputs are 0. XLM-R's head for answers has no dropout."""
+    encoder, _ = pretrained.load_encoder(encoders["switch"], dropout=0.0)
+    model, inputs = FineTuned(encoder, kind, list("ab"), dropout=1.0).train(training), []
+    if kind == "label":
+        model.dense.bias.data += 1.0
+    for layer in filter(None, (model.dense, model.out)):
+        layer.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+    model(torch.tensor([[0, 5, 6, 2]]), None, torch.tensor([1, 2]))
+    assert len(inputs) == 1 + (kind == "label")
+    assert {bool(x.any()) for x in inputs} == {kind == "answer" or not training}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -503,6 +528,19 @@ def test_every_preset_is_valid():
         check(config)
         length = 384 if xtreme.TASKS[config.task].kind == "answer" else 128
         assert preset == "demo" or (preset.endswith(f"-{config.task}") and config.block_size == length)
+
+
+def test_fine_tuning_has_the_papers_constants():
+    """X-MoE's appendix C and XLM-E's table 11; if they searched several values, the middle one."""
+    most, searched = (0.1,) * 5, (2e-5, 7e-6, 3e-5, 3e-5, 3e-5)
+    xmoe = dict(batch_size=(8, 8, 32, 32, 32, 32, 32), learning_rate=(*searched, 2e-5, 2e-5))
+    xmoe |= dict(epochs=(10, 10, 3, 3, 20, 5, 10), warmup=(*most, 0.2, 0.1), weight_decay=(0, 0, 0, 0, 0, 0.01, 0))
+    xlme = dict(batch_size=(16, 8, 32, 32, 32, 32, 32), learning_rate=(*searched, 7e-6, 1e-5))
+    xlme |= dict(epochs=(10, 10, 4, 3, 20, 10, 10), warmup=(*most, 12_500 / 122_720, 0.1), weight_decay=(0,) * 7)
+    for paper, columns in {"xmoe": xmoe, "xlme": xlme}.items():
+        configs = [Config(**PRESETS[f"{paper}-{task}"]) for task in finetune_xtreme.ALL]
+        for name, values in columns.items():
+            assert tuple(getattr(config, name) for config in configs) == values, (paper, name)
 
 
 def names_of_runs(script, preset: str, seed: int = 0) -> set[str]:

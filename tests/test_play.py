@@ -234,6 +234,11 @@ def test_the_loss_is_the_models_under_the_setting(made):
         assert loss[1:] == pytest.approx(expected(**constants_), abs=2e-4), change
         assert loss != trained
     assert player.route(TEXT)["loss"] == trained  # the setting is reset
+    draws = []
+    player.model.moe_layers[0].watchers.append(lambda *_: draws.append(float(torch.rand(()))))  # as a router might
+    for _ in range(2):
+        player.route(TEXT)
+    assert draws[0] == draws[1]
 
 
 def test_an_encoder_has_no_loss(made):

@@ -45,8 +45,11 @@ def trained(electra_corpora, tmp_path, monkeypatch):
     return train
 
 
-def test_init_from_starts_a_masked_model_from_another_run(trained):
+def test_init_from_starts_a_masked_model_from_another_run(trained, capsys):
     first = trained("mlm")
+    with pytest.raises(SystemExit):
+        trained("mlm", relative_bias=False, init_from=first)
+    assert "has relative_bias True, not False" in capsys.readouterr().err
     second = trained("mlm", learning_rate=1e-12, init_from=first)
     before, after = (load_checkpoint(folder / "ckpt.pt")["model"] for folder in (first, second))
     torch.testing.assert_close(after, before)
@@ -174,6 +177,7 @@ BAD = {
     "truncated weights": (lambda f: truncate(f / "model.safetensors"), "model.safetensors cannot be read"),
     "truncated pickle": (lambda f: (to_pickle(f), truncate(f / "pytorch_model.bin")), "model.bin cannot be read"),
     "another vocabulary": (lambda f: (f / "sentencepiece.bpe.model").write_bytes(b"?"), "is not a SentencePiece model"),
+    "damaged vocabulary": (lambda f: (f / "tokenizer.model").write_bytes(b"?"), "is not a SentencePiece model"),
 }
 
 

@@ -1,5 +1,6 @@
 """A run's folder, resuming, processes and tables: what all scripts share, shown on train_lm.py."""
 
+import dataclasses
 import functools
 import gc
 import json
@@ -487,31 +488,50 @@ def test_without_a_terminal_the_bar_is_lines_in_the_log(options, monkeypatch, ca
     assert "TFLOP/s" not in said.out
 
 
-def test_tokens_per_second_do_not_count_the_steps_that_compile(options, monkeypatch, capsys):
-    """By a clock on which each of the first two steps takes 100 seconds, and each other one a second."""
+def test_tokens_per_second_count_neither_the_steps_that_compile_nor_saving(options, monkeypatch, capsys):
+    """The first two steps take 100 seconds each, the others one, and saving a checkpoint takes 1000."""
     now = [0.0]
+
+    def save_model(self, *args, save_model=Run.save_model, **state):
+        now[0] += 1000.0
+        save_model(self, *args, **state)
 
     def due(self, done, due=Run.due):
         now[0] += 100.0 if done <= 2 else 1.0
         return due(self, done)
 
     monkeypatch.setattr(Run, "due", due)
+    monkeypatch.setattr(Run, "save_model", save_model)
     monkeypatch.setattr("engine.run.time", SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(torch, "compile", lambda net: net)
-    for compile, speed in ((True, 128.0), (False, 6 * 128 / 204)):
+    for compile, speed in ((True, 128.0), (False, 4 * 128 / 202)):
         out = options["out_dir"] / str(compile)
-        LM.run(options | {"steps": 6, "eval_every": 6, "compile": compile, "out_dir": out}, monkeypatch)
-        assert metrics(out)[-1]["tokens_per_second"] == pytest.approx(speed)
+        LM.run(options | {"steps": 6, "eval_every": 4, "compile": compile, "out_dir": out}, monkeypatch)
+        assert [record["tokens_per_second"] for record in metrics(out)] == pytest.approx([speed, 128.0])
         assert result_of(out)["seconds"] == 204
         assert capsys.readouterr().out.count("compiling") == compile
 
 
-def test_a_thread_prepares_the_next_step(options):
+def begun(options: dict) -> Run:
+    """A run before its first step."""
     texts = {name: str(options[name]) for name in ("data", "out_dir")}
     config, context = train_lm.Config(**options | texts), setup("cpu")
     run = Run(config, train_lm.PRESETS, context, train_lm.TokenData.open(config.data, config, context))
     model = train_lm.GPT(config, 40)
     run.resume(model, torch.optim.SGD(model.parameters()), 1.0)
+    return run
+
+
+def test_tokens_of_all_processes_are_counted(options):
+    run = begun(options)
+    run.context = dataclasses.replace(run.context, world=3)
+    for _ in range(2):
+        run.add(torch.tensor(1.0), tokens=8)
+    assert run.tokens == 3 * 2 * 8
+
+
+def test_a_thread_prepares_the_next_step(options):
+    run = begun(options)
     ready = [threading.Event() for _ in range(4)]
     for step, prepared in run.steps_with(lambda step: ready[step].set() or -step):
         assert prepared == -step

@@ -35,6 +35,29 @@ def options(commands, tmp_path) -> dict[str, dict]:
     return {name: given | {"out_dir": tmp_path / "out"} for name, given in commands.items()}
 
 
+# The papers' constants: X-MoE's appendices A and B, XLM-E's tables 8 to 10, XMoE 4.2
+PRE_TRAINING = dict(steps=125_000, batch_tokens=1 << 20, learning_rate=5e-4, warmup=10_000 / 125_000)
+PRE_TRAINING |= dict(eps=1e-6, beta2=0.98, weight_decay=0.01, dropout=0.1, mask_share=0.15)
+BASE = dict(n_layer=12, n_embd=768, ffn_size=3072, n_head=12)
+XLM_E = PRE_TRAINING | dict(grad_clip=2.0, lambda_disc=50.0)
+XMOE = dict(threshold=0.9, moe_every=2, capacity=1.0, n_layer=12)
+PAPERS = [
+    (train_mlm, "base", PRE_TRAINING | BASE | dict(experts=32, expert_layers=3, balance_coef=0.01)),
+    (train_electra, "base", XLM_E | BASE | dict(generator_layers=4)),
+    (train_electra, "large", XLM_E | dict(n_layer=24, n_embd=1024, ffn_size=4096, n_head=16, generator_layers=6)),
+    (train_electra, "xl", XLM_E | dict(n_layer=48, n_embd=1536, ffn_size=6144, n_head=24, generator_layers=8)),
+    (train_lm, "openwebtext-323M", XMOE | dict(steps=60_000, learning_rate=4.5e-4)),
+    (train_lm, "wikitext103-556M", XMOE | dict(steps=4_000, learning_rate=4.5e-4)),
+    (train_mt, "wmt23", XMOE | dict(decoder_layers=6)),
+]
+
+
+@pytest.mark.parametrize("module, preset, paper", PAPERS)
+def test_presets_have_the_papers_constants(module, preset, paper):
+    config = vars(module.Config(**module.PRESETS[preset]))
+    assert {name: config[name] for name in paper} == paper
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # A step
 

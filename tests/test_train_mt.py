@@ -140,7 +140,13 @@ def test_a_model_can_overfit_a_few_pairs(tmp_path, monkeypatch, capsys):
 
 def test_evaluation_matches_a_literal_loop(options):
     _, context, data, model = opened(options | {"dtype": "float64", "capacity": math.inf, "dropout": 0.5})
-    scores, total, count, size = train_mt.evaluate(model, data, "valid", context, 10**9), 0.0, 0, 0
+    draws = []
+    model.moe_layers[0].watchers.append(lambda *_: draws.append(float(torch.rand(()))))  # as a router might
+    for _ in range(2):
+        scores, total, count, size = train_mt.evaluate(model, data, "valid", context, 10**9), 0.0, 0, 0
+    half = len(draws) // 2
+    assert draws[:half] == draws[half:]
+    assert len(set(draws)) == half > 1
     assert model.training
     model.eval()
     for name in data.languages:

@@ -139,6 +139,15 @@ def test_dropout_follows_embeddings_attention_cross_attention_and_ffn(row):
             assert torch.equal(decoder_block(x, ids, source=source)[0], x) == training
 
 
+def test_attention_weights_have_no_dropout():
+    model, x, ids = make("dense", dropout=0.5), torch.randn(1, 3, 16, dtype=torch.float64), torch.tensor([[5, 6, 7]])
+    for block in (*model.encoder, *model.decoder):
+        source = block.cross.keys_values(x) if block.cross else None
+        block.dropout.p = 0.0
+        trained, evaluated = (block.train(training)(x, ids, source=source)[0] for training in (True, False))
+        assert torch.equal(trained, evaluated)
+
+
 @every_row
 @torch.no_grad()
 def test_without_a_limit_neither_padding_nor_other_sentences_change_a_logit(row):
