@@ -40,7 +40,7 @@ class RoutingStats:
         for name, number in sums.items():
             self.sums[name] += float(number)
         for name, (_, loss) in routing.losses.items():
-            self.losses[name] += len(kept) * float(loss)
+            self.losses[name] += len(kept) * float(loss.detach())
 
     def finish(self, gather=lambda x: [x]) -> dict:
         """Stops watching -> the statistics; `gather` returns the objects of all processes.

@@ -43,7 +43,8 @@ def constants(**changes) -> SimpleNamespace:
 
 def balance_of(routing) -> torch.Tensor:
     """The balance loss of a routing, without its weight; 0 if the router has none."""
-    return torch.as_tensor(sum(value for _, value in routing.losses.values()))
+    zero = torch.zeros((), dtype=routing.probs.dtype)
+    return sum((value for _, value in routing.losses.values()), zero)
 
 
 def lively(module: torch.nn.Module, dtype=torch.float64) -> torch.nn.Module:

@@ -36,7 +36,7 @@ REFUSED = {  # options, error message
     "elsewhere's": ({"lr": 0.5}, "there is no option --lr: did you mean --learning_rate?"),
     "of another script": ({"moe_after": 2}, "there is no option --moe_after: did you mean --moe_every?"),
     "nobody's": ({"xyz": 2}, "there is no option --xyz; --help lists all options"),
-    "router": ({"router": "topp"}, "router must be dense or one of topk, switch, hypersphere"),
+    "router": ({"router": "topp"}, r"router must be dense, FILE.py:NAME, or one of topk, switch, hypersphere"),
     "preset": ({"preset": "wikitext103-323"}, "preset must be one of demo, small, wikitext103-124M"),
     "table": ({"table": 3}, "table must be one of 1, 2, not 3"),
     "what the rows say": ({"table": 1, "split": 8}, "the rows of this table set --split: leave it out"),

@@ -47,11 +47,14 @@ def literal_stats(moe: MoE, calls: list) -> dict:
     """calls: h (S, D) and ids (S,) of each forward pass. test_routers.py tests what routers choose."""
     E, ffn = moe.router.E, moe.experts
     tokens, wanted, served, unserved, entropy, positive, units, load, kept_by = 0, 0, 0, 0, 0.0, 0, 0, [], []
+    losses = {}
     for h, ids in calls:
         routing = moe.router(h, ids)
         turn = {(s, e): (-routing.priority[s, e].item(), s) for s, e in routing.wanted.nonzero().tolist()}
         kept = reference.serve(turn, reference.capacity(len(h), E, moe.eval_capacity_factor), E)
         tokens, wanted, served = tokens + len(h), wanted + len(turn), served + len(kept)
+        for name, (_, loss) in routing.losses.items():
+            losses[name] = losses.get(name, 0.0) + len(h) * float(loss)
         unserved += sum(not any((s, e) in kept for e in range(E)) for s in range(len(h)))
         entropy -= sum(p * math.log(p) for p in routing.probs.flatten().tolist() if p > 0)
         load += [e for _, e in turn]
@@ -69,6 +72,7 @@ def literal_stats(moe: MoE, calls: list) -> dict:
         "dead": sum(kept_by.count(e) == 0 for e in range(E)),
         "entropy": entropy / tokens,
         "positive": positive / units,
+        "losses": {name: total / tokens for name, total in losses.items()},
     }
 
 
@@ -89,6 +93,7 @@ def test_statistics_are_literal_counts_without_padding(router):
     assert expected["cut"] > 0
     stats = watch.finish()
     assert stats.pop("load") == pytest.approx(expected.pop("load"), abs=5e-6)  # five digits
+    assert stats.pop("losses") == pytest.approx(expected.pop("losses"))
     assert stats == pytest.approx(expected, rel=1e-9, abs=1e-12)
     assert not moe.watchers
 

@@ -47,7 +47,9 @@ def registered():
             probs = self.scores(h.to(self.experts.dtype)).softmax(dim=1)
             chosen = one_hot(ids % self.E, self.E)
             priority = torch.where(chosen, probs.detach(), NOT_CHOSEN)
-            return Routing(torch.where(chosen, probs, 0.0), priority, {"balance": (1.0, balance_loss(chosen, probs))}, probs)
+            return Routing(
+                torch.where(chosen, probs, 0.0), priority, {"balance": (1.0, balance_loss(chosen, probs))}, probs
+            )
 
     yield
     ROUTERS.clear()

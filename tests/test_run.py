@@ -467,7 +467,7 @@ def test_a_non_finite_loss_or_weight_ends_the_run(what, bad, log_every, ends, ke
 
         monkeypatch.setattr(train_lm.GPT, "forward", broken)
     else:
-        broken = lambda model: model.ln_f.weight.data.mul_(math.inf if at[-1] == bad else 1)  # noqa: E731
+        broken = lambda model, _: model.ln_f.weight.data.mul_(math.inf if at[-1] == bad else 1)  # noqa: E731
         monkeypatch.setattr(train_lm.GPT, "after_step", broken)
     given = options | {"steps": 40, "eval_every": 4, "log_every": log_every}
     if not kept:

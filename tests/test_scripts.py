@@ -82,7 +82,7 @@ INPUTS = {  # batch -> inputs of the model, targets
 
 
 def parts(name: str, model, batch) -> list[tuple]:
-    """-> (sum of a loss, number of terms) of one micro-batch. The last is the balance loss."""
+    """-> (sum of a loss, number of terms) of one micro-batch. The last is the balance loss, with its weight."""
     inputs, targets = INPUTS[name](batch)
     predict = model.predict if name == "train_electra" else model
     logits, balance, *judged = predict(*inputs)
@@ -94,7 +94,7 @@ def parts(name: str, model, batch) -> list[tuple]:
         loss = F.binary_cross_entropy_with_logits(disc_logits, replaced.double(), reduction="sum")
         found.append((7.0 * loss, len(disc_logits)))
     count = found[-1][1]
-    return [*found, (0.5 * count * balance, count)]
+    return [*found, (count * balance, count)]
 
 
 @pytest.mark.parametrize("name", STEPS)
@@ -169,7 +169,7 @@ def test_weights_broken_by_the_last_update_are_not_saved(name, broken, options, 
     if name == "finetune_xtreme":
         options |= {"frozen": False, "train_examples": 16, "epochs": 2}
 
-    def after_step(model):
+    def after_step(model, sum_over_processes):
         updates.append(1)
         if len(updates) == 4:
             model.get_parameter(broken).data.fill_(math.inf)

@@ -138,7 +138,7 @@ def test_losses_and_scores_match_literal_loops(monkeypatch):
 
     config, special = Config(**TINY), (49, *range(4, 12))
     scores = score(model, [(0, 0, batch)], special, config, HERE)
-    expected = dict(mlm=float(mlm), rtd=float(rtd), masked=len(batch.masked), tokens=len(nonpad), balance=0)
+    expected = dict(mlm=float(mlm), rtd=float(rtd), masked=len(batch.masked), tokens=len(nonpad))
     expected |= dict(generator=right / len(batch.masked), replaced=sum(replaced) / len(nonpad))
     expected |= dict(accuracy=fmean(a == b for a, b in zip(predicted, replaced)))
     masked, tokens = batch.masked.tolist(), original.flatten().tolist()
@@ -247,10 +247,10 @@ def test_every_row_trains_and_reports(row, options, monkeypatch, capsys):
     first, last = (record["held_out"] for record in records)
     assert result["held_out"] == last
     for held_out in (first, last):
+        assert [*held_out["layers"][0]["losses"]] == ["balance"] if sparse else not held_out["layers"]
         loss = 0.0
         for scores in (held_out["sentences"], held_out["pairs"]):
             loss += scores["mlm"] + config.lambda_disc * scores.get("rtd", 0)
-            assert (scores["balance"] > 0) == sparse
             assert 0 < scores["masked"] <= 0.5 * scores["tokens"]
             assert ("saved" in scores) == rtd
             if rtd:

@@ -50,7 +50,7 @@ def test_every_router_trains_and_reports(name, options, monkeypatch, capsys):
         assert f"{scores['bpb']:.3f} bits per byte, perplexity {scores['ppl']:.2f}" in out
     assert limited["ppl"] == pytest.approx(math.exp(limited["loss"]))
     assert len(limited["layers"]) == sparse
-    assert limited["balance"] >= 0
+    assert all(layer["losses"].keys() <= {"balance"} for layer in limited["layers"])
     assert "\n\nsample:" in out
     logged = metrics(options["out_dir"])
     assert [(record["step"], record["tokens"]) for record in logged] == [(2, 128), (4, 128)]
@@ -103,6 +103,7 @@ def test_evaluation_matches_a_literal_loop(options, monkeypatch):
     assert draws[:n] == draws[n : 2 * n]
     assert len(set(draws)) == n
     monkeypatch.setattr(type(context), "sum", lambda self, x: x)
+    monkeypatch.setattr(type(context), "gather", lambda self, x: [x])
     for rank in (0, 1):  # each of two processes draws what one process draws for the same batches
         del draws[n:]
         train_lm.evaluate(net, data, "valid", dataclasses.replace(context, rank=rank, world=2))
@@ -114,7 +115,8 @@ def test_evaluation_matches_a_literal_loop(options, monkeypatch):
         total -= float(logits.log_softmax(dim=2).gather(2, y.unsqueeze(2)).sum())
         balances += float(balance) * y.numel()
     assert full["loss"] == pytest.approx(total / full["tokens"])
-    assert full["balance"] == pytest.approx(balances / full["tokens"])
+    balance = sum(layer["losses"]["balance"] for layer in full["layers"])
+    assert net.config.balance_coef * balance == pytest.approx(balances / full["tokens"])
     eot = data.tokenizer.eot
     for scores in (full, part):  # bytes and words of the evaluated tokens, not of the whole split
         ids = data.tokens["valid"][1 : 1 + scores["tokens"]].tolist()

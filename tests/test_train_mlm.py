@@ -109,14 +109,15 @@ def test_evaluation_matches_a_literal_loop(options):
     model.eval().requires_grad_(False)
     for _, _, batch in batches:
         logits, balance = model(batch.ids, batch.masked, nonpad=batch.nonpad)
-        balance_sum += float(balance) * len(batch.targets)
+        balance_sum += float(balance) * batch.tokens
         for row, target, language in zip(logits.log_softmax(dim=1), batch.targets, batch.language):
             loss[data.languages[language]] -= float(row[target])
             count[data.languages[language]] += 1
     total = sum(count.values())
     assert scores["predicted"] == total
     assert scores["loss"] == pytest.approx(sum(loss.values()) / total)
-    assert scores["balance"] == pytest.approx(balance_sum / total)
+    balance = config.balance_coef * sum(layer["losses"]["balance"] for layer in scores["layers"])
+    assert balance == pytest.approx(balance_sum / sum(batch.tokens for _, _, batch in batches))
     assert scores["languages"] == pytest.approx({name: math.exp(loss[name] / count[name]) for name in loss})
     for layer, choices, inputs in zip(scores["layers"], chosen, seen.values()):
         first_masking = inputs[: len(batches) // 2]
