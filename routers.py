@@ -7,6 +7,7 @@ priority. S tokens, D model width, E experts, K experts per token.
 
 import importlib.util
 import math
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,8 +37,9 @@ def find_router(name: str) -> type["Router"]:
     file, _, _ = name.rpartition(":")
     if file.endswith(".py") and name not in ROUTERS:
         before = dict(ROUTERS)
-        spec = importlib.util.spec_from_file_location(Path(file).stem, file)
-        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+        spec = importlib.util.spec_from_file_location(f"router_file_{Path(file).stem}", file)
+        sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)  # torch.compile looks it up there
+        spec.loader.exec_module(module)
         of_file = {f"{file}:{short}": cls for short, cls in ROUTERS.items() if before.get(short) is not cls}
         ROUTERS.clear()
         ROUTERS.update(before | of_file)

@@ -41,7 +41,8 @@ def commands(corpora, electra_corpora, mt_corpus) -> dict[str, tuple[str, dict]]
     mt = test_train_mt.TINY | size | {"data": mt_corpus, "batch_tokens": 512, "micro_tokens": 64, "expert_ffns": 2}
     xlm = electra | {"objective": "mlm", "generator_layers": 4}  # the default: XLM has no generator
     encoders = {"mlm": ("train_mlm", mlm), "xlm": ("train_electra", xlm), "electra": ("train_electra", electra)}
-    return {"lm": ("train_lm", lm), "mt": ("train_mt", mt)} | encoders
+    bias = lm | {"router": f"{ROOT}/examples/routers_of_today.py:bias", "bias_rate": 0.05}
+    return {"lm": ("train_lm", lm), "bias": ("train_lm", bias), "mt": ("train_mt", mt)} | encoders
 
 
 TOGETHER = {  # run of two processes -> its command and extra options
@@ -49,6 +50,8 @@ TOGETHER = {  # run of two processes -> its command and extra options
     "mlm": ("mlm", {}),
     "xlm": ("xlm", {}),
     "lm, compiled": ("lm", dict(compile=True, recompute=True)),
+    "bias": ("bias", dict(recompute=True)),  # a router with a state
+    "bias, compiled": ("bias", dict(compile=True, recompute=True)),
     "electra": ("electra", {}),
     "mt": ("mt", {}),
 }
@@ -80,7 +83,7 @@ def played(commands, tmp_path_factory) -> dict[int, Path]:
     todo = {2: [command(2, name, extra) for name, (_, extra) in TOGETHER.items()]}
     todo[1] = [command(1, name, {}) for name in commands]
     for processes in (2, 1):  # both resume a run of two processes
-        todo[processes].append(command(processes, "lm", {}, str(folders[2] / "lm")))
+        todo[processes] += [command(processes, name, {}, str(folders[2] / name)) for name in ("lm", "bias")]
         run_processes(folders[processes], processes, todo[processes])
     return folders
 
@@ -100,10 +103,13 @@ def test_two_processes_compute_the_same_as_one(played):
         assert layer["cut"] > 0
         assert layer["rf"] > 0
     for processes in (1, 2):  # a run resumes with any number of processes
-        folder = played[processes] / "resumed lm"
-        check_same_end(folder, played[1] / "lm", processes)
-        assert (only_run(folder) / "ckpt.prev.pt").exists()
-        assert (played[processes] / "log.txt").read_text().count("goes on from step 3") == 1
+        for name in ("lm", "bias"):
+            folder = played[processes] / f"resumed {name}"
+            check_same_end(folder, played[1] / name, processes)
+            assert (only_run(folder) / "ckpt.prev.pt").exists()
+        assert (played[processes] / "log.txt").read_text().count("goes on from step 3") == 2
+    state = load_checkpoint(only_run(played[1] / "bias") / "ckpt.pt")["model"]
+    assert state["blocks.1.ffn.router.bias"].abs().max() >= 0.05
 
 
 def check_same_end(folder: Path, alone: Path, processes: int):
