@@ -14,6 +14,11 @@ from data.prepare import prepare
 from data.tokenizers import XLMR, SentencePiece, train_sentencepiece
 from engine.run import SIGNALS
 
+
+def pytest_addoption(parser):
+    parser.addoption("--router", help="FILE.py:NAME, which tests/test_own_router.py then tests in place of its own")
+
+
 modules = tempfile.TemporaryDirectory()
 os.environ["HF_MODULES_CACHE"] = modules.name  # where transformers copies the code of exported models
 
