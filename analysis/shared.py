@@ -172,12 +172,12 @@ def lines_of(panel: Panel) -> dict[str, list]:
 # ---------------------------------------------------------------------------------------------------------------------
 # The runs that a figure shows
 
-SCRIPTS = {  # script -> a constant or a metric that only its runs have
-    "train_lm": "min_learning_rate",
-    "train_mlm": "predicted",
-    "train_mt": "label_smoothing",
-    "train_electra": "objective",
-    "finetune_xtreme": "train_examples",
+SCRIPTS = {  # script -> a constant or a metric that only its runs have, the number to compare, and what that is
+    "train_lm": ("min_learning_rate", "ours", "test perplexity"),
+    "train_mlm": ("predicted", "our perplexity", "validation perplexity"),
+    "train_mt": ("label_smoothing", "BLEU", "test BLEU"),
+    "train_electra": ("objective", "masked tokens right", "held-out masked tokens right"),
+    "finetune_xtreme": ("train_examples", "F1 or accuracy", "F1 or accuracy over languages"),
 }
 UNNAMED = {"seed", "eval_every", "eval_tokens", "eval_maskings"}  # runs of the same name may differ in these
 
@@ -188,6 +188,7 @@ class TrainedRun:
     config: dict  # its constants
     log: list[dict]  # its evaluations, from metrics.jsonl
     result: dict = field(default_factory=dict)  # from result.json
+    script: str = ""  # that trained it
     name: str = ""  # such as "threshold 32 x 128"; shared only by seeds of the same experiment
     model: SparseModel | None = None  # this and the rest: only if it is evaluated again
     data: Prepared | None = None
@@ -199,21 +200,16 @@ class TrainedRun:
         return {"run": self.folder, "experts": self.name}
 
 
-def script_of(run: TrainedRun) -> str:
-    """The script that trained a run, "" if none of ours did."""
-    return next((script for script, name in SCRIPTS.items() if name in run.config | run.log[-1]), "")
-
-
 def read_run(folder: str, script: str = "") -> TrainedRun:
     """Raises ValueError if the folder has no finished run, or not one of the script."""
     if not Path(folder, "result.json").exists():
         raise ValueError(f"{folder} has no finished run: repeat its command to finish it")
-    config = read_json(Path(folder, "config.json"))
+    config, result = (read_json(Path(folder, name)) for name in ("config.json", "result.json"))
     log = [from_json(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
-    run = TrainedRun(folder, config, log, result=read_json(Path(folder, "result.json")))
-    if script and script_of(run) != script:
+    trained_by = next((name for name, (key, *_) in SCRIPTS.items() if key in config | log[-1]), "")
+    if script not in ("", trained_by):
         raise ValueError(f"{folder} is not a run of {script}.py: pass one, such as out/{script}/demo")
-    return run
+    return TrainedRun(folder, config, log, result, trained_by)
 
 
 def router_of(config: dict) -> type | None:

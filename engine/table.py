@@ -97,26 +97,20 @@ def carry_out(config, presets: dict, context, tables: dict, train, report, cells
             context.say(report(config, result))
         if config.table or config.seeds > 1:
             rows = table.render(results, cells)
-            hint = "" if config.table else comparison(config, presets, results[0][0]["name"])
-            context.say(f"\n{table.title}, preset {config.preset}, seeds: {config.seeds}\n\n{rows}{hint}")
+            context.say(f"\n{table.title}, preset {config.preset}, seeds: {config.seeds}\n\n{rows}")
+        if config.seeds > 1 and not config.table:
+            same = {field: getattr(config, field) for field in vars(config).keys() & {"data", "pairs", "seed", "dtype"}}
+            preset = type(config)(**{"preset": config.preset} | presets[config.preset] | same)
+            names = results[0][0]["name"], run_name(preset, presets)  # of the preset on the same data
+            if len({*names}) == 2:
+                runs = shlex.join(str(Path(config.out_dir, name)) for name in names)
+                context.say(f"\ncompare seed by seed: python analyze.py compare {runs}")
     except (LookupError, TypeError, AttributeError) as error:  # written by an older version
         fail(f"a result.json in {config.out_dir} is not what this script writes ({error!r}): delete it")
     # Processes exit together, after a collective without tensors: a gloo thread that releases a tensor during Python's
     # shutdown would terminate the process.
     context.barrier()
     return results
-
-
-def comparison(config, presets: dict, name: str) -> str:
-    """The command that compares a run with its preset on the same data, "" if they are the same."""
-    same = {field: getattr(config, field) for field in {"data", "pairs", "seed", "dtype"} & vars(config).keys()}
-    preset = type(config)(**{"preset": config.preset, "out_dir": config.out_dir} | presets[config.preset] | same)
-    folder, baseline = Path(config.out_dir, name), Path(config.out_dir, run_name(preset, presets))
-    if folder == baseline:
-        return ""
-    command = shlex.join(["python", "analyze.py", "compare", str(folder), str(baseline)])
-    untrained = "" if (baseline / "result.json").exists() else "  # not trained yet"
-    return f"\n\ncompare seed by seed: {command}{untrained}"
 
 
 def table_of(config, presets: dict, tables: dict) -> Table:

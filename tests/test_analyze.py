@@ -79,7 +79,7 @@ def test_seeds_are_thin_lines_and_their_mean_is_a_thick_one():
 
 
 def test_one_constant_or_metric_identifies_the_script_of_a_run():
-    for script, constant in shared.SCRIPTS.items():
+    for script, (constant, *_) in shared.SCRIPTS.items():
         having = []
         for name in shared.SCRIPTS:
             constants = identity(importlib.import_module(name).Config())

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import shlex
 import sys
 from pathlib import Path
@@ -14,7 +13,7 @@ from test_analyze import refused
 import analyze
 import train_lm
 from analysis.compare import interval, number_of, paired
-from engine.config import command_line, identity
+from engine.config import identity
 from engine.files import from_json, to_json
 
 LAYER = {"wanted": 2.0, "served": 1.5}
@@ -107,27 +106,23 @@ def test_equal_differences_have_an_interval_without_width(difference, p):
 def test_seeds_are_found_by_their_constants_and_compared_in_pairs(experiments, draw, capsys):
     """Means of 88.39 and 89.00 with deviations of 1.5 look equal; by seed, the difference is significant."""
     pytest.importorskip("scipy")
-    (training, held_out, by_seed), kept, out = compared(draw, capsys, *experiments)
-    assert (
-        f"A: {experiments[0]}, 3 finished\nB: {experiments[1]}, 4 finished\nA and B differ in:\n  router: topk, " in out
+    (training, by_seed), kept, out = compared(draw, capsys, *experiments)
+    assert f"A: {experiments[0]}, seeds 0, 1, 2\nB: {experiments[1]}, seeds 0, 1, 2, 3\n" in out
+    assert "A and B differ in:\n  router topk, " in out
+    assert "A - B by seed: 0: -0.7%, 1: -0.57%, 2: -0.77%\n" in out
+    assert "test perplexity: A is lower, -0.68% (-0.93% to -0.43%, p 0.0073)\n" in out
+    assert kept["table"][0] == ["side", "test perplexity", "FLOPs, nominal", "FLOPs, served", "minutes"]
+    assert kept["table"][1] == ["A", "88.39 ± 1.5001", "1e+06", "", "1.5"]
+    [effect] = [record for record in kept["records"] if "p" in record]
+    assert [effect[name] for name in ("mean", "low", "high", "p")] == pytest.approx(
+        [-0.68, -0.93, -0.43, 0.0073], abs=0.01
     )
-    assert "killed (seed 4) is not finished: left out" in out
-    assert "pairs of seeds: 3\ntest perplexity: A is lower by 0.68%" in out
-    [_, *seeds, mean], costs = kept["table"][:5], kept["table"][5:]
-    assert seeds == [
-        ["seed 0", "88.37", "88.99", "-0.7%"],
-        ["seed 1", "86.9", "87.4", "-0.57%"],
-        ["seed 2", "89.9", "90.6", "-0.77%"],
-    ]
-    assert mean == ["mean", "88.39", "88.997", "-0.68% (-0.93% to -0.43%, p 0.0073)"]
-    assert costs == [["FLOPs, nominal", "1,000,000", "1,000,000", ""], ["minutes", "1.5", "1.5", ""]]
     thick = [line for line in training.lines if line.get_linewidth() == 2]
     assert [list(line.get_ydata()) for line in thick] == [[5.0, 2.5]] * 2
     assert len(training.lines) == 2 + 3 + 4
-    assert [list(line.get_ydata()) for line in held_out.lines] == [[9.0, 9.0]] * 9
-    assert list(by_seed.lines[1].get_ydata()) == pytest.approx([-0.697, -0.572, -0.773], abs=1e-3)
-    band = by_seed.patches[0].get_extents().transformed(by_seed.transData.inverted())
-    assert (band.y0, band.y1) == pytest.approx((-0.93, -0.43), abs=0.01)
+    *ends, points = by_seed.lines
+    assert [line.get_ydata()[0] for line in ends] == pytest.approx([0, -0.93, -0.43], abs=0.01)
+    assert list(points.get_ydata()) == pytest.approx([-0.697, -0.572, -0.773], abs=1e-3)
 
 
 def test_any_number_of_the_table_or_of_the_routing_can_be_compared(experiments, draw, monkeypatch, capsys):
@@ -139,23 +134,17 @@ def test_any_number_of_the_table_or_of_the_routing_can_be_compared(experiments, 
         file.write_text(to_json(result | {"flops_served": 7e5}))
     monkeypatch.setattr(train_lm, "ROUTING", {})
     _, kept, out = compared(draw, capsys, *experiments, "--number", "served")
-    assert [row[3] for row in kept["table"][:4]] == ["A - B, served", "+0.5", "+1", "+0"]
-    assert ["FLOPs, served", "700,000", "", ""] in kept["table"]
-    assert "served: no significant difference" in out
+    assert "A - B by seed: 0: +0.5, 1: +1, 2: +0\nserved: no significant difference, +0.5 (" in out
+    assert [row[3] for row in kept["table"]] == ["FLOPs, served", "7e+05", "", ""]
     error = refused(monkeypatch, capsys, "compare", *experiments, "--number", "speed")
     assert "there is no number 'speed': choose from params, M, bits/byte, ours, no limit, " in error
 
 
 def test_a_single_pair_of_seeds_decides_nothing(experiments, draw, capsys):
     _, kept, out = compared(draw, capsys, experiments[0].parent / "another steps", experiments[1])
-    assert [row[0] for row in kept["table"][1:]] == ["seed 0", "FLOPs, nominal", "minutes"]
-    assert "one pair of seeds decides nothing\nmore seeds of A: " in out
-    assert "\nstandard deviation of the 4 seeds of B: 5.7%\n" in out
-    line = next(line for line in out.splitlines() if line.startswith("more seeds of A: "))
-    script, *options = shlex.split(line.partition(": python ")[2])
-    assert script == "train_lm.py"
-    config = command_line(train_lm.Config, train_lm.PRESETS, options)
-    assert (config.steps, config.seeds, config.out_dir) == (7, 3, os.path.relpath(experiments[0].parent))
+    assert "one pair of seeds decides nothing: train more with --seeds 3" in out
+    assert not any("p" in record for record in kept["records"])
+    assert [row[1] for row in kept["table"][1:3]] == ["70", "86.748 ± 4.6842"]
 
 
 @pytest.mark.parametrize("script", [name for name in LOGS if name != "train_lm"])
@@ -169,9 +158,9 @@ def test_each_script_has_a_measure_of_its_own(tmp_path, draw, capsys, script):
     else:
         pairs = 1
     _, kept, out = compared(draw, capsys, tmp_path / "a0", tmp_path / "b0")
-    assert f"pairs of seeds: {pairs}\n" in out
+    assert sum(record["side"].startswith("A - B") and "seed" in record for record in kept["records"]) == pairs
     values = {"train_mlm": "9", "train_mt": "41", "finetune_xtreme": "71"}
-    assert kept["table"][1][1:3] == [values[script]] * 2
+    assert [row[1] for row in kept["table"][1:3]] == [values[script]] * 2
 
 
 def test_the_demo_of_xlm_e_is_compared_by_its_masked_tokens(tmp_path, draw, capsys):
@@ -187,10 +176,9 @@ def test_the_demo_of_xlm_e_is_compared_by_its_masked_tokens(tmp_path, draw, caps
             (folder / "metrics.jsonl").write_text(log)
             (folder / "result.json").write_text(to_json(results[full]))
             (folder / "config.json").write_text(to_json(results[full]["config"]))
-    (_, held_out, _), kept, out = compared(draw, capsys, tmp_path / "0 0", tmp_path / "1 0")
-    assert "pairs of seeds: 3\nheld-out masked tokens right: " in out
-    last = json.loads(log.splitlines()[-1])["held_out"]["sentences"]["generator"]
-    assert held_out.lines[-1].get_ydata()[-1] == last
+    _, kept, out = compared(draw, capsys, tmp_path / "0 0", tmp_path / "1 0")
+    assert "held-out masked tokens right: A is " in out
+    assert len([record for record in kept["records"] if "seed" in record]) == 3
 
 
 def test_runs_that_cannot_be_compared_are_refused_in_one_line(experiments, tmp_path, monkeypatch, capsys):
@@ -202,14 +190,14 @@ def test_runs_that_cannot_be_compared_are_refused_in_one_line(experiments, tmp_p
 
     assert "pass two runs" in error(a)
     assert "differ only in their seed" in error(a, tmp_path / "mine 2")
-    assert f"{tmp_path} has no config.json" in error(tmp_path, a)
+    assert f"{tmp_path} has no finished run" in error(tmp_path, a)
     assert "has no finished run" in error(write_run(tmp_path / "n/new", 0, finished=False), a)
     for name in ("data_checksum", "tokenizer_checksum"):
-        assert f"differ in {name}: pass runs on the same data" in error(a, write_run(tmp_path / name, 0, **{name: "?"}))
-    other = write_run(tmp_path / "m/encoder", 0, script="train_mlm")
-    assert f"{a} is a run of train_lm.py, {other} of train_mlm.py: pass runs of one script" in error(a, other)
+        other = write_run(tmp_path / name, 0, **{name: "?"})
+        assert f"A and B differ in {name}: pass runs of one script on the same data" in error(a, other)
+    assert "script" in error(a, write_run(tmp_path / "m/encoder", 0, script="train_mlm"))
     late = write_run(tmp_path / "s/late", 5, steps=9)
-    assert "no seed of both runs has test perplexity: train more with python train_lm.py --preset" in error(a, late)
+    assert "no seed of both has test perplexity: train more seeds with --seeds 3" in error(a, late)
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "scipy.stats", None)
         assert "pip install scipy" in error(a, b)
@@ -228,14 +216,12 @@ def test_a_run_of_several_seeds_ends_with_the_command_that_compares_it(options, 
         return [line for line in capsys.readouterr().out.splitlines() if "compare seed by seed: " in line]
 
     [line] = command(router="topk", seeds=2)
-    assert line.endswith("  # not trained yet")
     assert command() == command(seeds=2) == command(router="topk") == []
     [line] = command(router="topk", seeds=2)
     _, _, name, *folders = shlex.split(line.partition(": ")[2])
     assert name == "compare" and len(folders) == 2
     _, kept, out = compared(draw, capsys, *folders)
-    assert "pairs of seeds: 2\ntest perplexity: " in out
-    assert len(kept["records"]) == 2
-    folder = Path(folders[0])
-    result = from_json((folder / "result.json").read_text())
-    assert kept["table"][1][1] == f"{number_of('ours', result, train_lm.cells):.5g}"
+    assert "\ntest perplexity: " in out
+    assert len([record for record in kept["records"] if "seed" in record]) == 2
+    result = from_json((Path(folders[0]) / "result.json").read_text())
+    assert kept["records"][0]["test perplexity"] == number_of("ours", result, train_lm.cells)

@@ -1,12 +1,12 @@
 """What tools/render.py compares and draws: claims as differences between runs, seed by seed, and the pages' pictures.
 
-Runs are named SCRIPT/RUN, with {} for the seed. claims.json pairs two runs, `ours` and `other`, and lists what the pair
-is `about`: the constants in which its runs may differ. Any other difference is an error, also in the `tokens a step`
-and `FLOPs` that follow from the constants. `number` is a column of a script's table or a statistic of its sparse
-layers; `from` names another number of the other run, such as the one that the same run began with. If `other` names
-two runs, its number is interpolated between them, at the number of experts that serve a token in ours. Translations
-found are those of the layer in the script's table, or of `layer`. pictures.json lists the panels of each picture: the
-records of an analysis, or the translations found in each layer of runs.
+claims.json pairs two runs, `ours` and `other`, each SCRIPT/RUN of any seed, and lists what the pair is `about`: the
+constants in which its runs may differ. Any other difference is an error, also in the `tokens a step` and `FLOPs` that
+follow from the constants. `number` is a column of a script's table or a statistic of its sparse layers; `from` names
+another number of the other run, such as the one that the same run began with. If `other` names two runs, its number is
+interpolated between them, at the number of experts that serve a token in ours. Translations found are those of the
+layer in the script's table, or of `layer`. pictures.json lists the panels of each picture: the records of an analysis,
+or the translations found in each layer of runs.
 """
 
 import importlib
@@ -14,13 +14,13 @@ import math
 from functools import cache
 from itertools import starmap
 from pathlib import Path
+from types import ModuleType
 
-from analysis.compare import flops_of, interval, number_of, paired
+from analysis.compare import flops_of, interval, number_of, paired, signed, unequal
 from analysis.shared import KEY, Panel, canvas, draw
 from engine.config import identity
 from engine.files import from_json
 
-SEEDS = ("", *(f"-seed={seed}" for seed in range(1, 8)))  # as they appear in names of runs
 BY_LAYER = {"translations found": "retrieval", "found, centred": "centred"}  # number -> its key in `held_out`
 UNITS = {  # unit -> a scale on which a claim says that ours is higher; a step of 1 in 100 log is about 1%
     "perplexity, about % lower": lambda x: -100 * math.log(x),
@@ -88,19 +88,18 @@ def effect(folder: Path, pair: dict, suffix="") -> dict:
         raise ValueError(f"{pair['ours']} and {pair['other']} share fewer than two seeds: no interval")
     mean, low, high, p = interval(differences.values())
     verdict = "holds" if low > 0 else "the opposite" if high < 0 else "level"
-    rounded = [float(f"{x:.2g}") for x in (mean, low, high)]  # two digits, and no exponent
-    words = "{}: {:+g} ({:+g} to {:+g}, p {:.2g})".format(where, *rounded, p)
+    words = f"{where}: {signed(mean)} ({signed(low)} to {signed(high)}, p {p:.2g})"
     marks = {"seeds": differences.values(), "mean": [mean], "ends": [low, high], "paper": []}
     if "paper" in pair and not suffix:
         before, after = map(scale, pair["paper"])
         marks["paper"] = [after - before]
     for name, numbers in marks.items():
         marks[name] = [round(float(x), 3) for x in numbers]  # the same on every machine
-    differ = {name for run in runs for seed in differences for name in differing(folder, pair | {"other": run}, seed)}
+    differ = {name for run in runs for name in differing(folder, pair | {"other": run})}
     return pair | marks | {"where": where, "words": words, "verdict": verdict, "differ": sorted(differ)}
 
 
-def interpolated(folder: Path, pair: dict) -> dict[str, float]:
+def interpolated(folder: Path, pair: dict) -> dict[int, float]:
     """{seed: the number of the other side, linear between its two runs, at the experts that serve a token in ours}."""
     served = pair | {"number": "served"}
     x = values(folder, served, pair["ours"])
@@ -112,33 +111,30 @@ def interpolated(folder: Path, pair: dict) -> dict[str, float]:
     return numbers
 
 
-def differing(folder: Path, pair: dict, seed: str) -> list[str]:
-    """The facts in which the two runs of a seed differ. Raises ValueError if the pair is not about one of them."""
-    ours = facts(folder, pair["ours"].format(seed))
-    other = facts(folder, pair["other"].format(seed))
-    if math.isclose(ours.get("FLOPs", 0), other.get("FLOPs", 0), rel_tol=0.02):  # no two routers cost the same
-        ours.pop("FLOPs", None)
-    names = sorted(name for name in ours.keys() & other.keys() if ours[name] != other[name])
-    for name in names:
-        if name not in pair["about"]:
-            both = f"{name} is {ours[name]} and {other[name]}"
-            raise ValueError(f"{pair['ours']} and {pair['other']}: {both}; `about` must name it")
+def differing(folder: Path, pair: dict) -> set[str]:
+    """The facts in which two runs of any seed differ. Raises ValueError if the pair is not about one of them."""
+    ours, other = by_seed(folder, pair["ours"]), by_seed(folder, pair["other"])
+    names = set()
+    for seed in ours.keys() & other.keys():
+        differ = unequal(facts(pair["ours"], ours[seed]), facts(pair["other"], other[seed]))
+        for name, (x, y) in differ.items():
+            if "-" in (x, y) or (name == "FLOPs" and math.isclose(x, y, rel_tol=0.02)):  # routers add up to 2%
+                continue
+            if name not in pair["about"]:
+                raise ValueError(f"{pair['ours']} and {pair['other']}: {name} is {x} and {y}; `about` must name it")
+            names.add(name)
     return names
 
 
-def facts(folder: Path, run: str) -> dict:
+def facts(run: str, result: dict) -> dict:
     """What to compare of SCRIPT/RUN: the constants that it reads, and what follows from them."""
-    Config = importlib.import_module(Path(run).parent.name).Config
-    result = results_of(folder)[run]
-    constants, fields = result["config"], Config.__dataclass_fields__.keys()
-    known = {name: constants[name] for name in fields & constants}
-    others = {name: constants[name] for name in constants.keys() - fields}  # checksums, constants of older versions
+    Config, constants = script_of(run).Config, result["config"]
+    known = {name: constants[name] for name in Config.__dataclass_fields__.keys() & constants}
+    others = {name: constants[name] for name in constants.keys() - known}  # checksums, constants of older versions
     facts = identity(Config(**known)) | others | {"dtype": result["machine"]["dtype"]}
-    if "task" in constants:  # fine-tuning: its data_checksum includes the encoder's weights
-        del facts["data_checksum"]
+    if "task" in constants:
         return facts
-    tokens = constants["batch_tokens"]
-    flops = flops_of(result)
+    tokens, flops = constants["batch_tokens"], flops_of(result)
     if "tlm" not in constants:  # XLM-E's is already that of the whole training
         flops *= tokens * constants["steps"]
     elif constants["tlm"]:  # a step has a second batch, of pairs
@@ -146,22 +142,30 @@ def facts(folder: Path, run: str) -> dict:
     return facts | {"tokens a step": tokens, "FLOPs": flops}
 
 
-def values(folder: Path, pair: dict, run: str) -> dict[str, float]:
-    """{seed: the pair's number} of SCRIPT/RUN, one side of the pair."""
-    script = importlib.import_module(Path(run).parent.name)
-    layer, key, numbers = pair.get("layer"), pair["number"], {}
-    for seed, result in by_seed(folder, run).items():
-        if layer is not None:
-            numbers[seed] = result["held_out"][BY_LAYER[key]][layer]
-        else:
-            numbers[seed] = number_of(key, result, script.cells)
-    return numbers
+def values(folder: Path, pair: dict, run: str) -> dict[int, float]:
+    """{seed: the pair's number} of one side of the pair."""
+    results, layer, key = by_seed(folder, run), pair.get("layer"), pair["number"]
+    if layer is not None:
+        return {seed: result["held_out"][BY_LAYER[key]][layer] for seed, result in results.items()}
+    return {seed: number_of(key, result, script_of(run).cells) for seed, result in results.items()}
 
 
-def by_seed(folder: Path, run: str) -> dict[str, dict]:
-    """{seed: result} of SCRIPT/RUN, for the seeds that have one."""
-    results = results_of(folder)
-    return {seed: results[run.format(seed)] for seed in SEEDS if run.format(seed) in results}
+def script_of(run: str) -> ModuleType:
+    return importlib.import_module(Path(run).parent.name)
+
+
+def result_of(folder: Path, name: str) -> dict:
+    if name not in results_of(folder):
+        raise ValueError(f"{folder} has no {name}")
+    return results_of(folder)[name]
+
+
+def by_seed(folder: Path, run: str) -> dict[int, dict]:
+    """{seed: result} of SCRIPT/RUN and of the runs that differ from it only in their seed."""
+    config = result_of(folder, run)["config"]
+    names = [name for name, result in results_of(folder).items() if not unequal(config, result.get("config", {}))]
+    results = [result_of(folder, name) for name in names]
+    return {result["config"]["seed"]: result for result in sorted(results, key=lambda x: x["config"]["seed"])}
 
 
 def pictures(folder: Path) -> dict[str, tuple]:
@@ -181,15 +185,13 @@ def pictures(folder: Path) -> dict[str, tuple]:
 
 def panel_of(folder: Path, panel: dict) -> list:
     if "records" in panel:
-        name, results = f"analyses/{panel['records']}", results_of(folder)
-        if name not in results:
-            raise ValueError(f"{folder} has no {name}")
-        return [panel["title"], results[name]["records"], panel["by"], panel["x"], panel["y"]]
+        records = result_of(folder, f"analyses/{panel['records']}")["records"]
+        return [panel["title"], records, panel["by"], panel["x"], panel["y"]]
     records = []
     for name, run in panel["runs"].items():
-        for seed, result in by_seed(folder, run).items():
+        for result in by_seed(folder, run).values():
             for layer, share in enumerate(result["held_out"][panel["held_out"]]):
-                record = {"run": Path(run).name.format(seed), "encoder": name}
+                record = {"run": result["name"], "encoder": name}
                 records.append(record | {"layer": layer, FOUND: 100 * share})
     return [panel["title"], records, "encoder", "layer", FOUND]
 

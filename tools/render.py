@@ -30,7 +30,7 @@ from engine.config import command_line, identity, run_name
 from engine.device import clear_errors
 from engine.files import from_json, read_json, to_json, write
 from engine.table import markdown_table, seeds_of, table_of
-from tools.claims import claims, pictures, results_of
+from tools.claims import claims, pictures, result_of, results_of
 
 RESULTS = Path(__file__).parents[1] / "results"
 COMMAND = r"`python ([\w/]+)\.py([^`]*)`\s"
@@ -126,9 +126,7 @@ def cells_of(folder: Path, config, module) -> dict | None:
 
 def measured(folder: Path, name: str) -> list[dict]:
     """{header: cell} of each row that analyze.py or tools/bench.py measured."""
-    if name not in results_of(folder):
-        raise ValueError(f"{folder} has no {name}")
-    result = results_of(folder)[name]
+    result = result_of(folder, name)
     if "table" in result:
         headers, *rows = result["table"]
         return [dict(zip(headers, row, strict=True)) for row in rows]
